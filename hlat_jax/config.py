@@ -120,7 +120,9 @@ class ModelConfig:
     fuse_qkv: bool = _key(True, "One QKV projection (HLAT-7B); False: Q and KV are separate (HLAT-70B).")
     init_std: float = _key(0.02, "Standard deviation of initial weights.")
     depth_scaled_init: bool = _key(True, "Output projections start at init_std / sqrt(2 * num_layers).")
-    layer_loop: str = _key("scan", "Layers run in a scan, or unrolled.", choices=("scan", "unroll"))
+    layer_loop: str = _key(
+        "auto", "Layers run in a scan, or unrolled; auto: unroll on Neuron.", choices=("auto", "scan", "unroll")
+    )
     remat: str = _key(
         "auto",
         "Recompute in backward: auto, none, full, selective (HLAT), products, names:A,B to save, budget:12GiB to fit.",
@@ -180,11 +182,16 @@ def select_remat(remat: str, platform: str) -> str:
     return "products" if platform == "cpu" else "none"
 
 
-def select_accumulate(accumulate: str, platform: str, *, pipe: int) -> str:
-    """Returns a value of `train.accumulate` with `auto` replaced: dispatch on Neuron but for pipeline stages."""
-    if accumulate != "auto":
-        return accumulate
-    return "dispatch" if platform == "neuron" and pipe == 1 else "scan"
+def select_layer_loop(layer_loop: str, platform: str) -> str:
+    """Returns a value of `model.layer_loop` with `auto` replaced by the default of a platform.
+
+    On Neuron that is unroll: AXLearn unrolls there, since the compiler finds repeated blocks and its time does not grow
+    with the number of layers; a scan needs undocumented flags in AXLearn's forks. We have run neither there.
+    Source: apple/axlearn, experiments/text/gpt/fuji.py, its modifier for trn2.
+    """
+    if layer_loop != "auto":
+        return layer_loop
+    return "unroll" if platform == "neuron" else "scan"
 
 
 @dataclasses.dataclass(frozen=True)

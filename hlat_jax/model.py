@@ -29,7 +29,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from hlat_jax import stack
-from hlat_jax.config import ModelConfig, nearest, select_remat
+from hlat_jax.config import ModelConfig, nearest, select_layer_loop, select_remat
 from hlat_jax.ops import attention as attention_op
 from hlat_jax.ops import cross_entropy as cross_entropy_op
 from hlat_jax.ops.embedding import lookup
@@ -412,7 +412,8 @@ def select_implementations(cfg: ModelConfig, platform: str) -> ModelConfig:
     chosen: dict[str, Any] = {
         key: op.choose("auto", platform).name for key, op in OPS.items() if getattr(cfg, key) == "auto"
     }
-    return dataclasses.replace(cfg, **chosen, remat=select_remat(cfg.remat, platform))
+    loop = select_layer_loop(cfg.layer_loop, platform)
+    return dataclasses.replace(cfg, **chosen, remat=select_remat(cfg.remat, platform), layer_loop=loop)
 
 
 @functools.lru_cache

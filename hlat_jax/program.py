@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.typing import ArrayLike
 
@@ -16,6 +17,7 @@ from hlat_jax.batch import SumAndCount, microbatches
 from hlat_jax.ops.dispatch import MATCHERS, Dispatched, dispatch
 from hlat_jax.optimizer import MaskedTransformation, global_norm, masked
 from hlat_jax.parallel import xla_options
+from hlat_jax.parallel.pipeline import PHASES, run_tick, start_ticks
 from hlat_jax.parallel.sharding import ROWS
 from hlat_jax.parallel.zero import check_params
 from hlat_jax.passes import remat, scaling, spikes
@@ -92,39 +94,69 @@ class StepFn(Protocol):
 class MicrobatchStep:
     """A step in programs that do not depend on the number of microbatches; equal bit for bit to the step in one.
 
-    Each microbatch is dispatched as a program of its own, without waiting for the one before. The buffer of sums stays
-    on the devices between steps.
+    Each microbatch, and with pipeline stages each tick, is dispatched as a program of its own, without waiting for the
+    one before. The buffer stays on the devices between steps.
 
     Attributes:
-      start: jitted () -> buffer of zeros: the sums of losses, of counted tokens and of gradients, of each device.
-      microbatch: jitted (buffer, inputs, microbatch) -> buffer with what it computes added; donates the buffer.
+      start: jitted (inputs, microbatch) -> buffer of zeros: what each device keeps, such as sums of losses, of counted
+        tokens and of gradients. It depends on the shapes alone.
+      ticks: name -> jitted (buffer, inputs, microbatch) -> buffer with what it computes added; donates the buffer. One,
+        `microbatch`, or the phases of `pipeline`.
       update: jitted (state, buffer[, learning_rate]) -> (state, StepMetrics, buffer of zeros); donates the first two.
-      buffer: the shapes, dtypes and shardings of the buffer.
+      shardings: of the buffer: of `number`, and of all else; None: one device.
+      num_stages: of a pipeline.
     """
 
     start: Any
-    microbatch: Any
+    ticks: Mapping[str, Any]
     update: Any
-    buffer: Any
+    shardings: Any = None
+    num_stages: int = 1
     _held: list[Any] = dataclasses.field(default_factory=list, init=False)
 
     def __call__(
         self, state: State, microbatches: Iterable[Any], learning_rate: ArrayLike | None = None
     ) -> tuple[State, StepMetrics]:
         """Returns the state after the step, and its metrics. Rows of microbatch m: see `batch.microbatches`."""
-        # popped: where a microbatch fails, the next step starts from a new one
-        buffer, inputs = self._held.pop() if self._held else self.start(), self.inputs(state)
-        for microbatch in microbatches:
-            buffer = self.microbatch(buffer, inputs, microbatch)
+        parts, idle = list(microbatches), self.num_stages - 1
+        inputs = self.inputs(state, num_microbatches=np.int32(len(parts)))
+        # popped: where a program fails, the next step starts from a new one
+        buffer = self._held.pop() if self._held else self.start(inputs, parts[0])
+        names = list(self.ticks)
+        if self.num_stages > 1:
+            names = [names[0]] * idle + [names[1]] * len(parts) + [names[2]] * idle
+        else:
+            names = names * len(parts)
+        for number, name in enumerate(names):
+            buffer = self.ticks[name](buffer, inputs, parts[min(number, len(parts) - 1)])
         state, metrics, buffer = self.update(state, buffer, learning_rate)
         self._held.append(buffer)
         return state, metrics
 
-    @staticmethod
-    def inputs(state: State) -> dict[str, Any]:
-        """Returns the parts of a state that `microbatch` reads."""
+    @property
+    def programs(self) -> dict[str, Any]:
+        """The programs by name, in the order of their first use."""
+        return {"start": self.start, **self.ticks, "update": self.update}
+
+    def with_programs(self, programs: Mapping[str, Any]) -> MicrobatchStep:
+        """Returns the step with these `programs`, such as compiled ones."""
+        ticks = {name: programs[name] for name in self.ticks}
+        return dataclasses.replace(self, start=programs["start"], ticks=ticks, update=programs["update"])
+
+    def inputs(self, state: State, *, num_microbatches: Any) -> dict[str, Any]:
+        """Returns what `start` and `ticks` read of a step: parts of the state, and for stages the int32 number."""
         opt_state = {key: value for key, value in state["opt_state"].items() if key in ("seed", "loss_scale")}
-        return {"params": state["params"], "step": state["step"], "opt_state": opt_state}
+        found = {"params": state["params"], "step": state["step"], "opt_state": opt_state}
+        return found | ({"num_microbatches": num_microbatches} if self.num_stages > 1 else {})
+
+    def abstract_buffer(self, inputs: Any, microbatch: Any) -> Any:
+        """Returns the shapes, dtypes and shardings of the buffer, from those of what `start` takes."""
+        buffer = jax.eval_shape(self.start, inputs, microbatch)
+        if self.shardings is None:
+            return buffer
+        return {
+            key: jax.tree.map(lambda x, of=self.shardings[key]: x.update(sharding=of), buffer[key]) for key in buffer
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,8 +172,8 @@ class TrainingProgram:
         it is, over a batch that divides as those of `step` do. The state is not donated.
       options: those it was built with, with `zero` replaced by the `replica_sync` made from it.
       shardings: of every leaf of the state; None: wherever the parameters are.
-      microbatch_step: `step` in programs of one microbatch; None for pipeline stages, for a loss function that has
-        auxiliary values or takes more than (params, microbatch), and without the shapes of the parameters.
+      microbatch_step: `step` in programs of one microbatch; None for a loss function that has auxiliary values or takes
+        more than (params, microbatch).
       plan: the choice that meets the memory budget; None without one.
       dispatched: the loss after `dispatch`, whose `report()` lists what was replaced when it was last traced; None
         without that pass.
@@ -247,9 +279,9 @@ def training_program(
         return _jitted(step, options, None if shardings is None else (shardings, None))
 
     def microbatch_step_of(loss_fn: Callable) -> MicrobatchStep | None:
-        if params is None or given or has_aux or options.accumulate is not None:
+        if given or has_aux:
             return None
-        return _microbatch_step(loss_fn, optimizer, options=options, params=params, shardings=shardings)
+        return _microbatch_step(loss_fn, optimizer, options=options, shardings=shardings)
 
     stages = {"loss": step_of(loss_fn)}
     dispatched: Dispatched | None = None
@@ -410,64 +442,84 @@ def _params_of(weights: Any, options: ProgramOptions) -> Any:
 
 
 def _microbatch_step(
-    loss_fn: CheckedLossFn,
-    optimizer: optax.GradientTransformation,
-    *,
-    options: ProgramOptions,
-    params: Any,
-    shardings: Any,
+    loss_fn: CheckedLossFn, optimizer: optax.GradientTransformation, *, options: ProgramOptions, shardings: Any
 ) -> MicrobatchStep:
-    """Returns the step in programs for one microbatch; `params`: their shapes."""
+    """Returns the step in programs for one microbatch each, or for one tick of a pipeline."""
     replica_sync, dtype = options.active_replica_sync, options.policy.accumulate
     value_and_grad = _local_value_and_grad(loss_fn, options, num_microbatches=1)
-    updated = _updated(optimizer, options)
-    scalar = jax.ShapeDtypeStruct((), jnp.float32)
-    grads = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, dtype), params)
-    if replica_sync is not None:
-        scalar, grads = replica_sync.partial_sums(params, dtype=dtype)
-    shapes = {"number": jax.ShapeDtypeStruct((), jnp.uint32), "sums": ((scalar, scalar), grads)}
+    updated, has_stages = _updated(optimizer, options), options.accumulate is not None
 
-    def local(
-        sums: tuple, params: Any, rows: Any, rounding: Rounding, *, number: Any, scale: Any, reduce: Any = None
-    ) -> tuple[tuple, Any]:
+    def start_here(params: Any, rows: Any, *, reduce: Any = None) -> dict[str, Any]:
+        if has_stages:
+            return start_ticks(loss_fn, params, rows, dtype=dtype)
+        shapes = params if reduce is None else jax.eval_shape(reduce, params)
+        grads = jax.tree.map(lambda p: jnp.zeros(p.shape, dtype), shapes)
+        return {"totals": SumAndCount(jnp.float32(0.0), jnp.float32(0.0)), "grads": grads}
+
+    def add_here(
+        kept: dict[str, Any],
+        of_device: tuple,
+        rounding: Rounding,
+        *,
+        number: Any,
+        scale: Any,
+        num_microbatches: Any,
+        name: str,
+        reduce: Any = None,
+    ) -> dict[str, Any]:
+        if has_stages:
+            at = {"phase": name, "tick": number, "num_microbatches": num_microbatches, "rounding": rounding}
+            return run_tick(loss_fn, kept, of_device, **at)
         given = {"scale": scale, "model_state": None, "reduce": reduce}
-        (loss_sum, loss_aux), grads = value_and_grad(params, rows, rounding, **given)
+        (loss_sum, loss_aux), grads = value_and_grad(*of_device, rounding, **given)
         if loss_aux.is_mean:
             raise ValueError("the steps of single microbatches need a loss function that returns SumAndCount.")
-        totals = sums[0][0] + loss_sum, sums[0][1] + loss_aux.count
-        return totals, rounding.at(number).added(sums[1], grads)
+        totals = SumAndCount(kept["totals"].total + loss_sum, kept["totals"].count + loss_aux.count)
+        return {"totals": totals, "grads": rounding.at(number).added(kept["grads"], grads)}
 
-    add_to_sums = local if replica_sync is None else replica_sync.add_to_sums(local, dtype=dtype)
+    start_kept = start_here if replica_sync is None else replica_sync.start_sums(start_here, dtype=dtype)
 
-    def start_accumulation() -> Any:
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    def start_accumulation(inputs: dict[str, Any], batch: Any) -> dict[str, Any]:
+        return {"number": jnp.zeros((), jnp.int32), "kept": start_kept(inputs["params"], batch)}
 
-    def add_microbatch(buffer: Any, inputs: dict[str, Any], batch: Any) -> Any:
-        check_divides(batch, num_devices=options.row_degree, num_microbatches=1)
-        rounding, more = _rounding(inputs, options.policy), {"number": buffer["number"], "scale": _scale(inputs)}
-        sums = add_to_sums(buffer["sums"], inputs["params"], batch, rounding, **more)
-        return {"number": buffer["number"] + 1, "sums": sums}
+    def adding(name: str, function_name: str) -> Callable:
+        local = functools.partial(add_here, name=name)
+        add_to_sums = local if replica_sync is None else replica_sync.add_to_sums(local, dtype=dtype)
+
+        def add(buffer: dict[str, Any], inputs: dict[str, Any], batch: Any) -> dict[str, Any]:
+            check_divides(batch, num_devices=options.row_degree, num_microbatches=1)
+            more = {"number": buffer["number"], "scale": _scale(inputs)}
+            more["num_microbatches"] = inputs.get("num_microbatches")
+            of_device, rounding = (inputs["params"], batch), _rounding(inputs, options.policy)
+            return {"number": buffer["number"] + 1, "kept": add_to_sums(buffer["kept"], of_device, rounding, **more)}
+
+        add.__name__ = function_name
+        return _jitted(add, options, placed)
 
     def no_value(_: Any) -> Any:
         raise ValueError("an optimizer that evaluates the loss again needs the whole batch in one program.")
 
-    def update_step(state: State, buffer: Any, learning_rate: Any = None) -> tuple[State, StepMetrics, Any]:
-        sums = buffer["sums"]
-        (loss_sum, count), grads = sums if replica_sync is None else replica_sync.reduced_sums(sums, dtype=dtype)
+    def update_step(state: State, buffer: dict[str, Any], learning_rate: Any = None) -> tuple[State, StepMetrics, Any]:
+        found = buffer["kept"]["totals"], buffer["kept"]["grads"]
+        (loss_sum, count), grads = found if replica_sync is None else replica_sync.reduced_sums(*found, dtype=dtype)
         found = (loss_sum, LossAux(count)), grads
         # not by `start`: Neuron may run a program without collectives on the host
-        return *updated(state, found, learning_rate=learning_rate, of_params=no_value), start_accumulation()
+        zeros = jax.tree.map(jnp.zeros_like, buffer)
+        return *updated(state, found, learning_rate=learning_rate, of_params=no_value), zeros
 
     placed = None
     if options.replica_sync is not None:
-        replicated = options.replica_sync.layout.replicated()
-        shapes = jax.tree.map(lambda leaf: leaf.update(sharding=leaf.sharding or replicated), shapes)
-        placed = jax.tree.map(lambda leaf: leaf.sharding, shapes)
+        layout = options.replica_sync.layout
+        per_device = layout.replicated() if replica_sync is None else replica_sync.per_device
+        placed = {"number": layout.replicated(), "kept": per_device}
+    names = {phase: f"{phase}_tick" for phase in PHASES} if has_stages else {"microbatch": "add_microbatch"}
+    after_update = None if shardings is None else (shardings, None, placed)
     return MicrobatchStep(
         start=jax.jit(start_accumulation, out_shardings=placed),
-        microbatch=_jitted(add_microbatch, options, placed),
-        update=_jitted(update_step, options, None if shardings is None else (shardings, None, placed), donated=(0, 1)),
-        buffer=shapes,
+        ticks={name: adding(name, function_name) for name, function_name in names.items()},
+        update=_jitted(update_step, options, after_update, donated=(0, 1)),
+        shardings=placed,
+        num_stages=options.replica_sync.layout.size(("pipe",)) if has_stages else 1,
     )
 
 
@@ -663,7 +715,14 @@ def _distinct(tree: Any) -> Any:
 
 def _jitted(step: Callable, options: ProgramOptions, shardings: Any, *, donated: tuple[int, ...] = (0,)) -> Any:
     """Returns the jitted step, with the compiler options of its devices."""
+    keep_unused = len(donated) > 1  # else what is donated and only overwritten would be allocated again
     if options.replica_sync is None:
-        return jax.jit(step, donate_argnums=donated)
+        return jax.jit(step, donate_argnums=donated, keep_unused=keep_unused)
     compiler_options = xla_options.compiler_options(options.replica_sync.layout) or None
-    return jax.jit(step, donate_argnums=donated, out_shardings=shardings, compiler_options=compiler_options)
+    return jax.jit(
+        step,
+        donate_argnums=donated,
+        keep_unused=keep_unused,
+        out_shardings=shardings,
+        compiler_options=compiler_options,
+    )

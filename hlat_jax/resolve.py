@@ -106,13 +106,11 @@ def check_policy(policy: str, *, pipe: int) -> None:
         )
 
 
-def check_accumulate(accumulate: str, *, pipe: int) -> None:
-    """Raises ValueError for microbatches of pipeline stages as programs; called again once a degree is resolved."""
-    if accumulate == "dispatch" and pipe > 1:
-        raise ValueError(
-            f"train.accumulate=dispatch with parallel.pipe={pipe}: stages hold several microbatches at a time, in one "
-            "program; set train.accumulate='scan' or parallel.pipe=1."
-        )
+def select_accumulate(accumulate: str, platform: str) -> str:
+    """Returns a value of `train.accumulate` with `auto` replaced by the default of a platform."""
+    if accumulate != "auto":
+        return accumulate
+    return "dispatch" if platform == "neuron" else "scan"
 
 
 def branch_source(train: TrainConfig) -> tuple[str, int] | None:
@@ -190,7 +188,6 @@ def check_training(c: Config) -> None:
             f"{c.precision.policy!r}, which rounds to nearest; set the policy to 'bf16_sr' or this key to 'auto'."
         )
     check_policy(c.precision.policy, pipe=c.parallel.pipe)
-    check_accumulate(t.accumulate, pipe=c.parallel.pipe)
     at_least(1, data__batch_size=d.batch_size, train__num_microbatches=t.num_microbatches)
     at_least(2, data__seq_len=d.seq_len)
     held_out_share(d.validation)  # raises for a share out of range

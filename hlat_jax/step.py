@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from hlat_jax.batch import Batch, SumAndCount, abstract_batch
-from hlat_jax.config import Config, ModelConfig, select_accumulate
+from hlat_jax.config import Config, ModelConfig
 from hlat_jax.model import Decoder, abstract_params, bind, init_params, param_axes
 from hlat_jax.ops.choices import choices, with_choices
 from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
@@ -23,11 +23,13 @@ from hlat_jax.optimizer import adamw, decay_mask, global_norm
 from hlat_jax.parallel import collectives
 from hlat_jax.parallel.pipeline import StagedLoss, pipelined, pipelined_loss
 from hlat_jax.parallel.replica_sync import ReplicaSync
-from hlat_jax.parallel.sharding import Layout, shard_batch, shard_microbatches
+from hlat_jax.parallel.rows import shard_microbatches
+from hlat_jax.parallel.sharding import Layout, shard_batch
 from hlat_jax.passes.autocast import autocast
 from hlat_jax.passes.spikes import SpikePolicy
 from hlat_jax.precision import cast_tree, policy_on
 from hlat_jax.program import ProgramOptions, State, TrainingProgram, training_program
+from hlat_jax.resolve import select_accumulate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,15 +104,14 @@ class RunProgram:
         part = jax.tree.map(
             lambda field: field.update(shape=(field.shape[0] // num_microbatches, *field.shape[1:])), batch
         )
-        return {
-            "start": (),
-            "microbatch": (step.buffer, step.inputs(state), part),
-            "update": (state, step.buffer, learning_rate),
-        }
+        inputs = step.inputs(state, num_microbatches=jax.ShapeDtypeStruct((), jnp.int32))
+        buffer = step.abstract_buffer(inputs, part)
+        ticks = dict.fromkeys(step.ticks, (buffer, inputs, part))
+        return {"start": (inputs, part), **ticks, "update": (state, buffer, learning_rate)}
 
     def trace_microbatch_step(self, name: str) -> Any:
-        """Returns the trace of a program of `training.microbatch_step`: start, microbatch or update."""
-        return getattr(self.training.microbatch_step, name).trace(*self.microbatch_arguments[name])
+        """Returns the trace of one of `training.microbatch_step.programs`."""
+        return self.training.microbatch_step.programs[name].trace(*self.microbatch_arguments[name])
 
     def init_state(self) -> State:
         """Returns the state before the first step, drawn on the devices that will hold it."""
@@ -152,7 +153,7 @@ def make_program(config: Config, layout: Layout) -> RunProgram:
         layout=layout,
         choices=chosen,
         model=model,
-        accumulate=select_accumulate(train.accumulate, layout.platform, pipe=layout.size(("pipe",))),
+        accumulate=select_accumulate(train.accumulate, layout.platform),
         training=training,
         init=_init(config, training),
         eval_step=_eval_step(loss(z_loss_weight=0.0), training.options),

@@ -205,18 +205,17 @@ def _has_recognized_collectives(parallel: ParallelConfig, num_devices: int) -> b
     With NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU=1, a program with none of the documented collectives runs on the host's
     CPU. The list lacks the plain all-reduce, the only collective of pure data parallelism and of tensor parallelism
     without sequence parallelism. A step is thousands of times slower on the CPU, so for these the variable is not set.
-    Without stages, a microbatch and the update may be programs of their own (train.accumulate=dispatch).
+    Microbatches and the update are programs of their own, unless train.accumulate=scan.
     """
     degrees = {axis: getattr(parallel, axis) for axis in ("pipe", "data", "fsdp", "tensor")}
     fixed = 1
     for degree in degrees.values():
         fixed *= max(degree, 1)
     degrees = {axis: max(num_devices // fixed, 1) if degree == -1 else degree for axis, degree in degrees.items()}
-    if degrees["pipe"] > 1:  # collective-permute or all-gather, in the one program of a step
-        return True
     update = parallel.zero1 and degrees["data"] > 1  # reduce-scatter, all-gather
     microbatch = (
-        degrees["fsdp"] > 1
+        degrees["pipe"] > 1  # collective-permute or all-gather
+        or degrees["fsdp"] > 1
         or (parallel.sequence_parallel and degrees["tensor"] > 1)
         or (update and parallel.reduce_gradients == "microbatch")
     )

@@ -13,6 +13,7 @@ from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.host.neuron_compiler_flags import compiler_flags
 from hlat_jax.host.neuron_topology import Topology, checked
+from hlat_jax.neuron.lint_command import PROGRAMS
 from hlat_jax.neuron.rules import TARGETS, target_of
 from hlat_jax.store.progress import show_progress
 
@@ -90,11 +91,10 @@ def _flags(target: str) -> str:
 
 
 def _define(values: flags.FlagValues) -> None:
-    names = ["train", "start", "microbatch", "update", "eval", "init", "norms", "prefill", "decode", "generate", "all"]
     flags.DEFINE_string("out", "", "Folder for the modules and compile.sh.", flag_values=values)
     flags.DEFINE_enum(
         "target", "trn1", [*TARGETS, *INSTANCES], "Device for compile.sh to compile for.", flag_values=values
     )
-    flags.DEFINE_enum("program", "all", names, "Program to write.", flag_values=values)
+    flags.DEFINE_enum("program", "all", [*PROGRAMS, "all"], "Program to write.", flag_values=values)
     flags.DEFINE_integer("devices", 0, "Number of devices in the mesh; 0: the recipe's.", 0, flag_values=values)
     flags.DEFINE_integer("max_devices", 64, "Most devices to partition for.", 1, 2048, flag_values=values)

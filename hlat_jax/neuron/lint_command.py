@@ -18,7 +18,8 @@ from hlat_jax.host import flags as flags_lib
 from hlat_jax.neuron.rules import LINTED, target_of
 from hlat_jax.store.progress import show_progress
 
-_NAMES = ("train", "start", "microbatch", "update", "eval", "init", "norms", "prefill", "decode", "generate")
+_STEP = ("train", "start", "microbatch", "warm_up", "steady", "cool_down", "update")
+PROGRAMS = (*_STEP, "eval", "init", "norms", "prefill", "decode", "generate")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -71,7 +72,7 @@ def _operators(path: str) -> list[str]:
 
 def _define(values: flags.FlagValues) -> None:
     flags.DEFINE_enum("target", "trn1", [*LINTED, *INSTANCES], "Device to check for.", flag_values=values)
-    flags.DEFINE_enum("program", "all", [*_NAMES, "all"], "Program to check.", flag_values=values)
+    flags.DEFINE_enum("program", "all", [*PROGRAMS, "all"], "Program to check.", flag_values=values)
     flags.DEFINE_integer("devices", 0, "Number of devices in the mesh; 0: the recipe's.", 0, flag_values=values)
     about = "Output of neuronx-cc list-operators; other operations are errors."
     flags.DEFINE_string("operators", "", about, flag_values=values)

@@ -27,12 +27,12 @@ EXPLAINED = {
     "NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU=1 draws the weights on the host if init has no collective (70b's has)",
 }
 EXPLAINED[("init", "DT06")] = "the counters of the split are below 2^32, so a cast to 32 bits drops only zeros"
-for _name in ("train", "microbatch", "eval", "init"):
+for _name in ("train", "microbatch", "steady", "eval", "init"):
     EXPLAINED[(_name, "CG01")] = (
         "an estimate that nothing calibrates, with loops unrolled that the compiler may keep; begin with the smallest "
         "rung of `python -m hlat_jax.neuron ladder`, and if compilation fails, follow the advice of the rule"
     )
-for _name in ("train", "start", "microbatch", "update", "eval", "init", "norms", "prefill", "decode"):
+for _name in ("train", "start", "microbatch", "steady", "update", "eval", "init", "norms", "prefill", "decode"):
     EXPLAINED[(_name, "CC05")] = (
         "the recipe has HLAT's degrees, whose groups are listed on trn1; on trn2 take parallel.tensor=4 or 16"
     )
@@ -81,7 +81,7 @@ def findings(
     options = {"operators": operators, "compiler_flags": os.environ.get("NEURON_CC_FLAGS", "")}
     options["placement"] = [device.id for device in program.layout.mesh.devices.flat]
     found = lint.check_traced(traced, target=target, recurring=name != "init", **options)
-    if name not in ("train", "microbatch"):
+    if name not in ("train", "microbatch", "steady"):
         return found
     memory = device_bytes(program, jaxpr=live_jaxpr(traced))
     device = cost.DEVICES[target]

@@ -12,10 +12,10 @@ from typing import Any
 from absl import flags
 
 from hlat_jax.byte_sizes import format_bytes
-from hlat_jax.config import select_accumulate
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.host.neuron_topology import CACHE
+from hlat_jax.resolve import select_accumulate
 from hlat_jax.store.progress import show_progress
 
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
 
     count = values.devices or programs.num_devices(config)
     layout = planned_layout(config, count, platform=values.platform)
-    accumulate = select_accumulate(config.train.accumulate, values.platform, pipe=layout.degrees["pipe"])
+    accumulate = select_accumulate(config.train.accumulate, values.platform)
     placement = changes.Placement(values.platform, layout.degrees)
     last, around = recorded(workdir), surroundings(config, values.platform, layout.degrees)
     print(f"{config.name} for {values.platform}, {count:,} devices: {placement}")
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     print(f"compared with    {record}\ncache            {values.cache or 'none'}\n")
     print(_row(("program", "fingerprint", "operations", "arguments", "argument bytes", "cache", "since the last run")))
     found = {}
-    for name in programs_of_run(config, accumulate):
+    for name in programs_of_run(config, accumulate=accumulate, pipe=layout.degrees["pipe"]):
         with show_progress(f"lowering {name}"):
             now = dataclasses.asdict(changes.program_fingerprint(name, config, placement)) | around
         before = last.get(name)

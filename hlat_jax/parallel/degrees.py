@@ -18,7 +18,7 @@ from hlat_jax.config import Config, ModelConfig, ParallelConfig
 from hlat_jax.host import neuron_groups
 from hlat_jax.host.neuron_groups import DISPUTED, REFUSED, Server
 from hlat_jax.parallel.sharding import MESH_AXES, ROWS, TENSOR, Layout, abstract_layout, make_layout, resolve_degrees
-from hlat_jax.resolve import check_accumulate, check_parallel, check_policy
+from hlat_jax.resolve import check_parallel, check_policy
 
 
 def layout_over(config: Config, devices: Sequence[Any], *, server: Server | None = None) -> Layout:
@@ -89,7 +89,6 @@ def check_degrees(config: Config, num_devices: int, *, server: Server | None = N
     parallel = dataclasses.replace(parallel, **degrees)
     check_parallel(parallel, config.model)
     check_policy(config.precision.policy, pipe=parallel.pipe)
-    check_accumulate(config.train.accumulate, pipe=parallel.pipe)
     layout = abstract_layout(parallel, num_devices, num_kv_heads=config.model.num_kv_heads)
     _check_model(config.model, layout)
     if layout.sequence_parallel:

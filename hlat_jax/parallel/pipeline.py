@@ -24,6 +24,7 @@ Source: Narayanan et al. (PipeDream-Flush, 1F1B), arXiv 2104.04473, section 2.2;
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,6 +38,13 @@ from hlat_jax.parallel import collectives
 from hlat_jax.precision import NEAREST, Accumulation, Rounding
 
 _PIPE = ("pipe",)
+# The phases of a step, and what each carries from tick to tick.
+_CARRIED = {
+    "warm_up": ("received", "ring"),
+    "steady": ("received", "returned", "ring", "totals", "grads"),
+    "cool_down": ("returned", "ring", "grads"),
+}
+PHASES = tuple(_CARRIED)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,46 +81,78 @@ def pipelined(staged: StagedLoss, params: Any, batch: Any, *, sums: Accumulation
         of several microbatches are computed at a time.
     """
     assert sums.reduce is None
-    m, rounding = sums.num_microbatches, sums.rounding
-    stage = _Stage(staged, params, microbatches(batch, m), m, rounding)
-    p = stage.num_stages
-
-    def warm_up(carry, tick):
-        received, ring = carry
-        y, residuals = stage.forward(tick, received)
-        return (stage.to_next(y), stage.stored(ring, tick, residuals)), None
-
-    def steady(carry, tick):
-        received, returned, ring, totals, grads = carry
-        y, residuals = stage.forward(tick, received)
-        ring = stage.stored(ring, tick, residuals)
-        (loss_sum, count), rest_grads, dy = stage.loss(tick, y)
-        totals = SumAndCount(totals.total + loss_sum, totals.count + count)
-        grads = grads[0], rounding.at(tick, 0).added(grads[1], rest_grads)
-        dx, grads = stage.backward(tick, jnp.where(stage.is_last, dy, returned), ring=ring, grads=grads)
-        return (stage.to_next(y), stage.to_previous(dx), ring, totals, grads), None
-
-    def cool_down(carry, tick):
-        returned, ring, grads = carry
-        dx, grads = stage.backward(tick, returned, ring=ring, grads=grads)
-        return (stage.to_previous(dx), ring, grads), None
-
-    x, residuals = stage.abstract_forward()
-    nothing = jnp.zeros(x.shape, x.dtype)
-    ring = [jnp.zeros((2 * p - 1, *leaf.shape), leaf.dtype) for leaf in residuals]
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, sums.dtype), (stage.layers, stage.rest))
-    totals = SumAndCount(jnp.float32(0.0), jnp.float32(0.0))
+    m = sums.num_microbatches
+    stage = _Stage(staged, params, microbatches(batch, m), num_microbatches=m, rounding=sums.rounding)
+    p, carry = stage.num_stages, stage.first_carry(sums.dtype)
     ticks = jnp.arange(m + 2 * (p - 1), dtype=jnp.int32)
-    (received, ring), _ = jax.lax.scan(warm_up, (nothing, ring), ticks[: p - 1])
-    carry = received, nothing, ring, totals, zeros
-    (_, returned, ring, totals, grads), _ = jax.lax.scan(steady, carry, ticks[p - 1 : p - 1 + m])
-    (_, _, (layers, rest)), _ = jax.lax.scan(cool_down, (returned, ring, grads), ticks[p - 1 + m :])
-    return totals, rest | {"layers": layers}
+    for phase, part in (
+        (stage.warm_up, ticks[: p - 1]),
+        (stage.steady, ticks[p - 1 : p - 1 + m]),
+        (stage.cool_down, ticks[p - 1 + m :]),
+    ):
+        carried = {key: carry[key] for key in _CARRIED[phase.__name__]}
+        carry |= jax.lax.scan(functools.partial(_run_tick, phase), carried, part)[0]
+    return carry["totals"], carry["grads"]
+
+
+def _run_tick(phase: Callable, carry: dict[str, Any], tick: jax.Array) -> tuple[dict[str, Any], None]:
+    return phase(carry, tick), None
+
+
+def start_ticks(staged: StagedLoss, params: Any, rows: Any, *, dtype: Any) -> dict[str, Any]:
+    """Returns what a device keeps between programs of a tick each, zeros: the carry of the loops, and a window.
+
+    Args:
+      staged, params: as for `pipelined`.
+      rows: of a microbatch, on this device.
+      dtype: in which gradients are summed.
+    """
+    fields = jax.tree.map(lambda field: field[None], rows)
+    stage = _Stage(staged, params, fields, num_microbatches=1, rounding=NEAREST)
+    size = 2 * stage.num_stages - 1
+    window = jax.tree.map(lambda field: jnp.zeros((size, *field.shape), field.dtype), rows)
+    return stage.first_carry(dtype) | {"window": window}
+
+
+def run_tick(
+    staged: StagedLoss,
+    kept: dict[str, Any],
+    of_device: tuple[Any, Any],
+    *,
+    phase: str,
+    tick: jax.Array,
+    num_microbatches: jax.Array,
+    rounding: Rounding,
+) -> dict[str, Any]:
+    """Returns what `start_ticks` began, after one tick: the same as in the loops of `pipelined`.
+
+    Args:
+      staged: the loss function.
+      kept: from the tick before.
+      of_device: (parameters, rows of the microbatch that goes forward through the first stage: that of the same number
+        as the tick, and in the last ticks the last one again).
+      phase: one of PHASES.
+      tick, num_microbatches: int32 scalars.
+      rounding: of sums of gradients.
+    """
+    params, rows = of_device
+
+    def moved(old: jax.Array, new: jax.Array) -> jax.Array:
+        return jnp.where(tick == 0, new[None], jnp.concatenate([old[1:], new[None]]))
+
+    window = jax.tree.map(moved, kept["window"], rows)  # of the microbatches that are in some stage
+    stage = _Stage(staged, params, window, num_microbatches=num_microbatches, rounding=rounding)
+    stage.first = tick - 2 * (stage.num_stages - 1)
+    if phase == "cool_down":
+        stage.abstract_forward()  # for the structure of the residuals
+    carried = {key: kept[key] for key in _CARRIED[phase]}
+    return kept | {"window": window} | getattr(stage, phase)(carried, tick)
 
 
 def pipelined_loss(staged: StagedLoss, params: Any, batch: Any, *, num_microbatches: int) -> SumAndCount:
     """Returns loss sum and count alone: m + p - 1 ticks forward."""
-    stage = _Stage(staged, params, microbatches(batch, num_microbatches), num_microbatches, NEAREST)
+    fields = microbatches(batch, num_microbatches)
+    stage = _Stage(staged, params, fields, num_microbatches=num_microbatches, rounding=NEAREST)
 
     def warm_up(received, tick):
         return stage.to_next(stage.forward(tick, received)[0]), None
@@ -133,10 +173,10 @@ def pipelined_loss(staged: StagedLoss, params: Any, batch: Any, *, num_microbatc
 class _Stage:
     """The work of one stage in a tick. Indices of microbatches and stages are int32 scalars on the device."""
 
-    def __init__(self, staged: StagedLoss, params: Any, fields: Any, num_microbatches: int, rounding: Rounding):
+    def __init__(self, staged: StagedLoss, params: Any, fields: Any, *, num_microbatches: Any, rounding: Rounding):
         self.staged, self.fields, self.num_microbatches, self.rounding = staged, fields, num_microbatches, rounding
-        self.layers = params["layers"]
-        self.rest = {key: value for key, value in params.items() if key != "layers"}
+        self.first: Any = None  # the number of the microbatch that the fields begin with; None: 0
+        self.layers, self.rest = _apart(params)
         self.num_stages = jax.lax.axis_size("pipe")
         self.stage = collectives.axis_index(_PIPE)
         self.is_last = self.stage == self.num_stages - 1
@@ -153,8 +193,43 @@ class _Stage:
 
     def microbatch(self, index: jax.Array) -> Any:
         """Returns a microbatch; the nearest one where the index is outside their range."""
-        index = jnp.clip(index, 0, self.num_microbatches - 1)
+        index = index if self.first is None else index - self.first
+        index = jnp.clip(index, 0, len(jax.tree.leaves(self.fields)[0]) - 1)
         return jax.tree.map(lambda field: jax.lax.dynamic_index_in_dim(field, index, keepdims=False), self.fields)
+
+    def first_carry(self, dtype: Any) -> dict[str, Any]:
+        """Returns what the first tick takes, all 0; gradients are summed in `dtype`."""
+        x, residuals = self.abstract_forward()
+        nothing = jnp.zeros(x.shape, x.dtype)
+        return {
+            "received": nothing,
+            "returned": nothing,
+            "ring": [jnp.zeros((2 * self.num_stages - 1, *leaf.shape), leaf.dtype) for leaf in residuals],
+            "totals": SumAndCount(jnp.float32(0.0), jnp.float32(0.0)),
+            "grads": jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, dtype), self.rest | {"layers": self.layers}),
+        }
+
+    def warm_up(self, carry: dict[str, Any], tick: jax.Array) -> dict[str, Any]:
+        """Returns the carry after a tick forward."""
+        y, residuals = self.forward(tick, carry["received"])
+        return {"received": self.to_next(y), "ring": self.stored(carry["ring"], tick, residuals)}
+
+    def steady(self, carry: dict[str, Any], tick: jax.Array) -> dict[str, Any]:
+        """Returns the carry after a tick of one forward and one backward, with the loss between them."""
+        y, residuals = self.forward(tick, carry["received"])
+        ring = self.stored(carry["ring"], tick, residuals)
+        (loss_sum, count), rest_grads, dy = self.loss(tick, y)
+        totals = SumAndCount(carry["totals"].total + loss_sum, carry["totals"].count + count)
+        layers, rest = _apart(carry["grads"])
+        grads = self.rounding.at(tick, 0).added(rest, rest_grads) | {"layers": layers}
+        dx, grads = self.backward(tick, jnp.where(self.is_last, dy, carry["returned"]), ring=ring, grads=grads)
+        moved = {"received": self.to_next(y), "returned": self.to_previous(dx)}
+        return moved | {"ring": ring, "totals": totals, "grads": grads}
+
+    def cool_down(self, carry: dict[str, Any], tick: jax.Array) -> dict[str, Any]:
+        """Returns the carry after a tick backward."""
+        dx, grads = self.backward(tick, carry["returned"], ring=carry["ring"], grads=carry["grads"])
+        return {"returned": self.to_previous(dx), "ring": carry["ring"], "grads": grads}
 
     def forward(self, tick: jax.Array, received: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
         """Returns this stage's output and the residuals of its backward pass, without parameters."""
@@ -174,7 +249,7 @@ class _Stage:
         sums, (rest_grads, dy) = grad_fn(self.rest, self.of_last(y))
         return sums, rest_grads, dy
 
-    def backward(self, tick: jax.Array, dy: jax.Array, *, ring: list, grads: tuple) -> tuple[jax.Array, tuple]:
+    def backward(self, tick: jax.Array, dy: jax.Array, *, ring: list, grads: dict) -> tuple[jax.Array, dict]:
         """Returns the gradient of this stage's input, and the sums with the gradients of its parameters."""
         index = tick - 2 * (self.num_stages - 1) + self.stage
         slot = index % (2 * self.num_stages - 1)
@@ -183,8 +258,8 @@ class _Stage:
         dfirst = jax.lax.psum(jnp.where(self.stage == 0, dx, 0), "pipe")
         microbatch = self.microbatch(tick - 2 * (self.num_stages - 1))
         pullback = jax.vjp(lambda rest: self.staged.embed(self.model(rest=rest), microbatch), self.rest)[1]
-        rounding = self.rounding.at(tick, 1)
-        return dx, (rounding.added(grads[0], dlayers), rounding.added(grads[1], pullback(dfirst)[0]))
+        rounding, (layers, rest) = self.rounding.at(tick, 1), _apart(grads)
+        return dx, rounding.added(rest, pullback(dfirst)[0]) | {"layers": rounding.added(layers, dlayers)}
 
     def stored(self, ring: list, tick: jax.Array, residuals: list) -> list:
         """Returns the ring with the residuals of this tick's forward pass in their slot.
@@ -254,6 +329,11 @@ class _Stage:
         computed, kept = iter(core.jaxpr_as_fun(closed)(*jax.tree.leaves(self.layers), *unused)), iter(residuals)
         leaves = [next(kept if is_kept else computed) for is_kept in self._is_kept]
         return jax.tree.unflatten(self._structure, leaves)(dy)
+
+
+def _apart(params: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Returns the layers, and all else."""
+    return params["layers"], {key: value for key, value in params.items() if key != "layers"}
 
 
 def _depends(jaxpr: Any, inputs: Sequence[Any]) -> list[bool]:

@@ -70,49 +70,51 @@ class ReplicaSync:
         run = self._shard_map(reduced_value_and_grad, (self._params, P(ROWS), P()), (P(), self._state))
         return lambda params, batch, rounding, **replicated: run(params, batch, (rounding, replicated))
 
-    def partial_sums(self, params: Any, *, dtype: Any) -> tuple[jax.ShapeDtypeStruct, Any]:
-        """Returns shape and sharding of what every device keeps of a step whose microbatches are programs of their own.
-
-        The first is that of a scalar, with one for each device that has other rows: [ROWS]. The second, a pytree, those
-        of the gradients: [devices whose gradients differ, *shape of the parameter].
-        """
-        rows = self.layout.wide(ROWS)
-        scalar = jax.ShapeDtypeStruct((self.layout.size(rows),), jnp.float32, sharding=self.layout.rows())
-
-        def grad(axes: tuple[str, ...], param: Any) -> jax.ShapeDtypeStruct:
-            shape = (self.layout.size(self._partial_axes(axes)), *param.shape)
-            return jax.ShapeDtypeStruct(
-                shape, dtype, sharding=NamedSharding(self.layout.mesh, self._partial_spec(axes))
-            )
-
-        return scalar, self._map(grad, params)
-
-    def add_to_sums(self, local: Callable, *, dtype: Any) -> Callable:
-        """Returns (partial sums, params, batch, rounding, **replicated) -> partial sums with those of the batch.
+    def start_sums(self, local: Callable, *, dtype: Any) -> Callable:
+        """Returns (params, microbatch) -> what each device keeps between the programs of a step, [devices, ...].
 
         Args:
-          local: the same for one device, (sums, params, batch, rounding, *, reduce, **replicated) -> sums; the sums are
-            (pytree of scalars, gradients), see `partial_sums`.
+          local: (params, rows, *, reduce) -> what one device keeps; `reduce` as for `value_and_grad`.
           dtype: as for `value_and_grad`.
         """
         each = functools.partial(self._reduce, dtype=dtype) if self._reduces_each else None
 
-        def added(sums: Any, params: Any, batch: Any, shared: tuple) -> Any:
-            rounding, replicated = shared
-            own, rounding = jax.tree.map(lambda leaf: leaf[0], sums), self._own_rounding(rounding)
-            return jax.tree.map(lambda leaf: leaf[None], local(own, params, batch, rounding, reduce=each, **replicated))
+        def start(params: Any, batch: Any) -> Any:
+            return _own_row(local(params, batch, reduce=each))
 
-        run = self._shard_map(added, (self._partial, self._params, P(ROWS), P()), self._partial)
-        return lambda sums, params, batch, rounding, **replicated: run(sums, params, batch, (rounding, replicated))
+        return self._shard_map(start, (self._params, P(ROWS)), self._per_device)
 
-    def reduced_sums(self, sums: Any, *, dtype: Any) -> tuple[Any, Any]:
-        """Returns (scalars, gradients) over all devices from partial sums, as `value_and_grad` returns them."""
+    def add_to_sums(self, local: Callable, *, dtype: Any) -> Callable:
+        """Returns (what `start_sums` returned, (params, microbatch), rounding, **replicated) -> the same after it.
 
-        def reduced(sums: Any) -> tuple[Any, Any]:
-            scalars, grads = jax.tree.map(lambda leaf: leaf[0], sums)
-            return self._psum_over_rows(scalars), grads if self._reduces_each else self._reduce(grads, dtype)
+        Args:
+          local: the same for one device, (kept, (params, rows), rounding, *, reduce, **replicated) -> kept.
+          dtype: as for `value_and_grad`.
+        """
+        each = functools.partial(self._reduce, dtype=dtype) if self._reduces_each else None
 
-        return self._shard_map(reduced, (self._partial,), (P(), self._state))(sums)
+        def added(kept: Any, of_device: tuple, shared: tuple) -> Any:
+            rounding, replicated = self._own_rounding(shared[0]), shared[1]
+            own = _own(kept)
+            return _own_row(local(own, of_device, rounding, reduce=each, **replicated))
+
+        in_specs = self._per_device, (self._params, P(ROWS)), P()
+        run = self._shard_map(added, in_specs, self._per_device)
+        return lambda kept, of_device, rounding, **replicated: run(kept, of_device, (rounding, replicated))
+
+    def reduced_sums(self, totals: Any, grads: Any, *, dtype: Any) -> tuple[Any, Any]:
+        """Returns (sums, gradients) over all devices from those that each keeps, as `value_and_grad` returns them."""
+
+        def reduced(kept: tuple) -> tuple[Any, Any]:
+            sums, grads = _own(kept)
+            return self._psum_over_rows(sums), grads if self._reduces_each else self._reduce(grads, dtype)
+
+        return self._shard_map(reduced, (self._per_device,), (P(), self._state))((totals, grads))
+
+    @property
+    def per_device(self) -> NamedSharding:
+        """The sharding of what each device keeps for itself, [devices, ...]."""
+        return NamedSharding(self.layout.mesh, self._per_device)
 
     def mean_shares(self, tree: Any) -> Any:
         """Returns what this device adds to the mean over the devices with other rows, for `value_and_grad`'s sums.
@@ -288,17 +290,8 @@ class ReplicaSync:
         return rounding.at(collectives.axis_index(tuple(own)))
 
     @property
-    def _partial(self) -> Any:
-        return P(ROWS), self._map(self._partial_spec)
-
-    def _partial_axes(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Returns the mesh axes over which the gradients of microbatches are still to be reduced."""
-        reduction = self._reduction(axes)
-        return () if self._reduces_each else reduction.axes + reduction.sums
-
-    def _partial_spec(self, axes: tuple[str, ...]) -> P:
-        rules = self.layout.state_rules if self._reduces_each else self.layout.param_rules
-        return P(self._partial_axes(axes) or None, *spec(axes, rules))
+    def _per_device(self) -> P:
+        return P(self.layout.mesh.axis_names)
 
     def _psum_over_rows(self, sums: Any) -> Any:
         return jax.tree.map(lambda value: collectives.psum(value, self.layout.wide(ROWS)), sums)
@@ -316,6 +309,15 @@ class ReplicaSync:
 
     def _shard_map(self, fn: Callable, in_specs: Any, out_specs: Any) -> Callable:
         return jax.shard_map(fn, mesh=self.layout.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def _own(kept: Any) -> Any:
+    """Returns what this device keeps, from its row of [devices, ...]; by reshapes, which compilers do not copy."""
+    return jax.tree.map(lambda leaf: leaf.reshape(leaf.shape[1:]), kept)
+
+
+def _own_row(kept: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.reshape(1, *leaf.shape), kept)
 
 
 def _is_axes(leaf: Any) -> bool:

@@ -77,7 +77,7 @@ def device_bytes(program: RunProgram, *, jaxpr: Any) -> DeviceBytes:
     like = state["opt_state"]["inner"]["mu"] if are_split else state["params"]
     num_params = sum(math.prod(p.sharding.shard_shape(p.shape)) for p in jax.tree.leaves(like))
     gradients = min(num_params * itemsize, peak.total)
-    kept = peak.kept if config.model.layer_loop == "unroll" else max(0, peak.in_loops - gradients)
+    kept = peak.kept if program.model.layer_loop == "unroll" else max(0, peak.in_loops - gradients)
     activations = min(kept, peak.total - gradients)
     params = state_bytes(state["params"])
     rows = config.data.batch_size // (config.train.num_microbatches * layout.row_degree)
@@ -94,16 +94,16 @@ def device_bytes(program: RunProgram, *, jaxpr: Any) -> DeviceBytes:
 
 
 def _dispatched_peak(program: RunProgram) -> liveness.Peak:
-    sums = state_bytes(program.training.microbatch_step.buffer)
-    peaks = {
-        name: liveness.estimated_temporaries(
-            live_jaxpr(program.trace_microbatch_step(name)), program.microbatch_arguments[name]
-        )
-        for name in ("microbatch", "update")
-    }
-    most = peaks["microbatch"]
-    total = sums + max(peak.total for peak in peaks.values())
-    return liveness.Peak(total, in_loops=sums + most.in_loops, kept=most.kept)
+    arguments, step = program.microbatch_arguments, program.training.microbatch_step
+    buffer = arguments["update"][1]
+    held, sums = state_bytes(buffer), state_bytes(buffer["kept"]["grads"])
+    peaks = [
+        liveness.estimated_temporaries(live_jaxpr(program.trace_microbatch_step(name)), arguments[name])
+        for name in (*step.ticks, "update")
+    ]
+    in_loops, kept = (max(getattr(peak, key) for peak in peaks) for key in ("in_loops", "kept"))
+    total = held + max(peak.total for peak in peaks)
+    return liveness.Peak(total, in_loops=held + in_loops, kept=held - sums + kept)
 
 
 def checkpoint_bytes(state: Any) -> int:

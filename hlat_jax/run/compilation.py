@@ -25,6 +25,7 @@ from hlat_jax.generate.decoding import decode_arguments, make_decode, make_prefi
 from hlat_jax.generate.generator import Programs, sample_shape
 from hlat_jax.host.jax_compat import CACHE_HIT_EVENT
 from hlat_jax.parallel import xla_options
+from hlat_jax.parallel.pipeline import PHASES
 from hlat_jax.run.fingerprint import fingerprint
 from hlat_jax.run.machine import device_memory
 from hlat_jax.run.optional import short_plan
@@ -33,19 +34,19 @@ from hlat_jax.store.atomic_files import read_json, write_whole
 
 RECORD_FILE = "programs.json"
 GENERATION = ("prefill", "decode")
-MICROBATCH_STEP = ("start", "microbatch", "update")
 _PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax")
 # Keys that an entry of the record must have.
 _COMPARED = {"sha256", "cache", "platform", "mesh", "config", "libraries", "code"}
 
 
-def programs_of_run(config: Config, accumulate: str) -> list[str]:
+def programs_of_run(config: Config, *, accumulate: str, pipe: int) -> list[str]:
     """Returns the names of the programs that training compiles; `accumulate` is "scan" or "dispatch".
 
     Reading data, writing files and plotting happen on the host and compile nothing.
     """
-    found = [*(MICROBATCH_STEP if accumulate == "dispatch" else ["train"]), "init", "norms"]
+    ticks = PHASES if pipe > 1 else ("microbatch",)
+    found = [*(("start", *ticks, "update") if accumulate == "dispatch" else ["train"]), "init", "norms"]
     found += ["eval"] if config.data.validation else []
     return found + (list(GENERATION) if config.train.sample_prompt else [])
 
@@ -53,7 +54,8 @@ def programs_of_run(config: Config, accumulate: str) -> list[str]:
 def named_programs(program: RunProgram, word: str) -> list[str]:
     """Returns the names of programs: "all" stands for those of a run, "generate" for prefill and decode."""
     if word == "all":
-        return programs_of_run(program.config, program.accumulate)
+        pipe = program.layout.size(("pipe",))
+        return programs_of_run(program.config, accumulate=program.accumulate, pipe=pipe)
     return list(GENERATION) if word == "generate" else [word]
 
 
@@ -64,7 +66,7 @@ def traced_programs(program: RunProgram) -> dict[str, Callable[[], Any]]:
     """
     config, layout = program.config, program.layout
     state, batch, _ = program.step_arguments
-    params, shape = state["params"], sample_shape(config, layout)
+    params, shape, step = state["params"], sample_shape(config, layout), program.training.microbatch_step
 
     def prefill() -> Any:
         arguments = prefill_arguments(layout, shape)
@@ -76,7 +78,7 @@ def traced_programs(program: RunProgram) -> dict[str, Callable[[], Any]]:
 
     return {
         "train": program.trace_step,
-        **{name: functools.partial(program.trace_microbatch_step, name) for name in MICROBATCH_STEP},
+        **{name: functools.partial(program.trace_microbatch_step, name) for name in step.programs},
         "init": lambda: program.init.trace(program.seed),
         "norms": lambda: program.norms.trace(state),
         "eval": lambda: program.eval_step.trace(params, batch),
@@ -120,9 +122,9 @@ def compiled_step(compilations: Compilations) -> Any:
         print(line)
     temporary = 0
     if program.accumulate == "dispatch":
-        parts = {name: compilations.compiled(name) for name in MICROBATCH_STEP}
-        compiled = dataclasses.replace(program.training.microbatch_step, **parts)
-        temporary = state_bytes(compiled.buffer)
+        step = program.training.microbatch_step
+        parts = {name: compilations.compiled(name) for name in step.programs}
+        compiled, temporary = step.with_programs(parts), state_bytes(program.microbatch_arguments["update"][1])
     else:
         compiled = compilations.compiled("train")
         parts = {"train": compiled}

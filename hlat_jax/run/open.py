@@ -23,7 +23,8 @@ from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.generate.generator import Programs
 from hlat_jax.host import distributed
 from hlat_jax.host.process import INDEX_FOLDER, StopSignals, closing_quietly
-from hlat_jax.parallel.sharding import Layout, gather_rows, process_rows
+from hlat_jax.parallel.rows import gather_rows, process_rows
+from hlat_jax.parallel.sharding import Layout
 from hlat_jax.program import StepMetrics
 from hlat_jax.resolve import skipped_batches
 from hlat_jax.run import budget, exports, history, optional, summary

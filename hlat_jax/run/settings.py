@@ -32,7 +32,7 @@ def settings_of(program: RunProgram, *, tokenizer: Tokenizer, batches: TrainBatc
     """Returns the settings that a checkpoint records: config, resolved implementations, and hashes of its inputs."""
     return {
         "config": program.config.to_dict(),
-        "implementations": {key: getattr(program.model, key) for key in (*OPS, "remat")},
+        "implementations": {key: getattr(program.model, key) for key in (*OPS, "remat", "layer_loop")},
         "tokenizer_sha256": tokenizer.sha256,
         "manifest": batches.manifest,
     }
@@ -69,8 +69,10 @@ def _drift(saved: dict[str, Any], current: dict[str, Any], *, step: int, branch:
 
     A config key that is newer than the checkpoint counts as its default, an op as its current implementation.
     """
-    implementations = current["implementations"] | saved["implementations"]
-    saved = saved | {"config": _completed(saved["config"]), "implementations": implementations}
+    saved = saved | {"config": _completed(saved["config"])}
+    loop = saved["config"]["model"]["layer_loop"]  # where it is named, or from before it was a choice
+    implementations = current["implementations"] | ({} if loop == "auto" else {"layer_loop": loop})
+    saved["implementations"] = implementations | saved["implementations"]
     if branch:
         saved, current = (tree | {"validation_manifest": None} for tree in (saved, current))
     drift = config_drift(saved, current, also=BRANCH_MAY_CHANGE if branch else ())

@@ -35,7 +35,8 @@ def describe(program: RunProgram) -> None:
         print(f"microbatches     {config.train.num_microbatches:,}, each a program of its own (train.accumulate)")
     print(f"state            {format_bytes(state_bytes(program.abstract_state))} on the fullest device")
     chosen = [f"{key} {program.choices[key].name} ({program.choices[key].because})" for key in OPS]
-    print(f"implementations  {', '.join([*chosen, f'remat {program.model.remat}'])}")
+    chosen += [f"remat {program.model.remat}", f"layer_loop {program.model.layer_loop}"]
+    print(f"implementations  {', '.join(chosen)}")
 
 
 def describe_data(

@@ -32,7 +32,8 @@ from test_processes import DATA
 from hlat_jax.config import ParallelConfig
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.tokenizer import Tokenizer
-from hlat_jax.parallel.sharding import gather_rows, make_layout, process_rows, shard_batch
+from hlat_jax.parallel.rows import gather_rows, process_rows
+from hlat_jax.parallel.sharding import make_layout, shard_batch
 
 found = []
 for parallel in (ParallelConfig(), ParallelConfig(data=1, fsdp=2, tensor=2), ParallelConfig(data=1, tensor=4)):

@@ -236,7 +236,8 @@ LAYOUTS = [
     ({"tensor": 32, "sequence_parallel": True}, False),
     ({"fsdp": -1, "data": 1}, False),
     ({"fsdp": -1, "data": 2, "zero1": True}, True),
-    ({"pipe": 2}, True),
+    ({"pipe": 2}, False),
+    ({"pipe": 2, "data": 2, "zero1": True}, True),
 ]
 
 

@@ -23,6 +23,7 @@ from hlat_jax import config as config_lib
 from hlat_jax.neuron import lint, partitioned, programs
 from hlat_jax.neuron.module import Program
 from hlat_jax.neuron.rules import LINTED, RULES
+from hlat_jax.parallel.pipeline import PHASES
 from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.plan.collectives import count_collectives
 from hlat_jax.resolve import resolve
@@ -927,8 +928,8 @@ def test_lint_of_a_shipped_config_has_no_error_and_no_unexplained_warning(name, 
     code, printed, error = lint_here(*words)
     assert (code, error) == (0, "")
     report = json.loads((tmp_path / "found.json").read_text())
-    step = ["train"] if name == "70b" else ["start", "microbatch", "update"]  # stages take one program
-    expected = [*step, "init", "norms", "eval"] + (["prefill", "decode"] if name == "tiny" else [])
+    expected = ["start", *(PHASES if name == "70b" else ["microbatch"]), "update"]
+    expected += ["init", "norms", "eval"] + (["prefill", "decode"] if name == "tiny" else [])
     assert list(report["programs"]) == expected
     for program, found in report["programs"].items():
         rows = found["findings"]
@@ -967,7 +968,7 @@ def test_lint_of_generation_finds_infos_and_the_layout_of_the_head(name, tmp_pat
 @pytest.mark.slow
 def test_every_explained_warning_occurs(lint_here, tmp_path):
     occurring = set()
-    for words in (["--config=tiny"], ["--config=70b", *VALIDATED[True]], ["--config=7b", "--program=generate"]):
+    for words in (["--config=tiny"], ["--config=70b", *VALIDATED[True]], ["--config=7b", "--program=all"]):
         lint_here(*words, f"--json={tmp_path / 'found.json'}")
         for program, found in json.loads((tmp_path / "found.json").read_text())["programs"].items():
             occurring |= {(program, row["rule"]) for row in found["findings"]}

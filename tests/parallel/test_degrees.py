@@ -50,10 +50,6 @@ REFUSED = {
         {"parallel.pipe": -1, "parallel.data": 4, "model.num_layers": 5},
         r"parallel.pipe=2 must divide model.num_layers=5; use one of \[1, 5\].* 8 devices: parallel.tensor=2 ",
     ),
-    "dispatched stages": (
-        {"parallel.pipe": -1, "parallel.data": 4, "model.num_layers": 4, "train.accumulate": "dispatch"},
-        r"train.accumulate=dispatch with parallel.pipe=2: .* 8 devices: parallel.tensor=2 ",
-    ),
     "cast stages": (
         {"parallel.pipe": -1, "parallel.data": 4, "model.num_layers": 4, "precision.policy": "autocast"},
         r"precision.policy=autocast with parallel.pipe=2: .* 8 devices: parallel.tensor=2 ",

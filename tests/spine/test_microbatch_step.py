@@ -8,14 +8,15 @@ import optax
 import pytest
 
 from hlat_jax.batch import concat_batch, microbatches
-from hlat_jax.config import select_accumulate
 from hlat_jax.neuron import programs
 from hlat_jax.ops.cross_entropy import SumAndCount
 from hlat_jax.parallel.degrees import layout_over
-from hlat_jax.parallel.sharding import make_layout, shard_microbatches
+from hlat_jax.parallel.pipeline import PHASES
+from hlat_jax.parallel.rows import shard_microbatches
+from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.program import training_program
-from hlat_jax.resolve import resolve
+from hlat_jax.resolve import resolve, select_accumulate
 from hlat_jax.run.compilation import programs_of_run, traced_programs
 from hlat_jax.run.fingerprint import fingerprint
 from hlat_jax.step import make_program
@@ -34,13 +35,15 @@ CASES = {
     "kv-copies": ({"data": 2, "tensor": 4, "zero1": True, "sequence_parallel": True}, "bf16_sr"),
     "zero2-stochastic": ({"data": 4, "tensor": 2, "zero1": True, "reduce_gradients": "microbatch"}, "bf16_sr"),
     "layer-stochastic": ({"data": 4, "tensor": 2, "zero1": True, "reduce_gradients": "layer"}, "bf16_sr"),
+    "pipe": ({"pipe": 3, "data": 2}, "fp32"),
+    "pipe-stochastic": ({"pipe": 3, "data": 2, "zero1": True, "pipe_exchange": "all_gather"}, "bf16_sr"),
     "buckets": ({"data": 8, "zero1": True, "bucket_bytes": 4096}, "mixed"),
 }
 
 
 def config_of(small, accumulate, *, parallel=None, policy="fp32", num_microbatches=2, **train):
     small.data.batch_size = 16
-    small.model.update(fuse_qkv=False, vocab_size=64)
+    small.model.update(fuse_qkv=False, vocab_size=96)
     small.parallel.update(parallel or {"data": 1})
     small.precision.policy = policy
     small.train.update(accumulate=accumulate, num_microbatches=num_microbatches, **train)
@@ -123,17 +126,19 @@ def test_another_number_of_microbatches_compiles_nothing(small, make_batch, one_
     assert compiled == []
 
 
-def test_the_programs_of_a_run_do_not_depend_on_the_number_of_microbatches(small):
+@pytest.mark.parametrize("pipe", [1, 3])
+def test_the_programs_of_a_run_do_not_depend_on_the_number_of_microbatches(small, pipe):
     """Were one of them to, a run with more of them would compile it again."""
 
     def fingerprints(num_microbatches):
         small.data.batch_size = 4 * num_microbatches
         small.train.update(num_microbatches=num_microbatches)
-        small.parallel.update(data=2, tensor=2)
+        small.parallel.update(data=2, tensor=2, pipe=pipe)
+        small.model.update(vocab_size=96)
         config = resolve(small)
-        traced = traced_programs(make_program(config, planned_layout(config, 4, platform="neuron")))
-        names = programs_of_run(config, "dispatch")[:3]
-        assert names == ["start", "microbatch", "update"]
+        traced = traced_programs(make_program(config, planned_layout(config, 4 * pipe, platform="neuron")))
+        names = programs_of_run(config, accumulate="dispatch", pipe=pipe)[: 3 if pipe == 1 else 5]
+        assert names == ["start", *(["microbatch"] if pipe == 1 else PHASES), "update"]
         return [fingerprint(traced[name]().lower(lowering_platforms=("neuron",))).sha256 for name in names]
 
     assert fingerprints(1) == fingerprints(2) == fingerprints(64)
@@ -154,37 +159,31 @@ def test_the_buffer_of_sums_is_updated_in_place(small, one_device):
     config = config_of(small, "dispatch")
     program = make_program(config, one_device)
     compiled = program.trace_microbatch_step("microbatch").lower().compile()
-    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.training.microbatch_step.buffer))
+    held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.microbatch_arguments["update"][1]))
     assert compiled.memory_analysis().alias_size_in_bytes == held
+    state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.abstract_state))
+    compiled = program.trace_microbatch_step("update").lower().compile()
+    assert compiled.memory_analysis().alias_size_in_bytes == held + state
 
 
 @pytest.mark.parametrize(
-    ("asked", "platform", "pipe", "taken"),
+    ("asked", "platform", "taken"),
     [
-        ("auto", "neuron", 1, "dispatch"),
-        ("auto", "neuron", 2, "scan"),
-        ("auto", "cpu", 1, "scan"),
-        ("scan", "neuron", 1, "scan"),
-        ("dispatch", "cpu", 1, "dispatch"),
+        ("auto", "neuron", "dispatch"),
+        ("auto", "cpu", "scan"),
+        ("scan", "neuron", "scan"),
+        ("dispatch", "cpu", "dispatch"),
     ],
 )
-def test_auto_dispatches_microbatches_on_neuron(asked, platform, pipe, taken):
-    assert select_accumulate(asked, platform, pipe=pipe) == taken
-
-
-def test_dispatch_with_pipeline_stages_is_refused(small):
-    with pytest.raises(ValueError, match=r"train.accumulate=dispatch with parallel.pipe=3: .* set train.accumulate='s"):
-        config_of(small, "dispatch", parallel={"pipe": 3})
-    config = config_of(small, "dispatch", parallel={"pipe": -1, "data": 1})
-    with pytest.raises(ValueError, match=r"train.accumulate=dispatch with parallel.pipe=3"):
-        layout_over(config, jax.devices()[:3])
+def test_auto_dispatches_microbatches_on_neuron(asked, platform, taken):
+    assert select_accumulate(asked, platform) == taken
 
 
 def test_the_programs_of_a_microbatch_and_of_the_update_are_lowered_for_neuron_without_errors(small):
     config = config_of(small, "auto", parallel={"data": 2, "tensor": 2, "zero1": True, "sequence_parallel": True})
     program = make_program(config, planned_layout(config, 4, platform="neuron"))
     traced = traced_programs(program)
-    for name in programs_of_run(config, program.accumulate)[:3]:
+    for name in program.training.microbatch_step.programs:
         found = programs.findings(name, traced[name](), program=program, target="trn1", operators=())
         assert {finding.rule for finding in found if finding.severity == "error"} == set(), name
         assert {finding.rule for finding in found} & {"DN01", "MEM1"} == set(), name
