@@ -178,7 +178,8 @@ def step_instructions(program: RunProgram) -> dict[str, instructions.Instruction
     whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(updated))
     traced = {"train": program.trace_step}
     if program.accumulate == "dispatch":
-        traced = {name: functools.partial(program.trace_microbatch_step, name) for name in ("microbatch", "update")}
+        names = (*program.training.microbatch_step.ticks, "update")
+        traced = {name: functools.partial(program.trace_microbatch_step, name) for name in names}
     num_shards = whole / state_bytes(updated)
     return {name: instructions.estimated(live_jaxpr(trace()), num_shards=num_shards) for name, trace in traced.items()}
 
