@@ -109,6 +109,19 @@ class RunProgram:
         ticks = dict.fromkeys(step.ticks, (buffer, inputs, part))
         return {"start": (inputs, part), **ticks, "update": (state, buffer, learning_rate)}
 
+    @property
+    def num_eval_parts(self) -> int:
+        """Parts that `eval_step` takes a batch in: its microbatches where those are dispatched, without stages."""
+        is_split = self.accumulate == "dispatch" and self.layout.size(("pipe",)) == 1
+        return self.config.train.num_microbatches if is_split else 1
+
+    def trace_eval_step(self) -> Any:
+        """Returns the trace of `eval_step` for one of `num_eval_parts` of a batch."""
+        state, batch, _ = self.step_arguments
+        num = self.num_eval_parts
+        part = jax.tree.map(lambda field: field.update(shape=(field.shape[0] // num, *field.shape[1:])), batch)
+        return self.eval_step.trace(state["params"], part)
+
     def trace_microbatch_step(self, name: str) -> Any:
         """Returns the trace of one of `training.microbatch_step.programs`."""
         return self.training.microbatch_step.programs[name].trace(*self.microbatch_arguments[name])

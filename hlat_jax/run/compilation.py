@@ -65,7 +65,7 @@ def traced_programs(program: RunProgram) -> dict[str, Callable[[], Any]]:
     The shapes of generation are those of the run's samples.
     """
     config, layout = program.config, program.layout
-    state, batch, _ = program.step_arguments
+    state, *_ = program.step_arguments
     params, shape, step = state["params"], sample_shape(config, layout), program.training.microbatch_step
 
     def prefill() -> Any:
@@ -81,7 +81,7 @@ def traced_programs(program: RunProgram) -> dict[str, Callable[[], Any]]:
         **{name: functools.partial(program.trace_microbatch_step, name) for name in step.programs},
         "init": lambda: program.init.trace(program.seed),
         "norms": lambda: program.norms.trace(state),
-        "eval": lambda: program.eval_step.trace(params, batch),
+        "eval": program.trace_eval_step,
         "prefill": prefill,
         "decode": decode,
     }

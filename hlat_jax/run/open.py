@@ -277,7 +277,11 @@ def open_run(
         shard=program.shard,
         train_step=compiled_step(compilations),
         state_norms=compilations.compiled("norms"),
-        validation=Validation(held_out, compilations.compiled("eval"), layout) if held_out else None,
+        validation=(
+            Validation(held_out, compilations.compiled("eval"), layout, num_parts=program.num_eval_parts)
+            if held_out
+            else None
+        ),
         tasks=tasks,
         sampler=compiled_sampler(compilations) if config.train.sample_prompt else None,
         log=log,

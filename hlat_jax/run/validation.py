@@ -10,7 +10,8 @@ from typing import Any
 from hlat_jax.batch import Batch
 from hlat_jax.data.held_out import HeldOut
 from hlat_jax.data.mixture import UNNAMED
-from hlat_jax.parallel.sharding import Layout, shard_batch
+from hlat_jax.parallel.rows import shard_microbatches
+from hlat_jax.parallel.sharding import Layout
 from hlat_jax.store.progress import Status
 
 
@@ -23,12 +24,14 @@ class Validation:
       eval_step: (params, batch) -> (sum of losses in nats, counted tokens).
       layout: by which batches are sharded.
       status: is kept up to date.
+      num_parts: parts of a batch that `eval_step` takes, one after another.
     """
 
     sources: Mapping[str, HeldOut]
     eval_step: Callable[..., Any]
     layout: Layout
     status: Status = dataclasses.field(default_factory=lambda: Status("evaluating"))
+    num_parts: int = 1
 
     def __call__(self, params: Any) -> dict[str, float]:
         """Returns eval_loss (nats per token), perplexity, bits_per_byte and eval_tokens of the parameters.
@@ -55,11 +58,12 @@ class Validation:
         On CPUs, independent programs may otherwise overlap in a different order in each process, so that their
         collectives deadlock.
         """
-        loss, count = self.eval_step(params, shard_batch(batch, self.layout))
-        sums = float(loss), float(count)
+        sums = [0.0, 0.0]
+        for part in shard_microbatches(batch, self.layout, num_microbatches=self.num_parts):
+            sums = [total + float(one) for total, one in zip(sums, self.eval_step(params, part), strict=True)]
         self.status.share += 1 / sum(len(held_out.batches) for held_out in self.sources.values())
         self.status.text = "evaluating"
-        return sums
+        return tuple(sums)
 
 
 def measures(nats: float, num_tokens: float, *, num_bytes: int) -> dict[str, float]:
