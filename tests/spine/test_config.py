@@ -397,7 +397,10 @@ def test_config_observations_are_deterministic(observed, tmp_path):
     ("words", "message"),
     [
         (["--config=tinny"], "--config=tinny: no such config. Did you mean 'tiny'?"),
-        (["--config=nowhere.py"], "--config=nowhere.py: no such file. Shipped configs: 160m, 1b, 70b, 7b, node, tiny"),
+        (
+            ["--config=nowhere.py"],
+            "--config=nowhere.py: no such file. Shipped configs: 160m, 1b, 70b, 7b, llama3_8b, node, tiny",
+        ),
         ([], "--config=NAME is missing"),
         (["--config"], "Missing value for flag --config"),
         (["--config=tiny", "--config", "7b"], "--config is given 2 times; a run has one config."),
@@ -406,7 +409,7 @@ def test_config_observations_are_deterministic(observed, tmp_path):
         (["--config=tiny", "--config.data.weights=a=1"], "data.weights was renamed; set data.mixture instead."),
         (["--config=tiny", "--config.model.tuned=t.json"], "model.tuned was renamed; set model.ops_table instead."),
         (["--config=tiny", "--config.data=1"], "--config.data is a section; set one of its keys: "),
-        (["--config=tiny", "--config.model.layer_loop=scam"], "is not one of scan, unroll. Did you mean 'scan'?"),
+        (["--config=tiny", "--config.model.layer_loop=scam"], "is not one of auto, scan, unroll. Did you mean 'scan'?"),
         (["--config=tiny", "--config.data.batch_size=many"], "data.batch_size=many must be a whole number in digits."),
         (["--config=tiny", "--config.data.batch_size=1.5"], "data.batch_size=1.5 must be a whole number in digits."),
         (

@@ -379,6 +379,7 @@ with process.StopSignals() as stop:
     assert stop.name == "SIGTERM"
 assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
 for number in (signal.SIGHUP, signal.SIGUSR1):
+    signal.signal(number, signal.SIG_DFL)  # the tests may run under nohup
     with process.StopSignals() as stop:
         os.kill(os.getpid(), number)
         assert stop.name == number.name
