@@ -382,7 +382,10 @@ def test_config_observations_are_deterministic(observed, tmp_path):
     ("words", "message"),
     [
         (["--config=tinny"], "--config=tinny: no such config. Did you mean 'tiny'?"),
-        (["--config=nowhere.py"], "--config=nowhere.py: no such file. Shipped configs: 160m, 1b, 70b, 7b, node, tiny"),
+        (
+            ["--config=nowhere.py"],
+            "--config=nowhere.py: no such file. Shipped configs: 160m, 1b, 70b, 7b, llama3_8b, node, tiny",
+        ),
         ([], "--config=NAME is missing"),
         (["--config"], "Missing value for flag --config"),
         (["--config=tiny", "--config", "7b"], "--config is given 2 times; a run has one config."),
