@@ -41,7 +41,7 @@ def estimated_temporaries(jaxpr: Any, arguments: Any) -> Peak:
     program = _Program(jaxpr, [_share_of(leaf) for leaf in jax.tree.leaves(arguments)])
     owned = set(program.root.outs)
     for op in reversed(program.root.ops):
-        if op.name in _VIEWS and not owned.isdisjoint(op.outs):
+        if op.name in (*_VIEWS, "optimization_barrier") and not owned.isdisjoint(op.outs):
             owned.update(op.ins[:1])
     return _peak(program.root, program.sizes, frozenset(owned))
 
