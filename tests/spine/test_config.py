@@ -393,7 +393,7 @@ def test_config_observations_are_deterministic(observed, tmp_path):
         (["--config=tiny", "--config.data.weights=a=1"], "data.weights was renamed; set data.mixture instead."),
         (["--config=tiny", "--config.model.tuned=t.json"], "model.tuned was renamed; set model.ops_table instead."),
         (["--config=tiny", "--config.data=1"], "--config.data is a section; set one of its keys: "),
-        (["--config=tiny", "--config.model.layer_loop=scam"], "is not one of scan, unroll. Did you mean 'scan'?"),
+        (["--config=tiny", "--config.model.layer_loop=scam"], "is not one of auto, scan, unroll. Did you mean 'scan'?"),
         (["--config=tiny", "--config.data.batch_size=many"], "data.batch_size=many must be a whole number in digits."),
         (["--config=tiny", "--config.data.batch_size=1.5"], "data.batch_size=1.5 must be a whole number in digits."),
         (
