@@ -1,12 +1,15 @@
 """Does the loop cost anything? Tokens per second of `train` against its bare compiled step, in turn in one process.
 
-    python benchmarks/loop_overhead.py [--rounds 5] [--steps 12] [--watch]
+    python benchmarks/loop_overhead.py [--rounds 5] [--steps 12] [--watch] [--dispatch M]
 
 Each round trains `--steps` steps of `tiny` through the loop (metrics, hashes, data threads; no validation, no plot)
 and then runs as many bare steps on one resident batch. Prints the median of the rounds' ratios.
 
 With --watch it compares two runs through the loop: with the watch, the ledger and train.spikes=skip, and with none of
 them. It also prints the CPU time of their threads as a share of the wall time, which is less noisy.
+
+With --dispatch M it compares bare steps of M microbatches in one program with steps whose microbatches are programs of
+their own (train.accumulate), and checks that both end in the same state, bit for bit.
 """
 
 from __future__ import annotations
@@ -61,6 +64,39 @@ def bare_step_s(program) -> float:
     return statistics.median(seconds[2:])
 
 
+def compare_dispatched(config, *, rounds: int, num_microbatches: int) -> None:
+    """Prints the step times of both values of train.accumulate, in turn in one process.
+
+    Raises:
+      SystemExit: the states that the two end in differ.
+    """
+    programs = {}
+    for accumulate in ("scan", "dispatch"):
+        train_config = dataclasses.replace(config.train, num_microbatches=num_microbatches, accumulate=accumulate)
+        programs[accumulate] = fitting_program(dataclasses.replace(config, train=train_config), jax.devices())
+    shape = (config.data.batch_size, config.data.seq_len)
+    batch = concat_batch(np.random.default_rng(0).integers(3, 2048, shape))
+    states = {name: program.init_state() for name, program in programs.items()}
+    ratios = []
+    for index in range(rounds):
+        found = {}
+        for name, program in programs.items():
+            seconds = []
+            for _ in range(config.train.num_steps):
+                began = time.monotonic()
+                states[name], metrics = program.run_step(states[name], program.shard(batch), np.float32(1e-3))
+                jax.block_until_ready((states[name], metrics))
+                seconds.append(time.monotonic() - began)
+            found[name] = statistics.median(seconds[2:])
+        ratios.append(found["dispatch"] / found["scan"])
+        print(f"round {index}: {found['scan']:.4f} s in one program, {found['dispatch']:.4f} s dispatched")
+    scanned, dispatched = (jax.tree.leaves(jax.device_get(states[name])) for name in ("scan", "dispatch"))
+    if any(a.tobytes() != b.tobytes() for a, b in zip(scanned, dispatched, strict=True)):
+        raise SystemExit("the two ended in different states")
+    spread = f"{min(ratios):.4f} to {max(ratios):.4f}"
+    print(f"dispatched / one program: {statistics.median(ratios):.4f} (median of {rounds}, {spread}); the same states")
+
+
 @contextlib.contextmanager
 def cpu_of_threads(found: dict[str, float]) -> Iterator[None]:
     """Sets `found` to the CPU seconds of each thread that looks after the run, by its name."""
@@ -110,6 +146,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--watch", action="store_true")
+    parser.add_argument("--dispatch", type=int, default=0, metavar="M")
     args = parser.parse_args()
     c = config_lib.load("tiny")
     c.train.num_steps = args.steps
@@ -119,6 +156,9 @@ def main() -> None:
     c.metrics.plot = False
     c.metrics.console = "off"
     config = resolve(c)
+    if args.dispatch:
+        compare_dispatched(config, rounds=args.rounds, num_microbatches=args.dispatch)
+        return
     if args.watch:
         compare_watched(config, args.rounds)
         return

@@ -45,6 +45,7 @@ _CARRIED = {
     "cool_down": ("returned", "ring", "grads"),
 }
 PHASES = tuple(_CARRIED)
+_MOST_ARRAYS = 32  # of residuals in the ring
 
 
 @dataclasses.dataclass(frozen=True)
@@ -180,8 +181,9 @@ class _Stage:
         self.num_stages = jax.lax.axis_size("pipe")
         self.stage = collectives.axis_index(_PIPE)
         self.is_last = self.stage == self.num_stages - 1
-        # of the pullback of the stage: its structure, which of its leaves are kept, and the others from the parameters
-        self._structure, self._is_kept, self._of_layers = None, None, None
+        # of the pullback of the stage: its structure, which of its leaves are kept, the others from the parameters, and
+        # which of the kept ones are stacked
+        self._structure, self._is_kept, self._of_layers, self._alike = None, None, None, []
 
     def model(self, *, layers: Any = None, rest: Any = None) -> Any:
         """Returns the model bound to this stage's parameters, or to what is differentiated in their place.
@@ -218,6 +220,8 @@ class _Stage:
         """Returns the carry after a tick of one forward and one backward, with the loss between them."""
         y, residuals = self.forward(tick, carry["received"])
         ring = self.stored(carry["ring"], tick, residuals)
+        if self.first is not None:  # XLA else fuses the update into what reads the ring, and copies all of it before
+            ring = jax.lax.optimization_barrier(ring)
         (loss_sum, count), rest_grads, dy = self.loss(tick, y)
         totals = SumAndCount(carry["totals"].total + loss_sum, carry["totals"].count + count)
         layers, rest = _apart(carry["grads"])
@@ -320,15 +324,34 @@ class _Stage:
         self._is_kept = _depends(traced.jaxpr, traced.jaxpr.invars[num_layers:])[1:]
         unkept = [False, *(not is_kept for is_kept in self._is_kept)]
         self._of_layers = partial_eval.dce_jaxpr(traced.jaxpr, unkept, instantiate=True)[0]
-        return y, [leaf for leaf, is_kept in zip(leaves, self._is_kept, strict=True) if is_kept]
+        kept = [leaf for leaf, is_kept in zip(leaves, self._is_kept, strict=True) if is_kept]
+        self._alike = _alike(kept)
+        return y, [jnp.stack([kept[i] for i in group]) if len(group) > 1 else kept[group[0]] for group in self._alike]
 
     def _pulled(self, residuals: list[jax.Array], dy: jax.Array) -> tuple[Any, jax.Array]:
         jaxpr = self._of_layers
         unused = [None] * (len(jaxpr.invars) - len(jax.tree.leaves(self.layers)))
         closed = core.ClosedJaxpr(jaxpr, [None] * len(jaxpr.constvars))
-        computed, kept = iter(core.jaxpr_as_fun(closed)(*jax.tree.leaves(self.layers), *unused)), iter(residuals)
+        placed = {}
+        for group, stacked in zip(self._alike, residuals, strict=True):
+            placed |= dict(zip(group, stacked if len(group) > 1 else [stacked], strict=True))
+        computed = iter(core.jaxpr_as_fun(closed)(*jax.tree.leaves(self.layers), *unused))
+        kept = iter([placed[i] for i in sorted(placed)])
         leaves = [next(kept if is_kept else computed) for is_kept in self._is_kept]
         return jax.tree.unflatten(self._structure, leaves)(dy)
+
+
+def _alike(leaves: list[jax.Array]) -> list[list[int]]:
+    """Returns the indices of leaves in groups to be stacked: those of unrolled layers, of which there are many.
+
+    Calls slow down with the number of arrays, and the ring is an argument where ticks are programs of their own.
+    """
+    if len(leaves) <= _MOST_ARRAYS:
+        return [[index] for index in range(len(leaves))]
+    groups: dict[Any, list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        groups.setdefault((leaf.shape, leaf.dtype), []).append(index)
+    return list(groups.values())
 
 
 def _apart(params: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

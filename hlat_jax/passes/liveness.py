@@ -39,7 +39,11 @@ def estimated_temporaries(jaxpr: Any, arguments: Any) -> Peak:
       arguments: their shapes and shardings.
     """
     program = _Program(jaxpr, [_share_of(leaf) for leaf in jax.tree.leaves(arguments)])
-    return _peak(program.root, program.sizes, frozenset(program.root.outs))
+    owned = set(program.root.outs)
+    for op in reversed(program.root.ops):
+        if op.name in (*_VIEWS, "optimization_barrier") and not owned.isdisjoint(op.outs):
+            owned.update(op.ins[:1])
+    return _peak(program.root, program.sizes, frozenset(owned))
 
 
 @dataclasses.dataclass(frozen=True)
