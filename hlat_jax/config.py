@@ -17,7 +17,7 @@ import os
 import pathlib
 import re
 import traceback
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hlat_jax.byte_sizes import parse_bytes
@@ -401,24 +401,6 @@ def held_out_share(validation: str) -> float:
     return share
 
 
-def drop_settings_of_replaced_text(mutable: Any, before: Any, *, given: Collection[str]) -> None:
-    """Changes settings that describe the text or tokenizer of a config whose command line replaces these.
-
-    If data.train is replaced and data.validation would remain text that ships with the package, a share of data.train
-    is held out instead. If text or tokenizer is replaced, no final validation loss is expected.
-
-    Args:
-      mutable: ConfigDict with the values of the command line, changed in place.
-      before: the same without them.
-      given: keys that the command line sets, which stay as they are: "data.train".
-    """
-    replaced = {key for key in ("train", "validation", "tokenizer") if mutable.data[key] != before.data[key]}
-    if "train" in replaced and "data.validation" not in given and mutable.data.validation.startswith("package:"):
-        mutable.data.validation = HELD_OUT
-    if replaced and not {"train.eval_loss_low", "train.eval_loss_high"} & set(given):
-        mutable.train.update(eval_loss_low=0.0, eval_loss_high=0.0)
-
-
 def require_not_renamed(path: str) -> None:
     """Raises ValueError if `path` is the old name of a key; the message has the new name."""
     if path in RENAMED:
@@ -565,7 +547,7 @@ def _anchor_paths(config: Any, folder: pathlib.Path, *, keys: Sequence[str]) -> 
         if not plain or ":" in plain or plain.endswith("%") or plain.startswith("~") or os.path.isabs(plain):
             return path
         words = [f"{glob.escape(place) if glob.has_magic(plain) else place}/{plain}" for place in places]
-        return next(filter(_exists, words), words[0])
+        return next(filter(exists, words), words[0])
 
     def anchored_step(spec: str) -> str:
         run, sign, step = spec.rpartition("@")
@@ -574,36 +556,19 @@ def _anchor_paths(config: Any, folder: pathlib.Path, *, keys: Sequence[str]) -> 
     for section, key in (path.split(".") for path in keys):
         value = config[section][key] if section in config and key in config[section] else ""
         if isinstance(value, str) and places:
-            anchored_text = functools.partial(_map_paths, anchored)
+            anchored_text = functools.partial(map_paths, anchored)
             own: dict[str, Callable[[str], str]]
             own = {"train": anchored_text, "validation": anchored_text, "branch_from": anchored_step}
             config[section][key] = own.get(key, anchored)(value)
 
 
-def _map_paths(change: Callable[[str], str], spec: str) -> str:
+def map_paths(change: Callable[[str], str], spec: str) -> str:
     """Returns `PATHS` or `NAME=PATHS;NAME=PATHS` with each path changed."""
     parts = [re.fullmatch(r"(\s*[A-Za-z]\w*\s*=)?(.*)", part, re.DOTALL) for part in spec.split(";")]
     return ";".join((part[1] or "") + ",".join(map(change, part[2].split(","))) for part in parts if part)
 
 
-def with_moved_text(data: DataConfig) -> DataConfig:
-    """Returns the config with text that is not where it was taken from the working directory, if it is there.
-
-    Of an absolute path the longest end that exists there is taken: a project that moved keeps its folders.
-    """
-
-    def moved(path: str) -> str:
-        plain = path.strip()
-        if not os.path.isabs(plain) or _exists(plain):
-            return path
-        parts = pathlib.PurePath(plain).parts[1:]
-        ends = (os.path.join(os.getcwd(), *parts[first:]) for first in range(len(parts)))
-        return next(filter(_exists, ends), path)
-
-    return dataclasses.replace(data, train=_map_paths(moved, data.train), validation=_map_paths(moved, data.validation))
-
-
-def _exists(path: str) -> bool:
+def exists(path: str) -> bool:
     """Returns whether there is a file or a folder, or a match of a glob."""
     return os.path.exists(path) or any(glob.iglob(path, recursive=True))
 

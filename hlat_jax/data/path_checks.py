@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import glob
+import os
 import pathlib
 from collections.abc import Collection
 
-from hlat_jax.config import DataConfig
+from hlat_jax.config import DataConfig, exists, map_paths
 from hlat_jax.data.formats.paths import asset_path, nothing_at, tokenizer_file
 from hlat_jax.data.mixture import parse_sources
 from hlat_jax.store.atomic_files import read_json
@@ -35,6 +37,23 @@ def check_text_path(path: str, *, key: str) -> None:
     local = pathlib.Path(path).expanduser()
     if not local.exists() and next(glob.iglob(str(local), recursive=True), None) is None:
         raise nothing_at(path, key=key)
+
+
+def with_moved_text(data: DataConfig) -> DataConfig:
+    """Returns the config with text that is not where it was taken from the working directory, if it is there.
+
+    Of an absolute path the longest end that exists there is taken: a project that moved keeps its folders.
+    """
+
+    def moved(path: str) -> str:
+        plain = path.strip()
+        if not os.path.isabs(plain) or exists(plain):
+            return path
+        parts = pathlib.PurePath(plain).parts[1:]
+        ends = (os.path.join(os.getcwd(), *parts[first:]) for first in range(len(parts)))
+        return next(filter(exists, ends), path)
+
+    return dataclasses.replace(data, train=map_paths(moved, data.train), validation=map_paths(moved, data.validation))
 
 
 def was_opened(data: DataConfig, workdir: pathlib.Path) -> bool:

@@ -9,7 +9,7 @@ import pathlib
 import re
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from absl import flags
@@ -58,8 +58,26 @@ def parse(argv: Sequence[str], define: Callable[[flags.FlagValues], None] = lamb
     rest = _parsed(values, words, keys=_config_keys())
     if rest:
         raise ValueError(f"unexpected argument {rest[0]!r}; every argument is --flag=value.")
-    config_lib.drop_settings_of_replaced_text(values.config, before, given=given_keys(values))
+    _drop_settings_of_replaced_text(values.config, before, given=given_keys(values))
     return values.config, values
+
+
+def _drop_settings_of_replaced_text(mutable: Any, before: Any, *, given: Collection[str]) -> None:
+    """Changes settings that describe the text or tokenizer of a config whose command line replaces these.
+
+    If data.train is replaced and data.validation would remain text that ships with the package, a share of data.train
+    is held out instead. If text or tokenizer is replaced, no final validation loss is expected.
+
+    Args:
+      mutable: ConfigDict with the values of the command line, changed in place.
+      before: the same without them.
+      given: keys that the command line sets, which stay as they are: "data.train".
+    """
+    replaced = {key for key in ("train", "validation", "tokenizer") if mutable.data[key] != before.data[key]}
+    if "train" in replaced and "data.validation" not in given and mutable.data.validation.startswith("package:"):
+        mutable.data.validation = config_lib.HELD_OUT
+    if replaced and not {"train.eval_loss_low", "train.eval_loss_high"} & set(given):
+        mutable.train.update(eval_loss_low=0.0, eval_loss_high=0.0)
 
 
 def given_keys(values: flags.FlagValues) -> set[str]:
