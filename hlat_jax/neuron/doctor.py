@@ -78,7 +78,7 @@ def checks(config: Config, machine: CheckedMachine, *, limits: Limits = DEFAULT_
     yield Check("device's rounding", lambda: _hardware_rounding(config))
     yield Check("rounding by hash", lambda: probes.rounding(exercises.cast_by_hash, expected="stochastic"))
     yield Check("donation", lambda: probes.donation(exercises.add_one, jax.jit(lambda: jnp.zeros(1 << 20))()))
-    for layout, axis in exercises.layouts_to_check(config.parallel, jax.local_devices(), config.model.num_kv_heads):
+    for layout, axis in _layouts(config):
         yield Check(f"along {axis}", functools.partial(_collectives, layout, axis))
     yield Check("ring permute", lambda: _ring(machine))
     yield Check("training", lambda: _training(config))
@@ -151,6 +151,13 @@ def _hardware_rounding(config: Config) -> Outcome:
         found = f"precision.policy={config.precision.policy} turns stochastic rounding off in this process"
         return Outcome(NOT_HERE, found, "rerun with --config.precision.policy=bf16_sr to check it")
     return probes.rounding(exercises.cast, expected="stochastic")
+
+
+def _layouts(config: Config) -> list[tuple[Layout, str]]:
+    try:
+        return list(exercises.layouts_to_check(config.parallel, jax.local_devices(), config.model.num_kv_heads))
+    except RuntimeError:  # JAX finds no devices, which `devices` reports; the other checks still run
+        return []
 
 
 def _collectives(layout: Layout, axis: str) -> Outcome:

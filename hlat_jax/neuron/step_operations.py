@@ -25,7 +25,8 @@ SUMS = PRODUCTS | frozenset({"reduce_sum", "cumsum", "scatter-add", "scatter_add
 # Operations with these devices' coordinates or values as operands.
 ACROSS_DEVICES = frozenset(COLLECTIVES) | {"axis_index"}
 _CONTROL = frozenset(CALL_JAXPRS) | {"scan", "while", "cond"}
-_NO_OPERATION = frozenset({"sharding_constraint", "name", "stop_gradient"})
+# Nothing to compare: no operation on the device, or numbers that each backend draws differently.
+_LEFT_OUT = frozenset({"sharding_constraint", "name", "stop_gradient", "rng_bit_generator", "rng_uniform"})
 _POSITIVE = frozenset({"log", "log1p", "sqrt", "rsqrt", "cbrt", "pow", "integer_pow", "lgamma", "digamma"})
 _INSIDE_ONE = frozenset({"erf_inv", "atanh", "asin", "acos"})
 _ANGLES = frozenset({"sin", "cos", "tan"})
@@ -91,8 +92,8 @@ def operations(jaxpr: Any, shards: Mapping[tuple[int, ...], tuple[int, ...]]) ->
     found: dict[Any, Operation] = {}
     for eqn, is_local in _leaves(jaxpr, False):
         for name, avals, results, params, run in _parts(eqn):
-            if any(not isinstance(aval.dtype, np.dtype) for aval in avals):
-                continue  # random keys: drawn numbers differ between backends, `probes.random_numbers` checks them
+            if any(not isinstance(getattr(aval, "dtype", None), np.dtype) for aval in (*avals, *results)):
+                continue  # tokens and random keys
             operands, outs = map(_shapes, (avals, results))
             if not is_local:
                 operands, outs = _on_shards(operands, outs, run, shards=shards)
@@ -120,7 +121,7 @@ def _leaves(jaxpr: Any, is_local: bool) -> Iterator[tuple[Any, bool]]:
     """Yields (equation, whether it is inside `shard_map`) for scans and all equations that call no function."""
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        if name == "scan" or name not in _CONTROL | _NO_OPERATION:
+        if name == "scan" or name not in _CONTROL | _LEFT_OUT:
             yield eqn, is_local
         if name in _CONTROL:
             for inner in inner_jaxprs(eqn):

@@ -617,6 +617,13 @@ def test_collectives_and_the_step_come_late_and_rows_out_of_bounds_last(tmp_path
     assert names[-5:] == ["along data", "ring permute", "training", "step's operations", "rows out of bounds"]
 
 
+def test_every_check_is_reported_where_jax_finds_no_devices(monkeypatch, tmp_path):
+    monkeypatch.setattr(jax, "local_devices", lambda: no_memory(0))
+    names = {check.name: check for check in doctor.checks(TINY, doctor.CheckedMachine("", 0, tmp_path))}
+    for name in ("devices", "ring permute", "step's operations"):
+        assert_failed(doctor.run_check(names[name])[0], "RuntimeError: RESOURCE_EXHAUSTED")
+
+
 def fake_machine(folder, instance="trn1.32xlarge"):
     (folder / "neuron0").touch()
     (folder / "product").write_text(f"{instance}\n")

@@ -194,17 +194,17 @@ def test_limits_of_memory_and_time_leave_operations_out_and_say_so():
     assert "1 after --sweep_s" in outcome.found
 
 
-def test_batches_hold_every_kind_first_and_keep_to_the_limit():
-    operations = mixed_operations()
-    most = max(one.num_bytes for one in operations)
-    batches = list(sweep._batches(operations, per_device=most, together=most))
-    assert sorted(one.position for batch in batches for one in batch) == [one.position for one in operations]
-    assert all(len({one.name for one in batch}) == 1 for batch in batches)
-    assert all(sum(one.num_bytes for one in batch) <= most for batch in batches)
-    kinds = [batch[0].name for batch in batches]
-    count = len(set(kinds))
-    assert len(set(kinds[:count])) == count
-    assert kinds.index("gather") < kinds.index("exp")
+def test_batches_hold_every_kind_first_and_keep_to_the_limits():
+    sizes = [("exp", 10), ("gather", 40), ("gather", 60), ("psum", 9), ("gather", 50), ("psum", 9)]
+    made = [
+        dataclasses.replace(operation(name), num_bytes=size, position=position)
+        for position, (name, size) in enumerate(sizes)
+    ]
+    batches = sweep._batches(made, per_device=100, together=10)
+    # the largest of each kind, those in public reports first, and then the others
+    assert [[one.position for one in batch] for batch in batches] == [[2], [3], [0], [1, 4], [5]]
+    many = [dataclasses.replace(operation("add"), position=position) for position in range(20)]
+    assert [len(batch) for batch in sweep._batches(many, per_device=100, together=10)] == [16, 4]
 
 
 # what counts as a difference
@@ -282,6 +282,16 @@ def test_indices_are_in_range_and_written_once():
     assert drawn(cut)[2] == 0
 
 
+def test_random_numbers_are_not_compared_because_backends_draw_others():
+    def draw(seed):
+        return jax.random.normal(jax.random.wrap_key_data(jnp.full(4, seed), impl="rbg"), (8,)) + 1
+
+    traced = jax.jit(draw).trace(jax.ShapeDtypeStruct((), "uint32"))
+    names = {one.name for one in step_operations.operations(traced.jaxpr.jaxpr, {})}
+    assert "add" in names
+    assert not [name for name in names if name.startswith(("random", "rng"))]
+
+
 def test_operands_are_where_operations_are_defined():
     x = ((1000,), "float32")
     assert drawn(only("log", jnp.log, x))[0].min() > 0
@@ -355,6 +365,7 @@ def test_collectives_of_a_replica_larger_than_the_node_are_those_of_one_stage():
     staged, count = doctor._reduced(config, 8, max_devices=2)
     assert count == 2
     assert staged.parallel.pipe == staged.parallel.data == 1
+    assert staged.model.num_layers == config.model.num_layers // 2
 
     def summed_along_tensor(config, count):
         program = make_program(config, planned_layout(config, count, platform="cpu"))
