@@ -7,6 +7,7 @@ those of one device; the optimizer's elementwise operations outside get the shap
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -74,23 +75,26 @@ class Operation:
 
 
 def step_operations(program: RunProgram) -> list[Operation]:
-    """Returns the operations of a program's step in the order of its trace, equal ones once."""
+    """Returns the operations of the programs of a run's step in the order of their traces, equal ones once."""
     shards = {}  # shape of a state's array -> that of its shard; the optimizer's shards, where parameters differ
     for part in (program.abstract_state["params"], program.abstract_state["opt_state"]):
         for leaf in jax.tree.leaves(part):
             shards[leaf.shape] = leaf.sharding.shard_shape(leaf.shape) if leaf.sharding else leaf.shape
-    return operations(live_jaxpr(program.trace_step()), shards)
+    if program.accumulate != "dispatch":
+        return operations([live_jaxpr(program.trace_step())], shards)
+    names = program.training.microbatch_step.programs
+    return operations([live_jaxpr(program.trace_microbatch_step(name)) for name in names], shards)
 
 
-def operations(jaxpr: Any, shards: Mapping[tuple[int, ...], tuple[int, ...]]) -> list[Operation]:
-    """Returns the operations of a jaxpr in its order, equal ones once.
+def operations(jaxprs: Sequence[Any], shards: Mapping[tuple[int, ...], tuple[int, ...]]) -> list[Operation]:
+    """Returns the operations of jaxprs in their order, equal ones once.
 
     Args:
-      jaxpr: open.
+      jaxprs: open.
       shards: shape of an array -> that of its shard, for operations outside `shard_map`.
     """
     found: dict[Any, Operation] = {}
-    for eqn, is_local in _leaves(jaxpr, False):
+    for eqn, is_local in itertools.chain.from_iterable(_leaves(jaxpr, False) for jaxpr in jaxprs):
         for name, avals, results, params, run in _parts(eqn):
             if any(not isinstance(getattr(aval, "dtype", None), np.dtype) for aval in (*avals, *results)):
                 continue  # tokens and random keys

@@ -43,7 +43,7 @@ def mixed_operations():
     step = jax.jit(jax.shard_map(local, mesh=mesh(), in_specs=P(), out_specs=P(), check_vma=False))
     shapes = [((4, 16), "float32"), ((32, 16), "bfloat16"), ((8,), "int32"), ((8,), "bool")]
     traced = step.trace(*(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes))
-    return step_operations.operations(traced.jaxpr.jaxpr, {})
+    return step_operations.operations([traced.jaxpr.jaxpr], {})
 
 
 def on_devices(operations, operands):
@@ -263,7 +263,7 @@ def drawn(found):
 
 def only(name, fn, *shapes):
     traced = jax.jit(fn).trace(*(jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes))
-    (found,) = (one for one in step_operations.operations(traced.jaxpr.jaxpr, {}) if one.name == name)
+    (found,) = (one for one in step_operations.operations([traced.jaxpr.jaxpr], {}) if one.name == name)
     return found
 
 
@@ -287,7 +287,7 @@ def test_random_numbers_are_not_compared_because_backends_draw_others():
         return jax.random.normal(jax.random.wrap_key_data(jnp.full(4, seed), impl="rbg"), (8,)) + 1
 
     traced = jax.jit(draw).trace(jax.ShapeDtypeStruct((), "uint32"))
-    names = {one.name for one in step_operations.operations(traced.jaxpr.jaxpr, {})}
+    names = {one.name for one in step_operations.operations([traced.jaxpr.jaxpr], {})}
     assert "add" in names
     assert not [name for name in names if name.startswith(("random", "rng"))]
 
@@ -315,6 +315,7 @@ def small_config(**parallel):
     mutable.data.batch_size = 8
     mutable.train.num_microbatches = 2
     mutable.model.num_layers = 2
+    mutable.model.layer_loop = "scan"
     mutable.parallel.update({"data": 2, "fsdp": 1, "tensor": 2} | parallel)
     return resolve(mutable)
 
@@ -336,6 +337,22 @@ def test_operations_of_a_step_have_the_shapes_of_one_device_and_the_slices_of_it
     assert roots
     assert {one.operands[0].shape for one in roots} <= shards
     assert len({(one.name, one.operands, str(one.params)) for one in found}) == len(found)
+
+
+def test_operations_are_those_of_the_programs_that_the_run_dispatches():
+    config = small_config()
+
+    def kinds(accumulate):
+        train = dataclasses.replace(config.train, accumulate=accumulate)
+        program = make_program(dataclasses.replace(config, train=train), planned_layout(config, 4, platform="neuron"))
+        assert program.accumulate == accumulate
+        return {(one.name, one.operands) for one in step_operations.step_operations(program)}
+
+    scanned, dispatched = kinds("scan"), kinds("dispatch")
+    microbatches = jax.ShapeDtypeStruct((2, 2, config.data.seq_len), "int32")  # [M, B, T], sliced by the scan
+    assert any(name == "dynamic_slice" and operands[0] == microbatches for name, operands in scanned)
+    assert not any(name == "dynamic_slice" and operands[0] == microbatches for name, operands in dispatched)
+    assert len(scanned & dispatched) > 100
 
 
 def test_doctor_names_a_planted_operation_of_the_step_at_its_line(monkeypatch, tmp_path):
