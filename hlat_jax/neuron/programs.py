@@ -8,11 +8,11 @@ from typing import Any
 from hlat_jax import cost
 from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.config import Config
-from hlat_jax.host.neuron_groups import DISPUTED, Server
 from hlat_jax.host.neuron_groups import RULES as RULES_OF_GROUPS
+from hlat_jax.host.neuron_groups import Server
 from hlat_jax.neuron import lint
 from hlat_jax.neuron.rules import RULES
-from hlat_jax.parallel.degrees import passes, verdicts
+from hlat_jax.parallel.degrees import passes
 from hlat_jax.parallel.sharding import MESH_AXES, Layout
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.passes.products import live_jaxpr
@@ -33,9 +33,9 @@ for _name in ("train", "eval"):
         "the limit on this number is not documented, and HLAT compiled layers of this size with this "
         "tensor parallelism; if compilation fails, follow the advice of the rule"
     )
-for _name in ("train", "eval", "init", "norms", "prefill", "decode"):
+for _name in ("train", "eval", "init", "norms"):
     EXPLAINED[(_name, "CC05")] = (
-        "the recipe has HLAT's degrees, whose groups are listed on trn1; on trn2 take parallel.tensor=4 or 16"
+        "the recipe's groups are listed on trn1; on trn2 take degrees of 4, 16 or 64 in a node, as llama3_8b does"
     )
 EXPLAINED[("eval", "CC02")] = EXPLAINED[("train", "CC02")]
 
@@ -43,7 +43,7 @@ EXPLAINED[("eval", "CC02")] = EXPLAINED[("train", "CC02")]
 def num_devices(config: Config, *, target: str = "") -> int:
     """Returns the number of devices of a config's mesh; for degrees of -1, one row or head per device.
 
-    With a target, these are at most so many, and as many as its groups of cores allow.
+    With a target, these are at most so many, and as many as its groups of cores do not refuse.
     """
     pipe, data, fsdp, tensor = (getattr(config.parallel, axis) for axis in MESH_AXES)
     is_free = -1 in (pipe, data, fsdp, tensor)
@@ -52,9 +52,8 @@ def num_devices(config: Config, *, target: str = "") -> int:
     most = inner * (max(rows, data, fsdp) if -1 in (data, fsdp) else data * fsdp)
     if not target or not is_free:
         return most
-    allowed = [n for n in range(most, 0, -1) if passes(config, n, server=server_for(target, n))]
-    listed = (n for n in allowed if not verdicts(config, n, server_for(target, n))[DISPUTED])
-    return next(listed, allowed[0] if allowed else most)
+    allowed = (n for n in range(most, 0, -1) if passes(config, n, server=server_for(target, n)))
+    return next(allowed, most)
 
 
 def server_for(target: str, count: int) -> Server:
