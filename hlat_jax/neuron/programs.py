@@ -9,11 +9,11 @@ from typing import Any
 from hlat_jax import cost
 from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.config import Config
-from hlat_jax.host.neuron_groups import DISPUTED, Server
 from hlat_jax.host.neuron_groups import RULES as RULES_OF_GROUPS
+from hlat_jax.host.neuron_groups import Server
 from hlat_jax.neuron import lint
 from hlat_jax.neuron.rules import RULES
-from hlat_jax.parallel.degrees import passes, verdicts
+from hlat_jax.parallel.degrees import passes
 from hlat_jax.parallel.sharding import MESH_AXES, Layout
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.passes.products import live_jaxpr
@@ -32,9 +32,9 @@ for _name in ("train", "microbatch", "steady", "eval", "init"):
         "an estimate that nothing calibrates, with loops unrolled that the compiler may keep; begin with the smallest "
         "rung of `python -m hlat_jax.neuron ladder`, and if compilation fails, follow the advice of the rule"
     )
-for _name in ("train", "start", "microbatch", "steady", "update", "eval", "init", "norms", "prefill", "decode"):
+for _name in ("train", "start", "microbatch", "steady", "update", "eval", "init", "norms"):
     EXPLAINED[(_name, "CC05")] = (
-        "the recipe has HLAT's degrees, whose groups are listed on trn1; on trn2 take parallel.tensor=4 or 16"
+        "the recipe's groups are listed on trn1; on trn2 take degrees of 4, 16 or 64 in a node, as llama3_8b does"
     )
 for _name in ("prefill", "decode"):
     EXPLAINED[(_name, "DG01")] = (
@@ -47,7 +47,7 @@ for _name in ("prefill", "decode"):
 def num_devices(config: Config, *, target: str = "") -> int:
     """Returns the number of devices of a config's mesh; for degrees of -1, one row or head per device.
 
-    With a target, these are at most so many, and as many as its groups of cores allow.
+    With a target, these are at most so many, and as many as its groups of cores do not refuse.
     """
     pipe, data, fsdp, tensor = (getattr(config.parallel, axis) for axis in MESH_AXES)
     is_free = -1 in (pipe, data, fsdp, tensor)
@@ -56,9 +56,8 @@ def num_devices(config: Config, *, target: str = "") -> int:
     most = inner * (max(rows, data, fsdp) if -1 in (data, fsdp) else data * fsdp)
     if not target or not is_free:
         return most
-    allowed = [n for n in range(most, 0, -1) if passes(config, n, server=server_for(target, n))]
-    listed = (n for n in allowed if not verdicts(config, n, server_for(target, n))[DISPUTED])
-    return next(listed, allowed[0] if allowed else most)
+    allowed = (n for n in range(most, 0, -1) if passes(config, n, server=server_for(target, n)))
+    return next(allowed, most)
 
 
 def server_for(target: str, count: int) -> Server:
