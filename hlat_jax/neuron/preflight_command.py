@@ -33,19 +33,20 @@ def main(argv: Sequence[str]) -> int:
     )
     os.environ["JAX_PLATFORMS"] = "cpu"  # leave any accelerator to other processes
     from hlat_jax.neuron import partitioned, preflight, programs
-    from hlat_jax.run.compilation import programs_of_run, traced_programs
+    from hlat_jax.run.compilation import named_programs, traced_programs
     from hlat_jax.step import make_program
 
     per_node = place.devices_per_node
-    count = values.nodes * per_node or programs.num_devices(config)
+    target = target_of(values.instance)
+    count = values.nodes * per_node or programs.num_devices(config, target=target)
     if count % per_node:
         raise ValueError(
             f"config {config.name} takes {count} devices, which fill no whole number of {values.instance} with "
             f"{per_node} each; give --nodes, or other degrees."
         )
-    program = make_program(config, programs.layout_for_neuron(config, count))
+    program = make_program(config, programs.layout_for_neuron(config, count, target=target))
     traced = traced_programs(program)
-    names = [name for name in programs_of_run(config) if name not in _OTHERS]
+    names = [name for name in named_programs(program, "all") if name not in _OTHERS]
     with show_progress("lowering the step"):
         lowered = [traced[name]().lower(lowering_platforms=("neuron",)) for name in names]
     with show_progress("reading its collectives"):
@@ -61,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"{case.name:<40} {len(case.groups):>5} x {case.groups.shape[1]:<4} {where:<14} {sizes}")
         problem = None
         if case.operation == "permute":
-            problem = partitioned.permute_problem(case.groups, target=target_of(values.instance))
+            problem = partitioned.permute_problem(case.groups, target=target)
         elif not partitioned.is_regular(case.groups, cores_per_chip=place.kind.devices_per_chip(lnc=place.lnc)):
             problem = "the groups have no regular pattern"
         if problem:

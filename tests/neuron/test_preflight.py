@@ -16,7 +16,7 @@ from hlat_jax.neuron import preflight, programs
 from hlat_jax.neuron.__main__ import main
 from hlat_jax.plan.traffic import traced_collectives
 from hlat_jax.resolve import resolve
-from hlat_jax.run.compilation import programs_of_run, traced_programs
+from hlat_jax.run.compilation import named_programs, traced_programs
 from hlat_jax.step import make_program
 
 KINDS = {
@@ -42,7 +42,9 @@ def step():
     c.update_from_flattened_dict(FLAGS)
     config = resolve(c)
     program = make_program(config, programs.layout_for_neuron(config, 8))
-    names = [name for name in programs_of_run(config) if name not in ("init", "norms", "eval", "prefill", "decode")]
+    names = [
+        name for name in named_programs(program, "all") if name not in ("init", "norms", "eval", "prefill", "decode")
+    ]
     traced = [traced_programs(program)[name]() for name in names]
     modules = [one.lower(lowering_platforms=("neuron",)).compiler_ir("stablehlo").operation for one in traced]
     return program, traced, preflight.cases(modules, ranks=range(8))

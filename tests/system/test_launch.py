@@ -192,13 +192,13 @@ def test_node_keeps_caller_variables_and_refuses_a_contradicting_rank(dry_run):
 def test_node_reads_precision_and_layout_only_from_the_config(dry_run):
     words = ("--config.parallel.zero1=true", "--workdir=/w", "--config", "7b")
     done = subprocess.run(
-        [str(jobs.NODE), "--dry-run", "--instance=trn1.2xlarge", *words],
+        [str(jobs.NODE), "--dry-run", "--instance=trn1.32xlarge", *words],
         cwd=ROOT, env=os.environ | {"PYTHON": sys.executable, "JAX_PLATFORMS": ""},
         capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     [(exports, command)] = nodes_of(done.stdout)
     assert exports["NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU"] == "1"
-    assert command[3:] == [*words, "--instance=trn1.2xlarge"]
+    assert command[3:] == [*words, "--instance=trn1.32xlarge"]
 
 
 @pytest.mark.parametrize("num_nodes", [1, 4, 64])
