@@ -548,3 +548,17 @@ def test_sizes_not_divisible_by_the_devices_are_refused_by_name(micro, changes, 
     micro.update_from_flattened_dict(changes)
     with pytest.raises(ValueError, match=message):
         fitting_program(resolve(micro), jax.devices())
+
+
+@pytest.mark.slow
+def test_a_run_that_resumes_with_dispatched_microbatches_ends_as_one_that_scanned_them(micro, train, tmp_path):
+    short(micro, 2)
+    micro.train.update(num_microbatches=2, accumulate="scan", num_steps=4)
+    assert train(micro) == 0
+    expected = end_of(tmp_path / "run", micro)[:4]
+    (tmp_path / "run").rename(tmp_path / "left alone")
+    micro.train.num_steps = 2
+    assert train(micro) == 0
+    micro.train.update(num_steps=4, accumulate="dispatch")
+    assert train(micro) == 0
+    assert end_of(tmp_path / "run", micro)[:4] == expected
