@@ -2,7 +2,7 @@
 
     python -m hlat_jax.train --config=llama3_8b --config.data.train='/fsx/text/*.parquet' \
         --config.data.validation=/fsx/text/validation.parquet --config.data.tokenizer=/fsx/llama3/tokenizer.model
-    python -m hlat_jax.plan --config=llama3_8b --target=trn2.48xlarge --nodes=16
+    python -m hlat_jax.plan --config=llama3_8b --instance=trn2.48xlarge --nodes=16
 
 Not yet run on Trainium: planned, linted and partitioned for virtual devices. The model, the sequences and the learning
 rate are those of Llama 3 8B; its data is not public, so the horizon is ours: 1 T tokens. The degrees are those of
