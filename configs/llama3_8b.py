@@ -2,7 +2,7 @@
 
     python -m hlat_jax.train --config=llama3_8b --config.data.train='/fsx/text/*.parquet' \
         --config.data.validation=/fsx/text/validation.parquet --config.data.tokenizer=/fsx/llama3/tokenizer.model
-    python -m hlat_jax.plan --config=llama3_8b --target=trn2.48xlarge --nodes=16
+    python -m hlat_jax.plan --config=llama3_8b --instance=trn2.48xlarge --nodes=16
 
 Not yet run on Trainium: planned (13.4 of 23.8 GiB a device), linted for trn2, and partitioned for 1,024 virtual
 devices, its whole mesh. At LNC 1 a device has half the memory, and it does not fit. The model, the sequences and the

@@ -249,7 +249,7 @@ def target(name: str) -> Target:
         device = Device(0.0, memory, 0.0, 0, "memory: this operating system; speed: not known before it is measured")
         return Target(device, 1, "cpu", 0.0, 0.0, memory, "this machine")
     if name not in TARGETS:
-        raise ValueError(f"--target={name} is not a known target. {nearest(name, [*TARGETS, 'cpu'])}")
+        raise ValueError(f"--instance={name} is not a known target. {nearest(name, [*TARGETS, 'cpu'])}")
     return TARGETS[name]
 
 

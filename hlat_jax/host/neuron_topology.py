@@ -79,7 +79,7 @@ def checked(topology: Topology) -> Topology:
     if t.instance not in INSTANCES:
         advice = nearest(t.instance, INSTANCES)
         if t.instance.startswith("trn3"):
-            advice = "No page names an EC2 instance type with trn3: it can be planned (plan --target=trn3-gen1) only."
+            advice = "No page names an EC2 instance type with trn3: it can be planned (plan --instance=trn3-gen1) only."
         raise ValueError(f"--instance={t.instance}: no such instance type. {advice}")
     kind = t.kind
     if t.lnc and t.lnc not in kind.lncs:

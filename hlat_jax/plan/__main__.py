@@ -1,4 +1,4 @@
-"""`python -m hlat_jax.plan --config=NAME --target=trn1.32xlarge --nodes=64`: memory, collectives and speed of a run.
+"""`python -m hlat_jax.plan --config=NAME --instance=trn1.32xlarge --nodes=64`: memory, collectives and speed of a run.
 
 Needs no accelerator: the training step is traced for virtual devices. `plan tune` and `plan choices` time and choose
 implementations of ops, see `plan.ops_command`.

@@ -66,7 +66,7 @@ def site_layout(config: Config, site: Site) -> Layout:
     """
     target = cost.target(site.target)
     if site.nodes > 1 and not target.network_bytes_per_s:
-        raise ValueError(f"--nodes={site.nodes}: --target={site.target} is a single machine; use --nodes=1.")
+        raise ValueError(f"--nodes={site.nodes}: --instance={site.target} is a single machine; use --nodes=1.")
     try:
         server, chip = site.server, site.target
         return planned_layout(config, site.num_devices, platform=target.platform, server=server, chip=chip)

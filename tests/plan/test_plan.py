@@ -278,9 +278,9 @@ def test_plan_command_on_this_cpu_makes_no_projection(plan_here):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--target=trn1.32xlrge",), "--target=trn1.32xlrge is not a known target. Did you mean 'trn1.32xlarge'?"),
-        (("--target=a100",), "--target=a100 is not a known target. Known: cpu, h200, trn1.2xlarge, "),
-        (("--target=h200", "--nodes=2"), "--target=h200 is a single machine; use --nodes=1"),
+        (("--target=trn1.32xlrge",), "--instance=trn1.32xlrge is not a known target. Did you mean 'trn1.32xlarge'?"),
+        (("--target=a100",), "--instance=a100 is not a known target. Known: cpu, h200, trn1.2xlarge, "),
+        (("--target=h200", "--nodes=2"), "--instance=h200 is a single machine; use --nodes=1"),
         (("--target=trn1.32xlarge",), "data.batch_size=4 does not divide into 32 data-parallel parts"),
         (("--target=trn1.2xlarge", "--config.parallel.tensor=3"), "parallel.tensor=3"),
         (("--target=trn1.2xlarge", "--config.parallel.tensor=2", "--config.model.vocab_size=2049"), "=2049 does not"),
