@@ -23,7 +23,7 @@ EXPLAINED = {
     "NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU=1 draws the weights on the host if init has no collective (70b's has)",
 }
 EXPLAINED[("init", "DT06")] = "the counters of the split are below 2^32, so a cast to 32 bits drops only zeros"
-for _name in ("train", "microbatch", "steady", "eval"):
+for _name in ("microbatch", "eval"):
     EXPLAINED[(_name, "CG01")] = (
         "the limit on this number is not documented, and HLAT compiled layers of this size with this "
         "tensor parallelism; if compilation fails, follow the advice of the rule"
