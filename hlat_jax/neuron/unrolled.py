@@ -86,7 +86,7 @@ def _counted(program: Program) -> list[tuple[Any, int, int]]:
 
 def _is_result(op: Any) -> bool:
     """Returns whether a program returns what an operation makes, so that it is written to memory."""
-    return any(use.owner.name == "func.return" for use in op.results[0].uses)
+    return any(use.owner.name in ("func.return", "sdy.return") for use in op.results[0].uses)
 
 
 def num_tiles(op: Any, program: Program) -> int:

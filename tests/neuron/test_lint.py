@@ -968,7 +968,8 @@ def test_lint_of_generation_finds_infos_and_the_layout_of_the_head(name, tmp_pat
 @pytest.mark.slow
 def test_every_explained_warning_occurs(lint_here, tmp_path):
     occurring = set()
-    for words in (["--config=7b"], ["--config=7b", "--program=generate"], ["--config=70b", *VALIDATED[True]]):
+    runs = (["--config=7b"], ["--config=7b", "--program=generate"], ["--config=70b", *VALIDATED[True]])
+    for words in (*runs, ["--config=llama3_8b", "--program=microbatch"]):
         lint_here(*words, "--target=trn2", f"--json={tmp_path / 'found.json'}")
         for program, found in json.loads((tmp_path / "found.json").read_text())["programs"].items():
             occurring |= {(program, row["rule"]) for row in found["findings"]}
