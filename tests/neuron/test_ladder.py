@@ -167,8 +167,7 @@ def test_ladder_lowers_and_lints_every_rung(ladder_here, tmp_path):
         assert list(row["programs"]) == ["start", "microbatch", "update", "init", "norms"]
         assert all(program["errors"] == [] for program in row["programs"].values())
         assert all(row["programs"][name]["unrolled"] > 0 for name in ("microbatch", "update", "init", "norms"))
-    one, four = (row["programs"] for row in found)
-    assert one["microbatch"]["unrolled"] > one["update"]["unrolled"]
+    four = found[1]["programs"]
     assert {four[name]["same_as_rung"] for name in four} == {1}  # each microbatch is dispatched by itself
     assert "an order of magnitude, not calibrated" in printed
     assert "not yet run" in printed

@@ -978,7 +978,7 @@ def test_lint_prints_the_infos_of_a_rule_together(lint_here):
     _, printed, _ = lint_here("--config=tiny", "--program=train")
     infos = [line.split()[1] for line in printed.splitlines() if line.startswith("  info ")]
     assert sorted(infos) == sorted(set(infos))
-    assert {"OP06", "CF04"} <= set(infos)
+    assert "OP06" in infos
     squares = printed.split("chlo.square x")[1]
     assert int(squares.split(":")[0]) > 20  # of all lines
     assert ", and 3 other lines" in squares.splitlines()[1]
@@ -1047,7 +1047,7 @@ def test_lint_accepts_the_list_of_the_compiler(lint_here, tmp_path):
         (["--config=tiny", "--target=trn9"], "trn9"),
         (["--config=tiny", "--programme=train"], "Did you mean '--program'?"),
         (["--config=tiny", "--program=trian"], "error: --program=trian: no such value. Did you mean 'train'?"),
-        (["--config=tiny", "--program=x"], "--program=x: no such value. Known: all, decode, eval, generate, init, "),
+        (["--config=tiny", "--program=x"], "--program=x: no such value. Known: all, cool_down, decode, eval, generate, init, "),
         (["--config=7b", "--devices=12"], "need a multiple of 8 devices and there are 12"),
         (["--config=tiny", "--operators=/no/such/file"], "/no/such/file"),
         (["--config=tiny", "--operators=EMPTY"], "EMPTY contains no operator"),
