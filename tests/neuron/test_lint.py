@@ -818,7 +818,7 @@ def test_lint_accepts_the_list_of_the_compiler(lint_here, tmp_path):
         (["--config=tiny", "--target=trn3"], "trn3"),
         (["--config=tiny", "--programme=train"], "Did you mean '--program'?"),
         (["--config=tiny", "--program=trian"], "error: --program=trian: no such value. Did you mean 'train'?"),
-        (["--config=tiny", "--program=x"], "--program=x: no such value. Known: all, decode, eval, generate, init, "),
+        (["--config=tiny", "--program=x"], "--program=x: no such value. Known: all, cool_down, decode, eval, generate, init, "),
         (["--config=7b", "--devices=12"], "need a multiple of 8 devices and there are 12"),
         (["--config=tiny", "--operators=/no/such/file"], "/no/such/file"),
         (["--config=tiny", "--operators=EMPTY"], "EMPTY contains no operator"),
