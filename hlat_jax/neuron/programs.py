@@ -32,7 +32,7 @@ for _name in ("microbatch", "eval", "init"):
         "an estimate that nothing calibrates, with loops unrolled that the compiler may keep; begin with the smallest "
         "rung of `python -m hlat_jax.neuron ladder`, and if compilation fails, follow the advice of the rule"
     )
-for _name in ("microbatch", "update", "eval", "init", "prefill", "decode"):
+for _name in ("microbatch", "update", "eval", "init", "norms", "prefill", "decode"):
     EXPLAINED[(_name, "CC05")] = (
         "the recipe's groups are listed on trn1; on trn2 take degrees of 4, 16 or 64 in a node, as llama3_8b does"
     )

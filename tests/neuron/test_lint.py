@@ -967,7 +967,8 @@ def test_lint_of_generation_finds_infos_and_the_layout_of_the_head(name, tmp_pat
 def test_every_explained_warning_occurs(lint_here, tmp_path):
     occurring = set()
     runs = (["--config=7b"], ["--config=7b", "--program=generate"], ["--config=70b", *VALIDATED[True]])
-    for words in (*runs, ["--config=llama3_8b", "--program=microbatch"]):
+    runs += (["--config=llama3_8b", "--program=microbatch"], ["--config=1b", "--program=norms"])
+    for words in runs:
         lint_here(*words, "--target=trn2", f"--json={tmp_path / 'found.json'}")
         for program, found in json.loads((tmp_path / "found.json").read_text())["programs"].items():
             occurring |= {(program, row["rule"]) for row in found["findings"]}
@@ -1047,7 +1048,10 @@ def test_lint_accepts_the_list_of_the_compiler(lint_here, tmp_path):
         (["--config=tiny", "--target=trn9"], "trn9"),
         (["--config=tiny", "--programme=train"], "Did you mean '--program'?"),
         (["--config=tiny", "--program=trian"], "error: --program=trian: no such value. Did you mean 'train'?"),
-        (["--config=tiny", "--program=x"], "--program=x: no such value. Known: all, cool_down, decode, eval, generate, init, "),
+        (
+            ["--config=tiny", "--program=x"],
+            "--program=x: no such value. Known: all, cool_down, decode, eval, generate, ",
+        ),
         (["--config=7b", "--devices=12"], "need a multiple of 8 devices and there are 12"),
         (["--config=tiny", "--operators=/no/such/file"], "/no/such/file"),
         (["--config=tiny", "--operators=EMPTY"], "EMPTY contains no operator"),
