@@ -90,8 +90,16 @@ def check(
     return check_traced(jitted.trace(*args), target=target, **options)
 
 
-def check_traced(traced: Any, **options: Any) -> list[Finding]:
-    """Returns the findings of `check` for the result of `jax.jit(fn).trace(...)`; `options` as for `check`."""
+def check_traced(
+    traced: Any,
+    *,
+    target: str = "trn1",
+    recurring: bool = True,
+    operators: Collection[str] = (),
+    placement: Sequence[int] = (),
+    compiler_flags: str = "",
+) -> list[Finding]:
+    """Returns the findings of `check` for the result of `jax.jit(fn).trace(...)`; `placement` as for `check_module`."""
     try:
         lowered = traced.lower(lowering_platforms=("neuron",))
     except (NotImplementedError, ValueError) as error:
@@ -99,7 +107,8 @@ def check_traced(traced: Any, **options: Any) -> list[Finding]:
             raise  # host callbacks raise this ValueError; any other comes from the user's function
         return [_not_lowered(traced, error)]
     module = lowered.compiler_ir("stablehlo")
-    return check_module(module, **options)
+    options = {"operators": operators, "placement": placement, "compiler_flags": compiler_flags}
+    return check_module(module, target=target, recurring=recurring, **options)
 
 
 def check_module(
