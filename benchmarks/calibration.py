@@ -228,8 +228,10 @@ def plot(rows: Sequence[Row], efficiency: float, path: str) -> None:
         label = {"doubt": "contradicts itself, not counted"}.get(side, side)
         xs, ys = [row.published_s for row in some], [row.projected_s(efficiency) for row in some]
         axes.plot(xs, ys, marker, color=color, label=label)
-        for x, y, row in zip(xs, ys, some, strict=True):
-            axes.annotate(row.configuration.model, (x, y), xytext=(4, -9), textcoords="offset points", fontsize=6)
+    for number, row in enumerate(sorted(rows, key=lambda row: row.published_s)):  # in turn below and above the line
+        below = {"xytext": (5, -8), "ha": "left"} if number % 2 == 0 else {"xytext": (-5, 5), "ha": "right"}
+        at = (row.published_s, row.projected_s(efficiency))
+        axes.annotate(row.configuration.model, at, textcoords="offset points", fontsize=6, **below)
     ends = [3, 200]
     axes.plot(ends, ends, "k-", linewidth=0.8)
     low, high = CALIBRATION.step_range

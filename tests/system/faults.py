@@ -104,6 +104,7 @@ class Life:
         self.folder, self._until, self.began = folder, min(until, time.monotonic() + LIFE_LIMIT_S), time.monotonic()
         self.events: list[dict] = []
         self.disturbed = False
+        self.ended: dict[int, float] = {}  # process -> when it was seen to have ended
         self._read = [0] * len(commands)
         self._stack = contextlib.ExitStack()
         self._job = self._stack.enter_context(jobs.run_job(commands, envs, folder))
@@ -113,8 +114,10 @@ class Life:
         return self._job.processes
 
     def over(self) -> bool:
-        polled = [process.poll() for process in self.processes]
-        return None not in polled
+        for index, process in enumerate(self.processes):
+            if process.poll() is not None:
+                self.ended.setdefault(index, time.monotonic())
+        return len(self.ended) == len(self.processes)
 
     def codes(self) -> list[int]:
         return [process.returncode for process in self.processes]
@@ -290,7 +293,7 @@ class Trial:
                         self._heal()
                 if lives > 6 * num_faults + 12:
                     return ["does not come to its end"]
-            return self._ledger_problems() + self._compare()
+            return self._ledger_problems(ended=life.ended[0]) + self._compare()
         except LateError as error:
             if self._now is not None:
                 self._note(life, self._now, fault_kinds.HANGS, line=str(error))
@@ -658,10 +661,10 @@ class Trial:
     def _is_complete(self, life: Life) -> bool:
         return NUM_STEPS in self._saved()
 
-    def _ledger_problems(self) -> list[str]:
+    def _ledger_problems(self, *, ended: float) -> list[str]:
         if any("events.jsonl" in row["what"] for row in self.done):
             return []
-        wall_s, found = time.monotonic() - self._ledger_from, goodput(self.workdir)
+        wall_s, found = ended - self._ledger_from, goodput(self.workdir)
         unknown_s = found.seconds["unknown"]
         self.ledger = {"wall_s": wall_s, "ledger_s": found.total_s, "unknown_s": unknown_s}
         if abs(wall_s - found.total_s) > LEDGER_LIMIT_S or unknown_s > UNKNOWN_LIMIT * wall_s:
