@@ -35,9 +35,11 @@ from hlat_jax.optimizer import learning_rate
 from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.resolve import resolve
+from hlat_jax.run.compilation import RECORD_FILE
 from hlat_jax.run.machine import fitting_program
 from hlat_jax.run.nonfinite import NonFiniteError
 from hlat_jax.step import make_program
+from hlat_jax.store.atomic_files import read_json
 from hlat_jax.weights import weights_folder
 from hlat_jax.weights.trained import leaves_by_name
 
@@ -164,6 +166,7 @@ def run(c, folder):
         "rows": [micro.exact(row) for row in micro.rows(folder)] if not error or "steps in a row" in error else error,
         "printed": (kept, lines),
         "checkpoints": micro.saved_steps(folder),
+        "programs": sorted(read_json(folder / RECORD_FILE)) if (folder / RECORD_FILE).exists() else [],
         "files": sorted(path.name for path in folder.iterdir() if path.name != "nonfinite.json"),
     }
 
@@ -263,7 +266,7 @@ FIELDS = {
     "train.init_from": Row("FOLDER/start", run, "rows"),
     "train.branch_from": Row("runs/micro@99", refusal),  # what it does is in test_branch
     "train.num_microbatches": Row(2, program),
-    "train.accumulate": Row("dispatch", run, "printed"),
+    "train.accumulate": Row("dispatch", run, "programs"),
     "train.z_loss_weight": Row(1e-4, program),
     "train.eval_every_steps": Row(3, run, "rows"),
     "train.num_eval_batches": Row(3, run, "rows"),
