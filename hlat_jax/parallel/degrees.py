@@ -57,26 +57,43 @@ def placement(num_devices: int, *, tensor: int, server: Server | None) -> np.nda
 
 
 @functools.lru_cache(maxsize=4096)
-def group_verdicts(degrees: tuple[int, ...], *, num_kv_heads: int, zero1: bool, server: Server) -> dict[str, list[str]]:
-    """Returns DISPUTED and REFUSED -> what is, for the groups of the collectives of a step under degrees of MESH_AXES.
+def group_verdicts(
+    parallel: ParallelConfig, *, num_kv_heads: int, server: Server, trains: bool = True
+) -> dict[str, list[str]]:
+    """Returns DISPUTED and REFUSED -> what is, for the groups of the collectives of a run; no degree is -1.
 
     Source: `neuron_groups.RULES`.
     """
-    num_devices = math.prod(degrees)
-    parallel = ParallelConfig(**dict(zip(MESH_AXES, degrees, strict=True)))
-    shape = dict(abstract_layout(parallel, num_devices, num_kv_heads=num_kv_heads).mesh.shape)
-    devices = placement(num_devices, tensor=degrees[-1], server=server)
-    # what the step sends along: stages, replicas, shards, tensor with the vocabulary over stages, copies of a KV head
-    sent = [("pipe",), ("data",), ("fsdp",), ROWS, TENSOR, ("pipe", *TENSOR), (*ROWS, "tensor_rep")]
-    sent += [("data", "tensor_rep")] * zero1
+    wide = {axis: getattr(parallel, axis) for axis in MESH_AXES}
+    num_devices = math.prod(wide.values())
+    layout = abstract_layout(parallel, num_devices, num_kv_heads=num_kv_heads)
+    devices = placement(num_devices, tensor=parallel.tensor, server=server)
     found: dict[str, list[str]] = {DISPUTED: [], REFUSED: []}
-    for axes in dict.fromkeys(tuple(axis for axis in some if shape[axis] > 1) for some in sent):
-        level, why = neuron_groups.verdict(neuron_groups.groups_along(shape, axes, devices=devices), server)
+    for axes in sent_along(layout, trains=trains):
+        groups = neuron_groups.groups_along(dict(layout.mesh.shape), axes, devices=devices)
+        level, why = neuron_groups.verdict(groups, server)
         if level in found:
             names = dict.fromkeys("tensor" if axis in TENSOR else axis for axis in axes)
-            wide = dict(zip(MESH_AXES, degrees, strict=True))
             found[level].append(f"{' x '.join(f'parallel.{name}={wide[name]}' for name in names)}: {why}")
     return found
+
+
+def sent_along(layout: Layout, *, trains: bool = True) -> list[tuple[str, ...]]:
+    """Returns the axes, those above 1, of every kind of group that collectives of a run go over.
+
+    `trains`: also those of gradients, the optimizer and the norms.
+    """
+    # stages, shards, rows, tensor, the vocabulary over stages
+    sent: list[tuple[str, ...]] = [("pipe",), ("fsdp",), ROWS, TENSOR, ("pipe", *TENSOR)]
+    if trains:
+        state = {axis for axes in layout.state_rules.values() for axis in axes}
+        copies = ("tensor_rep",) if layout.reduce_gradients == "layer" else ("data", "tensor_rep")
+        sent += [("data",), copies]  # gradients of matrices; those of copies of a KV head
+        sent += [("data", "tensor_rep")] * ("data" in state)  # ZeRO-1 gathers them
+        sent += [(*ROWS, *axes) for axes in layout.partial_gradients.values() if axes == TENSOR]  # scales of norms
+        sent += [tuple(axis for axis in layout.mesh.axis_names if axis in state)]  # norms of gradients and weights
+        sent += [layout.mesh.axis_names]  # norms of the state before it is saved
+    return list(filter(None, dict.fromkeys(map(layout.wide, sent))))
 
 
 def check_degrees(config: Config, num_devices: int, *, server: Server | None = None) -> None:
@@ -95,22 +112,20 @@ def check_degrees(config: Config, num_devices: int, *, server: Server | None = N
         _check_divisor("data.seq_len", config.data.seq_len, layout, TENSOR)
     _check_rows(config, layout.row_degree)
     if server:
-        heads = config.model.num_kv_heads
-        _check_groups(tuple(degrees.values()), num_kv_heads=heads, zero1=parallel.zero1, server=server)
+        _check_groups(parallel, num_kv_heads=config.model.num_kv_heads, server=server)
 
 
-def _check_groups(degrees: tuple[int, ...], *, num_kv_heads: int, zero1: bool, server: Server) -> None:
-    refused = group_verdicts(degrees, num_kv_heads=num_kv_heads, zero1=zero1, server=server)[REFUSED]
+def _check_groups(parallel: ParallelConfig, *, num_kv_heads: int, server: Server, trains: bool = True) -> None:
+    refused = group_verdicts(parallel, num_kv_heads=num_kv_heads, server=server, trains=trains)[REFUSED]
     if refused:
         raise ValueError(f"{refused[0]} on {server.kind}. Source: {server.rules.source}.")
 
 
 def verdicts(config: Config, num_devices: int, server: Server) -> dict[str, list[str]]:
     """Returns `group_verdicts` of a config."""
-    parallel = config.parallel
-    degrees = resolve_degrees(parallel, num_devices)
-    heads = config.model.num_kv_heads
-    return group_verdicts(degrees, num_kv_heads=heads, zero1=parallel.zero1, server=server)
+    degrees = dict(zip(MESH_AXES, resolve_degrees(config.parallel, num_devices), strict=True))
+    parallel = dataclasses.replace(config.parallel, **degrees)
+    return group_verdicts(parallel, num_kv_heads=config.model.num_kv_heads, server=server)
 
 
 def layout_of_model(model: ModelConfig, parallel: ParallelConfig, devices: Sequence[Any]) -> Layout:
@@ -133,7 +148,7 @@ def layout_of_model(model: ModelConfig, parallel: ParallelConfig, devices: Seque
     layout = make_layout(parallel, placed, num_kv_heads=model.num_kv_heads)
     _check_model(model, layout)
     if server:
-        _check_groups(tuple(degrees.values()), num_kv_heads=model.num_kv_heads, zero1=False, server=server)
+        _check_groups(parallel, num_kv_heads=model.num_kv_heads, server=server, trains=False)
     return layout
 
 

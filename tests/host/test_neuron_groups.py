@@ -4,17 +4,20 @@ import itertools
 
 import numpy as np
 import pytest
-from planned import small_config
+from planned import name, num_devices, small_config
 
 from hlat_jax import cost
 from hlat_jax.config import ParallelConfig
 from hlat_jax.host import neuron_groups
 from hlat_jax.host.neuron_groups import DISPUTED, FINE, REFUSED, RULES, Server, groups_along, verdict
 from hlat_jax.host.neuron_topology import Topology, checked
-from hlat_jax.parallel.degrees import check_degrees, group_verdicts, layout_over, placement, verdicts
+from hlat_jax.parallel.degrees import check_degrees, group_verdicts, layout_over, placement, sent_along, verdicts
 from hlat_jax.parallel.virtual_devices import PlannedClient, PlannedDevice, planned_layout
+from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.plan import search, text
 from hlat_jax.plan.report import Site, make_plan
+from hlat_jax.plan.traffic import traced_collectives
+from hlat_jax.step import make_program
 
 TRN1, TRN2, LNC1 = Server("trn1", 32), Server("trn2", 64), Server("trn2-lnc1", 128)
 
@@ -71,9 +74,9 @@ def test_switched_servers_have_no_rule():
 
 def test_every_neuron_device_has_rules_of_groups():
     assert set(RULES) == set(cost.NEURON_KINDS.values())
-    for name, server in (("trn1", 32), ("trn2", 64), ("trn2-lnc1", 128)):
-        assert RULES[name].server == server
-        for own in RULES[name].orders.values():
+    for kind, server in (("trn1", 32), ("trn2", 64), ("trn2-lnc1", 128)):
+        assert RULES[kind].server == server
+        for own in RULES[kind].orders.values():
             assert sorted(itertools.chain.from_iterable(own)) == list(range(server))
 
 
@@ -122,9 +125,40 @@ def test_degree_that_no_group_supports_is_refused():
         check_degrees(config, 3, server=Server("trn1", 3))
 
 
+def test_the_group_of_the_norms_is_checked():
+    """Their all-reduce goes over every axis that splits the state: cores 0 to 3 here. Generation has no norms."""
+    degrees = {"data": 8, "fsdp": 2, "tensor": 2}
+    with pytest.raises(ValueError, match=r"parallel.fsdp=2 x parallel.tensor=2: 4 cores \[0, 1, 2, 3\]"):
+        check_degrees(small_config(rows=16, **degrees), 32, server=TRN1)
+    for trains, refused in ((True, 1), (False, 0)):
+        found = group_verdicts(ParallelConfig(**degrees), num_kv_heads=4, server=TRN1, trains=trains)
+        assert len(found[REFUSED]) == refused
+
+
+SENT = [
+    {"data": 2, "tensor": 8, "zero1": True, "sequence_parallel": True},
+    {"pipe": 2, "data": 2, "fsdp": 2, "tensor": 8, "sequence_parallel": True},
+    {"data": 2, "tensor": 8, "reduce_gradients": "layer"},
+    {"pipe": 2, "data": 2, "zero1": True, "pipe_exchange": "all_gather"},
+    {"data": 2, "fsdp": 2, "tensor": 2},
+    {"data": 2, "tensor": 8, "zero1": True, "reduce_gradients": "layer"},
+]
+
+
+@pytest.mark.parametrize("changes", SENT, ids=name)
+def test_the_groups_that_are_checked_are_those_that_a_run_sends(changes):
+    config = small_config(rows=8, m=2, **changes)
+    layout = planned_layout(config, num_devices(config), platform="neuron")
+    program = make_program(config, layout)
+    traced = [program.trace_step(), program.norms.trace(program.abstract_state)]
+    sent = {one.axes for trace in traced for one in traced_collectives(live_jaxpr(trace), layout.mesh)}
+    assert sent == set(sent_along(layout))
+
+
 def test_copies_of_kv_heads_of_70b_are_in_the_groups_of_4_that_work():
     """TP 32 with 8 KV heads: cores 0, 8, 16, 24 have the same KV head."""
-    assert group_verdicts((8, 32, 1, 32), num_kv_heads=8, zero1=True, server=TRN1) == {DISPUTED: [], REFUSED: []}
+    parallel = ParallelConfig(pipe=8, data=32, tensor=32, zero1=True)
+    assert group_verdicts(parallel, num_kv_heads=8, server=TRN1) == {DISPUTED: [], REFUSED: []}
     config = small_config(tensor=8, fuse=False)
     layout = planned_layout(config, 8, platform="neuron")
     assert layout.mesh.shape["tensor_rep"] == 2
