@@ -306,6 +306,18 @@ def check_output(flag: str, path: str) -> None:
         raise ValueError(f"{flag}={path} cannot be written; give another path.")
 
 
+def make_folder(flag: str, path: str) -> pathlib.Path:
+    """Returns the folder `path`, created if missing; raises ValueError before the work whose result goes there."""
+    folder = pathlib.Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{flag}={path} cannot be created as a folder: {error.strerror}; name another.") from None
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"{flag}={path} cannot be written to; name another folder.")
+    return folder
+
+
 def usage(values: flags.FlagValues) -> str:
     """Returns what `--help` prints: the grammar, a command's own flags, the shipped configs and every key."""
     own = [f"  --{name:<24} {values[name].help}" for name in _shown(values)]
