@@ -240,7 +240,7 @@ def _config_keys() -> dict[str, dataclasses.Field]:
 
 
 def _wrong_value(message: str, values: flags.FlagValues) -> str:
-    """Returns absl's message, or for a value that is not of the flag's type one that has what is allowed."""
+    """Returns absl's message, or for a value of another type, or out of bounds, one that has what is allowed."""
     found = re.match(r"flag --(?P<name>[\w.]+)=(?P<value>.*?): ", message, re.DOTALL)
     if found is None:
         return message
@@ -257,7 +257,12 @@ def _wrong_value(message: str, values: flags.FlagValues) -> str:
         number = None
     if kind == "float" and number is None:
         return f"--{name}={value} must be a number, such as 0.1 or 3e-4."
-    if kind != "int" or re.fullmatch(r"[+-]?\d+", value):
+    if kind == "float" or (kind == "int" and re.fullmatch(r"[+-]?\d+", value)):
+        bounds = {"at least": "lower_bound", "at most": "upper_bound"}
+        given = {words: getattr(values[name].parser, key, None) for words, key in bounds.items()}
+        allowed = " and ".join(f"{words} {bound}" for words, bound in given.items() if bound is not None)
+        return f"--{name}={value} must be {allowed}." if allowed else message
+    if kind != "int":
         return message
     if number is not None and number.is_integer():
         return f"--{name}={value} must be a whole number in digits; write {int(number)}."
@@ -304,6 +309,18 @@ def check_output(flag: str, path: str) -> None:
         raise ValueError(f"{flag}={path}: there is no folder {file.parent}; make it first, or give another path.")
     if not os.access(file if file.exists() else file.parent, os.W_OK):
         raise ValueError(f"{flag}={path} cannot be written; give another path.")
+
+
+def make_folder(flag: str, path: str) -> pathlib.Path:
+    """Returns the folder `path`, created if missing; raises ValueError before the work whose result goes there."""
+    folder = pathlib.Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{flag}={path} cannot be created as a folder: {error.strerror}; name another.") from None
+    if not os.access(folder, os.W_OK):
+        raise ValueError(f"{flag}={path} cannot be written to; name another folder.")
+    return folder
 
 
 def usage(values: flags.FlagValues) -> str:

@@ -15,9 +15,10 @@ import numpy as np
 from hlat_jax import cost
 from hlat_jax.config import Config
 from hlat_jax.host import neuron_sdk
+from hlat_jax.host.neuron_groups import REFUSED, groups_along, server_of, verdict
 from hlat_jax.neuron import exercises, installation, partitioned, probes, programs, public_reports, short_training
 from hlat_jax.neuron.probes import FAILED, NOT_HERE, Outcome
-from hlat_jax.neuron.rules import TARGETS
+from hlat_jax.neuron.rules import target_of
 from hlat_jax.neuron.step_operations import Operation, step_operations
 from hlat_jax.neuron.sweep import DEFAULT_LIMITS, Limits, sweep
 from hlat_jax.parallel.degrees import layout_over
@@ -29,8 +30,6 @@ from hlat_jax.resolve import resolve
 from hlat_jax.step import make_program
 from hlat_jax.store.progress import show_progress
 
-_AXES = ("pipe", "data", "fsdp", "tensor_kv", "tensor_rep")
-
 
 @dataclasses.dataclass(frozen=True)
 class CheckedMachine:
@@ -40,16 +39,18 @@ class CheckedMachine:
       instance: type of the Trainium instance; "" for any other machine.
       num_devices: number of devices that JAX must find; 0: unknown.
       cache: folder of JAX's compilation cache.
+      lnc: physical cores of a JAX device; 0: the default of the instance.
     """
 
     instance: str
     num_devices: int
     cache: pathlib.Path
+    lnc: int = 0
 
     @property
     def target(self) -> str:
-        """Key of `rules.TARGETS`; "" for a machine or an instance that is not there."""
-        return max((name for name in TARGETS if self.instance.startswith(name)), key=len, default="")
+        """One of `rules.LINTED`; "" for a machine without Neuron devices."""
+        return target_of(self.instance, lnc=self.lnc) if self.instance else ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,6 +162,11 @@ def _layouts(config: Config) -> list[tuple[Layout, str]]:
 
 
 def _collectives(layout: Layout, axis: str) -> Outcome:
+    server = server_of(list(layout.mesh.devices.flat))
+    if server:
+        level, why = verdict(_groups(layout.mesh, [axis]), server)
+        if level == REFUSED:  # a run has no such groups, and their collectives may hang
+            return Outcome(NOT_HERE, why, "give the degrees of a run on this instance: --config.parallel.tensor=N")
     run = functools.partial(exercises.run_collective, layout=layout, axis=axis)
     outcome = probes.collectives(run, size=layout.mesh.shape[axis])
     if outcome.verdict == NOT_HERE:
@@ -238,9 +244,15 @@ def _permute_problem(operation: Operation, mesh: jax.sharding.Mesh, target: str)
     if operation.name != "ppermute" or not target:
         return None
     [names] = operation.axes().values()
-    groups = partitioned.groups_along(dict(mesh.shape), list(names))
+    groups = _groups(mesh, list(names))
     pairs = [(group[a], group[b]) for group in groups for a, b in operation.params["perm"]]
     return partitioned.permute_problem(np.array(pairs), target=target)
+
+
+def _groups(mesh: jax.sharding.Mesh, axes: list[str]) -> np.ndarray:
+    """Returns the groups [n, size] along some axes of a mesh, of the numbers of its devices on this node."""
+    numbers = np.argsort(np.argsort([device.id for device in mesh.devices.flat]))
+    return groups_along(dict(mesh.shape), axes, devices=numbers)
 
 
 def _training(config: Config) -> Outcome:

@@ -36,11 +36,13 @@ def main(argv: Sequence[str]) -> int:
     print(f"{config.name} ({config.precision.policy}) on {where}")
     rows = []
     limits = doctor.Limits(values.sweep_s, int(values.sweep_gib * UNITS["GiB"]))
-    checks = doctor.checks(config, doctor.CheckedMachine(**checked), limits=limits)
-    for check in doctor.report_checks() if values.public_reports else checks:
+    checks = doctor.checks(config, doctor.CheckedMachine(**checked), limits=limits)  # lazy: the first need free devices
+    checks = list(doctor.report_checks()) if values.public_reports else checks
+    width = max(len(check.name) for check in checks) if values.public_reports else 20
+    for check in checks:
         outcome, seconds = doctor.run_check(check)
         rows.append({"check": check.name, **outcome._asdict(), "seconds": round(seconds, 2)})
-        print(_line(rows[-1]), flush=True)  # a later check may crash the process
+        print(_line(rows[-1], width), flush=True)  # a later check may crash the process
     print(_table(rows))
     if not checked["instance"]:
         print("No Trainium device was checked.")
@@ -72,13 +74,14 @@ def _prepare(
             print(note)
         # with it, checks that need one device would run on the host's CPU
         environ.pop(_TRIVIAL, None)
-        checked["num_devices"] = neuron_topology.checked(wanted).devices_per_node
+        place = neuron_topology.checked(wanted)
+        checked |= {"num_devices": place.devices_per_node, "lnc": place.lnc}
     checked["cache"] = pathlib.Path(environ.get("JAX_COMPILATION_CACHE_DIR") or tempfile.gettempdir())
     return checked
 
 
-def _line(row: dict[str, Any]) -> str:
-    line = f"{row['verdict']:<18} {row['check']:<20} {row['found']} ({row['seconds']:.1f} s)"
+def _line(row: dict[str, Any], width: int) -> str:
+    line = f"{row['verdict']:<18} {row['check']:<{width}} {row['found']} ({row['seconds']:.1f} s)"
     return line + (f"\n{'':<18} to do: {row['advice']}" if row["advice"] else "")
 
 

@@ -23,9 +23,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from hlat_jax.config import ParallelConfig
+from hlat_jax.host.neuron_groups import server_of
 from hlat_jax.neuron import partitioned
 from hlat_jax.neuron.step_operations import Operation
-from hlat_jax.parallel.sharding import Layout, make_layout
+from hlat_jax.parallel.degrees import placement
+from hlat_jax.parallel.sharding import Layout, make_layout, resolve_degrees
 from hlat_jax.precision import Rounding
 
 _NUM_DRAWN = 1 << 20
@@ -101,10 +103,13 @@ def layouts_to_check(
 ) -> Iterator[tuple[Layout, str]]:
     """Yields (layout, axis) for every set of groups that collectives of a run on these devices may use.
 
-    The axes that the config's layout splits, if it fits the devices; and all devices, unless they are one of those.
+    The axes that the config's layout splits, with devices placed as in a run, if it fits them; and all devices, unless
+    they are one of those.
     """
     try:
-        layout = make_layout(parallel, devices, num_kv_heads=num_kv_heads)
+        *_, tensor = resolve_degrees(parallel, len(devices))
+        order = placement(len(devices), tensor=tensor, server=server_of(devices))
+        layout = make_layout(parallel, [devices[number] for number in order], num_kv_heads=num_kv_heads)
     except ValueError:
         layout = None
     split = [axis for axis, size in layout.mesh.shape.items() if size > 1] if layout is not None else []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pathlib
 from collections.abc import Sequence
 
 from absl import flags
@@ -42,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     config = resolve_with_tokenizer(mutable)
     if not values.out:
         raise ValueError("--out=DIR is missing; name a folder for the modules and compile.sh.")
-    folder = _make_folder(values.out)
+    folder = flags_lib.make_folder("--out", values.out)
     os.environ["JAX_PLATFORMS"] = "cpu"  # leave any accelerator to other processes
     from hlat_jax.neuron import hlo, hlo_proto, programs
     from hlat_jax.run.compilation import named_programs, traced_programs
@@ -70,18 +69,6 @@ def main(argv: Sequence[str]) -> int:
     script.chmod(0o755)
     print(f"{script}  calls neuronx-cc on {', '.join(compiled)}; not yet run")
     return 0
-
-
-def _make_folder(path: str) -> pathlib.Path:
-    """Returns the folder, created if missing; checked first so that a bad path fails before the work."""
-    folder = pathlib.Path(path)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--out={path} cannot be created as a folder: {error.strerror}; name another.") from None
-    if not os.access(folder, os.W_OK):
-        raise ValueError(f"--out={path} cannot be written to; name another folder.")
-    return folder
 
 
 def _flags(target: str) -> str:

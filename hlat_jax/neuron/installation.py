@@ -14,6 +14,7 @@ from hlat_jax.neuron.probes import FAILED, NOT_HERE, PASSED, Outcome
 _REQUIRED = ("jax", "numpy", "jax-neuronx", "libneuronxla", "neuronx-cc")
 # Their first two numbers stay from release to release, so that they do not show a newer one.
 _SLOW = ("jax-neuronx", "libneuronxla")
+_DRIVER = "aws-neuronx-dkms"
 # the driver that is loaded: in a container the host's, and after an upgrade the old one until the next restart
 DRIVER_VERSION = pathlib.Path("/sys/module/neuron/version")
 _QUERIES = (
@@ -38,7 +39,7 @@ def system_versions(*, driver: pathlib.Path = DRIVER_VERSION) -> dict[str, str]:
         rows = (line.split() for line in done.stdout.splitlines())
         found |= {row[0]: row[1] for row in rows if row[:1] and row[0] in SYSTEM_PACKAGES and row[2:] == ["installed"]}
     if driver.is_file():
-        found["aws-neuronx-dkms"] = driver.read_text().strip()
+        found[_DRIVER] = driver.read_text().strip()
     return found
 
 
@@ -56,18 +57,31 @@ def one_release(installed: Mapping[str, str]) -> Outcome:
     if all(_is_newer(name, installed[name]) for name in packages if name not in _SLOW):
         found = f"neuronx-cc {installed['neuronx-cc']} is newer than SDK {RECOMMENDED.version}, the newest in the table"
         return Outcome(NOT_HERE, found, "add its row to hlat_jax/host/neuron_sdk.py from AWS's release notes")
+    if not any(rows[name] for name in packages if name not in _SLOW):
+        words = [f"{name} {installed[name]} is {_age(name, installed[name])}" for name in packages if not rows[name]]
+        found = f"not in the table of SDK {RELEASES[0].version} to {RELEASES[-1].version}: {', '.join(words)}"
+        return Outcome(FAILED, found, _ADVICE)
     release = max(RELEASES, key=lambda one: (_num_of(one, rows), one.date))
-    alien = [_alien(name, installed[name], rows[name]) for name in packages if release.version not in rows[name]]
-    alien += _unsupported(release, installed)
-    if alien:
-        return Outcome(FAILED, f"most of it is SDK {release.version}, but {'; '.join(alien)}", _ADVICE)
-    names = [one.version for one in RELEASES if all(one.version in row for row in rows.values())]
+    other = [name for name in packages if release.version not in rows[name]]
+    unsupported = _unsupported(release, installed)
+    if other or unsupported:
+        found = "; ".join([_alien(name, installed[name], rows[name]) for name in other] + unsupported)
+        advice = _driver_advice(release) if other == [_DRIVER] and not unsupported else _ADVICE
+        return Outcome(FAILED, f"most of it is SDK {release.version}, but {found}", advice)
+    candidates = [one for one in RELEASES if all(one.version in row for row in rows.values())]
     absent = [name for name in (*PYTHON_PACKAGES, *SYSTEM_PACKAGES) if name not in installed]
-    found = f"SDK {' or '.join(names)}: {', '.join(f'{name} {installed[name]}' for name in ('jax', *packages))}"
+    names = " or ".join(one.version for one in candidates)
+    found = f"SDK {names}: {', '.join(f'{name} {installed[name]}' for name in ('jax', *packages))}"
     found += f"; not found, so not checked: {', '.join(absent)}" if absent else ""
-    if release.avoid and names == [release.version]:
-        return Outcome(FAILED, f"{found}. Not to be trained with: {release.avoid}", f"install {RECOMMENDED.version}")
-    return Outcome(PASSED, found)
+    unsound = [one for one in candidates if one.avoid]
+    if not unsound:
+        return Outcome(PASSED, found)
+    found = f"{found}. Do not train with {unsound[0].version}: {unsound[0].avoid}"
+    if unsound == candidates:
+        return Outcome(FAILED, found, f"install {RECOMMENDED.version}")
+    return Outcome(
+        NOT_HERE, found, f"see on the host whether it is {unsound[0].version}; if so, install {RECOMMENDED.version}"
+    )
 
 
 def _num_of(release: Release, rows: Mapping[str, tuple[str, ...]]) -> int:
@@ -76,6 +90,18 @@ def _num_of(release: Release, rows: Mapping[str, tuple[str, ...]]) -> int:
 
 def _is_newer(package: str, version: str) -> bool:
     return neuron_sdk.numbers(version) >= neuron_sdk.bounds(package, RELEASES[-1])[1]
+
+
+def _age(package: str, version: str) -> str:
+    return "newer" if _is_newer(package, version) else "older"
+
+
+def _driver_advice(release: Release) -> str:
+    """Returns what to do where nothing but the driver belongs to another release: in a container it is the host's."""
+    return (
+        f"update the driver on the host to {_DRIVER} {neuron_sdk.readable(release.packages[_DRIVER])} of SDK "
+        f"{release.version} and restart it; a container has the driver of its host, so another image does not help"
+    )
 
 
 def _alien(package: str, version: str, row: tuple[str, ...]) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hlat_jax.config import Config
-from hlat_jax.cost import Instance
+from hlat_jax.host.neuron_topology import Topology
 from hlat_jax.neuron import partitioned, programs, unrolled
 from hlat_jax.neuron.lint import Finding
 from hlat_jax.neuron.module import Program
@@ -78,7 +78,7 @@ def rungs(config: Config, *, num_devices: int, node_devices: int, target: str = 
       config: the recipe.
       num_devices: devices of the whole.
       node_devices: devices of one node.
-      target: of `rules.TARGETS`, whose groups of cores a rung must have; "": not checked.
+      target: of `rules.LINTED`, whose groups of cores a rung must have; "": not checked.
 
     Raises:
       ValueError: the config does not fit `num_devices`.
@@ -119,7 +119,7 @@ def _rung(
 
 
 def checked(program: RunProgram, *, target: str) -> Iterator[CheckedProgram]:
-    """Yields the programs of a run, lowered and linted for a target of `rules.TARGETS`."""
+    """Yields the programs of a run, lowered and linted for a target of `rules.LINTED`."""
     traced = traced_programs(program)
     for name in named_programs(program, "all"):
         found = programs.findings(name, traced[name](), program=program, target=target, operators=())
@@ -137,24 +137,25 @@ def program_of(rung: Rung, *, target: str) -> RunProgram:
     return make_program(rung.config, programs.layout_for_neuron(rung.config, rung.num_devices, target=target))
 
 
-def command(rung: Rung, config_words: Sequence[str], *, instance: Instance, workdir: str) -> str:
+def command(rung: Rung, config_words: Sequence[str], *, place: Topology, workdir: str) -> str:
     """Returns the command that trains two steps of a rung.
 
     Args:
       rung: the rung.
       config_words: `--config=NAME` and the user's overrides. The data is the shipped text, unless they set data.train
         or the batch has more rows than that text has documents.
-      instance: of the nodes.
+      place: the instance type of the nodes, and their LNC.
       workdir: run folder.
     """
     has_data = any(word.startswith("--config.data.train=") for word in config_words)
     changes = rung.changes | _STEPS
     if not has_data and rung.config.data.batch_size <= _MOST_ROWS:
         changes |= _TEXT | (_VALIDATION if rung.config.data.validation else {})
-    nodes = math.ceil(rung.num_devices / instance.num_devices())
+    nodes = math.ceil(rung.num_devices / place.devices_per_node)
+    words = [f"env NEURON_LOGICAL_NC_CONFIG={place.lnc}"] if place.lnc not in (0, place.kind.lncs[0]) else []
     # a job of several nodes ends before the command does
-    words = [f"sbatch --wait --nodes={nodes} launch/slurm/train.sbatch" if nodes > 1 else "launch/node.sh"]
-    words += [f"--cores={rung.num_devices}"] if rung.num_devices < instance.num_devices() else []
+    words += [f"sbatch --wait --nodes={nodes} launch/slurm/train.sbatch" if nodes > 1 else "launch/node.sh"]
+    words += [f"--cores={rung.num_devices}"] if rung.num_devices < place.devices_per_node else []
     words += [*map(shlex.quote, config_words), f"--workdir={shlex.quote(workdir)}"]
     return " ".join(words + [f"--config.{path}={shlex.quote(str(value))}" for path, value in changes.items()])
 

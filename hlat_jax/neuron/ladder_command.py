@@ -12,11 +12,12 @@ from typing import Any
 
 from absl import flags
 
-from hlat_jax.config import Config, nearest
+from hlat_jax.config import Config
 from hlat_jax.cost import INSTANCES
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.host.neuron_groups import FINE, verdict_of_first
+from hlat_jax.host.neuron_topology import Topology, checked, lnc_of
 from hlat_jax.neuron.rules import target_of
 from hlat_jax.parallel.degrees import passes
 from hlat_jax.plan.instructions import NOTE, OPERATION_ADVICE, PROGRAM_ADVICE, PROGRAM_LIMIT, operation_limit, rounded
@@ -27,33 +28,32 @@ def main(argv: Sequence[str]) -> int:
     """Prints the rungs of a config with their estimates and commands; returns 1 if the lint finds an error, else 0."""
     mutable, values = flags_lib.parse(argv, _define)
     config = resolve_with_tokenizer(mutable)
-    if values.instance not in INSTANCES:
-        raise ValueError(f"--instance={values.instance}: no such instance type. {nearest(values.instance, INSTANCES)}")
+    place = checked(Topology(values.instance, lnc=lnc_of(os.environ)))
     for flag in ("json", "script"):
         if values[flag].value:
             flags_lib.check_output(f"--{flag}", values[flag].value)
     os.environ["JAX_PLATFORMS"] = "cpu"  # leave any accelerator to other processes
     from hlat_jax.neuron import ladder
 
-    instance, target = INSTANCES[values.instance], target_of(values.instance)
-    count = _devices(config, values.instance, values.nodes)
-    found = ladder.rungs(config, num_devices=count, node_devices=instance.num_devices(), target=target)
+    target = target_of(place.instance, lnc=place.lnc)
+    count = _devices(config, place, values.nodes)
+    found = ladder.rungs(config, num_devices=count, node_devices=place.devices_per_node, target=target)
     limits = f"{PROGRAM_LIMIT:,} in a program and {operation_limit(target):,} in an operation"
-    print(f"{config.name} on {values.instance}: {len(found)} rungs, up to {count:,} devices")
+    print(f"{config.name} on {place.instance} at LNC {place.lnc}: {len(found)} rungs, up to {count:,} devices")
     print(f"Instructions are {NOTE}; public logs show errors above {limits}.")
     config_words = [word for word in argv if word.startswith(("--config=", "--config."))]
     folder, rows, seen = f"runs/ladder/{config.name}", [], {}
     for number, rung in enumerate(found, 1):
         with show_progress(f"lowering rung {number} of {len(found)}"):
-            checked = list(ladder.checked(ladder.program_of(rung, target=target), target=target))
+            lowered = list(ladder.checked(ladder.program_of(rung, target=target), target=target))
         workdir = f"{folder}/rung-{number:02}"
-        words = ladder.command(rung, config_words, instance=instance, workdir=workdir)
-        programs = {one.name: _row(one, seen, number) for one in checked}
+        words = ladder.command(rung, config_words, place=place, workdir=workdir)
+        programs = {one.name: _row(one, seen, number) for one in lowered}
         rows.append({"what": rung.what, "devices": rung.num_devices, "changes": rung.changes, "command": words})
         rows[-1]["programs"] = programs
-        print(_text(number, rows[-1], target, math.ceil(rung.num_devices / instance.num_devices())))
+        print(_text(number, rows[-1], target, math.ceil(rung.num_devices / place.devices_per_node)))
     if values.json:
-        whole = {"config": config.name, "instance": values.instance, "rungs": rows}
+        whole = {"config": config.name, "instance": place.instance, "lnc": place.lnc, "rungs": rows}
         pathlib.Path(values.json).write_text(json.dumps(whole, indent=1) + "\n")
     if values.script:
         commands = [(row["what"], row["command"]) for row in rows]
@@ -63,18 +63,18 @@ def main(argv: Sequence[str]) -> int:
     return 1 if any(program["errors"] for row in rows for program in row["programs"].values()) else 0
 
 
-def _devices(config: Config, name: str, nodes: int) -> int:
+def _devices(config: Config, place: Topology, nodes: int) -> int:
     """Returns the devices of the whole: of the nodes asked for, or of the recipe, as one job may take them."""
     from hlat_jax.neuron import programs
 
-    instance, target = INSTANCES[name], target_of(name)
+    node, target = place.devices_per_node, target_of(place.instance, lnc=place.lnc)
     if nodes:
-        return nodes * instance.num_devices()
+        return nodes * node
     count = programs.num_devices(config, target=target)
-    if count >= instance.num_devices():
-        return math.ceil(count / instance.num_devices()) * instance.num_devices()
+    if count >= node:
+        return math.ceil(count / node) * node
     for cores in range(count, 0, -1):
-        level, _ = verdict_of_first(cores, instance=name, lnc=instance.lncs[0])
+        level, _ = verdict_of_first(cores, instance=place.instance, lnc=place.lnc)
         if level == FINE and passes(config, cores, server=programs.server_for(target, cores)):
             return cores
     return count

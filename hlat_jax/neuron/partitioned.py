@@ -192,7 +192,7 @@ def linked_ring(num_devices: int, *, target: str) -> list[int] | None:
 
     Args:
       num_devices: in use, from device 0.
-      target: one of `rules.TARGETS`; "": every device is linked with every other.
+      target: one of `rules.LINTED`; "": every device is linked with every other.
     """
     order = list(range(num_devices))
     if not target or num_devices == 1:

@@ -133,11 +133,13 @@ def _dtype(kind: Tensor) -> str:
 
 
 def write(folder: pathlib.Path, found: Sequence[Case], *, about: Mapping[str, Any]) -> None:
-    """Writes the inputs, INDEX with what is expected, and SCRIPT, which runs nccom-test on them.
+    """Writes the inputs, INDEX with what is expected, and SCRIPT, which runs nccom-test on them; removes old results.
 
     `about` has config, instance, nodes, devices_per_node and lnc.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    for old in (folder / RESULTS).glob("*.*"):
+        old.unlink()
     rows = []
     for case in found:
         (folder / f"{case.name}.json").write_text(json.dumps(case.input()) + "\n")
@@ -157,8 +159,12 @@ _HEAD = """\
 # Then, with the same flags as before: python -m hlat_jax.neuron preflight ... --results
 set -uo pipefail
 cd "$(dirname "$0")" || exit
+export NEURON_LOGICAL_NC_CONFIG={lnc} PATH="$PATH:/opt/aws/neuron/bin"
+command -v nccom-test > /dev/null || {{
+  echo "error: nccom-test is neither in PATH nor in /opt/aws/neuron/bin: install aws-neuronx-tools." >&2
+  exit 2
+}}
 mkdir -p results
-export NEURON_LOGICAL_NC_CONFIG={lnc}
 place=()
 """
 _PLACE = """\
@@ -174,9 +180,13 @@ fi
 _RUN = """\
 failed=0
 measure() { # name, operation, type, bytes, flags
+  local result="results/$1.$4" code=0
+  rm -f "$result.json" "$result.code"
   echo "$1: $2 of $4 bytes of $3"
   nccom-test -r RANKS -N NODES -d "$3" "$2" -b "$4" -e "$4" --non-interactive "${@:5}" \\
-    --report-to-json-file "results/$1.$4.json" "${place[@]}" || failed=$((failed + 1))
+    --report-to-json-file "$result.json" "${place[@]}" || code=$?
+  echo "$code" > "$result.code"
+  ((code == 0)) || failed=$((failed + 1))
 }
 """
 
@@ -200,20 +210,25 @@ def read(folder: pathlib.Path) -> tuple[dict[str, Any], list[Case]]:
     """Returns what `write` wrote: (about, cases).
 
     Raises:
-      ValueError: there is no INDEX, or a file of it is missing.
+      ValueError: INDEX or a file that it names is missing or damaged.
     """
+    path, found = folder / INDEX, []
     try:
-        index = json.loads((folder / INDEX).read_text())
-        rows = index.pop("cases")
-        inputs = [json.loads((folder / f"{row['name']}.json").read_text()) for row in rows]
-    except FileNotFoundError as error:
-        raise ValueError(f"{error.filename} is missing: write the folder again, without --results.") from None
-    found = []
-    for row, content in zip(rows, inputs, strict=True):
-        groups = content["src_target_pairs"][0] if row["operation"] == "permute" else content["replica_groups"]
-        sizes = {int(size): count for size, count in row["sizes"].items()}
-        kept = {key: row[key] for key in ("name", "operation", "dtype", "line")}
-        found.append(Case(**kept, groups=np.asarray(groups), sizes=sizes))
+        index = json.loads(path.read_text())
+        rows = [
+            {key: row[key] for key in ("name", "operation", "dtype", "line")}
+            | {"sizes": {int(size): count for size, count in row["sizes"].items()}}
+            for row in index.pop("cases")
+        ]
+        for row in rows:
+            path = folder / f"{row['name']}.json"
+            content = json.loads(path.read_text())
+            groups = content["src_target_pairs"][0] if row["operation"] == "permute" else content["replica_groups"]
+            found.append(Case(**row, groups=np.asarray(groups)))
+    except FileNotFoundError:
+        raise ValueError(f"{path} is missing: write the folder again, without --results.") from None
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise ValueError(f"{path} is damaged: write the folder again, without --results.") from None
     return index, found
 
 
@@ -234,6 +249,7 @@ def results(folder: pathlib.Path, found: Sequence[Case]) -> list[Measurement]:
     for case in found:
         for size in case.measured:
             path = folder / RESULTS / f"{case.name}.{size}.json"
+            code = path.with_suffix(".code")
             time_us = bus = math.nan
             try:
                 [row] = json.loads(path.read_text())["results"]
@@ -244,5 +260,7 @@ def results(folder: pathlib.Path, found: Sequence[Case]) -> list[Measurement]:
                 problem = "no result"
             except (ValueError, KeyError, TypeError):
                 problem = f"{path} is not a result of nccom-test"
+            if (ended := code.read_text().strip() if code.is_file() else "") not in ("", "0"):
+                problem = f"nccom-test ended with code {ended}: its output says whether its check of the values failed"
             rows.append(Measurement(case, size, time_us, bus, problem))
     return rows

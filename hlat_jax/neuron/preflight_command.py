@@ -13,6 +13,7 @@ from hlat_jax.cost import INSTANCES
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.host import neuron_topology
+from hlat_jax.host.neuron_groups import FINE, REFUSED, verdict
 from hlat_jax.neuron.rules import target_of
 from hlat_jax.store.progress import show_progress
 
@@ -25,9 +26,8 @@ def main(argv: Sequence[str]) -> int:
     config = resolve_with_tokenizer(mutable)
     if not values.out:
         raise ValueError("--out=DIR is missing; name a folder for the input of nccom-test and its results.")
-    folder = pathlib.Path(values.out)
     if values.results:
-        return _show_results(folder)
+        return _show_results(pathlib.Path(values.out))
     place = neuron_topology.checked(
         neuron_topology.Topology(values.instance, lnc=neuron_topology.lnc_of(os.environ), coordinator="first")
     )
@@ -37,13 +37,14 @@ def main(argv: Sequence[str]) -> int:
     from hlat_jax.step import make_program
 
     per_node = place.devices_per_node
-    target = target_of(values.instance)
+    target = target_of(values.instance, lnc=place.lnc)
     count = values.nodes * per_node or programs.num_devices(config, target=target)
     if count % per_node:
         raise ValueError(
             f"config {config.name} takes {count} devices, which fill no whole number of {values.instance} with "
             f"{per_node} each; give --nodes, or other degrees."
         )
+    folder = flags_lib.make_folder("--out", values.out)
     program = make_program(config, programs.layout_for_neuron(config, count, target=target))
     traced = traced_programs(program)
     names = [name for name in named_programs(program, "all") if name not in _OTHERS]
@@ -60,13 +61,13 @@ def main(argv: Sequence[str]) -> int:
         where = "within a node" if spanned == 1 else f"over {spanned} nodes"
         sizes = ", ".join(map(format_bytes, case.measured))
         print(f"{case.name:<40} {len(case.groups):>5} x {case.groups.shape[1]:<4} {where:<14} {sizes}")
-        problem = None
         if case.operation == "permute":
             problem = partitioned.permute_problem(case.groups, target=target)
-        elif not partitioned.is_regular(case.groups, cores_per_chip=place.kind.devices_per_chip(lnc=place.lnc)):
-            problem = "the groups have no regular pattern"
-        if problem:
-            print(f"{'':<40} may be refused by the runtime: {problem}")
+            level = REFUSED if problem else FINE
+        else:
+            level, problem = verdict(case.groups, programs.server_for(target, count))
+        if level != FINE:
+            print(f"{'':<40} {level} by the pages: {problem}")
     print(f"{folder / preflight.SCRIPT}  runs nccom-test on them; not yet run")
     return 0
 

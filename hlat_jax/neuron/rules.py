@@ -17,9 +17,13 @@ TARGETS = {"trn1": "trn1.32xlarge", "trn2": "trn2.48xlarge"}
 LINTED = (*TARGETS, "trn2-lnc1", "trn3")
 
 
-def target_of(name: str) -> str:
-    """Returns the target of LINTED for an instance type or for one of its own."""
-    return name if name in LINTED else next(key for key in TARGETS if INSTANCES[name].target.startswith(key))
+def target_of(name: str, *, lnc: int = 0) -> str:
+    """Returns the target of LINTED for an instance type at an LNC, 0: its default, or for one of its own."""
+    if name in LINTED:
+        return name
+    instance = INSTANCES[name]
+    chip = next(key for key in TARGETS if instance.target.startswith(key))
+    return chip if lnc in (0, instance.lncs[0]) else f"{chip}-lnc{lnc}"
 
 
 _ISSUES = "frameworks/jax/setup/jax-neuronx-known-issues"

@@ -19,8 +19,9 @@ import pytest
 from hlat_jax import config as config_lib
 from hlat_jax.config import ParallelConfig, PrecisionConfig
 from hlat_jax.host.neuron_topology import Machine
-from hlat_jax.neuron import doctor, doctor_command, exercises, partitioned, probes, short_training
+from hlat_jax.neuron import doctor, doctor_command, exercises, hlo_command, partitioned, probes, short_training
 from hlat_jax.neuron.probes import FAILED, NOT_HERE, PASSED, Outcome
+from hlat_jax.parallel.virtual_devices import PlannedClient, PlannedDevice
 from hlat_jax.resolve import resolve
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -414,7 +415,8 @@ def test_collectives_of_one_device_are_not_testable():
 
 
 @pytest.mark.parametrize(
-    ("count", "target"), [(1, "trn1"), (2, "trn1"), (8, "trn1"), (16, "trn1"), (32, "trn1"), (64, "trn2"), (5, "")]
+    ("count", "target"),
+    [(1, "trn1"), (2, "trn1"), (8, "trn1"), (16, "trn1"), (32, "trn1"), (64, "trn2"), (128, "trn2-lnc1"), (5, "")],
 )
 def test_ring_takes_only_links_between_neighboring_chips(count, target):
     order = partitioned.linked_ring(count, target=target)
@@ -433,6 +435,46 @@ def test_ring_that_the_chips_do_not_have_is_not_tested(monkeypatch, tmp_path):
     outcome = doctor._ring(doctor.CheckedMachine("trn1n.32xlarge", 24, tmp_path))
     assert outcome.verdict == NOT_HERE
     assert "24 devices of trn1n.32xlarge" in outcome.found
+
+
+def test_ring_of_a_node_is_that_of_its_lnc(monkeypatch, tmp_path):
+    monkeypatch.setattr(jax, "local_devices", lambda: jax.devices()[:1] * 128)
+    monkeypatch.setattr(probes, "ring_permute", lambda run, order: order)
+    order = doctor._ring(doctor.CheckedMachine("trn2.48xlarge", 128, tmp_path, lnc=1))
+    assert sorted(order) == list(range(128))
+    assert doctor.CheckedMachine("trn2.3xlarge", 4, tmp_path).target == "trn2"
+
+
+def neuron_devices(kind, count):
+    """Returns stand-ins for the devices of one node."""
+    client = PlannedClient("neuron", count)
+    return [PlannedDevice(number, client, device_kind=kind) for number in range(count)]
+
+
+def test_groups_of_a_node_are_placed_as_in_a_run():
+    devices = neuron_devices("NC_v2", 32)
+    layouts = {
+        axis: layout for layout, axis in exercises.layouts_to_check(ParallelConfig(data=8, tensor=4), devices, 4)
+    }
+    assert sorted(layouts) == ["data", "tensor_kv"]
+    groups = doctor._groups(layouts["tensor_kv"].mesh, ["tensor_kv"])
+    assert groups.tolist() == [[first, first + 8, first + 16, first + 24] for first in range(8)]
+
+
+def test_groups_that_the_table_refuses_are_not_run(monkeypatch):
+    ran = []
+    monkeypatch.setattr(probes, "collectives", lambda run, size: ran.append(size) or probes.Outcome(PASSED, ""))
+    verdicts = {}
+    for tensor in (8, 16):
+        degrees = ParallelConfig(data=128 // tensor, tensor=tensor)
+        for layout, axis in exercises.layouts_to_check(degrees, neuron_devices("NC_v3", 128), tensor):
+            verdicts[axis, layout.mesh.shape[axis]] = doctor._collectives(layout, axis)
+    assert verdicts["tensor_kv", 8].verdict == PASSED
+    refused = verdicts["tensor_kv", 16]
+    assert refused.verdict == NOT_HERE
+    assert "excludes groups of 16 on trn2 at LNC 1" in refused.found
+    assert refused.advice
+    assert ran == [16, 8, 128, 8, 128], "all but the groups of 16"
 
 
 def test_ring_permute_of_these_devices_passes_in_any_order():
@@ -638,6 +680,7 @@ def test_environment_on_a_trainium_node_is_that_of_the_run_and_keeps_computation
     assert place == {
         "instance": "trn1.32xlarge",
         "num_devices": 32,
+        "lnc": 1,
         "cache": pathlib.Path(environ["JAX_COMPILATION_CACHE_DIR"]),
     }
     assert environ["JAX_PLATFORMS"] == "neuron,cpu"
@@ -684,3 +727,16 @@ def test_hardware_rounding_is_checked_against_the_config(monkeypatch):
     in_software = dataclasses.replace(TINY, precision=PrecisionConfig("bf16_sr", "software"))
     assert doctor._hardware_rounding(in_software).verdict == NOT_HERE
     assert doctor._expected_rounding(in_software) == "nearest"
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "message"),
+    [
+        (doctor_command, ["--sweep_gib=-1"], r"--sweep_gib=-1 must be at least 0\.001\."),
+        (doctor_command, ["--sweep_s=-0.5"], r"--sweep_s=-0\.5 must be at least 0\.0\."),
+        (hlo_command, ["--config=tiny", "--max_devices=4096"], "must be at least 1 and at most 2048"),
+    ],
+)
+def test_number_out_of_bounds_is_refused_with_the_bounds(command, words, message):
+    with pytest.raises(ValueError, match=message):
+        command.main(words)

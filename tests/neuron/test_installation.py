@@ -81,9 +81,30 @@ def test_python_that_only_the_newer_release_takes_is_refused_by_the_older():
 def test_system_packages_that_are_not_found_are_said_not_to_be_checked():
     unseen = {package.replace("-", "_"): None for package in (*SYSTEM_PACKAGES, "nki")}
     outcome = installation.one_release(of_release("2.33.1", **unseen))
-    assert outcome.verdict == PASSED
+    assert outcome.verdict == NOT_HERE, "it may be the release to avoid"
     assert outcome.found.startswith("SDK 2.33.0 or 2.33.1: ")
+    assert "Do not train with 2.33.0: DMA" in outcome.found
+    assert outcome.advice == "see on the host whether it is 2.33.0; if so, install 2.33.1"
+    assert installation.one_release(of_release("2.32", **unseen)).verdict == PASSED
     assert "not found, so not checked: nki, aws-neuronx-dkms, aws-neuronx-runtime-lib" in outcome.found
+
+
+def test_driver_of_another_release_is_updated_on_the_host():
+    outcome = installation.one_release(of_release("2.33.1", aws_neuronx_dkms="2.30.2.0"))
+    assert outcome.verdict == FAILED
+    assert outcome.advice.startswith("update the driver on the host to aws-neuronx-dkms 2.31.8.0 of SDK 2.33.1")
+    both = installation.one_release(of_release("2.33.1", aws_neuronx_dkms="2.30.2.0", nki="0.6.0"))
+    assert both.advice.startswith("use an image of SDK 2.33.1")
+
+
+def test_release_older_than_the_table_is_not_called_one_of_it():
+    older = {"neuronx_cc": "2.26.1.0", "nki": "0.5.0", "aws_neuronx_dkms": "2.29.1.0", "libneuronxla": "3.0.1.0"}
+    older |= {"aws_neuronx_runtime_lib": "2.33.1.0", "aws_neuronx_collectives": "2.33.2.0"}
+    outcome = installation.one_release(of_release("2.32", **older))
+    assert outcome.verdict == FAILED
+    assert outcome.found.startswith("not in the table of SDK 2.32.0 to 2.33.1: ")
+    assert "neuronx-cc 2.26.1.0 is older, nki 0.5.0 is older" in outcome.found
+    assert outcome.advice.startswith("use an image of SDK 2.33.1")
 
 
 def test_release_newer_than_the_table_is_not_judged():

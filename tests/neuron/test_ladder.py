@@ -10,15 +10,15 @@ import sys
 import pytest
 
 from hlat_jax import config as config_lib
-from hlat_jax.cost import INSTANCES
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.host import flags
+from hlat_jax.host.neuron_topology import Topology
 from hlat_jax.neuron import ladder, programs
 from hlat_jax.parallel.degrees import passes
 from hlat_jax.resolve import resolve
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-TRN1 = INSTANCES["trn1.32xlarge"]
+TRN1 = Topology("trn1.32xlarge")
 
 
 def rungs_of(name, num_devices=0, **options):
@@ -73,8 +73,8 @@ def test_a_fixed_data_degree_becomes_the_rest():
     assert [rung.changes.get("parallel.data") for rung in found] == [-1] * 7 + [None]
 
 
-def command(rung, *words, folder="runs/x", instance=TRN1):
-    return ladder.command(rung, words, instance=instance, workdir=folder)
+def command(rung, *words, folder="runs/x", place=TRN1):
+    return ladder.command(rung, words, place=place, workdir=folder)
 
 
 def test_a_command_sets_what_its_rung_has():
@@ -171,6 +171,22 @@ def test_ladder_lowers_and_lints_every_rung(ladder_here, tmp_path):
     assert {four[name]["same_as_rung"] for name in four} == {1}  # each microbatch is dispatched by itself
     assert "an order of magnitude, not calibrated" in printed
     assert "not yet run" in printed
+
+
+def test_ladder_takes_the_lnc_of_the_environment(ladder_here, monkeypatch):
+    monkeypatch.setattr(ladder, "checked", lambda program, target: iter(()))
+    words = ("--config=llama3_8b", "--instance=trn2.48xlarge", "--nodes=1")
+    printed = ladder_here(*words)[1]
+    assert "llama3_8b on trn2.48xlarge at LNC 2: " in printed
+    assert "up to 64 devices" in printed
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
+    code, printed, _ = ladder_here(*words)
+    assert code == 0
+    assert "up to 128 devices" in printed
+    assert "\n  env NEURON_LOGICAL_NC_CONFIG=1 launch/node.sh --config=llama3_8b " in printed
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
+    code, _, error = ladder_here("--config=7b")
+    assert (code, "--lnc=2: trn1.32xlarge takes 1 physical cores" in error) == (2, True)
 
 
 def test_ladder_exits_with_1_where_the_lint_finds_an_error(ladder_here, monkeypatch):

@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import os
+import pathlib
 import re
 import subprocess
 import sys
@@ -187,16 +188,88 @@ def test_script_measures_each_case_and_its_results_are_read_back(folder, capsys)
     assert "measured 3 bytes of" in capsys.readouterr().out
     path.write_text("{")
     assert preflight.results(out, cases)[0].problem.endswith("is not a result of nccom-test")
+    preflight.write(out, cases, about={"config": "x", "instance": "x", "nodes": 2, "devices_per_node": 4, "lnc": 1})
+    assert {one.problem for one in preflight.results(out, cases)} == {"no result"}, "those of an older step are removed"
 
 
 def test_script_fails_where_one_measurement_does(folder):
     out, env = folder
-    _, [first, *_] = preflight.read(out)
+    _, cases = preflight.read(out)
+    first = cases[0]
     (out / f"{first.name}.json").write_text("[]")
+    (out / "results").mkdir()
+    old = out / "results" / f"{first.name}.{first.measured[0]}.json"
+    old.write_text('{"results": []}')
     hosts = {"HOSTS": "10.0.0.1 10.0.0.2"}
     done = subprocess.run([out / "preflight.sh"], env=env | hosts, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert re.search(r"^[1-3] failed$", done.stdout, re.MULTILINE)
+    assert not old.exists(), "a result of before would be taken for this one's"
+    failed = [one for one in preflight.results(out, cases) if one.problem]
+    assert {one.case.name for one in failed} == {first.name}
+    assert failed[0].problem.startswith("nccom-test ended with code 1")
+
+
+def test_result_whose_check_failed_is_not_as_expected(folder):
+    out, env = folder
+    command = pathlib.Path(env["PATH"].partition(os.pathsep)[0]) / "nccom-test"
+    command.write_text(f"{command.read_text()}sys.exit(7)\n")
+    hosts = {"HOSTS": "10.0.0.1 10.0.0.2"}
+    subprocess.run([out / "preflight.sh"], env=env | hosts, capture_output=True, check=False)
+    for one in preflight.results(out, preflight.read(out)[1]):
+        assert one.microseconds == 6.25
+        assert one.problem.startswith("nccom-test ended with code 7")
+
+
+def test_script_without_nccom_test_says_so_once(folder):
+    out, _ = folder
+    done = subprocess.run(
+        [out / "preflight.sh"], env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: nccom-test is neither in PATH nor in /opt/aws/neuron/bin")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"cases": [{}]}', '{"cases": 3}'])
+def test_damaged_index_is_named(content, folder):
+    (folder[0] / "preflight.json").write_text(content)
+    with pytest.raises(ValueError, match=r"preflight.json is damaged: write the folder again"):
+        preflight.read(folder[0])
+
+
+SMALL = [
+    "--config=tiny", "--config.model.num_layers=2", "--config.model.embed_dim=64", "--config.model.mlp_dim=64",
+    "--config.model.num_heads=32", "--config.model.num_kv_heads=16", "--config.model.head_dim=8",
+    "--config.model.vocab_size=2048", "--config.data.seq_len=32",
+]  # fmt: skip
+
+
+def groups_written(folder):
+    _, found = preflight.read(folder)
+    return [case.groups.tolist() for case in found if case.operation != "permute"]
+
+
+def test_command_writes_the_groups_of_a_placed_mesh_over_two_nodes(tmp_path, capsys):
+    words = ["--config.parallel.tensor=4", "--config.data.batch_size=32", "--nodes=2", f"--out={tmp_path}"]
+    assert main(["preflight", *SMALL, *words]) == 0
+    printed = capsys.readouterr().out
+    assert [0, 8, 16, 24] in [groups[0] for groups in groups_written(tmp_path)]
+    assert "by the pages" not in printed, "all of these groups are listed"
+    assert f"{tmp_path / 'preflight.sh'}  runs nccom-test on them; not yet run" in printed
+
+
+def test_command_judges_groups_as_the_lint_does_and_by_the_lnc(tmp_path, capsys, monkeypatch):
+    words = ["--config.parallel.tensor=8", "--config.data.batch_size=32", f"--out={tmp_path}"]
+    words += ["--instance=trn2.48xlarge", "--nodes=1"]
+    assert main(["preflight", *SMALL, *words]) == 0
+    assert "disputed by the pages: 8 cores [0, 1, 2, 3, 4, 5, 6, 7]" in capsys.readouterr().out
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
+    assert main(["preflight", *SMALL, *words]) == 0
+    assert "by the pages: 8 cores" not in capsys.readouterr().out, "trn2 at LNC 1 lists groups of 8"
+    assert max(max(map(max, groups)) for groups in groups_written(tmp_path)) == 127
+    with pytest.raises(ValueError, match=r"parallel.tensor=16: .*excludes groups of 16"):
+        main(["preflight", *SMALL, *words, "--config.parallel.tensor=16"])
 
 
 @pytest.mark.parametrize(
@@ -204,6 +277,10 @@ def test_script_fails_where_one_measurement_does(folder):
     [
         ([], "--out=DIR is missing"),
         (["--out=x", "--results"], "preflight.json is missing: write the folder again, without --results"),
+        (
+            ["--out=/dev/null", "--config.parallel.data=32", "--config.data.batch_size=32"],
+            "--out=/dev/null cannot be created as a folder",
+        ),
         (["--out=x", "--instance=trn9"], "--instance=trn9: no such instance type"),
         (["--out=x", "--config.parallel.data=3"], "takes 3 devices, which fill no whole number of trn1.32xlarge"),
     ],

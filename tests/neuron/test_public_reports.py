@@ -66,7 +66,13 @@ def test_programs_over_several_devices_need_them():
 
 
 def test_flag_runs_the_reports_instead_of_the_checks(monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "report_checks", lambda: iter([doctor.Check("a", lambda: doctor.Outcome(PASSED, "x"))]))
+    monkeypatch.setattr(
+        doctor,
+        "report_checks",
+        lambda: iter([doctor.Check(name, lambda: doctor.Outcome(PASSED, "x")) for name in ("a", NAMES[-1])]),
+    )
     monkeypatch.setattr(doctor, "checks", lambda *_, **__: iter([doctor.Check("b", lambda: 1 / 0)]))
     assert doctor_command.main(["--public_reports"]) == 0
-    assert "passed               1  a" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert f"passed               2  a, {NAMES[-1]}" in printed
+    assert len({line.index(" x (") for line in printed.splitlines() if " x (" in line}) == 1, "one column"
