@@ -3,7 +3,9 @@
 import json
 import os
 import pathlib
+import re
 import tarfile
+import urllib.parse
 
 import pytest
 
@@ -95,6 +97,81 @@ def test_report_has_no_secret_and_what_is_none_stays(machine):
     assert "part=1" in found["files/hlat-7.log"]
     with tarfile.open("r.tar.gz") as archive:
         assert {(member.uname, member.gname, member.uid) for member in archive} == {("", "", 0)}
+
+
+LEAKING = [
+    ('{"line": "{\\"password\\": \\"@@\\"}", "step": 3}', '"step": 3'),
+    ('{"line": "{\\\\\\"password\\\\\\": \\\\\\"@@\\\\\\"}", "step": 3}', '"step": 3'),
+    ('"password": "a\\"@@", "step": 3', '"step": 3'),
+    ('{"sessionToken": "@@", "step": 3}', '"step": 3'),
+    ('"AccessToken":"@@"', ""),
+    ("'SessionToken': '@@'", ""),
+    ("<SessionToken>@@</SessionToken>", ""),
+    ("token=@@", ""),
+    ("TOKEN: @@", ""),
+    ("python x.py --password @@ --config=7b", "--config=7b"),
+    ("python x.py --token @@ --config=7b", "--config=7b"),
+    ("python x.py --token '@@ @@' --config=7b", "--config=7b"),
+    ('["--api-key", "@@", "--config=7b"]', "--config=7b"),
+    ("curl -u user:@@ https://a.example", "https://a.example"),
+    ("curl --user 'user:two @@' https://a.example", "https://a.example"),
+    ("git clone https://@@@git.example/x", "git.example/x"),
+    ("s3://id:a/@@@bucket/x", "bucket/x"),
+    ("DB_PASS=@@", ""),
+    ("MYSQL_PWD=@@", ""),
+    ("passphrase: @@", ""),
+    ("passphrase: |\n  @@", ""),
+    ("key AIzaSyA-invented_@@ here", "here"),
+    ("password = two @@ here", ""),
+    ('{"name": "DB_PASSWORD", "value": "@@"}', ""),
+    ("machine a.example login me password @@", ""),
+    ("MIIE@@\nlines==\n-----END PRIVATE KEY-----\nend", "end"),
+    ('{"line": "first\\nsk-invented-invented-@@"}', "first"),
+]
+
+
+@pytest.mark.parametrize(("text", "stays"), LEAKING)
+def test_a_secret_is_removed_however_it_is_written(text, stays):
+    secret = "hunter2two"
+    found = report_command.cleaned(f"before\n{text.replace('@@', secret)}\nafter\n", secrets=[])
+    assert "hunter" not in found
+    assert "two" not in found
+    assert stays in found
+    assert "after" in found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "123456789012.dkr.ecr.us-west-2.amazonaws.com/hlat:1",
+        "Account: 123456789012",
+        '{"AccountId": "123456789012"}',
+        "account number is 1234-5678-9012",
+        "s3://hlat-123456789012/x",
+        '"OwnerId": "123456789012"\nlater 123456789012 alone',
+    ],
+)
+def test_numbers_of_accounts_are_removed_and_other_numbers_stay(text):
+    found = report_command.cleaned(f'"bytes": 103079215104,\n{text}\n', secrets=[])
+    assert not re.search("1234-?5678-?9012", found)
+    assert "103079215104" in found
+
+
+def test_a_secret_of_the_environment_is_removed_in_every_spelling():
+    secret = 'hor"se\\ b\u00e4tt\nstaple/more'
+    values = report_command.secret_values({"MY_TOKEN": secret, "PWD": "/home/someone", "LONG_NAME": "a value"})
+    once = json.dumps({"at": secret})
+    texts = [secret, once, json.dumps(secret, ensure_ascii=False), json.dumps(once), repr(secret), "staple/more"]
+    texts += [urllib.parse.quote(secret), urllib.parse.quote(secret, safe="")]
+    for text in texts:
+        found = report_command.cleaned(f"x {text} y", secrets=values)
+        assert not re.search("hor|tt|staple|more", found), text
+    assert report_command.cleaned("/home/someone a value", secrets=values) == "/home/someone a value"
+
+
+def test_what_is_no_secret_stays():
+    text = "tokens: 3\nbits_per_token: 2.5\n--data_tokens=7 --tokenizer a.model\ntoken_id: 2\nverdict passed: 9\n"
+    assert report_command.cleaned(text, secrets=[]) == text
 
 
 def test_large_file_keeps_its_end_and_the_report_does_not_contain_itself(machine, monkeypatch, capsys):
