@@ -31,7 +31,7 @@ from hlat_jax.host.neuron_topology import HERE
 PATTERNS = (
     "doctor*.json", "ladder*.json", "ladder*.sh", "plan*.json", "lint*.json", "programs.json", "environment.json",
     "config.json", "metrics.jsonl", "events.jsonl", "nonfinite.json", "remat.json", "alive.json", "*.log", "*.err",
-    "*.out", "compile.sh", "stuck/*.txt",
+    "*.out", "compile.sh", "stuck/*.txt", "ladder.jsonl", "log-neuron-cc*.txt", "preflight.json", "results/*.json",
 )  # fmt: skip
 # Logs of the runtime when a device runs out of memory. Source: AWS Neuron docs, runtime configuration
 SYSTEM_LOGS = "/tmp/neuron_mem_table_device_*.log"
@@ -69,7 +69,7 @@ _SECRETS = tuple(
         r"(://)(?:[^\s/]{1,500}|[^\s/:@]{0,500}:\S{1,500})(?=@)",
         r"(?i)([?&](?:x-amz-[\w-]+|signature|sig|token|awsaccesskeyid)=)[^\s&\"']+",
         rf"(?i)({_SECRET_NAME}{_BETWEEN}{_QUOTE})(?(quote){_QUOTED}|{_REST_OF_LINE})",
-        rf"(?i)(--?[\w-]{{0,40}}?{_SECRET_NAME}\s+(?!--){_QUOTE})(?(quote){_QUOTED}|{_WORD})",
+        rf"(?i)((?<![\w-])--?(?=\w)[\w-]{{0,40}}?{_SECRET_NAME}\s+(?!--){_QUOTE})(?(quote){_QUOTED}|{_WORD})",
         rf"""(?i)((?<![\w-])(?:-u|--(?:proxy-)?user)[\\"',\s=]{{0,9}})(?=[^\n]*:){_WORD}(?:[^\n"']*(?=["']))?""",
         r"(?i)(\blogin\s+\S+\s+password\s+)\S+",
         r"(?i)(bearer\s+)[\w.~+/=-]{8,}",
@@ -99,13 +99,17 @@ def main(argv: Sequence[str]) -> int:
         if not root.exists():
             raise ValueError(f"--paths={values.paths}: there is no {root}; name files and folders, by commas.")
     secrets = secret_values(os.environ)
-    files = {name: cleaned(text, secrets=secrets) for name, text in _members(roots, pathlib.Path(values.out))}
+    found = _taken(roots, pathlib.Path(values.out))
+    taken = dict(list(found.items())[:MOST_FILES])
+    files = {name: cleaned(text, secrets=secrets) for name, text in _members(taken)}
     write_archive(pathlib.Path(values.out), files)
     for name, text in files.items():
         print(f"{len(text.encode()):>10,}  {name}")
     for wanted, command in (("doctor", "doctor --json=doctor.json"), ("ladder", "ladder --json=ladder.json")):
         if not any(pathlib.Path(name).match(f"{wanted}*.json") for name in files):
             print(f"without {wanted}*.json: python -m hlat_jax.neuron {command} --config=NAME writes one")
+    if left_out := len(found) - len(taken):
+        print(f"{left_out} files of {len(found)} left out: a report has {MOST_FILES}; name fewer folders in --paths")
     removed = sum(text.count(REMOVED) for text in files.values())
     print(f"{values.out}: {len(files)} files, {removed} values removed as secrets. Look at them before you attach it.")
     return 0
@@ -151,22 +155,27 @@ def write_archive(path: pathlib.Path, files: Mapping[str, str]) -> None:
             archive.addfile(member, io.BytesIO(content))
 
 
-def _members(roots: Sequence[pathlib.Path], out: pathlib.Path) -> Iterator[tuple[str, str]]:
+def _taken(roots: Sequence[pathlib.Path], out: pathlib.Path) -> dict[str, pathlib.Path]:
+    """Returns name in the archive -> file, each file once; with several roots each has its number in the name."""
+    found: dict[pathlib.Path, str] = {}
+    for number, root in enumerate(roots, 1):
+        for path in sorted([root] if root.is_file() else _matching(root)):
+            inside = pathlib.Path() if path == root else path.relative_to(root)
+            prefix = f"{number}-{root.resolve().name}" if len(roots) > 1 else root.name if path == root else ""
+            if path.resolve() != out.resolve():
+                found.setdefault(path.resolve(), str(pathlib.Path(prefix, inside)))
+    return {name: path for path, name in found.items()}
+
+
+def _members(taken: Mapping[str, pathlib.Path]) -> Iterator[tuple[str, str]]:
     """Yields (name in the archive, text) of everything that goes into it."""
     yield "versions.json", json.dumps(_versions(), indent=1) + "\n"
     yield "environment.json", json.dumps(recorded(os.environ), indent=1) + "\n"
     for command in COMMANDS:
         if (printed := _printed(command.split())) is not None:
             yield f"commands/{re.sub(r'[^A-Za-z0-9]+', '_', command).strip('_')}.txt", printed
-    seen: set[pathlib.Path] = set()
-    for root in roots:
-        for path in sorted([root] if root.is_file() else _matching(root)):
-            if path.resolve() in seen or path.resolve() == out.resolve() or len(seen) >= MOST_FILES:
-                continue
-            seen.add(path.resolve())
-            inside = path.relative_to(root) if path != root else pathlib.Path(path.name)
-            prefix = root.resolve().name if path != root and len(roots) > 1 else ""
-            yield str(pathlib.Path("files", prefix, inside)), _end_of(path)
+    for name, path in taken.items():
+        yield f"files/{name}", _end_of(path)
     for path in sorted(pathlib.Path("/").glob(SYSTEM_LOGS.lstrip("/"))):
         yield f"logs/{path.name}", _end_of(path)
 

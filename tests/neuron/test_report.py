@@ -41,6 +41,10 @@ def machine(tmp_path, monkeypatch):
         "doctor-7b.json": json.dumps({"checks": [{"check": "devices", "verdict": "passed"}]}),
         "ladder.json": json.dumps({"rungs": [1, 2]}),
         "hlat-7.log": LOG,
+        "runs/ladder/7b/ladder.jsonl": "{}",
+        "runs/7b/compile/log-neuron-cc-3.txt": "INFO",
+        "preflight/preflight.json": "{}",
+        "preflight/results/all.json": "{}",
         "runs/7b/metrics.jsonl": '{"step": 1, "loss": 10.5}\n',
         "runs/7b/environment.json": json.dumps({"NEURON_CC_FLAGS": "--target=trn1"}),
         "runs/7b/checkpoints/1/config.json": "weights",
@@ -73,7 +77,8 @@ def test_report_has_what_was_found_and_lists_it(machine, capsys):
     taken = {name.removeprefix("files/") for name in found if name.startswith("files/")}
     assert taken == {
         "doctor-7b.json", "ladder.json", "hlat-7.log", "runs/7b/metrics.jsonl", "runs/7b/environment.json",
-        "runs/7b/stuck/stacks.txt",
+        "runs/7b/stuck/stacks.txt", "runs/ladder/7b/ladder.jsonl", "runs/7b/compile/log-neuron-cc-3.txt",
+        "preflight/preflight.json", "preflight/results/all.json",
     }  # fmt: skip
     assert json.loads(found["environment.json"])["NEURON_RT_LOG_LEVEL"] == "INFO"
     versions = json.loads(found["versions.json"])
@@ -194,7 +199,23 @@ def test_report_says_what_it_is_without(machine, capsys):
     said = capsys.readouterr().out
     assert "without doctor*.json: python -m hlat_jax.neuron doctor --json=doctor.json" in said
     assert "without ladder*.json" in said
-    assert {"files/hlat-7.log", "files/runs/7b/metrics.jsonl"} <= set(contents("r.tar.gz"))
+    assert {"files/2-hlat-7.log", "files/1-runs/7b/metrics.jsonl"} <= set(contents("r.tar.gz"))
+
+
+def test_files_of_one_name_in_several_folders_are_all_there(machine):
+    for place in ("a", "b"):
+        pathlib.Path(place, "runs").mkdir(parents=True)
+        pathlib.Path(place, "runs", "x.log").write_text(place)
+    main(["report", "--out=r.tar.gz", "--paths=a/runs,b/runs,a/runs/x.log"])
+    found = contents("r.tar.gz")
+    assert (found["files/1-runs/x.log"], found["files/2-runs/x.log"]) == ("a", "b")
+
+
+def test_report_says_how_many_files_it_leaves_out(machine, monkeypatch, capsys):
+    monkeypatch.setattr(report_command, "MOST_FILES", 4)
+    main(["report", "--out=r.tar.gz"])
+    assert "6 files of 10 left out: a report has 4; name fewer folders in --paths" in capsys.readouterr().out
+    assert len([name for name in contents("r.tar.gz") if name.startswith("files/")]) == 4
 
 
 @pytest.mark.parametrize(
