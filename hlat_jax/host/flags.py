@@ -85,6 +85,19 @@ def given_keys(values: flags.FlagValues) -> set[str]:
     return set(config_flags.get_override_values(values["config"]))
 
 
+def config_words(argv: Sequence[str]) -> list[str]:
+    """Returns the words of a command line that choose and change the config, as --config=NAME and --config.a.b=VALUE.
+
+    `argv` is one that `parse` takes: a value may also be the word after its flag.
+    """
+    found = []
+    for word, after in zip(argv, [*argv[1:], "--"], strict=True):
+        if re.match(r"--?(?:no)?config(?:[.=]|$)", word):
+            is_value = "=" not in word and not re.match("--|-[a-z]", after)
+            found.append(f"--{word.lstrip('-')}" + (f"={after}" if is_value else ""))
+    return found
+
+
 def parse_inputs(argv: Sequence[str], values: flags.FlagValues, *, usage: str, missing: str) -> list[str]:
     """Returns the positional arguments of a command without a config, after `values` has parsed its flags.
 
