@@ -58,8 +58,10 @@ for word in "$@"; do
     --num_processes=* | --process_id=*) fail "$word: give --nodes and --node; one process runs on each node." ;;
     *)
       passed+=("$word")
-      [[ $word != --config=* && $word != --config.* && $word != --config && $previous != --config ]] ||
+      # also the value after `--config` or `--config.a.b`
+      if [[ $word =~ ^--config([.=]|$) || ($previous =~ ^--config(\.[^=]*)?$ && $word != --*) ]]; then
         config_words+=("$word")
+      fi
       ;;
   esac
   previous=$word

@@ -66,7 +66,7 @@ def _drop_settings_of_replaced_text(mutable: Any, before: Any, *, given: Collect
     """Changes settings that describe the text or tokenizer of a config whose command line replaces these.
 
     If data.train is replaced and data.validation would remain text that ships with the package, a share of data.train
-    is held out instead. If text or tokenizer is replaced, no final validation loss is expected.
+    is held out instead. If text, tokenizer or the number of steps is replaced, no final validation loss is expected.
 
     Args:
       mutable: ConfigDict with the values of the command line, changed in place.
@@ -76,6 +76,7 @@ def _drop_settings_of_replaced_text(mutable: Any, before: Any, *, given: Collect
     replaced = {key for key in ("train", "validation", "tokenizer") if mutable.data[key] != before.data[key]}
     if "train" in replaced and "data.validation" not in given and mutable.data.validation.startswith("package:"):
         mutable.data.validation = config_lib.HELD_OUT
+    replaced |= {"num_steps"} if mutable.train.num_steps != before.train.num_steps else set()
     if replaced and not {"train.eval_loss_low", "train.eval_loss_high"} & set(given):
         mutable.train.update(eval_loss_low=0.0, eval_loss_high=0.0)
 
@@ -83,6 +84,19 @@ def _drop_settings_of_replaced_text(mutable: Any, before: Any, *, given: Collect
 def given_keys(values: flags.FlagValues) -> set[str]:
     """Returns the keys, such as data.train, that a command line sets; `values` is what `parse` returned for it."""
     return set(config_flags.get_override_values(values["config"]))
+
+
+def config_words(argv: Sequence[str]) -> list[str]:
+    """Returns the words of a command line that choose and change the config, as --config=NAME and --config.a.b=VALUE.
+
+    `argv` is one that `parse` takes: a value may also be the word after its flag.
+    """
+    found = []
+    for word, after in zip(argv, [*argv[1:], "--"], strict=True):
+        if re.match(r"--?(?:no)?config(?:[.=]|$)", word):
+            is_value = "=" not in word and not re.match("--|-[a-z]", after)
+            found.append(f"--{word.lstrip('-')}" + (f"={after}" if is_value else ""))
+    return found
 
 
 def parse_inputs(argv: Sequence[str], values: flags.FlagValues, *, usage: str, missing: str) -> list[str]:

@@ -145,7 +145,8 @@ def command(rung: Rung, config_words: Sequence[str], *, place: Topology, workdir
       config_words: `--config=NAME` and the user's overrides. The data is the shipped text, unless they set data.train
         or the batch has more rows than that text has documents.
       place: the instance type of the nodes, and their LNC.
-      workdir: run folder.
+      workdir: beginning of the run folder's name. The time follows, because a run in the folder of an earlier one
+        would continue that, and pass without compiling anything.
     """
     has_data = any(word.startswith("--config.data.train=") for word in config_words)
     changes = rung.changes | _STEPS
@@ -153,10 +154,11 @@ def command(rung: Rung, config_words: Sequence[str], *, place: Topology, workdir
         changes |= _TEXT | (_VALIDATION if rung.config.data.validation else {})
     nodes = math.ceil(rung.num_devices / place.devices_per_node)
     words = [f"env NEURON_LOGICAL_NC_CONFIG={place.lnc}"] if place.lnc not in (0, place.kind.lncs[0]) else []
-    # a job of several nodes ends before the command does
-    words += [f"sbatch --wait --nodes={nodes} launch/slurm/train.sbatch" if nodes > 1 else "launch/node.sh"]
+    # a job of several nodes ends before the command does, and would restart after a failure
+    job = f"sbatch --wait --export=ALL,MAX_RESTARTS=0 --time=02:00:00 --nodes={nodes} launch/slurm/train.sbatch"
+    words += [job if nodes > 1 else "launch/node.sh"]
     words += [f"--cores={rung.num_devices}"] if rung.num_devices < place.devices_per_node else []
-    words += [*map(shlex.quote, config_words), f"--workdir={shlex.quote(workdir)}"]
+    words += [*map(shlex.quote, config_words), f'--workdir={shlex.quote(workdir)}"-$(date +%s)"']
     return " ".join(words + [f"--config.{path}={shlex.quote(str(value))}" for path, value in changes.items()])
 
 

@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     limits = f"{PROGRAM_LIMIT:,} in a program and {operation_limit(target):,} in an operation"
     print(f"{config.name} on {place.instance} at LNC {place.lnc}: {len(found)} rungs, up to {count:,} devices")
     print(f"Instructions are {NOTE}; public logs show errors above {limits}.")
-    config_words = [word for word in argv if word.startswith(("--config=", "--config."))]
+    config_words = flags_lib.config_words(argv)
     folder, rows, seen = f"runs/ladder/{config.name}", [], {}
     for number, rung in enumerate(found, 1):
         with show_progress(f"lowering rung {number} of {len(found)}"):

@@ -17,6 +17,7 @@ import shutil
 import subprocess
 import tarfile
 import time
+import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
 
 from absl import flags
@@ -30,7 +31,7 @@ from hlat_jax.host.neuron_topology import HERE
 PATTERNS = (
     "doctor*.json", "ladder*.json", "ladder*.sh", "plan*.json", "lint*.json", "programs.json", "environment.json",
     "config.json", "metrics.jsonl", "events.jsonl", "nonfinite.json", "remat.json", "alive.json", "*.log", "*.err",
-    "*.out", "compile.sh", "stuck/*.txt",
+    "*.out", "compile.sh", "stuck/*.txt", "ladder.jsonl", "log-neuron-cc*.txt", "preflight.json", "results/*.json",
 )  # fmt: skip
 # Logs of the runtime when a device runs out of memory. Source: AWS Neuron docs, runtime configuration
 SYSTEM_LOGS = "/tmp/neuron_mem_table_device_*.log"
@@ -40,23 +41,50 @@ COMMANDS = (
 )  # fmt: skip
 LARGEST_BYTES = 2 * 2**20  # of a file: its end is kept
 MOST_FILES = 200
+# Ends of names whose values are secrets. More than secrets may match: what is removed in vain can be asked for again.
 _SECRET_NAME = (
-    r"[\w.-]*(?:secret|passw(?:or)?d|api[_-]?key|access[_-]?key|[_-]token\b|credential|private[_-]?key|authorization)"
+    r"(?:(?:secret|passw(?:or)?d|passphrase|passcode|credential|authorization|cookie"
+    r"|(?:api|access|private|account|signing|encryption|ssh|master|shared)[ _-]?key)[\w.-]*"
+    r"|(?<!per[ _-])token(?:[_-]?(?:value|file|\d+))?|pass|pwd|(?<![a-z])auth)"
 )
+_NOT_SECRET = ("PWD", "OLDPWD")  # folders
+# Between a name and its value: `name: `, `"name": `, `name => `, `<name>`, `"name", "` and `"name", "value": "`. Quotes
+# are escaped, once or several times, where JSON is in JSON.
+_BETWEEN = (
+    r"""[\\"']*\s{0,40}(?:,?\s{0,40}[\\"']*value[\\"']*\s{0,40})?(?:[:=]>?|>|,(?=\s{0,40}\\*["']))"""
+    r"""\s{0,40}(?:[|>][+-]?\s*\n\s*)?"""
+)
+_QUOTE = r"""(?P<quote>\\*["'])?"""
+# To the quote that ends what the first one began; the line is removed where none does.
+_QUOTED = r"(?:(?!(?<!\\)(?P=quote)(?!\w|(?P=quote)))[^\n])*"
+_REST_OF_LINE = r"""[^\n]+?(?=[\\"'}\]),]*$)"""
+_WORD = r"""\S+?(?=[\\"'}\]),]*(?:\s|$))"""
+_START = r"(?:(?<![A-Za-z])|(?<=\\[nrt]))"  # of a word, also after an escaped end of line
 # Each match is replaced, up to its first group if it has one.
-_SECRETS = (
-    re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL),
-    re.compile(rf"""(?i)({_SECRET_NAME}[\w-]*["']?\s*[:=]\s*["'])[^"'\n]+"""),
-    re.compile(rf"""(?i)({_SECRET_NAME}[\w-]*["']?\s*[:=]\s*)(?:bearer\s+|basic\s+)?[^\s&"']+"""),
-    re.compile(r"(?i)(\bbearer\s+)[\w.~+/=-]{8,}"),
-    re.compile(r"(://)[^/\s:@]+:[^/\s@]+(?=@)"),
-    re.compile(r"(?i)([?&](?:x-amz-[\w-]+|signature|sig|token|awsaccesskeyid)=)[^\s&\"']+"),
-    re.compile(r"\b(?:AKIA|ASIA|AROA|AIDA)[0-9A-Z]{16}\b"),
-    re.compile(r"\b(?:hf_|gh[pousr]_|github_pat_|glpat-|sk-|xox[abp]-)[\w-]{16,}"),
-    re.compile(r"\beyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+"),
-    re.compile(r"(\barn:[\w-]+:[\w-]*:[\w-]*:)\d{12}"),
+_SECRETS = tuple(
+    re.compile(pattern, re.MULTILINE)
+    for pattern in (
+        r"(?s)-----BEGIN [A-Z ]*PRIVATE KEY[A-Z ]*-----.*?(?:-----END [A-Z ]*PRIVATE KEY[A-Z ]*-----|\Z)",
+        r"(?s)\A.*-----END [A-Z ]*PRIVATE KEY[A-Z ]*-----",  # of a file whose beginning was cut
+        r"(://)(?:[^\s/]{1,500}|[^\s/:@]{0,500}:\S{1,500})(?=@)",
+        r"(?i)([?&](?:x-amz-[\w-]+|signature|sig|token|awsaccesskeyid)=)[^\s&\"']+",
+        rf"(?i)({_SECRET_NAME}{_BETWEEN}{_QUOTE})(?(quote){_QUOTED}|{_REST_OF_LINE})",
+        rf"(?i)((?<![\w-])--?(?=\w)[\w-]{{0,40}}?{_SECRET_NAME}\s+(?!--){_QUOTE})(?(quote){_QUOTED}|{_WORD})",
+        rf"""(?i)((?<![\w-])(?:-u|--(?:proxy-)?user)[\\"',\s=]{{0,9}})(?=[^\n]*:){_WORD}(?:[^\n"']*(?=["']))?""",
+        r"(?i)(\blogin\s+\S+\s+password\s+)\S+",
+        r"(?i)(bearer\s+)[\w.~+/=-]{8,}",
+        r"(?:AKIA|ASIA|AROA|AIDA)[0-9A-Z]{16}|AIza[\w-]{20,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+",
+        rf"{_START}(?:hf_|gh[pousr]_|github_pat_|npm_|glpat-|sk-|xox[abp]-)[\w-]{{16,}}",
+    )
+)
+# Numbers of AWS accounts. Each is then removed wherever it occurs; other numbers of 12 digits, such as bytes, stay.
+_ACCOUNT = re.compile(
+    r"(?i)\barn:[\w-]+:[\w-]*:[\w-]*:(?P<arn>\d{12})|(?P<host>\d{12})(?=\.(?:dkr|signin|[\w.-]{0,60}amazonaws))"
+    r"|(?:account|owner)[^\d\n]{0,20}(?P<named>\d{4}-?\d{4}-?\d{4})(?!\d)|amazonaws\.com/(?P<path>\d{12})"
+    r"""|["'](?P<text>\d{12})\\?["']|[a-z\d]-(?P<bucket>\d{12})(?![\d.])"""
 )
 REMOVED = "[removed]"
+_SHORTEST = 6  # characters of a secret of the environment
 
 
 def main(argv: Sequence[str]) -> int:
@@ -71,28 +99,47 @@ def main(argv: Sequence[str]) -> int:
         if not root.exists():
             raise ValueError(f"--paths={values.paths}: there is no {root}; name files and folders, by commas.")
     secrets = secret_values(os.environ)
-    files = {name: cleaned(text, secrets=secrets) for name, text in _members(roots, pathlib.Path(values.out))}
+    found = _taken(roots, pathlib.Path(values.out))
+    taken = dict(list(found.items())[:MOST_FILES])
+    files = {name: cleaned(text, secrets=secrets) for name, text in _members(taken)}
     write_archive(pathlib.Path(values.out), files)
     for name, text in files.items():
         print(f"{len(text.encode()):>10,}  {name}")
     for wanted, command in (("doctor", "doctor --json=doctor.json"), ("ladder", "ladder --json=ladder.json")):
         if not any(pathlib.Path(name).match(f"{wanted}*.json") for name in files):
             print(f"without {wanted}*.json: python -m hlat_jax.neuron {command} --config=NAME writes one")
+    if left_out := len(found) - len(taken):
+        print(f"{left_out} files of {len(found)} left out: a report has {MOST_FILES}; name fewer folders in --paths")
     removed = sum(text.count(REMOVED) for text in files.values())
     print(f"{values.out}: {len(files)} files, {removed} values removed as secrets. Look at them before you attach it.")
     return 0
 
 
 def secret_values(environ: Mapping[str, str]) -> list[str]:
-    """Returns the values of variables whose names are those of secrets, to be removed wherever they occur."""
-    names = [name for name in environ if re.search(_SECRET_NAME, name, re.IGNORECASE)]
-    return sorted({environ[name] for name in names if len(environ[name]) >= 8}, key=len, reverse=True)
+    """Returns the values of variables whose names are those of secrets, to be removed wherever they occur.
+
+    Each line of a value is one too, and each is there as it is, as JSON writes it, as JSON in JSON does, and in a URL.
+    """
+    found = set()
+    for name, value in environ.items():
+        if re.search(f"{_SECRET_NAME}$", name, re.IGNORECASE) and name not in _NOT_SECRET:
+            found |= {form for line in (value, *value.splitlines()) for form in _spellings(line)}
+    return sorted((text for text in found if len(text) >= _SHORTEST), key=len, reverse=True)
+
+
+def _spellings(text: str) -> Iterator[str]:
+    yield from (text, text.strip(), urllib.parse.quote(text), urllib.parse.quote(text, safe=""), repr(text)[1:-1])
+    for ascii_only in (True, False):
+        once = json.dumps(text, ensure_ascii=ascii_only)[1:-1]
+        yield from (once, json.dumps(once, ensure_ascii=ascii_only)[1:-1])
 
 
 def cleaned(text: str, *, secrets: Sequence[str]) -> str:
     """Returns the text without `secrets` and without what looks like one: keys, tokens, passwords, signed URLs."""
     for secret in secrets:
         text = text.replace(secret, REMOVED)
+    for account in {found[found.lastgroup] for found in _ACCOUNT.finditer(text)}:
+        text = text.replace(account, REMOVED)
     for pattern in _SECRETS:
         text = pattern.sub(lambda found: (found[1] if found.re.groups else "") + REMOVED, text)
     return text
@@ -108,22 +155,27 @@ def write_archive(path: pathlib.Path, files: Mapping[str, str]) -> None:
             archive.addfile(member, io.BytesIO(content))
 
 
-def _members(roots: Sequence[pathlib.Path], out: pathlib.Path) -> Iterator[tuple[str, str]]:
+def _taken(roots: Sequence[pathlib.Path], out: pathlib.Path) -> dict[str, pathlib.Path]:
+    """Returns name in the archive -> file, each file once; with several roots each has its number in the name."""
+    found: dict[pathlib.Path, str] = {}
+    for number, root in enumerate(roots, 1):
+        for path in sorted([root] if root.is_file() else _matching(root)):
+            inside = pathlib.Path() if path == root else path.relative_to(root)
+            prefix = f"{number}-{root.resolve().name}" if len(roots) > 1 else root.name if path == root else ""
+            if path.resolve() != out.resolve():
+                found.setdefault(path.resolve(), str(pathlib.Path(prefix, inside)))
+    return {name: path for path, name in found.items()}
+
+
+def _members(taken: Mapping[str, pathlib.Path]) -> Iterator[tuple[str, str]]:
     """Yields (name in the archive, text) of everything that goes into it."""
     yield "versions.json", json.dumps(_versions(), indent=1) + "\n"
     yield "environment.json", json.dumps(recorded(os.environ), indent=1) + "\n"
     for command in COMMANDS:
         if (printed := _printed(command.split())) is not None:
             yield f"commands/{re.sub(r'[^A-Za-z0-9]+', '_', command).strip('_')}.txt", printed
-    seen: set[pathlib.Path] = set()
-    for root in roots:
-        for path in sorted([root] if root.is_file() else _matching(root)):
-            if path.resolve() in seen or path.resolve() == out.resolve() or len(seen) >= MOST_FILES:
-                continue
-            seen.add(path.resolve())
-            inside = path.relative_to(root) if path != root else pathlib.Path(path.name)
-            prefix = root.resolve().name if path != root and len(roots) > 1 else ""
-            yield str(pathlib.Path("files", prefix, inside)), _end_of(path)
+    for name, path in taken.items():
+        yield f"files/{name}", _end_of(path)
     for path in sorted(pathlib.Path("/").glob(SYSTEM_LOGS.lstrip("/"))):
         yield f"logs/{path.name}", _end_of(path)
 

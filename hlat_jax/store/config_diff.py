@@ -12,7 +12,7 @@ MAY_CHANGE = (
     "name",
     "model.ops_table",  # the choice itself is compared as `implementations`
     "model.allow_nki_on_trn1",
-    "model.layer_loop",  # likewise
+    "model.layer_loop",  # the layers are the same
     "train.num_steps",
     "train.accumulate",  # equal bit for bit
     "train.init_from",  # read at step 0 alone

@@ -224,9 +224,13 @@ def test_stats_count_the_documents_that_training_reads(tmp_path):
     assert "5% of the documents of each source" in report
 
 
-def test_no_verdict_is_printed_on_the_loss_of_own_text(tmp_path, capsys):
+def test_no_verdict_is_printed_on_the_loss_of_own_text_or_of_other_steps(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text('{"step": 3, "eval_loss": 3.0, "bits_per_byte": 2.0}\n')
-    for words, verdict in (((), ": OUTSIDE the expected 4.4 to 4.6"), (("data.train=my_book.txt",), "")):
+    for words, verdict in (
+        ((), ": OUTSIDE the expected 4.4 to 4.6"),
+        (("data.train=my_book.txt",), ""),
+        (("train.num_steps=3",), ""),
+    ):
         summary.finish(resolve(parse("metrics.plot=False", *words)), tmp_path, 3)
         assert capsys.readouterr().out == f"validation loss 3.0000 nats per token, 2.0000 bits per byte{verdict}\n"
 

@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import pathlib
+import shlex
 import subprocess
 import sys
 
@@ -80,7 +81,7 @@ def command(rung, *words, folder="runs/x", place=TRN1):
 def test_a_command_sets_what_its_rung_has():
     _, found = rungs_of("7b")
     for rung in found[:-1]:
-        program, *words = command(rung, "--config=7b").split()
+        program, *words = shlex.split(command(rung, "--config=7b"))
         assert program == "launch/node.sh"
         mutable, values = flags.parse([word for word in words if not word.startswith("--workdir")], lambda own: None)
         config = resolve_with_tokenizer(mutable)
@@ -104,9 +105,12 @@ def test_a_command_takes_the_users_data_where_the_shipped_text_has_too_few_docum
 
 def test_a_command_names_cores_of_a_part_of_a_node_and_submits_a_job_of_several():
     _, [first, *_] = rungs_of("tiny", 2)
-    assert command(first, "--config=tiny").startswith("launch/node.sh --cores=2 --config=tiny --workdir=runs/x ")
+    assert command(first, "--config=tiny").startswith(
+        'launch/node.sh --cores=2 --config=tiny --workdir=runs/x"-$(date +%s)" '
+    )
     _, [*_, last] = rungs_of("7b")
-    assert command(last, "--config=7b").startswith("sbatch --wait --nodes=64 launch/slurm/train.sbatch --config=7b ")
+    job = "sbatch --wait --export=ALL,MAX_RESTARTS=0 --time=02:00:00 --nodes=64 launch/slurm/train.sbatch"
+    assert command(last, "--config=7b").startswith(f"{job} --config=7b ")
 
 
 def test_script_stops_at_the_first_rung_that_fails_and_names_it(tmp_path):
@@ -135,6 +139,34 @@ def test_script_stops_at_the_first_rung_that_fails_and_names_it(tmp_path):
     assert "ran --config=7b" in (tmp_path / "runs/ladder/7b/rung-01.log").read_text()
     assert "sbatch" in run(FROM="4").stderr  # which this machine does not have
     assert "FROM=x must be the number of a rung" in run(FROM="x").stderr
+
+
+def test_each_start_of_a_rung_has_a_folder_of_its_own(tmp_path):
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch" / "node.sh").write_text('#!/usr/bin/env bash\nfor word; do mkdir "${word#*=}"; done\n')
+    date = "#!/usr/bin/env bash\nread -r n < count\necho $((n + 1)) > count\necho $((n + 1))\n"
+    (tmp_path / "date").write_text(date)
+    (tmp_path / "count").write_text("0\n")
+    for path in (tmp_path / "launch" / "node.sh", tmp_path / "date"):
+        path.chmod(0o755)
+    words = command(rungs_of("tiny", 2)[1][0], folder="a b").split(" --config")[0].replace("--cores=2 ", "")
+    (tmp_path / "ladder.sh").write_text(ladder.script("tiny", [("one", words)], folder="out"))
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    for _ in range(2):
+        assert subprocess.run(["bash", "ladder.sh"], cwd=tmp_path, env=env, check=False).returncode == 0
+    assert {path.name for path in tmp_path.glob("a b*")} == {"a b-1", "a b-2"}
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ("--config tiny --script x --config.data.batch_size 8", "--config=tiny --config.data.batch_size=8"),
+        ("-config=tiny --json=x --config.train.seed -1", "--config=tiny --config.train.seed=-1"),
+        ("--config.metrics.plot --config tiny --noconfig.a.b", "--config.metrics.plot --config=tiny --noconfig.a.b"),
+    ],
+)
+def test_a_printed_command_has_the_config_however_it_was_given(given, words):
+    assert flags.config_words(given.split()) == words.split()
 
 
 @pytest.fixture
@@ -229,5 +261,5 @@ def test_the_first_rung_trains(tmp_path):
     words = words.replace("--cores=1 ", "")  # this machine has no Neuron cores
     done = subprocess.run(["bash", "-c", words], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    rows = next(tmp_path.glob("run-*/metrics.jsonl")).read_text().splitlines()
     assert {json.loads(row)["step"] for row in rows} >= {1, 2}

@@ -3,7 +3,9 @@
 import json
 import os
 import pathlib
+import re
 import tarfile
+import urllib.parse
 
 import pytest
 
@@ -39,6 +41,10 @@ def machine(tmp_path, monkeypatch):
         "doctor-7b.json": json.dumps({"checks": [{"check": "devices", "verdict": "passed"}]}),
         "ladder.json": json.dumps({"rungs": [1, 2]}),
         "hlat-7.log": LOG,
+        "runs/ladder/7b/ladder.jsonl": "{}",
+        "runs/7b/compile/log-neuron-cc-3.txt": "INFO",
+        "preflight/preflight.json": "{}",
+        "preflight/results/all.json": "{}",
         "runs/7b/metrics.jsonl": '{"step": 1, "loss": 10.5}\n',
         "runs/7b/environment.json": json.dumps({"NEURON_CC_FLAGS": "--target=trn1"}),
         "runs/7b/checkpoints/1/config.json": "weights",
@@ -71,7 +77,8 @@ def test_report_has_what_was_found_and_lists_it(machine, capsys):
     taken = {name.removeprefix("files/") for name in found if name.startswith("files/")}
     assert taken == {
         "doctor-7b.json", "ladder.json", "hlat-7.log", "runs/7b/metrics.jsonl", "runs/7b/environment.json",
-        "runs/7b/stuck/stacks.txt",
+        "runs/7b/stuck/stacks.txt", "runs/ladder/7b/ladder.jsonl", "runs/7b/compile/log-neuron-cc-3.txt",
+        "preflight/preflight.json", "preflight/results/all.json",
     }  # fmt: skip
     assert json.loads(found["environment.json"])["NEURON_RT_LOG_LEVEL"] == "INFO"
     versions = json.loads(found["versions.json"])
@@ -97,6 +104,81 @@ def test_report_has_no_secret_and_what_is_none_stays(machine):
         assert {(member.uname, member.gname, member.uid) for member in archive} == {("", "", 0)}
 
 
+LEAKING = [
+    ('{"line": "{\\"password\\": \\"@@\\"}", "step": 3}', '"step": 3'),
+    ('{"line": "{\\\\\\"password\\\\\\": \\\\\\"@@\\\\\\"}", "step": 3}', '"step": 3'),
+    ('"password": "a\\"@@", "step": 3', '"step": 3'),
+    ('{"sessionToken": "@@", "step": 3}', '"step": 3'),
+    ('"AccessToken":"@@"', ""),
+    ("'SessionToken': '@@'", ""),
+    ("<SessionToken>@@</SessionToken>", ""),
+    ("token=@@", ""),
+    ("TOKEN: @@", ""),
+    ("python x.py --password @@ --config=7b", "--config=7b"),
+    ("python x.py --token @@ --config=7b", "--config=7b"),
+    ("python x.py --token '@@ @@' --config=7b", "--config=7b"),
+    ('["--api-key", "@@", "--config=7b"]', "--config=7b"),
+    ("curl -u user:@@ https://a.example", "https://a.example"),
+    ("curl --user 'user:two @@' https://a.example", "https://a.example"),
+    ("git clone https://@@@git.example/x", "git.example/x"),
+    ("s3://id:a/@@@bucket/x", "bucket/x"),
+    ("DB_PASS=@@", ""),
+    ("MYSQL_PWD=@@", ""),
+    ("passphrase: @@", ""),
+    ("passphrase: |\n  @@", ""),
+    ("key AIzaSyA-invented_@@ here", "here"),
+    ("password = two @@ here", ""),
+    ('{"name": "DB_PASSWORD", "value": "@@"}', ""),
+    ("machine a.example login me password @@", ""),
+    ("MIIE@@\nlines==\n-----END PRIVATE KEY-----\nend", "end"),
+    ('{"line": "first\\nsk-invented-invented-@@"}', "first"),
+]
+
+
+@pytest.mark.parametrize(("text", "stays"), LEAKING)
+def test_a_secret_is_removed_however_it_is_written(text, stays):
+    secret = "hunter2two"
+    found = report_command.cleaned(f"before\n{text.replace('@@', secret)}\nafter\n", secrets=[])
+    assert "hunter" not in found
+    assert "two" not in found
+    assert stays in found
+    assert "after" in found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "123456789012.dkr.ecr.us-west-2.amazonaws.com/hlat:1",
+        "Account: 123456789012",
+        '{"AccountId": "123456789012"}',
+        "account number is 1234-5678-9012",
+        "s3://hlat-123456789012/x",
+        '"OwnerId": "123456789012"\nlater 123456789012 alone',
+    ],
+)
+def test_numbers_of_accounts_are_removed_and_other_numbers_stay(text):
+    found = report_command.cleaned(f'"bytes": 103079215104,\n{text}\n', secrets=[])
+    assert not re.search("1234-?5678-?9012", found)
+    assert "103079215104" in found
+
+
+def test_a_secret_of_the_environment_is_removed_in_every_spelling():
+    secret = 'hor"se\\ b\u00e4tt\nstaple/more'
+    values = report_command.secret_values({"MY_TOKEN": secret, "PWD": "/home/someone", "LONG_NAME": "a value"})
+    once = json.dumps({"at": secret})
+    texts = [secret, once, json.dumps(secret, ensure_ascii=False), json.dumps(once), repr(secret), "staple/more"]
+    texts += [urllib.parse.quote(secret), urllib.parse.quote(secret, safe="")]
+    for text in texts:
+        found = report_command.cleaned(f"x {text} y", secrets=values)
+        assert not re.search("hor|tt|staple|more", found), text
+    assert report_command.cleaned("/home/someone a value", secrets=values) == "/home/someone a value"
+
+
+def test_what_is_no_secret_stays():
+    text = "tokens: 3\nbits_per_token: 2.5\n--data_tokens=7 --tokenizer a.model\ntoken_id: 2\nverdict passed: 9\n"
+    assert report_command.cleaned(text, secrets=[]) == text
+
+
 def test_large_file_keeps_its_end_and_the_report_does_not_contain_itself(machine, monkeypatch, capsys):
     monkeypatch.setattr(report_command, "LARGEST_BYTES", 100)
     pathlib.Path("long.log").write_text("".join(f"line {number}\n" for number in range(1000)))
@@ -117,7 +199,23 @@ def test_report_says_what_it_is_without(machine, capsys):
     said = capsys.readouterr().out
     assert "without doctor*.json: python -m hlat_jax.neuron doctor --json=doctor.json" in said
     assert "without ladder*.json" in said
-    assert {"files/hlat-7.log", "files/runs/7b/metrics.jsonl"} <= set(contents("r.tar.gz"))
+    assert {"files/2-hlat-7.log", "files/1-runs/7b/metrics.jsonl"} <= set(contents("r.tar.gz"))
+
+
+def test_files_of_one_name_in_several_folders_are_all_there(machine):
+    for place in ("a", "b"):
+        pathlib.Path(place, "runs").mkdir(parents=True)
+        pathlib.Path(place, "runs", "x.log").write_text(place)
+    main(["report", "--out=r.tar.gz", "--paths=a/runs,b/runs,a/runs/x.log"])
+    found = contents("r.tar.gz")
+    assert (found["files/1-runs/x.log"], found["files/2-runs/x.log"]) == ("a", "b")
+
+
+def test_report_says_how_many_files_it_leaves_out(machine, monkeypatch, capsys):
+    monkeypatch.setattr(report_command, "MOST_FILES", 4)
+    main(["report", "--out=r.tar.gz"])
+    assert "6 files of 10 left out: a report has 4; name fewer folders in --paths" in capsys.readouterr().out
+    assert len([name for name in contents("r.tar.gz") if name.startswith("files/")]) == 4
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ def test_node_keeps_caller_variables_and_refuses_a_contradicting_rank(dry_run):
 
 
 def test_node_reads_precision_and_layout_only_from_the_config(dry_run):
-    words = ("--config.parallel.zero1=true", "--workdir=/w", "--config", "7b")
+    words = ("--config.parallel.zero1=true", "--config.train.seed", "3", "--workdir=/w", "--config", "7b")
     done = subprocess.run(
         [str(jobs.NODE), "--dry-run", "--instance=trn1.32xlarge", *words],
         cwd=ROOT, env=os.environ | {"PYTHON": sys.executable, "JAX_PLATFORMS": ""},

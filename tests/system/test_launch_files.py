@@ -269,13 +269,21 @@ def test_configured_node_loses_its_own_name_and_no_other(tmp_path):
         "127.0.0.1 localhost trn1-dy-1\n127.0.1.1\ttrn1-dy-1.hlat.pcluster trn1-dy-1\n10.0.0.9 trn1-dy-1\n"
         "10.0.0.12 trn1-dy-12.hlat.pcluster trn1-dy-12\n::1 ip6-localhost\n"
     )
-    env = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "HOSTS": str(hosts), "LIMITS": str(tmp_path)}
+    env = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "HOSTS_FILE": str(hosts), "LIMITS": str(tmp_path)}
     words = [str(LAUNCH / "slurm" / "node_configured.sh")]
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=20, check=True)
     left = "127.0.0.1 localhost\n10.0.0.12 trn1-dy-12.hlat.pcluster trn1-dy-12\n::1 ip6-localhost\n"
     assert hosts.read_text() == left
     assert "sysctl -w net.ipv4.ip_local_reserved_ports=41000,41001" in done.stdout
+    packages = [line for line in done.stdout.splitlines() if line.startswith(("apt-get", "dnf"))]
+    waits = "apt-get -o DPkg::Lock::Timeout=300"
+    assert packages == [f"{waits} update", f"{waits} install -y libgoogle-perftools-dev"]
     assert "nofile" in (tmp_path / "90-hlat.conf").read_text()
+
+
+def test_guide_gives_one_node_room_for_the_image():
+    [size] = re.findall(r"VolumeSize=(\d+)", (ROOT / "docs" / "trainium.md").read_text())
+    assert int(size) >= 512  # GiB: Neuron's docs, for every image
 
 
 def test_guide_names_existing_commands():
