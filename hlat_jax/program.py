@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ from hlat_jax.batch import SumAndCount, microbatches
 from hlat_jax.ops.dispatch import MATCHERS, Dispatched, dispatch
 from hlat_jax.optimizer import MaskedTransformation, global_norm, masked
 from hlat_jax.parallel import xla_options
-from hlat_jax.parallel.pipeline import PHASES, run_tick, start_ticks
+from hlat_jax.parallel.pipeline import PHASES, pipelined, run_tick, start_ticks
 from hlat_jax.parallel.sharding import ROWS
 from hlat_jax.parallel.zero import check_params
 from hlat_jax.passes import remat, scaling, spikes
@@ -112,25 +113,36 @@ class MicrobatchStep:
     update: Any
     shardings: Any = None
     num_stages: int = 1
-    _held: list[Any] = dataclasses.field(default_factory=list, init=False)
+    _held: dict[Any, Any] = dataclasses.field(default_factory=dict, init=False)  # shapes -> buffer; one at most
 
     def __call__(
         self, state: State, microbatches: Iterable[Any], learning_rate: ArrayLike | None = None
     ) -> tuple[State, StepMetrics]:
-        """Returns the state after the step, and its metrics. Rows of microbatch m: see `batch.microbatches`."""
-        parts, idle = list(microbatches), self.num_stages - 1
-        inputs = self.inputs(state, num_microbatches=np.int32(len(parts)))
-        # popped: where a program fails, the next step starts from a new one
-        buffer = self._held.pop() if self._held else self.start(inputs, parts[0])
-        names = list(self.ticks)
-        if self.num_stages > 1:
-            names = [names[0]] * idle + [names[1]] * len(parts) + [names[2]] * idle
-        else:
-            names = names * len(parts)
-        for number, name in enumerate(names):
-            buffer = self.ticks[name](buffer, inputs, parts[min(number, len(parts) - 1)])
-        state, metrics, buffer = self.update(state, buffer, learning_rate)
-        self._held.append(buffer)
+        """Returns the state after the step, and its metrics. Rows of microbatch m: see `batch.microbatches`.
+
+        Raises:
+          ValueError: no microbatch.
+        """
+        names, idle, count = list(self.ticks), self.num_stages - 1, 0
+        if idle:
+            parts = list(microbatches)
+            count = len(parts)
+            in_turn = [names[0]] * idle + [names[1]] * count + [names[2]] * idle
+            dispatches = zip(in_turn, parts + 2 * idle * parts[-1:], strict=False)
+        else:  # each is on the devices no sooner than it is dispatched
+            dispatches = zip(itertools.repeat(names[0]), microbatches, strict=False)
+        inputs, shapes, buffer = self.inputs(state, num_microbatches=np.int32(count)), None, None
+        for name, part in dispatches:
+            if buffer is None:
+                leaves, structure = jax.tree.flatten((inputs, part))
+                shapes = structure, *((leaf.shape, leaf.dtype) for leaf in leaves)
+                buffer = self._held.pop(shapes, None)  # where a program fails, the next step starts from a new one
+                self._held.clear()
+                buffer = self.start(inputs, part) if buffer is None else buffer
+            buffer = self.ticks[name](buffer, inputs, part)
+        if buffer is None:
+            raise ValueError("microbatches is empty: give a step one or more of them.")
+        state, metrics, self._held[shapes] = self.update(state, buffer, learning_rate)
         return state, metrics
 
     @property
@@ -173,7 +185,7 @@ class TrainingProgram:
       options: those it was built with, with `zero` replaced by the `replica_sync` made from it.
       shardings: of every leaf of the state; None: wherever the parameters are.
       microbatch_step: `step` in programs of one microbatch; None for a loss function that has auxiliary values or takes
-        more than (params, microbatch).
+        more than (params, microbatch), and for an `options.accumulate` that is not `pipeline.pipelined` over stages.
       plan: the choice that meets the memory budget; None without one.
       dispatched: the loss after `dispatch`, whose `report()` lists what was replaced when it was last traced; None
         without that pass.
@@ -279,7 +291,7 @@ def training_program(
         return _jitted(step, options, None if shardings is None else (shardings, None))
 
     def microbatch_step_of(loss_fn: Callable) -> MicrobatchStep | None:
-        if given or has_aux:
+        if given or has_aux or not (options.accumulate is None or _has_stages(options)):
             return None
         return _microbatch_step(loss_fn, optimizer, options=options, shardings=shardings)
 
@@ -441,13 +453,19 @@ def _params_of(weights: Any, options: ProgramOptions) -> Any:
     return params if replica_sync is None else replica_sync.all_gather_params(params)
 
 
+def _has_stages(options: ProgramOptions) -> bool:
+    """Returns whether the step is that of `pipeline`, over a mesh with stages."""
+    mesh = None if options.replica_sync is None else options.replica_sync.layout.mesh
+    return options.accumulate is pipelined and mesh is not None and dict(mesh.shape).get("pipe", 1) > 1
+
+
 def _microbatch_step(
     loss_fn: CheckedLossFn, optimizer: optax.GradientTransformation, *, options: ProgramOptions, shardings: Any
 ) -> MicrobatchStep:
     """Returns the step in programs for one microbatch each, or for one tick of a pipeline."""
     replica_sync, dtype = options.active_replica_sync, options.policy.accumulate
     value_and_grad = _local_value_and_grad(loss_fn, options, num_microbatches=1)
-    updated, has_stages = _updated(optimizer, options), options.accumulate is not None
+    updated, has_stages = _updated(optimizer, options), _has_stages(options)
 
     def start_here(params: Any, rows: Any, *, reduce: Any = None) -> dict[str, Any]:
         if has_stages:

@@ -1,15 +1,17 @@
 """Resolves `model.remat="budget:12GiB"` to the values that are saved, before the step is compiled.
 
-The budget is for the temporaries of the whole step on one device, as the compiler counts them. It is resolved to
-`saved:NAME,...`, an ordinary value of `model.remat`, which is printed, recorded in the run folder, and reused when the
-run resumes. It is chosen again for another budget, mesh, device or version of JAX, or if the step no longer has values
-of these names.
+The budget is for the temporaries of the whole step on one device, as the compiler counts them; where microbatches are
+dispatched, for those of the program with a forward and a backward pass, and what is kept between programs. It is
+resolved to `saved:NAME,...`, an ordinary value of `model.remat`, which is printed, recorded in the run folder, and
+reused when the run resumes. It is chosen again for another budget, mesh, device, version of JAX, or way to split the
+step into programs, or if the step no longer has values of these names.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,11 +23,11 @@ from hlat_jax.passes import remat
 from hlat_jax.passes.liveness import estimated_temporaries
 from hlat_jax.passes.naming import MissingValues, RematChoice
 from hlat_jax.passes.products import live_jaxpr
-from hlat_jax.step import RunProgram, make_program
+from hlat_jax.step import RunProgram, make_program, state_bytes
 
 RECORD_FILE = "remat.json"
 # Keys that, with the mesh, determine the bytes of a step on one device.
-_SHARED = ("zero1", "sequence_parallel", "reduce_gradients", "bucket_bytes")
+_SHARED = ("zero1", "sequence_parallel", "reduce_gradients", "bucket_bytes", "pipe_exchange")
 
 
 def resolved(program: RunProgram, *, recorded: dict[str, Any] | None) -> tuple[RunProgram, dict | None]:
@@ -47,20 +49,22 @@ def resolved(program: RunProgram, *, recorded: dict[str, Any] | None) -> tuple[R
         "asked": config.model.remat,
         "mesh": layout.degrees,
         "parallel": {key: getattr(config.parallel, key) for key in _SHARED},
+        "accumulate": program.accumulate,
+        "layer_loop": program.model.layer_loop,
         "device": layout.mesh.devices.flat[0].device_kind,
         "jax": jax.__version__,
     }
     if recorded is not None and recorded.items() >= facts.items():
         try:
             again = _with(program, recorded["choice"])
-            again.trace_step()
+            _traced(again)
         except MissingValues:
             _print_first("remat            chosen again: the step no longer has the values of the checkpoint's choice")
         else:
             _print_first(f"remat            {recorded['choice']}, from the checkpoint, for {facts['asked']}")
             return again, recorded
 
-    def measured(traced: Any) -> int:
+    def measured(traced: Any, _: tuple) -> int:
         return max(map(int, exchange(str(remat.temporaries(traced)))))
 
     plan = _searched(program, measured)
@@ -84,8 +88,7 @@ def estimated(program: RunProgram) -> RunProgram:
     if not has_budget(program.config):
         return program
     try:
-        arguments = program.step_arguments
-        plan = _searched(program, lambda traced: estimated_temporaries(live_jaxpr(traced), arguments).total)
+        plan = _searched(program, lambda traced, args: estimated_temporaries(live_jaxpr(traced), args).total)
     except remat.BudgetNotMet:
         return _with(program, "full")
     return _with(program, _written(plan.choice))
@@ -96,13 +99,31 @@ def has_budget(config: Config) -> bool:
     return config.model.remat.startswith(REMAT_BUDGET)
 
 
-def _searched(program: RunProgram, measure: Any) -> remat.Plan:
+def _searched(program: RunProgram, measure: Callable[[Any, tuple], int]) -> remat.Plan:
+    """Returns the plan of the search; `measure`: (traced program, what it takes) -> bytes of its temporaries."""
     budget = parse_bytes(program.config.model.remat.removeprefix(REMAT_BUDGET), name="model.remat: the budget")
 
-    def traced(choice: RematChoice | None) -> Any:
-        return _with(program, _written(choice)).trace_step()
+    arguments: dict[Any, tuple] = {}
 
-    return remat.search(traced, budget_bytes=budget, options=remat.RematOptions(measure=measure, min_bytes=1024))
+    def traced(choice: RematChoice | None) -> Any:
+        found, taken = _traced(_with(program, _written(choice)))
+        arguments[found] = taken
+        return found
+
+    def measured(found: Any) -> int:
+        # the buffer stays between programs, and with stages its size depends on the choice
+        held = state_bytes(arguments[found][0]) if program.accumulate == "dispatch" else 0
+        return held + measure(found, arguments[found])
+
+    return remat.search(traced, budget_bytes=budget, options=remat.RematOptions(measure=measured, min_bytes=1024))
+
+
+def _traced(program: RunProgram) -> tuple[Any, tuple]:
+    """Returns the trace of the step, or of its program with a forward and a backward pass, and what it takes."""
+    if program.accumulate != "dispatch":
+        return program.trace_step(), program.step_arguments
+    name = "steady" if program.layout.size(("pipe",)) > 1 else "microbatch"
+    return program.trace_microbatch_step(name), program.microbatch_arguments[name]
 
 
 def _written(choice: RematChoice | None) -> str:

@@ -25,7 +25,7 @@ from hlat_jax.passes.products import live_jaxpr, total_flops
 from hlat_jax.plan.report import Site, make_plan
 from hlat_jax.resolve import resolve
 from hlat_jax.run import budget
-from hlat_jax.step import make_program
+from hlat_jax.step import make_program, state_bytes
 
 GATE = RematChoice(("gate",))
 MESH = {"data": 2, "fsdp": 2, "tensor": 2, "zero1": True, "sequence_parallel": True}
@@ -105,16 +105,40 @@ def test_a_search_traces_each_choice_and_the_largest_measurement_of_all_processe
 
     def search(traced, *, options, **_):
         seen.append([total_flops(live_jaxpr(traced(choice))) for choice in (None, GATE)])
-        seen.append((options.measure("traced"), options.min_bytes))
+        seen.append((options.measure(traced(GATE)), options.min_bytes))
         return plan_of(GATE)
 
     monkeypatch.setattr(remat, "search", search)
-    monkeypatch.setattr(remat, "temporaries", {"traced": 9}.get)
+    monkeypatch.setattr(remat, "temporaries", lambda traced: 9)
     monkeypatch.setattr(budget, "exchange", lambda own: [own, "10"])
     budget_resolved(config_with("budget:7MiB"), recorded=None)
     (without, with_gate), (measured, min_bytes) = seen
     assert without < with_gate
     assert (measured, min_bytes) == (10, 1024)
+
+
+@pytest.mark.parametrize(("pipe", "name"), [(1, "microbatch"), (2, "steady")])
+def test_the_budget_is_for_a_program_of_a_microbatch_and_the_buffer_where_they_are_dispatched(monkeypatch, pipe, name):
+    """The step in one program may be what the compiler of Neuron refuses."""
+    config = planned.small_config(pipe=pipe, remat="budget:7MiB", m=2)
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, accumulate="dispatch"))
+    program = make_program(config, layout_over(config, jax.devices()[:pipe]))
+    seen = []
+
+    def search(traced, *, options, **_):
+        for choice in (None, GATE):
+            seen.append((options.measure(found := traced(choice)), found.fun_name))
+        return plan_of(GATE)
+
+    monkeypatch.setattr(remat, "search", search)
+    monkeypatch.setattr(remat, "temporaries", lambda traced: 9)
+    again, record = budget.resolved(program, recorded=None)
+    kept = [state_bytes(p.microbatch_arguments[name][0]) for p in (budget._with(program, "none"), again)]
+    traced = program.training.microbatch_step.ticks[name].__name__
+    assert seen == [(9 + num_bytes, traced) for num_bytes in kept]
+    assert (kept[0] > kept[1]) == (pipe > 1)
+    budget.resolved(program, recorded=record)
+    assert len(seen) == 2
 
 
 def test_an_estimate_takes_what_the_search_finds(monkeypatch):
@@ -149,6 +173,11 @@ def test_recorded_choice_is_reused_only_for_the_same_setup(searched):
     for changed in ({"mesh": {}}, {"device": "other"}, {"asked": "budget:1GiB"}, {"jax": "0.1"}):
         budget_resolved(again, recorded=record | changed)
     assert searched == [7 * 2**20] * 5
+    for changed in ({"accumulate": "dispatch"}, {"layer_loop": "unroll"}):
+        budget_resolved(again, recorded=record | changed)
+    exchanged = record["parallel"] | {"pipe_exchange": "all_gather"}
+    budget_resolved(again, recorded=record | {"parallel": exchanged})
+    assert searched == [7 * 2**20] * 8
 
 
 def test_recorded_choice_with_missing_values_is_searched_again(searched, capsys):

@@ -3,6 +3,7 @@
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -15,7 +16,7 @@ from hlat_jax.parallel.pipeline import PHASES
 from hlat_jax.parallel.rows import shard_microbatches
 from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.parallel.virtual_devices import planned_layout
-from hlat_jax.program import training_program
+from hlat_jax.program import ProgramOptions, training_program
 from hlat_jax.resolve import resolve, select_accumulate
 from hlat_jax.run.compilation import programs_of_run, traced_programs
 from hlat_jax.run.fingerprint import fingerprint
@@ -203,3 +204,52 @@ def test_a_plain_mean_has_no_step_of_single_microbatches():
     program = training_program(mean, optax.sgd(0.1), params=params)
     with pytest.raises(ValueError, match="a loss function that returns SumAndCount"):
         program.microbatch_step(program.init(params), [batch])
+
+
+def mean_of_products(params, batch):
+    return SumAndCount((params["w"] * batch["x"]).sum(), batch["x"].size)
+
+
+def test_a_microbatch_is_asked_for_when_the_one_before_is_dispatched_and_other_shapes_take_a_new_buffer():
+    program, seen = training_program(mean_of_products, optax.sgd(0.1)), []
+    step, params = program.microbatch_step, {"w": np.ones(3, np.float32)}
+
+    def logged(name, run):
+        return lambda *args: (seen.append(name), run(*args))[1]
+
+    step = step.with_programs({name: logged(name, run) for name, run in step.programs.items()})
+
+    def parts():
+        for _ in range(2):
+            seen.append("asked")
+            yield {"x": np.ones((4, 3), np.float32)}
+
+    state, _ = step(program.init(params), parts())
+    assert seen == ["asked", "start", "microbatch", "asked", "microbatch", "update"]
+    step(state, parts())
+    assert seen.count("start") == 1
+    _, metrics = step(program.init({"w": np.ones(1, np.float32)}), [{"x": np.ones((2, 1), np.float32)}])
+    assert (metrics.loss, metrics.num_tokens, seen.count("start")) == (1.0, 2, 2)
+
+
+def test_a_step_of_no_microbatches_is_refused():
+    program = training_program(mean_of_products, optax.sgd(0.1))
+    with pytest.raises(ValueError, match="microbatches is empty: give a step one or more"):
+        program.microbatch_step(program.init({"w": np.ones(3, np.float32)}), [])
+
+
+@pytest.mark.parametrize("zero", [None, 0])
+def test_a_sum_of_gradients_of_ones_own_has_a_step_and_none_of_single_microbatches(zero):
+    def summed(loss_fn, params, rows, *, sums):
+        assert sums.num_microbatches == 2
+        loss, pullback = jax.vjp(lambda params: loss_fn(params, rows).total, params)
+        return (loss, loss_fn(params, rows).count), pullback(jnp.ones_like(loss))[0]
+
+    devices = None if zero is None else jax.devices()[:2]
+    options = ProgramOptions(accumulate=summed, num_microbatches=2, zero=zero, devices=devices)
+    params = {"w": np.ones(3, np.float32)}
+    program = training_program(mean_of_products, optax.sgd(0.1), options=options, params=params)
+    assert program.microbatch_step is None
+    state, metrics = program.step(program.init(params), {"x": np.ones((4, 3), np.float32)})
+    assert (metrics.loss, metrics.num_tokens) == (1.0, 12)
+    np.testing.assert_allclose(state["params"]["w"], 1 - 0.1 / 3)
