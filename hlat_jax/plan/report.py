@@ -133,7 +133,7 @@ def short_plan(program: RunProgram, *, budget: int) -> list[str]:
     """Returns the lines that `train` prints before it compiles its step; `budget`: bytes of one device."""
     jaxpr = live_jaxpr(program.trace_step())
     memory = device_bytes(program, jaxpr=jaxpr)
-    lines = [text.memory_line(memory.total, budget, state=memory.state, temporaries=memory.temporaries)]
+    lines = [text.memory_line(memory, budget)]
     counts = counted(traced_collectives(jaxpr, program.layout.mesh)).values()
     if counts:
         executions, sent = sum(count.executions for count in counts), sum(count.wire_bytes for count in counts)

@@ -6,17 +6,16 @@ from typing import Any
 
 from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.plan.instructions import NOTE, OPERATION_ADVICE, PROGRAM_ADVICE, rounded
-from hlat_jax.plan.memory import TEMPORARIES_ERROR
+from hlat_jax.plan.memory import STAGES_ERROR, TEMPORARIES_ERROR, DeviceBytes
 
 
-def memory_line(total: int, budget: int, *, state: int, temporaries: int) -> str:
+def memory_line(memory: DeviceBytes, budget: int) -> str:
     """Returns the line that `train` prints for the memory of a device."""
-    upper = total - temporaries + temporaries / (1 - TEMPORARIES_ERROR)
-    verdict = "" if upper <= budget else "; MAY NOT FIT" if total <= budget else "; DOES NOT FIT"
+    verdict = "" if memory.upper <= budget else "; MAY NOT FIT" if memory.total <= budget else "; DOES NOT FIT"
     verdict += ": try python -m hlat_jax.plan --search" if verdict else ""
     return (
-        f"memory planned   {format_bytes(total)} of {format_bytes(budget)} on the fullest device: "
-        f"{format_bytes(state)} state, {format_bytes(temporaries)} temporaries (estimated){verdict}"
+        f"memory planned   {format_bytes(memory.total)} of {format_bytes(budget)} on the fullest device: "
+        f"{format_bytes(memory.state)} state, {format_bytes(memory.temporaries)} temporaries (estimated){verdict}"
     )
 
 
@@ -91,7 +90,7 @@ def _doubtful(found: dict[str, Any]) -> str:
 def _tight(found: dict[str, Any]) -> str:
     return (
         f"{found['tight']} not ranked: they fit only if temporaries, which are estimated within "
-        f"{TEMPORARIES_ERROR:.0%}, take no more than the estimate"
+        f"{TEMPORARIES_ERROR:.0%}, with pipeline stages {STAGES_ERROR:.0%}, take no more than the estimate"
     )
 
 
@@ -167,8 +166,8 @@ def _memory_lines(plan: dict[str, Any]) -> list[str]:
     if plan["fits_surely"]:
         return [*lines, "  fits"]
     if plan["fits"]:
-        upper = format_bytes(memory["upper"])
-        lines.append(f"  MAY NOT FIT: temporaries are estimated within {TEMPORARIES_ERROR:.0%}, so it may take {upper}")
+        upper, error = format_bytes(memory["upper"]), memory["temporaries_error"]
+        lines.append(f"  MAY NOT FIT: temporaries are estimated within {error:.0%}, so it may take {upper}")
     else:
         lines.append(f"  DOES NOT FIT; the largest part is {plan['binds']}")
     change = plan.get("change")

@@ -29,6 +29,7 @@ from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.plan import published, roofline, search, text
 from hlat_jax.plan.aot import partition, reduced
 from hlat_jax.plan.collectives import Collective, count_collectives, counted
+from hlat_jax.plan.memory import STAGES_ERROR, DeviceBytes
 from hlat_jax.plan.report import Site, make_plan, short_plan
 from hlat_jax.plan.traffic import traced_collectives
 from hlat_jax.resolve import resolve
@@ -409,10 +410,13 @@ def test_short_plan_warns_when_memory_is_insufficient():
 
 
 def test_memory_within_the_error_of_temporaries_is_not_called_a_fit():
-    line = functools.partial(text.memory_line, 90, state=30, temporaries=60)  # 60 of 100 may be 71: 101 in all
+    parts = {"opt_state": 10, "batch": 0, "gradients": 10, "activations": 20, "workspace": 30, "logits": 1}
+    memory = DeviceBytes(params=20, **parts)
+    line = functools.partial(text.memory_line, memory)  # 60 of 90 may be 71: 101 in all
     assert ["NOT FIT" in line(budget) for budget in (89, 90, 100, 101)] == [True, True, True, False]
     assert "MAY NOT FIT" in line(100)
     assert "MAY NOT FIT" not in line(89)
+    assert dataclasses.replace(memory, temporaries_error=STAGES_ERROR).upper == 30 + 86
 
 
 def test_search_does_not_rank_a_layout_that_fits_only_by_the_estimate(monkeypatch):
