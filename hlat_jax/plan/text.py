@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hlat_jax.byte_sizes import format_bytes
-from hlat_jax.plan.instructions import NOTE, OPERATION_ADVICE, PROGRAM_ADVICE, rounded
+from hlat_jax.plan.instructions import NOTE, OPERATION_ADVICE, program_advice, rounded
 from hlat_jax.plan.memory import STAGES_ERROR, TEMPORARIES_ERROR, DeviceBytes
 
 
@@ -125,15 +125,16 @@ def _run_lines(plan: dict[str, Any]) -> list[str]:
 
 
 def instruction_lines(found: dict[str, Any]) -> list[str]:
-    """Returns the estimated instructions of a step, and a warning with what to change if a public limit is below."""
+    """Returns the estimated instructions of the programs, and a warning with what to change if a limit is below."""
     name, program = max(found["programs"].items(), key=lambda item: item[1]["unrolled"])
     largest = max(one["largest"] for one in found["programs"].values())
     line = f"instructions     about {rounded(program['unrolled'])} in program {name} with every loop unrolled, "
     line += f"{rounded(program['looped'])} with none; {rounded(largest)} in the largest operation ({NOTE})"
     limits = f"public logs show {found['limit']:,} per program and {found['operation_limit']:,} per operation"
     advice = []
-    if program["unrolled"] > found["limit"]:
-        advice.append(f"  WARNING: {limits}; {PROGRAM_ADVICE}")
+    above = [name for name, one in found["programs"].items() if one["unrolled"] > found["limit"]]
+    if above:
+        advice.append(f"  WARNING for {', '.join(above)}: {limits}; {program_advice(above)}")
     if largest > found["operation_limit"]:
         advice.append(f"  WARNING: {limits}; {OPERATION_ADVICE}")
     return [line, *(advice or [f"  below the limits: {limits}"])]
