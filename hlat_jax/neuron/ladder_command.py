@@ -20,7 +20,7 @@ from hlat_jax.host.neuron_groups import FINE, verdict_of_first
 from hlat_jax.host.neuron_topology import Topology, checked, lnc_of
 from hlat_jax.neuron.rules import target_of
 from hlat_jax.parallel.degrees import passes
-from hlat_jax.plan.instructions import NOTE, OPERATION_ADVICE, PROGRAM_ADVICE, PROGRAM_LIMIT, operation_limit, rounded
+from hlat_jax.plan.instructions import NOTE, OPERATION_ADVICE, PROGRAM_LIMIT, operation_limit, program_advice, rounded
 from hlat_jax.store.progress import show_progress
 
 
@@ -104,7 +104,7 @@ def _text(number: int, row: dict[str, Any], target: str, nodes: int) -> str:
         rules = ", ".join([f"{rule} (error)" for rule in program["errors"]] + program["warnings"]) or "no warning"
         since = f"; the program of rung {program['same_as_rung']}" if program["same_as_rung"] != number else ""
         lines.append(f"  {name:<12}{numbers[0]:>14}{numbers[1]:>14}{numbers[2]:>12}  {rules}{since}")
-        advice |= {PROGRAM_ADVICE} if program["unrolled"] > PROGRAM_LIMIT else set()
+        advice |= {program_advice([name])} if program["unrolled"] > PROGRAM_LIMIT else set()
         advice |= {OPERATION_ADVICE} if program["largest"] > operation_limit(target) else set()
     lines += [f"  above a limit: {line}" for line in sorted(advice)]
     return "\n".join([*lines, f"  {row['command']}"])

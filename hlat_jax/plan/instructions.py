@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from hlat_jax.passes.jaxpr import CALL_JAXPRS, SAME_ELEMENTS, inner_jaxprs, inner_trips
@@ -20,9 +20,10 @@ NOTE = "an order of magnitude, not calibrated"
 PROGRAM_LIMIT = 5_000_000
 OPERATION_LIMIT, OPERATION_LIMIT_TRN1 = 300_000, 150_000
 PROGRAM_ADVICE = (
-    "train.accumulate=dispatch where there are no pipeline stages (a program holds one microbatch), fewer rows in a "
-    "microbatch, more parallel.tensor or parallel.pipe; --tiled-inst-limit moves the limit (undocumented)"
+    "fewer rows in a microbatch (of eval with pipeline stages: in a batch), more parallel.tensor or parallel.pipe; "
+    "--tiled-inst-limit moves the limit (undocumented)"
 )
+DISPATCH_ADVICE = "train.accumulate=dispatch (a program holds one microbatch, or one tick of a pipeline)"
 OPERATION_ADVICE = (
     "fewer rows in a microbatch, a shorter data.seq_len, more parallel.tensor; for the loss model.cross_entropy=chunked"
 )
@@ -53,6 +54,11 @@ class Instructions:
 def operation_limit(target: str) -> int:
     """Returns the instructions of one operation above which public logs show errors, by chip or instance type."""
     return OPERATION_LIMIT_TRN1 if target.startswith("trn1") else OPERATION_LIMIT
+
+
+def program_advice(names: Iterable[str]) -> str:
+    """Returns what makes programs of these names smaller; `train` has all microbatches, of train.accumulate=scan."""
+    return f"{DISPATCH_ADVICE}, {PROGRAM_ADVICE}" if "train" in names else PROGRAM_ADVICE
 
 
 def rounded(number: int) -> str:

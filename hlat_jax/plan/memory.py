@@ -16,7 +16,9 @@ from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.precision import POLICIES
 from hlat_jax.step import RunProgram, state_bytes
 
-TEMPORARIES_ERROR = 0.15  # of the estimate of temporaries; tests hold it against XLA
+# Of the estimate of temporaries, without and with pipeline stages; tests hold them against XLA on CPU, which copies a
+# part of the ring of residuals in a steady tick.
+TEMPORARIES_ERROR, STAGES_ERROR = 0.15, 0.30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +36,7 @@ class DeviceBytes:
         pass keeps for the backward pass, including the logits.
       workspace: the rest of the temporaries; estimated.
       logits: of one microbatch on this device, fp32, for information; part of the workspace if the loss is dense.
+      temporaries_error: how much lower the estimate of temporaries may be than what is allocated, as a share of that.
     """
 
     params: int
@@ -43,6 +46,7 @@ class DeviceBytes:
     activations: int
     workspace: int
     logits: int
+    temporaries_error: float = TEMPORARIES_ERROR
 
     @property
     def state(self) -> int:
@@ -59,7 +63,7 @@ class DeviceBytes:
     @property
     def upper(self) -> int:
         """The total if the estimate of temporaries is too low by its error."""
-        return self.state + self.batch + round(self.temporaries / (1 - TEMPORARIES_ERROR))
+        return self.state + self.batch + round(self.temporaries / (1 - self.temporaries_error))
 
 
 def device_bytes(program: RunProgram, *, jaxpr: Any) -> DeviceBytes:
@@ -90,6 +94,7 @@ def device_bytes(program: RunProgram, *, jaxpr: Any) -> DeviceBytes:
         activations=activations,
         workspace=peak.total - gradients - activations,
         logits=4 * rows * config.data.seq_len * vocab,
+        temporaries_error=STAGES_ERROR if layout.size(("pipe",)) > 1 else TEMPORARIES_ERROR,
     )
 
 

@@ -133,7 +133,7 @@ def short_plan(program: RunProgram, *, budget: int) -> list[str]:
     """Returns the lines that `train` prints before it compiles its step; `budget`: bytes of one device."""
     jaxpr = live_jaxpr(program.trace_step())
     memory = device_bytes(program, jaxpr=jaxpr)
-    lines = [text.memory_line(memory.total, budget, state=memory.state, temporaries=memory.temporaries)]
+    lines = [text.memory_line(memory, budget)]
     counts = counted(traced_collectives(jaxpr, program.layout.mesh)).values()
     if counts:
         executions, sent = sum(count.executions for count in counts), sum(count.wire_bytes for count in counts)
@@ -173,13 +173,18 @@ def _schedule(config: Config, layout: Layout, requested: str) -> dict[str, Any]:
 
 
 def step_instructions(program: RunProgram) -> dict[str, instructions.Instructions]:
-    """Returns program -> estimated instructions for a step; what is outside `shard_map` is split as the moments are."""
+    """Returns program -> estimated instructions, for a step and, where validation is on, `eval`.
+
+    What is outside `shard_map` is split as the moments are.
+    """
     updated = program.abstract_state["opt_state"]
     whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(updated))
     traced = {"train": program.trace_step}
     if program.accumulate == "dispatch":
         names = (*program.training.microbatch_step.ticks, "update")
         traced = {name: functools.partial(program.trace_microbatch_step, name) for name in names}
+    if program.config.data.validation:
+        traced["eval"] = program.trace_eval_step
     num_shards = whole / state_bytes(updated)
     return {name: instructions.estimated(live_jaxpr(trace()), num_shards=num_shards) for name, trace in traced.items()}
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import operator
 from collections.abc import Iterator
 from typing import Any
 
 from hlat_jax import cost
 from hlat_jax.config import Config
-from hlat_jax.parallel.degrees import all_degrees, passes
+from hlat_jax.host.neuron_groups import DISPUTED
+from hlat_jax.parallel.degrees import all_degrees, passes, verdicts
 from hlat_jax.parallel.sharding import MESH_AXES, abstract_layout
 from hlat_jax.plan.floor import Floor, floor, held
 from hlat_jax.plan.report import Site, make_plan
@@ -47,15 +47,19 @@ def ranked(
       status: is kept up to date, as if all of these were.
 
     Returns:
-      {"rows": the best first, "by": "step_s" or "total", "layouts": number of combinations, "planned": number of
-      those planned, "tight": number of these that fit only by the estimate of temporaries, which may be too low,
-      "smallest": fewest bytes of a floor, "budget": bytes of a device, "rest": floor of the best
-      combination left out; None if none was left out that could be among the best}.
+      {"rows": the best first, those with disputed groups after all others, "by": "step_s" or "total", "layouts": number
+      of combinations, "planned": number of those planned, "tight": number of these that fit only by the estimate of
+      temporaries, which may be too low, "smallest": fewest bytes of a floor, "budget": bytes of a device, "rest": floor
+      of the best combination left out; None if none was left out that could be among the best}.
     """
     target = cost.target(site.target)
     budget = target.device.memory_bytes - target.device.reserved_bytes
     by = "step_s" if target.device.peak_flops else "total"
     scored = sorted(candidates(config, site), key=lambda pair: (getattr(pair[0], by), pair[0].total))
+
+    def rank(row: dict[str, Any]) -> tuple[bool, float]:
+        return bool(row["disputed_groups"]), row[by]
+
     best: dict[tuple, dict[str, Any]] = {}  # row of every choice of degrees
     too_large: list[Config] = []
     tight = 0
@@ -64,9 +68,10 @@ def ranked(
         if least.total > budget or any(_holds_more(candidate, other) for other in too_large):
             continue
         bound, degrees = getattr(least, by), _degrees(candidate)
-        if len(best) >= most and bound >= sorted(row[by] for row in best.values())[most - 1]:
+        listed = sorted(row[by] for row in best.values() if not row["disputed_groups"])
+        if len(listed) >= most and bound >= listed[most - 1]:
             break
-        if degrees in best and bound >= best[degrees][by]:
+        if degrees in best and (_is_disputed(candidate, site), bound) >= rank(best[degrees]):
             continue
         if planned == max_plans:
             rest = bound
@@ -77,16 +82,19 @@ def ranked(
         if row["upper"] > budget:
             too_large.append(candidate)
             tight += row["total"] <= budget
-        elif degrees not in best or row[by] < best[degrees][by]:
+        elif degrees not in best or rank(row) < rank(best[degrees]):
             best[degrees] = row
-    rows = sorted(best.values(), key=operator.itemgetter(by))[:most]
-    rows.sort(key=lambda row: bool(row["disputed_groups"]))
+    rows = sorted(best.values(), key=rank)[:most]
     found = {"rows": rows, "by": by, "layouts": len(scored), "planned": planned, "budget": budget, "rest": rest}
     return found | {"tight": tight} | {"smallest": min((least.total for least, _ in scored), default=None)}
 
 
 def _degrees(config: Config) -> tuple[int, ...]:
     return tuple(getattr(config.parallel, axis) for axis in MESH_AXES)
+
+
+def _is_disputed(config: Config, site: Site) -> bool:
+    return site.server is not None and bool(verdicts(config, site.num_devices, site.server)[DISPUTED])
 
 
 def _holds_more(candidate: Config, other: Config) -> bool:

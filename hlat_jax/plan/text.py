@@ -5,18 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from hlat_jax.byte_sizes import format_bytes
-from hlat_jax.plan.instructions import NOTE, OPERATION_ADVICE, PROGRAM_ADVICE, rounded
-from hlat_jax.plan.memory import TEMPORARIES_ERROR
+from hlat_jax.plan.instructions import NOTE, OPERATION_ADVICE, program_advice, rounded
+from hlat_jax.plan.memory import STAGES_ERROR, TEMPORARIES_ERROR, DeviceBytes
 
 
-def memory_line(total: int, budget: int, *, state: int, temporaries: int) -> str:
+def memory_line(memory: DeviceBytes, budget: int) -> str:
     """Returns the line that `train` prints for the memory of a device."""
-    upper = total - temporaries + temporaries / (1 - TEMPORARIES_ERROR)
-    verdict = "" if upper <= budget else "; MAY NOT FIT" if total <= budget else "; DOES NOT FIT"
+    verdict = "" if memory.upper <= budget else "; MAY NOT FIT" if memory.total <= budget else "; DOES NOT FIT"
     verdict += ": try python -m hlat_jax.plan --search" if verdict else ""
     return (
-        f"memory planned   {format_bytes(total)} of {format_bytes(budget)} on the fullest device: "
-        f"{format_bytes(state)} state, {format_bytes(temporaries)} temporaries (estimated){verdict}"
+        f"memory planned   {format_bytes(memory.total)} of {format_bytes(budget)} on the fullest device: "
+        f"{format_bytes(memory.state)} state, {format_bytes(memory.temporaries)} temporaries (estimated){verdict}"
     )
 
 
@@ -91,7 +90,7 @@ def _doubtful(found: dict[str, Any]) -> str:
 def _tight(found: dict[str, Any]) -> str:
     return (
         f"{found['tight']} not ranked: they fit only if temporaries, which are estimated within "
-        f"{TEMPORARIES_ERROR:.0%}, take no more than the estimate"
+        f"{TEMPORARIES_ERROR:.0%}, with pipeline stages {STAGES_ERROR:.0%}, take no more than the estimate"
     )
 
 
@@ -126,15 +125,16 @@ def _run_lines(plan: dict[str, Any]) -> list[str]:
 
 
 def instruction_lines(found: dict[str, Any]) -> list[str]:
-    """Returns the estimated instructions of a step, and a warning with what to change if a public limit is below."""
+    """Returns the estimated instructions of the programs, and a warning with what to change if a limit is below."""
     name, program = max(found["programs"].items(), key=lambda item: item[1]["unrolled"])
     largest = max(one["largest"] for one in found["programs"].values())
     line = f"instructions     about {rounded(program['unrolled'])} in program {name} with every loop unrolled, "
     line += f"{rounded(program['looped'])} with none; {rounded(largest)} in the largest operation ({NOTE})"
     limits = f"public logs show {found['limit']:,} per program and {found['operation_limit']:,} per operation"
     advice = []
-    if program["unrolled"] > found["limit"]:
-        advice.append(f"  WARNING: {limits}; {PROGRAM_ADVICE}")
+    above = [name for name, one in found["programs"].items() if one["unrolled"] > found["limit"]]
+    if above:
+        advice.append(f"  WARNING for {', '.join(above)}: {limits}; {program_advice(above)}")
     if largest > found["operation_limit"]:
         advice.append(f"  WARNING: {limits}; {OPERATION_ADVICE}")
     return [line, *(advice or [f"  below the limits: {limits}"])]
@@ -167,8 +167,8 @@ def _memory_lines(plan: dict[str, Any]) -> list[str]:
     if plan["fits_surely"]:
         return [*lines, "  fits"]
     if plan["fits"]:
-        upper = format_bytes(memory["upper"])
-        lines.append(f"  MAY NOT FIT: temporaries are estimated within {TEMPORARIES_ERROR:.0%}, so it may take {upper}")
+        upper, error = format_bytes(memory["upper"]), memory["temporaries_error"]
+        lines.append(f"  MAY NOT FIT: temporaries are estimated within {error:.0%}, so it may take {upper}")
     else:
         lines.append(f"  DOES NOT FIT; the largest part is {plan['binds']}")
     change = plan.get("change")

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
-from planned import planned_config
+from planned import planned_config, small_config
 
 from hlat_jax.neuron import partitioned, programs, unrolled
 from hlat_jax.neuron.module import Program
@@ -112,6 +112,14 @@ def test_dispatched_microbatches_make_no_program_larger():
     assert eight["microbatch"].unrolled < 0.6 * two["microbatch"].unrolled  # of half as many rows
 
 
+def test_validation_counts_as_a_program_where_it_is_on():
+    config = small_config(pipe=2, m=2)
+    assert config.data.validation == ""
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, validation="held_out.jsonl"))
+    found = report.step_instructions(make_program(config, programs.layout_for_neuron(config, 2)))
+    assert list(found) == [*PHASES, "update", "eval"]
+
+
 def test_a_loop_over_microbatches_multiplies_the_unrolled_program_only():
     def of(m):
         config = planned_config(m=m, rows=m, data=1)
@@ -124,11 +132,11 @@ def test_a_loop_over_microbatches_multiplies_the_unrolled_program_only():
     assert eight.unrolled > 2 * two.unrolled
 
 
-def plan_found(unrolled_count, largest):
+def plan_found(unrolled_count, largest, *, name="train"):
     program = {"unrolled": unrolled_count, "looped": 9, "largest": largest}
     small = {"unrolled": 1, "looped": 1, "largest": 1}
     limits = {"limit": instructions.PROGRAM_LIMIT, "operation_limit": instructions.operation_limit("trn1n.32xlarge")}
-    return {"programs": {"update": small, "microbatch": program}} | limits
+    return {"programs": {"update": small, name: program}} | limits
 
 
 @pytest.mark.parametrize(
@@ -137,11 +145,18 @@ def plan_found(unrolled_count, largest):
 )
 def test_plan_prints_the_estimate_the_limits_and_what_to_change(unrolled_count, largest, expected):
     first, second = text.instruction_lines(plan_found(unrolled_count, largest))
-    assert "in program microbatch with every loop unrolled" in first
+    assert "in program train with every loop unrolled" in first
     assert "an order of magnitude, not calibrated" in first
     assert "5,000,000 per program and 150,000 per operation" in second
     assert expected in second
     assert ("WARNING" in second) == (expected != "below")
+
+
+def test_dispatched_programs_are_not_told_to_be_dispatched():
+    for name, is_told in (("train", True), ("steady", False), ("eval", False)):
+        warning = text.instruction_lines(plan_found(5_000_001, 9, name=name))[1]
+        assert f"WARNING for {name}: public logs" in warning
+        assert ("train.accumulate=dispatch" in warning) == is_told
 
 
 def test_limits_depend_on_the_chip():

@@ -23,12 +23,14 @@ from planned import name, num_devices, small_config
 from benchmarks import layouts
 from hlat_jax import config as config_lib
 from hlat_jax import cost
+from hlat_jax.host.neuron_groups import DISPUTED
 from hlat_jax.parallel.sharding import MESH_AXES, make_layout
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.plan import published, roofline, search, text
 from hlat_jax.plan.aot import partition, reduced
 from hlat_jax.plan.collectives import Collective, count_collectives, counted
+from hlat_jax.plan.memory import STAGES_ERROR, DeviceBytes
 from hlat_jax.plan.report import Site, make_plan, short_plan
 from hlat_jax.plan.traffic import traced_collectives
 from hlat_jax.resolve import resolve
@@ -335,11 +337,16 @@ def test_search_tries_every_dimension():
     assert len(set(tried)) == len(tried)
 
 
-def test_search_matches_exhaustive_planning(monkeypatch):
-    """Plans here are made up, above their floors: what is asked is that nothing good is left out."""
+@pytest.mark.parametrize("is_disputed", [lambda p: False, lambda p: p.pipe == 2], ids=["listed", "disputed"])
+def test_search_matches_exhaustive_planning(monkeypatch, is_disputed):
+    """Plans here are made up, above their floors: what is asked is that nothing good is left out.
+
+    Layouts with disputed groups come after all others, however fast they are.
+    """
     config, site = small_config(rows=8, policy="mixed"), Site("trn1.2xlarge", 2)
+    budget = 600_000  # half of the combinations fit
     tried = [(least, candidate) for least, candidate in search.candidates(config, site)]
-    device = dataclasses.replace(cost.DEVICES["trn1"], memory_bytes=250_000, reserved_bytes=0)
+    device = dataclasses.replace(cost.DEVICES["trn1"], memory_bytes=budget, reserved_bytes=0)
     monkeypatch.setitem(cost.TARGETS, "trn1.2xlarge", dataclasses.replace(cost.target("trn1.2xlarge"), device=device))
     made_up = {}
     for least, c in tried:
@@ -348,19 +355,21 @@ def test_search_matches_exhaustive_planning(monkeypatch):
         above = random.Random(str(c)).uniform(1, 2)
         made_up[c] = {
             "layout": degrees | {"zero1": p.zero1, "sequence_parallel": p.sequence_parallel},
-            "device_bytes": dict.fromkeys(("total", "upper"), round(1.5 * least.total)) | {"budget": 250_000},
+            "device_bytes": dict.fromkeys(("total", "upper"), round(1.5 * least.total)) | {"budget": budget},
             "projection": {"step_s": above * least.step_s, "tokens_per_s": 1.0},
-            "disputed_groups": [],
+            "disputed_groups": ["x"] * is_disputed(p),
         }
     monkeypatch.setattr(search, "make_plan", lambda c, _: made_up[c])
+    monkeypatch.setattr(search, "verdicts", lambda c, *_: {DISPUTED: made_up[c]["disputed_groups"]})
     best = {}
     for plan in made_up.values():
-        if plan["device_bytes"]["total"] <= 250_000:
+        if plan["device_bytes"]["total"] <= budget:
             key = tuple(plan["layout"][axis] for axis in MESH_AXES)
-            best[key] = min(best.get(key, 9.9), plan["projection"]["step_s"])
+            rank = bool(plan["disputed_groups"]), plan["projection"]["step_s"]
+            best[key] = min(best.get(key, (True, 9.9)), rank)
     found = search.ranked(config, site, most=4, max_plans=10_000)
-    assert [row["step_s"] for row in found["rows"]] == sorted(best.values())[:4]
-    assert found["rest"] is None
+    assert [(bool(row["disputed_groups"]), row["step_s"]) for row in found["rows"]] == sorted(best.values())[:4]
+    assert (len(found["rows"]), found["rest"]) == (4, None)
     assert found["planned"] < len(tried) / 2
     few = search.ranked(config, site, most=4, max_plans=3)
     assert (few["planned"], few["rest"] > 0) == (3, True)
@@ -409,10 +418,13 @@ def test_short_plan_warns_when_memory_is_insufficient():
 
 
 def test_memory_within_the_error_of_temporaries_is_not_called_a_fit():
-    line = functools.partial(text.memory_line, 90, state=30, temporaries=60)  # 60 of 100 may be 71: 101 in all
+    parts = {"opt_state": 10, "batch": 0, "gradients": 10, "activations": 20, "workspace": 30, "logits": 1}
+    memory = DeviceBytes(params=20, **parts)
+    line = functools.partial(text.memory_line, memory)  # 60 of 90 may be 71: 101 in all
     assert ["NOT FIT" in line(budget) for budget in (89, 90, 100, 101)] == [True, True, True, False]
     assert "MAY NOT FIT" in line(100)
     assert "MAY NOT FIT" not in line(89)
+    assert dataclasses.replace(memory, temporaries_error=STAGES_ERROR).upper == 30 + 86
 
 
 def test_search_does_not_rank_a_layout_that_fits_only_by_the_estimate(monkeypatch):
