@@ -72,7 +72,7 @@ _DEFAULTS_2_33 = {
 NKI_NOTES = {
     "0.7.0": (
         "kernels are specialized by tracing them with Python, so that generators and inheritance work",
-        "a loop on the device must be fori_loop() or while_loop(); a run calls kernels of AWS's library, none of its own",
+        "a loop on the device must be fori_loop() or while_loop(); a run calls kernels of AWS's library only",
         "announced for a later release: kernels need no launch grid, and one other than the LNC, which a run passes, "
         "is an error of the compiler",
     )
