@@ -67,6 +67,16 @@ _DEFAULTS_2_33 = {
     "--native-int64": "enabled: 64-bit integers are computed as such on trn2 and later",
     "--implicit-integer-downcast": "none: integer dot, scatter, all_reduce, reduce_scatter and pow are errors",
 }
+# Version of nki -> what its release notes, and an announcement, say. Sources: release-notes/components/nki,
+# announce-intent-eos-nki-spmd-launch-grid.
+NKI_NOTES = {
+    "0.7.0": (
+        "kernels are specialized by tracing them with Python, so that generators and inheritance work",
+        "a loop on the device must be fori_loop() or while_loop(); a run calls kernels of AWS's library only",
+        "announced for a later release: kernels need no launch grid, and one other than the LNC, which a run passes, "
+        "is an error of the compiler",
+    )
+}
 # Oldest first.
 RELEASES = (
     Release(

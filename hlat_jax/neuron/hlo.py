@@ -17,6 +17,7 @@ from typing import Any
 
 from hlat_jax.config import Config
 from hlat_jax.neuron import hlo_proto
+from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.plan.aot import fewer_replicas
 from hlat_jax.resolve import resolve
 
@@ -30,7 +31,9 @@ def whole_module(lowered: Any) -> bytes:
     return hlo_proto.renumber(hlo_module(lowered))
 
 
-def device_module(name: str, config: Config, num_devices: int, *, max_devices: int) -> tuple[bytes, dict[str, int]]:
+def device_module(
+    name: str, config: Config, num_devices: int, *, max_devices: int, target: str = ""
+) -> tuple[bytes, dict[str, int]]:
     """Returns (serialized module of one device, with small ids; degrees of the mesh that it was partitioned for).
 
     Args:
@@ -39,50 +42,51 @@ def device_module(name: str, config: Config, num_devices: int, *, max_devices: i
       num_devices: size of its mesh.
       max_devices: upper limit on the devices to partition for. The data degree is reduced to fit; the rows per device
         stay the same.
+      target: of `rules.LINTED`, whose implementations the program has; "": any chip. Groups of cores are not checked,
+        because this mesh is none of a run.
 
     Raises:
-      ValueError: one replica needs more than 2,048 devices.
+      ValueError: one replica needs more than 2,048 devices, or an implementation that the target does not have.
       RuntimeError: the partitioner failed; the message ends with its last output.
     """
-    from hlat_jax.neuron.programs import layout_for_neuron
-
     small, count = fewer_replicas(config, num_devices, max_devices=max_devices)
     if count == 1:  # nothing to partition
-        from hlat_jax.run.compilation import traced_programs
-        from hlat_jax.step import make_program
-
-        program = make_program(small, layout_for_neuron(small, count))
-        lowered = traced_programs(program)[name]().lower(lowering_platforms=("neuron",))
-        return whole_module(lowered), program.layout.degrees
+        lowered, degrees = _lowered(name, small, count, target=target)
+        return whole_module(lowered), degrees
     with tempfile.TemporaryDirectory() as folder:
         flags = [f"--xla_force_host_platform_device_count={count}", "--xla_backend_optimization_level=0"]
         flags += [f"--xla_dump_to={folder}", "--xla_dump_hlo_as_proto", "--xla_dump_hlo_pass_re=spmd-partitioning"]
         env = os.environ | {"XLA_FLAGS": " ".join(flags), "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "0"}
         words = [sys.executable, "-m", "hlat_jax.neuron.hlo"]
-        task = json.dumps({"config": small.to_dict(), "num_devices": count, "program": name})
+        task = json.dumps({"config": small.to_dict(), "num_devices": count, "program": name, "target": target})
         done = subprocess.run(words, input=task, env=env, capture_output=True, text=True, check=False)
         dumped = sorted(pathlib.Path(folder).glob(_AFTER))
         if not dumped:
             raise RuntimeError(f"partitioning {name} for {count} virtual devices failed: {done.stderr[-2000:]}")
         module = hlo_proto.renumber(hlo_proto.module_from_dump(dumped[-1].read_bytes()))
-    return module, layout_for_neuron(small, count).degrees
+    return module, planned_layout(small, count, platform="neuron").degrees
 
 
-def partition(name: str, config: Config, num_devices: int) -> None:
+def _lowered(name: str, config: Config, num_devices: int, *, target: str) -> tuple[Any, dict[str, int]]:
+    """Returns (program lowered for Neuron, degrees of its mesh)."""
+    from hlat_jax.run.compilation import traced_programs
+    from hlat_jax.step import make_program
+
+    program = make_program(config, planned_layout(config, num_devices, platform="neuron", chip=target))
+    return traced_programs(program)[name]().lower(lowering_platforms=("neuron",)), program.layout.degrees
+
+
+def partition(name: str, config: Config, num_devices: int, *, target: str = "") -> None:
     """Compiles a program lowered for Neuron on this process's CPU devices, so that XLA dumps the partitioned module.
 
     Operations that a CPU cannot compile, such as Neuron kernels, fail only after the dump.
     """
     from hlat_jax.host.jax_compat import compile_for_local_devices
-    from hlat_jax.neuron.programs import layout_for_neuron
-    from hlat_jax.run.compilation import traced_programs
-    from hlat_jax.step import make_program
 
-    program = make_program(config, layout_for_neuron(config, num_devices))
-    lowered = traced_programs(program)[name]().lower(lowering_platforms=("neuron",))
+    lowered, _ = _lowered(name, config, num_devices, target=target)
     compile_for_local_devices(lowered, num_devices)
 
 
 if __name__ == "__main__":
     task = json.load(sys.stdin)
-    partition(task["program"], resolve(task["config"]), task["num_devices"])
+    partition(task["program"], resolve(task["config"]), task["num_devices"], target=task["target"])

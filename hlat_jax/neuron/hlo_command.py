@@ -47,8 +47,9 @@ def main(argv: Sequence[str]) -> int:
     from hlat_jax.run.compilation import named_programs, traced_programs
     from hlat_jax.step import make_program
 
-    count = values.devices or programs.num_devices(config)
-    program = make_program(config, programs.layout_for_neuron(config, count, target=target_of(values.target)))
+    target = target_of(values.target)
+    count = values.devices or programs.num_devices(config, target=target)
+    program = make_program(config, programs.layout_for_neuron(config, count, target=target))
     traced = traced_programs(program)
     compiled = []
     for name in named_programs(program, values.program):
@@ -57,7 +58,8 @@ def main(argv: Sequence[str]) -> int:
         labels = {f"{name}.whole": f"the whole program, devices: {count:,}"}
         if count > 1:
             with show_progress(f"partitioning {name}"):
-                modules[f"{name}.device"], mesh = hlo.device_module(name, config, count, max_devices=values.max_devices)
+                options = {"max_devices": values.max_devices, "target": target}
+                modules[f"{name}.device"], mesh = hlo.device_module(name, config, count, **options)
             labels[f"{name}.device"] = f"one device of {' x '.join(f'{axis} {size}' for axis, size in mesh.items())}"
         for stem, module in modules.items():
             (folder / f"{stem}.hlo").write_bytes(module)

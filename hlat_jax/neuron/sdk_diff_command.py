@@ -26,11 +26,13 @@ def main(argv: Sequence[str]) -> int:
     """Prints what changes from one release to another; returns 0."""
     if any(word in ("--help", "-h") for word in argv):
         flags_lib.parse(argv, _define)  # prints and exits
-    if len([word for word in argv[:2] if not word.startswith("-")]) != 2:
+    taken = {place + 1 for place, word in enumerate(argv) if word.startswith("--") and "=" not in word}  # --config 7b
+    names = {place: word for place, word in enumerate(argv) if not word.startswith("-") and place not in taken}
+    if len(names) != 2:
         known = ", ".join(release.version for release in neuron_sdk.RELEASES)
         raise ValueError(f"sdk-diff takes two releases, such as `sdk-diff 2.32 2.33 --config=7b`; known are {known}.")
-    old, new = map(neuron_sdk.find, argv[:2])
-    mutable, values = flags_lib.parse(argv[2:], _define)
+    old, new = map(neuron_sdk.find, names.values())
+    mutable, values = flags_lib.parse([word for place, word in enumerate(argv) if place not in names], _define)
     config = resolve_with_tokenizer(mutable)
     topology = checked(Topology(values.instance))
     os.environ["JAX_PLATFORMS"] = "cpu"  # leave any accelerator to other processes
@@ -46,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         "device memory": _memory(old, new, step=step, device=device, lnc=topology.lnc),
         "faults": itertools.chain(_faults(old, new), _open_faults(config, step)),
         "kernels": _kernels(old, new, config),
-        "not known": iter(new.open_questions if new != old else ()),
+        "not known": iter(dict.fromkeys(old.open_questions + new.open_questions) if new != old else ()),
     }
     for title, lines in sections.items():
         print("\n".join([f"\n{title}", *(f"  {line}" for line in list(lines) or ["no change known"])]))
@@ -120,10 +122,13 @@ def _faults(old: Release, new: Release) -> Iterator[str]:
         return neuron_sdk.numbers(fault.since) <= at and (not fault.fixed or at < neuron_sdk.numbers(fault.fixed))
 
     words = {(False, True): "NEW", (True, False): "fixed", (True, True): "in both"}
+    first, last = sorted((old.date, new.date))
     for fault in neuron_sdk.FAULTS:
         word = words.get((has(fault, old), has(fault, new)))
+        if word == "fixed" and new.date < old.date:
+            word = f"not known of {new.version}"
         if word is None:
-            between = [one for one in neuron_sdk.RELEASES if old.date < one.date < new.date and has(fault, one)]
+            between = [one for one in neuron_sdk.RELEASES if first < one.date < last and has(fault, one)]
             if not between:
                 continue
             word = f"only in {between[0].version}, which is between them"
@@ -148,6 +153,8 @@ def _open_faults(config: Config, step: _TrainingStep) -> Iterator[str]:
 def _kernels(old: Release, new: Release, config: Config) -> Iterator[str]:
     if config.model.attention == "nki" and old.packages["nki"] != new.packages["nki"]:
         yield f"model.attention=nki: the kernels are compiled by nki {new.packages['nki']}; run the doctor again"
+        for version in sorted({old.packages["nki"], new.packages["nki"]} & neuron_sdk.NKI_NOTES.keys()):
+            yield from (f"nki {version}: {note}" for note in neuron_sdk.NKI_NOTES[version])
 
 
 def _define(values: flags.FlagValues) -> None:

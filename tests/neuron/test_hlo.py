@@ -1,5 +1,6 @@
 """HLO modules for Neuron's compiler: small ids, the same program, and what one device of a mesh runs."""
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -207,3 +208,12 @@ def test_the_command_asks_for_a_folder(monkeypatch, capsys):
         flags.main(commands.main)
     assert exit_.value.code == 2
     assert "--out=DIR is missing" in capsys.readouterr().err
+
+
+def test_module_of_a_device_has_the_implementations_of_its_target():
+    config = small_config(m=2)
+    config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention="nki"))
+    with pytest.raises(ValueError, match="documents NKI for trn2 and trn3 only, not for trn1"):
+        hlo.device_module("train", config, 1, max_devices=1, target="trn1")
+    with pytest.raises(ValueError, match="not for trn1"):
+        hlo.partition("train", config, 2, target="trn1")

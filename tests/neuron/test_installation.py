@@ -188,6 +188,20 @@ def test_sdk_diff_names_faults_that_come_and_go(capsys, without_plan):
     assert not [line for line in same["faults"] if line.startswith(("  NEW", "  fixed", "  only"))]
 
 
+def test_sdk_diff_back_to_an_older_release_says_what_is_not_known_of_either(capsys, without_plan):
+    _, found = diff(capsys, "2.33", "2.32", "--config=tiny")
+    assert len(found["not known"]) == 3, "those of 2.33"
+    assert "the runtime takes 61.04 MiB less of each device" in found["device memory"][0]
+    assert any("only in 2.33.0, which is between them: DMA" in line for line in found["faults"])
+    _, found = diff(capsys, "2.33.0", "2.32", "--config=tiny")
+    assert any(line.startswith("  not known of 2.32.0: DMA") for line in found["faults"])
+
+
+@pytest.mark.parametrize("words", [["--config=7b", "2.32", "2.33"], ["2.32", "--config", "7b", "2.33"]])
+def test_sdk_diff_takes_flags_before_the_releases(words, capsys, without_plan):
+    assert diff(capsys, *words)[0].startswith("7b on trn1.32xlarge: SDK 2.32.0 (2026-08-17) to 2.33.1")
+
+
 def test_sdk_diff_uses_the_plan_of_the_config_and_both_cores_of_a_trn2_device(capsys, monkeypatch):
     small = "--config.model.num_layers=1", "--config.model.vocab_size=2048", "--config.data.seq_len=32"
     found = diff(capsys, "2.32", "2.33", "--config=tiny", *small)[1]
@@ -227,6 +241,8 @@ def test_sdk_diff_reports_variables_without_effect_and_kernels(capsys, without_p
     found = diff(capsys, "2.32", "2.33", "--config=tiny", "--config.model.attention=nki", "--instance=trn2.48xlarge")[1]
     assert "NEURON_RT_VIRTUAL_CORE_SIZE is set here" in found["environment variables"][0]
     assert "compiled by nki 0.7.0" in found["kernels"][0]
+    assert "nki 0.7.0: a loop on the device must be fori_loop() or while_loop()" in found["kernels"][2]
+    assert len(found["kernels"]) == 4
 
 
 @pytest.mark.parametrize(
@@ -235,6 +251,7 @@ def test_sdk_diff_reports_variables_without_effect_and_kernels(capsys, without_p
         (["2.32", "2.34", "--config=tiny"], "2.34: no such Neuron SDK in the table"),
         (["2.32", "--config=tiny"], "sdk-diff takes two releases"),
         (["--config=tiny"], "sdk-diff takes two releases"),
+        (["2.32", "2.33", "2.33.1", "--config=tiny"], "sdk-diff takes two releases"),
         (["2.32", "2.33", "--config=tiny", "--instance=trn9"], "--instance=trn9: no such instance type"),
     ],
 )

@@ -1,6 +1,5 @@
 """The sweep: operations of a step run on eight devices and compared with one CPU; planted wrong ones are named."""
 
-import collections
 import dataclasses
 import functools
 
@@ -11,10 +10,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from hlat_jax import config as config_lib
-from hlat_jax.neuron import doctor, exercises, step_operations, sweep
+from hlat_jax.neuron import doctor, exercises, partitioned, step_operations, sweep
 from hlat_jax.neuron.probes import FAILED, NOT_HERE, PASSED
 from hlat_jax.neuron.sweep import Limits
-from hlat_jax.parallel.virtual_devices import planned_layout
+from hlat_jax.parallel.virtual_devices import PlannedClient, planned_layout
 from hlat_jax.resolve import resolve
 from hlat_jax.step import make_program
 
@@ -408,10 +407,16 @@ def test_permutes_between_unlinked_devices_of_a_node_are_left_out():
     (permute,) = (one for one in mixed_operations() if one.name == "ppermute")
     assert doctor._permute_problem(permute, mesh(), "trn1") is None
     far = dataclasses.replace(permute, params={"axis_name": "ring", "perm": [(0, 31), (31, 0)]})
-    fake = collections.namedtuple("Mesh", "shape")({"ring": 32})
+    node = PlannedClient("neuron", 32).devices()
+    fake = jax.sharding.Mesh(np.array(node), ("ring",))
     assert doctor._permute_problem(far, fake, "") is None
     far = dataclasses.replace(far, params={"axis_name": ("ring",), "perm": [(i, (i + 12) % 32) for i in range(32)]})
     assert "without a link" in doctor._permute_problem(far, fake, "trn1")
+    order = partitioned.linked_ring(32, target="trn1")
+    next_place = dataclasses.replace(far, params={"axis_name": "ring", "perm": [(i, (i + 1) % 32) for i in range(32)]})
+    assert "without a link" in doctor._permute_problem(next_place, fake, "trn1")
+    placed = jax.sharding.Mesh(np.array([node[number] for number in order]), ("ring",))
+    assert doctor._permute_problem(next_place, placed, "trn1") is None, "devices as they are placed in the mesh"
 
 
 @pytest.mark.slow
