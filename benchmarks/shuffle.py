@@ -6,7 +6,7 @@
 Without --books, the books are parts of Jane Austen's novels and as many of the longest modules of Python's standard
 library, up to 60,000 characters each, of which the last 5% are held out. Trains a small model for each order
 (data.shuffle_by) and seed on the same number of tokens, by rows both from texts and from token ids stored ahead.
-Prints, over the second half of the steps: the standard deviation of the difference between the losses of neighbouring
+Prints, over the second half of the steps: the standard deviation of the difference between the losses of neighboring
 steps, that of the mean loss of 16 consecutive steps (how far the curve wanders, without its trend), and the final
 validation loss.
 """

@@ -93,7 +93,7 @@ def policy_on(name: str, platform: str, *, stochastic_rounding: str = "auto") ->
 class Rounding:
     """How the values of one step are rounded when they are stored.
 
-    Stochastic rounding goes to one of the two neighbours, with probabilities that make it unbiased. Its random bits are
+    Stochastic rounding goes to one of the two neighbors, with probabilities that make it unbiased. Its random bits are
     an integer hash of the words, the name of the array and the element's index in the global array: they need no
     communication, do not depend on the mesh, and each device computes those of its own shard. With `jax.random` under
     `rbg`, every device would draw the bits of the global array.

@@ -10,7 +10,7 @@
 # restarted. Exits with the last code of the command.
 #
 # The command replaces alive.json in its --workdir each second. Where it did and then does not for --stale_s seconds, it
-# is frozen and cannot end by itself: its process group is ended, which counts as exit code 124. 0: never.
+# is frozen and cannot end by itself: its process group is ended, which counts as exit code 124; with 0 it never is.
 set -uo pipefail
 
 max_restarts=10 wait_s=10 stale_s=600

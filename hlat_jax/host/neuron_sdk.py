@@ -121,7 +121,7 @@ RELEASES = (
         flag_defaults=_DEFAULTS_2_33,
         reserved_bytes_per_core=_PROFILING_BUFFER,
         open_questions=_UNREAD_2_33,
-        avoid="DMA that transposes can hang the chip beside collectives; mended in 2.33.1",
+        avoid="DMA that transposes can hang the chip beside collectives; fixed in 2.33.1",
     ),
     Release(
         version="2.33.1",

@@ -1,4 +1,4 @@
-"""Programs of a config from one layer, one microbatch and one row to the whole, each the next one's smaller neighbour.
+"""Programs of a config from one layer, one microbatch and one row to the whole, each the next one's smaller neighbor.
 
 Each rung is the config with some keys changed. Its programs are lowered and linted here; the first one that fails on a
 device is the smallest program with whatever it adds to the rung before.

@@ -51,7 +51,7 @@ _NOT_SECRET = ("PWD", "OLDPWD")  # folders
 # Between a name and its value: `name: `, `"name": `, `name => `, `<name>`, `"name", "` and `"name", "value": "`. Quotes
 # are escaped, once or several times, where JSON is in JSON.
 _BETWEEN = (
-    r"""[\\"']*\s{0,40}(?:,?\s{0,40}[\\"']*value[\\"']*\s{0,40})?(?:[:=]>?|>|,(?=\s{0,40}\\*["']))"""
+    r"""[\\"']*\s{0,40}(?:,?\s{0,40}[\\"']*value[\\"']*\s{0,40})?(?:[:=]>?|%3[ad]|>|\bis\s|,(?=\s{0,40}\\*["']))"""
     r"""\s{0,40}(?:[|>][+-]?\s*\n\s*)?"""
 )
 _QUOTE = r"""(?P<quote>\\*["'])?"""
@@ -69,9 +69,11 @@ _SECRETS = tuple(
         r"(://)(?:[^\s/]{1,500}|[^\s/:@]{0,500}:\S{1,500})(?=@)",
         r"(?i)([?&](?:x-amz-[\w-]+|signature|sig|token|awsaccesskeyid)=)[^\s&\"']+",
         rf"(?i)({_SECRET_NAME}{_BETWEEN}{_QUOTE})(?(quote){_QUOTED}|{_REST_OF_LINE})",
-        rf"(?i)((?<![\w-])--?(?=\w)[\w-]{{0,40}}?{_SECRET_NAME}\s+(?!--){_QUOTE})(?(quote){_QUOTED}|{_WORD})",
+        rf"(?i)((?:(?<![\w-])--?(?=\w)[\w-]{{0,40}}?|(?<=[_-])){_SECRET_NAME}\s+(?!--){_QUOTE})(?(quote){_QUOTED}|{_WORD})",
         rf"""(?i)((?<![\w-])(?:-u|--(?:proxy-)?user)[\\"',\s=]{{0,9}})(?=[^\n]*:){_WORD}(?:[^\n"']*(?=["']))?""",
-        r"(?i)(\blogin\s+\S+\s+password\s+)\S+",
+        r"(?i)(\blogin\s+\S+\s+password\s+|(?:mysql|sshpass)[^\n]{0,200}?\s-p\s?|hooks\.slack\.com/services/)\S+",
+        r"([\w.-]{1,80}:)[^\s@:/\"']+(?=@(?!sha)[\w-])",  # user:password@host of a proxy
+        r"(?<![\w/+])(?=\S{0,39}[A-Z])(?=\S{0,39}[a-z])(?=\S{0,39}\d)[A-Za-z0-9/+]{40}(?![\w/+=])",  # AWS's, bare
         r"(?i)(bearer\s+)[\w.~+/=-]{8,}",
         r"(?:AKIA|ASIA|AROA|AIDA)[0-9A-Z]{16}|AIza[\w-]{20,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]+",
         rf"{_START}(?:hf_|gh[pousr]_|github_pat_|npm_|glpat-|sk-|xox[abp]-)[\w-]{{16,}}",

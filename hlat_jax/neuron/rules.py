@@ -50,7 +50,7 @@ class Rule:
       source: page of the Neuron documentation (awsdocs-neuron.readthedocs-hosted.com), or who found it.
       once: severity in a program that runs once, such as initialization; None: the same.
       many: severity in a program for several devices; None: the same.
-      seen: versions that crash or compute wrongly, and whether that is mended; "" for what Neuron documents.
+      seen: versions that crash or compute wrongly, and whether that is fixed; "" for what Neuron documents.
     """
 
     severity: str
@@ -377,8 +377,8 @@ RULES: dict[str, Rule] = {
     "CC06": Rule(
         "warning",
         "a slice, concatenation, padding, reversal or window along a dimension that is split over devices by shardings",
-        "the SPMD partitioner exchanges borders by permutes that are no rings, which may crash or be slow; a matrix "
-        "split in two along its sharded columns has crashed the compiler",
+        "the SPMD partitioner exchanges borders by permutes that do not form rings, which may crash or be slow; a "
+        "matrix split in two along its sharded columns has crashed the compiler",
         "shard another dimension, or write it in a shard_map with ppermute in rings",
         "neuron-runtime/about/collectives; " + _ISSUES + f"; {_THREAD}1030",
         seen="the crash: November 2024, open",
@@ -429,7 +429,7 @@ RULES: dict[str, Rule] = {
         "the compiler has ended with the assertion F134 (inf2)",
         "leave the flag out",
         _THREAD + "1365",
-        seen="SDK 2.31, not known to be mended",
+        seen="SDK 2.31, not known to be fixed",
     ),
     "MEM1": Rule(
         "error",

@@ -37,7 +37,7 @@ class Rates:
     """Costs of work other than products, in FLOPs of products that take as long. Only their proportions matter.
 
     Attributes:
-      element: per element of an elementwise operation or a reduction, fused with its neighbours.
+      element: per element of an elementwise operation or a reduction, fused with its neighbors.
       transcendental: likewise, of exponentials, roots and quotients.
       sent_byte: per byte of a collective.
       offloaded_byte: per byte of a value kept on the host, for both transfers.

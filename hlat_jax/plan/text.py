@@ -172,7 +172,9 @@ def _memory_lines(plan: dict[str, Any]) -> list[str]:
     else:
         lines.append(f"  DOES NOT FIT; the largest part is {plan['binds']}")
     change = plan.get("change")
-    lines.append(f"  nearest change that surely fits: {change}" if change else "  no single change fits; try --search")
+    lines.append(
+        f"  nearest change that certainly fits: {change}" if change else "  no single change fits; try --search"
+    )
     return lines
 
 

@@ -5,7 +5,8 @@ set -euo pipefail
 
 # reserves the ports of Neuron's collectives and of JAX
 sysctl -w net.ipv4.ip_local_reserved_ports=41000,41001
-# with several interfaces the node's own name may stand for an address at which no other node reaches it: DNS has the right
+# with several interfaces the node's own name may stand for an address at which no other node reaches it; DNS has the
+# right one
 name=$(hostname -s)
 sed -i -E -e ':again' -e "s/[[:space:]]$name(\.[^[:space:]]+)?([[:space:]]|\$)/\2/" -e 't again' \
   -e '/^[0-9a-fA-F.:]+[[:space:]]*$/d' "${HOSTS_FILE:-/etc/hosts}"

@@ -130,6 +130,14 @@ LEAKING = [
     ("password = two @@ here", ""),
     ('{"name": "DB_PASSWORD", "value": "@@"}', ""),
     ("machine a.example login me password @@", ""),
+    ("the password is @@", ""),
+    ("mysql -h db.example -p@@ hlat", "hlat"),
+    ("sshpass -p @@ ssh a.example", "ssh a.example"),
+    ("aws configure set aws_secret_access_key @@", ""),
+    ("next=%2F&token%3D@@", ""),
+    ("http_proxy=me:@@@proxy.example:3128", "proxy.example:3128"),
+    ("https://hooks.slack.com/services/T0/B0/@@", ""),
+    ("keys: ASIA9 @@/K7MDENGbPxRfiCYinventedinven9 x", "x"),
     ("MIIE@@\nlines==\n-----END PRIVATE KEY-----\nend", "end"),
     ('{"line": "first\\nsk-invented-invented-@@"}', "first"),
 ]
@@ -176,6 +184,8 @@ def test_a_secret_of_the_environment_is_removed_in_every_spelling():
 
 def test_what_is_no_secret_stays():
     text = "tokens: 3\nbits_per_token: 2.5\n--data_tokens=7 --tokenizer a.model\ntoken_id: 2\nverdict passed: 9\n"
+    text += "repo/hlat:1@sha256:0a\n0123456789abcdef0123456789abcdef01234567 git@git.example:hlat/hlat.git\n"
+    text += "/home/ubuntu/hlat_jax/x.py:3\n"
     assert report_command.cleaned(text, secrets=[]) == text
 
 

@@ -260,7 +260,7 @@ class BuiltTokens:
                     f"{folder / shard['name']}: its index disagrees with the manifest; build the dataset again."
                 )
         self._shards.check_records(len(first) for first in self._first_documents)
-        self._last = threading.local()  # (shard, record, block) that this thread read last: neighbours share a block
+        self._last = threading.local()  # (shard, record, block) that this thread read last: neighbors share a block
 
     def __len__(self) -> int:
         return self.manifest.documents
