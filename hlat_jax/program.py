@@ -93,7 +93,10 @@ class StepFn(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class MicrobatchStep:
-    """A step in programs that do not depend on the number of microbatches; equal bit for bit to the step in one.
+    """A step in programs that do not depend on the number of microbatches; it computes what the step in one does.
+
+    Terms, their order and random bits are the same, so the two are equal bit for bit where the compiler rounds them
+    alike. It may not: XLA fuses the body of a loop in other ways, see docs/parallelism.md.
 
     Each microbatch, and with pipeline stages each tick, is dispatched as a program of its own, without waiting for the
     one before. The buffer stays on the devices between steps.

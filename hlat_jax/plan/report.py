@@ -25,6 +25,7 @@ from hlat_jax.plan.collectives import counted
 from hlat_jax.plan.memory import checkpoint_bytes, device_bytes, host_bytes
 from hlat_jax.plan.traffic import traced_collectives
 from hlat_jax.run import budget as budget_lib
+from hlat_jax.run.compilation import named_programs
 from hlat_jax.step import RunProgram, make_program, state_bytes
 
 PROJECTION = "projection, not measured"
@@ -101,7 +102,7 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
         "target": site.target,
         "nodes": site.nodes,
         "layout": described(config, layout),
-        "run": _run(config, site),
+        "run": _run(program, site),
         "schedule": _schedule(config, layout, requested),
         "device_bytes": dataclasses.asdict(memory)
         | {"state": memory.state, "temporaries": memory.temporaries, "total": memory.total}
@@ -141,12 +142,11 @@ def short_plan(program: RunProgram, *, budget: int) -> list[str]:
     return lines
 
 
-def _run(config: Config, site: Site) -> dict[str, Any]:
+def _run(program: RunProgram, site: Site) -> dict[str, Any]:
+    config = program.config
     model, data, train = config.model, config.data, config.train
     step_tokens = data.batch_size * data.seq_len
     tokens = step_tokens * train.num_steps
-    # init and step; the validation step; the forward pass of samples
-    programs = 2 + bool(data.validation) + bool(train.sample_prompt)
     return {
         "params": cost.num_params(model),
         "flops_per_token_6n": cost.flops_per_token_6n(model),
@@ -156,7 +156,7 @@ def _run(config: Config, site: Site) -> dict[str, Any]:
         "tokens": tokens,
         "flops": cost.flops_per_token(model, data.seq_len) * tokens,
         "epochs": tokens / site.data_tokens if site.data_tokens else None,
-        "programs": programs,
+        "programs": len(named_programs(program, "all")),
     }
 
 

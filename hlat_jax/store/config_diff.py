@@ -14,7 +14,7 @@ MAY_CHANGE = (
     "model.allow_nki_on_trn1",
     "model.layer_loop",  # the layers are the same
     "train.num_steps",
-    "train.accumulate",  # equal bit for bit
+    "train.accumulate",  # the same sums, equal but for what the compiler fuses
     "train.init_from",  # read at step 0 alone
     "train.branch_from",  # read at the first step alone
     "train.max_nonfinite_steps",

@@ -1,4 +1,7 @@
-"""The step in programs of one microbatch: equal bit for bit to the step in one program, whatever their number."""
+"""The step in programs of one microbatch: the arithmetic of the step in one program, whatever their number.
+
+Equal bit for bit with XLA's optimizations off, as in these tests, see `conftest`.
+"""
 
 import dataclasses
 
@@ -8,9 +11,10 @@ import numpy as np
 import optax
 import pytest
 
-from hlat_jax.batch import concat_batch, microbatches
+from hlat_jax.batch import concat_batch, microbatches, segmented_batch
 from hlat_jax.neuron import programs
 from hlat_jax.ops.cross_entropy import SumAndCount
+from hlat_jax.parallel import xla_options
 from hlat_jax.parallel.degrees import layout_over
 from hlat_jax.parallel.pipeline import PHASES
 from hlat_jax.parallel.rows import shard_microbatches
@@ -88,6 +92,49 @@ def test_dispatched_step_equals_the_scanned_step_bit_for_bit(small, make_batch, 
     assert int(state["step"]) == 2
     assert all(row.finite for row in rows)
     assert_same_bits(found["scan"], found["dispatch"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("parallel", "is_equal"), [({}, True), ({"pipe": 4, "data": 1}, False)])
+def test_optimized_by_xla_a_dispatched_step_is_equal_on_one_device_and_else_up_to_rounding(
+    small, make_batch, monkeypatch, parallel, is_equal
+):
+    monkeypatch.setattr(xla_options, "compiler_options", lambda layout: {"xla_backend_optimization_level": 3})
+    small.model.num_layers, found = 4, {}
+    for accumulate in ("scan", "dispatch"):
+        config = config_of(small, accumulate, parallel=parallel)
+        found[accumulate] = trained(config, [ragged(make_batch, config, number=number) for number in range(3)])
+    if is_equal:
+        assert_same_bits(found["scan"], found["dispatch"])
+    else:
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *found.values())
+
+
+@pytest.mark.slow
+def test_dispatched_microbatches_of_documents_equal_those_in_one_program_bit_for_bit(small, make_batch):
+    found = {}
+    for accumulate in ("scan", "dispatch"):
+        small.data.packing, small.model.num_layers = "documents", 1
+        config = config_of(small, accumulate)
+        segments = np.sort(np.random.default_rng(0).integers(1, 4, (16, 16)), axis=1)
+        found[accumulate] = trained(config, [segmented_batch(make_batch(0, config).tokens, segments)])
+    assert found["dispatch"][1][0].num_tokens < 16 * 15
+    assert_same_bits(found["scan"], found["dispatch"])
+
+
+def test_dispatched_microbatches_take_and_move_the_loss_scale_as_in_one_program():
+    options = ProgramOptions(autocast="fp16", num_microbatches=2)
+    program, w = training_program(mean_of_products, optax.sgd(0.1), options=options), {"w": np.ones(3, np.float32)}
+    batches = [{"x": np.random.default_rng(number).random((4, 3), np.float32)} for number in range(2)]
+    one, several = program.init(w), program.init(w)
+    for batch in batches:
+        one, expected = program.step(one, batch)
+        parts = microbatches(batch, 2)
+        several, found = program.microbatch_step(several, [jax.tree.map(lambda x, n=n: x[n], parts) for n in range(2)])
+        assert found.finite
+        assert_same_bits(expected, found)
+    assert one["opt_state"]["loss_scale"].scale > 1
+    assert_same_bits(one, several)
 
 
 def test_a_microbatch_that_is_not_finite_or_a_spike_masks_the_whole_update_as_in_one_program(small, make_batch):
