@@ -17,6 +17,7 @@ from collections.abc import Mapping, MutableMapping
 
 from hlat_jax.config import POLICY_FACTS, ParallelConfig, PrecisionConfig, check_choice
 from hlat_jax.host.neuron_compiler_flags import compiler_flags, joined
+from hlat_jax.host.neuron_groups import DISPUTED, verdict_of_first
 from hlat_jax.host.neuron_topology import (
     COLLECTIVES_PORT,
     HERE,
@@ -132,6 +133,8 @@ def environment(
         notes.append(f"{name}: your value {yours} replaces {value}")
     notes += _misspelt(current, set(variables))
     unset = tuple(name for name in (_OPEN_MPI_DAEMON,) if topology.launcher == "mpi" and name in current)
+    level, why = verdict_of_first(topology.devices_per_node, instance=topology.instance, lnc=topology.lnc)
+    notes += [f"--cores={topology.devices_per_node} is disputed: {why}"] * (level == DISPUTED)
     return Environment(variables, unset, tuple(notes))
 
 

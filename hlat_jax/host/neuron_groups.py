@@ -31,6 +31,7 @@ class Rules:
       strides: (size, stride) of other groups that a page has.
       disputed: size -> what pages say.
       refused: size -> why, for sizes that a page excludes.
+      jobs: numbers of devices of a server that a page lists for a job; (): no page does.
       is_switched: every group is as good as another.
       source: pages.
     """
@@ -41,6 +42,7 @@ class Rules:
     strides: tuple[tuple[int, int], ...] = ()
     disputed: Mapping[int, str] = dataclasses.field(default_factory=dict)
     refused: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    jobs: tuple[int, ...] = ()
     is_switched: bool = False
     source: str = ""
 
@@ -58,13 +60,15 @@ def _folded(quarter: int) -> Orders:
 
 _FEATURES = "nxd-inference feature guide (tensor parallel degrees)"
 _STATE = "NxD's parallel_layers/parallel_state.py (order of the groups)"
+_JOBS = "archive/nxd-training/mlp"
 # Keys of cost.DEVICES.
 RULES = {
     "trn1": Rules(
         server=32,
         sizes=(1, 2, 8, 16, 32),
         orders={4: tuple(tuple(range(first, 32, 8)) for first in range(8))},
-        source=f"{_FEATURES}; {_STATE}; archive/nxd-training/mlp lists 1, 2, 8 and 32 cores of an instance, without 16",
+        jobs=(1, 2, 8, 32),
+        source=f"{_FEATURES}; {_STATE}; {_JOBS} (jobs)",
     ),
     "trn2": Rules(
         server=64,
@@ -74,7 +78,8 @@ RULES = {
         disputed={
             8: "the NxD Inference guide lists degree 8 on trn2, NxD's parallel_state.py has no groups of 8 there"
         },
-        source=f"{_FEATURES}; {_STATE}; archive/nxd-training/mlp lists 1, 4, 16 and 64 cores of an instance",
+        jobs=(1, 4, 16, 64),
+        source=f"{_FEATURES}; {_STATE}; {_JOBS} (jobs)",
     ),
     "trn2-lnc1": Rules(
         server=128,
@@ -124,10 +129,17 @@ def server_of_target(target: str, *, num_devices: int) -> Server | None:
 
 
 def verdict_of_first(count: int, *, instance: str, lnc: int) -> tuple[str, str]:
-    """Returns the `verdict` on the first devices of an instance, as a job of its own."""
+    """Returns the `verdict` on the first devices of an instance, as a job of its own.
+
+    A size that is listed for groups and not for jobs is disputed.
+    """
     kind = cost.INSTANCES[instance]
     name = kind.target.removesuffix("n") + ("" if lnc == kind.lncs[0] else f"-lnc{lnc}")
-    return verdict(np.arange(count)[None], Server(name, kind.num_devices(lnc=lnc)))
+    level, why = verdict(np.arange(count)[None], Server(name, kind.num_devices(lnc=lnc)))
+    jobs = RULES[name].jobs
+    if level == FINE and jobs and count not in jobs:
+        return DISPUTED, f"{count} cores are listed as a degree, not as a job; {_JOBS} lists jobs of {_words(jobs)}"
+    return level, why
 
 
 def order(server: Server | None, tensor: int) -> list[int] | None:

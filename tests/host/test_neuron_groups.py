@@ -7,8 +7,9 @@ import pytest
 from planned import name, num_devices, small_config
 
 from hlat_jax import cost
-from hlat_jax.config import ParallelConfig
+from hlat_jax.config import ParallelConfig, PrecisionConfig
 from hlat_jax.host import neuron_groups
+from hlat_jax.host.neuron_env import environment
 from hlat_jax.host.neuron_groups import DISPUTED, FINE, REFUSED, RULES, Server, groups_along, verdict
 from hlat_jax.host.neuron_topology import Topology, checked
 from hlat_jax.parallel.degrees import check_degrees, group_verdicts, layout_over, placement, sent_along, verdicts
@@ -201,6 +202,14 @@ def test_cores_are_those_of_a_listed_group(instance, lnc):
         else:
             with pytest.raises(ValueError, match=rf"--cores={count}: {count} cores \[0, 1"):
                 checked(topology)
+
+
+@pytest.mark.parametrize(("instance", "disputed"), [("trn1.32xlarge", {16}), ("trn2.48xlarge", {2, 8})])
+def test_jobs_of_a_size_that_only_the_table_of_degrees_has_are_disputed(instance, disputed):
+    for cores in CORES[instance, 2 if instance == "trn2.48xlarge" else 1]:
+        precision, parallel = PrecisionConfig(), ParallelConfig()
+        found = environment(precision, parallel, Topology(instance, cores=cores), current={}).notes
+        assert any(f"--cores={cores} is disputed: {cores} cores" in note for note in found) == (cores in disputed)
 
 
 def test_abstract_degrees_and_devices_agree_on_the_groups():
