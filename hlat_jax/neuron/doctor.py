@@ -21,7 +21,7 @@ from hlat_jax.neuron.probes import FAILED, NOT_HERE, Outcome
 from hlat_jax.neuron.rules import target_of
 from hlat_jax.neuron.step_operations import Operation, step_operations
 from hlat_jax.neuron.sweep import DEFAULT_LIMITS, Limits, sweep
-from hlat_jax.parallel.degrees import layout_over
+from hlat_jax.parallel.degrees import layout_over, passes
 from hlat_jax.parallel.sharding import Layout
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.plan.aot import fewer_replicas
@@ -205,15 +205,17 @@ def _operations(config: Config, machine: CheckedMachine, limits: Limits) -> Outc
     found = [one for one in step_operations(whole) if not one.is_collective]
     small, fewer = _reduced(config, count, max_devices=len(devices))
     notes, mesh = [], None
-    if fewer <= len(devices):
+    if fewer > len(devices):
+        notes.append(f"no collectives: one replica takes {fewer} devices")
+    elif not passes(small, fewer, server=server_of(devices[:fewer])):
+        notes.append(f"no collectives: this node has no groups for {fewer} of its devices")
+    else:
         program = make_program(small, layout_over(small, devices[:fewer]))
         mesh = program.layout.mesh
         across = [one for one in step_operations(program) if one.is_collective]
         linked = [one for one in across if not _permute_problem(one, mesh, machine.target)]
         notes += ["permutes between devices without a link were left out"] if len(linked) < len(across) else []
         found += linked
-    else:
-        notes.append(f"no collectives: one replica takes {fewer} devices")
     with show_progress("comparing the step's operations") as status:
         outcome = sweep(
             found,

@@ -10,8 +10,9 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from hlat_jax import config as config_lib
+from hlat_jax.host.neuron_groups import Server
 from hlat_jax.neuron import doctor, exercises, partitioned, step_operations, sweep
-from hlat_jax.neuron.probes import FAILED, NOT_HERE, PASSED
+from hlat_jax.neuron.probes import FAILED, NOT_HERE, PASSED, Outcome
 from hlat_jax.neuron.sweep import Limits
 from hlat_jax.parallel.virtual_devices import PlannedClient, planned_layout
 from hlat_jax.resolve import resolve
@@ -373,6 +374,21 @@ def test_doctor_names_a_planted_operation_of_the_step_at_its_line(monkeypatch, t
     assert outcome.found.startswith("gather of ")
     assert "hlat_jax/" in outcome.found
     assert "on device 3 " in outcome.found
+
+
+def test_collectives_in_groups_that_the_node_does_not_have_are_left_out(monkeypatch, tmp_path):
+    swept = []
+    monkeypatch.setattr(doctor, "sweep", lambda found, **_: swept.extend(found) or Outcome(PASSED, "compared"))
+    machine, refused = doctor.CheckedMachine("", 0, tmp_path), Server("trn1", 32)
+    monkeypatch.setattr(doctor, "passes", lambda config, count, server: server is not refused)
+    assert doctor._operations(small_config(), machine, sweep.DEFAULT_LIMITS).found == "compared"
+    assert any(one.is_collective for one in swept)
+    swept.clear()
+    monkeypatch.setattr(doctor, "server_of", lambda devices: refused)
+    outcome = doctor._operations(small_config(), machine, sweep.DEFAULT_LIMITS)
+    assert outcome.found.startswith("compared; no collectives: this node has no groups for ")
+    assert swept
+    assert not any(one.is_collective for one in swept)
 
 
 def test_collectives_of_a_replica_larger_than_the_node_are_those_of_one_stage():
