@@ -21,7 +21,7 @@ from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
 from hlat_jax.ops.dialect import Choice
 from hlat_jax.optimizer import adamw, decay_mask, global_norm
 from hlat_jax.parallel import collectives
-from hlat_jax.parallel.pipeline import StagedLoss, pipelined, pipelined_loss
+from hlat_jax.parallel.pipeline import PHASES, StagedLoss, pipelined, pipelined_loss
 from hlat_jax.parallel.replica_sync import ReplicaSync
 from hlat_jax.parallel.rows import shard_microbatches
 from hlat_jax.parallel.sharding import Layout, shard_batch
@@ -30,6 +30,8 @@ from hlat_jax.passes.spikes import SpikePolicy
 from hlat_jax.precision import cast_tree, policy_on
 from hlat_jax.program import ProgramOptions, State, TrainingProgram, training_program
 from hlat_jax.resolve import select_accumulate
+
+GENERATION = ("prefill", "decode")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,6 +131,17 @@ class RunProgram:
     def init_state(self) -> State:
         """Returns the state before the first step, drawn on the devices that will hold it."""
         return self.init(self.seed)
+
+
+def programs_of_run(config: Config, *, accumulate: str, pipe: int) -> list[str]:
+    """Returns the names of the programs that training compiles; `accumulate` is "scan" or "dispatch".
+
+    Reading data, writing files and plotting happen on the host and compile nothing.
+    """
+    ticks = PHASES if pipe > 1 else ("microbatch",)
+    found = [*(("start", *ticks, "update") if accumulate == "dispatch" else ["train"]), "init", "norms"]
+    found += ["eval"] if config.data.validation else []
+    return found + (list(GENERATION) if config.train.sample_prompt else [])
 
 
 def make_program(config: Config, layout: Layout) -> RunProgram:

@@ -25,8 +25,7 @@ from hlat_jax.plan.collectives import counted
 from hlat_jax.plan.memory import checkpoint_bytes, device_bytes, host_bytes
 from hlat_jax.plan.traffic import traced_collectives
 from hlat_jax.run import budget as budget_lib
-from hlat_jax.run.compilation import named_programs
-from hlat_jax.step import RunProgram, make_program, state_bytes
+from hlat_jax.step import RunProgram, make_program, programs_of_run, state_bytes
 
 PROJECTION = "projection, not measured"
 
@@ -147,6 +146,7 @@ def _run(program: RunProgram, site: Site) -> dict[str, Any]:
     model, data, train = config.model, config.data, config.train
     step_tokens = data.batch_size * data.seq_len
     tokens = step_tokens * train.num_steps
+    programs = programs_of_run(config, accumulate=program.accumulate, pipe=program.layout.size(("pipe",)))
     return {
         "params": cost.num_params(model),
         "flops_per_token_6n": cost.flops_per_token_6n(model),
@@ -156,7 +156,7 @@ def _run(program: RunProgram, site: Site) -> dict[str, Any]:
         "tokens": tokens,
         "flops": cost.flops_per_token(model, data.seq_len) * tokens,
         "epochs": tokens / site.data_tokens if site.data_tokens else None,
-        "programs": len(named_programs(program, "all")),
+        "programs": len(programs),
     }
 
 

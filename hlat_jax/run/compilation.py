@@ -25,30 +25,17 @@ from hlat_jax.generate.decoding import decode_arguments, make_decode, make_prefi
 from hlat_jax.generate.generator import Programs, sample_shape
 from hlat_jax.host.jax_compat import CACHE_HIT_EVENT
 from hlat_jax.parallel import xla_options
-from hlat_jax.parallel.pipeline import PHASES
 from hlat_jax.run.fingerprint import fingerprint
 from hlat_jax.run.machine import device_memory
 from hlat_jax.run.optional import short_plan
-from hlat_jax.step import RunProgram, state_bytes
+from hlat_jax.step import GENERATION, RunProgram, programs_of_run, state_bytes
 from hlat_jax.store.atomic_files import read_json, write_whole
 
 RECORD_FILE = "programs.json"
-GENERATION = ("prefill", "decode")
 _PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax")
 # Keys that an entry of the record must have.
 _COMPARED = {"sha256", "cache", "platform", "mesh", "config", "libraries", "code"}
-
-
-def programs_of_run(config: Config, *, accumulate: str, pipe: int) -> list[str]:
-    """Returns the names of the programs that training compiles; `accumulate` is "scan" or "dispatch".
-
-    Reading data, writing files and plotting happen on the host and compile nothing.
-    """
-    ticks = PHASES if pipe > 1 else ("microbatch",)
-    found = [*(("start", *ticks, "update") if accumulate == "dispatch" else ["train"]), "init", "norms"]
-    found += ["eval"] if config.data.validation else []
-    return found + (list(GENERATION) if config.train.sample_prompt else [])
 
 
 def named_programs(program: RunProgram, word: str) -> list[str]:
