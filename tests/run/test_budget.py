@@ -278,10 +278,10 @@ def test_a_budget_without_a_unit_is_refused_when_the_config_is_read(size):
 
 @pytest.mark.slow
 def test_a_plan_estimates_the_choice_and_names_it():
-    config = planned.planned_config(remat="budget:150MiB", m=2)
+    config = planned.planned_config(remat="budget:300MiB", m=2)
     plan = make_plan(config, Site("trn1.2xlarge", 1))
-    assert re.match(r"budget:150MiB, estimated as saved:\w", plan["schedule"]["remat"])
-    assert plan["device_bytes"]["temporaries"] <= 150 * 2**20
+    assert re.match(r"budget:300MiB, estimated as saved:\w", plan["schedule"]["remat"])
+    assert plan["device_bytes"]["temporaries"] <= 300 * 2**20
     least = make_plan(dataclasses.replace(config, model=_remat(config, "budget:4096B")), Site("trn1.2xlarge", 1))
     assert least["schedule"]["remat"] == "budget:4096B, estimated as full"
 

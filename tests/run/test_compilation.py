@@ -66,7 +66,7 @@ TABLE = [
     ("data.batch_size", 16, ("train", "eval")),
     ("data.seq_len", 8, ("train", "eval")),
     ("data.packing", "documents", ("train", "eval")),
-    ("train.num_microbatches", 2, ("train",)),
+    ("train.num_microbatches", 2, ("train", "eval")),
     ("train.z_loss_weight", 1e-4, ("train",)),
     ("train.sample_tokens", 400, ("prefill", "decode")),
     ("optimizer.beta1", 0.8, ("train",)),
@@ -80,7 +80,7 @@ TABLE = [
     ("model.init_std", 0.01, ("init",)),
     ("model.rope_theta", 500.0, ("train", "eval", "prefill", "decode")),
     ("model.remat", "full", ("train", "eval")),
-    ("model.layer_loop", "unroll", ("train", "eval", "prefill", "decode")),
+    ("model.layer_loop", "scan", ("train", "eval", "prefill", "decode")),
 ]
 
 
@@ -154,7 +154,7 @@ def test_fingerprints_do_not_depend_on_hash_seed_folder_or_source_lines(tmp_path
         words = ["programs", "--config=tiny", "--devices=2", "--config.parallel.tensor=2", f"--json={out}"]
         subprocess.run([sys.executable, "-m", "hlat_jax.neuron", *words], env=env, cwd=folder, check=True)
         found.append({name: one["sha256"] for name, one in json.loads(out.read_text())["programs"].items()})
-    assert set(found[0]) == set(PROGRAMS)
+    assert set(found[0]) == {*PROGRAMS, "start", "microbatch", "update"} - {"train"}  # on Neuron
     assert found[0] == found[1]
 
 
