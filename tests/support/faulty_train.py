@@ -6,6 +6,7 @@ FOLDER/faults.json lists the faults. FOLDER/process-<id>.jsonl gets a line for e
 waits for, and for each fault when it begins and ends, with the seconds of the system's monotonic clock.
 """
 
+import dataclasses
 import errno
 import json
 import os
@@ -111,14 +112,21 @@ def install(faults: Faults) -> None:
     before(Checkpointer, "_seal", lambda *_: faults.stick("the thread that saves"))
     before(Checkpointer, "save", on_save)
     before(files.DataFile, "read_range", on_read)
-    open_run, step_of_loop, shard_batch, clock = loop.open_run, loop._step, loop.shard_batch, time.time
+    open_run, step_of_loop, clock = loop.open_run, loop._step, time.time
 
     def open_and_report(*args, **options):
         opened = open_run(*args, **options)
-        if opened is not None:
-            faults.step = opened[1].step
-            faults.report("opened")
-        return opened
+        if opened is None:
+            return None
+        run, progress = opened
+        faults.step = progress.step
+        faults.report("opened")
+
+        def shard_in_step(batch):
+            faults.stick("step")
+            return run.shard(batch)
+
+        return dataclasses.replace(run, shard=shard_in_step), progress
 
     def step(run, progress, batch):
         faults.step = progress.step + 1
@@ -140,11 +148,7 @@ def install(faults: Faults) -> None:
         parts = [jax.device_put(np.full_like(shard.data, np.nan), shard.device) for shard in array.addressable_shards]
         return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
 
-    def shard_in_step(*args):
-        faults.stick("step")
-        return shard_batch(*args)
-
-    loop.open_run, loop._step, loop.shard_batch = open_and_report, step, shard_in_step
+    loop.open_run, loop._step = open_and_report, step
 
 
 def main(argv):

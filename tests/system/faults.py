@@ -58,6 +58,7 @@ TRIAL_LIMIT_S, LIFE_LIMIT_S = 900, 180
 MOMENT_S = 1.0
 _RESTARTED = (1, 124, 143)  # by launch/restart.sh, as what a signal ended
 _SMALL_DISK = "64m"
+_MOST_BAD = 40  # trials, after which a campaign ends: something else is wrong
 # Of a trial: the interpreter's start and end, which its ledger cannot see; share of the time without an account.
 LEDGER_LIMIT_S, UNKNOWN_LIMIT = 3.0, 0.01
 
@@ -716,7 +717,7 @@ def _can_mount() -> bool:
 def run(campaign: Campaign, *, faults: int, minutes: float, first: int = 0) -> bool:
     """Runs trials until there were so many faults or minutes; returns whether all is as it must be."""
     until, number, bad, count = time.monotonic() + 60 * minutes, first, 0, 0
-    while count < faults and time.monotonic() < until:
+    while count < faults and time.monotonic() < until and bad < _MOST_BAD:
         trial = Trial(campaign, number)
         wanted = min(faults - count, trial.rng.randrange(2, 6))
         began = time.monotonic()
