@@ -99,9 +99,7 @@ def test_the_planner_and_the_lint_count_the_same(degrees):
     assert list(found) == [*(PHASES if "pipe" in degrees else ["microbatch"]), "update"]
     for name, planned in found.items():
         lowered = of_lowered(traced_programs(program)[name]())
-        if (
-            name == "update" and "pipe" in degrees
-        ):  # it clears the ring of residuals by broadcasts
+        if name == "update" and "pipe" in degrees:  # it clears the ring of residuals by broadcasts
             continue
         # the lowered program has operations that a trace does not show, such as those of indices: in so small a model
         # up to a quarter of all, in 7b 5%
