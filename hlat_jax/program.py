@@ -469,10 +469,11 @@ def _microbatch_step(
     replica_sync, dtype = options.active_replica_sync, options.policy.accumulate
     value_and_grad = _local_value_and_grad(loss_fn, options, num_microbatches=1)
     updated, has_stages = _updated(optimizer, options), _has_stages(options)
+    staged: Any = loss_fn  # with stages, what `pipelined` takes
 
     def start_here(params: Any, rows: Any, *, reduce: Any = None) -> dict[str, Any]:
         if has_stages:
-            return start_ticks(loss_fn, params, rows, dtype=dtype)
+            return start_ticks(staged, params, rows, dtype=dtype)
         shapes = params if reduce is None else jax.eval_shape(reduce, params)
         grads = jax.tree.map(lambda p: jnp.zeros(p.shape, dtype), shapes)
         return {"totals": SumAndCount(jnp.float32(0.0), jnp.float32(0.0)), "grads": grads}
@@ -490,7 +491,7 @@ def _microbatch_step(
     ) -> dict[str, Any]:
         if has_stages:
             at = {"phase": name, "tick": number, "num_microbatches": num_microbatches, "rounding": rounding}
-            return run_tick(loss_fn, kept, of_device, **at)
+            return run_tick(staged, kept, of_device, **at)
         given = {"scale": scale, "model_state": None, "reduce": reduce}
         (loss_sum, loss_aux), grads = value_and_grad(*of_device, rounding, **given)
         if loss_aux.is_mean:
@@ -540,7 +541,7 @@ def _microbatch_step(
         ticks={name: adding(name, function_name) for name, function_name in names.items()},
         update=_jitted(update_step, options, after_update, donated=(0, 1)),
         shardings=placed,
-        num_stages=options.replica_sync.layout.size(("pipe",)) if has_stages else 1,
+        num_stages=replica_sync.layout.size(("pipe",)) if has_stages and replica_sync else 1,
     )
 
 

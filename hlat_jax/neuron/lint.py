@@ -86,8 +86,9 @@ def check(
       ValueError: the target is unknown.
     """
     jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
-    options = {"recurring": recurring, "operators": operators, "compiler_flags": compiler_flags}
-    return check_traced(jitted.trace(*args), target=target, **options)
+    return check_traced(
+        jitted.trace(*args), target=target, recurring=recurring, operators=operators, compiler_flags=compiler_flags
+    )
 
 
 def check_traced(
@@ -107,8 +108,14 @@ def check_traced(
             raise  # host callbacks raise this ValueError; any other comes from the user's function
         return [_not_lowered(traced, error)]
     module = lowered.compiler_ir("stablehlo")
-    options = {"operators": operators, "placement": placement, "compiler_flags": compiler_flags}
-    return check_module(module, target=target, recurring=recurring, **options)
+    return check_module(
+        module,
+        target=target,
+        recurring=recurring,
+        operators=operators,
+        placement=placement,
+        compiler_flags=compiler_flags,
+    )
 
 
 def check_module(
@@ -133,8 +140,8 @@ def check_module(
     sharded = partitioned.run_shardy(module.operation)
     listed = {operators_lib.normalized(word) for word in operators}
     groups: dict[tuple[str, str], list[tuple]] = {}
-    options = {"target": target, "listed": listed, "placement": placement, "compiler_flags": compiler_flags}
-    for rule, what, op, owner, *place in _hits(program, sharded, **options):
+    options: dict[str, Any] = {"listed": listed, "placement": placement, "compiler_flags": compiler_flags}
+    for rule, what, op, owner, *place in _hits(program, sharded, target=target, **options):
         frames = owner.frames(*place or [op])
         groups.setdefault((rule, line_of(frames)), []).append((what, op.name, frames))
     conditions = {"recurring": recurring, "many_devices": program.has_many_devices}
