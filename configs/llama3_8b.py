@@ -4,8 +4,10 @@
         --config.data.validation=/fsx/text/validation.parquet --config.data.tokenizer=/fsx/llama3/tokenizer.model
     python -m hlat_jax.plan --config=llama3_8b --instance=trn2.48xlarge --nodes=16
 
-Not yet run on Trainium: planned (13.4 of 23.8 GiB a device), linted for trn2, and partitioned for 1,024 virtual
-devices, its whole mesh. At LNC 1 a device has half the memory, and it does not fit. The model, the sequences and the
+Not yet run on Trainium: planned (12.9 of 23.7 GiB a device), linted for trn2, and partitioned for 1,024 virtual
+devices, its whole mesh. A microbatch, one sequence of 8,192 tokens on a chip, is estimated at 16 million instructions,
+above the 5 million of public logs: if it does not compile, take parallel.tensor=16, model.fuse_qkv=False and
+train.num_microbatches=8. At LNC 1 a device has half the memory, and it does not fit. The model, the sequences and the
 learning rate are those of Llama 3 8B; its data is not public, so the horizon is ours: 1 T tokens. The degrees are those
 of AXLearn's rule for trn2, tensor 4 x fsdp; the replica groups are a chip, and one core of every chip.
 Source: arXiv 2407.21783, table 3 and section 3.4; AXLearn, mesh rule neuron-trn2.48xlarge-64.

@@ -40,7 +40,7 @@ class Release:
 
     version: str
     date: str
-    packages: Mapping[str, str]
+    packages: dict[str, str]
     jax: str
     numpy: tuple[str, str]
     python: tuple[str, str]
@@ -77,6 +77,28 @@ NKI_NOTES = {
         "is an error of the compiler",
     )
 }
+_2_33_0 = Release(
+    version="2.33.0",
+    date="2026-10-19",
+    packages={
+        "jax-neuronx": "0.10.0.1.0.14198",
+        "libneuronxla": "3.0.10135.0",
+        "neuronx-cc": "2.28.7631.0",
+        "nki": "0.7.0",
+        "aws-neuronx-dkms": "2.31.7.0",
+        "aws-neuronx-runtime-lib": "2.35.30.0",
+        "aws-neuronx-collectives": "2.35.43.0",
+    },
+    jax="0.10.0",
+    numpy=("2.2", "2.4"),
+    python=("3.11", "3.15"),
+    systems=("Ubuntu 26.04", "Ubuntu 24.04", "Amazon Linux 2023"),
+    container_os="ubuntu26.04",
+    flag_defaults=_DEFAULTS_2_33,
+    reserved_bytes_per_core=_PROFILING_BUFFER,
+    open_questions=_UNREAD_2_33,
+    avoid="DMA that transposes can hang the chip beside collectives; fixed in 2.33.1",
+)
 # Oldest first.
 RELEASES = (
     Release(
@@ -101,48 +123,20 @@ RELEASES = (
             "--implicit-integer-downcast": "all: unsupported integer operations are converted, with a warning",
         },
     ),
-    Release(
-        version="2.33.0",
-        date="2026-10-19",
-        packages={
-            "jax-neuronx": "0.10.0.1.0.14198",
-            "libneuronxla": "3.0.10135.0",
-            "neuronx-cc": "2.28.7631.0",
-            "nki": "0.7.0",
-            "aws-neuronx-dkms": "2.31.7.0",
-            "aws-neuronx-runtime-lib": "2.35.30.0",
-            "aws-neuronx-collectives": "2.35.43.0",
-        },
-        jax="0.10.0",
-        numpy=("2.2", "2.4"),
-        python=("3.11", "3.15"),
-        systems=("Ubuntu 26.04", "Ubuntu 24.04", "Amazon Linux 2023"),
-        container_os="ubuntu26.04",
-        flag_defaults=_DEFAULTS_2_33,
-        reserved_bytes_per_core=_PROFILING_BUFFER,
-        open_questions=_UNREAD_2_33,
-        avoid="DMA that transposes can hang the chip beside collectives; fixed in 2.33.1",
-    ),
-    Release(
+    _2_33_0,
+    dataclasses.replace(
+        _2_33_0,
         version="2.33.1",
         date="2026-11-11",
-        packages={
+        packages=_2_33_0.packages
+        | {
             "jax-neuronx": ">=0.10.0.1.0.14198",
             "libneuronxla": ">=3.0.10135.0",
-            "neuronx-cc": "2.28.7631.0",
-            "nki": "0.7.0",
             "aws-neuronx-dkms": "2.31.8.0",
             "aws-neuronx-runtime-lib": ">2.35.30.0",
             "aws-neuronx-collectives": "2.35.49.0",
         },
-        jax="0.10.0",
-        numpy=("2.2", "2.4"),
-        python=("3.11", "3.15"),
-        systems=("Ubuntu 26.04", "Ubuntu 24.04", "Amazon Linux 2023"),
-        container_os="ubuntu26.04",
-        flag_defaults=_DEFAULTS_2_33,
-        reserved_bytes_per_core=_PROFILING_BUFFER,
-        open_questions=_UNREAD_2_33,
+        avoid="",
     ),
 )
 RECOMMENDED = RELEASES[-1]
