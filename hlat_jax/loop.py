@@ -180,12 +180,12 @@ def _start_saving(run: Run, progress: Progress, *, stopping: bool) -> None:
         progress.save_postponed = True
         return
     norms = nonfinite.finite_norms(run, progress)
+    _wait_for_save(run)  # the one before: it is recorded before anything else may fail
     metadata = run.settings | {"tokens": progress.tokens, "num_nonfinite": progress.num_nonfinite, "remat": run.remat}
     if skipped := batch_of_step(progress.step, run.skipped) - progress.step:
         metadata["skipped_batches"] = skipped
     position = run.global_position(progress.position)
     run.checkpointer.save(progress.step, progress.state, position=position, metadata=metadata, norms=norms)
-    _note_saved(run)  # the one before
     progress.saved_step, progress.save_postponed = progress.step, False
     if distributed.is_first():
         run.log.goodput_row(progress.step, run.ledger.goodput().shares)

@@ -11,7 +11,7 @@ from hlat_jax.cost import INSTANCES
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.host.neuron_compiler_flags import compiler_flags
-from hlat_jax.host.neuron_topology import Topology, checked
+from hlat_jax.host.neuron_topology import Topology, checked, lnc_of
 from hlat_jax.neuron.lint_command import PROGRAMS
 from hlat_jax.neuron.rules import TARGETS, target_of
 from hlat_jax.store.progress import show_progress
@@ -41,13 +41,14 @@ def main(argv: Sequence[str]) -> int:
     config = resolve_with_tokenizer(mutable)
     if not values.out:
         raise ValueError("--out=DIR is missing; name a folder for the modules and compile.sh.")
+    place = checked(Topology(TARGETS.get(values.target, values.target), lnc=lnc_of(os.environ)))
     folder = flags_lib.make_folder("--out", values.out)
     os.environ["JAX_PLATFORMS"] = "cpu"  # leave any accelerator to other processes
     from hlat_jax.neuron import hlo, hlo_proto, programs
     from hlat_jax.run.compilation import named_programs, traced_programs
     from hlat_jax.step import make_program
 
-    target = target_of(values.target)
+    target = target_of(place.instance, lnc=place.lnc)
     count = values.devices or programs.num_devices(config, target=target)
     program = make_program(config, programs.layout_for_neuron(config, count, target=target))
     traced = traced_programs(program)
@@ -67,15 +68,15 @@ def main(argv: Sequence[str]) -> int:
             print(f"{folder / stem}.hlo  {size:,} instructions, {labels[stem]}")
         compiled.append(f"{list(modules)[-1]}.hlo")  # the compiler takes the module of one device
     script = folder / "compile.sh"
-    script.write_text(_SCRIPT.format(config=config.name, modules=" ".join(compiled), flags=_flags(values.target)))
+    script.write_text(_SCRIPT.format(config=config.name, modules=" ".join(compiled), flags=_flags(place)))
     script.chmod(0o755)
     print(f"{script}  calls neuronx-cc on {', '.join(compiled)}; not yet run")
     return 0
 
 
-def _flags(target: str) -> str:
-    flags_of = compiler_flags(checked(Topology(TARGETS.get(target, target)))).items()
-    kept = [key if value is None else f"{key}={value}" for key, value in flags_of if key not in _PLUGIN_FLAGS]
+def _flags(place: Topology) -> str:
+    words = {key: key if value is None else f"{key}={value}" for key, value in compiler_flags(place).items()}
+    kept = [word for key, word in words.items() if key not in _PLUGIN_FLAGS]
     return " \\\n    ".join(kept)
 
 

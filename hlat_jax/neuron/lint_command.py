@@ -15,6 +15,7 @@ from absl import flags
 from hlat_jax.cost import INSTANCES
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.host import flags as flags_lib
+from hlat_jax.host.neuron_topology import Topology, checked, lnc_of
 from hlat_jax.neuron.rules import LINTED, target_of
 from hlat_jax.store.progress import show_progress
 
@@ -25,7 +26,9 @@ PROGRAMS = (*_STEP, "eval", "init", "norms", "prefill", "decode", "generate")
 def main(argv: Sequence[str]) -> int:
     """Prints the findings for the programs of a config; returns 1 if one is an error, else 0."""
     mutable, values = flags_lib.parse(argv, _define)
-    values.target = target_of(values.target)
+    if values.target in INSTANCES:
+        place = checked(Topology(values.target, lnc=lnc_of(os.environ)))
+        values.target = target_of(place.instance, lnc=place.lnc)
     config = resolve_with_tokenizer(mutable)
     if values.json:
         flags_lib.check_output("--json", values.json)

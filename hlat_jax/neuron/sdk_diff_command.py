@@ -19,7 +19,7 @@ from hlat_jax.host import neuron_sdk
 from hlat_jax.host.neuron_compiler_flags import Flags, compiler_flags
 from hlat_jax.host.neuron_env import REMOVED
 from hlat_jax.host.neuron_sdk import PYTHON_PACKAGES, SYSTEM_PACKAGES, Release
-from hlat_jax.host.neuron_topology import Topology, checked
+from hlat_jax.host.neuron_topology import Topology, checked, lnc_of
 
 
 def main(argv: Sequence[str]) -> int:
@@ -34,11 +34,11 @@ def main(argv: Sequence[str]) -> int:
     old, new = map(neuron_sdk.find, names.values())
     mutable, values = flags_lib.parse([word for place, word in enumerate(argv) if place not in names], _define)
     config = resolve_with_tokenizer(mutable)
-    topology = checked(Topology(values.instance))
+    topology = checked(Topology(values.instance, lnc=lnc_of(os.environ)))
     os.environ["JAX_PLATFORMS"] = "cpu"  # leave any accelerator to other processes
     from hlat_jax.neuron.rules import target_of
 
-    target = target_of(topology.instance)
+    target = target_of(topology.instance, lnc=topology.lnc)
     device, step = cost.DEVICES[target], _training_step(config, target)
     print(f"{config.name} on {topology.instance}: SDK {old.version} ({old.date}) to {new.version} ({new.date})")
     sections = {

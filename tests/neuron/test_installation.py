@@ -158,8 +158,23 @@ def diff(capsys, *words):
 
 @pytest.fixture
 def without_plan(monkeypatch):
-    step = sdk_diff_command._TrainingStep(15 * 2**30, ())
-    monkeypatch.setattr(sdk_diff_command, "_training_step", lambda config, target: step)
+    """A step of 15 GiB for every target; the value is the list of the targets asked for."""
+    targets = []
+
+    def step(config, target):
+        targets.append(target)
+        return sdk_diff_command._TrainingStep(15 * 2**30, ())
+
+    monkeypatch.setattr(sdk_diff_command, "_training_step", step)
+    return targets
+
+
+@pytest.mark.parametrize(("lnc", "target", "more"), [("", "trn2", "122.07"), ("1", "trn2-lnc1", "61.04")])
+def test_sdk_diff_reads_the_lnc_of_the_environment(capsys, monkeypatch, without_plan, lnc, target, more):
+    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", lnc)
+    _, found = diff(capsys, "2.32", "2.33", "--config=7b", "--instance=trn2.48xlarge")
+    assert without_plan == [target]
+    assert f"the runtime takes {more} MiB more of each device" in found["device memory"][0]
 
 
 def test_sdk_diff_says_what_moves_and_what_the_run_pins(capsys, without_plan):

@@ -53,6 +53,24 @@ def train(tmp_path, monkeypatch):
     return run
 
 
+def test_a_checkpoint_is_known_before_the_save_after_it_begins(tmp_path, monkeypatch, train):
+    save = checkpoint.Checkpointer.save
+
+    def save_once(self, step, *args, **kwargs):
+        if step > 4:
+            raise Killed
+        return save(self, step, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint.Checkpointer, "check", lambda self: None)  # that save takes as long as four steps
+        patch.setattr(checkpoint.Checkpointer, "save", save_once)
+        with pytest.raises(Killed):
+            train()
+    (tmp_path / "run/checkpoints").rename(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match=r"holds no checkpoint, but one of step 4 was saved \(events.jsonl\)"):
+        train()
+
+
 def end_of(tmp_path, name):
     """Returns (step, bytes of the state, data position) of the last checkpoint of a run."""
     return micro.final_checkpoint(micro.write_config(tmp_path), tmp_path / name)[:3]
