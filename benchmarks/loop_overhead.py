@@ -5,11 +5,11 @@
 Each round trains `--steps` steps of `tiny` through the loop (metrics, hashes, data threads; no validation, no plot)
 and then runs as many bare steps on one resident batch. Prints the median of the rounds' ratios.
 
-With --watch it compares two runs through the loop: with the watch, the ledger and train.spikes=skip, and with none of
-them. It also prints the CPU time of their threads as a share of the wall time, which is less noisy.
+With --watch it compares bare steps with and without train.spikes=skip, one of each in turn, and prints what the watch
+and the ledger take of runs through the loop: CPU time of their threads, and their calls in the main thread.
 
 With --dispatch M it compares bare steps of M microbatches in one program with steps whose microbatches are programs of
-their own (train.accumulate), and checks that both end in the same state, bit for bit.
+their own (train.accumulate), likewise, and checks that both end in the same state, bit for bit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 from unittest import mock
 
 import jax
@@ -32,14 +33,14 @@ import numpy as np
 
 from hlat_jax import config as config_lib
 from hlat_jax.batch import concat_batch
+from hlat_jax.config import Config
 from hlat_jax.host import distributed
 from hlat_jax.host.activity import Activity
 from hlat_jax.loop import train
 from hlat_jax.parallel.sharding import shard_batch
 from hlat_jax.resolve import resolve
-from hlat_jax.run import open as open_lib
-from hlat_jax.run.goodput import SilentLedger
 from hlat_jax.run.machine import fitting_program
+from hlat_jax.step import RunProgram
 
 
 def loop_step_s(config, workdir, *, activity: Activity | None = None) -> float:
@@ -64,42 +65,55 @@ def bare_step_s(program) -> float:
     return statistics.median(seconds[2:])
 
 
-def compare_dispatched(config, *, rounds: int, num_microbatches: int) -> None:
+def step_ratios(plain: RunProgram, other: RunProgram, *, rounds: int) -> tuple[list[float], list[Any]]:
+    """Runs steps of two programs in turn, one of each; returns (ratio of each round's medians, the states at the end).
+
+    The data and the initial states are the same. A step waits for its result, and the first two do not count.
+    """
+    config = plain.config
+    shape = (config.data.batch_size, config.data.seq_len)
+    batch = concat_batch(np.random.default_rng(0).integers(3, 2048, shape))
+    programs, ratios = (plain, other), []
+    states = [program.init_state() for program in programs]
+    for index in range(rounds):
+        seconds = [[], []]
+        for _ in range(config.train.num_steps):
+            for i, program in enumerate(programs):
+                began = time.monotonic()
+                states[i], metrics = program.run_step(states[i], program.shard(batch), np.float32(1e-3))
+                jax.block_until_ready((states[i], metrics))
+                seconds[i].append(time.monotonic() - began)
+        first, second = (statistics.median(each[2:]) for each in seconds)
+        ratios.append(second / first)
+        print(f"round {index}: {first:.4f} s and {second:.4f} s, ratio {ratios[-1]:.4f}")
+    return ratios, states
+
+
+def described(ratios: list[float]) -> str:
+    return f"{statistics.median(ratios):.4f} (median of {len(ratios)} rounds, {min(ratios):.4f} to {max(ratios):.4f})"
+
+
+def compare_dispatched(config: Config, *, rounds: int, num_microbatches: int) -> None:
     """Prints the step times of both values of train.accumulate, in turn in one process.
 
     Raises:
       SystemExit: the states that the two end in differ.
     """
-    programs = {}
+    programs = []
     for accumulate in ("scan", "dispatch"):
         train_config = dataclasses.replace(config.train, num_microbatches=num_microbatches, accumulate=accumulate)
-        programs[accumulate] = fitting_program(dataclasses.replace(config, train=train_config), jax.devices())
-    shape = (config.data.batch_size, config.data.seq_len)
-    batch = concat_batch(np.random.default_rng(0).integers(3, 2048, shape))
-    states = {name: program.init_state() for name, program in programs.items()}
-    ratios = []
-    for index in range(rounds):
-        found = {}
-        for name, program in programs.items():
-            seconds = []
-            for _ in range(config.train.num_steps):
-                began = time.monotonic()
-                states[name], metrics = program.run_step(states[name], program.shard(batch), np.float32(1e-3))
-                jax.block_until_ready((states[name], metrics))
-                seconds.append(time.monotonic() - began)
-            found[name] = statistics.median(seconds[2:])
-        ratios.append(found["dispatch"] / found["scan"])
-        print(f"round {index}: {found['scan']:.4f} s in one program, {found['dispatch']:.4f} s dispatched")
-    scanned, dispatched = (jax.tree.leaves(jax.device_get(states[name])) for name in ("scan", "dispatch"))
+        programs.append(fitting_program(dataclasses.replace(config, train=train_config), jax.devices()))
+    ratios, states = step_ratios(*programs, rounds=rounds)
+    print(f"dispatched / one program: {described(ratios)}")
+    scanned, dispatched = (jax.tree.leaves(jax.device_get(state)) for state in states)
     if any(a.tobytes() != b.tobytes() for a, b in zip(scanned, dispatched, strict=True)):
         raise SystemExit("the two ended in different states")
-    spread = f"{min(ratios):.4f} to {max(ratios):.4f}"
-    print(f"dispatched / one program: {statistics.median(ratios):.4f} (median of {rounds}, {spread}); the same states")
+    print("the two ended in the same state, bit for bit")
 
 
 @contextlib.contextmanager
-def cpu_of_threads(found: dict[str, float]) -> Iterator[None]:
-    """Sets `found` to the CPU seconds of each thread that looks after the run, by its name."""
+def looking_after(found: dict[str, float]) -> Iterator[None]:
+    """Sets `found` to the seconds of each part of looking after a run: CPU time of its threads, calls in the loop."""
     over = threading.Event()
 
     def look() -> None:
@@ -109,36 +123,39 @@ def cpu_of_threads(found: dict[str, float]) -> Iterator[None]:
                     with contextlib.suppress(OSError):  # it has just ended
                         found[thread.name] = time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                found["in the loop"] = found.get("in the loop", 0.0) + time.perf_counter() - began
+
+        return call
+
     looker = threading.Thread(target=look, daemon=True)
     looker.start()
-    yield
+    with mock.patch.object(Activity, "begin", timed(Activity.begin)):
+        yield
     over.set()
     looker.join()
 
 
-def compare_watched(config, rounds: int) -> None:
-    """Prints step times with and without what looks after a run, and the CPU time of its threads."""
+def compare_watched(config: Config, *, rounds: int) -> None:
+    """Prints what a run that looks after itself costs: the window of spikes in its program, its threads and calls."""
     watched = dataclasses.replace(config, train=dataclasses.replace(config.train, spikes="skip"))
-    ratios, shares = [], []
-    for index in range(rounds):
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            mock.patch.object(open_lib, "Ledger", return_value=SilentLedger()),
-        ):
-            plain_s = loop_step_s(config, pathlib.Path(folder))
-        cpu: dict[str, float] = {}
-        activity = Activity(least_s=300)
-        with tempfile.TemporaryDirectory() as folder, cpu_of_threads(cpu):
+    ratios, _ = step_ratios(*(fitting_program(each, jax.devices()) for each in (config, watched)), rounds=rounds)
+    print(f"step with the window / without: {described(ratios)}")
+    shares = []
+    for _ in range(3):
+        activity, cost = Activity(least_s=300), {}
+        with tempfile.TemporaryDirectory() as folder, looking_after(cost):
             began_s, workdir = time.monotonic(), pathlib.Path(folder)
             with distributed.joined(None, activity=activity, stacks=workdir / "stuck"):
-                watched_s = loop_step_s(watched, workdir, activity=activity)
-            shares.append(sum(cpu.values()) / (time.monotonic() - began_s))
-        ratios.append(watched_s / plain_s)
-        print(f"round {index}: {plain_s:.4f} s plain, {watched_s:.4f} s watched; threads {cpu}")
-    print(
-        f"watched / plain: {statistics.median(ratios):.4f} (median of {rounds}, {min(ratios):.4f} to {max(ratios):.4f})"
-    )
-    print(f"CPU time of the threads / wall time: {statistics.median(shares):.5f}")
+                loop_step_s(watched, workdir, activity=activity)
+            shares.append(sum(cost.values()) / (time.monotonic() - began_s))
+        print(f"a run through the loop: {', '.join(f'{part} {seconds:.4f} s' for part, seconds in cost.items())}")
+    print(f"watch and ledger / wall time: {statistics.median(shares):.5f} (median of 3 runs)")
 
 
 def main() -> None:
@@ -160,7 +177,7 @@ def main() -> None:
         compare_dispatched(config, rounds=args.rounds, num_microbatches=args.dispatch)
         return
     if args.watch:
-        compare_watched(config, args.rounds)
+        compare_watched(config, rounds=args.rounds)
         return
     program = fitting_program(config, jax.devices())
     tokens = config.data.batch_size * config.data.seq_len
