@@ -76,6 +76,7 @@ def _train(config: Config, workdir: pathlib.Path, *, signals: StopSignals, begin
         if opened is None:
             return ""
         run, progress = opened
+        stack.enter_context(run.check_folder.as_cause())
         signals.activity.begin(WAITING)  # not in a collective of the evaluation: others may compile for much longer
         distributed.barrier()
         signals.doing = "starting"

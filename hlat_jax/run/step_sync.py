@@ -169,6 +169,15 @@ class FolderCheck:
             "came after its last checkpoint is lost. Put it back, and run the same command to resume."
         )
 
+    @contextlib.contextmanager
+    def as_cause(self) -> Iterator[None]:
+        """Replaces an OSError of the block by the ValueError of a folder that is gone, if it is."""
+        try:
+            yield
+        except OSError:
+            self(now=True)
+            raise
+
     def _is_another(self) -> bool:
         try:
             return _identity(self._workdir) != self._identity

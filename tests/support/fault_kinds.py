@@ -105,7 +105,7 @@ KINDS = {
     "NaN for a step": Kind("inside", {GOES_ON: ""}, mild=True, lasting=True),
     "NaN in the weights": Kind("inside", {ENDS: "not finite"}),
     "spike": Kind("inside", {GOES_ON: ""}, mild=True, lasting=True),
-    "clock jump": Kind("inside", {GOES_ON: "", ENDS: "timed out"}, mild=True),  # while saving: Orbax uses the clock
+    "clock jump": Kind("inside", {GOES_ON: "", ENDS: "[Tt]imed out"}, mild=True),  # while saving: Orbax uses the clock
     "port taken": Kind("start", dict.fromkeys((ENDS, REFUSES), "port|in use"), least=2),
 }
 

@@ -383,7 +383,7 @@ class Trial:
             life.wait(lambda: life.first_step_at() is not None)
             self._observed_damage(life, pending)
         for index, fault in enumerate(plan):
-            if life.over() or not self._inject(life, fault):
+            if (life.over() and life.of(fault) is None) or not self._inject(life, fault):
                 life.wait()
                 self._void(plan[index:])
                 break
@@ -396,6 +396,9 @@ class Trial:
                 self._note(life, fault, fault_kinds.GOES_ON)
                 continue
             life.wait()
+            if "lasts_s" in fault.more and any(life.of(later) for later in plan[index + 1 :]):
+                self._void([fault])  # a later one came before it was over, and may have ended the job
+                continue
             self._ended(life, fault)
             self._void(plan[index + 1 :])
             break
@@ -514,14 +517,14 @@ class Trial:
 
     def _damaged(self, fault: Fault) -> Fault | None:
         steps = self._saved()
-        before = {row["step"] for row in fault_kinds.whole_rows(self.workdir)}
+        before = self._steps_of_rows()
         done = fault_kinds.damage(fault.kind, self.workdir, self.rng)
         if done is None:
             self._void([fault])
             return None
         fault.said, undo = done
-        gone = before - {row["step"] for row in fault_kinds.whole_rows(self.workdir)}
-        fault.more = {"newest": steps[-1], "gone": sorted(gone)}
+        gone = before - self._steps_of_rows()
+        fault.more = {"newest": steps[-1], "gone": sorted({step for step, _ in gone})}
         self._undo.append(undo)
         return fault
 
@@ -661,6 +664,10 @@ class Trial:
 
     def _is_complete(self, life: Life) -> bool:
         return NUM_STEPS in self._saved()
+
+    def _steps_of_rows(self) -> set[tuple[int, bool]]:
+        """Returns (step, whether it is one of training) of the rows that can be read."""
+        return {(row["step"], "loss" in row) for row in fault_kinds.whole_rows(self.workdir)}
 
     def _ledger_problems(self, *, ended: float) -> list[str]:
         if any("events.jsonl" in row["what"] for row in self.done):
