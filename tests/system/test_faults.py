@@ -65,9 +65,15 @@ def test_outcomes_that_the_table_does_not_name_are_not_allowed():
 
 
 class EndedLife:
-    """A job of which the only process had ended before anything was done to it."""
+    """A job of which the only process has ended; `began` are the ids of the faults that it had begun."""
 
     disturbed = False
+
+    def __init__(self, *began):
+        self.began = began
+
+    def of(self, fault, name="fault"):
+        return {"at": 1.0} if fault.id in self.began and name == "fault" else None
 
     def over(self):
         return True
@@ -86,3 +92,14 @@ def test_a_void_fault_is_given_back_and_does_not_count(tmp_path):
     assert trial._live(EndedLife(), plan, None) is None
     assert (trial.done, campaign.records, campaign.voids) == ([], [], 1)
     assert campaign.draw(1) == "SIGKILL"
+
+
+@pytest.mark.parametrize(("began", "judged"), [((1, 2), "stuck in step"), ((1,), "slow data"), ((), None)])
+def test_the_last_fault_that_began_is_judged_where_one_before_it_was_not_over(tmp_path, began, judged):
+    campaign = faults.Campaign(tmp_path / "c", seed=0, kinds=["slow data"], log=tmp_path / "log", processes=(1,))
+    trial, ended = faults.Trial(campaign, 0), []
+    plan = [faults.Fault(1, "slow data", 8, 0.0, None, {"lasts_s": 2.0}), faults.Fault(2, "stuck in step", 14, 0.0, 0)]
+    trial._trains_again = lambda life: None
+    trial._ended = lambda life, fault: ended.append(fault.kind)
+    trial._live(EndedLife(*began), plan, None)
+    assert ended == ([judged] if judged else [])
