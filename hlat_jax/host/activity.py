@@ -47,6 +47,7 @@ class Activity:
       began_s: time.monotonic() of the start.
       stuck_s: how long somebody made no progress when that was found; 0: it was not.
       beat: enters the account of `spent` in the ledger; None: there is no ledger.
+      problem: returns what is wrong with the run folder, or ""; see `cause`.
     """
 
     def __init__(self, *, least_s: float = 0.0, began_s: float | None = None):
@@ -55,6 +56,7 @@ class Activity:
         self.began_s = time.monotonic() if began_s is None else began_s
         self.stuck_s, self._has_stepped = 0.0, False
         self.beat: Callable[[], None] | None = None
+        self.problem: Callable[[], str] = str
         # phase, since when, its status, and account -> seconds before it; replaced as one, for the other threads
         self._phase: tuple[str, float, Any, dict[str, float]] = ("opening the run", self.began_s, None, {})
         self._seen: dict[str, tuple[int, float]] = {}  # phase -> (how often, the longest, in seconds)
@@ -119,6 +121,14 @@ class Activity:
         if doing in _LEARNED and count >= _SEEN:
             return max(self.least_s, _FACTOR * longest)
         return max(self.least_s * (_BRIEF_LIMIT if doing in _BRIEF else _LONG_LIMIT), _SLOWER * longest)
+
+    def cause(self) -> str:
+        """Returns what is wrong with the run folder, or "" if nothing is or a disk that hangs does not tell."""
+        found: list[str] = []
+        thread = threading.Thread(target=lambda: found.append(self.problem()), daemon=True)
+        thread.start()
+        thread.join(_DUMP_S)
+        return found[0] if found else ""
 
     def unanswered_s(self, since_sigterm_s: float) -> float:
         """Returns for how long a step makes no progress after SIGTERM, if that is too long; else 0."""

@@ -194,6 +194,8 @@ def _watch_alone(activity: Activity, stacks: pathlib.Path | None, over: threadin
         now = activity.snapshot()
         line = stuck_line({0: now}, hosts={0: socket.gethostname()}, where=stacks)
         if line:
+            if problem := activity.cause():
+                exit_with(f"error: {problem}", 2)
             record_stuck(activity, stuck_s=now["for_s"], stacks=stacks, process=0)
             exit_with(f"error: {line}", STUCK_CODE)
         _end_terminated(activity, stacks, 0)
@@ -292,6 +294,9 @@ class _Watch:
         line = stuck_line(snapshots, hosts=hosts, where=self._stacks)
         if line:
             self._ending.set()
+            if problem := self._activity.cause():
+                self._report(2, problem)
+                self._leave(f"error: {problem}", 2)
             stuck_s = max(one["for_s"] for one in snapshots.values())
             self._report(STUCK_CODE, line, stuck_s=stuck_s)
             self._record_stuck(stuck_s, stacks=self._stacks)

@@ -84,7 +84,10 @@ def checked(topology: Topology) -> Topology:
     kind = t.kind
     if t.lnc and t.lnc not in kind.lncs:
         allowed = " or ".join(map(str, sorted(kind.lncs)))  # trn1: the compiler's error NCC_EARG001
-        raise ValueError(f"--lnc={t.lnc}: {t.instance} takes {allowed} physical cores for a JAX device.")
+        raise ValueError(
+            f"--lnc={t.lnc} (or NEURON_LOGICAL_NC_CONFIG): {t.instance} takes {allowed}, the physical cores of a JAX "
+            "device. Unset it, or give another --instance."
+        )
     t = dataclasses.replace(t, lnc=t.lnc or kind.lncs[0])
     whole = kind.num_devices(lnc=t.lnc)
     if not 0 <= t.cores <= whole:

@@ -264,10 +264,12 @@ def open_run(
     monitor = NeuronMonitor(monitored, platform=layout.mesh.devices.flat[0].platform)
     stack.enter_context(contextlib.closing(monitor))
     step_trace = stack.enter_context(closing_quietly(StepTrace(config, workdir, start_step=progress.step)))
+    check_folder = FolderCheck(workdir)
+    signals.activity.problem = check_folder.problem
     run = Run(
         config=config,
         workdir=workdir,
-        check_folder=FolderCheck(workdir),
+        check_folder=check_folder,
         layout=layout,
         tokenizer=tokenizer,
         batches=batches,

@@ -160,13 +160,19 @@ class FolderCheck:
         if not distributed.is_first() or (not now and time.monotonic() - self._checked_s < self._PERIOD_S):
             return
         self._checked_s = time.monotonic()
+        if problem := self.problem():
+            raise ValueError(problem)
+
+    def problem(self) -> str:
+        """Returns what is wrong with the folder, or "", in any process."""
         for wait_s in (0.0, self._AGAIN_S):
             time.sleep(wait_s)
             if not self._is_another():
-                return
-        raise ValueError(
+                return ""
+        return (
             f"the run folder {self._workdir.absolute()} was removed or replaced while this run trained in it; what "
-            "came after its last checkpoint is lost. Put it back, and run the same command to resume."
+            "came after its last checkpoint is lost. Remove what is there now, put the folder back, and run the same "
+            "command to resume."
         )
 
     @contextlib.contextmanager
@@ -174,8 +180,9 @@ class FolderCheck:
         """Replaces an OSError of the block by the ValueError of a folder that is gone, if it is."""
         try:
             yield
-        except OSError:
-            self(now=True)
+        except OSError as error:
+            if problem := self.problem():
+                raise ValueError(problem) from error
             raise
 
     def _is_another(self) -> bool:

@@ -1,10 +1,11 @@
 """How long a phase may take without progress, and which process is named when it took longer."""
 
+import threading
 import time
 
 import pytest
 
-from hlat_jax.host import activity
+from hlat_jax.host import activity, distributed
 from hlat_jax.host.activity import WAITING, Activity, stuck_line
 
 HOSTS = {0: "a", 1: "b"}
@@ -135,3 +136,30 @@ def test_stacks_of_a_folder_that_cannot_be_written_are_left_out(tmp_path):
     began = time.monotonic()
     activity.record_stuck(Activity(), stuck_s=1.0, stacks=tmp_path / "file", process=0)
     assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    ("problem", "code", "said"), [("", 124, "stuck: process 0 of 1"), ("the folder is gone", 2, "")]
+)
+def test_a_run_that_is_stuck_because_its_folder_is_gone_says_that(tmp_path, monkeypatch, problem, code, said):
+    ended = []
+
+    def end(line, code):
+        ended.append((line, code))
+        raise SystemExit
+
+    monkeypatch.setattr(distributed, "exit_with", end)
+    stuck = Activity(least_s=0.1, began_s=time.monotonic() - 1000)
+    stuck.problem = lambda: problem
+    with pytest.raises(SystemExit):
+        distributed._watch_alone(stuck, tmp_path / "stuck", threading.Event())
+    [(line, found)] = ended
+    assert (found, (tmp_path / "stuck").exists()) == (code, code == 124)
+    assert line.startswith(f"error: {problem or said}")
+
+
+def test_the_cause_is_not_waited_for_where_the_disk_hangs(monkeypatch):
+    monkeypatch.setattr(activity, "_DUMP_S", 0.05)
+    hung = Activity()
+    hung.problem = lambda: time.sleep(5) or "late"
+    assert hung.cause() == ""

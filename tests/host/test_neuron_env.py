@@ -362,7 +362,7 @@ def test_misspelt_variables_suggest_the_nearest():
         ({"instance": "trn3.48xlarge"}, "no such instance type. No page names an EC2 instance type with trn3"),
         ({"cores": 4}, "--cores=4: 4 cores [0, 1, 2, 3]: groups of 4 work in an order of their own"),
         ({"cores": 12}, "no page lists groups of 12; sizes with a group: 1, 2, 4, 8, 16 and 32"),
-        ({"lnc": 2}, "--lnc=2: trn1.32xlarge takes 1"),
+        ({"lnc": 2}, "--lnc=2 (or NEURON_LOGICAL_NC_CONFIG): trn1.32xlarge takes 1,"),
         ({"nodes": 0}, "--nodes=0"),
         ({"rank": 4}, "--node=4 must lie in 0 .. 3"),
         ({"coordinator": ""}, "--coordinator=HOST is missing"),

@@ -92,8 +92,7 @@ KINDS = {
     "flipped file of the run": Kind("damage", {RESUMES: "", REFUSES: ""}),
     "run folder renamed": Kind(
         "around",
-        # several processes with limits as short as here are stuck in the save before they say why it failed
-        {REFUSES: "removed or replaced", ENDS: "removed or replaced|written", STUCK: "while starting to save|saving"},
+        {REFUSES: "removed or replaced", ENDS: "removed or replaced|written"},
     ),
     "torn data": Kind("around", {REFUSES: "changed|truncated"}),
     "flipped data": Kind("around", {REFUSES: "changed"}),
