@@ -218,7 +218,7 @@ def test_ladder_takes_the_lnc_of_the_environment(ladder_here, monkeypatch):
     assert "\n  env NEURON_LOGICAL_NC_CONFIG=1 launch/node.sh --config=llama3_8b " in printed
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
     code, _, error = ladder_here("--config=7b")
-    assert (code, "--lnc=2: trn1.32xlarge takes 1 physical cores" in error) == (2, True)
+    assert (code, "NEURON_LOGICAL_NC_CONFIG): trn1.32xlarge takes 1, the physical cores" in error) == (2, True)
 
 
 def test_ladder_exits_with_1_where_the_lint_finds_an_error(ladder_here, monkeypatch):

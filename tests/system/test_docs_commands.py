@@ -28,7 +28,7 @@ CHECKED = (
     (r"^mpirun .*? launch/node.sh", f"OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=1 {_NODE}", "a cluster"),
     (r"^launch/node.sh (?!--dry-run)", f"{_NODE} ", "several nodes"),
     (rf"^({_TRAIN} .*--config=(?:160m|7b|70b|mine.py)(?!.*--print_config).*)", r"\1 --print_config", "its size"),
-    (r"^python ((?:benchmarks|tools)/.*)", rf"python {ROOT}/tests/support/parse_only.py \1", "minutes"),
+    (r"^python ((?:benchmarks|tests|tools)/.*)", rf"python {ROOT}/tests/support/parse_only.py \1", "minutes"),
     (r"^(python -m hlat_jax.neuron doctor.*)", r"\1 --help", "minutes; its parts have tests of their own"),
     (r"^(python -m hlat_jax.neuron lint .*--operators=.*)", r"\1 || test $? = 1", "a list of two: there are findings"),
     (r"^(python -m hlat_jax(?:\.\w+)+(?: [a-z]+)?)$", r"\1 --help", "a name in a sentence, without what it takes"),
@@ -98,7 +98,7 @@ def cases():
 def folder(tmp_path_factory):
     """What a reader has: a checkout, and the files that the pages assume."""
     path = tmp_path_factory.mktemp("reader")
-    for name in ("README.md", "benchmarks", "configs", "hlat_jax", "launch", "tools"):
+    for name in ("README.md", "benchmarks", "configs", "hlat_jax", "launch", "tests", "tools"):
         (path / name).symlink_to(ROOT / name)
     (path / "my_texts").mkdir()
     lines = (ROOT / "hlat_jax" / "assets" / "austen_train.jsonl").read_text().splitlines()
