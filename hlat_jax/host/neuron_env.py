@@ -208,7 +208,8 @@ def _has_recognized_collectives(parallel: ParallelConfig, num_devices: int) -> b
     With NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU=1, a program with none of the documented collectives runs on the host's
     CPU. The list lacks the plain all-reduce, the only collective of pure data parallelism and of tensor parallelism
     without sequence parallelism. A step is thousands of times slower on the CPU, so for these the variable is not set.
-    Microbatches and the update are programs of their own, unless train.accumulate=scan.
+    Microbatches and the update are programs of their own, unless train.accumulate=scan. `start`, which fills the
+    sums with zeros once in a run, has no collective and runs on the host.
     """
     degrees = {axis: getattr(parallel, axis) for axis in ("pipe", "data", "fsdp", "tensor")}
     fixed = 1

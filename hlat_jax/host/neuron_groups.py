@@ -142,6 +142,12 @@ def verdict_of_first(count: int, *, instance: str, lnc: int) -> tuple[str, str]:
     return level, why
 
 
+def counts_of_jobs(instance: str, *, lnc: int) -> list[int]:
+    """Returns how many of an instance's first devices a job may use: those that `verdict_of_first` does not refuse."""
+    counts = range(1, cost.INSTANCES[instance].num_devices(lnc=lnc) + 1)
+    return [count for count in counts if verdict_of_first(count, instance=instance, lnc=lnc)[0] != REFUSED]
+
+
 def order(server: Server | None, tensor: int) -> list[int] | None:
     """Returns, for each place of a server, the device that serves it, for a degree that needs an order of its own.
 

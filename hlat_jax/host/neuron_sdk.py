@@ -11,8 +11,6 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
-from hlat_jax.config import nearest
-
 # Distributions of Python, and packages of the operating system: these belong to one release together.
 PYTHON_PACKAGES = ("jax-neuronx", "libneuronxla", "neuronx-cc", "nki")
 SYSTEM_PACKAGES = ("aws-neuronx-dkms", "aws-neuronx-runtime-lib", "aws-neuronx-collectives")
@@ -191,8 +189,8 @@ def find(name: str) -> Release:
     if not found:
         names = [release.version for release in RELEASES]
         raise ValueError(
-            f"{name}: no such Neuron SDK in the table, which has {', '.join(names)}. {nearest(name, names)} For "
-            "another, add a row to hlat_jax/host/neuron_sdk.py from its release notes."
+            f"{name}: no such Neuron SDK in the table, which has {', '.join(names)}. For another, add a row to "
+            "hlat_jax/host/neuron_sdk.py from its release notes."
         )
     return found[-1]
 

@@ -66,8 +66,10 @@ def one_release(installed: Mapping[str, str]) -> Outcome:
     unsupported = _unsupported(release, installed)
     if other or unsupported:
         found = "; ".join([_alien(name, installed[name], rows[name]) for name in other] + unsupported)
-        advice = _driver_advice(release) if other == [_DRIVER] and not unsupported else _ADVICE
-        return Outcome(FAILED, f"most of it is SDK {release.version}, but {found}", advice)
+        is_driver = other == [_DRIVER] and not unsupported and not release.avoid and _is_older(release, installed)
+        advice = _driver_advice(release) if is_driver else _ADVICE
+        found = f"most of it is SDK {release.version}, but {found}{_warning(release)}"
+        return Outcome(FAILED, found, advice)
     candidates = [one for one in RELEASES if all(one.version in row for row in rows.values())]
     absent = [name for name in (*PYTHON_PACKAGES, *SYSTEM_PACKAGES) if name not in installed]
     names = " or ".join(one.version for one in candidates)
@@ -76,7 +78,7 @@ def one_release(installed: Mapping[str, str]) -> Outcome:
     unsound = [one for one in candidates if one.avoid]
     if not unsound:
         return Outcome(PASSED, found)
-    found = f"{found}. Do not train with {unsound[0].version}: {unsound[0].avoid}"
+    found += _warning(unsound[0])
     if unsound == candidates:
         return Outcome(FAILED, found, f"install {RECOMMENDED.version}")
     return Outcome(
@@ -93,7 +95,18 @@ def _is_newer(package: str, version: str) -> bool:
 
 
 def _age(package: str, version: str) -> str:
+    if not neuron_sdk.numbers(version):
+        return "not a version"
     return "newer" if _is_newer(package, version) else "older"
+
+
+def _is_older(release: Release, installed: Mapping[str, str]) -> bool:
+    """Returns whether the driver is older than that of the release; a newer one is not to be replaced by it."""
+    return neuron_sdk.numbers(installed[_DRIVER]) < neuron_sdk.bounds(_DRIVER, release)[0]
+
+
+def _warning(release: Release) -> str:
+    return f". Do not train with {release.version}: {release.avoid}" if release.avoid else ""
 
 
 def _driver_advice(release: Release) -> str:
@@ -108,9 +121,12 @@ def _alien(package: str, version: str, row: tuple[str, ...]) -> str:
     """Returns what a package belongs to instead."""
     if row:
         return f"{package} {version} belongs to SDK {' and '.join(row)}"
-    if _is_newer(package, version):
-        return f"{package} {version} is newer than SDK {RELEASES[-1].version}"
-    return f"{package} {version} is older than SDK {RELEASES[0].version}, or a placeholder of the public package index"
+    ends = {
+        "newer": f" than SDK {RELEASES[-1].version}",
+        "older": f" than SDK {RELEASES[0].version}, or a placeholder of the public package index",
+    }
+    age = _age(package, version)
+    return f"{package} {version} is {age}{ends.get(age, '')}"
 
 
 def _unsupported(release: Release, installed: Mapping[str, str]) -> list[str]:

@@ -16,7 +16,7 @@ from hlat_jax.cost import INSTANCES
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.host.neuron_topology import Topology, checked, lnc_of
-from hlat_jax.neuron.rules import LINTED, target_of
+from hlat_jax.neuron.rules import LINTED, NODES, target_of
 from hlat_jax.store.progress import show_progress
 
 _STEP = ("train", "start", "microbatch", "warm_up", "steady", "cool_down", "update")
@@ -26,9 +26,10 @@ PROGRAMS = (*_STEP, "eval", "init", "norms", "prefill", "decode", "generate")
 def main(argv: Sequence[str]) -> int:
     """Prints the findings for the programs of a config; returns 1 if one is an error, else 0."""
     mutable, values = flags_lib.parse(argv, _define)
+    lnc = 0
     if values.target in INSTANCES:
-        place = checked(Topology(values.target, lnc=lnc_of(os.environ)))
-        values.target = target_of(place.instance, lnc=place.lnc)
+        lnc = checked(Topology(values.target, lnc=lnc_of(os.environ))).lnc
+    values.target = target_of(values.target, lnc=lnc)
     config = resolve_with_tokenizer(mutable)
     if values.json:
         flags_lib.check_output("--json", values.json)
@@ -74,7 +75,7 @@ def _operators(path: str) -> list[str]:
 
 
 def _define(values: flags.FlagValues) -> None:
-    flags.DEFINE_enum("target", "trn1", [*LINTED, *INSTANCES], "Device to check for.", flag_values=values)
+    flags.DEFINE_enum("target", "trn1", [*LINTED, *NODES], "Device or node to check for.", flag_values=values)
     flags.DEFINE_enum("program", "all", [*PROGRAMS, "all"], "Program to check.", flag_values=values)
     flags.DEFINE_integer("devices", 0, "Number of devices in the mesh; 0: the recipe's.", 0, flag_values=values)
     about = "Output of neuronx-cc list-operators; other operations are errors."

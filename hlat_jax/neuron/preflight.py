@@ -173,6 +173,10 @@ if [[ -n ${SLURM_JOB_ID:-} ]]; then
 else
   : "${HOSTS:?set HOSTS to the addresses of the nodes, with spaces between, or SLURM_JOB_ID}"
   read -ra hosts <<< "$HOSTS"
+  ((${#hosts[@]} == NODES)) || {
+    echo "error: HOSTS has ${#hosts[@]} addresses; this was written for NODES nodes." >&2
+    exit 2
+  }
   place=(--hosts "${hosts[@]}")
   export NEURON_RT_ROOT_COMM_ID="${hosts[0]}:41000"
 fi
@@ -195,7 +199,7 @@ def _script(found: Sequence[Case], *, about: Mapping[str, Any]) -> str:
     nodes = about["nodes"]
     several = f"HOSTS='ADDRESS ADDRESS ...' ./{SCRIPT}, or SLURM_JOB_ID=JOB ./{SCRIPT}" if nodes > 1 else f"./{SCRIPT}"
     ranks = nodes * about["devices_per_node"]
-    lines = [_HEAD.format(**about, several=several), _PLACE if nodes > 1 else ""]
+    lines = [_HEAD.format(**about, several=several), _PLACE.replace("NODES", str(nodes)) if nodes > 1 else ""]
     lines.append(_RUN.replace("RANKS", str(ranks)).replace("NODES", str(nodes)))
     for case in found:
         option = "--custom-src-target-pairs" if case.operation == "permute" else "--custom-replica-group"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import pathlib
-import re
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ import numpy as np
 
 from hlat_jax import cost
 from hlat_jax.byte_sizes import format_bytes
+from hlat_jax.host.neuron_sdk import numbers
 
 PASSED, FAILED, NOT_HERE = "passed", "failed", "not testable here"
 
@@ -48,7 +48,7 @@ def versions(installed: Mapping[str, str], supported: Mapping[str, tuple[str, st
         wanted = f">={low}" + (f",<{high}" if high else "")
         if not have:
             wrong.append(f"{name} is missing ({wanted})")
-        elif _version_tuple(have) < _version_tuple(low) or (high and _version_tuple(have) >= _version_tuple(high)):
+        elif numbers(have) < numbers(low) or (high and numbers(have) >= numbers(high)):
             wrong.append(f"{name} {have} is not {wanted}")
     if wrong:
         return Outcome(FAILED, "; ".join(wrong), "pip install -c constraints.txt '.[neuron]', or use Neuron's image")
@@ -334,11 +334,6 @@ def first_line(error: Exception) -> str:
     """Returns the class and the first line of an error."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200] if lines else 'no message'}"
-
-
-def _version_tuple(version: str) -> tuple[int, ...]:
-    """Returns (0, 10, 0) for `0.10.0`, `0.10.0rc1` and `0.10.0+local`."""
-    return tuple(map(int, re.match(r"[\d.]*\d|", version)[0].split("."))) if version[:1].isdigit() else ()
 
 
 def _correlation(a: np.ndarray, b: np.ndarray) -> float:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from hlat_jax.cost import INSTANCES
+from hlat_jax.cost import DEVICES, INSTANCES
+from hlat_jax.cost import TARGETS as PLANNED
 from hlat_jax.plan.instructions import DISPATCH_ADVICE, OPERATION_ADVICE, PROGRAM_ADVICE
 
 SEVERITIES = ("error", "warning", "info")
@@ -15,12 +16,21 @@ SEVERITIES = ("error", "warning", "info")
 TARGETS = {"trn1": "trn1.32xlarge", "trn2": "trn2.48xlarge"}
 # what programs are checked for: these, trn2 at LNC 1, and a server of trn3, for which no page names an instance type
 LINTED = (*TARGETS, "trn2-lnc1", "trn3")
+# nodes that can be planned and are no instance type -> their target among LINTED
+_OTHER_NODES = {
+    name: next(key for key in LINTED if DEVICES[key] is node.device)
+    for name, node in PLANNED.items()
+    if node.platform == "neuron" and name not in INSTANCES
+}
+NODES = (*INSTANCES, *_OTHER_NODES)
 
 
 def target_of(name: str, *, lnc: int = 0) -> str:
-    """Returns the target of LINTED for an instance type at an LNC, 0: its default, or for one of its own."""
+    """Returns the target of LINTED for an instance type at an LNC, 0: its default, another of NODES, or a target."""
     if name in LINTED:
         return name
+    if name in _OTHER_NODES:
+        return _OTHER_NODES[name]
     instance = INSTANCES[name]
     chip = next(key for key in TARGETS if instance.target.startswith(key))
     return chip if lnc in (0, instance.lncs[0]) else f"{chip}-lnc{lnc}"

@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     sections = {
         "packages": _packages(old, new),
         "compiler flags whose default moves": _flags(old, new, compiler_flags(topology)),
-        "environment variables": _variables(new, os.environ),
+        "environment variables without effect in both": _variables(os.environ),
         "device memory": _memory(old, new, step=step, device=device, lnc=topology.lnc),
         "faults": itertools.chain(_faults(old, new), _open_faults(config, step)),
         "kernels": _kernels(old, new, config),
@@ -77,10 +77,9 @@ def _flags(old: Release, new: Release, ours: Flags) -> Iterator[str]:
             yield f"    this run {passes}" + ("" if name in ours else ", which is for trn2 and later only")
 
 
-def _variables(new: Release, environ: Mapping[str, str]) -> Iterator[str]:
-    for name, instead in REMOVED.items():
-        if environ.get(name):
-            yield f"{name} is set here and has no effect in {new.version}: it is {instead}"
+def _variables(environ: Mapping[str, str]) -> Iterator[str]:
+    found = [f"{name} is set here: it is {instead}" for name, instead in REMOVED.items() if environ.get(name)]
+    yield from found or [f"none of {', '.join(REMOVED)} is set here"]
 
 
 def _memory(old: Release, new: Release, *, step: _TrainingStep, device: cost.Device, lnc: int) -> Iterator[str]:

@@ -18,6 +18,7 @@ from absl import flags
 from hlat_jax import cost
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.host import flags as flags_lib
+from hlat_jax.host.neuron_topology import lnc_of
 from hlat_jax.plan import ops_command
 from hlat_jax.store.progress import show_progress
 
@@ -34,11 +35,12 @@ def main(argv: Sequence[str]) -> int:
     mutable, values = flags_lib.parse(argv, _define)
     config = resolve_with_tokenizer(mutable)
     _check_flags(values)
+    target = at_lnc(values.target, lnc_of(os.environ))
     os.environ["JAX_PLATFORMS"] = "cpu"  # leaves an accelerator of this machine free
     from hlat_jax.plan import aot, report, search, text
 
     site = report.Site(
-        target=values.target,
+        target=target,
         nodes=values.nodes,
         disk_bytes_per_s=values.disk_gb_per_s * 1e9,
         price_per_hour=values.price_per_hour,
@@ -76,6 +78,21 @@ def _check_flags(values: flags.FlagValues) -> None:
         raise ValueError(f"--data_tokens={values.data_tokens} must be at least 0; 0: unknown.")
     if values.json:
         flags_lib.check_output("--json", values.json)
+
+
+def at_lnc(target: str, lnc: int) -> str:
+    """Returns the target of `cost.TARGETS` for an instance at the LNC of the environment, 0: not given.
+
+    An LNC that the instance does not have is that of another machine, and does not count.
+    """
+    instance = cost.INSTANCES.get(target)
+    if instance is None or lnc not in instance.lncs[1:]:
+        return target
+    found = f"{target}-lnc{lnc}"
+    if found not in cost.TARGETS:
+        default = instance.lncs[0]
+        raise ValueError(f"NEURON_LOGICAL_NC_CONFIG={lnc}: {target} can be planned at LNC {default} only; unset it.")
+    return found
 
 
 def _define(values: flags.FlagValues) -> None:

@@ -359,9 +359,12 @@ def test_misspelt_variables_suggest_the_nearest():
     ("fields", "message"),
     [
         ({"instance": "trn1.32xlrge"}, "no such instance type. Did you mean 'trn1.32xlarge'?"),
-        ({"instance": "trn3.48xlarge"}, "no such instance type. No page names an EC2 instance type with trn3"),
+        ({"instance": "trn3.48xlarge"}, "no such instance type. No page names one with trn3: use plan --instance=trn3"),
         ({"cores": 4}, "--cores=4: 4 cores [0, 1, 2, 3]: groups of 4 work in an order of their own"),
         ({"cores": 12}, "no page lists groups of 12; sizes with a group: 1, 2, 4, 8, 16 and 32"),
+        ({"cores": 12}, "trn1.32xlarge takes 1, 2, 8, 16, 32; 0 uses all."),
+        ({"cores": 32, "instance": "trn2.48xlarge"}, "trn2.48xlarge takes 1, 2, 4, 8, 16, 64; 0 uses all."),
+        ({"cores": 64, "instance": "trn2.48xlarge", "lnc": 1}, "trn2.48xlarge takes 1, 2, 4, 8, 32, 128; 0 uses all."),
         ({"lnc": 2}, "--lnc=2 (or NEURON_LOGICAL_NC_CONFIG): trn1.32xlarge takes 1,"),
         ({"nodes": 0}, "--nodes=0"),
         ({"rank": 4}, "--node=4 must lie in 0 .. 3"),

@@ -54,6 +54,7 @@ def test_release_to_avoid_fails_with_the_reason_and_the_release_to_install():
         ({"aws_neuronx_runtime_lib": "2.35.30.0"}, "aws-neuronx-runtime-lib 2.35.30.0 belongs to SDK 2.33.0"),
         ({"aws_neuronx_collectives": "2.34.10.0"}, "aws-neuronx-collectives 2.34.10.0 belongs to SDK 2.32.0"),
         ({"neuronx_cc": "2.29.1.0"}, "neuronx-cc 2.29.1.0 is newer than SDK 2.33.1"),
+        ({"neuronx_cc": "unknown"}, "neuronx-cc unknown is not a version"),
         ({"nki": "0.5.0"}, "nki 0.5.0 is older than SDK 2.32.0, or a placeholder of the public package index"),
         ({"jax_neuronx": "0.0.0"}, "jax-neuronx 0.0.0 is older than SDK 2.32.0, or a placeholder"),
         ({"jax": "0.10.2"}, "jax 0.10.2 is not 0.10.0"),
@@ -95,6 +96,15 @@ def test_driver_of_another_release_is_updated_on_the_host():
     assert outcome.advice.startswith("update the driver on the host to aws-neuronx-dkms 2.31.8.0 of SDK 2.33.1")
     both = installation.one_release(of_release("2.33.1", aws_neuronx_dkms="2.30.2.0", nki="0.6.0"))
     assert both.advice.startswith("use an image of SDK 2.33.1")
+
+
+def test_a_newer_driver_is_not_replaced_by_an_older_one():
+    fixed = installation.one_release(of_release("2.33.0", aws_neuronx_dkms="2.31.8.0"))  # of 2.33.1
+    assert fixed.advice.startswith("use an image of SDK 2.33.1")
+    assert "Do not train with 2.33.0: DMA" in fixed.found
+    newer = installation.one_release(of_release("2.33.1", aws_neuronx_dkms="2.32.0.0"))
+    assert "aws-neuronx-dkms 2.32.0.0 is newer than SDK 2.33.1" in newer.found
+    assert "update the driver" not in newer.advice
 
 
 def test_release_older_than_the_table_is_not_called_one_of_it():
@@ -189,7 +199,7 @@ def test_sdk_diff_says_what_moves_and_what_the_run_pins(capsys, without_plan):
     assert found["device memory"][1].endswith(": fits")
     [only] = [line for line in found["faults"] if "only in" in line]
     assert "only in 2.33.0, which is between them: DMA" in only
-    assert found["environment variables"] == ["  no change known"]
+    assert found["environment variables without effect in both"][0].endswith(" is set here")
     assert len(found["not known"]) == 3
 
 
@@ -254,7 +264,8 @@ def test_sdk_diff_knows_every_instance(instance, capsys, without_plan):
 def test_sdk_diff_reports_variables_without_effect_and_kernels(capsys, without_plan, monkeypatch):
     monkeypatch.setenv("NEURON_RT_VIRTUAL_CORE_SIZE", "2")
     found = diff(capsys, "2.32", "2.33", "--config=tiny", "--config.model.attention=nki", "--instance=trn2.48xlarge")[1]
-    assert "NEURON_RT_VIRTUAL_CORE_SIZE is set here" in found["environment variables"][0]
+    variables = found["environment variables without effect in both"]
+    assert variables == ["  NEURON_RT_VIRTUAL_CORE_SIZE is set here: it is an older name: set NEURON_LOGICAL_NC_CONFIG"]
     assert "compiled by nki 0.7.0" in found["kernels"][0]
     assert "nki 0.7.0: a loop on the device must be fori_loop() or while_loop()" in found["kernels"][2]
     assert len(found["kernels"]) == 4

@@ -20,9 +20,10 @@ from jax.sharding import PartitionSpec as P
 from planned import small_config
 
 from hlat_jax import config as config_lib
+from hlat_jax import cost
 from hlat_jax.neuron import lint, partitioned, programs
 from hlat_jax.neuron.module import Program
-from hlat_jax.neuron.rules import LINTED, RULES
+from hlat_jax.neuron.rules import LINTED, NODES, RULES, target_of
 from hlat_jax.parallel.pipeline import PHASES
 from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.plan.collectives import count_collectives
@@ -1033,6 +1034,17 @@ def test_lint_reports_a_layout_that_does_not_fit(lint_here):
     assert code == 1
     assert "MEM1" in printed
     assert "GiB of a device's 15.85 GiB" in printed
+
+
+def test_every_node_that_can_be_planned_is_linted_as_its_device():
+    names = {name for name, node in cost.TARGETS.items() if node.platform == "neuron"}
+    assert names <= set(NODES)
+    assert {name: target_of(name) for name in names - set(cost.INSTANCES)} == {
+        "trn2.48xlarge-lnc1": "trn2-lnc1",
+        "trn2-ultraserver": "trn2",
+        "trn3-gen1": "trn3",
+        "trn3-gen2": "trn3",
+    }
 
 
 def test_lint_accepts_the_list_of_the_compiler(lint_here, tmp_path):

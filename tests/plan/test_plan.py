@@ -27,6 +27,7 @@ from hlat_jax.host.neuron_groups import DISPUTED
 from hlat_jax.parallel.sharding import MESH_AXES, make_layout
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.passes.products import live_jaxpr
+from hlat_jax.plan import __main__ as plan_command
 from hlat_jax.plan import published, roofline, search, text
 from hlat_jax.plan.aot import partition, reduced
 from hlat_jax.plan.collectives import Collective, count_collectives, counted
@@ -250,6 +251,14 @@ def test_targets_cite_sources_and_match_their_devices():
         assert node.device.peak_flops * node.num_devices == pytest.approx(petaflops * 1e15, rel=2e-3)
         assert node.device.memory_bytes * node.num_devices == gib * 2**30
     assert "derived" in cost.target("trn2.3xlarge").source
+
+
+def test_plan_takes_the_lnc_of_the_environment():
+    assert plan_command.at_lnc("trn2.48xlarge", 1) == "trn2.48xlarge-lnc1"
+    for node, lnc in (("trn2.48xlarge", 0), ("trn2.48xlarge", 2), ("trn1.32xlarge", 2), ("trn3-gen1", 1), ("cpu", 1)):
+        assert plan_command.at_lnc(node, lnc) == node
+    with pytest.raises(ValueError, match=r"trn2\.3xlarge can be planned at LNC 2 only; unset it"):
+        plan_command.at_lnc("trn2.3xlarge", 1)
 
 
 @pytest.mark.parametrize(

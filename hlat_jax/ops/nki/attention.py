@@ -210,7 +210,7 @@ def _num_cores() -> int:
     """Returns the physical cores of a JAX device (LNC), the grid that a kernel is launched over.
 
     Raises:
-      ValueError: neither the environment nor a device tells.
+      ValueError: neither the environment nor a device gives it.
     """
     given = lnc_of(os.environ)
     if given:
