@@ -142,10 +142,12 @@ def verdict_of_first(count: int, *, instance: str, lnc: int) -> tuple[str, str]:
     return level, why
 
 
-def counts_of_jobs(instance: str, *, lnc: int) -> list[int]:
-    """Returns how many of an instance's first devices a job may use: those that `verdict_of_first` does not refuse."""
+def counts_of_jobs(instance: str, *, lnc: int) -> list[str]:
+    """Returns how many of an instance's first devices a job may use, such as ["8", "16 (disputed)"]."""
     counts = range(1, cost.INSTANCES[instance].num_devices(lnc=lnc) + 1)
-    return [count for count in counts if verdict_of_first(count, instance=instance, lnc=lnc)[0] != REFUSED]
+    levels = [verdict_of_first(count, instance=instance, lnc=lnc)[0] for count in counts]
+    words = {FINE: "", DISPUTED: " (disputed)"}
+    return [f"{count}{words[level]}" for count, level in zip(counts, levels, strict=True) if level != REFUSED]
 
 
 def order(server: Server | None, tensor: int) -> list[int] | None:

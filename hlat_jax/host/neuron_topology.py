@@ -79,7 +79,9 @@ def checked(topology: Topology) -> Topology:
     if t.instance not in INSTANCES:
         advice = nearest(t.instance, INSTANCES)
         if t.instance.startswith("trn3"):
-            advice = "No page names one with trn3: use plan --instance=trn3-gen1 and neuron lint --target=trn3."
+            advice = (
+                "No page names an instance type with trn3: use plan --instance=trn3-gen1 and neuron lint --target=trn3."
+            )
         raise ValueError(f"--instance={t.instance}: no such instance type. {advice}")
     kind = t.kind
     if t.lnc and t.lnc not in kind.lncs:
@@ -94,8 +96,8 @@ def checked(topology: Topology) -> Topology:
         raise ValueError(f"--cores={t.cores}: {t.instance} has {whole} at --lnc={t.lnc}; 0 uses all.")
     level, why = neuron_groups.verdict_of_first(t.cores or whole, instance=t.instance, lnc=t.lnc)
     if level == neuron_groups.REFUSED:
-        allowed = ", ".join(map(str, neuron_groups.counts_of_jobs(t.instance, lnc=t.lnc)))
-        raise ValueError(f"--cores={t.cores}: {why}. {t.instance} takes {allowed}; 0 uses all.")
+        allowed = ", ".join(neuron_groups.counts_of_jobs(t.instance, lnc=t.lnc))
+        raise ValueError(f"--cores={t.cores}: {why}. On {t.instance} it may be {allowed}; 0 uses all.")
     if t.nodes < 1:
         raise ValueError(f"--nodes={t.nodes} must be at least 1.")
     if not 0 <= t.rank < t.nodes:

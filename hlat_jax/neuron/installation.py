@@ -26,6 +26,8 @@ _ADVICE = (
     "'.[neuron]' with Neuron's package index, and the aws-neuronx packages of that release"
 )
 
+_ADD_ROW = "add its row to hlat_jax/host/neuron_sdk.py from AWS's release notes"
+
 
 def system_versions(*, driver: pathlib.Path = DRIVER_VERSION) -> dict[str, str]:
     """Returns the versions of Neuron's driver, runtime and collectives that are found here: package -> version."""
@@ -38,8 +40,8 @@ def system_versions(*, driver: pathlib.Path = DRIVER_VERSION) -> dict[str, str]:
         # dpkg lists packages that were removed too; rpm has lines of other words for those that are missing
         rows = (line.split() for line in done.stdout.splitlines())
         found |= {row[0]: row[1] for row in rows if row[:1] and row[0] in SYSTEM_PACKAGES and row[2:] == ["installed"]}
-    if driver.is_file():
-        found[_DRIVER] = driver.read_text().strip()
+    if driver.is_file() and (version := driver.read_text().strip()):
+        found[_DRIVER] = version
     return found
 
 
@@ -56,7 +58,7 @@ def one_release(installed: Mapping[str, str]) -> Outcome:
     rows = {name: neuron_sdk.releases_of(name, installed[name]) for name in packages}
     if all(_is_newer(name, installed[name]) for name in packages if name not in _SLOW):
         found = f"neuronx-cc {installed['neuronx-cc']} is newer than SDK {RECOMMENDED.version}, the newest in the table"
-        return Outcome(NOT_HERE, found, "add its row to hlat_jax/host/neuron_sdk.py from AWS's release notes")
+        return Outcome(NOT_HERE, found, _ADD_ROW)
     if not any(rows[name] for name in packages if name not in _SLOW):
         words = [f"{name} {installed[name]} is {_age(name, installed[name])}" for name in packages if not rows[name]]
         found = f"not in the table of SDK {RELEASES[0].version} to {RELEASES[-1].version}: {', '.join(words)}"
@@ -66,9 +68,11 @@ def one_release(installed: Mapping[str, str]) -> Outcome:
     unsupported = _unsupported(release, installed)
     if other or unsupported:
         found = "; ".join([_alien(name, installed[name], rows[name]) for name in other] + unsupported)
-        is_driver = other == [_DRIVER] and not unsupported and not release.avoid and _is_older(release, installed)
-        advice = _driver_advice(release) if is_driver else _ADVICE
         found = f"most of it is SDK {release.version}, but {found}{_warning(release)}"
+        is_driver_alone = other == [_DRIVER] and not unsupported and not release.avoid
+        if is_driver_alone and _is_newer(_DRIVER, installed[_DRIVER]):
+            return Outcome(NOT_HERE, found, _ADD_ROW)
+        advice = _driver_advice(release) if is_driver_alone and _is_older(release, installed) else _ADVICE
         return Outcome(FAILED, found, advice)
     candidates = [one for one in RELEASES if all(one.version in row for row in rows.values())]
     absent = [name for name in (*PYTHON_PACKAGES, *SYSTEM_PACKAGES) if name not in installed]
@@ -102,7 +106,7 @@ def _age(package: str, version: str) -> str:
 
 def _is_older(release: Release, installed: Mapping[str, str]) -> bool:
     """Returns whether the driver is older than that of the release; a newer one is not to be replaced by it."""
-    return neuron_sdk.numbers(installed[_DRIVER]) < neuron_sdk.bounds(_DRIVER, release)[0]
+    return () < neuron_sdk.numbers(installed[_DRIVER]) < neuron_sdk.bounds(_DRIVER, release)[0]
 
 
 def _warning(release: Release) -> str:

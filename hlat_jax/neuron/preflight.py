@@ -172,9 +172,9 @@ if [[ -n ${SLURM_JOB_ID:-} ]]; then
   place=(--slurm-mode --slurm-job-id "$SLURM_JOB_ID")
 else
   : "${HOSTS:?set HOSTS to the addresses of the nodes, with spaces between, or SLURM_JOB_ID}"
-  read -ra hosts <<< "$HOSTS"
+  read -d '' -ra hosts <<< "$HOSTS" || true
   ((${#hosts[@]} == NODES)) || {
-    echo "error: HOSTS has ${#hosts[@]} addresses; this was written for NODES nodes." >&2
+    echo "error: number of addresses in HOSTS: ${#hosts[@]}; this was written for NODES nodes." >&2
     exit 2
   }
   place=(--hosts "${hosts[@]}")

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from hlat_jax.cost import DEVICES, INSTANCES
-from hlat_jax.cost import TARGETS as PLANNED
+from hlat_jax.cost import INSTANCES
 from hlat_jax.plan.instructions import DISPATCH_ADVICE, OPERATION_ADVICE, PROGRAM_ADVICE
 
 SEVERITIES = ("error", "warning", "info")
@@ -16,12 +15,8 @@ SEVERITIES = ("error", "warning", "info")
 TARGETS = {"trn1": "trn1.32xlarge", "trn2": "trn2.48xlarge"}
 # what programs are checked for: these, trn2 at LNC 1, and a server of trn3, for which no page names an instance type
 LINTED = (*TARGETS, "trn2-lnc1", "trn3")
-# nodes that can be planned and are no instance type -> their target among LINTED
-_OTHER_NODES = {
-    name: next(key for key in LINTED if DEVICES[key] is node.device)
-    for name, node in PLANNED.items()
-    if node.platform == "neuron" and name not in INSTANCES
-}
+# Nodes that can be planned and are no instance type. Not trn2-ultraserver, whose links between servers no rule knows.
+_OTHER_NODES = {"trn2.48xlarge-lnc1": "trn2-lnc1", "trn3-gen1": "trn3", "trn3-gen2": "trn3"}
 NODES = (*INSTANCES, *_OTHER_NODES)
 
 

@@ -11,7 +11,7 @@ import math
 import os
 import pathlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from absl import flags
 
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     mutable, values = flags_lib.parse(argv, _define)
     config = resolve_with_tokenizer(mutable)
     _check_flags(values)
-    target = at_lnc(values.target, lnc_of(os.environ))
+    target = at_lnc(values.target, os.environ)
     os.environ["JAX_PLATFORMS"] = "cpu"  # leaves an accelerator of this machine free
     from hlat_jax.plan import aot, report, search, text
 
@@ -80,19 +80,21 @@ def _check_flags(values: flags.FlagValues) -> None:
         flags_lib.check_output("--json", values.json)
 
 
-def at_lnc(target: str, lnc: int) -> str:
-    """Returns the target of `cost.TARGETS` for an instance at the LNC of the environment, 0: not given.
+def at_lnc(target: str, environ: Mapping[str, str]) -> str:
+    """Returns the target of `cost.TARGETS` for a node at the LNC of the environment.
 
-    An LNC that the instance does not have is that of another machine, and does not count.
+    The variable counts for nodes that have several LNCs; for others it is that of another machine.
     """
-    instance = cost.INSTANCES.get(target)
-    if instance is None or lnc not in instance.lncs[1:]:
+    instance = cost.INSTANCES.get({"trn2-ultraserver": "trn2u.48xlarge"}.get(target, target))
+    if instance is None or len(instance.lncs) == 1:
         return target
-    found = f"{target}-lnc{lnc}"
-    if found not in cost.TARGETS:
-        default = instance.lncs[0]
-        raise ValueError(f"NEURON_LOGICAL_NC_CONFIG={lnc}: {target} can be planned at LNC {default} only; unset it.")
-    return found
+    planned = {instance.lncs[0]: target}
+    planned |= {lnc: name for lnc in instance.lncs if (name := f"{target}-lnc{lnc}") in cost.TARGETS}
+    lnc = lnc_of(environ) or instance.lncs[0]
+    if lnc not in planned:
+        allowed = " or ".join(map(str, planned))
+        raise ValueError(f"NEURON_LOGICAL_NC_CONFIG={lnc}: {target} can be planned at LNC {allowed}; unset it.")
+    return planned[lnc]
 
 
 def _define(values: flags.FlagValues) -> None:

@@ -104,7 +104,13 @@ def test_a_newer_driver_is_not_replaced_by_an_older_one():
     assert "Do not train with 2.33.0: DMA" in fixed.found
     newer = installation.one_release(of_release("2.33.1", aws_neuronx_dkms="2.32.0.0"))
     assert "aws-neuronx-dkms 2.32.0.0 is newer than SDK 2.33.1" in newer.found
-    assert "update the driver" not in newer.advice
+    assert newer.verdict == NOT_HERE
+    assert newer.advice.startswith("add its row")
+    later = installation.one_release(of_release("2.32", aws_neuronx_dkms="2.31.8.0"))
+    assert (later.verdict, later.advice[:25]) == (FAILED, "use an image of SDK 2.33.")
+    unknown = installation.one_release(of_release("2.33.1", aws_neuronx_dkms="unknown"))
+    assert "aws-neuronx-dkms unknown is not a version" in unknown.found
+    assert "update the driver" not in unknown.advice
 
 
 def test_release_older_than_the_table_is_not_called_one_of_it():

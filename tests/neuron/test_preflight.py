@@ -170,10 +170,10 @@ def test_script_measures_each_case_and_its_results_are_read_back(folder, capsys)
     without = subprocess.run([out / "preflight.sh"], env=env, capture_output=True, text=True, check=False)
     assert without.returncode != 0
     assert "set HOSTS to the addresses of the nodes" in without.stderr
-    one = env | {"HOSTS": "10.0.0.1"}
+    one, expected = env | {"HOSTS": "10.0.0.1"}, "number of addresses in HOSTS: 1; this was written for 2 nodes.\n"
     fewer = subprocess.run([out / "preflight.sh"], env=one, capture_output=True, text=True, check=False)
-    assert (fewer.returncode, fewer.stderr) == (2, "error: HOSTS has 1 addresses; this was written for 2 nodes.\n")
-    hosts = {"HOSTS": "10.0.0.1 10.0.0.2"}
+    assert (fewer.returncode, fewer.stderr) == (2, f"error: {expected}")
+    hosts = {"HOSTS": "10.0.0.1\n10.0.0.2"}
     done = subprocess.run([out / "preflight.sh"], env=env | hosts, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     _, cases = preflight.read(out)

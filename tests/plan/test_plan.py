@@ -253,12 +253,17 @@ def test_targets_cite_sources_and_match_their_devices():
     assert "derived" in cost.target("trn2.3xlarge").source
 
 
-def test_plan_takes_the_lnc_of_the_environment():
-    assert plan_command.at_lnc("trn2.48xlarge", 1) == "trn2.48xlarge-lnc1"
-    for node, lnc in (("trn2.48xlarge", 0), ("trn2.48xlarge", 2), ("trn1.32xlarge", 2), ("trn3-gen1", 1), ("cpu", 1)):
-        assert plan_command.at_lnc(node, lnc) == node
-    with pytest.raises(ValueError, match=r"trn2\.3xlarge can be planned at LNC 2 only; unset it"):
-        plan_command.at_lnc("trn2.3xlarge", 1)
+def test_plan_takes_the_lnc_of_the_environment(plan_here, monkeypatch):
+    variable = "NEURON_LOGICAL_NC_CONFIG"
+    for node, lnc in (("trn2.48xlarge", "2"), ("trn1.32xlarge", "2"), ("trn3-gen1", "1"), ("cpu", "x")):
+        assert plan_command.at_lnc(node, {variable: lnc}) == node
+    assert plan_command.at_lnc("trn2.48xlarge", {}) == "trn2.48xlarge"
+    for node, lnc, allowed in (("trn2.3xlarge", 1, "2"), ("trn2-ultraserver", 1, "2"), ("trn2.48xlarge", 4, "2 or 1")):
+        with pytest.raises(ValueError, match=f"=.: {node} can be planned at LNC {allowed}; unset it"):
+            plan_command.at_lnc(node, {variable: str(lnc)})
+    monkeypatch.setenv(variable, "1")
+    words = ("--config=tiny", "--instance=trn2.48xlarge", "--config.data.batch_size=128")
+    assert "tiny on 1 x trn2.48xlarge-lnc1: 128 devices" in plan_here(*words)[1]
 
 
 @pytest.mark.parametrize(

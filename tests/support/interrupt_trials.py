@@ -26,7 +26,7 @@ import micro
 from hlat_jax.data.formats.paths import asset_path
 
 LONGEST_ACKNOWLEDGEMENT_S = 3.0  # a second where the machine does nothing else
-_LONGEST_TEARDOWN_S = 0.5
+_MOMENT_S = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,9 +139,10 @@ def interrupt(words, env, workdir, *, begins, delay_s, second_s=None):
             process.kill()
             process.wait()
     lines = err.read_text()[before:].splitlines()
-    # After the command has returned, Python's teardown runs no handler any more, then gives SIGINT its default action
-    # back; a command that swallows the signal would go on for longer than that.
-    too_late |= process.returncode in (0, -signal.SIGINT) and not lines and ended_s < _LONGEST_TEARDOWN_S
+    # After the command has returned, Python's teardown runs no handler for a moment, then gives SIGINT its default
+    # action back; a command that swallows the signal goes on for longer than a moment.
+    is_over = process.returncode == -signal.SIGINT or (process.returncode == 0 and ended_s < _MOMENT_S)
+    too_late |= is_over and not lines
     if acknowledged_s is None and any("interrupted" in line for line in lines):
         acknowledged_s = ended_s
     return Interrupt(process.returncode, acknowledged_s, ended_s, lines, out.read_text(), too_late)
