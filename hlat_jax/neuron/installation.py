@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pathlib
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from hlat_jax.host import neuron_sdk
 from hlat_jax.host.neuron_sdk import PYTHON_PACKAGES, RECOMMENDED, RELEASES, SYSTEM_PACKAGES, Release
@@ -25,7 +25,6 @@ _ADVICE = (
     f"use an image of SDK {RECOMMENDED.version}, or install all of one release: pip install -c constraints.txt "
     "'.[neuron]' with Neuron's package index, and the aws-neuronx packages of that release"
 )
-
 _ADD_ROW = "add its row to hlat_jax/host/neuron_sdk.py from AWS's release notes"
 
 
@@ -63,12 +62,14 @@ def one_release(installed: Mapping[str, str]) -> Outcome:
         words = [f"{name} {installed[name]} is {_age(name, installed[name])}" for name in packages if not rows[name]]
         found = f"not in the table of SDK {RELEASES[0].version} to {RELEASES[-1].version}: {', '.join(words)}"
         return Outcome(FAILED, found, _ADVICE)
-    release = max(RELEASES, key=lambda one: (_num_of(one, rows), one.date))
+    most = max(_num_of(one, rows) for one in RELEASES)
+    likely = [one for one in RELEASES if _num_of(one, rows) == most]
+    release = likely[-1]
     other = [name for name in packages if release.version not in rows[name]]
     unsupported = _unsupported(release, installed)
     if other or unsupported:
         found = "; ".join([_alien(name, installed[name], rows[name]) for name in other] + unsupported)
-        found = f"most of it is SDK {release.version}, but {found}{_warning(release)}"
+        found = f"most of it is SDK {release.version}, but {found}{_warning(likely)}"
         is_driver_alone = other == [_DRIVER] and not unsupported and not release.avoid
         if is_driver_alone and _is_newer(_DRIVER, installed[_DRIVER]):
             return Outcome(NOT_HERE, found, _ADD_ROW)
@@ -82,7 +83,7 @@ def one_release(installed: Mapping[str, str]) -> Outcome:
     unsound = [one for one in candidates if one.avoid]
     if not unsound:
         return Outcome(PASSED, found)
-    found += _warning(unsound[0])
+    found += _warning(unsound)
     if unsound == candidates:
         return Outcome(FAILED, found, f"install {RECOMMENDED.version}")
     return Outcome(
@@ -109,8 +110,8 @@ def _is_older(release: Release, installed: Mapping[str, str]) -> bool:
     return () < neuron_sdk.numbers(installed[_DRIVER]) < neuron_sdk.bounds(_DRIVER, release)[0]
 
 
-def _warning(release: Release) -> str:
-    return f". Do not train with {release.version}: {release.avoid}" if release.avoid else ""
+def _warning(releases: Sequence[Release]) -> str:
+    return "".join(f". Do not train with {one.version}: {one.avoid}" for one in releases if one.avoid)
 
 
 def _driver_advice(release: Release) -> str:

@@ -86,6 +86,9 @@ def test_system_packages_that_are_not_found_are_said_not_to_be_checked():
     assert outcome.found.startswith("SDK 2.33.0 or 2.33.1: ")
     assert "Do not train with 2.33.0: DMA" in outcome.found
     assert outcome.advice == "see on the host whether it is 2.33.0; if so, install 2.33.1"
+    assert (
+        "Do not train with 2.33.0: DMA" in installation.one_release(of_release("2.33.1", **unseen, jax="0.9.0")).found
+    )
     assert installation.one_release(of_release("2.32", **unseen)).verdict == PASSED
     assert "not found, so not checked: nki, aws-neuronx-dkms, aws-neuronx-runtime-lib" in outcome.found
 

@@ -112,21 +112,49 @@ def test_planned_temporaries_are_within_15_percent_of_what_xla_allocates(changes
 )
 def test_planned_temporaries_of_dispatched_programs_are_near_what_xla_allocates(changes):
     """Those of a program and what stays on the device between programs; of the update only as it counts: if largest."""
+    error = STAGES_ERROR if changes.get("pipe", 1) > 1 else TEMPORARIES_ERROR
+    found = _estimated_and_allocated(changes)
+    for program_name, (estimate, allocated) in found.items():
+        if program_name != "update":
+            assert estimate / allocated == pytest.approx(1.0, abs=error), program_name
+    estimates, allocated = zip(*found.values(), strict=True)
+    assert max(estimates) / max(allocated) == pytest.approx(1.0, abs=error)
+
+
+_STAGES = {"m": 4, "pipe": 2, "data": 2, "tensor": 2, "zero1": True}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changes", "program_name", "times"),
+    [
+        ({"remat": "selective", "m": 4, "loop": "unroll"}, "microbatch", 1.6),
+        ({"remat": "full", "m": 4, "loop": "unroll"}, "microbatch", 1.9),
+        ({"remat": "selective", **_STAGES}, "steady", 1.3),
+        ({"remat": "selective", "loop": "unroll", **_STAGES}, "steady", 2.0),
+        ({"remat": "none", "loop": "unroll", **_STAGES}, "steady", 2.1),
+        ({"remat": "none", "m": 4}, "update", 1.4),
+    ],
+)
+def test_xla_on_cpu_takes_more_than_the_estimate_by_the_factor_in_the_docs(changes, program_name, times):
+    """docs/planning.md has these factors; where one shrinks, the docs are to follow."""
+    estimate, allocated = _estimated_and_allocated(changes)[program_name]
+    assert allocated / estimate == pytest.approx(times, abs=0.1)
+
+
+def _estimated_and_allocated(changes):
+    """Returns each program -> bytes of its temporaries and of what is held between programs, by the plan and by XLA."""
     config = planned_config(**changes)
     program = make_program(config, _on_devices(config))
     held = state_bytes(program.microbatch_arguments["update"][1])
-    error = STAGES_ERROR if config.parallel.pipe > 1 else TEMPORARIES_ERROR
-    estimates, allocated = {}, {}
     scheduler = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+    found = {}
     for program_name in (*program.training.microbatch_step.ticks, "update"):
         traced = program.trace_microbatch_step(program_name)
         planned = liveness.estimated_temporaries(live_jaxpr(traced), program.microbatch_arguments[program_name])
         memory = traced.lower().compile(compiler_options=scheduler).memory_analysis()
-        estimates[program_name], allocated[program_name] = held + planned.total, held + memory.temp_size_in_bytes
-        if program_name != "update":
-            ratio = estimates[program_name] / allocated[program_name]
-            assert ratio == pytest.approx(1.0, abs=error), program_name
-    assert max(estimates.values()) / max(allocated.values()) == pytest.approx(1.0, abs=error)
+        found[program_name] = held + planned.total, held + memory.temp_size_in_bytes
+    return found
 
 
 @pytest.mark.slow
