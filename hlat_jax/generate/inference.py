@@ -119,7 +119,7 @@ def open_model(checkpoint: str, parallel: ParallelConfig, *, tokenizer: str = ""
 
     from hlat_jax.generate.generator import param_shardings
     from hlat_jax.parallel.degrees import layout_of_model
-    from hlat_jax.weights.hf_reading import begins_texts_with_bos
+    from hlat_jax.weights.hf_files import begins_texts_with_bos
     from hlat_jax.weights.trained import open_weights
 
     weights = open_weights(checkpoint, tokenizer=tokenizer)
@@ -127,7 +127,7 @@ def open_model(checkpoint: str, parallel: ParallelConfig, *, tokenizer: str = ""
     try:
         layout = layout_of_model(weights.model, parallel, jax.devices())
     except ValueError as error:
-        of_hugging_face = weights.companions is not None and "model.fuse_qkv=False" in str(error)
+        of_hugging_face = weights.step == 0 and "model.fuse_qkv=False" in str(error)
         hint = " Import the model (`python -m hlat_jax.hf import`) with --nofuse_qkv for the first."
         raise ValueError(f"{error}{hint * of_hugging_face}") from None
     params = weights.restore(param_shardings(weights.model, layout))

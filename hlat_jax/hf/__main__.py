@@ -78,6 +78,7 @@ def _import(argv: Sequence[str]) -> None:
     check_hugging_face(folder)  # before JAX is imported
     from hlat_jax.hf import verifying
     from hlat_jax.hf.importing import import_checkpoint
+    from hlat_jax.weights.hf_files import companions
     from hlat_jax.weights.hf_reading import open_checkpoint
     from hlat_jax.weights.trained import open_weights
     from hlat_jax.weights.weights_folder import whole_folder
@@ -91,6 +92,8 @@ def _import(argv: Sequence[str]) -> None:
     with whole_folder(out) as partial:
         with show_progress("importing") as status:
             import_checkpoint(found, partial, status=status)
+        for line in found.nonfinite:  # before a comparison, which fails with them
+            print(f"warning: {line}", file=sys.stderr)
         verified = ""
         if values.verify:
             try:
@@ -100,8 +103,8 @@ def _import(argv: Sequence[str]) -> None:
                 raise ValueError(f"{error} Removed {out}; an import without --verify is kept.") from None
     for note in found.notes:
         print(note)
-    companions = ", ".join(path.name for path in found.companions())
-    print(f"{_counted(found.model)} in {found.dtype.name} from {len(found.tensors)} tensors; with {companions}")
+    files = ", ".join(companions(folder))
+    print(f"{_counted(found.model)} in {found.dtype.name} from {len(found.tensors)} tensors; with {files}")
     print(f"{verified}wrote {out} in {time.monotonic() - began:.1f} s")
 
 

@@ -14,7 +14,7 @@ from hlat_jax.hf.exporting import files_of
 from hlat_jax.run.init_from import settings_of_weights
 from hlat_jax.store.config_diff import differences
 from hlat_jax.store.progress import Status
-from hlat_jax.weights.hf_reading import COMPANIONS
+from hlat_jax.weights.hf_files import companions
 from hlat_jax.weights.trained import Weights, leaves_by_name, open_weights
 from hlat_jax.weights.weights_folder import WeightsInfo, new_weights
 
@@ -85,7 +85,6 @@ def _require_alike(first: Weights, other: Weights) -> None:
 def _files(weights: Weights) -> tuple[dict[str, pathlib.Path], str]:
     """Returns the files to copy, by the names that an export uses, and the name of the tokenizer among them."""
     if weights.companions:
-        files = {name: path for name in COMPANIONS if (path := weights.companions / name).is_file()}
-        return files, pathlib.Path(weights.tokenizer).name if weights.tokenizer else ""
+        return companions(weights.companions), pathlib.Path(weights.tokenizer).name if weights.tokenizer else ""
     files = files_of(weights.open_tokenizer())
     return files, next(iter(files))

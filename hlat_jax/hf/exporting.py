@@ -20,7 +20,8 @@ from hlat_jax.store import atomic_files
 from hlat_jax.store.progress import Status
 from hlat_jax.weights import hf_names
 from hlat_jax.weights.hf_config import architecture, config_json
-from hlat_jax.weights.hf_reading import COMPANIONS, INDEX_FILE, SINGLE_FILE, as_dtype, open_checkpoint
+from hlat_jax.weights.hf_files import INDEX_FILE, SINGLE_FILE, companions
+from hlat_jax.weights.hf_reading import as_dtype, open_checkpoint
 from hlat_jax.weights.safetensors_file import Writer, bits
 from hlat_jax.weights.trained import Weights
 from hlat_jax.weights.weights_folder import whole_folder
@@ -148,7 +149,7 @@ def files_of(tokenizer: Tokenizer) -> dict[str, pathlib.Path]:
 def _write_companions(weights: Weights, folder: pathlib.Path, *, dtype: str) -> None:
     """Writes config.json and the files copied at the import, with a tokenizer if it had none, or else a run's."""
     beside = weights.companions
-    came_along = {name: beside / name for name in COMPANIONS if beside and (beside / name).is_file()}
+    came_along = companions(beside) if beside else {}
     if "config.json" in came_along:
         for name, path in came_along.items():
             shutil.copyfile(path, folder / name)

@@ -13,12 +13,8 @@ from hlat_jax import cost
 from hlat_jax.config import ModelConfig
 from hlat_jax.store.progress import Status
 from hlat_jax.weights import hf_names
-from hlat_jax.weights.hf_reading import (
-    HFCheckpoint,
-    begins_texts_with_bos,
-    ids_that_end_a_text,
-    open_checkpoint,
-)
+from hlat_jax.weights.hf_files import begins_texts_with_bos, companions, ids_that_end_a_text, tokenizer_file
+from hlat_jax.weights.hf_reading import HFCheckpoint, open_checkpoint
 from hlat_jax.weights.trained import leaves_by_name, nested
 from hlat_jax.weights.weights_folder import WeightsInfo, new_weights
 
@@ -28,7 +24,7 @@ def load(
 ) -> tuple[ModelConfig, dict[str, Any]]:
     """Returns the model in a Hugging Face folder and its parameters as nested dicts of jax arrays.
 
-    Unknown fields of config.json are named in a `UserWarning`.
+    Unknown fields of config.json, and tensors that are not finite, are named in a `UserWarning`.
 
     Args:
       folder: with config.json and safetensors.
@@ -42,7 +38,10 @@ def load(
     found = open_checkpoint(pathlib.Path(folder).expanduser(), dtype=dtype, fuse_qkv=fuse_qkv, strict=strict)
     if found.warning:
         warnings.warn(found.warning, stacklevel=2)
-    return found.model, params_of(found)
+    params = params_of(found)
+    for line in found.nonfinite:
+        warnings.warn(line, stacklevel=2)
+    return found.model, params
 
 
 def import_checkpoint(found: HFCheckpoint, out: pathlib.Path, *, status: Status | None = None) -> None:
@@ -52,11 +51,11 @@ def import_checkpoint(found: HFCheckpoint, out: pathlib.Path, *, status: Status 
       ValueError: `out` exists already, or a file beside the weights is damaged.
     """
     model, status = found.model, status or Status()
-    files = {path.name: path for path in found.companions()}
     origin = {"imported_from": str(found.folder.absolute()), "dtypes": sorted({t.code for t in found.tensors.values()})}
     with_bos, stop_ids = begins_texts_with_bos(found.folder), ids_that_end_a_text(found.folder)
-    about = WeightsInfo(model, 0, found.tokenizer_file(), origin, with_bos, stop_ids)
-    with new_weights(out, about=about, files=files) as leaves:
+    tokenizer = tokenizer_file(found.folder, vocab_size=model.vocab_size)
+    about = WeightsInfo(model, 0, tokenizer, origin, with_bos, stop_ids)
+    with new_weights(out, about=about, files=companions(found.folder)) as leaves:
         for entry in hf_names.table(model):
             shape = (model.num_layers, *entry.shape) if entry.stacked else entry.shape
             with leaves.leaf(entry.leaf, shape, found.dtype) as write:

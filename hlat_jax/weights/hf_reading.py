@@ -12,21 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from hlat_jax.config import ModelConfig
-from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.model import abstract_params
 from hlat_jax.store.array_reading import Bounds, read_parts
 from hlat_jax.store.atomic_files import check_name, read_json
 from hlat_jax.weights import hf_names, path_checks
 from hlat_jax.weights.hf_config import model_config, unknown_fields
+from hlat_jax.weights.hf_files import INDEX_FILE, SINGLE_FILE
 from hlat_jax.weights.safetensors_file import DTYPES, StoredTensor, bits, read_header
 
-INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
-# Files that are copied along with the weights.
-COMPANIONS = (
-    *("config.json", "generation_config.json", "tokenizer.model", "tokenizer.json", "tokenizer_config.json"),
-    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
-)
-_NATIVE, _JSON = "tokenizer.model", "tokenizer.json"  # the native one is preferred: it needs no extra package
 _SHOWN = 8  # names in an error
 
 
@@ -38,6 +31,7 @@ class HFCheckpoint:
       dtype: of our parameters.
       notes: lines on ignored tensors.
       warning: a line on the unknown fields of config.json; "" without any.
+      nonfinite: lines on the tensors read so far that have values that are not finite.
     """
 
     folder: pathlib.Path
@@ -46,10 +40,7 @@ class HFCheckpoint:
     dtype: np.dtype
     notes: tuple[str, ...]
     warning: str
-
-    def companions(self) -> list[pathlib.Path]:
-        """Returns the files to copy along with the weights."""
-        return [self.folder / name for name in COMPANIONS if (self.folder / name).is_file()]
+    nonfinite: list[str] = dataclasses.field(default_factory=list, compare=False)
 
     def slabs(self, entry: hf_names.ParamMapping) -> Iterator[np.ndarray]:
         """Yields one of our parameters, layer by layer where it is stacked, in `dtype`."""
@@ -80,33 +71,13 @@ class HFCheckpoint:
         return read_parts(abstract, fill)
 
     def _slab(self, entry: hf_names.ParamMapping, layer: int) -> np.ndarray:
-        tensors = [as_dtype(self.tensors[name].read(), self.dtype) for name in entry.names(layer)]
+        tensors = []
+        for name in entry.names(layer):
+            values = as_dtype(self.tensors[name].read(), self.dtype)
+            if count := _num_nonfinite(values):
+                self.nonfinite.append(f"{self.folder}: {count:,} of {values.size:,} values of {name} are not finite.")
+            tensors.append(values)
         return entry.join([bits(tensor) for tensor in tensors]).view(self.dtype)
-
-    def tokenizer_file(self) -> str:
-        """Returns the name of the folder's tokenizer file; "" if there is none.
-
-        Tokens that were added to a native one, and that the model has rows for, are only in tokenizer.json.
-        """
-        present = [name for name in (_NATIVE, _JSON) if (self.folder / name).is_file()]
-        if len(present) < 2:
-            return "".join(present)
-        added = added_tokens(self.folder)
-        try:
-            known = Tokenizer(str(self.folder / _NATIVE)).has_tokens(added)
-        except ValueError:  # of another kind than SentencePiece
-            return _JSON
-        return _NATIVE if known or max(added) >= self.model.vocab_size else _JSON
-
-
-def is_hugging_face(folder: pathlib.Path) -> bool:
-    """Returns whether a folder has Hugging Face weights, or a config.json of one of their models."""
-    if (folder / INDEX_FILE).is_file() or any(folder.glob("*.safetensors")):
-        return True
-    try:  # a run folder has a config.json too
-        return not {"model_type", "architectures"}.isdisjoint(_json_if_there(folder / "config.json"))
-    except ValueError:  # damaged, and no weights beside it
-        return False
 
 
 def open_checkpoint(
@@ -140,15 +111,23 @@ def open_checkpoint(
     if derived:
         notes.append(f"{len(derived)} tables {hf_names.DERIVED} are ignored: they follow from config.json.")
     tensors = {name: stored for name, stored in tensors.items() if name not in derived}
-    if model.tie_embeddings and hf_names.HEAD in tensors and hf_names.EMBEDDING in tensors:
-        _require_same(tensors[hf_names.EMBEDDING], tensors.pop(hf_names.HEAD))
+    _require_supported_dtypes(tensors, folder=folder)
+    head = tensors.pop(hf_names.HEAD, None) if model.tie_embeddings else None
     if model.num_layers > len(tensors):  # before their names are listed
         raise ValueError(
             f"{path}: num_hidden_layers={model.num_layers}, but the folder has only {len(tensors)} tensors."
         )
     _require_names(tensors, hf_names.expected(model), folder=folder)
     kept = _dtype(tensors, dtype, folder=folder)
+    if head is not None:
+        _require_same(tensors[hf_names.EMBEDDING], head)
     return HFCheckpoint(folder, model, tensors, kept, tuple(notes), warning if unknown else "")
+
+
+def _num_nonfinite(values: np.ndarray) -> int:
+    """Returns how many values are infinite or not numbers; as integers, since NumPy is slow with bfloat16."""
+    infinity = bits(np.array(np.inf, values.dtype)) << 1
+    return int(np.count_nonzero(bits(values) << 1 >= infinity))  # without the sign
 
 
 def as_dtype(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -186,6 +165,16 @@ def _tensors(folder: pathlib.Path) -> dict[str, StoredTensor]:
     return found
 
 
+def _require_supported_dtypes(tensors: dict[str, StoredTensor], *, folder: pathlib.Path) -> None:
+    for name, stored in tensors.items():
+        if stored.code not in DTYPES:
+            count = sum(other.code == stored.code for other in tensors.values()) - 1
+            raise ValueError(
+                f"{folder}: tensor {_some([name])} and {count} others are {stored.code}; supported are "
+                f"{', '.join(DTYPES)}."
+            )
+
+
 def _require_names(
     found: dict[str, StoredTensor], expected: dict[str, tuple[int, ...]], *, folder: pathlib.Path
 ) -> None:
@@ -210,11 +199,6 @@ def _dtype(tensors: dict[str, StoredTensor], asked: str, *, folder: pathlib.Path
     by_code: dict[str, list[str]] = {}
     for name, stored in tensors.items():
         by_code.setdefault(stored.code, []).append(name)
-    for code in by_code.keys() - DTYPES.keys():
-        raise ValueError(
-            f"{folder}: tensor {by_code[code][0]} and {len(by_code[code]) - 1} others are {code}; supported are "
-            f"{', '.join(DTYPES)}."
-        )
     if asked:
         return np.dtype(jnp.dtype(asked))
     if len(by_code) > 1:
@@ -227,7 +211,7 @@ def _dtype(tensors: dict[str, StoredTensor], asked: str, *, folder: pathlib.Path
 def _require_same(embedding: StoredTensor, head: StoredTensor) -> None:
     """Raises ValueError unless the head, of a model with tied embeddings, equals the embedding."""
     same = (embedding.code, embedding.shape) == (head.code, head.shape)
-    step = max(1, (1 << 26) // max(1, embedding.shape[-1]))
+    step = max(1, (1 << 26) // embedding.shape[-1])
     starts = range(0, embedding.shape[0], step) if same else ()
     same = same and all(
         np.array_equal(*(bits(each.read(rows=slice(start, start + step))) for each in (embedding, head)))
@@ -244,61 +228,3 @@ def _some(found: Iterable[str]) -> str:
     found = list(found)
     shown = (name if name.isprintable() and len(name) < 100 else repr(name)[:100] for name in found[:_SHOWN])
     return ", ".join(shown) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
-
-
-def begins_texts_with_bos(folder: pathlib.Path) -> bool:
-    """Returns whether transformers puts BOS before a text with the tokenizer of a folder, from its files.
-
-    Raises:
-      ValueError: a file is damaged; the message names it.
-    """
-    settings, path = _json_if_there(folder / "tokenizer_config.json"), folder / "tokenizer.json"
-    if isinstance(settings.get("add_bos_token"), bool):
-        return settings["add_bos_token"]
-    if path.is_file():
-        after = read_json(path).get("post_processor") or {}
-        try:
-            templates = [each.get("single") or [{}] for each in after.get("processors", [after])]
-            return any("SpecialToken" in pieces[0] for pieces in templates)
-        except (AttributeError, KeyError, TypeError):
-            raise ValueError(f"{path}: its post_processor is {str(after)[:80]}; fetch that file again.") from None
-    kind = settings.get("tokenizer_class")
-    return isinstance(kind, str) and kind.startswith("Llama")  # its default
-
-
-def ids_that_end_a_text(folder: pathlib.Path) -> tuple[int, ...]:
-    """Returns the tokens at which transformers ends a generation: of generation_config.json, or else config.json.
-
-    Raises:
-      ValueError: a file is damaged, or has a value that is not a token id; the message names it.
-    """
-    path = folder / "generation_config.json"
-    path = path if path.is_file() else folder / "config.json"
-    named = read_json(path).get("eos_token_id")
-    ids = named if isinstance(named, list) else [] if named is None else [named]
-    if any(type(token) is not int for token in ids):
-        raise ValueError(f"{path}: eos_token_id={named!r} must be a token id or a list of token ids.")
-    return tuple(ids)
-
-
-def added_tokens(folder: pathlib.Path) -> dict[int, str]:
-    """Returns id -> text of the tokens that files beside a tokenizer add.
-
-    Raises:
-      ValueError: a file is damaged; the message names it.
-    """
-    of_texts = _json_if_there(folder / "added_tokens.json")
-    settings = _json_if_there(folder / "tokenizer_config.json")
-    of_ids = settings.get("added_tokens_decoder") or {}
-    try:
-        found = {int(token): text for text, token in of_texts.items()}
-        return found | {int(token): content["content"] for token, content in of_ids.items()}
-    except (AttributeError, KeyError, TypeError, ValueError):
-        raise ValueError(
-            f"{folder}: added_tokens.json, or added_tokens_decoder in tokenizer_config.json, does not give each token "
-            "an id; fetch both again."
-        ) from None
-
-
-def _json_if_there(path: pathlib.Path) -> dict[str, Any]:
-    return read_json(path) if path.is_file() else {}

@@ -27,12 +27,8 @@ from hlat_jax.model import abstract_params
 from hlat_jax.store.checkpoint import find_saved, read_arrays
 from hlat_jax.store.checkpoint_checks import MASTERS, PARAMS, RUN_ITEM, saved_run, saved_step
 from hlat_jax.store.config_diff import differences
-from hlat_jax.weights.hf_reading import (
-    begins_texts_with_bos,
-    ids_that_end_a_text,
-    is_hugging_face,
-    open_checkpoint,
-)
+from hlat_jax.weights.hf_files import begins_texts_with_bos, ids_that_end_a_text, is_hugging_face, tokenizer_file
+from hlat_jax.weights.hf_reading import open_checkpoint
 from hlat_jax.weights.path_checks import no_weights
 from hlat_jax.weights.weights_folder import FILES, is_weights, read_about, read_leaf, stored_leaves
 
@@ -242,9 +238,15 @@ def _of_hugging_face(folder: pathlib.Path) -> Weights:
     found = open_checkpoint(folder)
     if found.warning:
         print(f"warning: {found.warning}", file=sys.stderr, flush=True)
-    name = found.tokenizer_file()
+    name = tokenizer_file(folder, vocab_size=found.model.vocab_size)
 
-    read = functools.partial(_read_each, found.read_param)
+    def read(abstract: Any) -> Any:
+        params = _read_each(found.read_param, abstract)
+        for line in found.nonfinite:
+            print(f"warning: {line}", file=sys.stderr, flush=True)
+        found.nonfinite.clear()
+        return params
+
     with_bos, stop_ids = begins_texts_with_bos(folder), ids_that_end_a_text(folder)
     tokenizer = name and str(folder / name)
     return Weights(folder, found.model, 0, tokenizer, "", found.arrays(), read, with_bos, stop_ids, companions=folder)

@@ -49,7 +49,8 @@ from hlat_jax.hf.exporting import export_checkpoint
 from hlat_jax.hf.importing import import_checkpoint
 from hlat_jax.resolve import resolve
 from hlat_jax.store import progress
-from hlat_jax.weights.hf_reading import begins_texts_with_bos, open_checkpoint
+from hlat_jax.weights.hf_files import begins_texts_with_bos
+from hlat_jax.weights.hf_reading import open_checkpoint
 from hlat_jax.weights.trained import open_weights
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")

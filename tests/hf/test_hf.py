@@ -718,11 +718,30 @@ def test_head_must_equal_the_tied_embedding(tmp_path):
     found = load_file(folder / "model.safetensors")
     save_file(found | {hf_names.HEAD: found[hf_names.EMBEDDING].clone()}, folder / "model.safetensors")
     open_checkpoint(folder)
-    other = found[hf_names.EMBEDDING].clone()
-    other[-1, -1] += 1e-3
-    save_file(found | {hf_names.HEAD: other}, folder / "model.safetensors")
-    with pytest.raises(ValueError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
-        open_checkpoint(folder)
+    for change in (lambda head: head + 1e-3, lambda head: head[0, 0].clone()):
+        save_file(found | {hf_names.HEAD: change(found[hf_names.EMBEDDING])}, folder / "model.safetensors")
+        with pytest.raises(ValueError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
+            open_checkpoint(folder)
+    for dtype, code in ((torch.float8_e4m3fn, "F8_E4M3"), (torch.float8_e5m2, "F8_E5M2"), (torch.int8, "I8")):
+        both = {name: found[hf_names.EMBEDDING].to(dtype).clone() for name in (hf_names.EMBEDDING, hf_names.HEAD)}
+        save_file(found | both, folder / "model.safetensors")
+        with pytest.raises(ValueError, match=rf"tensor lm_head.weight and 1 others are {code}; supported are F32, F16"):
+            open_checkpoint(folder)
+
+
+@pytest.mark.parametrize(("dtype", "value"), [(torch.float32, "inf"), (torch.bfloat16, "nan"), (torch.float16, "-inf")])
+def test_weights_that_are_not_finite_are_named_where_they_are_read(dtype, value, gqa, tmp_path, hf_here, capsys):
+    folder = shutil.copytree(gqa, tmp_path / "hf")
+    found = {name: tensor.to(dtype) for name, tensor in load_file(folder / "model.safetensors").items()}
+    found[Q0][3, 5:7] = float(value)
+    save_file(found, folder / "model.safetensors")
+    line = f"{folder}: 2 of 9,216 values of {Q0} are not finite."
+    code, _, err = hf_here("import", folder, f"--out={tmp_path / 'ours'}")
+    assert (code, err) == (0, f"warning: {line}\n")
+    with pytest.warns(UserWarning, match=re.escape(line)):
+        hlat_jax.hf.load(folder)
+    open_weights(folder).restore(None)
+    assert capsys.readouterr().err == f"warning: {line}\n"
 
 
 def test_export_that_fails_verification_raises_and_leaves_nothing(gqa, tmp_path, hf_here, monkeypatch):

@@ -1,0 +1,106 @@
+"""The files beside the weights in a Hugging Face folder. Imports no JAX."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.store.atomic_files import read_json
+
+INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+# Files that are copied along with the weights.
+COMPANIONS = (
+    *("config.json", "generation_config.json", "tokenizer.model", "tokenizer.json", "tokenizer_config.json"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
+)
+_NATIVE, _JSON = "tokenizer.model", "tokenizer.json"  # the native one is preferred: it needs no extra package
+
+
+def is_hugging_face(folder: pathlib.Path) -> bool:
+    """Returns whether a folder has Hugging Face weights, or a config.json of one of their models."""
+    if (folder / INDEX_FILE).is_file() or any(folder.glob("*.safetensors")):
+        return True
+    try:  # a run folder has a config.json too
+        return not {"model_type", "architectures"}.isdisjoint(_json_if_there(folder / "config.json"))
+    except ValueError:  # damaged, and no weights beside it
+        return False
+
+
+def companions(folder: pathlib.Path) -> dict[str, pathlib.Path]:
+    """Returns name -> path of the files of a folder that are copied along with its weights."""
+    return {name: folder / name for name in COMPANIONS if (folder / name).is_file()}
+
+
+def tokenizer_file(folder: pathlib.Path, *, vocab_size: int) -> str:
+    """Returns the name of the tokenizer file of a folder; "" if there is none.
+
+    Tokens that were added to a native one, and that a model of `vocab_size` has rows for, are only in tokenizer.json.
+    """
+    present = [name for name in (_NATIVE, _JSON) if (folder / name).is_file()]
+    if len(present) < 2:
+        return "".join(present)
+    added = added_tokens(folder)
+    try:
+        known = Tokenizer(str(folder / _NATIVE)).has_tokens(added)
+    except ValueError:  # of another kind than SentencePiece
+        return _JSON
+    return _NATIVE if known or max(added) >= vocab_size else _JSON
+
+
+def begins_texts_with_bos(folder: pathlib.Path) -> bool:
+    """Returns whether transformers puts BOS before a text with the tokenizer of a folder, from its files.
+
+    Raises:
+      ValueError: a file is damaged; the message names it.
+    """
+    settings, path = _json_if_there(folder / "tokenizer_config.json"), folder / "tokenizer.json"
+    if isinstance(settings.get("add_bos_token"), bool):
+        return settings["add_bos_token"]
+    if path.is_file():
+        after = read_json(path).get("post_processor") or {}
+        try:
+            templates = [each.get("single") or [{}] for each in after.get("processors", [after])]
+            return any("SpecialToken" in pieces[0] for pieces in templates)
+        except (AttributeError, KeyError, TypeError):
+            raise ValueError(f"{path}: its post_processor is {str(after)[:80]}; fetch that file again.") from None
+    kind = settings.get("tokenizer_class")
+    return isinstance(kind, str) and kind.startswith("Llama")  # its default
+
+
+def ids_that_end_a_text(folder: pathlib.Path) -> tuple[int, ...]:
+    """Returns the tokens at which transformers ends a generation: of generation_config.json, or else config.json.
+
+    Raises:
+      ValueError: a file is damaged, or has a value that is not a token id; the message names it.
+    """
+    path = folder / "generation_config.json"
+    path = path if path.is_file() else folder / "config.json"
+    named = read_json(path).get("eos_token_id")
+    ids = named if isinstance(named, list) else [] if named is None else [named]
+    if any(type(token) is not int for token in ids):
+        raise ValueError(f"{path}: eos_token_id={named!r} must be a token id or a list of token ids.")
+    return tuple(ids)
+
+
+def added_tokens(folder: pathlib.Path) -> dict[int, str]:
+    """Returns id -> text of the tokens that files beside a tokenizer add.
+
+    Raises:
+      ValueError: a file is damaged; the message names it.
+    """
+    of_texts = _json_if_there(folder / "added_tokens.json")
+    settings = _json_if_there(folder / "tokenizer_config.json")
+    of_ids = settings.get("added_tokens_decoder") or {}
+    try:
+        found = {int(token): text for text, token in of_texts.items()}
+        return found | {int(token): content["content"] for token, content in of_ids.items()}
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise ValueError(
+            f"{folder}: added_tokens.json, or added_tokens_decoder in tokenizer_config.json, does not give each token "
+            "an id; fetch both again."
+        ) from None
+
+
+def _json_if_there(path: pathlib.Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
