@@ -97,6 +97,25 @@ def check_parallel(parallel: ParallelConfig, model: ModelConfig) -> None:
         )
 
 
+def export_problem(model: ModelConfig) -> str:
+    """Returns why transformers does not load an export of a model, and what it would load; "" if it does.
+
+    Source: transformers 5, configuration_llama.py: `validate_architecture`, and the interval of `initializer_range`.
+    """
+    width, heads = model.embed_dim, model.num_heads
+    if width % heads:
+        below = next(count for count in range(heads, 0, -1) if width % count == 0)
+        above = next(count for count in range(heads, width + heads) if width % count == 0 or count > width)
+        near = f"{below} or {above}" if above <= width else str(below)
+        return (
+            f"transformers refuses model.num_heads={heads}, which does not divide model.embed_dim={width}; it loads "
+            f"{near} heads, of any model.head_dim"
+        )
+    if model.init_std > 1:
+        return f"transformers refuses model.init_std={model.init_std}; it loads 0 to 1"
+    return ""
+
+
 def check_policy(policy: str, *, pipe: int) -> None:
     """Raises ValueError for a policy that excludes pipeline stages; called again once a degree of -1 is resolved."""
     if policy == "autocast" and pipe > 1:
@@ -206,6 +225,8 @@ def check_training(c: Config) -> None:
     at_least(0, checkpoint__every_steps=c.checkpoint.every_steps, checkpoint__every_minutes=c.checkpoint.every_minutes)
     at_least(0, checkpoint__keep_every_steps=c.checkpoint.keep_every_steps, train__sample_tokens=t.sample_tokens)
     at_least(0, checkpoint__export_every_steps=c.checkpoint.export_every_steps)
+    if c.checkpoint.export_every_steps and (problem := export_problem(c.model)):
+        raise ValueError(f"checkpoint.export_every_steps={c.checkpoint.export_every_steps}: {problem}.")
     at_least(0, train__eval_tasks_every_steps=t.eval_tasks_every_steps, train__eval_tasks_limit=t.eval_tasks_limit)
     at_least(0, optimizer__peak_lr=o.peak_lr, optimizer__eps=o.eps, optimizer__clip_norm=o.clip_norm)
     at_least(0, optimizer__weight_decay=o.weight_decay, train__z_loss_weight=t.z_loss_weight)

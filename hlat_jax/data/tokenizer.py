@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import pathlib
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ from hlat_jax.config import Config
 from hlat_jax.data.formats.paths import tokenizer_file
 from hlat_jax.data.kept_tokenizer import resolve_tokenizer_path
 from hlat_jax.data.tokenizer_json import JsonModel
-from hlat_jax.resolve import resolve
+from hlat_jax.resolve import export_problem, resolve
 
 _MAX_FILE_BYTES = 256 << 20  # of large vocabularies: 5 MB of SentencePiece, 35 MB of tokenizer.json
 
@@ -116,7 +117,10 @@ def resolve_with_tokenizer(mutable: Any, *, workdir: pathlib.Path | None = None)
         mutable.data.tokenizer = resolve_tokenizer_path(mutable.data.tokenizer, workdir)
     if mutable.model.vocab_size == 0:
         mutable.model.vocab_size = Tokenizer(mutable.data.tokenizer).vocab_size
-    return resolve(mutable)
+    config = resolve(mutable)
+    if problem := export_problem(config.model):
+        print(f"warning: this model can be trained, but not exported: {problem}.", file=sys.stderr)
+    return config
 
 
 class _SentencePiece:

@@ -21,6 +21,7 @@ from hlat_jax.config import Config
 from hlat_jax.hf.exporting import export_checkpoint
 from hlat_jax.host import distributed
 from hlat_jax.run.exports import FOLDER, SHARDS
+from hlat_jax.weights.hf_files import kept_companions
 from hlat_jax.weights.safetensors_file import StoredTensor, Writer, read_header
 from hlat_jax.weights.trained import Weights, leaves_by_name, nested
 
@@ -129,7 +130,8 @@ class Exporter:
             return nested({name: _whole(mine[name], leaf) for name, leaf in leaves_by_name(abstract).items()})
 
         c, workdir = self._config, self.folder.parent
-        weights = Weights(workdir, c.model, step, c.data.tokenizer, self._tokenizer_sha256, arrays, read)
+        about = (c.model, step, c.data.tokenizer, self._tokenizer_sha256)
+        weights = Weights(workdir, *about, arrays, read, **kept_companions(workdir))
         export_checkpoint(weights, self.folder / str(step))
         shutil.rmtree(shards, ignore_errors=True)
         return dtype

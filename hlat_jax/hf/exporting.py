@@ -16,10 +16,11 @@ import numpy as np
 
 from hlat_jax import cost
 from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.resolve import export_problem
 from hlat_jax.store import atomic_files
 from hlat_jax.store.progress import Status
 from hlat_jax.weights import hf_names
-from hlat_jax.weights.hf_config import architecture, config_json
+from hlat_jax.weights.hf_config import architecture, config_json, model_config
 from hlat_jax.weights.hf_files import INDEX_FILE, SINGLE_FILE, companions
 from hlat_jax.weights.hf_reading import as_dtype, open_checkpoint
 from hlat_jax.weights.safetensors_file import Writer, bits
@@ -147,45 +148,43 @@ def files_of(tokenizer: Tokenizer) -> dict[str, pathlib.Path]:
 
 
 def _write_companions(weights: Weights, folder: pathlib.Path, *, dtype: str) -> None:
-    """Writes config.json and the files copied at the import, with a tokenizer if it had none, or else a run's."""
-    beside = weights.companions
-    came_along = companions(beside) if beside else {}
-    if "config.json" in came_along:
-        for name, path in came_along.items():
-            shutil.copyfile(path, folder / name)
-        if weights.tokenizer and {_NATIVE, _TOKENIZER}.isdisjoint(came_along):  # it was given for the export
-            tokenizer = weights.open_tokenizer()
-            if _SETTINGS in came_along:
-                shutil.copyfile(tokenizer.path, folder / next(iter(files_of(tokenizer))))
-            else:
-                _write_tokenizer(tokenizer, folder)
-        content = atomic_files.read_json(came_along["config.json"])
-        content["dtype" if "dtype" in content else "torch_dtype"] = dtype
-    else:  # of a run, or an average of one
-        bos_id, eos_id = _write_tokenizer(weights.open_tokenizer(), folder) if weights.tokenizer else (None, None)
-        content = config_json(weights.model, dtype=dtype, bos_id=bos_id, eos_id=eos_id)
-    atomic_files.write_json(folder / "config.json", content)
+    """Writes config.json, the files that came along with weights of Hugging Face, and otherwise the tokenizer."""
+    beside, path = weights.companions, folder / "config.json"
+    came_along = companions(beside) if beside and (beside / path.name).is_file() else {}
+    for name, source in came_along.items():
+        shutil.copyfile(source, folder / name)
+    has_tokenizer = not {_NATIVE, _TOKENIZER}.isdisjoint(came_along)
+    ids: dict[str, int | None] = {}
+    if weights.tokenizer and (weights.step or not has_tokenizer):
+        tokenizer = weights.open_tokenizer()
+        ids = {"bos_token_id": tokenizer.bos_id if tokenizer.bos_id >= 0 else None, "eos_token_id": tokenizer.eos_id}
+        for name, source in () if has_tokenizer else files_of(tokenizer).items():
+            if name not in came_along:
+                shutil.copyfile(source, folder / name)
+        if weights.step or _SETTINGS not in came_along:  # else it was given for the export of an import
+            _add_no_tokens(folder, tokenizer)
+    theirs = atomic_files.read_json(path) if came_along else {}
+    if theirs and architecture(model_config(theirs, where=str(path))) == architecture(weights.model):
+        content = theirs | {"dtype" if "dtype" in theirs else "torch_dtype": dtype}
+    else:
+        ids |= {key: value for key, value in theirs.items() if key.endswith("_token_id")}
+        content = config_json(weights.model, dtype=dtype, token_ids=ids)
+    if content["model_type"] == "llama" and (problem := export_problem(weights.model)):
+        raise ValueError(f"{weights.folder} cannot be exported: {problem}.")
+    atomic_files.write_json(path, content)
     if "generation_config.json" not in came_along:
-        generation = {key: content[key] for key in ("bos_token_id", "eos_token_id") if key in content}
+        generation = {key: content[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id") if key in content}
         atomic_files.write_json(folder / "generation_config.json", {"_from_model_config": True} | generation)
 
 
-def _write_tokenizer(tokenizer: Tokenizer, folder: pathlib.Path) -> tuple[int | None, int]:
-    """Writes a run's tokenizer and the settings by which transformers reads it as we do; returns the ids (BOS, EOS)."""
-    for name, path in files_of(tokenizer).items():
-        shutil.copyfile(path, folder / name)
-    if tokenizer.is_json:
-        _add_no_tokens(folder)
-    else:
-        atomic_files.write_json(folder / _SETTINGS, tokenizer.transformers_config())
-    return tokenizer.bos_id if tokenizer.bos_id >= 0 else None, tokenizer.eos_id
-
-
-def _add_no_tokens(folder: pathlib.Path) -> None:
+def _add_no_tokens(folder: pathlib.Path, tokenizer: Tokenizer) -> None:
     """Changes tokenizer.json and its settings so that no special tokens are added to a text, as in training."""
     settings, path = folder / _SETTINGS, folder / _TOKENIZER
-    found = atomic_files.read_json(settings) if settings.is_file() else {"tokenizer_class": _OF_JSON}
+    plain = {"tokenizer_class": _OF_JSON} if tokenizer.is_json else tokenizer.transformers_config()
+    found = atomic_files.read_json(settings) if settings.is_file() else plain
     atomic_files.write_json(settings, found | {"add_bos_token": False, "add_eos_token": False})
+    if not path.is_file():
+        return
     content = atomic_files.read_json(path)
     after = content.get("post_processor")
     content["post_processor"] = _without_templates(after)

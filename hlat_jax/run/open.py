@@ -26,7 +26,7 @@ from hlat_jax.host.process import INDEX_FOLDER, StopSignals, closing_quietly
 from hlat_jax.parallel.rows import gather_rows, process_rows
 from hlat_jax.parallel.sharding import Layout
 from hlat_jax.program import StepMetrics
-from hlat_jax.resolve import skipped_batches
+from hlat_jax.resolve import branch_source, skipped_batches
 from hlat_jax.run import budget, exports, history, optional, summary
 from hlat_jax.run.branch import open_branch
 from hlat_jax.run.compilation import Compilations, compiled_sampler, compiled_step
@@ -41,6 +41,7 @@ from hlat_jax.run.step_sync import FolderCheck, StepSync, only_job, require_same
 from hlat_jax.run.validation import Validation
 from hlat_jax.store.checkpoint import Checkpointer, Restored
 from hlat_jax.store.metrics import MetricsLog, SilentLog
+from hlat_jax.weights.hf_files import KEPT, keep_companions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -257,6 +258,10 @@ def open_run(
     if distributed.is_first():
         write_settings(config, workdir, remat=remat)
         kept_tokenizer.keep_tokenizer(tokenizer.path, workdir)
+        if saved is None:
+            branch = branch_source(config.train)
+            of_branch = pathlib.Path(branch[0]).expanduser() / KEPT if branch else None
+            keep_companions(of_branch if weights is None else weights.companions, workdir)
         positions.rewind(workdir, int(progress.position[0, 0]))
         exports.rewind(workdir, progress.step)
     log = stack.enter_context(closing_quietly(_open_log(config, workdir, layout=layout, progress=progress)))

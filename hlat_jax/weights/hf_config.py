@@ -134,7 +134,7 @@ def model_config(found: dict[str, Any], *, where: str, fuse_qkv: bool = True) ->
     return model
 
 
-def config_json(m: ModelConfig, *, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
+def config_json(m: ModelConfig, *, dtype: str, token_ids: dict[str, int | None]) -> dict[str, Any]:
     """Returns the content of config.json, in the spelling of RoPE that transformers 4 and 5 both read."""
     scaling = None
     if m.rope_scaling == "llama3":
@@ -149,8 +149,9 @@ def config_json(m: ModelConfig, *, dtype: str, bos_id: int | None, eos_id: int |
         "attention_bias": False,
         "attention_dropout": 0.0,
         "mlp_bias": False,
-        "bos_token_id": bos_id,
-        "eos_token_id": eos_id,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        **token_ids,
         "use_cache": True,
         "torch_dtype": dtype,
     }

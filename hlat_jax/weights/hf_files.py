@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pathlib
+import shutil
 from typing import Any
 
 from hlat_jax.data.tokenizer import Tokenizer
-from hlat_jax.store.atomic_files import read_json
+from hlat_jax.store.atomic_files import read_json, write_whole
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 # Files that are copied along with the weights.
@@ -14,6 +15,7 @@ COMPANIONS = (
     *("config.json", "generation_config.json", "tokenizer.model", "tokenizer.json", "tokenizer_config.json"),
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
 )
+KEPT = "huggingface_files"  # in the folder of a run that began with weights of Hugging Face
 _NATIVE, _JSON = "tokenizer.model", "tokenizer.json"  # the native one is preferred: it needs no extra package
 
 
@@ -30,6 +32,28 @@ def is_hugging_face(folder: pathlib.Path) -> bool:
 def companions(folder: pathlib.Path) -> dict[str, pathlib.Path]:
     """Returns name -> path of the files of a folder that are copied along with its weights."""
     return {name: folder / name for name in COMPANIONS if (folder / name).is_file()}
+
+
+def keep_companions(source: pathlib.Path | None, workdir: pathlib.Path) -> None:
+    """Copies the files beside the weights that a new run begins with into its folder; an export of it has them too.
+
+    Args:
+      source: their folder; None: there are none.
+      workdir: the run folder.
+    """
+    shutil.rmtree(workdir / KEPT, ignore_errors=True)  # of a start before the first checkpoint
+    if source is not None and (source / "config.json").is_file():
+        (workdir / KEPT).mkdir()
+        for name, path in companions(source).items():
+            write_whole(workdir / KEPT / name, path.read_bytes())
+
+
+def kept_companions(workdir: pathlib.Path) -> dict[str, Any]:
+    """Returns the fields `companions` and `stop_ids` of `trained.Weights` for a run folder."""
+    folder = workdir / KEPT
+    if not (folder / "config.json").is_file():
+        return {}
+    return {"companions": folder, "stop_ids": ids_that_end_a_text(folder)}
 
 
 def tokenizer_file(folder: pathlib.Path, *, vocab_size: int) -> str:

@@ -27,7 +27,13 @@ from hlat_jax.model import abstract_params
 from hlat_jax.store.checkpoint import find_saved, read_arrays
 from hlat_jax.store.checkpoint_checks import MASTERS, PARAMS, RUN_ITEM, saved_run, saved_step
 from hlat_jax.store.config_diff import differences
-from hlat_jax.weights.hf_files import begins_texts_with_bos, ids_that_end_a_text, is_hugging_face, tokenizer_file
+from hlat_jax.weights.hf_files import (
+    begins_texts_with_bos,
+    ids_that_end_a_text,
+    is_hugging_face,
+    kept_companions,
+    tokenizer_file,
+)
 from hlat_jax.weights.hf_reading import open_checkpoint
 from hlat_jax.weights.path_checks import no_weights
 from hlat_jax.weights.weights_folder import FILES, is_weights, read_about, read_leaf, stored_leaves
@@ -47,7 +53,7 @@ class Weights:
       begins_with_bos: texts begin with BOS; False for runs. None: see `weights_folder.WeightsInfo`.
       stop_ids: tokens that end a generated text, besides the tokenizer's EOS.
       companions: folder with the config.json, generation_config.json and tokenizer files that Hugging Face's weights
-        came with; None for runs.
+        came with, or those that the run began with; None without any.
     """
 
     folder: pathlib.Path
@@ -215,7 +221,8 @@ def _of_run(folder: pathlib.Path, *, masters: bool) -> Weights:
     read = functools.partial(_read_each, read_one)
     kept = find_kept(folder.parent.parent, sha256=tokenizer_sha256) if tokenizer_sha256 else None
     tokenizer = tokenizer if kept is None else str(kept)
-    return Weights(folder, model, saved_step(folder, run), tokenizer, tokenizer_sha256, arrays, read)
+    more = kept_companions(folder.parent.parent)
+    return Weights(folder, model, saved_step(folder, run), tokenizer, tokenizer_sha256, arrays, read, **more)
 
 
 def _of_folder(folder: pathlib.Path) -> Weights:

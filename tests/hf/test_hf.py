@@ -221,7 +221,7 @@ def test_both_spellings_of_llama3_rope_round_trip():
     model = config_json.model_config(new, where="new")
     assert model == config_json.model_config(old, where="old")
     assert (model.rope_theta, model.rope_scaling, model.rope_original_positions) == (500_000.0, "llama3", 256)
-    again = config_json.config_json(model, dtype="float32", bos_id=1, eos_id=2)
+    again = config_json.config_json(model, dtype="float32", token_ids={"eos_token_id": 2})
     assert config_json.architecture(config_json.model_config(again, where="again")) == config_json.architecture(model)
 
 
