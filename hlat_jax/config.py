@@ -276,7 +276,9 @@ class TrainConfig:
 
     num_steps: int = _key(100, "The run stops after this many optimizer steps.")
     seed: int = _key(0, "Seed of the initial weights.")
-    init_from: str = _key("", "Initial weights: a run folder, a checkpoint or an import; empty: random, by train.seed.")
+    init_from: str = _key(
+        "", "Initial weights, with their model and tokenizer: a run, checkpoint or Hugging Face folder; empty: random."
+    )
     branch_from: str = _key(
         "", "RUN@STEP: start from this checkpoint of another run, with its optimizer and data position; empty: no."
     )

@@ -29,7 +29,7 @@ import contextlib
 import pathlib
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -51,10 +51,18 @@ from hlat_jax.store.progress import ProgressBar, Status
 _STEP_AND_SAVE = "this step, then saving a checkpoint"
 
 
-def train(config: Config, workdir: pathlib.Path, *, activity: Activity | None = None, begin_again: bool = False) -> int:
+def train(
+    config: Config,
+    workdir: pathlib.Path,
+    *,
+    activity: Activity | None = None,
+    begin_again: bool = False,
+    given: Collection[str] = (),
+) -> int:
     """Trains to `train.num_steps`, or resumes the run in `workdir`; returns the exit code: 130 after a Ctrl-C, else 0.
 
     `activity` is kept up to date, for who watches it. `begin_again` trains from step 0 where the checkpoints are lost.
+    `given` are the keys of the command line, as `init_from.open_start` takes them.
 
     Raises:
       ValueError: a config, data, machine or folder that cannot be trained with; nothing was changed.
@@ -62,17 +70,19 @@ def train(config: Config, workdir: pathlib.Path, *, activity: Activity | None = 
       NonFiniteError: see `train.max_nonfinite_steps`.
     """
     with StopSignals(activity, alone=not jax.distributed.is_initialized()) as signals:
-        stop = _train(config, workdir, signals=signals, begin_again=begin_again)
+        stop = _train(config, workdir, signals=signals, begin_again=begin_again, given=given)
         distributed.barrier()  # the others wait here while process 0 draws the results
         names = distributed.exchange(signals.name)  # of signals after the last step too
     return 130 if "SIGINT" in (stop, *names, signals.name) else 0  # so that `train && evaluate` stops
 
 
-def _train(config: Config, workdir: pathlib.Path, *, signals: StopSignals, begin_again: bool) -> str:
+def _train(
+    config: Config, workdir: pathlib.Path, *, signals: StopSignals, begin_again: bool, given: Collection[str]
+) -> str:
     """Does the work of `train`; returns the signal that all processes know of, or ""."""
     with contextlib.ExitStack() as stack:
         with _progress(config, lambda: (0.0, signals.doing), in_place=False):  # lines are printed meanwhile
-            opened = open_run(config, workdir, signals=signals, stack=stack, begin_again=begin_again)
+            opened = open_run(config, workdir, signals=signals, stack=stack, begin_again=begin_again, given=given)
         if opened is None:
             return ""
         run, progress = opened

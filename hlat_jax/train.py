@@ -8,6 +8,7 @@ import os
 import pathlib
 import sys
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from absl import flags, logging
 
@@ -22,9 +23,13 @@ def main(argv: Sequence[str]) -> int:
     """Trains with the config and flags of a command line; returns the exit code."""
     mutable, values = flags_lib.parse(argv, _define)
     from hlat_jax.data.tokenizer import resolve_with_tokenizer  # not at the top: --help does not need it
+    from hlat_jax.weights.init_model import take_model
 
-    workdir = pathlib.Path(values.workdir or f"runs/{mutable.name}")
+    workdir, given = pathlib.Path(values.workdir or f"runs/{mutable.name}"), flags_lib.given_keys(values)
     config_lib.make_text_paths_absolute(mutable)  # the run records them
+    if not values.coordinator:  # of several processes all end alike, with the reason, once they have joined
+        _check_starts(mutable.train, workdir)
+    taken = take_model(mutable, given=given, workdir=workdir)
     named_tokenizer = mutable.data.tokenizer
     config = resolve_with_tokenizer(mutable, workdir=workdir)
     if values.print_config:
@@ -34,9 +39,11 @@ def main(argv: Sequence[str]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True)  # so that each line is in a log file while the run compiles
     logging.set_verbosity(logging.ERROR)  # silences the INFO logs of libraries; ours are printed
-    if not values.coordinator:  # of several processes all end alike, with the reason, once they have joined
+    if not values.process_id:
+        print("\n".join(taken), end="\n" * bool(taken))
+    if not values.coordinator:
         is_shipped = config.name in config_lib.shipped()
-        _check_paths(config, workdir, keys=flags_lib.given_keys(values) if is_shipped else config_lib.PATH_KEYS)
+        _check_paths(config, workdir, keys=given if is_shipped else config_lib.PATH_KEYS)
     if config.data.tokenizer != named_tokenizer and not values.process_id:
         print(f"tokenizer        {config.data.tokenizer}: {named_tokenizer} is missing")
     _set_environment(config, values, workdir=workdir)
@@ -52,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         activity = Activity(least_s=values.stuck_timeout_s, began_s=process.began_s())
         with distributed.joined(job, activity=activity, stacks=workdir / "stuck"):
-            return loop.train(config, workdir, activity=activity, begin_again=values.begin_again)
+            return loop.train(config, workdir, activity=activity, begin_again=values.begin_again, given=given)
     except (OSError, NonFiniteError) as error:  # the run failed, not the command: code 1
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -65,7 +72,6 @@ def _check_paths(config: config_lib.Config, workdir: pathlib.Path, *, keys: Coll
     which first checks that the model fits this machine.
     """
     from hlat_jax.data import path_checks  # not at the top: --help does not need it
-    from hlat_jax.weights.path_checks import check_checkpoint
 
     if not path_checks.was_opened(config.data, workdir):  # else the run waits for what is away
         path_checks.check_text(config.data, keys=[key for key in ("train", "validation") if f"data.{key}" in keys])
@@ -75,11 +81,15 @@ def _check_paths(config: config_lib.Config, workdir: pathlib.Path, *, keys: Coll
         check_file(config.model.ops_table, key="model.ops_table")
     if config.train.eval_tasks_folder:
         check_folder(config.train.eval_tasks_folder, key="train.eval_tasks_folder")
-    if any(workdir.glob("checkpoints/*")):
-        return  # a run that resumes does not read these
-    starts = {"init_from": config.train.init_from, "branch_from": config.train.branch_from.rpartition("@")[0]}
+
+
+def _check_starts(train: Any, workdir: pathlib.Path) -> None:
+    """Raises ValueError for a path that holds no weights for a new run; one that resumes does not read it."""
+    from hlat_jax.weights.path_checks import check_checkpoint  # not at the top: --help does not need it
+
+    starts = {"init_from": train.init_from, "branch_from": train.branch_from.rpartition("@")[0]}
     for key, path in starts.items():
-        if path:
+        if path and not any(workdir.glob("checkpoints/*")):
             check_checkpoint(path, key=f"train.{key}")
 
 

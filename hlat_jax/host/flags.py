@@ -66,7 +66,8 @@ def _drop_settings_of_replaced_text(mutable: Any, before: Any, *, given: Collect
     """Changes settings that describe the text or tokenizer of a config whose command line replaces these.
 
     If data.train is replaced and data.validation would remain text that ships with the package, a share of data.train
-    is held out instead. If text, tokenizer or the number of steps is replaced, no final validation loss is expected.
+    is held out instead. If text, tokenizer, initial weights or the number of steps are replaced, no final validation
+    loss is expected.
 
     Args:
       mutable: ConfigDict with the values of the command line, changed in place.
@@ -76,7 +77,7 @@ def _drop_settings_of_replaced_text(mutable: Any, before: Any, *, given: Collect
     replaced = {key for key in ("train", "validation", "tokenizer") if mutable.data[key] != before.data[key]}
     if "train" in replaced and "data.validation" not in given and mutable.data.validation.startswith("package:"):
         mutable.data.validation = config_lib.HELD_OUT
-    replaced |= {"num_steps"} if mutable.train.num_steps != before.train.num_steps else set()
+    replaced |= {key for key in ("num_steps", "init_from") if mutable.train[key] != before.train[key]}
     if replaced and not {"train.eval_loss_low", "train.eval_loss_high"} & set(given):
         mutable.train.update(eval_loss_low=0.0, eval_loss_high=0.0)
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Collection
 from typing import Any
 
 import jax
-import numpy as np
 
 from hlat_jax.config import Config, ModelConfig
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.ops.registry import OPS
 from hlat_jax.store.config_diff import differences
+from hlat_jax.weights.init_model import OF_FUNCTION, same_ids
 from hlat_jax.weights.trained import Weights, open_weights
 
 # Keys that may differ from the model of the weights: implementations, initialization, and the sequence length.
@@ -19,26 +21,32 @@ _FREE = (
     *OPS,
 )
 _LLAMA3_SCALING = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_positions")
-_PROBES = ("It is a truth universally acknowledged", "def f(x):\n    return 2 * x\n", "naïve — 12,345.6 € 東京")
 
 
-def open_start(config: Config, tokenizer: Tokenizer) -> Weights:
+def open_start(config: Config, tokenizer: Tokenizer, *, given: Collection[str] = ()) -> Weights:
     """Opens the weights of `train.init_from`, fp32 masters if it has them; reads no arrays yet.
+
+    Args:
+      config: of the run.
+      tokenizer: of the run.
+      given: keys of the command line; of these, the ones in `OF_FUNCTION` may differ from the model of the weights.
 
     Raises:
       ValueError: missing, damaged, or of another model or vocabulary; the message lists the differences.
     """
     path = config.train.init_from
     try:
-        weights = open_weights(path, masters=True)
+        weights = open_weights(path, masters=True, fuse_qkv=config.model.fuse_qkv)
     except ValueError as error:
         raise ValueError(f"train.init_from: {error}") from None
-    others = differences(settings_of_weights(weights.model), settings_of_weights(config.model))
+    changed = {key: getattr(config.model, key) for key in OF_FUNCTION if f"model.{key}" in given}
+    expected = dataclasses.replace(weights.model, **changed)
+    others = differences(settings_of_weights(expected), settings_of_weights(config.model))
     if others:
         lines = "\n  ".join(others)
         raise ValueError(
             f"train.init_from={path} holds the weights of another model:\n  {lines}\nSet these keys to the values "
-            "in the checkpoint; for model.fuse_qkv=False, import the weights with --nofuse_qkv."
+            "in the checkpoint, or leave them out; for model.fuse_qkv=False, import the weights with --nofuse_qkv."
         )
     if weights.tokenizer:
         _require_same_vocabulary(weights, tokenizer)
@@ -73,10 +81,7 @@ def settings_of_weights(model: ModelConfig) -> dict[str, Any]:
 
 def _require_same_vocabulary(weights: Weights, tokenizer: Tokenizer) -> None:
     theirs = weights.open_tokenizer()
-    if theirs.sha256 == tokenizer.sha256:
-        return
-    same = np.array_equal(theirs.token_bytes, tokenizer.token_bytes)  # a tokenizer.json may be converted from a .model
-    if not same or any(not np.array_equal(theirs.encode(text), tokenizer.encode(text)) for text in _PROBES):
+    if not same_ids(theirs, tokenizer):
         raise ValueError(
             f"data.tokenizer={tokenizer.path} is not the tokenizer of train.init_from, {theirs.path}: their ids "
             f"differ. Set data.tokenizer={theirs.path}."

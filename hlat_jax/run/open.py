@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -164,6 +164,7 @@ def open_run(
     signals: StopSignals,
     stack: contextlib.ExitStack,
     begin_again: bool = False,
+    given: Collection[str] = (),
 ) -> tuple[Run, Progress] | None:
     """Returns a run and its progress, ready for the next step; None if the run is complete.
 
@@ -173,6 +174,7 @@ def open_run(
       signals: stop the run.
       stack: closes the parts of the run.
       begin_again: train from step 0 where all checkpoints of the run are lost.
+      given: keys of the command line, see `open_start`.
 
     Raises:
       ValueError: a config, data, machine or folder that cannot be trained with; nothing was changed.
@@ -231,7 +233,7 @@ def open_run(
         restored = open_branch(program, workdir, settings=settings)
         settings["branch_from"] = config.train.branch_from
     signals.doing = "opening the initial weights"
-    weights = open_start(config, tokenizer) if restored is None and config.train.init_from else None
+    weights = open_start(config, tokenizer, given=given) if restored is None and config.train.init_from else None
     signals.doing = "compiling"
     print("compiling        the programs of this run")
     program, remat = budget.resolved(program, recorded=restored and restored.metadata.get("remat"))

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pathlib
 
+WEIGHTS_FILE, FILES = "weights.json", "files"  # of a weights folder: what it holds, and the files beside the weights
 # Each is in one of: a run folder, a checkpoint, a weights folder, a Hugging Face folder.
-_MARKS = ("checkpoints", "state", "weights.json", "config.json", "model.safetensors", "model.safetensors.index.json")
+_MARKS = ("checkpoints", "state", WEIGHTS_FILE, "config.json", "model.safetensors", "model.safetensors.index.json")
 
 
 def check_checkpoint(path: str, *, key: str = "") -> None:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hlat_jax.config import ModelConfig, typed, with_renamed_keys
+from hlat_jax.config import ModelConfig
 from hlat_jax.data.kept_tokenizer import find_kept
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.model import abstract_params
@@ -35,8 +35,9 @@ from hlat_jax.weights.hf_files import (
     tokenizer_file,
 )
 from hlat_jax.weights.hf_reading import open_checkpoint
-from hlat_jax.weights.path_checks import no_weights
-from hlat_jax.weights.weights_folder import FILES, is_weights, read_about, read_leaf, stored_leaves
+from hlat_jax.weights.init_model import stored_model
+from hlat_jax.weights.path_checks import FILES, no_weights
+from hlat_jax.weights.weights_folder import is_weights, read_about, read_leaf, stored_leaves
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +119,9 @@ class Weights:
         return tokenizer
 
 
-def open_weights(path: str | os.PathLike, *, masters: bool = False, tokenizer: str = "") -> Weights:
+def open_weights(
+    path: str | os.PathLike, *, masters: bool = False, tokenizer: str = "", fuse_qkv: bool = True
+) -> Weights:
     """Returns the parameters at a path, after comparing all files of the folder with their checksums.
 
     Args:
@@ -126,6 +129,7 @@ def open_weights(path: str | os.PathLike, *, masters: bool = False, tokenizer: s
         Hugging Face folder, which has no checksums and is described by its config.json.
       masters: the optimizer's fp32 master weights, where the precision policy keeps them.
       tokenizer: its file, for weights without one; "": theirs.
+      fuse_qkv: as ModelConfig's, for a Hugging Face folder.
 
     Raises:
       ValueError: no weights there, damage, arrays that do not match the model, or another tokenizer than theirs.
@@ -134,7 +138,7 @@ def open_weights(path: str | os.PathLike, *, masters: bool = False, tokenizer: s
     if is_weights(path):
         weights = _of_folder(path)
     elif is_hugging_face(path):
-        weights = _of_hugging_face(path)
+        weights = _of_hugging_face(path, fuse_qkv=fuse_qkv)
     else:
         folder = find_saved(path)
         if folder is None:
@@ -159,22 +163,6 @@ def _sha256_of_readable(tokenizer: str) -> str:
         return Tokenizer(tokenizer, key="tokenizer").sha256 if tokenizer else ""
     except ValueError:
         return ""
-
-
-def stored_model(values: dict[str, Any], *, where: str) -> ModelConfig:
-    """Returns the model config that was saved at `where`; keys added since take their defaults."""
-    values = with_renamed_keys({"model": values})["model"]
-    unknown = values.keys() - {field.name for field in dataclasses.fields(ModelConfig)}
-    if unknown:
-        raise ValueError(
-            f"{where}: the model has the unknown key {min(unknown)!r}; use the version of hlat_jax that wrote it."
-        )
-    fields = {field.name: field for field in dataclasses.fields(ModelConfig)}
-    model = ModelConfig(
-        **{name: typed(f"{where}: model.{name}", fields[name], value) for name, value in values.items()}
-    )
-    model.check()
-    return model
 
 
 def leaves_by_name(tree: Any) -> dict[str, Any]:
@@ -241,8 +229,8 @@ def _of_folder(folder: pathlib.Path) -> Weights:
     return Weights(folder, model, about["step"], tokenizer, "", arrays, read, **more, companions=folder / FILES)
 
 
-def _of_hugging_face(folder: pathlib.Path) -> Weights:
-    found = open_checkpoint(folder)
+def _of_hugging_face(folder: pathlib.Path, *, fuse_qkv: bool) -> Weights:
+    found = open_checkpoint(folder, fuse_qkv=fuse_qkv)
     if found.warning:
         print(f"warning: {found.warning}", file=sys.stderr, flush=True)
     name = tokenizer_file(folder, vocab_size=found.model.vocab_size)

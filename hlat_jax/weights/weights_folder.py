@@ -25,9 +25,9 @@ from hlat_jax.config import ModelConfig
 from hlat_jax.host import process
 from hlat_jax.store import atomic_files
 from hlat_jax.store.integrity import damage, seal
+from hlat_jax.weights.path_checks import FILES, WEIGHTS_FILE
 from hlat_jax.weights.safetensors_file import DTYPES, Writer, read_header
 
-WEIGHTS_FILE, FILES = "weights.json", "files"
 _ARRAYS, _FORMAT = "arrays", 1
 
 

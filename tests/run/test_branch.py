@@ -1,6 +1,7 @@
 """A run that starts from a checkpoint of another one continues it bit for bit, or with another schedule."""
 
 import os
+import shutil
 import signal
 
 import jax
@@ -12,6 +13,7 @@ from hlat_jax import loop
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.resolve import resolve
 from hlat_jax.run import open as run_open
+from hlat_jax.weights.hf_files import KEPT
 
 
 @pytest.fixture
@@ -54,6 +56,8 @@ def test_a_branch_with_the_same_settings_is_the_run_itself(trained_run, train, t
 
 def test_a_finished_schedule_is_extended_in_a_branch_and_the_refusal_says_how(trained_run, train):
     longer = {"optimizer__horizon_steps": 80, "train__num_steps": 28}
+    (trained_run / KEPT).mkdir()
+    (trained_run / KEPT / "config.json").write_text("{}")  # as if it had begun with weights of Hugging Face
     before = {path: path.read_bytes() for path in trained_run.rglob("*") if path.is_file()}
     with pytest.raises(ValueError, match=r"optimizer\.horizon_steps: 40 in the checkpoint, 80 now") as refused:
         train(trained_run, train__branch_from="", **longer)
@@ -66,7 +70,9 @@ def test_a_finished_schedule_is_extended_in_a_branch_and_the_refusal_says_how(tr
     assert [row["learning_rate"] for row in rows[24:]] == [learning_rate(s, config.optimizer) for s in range(24, 28)]
     assert rows[24]["learning_rate"] > rows[23]["learning_rate"]
     after = {path: path.read_bytes() for path in trained_run.rglob("*") if path.is_file()}
+    shutil.rmtree(trained_run / KEPT)
     assert after == before
+    assert (branch / KEPT / "config.json").read_text() == "{}"
 
 
 def test_a_branch_stopped_before_a_step_of_its_own_says_that_nothing_was_saved(train, monkeypatch, capsys):

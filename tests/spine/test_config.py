@@ -457,6 +457,15 @@ def test_command_line_errors_suggest_the_nearest_key(train_here, words, message)
     assert message in line
 
 
+def test_model_that_cannot_be_exported_is_a_warning_and_an_error_where_exports_are_asked_for(train_here):
+    words = ("--config=tiny", "--print_config", "--config.model.num_heads=10")
+    why = "transformers refuses model.num_heads=10, which does not divide model.embed_dim=192; it loads 8 or 12 heads, "
+    code, _, err = train_here(*words)
+    assert (code, err) == (0, f"warning: this model can be trained, but not exported: {why}of any model.head_dim.\n")
+    code, _, err = train_here(*words, "--config.checkpoint.export_every_steps=5")
+    assert (code, err) == (2, f"error: checkpoint.export_every_steps=5: {why}of any model.head_dim.\n")
+
+
 def test_help_names_every_key_and_config(train_here):
     code, out, _ = train_here("--help")
     assert code == 0

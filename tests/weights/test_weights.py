@@ -1,5 +1,6 @@
 """Weights wherever they lie: read back, averaged, exported from a run, and begun with."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -22,17 +23,20 @@ from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.generate.inference import open_model
 from hlat_jax.hf import __main__ as hf
 from hlat_jax.hf import averaging, exporting
+from hlat_jax.host import flags
 from hlat_jax.model import abstract_params, apply
 from hlat_jax.parallel.sharding import make_layout
-from hlat_jax.resolve import resolve
+from hlat_jax.resolve import export_problem, resolve
 from hlat_jax.run.init_from import begin, open_start
 from hlat_jax.step import make_program
 from hlat_jax.store.checkpoint import Checkpointer
 from hlat_jax.store.checkpoint_checks import saved_run
 from hlat_jax.store.integrity import seal
 from hlat_jax.store.metrics import ROWS_FILE, read_rows
+from hlat_jax.weights import hf_config, weights_folder
 from hlat_jax.weights import trained as trained_weights
-from hlat_jax.weights import weights_folder
+from hlat_jax.weights.hf_files import keep_companions
+from hlat_jax.weights.init_model import take_model
 from hlat_jax.weights.safetensors_file import Writer, read_header
 from hlat_jax.weights.trained import leaves_by_name, nested, open_weights
 
@@ -441,6 +445,120 @@ def test_checkpoints_differing_only_in_runtime_options_are_averaged(tmp_path):
     assert open_weights(tmp_path / "mean").model == MODEL
 
 
+def parsed(*words):
+    """Returns the config of a command line with `--config=tiny`, its model taken over, the keys given, the lines."""
+    mutable, values = flags.parse(["--config=tiny", *(f"--config.{word}" for word in ("data.seq_len=32", *words))])
+    given = flags.given_keys(values)
+    return mutable, given, take_model(mutable, given=given)
+
+
+@pytest.fixture(scope="module")
+def kinds(trained, tmp_path_factory):
+    """A run, one of its checkpoints, its export and the import of that, each a path to start from."""
+    folder, run = tmp_path_factory.mktemp("kinds"), trained[1]
+    hf.main(["export", str(run), f"--out={folder / 'hf'}"])
+    config = json.loads((folder / "hf/config.json").read_text())
+    changed = {"max_position_embeddings": 8192, "rms_norm_eps": 9.999999747378752e-06, "rope_theta": 5e4}
+    (folder / "hf/config.json").write_text(json.dumps(config | changed | {"pad_token_id": 7}))
+    (folder / "hf/chat_template.jinja").write_text("{{ messages }}")
+    (folder / "hf/generation_config.json").write_text(json.dumps({"eos_token_id": [2, 9], "pad_token_id": 7}))
+    hf.main(["import", str(folder / "hf"), f"--out={folder / 'import'}"])
+    return {"run": run, "checkpoint": run / "checkpoints/1", "hf": folder / "hf", "import": folder / "import"}
+
+
+@pytest.mark.parametrize("kind", ["run", "checkpoint", "hf", "import"])
+def test_a_run_takes_the_model_and_tokenizer_of_its_initial_weights(kind, kinds, tmp_path):
+    write_tokenizer(tmp_path / "other.model", 300)
+    shipped = config_lib.load("tiny").model
+    mutable, given, lines = parsed(f"train.init_from={kinds[kind]}", "optimizer.clip_norm=0.5")
+    config, weights = resolve(mutable), open_weights(kinds[kind])
+    assert config.model == dataclasses.replace(weights.model, depth_scaled_init=shipped.depth_scaled_init)
+    assert config.model.max_positions == (32 if kind in ("run", "checkpoint") else 8192)
+    assert (config.data.tokenizer, config.train.eval_loss_high) == ("package:austen_2k.model", 0)  # it has the same ids
+    assert f"num_layers 2 ({shipped.num_layers})" in lines[0]
+    open_start(config, Tokenizer(config.data.tokenizer), given=given)
+    mutable.data.tokenizer = str(tmp_path / "other.model")  # as a config file sets it
+    [line] = take_model(mutable, given=given)
+    assert mutable.data.tokenizer == weights.tokenizer in line
+    mutable.data.tokenizer = str(tmp_path / "other.model")
+    assert take_model(mutable, given={"data.tokenizer"}) == []
+
+
+def test_only_a_key_of_the_command_line_changes_what_given_weights_compute(kinds):
+    words = ["model.rope_theta=1e6", "model.max_positions=512", "model.attention=einsum", "model.fuse_qkv=false"]
+    mutable, given, lines = parsed(f"train.init_from={kinds['hf']}", *words)
+    config = resolve(mutable)
+    model = config.model
+    assert (model.rope_theta, model.max_positions, model.attention, model.fuse_qkv) == (1e6, 512, "einsum", False)
+    assert (
+        lines[1]
+        == f"warning: model.rope_theta=1000000.0 changes what the weights of {kinds['hf']} compute: it was 50000.0"
+    )
+    tokenizer = Tokenizer(config.data.tokenizer)
+    assert "q" in open_start(config, tokenizer, given=given).arrays["layers"]["attention"]
+    with pytest.raises(ValueError, match=r"model.rope_theta: 50000.0 in the checkpoint, 1000000.0 now\nSet these keys"):
+        open_start(config, tokenizer)
+    mutable, given, _ = parsed(f"train.init_from={kinds['hf']}", "model.mlp_dim=64")
+    with pytest.raises(ValueError, match=r"another model:\n  model.mlp_dim: 48 in the checkpoint, 64 now\nSet"):
+        open_start(resolve(mutable), tokenizer, given=given)
+
+
+def test_a_run_that_resumes_takes_its_own_model_though_the_initial_weights_are_gone(kinds, tmp_path):
+    for key in ("init_from", "branch_from"):
+        mutable, _ = flags.parse(["--config=tiny", f"--config.train.{key}={tmp_path / 'gone'}@1"])
+        assert take_model(mutable, given=(), workdir=tmp_path) == []
+        assert mutable.model.num_layers == 6
+        assert "model            of" in take_model(mutable, given=(), workdir=kinds["run"])[0]
+        assert mutable.model.num_layers == 2
+    assert parsed(f"train.branch_from={kinds['run']}@1")[0].model.num_layers == 2
+    mutable.train.update(init_from=str(tmp_path / "gone"), branch_from="")
+    (tmp_path / "gone").mkdir()
+    (tmp_path / "gone/config.json").write_text('{"model_type": "qwen2"}')
+    with pytest.raises(ValueError, match=r"^train.init_from: .*model_type='qwen2'"):
+        take_model(mutable, given=(), workdir=tmp_path)
+
+
+def test_export_of_a_run_has_the_files_and_token_ids_of_its_initial_weights(kinds, trained, tmp_path):
+    run, source = shutil.copytree(trained[1], tmp_path / "run"), kinds["hf"]
+    keep_companions(source, run)
+    (source / "chat_template.jinja").rename(source / "away")  # the source is needed no more
+    for kind, path in {"run": run, "mean": tmp_path / "mean"}.items():
+        if kind == "mean":
+            averaging.average([run / "checkpoints/1", run], path)
+        assert open_weights(path).open_tokenizer().stop_ids == (2, 9)
+        assert hf.main(["export", str(path), f"--out={tmp_path / kind}-hf"]) == 0
+        out = tmp_path / f"{kind}-hf"
+        theirs, ours = (json.loads((folder / "config.json").read_text()) for folder in (source, out))
+        assert (ours["pad_token_id"], ours["eos_token_id"]) == (7, theirs["eos_token_id"])
+        assert (ours["max_position_embeddings"], ours["rope_theta"]) == (32, 1e4)  # of the run, not of the files
+        assert (out / "generation_config.json").read_text() == (source / "generation_config.json").read_text()
+        tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+        assert tokenizer.chat_template == "{{ messages }}"
+        assert tokenizer("It is")["input_ids"] == Tokenizer("package:austen_2k.model").encode("It is").tolist()
+    (source / "away").rename(source / "chat_template.jinja")
+    (run / "huggingface_files/config.json").write_text((tmp_path / "run-hf/config.json").read_text())
+    hf.main(["export", str(run), f"--out={tmp_path / 'again'}"])
+    assert json.loads((tmp_path / "again/config.json").read_text()) == ours  # as the files have it, when they agree
+
+
+@pytest.mark.parametrize(("heads", "width"), [(6, 64), (4, 64), (3, 32), (1, 8), (8, 12), (12, 8)])
+@pytest.mark.parametrize("init_std", [0.02, 1.5])
+def test_what_an_export_refuses_is_what_transformers_refuses(heads, width, init_std, tmp_path):
+    model = dataclasses.replace(MODEL, embed_dim=width, num_heads=heads, num_kv_heads=1, head_dim=16, init_std=init_std)
+    content = hf_config.config_json(model, dtype="float32", token_ids={})
+    try:
+        transformers.LlamaConfig.from_dict(content)
+        problem = ""
+    except Exception as error:  # of huggingface_hub, not one class
+        problem = str(error)
+    assert bool(export_problem(model)) == bool(problem), problem
+    write_weights(tmp_path / "w", model=model)
+    refused = pytest.raises(ValueError, match=r"w cannot be exported: transformers refuses model\.")
+    with refused if problem else contextlib.nullcontext():
+        exporting.export_checkpoint(open_weights(tmp_path / "w"), tmp_path / "hf")
+    assert (tmp_path / "hf").exists() == (not problem)
+
+
 def test_init_from_ignores_runtime_options_of_the_source_model(tmp_path):
     write_weights(
         tmp_path / "a", model=dataclasses.replace(MODEL, ops_table="a.json", rms_norm="reference", remat="full")
@@ -472,8 +590,9 @@ def test_init_from_copies_only_the_weights(policy, trained):
 
 
 @pytest.mark.slow
-def test_init_from_is_used_at_the_start_and_ignored_on_resume(trained, tmp_path, capsys):
-    folder, run, _ = trained
+def test_init_from_is_used_at_the_start_and_ignored_on_resume(trained, kinds, tmp_path, capsys):
+    folder, run = trained[0], shutil.copytree(trained[1], tmp_path / "run")
+    keep_companions(kinds["hf"], run)
     begun = tmp_path / "begun"
     settings = {"precision__policy": "mixed", "train__init_from": str(run)}
     config = train(folder, begun, **settings)
@@ -486,6 +605,8 @@ def test_init_from_is_used_at_the_start_and_ignored_on_resume(trained, tmp_path,
     assert (first["step"], first["learning_rate"]) == (1, 0.0)
     assert first["param_norm"] == pytest.approx(norm, rel=1e-6)
     assert json.loads((begun / "config.json").read_text())["train"]["init_from"] == config.train.init_from == str(run)
+    assert open_weights(begun).stop_ids == (2, 9)
+    assert (begun / "huggingface_files/chat_template.jinja").read_text() == "{{ messages }}"
 
     train(folder, begun, **settings | {"train__init_from": str(tmp_path / "gone"), "train__num_steps": 3})
     assert "train.init_from  ignored: resuming from this run's own checkpoint" in capsys.readouterr().out
