@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from hlat_jax.assets import synonyms
 from hlat_jax.byte_sizes import parse_bytes
 
 REMAT_BUDGET = "budget:"
@@ -600,7 +601,9 @@ def field_of(section: str, key: str) -> dataclasses.Field:
     fields = {field.name: field for field in dataclasses.fields(SECTIONS[section])}
     if key not in fields:
         require_not_renamed(f"{section}.{key}")
-        raise ValueError(f"config has no key {section}.{key}. {nearest(key, fields)}")
+        meant, answer = synonyms.meant_by(key)
+        hint = answer or (f"Did you mean {' and '.join(map(repr, meant))}?" if meant else nearest(key, fields))
+        raise ValueError(f"config has no key {section}.{key}. {hint}")
     return fields[key]
 
 

@@ -16,6 +16,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from hlat_jax import config as config_lib
+from hlat_jax.assets import synonyms
 from hlat_jax.config import nearest
 from hlat_jax.host import process
 
@@ -219,11 +220,17 @@ def _unknown_flag(word: str, own: Sequence[str], keys: Mapping[str, dataclasses.
     """
     name, equals, value = word.lstrip("-").partition("=")
     meant = _like(name, [*own, "help"], keys)
+    if keys and (answer := synonyms.meant_by(name)[1]):
+        return f"unknown flag --{name}. {answer}"
     if not meant:
         more = "; --config.SECTION.KEY=VALUE sets a key of the config" if keys else ""
         return f"unknown flag --{name}. Known: {', '.join(f'--{known}' for known in sorted([*own, 'help']))}{more}."
-    shown = [f"'--{known}{equals + value if known.startswith('config.') else ''}'" for known in meant]
-    return f"unknown flag --{name}. Did you mean {' or '.join(shown)}?"
+    return f"unknown flag --{name}. Did you mean {_alternatives(meant, value=equals + value)}?"
+
+
+def _alternatives(meant: Sequence[str], *, value: str = "") -> str:
+    """Returns "'--config.data.seed=1' or '--config.train.seed=1'"; `value` is that of keys, with its sign."""
+    return " or ".join(f"'--{known}{value if known.startswith('config.') else ''}'" for known in meant)
 
 
 def _like(name: str, own: Sequence[str], keys: Mapping[str, dataclasses.Field]) -> list[str]:
@@ -238,8 +245,10 @@ def _like(name: str, own: Sequence[str], keys: Mapping[str, dataclasses.Field]) 
     def has_words(text: str) -> bool:
         return bool(words) and words <= set(re.findall(r"[a-z]+", text.lower()))
 
+    theirs = [f"config.{key}".removeprefix("config.--") for key in synonyms.meant_by(name)[0]]
     found = (
         [known for known in (*own, *keys) if known.endswith(f".{name}")]
+        or [known for known in theirs if known in own or known in keys]
         or near(0.8)
         or sorted((key for key in keys if has_words(key)), key=len)
         or near(0.6)
@@ -371,9 +380,16 @@ def _check_key(word: str, mutable: Any) -> None:
         if key not in valid:
             config_lib.require_not_renamed(".".join(path[: depth + 1]))
             where = ".".join(path[:depth]) or "config"
+            theirs, answer = synonyms.meant_by(found[1])
+            if answer:
+                raise ValueError(f"{where} has no key {key!r}. {answer}")
+            keys = _config_keys()
+            meant = [known for known in keys if depth and known.endswith(f".{key}")]  # of another section
             is_far = depth == 0 and not difflib.get_close_matches(key, valid)
-            if is_far and (meant := _like(found[1], (), _config_keys())):
-                raise ValueError(f"{where} has no key {key!r}. Did you mean '--{meant[0]}'?")
+            if not meant and (theirs or is_far):
+                meant = _like(found[1], ["workdir"], keys)
+            if meant:
+                raise ValueError(f"{where} has no key {key!r}. Did you mean {_alternatives(meant)}?")
             raise ValueError(f"{where} has no key {key!r}. {nearest(key, valid)}")
         node = node[key]
     if hasattr(node, "keys"):

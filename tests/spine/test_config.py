@@ -443,6 +443,31 @@ def test_config_observations_are_deterministic(observed, tmp_path):
         (["--config=tiny", "--nosuch"], "unknown flag --nosuch. Known: --begin_again, --config, --coordinator, "),
         (["--config=tiny", "--print_config=maybe"], "--print_config=maybe must be true or false."),
         (["--config=tiny", "--quux=1"], "unknown flag --quux. Known: --begin_again, --config, --coordinator, "),
+        (
+            ["--config=tiny", "--config.optimizer.lr=1"],
+            "no key 'lr'. Did you mean '--config.optimizer.peak_lr'?",
+        ),
+        (
+            ["--config=tiny", "--config.model.hidden_size=1"],
+            "Did you mean '--config.model.embed_dim'?",
+        ),
+        (
+            ["--config=tiny", "--config.trainer.max_steps=1"],
+            "Did you mean '--config.train.num_steps'?",
+        ),
+        (
+            ["--config=tiny", "--config.model.seq_len=1"],
+            "Did you mean '--config.data.seq_len'?",
+        ),
+        (["--config=tiny", "--config.data.seeds=1"], "data has no key 'seeds'. Did you mean 'seed'?"),
+        (["--config=tiny", "--training.max-norm=1"], "Did you mean '--config.optimizer.clip_norm=1'?"),
+        (["--config=tiny", "--betas=1"], "Did you mean '--config.optimizer.beta1=1' or '--config.optimizer.beta2=1'?"),
+        (["--config=tiny", "--output_dir=x"], "unknown flag --output_dir. Did you mean '--workdir'?"),
+        (["--config=tiny", "--resume"], "unknown flag --resume. The same command resumes the run in its --workdir; to"),
+        (
+            ["--config=tiny", "--config.train.resume=1"],
+            "no key 'resume'. The same command resumes the run in",
+        ),
         (["--config=tiny", "--config.lr=1"], "config has no key 'lr'. Did you mean '--config.optimizer.peak_lr'?"),
         (["--config=tiny", "--config.train.z_loss_weight=inf"], "train.z_loss_weight=inf must be finite."),
         (["--config=tiny", "--config.train.num_steps=-1"], "train.num_steps=-1 must be at least 0."),
@@ -479,6 +504,7 @@ def test_help_names_every_key_and_config(train_here):
     [
         ("c.model.num_layer = 3", "mine.py, line 5: config has no key model.num_layer. Did you mean 'num_layers'?"),
         ("c.data.update(batchsize=3)", "mine.py, line 5: config has no key data.batchsize. Did you mean 'batch_size'?"),
+        ("c.optimizer.lr = 3", "mine.py, line 5: config has no key optimizer.lr. Did you mean 'optimizer.peak_lr'?"),
         ("c.data.weights = 'a=1'", "mine.py, line 5: data.weights was renamed; set data.mixture instead."),
         ("c.data.seed = True; c.train.num_steps = 3", "mine.py, line 5: data.seed=True is bool; it must be int."),
         ("c.model.tuned += 'x'", "`c.model.tuned += 'x'`: there is no key 'tuned'. model.tuned was renamed to "),
