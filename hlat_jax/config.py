@@ -20,7 +20,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hlat_jax.assets import synonyms
 from hlat_jax.byte_sizes import parse_bytes
 
 REMAT_BUDGET = "budget:"
@@ -600,6 +599,8 @@ def field_of(section: str, key: str) -> dataclasses.Field:
     """Returns the field of a key. Raises ValueError with the new name of a renamed key, or the nearest one."""
     fields = {field.name: field for field in dataclasses.fields(SECTIONS[section])}
     if key not in fields:
+        from hlat_jax.assets import synonyms  # here, so that models can be imported without it
+
         require_not_renamed(f"{section}.{key}")
         meant, answer = synonyms.meant_by(key)
         hint = answer or (f"Did you mean {' and '.join(map(repr, meant))}?" if meant else nearest(key, fields))
