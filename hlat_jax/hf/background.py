@@ -129,7 +129,8 @@ class Exporter:
             return nested({name: _whole(mine[name], leaf) for name, leaf in leaves_by_name(abstract).items()})
 
         c, workdir = self._config, self.folder.parent
-        weights = Weights(workdir, c.model, step, c.data.tokenizer, self._tokenizer_sha256, arrays, read)
+        tokenizer = (c.data.tokenizer, self._tokenizer_sha256)
+        weights = Weights(workdir, c.model, step, *tokenizer, arrays, read, begins_with_bos=c.data.prepend_bos)
         export_checkpoint(weights, self.folder / str(step))
         shutil.rmtree(shards, ignore_errors=True)
         return dtype

@@ -157,11 +157,14 @@ def _write_companions(weights: Weights, folder: pathlib.Path, *, dtype: str) -> 
             if _SETTINGS in came_along:
                 shutil.copyfile(tokenizer.path, folder / next(iter(files_of(tokenizer))))
             else:
-                _write_tokenizer(tokenizer, folder)
+                _write_tokenizer(tokenizer, folder, add_bos=bool(weights.begins_with_bos))
         content = atomic_files.read_json(came_along["config.json"])
         content["dtype" if "dtype" in content else "torch_dtype"] = dtype
     else:  # of a run, or an average of one
-        bos_id, eos_id = _write_tokenizer(weights.open_tokenizer(), folder) if weights.tokenizer else (None, None)
+        bos_id, eos_id = None, None
+        if weights.tokenizer:
+            add_bos = bool(weights.begins_with_bos)
+            bos_id, eos_id = _write_tokenizer(weights.open_tokenizer(), folder, add_bos=add_bos)
         content = config_json(weights.model, dtype=dtype, bos_id=bos_id, eos_id=eos_id)
     atomic_files.write_json(folder / "config.json", content)
     if "generation_config.json" not in came_along:
@@ -169,14 +172,19 @@ def _write_companions(weights: Weights, folder: pathlib.Path, *, dtype: str) -> 
         atomic_files.write_json(folder / "generation_config.json", {"_from_model_config": True} | generation)
 
 
-def _write_tokenizer(tokenizer: Tokenizer, folder: pathlib.Path) -> tuple[int | None, int]:
-    """Writes a run's tokenizer and the settings by which transformers reads it as we do; returns the ids (BOS, EOS)."""
+def _write_tokenizer(tokenizer: Tokenizer, folder: pathlib.Path, *, add_bos: bool) -> tuple[int | None, int]:
+    """Writes a run's tokenizer and the settings by which transformers reads it as we do; returns the ids (BOS, EOS).
+
+    With `add_bos` it begins texts with BOS, as the documents of the run did.
+    """
     for name, path in files_of(tokenizer).items():
         shutil.copyfile(path, folder / name)
     if tokenizer.is_json:
         _add_no_tokens(folder)
+        if add_bos:
+            _add_bos(folder, tokenizer)
     else:
-        atomic_files.write_json(folder / _SETTINGS, tokenizer.transformers_config())
+        atomic_files.write_json(folder / _SETTINGS, tokenizer.transformers_config(add_bos=add_bos))
     return tokenizer.bos_id if tokenizer.bos_id >= 0 else None, tokenizer.eos_id
 
 
@@ -190,6 +198,24 @@ def _add_no_tokens(folder: pathlib.Path) -> None:
     content["post_processor"] = _without_templates(after)
     if content["post_processor"] != after:
         atomic_files.write_json(path, content)
+
+
+def _add_bos(folder: pathlib.Path, tokenizer: Tokenizer) -> None:
+    """Changes tokenizer.json and its settings, which add no tokens, so that BOS begins each text."""
+    settings, content = (atomic_files.read_json(folder / name) for name in (_SETTINGS, _TOKENIZER))
+    bos = tokenizer.token(tokenizer.bos_id)
+    atomic_files.write_json(folder / _SETTINGS, settings | {"add_bos_token": True, "bos_token": bos})
+    texts = [[{"Sequence": {"id": name, "type_id": 0}}] for name in "AB"]
+    first = [{"SpecialToken": {"id": bos, "type_id": 0}}]
+    added = {
+        "type": "TemplateProcessing",
+        "single": first + texts[0],
+        "pair": first + texts[0] + first + texts[1],
+        "special_tokens": {bos: {"id": bos, "ids": [tokenizer.bos_id], "tokens": [bos]}},
+    }
+    after = content["post_processor"]
+    content["post_processor"] = {"type": "Sequence", "processors": [after, added]} if after else added
+    atomic_files.write_json(folder / _TOKENIZER, content)
 
 
 def _without_templates(after: dict[str, Any] | None) -> dict[str, Any] | None:
