@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from absl import flags, logging
 
-from hlat_jax.config import Config, nearest
+from hlat_jax.config import Config, DataConfig, nearest
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.host import process
 
@@ -105,6 +105,14 @@ def _build(argv: Sequence[str]) -> int:
     flags.DEFINE_integer(
         "max_document_chars", 500_000, "As data.max_document_chars, with --tokenizer.", 1, flag_values=values
     )
+    flags.DEFINE_bool("prepend_bos", False, "As data.prepend_bos, with --tokenizer.", flag_values=values)
+    flags.DEFINE_integer(
+        "batch_size",
+        DataConfig.batch_size,
+        "As data.batch_size: fewer .txt and .md files are cut at paragraphs.",
+        1,
+        flag_values=values,
+    )
     flags.DEFINE_integer("shard_mb", 256, "Text per shard, in 10**6 bytes.", 1, flag_values=values)
     flags.DEFINE_integer("workers", 0, "Cores to use; 0: all of them.", 0, flag_values=values)
     _define_reading(values)
@@ -118,6 +126,8 @@ def _build(argv: Sequence[str]) -> int:
         max_document_chars=values.max_document_chars,
         shard_bytes=values.shard_mb * 1_000_000,
         on_bad_record=values.on_bad_record,
+        prepend_bos=values.prepend_bos,
+        batch_size=values.batch_size,
     )
     start_s, out = time.monotonic(), pathlib.Path(values.out).expanduser()
     num_workers = values.workers or build.num_cores()

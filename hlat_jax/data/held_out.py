@@ -115,12 +115,16 @@ def open_held_out(
     own = range(num_together) if rows is None else rows
     found = {}
     for source in opened:
-        taken, coverage, num_skipped = _rows(source, data, tokenizer=tokenizer, num_rows=num_batches * data.batch_size)
-        num_bytes, batches = 0, []
+        taken, bytes_of, coverage, num_skipped = _rows(
+            source, data, tokenizer=tokenizer, num_rows=num_batches * data.batch_size
+        )
+        num_bytes, batches = 0.0, []
         for start in range(0, len(taken), num_together):
-            batch = _batch(taken[start : start + num_together], num_together, data, pad_id=tokenizer.eos_id)
-            num_bytes += counted_bytes(batch, tokenizer.token_bytes)
+            rows = taken[start : start + num_together]
+            batch = _batch(rows, num_together, data, pad_id=tokenizer.eos_id)
+            num_bytes += counted_bytes(batch, rows, bytes_of)
             batches.append(batch_lib.take_rows(batch, list(own)))
+        num_bytes = round(num_bytes)
         if not num_bytes:
             raise ValueError(
                 f"data.validation={data.validation!r} holds no text to predict; give more text, or '' for no validation"
@@ -130,18 +134,31 @@ def open_held_out(
     return found, joint_manifest(opened)
 
 
-def counted_bytes(batch: batch_lib.Batch, token_bytes: np.ndarray) -> int:
-    """Returns the bytes of text of all targets of nonzero weight; `token_bytes` [V] has the bytes of each token id."""
-    return int((token_bytes[batch.targets] * (batch.weights > 0)).sum(dtype=np.int64))
+def counted_bytes(batch: batch_lib.Batch, rows: Sequence[packing.Row], bytes_of: Sequence[np.ndarray]) -> float:
+    """Returns the bytes of text of all targets of nonzero weight.
+
+    Args:
+      batch: of the rows; further rows are empty.
+      rows: whose spans name documents.
+      bytes_of: float64[n] of each document, see tokenizer.Tokenizer.bytes_of.
+    """
+    bytes_BT = np.zeros(batch.tokens.shape)
+    for number, row in enumerate(rows):
+        for span in row.spans:
+            stop = span.token + span.stop - span.start
+            bytes_BT[number, span.start : span.stop] = bytes_of[span.document][span.token : stop]
+    return float((bytes_BT[:, 1:] * (batch.weights[:, :-1] > 0)).sum())  # the target of a token is the next one
 
 
 def _rows(
     source: Source, data: DataConfig, *, tokenizer: Tokenizer, num_rows: int
-) -> tuple[list[packing.Row], Coverage, int]:
-    """Returns `num_rows` rows of a source (0: all), their coverage, and the number of bad records skipped."""
+) -> tuple[list[packing.Row], list[np.ndarray], Coverage, int]:
+    """Returns `num_rows` rows of a source (0: all), the bytes of each token of the documents in their spans, the
+    coverage of the rows, and the number of bad records skipped.
+    """
     total, skipped = len(source.documents), []
     limit = max(READ_TOKENS, 2 * num_rows * data.seq_len) if num_rows else None
-    documents, num_documents = _read(source, data, tokenizer=tokenizer, limit=limit, skipped=skipped)
+    documents, bytes_of, num_documents = _read(source, data, tokenizer=tokenizer, limit=limit, skipped=skipped)
     if data.packing == "documents":
         made = packing.documents_epoch(documents, encode=iter, windows=windows(data, tokenizer))
     else:
@@ -159,13 +176,14 @@ def _rows(
         is_estimate=num_documents < total,
         num_rows=len(taken) if is_sample or num_documents < total else 0,
     )
-    return taken, coverage, len(skipped)
+    return taken, bytes_of, coverage, len(skipped)
 
 
 def _read(
     source: Source, data: DataConfig, *, tokenizer: Tokenizer, limit: int | None, skipped: list[BadRecord]
-) -> tuple[list[list[np.ndarray]], int]:
-    """Returns the tokens of documents in the order of the source, and the number of documents read, bad ones counted.
+) -> tuple[list[list[np.ndarray]], list[np.ndarray], int]:
+    """Returns the tokens of documents in the order of the source, the bytes of each token, and the number of documents
+    read, bad ones counted.
 
     Args:
       source: to read from.
@@ -177,12 +195,17 @@ def _read(
     encode, total = encoder(data, tokenizer), len(source.documents)
     order, wanted = evenly_spread(total), total if limit is None else min(total, _FIRST_DOCUMENTS)
     found: dict[int, list[np.ndarray]] = {}
+    bytes_of: dict[int, np.ndarray] = {}
     num_read = num_tokens = 0
     while num_read < wanted:
         for number in sorted(itertools.islice(order, wanted - num_read)):  # ascending: a row group is read once
             try:
-                found[number] = list(encode(source.documents[number]))
-                num_tokens += sum(map(len, found[number]))
+                document = source.documents[number]
+                is_text = isinstance(document, str)
+                num_bytes = len(document.encode("utf-8")) if is_text else source.documents.text_bytes(number)
+                found[number] = list(encode(document))
+                bytes_of[number] = tokenizer.bytes_of(np.concatenate(found[number]), num_bytes)
+                num_tokens += len(bytes_of[number])
             except BadRecord as error:
                 if data.on_bad_record != "skip":
                     raise
@@ -190,7 +213,7 @@ def _read(
         num_read = wanted
         if limit is not None and num_tokens < limit:
             wanted = min(total, _GROWTH * num_read, num_read * limit // max(num_tokens, 1) + 1)
-    return [found[number] for number in sorted(found)], num_read
+    return [found[number] for number in sorted(found)], [bytes_of[number] for number in sorted(found)], num_read
 
 
 def _batch(rows: list[packing.Row], num_rows: int, data: DataConfig, *, pad_id: int) -> batch_lib.Batch:

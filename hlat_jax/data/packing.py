@@ -1,9 +1,9 @@
 """Packs documents into rows of tokens, by `concat` or `documents`, in streams that can be resumed.
 
-`concat` is HLAT's packing: no BOS, EOS after each document, each row begins where the previous one ended, nothing is
-dropped or padded, and attention crosses documents. A document over the character limit is cut into pieces, EOS after
-each, in order (HLAT's script put the tail pieces first: a bug, not copied). Source: arXiv 2404.10630, published packing
-script.
+`concat` is HLAT's packing: no BOS (unless data.prepend_bos is set), EOS after each document, each row begins where the
+previous one ended, nothing is dropped or padded, and attention crosses documents. A document over the character limit
+is cut into pieces, EOS after each, in order (HLAT's script put the tail pieces first: a bug, not copied). Source: arXiv
+2404.10630, published packing script.
 
 `documents` cuts the same tokens of each document every `seq_len` and puts whole cuts into rows: a stream takes a fixed
 number of documents at a time, a window, which ends with the epoch, and packs it best-fit. Every cut is a segment: no
@@ -79,11 +79,15 @@ def pieces(text: str, *, max_chars: int) -> Iterator[str]:
         yield text[start : start + max_chars]
 
 
-def document_tokens(text: str, *, tokenizer: Any, max_chars: int) -> Iterator[np.ndarray]:
-    """Yields the int32 tokens of a document, one piece at a time, each ending in EOS; memory holds one piece."""
+def document_tokens(text: str, *, tokenizer: Any, max_chars: int, bos: bool = False) -> Iterator[np.ndarray]:
+    """Yields the int32 tokens of a document, one piece at a time, each ending in EOS; memory holds one piece.
+
+    With `bos` each piece begins with BOS.
+    """
+    first = np.asarray([tokenizer.bos_id] if bos else [], np.int32)
     eos = np.asarray([tokenizer.eos_id], np.int32)
     for piece in pieces(text, max_chars=max_chars):
-        yield np.concatenate([tokenizer.encode(piece), eos])
+        yield np.concatenate([first, tokenizer.encode(piece), eos])
 
 
 class ConcatStream:
@@ -535,5 +539,8 @@ def documents_epoch(documents: Iterable[Any], *, encode: Encode, windows: Docume
         if number and number % windows.num_documents == 0:
             yield from rows()
             window.clear()
-        window += [(Span(0, number, 0, 0, 0), tokens) for tokens in cut(encode(document), seq_len=windows.seq_len)]
+        token = 0
+        for tokens in cut(encode(document), seq_len=windows.seq_len):
+            window.append((Span(0, number, token, 0, 0), tokens))
+            token += len(tokens)
     yield from rows()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import glob
 import os
 import pathlib
 from collections.abc import Collection
@@ -34,8 +33,7 @@ def check_text_path(path: str, *, key: str) -> None:
     path = path.removeprefix("file://")
     if not path or "://" in path or path.endswith("%"):  # a share of data.train
         return
-    local = pathlib.Path(path).expanduser()
-    if not local.exists() and next(glob.iglob(str(local), recursive=True), None) is None:
+    if not exists(os.path.expanduser(path)):
         raise nothing_at(path, key=key)
 
 

@@ -64,6 +64,11 @@ class Corpus:
             return None
         return np.concatenate([part.token_lengths() for part in self._parts])
 
+    def text_bytes(self, index: int) -> int | None:
+        """Returns the UTF-8 bytes of the text of a document that is stored as token ids; None if not recorded."""
+        part, number = self._place(index)
+        return self._parts[part].text_bytes(number)
+
     def _place(self, index: int) -> tuple[int, int]:
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
@@ -100,6 +105,10 @@ class SplitCorpus:
     def locate(self, index: int) -> str:
         """Returns the file and row of a document, as Corpus does."""
         return self._corpus.locate(self._number(index))
+
+    def text_bytes(self, index: int) -> int | None:
+        """Returns the bytes of the text of a document, as Corpus does."""
+        return self._corpus.text_bytes(self._number(index))
 
     def token_lengths(self) -> np.ndarray | None:
         """Returns int64[documents], tokens of each document, if all are stored as token ids; else None."""
@@ -176,10 +185,10 @@ def open_corpus(
 
     The manifest identifies the documents, independent of their location: for each file (a run of plain-text files is
     one entry, and so is a dataset) `name, kind, bytes, documents, rows, fingerprint`, and for stored ids `tokens,
-    tokenizer_sha256, vocab_size, eos_id, max_document_chars`; then `documents` in all, `text_field` and `hash` of
-    bytes, documents and fingerprints. Two manifests with the same hash have the same documents under the same numbers:
-    the fingerprint of JSONL covers every byte, and that of a dataset its content; of other files over 1 MiB it covers
-    the size and 16 blocks of 64 KiB.
+    tokenizer_sha256, vocab_size, eos_id, max_document_chars` and `prepend_bos` where it is true; then `documents` in
+    all, `text_field` and `hash` of bytes, documents and fingerprints. Two manifests with the same hash have the same
+    documents under the same numbers: the fingerprint of JSONL covers every byte, and that of a dataset its content; of
+    other files over 1 MiB it covers the size and 16 blocks of 64 KiB.
 
     Raises:
       ValueError: see paths.find_files; a file that cannot be indexed; ids from another tokenizer; no documents,
@@ -279,4 +288,5 @@ def _manifest_entry(kind: str, files: list[DataFile], part: Any) -> dict[str, An
         entry["fingerprint"] = manifest_fingerprint(manifest, part.snapshots)
         fields = ("tokens", "tokenizer_sha256", "vocab_size", "eos_id", "max_document_chars")
         entry |= {name: getattr(manifest, name) for name in fields if manifest.kind == "tokens"}
+        entry |= {"prepend_bos": True} if manifest.prepend_bos else {}
     return entry

@@ -98,7 +98,7 @@ def open_sources(
         where = from_key if name == UNNAMED else f"{from_key} ({name})"
         sha256 = None if tokenizer is None else tokenizer.sha256
         documents = open_documents(paths, data, key=where, index_folder=index_folder, tokenizer_sha256=sha256)
-        _check_pieces(documents.manifest, data, key=where)
+        _check_stored(documents.manifest, data, key=where)
         if share:
             documents = sources.SplitCorpus(documents, share=share, held_out=not is_train)
         if is_train and _shuffles_rows(data) and data.packing == "concat":
@@ -150,9 +150,16 @@ def _check_enough(documents: Any, data: DataConfig, *, where: str) -> None:
     )
 
 
-def _check_pieces(manifest: dict[str, Any], data: DataConfig, *, key: str) -> None:
-    """Raises ValueError if stored ids were cut into pieces of another length than data.max_document_chars."""
+def _check_stored(manifest: dict[str, Any], data: DataConfig, *, key: str) -> None:
+    """Raises ValueError if stored ids have pieces of another length than data.max_document_chars, or another BOS."""
     for entry in manifest["files"]:
+        has_bos = entry.get("prepend_bos", False)
+        if entry["kind"] == "tokens" and has_bos != data.prepend_bos:
+            built, again = ("with", "without") if has_bos else ("without", "with")
+            raise ValueError(
+                f"{key}: the token ids in {entry['name']} were built {built} --prepend_bos; set data.prepend_bos="
+                f"{has_bos} (it is {data.prepend_bos}), or build them again {again} it."
+            )
         stored = entry.get("max_document_chars", data.max_document_chars)
         if stored not in (None, data.max_document_chars):
             raise ValueError(
@@ -183,6 +190,7 @@ def identity(data: Mapping[str, Any], *, manifest: Mapping[str, Any], tokenizer_
     fields = [data[key] for key in _DEFINING] + [manifest["hash"], manifest["order"], tokenizer_sha256]
     fields += [data["window_documents"]] if data["packing"] == "documents" else []
     fields += ["row"] if data.get("shuffle_by") == "row" else []  # older runs did not record it
+    fields += ["bos"] if data.get("prepend_bos") else []
     fields += [_first_stages(data, num_batches=num_batches)]
     return hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest()
 
@@ -241,12 +249,18 @@ def _stages(data: Mapping[str, Any], names: Sequence[str]) -> tuple[MixtureStage
 
 
 def encoder(data: DataConfig, tokenizer: Tokenizer) -> packing.Encode:
-    """Returns a function from a document to its tokens; stored ids are returned as they are."""
+    """Returns a function from a document to its tokens; stored ids are returned as they are.
+
+    Raises:
+      ValueError: data.prepend_bos with a tokenizer that has no BOS.
+    """
+    tokenizer.require_bos(data.prepend_bos, key="data.prepend_bos=True")
 
     def encode(document: str | np.ndarray) -> Iterator[np.ndarray]:
         if isinstance(document, np.ndarray):
             return iter((document,))
-        return packing.document_tokens(document, tokenizer=tokenizer, max_chars=data.max_document_chars)
+        options = {"max_chars": data.max_document_chars, "bos": data.prepend_bos}
+        return packing.document_tokens(document, tokenizer=tokenizer, **options)
 
     return encode
 

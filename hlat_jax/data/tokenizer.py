@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import pathlib
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,16 +17,23 @@ import sentencepiece
 from hlat_jax.config import Config
 from hlat_jax.data.formats.paths import tokenizer_file
 from hlat_jax.data.kept_tokenizer import resolve_tokenizer_path
+from hlat_jax.data.order import evenly_spread
 from hlat_jax.data.tokenizer_json import JsonModel
 from hlat_jax.resolve import export_problem, resolve
 
 _MAX_FILE_BYTES = 256 << 20  # of large vocabularies: 5 MB of SentencePiece, 35 MB of tokenizer.json
+_SAMPLE_DOCUMENTS, _SAMPLE_CHARS = 16, 1 << 14
+MANY_UNKNOWN = 0.01  # a share of unknown tokens above it is warned of
 
 
 class Tokenizer:
     """The tokenizer at `path`, which may be 'package:NAME'. Thread-safe; encoding releases the GIL.
 
     A path that ends in .json is a tokenizer.json, which needs the `hf` extra; any other is a SentencePiece model.
+
+    Attributes:
+      eos_id, bos_id: tokens that end and begin a text; bos_id is -1 if there is none.
+      unk_id: the token of characters that no other token holds; -1: there is none, as bytes have tokens.
 
     Args:
       path: of the file.
@@ -58,7 +67,7 @@ class Tokenizer:
         self._model = (JsonModel if self.is_json else _SentencePiece)(self.path, serialized)
         self.vocab_size = self._model.vocab_size
         self.sha256 = hashlib.sha256(serialized).hexdigest()
-        self.eos_id, self.bos_id = self._model.eos_id, self._model.bos_id
+        self.eos_id, self.bos_id, self.unk_id = self._model.eos_id, self._model.bos_id, self._model.unk_id
         if self.eos_id < 0:
             how = "put its tokenizer_config.json beside it" if self.is_json else "train it with eos_id=2"
             raise ValueError(f"{key}={path} has no EOS, which ends every document; {how}.")
@@ -77,9 +86,35 @@ class Tokenizer:
         """Returns the text of token ids, without control tokens and ids beyond the vocabulary."""
         return self._model.decode([int(token) for token in np.asarray(ids) if token < self.vocab_size])
 
+    def require_bos(self, wanted: bool, *, key: str) -> None:
+        """Raises ValueError if BOS is `wanted`, by the setting that `key` names, and there is none."""
+        if wanted and self.bos_id < 0:
+            raise ValueError(f"{key}: the tokenizer {self.path} has no BOS token; leave it out.")
+
+    def encode_with_control_tokens(self, text: str) -> np.ndarray:
+        """Returns int32[n] token ids of a text in which control tokens are written out, as in '<s>It is'.
+
+        They are those that transformers would take: of a tokenizer.json, which may lie beside a tokenizer.model with
+        the same tokens, or else of the SentencePiece model.
+        """
+        return np.asarray(self._model_of_control_tokens.encode_with_control_tokens(text), np.int32)
+
+    @functools.cached_property
+    def _model_of_control_tokens(self) -> Any:
+        beside = self.path.with_name("tokenizer.json")
+        if self.path.name != "tokenizer.model" or not beside.is_file():
+            return self._model
+        other = JsonModel(beside, beside.read_bytes())
+        same = all(other.token(token) == self._model.token(token) for token in range(self.vocab_size))
+        return other if same else self._model
+
+    def token(self, token: int) -> str:
+        """Returns the piece of a token."""
+        return self._model.token(token)
+
     def has_tokens(self, tokens: Mapping[int, str]) -> bool:
         """Returns whether each of these ids is a token with exactly this text."""
-        return all(0 <= token < self.vocab_size and self._model.token(token) == text for token, text in tokens.items())
+        return all(0 <= token < self.vocab_size and self.token(token) == text for token, text in tokens.items())
 
     def transformers_config(self) -> dict[str, Any]:
         """Returns the tokenizer_config.json with which transformers tokenizes as this SentencePiece model does."""
@@ -96,15 +131,58 @@ class Tokenizer:
 
     @functools.cached_property
     def token_bytes(self) -> np.ndarray:
-        """int32[V]: UTF-8 bytes of the text of each token; their sum over a text's tokens is its length.
+        """int32[V]: UTF-8 bytes of the piece of each token.
 
-        '▁' counts as one space, a byte-fallback piece as one byte, a control or unknown token as none. With a model
-        that puts a space before each text (add_dummy_prefix) the sum is one byte too large per encoded text, and with
-        one that normalizes it is the length of the normalized text.
+        '▁' counts as one space, a byte-fallback piece as one byte, a control or unknown token as none. For the bytes of
+        a text see `bytes_of`: a model may have unknown characters, normalize, or add a space before each text.
         """
         num_bytes = self._model.token_bytes()
         num_bytes.flags.writeable = False  # cached and shared
         return num_bytes
+
+    def bytes_of(self, ids: np.ndarray, num_bytes: int | None) -> np.ndarray:
+        """Returns float64[n]: how many of the `num_bytes` bytes of a text each of its tokens stands for.
+
+        Unknown tokens share what the other pieces leave. Without them, or if nothing is left, the pieces share the text
+        in proportion to their lengths, which they have exactly if the tokenizer is lossless. With `num_bytes` None, an
+        unknown token counts as the mean of the others.
+        """
+        each = self.token_bytes[ids].astype(np.float64)
+        unknown = ids == self.unk_id
+        known = each.sum()
+        if num_bytes is None:
+            num_bytes = known + unknown.sum() * known / max(np.count_nonzero(each), 1)
+        if unknown.any() and known < num_bytes:
+            each[unknown] = (num_bytes - known) / unknown.sum()
+        elif known:
+            each *= num_bytes / known
+        else:
+            each[-1:] = num_bytes  # the end of a text of spaces, all of which the model removes
+        return each
+
+    def unknown_share(self, documents: Sequence[str | np.ndarray]) -> float:
+        """Returns the share of unknown tokens in a sample of documents: texts, or token ids; 0 if there are none."""
+        if self.unk_id < 0:
+            return 0.0
+        num_unknown = num_tokens = 0
+        for number in itertools.islice(evenly_spread(len(documents)), _SAMPLE_DOCUMENTS):
+            try:
+                document = documents[number]
+            except (ValueError, OSError):  # raised in training, or skipped
+                continue
+            ids = self.encode(document[:_SAMPLE_CHARS]) if isinstance(document, str) else document[:_SAMPLE_CHARS]
+            num_unknown += np.count_nonzero(ids == self.unk_id)
+            num_tokens += len(ids)
+        return num_unknown / max(num_tokens, 1)
+
+
+def many_unknown(name: str, share: float) -> str:
+    """Returns the warning about a share of unknown tokens in a source of text."""
+    return (
+        f"<unk> is {share:.1%} of the tokens of {name}: the tokenizer has no token for these characters, and the model "
+        "cannot learn them. Train a tokenizer on this text (`python -m hlat_jax.data tokenizer`), or use one with byte "
+        "fallback."
+    )
 
 
 def resolve_with_tokenizer(mutable: Any, *, workdir: pathlib.Path | None = None) -> Config:
@@ -138,9 +216,25 @@ class _SentencePiece:
         self.encode, self.decode = self._processor.encode, self._processor.decode
         self.token = self._processor.id_to_piece
         self.eos_id = self._processor.eos_id()
-        self.bos_id = self._processor.bos_id()  # -1: none; packing uses none
+        self.bos_id = self._processor.bos_id()  # -1: none
+        has_bytes = any(map(self._processor.is_byte, range(self.vocab_size)))
+        self.unk_id = -1 if has_bytes else self._processor.unk_id()
 
-    @property
+    def encode_with_control_tokens(self, text: str) -> list[int]:
+        """Returns the ids of a text in which control tokens are written out; see Tokenizer."""
+        processor, ids = self._processor, []
+        control = {self.token(each): each for each in filter(processor.is_control, range(self.vocab_size))}
+        pattern = "|".join(map(re.escape, sorted(control, key=len, reverse=True)))
+        for number, part in enumerate(re.split(f"({pattern})", text) if control else [text]):
+            if number % 2:
+                ids.append(control[part])
+            elif number and self.adds_space:  # a space is added to the beginning of the text alone
+                ids += self.encode(f"\n{part}")[len(self.encode("\n")) :] if part else []
+            else:
+                ids += self.encode(part)
+        return ids
+
+    @functools.cached_property
     def adds_space(self) -> bool:
         """Whether a space is added before each text."""
         return "".join(self._processor.encode_as_pieces("a")).startswith("▁")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
 from typing import Any
@@ -38,9 +39,23 @@ class JsonModel:
         self.token = self._model.id_to_token
         self.vocab_size = max(self._vocab.values()) + 1
         self.eos_id, self.bos_id = (self._special(path.parent, name) for name in ("eos", "bos"))
+        model = self._content["model"]
+        has_bytes = model.get("byte_fallback") and "<0x00>" in self._vocab
+        unknown = model.get("unk_id") if model["type"] == "Unigram" else self._vocab.get(model.get("unk_token"))
+        self.unk_id = -1 if has_bytes or unknown is None else unknown
 
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text, add_special_tokens=False).ids
+
+    def encode_with_control_tokens(self, text: str) -> list[int]:
+        """Returns the ids of a text in which control tokens are written out; see tokenizer.Tokenizer."""
+        return self._of_control_tokens.encode(text, add_special_tokens=False).ids
+
+    @functools.cached_property
+    def _of_control_tokens(self) -> Any:
+        copy = type(self._model).from_str(self._model.to_str())
+        copy.encode_special_tokens = False
+        return copy
 
     def decode(self, ids: list[int]) -> str:
         return self._model.decode(ids, skip_special_tokens=True)
@@ -49,13 +64,11 @@ class JsonModel:
         """Returns int32[V]: bytes of text of each token, see `tokenizer.Tokenizer.token_bytes`."""
         kinds = _kinds(self._content.get("decoder"))
         byte_level = "ByteLevel" in kinds
-        if not byte_level and not kinds & {"Metaspace", "ByteFallback", "Replace"}:
-            raise ValueError(
-                f"tokenizer.json has the decoder {sorted(kinds)}, whose bytes per token cannot be counted."
-            )
         added = {token["id"]: token for token in self._content.get("added_tokens", [])}
         num_bytes = np.zeros(self.vocab_size, np.int32)
         for piece, token in self._vocab.items():
+            if token == self.unk_id:
+                continue
             if token in added:
                 num_bytes[token] = 0 if added[token]["special"] else len(piece.encode())
             elif byte_level:

@@ -264,6 +264,7 @@ def _documents(values: flags.FlagValues, trained: inference.TrainedModel) -> tup
     Raises for files that are missing or not UTF-8 before it is iterated.
     """
     from hlat_jax.data import sources
+    from hlat_jax.data.formats.records import decoded
 
     tokenizer = trained.tokenizer
     [first] = trained.first_ids(values.bos) or [tokenizer.eos_id]
@@ -271,23 +272,24 @@ def _documents(values: flags.FlagValues, trained: inference.TrainedModel) -> tup
         corpus = sources.open_corpus(
             values.data, text_field=values.text_field, key="--data", tokenizer_sha256=tokenizer.sha256
         )
-        return len(corpus), (_document(corpus[number], tokenizer, first=first) for number in range(len(corpus)))
+        return len(corpus), (_document(corpus, number, tokenizer, first=first) for number in range(len(corpus)))
     try:
-        text = pathlib.Path(values.text).expanduser().read_bytes().decode("utf-8")
+        text = decoded(pathlib.Path(values.text).expanduser().read_bytes())
     except UnicodeDecodeError as error:
         raise ValueError(f"--text={values.text} is not UTF-8: {error}.") from None
-    return 1, iter([_document(text, tokenizer, first=first)])
+    return 1, iter([_document([text], 0, tokenizer, first=first)])
 
 
-def _document(record: str | np.ndarray, tokenizer: Any, *, first: int) -> Any:
-    """Returns the document of a text, or of stored token ids without their EOS."""
+def _document(documents: Any, number: int, tokenizer: Any, *, first: int) -> Any:
+    """Returns a document of a text, or of stored token ids without their BOS and EOS."""
     from hlat_jax.evaluate.perplexity import Document
 
+    record = documents[number]
     if isinstance(record, str):
         ids, num_bytes = tokenizer.encode(record), len(record.encode("utf-8"))
     else:
-        ids = record[record != tokenizer.eos_id]
-        num_bytes = len(tokenizer.decode(ids).encode("utf-8"))
+        ids = record[~np.isin(record, [tokenizer.bos_id, tokenizer.eos_id])]
+        num_bytes = round(tokenizer.bytes_of(record, documents.text_bytes(number)).sum())
     return Document(np.concatenate([[first], ids]).astype(np.int32), num_bytes)
 
 
@@ -309,7 +311,7 @@ def _define(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("num_fewshot", -1, "Solved examples before a question; -1: the task's number.", -1, **options)
     flags.DEFINE_integer("limit", 0, "Most questions of each task, for a quick try; 0: all.", 0, **options)
     flags.DEFINE_string("text_field", "text", "JSONL key or column that holds the text.", **options)
-    flags.DEFINE_bool("bos", None, "Begin texts with BOS; unset: as the tokenizer's files say.", **options)
+    flags.DEFINE_bool("bos", None, "Begin texts with BOS; unset: as the tokenizer or run is configured.", **options)
     flags.DEFINE_integer("window", 0, "Most tokens of a window; 0: model.max_positions.", 0, **options)
     flags.DEFINE_integer("batch_size", 8, "Windows, or questions, in a batch on each replica.", 1, **options)
     flags.DEFINE_string("json", "", "Also write the figures to this file.", **options)

@@ -42,7 +42,7 @@ class HarnessModel(lm_eval_compat.TemplateLM):
         Args:
           trained: model, parameters, mesh and tokenizer.
           batch_size: rows that run together, on each replica.
-          bos: texts begin with BOS; otherwise an empty context is EOS. None: as the tokenizer's files say.
+          bos: texts begin with BOS; otherwise an empty context is EOS. None: as the tokenizer or run is configured.
           status: is kept up to date.
 
         Raises:

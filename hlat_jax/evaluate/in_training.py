@@ -66,7 +66,9 @@ class TasksInTraining:
         if self._model is None:
             c, layout = self._config, self._layout
             rows = max(c.data.batch_size // c.train.num_microbatches // layout.row_degree, 1)
-            trained = TrainedModel(c.model, params, layout, self._tokenizer, pathlib.Path(), "")
+            trained = TrainedModel(
+                c.model, params, layout, self._tokenizer, pathlib.Path(), "", begins_with_bos=c.data.prepend_bos
+            )
             self._model = HarnessModel(trained, batch_size=rows, status=self.status)
         self._model.use(params)
         try:

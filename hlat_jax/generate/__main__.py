@@ -39,7 +39,8 @@ def main(argv: Sequence[str]) -> int:
         trained = inference.trained_model(values)
     tokenizer = trained.tokenizer
     _log(trained.described)
-    ids = [_encoded(trained, prompt, number, bos=values.bos) for number, prompt in enumerate(prompts)]
+    how = {"bos": values.bos, "control_tokens": values.control_tokens}
+    ids = [_encoded(trained, prompt, number, **how) for number, prompt in enumerate(prompts)]
     _log_shortened(ids, values.max_tokens, trained.model.max_positions)
     generator = Generator(trained.model, trained.params, layout=trained.layout, log=_log)
     options = {"max_tokens": values.max_tokens, "sampling": sampling, "stop_ids": tokenizer.stop_ids}
@@ -109,19 +110,44 @@ def _with_progress(steps: Iterator[Any], *, most: int) -> Iterator[Any]:
 def _prompts(values: flags.FlagValues) -> list[str]:
     prompts = list(values.prompt or ())
     if values.prompts_file:
-        check_file(values.prompts_file, key="--prompts_file")
-        try:
-            text = pathlib.Path(values.prompts_file).expanduser().read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"--prompts_file={values.prompts_file} is not UTF-8: {error}.") from None
-        prompts += [line for line in text.splitlines() if line.strip()]
+        prompts += _prompts_of_file(values.prompts_file)
     if not prompts:
         raise ValueError("no prompt was given; use --prompt=TEXT, or --prompts_file=FILE with a prompt in each line.")
     return prompts
 
 
-def _encoded(trained: inference.TrainedModel, prompt: str, number: int, *, bos: bool | None) -> list[int]:
-    ids = trained.first_ids(bos) + trained.tokenizer.encode(prompt).tolist()
+def _prompts_of_file(name: str) -> list[str]:
+    """Returns the prompts of a file: its lines, or the texts of JSONL, in which they may have several lines."""
+    from hlat_jax.data.formats import (
+        files,
+        paths,
+        records,
+        streaming,
+    )  # not at the top: --help does not need the readers
+
+    check_file(name, key="--prompts_file")
+    file = files.DataFile(pathlib.Path(name).expanduser())
+    if file.suffix in paths.JSONL_SUFFIXES:
+        found = [text for text, _ in streaming.iter_documents(file, text_field="text")]
+        for bad in found:
+            if isinstance(bad, records.BadRecord):
+                raise ValueError(f'--prompts_file: {bad.problem} Each line must be an object with a "text".')
+        return found
+    try:
+        text = records.decoded(pathlib.Path(file).read_bytes())
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--prompts_file={name} is not UTF-8: {error}.") from None
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def _encoded(
+    trained: inference.TrainedModel, prompt: str, number: int, *, bos: bool | None, control_tokens: bool = False
+) -> list[int]:
+    """Returns the tokens of a prompt; with `control_tokens`, BOS too has to be written in it, or asked for."""
+    if control_tokens:
+        ids = trained.first_ids(bool(bos)) + trained.tokenizer.encode_with_control_tokens(prompt).tolist()
+    else:
+        ids = trained.first_ids(bos) + trained.tokenizer.encode(prompt).tolist()
     if not ids:
         raise ValueError(
             f"prompt {number} is {prompt!r}, which encodes to no tokens; give a word, or --bos to start from BOS."
@@ -148,8 +174,16 @@ def _define(values: flags.FlagValues) -> None:
     inference.define(values)
     options = {"flag_values": values}
     flags.DEFINE_multi_string("prompt", None, "Text to continue; may be repeated.", **options)
-    flags.DEFINE_string("prompts_file", "", "File with a prompt in each line; blank lines are ignored.", **options)
-    flags.DEFINE_bool("bos", None, "Begin prompts with BOS; unset: as an imported tokenizer is configured.", **options)
+    flags.DEFINE_string(
+        "prompts_file", "", "File with a prompt in each line that is not blank, or .jsonl with texts.", **options
+    )
+    flags.DEFINE_bool(
+        "control_tokens",
+        False,
+        "Control tokens written in prompts, such as <|im_start|>, are tokens and not text.",
+        **options,
+    )
+    flags.DEFINE_bool("bos", None, "Begin prompts with BOS; unset: as the tokenizer or run is configured.", **options)
     flags.DEFINE_integer("max_tokens", 128, "Maximum of new tokens of a prompt.", 1, **options)
     flags.DEFINE_float("temperature", 0.0, "Divides the logits; 0: always the most likely token.", **options)
     flags.DEFINE_integer("top_k", 0, "Draw from the k most likely tokens; 0: from all.", **options)

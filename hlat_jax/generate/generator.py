@@ -219,11 +219,12 @@ def sample_text(programs: Programs, params: Any, tokenizer: Any, *, config: Conf
     Args:
       programs: of `sample_shape`.
       params: parameters of a decoder of `config.model`.
-      tokenizer: has encode, decode and eos_id.
+      tokenizer: has encode, decode, bos_id and eos_id.
       config: prompt, longest continuation and seed; the same seed gives the same text.
     """
     train = config.train
-    prompt = tokenizer.encode(train.sample_prompt).tolist()[: config.model.max_positions - 1]
+    first = [tokenizer.bos_id] if config.data.prepend_bos else []
+    prompt = [*first, *tokenizer.encode(train.sample_prompt).tolist()][: config.model.max_positions - 1]
     if not prompt:
         raise ValueError(f"train.sample_prompt={train.sample_prompt!r} encodes to no tokens; give at least a word.")
     limit = min(train.sample_tokens, config.model.max_positions - len(prompt))

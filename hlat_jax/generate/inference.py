@@ -28,7 +28,7 @@ class TrainedModel:
       tokenizer: a `data.tokenizer.Tokenizer`, the one of the training run.
       folder: from which the parameters were read.
       described: a line that describes them.
-      begins_with_bos: texts begin with BOS, as set in an imported tokenizer; False for models trained here.
+      begins_with_bos: texts begin with BOS, as set in an imported tokenizer or by data.prepend_bos of the run.
     """
 
     model: ModelConfig
@@ -46,8 +46,7 @@ class TrainedModel:
           ValueError: the tokenizer has no BOS.
         """
         bos = self.begins_with_bos if bos is None else bos
-        if bos and self.tokenizer.bos_id < 0:
-            raise ValueError(f"bos: the tokenizer {self.tokenizer.path} has no BOS token; leave --bos out.")
+        self.tokenizer.require_bos(bos, key="--bos")
         return [self.tokenizer.bos_id] if bos else []
 
 

@@ -131,7 +131,7 @@ class Exporter:
 
         c, workdir = self._config, self.folder.parent
         about = (c.model, step, c.data.tokenizer, self._tokenizer_sha256)
-        weights = Weights(workdir, *about, arrays, read, **kept_companions(workdir))
+        weights = Weights(workdir, *about, arrays, read, c.data.prepend_bos, **kept_companions(workdir))
         export_checkpoint(weights, self.folder / str(step))
         shutil.rmtree(shards, ignore_errors=True)
         return dtype

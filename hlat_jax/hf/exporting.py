@@ -163,6 +163,8 @@ def _write_companions(weights: Weights, folder: pathlib.Path, *, dtype: str) -> 
                 shutil.copyfile(source, folder / name)
         if weights.step or _SETTINGS not in came_along:  # else it was given for the export of an import
             _add_no_tokens(folder, tokenizer)
+            if weights.begins_with_bos:
+                _add_bos(folder, tokenizer)
     theirs = atomic_files.read_json(path) if came_along else {}
     if theirs and architecture(model_config(theirs, where=str(path))) == architecture(weights.model):
         content = theirs | {"dtype" if "dtype" in theirs else "torch_dtype": dtype}
@@ -178,7 +180,7 @@ def _write_companions(weights: Weights, folder: pathlib.Path, *, dtype: str) -> 
 
 
 def _add_no_tokens(folder: pathlib.Path, tokenizer: Tokenizer) -> None:
-    """Changes tokenizer.json and its settings so that no special tokens are added to a text, as in training."""
+    """Changes tokenizer.json and its settings so that no special tokens are added to a text."""
     settings, path = folder / _SETTINGS, folder / _TOKENIZER
     plain = {"tokenizer_class": _OF_JSON} if tokenizer.is_json else tokenizer.transformers_config()
     found = atomic_files.read_json(settings) if settings.is_file() else plain
@@ -190,6 +192,27 @@ def _add_no_tokens(folder: pathlib.Path, tokenizer: Tokenizer) -> None:
     content["post_processor"] = _without_templates(after)
     if content["post_processor"] != after:
         atomic_files.write_json(path, content)
+
+
+def _add_bos(folder: pathlib.Path, tokenizer: Tokenizer) -> None:
+    """Changes tokenizer.json and its settings, which add no tokens, so that BOS begins each text, as in training."""
+    bos, path = tokenizer.token(tokenizer.bos_id), folder / _TOKENIZER
+    settings = atomic_files.read_json(folder / _SETTINGS)
+    atomic_files.write_json(folder / _SETTINGS, settings | {"add_bos_token": True, "bos_token": bos})
+    if not path.is_file():
+        return
+    content = atomic_files.read_json(path)
+    texts = [[{"Sequence": {"id": name, "type_id": 0}}] for name in "AB"]
+    first = [{"SpecialToken": {"id": bos, "type_id": 0}}]
+    added = {
+        "type": "TemplateProcessing",
+        "single": first + texts[0],
+        "pair": first + texts[0] + first + texts[1],
+        "special_tokens": {bos: {"id": bos, "ids": [tokenizer.bos_id], "tokens": [bos]}},
+    }
+    after = content["post_processor"]
+    content["post_processor"] = {"type": "Sequence", "processors": [after, added]} if after else added
+    atomic_files.write_json(path, content)
 
 
 def _without_templates(after: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+import sys
 from collections.abc import Mapping
 
 from hlat_jax import cost
@@ -10,7 +11,8 @@ from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.config import Config
 from hlat_jax.data.held_out import HeldOut
 from hlat_jax.data.loader import TrainBatches
-from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.data.tokenizer import MANY_UNKNOWN, Tokenizer, many_unknown
+from hlat_jax.host import distributed
 from hlat_jax.ops.registry import OPS
 from hlat_jax.step import RunProgram, state_bytes
 from hlat_jax.store.loss_curve import plot_loss
@@ -42,7 +44,7 @@ def describe(program: RunProgram) -> None:
 def describe_data(
     batches: TrainBatches, held_out: Mapping[str, HeldOut], *, vocab_size: int, tokenizer: Tokenizer
 ) -> None:
-    """Prints the data of the run: sources, mixture, held-out text, and padding rows of the vocabulary."""
+    """Prints the data of the run: sources, mixture, held-out text, padding rows of the vocabulary, unknown tokens."""
     if padding_rows := vocab_size - tokenizer.vocab_size:
         print(f"vocabulary       model.vocab_size has {padding_rows:,} padding rows beyond the tokenizer's vocabulary")
     if len(batches.definition.sources) > 1:
@@ -50,6 +52,11 @@ def describe_data(
     for source in batches.definition.sources:
         if notes := source.describe():
             print(f"data             source {source.name}: {notes}")
+        if tokenizer.unk_id >= 0:
+            share = tokenizer.unknown_share(source.documents)
+            print(f"vocabulary       <unk> is {share:.2%} of the tokens of source {source.name}, by a sample")
+            if share > MANY_UNKNOWN and distributed.is_first():
+                print(f"warning: {many_unknown(f'source {source.name}', share)}", file=sys.stderr)
     for name, source in held_out.items():
         print(f"validation       {source.describe(name)}")
 

@@ -51,7 +51,7 @@ class Weights:
       tokenizer: argument of `data.tokenizer.Tokenizer`; "" without one.
       tokenizer_sha256: of its file if that is outside `folder`; else "".
       arrays: jax.ShapeDtypeStruct of every parameter, in the stored dtype.
-      begins_with_bos: texts begin with BOS; False for runs. None: see `weights_folder.WeightsInfo`.
+      begins_with_bos: texts begin with BOS, for runs by data.prepend_bos. None: see `weights_folder.WeightsInfo`.
       stop_ids: tokens that end a generated text, besides the tokenizer's EOS.
       companions: folder with the config.json, generation_config.json and tokenizer files that Hugging Face's weights
         came with, or those that the run began with; None without any.
@@ -190,6 +190,7 @@ def _of_run(folder: pathlib.Path, *, masters: bool) -> Weights:
         written, tokenizer_sha256 = run["arrays"], run["metadata"]["tokenizer_sha256"]
         config = run["metadata"]["config"]
         values, tokenizer = dict(config["model"]), config["data"]["tokenizer"]
+        with_bos = config["data"].get("prepend_bos") is True
         texts = [*written, *written.values(), tokenizer, tokenizer_sha256]
         if not all(isinstance(text, str) for text in texts):
             raise TypeError("text expected")
@@ -209,8 +210,8 @@ def _of_run(folder: pathlib.Path, *, masters: bool) -> Weights:
     read = functools.partial(_read_each, read_one)
     kept = find_kept(folder.parent.parent, sha256=tokenizer_sha256) if tokenizer_sha256 else None
     tokenizer = tokenizer if kept is None else str(kept)
-    more = kept_companions(folder.parent.parent)
-    return Weights(folder, model, saved_step(folder, run), tokenizer, tokenizer_sha256, arrays, read, **more)
+    about = (folder, model, saved_step(folder, run), tokenizer, tokenizer_sha256)
+    return Weights(*about, arrays, read, with_bos, **kept_companions(folder.parent.parent))
 
 
 def _of_folder(folder: pathlib.Path) -> Weights:

@@ -108,6 +108,8 @@ def test_token_dataset_stores_the_ids_that_packing_produces(tmp_path):
         np.testing.assert_array_equal(index["first_document"], starts[:-1])
         assert index["first_document"].dtype == np.int64
         assert list(index["lengths"]) == [len(ids) for record in in_shard for ids in record]
+        here = texts[len(documents) : len(documents) + len(index["lengths"])]
+        assert list(index["bytes"]) == [len(text.encode()) for text in here]
         assert all(len(record) == 1 or sum(map(len, record)) <= 32_768 for record in in_shard)
         assert shard["tokens"] == sum(len(ids) for record in in_shard for ids in record)
         documents += [ids for record in in_shard for ids in record]
@@ -502,7 +504,7 @@ def test_ids_outside_the_vocabulary_are_refused():
 def test_ids_take_two_bytes_when_they_fit(tmp_path, vocab_size, width):
     encoded = shards.encode_tokens(f"1 {vocab_size - 1}", tokenizer=Numbers(vocab_size), max_chars=100)
     writer = shards.ShardWriter(tmp_path / "s.array_record", dtype=shards.id_dtype(vocab_size))
-    writer.add(encoded.data)
+    writer.add(encoded)
     writer.close()
     [record] = array_record_module.ArrayRecordReader(str(tmp_path / "s.array_record")).read([0])
     assert int.from_bytes(record[4:8], "little") == width
@@ -517,8 +519,8 @@ def test_shard_that_fails_verification_is_not_moved_into_place(tmp_path, monkeyp
 
     monkeypatch.setattr(array_record_module, "ArrayRecordWriter", Forgetful)
     writer = shards.ShardWriter(tmp_path / "s.array_record", dtype=None)
-    writer.add([b"kept"])
-    writer.add([b"lost"])
+    writer.add(shards.encode_text("kept"))
+    writer.add(shards.encode_text("lost"))
     with pytest.raises(OSError, match="1 of 2 records"):
         writer.close()
     assert list(tmp_path.iterdir()) == []
@@ -597,7 +599,7 @@ def test_build_reports_ignored_files_and_too_few_documents(tmp_path):
         built = build(tmp_path / "out", tmp_path / "texts")
         printed = build_lib.summary(built, out=tmp_path / "out", elapsed_s=1.0)
         assert "ignored 1 file: .csv 1" in printed
-        assert "data.batch_size can be at most 1. A .txt or .md file is one document" in printed
+        assert "data.batch_size can be at most 1. A .txt or .md file is one document unless" in printed
     write_jsonl(tmp_path / "many.jsonl", ["x"] * 32)
     many = build(tmp_path / "many", tmp_path / "many.jsonl")
     assert "few documents" not in build_lib.summary(many, out=tmp_path / "many", elapsed_s=1.0)

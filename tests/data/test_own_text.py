@@ -6,6 +6,7 @@ import dataclasses
 import micro
 import numpy as np
 import pytest
+from data_files import read_all, write_compressed, write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,6 +15,7 @@ from hlat_jax.data import sources
 from hlat_jax.data.build import stats
 from hlat_jax.data.held_out import open_held_out
 from hlat_jax.data.loader import TrainBatches
+from hlat_jax.data.streams import open_sources
 from hlat_jax.data.tokenizer import Tokenizer, resolve_with_tokenizer
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.resolve import resolve
@@ -40,8 +42,6 @@ def data_config(path, **changes):
 
 def documents(data):
     """Returns (training documents, held-out documents) as their text."""
-    from hlat_jax.data.streams import open_sources
-
     return tuple(
         [source.documents[n] for source in open_sources(data, key=key) for n in range(len(source.documents))]
         for key in ("data.train", "data.validation")
@@ -113,6 +113,32 @@ def test_long_stretches_without_blank_lines_are_cut_at_line_ends(tmp_path):
     found = [line for text in train + held_out for line in text.split("\n") if line]
     assert sorted(found) == sorted(["Title", *lines])
     assert max(map(len, train)) < 2 * 4096
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".md.gz"])
+def test_build_cuts_few_texts_as_training_does(tmp_path, data_here, suffix):
+    """Other formats beside them, or as many texts as rows of a batch, keep texts whole."""
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for name, size in (("a", 400), ("b", 30)):
+        (folder / f"{name}.txt").write_text(book(size))
+    [source] = open_sources(data_config(folder, validation="", batch_size=8), key="data.train")
+    expected = [source.documents[number] for number in range(len(source.documents))]
+    if suffix != ".txt":
+        for path in list(folder.iterdir()):
+            write_compressed(path.with_suffix(suffix), path.read_bytes())
+            path.unlink()
+    code, said, _ = data_here("build", folder, f"--out={tmp_path / 'cut'}")
+    assert code == 0
+    assert "2 texts, fewer than --batch_size, cut at paragraphs as training would" in said
+    assert read_all(tmp_path / "cut") == expected
+    assert len(expected) > 64
+    assert data_here("build", folder, f"--out={tmp_path / 'cut'}")[1].splitlines()[1] == said.splitlines()[1]
+    data_here("build", folder, f"--out={tmp_path / 'whole'}", "--batch_size=2")
+    assert read_all(tmp_path / "whole") == [book(400), book(30)]
+    write_jsonl(folder / "c.jsonl", ["x"])
+    data_here("build", folder, f"--out={tmp_path / 'mixed'}")
+    assert len(read_all(tmp_path / "mixed")) == 3
 
 
 def test_held_out_documents_are_spread_over_the_text_and_in_no_training_batch(tmp_path):

@@ -4,12 +4,14 @@ import json
 import os
 import shlex
 import shutil
+from codecs import BOM_UTF8
 
 import pyarrow
 import pyarrow.parquet
 import pytest
-from data_files import write_arrow, write_built, write_jsonl, write_parquet
+from data_files import read_in_order, write_arrow, write_built, write_compressed, write_jsonl, write_parquet
 
+from hlat_jax.config import exists
 from hlat_jax.data import sources
 from hlat_jax.data.formats.files import Unreadable, fingerprint
 from hlat_jax.data.formats.records import BadRecord
@@ -75,6 +77,39 @@ def test_glob_searches_the_folders_it_matches(tmp_path):
     for pattern in ("c/*", "c/**/*"):
         assert read_all(f"{tmp_path}/{pattern}") == expected
     assert "matches no file" in error_of(f"{tmp_path}/c/z*")
+
+
+def test_links_that_lead_back_are_not_followed_again(tmp_path):
+    """With two links to the folder that they are in there are 2**40 paths."""
+    root, outside = tmp_path / "texts", tmp_path / "outside"
+    for name in ("texts/a.jsonl", "texts/sub/b.jsonl", "outside/c.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write_jsonl(tmp_path / name, [name])
+    for name, target in (("back", root), ("sub/again", root), ("alias", root / "sub"), ("linked", outside)):
+        (root / name).symlink_to(target)
+    found = ["texts/a.jsonl", "outside/c.jsonl", "texts/sub/b.jsonl"]
+    assert read_all(root) == found
+    assert sorted(read_all(f"{root}/**/*.jsonl")) == sorted(found)
+    assert sorted(read_all(f"{tmp_path}/t*/**")) == sorted(found)
+    assert not exists(f"{root}/**/none.jsonl")
+    assert "matches no file" in error_of(f"{root}/**/none.jsonl")
+    for spec in (root, f"{root}/**/*.jsonl"):
+        ignored = sources.open_corpus(str(spec), text_field="text", key="k").ignored
+        assert ignored == f"each folder is searched once: {root}/sub/again and 2 more lead to one that was searched"
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    line = json.dumps({"text": "é one"}).encode()
+    for name, raw in (("a.jsonl", line + b"\n" + line), ("b.txt", "é one".encode()), ("c.md", "é one".encode())):
+        path = tmp_path / name
+        path.write_bytes(BOM_UTF8 + raw)
+        expected = ["é one"] * (1 + (name == "a.jsonl"))
+        assert read_all(path) == expected
+        packed = write_compressed(tmp_path / f"{name}.gz", BOM_UTF8 + raw)
+        for file in (path, packed):
+            assert [text for text, _ in read_in_order(file)] == expected
+    (tmp_path / "b.txt").write_bytes(BOM_UTF8)
+    assert "it is empty" in error_of(tmp_path / "b.txt")
 
 
 def test_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):

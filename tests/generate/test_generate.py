@@ -1,6 +1,7 @@
 """The command that continues text: what it prints, that batches and meshes change nothing of it, what it refuses."""
 
 import dataclasses
+import functools
 import io
 import json
 import subprocess
@@ -12,9 +13,10 @@ import jobs
 import micro
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import transformers
-from tokenizer_files import train_model
+from tokenizer_files import train_model, write_tokenizer_json
 
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.generate import __main__ as generate
@@ -60,7 +62,7 @@ def test_generate_streams_one_prompt(trained_run, texts, generate_here):
     ids=["batches", "mesh"],
 )
 def test_generated_texts_do_not_depend_on_batching_or_mesh(more, trained_run, texts, generate_here, tmp_path):
-    (tmp_path / "prompts.txt").write_text(f"{PROMPTS[1]}\n\n{PROMPTS[2]}\n")
+    (tmp_path / "prompts.txt").write_text(f"\ufeff{PROMPTS[1]}\n\n{PROMPTS[2]}\n")
     words = [f"--checkpoint={trained_run / 'checkpoints' / '24'}", f"--prompt={PROMPTS[0]}", *WORDS]
     code, printed, _ = generate_here(*words, f"--prompts_file={tmp_path / 'prompts.txt'}", *more)
     assert code == 0
@@ -161,6 +163,60 @@ def test_generation_stops_at_the_same_tokens_as_transformers(padded, generate_he
     assert "4 tokens in " in told
 
 
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "pieces"])
+def test_control_tokens_in_prompts_give_what_transformers_gives(kind, generate_here, tmp_path):
+    """The prompts of apply_chat_template, on the command line and in JSONL with a BOM, then greedy tokens."""
+    config = transformers.LlamaConfig(**hf_models.SMALL | {"vocab_size": 640})
+    source = hf_models.save(hf_models.model(config), tmp_path / "hf")
+    path = write_tokenizer_json(source, kind, tokenizer_class="PreTrainedTokenizerFast", chat_template=TEMPLATE)
+    made = tokenizers.Tokenizer.from_file(str(path))
+    made.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    made.no_truncation()
+    made.no_padding()
+    made.save(str(path))
+    theirs, model = (
+        auto.from_pretrained(source) for auto in (transformers.AutoTokenizer, transformers.LlamaForCausalLM)
+    )
+    prompts, expected = [], []
+    for content in ("Is it a truth?", "naïve  —\n\n two", "</s>"):
+        messages = [{"role": "user", "content": content}]
+        prompts.append(theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+        ids = theirs.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        ours = Tokenizer(str(path)).encode_with_control_tokens(prompts[-1])
+        assert ours.tolist() == ids["input_ids"][0].tolist()
+        continued = model.generate(**ids, max_new_tokens=12, do_sample=False, pad_token_id=0)[0]
+        expected.append(theirs.decode(continued, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+    (tmp_path / "p.jsonl").write_text("\ufeff" + "\n".join(json.dumps({"text": text}) for text in prompts[1:]))
+    words = [f"--checkpoint={source}", f"--prompt={prompts[0]}", f"--prompts_file={tmp_path / 'p.jsonl'}"]
+    code, printed, error = generate_here(*words, "--max_tokens=12", "--control_tokens")
+    assert code == 0, error
+    assert printed == "".join(f"[{number}] {text}\n" for number, text in enumerate(expected))
+    assert generate_here(*words, "--max_tokens=12")[1] != printed
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
+    assert "p.jsonl, row 1: no key 'text'" in generate_here(*words)[2]
+
+
+@pytest.mark.parametrize("options", [{}, {"add_dummy_prefix": False}], ids=["space", "no space"])
+def test_control_tokens_of_a_native_model_are_those_of_transformers(options, tmp_path):
+    lossless = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    path = train_model(tmp_path / "tokenizer.model", byte_fallback=True, vocab_size=320, **lossless, **options)
+    ours = Tokenizer(path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(ours.transformers_config()))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text in ("<s>the lazy dog</s>the  fox <s> jumps</s>", "a<s>b\n\n<s>\nc", "x</s> ", "</s>", "the dog"):
+        expected = theirs.encode(text, add_special_tokens=False)
+        assert ours.encode_with_control_tokens(text).tolist() == expected
+        # the tokens of a tokenizer.json beside it, which an import does not take, are the same
+        theirs.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
+        assert Tokenizer(path).encode_with_control_tokens(text).tolist() == expected
+
+
 def test_a_folder_of_hugging_face_is_continued_as_its_import_is(padded, generate_here, evaluate_here, tmp_path):
     words = ["--prompt=the lazy", "--max_tokens=8"]
     (tmp_path / "text").write_text("the quick brown fox")
@@ -243,6 +299,7 @@ def test_unencodable_characters_are_escaped(trained_run, monkeypatch):
 
 def test_prompts_begin_with_bos_by_flag_or_tokenizer_default():
     tokenizer = types.SimpleNamespace(encode=np.array, bos_id=1, path="some.model")
+    tokenizer.require_bos = functools.partial(Tokenizer.require_bos, tokenizer)
     trained = TrainedModel(None, None, None, tokenizer, None, "")
     assert _encoded(trained, [5, 6], 0, bos=True) == [1, 5, 6]
     assert _encoded(trained, [5, 6], 0, bos=None) == [5, 6]
@@ -250,7 +307,7 @@ def test_prompts_begin_with_bos_by_flag_or_tokenizer_default():
     assert _encoded(says_so, [5, 6], 0, bos=None) == [1, 5, 6]
     assert _encoded(says_so, [5, 6], 0, bos=False) == [5, 6]
     tokenizer.bos_id = -1
-    with pytest.raises(ValueError, match=r"bos: the tokenizer some.model has no BOS"):
+    with pytest.raises(ValueError, match=r"--bos: the tokenizer some.model has no BOS"):
         _encoded(trained, [5, 6], 0, bos=True)
 
 

@@ -109,7 +109,8 @@ def folder(tmp_path_factory):
     (path / "my_tasks").mkdir()
     local_tasks.write_tasks(path / "my_tasks")
     (path / "prompts.txt").write_text("It is a truth\nEmma\n")
-    (path / "SmolLM2-135M").symlink_to("my_book-hf")  # which the README's commands export
+    for name in ("SmolLM2-135M", "SmolLM2-135M-Instruct"):
+        (path / name).symlink_to("my_book-hf")  # which the README's commands export
     (path / "operators.txt").write_text("Add\nMultiply\n")
     (path / "mine.py").write_text((ROOT / "configs" / "tiny.py").read_text())
     return path

@@ -363,22 +363,24 @@ def test_averaging_checkpoints_of_a_run_uses_master_weights(trained, tmp_path):
 
 
 @pytest.mark.slow
-def test_exported_tokenizer_adds_no_bos_for_a_run_trained_without_it(tmp_path):
+@pytest.mark.parametrize("bos", [False, True])
+def test_exported_tokenizer_adds_bos_as_the_run_was_trained(bos, tmp_path):
     path = write_tokenizer_json(tmp_path, tokenizer_class="PreTrainedTokenizerFast").rename(tmp_path / "mine.json")
     run, mean = tmp_path / "run", tmp_path / "mean"
-    train(tmp_path, run, data__tokenizer=str(path), checkpoint__every_steps=1)
+    train(tmp_path, run, data__tokenizer=str(path), checkpoint__every_steps=1, data__prepend_bos=bos)
     averaging.average([run / "checkpoints/1", run / "checkpoints/2"], mean)
     ours, text = Tokenizer(str(path)), "It is a truth, naïve — “quoted” 12,345.6 € 東京"
     for place in (run, mean):
         trained_model = open_model(str(place), config_lib.ParallelConfig())
-        assert trained_model.first_ids(None) == []
+        first = [ours.bos_id] * bos
+        assert trained_model.first_ids(None) == first
         assert trained_model.tokenizer.sha256 == ours.sha256
         exported = tmp_path / f"of_{place.name}"
         assert hf.main(["export", str(place), f"--out={exported}"]) == 0
         theirs = transformers.AutoTokenizer.from_pretrained(exported)
-        assert theirs.encode(text) == ours.encode(text).tolist()
+        assert theirs.encode(text) == first + ours.encode(text).tolist()
         assert (theirs.eos_token_id, theirs.bos_token_id) == (ours.eos_id, ours.bos_id)
-        assert json.loads((exported / "tokenizer_config.json").read_text())["add_bos_token"] is False
+        assert json.loads((exported / "tokenizer_config.json").read_text())["add_bos_token"] is bos
         assert json.loads((exported / "config.json").read_text())["eos_token_id"] == ours.eos_id
     assert sorted(path.name for path in (mean / "files").iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
 

@@ -47,12 +47,14 @@ class BuildResult:
       bad: errors of some of the skipped records.
       was_complete: whether an earlier run of the command had finished it.
       ignored: a description of the files in input folders that are not read.
+      num_cut: plain-text files that were cut at paragraphs.
     """
 
     manifest: dict[str, Any]
     bad: tuple[str, ...] = ()
     was_complete: bool = False
     ignored: str = ""
+    num_cut: int = 0
 
 
 def num_cores() -> int:
@@ -84,12 +86,17 @@ def build(
     """
     searched = inputs.find(words)
     _check_outside(out, searched.folders)
-    found = inputs.open_inputs(searched)
+    found = inputs.open_inputs(searched, batch_size=options.batch_size)
+    said = {"ignored": searched.describe_ignored(), "num_cut": sum(input_.is_cut for input_ in found)}
     tokenizer = Tokenizer(options.tokenizer) if options.tokenizer else None
+    if options.prepend_bos and tokenizer is None:
+        raise ValueError("--prepend_bos needs --tokenizer; of a dataset of texts, set data.prepend_bos=True to train.")
+    if tokenizer is not None:
+        tokenizer.require_bos(options.prepend_bos, key="--prepend_bos")
     plan = _plan(found, options=options, tokenizer=tokenizer)
     complete = _complete(out, plan)
     if complete is not None:
-        return BuildResult(complete, was_complete=True, ignored=searched.describe_ignored())
+        return BuildResult(complete, was_complete=True, **said)
     with _unfinished(out, plan) as folder:
         bad: tuple[str, ...] = ()
         if not (folder / MANIFEST_NAME).exists():
@@ -102,7 +109,7 @@ def build(
                 raise
             _write_manifest(folder, manifest, metadata=metadata)
             bad = tuple(message for shard in metadata for message in shard["bad"])
-        return BuildResult(_put_in_place(out, folder), bad=bad, ignored=searched.describe_ignored())
+        return BuildResult(_put_in_place(out, folder), bad=bad, **said)
 
 
 def _check_outside(out: pathlib.Path, folders: Sequence[pathlib.Path]) -> None:
@@ -118,12 +125,12 @@ def _plan(found: Sequence[inputs.Input], *, options: BuildOptions, tokenizer: To
     """Returns all settings that determine the bytes of a build; `on_bad_record` may change when it is resumed."""
     return {
         "format": FORMAT,
-        "inputs": [[input_.file.name, input_.size, input_.fingerprint] for input_ in found],
+        "inputs": [[each.file.name, each.size, each.fingerprint, *["cut"] * each.is_cut] for each in found],
         "text_field": options.text_field,
         "tokenizer_sha256": None if tokenizer is None else tokenizer.sha256,
         "max_document_chars": None if tokenizer is None else options.max_document_chars,
         "shard_bytes": options.shard_bytes,
-    }
+    } | ({"prepend_bos": True} if options.prepend_bos else {})
 
 
 def _plan_hash(plan: dict[str, Any]) -> str:
@@ -170,7 +177,7 @@ def _unfinished(out: pathlib.Path, plan: dict[str, Any]) -> Iterator[pathlib.Pat
         for partial in folder.glob("*.partial"):
             partial.unlink()
         before = read_json(folder / _PLAN) if (folder / _PLAN).exists() else {}
-        differs = [key for key in plan if plan[key] != before.get(key)]
+        differs = [key for key in {**before, **plan} if plan.get(key) != before.get(key)]
         is_staged = any(
             (folder / name).exists() for name in (MANIFEST_NAME, _RENAMES)
         )  # shards may be in `out` already
@@ -285,6 +292,7 @@ def _manifest(
         "vocab_size": None if tokenizer is None else tokenizer.vocab_size,
         "eos_id": None if tokenizer is None else tokenizer.eos_id,
         "max_document_chars": plan["max_document_chars"],
+        **({"prepend_bos": True} if options.prepend_bos else {}),
         "plan": _plan_hash(plan),
         "sources": sources,
         "shards": listed,
@@ -351,14 +359,20 @@ def summary(result: BuildResult, *, out: pathlib.Path, elapsed_s: float) -> str:
         lines.append(f"skipped {counted(manifest['bad_records'], 'bad record')}{', such as' if result.bad else ''}")
         lines += [f"  {message}" for message in result.bad[:5]]
     lines += [result.ignored] if result.ignored else []
+    if result.num_cut:
+        lines.append(
+            f"{counted(result.num_cut, 'text')}, fewer than --batch_size, cut at paragraphs as training would; "
+            "--batch_size=1 keeps texts whole"
+        )
     if manifest["documents"] < _FEW_DOCUMENTS:
         lines.append(
             f"few documents: each row of a batch reads documents of its own, so data.batch_size can be at most "
-            f"{manifest['documents']}. A .txt or .md file is one document: split the text into more files, or "
-            "use JSONL. Token ids can also be shuffled by rows, with data.shuffle_by=row."
+            f"{manifest['documents']}. A .txt or .md file is one document unless there are fewer than --batch_size: "
+            "give that of the run. Token ids can also be shuffled by rows, with data.shuffle_by=row."
         )
     hint = f"train on it with --config.data.train={out}"
     if manifest["kind"] == "tokens":
         hint += f" --config.model.vocab_size={manifest['vocab_size']} and the same tokenizer"
+        hint += ", and --config.data.prepend_bos" * manifest.get("prepend_bos", False)
     lines.append(hint)
     return "\n".join(lines)

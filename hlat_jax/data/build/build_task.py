@@ -33,13 +33,22 @@ _BAD_SHOWN = 10
 
 @dataclasses.dataclass(frozen=True)
 class BuildOptions:
-    """How a dataset is built; `tokenizer` is a path, or empty to store text, `on_bad_record` is "raise" or "skip"."""
+    """How a dataset is built.
+
+    Attributes:
+      tokenizer: a path; "": text is stored.
+      on_bad_record: "raise" or "skip".
+      prepend_bos: documents of token ids begin with BOS.
+      batch_size: of the runs: fewer plain-text files are cut at paragraphs, see inputs.open_inputs.
+    """
 
     text_field: str = "text"
     tokenizer: str = ""
     max_document_chars: int = 500_000
     shard_bytes: int = 256 << 20
     on_bad_record: str = "raise"
+    prepend_bos: bool = False
+    batch_size: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +160,7 @@ class _OpenShard:
             return
         if self._writer is None:
             self._writer = shards.ShardWriter(self._path, dtype=self._dtype)
-        self._writer.add(encoded.data)
+        self._writer.add(encoded)
         counts["documents"] += 1
         counts["bytes"] += encoded.num_bytes
         self.num_bytes += encoded.num_bytes
@@ -230,7 +239,8 @@ def _items(task: Task, *, start: tuple[int, int], options: BuildOptions, shared:
 def _encoder(options: BuildOptions, *, tokenizer: Tokenizer | None) -> Callable[[str], shards.EncodedDocument]:
     if tokenizer is None:
         return shards.encode_text
-    return functools.partial(shards.encode_tokens, tokenizer=tokenizer, max_chars=options.max_document_chars)
+    tokens = {"tokenizer": tokenizer, "max_chars": options.max_document_chars, "bos": options.prepend_bos}
+    return functools.partial(shards.encode_tokens, **tokens)
 
 
 _Block = list[_EncodedItem]

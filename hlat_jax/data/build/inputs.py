@@ -22,12 +22,14 @@ class Input:
       size: bytes on disk; for a dataset, bytes of text.
       fingerprint: 32 hex digits that change with the content, or when a local file is rewritten.
       number: its index among the inputs.
+      is_cut: whether it is plain text that is cut into documents at paragraphs.
     """
 
     file: files.DataFile
     size: int
     fingerprint: str
     number: int
+    is_cut: bool = False
 
 
 def find(words: Sequence[str]) -> paths.FoundFiles:
@@ -35,16 +37,19 @@ def find(words: Sequence[str]) -> paths.FoundFiles:
     return paths.find_files(words, key=KEY, allow_compressed=True)
 
 
-def open_inputs(found: paths.FoundFiles) -> list[Input]:
+def open_inputs(found: paths.FoundFiles, *, batch_size: int = 1) -> list[Input]:
     """Returns the inputs in the order in which training would read them.
+
+    Plain text, without inputs of another format, is cut at paragraphs if it is fewer files than `batch_size`.
 
     Raises:
       ValueError: a file that cannot be read; a dataset that is damaged, or holds token ids instead of text.
     """
     inputs: list[Input] = []
+    is_cut = len(found.files) < batch_size and {paths.file_format(file) for file in found.files} == {"text"}
     for file in found.files:
         size, fingerprint = _built_identity(file) if file.is_built else _file_identity(file)
-        inputs.append(Input(file, size=size, fingerprint=fingerprint, number=len(inputs)))
+        inputs.append(Input(file, size=size, fingerprint=fingerprint, number=len(inputs), is_cut=is_cut))
     return inputs
 
 
@@ -62,7 +67,7 @@ def read(input_: Input, *, text_field: str) -> Iterator[str | BadRecord]:
     Raises:
       ValueError: an error of the whole file, such as a missing column or a truncated end.
     """
-    for text, _ in streaming.iter_documents(input_.file, text_field=text_field):
+    for text, _ in streaming.iter_documents(input_.file, text_field=text_field, cut_text=input_.is_cut):
         yield text
         del text  # frees it before the next one is read
 

@@ -51,7 +51,7 @@ def encode_text(text: str) -> EncodedDocument:
     return EncodedDocument(sum(map(len, raw)), _digest_int(digest), raw)
 
 
-def encode_tokens(text: str, *, tokenizer: Any, max_chars: int) -> EncodedDocument:
+def encode_tokens(text: str, *, tokenizer: Any, max_chars: int, bos: bool = False) -> EncodedDocument:
     """Returns a document of a dataset of kind "tokens": the ids that packing.document_tokens yields, with EOS.
 
     Raises:
@@ -63,7 +63,7 @@ def encode_tokens(text: str, *, tokenizer: Any, max_chars: int) -> EncodedDocume
         digest.update(raw)
         num_bytes += len(raw)
     dtype, stored = id_dtype(tokenizer.vocab_size), bytearray()  # grows in place
-    for ids in packing.document_tokens(text, tokenizer=tokenizer, max_chars=max_chars):
+    for ids in packing.document_tokens(text, tokenizer=tokenizer, max_chars=max_chars, bos=bos):
         if ids.min() < 0 or ids.max() >= tokenizer.vocab_size:
             raise ValueError(
                 f"token ids run from {ids.min()} to {ids.max()}, outside the vocabulary of {tokenizer.vocab_size}."
@@ -143,6 +143,7 @@ class ShardWriter:
         self._block: list[np.ndarray] = []
         self._block_ids = 0
         self._lengths: list[int] = []
+        self._bytes: list[int] = []  # of text, of each document
         self._first_document: list[int] = []
         self._long: list[tuple[int, int]] = []  # (document, its records) of those that have several
         self._num_documents = self._num_records = 0
@@ -153,9 +154,11 @@ class ShardWriter:
         except RuntimeError as error:
             raise disk_error(path, error) from None
 
-    def add(self, data: Any) -> None:
-        """Appends one document: its records of bytes, or its ids with this writer's dtype."""
+    def add(self, document: EncodedDocument) -> None:
+        """Appends one document, of text or with ids of this writer's dtype."""
+        data = document.data
         self._num_documents += 1
+        self._bytes.append(document.num_bytes)
         if self._dtype is None:
             if len(data) > 1:
                 self._long.append((self._num_documents - 1, len(data)))
@@ -221,6 +224,7 @@ class ShardWriter:
             content,
             first_document=np.asarray(self._first_document, np.int64),
             lengths=np.asarray(self._lengths, np.int32 if longest < 1 << 31 else np.int64),
+            bytes=np.asarray(self._bytes, np.int64),
         )
         atomic_files.write_whole(index_path(self.path), content.getvalue())
         return content_hash(DataFile(index_path(self.path)))

@@ -10,17 +10,17 @@ import concurrent.futures
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.config import Config, counted, held_out_share
-from hlat_jax.data import mixture, packing, sources, streams
+from hlat_jax.data import mixture, sources, streams
 from hlat_jax.data.formats import built, paths
 from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.data.order import evenly_spread
-from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.data.tokenizer import MANY_UNKNOWN, Tokenizer, many_unknown
 from hlat_jax.store.progress import Status
 
 _BATCH_DOCUMENTS = 64
@@ -30,13 +30,15 @@ _BATCH_DOCUMENTS = 64
 class Counts:
     """Documents, UTF-8 bytes of text and tokens (EOS counted); `error` is the relative standard error of the tokens.
 
-    `num_bad` counts bad records in the sample; `ignored` describes the files in folders that are not read.
+    `unknown` are the tokens that are <unk>, by a sample of stored ids; `num_bad` counts bad records in the sample;
+    `ignored` describes the files in folders that are not read.
     """
 
     documents: int
     bytes: float
     tokens: float
     error: float = 0.0
+    unknown: float = 0.0
     num_bad: int = 0
     ignored: tuple[str, ...] = ()
 
@@ -48,6 +50,7 @@ class Counts:
             bytes=self.bytes + other.bytes,
             tokens=tokens,
             error=error,
+            unknown=self.unknown + other.unknown,
             num_bad=self.num_bad + other.num_bad,
             ignored=self.ignored + other.ignored,
         )
@@ -69,11 +72,11 @@ def report(config: Config, *, sample_bytes: int, status: Status | None = None) -
     stages = mixture.parse_stages(data.mixture, names=tuple(specs), batch_tokens=step_tokens)
     shares_run = rows_of_steps(stages, num_steps=config.train.num_steps)
     shares_all = rows_of_steps(stages, num_steps=config.optimizer.horizon_steps)
-    lines, totals = [_HEADER], Counts(0, 0, 0)
+    lines, totals, unknown = [_HEADER], Counts(0, 0, 0), {}
     options = {"config": config, "tokenizer": tokenizer, "sample_bytes": sample_bytes}
     options |= {"status": Status() if status is None else status}
     for index, (name, spec) in enumerate(specs.items()):
-        counts = count(spec, key="data.train", **options)
+        counts = unknown[f"source {name}"] = count(spec, key="data.train", **options)
         epochs = [_epochs(shares[index] * step_tokens, counts) for shares in (shares_run, shares_all)]
         lines.append(_row(name, counts, epochs))
         totals += counts
@@ -83,10 +86,11 @@ def report(config: Config, *, sample_bytes: int, status: Status | None = None) -
     is_share = bool(held_out_share(data.validation))
     held_out = {} if is_share or not data.validation else mixture.parse_sources(data.validation, key="data.validation")
     for name, spec in held_out.items():
-        counts = count(spec, key="data.validation", **options)
+        counts = unknown[f"validation source {name}"] = count(spec, key="data.validation", **options)
         lines.append(_row(f"validation: {name}", counts, ["", ""]))
         totals += counts
-    return "\n".join([_aligned(lines), "", *_notes(config, totals)])
+    notes = [*_notes(config, totals), *_unknown_notes(unknown, tokenizer)]
+    return "\n".join([_aligned(lines), "", *notes, *totals.ignored])
 
 
 def rows_of_steps(stages: Sequence[mixture.MixtureStage], *, num_steps: int) -> list[float]:
@@ -109,8 +113,9 @@ def count(spec: str, *, config: Config, key: str, tokenizer: Tokenizer, sample_b
         if manifest is None or manifest.kind == "text":
             texts.append(file)
             continue
-        built.open_built(file, key=key, tokenizer_sha256=tokenizer.sha256)  # raises for ids of another tokenizer
-        total += Counts(manifest.documents, bytes=manifest.bytes, tokens=manifest.tokens)
+        stored = built.open_built(file, key=key, tokenizer_sha256=tokenizer.sha256)  # raises for another tokenizer
+        unknown = tokenizer.unknown_share(stored) * manifest.tokens
+        total += Counts(manifest.documents, bytes=manifest.bytes, tokens=manifest.tokens, unknown=unknown)
     if texts:
         status.share, status.text = 0.0, f"{key}: indexing documents in {len(texts):,} files"
         documents = streams.open_documents(spec, config.data, key=key, files=texts)
@@ -123,16 +128,17 @@ def _sampled(
 ) -> Counts:
     """Returns the counts of texts, estimated from evenly spread documents of `sample_bytes` in all."""
 
-    def measure(index: int) -> tuple[int, int] | None:
+    def measure(index: int) -> tuple[int, int, int] | None:
         try:
             text = documents[index]
         except BadRecord:
             if config.data.on_bad_record == "raise":
                 raise
             return None
-        tokens = packing.document_tokens(text, tokenizer=tokenizer, max_chars=config.data.max_document_chars)
-        return len(text.encode("utf-8")), sum(len(ids) for ids in tokens)
+        counts = [(len(ids), np.count_nonzero(ids == tokenizer.unk_id)) for ids in encode(text)]
+        return len(text.encode("utf-8")), *(sum(numbers) for numbers in zip(*counts, strict=True))
 
+    encode = streams.encoder(config.data, tokenizer)
     measured, num_bytes, num_seen = [], 0, 0
     with concurrent.futures.ThreadPoolExecutor(max(config.data.num_threads, 1)) as pool:
         order = evenly_spread(len(documents))
@@ -155,6 +161,7 @@ def _sampled(
         bytes=sample[:, 0].mean() * good,
         tokens=sample[:, 1].mean() * good,
         error=0.0 if is_all else float(spread),
+        unknown=sample[:, 2].mean() * good,
         num_bad=num_seen - len(measured),
     )
 
@@ -208,4 +215,12 @@ def _notes(config: Config, totals: Counts) -> list[str]:
         )
     if totals.num_bad:
         notes.append(f"skipped {counted(totals.num_bad, 'bad record')}.")
-    return [*notes, *totals.ignored]
+    return notes
+
+
+def _unknown_notes(counts: Mapping[str, Counts], tokenizer: Tokenizer) -> list[str]:
+    if tokenizer.unk_id < 0:
+        return ["No token is <unk>: the tokenizer has a token for every byte."]
+    shares = {name: each.unknown / each.tokens for name, each in counts.items() if each.tokens}
+    notes = [f"<unk> is {share:.2%} of the tokens of {name}." for name, share in shares.items()]
+    return notes + [f"warning: {many_unknown(name, share)}" for name, share in shares.items() if share > MANY_UNKNOWN]

@@ -4,8 +4,8 @@ A dataset is a folder: manifest.json and the ArrayRecord shards it names, in ord
 one document in UTF-8; a document of more than 4 Mi characters is several records, and the manifest has [number in the
 shard, records] for each such document. In one of token ids a record is a block of whole documents, little-endian:
 uint32 [2 + n] of n, bytes per id (2 or 4) and the n lengths, then the ids as uint16 or uint32; beside each shard an
-.index.npz holds `first_document` (int64, the number within the shard of each record's first document) and `lengths`
-(ids of each document, EOS counted).
+.index.npz holds `first_document` (int64, the number within the shard of each record's first document), `lengths` (ids
+of each document, EOS counted) and `bytes` (of the text of each document, in UTF-8).
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ class BuiltManifest:
     max_document_chars: int | None
     sources: list[dict[str, Any]]
     shards: list[dict[str, Any]]
+    prepend_bos: bool = False
 
 
 def read_manifest(folder: str | os.PathLike) -> BuiltManifest:
@@ -67,6 +68,7 @@ def read_manifest(folder: str | os.PathLike) -> BuiltManifest:
             raise NotFound(damaged) from None
         raise format_error(path, error, damaged=damaged) from None
     names = [field.name for field in dataclasses.fields(BuiltManifest)]
+    fields.setdefault("prepend_bos", False)  # written only where it is true
     missing = [name for name in names if name not in fields]
     if missing:
         raise ValueError(f"{path} lacks {', '.join(missing)}; build the dataset again.")
@@ -260,6 +262,7 @@ class BuiltTokens:
                     f"{folder / shard['name']}: its index disagrees with the manifest; build the dataset again."
                 )
         self._shards.check_records(len(first) for first in self._first_documents)
+        self._bytes: dict[int, np.ndarray | None] = {}  # of a shard: see text_bytes
         self._last = threading.local()  # (shard, record, block) that this thread read last: neighbors share a block
 
     def __len__(self) -> int:
@@ -287,6 +290,13 @@ class BuiltTokens:
             )
         return tokens
 
+    def text_bytes(self, index: int) -> int | None:
+        """Returns the UTF-8 bytes of the text of a document; None if an earlier version built the dataset."""
+        shard, number = self._shards.place(index)
+        if shard not in self._bytes:
+            self._bytes[shard] = self._index(shard, "bytes", optional=True)
+        return None if self._bytes[shard] is None else int(self._bytes[shard][number])
+
     def token_lengths(self) -> np.ndarray:
         """Returns int64[documents]: ids of each document.
 
@@ -299,11 +309,11 @@ class BuiltTokens:
                 raise ValueError(f"the index of {shard['name']} disagrees with the manifest; build the dataset again.")
         return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
 
-    def _index(self, shard: int, name: str) -> np.ndarray:
+    def _index(self, shard: int, name: str, *, optional: bool = False) -> np.ndarray | None:
         path = index_path(os.fspath(self.snapshots[shard].file))
         try:
             with np.load(path, allow_pickle=False) as arrays:
-                return arrays[name]
+                return None if optional and name not in arrays else arrays[name]
         except (ValueError, KeyError, OSError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
             damaged = f"{path} cannot be read ({error}); build the dataset again."
             if isinstance(error, FileNotFoundError):

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import hlat_jax
-from hlat_jax.config import counted
+from hlat_jax.config import counted, glob_paths, walk_once
 from hlat_jax.data.formats.files import (
     MANIFEST_NAME,
     SHARD_SUFFIX,
@@ -69,17 +69,24 @@ class FoundFiles:
       files: in order.
       ignored: files in folders with an unknown suffix, except names that begin with "." or "_".
       folders: local folders that were searched.
+      links: links to folders that were searched already, which are not searched again.
     """
 
     files: list[DataFile]
     ignored: list[str]
     folders: list[pathlib.Path]
+    links: list[str]
 
     def describe_ignored(self) -> str:
-        """Returns a count of the ignored files, as in 'ignored 3 files: no suffix 2, .csv 1', or ''."""
+        """Returns a count of the ignored files and links, as in 'ignored 3 files: no suffix 2, .csv 1', or ''."""
         suffixes = sorted(pathlib.PurePosixPath(name).suffix.lower() or "no suffix" for name in self.ignored)
         counts = ", ".join(f"{suffix} {count:,}" for suffix, count in collections.Counter(suffixes).most_common())
-        return f"ignored {counted(len(suffixes), 'file')}: {counts}" if counts else ""
+        notes = [f"ignored {counted(len(suffixes), 'file')}: {counts}"] if counts else []
+        if self.links:
+            more = len(self.links) - 1
+            these = f"{self.links[0]} and {more:,} more lead" if more else f"{self.links[0]} leads"
+            notes.append(f"each folder is searched once: {these} to one that was searched")
+        return "; ".join(notes)
 
 
 def find_files(
@@ -98,7 +105,7 @@ def find_files(
     """
     parts = [part.strip() for part in spec.split(",")] if isinstance(spec, str) else list(spec)
     spec = spec if isinstance(spec, str) else " ".join(spec)
-    found = FoundFiles([], [], [])
+    found = FoundFiles([], [], [], [])
     for part in filter(None, parts):
         is_remote = "://" in part.removeprefix("file://")
         files = _remote_part(part, key=key, found=found) if is_remote else _local_part(part, key=key, found=found)
@@ -139,7 +146,7 @@ def _local_part(part: str, *, key: str, found: FoundFiles) -> list[DataFile]:
     if path.is_file():
         return [DataFile(path)]
     files, searched = [], set()
-    for name in sorted(glob.glob(str(path), recursive=True)):
+    for name in sorted(set(glob_paths(str(path), repeated=found.links))):
         if any(os.fspath(parent) in searched for parent in pathlib.Path(name).parents):
             continue  # `**` matches a folder and its files
         if os.path.isdir(name):
@@ -166,12 +173,11 @@ def _in_folder(folder: pathlib.Path, *, key: str, found: FoundFiles) -> list[Dat
 
     files = []
     found.folders.append(folder)
-    for parent, folders, names in os.walk(folder, followlinks=True, onerror=fail):
+    for parent, folders, names in walk_once(folder, onerror=fail, repeated=found.links):
         if _is_built(parent):
             files.append(DataFile(parent, is_built=True))
             folders.clear()
             continue
-        folders[:] = [name for name in folders if not name.startswith(".")]
         paths = [os.path.join(parent, name) for name in names]
         files += [DataFile(path) for path in _data_paths(paths, found=found)]
     return sorted(files, key=lambda file: pathlib.Path(file).relative_to(folder).as_posix())

@@ -57,14 +57,8 @@ class ParagraphDocuments:
         self.snapshots = tuple(Snapshot(file) for file in files)
         self._spans = []
         for snapshot in self.snapshots:
-            raw = _read_whole(snapshot)
-            records.utf8_text(raw, where=snapshot.file.where, row=None)
-            if b"\0" in raw:
-                raise ValueError(
-                    f"{snapshot.file} holds NUL bytes, so it is not text in UTF-8; give text, or convert it: "
-                    "iconv -f UTF-16 -t UTF-8"
-                )
-            self._spans.append(np.asarray(list(_parts(raw)), np.int64).reshape(-1, 2))
+            parts = list(paragraph_parts(_read_whole(snapshot), snapshot.file))
+            self._spans.append(np.asarray(parts, np.int64).reshape(-1, 2))
         self._starts = records.starts(len(spans) for spans in self._spans)
 
     def __len__(self) -> int:
@@ -90,12 +84,20 @@ def _read_whole(snapshot: Snapshot) -> bytes:
     return snapshot.read(0, snapshot.size)
 
 
-def _parts(raw: bytes) -> Iterator[tuple[int, int]]:
+def paragraph_parts(raw: bytes | bytearray, file: DataFile) -> Iterator[tuple[int, int]]:
     """Yields (start, stop) of parts of whole paragraphs; a part of more than 64 KiB is cut at line ends.
 
     A part ends with the first paragraph, or line, that brings it to 4 KiB. In a text of less than 256 KiB, a 64th of
-    it takes the place of 4 KiB, and a quarter of it that of 64 KiB.
+    it takes the place of 4 KiB, and a quarter of it that of 64 KiB. `raw` is the content of the file.
+
+    Raises:
+      ValueError: it is empty or not UTF-8.
     """
+    records.utf8_text(raw, where=file.where, row=None)
+    if b"\0" in raw:
+        raise ValueError(
+            f"{file} holds NUL bytes, so it is not text in UTF-8; give text, or convert it: iconv -f UTF-16 -t UTF-8"
+        )
     least = min(_PART_BYTES, len(raw) // _MIN_PARTS)
     begin = len(codecs.BOM_UTF8) if raw.startswith(codecs.BOM_UTF8) else 0
     for start, stop in _cut(raw, begin, len(raw), at=_BLANK_LINES, least=least):

@@ -71,19 +71,25 @@ def checked_text(text: Any, *, field: str, where: str, row: int) -> str:
     raise bad_record(where, row, f"{field!r} is {kind}.")
 
 
+def decoded(raw: bytes | bytearray) -> str:
+    """Returns the text of the bytes of a file, or of its first part, without a byte order mark."""
+    return raw.decode("utf-8-sig")
+
+
 def utf8_text(raw: bytes | bytearray, *, where: str, row: int | None) -> str:
-    """Returns the text of a record of bare UTF-8.
+    """Returns the text of a record of bare UTF-8; `row` is None for a file, or a part of one.
 
     Raises:
       BadRecord: it is empty, or not UTF-8.
     """
-    if not raw:
-        raise bad_record(where, row, "it is empty.")
     try:
-        return raw.decode("utf-8")
+        text = decoded(raw) if row is None else raw.decode("utf-8")
     except UnicodeDecodeError as error:
         reason = f"invalid UTF-8: {error.reason} at byte {error.start}; iconv -t UTF-8 converts it."
         raise bad_record(where, row, reason) from None
+    if not text:
+        raise bad_record(where, row, "it is empty.")
+    return text
 
 
 def json_text(line: bytes | bytearray, *, field: str, where: str, row: int) -> str:
@@ -94,9 +100,9 @@ def json_text(line: bytes | bytearray, *, field: str, where: str, row: int) -> s
     """
     num_bytes = len(line)
     try:
-        decoded = line.decode("utf-8")
+        text = decoded(line)
         del line  # nor does the caller hold it: no third copy of a long document while it is parsed
-        record = json.loads(decoded)
+        record = json.loads(text)
     except UnicodeDecodeError as error:
         reason = f"invalid UTF-8: {error.reason} at byte {error.start} of the row."
         raise bad_record(where, row, reason) from None

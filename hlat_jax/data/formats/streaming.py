@@ -20,6 +20,7 @@ from hlat_jax.data.formats.built import BuiltTexts, open_built
 from hlat_jax.data.formats.files import DataFile, Snapshot, format_error
 from hlat_jax.data.formats.jsonl import BLANK_BYTES
 from hlat_jax.data.formats.paths import STREAMED_SUFFIXES, file_format
+from hlat_jax.data.formats.plain_text import paragraph_parts
 
 _CHUNK_BYTES = 1 << 20
 _ROWS_AT_ONCE = 256
@@ -28,15 +29,19 @@ _CODECS = {".gz": "gzip", ".zst": "zstd"}
 Item = tuple[str | records.BadRecord, int | None]
 
 
-def iter_documents(file: DataFile, *, text_field: str) -> Iterator[Item]:
+def iter_documents(file: DataFile, *, text_field: str, cut_text: bool = False) -> Iterator[Item]:
     """Yields (text, row) of every document of a file or built dataset; rows count from 1; None for plain text.
 
-    For an unusable record the BadRecord with the reason is yielded, and reading continues with the next one.
+    For an unusable record the BadRecord with the reason is yielded, and reading continues with the next one. `cut_text`
+    cuts plain text into documents at paragraphs.
 
     Raises:
       ValueError: a file that is damaged or truncated, has no such column, or holds token ids.
     """
-    yield from _READERS[file_format(file)](file, text_field)
+    if cut_text and file_format(file) == "text":
+        yield from _text(file, text_field, cut=True)
+    else:
+        yield from _READERS[file_format(file)](file, text_field)
 
 
 @contextlib.contextmanager
@@ -96,7 +101,7 @@ def _jsonl(file: DataFile, field: str) -> Iterator[Item]:
                 del text  # frees it before the next one is read
 
 
-def _text(file: DataFile, field: str) -> Iterator[Item]:
+def _text(file: DataFile, field: str, *, cut: bool = False) -> Iterator[Item]:
     del field  # plain text has none
     raw = bytearray()
     with _opened(file) as stream:
@@ -107,6 +112,10 @@ def _text(file: DataFile, field: str) -> Iterator[Item]:
         yield records.bad_record(file.where, None, reason), None
         return
     try:
+        if cut:
+            for start, stop in paragraph_parts(raw, file):
+                yield records.utf8_text(raw[start:stop], where=file.where, row=None), None
+            return
         text = records.utf8_text(raw, where=file.where, row=None)
     except records.BadRecord as error:
         text = error
