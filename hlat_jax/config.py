@@ -17,7 +17,7 @@ import os
 import pathlib
 import re
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from hlat_jax.byte_sizes import parse_bytes
@@ -574,48 +574,8 @@ def map_paths(change: Callable[[str], str], spec: str) -> str:
 
 
 def exists(path: str) -> bool:
-    """Returns whether there is a file or a folder, or a match of a glob."""
-    return os.path.exists(path) or any(glob_paths(path))
-
-
-def glob_paths(pattern: str, *, repeated: list[str] | None = None) -> Iterator[str]:
-    """Yields the paths that a glob matches as glob.iglob does, but `**` enters each folder once, see walk_once.
-
-    A `**` at the end matches its folder alone.
-    """
-    parts = pathlib.Path(pattern).parts
-    if "**" not in parts:
-        yield from glob.iglob(pattern)
-        return
-    at = parts.index("**")
-    for root in filter(os.path.isdir, glob.iglob(os.path.join("", *parts[:at]) or os.curdir)):
-        below = [root] if at + 1 == len(parts) else (parent for parent, _, _ in walk_once(root, repeated=repeated))
-        for folder in below:
-            yield from glob_paths(os.path.join(glob.escape(folder), *parts[at + 1 :]), repeated=repeated)
-
-
-def walk_once(
-    folder: str | os.PathLike, *, onerror: Callable[[OSError], None] | None = None, repeated: list[str] | None = None
-) -> Iterator[tuple[str, list[str], list[str]]]:
-    """Yields what os.walk does, links followed and hidden folders left out, but each folder once by its real path.
-
-    Args:
-      folder: where to begin.
-      onerror: called for a folder that cannot be listed.
-      repeated: receives the links that lead to a folder that was yielded before.
-    """
-    seen: set[str] = set()
-    for parent, folders, names in os.walk(folder, followlinks=True, onerror=onerror):
-        real = os.path.realpath(parent)
-        if real in seen:
-            folders.clear()
-            if repeated is not None:
-                repeated.append(parent)
-            continue
-        seen.add(real)
-        shown = (name for name in folders if not name.startswith("."))
-        folders[:] = sorted(shown, key=lambda name: (os.path.islink(os.path.join(parent, name)), name))
-        yield parent, folders, names
+    """Returns whether there is a file or a folder, or a match of a glob, of one with `**` of what stands before."""
+    return os.path.exists(path) or any(glob.iglob(path.partition("**")[0] or os.curdir))
 
 
 def shipped() -> dict[str, pathlib.Path]:

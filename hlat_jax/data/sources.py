@@ -6,6 +6,7 @@ A document is a text, or token ids where a dataset stores them. Files are read i
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import pathlib
 from collections.abc import Sequence
@@ -24,8 +25,11 @@ from hlat_jax.data.formats.jsonl import JsonlDocuments
 from hlat_jax.data.formats.paths import file_format, find_files
 from hlat_jax.data.formats.plain_text import ParagraphDocuments, TextDocuments
 from hlat_jax.data.formats.records import BadRecord
-from hlat_jax.data.order import evenly_spaced
+from hlat_jax.data.order import evenly_spaced, evenly_spread
+from hlat_jax.data.tokenizer import Tokenizer
 
+_SAMPLE_DOCUMENTS, _SAMPLE_CHARS = 16, 1 << 14
+_MANY_UNKNOWN = 0.01
 MAX_HELD_OUT = 256  # documents held out of each source: about a megabyte of text that was cut at paragraphs
 
 
@@ -238,6 +242,33 @@ def _open(
     digest = hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest()
     manifest = {"files": entries, "documents": num_documents, "text_field": text_field, "hash": digest}
     return Corpus(parts, manifest)
+
+
+def unknown_share(documents: Sequence[str | np.ndarray], tokenizer: Tokenizer) -> float:
+    """Returns the share of unknown tokens in a sample of documents: texts, or token ids; 0 if there are none."""
+    if tokenizer.unk_id < 0:
+        return 0.0
+    num_unknown = num_tokens = 0
+    for number in itertools.islice(evenly_spread(len(documents)), _SAMPLE_DOCUMENTS):
+        try:
+            document = documents[number][:_SAMPLE_CHARS]
+        except (ValueError, OSError):  # raised in training, or skipped
+            continue
+        ids = tokenizer.encode(document) if isinstance(document, str) else document
+        num_unknown += np.count_nonzero(ids == tokenizer.unk_id)
+        num_tokens += len(ids)
+    return num_unknown / max(num_tokens, 1)
+
+
+def many_unknown(name: str, share: float) -> str:
+    """Returns the warning about a share of unknown tokens in a source of text; "" if there are few."""
+    if share <= _MANY_UNKNOWN:
+        return ""
+    return (
+        f"warning: <unk> is {share:.1%} of the tokens of {name}: the tokenizer has no token for these characters, and "
+        "the model cannot learn them. Train a tokenizer on this text (`python -m hlat_jax.data tokenizer`), or use one "
+        "with byte fallback."
+    )
 
 
 def _check_not_empty(documents: Corpus, *, what: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import itertools
 import pathlib
 import re
 import sys
@@ -17,13 +16,10 @@ import sentencepiece
 from hlat_jax.config import Config
 from hlat_jax.data.formats.paths import tokenizer_file
 from hlat_jax.data.kept_tokenizer import resolve_tokenizer_path
-from hlat_jax.data.order import evenly_spread
 from hlat_jax.data.tokenizer_json import JsonModel
 from hlat_jax.resolve import export_problem, resolve
 
 _MAX_FILE_BYTES = 256 << 20  # of large vocabularies: 5 MB of SentencePiece, 35 MB of tokenizer.json
-_SAMPLE_DOCUMENTS, _SAMPLE_CHARS = 16, 1 << 14
-MANY_UNKNOWN = 0.01  # a share of unknown tokens above it is warned of
 
 
 class Tokenizer:
@@ -159,30 +155,6 @@ class Tokenizer:
         else:
             each[-1:] = num_bytes  # the end of a text of spaces, all of which the model removes
         return each
-
-    def unknown_share(self, documents: Sequence[str | np.ndarray]) -> float:
-        """Returns the share of unknown tokens in a sample of documents: texts, or token ids; 0 if there are none."""
-        if self.unk_id < 0:
-            return 0.0
-        num_unknown = num_tokens = 0
-        for number in itertools.islice(evenly_spread(len(documents)), _SAMPLE_DOCUMENTS):
-            try:
-                document = documents[number]
-            except (ValueError, OSError):  # raised in training, or skipped
-                continue
-            ids = self.encode(document[:_SAMPLE_CHARS]) if isinstance(document, str) else document[:_SAMPLE_CHARS]
-            num_unknown += np.count_nonzero(ids == self.unk_id)
-            num_tokens += len(ids)
-        return num_unknown / max(num_tokens, 1)
-
-
-def many_unknown(name: str, share: float) -> str:
-    """Returns the warning about a share of unknown tokens in a source of text."""
-    return (
-        f"<unk> is {share:.1%} of the tokens of {name}: the tokenizer has no token for these characters, and the model "
-        "cannot learn them. Train a tokenizer on this text (`python -m hlat_jax.data tokenizer`), or use one with byte "
-        "fallback."
-    )
 
 
 def resolve_with_tokenizer(mutable: Any, *, workdir: pathlib.Path | None = None) -> Config:

@@ -11,7 +11,8 @@ from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.config import Config
 from hlat_jax.data.held_out import HeldOut
 from hlat_jax.data.loader import TrainBatches
-from hlat_jax.data.tokenizer import MANY_UNKNOWN, Tokenizer, many_unknown
+from hlat_jax.data.sources import many_unknown, unknown_share
+from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.host import distributed
 from hlat_jax.ops.registry import OPS
 from hlat_jax.step import RunProgram, state_bytes
@@ -53,10 +54,10 @@ def describe_data(
         if notes := source.describe():
             print(f"data             source {source.name}: {notes}")
         if tokenizer.unk_id >= 0:
-            share = tokenizer.unknown_share(source.documents)
+            share = unknown_share(source.documents, tokenizer)
             print(f"vocabulary       <unk> is {share:.2%} of the tokens of source {source.name}, by a sample")
-            if share > MANY_UNKNOWN and distributed.is_first():
-                print(f"warning: {many_unknown(f'source {source.name}', share)}", file=sys.stderr)
+            if distributed.is_first() and (warning := many_unknown(f"source {source.name}", share)):
+                print(warning, file=sys.stderr)
     for name, source in held_out.items():
         print(f"validation       {source.describe(name)}")
 

@@ -190,7 +190,7 @@ def _of_run(folder: pathlib.Path, *, masters: bool) -> Weights:
         written, tokenizer_sha256 = run["arrays"], run["metadata"]["tokenizer_sha256"]
         config = run["metadata"]["config"]
         values, tokenizer = dict(config["model"]), config["data"]["tokenizer"]
-        with_bos = config["data"].get("prepend_bos") is True
+        with_bos = ({"prepend_bos": False} | config["data"])["prepend_bos"] is True
         texts = [*written, *written.values(), tokenizer, tokenizer_sha256]
         if not all(isinstance(text, str) for text in texts):
             raise TypeError("text expected")

@@ -255,6 +255,7 @@ FIELDS = {
     "data.window_documents": Row(1, batches, given=SHORT_DOCUMENTS | {"data.packing": "documents"}),
     "data.on_bad_record": Row("skip", run, "rows", {"data.train": "FOLDER/bad.jsonl"}),
     "data.position_every_steps": Row(2, run, "files"),
+    "data.prepend_bos": Row(True, batches),
     "data.max_document_chars": Row(100, batches),
     "data.shuffle": Row(False, batches),
     "data.shuffle_by": Row("row", batches),

@@ -20,7 +20,7 @@ from hlat_jax.data import mixture, sources, streams
 from hlat_jax.data.formats import built, paths
 from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.data.order import evenly_spread
-from hlat_jax.data.tokenizer import MANY_UNKNOWN, Tokenizer, many_unknown
+from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.store.progress import Status
 
 _BATCH_DOCUMENTS = 64
@@ -114,7 +114,7 @@ def count(spec: str, *, config: Config, key: str, tokenizer: Tokenizer, sample_b
             texts.append(file)
             continue
         stored = built.open_built(file, key=key, tokenizer_sha256=tokenizer.sha256)  # raises for another tokenizer
-        unknown = tokenizer.unknown_share(stored) * manifest.tokens
+        unknown = sources.unknown_share(stored, tokenizer) * manifest.tokens
         total += Counts(manifest.documents, bytes=manifest.bytes, tokens=manifest.tokens, unknown=unknown)
     if texts:
         status.share, status.text = 0.0, f"{key}: indexing documents in {len(texts):,} files"
@@ -223,4 +223,4 @@ def _unknown_notes(counts: Mapping[str, Counts], tokenizer: Tokenizer) -> list[s
         return ["No token is <unk>: the tokenizer has a token for every byte."]
     shares = {name: each.unknown / each.tokens for name, each in counts.items() if each.tokens}
     notes = [f"<unk> is {share:.2%} of the tokens of {name}." for name, share in shares.items()]
-    return notes + [f"warning: {many_unknown(name, share)}" for name, share in shares.items() if share > MANY_UNKNOWN]
+    return notes + [warning for name, share in shares.items() if (warning := sources.many_unknown(name, share))]

@@ -12,11 +12,11 @@ import os
 import pathlib
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import hlat_jax
-from hlat_jax.config import counted, glob_paths, walk_once
+from hlat_jax.config import counted
 from hlat_jax.data.formats.files import (
     MANIFEST_NAME,
     SHARD_SUFFIX,
@@ -146,7 +146,7 @@ def _local_part(part: str, *, key: str, found: FoundFiles) -> list[DataFile]:
     if path.is_file():
         return [DataFile(path)]
     files, searched = [], set()
-    for name in sorted(set(glob_paths(str(path), repeated=found.links))):
+    for name in sorted(set(_matches(str(path), repeated=found.links))):
         if any(os.fspath(parent) in searched for parent in pathlib.Path(name).parents):
             continue  # `**` matches a folder and its files
         if os.path.isdir(name):
@@ -161,6 +161,46 @@ def _local_part(part: str, *, key: str, found: FoundFiles) -> list[DataFile]:
     return files
 
 
+def _matches(pattern: str, *, repeated: list[str] | None = None) -> Iterator[str]:
+    """Yields the paths that a glob matches as glob.iglob does, but `**` enters each folder once, see _walk_once.
+
+    A `**` at the end matches its folder alone.
+    """
+    parts = pathlib.Path(pattern).parts
+    if "**" not in parts:
+        yield from glob.iglob(pattern)
+        return
+    at = parts.index("**")
+    for root in filter(os.path.isdir, glob.iglob(os.path.join("", *parts[:at]) or os.curdir)):
+        below = [root] if at + 1 == len(parts) else (parent for parent, _, _ in _walk_once(root, repeated=repeated))
+        for folder in below:
+            yield from _matches(os.path.join(glob.escape(folder), *parts[at + 1 :]), repeated=repeated)
+
+
+def _walk_once(
+    folder: str | os.PathLike, *, onerror: Callable[[OSError], None] | None = None, repeated: list[str] | None = None
+) -> Iterator[tuple[str, list[str], list[str]]]:
+    """Yields what os.walk does, links followed and hidden folders left out, but each folder once by its real path.
+
+    Args:
+      folder: where to begin.
+      onerror: called for a folder that cannot be listed.
+      repeated: receives the links that lead to a folder that was yielded before.
+    """
+    seen: set[str] = set()
+    for parent, folders, names in os.walk(folder, followlinks=True, onerror=onerror):
+        real = os.path.realpath(parent)
+        if real in seen:
+            folders.clear()
+            if repeated is not None:
+                repeated.append(parent)
+            continue
+        seen.add(real)
+        shown = (name for name in folders if not name.startswith("."))
+        folders[:] = sorted(shown, key=lambda name: (os.path.islink(os.path.join(parent, name)), name))
+        yield parent, folders, names
+
+
 def nothing_at(path: str, *, key: str) -> NotFound:
     """Returns the error for a local path of text that does not exist, or a glob without a match."""
     what = "matches no file" if glob.has_magic(path) else "does not exist"
@@ -173,7 +213,7 @@ def _in_folder(folder: pathlib.Path, *, key: str, found: FoundFiles) -> list[Dat
 
     files = []
     found.folders.append(folder)
-    for parent, folders, names in walk_once(folder, onerror=fail, repeated=found.links):
+    for parent, folders, names in _walk_once(folder, onerror=fail, repeated=found.links):
         if _is_built(parent):
             files.append(DataFile(parent, is_built=True))
             folders.clear()
