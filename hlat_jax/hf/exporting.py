@@ -18,6 +18,7 @@ from hlat_jax import cost
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.store import atomic_files
 from hlat_jax.store.progress import Status
+from hlat_jax.store.typed_json import read_json
 from hlat_jax.weights import hf_names
 from hlat_jax.weights.hf_config import architecture, config_json
 from hlat_jax.weights.hf_reading import COMPANIONS, INDEX_FILE, SINGLE_FILE, as_dtype, open_checkpoint
@@ -158,7 +159,7 @@ def _write_companions(weights: Weights, folder: pathlib.Path, *, dtype: str) -> 
                 shutil.copyfile(tokenizer.path, folder / next(iter(files_of(tokenizer))))
             else:
                 _write_tokenizer(tokenizer, folder)
-        content = atomic_files.read_json(came_along["config.json"])
+        content = read_json(came_along["config.json"])
         content["dtype" if "dtype" in content else "torch_dtype"] = dtype
     else:  # of a run, or an average of one
         bos_id, eos_id = _write_tokenizer(weights.open_tokenizer(), folder) if weights.tokenizer else (None, None)
@@ -183,9 +184,9 @@ def _write_tokenizer(tokenizer: Tokenizer, folder: pathlib.Path) -> tuple[int | 
 def _add_no_tokens(folder: pathlib.Path) -> None:
     """Changes tokenizer.json and its settings so that no special tokens are added to a text, as in training."""
     settings, path = folder / _SETTINGS, folder / _TOKENIZER
-    found = atomic_files.read_json(settings) if settings.is_file() else {"tokenizer_class": _OF_JSON}
+    found = read_json(settings) if settings.is_file() else {"tokenizer_class": _OF_JSON}
     atomic_files.write_json(settings, found | {"add_bos_token": False, "add_eos_token": False})
-    content = atomic_files.read_json(path)
+    content = read_json(path)
     after = content.get("post_processor")
     content["post_processor"] = _without_templates(after)
     if content["post_processor"] != after:

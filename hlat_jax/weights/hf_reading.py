@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from hlat_jax.config import ModelConfig
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.model import abstract_params
 from hlat_jax.store.array_reading import Bounds, read_parts
-from hlat_jax.store.atomic_files import check_name, read_json
+from hlat_jax.store.typed_json import check_name, read_json
 from hlat_jax.weights import hf_names, path_checks
 from hlat_jax.weights.hf_config import model_config, unknown_fields
 from hlat_jax.weights.safetensors_file import DTYPES, StoredTensor, bits, read_header
@@ -99,6 +99,10 @@ class HFCheckpoint:
         return _NATIVE if known or max(added) >= self.model.vocab_size else _JSON
 
 
+class _Index(TypedDict):
+    weight_map: dict[str, str]
+
+
 def is_hugging_face(folder: pathlib.Path) -> bool:
     """Returns whether a folder has Hugging Face weights, or a config.json of one of their models."""
     if (folder / INDEX_FILE).is_file() or any(folder.glob("*.safetensors")):
@@ -167,9 +171,7 @@ def _tensors(folder: pathlib.Path) -> dict[str, StoredTensor]:
             f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}, only {_some(others)}; fetch the safetensors or save "
             "the model again with transformers, which writes them."
         )
-    where = read_json(index).get("weight_map")
-    if not isinstance(where, dict):
-        raise ValueError(f"{index} has no weight_map; fetch that file again.")
+    where = read_json(index, _Index)["weight_map"]
     found: dict[str, StoredTensor] = {}
     files = {check_name(name, f"{index}: weight_map[{repr(tensor)[:100]}]") for tensor, name in where.items()}
     for name in sorted(files):
