@@ -10,7 +10,7 @@ from collections.abc import Collection
 from hlat_jax.config import DataConfig, exists, map_paths
 from hlat_jax.data.formats.paths import asset_path, nothing_at, tokenizer_file
 from hlat_jax.data.mixture import parse_sources
-from hlat_jax.store.atomic_files import read_json
+from hlat_jax.store.typed_json import read_json
 
 
 def check_text(data: DataConfig, *, keys: Collection[str] = ("train", "validation")) -> None:
@@ -57,9 +57,9 @@ def with_moved_text(data: DataConfig) -> DataConfig:
 def was_opened(data: DataConfig, workdir: pathlib.Path) -> bool:
     """Returns whether the run in `workdir` has opened the paths of `data` before."""
     try:
-        saved = read_json(workdir / "config.json")["data"]
-        return all(saved[key] == vars(data)[key] for key in ("train", "validation"))
-    except (OSError, ValueError, LookupError, TypeError):
+        saved = read_json(workdir / "config.json").get("data")
+        return isinstance(saved, dict) and all(saved.get(key) == vars(data)[key] for key in ("train", "validation"))
+    except (OSError, ValueError):
         return False
 
 

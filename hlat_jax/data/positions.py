@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import json
 import math
 import pathlib
 import zipfile
@@ -17,15 +16,15 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from hlat_jax.config import HELD_OUT, Config, with_renamed_keys
+from hlat_jax.config import HELD_OUT, Config
 from hlat_jax.data.sources import TokenRows
 from hlat_jax.data.streams import NUM_FIELDS, Definition, identity
 from hlat_jax.store.atomic_files import write_whole
+from hlat_jax.store.checkpoint_checks import RUN_FILE, RUN_ITEM, saved_run
 
 FOLDER = "positions"
 _CHECKPOINTS = "checkpoints"
 _DOCUMENTS_AT_ONCE = 4096
-_RUN_FILE = pathlib.Path("run", "metadata")  # of a checkpoint, where Orbax's JsonSave puts position and metadata
 
 Identity = Callable[[int], str]  # of the data, up to a step
 
@@ -79,12 +78,12 @@ def with_choices_of_run(config: Config, workdir: pathlib.Path) -> Config:
     if saved is None:
         return config
     try:
-        data = json.loads(saved[1].read_bytes())["metadata"]["config"]["data"]
-        kept = {"shuffle_by": data.get("shuffle_by", "document")}
-        if config.data.validation == HELD_OUT and data.get("validation", "").startswith("package:"):
-            kept["validation"] = data["validation"]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # damaged; whoever restores it reports that
+        data = saved_run(saved[1].parents[1])["metadata"]["config"]["data"]
+    except (OSError, ValueError, KeyError):  # damaged; whoever restores it reports that
         return config
+    kept = {"shuffle_by": data.get("shuffle_by", "document")}
+    if config.data.validation == HELD_OUT and data.get("validation", "").startswith("package:"):
+        kept["validation"] = data["validation"]
     for key, value in kept.items():
         if value != (given := getattr(config.data, key)):
             print(f"data.{key:<10}  {given} is ignored: this run began with {value}")
@@ -141,8 +140,8 @@ def _indexed(workdir: pathlib.Path) -> Iterator[tuple[int, pathlib.Path]]:
 
 def _saved(workdir: pathlib.Path) -> Iterator[tuple[int, pathlib.Path]]:
     for path in (workdir / _CHECKPOINTS).glob("*"):
-        if path.name.isdecimal() and (path / _RUN_FILE).is_file():
-            yield int(path.name), path / _RUN_FILE
+        if path.name.isdecimal() and (path / RUN_ITEM / RUN_FILE).is_file():
+            yield int(path.name), path / RUN_ITEM / RUN_FILE
 
 
 def _first(
@@ -173,18 +172,14 @@ def _read(path: pathlib.Path, named: int) -> tuple[int, np.ndarray, str] | None:
         if path.suffix == ".npz":
             with np.load(path) as kept:
                 return named, kept["position"], str(kept["identity"])
-        run = json.loads(path.read_bytes())
+        run = saved_run(path.parents[1])
         metadata, num_batches = run["metadata"], run["position"][0][0]  # every row begins with it
         if num_batches - metadata.get("skipped_batches", 0) != named:  # a renamed checkpoint
             return None
-        found = identity(
-            with_renamed_keys(metadata["config"])["data"],
-            manifest=metadata["manifest"],
-            tokenizer_sha256=metadata["tokenizer_sha256"],
-            num_batches=num_batches,
-        )
+        hashes = {key: metadata[key] for key in ("manifest", "tokenizer_sha256")}
+        found = identity(metadata["config"]["data"], num_batches=num_batches, **hashes)
         return num_batches, np.asarray(run["position"], np.int64), found
-    except (OSError, EOFError, ValueError, LookupError, TypeError, ArithmeticError, AttributeError, RuntimeError):
+    except (OSError, EOFError, ValueError, LookupError, TypeError, NotImplementedError):
         return None
     except (zipfile.BadZipFile, zlib.error):
         return None

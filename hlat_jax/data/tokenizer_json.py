@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hlat_jax.store import atomic_files
+from hlat_jax.store.typed_json import read_json
 
 # Files beside tokenizer.json that name EOS, which it does not, in the order in which they are read.
 _EOS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
@@ -94,7 +94,7 @@ class JsonModel:
 
 def _object(path: pathlib.Path) -> dict[str, Any]:
     try:
-        return atomic_files.read_json(path)
+        return read_json(path)
     except (OSError, ValueError):
         return {}
 

@@ -19,6 +19,7 @@ from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.resolve import export_problem
 from hlat_jax.store import atomic_files
 from hlat_jax.store.progress import Status
+from hlat_jax.store.typed_json import read_json
 from hlat_jax.weights import hf_names
 from hlat_jax.weights.hf_config import architecture, config_json, model_config
 from hlat_jax.weights.hf_files import INDEX_FILE, SINGLE_FILE, companions
@@ -165,7 +166,7 @@ def _write_companions(weights: Weights, folder: pathlib.Path, *, dtype: str) -> 
             _add_no_tokens(folder, tokenizer)
             if weights.begins_with_bos:
                 _add_bos(folder, tokenizer)
-    theirs = atomic_files.read_json(path) if came_along else {}
+    theirs = read_json(path) if came_along else {}
     if theirs and architecture(model_config(theirs, where=str(path))) == architecture(weights.model):
         content = theirs | {"dtype" if "dtype" in theirs else "torch_dtype": dtype}
     else:
@@ -183,11 +184,11 @@ def _add_no_tokens(folder: pathlib.Path, tokenizer: Tokenizer) -> None:
     """Changes tokenizer.json and its settings so that no special tokens are added to a text."""
     settings, path = folder / _SETTINGS, folder / _TOKENIZER
     plain = {"tokenizer_class": _OF_JSON} if tokenizer.is_json else tokenizer.transformers_config()
-    found = atomic_files.read_json(settings) if settings.is_file() else plain
+    found = read_json(settings) if settings.is_file() else plain
     atomic_files.write_json(settings, found | {"add_bos_token": False, "add_eos_token": False})
     if not path.is_file():
         return
-    content = atomic_files.read_json(path)
+    content = read_json(path)
     after = content.get("post_processor")
     content["post_processor"] = _without_templates(after)
     if content["post_processor"] != after:
@@ -197,11 +198,11 @@ def _add_no_tokens(folder: pathlib.Path, tokenizer: Tokenizer) -> None:
 def _add_bos(folder: pathlib.Path, tokenizer: Tokenizer) -> None:
     """Changes tokenizer.json and its settings, which add no tokens, so that BOS begins each text, as in training."""
     bos, path = tokenizer.token(tokenizer.bos_id), folder / _TOKENIZER
-    settings = atomic_files.read_json(folder / _SETTINGS)
+    settings = read_json(folder / _SETTINGS)
     atomic_files.write_json(folder / _SETTINGS, settings | {"add_bos_token": True, "bos_token": bos})
     if not path.is_file():
         return
-    content = atomic_files.read_json(path)
+    content = read_json(path)
     texts = [[{"Sequence": {"id": name, "type_id": 0}}] for name in "AB"]
     first = [{"SpecialToken": {"id": bos, "type_id": 0}}]
     added = {

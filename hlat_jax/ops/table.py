@@ -16,7 +16,7 @@ import jax
 
 from hlat_jax.ops.dialect import CallSpec
 from hlat_jax.ops.registry import OPS
-from hlat_jax.store.atomic_files import read_json
+from hlat_jax.store.typed_json import read_json
 
 _COMMAND = "python -m hlat_jax.plan tune --config=NAME --out=FILE"
 PLANNED = "planned"  # device kind of virtual devices, as in parallel.virtual_devices

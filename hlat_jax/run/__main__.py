@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import sys
 from collections.abc import Sequence
 
 from absl import flags
@@ -11,7 +12,7 @@ from absl import flags
 from hlat_jax.config import nearest
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.host.path_checks import check_folder
-from hlat_jax.run.goodput import goodput, plot_goodput
+from hlat_jax.run.goodput import damage, goodput, plot_goodput
 
 USAGE = """Usage: python -m hlat_jax.run goodput RUN [flags]
 
@@ -34,6 +35,8 @@ def main(argv: Sequence[str]) -> int:
     if len(words) != 1:
         raise ValueError(f"goodput takes one run folder, not {len(words)}.")
     check_folder(words[0], key="RUN")
+    for why in damage(pathlib.Path(words[0])):
+        print(f"warning: {why}; the event is left out", file=sys.stderr)
     found = goodput(pathlib.Path(words[0]))
     print(json.dumps(found.seconds, indent=2) if values.json else found)
     if values.plot:

@@ -15,7 +15,7 @@ import pathlib
 import time
 from collections.abc import Callable, Iterator
 from importlib import metadata
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 
@@ -29,13 +29,24 @@ from hlat_jax.run.fingerprint import fingerprint
 from hlat_jax.run.machine import device_memory
 from hlat_jax.run.optional import short_plan
 from hlat_jax.step import GENERATION, RunProgram, programs_of_run, state_bytes
-from hlat_jax.store.atomic_files import read_json, write_whole
+from hlat_jax.store.atomic_files import write_whole
+from hlat_jax.store.typed_json import checked, read_json
 
 RECORD_FILE = "programs.json"
 _PACKAGE = pathlib.Path(__file__).resolve().parents[1]
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax")
-# Keys that an entry of the record must have.
-_COMPARED = {"sha256", "cache", "platform", "mesh", "config", "libraries", "code"}
+
+
+class _Entry(TypedDict):
+    """What an entry of the record must have."""
+
+    sha256: str
+    cache: str
+    platform: str
+    mesh: dict[str, int]
+    config: dict
+    libraries: dict[str, str]
+    code: dict[str, str]
 
 
 def named_programs(program: RunProgram, word: str) -> list[str]:
@@ -129,16 +140,14 @@ def compiled_sampler(compilations: Compilations) -> Programs:
 
 def recorded(workdir: pathlib.Path) -> dict[str, dict[str, Any]]:
     """Returns the record of a run folder by program; empty if there is no valid one."""
-    try:
+    found = {}
+    with contextlib.suppress(OSError, ValueError):
         found = read_json(workdir / RECORD_FILE)
-    except (OSError, ValueError):
-        return {}
-    entries = {name: entry for name, entry in found.items() if isinstance(entry, dict) and entry.keys() >= _COMPARED}
-    return {
-        name: entry | {"config": with_renamed_keys(entry["config"])}
-        for name, entry in entries.items()
-        if isinstance(entry["config"], dict)
-    }
+    entries = {}
+    for name, entry in found.items():
+        with contextlib.suppress(ValueError):
+            entries[name] = checked(entry, _Entry, where=name) | {"config": with_renamed_keys(entry["config"])}
+    return entries
 
 
 def surroundings(config: Config, platform: str, degrees: dict[str, int]) -> dict[str, Any]:

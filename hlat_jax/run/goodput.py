@@ -16,12 +16,13 @@ import pathlib
 import socket
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypedDict
 
 from hlat_jax.host.activity import GAP_S, WAITING, Activity
-from hlat_jax.store.atomic_files import read_json, to_disk
+from hlat_jax.store.atomic_files import to_disk
 from hlat_jax.store.metrics import duration
+from hlat_jax.store.typed_json import Line, Seconds, read_json, read_lines
 
 EVENTS_FILE, ALIVE_FILE, PLOT_FILE = "events.jsonl", "alive.json", "goodput.png"
 _USEFUL, _UNKNOWN, _STUCK, _STOPPED, _OTHER = "training", "unknown", "stuck", "stopped", "opening and closing"
@@ -44,11 +45,41 @@ _CATEGORIES = {
 }
 CATEGORIES = tuple(dict.fromkeys([*_CATEGORIES.values(), _OTHER, _UNKNOWN]))
 _UNITS = (("hours", 3600), ("minutes", 60), ("seconds", 1))
-_STARTED = {"pid", "host", "began", "boot", "began_up"}
-_KEYS = {"start": _STARTED, "saved": {"step"}, "rewound": {"step"}}  # that an event must have
-_ENDED = {*_STARTED, "life_s", "step", "spent"}
 _PERIOD_S = 1.0
 _JOIN_S = 5.0  # for an entry that a disk does not take
+
+
+class _Start(TypedDict):
+    pid: int
+    host: str
+    began: Seconds
+    boot: str
+    began_up: Seconds
+
+
+class _Account(_Start):
+    life_s: Seconds
+    step: int
+    spent: dict[str, Seconds]
+
+
+class _Event(TypedDict):
+    event: str
+    time: Seconds
+
+
+class _StartEvent(_Event, _Start): ...
+
+
+class _StepEvent(_Event):
+    step: int
+
+
+class _EndEvent(_Event):
+    life: _Account
+
+
+_KINDS = {"start": _StartEvent, "saved": _StepEvent, "rewound": _StepEvent, "died": _EndEvent, "end": _EndEvent}
 
 
 class Ledger:
@@ -261,15 +292,17 @@ def plot_goodput(found: Goodput, png_path: pathlib.Path, *, title: str) -> None:
 
 
 def read_events(workdir: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the events of a run, in order; a line that a kill has cut short is left out."""
-    path, found = workdir / EVENTS_FILE, []
-    for line in path.read_text(errors="replace").splitlines() if path.exists() else ():
-        with contextlib.suppress(ValueError, RecursionError):
-            event = json.loads(line)
-            name = event.get("event") if isinstance(event, dict) else None
-            if isinstance(name, str) and event.keys() >= {"time", *_KEYS.get(name, ())}:
-                found.append(event)
-    return found
+    """Returns the events of a run, in order; a torn or damaged line is left out."""
+    return [line.row for line in _lines(workdir) if line.row is not None]
+
+
+def damage(workdir: pathlib.Path) -> list[str]:
+    """Returns what is wrong with each line that is no event, such as one that a kill has cut short."""
+    return [line.why for line in _lines(workdir) if line.why]
+
+
+def _lines(workdir: pathlib.Path) -> Iterator[Line]:
+    return read_lines(workdir / EVENTS_FILE, lambda event: _KINDS.get(str(event.get("event")), _Event))
 
 
 def _recorded_lives(workdir: pathlib.Path) -> list[dict[str, Any]]:
@@ -280,7 +313,7 @@ def _recorded_lives(workdir: pathlib.Path) -> list[dict[str, Any]]:
             lives.append(event)
         elif event["event"] == "killed" and lives:  # by launch/restart.sh
             lives[-1]["killed"] = event["time"]
-        elif _is_account(event.get("life")):
+        elif event["event"] in ("died", "end"):
             same = next((life for life in lives if _is_same(life, event["life"])), None)
             if same is None:  # the line of its start is damaged
                 lives.append(same := {})
@@ -291,13 +324,8 @@ def _recorded_lives(workdir: pathlib.Path) -> list[dict[str, Any]]:
 def _left(workdir: pathlib.Path) -> dict[str, Any] | None:
     """Returns the account that a life has left behind or, if it runs, still replaces; None: there is none."""
     with contextlib.suppress(OSError, ValueError):
-        left = read_json(workdir / ALIVE_FILE)
-        return left if _is_account(left) else None
+        return read_json(workdir / ALIVE_FILE, _Account)
     return None
-
-
-def _is_account(life: Any) -> bool:
-    return isinstance(life, dict) and life.keys() >= _ENDED and isinstance(life["spent"], dict)
 
 
 def _is_same(life: dict[str, Any], other: dict[str, Any]) -> bool:

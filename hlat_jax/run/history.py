@@ -7,11 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import pathlib
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from hlat_jax.run.goodput import EVENTS_FILE, Ledger, SilentLedger, read_events
-from hlat_jax.store.atomic_files import read_json
-from hlat_jax.store.metrics import DISCARDED_FILE, ROWS_FILE, missing_steps, num_damaged, read_rows
+from hlat_jax.store.metrics import DISCARDED_FILE, ROWS_FILE, damage, missing_steps, read_rows
+from hlat_jax.store.typed_json import Count, read_json
+
+
+class _Saves(TypedDict):
+    every_steps: NotRequired[Count]
+    keep_every_steps: NotRequired[Count]
+
+
+class _Settings(TypedDict):
+    checkpoint: NotRequired[_Saves]
+    train: NotRequired[dict]
 
 
 def begin(workdir: pathlib.Path, *, ledger: Ledger | SilentLedger, begin_again: bool) -> None:
@@ -60,8 +70,11 @@ def resume(workdir: pathlib.Path, step: int, *, ledger: Ledger | SilentLedger) -
             f"{ROWS_FILE} lacks the rows of {sum(map(len, missing)):,} of the {step:,} steps up to the checkpoint "
             f"({named}{more}); they stay missing"
         )
-    if damaged := num_damaged(workdir / ROWS_FILE):
-        print(f"{ROWS_FILE} has {damaged:,} damaged lines, which move to {DISCARDED_FILE}: their rows are missing")
+    if damaged := damage(workdir / ROWS_FILE):
+        print(
+            f"{ROWS_FILE} has {len(damaged):,} damaged lines, which move to {DISCARDED_FILE}: their rows are missing "
+            f"({damaged[0]})"
+        )
 
 
 def newest_saved(events: list[dict[str, Any]]) -> int:
@@ -76,8 +89,7 @@ def newest_saved(events: list[dict[str, Any]]) -> int:
 
 
 def _training_rows(workdir: pathlib.Path) -> list[dict[str, Any]]:
-    path = workdir / ROWS_FILE
-    return [row for row in read_rows(path) if "loss" in row] if path.exists() else []
+    return [row for row in read_rows(workdir / ROWS_FILE) if "loss" in row]
 
 
 def _surely_saved(rows: list[dict[str, Any]], workdir: pathlib.Path) -> int:
@@ -88,7 +100,7 @@ def _surely_saved(rows: list[dict[str, Any]], workdir: pathlib.Path) -> int:
     """
     settings: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
-        settings = read_json(workdir / "config.json")
+        settings = read_json(workdir / "config.json", _Settings)
     checkpoint, train = settings.get("checkpoint", {}), settings.get("train", {})
     every = [checkpoint[key] for key in ("every_steps", "keep_every_steps") if checkpoint.get(key)]
     started, is_due = [], False

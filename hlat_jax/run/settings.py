@@ -103,7 +103,7 @@ def saved_config(saved: dict[str, Any]) -> Config:
 
 def _completed(config: dict[str, Any]) -> dict[str, Any]:
     defaults = {name: {f.name: f.default for f in dataclasses.fields(section)} for name, section in SECTIONS.items()}
-    return config | {name: defaults[name] | config[name] for name in SECTIONS}
+    return config | {name: defaults[name] | config.get(name, {}) for name in SECTIONS}
 
 
 def write_settings(config: Config, workdir: pathlib.Path, *, remat: dict[str, Any] | None) -> None:

@@ -99,7 +99,7 @@ class Checkpointer:
         handlers = ocp.DefaultCheckpointHandlerRegistry()
         arrays = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False)  # as _array_spec reads them
         handlers.add(STATE_ITEM, ocp.args.PyTreeSave, arrays)
-        self._manager = ocp.CheckpointManager(
+        self._manager = _Manager(
             self.folder,
             handler_registry=handlers,
             options=ocp.CheckpointManagerOptions(
@@ -406,6 +406,16 @@ def _array_spec(folder: pathlib.Path, name: str) -> dict[str, Any]:
     base = {"driver": "file", "path": f"{folder / STATE_ITEM}/"}
     database = {"driver": "ocdbt", "base": base, "path": f"{name}/", "cache_pool": INDEX_CACHE}
     return {"driver": "zarr", "kvstore": database, "fill_missing_data_reads": False}
+
+
+class _Manager(ocp.CheckpointManager):
+    """Never reads `_CHECKPOINT_METADATA`, which has no sum: a damaged one would end the process, or the save under way.
+
+    Retention needs nothing of it.
+    """
+
+    def _load_checkpoint_infos(self, skip_metadata_read: bool = False) -> Any:
+        return super()._load_checkpoint_infos(skip_metadata_read=True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,20 +10,95 @@ import json
 import math
 import pathlib
 import re
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 import jax
 import numpy as np
 
-from hlat_jax.config import with_renamed_keys
+from hlat_jax.config import SECTIONS, with_renamed_keys
 from hlat_jax.host import distributed
-from hlat_jax.store.atomic_files import read_json
 from hlat_jax.store.integrity import damage
+from hlat_jax.store.typed_json import Count, checked, read_json
 
 RUN_ITEM = "run"
-_RUN_FILE = "metadata"  # where Orbax's JsonSave puts an item
+RUN_FILE = "metadata"  # where Orbax's JsonSave puts an item
 PARAMS, MASTERS = ("params",), ("opt_state", "master")  # where a state has them
+
+
+def _is_array(text: str) -> bool:
+    found = re.fullmatch(r"(\w+)\[(?:\d+(?:, \d+)*)?\]", text, re.ASCII)
+    try:
+        return found is not None and jax.numpy.dtype(found[1]).kind not in "OSU"
+    except TypeError:
+        return False
+
+
+def _is_position(rows: list) -> bool:
+    lengths = {len(row) if isinstance(row, list) else -1 for row in rows}
+    return len(lengths) == 1 and 0 not in lengths
+
+
+_WORDS_OF_POSITION = "a list of integers, or of such lists of one length"
+_Position = Annotated[list[int] | list[list[int]], _WORDS_OF_POSITION, _is_position]
+
+
+class _File(TypedDict):
+    name: str
+    bytes: Count
+    documents: Count
+    fingerprint: str
+
+
+class _Manifest(TypedDict):
+    files: list[_File]
+
+
+class _Choice(TypedDict):
+    choice: str
+
+
+class _Metadata(TypedDict):
+    config: NotRequired[dict]
+
+
+class _Data(TypedDict):
+    """What a run has always recorded of its data."""
+
+    batch_size: Annotated[int, "an integer of at least 1", lambda value: value >= 1]
+    seq_len: Annotated[int, "an integer of at least 2", lambda value: value >= 2]
+    packing: Literal["concat", "documents"]
+
+
+class _Config(TypedDict):
+    data: _Data
+
+
+class _RunMetadata(TypedDict):
+    """What a run gives to `Checkpointer.save`."""
+
+    config: _Config
+    tokens: Count
+    num_nonfinite: Count
+    skipped_batches: NotRequired[Count]
+
+
+class _Settings(TypedDict):
+    """What is among it since a run has recorded its model too."""
+
+    tokenizer_sha256: str
+    manifest: _Manifest
+    validation_manifest: NotRequired[_Manifest | None]
+    implementations: dict[str, str]
+    remat: NotRequired[_Choice | None]
+
+
+class _Saved(TypedDict):
+    position: _Position
+    metadata: _Metadata
+    arrays: dict[str, Annotated[str, "dtype[shape]", _is_array]]
+    step: NotRequired[Count]
+    norms: NotRequired[dict[str, Annotated[float, "a floating-point number", lambda norm: type(norm) is float]]]
 
 
 def saved_run(folder: pathlib.Path) -> dict[str, Any]:
@@ -35,13 +110,20 @@ def saved_run(folder: pathlib.Path) -> dict[str, Any]:
     Raises:
       ValueError: a field is missing or has a value that no run writes; the message has the file and the field.
     """
-    path = folder / RUN_ITEM / _RUN_FILE
-    run = read_json(path, allow_nan=True)
-    for field, value, is_valid, allowed in _fields(run):
-        if not is_valid:
-            raise ValueError(f"{path}: {field}={repr(value)[:100]} must be {allowed}.")
-    if "config" in run["metadata"]:
-        run["metadata"]["config"] = with_renamed_keys(run["metadata"]["config"])
+    path = folder / RUN_ITEM / RUN_FILE
+    run = read_json(path, _Saved, allow_nan=True)
+    metadata, position = run["metadata"], run["position"]
+    if "config" not in metadata:
+        return run
+    config = metadata["config"] = with_renamed_keys(metadata["config"])
+    if "data" in config:  # else it was written by something other than a run
+        checked(metadata, _RunMetadata, where=str(path), field="metadata")
+        checked(metadata, _Settings if "model" in config else dict, where=str(path), field="metadata")
+        for name, section in SECTIONS.items():
+            checked(config.get(name, {}), section, where=str(path), field=f"metadata.config.{name}")
+        if len(position) != config["data"]["batch_size"] or not isinstance(position[0], list):
+            allowed = f"a list of {config['data']['batch_size']} lists, one a row of a batch"
+            raise ValueError(f"{path}: position={repr(position)[:100]} must be {allowed}.")
     return run
 
 
@@ -57,58 +139,8 @@ def saved_step(folder: pathlib.Path, run: Mapping[str, Any]) -> int:
         return run["step"]
     position = np.asarray(run["position"])
     if position.ndim != 2:
-        raise ValueError(f"{folder / RUN_ITEM / _RUN_FILE} records no step")
+        raise ValueError(f"{folder / RUN_ITEM / RUN_FILE} records no step")
     return int(position[0, 0])
-
-
-def _fields(run: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool, str]]:
-    """Yields (field, value, whether a run could have written it, what is allowed) of what lies beside a state."""
-
-    def is_count(value: Any, *, least: int = 0) -> bool:
-        return type(value) is int and least <= value < 1 << 63
-
-    run = {"position": None, "metadata": None, "arrays": None} | run
-    try:
-        position = np.asarray(run["position"])
-    except ValueError:  # rows of several lengths
-        position = np.zeros(0)
-    is_position = position.dtype == np.int64 and position.ndim > 0
-    yield "position", run["position"], is_position, "a list of integers, or of such lists of one length"
-    yield "metadata", run["metadata"], isinstance(run["metadata"], dict), "an object"
-    yield "arrays", run["arrays"], isinstance(run["arrays"], dict), "an object"
-    for name, text in run["arrays"].items():
-        yield f"arrays[{name!r}]", text, _is_array(text), "dtype[shape]"
-    if "step" in run:
-        yield "step", run["step"], is_count(run["step"]), "an integer of at least 0"
-    if "norms" in run:
-        yield "norms", run["norms"], isinstance(run["norms"], dict), "an object"
-        for name, norm in run["norms"].items():
-            yield f"norms[{name!r}]", norm, type(norm) is float, "a floating-point number"
-    metadata = run["metadata"]
-    config = metadata.get("config", {})
-    yield "metadata.config", config, isinstance(config, dict), "an object"
-    if "data" not in config:  # written by something other than a run
-        return
-    data = config["data"]
-    yield "metadata.config.data", data, isinstance(data, dict), "an object"
-    for key, least in (("batch_size", 1), ("seq_len", 2)):
-        value = data.get(key)
-        yield f"metadata.config.data.{key}", value, is_count(value, least=least), f"an integer of at least {least}"
-    packing = data.get("packing")
-    yield "metadata.config.data.packing", packing, packing in ("concat", "documents"), "'concat' or 'documents'"
-    for key in ("tokens", "num_nonfinite", "skipped_batches"):
-        value = metadata.get(key, 0 if key == "skipped_batches" else None)
-        yield f"metadata.{key}", value, is_count(value), "an integer of at least 0"
-    has_rows = position.ndim == 2 and len(position) == data["batch_size"]
-    yield "position", run["position"], has_rows, f"a list of {data['batch_size']} lists, one a row of a batch"
-
-
-def _is_array(text: Any) -> bool:
-    found = re.fullmatch(r"(\w+)\[(?:\d+(?:, \d+)*)?\]", text, re.ASCII) if isinstance(text, str) else None
-    try:
-        return found is not None and jax.numpy.dtype(found[1]) is not None
-    except TypeError:
-        return False
 
 
 def _is_step(name: str) -> bool:

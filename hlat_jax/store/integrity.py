@@ -12,15 +12,21 @@ import pathlib
 import stat
 import zlib
 from collections.abc import Iterable
+from typing import Annotated, TypedDict
 
 import jax
 
 from hlat_jax.host import distributed
 from hlat_jax.store import atomic_files
+from hlat_jax.store.typed_json import Count, check_name, read_json
 
 INTEGRITY_FILE = "integrity.json"
 _BLOCK_BYTES = 1 << 20
 _SMALL_FILE_BYTES = 1 << 20
+
+
+class _Sums(TypedDict):
+    files: dict[str, Annotated[list[Count], "[bytes, CRC-32]", lambda sums: len(sums) == 2]]
 
 
 def seal(folder: pathlib.Path, names: Iterable[str]) -> None:
@@ -72,13 +78,9 @@ def _sums(folder: pathlib.Path) -> dict[str, list[int]]:
       ValueError: integrity.json is damaged, or names what is not in the folder.
     """
     path = folder / INTEGRITY_FILE
-    files = atomic_files.read_json(path).get("files")
-    if not isinstance(files, dict):
-        raise ValueError(f"{path}: files={repr(files)[:100]} must be an object.")
-    for name, sums in files.items():
-        atomic_files.check_name(name, f"{path}: files", allow_folders=True)
-        if not isinstance(sums, list) or [type(each) for each in sums] != [int, int] or min(sums) < 0:
-            raise ValueError(f"{path}: files[{name!r}]={repr(sums)[:100]} must be [bytes, CRC-32].")
+    files = read_json(path, _Sums)["files"]
+    for name in files:
+        check_name(name, f"{path}: files", allow_folders=True)
     return files
 
 

@@ -71,7 +71,7 @@ def live(workdir: str | os.PathLike, *, title: str, every_s: float = 1.0) -> Ite
 
 
 def _png(rows_path: pathlib.Path, title: str) -> bytes:
-    train, evals = _curves(rows_path) if rows_path.exists() else ([], [])
+    train, evals = _curves(rows_path)
     png = io.BytesIO()
     with _DRAWING:
         _figure(train, evals, title=title).savefig(png, format="png", dpi=_DPI)

@@ -16,12 +16,13 @@ import secrets
 import sys
 import time
 from collections.abc import Collection, Iterator
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from hlat_jax.byte_sizes import UNITS
 from hlat_jax.config import MetricsConfig
 from hlat_jax.store.atomic_files import sync_folder, to_disk, write_whole
 from hlat_jax.store.config_diff import flat
+from hlat_jax.store.typed_json import Line, read_lines
 
 ROWS_FILE, DISCARDED_FILE = "metrics.jsonl", "metrics.discarded.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
@@ -44,6 +45,24 @@ _COLUMNS = (
     ("elapsed", 13),
     ("ETA", 13),
 )
+
+
+class _Row(TypedDict):
+    """What any row has, and of the rest what is read back."""
+
+    step: int
+    eval_loss: NotRequired[float]
+    bits_per_byte: NotRequired[float]
+    padding_share: NotRequired[float]
+    skipped_records: NotRequired[int]
+    batch: NotRequired[int]
+    batch_hash: NotRequired[str]
+    nonfinite: NotRequired[int]
+
+
+class _TrainRow(_Row):
+    loss: float
+    tokens: int
 
 
 class MetricsLog:
@@ -282,8 +301,9 @@ def copy_rows(source: pathlib.Path, workdir: pathlib.Path, *, last_step: int) ->
     """Copies the rows of a run up to `last_step` into another run folder; rows of an earlier attempt move aside."""
     rewind(workdir / ROWS_FILE, -1)
     if (source / ROWS_FILE).exists():  # a run may have been copied without it
-        lines = (source / ROWS_FILE).read_bytes().splitlines(keepends=True)
-        kept = [line for line in lines if (row := _row(line)) is not None and row["step"] <= last_step]
+        kept = [
+            line.raw for line in _lines(source / ROWS_FILE) if line.row is not None and line.row["step"] <= last_step
+        ]
         write_whole(workdir / ROWS_FILE, b"".join(kept))
 
 
@@ -298,13 +318,12 @@ def rewind(path: str | os.PathLike, step: int) -> dict[str, Any] | None:
         return None
     last, discarded = None, []
     kept_path = path.with_name(f"{path.name}.kept")
-    with open(path, "rb") as old, open(kept_path, "wb") as new:
-        for line in old:
-            row = _row(line)
+    with open(kept_path, "wb") as new:
+        for raw, row, _ in _lines(path):
             if row is None or row["step"] > step:
-                discarded.append(line if line.endswith(b"\n") else line + b"\n")
+                discarded.append(raw if raw.endswith(b"\n") else raw + b"\n")
                 continue
-            new.write(line)
+            new.write(raw)
             last = row if "loss" in row else last
         to_disk(new)
     if not discarded:
@@ -393,18 +412,14 @@ class _Wandb:
 
 
 def read_rows(path: str | os.PathLike) -> list[dict[str, Any]]:
-    """Returns every complete row of a `metrics.jsonl`, in order; a torn line is skipped."""
-    with open(path, "rb") as lines:
-        return [row for line in lines if (row := _row(line)) is not None]
+    """Returns every complete row of a `metrics.jsonl`, in order; a torn or damaged line is left out."""
+    return [line.row for line in _lines(path) if line.row is not None]
 
 
 def missing_steps(path: pathlib.Path, last_step: int) -> list[range]:
     """Returns the steps of 1 .. last_step that have no training row, in order."""
-    steps = {last_step + 1}
-    if path.exists():
-        with open(path, "rb") as lines:
-            rows = (row for line in lines if (row := _row(line)) is not None)
-            steps |= {row["step"] for row in rows if "loss" in row and 0 < row["step"] <= last_step}
+    rows = read_rows(path)
+    steps = {last_step + 1} | {row["step"] for row in rows if "loss" in row and 0 < row["step"] <= last_step}
     missing, first = [], 1
     for step in sorted(steps):
         if step > first:
@@ -413,20 +428,10 @@ def missing_steps(path: pathlib.Path, last_step: int) -> list[range]:
     return missing
 
 
-def num_damaged(path: pathlib.Path) -> int:
-    """Returns the number of lines that end, so that no kill has cut them short, and are no rows."""
-    if not path.exists():
-        return 0
-    with open(path, "rb") as lines:
-        return sum(line.endswith(b"\n") and _row(line) is None for line in lines)
+def damage(path: pathlib.Path) -> list[str]:
+    """Returns what is wrong with each line that ends, so that no kill has cut it short, and is no row."""
+    return [line.why for line in _lines(path) if line.why]
 
 
-def _row(line: bytes) -> dict[str, Any] | None:
-    """Returns the row of a line; None for a line truncated by a kill."""
-    if not line.endswith(b"\n"):
-        return None
-    with contextlib.suppress(ValueError, RecursionError):
-        row = json.loads(line)
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
-            return row
-    return None
+def _lines(path: str | os.PathLike) -> Iterator[Line]:
+    return read_lines(path, lambda row: _TrainRow if "loss" in row else _Row, allow_nan=True)

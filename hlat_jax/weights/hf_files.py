@@ -7,7 +7,8 @@ import shutil
 from typing import Any
 
 from hlat_jax.data.tokenizer import Tokenizer
-from hlat_jax.store.atomic_files import read_json, write_whole
+from hlat_jax.store.atomic_files import write_whole
+from hlat_jax.store.typed_json import read_json
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
 # Files that are copied along with the weights.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ import numpy as np
 from hlat_jax.config import ModelConfig
 from hlat_jax.model import abstract_params
 from hlat_jax.store.array_reading import Bounds, read_parts
-from hlat_jax.store.atomic_files import check_name, read_json
+from hlat_jax.store.typed_json import check_name, read_json
 from hlat_jax.weights import hf_names, path_checks
 from hlat_jax.weights.hf_config import model_config, unknown_fields
 from hlat_jax.weights.hf_files import INDEX_FILE, SINGLE_FILE
@@ -78,6 +78,10 @@ class HFCheckpoint:
                 self.nonfinite.append(f"{self.folder}: {count:,} of {values.size:,} values of {name} are not finite.")
             tensors.append(values)
         return entry.join([bits(tensor) for tensor in tensors]).view(self.dtype)
+
+
+class _Index(TypedDict):
+    weight_map: dict[str, str]
 
 
 def open_checkpoint(
@@ -146,9 +150,7 @@ def _tensors(folder: pathlib.Path) -> dict[str, StoredTensor]:
             f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}, only {_some(others)}; fetch the safetensors or save "
             "the model again with transformers, which writes them."
         )
-    where = read_json(index).get("weight_map")
-    if not isinstance(where, dict):
-        raise ValueError(f"{index} has no weight_map; fetch that file again.")
+    where = read_json(index, _Index)["weight_map"]
     found: dict[str, StoredTensor] = {}
     files = {check_name(name, f"{index}: weight_map[{repr(tensor)[:100]}]") for tensor, name in where.items()}
     for name in sorted(files):

@@ -12,7 +12,7 @@ import numpy as np
 from hlat_jax.config import ModelConfig, typed, with_renamed_keys
 from hlat_jax.data import kept_tokenizer
 from hlat_jax.data.tokenizer import Tokenizer
-from hlat_jax.store.atomic_files import read_json
+from hlat_jax.store.typed_json import read_json
 from hlat_jax.weights.hf_config import architecture, model_config
 from hlat_jax.weights.hf_files import is_hugging_face, tokenizer_file
 from hlat_jax.weights.path_checks import FILES, WEIGHTS_FILE

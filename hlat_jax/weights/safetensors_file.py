@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import safetensors
 
-from hlat_jax.store import atomic_files
 from hlat_jax.store.array_reading import aligned_empty
+from hlat_jax.store.typed_json import parse_json
 
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
 MAX_HEADER_BYTES = 32 << 20  # about 300,000 tensors; the library itself allows 100 MB
@@ -91,7 +91,7 @@ def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
         raise ValueError(f"{path} is not a safetensors file, or is damaged: {reason}. Fetch that file again.") from None
     with open(path, "rb") as file:
         file.seek(8)
-        header = atomic_files.parse_json(file.read(length), where=f"{path}: the safetensors header")
+        header = parse_json(file.read(length), where=f"{path}: the safetensors header")
     header.pop("__metadata__", None)
     return {
         name: StoredTensor(path, name, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])

@@ -16,7 +16,7 @@ import os
 import pathlib
 import shutil
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import jax
 import numpy as np
@@ -25,10 +25,19 @@ from hlat_jax.config import ModelConfig
 from hlat_jax.host import process
 from hlat_jax.store import atomic_files
 from hlat_jax.store.integrity import damage, seal
+from hlat_jax.store.typed_json import Count, check_name, checked, read_json
 from hlat_jax.weights.path_checks import FILES, WEIGHTS_FILE
 from hlat_jax.weights.safetensors_file import DTYPES, Writer, read_header
 
 _ARRAYS, _FORMAT = "arrays", 1
+
+
+class _About(TypedDict):
+    model: dict
+    step: Count
+    tokenizer: str
+    begins_with_bos: NotRequired[bool | None]
+    stop_ids: NotRequired[list[int]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,24 +150,15 @@ def read_about(folder: pathlib.Path) -> dict[str, Any]:
     if why:
         raise ValueError(f"{folder} is damaged ({why}); import or average it again.")
     path = folder / WEIGHTS_FILE
-    about = atomic_files.read_json(path)
+    about = read_json(path)
     if about.get("format") != _FORMAT:
         raise ValueError(
             f"{folder} has layout version {about.get('format')}; this version of hlat_jax reads version {_FORMAT}."
         )
-    about = {"begins_with_bos": None, "stop_ids": []} | about  # earlier versions wrote neither
-    kinds = {"model": dict, "step": int, "tokenizer": str, "begins_with_bos": bool | None, "stop_ids": list}
-    for key, kind in kinds.items():
-        if key not in about or not isinstance(about[key], kind):
-            what = getattr(kind, "__name__", kind)
-            raise ValueError(f"{path}: {key}={repr(about.get(key))[:100]} must be {what}; import or average it again.")
-    if any(type(token) is not int for token in about["stop_ids"]):
-        raise ValueError(
-            f"{path}: stop_ids={repr(about['stop_ids'])[:100]} must be token ids; import or average it again."
-        )
+    checked(about, _About, where=str(path))
     if about["tokenizer"]:
-        atomic_files.check_name(about["tokenizer"], f"{path}: tokenizer")
-    return about
+        check_name(about["tokenizer"], f"{path}: tokenizer")
+    return {"begins_with_bos": None, "stop_ids": []} | about  # earlier versions wrote neither
 
 
 def stored_leaves(folder: pathlib.Path) -> dict[str, Any]:

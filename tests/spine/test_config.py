@@ -39,7 +39,7 @@ from hlat_jax.run.compilation import RECORD_FILE
 from hlat_jax.run.machine import fitting_program
 from hlat_jax.run.nonfinite import NonFiniteError
 from hlat_jax.step import make_program
-from hlat_jax.store.atomic_files import read_json
+from hlat_jax.store.typed_json import read_json
 from hlat_jax.weights import weights_folder
 from hlat_jax.weights.trained import leaves_by_name
 

@@ -434,10 +434,10 @@ DATA = {"batch_size": 2, "seq_len": 8, "packing": "concat"}
 
 @pytest.mark.quick_cases(
     "<lambda>-data.batch_size=0 must be",
-    "<lambda>-metadata.num_nonfinite=None must be",
+    "<lambda>-metadata.num_nonfinite is missing; it must be",
     "<lambda>-metadata.tokens='x' must be an integer",
-    "<lambda>-metadata.tokens=None must be an integer",
-    "<lambda>-metadata=None must be",
+    "<lambda>-metadata.tokens is missing; it must be an integer",
+    "<lambda>-metadata is missing; it must be",
     "<lambda>-position=.* must be a list of integers",
     "<lambda>-position=2 must be a list of integers",
     "<lambda>-step='2' must be an integer",
@@ -445,15 +445,15 @@ DATA = {"batch_size": 2, "seq_len": 8, "packing": "concat"}
 @pytest.mark.parametrize(
     ("change", "field"),
     [
-        (lambda run: run.clear(), "position=None must be"),
-        (lambda run: run.pop("metadata"), "metadata=None must be"),
+        (lambda run: run.clear(), "position is missing; it must be"),
+        (lambda run: run.pop("metadata"), "metadata is missing; it must be"),
         (lambda run: run.update(metadata=[]), r"metadata=\[\] must be an object"),
         (lambda run: run["metadata"].update(config=[]), r"metadata.config=\[\] must be an object"),
         (lambda run: run["metadata"]["config"].update(data=[]), r"metadata.config.data=\[\] must be"),
-        (lambda run: run["metadata"].pop("tokens"), "metadata.tokens=None must be an integer"),
+        (lambda run: run["metadata"].pop("tokens"), "metadata.tokens is missing; it must be an integer"),
         (lambda run: run["metadata"].update(tokens="x"), "metadata.tokens='x' must be an integer"),
         (lambda run: run["metadata"].update(tokens=10**400), "metadata.tokens=10+ must be an integer"),
-        (lambda run: run["metadata"].pop("num_nonfinite"), "metadata.num_nonfinite=None must be"),
+        (lambda run: run["metadata"].pop("num_nonfinite"), "metadata.num_nonfinite is missing; it must be"),
         (lambda run: run["metadata"]["config"]["data"].update(batch_size=0), "data.batch_size=0 must be"),
         (lambda run: run["metadata"]["config"]["data"].update(seq_len=1), "data.seq_len=1 must be"),
         (lambda run: run["metadata"]["config"]["data"].update(packing=[]), r"data.packing=\[\] must be"),

@@ -19,7 +19,7 @@ import pathlib
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TextIO
+from typing import Annotated, Any, TextIO
 
 from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.config import counted
@@ -29,13 +29,15 @@ from hlat_jax.data.build.workers import COUNTS, SharedState, start_worker
 from hlat_jax.data.formats.built import FORMAT, index_path
 from hlat_jax.data.formats.files import MANIFEST_NAME, SHARD_SUFFIX
 from hlat_jax.data.tokenizer import Tokenizer
-from hlat_jax.store.atomic_files import check_name, parse_json, read_json, sync_folder
+from hlat_jax.store.atomic_files import sync_folder
 from hlat_jax.store.metrics import duration
 from hlat_jax.store.progress import ProgressBar
+from hlat_jax.store.typed_json import check_name, read_json
 
 _BUILDING = ".building"
 _FEW_DOCUMENTS = 32  # batches of that many rows are common
 _PLAN, _RENAMES = "plan.json", "renames.json"
+_Rename = Annotated[list[str], "two names", lambda pair: len(pair) == 2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,8 +146,8 @@ def _complete(out: pathlib.Path, plan: dict[str, Any]) -> dict[str, Any] | None:
         return None
     try:
         manifest = read_json(path)
-        is_same = manifest["plan"] == _plan_hash(plan)
-    except (ValueError, KeyError, TypeError):
+        is_same = manifest.get("plan") == _plan_hash(plan)
+    except ValueError:
         is_same = False
     if not is_same:
         raise ValueError(
@@ -310,9 +312,10 @@ def _write_manifest(folder: pathlib.Path, manifest: dict[str, Any], *, metadata:
 def _put_in_place(out: pathlib.Path, folder: pathlib.Path) -> dict[str, Any]:
     """Renames the shards and then the manifest into DIR, resuming after a kill; returns the manifest."""
     path = folder / _RENAMES
-    renames = parse_json(path.read_bytes(), where=str(path), kind=list)
-    if not all(isinstance(pair, list) and len(pair) == 2 for pair in renames):
-        raise ValueError(f"{path} is damaged; remove {out} and build the dataset again.")
+    try:
+        renames = read_json(path, list[_Rename])
+    except ValueError as error:
+        raise ValueError(f"{str(error).rstrip('.')}; remove {out} and build the dataset again.") from None
     for old, new in renames:
         for name in (old, new):
             check_name(name, str(path))

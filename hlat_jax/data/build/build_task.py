@@ -14,8 +14,9 @@ import dataclasses
 import functools
 import json
 import pathlib
+import re
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, TypedDict
 
 import numpy as np
 
@@ -24,7 +25,7 @@ from hlat_jax.data.build.workers import COUNTS, BuildStopped, SharedState, worke
 from hlat_jax.data.formats.files import SHARD_SUFFIX
 from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.data.tokenizer import Tokenizer
-from hlat_jax.store.atomic_files import read_json
+from hlat_jax.store.typed_json import Count, checked, read_json
 
 _BLOCK_CHARS = 1 << 18  # of documents encoded by one thread at a time
 _AHEAD_CHARS = 1 << 26
@@ -49,6 +50,34 @@ class BuildOptions:
     on_bad_record: str = "raise"
     prepend_bos: bool = False
     batch_size: int = 1
+
+
+class _Counts(TypedDict):
+    documents: Count
+    bytes: Count
+    tokens: Count
+    bad_records: Count
+
+
+class _Metadata(_Counts):
+    """What lies beside a finished shard."""
+
+    name: str
+    plan: str
+    last: bool
+    position: Annotated[list[Count], "two integers of at least 0", lambda place: len(place) == 2]
+    bad: list
+    content: Annotated[str, "32 hex digits", lambda text: re.fullmatch("[0-9a-f]{32}", text)]
+    sources: dict[str, _Counts]
+
+
+class _Written(TypedDict):
+    """What lies there too if the shard has documents."""
+
+    file_bytes: Count
+    blake2b: str
+    index_blake2b: str | None
+    long: list
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,14 +133,14 @@ def finished_shards(task: Task, *, folder: pathlib.Path, options: BuildOptions) 
         if not _metadata_path(path).exists():
             break
         try:
-            metadata = read_json(_metadata_path(path))
-            if metadata["plan"] != task.plan_hash or not isinstance(metadata["last"], bool):
+            metadata = read_json(_metadata_path(path), _Metadata)
+            if metadata["plan"] != task.plan_hash:
                 break
             if metadata["bad_records"] and options.on_bad_record == "raise":
                 break
-            if metadata["documents"] and not shards.is_intact(path, metadata):
+            if metadata["documents"] and not shards.is_intact(path, checked(metadata, _Written, where=str(path))):
                 break
-        except (ValueError, KeyError, TypeError):
+        except ValueError:
             break
         found.append(metadata)
     return found

@@ -140,7 +140,7 @@ def text_of(ids: np.ndarray, *, tokenizer: Tokenizer, begins: bool) -> str:
 def _compare(found: str, workdir: pathlib.Path, step: int) -> int:
     """Prints whether the run trained on this batch; returns the exit code."""
     path = workdir / ROWS_FILE
-    rows = [row for row in read_rows(path) if "batch_hash" in row] if path.exists() else []
+    rows = [row for row in read_rows(path) if "batch_hash" in row]
     rows = [row for row in rows if row.get("batch", row["step"]) == step]  # `batch` where train.skip_steps is set
     if not rows:
         print(f"\nbatch {found}; {path} has no row of step {step} to compare it with")

@@ -20,18 +20,29 @@ import threading
 import zipfile
 import zlib
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any, Literal, TypedDict
 
 import numpy as np
 
 from hlat_jax.data.formats import records
 from hlat_jax.data.formats.array_record import open_reader
 from hlat_jax.data.formats.files import MANIFEST_NAME, SHARD_SUFFIX, DataFile, NotFound, Snapshot, format_error
-from hlat_jax.store.atomic_files import check_name, read_json
+from hlat_jax.store.typed_json import Count, check_name, checked, read_json
 
 FORMAT = 2
 _MAX_OPEN_SHARDS = 128
 _LARGE_RECORD_BYTES = 16 << 20
+
+
+class _BuiltSource(TypedDict):
+    name: str
+    documents: Count
+
+
+class _Shard(_BuiltSource):
+    bytes: Count
+    tokens: Count | None
+    long: list[Annotated[list[int], "[document, records]", lambda pair: len(pair) == 2]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,18 +50,28 @@ class BuiltManifest:
     """The manifest.json of a dataset. Byte counts are UTF-8 bytes of text; counts that do not apply are None."""
 
     format: int
-    kind: str
-    documents: int
-    bytes: int
-    tokens: int | None
+    kind: Literal["text", "tokens"]
+    documents: Count
+    bytes: Count
+    tokens: Count | None
     content_hash: str
     tokenizer_sha256: str | None
-    vocab_size: int | None
+    vocab_size: Count | None
     eos_id: int | None
     max_document_chars: int | None
-    sources: list[dict[str, Any]]
-    shards: list[dict[str, Any]]
+    sources: list[_BuiltSource]
+    shards: list[_Shard]
     prepend_bos: bool = False
+
+
+class _ShardOfTokens(TypedDict):
+    tokens: Count
+
+
+class _OfTokens(TypedDict):
+    tokens: Count
+    vocab_size: Count
+    shards: list[_ShardOfTokens]
 
 
 def read_manifest(folder: str | os.PathLike) -> BuiltManifest:
@@ -67,35 +88,19 @@ def read_manifest(folder: str | os.PathLike) -> BuiltManifest:
         if isinstance(error, FileNotFoundError):
             raise NotFound(damaged) from None
         raise format_error(path, error, damaged=damaged) from None
-    names = [field.name for field in dataclasses.fields(BuiltManifest)]
-    fields.setdefault("prepend_bos", False)  # written only where it is true
-    missing = [name for name in names if name not in fields]
-    if missing:
-        raise ValueError(f"{path} lacks {', '.join(missing)}; build the dataset again.")
-    if fields["format"] != FORMAT or fields["kind"] not in ("text", "tokens"):
+    if fields.get("format", FORMAT) != FORMAT:
         raise ValueError(
-            f"{path} has format {fields['format']} and kind {fields['kind']!r}; this hlat_jax reads format {FORMAT}, "
-            "text or tokens. Build the dataset again, or use the release that wrote it."
+            f"{path} has format {fields['format']}; this hlat_jax reads format {FORMAT}. Build the dataset again, or "
+            "use the release that wrote it."
         )
-    kinds = {"documents": int, "bytes": int}
-    kinds |= {"tokens": int, "vocab_size": int} if fields["kind"] == "tokens" else {}
-    per_shard = {"name": str} | {key: kinds[key] for key in kinds if key != "vocab_size"}
-    per_shard |= {"long": list} if fields["kind"] == "text" else {}
-    if not (
-        _has(fields, kinds)
-        and all(isinstance(fields[key], list) for key in ("shards", "sources"))
-        and all(_has(shard, per_shard) for shard in fields["shards"])
-        and all(_has(source, {"name": str, "documents": int}) for source in fields["sources"])
-    ):
-        raise ValueError(f"{path} is damaged: names or counts are missing; build the dataset again.")
-    return BuiltManifest(**{name: fields[name] for name in names})
-
-
-def _has(fields: Any, kinds: dict[str, type]) -> bool:
-    """Returns whether `fields` is a dict with values of these types and without negative numbers."""
-    if not isinstance(fields, dict) or not all(isinstance(fields.get(key), kind) for key, kind in kinds.items()):
-        return False
-    return all(0 <= fields[key] < 1 << 63 for key, kind in kinds.items() if kind is int)
+    try:
+        checked(fields, BuiltManifest, where=str(path))
+        if fields["kind"] == "tokens":
+            checked(fields, _OfTokens, where=str(path))
+    except ValueError as error:
+        raise ValueError(f"{str(error).rstrip('.')}; build the dataset again.") from None
+    names = [field.name for field in dataclasses.fields(BuiltManifest)]
+    return BuiltManifest(**{name: fields[name] for name in names if name in fields})
 
 
 class _Shards:
@@ -223,10 +228,7 @@ class _LongDocuments:
     """
 
     def __init__(self, shard: dict[str, Any], *, folder: pathlib.Path):
-        try:
-            pairs = np.asarray(shard["long"], np.int64).reshape(-1, 2)
-        except (ValueError, TypeError, OverflowError):
-            pairs = np.asarray([[-1, 0]])
+        pairs = np.asarray(shard["long"], np.int64).reshape(-1, 2)
         self._documents = pairs[:, 0]
         self._extra_records = records.starts(pairs[:, 1] - 1)  # before each of them, in addition to one per document
         inside = (pairs >= [0, 2]).all() and (pairs[:, 0] < shard["documents"]).all()

@@ -13,7 +13,7 @@ import pathlib
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, NotRequired, TypedDict
 
 import hlat_jax
 from hlat_jax.config import counted
@@ -27,7 +27,7 @@ from hlat_jax.data.formats.files import (
     reason,
 )
 from hlat_jax.host.path_checks import check_file
-from hlat_jax.store.atomic_files import read_json
+from hlat_jax.store.typed_json import read_json
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 PARQUET_SUFFIXES = (".parquet",)
@@ -235,6 +235,16 @@ def _data_paths(paths: Sequence[str], *, found: FoundFiles) -> list[str]:
     return data
 
 
+class _Named(TypedDict):
+    name: str
+
+
+class _Built(TypedDict):
+    kind: str
+    shards: list
+    sources: NotRequired[list[_Named]]
+
+
 def _is_built(folder: str | os.PathLike) -> bool:
     """Returns whether `build` wrote this folder; another program's manifest.json does not count."""
     return _manifest(folder)["kind"] in ("text", "tokens")
@@ -245,14 +255,11 @@ def _manifest(folder: str | os.PathLike) -> dict[str, Any]:
 
     The shards of a dataset whose manifest is damaged are then an error, as single files.
     """
-    nothing = {"kind": "", "sources": []}
     try:
-        manifest = read_json(pathlib.Path(folder) / MANIFEST_NAME)
-        if not isinstance(manifest["shards"], list):
-            return nothing
-        return {"kind": manifest["kind"], "sources": [str(source["name"]) for source in manifest.get("sources", [])]}
-    except (ValueError, OSError, KeyError, TypeError, AttributeError):
-        return nothing
+        manifest = read_json(pathlib.Path(folder) / MANIFEST_NAME, _Built)
+        return {"kind": manifest["kind"], "sources": [source["name"] for source in manifest.get("sources", [])]}
+    except (ValueError, OSError):
+        return {"kind": "", "sources": []}
 
 
 def _is_data(name: str) -> bool:

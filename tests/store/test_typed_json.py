@@ -1,0 +1,149 @@
+"""JSON and the names in it are checked as they are read: every error has the file, the line and the field."""
+
+import dataclasses
+import json
+import os
+import time
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
+
+import pytest
+
+from hlat_jax.store import typed_json
+from hlat_jax.store.typed_json import Count, checked
+
+
+@dataclasses.dataclass
+class Size:
+    num_rows: int
+    unit: str = "rows"
+
+
+class Inner(TypedDict):
+    sums: dict[str, Annotated[list[int], "[bytes, CRC-32]", lambda sums: len(sums) == 2]]
+
+
+class Whole(TypedDict):
+    step: Count
+    loss: NotRequired[float]
+    packing: Literal["concat", "documents"]
+    size: Size
+    inner: Inner | None
+    anything: Any
+
+
+VALID = {"step": 1, "packing": "concat", "size": {"num_rows": 2}, "inner": None, "anything": "x"}
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({}, ""),
+        ({"loss": 2, "inner": {"sums": {"a": [1, 2]}}, "unknown": []}, ""),
+        ({"step": "abc"}, "step='abc' must be an integer of at least 0."),
+        ({"step": -1}, "step=-1 must be an integer of at least 0."),
+        ({"step": True}, "step=True must be an integer of at least 0."),
+        ({"step": 2**63}, "step=9223372036854775808 must be an integer of at least 0."),
+        ({"step": 1.0}, "step=1.0 must be an integer of at least 0."),
+        ({"loss": [1.0]}, "loss=[1.0] must be a number."),
+        ({"loss": 10**400}, f"loss=1{'0' * 99} must be a number."),
+        ({"loss": None}, "loss=None must be a number."),
+        ({"packing": []}, "packing=[] must be 'concat' or 'documents'."),
+        ({"size": {"unit": "rows"}}, "size.num_rows is missing; it must be an integer."),
+        ({"size": {"num_rows": 2, "unit": 3}}, "size.unit=3 must be text."),
+        ({"inner": 3}, "inner=3 must be an object or null."),
+        ({"inner": {"sums": {"a": [1]}}}, "inner.sums['a']=[1] must be [bytes, CRC-32]."),
+        ({"inner": {"sums": {"a": [1, "2"]}}}, "inner.sums['a']=[1, '2'] must be [bytes, CRC-32]."),
+    ],
+)
+def test_fields_of_another_kind_are_refused_by_name(changed, message):
+    value = VALID | changed
+    if not message:
+        assert checked(value, Whole, where="a.json") is value
+        return
+    with pytest.raises(ValueError, match=r"^a\.json") as caught:
+        checked(value, Whole, where="a.json")
+    assert str(caught.value) == f"a.json: {message}"
+
+
+def test_items_of_lists_and_the_path_of_a_part_are_named():
+    with pytest.raises(ValueError, match=r"^f, line 3: at\.rows\[1\]\[0\]='x' must be an integer\.$"):
+        checked([[1], ["x"]], list[list[int]], where="f, line 3", field="at.rows")
+    assert checked([[1], []], list[int] | list[list[int]], where="f")
+    with pytest.raises(ValueError, match=r"^f must hold a list or a list\.$"):
+        checked({}, list[int] | list[list[int]], where="f")
+
+
+def test_lines_of_a_log_are_rows_or_say_why_not(tmp_path):
+    path = tmp_path / "log.jsonl"
+    rows = [VALID, VALID | {"step": "x"}, VALID]
+    path.write_bytes(b"".join(json.dumps(row).encode() + b"\n" for row in rows) + b'{"step')
+    lines = list(typed_json.read_lines(path, lambda row: Whole))
+    assert [line.row for line in lines] == [VALID, None, VALID, None]
+    assert [line.why for line in lines] == ["", f"{path}, line 2: step='x' must be an integer of at least 0", "", ""]
+    assert b"".join(line.raw for line in lines) == path.read_bytes()
+    assert list(typed_json.read_lines(tmp_path / "none.jsonl", lambda row: Whole)) == []
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"[" * 100_000, "nested deeper than 100 levels"),
+        (b'{"a": ' * 500 + b"1" + b"}" * 500, "nested deeper than 100 levels"),
+        (b"[]", "must hold an object"),
+        (b"", "is not JSON: Expecting value"),
+        (b'{"a": 1, "a": 2}', "is not JSON: key 'a' appears twice"),
+        (b'{"%s": 1, "%s": 2}' % (b"a" * 1000, b"a" * 1000), "is not JSON: key 'a{99} appears twice"),
+        (b'{"a": NaN}', "is not JSON: NaN is not a finite number"),
+        (b'{"a": 1e999}', "is not JSON: 1e999 is not a finite number"),
+        (b'{"a": 1' + b"0" * 10_000 + b".0}", "is not JSON: 10{99} is not a finite number"),
+        (b'{"a": ' + b"9" * 10_000 + b"}", "is not JSON: Exceeds the limit"),
+        (rb'{"a": ["\ud800"]}', "is not JSON: 'utf-8' codec can't encode character .* surrogates not allowed"),
+        (rb'{"\udfff": 1}', "is not JSON: 'utf-8' codec can't encode character .* surrogates not allowed"),
+        (b'{"a": "\xff"}', "is not JSON: 'utf-8' codec can't decode byte 0xff"),
+        (b"\xef\xbb\xbf{}", "is not JSON: Unexpected UTF-8 BOM"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_json_that_is_malformed_or_ambiguous_is_refused_naming_the_file(content, message, tmp_path):
+    path = tmp_path / "a.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=message) as caught:
+        typed_json.read_json(path)
+    assert str(caught.value).startswith(str(path))
+
+
+def test_duplicate_key_among_many_is_found_quickly():
+    keys = ",".join(f'"{number}": 0' for number in [*range(40_000), 39_999])
+    start_s = time.process_time()
+    with pytest.raises(ValueError, match="key '39999' appears twice"):
+        typed_json.parse_json(f"{{{keys}}}".encode(), where="a.json")
+    assert time.process_time() - start_s < 5
+
+
+def test_json_from_a_fifo_is_refused_without_blocking(tmp_path):
+    os.mkfifo(tmp_path / "a.json")
+    with pytest.raises(ValueError, match=r"a\.json is not a regular file"):
+        typed_json.read_json(tmp_path / "a.json")
+
+
+def test_json_with_100_levels_is_read(tmp_path):
+    (tmp_path / "a.json").write_text('{"a": ' * 100 + "1" + "}" * 100)
+    assert typed_json.read_json(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", ".", "..", "/a", "../a", "a/../b", "a//b", "./a", "a/", "a\0b", "a\nb", "\ud800", "a" * 256, 7, None, []],
+)
+def test_names_that_lead_out_of_a_folder_are_refused(name):
+    for allow_folders in (False, True):
+        with pytest.raises(ValueError, match=r"^f: field=.* must be "):
+            typed_json.check_name(name, "f: field", allow_folders=allow_folders)
+
+
+def test_plain_names_are_accepted_and_paths_only_if_allowed():
+    for name in ("a", "model-00001-of-00002.safetensors", ".hidden", "..a", "a b", "é"):
+        assert typed_json.check_name(name, "f") == name
+    assert typed_json.check_name("state/d/a..b", "f", allow_folders=True) == "state/d/a..b"
+    with pytest.raises(ValueError, match="must be a plain name without '/'"):
+        typed_json.check_name("state/a", "f")
