@@ -110,6 +110,18 @@ def test_validation_and_evaluation_count_the_bytes_of_the_text(kind, tokenizer_o
     check()
 
 
+def test_unknown_tokens_share_what_the_other_pieces_leave(tokenizer_of):
+    tokenizer, text = tokenizer_of("unknown"), "the \u6771\u4eac dog \u4eac fox"
+    ids = np.append(tokenizer.encode(text), tokenizer.eos_id)
+    for num_bytes, unknown in ((len(text.encode()), (6 + 3) / 2), (None, None)):
+        found = tokenizer.bytes_of(ids, num_bytes)
+        others = found[ids != tokenizer.unk_id]
+        assert others.sum() == len("the  dog  fox")
+        np.testing.assert_array_equal(others, [len(tokenizer.token(i)) * (i != tokenizer.eos_id) for i in ids if i])
+        expected = unknown or others[others > 0].mean()
+        np.testing.assert_allclose(found[ids == tokenizer.unk_id], [expected] * 2, rtol=1e-12)
+
+
 @pytest.mark.parametrize("kind", ["nfkc", "bytes"])
 @pytest.mark.parametrize("prepend_bos", [False, True])
 def test_stored_ids_have_the_bytes_and_batches_of_their_text(kind, prepend_bos, tokenizer_of, tmp_path):
