@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
 def _packages(old: Release, new: Release) -> Iterator[str]:
     for name in (*PYTHON_PACKAGES, *SYSTEM_PACKAGES):
         if old.packages[name] != new.packages[name]:
-            yield f"{name:<24}{neuron_sdk.readable(old.packages[name])} -> {neuron_sdk.readable(new.packages[name])}"
+            yield f"{name:<24}{old.packages[name]} -> {new.packages[name]}"
     rows = {"JAX": (old.jax, new.jax), "Python": (neuron_sdk.pythons(old), neuron_sdk.pythons(new))}
     rows |= {"operating systems": (", ".join(old.systems), ", ".join(new.systems))}
     rows |= {"container images": (old.container_os, new.container_os)}

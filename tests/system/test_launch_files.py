@@ -13,7 +13,7 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from test_launch import nodes_of
+from test_launch import PATH, nodes_of
 
 from hlat_jax import config as config_lib
 from hlat_jax import cost
@@ -186,7 +186,7 @@ def test_run_manifest_starts_valid_commands():
     config = resolve(config_lib.load("7b"))
     for node in range(spec["completions"]):
         command = [word.replace("$(NODE)", str(node)) for word in container["command"]]
-        env = {"PATH": os.environ["PATH"], "PYTHON": sys.executable}
+        env = {"PATH": PATH, "PYTHON": sys.executable}
         done = subprocess.run(
             [*command, "--dry-run"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=True
         )
