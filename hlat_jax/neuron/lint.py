@@ -173,7 +173,7 @@ def _hits(
         (per_device, partitioned.size_findings(per_device)),
         (per_device, partitioned.shift_findings(per_device)),
         (per_device, partitioned.lookup_findings(per_device)),
-        (per_device, unrolled.findings(per_device, target=target)),
+        (per_device, unrolled.findings(per_device, target=target, compiler_flags=compiler_flags)),
     ):
         for rule, what, op in found:
             yield rule, what, op, owner

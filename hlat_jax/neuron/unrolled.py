@@ -26,11 +26,11 @@ from hlat_jax.neuron.operators import static_limit
 from hlat_jax.neuron.partitioned import local_result
 from hlat_jax.plan.instructions import (
     NOTE,
-    PROGRAM_LIMIT,
     Instructions,
     element_tiles,
     operation_limit,
     product_tiles,
+    program_limit,
     rounded,
 )
 
@@ -44,15 +44,15 @@ _BODIES = ("stablehlo.reduce", "stablehlo.reduce_window", "stablehlo.scatter", "
 _BODIES += ("stablehlo.reduce_scatter", "sdy.all_reduce", "sdy.reduce_scatter")
 
 
-def findings(program: Program, *, target: str) -> Iterator[tuple[str, str, Any]]:
+def findings(program: Program, *, target: str, compiler_flags: str = "") -> Iterator[tuple[str, str, Any]]:
     """Yields (rule, what, operation) of CG01 for a program, and of CG02 for each operation, above the public limits."""
     counts = _counted(program)
-    whole, limit = _total(counts), operation_limit(target)
-    if whole.unrolled > PROGRAM_LIMIT:
+    whole, limit, most = _total(counts), operation_limit(target), program_limit(compiler_flags)
+    if whole.unrolled > most:
         op, tiles, trips = max(counts, key=lambda count: count[1] * count[2])
         loops = f"about {rounded(whole.unrolled)} instructions with every loop unrolled, {rounded(whole.looped)} with "
         share = f"none; {tiles * trips / whole.unrolled:.0%} of them in this operation"
-        yield "CG01", f"{loops}{share} (limit {PROGRAM_LIMIT:,}; {NOTE})", op
+        yield "CG01", f"{loops}{share} (limit {most:,}; {NOTE})", op
     for op, tiles, _ in counts:
         if tiles > limit:
             yield "CG02", f"about {rounded(tiles)} instructions (limit {limit:,}; {NOTE})", op

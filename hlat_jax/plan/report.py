@@ -113,8 +113,12 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
         "saving": _saving(program.abstract_state, site),
     }
     if target.platform == "neuron":
-        limits = {"limit": instructions.PROGRAM_LIMIT, "operation_limit": instructions.operation_limit(site.target)}
-        estimates = {name: dataclasses.asdict(one) for name, one in step_instructions(program).items()}
+        limit = instructions.program_limit(config.train.compiler_flags)
+        limits = {"limit": limit, "operation_limit": instructions.operation_limit(site.target)}
+        found_instructions = step_instructions(program)
+        estimates = {
+            name: dataclasses.asdict(one) | {"judged": one.judged(name)} for name, one in found_instructions.items()
+        }
         plan["instructions"] = {"programs": estimates} | limits
     if target.device.peak_flops:
         seconds = roofline.projected(jaxpr, found, target=target, mesh=layout.mesh, state_bytes=memory.state)

@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from hlat_jax.byte_sizes import format_bytes
-from hlat_jax.plan.instructions import NOTE, OPERATION_ADVICE, program_advice, rounded
+from hlat_jax.plan.instructions import (
+    LIMIT_FLAG,
+    NOTE,
+    OPERATION_ADVICE,
+    PROGRAM_LIMIT,
+    program_advice,
+    rounded,
+)
 from hlat_jax.plan.memory import STAGES_ERROR, TEMPORARIES_ERROR, DeviceBytes
 
 
@@ -130,9 +137,10 @@ def instruction_lines(found: dict[str, Any]) -> list[str]:
     largest = max(one["largest"] for one in found["programs"].values())
     line = f"instructions     about {rounded(program['unrolled'])} in program {name} with every loop unrolled, "
     line += f"{rounded(program['looped'])} with none; {rounded(largest)} in the largest operation ({NOTE})"
-    limits = f"public logs show {found['limit']:,} per program and {found['operation_limit']:,} per operation"
+    whose = "public logs show" if found["limit"] == PROGRAM_LIMIT else f"{LIMIT_FLAG} and public logs give"
+    limits = f"{whose} {found['limit']:,} per program and {found['operation_limit']:,} per operation"
     advice = []
-    above = [name for name, one in found["programs"].items() if one["unrolled"] > found["limit"]]
+    above = [name for name, one in found["programs"].items() if one["judged"] > found["limit"]]
     if above:
         advice.append(f"  WARNING for {', '.join(above)}: {limits}; {program_advice(above)}")
     if largest > found["operation_limit"]:

@@ -924,6 +924,10 @@ VALIDATED = {False: (), True: ("--config.data.validation=held_out.parquet",)}  #
 @pytest.mark.parametrize("target", ["trn1", "trn2"])
 @pytest.mark.parametrize("name", sorted(config_lib.shipped()))
 def test_lint_of_a_shipped_config_has_no_error_and_no_unexplained_warning(name, target, tmp_path, lint_here):
+    if (name, target) == ("llama3_8b", "trn1"):  # a recipe of trn2: its kernels are not documented for trn1
+        code, _, error = lint_here("--config=llama3_8b", "--target=trn1")
+        assert (code, "AWS documents NKI for trn2 and trn3 only" in error) == (2, True)
+        return
     began = time.monotonic()
     words = (f"--config={name}", f"--target={target}", f"--json={tmp_path / 'found.json'}", *VALIDATED[name == "70b"])
     code, printed, error = lint_here(*words)
