@@ -103,7 +103,8 @@ def run_check(check: Check) -> tuple[Outcome, float]:
     except Exception as error:  # whatever the error, the later checks still run
         lines = str(error).strip().splitlines()
         found = f"{type(error).__name__}: {lines[0][:300] if lines else 'no message'}"
-        outcome = Outcome(FAILED, found, "fix the first failure above, or search for this message")
+        advice = installation.compiler_killed(str(error)) or "fix the first failure above, or search for this message"
+        outcome = Outcome(FAILED, found, advice)
     return outcome, time.monotonic() - began
 
 

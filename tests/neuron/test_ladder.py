@@ -253,6 +253,19 @@ def test_ladder_rejects_invalid_flags(words, message, ladder_here):
     assert message in error
 
 
+def test_script_explains_that_the_compiler_was_killed(tmp_path):
+    words = ladder.script(
+        "tiny", [("all", "sh -c 'echo \"[F137] neuronx-cc was forcibly killed\"; exit 1'")], folder="out"
+    )
+    (tmp_path / "ladder.sh").write_text(words)
+    done = subprocess.run(["bash", "ladder.sh"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "neuronx-cc was killed, as a rule because the host has too little memory" in done.stderr
+    (tmp_path / "ladder.sh").write_text(words.replace("[F137] ", "").replace("F137]", "F138]"))
+    other = subprocess.run(["bash", "ladder.sh"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (other.returncode, "host has too little memory" in other.stderr) == (1, False)
+
+
 @pytest.mark.slow
 def test_the_first_rung_trains(tmp_path):
     _, [first, *_] = rungs_of("tiny", 1)
