@@ -9,20 +9,17 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
 from hlat_jax.neuron.module import (
     Program,
     Tensor,
     ancestors,
-    body_ops,
     constant,
-    defining_op,
     enclosing_function,
     tensor,
 )
-from hlat_jax.neuron.operators import static_limit
+from hlat_jax.neuron.operators import static_counter
 from hlat_jax.neuron.partitioned import local_result
 from hlat_jax.plan.instructions import (
     NOTE,
@@ -136,10 +133,8 @@ def execution_count(op: Any, program: Program, times: dict[str, int]) -> int:
 
 def trip_count(loop: Any, program: Program) -> int:
     """Returns the trip count of a static loop that counts up by one from a constant; 1 for any other."""
-    limit = static_limit(loop, program)
-    if limit is None:
+    found = static_counter(loop, program)
+    if found is None:
         return 1
-    [compare] = [op for op in body_ops(loop) if op.name == "stablehlo.compare"]
-    [counter] = [operand for operand in compare.operands if defining_op(operand) is None]
-    start = constant(loop.operands[ir.BlockArgument(counter).arg_number])
-    return max(1, limit - int(start)) if start is not None else 1
+    start = constant(loop.operands[found[0]])
+    return max(1, found[1] - int(start)) if start is not None else 1
