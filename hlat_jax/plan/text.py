@@ -218,7 +218,9 @@ def _projection_lines(plan: dict[str, Any]) -> list[str]:
 
 def _basis(projection: dict[str, Any]) -> str:
     found = projection["calibration"]
-    return f"products at {found['efficiency']:.0%} of full speed" if found else "products at full speed"
+    if not found:
+        return "products at full speed"
+    return f"products at {found['efficiency']:.0%} of full speed, as published for {found['stack']}"
 
 
 def _calibration_lines(projection: dict[str, Any]) -> list[str]:
@@ -228,10 +230,11 @@ def _calibration_lines(projection: dict[str, Any]) -> list[str]:
     where = f"published rows of {found['device']}"
     if found["is_extrapolated"]:
         where += ", extrapolated to this device, for which none are published"
+    others = "".join(f"; as for {name} {step:.3f} s" for name, step in found["other_stacks"].items())
     return [
-        f"  range {found['step_low_s']:.3f} to {found['step_high_s']:.3f} s: that of models held out of the fit to "
-        f"{where}; error on them: median {found['median_error']:.0%}, worst {found['worst_error']:.0%}; at full speed "
-        f"{projection['step_roofline_s']:.3f} s",
+        f"  range {found['step_low_s']:.3f} to {found['step_high_s']:.3f} s: that of models held out of the fits, "
+        f"one for each training library, to {where}; error on them: median {found['median_error']:.0%}, worst "
+        f"{found['worst_error']:.0%}{others}; at full speed {projection['step_roofline_s']:.3f} s",
     ]
 
 
