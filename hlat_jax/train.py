@@ -113,7 +113,8 @@ def _set_environment(config: config_lib.Config, values: flags.FlagValues, *, wor
     )
     # process 0 alone takes the trace
     profile = str((workdir / neuron_env.PROFILE_FOLDER).absolute()) if config.train.profile_steps and not rank else ""
-    found = neuron_env.environment(config.precision, config.parallel, place, current=os.environ, profile=profile)
+    options = {"profile": profile, "config_flags": config.train.compiler_flags}
+    found = neuron_env.environment(config.precision, config.parallel, place, current=os.environ, **options)
     neuron_env.apply(os.environ, found)
     if rank == 0:
         print("\n".join((f"environment      for {nodes} x {instance}", *found.notes)))

@@ -1,6 +1,6 @@
 """NEURON_CC_FLAGS: the flags of neuronx-cc that a run needs, merged with the user's.
 
-Only flags that the neuronx-cc CLI reference documents are set here; the user may append others.
+Only flags that the neuronx-cc CLI reference documents are set here; a config or the user may append others.
 """
 
 from __future__ import annotations
@@ -37,6 +37,17 @@ def compiler_flags(topology: Topology) -> Flags:
     return flags
 
 
+def with_config(flags: Flags, text: str, topology: Topology) -> Flags:
+    """Returns flags with those of `train.compiler_flags`, which replace others of the same name.
+
+    Raises:
+      ValueError: as `joined`.
+    """
+    given = dict(_checked("train.compiler_flags", text, topology))
+    kept = {name: value for name, value in flags.items() if _subject(name) not in map(_subject, given)}
+    return kept | given
+
+
 def joined(flags: Flags, yours: str, topology: Topology) -> tuple[str, list[str]]:
     """Returns (NEURON_CC_FLAGS, a line for each of `flags` that the user overrides).
 
@@ -45,10 +56,7 @@ def joined(flags: Flags, yours: str, topology: Topology) -> tuple[str, list[str]
     Raises:
       ValueError: a renamed flag, or one that contradicts the topology or the config.
     """
-    given: Flags = {}
-    for name, value in _parsed(yours):
-        _check(name, value, topology)
-        given[_subject(name)] = value
+    given = {_subject(name): value for name, value in _checked("NEURON_CC_FLAGS", yours, topology)}
     ours = {name: value for name, value in flags.items() if _subject(name) not in given}
     notes = []
     for name, value in flags.items():
@@ -67,12 +75,18 @@ def _subject(name: str) -> str:
     return name.replace("--disable-", "--enable-")
 
 
+def _checked(where: str, text: str, topology: Topology) -> Iterator[tuple[str, str | None]]:
+    try:
+        for name, value in _parsed(text):
+            _check(name, value, topology)
+            yield name, value
+    except ValueError as error:
+        raise ValueError(f"{where}={text!r}: {error}") from None
+
+
 def _parsed(text: str) -> Iterator[tuple[str, str | None]]:
     """Yields (long name, value) of `--a=b`, `--a b`, `-O1`, `-lnc 2` and `--switch`."""
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise ValueError(f"NEURON_CC_FLAGS={text!r}: {error}.") from None
+    words = shlex.split(text)
     index = 0
     while index < len(words):
         name, is_pair, value = words[index].partition("=")
@@ -87,18 +101,16 @@ def _parsed(text: str) -> Iterator[tuple[str, str | None]]:
 
 def _check(name: str, value: str | None, topology: Topology) -> None:
     if name == "--internal-num-neuroncores-per-sengine":
-        raise ValueError(f"NEURON_CC_FLAGS: {name} is an older name; write --logical-nc-config={topology.lnc}.")
+        raise ValueError(f"{name} is an older name; write --logical-nc-config={topology.lnc}.")
     if name == "--logical-nc-config" and value != str(topology.lnc):
         raise ValueError(
-            f"NEURON_CC_FLAGS: {name}={value}, but the runtime runs with --lnc={topology.lnc} "
+            f"{name}={value}, but the runtime runs with --lnc={topology.lnc} "
             "(NEURON_LOGICAL_NC_CONFIG); leave the flag out, or set the variable to the same value."
         )
     if name == "--auto-cast" and value != "none":
         raise ValueError(
-            f"NEURON_CC_FLAGS: {name}={value} rounds values that precision.policy keeps; set {name}=none and choose "
+            f"{name}={value} rounds values that precision.policy keeps; set {name}=none and choose "
             "another --config.precision.policy."
         )
     if name == "--target" and (value or "")[:4] != topology.kind.target[:4]:
-        raise ValueError(
-            f"NEURON_CC_FLAGS: {name}={value} does not match {topology.instance}; set {name}={topology.kind.target}."
-        )
+        raise ValueError(f"{name}={value} does not match {topology.instance}; set {name}={topology.kind.target}.")

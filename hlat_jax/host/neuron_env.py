@@ -16,7 +16,7 @@ import sys
 from collections.abc import Mapping, MutableMapping
 
 from hlat_jax.config import POLICY_FACTS, ParallelConfig, PrecisionConfig, check_choice
-from hlat_jax.host.neuron_compiler_flags import compiler_flags, joined
+from hlat_jax.host.neuron_compiler_flags import compiler_flags, joined, with_config
 from hlat_jax.host.neuron_groups import DISPUTED, verdict_of_first
 from hlat_jax.host.neuron_topology import (
     COLLECTIVES_PORT,
@@ -91,6 +91,7 @@ def environment(
     *,
     current: Mapping[str, str],
     profile: str = "",
+    config_flags: str = "",
 ) -> Environment:
     """Returns the environment of one process. Idempotent: applied to its own result it returns the same.
 
@@ -101,6 +102,7 @@ def environment(
       current: the variables that are set already; a value of the user's takes precedence, see Environment.notes.
       profile: folder for what JAX's profiler records of the devices (`train.profile_steps`); empty: they are not
         recorded, which takes memory of theirs.
+      config_flags: `train.compiler_flags`.
 
     Raises:
       ValueError: an invalid topology or precision, or a variable of `current` that was removed, or that contradicts
@@ -117,7 +119,7 @@ def environment(
         _check_profile(current)
         ours |= {"NEURON_RT_INSPECT_DEVICE_PROFILE": "1", "NEURON_RT_INSPECT_OUTPUT_DIR": profile}
     _check_contradictions(ours, topology, current)
-    flags = compiler_flags(topology)
+    flags = with_config(compiler_flags(topology), config_flags, topology)
     ours["NEURON_CC_FLAGS"], notes = joined(flags, current.get("NEURON_CC_FLAGS", ""), topology)
     variables = {}
     for name, value in ours.items():

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 # Distributions of Python, and packages of the operating system: these belong to one release together.
 PYTHON_PACKAGES = ("jax-neuronx", "libneuronxla", "neuronx-cc", "nki")
+PIP_INDEX = "https://pip.repos.neuron.amazonaws.com"
 SYSTEM_PACKAGES = ("aws-neuronx-dkms", "aws-neuronx-runtime-lib", "aws-neuronx-collectives")
 
 
@@ -23,8 +24,7 @@ class Release:
     Attributes:
       version: such as "2.33.1".
       date: of the release, ISO.
-      packages: package -> its version. Where the release notes give no number: ">V" for a package that is newer than V,
-        ">=V" for one rebuilt from V without functional changes.
+      packages: package -> its version.
       jax: the version of JAX to use with it.
       numpy: (lowest supported, first unsupported).
       python: (lowest supported, first unsupported).
@@ -128,10 +128,10 @@ RELEASES = (
         date="2026-11-11",
         packages=_2_33_0.packages
         | {
-            "jax-neuronx": ">=0.10.0.1.0.14198",
-            "libneuronxla": ">=3.0.10135.0",
+            "jax-neuronx": "0.10.0.1.0.15472",
+            "libneuronxla": "3.0.12293.0",
             "aws-neuronx-dkms": "2.31.8.0",
-            "aws-neuronx-runtime-lib": ">2.35.30.0",
+            "aws-neuronx-runtime-lib": "2.35.33.0",
             "aws-neuronx-collectives": "2.35.49.0",
         },
         avoid="",
@@ -200,8 +200,8 @@ def bounds(package: str, release: Release) -> tuple[tuple[int, ...], tuple[int, 
 
     A build between two rows counts as one of the older row: AWS rebuilds packages within a release.
     """
-    low = _lowest(package, release)
-    later = [_lowest(package, other) for other in RELEASES]
+    low = numbers(release.packages[package])
+    later = [numbers(other.packages[package]) for other in RELEASES]
     return low, min((other for other in later if other > low), default=(low[0], low[1] + 1))
 
 
@@ -209,12 +209,6 @@ def releases_of(package: str, version: str) -> tuple[str, ...]:
     """Returns the releases that a version of a package belongs to; () if none."""
     have = numbers(version)
     return tuple(one.version for one in RELEASES if (low_high := bounds(package, one))[0] <= have < low_high[1])
-
-
-def described(version: str) -> tuple[str, str]:
-    """Returns (">", "2.35.30.0") of ">2.35.30.0", and ("", version) of a plain one; see `Release.packages`."""
-    relation, number = re.fullmatch(r"(>?=?)(.*)", version).groups()
-    return relation, number
 
 
 def supports_python(release: Release, version: str) -> bool:
@@ -229,17 +223,12 @@ def pythons(release: Release) -> str:
     return f"{low} to 3.{numbers(high)[1] - 1}"
 
 
-def _lowest(package: str, release: Release) -> tuple[int, ...]:
-    relation, version = described(release.packages[package])
-    return (*numbers(version), 0) if relation == ">" else numbers(version)
-
-
 def requirements(series: str) -> list[str]:
-    """Returns the requirements of pip for the releases of a series such as "2.33", in the order of `pyproject.toml`.
+    """Returns the requirements of pip for the sound releases of a series such as "2.33", in `pyproject.toml`'s order.
 
     Lower bounds, because PyPI has placeholders of these names; upper bounds, because the next release has other ones.
     """
-    rows = [release for release in RELEASES if release.series == series]
+    rows = [release for release in RELEASES if release.series == series and not release.avoid]
     wanted = [f"jax=={rows[-1].jax}", "numpy>={},<{}".format(*rows[-1].numpy)]
     for package in PYTHON_PACKAGES:
         low, high = bounds(package, rows[0])[0], bounds(package, rows[-1])[1]
@@ -247,11 +236,25 @@ def requirements(series: str) -> list[str]:
     return wanted
 
 
-def readable(version: str) -> str:
-    """Returns a version of `Release.packages` for a reader."""
-    words = {"": "{}", ">": "newer than {}", ">=": "rebuilt from {}"}
-    relation, number = described(version)
-    return words[relation].format(number)
+def upgrade_commands(release: Release, *, manager: str = "apt-get") -> str:
+    """Returns the commands that install all of a release in this environment and on this machine, joined by `&&`.
+
+    Args:
+      release: the release to install.
+      manager: "apt-get" for Ubuntu, "dnf" for Amazon Linux.
+    """
+    between = {"apt-get": "=", "dnf": "-"}[manager]
+    system = " ".join(f"'{name}{between}{release.packages[name]}*'" for name in SYSTEM_PACKAGES)
+    held = " --allow-change-held-packages" if manager == "apt-get" else ""
+    extra = "neuron" if release.series == RECOMMENDED.series else f"neuron-{release.series.replace('.', '-')}"
+    return " && ".join(
+        (
+            f"sudo {manager} {'update' if manager == 'apt-get' else 'makecache'}",
+            f"sudo {manager} install -y{held} {system}",
+            f"pip install -c constraints.txt '.[{extra}]' --extra-index-url={PIP_INDEX}",
+            "sudo reboot",  # else the old driver stays loaded
+        )
+    )
 
 
 def markdown() -> str:
@@ -261,7 +264,7 @@ def markdown() -> str:
     for one in RELEASES:
         cells = [one.jax, pythons(one)]
         for package in (*PYTHON_PACKAGES, *SYSTEM_PACKAGES):
-            cells.append(readable(one.packages[package]))
+            cells.append(one.packages[package])
         cells += [", ".join(one.systems), f"`-{one.container_os}`"]
         for name, cell in zip(names, cells, strict=True):
             rows[name].append(cell)

@@ -70,6 +70,7 @@ def checks(config: Config, machine: CheckedMachine, *, limits: Limits = DEFAULT_
     """
     yield Check("versions", functools.partial(_versions, probes.SUPPORTED))
     yield Check("versions for Neuron", functools.partial(_neuron_versions, machine))
+    yield Check("tools on PATH", functools.partial(_tools, machine))
     yield Check("compile cache", lambda: probes.cache(exercises.run_in_new_process, machine.cache))
     yield Check("devices", lambda: _devices(machine))
     yield Check("memory", _memory)
@@ -102,7 +103,8 @@ def run_check(check: Check) -> tuple[Outcome, float]:
     except Exception as error:  # whatever the error, the later checks still run
         lines = str(error).strip().splitlines()
         found = f"{type(error).__name__}: {lines[0][:300] if lines else 'no message'}"
-        outcome = Outcome(FAILED, found, "fix the first failure above, or search for this message")
+        advice = installation.compiler_killed(str(error)) or "fix the first failure above, or search for this message"
+        outcome = Outcome(FAILED, found, advice)
     return outcome, time.monotonic() - began
 
 
@@ -115,6 +117,12 @@ def _neuron_versions(machine: CheckedMachine) -> Outcome:
         return Outcome(NOT_HERE, "this machine has no Neuron device")
     python = exercises.installed_versions(("python", "jax", "numpy", *neuron_sdk.PYTHON_PACKAGES))
     return installation.one_release(python | installation.system_versions())
+
+
+def _tools(machine: CheckedMachine) -> Outcome:
+    if not machine.instance:
+        return Outcome(NOT_HERE, "this machine has no Neuron device")
+    return installation.tools_on_path()
 
 
 def _devices(machine: CheckedMachine) -> Outcome:

@@ -70,7 +70,9 @@ def _prepare(
         raise ValueError(f"--cores={values.cores}: this machine has no Neuron devices; remove the flag.")
     if checked["instance"]:
         wanted = neuron_topology.Topology(checked["instance"], lnc=neuron_topology.lnc_of(environ), cores=values.cores)
-        found = neuron_env.environment(config.precision, config.parallel, wanted, current=environ)
+        found = neuron_env.environment(
+            config.precision, config.parallel, wanted, current=environ, config_flags=config.train.compiler_flags
+        )
         neuron_env.apply(environ, found)
         for note in found.notes:
             print(note)

@@ -33,7 +33,8 @@ def main(argv: Sequence[str]) -> int:
     found = {}
     for rank in ranks:
         place = dataclasses.replace(topology, rank=rank)
-        found[rank] = environment(config.precision, config.parallel, place, current=os.environ, profile=values.profile)
+        options = {"profile": values.profile, "config_flags": config.train.compiler_flags}
+        found[rank] = environment(config.precision, config.parallel, place, current=os.environ, **options)
     for note in found[ranks[0]].notes:
         print(note, file=sys.stderr)
     _show(found, values.format, topology.nodes)

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 
 from absl import flags
 
+from hlat_jax.config import Config
 from hlat_jax.cost import INSTANCES
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.host import flags as flags_lib
-from hlat_jax.host.neuron_compiler_flags import compiler_flags
+from hlat_jax.host.neuron_compiler_flags import compiler_flags, with_config
 from hlat_jax.host.neuron_topology import Topology, checked, lnc_of
 from hlat_jax.neuron.lint_command import PROGRAMS
 from hlat_jax.neuron.rules import TARGETS, target_of
@@ -71,14 +72,15 @@ def main(argv: Sequence[str]) -> int:
             print(f"{folder / stem}.hlo  {size:,} instructions, {labels[stem]}")
         compiled.append(f"{list(modules)[-1]}.hlo")  # the compiler takes the module of one device
     script = folder / "compile.sh"
-    script.write_text(_SCRIPT.format(config=config.name, modules=" ".join(compiled), flags=_flags(place)))
+    script.write_text(_SCRIPT.format(config=config.name, modules=" ".join(compiled), flags=_flags(config, place)))
     script.chmod(0o755)
     print(f"{script}  calls neuronx-cc on {', '.join(compiled)}; not yet run")
     return 0
 
 
-def _flags(place: Topology) -> str:
-    words = {key: key if value is None else f"{key}={value}" for key, value in compiler_flags(place).items()}
+def _flags(config: Config, place: Topology) -> str:
+    found = with_config(compiler_flags(place), config.train.compiler_flags, place)
+    words = {key: key if value is None else f"{key}={value}" for key, value in found.items()}
     kept = [word for key, word in words.items() if key not in _PLUGIN_FLAGS]
     return " \\\n    ".join(kept)
 

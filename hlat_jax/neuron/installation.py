@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pathlib
+import re
+import shutil
 import subprocess
+import sysconfig
 from collections.abc import Mapping, Sequence
 
 from hlat_jax.host import neuron_sdk
@@ -21,10 +24,8 @@ _QUERIES = (
     ("dpkg-query", "-W", "-f", "${Package} ${Version} ${db:Status-Status}\n", *SYSTEM_PACKAGES),
     ("rpm", "-q", "--qf", "%{NAME} %{VERSION} installed\n", *SYSTEM_PACKAGES),
 )
-_ADVICE = (
-    f"use an image of SDK {RECOMMENDED.version}, or install all of one release: pip install -c constraints.txt "
-    "'.[neuron]' with Neuron's package index, and the aws-neuronx packages of that release"
-)
+_TOOLS = pathlib.Path("/opt/aws/neuron/bin")  # of aws-neuronx-tools
+COMPILER_KILLED = r"\bF137\b|(failed with|code|exitcode=) ?-9\b"  # an extended regular expression of grep too
 _ADD_ROW = "add its row to hlat_jax/host/neuron_sdk.py from AWS's release notes"
 
 
@@ -52,7 +53,7 @@ def one_release(installed: Mapping[str, str]) -> Outcome:
     """
     missing = [name for name in _REQUIRED if name not in installed]
     if missing:
-        return Outcome(FAILED, f"missing: {', '.join(missing)}", _ADVICE)
+        return Outcome(FAILED, f"missing: {', '.join(missing)}", _advice())
     packages = [name for name in (*PYTHON_PACKAGES, *SYSTEM_PACKAGES) if name in installed]
     rows = {name: neuron_sdk.releases_of(name, installed[name]) for name in packages}
     if all(_is_newer(name, installed[name]) for name in packages if name not in _SLOW):
@@ -61,7 +62,7 @@ def one_release(installed: Mapping[str, str]) -> Outcome:
     if not any(rows[name] for name in packages if name not in _SLOW):
         words = [f"{name} {installed[name]} is {_age(name, installed[name])}" for name in packages if not rows[name]]
         found = f"not in the table of SDK {RELEASES[0].version} to {RELEASES[-1].version}: {', '.join(words)}"
-        return Outcome(FAILED, found, _ADVICE)
+        return Outcome(FAILED, found, _advice())
     most = max(_num_of(one, rows) for one in RELEASES)
     likely = [one for one in RELEASES if _num_of(one, rows) == most]
     release = likely[-1]
@@ -73,22 +74,56 @@ def one_release(installed: Mapping[str, str]) -> Outcome:
         is_driver_alone = other == [_DRIVER] and not unsupported and not release.avoid
         if is_driver_alone and _is_newer(_DRIVER, installed[_DRIVER]):
             return Outcome(NOT_HERE, found, _ADD_ROW)
-        advice = _driver_advice(release) if is_driver_alone and _is_older(release, installed) else _ADVICE
+        advice = _driver_advice(release) if is_driver_alone and _is_older(release, installed) else _advice()
         return Outcome(FAILED, found, advice)
-    candidates = [one for one in RELEASES if all(one.version in row for row in rows.values())]
     absent = [name for name in (*PYTHON_PACKAGES, *SYSTEM_PACKAGES) if name not in installed]
-    names = " or ".join(one.version for one in candidates)
-    found = f"SDK {names}: {', '.join(f'{name} {installed[name]}' for name in ('jax', *packages))}"
+    found = f"SDK {release.version}: {', '.join(f'{name} {installed[name]}' for name in ('jax', *packages))}"
     found += f"; not found, so not checked: {', '.join(absent)}" if absent else ""
-    unsound = [one for one in candidates if one.avoid]
-    if not unsound:
-        return Outcome(PASSED, found)
-    found += _warning(unsound)
-    if unsound == candidates:
-        return Outcome(FAILED, found, f"install {RECOMMENDED.version}")
-    return Outcome(
-        NOT_HERE, found, f"see on the host whether it is {unsound[0].version}; if so, install {RECOMMENDED.version}"
+    if release.avoid:
+        return Outcome(FAILED, found + _warning([release]), _advice())
+    return Outcome(PASSED, found)
+
+
+def tools_on_path(*, scripts: pathlib.Path | None = None, tools: pathlib.Path = _TOOLS) -> Outcome:
+    """Checks that PATH leads to the compiler of this environment and to Neuron's tools, which are started by name.
+
+    Args:
+      scripts: folder of the interpreter's commands; None: that of this one.
+      tools: folder of aws-neuronx-tools.
+    """
+    scripts = scripts or pathlib.Path(sysconfig.get_path("scripts"))
+    wrong, found = [], []
+    for name, folder in (("neuronx-cc", scripts), ("neuron-ls", tools)):
+        at = shutil.which(name)
+        if at is None:
+            wrong.append(f"{name} is not on PATH")
+        elif (folder / name).exists() and not (folder / name).samefile(at):
+            wrong.append(f"{name} on PATH is {at}, not {folder / name}")
+        else:
+            found.append(at)
+    if wrong:
+        advice = f"export PATH={scripts}:{tools}:$PATH; launch/node.sh does, for the interpreter that PYTHON names"
+        return Outcome(FAILED, "; ".join(wrong), advice)
+    return Outcome(PASSED, ", ".join(found))
+
+
+def compiler_killed(text: str) -> str:
+    """Returns what to do where a log or an error shows that neuronx-cc was killed; "" where it does not.
+
+    Source: github.com/aws-neuron/aws-neuron-samples/issues/64.
+    """
+    if not re.search(COMPILER_KILLED, text):
+        return ""
+    return (
+        "neuronx-cc was killed, as a rule because the host has too little memory (F137, exit code -9): compile on a "
+        "host with more, or a smaller program"
     )
+
+
+def _advice() -> str:
+    manager = "apt-get" if shutil.which("apt-get") or not shutil.which("dnf") else "dnf"
+    commands = neuron_sdk.upgrade_commands(RECOMMENDED, manager=manager)
+    return f"use an image of SDK {RECOMMENDED.version}, or install all of it: {commands}"
 
 
 def _num_of(release: Release, rows: Mapping[str, tuple[str, ...]]) -> int:
@@ -117,7 +152,7 @@ def _warning(releases: Sequence[Release]) -> str:
 def _driver_advice(release: Release) -> str:
     """Returns what to do where nothing but the driver belongs to another release: in a container it is the host's."""
     return (
-        f"update the driver on the host to {_DRIVER} {neuron_sdk.readable(release.packages[_DRIVER])} of SDK "
+        f"update the driver on the host to {_DRIVER} {release.packages[_DRIVER]} of SDK "
         f"{release.version} and restart it; a container has the driver of its host, so another image does not help"
     )
 

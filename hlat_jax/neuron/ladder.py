@@ -15,6 +15,7 @@ from typing import Any
 from hlat_jax.config import Config
 from hlat_jax.host.neuron_topology import Topology
 from hlat_jax.neuron import partitioned, programs, unrolled
+from hlat_jax.neuron.installation import COMPILER_KILLED, compiler_killed
 from hlat_jax.neuron.lint import Finding
 from hlat_jax.neuron.module import Program
 from hlat_jax.parallel.degrees import passes
@@ -187,6 +188,7 @@ def script(name: str, commands: Sequence[tuple[str, str]], *, folder: str) -> st
         '    "$number" "$sizes" "$code" "$((SECONDS - began))" >> "$folder/ladder.jsonl"',
         "  ((code == 0)) || {",
         '    tail -n 20 "$log" >&2',
+        f'    ! grep -Eq {shlex.quote(COMPILER_KILLED)} "$log" || echo "{compiler_killed("F137")}" >&2',
         f'    echo "error: rung $number of {total} ($sizes) ended with code $code; its output is in $log" >&2',
         "    exit 1",
         "  }",

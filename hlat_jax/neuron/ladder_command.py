@@ -20,7 +20,7 @@ from hlat_jax.host.neuron_groups import FINE, verdict_of_first
 from hlat_jax.host.neuron_topology import Topology, checked, lnc_of
 from hlat_jax.neuron.rules import target_of
 from hlat_jax.parallel.degrees import passes
-from hlat_jax.plan.instructions import NOTE, OPERATION_ADVICE, PROGRAM_LIMIT, operation_limit, program_advice, rounded
+from hlat_jax.plan.instructions import NOTE, OPERATION_ADVICE, operation_limit, program_advice, program_limit, rounded
 from hlat_jax.store.progress import show_progress
 from hlat_jax.weights.init_model import take_model
 
@@ -40,9 +40,11 @@ def main(argv: Sequence[str]) -> int:
     target = target_of(place.instance, lnc=place.lnc)
     count = _devices(config, place, values.nodes)
     found = ladder.rungs(config, num_devices=count, node_devices=place.devices_per_node, target=target)
-    limits = f"{PROGRAM_LIMIT:,} in a program and {operation_limit(target):,} in an operation"
+    limit = program_limit(config.train.compiler_flags)
+    limits = f"{limit:,} in a program and {operation_limit(target):,} in an operation"
     print(f"{config.name} on {place.instance} at LNC {place.lnc}: {len(found)} rungs, up to {count:,} devices")
-    print(f"Instructions are {NOTE}; public logs show errors above {limits}.")
+    print(f"Instructions are {NOTE}.")
+    print(f"Limits, of public logs or train.compiler_flags: {limits}.")
     config_words = flags_lib.config_words(argv)
     folder, rows, seen = f"runs/ladder/{config.name}", [], {}
     for number, rung in enumerate(found, 1):
@@ -53,7 +55,8 @@ def main(argv: Sequence[str]) -> int:
         programs = {one.name: _row(one, seen, number) for one in lowered}
         rows.append({"what": rung.what, "devices": rung.num_devices, "changes": rung.changes, "command": words})
         rows[-1]["programs"] = programs
-        print(_text(number, rows[-1], target, math.ceil(rung.num_devices / place.devices_per_node)))
+        nodes = math.ceil(rung.num_devices / place.devices_per_node)
+        print(_text(number, rows[-1], (limit, operation_limit(target)), nodes))
     if values.json:
         whole = {"config": config.name, "instance": place.instance, "lnc": place.lnc, "rungs": rows}
         pathlib.Path(values.json).write_text(json.dumps(whole, indent=1) + "\n")
@@ -85,7 +88,8 @@ def _devices(config: Config, place: Topology, nodes: int) -> int:
 def _row(one: Any, seen: dict[str, int], number: int) -> dict[str, Any]:
     row = {"sha256": one.sha256, "same_as_rung": seen.setdefault(one.sha256, number) if one.sha256 else number}
     row |= {"unrolled": None, "looped": None, "largest": None}
-    row |= dataclasses.asdict(one.instructions) if one.instructions else {}
+    if one.instructions:
+        row |= dataclasses.asdict(one.instructions) | {"judged": one.instructions.judged(one.name)}
     row |= {
         f"{severity}s": sorted({finding.rule for finding in one.findings if finding.severity == severity})
         for severity in ("error", "warning")
@@ -93,7 +97,7 @@ def _row(one: Any, seen: dict[str, int], number: int) -> dict[str, Any]:
     return row
 
 
-def _text(number: int, row: dict[str, Any], target: str, nodes: int) -> str:
+def _text(number: int, row: dict[str, Any], limits: tuple[int, int], nodes: int) -> str:
     places = f"{row['devices']:,} devices of {nodes:,} node{'s' if nodes > 1 else ''}"
     lines = [f"\nrung {number}: {row['what']}, {places}"]
     lines.append(f"  {'program':<12}{'unrolled':>14}{'loops kept':>14}{'largest op':>12}  lint")
@@ -106,8 +110,8 @@ def _text(number: int, row: dict[str, Any], target: str, nodes: int) -> str:
         rules = ", ".join([f"{rule} (error)" for rule in program["errors"]] + program["warnings"]) or "no warning"
         since = f"; the program of rung {program['same_as_rung']}" if program["same_as_rung"] != number else ""
         lines.append(f"  {name:<12}{numbers[0]:>14}{numbers[1]:>14}{numbers[2]:>12}  {rules}{since}")
-        advice |= {program_advice([name])} if program["unrolled"] > PROGRAM_LIMIT else set()
-        advice |= {OPERATION_ADVICE} if program["largest"] > operation_limit(target) else set()
+        advice |= {program_advice([name])} if program["judged"] > limits[0] else set()
+        advice |= {OPERATION_ADVICE} if program["largest"] > limits[1] else set()
     lines += [f"  above a limit: {line}" for line in sorted(advice)]
     return "\n".join([*lines, f"  {row['command']}"])
 

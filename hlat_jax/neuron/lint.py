@@ -143,8 +143,9 @@ def check_module(
     options: dict[str, Any] = {"listed": listed, "placement": placement, "compiler_flags": compiler_flags}
     for rule, what, op, owner, *place in _hits(program, sharded, target=target, **options):
         frames = owner.frames(*place or [op])
-        groups.setdefault((rule, line_of(frames)), []).append((what, op.name, frames))
-    conditions = {"recurring": recurring, "many_devices": program.has_many_devices}
+        if RULES[rule].applies_to(target):
+            groups.setdefault((rule, line_of(frames)), []).append((what, op.name, frames))
+    conditions = {"recurring": recurring, "many_devices": program.has_many_devices, "target": target}
     findings = [_finding(key, hits, conditions) for key, hits in groups.items()]
     return sorted(findings, key=lambda finding: (SEVERITIES.index(finding.severity), finding.rule))
 
@@ -167,19 +168,20 @@ def _hits(
                 yield rule, what, op, program
     per_device = sharded or program
     for owner, found in (
-        (program, operators_lib.flag_findings(program, compiler_flags)),
+        (program, operators_lib.kernel_findings(program, compiler_flags)),
+        (program, operators_lib.attention_findings(program)),
         (program, partitioned.argument_findings(program, target=target)),
         (program, partitioned.group_findings(program, sharded, target=target, placement=placement)),
         (per_device, partitioned.size_findings(per_device)),
         (per_device, partitioned.shift_findings(per_device)),
         (per_device, partitioned.lookup_findings(per_device)),
-        (per_device, unrolled.findings(per_device, target=target)),
+        (per_device, unrolled.findings(per_device, target=target, compiler_flags=compiler_flags)),
     ):
         for rule, what, op in found:
             yield rule, what, op, owner
 
 
-def _finding(key: tuple[str, str], hits: list[tuple], conditions: dict[str, bool]) -> Finding:
+def _finding(key: tuple[str, str], hits: list[tuple], conditions: dict[str, Any]) -> Finding:
     """Returns the finding for the hits (what, name of the operation, frames) of one rule at one line.
 
     `conditions` are the arguments of `Rule.severity_in`.

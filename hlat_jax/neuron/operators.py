@@ -113,16 +113,19 @@ def _type(kind: Tensor) -> Iterator[Hit]:
         yield "DT02", dtype
     elif dtype.endswith("FNUZ"):
         yield "DT03", dtype
-    elif re.match(r"f[46]E", dtype):
+    elif re.match(r"f[46]E|u?i[24]$", dtype):
         yield "DT04", dtype
+    elif dtype in ("f8E3M4", "f8E8M0FNU"):
+        yield ("DT08" if dtype == "f8E3M4" else "DT09"), dtype
     elif dtype == "f64":
         yield "DT05", dtype
     elif dtype in ("i64", "ui64") and kind.num_elements > 2:
         yield "DT06", str(kind)
 
 
-def _branch(op: Any, _: Program) -> Iterator[Hit]:
-    yield ("CF02" if _is_constant_index(op.operands[0]) else "CF01"), op.name.partition(".")[2]
+def _branch(op: Any, program: Program) -> Iterator[Hit]:
+    is_constant_index = _is_constant_index(op.operands[0]) or _exact(op.operands[0], program) is not None
+    yield ("CF02" if is_constant_index else "CF01"), op.name.partition(".")[2]
 
 
 def _is_constant_index(value: Any) -> bool:
@@ -135,8 +138,8 @@ def _is_constant_index(value: Any) -> bool:
 
 
 def _loop(op: Any, program: Program) -> Iterator[Hit]:
-    limit = static_limit(op, program)
-    yield ("CF03", "trip count depends on data") if limit is None else ("CF04", f"up to {limit}")
+    counter = static_counter(op, program)
+    yield ("CF03", "a trip count that is not static") if counter is None else ("CF04", f"up to {counter[1]}")
     yield from _unsigned_sums(op, program)
 
 
@@ -153,22 +156,63 @@ def _unsigned_sums(loop: Any, program: Program) -> Iterator[Hit]:
             yield "KB03", str(kind), step
 
 
-def static_limit(loop: Any, program: Program) -> int | None:
-    """Returns the constant with which the condition of a `while` compares the loop counter.
+def static_counter(loop: Any, program: Program) -> tuple[int, int] | None:
+    """Returns (number of the loop's argument that counts, limit that its `while` compares it with).
 
-    None if the condition is anything else, or if the start or step of the counter is not a constant.
+    None if the condition is anything else, or if the start or step of the counter, or the limit, is not a constant.
     """
-    members = body_ops(loop)
-    compares = [op for op in members if op.name == "stablehlo.compare"]
-    others = [op for op in members if op.name not in ("stablehlo.compare", "stablehlo.constant", "sdy.constant")]
-    if len(compares) != 1 or others:
+    compare = _comparison(list(loop.regions[0].blocks[0].operations)[-1].operation.operands[0], program)
+    if compare is None:
         return None
-    [compare] = compares
-    limits = [constant(operand) for operand in compare.operands]
-    counters = [operand for operand in compare.operands if defining_op(operand) is None]
+    operands = [_unconverted(operand) for operand in compare.operands]
+    limits = [_invariant(operand, loop, program) for operand in operands]
     found = [limit for limit in limits if limit is not None]
-    is_static = len(found) == 1 and len(counters) == 1 and _counts_by_constants(loop, counters[0], program)
-    return int(found[0]) if is_static and np.isfinite(found[0]) else None
+    counters = [one for one, limit in zip(operands, limits, strict=True) if limit is None]
+    if len(found) != 1 or defining_op(counters[0]) is not None or not _counts_by_constants(loop, counters[0], program):
+        return None
+    return ir.BlockArgument(counters[0]).arg_number, found[0]
+
+
+def _comparison(value: Any, program: Program) -> Any:
+    """Returns the `compare` that decides a condition, without what leaves its value as it is, such as `& True`."""
+    op = defining_op(value)
+    while op is not None and op.name in ("stablehlo.convert", "stablehlo.and", "stablehlo.compare"):
+        truths = [_exact(operand, program) if _is_bool(operand) else None for operand in op.operands]
+        neutral = 1 if op.name == "stablehlo.and" or "EQ" in str(attribute(op, "comparison_direction")) else 0
+        others = [one for one, truth in zip(op.operands, truths, strict=True) if truth is None or truth != neutral]
+        if op.name == "stablehlo.compare" and not _is_bool(op.operands[0]):
+            return op
+        if len(others) != 1 or "L" in str(attribute(op, "comparison_direction")):
+            return None
+        op = defining_op(others[0])
+    return None
+
+
+def _unconverted(value: Any) -> Any:
+    """Returns what a conversion to its own type converts."""
+    op = defining_op(value)
+    is_idle = op is not None and op.name == "stablehlo.convert" and tensor(op.operands[0]) == tensor(value)
+    return op.operands[0] if is_idle else value
+
+
+def _is_bool(value: Any) -> bool:
+    return tensor(value).dtype == "i1"
+
+
+def _exact(value: Any, program: Program) -> int | None:
+    """Returns the integer that every element of a value is; None where the program does not determine it."""
+    found = indices.bounds(value, program, ())
+    return int(found.low) if found.low == found.high and np.isfinite(found.low) else None
+
+
+def _invariant(value: Any, loop: Any, program: Program) -> int | None:
+    """Returns a constant of a loop's condition, or an argument of the loop that stays as it began."""
+    if defining_op(value) is not None:
+        return _exact(value, program)
+    number = ir.BlockArgument(value).arg_number
+    body = loop.regions[1].blocks[0]
+    stays = list(body.operations)[-1].operation.operands[number] == body.arguments[number]
+    return _exact(loop.operands[number], program) if stays else None
 
 
 def _counts_by_constants(loop: Any, counter: Any, program: Program) -> bool:
@@ -247,16 +291,50 @@ def _paths(tree: Any) -> set[str]:
     return {tree} if isinstance(tree, str) and tree.startswith("/") else set()
 
 
-def flag_findings(program: Program, compiler_flags: str) -> Iterator[Hit]:
-    """Yields (KB06, detail, operation) at the first native kernel of a program compiled with a flag known to fail."""
-    kernels = (
-        op
-        for op in program.operations
-        if op.name == "stablehlo.custom_call"
-        and ir.StringAttr(op.attributes["call_target_name"]).value == _NATIVE_KERNEL
-    )
-    if _OVERLAP in compiler_flags and (kernel := next(kernels, None)) is not None:
-        yield "KB06", _OVERLAP, kernel
+def kernel_findings(program: Program, compiler_flags: str) -> Iterator[Hit]:
+    """Yields (rule, detail, operation) of KB06 at the first native kernel, and of KB07 at one that is called again."""
+    calls: dict[str, list[Any]] = {}
+    for op in program.operations:
+        target = attribute(op, "call_target_name") if op.name == "stablehlo.custom_call" else None
+        if target is not None and ir.StringAttr(target).value == _NATIVE_KERNEL:
+            calls.setdefault(str(attribute(op, "backend_config")), []).append(op)
+    for kernels in calls.values():
+        if len(kernels) > 1:
+            yield "KB07", f"{len(kernels)} calls of a kernel", kernels[0]
+    if _OVERLAP in compiler_flags and calls:
+        yield "KB06", _OVERLAP, next(iter(calls.values()))[0]
+
+
+def attention_findings(program: Program) -> Iterator[Hit]:
+    """Yields (KB08, detail, operation) for each exponential between two products with batch dimensions."""
+    for op in program.operations:
+        if op.name == "stablehlo.exponential" and all(
+            any(_is_batched_product(one) for one in _near(op, step)) for step in (_producers, _users)
+        ):
+            yield "KB08", str(tensor(op.results[0])), op
+
+
+def _near(op: Any, step: Callable[[Any], list[Any]]) -> list[Any]:
+    """Returns the operations within eight steps of one; a product ends a path."""
+    found, last = [], [op]
+    for _ in range(8):
+        last = [near for one in last if one.name != "stablehlo.dot_general" for near in step(one) if near not in found]
+        found += last
+    return found
+
+
+def _producers(op: Any) -> list[Any]:
+    return [one for one in map(defining_op, op.operands) if one is not None]
+
+
+def _users(op: Any) -> list[Any]:
+    return [use.owner for result in op.results for use in result.uses]
+
+
+def _is_batched_product(op: Any) -> bool:
+    if op.name != "stablehlo.dot_general":
+        return False
+    return bool(list(stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"]).lhs_batching_dimensions))
 
 
 def _top_k(op: Any, _: Program) -> Iterator[Hit]:

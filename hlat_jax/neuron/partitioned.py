@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from jax.extend.mlir import ir, passmanager
+from jax.extend.mlir.dialects import stablehlo
 
 from hlat_jax import cost
 from hlat_jax.byte_sizes import format_bytes
@@ -335,6 +336,12 @@ def _moved_dims(op: Any) -> set[int]:
         return {ir.IntegerAttr(op.attributes["dimension"]).value}
     if opcode == "reduce_window":
         return {dim for dim, size in enumerate(numbers_of("window_dimensions")) if size > 1}
+    if opcode == "convolution":
+        of = stablehlo.ConvDimensionNumbers(op.attributes["dimension_numbers"])
+        sizes = tensor(op.operands[1]).dims
+        strides = numbers_of("window_strides") or [1] * len(of.output_spatial_dimensions)
+        windows = zip(of.output_spatial_dimensions, of.kernel_spatial_dimensions, strides, strict=True)
+        return {dim for dim, kernel, stride in windows if sizes[kernel] != 1 or stride != 1}
     return set()
 
 

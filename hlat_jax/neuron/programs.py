@@ -17,6 +17,7 @@ from hlat_jax.parallel.degrees import passes
 from hlat_jax.parallel.sharding import MESH_AXES, Layout
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.passes.products import live_jaxpr
+from hlat_jax.plan.instructions import estimated, program_limit
 from hlat_jax.plan.memory import device_bytes
 from hlat_jax.step import RunProgram
 
@@ -27,11 +28,10 @@ EXPLAINED = {
     "NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU=1 draws the weights on the host if init has no collective (70b's has)",
 }
 EXPLAINED[("init", "DT06")] = "the counters of the split are below 2^32, so a cast to 32 bits drops only zeros"
-for _name in ("microbatch", "eval", "init"):
-    EXPLAINED[(_name, "CG01")] = (
-        "an estimate that nothing calibrates, with loops unrolled that the compiler may keep; begin with the smallest "
-        "rung of `python -m hlat_jax.neuron ladder`, and if compilation fails, follow the advice of the rule"
-    )
+EXPLAINED[("init", "CG01")] = (
+    "an estimate that nothing calibrates, with loops unrolled that the compiler may keep; begin with the smallest "
+    "rung of `python -m hlat_jax.neuron ladder`, and if compilation fails, follow the advice of the rule"
+)
 for _name in ("microbatch", "update", "eval", "init", "norms", "prefill", "decode"):
     EXPLAINED[(_name, "CC05")] = (
         "the recipe's groups are listed on trn1; on trn2 take degrees of 4, 16 or 64 in a node, as llama3_8b does"
@@ -77,9 +77,12 @@ def findings(
       target: as for `lint.check`.
       operators: as for `lint.check`.
     """
-    options = {"operators": operators, "compiler_flags": os.environ.get("NEURON_CC_FLAGS", "")}
+    flags = f"{program.config.train.compiler_flags} {os.environ.get('NEURON_CC_FLAGS', '')}"
+    options = {"operators": operators, "compiler_flags": flags}
     options["placement"] = [device.id for device in program.layout.mesh.devices.flat]
     found = lint.check_traced(traced, target=target, recurring=name != "init", **options)
+    if name == "eval" and estimated(live_jaxpr(traced), num_shards=1).judged(name) <= program_limit(flags):
+        found = [finding for finding in found if finding.rule != "CG01"]
     if name not in ("train", "microbatch", "steady"):
         return found
     memory = device_bytes(program, jaxpr=live_jaxpr(traced))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from hlat_jax.cost import INSTANCES
-from hlat_jax.plan.instructions import DISPATCH_ADVICE, OPERATION_ADVICE, PROGRAM_ADVICE
+from hlat_jax.plan.instructions import DISPATCH_ADVICE, LIMIT_FLAG, OPERATION_ADVICE, PROGRAM_ADVICE
 
 SEVERITIES = ("error", "warning", "info")
 # device -> instance type whose nodes its programs are checked for
@@ -55,6 +55,8 @@ class Rule:
       source: page of the Neuron documentation (awsdocs-neuron.readthedocs-hosted.com), or who found it.
       once: severity in a program that runs once, such as initialization; None: the same.
       many: severity in a program for several devices; None: the same.
+      trn1: severity on trn1; None: the same.
+      except_on: chips, or targets of LINTED, to which the rule does not apply.
       seen: versions that crash or compute wrongly, and whether that is fixed; "" for what Neuron documents.
     """
 
@@ -65,10 +67,18 @@ class Rule:
     source: str
     once: str | None = None
     many: str | None = None
+    trn1: str | None = None
+    except_on: tuple[str, ...] = ()
     seen: str = ""
 
-    def severity_in(self, *, recurring: bool, many_devices: bool = False) -> str:
-        """Returns the severity in a program that runs every step or once, on several devices or one."""
+    def applies_to(self, target: str) -> bool:
+        """Returns whether the rule is about a target of LINTED."""
+        return not {target, target.partition("-")[0]} & set(self.except_on)
+
+    def severity_in(self, *, recurring: bool, many_devices: bool = False, target: str = "") -> str:
+        """Returns the severity in a program that runs every step or once, on several devices or one of a target."""
+        if target == "trn1" and self.trn1 is not None:
+            return self.trn1
         if many_devices and self.many is not None:
             return self.many
         return self.once if not recurring and self.once is not None else self.severity
@@ -236,11 +246,40 @@ RULES: dict[str, Rule] = {
     "DT01": Rule(
         "error", "complex numbers", "not supported", "real arithmetic: cos and sin for RoPE", _code("EVRF004")
     ),
-    "DT02": Rule("error", "f8E4M3FN", "trn1 and trn2 do not have this type", "jnp.float8_e4m3", _code("EVRF051")),
+    "DT02": Rule(
+        "error",
+        "f8E4M3FN, other than on trn3",
+        "trn1 and trn2 do not have this type",
+        "jnp.float8_e4m3",
+        _code("EVRF051"),
+        except_on=("trn3",),
+    ),
     "DT03": Rule(
         "error", "an FNUZ float, f8E4M3B11FNUZ", "not supported", "jnp.float8_e4m3", _code("ESPP047", "EVRF005")
     ),
-    "DT04": Rule("error", "floats of 4 or 6 bits", "not supported", "jnp.float8_e4m3", _code("ESPP004")),
+    "DT04": Rule(
+        "error",
+        "floats of 4 or 6 bits, integers of 2 or 4",
+        "not supported; integers of 2 and 4 bits are not in the tables of supported types",
+        "jnp.float8_e4m3; int8",
+        _code("ESPP004") + "; " + _DTYPES,
+    ),
+    "DT08": Rule(
+        "error",
+        "f8E3M4, other than on trn1",
+        "the table of types has it for trn1 only, and the JAX page for no chip",
+        "jnp.float8_e4m3",
+        _DTYPES + "; " + _ISSUES,
+        except_on=("trn1", "trn3"),
+    ),
+    "DT09": Rule(
+        "error",
+        "f8E8M0FNU, other than on trn3",
+        "trn1 and trn2 do not have this type; on trn3 it holds the scales of MXFP8",
+        "scales in bfloat16 or float32",
+        _DTYPES + "; " + _ISSUES,
+        except_on=("trn3",),
+    ),
     "DT05": Rule("error", "float64", "not in the tables of supported types", "jax_enable_x64=False", _DTYPES),
     "DT06": Rule(
         "warning",
@@ -257,9 +296,10 @@ RULES: dict[str, Rule] = {
         "error",
         "`dot_general` of integers",
         "an error with --implicit-integer-downcast=none, announced as the default after SDK 2.32; cast with `all`, "
-        "which a run sets",
+        "which a run sets. For trn1 pages contradict each other: supported with a warning, or not supported",
         "cast to bfloat16 or float32",
-        _code("EVRF035") + "; " + _COMPILER_NOTES,
+        _code("EVRF035") + "; " + _COMPILER_NOTES + "; " + _ISSUES,
+        trn1="warning",
     ),
     "INT02": Rule(
         "error",
@@ -381,7 +421,8 @@ RULES: dict[str, Rule] = {
     ),
     "CC06": Rule(
         "warning",
-        "a slice, concatenation, padding, reversal or window along a dimension that is split over devices by shardings",
+        "a slice, concatenation, padding, reversal, window or convolution along a dimension that is split over devices "
+        "by shardings",
         "the SPMD partitioner exchanges borders by permutes that do not form rings, which may crash or be slow; a "
         "matrix split in two along its sharded columns has crashed the compiler",
         "shard another dimension, or write it in a shard_map with ppermute in rings",
@@ -436,6 +477,24 @@ RULES: dict[str, Rule] = {
         _THREAD + "1365",
         seen="SDK 2.31, not known to be fixed",
     ),
+    "KB07": Rule(
+        "info",
+        "a native kernel that is called more than once, at LNC 2 or more",
+        "for kernels that send between the cores of a device the compiler has stopped with NCC_IXLV002",
+        "no change needed with newer compilers; else a kernel without nki.isa.sendrecv, or LNC 1",
+        _THREAD + "1298",
+        except_on=("trn1", "trn2-lnc1"),
+        seen="neuronx-cc 2.23, closed",
+    ),
+    "KB08": Rule(
+        "info",
+        "an exponential between two products with batch dimensions, as in attention, on trn1",
+        "the attention of an image model (PyTorch) has returned wrong values on trn1 and inf2 in every precision",
+        "no change needed with newer compilers; `neuron doctor` compares each operation with the CPU",
+        _THREAD + "1323",
+        except_on=("trn2", "trn3"),
+        seen="neuronx-cc 2.21 and 2.24, open",
+    ),
     "MEM1": Rule(
         "error",
         "more memory than a device has",
@@ -445,7 +504,8 @@ RULES: dict[str, Rule] = {
     ),
     "CG01": Rule(
         "warning",
-        "more than 5,000,000 instructions in a program with all loops unrolled, estimated from tiles",
+        "more instructions in a program with all loops unrolled (of eval with none) than 5,000,000, or than "
+        f"{LIMIT_FLAG} allows, estimated from tiles",
         "the compiler stops at 5,000,000 instructions per program in public logs, and has unrolled loops",
         f"where train.accumulate=scan: {DISPATCH_ADVICE}; {PROGRAM_ADVICE}",
         _code("EBVF030", "EVRF007", "EXTP004") + f"; {_THREAD}987, 1003",

@@ -16,7 +16,7 @@ from hlat_jax.config import Config
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.host import neuron_sdk
-from hlat_jax.host.neuron_compiler_flags import Flags, compiler_flags
+from hlat_jax.host.neuron_compiler_flags import Flags, compiler_flags, with_config
 from hlat_jax.host.neuron_env import REMOVED
 from hlat_jax.host.neuron_sdk import PYTHON_PACKAGES, SYSTEM_PACKAGES, Release
 from hlat_jax.host.neuron_topology import Topology, checked, lnc_of
@@ -45,7 +45,9 @@ def main(argv: Sequence[str]) -> int:
     print(f"{config.name} on {topology.instance}: SDK {old.version} ({old.date}) to {new.version} ({new.date})")
     sections = {
         "packages": _packages(old, new),
-        "compiler flags whose default moves": _flags(old, new, compiler_flags(topology)),
+        "compiler flags whose default moves": _flags(
+            old, new, with_config(compiler_flags(topology), config.train.compiler_flags, topology)
+        ),
         "environment variables without effect in both": _variables(os.environ),
         "device memory": _memory(old, new, step=step, device=device, lnc=topology.lnc),
         "faults": itertools.chain(_faults(old, new), _open_faults(config, step)),
@@ -61,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
 def _packages(old: Release, new: Release) -> Iterator[str]:
     for name in (*PYTHON_PACKAGES, *SYSTEM_PACKAGES):
         if old.packages[name] != new.packages[name]:
-            yield f"{name:<24}{neuron_sdk.readable(old.packages[name])} -> {neuron_sdk.readable(new.packages[name])}"
+            yield f"{name:<24}{old.packages[name]} -> {new.packages[name]}"
     rows = {"JAX": (old.jax, new.jax), "Python": (neuron_sdk.pythons(old), neuron_sdk.pythons(new))}
     rows |= {"operating systems": (", ".join(old.systems), ", ".join(new.systems))}
     rows |= {"container images": (old.container_os, new.container_os)}

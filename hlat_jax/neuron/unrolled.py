@@ -9,28 +9,25 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
 from hlat_jax.neuron.module import (
     Program,
     Tensor,
     ancestors,
-    body_ops,
     constant,
-    defining_op,
     enclosing_function,
     tensor,
 )
-from hlat_jax.neuron.operators import static_limit
+from hlat_jax.neuron.operators import static_counter
 from hlat_jax.neuron.partitioned import local_result
 from hlat_jax.plan.instructions import (
     NOTE,
-    PROGRAM_LIMIT,
     Instructions,
     element_tiles,
     operation_limit,
     product_tiles,
+    program_limit,
     rounded,
 )
 
@@ -44,15 +41,15 @@ _BODIES = ("stablehlo.reduce", "stablehlo.reduce_window", "stablehlo.scatter", "
 _BODIES += ("stablehlo.reduce_scatter", "sdy.all_reduce", "sdy.reduce_scatter")
 
 
-def findings(program: Program, *, target: str) -> Iterator[tuple[str, str, Any]]:
+def findings(program: Program, *, target: str, compiler_flags: str = "") -> Iterator[tuple[str, str, Any]]:
     """Yields (rule, what, operation) of CG01 for a program, and of CG02 for each operation, above the public limits."""
     counts = _counted(program)
-    whole, limit = _total(counts), operation_limit(target)
-    if whole.unrolled > PROGRAM_LIMIT:
+    whole, limit, most = _total(counts), operation_limit(target), program_limit(compiler_flags)
+    if whole.unrolled > most:
         op, tiles, trips = max(counts, key=lambda count: count[1] * count[2])
         loops = f"about {rounded(whole.unrolled)} instructions with every loop unrolled, {rounded(whole.looped)} with "
         share = f"none; {tiles * trips / whole.unrolled:.0%} of them in this operation"
-        yield "CG01", f"{loops}{share} (limit {PROGRAM_LIMIT:,}; {NOTE})", op
+        yield "CG01", f"{loops}{share} (limit {most:,}; {NOTE})", op
     for op, tiles, _ in counts:
         if tiles > limit:
             yield "CG02", f"about {rounded(tiles)} instructions (limit {limit:,}; {NOTE})", op
@@ -136,10 +133,8 @@ def execution_count(op: Any, program: Program, times: dict[str, int]) -> int:
 
 def trip_count(loop: Any, program: Program) -> int:
     """Returns the trip count of a static loop that counts up by one from a constant; 1 for any other."""
-    limit = static_limit(loop, program)
-    if limit is None:
+    found = static_counter(loop, program)
+    if found is None:
         return 1
-    [compare] = [op for op in body_ops(loop) if op.name == "stablehlo.compare"]
-    [counter] = [operand for operand in compare.operands if defining_op(operand) is None]
-    start = constant(loop.operands[ir.BlockArgument(counter).arg_number])
-    return max(1, limit - int(start)) if start is not None else 1
+    start = constant(loop.operands[found[0]])
+    return max(1, found[1] - int(start)) if start is not None else 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -64,6 +65,14 @@ def inner_jaxprs(eqn: Any) -> Iterator[Any]:
             inner = getattr(item, "jaxpr", item)
             if hasattr(inner, "eqns"):
                 yield inner
+
+
+def reference_jaxpr(eqn: Any) -> Any:
+    """Returns the jaxpr of what a kernel computes, where its primitive has a `reference`; None for other equations."""
+    reference = getattr(eqn.primitive, "reference", None)
+    if reference is None:
+        return None
+    return jax.make_jaxpr(functools.partial(reference, **eqn.params))(*(var.aval for var in eqn.invars)).jaxpr
 
 
 def equations(jaxpr: Any, *, trips: int = 1) -> Iterator[tuple[Any, int]]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hlat_jax.host.jax_compat import partial_eval
-from hlat_jax.passes.jaxpr import aval_bytes, equations
+from hlat_jax.passes.jaxpr import aval_bytes, equations, reference_jaxpr
 
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_dot"})
 
@@ -32,6 +32,9 @@ def products(jaxpr: Any, *, trips: int = 1) -> Iterator[tuple[float, int, int]]:
         if eqn.primitive.name in PRODUCTS:
             operands = [var.aval for var in (*eqn.invars, *eqn.outvars)]
             yield product_flops(eqn), sum(map(aval_bytes, operands)), times
+        elif (reference := reference_jaxpr(eqn)) is not None:  # a kernel keeps what is between its products on the chip
+            operands = [var.aval for var in (*eqn.invars, *eqn.outvars)]
+            yield total_flops(reference), sum(map(aval_bytes, operands)), times
 
 
 def product_flops(eqn: Any) -> float:

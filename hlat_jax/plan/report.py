@@ -113,8 +113,12 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
         "saving": _saving(program.abstract_state, site),
     }
     if target.platform == "neuron":
-        limits = {"limit": instructions.PROGRAM_LIMIT, "operation_limit": instructions.operation_limit(site.target)}
-        estimates = {name: dataclasses.asdict(one) for name, one in step_instructions(program).items()}
+        limit = instructions.program_limit(config.train.compiler_flags)
+        limits = {"limit": limit, "operation_limit": instructions.operation_limit(site.target)}
+        found_instructions = step_instructions(program)
+        estimates = {
+            name: dataclasses.asdict(one) | {"judged": one.judged(name)} for name, one in found_instructions.items()
+        }
         plan["instructions"] = {"programs": estimates} | limits
     if target.device.peak_flops:
         seconds = roofline.projected(jaxpr, found, target=target, mesh=layout.mesh, state_bytes=memory.state)
@@ -213,13 +217,24 @@ def _saving(state: Any, site: Site) -> dict[str, Any]:
 
 
 def _calibration(site: Site, seconds: roofline.Seconds) -> dict[str, Any] | None:
-    """Returns the held-out errors of the projection and the range of the step that they give; None: not calibrated."""
+    """Returns the held-out errors of the projection and the range of the step over all stacks; None: not calibrated."""
     if seconds.efficiency == 1.0:
         return None
-    found = roofline.CALIBRATION
-    low, high = (factor * seconds.step for factor in found.step_range)
-    is_extrapolated = cost.target(site.target).device != cost.DEVICES[found.device]
-    return dataclasses.asdict(found) | {"step_low_s": low, "step_high_s": high, "is_extrapolated": is_extrapolated}
+    steps = {
+        name: dataclasses.replace(seconds, efficiency=found.efficiency).step for name, found in roofline.STACKS.items()
+    }
+    ends = [factor * steps[name] for name, found in roofline.STACKS.items() for factor in found.step_range]
+    return {
+        "stack": roofline.STACK,
+        "efficiency": seconds.efficiency,
+        "other_stacks": {name: step for name, step in steps.items() if name != roofline.STACK},
+        "median_error": roofline.MEDIAN_ERROR,
+        "worst_error": roofline.WORST_ERROR,
+        "device": roofline.CALIBRATED_DEVICE,
+        "step_low_s": min(ends),
+        "step_high_s": max(ends),
+        "is_extrapolated": cost.target(site.target).device != cost.DEVICES[roofline.CALIBRATED_DEVICE],
+    }
 
 
 def _projection(config: Config, site: Site, seconds: roofline.Seconds) -> dict[str, Any]:

@@ -4,7 +4,7 @@ The roofline: every product runs at the device's peak or at the speed of its mem
 its operands and writes its result once; elementwise work is fused into products. The update reads and writes the
 state once. Collectives run one after another at the full speed of the slowest link on their path, with a latency per
 step of a binary tree. A real step is slower: no compiler reaches these speeds everywhere. On Neuron, products and
-update are therefore divided by an efficiency, fitted once on published rows, see `CALIBRATION`.
+update are therefore divided by an efficiency, fitted once on published rows of each training library, see `STACKS`.
 """
 
 from __future__ import annotations
@@ -25,25 +25,24 @@ NETWORK_HOP_S, LINK_HOP_S = 15e-6, 2e-6
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """An efficiency that was fitted on published steps, and its error on models that were held out.
+    """An efficiency that was fitted on the published steps of one training library.
 
     Attributes:
       efficiency: of products and update relative to the roofline.
-      median_error: of |published step / projected - 1| on held-out models.
-      worst_error: likewise.
       step_range: smallest and largest published step over the projected one, on held-out models.
-      device: of the published rows; on others it is an extrapolation.
     """
 
     efficiency: float
-    median_error: float
-    worst_error: float
     step_range: tuple[float, float]
-    device: str
 
 
-# Fitted by benchmarks/calibration.py, whose split of the models is older than the fit; a test fits it again.
-CALIBRATION = Calibration(0.49, 0.176, 0.315, (0.784, 1.315), "trn1")
+# Fitted by benchmarks/calibration.py, whose split of the models is older than the fit; a test fits it again. The first
+# is that of a projection. Its rows are newer (SDK 2.18 to 2.21), and it is the library of HLAT.
+STACKS = {"NxD": Calibration(0.58, (0.887, 1.034)), "NeMo Megatron": Calibration(0.44, (0.866, 1.198))}
+STACK = "NxD"
+# Of |published step / projected - 1| on held-out models, each under the efficiency of its library.
+MEDIAN_ERROR, WORST_ERROR = 0.088, 0.198
+CALIBRATED_DEVICE = "trn1"  # of the published rows; on others it is an extrapolation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +83,7 @@ class Seconds:
 
 def efficiency(target: Target) -> float:
     """Returns the efficiency of products and update on a target; 1.0 on targets without published rows of its kind."""
-    return CALIBRATION.efficiency if target.platform == "neuron" else 1.0
+    return STACKS[STACK].efficiency if target.platform == "neuron" else 1.0
 
 
 def projected(jaxpr: Any, found: list[Collective], *, target: Target, mesh: Any, state_bytes: int) -> Seconds:

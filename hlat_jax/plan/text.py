@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from hlat_jax.byte_sizes import format_bytes
-from hlat_jax.plan.instructions import NOTE, OPERATION_ADVICE, program_advice, rounded
+from hlat_jax.plan.instructions import (
+    LIMIT_FLAG,
+    NOTE,
+    OPERATION_ADVICE,
+    PROGRAM_LIMIT,
+    program_advice,
+    rounded,
+)
 from hlat_jax.plan.memory import STAGES_ERROR, TEMPORARIES_ERROR, DeviceBytes
 
 
@@ -130,9 +137,10 @@ def instruction_lines(found: dict[str, Any]) -> list[str]:
     largest = max(one["largest"] for one in found["programs"].values())
     line = f"instructions     about {rounded(program['unrolled'])} in program {name} with every loop unrolled, "
     line += f"{rounded(program['looped'])} with none; {rounded(largest)} in the largest operation ({NOTE})"
-    limits = f"public logs show {found['limit']:,} per program and {found['operation_limit']:,} per operation"
+    whose = "public logs show" if found["limit"] == PROGRAM_LIMIT else f"{LIMIT_FLAG} and public logs give"
+    limits = f"{whose} {found['limit']:,} per program and {found['operation_limit']:,} per operation"
     advice = []
-    above = [name for name, one in found["programs"].items() if one["unrolled"] > found["limit"]]
+    above = [name for name, one in found["programs"].items() if one["judged"] > found["limit"]]
     if above:
         advice.append(f"  WARNING for {', '.join(above)}: {limits}; {program_advice(above)}")
     if largest > found["operation_limit"]:
@@ -210,7 +218,9 @@ def _projection_lines(plan: dict[str, Any]) -> list[str]:
 
 def _basis(projection: dict[str, Any]) -> str:
     found = projection["calibration"]
-    return f"products at {found['efficiency']:.0%} of full speed" if found else "products at full speed"
+    if not found:
+        return "products at full speed"
+    return f"products at {found['efficiency']:.0%} of full speed, as published for {found['stack']}"
 
 
 def _calibration_lines(projection: dict[str, Any]) -> list[str]:
@@ -220,10 +230,11 @@ def _calibration_lines(projection: dict[str, Any]) -> list[str]:
     where = f"published rows of {found['device']}"
     if found["is_extrapolated"]:
         where += ", extrapolated to this device, for which none are published"
+    others = "".join(f"; as for {name} {step:.3f} s" for name, step in found["other_stacks"].items())
     return [
-        f"  range {found['step_low_s']:.3f} to {found['step_high_s']:.3f} s: that of models held out of the fit to "
-        f"{where}; error on them: median {found['median_error']:.0%}, worst {found['worst_error']:.0%}; at full speed "
-        f"{projection['step_roofline_s']:.3f} s",
+        f"  range {found['step_low_s']:.3f} to {found['step_high_s']:.3f} s: that of models held out of the fits, "
+        f"one for each training library, to {where}; error on them: median {found['median_error']:.0%}, worst "
+        f"{found['worst_error']:.0%}{others}; at full speed {projection['step_roofline_s']:.3f} s",
     ]
 
 

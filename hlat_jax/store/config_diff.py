@@ -15,6 +15,7 @@ MAY_CHANGE = (
     "model.layer_loop",  # the layers are the same
     "train.num_steps",
     "train.accumulate",  # the same sums, equal but for what the compiler fuses
+    "train.compiler_flags",
     "train.init_from",  # read at step 0 alone
     "train.branch_from",  # read at the first step alone
     "train.max_nonfinite_steps",

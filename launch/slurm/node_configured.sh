@@ -3,8 +3,9 @@
 # Not yet run on a Trainium cluster.
 set -euo pipefail
 
-# reserves the ports of Neuron's collectives and of JAX
-sysctl -w net.ipv4.ip_local_reserved_ports=41000,41001
+# reserves the ports of Neuron's collectives and of JAX, after a restart too
+echo "net.ipv4.ip_local_reserved_ports=41000,41001" > "${SYSCTL:-/etc/sysctl.d}/90-hlat.conf"
+sysctl --load="${SYSCTL:-/etc/sysctl.d}/90-hlat.conf"
 # with several interfaces the node's own name may stand for an address at which no other node reaches it; DNS has the
 # right one
 name=$(hostname -s)

@@ -284,6 +284,36 @@ def test_user_compiler_flags_override_flag_by_flag(yours, gone):
     assert found.notes[0].startswith(f"NEURON_CC_FLAGS: your value replaces {gone}")
 
 
+def test_flags_of_the_config_replace_computed_ones_and_are_replaced_by_the_users():
+    config, limit = resolve(config_lib.load("llama3_8b")), "--internal-max-instruction-limit"
+    place = Topology("trn2.48xlarge")
+
+    def flags_with(text, current=""):
+        found = environment(MIXED, ParallelConfig(), place, current={"NEURON_CC_FLAGS": current}, config_flags=text)
+        return found.variables["NEURON_CC_FLAGS"].split(), found.notes
+
+    plain, _ = flags_with("")
+    assert flags_with(config.train.compiler_flags)[0] == [*plain, f"{limit}=20000000"]
+    assert set(flags_with("-O2 --disable-mixed-precision-accumulation")[0]) ^ set(plain) == {
+        *("--optlevel=1", "--optlevel=2", "--enable-mixed-precision-accumulation"),
+        "--disable-mixed-precision-accumulation",
+    }
+    words, notes = flags_with(config.train.compiler_flags, current=f"{limit}=7")
+    assert words == [*plain, f"{limit}=7"]
+    assert notes == (f"NEURON_CC_FLAGS: your value replaces {limit}=20000000",)
+    with pytest.raises(ValueError, match=r"train\.compiler_flags='--target=trn1': --target=trn1 does not match trn2"):
+        flags_with("--target=trn1")
+
+
+def test_a_run_and_the_env_command_set_the_flags_of_the_config(env_here, monkeypatch, tmp_path):
+    flag = "--internal-max-instruction-limit=7"
+    words = [f"--config.train.compiler_flags={flag}", "--instance=trn2.48xlarge"]
+    assert flag in env_here(*words).out
+    mutable, values = flags_lib.parse(["--config=7b", *words], train._define)
+    train._set_environment(resolve(mutable), values, workdir=tmp_path)  # into the dict that env_here has left
+    assert flag in os.environ["NEURON_CC_FLAGS"].split()
+
+
 @pytest.mark.parametrize("yours", ["--dump=/x", "-lnc 1", "-lnc=1", "--auto-cast none", "--target trn1"])
 def test_added_or_repeated_compiler_flags_need_no_note(yours):
     found = with_current(NEURON_CC_FLAGS=yours)

@@ -5,6 +5,7 @@ import re
 import tomllib
 
 import pytest
+from packaging import specifiers
 
 from hlat_jax.host import neuron_compiler_flags, neuron_sdk
 from hlat_jax.host.neuron_sdk import PYTHON_PACKAGES, RECOMMENDED, RELEASES, SYSTEM_PACKAGES
@@ -22,7 +23,7 @@ def test_rows_are_in_order_and_whole():
         assert set(one.packages) == {*PYTHON_PACKAGES, *SYSTEM_PACKAGES}
         assert set(one.flag_defaults) == set(RELEASES[0].flag_defaults)
         for package, version in one.packages.items():
-            assert len(neuron_sdk.numbers(neuron_sdk.described(version)[1])) >= 3, package
+            assert len(neuron_sdk.numbers(version)) >= 3, package
 
 
 def test_numbers_of_a_package_never_fall_from_release_to_release():
@@ -42,12 +43,9 @@ def test_numbers_of_a_package_never_fall_from_release_to_release():
         ("aws-neuronx-dkms", "2.31.7.0", ["2.33.0"]),
         ("aws-neuronx-dkms", "2.31.8.0", ["2.33.1"]),
         ("aws-neuronx-runtime-lib", "2.35.30.0-1b3ca6425", ["2.33.0"]),
-        (
-            "aws-neuronx-runtime-lib",
-            "2.35.31.0-1b3ca6425",
-            ["2.33.1"],
-        ),  # only known to be newer
-        ("libneuronxla", "3.0.10135.0", ["2.33.0", "2.33.1"]),  # rebuilt without functional changes
+        ("aws-neuronx-runtime-lib", "2.35.33.0-1b3ca6425", ["2.33.1"]),
+        ("libneuronxla", "3.0.10135.0", ["2.33.0"]),
+        ("jax-neuronx", "0.10.0.1.0.15472", ["2.33.1"]),
         ("libneuronxla", "3.0.5400.0", ["2.32.0"]),  # rebuilt within 2.32
         ("nki", "unknown", []),
     ],
@@ -76,13 +74,23 @@ def test_extras_of_the_package_have_the_bounds_of_their_releases():
     assert extras == older | {"neuron": neuron_sdk.requirements(series[-1])}
 
 
-def test_extras_of_two_series_have_no_build_in_common():
-    def upper(words, package):
-        return next(word.partition(",<")[2] for word in words if word.startswith(f"{package}>="))
-
-    old, new = (neuron_sdk.requirements(name) for name in ("2.32", "2.33"))
+def test_extras_have_no_build_in_common_and_none_of_a_release_to_avoid():
+    old, new = (
+        {word.split(">=")[0]: specifiers.SpecifierSet(">=" + word.split(">=")[1]) for word in words if ">=" in word}
+        for words in map(neuron_sdk.requirements, ("2.32", "2.33"))
+    )
     for package in PYTHON_PACKAGES:
-        assert f"{package}>={upper(old, package)}," in next(word + "," for word in new if word.startswith(package))
+        for one in RELEASES:
+            extras = [extra for extra in (old, new) if one.packages[package] in extra[package]]
+            assert extras == [new if one.series == "2.33" else old] or (one.avoid and not extras), package
+    avoided = neuron_sdk.find("2.33.0").packages
+    assert [name for name in PYTHON_PACKAGES if avoided[name] not in new[name]] == ["jax-neuronx", "libneuronxla"]
+
+
+def test_guide_has_the_commands_that_the_doctor_prints():
+    text = (ROOT / "docs" / "trainium.md").read_text().replace("\\\n    &&", "&&")
+    for manager in ("apt-get", "dnf"):
+        assert neuron_sdk.upgrade_commands(RECOMMENDED, manager=manager) in text
 
 
 def test_jax_and_numpy_of_every_release_are_those_that_this_package_is_tested_with():

@@ -632,6 +632,25 @@ def test_exit_code_is_0_where_nothing_failed(monkeypatch):
     assert run_command(monkeypatch, {"a": Outcome(PASSED, ""), "c": Outcome(NOT_HERE, "")}, "--config=7b") == 0
 
 
+@pytest.mark.parametrize(
+    ("message", "is_killed"),
+    [
+        ("[F137] neuronx-cc was forcibly killed", True),
+        ("RuntimeError: neuronx-cc failed with -9", True),
+        ("Subcommand returned with exitcode=-9", True),
+        ("[F134] neuronx-cc terminated abnormally", False),
+        ("neuronx-cc failed with -90", False),
+    ],
+)
+def test_a_killed_compiler_is_explained(message, is_killed):
+    def fail():
+        raise RuntimeError(f"INTERNAL: {message}")
+
+    outcome, _ = doctor.run_check(doctor.Check("training", fail))
+    assert outcome.verdict == FAILED
+    assert outcome.advice.startswith("neuronx-cc was killed") == is_killed
+
+
 def test_a_probe_that_raises_counts_as_failed():
     outcome, seconds = doctor.run_check(doctor.Check("a", lambda: no_memory(0)))
     assert_failed(outcome, "RuntimeError: RESOURCE_EXHAUSTED")

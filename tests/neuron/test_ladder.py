@@ -201,7 +201,7 @@ def test_ladder_lowers_and_lints_every_rung(ladder_here, tmp_path):
         assert all(row["programs"][name]["unrolled"] > 0 for name in ("microbatch", "update", "init", "norms"))
     four = found[1]["programs"]
     assert {four[name]["same_as_rung"] for name in four} == {1}  # each microbatch is dispatched by itself
-    assert "an order of magnitude, not calibrated" in printed
+    assert "the one public count of the compiler is 1.4 to 3.8 times higher" in printed
     assert "not yet run" in printed
 
 
@@ -251,6 +251,19 @@ def test_ladder_rejects_invalid_flags(words, message, ladder_here):
     code, _, error = ladder_here(*words)
     assert code == 2
     assert message in error
+
+
+def test_script_explains_that_the_compiler_was_killed(tmp_path):
+    words = ladder.script(
+        "tiny", [("all", "sh -c 'echo \"[F137] neuronx-cc was forcibly killed\"; exit 1'")], folder="out"
+    )
+    (tmp_path / "ladder.sh").write_text(words)
+    done = subprocess.run(["bash", "ladder.sh"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "neuronx-cc was killed, as a rule because the host has too little memory" in done.stderr
+    (tmp_path / "ladder.sh").write_text(words.replace("[F137] ", "").replace("F137]", "F138]"))
+    other = subprocess.run(["bash", "ladder.sh"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (other.returncode, "host has too little memory" in other.stderr) == (1, False)
 
 
 @pytest.mark.slow

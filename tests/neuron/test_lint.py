@@ -89,10 +89,16 @@ def ffi(target):
     return lambda x: jax.ffi.ffi_call(target, shape(4, 4))(x)
 
 
-def native_kernel(path):
+def native_kernel(path, *, calls=1):
     config = json.dumps({"kernel": {"artifact": path}}).replace('"', '\\"')
     call = 'stablehlo.custom_call @AwsNeuronCustomNativeKernel(%x) {backend_config = "' + config + '"}'
-    return module(f"%0 = {call} : (tensor<4xf32>) -> tensor<4xf32> return %0 : tensor<4xf32>")
+    lines = [f"%{number} = {call} : (tensor<4xf32>) -> tensor<4xf32>" for number in range(calls)]
+    return module(" ".join([*lines, "return %0 : tensor<4xf32>"]))
+
+
+def attended(weigh):
+    q = shape(2, 8, 4)
+    return lambda q, k, v: jnp.einsum("bts,bsd->btd", weigh(jnp.einsum("btd,bsd->bts", q, k)), v), q, q, q
 
 
 def rounded(bits):
@@ -232,6 +238,8 @@ CASES = {
     "DT02": (lambda x: x.astype(jnp.float8_e4m3fn), lambda x: x.astype(jnp.float8_e4m3)),
     "DT03": (lambda x: x.astype(jnp.float8_e4m3fnuz), lambda x: x.astype(jnp.float8_e5m2)),
     "DT04": (lambda x: x.astype(jnp.float4_e2m1fn), lambda x: x.astype(jnp.float8_e4m3)),
+    "DT08": (lambda x: x.astype(jnp.float8_e3m4), lambda x: x.astype(jnp.float8_e4m3)),
+    "DT09": (lambda x: x.astype(jnp.float8_e8m0fnu), lambda x: x.astype(jnp.float8_e5m2)),
     "DT05": (typed("4xf64"), typed("4xf32")),
     "DT06": (typed("4xi64"), typed("2xui64")),
     "DT07": (constant("ui64", 2**32), constant("ui64", 2**32 - 1)),
@@ -274,6 +282,8 @@ CASES = {
     ),
     "KB05": (gather_at("i64"), gather_at("i32")),
     "KB06": (Flagged(native_kernel(__file__), OVERLAP), Flagged(native_kernel(__file__), "--target=trn1")),
+    "KB07": (native_kernel(__file__, calls=2), native_kernel(__file__)),
+    "KB08": (attended(jax.nn.softmax), attended(jnp.tanh)),
     "CC01": (summed_over(17), summed_over(16)),
     "CC02": (ring(32, 10), ring(8, 1)),
     "CC03": (
@@ -320,11 +330,76 @@ def test_every_rule_has_a_bad_and_a_clean_program():
 @pytest.mark.parametrize("rule", CASES)
 def test_lint_flags_the_bad_program_but_not_the_clean_one(rule):
     bad, clean = CASES[rule]
-    found = [finding for finding in findings_of(bad) if finding.rule == rule]
+    target = next(filter(RULES[rule].applies_to, LINTED))
+    found = [finding for finding in findings_of(bad, target=target) if finding.rule == rule]
     assert found
-    assert {finding.severity for finding in found} == {RULES[rule].severity_in(recurring=True)}
+    assert {finding.severity for finding in found} == {RULES[rule].severity_in(recurring=True, target=target)}
     assert all((finding.why, finding.source) == (RULES[rule].why, RULES[rule].source) for finding in found)
-    assert rule not in rules_of(clean)
+    assert rule not in rules_of(clean, target=target)
+
+
+@pytest.mark.parametrize(
+    ("rule", "targets"),
+    [
+        ("DT02", ("trn1", "trn2", "trn2-lnc1")),
+        ("DT08", ("trn2", "trn2-lnc1")),
+        ("DT09", ("trn1", "trn2", "trn2-lnc1")),
+        ("KB07", ("trn2", "trn3")),
+        ("KB08", ("trn1",)),
+    ],
+)
+def test_rules_of_some_chips_do_not_apply_to_others(rule, targets):
+    assert tuple(target for target in LINTED if rule in rules_of(CASES[rule][0], target=target)) == targets
+
+
+def test_integer_products_are_disputed_on_trn1_only():
+    found = {t: f.severity for t in LINTED for f in findings_of(CASES["INT01"][0], target=t) if f.rule == "INT01"}
+    assert found == {"trn1": "warning", "trn2": "error", "trn2-lnc1": "error", "trn3": "error"}
+    assert "pages contradict each other" in RULES["INT01"].why
+
+
+@pytest.mark.parametrize("dtype", ["int4", "uint4", "int2"])
+def test_weights_of_less_than_a_byte_are_refused(dtype):
+    assert "DT04" in rules_of((lambda w: w.astype(jnp.float32), shape(4, dtype=getattr(jnp, dtype))), target="trn2")
+
+
+COUNT = {"init_val": (0, jnp.zeros(4)), "body_fun": lambda c: (c[0] + 1, c[1] * 2)}
+
+
+@pytest.mark.parametrize(
+    ("program", "rule"),
+    [
+        (lambda x: jax.lax.fori_loop(0, jnp.int32(10), lambda _, c: c + 1, x), "CF04"),
+        (lambda x: x + jax.lax.while_loop(lambda c: (c[0] < 10) & True, **COUNT)[1], "CF04"),
+        (lambda x: x + jax.lax.while_loop(lambda c: True & (c[0] < jnp.int32(10)), **COUNT)[1], "CF04"),
+        (lambda x: x + jax.lax.while_loop(lambda c: (c[0] < 10) | True, **COUNT)[1], "CF03"),
+        (lambda x: x + jax.lax.while_loop(lambda c: ~(c[0] < 10), **COUNT)[1], "CF03"),
+        (lambda x: x + jax.lax.while_loop(lambda c: (c[0] < 10) & (c[1][0] < 9), **COUNT)[1], "CF03"),
+        (lambda x: jax.lax.fori_loop(0, x.sum().astype(jnp.int32), lambda _, c: c + 1, x), "CF03"),
+        (lambda x: jax.lax.switch(1, [jnp.sin, jnp.cos], x), "CF02"),
+        (lambda x: jax.lax.switch(jnp.int32(7) % 2, [jnp.sin, jnp.cos], x), "CF02"),
+        (lambda x: jax.lax.switch(x.sum().astype(jnp.int32), [jnp.sin, jnp.cos], x), "CF01"),
+    ],
+)
+def test_control_flow_that_folds_does_not_depend_on_data(program, rule):
+    assert rules_of(program) & {"CF01", "CF02", "CF03", "CF04"} == {rule}
+
+
+def test_a_convolution_moves_what_it_reads_over_the_borders_of_devices():
+    mesh = AbstractMesh((8,), ("a",), axis_types=(AxisType.Auto,))
+
+    def of(size, spec):
+        image = jax.ShapeDtypeStruct((8, 16, 16, 4), jnp.float32, sharding=NamedSharding(mesh, spec))
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return (
+            lambda x, k: jax.lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=numbers),
+            image,
+            shape(size, 3, 4, 4),
+        )
+
+    assert "CC06" in rules_of(of(3, P(None, "a")))
+    assert "CC06" not in rules_of(of(1, P(None, "a")))  # a window of one along what is split
+    assert "CC06" not in rules_of(of(3, P("a")))
 
 
 def test_operator_list_disallows_all_others():
@@ -508,11 +583,12 @@ ODD = {
     "dynamic_gather": (DYNAMIC_GATHER, {"SH01"}),
     "tuple_and_token": (TUPLE, set()),
     "function_without_a_body": (DECLARATION, set()),
-    **{kind: (added(kind, 1), set()) for kind in ("int4", "uint4", "int2", "uint2", "int8", "bool", "float16")},
+    **{kind: (added(kind, 1), {"DT04"}) for kind in ("int4", "uint4", "int2", "uint2")},
+    **{kind: (added(kind, 1), set()) for kind in ("int8", "bool", "float16")},
     **{kind: (added(kind, 1), set()) for kind in ("bfloat16", "float8_e4m3", "float8_e5m2", "float8_e3m4")},
     **{kind: (added(kind, 1), {"DT03"}) for kind in ("float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e4m3b11fnuz")},
     "float8_e4m3fn": (added("float8_e4m3fn", 1), {"DT02"}),
-    "float8_e8m0fnu": (added("float8_e8m0fnu", 1), set()),
+    "float8_e8m0fnu": (added("float8_e8m0fnu", 1), {"DT09"}),
     "float4_e2m1fn": (added("float4_e2m1fn", 1), {"DT04"}),
 }
 
@@ -924,6 +1000,10 @@ VALIDATED = {False: (), True: ("--config.data.validation=held_out.parquet",)}  #
 @pytest.mark.parametrize("target", ["trn1", "trn2"])
 @pytest.mark.parametrize("name", sorted(config_lib.shipped()))
 def test_lint_of_a_shipped_config_has_no_error_and_no_unexplained_warning(name, target, tmp_path, lint_here):
+    if (name, target) == ("llama3_8b", "trn1"):  # a recipe of trn2: its kernels are not documented for trn1
+        code, _, error = lint_here("--config=llama3_8b", "--target=trn1")
+        assert (code, "AWS documents NKI for trn2 and trn3 only" in error) == (2, True)
+        return
     began = time.monotonic()
     words = (f"--config={name}", f"--target={target}", f"--json={tmp_path / 'found.json'}", *VALIDATED[name == "70b"])
     code, printed, error = lint_here(*words)
@@ -1127,7 +1207,7 @@ def test_rules_have_all_their_parts():
         assert all(
             getattr(rule, field.name)
             for field in dataclasses.fields(rule)
-            if field.name not in ("once", "many", "seen")
+            if field.name not in ("once", "many", "trn1", "except_on", "seen")
         )
 
 

@@ -6,7 +6,7 @@ import statistics
 import pytest
 
 from benchmarks import calibration
-from hlat_jax.plan.roofline import CALIBRATION, Seconds
+from hlat_jax.plan.roofline import MEDIAN_ERROR, STACKS, WORST_ERROR, Seconds
 
 
 def _row(model, *, published_s, products, link=1.0):
@@ -23,32 +23,36 @@ def test_models_alternate_by_size_between_the_fit_and_the_held_out_side():
     assert {c.model for c in calibration.CONFIGURATIONS} == set(calibration.MODELS)
 
 
-def test_fit_finds_the_efficiencies_of_made_up_steps():
-    names = ("GPT-3 6.7B", "GPT-3 23B", "GPT-3 175B")
+def test_fit_finds_the_efficiency_of_made_up_steps_of_each_library():
+    names = ("GPT-3 6.7B", "GPT-3 23B", "GPT-3 175B", "Llama-2 70B", "Llama-3.1 8B")
+    efficiencies = (0.4, 0.4, 0.4, 0.7, 0.7)
     rows = [
-        _row(m, published_s=k / 0.4 + 2 * k**2 / 0.8, products=k, link=2 * k**2)
-        for k, m in zip((1, 2, 5), names, strict=True)
+        _row(m, published_s=k / e + 1, products=k) for k, (m, e) in enumerate(zip(names, efficiencies, strict=True), 1)
     ]
-    assert calibration.fitted(rows, collectives=(0.6, 0.8, 1.0)) == (0.4, 0.8)
-    outlier = _row("Llama-3.1 8B", published_s=100.0, products=1.0)
-    one = [_row(m, published_s=1 / 0.5 + 1, products=1.0) for m in names]
-    assert calibration.fitted([*one, outlier])[0] == 0.5  # the sum of absolute logarithms is robust against one row
+    assert calibration.efficiencies(rows) == {"NeMo Megatron": 0.4, "NxD": 0.7}
+    outlier = _row("GPT-3 6.7B", published_s=100.0, products=1.0)
+    assert calibration.fitted([*rows[:3], outlier]) == 0.4  # the sum of absolute logarithms is robust against one row
 
 
-def test_left_out_error_does_not_see_the_model_that_it_predicts():
-    rows = [_row("GPT-3 6.7B", published_s=3.0, products=1.0), _row("GPT-3 23B", published_s=5.0, products=1.0)]
-    # each is predicted by the other: 3 by 5, 5 by 3
-    assert calibration.left_out_error(rows) == pytest.approx(statistics.median([1 - 3 / 5, 5 / 3 - 1]), abs=0.01)
+def test_held_out_rows_do_not_enter_the_fit():
+    rows = [_row(m, published_s=3.0, products=1.0) for m in ("GPT-3 6.7B", "Llama-2 70B")]
+    held_out = [_row(m, published_s=9.0, products=1.0) for m in ("GPT-3 46B", "Llama-3.1 70B")]
+    assert [row.side for row in held_out] == ["held out"] * 2
+    found = calibration.efficiencies(rows + held_out)
+    assert found == {"NxD": 0.5, "NeMo Megatron": 0.5}
+    assert calibration.ratios(held_out, found) == [3.0, 3.0]
 
 
 @pytest.mark.slow
-def test_package_has_the_efficiency_and_the_errors_that_the_fit_gives():
+def test_package_has_the_efficiencies_and_the_errors_that_the_fit_gives():
     rows = [calibration.planned(c) for c in calibration.CONFIGURATIONS]
-    fit, held_out = ([row for row in rows if row.side == side] for side in ("fit", "held out"))
-    efficiency, _ = calibration.fitted(fit)
-    errors = calibration.errors(held_out, efficiency)
-    ratios = [row.ratio(efficiency) for row in held_out]
-    assert efficiency == CALIBRATION.efficiency
-    assert statistics.median(errors) == pytest.approx(CALIBRATION.median_error, abs=5e-4)
-    assert max(errors) == pytest.approx(CALIBRATION.worst_error, abs=5e-4)
-    assert (min(ratios), max(ratios)) == pytest.approx(CALIBRATION.step_range, abs=5e-4)
+    found = calibration.efficiencies(rows)
+    assert found == {stack: one.efficiency for stack, one in STACKS.items()}
+    held_out = [row for row in rows if row.side == "held out"]
+    for stack, some in calibration.by_stack(held_out).items():
+        ratios = calibration.ratios(some, found)
+        assert (min(ratios), max(ratios)) == pytest.approx(STACKS[stack].step_range, abs=5e-4)
+    errors = [abs(ratio - 1) for ratio in calibration.ratios(held_out, found)]
+    assert statistics.median(errors) == pytest.approx(MEDIAN_ERROR, abs=5e-4)
+    assert max(errors) == pytest.approx(WORST_ERROR, abs=5e-4)
+    assert MEDIAN_ERROR <= 0.1

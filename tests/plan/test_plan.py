@@ -480,13 +480,18 @@ def test_plan_near_the_budget_says_that_it_may_not_fit(monkeypatch):
 def test_projection_has_its_error_and_range_and_names_an_extrapolation(target, extrapolated):
     config = small_config(data=cost.target(target).num_devices, rows=64, m=1)
     plan = make_plan(config, Site(target, 1))
-    projection, found = plan["projection"], roofline.CALIBRATION
-    device = (projection["products"] + projection["update"]) / found.efficiency
-    assert projection["step_s"] == pytest.approx(device + projection["link"] + projection["network"])
+    projection = plan["projection"]
+
+    def step_as_for(stack):
+        device = (projection["products"] + projection["update"]) / roofline.STACKS[stack].efficiency
+        return device + projection["link"] + projection["network"]
+
+    assert projection["step_s"] == pytest.approx(step_as_for("NxD"))
+    assert projection["calibration"]["other_stacks"] == {"NeMo Megatron": pytest.approx(step_as_for("NeMo Megatron"))}
     assert projection["calibration"]["step_low_s"] < projection["step_s"] < projection["calibration"]["step_high_s"]
     printed = text.full(plan)
-    assert "projection, not measured: products at 49% of full speed" in printed
-    assert f"median {found.median_error:.0%}, worst {found.worst_error:.0%}" in printed
+    assert "projection, not measured: products at 58% of full speed, as published for NxD" in printed
+    assert f"median 9%, worst 20%; as for NeMo Megatron {step_as_for('NeMo Megatron'):.3f} s" in printed
     assert ("extrapolated to this device" in printed) == extrapolated
 
 

@@ -5,6 +5,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 
 import jobs
 import pytest
@@ -14,6 +15,8 @@ from hlat_jax.host.neuron_env import environment
 from hlat_jax.host.neuron_topology import Topology
 from hlat_jax.resolve import resolve
 
+SCRIPTS = sysconfig.get_path("scripts")
+PATH = f"{SCRIPTS}{os.pathsep}{os.environ['PATH']}"
 TRAIN = [sys.executable, "-m", "hlat_jax.train", "--config=tiny", "--config.train.num_steps=3"]
 
 
@@ -28,7 +31,7 @@ def dry_run(tmp_path):
         product = tmp_path / "sys/devices/virtual/dmi/id/product_name"
         product.parent.mkdir(parents=True, exist_ok=True)
         product.write_text(f"{instance}\n")
-        env = {"PATH": os.environ["PATH"], "DEV": str(tmp_path / "dev"), "SYS": str(tmp_path / "sys")}
+        env = {"PATH": PATH, "DEV": str(tmp_path / "dev"), "SYS": str(tmp_path / "sys")}
         env |= {"PYTHON": sys.executable, **variables}
         words = [str(jobs.NODE), "--dry-run", *flags, *TRAIN[3:]]
         done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False)
@@ -169,6 +172,20 @@ def test_node_finds_tcmalloc_and_the_efa_libraries_of_its_image(dry_run, tmp_pat
     assert "LD_PRELOAD" not in exports
 
 
+def test_node_puts_the_compiler_of_its_interpreter_and_neurons_tools_on_the_path(dry_run, tmp_path):
+    other, image = tmp_path / "other", tmp_path / "image"
+    tools = image / "opt/aws/neuron/bin"
+    for folder in (other, tools):
+        folder.mkdir(parents=True)
+    (other / "neuronx-cc").touch(0o755)  # of another environment
+    path = f"{other}:/usr/bin:/bin"
+    variables = {"IMAGE_ROOT": str(image), "PATH": path}
+    exports, _, _ = dry_run(neuron_devices=16, **variables)
+    assert exports["PATH"] == f"{SCRIPTS}:{tools}:{path}"
+    assert "PATH" not in dry_run(neuron_devices=16, **variables | {"PATH": exports["PATH"]})[0]
+    assert dry_run(JAX_PLATFORMS="cpu", **variables)[0] == {}
+
+
 def test_node_takes_each_spelling_of_its_flags(dry_run):
     words = ("--nodes=2", "--node=1", "--coordinator=a", "--instance=trn1.2xlarge")
     others = ("--num_nodes=2", "--rank=1", "--coordinator=a", "--target=trn1.2xlarge")
@@ -193,7 +210,7 @@ def test_node_reads_precision_and_layout_only_from_the_config(dry_run):
     words = ("--config.parallel.zero1=true", "--config.train.seed", "3", "--workdir=/w", "--config", "7b")
     done = subprocess.run(
         [str(jobs.NODE), "--dry-run", "--instance=trn1.32xlarge", *words],
-        cwd=ROOT, env=os.environ | {"PYTHON": sys.executable, "JAX_PLATFORMS": ""},
+        cwd=ROOT, env=os.environ | {"PATH": PATH, "PYTHON": sys.executable, "JAX_PLATFORMS": ""},
         capture_output=True, text=True, timeout=60, check=True,
     )  # fmt: skip
     [(exports, command)] = nodes_of(done.stdout)
@@ -205,7 +222,7 @@ def test_node_reads_precision_and_layout_only_from_the_config(dry_run):
 @pytest.mark.parametrize("instance", ["trn1.32xlarge", "trn2.48xlarge"])
 def test_dry_run_anywhere_prints_every_node(num_nodes, instance):
     place = [f"--nodes={num_nodes}", f"--instance={instance}", "--coordinator=first"]
-    env = {"PATH": os.environ["PATH"], "PYTHON": sys.executable}
+    env = {"PATH": PATH, "PYTHON": sys.executable}
     words = [str(jobs.NODE), "--dry-run", *place, "--port=5000", *TRAIN[3:]]
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=True)
     nodes = nodes_of(done.stdout)

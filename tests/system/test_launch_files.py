@@ -13,16 +13,21 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from test_launch import nodes_of
+from test_launch import PATH, nodes_of
 
 from hlat_jax import config as config_lib
 from hlat_jax import cost
+from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.host import neuron_topology
 from hlat_jax.host.neuron_env import environment
 from hlat_jax.host.neuron_topology import INSTANCES, Topology
+from hlat_jax.neuron import rules
+from hlat_jax.neuron.programs import EXPLAINED, findings, layout_for_neuron
 from hlat_jax.plan.report import Site, make_plan
 from hlat_jax.resolve import resolve
+from hlat_jax.run.compilation import traced_programs
+from hlat_jax.step import make_program
 
 LAUNCH = jobs.NODE.parent
 ROOT = LAUNCH.parent
@@ -153,7 +158,12 @@ class Template(yaml.SafeLoader):
     """Reads CloudFormation's short functions as [name, argument]."""
 
 
-Template.add_multi_constructor("!", lambda loader, name, node: [name, loader.construct_scalar(node)])
+def _short(loader, name, node):
+    is_list = isinstance(node, yaml.SequenceNode)
+    return [name, loader.construct_sequence(node, deep=True) if is_list else loader.construct_scalar(node)]
+
+
+Template.add_multi_constructor("!", _short)
 
 
 def test_manifests_get_the_nodes_that_the_template_makes():
@@ -166,11 +176,18 @@ def test_manifests_get_the_nodes_that_the_template_makes():
     assert all(["Ref", "Efa"] in card["Groups"] for card in data["NetworkInterfaces"])
     assert resources[data["Placement"]["GroupName"][1]]["Properties"] == {"Strategy": "cluster"}
     assert data["BlockDeviceMappings"][0]["Ebs"]["VolumeSize"] >= 512
+    reserved = {"CapacityReservationTarget": {"CapacityReservationId": ["Ref", "CapacityReservation"]}}
+    nothing = ["Ref", "AWS::NoValue"]
+    assert data["CapacityReservationSpecification"] == ["If", ["IsReserved", reserved, nothing]]
+    assert data["InstanceMarketOptions"] == ["If", ["IsBlock", {"MarketType": "capacity-block"}, nothing]]
+    assert resources["Nodes"]["Properties"]["CapacityType"] == ["If", ["IsBlock", "CAPACITY_BLOCK", "ON_DEMAND"]]
     pages = int(re.search(r"pages=(\d+)", data["UserData"]["Fn::Base64"])[1])
     vcpus, host_gib = HOSTS[data["InstanceType"]]
     assert cost.target(data["InstanceType"]).host_bytes == host_gib * 2**30
     for path in MANIFESTS:
         _, spec, pods, container = loaded(path)
+        ports = f"{neuron_topology.COLLECTIVES_PORT},{neuron_topology.JAX_PORT}"
+        assert pods["securityContext"] == {"sysctls": [{"name": "net.ipv4.ip_local_reserved_ports", "value": ports}]}
         resource = container["resources"]
         assert pods["nodeSelector"]["node.kubernetes.io/instance-type"] == data["InstanceType"]
         assert spec["completions"] <= resources["Nodes"]["Properties"]["ScalingConfig"]["MaxSize"]
@@ -186,7 +203,7 @@ def test_run_manifest_starts_valid_commands():
     config = resolve(config_lib.load("7b"))
     for node in range(spec["completions"]):
         command = [word.replace("$(NODE)", str(node)) for word in container["command"]]
-        env = {"PATH": os.environ["PATH"], "PYTHON": sys.executable}
+        env = {"PATH": PATH, "PYTHON": sys.executable}
         done = subprocess.run(
             [*command, "--dry-run"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=True
         )
@@ -270,11 +287,15 @@ def test_configured_node_loses_its_own_name_and_no_other(tmp_path):
         "10.0.0.12 trn1-dy-12.hlat.pcluster trn1-dy-12\n::1 ip6-localhost\n"
     )
     env = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "HOSTS_FILE": str(hosts), "LIMITS": str(tmp_path)}
+    env["SYSCTL"] = str(tmp_path / "sysctl.d")
+    (tmp_path / "sysctl.d").mkdir()
     words = [str(LAUNCH / "slurm" / "node_configured.sh")]
     done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=20, check=True)
     left = "127.0.0.1 localhost\n10.0.0.12 trn1-dy-12.hlat.pcluster trn1-dy-12\n::1 ip6-localhost\n"
     assert hosts.read_text() == left
-    assert "sysctl -w net.ipv4.ip_local_reserved_ports=41000,41001" in done.stdout
+    kept = tmp_path / "sysctl.d" / "90-hlat.conf"  # read at every start of the machine
+    assert kept.read_text() == "net.ipv4.ip_local_reserved_ports=41000,41001\n"
+    assert f"sysctl --load={kept}" in done.stdout
     packages = [line for line in done.stdout.splitlines() if line.startswith(("apt-get", "dnf"))]
     waits = "apt-get -o DPkg::Lock::Timeout=300"
     assert packages == [f"{waits} update", f"{waits} install -y libgoogle-perftools-dev"]
@@ -282,8 +303,9 @@ def test_configured_node_loses_its_own_name_and_no_other(tmp_path):
 
 
 def test_guide_gives_one_node_room_for_the_image():
-    [size] = re.findall(r"VolumeSize=(\d+)", (ROOT / "docs" / "trainium.md").read_text())
-    assert int(size) >= 512  # GiB: Neuron's docs, for every image
+    sizes = re.findall(r"VolumeSize=(\d+)", (ROOT / "docs" / "trainium.md").read_text())
+    assert len(sizes) == 2
+    assert min(map(int, sizes)) >= 512  # GiB: Neuron's docs, for every image
 
 
 def test_guide_names_existing_commands():
@@ -296,11 +318,44 @@ def test_guide_names_existing_commands():
     for _, _, module, *_ in commands:
         assert importlib.util.find_spec(module), module
     started = [line for line in lines if line.startswith("launch/node.sh") or "launch/slurm/train.sbatch" in line]
-    assert len(started) == 4
+    assert len(started) == 6
     for line in started:
         words = re.sub(r"^.*(node\.sh|train\.sbatch) ", "", line).replace("'", "").split()
         overrides = [word for word in words if word.startswith("--config")]
         resolve(flags_lib.parse(overrides)[0])
+
+
+def first_commands():
+    """Returns (instance, overrides) of each command of the guide that begins with a model on one node."""
+    guide = (ROOT / "docs" / "trainium.md").read_text().replace("\\\n", " ")
+    found = re.findall(r"^launch/node\.sh --instance=(\S+) (.*)$", guide, re.MULTILINE)
+    return [(instance, [word for word in words.split() if word.startswith("--config")]) for instance, words in found]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("instance", "overrides"), first_commands(), ids=str)
+def test_first_command_of_a_model_is_planned_and_linted(instance, overrides):
+    config = resolve_with_tokenizer(flags_lib.parse(overrides)[0])
+    plan = make_plan(config, Site(instance, 1))
+    assert plan["fits_surely"]
+    assert plan["disputed_groups"] == []
+    assert all(
+        one["judged"] <= plan["instructions"]["limit"] / 3.8 for one in plan["instructions"]["programs"].values()
+    )
+    target = rules.target_of(instance)
+    program = make_program(config, layout_for_neuron(config, plan["layout"]["devices"], target=target))
+    for name in ("microbatch", "update", "eval"):
+        traced = traced_programs(program)[name]()
+        found = findings(name, traced, program=program, target=target, operators=())
+        assert not [one for one in found if one.severity != "info" and (name, one.rule) not in EXPLAINED], name
+
+
+def test_first_commands_are_those_of_both_chips():
+    assert [(instance, words[0]) for instance, words in first_commands()] == [
+        ("trn1.32xlarge", "--config=7b"),
+        ("trn2.48xlarge", "--config=llama3_8b"),
+        ("trn2.48xlarge", "--config=7b"),
+    ]
 
 
 def test_image_copies_existing_files_onto_the_neuron_jax_image():
