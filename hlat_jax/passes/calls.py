@@ -227,9 +227,9 @@ def _custom_vjp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]
 
     def forward(perturbed):
         if perturbed not in forwards:
-            traced = jax.make_jaxpr(lambda *args: sum(forward_of(eqn, args, perturbed), []))(*in_avals)
-            num_residuals = len(traced.out_avals) - len(kinds)
-            narrow, found = cast.retraced(traced, _kinds(operands), forced=[*kinds, *[None] * num_residuals])
+            traced = jax.make_jaxpr(lambda *args: forward_of(eqn, args, perturbed))(*in_avals)
+            forced = [*kinds, *[None] * (len(traced.out_avals) - len(kinds))]
+            narrow, found = cast.retraced(traced, _kinds(operands), forced=forced)
             forwards[perturbed] = _Forward(traced, narrow, found, len(kinds))
         return forwards[perturbed]
 

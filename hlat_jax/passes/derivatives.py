@@ -13,7 +13,15 @@ import jax
 from jax.extend import core
 
 from hlat_jax.host.jax_compat import partial_eval
-from hlat_jax.passes.jaxpr import COLLECTIVES, PLAIN_CALLS, TRANSCENDENTAL, called, has_symbolic_zeros, inner_jaxprs, rebind
+from hlat_jax.passes.jaxpr import (
+    COLLECTIVES,
+    PLAIN_CALLS,
+    TRANSCENDENTAL,
+    called,
+    has_symbolic_zeros,
+    inner_jaxprs,
+    rebind,
+)
 from hlat_jax.passes.products import PRODUCTS, product_flops
 
 

@@ -222,8 +222,8 @@ def _functions(eqn: Any) -> Sequence[Any]:
     return bound[0] if isinstance(bound, tuple) else bound["subfuns"]
 
 
-def forward_of(eqn: Any, args: Sequence[Any], perturbed: Sequence[bool]) -> tuple[list[Any], list[Any]]:
-    """Returns (results, residuals) of a `custom_vjp` equation, by its forward rule.
+def forward_of(eqn: Any, args: Sequence[Any], perturbed: Sequence[bool]) -> list[Any]:
+    """Returns the results of a `custom_vjp` equation and then its residuals, by its forward rule.
 
     Args:
       eqn: the equation.
@@ -233,7 +233,7 @@ def forward_of(eqn: Any, args: Sequence[Any], perturbed: Sequence[bool]) -> tupl
     found = iter(_functions(eqn)[1].call_wrapped(*itertools.chain(*zip(args, perturbed, strict=True))))
     forwarded = eqn.params["out_trees"]()[2]
     residuals = [next(found) if place is None else args[place] for place in forwarded]
-    return list(found), residuals
+    return [*found, *residuals]
 
 
 def backward_of(eqn: Any, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
