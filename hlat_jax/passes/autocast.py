@@ -155,7 +155,13 @@ def autocast(fn: Callable[_Args, _Result], policy: CastPolicy | str) -> Callable
         rules = {**policy.rules, **dict(_overrides.value or ())}
         _check_names(policy.rules, closed.jaxpr, name)
         rule = functools.partial(_rule, rules)
-        outs = Cast(jnp.dtype(policy.compute), rule, policy.carry == "infer").outputs(closed, leaves)
+        rebinding = Cast(
+            jnp.dtype(policy.compute),
+            rule,
+            narrow_carry=policy.carry == "infer",
+            wide_distances="dot_general" not in rules,
+        )
+        outs = rebinding.outputs(closed, leaves)
         return jax.tree.unflatten(tree, outs)
 
     cast.__name__ = name
