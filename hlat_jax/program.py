@@ -703,19 +703,18 @@ def _initial(
             check_model_state(model_state, given)
         elif "model_state" in given:
             raise ValueError("loss_fn takes a model_state: give init(params, model_state=...) its first value.")
-        params = jax.tree.map(jnp.copy, params)  # the state is donated, the caller's parameters are not
         weights = cast_tree(params, policy.master or policy.param)
-        # copies: what an optimizer keeps of the weights must not be the buffer that is donated as the weights
-        opt_state: dict[str, Any] = {"inner": _distinct(optimizer.init(jax.tree.map(jnp.copy, weights)))}
+        opt_state: dict[str, Any] = {"inner": _copied(optimizer.init(weights))}
         if policy.master is not None:
-            opt_state["master"] = weights
+            opt_state["master"] = _copied(weights)
         if policy.rounding != "nearest" or "keys" in given:
-            opt_state["seed"] = jnp.asarray(seed, jnp.uint32)
+            opt_state["seed"] = jnp.array(seed, jnp.uint32)
         if is_fp16(options.autocast):
             opt_state["loss_scale"] = scaling.initial()
-        state = {"step": jnp.zeros((), jnp.int32), "params": cast_tree(params, policy.param), "opt_state": opt_state}
+        params = _copied(cast_tree(params, policy.param))
+        state = {"step": jnp.zeros((), jnp.int32), "params": params, "opt_state": opt_state}
         if model_state is not None:
-            state["model_state"] = jax.tree.map(jnp.copy, model_state)
+            state["model_state"] = _copied(model_state)
         if options.spikes is not None:
             state["spikes"] = spikes.initial(options.spikes)
         return state if shardings is None else jax.lax.with_sharding_constraint(state, shardings)
@@ -723,16 +722,13 @@ def _initial(
     return init
 
 
-def _distinct(tree: Any) -> Any:
-    """Returns the tree with a copy for each leaf that is in it twice, which could not be donated."""
-    seen: set[int] = set()
-
-    def copied(leaf: Any) -> Any:
-        is_first = id(leaf) not in seen
-        seen.add(id(leaf))
-        return leaf if is_first else jnp.copy(leaf)
-
-    return jax.tree.map(copied, tree)
+def _copied(tree: Any) -> Any:
+    """Returns the tree with its arrays copied: the state is donated, what the caller or the optimizer holds is not."""
+    leaves, structure = jax.tree.flatten(tree)
+    del tree
+    for place, leaf in enumerate(leaves):  # an array that nobody else holds is freed before the next is copied
+        leaves[place] = jnp.copy(leaf) if isinstance(leaf, (jax.Array, np.ndarray)) else leaf
+    return jax.tree.unflatten(structure, leaves)
 
 
 def _jitted(step: Callable, options: ProgramOptions, shardings: Any, *, donated: tuple[int, ...] = (0,)) -> Any:

@@ -20,7 +20,7 @@ from jax.extend import core
 
 from hlat_jax.ops.dialect import CallSpec, Op
 from hlat_jax.ops.dispatch_graph import Graph, Match, is_literal
-from hlat_jax.passes.jaxpr import called, op_name, place_of, rebind
+from hlat_jax.passes.jaxpr import called, has_symbolic_zeros, op_name, place_of, rebind
 
 # Largest difference from the original, relative to the norm of the value, by the narrowest float among the operands.
 TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
@@ -48,8 +48,11 @@ def difference(graph: Graph, match: Match) -> tuple[float, float]:
     Both run on the CPU, in values and gradients; the replacement by the implementation chosen for a CPU.
 
     Raises:
-      ValueError: the match lacks an input of the original, or the two cannot be run.
+      ValueError: the match lacks an input of the original, or the two cannot be run: all inputs are differentiated,
+        which a rule with `symbolic_zeros` may refuse.
     """
+    if any(map(has_symbolic_zeros, graph.sealed_calls_of(match.eqns))):
+        raise ValueError("it has a derivative rule with symbolic_zeros, which cannot be compared on inputs of our own")
     floats = [var.aval.dtype for var in (*match.inputs, *match.outputs) if jnp.issubdtype(var.aval.dtype, jnp.floating)]
     tolerance = max((TOLERANCES.get(dtype.name, 1e-5) for dtype in floats), default=1e-5)
     graph.steps([], given=match.inputs, wanted=match.outputs)  # raises if it depends on another input
@@ -57,35 +60,46 @@ def difference(graph: Graph, match: Match) -> tuple[float, float]:
     if cut.sizes:
         try:
             shapes = [cut.shape(var) for var in match.inputs]
-            return _compared(match, cut.evaluate, shapes), tolerance
+            return _compared(graph, match, cut.evaluate, shapes), tolerance
         except (TypeError, ValueError, AssertionError):
             pass  # the replacement reads sizes from the match: compared at the real ones
     original = functools.partial(_at_real_sizes, graph, match)
-    return _compared(match, original, [var.aval.shape for var in match.inputs]), tolerance
+    return _compared(graph, match, original, [var.aval.shape for var in match.inputs]), tolerance
 
 
 def _at_real_sizes(graph: Graph, match: Match, args: Sequence[Any]) -> list[Any]:
     return graph.evaluate(match.inputs, args, match.outputs)
 
 
-def _compared(match: Match, original: Callable, shapes: Sequence[Sequence[int]]) -> float:
+def _compared(graph: Graph, match: Match, original: Callable, shapes: Sequence[Sequence[int]]) -> float:
     def choose(op: Op, call: CallSpec) -> str:
         return op.choose("auto", "cpu", call=call).name
 
+    # a number that depends on no input of the function, such as sqrt(width), has its own value and no gradient
+    numbers = [graph.constant(var) if var.aval.size == 1 else None for var in match.inputs]
     with jax.ensure_compile_time_eval(), jax.default_device(jax.local_devices(backend="cpu")[0]):
         inputs = [
-            _random(shape, var.aval.dtype, bound=match.int_bounds.get(var, 4), seed=seed)
-            for seed, (shape, var) in enumerate(zip(shapes, match.inputs, strict=True))
+            _random(shape, var.aval.dtype, bound=match.int_bounds.get(var, 4), seed=seed) if number is None else number
+            for seed, (shape, var, number) in enumerate(zip(shapes, match.inputs, numbers, strict=True))
+        ]
+        is_float = [
+            number is None and jnp.issubdtype(x.dtype, jnp.floating) for number, x in zip(numbers, inputs, strict=True)
         ]
         both = (
-            _with_gradients(lambda *args: original(args), inputs),
-            _with_gradients(functools.partial(match.replacement, choose), inputs),
+            _with_gradients(lambda *args: original(args), is_float),
+            _with_gradients(functools.partial(match.replacement, choose), is_float),
         )
         traced = [jax.make_jaxpr(one)(*inputs) for one in both]
         digest = _digest(traced)
         if digest not in _checked:
             expected, found = (jax.jit(core.jaxpr_as_fun(one))(*inputs) for one in traced)
-            _checked[digest] = max(_relative(a, b) for a, b in zip(expected, found, strict=True))
+            num_outs = len(match.outputs)
+            of_all = math.hypot(*(np.linalg.norm(np.asarray(grad, np.float64)) for grad in expected[num_outs:]))
+            _checked[digest] = max(
+                # the gradient of a single number is a sum over all others, which may nearly cancel
+                _relative(a, b, at_least=of_all if at >= num_outs and a.size == 1 else 0.0)
+                for at, (a, b) in enumerate(zip(expected, found, strict=True))
+            )
     return _checked[digest]
 
 
@@ -100,9 +114,13 @@ def _random(shape: Sequence[int], dtype: Any, *, bound: int, seed: int) -> np.nd
     return generator.standard_normal(shape, np.float32).astype(dtype)
 
 
-def _with_gradients(function: Callable, inputs: Sequence[Any]) -> Callable:
-    """Returns a function to the results of another, and the gradients of the floats' sum with random weights."""
-    is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in inputs]
+def _with_gradients(function: Callable, is_float: Sequence[bool]) -> Callable:
+    """Returns a function to the results of another, and the gradients of their sum with random weights.
+
+    Args:
+      function: of arrays.
+      is_float: for each argument, whether there is a gradient with respect to it.
+    """
 
     def run(*args):
         floats = [arg for arg, yes in zip(args, is_float, strict=True) if yes]
@@ -123,12 +141,13 @@ def _with_gradients(function: Callable, inputs: Sequence[Any]) -> Callable:
     return run
 
 
-def _relative(expected: Any, found: Any) -> float:
+def _relative(expected: Any, found: Any, *, at_least: float = 0.0) -> float:
+    """Returns the norm of the difference, relative to that of the first, or to `at_least` if that is more."""
     expected, found = (np.asarray(x).astype(np.float64) for x in (expected, found))
     if expected.shape != found.shape or not np.array_equal(np.isfinite(expected), np.isfinite(found)):
         return np.inf
     expected, found = (np.where(np.isfinite(x), x, 0) for x in (expected, found))
-    norm = np.linalg.norm(expected)
+    norm = max(np.linalg.norm(expected), at_least if math.isfinite(at_least) else 0.0)
     # a gradient that is 0 but for rounding is compared with 1 per element
     return float(np.linalg.norm(found - expected) / max(norm, 1e-3 * math.sqrt(expected.size) or 1.0))
 

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 
 from hlat_jax.passes.calls import HANDLERS
 from hlat_jax.passes.casting import Cast
-from hlat_jax.passes.jaxpr import COLLECTIVES, equations, op_name, stops_on_floats, traced
+from hlat_jax.passes.jaxpr import COLLECTIVES, called, equations, op_name, stops_on_floats, traced
 
 
 def _names(text: str) -> frozenset[str]:
@@ -155,7 +155,13 @@ def autocast(fn: Callable[_Args, _Result], policy: CastPolicy | str) -> Callable
         rules = {**policy.rules, **dict(_overrides.value or ())}
         _check_names(policy.rules, closed.jaxpr, name)
         rule = functools.partial(_rule, rules)
-        outs = Cast(jnp.dtype(policy.compute), rule, policy.carry == "infer").outputs(closed, leaves)
+        rebinding = Cast(
+            jnp.dtype(policy.compute),
+            rule,
+            narrow_carry=policy.carry == "infer",
+            wide_distances="dot_general" not in rules,
+        )
+        outs = rebinding.outputs(closed, leaves)
         return jax.tree.unflatten(tree, outs)
 
     cast.__name__ = name
@@ -179,7 +185,14 @@ def _rule(rules: Mapping[str, str], eqn: Any) -> str:
     is_square = name == "mul" and eqn.invars[0] is eqn.invars[1]
     if is_square or (name == "while" and stops_on_floats(eqn)):
         return "never"
+    if name == "custom_vjp_call" and _has_wide_loop(rules, eqn):
+        return "never"  # the rule may run the loop again, which must take the same steps
     return "infer" if name in INFER or name in _CALLS else "never"
+
+
+def _has_wide_loop(rules: Mapping[str, str], eqn: Any) -> bool:
+    inside = equations(called(eqn))
+    return any(inner.primitive.name == "while" and _rule(rules, inner) == "never" for inner, _ in inside)
 
 
 def _product_rule(eqn: Any) -> str:

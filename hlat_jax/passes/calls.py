@@ -5,15 +5,26 @@ Each handler rebinds an equation with its functions retraced by the `Cast`.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 
-from hlat_jax.passes.jaxpr import is_inexact, manual_axes, op_name, reaching, rebind, vjp_of, without_consts
+from hlat_jax.passes.jaxpr import (
+    backward_of,
+    forward_of,
+    is_inexact,
+    manual_axes,
+    op_name,
+    pushforward_of,
+    reaching,
+    rebind,
+    without_consts,
+)
 from hlat_jax.passes.kinds import Kind, Value, mixed, value
 
 
@@ -157,23 +168,52 @@ def _custom_jvp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]
     closed, kinds = cast.retraced(eqn.params["call_jaxpr"], _kinds(operands), wide=wide)
     in_avals, out_avals = closed_avals(eqn)
     call = jax.custom_jvp(_named(core.jaxpr_as_fun(closed), eqn))
+    is_symbolic = eqn.params["symbolic_zeros"]
 
-    def declared_rule(*arrays):
-        primals, tangents = arrays[: len(in_avals)], arrays[len(in_avals) :]
-        outs, out_tangents = jax.jvp(lambda *args: rebind(eqn, args), primals, tuple(_with_zeros(tangents, in_avals)))
-        return [*outs, *_inexact(out_tangents, out_avals)]
-
-    @call.defjvp
     def rule(primals, tangents):
-        traced = jax.make_jaxpr(declared_rule)(*in_avals, *_inexact(in_avals, in_avals))
-        in_kinds = [*_kinds(operands), *_gradient_kinds(_kinds(operands), in_avals)]
-        tangent_kinds = _gradient_kinds(kinds, out_avals)
+        is_given, is_pushed = [_is_nonzero(tangent, aval) for tangent, aval in zip(tangents, in_avals, strict=True)], []
+
+        def declared(*arrays):
+            filled = _with_zeros(arrays[len(in_avals) :], in_avals, is_given, is_symbolic=is_symbolic)
+            outs, pushed = pushforward_of(eqn, arrays[: len(in_avals)], filled)
+            is_pushed[:] = [_is_nonzero(tangent, aval) for tangent, aval in zip(pushed, out_avals, strict=True)]
+            return [*outs, *_chosen(pushed, is_pushed)]
+
+        traced = jax.make_jaxpr(declared)(*in_avals, *_chosen(in_avals, is_given))
+        in_kinds = [*_kinds(operands), *_gradient_kinds(_chosen(_kinds(operands), is_given))]
+        tangent_kinds = _gradient_kinds(_chosen(kinds, is_pushed))
         wide_outs = [*wide, *[False] * len(tangent_kinds)]
         narrow, _ = cast.retraced(traced, in_kinds, forced=[*kinds, *tangent_kinds], wide=wide_outs)
-        found = core.jaxpr_as_fun(narrow)(*primals, *_inexact(tangents, in_avals))
-        return found[: len(kinds)], _with_zeros(found[len(kinds) :], out_avals)
+        found = core.jaxpr_as_fun(narrow)(*primals, *_chosen(tangents, is_given))
+        outs, pushed = found[: len(kinds)], found[len(kinds) :]
+        return outs, _with_zeros(pushed, list(map(jax.typeof, outs)), is_pushed, is_symbolic=is_symbolic)
 
+    call.defjvp(rule, symbolic_zeros=is_symbolic)
     return _values(cast, eqn, call(*_arrays(cast, operands)), kinds)
+
+
+class _Forward:
+    """The forward rule of a `custom_vjp`, cast.
+
+    Args:
+      traced: jaxpr of (results, residuals), as declared.
+      narrow: the same, cast.
+      kinds: of the results of `narrow`.
+      num_outs: number of the results that are not residuals.
+
+    Attributes:
+      avals: of the residuals, as declared.
+      kinds: of the residuals.
+      values: of the residuals that depend on no operand, which the backward rule may read in Python; None for others.
+    """
+
+    def __init__(self, traced: Any, narrow: Any, kinds: Sequence[Kind], num_outs: int):
+        self.narrow, self.num_outs = narrow, num_outs
+        self.avals, self.kinds = traced.out_avals[num_outs:], kinds[num_outs:]
+        consts = dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
+        atoms = traced.jaxpr.outvars[num_outs:]
+        found = [atom.val if isinstance(atom, core.Literal) else consts.get(atom) for atom in atoms]
+        self.values = [None if isinstance(value, jax.core.Tracer) else value for value in found]
 
 
 def _custom_vjp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
@@ -182,42 +222,45 @@ def _custom_vjp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]
     in_avals, out_avals = closed_avals(eqn)
     num_consts = eqn.params.get("num_consts", 0)  # closed-over operands, which its rules do not receive
     call = jax.custom_vjp(_named(core.jaxpr_as_fun(closed), eqn))
+    is_symbolic = eqn.params["symbolic_zeros"]
+    forwards: dict[tuple[bool, ...], _Forward] = {}  # by whether each operand is differentiated
 
-    @functools.cache
-    def forward():
-        trees = []
-
-        def declared(*args):
-            outs, pull = vjp_of(eqn, args)
-            residuals, tree = jax.tree.flatten(pull)
-            trees.append(tree)
-            return [*outs, *residuals]
-
-        traced = jax.make_jaxpr(declared)(*in_avals)
-        residual_avals = traced.out_avals[len(kinds) :]
-        narrow, found = cast.retraced(traced, _kinds(operands), forced=[*kinds, *[None] * len(residual_avals)])
-        return narrow, trees[0], residual_avals, found[len(kinds) :]
+    def forward(perturbed):
+        if perturbed not in forwards:
+            traced = jax.make_jaxpr(lambda *args: forward_of(eqn, args, perturbed))(*in_avals)
+            forced = [*kinds, *[None] * (len(traced.out_avals) - len(kinds))]
+            narrow, found = cast.retraced(traced, _kinds(operands), forced=forced)
+            forwards[perturbed] = _Forward(traced, narrow, found, len(kinds))
+        return forwards[perturbed]
 
     def forward_rule(*args):
-        found = core.jaxpr_as_fun(forward()[0])(*args)
+        perturbed = [not is_symbolic or arg.perturbed for arg in args]
+        arrays = [arg.value for arg in args] if is_symbolic else args
+        narrow = forward((False,) * num_consts + tuple(perturbed[num_consts:])).narrow
+        found = core.jaxpr_as_fun(narrow)(*arrays)
         return found[: len(kinds)], tuple(found[len(kinds) :])
 
     def backward_rule(residuals, cotangents):
-        _, tree, residual_avals, residual_kinds = forward()
+        types = _types(map(jax.typeof, residuals))
+        of = next(one for one in reversed(forwards.values()) if _types(one.narrow.out_avals[one.num_outs :]) == types)
+        is_given, is_wanted = [_is_nonzero(one, aval) for one, aval in zip(cotangents, out_avals, strict=True)], []
+        is_array = [value is None for value in of.values]
 
         def declared(*arrays):
-            pull = jax.tree.unflatten(tree, arrays[: len(residual_avals)])
-            return _inexact(pull(_with_zeros(arrays[len(residual_avals) :], out_avals)), in_avals[num_consts:])
+            held = iter(arrays)
+            filled = [next(held) if value is None else value for value in of.values]
+            found = backward_of(eqn, filled, _with_zeros(held, out_avals, is_given, is_symbolic=is_symbolic))
+            is_wanted[:] = [one is not None for one in found]
+            return _chosen(found, is_wanted)
 
-        traced = jax.make_jaxpr(declared)(*residual_avals, *_inexact(out_avals, out_avals))
-        in_kinds = [*residual_kinds, *_gradient_kinds(kinds, out_avals)]
-        wanted = _gradient_kinds(_kinds(operands[num_consts:]), in_avals[num_consts:])
+        traced = jax.make_jaxpr(declared)(*_chosen(of.avals, is_array), *_chosen(out_avals, is_given))
+        in_kinds = [*_chosen(of.kinds, is_array), *_gradient_kinds(_chosen(kinds, is_given))]
+        wanted = _gradient_kinds(_chosen(_kinds(operands), is_wanted))
         narrow, _ = cast.retraced(traced, in_kinds, forced=wanted)
-        grads = iter(core.jaxpr_as_fun(narrow)(*residuals, *_inexact(cotangents, out_avals)))
-        operand_grads = [next(grads) if is_inexact(aval) else None for aval in in_avals[num_consts:]]
-        return (*[None] * num_consts, *operand_grads)
+        grads = iter(core.jaxpr_as_fun(narrow)(*_chosen(residuals, is_array), *_chosen(cotangents, is_given)))
+        return tuple(next(grads) if is_one else None for is_one in is_wanted)
 
-    call.defvjp(forward_rule, backward_rule)
+    call.defvjp(forward_rule, backward_rule, symbolic_zeros=is_symbolic)
     arrays = _arrays(cast, operands)
     consts = [_without_gradient(array, eqn) for array in arrays[:num_consts]]
     return _values(cast, eqn, call(*consts, *arrays[num_consts:]), kinds)
@@ -252,21 +295,35 @@ def _named(function: Any, eqn: Any) -> Any:
     return call
 
 
-def _gradient_kinds(kinds: Sequence[Kind], avals: Sequence[Any]) -> list[Kind]:
+def _gradient_kinds(kinds: Sequence[Kind]) -> list[Kind]:
     """Returns the kinds of the tangents or cotangents of values: they have the dtypes of the values."""
-    pairs = zip(kinds, avals, strict=True)
-    return [kind if kind <= Kind.LOW and kind != Kind.FREE else Kind.SOFT for kind, aval in pairs if is_inexact(aval)]
+    return [kind if kind <= Kind.LOW and kind != Kind.FREE else Kind.SOFT for kind in kinds]
 
 
-def _inexact(items: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
-    """Returns the items of values that have a derivative."""
-    return [item for item, aval in zip(items, avals, strict=True) if is_inexact(aval)]
+def _types(avals: Iterable[Any]) -> list[tuple]:
+    return [(aval.shape, aval.dtype) for aval in avals]
 
 
-def _with_zeros(items: Sequence[Any], avals: Sequence[Any]) -> list[Any]:
-    """Returns the items, with a float0 zero for each value that has no derivative."""
-    items = iter(items)
-    return [next(items) if is_inexact(aval) else np.zeros(aval.shape, jax.dtypes.float0) for aval in avals]
+def _is_nonzero(item: Any, aval: Any) -> bool:
+    """Returns whether the tangent or cotangent of a value of this type is an array."""
+    return is_inexact(aval) and not isinstance(item, SymbolicZero)
+
+
+def _chosen(items: Sequence[Any], is_chosen: Sequence[bool]) -> list[Any]:
+    return list(itertools.compress(items, is_chosen))
+
+
+def _with_zeros(items: Sequence[Any], avals: Sequence[Any], is_given: Sequence[bool], *, is_symbolic: bool) -> list:
+    """Returns the tangents or cotangents of values: the items, and zeros for the values without."""
+    left = iter(items)
+    return [
+        next(left)
+        if is_one
+        else SymbolicZero(aval.to_tangent_aval())
+        if is_symbolic
+        else np.zeros(aval.shape, jax.dtypes.float0)
+        for is_one, aval in zip(is_given, avals, strict=True)
+    ]
 
 
 HANDLERS = {

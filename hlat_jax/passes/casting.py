@@ -5,16 +5,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from hlat_jax.passes import distances
 from hlat_jax.passes.calls import HANDLERS
 from hlat_jax.passes.jaxpr import ALL_REDUCES, CALL_JAXPRS, SUM_COLLECTIVES, called, op_name, place_of, rebind
 from hlat_jax.passes.kinds import Kind, Value, is_fp32, kind_of_constant, mixed, saturated, value
+from hlat_jax.passes.products import is_dot_of_vectors
 
 _ADDS = frozenset({"add", "sub", "add_any"})
 
@@ -44,6 +45,9 @@ _EACH = ALL_REDUCES | {"optimization_barrier", "pvary", "pcast", "sort"}
 # Results may overflow fp16 even if the operands are constants that it can represent: 300 * 300.
 _GROWING = _ADDS | SUM_COLLECTIVES | {"mul"}
 
+# In place of True for a result that only `never` operations read: sums of squares cancel it, so its product is fp32.
+CANCELLED = 2
+
 
 class Cast:
     """One call of a cast function: the rules, and the jaxprs it has traced so far.
@@ -52,10 +56,11 @@ class Cast:
       low: the narrow dtype.
       rule: equation -> "always", "never" or "infer".
       narrow_carry: whether loops may carry narrow values.
+      wide_distances: whether products that sums of squares cancel are fp32.
     """
 
-    def __init__(self, low: Any, rule: Callable[[Any], str], narrow_carry: bool):
-        self.low, self.rule, self.narrow_carry = low, rule, narrow_carry
+    def __init__(self, low: Any, rule: Callable[[Any], str], *, narrow_carry: bool, wide_distances: bool):
+        self.low, self.rule, self.narrow_carry, self.wide_distances = low, rule, narrow_carry, wide_distances
         self._traced: dict[Any, Any] = {}
         self._read: dict[Any, Any] = {}
 
@@ -76,7 +81,7 @@ class Cast:
           closed: as declared.
           kinds: of its inputs.
           forced: kinds that results must have; None: any.
-          wide: for each result, whether only `never` operations read it.
+          wide: for each result, whether only `never` operations read it; see `CANCELLED`.
         """
         key = id(closed.jaxpr), tuple(map(id, closed.consts)), tuple(kinds), tuple(forced), tuple(wide)
         if key not in self._traced:
@@ -115,11 +120,11 @@ class Cast:
                 return value(atom.val, kind=kind, aval=atom.aval, low=self.low)
             return env[atom]
 
-        narrow_read = self._narrow_read(jaxpr, wide or [False] * len(jaxpr.outvars))
+        narrow_read, cancelled = self._narrow_read(jaxpr, wide or [False] * len(jaxpr.outvars))
         for eqn in jaxpr.eqns:
             operands = [read(atom) for atom in eqn.invars]
             with place_of(eqn):
-                wide_outs = [var not in narrow_read for var in eqn.outvars]
+                wide_outs = [CANCELLED if var in cancelled else var not in narrow_read for var in eqn.outvars]
                 if eqn.primitive.name in _ARITHMETIC and wide_outs[0] and self.rule(eqn) == "infer":
                     kind = mixed(operand.kind for operand in operands)
                     outs = self._declared(eqn, operands, max(Kind.WIDE, kind))
@@ -132,29 +137,38 @@ class Cast:
         """Returns whether the rule for an equation is `always`."""
         return self.rule(eqn) == "always"
 
-    def _narrow_read(self, jaxpr: Any, wide: Sequence[bool]) -> set[Any]:
-        """Returns the variables that operations other than `never` read; narrowing the rest would only lose bits."""
+    def _narrow_read(self, jaxpr: Any, wide: Sequence[int]) -> tuple[set[Any], set[Any]]:
+        """Returns the variables that operations other than `never` read, and those that sums of squares cancel.
+
+        Narrowing others than the former would only lose bits.
+        """
         key = id(jaxpr), tuple(wide)
         if key in self._read:
             return self._read[key][0]
+        cancelled = set()
+        if self.wide_distances:
+            cancelled = distances.cancelled(jaxpr, [one == CANCELLED for one in wide])
         found = {atom for atom, is_wide in zip(jaxpr.outvars, wide, strict=True) if not (is_wide or _is_literal(atom))}
         for eqn in reversed(jaxpr.eqns):
-            read = self._wide_operands(eqn, [var not in found for var in eqn.outvars])
+            outs = [CANCELLED if var in cancelled else var not in found for var in eqn.outvars]
+            read = self._wide_operands(eqn, outs)
             operands = zip(eqn.invars, read, strict=True)
             found |= {atom for atom, is_wide in operands if not (is_wide or _is_literal(atom))}
-        self._read[key] = found, jaxpr  # kept alive: the key is its id
-        return found
+        found -= cancelled
+        self._read[key] = (found, cancelled), jaxpr  # kept alive: the key is its id
+        return found, cancelled
 
-    def _wide_operands(self, eqn: Any, wide: list[bool]) -> list[bool]:
+    def _wide_operands(self, eqn: Any, wide: list[int]) -> list[int]:
         """Returns for each operand whether only `never` operations read it; `wide`: the same for each result."""
         name, rule = eqn.primitive.name, self.rule(eqn)
         if rule == "infer" and name in _OPEN_CALLS:
-            found = self._narrow_read(called(eqn), wide)
+            found, _ = self._narrow_read(called(eqn), wide)
             return [var not in found for var in called(eqn).invars]
         if rule == "infer" and name in _PASSES and len(wide) == len(eqn.invars):
             return wide
         is_open = rule == "infer" and name in _ARITHMETIC | _MOVES and is_fp32(eqn.outvars[0].aval)
-        return [rule == "never" or (is_open and all(wide))] * len(eqn.invars)
+        is_wide = rule == "never" or (rule == "always" and wide[0] == CANCELLED)
+        return [is_wide or (is_open and all(wide))] * len(eqn.invars)
 
     def _run_closed(
         self, closed: Any, args: Sequence[Any], kinds: Sequence[Kind], wide: Sequence[bool] = ()
@@ -183,7 +197,7 @@ class Cast:
                 f"autocast rule {op_name(eqn)}={rule!r}: a Pallas kernel runs in its declared dtypes only."
             )
         if rule == "always":
-            return self._product(eqn, operands)
+            return self._product(eqn, operands) if wide[0] != CANCELLED else self._declared(eqn, operands, Kind.WIDE)
         return self._inferred(eqn, operands)
 
     def _declared(self, eqn: Any, operands: list[Value], kind: Kind) -> list[Value]:
@@ -275,14 +289,6 @@ class Cast:
     def _results(self, eqn: Any, outs: Sequence[Any], kinds: Sequence[Kind]) -> list[Value]:
         found = zip(outs, kinds, eqn.outvars, strict=True)
         return [value(out, kind=kind, aval=var.aval, low=self.low) for out, kind, var in found]
-
-
-def is_dot_of_vectors(eqn: Any) -> bool:
-    """Returns whether a product only contracts pairs of vectors, with one result each."""
-    if eqn.primitive.name != "dot_general":
-        return all(var.aval.size <= 1 for var in eqn.outvars)
-    (_, (batch, _)), left = eqn.params["dimension_numbers"], eqn.invars[0].aval
-    return eqn.outvars[0].aval.size == math.prod(left.shape[dim] for dim in batch)
 
 
 def _is_literal(atom: Any) -> bool:

@@ -13,7 +13,15 @@ import jax
 from jax.extend import core
 
 from hlat_jax.host.jax_compat import partial_eval
-from hlat_jax.passes.jaxpr import COLLECTIVES, PLAIN_CALLS, TRANSCENDENTAL, called, inner_jaxprs, rebind
+from hlat_jax.passes.jaxpr import (
+    COLLECTIVES,
+    PLAIN_CALLS,
+    TRANSCENDENTAL,
+    called,
+    has_symbolic_zeros,
+    inner_jaxprs,
+    rebind,
+)
 from hlat_jax.passes.products import PRODUCTS, product_flops
 
 
@@ -76,7 +84,7 @@ def plain_call(eqn: Any) -> Any:
 def kind_of(eqn: Any) -> str:
     """Returns the kind of an equation: cheap, costly or opaque."""
     name = eqn.primitive.name
-    if _has_effects(eqn):
+    if _has_effects(eqn) or eqn.params.get("symbolic_zeros"):
         return "opaque"
     if name in _CHEAP:
         return "cheap"
@@ -133,7 +141,7 @@ def held_by_derivative(eqn: Any, is_active: Sequence[bool], *, bind: Callable) -
       is_active: for each operand, whether it is differentiated.
       bind: operands -> results, in place of the equation's own.
     """
-    if eqn.primitive.name in ("while", "pallas_call"):
+    if eqn.primitive.name in ("while", "pallas_call") or has_symbolic_zeros(eqn):
         return [], []
     try:
         jaxpr, outs, held = _derivative(bind, eqn, is_active)

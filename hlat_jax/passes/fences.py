@@ -14,11 +14,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 
-from hlat_jax.host.jax_compat import ad, batching, mlir
+from hlat_jax.host.jax_compat import ad, batching, mlir, partial_eval
 from hlat_jax.passes.jaxpr import is_inexact, varying_axes
 
 
@@ -48,29 +47,41 @@ def checkpointed(fn: Callable, *, policy: Callable, waiting: Sequence[bool]) -> 
 
         outs, pushforward = jax.linearize(of_perturbed, *(primals[at] for at in places))
         held, structure = jax.tree.flatten(pushforward)
-        floats = [is_inexact(jax.typeof(out)) for out in outs]
         weights = [arg for arg, wait in zip(primals, waiting, strict=True) if not wait]
+        given = [*held, *(tangents[at] for at in places)]
+
+        def push_all(*args: Any) -> list:
+            return jax.tree.unflatten(structure, args[: len(held)])(*args[len(held) :])
+
+        # No other output is perturbed, as it would not be without the checkpoint: later rules may be told which are.
+        linear = jax.make_jaxpr(push_all)(*given).jaxpr
+        reached = [
+            at
+            for at, out in enumerate(outs)
+            if is_inexact(jax.typeof(out)) and any(_inputs_of(linear, at)[len(held) :])
+        ]
 
         def push(*args: Any) -> list:
-            pushed = jax.tree.unflatten(structure, args[: len(held)])(*args[len(held) :])
-            return [tangent for tangent, is_float in zip(pushed, floats, strict=True) if is_float]
+            pushed = push_all(*args)
+            return [pushed[at] for at in reached]
 
-        found = iter(
-            _pushed.bind(
-                *held,
-                *(tangents[at] for at in places),
-                push=push,
-                waits=tuple(not any(one is weight for weight in weights) for one in held),
-                entering=tuple(waiting[at] for at in places),
-            )
+        found = _pushed.bind(
+            *given,
+            push=push,
+            waits=tuple(not any(one is weight for weight in weights) for one in held),
+            entering=tuple(waiting[at] for at in places),
         )
-        return outs, [
-            next(found) if is_float else np.zeros(out.shape, jax.dtypes.float0)
-            for out, is_float in zip(outs, floats, strict=True)
-        ]
+        pushed = dict(zip(reached, found, strict=True))
+        zeros = [SymbolicZero(jax.typeof(out).to_tangent_aval()) for out in outs]
+        return outs, [pushed.get(at, zero) for at, zero in enumerate(zeros)]
 
     run.defjvp(derivative, symbolic_zeros=True)
     return run
+
+
+def _inputs_of(jaxpr: Any, at: int) -> list[bool]:
+    """Returns for each input of a jaxpr whether its result number `at` depends on it."""
+    return partial_eval.dce_jaxpr(jaxpr, [number == at for number in range(len(jaxpr.outvars))])[1]
 
 
 # The derivative of a block as one operation: what it holds and tangents -> tangents, with a transpose in order.

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 from jax.extend import core, source_info_util
+
+from hlat_jax.host.jax_compat import ad
 
 CHECKPOINT = "remat2"
 # Calls that do nothing but run their function.
@@ -221,14 +225,45 @@ def rebind(eqn: Any, args: Sequence[Any], **changed: Any) -> list[Any]:
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
-def vjp_of(eqn: Any, args: Sequence[Any]) -> tuple[list[Any], Callable]:
-    """Returns (results, pullback) of a call equation, by its own derivative rule.
+def _functions(eqn: Any) -> Sequence[Any]:
+    """Returns the function of a `custom_jvp` or `custom_vjp` and its rules, on flat operands."""
+    bound = eqn.primitive.get_bind_params(eqn.params)
+    return bound[0] if isinstance(bound, tuple) else bound["subfuns"]
 
-    The pullback is with respect to the function's operands, not to the closed-over arrays that come before them.
+
+def forward_of(eqn: Any, args: Sequence[Any], perturbed: Sequence[bool]) -> list[Any]:
+    """Returns the results of a `custom_vjp` equation and then its residuals, by its forward rule.
+
+    Args:
+      eqn: the equation.
+      args: its operands, the closed-over arrays that come first included.
+      perturbed: for each operand, whether it is differentiated, as a rule with `symbolic_zeros` is told.
     """
-    num_consts = eqn.params.get("num_consts", 0)
-    consts, operands = args[:num_consts], args[num_consts:]
-    return jax.vjp(lambda *operands: rebind(eqn, [*consts, *operands]), *operands)
+    found = iter(_functions(eqn)[1].call_wrapped(*itertools.chain(*zip(args, perturbed, strict=True))))
+    forwarded = eqn.params["out_trees"]()[2]
+    residuals = [next(found) if place is None else args[place] for place in forwarded]
+    return [*found, *residuals]
+
+
+def backward_of(eqn: Any, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
+    """Returns the cotangents of the operands of a `custom_vjp` equation, by its backward rule; None for zeros."""
+    found = _functions(eqn)[2].call_wrapped(*residuals, *cotangents)
+    return [None if isinstance(one, (ad.Zero, SymbolicZero)) else one for one in found]
+
+
+def pushforward_of(eqn: Any, args: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Returns (results, their tangents) of a `custom_jvp` equation, by its rule; a zero may be a `SymbolicZero`."""
+    found = _functions(eqn)[1].call_wrapped(*args, *tangents)
+    return found[: len(eqn.outvars)], found[len(eqn.outvars) :]
+
+
+def has_symbolic_zeros(eqn: Any) -> bool:
+    """Returns whether a derivative rule, of an equation or of one inside it, is told what is differentiated.
+
+    What such a rule does is known only where the function is differentiated: it may refuse anything else.
+    """
+    inside = (inner for jaxpr in inner_jaxprs(eqn) for inner, _ in equations(jaxpr))
+    return any(one.params.get("symbolic_zeros", False) for one in (eqn, *inside))
 
 
 def manual_axes(eqn: Any) -> frozenset[str]:

@@ -26,9 +26,9 @@ from hlat_jax.passes.jaxpr import (
     called,
     equations,
     function_name,
+    has_symbolic_zeros,
     place_of,
     rebind,
-    vjp_of,
 )
 from hlat_jax.passes.segments import Segment, cut, is_worthwhile
 
@@ -231,7 +231,7 @@ class _Namer:
     def check(self, fn: Callable) -> None:
         missing = {*self.choice.saved, *self.choice.offloaded} - self.given
         for eqn in self.with_rules if missing else ():
-            missing -= _given_by_rule(eqn)
+            missing -= missing if has_symbolic_zeros(eqn) else _given_by_rule(eqn)
         if missing:
             raise MissingValues(
                 f"{function_name(fn)} has no values {', '.join(sorted(missing))}: they were chosen for another "
@@ -241,7 +241,13 @@ class _Namer:
 
 def _given_by_rule(eqn: Any) -> set[str]:
     """Returns the names that the derivative rule of an equation gives to values its backward pass reads."""
-    differentiated = jax.make_jaxpr(lambda *args: vjp_of(eqn, args)[0])(*[var.aval for var in eqn.invars])
+    num_consts = eqn.params.get("num_consts", 0)
+
+    def results(*args: Any) -> list:
+        consts = args[:num_consts]  # a rule has no gradient for what it closes over
+        return jax.vjp(lambda *operands: rebind(eqn, [*consts, *operands]), *args[num_consts:])[0]
+
+    differentiated = jax.make_jaxpr(results)(*[var.aval for var in eqn.invars])
     return {inner.params["name"] for inner, _ in equations(differentiated.jaxpr) if inner.primitive.name == "name"}
 
 

@@ -56,3 +56,11 @@ def product_flops(eqn: Any) -> float:
         (_, contracted), (_, batch) = eqn.params["dimension_numbers"]
     shared = {*contracted, *batch, *groups}
     return 2.0 * math.prod(left.shape) * math.prod(size for dim, size in enumerate(right.shape) if dim not in shared)
+
+
+def is_dot_of_vectors(eqn: Any) -> bool:
+    """Returns whether a product only contracts pairs of vectors, with one result each."""
+    if eqn.primitive.name != "dot_general":
+        return all(var.aval.size <= 1 for var in eqn.outvars)
+    (_, (batch, _)), left = eqn.params["dimension_numbers"], eqn.invars[0].aval
+    return eqn.outvars[0].aval.size == math.prod(left.shape[dim] for dim in batch)

@@ -395,3 +395,14 @@ def test_what_is_no_loss_of_one_target_is_left_as_it_is(name):
     report = fn.report()
     assert not report.replacements
     assert re.search(reason, str(report)) if reason else not report.refusals, report
+
+
+@pytest.mark.parametrize("scale", [lambda t: jnp.sqrt(64), lambda t: t])
+def test_logits_over_a_number_are_replaced_though_its_gradient_nearly_cancels(scale):
+    def loss(hidden, table, targets, t):  # as in Flax's wmt, whose number is the constant jnp.sqrt(width)
+        soft = jax.nn.one_hot(targets, 512) * 0.9 + 0.1 / 512
+        return -jnp.sum(soft * jax.nn.log_softmax(hidden @ table.T / scale(t)), -1).mean()
+
+    found = dispatch(loss)
+    jax.eval_shape(found, jnp.zeros((8, 48, 64)), jnp.zeros((512, 64)), jnp.ones((8, 48), int), jnp.float32(8))
+    assert "cross_entropy" in [one.op for one in found.report().replacements]

@@ -1070,3 +1070,61 @@ def test_finfo_min_stays_finite_as_a_factor_and_as_an_initial_carry(policy):
     for fn in (factor, carry):
         got, wanted = autocast(fn, policy)(jnp.eye(4), mask), fn(jnp.eye(4), mask)
         np.testing.assert_allclose(got, wanted, rtol=4 * BF16_STEP)
+
+
+C = 5 + 0.05 * jax.random.normal(jax.random.key(0), (16, 32))  # codes, far from the origin beside their distances
+
+
+def _squares(x):
+    return jnp.sum(x**2, -1)
+
+
+DISTANCES = {
+    "written out": lambda q: (jnp.sum(q * q, -1, keepdims=True) - 2 * q @ C.T + _squares(C)).argmin(-1),
+    "einsum": lambda q: (
+        jnp.einsum("nd,nd->n", q, q)[:, None] - 2 * jnp.einsum("nd,kd->nk", q, C) + jnp.einsum("kd,kd->k", C, C)
+    ).argmin(-1),
+    "norm": lambda q: (
+        jnp.linalg.norm(q, axis=-1, keepdims=True) ** 2 + jnp.linalg.norm(C, axis=-1) ** 2 - 2.0 * jnp.matmul(q, C.T)
+    ).argmin(-1),
+    "calls": lambda q: (
+        jax.jit(lambda q: _squares(q)[:, None] + _squares(C))(q) - 2 * jax.jit(lambda a, b: a @ b.T)(q, C)
+    ).argmin(-1),
+    "score": lambda q: (q @ C.T - 0.5 * _squares(C)).argmax(-1),
+    "map": lambda q: jax.lax.map(lambda x: (jnp.vdot(x, x) - 2 * C @ x + _squares(C)).argmin(), q),
+}
+
+
+@pytest.mark.parametrize("name", DISTANCES)
+def test_the_nearest_code_by_a_product_is_that_of_fp32(name):
+    wanted = jnp.arange(64) % 16
+    q = C[wanted] + 0.01 * jax.random.normal(jax.random.key(1), (64, 32))
+    np.testing.assert_array_equal(autocast(DISTANCES[name])(q), wanted)
+    # forced by name, the product is narrow
+    assert "bf16" in str(jax.make_jaxpr(autocast(DISTANCES[name], CastPolicy(rules={"dot_general": "always"})))(q))
+
+
+def test_a_kernel_matrix_by_a_product_stays_positive_definite():
+    x = jax.random.normal(jax.random.key(0), (48, 3))
+
+    def log_determinant(x):
+        kernel = jnp.exp(-0.5 * (_squares(x)[:, None] - 2 * x @ x.T + _squares(x))) + 1e-3 * jnp.eye(48)
+        return 2 * jnp.sum(jnp.log(jnp.diag(jnp.linalg.cholesky(kernel))))
+
+    np.testing.assert_allclose(autocast(log_determinant)(x), log_determinant(x), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, w: jnp.sum((x + x @ w) ** 2, -1),  # a residual
+        lambda x, w: jnp.sum((x @ w) ** 2) + jnp.sum(w**2),  # a penalty
+        lambda x, w: (lambda y: (_squares(y)[:, None] + y, y))(x @ w),  # read elsewhere too
+        lambda x, w: jnp.exp(x @ w) / _squares(x)[:, None],
+    ],
+)
+def test_other_products_beside_sums_of_squares_are_narrow(fn):
+    dots = [
+        eqn for eqn, _ in equations(jax.make_jaxpr(autocast(fn))(X, W).jaxpr) if eqn.primitive.name == "dot_general"
+    ]
+    assert [eqn.invars[0].aval.dtype for eqn in dots] == [jnp.bfloat16]

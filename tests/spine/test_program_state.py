@@ -403,6 +403,32 @@ def test_init_asks_for_the_model_state():
         program.init({"w": jnp.ones((8, 1))})
 
 
+@pytest.mark.parametrize("policy", ["fp32", "mixed"])
+def test_a_step_donates_no_array_of_the_caller_or_the_optimizer(policy):
+    table, key = jnp.ones((8, 1)), jax.random.key(0)
+
+    def init(weights):
+        return {"table": table, "again": table, "weights": weights, "numpy": np.ones(3)}, key
+
+    def update(grads, state, params=None):
+        return jax.tree.map(lambda grad: -0.1 * grad, grads), state
+
+    def loss(params, batch, *, model_state, keys):
+        return jnp.mean((batch["x"] @ params["w"]) ** 2), model_state
+
+    given = {"w": jnp.ones((8, 1), jnp.float32)}, {"seen": jnp.ones(())}, jnp.uint32(7)
+    params, model_state, seed = given
+    program = training_program(
+        loss, optax.GradientTransformation(init, update), options=ProgramOptions(POLICIES[policy])
+    )
+    losses = []
+    for _ in range(2):
+        _, metrics = program.step(program.init(params, model_state=model_state, seed=seed), rows())
+        losses.append(float(metrics.loss))
+    assert losses[0] == losses[1]
+    assert not any(array.is_deleted() for array in jax.tree.leaves((given, table, key)))
+
+
 def test_parameters_that_are_bound_or_have_a_default_are_left_alone():
     seen = []
 

@@ -1,0 +1,145 @@
+"""Derivative rules of a user under the passes: those with `symbolic_zeros` are told what is differentiated."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.custom_derivatives import SymbolicZero
+
+from hlat_jax.ops.dispatch import dispatch
+from hlat_jax.passes import naming
+from hlat_jax.passes.autocast import CastPolicy, autocast
+from hlat_jax.passes.naming import RematChoice
+from hlat_jax.passes.residuals import select_residuals
+
+NEVER = CastPolicy(rules={"dot_general": "never"})
+W = jax.random.normal(jax.random.key(0), (3, 16, 32)) / 4
+X, S = jnp.ones((8, 16)), jnp.full((8, 1), 0.5)
+TOLD: list[tuple] = []  # what the rules below are told
+
+
+def nonzero(items):
+    return tuple(not isinstance(item, SymbolicZero) for item in items)
+
+
+@jax.custom_vjp
+def scaled(x, steps):
+    return x * steps, 2 * steps
+
+
+def _forward(x, steps):
+    TOLD.append((x.perturbed, steps.perturbed))
+    assert not steps.perturbed
+    return scaled(x.value, steps.value), (steps.value, True)
+
+
+def _backward(residuals, cotangents):
+    steps, is_set = residuals
+    TOLD.append(nonzero(cotangents))
+    assert is_set is True  # a constant of the rule, read in Python
+    return cotangents[0] * steps, None
+
+
+scaled.defvjp(_forward, _backward, symbolic_zeros=True)
+
+
+@jax.custom_jvp
+def gated(x, gate):
+    return x * gate, gate
+
+
+@functools.partial(gated.defjvp, symbolic_zeros=True)
+def _rule(primals, tangents):
+    TOLD.append(nonzero(tangents))
+    (x, gate), (dx, dgate) = primals, tangents
+    assert isinstance(dgate, SymbolicZero)
+    return gated(x, gate), (dx * gate, dgate)
+
+
+def layer(x, w, s):
+    x, s = gated(jnp.tanh(x @ w), s)
+    return scaled(x @ w.T, s)[0], s
+
+
+def in_blocks(w, x, s):
+    for one in w:
+        x, s = layer(x, one, s)
+    return jnp.sum(x**2)
+
+
+def in_scan(w, x, s):
+    (x, _), _ = jax.lax.scan(lambda carry, one: (layer(carry[0], one, carry[1]), None), (x, s), w)
+    return jnp.sum(x**2)
+
+
+PASSES = {
+    "autocast": lambda fn: autocast(fn, NEVER),
+    "select_residuals": select_residuals,
+    "dispatch": dispatch,
+    "checkpointed": lambda fn: naming.checkpointed(fn, RematChoice()),
+    "named": lambda fn: naming.checkpointed(fn, RematChoice(saved=("given",))),  # which a rule may give
+    "segments": lambda fn: naming.checkpointed_segments(fn, RematChoice()),
+    "loops": lambda fn: naming.checkpointed_loops(fn, RematChoice()),
+    "all": lambda fn: naming.checkpointed(select_residuals(autocast(dispatch(jax.jit(fn)), NEVER)), RematChoice()),
+}
+
+
+CASES = [(in_blocks, name) for name in PASSES if name != "loops"]
+CASES += [(in_scan, name) for name in PASSES if name not in ("segments", "named")]
+
+
+@pytest.mark.parametrize(("loss", "name"), CASES)
+def test_rules_are_told_what_is_differentiated_as_without_the_pass(loss, name):
+    found = []
+    for fn in (loss, PASSES[name](loss)):
+        TOLD.clear()
+        found.append((jax.grad(fn)(W, X, S), set(TOLD)))  # with respect to the weights alone
+    (want, told_without), (got, told) = found
+    assert told == told_without
+    np.testing.assert_allclose(got, want, rtol=2e-6, atol=2e-6)
+
+
+def test_products_around_and_inside_such_rules_are_narrow():
+    got, want = jax.grad(autocast(in_scan, "bf16"))(W, X, S), jax.grad(in_scan)(W, X, S)
+    text = str(jax.make_jaxpr(jax.grad(autocast(in_scan, "bf16")))(W, X, S))
+    assert "preferred_element_type=float32" not in text
+    assert 1e-4 < jnp.linalg.norm(got - want) / jnp.linalg.norm(want) < 3e-2
+
+
+def test_dispatch_refuses_an_op_around_such_a_rule_which_it_cannot_compare():
+    def loss(w, x, s):
+        logits = jax.nn.log_softmax(scaled(x @ w, s)[0])
+        return -jnp.take_along_axis(logits, jnp.ones((8, 1), int), -1).mean()
+
+    found = dispatch(loss)
+    np.testing.assert_allclose(jax.grad(found)(W[0], X, 0.5), jax.grad(loss)(W[0], X, 0.5))
+    assert "symbolic_zeros" in str(found.report())
+
+
+def test_a_rule_that_runs_a_solver_again_takes_the_steps_of_fp32():
+    def solve(w, y):
+        def halved(state):
+            y, step, t = state
+            slope = jnp.tanh(y @ w)
+            step = jnp.minimum(0.1 / jnp.max(jnp.abs(slope)), 1 - t)
+            return y + step * slope, step, t + step
+
+        return jax.lax.while_loop(lambda state: state[2] < 1.0, halved, (y, 0.0, 0.0))[0]
+
+    @jax.custom_vjp
+    def solved(w, y):
+        return solve(w, y)
+
+    def backward(residuals, cotangent):
+        w, y = residuals
+        return w * jnp.sum(cotangent * jnp.sin(40 * solve(w, y))), cotangent  # any use of the solution
+
+    solved.defvjp(lambda w, y: (solve(w, y), (w, y)), backward)
+
+    def loss(w):
+        return jnp.sum(solved(w, X) ** 2)
+
+    w = W[0] @ W[1].T
+    np.testing.assert_allclose(jax.grad(autocast(loss, "bf16"))(w), jax.grad(loss)(w), rtol=1e-5)
