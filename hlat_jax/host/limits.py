@@ -40,12 +40,13 @@ def describe(error: BaseException) -> str:
     return f"out of memory{': ' * bool(reason)}{reason}" + (f" (limits: {', '.join(limits)})" if limits else "")
 
 
-def too_many_files(code: int | None, needed: int = 1024) -> str:
-    """Returns what to do about an errno that says that no more files can be opened; "" for any other."""
+def too_many_files(code: int | None, needed: int = 0) -> str:
+    """Returns what to do about an errno that says that no more files can be opened, of which `needed` are if known."""
     if code != errno.EMFILE:
         return ""
-    limit = "".join(f"is {soft:,}" for soft in _soft_limit(resource.RLIMIT_NOFILE))
-    return f"; the limit of open files {limit} (ulimit -n), and up to {needed:,} are needed: ulimit -n {needed}"
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needs = f", and up to {needed:,} are needed" if needed else ""
+    return f"; the limit of open files is {soft:,} (ulimit -n){needs}: raise it with ulimit -n {needed or 1024}"
 
 
 def _soft_limit(kind: int) -> list[int]:

@@ -398,18 +398,17 @@ def read_rows(path: str | os.PathLike) -> list[dict[str, Any]]:
         return [row for line in lines if (row := _row(line)) is not None]
 
 
-def missing_steps(path: pathlib.Path, last_step: int) -> list[range]:
-    """Returns the steps of 1 .. last_step that have no training row, in order."""
-    steps = {last_step + 1}
+def missing_steps(path: pathlib.Path, steps: range, *, key: str) -> list[range]:
+    """Returns the parts of `steps` that have no row with `key`, in order."""
+    there = set()
     if path.exists():
         with open(path, "rb") as lines:
-            rows = (row for line in lines if (row := _row(line)) is not None)
-            steps |= {row["step"] for row in rows if "loss" in row and 0 < row["step"] <= last_step}
-    missing, first = [], 1
-    for step in sorted(steps):
-        if step > first:
-            missing.append(range(first, step))
-        first = step + 1
+            there = {row["step"] for line in lines if (row := _row(line)) is not None and key in row}
+    missing: list[range] = []
+    for step in steps:
+        if step not in there:
+            first = missing.pop().start if missing and missing[-1].stop == step else step
+            missing.append(range(first, step + steps.step, steps.step))
     return missing
 
 
