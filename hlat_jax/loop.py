@@ -80,7 +80,7 @@ def _train(
     config: Config, workdir: pathlib.Path, *, signals: StopSignals, begin_again: bool, given: Collection[str]
 ) -> str:
     """Does the work of `train`; returns the signal that all processes know of, or ""."""
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, signals.activity.ending_without_memory():
         with _progress(config, lambda: (0.0, signals.doing), in_place=False):  # lines are printed meanwhile
             opened = open_run(config, workdir, signals=signals, stack=stack, begin_again=begin_again, given=given)
         if opened is None:

@@ -16,6 +16,7 @@ from hlat_jax import config as config_lib
 from hlat_jax import cost
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.host import neuron_env, neuron_topology, process
+from hlat_jax.host.limits import too_many_files
 from hlat_jax.host.path_checks import check_file, check_folder
 
 
@@ -61,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         with distributed.joined(job, activity=activity, stacks=workdir / "stuck"):
             return loop.train(config, workdir, activity=activity, begin_again=values.begin_again, given=given)
     except (OSError, NonFiniteError) as error:  # the run failed, not the command: code 1
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error}{too_many_files(getattr(error, 'errno', None))}", file=sys.stderr)
         return 1
 
 

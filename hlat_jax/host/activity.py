@@ -6,16 +6,19 @@ watched is the progress of the main thread, by another thread. See docs/reliabil
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import faulthandler
 import os
 import pathlib
+import select
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
+
+from hlat_jax.host.limits import out_of_memory
 
 STUCK_CODE = 124  # exit code; launch/restart.sh starts the command again
 TERMINATED_CODE = 143  # of a process that SIGTERM ended, to the shell
@@ -48,6 +51,7 @@ class Activity:
       stuck_s: how long somebody made no progress when that was found; 0: it was not.
       beat: enters the account of `spent` in the ledger; None: there is no ledger.
       problem: returns what is wrong with the run folder, or ""; see `cause`.
+      end: ends the process with the reason of an error; None: whoever called us does.
     """
 
     def __init__(self, *, least_s: float = 0.0, began_s: float | None = None):
@@ -57,6 +61,7 @@ class Activity:
         self.stuck_s, self._has_stepped = 0.0, False
         self.beat: Callable[[], None] | None = None
         self.problem: Callable[[], str] = str
+        self.end: Callable[[BaseException], NoReturn] | None = None
         # phase, since when, its status, and account -> seconds before it; replaced as one, for the other threads
         self._phase: tuple[str, float, Any, dict[str, float]] = ("opening the run", self.began_s, None, {})
         self._seen: dict[str, tuple[int, float]] = {}  # phase -> (how often, the longest, in seconds)
@@ -125,10 +130,18 @@ class Activity:
     def cause(self) -> str:
         """Returns what is wrong with the run folder, or "" if nothing is or a disk that hangs does not tell."""
         found: list[str] = []
-        thread = threading.Thread(target=lambda: found.append(self.problem()), daemon=True)
-        thread.start()
-        thread.join(_DUMP_S)
+        _within(_DUMP_S, lambda: found.append(self.problem()))
         return found[0] if found else ""
+
+    @contextlib.contextmanager
+    def ending_without_memory(self) -> Iterator[None]:
+        """Ends the process as soon as memory has run out in the block: to close what is open may wait for ever."""
+        try:
+            yield
+        except Exception as error:
+            if self.end is not None and out_of_memory(error) is not None:
+                self.end(error)
+            raise
 
     def unanswered_s(self, since_sigterm_s: float) -> float:
         """Returns for how long a step makes no progress after SIGTERM, if that is too long; else 0."""
@@ -184,20 +197,37 @@ def record_stuck(activity: Activity, *, stuck_s: float, stacks: pathlib.Path | N
                 print(time.strftime("%Y-%m-%d %H:%M:%S"), socket.gethostname(), os.getpid(), file=file, flush=True)
                 faulthandler.dump_traceback(file, all_threads=True)
 
-    thread = threading.Thread(target=write, daemon=True)
-    thread.start()
-    thread.join(_DUMP_S)
+    _within(_DUMP_S, write)
 
 
 def exit_with(line: str, code: int) -> NoReturn:
     """Ends the process without cleaning up, which might wait for what hangs, such as the reader of its output."""
-
-    def say() -> None:
-        with contextlib.suppress(Exception):
-            os.write(2, f"{line}\n".encode())
-            sys.stdout.flush()
-
-    thread = threading.Thread(target=say, daemon=True)
-    thread.start()
-    thread.join(_SAY_S)
+    if not _exiting.acquire(blocking=False):
+        time.sleep(_DUMP_S)  # another thread ends the process, with a line of its own
+    rest, until_s = f"{line}\n".encode(errors="replace"), time.monotonic() + _SAY_S
+    with contextlib.suppress(OSError):
+        while rest and select.select([], [2], [], max(until_s - time.monotonic(), 0.0))[1]:
+            rest = rest[os.write(2, rest[: select.PIPE_BUF]) :]  # so many bytes do not block
+    _within(_SAY_S, lambda: sys.stdout.flush())
     os._exit(code)
+
+
+_exiting = _thread.allocate_lock()
+
+
+def _within(longest_s: float, work: Callable[[], Any]) -> None:
+    """Calls a function in another thread, and waits for it or, if the disk or a reader hangs, for some seconds.
+
+    `threading.Thread.start` would wait for ever for a thread that has no memory to start.
+    """
+    done = _thread.allocate_lock()
+    done.acquire()
+
+    def call() -> None:
+        with contextlib.suppress(Exception):
+            work()
+        done.release()
+
+    with contextlib.suppress(RuntimeError):  # no thread can be started
+        _thread.start_new_thread(call, ())
+        done.acquire(timeout=longest_s)

@@ -24,6 +24,7 @@ import jax
 
 from hlat_jax.host.activity import GAP_S, STUCK_CODE, TERMINATED_CODE, Activity, exit_with, record_stuck, stuck_line
 from hlat_jax.host.jax_compat import global_state
+from hlat_jax.host.limits import UnawaitedErrors, describe, out_of_memory
 from hlat_jax.host.process import seconds_since_sigterm
 from hlat_jax.host.rendezvous import RendezvousError, meet
 
@@ -103,23 +104,29 @@ def joined(job: Job | None, *, activity: Activity | None = None, stacks: pathlib
     """
     activity = activity or Activity()
     if job is None:
-        over = threading.Event()
-        threading.Thread(target=_watch_alone, args=(activity, stacks, over), name="hlat-watch", daemon=True).start()
-        try:
-            yield
-        finally:
-            over.set()
+        over, activity.end = threading.Event(), lambda error: exit_with(_without_memory(error, activity), 1)
+        with UnawaitedErrors() as errors:
+            watched = (activity, stacks, over, errors)
+            threading.Thread(target=_watch_alone, args=watched, name="hlat-watch", daemon=True).start()
+            try:
+                with activity.ending_without_memory():
+                    yield
+            finally:
+                over.set()
+                activity.end = None
         return
     _initialize(job)
     watch = _Watch(job, activity=activity, stacks=stacks)
+    activity.end = watch.end_all
     if job.process_id != 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
-    try:
-        yield
-        barrier()
-    except BaseException as error:
-        watch.end_all(error)
-    watch.stop()
+    with watch.errors:
+        try:
+            yield
+            barrier()
+        except BaseException as error:
+            watch.end_all(error)
+        watch.stop()
     jax.distributed.shutdown()
 
 
@@ -188,17 +195,33 @@ def _initialize(job: Job) -> None:
     timer.cancel()
 
 
-def _watch_alone(activity: Activity, stacks: pathlib.Path | None, over: threading.Event) -> None:
-    """Ends the only process of a run when it makes no progress."""
-    while not over.wait(1.0):
-        now = activity.snapshot()
-        line = stuck_line({0: now}, hosts={0: socket.gethostname()}, where=stacks)
-        if line:
-            if problem := activity.cause():
-                exit_with(f"error: {problem}", 2)
-            record_stuck(activity, stuck_s=now["for_s"], stacks=stacks, process=0)
-            exit_with(f"error: {line}", STUCK_CODE)
-        _end_terminated(activity, stacks, 0)
+def _watch_alone(
+    activity: Activity, stacks: pathlib.Path | None, over: threading.Event, errors: UnawaitedErrors
+) -> None:
+    """Ends the only process of a run when it makes no progress, or a thread of it found no memory."""
+    with activity.ending_without_memory():
+        while not over.wait(1.0):
+            _raise_unawaited(errors)
+            now = activity.snapshot()
+            line = stuck_line({0: now}, hosts={0: socket.gethostname()}, where=stacks)
+            if line:
+                if problem := activity.cause():
+                    exit_with(f"error: {problem}", 2)
+                record_stuck(activity, stuck_s=now["for_s"], stacks=stacks, process=0)
+                exit_with(f"error: {line}", STUCK_CODE)
+            _end_terminated(activity, stacks, 0)
+
+
+def _raise_unawaited(errors: UnawaitedErrors) -> None:
+    if (error := errors.out_of_memory()) is not None:
+        raise error
+
+
+def _without_memory(error: BaseException, activity: Activity) -> str:
+    """Returns the line of a process that memory was refused to, see `out_of_memory`."""
+    reason = describe(out_of_memory(error) or error)
+    where = f"while {activity.doing}, after step {activity.step}"
+    return f"error: {reason}, {where}. Run the same command to resume from the last checkpoint."
 
 
 def _end_terminated(activity: Activity, stacks: pathlib.Path | None, process: int) -> None:
@@ -220,7 +243,7 @@ class _Watch:
         self._answered_s = time.monotonic()
         self._period_s = min(1.0, job.peer_timeout_s / 8)
         self._gap_s = min(GAP_S, job.peer_timeout_s / 4)
-        self._over, self._ending = threading.Event(), threading.Event()
+        self._over, self._ending, self.errors = threading.Event(), threading.Event(), UnawaitedErrors()
         self._me = f"process {job.process_id} of {job.num_processes} on {socket.gethostname()}"
         self._thread = threading.Thread(target=self._run, name="hlat-watch", daemon=True)
         self._thread.start()
@@ -234,17 +257,24 @@ class _Watch:
 
     def end_all(self, error: BaseException) -> NoReturn:
         """Ends this process and reports the reason to the others; see `joined`."""
-        runtime = _runtime_error(error)
+        runtime, is_memory = _runtime_error(error), out_of_memory(error)
         if runtime and not runtime.startswith(_OWN_ERRORS):  # perhaps because a peer died: the watch will name it soon
             time.sleep(self._job.peer_timeout_s + 3 * self._period_s + _GRACE_S)
         self._ending.set()
         code = 2 if isinstance(error, ValueError) else 1
         is_ours = isinstance(error, (ValueError, OSError, RuntimeError)) and not runtime
-        line = str(error) if is_ours else "".join(traceback.format_exception(error)).rstrip()
-        self._report(code, f"{self._me} stopped: {line if is_ours else f'{type(error).__name__}: {error}'}")
-        self._leave(f"error: {line}" if is_ours else line, code)
+        line = f"error: {error}" if is_ours else "".join(traceback.format_exception(error)).rstrip()
+        reason = str(error) if is_ours else f"{type(error).__name__}: {error}"
+        if is_memory is not None:
+            code, line, reason = 1, _without_memory(is_memory, self._activity), describe(is_memory)
+        self._report(code, f"{self._me} stopped: {reason}")
+        self._leave(line, code)
 
     def _run(self) -> None:
+        with self._activity.ending_without_memory():
+            self._look()
+
+    def _look(self) -> None:
         last_seen: dict[str, tuple[str, float]] = {}  # process -> (its last heartbeat, when it arrived)
         looked_s = time.monotonic()
         for count in itertools.count():
@@ -256,6 +286,8 @@ class _Watch:
                 self._answered_s = time.monotonic()
             except Exception as error:
                 if not self._over.is_set():
+                    if out_of_memory(error) is not None and not str(error).startswith(_OWN_ERRORS):
+                        raise
                     self._lost_coordinator(error)
                 return
             now = time.monotonic()
@@ -268,6 +300,8 @@ class _Watch:
                     last_seen[name] = (heartbeat, now)
             if self._over.is_set():
                 return
+            if not self._ending.is_set():
+                _raise_unawaited(self.errors)
             if failure is not None:
                 self._end_after_peer(failure)
                 return

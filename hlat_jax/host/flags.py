@@ -18,7 +18,7 @@ from ml_collections import config_flags
 from hlat_jax import config as config_lib
 from hlat_jax.assets import synonyms
 from hlat_jax.config import nearest
-from hlat_jax.host import process
+from hlat_jax.host import limits, process
 
 # Other spelling -> the one that --help and the pages have. A command that defines one of them takes both.
 SPELLINGS = {"target": "instance", "num_nodes": "nodes", "rank": "node"}
@@ -311,7 +311,12 @@ def main(command: Callable[[Sequence[str]], int]) -> None:
         except BrokenPipeError:
             raise
         except OSError as error:  # such as text that cannot be read now
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {error}{limits.too_many_files(error.errno)}", file=sys.stderr)
+            code = 1
+        except Exception as error:
+            if (refused := limits.out_of_memory(error)) is None:
+                raise
+            print(f"error: {limits.describe(refused)}", file=sys.stderr)
             code = 1
         finally:
             if sys.stdout is not None:  # None in a process without a console

@@ -9,6 +9,7 @@ import contextlib
 import pathlib
 from typing import Any, NotRequired, TypedDict
 
+from hlat_jax.config import Config
 from hlat_jax.run.goodput import EVENTS_FILE, Ledger, SilentLedger, read_events
 from hlat_jax.store.metrics import DISCARDED_FILE, ROWS_FILE, damage, missing_steps, read_rows
 from hlat_jax.store.typed_json import Count, read_json
@@ -49,7 +50,7 @@ def begin(workdir: pathlib.Path, *, ledger: Ledger | SilentLedger, begin_again: 
         print(f"beginning again  at step 0 ({why}): rows up to step {last} move to {DISCARDED_FILE}")
 
 
-def resume(workdir: pathlib.Path, step: int, *, ledger: Ledger | SilentLedger) -> None:
+def resume(workdir: pathlib.Path, step: int, *, ledger: Ledger | SilentLedger, config: Config) -> None:
     """Prints what the folder lacks of a run that resumes at the checkpoint of `step`; process 0 calls it."""
     events = read_events(workdir)
     newest = newest_saved(events)
@@ -62,19 +63,30 @@ def resume(workdir: pathlib.Path, step: int, *, ledger: Ledger | SilentLedger) -
         ledger.event("rewound", step=step)
     if newest != step:
         ledger.event("saved", step=step)
-    missing = missing_steps(workdir / ROWS_FILE, step)
-    if missing:
-        named = ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else f"{part[0]}" for part in missing[:4])
-        more = f" and {len(missing) - 4} more gaps" if len(missing) > 4 else ""
-        print(
-            f"{ROWS_FILE} lacks the rows of {sum(map(len, missing)):,} of the {step:,} steps up to the checkpoint "
-            f"({named}{more}); they stay missing"
-        )
+    say_missing(workdir, step, config=config)
     if damaged := damage(workdir / ROWS_FILE):
         print(
             f"{ROWS_FILE} has {len(damaged):,} damaged lines, which move to {DISCARDED_FILE}: their rows are missing "
             f"({damaged[0]})"
         )
+
+
+def say_missing(workdir: pathlib.Path, step: int, *, config: Config) -> None:
+    """Prints which rows of the steps up to the checkpoint of `step` are missing, and which of validations before it.
+
+    A signal may have come between that checkpoint and its validation. A branch may have changed when they are due.
+    """
+    every = config.train.eval_every_steps if config.data.validation and not config.train.branch_from else 0
+    evals = range(every, step, every) if every else range(0)
+    for what, key, due in (("steps", "loss", range(1, step + 1)), ("validations", "eval_loss", evals)):
+        missing = missing_steps(workdir / ROWS_FILE, due, key=key)
+        if missing:
+            named = ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else f"{part[0]}" for part in missing[:4])
+            more = f" and {len(missing) - 4} more gaps" if len(missing) > 4 else ""
+            print(
+                f"{ROWS_FILE} lacks the rows of {sum(map(len, missing)):,} of the {len(due):,} {what} up to the "
+                f"checkpoint ({named}{more}); they stay missing"
+            )
 
 
 def newest_saved(events: list[dict[str, Any]]) -> int:

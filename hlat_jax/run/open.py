@@ -36,7 +36,7 @@ from hlat_jax.run.machine import fitting_program
 from hlat_jax.run.neuron_monitor import NeuronMonitor
 from hlat_jax.run.profiling import StepTrace
 from hlat_jax.run.rewind import rewound
-from hlat_jax.run.settings import refuse_drift, settings_of, write_settings
+from hlat_jax.run.settings import jax_changes, refuse_drift, settings_of, write_settings
 from hlat_jax.run.step_sync import FolderCheck, StepSync, only_job, require_same_settings
 from hlat_jax.run.validation import Validation
 from hlat_jax.store.checkpoint import Checkpointer, Restored
@@ -247,10 +247,13 @@ def open_run(
                 if getattr(config.train, key):
                     print(f"train.{key}  ignored: resuming from this run's own checkpoint")
             print(f"resuming from step {restored.step} of {config.train.num_steps}")
+            for line in jax_changes(restored.metadata, settings):
+                print(f"JAX setting      {line}; the run began with another, on which no precision depends")
+            settings["jax_others"] |= restored.metadata.get("jax_others", {})  # those of the first start
             if begin_again:
                 print("--begin_again    ignored: resuming from this run's own checkpoint")
             if distributed.is_first():
-                history.resume(workdir, restored.step, ledger=ledger)
+                history.resume(workdir, restored.step, ledger=ledger, config=config)
     else:
         state = compilations.compiled("init")(program.seed)
         if weights is not None:
@@ -328,6 +331,7 @@ def _finish(config: Config, workdir: pathlib.Path, *, exporter: optional.Exporte
         exporter.start(restored.step, restored.state)
         exporter.wait()
     if distributed.is_first():
+        history.say_missing(workdir, restored.step, config=config)
         summary.finish(config, workdir, restored.step)
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
+from collections.abc import Sequence
 from typing import Any
+
+import jax
 
 from hlat_jax.config import SECTIONS, Config
 from hlat_jax.data.loader import TrainBatches
@@ -17,25 +20,61 @@ from hlat_jax.resolve import batch_of_step, resolve, skipped_batches
 from hlat_jax.run import budget
 from hlat_jax.step import RunProgram
 from hlat_jax.store import atomic_files
-from hlat_jax.store.config_diff import config_drift
+from hlat_jax.store.config_diff import config_drift, differences
 
 # Settings that a branch may change: they affect neither the meaning of the state nor that of the data position.
 BRANCH_MAY_CHANGE = (
     "optimizer.*",
     "train.*",
     "implementations.*",
+    "jax.*",
     *(f"model.{key}" for key in (*OPS, "remat", "layer_loop")),
 )
 
+# JAX settings that change the numbers of a step: as settings of the run, they are compared.
+_JAX_NUMERICS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_allow_f16_reductions",
+    "jax_softmax_custom_jvp",
+)
+# Those that change random numbers, of which a step has none, or what the compiler fuses, as `parallel.*` does.
+_JAX_OTHERS = (
+    "jax_threefry_partitionable",
+    "jax_default_prng_impl",
+    "jax_random_seed_offset",
+    "jax_numpy_dtype_promotion",
+    "jax_use_direct_linearize",
+    "jax_use_shardy_partitioner",
+    "jax_optimization_level",
+    "jax_exec_time_optimization_effort",
+)
+_XLA_NUMERICS = ("fast_math", "fast_min_max", "excess_precision", "denormal")  # in the names of XLA's flags
+
 
 def settings_of(program: RunProgram, *, tokenizer: Tokenizer, batches: TrainBatches) -> dict[str, Any]:
-    """Returns the settings that a checkpoint records: config, resolved implementations, and hashes of its inputs."""
+    """Returns what a checkpoint records: config, resolved implementations, hashes of its inputs, and JAX's settings."""
+    words = os.environ.get("XLA_FLAGS", "").split()
+    flags = sorted(word for word in words if any(part in word.partition("=")[0] for part in _XLA_NUMERICS))
     return {
         "config": program.config.to_dict(),
         "implementations": {key: getattr(program.model, key) for key in (*OPS, "remat", "layer_loop")},
         "tokenizer_sha256": tokenizer.sha256,
         "manifest": batches.manifest,
+        "jax": _jax_settings(_JAX_NUMERICS) | {"XLA_FLAGS": " ".join(flags)},
+        "jax_others": _jax_settings(_JAX_OTHERS),
     }
+
+
+def _jax_settings(names: Sequence[str]) -> dict[str, Any]:
+    """Returns environment variable -> value, which a program may have set too, of those that this JAX has."""
+    return {name.upper(): getattr(jax.config, name) for name in names if hasattr(jax.config, name)}
+
+
+def jax_changes(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
+    """Returns a line for each JAX setting that differs from a checkpoint's, and may."""
+    now = current["jax_others"]
+    return differences({name: saved.get("jax_others", {}).get(name, value) for name, value in now.items()}, now)
 
 
 def refuse_drift(saved: dict[str, Any], current: dict[str, Any], *, step: int, workdir: pathlib.Path) -> None:
@@ -67,12 +106,14 @@ def refuse_branch_drift(saved: dict[str, Any], current: dict[str, Any], *, step:
 def _drift(saved: dict[str, Any], current: dict[str, Any], *, step: int, branch: bool = False) -> list[str]:
     """Returns a line for each setting that differs and must not.
 
-    A config key that is newer than the checkpoint counts as its default, an op as its current implementation.
+    A config key that is newer than the checkpoint counts as its default, an op as its current implementation, and a
+    setting of JAX as its current value.
     """
     saved = saved | {"config": _completed(saved["config"])}
     loop = saved["config"]["model"]["layer_loop"]  # where it is named, or from before it was a choice
     implementations = current["implementations"] | ({} if loop == "auto" else {"layer_loop": loop})
     saved["implementations"] = implementations | saved["implementations"]
+    saved["jax"] = {name: saved.get("jax", {}).get(name, value) for name, value in current["jax"].items()}
     if branch:
         saved, current = (tree | {"validation_manifest": None} for tree in (saved, current))
     drift = config_drift(saved, current, also=BRANCH_MAY_CHANGE if branch else ())

@@ -31,6 +31,7 @@ import orbax.checkpoint as ocp
 
 from hlat_jax.config import CheckpointConfig
 from hlat_jax.host import distributed
+from hlat_jax.host.limits import out_of_memory, too_many_files
 from hlat_jax.store.array_reading import INDEX_CACHE, read_chunked, read_parts
 from hlat_jax.store.checkpoint_checks import (
     RUN_ITEM,
@@ -53,6 +54,7 @@ _MIN_CHUNK_BYTES = 1 << 18  # of an array that is larger: each chunk costs time,
 _TMP_MARK = ".orbax-checkpoint-tmp"
 _PROBE = ".write-probe-"
 _WINDOW = "['spikes']"  # `train.spikes` may be turned on or off, and the length of its window changed, at a resume
+_FILES_AT_ONCE, _FILES_OF_ARRAY = 64, 3  # of a run, and of the event loop of each array, all of which may write at once
 # Orbax writes these two after our sums are taken; a restore needs neither of them.
 _UNSUMMED = ("_CHECKPOINT_METADATA", "commit_success.txt")
 
@@ -91,7 +93,7 @@ class Checkpointer:
         self._config, self._read_only = config, read_only
         self._saving: int | None = None
         self._finished: int | None = None
-        self._saving_bytes = 0
+        self._saving_bytes, self._num_arrays = 0, 0
         logging.getLogger("absl").addFilter(_not_orbax)  # drops its INFO logs; failures raise
         if not read_only:
             _require_writable(self.folder)
@@ -177,7 +179,8 @@ class Checkpointer:
         run = {"step": step, "position": np.asarray(position, np.int64).tolist(), "arrays": _arrays(state)}
         run |= {"metadata": metadata} | ({} if norms is None else {"norms": dict(norms)})
         run = json.loads(json.dumps(run))  # a copy: the caller's dict may change while it is written
-        self._saving, self._saving_bytes = step, sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        leaves = jax.tree.leaves(state)
+        self._saving, self._num_arrays, self._saving_bytes = step, len(leaves), sum(leaf.nbytes for leaf in leaves)
         chunked = jax.tree.map(lambda leaf: ocp.SaveArgs(chunk_byte_size=_chunk_bytes(leaf)), state)
         saved_state = ocp.args.PyTreeSave(state, save_args=chunked)
         args = ocp.args.Composite(**{STATE_ITEM: saved_state, RUN_ITEM: ocp.args.JsonSave(run)})
@@ -318,7 +321,8 @@ class Checkpointer:
                 "back, and run the same command to resume."
             )
         free_bytes = shutil.disk_usage(self.folder).free
-        if jax.process_count() == 1:  # with several, the next start does it: others may still be writing
+        # else the next start does it: other processes may still be writing, or threads cannot be started
+        if jax.process_count() == 1 and out_of_memory(error) is None:
             for path in self.folder.glob(f"{step}{_TMP_MARK}*"):
                 shutil.rmtree(path, ignore_errors=True)
             self._manager.reload()
@@ -328,8 +332,9 @@ class Checkpointer:
             if before is not None
             else "There is no earlier one: fix the cause, then run the same command to start again."
         )
+        reason = _reason(error, num_arrays=self._num_arrays)
         return SaveError(
-            f"the checkpoint of step {step} could not be written to {self.folder}: {_reason(error)} "
+            f"the checkpoint of step {step} could not be written to {self.folder}: {reason} "
             f"({self._saving_bytes:,} bytes of state, {free_bytes:,} bytes free). {rest}"
         )
 
@@ -507,12 +512,12 @@ def _read_state(folder: pathlib.Path, run: Mapping[str, Any], abstract_state: An
     return jax.tree_util.tree_map_with_path(read, abstract_state)
 
 
-def _reason(error: BaseException) -> str:
+def _reason(error: BaseException, *, num_arrays: int) -> str:
     """Returns the operating system's message, without the paths that TensorStore adds; else the first line."""
-    if code := re.search(r"os_error_code='(\d+)'", str(error)):
-        return os.strerror(int(code[1]))
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
+    found = re.search(r"os_error_code='(\d+)'", str(error))
+    code = int(found[1]) if found else error.errno if isinstance(error, OSError) else None
+    if code:
+        return os.strerror(code) + too_many_files(code, _FILES_AT_ONCE + _FILES_OF_ARRAY * num_arrays)
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0][:300]
 

@@ -416,15 +416,14 @@ def read_rows(path: str | os.PathLike) -> list[dict[str, Any]]:
     return [line.row for line in _lines(path) if line.row is not None]
 
 
-def missing_steps(path: pathlib.Path, last_step: int) -> list[range]:
-    """Returns the steps of 1 .. last_step that have no training row, in order."""
-    rows = read_rows(path)
-    steps = {last_step + 1} | {row["step"] for row in rows if "loss" in row and 0 < row["step"] <= last_step}
-    missing, first = [], 1
-    for step in sorted(steps):
-        if step > first:
-            missing.append(range(first, step))
-        first = step + 1
+def missing_steps(path: pathlib.Path, steps: range, *, key: str) -> list[range]:
+    """Returns the parts of `steps` that have no row with `key`, in order."""
+    there = {row["step"] for row in read_rows(path) if key in row}
+    missing: list[range] = []
+    for step in steps:
+        if step not in there:
+            first = missing.pop().start if missing and missing[-1].stop == step else step
+            missing.append(range(first, step + steps.step, steps.step))
     return missing
 
 

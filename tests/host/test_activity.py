@@ -7,6 +7,7 @@ import pytest
 
 from hlat_jax.host import activity, distributed
 from hlat_jax.host.activity import WAITING, Activity, stuck_line
+from hlat_jax.host.limits import UnawaitedErrors
 
 HOSTS = {0: "a", 1: "b"}
 
@@ -152,7 +153,7 @@ def test_a_run_that_is_stuck_because_its_folder_is_gone_says_that(tmp_path, monk
     stuck = Activity(least_s=0.1, began_s=time.monotonic() - 1000)
     stuck.problem = lambda: problem
     with pytest.raises(SystemExit):
-        distributed._watch_alone(stuck, tmp_path / "stuck", threading.Event())
+        distributed._watch_alone(stuck, tmp_path / "stuck", threading.Event(), UnawaitedErrors())
     [(line, found)] = ended
     assert (found, (tmp_path / "stuck").exists()) == (code, code == 124)
     assert line.startswith(f"error: {problem or said}")

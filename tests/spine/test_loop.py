@@ -56,8 +56,13 @@ def test_lost_checkpoints_are_refused_and_a_rewind_is_said(micro, train, tmp_pat
     assert train(micro) == 0
     whole = [exact(row) for row in read_rows(workdir / ROWS_FILE)]
     shutil.rmtree(workdir / "checkpoints" / "12")
-    assert train(micro) == 0
-    assert "the checkpoint of step 12 is gone or damaged, and the rows reach step 12" in capsys.readouterr().out
+    with jax.threefry_partitionable(False):
+        assert train(micro) == 0
+    said = capsys.readouterr().out
+    assert "the checkpoint of step 12 is gone or damaged, and the rows reach step 12" in said
+    assert "JAX setting      JAX_THREEFRY_PARTITIONABLE: True in the checkpoint, False now" in said
+    first = [saved_run(workdir / f"checkpoints/{step}")["metadata"]["jax_others"] for step in (10, 12)]
+    assert first[0] == first[1]  # that of the first start
     shutil.rmtree(workdir / "checkpoints")
     with pytest.raises(ValueError, match="holds no checkpoint, but one of step 12 was saved"):
         train(micro)
@@ -86,6 +91,25 @@ def test_a_signal_during_validation_loses_no_step(micro, train, tmp_path, monkey
     assert "after step 6, saved in" in capsys.readouterr().out
     assert saved_steps(tmp_path / "run") == [6]
     assert [row["step"] for row in read_rows(tmp_path / "run" / ROWS_FILE) if "loss" in row] == list(range(1, 7))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_comes_while_compiling_ends_the_run_before_its_first_step(
+    micro, train, tmp_path, monkeypatch, capsys, number
+):
+    before, compiled = signal.signal(number, signal.SIG_DFL), run_open.compiled_step  # ignored under nohup
+
+    def signalled(compilations):
+        os.kill(os.getpid(), number)
+        return compiled(compilations)
+
+    monkeypatch.setattr(run_open, "compiled_step", signalled)
+    try:
+        assert train(micro) == 0
+    finally:
+        signal.signal(number, before)
+    assert f"stopped by {number.name} after step 0, before anything was saved" in capsys.readouterr().out
+    assert saved_steps(tmp_path / "run") == []
 
 
 def test_state_is_saved_before_a_due_evaluation_after_a_signal(micro, train, tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """Checkpoints: what comes back is what was saved, and what is not whole is never taken for it."""
 
+import errno
 import json
 import logging
 import math
@@ -649,16 +650,26 @@ def test_a_disk_that_cannot_hold_one_checkpoint_is_refused_and_one_that_cannot_h
     assert capsys.readouterr().out == ""
 
 
-def test_check_raises_after_a_failed_background_save(tmp_path, checkpointer, monkeypatch):
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [
+        (errno.ENOSPC, r": No space left on device \("),
+        (
+            errno.EMFILE,
+            r"Too many open files; the limit of open files is [\d,]+ \(ulimit -n\), and up to 88 are",
+        ),
+    ],
+)
+def test_check_raises_after_a_failed_background_save(tmp_path, checkpointer, monkeypatch, number, said):
     save(checkpointer, 1)
 
-    def no_space(*_):
-        raise OSError(28, "No space left on device")
+    def fail(*_, **__):
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr("hlat_jax.store.integrity.size_and_crc", lambda *_, **__: no_space())
+    monkeypatch.setattr("hlat_jax.store.integrity.size_and_crc", fail)
     checkpointer.save(2, make_state(2), position=POSITION, metadata={})
     deadline = time.monotonic() + 20
-    with pytest.raises(SaveError, match="No space left"):  # noqa: PT012 - it is the polling that must raise
+    with pytest.raises(SaveError, match=said):  # noqa: PT012 - it is the polling that must raise
         while time.monotonic() < deadline:
             checkpointer.check()
             time.sleep(0.01)
@@ -731,12 +742,57 @@ def test_metadata_drift_compares_hashes_and_ignores_progress():
 
 def test_key_missing_from_an_old_checkpoint_counts_as_its_default():
     current = {"config": config_dict(), "implementations": {"attention": "blocked", "rope": "paired"}}
-    current |= {"tokenizer_sha256": "a", "manifest": {}}
+    current |= {"tokenizer_sha256": "a", "manifest": {}, "jax": {"JAX_ENABLE_X64": True}}
     saved = json.loads(json.dumps(current))
-    del saved["config"]["model"]["rope"], saved["implementations"]["rope"]
+    del saved["config"]["model"]["rope"], saved["implementations"]["rope"], saved["jax"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(settings, "data_drift", lambda *_, **__: [])
         settings.refuse_drift(saved, current, step=1, workdir=pathlib.Path("runs/x"))
         current["config"]["model"]["rope"] = "reference"
         with pytest.raises(ValueError, match=r"model.rope: 'auto' in the checkpoint, 'reference' now"):
             settings.refuse_drift(saved, current, step=1, workdir=pathlib.Path("runs/x"))
+
+
+def test_jax_settings_that_change_a_step_are_refused_and_others_are_said(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1 --xla_cpu_enable_fast_math=false")
+    monkeypatch.setattr(settings, "data_drift", lambda *_, **__: [])
+    inputs = {
+        "program": types.SimpleNamespace(config=resolve(config_lib.default()), model=config_lib.default().model),
+        "tokenizer": types.SimpleNamespace(sha256="a"),
+        "batches": types.SimpleNamespace(manifest={}),
+    }
+    saved = json.loads(json.dumps(settings.settings_of(**inputs)))
+
+    def refused(current):
+        try:
+            settings.refuse_drift(saved, current, step=1, workdir=pathlib.Path("runs/x"))
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    for change, expected in (
+        (
+            jax.default_matmul_precision("highest"),
+            "JAX_DEFAULT_MATMUL_PRECISION: None in the checkpoint, 'highest' now",
+        ),
+        (jax.enable_x64(True), "JAX_ENABLE_X64: False in the checkpoint, True now"),
+    ):
+        with change:
+            current = settings.settings_of(**inputs)
+        assert expected in refused(current)
+        assert "--config.train.branch_from=runs/x@1" in refused(current)
+        assert settings.jax_changes(saved, current) == []
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true --xla_b=1")
+    assert "jax.XLA_FLAGS: '--xla_cpu_enable_fast_math=false' in the checkpoint" in refused(
+        settings.settings_of(**inputs)
+    )
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+    with jax.threefry_partitionable(False):
+        current = settings.settings_of(**inputs)
+    assert refused(current) == ""
+    said = "JAX_THREEFRY_PARTITIONABLE: True in the checkpoint, False now"
+    assert settings.jax_changes(saved, current) == [said]
+    del saved["jax"], saved["jax_others"]  # as in checkpoints from before they were recorded
+    assert settings.jax_changes(saved, current) == []
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true")
+    assert refused(settings.settings_of(**inputs)) == ""

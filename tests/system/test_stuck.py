@@ -9,21 +9,27 @@ import jobs
 import micro
 import pytest
 
-# Trains as the command does, but process 1, or the only one, waits for ever for batch 9.
-WAITS_FOR_DATA = """
-import sys, time
+# Trains as the command does, but something happens to process 1, or the only one, at one of its batches.
+AT_BATCH = """
+import resource, sys, time
 from hlat_jax.data import loader
 taken, original = [], loader.TrainBatches.__next__
 def next_or_wait(batches):
     taken.append(None)
-    if len(taken) == 9 and "--process_id=0" not in sys.argv:
-        time.sleep(600)
+    if len(taken) == %d and "--process_id=0" not in sys.argv:
+        %s
     return original(batches)
 loader.TrainBatches.__next__ = next_or_wait
 from hlat_jax import train
 from hlat_jax.host import flags
 flags.main(train.main)
 """
+WAITS_FOR_DATA = AT_BATCH % (9, "time.sleep(600)")
+HAS_NO_MORE_MEMORY = AT_BATCH % (
+    2,
+    "resource.setrlimit(resource.RLIMIT_AS, "
+    "(int(open('/proc/self/statm').read().split()[0]) * resource.getpagesize() - (256 << 20), -1))",
+)
 
 
 @pytest.fixture
@@ -47,7 +53,9 @@ def train(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_a_run_that_waits_for_data_for_ever_ends_and_resumes_to_the_same_bits(train, tmp_path, num_processes):
+def test_a_run_that_waits_for_data_or_has_no_more_memory_ends_and_resumes_to_the_same_bits(
+    train, tmp_path, num_processes
+):
     module = ("-m", "hlat_jax.train")
     with train(tmp_path / "whole", *module) as job:
         assert job.wait(120) == [0], job.err(0)
@@ -60,6 +68,10 @@ def test_a_run_that_waits_for_data_for_ever_ends_and_resumes_to_the_same_bits(tr
             assert f"stuck: process {late} of {num_processes} on " in line
             assert "while waiting for data, after step 8 (limit 3 s)" in line
             assert "next_or_wait" in (workdir / f"stuck/process-{late}.txt").read_text()
+    if num_processes == 1:  # while it saves, which starts threads: one that has no memory to begin is waited for
+        with train(workdir, "-c", HAS_NO_MORE_MEMORY) as job:
+            [code] = job.wait(60)
+            assert code == -6 or (code == 1 and " out of memory" in job.error_lines(0)[0]), job.err(0)
     with train(workdir, *module, num_processes=num_processes) as job:
         assert job.wait(120) == [0] * num_processes, job.err(0)
     found, wanted = micro.rows(workdir), micro.rows(tmp_path / "whole")

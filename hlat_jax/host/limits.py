@@ -1,0 +1,90 @@
+"""Memory, threads and open files that the system refuses: errors that mean it, and those of threads that nobody awaits.
+
+A thread that has no memory for its first frame of Python never reports that it has started, and a callback without
+memory never wakes the event loop it belongs to: whoever waits for one of them, as saves do, waits for ever.
+"""
+
+from __future__ import annotations
+
+import collections
+import errno
+import resource
+import sys
+import threading
+from typing import Any
+
+from hlat_jax.byte_sizes import format_bytes
+
+# in errors of Python, C++ and XLA, and of TensorStore, which has RESOURCE_EXHAUSTED in those of a full disk too
+_MARKS = ("can't start new thread", "bad_alloc", "RESOURCE_EXHAUSTED")
+_NO_MEMORY = f"os_error_code='{errno.ENOMEM}'"
+
+
+def out_of_memory(error: BaseException | None) -> BaseException | None:
+    """Returns the error in the chain of causes that says that memory or a thread was refused; None: there is none."""
+    while error is not None:
+        if isinstance(error, MemoryError) or getattr(error, "errno", 0) == errno.ENOMEM or _NO_MEMORY in str(error):
+            return error
+        if isinstance(error, RuntimeError) and any(mark in str(error) for mark in _MARKS):
+            return error
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return None
+
+
+def describe(error: BaseException) -> str:
+    """Returns a line on an error of `out_of_memory`, with the limits of this process."""
+    reason = (str(error).splitlines() or [""])[0]
+    limits = [format_bytes(soft) + " of address space (ulimit -v)" for soft in _soft_limit(resource.RLIMIT_AS)]
+    if "thread" in reason:
+        limits += [f"{soft:,} processes and threads (ulimit -u)" for soft in _soft_limit(resource.RLIMIT_NPROC)]
+    return f"out of memory{': ' * bool(reason)}{reason}" + (f" (limits: {', '.join(limits)})" if limits else "")
+
+
+def too_many_files(code: int | None, needed: int = 0) -> str:
+    """Returns what to do about an errno that says that no more files can be opened, of which `needed` are if known."""
+    if code != errno.EMFILE:
+        return ""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needs = f", and up to {needed:,} are needed" if needed else ""
+    return f"; the limit of open files is {soft:,} (ulimit -n){needs}: raise it with ulimit -n {needed or 1024}"
+
+
+def _soft_limit(kind: int) -> list[int]:
+    soft, _ = resource.getrlimit(kind)
+    return [] if soft == resource.RLIM_INFINITY else [soft]
+
+
+class UnawaitedErrors:
+    """Records errors of threads and callbacks that nobody awaits, for the length of a `with` block."""
+
+    def __init__(self):
+        self._found: collections.deque[Any] = collections.deque()
+
+    def __enter__(self) -> UnawaitedErrors:
+        self._before = sys.unraisablehook, threading.excepthook
+        # in C: a hook in Python has no memory for its frame in a thread that has none for its first
+        sys.unraisablehook = self._found.append
+        threading.excepthook = self._of_thread
+        return self
+
+    def __exit__(self, *_) -> None:
+        sys.unraisablehook, threading.excepthook = self._before
+        self.out_of_memory()
+
+    def out_of_memory(self) -> BaseException | None:
+        """Returns an error of `out_of_memory` if there was one since the last call; the others are printed."""
+        found = None
+        while self._found:
+            unraisable = self._found.popleft()
+            # a MemoryError may have no value yet
+            error = unraisable.exc_value or unraisable.exc_type()
+            if out_of_memory(error) is None:
+                self._before[0](unraisable)
+            found = found or out_of_memory(error)
+        return found
+
+    def _of_thread(self, args: Any) -> None:
+        if out_of_memory(args.exc_value) is None:
+            self._before[1](args)
+        else:
+            self._found.append(args)

@@ -1,0 +1,96 @@
+"""Memory, threads and files that the system refuses: which errors mean it, also those of threads that nobody awaits."""
+
+import _thread
+import contextlib
+import errno
+import threading
+import time
+
+import pytest
+
+from hlat_jax.host import distributed, limits
+from hlat_jax.host.activity import Activity
+
+
+def caused(error, cause):
+    """The error, raised from another."""
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (MemoryError(), "out of memory"),
+        (caused(OSError("not saved"), RuntimeError("can't start new thread")), "out of memory: can't start new thread"),
+        (RuntimeError("RESOURCE_EXHAUSTED: 8 bytes\nmore"), "out of memory: RESOURCE_EXHAUSTED: 8 bytes"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory: [Errno 12] Cannot allocate memory"),
+        (OSError(errno.ENOSPC, "No space left on device"), None),
+        (ValueError("RESOURCE_EXHAUSTED: [os_error_code='28']"), None),  # of TensorStore, for a full disk
+        (RuntimeError("another"), None),
+    ],
+)
+def test_errors_that_mean_that_memory_was_refused_are_described_in_a_line(error, expected, monkeypatch):
+    monkeypatch.setattr(limits, "_soft_limit", lambda kind: [])
+    found = limits.out_of_memory(error)
+    assert (found and limits.describe(found)) == expected
+    monkeypatch.setattr(limits, "_soft_limit", lambda kind: [1 << 30])
+    assert found is None or "(limits: 1.00 GiB of address space (ulimit -v)" in limits.describe(found)
+
+
+def test_open_files_are_described_with_the_limit_and_what_is_needed():
+    assert limits.too_many_files(errno.ENOSPC) == limits.too_many_files(None) == ""
+    assert "(ulimit -n), and up to 2,048 are needed: raise it with ulimit -n 2048" in limits.too_many_files(
+        errno.EMFILE, 2048
+    )
+
+
+def fail(error):
+    raise error
+
+
+def start_thread(work, args):
+    threading.Thread(target=work, args=args).start()
+
+
+@pytest.mark.parametrize("start", [_thread.start_new_thread, start_thread])
+def test_a_thread_without_memory_ends_the_run_and_other_errors_of_threads_are_printed(start, monkeypatch):
+    printed, ended, over = [], [], threading.Event()
+    monkeypatch.setattr("sys.unraisablehook", lambda unraisable: printed.append(str(unraisable.exc_value)))
+    monkeypatch.setattr("threading.excepthook", lambda args: printed.append(str(args.exc_value)))
+    activity = Activity()
+
+    def end(error):
+        ended.append(type(error))
+        raise SystemExit
+
+    activity.end = end
+    with limits.UnawaitedErrors() as errors:
+        start(fail, (ValueError("another error"),))
+        while not (printed or errors._found):
+            time.sleep(0.01)
+        start(fail, (MemoryError(),))
+        with pytest.raises(SystemExit):
+            distributed._watch_alone(activity, None, over, errors)  # until it has seen the error
+    assert (printed, ended) == (["another error"], [MemoryError])
+
+
+def test_an_error_of_memory_ends_a_run_before_anything_is_closed(monkeypatch):
+    order = []
+
+    def end(line, code):
+        order.append((line, code))
+        raise SystemExit
+
+    monkeypatch.setattr(distributed, "exit_with", end)
+    activity = Activity()
+    activity.begin("training")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(pytest.raises(SystemExit))
+        stack.enter_context(distributed.joined(None, activity=activity))
+        stack.callback(order.append, "closed")
+        stack.enter_context(activity.ending_without_memory())
+        fail(RuntimeError("RESOURCE_EXHAUSTED: 8 bytes"))
+    line = "error: out of memory: RESOURCE_EXHAUSTED: 8 bytes, while training, after step 0."
+    assert order[0][0].startswith(line)
+    assert (order[0][1], order[1:]) == (1, ["closed"])
