@@ -35,8 +35,7 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.reconfigure(line_buffering=True)  # so that each line is in a log file while the run compiles
     logging.set_verbosity(logging.ERROR)  # silences the INFO logs of libraries; ours are printed
     if not values.coordinator:  # of several processes all end alike, with the reason, once they have joined
-        is_shipped = config.name in config_lib.shipped()
-        _check_paths(config, workdir, keys=flags_lib.given_keys(values) if is_shipped else config_lib.PATH_KEYS)
+        _check_paths(config, workdir, given=flags_lib.given_keys(values))
     if config.data.tokenizer != named_tokenizer and not values.process_id:
         print(f"tokenizer        {config.data.tokenizer}: {named_tokenizer} is missing")
     _set_environment(config, values, workdir=workdir)
@@ -58,12 +57,13 @@ def main(argv: Sequence[str]) -> int:
         return 1
 
 
-def _check_paths(config: config_lib.Config, workdir: pathlib.Path, *, keys: Collection[str]) -> None:
+def _check_paths(config: config_lib.Config, workdir: pathlib.Path, *, given: Collection[str]) -> None:
     """Raises ValueError for a path that does not exist, before the seconds that importing JAX takes.
 
-    Of text and tokenizer it checks those of `keys` alone: the ones that a shipped config sets are left to the run,
-    which first checks that the model fits this machine.
+    Text and tokenizer that a shipped config sets, and not the command line, whose keys are `given`, are left to the
+    run, which first checks that the model fits this machine.
     """
+    keys = given if config.name in config_lib.shipped() else config_lib.PATH_KEYS
     from hlat_jax.data import path_checks  # not at the top: --help does not need it
     from hlat_jax.weights.path_checks import check_checkpoint
 
@@ -75,12 +75,11 @@ def _check_paths(config: config_lib.Config, workdir: pathlib.Path, *, keys: Coll
         check_file(config.model.ops_table, key="model.ops_table")
     if config.train.eval_tasks_folder:
         check_folder(config.train.eval_tasks_folder, key="train.eval_tasks_folder")
-    if any(workdir.glob("checkpoints/*")):
-        return  # a run that resumes does not read these
-    starts = {"init_from": config.train.init_from, "branch_from": config.train.branch_from.rpartition("@")[0]}
-    for key, path in starts.items():
-        if path:
-            check_checkpoint(path, key=f"train.{key}")
+    resumes = any(workdir.glob("checkpoints/*"))  # then the weights that it began with may be away
+    for key in ("train.init_from", "train.branch_from"):
+        value = vars(config.train)[key.removeprefix("train.")]
+        if value and not (resumes and (key not in given or path_checks.recorded(workdir, key) == value)):
+            check_checkpoint(value.rpartition("@")[0] if key == "train.branch_from" else value, key=key)
 
 
 def _set_environment(config: config_lib.Config, values: flags.FlagValues, *, workdir: pathlib.Path) -> None:
