@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pathlib
@@ -31,8 +30,7 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps(config.to_dict(), indent=2))
         print(describe(config))
         return 0
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # so that each line is in a log file while the run compiles
+    process.drop_unwritable()
     logging.set_verbosity(logging.ERROR)  # silences the INFO logs of libraries; ours are printed
     if not values.coordinator:  # of several processes all end alike, with the reason, once they have joined
         _check_paths(config, workdir, given=flags_lib.given_keys(values))

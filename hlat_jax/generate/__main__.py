@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import pathlib
 import sys
 import time
@@ -28,8 +27,6 @@ def main(argv: Sequence[str]) -> int:
     values = flags_lib.parse_own(argv, _define, usage=_USAGE)
     prompts = _prompts(values)
     logging.set_verbosity(logging.ERROR)  # silence absl INFO logs of libraries
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
     inference.prepare(values)
     from hlat_jax.generate.generator import Generator, Sampling  # imports JAX, which --help does not need
 
