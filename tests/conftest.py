@@ -21,6 +21,8 @@ import jax
 import numpy as np
 import pytest
 
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # of what tests start, which would use the folder of this user
+
 from hlat_jax import config as config_lib
 from hlat_jax.batch import concat_batch
 from hlat_jax.parallel.sharding import make_layout

@@ -14,6 +14,7 @@ from hlat_jax.config import counted
 from hlat_jax.generate import inference
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.host.path_checks import check_file
+from hlat_jax.resolve import check_unicode
 from hlat_jax.store.progress import show_progress
 
 _USAGE = """Usage: python -m hlat_jax.generate --checkpoint=FOLDER --prompt=TEXT [--prompt=TEXT ...] [--FLAG=VALUE ...]
@@ -105,6 +106,8 @@ def _with_progress(steps: Iterator[Any], *, most: int) -> Iterator[Any]:
 
 def _prompts(values: flags.FlagValues) -> list[str]:
     prompts = list(values.prompt or ())
+    for prompt in prompts:
+        check_unicode("--prompt", prompt)
     if values.prompts_file:
         check_file(values.prompts_file, key="--prompts_file")
         try:

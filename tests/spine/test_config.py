@@ -620,6 +620,7 @@ def test_resolve_refuses_unknown_and_missing_keys_and_wrong_types():
         "optimizer.eps=1000": lambda t: t["optimizer"].update(eps=10**400),
         "data.shuffle=1 is int; it must be bool.": lambda t: t["data"].update(shuffle=1),
         "data.seed=True is bool; it must be int.": lambda t: t["data"].update(seed=True),
+        r"train.sample_prompt='a\udcff' is not UTF-8.": lambda t: t["train"].update(sample_prompt="a\udcff"),
         "precision.policy='fp8' is not one of fp32, autocast, mixed,": lambda t: t["precision"].update(policy="fp8"),
     }
     for message, edit in cases.items():
