@@ -1,5 +1,6 @@
 """Eight virtual CPU devices for every test, set before JAX is imported, and small fixtures."""
 
+import contextlib
 import gc
 import os
 import pathlib
@@ -20,6 +21,13 @@ os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(_REPOSITORY / ".hypoth
 import jax
 import numpy as np
 import pytest
+
+with contextlib.suppress(ImportError):  # CI runs some tests without it
+    import hypothesis
+
+    unhurried = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+    hypothesis.settings.register_profile("unhurried", hypothesis.settings.default, **unhurried)
+    hypothesis.settings.load_profile("unhurried")
 
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # of what tests start, which would use the folder of this user
 
@@ -75,6 +83,14 @@ def empty_folder(tmp_path_factory):
 def nothing_left_in_the_current_folder(empty_folder):
     yield
     assert not os.listdir(empty_folder), "a test writes into tmp_path alone"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_progress_by_the_clock():
+    """A slow machine prints no more than a fast one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hlat_jax.store.progress._LINE_S", 1e6)
+        yield
 
 
 @pytest.fixture

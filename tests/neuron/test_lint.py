@@ -8,7 +8,6 @@ rewrites the table of docs/neuron-lint.md after an intended change of the rules.
 import dataclasses
 import json
 import pathlib
-import time
 
 import jax
 import jax.numpy as jnp
@@ -924,7 +923,6 @@ VALIDATED = {False: (), True: ("--config.data.validation=held_out.parquet",)}  #
 @pytest.mark.parametrize("target", ["trn1", "trn2"])
 @pytest.mark.parametrize("name", sorted(config_lib.shipped()))
 def test_lint_of_a_shipped_config_has_no_error_and_no_unexplained_warning(name, target, tmp_path, lint_here):
-    began = time.monotonic()
     words = (f"--config={name}", f"--target={target}", f"--json={tmp_path / 'found.json'}", *VALIDATED[name == "70b"])
     code, printed, error = lint_here(*words)
     assert (code, error) == (0, "")
@@ -942,7 +940,6 @@ def test_lint_of_a_shipped_config_has_no_error_and_no_unexplained_warning(name, 
     # the largest number at most this whose groups of cores are not refused
     devices = {("tiny", "trn1"): 2, ("node", "trn2"): 16}.get((name, target), devices)
     assert f"{name} for {target}, {devices:,} devices" in printed
-    assert time.monotonic() - began < 120  # seconds if run alone; other tests run in parallel
 
 
 def test_lint_of_node_on_the_smaller_node_has_no_error_and_no_unexplained_warning(tmp_path, lint_here):

@@ -121,8 +121,9 @@ def rows_ahead(c, _):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing.ConcatStream, "next_row", counted)
         loader = TrainBatches(data, tokenizer=Tokenizer(data.tokenizer))
-        settled = -1
-        while settled != len(made) or not made:
+        settled, same = -1, 0
+        while same < 10 or not made:  # polls in a row without a new one
+            same = same + 1 if settled == len(made) else 0
             settled = len(made)
             time.sleep(0.1)
         loader.close()

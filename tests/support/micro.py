@@ -92,7 +92,7 @@ def command(config: pathlib.Path, workdir: pathlib.Path, *overrides: str) -> lis
     return [sys.executable, "-m", "hlat_jax.train", *words]
 
 
-def run(words: list[str], env: dict[str, str], *, timeout_s: float = 120) -> subprocess.CompletedProcess:
+def run(words: list[str], env: dict[str, str], *, timeout_s: float = 600) -> subprocess.CompletedProcess:
     """Runs a command to its end and returns what it printed and its exit code."""
     return subprocess.run(words, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
 

@@ -188,7 +188,7 @@ def test_run_manifest_starts_valid_commands():
         command = [word.replace("$(NODE)", str(node)) for word in container["command"]]
         env = {"PATH": os.environ["PATH"], "PYTHON": sys.executable}
         done = subprocess.run(
-            [*command, "--dry-run"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=True
+            [*command, "--dry-run"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=True
         )
         [(exports, words)] = nodes_of(done.stdout)
         place = Topology("trn1.32xlarge", nodes=4, rank=node, coordinator="hlat-node-0-0.hlat")
@@ -271,7 +271,7 @@ def test_configured_node_loses_its_own_name_and_no_other(tmp_path):
     )
     env = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "HOSTS_FILE": str(hosts), "LIMITS": str(tmp_path)}
     words = [str(LAUNCH / "slurm" / "node_configured.sh")]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=20, check=True)
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=600, check=True)
     left = "127.0.0.1 localhost\n10.0.0.12 trn1-dy-12.hlat.pcluster trn1-dy-12\n::1 ip6-localhost\n"
     assert hosts.read_text() == left
     assert "sysctl -w net.ipv4.ip_local_reserved_ports=41000,41001" in done.stdout
