@@ -50,7 +50,18 @@ def _section(name: str, cls: type, values: dict[str, Any]) -> Any:
     missing = sorted({field.name for field in dataclasses.fields(cls)} - set(fields))
     if missing:
         raise ValueError(f"config lacks {name}.{missing[0]}; start from hlat_jax.config.default().")
+    for key, value in values.items():
+        check_unicode(f"{name}.{key}", value)
     return cls(**{key: typed(f"{name}.{key}", fields[key], value) for key, value in values.items()})
+
+
+def check_unicode(what: str, value: Any) -> None:
+    """Raises ValueError for text of a command line that is not UTF-8; the message begins with `what`."""
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise ValueError(f"{what}={value[:100]!a} is not UTF-8.") from None
 
 
 def check_run_name(name: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import pathlib
@@ -14,8 +13,8 @@ from absl import flags, logging
 
 from hlat_jax import config as config_lib
 from hlat_jax import cost
+from hlat_jax.host import compile_cache, neuron_env, neuron_topology, process
 from hlat_jax.host import flags as flags_lib
-from hlat_jax.host import neuron_env, neuron_topology, process
 from hlat_jax.host.limits import too_many_files
 from hlat_jax.host.path_checks import check_file, check_folder
 
@@ -29,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     workdir, given = pathlib.Path(values.workdir or f"runs/{mutable.name}"), flags_lib.given_keys(values)
     config_lib.make_text_paths_absolute(mutable)  # the run records them
     if not values.coordinator:  # of several processes all end alike, with the reason, once they have joined
-        _check_starts(mutable.train, workdir)
+        _check_starts(mutable.train, workdir, given=given)
     taken = take_model(mutable, given=given, workdir=workdir)
     named_tokenizer = mutable.data.tokenizer
     config = resolve_with_tokenizer(mutable, workdir=workdir)
@@ -37,14 +36,12 @@ def main(argv: Sequence[str]) -> int:
         print(json.dumps(config.to_dict(), indent=2))
         print(describe(config))
         return 0
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True)  # so that each line is in a log file while the run compiles
+    process.drop_unwritable()
     logging.set_verbosity(logging.ERROR)  # silences the INFO logs of libraries; ours are printed
     if not values.process_id:
         print("\n".join(taken), end="\n" * bool(taken))
     if not values.coordinator:
-        is_shipped = config.name in config_lib.shipped()
-        _check_paths(config, workdir, keys=given if is_shipped else config_lib.PATH_KEYS)
+        _check_paths(config, workdir, given=given)
     if config.data.tokenizer != named_tokenizer and not values.process_id:
         print(f"tokenizer        {config.data.tokenizer}: {named_tokenizer} is missing")
     _set_environment(config, values, workdir=workdir)
@@ -66,12 +63,13 @@ def main(argv: Sequence[str]) -> int:
         return 1
 
 
-def _check_paths(config: config_lib.Config, workdir: pathlib.Path, *, keys: Collection[str]) -> None:
+def _check_paths(config: config_lib.Config, workdir: pathlib.Path, *, given: Collection[str]) -> None:
     """Raises ValueError for a path that does not exist, before the seconds that importing JAX takes.
 
-    Of text and tokenizer it checks those of `keys` alone: the ones that a shipped config sets are left to the run,
-    which first checks that the model fits this machine.
+    Text and tokenizer that a shipped config sets, and not the command line, whose keys are `given`, are left to the
+    run, which first checks that the model fits this machine.
     """
+    keys = given if config.name in config_lib.shipped() else config_lib.PATH_KEYS
     from hlat_jax.data import path_checks  # not at the top: --help does not need it
 
     if not path_checks.was_opened(config.data, workdir):  # else the run waits for what is away
@@ -84,21 +82,31 @@ def _check_paths(config: config_lib.Config, workdir: pathlib.Path, *, keys: Coll
         check_folder(config.train.eval_tasks_folder, key="train.eval_tasks_folder")
 
 
-def _check_starts(train: Any, workdir: pathlib.Path) -> None:
-    """Raises ValueError for a path that holds no weights for a new run; one that resumes does not read it."""
-    from hlat_jax.weights.path_checks import check_checkpoint  # not at the top: --help does not need it
+def _check_starts(train: Any, workdir: pathlib.Path, *, given: Collection[str]) -> None:
+    """Raises ValueError for a path of weights to begin with that does not exist.
 
-    starts = {"init_from": train.init_from, "branch_from": train.branch_from.rpartition("@")[0]}
-    for key, path in starts.items():
-        if path and not any(workdir.glob("checkpoints/*")):
-            check_checkpoint(path, key=f"train.{key}")
+    A run that resumes does not read them, and they may be away; a path that it was not given before is still a mistake.
+    """
+    from hlat_jax.data.path_checks import recorded  # not at the top: --help does not need them
+    from hlat_jax.weights.path_checks import check_checkpoint
+
+    resumes = any(workdir.glob("checkpoints/*"))
+    for key in ("train.init_from", "train.branch_from"):
+        value = train[key.removeprefix("train.")]
+        if value and not (resumes and (key not in given or recorded(workdir, key) == value)):
+            check_checkpoint(value.rpartition("@")[0] if key == "train.branch_from" else value, key=key)
 
 
 def _set_environment(config: config_lib.Config, values: flags.FlagValues, *, workdir: pathlib.Path) -> None:
-    """Sets the environment variables of Neuron's software if this process trains on its devices."""
+    """Sets the environment variables of Neuron's software if this process trains on its devices, else of JAX's cache.
+
+    Processes of one job would write the same entries of the cache; their launcher may name a folder for each.
+    """
     platforms = os.environ.get("JAX_PLATFORMS", "")
     instance = neuron_topology.instance_to_serve(values.instance, platforms, machine=neuron_topology.Machine())
     if not instance:
+        if not values.coordinator:
+            compile_cache.use_default_folder(os.environ)
         return
     nodes, rank = values.num_processes or 1, values.process_id or 0
     host, _, port = values.coordinator.rpartition(":")

@@ -1,7 +1,9 @@
 """Eight virtual CPU devices for every test, set before JAX is imported, and small fixtures."""
 
+import contextlib
 import gc
 import os
+import pathlib
 import subprocess
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -11,9 +13,23 @@ if "CI" not in os.environ:  # XLA's older code generator, in one piece, compiles
     _FLAGS += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
 
+_REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
+# for processes that a test starts in another folder
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(_REPOSITORY), os.environ.get("PYTHONPATH", ""))))
+os.environ.setdefault("HYPOTHESIS_STORAGE_DIRECTORY", str(_REPOSITORY / ".hypothesis"))
+
 import jax
 import numpy as np
 import pytest
+
+with contextlib.suppress(ImportError):  # CI runs some tests without it
+    import hypothesis
+
+    unhurried = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+    hypothesis.settings.register_profile("unhurried", hypothesis.settings.default, **unhurried)
+    hypothesis.settings.load_profile("unhurried")
+
+os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # of what tests start, which would use the folder of this user
 
 from hlat_jax import config as config_lib
 from hlat_jax.batch import concat_batch
@@ -52,6 +68,29 @@ def compiled_once(tmp_path_factory):
     folder = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def empty_folder(tmp_path_factory):
+    """The current folder of all tests, so that none reads what a user has in theirs, such as runs/tiny."""
+    before, folder = os.getcwd(), tmp_path_factory.mktemp("empty")
+    os.chdir(folder)
+    yield folder
+    os.chdir(before)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_in_the_current_folder(empty_folder):
+    yield
+    assert not os.listdir(empty_folder), "a test writes into tmp_path alone"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_progress_by_the_clock():
+    """A slow machine prints no more than a fast one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hlat_jax.store.progress._LINE_S", 1e6)
+        yield
 
 
 @pytest.fixture

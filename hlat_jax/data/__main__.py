@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import pathlib
 import sys
@@ -56,8 +55,6 @@ def main(argv: Sequence[str]) -> int:
     if argv[0] not in verbs:
         raise ValueError(f"unknown verb {argv[0]!r}. {nearest(argv[0], verbs)}")
     logging.set_verbosity(logging.ERROR)  # silence absl INFO logs
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names of files need not be UTF-8
     try:
         with _until_stdout_closes():
             return verbs[argv[0]](argv[1:])

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import pathlib
 
+from hlat_jax.data.path_checks import recorded
 from hlat_jax.store.atomic_files import write_whole
 
 FOLDER = "tokenizer"
@@ -47,8 +49,9 @@ def find_kept(workdir: pathlib.Path, *, sha256: str) -> pathlib.Path | None:
 
 
 def resolve_tokenizer_path(tokenizer: str, workdir: pathlib.Path) -> str:
-    """Returns `data.tokenizer`, or, if there is no such file, the path of the one that the run folder keeps, if any."""
+    """Returns `data.tokenizer`, or, if that file is gone since the run in `workdir` opened it, the path of its copy."""
     if not tokenizer or tokenizer.startswith("package:") or pathlib.Path(tokenizer).expanduser().is_file():
         return tokenizer
-    kept = find_kept(workdir, sha256="")
-    return tokenizer if kept is None else str(kept.absolute())
+    kept, opened = find_kept(workdir, sha256=""), recorded(workdir, "data.tokenizer")
+    # the copy of any other file would be another tokenizer than the one that is asked for
+    return str(kept.absolute()) if kept is not None and opened == os.path.abspath(tokenizer) else tokenizer

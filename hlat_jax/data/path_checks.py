@@ -6,6 +6,7 @@ import dataclasses
 import os
 import pathlib
 from collections.abc import Collection
+from typing import Any
 
 from hlat_jax.config import DataConfig, exists, map_paths
 from hlat_jax.data.formats.paths import asset_path, nothing_at, tokenizer_file
@@ -56,11 +57,16 @@ def with_moved_text(data: DataConfig) -> DataConfig:
 
 def was_opened(data: DataConfig, workdir: pathlib.Path) -> bool:
     """Returns whether the run in `workdir` has opened the paths of `data` before."""
+    return all(recorded(workdir, f"data.{key}") == vars(data)[key] for key in ("train", "validation"))
+
+
+def recorded(workdir: pathlib.Path, key: str) -> Any:
+    """Returns a value, such as that of data.train, of the config that a run folder records; None without a record."""
+    section, _, name = key.partition(".")
     try:
-        saved = read_json(workdir / "config.json").get("data")
-        return isinstance(saved, dict) and all(saved.get(key) == vars(data)[key] for key in ("train", "validation"))
-    except (OSError, ValueError):
-        return False
+        return read_json(workdir / "config.json")[section][name]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
 
 
 def check_tokenizer(path: str, *, key: str = "data.tokenizer") -> None:

@@ -160,8 +160,8 @@ class Tokenizer:
 def resolve_with_tokenizer(mutable: Any, *, workdir: pathlib.Path | None = None) -> Config:
     """Returns the resolved config of a ConfigDict; a model.vocab_size of 0 becomes that of data.tokenizer.
 
-    `workdir` is the run folder; where the file of data.tokenizer is missing, that key becomes the path of the copy that
-    the folder keeps. None: there is none.
+    `workdir` is the run folder; where the file of data.tokenizer is gone since that run opened it, the key becomes the
+    path of the copy that the folder keeps. None: there is none.
     """
     if workdir is not None:
         mutable.data.tokenizer = resolve_tokenizer_path(mutable.data.tokenizer, workdir)

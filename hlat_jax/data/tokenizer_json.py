@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from hlat_jax.host.optional_import import import_optional
 from hlat_jax.store.typed_json import read_json
 
 # Files beside tokenizer.json that name EOS, which it does not, in the order in which they are read.
@@ -23,10 +24,8 @@ class JsonModel:
     """
 
     def __init__(self, path: pathlib.Path, serialized: bytes):
-        try:
-            import tokenizers
-        except ImportError:
-            raise ValueError(f"{path} needs the library tokenizers: pip install 'hlat_jax[hf]'.") from None
+        missing = f"{path} needs the library tokenizers: pip install 'hlat_jax[hf]'."
+        tokenizers = import_optional("tokenizers", missing=missing)
         try:
             self._content = json.loads(serialized)
             self._model = tokenizers.Tokenizer.from_str(serialized.decode())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import pathlib
 import sys
 import time
@@ -15,6 +14,7 @@ from hlat_jax.config import counted
 from hlat_jax.generate import inference
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.host.path_checks import check_file
+from hlat_jax.resolve import check_unicode
 from hlat_jax.store.progress import show_progress
 
 _USAGE = """Usage: python -m hlat_jax.generate --checkpoint=FOLDER --prompt=TEXT [--prompt=TEXT ...] [--FLAG=VALUE ...]
@@ -28,8 +28,6 @@ def main(argv: Sequence[str]) -> int:
     values = flags_lib.parse_own(argv, _define, usage=_USAGE)
     prompts = _prompts(values)
     logging.set_verbosity(logging.ERROR)  # silence absl INFO logs of libraries
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
     inference.prepare(values)
     from hlat_jax.generate.generator import Generator, Sampling  # imports JAX, which --help does not need
 
@@ -109,6 +107,8 @@ def _with_progress(steps: Iterator[Any], *, most: int) -> Iterator[Any]:
 
 def _prompts(values: flags.FlagValues) -> list[str]:
     prompts = list(values.prompt or ())
+    for prompt in prompts:
+        check_unicode("--prompt", prompt)
     if values.prompts_file:
         prompts += _prompts_of_file(values.prompts_file)
     if not prompts:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import pathlib
 import sys
@@ -57,8 +56,6 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(f"unknown verb {argv[0]!r}. {nearest(argv[0], verbs)}")
     logging.set_verbosity(logging.ERROR)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the work is in host memory and needs no accelerator
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         verbs[argv[0]](argv[1:])
     except OSError as error:

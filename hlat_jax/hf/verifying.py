@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hlat_jax.host.optional_import import import_optional
 from hlat_jax.model import apply
 from hlat_jax.weights.hf_reading import HFCheckpoint
 from hlat_jax.weights.trained import Weights
@@ -25,14 +26,10 @@ def require_transformers() -> Any:
     """Returns (torch, transformers).
 
     Raises:
-      ValueError: one of them is not installed.
+      ValueError: one of them cannot be imported.
     """
-    try:
-        import torch
-        import transformers
-    except ImportError as error:
-        raise ValueError(f"--verify needs {error.name}: pip install 'hlat_jax[verify]', or leave it out.") from None
-    return torch, transformers
+    needs = "--verify needs {}: pip install 'hlat_jax[verify]', or leave it out."
+    return tuple(import_optional(name, missing=needs.format(name)) for name in ("torch", "transformers"))
 
 
 def verify(found: HFCheckpoint, weights: Weights) -> str:

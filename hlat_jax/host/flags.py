@@ -300,8 +300,11 @@ def main(command: Callable[[Sequence[str]], int]) -> None:
 
     Ctrl-C is code 130, a closed pipe 141.
 
+    Characters that standard output cannot show are replaced.
+
     Not `absl.app.run`, which parses flags of its own, prints usage errors over several lines and exits with 1.
     """
+    process.replace_unprintable()
     try:
         try:
             code = command(sys.argv[1:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import io
 import os
 import select
 import shutil
@@ -38,6 +39,7 @@ def exit_on_interrupt() -> None:
     callbacks of the garbage collector, and threads of XLA crash in the teardown after it.
     """
     global _pipe
+    _open_standard_streams()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it stays ignored in a background job
         signal.signal(signal.SIGINT, _end_on_interrupt)
     elif signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
@@ -48,6 +50,68 @@ def exit_on_interrupt() -> None:
     signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
     os.register_at_fork(after_in_child=_leave_signals_alone)  # one line, ours; and a child's SIGTERM is not ours
     threading.Thread(target=_watch, name="hlat-interrupts", daemon=True).start()
+
+
+def _open_standard_streams() -> None:
+    """Opens /dev/null for each standard stream that is closed; the next file opened would take its number."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for the rest of the process
+
+
+def replace_unprintable() -> None:
+    """Makes standard output replace text that its encoding lacks, as standard error always does."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def drop_unwritable() -> None:
+    """Makes standard output and error drop what cannot be written, so that no print ends the process.
+
+    For a command whose results are in files: whoever read its output may be gone, or the disk of its log full. Each
+    line is written at once, so that it is in a log file while the process works.
+    """
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is getattr(sys, f"__{name}__") and isinstance(stream, io.TextIOWrapper):
+            with contextlib.suppress(OSError):
+                stream.flush()
+            raw = io.BufferedWriter(_LossyOutput(stream.fileno(), "standard output" if name == "stdout" else ""))
+            options = {"encoding": stream.encoding, "errors": stream.errors, "line_buffering": True}
+            setattr(sys, name, io.TextIOWrapper(raw, **options))
+
+
+class _LossyOutput(io.RawIOBase):
+    """Writes to a descriptor; what fails is dropped, the first time with a line on stderr that has `name`, if any."""
+
+    def __init__(self, descriptor: int, name: str):
+        self._descriptor, self._name = descriptor, name
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def write(self, data: Any) -> int:
+        while True:
+            try:
+                return os.write(self._descriptor, data)
+            except BlockingIOError:  # another program made the descriptor, which it shares, non-blocking
+                select.select([], [self._descriptor], [])
+            except OSError as error:
+                if self._name:
+                    _say(f"{self._name} cannot be written: {error.strerror}; the run continues and records its rows")
+                    self._name = ""
+                return len(data)
 
 
 def _leave_signals_alone() -> None:

@@ -21,7 +21,7 @@ from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.retries import Retries
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.generate.generator import Programs
-from hlat_jax.host import distributed
+from hlat_jax.host import compile_cache, distributed
 from hlat_jax.host.process import INDEX_FOLDER, StopSignals, closing_quietly
 from hlat_jax.parallel.rows import gather_rows, process_rows
 from hlat_jax.parallel.sharding import Layout
@@ -235,6 +235,8 @@ def open_run(
     signals.doing = "opening the initial weights"
     weights = open_start(config, tokenizer, given=given) if restored is None and config.train.init_from else None
     signals.doing = "compiling"
+    kept_in = jax.config.jax_compilation_cache_dir if jax.config.jax_enable_compilation_cache else None
+    print(f"compile cache    {compile_cache.described(kept_in)}")
     print("compiling        the programs of this run")
     program, remat = budget.resolved(program, recorded=restored and restored.metadata.get("remat"))
     compilations = Compilations(program)

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from hlat_jax.config import SECTIONS, Config
+from hlat_jax.data import kept_tokenizer, path_checks
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.streams import data_drift
 from hlat_jax.data.tokenizer import Tokenizer
@@ -148,8 +149,14 @@ def _completed(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_settings(config: Config, workdir: pathlib.Path, *, remat: dict[str, Any] | None) -> None:
-    """Writes config, environment and, if `model.remat` is a budget, the choice made for it into the run folder."""
-    atomic_files.write_json(workdir / "config.json", config.to_dict())
+    """Writes config, environment and, if `model.remat` is a budget, the choice made for it into the run folder.
+
+    A run that resumes with the tokenizer that its folder keeps still records the path of the file it was a copy of.
+    """
+    values = config.to_dict()
+    if pathlib.Path(config.data.tokenizer).parent == (workdir / kept_tokenizer.FOLDER).absolute():
+        values["data"]["tokenizer"] = path_checks.recorded(workdir, "data.tokenizer") or config.data.tokenizer
+    atomic_files.write_json(workdir / "config.json", values)
     atomic_files.write_json(workdir / "environment.json", recorded(os.environ))
     if remat is not None:
         atomic_files.write_json(workdir / budget.RECORD_FILE, remat)

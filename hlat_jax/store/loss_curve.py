@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+from hlat_jax.host.optional_import import import_optional
 from hlat_jax.store.metrics import ROWS_FILE, read_rows
 
 _DRAWING = threading.Lock()  # Matplotlib is not thread-safe
@@ -42,14 +43,12 @@ def live(workdir: str | os.PathLike, *, title: str, every_s: float = 1.0) -> Ite
       every_s: seconds between updates.
 
     Raises:
-      ValueError: IPython is not installed.
+      ValueError: IPython cannot be imported.
     """
-    try:
-        from IPython.display import Image, display
-    except ImportError:
-        raise ValueError("the live loss curve needs IPython: pip install 'hlat_jax[notebooks]'.") from None
+    missing = "the live loss curve needs IPython: pip install 'hlat_jax[notebooks]'."
+    shown = import_optional("IPython.display", missing=missing)
     rows_path, over = pathlib.Path(workdir) / ROWS_FILE, threading.Event()
-    handle = display(Image(_png(rows_path, title), width=_WIDTH), display_id=True)
+    handle = shown.display(shown.Image(_png(rows_path, title), width=_WIDTH), display_id=True)
 
     def follow() -> None:
         seen = -1
@@ -57,7 +56,7 @@ def live(workdir: str | os.PathLike, *, title: str, every_s: float = 1.0) -> Ite
             size = rows_path.stat().st_size if rows_path.exists() else -1
             if size != seen:
                 seen = size
-                handle.update(Image(_png(rows_path, title), width=_WIDTH))
+                handle.update(shown.Image(_png(rows_path, title), width=_WIDTH))
 
     follower = threading.Thread(target=follow, name="loss-curve", daemon=True)
     follower.start()
@@ -67,7 +66,7 @@ def live(workdir: str | os.PathLike, *, title: str, every_s: float = 1.0) -> Ite
         over.set()
         follower.join()
         # from the main thread, whose output nbclient assigns to the cell
-        handle.update(Image(_png(rows_path, title), width=_WIDTH))
+        handle.update(shown.Image(_png(rows_path, title), width=_WIDTH))
 
 
 def _png(rows_path: pathlib.Path, title: str) -> bytes:

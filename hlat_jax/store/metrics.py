@@ -20,6 +20,7 @@ from typing import Any, NotRequired, TypedDict
 
 from hlat_jax.byte_sizes import UNITS
 from hlat_jax.config import MetricsConfig
+from hlat_jax.host.optional_import import import_optional
 from hlat_jax.store.atomic_files import sync_folder, to_disk, write_whole
 from hlat_jax.store.config_diff import flat
 from hlat_jax.store.typed_json import Line, read_lines
@@ -100,7 +101,7 @@ class MetricsLog:
           peak_flops: FLOP/s of all devices together; None when unknown.
 
         Raises:
-          ValueError: `wandb_project` is set and Weights & Biases is not installed.
+          ValueError: `wandb_project` is set and Weights & Biases cannot be imported.
         """
         workdir = pathlib.Path(workdir)
         workdir.mkdir(parents=True, exist_ok=True)
@@ -384,12 +385,8 @@ class _Wandb:
     """Weights & Biases; a resumed run continues the same W&B run."""
 
     def __init__(self, workdir: pathlib.Path, project: str, hyperparameters: dict[str, Any]):
-        try:
-            import wandb
-        except ImportError:
-            raise ValueError(
-                f"metrics.wandb_project={project!r} needs Weights & Biases: pip install wandb, or set the key to ''."
-            ) from None
+        missing = f"metrics.wandb_project={project!r} needs Weights & Biases: pip install wandb, or set the key to ''."
+        wandb = import_optional("wandb", missing=missing)
         id_path = workdir / "wandb_id.txt"
         run_id = id_path.read_text().strip() if id_path.exists() else ""
         if not run_id:

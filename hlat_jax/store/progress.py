@@ -47,12 +47,12 @@ class ProgressBar:
         read: Callable[[], tuple[float, str]],
         *,
         stream: TextIO,
-        line_s: float = _LINE_S,
+        line_s: float | None = None,
         in_place: bool = True,
     ):
         self._read, self._stream = read, stream
         self._is_terminal = in_place and stream.isatty()
-        self._every_s = _REDRAW_S if self._is_terminal else line_s
+        self._every_s = _REDRAW_S if self._is_terminal else line_s or _LINE_S
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._show, daemon=True)
 

@@ -144,7 +144,7 @@ def test_column_cache_decodes_once_across_threads_and_retries_after_an_error():
 
     def load():
         loads.append(1)
-        gate.wait(10)
+        gate.wait(600)
         if len(loads) == 1:
             raise OSError("unlucky")
         return "column", 6

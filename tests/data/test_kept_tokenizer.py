@@ -48,12 +48,15 @@ def test_another_tokenizer_replaces_the_one_that_was_kept(tmp_path):
     assert [path.name for path in (tmp_path / "tokenizer").iterdir()] == ["tokenizer.model"]
 
 
-def test_the_kept_tokenizer_stands_in_for_one_that_is_missing_only(tmp_path):
+def test_the_kept_tokenizer_stands_in_only_for_the_file_that_the_run_opened(tmp_path):
     keep_tokenizer(AUSTEN, tmp_path)
+    assert resolve_tokenizer_path("/gone.model", tmp_path) == "/gone.model"  # there is no record
+    (tmp_path / "config.json").write_text(json.dumps({"data": {"tokenizer": "/gone.model"}}))
     for there in (str(AUSTEN), "package:austen_2k.model", ""):
         assert resolve_tokenizer_path(there, tmp_path) == there
-    assert resolve_tokenizer_path("/no.model", tmp_path) == str(tmp_path / "tokenizer" / "tokenizer.model")
-    assert resolve_tokenizer_path("/no.model", tmp_path / "other") == "/no.model"
+    assert resolve_tokenizer_path("/gone.model", tmp_path) == str(tmp_path / "tokenizer" / "tokenizer.model")
+    assert resolve_tokenizer_path("/no.model", tmp_path) == "/no.model"
+    assert resolve_tokenizer_path("/gone.model", tmp_path / "other") == "/gone.model"
 
 
 @pytest.mark.parametrize(

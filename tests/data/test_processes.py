@@ -69,7 +69,7 @@ def test_two_processes_load_their_own_rows_and_save_one_position(tmp_path):
         for rank in range(2)
     ]
     try:
-        outputs = [run.communicate(timeout=120) for run in runs]
+        outputs = [run.communicate(timeout=600) for run in runs]
     finally:
         for run in runs:
             run.kill()

@@ -309,10 +309,10 @@ def test_evaluate_accepts_a_text_file_and_a_token_dataset(trained_run, oracle, e
         (["--text=a", "--tasks=b"], "give one of --text=FILE, --data=SOURCE, --validation and --tasks"),
         (["--text=/no/such/file"], "--text=/no/such/file: no such file"),
         (["--data=/no/such/file"], "/no/such/file"),
-        (["--text=README.md", "--window=33"], "--window=33 must be from 2 to model.max_positions=32"),
+        ([f"--text={__file__}", "--window=33"], "--window=33 must be from 2 to model.max_positions=32"),
         (["--text=EMPTY"], "no token to predict"),
-        (["--text=README.md", "--limit=3"], "--limit has no effect with --text; it applies to --tasks. Leave it out"),
-        (["--data=README.md", "--tasks_folder=x"], "--tasks_folder has no effect with --data; it applies to --tasks"),
+        ([f"--text={__file__}", "--limit=3"], "--limit has no effect with --text; it applies to --tasks. Leave it out"),
+        ([f"--data={__file__}", "--tasks_folder=x"], "--tasks_folder has no effect with --data; it applies to --tasks"),
         (["--tasks=arc_easy", "--window=8"], "--window has no effect with --tasks; it applies to --text and --data"),
         (
             ["--validation", "--bos"],
@@ -348,7 +348,7 @@ def test_tasks_without_the_harness_print_the_install_command(evaluate_here, monk
     assert "pip install 'hlat_jax[eval]'" in error
 
 
-@pytest.mark.parametrize("words", [["--text=README.md"], ["--tasks=x"]])
+@pytest.mark.parametrize("words", [[f"--text={__file__}"], ["--tasks=x"]])
 def test_an_output_that_cannot_be_written_is_refused_before_any_work(words, evaluate_here):
     code, _, error = evaluate_here("--checkpoint=/no/such", *words, "--json=/no/such/x.json")
     assert code == 2

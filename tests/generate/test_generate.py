@@ -99,6 +99,7 @@ def test_streamed_parts_are_whole_characters_that_join_to_the_text():
         (["--checkpoint=RUN", "--prompt=" + "it is " * 40], "leaves room for prompts of at most 31"),
         (["--checkpoint=/no/such/folder", "--prompt=a"], "/no/such/folder holds no weights"),
         (["--checkpoint=RUN", "--prompts_file=/no/such/file"], "--prompts_file=/no/such/file: no such file"),
+        (["--checkpoint=RUN", "--prompt=a\udcff"], r"--prompt='a\udcff' is not UTF-8."),
         (["--checkpoint=RUN", "--prompt=a", "--temperature=-1"], "temperature=-1.0 must be"),
         (["--checkpoint=RUN", "--prompt=a", "--temprature=1"], "Did you mean '--temperature'?"),
         (["--checkpoint=RUN", "--prompt=a", "--config.parallel.tensor=16"], "needs 16 devices and there are 8"),

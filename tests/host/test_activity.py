@@ -134,9 +134,8 @@ def test_of_many_processes_those_that_stopped_first_are_named():
 
 def test_stacks_of_a_folder_that_cannot_be_written_are_left_out(tmp_path):
     (tmp_path / "file").touch()
-    began = time.monotonic()
     activity.record_stuck(Activity(), stuck_s=1.0, stacks=tmp_path / "file", process=0)
-    assert time.monotonic() - began < 5
+    assert (tmp_path / "file").read_bytes() == b""
 
 
 @pytest.mark.parametrize(
@@ -162,5 +161,5 @@ def test_a_run_that_is_stuck_because_its_folder_is_gone_says_that(tmp_path, monk
 def test_the_cause_is_not_waited_for_where_the_disk_hangs(monkeypatch):
     monkeypatch.setattr(activity, "_DUMP_S", 0.05)
     hung = Activity()
-    hung.problem = lambda: time.sleep(5) or "late"
+    hung.problem = lambda: time.sleep(30) or "late"
     assert hung.cause() == ""

@@ -116,7 +116,7 @@ def test_environment_keeps_the_path_of_the_folder_out_of_jax_cache_keys(tmp_path
     words = [sys.executable, "-c", TWO_FOLDERS, str(tmp_path)]
     env = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
     done = subprocess.run(
-        words, env=env | ours | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=60, check=True
+        words, env=env | ours | {"JAX_PLATFORMS": "cpu"}, capture_output=True, text=True, timeout=600, check=True
     )
     first, second, default_first, default_second = done.stdout.splitlines()
     assert first == second
@@ -540,7 +540,7 @@ def environment_at_import(*words, **variables):
 def at_import(command, *words, **variables):
     run = [sys.executable, "-c", AT_IMPORT.replace("COMMAND", command), *words]
     variables = {"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), **variables}
-    done = subprocess.run(run, env=variables, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(run, env=variables, capture_output=True, text=True, timeout=600, check=False)
     if done.returncode:
         return None, done.stderr
     printed, _, found = done.stdout.partition("AT jax ")

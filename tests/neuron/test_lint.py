@@ -8,7 +8,6 @@ rewrites the table of docs/neuron-lint.md after an intended change of the rules.
 import dataclasses
 import json
 import pathlib
-import time
 
 import jax
 import jax.numpy as jnp
@@ -1004,7 +1003,6 @@ def test_lint_of_a_shipped_config_has_no_error_and_no_unexplained_warning(name, 
         code, _, error = lint_here("--config=llama3_8b", "--target=trn1")
         assert (code, "AWS documents NKI for trn2 and trn3 only" in error) == (2, True)
         return
-    began = time.monotonic()
     words = (f"--config={name}", f"--target={target}", f"--json={tmp_path / 'found.json'}", *VALIDATED[name == "70b"])
     code, printed, error = lint_here(*words)
     assert (code, error) == (0, "")
@@ -1022,7 +1020,6 @@ def test_lint_of_a_shipped_config_has_no_error_and_no_unexplained_warning(name, 
     # the largest number at most this whose groups of cores are not refused
     devices = {("tiny", "trn1"): 2, ("node", "trn2"): 16}.get((name, target), devices)
     assert f"{name} for {target}, {devices:,} devices" in printed
-    assert time.monotonic() - began < 120  # seconds if run alone; other tests run in parallel
 
 
 def test_lint_of_node_on_the_smaller_node_has_no_error_and_no_unexplained_warning(tmp_path, lint_here):

@@ -42,7 +42,7 @@ def test_table_of_steps_is_printed():
     words = ["step", "--models=bert-base", "--only=plain JAX,residuals", "--batch=2", "--rounds=1"]
     command = [sys.executable, "benchmarks/raf.py", *words, "--seq_len=32", "--layers=2", "--width=64", "--vocab=128"]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line.split(" | ")[0] for line in done.stdout.splitlines()]
     assert {"| plain JAX", "| residuals"} <= {*rows}, done.stdout

@@ -169,12 +169,13 @@ def test_a_killed_process_and_one_that_was_stopped_for_a_while_are_accounted_for
             process.send_signal(number)
             time.sleep(1.5)
             os.kill(process.pid, signal.SIGCONT)
-        ended_s = time.monotonic()
+    wall_s = time.monotonic() - began_s
     found = goodput(tmp_path)
-    # from the start of the first interpreter to the end of the last, but for its closing
-    assert found.total_s == pytest.approx(ended_s - began_s, abs=0.7)
-    assert 1.2 < found.seconds["stopped"] - found.seconds["stuck"] < 4.5  # of both: 1.5 s each, one of them dead
-    assert 1.0 < found.seconds["compile"] < 2.2
+    # from the start of the first interpreter to the end of the last; the machine may be slow in between
+    assert 0.5 + 1.5 + 2.5 - 0.1 < found.total_s < wall_s + 0.1
+    stopped_s = found.seconds["stopped"] - found.seconds["stuck"]
+    assert 2.0 < stopped_s < wall_s - 1.0  # of both: 1.5 s each, one of them dead
+    assert 1.0 < found.seconds["compile"] < wall_s - 3.0 + 0.2
     assert found.seconds["unknown"] == pytest.approx(0.0, abs=0.01)
 
 
@@ -218,8 +219,8 @@ def test_a_disk_that_is_full_does_not_end_the_thread(tmp_path, monkeypatch):
             raise OSError(28, "No space left on device")
 
         monkeypatch.setattr(opened, "beat", full)
-        time.sleep(0.2)
-    assert len(beats) > 2
+        while len(beats) < 3:
+            time.sleep(0.01)
 
 
 def test_an_event_after_a_torn_line_is_not_lost(tmp_path):

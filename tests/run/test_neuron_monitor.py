@@ -127,7 +127,7 @@ def fake(folder, *lines, then="sleep 60"):
     return f"{folder}{os.pathsep}{os.environ['PATH']}"
 
 
-def until(condition, timeout_s=10):
+def until(condition, timeout_s=600):
     end = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < end

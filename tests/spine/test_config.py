@@ -121,8 +121,9 @@ def rows_ahead(c, _):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packing.ConcatStream, "next_row", counted)
         loader = TrainBatches(data, tokenizer=Tokenizer(data.tokenizer))
-        settled = -1
-        while settled != len(made) or not made:
+        settled, same = -1, 0
+        while same < 10 or not made:  # polls in a row without a new one
+            same = same + 1 if settled == len(made) else 0
             settled = len(made)
             time.sleep(0.1)
         loader.close()
@@ -656,6 +657,7 @@ def test_resolve_refuses_unknown_and_missing_keys_and_wrong_types():
         "optimizer.eps=1000": lambda t: t["optimizer"].update(eps=10**400),
         "data.shuffle=1 is int; it must be bool.": lambda t: t["data"].update(shuffle=1),
         "data.seed=True is bool; it must be int.": lambda t: t["data"].update(seed=True),
+        r"train.sample_prompt='a\udcff' is not UTF-8.": lambda t: t["train"].update(sample_prompt="a\udcff"),
         "precision.policy='fp8' is not one of fp32, autocast, mixed,": lambda t: t["precision"].update(policy="fp8"),
     }
     for message, edit in cases.items():

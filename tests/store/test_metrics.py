@@ -5,6 +5,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import struct
 import subprocess
 import sys
@@ -325,6 +326,22 @@ def test_wandb_that_is_asked_for_and_missing_says_how_to_install_it(tmp_path, mo
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match=r"metrics\.wandb_project='p' .*pip install wandb"):
         MetricsLog(tmp_path, config=quiet(wandb_project="p"), num_steps=1)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("from wandb import no_such_name", "ImportError: cannot import name 'no_such_name' from"),
+        ("import numpy; numpy.float_", "AttributeError: `np.float_` was removed"),
+    ],
+)
+def test_wandb_that_is_installed_and_broken_shows_its_own_error(tmp_path, monkeypatch, line, said):
+    (tmp_path / "wandb.py").write_text(line)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "wandb", raising=False)
+    with pytest.raises(ValueError, match=re.escape(f"wandb is installed and cannot be imported: {said}")):
+        MetricsLog(tmp_path / "run", config=quiet(wandb_project="p"), num_steps=1)
 
 
 def test_wandb_continues_the_same_run_after_a_resume(tmp_path, monkeypatch):

@@ -54,7 +54,7 @@ class Job:
     def __init__(self, processes: list[subprocess.Popen], logs: list[pathlib.Path]):
         self.processes, self._logs = processes, logs
 
-    def wait(self, timeout_s: float) -> list[int]:
+    def wait(self, timeout_s: float = 600) -> list[int]:
         """Returns the exit codes; raises when a process still runs at the end of the time."""
         until = time.monotonic() + timeout_s
         return [process.wait(max(until - time.monotonic(), 0.1)) for process in self.processes]
@@ -104,7 +104,7 @@ def run_and_interrupt(words: list[str], *, after: str, env: dict[str, str]) -> t
     try:
         next(line for line in process.stderr if line.rstrip().endswith(after))
         os.killpg(process.pid, signal.SIGINT)
-        _, rest = process.communicate(timeout=300)
+        _, rest = process.communicate(timeout=600)
     finally:
         process.kill()
     return process.returncode, [line for line in rest.splitlines() if not line.startswith("import time:")]

@@ -79,6 +79,7 @@ def environment(cache: pathlib.Path | None = None, *, num_devices: int = 1) -> d
     """Returns the environment of a run on virtual CPU devices, compiling into and out of `cache` when there is one."""
     env = dict(os.environ, JAX_PLATFORMS="cpu", PYTHONUNBUFFERED="1", PYTHONPATH=str(REPOSITORY))
     env["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={num_devices} --xla_backend_optimization_level=0"
+    env["JAX_ENABLE_COMPILATION_CACHE"] = str(cache is not None)  # never that of this user
     if cache is not None:
         env["JAX_COMPILATION_CACHE_DIR"] = str(cache)
         env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
@@ -91,7 +92,7 @@ def command(config: pathlib.Path, workdir: pathlib.Path, *overrides: str) -> lis
     return [sys.executable, "-m", "hlat_jax.train", *words]
 
 
-def run(words: list[str], env: dict[str, str], *, timeout_s: float = 120) -> subprocess.CompletedProcess:
+def run(words: list[str], env: dict[str, str], *, timeout_s: float = 600) -> subprocess.CompletedProcess:
     """Runs a command to its end and returns what it printed and its exit code."""
     return subprocess.run(words, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
 

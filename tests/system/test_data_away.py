@@ -49,7 +49,7 @@ def train(folder):
         program = ["-c", MOVES_AWAY, *map(str, moved), str(text)] if moved else ["-m", "hlat_jax.train"]
         [python, _, _, *words] = micro.command(folder / "micro.py", folder / name, *own, "parallel.data=2")
         address = jobs.free_address()
-        commands = [[python, *program, *words, "--stuck_timeout_s=1"] for _ in range(num_processes)]
+        commands = [[python, *program, *words, "--stuck_timeout_s=3"] for _ in range(num_processes)]
         if num_processes > 1:
             for index, command in enumerate(commands):
                 command += [f"--coordinator={address}", f"--num_processes={num_processes}", f"--process_id={index}"]
@@ -63,18 +63,18 @@ def train(folder):
 def whole(folder, train):
     """The rows of a run that read its text without faults."""
     with train("whole") as job:
-        assert job.wait(120) == [0], job.err(0)
+        assert job.wait() == [0], job.err(0)
     return micro.rows(folder / "whole")
 
 
-def test_a_file_that_is_away_for_two_seconds_changes_no_bit(train, folder, whole):
-    with train("away", 2, 0.8) as job:
-        assert job.wait(120) == [0], job.err(0)
+def test_a_file_that_is_away_for_five_seconds_changes_no_bit(train, folder, whole):
+    with train("away", 5, 2) as job:
+        assert job.wait() == [0], job.err(0)
         said = "text.jsonl cannot be read any more: No such file or directory. Restore it. Trying again for up to"
         assert job.err(0).count(said) == 1
     rows = micro.rows(folder / "away")
     assert [micro.exact(row) for row in rows] == [micro.exact(row) for row in whole]
-    assert sum(row.get("data_retries", 0) for row in rows) >= 2
+    assert sum(row.get("data_retries", 0) for row in rows) >= 1
     assert not any("data_retries" in row for row in whole)
 
 
@@ -85,14 +85,14 @@ def test_a_file_that_stays_away_is_code_1_in_all_also_at_the_next_start_until_it
     name = f"stays away {num_processes}"
     for _ in range(3 - num_processes):
         with train(name, 0, 0.1, num_processes=num_processes) as job:
-            assert job.wait(120) == [1] * num_processes, job.err(0)
+            assert job.wait() == [1] * num_processes, job.err(0)
             for index in range(num_processes):
                 [line] = job.error_lines(index)
                 assert "text.jsonl" in line
         assert micro.saved_steps(folder / name)[-1] >= 8
     (folder / "text.away").rename(folder / "text.jsonl")
     with train(name, num_processes=num_processes) as job:
-        assert job.wait(120) == [0] * num_processes, job.err(0)
+        assert job.wait() == [0] * num_processes, job.err(0)
     rows = micro.rows(folder / name)
     assert [row["batch_hash"] for row in rows] == [row["batch_hash"] for row in whole]
     if num_processes == 1:
@@ -103,7 +103,7 @@ def test_a_file_that_was_never_there_is_a_mistake(train, folder):
     (folder / "text.jsonl").rename(folder / "text.away")
     try:
         with train("never") as job:
-            assert job.wait(60) == [2]
+            assert job.wait() == [2]
             assert "text.jsonl does not exist" in job.err(0)
     finally:
         (folder / "text.away").rename(folder / "text.jsonl")

@@ -8,6 +8,9 @@ import sys
 
 import pytest
 
+from hlat_jax.data.formats.paths import asset_path
+from hlat_jax.data.kept_tokenizer import keep_tokenizer
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "hlat_jax"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -201,6 +204,10 @@ def test_modules_used_before_environment_setup_do_not_import_jax(module):
 
 def test_a_wrong_path_is_answered_before_jax_is_imported(tmp_path):
     (tmp_path / "config.json").touch()  # of a Hugging Face folder
+    run = tmp_path / "runs" / "tiny"  # of the same name, with a tokenizer and a checkpoint of its own
+    (run / "checkpoints" / "2").mkdir(parents=True)
+    (run / "config.json").write_text('{"data": {"tokenizer": "package:austen_2k.model"}, "train": {"init_from": ""}}')
+    keep_tokenizer(asset_path("austen_2k.model"), run)
     code = """
 import importlib, sys
 for area, *words in (line.split() for line in sys.stdin):
@@ -238,9 +245,10 @@ for area, *words in (line.split() for line in sys.stdin):
         "hf average /no /no --out=x": "/no holds no weights",
         "data stats --config=tiny --config.data.train=/no": "data.train: /no does not exist",
         "data peek --config=tiny --step=1 --config.data.train=/no": "data.train: /no does not exist",
+        "data peek --config=tiny --step=1 --config.data.tokenizer=/no.model": "data.tokenizer=/no.model: no such file",
     }
     words = [sys.executable, "-c", code]
-    done = subprocess.run(words, input="\n".join(asked), capture_output=True, text=True, cwd=ROOT, check=False)
+    done = subprocess.run(words, input="\n".join(asked), capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
     for answer, message in zip(done.stdout.splitlines(), asked.values(), strict=True):
         assert answer.startswith(message)

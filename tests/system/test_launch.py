@@ -34,7 +34,7 @@ def dry_run(tmp_path):
         env = {"PATH": PATH, "DEV": str(tmp_path / "dev"), "SYS": str(tmp_path / "sys")}
         env |= {"PYTHON": sys.executable, **variables}
         words = [str(jobs.NODE), "--dry-run", *flags, *TRAIN[3:]]
-        done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False)
         if done.returncode:
             assert done.returncode == 2, done.stderr
             assert done.stdout == ""
@@ -211,7 +211,7 @@ def test_node_reads_precision_and_layout_only_from_the_config(dry_run):
     done = subprocess.run(
         [str(jobs.NODE), "--dry-run", "--instance=trn1.32xlarge", *words],
         cwd=ROOT, env=os.environ | {"PATH": PATH, "PYTHON": sys.executable, "JAX_PLATFORMS": ""},
-        capture_output=True, text=True, timeout=60, check=True,
+        capture_output=True, text=True, timeout=600, check=True,
     )  # fmt: skip
     [(exports, command)] = nodes_of(done.stdout)
     assert exports["NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU"] == "1"
@@ -224,7 +224,7 @@ def test_dry_run_anywhere_prints_every_node(num_nodes, instance):
     place = [f"--nodes={num_nodes}", f"--instance={instance}", "--coordinator=first"]
     env = {"PATH": PATH, "PYTHON": sys.executable}
     words = [str(jobs.NODE), "--dry-run", *place, "--port=5000", *TRAIN[3:]]
-    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=True)
     nodes = nodes_of(done.stdout)
     assert len(nodes) == num_nodes
     for rank, (exports, command) in enumerate(nodes):

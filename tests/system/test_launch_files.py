@@ -205,7 +205,7 @@ def test_run_manifest_starts_valid_commands():
         command = [word.replace("$(NODE)", str(node)) for word in container["command"]]
         env = {"PATH": PATH, "PYTHON": sys.executable}
         done = subprocess.run(
-            [*command, "--dry-run"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=60, check=True
+            [*command, "--dry-run"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=True
         )
         [(exports, words)] = nodes_of(done.stdout)
         place = Topology("trn1.32xlarge", nodes=4, rank=node, coordinator="hlat-node-0-0.hlat")
@@ -290,7 +290,7 @@ def test_configured_node_loses_its_own_name_and_no_other(tmp_path):
     env["SYSCTL"] = str(tmp_path / "sysctl.d")
     (tmp_path / "sysctl.d").mkdir()
     words = [str(LAUNCH / "slurm" / "node_configured.sh")]
-    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=20, check=True)
+    done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=600, check=True)
     left = "127.0.0.1 localhost\n10.0.0.12 trn1-dy-12.hlat.pcluster trn1-dy-12\n::1 ip6-localhost\n"
     assert hosts.read_text() == left
     kept = tmp_path / "sysctl.d" / "90-hlat.conf"  # read at every start of the machine

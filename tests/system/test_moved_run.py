@@ -49,10 +49,15 @@ def test_a_moved_run_folder_generates_evaluates_exports_and_resumes(
     assert hf.main(["export", "moved", "--out=exported"]) == 0
     assert (elsewhere / "exported" / "tokenizer.model").read_bytes() == asset_path("austen_2k.model").read_bytes()
     again = ("--config=../project/mine.py", "--config.train.num_eval_batches=2", "--workdir=moved")
-    code, out, err = train_here(*again, "--config.train.num_steps=8")
-    assert code == 0, err
-    assert "resuming from step 6 of 8" in out
-    assert f"tokenizer        {elsewhere}/moved/tokenizer/tokenizer.model: {tokenizer} is missing" in out
+    for step in (7, 8):  # and again, as the record of the run still names the file that is gone
+        code, out, err = train_here(*again, f"--config.train.num_steps={step}")
+        assert code == 0, err
+        assert f"resuming from step {step - 1} of {step}" in out
+        assert f"tokenizer        {elsewhere}/moved/tokenizer/tokenizer.model: {tokenizer} is missing" in out
+    code, _, err = train_here(*again, "--config.data.tokenizer=other.model")
+    assert (code, err.startswith(f"error: data.tokenizer={elsewhere}/other.model: no such file")) == (2, True)
+    given = data_here("peek", *again, "--step=1", "--config.data.tokenizer=other.model")
+    assert (given[0], "data.tokenizer=other.model: no such file" in given[2]) == (2, True)
     assert [row["step"] for row in micro.rows(elsewhere / "moved") if "loss" in row] == list(range(1, 9))
     assert data_here("peek", "--config=../project/mine.py", "--workdir=moved", "--step=2")[0] == 0
 

@@ -205,6 +205,7 @@ def ran(tmp_path_factory):
     """A function of a notebook's name that runs it, once, and returns it with what its probe found."""
     folder, done = tmp_path_factory.mktemp("notebooks"), {}
     env = {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
+    env["JAX_ENABLE_COMPILATION_CACHE"] = "true"
 
     def run(name):
         if name not in done:

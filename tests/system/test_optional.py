@@ -54,7 +54,7 @@ print(json.dumps([without, asked]))
 @pytest.mark.slow
 def test_run_trains_without_each_leaf_and_refuses_keys_that_need_it(tmp_path):
     words = [json.dumps(LEAVES), json.dumps(KEYS), str(micro.write_config(tmp_path)), str(tmp_path)]
-    done = micro.run([sys.executable, "-c", SCRIPT, *words], micro.environment(tmp_path / "cache"), timeout_s=300)
+    done = micro.run([sys.executable, "-c", SCRIPT, *words], micro.environment(tmp_path / "cache"))
     assert done.returncode == 0, done.stderr[-3000:]
     without, asked = json.loads(done.stdout.splitlines()[-1])
     assert {leaf: code for leaf, (code, _) in without.items()} == dict.fromkeys(LEAVES, 0)

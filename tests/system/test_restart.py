@@ -37,7 +37,7 @@ def restarted(tmp_path):
         (tmp_path / "plan").write_text(plan)
         player = [sys.executable, "-c", PLAYER, f"--workdir={tmp_path}"]
         words = [str(LAUNCH / "restart.sh"), "--wait_s=0", *flags, *player]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
         return done.returncode, len((tmp_path / "starts").read_text()), done.stderr
 
     return run
@@ -93,7 +93,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
 def test_restart_ends_a_frozen_command_and_what_it_started_and_repeats_it(tmp_path):
     (tmp_path / "alive.json").write_text("of an earlier process")
     words = [str(LAUNCH / "restart.sh"), "--wait_s=0", "--stale_s=2", sys.executable, "-c", FREEZES]
-    done = subprocess.run([*words, f"--workdir={tmp_path}"], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([*words, f"--workdir={tmp_path}"], capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0
     assert (tmp_path / "starts").read_text() == "xx"
     frozen, again = [line for line in done.stderr.splitlines() if not line.startswith(str(LAUNCH))]
@@ -110,7 +110,11 @@ def test_restart_leaves_a_command_alone_that_is_slow_to_begin_or_to_end(tmp_path
     words = [str(LAUNCH / "restart.sh"), "--wait_s=0", "--stale_s=1", sys.executable, "-c"]
     for program in (slow_start, FREEZES):
         done = subprocess.run(
-            [*words, program, f"--workdir={tmp_path}", "ends"], capture_output=True, text=True, timeout=60, check=False
+            [*words, program, f"--workdir={tmp_path}", "ends"],
+            capture_output=True,
+            text=True,
+            timeout=600,
+            check=False,
         )
         assert (done.returncode, done.stderr) == (0, "")
 
@@ -139,7 +143,7 @@ def test_restart_forwards_a_signal_and_does_not_restart(tmp_path):
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 5
+        assert process.wait(600) == 5
         assert (process.stdout.read(), process.stderr.read()) == ("saved\n", "")
 
 
@@ -149,7 +153,7 @@ def test_restart_can_be_stopped_while_waiting(tmp_path):
         assert "restart 1 of 10" in process.stderr.readline()
         time.sleep(0.2)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(20) == 1
+        assert process.wait(600) == 1
 
 
 @pytest.mark.parametrize(
@@ -189,7 +193,7 @@ def submit(tmp_path):
         env = variables | {name: str(value) for name, value in more.items()}
         words = [str(tmp_path / "bin" / "sbatch"), *map(str, words)]
         return subprocess.run(
-            words, cwd=micro.REPOSITORY, env=env, capture_output=True, text=True, timeout=300, check=False
+            words, cwd=micro.REPOSITORY, env=env, capture_output=True, text=True, timeout=600, check=False
         )
 
     return run

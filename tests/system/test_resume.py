@@ -104,7 +104,7 @@ def test_resume_after_a_full_disk_while_logging_equals_the_uninterrupted_run(uni
     next(line for line in process.stdout if line.startswith("compiling"))  # it has seen that a checkpoint fits
     free = shutil.disk_usage(disk).free
     (disk / "filler").write_bytes(bytes(free - (4 * pages + 24) * 1024))  # these files, the first rows and events fit
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=600)
     full = subprocess.CompletedProcess(words, process.returncode, out, err)
     assert_failed_with_one_line(full, "a row cannot be written: No space left on device", str(workdir))
     small_disk("64m")
@@ -121,7 +121,7 @@ def test_sigterm_saves_and_exits_0_and_the_same_command_resumes(uninterrupted, t
     while process.poll() is None and not (workdir.is_dir() and kill_trials.stepping(workdir)):
         time.sleep(0.0005)
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
     [stopped_at] = micro.saved_steps(workdir)
     assert stopped_at < micro.NUM_STEPS

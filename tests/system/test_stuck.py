@@ -1,5 +1,6 @@
 """A run that is alive but makes no progress ends by itself, says where it is stuck, and resumes to the same bits."""
 
+import re
 import signal
 import subprocess
 import sys
@@ -41,7 +42,7 @@ def train(tmp_path):
         settings = ("train.num_steps=12", "checkpoint.every_steps=4", "data.validation=")
         [python, _, _, *words] = micro.command(tmp_path / "micro.py", workdir, *settings)
         address = jobs.free_address()
-        commands = [[python, *program, *words, "--stuck_timeout_s=3"] for _ in range(num_processes)]
+        commands = [[python, *program, *words, "--stuck_timeout_s=8"] for _ in range(num_processes)]
         if num_processes > 1:
             for index, command in enumerate(commands):
                 command += [f"--coordinator={address}", f"--num_processes={num_processes}", f"--process_id={index}"]
@@ -58,22 +59,22 @@ def test_a_run_that_waits_for_data_or_has_no_more_memory_ends_and_resumes_to_the
 ):
     module = ("-m", "hlat_jax.train")
     with train(tmp_path / "whole", *module) as job:
-        assert job.wait(120) == [0], job.err(0)
+        assert job.wait() == [0], job.err(0)
     workdir = tmp_path / "stuck"
     with train(workdir, "-c", WAITS_FOR_DATA, num_processes=num_processes) as job:
-        assert job.wait(120) == [124] * num_processes, job.err(0)
+        assert job.wait() == [124] * num_processes, job.err(0)
         late = num_processes - 1
         for index in range(num_processes):
             [line] = job.error_lines(index)
             assert f"stuck: process {late} of {num_processes} on " in line
-            assert "while waiting for data, after step 8 (limit 3 s)" in line
+            assert re.search(r"while waiting for data, after step 8 \(limit \d+ s\)", line)  # 20 times the longest step
             assert "next_or_wait" in (workdir / f"stuck/process-{late}.txt").read_text()
     if num_processes == 1:  # while it saves, which starts threads: one that has no memory to begin is waited for
         with train(workdir, "-c", HAS_NO_MORE_MEMORY) as job:
             [code] = job.wait(60)
             assert code == -6 or (code == 1 and " out of memory" in job.error_lines(0)[0]), job.err(0)
     with train(workdir, *module, num_processes=num_processes) as job:
-        assert job.wait(120) == [0] * num_processes, job.err(0)
+        assert job.wait() == [0] * num_processes, job.err(0)
     found, wanted = micro.rows(workdir), micro.rows(tmp_path / "whole")
     assert [row["batch_hash"] for row in found] == [row["batch_hash"] for row in wanted]
     if num_processes == 1:
@@ -99,7 +100,7 @@ def test_output_that_nobody_reads_does_not_keep_a_stuck_process_alive():
         [sys.executable, "-c", PRINTS_WITHOUT_END], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as p:
         try:
-            assert p.wait(60) == 124
+            assert p.wait(600) == 124
         finally:
             p.kill()
         assert "while training" in p.stderr.read().decode()
@@ -108,7 +109,7 @@ def test_output_that_nobody_reads_does_not_keep_a_stuck_process_alive():
 IS_STOPPED_FOR_A_WHILE = """
 import sys, time
 from hlat_jax.host import distributed
-job = distributed.resolve_job(sys.argv[1], 2, int(sys.argv[2]), join_timeout_s=60, peer_timeout_s=4)
+job = distributed.resolve_job(sys.argv[1], 2, int(sys.argv[2]), join_timeout_s=600, peer_timeout_s=4)
 with distributed.joined(job):
     distributed.exchange("-")
     print("met", file=sys.stderr, flush=True)
@@ -130,7 +131,7 @@ def test_a_job_that_was_stopped_for_longer_than_the_peer_timeout_goes_on():
             for process in processes:
                 process.send_signal(number)
             time.sleep(seconds)
-        assert [process.wait(60) for process in processes] == [0, 0]
+        assert [process.wait(600) for process in processes] == [0, 0]
     finally:
         for process in processes:
             process.kill()

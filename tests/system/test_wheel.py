@@ -27,7 +27,7 @@ def wheel(tmp_path_factory):
     here = int(importlib.metadata.version("setuptools").split(".")[0]) >= 77 if _installed("setuptools") else False
     isolation = ["--no-build-isolation"] if here else []
     words = [sys.executable, "-m", "pip", "wheel", str(copy), "--no-deps", *isolation, "-w", str(folder / "dist"), "-q"]
-    built = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+    built = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
     assert built.returncode == 0, built.stderr
     [path] = (folder / "dist").glob("hlat_jax-*.whl")
     return path
@@ -57,24 +57,24 @@ def test_wheel_holds_all_modules_configs_and_assets_and_no_tests(wheel):
 def test_installed_wheel_trains_tiny_outside_the_repository(wheel, tmp_path):
     target = tmp_path / "site"
     words = [sys.executable, "-m", "pip", "install", str(wheel), "--no-deps", "--target", str(target), "-q"]
-    installed = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    installed = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
     assert installed.returncode == 0, installed.stderr
     env = micro.environment() | {"PYTHONPATH": str(target)}
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
 
     where = [sys.executable, "-c", "import hlat_jax.config as c; print(c.__file__, c.config_folder())"]
-    found = subprocess.run(where, cwd=elsewhere, env=env, capture_output=True, text=True, timeout=60, check=True)
+    found = subprocess.run(where, cwd=elsewhere, env=env, capture_output=True, text=True, timeout=600, check=True)
     for path in found.stdout.split():
         assert os.path.commonpath([path, target]) == str(target)
 
     script = [target / "bin" / "hlat", "plan", "choices", "--config=tiny", "--platform=cpu"]
-    done = subprocess.run(script, cwd=elsewhere, env=env, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(script, cwd=elsewhere, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
 
     short = ("train.num_steps=2", "train.eval_every_steps=2", "train.num_eval_batches=1", "train.sample_prompt=")
     words = [sys.executable, "-m", "hlat_jax.train", "--config=tiny", *(f"--config.{word}" for word in short)]
-    done = subprocess.run(words, cwd=elsewhere, env=env, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(words, cwd=elsewhere, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert "validation loss" in done.stdout
     workdir = elsewhere / "runs" / "tiny"
@@ -82,5 +82,5 @@ def test_installed_wheel_trains_tiny_outside_the_repository(wheel, tmp_path):
     assert micro.saved_steps(workdir) == [2]
     for config in ("node", "160m", "1b", "7b", "70b", "llama3_8b"):
         words = [sys.executable, "-m", "hlat_jax.train", f"--config={config}", "--print_config"]
-        told = subprocess.run(words, cwd=elsewhere, env=env, capture_output=True, text=True, timeout=60, check=False)
+        told = subprocess.run(words, cwd=elsewhere, env=env, capture_output=True, text=True, timeout=600, check=False)
         assert told.returncode == 0, told.stderr

@@ -1,0 +1,62 @@
+"""The folder in which JAX keeps compiled programs for the next start of a run; no JAX, which reads it when imported."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import pathlib
+import platform
+from collections.abc import MutableMapping
+
+FOLDER = "JAX_COMPILATION_CACHE_DIR"
+_ENABLED = "JAX_ENABLE_COMPILATION_CACHE"
+_MOST_BYTES = 1 << 30
+_LEAST_COMPILE_S = "0.2"  # shorter compilations are done again
+
+
+def use_default_folder(environ: MutableMapping[str, str]) -> None:
+    """Sets the variables of JAX's compilation cache to a folder of this user, bounded in size.
+
+    Changes nothing where a variable names a folder or turns the cache off, or where the folder cannot be written.
+    """
+    if environ.get(FOLDER) or environ.get(_ENABLED, "1").lower() in ("0", "n", "no", "f", "false", "off"):
+        return
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: this user has no home
+        caches = pathlib.Path(environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+        folder = caches / "hlat_jax" / "compiled" / _processor()
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            _remove_oldest(folder)
+            environ[FOLDER] = str(folder.absolute())
+            environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", _LEAST_COMPILE_S)
+            # for each program that it reads, XLA logs as an error that two of its own tuning hints are no instructions
+            environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+
+def described(folder: str | None) -> str:
+    """Returns what a start prints about the folder of JAX's compilation cache; None or "": there is none."""
+    if not folder:
+        return f"none; with {FOLDER}=FOLDER the next start does not compile again"
+    home = os.path.expanduser("~")
+    return f"~{folder.removeprefix(home)}" if folder.startswith(f"{home}/") else folder
+
+
+def _processor() -> str:
+    """Returns a name for the kind of CPU: machines that share a home do not all have the same instructions."""
+    words = [platform.machine()]
+    with contextlib.suppress(OSError):
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+        words += sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
+    return f"{words[0]}-{hashlib.sha256(repr(words).encode()).hexdigest()[:8]}"
+
+
+def _remove_oldest(folder: pathlib.Path) -> None:
+    """Removes the files that were used least recently, until the rest is within the bound."""
+    found = [(path.stat(), path) for path in folder.iterdir()]
+    left = sum(stat.st_size for stat, _ in found)
+    for stat, path in sorted(found, key=lambda pair: max(pair[0].st_atime, pair[0].st_mtime)):
+        if left <= _MOST_BYTES:
+            return
+        path.unlink(missing_ok=True)  # another process may have been faster
+        left -= stat.st_size

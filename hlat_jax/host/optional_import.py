@@ -1,0 +1,31 @@
+"""Imports of libraries that the package works without."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+
+def import_optional(module: str, *, missing: str) -> Any:
+    """Returns a module of a library that a command needs.
+
+    Args:
+      module: such as `wandb`.
+      missing: the error where the library is not installed.
+
+    Raises:
+      ValueError: it is not installed, or it is and cannot be imported, with its own error.
+    """
+    library = module.partition(".")[0]
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name in (library, module):
+            raise ValueError(missing) from None
+        raise _broken(library, error) from error
+    except Exception as error:  # such as one written for another version of NumPy
+        raise _broken(library, error) from error
+
+
+def _broken(library: str, error: Exception) -> ValueError:
+    return ValueError(f"{library} is installed and cannot be imported: {type(error).__name__}: {error}")

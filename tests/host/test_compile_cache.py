@@ -1,0 +1,64 @@
+"""The folder of compiled programs that training uses by default."""
+
+import os
+import pathlib
+
+import pytest
+
+from hlat_jax import loop
+from hlat_jax.host import compile_cache
+
+DIR = compile_cache.FOLDER
+
+
+def test_default_folder_belongs_to_this_user_and_kind_of_processor(tmp_path):
+    environ = {"XDG_CACHE_HOME": str(tmp_path)}
+    compile_cache.use_default_folder(environ)
+    folder = pathlib.Path(environ[DIR])
+    assert (folder.is_dir(), folder.parent) == (True, tmp_path / "hlat_jax" / "compiled")
+    again = dict(environ)
+    compile_cache.use_default_folder(again)
+    assert again == environ
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {DIR: "/mine", "XDG_CACHE_HOME": "/dev/null"},
+        {"JAX_ENABLE_COMPILATION_CACHE": "false"},
+        {"XDG_CACHE_HOME": "/dev/null"},  # no folder can be made there
+    ],
+)
+def test_a_choice_of_the_user_and_a_folder_that_cannot_be_written_change_nothing(environ):
+    found = dict(environ)
+    compile_cache.use_default_folder(found)
+    assert found == environ
+
+
+def test_programs_that_were_used_least_recently_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(compile_cache, "_MOST_BYTES", 250)
+    environ = {"XDG_CACHE_HOME": str(tmp_path)}
+    compile_cache.use_default_folder(environ)
+    folder = pathlib.Path(environ.pop(DIR))
+    for age, name in enumerate("abcd"):
+        (folder / name).write_bytes(bytes(100))
+        os.utime(folder / name, (1e9 - age, 1e9 - age))
+    os.utime(folder / "d", (2e9, 1e9))  # read since
+    compile_cache.use_default_folder(environ)
+    assert sorted(path.name for path in folder.iterdir()) == ["a", "d"]
+
+
+def test_training_of_one_process_uses_it_before_it_imports_jax(train_here, tmp_path, monkeypatch):
+    for name, value in {DIR: "", "JAX_ENABLE_COMPILATION_CACHE": "", "XDG_CACHE_HOME": tmp_path / "c"}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    monkeypatch.setattr(loop, "train", lambda *_, **__: 0)
+    assert train_here("--config=tiny", f"--workdir={tmp_path / 'run'}")[0] == 0
+    assert os.environ[DIR].startswith(str(tmp_path / "c"))
+
+
+def test_a_start_prints_the_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    assert compile_cache.described("/home/me/.cache/x") == "~/.cache/x"
+    assert compile_cache.described("/scratch/x") == "/scratch/x"
+    assert compile_cache.described(None).startswith("none; with JAX_COMPILATION_CACHE_DIR=FOLDER")

@@ -1,0 +1,71 @@
+"""What a command prints where it cannot be shown, or where nobody reads it."""
+
+import io
+import os
+import subprocess
+import sys
+
+import pytest
+
+from hlat_jax.host import flags, process
+
+
+def test_text_that_the_output_cannot_show_is_replaced(monkeypatch):
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, encoding="ascii"))
+    monkeypatch.setattr(sys, "argv", ["hlat_jax"])
+    with pytest.raises(SystemExit) as exit_:
+        flags.main(lambda _: print("sample: café \udcff") or 0)  # of a command line that is not UTF-8
+    assert (exit_.value.code, shown.getvalue()) == (0, b"sample: caf\\xe9 \\udcff\n")
+
+
+def print_to(descriptor, monkeypatch):
+    """Makes a descriptor the standard output of this process, as a training run has it."""
+    stream = open(descriptor, "w", closefd=False)  # noqa: SIM115
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setattr(sys, "__stdout__", stream)
+    process.drop_unwritable()
+
+
+@pytest.mark.parametrize(("gone", "why"), [("pipe", "Broken pipe"), ("/dev/full", "No space left on device")])
+def test_a_run_prints_on_where_nothing_can_be_written(monkeypatch, capfd, gone, why):
+    if gone == "pipe":
+        reader, descriptor = os.pipe()
+        os.close(reader)
+    else:
+        descriptor = os.open(gone, os.O_WRONLY)
+    print_to(descriptor, monkeypatch)
+    for _ in range(3):
+        print("row")
+    sys.stdout.flush()
+    os.close(descriptor)
+    assert (
+        capfd.readouterr().err == f"standard output cannot be written: {why}; the run continues and records its rows\n"
+    )
+
+
+def test_a_run_waits_for_a_reader_of_a_non_blocking_pipe(monkeypatch):
+    reader, descriptor = os.pipe()
+    os.set_blocking(descriptor, False)
+    with subprocess.Popen(["wc", "-c"], stdin=reader, stdout=subprocess.PIPE) as counting:
+        os.close(reader)
+        print_to(descriptor, monkeypatch)
+        print("x" * 1_000_000)  # more than a pipe holds
+        os.close(descriptor)
+        assert counting.stdout.read() == b"1000001\n"
+
+
+@pytest.mark.parametrize("closed", ["1>&-", "2>&-", "0<&- 1>&- 2>&-"])
+def test_a_closed_standard_stream_is_no_place_for_files(closed, tmp_path):
+    code = f"""
+import os, sys
+from hlat_jax.host import process
+process.exit_on_interrupt()
+with open({str(tmp_path / "file")!r}, "w") as file:
+    assert file.fileno() > 2
+    print("shown", file=sys.stderr, flush=True)
+    print("shown", file=sys.stdout, flush=True)
+    os.write(2, b"line")
+"""
+    done = subprocess.run(["bash", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, code], check=False)
+    assert (done.returncode, (tmp_path / "file").read_text()) == (0, "")
