@@ -7,11 +7,21 @@ import glob
 import os
 import pathlib
 from collections.abc import Collection
+from typing import TypedDict
 
 from hlat_jax.config import DataConfig, exists, map_paths
 from hlat_jax.data.formats.paths import asset_path, nothing_at, tokenizer_file
 from hlat_jax.data.mixture import parse_sources
 from hlat_jax.store.typed_json import read_json
+
+
+class _Text(TypedDict):
+    train: str
+    validation: str
+
+
+class _Saved(TypedDict):
+    data: _Text
 
 
 def check_text(data: DataConfig, *, keys: Collection[str] = ("train", "validation")) -> None:
@@ -59,8 +69,8 @@ def with_moved_text(data: DataConfig) -> DataConfig:
 def was_opened(data: DataConfig, workdir: pathlib.Path) -> bool:
     """Returns whether the run in `workdir` has opened the paths of `data` before."""
     try:
-        saved = read_json(workdir / "config.json").get("data")
-        return isinstance(saved, dict) and all(saved.get(key) == vars(data)[key] for key in ("train", "validation"))
+        saved = read_json(workdir / "config.json", kind=_Saved)["data"]
+        return all(saved[key] == vars(data)[key] for key in ("train", "validation"))
     except (OSError, ValueError):
         return False
 
