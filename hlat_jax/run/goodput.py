@@ -324,7 +324,7 @@ def _recorded_lives(workdir: pathlib.Path) -> list[dict[str, Any]]:
 def _left(workdir: pathlib.Path) -> dict[str, Any] | None:
     """Returns the account that a life has left behind or, if it runs, still replaces; None: there is none."""
     with contextlib.suppress(OSError, ValueError):
-        return read_json(workdir / ALIVE_FILE, _Account)
+        return read_json(workdir / ALIVE_FILE, kind=_Account)
     return None
 
 

@@ -112,7 +112,7 @@ def _surely_saved(rows: list[dict[str, Any]], workdir: pathlib.Path) -> int:
     """
     settings: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
-        settings = read_json(workdir / "config.json", _Settings)
+        settings = read_json(workdir / "config.json", kind=_Settings)
     checkpoint, train = settings.get("checkpoint", {}), settings.get("train", {})
     every = [checkpoint[key] for key in ("every_steps", "keep_every_steps") if checkpoint.get(key)]
     started, is_due = [], False

@@ -143,9 +143,9 @@ def saved_config(saved: dict[str, Any]) -> Config:
     return resolve(_completed(saved["config"]))
 
 
-def _completed(config: dict[str, Any]) -> dict[str, Any]:
+def _completed(kept: dict[str, Any]) -> dict[str, Any]:
     defaults = {name: {f.name: f.default for f in dataclasses.fields(section)} for name, section in SECTIONS.items()}
-    return config | {name: defaults[name] | config.get(name, {}) for name in SECTIONS}
+    return kept | {name: keys | kept.get(name, {}) for name, keys in defaults.items()}
 
 
 def write_settings(config: Config, workdir: pathlib.Path, *, remat: dict[str, Any] | None) -> None:

@@ -111,7 +111,7 @@ def saved_run(folder: pathlib.Path) -> dict[str, Any]:
       ValueError: a field is missing or has a value that no run writes; the message has the file and the field.
     """
     path = folder / RUN_ITEM / RUN_FILE
-    run = read_json(path, _Saved, allow_nan=True)
+    run = read_json(path, kind=_Saved, allow_nan=True)
     metadata, position = run["metadata"], run["position"]
     if "config" not in metadata:
         return run
@@ -119,8 +119,8 @@ def saved_run(folder: pathlib.Path) -> dict[str, Any]:
     if "data" in config:  # else it was written by something other than a run
         checked(metadata, _RunMetadata, where=str(path), field="metadata")
         checked(metadata, _Settings if "model" in config else dict, where=str(path), field="metadata")
-        for name, section in SECTIONS.items():
-            checked(config.get(name, {}), section, where=str(path), field=f"metadata.config.{name}")
+        for name in SECTIONS.keys() & config.keys():
+            checked(config[name], SECTIONS[name], where=str(path), field=f"metadata.config.{name}")
         if len(position) != config["data"]["batch_size"] or not isinstance(position[0], list):
             allowed = f"a list of {config['data']['batch_size']} lists, one a row of a batch"
             raise ValueError(f"{path}: position={repr(position)[:100]} must be {allowed}.")

@@ -78,7 +78,7 @@ def _sums(folder: pathlib.Path) -> dict[str, list[int]]:
       ValueError: integrity.json is damaged, or names what is not in the folder.
     """
     path = folder / INTEGRITY_FILE
-    files = read_json(path, _Sums)["files"]
+    files = read_json(path, kind=_Sums)["files"]
     for name in files:
         check_name(name, f"{path}: files", allow_folders=True)
     return files

@@ -37,7 +37,7 @@ class Line(NamedTuple):
     why: str
 
 
-def read_json(path: pathlib.Path, kind: Any = dict, *, allow_nan: bool = False) -> Any:
+def read_json(path: pathlib.Path, *, kind: Any = dict, allow_nan: bool = False) -> Any:
     """Returns the JSON in a file, as `parse_json` does.
 
     Raises:
@@ -46,7 +46,7 @@ def read_json(path: pathlib.Path, kind: Any = dict, *, allow_nan: bool = False) 
     """
     if path.exists() and not path.is_file():  # to open a FIFO would block
         raise ValueError(f"{path} is not a regular file.")
-    return parse_json(path.read_bytes(), kind, where=str(path), allow_nan=allow_nan)
+    return parse_json(path.read_bytes(), where=str(path), kind=kind, allow_nan=allow_nan)
 
 
 def read_lines(path: str | os.PathLike, kind_of: Callable[[dict], Any], *, allow_nan: bool = False) -> Iterator[Line]:
@@ -66,7 +66,7 @@ def read_lines(path: str | os.PathLike, kind_of: Callable[[dict], Any], *, allow
             yield Line(raw, row, why)
 
 
-def parse_json(raw: bytes, kind: Any = dict, *, where: str, allow_nan: bool = False) -> Any:
+def parse_json(raw: bytes, *, where: str, kind: Any = dict, allow_nan: bool = False) -> Any:
     """Returns the JSON value in `raw`, of the given kind.
 
     Raises:
@@ -77,7 +77,8 @@ def parse_json(raw: bytes, kind: Any = dict, *, where: str, allow_nan: bool = Fa
     try:
         found = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=number, parse_float=number)
         if b"\\u" in raw:
-            json.dumps(found, ensure_ascii=False).encode()  # no file name or message can hold half a pair
+            # half a pair stands in no file name, but for those that stand for bytes of one that is not UTF-8
+            json.dumps(found, ensure_ascii=False).encode("utf-8", "surrogateescape")
     except ValueError as error:
         raise ValueError(f"{where} is not JSON: {error}.") from None
     except RecursionError:

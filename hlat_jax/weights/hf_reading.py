@@ -150,7 +150,7 @@ def _tensors(folder: pathlib.Path) -> dict[str, StoredTensor]:
             f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}, only {_some(others)}; fetch the safetensors or save "
             "the model again with transformers, which writes them."
         )
-    where = read_json(index, _Index)["weight_map"]
+    where = read_json(index, kind=_Index)["weight_map"]
     found: dict[str, StoredTensor] = {}
     files = {check_name(name, f"{index}: weight_map[{repr(tensor)[:100]}]") for tensor, name in where.items()}
     for name in sorted(files):

@@ -154,13 +154,13 @@ def test_a_run_that_resumes_hands_over_the_choice_of_its_checkpoint(trained_run,
         raise ValueError(f"recorded: {recorded}")
 
     workdir = shutil.copytree(trained_run, tmp_path / "run")
-    micro.reseal(workdir / "checkpoints/24", lambda run: run["metadata"].update(remat="what was chosen"))
+    micro.reseal(workdir / "checkpoints/24", lambda run: run["metadata"].update(remat={"choice": "full"}))
     one = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda *_: one)
     monkeypatch.setattr(budget, "resolved", resolved)
     c = config_lib.load(str(micro.write_config(tmp_path)))
     c.data.validation, c.train.num_steps = "", 25
-    with pytest.raises(ValueError, match="recorded: what was chosen"):
+    with pytest.raises(ValueError, match=r"recorded: \{'choice': 'full'\}"):
         loop.train(resolve(c), workdir)
 
 

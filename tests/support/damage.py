@@ -53,7 +53,8 @@ def damage(folder: pathlib.Path, path: pathlib.Path, rng: random.Random) -> Dama
 def _changed(tree: Any, rng: random.Random) -> tuple[str, Any]:
     """Returns a JSON value with one field deleted, renamed or replaced, or one entry repeated."""
     tree = copy.deepcopy(tree)
-    holder, key = rng.choice(list(_places(tree))) if rng.random() < 0.97 else (None, None)
+    places = list(_places(tree))
+    holder, key = rng.choice(places) if places and rng.random() < 0.97 else (None, None)
     if holder is None:
         value = rng.choice(_VALUES)
         return f"all is {value!r:.40}", value

@@ -313,7 +313,7 @@ def _put_in_place(out: pathlib.Path, folder: pathlib.Path) -> dict[str, Any]:
     """Renames the shards and then the manifest into DIR, resuming after a kill; returns the manifest."""
     path = folder / _RENAMES
     try:
-        renames = read_json(path, list[_Rename])
+        renames = read_json(path, kind=list[_Rename])
     except ValueError as error:
         raise ValueError(f"{str(error).rstrip('.')}; remove {out} and build the dataset again.") from None
     for old, new in renames:

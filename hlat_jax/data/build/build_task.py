@@ -133,7 +133,7 @@ def finished_shards(task: Task, *, folder: pathlib.Path, options: BuildOptions) 
         if not _metadata_path(path).exists():
             break
         try:
-            metadata = read_json(_metadata_path(path), _Metadata)
+            metadata = read_json(_metadata_path(path), kind=_Metadata)
             if metadata["plan"] != task.plan_hash:
                 break
             if metadata["bad_records"] and options.on_bad_record == "raise":

@@ -236,7 +236,7 @@ def _data_paths(paths: Sequence[str], *, found: FoundFiles) -> list[str]:
 
 
 class _Named(TypedDict):
-    name: str
+    name: Any
 
 
 class _Built(TypedDict):
@@ -256,8 +256,8 @@ def _manifest(folder: str | os.PathLike) -> dict[str, Any]:
     The shards of a dataset whose manifest is damaged are then an error, as single files.
     """
     try:
-        manifest = read_json(pathlib.Path(folder) / MANIFEST_NAME, _Built)
-        return {"kind": manifest["kind"], "sources": [source["name"] for source in manifest.get("sources", [])]}
+        manifest = read_json(pathlib.Path(folder) / MANIFEST_NAME, kind=_Built)
+        return {"kind": manifest["kind"], "sources": [str(source["name"]) for source in manifest.get("sources", [])]}
     except (ValueError, OSError):
         return {"kind": "", "sources": []}
 
