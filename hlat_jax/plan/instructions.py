@@ -64,7 +64,7 @@ class Instructions:
         return self.looped if name == "eval" else self.unrolled
 
 
-def program_limit(compiler_flags: str = "") -> int:
+def program_limit(compiler_flags: str) -> int:
     """Returns the instructions of a program at which the compiler stops, under flags such as NEURON_CC_FLAGS."""
     given = re.findall(rf"{LIMIT_FLAG}[= ](\d+)", compiler_flags)
     return int(given[-1]) if given else PROGRAM_LIMIT

@@ -670,7 +670,7 @@ def test_checks_on_cpu_pass_or_are_not_testable(policy, tmp_path):
     }
     assert [name for name, outcome in rows.items() if outcome.verdict == FAILED] == []
     not_here = [name for name, outcome in rows.items() if outcome.verdict == NOT_HERE]
-    assert not_here == ["versions for Neuron", "memory", "device's rounding"]
+    assert not_here == ["versions for Neuron", "tools on PATH", "memory", "device's rounding"]
 
 
 def test_collectives_and_the_step_come_late_and_rows_out_of_bounds_last(tmp_path):
