@@ -39,6 +39,10 @@ from hlat_jax.resolve import resolve
 gc.set_threshold(100_000, 20, 20)  # traces make millions of objects and few cycles: 7% of the time
 
 
+def pytest_addoption(parser):
+    parser.addoption("--seed", type=int, default=0, help="of the covering array of tests/parallel")
+
+
 @pytest.hookimpl(tryfirst=True)  # before pytest deselects by marks
 def pytest_collection_modifyitems(items):
     """Marks as slow all cases of a test but those that `quick_cases` names."""

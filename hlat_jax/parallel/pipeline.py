@@ -258,7 +258,10 @@ class _Stage:
         index = tick - 2 * (self.num_stages - 1) + self.stage
         slot = index % (2 * self.num_stages - 1)
         residuals = [jax.lax.dynamic_index_in_dim(buffer, slot, keepdims=False) for buffer in ring]
-        dlayers, dx = self._pulled(residuals, jnp.where(self._exists(index), dy, 0))
+        # Without a microbatch the residuals are zeros, or those of an input of zeros: 0 / 0 in a pullback is NaN, so
+        # its results are masked, and not what it takes.
+        exists = self._exists(index)
+        dlayers, dx = jax.tree.map(lambda grad: jnp.where(exists, grad, 0), self._pulled(residuals, dy))
         dfirst = jax.lax.psum(jnp.where(self.stage == 0, dx, 0), "pipe")
         microbatch = self.microbatch(tick - 2 * (self.num_stages - 1))
         pullback = jax.vjp(lambda rest: self.staged.embed(self.model(rest=rest), microbatch), self.rest)[1]

@@ -1,7 +1,6 @@
-"""Every layout against one device, the collectives of each against a written table, and what each of them is for."""
+"""The collectives of every layout against a written table, and what each of them is for."""
 
 import collections
-import functools
 import math
 
 import jax
@@ -19,7 +18,6 @@ from hlat_jax.config import ParallelConfig, default, load
 from hlat_jax.model import param_axes
 from hlat_jax.ops.choices import chosen_model
 from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
-from hlat_jax.optimizer import learning_rate
 from hlat_jax.parallel import pipeline
 from hlat_jax.parallel.collectives import parallel_context
 from hlat_jax.parallel.degrees import layout_over
@@ -28,13 +26,12 @@ from hlat_jax.parallel.replica_sync import ReplicaSync
 from hlat_jax.parallel.sharding import make_layout, resolve_degrees, shard_batch
 from hlat_jax.passes.jaxpr import equations
 from hlat_jax.passes.products import live_jaxpr
-from hlat_jax.plan.collectives import collectives
 from hlat_jax.plan.traffic import traced_collectives
 from hlat_jax.precision import NEAREST, Accumulation
 from hlat_jax.program import accumulated
 from hlat_jax.program_options import checked_loss
 from hlat_jax.resolve import resolve
-from hlat_jax.step import make_program, model_loss, state_bytes
+from hlat_jax.step import make_program, model_loss
 
 SEQUENCE, ZERO1 = {"sequence_parallel": True}, {"zero1": True}
 # name -> changes of parallel, model and train sections
@@ -62,7 +59,8 @@ LAYOUTS = {
     "pipe-unroll": {"pipe": 2, "data": 4, "num_microbatches": 2, "layer_loop": "unroll", "remat": "none"},
     "pipe-all": {"pipe": 2, "data": 2, "tensor": 2, "num_microbatches": 4, "remat": "full"} | SEQUENCE | ZERO1,
 }
-# Arrays that collectives carry in one step, by kind and mesh axes, loops counted once per trip. With L layers (4, over
+# Arrays that collectives of the traced step carry, by kind and mesh axes, loops counted once per trip; XLA leaves out
+# those whose result is not used, and adds none (test_covering_array.py). With L layers (4, over
 # the stages), M microbatches and W matrices (embed, head, q, kv, out, gate_up, down; one less when qkv is fused or the
 # embedding tied), and N = 3 norms:
 # - tensor: 4 L M all-reduces (a sum after each block and of each block's input gradient), and 4 M for the tables: the
@@ -106,7 +104,7 @@ COLLECTIVES = {
     },
     "fsdp-data-zero1": {
         "all-gather data": 7,
-        "all-gather fsdp": 82,
+        "all-gather fsdp": 84,
         "all-reduce data*fsdp": 7,
         "reduce-scatter data": 7,
         "reduce-scatter fsdp": 44,
@@ -150,7 +148,7 @@ COLLECTIVES = {
     },
     "fsdp-tensor-sequence": {
         "all-gather data": 7,
-        "all-gather fsdp": 82,
+        "all-gather fsdp": 84,
         "all-gather tensor_kv": 52,
         "all-reduce data*fsdp": 2,
         "all-reduce data*fsdp*tensor_kv": 5,
@@ -172,7 +170,7 @@ COLLECTIVES = {
     "pipe-unroll": {
         "all-reduce data": 12,
         "all-reduce pipe": 16,
-        "collective-permute pipe": 5,
+        "collective-permute pipe": 6,
     },
     "pipe-tied": {
         "all-reduce data": 11,
@@ -180,11 +178,11 @@ COLLECTIVES = {
         "collective-permute pipe": 14,
     },
     "pipe-fsdp": {
-        "all-gather fsdp": 62,
+        "all-gather fsdp": 65,
         "all-reduce fsdp": 5,
         "all-reduce pipe": 14,
         "all-reduce pipe*fsdp": 2,
-        "collective-permute pipe": 5,
+        "collective-permute pipe": 6,
         "reduce-scatter fsdp": 35,
     },
     "pipe-kv-copies": {
@@ -193,7 +191,7 @@ COLLECTIVES = {
         "all-reduce pipe": 34,
         "all-reduce pipe*tensor_rep*tensor_kv": 18,
         "all-reduce tensor_rep*tensor_kv": 3,
-        "collective-permute pipe": 17,
+        "collective-permute pipe": 18,
         "reduce-scatter tensor_rep*tensor_kv": 89,
         "reduce-scatter tensor_rep": 1,
     },
@@ -207,13 +205,13 @@ COLLECTIVES = {
     },
     "pipe-all": {
         "all-gather data": 7,
-        "all-gather tensor_kv": 69,
+        "all-gather tensor_kv": 89,
         "all-reduce data": 2,
         "all-reduce data*tensor_kv": 3,
         "all-reduce pipe": 18,
         "all-reduce pipe*data*tensor_kv": 2,
         "all-reduce pipe*tensor_kv": 8,
-        "collective-permute pipe": 9,
+        "collective-permute pipe": 10,
         "reduce-scatter data": 7,
         "reduce-scatter tensor_kv": 59,
     },
@@ -226,8 +224,6 @@ def configured(**changes):
     c.model.update(vocab_size=64, num_layers=4, embed_dim=32, mlp_dim=48, num_heads=8, num_kv_heads=2, head_dim=8)
     c.model.update(max_positions=16, fuse_qkv=False)
     c.data.update(batch_size=16, seq_len=16, packing="documents")
-    # At 1e-2 Adam makes 1e-5 of the roundings of 20 steps, where two programs for one device already differ so much.
-    c.optimizer.update(peak_lr=3e-3, warmup_steps=1, horizon_steps=100)
     for key, value in changes.items():
         section = next(s for s in (c.parallel, c.model, c.data, c.train, c.optimizer, c.precision) if key in s)
         section[key] = value
@@ -254,39 +250,14 @@ def alone(**changes):
     return config, layout_of(config, jax.devices()[:1])
 
 
-def trained(config, layout, *, num_steps):
-    """Returns (initial parameters, rows of loss and gradient norm, state, text of the partitioned program)."""
-    program = make_program(config, layout)
-    state, batch = program.init_state(), shard_batch(make_segments(0, config), layout)
-    step = program.step.lower(state, batch, np.float32(0)).compile()
-    initial, rows = jax.tree.map(np.asarray, state["params"]), []
-    for index in range(num_steps):
-        batch = shard_batch(make_segments(index % 3, config), layout)
-        state, metrics = step(state, batch, np.float32(learning_rate(index, config.optimizer)))
-        rows.append([float(metrics.loss), float(metrics.grad_norm), float(metrics.num_tokens)])
-    return initial, np.asarray(rows), state, step.as_text()
-
-
-@functools.cache
-def trained_alone(**changes):
-    return trained(*alone(**changes), num_steps=20)
-
-
-@pytest.mark.quick_cases("pipe-fsdp", "tensor")
+@pytest.mark.quick_cases("fsdp", "fsdp-tensor-sequence", "pipe-all")
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layout_trains_like_one_device(name):
-    changes = LAYOUTS[name]
-    config = configured(**changes)
+def test_step_has_the_collectives_of_its_layout(name):
+    config = configured(**LAYOUTS[name])
     layout = layout_of(config)
-    wanted_initial, wanted, _, _ = trained_alone(**{key: changes[key] for key in MODEL_ONLY if key in changes})
-    initial, got, state, program = trained(config, layout, num_steps=20)
-    jax.tree.map(np.testing.assert_array_equal, wanted_initial, initial)
-    np.testing.assert_allclose(got, wanted, rtol=5e-6)  # fp32 sums in another order
-    assert state_bytes(state) == state_bytes(make_program(config, layout).abstract_state)
     arrays = collections.Counter()
-    for found in collectives(program, layout.mesh):
-        if found.axes:
-            arrays[f"{found.kind} {'*'.join(found.axes)}"] += found.num_arrays * found.trips
+    for found in traced_collectives(live_jaxpr(make_program(config, layout).trace_step()), layout.mesh):
+        arrays[f"{found.kind} {'*'.join(found.axes)}"] += found.num_arrays * found.trips
     assert arrays == COLLECTIVES[name]
 
 
@@ -305,7 +276,10 @@ def test_evaluation_over_a_mesh_equals_one_device(name):
 
 @pytest.mark.parametrize(("num_stages", "is_stacked"), [(2, False), (3, True)])
 def test_stages_that_gather_and_stages_that_permute_equal_one_device(num_stages, is_stacked, monkeypatch):
-    """A model of two products per stage, with small integers: every sum is exact, whatever its order."""
+    """A model of two products per stage, with small integers: every sum is exact, whatever its order.
+
+    A stage divides by 1, which is 0 where it has no microbatch and runs on zeros.
+    """
     monkeypatch.setattr(pipeline, "_MOST_ARRAYS", 0 if is_stacked else 32)
     rng = np.random.default_rng(0)
     layers, head = rng.integers(-1, 2, (2 * num_stages, 4, 4)), rng.integers(-1, 2, (4, 4))
@@ -316,7 +290,7 @@ def test_stages_that_gather_and_stages_that_permute_equal_one_device(num_stages,
 
     def stage(model, x, rows):
         for layer in model["layers"]:
-            x = x @ layer + rows
+            x = (x @ layer + rows) / jnp.where(jnp.any(x), 1.0, 0.0)
         return x
 
     def staged(exchange):
@@ -346,16 +320,6 @@ def test_stages_that_gather_and_stages_that_permute_equal_one_device(num_stages,
     sums, grads = jax.device_get(jax.value_and_grad(staged("permute"), has_aux=True)(params, batch))
     for exchange in ("permute", "all_gather"):
         jax.tree.map(np.testing.assert_array_equal, run(exchange), (SumAndCount(*sums), grads, SumAndCount(*sums)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["pipe", "pipe-all"])
-def test_training_by_all_gathers_equals_training_by_permutes_bit_for_bit(name):
-    found = []
-    for exchange in ("permute", "all_gather"):
-        config = configured(**LAYOUTS[name] | {"pipe_exchange": exchange})
-        found.append(jax.device_get(trained(config, layout_of(config), num_steps=3)[:3]))
-    jax.tree.map(np.testing.assert_array_equal, *found)
 
 
 def first_step(config, layout, initial):
@@ -422,35 +386,6 @@ def test_every_collective_is_necessary(name):
     assert not harmless
 
 
-SOONER = {
-    "pipe": {"pipe": 2, "data": 2, "tensor": 2, "num_microbatches": 4, "reduce_gradients": "layer"} | SEQUENCE | ZERO1,
-    "fsdp": {"data": 2, "fsdp": 2, "tensor": 2, "reduce_gradients": "layer"} | ZERO1,
-    "kv-copies": {"data": 2, "tensor": 4, "reduce_gradients": "layer", "bucket_bytes": 4096} | SEQUENCE | ZERO1,
-    "tied": {"data": 4, "tensor": 2, "reduce_gradients": "layer", "tie_embeddings": True},
-    "buckets": {"data": 2, "fsdp": 2, "tensor": 2, "num_microbatches": 2, "reduce_gradients": "microbatch"}
-    | {"bucket_bytes": 100_000}
-    | SEQUENCE
-    | ZERO1,
-    "rounded": {"data": 2, "tensor": 4, "num_microbatches": 2, "reduce_gradients": "microbatch", "policy": "bf16_sr"},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SOONER)
-def test_early_gradient_reduction_gives_the_same_result_and_equal_replicas(name):
-    changes = SOONER[name]
-    config = configured(**changes)
-    _, got, state, _ = trained(config, layout_of(config), num_steps=20)
-    if "policy" not in changes:  # under which an update depends on how the sums were rounded
-        wanted = trained_alone(**{key: changes[key] for key in MODEL_ONLY if key in changes})[1]
-        np.testing.assert_allclose(got, wanted, rtol=5e-6)  # as above
-    for leaf in jax.tree.leaves(state):
-        shards = {}
-        for shard in leaf.addressable_shards:
-            first = shards.setdefault(str(shard.index), np.asarray(shard.data))
-            np.testing.assert_array_equal(first, np.asarray(shard.data))
-
-
 def test_each_core_computes_only_the_kv_heads_it_needs():
     config = configured(tensor=8, embed_dim=40)  # 2 KV heads on 8 cores, so 1 query head on each
     layout = layout_of(config)
@@ -479,28 +414,6 @@ def test_each_core_computes_only_the_kv_heads_it_needs():
     assert products[tokens, key_and_value] >= 1
     assert products[40, key_and_value] + products[key_and_value, 40] == 1  # its gradient
     assert not {(tokens, 2 * key_and_value), (40, 2 * key_and_value), (2 * key_and_value, 40)} & products.keys()
-
-
-@pytest.mark.slow
-def test_pipeline_and_kv_replication_gradients_match_scan_and_unroll():
-    moments = {}
-    one = {"data": 1, "clip_norm": 0.0, "eps": 1.0}
-    initial = jax.device_get(make_program(*_with_layout(configured(**one), jax.devices()[:1])).init_state())
-    for name, changes in {
-        "scan": one,
-        "unroll": one | {"layer_loop": "unroll"},
-        "pipe": one | LAYOUTS["pipe"],
-        "kv-copies": one | LAYOUTS["kv-copies"],
-    }.items():
-        config, layout = _with_layout(configured(**changes), jax.devices()[: 1 if changes.get("data") == 1 else 8])
-        step, arguments = first_step(config, layout, initial)
-        moments[name] = numbers(*step(*arguments))[1]["mu"]
-    for name in ("unroll", "pipe", "kv-copies"):
-        assert max_relative_error(moments[name], moments["scan"]) < 1e-5, name  # fp32 sums in another order
-
-
-def _with_layout(config, devices):
-    return config, layout_of(config, devices)
 
 
 @pytest.mark.parametrize("implementation", ["dense", "chunked"])

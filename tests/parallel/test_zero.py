@@ -32,9 +32,8 @@ def trained(loss, params, *, stage=None, bucket_bytes=0, policy="fp32", steps=6)
     return np.array(rows), state, (text, None if replica_sync is None else replica_sync.layout.mesh)
 
 
-@pytest.mark.quick_cases("0-1000-plain", "3-1000-flax")
-@pytest.mark.parametrize("kind", ["plain", "flax"])
-@pytest.mark.parametrize("bucket_bytes", [0, 1000])
+@pytest.mark.quick_cases("0-plain-1000", "3-flax-0")
+@pytest.mark.parametrize(("kind", "bucket_bytes"), [("plain", 1000), ("flax", 0)])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_stage_trains_like_one_device(kind, stage, bucket_bytes):
     loss, params = user_model(kind)

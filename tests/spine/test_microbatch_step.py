@@ -30,19 +30,10 @@ COMPILED = "/jax/core/compile/backend_compile_duration"
 SHARDED = {"data": 2, "fsdp": 2, "tensor": 2, "sequence_parallel": True}
 # name -> (parallel section, precision.policy)
 CASES = {
-    "fp32": ({}, "fp32"),
-    "stochastic": ({}, "bf16_sr"),
-    "mixed": ({}, "mixed"),
-    "autocast": ({}, "autocast"),
-    "zero1-stochastic": ({"data": 8, "zero1": True}, "bf16_sr"),
     "sharded": (SHARDED | {"zero1": True}, "fp32"),
-    "sharded-stochastic": (SHARDED, "bf16_sr"),
     "kv-copies": ({"data": 2, "tensor": 4, "zero1": True, "sequence_parallel": True}, "bf16_sr"),
     "zero2-stochastic": ({"data": 4, "tensor": 2, "zero1": True, "reduce_gradients": "microbatch"}, "bf16_sr"),
-    "layer-stochastic": ({"data": 4, "tensor": 2, "zero1": True, "reduce_gradients": "layer"}, "bf16_sr"),
-    "pipe": ({"pipe": 3, "data": 2}, "fp32"),
     "pipe-stochastic": ({"pipe": 3, "data": 2, "zero1": True, "pipe_exchange": "all_gather"}, "bf16_sr"),
-    "buckets": ({"data": 8, "zero1": True, "bucket_bytes": 4096}, "mixed"),
 }
 
 
@@ -95,19 +86,13 @@ def test_dispatched_step_equals_the_scanned_step_bit_for_bit(small, make_batch, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("parallel", "is_equal"), [({}, True), ({"pipe": 4, "data": 1}, False)])
-def test_optimized_by_xla_a_dispatched_step_is_equal_on_one_device_and_else_up_to_rounding(
-    small, make_batch, monkeypatch, parallel, is_equal
-):
+def test_optimized_by_xla_a_dispatched_step_is_equal_on_one_device_bit_for_bit(small, make_batch, monkeypatch):
     monkeypatch.setattr(xla_options, "compiler_options", lambda layout: {"xla_backend_optimization_level": 3})
-    small.model.num_layers, found = 4, {}
+    found = {}
     for accumulate in ("scan", "dispatch"):
-        config = config_of(small, accumulate, parallel=parallel)
+        config = config_of(small, accumulate)
         found[accumulate] = trained(config, [ragged(make_batch, config, number=number) for number in range(3)])
-    if is_equal:
-        assert_same_bits(found["scan"], found["dispatch"])
-    else:
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), *found.values())
+    assert_same_bits(found["scan"], found["dispatch"])
 
 
 @pytest.mark.slow

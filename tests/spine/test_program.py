@@ -38,27 +38,6 @@ def run(config, layout, batches, num_steps=4):
 
 
 @pytest.mark.slow
-def test_accumulation_equals_one_batch_with_ragged_token_counts(small, one_device, make_batch):
-    one, parts = resolve(small), None
-    small.train.num_microbatches = 4
-    parts = resolve(small)
-    batch = make_batch(0, one)
-    weights = batch.weights.copy()
-    weights[::4] = 0  # the first microbatch counts nothing at all
-    weights[1, 3:] = 0
-    batch = dataclasses.replace(batch, weights=weights)
-    (_, whole), (_, part) = run(one, one_device, [batch]), run(parts, one_device, [batch])
-    for a, b in zip(whole, part, strict=True):
-        assert a.num_tokens == b.num_tokens == weights.sum()
-        np.testing.assert_allclose([a.loss, a.grad_norm], [b.loss, b.grad_norm], rtol=2e-6)
-    # Moments are sums of gradients, rounded relative to their largest. Weights are not compared: Adam divides by the
-    # root of a moment that may be tiny.
-    (whole_state, _), (part_state, _) = (run(config, one_device, [batch], num_steps=1) for config in (one, parts))
-    for a, b in zip(jax.tree.leaves(whole_state["opt_state"]), jax.tree.leaves(part_state["opt_state"]), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=5e-6 * np.abs(a).max())
-
-
-@pytest.mark.slow
 def test_autocast_tracks_fp32_with_every_matmul_in_bf16(small, one_device, make_batch):
     batch = make_batch(0, resolve(small))
     _, exact = run(resolve(small), one_device, [batch])
@@ -67,18 +46,16 @@ def test_autocast_tracks_fp32_with_every_matmul_in_bf16(small, one_device, make_
     jaxpr = make_program(config, one_device).trace_step().jaxpr.jaxpr
     read = [var.aval.dtype for eqn, _ in equations(jaxpr) if eqn.primitive.name == "dot_general" for var in eqn.invars]
     assert set(read) == {jnp.dtype(jnp.bfloat16)}
-    mesh = make_layout(ParallelConfig(data=2, tensor=2), jax.devices()[:4])
     program = make_program(config, one_device)
     losses, tokens = program.eval_step(program.init_state()["params"], shard_batch(batch, one_device))
-    for layout in (one_device, mesh):
-        _, cast = run(config, layout, [batch])
-        np.testing.assert_allclose(cast[0].loss, losses / tokens, rtol=1e-4)
-        np.testing.assert_allclose([m.loss for m in cast], [m.loss for m in exact], rtol=2e-3)
-        assert cast[-1].loss != exact[-1].loss
+    _, cast = run(config, one_device, [batch])
+    np.testing.assert_allclose(cast[0].loss, losses / tokens, rtol=1e-4)
+    np.testing.assert_allclose([m.loss for m in cast], [m.loss for m in exact], rtol=2e-3)
+    assert cast[-1].loss != exact[-1].loss
 
 
 @pytest.mark.quick_cases("fp32")
-@pytest.mark.parametrize("policy", ["fp32", "autocast", "mixed", "bf16_sr", "bf16"])
+@pytest.mark.parametrize("policy", ["fp32", "mixed", "bf16_sr"])
 def test_first_update_has_learning_rate_zero_and_fills_the_moments(small, one_device, make_batch, policy):
     small.precision.policy = policy
     config = resolve(small)
@@ -637,20 +614,6 @@ def test_autocast_policy_applies_to_a_user_program():
     program = training_program(squares, optax.sgd(1e-2), options=ProgramOptions(POLICIES["autocast"]))
     told = report(program, program.init({"w": jnp.ones((8, 8))}), {"x": jnp.ones((4, 8))})
     assert set(told.stages[-1].products) == {"bfloat16"}
-
-
-@pytest.mark.slow
-def test_mixed_precision_with_zero1_equals_one_device(small, one_device, make_batch):
-    small.precision.policy = "mixed"
-    config = resolve(small)
-    layout = make_layout(ParallelConfig(data=4, tensor=2, zero1=True), jax.devices())
-    batches = [make_batch(seed, config) for seed in range(3)]
-    alone, wanted = run(config, one_device, batches, num_steps=6)
-    state, got = run(config, layout, batches, num_steps=6)
-    for a, b in zip(wanted, got, strict=True):
-        # bf16 rounds at 4e-3; sums in another order round elsewhere, and six updates carry that on
-        np.testing.assert_allclose([b.loss, b.grad_norm], [a.loss, a.grad_norm], rtol=5e-3)
-    assert state_bytes(state) < state_bytes(alone) / 2  # masters and moments lie in four parts
 
 
 NEURON_CASES = [

@@ -12,13 +12,11 @@ from micro import exact, write_config
 
 from hlat_jax import config as config_lib
 from hlat_jax import loop
-from hlat_jax.parallel.sharding import make_layout, shard_batch
 from hlat_jax.passes.spikes import SpikePolicy
 from hlat_jax.program import ProgramOptions, SumAndCount, training_program
 from hlat_jax.resolve import resolve
 from hlat_jax.run import open as run_open
 from hlat_jax.run.goodput import read_events
-from hlat_jax.step import make_program
 from hlat_jax.store.metrics import ROWS_FILE, read_rows
 
 POLICY = SpikePolicy(window=4)
@@ -94,30 +92,6 @@ def test_a_step_that_is_not_finite_is_no_spike_and_hides_none():
     assert not metrics.spike
     _, metrics = program.step(state, {"x": batch["x"], "y": 20 * batch["y"]})
     assert metrics.spike
-
-
-@pytest.mark.slow
-def test_a_spike_is_skipped_on_all_stages_and_replicas(small, make_batch):
-    small.model.num_layers = 4
-    small.parallel.update(pipe=2, data=2, zero1=True)
-    small.train.update(num_microbatches=2, spikes="skip", spike_window=4)
-    config = resolve(small)
-    layout = make_layout(config.parallel, jax.devices()[:4])
-    program, batch = make_program(config, layout), make_batch(0, config)
-    state = program.init_state()
-    for _ in range(4):
-        state, metrics = program.step(state, shard_batch(batch, layout), np.float32(1e-6))
-        assert not metrics.spike
-    before = jax.device_get(state)
-    worse = dataclasses.replace(batch, targets=np.full_like(batch.targets, 5))
-    state, metrics = program.step(state, shard_batch(worse, layout), np.float32(1e-6))
-    assert metrics.spike
-    windows = [np.asarray(shard.data) for shard in state["spikes"]["values"].addressable_shards]
-    assert len(windows) == 4
-    assert all((window == windows[0]).all() for window in windows)
-    after = jax.device_get(state)
-    for name in ("params", "opt_state"):
-        jax.tree.map(np.testing.assert_array_equal, before[name], after[name])
 
 
 @pytest.mark.slow

@@ -52,10 +52,8 @@ ACCUMULATED = {"train.num_microbatches": 4}
 LLAMA3 = {"model.rope_scaling": "llama3", "model.rope_original_positions": 24, "model.rope_theta": 2000.0}
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 CASES = {
-    "mha": {},
     "gqa_with_q_apart_from_kv": GQA | {"model.fuse_qkv": False},
     "tied_unrolled": GQA | {"model.tie_embeddings": True, "model.layer_loop": "unroll"},
-    "accumulation_4": ACCUMULATED,
     "ragged_accumulation_4": GQA | ACCUMULATED | {"ragged": True},
     "ragged_in_one_batch_unclipped": {"ragged": True, "optimizer.decay": "matrices", "optimizer.clip_norm": 0.0},
     "llama3_scaled_with_z_loss": GQA | LLAMA3 | {"train.z_loss_weight": 1e-2},
