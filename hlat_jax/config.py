@@ -258,9 +258,7 @@ class DataConfig:
     seq_len: int = _key(256, "Tokens per sequence.")
     packing: str = _key("concat", "How documents fill rows.", choices=("concat", "documents"))
     window_documents: int = _key(256, "With documents packing: number of documents packed at a time for a row.")
-    prepend_bos: bool = _key(
-        False, "Begin every document with BOS; generation and evaluation then begin texts with it."
-    )
+    prepend_bos: bool = _key(False, "Begin every document with BOS, and texts of generation and evaluation.")
     max_document_chars: int = _key(500_000, "Longer documents are cut into pieces of this many characters, in order.")
     on_bad_record: str = _key("raise", "What to do with a record without usable text.", choices=("raise", "skip"))
     shuffle: bool = _key(True, "Visit documents in a seeded order that is new in every epoch.")

@@ -149,6 +149,14 @@ def refusal_on_trn1(c, _):
     return ""
 
 
+def neuron_flags(c, _):
+    """The flags of neuronx-cc for a run on a trn2.48xlarge."""
+    config = resolve(c)
+    topology = neuron_topology.Topology(instance="trn2.48xlarge")
+    flags = {"current": {}, "config_flags": config.train.compiler_flags}
+    return neuron_env.environment(config.precision, config.parallel, topology=topology, **flags).variables
+
+
 def run(c, folder):
     """What a whole run leaves and prints, timings apart: a dict of rows, printed lines, checkpoints and files."""
     config = resolve(c)
@@ -268,6 +276,7 @@ FIELDS = {
     "train.init_from": Row("FOLDER/start", run, "rows"),
     "train.branch_from": Row("runs/micro@99", refusal),  # what it does is in test_branch
     "train.num_microbatches": Row(2, program),
+    "train.compiler_flags": Row("--optlevel=2", neuron_flags),
     "train.accumulate": Row("dispatch", run, "programs"),
     "train.z_loss_weight": Row(1e-4, program),
     "train.eval_every_steps": Row(3, run, "rows"),
