@@ -28,6 +28,8 @@ from hlat_jax.data import packing
 from hlat_jax.data.held_out import open_held_out
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.host import neuron_env
+from hlat_jax.host.neuron_topology import Topology
 from hlat_jax.model import abstract_params
 from hlat_jax.ops import table
 from hlat_jax.ops.choices import calls, choices
@@ -152,9 +154,8 @@ def refusal_on_trn1(c, _):
 def neuron_flags(c, _):
     """The flags of neuronx-cc for a run on a trn2.48xlarge."""
     config = resolve(c)
-    topology = neuron_topology.Topology(instance="trn2.48xlarge")
-    flags = {"current": {}, "config_flags": config.train.compiler_flags}
-    return neuron_env.environment(config.precision, config.parallel, topology=topology, **flags).variables
+    flags, place = config.train.compiler_flags, Topology("trn2.48xlarge")
+    return neuron_env.environment(config.precision, config.parallel, place, current={}, config_flags=flags).variables
 
 
 def run(c, folder):
