@@ -47,32 +47,36 @@ def print_head(*cells):
 
 
 def residuals(name, *, small, by_xla, compiles):
-    """Prints the bytes held for the backward pass by fp32, autocast, and autocast with residual selection."""
+    """Prints the bytes held for the backward pass by fp32, with selection, with autocast, and with both."""
     loss, params, batch = ALL[name](small=small)
     autocasted = autocast(loss, "bf16")
-    forms = loss, autocasted, select_residuals(autocasted)
+    forms = loss, select_residuals(loss), autocasted, select_residuals(autocasted)
     began = time.monotonic()
     held = [residual_bytes(form, params, batch, by_xla=by_xla) for form in forms]
     seconds = time.monotonic() - began
-    products = [total_product_flops(form, params, batch) for form in forms[1:]]
-    lowered = [step_for_memory(form).lower(params, batch) for form in forms]
-    flops = [step.cost_analysis()["flops"] for step in lowered]
+    products = [total_product_flops(form, params, batch) for form in forms[2:]]
+    traces = [step_for_memory(form).trace(params, batch) for form in forms]
+    lowered = [trace.lower() for trace in traces]
+    flops = [step.cost_analysis()["flops"] for step in lowered[2:]]
+    temporaries = [remat.temporaries(traces[at]) for at in (0, 3)]
     cells = []
     if compiles:
         steps = [step.compile() for step in lowered]
         grads = [step(params, batch)[1] for step in steps]
         grads.append(steps[0](rounded(params), rounded(batch))[1])
-        cells = [f"{distance(found, grads[0]):.4f}" for found in grads[1:]]
+        cells = [f"{distance(found, grads[0]):.4f}" for found in grads[2:]]
     print_row(
         name,
         f"{held[0] / MIB:.1f}",
         *(f"{bytes_ / MIB:.1f} ({bytes_ / held[0] - 1:+.0%})" for bytes_ in held[1:]),
         f"{products[1] / products[0] - 1:+.1%}",
-        f"{flops[2] / flops[1] - 1:+.1%}",
+        f"{flops[1] / flops[0] - 1:+.1%}",
+        f"{temporaries[0] / MIB:.1f}",
+        f"{temporaries[1] / MIB:.1f} ({temporaries[1] / temporaries[0] - 1:+.0%})",
         f"{seconds:.1f}",
         *cells,
     )
-    return [bytes_ / held[0] - 1 for bytes_ in held[1:]]
+    return [*(bytes_ / held[0] - 1 for bytes_ in held[1:]), temporaries[1] / temporaries[0] - 1]
 
 
 def steps(name, *, small, pairs):
@@ -151,10 +155,11 @@ def main() -> None:
         parser.error(f"--models: {', '.join(unknown)}: there are {', '.join(ALL)}")
     if args.table == "residuals":
         distances = ("autocast apart", "selection apart", "rounded apart") if args.compile else ()
-        print_head("model", "fp32, MiB", "autocast", "selection", "products", "all FLOPs", "s", *distances)
+        columns = "autocast", "both", "products", "all FLOPs", "step temporaries, MiB", "both", "s"
+        print_head("model", "fp32, MiB", "selection", *columns, *distances)
         shares = [residuals(name, small=args.small, by_xla=args.xla, compiles=args.compile) for name in names]
-        medians = (f"{statistics.median(column):+.0%}" for column in zip(*shares, strict=True))
-        print_row("median", "", *medians, *[""] * (3 + len(distances)))
+        *kept, steps_kept = (f"{statistics.median(column):+.0%}" for column in zip(*shares, strict=True))
+        print_row("median", "", *kept, "", "", "", steps_kept, *[""] * (1 + len(distances)))
     elif args.table == "steps":
         print_head("model", "ms", "with selection", "temporaries, MiB", "with selection", "compile time")
         for name in names:

@@ -105,18 +105,17 @@ def _all_equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def flops_of(eqn: Any) -> float:
-    """Returns the FLOPs of an equation; an exponential counts as four, and moving elements as none."""
+    """Returns the FLOPs of an equation; an exponential counts as four, and moving elements or casting them as none."""
     name = eqn.primitive.name
     if name in PRODUCTS:
         return product_flops(eqn)
     inner = list(inner_jaxprs(eqn)) if name not in _CHEAP else []
     if inner:
         return sum(flops_of(one) for jaxpr in inner for one in jaxpr.eqns)
-    if name in _MOVES - {"convert_element_type", "saturated_cast"}:
+    if name in _MOVES:
         return 0.0
     size = max((getattr(var.aval, "size", 0) for var in (*eqn.invars, *eqn.outvars)), default=0)
-    per_element = 5.0 if name == "saturated_cast" else 4.0 if name in TRANSCENDENTAL - {"div"} else 1.0
-    return per_element * size
+    return (4.0 if name in TRANSCENDENTAL - {"div"} else 1.0) * size
 
 
 def read_by_derivative(eqn: Any, is_active: Sequence[bool]) -> list[int] | None:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
@@ -31,8 +32,8 @@ from hlat_jax.passes.jaxpr import aval_bytes, is_inexact, manual_axes, place_of,
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
-# Bytes that are kept rather than one FLOP computed again: the first at which recomputation stays within its share of
-# the FLOPs of products, else the last.
+# Bytes of fp32 that are kept rather than one FLOP computed again: the first at which recomputation stays within its
+# share of the FLOPs of products, else the last. Narrow values take fewer bytes and as many FLOPs.
 _RATES = (0.01, 0.03, 0.1, 0.5)
 _SHARE = 0.04  # of forward products; a step has three times as many
 # A value that several operations read is recomputed for each group of them between which more products than these lie.
@@ -140,9 +141,12 @@ class _Selection:
         self.invariants = set(self.inputs[: len(jaxpr.constvars) + num_invariants]) if trips > 1 else set()
         self._classify()
         far = self._far()
-        products = sum(op.flops for op in self.ops if op.kind == "costly")
+        costly = [op for op in self.ops if op.kind == "costly"]
+        products = sum(op.flops for op in costly)
+        dtypes = [self.avals[value].dtype for op in costly if op.flops for value in op.outs]
+        width = min((dtype.itemsize for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)), default=4)
         for rate in _RATES:
-            self.needed, self.recomputed = self._cut(rate, far)
+            self.needed, self.recomputed = self._cut(rate * min(width, 4) / 4, far)
             self.regions = self._regions()
             if sum(region.flops_again for region in self.regions) <= _SHARE * products:
                 break
