@@ -78,7 +78,9 @@ def drop_unwritable() -> None:
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if stream is getattr(sys, f"__{name}__") and isinstance(stream, io.TextIOWrapper):
+        if isinstance(
+            getattr(stream, "buffer", None), (io.BufferedWriter, io.FileIO)
+        ):  # a file, not a buffer in memory
             with contextlib.suppress(OSError):
                 stream.flush()
             raw = io.BufferedWriter(_LossyOutput(stream.fileno(), "standard output" if name == "stdout" else ""))

@@ -23,7 +23,6 @@ def print_to(descriptor, monkeypatch):
     """Makes a descriptor the standard output of this process, as a training run has it."""
     stream = open(descriptor, "w", closefd=False)  # noqa: SIM115
     monkeypatch.setattr(sys, "stdout", stream)
-    monkeypatch.setattr(sys, "__stdout__", stream)
     process.drop_unwritable()
 
 
