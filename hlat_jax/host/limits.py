@@ -40,7 +40,7 @@ def describe(error: BaseException) -> str:
     return f"out of memory{': ' * bool(reason)}{reason}" + (f" (limits: {', '.join(limits)})" if limits else "")
 
 
-def too_many_files(code: int | None, needed: int = 0) -> str:
+def too_many_files(code: int | None, *, needed: int = 0) -> str:
     """Returns what to do about an errno that says that no more files can be opened, of which `needed` are if known."""
     if code != errno.EMFILE:
         return ""

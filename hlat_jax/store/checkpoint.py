@@ -507,7 +507,7 @@ def _reason(error: BaseException, *, num_arrays: int) -> str:
     found = re.search(r"os_error_code='(\d+)'", str(error))
     code = int(found[1]) if found else error.errno if isinstance(error, OSError) else None
     if code:
-        return os.strerror(code) + too_many_files(code, _FILES_AT_ONCE + _FILES_OF_ARRAY * num_arrays)
+        return os.strerror(code) + too_many_files(code, needed=_FILES_AT_ONCE + _FILES_OF_ARRAY * num_arrays)
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0][:300]
 
