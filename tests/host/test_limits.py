@@ -70,8 +70,11 @@ def test_a_thread_without_memory_ends_the_run_and_other_errors_of_threads_are_pr
         while not (printed or errors._found):
             time.sleep(0.01)
         start(fail, (MemoryError(),))
+        timer = threading.Timer(60, over.set)  # a watch that sees no error
+        timer.start()
         with pytest.raises(SystemExit):
-            distributed._watch_alone(activity, None, over, errors)  # until it has seen the error
+            distributed._watch_alone(activity, None, over, errors)
+        timer.cancel()
     assert (printed, ended) == (["another error"], [MemoryError])
 
 
