@@ -22,22 +22,22 @@ def get_config():
     c.model.head_dim = 32
     c.model.max_positions = 256
 
-    c.optimizer.peak_lr = 3e-3
-    c.optimizer.warmup_steps = 30
-    c.optimizer.horizon_steps = 400
+    c.optimizer.peak_lr = 2e-3
+    c.optimizer.warmup_steps = 40
+    c.optimizer.horizon_steps = 160
 
     c.data.train = "package:austen_train.jsonl"
     c.data.validation = "package:austen_validation.jsonl"
     c.data.tokenizer = "package:austen_2k.model"
-    c.data.batch_size = 4
+    c.data.batch_size = 2
     c.data.seq_len = 256
 
-    c.train.num_steps = 400
-    c.train.eval_every_steps = 100
-    c.train.num_eval_batches = 0  # all 46,395 held-out tokens
+    c.train.num_steps = 160
+    c.train.eval_every_steps = 80
+    c.train.num_eval_batches = 24
     c.train.sample_prompt = "It is a truth universally acknowledged, that"
     c.train.eval_loss_low = 4.4
     c.train.eval_loss_high = 4.6
 
-    c.checkpoint.every_steps = 100
+    c.checkpoint.every_steps = 40
     return c
