@@ -78,9 +78,7 @@ def drop_unwritable() -> None:
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
-        if isinstance(
-            getattr(stream, "buffer", None), (io.BufferedWriter, io.FileIO)
-        ):  # a file, not a buffer in memory
+        if isinstance(getattr(stream, "buffer", None), (io.BufferedWriter, io.FileIO)):  # else it is in memory
             with contextlib.suppress(OSError):
                 stream.flush()
             raw = io.BufferedWriter(_LossyOutput(stream.fileno(), "standard output" if name == "stdout" else ""))
