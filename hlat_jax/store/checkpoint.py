@@ -403,7 +403,10 @@ def read_arrays(folder: pathlib.Path, abstract: Any, *, donatable: bool = False)
 
 def _read_array(folder: pathlib.Path, path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, *, donatable: bool) -> Any:
     spec = _array_spec(folder, jax.tree_util.keystr(path, simple=True, separator="."))
-    return read_chunked(spec, leaf, donatable=donatable)
+    try:
+        return read_chunked(spec, leaf, donatable=donatable)
+    except ValueError as error:  # TensorStore's, of several lines
+        raise ValueError(f"{folder} is damaged: {_reason(error)}; use another one in {folder.parent}.") from None
 
 
 def _array_spec(folder: pathlib.Path, name: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from hlat_jax.store.integrity import INTEGRITY_FILE, seal
 
+_UNSUMMED = (INTEGRITY_FILE, "_CHECKPOINT_METADATA", "commit_success.txt")
 _VALUES = (
     *("abc", "", "\ud800", "1", None, True, [], [1, 2], ["a"], [[1], [1, 2]], {}, {"a": None}),
     *(-1, 0, 1, 1.5, 10**30, 10**400, 1e308, -1e308, float("nan"), float("inf"), 2**63 - 1, "x" * 300),
@@ -45,8 +46,8 @@ def damage(folder: pathlib.Path, path: pathlib.Path, rng: random.Random) -> Dama
     checkpoint = next((above for above in path.parents if (above / INTEGRITY_FILE).exists()), None)
     sealed = checkpoint is not None and path.name != INTEGRITY_FILE and rng.random() < 0.6
     if sealed:
-        files = json.loads((checkpoint / INTEGRITY_FILE).read_text())["files"]
-        seal(checkpoint, [name for name in files if (checkpoint / name).is_file()])
+        summed = [each for each in checkpoint.rglob("*") if each.is_file() and each.name not in _UNSUMMED]
+        seal(checkpoint, [str(each.relative_to(checkpoint)) for each in summed])
     return Damage(path.relative_to(folder), what, sealed)
 
 

@@ -185,7 +185,8 @@ def campaign(work: pathlib.Path, config: pathlib.Path, *, seed: int, count: int)
         files = sorted(path for path in folder.rglob("*") if path.is_file() and path.stat().st_size)
         files = [path for path in files if "tensorboard" not in path.parts]
         weights = [12 if path.name in _HOT and "20" not in path.parts else 1 for path in files]
-        done = [damage(folder, path, rng) for path in set(rng.choices(files, weights, k=rng.choice((1, 1, 1, 2))))]
+        chosen = dict.fromkeys(rng.choices(files, weights, k=rng.choice((1, 1, 1, 2))))
+        done = [damage(folder, path, rng) for path in chosen]
         name = rng.choice(list(found[kind]))
         said = f"{number} {kind}, {name}: " + "; ".join(map(str, done))
         (work / "last.txt").write_text(said, errors="backslashreplace")
