@@ -2,10 +2,10 @@
 
     python -m hlat_jax.train --config=tiny
 
-Text and tokenizer ship with the package. On two CPU cores it takes about two minutes for 409,600 tokens. The validation
-loss on the whole held-out text ends near 4.49 nats per token of a 2,048-token vocabulary (1.84 bits per byte), inside
-the range below, which allows for another order of floating-point sums. Measured: 4.489; train.seed=1: 4.573;
-train.seed=2 with data.seed=99: 4.484.
+Text and tokenizer ship with the package: 73,728 tokens in steps of 512, as a run should end within two minutes on two
+old CPU cores. The validation loss, on 48 rows spread over the held-out text, ends near 5.48 nats per token of a
+2,048-token vocabulary (2.26 bits per byte), inside the range below, which allows for another order of floating-point
+sums. Measured: 5.478; train.seed=1: 5.504; train.seed=2 with data.seed=99: 5.400.
 """
 
 from hlat_jax.config import default
@@ -24,7 +24,7 @@ def get_config():
 
     c.optimizer.peak_lr = 2e-3
     c.optimizer.warmup_steps = 40
-    c.optimizer.horizon_steps = 160
+    c.optimizer.horizon_steps = 144
 
     c.data.train = "package:austen_train.jsonl"
     c.data.validation = "package:austen_validation.jsonl"
@@ -32,12 +32,12 @@ def get_config():
     c.data.batch_size = 2
     c.data.seq_len = 256
 
-    c.train.num_steps = 160
-    c.train.eval_every_steps = 80
+    c.train.num_steps = 144
+    c.train.eval_every_steps = 72
     c.train.num_eval_batches = 24
     c.train.sample_prompt = "It is a truth universally acknowledged, that"
-    c.train.eval_loss_low = 4.4
-    c.train.eval_loss_high = 4.6
+    c.train.eval_loss_low = 5.35
+    c.train.eval_loss_high = 5.6
 
-    c.checkpoint.every_steps = 40
+    c.checkpoint.every_steps = 36
     return c

@@ -41,7 +41,7 @@ SHORTER = (
         r" --config.model.num_layers=1",
     ),
     (r"runs/tiny/checkpoints/300 runs/tiny/checkpoints/400", "runs/tiny/checkpoints/6 runs/tiny/checkpoints/12"),
-    (r"branch_from=runs/tiny@300 (.*)num_steps=800", r"branch_from=runs/tiny@6 \1num_steps=12"),
+    (r"branch_from=runs/tiny@108 (.*)num_steps=288", r"branch_from=runs/tiny@6 \1num_steps=12"),
     (r"runs/70b/checkpoints/415000 runs/70b/checkpoints/429000", "runs/tiny/checkpoints/6 runs/tiny/checkpoints/12"),
 )
 # Other tasks and another model than those shown, which are fetched or trained for months.
