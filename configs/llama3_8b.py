@@ -9,10 +9,11 @@ its whole mesh. Attention is NKI's, documented for trn2 and later only. A microb
 chip, is estimated at 15 million instructions; the one public count of the compiler is 1.4 to 3.8 times higher than the
 estimate. In public logs it stops at 5 million, so the config raises the limit to 20 million by an undocumented
 flag, as public launch scripts of AXLearn for trn2 do. If it does not compile, take --config.parallel.tensor=16
---config.model.fuse_qkv=False --config.train.num_microbatches=8: 4.2 million, and a projected step 1.5 times as long. At
-LNC 1 it takes 8 nodes and 9.2 of 11.9 GiB. The model, the sequences and the
-learning rate are those of Llama 3 8B; its data is not public, so the horizon is ours: 1 T tokens. The degrees are those
-of AXLearn's rule for trn2, tensor 4 x fsdp; the replica groups are a chip, and one core of every chip.
+--config.model.fuse_qkv=False --config.train.num_microbatches=8: 4.2 million, and a projected step 1.5 times as long;
+public pages differ on which groups of 16 devices are served, as its plan says. At LNC 1 the config takes 8 nodes and
+9.2 of 11.9 GiB. The model, the sequences and the learning rate are those of Llama 3 8B; its data is not public, so the
+horizon is ours: 1 T tokens. The degrees are those of AXLearn's rule for trn2, tensor 4 x fsdp; the replica groups are a
+chip, and one core of every chip.
 Source: arXiv 2407.21783, table 3 and section 3.4; AXLearn, mesh rule neuron-trn2.48xlarge-64.
 """
 

@@ -1,16 +1,18 @@
-"""NEURON_CC_FLAGS: the flags of neuronx-cc that a run needs, merged with the user's.
+"""NEURON_CC_FLAGS: the flags of neuronx-cc that a run needs, merged with the user's; and how the compiler fails.
 
 Only flags that the neuronx-cc CLI reference documents are set here; a config or the user may append others.
 """
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Iterator
 
 from hlat_jax.host.neuron_topology import Topology
 
 _SAME = {"-O": "--optlevel", "-lnc": "--logical-nc-config"}
+COMPILER_KILLED = r"\bF137\b|(failed with|code|exitcode=) ?-9\b"  # an extended regular expression of grep too
 # A value of None: a switch. Source: AWS Neuron docs, neuronx-cc CLI reference, SDK 2.32; a test compares them with
 # the defaults of each release in `neuron_sdk`.
 Flags = dict[str, str | None]
@@ -114,3 +116,16 @@ def _check(name: str, value: str | None, topology: Topology) -> None:
         )
     if name == "--target" and (value or "")[:4] != topology.kind.target[:4]:
         raise ValueError(f"{name}={value} does not match {topology.instance}; set {name}={topology.kind.target}.")
+
+
+def compiler_killed(text: str) -> str:
+    """Returns what to do where a log or an error shows that neuronx-cc was killed; "" where it does not.
+
+    Source: github.com/aws-neuron/aws-neuron-samples/issues/64.
+    """
+    if not re.search(COMPILER_KILLED, text):
+        return ""
+    return (
+        "neuronx-cc was killed, as a rule because the host has too little memory (F137, exit code -9): compile on a "
+        "host with more, or a smaller program"
+    )

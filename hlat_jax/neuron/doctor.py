@@ -15,6 +15,7 @@ import numpy as np
 from hlat_jax import cost
 from hlat_jax.config import Config
 from hlat_jax.host import neuron_sdk
+from hlat_jax.host.neuron_compiler_flags import compiler_killed
 from hlat_jax.host.neuron_groups import REFUSED, groups_along, server_of, verdict
 from hlat_jax.neuron import exercises, installation, partitioned, probes, programs, public_reports, short_training
 from hlat_jax.neuron.probes import FAILED, NOT_HERE, Outcome
@@ -103,7 +104,7 @@ def run_check(check: Check) -> tuple[Outcome, float]:
     except Exception as error:  # whatever the error, the later checks still run
         lines = str(error).strip().splitlines()
         found = f"{type(error).__name__}: {lines[0][:300] if lines else 'no message'}"
-        advice = installation.compiler_killed(str(error)) or "fix the first failure above, or search for this message"
+        advice = compiler_killed(str(error)) or "fix the first failure above, or search for this message"
         outcome = Outcome(FAILED, found, advice)
     return outcome, time.monotonic() - began
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pathlib
-import re
 import shutil
 import subprocess
 import sysconfig
@@ -25,7 +24,6 @@ _QUERIES = (
     ("rpm", "-q", "--qf", "%{NAME} %{VERSION} installed\n", *SYSTEM_PACKAGES),
 )
 _TOOLS = pathlib.Path("/opt/aws/neuron/bin")  # of aws-neuronx-tools
-COMPILER_KILLED = r"\bF137\b|(failed with|code|exitcode=) ?-9\b"  # an extended regular expression of grep too
 _ADD_ROW = "add its row to hlat_jax/host/neuron_sdk.py from AWS's release notes"
 
 
@@ -105,19 +103,6 @@ def tools_on_path(*, scripts: pathlib.Path | None = None, tools: pathlib.Path = 
         advice = f"export PATH={scripts}:{tools}:$PATH; launch/node.sh does, for the interpreter that PYTHON names"
         return Outcome(FAILED, "; ".join(wrong), advice)
     return Outcome(PASSED, ", ".join(found))
-
-
-def compiler_killed(text: str) -> str:
-    """Returns what to do where a log or an error shows that neuronx-cc was killed; "" where it does not.
-
-    Source: github.com/aws-neuron/aws-neuron-samples/issues/64.
-    """
-    if not re.search(COMPILER_KILLED, text):
-        return ""
-    return (
-        "neuronx-cc was killed, as a rule because the host has too little memory (F137, exit code -9): compile on a "
-        "host with more, or a smaller program"
-    )
 
 
 def _advice() -> str:

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from hlat_jax.config import Config
+from hlat_jax.host.neuron_compiler_flags import COMPILER_KILLED, compiler_killed
 from hlat_jax.host.neuron_topology import Topology
 from hlat_jax.neuron import partitioned, programs, unrolled
-from hlat_jax.neuron.installation import COMPILER_KILLED, compiler_killed
 from hlat_jax.neuron.lint import Finding
 from hlat_jax.neuron.module import Program
 from hlat_jax.parallel.degrees import passes

@@ -24,6 +24,7 @@ from hlat_jax.config import Config, with_renamed_keys
 from hlat_jax.generate.decoding import decode_arguments, make_decode, make_prefill, prefill_arguments
 from hlat_jax.generate.generator import Programs, sample_shape
 from hlat_jax.host.jax_compat import CACHE_HIT_EVENT
+from hlat_jax.host.neuron_compiler_flags import compiler_killed
 from hlat_jax.parallel import xla_options
 from hlat_jax.run.fingerprint import fingerprint
 from hlat_jax.run.machine import device_memory
@@ -96,12 +97,21 @@ class Compilations:
         self._entries: dict[str, dict[str, Any]] = {}
 
     def compiled(self, name: str) -> Any:
-        """Returns a program of `traced_programs`, compiled."""
+        """Returns a program of `traced_programs`, compiled.
+
+        Raises:
+          OSError: neuronx-cc was killed.
+        """
         began = time.monotonic()
         lowered = self._programs[name]().lower()
         found = fingerprint(lowered)
         with _cache_hits() as hits:
-            program = lowered.compile(compiler_options=self._options or None)
+            try:
+                program = lowered.compile(compiler_options=self._options or None)
+            except jax.errors.JaxRuntimeError as error:
+                if why := compiler_killed(str(error)):
+                    raise OSError(f"the program {name!r} was not compiled: {why}.") from error
+                raise
         spent = {"seconds": round(time.monotonic() - began, 3), "from_cache": bool(hits)}
         spent["cache"] = jax.config.jax_compilation_cache_dir or ""
         self._entries[name] = dataclasses.asdict(found) | spent | self._around

@@ -364,3 +364,14 @@ def test_cache_state_is_known_only_from_a_matching_record(tmp_path):
     for other in (None, recorded_then | {"sha256": "b"}, recorded_then | {"cache": "/elsewhere"}):
         assert _cached(now, other, str(tmp_path)) == "not known"
     assert _cached(now | {"libraries": {"jax": "2"}}, recorded_then, str(tmp_path)) == "not known"
+
+
+@pytest.mark.parametrize(("text", "is_killed"), [("[F137] neuronx-cc killed", True), ("exitcode=70", False)])
+def test_a_compiler_that_was_killed_is_explained(text, is_killed, small, one_device, monkeypatch):
+    def fail(*_, **__):
+        raise jax.errors.JaxRuntimeError(text)
+
+    compilations = Compilations(make_program(resolve(small), one_device))
+    monkeypatch.setattr(jax.stages.Lowered, "compile", fail)
+    with pytest.raises(OSError if is_killed else jax.errors.JaxRuntimeError, match="memory" if is_killed else text):
+        compilations.compiled("norms")
