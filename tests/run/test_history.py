@@ -116,7 +116,8 @@ def test_missing_rows_of_validations_are_counted_where_the_run_has_any(folder, c
         rows.writelines(f'{{"step": {step}, "eval_loss": 1.0}}\n' for step in (0, 8))
     validated = config_lib.default()
     validated.data.validation, validated.train.eval_every_steps = "x.jsonl", 4
-    for branch_from, said in (("", "2 of the 3 validations up to the checkpoint (4, 12); they stay"), ("runs/x@3", "")):
+    of_these = "2 of the 3 validations of every 4 steps up to the checkpoint (4, 12); they stay"
+    for branch_from, said in (("", of_these), ("runs/x@3", "")):
         validated.train.branch_from = branch_from  # whose rows are from before it was
         history.resume(workdir, 16, ledger=ledger, config=validated)  # after whose checkpoint a signal may have come
         assert capsys.readouterr().out == f"metrics.jsonl lacks the rows of {said} missing\n" * bool(said)
