@@ -78,7 +78,8 @@ def say_missing(workdir: pathlib.Path, step: int, *, config: Config) -> None:
     """
     every = config.train.eval_every_steps if config.data.validation and not config.train.branch_from else 0
     evals = range(every, step, every) if every else range(0)
-    for what, key, due in (("steps", "loss", range(1, step + 1)), (f"validations of every {every} steps", "eval_loss", evals)):
+    validations = f"validations of every {every} steps"
+    for what, key, due in (("steps", "loss", range(1, step + 1)), (validations, "eval_loss", evals)):
         missing = missing_steps(workdir / ROWS_FILE, due, key=key)
         if missing:
             named = ", ".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else f"{part[0]}" for part in missing[:4])
