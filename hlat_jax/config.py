@@ -573,8 +573,9 @@ def map_paths(change: Callable[[str], str], spec: str) -> str:
 
 
 def exists(path: str) -> bool:
-    """Returns whether there is a file or a folder, or a match of a glob, of one with `**` of what stands before."""
-    return os.path.exists(path) or any(glob.iglob(path.partition("**")[0] or os.curdir))
+    """Returns whether there is a file, a folder or a match of a glob; of one with `**`, the folder before it."""
+    head, deep, _ = path.partition("**")
+    return os.path.exists(path) or any(glob.iglob((os.path.dirname(head) or os.curdir) if deep else path))
 
 
 def shipped() -> dict[str, pathlib.Path]:

@@ -168,9 +168,9 @@ def _stats(argv: Sequence[str]) -> int:
 
     mutable, values = flags_lib.parse(argv, define)
     from hlat_jax.data.tokenizer import resolve_with_tokenizer
-    from hlat_jax.weights.init_model import take_model
+    from hlat_jax.weights.init_model import take_checked_model
 
-    take_model(mutable, given=flags_lib.given_keys(values))
+    take_checked_model(mutable, given=flags_lib.given_keys(values))
     config = resolve_with_tokenizer(mutable)
     _check_given(config)
     from hlat_jax.data.build import stats
@@ -191,10 +191,10 @@ def _peek(argv: Sequence[str]) -> int:
 
     mutable, values = flags_lib.parse(argv, define)
     from hlat_jax.data.tokenizer import resolve_with_tokenizer
-    from hlat_jax.weights.init_model import take_model
+    from hlat_jax.weights.init_model import take_checked_model
 
     workdir = pathlib.Path(values.workdir or f"runs/{mutable.name}")
-    take_model(mutable, given=flags_lib.given_keys(values), workdir=workdir)
+    take_checked_model(mutable, given=flags_lib.given_keys(values), workdir=workdir)
     config = resolve_with_tokenizer(mutable, workdir=workdir)
     if values.step is None:
         raise ValueError("--step=N is missing; give a step of at least 1: step N trains on batch N.")

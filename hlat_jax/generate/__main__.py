@@ -118,12 +118,8 @@ def _prompts(values: flags.FlagValues) -> list[str]:
 
 def _prompts_of_file(name: str) -> list[str]:
     """Returns the prompts of a file: its lines, or the texts of JSONL, in which they may have several lines."""
-    from hlat_jax.data.formats import (
-        files,
-        paths,
-        records,
-        streaming,
-    )  # not at the top: --help does not need the readers
+    # not at the top: --help does not need the readers
+    from hlat_jax.data.formats import files, paths, records, streaming
 
     check_file(name, key="--prompts_file")
     file = files.DataFile(pathlib.Path(name).expanduser())

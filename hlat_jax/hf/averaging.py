@@ -84,7 +84,9 @@ def _require_alike(first: Weights, other: Weights) -> None:
 
 def _files(weights: Weights) -> tuple[dict[str, pathlib.Path], str]:
     """Returns the files to copy, by the names that an export uses, and the name of the tokenizer among them."""
-    if weights.companions:
-        return companions(weights.companions), pathlib.Path(weights.tokenizer).name if weights.tokenizer else ""
-    files = files_of(weights.open_tokenizer())
-    return files, next(iter(files))
+    files = companions(weights.companions) if weights.companions else {}
+    name = pathlib.Path(weights.tokenizer).name if weights.tokenizer else ""
+    if name in files or (weights.companions and not name):
+        return files, name
+    own = files_of(weights.open_tokenizer())
+    return own | files, next(iter(own))

@@ -30,7 +30,7 @@ def use_default_folder(environ: MutableMapping[str, str]) -> None:
             _remove_oldest(folder)
             environ[FOLDER] = str(folder.absolute())
             environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", _LEAST_COMPILE_S)
-            # for each program that it reads, XLA logs as an error that two of its own tuning hints are no instructions
+            # for each program that it reads, XLA logs as an error that two of its own tuning hints are not instructions
             environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
@@ -53,10 +53,15 @@ def _processor() -> str:
 
 def _remove_oldest(folder: pathlib.Path) -> None:
     """Removes the files that were used least recently, until the rest is within the bound."""
-    found = [(path.stat(), path) for path in folder.iterdir()]
+    found = []
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError):  # another process may have removed it
+            if path.is_file():
+                found.append((path.stat(), path))
     left = sum(stat.st_size for stat, _ in found)
     for stat, path in sorted(found, key=lambda pair: max(pair[0].st_atime, pair[0].st_mtime)):
         if left <= _MOST_BYTES:
             return
-        path.unlink(missing_ok=True)  # another process may have been faster
-        left -= stat.st_size
+        with contextlib.suppress(OSError):
+            path.unlink()
+            left -= stat.st_size

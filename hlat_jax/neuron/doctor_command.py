@@ -17,7 +17,7 @@ from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.host import neuron_env, neuron_topology
 from hlat_jax.neuron.probes import FAILED, NOT_HERE, PASSED
-from hlat_jax.weights.init_model import take_model
+from hlat_jax.weights.init_model import take_checked_model
 
 _TRIVIAL = "NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU"
 
@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs and prints every check, then a summary; returns 1 if a check failed, else 0."""
     has_config = any(word.split("=")[0] in ("--config", "--help", "-h") for word in argv)
     mutable, values = flags_lib.parse(argv if has_config else ["--config=tiny", *argv], _define)
-    take_model(mutable, given=flags_lib.given_keys(values))
+    take_checked_model(mutable, given=flags_lib.given_keys(values))
     config = resolve_with_tokenizer(mutable)
     if values.json:
         flags_lib.check_output("--json", values.json)

@@ -18,13 +18,13 @@ from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.host import flags as flags_lib
 from hlat_jax.host.neuron_env import Environment, environment
 from hlat_jax.host.neuron_topology import CACHE, INSTANCES, JAX_PORT, Topology, launcher, lnc_of, of_launcher
-from hlat_jax.weights.init_model import take_model
+from hlat_jax.weights.init_model import take_checked_model
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints the environment; returns the exit code."""
     mutable, values = flags_lib.parse(argv, _define)
-    take_model(mutable, given=flags_lib.given_keys(values))
+    take_checked_model(mutable, given=flags_lib.given_keys(values))
     config = resolve_with_tokenizer(mutable)
     if values.format not in ("shell", "json"):
         raise ValueError(f"--format={values.format} must be shell or json.")

@@ -16,7 +16,7 @@ from hlat_jax.host.neuron_topology import Topology, checked, lnc_of
 from hlat_jax.neuron.lint_command import PROGRAMS
 from hlat_jax.neuron.rules import TARGETS, target_of
 from hlat_jax.store.progress import show_progress
-from hlat_jax.weights.init_model import take_model
+from hlat_jax.weights.init_model import take_checked_model
 
 _PLUGIN_FLAGS = ("--cache_dir", "--retry_failed_compilation")  # flags of JAX's Neuron plugin, not of the compiler
 _SCRIPT = """#!/usr/bin/env bash
@@ -40,7 +40,7 @@ done
 def main(argv: Sequence[str]) -> int:
     """Writes the modules of a config's programs and a script that compiles them; returns 0."""
     mutable, values = flags_lib.parse(argv, _define)
-    take_model(mutable, given=flags_lib.given_keys(values))
+    take_checked_model(mutable, given=flags_lib.given_keys(values))
     config = resolve_with_tokenizer(mutable)
     if not values.out:
         raise ValueError("--out=DIR is missing; name a folder for the modules and compile.sh.")

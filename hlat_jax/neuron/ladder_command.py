@@ -22,13 +22,13 @@ from hlat_jax.neuron.rules import target_of
 from hlat_jax.parallel.degrees import passes
 from hlat_jax.plan.instructions import NOTE, OPERATION_ADVICE, operation_limit, program_advice, program_limit, rounded
 from hlat_jax.store.progress import show_progress
-from hlat_jax.weights.init_model import take_model
+from hlat_jax.weights.init_model import take_checked_model
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints the rungs of a config with their estimates and commands; returns 1 if the lint finds an error, else 0."""
     mutable, values = flags_lib.parse(argv, _define)
-    take_model(mutable, given=flags_lib.given_keys(values))
+    take_checked_model(mutable, given=flags_lib.given_keys(values))
     config = resolve_with_tokenizer(mutable)
     place = checked(Topology(values.instance, lnc=lnc_of(os.environ)))
     for flag in ("json", "script"):

@@ -18,7 +18,7 @@ from hlat_jax.host import flags as flags_lib
 from hlat_jax.host.neuron_topology import Topology, checked, lnc_of
 from hlat_jax.neuron.rules import LINTED, NODES, target_of
 from hlat_jax.store.progress import show_progress
-from hlat_jax.weights.init_model import take_model
+from hlat_jax.weights.init_model import take_checked_model
 
 _STEP = ("train", "start", "microbatch", "warm_up", "steady", "cool_down", "update")
 PROGRAMS = (*_STEP, "eval", "init", "norms", "prefill", "decode", "generate")
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     if values.target in INSTANCES:
         lnc = checked(Topology(values.target, lnc=lnc_of(os.environ))).lnc
     values.target = target_of(values.target, lnc=lnc)
-    take_model(mutable, given=flags_lib.given_keys(values))
+    take_checked_model(mutable, given=flags_lib.given_keys(values))
     config = resolve_with_tokenizer(mutable)
     if values.json:
         flags_lib.check_output("--json", values.json)

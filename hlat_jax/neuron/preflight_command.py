@@ -16,7 +16,7 @@ from hlat_jax.host import neuron_topology
 from hlat_jax.host.neuron_groups import FINE, REFUSED, verdict
 from hlat_jax.neuron.rules import target_of
 from hlat_jax.store.progress import show_progress
-from hlat_jax.weights.init_model import take_model
+from hlat_jax.weights.init_model import take_checked_model
 
 _OTHERS = ("init", "norms", "eval", "prefill", "decode")  # programs that are not part of a step
 
@@ -24,7 +24,7 @@ _OTHERS = ("init", "norms", "eval", "prefill", "decode")  # programs that are no
 def main(argv: Sequence[str]) -> int:
     """Writes the folder, or prints the results in it; returns 1 if a result is missing or not as expected, else 0."""
     mutable, values = flags_lib.parse(argv, _define)
-    take_model(mutable, given=flags_lib.given_keys(values))
+    take_checked_model(mutable, given=flags_lib.given_keys(values))
     config = resolve_with_tokenizer(mutable)
     if not values.out:
         raise ValueError("--out=DIR is missing; name a folder for the input of nccom-test and its results.")

@@ -17,14 +17,14 @@ from hlat_jax.host import flags as flags_lib
 from hlat_jax.host.neuron_topology import CACHE
 from hlat_jax.resolve import select_accumulate
 from hlat_jax.store.progress import show_progress
-from hlat_jax.weights.init_model import take_model
+from hlat_jax.weights.init_model import take_checked_model
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints the programs of a config and how they differ from those recorded in a run folder; returns 0."""
     mutable, values = flags_lib.parse(argv, _define)
     workdir = pathlib.Path(values.workdir or f"runs/{mutable.name}")
-    take_model(mutable, given=flags_lib.given_keys(values), workdir=workdir)
+    take_checked_model(mutable, given=flags_lib.given_keys(values), workdir=workdir)
     config = resolve_with_tokenizer(mutable, workdir=workdir)
     if values.json:
         flags_lib.check_output("--json", values.json)

@@ -20,7 +20,7 @@ from hlat_jax.host.neuron_compiler_flags import Flags, compiler_flags, with_conf
 from hlat_jax.host.neuron_env import REMOVED
 from hlat_jax.host.neuron_sdk import PYTHON_PACKAGES, SYSTEM_PACKAGES, Release
 from hlat_jax.host.neuron_topology import Topology, checked, lnc_of
-from hlat_jax.weights.init_model import take_model
+from hlat_jax.weights.init_model import take_checked_model
 
 
 def main(argv: Sequence[str]) -> int:
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(f"sdk-diff takes two releases, such as `sdk-diff 2.32 2.33 --config=7b`; known are {known}.")
     old, new = map(neuron_sdk.find, names.values())
     mutable, values = flags_lib.parse([word for place, word in enumerate(argv) if place not in names], _define)
-    take_model(mutable, given=flags_lib.given_keys(values))
+    take_checked_model(mutable, given=flags_lib.given_keys(values))
     config = resolve_with_tokenizer(mutable)
     topology = checked(Topology(values.instance, lnc=lnc_of(os.environ)))
     os.environ["JAX_PLATFORMS"] = "cpu"  # leave any accelerator to other processes

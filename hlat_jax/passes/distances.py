@@ -81,7 +81,7 @@ class _Tags:
         if name == "sqrt" and tags[0] == "sum":
             return "root"
         if name in _MOVES:
-            return tags[0]
+            return tags[0] if eqn.invars[0].aval.size > 1 else ""  # one number, such as a penalty, is no distance
         if name in _SCALES and any(atom.aval.size == 1 for atom in eqn.invars):
             return next(filter(None, tags), "")
         return "sum" if name in _ADDS and tags == ["sum", "sum"] else ""

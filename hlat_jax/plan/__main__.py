@@ -21,7 +21,7 @@ from hlat_jax.host import flags as flags_lib
 from hlat_jax.host.neuron_topology import lnc_of
 from hlat_jax.plan import ops_command
 from hlat_jax.store.progress import show_progress
-from hlat_jax.weights.init_model import take_model
+from hlat_jax.weights.init_model import take_checked_model
 
 
 def main(argv: Sequence[str]) -> int:
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     if any(word in ("--help", "-h") for word in argv):
         print("Usage: plan --config=NAME [flags], or plan tune|choices --config=NAME: times and choices of each op.\n")
     mutable, values = flags_lib.parse(argv, _define)
-    take_model(mutable, given=flags_lib.given_keys(values))
+    take_checked_model(mutable, given=flags_lib.given_keys(values))
     config = resolve_with_tokenizer(mutable)
     _check_flags(values)
     target = at_lnc(values.target, os.environ)

@@ -15,7 +15,7 @@ from hlat_jax import config as config_lib
 from hlat_jax.config import nearest
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.host import flags as flags_lib
-from hlat_jax.weights.init_model import take_model
+from hlat_jax.weights.init_model import take_checked_model
 
 _PLATFORMS = ("cpu", "cuda", "neuron")
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _tune(argv: Sequence[str]) -> int:
     mutable, values = flags_lib.parse(argv, _define_tune)
-    take_model(mutable, given=flags_lib.given_keys(values))
+    take_checked_model(mutable, given=flags_lib.given_keys(values))
     config = resolve_with_tokenizer(mutable)
     if values.rounds < 1 or values.rows < 0:
         raise ValueError(f"--rounds={values.rounds} must be at least 1, and --rows={values.rows} at least 0.")
@@ -110,7 +110,7 @@ def _entry_lines(entry: Any) -> list[str]:
 
 def _choices(argv: Sequence[str]) -> int:
     mutable, values = flags_lib.parse(argv, _define_choices)
-    take_model(mutable, given=flags_lib.given_keys(values))
+    take_checked_model(mutable, given=flags_lib.given_keys(values))
     config = resolve_with_tokenizer(mutable)
     if values.platform and values.platform not in _PLATFORMS:
         raise ValueError(f"--platform={values.platform}: {nearest(values.platform, _PLATFORMS)}")

@@ -297,7 +297,7 @@ def read_events(workdir: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def damage(workdir: pathlib.Path) -> list[str]:
-    """Returns what is wrong with each line that is no event, such as one that a kill has cut short."""
+    """Returns what is wrong with each line that is not an event, such as one that a kill has cut short."""
     return [line.why for line in _lines(workdir) if line.why]
 
 

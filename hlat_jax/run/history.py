@@ -50,7 +50,7 @@ def begin(workdir: pathlib.Path, *, ledger: Ledger | SilentLedger, begin_again: 
         print(f"beginning again  at step 0 ({why}): rows up to step {last} move to {DISCARDED_FILE}")
 
 
-def resume(workdir: pathlib.Path, step: int, *, ledger: Ledger | SilentLedger, config: Config) -> None:
+def resume(workdir: pathlib.Path, step: int, *, ledger: Ledger | SilentLedger, config: Config, is_branch: bool) -> None:
     """Prints what the folder lacks of a run that resumes at the checkpoint of `step`; process 0 calls it."""
     events = read_events(workdir)
     newest = newest_saved(events)
@@ -63,7 +63,7 @@ def resume(workdir: pathlib.Path, step: int, *, ledger: Ledger | SilentLedger, c
         ledger.event("rewound", step=step)
     if newest != step:
         ledger.event("saved", step=step)
-    say_missing(workdir, step, config=config)
+    print_missing_rows(workdir, step, config=config, is_branch=is_branch)
     if damaged := damage(workdir / ROWS_FILE):
         print(
             f"{ROWS_FILE} has {len(damaged):,} damaged lines, which move to {DISCARDED_FILE}: their rows are missing "
@@ -71,12 +71,12 @@ def resume(workdir: pathlib.Path, step: int, *, ledger: Ledger | SilentLedger, c
         )
 
 
-def say_missing(workdir: pathlib.Path, step: int, *, config: Config) -> None:
+def print_missing_rows(workdir: pathlib.Path, step: int, *, config: Config, is_branch: bool) -> None:
     """Prints which rows of the steps up to the checkpoint of `step` are missing, and which of validations before it.
 
     A signal may have come between that checkpoint and its validation. A branch may have changed when they are due.
     """
-    every = config.train.eval_every_steps if config.data.validation and not config.train.branch_from else 0
+    every = config.train.eval_every_steps if config.data.validation and not is_branch else 0
     evals = range(every, step, every) if every else range(0)
     validations = f"validations of every {every} steps"
     for what, key, due in (("steps", "loss", range(1, step + 1)), (validations, "eval_loss", evals)):

@@ -250,12 +250,13 @@ def open_run(
                     print(f"train.{key}  ignored: resuming from this run's own checkpoint")
             print(f"resuming from step {restored.step} of {config.train.num_steps}")
             for line in jax_changes(restored.metadata, settings):
-                print(f"JAX setting      {line}; the run began with another, on which no precision depends")
+                print(f"JAX setting      {line}: not that of the run's first start; it does not change the weights")
             settings["jax_others"] |= restored.metadata.get("jax_others", {})  # those of the first start
             if begin_again:
                 print("--begin_again    ignored: resuming from this run's own checkpoint")
             if distributed.is_first():
-                history.resume(workdir, restored.step, ledger=ledger, config=config)
+                is_branch = "branch_from" in settings
+                history.resume(workdir, restored.step, ledger=ledger, config=config, is_branch=is_branch)
     else:
         state = compilations.compiled("init")(program.seed)
         if weights is not None:
@@ -333,7 +334,8 @@ def _finish(config: Config, workdir: pathlib.Path, *, exporter: optional.Exporte
         exporter.start(restored.step, restored.state)
         exporter.wait()
     if distributed.is_first():
-        history.say_missing(workdir, restored.step, config=config)
+        is_branch = "branch_from" in restored.metadata
+        history.print_missing_rows(workdir, restored.step, config=config, is_branch=is_branch)
         summary.finish(config, workdir, restored.step)
 
 

@@ -100,7 +100,7 @@ def refuse_branch_drift(saved: dict[str, Any], current: dict[str, Any], *, step:
         lines = "\n  ".join(drift)
         raise ValueError(
             f"that run had settings that a branch must keep:\n  {lines}\nRestore these settings; a branch may change "
-            "optimizer, train, parallel, held-out text and implementations."
+            "optimizer, train, parallel, held-out text, implementations and JAX settings."
         )
 
 

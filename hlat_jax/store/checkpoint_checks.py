@@ -81,6 +81,8 @@ class _RunMetadata(TypedDict):
     tokens: Count
     num_nonfinite: Count
     skipped_batches: NotRequired[Count]
+    jax: NotRequired[dict]
+    jax_others: NotRequired[dict]
 
 
 class _Settings(TypedDict):

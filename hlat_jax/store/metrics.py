@@ -425,7 +425,7 @@ def missing_steps(path: pathlib.Path, steps: range, *, key: str) -> list[range]:
 
 
 def damage(path: pathlib.Path) -> list[str]:
-    """Returns what is wrong with each line that ends, so that no kill has cut it short, and is no row."""
+    """Returns what is wrong with each line that ends, so that no kill has cut it short, and is not a row."""
     return [line.why for line in _lines(path) if line.why]
 
 

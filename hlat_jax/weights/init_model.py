@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import sys
 from collections.abc import Collection
 from typing import Any
 
@@ -15,7 +16,7 @@ from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.store.typed_json import read_json
 from hlat_jax.weights.hf_config import architecture, model_config
 from hlat_jax.weights.hf_files import is_hugging_face, tokenizer_file
-from hlat_jax.weights.path_checks import FILES, WEIGHTS_FILE
+from hlat_jax.weights.path_checks import FILES, WEIGHTS_FILE, check_checkpoint, check_hugging_face
 
 # Keys of a model that change what the same weights compute.
 OF_FUNCTION = (
@@ -70,6 +71,22 @@ def take_model(mutable: Any, *, given: Collection[str], workdir: pathlib.Path | 
     return lines
 
 
+def take_checked_model(mutable: Any, *, given: Collection[str], workdir: pathlib.Path | None = None) -> None:
+    """Does what `take_model` does, prints its lines on stderr, and checks a path of the command line.
+
+    Raises:
+      ValueError: as `take_model`, or such a path holds no weights.
+    """
+    for line in take_model(mutable, given=given, workdir=workdir):
+        print(line, file=sys.stderr)
+    if workdir is not None and any(workdir.glob("checkpoints/*")):
+        return  # the run has weights of its own, and what it began with may be gone
+    starts = {"init_from": mutable.train.init_from, "branch_from": mutable.train.branch_from.rpartition("@")[0]}
+    for key, path in starts.items():
+        if path and f"train.{key}" in given:
+            check_checkpoint(path, key=f"train.{key}")
+
+
 def same_ids(first: Tokenizer, second: Tokenizer) -> bool:
     """Returns whether two tokenizers give the same ids: a tokenizer.json may be converted from a .model."""
     return first.sha256 == second.sha256 or (
@@ -109,6 +126,7 @@ def _described(folder: pathlib.Path) -> tuple[dict[str, Any], str] | None:
     """
     if is_hugging_face(folder):
         path = folder / "config.json"
+        check_hugging_face(folder)
         model = model_config(read_json(path), where=str(path))
         name = tokenizer_file(folder, vocab_size=model.vocab_size)
         return architecture(model), name and str((folder / name).absolute())  # fuse_qkv is chosen as they are read

@@ -91,22 +91,22 @@ def test_rows_of_a_run_without_events_prove_a_checkpoint_only_beyond_the_next_sa
 
 def test_a_rewind_to_an_older_checkpoint_is_said_once(folder, capsys):
     workdir, ledger = folder(range(1, 26), SAVED)
-    history.resume(workdir, 10, ledger=ledger, config=CONFIG)
+    history.resume(workdir, 10, ledger=ledger, config=CONFIG, is_branch=False)
     said = "the checkpoint of step 20 is gone or damaged, and the rows reach step 25: the newest one is of step 10"
     assert said in capsys.readouterr().out
-    history.resume(workdir, 10, ledger=ledger, config=CONFIG)
+    history.resume(workdir, 10, ledger=ledger, config=CONFIG, is_branch=False)
     assert capsys.readouterr().out == ""
     assert history.newest_saved(read_events(workdir)) == 10
 
 
 def test_missing_rows_are_counted_when_a_run_resumes(folder, capsys):
     workdir, ledger = folder([1, 2, 5, *range(7, 15)])
-    history.resume(workdir, 12, ledger=ledger, config=CONFIG)
+    history.resume(workdir, 12, ledger=ledger, config=CONFIG, is_branch=False)
     assert capsys.readouterr().out == (
         "metrics.jsonl lacks the rows of 3 of the 12 steps up to the checkpoint (3-4, 6); they stay missing\n"
     )
     (workdir / ROWS_FILE).unlink()
-    history.resume(workdir, 12, ledger=ledger, config=CONFIG)
+    history.resume(workdir, 12, ledger=ledger, config=CONFIG, is_branch=False)
     assert "of 12 of the 12 steps up to the checkpoint (1-12)" in capsys.readouterr().out
 
 
@@ -117,9 +117,9 @@ def test_missing_rows_of_validations_are_counted_where_the_run_has_any(folder, c
     validated = config_lib.default()
     validated.data.validation, validated.train.eval_every_steps = "x.jsonl", 4
     of_these = "2 of the 3 validations of every 4 steps up to the checkpoint (4, 12); they stay"
-    for branch_from, said in (("", of_these), ("runs/x@3", "")):
-        validated.train.branch_from = branch_from  # whose rows are from before it was
-        history.resume(workdir, 16, ledger=ledger, config=validated)  # after whose checkpoint a signal may have come
+    for is_branch, said in ((False, of_these), (True, "")):  # a branch has rows of the run that it comes from
+        # a signal may have come after the checkpoint of step 16
+        history.resume(workdir, 16, ledger=ledger, config=validated, is_branch=is_branch)
         assert capsys.readouterr().out == f"metrics.jsonl lacks the rows of {said} missing\n" * bool(said)
 
 
@@ -127,6 +127,6 @@ def test_damaged_rows_are_said_also_those_of_a_validation(folder, capsys):
     workdir, ledger = folder([*range(1, 15)])
     with open(workdir / ROWS_FILE, "ab") as rows:
         rows.write(b'{"step": 10, "eval_loss\xa2: 5.0}\n{"step": 15, "lo')  # the last one was cut short by a kill
-    history.resume(workdir, 12, ledger=ledger, config=CONFIG)
+    history.resume(workdir, 12, ledger=ledger, config=CONFIG, is_branch=False)
     said = "metrics.jsonl has 1 damaged lines, which move to metrics.discarded.jsonl: their rows are missing ("
     assert capsys.readouterr().out.startswith(f"{said}{workdir / ROWS_FILE}, line 15 is not JSON: 'utf-8' codec can't")

@@ -498,7 +498,10 @@ def test_model_that_cannot_be_exported_is_a_warning_and_an_error_where_exports_a
     words = ("--config=tiny", "--print_config", "--config.model.num_heads=10")
     why = "transformers refuses model.num_heads=10, which does not divide model.embed_dim=192; it loads 8 or 12 heads, "
     code, _, err = train_here(*words)
-    assert (code, err) == (0, f"warning: this model can be trained, but not exported: {why}of any model.head_dim.\n")
+    assert (code, err) == (
+        0,
+        f"warning: this model can be trained, but not exported as a Llama: {why}of any model.head_dim.\n",
+    )
     code, _, err = train_here(*words, "--config.checkpoint.export_every_steps=5")
     assert (code, err) == (2, f"error: checkpoint.export_every_steps=5: {why}of any model.head_dim.\n")
 
