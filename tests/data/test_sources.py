@@ -92,6 +92,7 @@ def test_links_that_lead_back_are_not_followed_again(tmp_path):
     assert sorted(read_all(f"{root}/**/*.jsonl")) == sorted(found)
     assert sorted(read_all(f"{tmp_path}/t*/**")) == sorted(found)
     assert exists(f"{root}/**/none.jsonl")  # looks no further than the folder
+    assert exists(f"{root}/part**.jsonl")
     assert "matches no file" in error_of(f"{root}/**/none.jsonl")
     for spec in (root, f"{root}/**/*.jsonl"):
         ignored = sources.open_corpus(str(spec), text_field="text", key="k").ignored

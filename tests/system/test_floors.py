@@ -226,6 +226,7 @@ for area, *words in (line.split() for line in sys.stdin):
         "train --config=tiny --config.data.tokenizer=/no.model": "data.tokenizer=/no.model: no such file",
         "train --config=tiny --config.train.branch_from=/no@3": "train.branch_from: /no holds no weights (no such",
         "train --config=tiny --config.train.init_from=/no": "train.init_from: /no holds no weights (no such folder",
+        "plan --config=tiny --config.train.init_from=/no": "train.init_from: /no holds no weights (no such folder",
         "generate --checkpoint=/no --prompt=a": "/no holds no weights (no such folder; working directory",
         f"generate --checkpoint={ROOT}/docs --prompt=a": f"{ROOT}/docs holds no weights (working directory",
         "generate --prompt=a": "--checkpoint=FOLDER is missing",
