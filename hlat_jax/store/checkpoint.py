@@ -406,12 +406,14 @@ def _read_array(folder: pathlib.Path, path: tuple[Any, ...], leaf: jax.ShapeDtyp
     try:
         return read_chunked(spec, leaf, donatable=donatable)
     except ValueError as error:  # TensorStore's, of several lines
-        raise ValueError(f"{folder} is damaged: {_reason(error)}; use another one in {folder.parent}.") from None
+        raise ValueError(
+            f"{folder} is damaged: {_reason(error, num_arrays=1)}; use another one in {folder.parent}."
+        ) from None
 
 
 def _array_spec(folder: pathlib.Path, name: str) -> dict[str, Any]:
     """Returns TensorStore's spec of an array as Orbax saves it: in zarr, under its path in the state, in one OCDBT."""
-    base = {"driver": "file", "path": f"{folder / STATE_ITEM}/"}
+    base = {"driver": "file", "path": f"{(folder / STATE_ITEM).resolve()}/"}  # TensorStore takes no ".."
     database = {"driver": "ocdbt", "base": base, "path": f"{name}/", "cache_pool": INDEX_CACHE}
     return {"driver": "zarr", "kvstore": database, "fill_missing_data_reads": False}
 

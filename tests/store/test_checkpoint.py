@@ -28,7 +28,7 @@ from hlat_jax import config as config_lib
 from hlat_jax.resolve import resolve
 from hlat_jax.run import settings
 from hlat_jax.store import array_reading, checkpoint
-from hlat_jax.store.checkpoint import Checkpointer, SaveError, find_saved
+from hlat_jax.store.checkpoint import Checkpointer, SaveError, find_saved, read_arrays
 from hlat_jax.store.checkpoint_checks import saved_run, saved_step
 from hlat_jax.store.config_diff import config_drift
 from hlat_jax.store.integrity import INTEGRITY_FILE
@@ -127,6 +127,12 @@ def test_a_save_whose_folder_vanishes_is_not_an_error_that_is_restarted(tmp_path
     with pytest.raises(ValueError, match=r"step 5 could not be written: .* was removed or replaced"):
         checkpointer.wait()
     checkpointer.close()
+
+
+def test_arrays_are_read_under_a_path_with_dots(checkpointer):
+    save(checkpointer, 1)
+    folder = checkpointer.folder / ".." / checkpointer.folder.name / "1"
+    assert_bitwise(read_arrays(folder, abstract(make_state())), make_state(1))
 
 
 def test_another_process_with_other_settings_finds_the_checkpoint(tmp_path, checkpointer):
