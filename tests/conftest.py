@@ -8,10 +8,12 @@ import subprocess
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Level 0 compiles three times faster and changes no rule of arithmetic; what tests run is too small to notice.
-_FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-if "CI" not in os.environ:  # XLA's older code generator, in one piece, compiles twice as fast; CI has what users have
-    _FLAGS += " --xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
+# XLA's older code generator, in one piece, compiles twice as fast; what runs in a process of its own has the users'.
+_FLAGS = (
+    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
+    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+)
+os.environ["XLA_FLAGS"] = f"{_FLAGS} {os.environ.get('XLA_FLAGS', '')}".strip()  # yours take precedence
 
 _REPOSITORY = pathlib.Path(__file__).resolve().parents[1]
 # for processes that a test starts in another folder

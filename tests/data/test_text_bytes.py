@@ -28,7 +28,7 @@ from hlat_jax.evaluate.__main__ import _document
 from hlat_jax.hf import exporting
 from hlat_jax.resolve import resolve
 from hlat_jax.run import summary
-from hlat_jax.weights.hf_reading import begins_texts_with_bos
+from hlat_jax.weights.hf_files import begins_texts_with_bos
 
 LOSSLESS = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "add_dummy_prefix": False}
 NATIVE = {

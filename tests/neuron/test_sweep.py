@@ -436,7 +436,7 @@ def test_permutes_between_unlinked_devices_of_a_node_are_left_out():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", [{}, {"pipe": 2, "data": 2}, {"data": 1, "fsdp": 4}])
+@pytest.mark.parametrize("parallel", [{"pipe": 2, "data": 2}])
 def test_whole_step_of_a_small_config_agrees_on_eight_devices(parallel, tmp_path):
     outcome = doctor._operations(small_config(**parallel), doctor.CheckedMachine("", 0, tmp_path), Limits(600))
     assert outcome.verdict == PASSED, outcome

@@ -384,8 +384,7 @@ def stopped_at_6(change, stop, monkeypatch):
 
 
 @pytest.mark.quick_cases("bad batch-0")
-@pytest.mark.parametrize("every", [0, 4])
-@pytest.mark.parametrize("stop", ["signal", "bad batch"])
+@pytest.mark.parametrize(("stop", "every"), [("signal", 4), ("bad batch", 0)])
 def test_run_stopped_at_a_non_finite_step_saves_its_count_and_resumes(
     micro, train, after_step, tmp_path, monkeypatch, capsys, every, stop
 ):
@@ -532,9 +531,12 @@ def test_a_run_of_an_older_version_is_resumed(micro, train, tmp_path, capsys):
     assert end_of(tmp_path / "run", micro) == expected
 
 
-@pytest.mark.quick_cases("step and norms-copytree")
-@pytest.mark.parametrize("moved", [shutil.move, shutil.copytree])
-@pytest.mark.parametrize("record", [lambda run: None, drop_step_and_norms], ids=["step and norms", "no step or norms"])
+@pytest.mark.quick_cases("step and norms")
+@pytest.mark.parametrize(
+    ("moved", "record"),
+    [(shutil.copytree, lambda run: None), (shutil.move, drop_step_and_norms)],
+    ids=["step and norms", "no step or norms"],
+)
 def test_a_checkpoint_under_the_name_of_another_step_is_ignored(micro, train, tmp_path, capsys, moved, record):
     short(micro, 4)
     micro.checkpoint.keep_last = 3

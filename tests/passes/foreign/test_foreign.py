@@ -78,7 +78,7 @@ def narrow_share(fn, *args):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", list(ALL)[::2])
 def test_gradients_under_autocast_are_within_the_rounding_of_bf16(name):
     loss, params, batch = model(name)
     wanted, grads = gradients(name)
@@ -128,7 +128,7 @@ def test_selection_keeps_fewer_bytes_and_repeats_no_product(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", list(ALL)[::2])
 def test_selection_changes_no_gradient_by_more_than_the_rounding_of_bf16(name):
     loss, params, batch = model(name)
     _, grads = gradients(name)
