@@ -227,6 +227,7 @@ def run_in_new_process(folder: pathlib.Path) -> Mapping[str, Any]:
     """
     environment = os.environ | {
         "JAX_COMPILATION_CACHE_DIR": str(folder),
+        "JAX_ENABLE_COMPILATION_CACHE": "true",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }

@@ -234,7 +234,8 @@ def _custom_vjp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]
         return forwards[perturbed]
 
     def forward_rule(*args):
-        perturbed = [not is_symbolic or arg.perturbed for arg in args]
+        # other rules are not told; True would be an error for what such a rule closes over
+        perturbed = [is_symbolic and arg.perturbed for arg in args]
         arrays = [arg.value for arg in args] if is_symbolic else args
         narrow = forward((False,) * num_consts + tuple(perturbed[num_consts:])).narrow
         found = core.jaxpr_as_fun(narrow)(*arrays)

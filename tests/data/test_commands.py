@@ -105,7 +105,7 @@ def test_peek_gets_the_config_the_run_folder_and_the_step(data_here, monkeypatch
     [
         ([], "--step=N is missing; give a step of at least 1"),
         (["--step=-1"], "error: --step=-1 must be at least 1: step N trains on batch N."),
-        (["--step=1", "--row=4"], "--row=4 must be in 0 .. data.batch_size - 1 = 3"),
+        (["--step=1", "--row=4"], "--row=4 must be in 0 .. data.batch_size - 1 = 1"),
         (["--step=1", "--config.data.train=/nowhere"], "data.train: /nowhere does not exist"),
         (["--step=1", "--config.data.validation=/no/*.txt"], "data.validation: /no/*.txt matches no file"),
         (["--step=1", "--config.data.tokenizer=/no.model"], "data.tokenizer=/no.model: no such file"),
@@ -248,8 +248,8 @@ def test_stats_are_exact_when_the_sample_covers_all_text(data_here):
     assert code == 0
     assert cells(out, "all")[:3] == [documents, num_bytes, num_tokens]
     assert cells(out, "all")[3] == pytest.approx(num_tokens / num_bytes, abs=5e-5)
-    assert cells(out, "all")[4] == pytest.approx(1000 * 4 * 256 / num_tokens, rel=5e-3)
-    assert cells(out, "all")[5] == pytest.approx(400 * 4 * 256 / num_tokens, rel=5e-3)
+    assert cells(out, "all")[4] == pytest.approx(1000 * 2 * 256 / num_tokens, rel=5e-3)
+    assert cells(out, "all")[5] == pytest.approx(144 * 2 * 256 / num_tokens, rel=5e-3)
     assert cells(out, "validation: all")[0] == 13
     assert "~" not in out
 
@@ -290,8 +290,8 @@ def test_stats_have_a_row_per_source_with_epochs_by_weight(tmp_path):
     report = stats.report(tiny(train=train, mixture=weights, validation=""), sample_bytes=0)
     short, long = cells(report, "short"), cells(report, "long")
     assert (short[0], long[0]) == (1, 2)
-    assert short[4] == pytest.approx(75 * 1024 / short[2], rel=5e-3)  # 400 steps of 1,024 tokens
-    assert long[4] == pytest.approx(325 * 1024 / long[2], rel=5e-3)
+    assert short[4] == pytest.approx(75 * 512 / short[2], rel=5e-3)  # 144 steps of 512 tokens
+    assert long[4] == pytest.approx(69 * 512 / long[2], rel=5e-3)
     assert cells(report, "total")[2] == short[2] + long[2]
 
 

@@ -55,8 +55,8 @@ def parse(*words):
 @pytest.mark.parametrize(
     ("words", "validation", "high"),
     [
-        ((), "package:austen_validation.jsonl", 4.6),
-        (("data.train=package:austen_train.jsonl",), "package:austen_validation.jsonl", 4.6),
+        ((), "package:austen_validation.jsonl", 5.6),
+        (("data.train=package:austen_train.jsonl",), "package:austen_validation.jsonl", 5.6),
         (("data.train=my_book.txt",), "5%", 0.0),
         (("data.train=my_book.txt", "data.validation=held.txt"), "held.txt", 0.0),
         (
@@ -68,7 +68,7 @@ def parse(*words):
         (("data.train=my_book.txt", "train.eval_loss_high=9", "train.eval_loss_low=1"), "5%", 9.0),
         (("data.tokenizer=my.model",), "package:austen_validation.jsonl", 0.0),
         (("data.validation=held.txt",), "held.txt", 0.0),
-        (("data.batch_size=8",), "package:austen_validation.jsonl", 4.6),
+        (("data.batch_size=8",), "package:austen_validation.jsonl", 5.6),
     ],
 )
 def test_settings_of_shipped_text_go_with_it_unless_they_are_given(words, validation, high):
@@ -253,7 +253,7 @@ def test_stats_count_the_documents_that_training_reads(tmp_path):
 def test_no_verdict_is_printed_on_the_loss_of_own_text_or_of_other_steps(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text('{"step": 3, "eval_loss": 3.0, "bits_per_byte": 2.0}\n')
     for words, verdict in (
-        ((), ": OUTSIDE the expected 4.4 to 4.6"),
+        ((), ": OUTSIDE the expected 5.35 to 5.6"),
         (("data.train=my_book.txt",), ""),
         (("train.num_steps=3",), ""),
     ):

@@ -203,6 +203,12 @@ def test_the_order_is_part_of_the_identity_and_older_runs_have_that_of_documents
 SHIPPED = "package:austen_validation.jsonl"
 
 
+def saved_with(data, step):
+    """Returns the record of a checkpoint, as a run of before its model was recorded wrote it."""
+    config = {"data": {"batch_size": 1, "seq_len": 256, "packing": "concat"} | data}
+    return {"position": [[step]], "arrays": {}, "metadata": {"config": config, "tokens": 0, "num_nonfinite": 0}}
+
+
 @pytest.mark.parametrize(
     ("recorded", "asked", "kept"),
     [(SHIPPED, "5%", SHIPPED), (SHIPPED, "10%", "10%"), (SHIPPED, "", ""), ("a.txt", "5%", "5%"), ("5%", "5%", "5%")],
@@ -211,8 +217,7 @@ def test_a_run_of_before_shares_keeps_the_validation_text_it_began_with(tmp_path
     c = config_lib.load("tiny")
     c.data.update(train="mine.txt", validation=asked)
     (tmp_path / "checkpoints" / "5" / "run").mkdir(parents=True)
-    saved = {"data": {"validation": recorded, "shuffle_by": c.data.shuffle_by}}
-    content = {"position": [[5]], "metadata": {"config": saved}}
+    content = saved_with({"validation": recorded, "shuffle_by": c.data.shuffle_by}, 5)
     (tmp_path / "checkpoints" / "5" / "run" / "metadata").write_text(json.dumps(content))
     assert positions.with_choices_of_run(resolve(c), tmp_path).data.validation == kept
     line = f"data.validation  {asked} is ignored: this run began with {kept}\n"
@@ -247,7 +252,7 @@ def test_a_run_keeps_the_order_it_began_with(tmp_path, capsys, recorded, asked, 
     if recorded is not None:
         for step, data in ((5, {"shuffle_by": "document"}), (10, recorded)):
             (tmp_path / "checkpoints" / str(step) / "run").mkdir(parents=True)
-            content = {"position": [[step]], "metadata": {"config": {"data": data}}}
+            content = saved_with(data, step)
             (tmp_path / "checkpoints" / str(step) / "run" / "metadata").write_text(json.dumps(content))
     assert positions.with_choices_of_run(resolve(c), tmp_path).data.shuffle_by == kept
     line = f"data.shuffle_by  {asked} is ignored: this run began with {kept}\n"

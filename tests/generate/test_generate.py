@@ -24,6 +24,7 @@ from hlat_jax.generate.__main__ import StreamedText, _encoded, _log_shortened
 from hlat_jax.generate.generator import Generator, Sampling
 from hlat_jax.generate.inference import TrainedModel
 from hlat_jax.hf.importing import import_checkpoint
+from hlat_jax.host import process
 from hlat_jax.weights.hf_reading import open_checkpoint
 from hlat_jax.weights.trained import open_weights
 
@@ -293,6 +294,7 @@ def test_prompts_that_are_not_utf8_are_refused_naming_the_file(trained_run, gene
 def test_unencodable_characters_are_escaped(trained_run, monkeypatch):
     shown = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr("sys.stdout", shown)
+    process.replace_unprintable()  # as every command does before all else
     assert generate.main([f"--checkpoint={trained_run}", "--prompt=café", "--max_tokens=1"]) == 0
     shown.flush()
     assert shown.buffer.getvalue().startswith(b"caf\\xe9")

@@ -1016,9 +1016,9 @@ def test_lint_of_a_shipped_config_has_no_error_and_no_unexplained_warning(name, 
         assert not [row for row in rows if row["severity"] == "warning" and not row["explained"]]
         assert {row["rule"] for row in rows if row["rule"] in ("RP02", "GS02", "RED01")} == set(), program
         assert all(row["line"] for row in rows)
-    devices = {"tiny": 4, "node": 32, "160m": 8, "1b": 8, "7b": 2048, "70b": 8192, "llama3_8b": 1024}[name]
+    devices = {"tiny": 2, "node": 32, "160m": 8, "1b": 8, "7b": 2048, "70b": 8192, "llama3_8b": 1024}[name]
     # the largest number at most this whose groups of cores are not refused
-    devices = {("tiny", "trn1"): 2, ("node", "trn2"): 16}.get((name, target), devices)
+    devices = {("node", "trn2"): 16}.get((name, target), devices)
     assert f"{name} for {target}, {devices:,} devices" in printed
 
 

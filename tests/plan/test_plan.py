@@ -297,7 +297,7 @@ def test_plan_command_on_this_cpu_makes_no_projection(plan_here):
         (("--target=trn1.32xlrge",), "--instance=trn1.32xlrge is not a known target. Did you mean 'trn1.32xlarge'?"),
         (("--target=a100",), "--instance=a100 is not a known target. Known: cpu, h200, trn1.2xlarge, "),
         (("--target=h200", "--nodes=2"), "--instance=h200 is a single machine; use --nodes=1"),
-        (("--target=trn1.32xlarge",), "data.batch_size=4 does not divide into 32 data-parallel parts"),
+        (("--target=trn1.32xlarge",), "data.batch_size=2 does not divide into 32 data-parallel parts"),
         (("--target=trn1.2xlarge", "--config.parallel.tensor=3"), "parallel.tensor=3"),
         (("--target=trn1.2xlarge", "--config.parallel.tensor=2", "--config.model.vocab_size=2049"), "=2049 does not"),
         (("--nodes=0",), "--nodes=0 must be at least 1"),
@@ -416,7 +416,7 @@ def test_search_ranks_by_bytes_where_no_speed_is_known(plan_here):
     code, printed, _ = plan_here("--config=tiny", "--target=cpu", "--search")
     table = printed.partition("Layouts that fit 1 x cpu, by memory, as the speed of the device is unknown")[2]
     assert code == 0
-    assert table.splitlines()[2].split()[:9] == ["1", "1", "1", "1", "1", "no", "no", "4", "full"]
+    assert table.splitlines()[2].split()[:9] == ["1", "1", "1", "1", "1", "no", "no", "1", "full"]
 
 
 def test_short_plan_warns_when_memory_is_insufficient():

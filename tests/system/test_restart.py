@@ -260,6 +260,7 @@ def test_precompiled_programs_are_copied_to_the_node_before_the_run(submit, tmp_
     config, workdir, shared, local = (tmp_path / name for name in ("micro.py", "run", "shared", "local"))
     micro.write_config(tmp_path)
     variables = {"CACHE": shared, "LOCAL_CACHE": local, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": 0}
+    variables["JAX_ENABLE_COMPILATION_CACHE"] = "true"
     words = (f"--config={config}", "--config.train.num_eval_batches=1", "--config.train.num_steps=3")
     filled = submit("--nodes=1", LAUNCH / "slurm/precompile.sbatch", *words, **variables)
     assert filled.returncode == 0, filled.stderr
