@@ -44,8 +44,10 @@ def test_programs_that_were_used_least_recently_are_removed(tmp_path, monkeypatc
         (folder / name).write_bytes(bytes(100))
         os.utime(folder / name, (1e9 - age, 1e9 - age))
     os.utime(folder / "d", (2e9, 1e9))  # read since
+    (folder / "e").mkdir()  # JAX keeps what it measured on a GPU in a folder there
     compile_cache.use_default_folder(environ)
-    assert sorted(path.name for path in folder.iterdir()) == ["a", "d"]
+    assert environ[DIR] == str(folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["a", "d", "e"]
 
 
 def test_training_of_one_process_uses_it_before_it_imports_jax(train_here, tmp_path, monkeypatch):

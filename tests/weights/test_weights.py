@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import shutil
+import types
 import warnings
 
 import jax
@@ -19,6 +20,7 @@ from tokenizer_files import write_tokenizer_json
 
 from hlat_jax import config as config_lib
 from hlat_jax import loop
+from hlat_jax.data.formats.paths import asset_path
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.generate.inference import open_model
 from hlat_jax.hf import __main__ as hf
@@ -348,6 +350,14 @@ def test_the_average_is_the_mean_rounded_once(dtype, tmp_path):
             assert np.mean(mean == exact.astype(np.float32).astype(jnp.bfloat16)) > 0.99
     origin = json.loads((tmp_path / "mean/weights.json").read_text())["origin"]
     assert [each["step"] for each in origin["average_of"]] == [0, 1, 2]
+
+
+def test_an_average_has_the_tokenizer_of_a_run_whose_source_had_none(tmp_path):
+    path = asset_path("austen_2k.model")
+    (tmp_path / "config.json").write_text("{}")
+    run = types.SimpleNamespace(companions=tmp_path, tokenizer=str(path), open_tokenizer=lambda: Tokenizer(str(path)))
+    files, name = averaging._files(run)
+    assert (sorted(files), name) == (["config.json", "tokenizer.model"], "tokenizer.model")
 
 
 def test_averaging_checkpoints_of_a_run_uses_master_weights(trained, tmp_path):
