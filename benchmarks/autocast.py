@@ -38,8 +38,8 @@ from hlat_jax.passes import scaling
 from hlat_jax.passes.autocast import autocast
 from hlat_jax.passes.jaxpr import equations
 from hlat_jax.precision import NEAREST, POLICIES, cast_tree
+from hlat_jax.program import model_loss
 from hlat_jax.resolve import resolve
-from hlat_jax.step import model_loss
 
 SPAN_STEPS = 20
 FP32 = REFERENCE, NUDGED = "fp32", "fp32'"

@@ -27,7 +27,7 @@ from foreign.measured import distance, residual_bytes, rounded, step_for_memory,
 from foreign.models import MODELS
 from foreign.unchanged import UNCHANGED
 
-from hlat_jax.byte_sizes import format_bytes
+from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.ops.dispatch import dispatch
 from hlat_jax.passes import remat
 from hlat_jax.passes.autocast import autocast

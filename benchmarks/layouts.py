@@ -16,8 +16,8 @@ import json
 import pathlib
 
 from hlat_jax import config as config_lib
-from hlat_jax.config import nearest
-from hlat_jax.host.flags import check_output
+from hlat_jax.cli.flags import check_output
+from hlat_jax.facts.names import nearest
 from hlat_jax.plan.aot import partition
 from hlat_jax.plan.report import Site, make_plan
 from hlat_jax.resolve import resolve

@@ -38,9 +38,9 @@ from hlat_jax.host import distributed
 from hlat_jax.host.activity import Activity
 from hlat_jax.loop import train
 from hlat_jax.parallel.sharding import shard_batch
+from hlat_jax.program import RunProgram
 from hlat_jax.resolve import resolve
 from hlat_jax.run.machine import fitting_program
-from hlat_jax.step import RunProgram
 
 
 def loop_step_s(config, workdir, *, activity: Activity | None = None) -> float:

@@ -26,8 +26,8 @@ from hlat_jax.config import ParallelConfig
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.generate import inference
 from hlat_jax.parallel.sharding import make_layout
+from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve
-from hlat_jax.step import make_program
 from hlat_jax.store.checkpoint import Checkpointer
 
 MB = 1e6

@@ -351,7 +351,7 @@ def largest_batches(job: dict) -> dict:
     import jax.numpy as jnp
     import optax
 
-    from hlat_jax.byte_sizes import parse_bytes
+    from hlat_jax.facts.byte_sizes import parse_bytes
     from hlat_jax.passes import remat
 
     model, step_of = Model(**job["model"]), functools.partial(optimized, optax.sgd(RATE))

@@ -24,13 +24,13 @@ import jax.numpy as jnp
 
 from hlat_jax import config as config_lib
 from hlat_jax import stack
-from hlat_jax.byte_sizes import format_bytes
+from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.parallel.degrees import layout_over
 from hlat_jax.passes import remat
 from hlat_jax.passes.naming import RematChoice
 from hlat_jax.passes.products import live_jaxpr, total_flops
+from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve
-from hlat_jax.step import make_program
 
 STOCK = (
     "dots_saveable",

@@ -133,8 +133,8 @@ def our_step(size: dict, overrides: str):
     from hlat_jax import config as config_lib
     from hlat_jax.batch import concat_batch
     from hlat_jax.parallel.sharding import make_layout, shard_batch
+    from hlat_jax.program import make_program
     from hlat_jax.resolve import resolve
-    from hlat_jax.step import make_program
 
     mutable = config_lib.default()
     model = {**size, "vocab_size": VOCAB_SIZE, "num_kv_heads": size["num_heads"], "head_dim": HEAD_DIM}

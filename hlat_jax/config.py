@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import glob
 import importlib.util
@@ -20,17 +19,12 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hlat_jax.byte_sizes import parse_bytes
+from hlat_jax.facts.byte_sizes import parse_bytes
+from hlat_jax.facts.names import nearest
+from hlat_jax.facts.policies import POLICY_FACTS
 
 REMAT_BUDGET = "budget:"
 HELD_OUT = "5%"  # of a user's own text, where the config has validation text of another
-
-
-def nearest(word: str, candidates: Any) -> str:
-    """Returns "Did you mean 'x'?" with the closest candidate, or the list of all when none is close."""
-    candidates = sorted(candidates)
-    close = difflib.get_close_matches(word, candidates, n=1, cutoff=0.6)
-    return f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(candidates)}."
 
 
 def counted(count: int, noun: str) -> str:
@@ -58,26 +52,6 @@ def _key(default: Any, doc: str, *, choices: tuple = ()) -> Any:
     return dataclasses.field(default=default, metadata={"doc": doc, "choices": choices})
 
 
-@dataclasses.dataclass(frozen=True)
-class PolicyFacts:
-    """Facts of a precision policy that are needed without JAX; its dtypes are in `precision.POLICIES`.
-
-    Attributes:
-      state_bytes_per_param: parameter, two moments, and the master weight if the policy keeps one.
-      rounding: how stored values are rounded: "nearest" or "stochastic".
-    """
-
-    state_bytes_per_param: int
-    rounding: str = "nearest"
-
-
-POLICY_FACTS = {
-    "fp32": PolicyFacts(state_bytes_per_param=4 + 2 * 4),
-    "autocast": PolicyFacts(state_bytes_per_param=4 + 2 * 4),
-    "mixed": PolicyFacts(state_bytes_per_param=2 + 2 * 4 + 4),
-    "bf16_sr": PolicyFacts(state_bytes_per_param=2 + 2 * 2, rounding="stochastic"),
-    "bf16": PolicyFacts(state_bytes_per_param=2 + 2 * 2),
-}
 LARGEST = {  # far beyond any model; more is a mistake, or made to exhaust a machine
     "vocab_size": 1 << 24,
     "num_layers": 10_000,
@@ -602,7 +576,7 @@ def field_of(section: str, key: str) -> dataclasses.Field:
     """Returns the field of a key. Raises ValueError with the new name of a renamed key, or the nearest one."""
     fields = {field.name: field for field in dataclasses.fields(SECTIONS[section])}
     if key not in fields:
-        from hlat_jax.assets import synonyms  # here, so that models can be imported without it
+        from hlat_jax.facts import synonyms
 
         require_not_renamed(f"{section}.{key}")
         meant, answer = synonyms.meant_by(key)

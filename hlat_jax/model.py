@@ -29,7 +29,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from hlat_jax import stack
-from hlat_jax.config import ModelConfig, nearest, select_layer_loop, select_remat
+from hlat_jax.config import ModelConfig, select_layer_loop, select_remat
+from hlat_jax.facts.names import nearest
 from hlat_jax.ops import attention as attention_op
 from hlat_jax.ops import cross_entropy as cross_entropy_op
 from hlat_jax.ops.embedding import lookup

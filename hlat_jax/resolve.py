@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from hlat_jax.config import (
-    POLICY_FACTS,
     SECTIONS,
     Config,
     ModelConfig,
@@ -24,6 +23,7 @@ from hlat_jax.config import (
     held_out_share,
     typed,
 )
+from hlat_jax.facts.policies import POLICY_FACTS
 
 
 def resolve(mutable: Any) -> Config:

@@ -12,11 +12,11 @@ from typing import Any
 from absl import flags, logging
 
 from hlat_jax import config as config_lib
-from hlat_jax import cost
+from hlat_jax.cli import flags as flags_lib
+from hlat_jax.cli.path_checks import check_file, check_folder
 from hlat_jax.host import compile_cache, neuron_env, neuron_topology, process
-from hlat_jax.host import flags as flags_lib
 from hlat_jax.host.limits import too_many_files
-from hlat_jax.host.path_checks import check_file, check_folder
+from hlat_jax.run import costs
 
 
 def main(argv: Sequence[str]) -> int:
@@ -135,14 +135,14 @@ def describe(config: config_lib.Config) -> str:
     step_tokens = data.batch_size * data.seq_len
     return "\n".join(
         (
-            f"parameters       {cost.num_params(model):,}",
-            f"FLOPs per token  {cost.flops_per_token_6n(model):.4g} (6N), "
-            f"{cost.flops_per_token(model, data.seq_len):.4g} with attention",
+            f"parameters       {costs.num_params(model):,}",
+            f"FLOPs per token  {costs.flops_per_token_6n(model):.4g} (6N), "
+            f"{costs.flops_per_token(model, data.seq_len):.4g} with attention",
             f"tokens per step  {step_tokens:,} = {data.batch_size} x {data.seq_len}, "
             f"{train.num_microbatches} microbatch{'es' if train.num_microbatches > 1 else ''}",
             f"steps            {train.num_steps:,} ({train.num_steps * step_tokens:,} tokens); "
             f"schedule horizon {config.optimizer.horizon_steps:,}",
-            f"state            {cost.state_bytes(model, config.precision.policy):,} bytes "
+            f"state            {costs.state_bytes(model, config.precision.policy):,} bytes "
             f"({config.precision.policy}), before sharding",
         )
     )

@@ -138,7 +138,7 @@ def make_batch():
 
 def _command_runner(command, monkeypatch, capsys):
     def run(*words):
-        from hlat_jax.host import flags
+        from hlat_jax.cli import flags
 
         monkeypatch.setattr("sys.argv", ["hlat_jax", *map(str, words)])
         capsys.readouterr()

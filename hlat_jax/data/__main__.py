@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from absl import flags, logging
 
-from hlat_jax.config import Config, DataConfig, nearest
-from hlat_jax.host import flags as flags_lib
+from hlat_jax.cli import flags as flags_lib
+from hlat_jax.config import Config, DataConfig
+from hlat_jax.facts.names import nearest
 from hlat_jax.host import process
 
 USAGE = """Usage: python -m hlat_jax.data VERB ...

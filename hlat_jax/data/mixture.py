@@ -22,7 +22,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hlat_jax.config import nearest
+from hlat_jax.facts.names import nearest
 
 UNNAMED = "all"
 

@@ -16,10 +16,10 @@ import numpy as np
 from absl import flags, logging
 
 from hlat_jax import config as config_lib
+from hlat_jax.cli import flags as flags_lib
+from hlat_jax.cli.path_checks import check_file, check_folder
 from hlat_jax.config import counted
 from hlat_jax.generate import inference
-from hlat_jax.host import flags as flags_lib
-from hlat_jax.host.path_checks import check_file, check_folder
 from hlat_jax.resolve import resolve
 from hlat_jax.store.progress import Status, show_progress
 
@@ -209,7 +209,7 @@ def _eval_step(
     Compiles once for each batch shape. `policy` is that of `config.precision`; "": by the dtype of the parameters.
     """
     from hlat_jax.generate.decoding import serving
-    from hlat_jax.step import make_program
+    from hlat_jax.program import make_program
 
     # implementations for these devices, not from the ops table of the machine that trained; no backward pass: no remat
     model = dataclasses.replace(serving(trained.model, trained.layout.platform), ops_table="", remat="none")

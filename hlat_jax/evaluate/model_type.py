@@ -9,8 +9,9 @@ import re
 import sys
 from typing import Any
 
-from hlat_jax.config import ParallelConfig, nearest
+from hlat_jax.config import ParallelConfig
 from hlat_jax.evaluate.lm_eval_compat import LM
+from hlat_jax.facts.names import nearest
 from hlat_jax.generate import inference
 from hlat_jax.generate.inference import DEGREES
 

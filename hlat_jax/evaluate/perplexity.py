@@ -84,7 +84,7 @@ def total(
 
     Args:
       documents: read one at a time; each is held only until its windows are run.
-      predict: batch -> (sum of the losses in nats, number of tokens), as `step.RunProgram.eval_step` returns it.
+      predict: batch -> (sum of the losses in nats, number of tokens), as `program.RunProgram.eval_step` returns it.
       num_rows: most rows of a batch; a multiple of `row_degree`.
       window: most tokens of a row, at least 2.
       row_degree: divides the rows of every batch.

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from hlat_jax.config import nearest
+from hlat_jax.cli.path_checks import check_folder
 from hlat_jax.evaluate.suites import SUITES
-from hlat_jax.host.path_checks import check_folder
+from hlat_jax.facts.names import nearest
 
 _BOOTSTRAP_SAMPLES = 100_000  # the harness's default
 _SEED, _PYTHON_SEED = 1234, 0  # likewise

@@ -10,10 +10,10 @@ from typing import Any
 
 from absl import flags, logging
 
+from hlat_jax.cli import flags as flags_lib
+from hlat_jax.cli.path_checks import check_file
 from hlat_jax.config import counted
 from hlat_jax.generate import inference
-from hlat_jax.host import flags as flags_lib
-from hlat_jax.host.path_checks import check_file
 from hlat_jax.resolve import check_unicode
 from hlat_jax.store.progress import show_progress
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 
 from absl import flags, logging
 
-from hlat_jax.config import ModelConfig, nearest
-from hlat_jax.host import flags as flags_lib
+from hlat_jax.cli import flags as flags_lib
+from hlat_jax.config import ModelConfig
+from hlat_jax.facts.names import nearest
 from hlat_jax.store.progress import show_progress
 from hlat_jax.weights.path_checks import check_checkpoint, check_hugging_face
 
@@ -162,9 +163,9 @@ def _one(argv: Sequence[str], values: flags.FlagValues, *, usage: str, what: str
 
 
 def _counted(model: ModelConfig) -> str:
-    from hlat_jax import cost
+    from hlat_jax.run import costs
 
-    return f"{cost.num_params(model):,} parameters"
+    return f"{costs.num_params(model):,} parameters"
 
 
 if __name__ == "__main__":

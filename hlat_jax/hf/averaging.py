@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hlat_jax import cost
 from hlat_jax.hf.exporting import files_of
+from hlat_jax.run import costs
 from hlat_jax.run.init_from import settings_of_weights
 from hlat_jax.store.config_diff import differences
 from hlat_jax.store.progress import Status
@@ -48,7 +48,7 @@ def average(paths: Sequence[str | os.PathLike], out: pathlib.Path, *, status: St
                 _include(mean, other.read(name), count=count)
             with leaves.leaf(name, leaf.shape, leaf.dtype) as write:
                 write(mean.astype(leaf.dtype, copy=False))
-            status.share += leaf.size / cost.num_params(first.model)
+            status.share += leaf.size / costs.num_params(first.model)
     return found
 
 

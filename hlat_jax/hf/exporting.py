@@ -14,9 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hlat_jax import cost
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.resolve import export_problem
+from hlat_jax.run import costs
 from hlat_jax.store import atomic_files
 from hlat_jax.store.progress import Status
 from hlat_jax.store.typed_json import read_json
@@ -76,7 +76,7 @@ def _write_tensors(
         for entry in hf_names.table(weights.model):
             for name, tensor in _tensors(weights, entry):
                 writers[where[name]].write(name, as_dtype(tensor, dtype))
-                status.share += tensor.size / cost.num_params(weights.model) / 2
+                status.share += tensor.size / costs.num_params(weights.model) / 2
             del tensor  # a view, which would keep the whole parameter while the next one is read
     finally:
         for writer in writers.values():
@@ -122,7 +122,7 @@ def _compare(weights: Weights, folder: pathlib.Path, *, dtype: np.dtype, status:
     for entry in hf_names.table(weights.model):
         ours = weights.read(entry.leaf)
         layer = _first_other(ours, found.slabs(entry), stacked=entry.stacked, dtype=dtype)
-        status.share += ours.size / cost.num_params(weights.model) / 2
+        status.share += ours.size / costs.num_params(weights.model) / 2
         del ours  # before the next one is read
         if layer is not None:
             raise ValueError(

@@ -9,8 +9,8 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from hlat_jax import cost
 from hlat_jax.config import ModelConfig
+from hlat_jax.run import costs
 from hlat_jax.store.progress import Status
 from hlat_jax.weights import hf_names
 from hlat_jax.weights.hf_files import begins_texts_with_bos, companions, ids_that_end_a_text, tokenizer_file
@@ -61,7 +61,7 @@ def import_checkpoint(found: HFCheckpoint, out: pathlib.Path, *, status: Status 
             with leaves.leaf(entry.leaf, shape, found.dtype) as write:
                 for layer, slab in enumerate(found.slabs(entry)):
                     write(slab[None] if entry.stacked else slab, layer)
-                    status.share += slab.size / cost.num_params(model)
+                    status.share += slab.size / costs.num_params(model)
 
 
 def params_of(found: HFCheckpoint) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import sys
 import threading
 from typing import Any
 
-from hlat_jax.byte_sizes import format_bytes
+from hlat_jax.facts.byte_sizes import format_bytes
 
 # in errors of Python, C++ and XLA, and of TensorStore, which has RESOURCE_EXHAUSTED in those of a full disk too
 _MARKS = ("can't start new thread", "bad_alloc", "RESOURCE_EXHAUSTED")

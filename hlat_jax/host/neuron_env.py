@@ -15,9 +15,10 @@ import shlex
 import sys
 from collections.abc import Mapping, MutableMapping
 
-from hlat_jax.config import POLICY_FACTS, ParallelConfig, PrecisionConfig, check_choice
+from hlat_jax.config import ParallelConfig, PrecisionConfig, check_choice
+from hlat_jax.facts.core_groups import DISPUTED, verdict_of_first
+from hlat_jax.facts.policies import POLICY_FACTS
 from hlat_jax.host.neuron_compiler_flags import compiler_flags, joined, with_config
-from hlat_jax.host.neuron_groups import DISPUTED, verdict_of_first
 from hlat_jax.host.neuron_topology import (
     COLLECTIVES_PORT,
     HERE,

@@ -7,9 +7,9 @@ import pathlib
 import re
 from collections.abc import Mapping
 
-from hlat_jax.config import nearest
-from hlat_jax.cost import INSTANCES, Instance
-from hlat_jax.host import neuron_groups
+from hlat_jax.facts import core_groups
+from hlat_jax.facts.hardware import INSTANCES, Instance
+from hlat_jax.facts.names import nearest
 
 JAX_PORT = 41001  # JAX's coordinator on rank 0
 COLLECTIVES_PORT = 41000  # Neuron's collectives on rank 0; must differ
@@ -94,9 +94,9 @@ def checked(topology: Topology) -> Topology:
     whole = kind.num_devices(lnc=t.lnc)
     if not 0 <= t.cores <= whole:
         raise ValueError(f"--cores={t.cores}: {t.instance} has {whole} at --lnc={t.lnc}; 0 uses all.")
-    level, why = neuron_groups.verdict_of_first(t.cores or whole, instance=t.instance, lnc=t.lnc)
-    if level == neuron_groups.REFUSED:
-        allowed = ", ".join(neuron_groups.counts_of_jobs(t.instance, lnc=t.lnc))
+    level, why = core_groups.verdict_of_first(t.cores or whole, instance=t.instance, lnc=t.lnc)
+    if level == core_groups.REFUSED:
+        allowed = ", ".join(core_groups.counts_of_jobs(t.instance, lnc=t.lnc))
         raise ValueError(f"--cores={t.cores}: {why}. On {t.instance} it may be {allowed}; 0 uses all.")
     if t.nodes < 1:
         raise ValueError(f"--nodes={t.nodes} must be at least 1.")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Sequence
 
-from hlat_jax.config import nearest
-from hlat_jax.host import flags as flags_lib
+from hlat_jax.cli import flags as flags_lib
+from hlat_jax.facts.names import nearest
 
 # verb -> (module with a `main`, help text)
 VERBS = {

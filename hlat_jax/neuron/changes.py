@@ -15,10 +15,10 @@ from typing import Any
 from hlat_jax.config import SECTIONS, Config
 from hlat_jax.parallel.sharding import MESH_AXES
 from hlat_jax.parallel.virtual_devices import planned_layout
+from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve
 from hlat_jax.run.compilation import traced_programs
 from hlat_jax.run.fingerprint import Fingerprint, fingerprint
-from hlat_jax.step import make_program
 
 _BATCH = ("data.batch_size", "data.seq_len", "data.packing", "train.num_microbatches")
 _LOWERED_AS = {"gpu": "cuda"}  # JAX's platform name for lowering

@@ -12,11 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hlat_jax import cost
 from hlat_jax.config import Config
-from hlat_jax.host import neuron_sdk
+from hlat_jax.facts import hardware, sdk_releases
+from hlat_jax.facts.core_groups import REFUSED, groups_along, server_of, verdict
 from hlat_jax.host.neuron_compiler_flags import compiler_killed
-from hlat_jax.host.neuron_groups import REFUSED, groups_along, server_of, verdict
 from hlat_jax.neuron import exercises, installation, partitioned, probes, programs, public_reports, short_training
 from hlat_jax.neuron.probes import FAILED, NOT_HERE, Outcome
 from hlat_jax.neuron.rules import target_of
@@ -27,8 +26,8 @@ from hlat_jax.parallel.sharding import Layout
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.plan.aot import fewer_replicas
 from hlat_jax.precision import policy_on
+from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve
-from hlat_jax.step import make_program
 from hlat_jax.store.progress import show_progress
 
 
@@ -116,7 +115,7 @@ def _versions(supported: dict[str, tuple[str, str]]) -> Outcome:
 def _neuron_versions(machine: CheckedMachine) -> Outcome:
     if not machine.instance:
         return Outcome(NOT_HERE, "this machine has no Neuron device")
-    python = exercises.installed_versions(("python", "jax", "numpy", *neuron_sdk.PYTHON_PACKAGES))
+    python = exercises.installed_versions(("python", "jax", "numpy", *sdk_releases.PYTHON_PACKAGES))
     return installation.one_release(python | installation.system_versions())
 
 
@@ -134,7 +133,7 @@ def _memory() -> Outcome:
     """Checks the memory of each device in turn; returns the first failure."""
     outcome = None
     for device in jax.local_devices():
-        row, limit = cost.device(device.device_kind), (device.memory_stats() or {}).get("bytes_limit", 0)
+        row, limit = hardware.device(device.device_kind), (device.memory_stats() or {}).get("bytes_limit", 0)
         fill = None if device.platform == "cpu" else functools.partial(exercises.fill, device)
         outcome = probes.memory(limit, row.memory_bytes if row else 0, fill=fill)
         if outcome.verdict == FAILED:

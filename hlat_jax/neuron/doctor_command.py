@@ -12,9 +12,9 @@ from typing import Any
 from absl import flags, logging
 
 from hlat_jax import config as config_lib
-from hlat_jax.byte_sizes import UNITS
+from hlat_jax.cli import flags as flags_lib
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
-from hlat_jax.host import flags as flags_lib
+from hlat_jax.facts.byte_sizes import UNITS
 from hlat_jax.host import neuron_env, neuron_topology
 from hlat_jax.neuron.probes import FAILED, NOT_HERE, PASSED
 from hlat_jax.weights.init_model import take_checked_model

@@ -14,8 +14,8 @@ from typing import Any
 
 from absl import flags
 
+from hlat_jax.cli import flags as flags_lib
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
-from hlat_jax.host import flags as flags_lib
 from hlat_jax.host.neuron_env import Environment, environment
 from hlat_jax.host.neuron_topology import CACHE, INSTANCES, JAX_PORT, Topology, launcher, lnc_of, of_launcher
 from hlat_jax.weights.init_model import take_checked_model

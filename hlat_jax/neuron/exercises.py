@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from hlat_jax.config import ParallelConfig
-from hlat_jax.host.neuron_groups import server_of
+from hlat_jax.facts.core_groups import server_of
 from hlat_jax.neuron import partitioned
 from hlat_jax.neuron.step_operations import Operation
 from hlat_jax.parallel.degrees import placement

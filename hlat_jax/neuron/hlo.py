@@ -69,8 +69,8 @@ def device_module(
 
 def _lowered(name: str, config: Config, num_devices: int, *, target: str) -> tuple[Any, dict[str, int]]:
     """Returns (program lowered for Neuron, degrees of its mesh)."""
+    from hlat_jax.program import make_program
     from hlat_jax.run.compilation import traced_programs
-    from hlat_jax.step import make_program
 
     program = make_program(config, planned_layout(config, num_devices, platform="neuron", chip=target))
     return traced_programs(program)[name]().lower(lowering_platforms=("neuron",)), program.layout.degrees

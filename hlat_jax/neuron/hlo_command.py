@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from absl import flags
 
+from hlat_jax.cli import flags as flags_lib
 from hlat_jax.config import Config
-from hlat_jax.cost import INSTANCES
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
-from hlat_jax.host import flags as flags_lib
+from hlat_jax.facts.hardware import INSTANCES
 from hlat_jax.host.neuron_compiler_flags import compiler_flags, with_config
 from hlat_jax.host.neuron_topology import Topology, checked, lnc_of
 from hlat_jax.neuron.lint_command import PROGRAMS
@@ -49,8 +49,8 @@ def main(argv: Sequence[str]) -> int:
     folder = flags_lib.make_folder("--out", values.out)
     os.environ["JAX_PLATFORMS"] = "cpu"  # leave any accelerator to other processes
     from hlat_jax.neuron import hlo, hlo_proto, programs
+    from hlat_jax.program import make_program
     from hlat_jax.run.compilation import named_programs, traced_programs
-    from hlat_jax.step import make_program
 
     target = target_of(place.instance, lnc=place.lnc)
     count = values.devices or programs.num_devices(config, target=target)

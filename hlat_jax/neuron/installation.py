@@ -8,8 +8,8 @@ import subprocess
 import sysconfig
 from collections.abc import Mapping, Sequence
 
-from hlat_jax.host import neuron_sdk
-from hlat_jax.host.neuron_sdk import PYTHON_PACKAGES, RECOMMENDED, RELEASES, SYSTEM_PACKAGES, Release
+from hlat_jax.facts import sdk_releases
+from hlat_jax.facts.sdk_releases import PYTHON_PACKAGES, RECOMMENDED, RELEASES, SYSTEM_PACKAGES, Release
 from hlat_jax.neuron.probes import FAILED, NOT_HERE, PASSED, Outcome
 
 # Of these one release cannot be without; nki is needed by model.attention=nki only.
@@ -24,7 +24,7 @@ _QUERIES = (
     ("rpm", "-q", "--qf", "%{NAME} %{VERSION} installed\n", *SYSTEM_PACKAGES),
 )
 _TOOLS = pathlib.Path("/opt/aws/neuron/bin")  # of aws-neuronx-tools
-_ADD_ROW = "add its row to hlat_jax/host/neuron_sdk.py from AWS's release notes"
+_ADD_ROW = "add its row to hlat_jax/facts/sdk_releases.py from AWS's release notes"
 
 
 def system_versions(*, driver: pathlib.Path = DRIVER_VERSION) -> dict[str, str]:
@@ -44,7 +44,7 @@ def system_versions(*, driver: pathlib.Path = DRIVER_VERSION) -> dict[str, str]:
 
 
 def one_release(installed: Mapping[str, str]) -> Outcome:
-    """Checks that everything installed belongs to one row of `neuron_sdk.RELEASES`, and not to one to avoid.
+    """Checks that everything installed belongs to one row of `sdk_releases.RELEASES`, and not to one to avoid.
 
     Args:
       installed: package -> version of what is found of `python`, `jax`, `numpy`, PYTHON_PACKAGES and SYSTEM_PACKAGES.
@@ -53,7 +53,7 @@ def one_release(installed: Mapping[str, str]) -> Outcome:
     if missing:
         return Outcome(FAILED, f"missing: {', '.join(missing)}", _advice())
     packages = [name for name in (*PYTHON_PACKAGES, *SYSTEM_PACKAGES) if name in installed]
-    rows = {name: neuron_sdk.releases_of(name, installed[name]) for name in packages}
+    rows = {name: sdk_releases.releases_of(name, installed[name]) for name in packages}
     if all(_is_newer(name, installed[name]) for name in packages if name not in _SLOW):
         found = f"neuronx-cc {installed['neuronx-cc']} is newer than SDK {RECOMMENDED.version}, the newest in the table"
         return Outcome(NOT_HERE, found, _ADD_ROW)
@@ -107,7 +107,7 @@ def tools_on_path(*, scripts: pathlib.Path | None = None, tools: pathlib.Path = 
 
 def _advice() -> str:
     manager = "apt-get" if shutil.which("apt-get") or not shutil.which("dnf") else "dnf"
-    commands = neuron_sdk.upgrade_commands(RECOMMENDED, manager=manager)
+    commands = sdk_releases.upgrade_commands(RECOMMENDED, manager=manager)
     return f"use an image of SDK {RECOMMENDED.version}, or install all of it: {commands}"
 
 
@@ -116,18 +116,18 @@ def _num_of(release: Release, rows: Mapping[str, tuple[str, ...]]) -> int:
 
 
 def _is_newer(package: str, version: str) -> bool:
-    return neuron_sdk.numbers(version) >= neuron_sdk.bounds(package, RELEASES[-1])[1]
+    return sdk_releases.numbers(version) >= sdk_releases.bounds(package, RELEASES[-1])[1]
 
 
 def _age(package: str, version: str) -> str:
-    if not neuron_sdk.numbers(version):
+    if not sdk_releases.numbers(version):
         return "not a version"
     return "newer" if _is_newer(package, version) else "older"
 
 
 def _is_older(release: Release, installed: Mapping[str, str]) -> bool:
     """Returns whether the driver is older than that of the release; a newer one is not to be replaced by it."""
-    return () < neuron_sdk.numbers(installed[_DRIVER]) < neuron_sdk.bounds(_DRIVER, release)[0]
+    return () < sdk_releases.numbers(installed[_DRIVER]) < sdk_releases.bounds(_DRIVER, release)[0]
 
 
 def _warning(releases: Sequence[Release]) -> str:
@@ -157,11 +157,11 @@ def _alien(package: str, version: str, row: tuple[str, ...]) -> str:
 def _unsupported(release: Release, installed: Mapping[str, str]) -> list[str]:
     """Returns what the release does not support of Python, JAX and NumPy."""
     found = []
-    if not neuron_sdk.supports_python(release, installed["python"]):
-        found.append(f"Python {installed['python']} is not one of {neuron_sdk.pythons(release)}")
-    if neuron_sdk.numbers(installed["jax"]) != neuron_sdk.numbers(release.jax):
+    if not sdk_releases.supports_python(release, installed["python"]):
+        found.append(f"Python {installed['python']} is not one of {sdk_releases.pythons(release)}")
+    if sdk_releases.numbers(installed["jax"]) != sdk_releases.numbers(release.jax):
         found.append(f"jax {installed['jax']} is not {release.jax}")
     low, high = release.numpy
-    if not neuron_sdk.numbers(low) <= neuron_sdk.numbers(installed["numpy"]) < neuron_sdk.numbers(high):
+    if not sdk_releases.numbers(low) <= sdk_releases.numbers(installed["numpy"]) < sdk_releases.numbers(high):
         found.append(f"numpy {installed['numpy']} is not >={low},<{high}")
     return found

@@ -21,10 +21,10 @@ from hlat_jax.neuron.module import Program
 from hlat_jax.parallel.degrees import passes
 from hlat_jax.parallel.sharding import MESH_AXES
 from hlat_jax.plan.instructions import Instructions
+from hlat_jax.program import RunProgram, make_program
 from hlat_jax.resolve import resolve
 from hlat_jax.run.compilation import named_programs, traced_programs
 from hlat_jax.run.fingerprint import fingerprint
-from hlat_jax.step import RunProgram, make_program
 
 _MICROBATCH_FACTOR = 4  # from one rung to the next
 _STEPS = {"train.num_steps": 2, "checkpoint.every_steps": 0}

@@ -12,11 +12,11 @@ from typing import Any
 
 from absl import flags
 
+from hlat_jax.cli import flags as flags_lib
 from hlat_jax.config import Config
-from hlat_jax.cost import INSTANCES
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
-from hlat_jax.host import flags as flags_lib
-from hlat_jax.host.neuron_groups import FINE, verdict_of_first
+from hlat_jax.facts.core_groups import FINE, verdict_of_first
+from hlat_jax.facts.hardware import INSTANCES
 from hlat_jax.host.neuron_topology import Topology, checked, lnc_of
 from hlat_jax.neuron.rules import target_of
 from hlat_jax.parallel.degrees import passes

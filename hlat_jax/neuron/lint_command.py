@@ -12,9 +12,9 @@ from typing import Any
 
 from absl import flags
 
-from hlat_jax.cost import INSTANCES
+from hlat_jax.cli import flags as flags_lib
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
-from hlat_jax.host import flags as flags_lib
+from hlat_jax.facts.hardware import INSTANCES
 from hlat_jax.host.neuron_topology import Topology, checked, lnc_of
 from hlat_jax.neuron.rules import LINTED, NODES, target_of
 from hlat_jax.store.progress import show_progress
@@ -37,8 +37,8 @@ def main(argv: Sequence[str]) -> int:
         flags_lib.check_output("--json", values.json)
     os.environ["JAX_PLATFORMS"] = "cpu"  # leave any accelerator to other processes
     from hlat_jax.neuron import programs
+    from hlat_jax.program import make_program
     from hlat_jax.run.compilation import named_programs, traced_programs
-    from hlat_jax.step import make_program
 
     operators = _operators(values.operators)
     count = values.devices or programs.num_devices(config, target=values.target)

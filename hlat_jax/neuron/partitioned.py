@@ -19,10 +19,9 @@ import numpy as np
 from jax.extend.mlir import ir, passmanager
 from jax.extend.mlir.dialects import stablehlo
 
-from hlat_jax import cost
-from hlat_jax.byte_sizes import format_bytes
-from hlat_jax.host import neuron_groups
-from hlat_jax.host.neuron_groups import DISPUTED, FINE, REFUSED, Server
+from hlat_jax.facts import core_groups, hardware
+from hlat_jax.facts.byte_sizes import format_bytes
+from hlat_jax.facts.core_groups import DISPUTED, FINE, REFUSED, Server
 from hlat_jax.neuron.module import (
     Program,
     Tensor,
@@ -52,13 +51,13 @@ _SHARDY = (
 )
 
 
-def _instance(target: str) -> cost.Instance:
+def _instance(target: str) -> hardware.Instance:
     """Returns the instance, or server, for which programs of a target of `rules.LINTED` are checked."""
     if target in TARGETS:
-        return cost.INSTANCES[TARGETS[target]]
+        return hardware.INSTANCES[TARGETS[target]]
     if target == "trn2-lnc1":
-        return dataclasses.replace(cost.INSTANCES[TARGETS["trn2"]], lncs=(1,))
-    return cost.Instance("trn3", 4, 8, (2,), 0)
+        return dataclasses.replace(hardware.INSTANCES[TARGETS["trn2"]], lncs=(1,))
+    return hardware.Instance("trn3", 4, 8, (2,), 0)
 
 
 def run_shardy(root: Any) -> Program | None:
@@ -92,8 +91,8 @@ def group_findings(
         if groups.shape[1] > 1 and key not in seen:
             seen[key] = op
             groups = groups if placed is None else placed[groups]
-            server = Server(target, min(groups.size, neuron_groups.RULES[target].server))  # all devices are in a group
-            level, why = neuron_groups.verdict(groups, server)
+            server = Server(target, min(groups.size, core_groups.RULES[target].server))  # all devices are in a group
+            level, why = core_groups.verdict(groups, server)
             if level != FINE:
                 yield {REFUSED: "CC04", DISPUTED: "CC05"}[level], why, op
             if level == REFUSED and not is_regular(groups, cores_per_chip=_instance(target).devices_per_chip()):
@@ -171,7 +170,7 @@ def permute_problem(pairs: np.ndarray, *, target: str) -> str | None:
         return "not rings: some device does not send and receive exactly once"
     if any(source == target for source, target in target_of.items()):
         return "a device sends to itself"
-    if neuron_groups.RULES[target].is_switched:
+    if core_groups.RULES[target].is_switched:
         return None
     across = sum(a // devices_per_node != b // devices_per_node for a, b in target_of.items())
     if across:
@@ -241,7 +240,7 @@ def argument_findings(program: Program, *, target: str) -> Iterator[tuple[str, s
     total -= sum(
         local.num_bytes for local, is_donated in zip(local_arguments, donated, strict=True) if local and is_donated
     )
-    device = cost.DEVICES[target]
+    device = hardware.DEVICES[target]
     if max(argument_bytes, total) > device.memory_bytes - device.reserved_bytes:
         yield "MEM1", f"arguments and results alone need {format_bytes(max(argument_bytes, total))} per device", main
 
@@ -410,7 +409,7 @@ def _added_groups(sharded: Program | None) -> Iterator[tuple[Any, np.ndarray]]:
 
 def groups_along(mesh: dict[str, int], axes: list[str]) -> np.ndarray:
     """Returns replica groups [n, size] along some axes of a mesh whose devices are numbered in row-major order."""
-    return neuron_groups.groups_along(mesh, axes, devices=np.arange(math.prod(mesh.values())))
+    return core_groups.groups_along(mesh, axes, devices=np.arange(math.prod(mesh.values())))
 
 
 def _abbreviate(group: np.ndarray) -> str:

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from hlat_jax.byte_sizes import format_bytes
-from hlat_jax.cost import INSTANCES
+from hlat_jax.cli import flags as flags_lib
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
-from hlat_jax.host import flags as flags_lib
+from hlat_jax.facts.byte_sizes import format_bytes
+from hlat_jax.facts.core_groups import FINE, REFUSED, verdict
+from hlat_jax.facts.hardware import INSTANCES
 from hlat_jax.host import neuron_topology
-from hlat_jax.host.neuron_groups import FINE, REFUSED, verdict
 from hlat_jax.neuron.rules import target_of
 from hlat_jax.store.progress import show_progress
 from hlat_jax.weights.init_model import take_checked_model
@@ -35,8 +35,8 @@ def main(argv: Sequence[str]) -> int:
     )
     os.environ["JAX_PLATFORMS"] = "cpu"  # leave any accelerator to other processes
     from hlat_jax.neuron import partitioned, preflight, programs
+    from hlat_jax.program import make_program
     from hlat_jax.run.compilation import named_programs, traced_programs
-    from hlat_jax.step import make_program
 
     per_node = place.devices_per_node
     target = target_of(values.instance, lnc=place.lnc)

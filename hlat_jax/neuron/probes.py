@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hlat_jax import cost
-from hlat_jax.byte_sizes import format_bytes
-from hlat_jax.host.neuron_sdk import numbers
+from hlat_jax.facts import hardware
+from hlat_jax.facts.byte_sizes import format_bytes
+from hlat_jax.facts.sdk_releases import numbers
 
 PASSED, FAILED, NOT_HERE = "passed", "failed", "not testable here"
 
@@ -73,8 +73,8 @@ def devices(found: Sequence[Any], *, platform: str, count: int) -> Outcome:
         return Outcome(FAILED, f"{seen}: several kinds", "use devices of one kind")
     if count and len(found) != count:
         return Outcome(FAILED, f"{seen}; the instance has {count}", advice)
-    if kinds[0][0] == "neuron" and cost.device(kinds[0][1]) is None:
-        return Outcome(FAILED, f"{seen}: a kind that is not in cost.DEVICES", "add its memory and speed there")
+    if kinds[0][0] == "neuron" and hardware.device(kinds[0][1]) is None:
+        return Outcome(FAILED, f"{seen}: a kind that is not in hardware.DEVICES", "add its memory and speed there")
     return Outcome(PASSED, seen)
 
 
@@ -272,9 +272,9 @@ def memory(limit_bytes: int, known_bytes: int, *, fill: Callable[[int], bool] | 
     if limit_bytes and limit_bytes < known_bytes / 2:
         found = f"{limit}; such a device has {format_bytes(known_bytes)}"
         return Outcome(FAILED, found, "find the process that holds it: neuron-top, nvidia-smi")
-    num_bytes = min(min(known_bytes or limit_bytes, limit_bytes or known_bytes) // 4, 4 * cost.GIB)
+    num_bytes = min(min(known_bytes or limit_bytes, limit_bytes or known_bytes) // 4, 4 * hardware.GIB)
     if not num_bytes:
-        return Outcome(NOT_HERE, f"{limit}; the device is not in cost.DEVICES", "add the device to cost.DEVICES")
+        return Outcome(NOT_HERE, f"{limit}; the device is not in facts.hardware", "add the device to facts/hardware.py")
     try:
         kept = fill(num_bytes)
     except Exception as error:  # backends raise different classes for out of memory

@@ -6,11 +6,11 @@ import os
 from collections.abc import Collection
 from typing import Any
 
-from hlat_jax import cost
-from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.config import Config
-from hlat_jax.host.neuron_groups import RULES as RULES_OF_GROUPS
-from hlat_jax.host.neuron_groups import Server
+from hlat_jax.facts import hardware
+from hlat_jax.facts.byte_sizes import format_bytes
+from hlat_jax.facts.core_groups import RULES as RULES_OF_GROUPS
+from hlat_jax.facts.core_groups import Server
 from hlat_jax.neuron import lint
 from hlat_jax.neuron.rules import RULES
 from hlat_jax.parallel.degrees import passes
@@ -19,7 +19,7 @@ from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.plan.instructions import estimated, program_limit
 from hlat_jax.plan.memory import device_bytes
-from hlat_jax.step import RunProgram
+from hlat_jax.program import RunProgram
 
 # Warnings accepted in shipped configs: (program, rule) -> reason.
 EXPLAINED = {
@@ -86,7 +86,7 @@ def findings(
     if name not in ("train", "microbatch", "steady"):
         return found
     memory = device_bytes(program, jaxpr=live_jaxpr(traced))
-    device = cost.DEVICES[target]
+    device = hardware.DEVICES[target]
     budget = device.memory_bytes - device.reserved_bytes
     if memory.total <= budget:
         return found

@@ -11,9 +11,9 @@ from typing import Any
 
 from absl import flags
 
-from hlat_jax.byte_sizes import format_bytes
+from hlat_jax.cli import flags as flags_lib
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
-from hlat_jax.host import flags as flags_lib
+from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.host.neuron_topology import CACHE
 from hlat_jax.resolve import select_accumulate
 from hlat_jax.store.progress import show_progress

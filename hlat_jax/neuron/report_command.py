@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from absl import flags
 
-from hlat_jax.host import flags as flags_lib
+from hlat_jax.cli import flags as flags_lib
 from hlat_jax.host.neuron_env import recorded
 from hlat_jax.host.neuron_topology import HERE
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from hlat_jax.cost import INSTANCES
+from hlat_jax.facts.hardware import INSTANCES
 from hlat_jax.plan.instructions import DISPATCH_ADVICE, LIMIT_FLAG, OPERATION_ADVICE, PROGRAM_ADVICE
 
 SEVERITIES = ("error", "warning", "info")

@@ -10,15 +10,14 @@ from typing import Any
 
 from absl import flags
 
-from hlat_jax import cost
-from hlat_jax.byte_sizes import format_bytes
+from hlat_jax.cli import flags as flags_lib
 from hlat_jax.config import Config
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
-from hlat_jax.host import flags as flags_lib
-from hlat_jax.host import neuron_sdk
+from hlat_jax.facts import hardware, sdk_releases
+from hlat_jax.facts.byte_sizes import format_bytes
+from hlat_jax.facts.sdk_releases import PYTHON_PACKAGES, SYSTEM_PACKAGES, Release
 from hlat_jax.host.neuron_compiler_flags import Flags, compiler_flags, with_config
 from hlat_jax.host.neuron_env import REMOVED
-from hlat_jax.host.neuron_sdk import PYTHON_PACKAGES, SYSTEM_PACKAGES, Release
 from hlat_jax.host.neuron_topology import Topology, checked, lnc_of
 from hlat_jax.weights.init_model import take_checked_model
 
@@ -30,9 +29,9 @@ def main(argv: Sequence[str]) -> int:
     taken = {place + 1 for place, word in enumerate(argv) if word.startswith("--") and "=" not in word}  # --config 7b
     names = {place: word for place, word in enumerate(argv) if not word.startswith("-") and place not in taken}
     if len(names) != 2:
-        known = ", ".join(release.version for release in neuron_sdk.RELEASES)
+        known = ", ".join(release.version for release in sdk_releases.RELEASES)
         raise ValueError(f"sdk-diff takes two releases, such as `sdk-diff 2.32 2.33 --config=7b`; known are {known}.")
-    old, new = map(neuron_sdk.find, names.values())
+    old, new = map(sdk_releases.find, names.values())
     mutable, values = flags_lib.parse([word for place, word in enumerate(argv) if place not in names], _define)
     take_checked_model(mutable, given=flags_lib.given_keys(values))
     config = resolve_with_tokenizer(mutable)
@@ -41,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     from hlat_jax.neuron.rules import target_of
 
     target = target_of(topology.instance, lnc=topology.lnc)
-    device, step = cost.DEVICES[target], _training_step(config, target)
+    device, step = hardware.DEVICES[target], _training_step(config, target)
     print(f"{config.name} on {topology.instance}: SDK {old.version} ({old.date}) to {new.version} ({new.date})")
     sections = {
         "packages": _packages(old, new),
@@ -64,7 +63,7 @@ def _packages(old: Release, new: Release) -> Iterator[str]:
     for name in (*PYTHON_PACKAGES, *SYSTEM_PACKAGES):
         if old.packages[name] != new.packages[name]:
             yield f"{name:<24}{old.packages[name]} -> {new.packages[name]}"
-    rows = {"JAX": (old.jax, new.jax), "Python": (neuron_sdk.pythons(old), neuron_sdk.pythons(new))}
+    rows = {"JAX": (old.jax, new.jax), "Python": (sdk_releases.pythons(old), sdk_releases.pythons(new))}
     rows |= {"operating systems": (", ".join(old.systems), ", ".join(new.systems))}
     rows |= {"container images": (old.container_os, new.container_os)}
     for name, (before, after) in rows.items():
@@ -86,11 +85,11 @@ def _variables(environ: Mapping[str, str]) -> Iterator[str]:
     yield from found or [f"none of {', '.join(REMOVED)} is set here"]
 
 
-def _memory(old: Release, new: Release, *, step: _TrainingStep, device: cost.Device, lnc: int) -> Iterator[str]:
+def _memory(old: Release, new: Release, *, step: _TrainingStep, device: hardware.Device, lnc: int) -> Iterator[str]:
     more = (new.reserved_bytes_per_core - old.reserved_bytes_per_core) * lnc
     if not more:
         return
-    counted = neuron_sdk.RECOMMENDED.reserved_bytes_per_core  # in the table of devices already
+    counted = sdk_releases.RECOMMENDED.reserved_bytes_per_core  # in the table of devices already
     free = device.memory_bytes - device.reserved_bytes - (new.reserved_bytes_per_core - counted) * lnc
     yield f"the runtime takes {format_bytes(abs(more))} {'more' if more > 0 else 'less'} of each device"
     fits = "fits" if step.planned_bytes <= free else "DOES NOT FIT: see `python -m hlat_jax.plan` for other degrees"
@@ -109,8 +108,8 @@ def _training_step(config: Config, target: str) -> _TrainingStep:
     from hlat_jax.neuron import programs
     from hlat_jax.passes.products import live_jaxpr
     from hlat_jax.plan.memory import device_bytes
+    from hlat_jax.program import make_program
     from hlat_jax.run.compilation import traced_programs
-    from hlat_jax.step import make_program
 
     count = programs.num_devices(config, target=target)
     program = make_program(config, programs.layout_for_neuron(config, count, target=target))
@@ -120,18 +119,18 @@ def _training_step(config: Config, target: str) -> _TrainingStep:
 
 
 def _faults(old: Release, new: Release) -> Iterator[str]:
-    def has(fault: neuron_sdk.Fault, release: Release) -> bool:
-        at = neuron_sdk.numbers(release.version)
-        return neuron_sdk.numbers(fault.since) <= at and (not fault.fixed or at < neuron_sdk.numbers(fault.fixed))
+    def has(fault: sdk_releases.Fault, release: Release) -> bool:
+        at = sdk_releases.numbers(release.version)
+        return sdk_releases.numbers(fault.since) <= at and (not fault.fixed or at < sdk_releases.numbers(fault.fixed))
 
     words = {(False, True): "NEW", (True, False): "fixed", (True, True): "in both"}
     first, last = sorted((old.date, new.date))
-    for fault in neuron_sdk.FAULTS:
+    for fault in sdk_releases.FAULTS:
         word = words.get((has(fault, old), has(fault, new)))
         if word == "fixed" and new.date < old.date:
             word = f"not known of {new.version}"
         if word is None:
-            between = [one for one in neuron_sdk.RELEASES if first < one.date < last and has(fault, one)]
+            between = [one for one in sdk_releases.RELEASES if first < one.date < last and has(fault, one)]
             if not between:
                 continue
             word = f"only in {between[0].version}, which is between them"
@@ -156,8 +155,8 @@ def _open_faults(config: Config, step: _TrainingStep) -> Iterator[str]:
 def _kernels(old: Release, new: Release, config: Config) -> Iterator[str]:
     if config.model.attention == "nki" and old.packages["nki"] != new.packages["nki"]:
         yield f"model.attention=nki: the kernels are compiled by nki {new.packages['nki']}; run the doctor again"
-        for version in sorted({old.packages["nki"], new.packages["nki"]} & neuron_sdk.NKI_NOTES.keys()):
-            yield from (f"nki {version}: {note}" for note in neuron_sdk.NKI_NOTES[version])
+        for version in sorted({old.packages["nki"], new.packages["nki"]} & sdk_releases.NKI_NOTES.keys()):
+            yield from (f"nki {version}: {note}" for note in sdk_releases.NKI_NOTES[version])
 
 
 def _define(values: flags.FlagValues) -> None:

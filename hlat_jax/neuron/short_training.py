@@ -19,12 +19,12 @@ from hlat_jax.config import Config, PrecisionConfig
 from hlat_jax.data.held_out import open_held_out
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.tokenizer import Tokenizer
-from hlat_jax.host.neuron_groups import server_of
+from hlat_jax.facts.core_groups import server_of
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.parallel.degrees import layout_over, passes
+from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve
 from hlat_jax.run.validation import Validation
-from hlat_jax.step import make_program
 
 NUM_STEPS = 160
 # Final loss on the held-out text, in nats per token. Measured on CPU, JAX 0.10.0, by `train` below, data.seed 1234:

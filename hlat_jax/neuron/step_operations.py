@@ -19,7 +19,7 @@ import numpy as np
 from hlat_jax.neuron.module import Frame, is_library_frame, line_of
 from hlat_jax.passes.jaxpr import CALL_JAXPRS, COLLECTIVES, aval_bytes, inner_jaxprs, rebind
 from hlat_jax.passes.products import PRODUCTS, live_jaxpr
-from hlat_jax.step import RunProgram
+from hlat_jax.program import RunProgram
 
 # Sums of small integers are exact in fp32 in any order, and in bf16 up to 256.
 SUMS = PRODUCTS | frozenset({"reduce_sum", "cumsum", "scatter-add", "scatter_add", "reduce_window_sum"})

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from hlat_jax.config import Config, ModelConfig, ParallelConfig
-from hlat_jax.host import neuron_groups
-from hlat_jax.host.neuron_groups import DISPUTED, REFUSED, Server
+from hlat_jax.facts import core_groups
+from hlat_jax.facts.core_groups import DISPUTED, REFUSED, Server
 from hlat_jax.parallel.sharding import MESH_AXES, ROWS, TENSOR, Layout, abstract_layout, make_layout, resolve_degrees
 from hlat_jax.resolve import check_parallel, check_policy
 
@@ -24,7 +24,7 @@ from hlat_jax.resolve import check_parallel, check_policy
 def layout_over(config: Config, devices: Sequence[Any], *, server: Server | None = None) -> Layout:
     """Returns the layout of a config over `devices`.
 
-    On Neuron, devices are placed in the order that groups of the tensor degree need, see `neuron_groups.order`.
+    On Neuron, devices are placed in the order that groups of the tensor degree need, see `core_groups.order`.
 
     Args:
       config: of the run.
@@ -37,7 +37,7 @@ def layout_over(config: Config, devices: Sequence[Any], *, server: Server | None
         check on these devices. Or more tokens in a step than are counted exactly.
     """
     _check_count(config)
-    server = server or neuron_groups.server_of(devices)
+    server = server or core_groups.server_of(devices)
     try:
         check_degrees(config, len(devices), server=server)
     except ValueError as error:
@@ -49,7 +49,7 @@ def layout_over(config: Config, devices: Sequence[Any], *, server: Server | None
 
 def placement(num_devices: int, *, tensor: int, server: Server | None) -> np.ndarray:
     """Returns the number of the device at each place of a mesh, int64[num_devices]; `tensor` is innermost."""
-    order = neuron_groups.order(server, tensor) if server else None
+    order = core_groups.order(server, tensor) if server else None
     numbers = np.arange(num_devices)
     if order is None or num_devices % server.size:
         return numbers
@@ -62,7 +62,7 @@ def group_verdicts(
 ) -> dict[str, list[str]]:
     """Returns DISPUTED and REFUSED -> what is, for the groups of the collectives of a run; no degree is -1.
 
-    Source: `neuron_groups.RULES`.
+    Source: `core_groups.RULES`.
     """
     wide = {axis: getattr(parallel, axis) for axis in MESH_AXES}
     num_devices = math.prod(wide.values())
@@ -70,8 +70,8 @@ def group_verdicts(
     devices = placement(num_devices, tensor=parallel.tensor, server=server)
     found: dict[str, list[str]] = {DISPUTED: [], REFUSED: []}
     for axes in sent_along(layout, trains=trains):
-        groups = neuron_groups.groups_along(dict(layout.mesh.shape), axes, devices=devices)
-        level, why = neuron_groups.verdict(groups, server)
+        groups = core_groups.groups_along(dict(layout.mesh.shape), axes, devices=devices)
+        level, why = core_groups.verdict(groups, server)
         if level in found:
             names = dict.fromkeys("tensor" if axis in TENSOR else axis for axis in axes)
             found[level].append(f"{' x '.join(f'parallel.{name}={wide[name]}' for name in names)}: {why}")
@@ -143,7 +143,7 @@ def layout_of_model(model: ModelConfig, parallel: ParallelConfig, devices: Seque
     degrees = dict(zip(MESH_AXES, resolve_degrees(parallel, count), strict=True))
     parallel = dataclasses.replace(parallel, **degrees)
     check_parallel(parallel, model)
-    server = neuron_groups.server_of(devices[:count])
+    server = core_groups.server_of(devices[:count])
     placed = [devices[number] for number in placement(count, tensor=parallel.tensor, server=server)]
     layout = make_layout(parallel, placed, num_kv_heads=model.num_kv_heads)
     _check_model(model, layout)

@@ -18,7 +18,7 @@ from hlat_jax.config import ParallelConfig
 MESH_AXES = ("pipe", "data", "fsdp", "tensor")
 # `tensor` is two axes of the mesh: KV heads are split over the second, and replicated over the first when there are
 # more tensor-parallel devices than KV heads. The copies of a KV head are then far apart, as Neuron's groups of 4 on
-# trn1 are: with TP 32 and 8 KV heads cores 0, 8, 16 and 24, and not four neighbors, see `host.neuron_groups`.
+# trn1 are: with TP 32 and 8 KV heads cores 0, 8, 16 and 24, and not four neighbors, see `host.core_groups`.
 TENSOR = ("tensor_rep", "tensor_kv")
 ROWS = ("data", "fsdp")
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from hlat_jax.config import Config
-from hlat_jax.host.neuron_groups import Server
+from hlat_jax.facts.core_groups import Server
 from hlat_jax.parallel.degrees import layout_over
 from hlat_jax.parallel.sharding import Layout
 

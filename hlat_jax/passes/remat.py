@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hlat_jax.byte_sizes import format_bytes, parse_bytes
+from hlat_jax.facts.byte_sizes import format_bytes, parse_bytes
 from hlat_jax.passes import naming, selection
 from hlat_jax.passes.jaxpr import function_name, tracing
 from hlat_jax.passes.naming import RematChoice

@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 
 from absl import flags
 
-from hlat_jax import cost
+from hlat_jax.cli import flags as flags_lib
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
-from hlat_jax.host import flags as flags_lib
+from hlat_jax.facts import hardware
 from hlat_jax.host.neuron_topology import lnc_of
 from hlat_jax.plan import ops_command
 from hlat_jax.store.progress import show_progress
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_flags(values: flags.FlagValues) -> None:
-    cost.target(values.target)
+    hardware.target(values.target)
     if values.nodes < 1:
         raise ValueError(f"--nodes={values.nodes} must be at least 1.")
     if not 0 < values.disk_gb_per_s < math.inf:
@@ -83,15 +83,15 @@ def _check_flags(values: flags.FlagValues) -> None:
 
 
 def at_lnc(target: str, environ: Mapping[str, str]) -> str:
-    """Returns the target of `cost.TARGETS` for a node at the LNC of the environment.
+    """Returns the target of `hardware.TARGETS` for a node at the LNC of the environment.
 
     The variable counts for nodes that have several LNCs; for others it is that of another machine.
     """
-    instance = cost.INSTANCES.get({"trn2-ultraserver": "trn2u.48xlarge"}.get(target, target))
+    instance = hardware.INSTANCES.get({"trn2-ultraserver": "trn2u.48xlarge"}.get(target, target))
     if instance is None or len(instance.lncs) == 1:
         return target
     planned = {instance.lncs[0]: target}
-    planned |= {lnc: name for lnc in instance.lncs if (name := f"{target}-lnc{lnc}") in cost.TARGETS}
+    planned |= {lnc: name for lnc in instance.lncs if (name := f"{target}-lnc{lnc}") in hardware.TARGETS}
     lnc = lnc_of(environ) or instance.lncs[0]
     if lnc not in planned:
         allowed = " or ".join(map(str, planned))
@@ -100,7 +100,7 @@ def at_lnc(target: str, environ: Mapping[str, str]) -> str:
 
 
 def _define(values: flags.FlagValues) -> None:
-    names = ", ".join([*cost.TARGETS, "cpu"])
+    names = ", ".join([*hardware.TARGETS, "cpu"])
     flags.DEFINE_string("target", "trn1.32xlarge", f"Node to plan for: {names}.", flag_values=values)
     flags.DEFINE_integer("nodes", 1, "Number of nodes.", flag_values=values)
     flags.DEFINE_string("json", "", "Also write the plan to this file.", flag_values=values)

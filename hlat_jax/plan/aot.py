@@ -16,8 +16,8 @@ import sys
 import time
 from typing import Any
 
-from hlat_jax import cost
 from hlat_jax.config import Config, PrecisionConfig
+from hlat_jax.facts import hardware
 from hlat_jax.plan.collectives import Count, count_collectives, counted
 from hlat_jax.plan.report import Site, described
 from hlat_jax.resolve import resolve
@@ -34,7 +34,7 @@ def partition(config: Config, site: Site, *, max_devices: int = MAX_DEVICES) -> 
       RuntimeError: the compiling process failed; the message ends with its last output.
     """
     small, num_devices = reduced(config, site, max_devices=max_devices)
-    platform = cost.target(site.target).platform
+    platform = hardware.target(site.target).platform
     task = {"config": small.to_dict(), "num_devices": num_devices, "platform": platform}
     flags = f"--xla_force_host_platform_device_count={num_devices} --xla_backend_optimization_level=0"
     flags += " --xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
@@ -79,7 +79,7 @@ def compiled(config: Config, num_devices: int, platform: str) -> dict[str, Any]:
     from hlat_jax.passes.liveness import estimated_temporaries
     from hlat_jax.passes.products import live_jaxpr
     from hlat_jax.plan.traffic import traced_collectives
-    from hlat_jax.step import make_program, state_bytes
+    from hlat_jax.program import make_program, state_bytes
 
     start = time.monotonic()
     layout = layout_over(config, jax.devices()[:num_devices])

@@ -14,8 +14,9 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from hlat_jax import cost
-from hlat_jax.config import POLICY_FACTS, Config
+from hlat_jax.config import Config
+from hlat_jax.facts import hardware
+from hlat_jax.facts.policies import POLICY_FACTS
 from hlat_jax.model import abstract_params, param_axes
 from hlat_jax.ops.choices import chosen_model
 from hlat_jax.parallel.sharding import TENSOR, Layout
@@ -80,7 +81,7 @@ def held(config: Config, layout: Layout) -> Held:
     )
 
 
-def floor(config: Config, layout: Layout, *, target: cost.Target, holds: Held) -> Floor:
+def floor(config: Config, layout: Layout, *, target: hardware.Target, holds: Held) -> Floor:
     """Returns the lower bounds of `report.make_plan` of a config under a layout.
 
     Args:

@@ -14,7 +14,7 @@ from hlat_jax.parallel.sharding import TENSOR
 from hlat_jax.passes import liveness
 from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.precision import POLICIES
-from hlat_jax.step import RunProgram, state_bytes
+from hlat_jax.program import RunProgram, state_bytes
 
 # Of the estimate of temporaries, without and with pipeline stages; tests hold them against XLA on CPU, which copies a
 # part of the ring of residuals in a steady tick.

@@ -12,9 +12,9 @@ from typing import Any
 from absl import flags
 
 from hlat_jax import config as config_lib
-from hlat_jax.config import nearest
+from hlat_jax.cli import flags as flags_lib
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
-from hlat_jax.host import flags as flags_lib
+from hlat_jax.facts.names import nearest
 from hlat_jax.weights.init_model import take_checked_model
 
 _PLATFORMS = ("cpu", "cuda", "neuron")

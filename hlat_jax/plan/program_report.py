@@ -21,7 +21,7 @@ from hlat_jax.passes.liveness import estimated_temporaries
 from hlat_jax.passes.products import PRODUCTS, live_jaxpr
 from hlat_jax.passes.remat import Plan
 from hlat_jax.plan.collectives import Collective, collectives
-from hlat_jax.program import TrainingProgram
+from hlat_jax.train_step import TrainingProgram
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 
-from hlat_jax import cost
-from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.config import Config
-from hlat_jax.host.neuron_groups import DISPUTED, Server, server_of_target
+from hlat_jax.facts import hardware
+from hlat_jax.facts.byte_sizes import format_bytes
+from hlat_jax.facts.core_groups import DISPUTED, Server, server_of_target
 from hlat_jax.parallel.degrees import passes, verdicts
 from hlat_jax.parallel.sharding import Layout
 from hlat_jax.parallel.virtual_devices import planned_layout
@@ -24,8 +24,9 @@ from hlat_jax.plan import instructions, published, roofline, text
 from hlat_jax.plan.collectives import counted
 from hlat_jax.plan.memory import checkpoint_bytes, device_bytes, host_bytes
 from hlat_jax.plan.traffic import traced_collectives
+from hlat_jax.program import RunProgram, make_program, programs_of_run, state_bytes
 from hlat_jax.run import budget as budget_lib
-from hlat_jax.step import RunProgram, make_program, programs_of_run, state_bytes
+from hlat_jax.run import costs
 
 PROJECTION = "projection, not measured"
 
@@ -35,7 +36,7 @@ class Site:
     """The nodes that a run is planned for.
 
     Attributes:
-      target: a name of `cost.target`.
+      target: a name of `hardware.target`.
       nodes: number of nodes.
       disk_bytes_per_s: bandwidth of one node to the checkpoint's disk.
       price_per_hour: of one node; 0: unknown.
@@ -50,7 +51,7 @@ class Site:
 
     @property
     def num_devices(self) -> int:
-        return self.nodes * cost.target(self.target).num_devices
+        return self.nodes * hardware.target(self.target).num_devices
 
     @property
     def server(self) -> Server | None:
@@ -64,7 +65,7 @@ def site_layout(config: Config, site: Site) -> Layout:
     Raises:
       ValueError: several nodes of a single machine, or as `degrees.layout_over`, with the nearest number of nodes.
     """
-    target = cost.target(site.target)
+    target = hardware.target(site.target)
     if site.nodes > 1 and not target.network_bytes_per_s:
         raise ValueError(f"--nodes={site.nodes}: --instance={site.target} is a single machine; use --nodes=1.")
     try:
@@ -91,7 +92,7 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
     requested = config.model.remat
     program = budget_lib.estimated(make_program(config, site_layout(config, site)))
     config, layout = program.config, program.layout
-    target = cost.target(site.target)
+    target = hardware.target(site.target)
     jaxpr = live_jaxpr(program.trace_step())
     memory = device_bytes(program, jaxpr=jaxpr)
     found = traced_collectives(jaxpr, layout.mesh)
@@ -152,13 +153,13 @@ def _run(program: RunProgram, site: Site) -> dict[str, Any]:
     tokens = step_tokens * train.num_steps
     programs = programs_of_run(config, accumulate=program.accumulate, pipe=program.layout.size(("pipe",)))
     return {
-        "params": cost.num_params(model),
-        "flops_per_token_6n": cost.flops_per_token_6n(model),
-        "flops_per_token": cost.flops_per_token(model, data.seq_len),
+        "params": costs.num_params(model),
+        "flops_per_token_6n": costs.flops_per_token_6n(model),
+        "flops_per_token": costs.flops_per_token(model, data.seq_len),
         "tokens_per_step": step_tokens,
         "steps": train.num_steps,
         "tokens": tokens,
-        "flops": cost.flops_per_token(model, data.seq_len) * tokens,
+        "flops": costs.flops_per_token(model, data.seq_len) * tokens,
         "epochs": tokens / site.data_tokens if site.data_tokens else None,
         "programs": len(programs),
     }
@@ -193,7 +194,7 @@ def step_instructions(program: RunProgram) -> dict[str, instructions.Instruction
     return {name: instructions.estimated(live_jaxpr(trace()), num_shards=num_shards) for name, trace in traced.items()}
 
 
-def _collectives(found: list, *, target: cost.Target, mesh: Any) -> list[dict[str, Any]]:
+def _collectives(found: list, *, target: hardware.Target, mesh: Any) -> list[dict[str, Any]]:
     rows = []
     for (kind, axes), count in counted(found).items():
         nodes, members = roofline.spread_over_nodes(axes, mesh=mesh, node_size=target.num_devices)
@@ -205,7 +206,7 @@ def _collectives(found: list, *, target: cost.Target, mesh: Any) -> list[dict[st
 
 
 def _saving(state: Any, site: Site) -> dict[str, Any]:
-    target = cost.target(site.target)
+    target = hardware.target(site.target)
     total = checkpoint_bytes(state)
     return {
         "checkpoint_bytes": total,
@@ -233,16 +234,16 @@ def _calibration(site: Site, seconds: roofline.Seconds) -> dict[str, Any] | None
         "device": roofline.CALIBRATED_DEVICE,
         "step_low_s": min(ends),
         "step_high_s": max(ends),
-        "is_extrapolated": cost.target(site.target).device != cost.DEVICES[roofline.CALIBRATED_DEVICE],
+        "is_extrapolated": hardware.target(site.target).device != hardware.DEVICES[roofline.CALIBRATED_DEVICE],
     }
 
 
 def _projection(config: Config, site: Site, seconds: roofline.Seconds) -> dict[str, Any]:
-    target = cost.target(site.target)
+    target = hardware.target(site.target)
     tokens = config.data.batch_size * config.data.seq_len
     peak = target.device.peak_flops * site.num_devices
     hours = seconds.step * config.train.num_steps / 3600
-    model_flops = cost.flops_per_token(config.model, config.data.seq_len) * tokens
+    model_flops = costs.flops_per_token(config.model, config.data.seq_len) * tokens
     return {
         "label": PROJECTION,
         **dataclasses.asdict(seconds),
@@ -252,7 +253,7 @@ def _projection(config: Config, site: Site, seconds: roofline.Seconds) -> dict[s
         "calibration": _calibration(site, seconds),
         "tokens_per_s": tokens / seconds.step,
         "tokens_per_s_and_node": tokens / seconds.step / site.nodes,
-        "mfu_6n": cost.flops_per_token_6n(config.model) * tokens / seconds.step / peak,
+        "mfu_6n": costs.flops_per_token_6n(config.model) * tokens / seconds.step / peak,
         "mfu": model_flops / seconds.step / peak,
         "executed_over_model_flops": seconds.flops * site.num_devices / model_flops,
         "days": hours / 24,
@@ -260,6 +261,6 @@ def _projection(config: Config, site: Site, seconds: roofline.Seconds) -> dict[s
         "price": hours * site.nodes * site.price_per_hour or None,
         "published": [
             dataclasses.asdict(row) | {"tokens_per_s_and_node": row.tokens_per_s_and_node}
-            for row in published.nearest(cost.num_params(config.model))
+            for row in published.nearest(costs.num_params(config.model))
         ],
     }

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hlat_jax.cost import Target
+from hlat_jax.facts.hardware import Target
 from hlat_jax.passes.products import products
 from hlat_jax.plan.collectives import Collective
 

@@ -8,9 +8,9 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from hlat_jax import cost
 from hlat_jax.config import Config
-from hlat_jax.host.neuron_groups import DISPUTED
+from hlat_jax.facts import hardware
+from hlat_jax.facts.core_groups import DISPUTED
 from hlat_jax.parallel.degrees import all_degrees, passes, verdicts
 from hlat_jax.parallel.sharding import MESH_AXES, abstract_layout
 from hlat_jax.plan.floor import Floor, floor, held
@@ -52,7 +52,7 @@ def ranked(
       temporaries, which may be too low, "smallest": fewest bytes of a floor, "budget": bytes of a device, "rest": floor
       of the best combination left out; None if none was left out that could be among the best}.
     """
-    target = cost.target(site.target)
+    target = hardware.target(site.target)
     budget = target.device.memory_bytes - target.device.reserved_bytes
     by = "step_s" if target.device.peak_flops else "total"
     scored = sorted(candidates(config, site), key=lambda pair: (getattr(pair[0], by), pair[0].total))
@@ -127,9 +127,9 @@ def _row(plan: dict[str, Any], config: Config) -> dict[str, Any]:
 def candidates(config: Config, site: Site) -> Iterator[tuple[Floor, Config]]:
     """Yields (floor of its plan, config) for every layout that passes all checks, with tensor inside a node.
 
-    On Neuron these include the groups of cores that collectives support, see `neuron_groups`.
+    On Neuron these include the groups of cores that collectives support, see `core_groups`.
     """
-    target, server = cost.target(site.target), site.server
+    target, server = hardware.target(site.target), site.server
     for degrees in all_degrees(site.num_devices):
         replicas = degrees["data"] * degrees["fsdp"]
         if degrees["tensor"] > target.num_devices or config.data.batch_size % replicas:
@@ -148,7 +148,7 @@ def _switch(degree: int) -> tuple[bool, ...]:
 
 def _schedules(config: Config, site: Site, *, rows: int) -> Iterator[tuple[Floor, Config]]:
     """Yields a layout with every number of microbatches that divides its rows and every rematerialization."""
-    target = cost.target(site.target)
+    target = hardware.target(site.target)
     layout = abstract_layout(config.parallel, site.num_devices, num_kv_heads=config.model.num_kv_heads)
     holds = held(config, layout)
     for num_microbatches in (m for m in range(1, rows + 1) if rows % m == 0):

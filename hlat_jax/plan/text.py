@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hlat_jax.byte_sizes import format_bytes
+from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.plan.instructions import (
     LIMIT_FLAG,
     NOTE,

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from hlat_jax.config import nearest
-from hlat_jax.host import flags as flags_lib
-from hlat_jax.host.path_checks import check_folder
+from hlat_jax.cli import flags as flags_lib
+from hlat_jax.cli.path_checks import check_folder
+from hlat_jax.facts.names import nearest
 from hlat_jax.run.goodput import damage, goodput, plot_goodput
 
 USAGE = """Usage: python -m hlat_jax.run goodput RUN [flags]

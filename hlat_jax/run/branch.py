@@ -7,9 +7,9 @@ from typing import Any
 
 from hlat_jax.config import Config
 from hlat_jax.host import distributed
+from hlat_jax.program import RunProgram
 from hlat_jax.resolve import branch_source
 from hlat_jax.run.settings import refuse_branch_drift
-from hlat_jax.step import RunProgram
 from hlat_jax.store.checkpoint import Restored, find_saved, read_checkpoint
 from hlat_jax.store.checkpoint_checks import saved_run, saved_steps
 from hlat_jax.store.metrics import copy_rows

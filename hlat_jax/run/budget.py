@@ -16,14 +16,14 @@ from typing import Any
 
 import jax
 
-from hlat_jax.byte_sizes import format_bytes, parse_bytes
 from hlat_jax.config import REMAT_BUDGET, Config
+from hlat_jax.facts.byte_sizes import format_bytes, parse_bytes
 from hlat_jax.host.distributed import exchange, is_first
 from hlat_jax.passes import remat
 from hlat_jax.passes.liveness import estimated_temporaries
 from hlat_jax.passes.naming import MissingValues, RematChoice
 from hlat_jax.passes.products import live_jaxpr
-from hlat_jax.step import RunProgram, make_program, state_bytes
+from hlat_jax.program import RunProgram, make_program, state_bytes
 
 RECORD_FILE = "remat.json"
 # Keys that, with the mesh, determine the bytes of a step on one device.

@@ -19,17 +19,17 @@ from typing import Any, TypedDict
 
 import jax
 
-from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.config import Config, with_renamed_keys
+from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.generate.decoding import decode_arguments, make_decode, make_prefill, prefill_arguments
 from hlat_jax.generate.generator import Programs, sample_shape
 from hlat_jax.host.jax_compat import CACHE_HIT_EVENT
 from hlat_jax.host.neuron_compiler_flags import compiler_killed
 from hlat_jax.parallel import xla_options
+from hlat_jax.program import GENERATION, RunProgram, programs_of_run, state_bytes
 from hlat_jax.run.fingerprint import fingerprint
 from hlat_jax.run.machine import device_memory
 from hlat_jax.run.optional import short_plan
-from hlat_jax.step import GENERATION, RunProgram, programs_of_run, state_bytes
 from hlat_jax.store.atomic_files import write_whole
 from hlat_jax.store.typed_json import checked, read_json
 

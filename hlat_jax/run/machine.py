@@ -11,13 +11,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hlat_jax import cost
-from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.config import Config
+from hlat_jax.facts import hardware
+from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.parallel.degrees import layout_over
 from hlat_jax.parallel.sharding import MESH_AXES, Layout
 from hlat_jax.precision import POLICIES
-from hlat_jax.step import RunProgram, make_program, state_bytes
+from hlat_jax.program import RunProgram, make_program, state_bytes
+from hlat_jax.run import costs
 
 
 def fitting_program(config: Config, devices: Sequence[Any]) -> RunProgram:
@@ -27,9 +28,9 @@ def fitting_program(config: Config, devices: Sequence[Any]) -> RunProgram:
       ValueError: too little memory, degrees that do not fit the devices, or a batch that does not divide.
     """
     memory = sum(device_memory(device) for device in devices)
-    params = cost.num_params(config.model)
+    params = costs.num_params(config.model)
     gradients = params * jnp.dtype(POLICIES[config.precision.policy].accumulate).itemsize
-    needed = cost.state_bytes(config.model, config.precision.policy) + gradients
+    needed = costs.state_bytes(config.model, config.precision.policy) + gradients
     degrees = ", ".join(f"{axis}={getattr(config.parallel, axis)}" for axis in MESH_AXES)
     has = f"this machine has {len(devices)} {devices[0].device_kind} device(s) with {format_bytes(memory)} in all"
     if needed > memory:
@@ -55,7 +56,7 @@ def device_memory(device: Any) -> int:
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
         return stats["bytes_limit"]
-    row = cost.device(device.device_kind)
+    row = hardware.device(device.device_kind)
     if row is not None:
         return row.memory_bytes
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()

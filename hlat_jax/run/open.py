@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from hlat_jax import cost
 from hlat_jax.batch import Batch
 from hlat_jax.config import Config
 from hlat_jax.data import kept_tokenizer, path_checks, positions
@@ -20,14 +19,14 @@ from hlat_jax.data.held_out import open_held_out
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.retries import Retries
 from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.facts import hardware
 from hlat_jax.generate.generator import Programs
 from hlat_jax.host import compile_cache, distributed
 from hlat_jax.host.process import INDEX_FOLDER, StopSignals, closing_quietly
 from hlat_jax.parallel.rows import gather_rows, process_rows
 from hlat_jax.parallel.sharding import Layout
-from hlat_jax.program import StepMetrics
 from hlat_jax.resolve import branch_source, skipped_batches
-from hlat_jax.run import budget, exports, history, optional, summary
+from hlat_jax.run import budget, costs, exports, history, optional, summary
 from hlat_jax.run.branch import open_branch
 from hlat_jax.run.compilation import Compilations, compiled_sampler, compiled_step
 from hlat_jax.run.goodput import Ledger, SilentLedger
@@ -41,6 +40,7 @@ from hlat_jax.run.step_sync import FolderCheck, StepSync, only_job, require_same
 from hlat_jax.run.validation import Validation
 from hlat_jax.store.checkpoint import Checkpointer, Restored
 from hlat_jax.store.metrics import MetricsLog, SilentLog
+from hlat_jax.train_step import StepMetrics
 from hlat_jax.weights.hf_files import KEPT, keep_companions
 
 
@@ -59,7 +59,7 @@ class Run:
       tasks: tasks of the evaluation harness; None if not configured.
       shard: this process's rows of a batch -> what `train_step` takes, on devices.
       train_step: the compiled (state, batch, learning rate) -> (state, StepMetrics); donates the state.
-      state_norms: the compiled state -> norms of its parts, see step.RunProgram.
+      state_norms: the compiled state -> norms of its parts, see program.RunProgram.
       sampler: the compiled programs of samples; None if not configured.
       log, ledger: metrics log and ledger; silent in all processes but process 0.
       monitor: utilization of the devices of this node; of process 0 alone, whose rows are written.
@@ -342,7 +342,7 @@ def _finish(config: Config, workdir: pathlib.Path, *, exporter: optional.Exporte
 def _open_log(config: Config, workdir: pathlib.Path, *, layout: Layout, progress: Progress) -> MetricsLog | SilentLog:
     if not distributed.is_first():
         return SilentLog()
-    device = cost.device(layout.mesh.devices.flat[0].device_kind)
+    device = hardware.device(layout.mesh.devices.flat[0].device_kind)
     return MetricsLog(
         workdir,
         config=config.metrics,
@@ -351,8 +351,8 @@ def _open_log(config: Config, workdir: pathlib.Path, *, layout: Layout, progress
         start_tokens=progress.tokens,
         hyperparameters=config.to_dict(),
         flops_per_token=(
-            cost.flops_per_token_6n(config.model),
-            cost.flops_per_token(config.model, config.data.seq_len),
+            costs.flops_per_token_6n(config.model),
+            costs.flops_per_token(config.model, config.data.seq_len),
         ),
         peak_flops=device.peak_flops * layout.mesh.size if device else None,
     )

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from hlat_jax.config import Config
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.parallel.sharding import Layout
-from hlat_jax.step import RunProgram
+from hlat_jax.program import RunProgram
 
 if TYPE_CHECKING:
     from hlat_jax.evaluate.in_training import TasksInTraining

@@ -17,9 +17,9 @@ from hlat_jax.data.streams import data_drift
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.host.neuron_env import recorded
 from hlat_jax.ops.registry import OPS
+from hlat_jax.program import RunProgram
 from hlat_jax.resolve import batch_of_step, resolve, skipped_batches
 from hlat_jax.run import budget
-from hlat_jax.step import RunProgram
 from hlat_jax.store import atomic_files
 from hlat_jax.store.config_diff import config_drift, differences
 

@@ -6,16 +6,16 @@ import pathlib
 import sys
 from collections.abc import Mapping
 
-from hlat_jax import cost
-from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.config import Config
 from hlat_jax.data.held_out import HeldOut
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.sources import many_unknown, unknown_share
 from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.host import distributed
 from hlat_jax.ops.registry import OPS
-from hlat_jax.step import RunProgram, state_bytes
+from hlat_jax.program import RunProgram, state_bytes
+from hlat_jax.run import costs
 from hlat_jax.store.loss_curve import plot_loss
 from hlat_jax.store.metrics import ROWS_FILE, read_rows
 
@@ -27,7 +27,7 @@ def describe(program: RunProgram) -> None:
     degrees = " x ".join(f"{axis} {size}" for axis, size in layout.degrees.items() if size > 1) or "one device"
     step_tokens = config.data.batch_size * config.data.seq_len
     print(f"{config.name}: {layout.mesh.size} x {device.device_kind} ({device.platform}), {degrees}")
-    print(f"parameters       {cost.num_params(config.model):,} ({config.precision.policy})")
+    print(f"parameters       {costs.num_params(config.model):,} ({config.precision.policy})")
     if config.data.packing == "concat":
         counted = step_tokens - config.data.batch_size  # the last token of a row has no target
         print(f"tokens per step  {step_tokens:,}, of which {counted:,} have a target")

@@ -107,7 +107,7 @@ def saved_run(folder: pathlib.Path) -> dict[str, Any]:
     """Returns what a checkpoint holds beside its state, its record.
 
     It has "position", "metadata", and "arrays", path -> dtype[shape]; and, unless an earlier version wrote it, "step"
-    and "norms", part of the state -> norm, see step.RunProgram.
+    and "norms", part of the state -> norm, see program.RunProgram.
 
     Raises:
       ValueError: a field is missing or has a value that no run writes; the message has the file and the field.

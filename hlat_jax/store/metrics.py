@@ -18,8 +18,8 @@ import time
 from collections.abc import Collection, Iterator
 from typing import Any, NotRequired, TypedDict
 
-from hlat_jax.byte_sizes import UNITS
 from hlat_jax.config import MetricsConfig
+from hlat_jax.facts.byte_sizes import UNITS
 from hlat_jax.host.optional_import import import_optional
 from hlat_jax.store.atomic_files import sync_folder, to_disk, write_whole
 from hlat_jax.store.config_diff import flat

@@ -10,6 +10,7 @@ from data_files import read_all, write_compressed, write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hlat_jax.cli import flags as flags_lib
 from hlat_jax.config import DataConfig
 from hlat_jax.data import sources
 from hlat_jax.data.build import stats
@@ -17,7 +18,6 @@ from hlat_jax.data.held_out import open_held_out
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.streams import open_sources
 from hlat_jax.data.tokenizer import Tokenizer, resolve_with_tokenizer
-from hlat_jax.host import flags as flags_lib
 from hlat_jax.resolve import resolve
 from hlat_jax.run import summary
 

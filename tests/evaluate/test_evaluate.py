@@ -190,7 +190,7 @@ def test_evaluate_on_validation_rows_uses_the_precision_policy_of_the_run(valida
         return types.SimpleNamespace(eval_step=lambda *_: (0.0, 1.0))
 
     monkeypatch.setattr("hlat_jax.run.settings.saved_config", saved)
-    monkeypatch.setattr("hlat_jax.step.make_program", recorded)
+    monkeypatch.setattr("hlat_jax.program.make_program", recorded)
     evaluate_here(f"--checkpoint={folder}", "--validation")
     assert set(policies) == {"mixed"}
 

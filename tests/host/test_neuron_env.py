@@ -21,8 +21,9 @@ from hypothesis import strategies as st
 
 from hlat_jax import config as config_lib
 from hlat_jax import train
-from hlat_jax.config import POLICY_FACTS, ParallelConfig, PrecisionConfig
-from hlat_jax.host import flags as flags_lib
+from hlat_jax.cli import flags as flags_lib
+from hlat_jax.config import ParallelConfig, PrecisionConfig
+from hlat_jax.facts.policies import POLICY_FACTS
 from hlat_jax.host import neuron_env, neuron_topology
 from hlat_jax.host.neuron_env import FIXED, REMOVED, environment
 from hlat_jax.host.neuron_topology import INSTANCES, Topology
@@ -216,10 +217,12 @@ def test_device_rounds_only_when_the_program_does_not():
 
 
 def test_instance_devices_match_the_planner():
-    from hlat_jax import cost
+    from hlat_jax.facts import hardware
 
     for target, (instance, lnc) in TARGETS.items():
-        assert neuron_topology.checked(Topology(instance, lnc=lnc)).devices_per_node == cost.target(target).num_devices
+        assert (
+            neuron_topology.checked(Topology(instance, lnc=lnc)).devices_per_node == hardware.target(target).num_devices
+        )
 
 
 LAYOUTS = [
@@ -524,7 +527,7 @@ class Stop:
             sys.exit(0)
 
 sys.meta_path.insert(0, Stop())
-from hlat_jax.host import flags
+from hlat_jax.cli import flags
 import importlib.util
 is_room = importlib.util.find_spec("hlat_jax.COMMAND").submodule_search_locations
 flags.main(importlib.import_module("hlat_jax.COMMAND" + (".__main__" if is_room else "")).main)

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from hlat_jax.host import flags, process
+from hlat_jax.cli import flags
+from hlat_jax.host import process
 
 
 def test_text_that_the_output_cannot_show_is_replaced(monkeypatch):

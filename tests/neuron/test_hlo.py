@@ -13,13 +13,13 @@ import pytest
 from jax.extend.mlir import hlo_to_stablehlo
 from planned import small_config
 
-from hlat_jax.host import flags
+from hlat_jax.cli import flags
 from hlat_jax.neuron import __main__ as commands
 from hlat_jax.neuron import hlo, hlo_proto
 from hlat_jax.neuron.programs import layout_for_neuron
 from hlat_jax.parallel.degrees import layout_over
+from hlat_jax.program import make_program
 from hlat_jax.run.compilation import traced_programs
-from hlat_jax.step import make_program
 
 
 @pytest.fixture(scope="module")

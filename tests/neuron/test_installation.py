@@ -8,16 +8,16 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from hlat_jax.cost import INSTANCES
-from hlat_jax.host import neuron_sdk
-from hlat_jax.host.neuron_sdk import RELEASES, SYSTEM_PACKAGES
+from hlat_jax.facts import sdk_releases
+from hlat_jax.facts.hardware import INSTANCES
+from hlat_jax.facts.sdk_releases import RELEASES, SYSTEM_PACKAGES
 from hlat_jax.neuron import installation, lint, sdk_diff_command
 from hlat_jax.neuron.probes import FAILED, NOT_HERE, PASSED
 
 
 def of_release(name, **changed):
     """Returns what is installed where all of one release is; None leaves a package out."""
-    one = neuron_sdk.find(name)
+    one = sdk_releases.find(name)
     found = {"python": "3.12.4", "jax": one.jax, "numpy": "2.3.5"} | one.packages
     found |= {package.replace("_", "-"): version for package, version in changed.items()}
     return {package: version for package, version in found.items() if version is not None}
@@ -175,7 +175,7 @@ def test_system_versions_are_found_by_rpm_too(tmp_path, monkeypatch):
         tmp_path, "rpm", "aws-neuronx-collectives 2.35.49.0_ab installed\\npackage aws-neuronx-dkms is not installed\\n"
     )
     assert installation.system_versions(driver=pathlib.Path("no")) == {"aws-neuronx-collectives": "2.35.49.0_ab"}
-    assert neuron_sdk.releases_of("aws-neuronx-collectives", "2.35.49.0_ab") == ("2.33.1",)
+    assert sdk_releases.releases_of("aws-neuronx-collectives", "2.35.49.0_ab") == ("2.33.1",)
 
 
 # sdk-diff
@@ -308,9 +308,9 @@ def test_sdk_diff_refuses_what_it_does_not_know(words, message):
 
 
 def test_every_fault_has_what_to_do_and_a_source():
-    names = [fault.name for fault in neuron_sdk.FAULTS]
+    names = [fault.name for fault in sdk_releases.FAULTS]
     assert len(names) == len(set(names))
-    for fault in neuron_sdk.FAULTS:
+    for fault in sdk_releases.FAULTS:
         assert fault.instead
         assert fault.source
         assert not fault.fixed or fault.fixed in [one.version for one in RELEASES]

@@ -11,8 +11,8 @@ import sys
 import pytest
 
 from hlat_jax import config as config_lib
+from hlat_jax.cli import flags
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
-from hlat_jax.host import flags
 from hlat_jax.host.neuron_topology import Topology
 from hlat_jax.neuron import ladder, programs
 from hlat_jax.parallel.degrees import passes

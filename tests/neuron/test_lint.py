@@ -19,16 +19,16 @@ from jax.sharding import PartitionSpec as P
 from planned import small_config
 
 from hlat_jax import config as config_lib
-from hlat_jax import cost
+from hlat_jax.facts import hardware
 from hlat_jax.neuron import lint, partitioned, programs
 from hlat_jax.neuron.module import Program
 from hlat_jax.neuron.rules import LINTED, NODES, RULES, target_of
 from hlat_jax.parallel.pipeline import PHASES
 from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.plan.collectives import count_collectives
+from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve
 from hlat_jax.stack import rematerialized
-from hlat_jax.step import make_program
 
 DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs" / "neuron-lint.md"
 X = jnp.ones((4, 4))
@@ -977,7 +977,7 @@ def test_permutes_must_be_rings_of_linked_chips_in_a_node():
 @pytest.fixture
 def lint_here(monkeypatch, capsys):
     """A function that runs a lint command in this process and returns (exit code, stdout, stderr)."""
-    from hlat_jax.host import flags
+    from hlat_jax.cli import flags
     from hlat_jax.neuron import __main__ as commands
 
     def run(*words):
@@ -1114,10 +1114,10 @@ def test_lint_reports_a_layout_that_does_not_fit(lint_here):
 
 
 def test_nodes_that_can_be_planned_are_linted_as_their_device():
-    names = {name for name, node in cost.TARGETS.items() if node.platform == "neuron"}
+    names = {name for name, node in hardware.TARGETS.items() if node.platform == "neuron"}
     assert names - set(NODES) == {"trn2-ultraserver"}, "its pairs between servers would be errors"
     for node in names & set(NODES):
-        assert cost.DEVICES[target_of(node)] is cost.TARGETS[node].device
+        assert hardware.DEVICES[target_of(node)] is hardware.TARGETS[node].device
 
 
 def test_lint_accepts_the_list_of_the_compiler(lint_here, tmp_path):

@@ -10,13 +10,13 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from hlat_jax import config as config_lib
-from hlat_jax.host.neuron_groups import Server
+from hlat_jax.facts.core_groups import Server
 from hlat_jax.neuron import doctor, exercises, partitioned, step_operations, sweep
 from hlat_jax.neuron.probes import FAILED, NOT_HERE, PASSED, Outcome
 from hlat_jax.neuron.sweep import Limits
 from hlat_jax.parallel.virtual_devices import PlannedClient, planned_layout
+from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve
-from hlat_jax.step import make_program
 
 DEVICES = 8
 

@@ -14,8 +14,8 @@ import pytest
 
 from hlat_jax.ops import general_norm
 from hlat_jax.ops.dispatch import dispatch
-from hlat_jax.program import training_program
-from hlat_jax.program_options import ProgramOptions
+from hlat_jax.step_options import ProgramOptions
+from hlat_jax.train_step import training_program
 
 B, T, D = 2, 3, 16
 EPS = 1e-5

@@ -19,7 +19,7 @@ import pytest
 from flax import nnx
 from planned import small_config
 
-from hlat_jax.host import neuron_sdk
+from hlat_jax.facts import sdk_releases
 from hlat_jax.model import Decoder
 from hlat_jax.neuron import lint, lint_command
 from hlat_jax.neuron.programs import layout_for_neuron
@@ -30,9 +30,9 @@ from hlat_jax.ops.nki.chips import excluded
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.plan import tune
 from hlat_jax.plan.report import Site, make_plan
+from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve
 from hlat_jax.run.compilation import traced_programs
-from hlat_jax.step import make_program
 
 SHAPES = {"mha": (2, 512, 4, 16, 4), "gqa": (1, 512, 6, 8, 2), "mqa": (1, 1024, 4, 32, 1)}  # B, T, N, H, K
 
@@ -202,7 +202,7 @@ def equations(jaxpr):
 
 
 def test_every_release_has_a_recorded_contract():
-    assert set(nki_contracts.CONTRACTS) == {release.version for release in neuron_sdk.RELEASES}
+    assert set(nki_contracts.CONTRACTS) == {release.version for release in sdk_releases.RELEASES}
 
 
 @pytest.mark.parametrize("lnc", ["1", "2"])

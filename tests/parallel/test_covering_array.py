@@ -20,8 +20,8 @@ from hlat_jax.parallel.degrees import layout_over
 from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.plan.collectives import collectives
 from hlat_jax.plan.traffic import traced_collectives
+from hlat_jax.program import make_program, state_bytes
 from hlat_jax.resolve import resolve
-from hlat_jax.step import make_program, state_bytes
 
 NUM_STEPS = 5
 SPIKE = 3  # the step whose targets are all one token

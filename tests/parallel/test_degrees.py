@@ -12,9 +12,9 @@ from hlat_jax.neuron.programs import layout_for_neuron
 from hlat_jax.parallel.degrees import check_degrees, layout_over, nearest_degrees, passes
 from hlat_jax.parallel.sharding import MESH_AXES, make_layout
 from hlat_jax.plan.report import Site, make_plan
+from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve
 from hlat_jax.run.machine import fitting_program
-from hlat_jax.step import make_program
 
 # changes of `small` -> what is refused over 8 devices, and what to change
 REFUSED = {

@@ -28,10 +28,10 @@ from hlat_jax.passes.jaxpr import equations
 from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.plan.traffic import traced_collectives
 from hlat_jax.precision import NEAREST, Accumulation
-from hlat_jax.program import accumulated
-from hlat_jax.program_options import checked_loss
+from hlat_jax.program import make_program, model_loss
 from hlat_jax.resolve import resolve
-from hlat_jax.step import make_program, model_loss
+from hlat_jax.step_options import checked_loss
+from hlat_jax.train_step import accumulated
 
 SEQUENCE, ZERO1 = {"sequence_parallel": True}, {"zero1": True}
 # name -> changes of parallel, model and train sections

@@ -15,7 +15,7 @@ from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.plan.collectives import collectives
 from hlat_jax.plan.traffic import traced_collectives
 from hlat_jax.precision import POLICIES
-from hlat_jax.program import ProgramOptions, SumAndCount, training_program
+from hlat_jax.train_step import ProgramOptions, SumAndCount, training_program
 
 
 def trained(loss, params, *, stage=None, bucket_bytes=0, policy="fp32", steps=6):

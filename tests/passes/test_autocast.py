@@ -31,9 +31,9 @@ from hlat_jax.passes.casting import Cast
 from hlat_jax.passes.jaxpr import equations, reaching
 from hlat_jax.passes.kinds import saturated
 from hlat_jax.precision import POLICIES as PRECISIONS
-from hlat_jax.program import ProgramOptions, training_program
+from hlat_jax.program import model_loss
 from hlat_jax.resolve import resolve
-from hlat_jax.step import model_loss
+from hlat_jax.train_step import ProgramOptions, training_program
 
 BF16_STEP = 2.0**-8
 

@@ -13,7 +13,7 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 
-from hlat_jax.byte_sizes import parse_bytes
+from hlat_jax.facts.byte_sizes import parse_bytes
 from hlat_jax.ops.attention import attention
 from hlat_jax.passes import naming, narrowing, recompute, remat, selection
 from hlat_jax.passes.autocast import autocast

@@ -5,11 +5,11 @@ import dataclasses
 import pytest
 from planned import name, num_devices, planned_config, small_config
 
-from hlat_jax import cost
+from hlat_jax.facts import hardware
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.plan.floor import floor, held
 from hlat_jax.plan.report import Site, make_plan
-from hlat_jax.step import make_program, state_bytes
+from hlat_jax.program import make_program, state_bytes
 
 LAYOUTS = [
     {"policy": "fp32", "remat": "none", "m": 2},
@@ -48,7 +48,7 @@ def _with_attention(config, attention):
 
 def _floor(config, target):
     layout = planned_layout(config, num_devices(config), platform="neuron")
-    return floor(config, layout, target=cost.target(target), holds=held(config, layout))
+    return floor(config, layout, target=hardware.target(target), holds=held(config, layout))
 
 
 @pytest.mark.quick_cases(

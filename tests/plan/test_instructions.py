@@ -14,8 +14,8 @@ from hlat_jax.parallel.pipeline import PHASES
 from hlat_jax.passes.products import live_jaxpr, products
 from hlat_jax.plan import instructions, report, text
 from hlat_jax.plan.instructions import Instructions
+from hlat_jax.program import make_program
 from hlat_jax.run.compilation import traced_programs
-from hlat_jax.step import make_program
 
 
 def shape(*dims, dtype=jnp.float32):

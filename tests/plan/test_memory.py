@@ -11,8 +11,8 @@ from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.passes import liveness
 from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.plan.memory import STAGES_ERROR, TEMPORARIES_ERROR, checkpoint_bytes, device_bytes, host_bytes
+from hlat_jax.program import make_program, state_bytes
 from hlat_jax.resolve import resolve
-from hlat_jax.step import make_program, state_bytes
 
 LAYOUTS = [
     {"policy": "fp32"},

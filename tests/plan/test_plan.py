@@ -22,8 +22,8 @@ from planned import name, num_devices, small_config
 
 from benchmarks import layouts
 from hlat_jax import config as config_lib
-from hlat_jax import cost
-from hlat_jax.host.neuron_groups import DISPUTED
+from hlat_jax.facts import hardware
+from hlat_jax.facts.core_groups import DISPUTED
 from hlat_jax.parallel.sharding import MESH_AXES, make_layout
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.passes.products import live_jaxpr
@@ -34,8 +34,9 @@ from hlat_jax.plan.collectives import Collective, count_collectives, counted
 from hlat_jax.plan.memory import STAGES_ERROR, DeviceBytes
 from hlat_jax.plan.report import Site, make_plan, short_plan
 from hlat_jax.plan.traffic import traced_collectives
+from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve
-from hlat_jax.step import make_program
+from hlat_jax.run import costs
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 GOLDEN = ROOT / "tests" / "support" / "golden" / "plans"
@@ -55,7 +56,7 @@ def plan_of(config_name):
 @pytest.fixture
 def plan_here(monkeypatch, capsys):
     """A function of the words of a plan command that runs it in this process: (exit code, stdout, stderr)."""
-    from hlat_jax.host import flags
+    from hlat_jax.cli import flags
     from hlat_jax.plan import __main__ as plan
 
     def run(*words):
@@ -193,7 +194,7 @@ def test_matmul_flops_of_a_step_match_the_formula():
     executed = sum(flops * trips for flops, _, trips in roofline.products(jaxpr))
     m, tokens = config.model, config.data.batch_size * config.data.seq_len
     scales = (2 * m.num_layers + 1) * m.embed_dim
-    per_token = cost.flops_per_token(m, config.data.seq_len) - 6 * (m.vocab_size * m.embed_dim + scales)
+    per_token = costs.flops_per_token(m, config.data.seq_len) - 6 * (m.vocab_size * m.embed_dim + scales)
     assert executed == per_token * tokens  # the embedding is looked up, scales are multiplied elementwise
 
 
@@ -207,7 +208,7 @@ def test_spread_over_nodes_counts_nodes_and_devices_in_one(axes, expected):
 
 
 def test_collective_time_shares_node_bandwidth_among_groups():
-    target = cost.target("trn1.32xlarge")
+    target = hardware.target("trn1.32xlarge")
     mesh = types.SimpleNamespace(shape={"data": 16, "tensor": 8})
     gradient = Collective("all-reduce", ("data",), 16, 1, 10**9, 1, ("f32",), "")
     place, seconds = roofline.collective_seconds(gradient, target=target, mesh=mesh)
@@ -219,7 +220,7 @@ def test_collective_time_shares_node_bandwidth_among_groups():
 
 
 def test_ultraserver_sends_between_its_servers_over_their_links():
-    target = cost.target("trn2-ultraserver")
+    target = hardware.target("trn2-ultraserver")
     mesh = types.SimpleNamespace(shape={"data": 4, "fsdp": 16, "tensor": 4})
     inside = Collective("all-gather", ("fsdp",), 16, 1, 10**9, 1, ("bf16",), "")
     assert roofline.collective_seconds(inside, target=target, mesh=mesh)[1] == pytest.approx(0.9375e9 / 256e9 + 8e-6)
@@ -235,22 +236,22 @@ def test_published_results_are_matched_by_model_size():
 
 
 def test_targets_cite_sources_and_match_their_devices():
-    for target_name, target in cost.TARGETS.items():
+    for target_name, target in hardware.TARGETS.items():
         assert target.source, target_name
         assert target.device.source, target_name
-    assert cost.target("trn1.32xlarge").device.peak_flops * 32 == pytest.approx(3.04e15)
-    assert cost.target("trn2.48xlarge").device.memory_bytes * 64 == 1536 * 2**30
-    one, two = cost.target("trn2.48xlarge-lnc1"), cost.target("trn2.48xlarge")
+    assert hardware.target("trn1.32xlarge").device.peak_flops * 32 == pytest.approx(3.04e15)
+    assert hardware.target("trn2.48xlarge").device.memory_bytes * 64 == 1536 * 2**30
+    one, two = hardware.target("trn2.48xlarge-lnc1"), hardware.target("trn2.48xlarge")
     assert one.device.peak_flops * one.num_devices == two.device.peak_flops * two.num_devices
     for target_name, petaflops, gib in (
         ("trn2-ultraserver", 42.7, 6144),
         ("trn3-gen1", 42.9, 9216),
         ("trn3-gen2", 96.6, 20736),
     ):
-        node = cost.target(target_name)
+        node = hardware.target(target_name)
         assert node.device.peak_flops * node.num_devices == pytest.approx(petaflops * 1e15, rel=2e-3)
         assert node.device.memory_bytes * node.num_devices == gib * 2**30
-    assert "derived" in cost.target("trn2.3xlarge").source
+    assert "derived" in hardware.target("trn2.3xlarge").source
 
 
 def test_plan_takes_the_lnc_of_the_environment(plan_here, monkeypatch):
@@ -270,7 +271,7 @@ def test_plan_takes_the_lnc_of_the_environment(plan_here, monkeypatch):
     ("kind", "name"), [("NC_v2", "trn1"), ("NC_v3", "trn2-lnc1"), ("NC_v3d", "trn2"), ("NVIDIA H200", "h200")]
 )
 def test_device_kinds_tell_the_logical_cores_of_trn2_apart(kind, name):
-    assert cost.device(kind) == cost.DEVICES[name]
+    assert hardware.device(kind) == hardware.DEVICES[name]
 
 
 def test_plan_command_writes_json_and_prints_every_part(plan_here, tmp_path):
@@ -360,8 +361,10 @@ def test_search_matches_exhaustive_planning(monkeypatch, is_disputed):
     config, site = small_config(rows=8, policy="mixed"), Site("trn1.2xlarge", 2)
     budget = 600_000  # half of the combinations fit
     tried = [(least, candidate) for least, candidate in search.candidates(config, site)]
-    device = dataclasses.replace(cost.DEVICES["trn1"], memory_bytes=budget, reserved_bytes=0)
-    monkeypatch.setitem(cost.TARGETS, "trn1.2xlarge", dataclasses.replace(cost.target("trn1.2xlarge"), device=device))
+    device = dataclasses.replace(hardware.DEVICES["trn1"], memory_bytes=budget, reserved_bytes=0)
+    monkeypatch.setitem(
+        hardware.TARGETS, "trn1.2xlarge", dataclasses.replace(hardware.target("trn1.2xlarge"), device=device)
+    )
     made_up = {}
     for least, c in tried:
         p = c.parallel
@@ -404,8 +407,10 @@ def test_search_shows_layouts_that_fit_by_their_projected_step():
 
 def test_search_without_results_prints_the_reason(monkeypatch):
     config, site = small_config(policy="mixed"), Site("trn1.2xlarge", 1)
-    device = dataclasses.replace(cost.DEVICES["trn1"], memory_bytes=2**16, reserved_bytes=0)
-    monkeypatch.setitem(cost.TARGETS, "trn1.2xlarge", dataclasses.replace(cost.target("trn1.2xlarge"), device=device))
+    device = dataclasses.replace(hardware.DEVICES["trn1"], memory_bytes=2**16, reserved_bytes=0)
+    monkeypatch.setitem(
+        hardware.TARGETS, "trn1.2xlarge", dataclasses.replace(hardware.target("trn1.2xlarge"), device=device)
+    )
     assert "No layout for here fits 64.00 KiB per device: none of" in text.ranking(search.ranked(config, site), "here")
     odd = dataclasses.replace(config, data=dataclasses.replace(config.data, batch_size=1, seq_len=15))
     odd = dataclasses.replace(odd, model=dataclasses.replace(odd.model, num_layers=3, vocab_size=63))
@@ -450,9 +455,9 @@ def test_search_does_not_rank_a_layout_that_fits_only_by_the_estimate(monkeypatc
     def ranked(share):
         made_up = plan["device_bytes"] | {"total": round(share * budget), "upper": round(1.15 * share * budget)}
         monkeypatch.setattr(search, "make_plan", lambda *_: plan | {"device_bytes": made_up | {"budget": budget}})
-        device = dataclasses.replace(cost.DEVICES["trn1"], memory_bytes=budget, reserved_bytes=0)
-        target = dataclasses.replace(cost.TARGETS["trn1.2xlarge"], device=device)
-        monkeypatch.setitem(cost.TARGETS, "trn1.2xlarge", target)
+        device = dataclasses.replace(hardware.DEVICES["trn1"], memory_bytes=budget, reserved_bytes=0)
+        target = dataclasses.replace(hardware.TARGETS["trn1.2xlarge"], device=device)
+        monkeypatch.setitem(hardware.TARGETS, "trn1.2xlarge", target)
         return search.ranked(config, site)
 
     assert [(len(found["rows"]), found["tight"]) for found in map(ranked, (0.86, 0.91, 0.95, 1.01))] == [
@@ -468,8 +473,10 @@ def test_plan_near_the_budget_says_that_it_may_not_fit(monkeypatch):
     config, site = small_config(m=1, policy="mixed"), Site("trn1.2xlarge", 1)
     memory = make_plan(config, site)["device_bytes"]
     between = (memory["total"] + memory["upper"]) // 2
-    device = dataclasses.replace(cost.DEVICES["trn1"], memory_bytes=between, reserved_bytes=0)
-    monkeypatch.setitem(cost.TARGETS, "trn1.2xlarge", dataclasses.replace(cost.TARGETS["trn1.2xlarge"], device=device))
+    device = dataclasses.replace(hardware.DEVICES["trn1"], memory_bytes=between, reserved_bytes=0)
+    monkeypatch.setitem(
+        hardware.TARGETS, "trn1.2xlarge", dataclasses.replace(hardware.TARGETS["trn1.2xlarge"], device=device)
+    )
     plan = search.complete(make_plan(config, site), config, site)
     assert (plan["fits"], plan["fits_surely"]) == (True, False)
     assert "MAY NOT FIT: temporaries are estimated within 15%" in text.full(plan)
@@ -478,7 +485,7 @@ def test_plan_near_the_budget_says_that_it_may_not_fit(monkeypatch):
 
 @pytest.mark.parametrize(("target", "extrapolated"), [("trn1.32xlarge", False), ("trn2.48xlarge", True)])
 def test_projection_has_its_error_and_range_and_names_an_extrapolation(target, extrapolated):
-    config = small_config(data=cost.target(target).num_devices, rows=64, m=1)
+    config = small_config(data=hardware.target(target).num_devices, rows=64, m=1)
     plan = make_plan(config, Site(target, 1))
     projection = plan["projection"]
 

@@ -15,9 +15,9 @@ from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.passes import remat
 from hlat_jax.plan.program_report import place, report
 from hlat_jax.precision import POLICIES
-from hlat_jax.program import ProgramOptions, SumAndCount, training_program
+from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve
-from hlat_jax.step import make_program
+from hlat_jax.train_step import ProgramOptions, SumAndCount, training_program
 
 
 def report_of(**options):

@@ -23,9 +23,9 @@ from hlat_jax.passes import remat
 from hlat_jax.passes.naming import RematChoice, parse_choice
 from hlat_jax.passes.products import live_jaxpr, total_flops
 from hlat_jax.plan.report import Site, make_plan
+from hlat_jax.program import make_program, state_bytes
 from hlat_jax.resolve import resolve
 from hlat_jax.run import budget
-from hlat_jax.step import make_program, state_bytes
 
 GATE = RematChoice(("gate",))
 MESH = {"data": 2, "fsdp": 2, "tensor": 2, "zero1": True, "sequence_parallel": True}

@@ -17,17 +17,17 @@ from micro import write_config
 from planned import small_config
 
 from hlat_jax import config as config_lib
-from hlat_jax import loop, step
-from hlat_jax.host import flags
+from hlat_jax import loop, program
+from hlat_jax.cli import flags
 from hlat_jax.model import init_params
 from hlat_jax.neuron import changes
 from hlat_jax.neuron.programs_command import _cached
 from hlat_jax.ops.dialect import Op
 from hlat_jax.ops.registry import OPS
+from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve
 from hlat_jax.run.compilation import RECORD_FILE, Compilations, recorded
 from hlat_jax.run.fingerprint import fingerprint
-from hlat_jax.step import make_program
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 ONE = changes.Placement("neuron", {"pipe": 1, "data": 1, "fsdp": 1, "tensor": 1})
@@ -236,7 +236,7 @@ def test_a_run_compiles_its_programs_once_each_and_nothing_else(run):
 def test_a_run_builds_its_program_once_and_chooses_each_implementation_once(run, monkeypatch):
     """New, then resumed: validation, samples, checkpoints and their norms all take the same program."""
     built, chosen = [], collections.Counter()
-    training_program, choose = step.training_program, Op.choose
+    training_program, choose = program.training_program, Op.choose
 
     def counted_program(*args, **options):
         built.append(options["options"])
@@ -246,7 +246,7 @@ def test_a_run_builds_its_program_once_and_chooses_each_implementation_once(run,
         chosen[op.key] += options.get("call") is not None  # of the calls of a run; a model alone has none
         return choose(op, name, platform, **options)
 
-    monkeypatch.setattr(step, "training_program", counted_program)
+    monkeypatch.setattr(program, "training_program", counted_program)
     monkeypatch.setattr(Op, "choose", counted_choice)
     for num_steps in (3, 5):
         built.clear()

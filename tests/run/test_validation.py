@@ -7,10 +7,10 @@ import pytest
 from hlat_jax.data.held_out import HeldOut
 from hlat_jax.neuron import programs
 from hlat_jax.parallel.degrees import layout_over
+from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve
 from hlat_jax.run.compilation import traced_programs
 from hlat_jax.run.validation import Validation
-from hlat_jax.step import make_program
 
 
 def config_of(small, accumulate, *, num_microbatches=4, **parallel):

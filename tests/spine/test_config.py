@@ -36,11 +36,11 @@ from hlat_jax.ops.choices import calls, choices
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.parallel.virtual_devices import planned_layout
+from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve
 from hlat_jax.run.compilation import RECORD_FILE
 from hlat_jax.run.machine import fitting_program
 from hlat_jax.run.nonfinite import NonFiniteError
-from hlat_jax.step import make_program
 from hlat_jax.store.typed_json import read_json
 from hlat_jax.weights import weights_folder
 from hlat_jax.weights.trained import leaves_by_name

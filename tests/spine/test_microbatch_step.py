@@ -20,11 +20,11 @@ from hlat_jax.parallel.pipeline import PHASES
 from hlat_jax.parallel.rows import shard_microbatches
 from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.parallel.virtual_devices import planned_layout
-from hlat_jax.program import ProgramOptions, training_program
+from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve, select_accumulate
 from hlat_jax.run.compilation import programs_of_run, traced_programs
 from hlat_jax.run.fingerprint import fingerprint
-from hlat_jax.step import make_program
+from hlat_jax.train_step import ProgramOptions, training_program
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 SHARDED = {"data": 2, "fsdp": 2, "tensor": 2, "sequence_parallel": True}

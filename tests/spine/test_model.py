@@ -9,10 +9,10 @@ import optax
 import pytest
 from flax import nnx
 
-from hlat_jax import cost
 from hlat_jax.config import ModelConfig
 from hlat_jax.model import Decoder, abstract_params, apply, bind, init_params, param_axes
 from hlat_jax.passes.jaxpr import equations
+from hlat_jax.run import costs
 
 CFG = ModelConfig(vocab_size=64, num_layers=4, embed_dim=32, mlp_dim=48, num_heads=4, num_kv_heads=2, head_dim=8)
 
@@ -42,7 +42,7 @@ def test_module_and_pure_functions_are_one_model():
 def test_parameter_count_and_axes_match_the_arrays(changes):
     cfg = dataclasses.replace(CFG, **changes)
     params = init_params(cfg, jax.random.key(0))
-    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == cost.num_params(cfg)
+    assert sum(leaf.size for leaf in jax.tree.leaves(params)) == costs.num_params(cfg)
     is_axes = lambda leaf: isinstance(leaf, tuple)  # noqa: E731
     jax.tree.map(lambda p, axes: assert_same_rank(p, axes), params, param_axes(cfg), is_leaf=is_axes)
     assert jax.tree.map(lambda p: p.shape, params) == jax.tree.map(lambda p: p.shape, abstract_params(cfg))

@@ -15,8 +15,8 @@ from hlat_jax.config import default
 from hlat_jax.parallel.sharding import shard_batch
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.precision import NEAREST, Rounding, policy_on, random_bits, stochastic_round
+from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve
-from hlat_jax.step import make_program
 
 STEP = 2.0**-7  # between neighbours of bf16 from 1 to 2
 NUM_DRAWS = 1_000_000

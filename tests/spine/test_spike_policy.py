@@ -13,11 +13,11 @@ from micro import exact, write_config
 from hlat_jax import config as config_lib
 from hlat_jax import loop
 from hlat_jax.passes.spikes import SpikePolicy
-from hlat_jax.program import ProgramOptions, SumAndCount, training_program
 from hlat_jax.resolve import resolve
 from hlat_jax.run import open as run_open
 from hlat_jax.run.goodput import read_events
 from hlat_jax.store.metrics import ROWS_FILE, read_rows
+from hlat_jax.train_step import ProgramOptions, SumAndCount, training_program
 
 POLICY = SpikePolicy(window=4)
 

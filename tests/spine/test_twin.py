@@ -25,8 +25,8 @@ from hlat_jax.batch import Batch, concat_batch
 from hlat_jax.config import Config, default
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.parallel.sharding import make_layout, shard_batch
+from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve
-from hlat_jax.step import make_program
 
 NUM_STEPS = 50
 TOLERANCE = 1e-5

@@ -169,7 +169,7 @@ def main(argv):
 
 if __name__ == "__main__":
     process.exit_on_interrupt()  # before the imports that take time, as for `python -m hlat_jax.train`
-    from hlat_jax.host import flags
+    from hlat_jax.cli import flags
 
     folder = pathlib.Path(sys.argv.pop(1))
     flags.main(main)

@@ -1,6 +1,6 @@
 """The step as it is lowered for Neuron, and what must not stand in it."""
 
-from hlat_jax.step import make_program
+from hlat_jax.program import make_program
 
 
 def lowered_for_neuron(config, layout):

@@ -12,8 +12,8 @@ import numpy as np
 
 from hlat_jax import config as config_lib
 from hlat_jax.parallel.sharding import make_layout
+from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve
-from hlat_jax.step import make_program
 from hlat_jax.store.checkpoint import Checkpointer
 from hlat_jax.store.integrity import INTEGRITY_FILE, seal
 from hlat_jax.store.metrics import ROWS_FILE

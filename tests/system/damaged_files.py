@@ -24,13 +24,13 @@ import numpy as np
 from damage import damage
 
 from hlat_jax import config as config_lib
+from hlat_jax.cli import flags
 from hlat_jax.data import __main__ as data_commands
 from hlat_jax.data import positions, sources
 from hlat_jax.data.build import build
 from hlat_jax.data.build.build_task import BuildOptions
 from hlat_jax.data.streams import identity
 from hlat_jax.hf import __main__ as hf_commands
-from hlat_jax.host import flags
 from hlat_jax.host.process import StopSignals
 from hlat_jax.ops import table
 from hlat_jax.resolve import resolve

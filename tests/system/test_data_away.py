@@ -24,7 +24,7 @@ def next_batch(batches):
     return original(batches)
 loader.TrainBatches.__next__ = next_batch
 from hlat_jax import train
-from hlat_jax.host import flags
+from hlat_jax.cli import flags
 flags.main(train.main)
 """
 

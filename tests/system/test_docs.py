@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from hlat_jax.assets import synonyms
 from hlat_jax.config import SECTIONS
+from hlat_jax.facts import synonyms
 from tools import command_reference, config_reference
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

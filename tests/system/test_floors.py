@@ -27,19 +27,20 @@ OF_OTHERS = ("update", "parse", "create_from_arg_string", "create_from_arg_obj")
 # From the ground up, as docs/design.md has them. A room is a folder, or a single module of the spine; data/ is
 # four rooms. A module imports rooms of lower floors, and modules of its own room.
 FLOORS = (
-    ("assets", "eval", "batch", "precision", "byte_sizes"),
+    ("assets", "facts", "batch", "precision"),
     ("config",),
-    ("cost", "resolve"),
+    ("resolve",),
     ("host",),
+    ("cli",),
     ("store",),
     ("parallel", "passes"),
     ("ops",),
     ("stack",),
     ("model",),
     ("optimizer",),
-    ("program_options",),
+    ("step_options",),
+    ("train_step",),
     ("program",),
-    ("step",),
     ("data.formats",),
     ("data",),
     ("data.build",),
@@ -106,15 +107,13 @@ def reached_from(module: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("module", [name for name in MODULES if name])
-def test_modules_import_lower_floors_or_their_own_room(module):
-    floor = FLOOR_OF[room(module)]
-    for imported in GRAPH[module]:
-        if room(imported) == room(module):
-            continue
-        if module == OPTIONAL and room(imported) in LEAVES:
-            continue
-        assert FLOOR_OF[room(imported)] < floor, f"{module} imports {imported}"
+def test_modules_import_lower_floors_or_their_own_room():
+    for module in set(MODULES) - {""}:
+        for imported in GRAPH[module]:
+            is_inside = room(imported) == room(module)
+            is_asked_for = module == OPTIONAL and room(imported) in LEAVES
+            is_below = FLOOR_OF[room(imported)] < FLOOR_OF[room(module)]
+            assert is_inside or is_asked_for or is_below, f"{module} imports {imported}"
 
 
 def test_no_circular_imports():
@@ -143,8 +142,8 @@ def test_loop_imports_no_leaf_and_no_data_build():
     assert not [module for module in found if room(module) in LEAVES or module.startswith("data.build")]
 
 
-def test_top_level_of_the_package_is_at_most_sixteen_files():
-    assert len(list(PACKAGE.glob("*.py"))) <= 16
+def test_top_level_of_the_package_is_at_most_twelve_files():
+    assert len(set(PACKAGE.glob("*.py")) - {PACKAGE / "__init__.py"}) <= 12
 
 
 def functions() -> list[tuple[str, ast.FunctionDef]]:
@@ -184,15 +183,15 @@ def loaded_after(statement: str) -> set[str]:
     "module",
     [
         "config",
-        "cost",
+        "facts.hardware",
         "resolve",
         "train",
         "weights.init_model",
         "host.process",
-        "host.flags",
+        "cli.flags",
         "host.neuron_env",
         "host.neuron_topology",
-        "host.neuron_sdk",
+        "facts.sdk_releases",
         "neuron.env_command",
         "neuron.sdk_diff_command",
         "neuron.doctor_command",
@@ -268,15 +267,14 @@ def test_importing_the_model_imports_no_trainer_config_or_data_library():
     assert not loaded & {"ml_collections", "grain", "sentencepiece", "tensorboardX", "matplotlib"}
 
 
-def test_importing_the_model_reaches_at_most_3000_lines_of_the_package():
-    code = (
-        "import sys, hlat_jax.model; "
-        "print(*(m.__file__ for n, m in sys.modules.items() if n.split('.')[0] == 'hlat_jax'), sep='\\n')"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    lines = {name: len(pathlib.Path(name).read_text().splitlines()) for name in done.stdout.split()}
-    assert "model.py" in {pathlib.Path(name).name for name in lines}
-    assert sum(lines.values()) <= 3000, lines
+# The lines of ours that an import reaches, with the imports inside functions: module -> most.
+REACH = {"model": 5700, "train_step": 14600, "loop": 31000}
+
+
+@pytest.mark.parametrize("module", REACH)
+def test_an_import_reaches_few_lines_of_the_package(module):
+    lines = {name: len(MODULES[name].read_text().splitlines()) for name in {module, *reached_from(module)}}
+    assert sum(lines.values()) <= REACH[module], (sum(lines.values()), lines)
 
 
 def test_configs_are_never_read_with_get_defaults():
@@ -285,18 +283,3 @@ def test_configs_are_never_read_with_get_defaults():
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "get":
                 owner = ast.unparse(node.func.value)
                 assert "config" not in owner, f"{path.name}: {ast.unparse(node)}"
-
-
-@pytest.mark.parametrize(
-    ("words", "successor"),
-    [
-        (["hlat_jax.ops", "tune", "--config=my config"], "python -m hlat_jax.plan tune '--config=my config'"),
-        (["hlat_jax.ops"], "python -m hlat_jax.plan"),
-        (["hlat_jax.eval", "--tasks", "a b"], "python -m hlat_jax.evaluate lm_eval --tasks 'a b'"),
-        (["hlat_jax.eval"], "python -m hlat_jax.evaluate lm_eval"),
-    ],
-)
-def test_moved_command_names_its_successor(words, successor):
-    done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True, cwd=ROOT, check=False)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"error: python -m {words[0]} is now {successor}\n"

@@ -16,18 +16,18 @@ import yaml
 from test_launch import PATH, nodes_of
 
 from hlat_jax import config as config_lib
-from hlat_jax import cost
+from hlat_jax.cli import flags as flags_lib
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
-from hlat_jax.host import flags as flags_lib
+from hlat_jax.facts import hardware
 from hlat_jax.host import neuron_topology
 from hlat_jax.host.neuron_env import environment
 from hlat_jax.host.neuron_topology import INSTANCES, Topology
 from hlat_jax.neuron import rules
 from hlat_jax.neuron.programs import EXPLAINED, findings, layout_for_neuron
 from hlat_jax.plan.report import Site, make_plan
+from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve
 from hlat_jax.run.compilation import traced_programs
-from hlat_jax.step import make_program
 
 LAUNCH = jobs.NODE.parent
 ROOT = LAUNCH.parent
@@ -183,7 +183,7 @@ def test_manifests_get_the_nodes_that_the_template_makes():
     assert resources["Nodes"]["Properties"]["CapacityType"] == ["If", ["IsBlock", "CAPACITY_BLOCK", "ON_DEMAND"]]
     pages = int(re.search(r"pages=(\d+)", data["UserData"]["Fn::Base64"])[1])
     vcpus, host_gib = HOSTS[data["InstanceType"]]
-    assert cost.target(data["InstanceType"]).host_bytes == host_gib * 2**30
+    assert hardware.target(data["InstanceType"]).host_bytes == host_gib * 2**30
     for path in MANIFESTS:
         _, spec, pods, container = loaded(path)
         ports = f"{neuron_topology.COLLECTIVES_PORT},{neuron_topology.JAX_PORT}"

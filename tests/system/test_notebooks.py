@@ -18,9 +18,9 @@ from hlat_jax.generate.scoring import ScoringBatch, make_score
 from hlat_jax.model import abstract_params
 from hlat_jax.neuron import lint, programs
 from hlat_jax.plan.report import Site, make_plan
+from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve
 from hlat_jax.run.compilation import traced_programs
-from hlat_jax.step import make_program
 from hlat_jax.store.metrics import header
 from tools.run_notebooks import FOLDER, check, executed
 

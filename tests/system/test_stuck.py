@@ -22,7 +22,7 @@ def next_or_wait(batches):
     return original(batches)
 loader.TrainBatches.__next__ = next_or_wait
 from hlat_jax import train
-from hlat_jax.host import flags
+from hlat_jax.cli import flags
 flags.main(train.main)
 """
 WAITS_FOR_DATA = AT_BATCH % (9, "time.sleep(600)")

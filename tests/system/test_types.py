@@ -26,7 +26,7 @@ from hlat_jax.neuron import lint
 from hlat_jax.passes import remat
 from hlat_jax.passes.autocast import autocast
 from hlat_jax.precision import POLICIES
-from hlat_jax.program import ProgramOptions, training_program
+from hlat_jax.train_step import ProgramOptions, training_program
 
 cfg = ModelConfig(vocab_size=64, num_layers=2)
 ModelConfig(vocab_size="64")  # arg-type

@@ -20,17 +20,17 @@ from tokenizer_files import write_tokenizer_json
 
 from hlat_jax import config as config_lib
 from hlat_jax import loop
+from hlat_jax.cli import flags
 from hlat_jax.data.formats.paths import asset_path
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.generate.inference import open_model
 from hlat_jax.hf import __main__ as hf
 from hlat_jax.hf import averaging, exporting
-from hlat_jax.host import flags
 from hlat_jax.model import abstract_params, apply
 from hlat_jax.parallel.sharding import make_layout
+from hlat_jax.program import make_program
 from hlat_jax.resolve import export_problem, resolve
 from hlat_jax.run.init_from import begin, open_start
-from hlat_jax.step import make_program
 from hlat_jax.store.checkpoint import Checkpointer
 from hlat_jax.store.checkpoint_checks import saved_run
 from hlat_jax.store.integrity import seal

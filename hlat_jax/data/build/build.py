@@ -21,7 +21,6 @@ import signal
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, TextIO
 
-from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.config import counted
 from hlat_jax.data.build import build_task, inputs, shards
 from hlat_jax.data.build.build_task import BuildOptions, Task
@@ -29,6 +28,7 @@ from hlat_jax.data.build.workers import COUNTS, SharedState, start_worker
 from hlat_jax.data.formats.built import FORMAT, index_path
 from hlat_jax.data.formats.files import MANIFEST_NAME, SHARD_SUFFIX
 from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.store.atomic_files import sync_folder
 from hlat_jax.store.metrics import duration
 from hlat_jax.store.progress import ProgressBar

@@ -16,11 +16,11 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import sentencepiece
 
-from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.config import counted
 from hlat_jax.data.build import inputs
 from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.store.atomic_files import write_whole
 from hlat_jax.store.progress import Status
 

@@ -14,10 +14,10 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from hlat_jax.byte_sizes import format_bytes
 from hlat_jax.data.formats import records
 from hlat_jax.data.formats.files import DataFile, Snapshot, format_error
 from hlat_jax.data.formats.paths import build_command
+from hlat_jax.facts.byte_sizes import format_bytes
 
 CACHE_BYTES = 256 << 20
 MAX_PART_BYTES = 256 << 20

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn, NotRequired, TypedDict
 
 import hlat_jax
+from hlat_jax.cli.path_checks import check_file
 from hlat_jax.config import counted
 from hlat_jax.data.formats.files import (
     MANIFEST_NAME,
@@ -26,7 +27,6 @@ from hlat_jax.data.formats.files import (
     filesystem_of,
     reason,
 )
-from hlat_jax.host.path_checks import check_file
 from hlat_jax.store.typed_json import read_json
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")

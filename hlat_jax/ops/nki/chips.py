@@ -1,22 +1,9 @@
-"""The chips that NKI kernels are documented for, and what is refused on the others."""
+"""What is refused on chips that NKI kernels are not documented for."""
 
 from __future__ import annotations
 
-import re
-
 from hlat_jax.config import ModelConfig
-
-# Since SDK 2.29. Source: nki/nki_faq; release-notes/components/nxd-inference of 2.29 ("NKI 0.3.0 kernels are not
-# supported on Trn1/Inf2").
-DOCUMENTED = ("trn2", "trn3")
-
-
-def chip_of(device: str) -> str:
-    """Returns the chip of a device_kind of JAX, an instance type or a target, such as "trn2"; "" where it is none."""
-    found = re.match(r"trn(\d+)|nc_v(\d+)", device.lower())
-    if found is None:
-        return ""
-    return f"trn{found[1] or int(found[2]) - 1}"  # NC_v3 is a core of trn2
+from hlat_jax.facts.chips import DOCUMENTED, chip_of
 
 
 def excluded(model: ModelConfig, device: str) -> dict[str, dict[str, str]]:

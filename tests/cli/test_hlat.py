@@ -9,10 +9,11 @@ import tomllib
 import micro
 import pytest
 
-from hlat_jax.host import areas, process
+from hlat_jax.cli import hlat
+from hlat_jax.host import process
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-HLAT = [sys.executable, "-c", "import sys; from hlat_jax.host.areas import main; main()"]
+HLAT = [sys.executable, "-c", "import sys; from hlat_jax.cli.hlat import main; main()"]
 
 
 @pytest.fixture
@@ -23,7 +24,7 @@ def hlat_here(monkeypatch, capsys):
         monkeypatch.setattr(process, "exit_on_interrupt", lambda: None)  # it would outlive the test
         monkeypatch.setattr("sys.argv", ["hlat", *words])
         with pytest.raises(SystemExit) as exit_:
-            areas.main()
+            hlat.main()
         return exit_.value.code, *capsys.readouterr()
 
     return run
@@ -33,19 +34,19 @@ def test_the_script_of_the_package_is_this_command():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     assert list(scripts) == ["hlat"]
     module, _, name = scripts["hlat"].partition(":")
-    assert getattr(importlib.import_module(module), name) is areas.main
+    assert getattr(importlib.import_module(module), name) is hlat.main
 
 
 def test_every_command_of_the_package_is_an_area():
     rooms = {path.parent.name for path in (ROOT / "hlat_jax").glob("*/__main__.py")}
-    assert set(areas.AREAS) == rooms - {"ops"} | {"train"}  # ops names its successor
+    assert set(hlat.AREAS) == rooms | {"train"}
 
 
 @pytest.mark.parametrize(("words", "code"), [(["--help"], 0), (["-h"], 0), ([], 2)])
 def test_help_has_a_line_for_each_area(hlat_here, words, code):
     found, out, err = hlat_here(*words)
     assert (found, err) == (code, "")
-    assert [line.split()[0] for line in out.splitlines() if line.startswith("  ")] == list(areas.AREAS)
+    assert [line.split()[0] for line in out.splitlines() if line.startswith("  ")] == list(hlat.AREAS)
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 from planned import name, num_devices, small_config
 
-from hlat_jax import cost
 from hlat_jax.config import ParallelConfig, PrecisionConfig
-from hlat_jax.host import neuron_groups
+from hlat_jax.facts import core_groups, hardware
+from hlat_jax.facts.core_groups import DISPUTED, FINE, REFUSED, RULES, Server, groups_along, verdict
 from hlat_jax.host.neuron_env import environment
-from hlat_jax.host.neuron_groups import DISPUTED, FINE, REFUSED, RULES, Server, groups_along, verdict
 from hlat_jax.host.neuron_topology import Topology, checked
 from hlat_jax.parallel.degrees import check_degrees, group_verdicts, layout_over, placement, sent_along, verdicts
 from hlat_jax.parallel.virtual_devices import PlannedClient, PlannedDevice, planned_layout
@@ -18,7 +17,7 @@ from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.plan import search, text
 from hlat_jax.plan.report import Site, make_plan
 from hlat_jax.plan.traffic import traced_collectives
-from hlat_jax.step import make_program
+from hlat_jax.program import make_program
 
 TRN1, TRN2, LNC1 = Server("trn1", 32), Server("trn2", 64), Server("trn2-lnc1", 128)
 
@@ -74,7 +73,7 @@ def test_switched_servers_have_no_rule():
 
 
 def test_every_neuron_device_has_rules_of_groups():
-    assert set(RULES) == set(cost.NEURON_KINDS.values())
+    assert set(RULES) == set(hardware.NEURON_KINDS.values())
     for kind, server in (("trn1", 32), ("trn2", 64), ("trn2-lnc1", 128)):
         assert RULES[kind].server == server
         for own in RULES[kind].orders.values():
@@ -195,7 +194,7 @@ CORES = {
 
 @pytest.mark.parametrize(("instance", "lnc"), CORES)
 def test_cores_are_those_of_a_listed_group(instance, lnc):
-    for count in range(1, cost.INSTANCES[instance].num_devices(lnc=lnc) + 1):
+    for count in range(1, hardware.INSTANCES[instance].num_devices(lnc=lnc) + 1):
         topology = Topology(instance, cores=count, lnc=lnc)
         if count in CORES[instance, lnc]:
             assert checked(topology).cores == count
@@ -219,4 +218,4 @@ def test_abstract_degrees_and_devices_agree_on_the_groups():
     ids = np.vectorize(lambda device: device.id)(layout.mesh.devices)
     assert (ids.reshape(-1) == placement(32, tensor=4, server=TRN1)).all()
     assert ParallelConfig().zero1 is False
-    assert neuron_groups.server_of(list(layout.mesh.devices.flat)) is None  # virtual: no kind of their own
+    assert core_groups.server_of(list(layout.mesh.devices.flat)) is None  # virtual: no kind of their own

@@ -190,7 +190,7 @@ def find(name: str) -> Release:
         names = [release.version for release in RELEASES]
         raise ValueError(
             f"{name}: no such Neuron SDK in the table, which has {', '.join(names)}. For another, add a row to "
-            "hlat_jax/host/neuron_sdk.py from its release notes."
+            "hlat_jax/facts/sdk_releases.py from its release notes."
         )
     return found[-1]
 

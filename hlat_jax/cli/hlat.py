@@ -6,7 +6,7 @@ import runpy
 import sys
 
 import hlat_jax
-from hlat_jax.config import nearest
+from hlat_jax.facts.names import nearest
 from hlat_jax.host import process
 
 AREAS = {

@@ -1,12 +1,12 @@
-"""Parameters, FLOPs per token and bytes of state by formula, and tables of devices and instances."""
+"""Devices, instances and the nodes that a run is planned for: memory, rates and links, each with its source."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 
-from hlat_jax.byte_sizes import UNITS
-from hlat_jax.config import POLICY_FACTS, ModelConfig, nearest
+from hlat_jax.facts.byte_sizes import UNITS
+from hlat_jax.facts.names import nearest
 
 GIB = UNITS["GiB"]
 
@@ -270,34 +270,3 @@ def device(kind: str) -> Device | None:
     if kind in NEURON_KINDS:
         return DEVICES[NEURON_KINDS[kind]]
     return next((row for name, row in DEVICES.items() if name in kind), None)
-
-
-def num_params(m: ModelConfig) -> int:
-    """Returns the number of parameters; a tied embedding counts once."""
-    attention = m.embed_dim * m.head_dim * (2 * m.num_heads + 2 * m.num_kv_heads)
-    mlp = 3 * m.embed_dim * m.mlp_dim
-    layer = attention + mlp + 2 * m.embed_dim
-    tables = m.vocab_size * m.embed_dim * (1 if m.tie_embeddings else 2)
-    return m.num_layers * layer + tables + m.embed_dim
-
-
-def flops_per_token_6n(m: ModelConfig) -> float:
-    """Returns training FLOPs per token by the 6N rule: 6 per parameter, without attention scores.
-
-    Source: Kaplan et al., arXiv 2001.08361, section 2.1.
-    """
-    return 6.0 * num_params(m)
-
-
-def flops_per_token(m: ModelConfig, seq_len: int) -> float:
-    """Returns 6N plus attention scores counted over the full square, 12 * layers * heads * head_dim * seq_len.
-
-    Source: Chowdhery et al. (PaLM), arXiv 2204.02311, appendix B. Recomputation does not count.
-    """
-    return flops_per_token_6n(m) + 12.0 * m.num_layers * m.num_heads * m.head_dim * seq_len
-
-
-def state_bytes(m: ModelConfig, policy: str) -> int:
-    """Returns the bytes of the training state before sharding, with its two counters and, if kept, a seed."""
-    facts = POLICY_FACTS[policy]
-    return facts.state_bytes_per_param * num_params(m) + (12 if facts.rounding == "stochastic" else 8)

@@ -7,8 +7,9 @@ import tomllib
 import pytest
 from packaging import specifiers
 
-from hlat_jax.host import neuron_compiler_flags, neuron_sdk
-from hlat_jax.host.neuron_sdk import PYTHON_PACKAGES, RECOMMENDED, RELEASES, SYSTEM_PACKAGES
+from hlat_jax.facts import sdk_releases
+from hlat_jax.facts.sdk_releases import PYTHON_PACKAGES, RECOMMENDED, RELEASES, SYSTEM_PACKAGES
+from hlat_jax.host import neuron_compiler_flags
 from hlat_jax.host.neuron_topology import INSTANCES, Topology, checked
 from hlat_jax.neuron import probes
 
@@ -18,17 +19,17 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 def test_rows_are_in_order_and_whole():
     assert list(RELEASES) == sorted(RELEASES, key=lambda one: one.date)
-    assert list(RELEASES) == sorted(RELEASES, key=lambda one: neuron_sdk.numbers(one.version))
+    assert list(RELEASES) == sorted(RELEASES, key=lambda one: sdk_releases.numbers(one.version))
     for one in RELEASES:
         assert set(one.packages) == {*PYTHON_PACKAGES, *SYSTEM_PACKAGES}
         assert set(one.flag_defaults) == set(RELEASES[0].flag_defaults)
         for package, version in one.packages.items():
-            assert len(neuron_sdk.numbers(version)) >= 3, package
+            assert len(sdk_releases.numbers(version)) >= 3, package
 
 
 def test_numbers_of_a_package_never_fall_from_release_to_release():
     for package in (*PYTHON_PACKAGES, *SYSTEM_PACKAGES):
-        lows = [neuron_sdk.bounds(package, one)[0] for one in RELEASES]
+        lows = [sdk_releases.bounds(package, one)[0] for one in RELEASES]
         assert lows == sorted(lows), package
 
 
@@ -51,12 +52,12 @@ def test_numbers_of_a_package_never_fall_from_release_to_release():
     ],
 )
 def test_version_of_a_package_gives_its_releases(package, version, releases):
-    assert list(neuron_sdk.releases_of(package, version)) == releases
+    assert list(sdk_releases.releases_of(package, version)) == releases
 
 
 def test_name_of_a_series_is_its_newest_release():
-    assert neuron_sdk.find("2.33") is RECOMMENDED
-    assert neuron_sdk.find("2.33.0").avoid
+    assert sdk_releases.find("2.33") is RECOMMENDED
+    assert sdk_releases.find("2.33.0").avoid
     assert not RECOMMENDED.avoid
 
 
@@ -64,33 +65,33 @@ def test_name_of_a_series_is_its_newest_release():
 def test_unknown_release_is_an_error_that_lists_the_known_ones(name):
     message = f"{name}: no such Neuron SDK in the table, which has 2.32.0, 2.33.0, 2.33.1. "
     with pytest.raises(ValueError, match=re.escape(message)):
-        neuron_sdk.find(name)
+        sdk_releases.find(name)
 
 
 def test_extras_of_the_package_have_the_bounds_of_their_releases():
     extras = {name: words for name, words in PROJECT["optional-dependencies"].items() if name.startswith("neuron")}
     series = list(dict.fromkeys(one.series for one in RELEASES))
-    older = {f"neuron-{name.replace('.', '-')}": neuron_sdk.requirements(name) for name in series[:-1]}
-    assert extras == older | {"neuron": neuron_sdk.requirements(series[-1])}
+    older = {f"neuron-{name.replace('.', '-')}": sdk_releases.requirements(name) for name in series[:-1]}
+    assert extras == older | {"neuron": sdk_releases.requirements(series[-1])}
 
 
 def test_extras_have_no_build_in_common_and_none_of_a_release_to_avoid():
     old, new = (
         {word.split(">=")[0]: specifiers.SpecifierSet(">=" + word.split(">=")[1]) for word in words if ">=" in word}
-        for words in map(neuron_sdk.requirements, ("2.32", "2.33"))
+        for words in map(sdk_releases.requirements, ("2.32", "2.33"))
     )
     for package in PYTHON_PACKAGES:
         for one in RELEASES:
             extras = [extra for extra in (old, new) if one.packages[package] in extra[package]]
             assert extras == [new if one.series == "2.33" else old] or (one.avoid and not extras), package
-    avoided = neuron_sdk.find("2.33.0").packages
+    avoided = sdk_releases.find("2.33.0").packages
     assert [name for name in PYTHON_PACKAGES if avoided[name] not in new[name]] == ["jax-neuronx", "libneuronxla"]
 
 
 def test_guide_has_the_commands_that_the_doctor_prints():
     text = (ROOT / "docs" / "trainium.md").read_text().replace("\\\n    &&", "&&")
     for manager in ("apt-get", "dnf"):
-        assert neuron_sdk.upgrade_commands(RECOMMENDED, manager=manager) in text
+        assert sdk_releases.upgrade_commands(RECOMMENDED, manager=manager) in text
 
 
 def test_jax_and_numpy_of_every_release_are_those_that_this_package_is_tested_with():
@@ -98,23 +99,25 @@ def test_jax_and_numpy_of_every_release_are_those_that_this_package_is_tested_wi
     for one in RELEASES:
         assert pinned["jax"] == one.jax
         assert (
-            neuron_sdk.numbers(one.numpy[0]) <= neuron_sdk.numbers(pinned["numpy"]) < neuron_sdk.numbers(one.numpy[1])
+            sdk_releases.numbers(one.numpy[0])
+            <= sdk_releases.numbers(pinned["numpy"])
+            < sdk_releases.numbers(one.numpy[1])
         )
-        assert neuron_sdk.supports_python(one, "3.11.9")
-        assert neuron_sdk.numbers(one.python[0]) >= neuron_sdk.numbers(probes.SUPPORTED["python"][0])
-        assert not neuron_sdk.supports_python(one, one.python[1])
+        assert sdk_releases.supports_python(one, "3.11.9")
+        assert sdk_releases.numbers(one.python[0]) >= sdk_releases.numbers(probes.SUPPORTED["python"][0])
+        assert not sdk_releases.supports_python(one, one.python[1])
 
 
 def test_guide_has_the_table():
-    assert neuron_sdk.markdown() in (ROOT / "docs" / "trainium.md").read_text(), (
-        "paste hlat_jax.host.neuron_sdk.markdown() into docs/trainium.md"
+    assert sdk_releases.markdown() in (ROOT / "docs" / "trainium.md").read_text(), (
+        "paste hlat_jax.facts.sdk_releases.markdown() into docs/trainium.md"
     )
 
 
 @pytest.mark.parametrize("path", ["docs/trainium.md", "launch/slurm/cluster.yaml", "launch/eks/Dockerfile"])
 def test_launch_files_and_guide_name_the_recommended_release_and_no_other_as_such(path):
     text = (ROOT / path).read_text()
-    text = text.replace(neuron_sdk.markdown(), "")
+    text = text.replace(sdk_releases.markdown(), "")
     assert f"SDK {RECOMMENDED.version}" in text
     named = set(re.findall(r"SDK (2\.\d+(?:\.\d+)?)", text))
     assert named <= {one.version for one in RELEASES} | {one.series for one in RELEASES}, named

@@ -16,8 +16,8 @@ from absl import flags
 from ml_collections import config_flags
 
 from hlat_jax import config as config_lib
-from hlat_jax.assets import synonyms
-from hlat_jax.config import nearest
+from hlat_jax.facts import synonyms
+from hlat_jax.facts.names import nearest
 from hlat_jax.host import limits, process
 
 # Other spelling -> the one that --help and the pages have. A command that defines one of them takes both.

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from hlat_jax import cost
+from hlat_jax.facts import hardware
 
 FINE, DISPUTED, REFUSED = VERDICTS = ("fine", "disputed", "refused")
 Orders = tuple[tuple[int, ...], ...]
@@ -61,7 +61,7 @@ def _folded(quarter: int) -> Orders:
 _FEATURES = "nxd-inference feature guide (tensor parallel degrees)"
 _STATE = "NxD's parallel_layers/parallel_state.py (order of the groups)"
 _JOBS = "archive/nxd-training/mlp"
-# Keys of cost.DEVICES.
+# Keys of hardware.DEVICES.
 RULES = {
     "trn1": Rules(
         server=32,
@@ -114,7 +114,7 @@ class Server:
 def server_of(devices: Sequence[object]) -> Server | None:
     """Returns the servers of JAX's Neuron devices by kind and process; None for others, and for unknown kinds."""
     first = devices[0]
-    kind = cost.NEURON_KINDS.get(first.device_kind.lower())
+    kind = hardware.NEURON_KINDS.get(first.device_kind.lower())
     if first.platform != "neuron" or kind is None:
         return None
     near = sum(device.process_index == first.process_index for device in devices)
@@ -122,9 +122,9 @@ def server_of(devices: Sequence[object]) -> Server | None:
 
 
 def server_of_target(target: str, *, num_devices: int) -> Server | None:
-    """Returns the servers of a target of `cost.TARGETS` in a run of so many devices; None: not of Neuron."""
-    found = cost.target(target)
-    kind = next((name for name in RULES if cost.DEVICES[name] == found.device), None)
+    """Returns the servers of a target of `hardware.TARGETS` in a run of so many devices; None: not of Neuron."""
+    found = hardware.target(target)
+    kind = next((name for name in RULES if hardware.DEVICES[name] == found.device), None)
     return kind and Server(kind, min(num_devices, found.num_devices // found.servers, RULES[kind].server))
 
 
@@ -133,7 +133,7 @@ def verdict_of_first(count: int, *, instance: str, lnc: int) -> tuple[str, str]:
 
     A size that is listed for groups and not for jobs is disputed.
     """
-    kind = cost.INSTANCES[instance]
+    kind = hardware.INSTANCES[instance]
     name = kind.target.removesuffix("n") + ("" if lnc == kind.lncs[0] else f"-lnc{lnc}")
     level, why = verdict(np.arange(count)[None], Server(name, kind.num_devices(lnc=lnc)))
     jobs = RULES[name].jobs
@@ -144,7 +144,7 @@ def verdict_of_first(count: int, *, instance: str, lnc: int) -> tuple[str, str]:
 
 def counts_of_jobs(instance: str, *, lnc: int) -> list[str]:
     """Returns how many of an instance's first devices a job may use, such as ["8", "16 (disputed)"]."""
-    counts = range(1, cost.INSTANCES[instance].num_devices(lnc=lnc) + 1)
+    counts = range(1, hardware.INSTANCES[instance].num_devices(lnc=lnc) + 1)
     levels = [verdict_of_first(count, instance=instance, lnc=lnc)[0] for count in counts]
     words = {FINE: "", DISPUTED: " (disputed)"}
     return [f"{count}{words[level]}" for count, level in zip(counts, levels, strict=True) if level != REFUSED]

@@ -15,7 +15,7 @@ from hlat_jax.optimizer import adamw
 from hlat_jax.parallel.pipeline import pipelined
 from hlat_jax.plan.program_report import report
 from hlat_jax.precision import POLICIES
-from hlat_jax.program import ProgramOptions, SumAndCount, training_program
+from hlat_jax.train_step import ProgramOptions, SumAndCount, training_program
 
 EVERY_PATH = [
     {},

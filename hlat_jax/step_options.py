@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from hlat_jax.batch import SumAndCount
-from hlat_jax.byte_sizes import parse_bytes
-from hlat_jax.config import nearest
+from hlat_jax.facts.byte_sizes import parse_bytes
+from hlat_jax.facts.names import nearest
 from hlat_jax.ops.dialect import Choice
 from hlat_jax.ops.registry import OPS
 from hlat_jax.parallel.replica_sync import ReplicaSync
@@ -37,7 +37,7 @@ class ProgramOptions:
     Attributes:
       policy: dtypes of storage and accumulation, and the rounding of stored values; fp32 by default.
       num_microbatches: static number of parts into which a batch, or its rows on each device, is split.
-      accumulate: computes and sums the gradients of the parts, for pipeline stages; None: `program.accumulated`.
+      accumulate: computes and sums the gradients of the parts, for pipeline stages; None: `train_step.accumulated`.
       norm_in_blocks: see `optimizer.global_norm`.
       zero: ZeRO stage, 0 to 3, for parameters of any structure on `devices`, see `zero.make_replica_sync`.
       devices: for `zero`; None: all devices.

@@ -10,7 +10,6 @@ import optax
 import pytest
 from lowered import assert_no_forbidden_operations, lowered_for_neuron
 
-from hlat_jax import cost
 from hlat_jax.config import ParallelConfig
 from hlat_jax.ops import norm, swiglu
 from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
@@ -21,9 +20,10 @@ from hlat_jax.passes import remat
 from hlat_jax.passes.jaxpr import equations
 from hlat_jax.plan.program_report import report
 from hlat_jax.precision import POLICIES
-from hlat_jax.program import ProgramOptions, SumAndCount, training_program
+from hlat_jax.program import make_program, state_bytes
 from hlat_jax.resolve import resolve
-from hlat_jax.step import make_program, state_bytes
+from hlat_jax.run import costs
+from hlat_jax.train_step import ProgramOptions, SumAndCount, training_program
 
 
 def run(config, layout, batches, num_steps=4):
@@ -82,7 +82,7 @@ def test_policies_store_their_declared_dtypes(small, one_device):
         assert {leaf.dtype for leaf in jax.tree.leaves(state["opt_state"]["inner"]["nu"])} == {jnp.dtype(dtypes[1])}
         masters = {leaf.dtype for leaf in jax.tree.leaves(state["opt_state"].get("master", {}))}
         assert masters == ({jnp.dtype(dtypes[2])} if dtypes[2] else set())
-        assert state_bytes(state) == cost.state_bytes(config.model, name)
+        assert state_bytes(state) == costs.state_bytes(config.model, name)
         assert state_bytes(program.init_state()) == state_bytes(state)
 
 
@@ -346,7 +346,7 @@ def test_batch_with_zero_count_leaves_the_loss_scale_unchanged():
         ({"spikes": "skip"}, r"spikes='skip' must be passes.spikes.SpikePolicy"),
     ],
 )
-def test_invalid_program_options_are_refused_with_the_fix(options, said):
+def test_invalid_step_options_are_refused_with_the_fix(options, said):
     with pytest.raises(ValueError, match=said):
         ProgramOptions(**{"policy": POLICIES["fp32"], **options})
 

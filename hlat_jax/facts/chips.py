@@ -1,0 +1,17 @@
+"""Chips by the names that others give them, and those that NKI is documented for."""
+
+from __future__ import annotations
+
+import re
+
+# Since SDK 2.29. Source: nki/nki_faq; release-notes/components/nxd-inference of 2.29 ("NKI 0.3.0 kernels are not
+# supported on Trn1/Inf2").
+DOCUMENTED = ("trn2", "trn3")
+
+
+def chip_of(device: str) -> str:
+    """Returns the chip of a device_kind of JAX, an instance type or a target, such as "trn2"; "" where it is none."""
+    found = re.match(r"trn(\d+)|nc_v(\d+)", device.lower())
+    if found is None:
+        return ""
+    return f"trn{found[1] or int(found[2]) - 1}"  # NC_v3 is a core of trn2
