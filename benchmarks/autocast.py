@@ -31,10 +31,10 @@ from hlat_jax.batch import abstract_batch
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.model import abstract_params, init_params
+from hlat_jax.ops import loss_scale as scaling
 from hlat_jax.ops.choices import chosen_model
 from hlat_jax.optimizer import adamw, decay_mask, global_norm, learning_rate
 from hlat_jax.parallel.sharding import make_layout
-from hlat_jax.passes import scaling
 from hlat_jax.passes.autocast import autocast
 from hlat_jax.passes.jaxpr import equations
 from hlat_jax.precision import NEAREST, POLICIES, cast_tree

@@ -26,10 +26,11 @@ from hlat_jax.parallel.replica_sync import ReplicaSync
 from hlat_jax.parallel.rows import shard_microbatches
 from hlat_jax.parallel.sharding import Layout, shard_batch
 from hlat_jax.passes.autocast import autocast
+from hlat_jax.passes.compile import training_program
 from hlat_jax.passes.spikes import SpikePolicy
 from hlat_jax.precision import cast_tree, policy_on
 from hlat_jax.resolve import select_accumulate
-from hlat_jax.train_step import ProgramOptions, State, TrainingProgram, training_program
+from hlat_jax.train_step import State, StepOptions, TrainStep
 
 GENERATION = ("prefill", "decode")
 
@@ -43,8 +44,8 @@ class RunProgram:
       layout: the mesh, of devices or planned ones.
       choices: key of ModelConfig -> the implementation that serves, and why the others do not.
       model: `config.model` with every `auto` replaced by its choice.
-      accumulate: `config.train.accumulate`, likewise.
-      training: init and step for given parameters, pass by pass; see `train_step.TrainingProgram`.
+      accumulate: `config.train.accumulate` with `auto` replaced by its choice.
+      training: init and step for given parameters.
       init: jitted uint32 seed -> state before the first step, with the weights of that seed's rbg key.
       eval_step: jitted (params, batch) -> sum of the losses in nats and counted tokens, without z-loss.
       norms: jitted state -> norms, fp32, by part; see `_state_norms`.
@@ -55,7 +56,7 @@ class RunProgram:
     choices: Mapping[str, Choice]
     model: ModelConfig
     accumulate: str
-    training: TrainingProgram
+    training: TrainStep
     init: Callable[..., Any]
     eval_step: Callable[..., Any]
     norms: Callable[..., Any]
@@ -86,7 +87,7 @@ class RunProgram:
         """The shapes, dtypes and shardings of (state, batch, learning rate); nothing is allocated."""
         data = self.config.data
         batch = abstract_batch(data.batch_size, data.seq_len, with_segments=data.packing == "documents")
-        return self.training.step_arguments(abstract_params(self.config.model), batch)
+        return self.training.arguments(abstract_params(self.config.model), batch)
 
     @property
     def abstract_state(self) -> State:
@@ -157,15 +158,12 @@ def make_program(config: Config, layout: Layout) -> RunProgram:
     train, spikes = config.train, None
     if train.spikes != "off":
         spikes = SpikePolicy(skips=train.spikes == "skip", sigmas=train.spike_sigmas, window=train.spike_window)
-    options = ProgramOptions(
+    options = StepOptions(
         policy=policy,
         num_microbatches=train.num_microbatches,
         spikes=spikes,
         accumulate=pipelined if layout.size(("pipe",)) > 1 else None,
-        autocast=policy.autocast,
-        norm_in_blocks=layout.mesh.size == 1 and layout.platform == "cpu",
         replica_sync=ReplicaSync(layout, param_axes(config.model)),
-        kernels={f"model.{key}": choice for key, choice in chosen.items()},
     )
     loss = functools.partial(model_loss, model, layout, compute=policy.compute)
     training = training_program(
@@ -173,7 +171,7 @@ def make_program(config: Config, layout: Layout) -> RunProgram:
         adamw(config.optimizer, policy=policy, decays=decay_mask(params, config.optimizer.decay)),
         options=options,
         params=params,
-    )
+    ).train_step
     return RunProgram(
         config=config,
         layout=layout,
@@ -182,7 +180,7 @@ def make_program(config: Config, layout: Layout) -> RunProgram:
         accumulate=select_accumulate(train.accumulate, layout.platform),
         training=training,
         init=_init(config, training),
-        eval_step=_eval_step(loss(z_loss_weight=0.0), training.options),
+        eval_step=_eval_step(loss(z_loss_weight=0.0), training.options, cast=policy.autocast),
         norms=_state_norms(layout, training),
     )
 
@@ -222,9 +220,9 @@ def model_loss(model: ModelConfig, layout: Layout, *, compute: Any, z_loss_weigh
     return StagedLoss(bind=cast_and_bind, embed=embed, stage=stage, loss=loss, exchange=layout.pipe_exchange)
 
 
-def _eval_step(loss: Any, options: ProgramOptions) -> Callable[..., Any]:
-    if options.autocast is not None:
-        loss = autocast(loss, options.autocast)
+def _eval_step(loss: Any, options: StepOptions, *, cast: str | None) -> Callable[..., Any]:
+    if cast is not None:
+        loss = autocast(loss, cast)
     if options.accumulate is pipelined:
         loss = functools.partial(pipelined_loss, loss, num_microbatches=options.num_microbatches)
     if options.active_replica_sync is not None:
@@ -236,7 +234,7 @@ def _eval_step(loss: Any, options: ProgramOptions) -> Callable[..., Any]:
     return jax.jit(eval_step)
 
 
-def _init(config: Config, training: TrainingProgram) -> Callable[..., Any]:
+def _init(config: Config, training: TrainStep) -> Callable[..., Any]:
     # The key is made inside, as `jax.random.key` makes it: outside, that is three more programs to compile on Neuron.
     def initial(seed):
         high = jnp.zeros((), jnp.uint32)
@@ -246,7 +244,7 @@ def _init(config: Config, training: TrainingProgram) -> Callable[..., Any]:
     return jax.jit(initial, out_shardings=training.shardings)
 
 
-def _state_norms(layout: Layout, training: TrainingProgram) -> Callable[..., Any]:
+def _state_norms(layout: Layout, training: TrainStep) -> Callable[..., Any]:
     """Returns the jitted state -> norms, fp32, by part: the parameters, and whatever the optimizer keeps of them.
 
     Of the parameters and of fp32 masters the L2 norm, which a step masks on; of Adam's moments the mean magnitude,
@@ -255,7 +253,7 @@ def _state_norms(layout: Layout, training: TrainingProgram) -> Callable[..., Any
     cannot be trained on, and is not worth saving. Each device sums what it holds; then one all-reduce.
     """
     specs = jax.tree.map(lambda sharding: sharding.spec, training.shardings)
-    in_blocks = training.options.norm_in_blocks
+    in_blocks = layout.mesh.size == 1 and layout.platform == "cpu"
     weights = ("params", "opt_state.master")
 
     def copies(spec: PartitionSpec) -> int:

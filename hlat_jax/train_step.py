@@ -1,10 +1,11 @@
-"""From a loss function and an Optax optimizer to a training step: passes, gradients, masking, update, donation."""
+"""From a loss function and an Optax optimizer to a training step: gradients, masking, update, donation."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import itertools
+import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -15,36 +16,31 @@ import optax
 from jax.typing import ArrayLike
 
 from hlat_jax.batch import SumAndCount, microbatches
-from hlat_jax.ops.dispatch import MATCHERS, Dispatched, dispatch
+from hlat_jax.ops import loss_scale
+from hlat_jax.ops.loss_function import (
+    LossAux,
+    check_divides,
+    check_loss,
+    check_model_state,
+    given_names,
+    mean_aux,
+    num_rows,
+    row_keys,
+)
 from hlat_jax.optimizer import MaskedTransformation, global_norm, masked
 from hlat_jax.parallel import xla_options
 from hlat_jax.parallel.pipeline import PHASES, pipelined, run_tick, start_ticks
+from hlat_jax.parallel.replica_sync import ReplicaSync
 from hlat_jax.parallel.sharding import ROWS
-from hlat_jax.parallel.zero import check_params
-from hlat_jax.passes import remat, scaling, spikes
-from hlat_jax.passes.autocast import autocast, is_fp16
-from hlat_jax.passes.remat import Plan
-from hlat_jax.passes.residuals import select_residuals
-from hlat_jax.precision import NEAREST, Accumulation, Policy, Rounding, cast_tree
-from hlat_jax.step_options import (
-    LossAux,
-    ProgramOptions,
-    averaged_aux,
-    check_arguments,
-    check_divides,
-    check_model_state,
-    check_shapes,
-    checked_loss,
-    given_names,
-    num_rows,
-    resolved,
-    row_keys,
-    with_dialects,
-)
+from hlat_jax.parallel.zero import check_params, check_stage, make_replica_sync
+from hlat_jax.passes import spikes
+from hlat_jax.passes.spikes import SpikePolicy
+from hlat_jax.precision import NEAREST, POLICIES, Accumulation, Policy, Rounding, cast_tree
 
 State = dict[str, Any]
 LossFn = Callable[..., jax.Array | SumAndCount | tuple[jax.Array | SumAndCount, Any]]
 CheckedLossFn = Callable[..., tuple[jax.Array, LossAux]]
+Transform = Callable[[Callable], Callable]  # a pass: loss -> loss of the same arguments and results
 
 
 @jax.tree_util.register_dataclass
@@ -61,8 +57,8 @@ class StepMetrics:
       param_norm: float32, L2 norm of the weights before the update.
       finite: bool; False: loss, gradient or weights were not finite and the update was masked.
       spike: bool; True: a finite loss or gradient norm far above those before, see `passes.spikes`. None without
-        `ProgramOptions.spikes`.
-      aux: auxiliary values of the loss function, float32, see `training_program`; None without `has_aux`.
+        `StepOptions.spikes`.
+      aux: auxiliary values of the loss function, float32, see `train_step`; None without `has_aux`.
     """
 
     loss: jax.Array
@@ -175,44 +171,120 @@ class MicrobatchStep:
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainingProgram:
-    """The functions of a training program, and the shardings of its state.
+class StepOptions:
+    """Options of a training step.
+
+    Attributes:
+      policy: dtypes of storage and accumulation, and the rounding of stored values; fp32 by default.
+      num_microbatches: static number of parts into which a batch, or its rows on each device, is split.
+      accumulate: function that computes and sums the gradients of the parts, for pipeline stages; `accumulated` by
+        default.
+      zero: ZeRO stage, 0 to 3, for parameters of any structure on `devices`, see `zero.make_replica_sync`.
+      devices: devices for `zero`; all by default.
+      bucket_bytes: for `zero`, bytes per device up to which arrays share a collective; with 0 each array has its own.
+      replica_sync: mesh, shardings and collectives of your own, instead of `zero`. With neither the step is for one
+        device.
+      spikes: policy by which steps are skipped or reported whose loss or gradient norm is far above those before, see
+        `optimizer.SpikePolicy`; none by default.
+      loss_scale: whether the loss is scaled, for gradients in fp16, see `ops.loss_scale`.
+
+    Raises:
+      ValueError: an invalid value, or options that exclude each other.
+    """
+
+    policy: Policy = POLICIES["fp32"]
+    num_microbatches: int = 1
+    accumulate: Callable | None = None
+    zero: int | None = None
+    devices: Sequence[Any] | None = None
+    bucket_bytes: int = 0
+    replica_sync: ReplicaSync | None = None
+    spikes: SpikePolicy | None = None
+    loss_scale: bool = False
+
+    @property
+    def active_replica_sync(self) -> ReplicaSync | None:
+        """`replica_sync` if it has several devices, else None: on one device, a step has no collectives."""
+        return self.replica_sync if self.replica_sync is not None and self.replica_sync.layout.mesh.size > 1 else None
+
+    @property
+    def platform(self) -> str:
+        """The platform of the devices."""
+        if self.devices:
+            return self.devices[0].platform
+        return jax.default_backend() if self.replica_sync is None else self.replica_sync.layout.platform
+
+    @property
+    def row_degree(self) -> int:
+        """Over how many devices the rows of a batch are split."""
+        return 1 if self.active_replica_sync is None else self.active_replica_sync.layout.row_degree
+
+    def __post_init__(self):
+        count = self.num_microbatches
+        is_count = isinstance(count, numbers.Integral) and not isinstance(count, bool) and count >= 1
+        for name, is_valid, wanted in (
+            ("policy", isinstance(self.policy, Policy), "a Policy, such as precision.POLICIES['fp32']"),
+            ("num_microbatches", is_count, "an int of 1 or more"),
+            ("accumulate", self.accumulate is None or callable(self.accumulate), "a function, or be left out"),
+            ("replica_sync", isinstance(self.replica_sync, ReplicaSync | None), "a ReplicaSync"),
+            ("spikes", isinstance(self.spikes, SpikePolicy | None), "a SpikePolicy"),
+            ("loss_scale", isinstance(self.loss_scale, bool), "True or False"),
+        ):
+            if not is_valid:
+                raise ValueError(f"StepOptions.{name}={getattr(self, name)!r} must be {wanted}.")
+        if self.zero is not None:
+            check_stage(self.zero, self.devices, bucket_bytes=self.bucket_bytes)
+        if self.zero is not None and self.replica_sync is not None:
+            raise ValueError("StepOptions: zero and replica_sync both shard the parameters; give one of them.")
+        if self.zero is None and (self.devices is not None or self.bucket_bytes):
+            raise ValueError(
+                "StepOptions: devices and bucket_bytes have no effect without zero; give zero=0 to 3 too, or leave "
+                "them out: a replica_sync has its own."
+            )
+
+
+FP32 = StepOptions()
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainStep:
+    """A training step, and what belongs to it.
 
     Attributes:
       init: `(params, *, model_state=None, seed=0) -> state`. The state is {"step", "params", "opt_state": {"inner"
         [, "master"][, "seed"][, "loss_scale"]}[, "model_state"][, "spikes"]}; the uint32 seed is that of the random
         keys and of stochastic rounding, where there are any.
-      stages: name of a pass -> the jitted step after it; the last one is `step`.
+      step: jitted `(state, batch[, learning_rate]) -> (state, StepMetrics)`; donates the state. The learning rate is
+        for optimizers that take it as an extra argument; others have a rate or a schedule of their own and ignore it.
       eval_step: jitted `(state, batch) -> EvalMetrics`: the loss with `train=False`, `keys=None` and the model state as
         it is, over a batch that divides as those of `step` do. The state is not donated.
-      options: those it was built with, with `zero` replaced by the `replica_sync` made from it.
-      shardings: of every leaf of the state; None: wherever the parameters are.
       microbatch_step: `step` in programs of one microbatch; None for a loss function that has auxiliary values or takes
         more than (params, microbatch), and for an `options.accumulate` that is not `pipeline.pipelined` over stages.
-      plan: the choice that meets the memory budget; None without one.
-      dispatched: the loss after `dispatch`, whose `report()` lists what was replaced when it was last traced; None
-        without that pass.
+      options: options that the step was built with, with `zero` replaced by the `replica_sync` made from it.
+      shardings: shardings of every leaf of the state; None where they are those of the parameters.
+      loss: the loss of `step`, after all transforms: (params, rows, model_state) -> (loss sum, LossAux), or with stages
+        the staged loss.
     """
 
     init: Callable[..., State]
-    stages: Mapping[str, Callable]
+    step: Any  # a jitted StepFn
     eval_step: Callable[[State, Any], EvalMetrics]
-    options: ProgramOptions
+    microbatch_step: MicrobatchStep | None
+    options: StepOptions
     shardings: Any
-    microbatch_step: MicrobatchStep | None = None
-    plan: Plan | None = None
-    dispatched: Dispatched | None = None
+    loss: Callable
+    _eval_loss: Callable | None
+    _build: Callable[[Callable, Callable | None], TrainStep]
 
-    @property
-    def step(self) -> StepFn:
-        """The jitted (state, batch[, learning_rate]) -> (state, StepMetrics); donates the state.
+    def transform(self, transform: Transform) -> TrainStep:
+        """Returns the step whose losses, in training and evaluation, are transformed once more."""
+        return self._build(transform(self.loss), None if self._eval_loss is None else transform(self._eval_loss))
 
-        The learning rate is for optimizers that take it as an extra argument; others have a rate or a schedule of their
-        own and ignore it.
-        """
-        return list(self.stages.values())[-1]
+    def with_loss(self, loss: Callable) -> TrainStep:
+        """Returns the step of another `loss`; that of evaluation stays."""
+        return self._build(loss, self._eval_loss)
 
-    def step_arguments(self, params: Any, batch: Any, *, model_state: Any = None) -> tuple[Any, Any, Any]:
+    def arguments(self, params: Any, batch: Any, *, model_state: Any = None) -> tuple[Any, Any, Any]:
         """Returns the shapes, dtypes and shardings of what `step` takes, from the shapes of what it is made of."""
         state = jax.eval_shape(self.init, params, model_state=model_state)
         rate = jax.ShapeDtypeStruct((), jnp.float32)
@@ -221,29 +293,29 @@ class TrainingProgram:
             return state, batch, rate
         check_divides(batch, num_devices=replica_sync.layout.size(ROWS), num_microbatches=self.options.num_microbatches)
 
-        def placed(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+        def place(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
         rows = replica_sync.layout.rows()
-        return jax.tree.map(placed, state, self.shardings), jax.tree.map(lambda leaf: placed(leaf, rows), batch), rate
+        return jax.tree.map(place, state, self.shardings), jax.tree.map(lambda leaf: place(leaf, rows), batch), rate
 
 
-def training_program(
+def train_step(
     loss_fn: LossFn,
     optimizer: optax.GradientTransformation,
     *,
-    options: ProgramOptions | None = None,
+    transforms: Sequence[Transform] = (),
+    options: StepOptions = FP32,
     params: Any = None,
-    batch: Any = None,
     model_state: Any = None,
     has_aux: bool = False,
-) -> TrainingProgram:
-    """Returns the training program of a loss and an optimizer.
+) -> TrainStep:
+    """Returns the training step of a loss and an optimizer. `passes.compile` builds on it and knows the passes.
 
     Args:
       loss_fn: (params, microbatch) -> loss. Either the mean over the microbatch, a floating-point scalar: microbatches
         and devices then weigh equally, however much each of them counts. Or `SumAndCount(sum of the losses of the
-        counted tokens, count of them)`: the program divides by the count over the whole batch, so that unequal
+        counted tokens, count of them)`: the step divides by the count over the whole batch, so that unequal
         microbatches weigh as one batch would. Both are accumulated in fp32. Further parameters without a default are
         given by name:
 
@@ -254,98 +326,78 @@ def training_program(
           devices. What is drawn from it, with `jax.vmap` over rows and keys, is the same on any number of devices and
           microbatches. None in `eval_step`.
         - `train`: True in `step`, False in `eval_step`; a Python bool.
-        - `dialects`: see `ProgramOptions`.
       optimizer: an Optax transformation. It gets the mean gradients in fp32, the weights, and the extra arguments
         `learning_rate` (where the step is given one), `grad_norm`, `finite`, and, as for a line search, `value`, `grad`
         and `value_fn`: the loss, those gradients, and weights -> loss of this batch, differentiable.
-      options: precision, accumulation, devices, memory; None: fp32 on one device.
+      transforms: functions from loss to loss, such as `functools.partial(autocast, policy="bf16")`, in their order.
+      options: precision, accumulation and devices; fp32 on one device by default.
       params: shapes of the parameters; needed with `options.zero` or `options.replica_sync`, whose shardings follow
-        from them, and with `options.memory_budget`.
-      batch: shapes of a batch; needed with `options.memory_budget`. With those of the parameters, the step is traced
-        here.
+        from them.
       model_state: shapes of the model state, where the loss function takes one; needed where `params` is.
-      has_aux: the loss function returns (loss, auxiliary values), as for `jax.value_and_grad`; with a model state,
-        (loss, (new model state, auxiliary values)). The values, a pytree, come out in `StepMetrics.aux` in fp32: each
-        array is the mean over microbatches and devices, each `SumAndCount` becomes total / count over the whole batch.
+      has_aux: whether the loss function returns (loss, auxiliary values), as for `jax.value_and_grad`; with a model
+        state, (loss, (new model state, auxiliary values)). The values, a pytree, come out in `StepMetrics.aux` in fp32:
+        each array is the mean over microbatches and devices, each `SumAndCount` becomes total / count over the batch.
 
     Raises:
-      ValueError: no function, no transformation, parameters that are not floating-point arrays, shapes that an option
-        needs are missing, or no program tried fits the budget. The step, before it is compiled: the loss function
-        returns anything else, the batch does not divide, or the optimizer needs other extra arguments.
+      ValueError: no function, no transformation, parameters that are not floating-point arrays, or shapes that an
+        option needs are missing. The step, before it is compiled: the loss function returns anything else, the batch
+        does not divide, or the optimizer needs other extra arguments.
     """
-    options = ProgramOptions() if options is None else options
-    check_arguments(loss_fn, optimizer, options=options, has_aux=has_aux)
-    given = given_names(loss_fn, options)
-    check_shapes(given, options=options, params=params, batch=batch, model_state=model_state)
-    options = resolved(options, params)
-    if options.dialects is not None:
-        loss_fn, options = with_dialects(loss_fn, options)
+    if not callable(loss_fn):
+        raise ValueError(f"loss_fn={loss_fn!r} is not a function of (params, microbatch).")
+    if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
+        raise ValueError(f"optimizer={optimizer!r} is not an Optax transformation: give one, such as optax.adam(1e-3).")
+    given = given_names(loss_fn)
+    if options.accumulate is not None and (given or has_aux):
+        raise ValueError(
+            f"{', '.join(given) or 'has_aux=True'} needs a single loss function, not stages; leave options.accumulate "
+            "out."
+        )
+    if params is not None:
+        check_params(params)
+    elif options.zero is not None or options.replica_sync is not None:
+        raise ValueError("options.zero and .replica_sync shard the parameters: give their shapes as params=...")
+    if model_state is not None:
+        check_model_state(model_state, given)
+    elif "model_state" in given and params is not None:
+        raise ValueError("loss_fn takes a model_state: give its shapes as model_state=..., as those of the parameters.")
+    if options.zero is not None:
+        devices = jax.devices() if options.devices is None else options.devices
+        replica_sync = make_replica_sync(params, devices, stage=options.zero, bucket_bytes=options.bucket_bytes)
+        options = dataclasses.replace(options, replica_sync=replica_sync, zero=None, devices=None, bucket_bytes=0)
+    loss: Callable = loss_fn
+    eval_loss: Callable | None = None
     if options.accumulate is None:
-        eval_loss = checked_loss(loss_fn, has_aux=has_aux, given=given, is_training=False)
-        loss_fn = checked_loss(loss_fn, has_aux=has_aux, given=given)
-    initial, shardings = _initial(optimizer, options, given), None
+        loss = check_loss(loss_fn, has_aux=has_aux, given=given)
+        eval_loss = check_loss(loss_fn, has_aux=has_aux, given=given, is_training=False)
+    shardings = None
     if options.replica_sync is not None:
         # of one device too: what reads the state is then compiled once, for before the first step and after it
-        shapes = jax.eval_shape(initial, params, model_state=model_state)
+        shapes = jax.eval_shape(_initial(optimizer, options, given), params, model_state=model_state)
         shardings = options.replica_sync.state_shardings(shapes)
 
-    def step_of(loss_fn: Callable) -> Any:
-        step = _train_step(loss_fn, optimizer, options, has_keys="keys" in given)
-        return _jitted(step, options, None if shardings is None else (shardings, None))
+    def build(loss: Callable, eval_loss: Callable | None) -> TrainStep:
+        step = _train_step(loss, optimizer, options, has_keys="keys" in given)
+        is_splittable = not given and not has_aux and (options.accumulate is None or _has_stages(options))
+        return TrainStep(
+            init=_initial(optimizer, options, given, shardings=shardings),
+            step=_jitted(step, options, None if shardings is None else (shardings, None)),
+            eval_step=_no_eval_step if eval_loss is None else _eval_step(eval_loss, options),
+            microbatch_step=_microbatch_step(loss, optimizer, options=options, shardings=shardings)
+            if is_splittable
+            else None,
+            options=options,
+            shardings=shardings,
+            loss=loss,
+            _eval_loss=eval_loss,
+            _build=build,
+        )
 
-    def microbatch_step_of(loss_fn: Callable) -> MicrobatchStep | None:
-        if given or has_aux or not (options.accumulate is None or _has_stages(options)):
-            return None
-        return _microbatch_step(loss_fn, optimizer, options=options, shardings=shardings)
-
-    stages = {"loss": step_of(loss_fn)}
-    dispatched: Dispatched | None = None
-    for name, apply in _passes(options).items():
-        loss_fn, eval_loss = apply(loss_fn), apply(eval_loss)
-        stages[name] = step_of(loss_fn)
-        if isinstance(loss_fn, Dispatched):
-            dispatched = loss_fn
-    program = TrainingProgram(
-        init=_initial(optimizer, options, given, shardings=shardings),
-        stages=stages,
-        eval_step=_no_eval_step if options.accumulate is not None else _eval_step(eval_loss, options),
-        options=options,
-        shardings=shardings,
-        microbatch_step=microbatch_step_of(loss_fn),
-        dispatched=dispatched,
-    )
-    if params is None or batch is None:
-        return program
-    arguments = program.step_arguments(params, batch, model_state=model_state)
-    if options.memory_budget is None:
-        list(stages.values())[-1].trace(*arguments)  # raises for a loss function that returns anything else
-        return program
-    search: dict[str, Any] = {"options": options.remat or remat.RematOptions(), "name": "ProgramOptions.memory_budget"}
-    plan = remat.fit(loss_fn, *arguments, budget_bytes=options.memory_budget, step=step_of, **search)
-    stages |= {"remat": step_of(plan.fn)}
-    return dataclasses.replace(program, stages=stages, microbatch_step=microbatch_step_of(plan.fn), plan=plan)
-
-
-def _passes(options: ProgramOptions) -> dict[str, Callable[[Callable], Any]]:
-    """Returns name -> transformation of the loss, in their order.
-
-    What is replaced has to be as the user wrote it; what autocast narrows decides which residuals are worth keeping.
-    """
-    passes: dict[str, Callable[[Callable], Any]] = {}
-    if options.dispatch:
-        # a norm of our own keeps its input, and what reads it its result, where these passes would keep one of the two
-        has_choice = options.residuals or options.memory_budget is not None
-        ops = [op for op in MATCHERS if op != "norm" or not has_choice]
-        passes["dispatch"] = functools.partial(dispatch, platform=options.platform, ops=ops)
-    if options.autocast is not None:
-        passes["autocast"] = functools.partial(autocast, policy=options.autocast)
-    if options.residuals:
-        passes["residuals"] = select_residuals
-    return passes
+    return functools.reduce(TrainStep.transform, transforms, build(loss, eval_loss))
 
 
 def _train_step(
-    loss_fn: Callable, optimizer: optax.GradientTransformation, options: ProgramOptions, *, has_keys: bool
+    loss_fn: Callable, optimizer: optax.GradientTransformation, options: StepOptions, *, has_keys: bool
 ) -> Callable:
     """Returns (state, batch, learning_rate=None) -> (state, StepMetrics), the order of a training step."""
     value_and_grad, updated = _value_and_grad(loss_fn, options), _updated(optimizer, options)
@@ -373,11 +425,11 @@ def _rounding(state: State, policy: Policy) -> Rounding:
 
 
 def _scale(state: State) -> jax.Array | None:
-    loss_scale = state["opt_state"].get("loss_scale")
-    return None if loss_scale is None else loss_scale.scale
+    held = state["opt_state"].get("loss_scale")
+    return None if held is None else held.scale
 
 
-def _updated(optimizer: optax.GradientTransformation, options: ProgramOptions) -> Callable:
+def _updated(optimizer: optax.GradientTransformation, options: StepOptions) -> Callable:
     """Returns (state, ((loss sum, LossAux), gradients), *, learning_rate, of_params) -> (state, StepMetrics).
 
     The gradients are those of `_value_and_grad`, which `of_params` computes at other parameters.
@@ -390,7 +442,8 @@ def _updated(optimizer: optax.GradientTransformation, options: ProgramOptions) -
     ) -> tuple[State, StepMetrics]:
         (loss_sum, loss_aux), grads = found
         model_state, rounding, scale = state.get("model_state"), _rounding(state, policy), _scale(state)
-        norm = functools.partial(global_norm, in_blocks=options.norm_in_blocks, replica_sync=replica_sync)
+        in_blocks = replica_sync is None and options.platform == "cpu"
+        norm = functools.partial(global_norm, in_blocks=in_blocks, replica_sync=replica_sync)
         # The norm of the sums, and a product instead of a division: XLA on CPU then scales each gradient where the
         # update reads it, and writes no scaled copy of them all.
         per_token = 1.0 / (loss_aux.count if scale is None else loss_aux.count * scale)
@@ -424,10 +477,10 @@ def _updated(optimizer: optax.GradientTransformation, options: ProgramOptions) -
         opt_state = state["opt_state"] | {"inner": inner}
         if policy.master is not None:
             opt_state["master"] = weights
-        if (loss_scale := opt_state.get("loss_scale")) is not None:
+        if scale is not None:
             # a batch without counted tokens gives no information on the scale
-            moved = scaling.adjusted(loss_scale, finite)
-            opt_state["loss_scale"] = scaling.chosen(loss_aux.count > 0, moved, loss_scale)
+            before = opt_state["loss_scale"]
+            opt_state["loss_scale"] = loss_scale.chosen(loss_aux.count > 0, loss_scale.adjusted(before, finite), before)
         params = _params_of(weights, options)
         new_state = {"step": state["step"] + 1, "params": params, "opt_state": opt_state}
         if model_state is not None:
@@ -443,27 +496,27 @@ def _updated(optimizer: optax.GradientTransformation, options: ProgramOptions) -
             param_norm=param_norm,
             finite=finite,
             spike=spike,
-            aux=averaged_aux(loss_aux.aux, num_parts=options.num_microbatches * options.row_degree),
+            aux=mean_aux(loss_aux.aux, num_parts=options.num_microbatches * options.row_degree),
         )
         return new_state, metrics
 
     return updated
 
 
-def _params_of(weights: Any, options: ProgramOptions) -> Any:
+def _params_of(weights: Any, options: StepOptions) -> Any:
     """Returns the parameters that the forward pass reads, from the weights that the optimizer updates."""
     params, replica_sync = cast_tree(weights, options.policy.param), options.active_replica_sync
     return params if replica_sync is None else replica_sync.all_gather_params(params)
 
 
-def _has_stages(options: ProgramOptions) -> bool:
+def _has_stages(options: StepOptions) -> bool:
     """Returns whether the step is that of `pipeline`, over a mesh with stages."""
     mesh = None if options.replica_sync is None else options.replica_sync.layout.mesh
     return options.accumulate is pipelined and mesh is not None and dict(mesh.shape).get("pipe", 1) > 1
 
 
 def _microbatch_step(
-    loss_fn: CheckedLossFn, optimizer: optax.GradientTransformation, *, options: ProgramOptions, shardings: Any
+    loss_fn: CheckedLossFn, optimizer: optax.GradientTransformation, *, options: StepOptions, shardings: Any
 ) -> MicrobatchStep:
     """Returns the step in programs for one microbatch each, or for one tick of a pipeline."""
     replica_sync, dtype = options.active_replica_sync, options.policy.accumulate
@@ -571,7 +624,7 @@ def _value_fn(value_and_grad: Callable, scale: jax.Array | None) -> Callable[[An
     return value_fn
 
 
-def _value_and_grad(loss_fn: Callable, options: ProgramOptions) -> Callable[..., tuple[tuple, Any]]:
+def _value_and_grad(loss_fn: Callable, options: StepOptions) -> Callable[..., tuple[tuple, Any]]:
     """Returns (params, rows, rounding, *, scale, model_state) -> ((loss sum, LossAux), gradients) over all devices."""
     replica_sync, local = options.active_replica_sync, _local_value_and_grad(loss_fn, options)
     if replica_sync is None:
@@ -586,7 +639,7 @@ def _value_and_grad(loss_fn: Callable, options: ProgramOptions) -> Callable[...,
 
 
 def _local_value_and_grad(
-    loss_fn: Callable, options: ProgramOptions, *, num_microbatches: int | None = None
+    loss_fn: Callable, options: StepOptions, *, num_microbatches: int | None = None
 ) -> Callable[..., tuple[tuple, Any]]:
     """Returns the same on one device; `num_microbatches`: of the rows, None: those of the options."""
     dtype, replica_sync = options.policy.accumulate, options.active_replica_sync
@@ -606,13 +659,13 @@ def _local_value_and_grad(
             return (loss_sum, LossAux(count)), grads
         if scale is None:
             return accumulated(loss_fn, params, rows, sums=sums, model_state=model_state)
-        with scaling.applied():
+        with loss_scale.applied():
             return accumulated(scaled, params, rows, sums=sums, model_state=model_state)
 
     return local
 
 
-def _eval_step(loss_fn: CheckedLossFn, options: ProgramOptions) -> Callable[[State, Any], EvalMetrics]:
+def _eval_step(loss_fn: CheckedLossFn, options: StepOptions) -> Callable[[State, Any], EvalMetrics]:
     replica_sync, num_microbatches = options.active_replica_sync, options.num_microbatches
 
     def local(params: Any, batch: Any, model_state: Any) -> tuple[jax.Array, LossAux]:
@@ -629,7 +682,7 @@ def _eval_step(loss_fn: CheckedLossFn, options: ProgramOptions) -> Callable[[Sta
         return EvalMetrics(
             loss=loss_sum / loss_aux.count,
             num_tokens=None if loss_aux.is_mean else loss_aux.count,
-            aux=averaged_aux(loss_aux.aux, num_parts=num_microbatches * options.row_degree),
+            aux=mean_aux(loss_aux.aux, num_parts=num_microbatches * options.row_degree),
         )
 
     return jax.jit(eval_step)
@@ -645,7 +698,7 @@ def accumulated(
     """Returns ((loss sum, LossAux), gradients) of a batch whose parts are run one after another.
 
     Args:
-      loss_fn: as `step_options.checked_loss` makes it.
+      loss_fn: as `loss_function.check_loss` makes it.
       params: with respect to which gradients are taken.
       rows: fields with rows in front.
       sums: number of parts, see `batch.microbatches`, and how their gradients are summed.
@@ -689,12 +742,12 @@ def _apply_updates(weights: Any, updates: Any, *, applies: jax.Array, rounding: 
 
 def _initial(
     optimizer: optax.GradientTransformation,
-    options: ProgramOptions,
+    options: StepOptions,
     given: Sequence[str],
     *,
     shardings: Any = None,
 ) -> Callable[..., State]:
-    """Returns `TrainingProgram.init`; without shardings, its state is on the parameters' devices."""
+    """Returns `TrainStep.init`; without shardings, its state is on the parameters' devices."""
     policy = options.policy
 
     def init(params: Any, *, model_state: Any = None, seed: Any = 0) -> State:
@@ -709,8 +762,8 @@ def _initial(
             opt_state["master"] = _copied(weights)
         if policy.rounding != "nearest" or "keys" in given:
             opt_state["seed"] = jnp.array(seed, jnp.uint32)
-        if is_fp16(options.autocast):
-            opt_state["loss_scale"] = scaling.initial()
+        if options.loss_scale:
+            opt_state["loss_scale"] = loss_scale.initial()
         params = _copied(cast_tree(params, policy.param))
         state = {"step": jnp.zeros((), jnp.int32), "params": params, "opt_state": opt_state}
         if model_state is not None:
@@ -731,7 +784,7 @@ def _copied(tree: Any) -> Any:
     return jax.tree.unflatten(structure, leaves)
 
 
-def _jitted(step: Callable, options: ProgramOptions, shardings: Any, *, donated: tuple[int, ...] = (0,)) -> Any:
+def _jitted(step: Callable, options: StepOptions, shardings: Any, *, donated: tuple[int, ...] = (0,)) -> Any:
     """Returns the jitted step, with the compiler options of its devices."""
     keep_unused = len(donated) > 1  # else what is donated and only overwritten would be allocated again
     if options.replica_sync is None:

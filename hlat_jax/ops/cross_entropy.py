@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from hlat_jax.batch import SumAndCount
+from hlat_jax.ops import loss_scale
 from hlat_jax.ops.dialect import CallSpec, Implementation, Op
 from hlat_jax.parallel import collectives
 from hlat_jax.parallel.collectives import SINGLE_DEVICE, ParallelContext
-from hlat_jax.passes import scaling
 
 # Most positions of each row whose logits "chunked" holds at once, and fewest for long rows.
 CHUNK_POSITIONS = 256
@@ -144,7 +144,7 @@ def _loss_sum(hidden_BTD, head_VD, targets_BT, weights_BT, static):
 def _forward(hidden_BTD, head_VD, targets_BT, weights_BT, static):
     z_loss_weight, chunk, axes = static
     precision = None
-    if scaling.is_applied() and hidden_BTD.dtype == jnp.float32:
+    if loss_scale.is_applied() and hidden_BTD.dtype == jnp.float32:
         precision = jax.lax.DotAlgorithmPreset.F32_F32_F32  # which autocast does not change
 
     def add(sums, rows):

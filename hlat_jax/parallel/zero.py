@@ -1,6 +1,6 @@
 """ZeRO for parameters of any shape and nesting: which dim of each is sharded over the devices, at which stage.
 
-    program = training_program(loss, optax.adam(1e-3), options=ProgramOptions(policy, zero=3), params=params)
+    step = train_step(loss, optax.adam(1e-3), options=StepOptions(policy, zero=3), params=params)
 
 The loss function takes unsharded parameters and the rows of one device. Our own model has logical axes and finer
 shardings, and does not use this.

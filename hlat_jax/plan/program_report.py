@@ -16,12 +16,12 @@ import jax.numpy as jnp
 
 from hlat_jax.ops.dialect import Choice
 from hlat_jax.ops.dispatch import Report as DispatchReport
+from hlat_jax.passes.compile import TrainingProgram
 from hlat_jax.passes.jaxpr import equations
 from hlat_jax.passes.liveness import estimated_temporaries
 from hlat_jax.passes.products import PRODUCTS, live_jaxpr
 from hlat_jax.passes.remat import Plan
 from hlat_jax.plan.collectives import Collective, collectives
-from hlat_jax.train_step import TrainingProgram
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,12 +98,12 @@ def report(program: TrainingProgram, state: Any, batch: Any) -> Report:
     """Returns the report of a program; compiles its step.
 
     Args:
-      program: as `program.training_program` returns it.
+      program: program that `passes.compile.training_program` returned.
       state: arrays, or their shapes and shardings.
       batch: likewise.
     """
-    arguments, replica_sync = (state, batch, jnp.float32(0.0)), program.options.active_replica_sync
-    traces = {name: step.trace(*arguments) for name, step in program.stages.items()}
+    arguments, replica_sync = (state, batch, jnp.float32(0.0)), program.train_step.options.active_replica_sync
+    traces = {name: step.step.trace(*arguments) for name, step in program.steps.items()}
     jaxprs = {name: live_jaxpr(traced) for name, traced in traces.items()}
     stages = tuple(CompileStage(name=name, jaxpr=jaxpr, products=_products(jaxpr)) for name, jaxpr in jaxprs.items())
     began = time.monotonic()
@@ -121,8 +121,8 @@ def report(program: TrainingProgram, state: Any, batch: Any) -> Report:
     )
     return Report(
         stages=stages,
-        kernels=program.options.kernels,
-        dispatch=None if program.dispatched is None else program.dispatched.report(),
+        kernels=program.kernels,
+        dispatch=None if program.rewritten is None else program.rewritten.report(),
         plan=program.plan,
         collectives=tuple(found),
         bytes=held,

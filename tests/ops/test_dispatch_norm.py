@@ -11,11 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from programs import training_program
 
 from hlat_jax.ops import general_norm
 from hlat_jax.ops.dispatch import dispatch
-from hlat_jax.step_options import ProgramOptions
-from hlat_jax.train_step import training_program
 
 B, T, D = 2, 3, 16
 EPS = 1e-5
@@ -212,8 +211,8 @@ def test_norms_stay_where_a_program_selects_residuals():
         program = training_program(
             lambda gain, x: jnp.mean(SPELLINGS["1 + gain"][0](x, gain, None) ** 2),
             optax.sgd(1e-3),
-            options=ProgramOptions(dispatch=True, residuals=residuals),
+            options={"rewrite": True, "residuals": residuals},
             params=GAIN,
             batch=X,
         )
-        assert [one.op for one in program.dispatched.report().replacements] == ([] if residuals else ["norm"])
+        assert [one.op for one in program.rewritten.report().replacements] == ([] if residuals else ["norm"])

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import micro
 import numpy as np
 import pytest
+from hlat_jax.step_options import checked_loss
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from lowered import assert_no_forbidden_operations, lowered_for_neuron
@@ -30,7 +31,6 @@ from hlat_jax.plan.traffic import traced_collectives
 from hlat_jax.precision import NEAREST, Accumulation
 from hlat_jax.program import make_program, model_loss
 from hlat_jax.resolve import resolve
-from hlat_jax.step_options import checked_loss
 from hlat_jax.train_step import accumulated
 
 SEQUENCE, ZERO1 = {"sequence_parallel": True}, {"zero1": True}

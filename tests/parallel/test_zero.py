@@ -9,20 +9,22 @@ import optax
 import optax.contrib
 import pytest
 from foreign_models import batch, plain_loss, plain_params, user_model
+from programs import training_program
 
+from hlat_jax.batch import SumAndCount
 from hlat_jax.parallel.zero import make_replica_sync
 from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.plan.collectives import collectives
 from hlat_jax.plan.traffic import traced_collectives
 from hlat_jax.precision import POLICIES
-from hlat_jax.train_step import ProgramOptions, SumAndCount, training_program
+from hlat_jax.train_step import StepOptions
 
 
 def trained(loss, params, *, stage=None, bucket_bytes=0, policy="fp32", steps=6):
     """Returns (losses and norms, final state, text of the compiled step)."""
-    options = ProgramOptions(POLICIES[policy], num_microbatches=2, zero=stage, bucket_bytes=bucket_bytes)
+    options = {"policy": POLICIES[policy], "num_microbatches": 2, "zero": stage, "bucket_bytes": bucket_bytes}
     program = training_program(loss, optax.adam(1e-2), options=options, params=params)
-    state, replica_sync = program.init(params), program.options.replica_sync
+    state, replica_sync = program.init(params), program.train_step.options.replica_sync
     put = (lambda x: x) if replica_sync is None else lambda x: jax.device_put(x, replica_sync.layout.rows())
     text = program.step.lower(state, put(batch(0)), 0.0).compile().as_text()
     rows = []
@@ -63,11 +65,11 @@ def test_each_stage_uses_only_the_collectives_it_needs():
     loss, params = user_model("plain")  # five arrays that 8 divides, and a scalar; 2 microbatches
     found = {}
     for stage in range(4):
-        options = ProgramOptions(POLICIES["fp32"], num_microbatches=2, zero=stage)
+        options = {"num_microbatches": 2, "zero": stage}
         program = training_program(loss, optax.adam(1e-2), options=options, params=params)
         traced = program.step.trace(jax.eval_shape(program.init, params), batch(0), 0.0)
         found[stage] = collections.Counter()
-        for collective in traced_collectives(live_jaxpr(traced), program.options.replica_sync.layout.mesh):
+        for collective in traced_collectives(live_jaxpr(traced), program.train_step.options.replica_sync.layout.mesh):
             found[stage][collective.kind] += collective.trips
     # stage 3 gathers for the loss, and for its backward pass again what that reads: the matrices behind the first;
     # loss and count, the scalar's gradient, and the norms of gradients and weights; of stage 0 the other gradients
@@ -104,7 +106,7 @@ def test_replicated_leaves_stay_equal_under_stochastic_rounding():
     rng = np.random.default_rng(0)
     params = {"b": jnp.asarray(rng.normal(size=333), jnp.float32)}
     rows = {key: rng.normal(size=(8, 333)).astype(np.float32) for key in "xy"}
-    options = ProgramOptions(POLICIES["bf16_sr"], num_microbatches=4, zero=2, devices=jax.devices()[:2])
+    options = {"policy": POLICIES["bf16_sr"], "num_microbatches": 4, "zero": 2, "devices": jax.devices()[:2]}
     program = training_program(loss, optax.sgd(1.0), options=options, params=params)
     state = program.init(params)
     for _ in range(3):
@@ -115,7 +117,7 @@ def test_replicated_leaves_stay_equal_under_stochastic_rounding():
 
 def test_optimizer_that_stores_the_weights_can_be_stepped():
     loss, params = user_model("plain")
-    program = training_program(loss, optax.contrib.prodigy(1.0), options=ProgramOptions(POLICIES["fp32"]))
+    program = training_program(loss, optax.contrib.prodigy(1.0), options={})
     _, metrics = program.step(program.init(params), batch(0), 0.0)
     assert metrics.finite
 
@@ -135,9 +137,9 @@ def test_invalid_stage_or_bucket_bytes_is_refused():
     replica_sync = make_replica_sync(params, jax.devices(), stage=1)
     for where in ({"zero": 1}, {"replica_sync": replica_sync}):
         with pytest.raises(ValueError, match=r"give their shapes as params=\.\.\."):
-            training_program(loss, optax.adam(1e-2), options=ProgramOptions(POLICIES["fp32"], **where))
+            training_program(loss, optax.adam(1e-2), options=dict(**where))
     with pytest.raises(ValueError, match="zero and replica_sync both shard the parameters; give one"):
-        ProgramOptions(POLICIES["fp32"], zero=1, replica_sync=replica_sync)
+        StepOptions(zero=1, replica_sync=replica_sync)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -146,9 +148,9 @@ def test_zero_option_equals_an_explicit_replica_sync(stage):
     devices, laid_out = jax.devices()[:4], []
     replica_sync = make_replica_sync(params, devices, stage=stage, bucket_bytes=100)
     for where in ({"replica_sync": replica_sync}, {"zero": stage, "devices": devices, "bucket_bytes": 100}):
-        options = ProgramOptions(POLICIES["fp32"], **where)
+        options = dict(**where)
         program = training_program(loss, optax.adam(1e-2), options=options, params=params)
-        laid_out.append((program.shardings, program.options.replica_sync))
+        laid_out.append((program.train_step.shardings, program.train_step.options.replica_sync))
     assert laid_out[0] == laid_out[1]
     assert {device for leaf in jax.tree.leaves(laid_out[0][0]) for device in leaf.device_set} == set(devices)
 
@@ -163,11 +165,11 @@ def rough(params, batch):
 @pytest.mark.parametrize("stage", [None, 1, 3])
 def test_fp16_scales_the_loss_and_skips_overflowing_steps(stage):
     params = jax.tree.map(jnp.asarray, plain_params())
-    options = ProgramOptions(POLICIES["fp32"], zero=stage, autocast="fp16")
+    options = {"zero": stage, "autocast": "fp16"}
     program = training_program(rough, optax.adam(1e-2), options=options, params=params)
     state = program.init(params)
     assert float(state["opt_state"]["loss_scale"].scale) == 2.0**15
-    exact = training_program(rough, optax.adam(1e-2), options=ProgramOptions(POLICIES["fp32"]))
+    exact = training_program(rough, optax.adam(1e-2), options={})
     _, wanted = exact.step(exact.init(params), batch(0), 0.0)
     state, metrics = program.step(state, batch(0), 0.0)
     assert metrics.finite

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.ode import odeint
 from jax.extend import source_info_util
 from jax.sharding import PartitionSpec as P
+from programs import training_program
 
 from hlat_jax.model import init_params, param_axes
 from hlat_jax.ops.choices import chosen_model
@@ -30,10 +31,8 @@ from hlat_jax.passes.autocast import CastPolicy, overriding
 from hlat_jax.passes.casting import Cast
 from hlat_jax.passes.jaxpr import equations, reaching
 from hlat_jax.passes.kinds import saturated
-from hlat_jax.precision import POLICIES as PRECISIONS
 from hlat_jax.program import model_loss
 from hlat_jax.resolve import resolve
-from hlat_jax.train_step import ProgramOptions, training_program
 
 BF16_STEP = 2.0**-8
 
@@ -502,7 +501,7 @@ def test_program_trains_an_fp32_loss_under_autocast():
     def loss(params, batch):
         return jnp.square(jax.nn.relu(batch @ params["w"]) @ params["w"].T - batch).mean()
 
-    options = ProgramOptions(PRECISIONS["fp32"], num_microbatches=2, autocast="bf16")
+    options = {"num_microbatches": 2, "autocast": "bf16"}
     program = training_program(loss, optax.adam(1e-2), options=options)
     state, losses = program.init({"w": W}), []
     assert set(products(program.step, state, X, jnp.float32(0.0))) == {"bfloat16"}

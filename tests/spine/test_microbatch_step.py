@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from programs import training_program
 
 from hlat_jax.batch import concat_batch, microbatches, segmented_batch
 from hlat_jax.neuron import programs
@@ -24,7 +25,6 @@ from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve, select_accumulate
 from hlat_jax.run.compilation import programs_of_run, traced_programs
 from hlat_jax.run.fingerprint import fingerprint
-from hlat_jax.train_step import ProgramOptions, training_program
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 SHARDED = {"data": 2, "fsdp": 2, "tensor": 2, "sequence_parallel": True}
@@ -108,14 +108,16 @@ def test_dispatched_microbatches_of_documents_equal_those_in_one_program_bit_for
 
 
 def test_dispatched_microbatches_take_and_move_the_loss_scale_as_in_one_program():
-    options = ProgramOptions(autocast="fp16", num_microbatches=2)
+    options = {"autocast": "fp16", "num_microbatches": 2}
     program, w = training_program(mean_of_products, optax.sgd(0.1), options=options), {"w": np.ones(3, np.float32)}
     batches = [{"x": np.random.default_rng(number).random((4, 3), np.float32)} for number in range(2)]
     one, several = program.init(w), program.init(w)
     for batch in batches:
         one, expected = program.step(one, batch)
         parts = microbatches(batch, 2)
-        several, found = program.microbatch_step(several, [jax.tree.map(lambda x, n=n: x[n], parts) for n in range(2)])
+        several, found = program.train_step.microbatch_step(
+            several, [jax.tree.map(lambda x, n=n: x[n], parts) for n in range(2)]
+        )
         assert found.finite
         assert_same_bits(expected, found)
     assert one["opt_state"]["loss_scale"].scale > 1
@@ -231,11 +233,11 @@ def test_a_plain_mean_has_no_step_of_single_microbatches():
 
     params, batch = {"w": np.float32(2.0)}, {"x": np.ones((4, 2), np.float32)}
     program = training_program(of_sums, optax.sgd(0.1), params=params)
-    _, metrics = program.microbatch_step(program.init(params), [batch, batch])
+    _, metrics = program.train_step.microbatch_step(program.init(params), [batch, batch])
     assert (metrics.loss, metrics.num_tokens) == (2.0, 16)
     program = training_program(mean, optax.sgd(0.1), params=params)
     with pytest.raises(ValueError, match="a loss function that returns SumAndCount"):
-        program.microbatch_step(program.init(params), [batch])
+        program.train_step.microbatch_step(program.init(params), [batch])
 
 
 def mean_of_products(params, batch):
@@ -244,7 +246,7 @@ def mean_of_products(params, batch):
 
 def test_a_microbatch_is_asked_for_when_the_one_before_is_dispatched_and_other_shapes_take_a_new_buffer():
     program, seen = training_program(mean_of_products, optax.sgd(0.1)), []
-    step, params = program.microbatch_step, {"w": np.ones(3, np.float32)}
+    step, params = program.train_step.microbatch_step, {"w": np.ones(3, np.float32)}
 
     def logged(name, run):
         return lambda *args: (seen.append(name), run(*args))[1]
@@ -267,7 +269,7 @@ def test_a_microbatch_is_asked_for_when_the_one_before_is_dispatched_and_other_s
 def test_a_step_of_no_microbatches_is_refused():
     program = training_program(mean_of_products, optax.sgd(0.1))
     with pytest.raises(ValueError, match="microbatches is empty: give a step one or more"):
-        program.microbatch_step(program.init({"w": np.ones(3, np.float32)}), [])
+        program.train_step.microbatch_step(program.init({"w": np.ones(3, np.float32)}), [])
 
 
 @pytest.mark.parametrize("zero", [None, 0])
@@ -278,10 +280,10 @@ def test_a_sum_of_gradients_of_ones_own_has_a_step_and_none_of_single_microbatch
         return (loss, loss_fn(params, rows).count), pullback(jnp.ones_like(loss))[0]
 
     devices = None if zero is None else jax.devices()[:2]
-    options = ProgramOptions(accumulate=summed, num_microbatches=2, zero=zero, devices=devices)
+    options = {"accumulate": summed, "num_microbatches": 2, "zero": zero, "devices": devices}
     params = {"w": np.ones(3, np.float32)}
     program = training_program(mean_of_products, optax.sgd(0.1), options=options, params=params)
-    assert program.microbatch_step is None
+    assert program.train_step.microbatch_step is None
     state, metrics = program.step(program.init(params), {"x": np.ones((4, 3), np.float32)})
     assert (metrics.loss, metrics.num_tokens) == (1.0, 12)
     np.testing.assert_allclose(state["params"]["w"], 1 - 0.1 / 3)

@@ -23,7 +23,7 @@ CFG = ModelConfig(vocab_size=64, num_layers=2, embed_dim=32, mlp_dim=48, num_hea
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 64, (4, 13)), jnp.int32)
 PUBLIC = [
     *(Decoder, Decoder.__call__, Decoder.hidden_states, init_params, apply, bind, param_specs, ModelConfig),
-    *(batch.Batch, batch.concat_batch, batch.segmented_batch, train_step.training_program, train_step.ProgramOptions),
+    *(batch.Batch, batch.concat_batch, batch.segmented_batch, train_step.train_step, train_step.StepOptions),
     *(autocast.autocast, autocast.CastPolicy, remat.fit, remat.max_batch, remat.RematOptions, hlat_jax.hf.load),
     *(lint.check, lint.check_traced, lint.check_module, generator.Generator, generator.Generator.__call__),
     *(generator.Generator.stream, sampling.Sampling, inference.open_model),

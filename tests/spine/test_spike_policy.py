@@ -9,15 +9,16 @@ import optax
 import pytest
 from lowered import assert_no_forbidden_operations, lowered_for_neuron
 from micro import exact, write_config
+from programs import training_program
 
 from hlat_jax import config as config_lib
 from hlat_jax import loop
+from hlat_jax.batch import SumAndCount
 from hlat_jax.passes.spikes import SpikePolicy
 from hlat_jax.resolve import resolve
 from hlat_jax.run import open as run_open
 from hlat_jax.run.goodput import read_events
 from hlat_jax.store.metrics import ROWS_FILE, read_rows
-from hlat_jax.train_step import ProgramOptions, SumAndCount, training_program
 
 POLICY = SpikePolicy(window=4)
 
@@ -30,7 +31,7 @@ def linear(params, batch):
 def program_and_batch(policy, **options):
     x = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
     program = training_program(
-        linear, optax.adam(1e-3), options=ProgramOptions(spikes=policy, **options), params={"w": jnp.zeros((16, 1))}
+        linear, optax.adam(1e-3), options=dict(spikes=policy, **options), params={"w": jnp.zeros((16, 1))}
     )
     return program, {"x": x, "y": 0.0002 * x.sum(1)}
 

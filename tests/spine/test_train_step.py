@@ -9,7 +9,9 @@ import numpy as np
 import optax
 import pytest
 from lowered import assert_no_forbidden_operations, lowered_for_neuron
+from programs import training_program
 
+from hlat_jax.batch import SumAndCount
 from hlat_jax.config import ParallelConfig
 from hlat_jax.ops import norm, swiglu
 from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
@@ -23,7 +25,6 @@ from hlat_jax.precision import POLICIES
 from hlat_jax.program import make_program, state_bytes
 from hlat_jax.resolve import resolve
 from hlat_jax.run import costs
-from hlat_jax.train_step import ProgramOptions, SumAndCount, training_program
 
 
 def run(config, layout, batches, num_steps=4):
@@ -207,7 +208,7 @@ def test_training_program_trains_a_user_model_with_a_user_optimizer():
         error = batch["x"] @ params["w"] - batch["y"]
         return SumAndCount(jnp.sum(error**2), error.size)
 
-    options = ProgramOptions(policy=POLICIES["fp32"], num_microbatches=2)
+    options = {"num_microbatches": 2}
     program = training_program(loss, optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.3)), options=options)
     x = np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)
     batch = {"x": x, "y": x @ np.asarray([1.0, -2.0, 0.5], np.float32)}
@@ -230,7 +231,7 @@ def test_fp16_trains_a_sum_loss_whose_gradients_overflow_unscaled(counts):
     batch = {"x": x, "y": x @ rng.normal(size=16).astype(np.float32), "weight": weight}
 
     def made(**options):
-        options = ProgramOptions(POLICIES["fp32"], num_microbatches=4, **options)
+        options = dict(num_microbatches=4, **options)
         program = training_program(linear, optax.adam(0.1), options=options)
         return program, program.init({"w": jnp.zeros((16, 1))})
 
@@ -262,7 +263,7 @@ def test_matmuls_before_the_loss_scale_are_fp32_only_under_fp16(zero):
     batch = {"x": jnp.ones((16, 8)), "y": jnp.arange(16)}  # 2 rows on each of 8 devices: of one, gradients sum nothing
     found = {}
     for autocast in ("bf16", "fp16"):
-        options = ProgramOptions(POLICIES["fp32"], zero=zero, autocast=autocast)
+        options = {"zero": zero, "autocast": autocast}
         program = training_program(from_hidden, optax.sgd(1e-2), options=options, params=params)
         found[autocast] = report(program, jax.eval_shape(program.init, params), batch).stages[-1].products
     assert found == {"bf16": {"bfloat16": 5}, "fp16": {"float16": 3, "float32": 2}}
@@ -279,7 +280,7 @@ def test_loss_receives_the_chosen_dialects_and_the_report_lists_them(more):
         return SumAndCount(jnp.sum(out), out.size)
 
     params, batch = {"w": jnp.eye(8), "s": jnp.ones(8)}, {"x": jnp.ones((8, 8))}
-    options = ProgramOptions(POLICIES["fp32"], dialects={"swiglu": "reference", "rms_norm": "auto"}, **more)
+    options = dict(dialects={"swiglu": "reference", "rms_norm": "auto"}, **more)
     program = training_program(loss, optax.sgd(0.1), options=options, params=params, batch=batch)
     assert program.step(program.init(params), batch, 0.1)[1].finite
     assert given
@@ -293,7 +294,7 @@ def test_unsupported_dialects_are_refused():
     def loss(params, batch, *, dialects):
         return jnp.sum(params["w"])
 
-    options = ProgramOptions(POLICIES["fp32"], dialects={"attention": "triton"})
+    options = {"dialects": {"attention": "triton"}}
     with pytest.raises(ValueError, match="runs on cuda, not on cpu"):
         training_program(loss, optax.sgd(0.1), options=options)
     with pytest.raises(ValueError, match=r"define it as loss\(params, batch, \*, dialects\)"):
@@ -301,7 +302,7 @@ def test_unsupported_dialects_are_refused():
 
 
 def test_batch_with_zero_count_leaves_the_loss_scale_unchanged():
-    program = training_program(linear, optax.sgd(0.1), options=ProgramOptions(POLICIES["fp32"], autocast="fp16"))
+    program = training_program(linear, optax.sgd(0.1), options={"autocast": "fp16"})
     state = program.init({"w": jnp.zeros((16, 1))})
     batch = {"x": jnp.ones((4, 16)), "y": jnp.ones(4), "weight": jnp.zeros(4)}
     before = jax.device_get(state)
@@ -311,64 +312,44 @@ def test_batch_with_zero_count_leaves_the_loss_scale_unchanged():
     jax.tree.map(np.testing.assert_array_equal, before, state)
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"policy": "fp32"}, r"ProgramOptions.policy='fp32' is not a Policy: give precision.POLICIES"),
+def test_invalid_options_and_arguments_are_refused_with_the_fix():
+    stages, w = {"accumulate": pipelined}, {"w": jnp.ones((16, 1))}
+    for options, said in (
+        ({"policy": "fp32"}, r"StepOptions.policy='fp32' must be a Policy, such as precision.POLICIES"),
         ({"num_microbatches": 2.0}, r"num_microbatches=2.0 must be an int of 1 or more"),
         ({"num_microbatches": 0}, r"num_microbatches=0 must be an int of 1 or more"),
-        ({"accumulate": 3}, r"accumulate=3 is not a function"),
-        ({"norm_in_blocks": 1}, r"norm_in_blocks=1 must be True or False"),
-        ({"autocast": jnp.bfloat16}, r"autocast=.*bfloat16.* is neither .*: give 'bf16' or 'fp16'"),
-        ({"autocast": "bf17"}, r"autocast='bf17' is neither .*: give 'bf16' or 'fp16'"),
-        ({"memory_budget": "12"}, r"ProgramOptions.memory_budget='12' is not a size in bytes"),
-        ({"memory_budget": "1GiB", "remat": "full"}, r"remat='full' must be passes.remat.RematOptions"),
-        ({"remat": remat.RematOptions()}, r"remat needs a memory budget; give memory_budget="),
-        ({"kernels": ["einsum"]}, r"kernels=.* must be a dict"),
-        ({"dialects": "einsum"}, r"dialects='einsum' must be a dict"),
-        ({"dialects": {"swigl": "auto"}}, r"dialects has no op 'swigl'. Did you mean 'swiglu'"),
-        ({"dialects": {"rope": "pairs"}}, r"dialects\['rope'\]='pairs' is not one of auto, reference, paired"),
-        ({"accumulate": pipelined, "dialects": {}}, r"a single loss function, not pipeline stages"),
-        ({"replica_sync": 2}, r"replica_sync=2 is not a ReplicaSync: give zero.make_replica_sync\(...\)"),
+        ({"replica_sync": 2}, r"replica_sync=2 must be a ReplicaSync"),
+        ({"spikes": "skip"}, r"spikes='skip' must be a SpikePolicy"),
         ({"zero": True}, r"zero stage True is not one of 0, 1, 2, 3"),
         ({"zero": 1, "devices": []}, r"devices=\[\] must be a list of one or more devices.*give jax.devices\(\)"),
-        ({"zero": 1, "devices": "cpu"}, r"devices='cpu' must be a list of one or more devices"),
         ({"zero": 1, "bucket_bytes": 0.5}, r"bucket_bytes=0.5 must be 0"),
         ({"bucket_bytes": 1024}, r"devices and bucket_bytes have no effect without zero; give zero=0 to 3"),
-        ({"devices": jax.devices()}, r"devices and bucket_bytes have no effect without zero; give zero=0 to 3"),
+        ({"zero": 1}, r"shard the parameters: give their shapes as params="),
+        ({"autocast": "bf17"}, r"autocast policy 'bf17' is unknown; use"),
         ({"policy": POLICIES["mixed"], "autocast": "fp16"}, r"policy computes in bfloat16; give policy=.*'fp32'"),
-        ({"accumulate": pipelined, "autocast": "bf16"}, r"a single loss function, not pipeline stages"),
-        ({"accumulate": pipelined, "memory_budget": "1GiB"}, r"a single loss function, not pipeline stages"),
-        ({"accumulate": pipelined, "dispatch": True}, r"a single loss function, not pipeline stages"),
-        ({"accumulate": pipelined, "residuals": True}, r"a single loss function, not pipeline stages"),
-        ({"dispatch": "attention"}, r"dispatch='attention' must be True or False"),
-        ({"residuals": 1}, r"residuals=1 must be True or False"),
-        ({"spikes": "skip"}, r"spikes='skip' must be passes.spikes.SpikePolicy"),
-    ],
-)
-def test_invalid_step_options_are_refused_with_the_fix(options, said):
-    with pytest.raises(ValueError, match=said):
-        ProgramOptions(**{"policy": POLICIES["fp32"], **options})
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
+        ({"memory_budget": "12"}, r"memory_budget='12' is not a size in bytes"),
+        ({"memory_budget": "1GiB"}, r"give params=\.\.\. and batch=\.\.\."),
+        ({"remat": remat.RematOptions()}, r"remat needs a memory budget; give memory_budget="),
+        ({"dialects": {"swigl": "auto"}}, r"dialects has no op 'swigl'. Did you mean 'swiglu'"),
+        ({"dialects": {"rope": "pairs"}}, r"dialects\['rope'\]='pairs' is not one of auto, reference, paired"),
+        (stages | {"rewrite": True}, r"a single loss function, not stages"),
+        (stages | {"memory_budget": "1GiB"}, r"a single loss function, not stages"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            training_program(linear, optax.sgd(0.1), options=options)
+    for given, said in (
         ({"loss_fn": None}, "loss_fn=None is not a function"),
         ({"optimizer": None}, "optimizer=None is not an Optax transformation: give one, such as optax.adam"),
-        ({"options": POLICIES["fp32"]}, r"options=.*: give ProgramOptions"),
         ({"params": {"w": 1.0}}, r"params\['w'\] is a float: give an array"),
-        ({"params": {"w": jnp.ones(3), "n": jnp.int32(3)}}, r"params\['n'\] is int32: .*functools.partial"),
-    ],
-)
-def test_invalid_program_arguments_are_refused_with_the_fix(arguments, said):
-    whole = {"loss_fn": linear, "optimizer": optax.sgd(0.1), "options": ProgramOptions(POLICIES["fp32"]), **arguments}
-    with pytest.raises(ValueError, match=said):
-        training_program(whole.pop("loss_fn"), whole.pop("optimizer"), **whole)
+        ({"params": w | {"n": jnp.int32(3)}}, r"params\['n'\] is int32: .*functools.partial"),
+        ({"has_aux": True, "options": stages}, "has_aux=True needs a single loss function"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            training_program(**{"loss_fn": linear, "optimizer": optax.sgd(0.1)} | given)
 
 
 def test_integer_parameters_are_refused_at_init():
-    program = training_program(linear, optax.sgd(0.1), options=ProgramOptions(POLICIES["fp32"]))
+    program = training_program(linear, optax.sgd(0.1), options={})
     with pytest.raises(ValueError, match=r"params\['n'\] is int32"):
         program.init({"w": jnp.ones((16, 1)), "n": jnp.int32(3)})
 
@@ -386,7 +367,7 @@ def squares(params, batch):
     ],
 )
 def test_a_batch_that_cannot_be_accumulated_is_refused(batch, said, autocast):
-    options = ProgramOptions(POLICIES["fp32"], num_microbatches=3, autocast=autocast)
+    options = {"num_microbatches": 3, "autocast": autocast}
     program = training_program(squares, optax.sgd(1e-2), options=options)
     with pytest.raises(ValueError, match=said):
         program.step(program.init({"w": jnp.ones((8, 8))}), batch, 0.0)
@@ -408,7 +389,6 @@ def labelled():
 def first_step(loss, options, *, has_aux=False):
     """Returns the metrics of the first step of `labelled()`, and its parameters after SGD at rate 1."""
     params, batch = labelled()
-    options = ProgramOptions(POLICIES["fp32"], **options)
     program = training_program(loss, optax.sgd(1.0), options=options, params=params, has_aux=has_aux)
     state, metrics = program.step(program.init(params), batch, 0.0)
     return jax.device_get(metrics), jax.device_get(state["params"])
@@ -429,7 +409,7 @@ EVERY_PATH = [
 def test_loss_returning_mean_and_accuracy_without_has_aux_is_refused():
     params, batch = labelled()
     mean, accuracy = classified(params, batch)
-    options = ProgramOptions(POLICIES["fp32"])
+    options = {}
     program = training_program(classified, optax.sgd(1.0), options=options)
     with pytest.raises(ValueError, match=r"returned \(float32\[\], float32\[\]\).*has_aux=True"):
         program.step(program.init(params), batch, 0.0)  # was taken for mean / accuracy
@@ -471,11 +451,10 @@ def test_sum_and_count_aux_is_averaged_over_the_whole_batch(options):
 
     params, batch = labelled()
     batch["mask"] = counted
-    options = ProgramOptions(POLICIES["fp32"], **options)
     program = training_program(loss, optax.sgd(1.0), options=options, params=params, has_aux=True)
     _, metrics = program.step(program.init(params), batch, 0.0)
     total, aux = loss(params, batch)
-    close = 2e-3 if options.autocast else 2e-6
+    close = 2e-3 if "autocast" in options else 2e-6
     assert metrics.num_tokens == 24.0
     assert metrics.loss == pytest.approx(float(total.total / 24), rel=close)
     assert metrics.aux["accuracy"] == pytest.approx(float(aux["accuracy"].total / 24), rel=1e-6)
@@ -498,7 +477,7 @@ def test_mean_loss_weighs_microbatches_equally_and_sum_and_count_by_count():
         return total / jnp.maximum(count, 1)
 
     def first_loss(loss, num_microbatches):
-        options = ProgramOptions(POLICIES["fp32"], num_microbatches=num_microbatches)
+        options = {"num_microbatches": num_microbatches}
         program = training_program(loss, optax.sgd(1.0), options=options)
         return float(program.step(program.init(params), batch, 0.0)[1].loss)
 
@@ -591,7 +570,7 @@ MISTAKEN = {
 def test_a_loss_that_returns_anything_else_is_refused_before_compiling(mistake, options):
     loss, has_aux, said = MISTAKEN[mistake]
     params, batch = labelled()
-    given = {"options": ProgramOptions(POLICIES["fp32"], **options), "params": params, "has_aux": has_aux}
+    given = {"options": options, "params": params, "has_aux": has_aux}
     with pytest.raises(ValueError, match=said):
         training_program(loss, optax.sgd(1.0), batch=batch, **given)
     if "memory_budget" not in options:
@@ -600,18 +579,8 @@ def test_a_loss_that_returns_anything_else_is_refused_before_compiling(mistake, 
             program.step.trace(jax.eval_shape(program.init, params), batch, 0.0)
 
 
-def test_has_aux_requires_a_single_loss_function():
-    for more, said in (
-        ({"has_aux": 1}, "has_aux=1 must be True or False"),
-        ({"has_aux": True, "accumulate": pipelined}, "has_aux=True needs a single loss function"),
-    ):
-        options = ProgramOptions(POLICIES["fp32"], accumulate=more.pop("accumulate", None))
-        with pytest.raises(ValueError, match=said):
-            training_program(classified, optax.sgd(1.0), options=options, **more)
-
-
 def test_autocast_policy_applies_to_a_user_program():
-    program = training_program(squares, optax.sgd(1e-2), options=ProgramOptions(POLICIES["autocast"]))
+    program = training_program(squares, optax.sgd(1e-2), options={"policy": POLICIES["autocast"]})
     told = report(program, program.init({"w": jnp.ones((8, 8))}), {"x": jnp.ones((4, 8))})
     assert set(told.stages[-1].products) == {"bfloat16"}
 

@@ -26,7 +26,8 @@ from hlat_jax.neuron import lint
 from hlat_jax.passes import remat
 from hlat_jax.passes.autocast import autocast
 from hlat_jax.precision import POLICIES
-from hlat_jax.train_step import ProgramOptions, training_program
+from hlat_jax.passes.compile import training_program
+from hlat_jax.train_step import StepOptions
 
 cfg = ModelConfig(vocab_size=64, num_layers=2)
 ModelConfig(vocab_size="64")  # arg-type
@@ -66,7 +67,7 @@ batch = concat_batch(tokens)
 concat_batch([1, 2])  # arg-type
 value: jax.Array = autocast(loss, "bf16")(params, batch)
 autocast(loss, "bf16")(params)  # call-arg
-program = training_program(loss, optax.adam(1e-3), options=ProgramOptions(POLICIES["mixed"]))
+program = training_program(loss, optax.adam(1e-3), options=StepOptions(POLICIES["mixed"]))
 training_program(loss, optax.adam(1e-3), options="mixed")  # arg-type
 state, metrics = program.step(program.init(params), batch, np.float32(1e-3))
 state, metrics = program.step(state, batch)

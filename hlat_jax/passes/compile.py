@@ -1,0 +1,178 @@
+"""From a loss function to an optimized training program: which passes run, in which order, and what each of them did.
+
+    program = training_program(loss, optax.adamw(1e-3), autocast="bf16", memory_budget="12GiB", params=p, batch=b)
+    state, metrics = program.step(program.init(params), batch)
+
+Source: RAF, arXiv 2303.04759, whose compiler composes automatic differentiation, casts, rematerialization and dialects.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import optax
+
+from hlat_jax.facts.byte_sizes import parse_bytes
+from hlat_jax.facts.names import nearest
+from hlat_jax.ops.dialect import Choice
+from hlat_jax.ops.dispatch import MATCHERS, Dispatched, dispatch
+from hlat_jax.ops.registry import OPS
+from hlat_jax.passes import autocast as autocast_pass
+from hlat_jax.passes import remat as remat_pass
+from hlat_jax.passes.autocast import CastPolicy
+from hlat_jax.passes.remat import Plan, RematOptions
+from hlat_jax.passes.residuals import select_residuals
+from hlat_jax.train_step import FP32, LossFn, StepOptions, TrainStep, Transform, train_step
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainingProgram:
+    """A training step, and what each pass made of it.
+
+    Attributes:
+      steps: name of a pass -> the step after it, in their order; "loss" before all of them.
+      kernels: op -> the implementation that its loss function runs.
+      rewritten: the loss after `rewrite`, whose `report()` lists what was replaced when it was last traced; None
+        without that pass.
+      plan: the choice that meets the memory budget; None without one.
+    """
+
+    steps: Mapping[str, TrainStep]
+    kernels: Mapping[str, Choice] = dataclasses.field(default_factory=dict)
+    rewritten: Dispatched | None = None
+    plan: Plan | None = None
+
+    @property
+    def train_step(self) -> TrainStep:
+        """The step after all passes."""
+        return list(self.steps.values())[-1]
+
+    @property
+    def init(self) -> Callable[..., Any]:
+        """See `TrainStep.init`."""
+        return self.train_step.init
+
+    @property
+    def step(self) -> Callable[..., Any]:
+        """See `TrainStep.step`."""
+        return self.train_step.step
+
+    @property
+    def eval_step(self) -> Callable[..., Any]:
+        """See `TrainStep.eval_step`."""
+        return self.train_step.eval_step
+
+
+def training_program(
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    *,
+    rewrite: bool = False,
+    autocast: CastPolicy | str | None = None,
+    residuals: bool = False,
+    memory_budget: int | str | None = None,
+    remat: RematOptions | None = None,
+    dialects: Mapping[str, str] | None = None,
+    options: StepOptions = FP32,
+    params: Any = None,
+    batch: Any = None,
+    model_state: Any = None,
+    has_aux: bool = False,
+) -> TrainingProgram:
+    """Returns the training program of a loss and an optimizer.
+
+    The passes run in the order of their arguments: rewriting matches what the user wrote, and residual selection needs
+    the narrow dtypes that autocast chooses.
+
+    Args:
+      loss_fn: loss as for `train_step.train_step`.
+      optimizer: an Optax transformation, as for `train_step.train_step`.
+      rewrite: run our implementations of ops in place of what the loss function computes otherwise, such as attention
+        and cross-entropy, see `ops.dispatch`.
+      autocast: cast policy for a loss function in fp32 and an `options.policy` that computes in fp32, see
+        `passes.autocast`; that of the policy by default. float16 adds a loss scale, see `ops.loss_scale`.
+      residuals: recompute cheap intermediates in the backward pass where that keeps fewer bytes, see
+        `passes.residuals`.
+      memory_budget: limit for the temporaries of the step on one device, "12GiB" or bytes; the values that are saved
+        for the backward pass are chosen to fit, see `passes.remat`. By default the loss function decides.
+      remat: options of that choice: regions, solver, least bytes, offload.
+      dialects: op of `ops.registry` -> name of an implementation, or "auto". Each is chosen for the platform of the
+        devices, and the loss function is called with the choice, `loss_fn(params, microbatch, dialects={op: name})`.
+      options: precision, accumulation and devices; fp32 on one device by default.
+      params: shapes of the parameters; needed with a memory budget, and as for `train_step.train_step`.
+      batch: shapes of a batch; needed with a memory budget. With those of the parameters, the step is traced here.
+      model_state: shapes of the model state, as for `train_step.train_step`.
+      has_aux: whether the loss function returns auxiliary values, as for `train_step.train_step`.
+
+    Raises:
+      ValueError: as `train_step.train_step`; an invalid pass; no program that was tried fits the budget.
+    """
+    autocast = options.policy.autocast if autocast is None else autocast
+    if autocast is not None and options.policy.compute != jnp.float32:
+        raise ValueError(
+            f"autocast={autocast!r} is for a loss that computes in fp32, and options.policy computes in "
+            f"{jnp.dtype(options.policy.compute)}; give policy=precision.POLICIES['fp32'], or leave autocast out."
+        )
+    if options.accumulate is not None and (rewrite or residuals or autocast or memory_budget or dialects):
+        raise ValueError("passes and dialects need a single loss function, not stages; leave options.accumulate out.")
+    if remat is not None and memory_budget is None:
+        raise ValueError("remat needs a memory budget; give memory_budget='12GiB' too.")
+    if memory_budget is not None:
+        parse_bytes(memory_budget, name="memory_budget")
+        if params is None or batch is None:
+            raise ValueError("memory_budget is compared with the compiled step: give params=... and batch=...")
+    kernels: dict[str, Choice] = {}
+    if dialects is not None:
+        loss_fn, kernels = _with_dialects(loss_fn, dialects, options.platform)
+    passes: dict[str, Transform] = {}
+    if rewrite:
+        # a norm of our own keeps its input, and what reads it its result, where later passes would keep one of the two
+        ops = [op for op in MATCHERS if op != "norm" or not (residuals or memory_budget is not None)]
+        passes["rewrite"] = functools.partial(dispatch, platform=options.platform, ops=ops)
+    if autocast is not None:
+        passes["autocast"] = functools.partial(autocast_pass.autocast, policy=autocast)
+        options = dataclasses.replace(options, loss_scale=options.loss_scale or autocast_pass.is_fp16(autocast))
+    if residuals:
+        passes["residuals"] = select_residuals
+    shapes = {"params": params, "model_state": model_state, "has_aux": has_aux}
+    steps = {"loss": train_step(loss_fn, optimizer, options=options, **shapes)}
+    step = steps["loss"]
+    for name, transform in passes.items():
+        steps[name] = step = step.transform(transform)
+    after_rewrite: Any = steps["rewrite"].loss if rewrite else None
+    plan = None
+    if params is not None and batch is not None:
+        arguments = step.arguments(params, batch, model_state=model_state)
+        if memory_budget is None:
+            step.step.trace(*arguments)  # raises for a loss function that returns anything else
+        else:
+            plan = remat_pass.fit(
+                step.loss,
+                *arguments,
+                budget_bytes=memory_budget,
+                step=lambda loss: step.with_loss(loss).step,
+                options=remat or RematOptions(),
+                name="memory_budget",
+            )
+            steps["remat"] = step.with_loss(plan.fn)
+    return TrainingProgram(steps, kernels, after_rewrite, plan)
+
+
+def _with_dialects(loss_fn: Callable, dialects: Mapping[str, str], platform: str) -> tuple[Callable, dict[str, Choice]]:
+    """Returns the loss function bound to the implementations chosen for its ops, and op -> implementation."""
+    for key, name in dialects.items():
+        if key not in OPS:
+            raise ValueError(f"dialects has no op {key!r}. {nearest(str(key), OPS)}")
+        if name not in ("auto", *OPS[key].names):
+            raise ValueError(f"dialects[{key!r}]={name!r} is not one of {', '.join(('auto', *OPS[key].names))}.")
+    parameters = inspect.signature(loss_fn).parameters
+    if "dialects" not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        raise ValueError("dialects go to the loss function: define it as loss(params, batch, *, dialects).")
+    chosen = {key: OPS[key].choose(name, platform) for key, name in dialects.items()}
+    bound = functools.partial(loss_fn, dialects={key: choice.name for key, choice in chosen.items()})
+    return bound, {OPS[key].key: choice for key, choice in chosen.items()}
