@@ -40,28 +40,21 @@ def check_choice(path: str, field: dataclasses.Field, value: Any) -> None:
         raise ValueError(f"{path}={value!r} is not one of {', '.join(choices)}. {nearest(str(value), choices)}")
 
 
-def at_least(lowest: float, **values: float) -> None:
-    """Raises ValueError for a value below `lowest` or not finite; keywords are paths of keys, with __ for the dot."""
-    for path, value in values.items():
-        if not lowest <= value < math.inf:
-            bounds = "finite" if value == math.inf else f"at least {lowest}"
-            raise ValueError(f"{path.replace('__', '.')}={value} must be {bounds}.")
+def check_bounds(section: str, values: Any) -> None:
+    """Raises ValueError for a value of a section that is outside the bounds of its key, or not finite."""
+    for field in dataclasses.fields(values):
+        path, value = f"{section}.{field.name}", getattr(values, field.name)
+        least, most = field.metadata["least"], field.metadata["most"]
+        if least is not None and not least <= value < math.inf:
+            raise ValueError(f"{path}={value} must be {'finite' if value == math.inf else f'at least {least}'}.")
+        if most is not None and value > most:  # far beyond any model: a mistake, or made to exhaust a machine
+            raise ValueError(f"{path}={value} must be at most {most}.")
 
 
-def _key(default: Any, doc: str, *, choices: tuple = ()) -> Any:
-    return dataclasses.field(default=default, metadata={"doc": doc, "choices": choices})
+def _key(default: Any, doc: str, *, choices: tuple = (), least: float | None = None, most: int | None = None) -> Any:
+    return dataclasses.field(default=default, metadata={"doc": doc, "choices": choices, "least": least, "most": most})
 
 
-LARGEST = {  # far beyond any model; more is a mistake, or made to exhaust a machine
-    "vocab_size": 1 << 24,
-    "num_layers": 10_000,
-    "embed_dim": 1 << 20,
-    "mlp_dim": 1 << 22,
-    "num_heads": 1 << 16,
-    "num_kv_heads": 1 << 16,
-    "head_dim": 1 << 16,
-    "max_positions": 1 << 30,
-}
 _FUSIBLE = ("auto", "reference", "recomputed")
 _CROSS_ENTROPY = ("auto", "dense", "chunked", "reference")
 _ATTENTION = ("auto", "einsum", "blocked", "chunked", "cudnn", "triton", "nki")
@@ -71,15 +64,17 @@ _ATTENTION = ("auto", "einsum", "blocked", "chunked", "cudnn", "triton", "nki")
 class ModelConfig:
     """A Llama-architecture decoder; self-contained: `Decoder(ModelConfig(...))` needs no other section."""
 
-    vocab_size: int = _key(32000, "Token ids run from 0 to vocab_size - 1; 0: as many as data.tokenizer has.")
-    num_layers: int = _key(2, "Decoder layers.")
-    embed_dim: int = _key(64, "Width of the residual stream.")
-    mlp_dim: int = _key(176, "Hidden width of the SwiGLU block.")
-    num_heads: int = _key(4, "Query heads.")
-    num_kv_heads: int = _key(4, "Key and value heads; divides num_heads.")
-    head_dim: int = _key(16, "Width of one head; even.")
-    max_positions: int = _key(4096, "Longest sequence that the model supports, in tokens.")
-    norm_eps: float = _key(1e-5, "Added to the mean square inside RMSNorm.")
+    vocab_size: int = _key(
+        32000, "Token ids run from 0 to vocab_size - 1; 0: as many as data.tokenizer has.", least=1, most=1 << 24
+    )
+    num_layers: int = _key(2, "Decoder layers.", least=1, most=10_000)
+    embed_dim: int = _key(64, "Width of the residual stream.", least=1, most=1 << 20)
+    mlp_dim: int = _key(176, "Hidden width of the SwiGLU block.", least=1, most=1 << 22)
+    num_heads: int = _key(4, "Query heads.", least=1, most=1 << 16)
+    num_kv_heads: int = _key(4, "Key and value heads; divides num_heads.", least=1, most=1 << 16)
+    head_dim: int = _key(16, "Width of one head; even.", least=1, most=1 << 16)
+    max_positions: int = _key(4096, "Longest sequence that the model supports, in tokens.", least=1, most=1 << 30)
+    norm_eps: float = _key(1e-5, "Added to the mean square inside RMSNorm.", least=0)
     rope_theta: float = _key(10000.0, "Base of the rotary frequencies.")
     rope_scaling: str = _key("none", "Scaling of the rotary frequencies.", choices=("none", "llama3"))
     rope_factor: float = _key(8.0, "llama3 scaling: divisor of the low frequencies.")
@@ -89,10 +84,10 @@ class ModelConfig:
     rope_high_freq_factor: float = _key(
         4.0, "llama3 scaling: original positions / this = wavelength below which there is none."
     )
-    rope_original_positions: int = _key(8192, "llama3 scaling: positions before scaling.")
+    rope_original_positions: int = _key(8192, "llama3 scaling: positions before scaling.", least=1)
     tie_embeddings: bool = _key(False, "The output head shares the embedding table.")
     fuse_qkv: bool = _key(True, "One QKV projection (HLAT-7B); False: Q and KV are separate (HLAT-70B).")
-    init_std: float = _key(0.02, "Standard deviation of initial weights.")
+    init_std: float = _key(0.02, "Standard deviation of initial weights.", least=0)
     depth_scaled_init: bool = _key(True, "Output projections start at init_std / sqrt(2 * num_layers).")
     layer_loop: str = _key(
         "auto", "Layers run in a scan, or unrolled; auto: unroll on Neuron.", choices=("auto", "scan", "unroll")
@@ -120,12 +115,7 @@ class ModelConfig:
         for name in ("rope_theta", "rope_factor", "rope_low_freq_factor"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"model.{name}={getattr(self, name)} must be above 0.")
-        at_least(0, model__norm_eps=self.norm_eps, model__init_std=self.init_std)
-        for name, largest in LARGEST.items():
-            at_least(1, **{f"model__{name}": getattr(self, name)})
-            if getattr(self, name) > largest:
-                raise ValueError(f"model.{name}={getattr(self, name)} must be at most {largest}.")
-        at_least(1, model__rope_original_positions=self.rope_original_positions)
+        check_bounds("model", self)
         if self.num_heads % self.num_kv_heads:
             divisors = [d for d in range(1, self.num_heads + 1) if self.num_heads % d == 0]
             raise ValueError(
@@ -188,7 +178,9 @@ class ParallelConfig:
         "Stages send to their neighbors by a permute, or gather the values of all stages and take the one they need.",
         choices=("permute", "all_gather"),
     )
-    bucket_bytes: int = _key(0, "Gradients share collectives of up to this many bytes per device; 0: one each.")
+    bucket_bytes: int = _key(
+        0, "Gradients share collectives of up to this many bytes per device; 0: one each.", least=0
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,16 +199,16 @@ class PrecisionConfig:
 class OptimizerConfig:
     """AdamW, its learning-rate schedule, and clipping. Defaults are HLAT-7B's."""
 
-    peak_lr: float = _key(3e-4, "Learning rate at the end of warm-up.")
+    peak_lr: float = _key(3e-4, "Learning rate at the end of warm-up.", least=0)
     min_lr_ratio: float = _key(0.1, "The cosine decays to zero and is clipped below at this share of the peak.")
-    warmup_steps: int = _key(2000, "Steps of linear warm-up from 0.")
+    warmup_steps: int = _key(2000, "Steps of linear warm-up from 0.", least=0)
     horizon_steps: int = _key(500_000, "Step at which the cosine would reach zero; not where the run stops.")
     beta1: float = _key(0.9, "Decay of the first moment.")
     beta2: float = _key(0.95, "Decay of the second moment.")
-    eps: float = _key(1e-8, "Added to the root of the second moment.")
-    weight_decay: float = _key(0.1, "Decoupled weight decay, multiplied by the learning rate.")
+    eps: float = _key(1e-8, "Added to the root of the second moment.", least=0)
+    weight_decay: float = _key(0.1, "Decoupled weight decay, multiplied by the learning rate.", least=0)
     decay: str = _key("all", "Parameters that decay: all (HLAT) or matrices (no norms).", choices=("all", "matrices"))
-    clip_norm: float = _key(1.0, "Maximum global gradient norm; 0: no clipping.")
+    clip_norm: float = _key(1.0, "Maximum global gradient norm; 0: no clipping.", least=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,28 +220,32 @@ class DataConfig:
     mixture: str = _key("", "Shares of the sources, by stages: 'A=3,B=1 until_step=9;A=1,B=1'. Also until_tokens=.")
     text_field: str = _key("text", "JSONL key or Parquet column that holds the text.")
     tokenizer: str = _key("", "SentencePiece .model, or tokenizer.json. 'package:NAME' ships with hlat_jax.")
-    batch_size: int = _key(8, "Sequences per step over the whole job.")
-    seq_len: int = _key(256, "Tokens per sequence.")
+    batch_size: int = _key(8, "Sequences per step over the whole job.", least=1)
+    seq_len: int = _key(256, "Tokens per sequence.", least=2)
     packing: str = _key("concat", "How documents fill rows.", choices=("concat", "documents"))
-    window_documents: int = _key(256, "With documents packing: number of documents packed at a time for a row.")
+    window_documents: int = _key(
+        256, "With documents packing: number of documents packed at a time for a row.", least=1
+    )
     prepend_bos: bool = _key(False, "Begin every document with BOS, and texts of generation and evaluation.")
-    max_document_chars: int = _key(500_000, "Longer documents are cut into pieces of this many characters, in order.")
+    max_document_chars: int = _key(
+        500_000, "Longer documents are cut into pieces of this many characters, in order.", least=1
+    )
     on_bad_record: str = _key("raise", "What to do with a record without usable text.", choices=("raise", "skip"))
     shuffle: bool = _key(True, "Visit documents in a seeded order that is new in every epoch.")
     shuffle_by: str = _key(
         "document", "What is shuffled: documents, read end to end (HLAT), or rows of them.", choices=("document", "row")
     )
     seed: int = _key(1234, "Seed of the document order.")
-    num_threads: int = _key(2, "Threads that read and tokenize ahead; 0: none. Does not affect the batches.")
-    prefetch_batches: int = _key(4, "Batches prepared ahead. Does not affect the batches.")
-    position_every_steps: int = _key(1000, "Keep the data position every so many steps, for peek; 0: never.")
+    num_threads: int = _key(2, "Threads that read and tokenize ahead; 0: none. Does not affect the batches.", least=0)
+    prefetch_batches: int = _key(4, "Batches prepared ahead. Does not affect the batches.", least=1)
+    position_every_steps: int = _key(1000, "Keep the data position every so many steps, for peek; 0: never.", least=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """The training loop: steps, initial weights, loss, evaluation and samples."""
 
-    num_steps: int = _key(100, "The run stops after this many optimizer steps.")
+    num_steps: int = _key(100, "The run stops after this many optimizer steps.", least=0)
     seed: int = _key(0, "Seed of the initial weights.")
     init_from: str = _key(
         "", "Initial weights, with their model and tokenizer: a run, checkpoint or Hugging Face folder; empty: random."
@@ -257,26 +253,28 @@ class TrainConfig:
     branch_from: str = _key(
         "", "RUN@STEP: start from this checkpoint of another run, with its optimizer and data position; empty: no."
     )
-    num_microbatches: int = _key(1, "Gradient accumulation: parts that a batch is split into, run one after another.")
+    num_microbatches: int = _key(
+        1, "Gradient accumulation: parts that a batch is split into, run one after another.", least=1
+    )
     accumulate: str = _key(
         "auto",
         "Microbatches run in a loop of one program, or are dispatched as one program each; auto: dispatch on Neuron.",
         choices=("auto", "scan", "dispatch"),
     )
     compiler_flags: str = _key("", "Flags for neuronx-cc on Neuron; those of NEURON_CC_FLAGS take precedence.")
-    z_loss_weight: float = _key(0.0, "Weight of the squared log-normaliser in the loss.")
-    eval_every_steps: int = _key(0, "Validate every so many steps and at the end; 0: at the end only.")
+    z_loss_weight: float = _key(0.0, "Weight of the squared log-normaliser in the loss.", least=0)
+    eval_every_steps: int = _key(0, "Validate every so many steps and at the end; 0: at the end only.", least=0)
     num_eval_batches: int = _key(
-        8, "Batches of one validation, of each source, spread evenly over its documents; 0: all of the text."
+        8, "Batches of one validation, of each source, spread evenly over its documents; 0: all of the text.", least=0
     )
     eval_tasks: str = _key("", "Tasks of the LM Evaluation Harness, NAME,NAME; needs the eval extra; empty: none.")
     eval_tasks_every_steps: int = _key(
-        0, "Run them every so many steps, before the first and at the end; 0: these two."
+        0, "Run them every so many steps, before the first and at the end; 0: these two.", least=0
     )
-    eval_tasks_limit: int = _key(0, "Questions of each task, the first ones; 0: all.")
+    eval_tasks_limit: int = _key(0, "Questions of each task, the first ones; 0: all.", least=0)
     eval_tasks_folder: str = _key("", "Folder with your own tasks, as YAML; empty: none.")
     max_nonfinite_steps: int = _key(
-        3, "The run stops after this many consecutive steps with a non-finite loss or norm."
+        3, "The run stops after this many consecutive steps with a non-finite loss or norm.", least=1
     )
     spikes: str = _key(
         "off",
@@ -284,16 +282,18 @@ class TrainConfig:
         choices=("off", "warn", "skip"),
     )
     spike_sigmas: float = _key(6.0, "A spike is this many standard deviations above the mean of the steps before it.")
-    spike_window: int = _key(128, "Steps before it that count; there must be half of them.")
+    spike_window: int = _key(128, "Steps before it that count; there must be half of them.", least=2)
     skip_steps: str = _key(
         "",
         "Batches to leave out, FIRST:LAST,FIRST:LAST, by the steps that would train them if none were; empty: none.",
     )
-    rewind_to: int = _key(0, "Resume from the checkpoint of this step, once, and set the newer ones aside; 0: no.")
+    rewind_to: int = _key(
+        0, "Resume from the checkpoint of this step, once, and set the newer ones aside; 0: no.", least=0
+    )
     eval_loss_low: float = _key(0.0, "Lower end of the expected final validation loss in nats; see eval_loss_high.")
     eval_loss_high: float = _key(0.0, "Upper end of the expected final validation loss in nats; 0: no expectation.")
     sample_prompt: str = _key("", "Text continued before and after training; empty: no sample.")
-    sample_tokens: int = _key(64, "Tokens of that sample.")
+    sample_tokens: int = _key(64, "Tokens of that sample.", least=0)
     profile_steps: str = _key("", "Trace these steps, FIRST:LAST, such as 10:13 for four of them; empty: none.")
 
 
@@ -301,11 +301,15 @@ class TrainConfig:
 class CheckpointConfig:
     """When checkpoints and exports are written, and how many are kept."""
 
-    every_steps: int = _key(0, "Save every so many steps; 0: by time and at the end only.")
-    every_minutes: float = _key(0.0, "Save when this much time has passed since the last one; 0: never by time.")
-    keep_last: int = _key(3, "Rolling checkpoints kept, newest first.")
-    keep_every_steps: int = _key(0, "Also save at multiples of this, and keep these permanently; 0: none.")
-    export_every_steps: int = _key(0, "Export for transformers every so many steps and at the end, kept; 0: never.")
+    every_steps: int = _key(0, "Save every so many steps; 0: by time and at the end only.", least=0)
+    every_minutes: float = _key(
+        0.0, "Save when this much time has passed since the last one; 0: never by time.", least=0
+    )
+    keep_last: int = _key(3, "Rolling checkpoints kept, newest first.", least=1)
+    keep_every_steps: int = _key(0, "Also save at multiples of this, and keep these permanently; 0: none.", least=0)
+    export_every_steps: int = _key(
+        0, "Export for transformers every so many steps and at the end, kept; 0: never.", least=0
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -313,7 +317,9 @@ class MetricsConfig:
     """Progress lines and records; without influence on training."""
 
     log_every_steps: int = _key(
-        0, "Steps between progress lines, with one a minute at least; 0: 10, and a tenth of a run without a terminal."
+        0,
+        "Steps between progress lines, with one a minute at least; 0: 10, and a tenth of a run without a terminal.",
+        least=0,
     )
     console: str = _key("auto", "Progress lines; on: as on a terminal, also in a file.", choices=("auto", "on", "off"))
     tensorboard: bool = _key(True, "Write TensorBoard event files into the run folder.")
@@ -357,10 +363,6 @@ SECTIONS: dict[str, type] = {
 }
 
 
-# Renamed keys: an old name is an error in a config, and is read as the new one in records of earlier runs.
-RENAMED = {"data.weights": "data.mixture", "model.tuned": "model.ops_table"}
-
-
 def held_out_share(validation: str) -> float:
     """Returns the share of data.train that a data.validation such as "5%" holds out; 0 for any other value.
 
@@ -377,23 +379,6 @@ def held_out_share(validation: str) -> float:
     if not 0 < share <= 0.5:
         raise ValueError(f"data.validation={validation!r} must be above 0% and at most 50% of data.train.")
     return share
-
-
-def require_not_renamed(path: str) -> None:
-    """Raises ValueError if `path` is the old name of a key; the message has the new name."""
-    if path in RENAMED:
-        raise ValueError(f"{path} was renamed; set {RENAMED[path]} instead.")
-
-
-def with_renamed_keys(recorded: dict[str, Any]) -> dict[str, Any]:
-    """Returns a recorded config, or some of its sections, with renamed keys under their new names."""
-    tree = {name: dict(values) if isinstance(values, dict) else values for name, values in recorded.items()}
-    for old, new in RENAMED.items():
-        (section, key), (_, new_key) = old.split("."), new.split(".")  # keys stay in their section
-        if isinstance(tree.get(section), dict) and key in tree[section]:
-            value = tree[section].pop(key)
-            tree[section].setdefault(new_key, value)
-    return tree
 
 
 # Paths in a config file are relative to it, those in a shipped one to the working directory.
@@ -477,8 +462,7 @@ def _file_error(path: pathlib.Path, error: Exception) -> str:
     kinds = re.search(r"field '(\w+)'.*\. (.*) is of original type <class '(\w+)'>.* to type <class '(\w+)'>", message)
     if kinds:
         message = f"{kinds[1]} must be {kinds[4]}, and {kinds[2]} is {kinds[3]}."
-    renamed = [f" {old} was renamed to {new}." for old, new in RENAMED.items() if repr(old.split(".")[1]) in message]
-    return f"{path}, line {lines[-1]}, `{source}`: {message}{''.join(renamed)}"
+    return f"{path}, line {lines[-1]}, `{source}`: {message}"
 
 
 def _check_values(config: Any, path: pathlib.Path) -> None:
@@ -573,12 +557,11 @@ def check_section(name: str, values: Any) -> None:
 
 
 def field_of(section: str, key: str) -> dataclasses.Field:
-    """Returns the field of a key. Raises ValueError with the new name of a renamed key, or the nearest one."""
+    """Returns the field of a key. Raises ValueError with the nearest key, or what another library's name is here."""
     fields = {field.name: field for field in dataclasses.fields(SECTIONS[section])}
     if key not in fields:
         from hlat_jax.facts import synonyms
 
-        require_not_renamed(f"{section}.{key}")
         meant, answer = synonyms.meant_by(key)
         hint = answer or (f"Did you mean {' and '.join(map(repr, meant))}?" if meant else nearest(key, fields))
         raise ValueError(f"config has no key {section}.{key}. {hint}")

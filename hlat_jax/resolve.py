@@ -17,7 +17,7 @@ from hlat_jax.config import (
     ModelConfig,
     ParallelConfig,
     TrainConfig,
-    at_least,
+    check_bounds,
     check_section,
     field_of,
     held_out_share,
@@ -39,6 +39,8 @@ def resolve(mutable: Any) -> Config:
     sections = {name: _section(name, cls, tree.get(name, {})) for name, cls in SECTIONS.items()}
     config = Config(name=tree.get("name", "custom"), **sections)
     check_run_name(config.name)
+    for name in SECTIONS:
+        check_bounds(name, getattr(config, name))
     config.model.check()
     check_parallel(config.parallel, config.model)
     check_training(config)
@@ -99,8 +101,6 @@ def check_parallel(parallel: ParallelConfig, model: ModelConfig) -> None:
             f"parallel.pipe={parallel.pipe} with parallel.reduce_gradients='microbatch': stages hold the "
             "gradients of several microbatches at a time; set it to 'step' or 'layer'."
         )
-    if parallel.bucket_bytes < 0:
-        raise ValueError(f"parallel.bucket_bytes={parallel.bucket_bytes} must be 0 or more.")
 
 
 def export_problem(model: ModelConfig) -> str:
@@ -213,29 +213,11 @@ def check_training(c: Config) -> None:
             f"{c.precision.policy!r}, which rounds to nearest; set the policy to 'bf16_sr' or this key to 'auto'."
         )
     check_policy(c.precision.policy, pipe=c.parallel.pipe)
-    at_least(1, data__batch_size=d.batch_size, train__num_microbatches=t.num_microbatches)
-    at_least(2, data__seq_len=d.seq_len)
     held_out_share(d.validation)  # raises for a share out of range
-    at_least(1, data__max_document_chars=d.max_document_chars, data__prefetch_batches=d.prefetch_batches)
-    at_least(1, train__max_nonfinite_steps=t.max_nonfinite_steps)
-    at_least(2, train__spike_window=t.spike_window)
     if not 0 < t.spike_sigmas < math.inf:
         raise ValueError(f"train.spike_sigmas={t.spike_sigmas} must be above 0 and finite, such as 6.0.")
-    at_least(0, train__num_eval_batches=t.num_eval_batches)
-    at_least(1, checkpoint__keep_last=c.checkpoint.keep_last)
-    at_least(0, metrics__log_every_steps=c.metrics.log_every_steps)
-    at_least(0, train__num_steps=t.num_steps, train__eval_every_steps=t.eval_every_steps)
-    at_least(0, data__num_threads=d.num_threads, data__position_every_steps=d.position_every_steps)
-    at_least(1, data__window_documents=d.window_documents)
-    at_least(0, optimizer__warmup_steps=o.warmup_steps)
-    at_least(0, checkpoint__every_steps=c.checkpoint.every_steps, checkpoint__every_minutes=c.checkpoint.every_minutes)
-    at_least(0, checkpoint__keep_every_steps=c.checkpoint.keep_every_steps, train__sample_tokens=t.sample_tokens)
-    at_least(0, checkpoint__export_every_steps=c.checkpoint.export_every_steps)
     if c.checkpoint.export_every_steps and (problem := export_problem(c.model)):
         raise ValueError(f"checkpoint.export_every_steps={c.checkpoint.export_every_steps}: {problem}.")
-    at_least(0, train__eval_tasks_every_steps=t.eval_tasks_every_steps, train__eval_tasks_limit=t.eval_tasks_limit)
-    at_least(0, optimizer__peak_lr=o.peak_lr, optimizer__eps=o.eps, optimizer__clip_norm=o.clip_norm)
-    at_least(0, optimizer__weight_decay=o.weight_decay, train__z_loss_weight=t.z_loss_weight)
     for name in ("beta1", "beta2", "min_lr_ratio"):
         if not 0 <= getattr(o, name) < 1:
             raise ValueError(f"optimizer.{name}={getattr(o, name)} must lie in [0, 1).")
@@ -254,7 +236,6 @@ def check_training(c: Config) -> None:
         raise ValueError(
             f"optimizer.horizon_steps={o.horizon_steps} must exceed optimizer.warmup_steps={o.warmup_steps}."
         )
-    at_least(0, train__rewind_to=t.rewind_to)
     if t.rewind_to >= t.num_steps > 0:
         raise ValueError(
             f"train.rewind_to={t.rewind_to} leaves no step to train: raise train.num_steps={t.num_steps} above it, or "

@@ -386,7 +386,6 @@ def _check_key(word: str, mutable: Any) -> None:
     for depth, key in enumerate(path):
         valid = list(node) if hasattr(node, "keys") else []
         if key not in valid:
-            config_lib.require_not_renamed(".".join(path[: depth + 1]))
             where = ".".join(path[:depth]) or "config"
             theirs, answer = synonyms.meant_by(found[1])
             if answer:

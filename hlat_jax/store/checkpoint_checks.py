@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 import jax
 import numpy as np
 
-from hlat_jax.config import SECTIONS, with_renamed_keys
+from hlat_jax.config import SECTIONS
 from hlat_jax.host import distributed
 from hlat_jax.store.integrity import damage
 from hlat_jax.store.typed_json import Count, checked, read_json
@@ -117,7 +117,7 @@ def saved_run(folder: pathlib.Path) -> dict[str, Any]:
     metadata, position = run["metadata"], run["position"]
     if "config" not in metadata:
         return run
-    config = metadata["config"] = with_renamed_keys(metadata["config"])
+    config = metadata["config"]
     if "data" in config:  # else it was written by something other than a run
         checked(metadata, _RunMetadata, where=str(path), field="metadata")
         checked(metadata, _Settings if "model" in config else dict, where=str(path), field="metadata")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hlat_jax.config import LARGEST, ModelConfig
+from hlat_jax.config import ModelConfig, field_of
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
 # Ours -> theirs, with equal values; below, transformers' defaults for fields that a file may leave out.
@@ -117,8 +117,9 @@ def model_config(found: dict[str, Any], *, where: str, fuse_qkv: bool = True) ->
         theirs: _number(values[theirs], theirs, ours, where=where) for ours, theirs in _SAME.items() if theirs in values
     }
     for ours, theirs in _SAME.items():
-        if ours in LARGEST and typed.get(theirs, 0) > LARGEST[ours]:
-            raise ValueError(f"{where}: {theirs}={typed[theirs]} must be at most {LARGEST[ours]}.")
+        most = field_of("model", ours).metadata["most"]
+        if most is not None and typed.get(theirs, 0) > most:
+            raise ValueError(f"{where}: {theirs}={typed[theirs]} must be at most {most}.")
     _refuse_window(values, where=where)
     heads, width = typed["num_attention_heads"], typed["hidden_size"]
     if "head_dim" not in typed and (heads < 1 or width % heads):

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hlat_jax.config import ModelConfig, typed, with_renamed_keys
+from hlat_jax.config import ModelConfig, typed
 from hlat_jax.data import kept_tokenizer
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.store.typed_json import read_json
@@ -97,7 +97,6 @@ def same_ids(first: Tokenizer, second: Tokenizer) -> bool:
 
 def stored_model(values: dict[str, Any], *, where: str) -> ModelConfig:
     """Returns the model config that was saved at `where`; keys added since take their defaults."""
-    values = with_renamed_keys({"model": values})["model"]
     unknown = values.keys() - {field.name for field in dataclasses.fields(ModelConfig)}
     if unknown:
         raise ValueError(

@@ -139,15 +139,6 @@ def drop_step_and_norms(run: dict) -> None:
         run.pop(key, None)
 
 
-def with_old_keys(config: dict) -> dict:
-    """Returns a recorded config with the names that its keys had before they were renamed."""
-    tree = {name: dict(values) if isinstance(values, dict) else values for name, values in config.items()}
-    for old, new in config_lib.RENAMED.items():
-        (section, key), (_, new_key) = old.split("."), new.split(".")
-        tree[section][key] = tree[section].pop(new_key)
-    return tree
-
-
 def final_checkpoint(config: pathlib.Path, workdir: pathlib.Path) -> tuple[int, dict[str, bytes], list, dict]:
     """Returns (step, bytes and type of every array of the state, data position, metadata) of the newest checkpoint."""
     resolved = resolve(config_lib.load(str(config)))
