@@ -1,6 +1,7 @@
 """The model in other people's code: its signatures, their mesh, forward mode, an attention of theirs, LoRA."""
 
 import inspect
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +18,14 @@ from hlat_jax.config import ModelConfig
 from hlat_jax.generate import generator, inference, sampling
 from hlat_jax.model import LOGICAL_AXES, Decoder, abstract_params, apply, bind, init_params, param_axes, param_specs
 from hlat_jax.neuron import lint
-from hlat_jax.passes import autocast, remat
+from hlat_jax.passes import autocast, compile, remat
 
 CFG = ModelConfig(vocab_size=64, num_layers=2, embed_dim=32, mlp_dim=48, num_heads=4, num_kv_heads=2, head_dim=8)
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 64, (4, 13)), jnp.int32)
 PUBLIC = [
     *(Decoder, Decoder.__call__, Decoder.hidden_states, init_params, apply, bind, param_specs, ModelConfig),
     *(batch.Batch, batch.concat_batch, batch.segmented_batch, train_step.train_step, train_step.StepOptions),
+    compile.training_program,
     *(autocast.autocast, autocast.CastPolicy, remat.fit, remat.max_batch, remat.RematOptions, hlat_jax.hf.load),
     *(lint.check, lint.check_traced, lint.check_module, generator.Generator, generator.Generator.__call__),
     *(generator.Generator.stream, sampling.Sampling, inference.open_model),
@@ -50,9 +52,8 @@ def assert_close(actual, expected, share=1e-5):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=share * np.abs(b).max()), actual, expected)
 
 
-@pytest.mark.parametrize("function", PUBLIC, ids=lambda function: function.__qualname__)
-def test_public_signature_names_every_argument_and_its_type(function):
-    for parameter in inspect.signature(function).parameters.values():
+def test_public_signatures_name_every_argument_and_its_type():
+    for parameter in itertools.chain(*(inspect.signature(function).parameters.values() for function in PUBLIC)):
         assert parameter.kind is not parameter.VAR_KEYWORD
         assert parameter.annotation is not parameter.empty or parameter.name == "self"
 

@@ -20,8 +20,6 @@ from hlat_jax.precision import POLICIES
 
 EVERY_PATH = [
     {},
-    {"num_microbatches": 4},
-    {"zero": 0},
     {"zero": 1, "num_microbatches": 2},
     {"zero": 2, "num_microbatches": 2, "autocast": "bf16"},
     {"zero": 3, "num_microbatches": 4},
@@ -239,7 +237,7 @@ def quadratic(params, batch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "options", [{}, {"num_microbatches": 4}, {"zero": 1, "num_microbatches": 2}, {"zero": 3}], ids=str
+    "options", [{"num_microbatches": 4}, {"zero": 3}], ids=str
 )
 def test_lbfgs_takes_the_steps_that_it_takes_outside_a_program(options):
     params, batch = {"w": 2 * jnp.ones((8, 1))}, rows()
