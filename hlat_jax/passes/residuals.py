@@ -28,7 +28,8 @@ from jax.extend import core
 
 from hlat_jax.host.neuron_lowering import elide_idle_roundings
 from hlat_jax.passes import derivatives
-from hlat_jax.passes.jaxpr import aval_bytes, is_inexact, manual_axes, place_of, rebind, traced
+from hlat_jax.passes.dataflow import Dataflow, Op, numbers_of
+from hlat_jax.passes.jaxpr import is_inexact, manual_axes, place_of, rebind, traced
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -64,43 +65,30 @@ def select_residuals(fn: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
 
 
 @dataclasses.dataclass(eq=False)
-class _Op:
-    """One operation of a program whose calls are inlined; values are numbers, constants are `Literal`s.
+class _Op(Op):
+    """An operation, and what it is to a backward pass.
 
     Attributes:
-      eqn: its equation.
-      calls: the inlined calls that it stands in.
-      ins: values read.
-      outs: values written.
       kind: cheap, costly, or opaque: outside every checkpoint.
       read: operands that its derivative reads.
       flops: FLOPs, or as long as they take.
       bind: operands -> results.
     """
 
-    eqn: Any
-    calls: tuple
-    ins: list
-    outs: list[int]
     kind: str = "opaque"
     read: tuple[int, ...] = ()
     flops: float = 0.0
-    bind: Callable = None
-
-    @property
-    def operands(self) -> list[int]:
-        return [value for value in self.ins if not isinstance(value, core.Literal)]
+    bind: Callable | None = None
 
     def results(self, env: dict[int, Any]) -> list[Any]:
         ins = [value.val if isinstance(value, core.Literal) else env[value] for value in self.ins]
         with contextlib.ExitStack() as places:
-            for call in self.calls:
-                places.enter_context(place_of(call))
-            with place_of(self.eqn):
-                return self.bind(ins)
+            for eqn in self.enclosing:
+                places.enter_context(place_of(eqn))
+            return self.bind(ins)
 
 
-class _Selection:
+class _Selection(Dataflow):
     """A closed jaxpr with the choice of what its derivative keeps; calling it emits the program.
 
     Args:
@@ -111,8 +99,6 @@ class _Selection:
       trips: number of trips of that loop.
 
     Attributes:
-      ops: in order.
-      avals: of each value.
       needed: values that derivatives read or that are recomputed from; the others are not kept.
       recomputed: those of `needed` that are computed again.
     """
@@ -126,19 +112,12 @@ class _Selection:
         num_invariants: int = 0,
         trips: int = 1,
     ):
+        super().__init__(closed.jaxpr, inlined=derivatives.plain_call, op=_Op)
         self.closed, self.prevent_cse, self.trips = closed, prevent_cse, trips
-        self.avals: list[Any] = []
-        self.ops: list[_Op] = []
-        jaxpr = closed.jaxpr
-        env = {var: self._new(var.aval) for var in (*jaxpr.constvars, *jaxpr.invars)}
-        self.inputs = list(env.values())
-        self.free = set(self.inputs[: len(jaxpr.constvars)])
-        self.free |= {env[var] for var, is_free in zip(jaxpr.invars, free, strict=True) if is_free}
-        self._inline(jaxpr, env, ())
-        self.outputs = [var if isinstance(var, core.Literal) else env[var] for var in jaxpr.outvars]
-        self.producer = {value: op for op in self.ops for value in op.outs}
+        num_consts = len(closed.jaxpr.constvars)
+        self.free = set(itertools.compress(self.inputs, [*[True] * num_consts, *free]))
+        self.invariants = set(self.inputs[: num_consts + num_invariants]) if trips > 1 else set()
         self.held: set[int] = set()  # by operations outside of all checkpoints
-        self.invariants = set(self.inputs[: len(jaxpr.constvars) + num_invariants]) if trips > 1 else set()
         self._classify()
         far = self._far()
         costly = [op for op in self.ops if op.kind == "costly"]
@@ -157,27 +136,6 @@ class _Selection:
             env.update(region.results(env))
         return [value.val if isinstance(value, core.Literal) else env[value] for value in self.outputs]
 
-    def _new(self, aval: Any) -> int:
-        self.avals.append(aval)
-        return len(self.avals) - 1
-
-    def _inline(self, jaxpr: Any, env: dict[Any, Any], calls: tuple) -> None:
-        for eqn in jaxpr.eqns:
-            ins = [var if isinstance(var, core.Literal) else env[var] for var in eqn.invars]
-            inner = derivatives.plain_call(eqn)
-            if inner is None:
-                op = _Op(eqn, calls, ins, [self._new(var.aval) for var in eqn.outvars])
-                self.ops.append(op)
-                env.update(zip(eqn.outvars, op.outs, strict=True))
-            else:
-                inside = dict(zip(inner.invars, ins, strict=True))
-                self._inline(inner, inside, (*calls, eqn))
-                outs = [var if isinstance(var, core.Literal) else inside[var] for var in inner.outvars]
-                env.update(zip(eqn.outvars, outs, strict=True))
-
-    def _bytes(self, value: int) -> int:
-        return aval_bytes(self.avals[value])
-
     def _classify(self) -> None:
         active = {value for value in self.inputs if is_inexact(self.avals[value])}
         for op in self.ops:
@@ -195,7 +153,7 @@ class _Selection:
             active |= {value for value in op.outs if is_inexact(self.avals[value])}
             if op.kind == "opaque":
                 ins, outs = derivatives.held_by_derivative(eqn, is_active, bind=op.bind)
-                self.held |= {op.ins[i] for i in ins if not isinstance(op.ins[i], core.Literal)}
+                self.held.update(numbers_of(op.ins[i] for i in ins))
                 self.held |= {op.outs[i] for i in outs}
                 continue
             read = derivatives.read_by_derivative(eqn, is_active)
@@ -203,7 +161,7 @@ class _Selection:
                 op.kind = "opaque"
                 self.held |= set(op.operands)
             else:
-                op.read = tuple({op.ins[i] for i in read if not isinstance(op.ins[i], core.Literal)})
+                op.read = tuple(set(numbers_of(op.ins[i] for i in read)))
 
     def _transformed(self, op: _Op) -> Callable:
         """Returns what binds an operation that stands outside of all checkpoints, with its functions transformed."""
@@ -244,7 +202,7 @@ class _Selection:
             node = 2 + 2 * num_values + number
             infinite |= {(source, out(value)) for value in op.read if value not in self.free}
             for value in op.outs:
-                kept = 0.0 if value in self.held else max(1.0, self._bytes(value))
+                kept = 0.0 if value in self.held else max(1.0, self.num_bytes(value))
                 if value in self.invariants:
                     kept /= self.trips
                 if op.kind == "cheap" and value not in far:
@@ -254,12 +212,12 @@ class _Selection:
                     edges[out(value), sink] = kept
             if op.kind == "cheap":
                 # a tiny cost for moves too, so that chains are short; work that a loop would repeat counts more
-                cost = rate * op.flops + 0.001 * sum(map(self._bytes, op.outs))
+                cost = rate * op.flops + 0.001 * sum(map(self.num_bytes, op.outs))
                 edges[node, sink] = 8 * cost if self.invariants.issuperset(op.outs) else cost
                 infinite |= {(node, out(value)) for value in op.operands if value not in self.free}
         for value in self.inputs:
             if value not in self.free and value not in self.held:
-                edges[out(value), sink] = max(1, self._bytes(value))
+                edges[out(value), sink] = max(1, self.num_bytes(value))
         reached = _source_side(2 + 2 * num_values + len(self.ops), source, sink, edges, infinite)
         needed = {value for value in range(num_values) if out(value) in reached}
         return needed, {value for value in needed if again(value) in reached}
@@ -275,12 +233,12 @@ class _Selection:
         far = set()
         for op in self.ops:
             top = max((level[value] for value in op.operands), default=0)
-            size = max(map(self._bytes, op.outs), default=0)
+            size = max(map(self.num_bytes, op.outs), default=0)
             hop = 0
             for value in op.operands:
                 before = self.producer.get(value)
                 is_chained = before is not None and before.kind == "cheap" and value not in far
-                is_passed = is_chained and level[value] < top and 8 * self._bytes(value) >= size
+                is_passed = is_chained and level[value] < top and 8 * self.num_bytes(value) >= size
                 hop = max(hop, hops[value] + is_passed)
             if op.kind != "cheap":
                 top, hop = top + 1, 0
@@ -315,7 +273,7 @@ class _Selection:
             if op.kind == "costly" and not blocked[place]:
                 parts.append([])
         regions = [_Region(self, ops, places) for ops in parts if ops]
-        wanted = {value for value in self.outputs if not isinstance(value, core.Literal)}
+        wanted = set(numbers_of(self.outputs))
         for region in reversed(regions):
             region.outs = [value for op in region.ops for value in op.outs if value in wanted]
             wanted.update(region.inputs)
