@@ -18,12 +18,12 @@ from hlat_jax.facts.byte_sizes import parse_bytes
 from hlat_jax.facts.names import nearest
 from hlat_jax.ops.dialect import Choice
 from hlat_jax.ops.registry import OPS
+from hlat_jax.optimizer import SpikePolicy
 from hlat_jax.parallel.replica_sync import ReplicaSync
 from hlat_jax.parallel.zero import check_params, check_stage, make_replica_sync
 from hlat_jax.passes import remat
 from hlat_jax.passes.autocast import POLICIES as CASTS
 from hlat_jax.passes.autocast import CastPolicy
-from hlat_jax.passes.spikes import SpikePolicy
 from hlat_jax.precision import POLICIES, Policy
 
 # What a loss function is given by keyword, where its signature has a parameter of that name without a default.
@@ -51,7 +51,7 @@ class ProgramOptions:
         `passes.residuals`.
       memory_budget: for the temporaries of the step on one device, "12GiB" or bytes; the values that are saved for the
         backward pass are chosen to fit, see `passes.remat`. None: the loss function decides.
-      spikes: skip or report steps whose loss or gradient norm is far above those before, see `passes.spikes`; None: no.
+      spikes: skip or report steps whose loss or gradient norm is far above those before, see `optimizer.SpikePolicy`; None: no.
       remat: options of that choice: regions, solver, least bytes, offload; None: the defaults.
       dialects: op of `ops.registry` -> name of an implementation, or "auto". Each is chosen for the platform of the
         devices, and the loss function is called with the choice, `loss_fn(params, microbatch, dialects={op: name})`.
@@ -116,7 +116,7 @@ class ProgramOptions:
                 "is not a ReplicaSync: give zero.make_replica_sync(...)",
             ),
             ("autocast", is_cast, f"is neither a policy's name nor a CastPolicy: give {named}"),
-            ("spikes", _is_none_or(self.spikes, SpikePolicy), "must be passes.spikes.SpikePolicy(...)"),
+            ("spikes", _is_none_or(self.spikes, SpikePolicy), "must be optimizer.SpikePolicy(...)"),
             ("remat", _is_none_or(self.remat, remat.RematOptions), "must be passes.remat.RematOptions(...)"),
             ("kernels", isinstance(self.kernels, Mapping), "must be a dict: op -> ops.dialect.Choice"),
         ):

@@ -16,12 +16,12 @@ from jax.typing import ArrayLike
 
 from hlat_jax.batch import SumAndCount, microbatches
 from hlat_jax.ops.dispatch import MATCHERS, Dispatched, dispatch
-from hlat_jax.optimizer import MaskedTransformation, global_norm, masked
+from hlat_jax.optimizer import MaskedTransformation, detect_spike, empty_spike_window, global_norm, masked
 from hlat_jax.parallel import xla_options
 from hlat_jax.parallel.pipeline import PHASES, pipelined, run_tick, start_ticks
 from hlat_jax.parallel.sharding import ROWS
 from hlat_jax.parallel.zero import check_params
-from hlat_jax.passes import remat, scaling, spikes
+from hlat_jax.passes import remat, scaling
 from hlat_jax.passes.autocast import autocast, is_fp16
 from hlat_jax.passes.remat import Plan
 from hlat_jax.passes.residuals import select_residuals
@@ -60,7 +60,7 @@ class StepMetrics:
       grad_norm: float32, L2 norm of the mean gradient before clipping.
       param_norm: float32, L2 norm of the weights before the update.
       finite: bool; False: loss, gradient or weights were not finite and the update was masked.
-      spike: bool; True: a finite loss or gradient norm far above those before, see `passes.spikes`. None without
+      spike: bool; True: a finite loss or gradient norm far above those before, see `optimizer.SpikePolicy`. None without
         `ProgramOptions.spikes`.
       aux: auxiliary values of the loss function, float32, see `training_program`; None without `has_aux`.
     """
@@ -411,7 +411,7 @@ def _updated(optimizer: optax.GradientTransformation, options: ProgramOptions) -
         applies, spike, window = finite, None, None
         if options.spikes is not None:
             reduced = {"loss": mean_loss(), "grad_norm": grad_norm, "finite": finite}
-            spike, window = spikes.observed(state["spikes"], **reduced, policy=options.spikes)
+            spike, window = detect_spike(state["spikes"], **reduced, policy=options.spikes)
             applies = finite & ~spike if options.spikes.skips else finite
         extra = {"grad_norm": grad_norm, "finite": applies, "rounding": rounding}
         if learning_rate is not None:
@@ -716,7 +716,7 @@ def _initial(
         if model_state is not None:
             state["model_state"] = _copied(model_state)
         if options.spikes is not None:
-            state["spikes"] = spikes.initial(options.spikes)
+            state["spikes"] = empty_spike_window(options.spikes)
         return state if shardings is None else jax.lax.with_sharding_constraint(state, shardings)
 
     return init

@@ -12,7 +12,7 @@ from micro import exact, write_config
 
 from hlat_jax import config as config_lib
 from hlat_jax import loop
-from hlat_jax.passes.spikes import SpikePolicy
+from hlat_jax.optimizer import SpikePolicy
 from hlat_jax.resolve import resolve
 from hlat_jax.run import open as run_open
 from hlat_jax.run.goodput import read_events

@@ -343,7 +343,7 @@ def test_batch_with_zero_count_leaves_the_loss_scale_unchanged():
         ({"accumulate": pipelined, "residuals": True}, r"a single loss function, not pipeline stages"),
         ({"dispatch": "attention"}, r"dispatch='attention' must be True or False"),
         ({"residuals": 1}, r"residuals=1 must be True or False"),
-        ({"spikes": "skip"}, r"spikes='skip' must be passes.spikes.SpikePolicy"),
+        ({"spikes": "skip"}, r"spikes='skip' must be optimizer.SpikePolicy"),
     ],
 )
 def test_invalid_step_options_are_refused_with_the_fix(options, said):
