@@ -178,7 +178,7 @@ class SpikePolicy:
     """What a spike of the loss or the gradient norm is, and whether a step with one is skipped.
 
     Attributes:
-      skips: whether the update of such a step is masked, as that of a step that is not finite; otherwise it is reported.
+      skips: whether the update of such a step is masked, as of one that is not finite; otherwise it is reported.
       sigmas: standard deviations above the mean of the window, from where a value is a spike.
       window: number of steps in the window; it decides once it has half of them, and at least 2.
 

@@ -60,8 +60,8 @@ class StepMetrics:
       grad_norm: float32, L2 norm of the mean gradient before clipping.
       param_norm: float32, L2 norm of the weights before the update.
       finite: bool; False: loss, gradient or weights were not finite and the update was masked.
-      spike: bool; True: a finite loss or gradient norm far above those before, see `optimizer.SpikePolicy`. None without
-        `ProgramOptions.spikes`.
+      spike: bool; True: a finite loss or gradient norm far above those before, see
+        `optimizer.SpikePolicy`. None without `ProgramOptions.spikes`.
       aux: auxiliary values of the loss function, float32, see `training_program`; None without `has_aux`.
     """
 

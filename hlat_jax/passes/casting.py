@@ -13,7 +13,16 @@ import jax.numpy as jnp
 
 from hlat_jax.passes import distances
 from hlat_jax.passes.calls import HANDLERS
-from hlat_jax.passes.jaxpr import ALL_REDUCES, CALL_JAXPRS, SUM_COLLECTIVES, called, op_name, place_of, rebind
+from hlat_jax.passes.jaxpr import (
+    ALL_REDUCES,
+    CALL_JAXPRS,
+    SUM_COLLECTIVES,
+    called,
+    op_name,
+    place_of,
+    primitives,
+    rebind,
+)
 from hlat_jax.passes.kinds import Kind, Value, is_fp32, kind_of_constant, mixed, saturated, value
 from hlat_jax.passes.products import is_dot_of_vectors
 
@@ -25,11 +34,12 @@ _SUMS = _ADDS | {"dynamic_update_slice", "scatter"}
 # fp32 if only `never` operations read the result, directly or through more of these, ...
 _ARITHMETIC = _SUMS | {"mul"}
 # ... through these, ...
-_MOVES = (
-    frozenset({"neg", "abs", "max", "min", "clamp", "select_n", "reduce_max", "reduce_min", "stop_gradient", "copy"})
-    | frozenset({"copy_p", "convert_element_type", "broadcast_in_dim", "reshape", "transpose", "squeeze", "slice"})
-    | frozenset({"dynamic_slice", "pad", "rev", "concatenate", "split", "gather"})
-    | frozenset({"name", "sharding_constraint", "reshard"})
+_MOVES = primitives(
+    """
+    neg abs max min clamp select_n reduce_max reduce_min stop_gradient copy copy_p convert_element_type
+    broadcast_in_dim reshape transpose squeeze slice dynamic_slice pad rev concatenate split gather name
+    sharding_constraint reshard
+    """
 )
 # ... through these, whose result i is operand i, ...
 _PASSES = frozenset({"optimization_barrier", "device_put", "pvary", "pcast"})

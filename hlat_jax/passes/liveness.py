@@ -23,13 +23,16 @@ import jax
 from jax.extend.core import Literal
 
 from hlat_jax.passes.dataflow import Dataflow, Op, numbers_of, readers
-from hlat_jax.passes.jaxpr import COLLECTIVES, TRANSCENDENTAL, aval_bytes, called, is_transposed
+from hlat_jax.passes.jaxpr import COLLECTIVES, REDUCTIONS, TRANSCENDENTAL, aval_bytes, called, is_transposed, primitives
 
 # Operands and results of these are buffers.
-_OPAQUE = {"dot_general", "scan", "while", "cond", "gather", "scatter", "scatter-add", "sort", "top_k", "cumsum"}
-_OPAQUE |= {"dynamic_update_slice", "optimization_barrier", "conv_general_dilated", *COLLECTIVES}
-_REDUCTIONS = {"reduce_sum", "reduce_max", "reduce_min", "reduce_prod", "reduce_and", "reduce_or", "argmax", "argmin"}
-_VIEWS = {"reshape", "squeeze", "expand_dims", "copy", "name", "stop_gradient", "transpose", "sharding_constraint"}
+_OPAQUE = COLLECTIVES.keys() | primitives(
+    """
+    dot_general scan while cond gather scatter scatter-add sort top_k cumsum dynamic_update_slice optimization_barrier
+    conv_general_dilated
+    """
+)
+_VIEWS = primitives("reshape squeeze expand_dims copy name stop_gradient transpose sharding_constraint")
 
 
 def estimated_temporaries(jaxpr: Any, arguments: Any) -> Peak:
@@ -257,7 +260,7 @@ def _scheduled(ops: list[_Op]) -> list[_Op]:
     places = []
     for number, op in reversed(list(enumerate(ops))):
         place = float(number)
-        if op.name == "dot_general" or op.name not in _OPAQUE | _REDUCTIONS:
+        if op.name == "dot_general" or op.name not in _OPAQUE | REDUCTIONS:
             place = max(place, min(needed_at.get(value, len(ops)) for value in op.outs) - 0.5)
         places.append((place, number))
         for value in op.operands:
@@ -277,7 +280,7 @@ def _sources(ops: list[_Op], results: set[int]) -> dict[int, tuple[int, ...]]:
         below = tuple(dict.fromkeys(source for value in op.operands for source in sources.get(value, ())))
         is_costly = op.name in TRANSCENDENTAL or not costly.isdisjoint(op.operands)
         for out in op.outs:
-            is_buffer = op.name not in _VIEWS and (op.name in _OPAQUE | _REDUCTIONS or out in results)
+            is_buffer = op.name not in _VIEWS and (op.name in _OPAQUE | REDUCTIONS or out in results)
             if op.name not in _VIEWS and not is_buffer:
                 ends = list(_ends(out, readers_of))
                 products = [(reader, value) for reader, value in ends if reader.name == "dot_general"]
@@ -302,4 +305,4 @@ def _ends(value: int, readers_of: dict[int, list[_Op]]) -> Iterator[tuple[_Op, i
 
 
 def _reads_a_buffer(op: _Op, value: int) -> bool:
-    return op.name in _REDUCTIONS or (op.name in _OPAQUE and value not in op.moved)
+    return op.name in REDUCTIONS or (op.name in _OPAQUE and value not in op.moved)

@@ -29,7 +29,7 @@ from jax.extend import core
 from hlat_jax.host.neuron_lowering import elide_idle_roundings
 from hlat_jax.passes import derivatives
 from hlat_jax.passes.dataflow import Dataflow, Op, numbers_of
-from hlat_jax.passes.jaxpr import is_inexact, manual_axes, place_of, rebind, traced
+from hlat_jax.passes.jaxpr import bind_shard_map, is_inexact, place_of, rebind, traced
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -112,7 +112,7 @@ class _Selection(Dataflow):
         num_invariants: int = 0,
         trips: int = 1,
     ):
-        super().__init__(closed.jaxpr, inlined=derivatives.plain_call, op=_Op)
+        super().__init__(closed.jaxpr, inlined=derivatives.inlined_call, op=_Op)
         self.closed, self.prevent_cse, self.trips = closed, prevent_cse, trips
         num_consts = len(closed.jaxpr.constvars)
         self.free = set(itertools.compress(self.inputs, [*[True] * num_consts, *free]))
@@ -176,7 +176,12 @@ class _Selection(Dataflow):
             branches = tuple(_retraced(branch, is_free[1:]) for branch in params["branches"])
             return lambda ins: rebind(eqn, ins, branches=branches)
         if eqn.primitive.name == "shard_map":
-            return lambda ins: _shard_mapped(eqn, ins, free=is_free, prevent_cse=self.prevent_cse)
+            closed = core.ClosedJaxpr(params["jaxpr"], [])
+
+            def local(*ins: Any) -> list[Any]:  # selected where the axes of the mesh are bound
+                return _Selection(closed, free=is_free, prevent_cse=self.prevent_cse)(*ins)
+
+            return lambda ins: bind_shard_map(eqn, local, ins)
         return op.bind
 
     def _cut(self, rate: float, far: set[int]) -> tuple[set[int], set[int]]:
@@ -367,20 +372,6 @@ def _retraced(closed: Any, free: Sequence[bool], *, num_invariants: int = 0, tri
     if not any(region.is_checkpointed for region in selection.regions):
         return closed
     return jax.make_jaxpr(selection)(*closed.in_avals)
-
-
-def _shard_mapped(eqn: Any, ins: Sequence[Any], **options: Any) -> list[Any]:
-    params = eqn.params
-    closed = core.ClosedJaxpr(params["jaxpr"], [])
-    mapped = jax.shard_map(
-        lambda *ins: tuple(_Selection(closed, **options)(*ins)),  # chosen where the mesh's axes are bound
-        mesh=params["mesh"],
-        in_specs=tuple(params["in_specs"]),
-        out_specs=tuple(params["out_specs"]),
-        axis_names=set(manual_axes(eqn)),
-        check_vma=params["check_vma"],
-    )
-    return list(mapped(*ins))
 
 
 def _source_side(num_nodes: int, source: int, sink: int, edges: dict, infinite: set) -> set[int]:

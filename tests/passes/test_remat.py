@@ -87,7 +87,7 @@ def test_every_choice_of_names_keeps_values_and_gradients():
 
 
 def test_names_are_the_same_in_every_trace_and_do_not_depend_on_the_choice():
-    first, second = (str(jax.make_jaxpr(naming.named(layer, RematChoice()))(*one_layer())) for _ in range(2))
+    first, second = (str(jax.make_jaxpr(naming.with_names(layer, RematChoice()))(*one_layer())) for _ in range(2))
     assert first == second
     assert "name=dot_general.1" in first
 
