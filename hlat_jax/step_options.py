@@ -51,7 +51,7 @@ class ProgramOptions:
         `passes.residuals`.
       memory_budget: for the temporaries of the step on one device, "12GiB" or bytes; the values that are saved for the
         backward pass are chosen to fit, see `passes.remat`. None: the loss function decides.
-      spikes: whether steps whose loss or gradient norm is far above those before are skipped or reported; None: neither.
+      spikes: whether steps whose loss or gradient norm is far above those before are skipped or reported, if at all.
       remat: options of that choice: regions, solver, least bytes, offload; None: the defaults.
       dialects: op of `ops.registry` -> name of an implementation, or "auto". Each is chosen for the platform of the
         devices, and the loss function is called with the choice, `loss_fn(params, microbatch, dialects={op: name})`.

@@ -23,7 +23,7 @@ from hlat_jax.parallel.sharding import ROWS
 from hlat_jax.parallel.zero import check_params
 from hlat_jax.passes import remat, scaling
 from hlat_jax.passes.autocast import autocast, is_fp16
-from hlat_jax.passes.remat import Plan
+from hlat_jax.passes.remat import RematPlan
 from hlat_jax.passes.residuals import select_residuals
 from hlat_jax.precision import NEAREST, Accumulation, Policy, Rounding, cast_tree
 from hlat_jax.step_options import (
@@ -200,7 +200,7 @@ class TrainingProgram:
     options: ProgramOptions
     shardings: Any
     microbatch_step: MicrobatchStep | None = None
-    plan: Plan | None = None
+    plan: RematPlan | None = None
     dispatched: Dispatched | None = None
 
     @property

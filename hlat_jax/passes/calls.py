@@ -185,18 +185,17 @@ def _custom_jvp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]
 
 
 class _Forward:
-    """The forward rule of a `custom_vjp`, cast.
+    """The forward rule of a `custom_vjp`, cast, and what is known of its residuals.
 
     Args:
-      traced: jaxpr of (results, residuals), as declared.
-      narrow: the same, cast.
-      kinds: of the results of `narrow`.
-      num_outs: number of the results that are not residuals.
+      traced: declared jaxpr of (results, residuals).
+      narrow: the cast jaxpr.
+      kinds: kinds of its results and residuals.
+      num_outs: number of the results.
 
     Attributes:
-      avals: of the residuals, as declared.
-      kinds: of the residuals.
-      values: of the residuals that depend on no operand, which the backward rule may read in Python; None for others.
+      avals: declared types of the residuals.
+      values: values of residuals that depend on no operand, which the backward rule may read in Python, and None.
     """
 
     def __init__(self, traced: Any, narrow: Any, kinds: Sequence[Kind], num_outs: int):

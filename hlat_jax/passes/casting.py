@@ -88,9 +88,9 @@ class Cast:
         """Returns (the jaxpr for operands of the given kinds, the kinds of its results).
 
         Args:
-          closed: as declared.
-          kinds: of its inputs.
-          forced: kinds that results must have; None: any.
+          closed: the declared program.
+          kinds: kinds of its inputs.
+          forced: kind that each result must have, or None.
           wide: for each result, whether only `never` operations read it; see `CANCELLED`.
         """
         key = id(closed.jaxpr), tuple(map(id, closed.consts)), tuple(kinds), tuple(forced), tuple(wide)
@@ -119,7 +119,7 @@ class Cast:
 
         Args:
           jaxpr: open.
-          values: of its inputs.
+          values: its inputs.
           wide: for each result, whether only `never` operations read it; empty: False for all.
         """
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
@@ -157,7 +157,7 @@ class Cast:
             return self._read[key][0]
         cancelled = set()
         if self.wide_distances:
-            cancelled = distances.cancelled(jaxpr, [one == CANCELLED for one in wide])
+            cancelled = distances.cancelled_variables(jaxpr, [one == CANCELLED for one in wide])
         found = {atom for atom, is_wide in zip(jaxpr.outvars, wide, strict=True) if not (is_wide or _is_literal(atom))}
         for eqn in reversed(jaxpr.eqns):
             outs = [CANCELLED if var in cancelled else var not in found for var in eqn.outvars]

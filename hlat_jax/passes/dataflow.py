@@ -68,15 +68,19 @@ class Dataflow:
         self.avals: list[Any] = []
         self.ops: list[Any] = []
         self._inlined, self._op = inlined, op
-        env = {var: self._new(var.aval) for var in (*jaxpr.constvars, *jaxpr.invars)}
-        self.inputs = list(env.values())
-        self._read(jaxpr, env, ())
-        self.outputs = [_atom(var, env) for var in jaxpr.outvars]
+        self._env = {var: self._new(var.aval) for var in (*jaxpr.constvars, *jaxpr.invars)}
+        self.inputs = list(self._env.values())
+        self._read(jaxpr, self._env, ())
+        self.outputs = [self.atom(var) for var in jaxpr.outvars]
         self.producer = {value: op for op in self.ops for value in op.outs}
 
     def num_bytes(self, value: int) -> int:
         """Returns the bytes of a value, by its type."""
         return aval_bytes(self.avals[value])
+
+    def atom(self, var: Any) -> Any:
+        """Returns the value of a variable of the jaxpr; a `Literal` stays itself."""
+        return _atom(var, self._env)
 
     def _new(self, aval: Any) -> int:
         self.avals.append(aval)

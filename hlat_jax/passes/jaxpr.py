@@ -349,7 +349,7 @@ def reaching(jaxpr: Any, is_end: Callable[[Any], bool], *, wanted: Sequence[bool
     Args:
       jaxpr: open.
       is_end: selects equations.
-      wanted: for each result, whether reaching it counts too; None: no result does.
+      wanted: for each result, whether reaching it counts too; by default, no result does.
     """
     found = {var for var, want in zip(jaxpr.outvars, wanted or (), strict=False) if want and _is_var(var)}
     for eqn in reversed(jaxpr.eqns):

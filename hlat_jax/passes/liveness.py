@@ -39,7 +39,7 @@ def estimated_temporaries(jaxpr: Any, arguments: Any) -> Peak:
     """Returns the peak of temporaries of a program on one device.
 
     Args:
-      jaxpr: of the whole program, `products.live_jaxpr(jit(f).trace(*arguments))`.
+      jaxpr: the whole program, `products.live_jaxpr(jit(f).trace(*arguments))`.
       arguments: their shapes and shardings.
     """
     program = _Block(jaxpr, [_share_of(leaf) for leaf in jax.tree.leaves(arguments)])

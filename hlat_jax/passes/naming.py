@@ -100,8 +100,8 @@ def checkpointed(fn: Callable, choice: RematChoice, *, prevent_cse: bool = True)
 
     Args:
       fn: a function of arrays; what it closes over is saved too.
-      choice: of the names that `with_names` gives.
-      prevent_cse: as for `jax.checkpoint`; may be False if `fn` is the whole body of a loop.
+      choice: names that `with_names` gives.
+      prevent_cse: the argument of `jax.checkpoint`; may be False if `fn` is the whole body of a loop.
 
     Raises:
       MissingValues: when called: a choice of values that `fn` does not have.

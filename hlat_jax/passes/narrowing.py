@@ -52,7 +52,7 @@ class Trials:
         return self._traces[choice]
 
 
-def narrowed(
+def search_choice(
     trial: Trials, graph: RecomputeGraph, solve: selection.Solver, *, budget_bytes: int, most: int
 ) -> RematChoice:
     """Returns the cheapest choice found that fits, by a secant search for the bytes to save.

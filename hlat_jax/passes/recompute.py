@@ -37,7 +37,7 @@ class Rates:
 
     Attributes:
       element: per element of an elementwise operation or a reduction, fused with its neighbors.
-      transcendental: likewise, of exponentials, roots and quotients.
+      transcendental: per element of exponentials, roots and quotients.
       sent_byte: per byte of a collective.
       offloaded_byte: per byte of a value kept on the host, for both transfers.
 
@@ -110,8 +110,8 @@ def recompute_graph(jaxpr: Any, *, rates: Rates, min_bytes: int) -> RecomputeGra
     """Returns the recompute graph of a program.
 
     Args:
-      jaxpr: of the whole program, with checkpoints of `naming` that save nothing.
-      rates: of work other than products.
+      jaxpr: the whole program, with checkpoints of `naming` that save nothing.
+      rates: costs of work other than products.
       min_bytes: smallest size of a value that can be saved, over all its copies, as in `RecomputeGraph.sizes`.
 
     Its `sizes` are empty if nothing can be saved: nothing is differentiated, or all values are too small.

@@ -94,8 +94,8 @@ class _Selection(Dataflow):
     Args:
       closed: the jaxpr.
       free: for each input, whether it is held in any case.
-      prevent_cse: as for `jax.checkpoint`.
-      num_invariants: of the body of a loop: first inputs that are the same in all trips.
+      prevent_cse: the argument of `jax.checkpoint`.
+      num_invariants: number of first inputs of a loop's body that are the same in all trips.
       trips: number of trips of that loop.
 
     Attributes:

@@ -21,7 +21,7 @@ def solver(name: str, *, offloaded_byte: float | None = None) -> Solver:
 
     Args:
       name: exact or greedy.
-      offloaded_byte: as for `exact`.
+      offloaded_byte: cost of a byte on the host, as `exact` takes it.
 
     Raises:
       ValueError: an unknown name, or `greedy` where values may go to the host.
@@ -42,9 +42,9 @@ def exact(graph: RecomputeGraph, budget_bytes: float, *, offloaded_byte: float |
     and recomputed nodes read must be saved, offloaded or recomputed. If s and h are integers, so are the optimal c.
 
     Args:
-      graph: of the values that can be saved.
+      graph: what is recomputed, and the values that can be saved.
       budget_bytes: on the device.
-      offloaded_byte: cost of keeping a byte on the host instead; None: not allowed.
+      offloaded_byte: cost of keeping a byte on the host instead, if that is allowed.
 
     Source: Jain et al. (Checkmate), arXiv 1910.02653, without the order of execution, which the compiler chooses.
     """

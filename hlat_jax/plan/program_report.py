@@ -19,7 +19,7 @@ from hlat_jax.ops.dispatch import Report as DispatchReport
 from hlat_jax.passes.jaxpr import equations
 from hlat_jax.passes.liveness import estimated_temporaries
 from hlat_jax.passes.products import PRODUCTS, live_jaxpr
-from hlat_jax.passes.remat import Plan
+from hlat_jax.passes.remat import RematPlan
 from hlat_jax.plan.collectives import Collective, collectives
 from hlat_jax.train_step import TrainingProgram
 
@@ -73,7 +73,7 @@ class Report:
     stages: tuple[CompileStage, ...]
     kernels: Mapping[str, Choice]
     dispatch: DispatchReport | None
-    plan: Plan | None
+    plan: RematPlan | None
     collectives: tuple[Collective, ...]
     bytes: Bytes
     compile_s: float
