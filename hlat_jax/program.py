@@ -19,7 +19,7 @@ from hlat_jax.model import Decoder, abstract_params, bind, init_params, param_ax
 from hlat_jax.ops.choices import choices, with_choices
 from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
 from hlat_jax.ops.dialect import Choice
-from hlat_jax.optimizer import adamw, decay_mask, global_norm
+from hlat_jax.optimizer import SpikePolicy, adamw, decay_mask, global_norm
 from hlat_jax.parallel import collectives
 from hlat_jax.parallel.pipeline import PHASES, StagedLoss, pipelined, pipelined_loss
 from hlat_jax.parallel.replica_sync import ReplicaSync
@@ -27,7 +27,6 @@ from hlat_jax.parallel.rows import shard_microbatches
 from hlat_jax.parallel.sharding import Layout, shard_batch
 from hlat_jax.passes.autocast import autocast
 from hlat_jax.passes.compile import training_program
-from hlat_jax.passes.spikes import SpikePolicy
 from hlat_jax.precision import cast_tree, policy_on
 from hlat_jax.resolve import select_accumulate
 from hlat_jax.train_step import State, StepOptions, TrainStep

@@ -27,14 +27,19 @@ from hlat_jax.ops.loss_function import (
     num_rows,
     row_keys,
 )
-from hlat_jax.optimizer import MaskedTransformation, global_norm, masked
+from hlat_jax.optimizer import (
+    MaskedTransformation,
+    SpikePolicy,
+    detect_spike,
+    empty_spike_window,
+    global_norm,
+    masked,
+)
 from hlat_jax.parallel import xla_options
 from hlat_jax.parallel.pipeline import PHASES, pipelined, run_tick, start_ticks
 from hlat_jax.parallel.replica_sync import ReplicaSync
 from hlat_jax.parallel.sharding import ROWS
 from hlat_jax.parallel.zero import check_params, check_stage, make_replica_sync
-from hlat_jax.passes import spikes
-from hlat_jax.passes.spikes import SpikePolicy
 from hlat_jax.precision import NEAREST, POLICIES, Accumulation, Policy, Rounding, cast_tree
 
 State = dict[str, Any]
@@ -56,8 +61,8 @@ class StepMetrics:
       grad_norm: float32, L2 norm of the mean gradient before clipping.
       param_norm: float32, L2 norm of the weights before the update.
       finite: bool; False: loss, gradient or weights were not finite and the update was masked.
-      spike: bool; True: a finite loss or gradient norm far above those before, see `passes.spikes`. None without
-        `StepOptions.spikes`.
+      spike: bool, whether a finite loss or gradient norm is far above those before, see `optimizer.SpikePolicy`. None
+        without `StepOptions.spikes`.
       aux: auxiliary values of the loss function, float32, see `train_step`; None without `has_aux`.
     """
 
@@ -464,7 +469,7 @@ def _updated(optimizer: optax.GradientTransformation, options: StepOptions) -> C
         applies, spike, window = finite, None, None
         if options.spikes is not None:
             reduced = {"loss": mean_loss(), "grad_norm": grad_norm, "finite": finite}
-            spike, window = spikes.observed(state["spikes"], **reduced, policy=options.spikes)
+            spike, window = detect_spike(state["spikes"], **reduced, policy=options.spikes)
             applies = finite & ~spike if options.spikes.skips else finite
         extra = {"grad_norm": grad_norm, "finite": applies, "rounding": rounding}
         if learning_rate is not None:
@@ -769,7 +774,7 @@ def _initial(
         if model_state is not None:
             state["model_state"] = _copied(model_state)
         if options.spikes is not None:
-            state["spikes"] = spikes.initial(options.spikes)
+            state["spikes"] = empty_spike_window(options.spikes)
         return state if shardings is None else jax.lax.with_sharding_constraint(state, shardings)
 
     return init

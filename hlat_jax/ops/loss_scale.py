@@ -35,22 +35,6 @@ class LossScale:
     good_steps: jax.Array
 
 
-@dataclasses.dataclass(frozen=True)
-class Adjustment:
-    """How the scale changes.
-
-    Attributes:
-      growth_steps: number of consecutive good steps after which it doubles.
-      smallest: its lower limit. Far below 1, because products in fp16 sum gradients over all tokens of a
-        microbatch: the sum over 2**24 of them, times 2**-24, is as large as their mean.
-      largest: its upper limit: the cotangent of the scaled loss, in fp32.
-    """
-
-    growth_steps: int = 2000
-    smallest: float = 2.0**-24
-    largest: float = 2.0**24
-
-
 def initial(*, scale: float = 2.0**15) -> LossScale:
     """Returns the state before the first step.
 
@@ -109,11 +93,26 @@ def chosen(finite: jax.Array, new: Any, old: Any) -> Any:
     return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
 
 
-def adjusted(state: LossScale, finite: jax.Array, *, adjustment: Adjustment | None = None) -> LossScale:
-    """Returns the state after a step: halved if it was not finite, doubled after enough that were."""
-    limits = adjustment or Adjustment()
+def adjusted(
+    state: LossScale,
+    finite: jax.Array,
+    *,
+    growth_steps: int = 2000,
+    smallest: float = 2.0**-24,
+    largest: float = 2.0**24,
+) -> LossScale:
+    """Returns the state after a step: halved if it was not finite, doubled after enough that were.
+
+    Args:
+      state: before the step.
+      finite: whether the step was finite.
+      growth_steps: number of consecutive good steps after which the scale doubles.
+      smallest: lower limit of the scale. Far below 1, because products in fp16 sum gradients over all tokens of a
+        microbatch: the sum over 2**24 of them, times 2**-24, is as large as their mean.
+      largest: upper limit of the scale: the cotangent of the scaled loss, in fp32.
+    """
     good_steps = jnp.where(finite, state.good_steps + 1, 0)
-    is_due = good_steps >= limits.growth_steps
-    grown = jnp.where(is_due, jnp.minimum(state.scale * 2, limits.largest), state.scale)
-    scale = jnp.where(finite, grown, jnp.maximum(state.scale / 2, limits.smallest))
+    is_due = good_steps >= growth_steps
+    grown = jnp.where(is_due, jnp.minimum(state.scale * 2, largest), state.scale)
+    scale = jnp.where(finite, grown, jnp.maximum(state.scale / 2, smallest))
     return LossScale(scale, jnp.where(is_due, 0, good_steps))

@@ -25,18 +25,13 @@ import jax.numpy as jnp
 
 from hlat_jax.passes.calls import HANDLERS
 from hlat_jax.passes.casting import Cast
-from hlat_jax.passes.jaxpr import COLLECTIVES, called, equations, op_name, stops_on_floats, traced
-
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
+from hlat_jax.passes.jaxpr import COLLECTIVES, called, equations, op_name, primitives, stops_on_floats, traced
 
 # Matrix products: operands are cast to the narrow dtype.
 ALWAYS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"})
 
 # Always fp32: bf16 is too coarse, or the range of fp16 too small. So is every primitive that is in none of the lists.
-NEVER = _names(
+NEVER = primitives(
     """
     exp exp2 expm1 log log1p pow integer_pow square sqrt rsqrt cbrt div rem tanh logistic erf erfc erf_inv
     lgamma digamma sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh reduce_sum reduce_prod cumsum
@@ -45,7 +40,7 @@ NEVER = _names(
 )
 
 # Narrow if at least half of the operands declared fp32 are, not counting constants.
-INFER = _names(
+INFER = primitives(
     """
     add sub add_any mul neg abs sign stop_gradient max min clamp select_n floor ceil round copy copy_p name
     optimization_barrier broadcast_in_dim reshape transpose squeeze slice dynamic_slice dynamic_update_slice pad

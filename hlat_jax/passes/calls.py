@@ -16,9 +16,9 @@ from jax.extend import core
 
 from hlat_jax.passes.jaxpr import (
     backward_of,
+    bind_shard_map,
     forward_of,
     is_inexact,
-    manual_axes,
     op_name,
     pushforward_of,
     reaching,
@@ -55,23 +55,15 @@ def _remat(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> 
 
 
 def _shard_map(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
-    params, inner, kinds = eqn.params, eqn.params["jaxpr"], []
+    inner, kinds = eqn.params["jaxpr"], []
 
-    def local(*arrays):
+    def local(*arrays: Any) -> list[Any]:
         held = zip(arrays, _kinds(operands), inner.invars, strict=True)
         outs = cast.run(inner, [value(a, kind=k, aval=v.aval, low=cast.low) for a, k, v in held], wide)
         kinds[:] = _kinds(outs)
-        return tuple(_arrays(cast, outs))
+        return _arrays(cast, outs)
 
-    mapped = jax.shard_map(
-        local,
-        mesh=params["mesh"],
-        in_specs=tuple(params["in_specs"]),
-        out_specs=tuple(params["out_specs"]),
-        axis_names=set(manual_axes(eqn)),
-        check_vma=params["check_vma"],
-    )
-    outs = mapped(*_arrays(cast, operands))
+    outs = bind_shard_map(eqn, local, _arrays(cast, operands))
     return _values(cast, eqn, outs, kinds)
 
 
@@ -193,18 +185,17 @@ def _custom_jvp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]
 
 
 class _Forward:
-    """The forward rule of a `custom_vjp`, cast.
+    """The forward rule of a `custom_vjp`, cast, and what is known of its residuals.
 
     Args:
-      traced: jaxpr of (results, residuals), as declared.
-      narrow: the same, cast.
-      kinds: of the results of `narrow`.
-      num_outs: number of the results that are not residuals.
+      traced: declared jaxpr of (results, residuals).
+      narrow: the cast jaxpr.
+      kinds: kinds of its results and residuals.
+      num_outs: number of the results.
 
     Attributes:
-      avals: of the residuals, as declared.
-      kinds: of the residuals.
-      values: of the residuals that depend on no operand, which the backward rule may read in Python; None for others.
+      avals: declared types of the residuals.
+      values: values of residuals that depend on no operand, which the backward rule may read in Python, and None.
     """
 
     def __init__(self, traced: Any, narrow: Any, kinds: Sequence[Kind], num_outs: int):

@@ -13,7 +13,16 @@ import jax.numpy as jnp
 
 from hlat_jax.passes import distances
 from hlat_jax.passes.calls import HANDLERS
-from hlat_jax.passes.jaxpr import ALL_REDUCES, CALL_JAXPRS, SUM_COLLECTIVES, called, op_name, place_of, rebind
+from hlat_jax.passes.jaxpr import (
+    ALL_REDUCES,
+    CALL_JAXPRS,
+    SUM_COLLECTIVES,
+    called,
+    op_name,
+    place_of,
+    primitives,
+    rebind,
+)
 from hlat_jax.passes.kinds import Kind, Value, is_fp32, kind_of_constant, mixed, saturated, value
 from hlat_jax.passes.products import is_dot_of_vectors
 
@@ -25,11 +34,12 @@ _SUMS = _ADDS | {"dynamic_update_slice", "scatter"}
 # fp32 if only `never` operations read the result, directly or through more of these, ...
 _ARITHMETIC = _SUMS | {"mul"}
 # ... through these, ...
-_MOVES = (
-    frozenset({"neg", "abs", "max", "min", "clamp", "select_n", "reduce_max", "reduce_min", "stop_gradient", "copy"})
-    | frozenset({"copy_p", "convert_element_type", "broadcast_in_dim", "reshape", "transpose", "squeeze", "slice"})
-    | frozenset({"dynamic_slice", "pad", "rev", "concatenate", "split", "gather"})
-    | frozenset({"name", "sharding_constraint", "reshard"})
+_MOVES = primitives(
+    """
+    neg abs max min clamp select_n reduce_max reduce_min stop_gradient copy copy_p convert_element_type
+    broadcast_in_dim reshape transpose squeeze slice dynamic_slice pad rev concatenate split gather name
+    sharding_constraint reshard
+    """
 )
 # ... through these, whose result i is operand i, ...
 _PASSES = frozenset({"optimization_barrier", "device_put", "pvary", "pcast"})
@@ -78,9 +88,9 @@ class Cast:
         """Returns (the jaxpr for operands of the given kinds, the kinds of its results).
 
         Args:
-          closed: as declared.
-          kinds: of its inputs.
-          forced: kinds that results must have; None: any.
+          closed: the declared program.
+          kinds: kinds of its inputs.
+          forced: kind that each result must have, or None.
           wide: for each result, whether only `never` operations read it; see `CANCELLED`.
         """
         key = id(closed.jaxpr), tuple(map(id, closed.consts)), tuple(kinds), tuple(forced), tuple(wide)
@@ -109,7 +119,7 @@ class Cast:
 
         Args:
           jaxpr: open.
-          values: of its inputs.
+          values: its inputs.
           wide: for each result, whether only `never` operations read it; empty: False for all.
         """
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
@@ -147,7 +157,7 @@ class Cast:
             return self._read[key][0]
         cancelled = set()
         if self.wide_distances:
-            cancelled = distances.cancelled(jaxpr, [one == CANCELLED for one in wide])
+            cancelled = distances.cancelled_variables(jaxpr, [one == CANCELLED for one in wide])
         found = {atom for atom, is_wide in zip(jaxpr.outvars, wide, strict=True) if not (is_wide or _is_literal(atom))}
         for eqn in reversed(jaxpr.eqns):
             outs = [CANCELLED if var in cancelled else var not in found for var in eqn.outvars]

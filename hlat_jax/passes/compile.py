@@ -25,7 +25,7 @@ from hlat_jax.ops.registry import OPS
 from hlat_jax.passes import autocast as autocast_pass
 from hlat_jax.passes import remat as remat_pass
 from hlat_jax.passes.autocast import CastPolicy
-from hlat_jax.passes.remat import Plan, RematOptions
+from hlat_jax.passes.remat import RematOptions, RematPlan
 from hlat_jax.passes.residuals import select_residuals
 from hlat_jax.train_step import FP32, LossFn, StepOptions, TrainStep, Transform, train_step
 
@@ -45,7 +45,7 @@ class TrainingProgram:
     steps: Mapping[str, TrainStep]
     kernels: Mapping[str, Choice] = dataclasses.field(default_factory=dict)
     rewritten: Dispatched | None = None
-    plan: Plan | None = None
+    plan: RematPlan | None = None
 
     @property
     def train_step(self) -> TrainStep:

@@ -15,40 +15,36 @@ from jax.extend import core
 from hlat_jax.host.jax_compat import partial_eval
 from hlat_jax.passes.jaxpr import (
     COLLECTIVES,
-    PLAIN_CALLS,
+    REDUCTIONS,
     TRANSCENDENTAL,
     called,
     has_symbolic_zeros,
     inner_jaxprs,
+    plain_call,
+    primitives,
     rebind,
 )
 from hlat_jax.passes.products import PRODUCTS, product_flops
 
-
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-_MOVES = _names(
+_MOVES = primitives(
     """
     broadcast_in_dim reshape squeeze expand_dims transpose rev slice dynamic_slice pad concatenate split iota copy
     copy_p name stop_gradient convert_element_type reduce_precision saturated_cast pvary pcast
     """
 )
-_ELEMENTWISE = TRANSCENDENTAL | _names(
+_ELEMENTWISE = TRANSCENDENTAL | primitives(
     """
     neg abs sign floor ceil round is_finite expm1 tan asin acos atan atan2 sinh cosh asinh acosh atanh square
     integer_pow add sub mul add_any rem max min clamp select_n eq ne lt le gt ge and or xor not nextafter
     shift_left shift_right_arithmetic shift_right_logical real imag conj complex population_count clz
     """
 )
-_REDUCTIONS = _names("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin")
-_CHEAP = _MOVES | _ELEMENTWISE | _REDUCTIONS
+_CHEAP = _MOVES | _ELEMENTWISE | REDUCTIONS
 # Not executed again, but may stand between cheap operations in one checkpoint: their derivatives read operands alone.
 _COSTLY = (
     PRODUCTS
     | (frozenset(COLLECTIVES) - {"pmax", "pmin"})
-    | _names(
+    | primitives(
         """
         gather scatter scatter-add scatter_add scatter-mul dynamic_update_slice cumsum sharding_constraint
         reduce_window_sum reduce_window_max reduce_window_min select_and_scatter_add
@@ -60,7 +56,7 @@ _COSTLY = (
 _LINEAR = (
     (_MOVES - {"dynamic_slice"})
     | (frozenset(COLLECTIVES) - {"pmax", "pmin"})
-    | _names("add sub add_any neg reduce_sum cumsum real imag conj")
+    | {"add", "sub", "add_any", "neg", "reduce_sum", "cumsum", "real", "imag", "conj"}
 )
 _BILINEAR = PRODUCTS | {"mul"}
 
@@ -70,15 +66,9 @@ def _has_effects(eqn: Any) -> bool:
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
-def plain_call(eqn: Any) -> Any:
+def inlined_call(eqn: Any) -> Any:
     """Returns the jaxpr of a call that can be inlined; None for other equations."""
-    if eqn.primitive.name not in PLAIN_CALLS or _has_effects(eqn):
-        return None
-    placed = [*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ())]
-    if any(isinstance(sharding, jax.sharding.Sharding) for sharding in placed):
-        return None
-    inner = called(eqn)
-    return None if inner.constvars or getattr(eqn.params.get("jaxpr"), "consts", ()) else inner
+    return None if _has_effects(eqn) else plain_call(eqn)
 
 
 def kind_of(eqn: Any) -> str:
@@ -90,7 +80,7 @@ def kind_of(eqn: Any) -> str:
         return "cheap"
     if name in _COSTLY:
         return "costly"
-    if name == "custom_jvp_call" and all(kind_of(inner) == "cheap" or plain_call(inner) is not None
+    if name == "custom_jvp_call" and all(kind_of(inner) == "cheap" or inlined_call(inner) is not None
                                          for inner in _all_equations(called(eqn))):  # fmt: skip
         return "cheap"
     return "opaque"
@@ -127,7 +117,7 @@ def read_by_derivative(eqn: Any, is_active: Sequence[bool]) -> list[int] | None:
         return [1 - i for i, active in enumerate(is_active) if active]
     jaxpr, _, held = _derivative(lambda ins: rebind(eqn, ins), eqn, is_active)
     live, used = partial_eval.dce_jaxpr(jaxpr.replace(outvars=held), [True] * len(held))
-    if any(kind_of(one) != "cheap" and plain_call(one) is None for one in _all_equations(live)):
+    if any(kind_of(one) != "cheap" and inlined_call(one) is None for one in _all_equations(live)):
         return None
     return [i for i, is_used in enumerate(used) if is_used]
 

@@ -26,7 +26,7 @@ def checkpointed(fn: Callable, *, policy: Callable, waiting: Sequence[bool]) -> 
 
     Args:
       fn: arrays -> list of arrays; closes over no traced values.
-      policy: as for `jax.checkpoint`.
+      policy: the argument of `jax.checkpoint`.
       waiting: for each argument, whether recomputation from it waits: activations should, weights need not. That from
         saved values waits too.
     """

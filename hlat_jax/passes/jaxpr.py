@@ -16,6 +16,12 @@ from jax.extend import core, source_info_util
 
 from hlat_jax.host.jax_compat import ad
 
+
+def primitives(names: str) -> frozenset[str]:
+    """Returns the names of primitives in a text."""
+    return frozenset(names.split())
+
+
 CHECKPOINT = "remat2"
 # Calls that do nothing but run their function.
 PLAIN_CALLS = {"jit", "closed_call", "core_call"}
@@ -45,14 +51,10 @@ ALL_REDUCES = frozenset(name for name, kind in COLLECTIVES.items() if kind == "a
 # Collectives that sum over devices.
 SUM_COLLECTIVES = (ALL_REDUCES | {"reduce_scatter"}) - {"pmax", "pmin"}
 # Primitives whose results have the elements of their operand, or that have no operand.
-SAME_ELEMENTS = frozenset(
-    {"name", "copy", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "stop_gradient", "iota"}
-)
+SAME_ELEMENTS = primitives("name copy reshape squeeze expand_dims broadcast_in_dim stop_gradient iota")
+REDUCTIONS = primitives("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin")
 # Elementwise operations that cost several times as much as an addition.
-TRANSCENDENTAL = frozenset(
-    {"exp", "exp2", "log", "log1p", "tanh", "logistic", "rsqrt", "sqrt", "cbrt", "pow", "sin", "cos", "div"}
-    | {"erf", "erfc", "erf_inv"}
-)
+TRANSCENDENTAL = primitives("exp exp2 log log1p tanh logistic rsqrt sqrt cbrt pow sin cos div erf erfc erf_inv")
 # Raised by a traced function that needs the value of an array.
 _VALUE_ERRORS = (
     jax.errors.ConcretizationTypeError,
@@ -104,6 +106,16 @@ def called(eqn: Any) -> Any:
     """Returns the open jaxpr of the one function that an equation calls with its operands; None if it calls none."""
     key = CALL_JAXPRS.get(eqn.primitive.name)
     return None if key is None else getattr(eqn.params[key], "jaxpr", eqn.params[key])
+
+
+def plain_call(eqn: Any) -> Any:
+    """Returns the open jaxpr of a call that only runs its function, and places no arrays; None for other equations."""
+    if eqn.primitive.name not in PLAIN_CALLS:
+        return None
+    shardings = [*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ())]
+    inner = called(eqn)
+    is_placed = any(isinstance(sharding, jax.sharding.Sharding) for sharding in shardings)
+    return None if is_placed or inner.constvars else inner
 
 
 def aval_bytes(aval: Any) -> int:
@@ -225,6 +237,53 @@ def rebind(eqn: Any, args: Sequence[Any], **changed: Any) -> list[Any]:
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
+def bind_again(eqn: Any, args: Sequence[Any]) -> list[Any]:
+    """Returns the results of an equation on other operands, under its name stack and source line."""
+    with place_of(eqn):
+        return rebind(eqn, args)
+
+
+def evaluate(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    args: Sequence[Any],
+    bind: Callable[[Any, list[Any]], Sequence[Any]],
+    *,
+    parts: Sequence[Any] = (),
+) -> list[Any]:
+    """Returns the results of a jaxpr, whose equations `bind` binds to their operands.
+
+    Args:
+      jaxpr: open.
+      consts: its constants.
+      args: its operands.
+      bind: (equation, operands) -> results.
+      parts: what stands for the equations, by default the equations: they have `invars` and `outvars` too.
+    """
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+
+    def read(atom: Any) -> Any:
+        return env[atom] if _is_var(atom) else atom.val
+
+    for eqn in parts or jaxpr.eqns:
+        env.update(zip(eqn.outvars, bind(eqn, [read(atom) for atom in eqn.invars]), strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def bind_shard_map(eqn: Any, local: Callable[..., Sequence[Any]], args: Sequence[Any]) -> list[Any]:
+    """Returns the results of a `shard_map` equation with another function on each device."""
+    params = eqn.params
+    mapped = jax.shard_map(
+        lambda *arrays: tuple(local(*arrays)),
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        axis_names=params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"],
+        check_vma=params["check_vma"],
+    )
+    return list(mapped(*args))
+
+
 def _functions(eqn: Any) -> Sequence[Any]:
     """Returns the function of a `custom_jvp` or `custom_vjp` and its rules, on flat operands."""
     bound = eqn.primitive.get_bind_params(eqn.params)
@@ -266,11 +325,6 @@ def has_symbolic_zeros(eqn: Any) -> bool:
     return any(one.params.get("symbolic_zeros", False) for one in (eqn, *inside))
 
 
-def manual_axes(eqn: Any) -> frozenset[str]:
-    """Returns the mesh axes that a `shard_map` equation makes manual."""
-    return eqn.params["newly_manual_axes" if "newly_manual_axes" in eqn.params else "manual_axes"]
-
-
 def varying_axes(aval: Any) -> frozenset[str]:
     """Returns the manual mesh axes over which values of a type vary, as `shard_map` checks them."""
     axes = getattr(aval, "manual_axis_type", None)
@@ -295,7 +349,7 @@ def reaching(jaxpr: Any, is_end: Callable[[Any], bool], *, wanted: Sequence[bool
     Args:
       jaxpr: open.
       is_end: selects equations.
-      wanted: for each result, whether reaching it counts too; None: no result does.
+      wanted: for each result, whether reaching it counts too; by default, no result does.
     """
     found = {var for var, want in zip(jaxpr.outvars, wanted or (), strict=False) if want and _is_var(var)}
     for eqn in reversed(jaxpr.eqns):

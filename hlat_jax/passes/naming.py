@@ -21,14 +21,17 @@ from hlat_jax.host.neuron_lowering import elide_idle_roundings
 from hlat_jax.passes import fences
 from hlat_jax.passes.jaxpr import (
     CHECKPOINT,
-    PLAIN_CALLS,
     SAME_ELEMENTS,
+    bind_again,
     called,
     equations,
+    evaluate,
     function_name,
     has_symbolic_zeros,
     place_of,
+    plain_call,
     rebind,
+    traced,
 )
 from hlat_jax.passes.segments import Segment, cut, is_worthwhile
 
@@ -97,14 +100,14 @@ def checkpointed(fn: Callable, choice: RematChoice, *, prevent_cse: bool = True)
 
     Args:
       fn: a function of arrays; what it closes over is saved too.
-      choice: of the names that `named` gives.
-      prevent_cse: as for `jax.checkpoint`; may be False if `fn` is the whole body of a loop.
+      choice: names that `with_names` gives.
+      prevent_cse: the argument of `jax.checkpoint`; may be False if `fn` is the whole body of a loop.
 
     Raises:
       MissingValues: when called: a choice of values that `fn` does not have.
     """
     elide_idle_roundings()
-    inner = fn if choice.stock_policy else named(fn, choice)
+    inner = fn if choice.stock_policy else with_names(fn, choice)
     return jax.checkpoint(inner, policy=choice.policy, prevent_cse=prevent_cse)
 
 
@@ -116,18 +119,14 @@ def checkpointed_loops(fn: Callable, choice: RematChoice) -> Callable:
     """
     elide_idle_roundings()
 
-    def run(*args: Any) -> Any:
-        closed, leaves, rebuilt = _traced(fn, args)
+    def emit(closed: Any, leaves: list, namer: _Namer) -> list:
         if not num_loops(closed.jaxpr):
             raise ValueError(
                 f"{function_name(fn)} has no lax.scan at its top level or inside jit; give the layer itself."
             )
-        namer = _Namer(choice)
-        outs = _emit_loops(closed.jaxpr, closed.consts, leaves, namer)
-        namer.check(fn)
-        return rebuilt(outs)
+        return _emit_loops(closed.jaxpr, closed.consts, leaves, namer)
 
-    return run
+    return _emitted(fn, choice, emit)
 
 
 def checkpointed_segments(fn: Callable, choice: RematChoice) -> Callable:
@@ -138,16 +137,12 @@ def checkpointed_segments(fn: Callable, choice: RematChoice) -> Callable:
     """
     elide_idle_roundings()
 
-    def run(*args: Any) -> Any:
-        closed, leaves, rebuilt = _traced(fn, args)
+    def emit(closed: Any, leaves: list, namer: _Namer) -> list:
         if not segments(closed.jaxpr):
             raise ValueError(f"{function_name(fn)} has no blocks that repeat; set region='whole'.")
-        namer = _Namer(choice)
-        outs = _emit_segments(closed.jaxpr, closed.consts, leaves, namer, weights={*closed.jaxpr.invars})
-        namer.check(fn)
-        return rebuilt(outs)
+        return _emit_segments(closed.jaxpr, closed.consts, leaves, namer, weights={*closed.jaxpr.invars})
 
-    return run
+    return _emitted(fn, choice, emit)
 
 
 def is_of_segment(name: str) -> bool:
@@ -165,40 +160,43 @@ def _segments(jaxpr: Any) -> Iterator[Segment]:
     for part in _parts(jaxpr):
         if isinstance(part, Segment):
             yield part
-        elif _inlined(part) is not None:
-            yield from _segments(_inlined(part))
+        elif (inner := plain_call(part)) is not None:
+            yield from _segments(inner)
 
 
-def named(fn: Callable, choice: RematChoice) -> Callable:
+def with_names(fn: Callable, choice: RematChoice) -> Callable:
     """Returns `fn` with every float intermediate named. Raises MissingValues for an unknown name in `choice`."""
 
-    def run(*args: Any) -> Any:
-        closed, leaves, rebuilt = _traced(fn, args)
+    def emit(closed: Any, leaves: list, namer: _Namer) -> list:
+        return _emit(closed.jaxpr, closed.consts, leaves, namer.plan(closed.jaxpr))
+
+    return _emitted(fn, choice, emit)
+
+
+def _emitted(fn: Callable, choice: RematChoice, emit: Callable[[Any, list, _Namer], list]) -> Callable:
+    """Returns a function whose results are those that `emit` computes from the jaxpr of `fn` and its operands."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        closed, leaves, tree = traced(fn, args, kwargs, by="remat")
         namer = _Namer(choice)
-        plan = namer.numbered(closed.jaxpr)
+        outs = emit(closed, leaves, namer)
         namer.check(fn)
-        return rebuilt(_emit(closed.jaxpr, closed.consts, leaves, plan))
+        return jax.tree.unflatten(tree, outs)
 
     return run
 
 
 def num_loops(jaxpr: Any) -> int:
     """Returns the number of outermost scans, including those inside calls."""
-    found = 0
-    for eqn in jaxpr.eqns:
-        inner = _inlined(eqn)
-        found += num_loops(inner) if inner is not None else eqn.primitive.name == "scan"
-    return found
-
-
-def _traced(fn: Callable, args: tuple) -> tuple[Any, list, Callable]:
-    leaves, structure = jax.tree.flatten(args)
-    closed, shape = jax.make_jaxpr(lambda *flat: fn(*jax.tree.unflatten(structure, flat)), return_shape=True)(*leaves)
-    return closed, leaves, lambda outs: jax.tree.unflatten(jax.tree.structure(shape), outs)
+    inner = map(plain_call, jaxpr.eqns)
+    return sum(
+        eqn.primitive.name == "scan" if call is None else num_loops(call)
+        for eqn, call in zip(jaxpr.eqns, inner, strict=True)
+    )
 
 
 class _Namer:
-    """Numbers the values of one function. A plan has, for each equation, its results' names or another plan."""
+    """Numbers the values of one function."""
 
     def __init__(self, choice: RematChoice):
         self.choice = choice
@@ -207,14 +205,15 @@ class _Namer:
         self.kinds: dict[tuple, int] = {}  # of segments
         self.with_rules: list[Any] = []  # equations of custom_jvp and custom_vjp
 
-    def numbered(self, jaxpr: Any, *, prefix: str = "") -> list:
+    def plan(self, jaxpr: Any, *, prefix: str = "") -> list:
+        """Returns, for each equation, the names of its results or the plan of the call that it is."""
         plan = []
         for eqn in jaxpr.eqns:
-            inner = _inlined(eqn, checkpoints=True)
+            inner = _inner_values(eqn)
             if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
                 self.with_rules.append(eqn)
             plan.append([self._name(eqn, var, prefix) for var in eqn.outvars] if inner is None else
-                        self.numbered(inner, prefix=prefix))  # fmt: skip
+                        self.plan(inner, prefix=prefix))  # fmt: skip
         return plan
 
     def _name(self, eqn: Any, var: Any, prefix: str) -> str | None:
@@ -251,37 +250,29 @@ def _given_by_rule(eqn: Any) -> set[str]:
     return {inner.params["name"] for inner, _ in equations(differentiated.jaxpr) if inner.primitive.name == "name"}
 
 
-def _inlined(eqn: Any, *, checkpoints: bool = False) -> Any:
-    """Returns the jaxpr of a call whose inner values are named; None for other equations."""
-    if eqn.primitive.name == CHECKPOINT:
-        return called(eqn) if checkpoints else None
-    if eqn.primitive.name not in PLAIN_CALLS:
-        return None
-    placed = [*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ())]
-    if any(isinstance(sharding, jax.sharding.Sharding) for sharding in placed):
-        return None
-    inner = called(eqn)
-    return None if inner.constvars else inner
+def _inner_values(eqn: Any) -> Any:
+    """Returns the jaxpr of a call or checkpoint whose values are named; None for other equations."""
+    return called(eqn) if eqn.primitive.name == CHECKPOINT else plain_call(eqn)
 
 
 def _emit(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], plan: list) -> list:
     is_own = isinstance(jaxpr, Segment) and len(jaxpr.eqns) == 1  # ours replaces the function's around the same
-    env = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
-    for eqn, names in zip(jaxpr.eqns, plan, strict=True):
-        ins = [_read(env, var) for var in eqn.invars]
-        inner = _inlined(eqn, checkpoints=True)
+    plans = iter(plan)
+
+    def bind(eqn: Any, ins: list) -> list:
+        names, inner = next(plans), _inner_values(eqn)
         if inner is None:
-            outs = [
-                out if name is None else checkpoint_name(out, name)
-                for out, name in zip(_bound(eqn, ins), names, strict=True)
-            ]
-        elif eqn.primitive.name == CHECKPOINT and not (is_own and eqn.params["policy"] is None):
-            options = {key: eqn.params[key] for key in ("policy", "prevent_cse")}
-            outs = jax.checkpoint(lambda *ins, inner=inner, names=names: _emit(inner, (), ins, names), **options)(*ins)
-        else:
-            outs = _called_again(eqn, lambda *ins, inner=inner, names=names: _emit(inner, (), ins, names), ins)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [_read(env, var) for var in jaxpr.outvars]
+            outs = zip(bind_again(eqn, ins), names, strict=True)
+            return [out if name is None else checkpoint_name(out, name) for out, name in outs]
+
+        def run(*ins: Any) -> list:
+            return _emit(inner, (), ins, names)
+
+        if eqn.primitive.name != CHECKPOINT or (is_own and eqn.params["policy"] is None):
+            return _called_again(eqn, run, ins)
+        return jax.checkpoint(run, policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"])(*ins)
+
+    return evaluate(jaxpr, consts, args, bind)
 
 
 def _called_again(eqn: Any, fn: Callable, ins: list) -> list:
@@ -294,18 +285,13 @@ def _called_again(eqn: Any, fn: Callable, ins: list) -> list:
 
 
 def _emit_loops(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], namer: _Namer) -> list:
-    env = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
-    for eqn in jaxpr.eqns:
-        ins = [_read(env, var) for var in eqn.invars]
-        inner = _inlined(eqn)
+    def bind(eqn: Any, ins: list) -> list:
+        inner = plain_call(eqn)
         if inner is not None:
-            outs = _called_again(eqn, lambda *ins, inner=inner: _emit_loops(inner, (), ins, namer), ins)
-        elif eqn.primitive.name == "scan":
-            outs = _scanned(eqn, ins, namer)
-        else:
-            outs = _bound(eqn, ins)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [_read(env, var) for var in jaxpr.outvars]
+            return _called_again(eqn, lambda *ins: _emit_loops(inner, (), ins, namer), ins)
+        return _scanned(eqn, ins, namer) if eqn.primitive.name == "scan" else bind_again(eqn, ins)
+
+    return evaluate(jaxpr, consts, args, bind)
 
 
 def _parts(jaxpr: Any) -> Iterator[Any]:
@@ -320,7 +306,6 @@ def _parts(jaxpr: Any) -> Iterator[Any]:
 
 def _emit_segments(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], namer: _Namer, *, weights: set) -> list:
     """Returns the results of a jaxpr, its segments checkpointed; `weights`: inputs that are not computed."""
-    env = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, args, strict=True))
     weights = {*weights, *jaxpr.constvars}
     parts = list(_parts(jaxpr))
     computed: dict[tuple, set[int]] = {}  # kind of segment -> operands that are computed, in any segment of the kind
@@ -328,35 +313,26 @@ def _emit_segments(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], namer
         if isinstance(part, Segment):
             places = {place for place, var in enumerate(part.invars) if var not in weights}
             computed[part.kind] = computed.get(part.kind, set()) | places
-    for part in parts:
-        ins = [_read(env, var) for var in part.invars]
-        inner = None if isinstance(part, Segment) else _inlined(part)
+
+    def bind(part: Any, ins: list) -> list:
         if isinstance(part, Segment):
-            outs = _checkpointed_segment(
-                part, ins, namer, waiting=[at in computed[part.kind] for at in range(len(ins))]
-            )
-        elif inner is not None:
-            passed = {
-                own
-                for own, var in zip(inner.invars, part.invars, strict=True)
-                if isinstance(var, Literal) or var in weights
-            }
-            outs = _called_again(
-                part,
-                lambda *ins, inner=inner, passed=passed: _emit_segments(inner, (), ins, namer, weights=passed),
-                ins,
-            )
-        else:
-            outs = _bound(part, ins)
-        env.update(zip(part.outvars, outs, strict=True))
-    return [_read(env, var) for var in jaxpr.outvars]
+            waiting = [at in computed[part.kind] for at in range(len(ins))]
+            return _checkpointed_segment(part, ins, namer, waiting=waiting)
+        inner = plain_call(part)
+        if inner is None:
+            return bind_again(part, ins)
+        operands = zip(inner.invars, part.invars, strict=True)
+        passed = {own for own, var in operands if isinstance(var, Literal) or var in weights}
+        return _called_again(part, lambda *ins: _emit_segments(inner, (), ins, namer, weights=passed), ins)
+
+    return evaluate(jaxpr, consts, args, bind, parts=parts)
 
 
 def _checkpointed_segment(segment: Segment, ins: list, namer: _Namer, *, waiting: list[bool]) -> list:
     prefix = f"{_SEGMENT}{namer.kinds.setdefault(segment.kind, len(namer.kinds))}."
     # segments of one kind have the same names
     namer.counts = {key: count for key, count in namer.counts.items() if not key.startswith(prefix)}
-    plan = namer.numbered(segment, prefix=prefix)
+    plan = namer.plan(segment, prefix=prefix)
     run = fences.checkpointed(lambda *args: _emit(segment, (), args, plan), policy=namer.choice.policy, waiting=waiting)
     return run(*ins)
 
@@ -364,7 +340,7 @@ def _checkpointed_segment(segment: Segment, ins: list, namer: _Namer, *, waiting
 def _scanned(eqn: Any, ins: list, namer: _Namer) -> list:
     closed, num_consts, num_carry = (eqn.params[key] for key in ("jaxpr", "num_consts", "num_carry"))
     namer.counts["scan"] = namer.counts.get("scan", -1) + 1
-    plan = namer.numbered(closed.jaxpr, prefix=f"scan{namer.counts['scan']}.")
+    plan = namer.plan(closed.jaxpr, prefix=f"scan{namer.counts['scan']}.")
     body = jax.checkpoint(
         lambda *args: _emit(closed.jaxpr, closed.consts, args, plan),
         policy=namer.choice.policy,
@@ -379,12 +355,3 @@ def _scanned(eqn: Any, ins: list, namer: _Namer) -> list:
     options = {key: eqn.params[key] for key in ("length", "reverse", "unroll")}
     carry, ys = jax.lax.scan(step, init, xs, **options)
     return [*carry, *ys]
-
-
-def _bound(eqn: Any, ins: list) -> list:
-    with place_of(eqn):
-        return rebind(eqn, ins)
-
-
-def _read(env: dict, var: Any) -> Any:
-    return var.val if isinstance(var, Literal) else env[var]

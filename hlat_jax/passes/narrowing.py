@@ -8,7 +8,7 @@ from typing import Any
 from hlat_jax.passes import selection
 from hlat_jax.passes.naming import RematChoice
 from hlat_jax.passes.products import live_jaxpr, total_flops
-from hlat_jax.passes.recompute import Graph
+from hlat_jax.passes.recompute import RecomputeGraph
 
 # After a choice that leaves less than this share of the budget unused, only the next larger one is tried.
 _CLOSE = 0.02
@@ -52,7 +52,9 @@ class Trials:
         return self._traces[choice]
 
 
-def narrowed(trial: Trials, graph: Graph, solve: selection.Solver, *, budget_bytes: int, most: int) -> RematChoice:
+def search_choice(
+    trial: Trials, graph: RecomputeGraph, solve: selection.Solver, *, budget_bytes: int, most: int
+) -> RematChoice:
     """Returns the cheapest choice found that fits, by a secant search for the bytes to save.
 
     Near the budget, one more choice is tried nevertheless: saving more may need less working memory.
@@ -90,7 +92,9 @@ def narrowed(trial: Trials, graph: Graph, solve: selection.Solver, *, budget_byt
     return fits
 
 
-def _between(graph: Graph, solve: selection.Solver, *, low: int, high: int, guess: float) -> RematChoice | None:
+def _between(
+    graph: RecomputeGraph, solve: selection.Solver, *, low: int, high: int, guess: float
+) -> RematChoice | None:
     """Returns a choice near `guess` that saves more than `low` and fewer than `high` bytes; None if none is found."""
     guess = min(max(guess, low + 0.1 * (high - low)), high - 1)
     for _ in range(6):
@@ -101,7 +105,7 @@ def _between(graph: Graph, solve: selection.Solver, *, low: int, high: int, gues
     return None
 
 
-def _next(graph: Graph, solve: selection.Solver, *, low: int, high: int) -> RematChoice | None:
+def _next(graph: RecomputeGraph, solve: selection.Solver, *, low: int, high: int) -> RematChoice | None:
     """Returns a choice that saves little more than `low`, and fewer than `high` bytes; None if none is found."""
     short, found = low, None  # the largest budget known to save nothing more
     for share in (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 1.0):

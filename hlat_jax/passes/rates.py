@@ -23,9 +23,9 @@ def measured_rates(*, dtype: str = "float32", width: int = 1024, num_elements: i
     Collectives and transfers to the host keep the rates of `Rates`: one device sends nothing.
 
     Args:
-      dtype: of the operands.
-      width: of the square matrices whose product is the unit.
-      num_elements: of the arrays of elementwise work; more than the caches hold.
+      dtype: dtype of the operands.
+      width: width of the square matrices whose product is the unit.
+      num_elements: size of the arrays of elementwise work; more than the caches hold.
 
     Source: RAF profiles operations on the device, awslabs/raf `src/pass/rematerialization.cc`; here it is three kinds
     of work rather than each operation.

@@ -14,8 +14,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from jax.extend.core import Literal
-
+from hlat_jax.passes.dataflow import Dataflow
 from hlat_jax.passes.jaxpr import (
     CHECKPOINT,
     COLLECTIVES,
@@ -38,7 +37,7 @@ class Rates:
 
     Attributes:
       element: per element of an elementwise operation or a reduction, fused with its neighbors.
-      transcendental: likewise, of exponentials, roots and quotients.
+      transcendental: per element of exponentials, roots and quotients.
       sent_byte: per byte of a collective.
       offloaded_byte: per byte of a value kept on the host, for both transfers.
 
@@ -73,7 +72,7 @@ class Node:
 
 
 @dataclasses.dataclass(frozen=True)
-class Graph:
+class RecomputeGraph:
     """Everything that a program recomputes if nothing is saved.
 
     Attributes:
@@ -107,13 +106,13 @@ class Graph:
         return sum(self.sizes[name] for name in saved)
 
 
-def recompute_graph(jaxpr: Any, *, rates: Rates, min_bytes: int) -> Graph:
+def recompute_graph(jaxpr: Any, *, rates: Rates, min_bytes: int) -> RecomputeGraph:
     """Returns the recompute graph of a program.
 
     Args:
-      jaxpr: of the whole program, with checkpoints of `naming` that save nothing.
-      rates: of work other than products.
-      min_bytes: smallest size of a value that can be saved, over all its copies, as in `Graph.sizes`.
+      jaxpr: the whole program, with checkpoints of `naming` that save nothing.
+      rates: costs of work other than products.
+      min_bytes: smallest size of a value that can be saved, over all its copies, as in `RecomputeGraph.sizes`.
 
     Its `sizes` are empty if nothing can be saved: nothing is differentiated, or all values are too small.
     """
@@ -129,57 +128,49 @@ def recompute_graph(jaxpr: Any, *, rates: Rates, min_bytes: int) -> Graph:
             sizes[name] = sizes.get(name, 0) + size * sum(region.copies for region in alike)
     sizes = {name: size for name, size in sizes.items() if size >= min_bytes}
     nodes = [node if node.name in sizes else dataclasses.replace(node, name="") for node in nodes]
-    return Graph(tuple(nodes), sizes)
+    return RecomputeGraph(tuple(nodes), sizes)
 
 
-@dataclasses.dataclass
 class _Region:
     """One differentiated checkpoint.
 
-    Attributes:
+    Args:
+      jaxpr: what its backward pass runs.
       trips: number of executions in the program.
       copies: number of copies of each saved value at one time: a differentiated loop stacks one per trip.
-      nodes: (equation, nodes that it reads).
+
+    Attributes:
+      nodes: (equation, nodes that it reads), in order.
       read: numbers of the nodes that gradients read.
       sizes: bytes of each named value.
     """
 
-    trips: int
-    copies: int
-    nodes: list[tuple[Any, set[int]]] = dataclasses.field(default_factory=list)
-    read: set[int] = dataclasses.field(default_factory=set)
-    sizes: dict[str, int] = dataclasses.field(default_factory=dict)
-
-    def visit(self, jaxpr: Any, made_by: dict[Any, int], *, again: bool) -> None:
-        """Adds the recomputed equations of a jaxpr, all of them if `again`. `made_by`: value -> its node."""
-        for eqn in jaxpr.eqns:
-            ins = [None if isinstance(var, Literal) else made_by.get(var) for var in eqn.invars]
-            is_recomputed = again or _is_recomputed(eqn)
-            inner = None if eqn.primitive.name == "shard_map" else called(eqn)
-            if inner is not None:
-                inside = {var: node for var, node in zip(inner.invars, ins, strict=False) if node is not None}
-                self.visit(inner, inside, again=is_recomputed)
-                outs = [None if isinstance(var, Literal) else inside.get(var) for var in inner.outvars]
-                made_by.update({var: node for var, node in zip(eqn.outvars, outs, strict=False) if node is not None})
-            elif is_recomputed:
-                self.nodes.append((eqn, {node for node in ins if node is not None}))
-                made_by.update(dict.fromkeys(eqn.outvars, len(self.nodes) - 1))
-                if eqn.primitive.name == "name":
-                    self.sizes[eqn.params["name"]] = aval_bytes(eqn.outvars[0].aval)
-            else:
-                self.read.update(node for node in ins if node is not None)
+    def __init__(self, jaxpr: Any, *, trips: int, copies: int):
+        self.trips, self.copies = trips, copies
+        self.nodes: list[tuple[Any, set[int]]] = []
+        self.read: set[int] = set()
+        self.sizes: dict[str, int] = {}
+        flow = Dataflow(jaxpr, inlined=lambda eqn: None if eqn.primitive.name == "shard_map" else called(eqn))
+        node_of: dict[int, int] = {}
+        for op in flow.ops:
+            parents = {node_of[value] for value in op.operands if value in node_of}
+            if not any(map(_is_recomputed, op.enclosing)):
+                self.read |= parents
+                continue
+            self.nodes.append((op.eqn, parents))
+            node_of.update(dict.fromkeys(op.outs, len(self.nodes) - 1))
+            if op.name == "name":
+                self.sizes[op.eqn.params["name"]] = flow.num_bytes(op.outs[0])
 
 
 def _regions(jaxpr: Any, *, trips: int, copies: int, is_backward: bool = False) -> Iterator[_Region]:
     for eqn in jaxpr.eqns:
-        name = eqn.primitive.name
         # name stacks start empty inside a call or a loop
         is_inside = is_backward or is_transposed(eqn)
         inner = next(inner_jaxprs(eqn), None)
-        is_ours = name == CHECKPOINT and getattr(eqn.params["policy"], "is_choice", False)
+        is_ours = eqn.primitive.name == CHECKPOINT and getattr(eqn.params["policy"], "is_choice", False)
         if is_ours and any(map(_is_recomputed, inner.eqns)):
-            region = _Region(trips, copies)
-            region.visit(inner, {}, again=False)
+            region = _Region(inner, trips=trips, copies=copies)
             if region.sizes:
                 yield region
             continue

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import math
 import time
 from collections.abc import Callable
@@ -26,9 +25,9 @@ import jax.numpy as jnp
 
 from hlat_jax.facts.byte_sizes import format_bytes, parse_bytes
 from hlat_jax.passes import naming, selection
-from hlat_jax.passes.jaxpr import function_name, tracing
+from hlat_jax.passes.jaxpr import function_name, traced, tracing
 from hlat_jax.passes.naming import RematChoice
-from hlat_jax.passes.narrowing import Trials, narrowed
+from hlat_jax.passes.narrowing import Trials, search_choice
 from hlat_jax.passes.products import live_jaxpr, total_flops
 from hlat_jax.passes.recompute import Rates, recompute_graph
 
@@ -87,7 +86,7 @@ class BudgetNotMet(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class RematPlan:
     """A choice of values to save, and the figures behind it.
 
     Attributes:
@@ -96,13 +95,13 @@ class Plan:
       measured_bytes: bytes of the program, by `RematOptions.measure`.
       predicted_bytes: its bytes before it was compiled: those of full rematerialization plus those of the saved values.
       flops: FLOPs of products that the program executes on one device, counted in its trace.
-      predicted_flops: likewise, from the recompute graph.
+      predicted_flops: FLOPs of its products, as the recompute graph predicts them.
       plain: (bytes, FLOPs) of the program without rematerialization.
       full: (bytes, FLOPs) of the program that keeps nothing; None if it was not compiled.
       compilations: number of programs compiled.
       seconds: duration of the search.
       fn: the function with the choice applied.
-      region: what the choice is applied to, of those in `RematOptions`; auto if the caller of `search` knows.
+      region: what the choice is applied to, as in `RematOptions`; auto if the caller of `search` decides that.
       segments: number of segments of each kind, if these are the regions.
     """
 
@@ -158,7 +157,7 @@ def fit(
     step: Callable[[Callable], Callable] | None = None,
     options: RematOptions = RematOptions(),
     name: str = "budget_bytes",
-) -> Plan:
+) -> RematPlan:
     """Returns a plan, with `fn` transformed, whose program takes at most `budget_bytes` of temporaries per device.
 
     Args:
@@ -168,7 +167,7 @@ def fit(
       step: fn -> the function of `args` whose program must fit, jitted if it donates or shards. Default: gradients of
         the sum of all float results with respect to all float arguments.
       options: options of the search.
-      name: of the budget's setting, for errors.
+      name: name of the budget's setting, for errors.
 
     Raises:
       ValueError: a budget that is not a size, or (BudgetNotMet) that no program tried fits; a function that cannot be
@@ -177,42 +176,45 @@ def fit(
     budget = parse_bytes(budget_bytes, name=name)
     began = time.monotonic()
     traces: list[Any] = []
-    tracer = functools.partial(_tracer, fn, args, step=step)
-    plain = tracer(region="whole", called=_observed(fn, traces))(None)
+
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        traces.append(_jaxpr(fn, args, kwargs))
+        return fn(*args, **kwargs)
+
+    _take_name(observed, fn)
+    plain = _trace(fn, args, called=observed, step=step)
     candidates = _candidates(traces, options.region)
     shared = options.measure(plain), total_flops(live_jaxpr(plain))
-    trials = {region: Trials(tracer(region=region), options.measure, plain=shared) for region in candidates}
+
+    def trials_of(region: str) -> Trials:
+        return Trials(
+            lambda choice: _trace(fn, args, called=_applied(fn, choice, region=region), step=step),
+            options.measure,
+            plain=shared,
+        )
+
+    trials = {region: trials_of(region) for region in candidates}
     region = candidates[0] if shared[0] <= budget else _narrowest(trials, budget)
-    plan = _searched(trials[region], budget_bytes=budget, options=options)
+    plan = _search(trials[region], budget_bytes=budget, options=options)
     if plan.choice is None or plan.choice.stock_policy:
         region = "whole"
+    kinds = collections.Counter(segment.kind for segment in naming.segments(traces[-1])) if region == "segments" else {}
     return dataclasses.replace(
         plan,
         fn=_applied(fn, plan.choice, region=region),
         region=region,
-        segments=_num_segments(traces[-1]) if region == "segments" else (),
+        segments=tuple(kinds.values()),
         compilations=sum(trial.count for trial in trials.values()) - len(trials) + 1,
         seconds=time.monotonic() - began,
     )
 
 
-def _observed(fn: Callable, traces: list[Any]) -> Callable:
-    """Returns `fn`, which appends its jaxpr to `traces` when it is called."""
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        traces.append(_jaxpr(fn, args, kwargs))
-        return fn(*args, **kwargs)
-
-    run.__name__, run.__qualname__ = getattr(fn, "__name__", function_name(fn)), function_name(fn)
-    return run
-
-
 def _jaxpr(fn: Callable, args: tuple, kwargs: dict) -> Any:
-    def called(args: tuple, kwargs: dict) -> Any:
-        return fn(*args, **kwargs)
+    return traced(fn, args, kwargs, by="remat")[0].jaxpr
 
-    called.__qualname__ = function_name(fn)
-    return jax.make_jaxpr(called)(args, kwargs).jaxpr
+
+def _take_name(function: Any, fn: Callable) -> None:
+    function.__name__, function.__qualname__ = getattr(fn, "__name__", function_name(fn)), function_name(fn)
 
 
 def _candidates(traces: list[Any], region: str) -> list[str]:
@@ -232,10 +234,6 @@ def _narrowest(trials: dict[str, Trials], budget_bytes: int) -> str:
     return min(trials, key=lambda region: trials[region](RematChoice())[0])
 
 
-def _num_segments(jaxpr: Any) -> tuple[int, ...]:
-    return tuple(collections.Counter(segment.kind for segment in naming.segments(jaxpr)).values())
-
-
 def max_batch(
     make_step: Callable[[int], tuple[Callable, tuple]],
     limit_bytes: int | str,
@@ -246,15 +244,15 @@ def max_batch(
 ) -> tuple[int, int]:
     """Returns (the largest batch whose program fits, the `total_bytes` of that program).
 
-    Searches by secants through the measured programs, and by bisection if these advance too slowly: compiles a few
-    programs if memory grows evenly, at most about 60. With rematerialization, the batch is the largest that fits with
+    Searches by secants through the measured programs and by bisection, in turn: compiles a few programs if memory
+    grows evenly, at most about 60. With rematerialization, the batch is the largest that fits with
     nothing kept; `fit` with `RematOptions(measure=total_bytes)` then finds the values that can be saved within the
     limit. A larger batch may fit if some choice takes less than nothing kept.
 
     Args:
       make_step: batch -> (fn, args) as `fit` takes them; `jax.ShapeDtypeStruct`s will do.
       limit_bytes: '16GiB' or an int.
-      step: as for `fit`.
+      step: the program around `fn`, as `fit` takes it.
       rematerialize: whether to keep nothing; otherwise the program without rematerialization is measured.
       most: largest batch to try.
 
@@ -264,16 +262,17 @@ def max_batch(
     limit = parse_bytes(limit_bytes, name="limit_bytes")
     if most < 1:
         raise ValueError(f"most={most} must be at least 1, the smallest batch.")
+    choice = RematChoice() if rematerialize else None
 
     def measured(batch: int) -> int:
         fn, args = make_step(batch)
-        return total_bytes(_tracer(fn, args, step=step, region="auto")(RematChoice() if rematerialize else None))
+        return total_bytes(_trace(fn, args, called=_applied(fn, choice, region="auto"), step=step))
 
     least = measured(1)
     if least > limit:
         raise ValueError(
             f"limit_bytes={limit:,}: a batch of 1 takes {least:,} bytes ({format_bytes(least)}) "
-            f"{_kept_phrase(RematChoice() if rematerialize else None)}; raise the limit, split the model over more "
+            f"{_kept_phrase(choice)}; raise the limit, split the model over more "
             "devices or shorten the sequences."
         )
     return _largest(measured, least, limit=limit, most=most)
@@ -281,24 +280,20 @@ def max_batch(
 
 def _largest(measured: Callable[[int], int], least: int, *, limit: int, most: int) -> tuple[int, int]:
     """Returns (the largest batch that fits, its bytes), where a batch of 1 takes `least` bytes and fits."""
-    fits, fits_bytes, fails = 1, least, most + 1
-    guess, slope, moved, is_slow = 2, 0.0, 1, False
+    fits, fits_bytes, fails, slope, is_secant = 1, least, most + 1, 0.0, False
     while fails - fits > 1:
-        has_failed, ratio = fails <= most, fails / fits
-        if is_slow:
-            guess = math.isqrt(fits * fails) if has_failed else fits + 2 * moved
+        is_secant = slope > 0 and not is_secant
+        if is_secant:
+            guess = fits + int((limit - fits_bytes) / slope)
+        else:
+            guess = 2 * fits if fails > most else math.isqrt(fits * fails)
         batch = min(max(guess, fits + 1), fails - 1)
-        found = measured(batch)
-        slope = (found - fits_bytes) / (batch - fits) or slope
-        if found <= limit:
-            moved, fits, fits_bytes = batch - fits, batch, found
+        num_bytes = measured(batch)
+        slope = (num_bytes - fits_bytes) / (batch - fits) or slope
+        if num_bytes <= limit:
+            fits, fits_bytes = batch, num_bytes
         else:
             fails = batch
-        guess = fits + int((limit - fits_bytes) / slope) if slope > 0 else 2 * fits
-        if has_failed:
-            is_slow = not is_slow and (fails / fits) ** 2 > ratio
-        else:
-            is_slow = fails > most and (is_slow or (moved == 1 and fits > 2))
     return fits, fits_bytes
 
 
@@ -306,19 +301,12 @@ def _applied(fn: Callable, choice: RematChoice | None, *, region: str) -> Callab
     return fn if choice is None else regions(fn, choice, region=region)
 
 
-def _tracer(
-    fn: Callable, args: tuple, *, step: Callable | None, region: str, called: Callable | None = None
-) -> Callable[[RematChoice | None], Any]:
-    """Returns choice -> the traced program; `called`, if given, stands in for a function without a choice."""
-    build = step or _gradients
-
-    def traced(choice: RematChoice | None) -> Any:
-        program = build(_applied(fn, choice, region=region) if called is None else called)
-        program = program if hasattr(program, "trace") else jax.jit(program)
-        with tracing(fn, args, by="remat"):
-            return program.trace(*args)
-
-    return traced
+def _trace(fn: Callable, args: tuple, *, called: Callable, step: Callable | None) -> Any:
+    """Returns the traced program of `step`, or of gradients, with `called` in place of `fn`."""
+    program = (step or _gradients)(called)
+    program = program if hasattr(program, "trace") else jax.jit(program)
+    with tracing(fn, args, by="remat"):
+        return program.trace(*args)
 
 
 def regions(fn: Callable, choice: RematChoice, *, region: str) -> Callable:
@@ -330,17 +318,13 @@ def regions(fn: Callable, choice: RematChoice, *, region: str) -> Callable:
     _check_region(region)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        def called(args: tuple, kwargs: dict) -> Any:
-            return fn(*args, **kwargs)
+        where = "whole" if choice.stock_policy else region
+        if where == "auto":
+            is_segmented = any(map(naming.is_of_segment, (*choice.saved, *choice.offloaded)))
+            where = "segments" if is_segmented else _candidates([_jaxpr(fn, args, kwargs)], "auto")[0]
+        return _CHECKPOINTED[where](fn, choice)(*args, **kwargs)
 
-        called.__qualname__ = function_name(fn)
-        if choice.stock_policy:
-            found = "whole"
-        else:
-            found = _automatic(choice, _jaxpr(fn, args, kwargs)) if region == "auto" else region
-        return _CHECKPOINTED[found](called, choice)(args, kwargs)
-
-    run.__name__, run.__qualname__ = getattr(fn, "__name__", function_name(fn)), function_name(fn)
+    _take_name(run, fn)
     return run
 
 
@@ -351,69 +335,51 @@ _CHECKPOINTED = {
 }
 
 
-def _automatic(choice: RematChoice, jaxpr: Any) -> str:
-    if any(naming.is_of_segment(name) for name in (*choice.saved, *choice.offloaded)):
-        return "segments"
-    return _candidates([jaxpr], "auto")[0]
-
-
 def search(
     traced: Callable[[RematChoice | None], Any], *, budget_bytes: int, options: RematOptions = RematOptions()
-) -> Plan:
+) -> RematPlan:
     """Returns the plan of a program that can be traced under any choice; see `fit`.
 
     Args:
-      traced: choice -> the traced program; None: without rematerialization.
+      traced: choice, or None for no rematerialization -> the traced program.
       budget_bytes: limit of the measured bytes.
       options: options of the search.
 
     Raises:
       BudgetNotMet: no program tried fits.
     """
-    return _searched(Trials(traced, options.measure), budget_bytes=budget_bytes, options=options)
+    return _search(Trials(traced, options.measure), budget_bytes=budget_bytes, options=options)
 
 
-def _searched(trial: Trials, *, budget_bytes: int, options: RematOptions) -> Plan:
+def _search(trial: Trials, *, budget_bytes: int, options: RematOptions) -> RematPlan:
     began = time.monotonic()
     solve = selection.solver(options.solver, offloaded_byte=_offloaded_byte(options))
     plain = trial(None)
-    shared: dict[str, Any] = {"budget_bytes": budget_bytes, "plain": plain}
-
-    def without_prediction(choice: RematChoice | None, *, full: tuple[int, float] | None) -> Plan:
-        num_bytes, flops = trial(choice)
-        return Plan(
-            choice,
-            measured_bytes=num_bytes,
-            predicted_bytes=num_bytes,
-            flops=flops,
-            predicted_flops=flops,
-            full=full,
-            compilations=trial.count,
-            seconds=time.monotonic() - began,
-            **shared,
-        )
-
-    if plain[0] <= budget_bytes:
-        return without_prediction(None, full=None)
-    full = trial(RematChoice())
-    if full[0] > budget_bytes:
-        return without_prediction(_stock(trial, budget_bytes), full=full)
-    graph = recompute_graph(live_jaxpr(trial.trace(RematChoice())), rates=options.rates, min_bytes=options.min_bytes)
-    if not graph.sizes:
-        return without_prediction(RematChoice(), full=full)
-    choice = narrowed(trial, graph, solve, budget_bytes=budget_bytes, most=options.max_compilations)
-    measured, flops = trial(choice)
-    kept = {*choice.saved, *choice.offloaded}
-    return Plan(
+    choice, full, predicted = None, None, None
+    if plain[0] > budget_bytes:
+        choice, full = RematChoice(), trial(RematChoice())
+        if full[0] > budget_bytes:
+            choice = _stock(trial, budget_bytes)
+        else:
+            program = live_jaxpr(trial.trace(choice))
+            graph = recompute_graph(program, rates=options.rates, min_bytes=options.min_bytes)
+            if graph.sizes:
+                choice = search_choice(trial, graph, solve, budget_bytes=budget_bytes, most=options.max_compilations)
+            kept = {*choice.saved, *choice.offloaded}
+            predicted = full[0] + graph.num_bytes(choice.saved), full[1] - graph.flops(()) + graph.flops(kept)
+    measured = trial(choice)
+    predicted = predicted or measured
+    return RematPlan(
         choice,
-        measured_bytes=measured,
-        predicted_bytes=full[0] + graph.num_bytes(choice.saved),
-        flops=flops,
-        predicted_flops=full[1] - graph.flops(()) + graph.flops(kept),
+        budget_bytes,
+        measured_bytes=measured[0],
+        predicted_bytes=predicted[0],
+        flops=measured[1],
+        predicted_flops=predicted[1],
+        plain=plain,
         full=full,
         compilations=trial.count,
         seconds=time.monotonic() - began,
-        **shared,
     )
 
 

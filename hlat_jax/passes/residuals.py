@@ -28,7 +28,8 @@ from jax.extend import core
 
 from hlat_jax.host.neuron_lowering import elide_idle_roundings
 from hlat_jax.passes import derivatives
-from hlat_jax.passes.jaxpr import aval_bytes, is_inexact, manual_axes, place_of, rebind, traced
+from hlat_jax.passes.dataflow import Dataflow, Op, numbers_of
+from hlat_jax.passes.jaxpr import bind_shard_map, is_inexact, place_of, rebind, traced
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -64,55 +65,40 @@ def select_residuals(fn: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
 
 
 @dataclasses.dataclass(eq=False)
-class _Op:
-    """One operation of a program whose calls are inlined; values are numbers, constants are `Literal`s.
+class _Op(Op):
+    """An operation, and what it is to a backward pass.
 
     Attributes:
-      eqn: its equation.
-      calls: the inlined calls that it stands in.
-      ins: values read.
-      outs: values written.
       kind: cheap, costly, or opaque: outside every checkpoint.
       read: operands that its derivative reads.
       flops: FLOPs, or as long as they take.
       bind: operands -> results.
     """
 
-    eqn: Any
-    calls: tuple
-    ins: list
-    outs: list[int]
     kind: str = "opaque"
     read: tuple[int, ...] = ()
     flops: float = 0.0
-    bind: Callable = None
-
-    @property
-    def operands(self) -> list[int]:
-        return [value for value in self.ins if not isinstance(value, core.Literal)]
+    bind: Callable | None = None
 
     def results(self, env: dict[int, Any]) -> list[Any]:
         ins = [value.val if isinstance(value, core.Literal) else env[value] for value in self.ins]
         with contextlib.ExitStack() as places:
-            for call in self.calls:
-                places.enter_context(place_of(call))
-            with place_of(self.eqn):
-                return self.bind(ins)
+            for eqn in self.enclosing:
+                places.enter_context(place_of(eqn))
+            return self.bind(ins)
 
 
-class _Selection:
+class _Selection(Dataflow):
     """A closed jaxpr with the choice of what its derivative keeps; calling it emits the program.
 
     Args:
       closed: the jaxpr.
       free: for each input, whether it is held in any case.
-      prevent_cse: as for `jax.checkpoint`.
-      num_invariants: of the body of a loop: first inputs that are the same in all trips.
+      prevent_cse: the argument of `jax.checkpoint`.
+      num_invariants: number of first inputs of a loop's body that are the same in all trips.
       trips: number of trips of that loop.
 
     Attributes:
-      ops: in order.
-      avals: of each value.
       needed: values that derivatives read or that are recomputed from; the others are not kept.
       recomputed: those of `needed` that are computed again.
     """
@@ -126,19 +112,12 @@ class _Selection:
         num_invariants: int = 0,
         trips: int = 1,
     ):
+        super().__init__(closed.jaxpr, inlined=derivatives.inlined_call, op=_Op)
         self.closed, self.prevent_cse, self.trips = closed, prevent_cse, trips
-        self.avals: list[Any] = []
-        self.ops: list[_Op] = []
-        jaxpr = closed.jaxpr
-        env = {var: self._new(var.aval) for var in (*jaxpr.constvars, *jaxpr.invars)}
-        self.inputs = list(env.values())
-        self.free = set(self.inputs[: len(jaxpr.constvars)])
-        self.free |= {env[var] for var, is_free in zip(jaxpr.invars, free, strict=True) if is_free}
-        self._inline(jaxpr, env, ())
-        self.outputs = [var if isinstance(var, core.Literal) else env[var] for var in jaxpr.outvars]
-        self.producer = {value: op for op in self.ops for value in op.outs}
+        num_consts = len(closed.jaxpr.constvars)
+        self.free = set(itertools.compress(self.inputs, [*[True] * num_consts, *free]))
+        self.invariants = set(self.inputs[: num_consts + num_invariants]) if trips > 1 else set()
         self.held: set[int] = set()  # by operations outside of all checkpoints
-        self.invariants = set(self.inputs[: len(jaxpr.constvars) + num_invariants]) if trips > 1 else set()
         self._classify()
         far = self._far()
         costly = [op for op in self.ops if op.kind == "costly"]
@@ -157,27 +136,6 @@ class _Selection:
             env.update(region.results(env))
         return [value.val if isinstance(value, core.Literal) else env[value] for value in self.outputs]
 
-    def _new(self, aval: Any) -> int:
-        self.avals.append(aval)
-        return len(self.avals) - 1
-
-    def _inline(self, jaxpr: Any, env: dict[Any, Any], calls: tuple) -> None:
-        for eqn in jaxpr.eqns:
-            ins = [var if isinstance(var, core.Literal) else env[var] for var in eqn.invars]
-            inner = derivatives.plain_call(eqn)
-            if inner is None:
-                op = _Op(eqn, calls, ins, [self._new(var.aval) for var in eqn.outvars])
-                self.ops.append(op)
-                env.update(zip(eqn.outvars, op.outs, strict=True))
-            else:
-                inside = dict(zip(inner.invars, ins, strict=True))
-                self._inline(inner, inside, (*calls, eqn))
-                outs = [var if isinstance(var, core.Literal) else inside[var] for var in inner.outvars]
-                env.update(zip(eqn.outvars, outs, strict=True))
-
-    def _bytes(self, value: int) -> int:
-        return aval_bytes(self.avals[value])
-
     def _classify(self) -> None:
         active = {value for value in self.inputs if is_inexact(self.avals[value])}
         for op in self.ops:
@@ -195,7 +153,7 @@ class _Selection:
             active |= {value for value in op.outs if is_inexact(self.avals[value])}
             if op.kind == "opaque":
                 ins, outs = derivatives.held_by_derivative(eqn, is_active, bind=op.bind)
-                self.held |= {op.ins[i] for i in ins if not isinstance(op.ins[i], core.Literal)}
+                self.held.update(numbers_of(op.ins[i] for i in ins))
                 self.held |= {op.outs[i] for i in outs}
                 continue
             read = derivatives.read_by_derivative(eqn, is_active)
@@ -203,7 +161,7 @@ class _Selection:
                 op.kind = "opaque"
                 self.held |= set(op.operands)
             else:
-                op.read = tuple({op.ins[i] for i in read if not isinstance(op.ins[i], core.Literal)})
+                op.read = tuple(set(numbers_of(op.ins[i] for i in read)))
 
     def _transformed(self, op: _Op) -> Callable:
         """Returns what binds an operation that stands outside of all checkpoints, with its functions transformed."""
@@ -218,7 +176,12 @@ class _Selection:
             branches = tuple(_retraced(branch, is_free[1:]) for branch in params["branches"])
             return lambda ins: rebind(eqn, ins, branches=branches)
         if eqn.primitive.name == "shard_map":
-            return lambda ins: _shard_mapped(eqn, ins, free=is_free, prevent_cse=self.prevent_cse)
+            closed = core.ClosedJaxpr(params["jaxpr"], [])
+
+            def local(*ins: Any) -> list[Any]:  # selected where the axes of the mesh are bound
+                return _Selection(closed, free=is_free, prevent_cse=self.prevent_cse)(*ins)
+
+            return lambda ins: bind_shard_map(eqn, local, ins)
         return op.bind
 
     def _cut(self, rate: float, far: set[int]) -> tuple[set[int], set[int]]:
@@ -244,7 +207,7 @@ class _Selection:
             node = 2 + 2 * num_values + number
             infinite |= {(source, out(value)) for value in op.read if value not in self.free}
             for value in op.outs:
-                kept = 0.0 if value in self.held else max(1.0, self._bytes(value))
+                kept = 0.0 if value in self.held else max(1.0, self.num_bytes(value))
                 if value in self.invariants:
                     kept /= self.trips
                 if op.kind == "cheap" and value not in far:
@@ -254,12 +217,12 @@ class _Selection:
                     edges[out(value), sink] = kept
             if op.kind == "cheap":
                 # a tiny cost for moves too, so that chains are short; work that a loop would repeat counts more
-                cost = rate * op.flops + 0.001 * sum(map(self._bytes, op.outs))
+                cost = rate * op.flops + 0.001 * sum(map(self.num_bytes, op.outs))
                 edges[node, sink] = 8 * cost if self.invariants.issuperset(op.outs) else cost
                 infinite |= {(node, out(value)) for value in op.operands if value not in self.free}
         for value in self.inputs:
             if value not in self.free and value not in self.held:
-                edges[out(value), sink] = max(1, self._bytes(value))
+                edges[out(value), sink] = max(1, self.num_bytes(value))
         reached = _source_side(2 + 2 * num_values + len(self.ops), source, sink, edges, infinite)
         needed = {value for value in range(num_values) if out(value) in reached}
         return needed, {value for value in needed if again(value) in reached}
@@ -275,12 +238,12 @@ class _Selection:
         far = set()
         for op in self.ops:
             top = max((level[value] for value in op.operands), default=0)
-            size = max(map(self._bytes, op.outs), default=0)
+            size = max(map(self.num_bytes, op.outs), default=0)
             hop = 0
             for value in op.operands:
                 before = self.producer.get(value)
                 is_chained = before is not None and before.kind == "cheap" and value not in far
-                is_passed = is_chained and level[value] < top and 8 * self._bytes(value) >= size
+                is_passed = is_chained and level[value] < top and 8 * self.num_bytes(value) >= size
                 hop = max(hop, hops[value] + is_passed)
             if op.kind != "cheap":
                 top, hop = top + 1, 0
@@ -315,7 +278,7 @@ class _Selection:
             if op.kind == "costly" and not blocked[place]:
                 parts.append([])
         regions = [_Region(self, ops, places) for ops in parts if ops]
-        wanted = {value for value in self.outputs if not isinstance(value, core.Literal)}
+        wanted = set(numbers_of(self.outputs))
         for region in reversed(regions):
             region.outs = [value for op in region.ops for value in op.outs if value in wanted]
             wanted.update(region.inputs)
@@ -409,20 +372,6 @@ def _retraced(closed: Any, free: Sequence[bool], *, num_invariants: int = 0, tri
     if not any(region.is_checkpointed for region in selection.regions):
         return closed
     return jax.make_jaxpr(selection)(*closed.in_avals)
-
-
-def _shard_mapped(eqn: Any, ins: Sequence[Any], **options: Any) -> list[Any]:
-    params = eqn.params
-    closed = core.ClosedJaxpr(params["jaxpr"], [])
-    mapped = jax.shard_map(
-        lambda *ins: tuple(_Selection(closed, **options)(*ins)),  # chosen where the mesh's axes are bound
-        mesh=params["mesh"],
-        in_specs=tuple(params["in_specs"]),
-        out_specs=tuple(params["out_specs"]),
-        axis_names=set(manual_axes(eqn)),
-        check_vma=params["check_vma"],
-    )
-    return list(mapped(*ins))
 
 
 def _source_side(num_nodes: int, source: int, sink: int, edges: dict, infinite: set) -> set[int]:

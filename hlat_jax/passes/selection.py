@@ -11,9 +11,9 @@ from collections.abc import Callable
 import numpy as np
 
 from hlat_jax.passes.naming import RematChoice
-from hlat_jax.passes.recompute import Graph
+from hlat_jax.passes.recompute import RecomputeGraph
 
-Solver = Callable[[Graph, float], RematChoice]
+Solver = Callable[[RecomputeGraph, float], RematChoice]
 
 
 def solver(name: str, *, offloaded_byte: float | None = None) -> Solver:
@@ -21,7 +21,7 @@ def solver(name: str, *, offloaded_byte: float | None = None) -> Solver:
 
     Args:
       name: exact or greedy.
-      offloaded_byte: as for `exact`.
+      offloaded_byte: cost of a byte on the host, as `exact` takes it.
 
     Raises:
       ValueError: an unknown name, or `greedy` where values may go to the host.
@@ -35,16 +35,16 @@ def solver(name: str, *, offloaded_byte: float | None = None) -> Solver:
     return greedy
 
 
-def exact(graph: Graph, budget_bytes: float, *, offloaded_byte: float | None = None) -> RematChoice:
+def exact(graph: RecomputeGraph, budget_bytes: float, *, offloaded_byte: float | None = None) -> RematChoice:
     """Returns the choice with the cheapest recomputation within the bytes, by a mixed-integer program.
 
     Variables: for each value s = 1 if saved and h = 1 if offloaded; for each node c = 1 if recomputed. What gradients
     and recomputed nodes read must be saved, offloaded or recomputed. If s and h are integers, so are the optimal c.
 
     Args:
-      graph: of the values that can be saved.
+      graph: what is recomputed, and the values that can be saved.
       budget_bytes: on the device.
-      offloaded_byte: cost of keeping a byte on the host instead; None: not allowed.
+      offloaded_byte: cost of keeping a byte on the host instead, if that is allowed.
 
     Source: Jain et al. (Checkmate), arXiv 1910.02653, without the order of execution, which the compiler chooses.
     """
@@ -94,7 +94,7 @@ def exact(graph: Graph, budget_bytes: float, *, offloaded_byte: float | None = N
     )
 
 
-def _without_idle(graph: Graph, saved: list[str], offloaded: tuple[str, ...]) -> tuple[str, ...]:
+def _without_idle(graph: RecomputeGraph, saved: list[str], offloaded: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the saved names without those that do not reduce the cost: the solver's tolerance admits some."""
     cost = graph.cost({*saved, *offloaded})
     for name in sorted(saved, key=graph.sizes.get, reverse=True):
@@ -104,7 +104,7 @@ def _without_idle(graph: Graph, saved: list[str], offloaded: tuple[str, ...]) ->
     return tuple(saved)
 
 
-def greedy(graph: Graph, budget_bytes: float) -> RematChoice:
+def greedy(graph: RecomputeGraph, budget_bytes: float) -> RematChoice:
     """Returns the choice left after dropping values, the cheapest to recompute per byte first, until the rest fits.
 
     Source: the score of RAF's rematerialization, awslabs/raf `src/pass/rematerialization.cc`.

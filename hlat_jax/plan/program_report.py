@@ -20,7 +20,7 @@ from hlat_jax.passes.compile import TrainingProgram
 from hlat_jax.passes.jaxpr import equations
 from hlat_jax.passes.liveness import estimated_temporaries
 from hlat_jax.passes.products import PRODUCTS, live_jaxpr
-from hlat_jax.passes.remat import Plan
+from hlat_jax.passes.remat import RematPlan
 from hlat_jax.plan.collectives import Collective, collectives
 
 
@@ -73,7 +73,7 @@ class Report:
     stages: tuple[CompileStage, ...]
     kernels: Mapping[str, Choice]
     dispatch: DispatchReport | None
-    plan: Plan | None
+    plan: RematPlan | None
     collectives: tuple[Collective, ...]
     bytes: Bytes
     compile_s: float

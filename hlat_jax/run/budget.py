@@ -99,7 +99,7 @@ def has_budget(config: Config) -> bool:
     return config.model.remat.startswith(REMAT_BUDGET)
 
 
-def _searched(program: RunProgram, measure: Callable[[Any, tuple], int]) -> remat.Plan:
+def _searched(program: RunProgram, measure: Callable[[Any, tuple], int]) -> remat.RematPlan:
     """Returns the plan of the search; `measure`: (traced program, what it takes) -> bytes of its temporaries."""
     budget = parse_bytes(program.config.model.remat.removeprefix(REMAT_BUDGET), name="model.remat: the budget")
 

@@ -87,7 +87,7 @@ def test_every_choice_of_names_keeps_values_and_gradients():
 
 
 def test_names_are_the_same_in_every_trace_and_do_not_depend_on_the_choice():
-    first, second = (str(jax.make_jaxpr(naming.named(layer, RematChoice()))(*one_layer())) for _ in range(2))
+    first, second = (str(jax.make_jaxpr(naming.with_names(layer, RematChoice()))(*one_layer())) for _ in range(2))
     assert first == second
     assert "name=dot_general.1" in first
 
@@ -303,7 +303,7 @@ def random_graph(seed):
             sizes[name] = int(rng.integers(1, 20))
         cost = float(rng.integers(0, 9))
         nodes.append(recompute.Node(cost, cost, parents, name, bool(rng.random() < 0.4)))
-    return recompute.Graph(tuple(nodes), sizes)
+    return recompute.RecomputeGraph(tuple(nodes), sizes)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -362,7 +362,7 @@ def test_search_tries_slightly_larger_choices_near_the_budget():
 
 def test_next_choice_is_the_next_larger_one():
     sizes = {"a": 2353, "b": 2634, "c": 2915, "d": 15098}
-    frontier = recompute.Graph((), sizes)
+    frontier = recompute.RecomputeGraph((), sizes)
 
     def solve(_, limit):
         return RematChoice((max((name for name in sizes if sizes[name] <= limit), key=sizes.get),))
@@ -387,7 +387,7 @@ def test_cheapest_fitting_choice_is_picked_over_a_larger_one():
             tried.append(choice.saved)
             return sizes[choice.saved] // 2, 1.0
 
-    assert narrowing.narrowed(Trials(), graph, solve, budget_bytes=25, most=8).saved == ("a",)
+    assert narrowing.search_choice(Trials(), graph, solve, budget_bytes=25, most=8).saved == ("a",)
     assert tried[-2:] == [("a",), ("b",)]
 
 

@@ -32,11 +32,11 @@ def test_scale_preserves_gradients_that_underflow_in_fp16():
 
 
 def test_scale_adjustment_matches_a_python_loop():
-    limits = scaling.Adjustment(growth_steps=3, smallest=0.25, largest=16.0)
+    limits = {"growth_steps": 3, "smallest": 0.25, "largest": 16.0}
     finite = [1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1]
     state, scale, good = scaling.initial(scale=4.0), 4.0, 0
     for ok in finite:
-        state = scaling.adjusted(state, jnp.bool_(ok), adjustment=limits)
+        state = scaling.adjusted(state, jnp.bool_(ok), **limits)
         good = good + 1 if ok else 0
         scale = scale if ok else max(scale / 2, 0.25)
         if good == 3:

@@ -84,7 +84,7 @@ def test_step_under_a_budget_equals_the_step_without_one():
 
 def plan_of(choice):
     """What a search returns that found a choice."""
-    return remat.Plan(choice, 1, 1, 1, 1.0, 1.0, (1, 1.0), None, 1, 0.0)
+    return remat.RematPlan(choice, 1, 1, 1, 1.0, 1.0, (1, 1.0), None, 1, 0.0)
 
 
 @pytest.fixture

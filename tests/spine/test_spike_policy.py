@@ -14,7 +14,7 @@ from programs import training_program
 from hlat_jax import config as config_lib
 from hlat_jax import loop
 from hlat_jax.batch import SumAndCount
-from hlat_jax.passes.spikes import SpikePolicy
+from hlat_jax.optimizer import SpikePolicy
 from hlat_jax.resolve import resolve
 from hlat_jax.run import open as run_open
 from hlat_jax.run.goodput import read_events

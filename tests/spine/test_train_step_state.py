@@ -236,9 +236,7 @@ def quadratic(params, batch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "options", [{"num_microbatches": 4}, {"zero": 3}], ids=str
-)
+@pytest.mark.parametrize("options", [{"num_microbatches": 4}, {"zero": 3}], ids=str)
 def test_lbfgs_takes_the_steps_that_it_takes_outside_a_program(options):
     params, batch = {"w": 2 * jnp.ones((8, 1))}, rows()
     optimizer = optax.lbfgs()
