@@ -15,7 +15,7 @@ import optax
 from jax.typing import ArrayLike
 
 from hlat_jax.batch import SumAndCount, microbatches
-from hlat_jax.ops.dispatch import MATCHERS, Dispatched, dispatch
+from hlat_jax.ops.dispatch import Dispatched, dispatch
 from hlat_jax.optimizer import MaskedTransformation, global_norm, masked
 from hlat_jax.parallel import xla_options
 from hlat_jax.parallel.pipeline import PHASES, pipelined, run_tick, start_ticks
@@ -333,10 +333,7 @@ def _passes(options: ProgramOptions) -> dict[str, Callable[[Callable], Any]]:
     """
     passes: dict[str, Callable[[Callable], Any]] = {}
     if options.dispatch:
-        # a norm of our own keeps its input, and what reads it its result, where these passes would keep one of the two
-        has_choice = options.residuals or options.memory_budget is not None
-        ops = [op for op in MATCHERS if op != "norm" or not has_choice]
-        passes["dispatch"] = functools.partial(dispatch, platform=options.platform, ops=ops)
+        passes["dispatch"] = functools.partial(dispatch, platform=options.platform)
     if options.autocast is not None:
         passes["autocast"] = functools.partial(autocast, policy=options.autocast)
     if options.residuals:

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from hlat_jax.ops import dispatch_attention, dispatch_check, dispatch_loss, dispatch_mlp, dispatch_norm
+from hlat_jax.ops import dispatch_attention, dispatch_check, dispatch_loss, dispatch_mlp
 from hlat_jax.ops.dialect import CallSpec, MeasuredTimes, Op
 from hlat_jax.ops.dispatch_graph import Changed, Choose, Graph, Match, Refusal
 from hlat_jax.passes.jaxpr import CHECKPOINT, traced, without_consts
@@ -32,7 +32,6 @@ from hlat_jax.passes.jaxpr import CHECKPOINT, traced, without_consts
 MATCHERS = {
     "attention": dispatch_attention.matches,
     "cross_entropy": dispatch_loss.matches,
-    "norm": dispatch_norm.matches,
     "mlp": dispatch_mlp.matches,
 }
 
