@@ -45,8 +45,8 @@ class ProgramOptions:
       replica_sync: mesh, shardings and collectives of your own, instead of `zero`. With neither: one device.
       autocast: cast policy for a loss function in fp32 and a `policy` that computes in fp32, see `passes.autocast`;
         None: no casts. float16 adds a loss scale, see `passes.scaling`.
-      dispatch: run our implementations of ops in place of what the loss function computes otherwise, such as attention
-        and cross-entropy, see `ops.dispatch`.
+      rewrite: run our implementations of ops in place of what the loss function computes otherwise, such as attention
+        and cross-entropy, see `passes.rewrite`.
       residuals: recompute cheap intermediates in the backward pass where that keeps fewer bytes, see
         `passes.residuals`.
       memory_budget: for the temporaries of the step on one device, "12GiB" or bytes; the values that are saved for the
@@ -71,7 +71,7 @@ class ProgramOptions:
     bucket_bytes: int = 0
     replica_sync: ReplicaSync | None = None
     autocast: CastPolicy | str | None = None
-    dispatch: bool = False
+    rewrite: bool = False
     residuals: bool = False
     memory_budget: int | str | None = None
     spikes: SpikePolicy | None = None
@@ -108,7 +108,7 @@ class ProgramOptions:
             ("num_microbatches", is_count, "must be an int of 1 or more"),
             ("accumulate", self.accumulate is None or callable(self.accumulate), "is not a function: leave it out"),
             ("norm_in_blocks", isinstance(self.norm_in_blocks, bool), "must be True or False"),
-            ("dispatch", isinstance(self.dispatch, bool), "must be True or False"),
+            ("rewrite", isinstance(self.rewrite, bool), "must be True or False"),
             ("residuals", isinstance(self.residuals, bool), "must be True or False"),
             (
                 "replica_sync",
@@ -144,10 +144,10 @@ class ProgramOptions:
                 f"ProgramOptions: autocast is for a loss that computes in fp32, and this policy computes in "
                 f"{jnp.dtype(self.policy.compute)}; give policy=precision.POLICIES['fp32'], or leave autocast out."
             )
-        has_passes = self.dispatch or self.residuals or self.autocast is not None or self.memory_budget is not None
+        has_passes = self.rewrite or self.residuals or self.autocast is not None or self.memory_budget is not None
         if self.accumulate is not None and (has_passes or self.dialects is not None):
             raise ValueError(
-                "ProgramOptions: dispatch, autocast, residuals, memory_budget and dialects need a single loss function,"
+                "ProgramOptions: rewrite, autocast, residuals, memory_budget and dialects need a single loss function,"
                 " not pipeline stages; leave accumulate out."
             )
 

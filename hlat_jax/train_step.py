@@ -15,7 +15,6 @@ import optax
 from jax.typing import ArrayLike
 
 from hlat_jax.batch import SumAndCount, microbatches
-from hlat_jax.ops.dispatch import Dispatched, dispatch
 from hlat_jax.optimizer import MaskedTransformation, global_norm, masked
 from hlat_jax.parallel import xla_options
 from hlat_jax.parallel.pipeline import PHASES, pipelined, run_tick, start_ticks
@@ -25,6 +24,7 @@ from hlat_jax.passes import remat, scaling, spikes
 from hlat_jax.passes.autocast import autocast, is_fp16
 from hlat_jax.passes.remat import Plan
 from hlat_jax.passes.residuals import select_residuals
+from hlat_jax.passes.rewrite import Rewritten, rewrite
 from hlat_jax.precision import NEAREST, Accumulation, Policy, Rounding, cast_tree
 from hlat_jax.step_options import (
     LossAux,
@@ -190,7 +190,7 @@ class TrainingProgram:
       microbatch_step: `step` in programs of one microbatch; None for a loss function that has auxiliary values or takes
         more than (params, microbatch), and for an `options.accumulate` that is not `pipeline.pipelined` over stages.
       plan: the choice that meets the memory budget; None without one.
-      dispatched: the loss after `dispatch`, whose `report()` lists what was replaced when it was last traced; None
+      rewritten: the loss after `rewrite`, whose `report()` lists what was replaced when it was last traced; None
         without that pass.
     """
 
@@ -201,7 +201,7 @@ class TrainingProgram:
     shardings: Any
     microbatch_step: MicrobatchStep | None = None
     plan: Plan | None = None
-    dispatched: Dispatched | None = None
+    rewritten: Rewritten | None = None
 
     @property
     def step(self) -> StepFn:
@@ -299,12 +299,12 @@ def training_program(
         return _microbatch_step(loss_fn, optimizer, options=options, shardings=shardings)
 
     stages = {"loss": step_of(loss_fn)}
-    dispatched: Dispatched | None = None
+    rewritten: Rewritten | None = None
     for name, apply in _passes(options).items():
         loss_fn, eval_loss = apply(loss_fn), apply(eval_loss)
         stages[name] = step_of(loss_fn)
-        if isinstance(loss_fn, Dispatched):
-            dispatched = loss_fn
+        if isinstance(loss_fn, Rewritten):
+            rewritten = loss_fn
     program = TrainingProgram(
         init=_initial(optimizer, options, given, shardings=shardings),
         stages=stages,
@@ -312,7 +312,7 @@ def training_program(
         options=options,
         shardings=shardings,
         microbatch_step=microbatch_step_of(loss_fn),
-        dispatched=dispatched,
+        rewritten=rewritten,
     )
     if params is None or batch is None:
         return program
@@ -332,8 +332,8 @@ def _passes(options: ProgramOptions) -> dict[str, Callable[[Callable], Any]]:
     What is replaced has to be as the user wrote it; what autocast narrows decides which residuals are worth keeping.
     """
     passes: dict[str, Callable[[Callable], Any]] = {}
-    if options.dispatch:
-        passes["dispatch"] = functools.partial(dispatch, platform=options.platform)
+    if options.rewrite:
+        passes["rewrite"] = functools.partial(rewrite, platform=options.platform)
     if options.autocast is not None:
         passes["autocast"] = functools.partial(autocast, policy=options.autocast)
     if options.residuals:

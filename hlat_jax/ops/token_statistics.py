@@ -1,6 +1,6 @@
 """Statistics of the logits of each token, from which a cross-entropy follows: contract and two XLA implementations.
 
-For losses in functions of other people (`dispatch_loss`): the cotangents of the tokens are not known in the forward
+For losses in functions of other people (`rewrite.loss`): the cotangents of the tokens are not known in the forward
 pass, and a bias, a softcap or other columns may come before the softmax.
 """
 

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hlat_jax.ops import attention, dispatch_check
-from hlat_jax.ops.dispatch import dispatch
+from hlat_jax.ops import attention
 from hlat_jax.passes.autocast import autocast
 from hlat_jax.passes.residuals import select_residuals
+from hlat_jax.passes.rewrite import check, rewrite
 
 B, T, N, H = 2, 8, 4, 6
 TRIL = np.tril(np.ones((T, T), bool))
@@ -163,7 +163,7 @@ RECOGNIZED = {
 
 
 def report_of(fn, *args, **options):
-    ours = dispatch(fn, **options)
+    ours = rewrite(fn, **options)
     jax.eval_shape(ours, *args)
     return ours.report()
 
@@ -184,7 +184,7 @@ def test_replaced_attention_has_the_values_and_gradients_of(name):
     fn, args, _ = RECOGNIZED[name]
     (one,) = report_of(fn, *args).replacements
     assert one.difference < (1e-2 if name == "bf16" else 2e-6)  # of random inputs; a few roundings of fp32
-    expected, found = fn(*args), dispatch(fn)(*args)
+    expected, found = fn(*args), rewrite(fn)(*args)
     assert expected.dtype == found.dtype
     # bf16: one step of its 8 bits in the result, and the probabilities' own rounding in those near 0
     tolerance = {"rtol": 2**-7, "atol": 1e-2} if name == "bf16" else {"atol": 3e-6}
@@ -313,7 +313,7 @@ def test_a_rule_of_a_function_that_returns_its_operand_is_kept_with_attention(is
         found = values_of(reversed_gradient(probs), V) if is_inside else reversed_gradient(values_of(probs, V))
         return jnp.sum(jnp.sin(found))
 
-    np.testing.assert_allclose(jax.grad(dispatch(loss))(Q), jax.grad(loss)(Q), atol=2e-6)
+    np.testing.assert_allclose(jax.grad(rewrite(loss))(Q), jax.grad(loss)(Q), atol=2e-6)
 
 
 def test_queries_whose_keys_are_all_padding_do_not_attend_to_the_future():
@@ -323,7 +323,7 @@ def test_queries_whose_keys_are_all_padding_do_not_attend_to_the_future():
 
     is_token = np.ones((B, T), np.int32)
     is_token[0, :2] = 0
-    found = dispatch(fn)
+    found = rewrite(fn)
     np.testing.assert_allclose(found(Q, K, is_token), fn(Q, K, is_token), atol=2e-6)
     assert found.report().replacements
 
@@ -348,7 +348,7 @@ def test_a_function_with_the_name_of_one_of_jax_is_not_taken_for_it(monkeypatch)
         return jax.nn.softmax(x)
 
     softmax.defjvp(lambda primals, tangents: (softmax(*primals), 10 * tangents[0]))
-    monkeypatch.setattr(dispatch_check, "CUT_ABOVE", 16)
+    monkeypatch.setattr(check, "CUT_ABOVE", 16)
     report = report_of(lambda q, k: values_of(softmax(scores_of(q, k)), V), Q, K)
     assert "differs from it by" in str(report)
     assert not report.replacements
@@ -365,7 +365,7 @@ def test_segments_of_queries_and_of_keys_are_a_mask():
 
 def test_a_replacement_that_is_wrong_is_not_used(monkeypatch):
     fn = functools.partial(jax_attention, is_causal=True)
-    monkeypatch.setattr(dispatch_check, "_checked", {})
+    monkeypatch.setattr(check, "_checked", {})
     right = attention.attention
     monkeypatch.setattr(attention, "attention", lambda q, **rest: right(q * 1.0001, **rest))
     report = report_of(fn, *QKV)
@@ -386,7 +386,7 @@ def test_attention_inside_loops_branches_and_checkpoints_is_replaced():
         x = jax.lax.cond(q.sum() > 0, lambda x: layer(x, k), lambda x: x, x)
         return jnp.sum(jax.jit(layer)(x, k) ** 2), jax.lax.fori_loop(0, jnp.int32(2), lambda _, x: layer(x, k), x)
 
-    ours = dispatch(fn)
+    ours = rewrite(fn)
     expected, found = (jax.jit(jax.value_and_grad(one, has_aux=True))(Q, K) for one in (fn, ours))
     (one,) = ours.report().replacements
     assert one.count == 4
@@ -402,15 +402,15 @@ def test_what_is_not_attention_is_the_same_program():
         return jax.lax.scan(lambda c, _: (jnp.sin(c), None), hidden, None, length=3)[0].sum()
 
     args = {"w": normal(4, 4)}, normal(3, 4)
-    ours = dispatch(fn)
+    ours = rewrite(fn)
     before, after = (jax.jit(jax.grad(one)).lower(*args).as_text() for one in (fn, ours))
     assert re.sub("@jit_\\w+", "", before) == re.sub("@jit_\\w+", "", after)
-    assert str(ours.report()) == "dispatch: nothing replaced"
+    assert str(ours.report()) == "rewrite: nothing replaced"
 
 
 def test_report_before_a_trace_raises():
     with pytest.raises(ValueError, match="before its report"):
-        dispatch(several).report()
+        rewrite(several).report()
 
 
 def test_the_implementation_is_the_choice_of_the_dialect():
@@ -429,10 +429,10 @@ def test_the_implementation_is_the_choice_of_the_dialect():
 
 
 def test_large_originals_are_compared_at_two_rows_and_two_heads(monkeypatch):
-    monkeypatch.setattr(dispatch_check, "CUT_ABOVE", 0)
+    monkeypatch.setattr(check, "CUT_ABOVE", 0)
     shapes = []
-    compared = dispatch_check._compared
-    monkeypatch.setattr(dispatch_check, "_compared", lambda *x: shapes.append(x[-1]) or compared(*x))
+    compared = check._compared
+    monkeypatch.setattr(check, "_compared", lambda *x: shapes.append(x[-1]) or compared(*x))
     q, k = normal(5, T, N, H), normal(5, T, N, H)
     (one,) = report_of(lambda q, k, v: values_of(softmax(causal(scores_of(q, k))), v), q, k, k).replacements
     assert shapes == [[(2, T, 2, H)] * 3]
@@ -445,7 +445,7 @@ def test_static_arguments_go_through_all_passes():
         return jnp.mean(act(x @ params["w"]) if train else x @ params["w"])
 
     params, x = {"w": Q[0, 0]}, V[0, 0].T
-    fn = select_residuals(autocast(dispatch(loss), "bf16"))
+    fn = select_residuals(autocast(rewrite(loss), "bf16"))
     for train in (True, False):
         found = jax.grad(fn)(params, x, train=train, act=jnp.tanh)["w"]
         wanted = jax.grad(loss)(params, x, train=train, act=jnp.tanh)["w"]

@@ -9,8 +9,8 @@ import optax
 import pytest
 
 from hlat_jax.ops import token_statistics
-from hlat_jax.ops.dispatch import dispatch
 from hlat_jax.passes.autocast import autocast
+from hlat_jax.passes.rewrite import rewrite
 
 B, T, D, V = 2, 6, 8, 32
 
@@ -149,7 +149,7 @@ SAME_PROGRAM = 1e-5  # of the norm of a gradient: sums of fp32 in another order
 @pytest.mark.quick_cases(*QUICK)
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_loss_in_any_spelling_is_replaced(name):
-    fn = dispatch(SPELLINGS[name])  # which compares values and gradients of what it replaces
+    fn = rewrite(SPELLINGS[name])  # which compares values and gradients of what it replaces
     jax.eval_shape(fn, PARAMS, TARGETS, WEIGHTS)
     report = fn.report()
     assert [one.op for one in report.replacements] == ["cross_entropy"], report
@@ -176,19 +176,19 @@ def test_indices_outside_the_vocabulary_mean_what_they_did(name):
     def of(fn):
         return jax.value_and_grad(lambda p: fn(p, targets, WEIGHTS))(PARAMS)
 
-    expected, found = of(losses), of(dispatch(losses, check=False))
+    expected, found = of(losses), of(rewrite(losses, check=False))
     assert np.isnan(expected[0]) == np.isnan(found[0]) == (name == "optax integers")
     if name == "optax one-hot":
         assert_close(found, expected)
 
 
 @pytest.mark.slow
-def test_dispatched_loss_in_bf16_is_as_accurate_as_the_original():
+def test_rewritten_loss_in_bf16_is_as_accurate_as_the_original():
     def loss(p, t, w):
         return jnp.sum(w * integer_loss((p["hidden"] @ p["head"]).astype(jnp.float32), t))
 
     low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
-    fn = dispatch(loss)
+    fn = rewrite(loss)
     exact = jax.grad(loss)(jax.tree.map(lambda x: x.astype(jnp.float32), low), TARGETS, WEIGHTS)
     errors = [
         np.linalg.norm(jax.grad(one)(low, TARGETS, WEIGHTS)["head"].astype(np.float32) - exact["head"])
@@ -199,10 +199,10 @@ def test_dispatched_loss_in_bf16_is_as_accurate_as_the_original():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", ["autocast", "dispatch"])
+@pytest.mark.parametrize("first", ["autocast", "rewrite"])
 def test_loss_is_found_before_and_after_autocast(first):
     loss = SPELLINGS["optax integers"]
-    fn = dispatch(autocast(loss, "bf16") if first == "autocast" else loss, check=False)
+    fn = rewrite(autocast(loss, "bf16") if first == "autocast" else loss, check=False)
     outer = fn if first == "autocast" else autocast(fn, "bf16")
     exact, low = (jax.grad(one)(PARAMS, TARGETS, WEIGHTS)["head"] for one in (loss, outer))
     assert len(fn.report().replacements) == 1
@@ -254,7 +254,7 @@ def test_what_a_select_drops_may_be_nan():
 
     keep = jnp.arange(T) < jnp.full((B, 1), 4)
     hidden = jnp.where(keep[..., None], HIDDEN, jnp.nan)
-    found = dispatch(loss)
+    found = rewrite(loss)
     np.testing.assert_allclose(found(hidden, TARGETS, keep), loss(hidden, TARGETS, keep), rtol=1e-6)
     assert found.report().replacements
 
@@ -269,7 +269,7 @@ def test_logits_of_all_tokens_are_never_held():
 
     sizes = [
         jax.jit(jax.grad(fn)).lower(p, t).compile().memory_analysis().temp_size_in_bytes
-        for fn in (loss, dispatch(loss, check=False))
+        for fn in (loss, rewrite(loss, check=False))
     ]
     assert sizes[0] > 4 * tokens * columns > 2 * sizes[1]
 
@@ -390,7 +390,7 @@ MUTATIONS = {
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_what_is_no_loss_of_one_target_is_left_as_it_is(name):
     function, reason = MUTATIONS[name]
-    fn = dispatch(function)
+    fn = rewrite(function)
     jax.eval_shape(fn, PARAMS, TARGETS, WEIGHTS)
     report = fn.report()
     assert not report.replacements
@@ -403,6 +403,6 @@ def test_logits_over_a_number_are_replaced_though_its_gradient_nearly_cancels(sc
         soft = jax.nn.one_hot(targets, 512) * 0.9 + 0.1 / 512
         return -jnp.sum(soft * jax.nn.log_softmax(hidden @ table.T / scale(t)), -1).mean()
 
-    found = dispatch(loss)
+    found = rewrite(loss)
     jax.eval_shape(found, jnp.zeros((8, 48, 64)), jnp.zeros((512, 64)), jnp.ones((8, 48), int), jnp.float32(8))
     assert "cross_entropy" in [one.op for one in found.report().replacements]
