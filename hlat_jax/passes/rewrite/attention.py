@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hlat_jax.ops import attention, general_attention
+from hlat_jax.ops.attention_variant import Variant
 from hlat_jax.passes.rewrite.axes import (
     ArrayAxes,
     Axis,
@@ -407,7 +408,7 @@ class _Terms:
                 _above_masked(x.astype(jnp.float32) * term.factor if term.factor != 1 else x)
                 for x, term in zip(others[num_masks : num_masks + num_biases], terms[num_masks:], strict=True)
             ]
-            variant = general_attention.Variant(
+            variant = Variant(
                 causal=causal,
                 scale=scale_or_none,
                 softcap=softcap,
@@ -444,9 +445,7 @@ class _Terms:
         return ", ".join(facts) + ", B {} T {} S {} N {} K {} H {}".format(*sizes)
 
 
-def _attend(
-    choose: Choose, q: Any, k: Any, v: Any, ids: Any, window: int | None, variant: general_attention.Variant
-) -> Any:
+def _attend(choose: Choose, q: Any, k: Any, v: Any, ids: Any, window: int | None, variant: Variant) -> Any:
     has_segments, features = ids is not None, variant.features
     if not features and k.shape[1] == q.shape[1]:
         call = attention.describe_call(q.shape, k.shape[2], dtype=q.dtype, has_segments=has_segments, window=window)
