@@ -254,8 +254,7 @@ class _Loss:
             is_inside = (targets >= 0) & (targets < num_columns)
             if target and target.outside == "clip":
                 targets = jnp.clip(targets, 0, num_columns - 1)
-            call = token_statistics.describe_call(hidden.shape, num_columns, dtype=hidden.dtype)
-            found = token_statistics.token_statistics(
+            statistics = token_statistics.token_statistics(
                 hidden,
                 head=head,
                 targets=targets,
@@ -263,12 +262,11 @@ class _Loss:
                     env[var].reshape(-1) if env[var].size > 1 else env[var].reshape(()) for var in product.params
                 ),
                 form=product.form(),
-                implementation=choose(token_statistics.OP, call),
             )
-            target_logit = found.target_logit
+            target_logit = statistics.target_logit
             if target and target.outside == "nan":
                 target_logit = jnp.where(is_inside, target_logit, jnp.nan)
-            columns = {"normaliser": found.log_normaliser, "target": target_logit, "sum": found.logit_sum}
+            columns = {"normaliser": statistics.log_normaliser, "target": target_logit, "sum": statistics.logit_sum}
             return [_evaluated(values[var], var.aval, columns, is_inside, env, len(shape)) for var in outputs]
 
         known = [f"vocabulary {num_columns}"]
