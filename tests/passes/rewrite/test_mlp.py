@@ -68,16 +68,21 @@ SPELLINGS = {
 }
 
 
-@pytest.mark.quick_cases("SwiGLU")
-@pytest.mark.parametrize("name", SPELLINGS)
-def test_mlp_in_any_spelling_is_replaced(name):
-    function, facts = SPELLINGS[name]
-    fn = rewrite(function)  # which compares values and gradients of what it replaces
-    jax.eval_shape(fn, PARAMS, X)
-    report = fn.report()
-    assert [(one.op, one.facts) for one in report.replacements] == [("mlp", f"{facts}, F {F}")], report
-    assert report.replacements[0].difference < 1e-6
-    assert not report.refusals
+def test_mlp_in_any_spelling_is_replaced():
+    for name, (function, facts) in SPELLINGS.items():
+        ours = rewrite(function, check=name == "SwiGLU")
+        jax.eval_shape(ours, PARAMS, X)
+        report = ours.report()
+        assert [(one.op, one.facts) for one in report.replacements] == [("mlp", f"{facts}, F {F}")], (name, report)
+        assert not report.refusals, (name, report)
+
+
+@pytest.mark.slow
+def test_replaced_mlps_have_the_values_and_gradients_of_the_original():
+    for name, (function, _) in SPELLINGS.items():
+        ours = rewrite(function)
+        jax.eval_shape(ours, PARAMS, X)
+        assert ours.report().replacements[0].difference < 1e-6, name
 
 
 def hidden_too(p, x):
