@@ -3,7 +3,7 @@
     python benchmarks/foreign.py residuals [--models=nanodo,vit] [--xla] [--compile]   # bytes for the backward pass
     python benchmarks/foreign.py steps [--pairs=7]                 # a whole fp32 step with residual selection
     python benchmarks/foreign.py budget [--share=0.6]              # remat.fit at a share of what a step takes
-    python benchmarks/foreign.py dispatch                          # ops found, and those refused
+    python benchmarks/foreign.py rewrite                          # ops found, and those refused
 
 Each prints one table in Markdown, a row per model, as it goes. Bytes held for the backward pass and FLOPs of products
 are counted in the trace; with `--xla` the bytes are those that XLA allocates for the results of the forward pass; with
@@ -28,10 +28,10 @@ from foreign.models import MODELS
 from foreign.unchanged import UNCHANGED
 
 from hlat_jax.facts.byte_sizes import format_bytes
-from hlat_jax.ops.dispatch import dispatch
 from hlat_jax.passes import remat
 from hlat_jax.passes.autocast import autocast
 from hlat_jax.passes.residuals import select_residuals
+from hlat_jax.passes.rewrite import rewrite
 
 ALL = MODELS | UNCHANGED
 MIB = 2**20
@@ -126,11 +126,11 @@ def budget(name, *, small, share):
     print_row(name, format_bytes(plain), *found)
 
 
-def dispatched(name, *, small):
+def rewritten(name, *, small):
     """Prints which ops are found in a model, and which are refused and why."""
     loss, params, batch = ALL[name](small=small)
     began = time.monotonic()
-    found = dispatch(loss)
+    found = rewrite(loss)
     jax.eval_shape(found, params, batch)
     report, seconds = found.report(), time.monotonic() - began
     used = "; ".join(f"{one.op} x{one.count}: {one.facts}" for one in report.replacements)
@@ -141,7 +141,7 @@ def dispatched(name, *, small):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=("residuals", "steps", "budget", "dispatch"))
+    parser.add_argument("table", choices=("residuals", "steps", "budget", "rewrite"))
     parser.add_argument("--models", help="names, with commas; default: all")
     parser.add_argument("--small", action="store_true", help="the sizes of the tests")
     parser.add_argument("--xla", action="store_true", help="bytes that XLA allocates")
@@ -171,7 +171,7 @@ def main() -> None:
     else:
         print_head("model", "found", "apart", "refused", "s")
         for name in names:
-            dispatched(name, small=args.small)
+            rewritten(name, small=args.small)
 
 
 if __name__ == "__main__":

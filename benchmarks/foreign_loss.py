@@ -1,4 +1,4 @@
-"""Memory and time of cross-entropies as foreign models write them, under jit and with `ops.dispatch`.
+"""Memory and time of cross-entropies as foreign models write them, under jit and with `passes.rewrite`.
 
 python benchmarks/foreign_loss.py --rows=1 --pairs=7
 """
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from hlat_jax.ops.dispatch import dispatch
+from hlat_jax.passes.rewrite import rewrite
 
 
 def attend(p, t):
@@ -65,10 +65,10 @@ def main() -> None:
     }
     p = {name: jnp.asarray(value) for name, value in p.items()}
     t = jnp.asarray(generator.integers(0, args.vocab_size, (args.rows, args.seq_len)), jnp.int32)
-    print("| loss | MiB, jit | MiB, dispatch | ratio | ms, jit | ms, dispatch | ratio | gradients differ by |")
+    print("| loss | MiB, jit | MiB, rewrite | ratio | ms, jit | ms, rewrite | ratio | gradients differ by |")
     print("|---|---|---|---|---|---|---|---|")
     for loss in (attend, smoothed, softcapped, gathered, with_z_loss):
-        fns = [jax.jit(jax.value_and_grad(fn)).lower(p, t).compile() for fn in (loss, dispatch(loss, check=False))]
+        fns = [jax.jit(jax.value_and_grad(fn)).lower(p, t).compile() for fn in (loss, rewrite(loss, check=False))]
         temps = [fn.memory_analysis().temp_size_in_bytes / 2**20 for fn in fns]
         times: list[list[float]] = [[], []]
         for _ in range(args.pairs):

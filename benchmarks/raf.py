@@ -45,12 +45,12 @@ TOLERANCE = 1e-4  # of losses in fp32, relative
 TORCH = {"PyTorch eager": False, "PyTorch torch.compile": True}
 PASSES = {
     "plain JAX": (),
-    "dispatch": ("dispatch",),
+    "rewrite": ("rewrite",),
     "residuals": ("residuals",),
     "budget": ("budget",),
-    "all in fp32": ("dispatch", "residuals", "budget"),
+    "all in fp32": ("rewrite", "residuals", "budget"),
     "autocast": ("autocast",),
-    "all": ("dispatch", "autocast", "residuals", "budget"),
+    "all": ("rewrite", "autocast", "residuals", "budget"),
 }
 
 
@@ -297,10 +297,10 @@ def jax_step(job: dict):
     import jax.numpy as jnp
     import optax
 
-    from hlat_jax.ops.dispatch import dispatch
     from hlat_jax.passes import remat
     from hlat_jax.passes.autocast import autocast
     from hlat_jax.passes.residuals import select_residuals
+    from hlat_jax.passes.rewrite import rewrite
 
     model = Model(**job["model"])
     plain = loss = functools.partial(loss_fn, heads=model.heads, is_causal=model.is_causal)
@@ -311,8 +311,8 @@ def jax_step(job: dict):
     tokens = jax.ShapeDtypeStruct((job["batch"], job["seq_len"]), jnp.int32)
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state), (tokens, tokens)
     done = []
-    if "dispatch" in job["passes"]:
-        loss = dispatch(loss)
+    if "rewrite" in job["passes"]:
+        loss = rewrite(loss)
         jax.eval_shape(loss, args[0][0], args[1])
         done += [f"{one.op} x{one.count}" for one in loss.report().replacements]
     if "autocast" in job["passes"]:

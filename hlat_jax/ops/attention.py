@@ -10,10 +10,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from hlat_jax.ops.attention_variant import MASKED, Variant
 from hlat_jax.ops.dialect import CallSpec, Implementation, Op
 
-# Finite, so that a masked score minus the row's maximum is never inf - inf.
-_MASKED = -1e30
 _MIN_BLOCK = 128
 _MAX_BLOCKS = 8
 
@@ -76,7 +75,7 @@ def extended_attention(
     q_BTKGH = q_BTNH.reshape(b, t, k_BTKH.shape[2], -1, h)
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     past_BKGTS = product("BTKGH,BSKH->BKGTS", q_BTKGH, keys_BSKH)
-    past_BKGTS = jnp.where(visible_BS[:, None, None, None], past_BKGTS / math.sqrt(h), _MASKED)
+    past_BKGTS = jnp.where(visible_BS[:, None, None, None], past_BKGTS / math.sqrt(h), MASKED)
     own_BKGTT = product("BTKGH,BSKH->BKGTS", q_BTKGH, k_BTKH) / math.sqrt(h)
     probs = jax.nn.softmax(jnp.concatenate([past_BKGTS, own_BKGTT], axis=-1), axis=-1).astype(v_BTKH.dtype)
     past_BKGTS, own_BKGTT = jnp.split(probs, (keys_BSKH.shape[1],), axis=-1)
@@ -125,17 +124,47 @@ def _without_heads(x_BTNH):
     return *x_BTNH.shape[:2], x_BTNH.shape[3]
 
 
-def _einsum(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
-    b, t, n, h = q_BTNH.shape
-    q_BTKGH = q_BTNH.reshape(b, t, k_BSKH.shape[2], -1, h)
+def reference(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    *,
+    segment_ids_BT: jax.Array | None,
+    window: int | None,
+    variant: Variant,
+) -> jax.Array:
+    """Returns [B, T, N, H] as `ops.general_attention`, by the scores of whole rows; the reference of the others."""
+    (b, t, n, h), (s, k) = q_BTNH.shape, k_BSKH.shape[1:3]
+
+    def by_group(x_BNTS):
+        groups = (k, n // k) if x_BNTS.shape[1] > 1 else (1, 1)
+        return x_BNTS.reshape(x_BNTS.shape[0], *groups, *x_BNTS.shape[2:])
+
+    q_BTKGH = q_BTNH.reshape(b, t, k, -1, h)
     scores_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
-    mask = _causal_mask(t, t, window=window)[None]
+    mask_BTS = _causal_mask(t, s, window=window)[None] if variant.causal else None
     if segment_ids_BT is not None:
-        mask &= segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
-    scores_BKGTS = jnp.where(mask[:, None, None], scores_BKGTS / math.sqrt(h), _MASKED)
-    probs_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(v_BSKH.dtype)
+        same_BTS = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
+        mask_BTS = same_BTS if mask_BTS is None else mask_BTS & same_BTS
+    masks = [] if mask_BTS is None else [mask_BTS[:, None, None]]
+    masks += [by_group(mask_BNTS) for mask_BNTS in variant.masks]
+    scores_BKGTS = scores_BKGTS / math.sqrt(h) if variant.scale is None else scores_BKGTS * variant.scale
+    if variant.softcap is not None:
+        scores_BKGTS = variant.softcap * jnp.tanh(scores_BKGTS / variant.softcap)
+    for bias_BNTS in variant.biases:
+        scores_BKGTS += by_group(bias_BNTS).astype(jnp.float32)
+    if masks:
+        scores_BKGTS = jnp.where(functools.reduce(jnp.logical_and, masks), scores_BKGTS, MASKED)
+    probs_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1)
+    if variant.keep is not None:
+        probs_BKGTS = jnp.where(by_group(variant.keep), probs_BKGTS * variant.keep_factor, 0)
+    probs_BKGTS = probs_BKGTS.astype(v_BSKH.dtype)
     out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", probs_BKGTS, v_BSKH, preferred_element_type=jnp.float32)
     return out_BTKGH.astype(q_BTNH.dtype).reshape(b, t, n, h)
+
+
+def _einsum(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
+    return reference(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=segment_ids_BT, window=window, variant=Variant())
 
 
 @functools.partial(jax.checkpoint, static_argnums=4)
@@ -177,7 +206,7 @@ def _attend_block(q_XUGH, k_XSH, v_XSH, segments_XS, *, start: int, window: int 
     if segments_XS is not None:
         mask &= segments_XS[:, start:, None] == segments_XS[:, None, :]
     mask = jnp.broadcast_to(mask[:, :, None, :], (mask.shape[0], u, g, s)).reshape(-1, u * g, s)
-    scores_XRS = jnp.where(mask, scores_XRS * (1 / math.sqrt(h)), _MASKED)
+    scores_XRS = jnp.where(mask, scores_XRS * (1 / math.sqrt(h)), MASKED)
     probs_XRS = jax.nn.softmax(scores_XRS, axis=-1).astype(v_XSH.dtype)
     out_XRH = jax.lax.dot_general(probs_XRS, v_XSH, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32)
     return out_XRH.astype(q_XUGH.dtype).reshape(x, u, g, h)
@@ -196,7 +225,7 @@ def _causal_mask(num_queries: int, num_keys: int, *, offset: int = 0, window: in
 def _chunked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
     from hlat_jax.ops import chunked_attention as chunked
 
-    return chunked.attention(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=segment_ids_BT, window=window)
+    return chunked.attention(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=segment_ids_BT, window=window, variant=Variant())
 
 
 def _nki(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, _):

@@ -1,24 +1,29 @@
 """Attention in memory linear in T: an online softmax over blocks of keys, with a backward pass of its own.
 
 Queries and keys are cut into blocks, and one static loop visits every pair of blocks that is not fully masked: half of
-them under a causal mask, a band with a window. The forward pass keeps the output and the log-sum-exp of each query,
-from which the backward pass recomputes the probabilities of a pair.
+them under a causal mask, a band with a window. The forward pass keeps the output and, for each query, the largest score
+and the sum of exponentials, from which the backward pass recomputes the probabilities of a pair. Biases, masks and what
+dropout keeps are read block by block; only the gradient of a bias can be as large as the scores.
 
 Source: Rabe and Staats, arXiv 2112.05682; the backward pass as Dao et al., arXiv 2205.14135, algorithm 4.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from hlat_jax.ops.attention_variant import MASKED, Variant
+
 BLOCK = 256  # of queries, and of keys: one pair's scores are B x N x 256 x 256
-_MASKED = -1e30  # finite, so that a masked score minus a maximum is never inf - inf
+_LOWEST = float(np.finfo(np.float32).min)  # of the maximum so far: finite, and not above any finite score
 
 
 def attention(
@@ -28,9 +33,28 @@ def attention(
     *,
     segment_ids_BT: jax.Array | None,
     window: int | None,
+    variant: Variant,
 ) -> jax.Array:
-    """Returns [B, T, N, H] as `ops.attention`. Reverse mode only."""
-    return _attention(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window)
+    """Returns [B, T, N, H] as `ops.general_attention`. Reverse mode only."""
+    t, h = q_BTNH.shape[1], q_BTNH.shape[3]
+    s, kv_heads = k_BSKH.shape[1:3]
+    static = _Static(
+        causal=variant.causal,
+        window=window,
+        scale=1 / math.sqrt(h) if variant.scale is None else variant.scale,
+        softcap=variant.softcap,
+        keep_factor=variant.keep_factor,
+        num_keys=s,
+        kv_heads=kv_heads,
+        blocks=(min(BLOCK, t), min(BLOCK, s)),
+    )
+    biases = tuple(_pad(bias, static.blocks) for bias in variant.biases)
+    terms = {
+        "masks": tuple(_pad(mask, static.blocks) for mask in variant.masks),
+        "keep": None if variant.keep is None else _pad(variant.keep, static.blocks),
+        "ids": None if segment_ids_BT is None else _pad(segment_ids_BT[:, None, :, None], static.blocks),
+    }
+    return _attention(static, q_BTNH, k_BSKH, v_BSKH, biases, terms)
 
 
 def block_pairs(num_blocks: int, *, block: int, window: int | None) -> np.ndarray:
@@ -40,91 +64,127 @@ def block_pairs(num_blocks: int, *, block: int, window: int | None) -> np.ndarra
     return np.asarray(pairs, np.int32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attention(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
-    return _forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window)[0]
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    causal: bool
+    window: int | None
+    scale: float
+    softcap: float | None
+    keep_factor: float
+    num_keys: int  # S, without padding
+    kv_heads: int
+    blocks: tuple[int, int]  # positions in a block of queries, of keys
+
+    def pairs(self, num_queries: int) -> np.ndarray:
+        """Returns int32 [pairs, 2]: (query block, key block)."""
+        num_blocks = -(-num_queries // self.blocks[0])
+        if self.causal:
+            return block_pairs(num_blocks, block=self.blocks[0], window=self.window)
+        num_key_blocks = -(-self.num_keys // self.blocks[1])
+        return np.asarray([(i, j) for i in range(num_blocks) for j in range(num_key_blocks)], np.int32)
 
 
-def _forward(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
-    q_CXUGH, k_CXSH, v_CXSH, ids_CXS = _cut(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(static, q_BTNH, k_BSKH, v_BSKH, biases, terms):
+    return _forward(static, q_BTNH, k_BSKH, v_BSKH, biases, terms)[0]
+
+
+def _forward(static, q_BTNH, k_BSKH, v_BSKH, biases, terms):
+    q_CXUGH, k_CXSH, v_CXSH = _cut_operands(static, q_BTNH, k_BSKH, v_BSKH)
     c, x, u, g, h = q_CXUGH.shape
 
     def visit(sums, pair):
         i, j = pair
         top_XUG, total_XUG, out_XUGH = (_at(total, i) for total in sums)
-        scores_XUGS = _scores(_at(q_CXUGH, i), _at(k_CXSH, j), _mask(i, j, u, ids_CXS, window))
+        scores_XUGS, _, _ = _scores(static, _at(q_CXUGH, i), _at(k_CXSH, j), biases, terms, pair)
         new_top_XUG = jnp.maximum(top_XUG, scores_XUGS.max(axis=-1))
         weights_XUGS = jnp.exp(scores_XUGS - new_top_XUG[..., None])
         shrink_XUG = jnp.exp(top_XUG - new_top_XUG)
-        out_XUGH = out_XUGH * shrink_XUG[..., None] + _values(weights_XUGS.astype(v_CXSH.dtype), _at(v_CXSH, j))
+        kept_XUGS = _kept(static, weights_XUGS, terms, pair).astype(v_CXSH.dtype)
+        out_XUGH = out_XUGH * shrink_XUG[..., None] + _dot("XUGS,XSH->XUGH", kept_XUGS, _at(v_CXSH, j))
         total_XUG = total_XUG * shrink_XUG + weights_XUGS.sum(axis=-1)
         parts = (new_top_XUG, total_XUG, out_XUGH)
         return tuple(_updated(total, i, part) for total, part in zip(sums, parts, strict=True)), None
 
     start = (
-        jnp.full((c, x, u, g), _MASKED, jnp.float32),
+        jnp.full((c, x, u, g), _LOWEST, jnp.float32),
         jnp.zeros((c, x, u, g), jnp.float32),
         jnp.zeros((c, x, u, g, h), jnp.float32),
     )
-    (top_CXUG, total_CXUG, out_CXUGH), _ = jax.lax.scan(visit, start, block_pairs(c, block=u, window=window))
-    out_BTNH = _joined(out_CXUGH / total_CXUG[..., None], q_BTNH.shape).astype(q_BTNH.dtype)
-    # named inside the VJP: a remat policy that saves both avoids a second forward pass
+    (top_CXUG, total_CXUG, out_CXUGH), _ = jax.lax.scan(visit, start, static.pairs(q_BTNH.shape[1]))
+    out_CXUGH = out_CXUGH / total_CXUG[..., None]
+    if _skips_masked_keys(static, terms):
+        is_empty_CXUG = top_CXUG == MASKED
+        mean_XH = v_BSKH.astype(jnp.float32).mean(axis=1).reshape(x, h)
+        out_CXUGH = jnp.where(is_empty_CXUG[..., None], mean_XH[:, None, None], out_CXUGH)
+        total_CXUG = jnp.where(is_empty_CXUG, jnp.inf, total_CXUG)  # for the backward pass: no weight on scores
+    out_BTNH = _join(out_CXUGH, q_BTNH.shape).astype(q_BTNH.dtype)
+    # named inside the VJP: a remat policy that saves them avoids a second forward pass
     out_BTNH = checkpoint_name(out_BTNH, "attention_out")
-    lse_CXUG = checkpoint_name(top_CXUG + jnp.log(total_CXUG), "attention_lse")
-    return out_BTNH, (q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, out_BTNH, lse_CXUG)
+    top_CXUG, total_CXUG = (checkpoint_name(x, "attention_lse") for x in (top_CXUG, total_CXUG))
+    return out_BTNH, (q_BTNH, k_BSKH, v_BSKH, biases, terms, out_BTNH, top_CXUG, total_CXUG)
 
 
-def _backward(window, residuals, dout_BTNH):
-    q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, out_BTNH, lse_CXUG = residuals
-    q_CXUGH, k_CXSH, v_CXSH, ids_CXS = _cut(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)
-    u, kv_heads = q_CXUGH.shape[2], k_BSKH.shape[2]
-    dout_CXUGH = _cut_queries(dout_BTNH, kv_heads)
+def _backward(static, residuals, dout_BTNH):
+    q_BTNH, k_BSKH, v_BSKH, biases, terms, out_BTNH, top_CXUG, total_CXUG = residuals
+    q_CXUGH, k_CXSH, v_CXSH = _cut_operands(static, q_BTNH, k_BSKH, v_BSKH)
+    dout_CXUGH = _cut(dout_BTNH, static.kv_heads)
     inner_BTN1 = (dout_BTNH.astype(jnp.float32) * out_BTNH.astype(jnp.float32)).sum(axis=-1, keepdims=True)
-    inner_CXUG = _cut_queries(inner_BTN1, kv_heads)[..., 0]
-    scale = 1 / math.sqrt(q_BTNH.shape[3])
+    inner_CXUG = _cut(inner_BTN1, static.kv_heads)[..., 0]
 
     def visit(grads, pair):
         i, j = pair
-        dq_CXUGH, dk_CXSH, dv_CXSH = grads
-        scores_XUGS = _scores(_at(q_CXUGH, i), _at(k_CXSH, j), _mask(i, j, u, ids_CXS, window))
-        probs_XUGS = jnp.exp(scores_XUGS - _at(lse_CXUG, i)[..., None])
-        dprobs_XUGS = _dot("XUGH,XSH->XUGS", _at(dout_CXUGH, i), _at(v_CXSH, j))
-        dscores_XUGS = (probs_XUGS * (dprobs_XUGS - _at(inner_CXUG, i)[..., None]) * scale).astype(q_BTNH.dtype)
-        probs_XUGS = probs_XUGS.astype(v_BSKH.dtype)
-        dq_XUGH = _dot("XUGS,XSH->XUGH", dscores_XUGS, _at(k_CXSH, j))
-        dk_XSH = _dot("XUGS,XUGH->XSH", dscores_XUGS, _at(q_CXUGH, i))
-        dv_XSH = _dot("XUGS,XUGH->XSH", probs_XUGS, _at(dout_CXUGH, i))
+        dq_CXUGH, dk_CXSH, dv_CXSH, dbiases = grads
+        q_XUGH, k_XSH, v_XSH, dout_XUGH = _at(q_CXUGH, i), _at(k_CXSH, j), _at(v_CXSH, j), _at(dout_CXUGH, i)
+        scores_XUGS, slope_XUGS, mask_XUGS = _scores(static, q_XUGH, k_XSH, biases, terms, pair)
+        probs_XUGS = jnp.exp(scores_XUGS - _at(top_CXUG, i)[..., None]) / _at(total_CXUG, i)[..., None]
+        dprobs_XUGS = _kept(static, _dot("XUGH,XSH->XUGS", dout_XUGH, v_XSH), terms, pair)
+        dscores_XUGS = probs_XUGS * (dprobs_XUGS - _at(inner_CXUG, i)[..., None])
+        if terms["masks"]:  # a query that attends to no key has probabilities of masked ones
+            dscores_XUGS = jnp.where(mask_XUGS, dscores_XUGS, 0)
+        dbiases = tuple(_with_part(dbias, dscores_XUGS, static, pair) for dbias in dbiases)
+        dscores_XUGS = (dscores_XUGS * static.scale * slope_XUGS).astype(q_BTNH.dtype)
+        kept_XUGS = _kept(static, probs_XUGS, terms, pair).astype(v_BSKH.dtype)
+        dq_XUGH = _dot("XUGS,XSH->XUGH", dscores_XUGS, k_XSH)
+        dk_XSH = _dot("XUGS,XUGH->XSH", dscores_XUGS, q_XUGH)
+        dv_XSH = _dot("XUGS,XUGH->XSH", kept_XUGS, dout_XUGH)
         dq_CXUGH = _updated(dq_CXUGH, i, _at(dq_CXUGH, i) + dq_XUGH)
         dk_CXSH = _updated(dk_CXSH, j, _at(dk_CXSH, j) + dk_XSH)
         dv_CXSH = _updated(dv_CXSH, j, _at(dv_CXSH, j) + dv_XSH)
-        return (dq_CXUGH, dk_CXSH, dv_CXSH), None
+        return (dq_CXUGH, dk_CXSH, dv_CXSH, dbiases), None
 
-    start = tuple(jnp.zeros(operand.shape, jnp.float32) for operand in (q_CXUGH, k_CXSH, v_CXSH))
-    pairs = block_pairs(q_CXUGH.shape[0], block=u, window=window)
-    (dq_CXUGH, dk_CXSH, dv_CXSH), _ = jax.lax.scan(visit, start, pairs)
-    dq_BTNH = _joined(dq_CXUGH, q_BTNH.shape).astype(q_BTNH.dtype)
+    start = (
+        *(jnp.zeros(operand.shape, jnp.float32) for operand in (q_CXUGH, k_CXSH, v_CXSH)),
+        tuple(jnp.zeros(bias.shape, jnp.float32) for bias in biases),
+    )
+    (dq_CXUGH, dk_CXSH, dv_CXSH, dbiases), _ = jax.lax.scan(visit, start, static.pairs(q_BTNH.shape[1]))
+    if _skips_masked_keys(static, terms):
+        dout_XUGH = jnp.where(jnp.isinf(total_CXUG)[..., None], dout_CXUGH.astype(jnp.float32), 0)
+        dv_CXSH += (dout_XUGH.sum(axis=(0, 2, 3)) / static.num_keys)[:, None]
+    dq_BTNH = _join(dq_CXUGH, q_BTNH.shape).astype(q_BTNH.dtype)
     dk_BSKH, dv_BSKH = (
-        _joined(grad[:, :, :, None], like.shape).astype(like.dtype)
+        _join(grad[:, :, :, None], like.shape).astype(like.dtype)
         for grad, like in ((dk_CXSH, k_BSKH), (dv_CXSH, v_BSKH))
     )
-    return dq_BTNH, dk_BSKH, dv_BSKH, None
+    dbiases = tuple(dbias.astype(bias.dtype) for dbias, bias in zip(dbiases, biases, strict=True))
+    return dq_BTNH, dk_BSKH, dv_BSKH, dbiases, None
 
 
 _attention.defvjp(_forward, _backward)
 
 
-def _cut(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
-    """Returns blocks [C, X, ...] of all operands; X = B * K, and T is padded by masked positions."""
-    kv_heads = k_BSKH.shape[2]
-    k_CXSH, v_CXSH = (_cut_queries(x, kv_heads)[:, :, :, 0] for x in (k_BSKH, v_BSKH))
-    ids_CXS = None
-    if segment_ids_BT is not None:
-        ids_BTK1 = jnp.broadcast_to(segment_ids_BT[:, :, None, None], (*segment_ids_BT.shape, kv_heads, 1))
-        ids_CXS = _cut_queries(ids_BTK1, kv_heads)[:, :, :, 0, 0]
-    return _cut_queries(q_BTNH, kv_heads), k_CXSH, v_CXSH, ids_CXS
+def _skips_masked_keys(static: _Static, terms: dict[str, Any]) -> bool:
+    """Returns whether a query that attends to no key may skip keys, over which its output is the mean."""
+    return static.causal and bool(terms["masks"])
 
 
-def _cut_queries(x_BTNH, kv_heads):
+def _cut_operands(static, q_BTNH, k_BSKH, v_BSKH):
+    """Returns blocks [C, X, ...]; X = B * K, and T and S are padded to whole blocks."""
+    k_CXSH, v_CXSH = (_cut(x, static.kv_heads)[:, :, :, 0] for x in (k_BSKH, v_BSKH))
+    return _cut(q_BTNH, static.kv_heads), k_CXSH, v_CXSH
+
+
+def _cut(x_BTNH, kv_heads):
     b, t, n, h = x_BTNH.shape
     block = min(BLOCK, t)
     num_blocks = -(-t // block)
@@ -133,32 +193,84 @@ def _cut_queries(x_BTNH, kv_heads):
     return x_BCUKGH.transpose(1, 0, 3, 2, 4, 5).reshape(num_blocks, b * kv_heads, block, n // kv_heads, h)
 
 
-def _joined(x_CXUGH, shape):
+def _join(x_CXUGH, shape):
     b, t, n, h = shape
     c, _, u, g, _ = x_CXUGH.shape
     x_BCUKGH = x_CXUGH.reshape(c, b, n // g, u, g, h).transpose(1, 0, 3, 2, 4, 5)
     return x_BCUKGH.reshape(b, c * u, n, h)[:, :t]
 
 
-def _mask(i, j, block, ids_CXS, window):
-    """Returns bool [1 or X, U, 1, S]: the keys of block j that the queries of block i attend to."""
-    queries_U1 = i * block + jax.lax.broadcasted_iota(jnp.int32, (block, 1), 0)
-    keys_1S = j * block + jax.lax.broadcasted_iota(jnp.int32, (1, block), 1)
-    mask_XUS = (queries_U1 >= keys_1S)[None]
-    if window is not None:
-        mask_XUS &= (queries_U1 - keys_1S < window)[None]
-    if ids_CXS is not None:
-        mask_XUS &= _at(ids_CXS, i)[:, :, None] == _at(ids_CXS, j)[:, None, :]
-    return mask_XUS[:, :, None, :]
+def _pad(x_BNTS, blocks):
+    """Returns a term with T and S padded to whole blocks, where it has them."""
+    pads = [(0, 0), (0, 0)]
+    pads += [(0, -size % block if size > 1 else 0) for size, block in zip(x_BNTS.shape[2:], blocks, strict=True)]
+    return jnp.pad(x_BNTS, pads)
 
 
-def _scores(q_XUGH, k_XSH, mask_XU1S):
-    scores_XUGS = _dot("XUGH,XSH->XUGS", q_XUGH, k_XSH) / math.sqrt(q_XUGH.shape[-1])
-    return jnp.where(mask_XU1S, scores_XUGS, _MASKED)
+def _part(x_BNTS, static, pair):
+    """Returns a term in one pair of blocks: [B or 1, K or 1, U or 1, G or 1, S or 1]."""
+    for axis, block, index in zip((2, 3), static.blocks, pair, strict=True):
+        if x_BNTS.shape[axis] > 1:
+            x_BNTS = jax.lax.dynamic_slice_in_dim(x_BNTS, index * block, block, axis)
+    b, n, u, s = x_BNTS.shape
+    x_BKGUS = x_BNTS.reshape(b, static.kv_heads if n > 1 else 1, -1, u, s)
+    return x_BKGUS.swapaxes(2, 3)
 
 
-def _values(weights_XUGS, v_XSH):
-    return _dot("XUGS,XSH->XUGH", weights_XUGS, v_XSH)
+def _with_part(total_BNTS, scores_XUGS, static, pair):
+    """Returns the gradient of a bias with that of one pair of blocks added, summed where the bias is broadcast."""
+    _, u, g, s = scores_XUGS.shape
+    scores_BNUS = (
+        scores_XUGS.reshape(-1, static.kv_heads, u, g, s).swapaxes(2, 3).reshape(-1, static.kv_heads * g, u, s)
+    )
+    starts = [0, 0]
+    for axis, index in zip((2, 3), pair, strict=True):
+        starts.append(index * static.blocks[axis - 2] if total_BNTS.shape[axis] > 1 else 0)
+    broadcast = tuple(axis for axis in range(4) if total_BNTS.shape[axis] == 1)
+    part = scores_BNUS.sum(axis=broadcast, keepdims=True)
+    before = jax.lax.dynamic_slice(total_BNTS, starts, part.shape)
+    return jax.lax.dynamic_update_slice(total_BNTS, before + part, starts)
+
+
+def _scores(static, q_XUGH, k_XSH, biases, terms, pair):
+    """Returns (scores, the derivative of the softcap, bool mask or None) in one pair of blocks, as [X, U, G, S]."""
+    i, j = pair
+    (_, u, g, _), s = q_XUGH.shape, k_XSH.shape[1]
+    scores_XUGS = _dot("XUGH,XSH->XUGS", q_XUGH, k_XSH) * static.scale
+    slope_XUGS = 1.0
+    if static.softcap is not None:
+        tanh_XUGS = jnp.tanh(scores_XUGS / static.softcap)
+        scores_XUGS, slope_XUGS = static.softcap * tanh_XUGS, 1 - jnp.square(tanh_XUGS)
+    scores = scores_XUGS.reshape(-1, static.kv_heads, u, g, s)
+    for bias in biases:
+        scores += _part(bias, static, pair).astype(jnp.float32)
+    queries = i * u + jax.lax.broadcasted_iota(jnp.int32, (u, 1, 1), 0)
+    keys = j * s + jax.lax.broadcasted_iota(jnp.int32, (1, 1, s), 2)
+    masks = [_part(mask, static, pair) for mask in terms["masks"]]
+    if static.causal:
+        masks.append(queries >= keys)
+        if static.window is not None:
+            masks.append(queries - keys < static.window)
+    if terms["ids"] is not None:
+        queries_ids = jax.lax.dynamic_slice_in_dim(terms["ids"], i * u, u, 2)[:, :, :, None]
+        keys_ids = jax.lax.dynamic_slice_in_dim(terms["ids"], j * s, s, 2)[:, :, None, None, :, 0]
+        masks.append(queries_ids == keys_ids)
+    mask = functools.reduce(jnp.logical_and, masks) if masks else None
+    if mask is not None:
+        scores = jnp.where(mask, scores, MASKED)
+        mask = jnp.broadcast_to(mask, scores.shape).reshape(scores_XUGS.shape)
+    if static.num_keys % s and not static.causal:  # a causal mask hides the padding
+        scores = jnp.where(keys < static.num_keys, scores, -jnp.inf)
+    return scores.reshape(scores_XUGS.shape), slope_XUGS, mask
+
+
+def _kept(static, x_XUGS, terms, pair):
+    """Returns the values that dropout keeps, scaled, and 0 for the others."""
+    if terms["keep"] is None:
+        return x_XUGS
+    _, u, g, s = x_XUGS.shape
+    values = x_XUGS.reshape(-1, static.kv_heads, u, g, s)
+    return jnp.where(_part(terms["keep"], static, pair), values * static.keep_factor, 0).reshape(x_XUGS.shape)
 
 
 def _at(blocks, index):

@@ -133,19 +133,18 @@ class Op:
             implementation that can.
         """
         refusals = self.refusals(platform, call, excluded=excluded)
-        able = [name for name, why in refusals.items() if not why]
         if wanted != "auto":
             self._check(wanted, platform, call, excluded or {})
             others = {name: why or f"{self.key}={wanted!r} was requested" for name, why in refusals.items()}
             return Choice(wanted, "requested", {name: why for name, why in others.items() if name != wanted})
+        able = [name for name, why in refusals.items() if not why]
         if not able:
             reasons = "; ".join(f"{name}: {why}" for name, why in refusals.items())
             raise ValueError(f"{self.key} has no implementation that serves this call on {platform}: {reasons}.")
         timed = times.entry(self.key, call) if times and call is not None else None
-        measured = [name for name in able if timed and name in timed.times]
-        if measured:
+        if timed and any(name in timed.times for name in able):
             seconds = timed.times
-            best = min(measured, key=seconds.get)
+            best = min((name for name in able if name in seconds), key=seconds.get)
             why_not = {name: _slower(name, best, seconds) for name in able}
             because = f"{1e3 * seconds[best]:.4g} ms, the fastest in {times.source}{timed.extent}"
         else:
@@ -171,11 +170,18 @@ class Op:
           call: None if not known: then only implementations that serve every call have an empty reason.
           excluded: name -> why it is not to be used on this device, whatever the call.
         """
-        excluded = excluded or {}
-        return {
-            name: self._refusal(one, platform, call) or excluded.get(name, "")
-            for name, one in self._implementations.items()
-        }
+        reasons = {}
+        for name, implementation in self._implementations.items():
+            if implementation.level_on(platform) is None:
+                why = f"does not run on {platform}"
+            elif call is not None:
+                why = "; ".join(implementation.unsupported_reasons(**call))
+            elif implementation.unsupported_reasons is not _serves_every_call:
+                why = "may not serve the call, whose shapes are not known here"
+            else:
+                why = ""
+            reasons[name] = why or (excluded or {}).get(name, "")
+        return reasons
 
     def run(self, name: str | Mapping[str, str], *args: Any, **call: Any) -> Any:
         """Returns the output of an implementation.
@@ -193,30 +199,16 @@ class Op:
         if not isinstance(name, str):
             if not name:
                 raise ValueError(f"{self.key}={name!r} names no platform; give platform -> name.")
-            branches = {_LOWERED_AS.get(platform, platform): one for platform, one in name.items()}
+            branches = {_LOWERED_AS.get(platform, platform): chosen for platform, chosen in name.items()}
             if len(set(branches.values())) > 1:
                 # arguments are bound here, since platform_dependent would trace numbers that must be static
-                runs = {where: functools.partial(self.run, one, *args, **call) for where, one in branches.items()}
+                runs = {where: functools.partial(self.run, chosen, *args, **call) for where, chosen in branches.items()}
                 return jax.lax.platform_dependent(**runs)
             (name,) = set(branches.values())
         if name not in self._implementations:
             raise ValueError(f"{self.key}={name!r} is not one of {', '.join(self.names)}; `choose` resolves auto.")
-        implementation = self._implementations[name]
-        reasons = implementation.unsupported_reasons(**call)
-        if reasons:
-            raise ValueError(self._cannot_serve(name, reasons))
-        return implementation.run(*args)
-
-    def _refusal(self, one: Implementation, platform: str, call: CallSpec | None) -> str:
-        if one.level_on(platform) is None:
-            return f"does not run on {platform}"
-        if call is None:
-            return (
-                ""
-                if one.unsupported_reasons is _serves_every_call
-                else "may not serve the call, whose shapes are not known here"
-            )
-        return "; ".join(one.unsupported_reasons(**call))
+        self._check_serves(name, self._implementations[name].unsupported_reasons(**call))
+        return self._implementations[name].run(*args)
 
     def _check(self, wanted: str, platform: str, call: CallSpec | None, excluded: Mapping[str, str]) -> None:
         there = [name for name, one in self._implementations.items() if one.level_on(platform) is not None]
@@ -227,13 +219,14 @@ class Op:
             served = " and ".join(self._implementations[wanted].levels)
             raise ValueError(f"{self.key}={wanted!r} runs on {served}, not on {platform}; use one of {known}.")
         reasons = self._implementations[wanted].unsupported_reasons(**call) if call is not None else []
-        reasons = [*reasons, *([excluded[wanted]] if wanted in excluded else [])]
-        if reasons:
-            raise ValueError(self._cannot_serve(wanted, reasons))
+        self._check_serves(wanted, [*reasons, *([excluded[wanted]] if wanted in excluded else [])])
 
-    def _cannot_serve(self, name: str, reasons: Sequence[str]) -> str:
-        others = ", ".join(other for other in self.names if other != name)
-        return f"{self.key}={name!r} cannot serve this call: {'; '.join(reasons)}. Use one of auto, {others}."
+    def _check_serves(self, name: str, reasons: Sequence[str]) -> None:
+        if reasons:
+            others = ", ".join(other for other in self.names if other != name)
+            raise ValueError(
+                f"{self.key}={name!r} cannot serve this call: {'; '.join(reasons)}. Use one of auto, {others}."
+            )
 
 
 def _slower(name: str, best: str, seconds: Mapping[str, float]) -> str:

@@ -1,6 +1,6 @@
-"""Statistics of the logits of each token, from which a cross-entropy follows: contract and two XLA implementations.
+"""Statistics of the logits of each token, from which a cross-entropy follows.
 
-For losses in functions of other people (`dispatch_loss`): the cotangents of the tokens are not known in the forward
+For losses in functions of other people (`passes.rewrite`): the cotangents of the tokens are not known in the forward
 pass, and a bias, a softcap or other columns may come before the softmax.
 """
 
@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from hlat_jax.ops.dialect import CallSpec, Implementation, Op
-
-# Fewest columns of the vocabulary in a block of "blocked", and most bytes of fp32 logits that it holds at once.
+# Fewest columns of the vocabulary in a block, and most bytes of fp32 logits that it holds at once.
 LEAST_COLUMNS = 512
 BLOCK_BYTES = 32 * 2**20
 
@@ -62,12 +60,11 @@ def token_statistics(
     targets: jax.Array,
     params: tuple[jax.Array, ...] = (),
     form: LogitsForm = LogitsForm(),
-    implementation: str | Mapping[str, str],
 ) -> TokenStatistics:
     """Returns the statistics of the logits of each token, from which its loss follows; the logits are not kept.
 
-    The backward pass computes the logits again, which is a fourth product where JAX's derivative has three. Reverse
-    mode only. "blocked" holds the logits of all tokens for one block of the vocabulary at a time.
+    The logits of all tokens are held for one block of the vocabulary at a time. The backward pass computes them again,
+    which is a fourth product where JAX's derivative has three. Reverse mode only.
 
     Args:
       hidden: [..., D], any float dtype.
@@ -75,39 +72,17 @@ def token_statistics(
       targets: integers [...].
       params: operands of `form.from_product`: arrays [V], which are cut as the vocabulary is, and scalars.
       form: static.
-      implementation: a name that `OP.choose` returns, or platform -> name, see `dialect.Op.run`.
     """
-    return OP.run(implementation, hidden, head, targets, params, form)
-
-
-def describe_call(hidden_shape: tuple[int, ...], num_columns: int, *, dtype: Any) -> CallSpec:
-    """Returns the spec of a call: the shape [..., D] of the hidden states, size of the vocabulary, dtype of both."""
-    return {"hidden_shape": tuple(hidden_shape), "num_columns": num_columns, "dtype": jnp.dtype(dtype).name}
+    num_columns = head.shape[1 - form.contracted]
+    wanted = max(8, -(-4 * targets.size * num_columns // BLOCK_BYTES))
+    num_blocks = max(1, min(wanted, num_columns // LEAST_COLUMNS))
+    return TokenStatistics(*_statistics(hidden, head, targets, params, (form, -(-num_columns // num_blocks))))
 
 
 # Blocks of the vocabulary, not of the tokens as in `cross_entropy`: a block completes its columns of the head's
 # gradient, so no second array of the head's size is added to for each block, and a batch may be sharded in any way. The
 # loss is not fused with the mean after it, to have the gradients in the forward pass with three products instead of
 # four: for (2, 512) tokens, D = 256 and V = 50,257 that took 0.84 of the time, but 99 MiB of temporaries, these 80.
-def _num_blocks(num_tokens: int, num_columns: int) -> int:
-    wanted = max(8, -(-4 * num_tokens * num_columns // BLOCK_BYTES))
-    return max(1, min(wanted, num_columns // LEAST_COLUMNS))
-
-
-def _in_blocks(num_blocks_of: Callable[[int, int], int]) -> Callable[..., TokenStatistics]:
-    def _run(hidden, head, targets, params, form):
-        num_columns = head.shape[1 - form.contracted]
-        num_blocks = num_blocks_of(targets.size, num_columns)
-        return TokenStatistics(*_statistics(hidden, head, targets, params, (form, -(-num_columns // num_blocks))))
-
-    return _run
-
-
-OP = Op("token_statistics")
-OP.register(Implementation("dense", _in_blocks(lambda num_tokens, num_columns: 1), {"*": 5}))
-OP.register(Implementation("blocked", _in_blocks(_num_blocks), {"*": 10}))
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _statistics(hidden, head, targets, params, static):
     return _statistics_forward(hidden, head, targets, params, static)[0]
@@ -141,44 +116,44 @@ def _statistics_backward(static, residuals, cotangents):
     form, size = static
     dnormaliser, dtarget, dsum = (cotangent[..., None] for cotangent in cotangents)
     dexp = dnormaliser / exp_sum[..., None]
-    is_float = [jnp.issubdtype(param.dtype, jnp.floating) for param in params]
+    floats = [place for place, param in enumerate(params) if jnp.issubdtype(param.dtype, jnp.floating)]
     axis = 1 - form.contracted
     tokens = tuple(range(targets.ndim))
 
+    def from_product(product, *params):
+        return form.from_product(product, *params).astype(exp_sum.dtype)
+
     def visit(grads, index):
-        dhidden, dhead, dparams = grads
+        dhidden, dhead, dfloats = grads
         product, params_v, ids, is_new = _block(hidden, head, params, index, static)
-
-        def from_product(product, floats):
-            floats = iter(floats)
-            whole = [next(floats) if yes else param for param, yes in zip(params_v, is_float, strict=True)]
-            return form.from_product(product, *whole).astype(dhidden.dtype)
-
-        floats_v = [param for param, yes in zip(params_v, is_float, strict=True) if yes]
-        logits_XV, pullback = jax.vjp(from_product, product, floats_v)
+        logits_XV, pullback = jax.vjp(from_product, product, *params_v)
         dlogits_XV = jnp.exp(logits_XV - largest[..., None]) * dexp + dsum
         dlogits_XV += jnp.where(_is_target(ids, targets, is_new), dtarget, 0.0)
         if is_new is not None:
             dlogits_XV = jnp.where(is_new, dlogits_XV, 0.0)
-        dproduct_XV, dfloats_v = pullback(dlogits_XV)
+        dproduct_XV, *dparams_v = pullback(dlogits_XV)
         dproduct_XV = dproduct_XV.astype(hidden.dtype)
-        head_v = _columns(head, index, axis, size)
-        dhidden += _dot(dproduct_XV, head_v, ((targets.ndim,), (axis,)), form)
+        dhidden += _dot(dproduct_XV, _columns(head, index, axis, size), ((targets.ndim,), (axis,)), form)
         operands = (dproduct_XV, hidden) if axis == 0 else (hidden, dproduct_XV)
         dhead = _with_columns(dhead, _dot(*operands, (tokens, tokens), form), index, axis, size)
-        dparams = [_with_columns(*each, index, 0, size) for each in zip(dparams, dfloats_v, strict=True)]
-        return (dhidden, dhead, dparams), None
+        dfloats = [
+            _with_columns(total, dparams_v[place], index, 0, size) for total, place in zip(dfloats, floats, strict=True)
+        ]
+        return (dhidden, dhead, dfloats), None
 
-    floats = [param for param, yes in zip(params, is_float, strict=True) if yes]
     start = (
         jnp.zeros(hidden.shape, exp_sum.dtype),
         jnp.zeros_like(head),
-        [jnp.zeros(param.shape, exp_sum.dtype) for param in floats],
+        [jnp.zeros(params[place].shape, exp_sum.dtype) for place in floats],
     )
     dhidden, dhead, dfloats = _over_blocks(visit, start, head, static)
-    dfloats = iter(dfloats)
-    dparams = tuple(next(dfloats).astype(p.dtype) if yes else None for p, yes in zip(params, is_float, strict=True))
-    return dhidden.astype(hidden.dtype), dhead, None, dparams
+    dparams = dict(zip(floats, dfloats, strict=True))
+    return (
+        dhidden.astype(hidden.dtype),
+        dhead,
+        None,
+        tuple(dparams[place].astype(p.dtype) if place in dparams else None for place, p in enumerate(params)),
+    )
 
 
 _statistics.defvjp(_statistics_forward, _statistics_backward)

@@ -20,13 +20,14 @@ import optax
 from hlat_jax.facts.byte_sizes import parse_bytes
 from hlat_jax.facts.names import nearest
 from hlat_jax.ops.dialect import Choice
-from hlat_jax.ops.dispatch import MATCHERS, Dispatched, dispatch
 from hlat_jax.ops.registry import OPS
 from hlat_jax.passes import autocast as autocast_pass
 from hlat_jax.passes import remat as remat_pass
 from hlat_jax.passes.autocast import CastPolicy
 from hlat_jax.passes.remat import RematOptions, RematPlan
 from hlat_jax.passes.residuals import select_residuals
+from hlat_jax.passes.rewrite import Rewritten
+from hlat_jax.passes.rewrite import rewrite as rewrite_pass
 from hlat_jax.train_step import FP32, LossFn, StepOptions, TrainStep, Transform, train_step
 
 
@@ -44,7 +45,7 @@ class TrainingProgram:
 
     steps: Mapping[str, TrainStep]
     kernels: Mapping[str, Choice] = dataclasses.field(default_factory=dict)
-    rewritten: Dispatched | None = None
+    rewritten: Rewritten | None = None
     plan: RematPlan | None = None
 
     @property
@@ -93,7 +94,7 @@ def training_program(
       loss_fn: loss as for `train_step.train_step`.
       optimizer: an Optax transformation, as for `train_step.train_step`.
       rewrite: run our implementations of ops in place of what the loss function computes otherwise, such as attention
-        and cross-entropy, see `ops.dispatch`.
+        and cross-entropy, see `passes.rewrite`.
       autocast: cast policy for a loss function in fp32 and an `options.policy` that computes in fp32, see
         `passes.autocast`; that of the policy by default. float16 adds a loss scale, see `ops.loss_scale`.
       residuals: recompute cheap intermediates in the backward pass where that keeps fewer bytes, see
@@ -131,9 +132,7 @@ def training_program(
         loss_fn, kernels = _with_dialects(loss_fn, dialects, options.platform)
     passes: dict[str, Transform] = {}
     if rewrite:
-        # a norm of our own keeps its input, and what reads it its result, where later passes would keep one of the two
-        ops = [op for op in MATCHERS if op != "norm" or not (residuals or memory_budget is not None)]
-        passes["rewrite"] = functools.partial(dispatch, platform=options.platform, ops=ops)
+        passes["rewrite"] = functools.partial(rewrite_pass, platform=options.platform)
     if autocast is not None:
         passes["autocast"] = functools.partial(autocast_pass.autocast, policy=autocast)
         options = dataclasses.replace(options, loss_scale=options.loss_scale or autocast_pass.is_fp16(autocast))

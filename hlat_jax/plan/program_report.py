@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 
 from hlat_jax.ops.dialect import Choice
-from hlat_jax.ops.dispatch import Report as DispatchReport
 from hlat_jax.passes.compile import TrainingProgram
 from hlat_jax.passes.jaxpr import equations
 from hlat_jax.passes.liveness import estimated_temporaries
 from hlat_jax.passes.products import PRODUCTS, live_jaxpr
 from hlat_jax.passes.remat import RematPlan
+from hlat_jax.passes.rewrite import RewriteReport
 from hlat_jax.plan.collectives import Collective, collectives
 
 
@@ -63,7 +63,7 @@ class Report:
     Attributes:
       stages: the step after each pass, in order.
       kernels: op -> the chosen implementation, with the reasons against the others.
-      dispatch: what was replaced in the loss function, and what was not; None without that pass.
+      rewrite: what was replaced in the loss function, and what was not; None without that pass.
       plan: of rematerialization; None without a memory budget.
       collectives: of the compiled program.
       bytes: see `Bytes`.
@@ -72,7 +72,7 @@ class Report:
 
     stages: tuple[CompileStage, ...]
     kernels: Mapping[str, Choice]
-    dispatch: DispatchReport | None
+    rewrite: RewriteReport | None
     plan: RematPlan | None
     collectives: tuple[Collective, ...]
     bytes: Bytes
@@ -81,8 +81,8 @@ class Report:
     def __str__(self) -> str:
         lines = [f"after {stage.name:<10} products {_listed(stage.products)}" for stage in self.stages]
         lines += [f"kernel           {op}: {choice}" for op, choice in self.kernels.items()]
-        if self.dispatch is not None:
-            lines += [f"dispatch         {line}" for line in str(self.dispatch).splitlines()]
+        if self.rewrite is not None:
+            lines += [f"rewrite          {line}" for line in str(self.rewrite).splitlines()]
         if self.plan is not None:
             lines += [f"remat            {line}" for line in self.plan.report().splitlines()]
         lines += [f"collectives      {line}" for line in _placed(self.collectives)] or ["collectives      none"]
@@ -122,7 +122,7 @@ def report(program: TrainingProgram, state: Any, batch: Any) -> Report:
     return Report(
         stages=stages,
         kernels=program.kernels,
-        dispatch=None if program.rewritten is None else program.rewritten.report(),
+        rewrite=None if program.rewritten is None else program.rewritten.report(),
         plan=program.plan,
         collectives=tuple(found),
         bytes=held,

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from jax.custom_derivatives import SymbolicZero
 
-from hlat_jax.ops.dispatch import dispatch
 from hlat_jax.passes import naming
 from hlat_jax.passes.autocast import CastPolicy, autocast
 from hlat_jax.passes.naming import RematChoice
 from hlat_jax.passes.residuals import select_residuals
+from hlat_jax.passes.rewrite import rewrite
 
 NEVER = CastPolicy(rules={"dot_general": "never"})
 W = jax.random.normal(jax.random.key(0), (3, 16, 32)) / 4
@@ -77,12 +77,12 @@ def in_scan(w, x, s):
 PASSES = {
     "autocast": lambda fn: autocast(fn, NEVER),
     "select_residuals": select_residuals,
-    "dispatch": dispatch,
+    "rewrite": rewrite,
     "checkpointed": lambda fn: naming.checkpointed(fn, RematChoice()),
     "named": lambda fn: naming.checkpointed(fn, RematChoice(saved=("given",))),  # which a rule may give
     "segments": lambda fn: naming.checkpointed_segments(fn, RematChoice()),
     "loops": lambda fn: naming.checkpointed_loops(fn, RematChoice()),
-    "all": lambda fn: naming.checkpointed(select_residuals(autocast(dispatch(jax.jit(fn)), NEVER)), RematChoice()),
+    "all": lambda fn: naming.checkpointed(select_residuals(autocast(rewrite(jax.jit(fn)), NEVER)), RematChoice()),
 }
 
 
@@ -108,12 +108,12 @@ def test_products_around_and_inside_such_rules_are_narrow():
     assert 1e-4 < jnp.linalg.norm(got - want) / jnp.linalg.norm(want) < 3e-2
 
 
-def test_dispatch_refuses_an_op_around_such_a_rule_which_it_cannot_compare():
+def test_rewrite_refuses_an_op_around_such_a_rule_which_it_cannot_compare():
     def loss(w, x, s):
         logits = jax.nn.log_softmax(scaled(x @ w, s)[0])
         return -jnp.take_along_axis(logits, jnp.ones((8, 1), int), -1).mean()
 
-    found = dispatch(loss)
+    found = rewrite(loss)
     np.testing.assert_allclose(jax.grad(found)(W[0], X, 0.5), jax.grad(loss)(W[0], X, 0.5))
     assert "symbolic_zeros" in str(found.report())
 

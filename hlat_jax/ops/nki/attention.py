@@ -23,7 +23,6 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 
 from hlat_jax.host.jax_compat import mlir
-from hlat_jax.host.neuron_topology import lnc_of
 
 PARTITIONS = 128  # rows of on-chip memory, over which a kernel distributes the positions of the sequence
 _MAX_HEAD_DIM = 128
@@ -212,9 +211,9 @@ def _num_cores() -> int:
     Raises:
       ValueError: neither the environment nor a device gives it.
     """
-    given = lnc_of(os.environ)
-    if given:
-        return given
+    given = os.environ.get("NEURON_LOGICAL_NC_CONFIG", "")
+    if given.isdecimal() and int(given):
+        return int(given)
     try:
         kind = jax.devices("neuron")[0].device_kind
     except RuntimeError:

@@ -11,12 +11,12 @@ import pytest
 from foreign.measured import distance, residual_bytes, rounded, step_for_memory, total_product_flops
 from foreign.models import MODELS
 from foreign.unchanged import UNCHANGED
-from hlat_jax.ops.dispatch import dispatch
 from hlat_jax.passes import remat
 from hlat_jax.passes.autocast import autocast
 from hlat_jax.passes.jaxpr import equations
 from hlat_jax.passes.products import PRODUCTS, product_flops
 from hlat_jax.passes.residuals import select_residuals
+from hlat_jax.passes.rewrite import rewrite
 
 BF16_STEP = 2.0**-8
 ALL = MODELS | UNCHANGED
@@ -42,7 +42,7 @@ KEPT = {
     "flax attention": 0.82,
 }
 BUDGETED = ("nanodo", "unet", "moe", "gnn")  # blocks in loops, a bottleneck, products of groups, a graph
-# Attentions and cross-entropies that `dispatch` replaces.
+# Attentions and cross-entropies that `rewrite` replaces.
 OPS = {
     "nanodo": (2, 1),
     "lm1b": (2, 1),
@@ -142,7 +142,7 @@ def test_selection_changes_no_gradient_by_more_than_the_rounding_of_bf16(name):
 @pytest.mark.parametrize("name", ALL)
 def test_ops_of_foreign_models_are_found_and_change_no_gradient(name):
     loss, params, batch = model(name)
-    found = dispatch(loss)
+    found = rewrite(loss)
     traced = jax.jit(jax.value_and_grad(found)).trace(params, batch)
     ops = collections.Counter()
     for one in found.report().replacements:

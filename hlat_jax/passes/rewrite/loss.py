@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 
 from hlat_jax.ops import token_statistics
-from hlat_jax.ops.dispatch_graph import Choose, Graph, Match, Refusal, is_literal
-from hlat_jax.ops.loss_terms import IS_INSIDE, Symbolic, Unsupported, V, Value
 from hlat_jax.passes.jaxpr import rebind
+from hlat_jax.passes.rewrite.graph import Choose, EquationGraph, Match, Refusal, is_literal
+from hlat_jax.passes.rewrite.loss_terms import IS_INSIDE, Expression, Symbolic, Unsupported, V
 
 OP = "cross_entropy"
 # Elementwise equations between the product and the softmax that `LogitsForm.from_product` takes over.
@@ -27,7 +27,7 @@ _ELEMENTWISE = frozenset(
 )
 
 
-def matches(graph: Graph) -> Iterator[Match | Refusal]:
+def matches(graph: EquationGraph) -> Iterator[Match | Refusal]:
     """Yields a match for each cross-entropy whose logits nobody else reads, or the reason why it is none."""
     live = _live(graph)
     for eqn in graph.eqns:
@@ -36,7 +36,7 @@ def matches(graph: Graph) -> Iterator[Match | Refusal]:
             yield from [one for one in found if isinstance(one, Match)][:1] or found[:1]
 
 
-def _at_product(graph: Graph, live: set[int], eqn: Any, side: int) -> Match | Refusal | None:
+def _at_product(graph: EquationGraph, live: set[int], eqn: Any, side: int) -> Match | Refusal | None:
     """Returns what follows a product with the head on `side` (0 or 1); None if it is no loss."""
     contracted, batched = eqn.params["dimension_numbers"]
     head, hidden = eqn.invars[side], eqn.invars[1 - side]
@@ -44,13 +44,13 @@ def _at_product(graph: Graph, live: set[int], eqn: Any, side: int) -> Match | Re
         return None
     if not all(jnp.issubdtype(atom.aval.dtype, jnp.floating) for atom in (head, hidden, eqn.outvars[0])):
         return None
-    product = _Product(graph, live, eqn, head, contracted[side][0], hidden, contracted[1 - side][0])
+    product = _Product(graph, live, eqn, (head, contracted[side][0]), (hidden, contracted[1 - side][0]))
     if product.logits.aval.shape[product.axis] < 2:
         return None
     return _Loss(graph, live, product).found()
 
 
-def _live(graph: Graph) -> set[int]:
+def _live(graph: EquationGraph) -> set[int]:
     """Returns the ids of the equations that the results depend on."""
     live: set[int] = set()
     wanted = {atom for atom in graph.outvars if not is_literal(atom)}
@@ -64,7 +64,10 @@ def _live(graph: Graph) -> set[int]:
 class _Product:
     """The product with the head and what follows it, elementwise, until the logits are read more than once."""
 
-    def __init__(self, graph: Graph, live: set[int], eqn: Any, head: Any, head_axis: int, hidden: Any, axis: int):
+    def __init__(
+        self, graph: EquationGraph, live: set[int], eqn: Any, head_side: tuple[Any, int], hidden_side: tuple[Any, int]
+    ):
+        (head, head_axis), (hidden, axis) = head_side, hidden_side
         self.graph, self.eqn, self.hidden = graph, eqn, hidden
         producer = graph.producer(head)
         if producer is not None and producer.primitive.name == "transpose":  # not materialized for a loop
@@ -179,7 +182,7 @@ def _reshaping(shape: Sequence[int], old: int, new: int) -> Callable[[Any], Any]
 class _Loss:
     """The equations after the logits."""
 
-    def __init__(self, graph: Graph, live: set[int], product: _Product):
+    def __init__(self, graph: EquationGraph, live: set[int], product: _Product):
         self.graph, self.live, self.product = graph, live, product
         self.symbolic = Symbolic(graph, product.logits, product.labels)
 
@@ -251,8 +254,7 @@ class _Loss:
             is_inside = (targets >= 0) & (targets < num_columns)
             if target and target.outside == "clip":
                 targets = jnp.clip(targets, 0, num_columns - 1)
-            call = token_statistics.describe_call(hidden.shape, num_columns, dtype=hidden.dtype)
-            found = token_statistics.token_statistics(
+            statistics = token_statistics.token_statistics(
                 hidden,
                 head=head,
                 targets=targets,
@@ -260,12 +262,11 @@ class _Loss:
                     env[var].reshape(-1) if env[var].size > 1 else env[var].reshape(()) for var in product.params
                 ),
                 form=product.form(),
-                implementation=choose(token_statistics.OP, call),
             )
-            target_logit = found.target_logit
+            target_logit = statistics.target_logit
             if target and target.outside == "nan":
                 target_logit = jnp.where(is_inside, target_logit, jnp.nan)
-            columns = {"normaliser": found.log_normaliser, "target": target_logit, "sum": found.logit_sum}
+            columns = {"normaliser": statistics.log_normaliser, "target": target_logit, "sum": statistics.logit_sum}
             return [_evaluated(values[var], var.aval, columns, is_inside, env, len(shape)) for var in outputs]
 
         known = [f"vocabulary {num_columns}"]
@@ -279,7 +280,7 @@ class _Loss:
 
 
 def _evaluated(
-    value: Value, aval: Any, columns: Mapping[str, Any], is_inside: Any, env: Mapping[Any, Any], rank: int
+    value: Expression, aval: Any, columns: Mapping[str, Any], is_inside: Any, env: Mapping[Any, Any], rank: int
 ) -> jax.Array:
     """Returns a variable of shape `aval.shape` from the statistics [...] of all tokens."""
     total: Any = 0.0

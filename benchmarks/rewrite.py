@@ -1,9 +1,9 @@
-"""Models of other people at sequence 1,024: time and memory of a gradient, with and without `ops.dispatch`.
+"""Models of other people at sequence 1,024: time and memory of a gradient, with and without `passes.rewrite`.
 
-    python benchmarks/dispatch.py                       # all transformers of tests/passes/foreign
-    python benchmarks/dispatch.py --models=vit,gemma --pairs=9 --seq_len=512
+    python benchmarks/rewrite.py                       # all transformers of tests/passes/foreign
+    python benchmarks/rewrite.py --models=vit,gemma --pairs=9 --seq_len=512
 
-Each model is compiled twice, its source unchanged: under `jax.jit`, and under `jax.jit` after `dispatch`. Their steps
+Each model is compiled twice, its source unchanged: under `jax.jit`, and under `jax.jit` after `rewrite`. Their steps
 alternate in one process; the ratio of times is the median of the ratios of the pairs. Memory is XLA's temporaries. The
 last column is the largest relative difference of a parameter's gradient, by norm; one that is 0 but for rounding, as
 that of a bias of all keys, is compared with a thousandth of the largest norm.
@@ -20,7 +20,7 @@ import time
 import jax
 import jax.numpy as jnp
 
-from hlat_jax.ops.dispatch import dispatch
+from hlat_jax.passes.rewrite import rewrite
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "passes"))
 from foreign.models import MODELS, TRANSFORMERS
@@ -50,7 +50,7 @@ def main() -> None:
 def compile_both(name: str, options: argparse.Namespace) -> tuple:
     """Returns (both programs, their arguments, the largest relative difference of their gradients)."""
     loss, *args = MODELS[name](seq_len=options.seq_len)
-    ours = dispatch(loss)
+    ours = rewrite(loss)
     programs = [jax.jit(jax.value_and_grad(fn)).lower(*args).compile() for fn in (loss, ours)]
     if options.report:
         print(f"{name}: {ours.report()}")

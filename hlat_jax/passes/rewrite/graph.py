@@ -32,13 +32,14 @@ class Match:
 
     Attributes:
       op: name of the op, for the report.
-      eqns: the equations that the op replaces, of `Graph.eqns`. Nobody else may read their results, except `outputs`.
-        What several ops share, such as the construction of a mask, is left out: what nobody reads is not computed.
+      eqns: the equations of `EquationGraph.eqns` that the op replaces. Nobody else may read their results, except
+        `outputs`. What several ops share, such as the construction of a mask, is left out: what nobody reads is not
+        computed.
       inputs: variables that the op takes.
       outputs: variables that it computes.
       replacement: takes a `Choose` and the values of `inputs`; returns those of `outputs`, a sequence, in the same
         shapes and dtypes. It reads sizes from its arguments: the check may cut batch dimensions.
-      source: "file:line" for the report; see `Graph.source`.
+      source: "file:line" for the report; see `EquationGraph.source`.
       facts: what was recognized, for the report: "causal, scale 0.125".
       uncut: (variable, dimension) that the check must leave at its size, although nothing is mixed along it.
       int_bounds: variable of `inputs` -> exclusive upper bound of the integers with which it is checked; default 4.
@@ -71,8 +72,8 @@ class Refusal:
 
 
 @dataclasses.dataclass(frozen=True)
-class Changed:
-    """An equation with other parameters.
+class Change:
+    """What changes in an equation.
 
     Attributes:
       params: those that change.
@@ -106,7 +107,7 @@ class Cyclic(ValueError):
     """Replacements that need each other's results."""
 
 
-class Graph:
+class EquationGraph:
     """One jaxpr with the bodies of plain `jit`, `custom_jvp` and `custom_vjp` calls inlined.
 
     Args:
@@ -222,7 +223,7 @@ class Graph:
         self,
         matches: Sequence[tuple[Match, Callable[..., Sequence[Any]]]],
         *,
-        changed: Mapping[int, Changed] | None = None,
+        changes: Mapping[int, Change] | None = None,
         given: Sequence[Any] | None = None,
         wanted: Sequence[Any] | None = None,
     ) -> list[_Step]:
@@ -230,7 +231,7 @@ class Graph:
 
         Args:
           matches: each with the function from the values of its inputs to those of its outputs.
-          changed: id of an equation -> how it is rebound.
+          changes: id of an equation -> how it is rebound.
           given: variables whose values are given; None: the inputs of the jaxpr.
           wanted: variables whose values are wanted; None: the results of the jaxpr.
 
@@ -247,7 +248,7 @@ class Graph:
         steps: list[tuple[int, _Step]] = [
             (last[id(match)], _replacing(match, function, self._place(match))) for match, function in matches
         ]
-        self._add_steps(self._items, changed or {}, ends, claimed, steps)
+        self._add_steps(self._items, changes or {}, ends, claimed, steps)
         kept = _needed([step for _, step in steps], wanted, set(given) | set(self.values))
         numbers = {id(step): number for number, step in steps}
         return _ordered(kept, numbers)
@@ -260,26 +261,26 @@ class Graph:
     def _place(self, match: Match) -> Any:
         return max(match.eqns, key=self._number)
 
-    def _add_steps(self, items: Sequence[Any], changed: Mapping, ends: set, claimed: set, steps: list) -> None:
+    def _add_steps(self, items: Sequence[Any], changes: Mapping, ends: set, claimed: set, steps: list) -> None:
         for item in items:
             if not isinstance(item, _Call):
                 reads = [atom for atom in item.invars if not is_literal(atom)]
                 defines = [var for var in item.outvars if var not in claimed]
-                run = _binding(item, item.outvars, defines, changed.get(id(item), Changed({})))
+                run = _binding(item, item.outvars, defines, changes.get(id(item), Change({})))
                 steps.append((self._number(item), _Step(reads, defines, run, bool(item.effects))))
                 continue
             results = {atom for atom in item.results if not is_literal(atom)}
             is_open = any(var in item.inside and var not in results for var in ends)
-            is_open |= any(id(eqn) in changed for eqn in _equations(item))
+            is_open |= any(id(eqn) in changes for eqn in _equations(item))
             if is_open and item.sealed:
                 raise ValueError(f"part of {item.eqn.primitive.name}, which has a derivative rule of its own")
             if is_open:
-                self._add_steps(item.items, changed, ends, claimed, steps)
+                self._add_steps(item.items, changes, ends, claimed, steps)
                 continue
             reads = [atom for atom in item.eqn.invars if not is_literal(atom)]
             defines = [atom for atom in dict.fromkeys(item.results) if atom in item.inside and atom not in claimed]
             numbers = [self._number(eqn) for eqn in _equations(item)]
-            run = _binding(item.eqn, item.results, defines, Changed({}))
+            run = _binding(item.eqn, item.results, defines, Change({}))
             if numbers:
                 steps.append((numbers[0], _Step(reads, defines, run, bool(item.eqn.effects))))
 
@@ -369,7 +370,7 @@ def _equations(call: _Call) -> list[Any]:
     return found
 
 
-def _binding(eqn: Any, results: Sequence[Any], defines: Sequence[Any], change: Changed) -> Callable:
+def _binding(eqn: Any, results: Sequence[Any], defines: Sequence[Any], change: Change) -> Callable:
     kept = [next(number for number, atom in enumerate(results) if atom is var) for var in defines]
 
     def run(env: Mapping[Any, Any]) -> list[Any]:

@@ -19,8 +19,8 @@ import numpy as np
 from jax.extend import core
 
 from hlat_jax.ops.dialect import CallSpec, Op
-from hlat_jax.ops.dispatch_graph import Graph, Match, is_literal
 from hlat_jax.passes.jaxpr import called, has_symbolic_zeros, op_name, place_of, rebind
+from hlat_jax.passes.rewrite.graph import EquationGraph, Match, is_literal
 
 # Largest difference from the original, relative to the norm of the value, by the narrowest float among the operands.
 TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
@@ -42,7 +42,7 @@ _JAX = os.path.dirname(jax.__file__) + os.sep
 _checked: dict[str, float] = {}  # digest of (original, replacement) -> difference, of this process
 
 
-def difference(graph: Graph, match: Match) -> tuple[float, float]:
+def compare(graph: EquationGraph, match: Match) -> tuple[float, float]:
     """Returns (the largest relative difference of a replacement from the original, the tolerance).
 
     Both run on the CPU, in values and gradients; the replacement by the implementation chosen for a CPU.
@@ -67,11 +67,11 @@ def difference(graph: Graph, match: Match) -> tuple[float, float]:
     return _compared(graph, match, original, [var.aval.shape for var in match.inputs]), tolerance
 
 
-def _at_real_sizes(graph: Graph, match: Match, args: Sequence[Any]) -> list[Any]:
+def _at_real_sizes(graph: EquationGraph, match: Match, args: Sequence[Any]) -> list[Any]:
     return graph.evaluate(match.inputs, args, match.outputs)
 
 
-def _compared(graph: Graph, match: Match, original: Callable, shapes: Sequence[Sequence[int]]) -> float:
+def _compared(graph: EquationGraph, match: Match, original: Callable, shapes: Sequence[Sequence[int]]) -> float:
     def choose(op: Op, call: CallSpec) -> str:
         return op.choose("auto", "cpu", call=call).name
 
@@ -171,7 +171,7 @@ class _Cut:
       sizes: class -> size, of those that are cut; {} if the original is small.
     """
 
-    def __init__(self, graph: Graph, match: Match):
+    def __init__(self, graph: EquationGraph, match: Match):
         self.graph, self.match = graph, match
         self.sizes: dict[Any, int] = {}
         self._parents: dict[Any, Any] = {}

@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from hlat_jax.ops.dispatch_graph import Graph, is_literal
+from hlat_jax.passes.rewrite.graph import EquationGraph, is_literal
 
 
 @dataclasses.dataclass(eq=False)
@@ -22,7 +22,7 @@ class Axis:
 
 
 # For each dimension of an array its axes, outermost first; a dimension of size 1 has none.
-Layout = tuple[tuple[Axis, ...], ...]
+ArrayAxes = tuple[tuple[Axis, ...], ...]
 
 
 def leaves_of(axes: Sequence[Axis]) -> tuple[Axis, ...]:
@@ -30,12 +30,12 @@ def leaves_of(axes: Sequence[Axis]) -> tuple[Axis, ...]:
     return tuple(leaf for axis in axes for leaf in (leaves_of(axis.parts) if axis.parts else (axis,)))
 
 
-def all_leaves(layout: Layout) -> tuple[Axis, ...]:
+def all_leaves(layout: ArrayAxes) -> tuple[Axis, ...]:
     """Returns the leaves of all dimensions."""
     return tuple(leaf for axes in layout for leaf in leaves_of(axes))
 
 
-def new_layout(shape: Sequence[int]) -> Layout:
+def new_layout(shape: Sequence[int]) -> ArrayAxes:
     """Returns the layout of an array whose dimensions are axes of their own."""
     return tuple((Axis(size),) if size > 1 else () for size in shape)
 
@@ -50,7 +50,7 @@ def _spans(groups: Sequence[Sequence[Any]]) -> list[tuple[int, int]]:
     return [(int(end) - len(group), int(end)) for end, group in zip(ends, groups, strict=True)]
 
 
-def scalar(graph: Graph, atom: Any) -> float | None:
+def scalar(graph: EquationGraph, atom: Any) -> float | None:
     """Returns the number of which all elements of a constant are; None if there is none."""
     if not is_literal(atom):
         atom, _ = broadcast_source(graph, atom, new_layout(atom.aval.shape))
@@ -63,7 +63,7 @@ def scalar(graph: Graph, atom: Any) -> float | None:
     return float(first) if (value == first).all() else None
 
 
-def through(graph: Graph, var: Any, layout: Layout) -> tuple[Any, Layout]:
+def through(graph: EquationGraph, var: Any, layout: ArrayAxes) -> tuple[Any, ArrayAxes]:
     """Returns what a value is a view or a change of dtype of, and its layout; nothing is broadcast in between."""
     while True:
         eqn = graph.producer(var)
@@ -73,7 +73,7 @@ def through(graph: Graph, var: Any, layout: Layout) -> tuple[Any, Layout]:
         var, layout = eqn.invars[0], before
 
 
-def broadcast_source(graph: Graph, var: Any, layout: Layout) -> tuple[Any, Layout]:
+def broadcast_source(graph: EquationGraph, var: Any, layout: ArrayAxes) -> tuple[Any, ArrayAxes]:
     """Returns the smallest array of which a value is a view, with its layout; its dtype is the same."""
     if len(layout) != len(var.aval.shape):
         return var, tuple(() for _ in var.aval.shape)  # a scalar
@@ -89,7 +89,7 @@ def broadcast_source(graph: Graph, var: Any, layout: Layout) -> tuple[Any, Layou
     return var, tuple(axes if size > 1 else () for axes, size in zip(layout, shape, strict=True))
 
 
-def _layout_before(eqn: Any, layout: Layout, *, may_broadcast: bool) -> Layout | None:
+def _layout_before(eqn: Any, layout: ArrayAxes, *, may_broadcast: bool) -> ArrayAxes | None:
     """Returns the layout of the operand of an equation that only views it; None for any other equation."""
     name, shape = eqn.primitive.name, eqn.invars[0].aval.shape if eqn.invars else ()
     if name in ("convert_element_type", "copy", "copy_p", "name"):
@@ -115,7 +115,7 @@ def _layout_before(eqn: Any, layout: Layout, *, may_broadcast: bool) -> Layout |
     return None
 
 
-def _regrouped(layout: Layout, shape: Sequence[int]) -> Layout | None:
+def _regrouped(layout: ArrayAxes, shape: Sequence[int]) -> ArrayAxes | None:
     """Returns the layout of an array of another shape with the same elements in order; None if no axis can be split."""
     left = list(all_leaves(layout))
     if math.prod(axis.size for axis in left) != math.prod(shape):
@@ -138,13 +138,13 @@ def _regrouped(layout: Layout, shape: Sequence[int]) -> Layout | None:
     return tuple(found)
 
 
-def reduced_axes(layout: Layout, total: Layout) -> tuple[Axis, ...]:
+def reduced_axes(layout: ArrayAxes, total: ArrayAxes) -> tuple[Axis, ...]:
     """Returns the axes of a layout that another lacks."""
     left = set(all_leaves(total))
     return tuple(axis for axis in all_leaves(layout) if axis not in left)
 
 
-def is_sum_over(add: Any, own: Layout, *, layouts: tuple[Layout, Layout], total: Layout) -> bool:
+def is_sum_over(add: Any, own: ArrayAxes, *, layouts: tuple[ArrayAxes, ArrayAxes], total: ArrayAxes) -> bool:
     """Returns whether a sum is over the axes that `total` lacks, with its results where `total` has them.
 
     Args:
@@ -169,7 +169,7 @@ def is_sum_over(add: Any, own: Layout, *, layouts: tuple[Layout, Layout], total:
     return tuple(leaf for dim in dims for leaf in leaves_of(layouts[1][dim])) == all_leaves(total)
 
 
-def arranged(x: Any, layout: Layout, groups: Sequence[Sequence[Axis]], *, sizes: dict, full: bool = False) -> Any:
+def arranged(x: Any, layout: ArrayAxes, groups: Sequence[Sequence[Axis]], *, sizes: dict, full: bool = False) -> Any:
     """Returns an array with one dimension for each group of axes, 1 where it has none of them.
 
     Args:

@@ -1,4 +1,4 @@
-"""Symbolic values of what a program computes from logits, as `dispatch_loss` needs them.
+"""Symbolic values of what a program computes from logits, as `rewrite.loss` needs them.
 
 What a loss reads of the logits z of one token is their log-normaliser, the logit of its target and their sum. Values
 are sums of those three, of z, and of masks where the column is the target. A maximum that is subtracted for stability
@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from hlat_jax.ops.dispatch_graph import Graph, is_literal
+from hlat_jax.passes.rewrite.graph import EquationGraph, is_literal
 
 V = "V"  # label of the dimension of the vocabulary; those of tokens are numbered; None is constant along a dimension
 _IDENTITIES = frozenset({"stop_gradient", "copy", "name", "reduce_precision", "abs"})
@@ -35,7 +35,7 @@ class Factor:
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
+class TargetIndex:
     var: Any
     labels: tuple[Any, ...]
     outside: str  # what an index outside the vocabulary means: "zero", "nan" or "clip"
@@ -48,7 +48,7 @@ Term = tuple[str, str, tuple[Any, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Value:
+class Expression:
     """A symbolic value: the sum of terms, or its exponential.
 
     Attributes:
@@ -84,15 +84,15 @@ class Symbolic:
       has_log: whether a logarithm of such a sum was taken.
     """
 
-    def __init__(self, graph: Graph, logits: Any, labels: Sequence[Any]):
+    def __init__(self, graph: EquationGraph, logits: Any, labels: Sequence[Any]):
         self.graph = graph
         self.num_columns = logits.aval.shape[list(labels).index(V)]
-        self.values: dict[Any, Value] = {logits: Value({("z", "", ()): 1.0}, tuple(labels))}
-        self.target: Target | None = None
+        self.values: dict[Any, Expression] = {logits: Expression({("z", "", ()): 1.0}, tuple(labels))}
+        self.target: TargetIndex | None = None
         self.has_normaliser = self.has_log = False
         self._flags: dict[Any, Any] = {}  # result of is_finite -> its operand
 
-    def value_of(self, eqn: Any) -> Value:
+    def value_of(self, eqn: Any) -> Expression:
         """Returns and keeps the value of an equation that reads values.
 
         Raises:
@@ -101,13 +101,13 @@ class Symbolic:
         self.values[eqn.outvars[0]] = value = self._value(eqn)
         return value
 
-    def _value(self, eqn: Any) -> Value:
+    def _value(self, eqn: Any) -> Expression:
         name = eqn.primitive.name
         if name in ("add", "sub"):
             left, right = self._operands(eqn)
             if left.is_exp or right.is_exp:
                 raise Unsupported("probabilities are added to other values")
-            return Value(_sum(left.terms, right.terms, -1.0 if name == "sub" else 1.0), _joined(left, right))
+            return Expression(_sum(left.terms, right.terms, -1.0 if name == "sub" else 1.0), _joined(left, right))
         if name in ("mul", "div"):
             return self._product_of(eqn)
         if name == "square" or (name == "integer_pow" and eqn.params["y"] == 2):
@@ -155,7 +155,7 @@ class Symbolic:
             return self._contracted(eqn)
         raise Unsupported("the logits, or values computed from them, are also read by another operation")
 
-    def _known(self, eqn: Any, index: int) -> Value:
+    def _known(self, eqn: Any, index: int) -> Expression:
         atom = eqn.invars[index]
         if is_literal(atom) or atom not in self.values:
             raise Unsupported("the logits enter by another operand than expected")
@@ -166,7 +166,7 @@ class Symbolic:
             raise Unsupported("whether logits are finite is read")
         return value
 
-    def _operands(self, eqn: Any) -> list[Value]:
+    def _operands(self, eqn: Any) -> list[Expression]:
         atoms = eqn.invars
         known = [
             None if is_literal(atom) or atom not in self.values else self._known(eqn, k) for k, atom in enumerate(atoms)
@@ -191,23 +191,23 @@ class Symbolic:
                 labels[k] = V
         return tuple(labels)
 
-    def _outside(self, atom: Any, labels: tuple[Any, ...]) -> Value:
+    def _outside(self, atom: Any, labels: tuple[Any, ...]) -> Expression:
         """Returns the value of something that is not computed from the logits: weights, labels."""
         shape = atom.aval.shape
         if is_literal(atom):
-            return Value({("", "", ()): float(atom.val)}, labels)
+            return Expression({("", "", ()): float(atom.val)}, labels)
         if atom in self.values:
             return dataclasses.replace(self.values[atom], labels=labels)
         eqn = self.graph.producer(atom)
         name = None if eqn is None else eqn.primitive.name
         if name == "broadcast_in_dim" and is_literal(eqn.invars[0]):
-            return Value({("", "", ()): float(eqn.invars[0].val)}, (None,) * len(shape))
+            return Expression({("", "", ()): float(eqn.invars[0].val)}, (None,) * len(shape))
         if V not in labels:
             if not shape and self.graph.is_constant(atom):
                 constant = self.graph.constant(atom)
                 if constant is not None:
-                    return Value({("", "", ()): float(constant)}, labels)
-            return Value({("", "", (Factor(atom, labels),)): 1.0}, labels)
+                    return Expression({("", "", ()): float(constant)}, labels)
+            return Expression({("", "", (Factor(atom, labels),)): 1.0}, labels)
         if name in ("convert_element_type", "stop_gradient", "copy") and _keeps_values(eqn):
             return self._outside(eqn.invars[0], labels)
         if name in ("broadcast_in_dim", "reshape", "squeeze", "expand_dims"):
@@ -221,23 +221,23 @@ class Symbolic:
             if name == "neg":
                 return self._scaled(values[0], -1.0)
             if name in ("add", "sub"):
-                return Value(_sum(values[0].terms, values[1].terms, -1.0 if name == "sub" else 1.0), labels)
+                return Expression(_sum(values[0].terms, values[1].terms, -1.0 if name == "sub" else 1.0), labels)
             if name == "mul":
-                return Value(_times(values[0].terms, values[1].terms), labels)
+                return Expression(_times(values[0].terms, values[1].terms), labels)
             if name == "div":
-                return Value(_times(values[0].terms, _inverse(values[1].terms)), labels)
+                return Expression(_times(values[0].terms, _inverse(values[1].terms)), labels)
             off, on = values[1].terms, values[2].terms
-            return Value(_sum(off, _times(values[0].terms, _sum(on, off, -1.0)), 1.0), labels)
+            return Expression(_sum(off, _times(values[0].terms, _sum(on, off, -1.0)), 1.0), labels)
         raise Unsupported("labels that are not one-hot of integers multiply the logits")
 
-    def _one_hot(self, eqn: Any, of: Sequence[tuple], labels: tuple[Any, ...]) -> Value:
+    def _one_hot(self, eqn: Any, of: Sequence[tuple], labels: tuple[Any, ...]) -> Expression:
         for target, columns in ((0, 1), (1, 0)):
             atom = eqn.invars[target]
             if V not in of[target] and self._is_column_index(eqn.invars[columns], of[columns]):
                 if not jnp.issubdtype(atom.aval.dtype, jnp.integer):
                     break
-                self._set_target(Target(atom, of[target], "zero"))
-                return Value({("hot", "", ()): 1.0}, labels)
+                self._set_target(TargetIndex(atom, of[target], "zero"))
+                return Expression({("hot", "", ()): 1.0}, labels)
         raise Unsupported("labels that are not one-hot of integers multiply the logits")
 
     def _is_column_index(self, atom: Any, labels: tuple[Any, ...]) -> bool:
@@ -254,7 +254,7 @@ class Symbolic:
         constant = self.graph.constant(atom)
         return constant is not None and np.array_equal(constant.reshape(-1), np.arange(self.num_columns))
 
-    def _set_target(self, target: Target) -> None:
+    def _set_target(self, target: TargetIndex) -> None:
         if is_literal(target.var):
             raise Unsupported("the target is a literal")
         if target.var in self.values:
@@ -263,29 +263,29 @@ class Symbolic:
             raise Unsupported("the logits of more than one target are read")
         self.target = target
 
-    def _scaled(self, value: Value, factor: float) -> Value:
+    def _scaled(self, value: Expression, factor: float) -> Expression:
         if value.is_exp:
             raise Unsupported("probabilities are scaled")
         return dataclasses.replace(value, terms={term: factor * c for term, c in value.terms.items()})
 
-    def _product_of(self, eqn: Any) -> Value:
+    def _product_of(self, eqn: Any) -> Expression:
         left, right = self._operands(eqn)
         labels = _joined(left, right)
         if left.is_exp and right.is_exp:
             sign = -1.0 if eqn.primitive.name == "div" else 1.0
-            return Value(_sum(left.terms, right.terms, sign), labels, is_exp=True)
+            return Expression(_sum(left.terms, right.terms, sign), labels, is_exp=True)
         if left.is_exp or right.is_exp:
             raise Unsupported("probabilities are multiplied with other values")
         other = _inverse(right.terms) if eqn.primitive.name == "div" else right.terms
-        return Value(_times(left.terms, other), labels)
+        return Expression(_times(left.terms, other), labels)
 
-    def _exp(self, value: Value) -> Value:
+    def _exp(self, value: Expression) -> Expression:
         wide = {term: c for term, c in value.terms.items() if term[0]}
         if value.is_exp or (wide and wide != {("z", "", ()): 1.0}):
             raise Unsupported("logits with a scale per token, or with labels in them, are read")
         return dataclasses.replace(value, is_exp=True)
 
-    def _with_initial(self, eqn: Any) -> Value:
+    def _with_initial(self, eqn: Any) -> Expression:
         first = eqn.invars[0]
         known = 0 if not is_literal(first) and first in self.values else 1
         other = self.graph.constant(eqn.invars[1 - known])
@@ -293,7 +293,7 @@ class Symbolic:
             raise Unsupported("the logits are compared with other values")
         return self._known(eqn, known)
 
-    def _selected(self, eqn: Any) -> Value:
+    def _selected(self, eqn: Any) -> Expression:
         which, *cases = eqn.invars
         if len(cases) != 2:
             raise Unsupported("the logits are selected from")
@@ -307,9 +307,9 @@ class Symbolic:
         off = self._outside(cases[0], self._labels_like(cases[0], value.labels)).terms
         if value.is_exp or any(off.values()):
             raise Unsupported("logits of some columns or tokens are replaced")
-        return Value(_times(value.terms, self._outside(which, labels).terms), value.labels)
+        return Expression(_times(value.terms, self._outside(which, labels).terms), value.labels)
 
-    def _reduced_max(self, eqn: Any) -> Value:
+    def _reduced_max(self, eqn: Any) -> Expression:
         value = self._known(eqn, 0)
         axes = eqn.params["axes"]
         labels = [value.labels[axis] for axis in axes]
@@ -318,9 +318,9 @@ class Symbolic:
         if value.is_exp or value.terms != {("z", "", ()): 1.0}:
             raise Unsupported("logits with a scale per token, or with labels in them, are read")
         kept = tuple(label for axis, label in enumerate(value.labels) if axis not in axes)
-        return Value({("", f"max[{','.join(sorted(map(str, labels)))}]", ()): 1.0}, kept)
+        return Expression({("", f"max[{','.join(sorted(map(str, labels)))}]", ()): 1.0}, kept)
 
-    def _reduced_sum(self, value: Value, axes: Sequence[int], shape: Sequence[int]) -> Value:
+    def _reduced_sum(self, value: Expression, axes: Sequence[int], shape: Sequence[int]) -> Expression:
         labels = [value.labels[axis] for axis in axes]
         kept = tuple(label for axis, label in enumerate(value.labels) if axis not in axes)
         copies = math.prod(shape[axis] for axis in axes if value.labels[axis] is None)
@@ -358,7 +358,7 @@ class Symbolic:
             total = _sum(total, {new: c}, 1.0)
         return total
 
-    def _gathered(self, eqn: Any) -> Value:
+    def _gathered(self, eqn: Any) -> Expression:
         value, numbers, sizes = self._known(eqn, 0), eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
         indices, mode = eqn.invars[1], eqn.params["mode"].name
         if V not in value.labels:
@@ -392,13 +392,13 @@ class Symbolic:
         fill = eqn.params["fill_value"]
         if outside == "nan" and fill is not None and not np.isnan(fill):
             raise Unsupported(f"an index outside the vocabulary means {fill}")
-        self._set_target(Target(parts[mapped.index(axis)], (*batch, None), outside))
+        self._set_target(TargetIndex(parts[mapped.index(axis)], (*batch, None), outside))
         terms: dict[Term, float] = {}
         for (column, token, factors), c in value.terms.items():
             if column not in ("", "z") or (column and token):
                 raise Unsupported("a column of labels is read by index")
             terms = _sum(terms, {("", "target" if column else token, factors): c}, 1.0)
-        return Value(terms, labels, value.is_exp)
+        return Expression(terms, labels, value.is_exp)
 
     def _index_parts(self, indices: Any, count: int) -> list[Any]:
         if count == 1:
@@ -420,7 +420,7 @@ class Symbolic:
                     return dim
         raise Unsupported("logits of other tokens are read by index")
 
-    def _contracted(self, eqn: Any) -> Value:
+    def _contracted(self, eqn: Any) -> Expression:
         left, right = self._operands_of_dot(eqn)
         (left_axes, right_axes), (left_batch, right_batch) = eqn.params["dimension_numbers"]
         labels = _joined(left, right)
@@ -430,11 +430,11 @@ class Symbolic:
         if left.is_exp or right.is_exp or not is_elementwise:
             raise Unsupported("the logits are read by a product")
         order = [*left_batch, *left_axes]
-        value = Value(_times(left.terms, right.terms), tuple(labels[axis] for axis in order))
+        value = Expression(_times(left.terms, right.terms), tuple(labels[axis] for axis in order))
         shape = [eqn.invars[0].aval.shape[axis] for axis in order]
         return self._reduced_sum(value, range(len(left_batch), len(order)), shape)
 
-    def _operands_of_dot(self, eqn: Any) -> list[Value]:
+    def _operands_of_dot(self, eqn: Any) -> list[Expression]:
         if eqn.invars[0].aval.shape != eqn.invars[1].aval.shape:
             raise Unsupported("the logits are read by a product")
         return self._operands(eqn)
@@ -476,7 +476,7 @@ def _inverse(terms: Mapping[Term, float]) -> dict[Term, float]:
     return {("", "", tuple(dataclasses.replace(one, is_inverse=not one.is_inverse) for one in factors)): 1.0 / c}
 
 
-def _joined(left: Value, right: Value) -> tuple[Any, ...]:
+def _joined(left: Expression, right: Expression) -> tuple[Any, ...]:
     if not left.labels or not right.labels:
         return left.labels or right.labels
     labels = []

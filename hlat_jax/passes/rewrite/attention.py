@@ -1,7 +1,7 @@
 """Finds attention in a jaxpr: product, scale, softcap, bias, mask, softmax, dropout, product.
 
-Dimensions are followed as sequences of axes (`dispatch_axes`), so that the layout of the function does not matter. What
-the axes are follows from who has them: queries, keys or values. `dispatch_scores` reads what lies between the products.
+Dimensions are followed as sequences of axes (`axes`), so that the layout of the function does not matter. What
+the axes are follows from who has them: queries, keys or values. `scores` reads what lies between the products.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from hlat_jax.ops import attention, general_attention
-from hlat_jax.ops.dispatch_axes import (
+from hlat_jax.ops.attention_variant import Variant
+from hlat_jax.passes.rewrite.axes import (
+    ArrayAxes,
     Axis,
-    Layout,
     all_leaves,
     arranged,
     broadcast_source,
@@ -25,15 +26,15 @@ from hlat_jax.ops.dispatch_axes import (
     new_layout,
     size_of,
 )
-from hlat_jax.ops.dispatch_graph import Choose, Graph, Match, Refusal, is_literal
-from hlat_jax.ops.dispatch_scores import MASKED, Chain, NotAttention, Refused, Scores, Term
+from hlat_jax.passes.rewrite.graph import Choose, EquationGraph, Match, Refusal, is_literal
+from hlat_jax.passes.rewrite.scores import MASKED, Chain, NotAttention, Refused, Scores, ScoreTerm
 
 # Masked scores of at most this are below those that a mask which is added to them leaves.
 _LOWEST = -1e29
 _OP = "attention"
 
 
-def matches(graph: Graph) -> Iterator[Match | Refusal]:
+def matches(graph: EquationGraph) -> Iterator[Match | Refusal]:
     """Yields a match or a refusal for each product of probabilities and values."""
     for eqn in graph.eqns:
         if eqn.primitive.name != "dot_general":
@@ -51,7 +52,7 @@ def matches(graph: Graph) -> Iterator[Match | Refusal]:
 class _Reader:
     """Reads one candidate backwards, from the product of probabilities and values to the queries and keys."""
 
-    def __init__(self, graph: Graph, eqn: Any, side: int):
+    def __init__(self, graph: EquationGraph, eqn: Any, side: int):
         self.graph, self.last, self.side = graph, eqn, side
 
     def match(self) -> Match:
@@ -73,7 +74,7 @@ class _Reader:
         terms = [*chain.masks, *(truth for _, truths in chain.added for truth in truths), *chain.biases]
         return {axis for term in terms for axis in all_leaves(term.layout)}
 
-    def _operand_layouts(self, first: Any, scores: Layout) -> tuple[Layout, Layout]:
+    def _operand_layouts(self, first: Any, scores: ArrayAxes) -> tuple[ArrayAxes, ArrayAxes]:
         """Returns the layouts of both operands of the first product from that of its result."""
         (left_contracted, right_contracted), (left_batch, right_batch) = first.params["dimension_numbers"]
         left, right = ([None] * len(atom.aval.shape) for atom in first.invars)
@@ -88,7 +89,7 @@ class _Reader:
             left[one] = right[other] = new_layout([first.invars[0].aval.shape[one]])[0]
         return tuple(left), tuple(right)
 
-    def _value_layouts(self, probs: Layout) -> tuple[Layout, Layout]:
+    def _value_layouts(self, probs: ArrayAxes) -> tuple[ArrayAxes, ArrayAxes]:
         """Returns the layouts of the values and of the result."""
         contracted, batch = self.last.params["dimension_numbers"]
         values = self.last.invars[1 - self.side]
@@ -125,7 +126,7 @@ class _Reader:
         return queries, keys, values
 
 
-def _same_segments(graph: Graph, term: Term) -> tuple[Any, Layout, Layout] | None:
+def _same_segments(graph: EquationGraph, term: ScoreTerm) -> tuple[Any, ArrayAxes, ArrayAxes] | None:
     """Returns (ids, layout on the queries' side, on the keys' side) of `ids[:, :, None] == ids[:, None, :]`."""
     eqn = graph.producer(term.var)
     if eqn is None or eqn.primitive.name != "eq" or term.factor != 1.0:
@@ -139,7 +140,7 @@ def _same_segments(graph: Graph, term: Term) -> tuple[Any, Layout, Layout] | Non
 class _Shape:
     """Which axes are batch, heads, positions: B, K (key-value heads), G (query heads for each), T, S, H."""
 
-    def __init__(self, operands: Any, out_layout: Layout, reduced: set[Axis], out: Any, mask_axes: set[Axis]):
+    def __init__(self, operands: Any, out_layout: ArrayAxes, reduced: set[Axis], out: Any, mask_axes: set[Axis]):
         self.operands, self.out_layout, self.out = operands, out_layout, out
         (self.q, q_layout), (self.k, k_layout), (self.v, v_layout) = operands
         in_q, in_k, in_v = (all_leaves(layout) for layout in (q_layout, k_layout, v_layout))
@@ -182,7 +183,7 @@ class _Shape:
         best = [axis for axis in masked if axis in same_size] or masked or same_size or own
         return tuple(best[-1:])
 
-    def sizes(self, arrays: Sequence[Any], layouts: Sequence[Layout]) -> dict[Axis, int]:
+    def sizes(self, arrays: Sequence[Any], layouts: Sequence[ArrayAxes]) -> dict[Axis, int]:
         """Returns the size of each axis: a dimension that is one axis gives its size, which may have been cut."""
         found = {}
         for layout in layouts:
@@ -219,7 +220,7 @@ def _above_masked(bias: jax.Array) -> jax.Array:
 class _Terms:
     """What the op is called with: masks that are proven by their values, segments, and the arrays of all others."""
 
-    def __init__(self, reader: _Reader, shape: _Shape, chain: Chain, keep: Term | None):
+    def __init__(self, reader: _Reader, shape: _Shape, chain: Chain, keep: ScoreTerm | None):
         self.reader, self.graph, self.shape, self.chain, self.keep = reader, reader.graph, shape, chain, keep
         self.groups = (shape.B, (*shape.K, *shape.G), shape.T, shape.S)
         self.biases = list(chain.biases)
@@ -242,15 +243,15 @@ class _Terms:
             if not (self._folded(term) | ~self.constant).all():
                 raise Refused("the scores are multiplied by a mask and not set to a large negative number there")
 
-    def _read_masks(self, terms: Sequence[Term]) -> None:
+    def _read_masks(self, terms: Sequence[ScoreTerm]) -> None:
         self.constant = np.ones((1, 1, 1, 1), bool)  # [B, N, T, S], the conjunction of constant masks
-        self.segments: tuple[Any, Layout] | None = None
-        self.masks: list[Term] = []
+        self.segments: tuple[Any, ArrayAxes] | None = None
+        self.masks: list[ScoreTerm] = []
         for term in terms:
             self._add_mask(term)
         self._prove()
 
-    def _may_mask(self, bias: Term) -> bool:
+    def _may_mask(self, bias: ScoreTerm) -> bool:
         """Returns whether a bias may be large and negative: it is an input, or computed with such a number."""
         todo, seen = [bias.var], 0
         if self.graph.producer(bias.var) is None and not self.graph.is_constant(bias.var):
@@ -270,7 +271,7 @@ class _Terms:
             todo += eqn.invars if eqn is not None else []
         return bool(todo)
 
-    def _add_mask(self, term: Term) -> None:
+    def _add_mask(self, term: ScoreTerm) -> None:
         if self.graph.constant(term.var) is not None:
             self.constant = self.constant & self._folded(term)
             return
@@ -293,7 +294,7 @@ class _Terms:
                     return
         self.masks.append(term)
 
-    def _folded(self, term: Term) -> np.ndarray:
+    def _folded(self, term: ScoreTerm) -> np.ndarray:
         value = self.graph.constant(term.var)
         if value is None:
             raise Refused("the scores are multiplied by an array")
@@ -336,12 +337,12 @@ class _Terms:
     def match(self, first: Any) -> Match:
         """Returns the match."""
         shape, graph, chain = self.shape, self.graph, self.chain
-        arrays: list[tuple[Any, Layout]] = [(shape.q, shape.operands[0][1]), (shape.k, shape.operands[1][1])]
+        arrays: list[tuple[Any, ArrayAxes]] = [(shape.q, shape.operands[0][1]), (shape.k, shape.operands[1][1])]
         arrays.append((shape.v, shape.operands[2][1]))
         plain = len(arrays)
         known = {axis for group in self.groups for axis in group}
         for term in (
-            *([Term(*self.segments)] if self.segments else ()),
+            *([ScoreTerm(*self.segments)] if self.segments else ()),
             *self.masks,
             *self.biases,
             *([self.keep] if self.keep else ()),
@@ -407,7 +408,7 @@ class _Terms:
                 _above_masked(x.astype(jnp.float32) * term.factor if term.factor != 1 else x)
                 for x, term in zip(others[num_masks : num_masks + num_biases], terms[num_masks:], strict=True)
             ]
-            variant = general_attention.Variant(
+            variant = Variant(
                 causal=causal,
                 scale=scale_or_none,
                 softcap=softcap,
@@ -444,9 +445,7 @@ class _Terms:
         return ", ".join(facts) + ", B {} T {} S {} N {} K {} H {}".format(*sizes)
 
 
-def _attend(
-    choose: Choose, q: Any, k: Any, v: Any, ids: Any, window: int | None, variant: general_attention.Variant
-) -> Any:
+def _attend(choose: Choose, q: Any, k: Any, v: Any, ids: Any, window: int | None, variant: Variant) -> Any:
     has_segments, features = ids is not None, variant.features
     if not features and k.shape[1] == q.shape[1]:
         call = attention.describe_call(q.shape, k.shape[2], dtype=q.dtype, has_segments=has_segments, window=window)
@@ -466,7 +465,7 @@ def _attend(
     )
 
 
-def _between(graph: Graph, inputs: Sequence[Any], last: Any, starts: Sequence[Any]) -> list[Any]:
+def _between(graph: EquationGraph, inputs: Sequence[Any], last: Any, starts: Sequence[Any]) -> list[Any]:
     """Returns the equations on the ways from `starts` to the result, in order."""
     stop = set(inputs)
     above: dict[int, Any] = {}

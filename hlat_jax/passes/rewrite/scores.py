@@ -12,9 +12,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from hlat_jax.ops.dispatch_axes import (
+from hlat_jax.passes.rewrite.axes import (
+    ArrayAxes,
     Axis,
-    Layout,
     broadcast_source,
     is_sum_over,
     new_layout,
@@ -22,7 +22,7 @@ from hlat_jax.ops.dispatch_axes import (
     scalar,
     through,
 )
-from hlat_jax.ops.dispatch_graph import Graph, is_literal
+from hlat_jax.passes.rewrite.graph import EquationGraph, is_literal
 
 # A score with this or less added to it, or in its place, has no weight.
 MASKED = -1e4
@@ -37,7 +37,7 @@ class Refused(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Term:
+class ScoreTerm:
     """An array that is broadcast to the scores.
 
     Attributes:
@@ -48,7 +48,7 @@ class Term:
     """
 
     var: Any
-    layout: Layout
+    layout: ArrayAxes
     is_truth: bool = False
     factor: float = 1.0
 
@@ -59,21 +59,21 @@ class Chain:
 
     scale: float = 1.0
     softcap: float | None = None
-    biases: list[Term] = dataclasses.field(default_factory=list)
-    masks: list[Term] = dataclasses.field(default_factory=list)
+    biases: list[ScoreTerm] = dataclasses.field(default_factory=list)
+    masks: list[ScoreTerm] = dataclasses.field(default_factory=list)
     fills: set[float] = dataclasses.field(default_factory=set)  # what masked scores are set to
     # biases of 0 and a large negative number, with the masks that they are if every query attends to a key
-    added: list[tuple[Term, list[Term]]] = dataclasses.field(default_factory=list)
-    zeroed: list[Term] = dataclasses.field(default_factory=list)  # masks with which the scores are multiplied
+    added: list[tuple[ScoreTerm, list[ScoreTerm]]] = dataclasses.field(default_factory=list)
+    zeroed: list[ScoreTerm] = dataclasses.field(default_factory=list)  # masks with which the scores are multiplied
 
 
 class Scores:
     """Reads the scores of one candidate."""
 
-    def __init__(self, graph: Graph):
+    def __init__(self, graph: EquationGraph):
         self.graph = graph
 
-    def softmax(self, probs: Any, layout: Layout) -> tuple[Term | None, Any, Layout, tuple[Axis, ...]]:
+    def softmax(self, probs: Any, layout: ArrayAxes) -> tuple[ScoreTerm | None, Any, ArrayAxes, tuple[Axis, ...]]:
         """Returns (what dropout keeps, the scores, their layout, the axes of the softmax)."""
         keep, factor, var, changed = None, 1.0, probs, True
         while changed:
@@ -97,7 +97,7 @@ class Scores:
             elif (
                 name == "select_n" and len(eqn.invars) == 3 and scalar(self.graph, eqn.invars[1]) == 0 and keep is None
             ):
-                keep = Term(*broadcast_source(self.graph, eqn.invars[0], layout), is_truth=True)
+                keep = ScoreTerm(*broadcast_source(self.graph, eqn.invars[0], layout), is_truth=True)
                 var, changed = eqn.invars[2], True
         scores, layout, reduced = self._normalized(eqn, var, layout)
         if keep is None and factor != 1.0:
@@ -110,7 +110,7 @@ class Scores:
         eqn = self.graph.producer(var)
         return eqn is not None and eqn.primitive.name == "exp"
 
-    def _kept(self, atom: Any, layout: Layout) -> Term | None:
+    def _kept(self, atom: Any, layout: ArrayAxes) -> ScoreTerm | None:
         """Returns the bool array of a factor that is 0 where dropout drops and a constant elsewhere."""
         factor, var = 1.0, atom
         while True:
@@ -125,12 +125,12 @@ class Scores:
             elif name == "convert_element_type":
                 if eqn.invars[0].aval.dtype == bool:
                     source, layout = broadcast_source(self.graph, eqn.invars[0], layout)
-                    return Term(source, layout, is_truth=True, factor=factor)
+                    return ScoreTerm(source, layout, is_truth=True, factor=factor)
             else:
                 return None
             var = eqn.invars[0]
 
-    def _normalized(self, eqn: Any, var: Any, layout: Layout) -> tuple[Any, Layout, tuple[Axis, ...]]:
+    def _normalized(self, eqn: Any, var: Any, layout: ArrayAxes) -> tuple[Any, ArrayAxes, tuple[Axis, ...]]:
         name = eqn.primitive.name
         if name in ("div", "mul"):
             for weights, total in (tuple(eqn.invars), tuple(reversed(eqn.invars)))[: 1 if name == "div" else 2]:
@@ -141,7 +141,7 @@ class Scores:
             return self._log_softmax(eqn, layout)
         raise NotAttention
 
-    def _divided(self, weights: Any, total: Any, layout: Layout, *, inverse: bool) -> Any:
+    def _divided(self, weights: Any, total: Any, layout: ArrayAxes, *, inverse: bool) -> Any:
         """Returns (scores, layout, axes) of weights / total, or of weights * (1 / total)."""
         weights, weights_layout = through(self.graph, weights, layout)
         exp = self.graph.producer(weights)
@@ -171,7 +171,7 @@ class Scores:
         scores, scores_layout = self._shifted(exp.invars[0], weights_layout, reduced)
         return scores, scores_layout, reduced
 
-    def _log_softmax(self, exp: Any, layout: Layout) -> tuple[Any, Layout, tuple[Axis, ...]]:
+    def _log_softmax(self, exp: Any, layout: ArrayAxes) -> tuple[Any, ArrayAxes, tuple[Axis, ...]]:
         """Returns (scores, layout, axes) of exp(scores - log(sum(exp(scores))))."""
         var, layout = through(self.graph, exp.invars[0], layout)
         sub = self.graph.producer(var)
@@ -207,7 +207,7 @@ class Scores:
             raise NotAttention
         return scores, scores_layout, reduced
 
-    def _shifted(self, var: Any, layout: Layout, reduced: Sequence[Axis] | None) -> tuple[Any, Layout]:
+    def _shifted(self, var: Any, layout: ArrayAxes, reduced: Sequence[Axis] | None) -> tuple[Any, ArrayAxes]:
         """Returns the scores of which a value that is the same for all keys was subtracted."""
         var, layout = through(self.graph, var, layout)
         eqn = self.graph.producer(var)
@@ -218,7 +218,7 @@ class Scores:
                 return through(self.graph, eqn.invars[0], layout)
         return var, layout
 
-    def chain(self, var: Any, layout: Layout) -> tuple[Chain, Any, Layout]:
+    def chain(self, var: Any, layout: ArrayAxes) -> tuple[Chain, Any, ArrayAxes]:
         """Returns (what happens to the scores, the product that computes them, the layout of its result)."""
         chain, is_capped, after = Chain(), False, 1.0
         while True:
@@ -284,7 +284,7 @@ class Scores:
             return eqn.invars[0], 1 / scalar(self.graph, eqn.invars[1])
         return None
 
-    def _masked(self, eqn: Any, layout: Layout, chain: Chain) -> Any:
+    def _masked(self, eqn: Any, layout: ArrayAxes, chain: Chain) -> Any:
         """Returns the scores before a bias or mask, which is added to the chain; None for any other equation."""
         name = eqn.primitive.name
         if name == "select_n" and len(eqn.invars) == 3:
@@ -310,7 +310,7 @@ class Scores:
             for one, other in (eqn.invars, tuple(reversed(eqn.invars))):
                 value = self.graph.constant(other)
                 if value is not None and np.isin(value, (0, 1)).all():
-                    chain.zeroed.append(Term(*broadcast_source(self.graph, other, layout), is_truth=True))
+                    chain.zeroed.append(ScoreTerm(*broadcast_source(self.graph, other, layout), is_truth=True))
                     return one
         return None
 
@@ -329,7 +329,7 @@ class Scores:
                 todo += [one for one in eqn.invars if not is_literal(one) and one.aval.size == var.aval.size]
         return False
 
-    def _add_bias(self, term: Term, chain: Chain) -> None:
+    def _add_bias(self, term: ScoreTerm, chain: Chain) -> None:
         truths = self._added_masks(term)
         value = self.graph.constant(term.var)
         if value is not None and value.size == 1 and float(term.factor * value.ravel()[0]) > MASKED:
@@ -339,7 +339,7 @@ class Scores:
         else:
             chain.added.append((term, truths))
 
-    def _added_masks(self, term: Term) -> list[Term] | None:
+    def _added_masks(self, term: ScoreTerm) -> list[ScoreTerm] | None:
         """Returns the masks of a term that is 0 where they are True and large and negative elsewhere, else None."""
         value = self.graph.constant(term.var)
         if value is not None:
@@ -362,7 +362,7 @@ class Scores:
                 number = scalar(self.graph, other)
                 if number is not None:
                     var, layout = broadcast_source(self.graph, one, term.layout)
-                    return self._added_masks(Term(var, layout, factor=term.factor * number))
+                    return self._added_masks(ScoreTerm(var, layout, factor=term.factor * number))
         is_inverse = name == "sub" and scalar(self.graph, eqn.invars[0]) == 1 and self._is_zero_or_one(eqn.invars[1])
         if is_inverse and term.factor <= MASKED:  # 1 - mask
             return self._truths(eqn.invars[1], term.layout)
@@ -370,18 +370,18 @@ class Scores:
             return self._truths(eqn.invars[0], term.layout, negated=True)
         return None
 
-    def _sums(self, var: Any, layout: Layout, factor: float) -> list[Term]:
+    def _sums(self, var: Any, layout: ArrayAxes, factor: float) -> list[ScoreTerm]:
         """Returns the terms of a sum that is added to the scores."""
         var, layout = broadcast_source(self.graph, var, layout)
         eqn = self.graph.producer(var)
         is_sum = eqn is not None and eqn.primitive.name in ("add", "sub") and self.graph.constant(var) is None
-        if is_sum and self._added_masks(Term(var, layout, factor=factor)) is None:
+        if is_sum and self._added_masks(ScoreTerm(var, layout, factor=factor)) is None:
             first, second = eqn.invars
             sign = 1.0 if eqn.primitive.name == "add" else -1.0
             return self._sums(first, layout, factor) + self._sums(second, layout, sign * factor)
-        return [Term(var, layout, factor=factor)]
+        return [ScoreTerm(var, layout, factor=factor)]
 
-    def _truths(self, var: Any, layout: Layout, *, negated: bool = False) -> list[Term]:
+    def _truths(self, var: Any, layout: ArrayAxes, *, negated: bool = False) -> list[ScoreTerm]:
         """Returns the masks whose conjunction is the truth of a value; a negated one has the factor -1."""
         var, layout = broadcast_source(self.graph, var, layout)
         eqn = self.graph.producer(var)
@@ -391,7 +391,7 @@ class Scores:
                 return self._truths(operands[0], layout, negated=not negated)
             if (name in ("and", "mul", "min") and not negated) or (name == "or" and negated and var.aval.dtype == bool):
                 if name in ("and", "or") and var.aval.dtype != bool:
-                    return [Term(var, layout, is_truth=True, factor=-1.0 if negated else 1.0)]
+                    return [ScoreTerm(var, layout, is_truth=True, factor=-1.0 if negated else 1.0)]
                 if name != "min" or all(self._is_zero_or_one(atom) for atom in operands):
                     return [term for atom in operands for term in self._truths(atom, layout, negated=negated)]
             if name == "convert_element_type" and _keeps_truth(operands[0].aval.dtype, var.aval.dtype):
@@ -403,7 +403,7 @@ class Scores:
                     return self._truths(operands[0], layout, negated=negated)
                 if (name, number) == ("eq", 0) or (is_flag and (name, number) == ("ne", 1)):
                     return self._truths(operands[0], layout, negated=not negated)
-        return [Term(var, layout, is_truth=True, factor=-1.0 if negated else 1.0)]
+        return [ScoreTerm(var, layout, is_truth=True, factor=-1.0 if negated else 1.0)]
 
     def _is_zero_or_one(self, atom: Any) -> bool:
         value = self.graph.constant(atom)

@@ -1,24 +1,31 @@
 """Finds the second half of MLPs in a jaxpr: GELU of a hidden array or a gated pair, and the product that reads it.
 
-What stands between the products is recognized by its values, so that its spelling does not matter.
+What stands between the products is recognized by its values, so that its spelling does not matter. The backward pass of
+the replacement keeps the hidden arrays alone, and computes the activation from them again.
+Source: arXiv 1606.08415; arXiv 2002.05202, equation 6.
 """
 
 from __future__ import annotations
 
 import functools
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hlat_jax.ops import general_mlp
-from hlat_jax.ops.dispatch_graph import Choose, Graph, Match, is_literal
+from hlat_jax.passes.fences import checkpointed
 from hlat_jax.passes.jaxpr import rebind
+from hlat_jax.passes.rewrite.graph import Choose, EquationGraph, Match, is_literal
 
-OP = "mlp"
+# Name -> function of one hidden array; of two, it is multiplied with the second.
+_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "GELU by tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "GELU": functools.partial(jax.nn.gelu, approximate=False),
+    "SiLU": jax.nn.silu,
+}
 _ELEMENTWISE = frozenset(
     {"add", "sub", "mul", "div", "neg", "exp", "tanh", "logistic", "erf", "erfc", "square", "integer_pow", "pow"}
     | {"sqrt", "rsqrt", "convert_element_type", "copy", "copy_p"}
@@ -30,7 +37,7 @@ _GRID = np.linspace(-6.0, 6.0, 49, dtype=np.float32)
 _TOLERANCE = 1e-5
 
 
-def matches(graph: Graph) -> Iterator[Match]:
+def matches(graph: EquationGraph) -> Iterator[Match]:
     """Yields a match for each product of a known activation with weights."""
     numbers = {id(eqn): number for number, eqn in enumerate(graph.eqns)}
     for eqn in graph.eqns:
@@ -42,7 +49,7 @@ def matches(graph: Graph) -> Iterator[Match]:
                     break
 
 
-def _before(graph: Graph, numbers: Mapping[int, int], var: Any) -> tuple[str, list[Any], list[Any]] | None:
+def _before(graph: EquationGraph, numbers: Mapping[int, int], var: Any) -> tuple[str, list[Any], list[Any]] | None:
     """Returns (activation, hidden arrays, equations between) of an operand; None if it is no known activation."""
     last = graph.producer(var)
     if last is None or last.primitive.name not in _ELEMENTWISE or var.aval.dtype != jnp.float32:
@@ -61,7 +68,7 @@ def _before(graph: Graph, numbers: Mapping[int, int], var: Any) -> tuple[str, li
     return None
 
 
-def _sources(graph: Graph, numbers: Mapping[int, int], var: Any) -> list[Any]:
+def _sources(graph: EquationGraph, numbers: Mapping[int, int], var: Any) -> list[Any]:
     """Returns the variables from each of which alone another is computed elementwise, the first one first."""
     found: list[Any] = []
     left = {var}  # between what is visited and what is not; those without an equation to visit stay
@@ -81,7 +88,7 @@ def _sources(graph: Graph, numbers: Mapping[int, int], var: Any) -> list[Any]:
     return found[::-1]
 
 
-def _opened(graph: Graph, var: Any) -> Any:
+def _opened(graph: EquationGraph, var: Any) -> Any:
     """Returns the equation of a variable if it is elementwise, of operands like its result."""
     eqn = graph.producer(var)
     if eqn is None or id(eqn) in graph.sealed or eqn.primitive.name not in _ELEMENTWISE:
@@ -91,7 +98,7 @@ def _opened(graph: Graph, var: Any) -> Any:
     return eqn if is_alike else None
 
 
-def _between(graph: Graph, hidden: Sequence[Any], var: Any) -> list[Any] | None:
+def _between(graph: EquationGraph, hidden: Sequence[Any], var: Any) -> list[Any] | None:
     """Returns the equations from the hidden arrays to `var`, in order; None if it also depends on others."""
     found: dict[int, Any] = {}
     todo = [var]
@@ -107,7 +114,7 @@ def _between(graph: Graph, hidden: Sequence[Any], var: Any) -> list[Any] | None:
     return [eqn for eqn in graph.eqns if id(eqn) in found]
 
 
-def _recognized(graph: Graph, hidden: Sequence[Any], eqns: Sequence[Any], var: Any) -> str | None:
+def _recognized(graph: EquationGraph, hidden: Sequence[Any], eqns: Sequence[Any], var: Any) -> str | None:
     """Returns the activation that has the values of `var`; None if it is none of them."""
     inputs = [jnp.asarray(_GRID), jnp.cos(3 * _GRID)][: len(hidden)]
     env = dict(zip(hidden, inputs, strict=True))
@@ -122,24 +129,37 @@ def _recognized(graph: Graph, hidden: Sequence[Any], eqns: Sequence[Any], var: A
                 return None  # it is not computed alike for every element
             operands.append(np.full_like(_GRID, value.flat[0], dtype=value.dtype))
         (env[eqn.outvars[0]],) = rebind(eqn, operands)
-    for name in general_mlp.ACTIVATIONS:
-        if jnp.max(jnp.abs(env[var] - general_mlp.activated(inputs, name))) <= _TOLERANCE:
+    for name in _ACTIVATIONS:
+        if jnp.max(jnp.abs(env[var] - _activate(name, inputs))) <= _TOLERANCE:
             return name
     return None
 
 
-def _match(eqn: Any, side: int, graph: Graph, name: str, hidden: list[Any], between: list[Any]) -> Match:
-    weights = eqn.invars[1 - side]
+def _activate(name: str, hidden: Sequence[jax.Array]) -> jax.Array:
+    """Returns the operand of the second product."""
+    activated = _ACTIVATIONS[name](hidden[0])
+    return activated if len(hidden) == 1 else activated * hidden[1]
 
-    def product(activated: jax.Array, weights: jax.Array) -> jax.Array:
-        return rebind(eqn, (activated, weights) if side == 0 else (weights, activated))[0]
+
+def _match(eqn: Any, side: int, graph: EquationGraph, name: str, hidden: list[Any], between: list[Any]) -> Match:
+    def product(*args: jax.Array) -> list[jax.Array]:
+        activated, weights = _activate(name, args[:-1]), args[-1]
+        return [rebind(eqn, (activated, weights) if side == 0 else (weights, activated))[0]]
+
+    # recomputation does not wait for the weights
+    recomputed = checkpointed(
+        product, policy=jax.checkpoint_policies.nothing_saveable, waiting=[*[True] * len(hidden), False]
+    )
 
     def replacement(choose: Choose, *given: Any) -> list[Any]:
-        call = general_mlp.describe_call(given[0].shape, num_hidden=len(hidden), dtype=given[0].dtype)
-        implementation = choose(general_mlp.OP, call)
-        run = functools.partial(general_mlp.general_mlp, activation=name, product=product)
-        return [run(given[:-1], weights=given[-1], implementation=implementation)]
+        return recomputed(*given)
 
-    facts = f"{name}{' of a gate' if len(hidden) > 1 else ''}, F {hidden[0].aval.shape[-1]}"
-    eqns = [*between, eqn]
-    return Match(OP, eqns, [*hidden, weights], [eqn.outvars[0]], replacement, graph.source(eqn), facts)
+    return Match(
+        op="mlp",
+        eqns=[*between, eqn],
+        inputs=[*hidden, eqn.invars[1 - side]],
+        outputs=[eqn.outvars[0]],
+        replacement=replacement,
+        source=graph.source(eqn),
+        facts=f"{name}{' of a gate' if len(hidden) > 1 else ''}, F {hidden[0].aval.shape[-1]}",
+    )

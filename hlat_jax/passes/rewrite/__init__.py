@@ -1,0 +1,272 @@
+"""Runs our implementations of ops in a function that was written without them.
+
+Before differentiation, `rewrite` traces a function, finds in its jaxpr the equations that compute what one of our ops
+computes, and computes them by the implementation that the op's dialect chooses:
+
+    loss = rewrite(loss)
+    value, grads = jax.value_and_grad(loss)(params, batch)
+    print(loss.report())
+
+Each replacement is first compared with the equations it replaces, by values and gradients on random inputs. What looks
+like an op but is not one, or fails that comparison, is left as it is, and the report says why.
+Source: RAF, arXiv 2303.04759, whose dialects take over patterns of its operators.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import jax
+import numpy as np
+from jax.extend import core
+
+from hlat_jax.ops.dialect import CallSpec, MeasuredTimes, Op
+from hlat_jax.passes.jaxpr import CHECKPOINT, traced, without_consts
+from hlat_jax.passes.rewrite import attention, loss, mlp
+from hlat_jax.passes.rewrite.check import compare
+from hlat_jax.passes.rewrite.graph import Change, Choose, EquationGraph, Match, Refusal
+
+# Name of an op -> graph -> a Match or a Refusal for each place that looks like it.
+MATCHERS = {"attention": attention.matches, "cross_entropy": loss.matches, "mlp": mlp.matches}
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+
+@dataclasses.dataclass(frozen=True)
+class Replacement:
+    """A match that is used.
+
+    Attributes:
+      op: its name.
+      source: "file:line".
+      facts: what was recognized.
+      chosen: the implementation of each op in it, with the reason; empty where an op has one implementation.
+      difference: the largest relative difference from the original in values and gradients; None if it was not checked.
+      count: how often it occurs.
+    """
+
+    op: str
+    source: str
+    facts: str
+    chosen: tuple[str, ...]
+    difference: float | None
+    count: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class RewriteReport:
+    """What a trace replaced, and what not; `str` prints it."""
+
+    replacements: tuple[Replacement, ...]
+    refusals: tuple[Refusal, ...]
+
+    def __str__(self) -> str:
+        lines = [] if self.replacements else ["rewrite: nothing replaced"]
+        for one in self.replacements:
+            checked = "not checked" if one.difference is None else f"differs by {one.difference:.0e}"
+            parts = [one.facts, *([", ".join(one.chosen)] if one.chosen else []), checked]
+            lines.append(f"{one.op}{_times(one.count)} at {one.source}: {'; '.join(parts)}")
+        for refusal, count in collections.Counter(self.refusals).items():
+            lines.append(f"not replaced: {refusal.op}{_times(count)} at {refusal.source}: {refusal.reason}")
+        return "\n".join(lines)
+
+
+def _times(count: int) -> str:
+    return f" x{count}" if count > 1 else ""
+
+
+class Rewritten(Generic[_Args, _Result]):
+    """A function with our implementations of ops; see `rewrite`."""
+
+    def __init__(self, fn: Callable[_Args, _Result], rewriter: Callable[[], _Rewriter]):
+        functools.update_wrapper(self, fn, updated=())
+        self._fn, self._rewriter, self._report = fn, rewriter, None
+
+    def __call__(self, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        closed, leaves, tree = traced(self._fn, args, kwargs, by="rewrite")
+        rewriter = self._rewriter()
+        outs = core.jaxpr_as_fun(rewriter.rewrite(closed))(*leaves)
+        self._report = RewriteReport(tuple(rewriter.replacements.values()), tuple(rewriter.refusals))
+        return jax.tree.unflatten(tree, outs)
+
+    def report(self) -> RewriteReport:
+        """Returns what the last trace replaced.
+
+        Raises:
+          ValueError: the function was not yet called or traced.
+        """
+        if self._report is None:
+            raise ValueError("rewrite: call the function, or trace it with jax.eval_shape, before its report.")
+        return self._report
+
+
+def rewrite(
+    fn: Callable[_Args, _Result],
+    *,
+    times: MeasuredTimes | None = None,
+    platform: str | None = None,
+    check: bool = True,
+    ops: Sequence[str] = tuple(MATCHERS),
+) -> Rewritten[_Args, _Result]:
+    """Returns a function with the same arguments and results that runs our implementations of ops.
+
+    Apply it before `jax.grad`. Each call traces `fn` again: wrap the result, or its caller, in `jax.jit`. Forward mode
+    is not supported where an implementation is a `custom_vjp`.
+
+    Args:
+      fn: a function that JAX can trace; arguments as for `autocast`.
+      times: measured times, by which implementations are chosen as in `Op.choose`.
+      platform: the platform for which implementations are chosen, by default that of JAX's default device.
+      check: whether each replacement is compared with the original before it is used, by values and gradients, on
+        this machine's CPU.
+      ops: names of the ops that are looked for, keys of `MATCHERS`.
+
+    Raises:
+      ValueError: an unknown op; when called: a function that cannot be traced.
+    """
+    if isinstance(ops, str) or not set(ops) <= set(MATCHERS):
+        raise ValueError(f"rewrite: ops={ops!r} must be a sequence of names of {', '.join(MATCHERS)}.")
+    return Rewritten(fn, lambda: _Rewriter(platform or jax.default_backend(), times, check=check, ops=ops))
+
+
+class _Rewriter:
+    """Replaces ops in jaxprs, and records what it does."""
+
+    def __init__(self, platform: str, times: MeasuredTimes | None, *, check: bool, ops: Sequence[str]):
+        self.platform, self.times, self.check = platform, times, check
+        self.matchers = [matcher for op, matcher in MATCHERS.items() if op in ops]
+        self.replacements: dict[Any, Replacement] = {}
+        self.refusals: list[Refusal] = []
+
+    def rewrite(self, closed: Any, *, known: Mapping[int, np.ndarray] | None = None) -> Any:
+        """Returns the closed jaxpr with ops replaced, also in the jaxprs inside it; itself if there are none.
+
+        Args:
+          closed: closed jaxpr.
+          known: values of its inputs that are constant, by position.
+        """
+        graph = EquationGraph(closed, known)
+        changes = {}
+        for eqn in graph.eqns:
+            change = None if id(eqn) in graph.sealed else self._change_inside(graph, eqn)
+            if change is not None:
+                changes[id(eqn)] = change
+        used = self._select_matches(graph)
+        if not used and not changes:
+            return closed
+        steps = graph.steps(used, changes=changes)
+        return jax.make_jaxpr(lambda *args: graph.run(steps, args))(*closed.in_avals)
+
+    def _select_matches(self, graph: EquationGraph) -> list[tuple[Match, Callable]]:
+        """Returns the matches that are used, each with its replacement; records them and the refusals."""
+        used: list[tuple[Match, Callable]] = []
+        taken: set[int] = set()
+        for matcher in self.matchers:
+            for candidate in matcher(graph):
+                if isinstance(candidate, Refusal):
+                    self.refusals.append(candidate)
+                    continue
+                if any(id(eqn) in taken for eqn in candidate.eqns):
+                    continue  # replaced as part of a larger op
+                chosen: list[str] = []
+                pair = candidate, functools.partial(candidate.replacement, self._chooser(chosen))
+                try:
+                    difference = self._examine(graph, *pair)
+                    graph.steps([*used, pair])
+                except (TypeError, ValueError) as error:
+                    self.refusals.append(Refusal(candidate.op, candidate.source, " ".join(str(error).split())))
+                    continue
+                used.append(pair)
+                taken |= {id(eqn) for eqn in candidate.eqns}
+                self._record(candidate, tuple(dict.fromkeys(chosen)), difference)
+        return used
+
+    def _record(self, match: Match, chosen: tuple[str, ...], difference: float | None) -> None:
+        key = match.op, match.source, match.facts, chosen
+        before = self.replacements.get(key)
+        if before is None:
+            self.replacements[key] = Replacement(match.op, match.source, match.facts, chosen, difference)
+            return
+        worst = None if difference is None else max(difference, before.difference or 0.0)
+        self.replacements[key] = dataclasses.replace(before, count=before.count + 1, difference=worst)
+
+    def _examine(self, graph: EquationGraph, match: Match, replacement: Callable) -> float | None:
+        """Returns the difference of a replacement from the original, None without a check.
+
+        Raises:
+          ValueError, TypeError: the match cannot be used.
+        """
+        _check_readers(graph, match)
+        avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in match.inputs]
+        outs = [(out.shape, out.dtype) for out in jax.eval_shape(replacement, *avals)]
+        wanted = [(var.aval.shape, var.aval.dtype) for var in match.outputs]
+        if outs != wanted:
+            raise ValueError(f"our op returns {outs} where the function has {wanted}")
+        if not self.check:
+            return None
+        difference, tolerance = compare(graph, match)
+        if not difference <= tolerance:
+            raise ValueError(f"our op differs from it by {difference:.1e}, more than {tolerance:.0e}")
+        return difference
+
+    def _chooser(self, chosen: list[str]) -> Choose:
+        """Returns a function that chooses implementations, and adds each choice with its reason to `chosen`."""
+
+        def choose(op: Op, call: CallSpec) -> str:
+            choice = op.choose("auto", self.platform, call=call, times=self.times)
+            chosen.append(f"{choice.name} ({choice.because})")
+            return choice.name
+
+        return choose
+
+    def _change_inside(self, graph: EquationGraph, eqn: Any) -> Change | None:
+        """Returns the change of an equation whose jaxprs have ops to replace; None if there are none."""
+        name, params = eqn.primitive.name, eqn.params
+        if name == "scan":
+            return self._change_body(graph, eqn, "jaxpr", eqn.invars[: params["num_consts"]])
+        if name == "while":
+            first = params["cond_nconsts"]
+            return self._change_body(graph, eqn, "body_jaxpr", eqn.invars[first : first + params["body_nconsts"]])
+        if name == "jit":  # not a plain call: it has shardings
+            return self._change_body(graph, eqn, "jaxpr", eqn.invars)
+        if name == CHECKPOINT:
+            closed = core.ClosedJaxpr(params["jaxpr"], [])
+            new = self.rewrite(closed, known=_known(graph, eqn.invars))
+            if new is closed:
+                return None
+            opened, consts = without_consts(new)
+            return Change({"jaxpr": opened}, consts)
+        if name == "cond":
+            known = _known(graph, eqn.invars[1:])
+            branches = tuple(self.rewrite(branch, known=known) for branch in params["branches"])
+            is_changed = any(new is not old for new, old in zip(branches, params["branches"], strict=True))
+            return Change({"branches": branches}) if is_changed else None
+        return None
+
+    def _change_body(self, graph: EquationGraph, eqn: Any, key: str, consts: Sequence[Any]) -> Change | None:
+        new = self.rewrite(eqn.params[key], known=_known(graph, consts))
+        return None if new is eqn.params[key] else Change({key: new})
+
+
+def _known(graph: EquationGraph, atoms: Sequence[Any]) -> dict[int, np.ndarray]:
+    """Returns the values of the operands that are constant, by position."""
+    values = {number: graph.constant(atom) for number, atom in enumerate(atoms) if graph.is_constant(atom)}
+    return {number: value for number, value in values.items() if value is not None}
+
+
+def _check_readers(graph: EquationGraph, match: Match) -> None:
+    """Raises ValueError for a match of which others read what is between its inputs and outputs."""
+    inside = {id(eqn) for eqn in match.eqns}
+    for eqn in match.eqns:
+        for var in set(eqn.outvars) - set(match.outputs):
+            result = f"the result of {eqn.primitive.name} at {graph.source(eqn)}"
+            if graph.is_output(var):
+                raise ValueError(f"{result} is returned")
+            for reader in graph.readers(var):
+                if id(reader) not in inside:
+                    raise ValueError(f"{result} is also read at {graph.source(reader)}")
