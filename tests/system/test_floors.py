@@ -25,7 +25,7 @@ PRODUCTS = ("column_parallel", "row_parallel")
 OF_OTHERS = ("update", "parse", "create_from_arg_string", "create_from_arg_obj")
 
 # From the ground up, as docs/design.md has them. A room is a folder, or a single module of the spine; data/ is
-# four rooms, passes/ two. A module imports rooms of lower floors, and modules of its own room.
+# four rooms. A module imports rooms of lower floors, and modules of its own room.
 FLOORS = (
     ("assets", "facts", "batch", "precision"),
     ("config",),
@@ -35,7 +35,6 @@ FLOORS = (
     ("store",),
     ("parallel",),
     ("ops",),
-    ("passes.rewrite",),
     ("stack",),
     ("model",),
     ("optimizer",),
