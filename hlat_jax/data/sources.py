@@ -17,11 +17,12 @@ import numpy as np
 from hlat_jax.config import counted
 from hlat_jax.data.formats import records
 from hlat_jax.data.formats.array_record import ArrayRecordDocuments
-from hlat_jax.data.formats.arrow_ipc import arrow_documents
+from hlat_jax.data.formats.arrow import arrow_documents
 from hlat_jax.data.formats.built import BuiltTokens, manifest_fingerprint, open_built
-from hlat_jax.data.formats.columns import ColumnCache, parquet_documents
+from hlat_jax.data.formats.columns import ColumnCache
 from hlat_jax.data.formats.files import DataFile, Snapshot
 from hlat_jax.data.formats.jsonl import JsonlDocuments
+from hlat_jax.data.formats.parquet import parquet_documents
 from hlat_jax.data.formats.paths import file_format, find_files
 from hlat_jax.data.formats.plain_text import ParagraphDocuments, TextDocuments
 from hlat_jax.data.formats.records import BadRecord

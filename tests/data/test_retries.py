@@ -240,20 +240,19 @@ def test_a_damaged_page_of_a_parquet_file_is_no_fault_that_passes(tmp_path):
     raw = bytearray(path.read_bytes())
     raw[4:40] = b"\xff" * 36
     path.write_bytes(raw)
-    with pytest.raises(ValueError, match=r"(?s)cannot be read .*; write the file again"):
+    with pytest.raises(ValueError, match=r"(?s)a.parquet, row group 1: it cannot be decoded .*write it again"):
         read_all(path)
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT])
-def test_a_fault_while_a_file_is_opened_is_no_mistake_and_a_missing_file_is(tmp_path, monkeypatch, number):
+def test_a_fault_while_a_file_is_opened_is_no_mistake_and_a_missing_file_is(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
 
     def fail(*_):
-        raise OSError(number, os.strerror(number))
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
-        patch.setattr(files.os, "pread", fail)
-        with pytest.raises(Unreadable, match=f"a.jsonl cannot be read: {os.strerror(number)}"):
+        patch.setattr(DataFile, "read_range", fail)
+        with pytest.raises(Unreadable, match=r"a\.jsonl cannot be read: Input/output error"):
             open_all(path)
     path.unlink()
     with pytest.raises(files.NotFound, match="does not exist"):

@@ -298,21 +298,6 @@ def test_text_file_changed_during_a_run_is_detected(tmp_path):
         documents[0]
 
 
-def test_bad_parquet_is_named_by_file_and_reason(tmp_path):
-    path = write_parquet(tmp_path / "a.parquet", ["a", "b", None])
-    assert f"{path}, row 3: 'text' is null" in error_of(path)
-    assert "no column 'body'; it has text" in error_of(path, text_field="body")
-    assert "not string" in error_of(write_parquet(tmp_path / "b.parquet", [1, 2]))
-    path.write_bytes(path.read_bytes()[:-20])
-    assert "not a complete Parquet file" in error_of(path)
-
-
-def test_parquet_with_invalid_utf8_is_named_by_row(tmp_path):
-    column = pyarrow.array([b"good", b"\xff"]).view(pyarrow.string())
-    pyarrow.parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
-    assert "row 2: 'text' is invalid UTF-8" in error_of(tmp_path / "a.parquet")
-
-
 def test_text_file_with_invalid_utf8_is_named(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"good \xe9")
     assert "a.txt: invalid UTF-8" in error_of(tmp_path / "a.txt")

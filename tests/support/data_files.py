@@ -62,9 +62,8 @@ def write_built(folder, documents, *, kind="text", num_shards=2, ids_in_record=1
         if kind == "tokens":
             first = np.cumsum([0] + [len(block) for block in _grouped(shard, ids_in_record)])[:-1].astype(np.int64)
             lengths = np.asarray([len(ids) for ids in shard], np.int32)
-            np.savez(
-                path.with_name(path.name.replace(".array_record", ".index.npz")), first_document=first, lengths=lengths
-            )
+            arrays = {"first_document": first, "lengths": lengths, "bytes": 3 * lengths}
+            np.savez(path.with_name(path.name.replace(".array_record", ".index.npz")), **arrays)
         num_tokens = sum(len(ids) for ids in shard) if kind == "tokens" else None
         shards.append({"name": path.name, "documents": len(shard), "bytes": 0, "tokens": num_tokens, "long": []})
     manifest = {"format": 2, "kind": kind, "documents": len(documents), "bytes": 0, "content_hash": "00"}

@@ -8,22 +8,23 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import pyarrow
-import pyarrow.ipc
-import pyarrow.parquet
 
-from hlat_jax.data.formats import arrow_ipc, columns, records
+from hlat_jax.data.formats import records
 from hlat_jax.data.formats.array_record import ArrayRecordDocuments
+from hlat_jax.data.formats.arrow import iter_arrow
 from hlat_jax.data.formats.built import BuiltTexts, open_built
-from hlat_jax.data.formats.files import DataFile, Snapshot, format_error
+from hlat_jax.data.formats.columns import TextColumn, cell
+from hlat_jax.data.formats.decoding import decoding
+from hlat_jax.data.formats.files import DataFile, Snapshot
 from hlat_jax.data.formats.jsonl import BLANK_BYTES
+from hlat_jax.data.formats.parquet import iter_parquet
 from hlat_jax.data.formats.paths import STREAMED_SUFFIXES, file_format
 from hlat_jax.data.formats.plain_text import paragraph_parts
 
 _CHUNK_BYTES = 1 << 20
-_ROWS_AT_ONCE = 256
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
 
 Item = tuple[str | records.BadRecord, int | None]
@@ -46,16 +47,12 @@ def iter_documents(file: DataFile, *, text_field: str, cut_text: bool = False) -
 
 @contextlib.contextmanager
 def _opened(file: DataFile) -> Iterator[BinaryIO]:
-    """Yields a file opened for sequential reading, decompressed; errors become those of `format_error`."""
-    try:
-        with contextlib.ExitStack() as stack:
-            raw = stack.enter_context(file.open())
-            if file.suffix in STREAMED_SUFFIXES:
-                raw = stack.enter_context(pyarrow.CompressedInputStream(raw, _CODECS[file.suffix]))
-            yield raw
-    except (OSError, pyarrow.ArrowException) as error:
-        damaged = f"{file} cannot be read to its end ({error}); restore it."
-        raise format_error(file, error, damaged=damaged) from None
+    """Yields a file opened for sequential reading, decompressed."""
+    with decoding(file), contextlib.ExitStack() as stack:
+        raw = stack.enter_context(file.open())
+        if file.suffix in STREAMED_SUFFIXES:
+            raw = stack.enter_context(pyarrow.CompressedInputStream(raw, _CODECS[file.suffix]))
+        yield raw
 
 
 def _lines(stream: BinaryIO) -> Iterator[list[bytes | bytearray] | None]:
@@ -124,50 +121,25 @@ def _text(file: DataFile, field: str, *, cut: bool = False) -> Iterator[Item]:
 
 
 def _parquet(file: DataFile, field: str) -> Iterator[Item]:
-    with columns.open_parquet(file) as opened:
-        columns.text_column(opened.schema_arrow, field, where=file.where, dictionaries=True)
-        metadata = opened.metadata
-    yield from _cells(_row_groups(file, field, metadata), file=file, field=field)
-
-
-def _row_groups(file: DataFile, field: str, metadata: pyarrow.parquet.FileMetaData) -> Iterator[columns.TextColumn]:
-    for group in range(metadata.num_row_groups):
-        if columns.group_size(metadata.row_group(group), field).num_bytes <= columns.MAX_PART_BYTES:
-            yield columns.read_group(file, group, field=field, metadata=metadata)
-            continue
-        # buffered, not pre-buffered: pages are decoded one by one, however large the row group
-        options = {"metadata": metadata, "pre_buffer": False, "buffer_size": columns.BUFFER_BYTES}
-        with columns.open_parquet(file, **options) as opened:
-            choice = {"row_groups": [group], "columns": [field], "use_threads": False}
-            for batch in opened.iter_batches(batch_size=_ROWS_AT_ONCE, **choice):
-                yield columns.TextColumn(batch.column(0))
+    yield from _cells(iter_parquet(file, field), file=file, field=field)
 
 
 def _arrow(file: DataFile, field: str) -> Iterator[Item]:
-    opened = arrow_ipc.open_arrow(file)
-    column = columns.text_column(opened.schema, field, where=file.where, dictionaries=True)
-    if isinstance(opened, pyarrow.ipc.RecordBatchFileReader):
-        batches = (opened.get_batch(number) for number in range(opened.num_record_batches))
-    else:
-        batches = opened
-    yield from _cells((columns.TextColumn(batch.column(column)) for batch in batches), file=file, field=field)
+    yield from _cells(iter_arrow(file, field), file=file, field=field)
 
 
-def _cells(parts: Iterator[Any], *, file: DataFile, field: str) -> Iterator[Item]:
+def _cells(parts: Iterator[TextColumn], *, file: DataFile, field: str) -> Iterator[Item]:
     row = 0
-    try:
+    with decoding(file):
         for part in parts:
             for index in range(len(part)):
                 row += 1
                 try:
-                    text = columns.cell(part, index, field=field, where=file.where, row=row)
+                    text = cell(part, index, field=field, where=file.where, row=row)
                 except records.BadRecord as error:
                     text = error
                 yield text, row
                 del text  # frees it before the next one is read
-    except (OSError, EOFError, pyarrow.ArrowException) as error:
-        damaged = f"{file}, near row {row + 1}: cannot be read ({error}); write it again."
-        raise format_error(file, error, damaged=damaged) from None
 
 
 def _array_record(file: DataFile, field: str) -> Iterator[Item]:
