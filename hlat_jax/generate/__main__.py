@@ -123,7 +123,7 @@ def _prompts_of_file(name: str) -> list[str]:
 
     check_file(name, key="--prompts_file")
     file = files.DataFile(pathlib.Path(name).expanduser())
-    if file.suffix in paths.JSONL_SUFFIXES:
+    if paths.file_format(file) == "jsonl":
         found = [text for text, _ in streaming.iter_documents(file, text_field="text")]
         for bad in found:
             if isinstance(bad, records.BadRecord):

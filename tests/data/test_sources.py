@@ -171,17 +171,15 @@ def test_missing_files_are_named(tmp_path):
 
 
 def test_compressed_and_unknown_files_are_refused_with_a_fix(tmp_path):
-    for name, remedy in (
-        ("a.jsonl.gz", f"python -m hlat_jax.data build {tmp_path}/a.jsonl.gz --out a"),
-        ("a.txt.zst", f"python -m hlat_jax.data build {tmp_path}/a.txt.zst --out a"),
-        ("a.jsonl.xz", f"xz -dk {tmp_path}/a.jsonl.xz"),
-        ("a.parquet.gz", f"gunzip -k {tmp_path}/a.parquet.gz"),
-        ("a.csv", ".jsonl"),
-        ("noend", ".txt"),
-        ("one book.json", f"jq -c '.[]' '{tmp_path}/one book.json' > '{tmp_path}/one book.jsonl'"),
-    ):
+    for name in ("a.jsonl.gz", "a.txt.zst", "two words.jsonl.gz"):
         (tmp_path / name).write_bytes(b"x")
-        assert remedy in error_of(tmp_path / name)
+        command = error_of(tmp_path / name, text_field="my body").split("train on that: ")[1]
+        out = name.partition(".")[0]
+        words = ["build", f"{tmp_path}/{name}", "--out", out, "--text_field=my body"]
+        assert shlex.split(command)[3:] == words
+    for name in ("a.jsonl.xz", "a.parquet.gz", "a.csv", "noend", "one book.json"):
+        (tmp_path / name).write_bytes(b"x")
+        assert f"{name} has the suffix" in error_of(tmp_path / name)
     write_jsonl(tmp_path / "b.jsonl", ["x"])
     assert "a.jsonl.gz is compressed" in error_of(tmp_path)  # a folder does not skip text silently
 
@@ -422,12 +420,5 @@ def test_dataset_next_to_its_own_source_text_is_refused(tmp_path):
     manifest["sources"][0]["name"] = "a.jsonl"
     (tmp_path / "built/manifest.json").write_text(json.dumps(manifest))
     for spec in (tmp_path, f"{tmp_path}/*", f"{tmp_path}/a.jsonl,{tmp_path}/built"):
-        assert f"names the dataset {tmp_path}/built and {tmp_path}/a.jsonl, and by its name" in error_of(spec)
+        assert f"names the dataset {tmp_path}/built and {tmp_path}/a.jsonl, from which" in error_of(spec)
     assert read_all(tmp_path / "built") == ["one"]
-
-
-def test_fix_for_a_compressed_file_is_a_valid_shell_command(tmp_path):
-    (tmp_path / "two words.jsonl.gz").write_bytes(b"x")
-    command = error_of(tmp_path / "two words.jsonl.gz", text_field="my body").split("train on that: ")[1]
-    assert shlex.split(command)[3:] == ["build", f"{tmp_path}/two words.jsonl.gz", "--out", "two words",
-                                        "--text_field=my body"]  # fmt: skip
