@@ -56,26 +56,18 @@ class Source:
     Attributes:
       name: "all" when data.train gives none.
       documents: a str each, or int32 token ids with EOS.
-      order: permutation of each epoch; None: not shuffled.
+      order: the permutation of each epoch, or None without shuffling.
+      notes: what a user must know about the documents, such as ignored files; "" for nothing.
     """
 
     name: str
-    documents: sources.Corpus | sources.SplitCorpus | sources.TokenRows
+    documents: sources.Corpus | sources.TokenRows
     order: Order | None
+    notes: str
 
     def number(self, epoch: int, entry: int) -> int:
         """Returns which document is entry `entry` of an epoch."""
         return entry if self.order is None else self.order.number(epoch, entry)
-
-    def describe(self) -> str:
-        """Returns what a user must know about the documents, such as ignored files; '' for nothing."""
-        documents, notes = self.documents, []
-        if documents.is_cut:
-            num_documents = len(documents) + documents.num_held_out
-            notes.append(f"cut at paragraphs into {counted(num_documents, 'document')}")
-        if documents.num_held_out:
-            notes.append(f"{counted(documents.num_held_out, 'document')} held out for validation")
-        return ", ".join([*notes, documents.ignored] if documents.ignored else notes)
 
 
 def open_sources(
@@ -97,23 +89,25 @@ def open_sources(
     for name, paths in parse_sources(getattr(data, from_key.removeprefix("data.")), key=from_key).items():
         where = from_key if name == UNNAMED else f"{from_key} ({name})"
         sha256 = None if tokenizer is None else tokenizer.sha256
-        documents = open_documents(paths, data, key=where, index_folder=index_folder, tokenizer_sha256=sha256)
-        _check_stored(documents.manifest, data, key=where)
+        corpus = open_documents(paths, data, key=where, index_folder=index_folder, tokenizer_sha256=sha256)
+        _check_stored(corpus.manifest, data, key=where)
+        notes = [f"cut at paragraphs into {counted(len(corpus), 'document')}"] if corpus.is_cut else []
         if share:
-            documents = sources.SplitCorpus(documents, share=share, held_out=not is_train)
+            corpus = corpus.split(share=share, held_out=not is_train)
+            notes.append(f"{counted(corpus.num_held_out, 'document')} held out for validation")
+        notes += [corpus.ignored] if corpus.ignored else []
+        documents, order = corpus, None
         if is_train and _shuffles_rows(data) and data.packing == "concat":
-            lengths = documents.token_lengths()
+            lengths = corpus.token_lengths()
             if lengths is not None:
-                documents = sources.TokenRows(documents, lengths, seq_len=data.seq_len)
+                documents = sources.TokenRows(corpus, lengths, seq_len=data.seq_len)
         if is_train:
-            where = f"data.train={data.train!r}" if name == UNNAMED else f"data.train: source {name}"
-            _check_enough(documents, data, where=where)
-        order = None
+            _check_enough(len(documents), corpus, data, key=where)
         if data.shuffle and is_train:
             # sources of equal length need different orders; an unnamed source uses the seed itself
             offset = 0 if name == UNNAMED else zlib.crc32(name.encode())
             order = Order(len(documents), seed=(data.seed + offset) % 2**32)
-        opened.append(Source(name, documents, order))
+        opened.append(Source(name, documents, order, ", ".join(notes)))
     return opened
 
 
@@ -134,38 +128,30 @@ def _shuffles_rows(data: DataConfig) -> bool:
     return data.shuffle and data.shuffle_by == "row"
 
 
-def _check_enough(documents: Any, data: DataConfig, *, where: str) -> None:
+def _check_enough(num_left: int, corpus: sources.Corpus, data: DataConfig, *, key: str) -> None:
     """Raises ValueError if a source has fewer documents than rows in a batch, beside those held out."""
-    if len(documents) >= data.batch_size:
+    if num_left >= data.batch_size:
         return
-    count, most = len(documents) + documents.num_held_out, len(documents)
-    held_out = ""
-    if documents.num_held_out:
-        held_out = f" and {documents.num_held_out} to hold out (data.validation={data.validation})"
-    fewer = f", or set data.batch_size to at most {most}" if most else ""
+    held_out = f" and {corpus.num_held_out} to hold out ({data.validation=})" if corpus.num_held_out else ""
+    fewer = f", or set data.batch_size to at most {num_left}" if num_left else ""
+    files = " and ".join(entry["name"] for entry in corpus.manifest["files"][:3])
     raise ValueError(
-        f"{where} holds {counted(count, 'document')}, fewer than data.batch_size={data.batch_size}"
-        f"{held_out}; each row of a batch reads documents of its own. Give more text, with blank lines or line ends "
-        f"between the paragraphs of plain text{fewer}."
+        f"{key} ({files}) holds {counted(num_left + corpus.num_held_out, 'document')}, fewer than "
+        f"{data.batch_size=}{held_out}; each row of a batch reads documents of its own. Give more text, with blank "
+        f"lines or line ends between the paragraphs of plain text{fewer}."
     )
 
 
 def _check_stored(manifest: dict[str, Any], data: DataConfig, *, key: str) -> None:
     """Raises ValueError if stored ids have pieces of another length than data.max_document_chars, or another BOS."""
-    for entry in manifest["files"]:
-        has_bos = entry.get("prepend_bos", False)
-        if entry["kind"] == "tokens" and has_bos != data.prepend_bos:
-            built, again = ("with", "without") if has_bos else ("without", "with")
-            raise ValueError(
-                f"{key}: the token ids in {entry['name']} were built {built} --prepend_bos; set data.prepend_bos="
-                f"{has_bos} (it is {data.prepend_bos}), or build them again {again} it."
-            )
-        stored = entry.get("max_document_chars", data.max_document_chars)
-        if stored not in (None, data.max_document_chars):
-            raise ValueError(
-                f"{key}: the token ids in {entry['name']} were built with pieces of at most {stored:,} characters; set "
-                f"data.max_document_chars={stored} (it is {data.max_document_chars}), or build them again."
-            )
+    for entry in (entry for entry in manifest["files"] if entry["kind"] == "tokens"):
+        built_with = {"prepend_bos": entry.get("prepend_bos", False), "max_document_chars": entry["max_document_chars"]}
+        for name, value in built_with.items():
+            if value not in (None, getattr(data, name)):
+                raise ValueError(
+                    f"{key}: the token ids in {entry['name']} were built with another --{name}; set "
+                    f"data.{name}={value} (it is {getattr(data, name)}), or build them again."
+                )
 
 
 def joint_manifest(opened: list[Source]) -> dict[str, Any]:

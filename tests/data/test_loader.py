@@ -313,7 +313,7 @@ def test_close_stops_threads_and_refuses_further_batches(corpus):
 
 
 def test_fewer_documents_than_rows_is_refused(corpus, three):
-    with pytest.raises(ValueError, match=r"data.train: source c holds 7 documents, fewer than data.batch_size=8"):
+    with pytest.raises(ValueError, match=r"data.train .c. .c.jsonl. holds 7 documents, fewer than data.batch_size=8"):
         loader.TrainBatches(data_config(three[0], batch_size=8, mixture="a=1,b=1,c=0"), tokenizer=TOKENIZER)
     with pytest.raises(ValueError, match=r"23 documents, fewer than data.batch_size=24.*at most 23"):
         loader.TrainBatches(data_config(corpus[0], batch_size=24), tokenizer=TOKENIZER)

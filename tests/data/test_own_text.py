@@ -152,7 +152,7 @@ def test_held_out_documents_are_spread_over_the_text_and_in_no_training_batch(tm
         assert batches.num_documents == len(train)
         cut, out = len(train + held_out), len(held_out)
         described = f"cut at paragraphs into {cut} documents, {out} documents held out for validation"
-        assert batches.definition.sources[0].describe() == described
+        assert batches.definition.sources[0].notes == described
     [found] = open_held_out(data, tokenizer=TOKENIZER, num_batches=0)[0].values()
     assert found.coverage.documents == found.coverage.all_documents == len(held_out)
 
@@ -206,7 +206,7 @@ def test_files_are_cut_if_a_large_share_of_them_would_leave_fewer_than_the_rows(
 def test_one_document_is_not_named_in_the_plural(tmp_path):
     (tmp_path / "book.txt").write_text(book(8, words=4))
     with contextlib.closing(TrainBatches(data_config(tmp_path / "book.txt"), tokenizer=TOKENIZER)) as batches:
-        described = batches.definition.sources[0].describe()
+        described = batches.definition.sources[0].notes
     assert described == "cut at paragraphs into 8 documents, 1 document held out for validation"
     [found] = open_held_out(data_config(tmp_path / "book.txt"), tokenizer=TOKENIZER, num_batches=0)[0].values()
     assert str(found.coverage).startswith("1 of 1 document, ")

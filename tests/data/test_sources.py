@@ -317,7 +317,7 @@ def test_unusable_records_are_bad_records_and_others_stay_readable(tmp_path):
     assert seen == [None, None, "good", None, None, None, "fine"]
     (tmp_path / "a.jsonl").write_bytes(b'{"text": 1}\n{}\n')
     message = error_of(tmp_path / "a.jsonl")
-    assert "of 2 documents, none can be read" in message
+    assert "of 2 documents, none has text" in message
     assert "a.jsonl, row 1: 'text' is int" in message
 
 
@@ -341,7 +341,7 @@ def test_no_documents_and_only_empty_documents_are_refused(tmp_path):
     (tmp_path / "blank.jsonl").write_bytes(b"\n \n")
     assert "hold no documents" in error_of(tmp_path / "blank.jsonl")
     message = error_of(write_jsonl(tmp_path / "a.jsonl", [""] * 3))
-    assert "of 3 documents, none can be read" in message
+    assert "of 3 documents, none has text" in message
     assert "a.jsonl, row 1: 'text' is empty" in message
 
 
