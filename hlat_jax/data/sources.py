@@ -24,7 +24,7 @@ from hlat_jax.data.formats.files import DataFile, Snapshot
 from hlat_jax.data.formats.jsonl import JsonlDocuments
 from hlat_jax.data.formats.parquet import parquet_documents
 from hlat_jax.data.formats.paths import file_format, find_files
-from hlat_jax.data.formats.plain_text import ParagraphDocuments, TextDocuments
+from hlat_jax.data.formats.plain_text import TextDocuments
 from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.data.order import evenly_spaced, evenly_spread
 from hlat_jax.data.tokenizer import Tokenizer
@@ -48,8 +48,8 @@ class Corpus:
     def __init__(self, parts: Sequence[Any], manifest: dict[str, Any], *, ignored: str = ""):
         self._parts, self.manifest, self.ignored = list(parts), manifest, ignored
         self._starts = records.starts(len(part) for part in self._parts)
-        self.can_cut = any(isinstance(part, TextDocuments) for part in parts)
-        self.is_cut = any(isinstance(part, ParagraphDocuments) for part in parts)
+        is_cut = {part.is_cut for part in parts if isinstance(part, TextDocuments)}
+        self.can_cut, self.is_cut = False in is_cut, True in is_cut
         self._held_out, self._is_held_out = np.zeros(0, np.int64), False
 
     def split(self, *, share: float, held_out: bool) -> Corpus:
@@ -192,7 +192,7 @@ def open_corpus(
     parts, entries, cache = [], [], ColumnCache()
     for kind, of_kind in _runs(files):
         if kind == "text":
-            part = ParagraphDocuments(of_kind) if cut_text else TextDocuments(of_kind)
+            part = TextDocuments(of_kind, cut=cut_text)
         elif kind == "built":
             part = open_built(of_kind[0], key=key, tokenizer_sha256=tokenizer_sha256)
         elif kind == "array_record":

@@ -130,7 +130,7 @@ def _prompts_of_file(name: str) -> list[str]:
                 raise ValueError(f'--prompts_file: {bad.problem} Each line must be an object with a "text".')
         return found
     try:
-        text = records.decoded(pathlib.Path(file).read_bytes())
+        text = pathlib.Path(file).read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"--prompts_file={name} is not UTF-8: {error}.") from None
     return [line for line in text.splitlines() if line.strip()]

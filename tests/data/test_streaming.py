@@ -70,9 +70,6 @@ def test_bad_records_are_yielded_individually_and_streaming_continues(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(bad)
     kinds = [text if isinstance(text, str) else "bad" for text, _ in stream(tmp_path / "a.jsonl")]
     assert kinds == ["a", "bad", "bad", "b", "bad"]
-    messages = [str(text) for text, _ in stream(tmp_path / "a.jsonl") if isinstance(text, BadRecord)]
-    assert "a.jsonl, row 3: 'text' is null" in messages[0]
-    assert "row 6: invalid or truncated JSON" in messages[2]
     column = pyarrow.array([b"x", None, b"\xff", b"y"]).view(pyarrow.string())
     for path in (write_arrow(tmp_path / "a.arrow", column), write_parquet(tmp_path / "a.parquet", column)):
         kinds = [text if isinstance(text, str) else "bad" for text, _ in stream(path)]

@@ -91,8 +91,8 @@ def _blocks(documents, ids_in_record, width):
         yield header.tobytes() + np.asarray([i for ids in block for i in ids], f"<u{width}").tobytes()
 
 
-def open_all(spec, **options):
-    documents = sources.open_corpus(str(spec), text_field="text", key="data.train", **options)
+def open_all(spec, *, text_field="text", **options):
+    documents = sources.open_corpus(str(spec), text_field=text_field, key="data.train", **options)
     manifest = documents.manifest
     assert manifest["documents"] == len(documents)
     return documents

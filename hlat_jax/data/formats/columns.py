@@ -124,7 +124,7 @@ def cell(column: TextColumn, index: int, *, field: str, where: str, row: int) ->
         text = column[index]
     except UnicodeDecodeError as error:
         reason = f"{field!r} is invalid UTF-8: {error.reason} at byte {error.start}."
-        raise records.bad_record(where, row, reason) from None
+        raise records.BadRecord(where, row, reason) from None
     return records.checked_text(text, field=field, where=where, row=row)
 
 

@@ -167,7 +167,7 @@ class JsonlDocuments:
         if end - start > records.MAX_RECORD_BYTES:
             self._snapshot.check()
             reason = f"{end - start} bytes in one line, more than {records.MAX_RECORD_BYTES}; is it a JSON array?"
-            raise records.bad_record(where, row, reason)
+            raise records.BadRecord(where, row, reason)
         return records.json_text(self._snapshot.read(start, end - start), field=self._field, where=where, row=row)
 
     def locate(self, index: int) -> str:

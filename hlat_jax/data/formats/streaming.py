@@ -7,6 +7,7 @@ one small batch of a column, whatever the size of the file. Texts and errors are
 from __future__ import annotations
 
 import contextlib
+import io
 from collections.abc import Iterator
 from typing import BinaryIO
 
@@ -39,10 +40,21 @@ def iter_documents(file: DataFile, *, text_field: str, cut_text: bool = False) -
     Raises:
       ValueError: a file that is damaged or truncated, has no such column, or holds token ids.
     """
-    if cut_text and file_format(file) == "text":
-        yield from _text(file, text_field, cut=True)
+    kind = file_format(file)
+    if kind == "jsonl":
+        yield from _jsonl(file, text_field)
+    elif kind == "text":
+        yield from _text(file, cut=cut_text)
+    elif kind in ("parquet", "arrow"):
+        columns = iter_parquet if kind == "parquet" else iter_arrow
+        yield from _cells(columns(file, text_field), file=file, field=text_field)
+    elif kind == "array_record":
+        yield from _by_number(ArrayRecordDocuments(Snapshot(file, has_checksums=True)))
     else:
-        yield from _READERS[file_format(file)](file, text_field)
+        documents = open_built(file.where, key="IN", tokenizer_sha256=None)
+        if not isinstance(documents, BuiltTexts):
+            raise ValueError(f"{file} holds token ids, not text; give the text it was built from.")
+        yield from _by_number(documents)
 
 
 @contextlib.contextmanager
@@ -55,41 +67,30 @@ def _opened(file: DataFile) -> Iterator[BinaryIO]:
         yield raw
 
 
-def _lines(stream: BinaryIO) -> Iterator[list[bytes | bytearray] | None]:
-    """Yields each line without its newline, alone in a list; None for one over the limit.
+def _lines(stream: BinaryIO) -> Iterator[list[bytes]]:
+    """Yields each line without its end, alone in a list, cut after the limit.
 
     A caller that pops the line holds the only reference to it, so a long one can be freed while it is decoded.
     """
-    line: bytes | bytearray | None = b""
-    num_bytes = 0
-    while chunk := stream.read(_CHUNK_BYTES):
-        for number, piece in enumerate(chunk.split(b"\n")):
-            if number:  # a line ended before this piece
-                holder, line, num_bytes = None if line is None else [line], b"", 0
-                yield holder
-            num_bytes += len(piece)
-            if num_bytes > records.MAX_RECORD_BYTES:
-                line = None
-            elif num_bytes == len(piece):
-                line = piece
-            else:
-                line = line if isinstance(line, bytearray) else bytearray(line)
-                line += piece  # grows in place
-    if num_bytes:
-        holder, line = None if line is None else [line], None
+    buffered = io.BufferedReader(stream, _CHUNK_BYTES)
+    while line := buffered.readline(records.MAX_RECORD_BYTES + 1):
+        is_whole = line.endswith(b"\n") or len(line) <= records.MAX_RECORD_BYTES
+        holder = [line.removesuffix(b"\n")]
+        del line
         yield holder
+        while not is_whole:  # passes over the rest
+            rest = buffered.readline(_CHUNK_BYTES)
+            is_whole = rest.endswith(b"\n") or not rest
 
 
 def _jsonl(file: DataFile, field: str) -> Iterator[Item]:
     where = file.where
     with _opened(file) as stream:
         for row, holder in enumerate(_lines(stream), start=1):
-            if holder is None:
+            if len(holder[0]) > records.MAX_RECORD_BYTES:
                 reason = f"more than {records.MAX_RECORD_BYTES} bytes in one line; is it a JSON array?"
-                yield records.bad_record(where, row, reason), row
-            elif not holder[0][:1].strip(BLANK_BYTES) and not holder[0].strip(BLANK_BYTES):
-                continue
-            else:
+                yield records.BadRecord(where, row, reason), row
+            elif holder[0][:1].strip(BLANK_BYTES) or holder[0].strip(BLANK_BYTES):
                 try:
                     text = records.json_text(holder.pop(), field=field, where=where, row=row)
                 except records.BadRecord as error:
@@ -98,34 +99,24 @@ def _jsonl(file: DataFile, field: str) -> Iterator[Item]:
                 del text  # frees it before the next one is read
 
 
-def _text(file: DataFile, field: str, *, cut: bool = False) -> Iterator[Item]:
-    del field  # plain text has none
+def _text(file: DataFile, *, cut: bool) -> Iterator[Item]:
     raw = bytearray()
     with _opened(file) as stream:
         while len(raw) <= records.MAX_RECORD_BYTES and (chunk := stream.read(_CHUNK_BYTES)):
             raw += chunk
-    if len(raw) > records.MAX_RECORD_BYTES:
-        reason = f"more than {records.MAX_RECORD_BYTES} bytes in one document; split it."
-        yield records.bad_record(file.where, None, reason), None
-        return
     try:
+        if len(raw) > records.MAX_RECORD_BYTES:
+            reason = f"more than {records.MAX_RECORD_BYTES} bytes in one document; split it."
+            raise records.BadRecord(file.where, None, reason)
         if cut:
             for start, stop in paragraph_parts(raw, file):
                 yield records.utf8_text(raw[start:stop], where=file.where, row=None), None
-            return
-        text = records.utf8_text(raw, where=file.where, row=None)
+        else:
+            text = records.utf8_text(raw, where=file.where, row=None)
+            raw.clear()
+            yield text, None
     except records.BadRecord as error:
-        text = error
-    del raw
-    yield text, None
-
-
-def _parquet(file: DataFile, field: str) -> Iterator[Item]:
-    yield from _cells(iter_parquet(file, field), file=file, field=field)
-
-
-def _arrow(file: DataFile, field: str) -> Iterator[Item]:
-    yield from _cells(iter_arrow(file, field), file=file, field=field)
+        yield error, None
 
 
 def _cells(parts: Iterator[TextColumn], *, file: DataFile, field: str) -> Iterator[Item]:
@@ -142,19 +133,6 @@ def _cells(parts: Iterator[TextColumn], *, file: DataFile, field: str) -> Iterat
                 del text  # frees it before the next one is read
 
 
-def _array_record(file: DataFile, field: str) -> Iterator[Item]:
-    del field  # a record is its text
-    yield from _by_number(ArrayRecordDocuments(Snapshot(file, has_checksums=True)))
-
-
-def _built(file: DataFile, field: str) -> Iterator[Item]:
-    del field  # a document is its text
-    documents = open_built(file.where, key="IN", tokenizer_sha256=None)
-    if not isinstance(documents, BuiltTexts):
-        raise ValueError(f"{file} holds token ids, not text; give the text it was built from.")
-    yield from _by_number(documents)
-
-
 def _by_number(documents: BuiltTexts | ArrayRecordDocuments) -> Iterator[Item]:
     for index in range(len(documents)):
         try:
@@ -163,13 +141,3 @@ def _by_number(documents: BuiltTexts | ArrayRecordDocuments) -> Iterator[Item]:
             text = error
         yield text, index + 1
         del text
-
-
-_READERS = {
-    "jsonl": _jsonl,
-    "text": _text,
-    "parquet": _parquet,
-    "arrow": _arrow,
-    "array_record": _array_record,
-    "built": _built,
-}
