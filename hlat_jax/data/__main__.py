@@ -197,9 +197,7 @@ def _peek(argv: Sequence[str]) -> int:
     workdir = pathlib.Path(values.workdir or f"runs/{mutable.name}")
     take_checked_model(mutable, given=flags_lib.given_keys(values), workdir=workdir)
     config = resolve_with_tokenizer(mutable, workdir=workdir)
-    if values.step is None:
-        raise ValueError("--step=N is missing; give a step of at least 1: step N trains on batch N.")
-    if values.step < 1:
+    if values.step is None or values.step < 1:
         raise ValueError(f"--step={values.step} must be at least 1: step N trains on batch N.")
     if values.row is not None and not 0 <= values.row < config.data.batch_size:
         raise ValueError(f"--row={values.row} must be in 0 .. data.batch_size - 1 = {config.data.batch_size - 1}.")
