@@ -175,8 +175,8 @@ def identity(data: Mapping[str, Any], *, manifest: Mapping[str, Any], tokenizer_
     """
     fields = [data[key] for key in _DEFINING] + [manifest["hash"], manifest["order"], tokenizer_sha256]
     fields += [data["window_documents"]] if data["packing"] == "documents" else []
-    fields += ["row"] if data.get("shuffle_by") == "row" else []  # older runs did not record it
-    fields += ["bos"] if data.get("prepend_bos") else []
+    fields += ["row"] if data.get("shuffle_by") == "row" else []
+    fields += ["bos"] if data["prepend_bos"] else []
     fields += [_first_stages(data, num_batches=num_batches)]
     return hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest()
 
@@ -188,40 +188,35 @@ def data_drift(saved: Mapping[str, Any], current: Mapping[str, Any], *, num_batc
     Later stages may be added, changed or removed.
     """
     lines = []
+
+    def add(what: str, before: object, now: object, advice: str = "") -> None:
+        lines.append(f"{what}: {before} in the checkpoint, {now} now{advice}")
+
     for key in ("manifest", "validation_manifest"):
         before, now = ((settings.get(key) or {"files": []})["files"] for settings in (saved, current))
         if len(before) != len(now):
-            lines.append(f"{key}: {counted(len(before), 'file')} in the checkpoint, {len(now):,} now")
+            add(key, counted(len(before), "file"), f"{len(now):,}")
             continue
-        kept = ("bytes", "documents", "fingerprint")
-        pairs = [(a, b) for a, b in zip(before, now, strict=True) if any(a[name] != b[name] for name in kept)]
-        lines += [f"{key}: {_describe(a)} in the checkpoint, {_describe(b)} now" for a, b in pairs[:3]]
-    before, now = (settings["manifest"].get("order") for settings in (saved, current))  # older runs did not record it
+        compared = ("bytes", "documents", "fingerprint")
+        pairs = [(a, b) for a, b in zip(before, now, strict=True) if any(a[name] != b[name] for name in compared)]
+        for entries in pairs[:3]:
+            add(key, *(f"{e['name']} with {e['bytes']:,} bytes, {e['fingerprint'][:8]}" for e in entries))
+    before, now = (settings["manifest"].get("order") for settings in (saved, current))
     if None not in (before, now) and before != now:
         lines.append(
             f"the order of documents: permutation {before} in the checkpoint, {now} with this release of Grain"
         )
     before, now = saved["config"]["data"], current["config"]["data"]
     if held_out_share(before["validation"]) != held_out_share(now["validation"]):
-        lines.append(
-            f"data.validation: {before['validation']!r} in the checkpoint, {now['validation']!r} now, and a share is "
-            f"held out of data.train: give --config.data.validation={shlex.quote(before['validation'])}"
-        )
-    if before["mixture"] == now["mixture"]:
-        return lines
-    if _first_stages(before, num_batches=num_batches) != _first_stages(now, num_batches=num_batches):
-        lines.append(
-            f"data.mixture: {before['mixture']!r} in the checkpoint, {now['mixture']!r} now, which differ before step "
-            f"{num_batches + 1:,}; only stages that start after the {num_batches:,} trained steps may change"
-        )
+        advice = ", and a share is held out of data.train: give"
+        advice += f" --config.data.validation={shlex.quote(before['validation'])}"
+        add("data.validation", repr(before["validation"]), repr(now["validation"]), advice)
+    if before["mixture"] != now["mixture"]:
+        stages = [_first_stages(data, num_batches=num_batches) for data in (before, now)]
+        if stages[0] != stages[1]:
+            advice = f", which differ before step {num_batches + 1:,}; only stages that start after it may change"
+            add("data.mixture", repr(before["mixture"]), repr(now["mixture"]), advice)
     return lines
-
-
-def _describe(entry: Mapping[str, Any]) -> str:
-    return (
-        f"{entry['name']} with {counted(entry['bytes'], 'byte')}, {counted(entry['documents'], 'document')}, "
-        f"{entry['fingerprint'][:8]}"
-    )
 
 
 def _first_stages(data: Mapping[str, Any], *, num_batches: int) -> list[tuple[int, list[str]]]:

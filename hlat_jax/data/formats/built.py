@@ -10,8 +10,8 @@ of each document, EOS counted) and `bytes` (of the text of each document, in UTF
 
 from __future__ import annotations
 
-import collections
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -121,8 +121,8 @@ class _Shards:
         self._source_starts = records.starts(source["documents"] for source in manifest.sources)
         if {int(self._starts[-1]), int(self._source_starts[-1])} != {manifest.documents}:
             raise _damaged(folder / MANIFEST_NAME, "its counts of documents disagree")
-        self._lock = threading.Lock()
-        self._readers: collections.OrderedDict[int, Any] = collections.OrderedDict()
+        files = [snapshot.file for snapshot in self.snapshots]
+        self._reader = functools.lru_cache(_MAX_OPEN_SHARDS)(lambda shard: open_reader(files[shard]))
 
     def place(self, index: int) -> tuple[int, int]:
         """Returns (shard, number within it) of document `index`."""
@@ -148,9 +148,8 @@ class _Shards:
             with decoding(snapshot.file, f"record {record + 1}", remedy=_REMEDY):
                 raw = self._reader(shard).read([record])[0]
         finally:
-            if not raw or len(raw) > _LARGE_RECORD_BYTES:  # a reader that has failed stays so
-                with self._lock:
-                    self._readers.pop(shard, None)  # a reader keeps the last record it decompressed
+            if not raw or len(raw) > _LARGE_RECORD_BYTES:
+                self._reader.cache_clear()  # a reader that has failed stays so, and one keeps its last record
         return raw
 
     def check_records(self, counts: Iterable[int]) -> None:
@@ -161,16 +160,6 @@ class _Shards:
                 num_records = self._reader(shard).num_records()
             if num_records != expected:
                 raise _damaged(file, f"it holds {num_records} records instead of {expected}")
-
-    def _reader(self, shard: int) -> Any:
-        with self._lock:
-            reader = self._readers.get(shard)
-            if reader is None:
-                reader = self._readers[shard] = open_reader(self.snapshots[shard].file)
-                if len(self._readers) > _MAX_OPEN_SHARDS:
-                    self._readers.popitem(last=False)  # closed when no other thread uses it
-            self._readers.move_to_end(shard)
-            return reader
 
 
 class BuiltTexts:
