@@ -66,12 +66,12 @@ class Retries:
         """
         for wait_s in (*WAITS_S, None):
             try:
-                found = read()
+                result = read()
             except errors as caught:
                 error = caught
             else:
                 self._given_up.discard(key)
-                return found
+                return result
             if wait_s is None:
                 self._given_up.add(key)
             if self._given_up or not self._wait(wait_s, error):

@@ -95,10 +95,10 @@ class Corpus:
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
         if self._is_held_out:
-            return records.place(self._starts, self._held_out[index])
+            return records.find_part(self._starts, self._held_out[index])
         # document n has n - i training documents before it if it is held-out document i
         before = self._held_out - np.arange(len(self._held_out))
-        return records.place(self._starts, index + int(np.searchsorted(before, index, side="right")))
+        return records.find_part(self._starts, index + int(np.searchsorted(before, index, side="right")))
 
 
 def num_held_out(total: int, *, share: float) -> int:
@@ -137,7 +137,7 @@ class TokenRows:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         parts, filled = [], 0
-        document, token = records.place(self._starts, index * self.seq_len)
+        document, token = records.find_part(self._starts, index * self.seq_len)
         while filled < self.seq_len:
             length = int(self._starts[document + 1] - self._starts[document])
             count = min(length - token, self.seq_len - filled)

@@ -232,7 +232,7 @@ def test_incomplete_or_damaged_dataset_is_refused_by_name(tmp_path):
     shard, index = "shard-00001-of-00002.array_record", "shard-00000-of-00002.index.npz"
     assert f"{shard} is missing" in error_after(lambda folder: (folder / shard).unlink())
     message = error_after(lambda folder: (folder / shard).write_bytes((folder / shard).read_bytes()[:-50]))
-    assert f"{shard}: it holds 0 records instead of 3" in message
+    assert f"{shard} is damaged: it holds 0 records instead of 3" in message
     assert f"{index} is missing" in error_after(lambda folder: (folder / index).unlink(), kind="tokens")
     message = error_after(lambda folder: (folder / index).write_bytes(b"x"), kind="tokens")
     assert f"{index}: it cannot be decoded" in message
@@ -297,9 +297,9 @@ def test_block_round_trips_and_damaged_headers_are_refused(documents, data):
     for number, ids in enumerate(documents):
         assert built.block_tokens(block, number, **options).tolist() == ids
     cut = data.draw(st.integers(1, len(block)))
-    with pytest.raises(ValueError, match="here: "):
+    with pytest.raises(ValueError, match="here is damaged: "):
         built.block_tokens(block[:-cut], 0, **options)
-    with pytest.raises(ValueError, match="here: it is not a block of"):
+    with pytest.raises(ValueError, match="here is damaged: it is not a block of"):
         built.block_tokens(block, 0, num_documents=len(documents) + 1, where="here")
 
 

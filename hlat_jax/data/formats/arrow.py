@@ -70,7 +70,7 @@ def arrow_documents(snapshot: Snapshot, *, field: str, cache: ColumnCache) -> Co
 def _index(snapshot: Snapshot, *, field: str) -> tuple[pyarrow.Schema, list[_Batch]]:
     """Returns the schema and the batches, from one pass over the messages, which of a local file reads no bodies."""
     file, batches = snapshot.file, []
-    with _opened(file, field) as opened:
+    with _open(file, field) as opened:
         _seek_messages(opened, size=snapshot.size)
         messages = pyarrow.ipc.MessageReader.open_stream(opened)
         schema = pyarrow.ipc.read_schema(messages.read_next_message())
@@ -99,7 +99,7 @@ def _index(snapshot: Snapshot, *, field: str) -> tuple[pyarrow.Schema, list[_Bat
     return schema, batches
 
 
-def _opened(file: DataFile, field: str) -> Any:
+def _open(file: DataFile, field: str) -> Any:
     """Returns a file opened for a pass over its messages: mapped, or remote and with reads of bounded size."""
     if not file.is_remote:
         return pyarrow.memory_map(os.fsencode(file))

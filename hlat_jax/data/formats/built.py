@@ -72,7 +72,7 @@ def read_manifest(folder: str | os.PathLike) -> BuiltManifest:
     Raises:
       ValueError: missing, damaged, or of another format.
     """
-    path = _existing(pathlib.Path(folder) / MANIFEST_NAME)
+    path = _require_file(pathlib.Path(folder) / MANIFEST_NAME)
     try:
         with decoding(path):
             fields = read_json(path)
@@ -85,15 +85,15 @@ def read_manifest(folder: str | os.PathLike) -> BuiltManifest:
     manifest = BuiltManifest(**{name: fields[name] for name in names if name in fields})
     counts = [manifest.tokens, manifest.vocab_size, *(shard["tokens"] for shard in manifest.shards)]
     if manifest.kind == "tokens" and None in counts:
-        raise _damaged(path, "it has no counts of tokens")
+        raise _damage(path, "it has no counts of tokens")
     return manifest
 
 
-def _damaged(path: object, what: str) -> ValueError:
-    return ValueError(f"{path}: {what}; {_REMEDY}.")
+def _damage(path: object, what: str) -> ValueError:
+    return ValueError(f"{path} is damaged: {what}; {_REMEDY}.")
 
 
-def _existing(path: pathlib.Path) -> pathlib.Path:
+def _require_file(path: pathlib.Path) -> pathlib.Path:
     """Returns `path`. Raises NotFound if there is no such file."""
     if not path.is_file():
         raise NotFound(f"{path} is missing; restore it or build the dataset again.")
@@ -111,26 +111,26 @@ class _Shards:
         self._folder, self._manifest = folder, manifest
         for shard in manifest.shards:
             path = folder / check_name(shard["name"], f"{folder / MANIFEST_NAME}: a shard's name")
-            _existing(path)
+            _require_file(path)
             if manifest.kind == "tokens":
-                _existing(index_path(path))
+                _require_file(index_path(path))
         self.snapshots = tuple(
             Snapshot(DataFile(folder / shard["name"]), has_checksums=True) for shard in manifest.shards
         )
         self._starts = records.starts(shard["documents"] for shard in manifest.shards)
         self._source_starts = records.starts(source["documents"] for source in manifest.sources)
         if {int(self._starts[-1]), int(self._source_starts[-1])} != {manifest.documents}:
-            raise _damaged(folder / MANIFEST_NAME, "its counts of documents disagree")
+            raise _damage(folder / MANIFEST_NAME, "its counts of documents disagree")
         files = [snapshot.file for snapshot in self.snapshots]
         self._reader = functools.lru_cache(_MAX_OPEN_SHARDS)(lambda shard: open_reader(files[shard]))
 
     def place(self, index: int) -> tuple[int, int]:
         """Returns (shard, number within it) of document `index`."""
-        return records.place(self._starts, index)
+        return records.find_part(self._starts, index)
 
     def locate(self, index: int) -> str:
         """Returns the dataset and number of a document, and the file it was built from."""
-        source, number = records.place(self._source_starts, index)
+        source, number = records.find_part(self._source_starts, index)
         name = self._manifest.sources[source]["name"]
         return f"{self._folder}, document {index + 1} (document {number + 1} of {name})"
 
@@ -159,7 +159,7 @@ class _Shards:
             with decoding(file, remedy=_REMEDY):
                 num_records = self._reader(shard).num_records()
             if num_records != expected:
-                raise _damaged(file, f"it holds {num_records} records instead of {expected}")
+                raise _damage(file, f"it holds {num_records} records instead of {expected}")
 
 
 class BuiltTexts:
@@ -168,7 +168,7 @@ class BuiltTexts:
     Attributes:
       manifest: the manifest of the dataset.
       snapshots: its shards.
-      num_rows: None; documents are not rows.
+      num_rows: None, because documents are not rows.
 
     Raises:
       ValueError: a damaged or incomplete dataset.
@@ -210,7 +210,7 @@ class _LongDocuments:
         self._extra_records = records.starts(pairs[:, 1] - 1)  # before each of them, in addition to one per document
         inside = (pairs >= [0, 2]).all() and (pairs[:, 0] < shard["documents"]).all()
         if not inside or (np.diff(self._documents) <= 0).any():
-            raise _damaged(folder / MANIFEST_NAME, f"the long documents of {shard['name']} are invalid")
+            raise _damage(folder / MANIFEST_NAME, f"the long documents of {shard['name']} are invalid")
 
     def first_record(self, number: int) -> int:
         """Returns the first record of document `number`; for number = documents of the shard, its number of records."""
@@ -235,7 +235,7 @@ class BuiltTokens:
         for first, shard in zip(self._first_documents, manifest.shards, strict=True):
             steps = np.diff(np.append(first, shard["documents"]))
             if (len(first) and first[0] != 0) or (steps <= 0).any() or len(first) == 0 < shard["documents"]:
-                raise _damaged(folder / shard["name"], "its index disagrees with the manifest")
+                raise _damage(folder / shard["name"], "its index disagrees with the manifest")
         self._shards.check_records(len(first) for first in self._first_documents)
         self._bytes: dict[int, np.ndarray] = {}  # of a shard: see text_bytes
         self._last = threading.local()  # (shard, record, block) that this thread read last: neighbors share a block
@@ -246,7 +246,7 @@ class BuiltTokens:
     def __getitem__(self, index: int) -> np.ndarray:
         shard, number = self._shards.place(index)
         first = self._first_documents[shard]
-        record, number_in_record = records.place(first, number)
+        record, number_in_record = records.find_part(first, number)
         end = first[record + 1] if record + 1 < len(first) else self.manifest.shards[shard]["documents"]
         where = f"{self.snapshots[shard].file}, record {record + 1}"
         last_place, block = getattr(self._last, "block", (None, b""))
@@ -257,7 +257,7 @@ class BuiltTokens:
             self._last.block = ((shard, record), block) if len(block) <= _LARGE_RECORD_BYTES else (None, b"")
         tokens = block_tokens(block, number_in_record, num_documents=int(end - first[record]), where=where)
         if len(tokens) and tokens.max() >= self.manifest.vocab_size:
-            raise _damaged(where, f"it holds id {tokens.max()} of a vocabulary of {self.manifest.vocab_size} tokens")
+            raise _damage(where, f"it holds id {tokens.max()} of a vocabulary of {self.manifest.vocab_size} tokens")
         return tokens
 
     def text_bytes(self, index: int) -> int:
@@ -276,7 +276,7 @@ class BuiltTokens:
         parts = [self._index(shard, "lengths") for shard in range(len(self.snapshots))]
         for lengths, shard in zip(parts, self.manifest.shards, strict=True):
             if len(lengths) != shard["documents"] or int(lengths.sum(dtype=np.int64)) != shard["tokens"]:
-                raise _damaged(shard["name"], "its index disagrees with the manifest")
+                raise _damage(shard["name"], "its index disagrees with the manifest")
         return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
 
     def _index(self, shard: int, name: str) -> np.ndarray:
@@ -300,11 +300,11 @@ def block_tokens(block: bytes, number: int, *, num_documents: int, where: str) -
     """
     header = np.frombuffer(block, "<u4", count=min(len(block) // 4, 2 + num_documents))
     if len(header) < 2 + num_documents or header[0] != num_documents or header[1] not in (2, 4):
-        raise _damaged(where, f"it is not a block of {num_documents} documents")
+        raise _damage(where, f"it is not a block of {num_documents} documents")
     ends = np.cumsum(header[2:], dtype=np.int64)
     width, begin = int(header[1]), 4 * len(header)
     if len(block) != begin + width * int(ends[-1]):
-        raise _damaged(where, f"its {len(block)} bytes do not match its header")
+        raise _damage(where, f"its {len(block)} bytes do not match its header")
     start, length = int(ends[number]) - int(header[2 + number]), int(header[2 + number])
     ids = np.frombuffer(block, f"<u{width}", count=length, offset=begin + width * start)
     return ids.astype(np.int32)

@@ -84,7 +84,7 @@ class TextColumn:
         return int(self._starts[-1])
 
     def __getitem__(self, index: int) -> str | None:
-        chunk, number = records.place(self._starts, index)
+        chunk, number = records.find_part(self._starts, index)
         text = self._chunks[chunk].slice(number, 1)
         if self._offset_type is None or text.null_count:
             return text[0].as_py()
@@ -125,7 +125,7 @@ def cell(column: TextColumn, index: int, *, field: str, where: str, row: int) ->
     except UnicodeDecodeError as error:
         reason = f"{field!r} is invalid UTF-8: {error.reason} at byte {error.start}."
         raise records.BadRecord(where, row, reason) from None
-    return records.checked_text(text, field=field, where=where, row=row)
+    return records.check_text(text, field=field, where=where, row=row)
 
 
 def check_size(file: DataFile, part: str, *, field: str, num_bytes: int, limit: int) -> None:
@@ -155,7 +155,7 @@ class ColumnDocuments:
         return self.num_rows
 
     def __getitem__(self, index: int) -> str:
-        part, number = records.place(self._starts, index)
+        part, number = records.find_part(self._starts, index)
         self._snapshot.check()
         with decoding(self._snapshot.file, f"{self._part} {part + 1}"):
             return cell(self._load(part), number, field=self._field, where=self._snapshot.file.where, row=index + 1)

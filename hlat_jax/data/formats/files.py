@@ -199,7 +199,7 @@ class Snapshot:
         return (is_fully_covered or not was_written) and fingerprint(self.file, size=self.size) == self.fingerprint
 
     @contextlib.contextmanager
-    def opened(self) -> Iterator[BinaryIO]:
+    def open(self) -> Iterator[BinaryIO]:
         """Yields the file opened for sequential reading; an OSError becomes an Unreadable that names the file."""
         try:
             with self.file.open() as file:

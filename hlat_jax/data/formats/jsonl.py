@@ -52,8 +52,8 @@ def line_index(snapshot: Snapshot, *, folder: pathlib.Path | None = None) -> Lin
       ValueError: the file changed while it was indexed.
       OSError: the disk of `folder` is full or broken.
     """
-    place = hashlib.blake2b(os.fsencode(snapshot.file.where), digest_size=8).hexdigest()
-    name = f"{snapshot.file.name}-{place}.lines"
+    location = hashlib.blake2b(os.fsencode(snapshot.file.where), digest_size=8).hexdigest()
+    name = f"{snapshot.file.name}-{location}.lines"
     if folder is not None:
         kept = _read_index(folder / name, snapshot=snapshot)
         if kept is not None:
@@ -71,7 +71,7 @@ def _scan(snapshot: Snapshot, digest: Any) -> Iterator[np.ndarray]:
     """Yields int64[n, 3] of the lines that end in each chunk of a file, as LineIndex.lines but blank lines with a
     negative number; updates `digest`."""
     num_rows, start, offset, carried = 0, 0, 0, b""
-    with snapshot.opened() as file:
+    with snapshot.open() as file:
         while offset <= snapshot.size:
             chunk = file.read(min(_CHUNK_BYTES, snapshot.size - offset))
             if not chunk and offset < snapshot.size:

@@ -28,7 +28,7 @@ _ROWS_AT_ONCE = 256
 
 
 @contextlib.contextmanager
-def _opened(
+def _open(
     file: DataFile, metadata: pyarrow.parquet.FileMetaData | None = None
 ) -> Iterator[pyarrow.parquet.ParquetFile]:
     """Yields pyarrow's reader of a file, which reads page by page; `metadata` is read if it is not given."""
@@ -65,7 +65,7 @@ def iter_parquet(file: DataFile, field: str) -> Iterator[TextColumn]:
         if group.num_bytes <= MAX_PART_BYTES:
             yield _read(file, group, field=field, metadata=metadata)
             continue
-        with _opened(file, metadata) as opened:
+        with _open(file, metadata) as opened:
             choice = {"row_groups": [group.number], "columns": [field], "use_threads": False}
             for batch in opened.iter_batches(batch_size=_ROWS_AT_ONCE, **choice):
                 yield TextColumn(batch.column(0))
@@ -81,7 +81,7 @@ class _RowGroup(NamedTuple):
 
 def _row_groups(file: DataFile, field: str) -> tuple[list[_RowGroup], pyarrow.parquet.FileMetaData]:
     """Returns the row groups of a file whose column `field` holds text, and its metadata."""
-    with _opened(file) as opened:
+    with _open(file) as opened:
         text_column(opened.schema_arrow, field, where=file.where, dictionaries=True)
         metadata, groups = opened.metadata, []
     for number in range(metadata.num_row_groups):
@@ -98,7 +98,7 @@ def _read(file: DataFile, group: _RowGroup, *, field: str, metadata: pyarrow.par
     pyarrow decodes whole pages, and a dictionary twice, so it briefly holds three copies of a text.
     """
     is_large = group.num_bytes > _LARGE_BYTES
-    with _LARGE_DECODING if is_large else contextlib.nullcontext(), _opened(file, metadata) as opened:
+    with _LARGE_DECODING if is_large else contextlib.nullcontext(), _open(file, metadata) as opened:
         column = TextColumn(opened.read_row_group(group.number, columns=[field], use_threads=False).column(0))
     if is_large:
         pyarrow.default_memory_pool().release_unused()

@@ -13,7 +13,7 @@ import pathlib
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 import hlat_jax
 from hlat_jax.cli.path_checks import check_file
@@ -102,32 +102,32 @@ def find_files(
     below the folder, not on its location. `allow_compressed` accepts .gz and .zst too, for readers in order.
 
     Raises:
-      ValueError: an empty spec, nothing found, a compressed file, an unknown suffix, a file named twice, a folder that
+      ValueError: an empty spec, no files, a compressed file, an unknown suffix, a file named twice, a folder that
         cannot be listed, or a dataset together with files it was built from.
     """
     parts = [part.strip() for part in spec.split(",")] if isinstance(spec, str) else list(spec)
     spec = spec if isinstance(spec, str) else " ".join(spec)
-    found = FoundFiles([], [], [], [])
+    search = FoundFiles([], [], [], [])
     for part in filter(None, parts):
         is_remote = "://" in part.removeprefix("file://")
-        files = _remote_part(part, key=key, found=found) if is_remote else _local_part(part, key=key, found=found)
+        files = _remote_part(part, key=key, search=search) if is_remote else _local_part(part, key=key, search=search)
         for file in files:
             _check_suffix(file, key=key, allow_compressed=allow_compressed, text_field=text_field)
-        found.files.extend(files)
-    if not found.files:
+        search.files.extend(files)
+    if not search.files:
         raise NotFound(f"{key}={spec!r} names no files; give files, folders or globs, separated by commas.")
-    _check_no_duplicates(found.files, what=f"{key}={spec!r}")
-    return found
+    _check_no_duplicates(search.files, what=f"{key}={spec!r}")
+    return search
 
 
 def _check_no_duplicates(files: Sequence[DataFile], *, what: str) -> None:
     """Raises ValueError when a file is named twice, or beside a dataset that was built from it."""
     seen: set[str] = set()
     for file in files:
-        place = file.where if file.is_remote else os.path.realpath(file)
-        if place in seen:
+        location = file.where if file.is_remote else os.path.realpath(file)
+        if location in seen:
             raise ValueError(f"{what} names {file} twice; its documents would be repeated within an epoch.")
-        seen.add(place)
+        seen.add(location)
     loose = {file.name: file for file in files if not file.is_built}
     for dataset in (file for file in files if file.is_built):
         for name in _built_from(dataset) or ():
@@ -139,26 +139,26 @@ def _check_no_duplicates(files: Sequence[DataFile], *, what: str) -> None:
                 )
 
 
-def _local_part(part: str, *, key: str, found: FoundFiles) -> list[DataFile]:
+def _local_part(part: str, *, key: str, search: FoundFiles) -> list[DataFile]:
     if part.startswith("package:"):
         return [DataFile(asset_path(part.removeprefix("package:")))]
     path = pathlib.Path(part.removeprefix("file://")).expanduser()
-    names = [str(path)] if path.exists() else sorted(set(_matches(str(path), repeated=found.links)))
+    names = [str(path)] if path.exists() else sorted(set(_matches(str(path), repeated=search.links)))
     files, searched = [], set()
     for name in names:
         if any(os.fspath(parent) in searched for parent in pathlib.Path(name).parents):
             continue  # `**` matches a folder and its files
         if os.path.isdir(name):
             searched.add(os.fspath(pathlib.Path(name)))
-            files += _in_folder(pathlib.Path(name), key=key, found=found)
+            files += _in_folder(pathlib.Path(name), key=key, search=search)
         elif os.path.isfile(name):
             files.append(DataFile(name))
     if not files:
-        raise _nothing_found(part, key=key, found=found) if searched else nothing_at(part, key=key)
+        raise _nothing_found(part, key=key, search=search) if searched else nothing_at(part, key=key)
     return files
 
 
-def _matches(pattern: str, *, repeated: list[str] | None = None) -> Iterator[str]:
+def _matches(pattern: str, *, repeated: list[str]) -> Iterator[str]:
     """Yields the paths that a glob matches as glob.iglob does, but `**` enters each folder once, see _walk_once.
 
     A `**` at the end matches its folder alone.
@@ -175,7 +175,7 @@ def _matches(pattern: str, *, repeated: list[str] | None = None) -> Iterator[str
 
 
 def _walk_once(
-    folder: str | os.PathLike, *, onerror: Callable[[OSError], None] | None = None, repeated: list[str] | None = None
+    folder: str | os.PathLike, *, repeated: list[str], onerror: Callable[[OSError], None] | None = None
 ) -> Iterator[tuple[str, list[str], list[str]]]:
     """Yields what os.walk does, links followed and hidden folders left out, but each folder once by its real path.
 
@@ -189,8 +189,7 @@ def _walk_once(
         real = os.path.realpath(parent)
         if real in seen:
             folders.clear()
-            if repeated is not None:
-                repeated.append(parent)
+            repeated.append(parent)
             continue
         seen.add(real)
         shown = (name for name in folders if not name.startswith("."))
@@ -204,31 +203,31 @@ def nothing_at(path: str, *, key: str) -> NotFound:
     return NotFound(f"{key}: {path} {what} (looked from {pathlib.Path.cwd()}).")
 
 
-def _in_folder(folder: pathlib.Path, *, key: str, found: FoundFiles) -> list[DataFile]:
+def _in_folder(folder: pathlib.Path, *, key: str, search: FoundFiles) -> list[DataFile]:
     def fail(error: OSError) -> None:
         raise NotFound(f"{key}: the folder {error.filename} cannot be listed: {reason(error)}.")
 
     files = []
-    found.folders.append(folder)
-    for parent, folders, names in _walk_once(folder, onerror=fail, repeated=found.links):
+    search.folders.append(folder)
+    for parent, folders, names in _walk_once(folder, onerror=fail, repeated=search.links):
         if _built_from(parent) is not None:
             files.append(DataFile(parent, is_built=True))
             folders.clear()
             continue
         paths = [os.path.join(parent, name) for name in names]
-        files += [DataFile(path) for path in _data_paths(paths, found=found)]
+        files += [DataFile(path) for path in _data_paths(paths, search=search)]
     return sorted(files, key=lambda file: pathlib.Path(file).relative_to(folder).as_posix())
 
 
-def _data_paths(paths: Sequence[str], *, found: FoundFiles) -> list[str]:
-    """Returns the paths of data files; adds those that are neither data nor hidden to `found.ignored`."""
+def _data_paths(paths: Sequence[str], *, search: FoundFiles) -> list[str]:
+    """Returns the paths of data files; adds those that are neither data nor hidden to `search.ignored`."""
     data = []
     for path in paths:
         name = path.rpartition("/")[2]
         if not name.startswith(".") and _data_suffix(name) in _FORMATS:  # a.jsonl.gz is an error, and not ignored
             data.append(path)
         elif not name.startswith((".", "_")):
-            found.ignored.append(path)
+            search.ignored.append(path)
     return data
 
 
@@ -241,7 +240,7 @@ class _Manifest(TypedDict):
 
     kind: Literal["text", "tokens"]
     shards: list
-    sources: list[_NamedSource]
+    sources: NotRequired[list[_NamedSource]]
 
 
 def _built_from(folder: str | os.PathLike) -> list[str] | None:
@@ -253,7 +252,7 @@ def _built_from(folder: str | os.PathLike) -> list[str] | None:
         manifest = read_json(pathlib.Path(folder) / MANIFEST_NAME, kind=_Manifest)
     except (ValueError, OSError):
         return None
-    return [str(source["name"]) for source in manifest["sources"]]
+    return [str(source["name"]) for source in manifest.get("sources", [])]
 
 
 def _data_suffix(name: str) -> str:
@@ -262,7 +261,7 @@ def _data_suffix(name: str) -> str:
     return pathlib.PurePosixPath(path.stem).suffix if path.suffix in _COMPRESSED_SUFFIXES else path.suffix
 
 
-def _remote_part(part: str, *, key: str, found: FoundFiles) -> list[DataFile]:
+def _remote_part(part: str, *, key: str, search: FoundFiles) -> list[DataFile]:
     filesystem, path = filesystem_of(part)
     names: dict[str, None] = {}  # ordered, without duplicates: `**` matches a folder and its files
     searched: tuple[str, ...] = ()
@@ -277,7 +276,7 @@ def _remote_part(part: str, *, key: str, found: FoundFiles) -> list[DataFile]:
                     folder = name.rstrip("/") + "/"
                     searched += (folder,)
                     shown = [file for file in filesystem.find(name) if "/." not in f"/{file.removeprefix(folder)}"]
-                    below = sorted(_data_paths(shown, found=found))
+                    below = sorted(_data_paths(shown, search=search))
                 elif not filesystem.exists(name):
                     continue
                 names |= dict.fromkeys(below)
@@ -286,7 +285,7 @@ def _remote_part(part: str, *, key: str, found: FoundFiles) -> list[DataFile]:
             raise ValueError(f"{key}: {part} cannot be reached: {error.__cause__}") from None
         raise NotFound(f"{key}: {part} cannot be listed: {reason(error)}.") from None
     if not names:
-        raise _nothing_found(part, key=key, found=found)
+        raise _nothing_found(part, key=key, search=search)
     return [DataFile(filesystem.unstrip_protocol(name), filesystem=filesystem) for name in names]
 
 
@@ -295,8 +294,8 @@ def file_format(file: DataFile) -> str:
     return "built" if file.is_built else _FORMATS.get(_data_suffix(file.name), "")
 
 
-def _nothing_found(part: str, *, key: str, found: FoundFiles) -> NotFound:
-    ignored = f" ({found.describe_ignored()})" if found.ignored else ""
+def _nothing_found(part: str, *, key: str, search: FoundFiles) -> NotFound:
+    ignored = f" ({search.describe_ignored()})" if search.ignored else ""
     return NotFound(f"{key}: {part} holds or matches no files that end in {', '.join(_FORMATS)}{ignored}.")
 
 

@@ -23,7 +23,7 @@ class TextDocuments:
     Attributes:
       snapshots: the files.
       is_cut: whether they are cut at paragraphs.
-      num_rows: None; documents are not rows.
+      num_rows: None, because documents are not rows.
 
     Raises:
       ValueError: with `cut`, a file that is empty or not UTF-8.
@@ -43,7 +43,7 @@ class TextDocuments:
         return int(self._starts[-1])
 
     def __getitem__(self, index: int) -> str:
-        file, part = records.place(self._starts, index)
+        file, part = records.find_part(self._starts, index)
         snapshot, where = self.snapshots[file], self.locate(index)
         if not self.is_cut:
             return records.utf8_text(_read_whole(snapshot), where=where, row=None)
@@ -52,7 +52,7 @@ class TextDocuments:
 
     def locate(self, index: int) -> str:
         """Returns the path of document `index`, and its byte range if the file is cut."""
-        file, part = records.place(self._starts, index)
+        file, part = records.find_part(self._starts, index)
         start, stop = self._spans[file][part]
         return f"{self.snapshots[file].file}" + (f", bytes {start} to {stop}" if self.is_cut else "")
 
@@ -89,9 +89,9 @@ def paragraph_parts(raw: bytes | bytearray, file: DataFile) -> Iterator[tuple[in
 
 def _cut(raw: bytes, start: int, end: int, *, at: re.Pattern[bytes], least: int) -> Iterator[tuple[int, int]]:
     """Yields (start, stop) of parts of raw[start:end] that end at matches of `at` and have at least `least` bytes."""
-    for found in at.finditer(raw, start, end):
-        if found.start() - start >= least and raw[start : found.start()].strip():
-            yield start, found.start()
-            start = found.end()
+    for match in at.finditer(raw, start, end):
+        if match.start() - start >= least and raw[start : match.start()].strip():
+            yield start, match.start()
+            start = match.end()
     if raw[start:end].strip():
         yield start, end

@@ -38,13 +38,13 @@ def starts(counts: Iterable[int]) -> np.ndarray:
     return np.cumsum([0, *counts], dtype=np.int64)
 
 
-def place(starts: np.ndarray, index: int) -> tuple[int, int]:
+def find_part(starts: np.ndarray, index: int) -> tuple[int, int]:
     """Returns (the part that holds record `index`, the number of the record in that part)."""
     part = int(np.searchsorted(starts, index, side="right")) - 1
     return part, int(index) - int(starts[part])
 
 
-def checked_text(text: Any, *, field: str, where: str, row: int) -> str:
+def check_text(text: Any, *, field: str, where: str, row: int) -> str:
     """Returns `text` if it is a string that UTF-8 can encode.
 
     Raises:
@@ -100,4 +100,4 @@ def json_text(line: bytes | bytearray, *, field: str, where: str, row: int) -> s
         keys = ", ".join(repr(key)[:_KEY_CHARS_SHOWN] for key in sorted(record)[:_KEYS_SHOWN])  # may be unprintable
         more = f" and {len(record) - _KEYS_SHOWN} more" if len(record) > _KEYS_SHOWN else ""
         raise BadRecord(where, row, f"no key {field!r}; its keys are {keys or 'none'}{more}.")
-    return checked_text(record[field], field=field, where=where, row=row)
+    return check_text(record[field], field=field, where=where, row=row)

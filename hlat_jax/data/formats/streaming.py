@@ -58,7 +58,7 @@ def iter_documents(file: DataFile, *, text_field: str, cut_text: bool = False) -
 
 
 @contextlib.contextmanager
-def _opened(file: DataFile) -> Iterator[BinaryIO]:
+def _open(file: DataFile) -> Iterator[BinaryIO]:
     """Yields a file opened for sequential reading, decompressed."""
     with decoding(file), contextlib.ExitStack() as stack:
         raw = stack.enter_context(file.open())
@@ -85,7 +85,7 @@ def _lines(stream: BinaryIO) -> Iterator[list[bytes]]:
 
 def _jsonl(file: DataFile, field: str) -> Iterator[Item]:
     where = file.where
-    with _opened(file) as stream:
+    with _open(file) as stream:
         for row, holder in enumerate(_lines(stream), start=1):
             if len(holder[0]) > records.MAX_RECORD_BYTES:
                 reason = f"more than {records.MAX_RECORD_BYTES} bytes in one line; is it a JSON array?"
@@ -101,7 +101,7 @@ def _jsonl(file: DataFile, field: str) -> Iterator[Item]:
 
 def _text(file: DataFile, *, cut: bool) -> Iterator[Item]:
     raw = bytearray()
-    with _opened(file) as stream:
+    with _open(file) as stream:
         while len(raw) <= records.MAX_RECORD_BYTES and (chunk := stream.read(_CHUNK_BYTES)):
             raw += chunk
     try:
