@@ -190,20 +190,27 @@ def open_corpus(
         searched = find_files(spec, key=key, text_field=text_field)
         files, ignored = searched.files, searched.describe_ignored()
     parts, entries, cache = [], [], ColumnCache()
-    for kind, of_kind in _runs(files):
-        if kind == "text":
-            part = TextDocuments(of_kind, cut=cut_text)
-        elif kind == "built":
-            part = open_built(of_kind[0], key=key, tokenizer_sha256=tokenizer_sha256)
-        elif kind == "array_record":
-            part = ArrayRecordDocuments(Snapshot(of_kind[0], has_checksums=True))
-        elif kind == "jsonl":
-            part = JsonlDocuments(Snapshot(of_kind[0]), field=text_field, index_folder=index_folder)
-        else:
-            opener = arrow_documents if kind == "arrow" else parquet_documents
-            part = opener(Snapshot(of_kind[0]), field=text_field, cache=cache)
+
+    def add(kind: str, files: list[DataFile], part: Any) -> None:
         parts.append(part)
-        entries.append(_manifest_entry(kind, of_kind, part))
+        entries.append(_manifest_entry(kind, files, part))
+
+    for kind, run in itertools.groupby(files, key=file_format):
+        if kind == "text":
+            texts = list(run)
+            add(kind, texts, TextDocuments(texts, cut=cut_text))
+            continue
+        for file in run:
+            if kind == "built":
+                part = open_built(file, key=key, tokenizer_sha256=tokenizer_sha256)
+            elif kind == "array_record":
+                part = ArrayRecordDocuments(Snapshot(file, has_checksums=True))
+            elif kind == "jsonl":
+                part = JsonlDocuments(Snapshot(file), field=text_field, index_folder=index_folder)
+            else:
+                open_columns = arrow_documents if kind == "arrow" else parquet_documents
+                part = open_columns(Snapshot(file), field=text_field, cache=cache)
+            add(kind, [file], part)
     num_documents = sum(map(len, parts))
     if num_documents == 0:
         raise ValueError(f"{key}={spec!r}: {len(entries)} file(s) hold no documents.")
@@ -254,18 +261,6 @@ def _check_not_empty(documents: Corpus, *, what: str) -> None:
             return
     first = f"The first error: {problem}" if problem else "They are empty."
     raise ValueError(f"{what}: of {counted(len(documents), 'document')}, none has text. {first}")
-
-
-def _runs(files: Sequence[DataFile]) -> list[tuple[str, list[DataFile]]]:
-    """Returns (format, files) in order: consecutive plain-text files together, every other file by itself."""
-    runs: list[tuple[str, list[DataFile]]] = []
-    for file in files:
-        kind = file_format(file)
-        if kind == "text" and runs and runs[-1][0] == "text":
-            runs[-1][1].append(file)
-        else:
-            runs.append((kind, [file]))
-    return runs
 
 
 def _manifest_entry(kind: str, files: list[DataFile], part: Any) -> dict[str, Any]:

@@ -145,13 +145,6 @@ def test_trained_tokenizer_has_llama_special_ids_and_byte_tokens(trained):
     assert trained[0].tokens_per_byte < 0.6
 
 
-def test_runs_of_spaces_become_tokens(tmp_path):
-    model = tokenizer_training.train_model(["    x = 1\n        y = 2\n"] * 50, vocab_size=272)
-    (tmp_path / "t.model").write_bytes(model)
-    tokenizer = Tokenizer(str(tmp_path / "t.model"))
-    assert len(tokenizer.encode(" " * 8)) < 8
-
-
 def test_training_a_tokenizer_again_gives_the_same_model(trained, data_here, tmp_path):
     out = tmp_path / "new" / "t.model"
     code, said, _ = data_here("tokenizer", AUSTEN, "--vocab_size=500", f"--out={out}", "--sample_mb=1")
@@ -211,14 +204,6 @@ def test_sample_is_bounded_and_uniform_over_whole_pieces():
     assert counts.min() > 8
 
 
-def test_document_pieces_end_at_word_boundaries():
-    text = "some words " * 2000 + "x" * 9000 + " end"
-    pieces = list(tokenizer_training._pieces(text))
-    assert "".join(pieces) == text
-    assert max(map(len, pieces)) <= 4096
-    assert all(piece.startswith(" ") for piece in pieces[1:5])
-
-
 def tiny(**changes):
     mutable = config_lib.load("tiny")
     for key, value in changes.items():
@@ -269,11 +254,6 @@ def test_stats_of_stored_ids_are_exact_without_reading_text(data_here, tmp_path)
     data_here("tokenizer", AUSTEN, "--vocab_size=2048", f"--out={tmp_path}/o.model", "--sample_mb=1")
     with pytest.raises(ValueError, match="token ids from the tokenizer with"):
         stats.report(tiny(train=f"{tmp_path}/ids", tokenizer=f"{tmp_path}/o.model"), sample_bytes=1)
-
-
-def test_stats_accepts_file_names_with_a_comma(tmp_path):
-    write_jsonl(tmp_path / "a,b.jsonl", ["some words"] * 3)
-    assert cells(stats.report(tiny(train=str(tmp_path / "*.jsonl"), validation=""), sample_bytes=0), "all")[0] == 3
 
 
 def test_stats_have_a_row_per_source_with_epochs_by_weight(tmp_path):
@@ -366,34 +346,6 @@ def test_progress_of_a_new_phase_is_estimated_from_its_own_beginning(monkeypatch
         "      writing  0:00:00",
         "  1%  writing  0:08:15 left",
     ]
-
-
-class History(progress.Status):
-    """Keeps every value that was set."""
-
-    def __init__(self):
-        self.values = []
-
-    def __setattr__(self, name, value):
-        if name != "values":
-            self.values.append((name, value))
-        super().__setattr__(name, value)
-
-
-def test_tokenizer_and_stats_report_their_progress(tmp_path):
-    for work in ("tokenizer", "stats"):
-        status = History()
-        if work == "stats":
-            stats.report(tiny(validation=""), sample_bytes=3_000_000, status=status)
-        else:
-            options = tokenizer_training.TrainingOptions(vocab_size=400, sample_bytes=50_000)
-            tokenizer_training.train([AUSTEN], out=tmp_path / "a.model", options=options, status=status)
-        shares = [value for name, value in status.values if name == "share"]
-        assert shares == sorted(shares)
-        assert 0 <= shares[0] < 0.5 < shares[-1] <= 1
-        assert len(set(shares)) > 3
-        texts = [value for name, value in status.values if name == "text"]
-        assert any("documents  " in text and text.endswith("MiB") for text in texts)
 
 
 def test_an_error_ends_the_thread_that_shows_progress():

@@ -118,6 +118,8 @@ def test_bad_column_is_named_by_file_row_and_reason(tmp_path):
             ([1, 2], "column 'text' is int64, not string"),
         ):
             assert message in error_of(write(path, column))
+        items = [item for item, _ in read_in_order(write(path, invalid))]
+        assert [items[0], items[1], isinstance(items[2], BadRecord)] == ["good", "x", True]
         path = write(path, ["a"], field="body")
         assert "must have one column 'text'; it has " in error_of(path)
         with pytest.raises(ValueError, match="must have one column 'text'"):

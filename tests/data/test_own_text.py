@@ -190,15 +190,6 @@ def test_files_are_cut_only_if_they_leave_fewer_than_the_rows(tmp_path):
     assert len(train) == len(held_out) > 6
 
 
-def test_one_document_is_not_named_in_the_plural(tmp_path):
-    (tmp_path / "book.txt").write_text(book(8, words=4))
-    with contextlib.closing(TrainBatches(data_config(tmp_path / "book.txt"), tokenizer=TOKENIZER)) as batches:
-        described = batches.definition.sources[0].notes
-    assert described == "cut at paragraphs into 8 documents, 1 document held out for validation"
-    [found] = open_held_out(data_config(tmp_path / "book.txt"), tokenizer=TOKENIZER, num_batches=0)[0].values()
-    assert str(found.coverage).startswith("1 of 1 document, ")
-
-
 def test_text_that_cannot_be_trained_on_is_refused_in_one_line(tmp_path):
     for content, message in (
         (b"", "it is empty"),

@@ -69,11 +69,6 @@ def test_shrunk_remote_file_is_detected_by_a_short_read(memory):
         documents[1]
 
 
-def test_remote_file_named_twice_is_refused(memory):
-    memory.pipe("/bucket/a.jsonl", b'{"text": "one"}\n')
-    assert "twice" in error_of("memory://bucket/a.jsonl,memory://bucket/*.jsonl")
-
-
 def test_glob_of_urls_searches_the_folders_it_matches(memory):
     for name in ("0", "en/a", "en/deep/b", "z/.no"):
         memory.pipe(f"/bucket/c/{name}.jsonl", b'{"text": "%s"}\n' % name.encode())

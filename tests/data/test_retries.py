@@ -65,7 +65,9 @@ def test_batches_after_faults_are_those_of_an_undisturbed_run(data, faulty, caps
         assert hashes(again(lambda: TrainBatches(data, tokenizer=TOKENIZER, retries=again))) == undisturbed  # noqa: B023
         assert again.take_count() > 5
         assert again.take_count() == 0
-    assert "a.jsonl cannot be read any more: a fault. Restore it. Trying again for up to" in capsys.readouterr().err
+    warnings = capsys.readouterr().err.splitlines()  # one of each run, though all its threads failed
+    assert len(warnings) == len(configs)
+    assert "a.jsonl cannot be read any more: a fault. Restore it. Trying again for up to" in warnings[0]
 
 
 def test_held_out_text_is_read_again_as_a_whole(data, faulty):
@@ -97,26 +99,6 @@ def test_a_fault_that_lasts_is_an_oserror_in_each_call_and_one_line(data, monkey
                 next(batches)
     away.rename(path)
     assert hashes(TrainBatches(data, tokenizer=TOKENIZER), 1) == expected
-
-
-def test_a_fault_of_all_threads_is_one_line(capsys, monkeypatch):
-    monkeypatch.setattr(retries, "WAITS_S", (0.0, 0.01))
-    again = retries.Retries()
-
-    def fail():
-        raise Unreadable("x cannot be read.")
-
-    def read():
-        with contextlib.suppress(Unreadable):
-            again(fail, key=threading.get_ident())
-
-    threads = [threading.Thread(target=read) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert capsys.readouterr().err == "warning: x cannot be read. Trying again for up to 0 s.\n"
-    assert again.take_count() >= 2
 
 
 def test_what_was_given_up_is_tried_once_until_it_can_be_read(monkeypatch):

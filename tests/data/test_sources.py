@@ -27,17 +27,6 @@ from hlat_jax.data.formats.files import Unreadable, fingerprint
 from hlat_jax.data.formats.records import BadRecord
 
 
-def test_jsonl_reads_utf8_blank_lines_and_a_last_line_without_newline(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_bytes('\n{"text": "漢"}\r\n   \n\n{"text": "b"}\n{"text": "c"}'.encode())
-    assert read_all(path) == ["漢", "b", "c"]
-
-
-def test_jsonl_index_is_exact_across_its_read_chunks(tmp_path):
-    texts = ["a" * (1 << 24), "b" * ((1 << 24) - 14), "c", "d" * 100]
-    assert read_all(write_jsonl(tmp_path / "a.jsonl", texts)) == texts
-
-
 def test_text_field_selects_the_json_key_or_column(tmp_path):
     for suffix, write in ((".jsonl", write_jsonl), (".parquet", write_parquet), (".arrow", write_arrow)):
         assert read_all(write(tmp_path / f"a{suffix}", ["x"], field="body"), text_field="body") == ["x"]
@@ -280,19 +269,6 @@ def test_same_size_edit_of_a_long_file_is_refused_unless_checksummed(tmp_path, n
         match=r"\(or was rewritten with the same size, so that its content cannot be compared\) since it was opened",
     ):
         documents[0]
-
-
-def test_unusable_records_are_bad_records_and_others_stay_readable(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": 1}\n{"text": "good"}\n{"text"')
-    (tmp_path / "b.txt").write_bytes(b"\xff")
-    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([None, "fine"])}), tmp_path / "c.parquet")
-    documents, texts = open_all(tmp_path), []
-    for index in range(len(documents)):
-        try:
-            texts.append(documents[index])
-        except BadRecord:
-            texts.append(None)
-    assert texts == [None, "good", None, None, None, "fine"]
 
 
 def test_locate_names_file_and_row_without_reading_a_document(tmp_path):

@@ -65,19 +65,6 @@ def test_jsonl_streaming_matches_random_access_for_any_chunk_size(tmp_path_facto
             assert corpus.locate(index).endswith(f"a.jsonl, row {row}")
 
 
-def test_bad_records_are_yielded_individually_and_streaming_continues(tmp_path):
-    bad = b'{"text": "a"}\n\n{"text": null}\n{"text": "\xff"}\n{"text": "b"}\n{"te'
-    (tmp_path / "a.jsonl").write_bytes(bad)
-    kinds = [text if isinstance(text, str) else "bad" for text, _ in stream(tmp_path / "a.jsonl")]
-    assert kinds == ["a", "bad", "bad", "b", "bad"]
-    column = pyarrow.array([b"x", None, b"\xff", b"y"]).view(pyarrow.string())
-    for path in (write_arrow(tmp_path / "a.arrow", column), write_parquet(tmp_path / "a.parquet", column)):
-        kinds = [text if isinstance(text, str) else "bad" for text, _ in stream(path)]
-        assert kinds == ["x", "bad", "bad", "y"]
-    (tmp_path / "a.txt").write_bytes(b"\xff")
-    assert "a.txt: invalid UTF-8" in str(stream(tmp_path / "a.txt")[0][0])
-
-
 def test_truncated_files_yield_complete_records_and_then_raise(tmp_path):
     texts = [f"document {i}" for i in range(500)]
     raw = write_jsonl(tmp_path / "a.jsonl", texts).read_bytes()

@@ -198,15 +198,6 @@ class Snapshot:
         is_fully_covered = self.has_checksums or self.size <= _FINGERPRINT_BLOCKS * _FINGERPRINT_BLOCK_BYTES
         return (is_fully_covered or not was_written) and fingerprint(self.file, size=self.size) == self.fingerprint
 
-    @contextlib.contextmanager
-    def open(self) -> Iterator[BinaryIO]:
-        """Yields the file opened for sequential reading; an OSError becomes an Unreadable that names the file."""
-        try:
-            with self.file.open() as file:
-                yield file
-        except OSError as error:
-            raise unreadable(self.file, error) from None
-
     def read(self, start: int, length: int) -> bytes:
         """Returns exactly `length` bytes from `start`.
 

@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow
 
 from hlat_jax.data.formats import records
+from hlat_jax.data.formats.decoding import decoding
 from hlat_jax.data.formats.files import Snapshot, new_content_hash
 from hlat_jax.store import atomic_files
 
@@ -71,7 +72,7 @@ def _scan(snapshot: Snapshot, digest: Any) -> Iterator[np.ndarray]:
     """Yields int64[n, 3] of the lines that end in each chunk of a file, as LineIndex.lines but blank lines with a
     negative number; updates `digest`."""
     num_rows, start, offset, carried = 0, 0, 0, b""
-    with snapshot.open() as file:
+    with decoding(snapshot.file), snapshot.file.open() as file:
         while offset <= snapshot.size:
             chunk = file.read(min(_CHUNK_BYTES, snapshot.size - offset))
             if not chunk and offset < snapshot.size:
