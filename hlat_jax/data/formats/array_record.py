@@ -46,7 +46,7 @@ class ArrayRecordDocuments:
     def __getitem__(self, index: int) -> str:
         self._snapshot.check()
         try:
-            with decoding(self._snapshot.file, f"row {index + 1}"):
+            with decoding(self._snapshot.file, part=f"row {index + 1}"):
                 raw = self._reader.read([index])[0]
         except (ValueError, OSError):
             self._reader = open_reader(self._snapshot.file)  # one that has failed stays so

@@ -145,7 +145,7 @@ class _Shards:
         snapshot.check()
         raw = b""
         try:
-            with decoding(snapshot.file, f"record {record + 1}", remedy=_REMEDY):
+            with decoding(snapshot.file, part=f"record {record + 1}", remedy=_REMEDY):
                 raw = self._reader(shard).read([record])[0]
         finally:
             if not raw or len(raw) > _LARGE_RECORD_BYTES:

@@ -157,7 +157,7 @@ class ColumnDocuments:
     def __getitem__(self, index: int) -> str:
         part, number = records.find_part(self._starts, index)
         self._snapshot.check()
-        with decoding(self._snapshot.file, f"{self._part} {part + 1}"):
+        with decoding(self._snapshot.file, part=f"{self._part} {part + 1}"):
             return cell(self._load(part), number, field=self._field, where=self._snapshot.file.where, row=index + 1)
 
     def locate(self, index: int) -> str:

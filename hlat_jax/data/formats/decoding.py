@@ -16,8 +16,8 @@ _ERRORS = (OSError, EOFError, RuntimeError, IndexError, UnicodeDecodeError, pyar
 @contextlib.contextmanager
 def decoding(
     file: DataFile | os.PathLike,
-    part: str = "",
     *,
+    part: str = "",
     remedy: str = "restore the file, or write it again",
     errors: tuple[type[Exception], ...] = (),
 ) -> Iterator[None]:
