@@ -260,7 +260,7 @@ def _check_not_empty(documents: Corpus, *, what: str) -> None:
         if isinstance(document, str) or len(document) > 1:  # the stored ids of an empty text are one EOS
             return
     first = f"The first error: {problem}" if problem else "They are empty."
-    raise ValueError(f"{what}: of {counted(len(documents), 'document')}, none has text. {first}")
+    raise ValueError(f"{what}: of {counted(len(documents), 'document')}, none can be read. {first}")
 
 
 def _manifest_entry(kind: str, files: list[DataFile], part: Any) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def test_uncompressed_local_arrow_batch_is_memory_mapped(tmp_path, monkeypatch):
 def test_truncated_arrow_is_refused_at_every_cut(tmp_path):
     for is_file in (False, True):
         raw = write_arrow(tmp_path / "whole.arrow", TEXTS, is_file=is_file).read_bytes()
-        for cut in range(1, len(raw), 37):
+        for cut in (8, *range(1, len(raw), 37)):  # without 8 bytes a stream has no mark at its end
             path = tmp_path / "cut.arrow"
             path.write_bytes(raw[:-cut])
             assert "cut.arrow: it cannot be decoded" in error_of(path), cut
@@ -130,6 +130,13 @@ def test_bad_column_is_named_by_file_row_and_reason(tmp_path):
     assert f"python -m hlat_jax.data build {coded} --out DIR" in error_of(coded)
 
 
+def test_column_of_slices_has_their_texts():
+    for kind in ("string", "large_string", "string_view"):
+        whole = pyarrow.array(TEXTS, kind)
+        column = columns.TextColumn(pyarrow.chunked_array([whole.slice(2), whole.slice(1, 3), whole.slice(3, 0)]))
+        assert [column[index] for index in range(len(column))] == [*TEXTS[2:], *TEXTS[1:4]]
+
+
 def test_column_cache_respects_its_byte_limit(tmp_path):
     texts = [f"document {index:04d}" for index in range(60)]
     cache = columns.ColumnCache(max_bytes=500)
@@ -170,9 +177,12 @@ def test_column_cache_decodes_once_across_threads_and_retries_after_an_error():
     assert len(loads) == 2
 
 
-def test_oversized_parquet_row_group_is_refused(tmp_path, monkeypatch):
-    path = write_parquet(tmp_path / "a.parquet", ["x" * 600 + str(i) for i in range(9)], rows_in_group=3)
+def test_oversized_parquet_row_group_is_refused_and_built_in_order(tmp_path, monkeypatch):
+    texts = ["x" * 600 + str(i) for i in range(9)]
+    path = write_parquet(tmp_path / "a.parquet", texts, rows_in_group=3)
     monkeypatch.setattr(parquet, "MAX_PART_BYTES", 100)
+    monkeypatch.setattr(parquet, "_read", lambda *_, **__: pytest.fail("a whole row group is read"))
+    assert [text for text, _ in read_in_order(path)] == texts
     message = error_of(path)
     assert "row group 1: 3.00 KiB are decoded to read any one document in it, more than 100 B." in message
     assert f"python -m hlat_jax.data build {path} --out DIR" in message

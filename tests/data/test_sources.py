@@ -290,7 +290,7 @@ def test_no_documents_and_only_empty_documents_are_refused(tmp_path):
         (tmp_path / "empty.jsonl").write_bytes(content)
         assert "hold no documents" in error_of(tmp_path / "empty.jsonl")
     message = error_of(write_jsonl(tmp_path / "a.jsonl", [""] * 3))
-    assert "of 3 documents, none has text. The first error: " in message
+    assert "of 3 documents, none can be read. The first error: " in message
     assert "a.jsonl, row 1: 'text' is empty" in message
 
 
