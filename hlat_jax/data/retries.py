@@ -60,9 +60,9 @@ class Retries:
         """Returns `read()`, or raises its last error, as an Unreadable.
 
         Args:
-          read: may be called several times.
-          key: of what is read.
-          errors: after which it is called again.
+          read: a function that may be called several times.
+          key: an identifier of what is read.
+          errors: the exceptions after which it is called again.
         """
         for wait_s in (*WAITS_S, None):
             try:

@@ -220,7 +220,10 @@ class _LongDocuments:
 class BuiltTokens:
     """The token ids of a dataset of kind tokens: int32[n] of each document, EOS of each piece counted.
 
-    Attributes: as those of BuiltTexts.
+    Attributes:
+      manifest: the manifest of the dataset.
+      snapshots: its shards.
+      num_rows: None, because documents are not rows.
 
     Raises:
       ValueError: a damaged or incomplete dataset.
@@ -311,7 +314,7 @@ def block_tokens(block: bytes, number: int, *, num_documents: int, where: str) -
 
 
 def open_built(folder: str | os.PathLike, *, key: str, tokenizer_sha256: str | None) -> BuiltTexts | BuiltTokens:
-    """Returns the documents of a dataset; `tokenizer_sha256` is that of the run's tokenizer, None: not compared.
+    """Returns the documents of a dataset; token ids must be of the tokenizer with `tokenizer_sha256` if it is given.
 
     Raises:
       ValueError: a damaged dataset, or ids from another tokenizer.

@@ -141,7 +141,7 @@ class Snapshot:
     read that returns too few bytes is a change.
 
     Attributes:
-      content_hash: 32 hex digits of all bytes, set by a caller that has read them all; None: unknown.
+      content_hash: 32 hex digits of all bytes, which a caller sets that has read them all, else None.
       has_checksums: whether its format detects changed bytes.
 
     Raises:

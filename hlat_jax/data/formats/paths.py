@@ -68,7 +68,7 @@ class FoundFiles:
     """The result of find_files.
 
     Attributes:
-      files: in order.
+      files: the files in order.
       ignored: files in folders with an unknown suffix, except names that begin with "." or "_".
       folders: local folders that were searched.
       links: links to folders that were searched already, which are not searched again.
@@ -180,9 +180,9 @@ def _walk_once(
     """Yields what os.walk does, links followed and hidden folders left out, but each folder once by its real path.
 
     Args:
-      folder: where to begin.
-      onerror: called for a folder that cannot be listed.
-      repeated: receives the links that lead to a folder that was yielded before.
+      folder: the folder to begin with.
+      repeated: a list that receives the links to folders that were yielded before.
+      onerror: a function called with the error of a folder that cannot be listed.
     """
     seen: set[str] = set()
     for parent, folders, names in os.walk(folder, followlinks=True, onerror=onerror):
