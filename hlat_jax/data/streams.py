@@ -268,7 +268,7 @@ class Definition:
         index_folder: pathlib.Path | None = None,
         retries: Retries | None = None,
     ):
-        """Opens `data.train`; `index_folder` keeps the indices of JSONL files between runs; `retries` reads documents again.
+        """Opens `data.train`; `index_folder` keeps the indices of JSONL files between runs, `retries` reads again.
 
         Raises:
           ValueError: see open_sources and mixture.parse_stages.
