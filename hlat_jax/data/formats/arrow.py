@@ -29,6 +29,7 @@ from hlat_jax.data.formats.paths import build_command
 MAX_COMPRESSED_BYTES = 64 << 20  # its decompressed size is not known in advance
 
 _FILE_MAGIC = b"ARROW1"
+_MAPPED_BYTES = 64 << 10  # of a mapped batch: its pages do not count, only Python objects
 
 
 class _Batch(NamedTuple):
@@ -51,17 +52,19 @@ def arrow_documents(snapshot: Snapshot, *, field: str, cache: ColumnCache) -> Co
         schema, batches = _index(snapshot, field=field)
         column = text_column(schema, field, where=file.where, dictionaries=False)
 
-    def read(batch: _Batch) -> TextColumn:
+    def read(number: int) -> TextColumn:
+        batch = batches[number]
         if batch.is_mapped:
             with pyarrow.memory_map(os.fsencode(file)) as mapped:
                 raw = mapped.read_buffer().slice(batch.start, batch.num_bytes)  # stays mapped after it is closed
         else:
             raw = pyarrow.py_buffer(snapshot.read(batch.start, batch.num_bytes))
-        return TextColumn(pyarrow.ipc.read_record_batch(pyarrow.ipc.read_message(raw), schema).column(column))
+        texts = TextColumn(pyarrow.ipc.read_record_batch(pyarrow.ipc.read_message(raw), schema).column(column))
+        texts.nbytes = _MAPPED_BYTES if batch.is_mapped else texts.nbytes
+        return texts
 
     def load(number: int) -> TextColumn:
-        batch = batches[number]
-        return read(batch) if batch.is_mapped else cache.get((file.where, number), lambda: read(batch))
+        return cache.get((file.where, number), lambda: read(number))
 
     rows = [batch.num_rows for batch in batches]
     return ColumnDocuments(snapshot, rows=rows, load=load, field=field, part="record batch")

@@ -65,7 +65,7 @@ class TextColumn:
     """The texts of an Arrow column by row: str or None. The bytes of the column need not be valid.
 
     Attributes:
-      nbytes: bytes of the column.
+      nbytes: bytes of memory that the column counts for in a ColumnCache.
 
     Raises:
       pyarrow.ArrowException: the column is inconsistent; on access, a text outside it.
