@@ -189,7 +189,7 @@ def data_drift(saved: Mapping[str, Any], current: Mapping[str, Any], *, num_batc
     """
     lines = []
 
-    def add(what: str, before: object, now: object, advice: str = "") -> None:
+    def add(what: str, before: object, now: object, *, advice: str = "") -> None:
         lines.append(f"{what}: {before} in the checkpoint, {now} now{advice}")
 
     for key in ("manifest", "validation_manifest"):
@@ -210,12 +210,12 @@ def data_drift(saved: Mapping[str, Any], current: Mapping[str, Any], *, num_batc
     if held_out_share(before["validation"]) != held_out_share(now["validation"]):
         advice = ", and a share is held out of data.train: give"
         advice += f" --config.data.validation={shlex.quote(before['validation'])}"
-        add("data.validation", repr(before["validation"]), repr(now["validation"]), advice)
+        add("data.validation", repr(before["validation"]), repr(now["validation"]), advice=advice)
     if before["mixture"] != now["mixture"]:
         stages = [_first_stages(data, num_batches=num_batches) for data in (before, now)]
         if stages[0] != stages[1]:
             advice = f", which differ before step {num_batches + 1:,}; only stages that start after it may change"
-            add("data.mixture", repr(before["mixture"]), repr(now["mixture"]), advice)
+            add("data.mixture", repr(before["mixture"]), repr(now["mixture"]), advice=advice)
     return lines
 
 

@@ -28,7 +28,7 @@ def lines_by_python(raw):
     return found
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.sampled_from([b"", b" \r", b"x", b"y" * 70, b"z" * 300, b" " * 79]), max_size=40),
     st.booleans(),
