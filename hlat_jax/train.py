@@ -87,13 +87,13 @@ def _check_starts(train: Any, workdir: pathlib.Path, *, given: Collection[str]) 
 
     A run that resumes does not read them, and they may be away; a path that it was not given before is still a mistake.
     """
-    from hlat_jax.data.path_checks import recorded  # not at the top: --help does not need them
+    from hlat_jax.data.path_checks import recorded_value  # not at the top: --help does not need them
     from hlat_jax.weights.path_checks import check_checkpoint
 
     resumes = any(workdir.glob("checkpoints/*"))
     for key in ("train.init_from", "train.branch_from"):
         value = train[key.removeprefix("train.")]
-        if value and not (resumes and (key not in given or recorded(workdir, key) == value)):
+        if value and not (resumes and (key not in given or recorded_value(workdir, key) == value)):
             check_checkpoint(value.rpartition("@")[0] if key == "train.branch_from" else value, key=key)
 
 

@@ -167,13 +167,7 @@ def _stats(argv: Sequence[str]) -> int:
             "sample_mb", 16, "Text to tokenize of each source, in 10**6 bytes; 0: all.", 0, flag_values=values
         )
 
-    mutable, values = flags_lib.parse(argv, define)
-    from hlat_jax.data.tokenizer import resolve_with_tokenizer
-    from hlat_jax.weights.init_model import take_checked_model
-
-    take_checked_model(mutable, given=flags_lib.given_keys(values))
-    config = resolve_with_tokenizer(mutable)
-    _check_given(config)
+    config, values = _parse_config(argv, define)
     from hlat_jax.data.build import stats
     from hlat_jax.store.progress import ProgressBar, Status
 
@@ -190,31 +184,29 @@ def _peek(argv: Sequence[str]) -> int:
         flags.DEFINE_integer("row", None, "Only this row of the batch.", flag_values=values)
         flags.DEFINE_string("workdir", "", "Run folder; default runs/NAME.", flag_values=values)
 
-    mutable, values = flags_lib.parse(argv, define)
-    from hlat_jax.data.tokenizer import resolve_with_tokenizer
-    from hlat_jax.weights.init_model import take_checked_model
-
-    workdir = pathlib.Path(values.workdir or f"runs/{mutable.name}")
-    take_checked_model(mutable, given=flags_lib.given_keys(values), workdir=workdir)
-    config = resolve_with_tokenizer(mutable, workdir=workdir)
-    if values.step is None:
-        raise ValueError("--step=N is missing; give a step of at least 1: step N trains on batch N.")
-    if values.step < 1:
+    config, values = _parse_config(argv, define)
+    if values.step is None or values.step < 1:
         raise ValueError(f"--step={values.step} must be at least 1: step N trains on batch N.")
     if values.row is not None and not 0 <= values.row < config.data.batch_size:
         raise ValueError(f"--row={values.row} must be in 0 .. data.batch_size - 1 = {config.data.batch_size - 1}.")
-    _check_given(config)
     from hlat_jax.data.build import peek
 
-    return peek.peek(config, workdir, step=values.step, row=values.row)
+    return peek.peek(config, pathlib.Path(values.workdir or f"runs/{config.name}"), step=values.step, row=values.row)
 
 
-def _check_given(config: Config) -> None:
-    """Raises ValueError for a path of the config that does not exist, before JAX is imported."""
+def _parse_config(argv: Sequence[str], define: Callable[[flags.FlagValues], None]) -> tuple[Config, flags.FlagValues]:
+    """Returns the config of a command line, whose paths exist, and the command's own flags, maybe with a --workdir."""
+    mutable, values = flags_lib.parse(argv, define)
     from hlat_jax.data import path_checks
+    from hlat_jax.data.tokenizer import resolve_with_tokenizer
+    from hlat_jax.weights.init_model import take_checked_model
 
-    path_checks.check_text(config.data)
+    workdir = pathlib.Path(values.workdir or f"runs/{mutable.name}") if "workdir" in values else None
+    take_checked_model(mutable, given=flags_lib.given_keys(values), workdir=workdir)
+    config = resolve_with_tokenizer(mutable, workdir=workdir)
+    path_checks.check_text(config.data)  # before JAX is imported
     path_checks.check_tokenizer(config.data.tokenizer)
+    return config, values
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import hashlib
 import os
 import pathlib
 
-from hlat_jax.data.path_checks import recorded
+from hlat_jax.data.path_checks import recorded_value
 from hlat_jax.store.atomic_files import write_whole
 
 FOLDER = "tokenizer"
@@ -52,6 +52,6 @@ def resolve_tokenizer_path(tokenizer: str, workdir: pathlib.Path) -> str:
     """Returns `data.tokenizer`, or, if that file is gone since the run in `workdir` opened it, the path of its copy."""
     if not tokenizer or tokenizer.startswith("package:") or pathlib.Path(tokenizer).expanduser().is_file():
         return tokenizer
-    kept, opened = find_kept(workdir, sha256=""), recorded(workdir, "data.tokenizer")
+    kept, opened = find_kept(workdir, sha256=""), recorded_value(workdir, "data.tokenizer")
     # the copy of any other file would be another tokenizer than the one that is asked for
     return str(kept.absolute()) if kept is not None and opened == os.path.abspath(tokenizer) else tokenizer

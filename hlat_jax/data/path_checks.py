@@ -57,10 +57,10 @@ def with_moved_text(data: DataConfig) -> DataConfig:
 
 def was_opened(data: DataConfig, workdir: pathlib.Path) -> bool:
     """Returns whether the run in `workdir` has opened the paths of `data` before."""
-    return all(recorded(workdir, f"data.{key}") == vars(data)[key] for key in ("train", "validation"))
+    return all(recorded_value(workdir, f"data.{key}") == vars(data)[key] for key in ("train", "validation"))
 
 
-def recorded(workdir: pathlib.Path, key: str) -> Any:
+def recorded_value(workdir: pathlib.Path, key: str) -> Any:
     """Returns a value, such as that of data.train, of the config that a run folder records; None without a record."""
     section, _, name = key.partition(".")
     try:

@@ -60,18 +60,18 @@ class Retries:
         """Returns `read()`, or raises its last error, as an Unreadable.
 
         Args:
-          read: may be called several times.
-          key: of what is read.
-          errors: after which it is called again.
+          read: a function that may be called several times.
+          key: an identifier of what is read.
+          errors: the exceptions after which it is called again.
         """
         for wait_s in (*WAITS_S, None):
             try:
-                found = read()
+                result = read()
             except errors as caught:
                 error = caught
             else:
                 self._given_up.discard(key)
-                return found
+                return result
             if wait_s is None:
                 self._given_up.add(key)
             if self._given_up or not self._wait(wait_s, error):

@@ -17,13 +17,14 @@ import numpy as np
 from hlat_jax.config import counted
 from hlat_jax.data.formats import records
 from hlat_jax.data.formats.array_record import ArrayRecordDocuments
-from hlat_jax.data.formats.arrow_ipc import arrow_documents
+from hlat_jax.data.formats.arrow import arrow_documents
 from hlat_jax.data.formats.built import BuiltTokens, manifest_fingerprint, open_built
-from hlat_jax.data.formats.columns import ColumnCache, parquet_documents
+from hlat_jax.data.formats.columns import ColumnCache
 from hlat_jax.data.formats.files import DataFile, Snapshot
 from hlat_jax.data.formats.jsonl import JsonlDocuments
+from hlat_jax.data.formats.parquet import parquet_documents
 from hlat_jax.data.formats.paths import file_format, find_files
-from hlat_jax.data.formats.plain_text import ParagraphDocuments, TextDocuments
+from hlat_jax.data.formats.plain_text import TextDocuments
 from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.data.order import evenly_spaced, evenly_spread
 from hlat_jax.data.tokenizer import Tokenizer
@@ -41,17 +42,32 @@ class Corpus:
       ignored: a description of the files in its folders that are not read, see paths.FoundFiles.
       can_cut: whether it has plain-text files that open_corpus can cut at paragraphs.
       is_cut: whether it has plain-text files that were cut.
-      num_held_out: documents that SplitCorpus holds out of it; 0.
+      num_held_out: the number of documents that `split` holds out.
     """
 
-    def __init__(self, parts: Sequence[Any], manifest: dict[str, Any]):
-        self._parts, self.manifest, self.ignored, self.num_held_out = list(parts), manifest, "", 0
+    def __init__(self, parts: Sequence[Any], manifest: dict[str, Any], *, ignored: str = ""):
+        self._parts, self.manifest, self.ignored = list(parts), manifest, ignored
         self._starts = records.starts(len(part) for part in self._parts)
-        self.can_cut = any(isinstance(part, TextDocuments) for part in parts)
-        self.is_cut = any(isinstance(part, ParagraphDocuments) for part in parts)
+        is_cut = {part.is_cut for part in parts if isinstance(part, TextDocuments)}
+        self.can_cut, self.is_cut = False in is_cut, True in is_cut
+        self._held_out, self._is_held_out = np.zeros(0, np.int64), False
+
+    def split(self, *, share: float, held_out: bool) -> Corpus:
+        """Returns the evenly spaced documents that are held out, about `share` of all, or the others."""
+        total, count = len(self), num_held_out(len(self), share=share)
+        num_documents = count if held_out else total - count
+        digest = _digest([self.manifest["hash"], total, count, held_out])
+        manifest = self.manifest | {"documents": num_documents, "hash": digest}
+        part = Corpus(self._parts, manifest, ignored=self.ignored)
+        part._held_out, part._is_held_out = np.asarray(evenly_spaced(total, count)), held_out
+        return part
+
+    @property
+    def num_held_out(self) -> int:
+        return len(self._held_out)
 
     def __len__(self) -> int:
-        return int(self._starts[-1])
+        return self.manifest["documents"]
 
     def __getitem__(self, index: int) -> str | np.ndarray:
         part, number = self._place(index)
@@ -66,17 +82,23 @@ class Corpus:
         """Returns int64[documents], tokens of each document, if all are stored as token ids; else None."""
         if not all(isinstance(part, BuiltTokens) for part in self._parts):
             return None
-        return np.concatenate([part.token_lengths() for part in self._parts])
+        lengths = np.concatenate([part.token_lengths() for part in self._parts])
+        return lengths[self._held_out] if self._is_held_out else np.delete(lengths, self._held_out)
 
-    def text_bytes(self, index: int) -> int | None:
-        """Returns the UTF-8 bytes of the text of a document that is stored as token ids; None if not recorded."""
+    def text_bytes(self, index: int) -> int:
+        """Returns the UTF-8 bytes of the text of a document that is stored as token ids."""
         part, number = self._place(index)
         return self._parts[part].text_bytes(number)
 
     def _place(self, index: int) -> tuple[int, int]:
+        """Returns the part that holds a document, and its number there."""
         if not 0 <= index < len(self):
             raise IndexError(f"document {index} of {len(self)}")
-        return records.place(self._starts, index)
+        if self._is_held_out:
+            return records.find_part(self._starts, self._held_out[index])
+        # document n has n - i training documents before it if it is held-out document i
+        before = self._held_out - np.arange(len(self._held_out))
+        return records.find_part(self._starts, index + int(np.searchsorted(before, index, side="right")))
 
 
 def num_held_out(total: int, *, share: float) -> int:
@@ -84,66 +106,24 @@ def num_held_out(total: int, *, share: float) -> int:
     return min(max(1, round(share * total)), MAX_HELD_OUT)
 
 
-class SplitCorpus:
-    """The documents of a corpus without a held-out share of them, or these alone, with the attributes of Corpus.
-
-    Held out are `num_held_out` evenly spaced documents.
-    """
-
-    def __init__(self, corpus: Corpus, *, share: float, held_out: bool):
-        total = len(corpus)
-        count = num_held_out(total, share=share)
-        self._corpus, self._held_out, self._is_held_out = corpus, np.asarray(evenly_spaced(total, count)), held_out
-        self.num_held_out, self._len = count, count if held_out else total - count
-        self.ignored, self.can_cut, self.is_cut = corpus.ignored, corpus.can_cut, corpus.is_cut
-        fields = [corpus.manifest["hash"], total, count, held_out]
-        digest = hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest()
-        self.manifest = corpus.manifest | {"documents": self._len, "hash": digest}
-
-    def __len__(self) -> int:
-        return self._len
-
-    def __getitem__(self, index: int) -> str | np.ndarray:
-        return self._corpus[self._number(index)]
-
-    def locate(self, index: int) -> str:
-        """Returns the file and row of a document, as Corpus does."""
-        return self._corpus.locate(self._number(index))
-
-    def text_bytes(self, index: int) -> int | None:
-        """Returns the bytes of the text of a document, as Corpus does."""
-        return self._corpus.text_bytes(self._number(index))
-
-    def token_lengths(self) -> np.ndarray | None:
-        """Returns int64[documents], tokens of each document, if all are stored as token ids; else None."""
-        lengths = self._corpus.token_lengths()
-        if lengths is None:
-            return None
-        return lengths[self._held_out] if self._is_held_out else np.delete(lengths, self._held_out)
-
-    def _number(self, index: int) -> int:
-        """Returns the number in the whole corpus of document `index` of this part."""
-        if not 0 <= index < self._len:
-            raise IndexError(f"document {index} of {self._len}")
-        if self._is_held_out:
-            return int(self._held_out[index])
-        # document n has n - i training documents before it if it is held-out document i
-        before = self._held_out - np.arange(len(self._held_out))
-        return index + int(np.searchsorted(before, index, side="right"))
+def _digest(fields: list[Any]) -> str:
+    return hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest()
 
 
 class TokenRows:
     """Rows of `seq_len` tokens, by number, of the concatenated documents of a corpus of stored ids, as documents.
 
-    The last tokens, if they do not fill a row, are in none. Takes 8 bytes of memory for each document. Beside `corpus`,
-    the attributes are those of the corpus.
+    The last tokens, if they do not fill a row, are in none. Takes 8 bytes of memory for each document.
+
+    Attributes:
+      corpus: the documents.
+      manifest: the manifest of the corpus.
+      seq_len: tokens of a row.
     """
 
-    def __init__(self, corpus: Corpus | SplitCorpus, lengths: np.ndarray, *, seq_len: int):
-        self.corpus, self.seq_len = corpus, seq_len
+    def __init__(self, corpus: Corpus, lengths: np.ndarray, *, seq_len: int):
+        self.corpus, self.manifest, self.seq_len = corpus, corpus.manifest, seq_len
         self._starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-        self.manifest, self.ignored, self.num_held_out = corpus.manifest, corpus.ignored, corpus.num_held_out
-        self.can_cut, self.is_cut = corpus.can_cut, corpus.is_cut
 
     def __len__(self) -> int:
         return int(self._starts[-1]) // self.seq_len
@@ -156,14 +136,14 @@ class TokenRows:
         """Returns (document, its first token there, number of tokens) of each document in row `index`, in order."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        found, filled = [], 0
-        document, token = records.place(self._starts, index * self.seq_len)
+        parts, filled = [], 0
+        document, token = records.find_part(self._starts, index * self.seq_len)
         while filled < self.seq_len:
             length = int(self._starts[document + 1] - self._starts[document])
             count = min(length - token, self.seq_len - filled)
-            found.append((document, token, count))
+            parts.append((document, token, count))
             document, token, filled = document + 1, 0, filled + count
-        return found
+        return parts
 
     def token_lengths(self) -> np.ndarray:
         """Returns int64[rows]: `seq_len` for each, without taking memory for each."""
@@ -183,9 +163,7 @@ def open_corpus(
     """Returns the documents that `spec` names, by number, with their manifest.
 
     A document is a str, or int32[n] where a dataset stores token ids: those that packing.document_tokens would yield,
-    with the EOS of each piece. `files`: those of `spec` to open, from find_files; None: all.
-    `index_folder` keeps the indices of JSONL files between runs. `tokenizer_sha256` is that of the config's tokenizer,
-    which must have made stored ids; None: not checked. `cut_text` cuts plain-text files into documents at paragraphs.
+    with the EOS of each piece.
 
     The manifest identifies the documents, independent of their location: for each file (a run of plain-text files is
     one entry, and so is a dataset) `name, kind, bytes, documents, rows, fingerprint`, and for stored ids `tokens,
@@ -194,54 +172,53 @@ def open_corpus(
     documents under the same numbers: the fingerprint of JSONL covers every byte, and that of a dataset its content; of
     other files over 1 MiB it covers the size and 16 blocks of 64 KiB.
 
+    Args:
+      spec: paths separated by commas.
+      text_field: the JSONL key or column of the text.
+      key: the config path of `spec`, for errors.
+      files: the files of `spec` to open, by default all that find_files returns.
+      index_folder: a folder that keeps the indices of JSONL files between runs.
+      tokenizer_sha256: the tokenizer that must have made stored ids, by default any.
+      cut_text: whether plain-text files are cut into documents at paragraphs.
+
     Raises:
       ValueError: see paths.find_files; a file that cannot be indexed; ids from another tokenizer; no documents,
         or none with text.
     """
     ignored = ""
     if files is None:
-        found = find_files(spec, key=key, text_field=text_field)
-        files, ignored = found.files, found.describe_ignored()
-    options = {"text_field": text_field, "index_folder": index_folder, "tokenizer_sha256": tokenizer_sha256}
-    corpus = _open(files, spec=spec, key=key, cut_text=cut_text, **options)
-    corpus.ignored = ignored
-    _check_not_empty(corpus, what=f"{key}={spec!r}")
-    return corpus
-
-
-def _open(
-    found: Sequence[DataFile],
-    *,
-    spec: str,
-    key: str,
-    text_field: str,
-    index_folder: pathlib.Path | None,
-    tokenizer_sha256: str | None,
-    cut_text: bool,
-) -> Corpus:
+        searched = find_files(spec, key=key, text_field=text_field)
+        files, ignored = searched.files, searched.describe_ignored()
     parts, entries, cache = [], [], ColumnCache()
-    for kind, files in _runs(found):
-        if kind == "text":
-            part = ParagraphDocuments(files) if cut_text else TextDocuments(files)
-        elif kind == "built":
-            part = open_built(files[0], key=key, tokenizer_sha256=tokenizer_sha256)
-        elif kind == "array_record":
-            part = ArrayRecordDocuments(Snapshot(files[0], has_checksums=True))
-        elif kind == "jsonl":
-            part = JsonlDocuments(Snapshot(files[0]), field=text_field, index_folder=index_folder)
-        elif kind == "arrow":
-            part = arrow_documents(Snapshot(files[0]), field=text_field, cache=cache)
-        else:
-            part = parquet_documents(Snapshot(files[0]), field=text_field, cache=cache)
+
+    def add(kind: str, files: list[DataFile], part: Any) -> None:
         parts.append(part)
         entries.append(_manifest_entry(kind, files, part))
-    num_documents = sum(len(part) for part in parts)
+
+    for kind, run in itertools.groupby(files, key=file_format):
+        if kind == "text":
+            texts = list(run)
+            add(kind, texts, TextDocuments(texts, cut=cut_text))
+            continue
+        for file in run:
+            if kind == "built":
+                part = open_built(file, key=key, tokenizer_sha256=tokenizer_sha256)
+            elif kind == "array_record":
+                part = ArrayRecordDocuments(Snapshot(file, has_checksums=True))
+            elif kind == "jsonl":
+                part = JsonlDocuments(Snapshot(file), field=text_field, index_folder=index_folder)
+            else:
+                open_columns = arrow_documents if kind == "arrow" else parquet_documents
+                part = open_columns(Snapshot(file), field=text_field, cache=cache)
+            add(kind, [file], part)
+    num_documents = sum(map(len, parts))
     if num_documents == 0:
         raise ValueError(f"{key}={spec!r}: {len(entries)} file(s) hold no documents.")
-    fields = [text_field] + [[entry[k] for k in ("bytes", "documents", "fingerprint")] for entry in entries]
-    digest = hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest()
+    digest = _digest([text_field] + [[entry[k] for k in ("bytes", "documents", "fingerprint")] for entry in entries])
     manifest = {"files": entries, "documents": num_documents, "text_field": text_field, "hash": digest}
-    return Corpus(parts, manifest)
+    corpus = Corpus(parts, manifest, ignored=ignored)
+    _check_not_empty(corpus, what=f"{key}={spec!r}")
+    return corpus
 
 
 def unknown_share(documents: Sequence[str | np.ndarray], tokenizer: Tokenizer) -> float:
@@ -273,33 +250,17 @@ def many_unknown(name: str, share: float) -> str:
 
 def _check_not_empty(documents: Corpus, *, what: str) -> None:
     """Raises ValueError if all documents are empty or bad; reads up to the first good one."""
-    first_error = None
+    problem = ""
     for index in range(len(documents)):
         try:
             document = documents[index]
-        except BadRecord as error:  # raised again, or skipped, in training: data.on_bad_record
-            first_error = first_error or error
+        except BadRecord as bad:  # raised again, or skipped, in training: data.on_bad_record
+            problem = problem or bad.problem
             continue
         if isinstance(document, str) or len(document) > 1:  # the stored ids of an empty text are one EOS
             return
-    if first_error is not None and len(documents) == 1 and documents.can_cut:
-        raise ValueError(f"{what}: {first_error.problem}")
-    if first_error is not None:
-        total = counted(len(documents), "document")
-        raise ValueError(f"{what}: of {total}, none can be read. The first error: {first_error}")
-    raise ValueError(f"{what}: no text in {counted(len(documents), 'document')}; give files with text.")
-
-
-def _runs(files: Sequence[DataFile]) -> list[tuple[str, list[DataFile]]]:
-    """Returns (format, files) in order: consecutive plain-text files together, every other file by itself."""
-    runs: list[tuple[str, list[DataFile]]] = []
-    for file in files:
-        kind = file_format(file)
-        if kind == "text" and runs and runs[-1][0] == "text":
-            runs[-1][1].append(file)
-        else:
-            runs.append((kind, [file]))
-    return runs
+    first = f"The first error: {problem}" if problem else "They are empty."
+    raise ValueError(f"{what}: of {counted(len(documents), 'document')}, none can be read. {first}")
 
 
 def _manifest_entry(kind: str, files: list[DataFile], part: Any) -> dict[str, Any]:

@@ -56,26 +56,18 @@ class Source:
     Attributes:
       name: "all" when data.train gives none.
       documents: a str each, or int32 token ids with EOS.
-      order: permutation of each epoch; None: not shuffled.
+      order: the permutation of each epoch, or None without shuffling.
+      notes: what a user must know about the documents, such as ignored files; "" for nothing.
     """
 
     name: str
-    documents: sources.Corpus | sources.SplitCorpus | sources.TokenRows
+    documents: sources.Corpus | sources.TokenRows
     order: Order | None
+    notes: str
 
     def number(self, epoch: int, entry: int) -> int:
         """Returns which document is entry `entry` of an epoch."""
         return entry if self.order is None else self.order.number(epoch, entry)
-
-    def describe(self) -> str:
-        """Returns what a user must know about the documents, such as ignored files; '' for nothing."""
-        documents, notes = self.documents, []
-        if documents.is_cut:
-            num_documents = len(documents) + documents.num_held_out
-            notes.append(f"cut at paragraphs into {counted(num_documents, 'document')}")
-        if documents.num_held_out:
-            notes.append(f"{counted(documents.num_held_out, 'document')} held out for validation")
-        return ", ".join([*notes, documents.ignored] if documents.ignored else notes)
 
 
 def open_sources(
@@ -97,23 +89,25 @@ def open_sources(
     for name, paths in parse_sources(getattr(data, from_key.removeprefix("data.")), key=from_key).items():
         where = from_key if name == UNNAMED else f"{from_key} ({name})"
         sha256 = None if tokenizer is None else tokenizer.sha256
-        documents = open_documents(paths, data, key=where, index_folder=index_folder, tokenizer_sha256=sha256)
-        _check_stored(documents.manifest, data, key=where)
+        corpus = open_documents(paths, data, key=where, index_folder=index_folder, tokenizer_sha256=sha256)
+        _check_stored(corpus.manifest, data, key=where)
+        notes = [f"cut at paragraphs into {counted(len(corpus), 'document')}"] if corpus.is_cut else []
         if share:
-            documents = sources.SplitCorpus(documents, share=share, held_out=not is_train)
+            corpus = corpus.split(share=share, held_out=not is_train)
+            notes.append(f"{counted(corpus.num_held_out, 'document')} held out for validation")
+        notes += [corpus.ignored] if corpus.ignored else []
+        documents, order = corpus, None
         if is_train and _shuffles_rows(data) and data.packing == "concat":
-            lengths = documents.token_lengths()
+            lengths = corpus.token_lengths()
             if lengths is not None:
-                documents = sources.TokenRows(documents, lengths, seq_len=data.seq_len)
+                documents = sources.TokenRows(corpus, lengths, seq_len=data.seq_len)
         if is_train:
-            where = f"data.train={data.train!r}" if name == UNNAMED else f"data.train: source {name}"
-            _check_enough(documents, data, where=where)
-        order = None
+            _check_enough(len(documents), corpus, data, key=where)
         if data.shuffle and is_train:
             # sources of equal length need different orders; an unnamed source uses the seed itself
             offset = 0 if name == UNNAMED else zlib.crc32(name.encode())
             order = Order(len(documents), seed=(data.seed + offset) % 2**32)
-        opened.append(Source(name, documents, order))
+        opened.append(Source(name, documents, order, ", ".join(notes)))
     return opened
 
 
@@ -134,38 +128,30 @@ def _shuffles_rows(data: DataConfig) -> bool:
     return data.shuffle and data.shuffle_by == "row"
 
 
-def _check_enough(documents: Any, data: DataConfig, *, where: str) -> None:
+def _check_enough(num_left: int, corpus: sources.Corpus, data: DataConfig, *, key: str) -> None:
     """Raises ValueError if a source has fewer documents than rows in a batch, beside those held out."""
-    if len(documents) >= data.batch_size:
+    if num_left >= data.batch_size:
         return
-    count, most = len(documents) + documents.num_held_out, len(documents)
-    held_out = ""
-    if documents.num_held_out:
-        held_out = f" and {documents.num_held_out} to hold out (data.validation={data.validation})"
-    fewer = f", or set data.batch_size to at most {most}" if most else ""
+    held_out = f" and {corpus.num_held_out} to hold out ({data.validation=})" if corpus.num_held_out else ""
+    fewer = f", or set data.batch_size to at most {num_left}" if num_left else ""
+    files = " and ".join(entry["name"] for entry in corpus.manifest["files"][:3])
     raise ValueError(
-        f"{where} holds {counted(count, 'document')}, fewer than data.batch_size={data.batch_size}"
-        f"{held_out}; each row of a batch reads documents of its own. Give more text, with blank lines or line ends "
-        f"between the paragraphs of plain text{fewer}."
+        f"{key} ({files}) holds {counted(num_left + corpus.num_held_out, 'document')}, fewer than "
+        f"{data.batch_size=}{held_out}; each row of a batch reads documents of its own. Give more text, with blank "
+        f"lines or line ends between the paragraphs of plain text{fewer}."
     )
 
 
 def _check_stored(manifest: dict[str, Any], data: DataConfig, *, key: str) -> None:
     """Raises ValueError if stored ids have pieces of another length than data.max_document_chars, or another BOS."""
-    for entry in manifest["files"]:
-        has_bos = entry.get("prepend_bos", False)
-        if entry["kind"] == "tokens" and has_bos != data.prepend_bos:
-            built, again = ("with", "without") if has_bos else ("without", "with")
-            raise ValueError(
-                f"{key}: the token ids in {entry['name']} were built {built} --prepend_bos; set data.prepend_bos="
-                f"{has_bos} (it is {data.prepend_bos}), or build them again {again} it."
-            )
-        stored = entry.get("max_document_chars", data.max_document_chars)
-        if stored not in (None, data.max_document_chars):
-            raise ValueError(
-                f"{key}: the token ids in {entry['name']} were built with pieces of at most {stored:,} characters; set "
-                f"data.max_document_chars={stored} (it is {data.max_document_chars}), or build them again."
-            )
+    for entry in (entry for entry in manifest["files"] if entry["kind"] == "tokens"):
+        built_with = {"prepend_bos": entry.get("prepend_bos", False), "max_document_chars": entry["max_document_chars"]}
+        for name, value in built_with.items():
+            if value not in (None, getattr(data, name)):
+                raise ValueError(
+                    f"{key}: the token ids in {entry['name']} were built with another --{name}; set "
+                    f"data.{name}={value} (it is {getattr(data, name)}), or build them again."
+                )
 
 
 def joint_manifest(opened: list[Source]) -> dict[str, Any]:
@@ -189,8 +175,8 @@ def identity(data: Mapping[str, Any], *, manifest: Mapping[str, Any], tokenizer_
     """
     fields = [data[key] for key in _DEFINING] + [manifest["hash"], manifest["order"], tokenizer_sha256]
     fields += [data["window_documents"]] if data["packing"] == "documents" else []
-    fields += ["row"] if data.get("shuffle_by") == "row" else []  # older runs did not record it
-    fields += ["bos"] if data.get("prepend_bos") else []
+    fields += ["row"] if data.get("shuffle_by") == "row" else []
+    fields += ["bos"] if data["prepend_bos"] else []
     fields += [_first_stages(data, num_batches=num_batches)]
     return hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest()
 
@@ -202,40 +188,35 @@ def data_drift(saved: Mapping[str, Any], current: Mapping[str, Any], *, num_batc
     Later stages may be added, changed or removed.
     """
     lines = []
+
+    def add(what: str, before: object, now: object, *, advice: str = "") -> None:
+        lines.append(f"{what}: {before} in the checkpoint, {now} now{advice}")
+
     for key in ("manifest", "validation_manifest"):
         before, now = ((settings.get(key) or {"files": []})["files"] for settings in (saved, current))
         if len(before) != len(now):
-            lines.append(f"{key}: {counted(len(before), 'file')} in the checkpoint, {len(now):,} now")
+            add(key, counted(len(before), "file"), f"{len(now):,}")
             continue
-        kept = ("bytes", "documents", "fingerprint")
-        pairs = [(a, b) for a, b in zip(before, now, strict=True) if any(a[name] != b[name] for name in kept)]
-        lines += [f"{key}: {_describe(a)} in the checkpoint, {_describe(b)} now" for a, b in pairs[:3]]
-    before, now = (settings["manifest"].get("order") for settings in (saved, current))  # older runs did not record it
+        compared = ("bytes", "documents", "fingerprint")
+        pairs = [(a, b) for a, b in zip(before, now, strict=True) if any(a[name] != b[name] for name in compared)]
+        for entries in pairs[:3]:
+            add(key, *(f"{e['name']} with {e['bytes']:,} bytes, {e['fingerprint'][:8]}" for e in entries))
+    before, now = (settings["manifest"].get("order") for settings in (saved, current))
     if None not in (before, now) and before != now:
         lines.append(
             f"the order of documents: permutation {before} in the checkpoint, {now} with this release of Grain"
         )
     before, now = saved["config"]["data"], current["config"]["data"]
     if held_out_share(before["validation"]) != held_out_share(now["validation"]):
-        lines.append(
-            f"data.validation: {before['validation']!r} in the checkpoint, {now['validation']!r} now, and a share is "
-            f"held out of data.train: give --config.data.validation={shlex.quote(before['validation'])}"
-        )
-    if before["mixture"] == now["mixture"]:
-        return lines
-    if _first_stages(before, num_batches=num_batches) != _first_stages(now, num_batches=num_batches):
-        lines.append(
-            f"data.mixture: {before['mixture']!r} in the checkpoint, {now['mixture']!r} now, which differ before step "
-            f"{num_batches + 1:,}; only stages that start after the {num_batches:,} trained steps may change"
-        )
+        advice = ", and a share is held out of data.train: give"
+        advice += f" --config.data.validation={shlex.quote(before['validation'])}"
+        add("data.validation", repr(before["validation"]), repr(now["validation"]), advice=advice)
+    if before["mixture"] != now["mixture"]:
+        stages = [_first_stages(data, num_batches=num_batches) for data in (before, now)]
+        if stages[0] != stages[1]:
+            advice = f", which differ before step {num_batches + 1:,}; only stages that start after it may change"
+            add("data.mixture", repr(before["mixture"]), repr(now["mixture"]), advice=advice)
     return lines
-
-
-def _describe(entry: Mapping[str, Any]) -> str:
-    return (
-        f"{entry['name']} with {counted(entry['bytes'], 'byte')}, {counted(entry['documents'], 'document')}, "
-        f"{entry['fingerprint'][:8]}"
-    )
 
 
 def _first_stages(data: Mapping[str, Any], *, num_batches: int) -> list[tuple[int, list[str]]]:
@@ -287,7 +268,7 @@ class Definition:
         index_folder: pathlib.Path | None = None,
         retries: Retries | None = None,
     ):
-        """Opens `data.train`; `index_folder` keeps the indices of JSONL files between runs; `retries`: of documents.
+        """Opens `data.train`; `index_folder` keeps the indices of JSONL files between runs, `retries` reads again.
 
         Raises:
           ValueError: see open_sources and mixture.parse_stages.

@@ -264,7 +264,6 @@ def _documents(values: flags.FlagValues, trained: inference.TrainedModel) -> tup
     Raises for files that are missing or not UTF-8 before it is iterated.
     """
     from hlat_jax.data import sources
-    from hlat_jax.data.formats.records import decoded
 
     tokenizer = trained.tokenizer
     [first] = trained.first_ids(values.bos) or [tokenizer.eos_id]
@@ -274,7 +273,7 @@ def _documents(values: flags.FlagValues, trained: inference.TrainedModel) -> tup
         )
         return len(corpus), (_document(corpus, number, tokenizer, first=first) for number in range(len(corpus)))
     try:
-        text = decoded(pathlib.Path(values.text).expanduser().read_bytes())
+        text = pathlib.Path(values.text).expanduser().read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"--text={values.text} is not UTF-8: {error}.") from None
     return 1, iter([_document([text], 0, tokenizer, first=first)])

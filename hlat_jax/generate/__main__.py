@@ -123,14 +123,14 @@ def _prompts_of_file(name: str) -> list[str]:
 
     check_file(name, key="--prompts_file")
     file = files.DataFile(pathlib.Path(name).expanduser())
-    if file.suffix in paths.JSONL_SUFFIXES:
+    if paths.file_format(file) == "jsonl":
         found = [text for text, _ in streaming.iter_documents(file, text_field="text")]
         for bad in found:
             if isinstance(bad, records.BadRecord):
                 raise ValueError(f'--prompts_file: {bad.problem} Each line must be an object with a "text".')
         return found
     try:
-        text = records.decoded(pathlib.Path(file).read_bytes())
+        text = pathlib.Path(file).read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"--prompts_file={name} is not UTF-8: {error}.") from None
     return [line for line in text.splitlines() if line.strip()]

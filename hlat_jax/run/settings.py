@@ -155,7 +155,7 @@ def write_settings(config: Config, workdir: pathlib.Path, *, remat: dict[str, An
     """
     values = config.to_dict()
     if pathlib.Path(config.data.tokenizer).parent == (workdir / kept_tokenizer.FOLDER).absolute():
-        values["data"]["tokenizer"] = path_checks.recorded(workdir, "data.tokenizer") or config.data.tokenizer
+        values["data"]["tokenizer"] = path_checks.recorded_value(workdir, "data.tokenizer") or config.data.tokenizer
     atomic_files.write_json(workdir / "config.json", values)
     atomic_files.write_json(workdir / "environment.json", recorded(os.environ))
     if remat is not None:

@@ -51,8 +51,8 @@ def describe_data(
     if len(batches.definition.sources) > 1:
         print(f"sources          {batches.definition.mixture.describe()}")
     for source in batches.definition.sources:
-        if notes := source.describe():
-            print(f"data             source {source.name}: {notes}")
+        if source.notes:
+            print(f"data             source {source.name}: {source.notes}")
         if tokenizer.unk_id >= 0:
             share = unknown_share(source.documents, tokenizer)
             print(f"vocabulary       <unk> is {share:.2%} of the tokens of source {source.name}, by a sample")

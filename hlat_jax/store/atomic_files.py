@@ -27,7 +27,7 @@ def atomic_writer(path: pathlib.Path) -> Iterator[BinaryIO]:
     except BaseException as error:
         with contextlib.suppress(OSError):  # of a read-only file system
             partial.unlink(missing_ok=True)
-        if isinstance(error, OSError):  # the error of a full disk does not name the file
+        if isinstance(error, OSError) and error.errno is not None:  # the error of a full disk does not name the file
             raise OSError(error.errno, error.strerror, str(path)) from None
         raise
     sync_folder(path.parent)

@@ -1,6 +1,7 @@
-"""Six novels as every format that is read: the same batches, from the first to behind the end of the first epoch."""
+"""Chapters of novels as every format that is read: the same batches, to behind the end of the first epoch."""
 
 import contextlib
+import itertools
 import json
 
 import pytest
@@ -21,9 +22,10 @@ FORMATS = ("Parquet", "Arrow stream", "Arrow file", "text files", "built texts",
 def novels(tmp_path_factory):
     """Name of a format -> data.train of the text of the package in it."""
     folder = tmp_path_factory.mktemp("novels")
-    jsonl = asset_path("austen_train.jsonl")
-    texts = [json.loads(line)["text"] for line in jsonl.open(encoding="utf-8")]
-    packed = write_compressed(folder / "a.jsonl.gz", write_jsonl(folder / "a.jsonl", texts).read_bytes())
+    with asset_path("austen_train.jsonl").open(encoding="utf-8") as lines:
+        texts = [json.loads(line)["text"] for line in itertools.islice(lines, 64)]
+    jsonl = write_jsonl(folder / "a.jsonl", texts)
+    packed = write_compressed(folder / "a.jsonl.gz", jsonl.read_bytes())
     (folder / "texts").mkdir()
     for number, text in enumerate(texts):
         (folder / "texts" / f"{number:03d}.txt").write_bytes(text.encode("utf-8"))
@@ -40,8 +42,8 @@ def novels(tmp_path_factory):
             watch=lambda *_: contextlib.nullcontext(),
         )
     paths = [
-        write_parquet(folder / "a.parquet", texts, rows_in_group=50),
-        write_arrow(folder / "a.arrow", texts, rows_in_batch=50),
+        write_parquet(folder / "a.parquet", texts, rows_in_group=10),
+        write_arrow(folder / "a.arrow", texts, rows_in_batch=10),
         write_arrow(folder / "b.arrow", texts, rows_in_batch=20, is_file=True, compression="zstd"),
         *(folder / name for name in ("texts", "built", "gz", "ids")),
     ]
@@ -71,9 +73,9 @@ def of_jsonl(novels):
     return {packing: hashes(novels["JSONL"], packing) for packing in ("concat", "documents")}
 
 
-@pytest.mark.quick_cases("built ids-concat", "built ids-documents", "built texts-concat")
-@pytest.mark.parametrize("packing", ["concat", "documents"])
+@pytest.mark.quick_cases("built ids", "built texts")
 @pytest.mark.parametrize("name", FORMATS)
-def test_every_format_gives_the_same_batches_as_jsonl(novels, of_jsonl, name, packing):
-    assert len(of_jsonl[packing][0]) > 150
-    assert hashes(novels[name], packing) == of_jsonl[packing]
+def test_every_format_gives_the_same_batches_as_jsonl(novels, of_jsonl, name):
+    for packing in ("concat", "documents"):
+        assert len(of_jsonl[packing][0]) > 40
+        assert hashes(novels[name], packing) == of_jsonl[packing]

@@ -82,7 +82,7 @@ def test_reading_a_long_document_uses_a_small_multiple_of_its_size(folder, name,
     assert LONG < growth("read", name, folder) < (times + 0.7) * LONG
 
 
-@pytest.mark.quick_cases("built")
-@pytest.mark.parametrize("name", ["a.jsonl", "t", "a.arrow", "a.parquet", "built"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["a.jsonl", "t", "a.parquet"])
 def test_building_from_a_long_document_uses_a_small_multiple_of_its_size(folder, tmp_path, name):
     assert LONG < growth("build", name, folder, tmp_path) < 3.7 * LONG  # what is written is held beside what was read

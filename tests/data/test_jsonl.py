@@ -3,7 +3,6 @@
 import json
 import os
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,7 +28,7 @@ def lines_by_python(raw):
     return found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.sampled_from([b"", b" \r", b"x", b"y" * 70, b"z" * 300, b" " * 79]), max_size=40),
     st.booleans(),
@@ -46,8 +45,8 @@ def test_index_does_not_depend_on_chunk_size(tmp_path_factory, lines, ended, chu
     finally:
         jsonl._CHUNK_BYTES = before
     for found in (index, kept):
-        rows = [(*span, found.row(number)) for number, span in enumerate(found.spans.tolist())]
-        assert rows == lines_by_python(raw)
+        assert list(map(tuple, found.lines.tolist())) == lines_by_python(raw)
+        assert found.num_rows == raw.count(b"\n") + (not raw.endswith(b"\n") and raw != b"")
 
 
 def test_cached_index_is_reused_through_mmap(tmp_path, monkeypatch):
@@ -59,7 +58,7 @@ def test_cached_index_is_reused_through_mmap(tmp_path, monkeypatch):
     monkeypatch.setattr(jsonl, "_scan", lambda *_: pytest.fail("built again"))
     assert read_all(path, tmp_path / "run" / "index") == expected
     index = jsonl.line_index(Snapshot(DataFile(path)), folder=kept.parent)
-    assert not index.spans.flags.owndata
+    assert not index.lines.flags.owndata
 
 
 def test_cached_index_is_rebuilt_when_the_file_changed(tmp_path):
@@ -78,31 +77,19 @@ def test_cached_index_is_rebuilt_when_the_file_changed(tmp_path):
     assert len(list(folder.iterdir())) == 1  # in the place of the old one
 
 
-@pytest.mark.parametrize("damage", [lambda raw: raw[:-8], lambda raw: raw[:20], lambda raw: b"", lambda raw: b"x" * 99])
-def test_damaged_cached_index_is_rebuilt(tmp_path, damage):
-    path, folder = tmp_path / "a.jsonl", tmp_path / "index"
-    path.write_text('{"text": "a"}\n\n{"text": "b"}\n')
-    read_all(path, folder)
-    (kept,) = folder.iterdir()
-    whole = kept.read_bytes()
-    kept.write_bytes(damage(whole))
-    assert read_all(path, folder) == ["a", "b"]
-    assert kept.read_bytes() == whole
-
-
-def test_a_flipped_byte_anywhere_in_a_cached_index_is_noticed_and_said(tmp_path, capsys):
+def test_damaged_cached_index_is_noticed_and_made_again(tmp_path, capsys):
     path, folder = tmp_path / "a.jsonl", tmp_path / "index"
     path.write_text('{"text": "a"}\n\n{"text": "b"}\n')
     read_all(path, folder)
     (kept,) = folder.iterdir()
     whole = kept.read_bytes()
     capsys.readouterr()
-    for place in range(len(whole)):
-        kept.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+    flipped = [whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :] for at in range(0, len(whole), 3)]
+    for damaged in (whole[:-8], whole[:20], b"", b"x" * 99, *flipped):
+        kept.write_bytes(damaged)
         assert read_all(path, folder) == ["a", "b"]
         assert kept.read_bytes() == whole
-        printed = capsys.readouterr().out
-        assert place < 8 or printed == f"index            {kept} is damaged: it is made again\n"
+        assert capsys.readouterr().out == f"index            {kept} is damaged: it is made again\n"
 
 
 def test_failed_index_write_leaves_no_files(tmp_path, monkeypatch):
@@ -118,13 +105,9 @@ def test_failed_index_write_leaves_no_files(tmp_path, monkeypatch):
     assert list(folder.iterdir()) == []
 
 
-@pytest.mark.parametrize("has_kept", [True, False])
-def test_read_only_index_folder_is_read_but_not_written(tmp_path, monkeypatch, has_kept):
+def test_read_only_index_folder_is_read_but_not_written(tmp_path, monkeypatch):
     path, folder = tmp_path / "a.jsonl", tmp_path / "index"
     path.write_text('{"text": "a"}\n\n{"text": "b"}\n')
-    if has_kept:
-        read_all(path, folder)
-        monkeypatch.setattr(jsonl, "_scan", lambda *_: pytest.fail("built again"))
     write = jsonl.atomic_files.atomic_writer
 
     def read_only(path):  # root may write everywhere
@@ -132,9 +115,13 @@ def test_read_only_index_folder_is_read_but_not_written(tmp_path, monkeypatch, h
             raise OSError(30, "Read-only file system", str(path))
         return write(path)
 
-    monkeypatch.setattr(jsonl.atomic_files, "atomic_writer", read_only)
+    with monkeypatch.context() as patch:
+        patch.setattr(jsonl.atomic_files, "atomic_writer", read_only)
+        assert read_all(path, folder) == ["a", "b"]
+    assert list(folder.glob("*")) == []
+    read_all(path, folder)
+    monkeypatch.setattr(jsonl, "_scan", lambda *_: pytest.fail("built again"))
     assert read_all(path, folder) == ["a", "b"]
-    assert len(list(folder.glob("*"))) == int(has_kept)
 
 
 def test_files_with_the_same_name_have_separate_indices(tmp_path):
@@ -155,8 +142,3 @@ def test_line_over_the_limit_is_an_unread_bad_record(tmp_path, monkeypatch):
     with pytest.raises(BadRecord, match=r"row 1: 5012 bytes in one line, more than 1000"):
         documents[0]
     assert documents[1] == "b"
-
-
-def test_row_numbers_count_blank_lines(tmp_path):
-    index = jsonl.LineIndex(np.zeros((4, 2), np.int64), np.asarray([0, 0, 2, 4]), content_hash="")
-    assert [index.row(number) for number in range(4)] == [3, 4, 6, 7]

@@ -294,7 +294,7 @@ def test_bad_record_raises_at_its_own_batch_every_time(tmp_path, num_threads):
     for _ in range(tokens_before // 16):  # row 1 reads documents 1 and 3, then the broken one
         _, position = next(batches)
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"a.jsonl, row 6: invalid or truncated JSON"):
+        with pytest.raises(ValueError, match=r"a.jsonl, row 6: it is not JSON in UTF-8"):
             next(batches)
     np.testing.assert_array_equal(batches.get_state(), position)
     batches.close()
@@ -313,7 +313,7 @@ def test_close_stops_threads_and_refuses_further_batches(corpus):
 
 
 def test_fewer_documents_than_rows_is_refused(corpus, three):
-    with pytest.raises(ValueError, match=r"data.train: source c holds 7 documents, fewer than data.batch_size=8"):
+    with pytest.raises(ValueError, match=r"data.train .c. .c.jsonl. holds 7 documents, fewer than data.batch_size=8"):
         loader.TrainBatches(data_config(three[0], batch_size=8, mixture="a=1,b=1,c=0"), tokenizer=TOKENIZER)
     with pytest.raises(ValueError, match=r"23 documents, fewer than data.batch_size=24.*at most 23"):
         loader.TrainBatches(data_config(corpus[0], batch_size=24), tokenizer=TOKENIZER)

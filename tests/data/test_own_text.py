@@ -52,29 +52,22 @@ def parse(*words):
     return flags_lib.parse(["--config=tiny", *(f"--config.{word}" for word in words)])[0]
 
 
-@pytest.mark.parametrize(
-    ("words", "validation", "high"),
-    [
-        ((), "package:austen_validation.jsonl", 5.6),
-        (("data.train=package:austen_train.jsonl",), "package:austen_validation.jsonl", 5.6),
+def test_settings_of_shipped_text_go_with_it_unless_they_are_given():
+    shipped = "package:austen_validation.jsonl"
+    for words, validation, high in (
+        ((), shipped, 5.6),
+        (("data.train=package:austen_train.jsonl",), shipped, 5.6),
         (("data.train=my_book.txt",), "5%", 0.0),
         (("data.train=my_book.txt", "data.validation=held.txt"), "held.txt", 0.0),
-        (
-            ("data.train=a.txt", "data.validation=package:austen_validation.jsonl"),
-            "package:austen_validation.jsonl",
-            0.0,
-        ),
+        (("data.train=a.txt", f"data.validation={shipped}"), shipped, 0.0),
         (("data.train=my_book.txt", "data.validation="), "", 0.0),
         (("data.train=my_book.txt", "train.eval_loss_high=9", "train.eval_loss_low=1"), "5%", 9.0),
-        (("data.tokenizer=my.model",), "package:austen_validation.jsonl", 0.0),
-        (("data.validation=held.txt",), "held.txt", 0.0),
-        (("data.batch_size=8",), "package:austen_validation.jsonl", 5.6),
-    ],
-)
-def test_settings_of_shipped_text_go_with_it_unless_they_are_given(words, validation, high):
-    mutable = parse(*words)
-    assert (mutable.data.validation, mutable.train.eval_loss_high) == (validation, high)
-    resolve(mutable)
+        (("data.tokenizer=my.model",), shipped, 0.0),
+        (("data.batch_size=8",), shipped, 5.6),
+    ):
+        mutable = parse(*words)
+        assert (mutable.data.validation, mutable.train.eval_loss_high) == (validation, high), words
+        resolve(mutable)
 
 
 def test_validation_of_a_config_without_shipped_text_stays_when_its_train_text_is_replaced(tmp_path):
@@ -84,10 +77,10 @@ def test_validation_of_a_config_without_shipped_text_stays_when_its_train_text_i
     assert found == str(tmp_path / "held/*.jsonl")  # relative to the config file
 
 
-@pytest.mark.parametrize("share", ["0%", "51%", "-3%", "1.2.3%"])
-def test_a_share_out_of_range_is_an_error_that_says_what_is_allowed(share):
-    with pytest.raises(ValueError, match=r"data.validation='.*%' must be above 0% and at most 50% of data.train"):
-        resolve(parse(f"data.validation={share}"))
+def test_a_share_out_of_range_is_an_error_that_says_what_is_allowed():
+    for share in ("0%", "51%", "-3%", "1.2.3%"):
+        with pytest.raises(ValueError, match=r"data.validation='.*%' must be above 0% and at most 50% of data.train"):
+            resolve(parse(f"data.validation={share}"))
 
 
 @settings(max_examples=25, deadline=None)
@@ -115,25 +108,24 @@ def test_long_stretches_without_blank_lines_are_cut_at_line_ends(tmp_path):
     assert max(map(len, train)) < 2 * 4096
 
 
-@pytest.mark.parametrize("suffix", [".txt", ".md.gz"])
-def test_build_cuts_few_texts_as_training_does(tmp_path, data_here, suffix):
+def test_build_cuts_few_texts_as_training_does(tmp_path, data_here):
     """Other formats beside them, or as many texts as rows of a batch, keep texts whole."""
-    folder = tmp_path / "texts"
+    folder, packed = tmp_path / "texts", tmp_path / "packed"
     folder.mkdir()
+    packed.mkdir()
     for name, size in (("a", 400), ("b", 30)):
         (folder / f"{name}.txt").write_text(book(size))
+        write_compressed(packed / f"{name}.md.gz", book(size).encode())
     [source] = open_sources(data_config(folder, validation="", batch_size=8), key="data.train")
     expected = [source.documents[number] for number in range(len(source.documents))]
-    if suffix != ".txt":
-        for path in list(folder.iterdir()):
-            write_compressed(path.with_suffix(suffix), path.read_bytes())
-            path.unlink()
-    code, said, _ = data_here("build", folder, f"--out={tmp_path / 'cut'}")
-    assert code == 0
-    assert "2 texts, fewer than --batch_size, cut at paragraphs as training would" in said
-    assert read_all(tmp_path / "cut") == expected
     assert len(expected) > 64
-    assert data_here("build", folder, f"--out={tmp_path / 'cut'}")[1].splitlines()[1] == said.splitlines()[1]
+    for texts in (folder, packed):
+        out = tmp_path / f"{texts.name}-cut"
+        code, said, _ = data_here("build", texts, f"--out={out}")
+        assert code == 0
+        assert "2 texts, fewer than --batch_size, cut at paragraphs as training would" in said
+        assert read_all(out) == expected
+        assert data_here("build", texts, f"--out={out}")[1].splitlines()[1] == said.splitlines()[1]
     data_here("build", folder, f"--out={tmp_path / 'whole'}", "--batch_size=2")
     assert read_all(tmp_path / "whole") == [book(400), book(30)]
     write_jsonl(folder / "c.jsonl", ["x"])
@@ -152,7 +144,7 @@ def test_held_out_documents_are_spread_over_the_text_and_in_no_training_batch(tm
         assert batches.num_documents == len(train)
         cut, out = len(train + held_out), len(held_out)
         described = f"cut at paragraphs into {cut} documents, {out} documents held out for validation"
-        assert batches.definition.sources[0].describe() == described
+        assert batches.definition.sources[0].notes == described
     [found] = open_held_out(data, tokenizer=TOKENIZER, num_batches=0)[0].values()
     assert found.coverage.documents == found.coverage.all_documents == len(held_out)
 
@@ -187,51 +179,31 @@ def test_a_share_is_held_out_of_each_source_and_of_stored_ids(tmp_path):
         assert text.token_lengths() is None
 
 
-@pytest.mark.parametrize("validation", ["5%", "{folder}/0.txt"])
-def test_files_that_are_as_many_as_the_rows_stay_whole_documents(tmp_path, validation):
-    for number in range(5):
-        (tmp_path / f"{number}.txt").write_text(book(30))
-    train, held_out = documents(data_config(tmp_path, validation=validation.format(folder=tmp_path)))
-    assert len(held_out) == 1
-    assert {*train, *held_out} == {book(30)}
-
-
-def test_files_are_cut_if_a_large_share_of_them_would_leave_fewer_than_the_rows(tmp_path):
+def test_files_are_cut_only_if_they_leave_fewer_than_the_rows(tmp_path):
     for number in range(6):
         (tmp_path / f"{number}.txt").write_text(book(30))
+    for validation in ("5%", f"{tmp_path}/0.txt"):
+        train, held_out = documents(data_config(tmp_path, validation=validation))
+        assert len(held_out) == 1
+        assert {*train, *held_out} == {book(30)}
     train, held_out = documents(data_config(tmp_path, validation="50%"))
     assert len(train) == len(held_out) > 6
 
 
-def test_one_document_is_not_named_in_the_plural(tmp_path):
-    (tmp_path / "book.txt").write_text(book(8, words=4))
-    with contextlib.closing(TrainBatches(data_config(tmp_path / "book.txt"), tokenizer=TOKENIZER)) as batches:
-        described = batches.definition.sources[0].describe()
-    assert described == "cut at paragraphs into 8 documents, 1 document held out for validation"
-    [found] = open_held_out(data_config(tmp_path / "book.txt"), tokenizer=TOKENIZER, num_batches=0)[0].values()
-    assert str(found.coverage).startswith("1 of 1 document, ")
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+def test_text_that_cannot_be_trained_on_is_refused_in_one_line(tmp_path):
+    for content, message in (
         (b"", "it is empty"),
         (b" \n\n \n", "hold no documents"),
         (b"one paragraph of text " * 500, "holds 1 document, fewer than data.batch_size=4 and 1 to hold out"),
-        (
-            b"\x7fELF\x02\x01\xff\xfe\n\n" * 50,
-            "invalid UTF-8: invalid start byte at byte 6; iconv -t UTF-8 converts it",
-        ),
+        (b"\x7fELF\x02\x01\xff\xfe\n\n" * 50, "invalid UTF-8: invalid start byte at byte 6; iconv -t UTF-8 converts"),
         ("text\n\n".encode("utf-16-le") * 50, "holds NUL bytes, so it is not text in UTF-8"),
         (b"a\n\nb\n\nc\n", "holds 3 documents, .* or set data.batch_size to at most 2"),
-    ],
-)
-def test_text_that_cannot_be_trained_on_is_refused_in_one_line(tmp_path, content, message):
-    (tmp_path / "book.txt").write_bytes(content)
-    with pytest.raises(ValueError, match=message) as caught:
-        TrainBatches(data_config(tmp_path / "book.txt"), tokenizer=TOKENIZER)
-    assert "\n" not in str(caught.value)
-    assert "book.txt" in str(caught.value)
+    ):
+        (tmp_path / "book.txt").write_bytes(content)
+        with pytest.raises(ValueError, match=message) as caught:
+            TrainBatches(data_config(tmp_path / "book.txt"), tokenizer=TOKENIZER)
+        assert "\n" not in str(caught.value)
+        assert "book.txt" in str(caught.value)
 
 
 def test_a_vocabulary_of_0_is_that_of_the_tokenizer():

@@ -5,6 +5,7 @@ import pytest
 from data_files import TEXTS, error_of, open_all, read_all, write_arrow, write_jsonl, write_parquet
 
 from hlat_jax.data import sources
+from hlat_jax.data.formats import arrow
 from hlat_jax.data.formats.files import DataFile, NotFound, Unreadable
 
 
@@ -68,11 +69,6 @@ def test_shrunk_remote_file_is_detected_by_a_short_read(memory):
         documents[1]
 
 
-def test_remote_file_named_twice_is_refused(memory):
-    memory.pipe("/bucket/a.jsonl", b'{"text": "one"}\n')
-    assert "twice" in error_of("memory://bucket/a.jsonl,memory://bucket/*.jsonl")
-
-
 def test_glob_of_urls_searches_the_folders_it_matches(memory):
     for name in ("0", "en/a", "en/deep/b", "z/.no"):
         memory.pipe(f"/bucket/c/{name}.jsonl", b'{"text": "%s"}\n' % name.encode())
@@ -92,35 +88,36 @@ class ClientError(Exception):
     """What a client library raises: no OSError."""
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.parquet", "a.arrow"])
-def test_client_library_error_names_the_file(tmp_path, memory, monkeypatch, name):
-    write = {"a.jsonl": write_jsonl, "a.parquet": write_parquet, "a.arrow": write_arrow}[name]
-    memory.pipe(f"/bucket/{name}", write(tmp_path / name, TEXTS).read_bytes())
-    documents = open_all(f"memory://bucket/{name}")
-
+def test_client_library_error_names_the_file(tmp_path, memory, monkeypatch):
     def fail(*_, **__):
         raise ClientError("expired token")
 
-    for method, reads in (
-        ("cat_file", lambda: documents[5]),
-        ("open", lambda: read_all(f"memory://bucket/{name}")),
-        ("info", lambda: read_all(f"memory://bucket/{name}")),
-    ):
-        if (method, name) == ("cat_file", "a.parquet"):
-            continue  # reads through open
-        with monkeypatch.context() as patch:
-            patch.setattr(type(memory), method, fail)
-            kind = NotFound if method == "info" else Unreadable  # it cannot be listed: perhaps a mistake
-            with pytest.raises(kind, match=rf"{name} .*ClientError: expired token"):
-                reads()
+    for name, write in (("a.jsonl", write_jsonl), ("a.parquet", write_parquet), ("a.arrow", write_arrow)):
+        memory.pipe(f"/bucket/{name}", write(tmp_path / name, TEXTS).read_bytes())
+        documents = open_all(f"memory://bucket/{name}")
+        for method, error, read in (
+            ("open" if name == "a.parquet" else "cat_file", Unreadable, lambda: documents[5]),  # noqa: B023
+            ("open", Unreadable, lambda: read_all(f"memory://bucket/{name}")),  # noqa: B023
+            ("info", NotFound, lambda: read_all(f"memory://bucket/{name}")),  # noqa: B023
+        ):
+            with monkeypatch.context() as patch:
+                patch.setattr(type(memory), method, fail)
+                with pytest.raises(error, match=rf"{name} .*ClientError: expired token"):
+                    read()
     opened = type(memory).open
 
     def breaking(*args, **options):
         file = opened(*args, **options)
-        file.read = fail
+        file.read = file.readinto = fail
         return file
 
     monkeypatch.setattr(type(memory), "open", breaking)  # of the object, it would stay there: pytest sets it again
-    if name != "a.parquet":  # pyarrow may read a file in other ways
+    for name in ("a.jsonl", "a.arrow"):  # pyarrow may read Parquet in other ways
         with pytest.raises(Unreadable, match=rf"{name} .*ClientError: expired token"):
             read_all(f"memory://bucket/{name}")
+
+
+def test_a_batch_too_large_for_the_memory_is_refused_before_it_is_downloaded(tmp_path, memory, monkeypatch):
+    memory.pipe("/bucket/a.arrow", write_arrow(tmp_path / "a.arrow", TEXTS, rows_in_batch=100).read_bytes())
+    monkeypatch.setattr(arrow, "MAX_PART_BYTES", 3000)
+    assert "are decoded to read any one document" in error_of("memory://bucket/a.arrow")

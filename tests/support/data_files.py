@@ -62,9 +62,8 @@ def write_built(folder, documents, *, kind="text", num_shards=2, ids_in_record=1
         if kind == "tokens":
             first = np.cumsum([0] + [len(block) for block in _grouped(shard, ids_in_record)])[:-1].astype(np.int64)
             lengths = np.asarray([len(ids) for ids in shard], np.int32)
-            np.savez(
-                path.with_name(path.name.replace(".array_record", ".index.npz")), first_document=first, lengths=lengths
-            )
+            arrays = {"first_document": first, "lengths": lengths, "bytes": 3 * lengths}
+            np.savez(path.with_name(path.name.replace(".array_record", ".index.npz")), **arrays)
         num_tokens = sum(len(ids) for ids in shard) if kind == "tokens" else None
         shards.append({"name": path.name, "documents": len(shard), "bytes": 0, "tokens": num_tokens, "long": []})
     manifest = {"format": 2, "kind": kind, "documents": len(documents), "bytes": 0, "content_hash": "00"}
@@ -92,8 +91,8 @@ def _blocks(documents, ids_in_record, width):
         yield header.tobytes() + np.asarray([i for ids in block for i in ids], f"<u{width}").tobytes()
 
 
-def open_all(spec, **options):
-    documents = sources.open_corpus(str(spec), text_field="text", key="data.train", **options)
+def open_all(spec, *, text_field="text", **options):
+    documents = sources.open_corpus(str(spec), text_field=text_field, key="data.train", **options)
     manifest = documents.manifest
     assert manifest["documents"] == len(documents)
     return documents

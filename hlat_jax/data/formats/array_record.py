@@ -10,7 +10,8 @@ import os
 from array_record.python import array_record_module
 
 from hlat_jax.data.formats import records
-from hlat_jax.data.formats.files import Snapshot, format_error
+from hlat_jax.data.formats.decoding import decoding
+from hlat_jax.data.formats.files import Snapshot
 
 
 def open_reader(path: str | os.PathLike) -> array_record_module.ArrayRecordReader:
@@ -33,12 +34,9 @@ class ArrayRecordDocuments:
 
     def __init__(self, snapshot: Snapshot):
         self._snapshot, self.snapshots = snapshot, (snapshot,)
-        try:
+        with decoding(snapshot.file):
             self._reader = open_reader(snapshot.file)
             self.num_rows = self._reader.num_records()
-        except RuntimeError as error:
-            damaged = f"{snapshot.file} is not a complete ArrayRecord file ({error}); write it again."
-            raise format_error(snapshot.file, error, damaged=damaged) from None
         if not self.num_rows:  # a truncated file reads as empty
             raise ValueError(f"{snapshot.file} is not a complete ArrayRecord file, or empty; write it again.")
 
@@ -48,11 +46,11 @@ class ArrayRecordDocuments:
     def __getitem__(self, index: int) -> str:
         self._snapshot.check()
         try:
-            raw = self._reader.read([index])[0]
-        except (RuntimeError, IndexError) as error:
+            with decoding(self._snapshot.file, part=f"row {index + 1}"):
+                raw = self._reader.read([index])[0]
+        except (ValueError, OSError):
             self._reader = open_reader(self._snapshot.file)  # one that has failed stays so
-            damaged = f"{self.locate(index)}: {error}; write the file again."
-            raise format_error(self._snapshot.file, error, damaged=damaged) from None
+            raise
         return records.utf8_text(raw, where=self._snapshot.file.where, row=index + 1)
 
     def locate(self, index: int) -> str:

@@ -10,8 +10,8 @@ of each document, EOS counted) and `bytes` (of the text of each document, in UTF
 
 from __future__ import annotations
 
-import collections
 import dataclasses
+import functools
 import hashlib
 import json
 import os
@@ -26,12 +26,14 @@ import numpy as np
 
 from hlat_jax.data.formats import records
 from hlat_jax.data.formats.array_record import open_reader
-from hlat_jax.data.formats.files import MANIFEST_NAME, SHARD_SUFFIX, DataFile, NotFound, Snapshot, format_error
+from hlat_jax.data.formats.decoding import decoding
+from hlat_jax.data.formats.files import MANIFEST_NAME, SHARD_SUFFIX, DataFile, NotFound, Snapshot
 from hlat_jax.store.typed_json import Count, check_name, checked, read_json
 
 FORMAT = 2
 _MAX_OPEN_SHARDS = 128
 _LARGE_RECORD_BYTES = 16 << 20
+_REMEDY = "build the dataset again"
 
 
 class _BuiltSource(TypedDict):
@@ -64,43 +66,38 @@ class BuiltManifest:
     prepend_bos: bool = False
 
 
-class _ShardOfTokens(TypedDict):
-    tokens: Count
-
-
-class _OfTokens(TypedDict):
-    tokens: Count
-    vocab_size: Count
-    shards: list[_ShardOfTokens]
-
-
 def read_manifest(folder: str | os.PathLike) -> BuiltManifest:
     """Returns the manifest of a dataset.
 
     Raises:
       ValueError: missing, damaged, or of another format.
     """
-    path = pathlib.Path(folder) / MANIFEST_NAME
+    path = _require_file(pathlib.Path(folder) / MANIFEST_NAME)
     try:
-        fields = read_json(path)
-    except (ValueError, OSError) as error:
-        damaged = f"{path} cannot be read ({error}); build the dataset again."
-        if isinstance(error, FileNotFoundError):
-            raise NotFound(damaged) from None
-        raise format_error(path, error, damaged=damaged) from None
-    if fields.get("format", FORMAT) != FORMAT:
-        raise ValueError(
-            f"{path} has format {fields['format']}; this hlat_jax reads format {FORMAT}. Build the dataset again, or "
-            "use the release that wrote it."
-        )
-    try:
+        with decoding(path):
+            fields = read_json(path)
+        if fields.get("format", FORMAT) != FORMAT:
+            raise ValueError(f"{path} has format {fields['format']}; this hlat_jax reads format {FORMAT}")
         checked(fields, BuiltManifest, where=str(path))
-        if fields["kind"] == "tokens":
-            checked(fields, _OfTokens, where=str(path))
     except ValueError as error:
-        raise ValueError(f"{str(error).rstrip('.')}; build the dataset again.") from None
+        raise ValueError(f"{str(error).rstrip('.')}; {_REMEDY}.") from None
     names = [field.name for field in dataclasses.fields(BuiltManifest)]
-    return BuiltManifest(**{name: fields[name] for name in names if name in fields})
+    manifest = BuiltManifest(**{name: fields[name] for name in names if name in fields})
+    counts = [manifest.tokens, manifest.vocab_size, *(shard["tokens"] for shard in manifest.shards)]
+    if manifest.kind == "tokens" and None in counts:
+        raise _damage(path, "it has no counts of tokens")
+    return manifest
+
+
+def _damage(path: object, what: str) -> ValueError:
+    return ValueError(f"{path} is damaged: {what}; {_REMEDY}.")
+
+
+def _require_file(path: pathlib.Path) -> pathlib.Path:
+    """Returns `path`. Raises NotFound if there is no such file."""
+    if not path.is_file():
+        raise NotFound(f"{path} is missing; restore it or build the dataset again.")
+    return path
 
 
 class _Shards:
@@ -114,25 +111,26 @@ class _Shards:
         self._folder, self._manifest = folder, manifest
         for shard in manifest.shards:
             path = folder / check_name(shard["name"], f"{folder / MANIFEST_NAME}: a shard's name")
-            if path.suffix != SHARD_SUFFIX or not path.is_file():
-                raise NotFound(f"{path} is missing; restore it or build the dataset again.")
+            _require_file(path)
+            if manifest.kind == "tokens":
+                _require_file(index_path(path))
         self.snapshots = tuple(
             Snapshot(DataFile(folder / shard["name"]), has_checksums=True) for shard in manifest.shards
         )
         self._starts = records.starts(shard["documents"] for shard in manifest.shards)
         self._source_starts = records.starts(source["documents"] for source in manifest.sources)
         if {int(self._starts[-1]), int(self._source_starts[-1])} != {manifest.documents}:
-            raise ValueError(f"{folder / MANIFEST_NAME}: its counts of documents disagree; build the dataset again.")
-        self._lock = threading.Lock()
-        self._readers: collections.OrderedDict[int, Any] = collections.OrderedDict()
+            raise _damage(folder / MANIFEST_NAME, "its counts of documents disagree")
+        files = [snapshot.file for snapshot in self.snapshots]
+        self._reader = functools.lru_cache(_MAX_OPEN_SHARDS)(lambda shard: open_reader(files[shard]))
 
     def place(self, index: int) -> tuple[int, int]:
         """Returns (shard, number within it) of document `index`."""
-        return records.place(self._starts, index)
+        return records.find_part(self._starts, index)
 
     def locate(self, index: int) -> str:
         """Returns the dataset and number of a document, and the file it was built from."""
-        source, number = records.place(self._source_starts, index)
+        source, number = records.find_part(self._source_starts, index)
         name = self._manifest.sources[source]["name"]
         return f"{self._folder}, document {index + 1} (document {number + 1} of {name})"
 
@@ -145,51 +143,32 @@ class _Shards:
         """
         snapshot = self.snapshots[shard]
         snapshot.check()
+        raw = b""
         try:
-            raw = self._reader(shard).read([record])[0]
-        except (RuntimeError, IndexError) as error:
-            with self._lock:
-                self._readers.pop(shard, None)  # one that has failed stays so
-            damaged = f"{snapshot.file}, record {record + 1}: {error}; build the dataset again."
-            raise format_error(snapshot.file, error, damaged=damaged) from None
-        if len(raw) > _LARGE_RECORD_BYTES:
-            with self._lock:
-                self._readers.pop(shard, None)  # a reader keeps the last record it decompressed
+            with decoding(snapshot.file, part=f"record {record + 1}", remedy=_REMEDY):
+                raw = self._reader(shard).read([record])[0]
+        finally:
+            if not raw or len(raw) > _LARGE_RECORD_BYTES:
+                self._reader.cache_clear()  # a reader that has failed stays so, and one keeps its last record
         return raw
 
     def check_records(self, counts: Iterable[int]) -> None:
         """Raises ValueError unless the shards hold these numbers of records; a truncated shard reads as empty."""
         for shard, expected in enumerate(counts):
             file = self.snapshots[shard].file
-            try:
-                found = self._reader(shard).num_records()
-            except RuntimeError as error:
-                damaged = f"{file}: {error}; build the dataset again."
-                raise format_error(file, error, damaged=damaged) from None
-            if found != expected:
-                raise ValueError(
-                    f"{file} holds {found} records instead of {expected}: it was truncated or replaced. Restore it or "
-                    "build the dataset again."
-                )
-
-    def _reader(self, shard: int) -> Any:
-        with self._lock:
-            reader = self._readers.get(shard)
-            if reader is None:
-                reader = self._readers[shard] = open_reader(self.snapshots[shard].file)
-                if len(self._readers) > _MAX_OPEN_SHARDS:
-                    self._readers.popitem(last=False)  # closed when no other thread uses it
-            self._readers.move_to_end(shard)
-            return reader
+            with decoding(file, remedy=_REMEDY):
+                num_records = self._reader(shard).num_records()
+            if num_records != expected:
+                raise _damage(file, f"it holds {num_records} records instead of {expected}")
 
 
 class BuiltTexts:
     """The texts of a dataset of kind text, by number.
 
     Attributes:
-      manifest: of the dataset.
+      manifest: the manifest of the dataset.
       snapshots: its shards.
-      num_rows: None; documents are not rows.
+      num_rows: None, because documents are not rows.
 
     Raises:
       ValueError: a damaged or incomplete dataset.
@@ -200,11 +179,9 @@ class BuiltTexts:
     def __init__(self, folder: pathlib.Path, manifest: BuiltManifest):
         self.manifest, self._shards = manifest, _Shards(folder, manifest)
         self._long = [_LongDocuments(shard, folder=folder) for shard in manifest.shards]
-        self._shards.check_records(long.first_record(shard["documents"]) for long, shard in self._by_shard())
+        pairs = zip(self._long, manifest.shards, strict=True)
+        self._shards.check_records(long.first_record(shard["documents"]) for long, shard in pairs)
         self.snapshots, self.locate = self._shards.snapshots, self._shards.locate
-
-    def _by_shard(self) -> Iterable[tuple[_LongDocuments, dict[str, Any]]]:
-        return zip(self._long, self.manifest.shards, strict=True)
 
     def __len__(self) -> int:
         return self.manifest.documents
@@ -233,9 +210,7 @@ class _LongDocuments:
         self._extra_records = records.starts(pairs[:, 1] - 1)  # before each of them, in addition to one per document
         inside = (pairs >= [0, 2]).all() and (pairs[:, 0] < shard["documents"]).all()
         if not inside or (np.diff(self._documents) <= 0).any():
-            raise ValueError(
-                f"{folder / MANIFEST_NAME} is damaged: the long documents of {shard['name']}; build the dataset again."
-            )
+            raise _damage(folder / MANIFEST_NAME, f"the long documents of {shard['name']} are invalid")
 
     def first_record(self, number: int) -> int:
         """Returns the first record of document `number`; for number = documents of the shard, its number of records."""
@@ -245,7 +220,10 @@ class _LongDocuments:
 class BuiltTokens:
     """The token ids of a dataset of kind tokens: int32[n] of each document, EOS of each piece counted.
 
-    Attributes: as those of BuiltTexts.
+    Attributes:
+      manifest: the manifest of the dataset.
+      snapshots: its shards.
+      num_rows: None, because documents are not rows.
 
     Raises:
       ValueError: a damaged or incomplete dataset.
@@ -260,11 +238,9 @@ class BuiltTokens:
         for first, shard in zip(self._first_documents, manifest.shards, strict=True):
             steps = np.diff(np.append(first, shard["documents"]))
             if (len(first) and first[0] != 0) or (steps <= 0).any() or len(first) == 0 < shard["documents"]:
-                raise ValueError(
-                    f"{folder / shard['name']}: its index disagrees with the manifest; build the dataset again."
-                )
+                raise _damage(folder / shard["name"], "its index disagrees with the manifest")
         self._shards.check_records(len(first) for first in self._first_documents)
-        self._bytes: dict[int, np.ndarray | None] = {}  # of a shard: see text_bytes
+        self._bytes: dict[int, np.ndarray] = {}  # of a shard: see text_bytes
         self._last = threading.local()  # (shard, record, block) that this thread read last: neighbors share a block
 
     def __len__(self) -> int:
@@ -273,31 +249,26 @@ class BuiltTokens:
     def __getitem__(self, index: int) -> np.ndarray:
         shard, number = self._shards.place(index)
         first = self._first_documents[shard]
-        record, number_in_record = records.place(first, number)
+        record, number_in_record = records.find_part(first, number)
         end = first[record + 1] if record + 1 < len(first) else self.manifest.shards[shard]["documents"]
         where = f"{self.snapshots[shard].file}, record {record + 1}"
-        last = getattr(self._last, "block", (None, None, b""))
-        if last[:2] == (shard, record):
-            block = last[2]
-            self._shards.snapshots[shard].check()  # as each read does
+        last_place, block = getattr(self._last, "block", (None, b""))
+        if last_place == (shard, record):
+            self.snapshots[shard].check()  # as each read does
         else:
             block = self._shards.read(shard, record)
-        if len(block) <= _LARGE_RECORD_BYTES:
-            self._last.block = (shard, record, block)
+            self._last.block = ((shard, record), block) if len(block) <= _LARGE_RECORD_BYTES else (None, b"")
         tokens = block_tokens(block, number_in_record, num_documents=int(end - first[record]), where=where)
         if len(tokens) and tokens.max() >= self.manifest.vocab_size:
-            raise ValueError(
-                f"{where} holds id {tokens.max()}, but the vocabulary has {self.manifest.vocab_size} tokens; build the "
-                "dataset again."
-            )
+            raise _damage(where, f"it holds id {tokens.max()} of a vocabulary of {self.manifest.vocab_size} tokens")
         return tokens
 
-    def text_bytes(self, index: int) -> int | None:
-        """Returns the UTF-8 bytes of the text of a document; None if an earlier version built the dataset."""
+    def text_bytes(self, index: int) -> int:
+        """Returns the UTF-8 bytes of the text of a document."""
         shard, number = self._shards.place(index)
         if shard not in self._bytes:
-            self._bytes[shard] = self._index(shard, "bytes", optional=True)
-        return None if self._bytes[shard] is None else int(self._bytes[shard][number])
+            self._bytes[shard] = self._index(shard, "bytes")
+        return int(self._bytes[shard][number])
 
     def token_lengths(self) -> np.ndarray:
         """Returns int64[documents]: ids of each document.
@@ -308,19 +279,14 @@ class BuiltTokens:
         parts = [self._index(shard, "lengths") for shard in range(len(self.snapshots))]
         for lengths, shard in zip(parts, self.manifest.shards, strict=True):
             if len(lengths) != shard["documents"] or int(lengths.sum(dtype=np.int64)) != shard["tokens"]:
-                raise ValueError(f"the index of {shard['name']} disagrees with the manifest; build the dataset again.")
+                raise _damage(shard["name"], "its index disagrees with the manifest")
         return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
 
-    def _index(self, shard: int, name: str, *, optional: bool = False) -> np.ndarray | None:
+    def _index(self, shard: int, name: str) -> np.ndarray:
         path = index_path(os.fspath(self.snapshots[shard].file))
-        try:
-            with np.load(path, allow_pickle=False) as arrays:
-                return None if optional and name not in arrays else arrays[name]
-        except (ValueError, KeyError, OSError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
-            damaged = f"{path} cannot be read ({error}); build the dataset again."
-            if isinstance(error, FileNotFoundError):
-                raise NotFound(damaged) from None
-            raise format_error(path, error, damaged=damaged) from None
+        damage = (ValueError, KeyError, NotImplementedError, zipfile.BadZipFile, zlib.error)
+        with decoding(path, remedy=_REMEDY, errors=damage), np.load(path, allow_pickle=False) as arrays:
+            return arrays[name]
 
 
 def index_path(shard: str | os.PathLike) -> pathlib.Path:
@@ -337,18 +303,18 @@ def block_tokens(block: bytes, number: int, *, num_documents: int, where: str) -
     """
     header = np.frombuffer(block, "<u4", count=min(len(block) // 4, 2 + num_documents))
     if len(header) < 2 + num_documents or header[0] != num_documents or header[1] not in (2, 4):
-        raise ValueError(f"{where}: not a block of {num_documents} documents; build the dataset again.")
+        raise _damage(where, f"it is not a block of {num_documents} documents")
     ends = np.cumsum(header[2:], dtype=np.int64)
     width, begin = int(header[1]), 4 * len(header)
     if len(block) != begin + width * int(ends[-1]):
-        raise ValueError(f"{where}: its {len(block)} bytes do not match its header; build the dataset again.")
+        raise _damage(where, f"its {len(block)} bytes do not match its header")
     start, length = int(ends[number]) - int(header[2 + number]), int(header[2 + number])
     ids = np.frombuffer(block, f"<u{width}", count=length, offset=begin + width * start)
     return ids.astype(np.int32)
 
 
 def open_built(folder: str | os.PathLike, *, key: str, tokenizer_sha256: str | None) -> BuiltTexts | BuiltTokens:
-    """Returns the documents of a dataset; `tokenizer_sha256` is that of the run's tokenizer, None: not compared.
+    """Returns the documents of a dataset; token ids must be of the tokenizer with `tokenizer_sha256` if it is given.
 
     Raises:
       ValueError: a damaged dataset, or ids from another tokenizer.

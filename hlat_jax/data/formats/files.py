@@ -15,7 +15,6 @@ MANIFEST_NAME = "manifest.json"
 
 _FINGERPRINT_BLOCK_BYTES = 64 * 1024
 _FINGERPRINT_BLOCKS = 16
-_HASH_CHUNK_BYTES = 1 << 24
 _MISTAKES = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)  # when a file is opened first
 
 
@@ -91,11 +90,9 @@ class DataFile:
         if self.is_remote:
             with client_errors():
                 return self._filesystem.cat_file(self.where, start=start, end=start + length) if length else b""
-        descriptor = os.open(self.where, os.O_RDONLY)
-        try:
-            return _pread(descriptor, length=length, start=start)
-        finally:
-            os.close(descriptor)
+        with open(self.where, "rb") as file:
+            file.seek(start)
+            return file.read(length)
 
 
 @contextlib.contextmanager
@@ -135,17 +132,6 @@ class _RemoteFile:
         self._file.close()
 
 
-def _pread(descriptor: int, *, length: int, start: int) -> bytes:
-    """Returns `length` bytes from `start`; one system call may return fewer (Linux stops at 2 GiB)."""
-    raw = os.pread(descriptor, length, start)
-    while len(raw) < length:
-        more = os.pread(descriptor, length - len(raw), start + len(raw))
-        if not more:
-            break
-        raw += more
-    return raw
-
-
 class Snapshot:
     """The state of a file when it was opened; reads raise once the file has changed.
 
@@ -155,7 +141,7 @@ class Snapshot:
     read that returns too few bytes is a change.
 
     Attributes:
-      content_hash: 32 hex digits of all bytes, set by a caller that has read them all; None: unknown.
+      content_hash: 32 hex digits of all bytes, which a caller sets that has read them all, else None.
       has_checksums: whether its format detects changed bytes.
 
     Raises:
@@ -212,15 +198,6 @@ class Snapshot:
         is_fully_covered = self.has_checksums or self.size <= _FINGERPRINT_BLOCKS * _FINGERPRINT_BLOCK_BYTES
         return (is_fully_covered or not was_written) and fingerprint(self.file, size=self.size) == self.fingerprint
 
-    @contextlib.contextmanager
-    def opened(self) -> Iterator[BinaryIO]:
-        """Yields the file opened for sequential reading; an OSError becomes an Unreadable that names the file."""
-        try:
-            with self.file.open() as file:
-                yield file
-        except OSError as error:
-            raise unreadable(self.file, error) from None
-
     def read(self, start: int, length: int) -> bytes:
         """Returns exactly `length` bytes from `start`.
 
@@ -244,19 +221,6 @@ class Snapshot:
 def unreadable(file: DataFile | os.PathLike, error: Exception) -> Unreadable:
     """Returns the error for a file that could be read before."""
     return Unreadable(f"{file} cannot be read any more: {reason(error)}. Restore it.")
-
-
-def format_error(file: DataFile | os.PathLike, error: Exception, *, damaged: str) -> ValueError | Unreadable:
-    """Returns the error for what a library raises that decodes a file: ValueError(`damaged`), or Unreadable.
-
-    pyarrow raises a bare OSError for bytes that it cannot decode, one with a number, or of a subclass, for a read that
-    failed, and errors of Python's files as they are. array_record raises a RuntimeError that names the system call.
-    """
-    if isinstance(error, Unreadable) and str(file) in str(error):
-        return error
-    failed_read = isinstance(error, OSError) and (error.errno is not None or type(error) is not OSError)
-    failed_read = failed_read or (isinstance(error, RuntimeError) and "() failed: " in str(error))
-    return unreadable(file, error) if failed_read else ValueError(damaged)
 
 
 def reason(error: Exception) -> str:
@@ -285,11 +249,8 @@ def filesystem_of(url: str) -> tuple[Any, str]:
 
 def content_hash(file: DataFile) -> str:
     """Returns 32 hex digits of all bytes of a file."""
-    digest = new_content_hash()
     with file.open() as opened:
-        while chunk := opened.read(_HASH_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(opened, new_content_hash).hexdigest()
 
 
 def new_content_hash() -> Any:

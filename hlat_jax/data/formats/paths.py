@@ -13,7 +13,7 @@ import pathlib
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn, NotRequired, TypedDict
+from typing import Any, Literal, NotRequired, TypedDict
 
 import hlat_jax
 from hlat_jax.cli.path_checks import check_file
@@ -29,14 +29,16 @@ from hlat_jax.data.formats.files import (
 )
 from hlat_jax.store.typed_json import read_json
 
-JSONL_SUFFIXES = (".jsonl", ".ndjson")
-PARQUET_SUFFIXES = (".parquet",)
-ARROW_SUFFIXES = (".arrow", ".arrows", ".ipc", ".feather")
-TEXT_SUFFIXES = (".txt", ".md")
-KNOWN_SUFFIXES = JSONL_SUFFIXES + PARQUET_SUFFIXES + ARROW_SUFFIXES + TEXT_SUFFIXES + (SHARD_SUFFIX,)
-COMPRESSED_SUFFIXES = (".gz", ".zst", ".xz", ".bz2")
-_OUR_SHARD = re.compile(r"(shard-\d+-of-\d+|task-\d+\.\d+)" + re.escape(SHARD_SUFFIX))  # see build
+_FORMATS = {
+    **dict.fromkeys((".jsonl", ".ndjson"), "jsonl"),
+    ".parquet": "parquet",
+    **dict.fromkeys((".arrow", ".arrows", ".ipc", ".feather"), "arrow"),
+    **dict.fromkeys((".txt", ".md"), "text"),
+    SHARD_SUFFIX: "array_record",
+}
+_COMPRESSED_SUFFIXES = (".gz", ".zst", ".xz", ".bz2")
 STREAMED_SUFFIXES = (".gz", ".zst")  # those that `build` reads
+_OUR_SHARD = re.compile(r"(shard-\d+-of-\d+|task-\d+\.\d+)" + re.escape(SHARD_SUFFIX))  # see build
 
 
 def asset_path(name: str) -> pathlib.Path:
@@ -66,7 +68,7 @@ class FoundFiles:
     """The result of find_files.
 
     Attributes:
-      files: in order.
+      files: the files in order.
       ignored: files in folders with an unknown suffix, except names that begin with "." or "_".
       folders: local folders that were searched.
       links: links to folders that were searched already, which are not searched again.
@@ -100,68 +102,63 @@ def find_files(
     below the folder, not on its location. `allow_compressed` accepts .gz and .zst too, for readers in order.
 
     Raises:
-      ValueError: an empty spec, nothing found, a compressed file, an unknown suffix, a file named twice, a folder that
+      ValueError: an empty spec, no files, a compressed file, an unknown suffix, a file named twice, a folder that
         cannot be listed, or a dataset together with files it was built from.
     """
     parts = [part.strip() for part in spec.split(",")] if isinstance(spec, str) else list(spec)
     spec = spec if isinstance(spec, str) else " ".join(spec)
-    found = FoundFiles([], [], [], [])
+    search = FoundFiles([], [], [], [])
     for part in filter(None, parts):
         is_remote = "://" in part.removeprefix("file://")
-        files = _remote_part(part, key=key, found=found) if is_remote else _local_part(part, key=key, found=found)
+        files = _remote_part(part, key=key, search=search) if is_remote else _local_part(part, key=key, search=search)
         for file in files:
             _check_suffix(file, key=key, allow_compressed=allow_compressed, text_field=text_field)
-        found.files.extend(files)
-    if not found.files:
+        search.files.extend(files)
+    if not search.files:
         raise NotFound(f"{key}={spec!r} names no files; give files, folders or globs, separated by commas.")
-    _check_no_duplicates(found.files, what=f"{key}={spec!r}")
-    return found
+    _check_no_duplicates(search.files, what=f"{key}={spec!r}")
+    return search
 
 
 def _check_no_duplicates(files: Sequence[DataFile], *, what: str) -> None:
     """Raises ValueError when a file is named twice, or beside a dataset that was built from it."""
     seen: set[str] = set()
     for file in files:
-        place = file.where if file.is_remote else os.path.realpath(file)
-        if place in seen:
+        location = file.where if file.is_remote else os.path.realpath(file)
+        if location in seen:
             raise ValueError(f"{what} names {file} twice; its documents would be repeated within an epoch.")
-        seen.add(place)
+        seen.add(location)
     loose = {file.name: file for file in files if not file.is_built}
     for dataset in (file for file in files if file.is_built):
-        built_from = [pathlib.PurePosixPath(name).name for name in _manifest(dataset)["sources"]]
-        both = next((loose[name] for name in built_from if name in loose), None)
-        if both is not None:
-            raise ValueError(
-                f"{what} names the dataset {dataset} and {both}, and by its name the dataset was built from that file: "
-                "its documents would be repeated. Name one of them, or move the dataset out of the folder of its text."
-            )
+        for name in _built_from(dataset) or ():
+            if pathlib.PurePosixPath(name).name in loose:
+                raise ValueError(
+                    f"{what} names the dataset {dataset} and {loose[pathlib.PurePosixPath(name).name]}, from which it "
+                    "was built by its name: its documents would be repeated. Name one of them, or move the dataset out "
+                    "of the folder of its text."
+                )
 
 
-def _local_part(part: str, *, key: str, found: FoundFiles) -> list[DataFile]:
+def _local_part(part: str, *, key: str, search: FoundFiles) -> list[DataFile]:
     if part.startswith("package:"):
         return [DataFile(asset_path(part.removeprefix("package:")))]
     path = pathlib.Path(part.removeprefix("file://")).expanduser()
-    if path.is_dir():
-        return _in_folder(path, key=key, found=found) or _raise_nothing_found(part, key=key, found=found)
-    if path.is_file():
-        return [DataFile(path)]
+    names = [str(path)] if path.exists() else sorted(set(_matches(str(path), repeated=search.links)))
     files, searched = [], set()
-    for name in sorted(set(_matches(str(path), repeated=found.links))):
+    for name in names:
         if any(os.fspath(parent) in searched for parent in pathlib.Path(name).parents):
             continue  # `**` matches a folder and its files
         if os.path.isdir(name):
             searched.add(os.fspath(pathlib.Path(name)))
-            files += _in_folder(pathlib.Path(name), key=key, found=found)
+            files += _in_folder(pathlib.Path(name), key=key, search=search)
         elif os.path.isfile(name):
             files.append(DataFile(name))
     if not files:
-        if searched:
-            _raise_nothing_found(part, key=key, found=found)
-        raise nothing_at(part, key=key)
+        raise _nothing_found(part, key=key, search=search) if searched else nothing_at(part, key=key)
     return files
 
 
-def _matches(pattern: str, *, repeated: list[str] | None = None) -> Iterator[str]:
+def _matches(pattern: str, *, repeated: list[str]) -> Iterator[str]:
     """Yields the paths that a glob matches as glob.iglob does, but `**` enters each folder once, see _walk_once.
 
     A `**` at the end matches its folder alone.
@@ -178,22 +175,21 @@ def _matches(pattern: str, *, repeated: list[str] | None = None) -> Iterator[str
 
 
 def _walk_once(
-    folder: str | os.PathLike, *, onerror: Callable[[OSError], None] | None = None, repeated: list[str] | None = None
+    folder: str | os.PathLike, *, repeated: list[str], onerror: Callable[[OSError], None] | None = None
 ) -> Iterator[tuple[str, list[str], list[str]]]:
     """Yields what os.walk does, links followed and hidden folders left out, but each folder once by its real path.
 
     Args:
-      folder: where to begin.
-      onerror: called for a folder that cannot be listed.
-      repeated: receives the links that lead to a folder that was yielded before.
+      folder: the folder to begin with.
+      repeated: a list that receives the links to folders that were yielded before.
+      onerror: a function called with the error of a folder that cannot be listed.
     """
     seen: set[str] = set()
     for parent, folders, names in os.walk(folder, followlinks=True, onerror=onerror):
         real = os.path.realpath(parent)
         if real in seen:
             folders.clear()
-            if repeated is not None:
-                repeated.append(parent)
+            repeated.append(parent)
             continue
         seen.add(real)
         shown = (name for name in folders if not name.startswith("."))
@@ -207,168 +203,127 @@ def nothing_at(path: str, *, key: str) -> NotFound:
     return NotFound(f"{key}: {path} {what} (looked from {pathlib.Path.cwd()}).")
 
 
-def _in_folder(folder: pathlib.Path, *, key: str, found: FoundFiles) -> list[DataFile]:
+def _in_folder(folder: pathlib.Path, *, key: str, search: FoundFiles) -> list[DataFile]:
     def fail(error: OSError) -> None:
         raise NotFound(f"{key}: the folder {error.filename} cannot be listed: {reason(error)}.")
 
     files = []
-    found.folders.append(folder)
-    for parent, folders, names in _walk_once(folder, onerror=fail, repeated=found.links):
-        if _is_built(parent):
+    search.folders.append(folder)
+    for parent, folders, names in _walk_once(folder, onerror=fail, repeated=search.links):
+        if _built_from(parent) is not None:
             files.append(DataFile(parent, is_built=True))
             folders.clear()
             continue
         paths = [os.path.join(parent, name) for name in names]
-        files += [DataFile(path) for path in _data_paths(paths, found=found)]
+        files += [DataFile(path) for path in _data_paths(paths, search=search)]
     return sorted(files, key=lambda file: pathlib.Path(file).relative_to(folder).as_posix())
 
 
-def _data_paths(paths: Sequence[str], *, found: FoundFiles) -> list[str]:
-    """Returns the paths of data files; adds those that are neither data nor hidden to `found.ignored`."""
+def _data_paths(paths: Sequence[str], *, search: FoundFiles) -> list[str]:
+    """Returns the paths of data files; adds those that are neither data nor hidden to `search.ignored`."""
     data = []
     for path in paths:
         name = path.rpartition("/")[2]
-        if _is_data(name):
+        if not name.startswith(".") and _data_suffix(name) in _FORMATS:  # a.jsonl.gz is an error, and not ignored
             data.append(path)
         elif not name.startswith((".", "_")):
-            found.ignored.append(path)
+            search.ignored.append(path)
     return data
 
 
-class _Named(TypedDict):
+class _NamedSource(TypedDict):
     name: Any
 
 
-class _Built(TypedDict):
-    kind: str
+class _Manifest(TypedDict):
+    """What tells a manifest.json that `build` wrote from one of another program."""
+
+    kind: Literal["text", "tokens"]
     shards: list
-    sources: NotRequired[list[_Named]]
+    sources: NotRequired[list[_NamedSource]]
 
 
-def _is_built(folder: str | os.PathLike) -> bool:
-    """Returns whether `build` wrote this folder; another program's manifest.json does not count."""
-    return _manifest(folder)["kind"] in ("text", "tokens")
-
-
-def _manifest(folder: str | os.PathLike) -> dict[str, Any]:
-    """Returns `kind` and the names of `sources` of a folder's manifest; kind is '' if `build` did not write it.
+def _built_from(folder: str | os.PathLike) -> list[str] | None:
+    """Returns the names of the files that a dataset was built from; None if `build` did not write this folder.
 
     The shards of a dataset whose manifest is damaged are then an error, as single files.
     """
     try:
-        manifest = read_json(pathlib.Path(folder) / MANIFEST_NAME, kind=_Built)
-        return {"kind": manifest["kind"], "sources": [str(source["name"]) for source in manifest.get("sources", [])]}
+        manifest = read_json(pathlib.Path(folder) / MANIFEST_NAME, kind=_Manifest)
     except (ValueError, OSError):
-        return {"kind": "", "sources": []}
+        return None
+    return [str(source["name"]) for source in manifest.get("sources", [])]
 
 
-def _is_data(name: str) -> bool:
-    """Returns whether a file in a folder is data. a.jsonl.gz is, so that it is an error and not silently ignored."""
-    if name.startswith("."):
-        return False
-    path = pathlib.PurePosixPath(name)
-    suffix, inner = path.suffix.lower(), pathlib.PurePosixPath(path.stem).suffix.lower()
-    return suffix in KNOWN_SUFFIXES or (suffix in COMPRESSED_SUFFIXES and inner in KNOWN_SUFFIXES)
+def _data_suffix(name: str) -> str:
+    """Returns the suffix of the format of a file, in lower case: ".jsonl" of a.jsonl and of a.jsonl.gz."""
+    path = pathlib.PurePosixPath(name.lower())
+    return pathlib.PurePosixPath(path.stem).suffix if path.suffix in _COMPRESSED_SUFFIXES else path.suffix
 
 
-def _remote_part(part: str, *, key: str, found: FoundFiles) -> list[DataFile]:
+def _remote_part(part: str, *, key: str, search: FoundFiles) -> list[DataFile]:
     filesystem, path = filesystem_of(part)
-
-    def data_file(name: str) -> DataFile:
-        return DataFile(filesystem.unstrip_protocol(name), filesystem=filesystem)
-
-    def below(folder: str) -> list[str]:
-        prefix = folder.rstrip("/")
-        names = [(name, name.removeprefix(prefix).lstrip("/").split("/")) for name in filesystem.find(folder)]
-        return sorted(_data_paths([name for name, parts in names if not _is_hidden(parts)], found=found))
-
-    def matched() -> list[str]:
-        names: dict[str, None] = {}  # ordered, without duplicates: `**` matches a folder and its files
-        searched: list[str] = []
-        for name, info in sorted(filesystem.glob(path, detail=True).items()):
-            if name.startswith(tuple(searched)):
-                continue
-            if info["type"] == "directory":
-                searched.append(name.rstrip("/") + "/")
-            names |= dict.fromkeys(below(name) if info["type"] == "directory" else [name])
-        return list(names)
-
+    names: dict[str, None] = {}  # ordered, without duplicates: `**` matches a folder and its files
+    searched: tuple[str, ...] = ()
     try:
         with client_errors():
-            if any(sign in path for sign in "*["):  # not `?`, which begins the query of a URL
-                names = matched()
-            elif filesystem.isdir(path):
-                names = below(path)
-            else:
-                names = [path] if filesystem.exists(path) else []
+            is_glob = any(sign in path for sign in "*[")  # not `?`, which begins the query of a URL
+            for name in sorted(filesystem.glob(path)) if is_glob else [path]:
+                if name.startswith(searched):
+                    continue
+                below = [name]
+                if filesystem.isdir(name):
+                    folder = name.rstrip("/") + "/"
+                    searched += (folder,)
+                    shown = [file for file in filesystem.find(name) if "/." not in f"/{file.removeprefix(folder)}"]
+                    below = sorted(_data_paths(shown, search=search))
+                elif not filesystem.exists(name):
+                    continue
+                names |= dict.fromkeys(below)
     except OSError as error:
         if isinstance(error.__cause__, ImportError):
             raise ValueError(f"{key}: {part} cannot be reached: {error.__cause__}") from None
         raise NotFound(f"{key}: {part} cannot be listed: {reason(error)}.") from None
-    return [data_file(name) for name in names] or _raise_nothing_found(part, key=key, found=found)
-
-
-def _is_hidden(parts: list[str]) -> bool:
-    return any(part.startswith(".") for part in parts)
+    if not names:
+        raise _nothing_found(part, key=key, search=search)
+    return [DataFile(filesystem.unstrip_protocol(name), filesystem=filesystem) for name in names]
 
 
 def file_format(file: DataFile) -> str:
-    """Returns 'built', 'jsonl', 'text', 'arrow', 'array_record' or 'parquet' for a file of find_files."""
-    if file.is_built:
-        return "built"
-    name, suffix = file.name.lower(), file.suffix
-    if suffix in (".gz", ".zst"):
-        suffix = pathlib.PurePosixPath(name.removesuffix(suffix)).suffix
-    formats = {"jsonl": JSONL_SUFFIXES, "text": TEXT_SUFFIXES, "arrow": ARROW_SUFFIXES, "array_record": (SHARD_SUFFIX,)}
-    return next((known for known, suffixes in formats.items() if suffix in suffixes), "parquet")
+    """Returns 'built', 'jsonl', 'text', 'arrow', 'array_record' or 'parquet'; '' of a file that find_files refuses."""
+    return "built" if file.is_built else _FORMATS.get(_data_suffix(file.name), "")
 
 
-def _raise_nothing_found(part: str, *, key: str, found: FoundFiles) -> NoReturn:
-    ignored = f" ({found.describe_ignored()})" if found.ignored else ""
-    raise NotFound(f"{key}: {part} holds or matches no files that end in {', '.join(KNOWN_SUFFIXES)}{ignored}.")
+def _nothing_found(part: str, *, key: str, search: FoundFiles) -> NotFound:
+    ignored = f" ({search.describe_ignored()})" if search.ignored else ""
+    return NotFound(f"{key}: {part} holds or matches no files that end in {', '.join(_FORMATS)}{ignored}.")
 
 
 def _check_suffix(file: DataFile, *, key: str, allow_compressed: bool, text_field: str) -> None:
     if file.is_built:
         return
-    suffix = file.suffix
-    if suffix == SHARD_SUFFIX and file.is_remote:
+    kind, is_compressed = file_format(file), file.suffix in _COMPRESSED_SUFFIXES
+    if kind == "array_record" and file.is_remote:
         raise ValueError(f"{key}: {file}: ArrayRecord is read from local disks only; copy its folder to one.")
     if _OUR_SHARD.fullmatch(file.name):
         raise ValueError(
             f"{key}: {file} is one shard of a dataset; give its folder, with its manifest.json, or finish that build "
             "by running its command again."
         )
-    if suffix in COMPRESSED_SUFFIXES:
-        inner = pathlib.PurePosixPath(pathlib.PurePosixPath(file.name).stem).suffix.lower()
-        if allow_compressed and suffix in STREAMED_SUFFIXES and inner in JSONL_SUFFIXES + TEXT_SUFFIXES:
+    if is_compressed and file.suffix in STREAMED_SUFFIXES and kind in ("jsonl", "text"):
+        if allow_compressed:
             return
-        raise ValueError(_compressed_message(file, key=key, inner=inner, text_field=text_field))
-    if suffix not in KNOWN_SUFFIXES:
-        known = ", ".join(KNOWN_SUFFIXES)
+        out = file.name.removesuffix(file.suffix).rpartition(".")[0] or "dataset"
         raise ValueError(
-            f"{key}: {file} has the suffix {suffix!r}; known are {known} and datasets that build wrote.{_hint(file)}"
+            f"{key}: {file} is compressed as a whole, so its documents cannot be read by number. Convert it and train "
+            f"on that: {build_command(file, out=out, text_field=text_field)}"
         )
-
-
-def _hint(file: DataFile) -> str:
-    if file.suffix != ".json":
-        return ""
-    name = shlex.quote(file.where)
-    lines = shlex.quote(f"{file.where}l")
-    return f" If it holds one JSON object per line, rename it to {lines}; a JSON array: jq -c '.[]' {name} > {lines}"
-
-
-def _compressed_message(file: DataFile, *, key: str, inner: str, text_field: str) -> str:
-    command = {".gz": "gunzip -k", ".zst": "zstd -dk", ".xz": "xz -dk", ".bz2": "bunzip2 -k"}[file.suffix]
-    start = f"{key}: {file} is compressed as a whole"
-    if file.suffix in STREAMED_SUFFIXES and inner in JSONL_SUFFIXES + TEXT_SUFFIXES:
-        out = file.name.removesuffix(file.suffix).removesuffix(inner) or "dataset"
-        return (
-            f"{start}, so its documents cannot be read by number. Convert it and train on that: "
-            f"{build_command(file, out=out, text_field=text_field)}"
+    if is_compressed or not kind:
+        raise ValueError(
+            f"{key}: {file} has the suffix {file.suffix!r}; known are {', '.join(_FORMATS)} and datasets that build "
+            "wrote, also .gz and .zst of JSONL and text for build. Unpack what is compressed otherwise; JSON with one "
+            "object per line is .jsonl."
         )
-    return f"{start} in a format that is not supported; unpack it first: {command} {shlex.quote(file.where)}"
 
 
 def build_command(file: DataFile, *, out: str, text_field: str) -> str:

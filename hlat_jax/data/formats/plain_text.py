@@ -18,69 +18,49 @@ _BLANK_LINES, _LINE_ENDS = re.compile(rb"\r?\n[ \t\r]*\n\s*"), re.compile(rb"\r?
 
 
 class TextDocuments:
-    """Plain-text files as a sequence of documents, one per file.
+    """Plain-text files as a sequence of documents: a file each, or whole paragraphs without the blank lines between.
 
     Attributes:
       snapshots: the files.
-      num_rows: None; documents are not rows.
-    """
-
-    num_rows = None
-
-    def __init__(self, files: Sequence[DataFile]):
-        self.snapshots = tuple(Snapshot(file) for file in files)
-
-    def __len__(self) -> int:
-        return len(self.snapshots)
-
-    def __getitem__(self, index: int) -> str:
-        snapshot = self.snapshots[index]
-        return records.utf8_text(_read_whole(snapshot), where=snapshot.file.where, row=None)
-
-    def locate(self, index: int) -> str:
-        """Returns the path of document `index`."""
-        return self.snapshots[index].file.where
-
-
-class ParagraphDocuments:
-    """Plain-text files as a sequence of documents of whole paragraphs, without the blank lines between documents.
-
-    Attributes: as those of TextDocuments.
+      is_cut: whether they are cut at paragraphs.
+      num_rows: None, because documents are not rows.
 
     Raises:
-      ValueError: a file that is empty or not UTF-8.
+      ValueError: with `cut`, a file that is empty or not UTF-8.
     """
 
     num_rows = None
 
-    def __init__(self, files: Sequence[DataFile]):
-        self.snapshots = tuple(Snapshot(file) for file in files)
-        self._spans = []
-        for snapshot in self.snapshots:
-            parts = list(paragraph_parts(_read_whole(snapshot), snapshot.file))
-            self._spans.append(np.asarray(parts, np.int64).reshape(-1, 2))
+    def __init__(self, files: Sequence[DataFile], *, cut: bool):
+        self.snapshots, self.is_cut = tuple(Snapshot(file) for file in files), cut
+        self._spans = [np.asarray([[0, snapshot.size]]) for snapshot in self.snapshots]
+        if cut:
+            parts = (list(paragraph_parts(_read_whole(each), each.file)) for each in self.snapshots)
+            self._spans = [np.asarray(spans, np.int64).reshape(-1, 2) for spans in parts]
         self._starts = records.starts(len(spans) for spans in self._spans)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
 
     def __getitem__(self, index: int) -> str:
-        file, part = records.place(self._starts, index)
-        start, stop = (int(place) for place in self._spans[file][part])
-        raw = self.snapshots[file].read(start, stop - start)
-        return records.utf8_text(raw, where=self.locate(index), row=None)
+        file, part = records.find_part(self._starts, index)
+        snapshot, where = self.snapshots[file], self.locate(index)
+        if not self.is_cut:
+            return records.utf8_text(_read_whole(snapshot), where=where, row=None)
+        start, stop = self._spans[file][part].tolist()
+        return records.utf8_text(snapshot.read(start, stop - start), where=where, row=None)
 
     def locate(self, index: int) -> str:
-        """Returns the path and the byte range of document `index`."""
-        file, part = records.place(self._starts, index)
+        """Returns the path of document `index`, and its byte range if the file is cut."""
+        file, part = records.find_part(self._starts, index)
         start, stop = self._spans[file][part]
-        return f"{self.snapshots[file].file}, bytes {start} to {stop}"
+        return f"{self.snapshots[file].file}" + (f", bytes {start} to {stop}" if self.is_cut else "")
 
 
 def _read_whole(snapshot: Snapshot) -> bytes:
     if snapshot.size > records.MAX_RECORD_BYTES:
         reason = f"{snapshot.size} bytes in one document, more than {records.MAX_RECORD_BYTES}; split it."
-        raise records.bad_record(snapshot.file.where, None, reason)
+        raise records.BadRecord(snapshot.file.where, None, reason)
     return snapshot.read(0, snapshot.size)
 
 
@@ -109,9 +89,9 @@ def paragraph_parts(raw: bytes | bytearray, file: DataFile) -> Iterator[tuple[in
 
 def _cut(raw: bytes, start: int, end: int, *, at: re.Pattern[bytes], least: int) -> Iterator[tuple[int, int]]:
     """Yields (start, stop) of parts of raw[start:end] that end at matches of `at` and have at least `least` bytes."""
-    for found in at.finditer(raw, start, end):
-        if found.start() - start >= least and raw[start : found.start()].strip():
-            yield start, found.start()
-            start = found.end()
+    for match in at.finditer(raw, start, end):
+        if match.start() - start >= least and raw[start : match.start()].strip():
+            yield start, match.start()
+            start = match.end()
     if raw[start:end].strip():
         yield start, end

@@ -7,23 +7,25 @@ one small batch of a column, whatever the size of the file. Texts and errors are
 from __future__ import annotations
 
 import contextlib
+import io
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import pyarrow
-import pyarrow.ipc
-import pyarrow.parquet
 
-from hlat_jax.data.formats import arrow_ipc, columns, records
+from hlat_jax.data.formats import records
 from hlat_jax.data.formats.array_record import ArrayRecordDocuments
+from hlat_jax.data.formats.arrow import iter_arrow
 from hlat_jax.data.formats.built import BuiltTexts, open_built
-from hlat_jax.data.formats.files import DataFile, Snapshot, format_error
+from hlat_jax.data.formats.columns import TextColumn, cell
+from hlat_jax.data.formats.decoding import decoding
+from hlat_jax.data.formats.files import DataFile, Snapshot
 from hlat_jax.data.formats.jsonl import BLANK_BYTES
+from hlat_jax.data.formats.parquet import iter_parquet
 from hlat_jax.data.formats.paths import STREAMED_SUFFIXES, file_format
 from hlat_jax.data.formats.plain_text import paragraph_parts
 
 _CHUNK_BYTES = 1 << 20
-_ROWS_AT_ONCE = 256
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
 
 Item = tuple[str | records.BadRecord, int | None]
@@ -38,61 +40,57 @@ def iter_documents(file: DataFile, *, text_field: str, cut_text: bool = False) -
     Raises:
       ValueError: a file that is damaged or truncated, has no such column, or holds token ids.
     """
-    if cut_text and file_format(file) == "text":
-        yield from _text(file, text_field, cut=True)
+    kind = file_format(file)
+    if kind == "jsonl":
+        yield from _jsonl(file, text_field)
+    elif kind == "text":
+        yield from _text(file, cut=cut_text)
+    elif kind in ("parquet", "arrow"):
+        columns = iter_parquet if kind == "parquet" else iter_arrow
+        yield from _cells(columns(file, text_field), file=file, field=text_field)
+    elif kind == "array_record":
+        yield from _by_number(ArrayRecordDocuments(Snapshot(file, has_checksums=True)))
     else:
-        yield from _READERS[file_format(file)](file, text_field)
+        documents = open_built(file.where, key="IN", tokenizer_sha256=None)
+        if not isinstance(documents, BuiltTexts):
+            raise ValueError(f"{file} holds token ids, not text; give the text it was built from.")
+        yield from _by_number(documents)
 
 
 @contextlib.contextmanager
-def _opened(file: DataFile) -> Iterator[BinaryIO]:
-    """Yields a file opened for sequential reading, decompressed; errors become those of `format_error`."""
-    try:
-        with contextlib.ExitStack() as stack:
-            raw = stack.enter_context(file.open())
-            if file.suffix in STREAMED_SUFFIXES:
-                raw = stack.enter_context(pyarrow.CompressedInputStream(raw, _CODECS[file.suffix]))
-            yield raw
-    except (OSError, pyarrow.ArrowException) as error:
-        damaged = f"{file} cannot be read to its end ({error}); restore it."
-        raise format_error(file, error, damaged=damaged) from None
+def _open(file: DataFile) -> Iterator[BinaryIO]:
+    """Yields a file opened for sequential reading, decompressed."""
+    with decoding(file), contextlib.ExitStack() as stack:
+        raw = stack.enter_context(file.open())
+        if file.suffix in STREAMED_SUFFIXES:
+            raw = stack.enter_context(pyarrow.CompressedInputStream(raw, _CODECS[file.suffix]))
+        yield raw
 
 
-def _lines(stream: BinaryIO) -> Iterator[list[bytes | bytearray] | None]:
-    """Yields each line without its newline, alone in a list; None for one over the limit.
+def _lines(stream: BinaryIO) -> Iterator[list[bytes]]:
+    """Yields each line without its end, alone in a list, cut after the limit.
 
     A caller that pops the line holds the only reference to it, so a long one can be freed while it is decoded.
     """
-    line: bytes | bytearray | None = b""
-    num_bytes = 0
-    while chunk := stream.read(_CHUNK_BYTES):
-        for number, piece in enumerate(chunk.split(b"\n")):
-            if number:  # a line ended before this piece
-                holder, line, num_bytes = None if line is None else [line], b"", 0
-                yield holder
-            num_bytes += len(piece)
-            if num_bytes > records.MAX_RECORD_BYTES:
-                line = None
-            elif num_bytes == len(piece):
-                line = piece
-            else:
-                line = line if isinstance(line, bytearray) else bytearray(line)
-                line += piece  # grows in place
-    if num_bytes:
-        holder, line = None if line is None else [line], None
+    buffered = io.BufferedReader(stream, _CHUNK_BYTES)
+    while line := buffered.readline(records.MAX_RECORD_BYTES + 1):
+        is_whole = line.endswith(b"\n") or len(line) <= records.MAX_RECORD_BYTES
+        holder = [line.removesuffix(b"\n")]
+        del line
         yield holder
+        while not is_whole:  # passes over the rest
+            rest = buffered.readline(_CHUNK_BYTES)
+            is_whole = rest.endswith(b"\n") or not rest
 
 
 def _jsonl(file: DataFile, field: str) -> Iterator[Item]:
     where = file.where
-    with _opened(file) as stream:
+    with _open(file) as stream:
         for row, holder in enumerate(_lines(stream), start=1):
-            if holder is None:
+            if len(holder[0]) > records.MAX_RECORD_BYTES:
                 reason = f"more than {records.MAX_RECORD_BYTES} bytes in one line; is it a JSON array?"
-                yield records.bad_record(where, row, reason), row
-            elif not holder[0][:1].strip(BLANK_BYTES) and not holder[0].strip(BLANK_BYTES):
-                continue
-            else:
+                yield records.BadRecord(where, row, reason), row
+            elif holder[0][:1].strip(BLANK_BYTES) or holder[0].strip(BLANK_BYTES):
                 try:
                     text = records.json_text(holder.pop(), field=field, where=where, row=row)
                 except records.BadRecord as error:
@@ -101,86 +99,38 @@ def _jsonl(file: DataFile, field: str) -> Iterator[Item]:
                 del text  # frees it before the next one is read
 
 
-def _text(file: DataFile, field: str, *, cut: bool = False) -> Iterator[Item]:
-    del field  # plain text has none
+def _text(file: DataFile, *, cut: bool) -> Iterator[Item]:
     raw = bytearray()
-    with _opened(file) as stream:
+    with _open(file) as stream:
         while len(raw) <= records.MAX_RECORD_BYTES and (chunk := stream.read(_CHUNK_BYTES)):
             raw += chunk
-    if len(raw) > records.MAX_RECORD_BYTES:
-        reason = f"more than {records.MAX_RECORD_BYTES} bytes in one document; split it."
-        yield records.bad_record(file.where, None, reason), None
-        return
     try:
+        if len(raw) > records.MAX_RECORD_BYTES:
+            reason = f"more than {records.MAX_RECORD_BYTES} bytes in one document; split it."
+            raise records.BadRecord(file.where, None, reason)
         if cut:
             for start, stop in paragraph_parts(raw, file):
                 yield records.utf8_text(raw[start:stop], where=file.where, row=None), None
-            return
-        text = records.utf8_text(raw, where=file.where, row=None)
+        else:
+            text = records.utf8_text(raw, where=file.where, row=None)
+            raw.clear()
+            yield text, None
     except records.BadRecord as error:
-        text = error
-    del raw
-    yield text, None
+        yield error, None
 
 
-def _parquet(file: DataFile, field: str) -> Iterator[Item]:
-    with columns.open_parquet(file) as opened:
-        columns.text_column(opened.schema_arrow, field, where=file.where, dictionaries=True)
-        metadata = opened.metadata
-    yield from _cells(_row_groups(file, field, metadata), file=file, field=field)
-
-
-def _row_groups(file: DataFile, field: str, metadata: pyarrow.parquet.FileMetaData) -> Iterator[columns.TextColumn]:
-    for group in range(metadata.num_row_groups):
-        if columns.group_size(metadata.row_group(group), field).num_bytes <= columns.MAX_PART_BYTES:
-            yield columns.read_group(file, group, field=field, metadata=metadata)
-            continue
-        # buffered, not pre-buffered: pages are decoded one by one, however large the row group
-        options = {"metadata": metadata, "pre_buffer": False, "buffer_size": columns.BUFFER_BYTES}
-        with columns.open_parquet(file, **options) as opened:
-            choice = {"row_groups": [group], "columns": [field], "use_threads": False}
-            for batch in opened.iter_batches(batch_size=_ROWS_AT_ONCE, **choice):
-                yield columns.TextColumn(batch.column(0))
-
-
-def _arrow(file: DataFile, field: str) -> Iterator[Item]:
-    opened = arrow_ipc.open_arrow(file)
-    column = columns.text_column(opened.schema, field, where=file.where, dictionaries=True)
-    if isinstance(opened, pyarrow.ipc.RecordBatchFileReader):
-        batches = (opened.get_batch(number) for number in range(opened.num_record_batches))
-    else:
-        batches = opened
-    yield from _cells((columns.TextColumn(batch.column(column)) for batch in batches), file=file, field=field)
-
-
-def _cells(parts: Iterator[Any], *, file: DataFile, field: str) -> Iterator[Item]:
+def _cells(parts: Iterator[TextColumn], *, file: DataFile, field: str) -> Iterator[Item]:
     row = 0
-    try:
+    with decoding(file):
         for part in parts:
             for index in range(len(part)):
                 row += 1
                 try:
-                    text = columns.cell(part, index, field=field, where=file.where, row=row)
+                    text = cell(part, index, field=field, where=file.where, row=row)
                 except records.BadRecord as error:
                     text = error
                 yield text, row
                 del text  # frees it before the next one is read
-    except (OSError, EOFError, pyarrow.ArrowException) as error:
-        damaged = f"{file}, near row {row + 1}: cannot be read ({error}); write it again."
-        raise format_error(file, error, damaged=damaged) from None
-
-
-def _array_record(file: DataFile, field: str) -> Iterator[Item]:
-    del field  # a record is its text
-    yield from _by_number(ArrayRecordDocuments(Snapshot(file, has_checksums=True)))
-
-
-def _built(file: DataFile, field: str) -> Iterator[Item]:
-    del field  # a document is its text
-    documents = open_built(file.where, key="IN", tokenizer_sha256=None)
-    if not isinstance(documents, BuiltTexts):
-        raise ValueError(f"{file} holds token ids, not text; give the text it was built from.")
-    yield from _by_number(documents)
 
 
 def _by_number(documents: BuiltTexts | ArrayRecordDocuments) -> Iterator[Item]:
@@ -191,13 +141,3 @@ def _by_number(documents: BuiltTexts | ArrayRecordDocuments) -> Iterator[Item]:
             text = error
         yield text, index + 1
         del text
-
-
-_READERS = {
-    "jsonl": _jsonl,
-    "text": _text,
-    "parquet": _parquet,
-    "arrow": _arrow,
-    "array_record": _array_record,
-    "built": _built,
-}

@@ -1,0 +1,39 @@
+"""Errors of the libraries that decode files: damage is told from a read that failed."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import pyarrow
+
+from hlat_jax.data.formats.files import DataFile, Unreadable, unreadable
+
+_ERRORS = (OSError, EOFError, RuntimeError, IndexError, UnicodeDecodeError, pyarrow.ArrowException)
+
+
+@contextlib.contextmanager
+def decoding(
+    file: DataFile | os.PathLike,
+    *,
+    part: str = "",
+    remedy: str = "restore the file, or write it again",
+    errors: tuple[type[Exception], ...] = (),
+) -> Iterator[None]:
+    """Converts what a library raises that decodes `part` of a file: to Unreadable if a read failed, else to ValueError.
+
+    `errors` are further types that mean damage.
+
+    pyarrow raises a bare OSError for bytes that it cannot decode, one with a number, or of a subclass, for a read that
+    failed, and errors of Python's files as they are. array_record raises a RuntimeError that names the system call.
+    """
+    try:
+        yield
+    except (*_ERRORS, *errors) as error:
+        if isinstance(error, Unreadable) and str(file) in str(error):
+            raise
+        failed_read = isinstance(error, OSError) and (error.errno is not None or type(error) is not OSError)
+        if failed_read or (isinstance(error, RuntimeError) and "() failed: " in str(error)):
+            raise unreadable(file, error) from None
+        raise ValueError(f"{file}{part and ', '}{part}: it cannot be decoded ({error}); {remedy}.") from None
