@@ -77,12 +77,7 @@ def checked(topology: Topology) -> Topology:
     """
     t = topology
     if t.instance not in INSTANCES:
-        advice = nearest(t.instance, INSTANCES)
-        if t.instance.startswith("trn3"):
-            advice = (
-                "No page names an instance type with trn3: use plan --instance=trn3-gen1 and neuron lint --target=trn3."
-            )
-        raise ValueError(f"--instance={t.instance}: no such instance type. {advice}")
+        raise ValueError(f"--instance={t.instance}: no such instance type. {nearest(t.instance, INSTANCES)}")
     kind = t.kind
     if t.lnc and t.lnc not in kind.lncs:
         allowed = " or ".join(map(str, sorted(kind.lncs)))  # trn1: the compiler's error NCC_EARG001

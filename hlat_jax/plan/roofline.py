@@ -117,10 +117,6 @@ def collective_seconds(collective: Collective, *, target: Target, mesh: Any) -> 
     nodes, members = spread_over_nodes(collective.axes, mesh=mesh, node_size=target.num_devices)
     steps = math.ceil(math.log2(max(2, collective.group_size)))
     inside = collective.wire_bytes / target.link_bytes_per_s if members > 1 else 0.0
-    server_size = target.num_devices // target.servers
-    servers, _ = spread_over_nodes(collective.axes, mesh=mesh, node_size=server_size)
-    if members > 1 and servers > nodes:
-        inside = collective.wire_bytes / target.server_link_bytes_per_s
     if nodes == 1:
         return "link", inside + steps * LINK_HOP_S
     groups = min(target.num_devices, math.prod(mesh.shape.values())) / members
