@@ -182,4 +182,4 @@ class _Shape:
     def _over(self, axes: tuple[str, ...], kind: str, num_bytes: int, trips: int) -> Iterator[Collective]:
         wide = self.layout.wide(axes)
         if wide:
-            yield Collective(kind, wide, self.layout.size(wide), 1, num_bytes, trips, (), "")
+            yield Collective(kind, wide, self.layout.size(wide), num_bytes, trips)

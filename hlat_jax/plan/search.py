@@ -10,10 +10,12 @@ from typing import Any
 
 from hlat_jax.config import Config
 from hlat_jax.facts import hardware
+from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.facts.core_groups import DISPUTED
 from hlat_jax.parallel.degrees import all_degrees, passes, verdicts
 from hlat_jax.parallel.sharding import MESH_AXES, abstract_layout
 from hlat_jax.plan.floor import Floor, floor, held
+from hlat_jax.plan.memory import STAGES_ERROR, TEMPORARIES_ERROR
 from hlat_jax.plan.report import Site, make_plan
 from hlat_jax.resolve import resolve
 from hlat_jax.store.progress import Status
@@ -197,3 +199,49 @@ def _nearest_change(config: Config, site: Site) -> str | None:
             return ", ".join(f"{name}.{key}={value}" for name, part in named.items() for key, value in part.items())
     more = _tried(config, dataclasses.replace(site, nodes=2 * site.nodes)) if site.nodes < 4096 else None
     return f"--nodes={2 * site.nodes}" if more and more["fits_surely"] else None
+
+
+def ranking(found: dict[str, Any], where: str) -> str:
+    """Returns the result of `ranked` for nodes called `where` as a table, the best first, or why there is none."""
+    planned, layouts = found["planned"], f"{found['layouts']:,}"
+    tight = (
+        f"{found['tight']} not ranked: they fit only if temporaries, which are estimated within "
+        f"{TEMPORARIES_ERROR:.0%}, with pipeline stages {STAGES_ERROR:.0%}, take no more than the estimate"
+    )
+    if not found["layouts"]:
+        return (
+            f"No layout for {where}: no degrees with tensor inside a node pass every check; change the batch or nodes."
+        )
+    if not found["rows"]:
+        return (
+            f"No layout for {where} fits {format_bytes(found['budget'])} per device: none of the {planned} planned, of "
+            f"{layouts}; the smallest needs {format_bytes(found['smallest'])} before workspace."
+            + (f" {tight}." if found["tight"] else "")
+            + " Use more nodes."
+        )
+    has_speed = found["by"] == "step_s"
+    title = f"Layouts that fit {where}, by "
+    title += "projected step" if has_speed else "memory, as the speed of the device is unknown"
+    if any(row["disputed_groups"] for row in found["rows"]):
+        title += ", then those marked ?, whose groups of cores pages contradict each other on or do not name"
+    title += f"; {planned} of {layouts} planned"
+    if found["rest"] is not None:
+        least = f"{found['rest']:.3f} s" if has_speed else format_bytes(found["rest"])
+        title += f"; the others take at least {least}"
+    title += f"; {tight}" if found["tight"] else ""
+    lines = [
+        title,
+        "rank  pipe  data  fsdp  tensor  sequence  zero1  microbatches  remat      memory of a device    "
+        "step s    tokens/s",
+    ]
+    for rank, row in enumerate(found["rows"], 1):
+        layout = row["layout"]
+        sequence, zero1 = ("yes" if layout[key] else "no" for key in ("sequence_parallel", "zero1"))
+        speed = f"{row['step_s']:>8.3f}  {row['tokens_per_s']:>10,.0f}" if row["step_s"] else f"{'-':>8}  {'-':>10}"
+        lines.append(
+            f"{rank:>4}  {layout['pipe']:>4}  {layout['data']:>4}  {layout['fsdp']:>4}  {layout['tensor']:>6}  "
+            f"{sequence:<8}  {zero1:<5}  {row['num_microbatches']:>12}  {row['remat']:<9}  "
+            f"{format_bytes(row['total']):>9} of {format_bytes(row['budget'])}  {speed}"
+            + ("  ?" if row["disputed_groups"] else "")
+        )
+    return "\n".join(lines)

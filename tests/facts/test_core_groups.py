@@ -15,8 +15,8 @@ from hlat_jax.parallel.degrees import check_degrees, group_verdicts, layout_over
 from hlat_jax.parallel.virtual_devices import PlannedClient, PlannedDevice, planned_layout
 from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.plan import search, text
+from hlat_jax.plan.collectives import traced_collectives
 from hlat_jax.plan.report import Site, make_plan
-from hlat_jax.plan.traffic import traced_collectives
 from hlat_jax.program import make_program
 
 TRN1, TRN2, LNC1 = Server("trn1", 32), Server("trn2", 64), Server("trn2-lnc1", 128)

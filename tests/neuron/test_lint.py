@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled_collectives import collectives
 from flax import linen
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -798,7 +799,7 @@ def test_replica_groups_match_the_compiled_step(degrees):
     layout = cpu_layout(config)
     traced = make_program(config, layout).trace_step()
     mesh = dict(layout.mesh.shape)
-    compiled = count_collectives(traced.lower().compile().as_text(), layout.mesh)
+    compiled = count_collectives(collectives(traced.lower().compile().as_text(), layout.mesh))
     kinds = {axes for kind, axes in compiled if kind != "collective-permute"}
     expected = {tuple(map(tuple, partitioned.groups_along(mesh, list(axes)).tolist())) for axes in kinds}
     # XLA may merge two sums into one, but uses no group that was not predicted
@@ -812,7 +813,7 @@ def test_replica_groups_added_by_the_partitioner_are_found():
     traced = jax.jit(lambda x: x + 1, out_shardings=NamedSharding(mesh, P("a"))).trace(split)
     expected = tuple((2 * row, 2 * row + 1) for row in range(4))
     assert groups_of(lowered_for_neuron(traced)) == {expected}
-    [(kind, axes)] = count_collectives(traced.lower().compile().as_text(), mesh)
+    [(kind, axes)] = count_collectives(collectives(traced.lower().compile().as_text(), mesh))
     assert (kind, axes) == ("all-gather", ("b",))
 
 

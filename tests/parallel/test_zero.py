@@ -8,12 +8,12 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from compiled_collectives import collectives
 from foreign_models import batch, plain_loss, plain_params, user_model
 
 from hlat_jax.parallel.zero import make_replica_sync
 from hlat_jax.passes.products import live_jaxpr
-from hlat_jax.plan.collectives import collectives
-from hlat_jax.plan.traffic import traced_collectives
+from hlat_jax.plan.collectives import traced_collectives
 from hlat_jax.precision import POLICIES
 from hlat_jax.train_step import ProgramOptions, SumAndCount, training_program
 
