@@ -137,21 +137,3 @@ def _tiles(eqn: Any, num_shards: float) -> int:
     else:
         handled = eqn.invars[0] if name.startswith(_READ) else eqn.outvars[0]
     return element_tiles(math.prod(getattr(handled.aval, "shape", ())) / num_shards)
-
-
-def lines(estimates: dict[str, Any]) -> list[str]:
-    """Returns a plan's estimates of its programs as text, and a warning with what to change if a limit is below."""
-    programs = estimates["programs"]
-    name, program = max(programs.items(), key=lambda item: item[1]["unrolled"])
-    largest = max(counts["largest"] for counts in programs.values())
-    line = f"instructions     about {rounded(program['unrolled'])} in program {name} with every loop unrolled, "
-    line += f"{rounded(program['looped'])} with none; {rounded(largest)} in the largest operation ({NOTE})"
-    whose = "public logs show" if estimates["limit"] == PROGRAM_LIMIT else f"{LIMIT_FLAG} and public logs give"
-    limits = f"{whose} {estimates['limit']:,} per program and {estimates['operation_limit']:,} per operation"
-    advice = []
-    above = [name for name, counts in programs.items() if counts["judged"] > estimates["limit"]]
-    if above:
-        advice.append(f"  WARNING for {', '.join(above)}: {limits}; {program_advice(above)}")
-    if largest > estimates["operation_limit"]:
-        advice.append(f"  WARNING: {limits}; {OPERATION_ADVICE}")
-    return [line, *(advice or [f"  below the limits: {limits}"])]

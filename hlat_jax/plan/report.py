@@ -308,8 +308,28 @@ def _run_lines(plan: dict[str, Any]) -> list[str]:
         f"{run['flops']:.3g} FLOPs",
         *_schedule_lines(plan["schedule"]),
         f"programs         {run['programs']} to compile",
-        *(instructions.lines(plan["instructions"]) if "instructions" in plan else []),
+        *(instruction_lines(plan["instructions"]) if "instructions" in plan else []),
     ]
+
+
+def instruction_lines(estimates: dict[str, Any]) -> list[str]:
+    """Returns the estimated instructions of the programs, and a warning with what to change if a limit is below."""
+    programs, limit, operation_limit = (estimates[key] for key in ("programs", "limit", "operation_limit"))
+    name, program = max(programs.items(), key=lambda item: item[1]["unrolled"])
+    largest = max(counts["largest"] for counts in programs.values())
+    unrolled, looped, operation = map(instructions.rounded, (program["unrolled"], program["looped"], largest))
+    line = f"instructions     about {unrolled} in program {name} with every loop unrolled, {looped} with none; "
+    line += f"{operation} in the largest operation ({instructions.NOTE})"
+    is_public = limit == instructions.PROGRAM_LIMIT
+    whose = "public logs show" if is_public else f"{instructions.LIMIT_FLAG} and public logs give"
+    limits = f"{whose} {limit:,} per program and {operation_limit:,} per operation"
+    advice = []
+    above = [name for name, counts in programs.items() if counts["judged"] > limit]
+    if above:
+        advice.append(f"  WARNING for {', '.join(above)}: {limits}; {instructions.program_advice(above)}")
+    if largest > operation_limit:
+        advice.append(f"  WARNING: {limits}; {instructions.OPERATION_ADVICE}")
+    return [line, *(advice or [f"  below the limits: {limits}"])]
 
 
 def _schedule_lines(schedule: dict[str, Any]) -> list[str]:

@@ -14,7 +14,7 @@ from hlat_jax.host.neuron_topology import Topology, checked
 from hlat_jax.parallel.degrees import check_degrees, group_verdicts, layout_over, placement, sent_along, verdicts
 from hlat_jax.parallel.virtual_devices import PlannedClient, PlannedDevice, planned_layout
 from hlat_jax.passes.products import live_jaxpr
-from hlat_jax.plan import search, text
+from hlat_jax.plan import report, search
 from hlat_jax.plan.collectives import traced_collectives
 from hlat_jax.plan.report import Site, make_plan
 from hlat_jax.program import make_program
@@ -171,16 +171,13 @@ def test_search_leaves_out_refused_layouts_and_ranks_disputed_ones_last():
     for c in tried:
         assert not verdicts(c, 32, site.server)[REFUSED]
     assert {c.parallel.tensor for c in tried} == {1, 2, 4, 8}
-    rows = [{"disputed_groups": disputed, "step_s": step, "layout": {}} for disputed, step in ((["x"], 1.0), ([], 2.0))]
-    assert "then those marked ?" in text._doubtful({"rows": rows})
-    assert text._doubtful({"rows": rows[1:]}) == ""
 
 
 def test_plan_names_disputed_groups():
     config = small_config(tensor=8, data=8, fuse=False)
     plan = make_plan(config, Site("trn2.48xlarge", 1))
     assert any(words.startswith("parallel.tensor=8: 8 cores") for words in plan["disputed_groups"])
-    assert "disputed: parallel.tensor=8: 8 cores" in text.full(plan)
+    assert "disputed: parallel.tensor=8: 8 cores" in report.as_text(plan)
 
 
 CORES = {
