@@ -10,10 +10,10 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from hlat_jax.passes.jaxpr import COLLECTIVES, aval_bytes, equations
+from hlat_jax.passes.jaxpr import COLLECTIVES, aval_bytes, inner_jaxprs, inner_trips
 
 KINDS = tuple(dict.fromkeys(COLLECTIVES.values()))
 
@@ -30,7 +30,7 @@ class Collective:
         the result of a gather, what is exchanged or sent.
       trips: executions in one run of the program: the product of the trip counts of the loops around it.
       num_arrays: number of its arrays; compilers merge small collectives.
-      op_name: its origin, from the metadata.
+      op_name: names of the transformations and functions that it comes from.
     """
 
     kind: str
@@ -96,24 +96,32 @@ def traced_collectives(jaxpr: Any, mesh: Any) -> list[Collective]:
       jaxpr: the program.
       mesh: an object whose `shape` maps axes to sizes, outermost first.
     """
-    traced = []
-    for eqn, trips in equations(jaxpr):
-        if (kind := COLLECTIVES.get(eqn.primitive.name)) is None:
-            continue
-        names = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
-        names = (names,) if isinstance(names, str) else names
-        axes = tuple(axis for axis, size in mesh.shape.items() if axis in names and size > 1)
-        variables = eqn.outvars if kind == "all-gather" else eqn.invars
-        if axes:
-            traced.append(
-                Collective(
-                    kind=kind,
-                    axes=axes,
-                    group_size=math.prod(mesh.shape[axis] for axis in axes),
-                    payload_bytes=sum(aval_bytes(var.aval) for var in variables),
-                    trips=trips,
-                    num_arrays=len(variables),
-                    op_name=str(eqn.source_info.name_stack),
-                )
-            )
-    return traced
+    found = (_collective(*place, mesh) for place in _places(jaxpr, 1, ""))
+    return [collective for collective in found if collective.axes]
+
+
+def _places(jaxpr: Any, trips: int, outer: str) -> Iterator[tuple[Any, int, str]]:
+    """Yields (equation, number of executions, names around it and its own) of each collective of a jaxpr."""
+    for eqn in jaxpr.eqns:
+        names = f"{outer}/{eqn.source_info.name_stack}"
+        if eqn.primitive.name in COLLECTIVES:
+            yield eqn, trips, names
+        for inner in inner_jaxprs(eqn):
+            yield from _places(inner, trips * inner_trips(eqn), names)
+
+
+def _collective(eqn: Any, trips: int, names: str, mesh: Any) -> Collective:
+    kind = COLLECTIVES[eqn.primitive.name]
+    named = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
+    named = (named,) if isinstance(named, str) else named
+    axes = tuple(axis for axis, size in mesh.shape.items() if axis in named and size > 1)
+    variables = eqn.outvars if kind == "all-gather" else eqn.invars
+    return Collective(
+        kind=kind,
+        axes=axes,
+        group_size=math.prod(mesh.shape[axis] for axis in axes),
+        payload_bytes=sum(aval_bytes(var.aval) for var in variables),
+        trips=trips,
+        num_arrays=len(variables),
+        op_name=names,
+    )
