@@ -3,8 +3,6 @@
 import os
 import pathlib
 
-import pytest
-
 from hlat_jax import loop
 from hlat_jax.host import compile_cache
 
@@ -21,18 +19,15 @@ def test_default_folder_belongs_to_this_user_and_kind_of_processor(tmp_path):
     assert again == environ
 
 
-@pytest.mark.parametrize(
-    "environ",
-    [
+def test_a_choice_of_the_user_and_a_folder_that_cannot_be_written_change_nothing():
+    for environ in (
         {DIR: "/mine", "XDG_CACHE_HOME": "/dev/null"},
         {"JAX_ENABLE_COMPILATION_CACHE": "false"},
         {"XDG_CACHE_HOME": "/dev/null"},  # no folder can be made there
-    ],
-)
-def test_a_choice_of_the_user_and_a_folder_that_cannot_be_written_change_nothing(environ):
-    found = dict(environ)
-    compile_cache.use_default_folder(found)
-    assert found == environ
+    ):
+        found = dict(environ)
+        compile_cache.use_default_folder(found)
+        assert found == environ
 
 
 def test_programs_that_were_used_least_recently_are_removed(tmp_path, monkeypatch):

@@ -18,24 +18,24 @@ def caused(error, cause):
     return error
 
 
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (MemoryError(), "out of memory"),
-        (caused(OSError("not saved"), RuntimeError("can't start new thread")), "out of memory: can't start new thread"),
-        (RuntimeError("RESOURCE_EXHAUSTED: 8 bytes\nmore"), "out of memory: RESOURCE_EXHAUSTED: 8 bytes"),
-        (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory: [Errno 12] Cannot allocate memory"),
-        (OSError(errno.ENOSPC, "No space left on device"), None),
-        (ValueError("RESOURCE_EXHAUSTED: [os_error_code='28']"), None),  # of TensorStore, for a full disk
-        (RuntimeError("another"), None),
-    ],
-)
-def test_errors_that_mean_that_memory_was_refused_are_described_in_a_line(error, expected, monkeypatch):
-    monkeypatch.setattr(limits, "_soft_limit", lambda kind: [])
-    found = limits.out_of_memory(error)
-    assert (found and limits.describe(found)) == expected
-    monkeypatch.setattr(limits, "_soft_limit", lambda kind: [1 << 30])
-    assert found is None or "(limits: 1.00 GiB of address space (ulimit -v)" in limits.describe(found)
+ERRORS = [
+    (MemoryError(), "out of memory"),
+    (caused(OSError("not saved"), RuntimeError("can't start new thread")), "out of memory: can't start new thread"),
+    (RuntimeError("RESOURCE_EXHAUSTED: 8 bytes\nmore"), "out of memory: RESOURCE_EXHAUSTED: 8 bytes"),
+    (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory: [Errno 12] Cannot allocate memory"),
+    (OSError(errno.ENOSPC, "No space left on device"), None),
+    (ValueError("RESOURCE_EXHAUSTED: [os_error_code='28']"), None),  # of TensorStore, for a full disk
+    (RuntimeError("another"), None),
+]
+
+
+def test_errors_that_mean_that_memory_was_refused_are_described_in_a_line(monkeypatch):
+    for error, expected in ERRORS:
+        monkeypatch.setattr(limits, "_soft_limit", lambda kind: [])
+        refused = limits.out_of_memory(error)
+        assert (refused and limits.describe(refused)) == expected
+        monkeypatch.setattr(limits, "_soft_limit", lambda kind: [1 << 30])
+        assert refused is None or "(limits: 1.00 GiB of address space (ulimit -v)" in limits.describe(refused)
 
 
 def test_open_files_are_described_with_the_limit_and_what_is_needed():
