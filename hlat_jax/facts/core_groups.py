@@ -26,13 +26,13 @@ class Rules:
 
     Attributes:
       server: number of devices of the largest server of this kind.
-      sizes: of groups of consecutive devices that pages list without contradiction.
+      sizes: sizes of groups of consecutive devices that pages list without contradiction.
       orders: size -> all groups of that size, for sizes that work only in an order of their own.
       strides: (size, stride) of other groups that a page has.
       disputed: size -> what pages say.
       refused: size -> why, for sizes that a page excludes.
-      jobs: numbers of devices of a server that a page lists for a job; (): no page does.
-      is_switched: every group is as good as another.
+      jobs: numbers of devices of a server that a page lists for a job; () where no page does.
+      is_switched: whether every group is as good as another.
       source: pages.
     """
 
@@ -112,7 +112,7 @@ class Server:
 
 
 def server_of(devices: Sequence[object]) -> Server | None:
-    """Returns the servers of JAX's Neuron devices by kind and process; None for others, and for unknown kinds."""
+    """Returns the servers of JAX's Neuron devices by kind and process, or None for others and for unknown kinds."""
     first = devices[0]
     kind = hardware.NEURON_KINDS.get(first.device_kind.lower())
     if first.platform != "neuron" or kind is None:
@@ -153,7 +153,7 @@ def counts_of_jobs(instance: str, *, lnc: int) -> list[str]:
 def order(server: Server | None, tensor: int) -> list[int] | None:
     """Returns, for each place of a server, the device that serves it, for a degree that needs an order of its own.
 
-    Places are numbered with `tensor` innermost. None: as they are numbered.
+    Places are numbered with `tensor` innermost. For other degrees, whose devices have the numbers of the places, None.
     """
     groups = server.rules.orders.get(tensor) if server else None
     if groups is None or server.size != server.rules.server:

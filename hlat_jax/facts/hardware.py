@@ -16,7 +16,7 @@ class Device:
     """One JAX device.
 
     Attributes:
-      peak_flops: dense bf16, FLOP/s.
+      peak_flops: FLOP/s of dense products in bf16.
       memory_bytes: capacity of the device memory.
       memory_bytes_per_s: bandwidth of the device memory.
       reserved_bytes: part of the memory that programs cannot use.
@@ -78,7 +78,7 @@ class Instance:
       chips: number of chips, `/dev/neuron*`.
       physical_cores: number of cores of one chip.
       lncs: numbers of physical cores that one JAX device may consist of (LNC), the default first.
-      num_efa: network interfaces with EFA; 0: none.
+      num_efa: number of network interfaces with EFA.
     """
 
     target: str
@@ -88,15 +88,15 @@ class Instance:
     num_efa: int
 
     def devices_per_chip(self, *, lnc: int = 0) -> int:
-        """Returns the JAX devices of one chip; `lnc` 0: at the default LNC."""
+        """Returns the number of JAX devices of one chip, at the default LNC where `lnc` is 0."""
         return self.physical_cores // (lnc or self.lncs[0])
 
     def num_devices(self, *, lnc: int = 0) -> int:
-        """Returns the JAX devices of the instance; `lnc` 0: at the default LNC."""
+        """Returns the number of JAX devices of the instance, at the default LNC where `lnc` is 0."""
         return self.chips * self.devices_per_chip(lnc=lnc)
 
     def device(self, *, lnc: int = 0) -> str:
-        """Returns the key of its devices in DEVICES; `lnc` 0: at the default LNC."""
+        """Returns the key of its devices in DEVICES, at the default LNC where `lnc` is 0."""
         chip = self.target.removesuffix("n")
         return chip if lnc in (0, self.lncs[0]) else f"{chip}-lnc{lnc}"
 
@@ -121,9 +121,9 @@ class Target:
       device: one of its devices.
       num_devices: JAX devices of a node.
       platform: JAX's name of the platform, by which kernels are chosen.
-      link_bytes_per_s: bandwidth from one device to the others of its node; 0: no links.
-      network_bytes_per_s: bandwidth from one node to the others; 0: no network, or unknown.
-      host_bytes: memory of the node's host; 0: unknown.
+      link_bytes_per_s: bandwidth from one device to the others of its node, 0 without links.
+      network_bytes_per_s: bandwidth from one node to the others, 0 without a network or where it is unknown.
+      host_bytes: memory of the node's host, 0 where it is unknown.
       source: where the node's numbers come from.
     """
 
@@ -137,7 +137,7 @@ class Target:
 
 
 def _node(instance: str, *, chip_link: float, network_bits: float, host_gib: int, source: str, lnc: int = 0) -> Target:
-    """Returns the target of an instance type; `chip_link`: bytes/s from one chip to the others of its node."""
+    """Returns the target of an instance type, whose chips send `chip_link` bytes/s to the others of their node."""
     kind = INSTANCES[instance]
     return Target(
         device=DEVICES[kind.device(lnc=lnc)],

@@ -99,7 +99,7 @@ def joined(job: Job | None, *, watchdog: Watchdog | None = None, stacks: pathlib
 
     Args:
       job: what `resolve_job` returned.
-      watchdog: of the main thread of this process; watched if it has limits.
+      watchdog: the phases of the main thread of this process; watched if they have limits.
       stacks: folder for the stacks of all threads of a process that is stuck.
     """
     watchdog = watchdog or Watchdog()

@@ -13,7 +13,7 @@ from hlat_jax.host.neuron_topology import Topology
 
 _SAME = {"-O": "--optlevel", "-lnc": "--logical-nc-config"}
 COMPILER_KILLED = r"\bF137\b|(failed with|code|exitcode=) ?-9\b"  # an extended regular expression of grep too
-# A value of None: a switch. Source: AWS Neuron docs, neuronx-cc CLI reference, SDK 2.32; a test compares them with
+# The value of a switch is None. Source: AWS Neuron docs, neuronx-cc CLI reference, SDK 2.32; a test compares them with
 # the defaults of each release in `sdk_releases`.
 Flags = dict[str, str | None]
 

@@ -65,8 +65,8 @@ class Environment:
     """The environment of a process before JAX is imported.
 
     Attributes:
-      variables: to be set, with the user's values where those take precedence.
-      unset: to be removed.
+      variables: variables to set, with the user's values where those take precedence.
+      unset: variables to remove.
       notes: a line for each value of the user's that takes precedence, and for each name that looks misspelt.
     """
 
@@ -98,11 +98,11 @@ def environment(
     Args:
       precision: the policy, and whether hardware or software rounds.
       parallel: degrees of the mesh.
-      topology: of the job, as seen by this process.
+      topology: the topology of the job, as seen by this process.
       current: the variables that are set already, whose values take precedence, see Environment.notes.
-      profile: folder for what JAX's profiler records of the devices (`train.profile_steps`); empty: they are not
+      profile: folder for what JAX's profiler records of the devices (`train.profile_steps`), or "" where they are not
         recorded, which takes memory of theirs.
-      config_flags: `train.compiler_flags`.
+      config_flags: value of `train.compiler_flags`.
 
     Raises:
       ValueError: an invalid topology or precision, or a variable of `current` that was removed, or that contradicts

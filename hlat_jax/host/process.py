@@ -296,14 +296,14 @@ class StopSignals:
     one does always.
 
     Attributes:
-      name: the signal that came first; "" before it.
-      watchdog: of the main thread.
-      unfinished: what it finishes before it stops; "" while an end at once loses nothing.
-      saved_step: of the newest checkpoint; 0 without one.
+      name: the signal that came first, "" before it.
+      watchdog: the phases of the main thread.
+      unfinished: what it finishes before it stops, "" while an end at once loses nothing.
+      saved_step: the step of the newest checkpoint, 0 without one.
     """
 
     def __init__(self, watchdog: Watchdog | None = None, *, alone: bool = True):
-        """`alone`: no other process would wait for this one, which else ends only where all of them do."""
+        """`alone` says that no other process would wait for this one: otherwise it ends only where all of them do."""
         from hlat_jax.host.watchdog import Watchdog
 
         self.name, self.unfinished, self.saved_step = "", "", 0

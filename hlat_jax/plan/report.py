@@ -35,11 +35,11 @@ class Site:
     """The nodes that a run is planned for.
 
     Attributes:
-      target: a name of `hardware.target`.
+      target: name of a node, as for `hardware.target`.
       nodes: number of nodes.
       disk_bytes_per_s: bandwidth of one node to the checkpoint's disk.
-      price_per_hour: of one node; 0: unknown.
-      data_tokens: tokens of the training data; 0: unknown.
+      price_per_hour: price of one node, 0 where it is unknown.
+      data_tokens: number of tokens of the training data, 0 where it is unknown.
     """
 
     target: str
@@ -115,7 +115,7 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
     if target.platform == "neuron":
         plan["instructions"] = _instructions(program, site)
     if target.device.peak_flops:
-        seconds = roofline.projected(jaxpr, collectives, target=target, mesh=layout.mesh, state_bytes=memory.state)
+        seconds = roofline.project(jaxpr, collectives, target=target, mesh=layout.mesh, state_bytes=memory.state)
         plan["projection"] = _projection(config, site, seconds)
     return plan
 

@@ -42,11 +42,11 @@ def ranked(
     step time, or bytes if the speed of the target is unknown.
 
     Args:
-      config: of the run.
+      config: config of the run.
       site: the nodes.
       most: number of layouts returned, each with its best schedule.
-      max_plans: most combinations planned.
-      status: is kept up to date, as if all of these were.
+      max_plans: largest number of combinations planned.
+      status: progress bar to keep up to date, as if so many were planned.
 
     Returns:
       {"rows": the best first, those with disputed groups after all others, "by": "step_s" or "total", "layouts": number
@@ -139,9 +139,9 @@ def candidates(config: Config, site: Site) -> Iterator[tuple[Floor, Config]]:
         rows = config.data.batch_size // replicas
         for zero1, sequence_parallel in itertools.product(_switch(degrees["data"]), _switch(degrees["tensor"])):
             parallel = degrees | {"zero1": zero1, "sequence_parallel": sequence_parallel}
-            one = _changed(config, parallel, train={"num_microbatches": rows})
-            if one is not None and passes(one, site.num_devices, server=server):
-                yield from _schedules(one, site, rows=rows)
+            candidate = _changed(config, parallel, train={"num_microbatches": rows})
+            if candidate is not None and passes(candidate, site.num_devices, server=server):
+                yield from _schedules(candidate, site, rows=rows)
 
 
 def _switch(degree: int) -> tuple[bool, ...]:

@@ -236,7 +236,7 @@ def open_run(
     weights = open_start(config, tokenizer, given=given) if restored is None and config.train.init_from else None
     signals.doing = "compiling"
     kept_in = jax.config.jax_compilation_cache_dir if jax.config.jax_enable_compilation_cache else None
-    print(f"compile cache    {compile_cache.described(kept_in)}")
+    print(f"compile cache    {compile_cache.describe(kept_in)}")
     print("compiling        the programs of this run")
     program, remat = budget.resolved(program, recorded=restored and restored.metadata.get("remat"))
     compilations = Compilations(program)

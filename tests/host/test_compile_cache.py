@@ -56,6 +56,6 @@ def test_training_of_one_process_uses_it_before_it_imports_jax(train_here, tmp_p
 
 def test_a_start_prints_the_folder(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    assert compile_cache.described("/home/me/.cache/x") == "~/.cache/x"
-    assert compile_cache.described("/scratch/x") == "/scratch/x"
-    assert compile_cache.described(None).startswith("none; with JAX_COMPILATION_CACHE_DIR=FOLDER")
+    assert compile_cache.describe("/home/me/.cache/x") == "~/.cache/x"
+    assert compile_cache.describe("/scratch/x") == "/scratch/x"
+    assert compile_cache.describe(None).startswith("none; with JAX_COMPILATION_CACHE_DIR=FOLDER")
