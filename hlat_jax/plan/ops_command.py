@@ -114,7 +114,7 @@ def _choices(argv: Sequence[str]) -> int:
         os.environ["JAX_PLATFORMS"] = "cpu"  # virtual devices
     from hlat_jax.ops import choices
 
-    layout = _layout(config, values.devices, platform=values.platform)
+    layout = _layout(config, values.devices, platform=values.platform or "")
     calls = choices.calls(config, layout)
     for key, choice in choices.choices(config, layout).items():
         print(f"model.{key}: {choice.name}, {choice.because}")
@@ -151,7 +151,7 @@ def _define_tune(values: flags.FlagValues) -> None:
 def _define_choices(values: flags.FlagValues) -> None:
     options = {"flag_values": values}
     about = "Virtual devices of this platform; default: the devices of this machine."
-    flags.DEFINE_enum("platform", "", ["", *_PLATFORMS], about, **options)
+    flags.DEFINE_enum("platform", None, _PLATFORMS, about, **options)
     about = "Number of virtual devices; 0: as few as the degrees allow, or without --platform those of this machine."
     flags.DEFINE_integer("devices", 0, about, 0, **options)
 
