@@ -145,11 +145,9 @@ def _estimated_and_allocated(changes):
 
 
 def test_planned_gradients_are_unsharded_in_the_accumulation_dtype():
-    config = small_config(policy="mixed", data=8, zero1=True)
-    program, jaxpr = _planned(config)
+    program, jaxpr = _planned(small_config(policy="mixed", data=8, zero1=True))
     memory = device_bytes(program, jaxpr=jaxpr)
     assert memory.gradients == 2 * memory.params  # fp32 of bf16
-    assert memory.total == memory.state + memory.batch + memory.temporaries
 
 
 def test_planned_pipeline_activations_do_not_grow_with_microbatches():

@@ -155,10 +155,17 @@ def test_call_or_op_without_times_falls_back_to_levels_with_a_reason(tuned):
 
 
 @pytest.mark.slow
-def test_table_for_another_device_kind_is_refused_with_both_kinds(tuned):
+def test_table_is_for_its_platform_and_device_kind_and_notes_another_jax(tuned):
     path, out = tuned
-    edited(out, device_kind="TPU v9")
     one, kind = resolved(path, ops_table=str(out)), table.device_kind(jax.devices()[0])
+    winner = json.loads(out.read_text())["entries"][0]["winner"]
+    assert choices.chosen_model(one, planned_layout(one, 8, platform="cpu")).attention == winner
+    with pytest.raises(ValueError, match=r"this device is 'planned' \(neuron\)"):
+        choices.chosen_model(one, planned_layout(one, 8, platform="neuron"))
+    edited(out, jax="0.1.2")
+    found = choices.choices(one, here(one))
+    assert found["attention"].because.endswith(f"the fastest in {out}, made with JAX 0.1.2")
+    edited(out, device_kind="TPU v9")
     with pytest.raises(ValueError, match="was measured on 'TPU v9'") as caught:
         choices.chosen_model(one, here(one))
     assert f"this device is {kind!r} (cpu)" in str(caught.value)
@@ -167,21 +174,12 @@ def test_table_for_another_device_kind_is_refused_with_both_kinds(tuned):
         command.main(["tune", f"--config={path}", EIGHT_ROWS, f"--out={out}"])
 
 
-@pytest.mark.slow
-def test_plan_accepts_the_table_only_for_its_platform(tuned):
-    path, out = tuned
-    one = resolved(path, ops_table=str(out))
-    winner = json.loads(out.read_text())["entries"][0]["winner"]
-    assert choices.chosen_model(one, planned_layout(one, 8, platform="cpu")).attention == winner
-    with pytest.raises(ValueError, match=r"this device is 'planned' \(neuron\)"):
-        choices.chosen_model(one, planned_layout(one, 8, platform="neuron"))
-
-
 WRONG_ENTRIES = [
     ({"times": {"dense": "0.1"}}, "has '0.1' for dense, which must be seconds, a float above 0"),
     ({"times": {"dense": float("nan")}}, "has nan for dense"),
     ({"times": {"dens": 0.1}, "winner": "dens"}, "has a time of 'dens', which is not one of dense, chunked"),
     ({"winner": "chunked"}, "has winner 'chunked' and times {'dense': 0.1}"),
+    ({"times": {"dense": 0.1, "chunked": 0.01}}, "has winner 'dense' and times {"),
     ({"op": "model.los"}, "names an unknown op; ops are model.attention, model.cross_entropy"),
 ]
 
@@ -203,16 +201,6 @@ def test_invalid_table_is_refused_with_file_entry_and_fix(tmp_path):
         assert f"(entry 0, {entry['op']} at {{'vocab_rows': 8}}, {said}" in message
         assert message.startswith(str(out))
         assert "write it again with python -m hlat_jax.plan tune" in message
-
-
-@pytest.mark.slow
-def test_table_from_another_jax_version_is_used_and_noted(tuned):
-    path, out = tuned
-    edited(out, jax="0.1.2")
-    one = resolved(path, ops_table=str(out))
-    found = choices.choices(one, here(one))
-    assert found["attention"].because.endswith(f"the fastest in {out}, made with JAX 0.1.2")
-    assert found["rope"].because.endswith(f"{out}, made with JAX 0.1.2 has no times for this call")
 
 
 def test_device_kind_is_the_cpu_model_or_the_jax_device_kind():
