@@ -421,8 +421,6 @@ def test_config_observations_are_deterministic(observed, tmp_path):
         (["--config=tiny", "--config", "7b"], "--config is given 2 times; a run has one config."),
         (["--config=tiny", "--config.optimizer.peek_lr=1"], "optimizer has no key 'peek_lr'. Did you mean 'peak_lr'?"),
         (["--config=tiny", "--config.optimiser.eps=1"], "config has no key 'optimiser'. Did you mean 'optimizer'?"),
-        (["--config=tiny", "--config.data.weights=a=1"], "data.weights was renamed; set data.mixture instead."),
-        (["--config=tiny", "--config.model.tuned=t.json"], "model.tuned was renamed; set model.ops_table instead."),
         (["--config=tiny", "--config.data=1"], "--config.data is a section; set one of its keys: "),
         (["--config=tiny", "--config.model.layer_loop=scam"], "is not one of auto, scan, unroll. Did you mean 'scan'?"),
         (["--config=tiny", "--config.data.batch_size=many"], "data.batch_size=many must be a whole number in digits."),
