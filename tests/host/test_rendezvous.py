@@ -16,7 +16,7 @@ def met(monkeypatch):
     """A function of (number of processes, process id) pairs that start together: what each gets, None or its error."""
     monkeypatch.setattr(rendezvous, "_BUSY_S", 0.3)
 
-    def start(*places, address=None, timeout_s=600.0):
+    def start(*places, address=None, timeout_s=60.0):
         address = address or jobs.free_address()
 
         def one(place):
