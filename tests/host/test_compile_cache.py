@@ -38,7 +38,7 @@ def test_programs_that_were_used_least_recently_are_removed(tmp_path, monkeypatc
     for age, name in enumerate("abcd"):
         (folder / name).write_bytes(bytes(100))
         os.utime(folder / name, (1e9 - age, 1e9 - age))
-    os.utime(folder / "d", (2e9, 1e9))  # read since
+    os.utime(folder / "d", (2e9, 1e9 - 9))  # read since
     (folder / "e").mkdir()  # JAX keeps what it measured on a GPU in a folder there
     compile_cache.use_default_folder(environ)
     assert environ[DIR] == str(folder)
