@@ -123,7 +123,6 @@ def test_the_group_of_the_norms_is_checked():
 
 
 SENT = [
-    {"data": 2, "tensor": 8, "zero1": True, "sequence_parallel": True},
     {"pipe": 2, "data": 2, "fsdp": 2, "tensor": 8, "sequence_parallel": True},
     {"pipe": 2, "data": 2, "zero1": True, "pipe_exchange": "all_gather"},
     {"data": 2, "tensor": 8, "zero1": True, "reduce_gradients": "layer"},

@@ -105,6 +105,7 @@ def test_plan_of_node_fits_both_trn1_sizes_with_full_tensor_parallelism():
         assert (plan["layout"]["tensor"], plan["layout"]["devices"]) == (tensor, tensor)
 
 
+@pytest.mark.slow
 def test_plan_of_llama3_8b_fits_trn2_with_listed_groups():
     plan = make_plan(resolve(config_lib.load("llama3_8b")), Site("trn2.48xlarge", 16))
     assert plan["fits_surely"]
