@@ -87,8 +87,8 @@ def ranked(
         elif degrees not in best or rank(row) < rank(best[degrees]):
             best[degrees] = row
     rows = sorted(best.values(), key=rank)[:most]
-    found = {"rows": rows, "by": by, "layouts": len(scored), "planned": planned, "budget": budget, "rest": rest}
-    return found | {"tight": tight} | {"smallest": min((least.total for least, _ in scored), default=None)}
+    result = {"rows": rows, "by": by, "layouts": len(scored), "planned": planned, "budget": budget, "rest": rest}
+    return result | {"tight": tight} | {"smallest": min((least.total for least, _ in scored), default=None)}
 
 
 def _degrees(config: Config) -> tuple[int, ...]:
@@ -201,40 +201,40 @@ def _nearest_change(config: Config, site: Site) -> str | None:
     return f"--nodes={2 * site.nodes}" if more and more["fits_surely"] else None
 
 
-def ranking(found: dict[str, Any], where: str) -> str:
+def ranking(result: dict[str, Any], where: str) -> str:
     """Returns the result of `ranked` for nodes called `where` as a table, the best first, or why there is none."""
-    planned, layouts = found["planned"], f"{found['layouts']:,}"
+    planned, layouts = result["planned"], f"{result['layouts']:,}"
     tight = (
-        f"{found['tight']} not ranked: they fit only if temporaries, which are estimated within "
+        f"{result['tight']} not ranked: they fit only if temporaries, which are estimated within "
         f"{TEMPORARIES_ERROR:.0%}, with pipeline stages {STAGES_ERROR:.0%}, take no more than the estimate"
     )
-    if not found["layouts"]:
+    if not result["layouts"]:
         return (
             f"No layout for {where}: no degrees with tensor inside a node pass every check; change the batch or nodes."
         )
-    if not found["rows"]:
+    if not result["rows"]:
         return (
-            f"No layout for {where} fits {format_bytes(found['budget'])} per device: none of the {planned} planned, of "
-            f"{layouts}; the smallest needs {format_bytes(found['smallest'])} before workspace."
-            + (f" {tight}." if found["tight"] else "")
+            f"No layout for {where} fits {format_bytes(result['budget'])} per device: none of the {planned} planned, of "
+            f"{layouts}; the smallest needs {format_bytes(result['smallest'])} before workspace."
+            + (f" {tight}." if result["tight"] else "")
             + " Use more nodes."
         )
-    has_speed = found["by"] == "step_s"
+    has_speed = result["by"] == "step_s"
     title = f"Layouts that fit {where}, by "
     title += "projected step" if has_speed else "memory, as the speed of the device is unknown"
-    if any(row["disputed_groups"] for row in found["rows"]):
+    if any(row["disputed_groups"] for row in result["rows"]):
         title += ", then those marked ?, whose groups of cores pages contradict each other on or do not name"
     title += f"; {planned} of {layouts} planned"
-    if found["rest"] is not None:
-        least = f"{found['rest']:.3f} s" if has_speed else format_bytes(found["rest"])
+    if result["rest"] is not None:
+        least = f"{result['rest']:.3f} s" if has_speed else format_bytes(result["rest"])
         title += f"; the others take at least {least}"
-    title += f"; {tight}" if found["tight"] else ""
+    title += f"; {tight}" if result["tight"] else ""
     lines = [
         title,
         "rank  pipe  data  fsdp  tensor  sequence  zero1  microbatches  remat      memory of a device    "
         "step s    tokens/s",
     ]
-    for rank, row in enumerate(found["rows"], 1):
+    for rank, row in enumerate(result["rows"], 1):
         layout = row["layout"]
         sequence, zero1 = ("yes" if layout[key] else "no" for key in ("sequence_parallel", "zero1"))
         speed = f"{row['step_s']:>8.3f}  {row['tokens_per_s']:>10,.0f}" if row["step_s"] else f"{'-':>8}  {'-':>10}"
