@@ -213,12 +213,10 @@ def ranking(result: dict[str, Any], where: str) -> str:
             f"No layout for {where}: no degrees with tensor inside a node pass every check; change the batch or nodes."
         )
     if not result["rows"]:
-        return (
-            f"No layout for {where} fits {format_bytes(result['budget'])} per device: none of the {planned} planned, of "
-            f"{layouts}; the smallest needs {format_bytes(result['smallest'])} before workspace."
-            + (f" {tight}." if result["tight"] else "")
-            + " Use more nodes."
-        )
+        budget, smallest = format_bytes(result["budget"]), format_bytes(result["smallest"])
+        least = f"none of the {planned} planned, of {layouts}; the smallest needs {smallest} before workspace."
+        least += f" {tight}." if result["tight"] else ""
+        return f"No layout for {where} fits {budget} per device: {least} Use more nodes."
     has_speed = result["by"] == "step_s"
     title = f"Layouts that fit {where}, by "
     title += "projected step" if has_speed else "memory, as the speed of the device is unknown"
