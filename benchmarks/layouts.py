@@ -1,10 +1,10 @@
-"""Do the real layouts compile, does the planner know their memory and collectives, and how would they scale?
+"""Do the real layouts compile, does the planner know their memory, and how would they scale?
 
     python benchmarks/layouts.py [--only 7b-32,70b-256] [--json layouts.json]
 
 Compiles the step of `7b` and `70b` for virtual CPU devices from abstract arrays: 7b at TP 8 over 32 and 256 devices,
-70b at TP 32 x PP 8 over 256 and 512, each with the load of HLAT's replica. Prints seconds, argument bytes, temporaries
-and collectives beside the planner's. On CPU bf16 arrays grow copies in fp32, so all are compared under the fp32 policy.
+70b at TP 32 x PP 8 over 256 and 512, each with the load of HLAT's replica. Prints seconds, argument bytes and
+temporaries beside the planner's. On CPU bf16 arrays grow copies in fp32, so all are compared under the fp32 policy.
 Then, from arithmetic alone: tokens per second and node from 4 to 256 nodes of trn1.32xlarge, beside Figure 5 of the
 paper. Nothing here ran on Trainium.
 """
@@ -94,11 +94,6 @@ def main() -> int:
             f"{row['case']:9}{row['seconds']:10.1f}{next(sizes):13.3f}{next(sizes):9.3f}"
             f"{next(temporaries):9.2f}{next(temporaries):9.2f}{ratio:7.2f}{'' if row['agrees'] else '  DIFFERS'}"
         )
-    for row in found:
-        print(f"\n{row['case']}: collectives of one step, compiled (planned)")
-        for line in row["collectives"]:
-            axes = " x ".join(line["axes"])
-            print(f"  {line['kind']:19}{axes:34}{line['count']:7,} ({line['planned_count']:,})")
     for name, paper in PAPER_COST.items():
         print(f"\n{name} on trn1.32xlarge, 1,024 sequences a step: tokens/s and node over those of {min(paper)} nodes")
         print("  nodes  projection, not measured   paper, Figure 5")

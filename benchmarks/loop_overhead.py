@@ -35,7 +35,7 @@ from hlat_jax import config as config_lib
 from hlat_jax.batch import concat_batch
 from hlat_jax.config import Config
 from hlat_jax.host import distributed
-from hlat_jax.host.activity import Activity
+from hlat_jax.host.watchdog import Watchdog
 from hlat_jax.loop import train
 from hlat_jax.parallel.sharding import shard_batch
 from hlat_jax.program import RunProgram
@@ -43,10 +43,10 @@ from hlat_jax.resolve import resolve
 from hlat_jax.run.machine import fitting_program
 
 
-def loop_step_s(config, workdir, *, activity: Activity | None = None) -> float:
+def loop_step_s(config, workdir, *, watchdog: Watchdog | None = None) -> float:
     """Returns the median seconds of a step as the loop itself records them; the first two fill the pipeline."""
     with contextlib.redirect_stdout(io.StringIO()):
-        train(config, workdir, activity=activity)
+        train(config, workdir, watchdog=watchdog)
     rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
     return statistics.median(row["step_s"] for row in rows[2:])
 
@@ -135,7 +135,7 @@ def looking_after(found: dict[str, float]) -> Iterator[None]:
 
     looker = threading.Thread(target=look, daemon=True)
     looker.start()
-    with mock.patch.object(Activity, "begin", timed(Activity.begin)):
+    with mock.patch.object(Watchdog, "begin", timed(Watchdog.begin)):
         yield
     over.set()
     looker.join()
@@ -148,11 +148,11 @@ def compare_watched(config: Config, *, rounds: int) -> None:
     print(f"step with the window / without: {described(ratios)}")
     shares = []
     for _ in range(3):
-        activity, cost = Activity(least_s=300), {}
+        watchdog, cost = Watchdog(least_s=300), {}
         with tempfile.TemporaryDirectory() as folder, looking_after(cost):
             began_s, workdir = time.monotonic(), pathlib.Path(folder)
-            with distributed.joined(None, activity=activity, stacks=workdir / "stuck"):
-                loop_step_s(watched, workdir, activity=activity)
+            with distributed.joined(None, watchdog=watchdog, stacks=workdir / "stuck"):
+                loop_step_s(watched, workdir, watchdog=watchdog)
             shares.append(sum(cost.values()) / (time.monotonic() - began_s))
         print(f"a run through the loop: {', '.join(f'{part} {seconds:.4f} s' for part, seconds in cost.items())}")
     print(f"watch and ledger / wall time: {statistics.median(shares):.5f} (median of 3 runs)")

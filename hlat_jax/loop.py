@@ -39,8 +39,8 @@ from hlat_jax.config import Config, counted
 from hlat_jax.data import positions
 from hlat_jax.generate.generator import sample_text
 from hlat_jax.host import distributed
-from hlat_jax.host.activity import WAITING, Activity
 from hlat_jax.host.process import StopSignals
+from hlat_jax.host.watchdog import WAITING, Watchdog
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.resolve import batch_of_step
 from hlat_jax.run import machine, nonfinite, summary
@@ -55,13 +55,13 @@ def train(
     config: Config,
     workdir: pathlib.Path,
     *,
-    activity: Activity | None = None,
+    watchdog: Watchdog | None = None,
     begin_again: bool = False,
     given: Collection[str] = (),
 ) -> int:
     """Trains to `train.num_steps`, or resumes the run in `workdir`; returns the exit code: 130 after a Ctrl-C, else 0.
 
-    `activity` is kept up to date, for who watches it. `begin_again` trains from step 0 where the checkpoints are lost.
+    `watchdog` is kept up to date, for who watches it. `begin_again` trains from step 0 where the checkpoints are lost.
     `given` are the keys of the command line, as `init_from.open_start` takes them.
 
     Raises:
@@ -69,7 +69,7 @@ def train(
       OSError: the disk failed; the last complete checkpoint is intact.
       NonFiniteError: see `train.max_nonfinite_steps`.
     """
-    with StopSignals(activity, alone=not jax.distributed.is_initialized()) as signals:
+    with StopSignals(watchdog, alone=not jax.distributed.is_initialized()) as signals:
         stop = _train(config, workdir, signals=signals, begin_again=begin_again, given=given)
         distributed.barrier()  # the others wait here while process 0 draws the results
         names = distributed.exchange(signals.name)  # of signals after the last step too
@@ -80,14 +80,14 @@ def _train(
     config: Config, workdir: pathlib.Path, *, signals: StopSignals, begin_again: bool, given: Collection[str]
 ) -> str:
     """Does the work of `train`; returns the signal that all processes know of, or ""."""
-    with contextlib.ExitStack() as stack, signals.activity.ending_without_memory():
+    with contextlib.ExitStack() as stack, signals.watchdog.ending_without_memory():
         with _progress(config, lambda: (0.0, signals.doing), in_place=False):  # lines are printed meanwhile
             opened = open_run(config, workdir, signals=signals, stack=stack, begin_again=begin_again, given=given)
         if opened is None:
             return ""
         run, progress = opened
         stack.enter_context(run.check_folder.as_cause())
-        signals.activity.begin(WAITING)  # not in a collective of the evaluation: others may compile for much longer
+        signals.watchdog.begin(WAITING)  # not in a collective of the evaluation: others may compile for much longer
         distributed.barrier()
         signals.doing = "starting"
         if progress.step == 0:
@@ -116,7 +116,7 @@ def _train(
 
 def _loop(run: Run, progress: Progress) -> None:
     """Runs to the last step or a signal, and saves the state it ends with."""
-    run.sync.signals.activity.step = progress.step
+    run.sync.signals.watchdog.step = progress.step
     progress.saved_at_s = progress.timed_from_s = time.monotonic()
     while True:
         _evaluate(run, progress)
@@ -274,7 +274,7 @@ def _next_batch(run: Run, progress: Progress) -> NextBatch | None:
     batch: Any = None
     position: Any = None
     error = None
-    activity = run.sync.signals.activity
+    watchdog = run.sync.signals.watchdog
     retries = run.batches.retries
     passed, number = (batch_of_step(progress.step + ahead, run.skipped) for ahead in (0, 1))
     if number > passed + 1:
@@ -284,16 +284,16 @@ def _next_batch(run: Run, progress: Progress) -> NextBatch | None:
     begin = progress.position
     try:
         for _ in range(passed + 1, number):
-            activity.begin("waiting for data", status=lambda: retries.progress)
+            watchdog.begin("waiting for data", status=lambda: retries.progress)
             _, begin = next(run.batches)
             if run.sync.signals.name:
                 raise InterruptedError("stopped while batches were left out")
-        activity.begin("waiting for data", status=lambda: retries.progress)
+        watchdog.begin("waiting for data", status=lambda: retries.progress)
         batch, position = next(run.batches)
     except (ValueError, OSError) as caught:
         error = caught
     progress.data_wait_s += time.monotonic() - asked_at_s
-    activity.begin(WAITING)
+    watchdog.begin(WAITING)
     synced = run.sync.sync_step(batch, position, error=error, save=overdue, num_retries=retries.take_count())
     if synced.error is not None:
         _save_and_wait(run, progress)
@@ -309,7 +309,7 @@ def _step(run: Run, progress: Progress, batch: NextBatch) -> None:
     """Dispatches the next step and returns at once; its metrics stay on the device."""
     rate = learning_rate(progress.step, run.config.optimizer)
     signals = run.sync.signals
-    signals.doing, signals.activity.step = "training", progress.step + 1
+    signals.doing, signals.watchdog.step = "training", progress.step + 1
     with jax.profiler.StepTraceAnnotation("train", step_num=progress.step + 1):
         progress.state, metrics = run.train_step(progress.state, run.shard(batch.batch), np.float32(rate))
     signals.unfinished = _STEP_AND_SAVE
@@ -365,7 +365,7 @@ def _write_rows(run: Run, progress: Progress, *, in_flight: int = 0) -> None:
             row["spike"] = int(metrics.spike)
         progress.timed_from_s, progress.data_wait_s = now, 0.0
         run.log.train_row(row)
-        run.sync.signals.activity.end_first_step()
+        run.sync.signals.watchdog.end_first_step()
         progress.num_nonfinite = 0 if metrics.finite else progress.num_nonfinite + 1
         progress.nonfinite_rows = [] if metrics.finite else [*progress.nonfinite_rows, row]
         if not metrics.finite:

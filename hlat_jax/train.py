@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     _set_environment(config, values, workdir=workdir)
     from hlat_jax import loop  # imports JAX, which must see the environment as it is now
     from hlat_jax.host import distributed
-    from hlat_jax.host.activity import Activity
+    from hlat_jax.host.watchdog import Watchdog
     from hlat_jax.run.nonfinite import NonFiniteError
     from hlat_jax.store import checkpoint
 
@@ -55,9 +55,9 @@ def main(argv: Sequence[str]) -> int:
     timeouts = {"join_timeout_s": values.join_timeout_s, "peer_timeout_s": values.peer_timeout_s}
     job = distributed.resolve_job(values.coordinator, values.num_processes, values.process_id, **timeouts)
     try:
-        activity = Activity(least_s=values.stuck_timeout_s, began_s=process.began_s())
-        with distributed.joined(job, activity=activity, stacks=workdir / "stuck"):
-            return loop.train(config, workdir, activity=activity, begin_again=values.begin_again, given=given)
+        watchdog = Watchdog(least_s=values.stuck_timeout_s, began_s=process.began_s())
+        with distributed.joined(job, watchdog=watchdog, stacks=workdir / "stuck"):
+            return loop.train(config, workdir, watchdog=watchdog, begin_again=values.begin_again, given=given)
     except (OSError, NonFiniteError) as error:  # the run failed, not the command: code 1
         print(f"error: {error}{too_many_files(getattr(error, 'errno', None))}", file=sys.stderr)
         return 1

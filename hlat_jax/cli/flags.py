@@ -20,9 +20,6 @@ from hlat_jax.facts import synonyms
 from hlat_jax.facts.names import nearest
 from hlat_jax.host import limits, process
 
-# Other spelling -> the one that --help and the pages have. A command that defines one of them takes both.
-SPELLINGS = {"target": "instance", "num_nodes": "nodes", "rank": "node"}
-
 
 def parse(argv: Sequence[str], define: Callable[[flags.FlagValues], None] = lambda _: None) -> tuple[Any, Any]:
     """Returns (ConfigDict with every override applied, the command's own flags).
@@ -38,7 +35,6 @@ def parse(argv: Sequence[str], define: Callable[[flags.FlagValues], None] = lamb
     """
     values = flags.FlagValues()
     define(values)
-    _define_spellings(values)
     if any(word in ("--help", "-h") for word in argv):
         print(usage(values))
         sys.exit(0)
@@ -93,12 +89,12 @@ def config_words(argv: Sequence[str]) -> list[str]:
 
     `argv` is one that `parse` takes: a value may also be the word after its flag.
     """
-    found = []
+    words = []
     for word, after in zip(argv, [*argv[1:], "--"], strict=True):
         if re.match(r"--?(?:no)?config(?:[.=]|$)", word):
             is_value = "=" not in word and not re.match("--|-[a-z]", after)
-            found.append(f"--{word.lstrip('-')}" + (f"={after}" if is_value else ""))
-    return found
+            words.append(f"--{word.lstrip('-')}" + (f"={after}" if is_value else ""))
+    return words
 
 
 def parse_inputs(argv: Sequence[str], values: flags.FlagValues, *, usage: str, missing: str) -> list[str]:
@@ -114,12 +110,12 @@ def parse_inputs(argv: Sequence[str], values: flags.FlagValues, *, usage: str, m
       ValueError: an unknown flag (with the nearest valid one), a value of a wrong type, no --out, or no argument.
       SystemExit: with code 0, after `--help`.
     """
-    found = _rest(argv, values, usage=usage)
-    if not found:
+    inputs = _rest(argv, values, usage=usage)
+    if not inputs:
         raise ValueError(missing)
     if "out" in values and not values.out:
         raise ValueError("--out is missing; give the path to write to.")
-    return found
+    return inputs
 
 
 def parse_own(argv: Sequence[str], define: Callable[[flags.FlagValues], None], *, usage: str) -> flags.FlagValues:
@@ -136,24 +132,10 @@ def parse_own(argv: Sequence[str], define: Callable[[flags.FlagValues], None], *
     """
     values = flags.FlagValues()
     define(values)
-    _define_spellings(values)
     rest = _rest(argv, values, usage=usage)
     if rest:
         raise ValueError(f"unexpected argument {rest[0]!r}; every argument is --flag=value.")
     return values
-
-
-def _define_spellings(values: flags.FlagValues) -> None:
-    """Lets a command that has a flag of SPELLINGS take its other spelling too."""
-    for other, name in SPELLINGS.items():
-        for ours, alias in ((other, name), (name, other)):
-            if ours in values and alias not in values:
-                values[alias] = values[ours]
-
-
-def _shown(values: flags.FlagValues) -> list[str]:
-    """Returns the names of a command's flags for `--help`: one spelling of each."""
-    return [name for name in values if name not in SPELLINGS]
 
 
 def _rest(argv: Sequence[str], values: flags.FlagValues, *, usage: str) -> list[str]:
@@ -161,7 +143,7 @@ def _rest(argv: Sequence[str], values: flags.FlagValues, *, usage: str) -> list[
     words = [word for word in argv if word not in ("--help", "-h")]
     rest = _parsed(values, words)
     if len(words) < len(argv):
-        rows = [f"  --{name:<20} {values[name].help} Default: {values[name].default!r}." for name in _shown(values)]
+        rows = [f"  --{name:<20} {values[name].help} Default: {values[name].default!r}." for name in values]
         print("\n".join((usage, "Flags:", *rows)))
         sys.exit(0)
     return rest
@@ -199,13 +181,13 @@ def _parsed(
     """
     for word in argv:  # absl obeys these two though nobody has declared them
         if word.lstrip("-").split("=")[0] in ("undefok", "flagfile"):
-            raise ValueError(_unknown_flag(word, _shown(values), keys))
+            raise ValueError(_unknown_flag(word, list(values), keys))
     try:
         return values(["hlat_jax", *argv], known_only=known_only)[1:]
     except flags.UnrecognizedFlagError as error:
         given = (word for word in argv if word.lstrip("-").split("=")[0] == error.flagname)
         word = next(given, f"--{error.flagname}")
-        raise ValueError(_unknown_flag(word, _shown(values), keys)) from None
+        raise ValueError(_unknown_flag(word, list(values), keys)) from None
     except (flags.Error, TypeError, ValueError, SyntaxError) as error:
         raise ValueError(_wrong_value(str(error), values)) from None
 
@@ -235,26 +217,26 @@ def _alternatives(meant: Sequence[str], *, value: str = "") -> str:
 
 def _like(name: str, own: Sequence[str], keys: Mapping[str, dataclasses.Field]) -> list[str]:
     """Returns at most two flags or keys that `name` may stand for, the likeliest first."""
-    last = name.rpartition(".")[2]
     by_last = {known.rpartition(".")[2]: known for known in (*keys, *own)}
     words = set(re.findall(r"[a-z]+", name.lower()))
 
     def near(cutoff: float) -> list[str]:
-        return [by_last[found] for found in difflib.get_close_matches(last, by_last, n=1, cutoff=cutoff)]
+        close = difflib.get_close_matches(name.rpartition(".")[2], by_last, n=1, cutoff=cutoff)
+        return [by_last[last] for last in close]
 
     def has_words(text: str) -> bool:
         return bool(words) and words <= set(re.findall(r"[a-z]+", text.lower()))
 
-    theirs = [f"config.{key}".removeprefix("config.--") for key in synonyms.meant_by(name)[0]]
-    found = (
+    of_others = [f"config.{key}".removeprefix("config.--") for key in synonyms.meant_by(name)[0]]
+    likely = (
         [known for known in (*own, *keys) if known.endswith(f".{name}")]
-        or [known for known in theirs if known in own or known in keys]
+        or [known for known in of_others if known in own or known in keys]
         or near(0.8)
         or sorted((key for key in keys if has_words(key)), key=len)
         or near(0.6)
         or [key for key, field in keys.items() if has_words(field.metadata["doc"])]
     )
-    return found[:2]
+    return likely[:2]
 
 
 def _config_keys() -> dict[str, dataclasses.Field]:
@@ -265,14 +247,14 @@ def _config_keys() -> dict[str, dataclasses.Field]:
 
 def _wrong_value(message: str, values: flags.FlagValues) -> str:
     """Returns absl's message, or for a value of another type, or out of bounds, one that has what is allowed."""
-    found = re.match(r"flag --(?P<name>[\w.]+)=(?P<value>.*?): ", message, re.DOTALL)
-    if found is None:
+    given = re.match(r"flag --(?P<name>[\w.]+)=(?P<value>.*?): ", message, re.DOTALL)
+    if given is None:
         return message
-    name, value = SPELLINGS.get(found["name"], found["name"]), found["value"]
-    if isinstance(values[name], flags.EnumFlag):
-        return f"--{name}={value}: no such value. {nearest(value, filter(None, values[name].parser.enum_values))}"
-    keys = _config_keys()
-    kind = type(keys[name].default).__name__ if name in keys else values[name].flag_type()
+    name, value = given["name"], given["value"]
+    flag, keys = values[name], _config_keys()
+    if isinstance(flag, flags.EnumFlag):
+        return f"--{name}={value}: no such value. {nearest(value, filter(None, flag.parser.enum_values))}"
+    kind = type(keys[name].default).__name__ if name in keys else flag.flag_type()
     if kind == "bool":
         return f"--{name}={value} must be true or false."
     try:
@@ -283,24 +265,23 @@ def _wrong_value(message: str, values: flags.FlagValues) -> str:
         return f"--{name}={value} must be a number, such as 0.1 or 3e-4."
     if kind == "float" or (kind == "int" and re.fullmatch(r"[+-]?\d+", value)):
         bounds = {"at least": "lower_bound", "at most": "upper_bound"}
-        given = {words: getattr(values[name].parser, key, None) for words, key in bounds.items()}
-        allowed = " and ".join(f"{words} {bound}" for words, bound in given.items() if bound is not None)
+        limits_given = {words: getattr(flag.parser, bound, None) for words, bound in bounds.items()}
+        allowed = " and ".join(f"{words} {limit}" for words, limit in limits_given.items() if limit is not None)
         return f"--{name}={value} must be {allowed}." if allowed else message
     if kind != "int":
         return message
-    if number is not None and number.is_integer():
-        return f"--{name}={value} must be a whole number in digits; write {int(number)}."
     thousands = re.fullmatch(r"(\d+)[kK]", value)
-    example = f"; write {int(thousands[1]) * 1000} or {int(thousands[1]) * 1024}" if thousands else ""
+    if thousands:
+        example = f"; write {int(thousands[1]) * 1000} or {int(thousands[1]) * 1024}"
+    else:
+        example = f"; write {int(number)}" if number is not None and number.is_integer() else ""
     return f"--{name}={value} must be a whole number in digits{example}."
 
 
 def main(command: Callable[[Sequence[str]], int]) -> None:
     """Runs a command on sys.argv and exits: a ValueError is one line on stderr and code 2, an OSError one and code 1.
 
-    Ctrl-C is code 130, a closed pipe 141.
-
-    Characters that standard output cannot show are replaced.
+    Ctrl-C is code 130, a closed pipe 141. Characters that standard output cannot show are replaced.
 
     Not `absl.app.run`, which parses flags of its own, prints usage errors over several lines and exits with 1.
     """
@@ -357,7 +338,7 @@ def make_folder(flag: str, path: str) -> pathlib.Path:
 
 def usage(values: flags.FlagValues) -> str:
     """Returns what `--help` prints: the grammar, a command's own flags, the shipped configs and every key."""
-    own = [f"  --{name:<24} {values[name].help}" for name in _shown(values)]
+    own = [f"  --{name:<24} {values[name].help}" for name in values]
     keys = [
         f"  --config.{f'{section}.{key.name}={key.default}':<40} {key.metadata['doc']}"
         + (f" One of {', '.join(key.metadata['choices'])}." if key.metadata["choices"] else "")
@@ -379,25 +360,26 @@ def usage(values: flags.FlagValues) -> str:
 
 def _check_key(word: str, mutable: Any) -> None:
     """Raises ValueError for `--config.a.b` that is not a key; ml_collections would not name the section."""
-    found = re.match(r"--?(?:no)?config\.([^=]*)", word)  # absl takes all of these
-    if found is None:
+    key_word = re.match(r"--?(?:no)?config\.([^=]*)", word)  # absl takes all of these
+    if key_word is None:
         return
-    node, path = mutable, found[1].split(".")
+    path_text = key_word[1]
+    node, path = mutable, path_text.split(".")
     for depth, key in enumerate(path):
         valid = list(node) if hasattr(node, "keys") else []
         if key not in valid:
             where = ".".join(path[:depth]) or "config"
-            theirs, answer = synonyms.meant_by(found[1])
+            of_others, answer = synonyms.meant_by(path_text)
             if answer:
                 raise ValueError(f"{where} has no key {key!r}. {answer}")
             keys = _config_keys()
             meant = [known for known in keys if depth and known.endswith(f".{key}")]  # of another section
             is_far = depth == 0 and not difflib.get_close_matches(key, valid)
-            if not meant and (theirs or is_far):
-                meant = _like(found[1], ["workdir"], keys)
+            if not meant and (of_others or is_far):
+                meant = _like(path_text, ["workdir"], keys)
             if meant:
                 raise ValueError(f"{where} has no key {key!r}. Did you mean {_alternatives(meant)}?")
             raise ValueError(f"{where} has no key {key!r}. {nearest(key, valid)}")
         node = node[key]
     if hasattr(node, "keys"):
-        raise ValueError(f"--config.{found[1]} is a section; set one of its keys: {', '.join(node)}.")
+        raise ValueError(f"--config.{path_text} is a section; set one of its keys: {', '.join(node)}.")

@@ -25,17 +25,17 @@ def parse_bytes(size: int | str, *, name: str) -> int:
 
     Args:
       size: one of `FORMS`.
-      name: of the setting, for the error.
+      name: name of the setting, for the error.
 
     Raises:
       ValueError: a number without a unit, an unknown unit, or a size that is not positive.
     """
     if isinstance(size, numbers.Integral) and not isinstance(size, bool) and size >= _LEAST:  # NumPy's too
         return int(size)
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", size) if isinstance(size, str) else None
-    if found is None or found[2] not in UNITS or float(found[1]) * UNITS[found[2]] < 1:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", size) if isinstance(size, str) else None
+    if match is None or match[2] not in UNITS or float(match[1]) * UNITS[match[2]] < 1:
         raise ValueError(f"{name}={size!r} is not a size in bytes: give {FORMS}.")
-    return int(float(found[1]) * UNITS[found[2]])
+    return int(float(match[1]) * UNITS[match[2]])
 
 
 def format_bytes(num_bytes: float) -> str:

@@ -11,7 +11,7 @@ DOCUMENTED = ("trn2", "trn3")
 
 def chip_of(device: str) -> str:
     """Returns the chip of a device_kind of JAX, an instance type or a target, such as "trn2"; "" where it is none."""
-    found = re.match(r"trn(\d+)|nc_v(\d+)", device.lower())
-    if found is None:
+    match = re.match(r"trn(\d+)|nc_v(\d+)", device.lower())
+    if match is None:
         return ""
-    return f"trn{found[1] or int(found[2]) - 1}"  # NC_v3 is a core of trn2
+    return f"trn{match[1] or int(match[2]) - 1}"  # NC_v3 is a core of trn2

@@ -26,13 +26,13 @@ class Rules:
 
     Attributes:
       server: number of devices of the largest server of this kind.
-      sizes: of groups of consecutive devices that pages list without contradiction.
+      sizes: sizes of groups of consecutive devices that pages list without contradiction.
       orders: size -> all groups of that size, for sizes that work only in an order of their own.
       strides: (size, stride) of other groups that a page has.
       disputed: size -> what pages say.
       refused: size -> why, for sizes that a page excludes.
-      jobs: numbers of devices of a server that a page lists for a job; (): no page does.
-      is_switched: every group is as good as another.
+      jobs: numbers of devices of a server that a page lists for a job; () where no page does.
+      is_switched: whether every group is as good as another.
       source: pages.
     """
 
@@ -89,8 +89,8 @@ RULES = {
         refused={16: "NxD's parallel_state.py excludes groups of 16 on trn2 at LNC 1"},
         source=_STATE,
     ),
+    # for the lint alone
     "trn3": Rules(server=16, sizes=(), is_switched=True, source="Trn3 architecture: PCIe switches, no torus"),
-    "trn3-lnc1": Rules(server=32, sizes=(), is_switched=True, source="Trn3 architecture: PCIe switches, no torus"),
 }
 
 
@@ -112,7 +112,7 @@ class Server:
 
 
 def server_of(devices: Sequence[object]) -> Server | None:
-    """Returns the servers of JAX's Neuron devices by kind and process; None for others, and for unknown kinds."""
+    """Returns the servers of JAX's Neuron devices by kind and process, or None for others and for unknown kinds."""
     first = devices[0]
     kind = hardware.NEURON_KINDS.get(first.device_kind.lower())
     if first.platform != "neuron" or kind is None:
@@ -122,10 +122,10 @@ def server_of(devices: Sequence[object]) -> Server | None:
 
 
 def server_of_target(target: str, *, num_devices: int) -> Server | None:
-    """Returns the servers of a target of `hardware.TARGETS` in a run of so many devices; None: not of Neuron."""
-    found = hardware.target(target)
-    kind = next((name for name in RULES if hardware.DEVICES[name] == found.device), None)
-    return kind and Server(kind, min(num_devices, found.num_devices // found.servers, RULES[kind].server))
+    """Returns the servers of a target of `hardware.TARGETS` in a run of so many devices, or None."""
+    node = hardware.target(target)
+    kind = next((name for name in RULES if hardware.DEVICES[name] == node.device), None)
+    return Server(kind, min(num_devices, node.num_devices)) if kind else None
 
 
 def verdict_of_first(count: int, *, instance: str, lnc: int) -> tuple[str, str]:
@@ -134,9 +134,9 @@ def verdict_of_first(count: int, *, instance: str, lnc: int) -> tuple[str, str]:
     A size that is listed for groups and not for jobs is disputed.
     """
     kind = hardware.INSTANCES[instance]
-    name = kind.target.removesuffix("n") + ("" if lnc == kind.lncs[0] else f"-lnc{lnc}")
-    level, why = verdict(np.arange(count)[None], Server(name, kind.num_devices(lnc=lnc)))
-    jobs = RULES[name].jobs
+    server = Server(kind.device(lnc=lnc), kind.num_devices(lnc=lnc))
+    level, why = verdict(np.arange(count)[None], server)
+    jobs = server.rules.jobs
     if level == FINE and jobs and count not in jobs:
         return DISPUTED, f"{count} cores are listed as a degree, not as a job; {_JOBS} lists jobs of {_words(jobs)}"
     return level, why
@@ -153,7 +153,7 @@ def counts_of_jobs(instance: str, *, lnc: int) -> list[str]:
 def order(server: Server | None, tensor: int) -> list[int] | None:
     """Returns, for each place of a server, the device that serves it, for a degree that needs an order of its own.
 
-    Places are numbered with `tensor` innermost. None: as they are numbered.
+    Places are numbered with `tensor` innermost. For other degrees, whose devices have the numbers of the places, None.
     """
     groups = server.rules.orders.get(tensor) if server else None
     if groups is None or server.size != server.rules.server:
@@ -171,20 +171,17 @@ def verdict(groups: np.ndarray, server: Server) -> tuple[str, str]:
     ordered = np.sort(groups, axis=1)
     servers, places = ordered // server.size, ordered % server.size
     spanned = len(np.unique(servers[0]))
-    found = []
     if groups.shape[1] % spanned == 0:
         parts = places.reshape(len(groups), spanned, -1)
         is_even = (servers.reshape(parts.shape) == servers.reshape(parts.shape)[:, :, :1]).all()
         if is_even and (parts == parts[:, :1]).all():
-            found = [_judged(tuple(map(int, part)), server) for part in np.unique(parts[:, 0], axis=0)]
-    if not found:
-        why = "its groups do not have the same cores of every server (internode-collective-comm)"
-        return REFUSED, why
-    return max(found, key=lambda one: VERDICTS.index(one[0]))
+            verdicts = [_verdict_inside(tuple(map(int, part)), server) for part in np.unique(parts[:, 0], axis=0)]
+            return max(verdicts, key=lambda verdict: VERDICTS.index(verdict[0]))
+    return REFUSED, "its groups do not have the same cores of every server (internode-collective-comm)"
 
 
 @functools.lru_cache(maxsize=4096)
-def _judged(part: tuple[int, ...], server: Server) -> tuple[str, str]:
+def _verdict_inside(part: tuple[int, ...], server: Server) -> tuple[str, str]:
     """Returns the verdict on the sorted devices of one server."""
     rules, size = server.rules, len(part)
     if size == 1:

@@ -16,7 +16,7 @@ class Device:
     """One JAX device.
 
     Attributes:
-      peak_flops: dense bf16, FLOP/s.
+      peak_flops: FLOP/s of dense products in bf16.
       memory_bytes: capacity of the device memory.
       memory_bytes_per_s: bandwidth of the device memory.
       reserved_bytes: part of the memory that programs cannot use.
@@ -62,13 +62,6 @@ DEVICES = {
         2 * _RESERVED,
         "AWS Neuron docs, Trainium3, LNC 2: a chip's 671 TFLOP/s, 144 GiB and 4.9 TB/s by 4",
     ),
-    "trn3-lnc1": Device(
-        671e12 / 8,
-        18 * GIB,
-        4.9e12 / 8,
-        _RESERVED,
-        "AWS Neuron docs, Trainium3, LNC 1: a chip's 671 TFLOP/s, 144 GiB and 4.9 TB/s by 8",
-    ),
     "h200": Device(989e12, 141 * 10**9, 4.8e12, 0, "NVIDIA H200 data sheet: 989 TFLOP/s bf16 dense, 141 GB, 4.8 TB/s"),
     "h100": Device(
         989e12, 80 * 10**9, 3.35e12, 0, "NVIDIA H100 SXM data sheet: 989 TFLOP/s bf16 dense, 80 GB, 3.35 TB/s"
@@ -85,7 +78,7 @@ class Instance:
       chips: number of chips, `/dev/neuron*`.
       physical_cores: number of cores of one chip.
       lncs: numbers of physical cores that one JAX device may consist of (LNC), the default first.
-      num_efa: network interfaces with EFA; 0: none.
+      num_efa: number of network interfaces with EFA.
     """
 
     target: str
@@ -95,12 +88,17 @@ class Instance:
     num_efa: int
 
     def devices_per_chip(self, *, lnc: int = 0) -> int:
-        """Returns the JAX devices of one chip; `lnc` 0: at the default LNC."""
+        """Returns the number of JAX devices of one chip, at the default LNC where `lnc` is 0."""
         return self.physical_cores // (lnc or self.lncs[0])
 
     def num_devices(self, *, lnc: int = 0) -> int:
-        """Returns the JAX devices of the instance; `lnc` 0: at the default LNC."""
+        """Returns the number of JAX devices of the instance, at the default LNC where `lnc` is 0."""
         return self.chips * self.devices_per_chip(lnc=lnc)
+
+    def device(self, *, lnc: int = 0) -> str:
+        """Returns the key of its devices in DEVICES, at the default LNC where `lnc` is 0."""
+        chip = self.target.removesuffix("n")
+        return chip if lnc in (0, self.lncs[0]) else f"{chip}-lnc{lnc}"
 
 
 # Source: AWS Neuron docs, Trn1 and Trn2 architecture and "EC2 instance types with EFA". trn2.3xlarge is derived from
@@ -117,18 +115,16 @@ INSTANCES = {
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """A node for which a run can be planned: an instance, or an UltraServer of several linked servers.
+    """A node for which a run can be planned.
 
     Attributes:
       device: one of its devices.
       num_devices: JAX devices of a node.
       platform: JAX's name of the platform, by which kernels are chosen.
-      link_bytes_per_s: bandwidth from one device to the others of its server; 0: no links.
-      network_bytes_per_s: bandwidth from one node to the others; 0: no network, or unknown.
-      host_bytes: memory of the node's hosts; 0: unknown.
+      link_bytes_per_s: bandwidth from one device to the others of its node, 0 without links.
+      network_bytes_per_s: bandwidth from one node to the others, 0 without a network or where it is unknown.
+      host_bytes: memory of the node's host, 0 where it is unknown.
       source: where the node's numbers come from.
-      servers: number of servers that the node's links join.
-      server_link_bytes_per_s: bandwidth from one device to those in the other servers of its node.
     """
 
     device: Device
@@ -138,101 +134,57 @@ class Target:
     network_bytes_per_s: float
     host_bytes: int
     source: str
-    servers: int = 1
-    server_link_bytes_per_s: float = 0.0
 
 
-_TRN1, _TRN2, _TRN3 = (f"AWS Neuron docs, {name} architecture" for name in ("Trn1", "Trn2", "Trn3"))
+def _node(instance: str, *, chip_link: float, network_bits: float, host_gib: int, source: str, lnc: int = 0) -> Target:
+    """Returns the target of an instance type, whose chips send `chip_link` bytes/s to the others of their node."""
+    kind = INSTANCES[instance]
+    return Target(
+        device=DEVICES[kind.device(lnc=lnc)],
+        num_devices=kind.num_devices(lnc=lnc),
+        platform="neuron",
+        link_bytes_per_s=chip_link / kind.devices_per_chip(lnc=lnc),
+        network_bytes_per_s=network_bits / 8,
+        host_bytes=host_gib * GIB,
+        source=source,
+    )
+
+
+_TRN1, _TRN2 = "AWS Neuron docs, Trn1 architecture", "AWS Neuron docs, Trn2 architecture"
+_TRN2_48XLARGE = {"chip_link": 1024e9, "network_bits": 3200e9, "host_gib": 2048}
+_LINKS_OF_TRN2 = "NeuronLink-v3 1,024 GB/s per chip in the instance, EFAv3 3.2 Tb/s"
 TARGETS = {
-    "trn1.2xlarge": Target(
-        DEVICES["trn1"],
-        INSTANCES["trn1.2xlarge"].num_devices(),
-        "neuron",
-        384e9 / 2,
-        25e9 / 8,
-        32 * GIB,
-        f"{_TRN1}: one chip; up to 25 Gb/s, no EFA",
+    "trn1.2xlarge": _node(
+        "trn1.2xlarge",
+        chip_link=384e9,
+        network_bits=25e9,
+        host_gib=32,
+        source=f"{_TRN1}: one chip; up to 25 Gb/s, no EFA",
     ),
-    "trn1.32xlarge": Target(
-        DEVICES["trn1"],
-        INSTANCES["trn1.32xlarge"].num_devices(),
-        "neuron",
-        384e9 / 2,
-        800e9 / 8,
-        512 * GIB,
-        f"{_TRN1}: 16 chips, NeuronLink-v2 384 GB/s per chip of 2, EFA 800 Gb/s",
+    "trn1.32xlarge": _node(
+        "trn1.32xlarge",
+        chip_link=384e9,
+        network_bits=800e9,
+        host_gib=512,
+        source=f"{_TRN1}: 16 chips, NeuronLink-v2 384 GB/s per chip, EFA 800 Gb/s",
     ),
-    "trn1n.32xlarge": Target(
-        DEVICES["trn1"],
-        INSTANCES["trn1n.32xlarge"].num_devices(),
-        "neuron",
-        768e9 / 2,
-        1600e9 / 8,
-        512 * GIB,
-        f"{_TRN1}: 16 chips, NeuronLink-v2 768 GB/s per chip of 2, EFA 1600 Gb/s",
+    "trn1n.32xlarge": _node(
+        "trn1n.32xlarge",
+        chip_link=768e9,
+        network_bits=1600e9,
+        host_gib=512,
+        source=f"{_TRN1}: 16 chips, NeuronLink-v2 768 GB/s per chip, EFA 1600 Gb/s",
     ),
-    "trn2.3xlarge": Target(
-        DEVICES["trn2"],
-        INSTANCES["trn2.3xlarge"].num_devices(),
-        "neuron",
-        1024e9 / 4,
-        0.0,
-        0,
-        "derived from one chip of trn2.48xlarge: no page of the docs has a row for it; network and host unknown",
+    "trn2.3xlarge": _node(
+        "trn2.3xlarge",
+        chip_link=1024e9,
+        network_bits=0,
+        host_gib=0,
+        source="derived from one chip of trn2.48xlarge: no page of the docs has a row for it; network and host unknown",
     ),
-    "trn2.48xlarge": Target(
-        DEVICES["trn2"],
-        INSTANCES["trn2.48xlarge"].num_devices(),
-        "neuron",
-        1024e9 / 4,
-        3200e9 / 8,
-        2048 * GIB,
-        f"{_TRN2}: 16 chips, LNC 2, NeuronLink-v3 1,024 GB/s per chip in the instance, by 4, EFAv3 3.2 Tb/s",
-    ),
-    "trn2.48xlarge-lnc1": Target(
-        DEVICES["trn2-lnc1"],
-        INSTANCES["trn2.48xlarge"].num_devices(lnc=1),
-        "neuron",
-        1024e9 / 8,
-        3200e9 / 8,
-        2048 * GIB,
-        f"{_TRN2}: 16 chips, LNC 1, NeuronLink-v3 1,024 GB/s per chip in the instance, by 8, EFAv3 3.2 Tb/s",
-    ),
-    "trn2-ultraserver": Target(
-        DEVICES["trn2"],
-        4 * INSTANCES["trn2u.48xlarge"].num_devices(),
-        "neuron",
-        1024e9 / 4,
-        3200e9 / 8,
-        4 * 2048 * GIB,
-        f"{_TRN2}: 4 trn2u.48xlarge, LNC 2, 256 GB/s per chip between them, by 4; EFA 3.2 Tb/s by the "
-        "UltraServer's row, while 4 instances have 12.8",
-        servers=4,
-        server_link_bytes_per_s=256e9 / 4,
-    ),
-    "trn3-gen1": Target(
-        DEVICES["trn3"],
-        64 * 4,
-        "neuron",
-        256e9 / 4,
-        12800e9 / 8,
-        8192 * GIB,
-        f"{_TRN3}, UltraServer Gen1 of 64 chips, LNC 2: 256 GB/s per chip in a server of 4 and 320 to the other "
-        "servers of the rack, by 4 (other pages: 2,560 and 2,048 in all, and 16 chips per server); EFA 12.8 Tb/s",
-        servers=16,
-        server_link_bytes_per_s=320e9 / 4,
-    ),
-    "trn3-gen2": Target(
-        DEVICES["trn3"],
-        144 * 4,
-        "neuron",
-        256e9 / 4,
-        28800e9 / 8,
-        27648 * GIB,
-        f"{_TRN3}, UltraServer Gen2 of 36 servers of 4 chips, LNC 2: 256 GB/s per chip in a server, 320 in a rack and "
-        "128 between racks, by 4 (other pages: 2,560 and 2,048 in all); EFA 28.8 Tb/s",
-        servers=36,
-        server_link_bytes_per_s=128e9 / 4,
+    "trn2.48xlarge": _node("trn2.48xlarge", **_TRN2_48XLARGE, source=f"{_TRN2}: 16 chips, LNC 2, {_LINKS_OF_TRN2}"),
+    "trn2.48xlarge-lnc1": _node(
+        "trn2.48xlarge", lnc=1, **_TRN2_48XLARGE, source=f"{_TRN2}: 16 chips, LNC 1, {_LINKS_OF_TRN2}"
     ),
     "h200": Target(DEVICES["h200"], 1, "gpu", 0.0, 0.0, 0, "one device; the host is not considered"),
 }
@@ -254,14 +206,8 @@ def target(name: str) -> Target:
 
 
 # JAX's device_kind, in lower case -> key of DEVICES. Source: AXLearn, which reads trn2 at LNC 1 as NC_v3 and at LNC 2
-# as NC_v3d; NC_v4 and NC_v4d follow from that and are not documented.
-NEURON_KINDS = {
-    "nc_v2": "trn1",
-    "nc_v3": "trn2-lnc1",
-    "nc_v3d": "trn2",
-    "nc_v4": "trn3-lnc1",
-    "nc_v4d": "trn3",
-}
+# as NC_v3d. No source names the kinds of trn3.
+NEURON_KINDS = {"nc_v2": "trn1", "nc_v3": "trn2-lnc1", "nc_v3d": "trn2"}
 
 
 def device(kind: str) -> Device | None:

@@ -34,8 +34,8 @@ def use_default_folder(environ: MutableMapping[str, str]) -> None:
             environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
-def described(folder: str | None) -> str:
-    """Returns what a start prints about the folder of JAX's compilation cache; None or "": there is none."""
+def describe(folder: str | None) -> str:
+    """Returns what a start prints about the folder of JAX's compilation cache, if there is one."""
     if not folder:
         return f"none; with {FOLDER}=FOLDER the next start does not compile again"
     home = os.path.expanduser("~")
@@ -53,13 +53,13 @@ def _processor() -> str:
 
 def _remove_oldest(folder: pathlib.Path) -> None:
     """Removes the files that were used least recently, until the rest is within the bound."""
-    found = []
+    files = []
     for path in folder.iterdir():
         with contextlib.suppress(OSError):  # another process may have removed it
             if path.is_file():
-                found.append((path.stat(), path))
-    left = sum(stat.st_size for stat, _ in found)
-    for stat, path in sorted(found, key=lambda pair: max(pair[0].st_atime, pair[0].st_mtime)):
+                files.append((path.stat(), path))
+    left = sum(stat.st_size for stat, _ in files)
+    for stat, path in sorted(files, key=lambda pair: max(pair[0].st_atime, pair[0].st_mtime)):
         if left <= _MOST_BYTES:
             return
         with contextlib.suppress(OSError):

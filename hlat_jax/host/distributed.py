@@ -22,11 +22,11 @@ from typing import Any, NoReturn
 
 import jax
 
-from hlat_jax.host.activity import GAP_S, STUCK_CODE, TERMINATED_CODE, Activity, exit_with, record_stuck, stuck_line
 from hlat_jax.host.jax_compat import global_state
 from hlat_jax.host.limits import UnawaitedErrors, describe, out_of_memory
 from hlat_jax.host.process import seconds_since_sigterm
 from hlat_jax.host.rendezvous import RendezvousError, meet
+from hlat_jax.host.watchdog import GAP_S, STUCK_CODE, TERMINATED_CODE, Watchdog, exit_with, record_stuck, stuck_line
 
 _EXCHANGE, _ALIVE, _FAILED, _LEFT = "hlat_jax/exchange", "hlat_jax/alive", "hlat_jax/failed", "hlat_jax/left"
 _NO_TIMEOUT_MS = 2**31 - 1  # of an exchange: the watch ends a process whose peers have died
@@ -89,35 +89,35 @@ def resolve_job(
 
 
 @contextlib.contextmanager
-def joined(job: Job | None, *, activity: Activity | None = None, stacks: pathlib.Path | None = None) -> Iterator[None]:
-    """Joins the job for the length of the block, which must enclose every other use of JAX; None: one process.
+def joined(job: Job | None, *, watchdog: Watchdog | None = None, stacks: pathlib.Path | None = None) -> Iterator[None]:
+    """Joins the job for the length of the block, which must enclose every other use of JAX; does nothing without one.
 
     All processes end alike. The block is left when every process has reached its end. An error in one block ends all
     processes at once, without returning: each prints one line with the reason and exits with code 2 for a ValueError, a
     mistake of the user, otherwise with 1. A process that sends no heartbeat for `peer_timeout_s` has the same effect,
-    and one whose `activity` makes no progress within its limit, with code 124.
+    and one whose `watchdog` makes no progress within its limit, with code 124.
 
     Args:
-      job: see `resolve_job`.
-      activity: of the main thread of this process; watched if it has limits.
+      job: what `resolve_job` returned.
+      watchdog: the phases of the main thread of this process; watched if they have limits.
       stacks: folder for the stacks of all threads of a process that is stuck.
     """
-    activity = activity or Activity()
+    watchdog = watchdog or Watchdog()
     if job is None:
-        over, activity.end = threading.Event(), lambda error: exit_with(_without_memory(error, activity), 1)
+        over, watchdog.end = threading.Event(), lambda error: exit_with(_without_memory(error, watchdog), 1)
         with UnawaitedErrors() as errors:
-            watched = (activity, stacks, over, errors)
+            watched = (watchdog, stacks, over, errors)
             threading.Thread(target=_watch_alone, args=watched, name="hlat-watch", daemon=True).start()
             try:
-                with activity.ending_without_memory():
+                with watchdog.ending_without_memory():
                     yield
             finally:
                 over.set()
-                activity.end = None
+                watchdog.end = None
         return
     _initialize(job)
-    watch = _Watch(job, activity=activity, stacks=stacks)
-    activity.end = watch.end_all
+    watch = _Watch(job, watchdog=watchdog, stacks=stacks)
+    watchdog.end = watch.end_all
     if job.process_id != 0:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for the rest of the process
     with watch.errors:
@@ -146,11 +146,11 @@ def exchange(message: str) -> list[str]:
     client, number = global_state.client, next(_exchange_numbers)
     client.key_value_set(f"{_EXCHANGE}/{number}/{jax.process_index()}", message)
     client.wait_at_barrier(_EXCHANGE, _NO_TIMEOUT_MS)
-    found = {int(key.rpartition("/")[2]): text for key, text in client.key_value_dir_get(f"{_EXCHANGE}/{number}/")}
+    messages = {int(key.rpartition("/")[2]): text for key, text in client.key_value_dir_get(f"{_EXCHANGE}/{number}/")}
     if is_first() and number > 0:
         # all processes have read the previous messages, as all have passed this barrier
         client.key_value_delete(f"{_EXCHANGE}/{number - 1}/")
-    return [found[index] for index in range(count)]
+    return [messages[index] for index in range(count)]
 
 
 def barrier() -> None:
@@ -175,9 +175,8 @@ def _initialize(job: Job) -> None:
         f"error: {where} met the others at --coordinator={job.coordinator}, but JAX's service there did not connect "
         f"them within {job.join_timeout_s} s (--join_timeout_s)."
     )
-    timer = threading.Timer(
-        job.join_timeout_s, lambda: exit_with(line, 1)
-    )  # JAX itself would abort with a C++ stack trace
+    # JAX itself would abort with a C++ stack trace
+    timer = threading.Timer(job.join_timeout_s, lambda: exit_with(line, 1))
     timer.daemon = True
     timer.start()
     jax.config.update("jax_enable_preemption_service", False)  # its SIGTERM handler would replace ours
@@ -196,40 +195,35 @@ def _initialize(job: Job) -> None:
 
 
 def _watch_alone(
-    activity: Activity, stacks: pathlib.Path | None, over: threading.Event, errors: UnawaitedErrors
+    watchdog: Watchdog, stacks: pathlib.Path | None, over: threading.Event, errors: UnawaitedErrors
 ) -> None:
     """Ends the only process of a run when it makes no progress, or a thread of it found no memory."""
-    with activity.ending_without_memory():
+    with watchdog.ending_without_memory():
         while not over.wait(1.0):
-            _raise_unawaited(errors)
-            now = activity.snapshot()
+            errors.raise_out_of_memory()
+            now = watchdog.snapshot()
             line = stuck_line({0: now}, hosts={0: socket.gethostname()}, where=stacks)
             if line:
-                if problem := activity.cause():
+                if problem := watchdog.cause():
                     exit_with(f"error: {problem}", 2)
-                record_stuck(activity, stuck_s=now["for_s"], stacks=stacks, process=0)
+                record_stuck(watchdog, stuck_s=now["for_s"], stacks=stacks, process=0)
                 exit_with(f"error: {line}", STUCK_CODE)
-            _end_terminated(activity, stacks, 0)
+            _end_terminated(watchdog, stacks, 0)
 
 
-def _raise_unawaited(errors: UnawaitedErrors) -> None:
-    if (error := errors.out_of_memory()) is not None:
-        raise error
-
-
-def _without_memory(error: BaseException, activity: Activity) -> str:
+def _without_memory(error: BaseException, watchdog: Watchdog) -> str:
     """Returns the line of a process that memory was refused to, see `out_of_memory`."""
     reason = describe(out_of_memory(error) or error)
-    where = f"while {activity.doing}, after step {activity.step}"
+    where = f"while {watchdog.doing}, after step {watchdog.step}"
     return f"error: {reason}, {where}. Run the same command to resume from the last checkpoint."
 
 
-def _end_terminated(activity: Activity, stacks: pathlib.Path | None, process: int) -> None:
+def _end_terminated(watchdog: Watchdog, stacks: pathlib.Path | None, process: int) -> None:
     """Ends this process if it got SIGTERM and its step has made no progress since."""
-    idle_s = activity.unanswered_s(seconds_since_sigterm())
+    idle_s = watchdog.unanswered_s(seconds_since_sigterm())
     if idle_s:
-        record_stuck(activity, stuck_s=idle_s, stacks=stacks, process=process)
-        where = f"while {activity.doing}, after step {activity.step}"
+        record_stuck(watchdog, stuck_s=idle_s, stacks=stacks, process=process)
+        where = f"while {watchdog.doing}, after step {watchdog.step}"
         line = f"error: no progress for {idle_s:.0f} s after SIGTERM {where}."
         exit_with(line if stacks is None else f"{line} Stacks of all threads: {stacks}.", TERMINATED_CODE)
 
@@ -237,9 +231,9 @@ def _end_terminated(activity: Activity, stacks: pathlib.Path | None, process: in
 class _Watch:
     """A thread that sends heartbeats to the other processes, and ends this one when one died, failed or is stuck."""
 
-    def __init__(self, job: Job, *, activity: Activity, stacks: pathlib.Path | None):
+    def __init__(self, job: Job, *, watchdog: Watchdog, stacks: pathlib.Path | None):
         self._job, self._client = job, global_state.client
-        self._activity, self._stacks = activity, stacks
+        self._watchdog, self._stacks = watchdog, stacks
         self._answered_s = time.monotonic()
         self._period_s = min(1.0, job.peer_timeout_s / 8)
         self._gap_s = min(GAP_S, job.peer_timeout_s / 4)
@@ -266,12 +260,12 @@ class _Watch:
         line = f"error: {error}" if is_ours else "".join(traceback.format_exception(error)).rstrip()
         reason = str(error) if is_ours else f"{type(error).__name__}: {error}"
         if is_memory is not None:
-            code, line, reason = 1, _without_memory(is_memory, self._activity), describe(is_memory)
+            code, line, reason = 1, _without_memory(is_memory, self._watchdog), describe(is_memory)
         self._report(code, f"{self._me} stopped: {reason}")
         self._leave(line, code)
 
     def _run(self) -> None:
-        with self._activity.ending_without_memory():
+        with self._watchdog.ending_without_memory():
             self._look()
 
     def _look(self) -> None:
@@ -279,7 +273,7 @@ class _Watch:
         looked_s = time.monotonic()
         for count in itertools.count():
             try:
-                own = {"count": count, "host": socket.gethostname(), **self._activity.snapshot()}
+                own = {"count": count, "host": socket.gethostname(), **self._watchdog.snapshot()}
                 self._client.key_value_set(f"{_ALIVE}/{self._job.process_id}", json.dumps(own), allow_overwrite=True)
                 heartbeats = self._client.key_value_dir_get(f"{_ALIVE}/")
                 failure = self._failure()
@@ -301,14 +295,14 @@ class _Watch:
             if self._over.is_set():
                 return
             if not self._ending.is_set():
-                _raise_unawaited(self.errors)
+                self.errors.raise_out_of_memory()
             if failure is not None:
                 self._end_after_peer(failure)
                 return
             self._check_heartbeats(last_seen, now)
             self._check_progress({int(name): json.loads(text) for name, (text, _) in last_seen.items()})
             if not self._ending.is_set():
-                _end_terminated(self._activity, self._stacks, self._job.process_id)
+                _end_terminated(self._watchdog, self._stacks, self._job.process_id)
 
     def _watch_coordinator(self) -> None:
         """Ends this process when the service does not answer, as where process 0 is frozen: requests have no limit."""
@@ -324,14 +318,14 @@ class _Watch:
     def _check_progress(self, snapshots: dict[int, dict[str, Any]]) -> None:
         if len(snapshots) < self._job.num_processes or self._ending.is_set():
             return
-        hosts = {index: one["host"] for index, one in snapshots.items()}
+        hosts = {index: seen["host"] for index, seen in snapshots.items()}
         line = stuck_line(snapshots, hosts=hosts, where=self._stacks)
         if line:
             self._ending.set()
-            if problem := self._activity.cause():
+            if problem := self._watchdog.cause():
                 self._report(2, problem)
                 self._leave(f"error: {problem}", 2)
-            stuck_s = max(one["for_s"] for one in snapshots.values())
+            stuck_s = max(seen["for_s"] for seen in snapshots.values())
             self._report(STUCK_CODE, line, stuck_s=stuck_s)
             self._record_stuck(stuck_s, stacks=self._stacks)
             self._leave(f"error: {line}", STUCK_CODE)
@@ -377,7 +371,7 @@ class _Watch:
             self._client.key_value_set(_FAILED, json.dumps({"code": code, "line": line, "stuck_s": stuck_s}))
 
     def _record_stuck(self, stuck_s: float, *, stacks: pathlib.Path | None) -> None:
-        record_stuck(self._activity, stuck_s=stuck_s, stacks=stacks, process=self._job.process_id)
+        record_stuck(self._watchdog, stuck_s=stuck_s, stacks=stacks, process=self._job.process_id)
 
     def _leave(self, line: str, code: int, *, absent: list[int] | None = None) -> NoReturn:
         """Prints and exits; process 0, which runs the service, waits a few seconds for the others to leave."""

@@ -21,7 +21,7 @@ _NO_MEMORY = f"os_error_code='{errno.ENOMEM}'"
 
 
 def out_of_memory(error: BaseException | None) -> BaseException | None:
-    """Returns the error in the chain of causes that says that memory or a thread was refused; None: there is none."""
+    """Returns the error in the chain of causes that says that memory or a thread was refused, or None."""
     while error is not None:
         if isinstance(error, MemoryError) or getattr(error, "errno", 0) == errno.ENOMEM or _NO_MEMORY in str(error):
             return error
@@ -58,33 +58,37 @@ class UnawaitedErrors:
     """Records errors of threads and callbacks that nobody awaits, for the length of a `with` block."""
 
     def __init__(self):
-        self._found: collections.deque[Any] = collections.deque()
+        self._waiting: collections.deque[Any] = collections.deque()
 
     def __enter__(self) -> UnawaitedErrors:
         self._before = sys.unraisablehook, threading.excepthook
         # in C: a hook in Python has no memory for its frame in a thread that has none for its first
-        sys.unraisablehook = self._found.append
-        threading.excepthook = self._of_thread
+        sys.unraisablehook = self._waiting.append
+        threading.excepthook = self._handle_thread
         return self
 
     def __exit__(self, *_) -> None:
         sys.unraisablehook, threading.excepthook = self._before
-        self.out_of_memory()
+        self._take_out_of_memory()
 
-    def out_of_memory(self) -> BaseException | None:
-        """Returns an error of `out_of_memory` if there was one since the last call; the others are printed."""
-        found = None
-        while self._found:
-            unraisable = self._found.popleft()
+    def raise_out_of_memory(self) -> None:
+        """Raises an error of `out_of_memory` if there was one since the last call; the others are printed."""
+        if (error := self._take_out_of_memory()) is not None:
+            raise error
+
+    def _take_out_of_memory(self) -> BaseException | None:
+        first = None
+        while self._waiting:
+            unraisable = self._waiting.popleft()
             # a MemoryError may have no value yet
             error = unraisable.exc_value or unraisable.exc_type()
             if out_of_memory(error) is None:
                 self._before[0](unraisable)
-            found = found or out_of_memory(error)
-        return found
+            first = first or out_of_memory(error)
+        return first
 
-    def _of_thread(self, args: Any) -> None:
+    def _handle_thread(self, args: Any) -> None:
         if out_of_memory(args.exc_value) is None:
             self._before[1](args)
         else:
-            self._found.append(args)
+            self._waiting.append(args)

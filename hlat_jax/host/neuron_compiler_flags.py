@@ -13,7 +13,7 @@ from hlat_jax.host.neuron_topology import Topology
 
 _SAME = {"-O": "--optlevel", "-lnc": "--logical-nc-config"}
 COMPILER_KILLED = r"\bF137\b|(failed with|code|exitcode=) ?-9\b"  # an extended regular expression of grep too
-# A value of None: a switch. Source: AWS Neuron docs, neuronx-cc CLI reference, SDK 2.32; a test compares them with
+# The value of a switch is None. Source: AWS Neuron docs, neuronx-cc CLI reference, SDK 2.32; a test compares them with
 # the defaults of each release in `sdk_releases`.
 Flags = dict[str, str | None]
 
@@ -43,22 +43,22 @@ def with_config(flags: Flags, text: str, topology: Topology) -> Flags:
     """Returns flags with those of `train.compiler_flags`, which replace others of the same name.
 
     Raises:
-      ValueError: as `joined`.
+      ValueError: as `join`.
     """
-    given = dict(_checked("train.compiler_flags", text, topology))
+    given = dict(_parse_checked("train.compiler_flags", text, topology))
     kept = {name: value for name, value in flags.items() if _subject(name) not in map(_subject, given)}
     return kept | given
 
 
-def joined(flags: Flags, yours: str, topology: Topology) -> tuple[str, list[str]]:
+def join(flags: Flags, yours: str, topology: Topology) -> tuple[str, list[str]]:
     """Returns (NEURON_CC_FLAGS, a line for each of `flags` that the user overrides).
 
     The user's text is kept unchanged, after those of `flags` that it does not set.
 
     Raises:
-      ValueError: a renamed flag, or one that contradicts the topology or the config.
+      ValueError: a flag that contradicts the topology or the config.
     """
-    given = {_subject(name): value for name, value in _checked("NEURON_CC_FLAGS", yours, topology)}
+    given = {_subject(name): value for name, value in _parse_checked("NEURON_CC_FLAGS", yours, topology)}
     ours = {name: value for name, value in flags.items() if _subject(name) not in given}
     notes = []
     for name, value in flags.items():
@@ -77,16 +77,16 @@ def _subject(name: str) -> str:
     return name.replace("--disable-", "--enable-")
 
 
-def _checked(where: str, text: str, topology: Topology) -> Iterator[tuple[str, str | None]]:
+def _parse_checked(where: str, text: str, topology: Topology) -> Iterator[tuple[str, str | None]]:
     try:
-        for name, value in _parsed(text):
+        for name, value in _parse(text):
             _check(name, value, topology)
             yield name, value
     except ValueError as error:
         raise ValueError(f"{where}={text!r}: {error}") from None
 
 
-def _parsed(text: str) -> Iterator[tuple[str, str | None]]:
+def _parse(text: str) -> Iterator[tuple[str, str | None]]:
     """Yields (long name, value) of `--a=b`, `--a b`, `-O1`, `-lnc 2` and `--switch`."""
     words = shlex.split(text)
     index = 0
@@ -102,8 +102,6 @@ def _parsed(text: str) -> Iterator[tuple[str, str | None]]:
 
 
 def _check(name: str, value: str | None, topology: Topology) -> None:
-    if name == "--internal-num-neuroncores-per-sengine":
-        raise ValueError(f"{name} is an older name; write --logical-nc-config={topology.lnc}.")
     if name == "--logical-nc-config" and value != str(topology.lnc):
         raise ValueError(
             f"{name}={value}, but the runtime runs with --lnc={topology.lnc} "

@@ -18,13 +18,12 @@ from collections.abc import Mapping, MutableMapping
 from hlat_jax.config import ParallelConfig, PrecisionConfig, check_choice
 from hlat_jax.facts.core_groups import DISPUTED, verdict_of_first
 from hlat_jax.facts.policies import POLICY_FACTS
-from hlat_jax.host.neuron_compiler_flags import compiler_flags, joined, with_config
+from hlat_jax.host.neuron_compiler_flags import compiler_flags, join, with_config
 from hlat_jax.host.neuron_topology import (
     COLLECTIVES_PORT,
     HERE,
     Machine,
     Topology,
-    check_host,
     checked,
     instance_to_serve,
     launcher,
@@ -66,8 +65,8 @@ class Environment:
     """The environment of a process before JAX is imported.
 
     Attributes:
-      variables: to be set, with the user's values where those take precedence.
-      unset: to be removed.
+      variables: variables to set, with the user's values where those take precedence.
+      unset: variables to remove.
       notes: a line for each value of the user's that takes precedence, and for each name that looks misspelt.
     """
 
@@ -99,11 +98,11 @@ def environment(
     Args:
       precision: the policy, and whether hardware or software rounds.
       parallel: degrees of the mesh.
-      topology: of the job, as seen by this process.
-      current: the variables that are set already; a value of the user's takes precedence, see Environment.notes.
-      profile: folder for what JAX's profiler records of the devices (`train.profile_steps`); empty: they are not
+      topology: the topology of the job, as seen by this process.
+      current: the variables that are set already, whose values take precedence, see Environment.notes.
+      profile: folder for what JAX's profiler records of the devices (`train.profile_steps`), or "" where they are not
         recorded, which takes memory of theirs.
-      config_flags: `train.compiler_flags`.
+      config_flags: value of `train.compiler_flags`.
 
     Raises:
       ValueError: an invalid topology or precision, or a variable of `current` that was removed, or that contradicts
@@ -121,20 +120,14 @@ def environment(
         ours |= {"NEURON_RT_INSPECT_DEVICE_PROFILE": "1", "NEURON_RT_INSPECT_OUTPUT_DIR": profile}
     _check_contradictions(ours, topology, current)
     flags = with_config(compiler_flags(topology), config_flags, topology)
-    ours["NEURON_CC_FLAGS"], notes = joined(flags, current.get("NEURON_CC_FLAGS", ""), topology)
-    variables = {}
+    ours["NEURON_CC_FLAGS"], notes = join(flags, current.get("NEURON_CC_FLAGS", ""), topology)
+    variables = dict(ours)
     for name, value in ours.items():
         yours = current.get(name) or value  # an empty variable counts as unset
-        if name == "NEURON_CC_FLAGS" or yours == value:
-            variables[name] = value
-            continue
-        if name in FIXED:
-            raise ValueError(
-                f"{name}={yours} contradicts {FIXED[name]}, which gives {value}; unset it, or change that setting."
-            )
-        variables[name] = yours
-        notes.append(f"{name}: your value {yours} replaces {value}")
-    notes += _misspelt(current, set(variables))
+        if name != "NEURON_CC_FLAGS" and yours != value:
+            variables[name] = yours
+            notes.append(f"{name}: your value {yours} replaces {value}")
+    notes += _spelling_notes(current, set(variables))
     unset = tuple(name for name in (_OPEN_MPI_DAEMON,) if topology.launcher == "mpi" and name in current)
     level, why = verdict_of_first(topology.devices_per_node, instance=topology.instance, lnc=topology.lnc)
     notes += [f"--cores={topology.devices_per_node} is disputed: {why}"] * (level == DISPUTED)
@@ -161,10 +154,10 @@ def prepare(precision: PrecisionConfig, parallel: ParallelConfig, *, machine: Ma
         return "environment: nothing to set, as no Neuron device is used"
     if "jax" in sys.modules:
         raise ValueError(f"{instance}: JAX is imported already; start Python again and call this first.")
-    place = Topology(instance, lnc=lnc_of(os.environ), launcher=launcher(os.environ))
-    found = environment(precision, parallel, place, current=os.environ)
-    apply(os.environ, found)
-    return "\n".join((f"environment: set for {instance}", *found.notes))
+    topology = Topology(instance, lnc=lnc_of(os.environ), launcher=launcher(os.environ))
+    computed = environment(precision, parallel, topology, current=os.environ)
+    apply(os.environ, computed)
+    return "\n".join((f"environment: set for {instance}", *computed.notes))
 
 
 def recorded(environ: Mapping[str, str]) -> dict[str, str]:
@@ -252,17 +245,21 @@ def _check_contradictions(ours: Mapping[str, str], topology: Topology, current: 
         raise ValueError(f"JAX_PLATFORMS={platforms} keeps JAX off the devices of {topology.instance}; unset it.")
     if current.get("NEURON_RT_INSPECT_DEVICE_PROFILE") == "1":
         _check_profile(current)
+    # of one process, which sets neither: they may be left of a larger job
+    alone = {"NEURON_PJRT_PROCESSES_NUM_DEVICES": str(topology.devices_per_node), "NEURON_PJRT_PROCESS_INDEX": "0"}
+    for name, setting in FIXED.items():
+        value = (alone | ours)[name]
+        if current.get(name, value) not in ("", value):
+            raise ValueError(
+                f"{name}={current[name]} contradicts {setting}, which gives {value}; unset it, or change that setting."
+            )
     num_devices = topology.nodes * topology.devices_per_node
     if num_devices == 1 and current.get("NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU", "0") != "0":
         raise ValueError(
             "NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU=1 with one device would run the whole training step on the host's "
             "CPU, as it has no collectives; unset it, or use more than --cores=1."
         )
-    for name in ("NEURON_PJRT_PROCESSES_NUM_DEVICES", "NEURON_PJRT_PROCESS_INDEX"):
-        if topology.nodes == 1 and current.get(name, "").strip("0") and name not in ours:
-            _check_alone(name, current[name], topology)
     _check_visible(topology, current)
-    _check_root(topology, current.get("NEURON_RT_ROOT_COMM_ID", ""))
 
 
 def _check_profile(current: Mapping[str, str]) -> None:
@@ -274,12 +271,6 @@ def _check_profile(current: Mapping[str, str]) -> None:
         )
 
 
-def _check_alone(name: str, value: str, topology: Topology) -> None:
-    alone = {"NEURON_PJRT_PROCESSES_NUM_DEVICES": str(topology.devices_per_node), "NEURON_PJRT_PROCESS_INDEX": "0"}
-    if value != alone[name]:
-        raise ValueError(f"{name}={value} belongs to a larger job than --nodes=1, which has {alone[name]}; unset it.")
-
-
 def _check_visible(topology: Topology, current: Mapping[str, str]) -> None:
     name = next((n for n in ("NEURON_RT_VISIBLE_CORES", "NEURON_RT_NUM_CORES") if current.get(n)), None)
     if name is None:
@@ -287,9 +278,9 @@ def _check_visible(topology: Topology, current: Mapping[str, str]) -> None:
     value = current[name]
     visible = _num_visible(value) if name == "NEURON_RT_VISIBLE_CORES" else int(value) if value.isdecimal() else None
     if visible != topology.devices_per_node:
-        found = "not a list of cores" if visible is None else f"{visible} cores"
+        what = "not a list of cores" if visible is None else f"{visible} cores"
         change = f", or give --cores={visible}" if visible else ""
-        raise ValueError(f"{name}={value}: {found}, but the run uses {topology.devices_per_node}; unset it{change}.")
+        raise ValueError(f"{name}={value}: {what}, but the run uses {topology.devices_per_node}; unset it{change}.")
 
 
 def _num_visible(text: str) -> int | None:
@@ -303,19 +294,7 @@ def _num_visible(text: str) -> int | None:
     return count if count > 0 else None
 
 
-def _check_root(topology: Topology, value: str) -> None:
-    if not value:
-        return
-    host, _, port = value.rpartition(":")
-    check_host(host, f"NEURON_RT_ROOT_COMM_ID={value}: host")
-    if not port.isdecimal() or not 0 < int(port) < 65536 or int(port) == topology.port:
-        raise ValueError(
-            f"NEURON_RT_ROOT_COMM_ID={value} must end in a port other than JAX's, {topology.port}; "
-            f"use {COLLECTIVES_PORT}."
-        )
-
-
-def _misspelt(current: Mapping[str, str], known: set[str]) -> list[str]:
+def _spelling_notes(current: Mapping[str, str], known: set[str]) -> list[str]:
     known = known | set(FIXED) | set(USERS)
     notes = []
     for name in sorted(current):

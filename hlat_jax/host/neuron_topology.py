@@ -23,13 +23,13 @@ class Topology:
 
     Attributes:
       instance: a key of INSTANCES.
-      nodes: instances of the job.
+      nodes: number of instances of the job.
       rank: index of this instance, 0 .. nodes - 1.
       coordinator: host name or address of rank 0; may be empty for one node.
-      port: of JAX's coordinator.
-      lnc: physical cores that one JAX device takes; 0: the default of the instance.
-      cores: JAX devices of its node that this process uses; 0: all.
-      launcher: plain, slurm or mpi.
+      port: port of JAX's coordinator.
+      lnc: physical cores that one JAX device takes, or 0 for the default of the instance.
+      cores: JAX devices of its node that this process uses, or 0 for all.
+      launcher: "plain", "slurm" or "mpi".
       cache: folder of compiled programs on the node's own disk.
     """
 
@@ -77,12 +77,7 @@ def checked(topology: Topology) -> Topology:
     """
     t = topology
     if t.instance not in INSTANCES:
-        advice = nearest(t.instance, INSTANCES)
-        if t.instance.startswith("trn3"):
-            advice = (
-                "No page names an instance type with trn3: use plan --instance=trn3-gen1 and neuron lint --target=trn3."
-            )
-        raise ValueError(f"--instance={t.instance}: no such instance type. {advice}")
+        raise ValueError(f"--instance={t.instance}: no such instance type. {nearest(t.instance, INSTANCES)}")
     kind = t.kind
     if t.lnc and t.lnc not in kind.lncs:
         allowed = " or ".join(map(str, sorted(kind.lncs)))  # trn1: the compiler's error NCC_EARG001
@@ -186,13 +181,13 @@ def instance_to_serve(given: str, platforms: str, *, machine: Machine) -> str:
     """
     if given or (platforms and "neuron" not in platforms.split(",")):
         return given
-    found = detected_instance(machine)
-    if platforms and not found:
+    instance = detected_instance(machine)
+    if platforms and not instance:
         raise ValueError(
             f"JAX_PLATFORMS={platforms} names neuron, and this machine has no {machine.devices / 'neuron0'}: unset it, "
             "or give --instance=TYPE."
         )
-    return found
+    return instance
 
 
 def detected_instance(machine: Machine) -> str:

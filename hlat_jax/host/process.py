@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # every command imports this first, and until then Ctrl-C giv
     from collections.abc import Callable, Iterator
     from typing import Any, NoReturn
 
-    from hlat_jax.host.activity import Activity
+    from hlat_jax.host.watchdog import Watchdog
 
 INDEX_FOLDER = "index"  # of the run folder: offsets of the lines of JSONL files; may be deleted at any time
 LOCK_FILE = ".lock"
@@ -296,27 +296,27 @@ class StopSignals:
     one does always.
 
     Attributes:
-      name: the signal that came first; "" before it.
-      activity: of the main thread.
-      unfinished: what it finishes before it stops; "" while an end at once loses nothing.
-      saved_step: of the newest checkpoint; 0 without one.
+      name: the signal that came first, "" before it.
+      watchdog: the phases of the main thread.
+      unfinished: what it finishes before it stops, "" while an end at once loses nothing.
+      saved_step: the step of the newest checkpoint, 0 without one.
     """
 
-    def __init__(self, activity: Activity | None = None, *, alone: bool = True):
-        """`alone`: no other process would wait for this one, which else ends only where all of them do."""
-        from hlat_jax.host.activity import Activity
+    def __init__(self, watchdog: Watchdog | None = None, *, alone: bool = True):
+        """`alone` says that no other process would wait for this one: otherwise it ends only where all of them do."""
+        from hlat_jax.host.watchdog import Watchdog
 
         self.name, self.unfinished, self.saved_step = "", "", 0
-        self.activity, self._alone = activity or Activity(), alone
+        self.watchdog, self._alone = watchdog or Watchdog(), alone
 
     @property
     def doing(self) -> str:
         """What the run is doing, as in "compiling"; to set it begins that phase, perhaps again."""
-        return self.activity.doing
+        return self.watchdog.doing
 
     @doing.setter
     def doing(self, phase: str) -> None:
-        self.activity.begin(phase)
+        self.watchdog.begin(phase)
 
     def __enter__(self):
         numbers = [signal.SIGTERM, signal.SIGUSR1]
@@ -337,7 +337,7 @@ class StopSignals:
     ) -> Iterator[None]:
         """Sets both attributes for the length of the block, which makes progress while `status()` changes."""
         before = self.doing, self.unfinished
-        self.activity.begin(doing, status=status)
+        self.watchdog.begin(doing, status=status)
         self.unfinished = unfinished
         try:
             yield

@@ -44,8 +44,8 @@ def main(argv: Sequence[str]) -> int:
     config = resolve_with_tokenizer(mutable)
     if not values.out:
         raise ValueError("--out=DIR is missing; name a folder for the modules and compile.sh.")
-    is_chip = values.target in TARGETS  # at its default LNC, as in the lint
-    place = checked(Topology(TARGETS.get(values.target, values.target), lnc=0 if is_chip else lnc_of(os.environ)))
+    is_chip = values.instance in TARGETS  # at its default LNC, as in the lint
+    place = checked(Topology(TARGETS.get(values.instance, values.instance), lnc=0 if is_chip else lnc_of(os.environ)))
     folder = flags_lib.make_folder("--out", values.out)
     os.environ["JAX_PLATFORMS"] = "cpu"  # leave any accelerator to other processes
     from hlat_jax.neuron import hlo, hlo_proto, programs
@@ -88,7 +88,7 @@ def _flags(config: Config, place: Topology) -> str:
 def _define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("out", "", "Folder for the modules and compile.sh.", flag_values=values)
     flags.DEFINE_enum(
-        "target", "trn1", [*TARGETS, *INSTANCES], "Device for compile.sh to compile for.", flag_values=values
+        "instance", "trn1", [*TARGETS, *INSTANCES], "Device for compile.sh to compile for.", flag_values=values
     )
     flags.DEFINE_enum("program", "all", [*PROGRAMS, "all"], "Program to write.", flag_values=values)
     flags.DEFINE_integer("devices", 0, "Number of devices in the mesh; 0: the recipe's.", 0, flag_values=values)

@@ -28,9 +28,9 @@ def main(argv: Sequence[str]) -> int:
     """Prints the findings for the programs of a config; returns 1 if one is an error, else 0."""
     mutable, values = flags_lib.parse(argv, _define)
     lnc = 0
-    if values.target in INSTANCES:
-        lnc = checked(Topology(values.target, lnc=lnc_of(os.environ))).lnc
-    values.target = target_of(values.target, lnc=lnc)
+    if values.instance in INSTANCES:
+        lnc = checked(Topology(values.instance, lnc=lnc_of(os.environ))).lnc
+    values.instance = target_of(values.instance, lnc=lnc)
     take_checked_model(mutable, given=flags_lib.given_keys(values))
     config = resolve_with_tokenizer(mutable)
     if values.json:
@@ -41,20 +41,22 @@ def main(argv: Sequence[str]) -> int:
     from hlat_jax.run.compilation import named_programs, traced_programs
 
     operators = _operators(values.operators)
-    count = values.devices or programs.num_devices(config, target=values.target)
-    program = make_program(config, programs.layout_for_neuron(config, count, target=values.target))
+    count = values.devices or programs.num_devices(config, target=values.instance)
+    program = make_program(config, programs.layout_for_neuron(config, count, target=values.instance))
     traced = traced_programs(program)
-    print(f"{config.name} for {values.target}, {count:,} devices: {_shape(program.layout)}")
+    print(f"{config.name} for {values.instance}, {count:,} devices: {_shape(program.layout)}")
     reports = {}
     for name in named_programs(program, values.program):
         began = time.monotonic()
         with show_progress(f"checking {name}"):
-            found = programs.findings(name, traced[name](), program=program, target=values.target, operators=operators)
+            found = programs.findings(
+                name, traced[name](), program=program, target=values.instance, operators=operators
+            )
         rows = [dataclasses.asdict(f) | {"explained": programs.EXPLAINED.get((name, f.rule), "")} for f in found]
         reports[name] = {"findings": rows, "seconds": time.monotonic() - began}
         print(_text(name, reports[name]))
     if values.json:
-        whole = {"config": config.name, "target": values.target, "devices": count, "programs": reports}
+        whole = {"config": config.name, "target": values.instance, "devices": count, "programs": reports}
         pathlib.Path(values.json).write_text(json.dumps(whole, indent=1) + "\n")
     rows = [row for report in reports.values() for row in report["findings"]]
     print(
@@ -77,7 +79,7 @@ def _operators(path: str) -> list[str]:
 
 
 def _define(values: flags.FlagValues) -> None:
-    flags.DEFINE_enum("target", "trn1", [*LINTED, *NODES], "Device or node to check for.", flag_values=values)
+    flags.DEFINE_enum("instance", "trn1", [*LINTED, *NODES], "Device or node to check for.", flag_values=values)
     flags.DEFINE_enum("program", "all", [*PROGRAMS, "all"], "Program to check.", flag_values=values)
     flags.DEFINE_integer("devices", 0, "Number of devices in the mesh; 0: the recipe's.", 0, flag_values=values)
     about = "Output of neuronx-cc list-operators; other operations are errors."

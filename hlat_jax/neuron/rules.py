@@ -15,8 +15,8 @@ SEVERITIES = ("error", "warning", "info")
 TARGETS = {"trn1": "trn1.32xlarge", "trn2": "trn2.48xlarge"}
 # what programs are checked for: these, trn2 at LNC 1, and a server of trn3, for which no page names an instance type
 LINTED = (*TARGETS, "trn2-lnc1", "trn3")
-# Nodes that can be planned and are no instance type. Not trn2-ultraserver, whose links between servers no rule knows.
-_OTHER_NODES = {"trn2.48xlarge-lnc1": "trn2-lnc1", "trn3-gen1": "trn3", "trn3-gen2": "trn3"}
+# Nodes that can be planned and are no instance type.
+_OTHER_NODES = {"trn2.48xlarge-lnc1": "trn2-lnc1"}
 NODES = (*INSTANCES, *_OTHER_NODES)
 
 

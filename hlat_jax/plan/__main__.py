@@ -37,9 +37,9 @@ def main(argv: Sequence[str]) -> int:
     take_checked_model(mutable, given=flags_lib.given_keys(values))
     config = resolve_with_tokenizer(mutable)
     _check_flags(values)
-    target = at_lnc(values.target, os.environ)
+    target = at_lnc(values.instance, os.environ)
     os.environ["JAX_PLATFORMS"] = "cpu"  # leaves an accelerator of this machine free
-    from hlat_jax.plan import aot, report, search, text
+    from hlat_jax.plan import aot, report, search
 
     site = report.Site(
         target=target,
@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     )
     with show_progress("tracing the step"):
         plan = search.complete(report.make_plan(config, site), config, site)
-    print(text.full(plan), flush=True)
+    print(report.as_text(plan), flush=True)
     if values.partition:
         try:
             with show_progress("compiling for virtual devices"):
@@ -58,26 +58,20 @@ def main(argv: Sequence[str]) -> int:
         except RuntimeError as error:  # the compiler failed, not the command: code 1
             print(f"error: {error}", file=sys.stderr)
             return 1
-        print("\n" + text.partitioned(plan["partition"]))
+        print("\n" + aot.partition_text(plan["partition"]))
     if values.search:
         with show_progress("weighing layouts") as status:
             plan["search"] = search.ranked(config, site, status=status)
-        print("\n" + text.ranking(plan["search"], f"{site.nodes} x {site.target}"))
+        print("\n" + search.ranking(plan["search"], f"{site.nodes} x {site.target}"))
     if values.json:
         pathlib.Path(values.json).write_text(json.dumps(plan, indent=1) + "\n")
     return 0 if plan["fits"] else 3
 
 
 def _check_flags(values: flags.FlagValues) -> None:
-    hardware.target(values.target)
-    if values.nodes < 1:
-        raise ValueError(f"--nodes={values.nodes} must be at least 1.")
+    hardware.target(values.instance)
     if not 0 < values.disk_gb_per_s < math.inf:
         raise ValueError(f"--disk_gb_per_s={values.disk_gb_per_s} must be above 0.")
-    if not 0 <= values.price_per_hour < math.inf:
-        raise ValueError(f"--price_per_hour={values.price_per_hour} must be at least 0; 0: unknown.")
-    if values.data_tokens < 0:
-        raise ValueError(f"--data_tokens={values.data_tokens} must be at least 0; 0: unknown.")
     if values.json:
         flags_lib.check_output("--json", values.json)
 
@@ -87,28 +81,28 @@ def at_lnc(target: str, environ: Mapping[str, str]) -> str:
 
     The variable counts for nodes that have several LNCs; for others it is that of another machine.
     """
-    instance = hardware.INSTANCES.get({"trn2-ultraserver": "trn2u.48xlarge"}.get(target, target))
+    instance = hardware.INSTANCES.get(target)
     if instance is None or len(instance.lncs) == 1:
         return target
-    planned = {instance.lncs[0]: target}
-    planned |= {lnc: name for lnc in instance.lncs if (name := f"{target}-lnc{lnc}") in hardware.TARGETS}
+    planned = {lnc: f"{target}-lnc{lnc}" for lnc in instance.lncs if f"{target}-lnc{lnc}" in hardware.TARGETS}
+    planned[instance.lncs[0]] = target
     lnc = lnc_of(environ) or instance.lncs[0]
     if lnc not in planned:
-        allowed = " or ".join(map(str, planned))
+        allowed = " or ".join(map(str, sorted(planned)))
         raise ValueError(f"NEURON_LOGICAL_NC_CONFIG={lnc}: {target} can be planned at LNC {allowed}; unset it.")
     return planned[lnc]
 
 
 def _define(values: flags.FlagValues) -> None:
     names = ", ".join([*hardware.TARGETS, "cpu"])
-    flags.DEFINE_string("target", "trn1.32xlarge", f"Node to plan for: {names}.", flag_values=values)
-    flags.DEFINE_integer("nodes", 1, "Number of nodes.", flag_values=values)
+    flags.DEFINE_string("instance", "trn1.32xlarge", f"Node to plan for: {names}.", flag_values=values)
+    flags.DEFINE_integer("nodes", 1, "Number of nodes.", 1, flag_values=values)
     flags.DEFINE_string("json", "", "Also write the plan to this file.", flag_values=values)
     flags.DEFINE_bool("search", False, "Try other layouts on the same nodes.", flag_values=values)
     flags.DEFINE_bool("partition", False, "Compile for virtual CPU devices and compare.", flag_values=values)
-    flags.DEFINE_float("price_per_hour", 0.0, "Price of one node; 0: unknown.", flag_values=values)
+    flags.DEFINE_float("price_per_hour", 0.0, "Price of one node; 0: unknown.", 0, flag_values=values)
     flags.DEFINE_float("disk_gb_per_s", 1.0, "Bandwidth of one node to the checkpoint's disk.", flag_values=values)
-    flags.DEFINE_integer("data_tokens", 0, "Tokens of the training data; 0: unknown.", flag_values=values)
+    flags.DEFINE_integer("data_tokens", 0, "Tokens of the training data; 0: unknown.", 0, flag_values=values)
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ from typing import Any
 
 from hlat_jax.config import Config, PrecisionConfig
 from hlat_jax.facts import hardware
-from hlat_jax.plan.collectives import Count, count_collectives, counted
-from hlat_jax.plan.report import Site, described
+from hlat_jax.facts.byte_sizes import format_bytes
+from hlat_jax.plan.report import Site, layout_dict, layout_text
 from hlat_jax.resolve import resolve
 
 MAX_DEVICES = 512
@@ -33,7 +33,8 @@ def partition(config: Config, site: Site, *, max_devices: int = MAX_DEVICES) -> 
       ValueError: a layout whose other degrees alone take more than 2,048 devices.
       RuntimeError: the compiling process failed; the message ends with its last output.
     """
-    small, num_devices = reduced(config, site, max_devices=max_devices)
+    small, num_devices = fewer_replicas(config, site.num_devices, max_devices=max_devices)
+    small = dataclasses.replace(small, precision=PrecisionConfig(policy=_POLICY))
     platform = hardware.target(site.target).platform
     task = {"config": small.to_dict(), "num_devices": num_devices, "platform": platform}
     flags = f"--xla_force_host_platform_device_count={num_devices} --xla_backend_optimization_level=0"
@@ -44,12 +45,6 @@ def partition(config: Config, site: Site, *, max_devices: int = MAX_DEVICES) -> 
     if done.returncode:
         raise RuntimeError(f"compiling for {num_devices} virtual CPU devices failed: {done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def reduced(config: Config, site: Site, *, max_devices: int) -> tuple[Config, int]:
-    """Returns `fewer_replicas` under a precision policy that CPUs compute as declared."""
-    small, num_devices = fewer_replicas(config, site.num_devices, max_devices=max_devices)
-    return dataclasses.replace(small, precision=PrecisionConfig(policy=_POLICY)), num_devices
 
 
 def fewer_replicas(config: Config, num_devices: int, *, max_devices: int) -> tuple[Config, int]:
@@ -78,7 +73,6 @@ def compiled(config: Config, num_devices: int, platform: str) -> dict[str, Any]:
     from hlat_jax.parallel.degrees import layout_over
     from hlat_jax.passes.liveness import estimated_temporaries
     from hlat_jax.passes.products import live_jaxpr
-    from hlat_jax.plan.traffic import traced_collectives
     from hlat_jax.program import make_program, state_bytes
 
     start = time.monotonic()
@@ -93,28 +87,28 @@ def compiled(config: Config, num_devices: int, platform: str) -> dict[str, Any]:
     arguments, jaxpr = program.step_arguments, live_jaxpr(program.trace_step())
     step = program.trace_step().lower().compile()
     memory = step.memory_analysis()
-    planned = counted(traced_collectives(jaxpr, layout.mesh))
     return {
         "devices": num_devices,
-        "layout": described(config, layout),
+        "layout": layout_dict(config, layout),
         "policy": config.precision.policy,
         "seconds": time.monotonic() - start,
         "argument_bytes": memory.argument_size_in_bytes,
         "planned_argument_bytes": state_bytes(arguments[0]) + state_bytes(arguments[1]) + 4,
         "temporary_bytes": memory.temp_size_in_bytes,
         "planned_temporary_bytes": estimated_temporaries(jaxpr, arguments).total,
-        "collectives": _compared(count_collectives(step.as_text(), layout.mesh), planned),
     }
 
 
-def _compared(compiled: dict[Any, Count], planned: dict[Any, Count]) -> list[dict[str, Any]]:
-    none = Count(0, 0, 0, 0, 0.0)
-    rows = []
-    for kind, axes in sorted({*compiled, *planned}):
-        ours, theirs = planned.get((kind, axes), none), compiled.get((kind, axes), none)
-        row = {"kind": kind, "axes": list(axes), "count": theirs.executions, "planned_count": ours.executions}
-        rows.append(row | {"payload_bytes": theirs.payload_bytes, "planned_payload_bytes": ours.payload_bytes})
-    return rows
+def partition_text(part: dict[str, Any]) -> str:
+    """Returns the figures of the program compiled for virtual devices, next to the planned ones."""
+    lines = [
+        f"Compiled for {part['devices']} virtual CPU devices ({layout_text(part['layout'])}), {part['seconds']:.0f} s, "
+        f"under precision.policy={part['policy']}"
+    ]
+    for name in ("argument_bytes", "temporary_bytes"):
+        compiled, planned = (format_bytes(part[key]) for key in (name, f"planned_{name}"))
+        lines.append(f"  {name.replace('_', ' '):<16} {compiled:>12}, planned {planned:>12}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

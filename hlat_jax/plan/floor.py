@@ -31,7 +31,7 @@ class Floor:
 
     Attributes:
       total: bytes of one device.
-      step_s: projected, with nothing overlapped; 0 if the speed of the target is unknown.
+      step_s: seconds of a projected step with nothing overlapped; 0 if the speed of the target is unknown.
     """
 
     total: int
@@ -45,7 +45,7 @@ class Held:
     Attributes:
       state_bytes: parameters, moments and masters.
       params: parameters that the forward pass reads.
-      layer_params: those of them in the layers.
+      layer_params: parameters of the layers alone.
       gradient_bytes: gradients, in the dtype of their sums.
     """
 
@@ -85,10 +85,10 @@ def floor(config: Config, layout: Layout, *, target: hardware.Target, holds: Hel
     """Returns the lower bounds of `report.make_plan` of a config under a layout.
 
     Args:
-      config: of the run.
-      layout: of the config's degrees; may be abstract.
-      target: provides the speeds.
-      holds: `held(config, layout)`.
+      config: config of the run.
+      layout: layout of the config's degrees, which may be abstract.
+      target: node with the speeds.
+      holds: state and gradients, as `held(config, layout)` returns them.
     """
     config = dataclasses.replace(config, model=chosen_model(config, layout, platform=target.platform))
     shape = _Shape(config, layout)
@@ -182,4 +182,4 @@ class _Shape:
     def _over(self, axes: tuple[str, ...], kind: str, num_bytes: int, trips: int) -> Iterator[Collective]:
         wide = self.layout.wide(axes)
         if wide:
-            yield Collective(kind, wide, self.layout.size(wide), 1, num_bytes, trips, (), "")
+            yield Collective(kind, wide, self.layout.size(wide), num_bytes, trips)

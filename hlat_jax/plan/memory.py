@@ -26,16 +26,17 @@ class DeviceBytes:
     """Bytes of the fullest device, at its peak.
 
     Attributes:
-      params: what the forward pass reads; exact.
+      params: parameters that the forward pass reads; exact.
       opt_state: moments, master weights and counters; exact.
       batch: the rows of one step; exact.
       gradients: sums over microbatches, in the policy's dtype, not sharded over replicas unless the gradients of each
         microbatch are reduced; exact, and part of the temporaries.
-      activations: kept for the backward pass; estimated. If the layers run in a loop: the peak of what loops keep
-        besides the sums, including the gradients of one microbatch. If they are unrolled: the peak of what the forward
-        pass keeps for the backward pass, including the logits.
+      activations: values kept for the backward pass; estimated. Where the layers run in a loop, the peak of what loops
+        keep besides the sums, including the gradients of one microbatch; where they are unrolled, the peak of what the
+        forward pass keeps, including the logits.
       workspace: the rest of the temporaries; estimated.
-      logits: of one microbatch on this device, fp32, for information; part of the workspace if the loss is dense.
+      logits: logits of one microbatch on this device in fp32, for information; part of the workspace if the loss is
+        dense.
       temporaries_error: how much lower the estimate of temporaries may be than what is allocated, as a share of that.
     """
 

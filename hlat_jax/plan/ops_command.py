@@ -31,8 +31,6 @@ def _tune(argv: Sequence[str]) -> int:
     mutable, values = flags_lib.parse(argv, _define_tune)
     take_checked_model(mutable, given=flags_lib.given_keys(values))
     config = resolve_with_tokenizer(mutable)
-    if values.rounds < 1 or values.rows < 0:
-        raise ValueError(f"--rounds={values.rounds} must be at least 1, and --rows={values.rows} at least 0.")
     flags_lib.check_output("--out", values.out)
     import jax
 
@@ -112,13 +110,11 @@ def _choices(argv: Sequence[str]) -> int:
     mutable, values = flags_lib.parse(argv, _define_choices)
     take_checked_model(mutable, given=flags_lib.given_keys(values))
     config = resolve_with_tokenizer(mutable)
-    if values.platform and values.platform not in _PLATFORMS:
-        raise ValueError(f"--platform={values.platform}: {nearest(values.platform, _PLATFORMS)}")
     if values.platform:
         os.environ["JAX_PLATFORMS"] = "cpu"  # virtual devices
     from hlat_jax.ops import choices
 
-    layout = _layout(config, values.devices, platform=values.platform)
+    layout = _layout(config, values.devices, platform=values.platform or "")
     calls = choices.calls(config, layout)
     for key, choice in choices.choices(config, layout).items():
         print(f"model.{key}: {choice.name}, {choice.because}")
@@ -143,26 +139,21 @@ def _layout(config: config_lib.Config, num_devices: int, *, platform: str) -> An
 
 def _define_tune(values: flags.FlagValues) -> None:
     options = {"flag_values": values}
-    flags.DEFINE_integer(
-        "devices", 0, "Number of devices of the run, of which this is one; 0: those of this machine.", **options
-    )
+    about = "Number of devices of the run, of which this is one; 0: those of this machine."
+    flags.DEFINE_integer("devices", 0, about, 0, **options)
     flags.DEFINE_string("out", "tuned.json", "Table to write; entries for the same calls are replaced.", **options)
     flags.DEFINE_string("ops", "", "Ops to time, such as rms_norm,rope; empty: all.", **options)
-    flags.DEFINE_integer("rounds", 7, "Number of times each implementation is run; the median is written.", **options)
-    flags.DEFINE_integer("rows", 0, "Rows of the batch to time, where all do not fit in memory; 0: all.", **options)
+    about = "Number of times each implementation is run; the median is written."
+    flags.DEFINE_integer("rounds", 7, about, 1, **options)
+    flags.DEFINE_integer("rows", 0, "Rows of the batch to time, where all do not fit in memory; 0: all.", 0, **options)
 
 
 def _define_choices(values: flags.FlagValues) -> None:
     options = {"flag_values": values}
-    flags.DEFINE_string(
-        "platform", "", f"Virtual devices: {', '.join(_PLATFORMS)}; default: the devices of this machine.", **options
-    )
-    flags.DEFINE_integer(
-        "devices",
-        0,
-        "Number of virtual devices; 0: as few as the degrees allow, or without --platform those of this machine.",
-        **options,
-    )
+    about = "Virtual devices of this platform; default: the devices of this machine."
+    flags.DEFINE_enum("platform", None, _PLATFORMS, about, **options)
+    about = "Number of virtual devices; 0: as few as the degrees allow, or without --platform those of this machine."
+    flags.DEFINE_integer("devices", 0, about, 0, **options)
 
 
 VERBS = {"tune": _tune, "choices": _choices}

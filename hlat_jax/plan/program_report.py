@@ -21,7 +21,7 @@ from hlat_jax.passes.liveness import estimated_temporaries
 from hlat_jax.passes.products import PRODUCTS, live_jaxpr
 from hlat_jax.passes.remat import RematPlan
 from hlat_jax.passes.rewrite import RewriteReport
-from hlat_jax.plan.collectives import Collective, collectives
+from hlat_jax.plan.collectives import Collective, traced_collectives
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Report:
       kernels: op -> the chosen implementation, with the reasons against the others.
       rewrite: what was replaced in the loss function, and what was not; None without that pass.
       plan: of rematerialization; None without a memory budget.
-      collectives: of the compiled program.
+      collectives: those between replicas.
       bytes: see `Bytes`.
       compile_s: seconds that lowering and compiling took.
     """
@@ -110,9 +110,7 @@ def report(program: TrainingProgram, state: Any, batch: Any) -> Report:
     compiled = traces[stages[-1].name].lower().compile()
     seconds = time.monotonic() - began
     memory = compiled.memory_analysis()
-    found = (
-        [] if replica_sync is None else [c for c in collectives(compiled.as_text(), replica_sync.layout.mesh) if c.axes]
-    )
+    collectives = [] if replica_sync is None else traced_collectives(stages[-1].jaxpr, replica_sync.layout.mesh)
     held = Bytes(
         arguments=memory.argument_size_in_bytes,
         reused=memory.alias_size_in_bytes,
@@ -124,7 +122,7 @@ def report(program: TrainingProgram, state: Any, batch: Any) -> Report:
         kernels=program.kernels,
         rewrite=None if program.rewritten is None else program.rewritten.report(),
         plan=program.plan,
-        collectives=tuple(found),
+        collectives=tuple(collectives),
         bytes=held,
         compile_s=seconds,
     )

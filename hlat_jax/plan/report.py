@@ -1,4 +1,4 @@
-"""A plan: memory, collectives and projected speed of a run, as a dict of plain values.
+"""A plan: memory, collectives and projected speed of a run, as a dict of plain values, and that dict as text.
 
 Sizes are in bytes, times in seconds; every speed is labelled a projection.
 """
@@ -17,13 +17,12 @@ from hlat_jax.facts import hardware
 from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.facts.core_groups import DISPUTED, Server, server_of_target
 from hlat_jax.parallel.degrees import passes, verdicts
-from hlat_jax.parallel.sharding import Layout
+from hlat_jax.parallel.sharding import MESH_AXES, Layout
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.passes.products import live_jaxpr
-from hlat_jax.plan import instructions, published, roofline, text
-from hlat_jax.plan.collectives import counted
-from hlat_jax.plan.memory import checkpoint_bytes, device_bytes, host_bytes
-from hlat_jax.plan.traffic import traced_collectives
+from hlat_jax.plan import instructions, published, roofline
+from hlat_jax.plan.collectives import Collective, count_collectives, traced_collectives
+from hlat_jax.plan.memory import DeviceBytes, checkpoint_bytes, device_bytes, host_bytes
 from hlat_jax.program import RunProgram, make_program, programs_of_run, state_bytes
 from hlat_jax.run import budget as budget_lib
 from hlat_jax.run import costs
@@ -36,11 +35,11 @@ class Site:
     """The nodes that a run is planned for.
 
     Attributes:
-      target: a name of `hardware.target`.
+      target: name of a node, as for `hardware.target`.
       nodes: number of nodes.
       disk_bytes_per_s: bandwidth of one node to the checkpoint's disk.
-      price_per_hour: of one node; 0: unknown.
-      data_tokens: tokens of the training data; 0: unknown.
+      price_per_hour: price of one node, 0 where it is unknown.
+      data_tokens: number of tokens of the training data, 0 where it is unknown.
     """
 
     target: str
@@ -55,7 +54,7 @@ class Site:
 
     @property
     def server(self) -> Server | None:
-        """The Neuron servers of the nodes."""
+        """The Neuron servers of the nodes, or None."""
         return server_of_target(self.target, num_devices=self.num_devices)
 
 
@@ -95,13 +94,13 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
     target = hardware.target(site.target)
     jaxpr = live_jaxpr(program.trace_step())
     memory = device_bytes(program, jaxpr=jaxpr)
-    found = traced_collectives(jaxpr, layout.mesh)
+    collectives = traced_collectives(jaxpr, layout.mesh)
     budget = target.device.memory_bytes - target.device.reserved_bytes
     plan = {
         "config": config.name,
         "target": site.target,
         "nodes": site.nodes,
-        "layout": described(config, layout),
+        "layout": layout_dict(config, layout),
         "run": _run(program, site),
         "schedule": _schedule(config, layout, requested),
         "device_bytes": dataclasses.asdict(memory)
@@ -109,25 +108,19 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
         | {"upper": memory.upper, "budget": budget},
         "fits": memory.total <= budget,
         "fits_surely": memory.upper <= budget,
-        "collectives": _collectives(found, target=target, mesh=layout.mesh),
+        "collectives": _collectives(collectives, target=target, mesh=layout.mesh),
         "disputed_groups": verdicts(config, site.num_devices, site.server)[DISPUTED] if site.server else [],
         "saving": _saving(program.abstract_state, site),
     }
     if target.platform == "neuron":
-        limit = instructions.program_limit(config.train.compiler_flags)
-        limits = {"limit": limit, "operation_limit": instructions.operation_limit(site.target)}
-        found_instructions = step_instructions(program)
-        estimates = {
-            name: dataclasses.asdict(one) | {"judged": one.judged(name)} for name, one in found_instructions.items()
-        }
-        plan["instructions"] = {"programs": estimates} | limits
+        plan["instructions"] = _instructions(program, site)
     if target.device.peak_flops:
-        seconds = roofline.projected(jaxpr, found, target=target, mesh=layout.mesh, state_bytes=memory.state)
+        seconds = roofline.project(jaxpr, collectives, target=target, mesh=layout.mesh, state_bytes=memory.state)
         plan["projection"] = _projection(config, site, seconds)
     return plan
 
 
-def described(config: Config, layout: Layout) -> dict[str, Any]:
+def layout_dict(config: Config, layout: Layout) -> dict[str, Any]:
     """Returns the degrees, the number of devices, and the other splits of a layout."""
     parallel = config.parallel
     splits = {"zero1": parallel.zero1, "sequence_parallel": parallel.sequence_parallel}
@@ -138,8 +131,8 @@ def short_plan(program: RunProgram, *, budget: int) -> list[str]:
     """Returns the lines that `train` prints before it compiles its step; `budget`: bytes of one device."""
     jaxpr = live_jaxpr(program.trace_step())
     memory = device_bytes(program, jaxpr=jaxpr)
-    lines = [text.memory_line(memory, budget)]
-    counts = counted(traced_collectives(jaxpr, program.layout.mesh)).values()
+    lines = [memory_line(memory, budget)]
+    counts = count_collectives(traced_collectives(jaxpr, program.layout.mesh)).values()
     if counts:
         executions, sent = sum(count.executions for count in counts), sum(count.wire_bytes for count in counts)
         lines.append(f"collectives      {executions:,} per step, {format_bytes(sent)} sent by a device")
@@ -177,6 +170,18 @@ def _schedule(config: Config, layout: Layout, requested: str) -> dict[str, Any]:
     }
 
 
+def _instructions(program: RunProgram, site: Site) -> dict[str, Any]:
+    programs = {
+        name: dataclasses.asdict(counts) | {"judged": counts.judged(name)}
+        for name, counts in step_instructions(program).items()
+    }
+    return {
+        "programs": programs,
+        "limit": instructions.program_limit(program.config.train.compiler_flags),
+        "operation_limit": instructions.operation_limit(site.target),
+    }
+
+
 def step_instructions(program: RunProgram) -> dict[str, instructions.Instructions]:
     """Returns program -> estimated instructions, for a step and, where validation is on, `eval`.
 
@@ -194,9 +199,9 @@ def step_instructions(program: RunProgram) -> dict[str, instructions.Instruction
     return {name: instructions.estimated(live_jaxpr(trace()), num_shards=num_shards) for name, trace in traced.items()}
 
 
-def _collectives(found: list, *, target: hardware.Target, mesh: Any) -> list[dict[str, Any]]:
+def _collectives(collectives: list[Collective], *, target: hardware.Target, mesh: Any) -> list[dict[str, Any]]:
     rows = []
-    for (kind, axes), count in counted(found).items():
+    for (kind, axes), count in count_collectives(collectives).items():
         nodes, members = roofline.spread_over_nodes(axes, mesh=mesh, node_size=target.num_devices)
         over = "inside a node" if nodes == 1 else f"{nodes} nodes, {members} devices in each"
         group = math.prod(mesh.shape[axis] for axis in axes)
@@ -218,13 +223,12 @@ def _saving(state: Any, site: Site) -> dict[str, Any]:
 
 
 def _calibration(site: Site, seconds: roofline.Seconds) -> dict[str, Any] | None:
-    """Returns the held-out errors of the projection and the range of the step over all stacks; None: not calibrated."""
+    """Returns the held-out errors of the projection and the range of the step over all stacks, if it is calibrated."""
     if seconds.efficiency == 1.0:
         return None
-    steps = {
-        name: dataclasses.replace(seconds, efficiency=found.efficiency).step for name, found in roofline.STACKS.items()
-    }
-    ends = [factor * steps[name] for name, found in roofline.STACKS.items() for factor in found.step_range]
+    stacks = roofline.STACKS
+    steps = {name: dataclasses.replace(seconds, efficiency=stack.efficiency).step for name, stack in stacks.items()}
+    ends = [factor * steps[name] for name, stack in stacks.items() for factor in stack.step_range]
     return {
         "stack": roofline.STACK,
         "efficiency": seconds.efficiency,
@@ -264,3 +268,172 @@ def _projection(config: Config, site: Site, seconds: roofline.Seconds) -> dict[s
             for row in published.nearest(costs.num_params(config.model))
         ],
     }
+
+
+def memory_line(memory: DeviceBytes, budget: int) -> str:
+    """Returns the line that `train` prints for the memory of a device."""
+    verdict = "" if memory.upper <= budget else "; MAY NOT FIT" if memory.total <= budget else "; DOES NOT FIT"
+    verdict += ": try python -m hlat_jax.plan --search" if verdict else ""
+    return (
+        f"memory planned   {format_bytes(memory.total)} of {format_bytes(budget)} on the fullest device: "
+        f"{format_bytes(memory.state)} state, {format_bytes(memory.temporaries)} temporaries (estimated){verdict}"
+    )
+
+
+def as_text(plan: dict[str, Any]) -> str:
+    """Returns the whole plan as text."""
+    layout = plan["layout"]
+    devices = f"{layout['devices']:,} devices, {layout_text(layout)}"
+    lines = [f"{plan['config']} on {plan['nodes']} x {plan['target']}: {devices}"]
+    lines += [*_run_lines(plan), "", "Bytes of one device", *_memory_lines(plan), ""]
+    lines += ["Collectives of one step, per device", *_collective_lines(plan), ""]
+    lines += [*_projection_lines(plan), "", "Saving", *_saving_lines(plan)]
+    return "\n".join(lines)
+
+
+def layout_text(layout: dict[str, Any]) -> str:
+    """Returns the degrees of a layout that are above one, and its other splits."""
+    words = [f"{axis} {layout[axis]}" for axis in MESH_AXES if layout[axis] > 1]
+    extras = [", ZeRO-1"] * layout["zero1"] + [", sequence parallel"] * layout["sequence_parallel"]
+    return " x ".join(words or ["one device"]) + "".join(extras)
+
+
+def _run_lines(plan: dict[str, Any]) -> list[str]:
+    run = plan["run"]
+    epochs = "" if run["epochs"] is None else f", {run['epochs']:.2f} epochs of the data"
+    return [
+        f"parameters       {run['params']:,}",
+        f"FLOPs per token  {run['flops_per_token_6n']:.4g} (6N), {run['flops_per_token']:.4g} with attention",
+        f"steps            {run['steps']:,} of {run['tokens_per_step']:,} tokens: {run['tokens']:,} tokens{epochs}, "
+        f"{run['flops']:.3g} FLOPs",
+        *_schedule_lines(plan["schedule"]),
+        f"programs         {run['programs']} to compile",
+        *(instruction_lines(plan["instructions"]) if "instructions" in plan else []),
+    ]
+
+
+def instruction_lines(estimates: dict[str, Any]) -> list[str]:
+    """Returns the estimated instructions of the programs, and a warning with what to change if a limit is below."""
+    programs, limit, operation_limit = (estimates[key] for key in ("programs", "limit", "operation_limit"))
+    name, program = max(programs.items(), key=lambda item: item[1]["unrolled"])
+    largest = max(counts["largest"] for counts in programs.values())
+    unrolled, looped, operation = map(instructions.rounded, (program["unrolled"], program["looped"], largest))
+    line = f"instructions     about {unrolled} in program {name} with every loop unrolled, {looped} with none; "
+    line += f"{operation} in the largest operation ({instructions.NOTE})"
+    is_public = limit == instructions.PROGRAM_LIMIT
+    whose = "public logs show" if is_public else f"{instructions.LIMIT_FLAG} and public logs give"
+    limits = f"{whose} {limit:,} per program and {operation_limit:,} per operation"
+    advice = []
+    above = [name for name, counts in programs.items() if counts["judged"] > limit]
+    if above:
+        advice.append(f"  WARNING for {', '.join(above)}: {limits}; {instructions.program_advice(above)}")
+    if largest > operation_limit:
+        advice.append(f"  WARNING: {limits}; {instructions.OPERATION_ADVICE}")
+    return [line, *(advice or [f"  below the limits: {limits}"])]
+
+
+def _schedule_lines(schedule: dict[str, Any]) -> list[str]:
+    m, p = schedule["num_microbatches"], schedule["num_stages"]
+    line = f"microbatches     {m} of {schedule['rows']} sequence(s) per device, remat {schedule['remat']}"
+    if p == 1:
+        return [line]
+    bubble = f"(p - 1) / (m + p - 1) = {p - 1} / {m + p - 1} = {schedule['bubble']:.1%} of the ticks"
+    return [line, f"pipeline         {p} stages, bubble {bubble}"]
+
+
+def _memory_lines(plan: dict[str, Any]) -> list[str]:
+    memory, m = plan["device_bytes"], plan["schedule"]["num_microbatches"]
+    logits = format_bytes(memory["logits"])
+    notes = {
+        "params": "exact",
+        "opt_state": "exact",
+        "batch": "exact",
+        "gradients": "of the batch, exact" if m == 1 else f"sums over {m} microbatches, exact",
+        "activations": "kept for the backward pass; estimated",
+        "workspace": f"the rest of the peak; estimated. Logits of a microbatch {logits}",
+    }
+    lines = [f"  {name:<14} {format_bytes(memory[name]):>12}  {note}" for name, note in notes.items()]
+    lines.append(
+        f"  {'total':<14} {format_bytes(memory['total']):>12}  of a budget of {format_bytes(memory['budget'])}"
+    )
+    if plan["fits_surely"]:
+        return [*lines, "  fits"]
+    if plan["fits"]:
+        upper, error = format_bytes(memory["upper"]), memory["temporaries_error"]
+        lines.append(f"  MAY NOT FIT: temporaries are estimated within {error:.0%}, so it may take {upper}")
+    else:
+        lines.append(f"  DOES NOT FIT; the largest part is {plan['binds']}")
+    change = plan.get("change")
+    lines.append(
+        f"  nearest change that certainly fits: {change}" if change else "  no single change fits; try --search"
+    )
+    return lines
+
+
+def _collective_lines(plan: dict[str, Any]) -> list[str]:
+    lines = [f"  {'kind':<19} {'axes':<32} {'group':>5} {'count':>7} {'payload':>12} {'sent':>12}  over"]
+    for row in plan["collectives"]:
+        axes = " x ".join(row["axes"])
+        lines.append(
+            f"  {row['kind']:<19} {axes:<32} {row['group']:>5} {row['count']:>7,} "
+            f"{format_bytes(row['payload_bytes']):>12} {format_bytes(row['sent_bytes']):>12}  {row['over']}"
+        )
+    lines += [f"  disputed: {words}" for words in plan["disputed_groups"]]
+    return lines if plan["collectives"] else ["  none"]
+
+
+def _projection_lines(plan: dict[str, Any]) -> list[str]:
+    projection = plan.get("projection")
+    if projection is None:
+        return ["no projection: the speed of this device is unknown"]
+    basis = "products at full speed"
+    if calibration := projection["calibration"]:
+        basis = f"products at {calibration['efficiency']:.0%} of full speed, as published for {calibration['stack']}"
+    price = "" if projection["price"] is None else f", price {projection['price']:,.0f}"
+    lines = [
+        f"step             {projection['step_s']:.3f} s, {projection['tokens_per_s']:,.0f} tokens/s, "
+        f"MFU {projection['mfu_6n']:.1%} (6N) ({projection['label']}: {basis}, nothing overlapped)",
+        _range_line(projection),
+        f"  at full speed products {projection['products']:.3f} s, update {projection['update']:.3f} s, collectives in "
+        f"a node {projection['link']:.3f} s, between nodes {projection['network']:.3f} s; the step with all "
+        f"collectives overlapped {projection['step_overlapped_s']:.3f} s",
+        f"  executed FLOPs are {projection['executed_over_model_flops']:.2f} of the model's: recomputation, idle "
+        "ticks, copies of KV heads",
+        f"  whole run {projection['days']:.1f} days, {projection['instance_hours']:,.0f} instance hours{price}",
+    ]
+    if projection["published"]:
+        ours = projection["tokens_per_s_and_node"]
+        lines.append(f"published for trn1.32xlarge, in tokens/s per node; projected here: {ours:,.0f}")
+    for row in projection["published"]:
+        lines.append(
+            f"  {row['tokens_per_s_and_node']:>8,.0f}  {row['nodes']} nodes, {row['layout']}, sequences of "
+            f"{row['seq_len']:,} ({row['source']})"
+        )
+    return lines
+
+
+def _range_line(projection: dict[str, Any]) -> str:
+    """Returns how far a real step may be from the projected one."""
+    calibration = projection["calibration"]
+    if calibration is None:
+        return "  not calibrated: no published rows for this kind of device; a real step is slower"
+    where = f"published rows of {calibration['device']}"
+    if calibration["is_extrapolated"]:
+        where += ", extrapolated to this device, for which none are published"
+    others = "".join(f"; as for {name} {step:.3f} s" for name, step in calibration["other_stacks"].items())
+    low, high = calibration["step_low_s"], calibration["step_high_s"]
+    errors = f"median {calibration['median_error']:.0%}, worst {calibration['worst_error']:.0%}{others}"
+    return (
+        f"  range {low:.3f} to {high:.3f} s: that of models held out of the fits, one for each training library, to "
+        f"{where}; error on them: {errors}; at full speed {projection['step_roofline_s']:.3f} s"
+    )
+
+
+def _saving_lines(plan: dict[str, Any]) -> list[str]:
+    saving = plan["saving"]
+    host = f" of {format_bytes(saving['host_memory_bytes'])}" if saving["host_memory_bytes"] else ""
+    return [
+        f"  checkpoint {format_bytes(saving['checkpoint_bytes'])}, {saving['seconds']:.1f} s at "
+        f"{saving['disk_bytes_per_s'] / 1e9:g} GB/s per node",
+        f"  host memory at most {format_bytes(saving['host_bytes'])}{host} per node while saving",
+    ]

@@ -28,7 +28,7 @@ class Calibration:
     """An efficiency that was fitted on the published steps of one training library.
 
     Attributes:
-      efficiency: of products and update relative to the roofline.
+      efficiency: speed of products and update relative to the roofline.
       step_range: smallest and largest published step over the projected one, on held-out models.
     """
 
@@ -55,7 +55,7 @@ class Seconds:
       link: collectives inside a node.
       network: collectives between nodes.
       flops: FLOPs of the products on one device, including recomputation and idle ticks.
-      efficiency: of products and update.
+      efficiency: speed of products and update relative to the roofline.
     """
 
     products: float
@@ -86,15 +86,15 @@ def efficiency(target: Target) -> float:
     return STACKS[STACK].efficiency if target.platform == "neuron" else 1.0
 
 
-def projected(jaxpr: Any, found: list[Collective], *, target: Target, mesh: Any, state_bytes: int) -> Seconds:
+def project(jaxpr: Any, collectives: list[Collective], *, target: Target, mesh: Any, state_bytes: int) -> Seconds:
     """Returns the projection of a traced step.
 
     Args:
-      jaxpr: of the whole step.
-      found: its collectives.
-      target: provides the speeds.
-      mesh: of the layout; `shape` maps axes to sizes.
-      state_bytes: of one device.
+      jaxpr: the whole step.
+      collectives: its collectives.
+      target: node with the speeds.
+      mesh: mesh of the layout, whose `shape` maps axes to sizes.
+      state_bytes: bytes of the state on one device.
     """
     device = target.device
     flops = seconds = 0.0
@@ -102,7 +102,7 @@ def projected(jaxpr: Any, found: list[Collective], *, target: Target, mesh: Any,
         flops += trips * count
         seconds += trips * max(count / device.peak_flops, num_bytes / device.memory_bytes_per_s)
     spent = {"link": 0.0, "network": 0.0}
-    for collective in found:
+    for collective in collectives:
         place, once = collective_seconds(collective, target=target, mesh=mesh)
         spent[place] += once * collective.trips
     update = 2 * state_bytes / device.memory_bytes_per_s
@@ -117,10 +117,6 @@ def collective_seconds(collective: Collective, *, target: Target, mesh: Any) -> 
     nodes, members = spread_over_nodes(collective.axes, mesh=mesh, node_size=target.num_devices)
     steps = math.ceil(math.log2(max(2, collective.group_size)))
     inside = collective.wire_bytes / target.link_bytes_per_s if members > 1 else 0.0
-    server_size = target.num_devices // target.servers
-    servers, _ = spread_over_nodes(collective.axes, mesh=mesh, node_size=server_size)
-    if members > 1 and servers > nodes:
-        inside = collective.wire_bytes / target.server_link_bytes_per_s
     if nodes == 1:
         return "link", inside + steps * LINK_HOP_S
     groups = min(target.num_devices, math.prod(mesh.shape.values())) / members

@@ -10,10 +10,12 @@ from typing import Any
 
 from hlat_jax.config import Config
 from hlat_jax.facts import hardware
+from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.facts.core_groups import DISPUTED
 from hlat_jax.parallel.degrees import all_degrees, passes, verdicts
 from hlat_jax.parallel.sharding import MESH_AXES, abstract_layout
 from hlat_jax.plan.floor import Floor, floor, held
+from hlat_jax.plan.memory import STAGES_ERROR, TEMPORARIES_ERROR
 from hlat_jax.plan.report import Site, make_plan
 from hlat_jax.resolve import resolve
 from hlat_jax.store.progress import Status
@@ -40,11 +42,11 @@ def ranked(
     step time, or bytes if the speed of the target is unknown.
 
     Args:
-      config: of the run.
+      config: config of the run.
       site: the nodes.
       most: number of layouts returned, each with its best schedule.
-      max_plans: most combinations planned.
-      status: is kept up to date, as if all of these were.
+      max_plans: largest number of combinations planned.
+      status: progress bar to keep up to date, as if so many were planned.
 
     Returns:
       {"rows": the best first, those with disputed groups after all others, "by": "step_s" or "total", "layouts": number
@@ -85,8 +87,8 @@ def ranked(
         elif degrees not in best or rank(row) < rank(best[degrees]):
             best[degrees] = row
     rows = sorted(best.values(), key=rank)[:most]
-    found = {"rows": rows, "by": by, "layouts": len(scored), "planned": planned, "budget": budget, "rest": rest}
-    return found | {"tight": tight} | {"smallest": min((least.total for least, _ in scored), default=None)}
+    result = {"rows": rows, "by": by, "layouts": len(scored), "planned": planned, "budget": budget, "rest": rest}
+    return result | {"tight": tight} | {"smallest": min((least.total for least, _ in scored), default=None)}
 
 
 def _degrees(config: Config) -> tuple[int, ...]:
@@ -137,9 +139,9 @@ def candidates(config: Config, site: Site) -> Iterator[tuple[Floor, Config]]:
         rows = config.data.batch_size // replicas
         for zero1, sequence_parallel in itertools.product(_switch(degrees["data"]), _switch(degrees["tensor"])):
             parallel = degrees | {"zero1": zero1, "sequence_parallel": sequence_parallel}
-            one = _changed(config, parallel, train={"num_microbatches": rows})
-            if one is not None and passes(one, site.num_devices, server=server):
-                yield from _schedules(one, site, rows=rows)
+            candidate = _changed(config, parallel, train={"num_microbatches": rows})
+            if candidate is not None and passes(candidate, site.num_devices, server=server):
+                yield from _schedules(candidate, site, rows=rows)
 
 
 def _switch(degree: int) -> tuple[bool, ...]:
@@ -197,3 +199,47 @@ def _nearest_change(config: Config, site: Site) -> str | None:
             return ", ".join(f"{name}.{key}={value}" for name, part in named.items() for key, value in part.items())
     more = _tried(config, dataclasses.replace(site, nodes=2 * site.nodes)) if site.nodes < 4096 else None
     return f"--nodes={2 * site.nodes}" if more and more["fits_surely"] else None
+
+
+def ranking(result: dict[str, Any], where: str) -> str:
+    """Returns the result of `ranked` for nodes called `where` as a table, the best first, or why there is none."""
+    planned, layouts = result["planned"], f"{result['layouts']:,}"
+    tight = (
+        f"{result['tight']} not ranked: they fit only if temporaries, which are estimated within "
+        f"{TEMPORARIES_ERROR:.0%}, with pipeline stages {STAGES_ERROR:.0%}, take no more than the estimate"
+    )
+    if not result["layouts"]:
+        return (
+            f"No layout for {where}: no degrees with tensor inside a node pass every check; change the batch or nodes."
+        )
+    if not result["rows"]:
+        budget, smallest = format_bytes(result["budget"]), format_bytes(result["smallest"])
+        least = f"none of the {planned} planned, of {layouts}; the smallest needs {smallest} before workspace."
+        least += f" {tight}." if result["tight"] else ""
+        return f"No layout for {where} fits {budget} per device: {least} Use more nodes."
+    has_speed = result["by"] == "step_s"
+    title = f"Layouts that fit {where}, by "
+    title += "projected step" if has_speed else "memory, as the speed of the device is unknown"
+    if any(row["disputed_groups"] for row in result["rows"]):
+        title += ", then those marked ?, whose groups of cores pages contradict each other on or do not name"
+    title += f"; {planned} of {layouts} planned"
+    if result["rest"] is not None:
+        least = f"{result['rest']:.3f} s" if has_speed else format_bytes(result["rest"])
+        title += f"; the others take at least {least}"
+    title += f"; {tight}" if result["tight"] else ""
+    lines = [
+        title,
+        "rank  pipe  data  fsdp  tensor  sequence  zero1  microbatches  remat      memory of a device    "
+        "step s    tokens/s",
+    ]
+    for rank, row in enumerate(result["rows"], 1):
+        layout = row["layout"]
+        sequence, zero1 = ("yes" if layout[key] else "no" for key in ("sequence_parallel", "zero1"))
+        speed = f"{row['step_s']:>8.3f}  {row['tokens_per_s']:>10,.0f}" if row["step_s"] else f"{'-':>8}  {'-':>10}"
+        lines.append(
+            f"{rank:>4}  {layout['pipe']:>4}  {layout['data']:>4}  {layout['fsdp']:>4}  {layout['tensor']:>6}  "
+            f"{sequence:<8}  {zero1:<5}  {row['num_microbatches']:>12}  {row['remat']:<9}  "
+            f"{format_bytes(row['total']):>9} of {format_bytes(row['budget'])}  {speed}"
+            + ("  ?" if row["disputed_groups"] else "")
+        )
+    return "\n".join(lines)

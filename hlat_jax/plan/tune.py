@@ -35,12 +35,12 @@ def measured(
     alike.
 
     Args:
-      op: one of `CASES`.
-      call: its spec, see `choices.calls`.
-      platform: of the device.
-      num_rounds: at least 1.
-      num_rows: rows of the batch to time; 0, or more than the call has: all.
-      excluded: as for `Op.refusals`.
+      op: an op of `CASES`.
+      call: spec of the call, as `choices.calls` returns it.
+      platform: platform of the device.
+      num_rounds: number of rounds, at least 1.
+      num_rows: number of rows of the batch to time, or 0 for all.
+      excluded: implementations to leave out, as for `Op.refusals`.
 
     Raises:
       ValueError: no implementation can serve the call.

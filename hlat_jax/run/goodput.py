@@ -19,14 +19,14 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, TypedDict
 
-from hlat_jax.host.activity import GAP_S, WAITING, Activity
+from hlat_jax.host.watchdog import GAP_S, WAITING, Watchdog
 from hlat_jax.store.atomic_files import to_disk
 from hlat_jax.store.metrics import duration
 from hlat_jax.store.typed_json import Line, Seconds, read_json, read_lines
 
 EVENTS_FILE, ALIVE_FILE, PLOT_FILE = "events.jsonl", "alive.json", "goodput.png"
 _USEFUL, _UNKNOWN, _STUCK, _STOPPED, _OTHER = "training", "unknown", "stuck", "stopped", "opening and closing"
-# Account of `Activity.spent` -> category; all others are _OTHER.
+# Account of `Watchdog.spent` -> category; all others are _OTHER.
 _CATEGORIES = {
     "training": _USEFUL,
     "training again": "training again",
@@ -85,15 +85,15 @@ _KINDS = {"start": _StartEvent, "saved": _StepEvent, "rewound": _StepEvent, "die
 class Ledger:
     """The ledger of process 0, for the length of a `with` block; it begins with `begin` or the first event."""
 
-    def __init__(self, workdir: pathlib.Path, activity: Activity):
+    def __init__(self, workdir: pathlib.Path, watchdog: Watchdog):
         """Changes nothing."""
-        self._workdir, self._activity = workdir, activity
+        self._workdir, self._watchdog = workdir, watchdog
         self._moved: dict[str, float] = {}  # account -> seconds of it in which the process was stopped
         self._beating, self._over = threading.Lock(), threading.Event()
         self._has_begun = False
         self._thread = threading.Thread(target=self._run, name="hlat-ledger", daemon=True)
         self._earlier: list[dict[str, Any]] = []
-        age_s = time.monotonic() - activity.began_s
+        age_s = time.monotonic() - watchdog.began_s
         self._began = {
             "pid": os.getpid(),
             "host": socket.gethostname(),
@@ -115,10 +115,10 @@ class Ledger:
         if left is not None and not any(_is_same(left, life) and "spent" in life for life in lives):
             self.event("died", life=left)
         self._earlier = _recorded_lives(self._workdir)
-        self._activity.again_until = max((life.get("step", 0) for life in self._earlier), default=0)
+        self._watchdog.again_until = max((life.get("step", 0) for life in self._earlier), default=0)
         self.event("start", **self._began)
         self.beat()
-        self._activity.beat = self.beat
+        self._watchdog.beat = self.beat
         self._thread.start()
 
     def __exit__(self, _type, error, _traceback):
@@ -126,7 +126,7 @@ class Ledger:
             return
         self._over.set()
         self._thread.join(_JOIN_S)
-        self._activity.beat = None
+        self._watchdog.beat = None
         with contextlib.suppress(OSError) if error is not None else contextlib.nullcontext():
             self.event("end", life=self._life(), error=f"{type(error).__name__}: {error}" if error else "")
             (self._workdir / ALIVE_FILE).unlink(missing_ok=True)
@@ -156,21 +156,21 @@ class Ledger:
             os.replace(partial, path)
 
     def _life(self) -> dict[str, Any]:
-        activity, spent = self._activity, self._spent()
-        if stuck_s := min(activity.stuck_s, spent.get(activity.account, 0.0)):
-            spent[activity.account] -= stuck_s
+        watchdog, spent = self._watchdog, self._spent()
+        if stuck_s := min(watchdog.stuck_s, spent.get(watchdog.account, 0.0)):
+            spent[watchdog.account] -= stuck_s
             spent[_STUCK] = stuck_s
         return {
             **self._began,
             "at": time.time(),
-            "life_s": time.monotonic() - activity.began_s,
-            "step": activity.step,
-            "doing": activity.doing,
+            "life_s": time.monotonic() - watchdog.began_s,
+            "step": watchdog.step,
+            "doing": watchdog.doing,
             "spent": {account: round(seconds, 4) for account, seconds in spent.items()},
         }
 
     def _spent(self) -> dict[str, float]:
-        spent = self._activity.spent()
+        spent = self._watchdog.spent()
         for account, seconds in self._moved.items():
             spent[account] = spent.get(account, 0.0) - seconds
             spent[_STOPPED] = spent.get(_STOPPED, 0.0) + seconds

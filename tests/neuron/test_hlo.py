@@ -175,7 +175,7 @@ def test_single_device_replica_has_the_full_program_without_collectives(computat
 
 def test_command_writes_modules_and_a_compile_script(tmp_path, monkeypatch, capsys):
     out = tmp_path / "hlo"
-    words = ["hlo", "--config=tiny", "--devices=2", "--program=eval", "--target=trn2.48xlarge", f"--out={out}"]
+    words = ["hlo", "--config=tiny", "--devices=2", "--program=eval", "--instance=trn2.48xlarge", f"--out={out}"]
     monkeypatch.setattr("sys.argv", ["hlat_jax", *words])
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
     with pytest.raises(SystemExit) as exit_:

@@ -15,7 +15,7 @@ import pytest
 from hlat_jax import config as config_lib
 from hlat_jax.neuron import preflight, programs
 from hlat_jax.neuron.__main__ import main
-from hlat_jax.plan.traffic import traced_collectives
+from hlat_jax.plan.collectives import traced_collectives
 from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve
 from hlat_jax.run.compilation import named_programs, traced_programs

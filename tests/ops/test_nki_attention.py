@@ -291,7 +291,7 @@ def test_trn1_refuses_the_kernels_with_the_page_unless_the_user_insists(chip):
     assert "AWS documents NKI for trn2 and trn3 only" in choice.passed_over["nki"]
 
 
-@pytest.mark.parametrize("chip", ["trn2", "trn2.48xlarge", "trn2-ultraserver", "trn3-gen1", ""])
+@pytest.mark.parametrize("chip", ["trn2", "trn2.48xlarge", "trn3", ""])
 def test_trn2_and_trn3_take_the_kernels(chip):
     one = with_nki()
     assert choices.choices(one, planned_layout(one, 1, platform="neuron", chip=chip))["attention"].name == "nki"
@@ -338,7 +338,7 @@ def test_lint_and_plan_refuse_the_kernels_on_trn1(monkeypatch):
     words = ["--config=tiny", "--config.model.attention=nki", "--config.model.max_positions=512"]
     words += ["--config.data.seq_len=512"]
     with pytest.raises(ValueError, match=REFUSED):
-        lint_command.main([*words, "--target=trn1"])
+        lint_command.main([*words, "--instance=trn1"])
     with pytest.raises(ValueError, match=REFUSED):
         make_plan(with_nki(), Site("trn1.2xlarge", 1))
 

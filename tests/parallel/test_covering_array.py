@@ -13,13 +13,13 @@ import covering
 import jax
 import numpy as np
 import pytest
+from compiled_collectives import collectives
 
 from hlat_jax.batch import concat_batch, segmented_batch
 from hlat_jax.config import default
 from hlat_jax.parallel.degrees import layout_over
 from hlat_jax.passes.products import live_jaxpr
-from hlat_jax.plan.collectives import collectives
-from hlat_jax.plan.traffic import traced_collectives
+from hlat_jax.plan.collectives import traced_collectives
 from hlat_jax.program import make_program, state_bytes
 from hlat_jax.resolve import resolve
 

@@ -27,7 +27,7 @@ from hlat_jax.parallel.replica_sync import ReplicaSync
 from hlat_jax.parallel.sharding import make_layout, resolve_degrees, shard_batch
 from hlat_jax.passes.jaxpr import equations
 from hlat_jax.passes.products import live_jaxpr
-from hlat_jax.plan.traffic import traced_collectives
+from hlat_jax.plan.collectives import traced_collectives
 from hlat_jax.precision import NEAREST, Accumulation
 from hlat_jax.program import make_program, model_loss
 from hlat_jax.resolve import resolve

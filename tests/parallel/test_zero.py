@@ -8,14 +8,14 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
+from compiled_collectives import collectives
 from foreign_models import batch, plain_loss, plain_params, user_model
 from programs import training_program
 
 from hlat_jax.batch import SumAndCount
 from hlat_jax.parallel.zero import make_replica_sync
 from hlat_jax.passes.products import live_jaxpr
-from hlat_jax.plan.collectives import collectives
-from hlat_jax.plan.traffic import traced_collectives
+from hlat_jax.plan.collectives import traced_collectives
 from hlat_jax.precision import POLICIES
 from hlat_jax.train_step import StepOptions
 

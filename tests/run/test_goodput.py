@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from hlat_jax.host.activity import WAITING, Activity
+from hlat_jax.host.watchdog import WAITING, Watchdog
 from hlat_jax.run import __main__ as command
 from hlat_jax.run import goodput as ledger
 from hlat_jax.run.goodput import ALIVE_FILE, EVENTS_FILE, Ledger, goodput, read_events
@@ -108,16 +108,16 @@ def test_steps_that_an_earlier_life_had_trained_are_done_again(tmp_path):
     died = life(100.0, FIRST, step=7)
     write(tmp_path, start(died))
     (tmp_path / ALIVE_FILE).write_text(json.dumps(died))
-    activity = Activity()
-    with Ledger(tmp_path, activity) as opened:
+    watchdog = Watchdog()
+    with Ledger(tmp_path, watchdog) as opened:
         opened.begin()
         for step in (5, 6, 7, 8):
-            activity.begin("training")
-            activity.step = step
+            watchdog.begin("training")
+            watchdog.step = step
             time.sleep(0.01)
-            activity.end_first_step()
-        activity.begin("saving")
-        spent = activity.spent()
+            watchdog.end_first_step()
+        watchdog.begin("saving")
+        spent = watchdog.spent()
         assert set(spent) == {"opening the run", "first step", "training again", "training", "saving"}
         assert spent["training again"] > spent["training"] >= 0.01
         opened.event("spike", step=8)
@@ -126,18 +126,18 @@ def test_steps_that_an_earlier_life_had_trained_are_done_again(tmp_path):
 
 
 def test_what_a_watch_found_stuck_is_not_training(tmp_path):
-    activity = Activity()
-    activity.step = 1
-    with Ledger(tmp_path, activity) as opened:
+    watchdog = Watchdog()
+    watchdog.step = 1
+    with Ledger(tmp_path, watchdog) as opened:
         opened.begin()
         for _ in range(2):
-            activity.begin("training")
-            activity.end_first_step()
+            watchdog.begin("training")
+            watchdog.end_first_step()
             time.sleep(0.05)
-        activity.stuck_s = 0.04
-        before = activity.spent()["training"]
-        activity.beat()
-        after = activity.spent()["training"]
+        watchdog.stuck_s = 0.04
+        before = watchdog.spent()["training"]
+        watchdog.beat()
+        after = watchdog.spent()["training"]
         left = json.loads((tmp_path / ALIVE_FILE).read_text())
     assert left["spent"]["stuck"] == 0.04
     trained = left["spent"]["training"] + left["spent"]["stuck"]
@@ -147,13 +147,13 @@ def test_what_a_watch_found_stuck_is_not_training(tmp_path):
 LIVES_FOR = """
 import pathlib, sys, time
 from hlat_jax.host import process
-from hlat_jax.host.activity import Activity
+from hlat_jax.host.watchdog import Watchdog
 from hlat_jax.run import goodput
 goodput.GAP_S, goodput._PERIOD_S = 0.5, 0.1
-activity = Activity(began_s=process.began_s())
-with goodput.Ledger(pathlib.Path(sys.argv[1]), activity) as ledger:
+watchdog = Watchdog(began_s=process.began_s())
+with goodput.Ledger(pathlib.Path(sys.argv[1]), watchdog) as ledger:
     ledger.begin()
-    activity.begin("compiling")
+    watchdog.begin("compiling")
     print("compiling", flush=True)
     time.sleep(float(sys.argv[2]))
 """
@@ -209,8 +209,8 @@ def test_bad_words_are_answered_by_one_line(tmp_path, monkeypatch, words, text):
 
 def test_a_disk_that_is_full_does_not_end_the_thread(tmp_path, monkeypatch):
     monkeypatch.setattr(ledger, "_PERIOD_S", 0.01)
-    activity = Activity()
-    with Ledger(tmp_path, activity) as opened:
+    watchdog = Watchdog()
+    with Ledger(tmp_path, watchdog) as opened:
         opened.begin()
         beats = []
 
@@ -225,7 +225,7 @@ def test_a_disk_that_is_full_does_not_end_the_thread(tmp_path, monkeypatch):
 
 def test_an_event_after_a_torn_line_is_not_lost(tmp_path):
     (tmp_path / EVENTS_FILE).write_text('{"event": "sav')
-    with Ledger(tmp_path, Activity()) as opened:
+    with Ledger(tmp_path, Watchdog()) as opened:
         opened.event("saved", step=8)
     assert [event["event"] for event in read_events(tmp_path)] == ["start", "saved", "end"]
 
@@ -243,7 +243,7 @@ def test_odd_lines_are_left_out(tmp_path, line):
 
 def test_an_error_at_the_first_event_is_not_hidden(tmp_path):
     (tmp_path / EVENTS_FILE).mkdir()
-    with pytest.raises(IsADirectoryError), Ledger(tmp_path, Activity()) as opened:
+    with pytest.raises(IsADirectoryError), Ledger(tmp_path, Watchdog()) as opened:
         opened.begin()
 
 

@@ -16,8 +16,8 @@ import time
 
 from hlat_jax.host import process
 
-# In shortest limits: evaluation and saves, all other phases. Those of a run (12 and 72) would take a trial hours.
-SHORT_LIMITS = {"_BRIEF_LIMIT": 2, "_LONG_LIMIT": 8}
+# In shortest limits: the phases of `watchdog.LIMITS`, and all others. Those of a run would take a trial hours.
+SHORT_LIMIT, SHORT_LIMIT_OF_OTHERS = 2, 8
 SHORT_WAITS_S = (0.5, 1.0, 2.0)  # instead of a minute
 SLOW_READ_S = 0.4
 
@@ -69,14 +69,14 @@ def install(faults: Faults) -> None:
     from hlat_jax.data import retries
     from hlat_jax.data.formats import files
     from hlat_jax.data.loader import TrainBatches
-    from hlat_jax.host import activity
+    from hlat_jax.host import watchdog
     from hlat_jax.run.compilation import Compilations
     from hlat_jax.run.validation import Validation
     from hlat_jax.store.checkpoint import Checkpointer
 
-    for name, factor in SHORT_LIMITS.items():
-        assert hasattr(activity, name), name
-        setattr(activity, name, factor)
+    for phase, limit in watchdog.LIMITS.items():
+        watchdog.LIMITS[phase] = dataclasses.replace(limit, shortest=SHORT_LIMIT)
+    watchdog.LIMIT_OF_OTHERS = watchdog.Limit(SHORT_LIMIT_OF_OTHERS)
 
     retries.WAITS_S = SHORT_WAITS_S
 

@@ -232,12 +232,12 @@ def test_bad_record_in_one_process_ends_both_and_keeps_earlier_steps(train_job, 
 PROGRAM = """
 import pathlib, sys, time
 from hlat_jax.host import distributed, process
-from hlat_jax.host.activity import WAITING, Activity
+from hlat_jax.host.watchdog import WAITING, Watchdog
 address, num_processes, process_id, last_words = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 job = distributed.resolve_job(address, num_processes, process_id, join_timeout_s=int(sys.argv[6]), peer_timeout_s=6)
-activity = Activity(least_s=0.2 if "activity" in last_words else 0)
+watchdog = Watchdog(least_s=0.2 if "watchdog" in last_words else 0)
 process.exit_on_interrupt()
-with distributed.joined(job, activity=activity, stacks=pathlib.Path(sys.argv[5]) / "stuck"):
+with distributed.joined(job, watchdog=watchdog, stacks=pathlib.Path(sys.argv[5]) / "stuck"):
     for turn in range(3):
         said = distributed.exchange(f"{turn}/{process_id}")
         assert said == [f"{turn}/{index}" for index in range(num_processes)], said
@@ -366,7 +366,7 @@ def test_unresponsive_process_ends_the_others_within_the_timeout(small_job, numb
 
 
 def test_a_process_that_is_alive_but_stuck_ends_all_with_stacks_and_a_code_of_its_own(small_job, tmp_path):
-    late, others = f"activity.begin('waiting for data'); {SLEEP}", f"activity.begin(WAITING); {WAIT}"
+    late, others = f"watchdog.begin('waiting for data'); {SLEEP}", f"watchdog.begin(WAITING); {WAIT}"
     with small_job(others, late, others) as job:
         assert job.wait() == [124] * 3
     for index in range(3):
@@ -381,10 +381,10 @@ def test_a_process_that_is_alive_but_stuck_ends_all_with_stacks_and_a_code_of_it
 def test_sigterm_that_a_stuck_process_does_not_answer_ends_it(small_job):
     """Signal handlers of Python do not run while the main thread is in C++ code."""
     stuck = f"""
-import hlat_jax.host.activity
-hlat_jax.host.activity._TERM_S = 1
-activity.begin("training")
-with process.StopSignals(activity, alone=False):
+import hlat_jax.host.watchdog
+hlat_jax.host.watchdog._TERM_S = 1
+watchdog.begin("training")
+with process.StopSignals(watchdog, alone=False):
     {WAIT}
 """
     with small_job(stuck, SLEEP) as job:

@@ -84,11 +84,11 @@ def test_a_run_that_waits_for_data_or_has_no_more_memory_ends_and_resumes_to_the
 PRINTS_WITHOUT_END = """
 import sys
 from hlat_jax.host import distributed
-from hlat_jax.host.activity import Activity
-activity = Activity(least_s=0.1)
-with distributed.joined(None, activity=activity):
+from hlat_jax.host.watchdog import Watchdog
+watchdog = Watchdog(least_s=0.1)
+with distributed.joined(None, watchdog=watchdog):
     for _ in range(5):
-        activity.begin("training")
+        watchdog.begin("training")
     while True:
         print("x" * 1000, flush=True)
 """

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import dataclasses
 import faulthandler
 import os
 import pathlib
@@ -23,39 +24,59 @@ from hlat_jax.host.limits import out_of_memory
 STUCK_CODE = 124  # exit code; launch/restart.sh starts the command again
 TERMINATED_CODE = 143  # of a process that SIGTERM ended, to the shell
 WAITING = "waiting for the other processes"
-_LEARNED = ("training", "waiting for data")  # what every step does alike
-_FACTOR, _SEEN = 20, 3  # their limits, once seen so often, in the longest time seen
-_SLOWER = 3  # of all else: at least so many times the longest seen
-_BRIEF = (*_LEARNED, WAITING, "evaluating", "starting to save", "starting to export", "saving")
-_BRIEF_LIMIT, _LONG_LIMIT = 12, 72  # in shortest limits: 1 h and 6 h of 300 s
+GAP_S = 5.0  # of a time without a look, this much counts: the whole process may have been stopped, as by Ctrl-Z
 _TERM_S, _TERM_FACTOR = 60.0, 3  # after SIGTERM, which is followed by SIGKILL
 _DUMP_S, _SAY_S = 10.0, 2.0
-_NAMED = 4  # at most so many processes in a line
-GAP_S = 5.0  # of a time without a look, this much counts: the whole process may have been stopped, as by Ctrl-Z
+_MOST_NAMED = 4  # processes in a line
 
 
-class Activity:
-    """What the main thread does, and for how long.
+@dataclasses.dataclass(frozen=True)
+class Limit:
+    """The longest time without progress in a phase.
 
-    The limit of a step, and of the wait for its batch, is 20 times the longest that was seen, but not less than
-    `least_s`; until three were seen, and of evaluation and saves, 12 times `least_s`; of all else, such as opening,
-    compiling and tasks, 72 times; but none is less than 3 times the longest seen. One other thread looks at it,
-    every second.
+    Attributes:
+      shortest: multiple of `Watchdog.least_s` below which no limit lies, unless the phase is learned.
+      longest: multiple of the longest time that the phase has taken, below which no limit lies.
+      learned: multiple of the longest time that is the limit once the phase was seen three times; 0 for phases whose
+        length says nothing about the next.
+    """
+
+    shortest: int
+    longest: int = 3
+    learned: int = 0
+
+
+_TIMES_UNTIL_LEARNED = 3
+# 12 and 72 are an hour and six hours at the default of --stuck_timeout_s, 300.
+LIMITS = {
+    "training": Limit(12, learned=20),
+    "waiting for data": Limit(12, learned=20),
+    WAITING: Limit(12),
+    "evaluating": Limit(12),
+    "starting to save": Limit(12),
+    "starting to export": Limit(12),
+    "saving": Limit(12),
+}
+LIMIT_OF_OTHERS = Limit(72)  # opening, compiling, tasks
+
+
+class Watchdog:
+    """The phase of the main thread, and for how long it may last, see `LIMITS`. Another thread looks every second.
 
     Attributes:
       doing: the phase, as in "compiling".
       step: the newest step.
       again_until: the last step that an earlier process of the run has trained: up to it, training is done again.
-      least_s: the shortest limit, in seconds; 0: there are none.
+      least_s: the shortest limit, in seconds; 0 for no limits.
       began_s: time.monotonic() of the start.
-      stuck_s: how long somebody made no progress when that was found; 0: it was not.
-      beat: enters the account of `spent` in the ledger; None: there is no ledger.
-      problem: returns what is wrong with the run folder, or ""; see `cause`.
-      end: ends the process with the reason of an error; None: whoever called us does.
+      stuck_s: seconds without progress of a process that was found stuck; 0 until then.
+      beat: function that enters the account of `spent` in the ledger, if there is one.
+      problem: function that returns what is wrong with the run folder, or ""; see `cause`.
+      end: function that ends the process with the reason of an error; None where the caller of the run does.
     """
 
     def __init__(self, *, least_s: float = 0.0, began_s: float | None = None):
-        """`began_s` is time.monotonic() of the start; None: now."""
+        """`began_s` is time.monotonic() of the start, by default now."""
         self.least_s, self.step, self.again_until = least_s, 0, 0
         self.began_s = time.monotonic() if began_s is None else began_s
         self.stuck_s, self._has_stepped = 0.0, False
@@ -122,16 +143,17 @@ class Activity:
         return "training again" if self.step <= self.again_until else doing
 
     def _limit_s(self, doing: str) -> float:
+        limit = LIMITS.get(doing, LIMIT_OF_OTHERS)
         count, longest = self._seen.get(doing, (0, 0.0))
-        if doing in _LEARNED and count >= _SEEN:
-            return max(self.least_s, _FACTOR * longest)
-        return max(self.least_s * (_BRIEF_LIMIT if doing in _BRIEF else _LONG_LIMIT), _SLOWER * longest)
+        if limit.learned and count >= _TIMES_UNTIL_LEARNED:
+            return max(self.least_s, limit.learned * longest)
+        return max(limit.shortest * self.least_s, limit.longest * longest)
 
     def cause(self) -> str:
         """Returns what is wrong with the run folder, or "" if nothing is or a disk that hangs does not tell."""
-        found: list[str] = []
-        _within(_DUMP_S, lambda: found.append(self.problem()))
-        return found[0] if found else ""
+        problems: list[str] = []
+        _call_within(_DUMP_S, lambda: problems.append(self.problem()))
+        return problems[0] if problems else ""
 
     @contextlib.contextmanager
     def ending_without_memory(self) -> Iterator[None]:
@@ -148,48 +170,50 @@ class Activity:
         now = self.snapshot()
         _, longest = self._seen.get(now["doing"], (0, 0.0))
         idle_s = min(since_sigterm_s, now["for_s"])
-        is_late = now["doing"] in _LEARNED and idle_s > max(_TERM_S, _TERM_FACTOR * longest)
+        is_step = LIMITS.get(now["doing"], LIMIT_OF_OTHERS).learned > 0
+        is_late = is_step and idle_s > max(_TERM_S, _TERM_FACTOR * longest)
         return idle_s if is_late and self.least_s else 0.0
 
 
 def stuck_line(snapshots: dict[int, dict[str, Any]], *, hosts: dict[int, str], where: pathlib.Path | None) -> str:
-    """Returns a line that names the processes that are stuck, or "" if none is; see `Activity.snapshot`.
+    """Returns a line that names the processes that are stuck, or "" if none is; see `Watchdog.snapshot`.
 
     A process that waits for others is not, unless all do. Those that are about to exceed the same limit at the same
     step are named too: one may wait for another inside of a phase. Those that stopped first come first.
     """
-    late = {index: one for index, one in snapshots.items() if 0 < one["limit_s"] < one["for_s"]}
-    busy = {index: one for index, one in late.items() if one["doing"] != WAITING}
+    late = {index: seen for index, seen in snapshots.items() if 0 < seen["limit_s"] < seen["for_s"]}
+    busy = {index: seen for index, seen in late.items() if seen["doing"] != WAITING}
     if not late or (not busy and len(late) < len(snapshots)):
         return ""
-    found = busy or late
-    places = {(one["doing"], one["step"]) for one in found.values()}
-    found |= {
-        index: one
-        for index, one in snapshots.items()
-        if (one["doing"], one["step"]) in places and one["for_s"] > one["limit_s"] / 2
+    stuck = busy or late
+    phases = {(seen["doing"], seen["step"]) for seen in stuck.values()}
+    stuck |= {
+        index: seen
+        for index, seen in snapshots.items()
+        if (seen["doing"], seen["step"]) in phases and seen["for_s"] > seen["limit_s"] / 2
     }
-    named = [
-        f"process {index} of {len(snapshots)} on {hosts.get(index, '?')} made no progress for {one['for_s']:.0f} s "
-        f"while {one['doing']}, after step {one['step']} (limit {one['limit_s']:.0f} s)"
-        for index, one in sorted(found.items(), key=lambda item: (-item[1]["for_s"], item[0]))
+    words = [
+        f"process {index} of {len(snapshots)} on {hosts.get(index, '?')} made no progress for {seen['for_s']:.0f} s "
+        f"while {seen['doing']}, after step {seen['step']} (limit {seen['limit_s']:.0f} s)"
+        for index, seen in sorted(stuck.items(), key=lambda item: (-item[1]["for_s"], item[0]))
     ]
-    named = [*named[:_NAMED], *([f"and {len(named) - _NAMED} more"] if len(named) > _NAMED else [])]
+    if len(words) > _MOST_NAMED:
+        words[_MOST_NAMED:] = [f"and {len(words) - _MOST_NAMED} more"]
     stacks = f" Stacks of all threads: {where}." if where else ""
-    return f"stuck: {'; '.join(named)}.{stacks} Run the same command to resume from the last checkpoint."
+    return f"stuck: {'; '.join(words)}.{stacks} Run the same command to resume from the last checkpoint."
 
 
-def record_stuck(activity: Activity, *, stuck_s: float, stacks: pathlib.Path | None, process: int) -> None:
+def record_stuck(watchdog: Watchdog, *, stuck_s: float, stacks: pathlib.Path | None, process: int) -> None:
     """Enters the time without progress in the ledger, and writes the stacks of all threads to a file of a folder.
 
     Gives up after some seconds: a disk may hang too.
     """
-    activity.stuck_s = stuck_s
+    watchdog.stuck_s = stuck_s
 
     def write() -> None:
         with contextlib.suppress(OSError):
-            if activity.beat is not None:
-                activity.beat()
+            if watchdog.beat is not None:
+                watchdog.beat()
             if stacks is None:
                 return
             stacks.mkdir(parents=True, exist_ok=True)
@@ -197,7 +221,7 @@ def record_stuck(activity: Activity, *, stuck_s: float, stacks: pathlib.Path | N
                 print(time.strftime("%Y-%m-%d %H:%M:%S"), socket.gethostname(), os.getpid(), file=file, flush=True)
                 faulthandler.dump_traceback(file, all_threads=True)
 
-    _within(_DUMP_S, write)
+    _call_within(_DUMP_S, write)
 
 
 def exit_with(line: str, code: int) -> NoReturn:
@@ -208,14 +232,14 @@ def exit_with(line: str, code: int) -> NoReturn:
     with contextlib.suppress(OSError):
         while rest and select.select([], [2], [], max(until_s - time.monotonic(), 0.0))[1]:
             rest = rest[os.write(2, rest[: select.PIPE_BUF]) :]  # so many bytes do not block
-    _within(_SAY_S, lambda: sys.stdout.flush())
+    _call_within(_SAY_S, lambda: sys.stdout.flush())
     os._exit(code)
 
 
 _exiting = _thread.allocate_lock()
 
 
-def _within(longest_s: float, work: Callable[[], Any]) -> None:
+def _call_within(longest_s: float, work: Callable[[], Any]) -> None:
     """Calls a function in another thread, and waits for it or, if the disk or a reader hangs, for some seconds.
 
     `threading.Thread.start` would wait for ever for a thread that has no memory to start.
