@@ -158,9 +158,13 @@ class Decoder(nnx.Module):
         *,
         segment_ids_BT: jax.Array | None = None,
         attention: AttentionFn | None = None,
+        checkpoint: Callable[..., Callable] | None = None,
         ctx: ParallelContext = SINGLE_DEVICE,
     ) -> jax.Array:
-        """Returns [B, T, D] after this device's layers; `positions_BT` and `segment_ids_BT` are unsharded."""
+        """Returns [B, T, D] after this device's layers; `positions_BT` and `segment_ids_BT` are unsharded.
+
+        With `checkpoint`, that decides what the backward pass saves, see `stack.run_layers`.
+        """
         apply_layer, stacked = self.split_layers(positions_BT, ctx=ctx)
         attend = causal_attention(self.cfg, segment_ids_BT)
         if attention is not None:
@@ -169,7 +173,8 @@ class Decoder(nnx.Module):
         def layer(params: Any, x_BTD: jax.Array) -> jax.Array:
             return apply_layer(params, x_BTD, attend)[0]
 
-        return stack.run_layers(layer, stacked, x_BTD, loop=self.cfg.layer_loop, remat=self.cfg.remat)
+        cfg = self.cfg
+        return stack.run_layers(layer, stacked, x_BTD, loop=cfg.layer_loop, remat=cfg.remat, checkpoint=checkpoint)
 
     def split_layers(self, positions_BT: jax.Array, *, ctx: ParallelContext) -> tuple[Callable[..., Any], Any]:
         """Returns the function (params of one layer, x_BTD, Attend) -> (x_BTD, aux), and the stacked params."""

@@ -25,6 +25,7 @@ from hlat_jax.parallel.pipeline import PHASES, StagedLoss, pipelined, pipelined_
 from hlat_jax.parallel.replica_sync import ReplicaSync
 from hlat_jax.parallel.rows import shard_microbatches
 from hlat_jax.parallel.sharding import Layout, shard_batch
+from hlat_jax.passes import naming
 from hlat_jax.passes.autocast import autocast
 from hlat_jax.passes.compile import training_program
 from hlat_jax.precision import cast_tree, policy_on
@@ -197,6 +198,9 @@ def model_loss(model: ModelConfig, layout: Layout, *, compute: Any, z_loss_weigh
     """
     ctx = collectives.parallel_context(layout)
     options = LossOptions(model.cross_entropy, z_loss_weight, ctx)
+    checkpoint = None
+    if model.remat.startswith(("saved:", "policy:")):
+        checkpoint = functools.partial(naming.checkpointed, choice=naming.parse_choice(model.remat))
 
     def cast_and_bind(params: Any) -> Decoder:
         return bind(cast_tree(params, compute), model)
@@ -205,7 +209,8 @@ def model_loss(model: ModelConfig, layout: Layout, *, compute: Any, z_loss_weigh
         return decoder.embed_tokens(batch.tokens, ctx=ctx)
 
     def stage(decoder: Decoder, x_BTD: jax.Array, batch: Batch) -> jax.Array:
-        return decoder.apply_layers(x_BTD, batch.positions, segment_ids_BT=batch.segment_ids, ctx=ctx)
+        more = {"segment_ids_BT": batch.segment_ids, "checkpoint": checkpoint, "ctx": ctx}
+        return decoder.apply_layers(x_BTD, batch.positions, **more)
 
     def loss(decoder: Decoder, x_BTD: jax.Array, batch: Batch) -> SumAndCount:
         return cross_entropy(

@@ -5,6 +5,7 @@ Layers name the values that a policy may save with `jax.ad_checkpoint.checkpoint
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -21,11 +22,19 @@ SELECTIVE_SAVED = ("attn_norm", "q", "k", "v", "attn_out", "residual", "mlp_norm
 # The results of products and of attention; norms, activations and core attention are recomputed. On cpu that costs less
 # than the fresh memory that they would fill.
 PRODUCTS_SAVED = ("q", "k", "v", "attn_out", "residual", "gate", "up")
+# Of `jax.checkpoint_policies`, by how much they save.
+STOCK_POLICIES = ("everything_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveable")
 _SAVED = {"selective": SELECTIVE_SAVED, "products": PRODUCTS_SAVED}
 
 
 def run_layers(
-    layer: Callable[[Any, jax.Array], jax.Array], stacked: Any, x: jax.Array, *, loop: str, remat: str
+    layer: Callable[[Any, jax.Array], jax.Array],
+    stacked: Any,
+    x: jax.Array,
+    *,
+    loop: str,
+    remat: str,
+    checkpoint: Callable[..., Callable] | None = None,
 ) -> jax.Array:
     """Returns `x` after every layer in turn.
 
@@ -35,8 +44,9 @@ def run_layers(
       x: activations.
       loop: 'scan' (one layer is compiled, a small program) or 'unroll' (L copies, no loop).
       remat: what the backward pass recomputes, see `rematerialized`.
+      checkpoint: (layer, *, prevent_cse) -> the layer with a backward pass of its own choice, in place of `remat`.
     """
-    layer = rematerialized(layer, remat, prevent_cse=loop == "unroll")
+    layer = (checkpoint or functools.partial(rematerialized, remat=remat))(layer, prevent_cse=loop == "unroll")
     if loop == "scan":
         return jax.lax.scan(lambda carry, params: (layer(params, carry), None), x, stacked)[0]
     if loop != "unroll":
@@ -66,15 +76,15 @@ def collect_layers(
     return x, jax.tree.map(lambda *leaves: jax.numpy.stack(leaves), *auxs)
 
 
-def rematerialized(layer: Callable, remat: str, *, prevent_cse: bool) -> Callable:
+def rematerialized(layer: Callable, *, remat: str, prevent_cse: bool) -> Callable:
     """Returns the layer with its backward pass rematerialized by a remat choice.
 
     Args:
       layer: function of one layer.
       remat: what is saved: everything (none), the layer's input alone (full), `SELECTIVE_SAVED` (selective),
-        `PRODUCTS_SAVED` (products), the named values (names:A,B), values by the names that `passes.naming` gives
-        (saved:A,B), or what a policy of `jax.checkpoint` saves (policy:dots_saveable). A budget (budget:12GiB) is
-        resolved to one of these for a training step, see `budget`; in other programs it is full.
+        `PRODUCTS_SAVED` (products), the named values (names:A,B), or what a policy of `jax.checkpoint` saves
+        (policy:dots_saveable). A budget (budget:12GiB), and the values chosen for one (saved:A,B), are those of a
+        training step, which gives `run_layers` a `checkpoint`; in other programs they are full.
       prevent_cse: keep the compiler from merging the recomputation with the forward pass. Needed outside a loop.
 
     Raises:
@@ -82,11 +92,7 @@ def rematerialized(layer: Callable, remat: str, *, prevent_cse: bool) -> Callabl
     """
     if remat == "none":
         return layer
-    if remat.startswith(("saved:", "policy:")):
-        from hlat_jax.passes import naming  # here: no other choice needs the pass
-
-        return naming.checkpointed(layer, naming.parse_choice(remat), prevent_cse=prevent_cse)
-    if remat == "full" or remat.startswith(REMAT_BUDGET):
+    if remat == "full" or remat.startswith((REMAT_BUDGET, "saved:")):
         return jax.checkpoint(layer, prevent_cse=prevent_cse)
     if remat in _SAVED:
         saved = _SAVED[remat]
@@ -95,12 +101,13 @@ def rematerialized(layer: Callable, remat: str, *, prevent_cse: bool) -> Callabl
         unknown = set(saved) - set(SELECTIVE_SAVED)
         if unknown:
             raise ValueError(f"model.remat names {sorted(unknown)}; layers name {', '.join(SELECTIVE_SAVED)}.")
+    elif remat.removeprefix("policy:") in STOCK_POLICIES:
+        policy = getattr(checkpoint_policies, remat.removeprefix("policy:"))
+        return jax.checkpoint(layer, policy=policy, prevent_cse=prevent_cse)
     else:
-        from hlat_jax.passes import naming
-
         raise ValueError(
             f"model.remat={remat!r} must be none, full, selective, products, names:A,B,..., saved:A,B,... or "
-            f"policy:{', policy:'.join(naming.STOCK_POLICIES)}."
+            f"policy:{', policy:'.join(STOCK_POLICIES)}."
         )
     elide_idle_roundings()
     policy = checkpoint_policies.save_only_these_names(*saved)

@@ -34,11 +34,10 @@ from hlat_jax.passes.jaxpr import (
     traced,
 )
 from hlat_jax.passes.segments import Segment, cut, is_worthwhile
+from hlat_jax.stack import STOCK_POLICIES
 
 _SEGMENT = "segment"  # begins the names of values in segments
 _PREFIX, _HOST, _STOCK = "saved:", "|host:", "policy:"
-# Of `jax.checkpoint_policies`, by how much they save.
-STOCK_POLICIES = ("everything_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveable")
 
 
 class MissingValues(ValueError):

@@ -1152,7 +1152,9 @@ def test_lint_rejects_invalid_flags(words, message, lint_here, tmp_path, monkeyp
 
 
 def test_saving_remat_policies_emit_reduce_precision_except_for_neuron():
-    layer = rematerialized(lambda x: jax.ad_checkpoint.checkpoint_name(x * x, "q") @ x, "selective", prevent_cse=False)
+    layer = rematerialized(
+        lambda x: jax.ad_checkpoint.checkpoint_name(x * x, "q") @ x, remat="selective", prevent_cse=False
+    )
     traced = jax.jit(jax.grad(lambda x: layer(x).sum())).trace(X.astype(jnp.bfloat16))
     count = {
         platform: traced.lower(lowering_platforms=(platform,)).as_text().count("reduce_precision")
@@ -1162,7 +1164,7 @@ def test_saving_remat_policies_emit_reduce_precision_except_for_neuron():
 
 
 def test_lossy_reduce_precision_is_kept_on_neuron():
-    rematerialized(jnp.sin, "selective", prevent_cse=False)
+    rematerialized(jnp.sin, remat="selective", prevent_cse=False)
     traced = jax.jit(lambda x: jax.lax.reduce_precision(x, 8, 7)).trace(X)
     assert "reduce_precision" in traced.lower(lowering_platforms=("neuron",)).as_text()
     np.testing.assert_array_equal(jax.lax.reduce_precision(jnp.float32(1.001), 8, 7), jnp.float32(1.0))
