@@ -32,7 +32,6 @@ from hlat_jax.plan import tune
 from hlat_jax.plan.report import Site, make_plan
 from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve
-from hlat_jax.run.compilation import traced_programs
 
 SHAPES = {"mha": (2, 512, 4, 16, 4), "gqa": (1, 512, 6, 8, 2), "mqa": (1, 1024, 4, 32, 1)}  # B, T, N, H, K
 
@@ -70,14 +69,14 @@ def packed(shape, *lengths):
     return jnp.asarray(np.stack(rows))
 
 
-@pytest.mark.quick_cases("mha")
-@pytest.mark.parametrize("shape", SHAPES)
-def test_value_and_gradients_match_the_xla_reference(shape):
-    arrays = inputs(shape)
-    got = jax.jit(lambda *x: value_and_grads(nki.attention, *x))(*arrays)
-    for mine, theirs in zip(got, value_and_grads(einsum, *arrays), strict=True):
-        assert mine.shape == theirs.shape
-        np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=2e-5)  # fp32 sums in another order
+@pytest.mark.slow
+def test_value_and_gradients_match_the_xla_reference():
+    for shape in SHAPES:
+        arrays = inputs(shape)
+        got = jax.jit(lambda *x: value_and_grads(nki.attention, *x))(*arrays)
+        for mine, theirs in zip(got, value_and_grads(einsum, *arrays), strict=True):
+            assert mine.shape == theirs.shape
+            np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=2e-5)  # fp32 sums in another order
 
 
 def test_bf16_matches_the_reference_up_to_rounding():
@@ -87,10 +86,8 @@ def test_bf16_matches_the_reference_up_to_rounding():
         np.testing.assert_allclose(np.asarray(mine, np.float32), np.asarray(theirs, np.float32), rtol=0.05, atol=0.05)
 
 
-@pytest.mark.quick_cases("gqa")
-@pytest.mark.parametrize("shape", SHAPES)
-def test_documents_of_a_row_do_not_attend_to_each_other(shape):
-    arrays, ids = inputs(shape), packed(shape, 100, 1, 27, 250)
+def test_documents_of_a_row_do_not_attend_to_each_other():
+    arrays, ids = inputs("gqa"), packed("gqa", 100, 1, 27, 250)
     got = jax.jit(lambda *x: value_and_grads(functools.partial(by_op, segment_ids_BT=ids), *x))(*arrays)
     want = value_and_grads(functools.partial(einsum, segment_ids_BT=ids), *arrays)
     whole = value_and_grads(einsum, *arrays)
@@ -139,22 +136,18 @@ def test_tiling_by_partition_round_trips():
 FITS = {"q_shape": (1, 4096, 32, 128), "num_kv_heads": 8, "dtype": jnp.bfloat16, "has_segments": False, "window": None}
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
+def test_unsupported_calls_are_refused_with_the_reason():
+    assert nki.unsupported_reasons(**FITS) == []
+    for change, wanted in (
         ({"window": 1024}, "supports a window (window=1024) only with a scale of 1"),
         ({"q_shape": (1, 4096, 32, 256)}, "model.head_dim=256 is above 128"),
         ({"q_shape": (1, 4000, 32, 128)}, "4000 is not a multiple of 512"),
         ({"q_shape": (1, 262144, 32, 128)}, "262144 is above 131072"),
         ({"q_shape": (17, 4096, 32, 128)}, "17 rows x 32 heads on one device are above 512"),
         ({"dtype": jnp.float64}, "dtype float64 is not one of"),
-    ],
-    ids=["window", "head", "multiple", "length", "batch", "dtype"],
-)
-def test_unsupported_calls_are_refused_with_the_reason(change, reason):
-    assert nki.unsupported_reasons(**FITS) == []
-    [found] = nki.unsupported_reasons(**(FITS | change))
-    assert reason in found
+    ):
+        [reason] = nki.unsupported_reasons(**(FITS | change))
+        assert wanted in reason
 
 
 def test_documents_are_served_and_a_machine_without_neuron_is_refused():
@@ -205,16 +198,15 @@ def test_every_release_has_a_recorded_contract():
     assert set(nki_contracts.CONTRACTS) == {release.version for release in sdk_releases.RELEASES}
 
 
-@pytest.mark.parametrize("lnc", ["1", "2"])
-@pytest.mark.parametrize("release", nki_contracts.CONTRACTS)
-def test_calls_follow_the_kernels_signatures_in_every_release(release, lnc, monkeypatch):
-    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", lnc)
-    for shape in SHAPES:
-        for ids in (None, packed(shape, 100, 200)):
-            got, wanted, grids = kernel_calls(monkeypatch, shape, ids, nki_contracts.CONTRACTS[release])
-            assert len(got) == 2
-            assert got == wanted, "the results of a kernel are not what the program goes on with"
-            assert grids == [int(lnc)] * 2
+def test_calls_follow_the_kernels_signatures_in_every_release(monkeypatch):
+    for release, contracts in nki_contracts.CONTRACTS.items():
+        for lnc, shape in (("1", "gqa"), ("2", "mqa")):
+            monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", lnc)
+            for ids in (None, packed(shape, 100, 200)):
+                got, wanted, grids = kernel_calls(monkeypatch, shape, ids, contracts)
+                assert len(got) == 2, release
+                assert got == wanted, f"{release}: the results of a kernel are not what the program continues with"
+                assert grids == [int(lnc)] * 2, release
 
 
 def test_calls_with_documents_do_not_follow_the_library_of_sdk_2_28(monkeypatch):
@@ -224,17 +216,14 @@ def test_calls_with_documents_do_not_follow_the_library_of_sdk_2_28(monkeypatch)
         kernel_calls(monkeypatch, "gqa", packed("gqa", 100, 200), nki_contracts.OLD)
 
 
-@pytest.mark.parametrize(("kind", "cores"), [("NC_v3d", 2), ("NC_v3", 1), ("NC_v2", 1)])
-def test_grid_without_the_variable_is_that_of_the_device(kind, cores, monkeypatch):
-    monkeypatch.delenv("NEURON_LOGICAL_NC_CONFIG", raising=False)
-    monkeypatch.setattr(jax, "devices", lambda platform: [types.SimpleNamespace(device_kind=kind)])
-    assert nki._num_cores() == cores
-
-
-def test_grid_without_variable_and_device_is_an_error_that_says_what_to_set(monkeypatch):
+def test_grid_is_that_of_the_device_or_an_error_that_says_what_to_set(monkeypatch):
     monkeypatch.delenv("NEURON_LOGICAL_NC_CONFIG", raising=False)
     with pytest.raises(ValueError, match="set NEURON_LOGICAL_NC_CONFIG to the number: 2 on trn2"):
         nki._num_cores()
+    for kind, cores in (("NC_v3d", 2), ("NC_v3", 1), ("NC_v2", 1)):
+        device = types.SimpleNamespace(device_kind=kind)
+        monkeypatch.setattr(jax, "devices", lambda platform, device=device: [device])
+        assert nki._num_cores() == cores
 
 
 def lowered(*arguments):
@@ -277,20 +266,25 @@ REFUSED = (
 REFUSED += r"for trn1 \(nki/nki_faq\); to run it all the same, set model.allow_nki_on_trn1=True. Use one of auto, "
 
 
-@pytest.mark.parametrize("chip", ["trn1", "trn1.32xlarge", "trn1n.32xlarge"])
-def test_trn1_refuses_the_kernels_with_the_page_unless_the_user_insists(chip):
+def choice_on(config, chip):
+    return choices.choices(config, planned_layout(config, 1, platform="neuron", chip=chip))["attention"]
+
+
+def test_trn1_refuses_the_kernels_with_the_page_unless_the_user_insists():
     one, insisted = with_nki(), with_nki(allow_nki_on_trn1=True)
-    with pytest.raises(ValueError, match=REFUSED):
-        make_program(one, planned_layout(one, 1, platform="neuron", chip=chip))
-    assert (
-        choices.choices(insisted, planned_layout(insisted, 1, platform="neuron", chip=chip))["attention"].name == "nki"
-    )
     either = with_nki(attention="auto", allow_nki_on_trn1=True)
-    choice = choices.choices(either, planned_layout(either, 1, platform="neuron", chip=chip))["attention"]
-    assert choice.name == "einsum"
-    assert "AWS documents NKI for trn2 and trn3 only" in choice.passed_over["nki"]
+    for chip in ("trn1", "trn1.32xlarge", "trn1n.32xlarge"):
+        with pytest.raises(ValueError, match=REFUSED):
+            make_program(one, planned_layout(one, 1, platform="neuron", chip=chip))
+        assert choice_on(insisted, chip).name == "nki"
+        choice = choice_on(either, chip)
+        assert choice.name == "einsum"
+        assert "AWS documents NKI for trn2 and trn3 only" in choice.passed_over["nki"]
+    for chip in ("trn2", "trn2.48xlarge", "trn2-ultraserver", "trn3-gen1", ""):
+        assert choice_on(one, chip).name == "nki"
 
 
+<<<<<<< HEAD
 @pytest.mark.parametrize("chip", ["trn2", "trn2.48xlarge", "trn3", ""])
 def test_trn2_and_trn3_take_the_kernels(chip):
     one = with_nki()
@@ -300,6 +294,11 @@ def test_trn2_and_trn3_take_the_kernels(chip):
 @pytest.mark.parametrize(("kind", "is_refused"), [("NC_v2", True), ("NC_v3", False), ("NC_v3d", False), ("", False)])
 def test_kind_of_a_real_device_decides(kind, is_refused):
     assert bool(excluded(with_nki().model, kind)) == is_refused
+=======
+def test_kind_of_a_real_device_decides():
+    refused = {kind: bool(excluded(with_nki().model, kind)) for kind in ("NC_v2", "NC_v3", "NC_v3d", "")}
+    assert refused == {"NC_v2": True, "NC_v3": False, "NC_v3d": False, "": False}
+>>>>>>> w_d1
 
 
 def test_table_in_which_the_kernel_is_fastest_does_not_make_auto_choose_it_on_trn1(tmp_path):
@@ -341,13 +340,3 @@ def test_lint_and_plan_refuse_the_kernels_on_trn1(monkeypatch):
         lint_command.main([*words, "--instance=trn1"])
     with pytest.raises(ValueError, match=REFUSED):
         make_plan(with_nki(), Site("trn1.2xlarge", 1))
-
-
-def test_programs_with_the_kernels_can_be_traced_without_neuron():
-    config = with_nki()
-    programs = traced_programs(make_program(config, layout_for_neuron(config, 1)))
-    made = {name: str(trace().jaxpr) for name, trace in programs.items()}
-    assert "nki_attention_backward" in made["train"]
-    assert "nki_attention_forward" in made["eval"]
-    with pytest.raises(ValueError, match=r"^model.attention='nki' runs on neuron, not on cpu"):
-        make_program(config, planned_layout(config, 1, platform="cpu"))

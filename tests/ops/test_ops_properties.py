@@ -17,7 +17,17 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from hlat_jax.ops import attention, chunked_attention, cross_entropy, dialect, norm, rope, swiglu
+from hlat_jax.ops import (
+    attention,
+    attention_variant,
+    chunked_attention,
+    cross_entropy,
+    dialect,
+    general_attention,
+    norm,
+    rope,
+    swiglu,
+)
 from hlat_jax.ops.gpu import attention as gpu
 from hlat_jax.ops.nki import attention as nki
 from hlat_jax.ops.registry import OPS
@@ -140,15 +150,6 @@ def is_float64(subject, *, packed, window):
         np.testing.assert_allclose(mine, exact, **FP32)
 
 
-def is_each_document_alone(subject):
-    length = subject.place if subject.place > 1 else 75
-    arrays = inputs(1, 2 * length)
-    packed = with_grads(subject, arrays, np.repeat([4, 2], length)[None].astype(np.int32))
-    alone = with_grads(subject, [x.reshape(2, length, *x.shape[2:]) for x in arrays])
-    for mine, own in zip(packed, alone, strict=True):
-        np.testing.assert_allclose(mine.reshape(own.shape), own, **FP32)
-
-
 def is_right_at_the_end_of_a_long_row(subject):
     arrays = inputs(1, 2048, num_heads=1, num_kv_heads=1, head_dim=4)
     q, k, v = arrays[:3]
@@ -180,31 +181,22 @@ PROPERTIES = {
         packed,
         window,
     )
-    for packed in (False, True)
-    for window in (None, 65)
+    for packed, window in ((False, None), (False, 65), (True, 65))
 } | {
-    "packed is each document alone": (is_each_document_alone, True, None),
+    "packed": (functools.partial(is_float64, packed=True, window=None), True, None),
     "long rows": (is_right_at_the_end_of_a_long_row, False, None),
     "sharded is unsharded": (is_the_same_over_devices, False, None),
 }
+QUICK = {
+    "einsum": ("float64, whole rows, window None",),
+    "blocked": ("float64, packed, window 65", "sharded is unsharded"),
+    "chunked": ("float64, packed, window 65", "long rows"),
+    "nki, its reference": ("packed", "float64, whole rows, window 65"),
+    "triton, interpreted": ("float64, whole rows, window 65",),
+}
 
 
-@pytest.mark.quick_cases(
-    "blocked-sharded is unsharded",
-    "chunked-long rows",
-    "einsum-float64, packed, window 65",
-    "einsum-float64, whole rows, window None",
-    "nki, its reference-float64, packed, window 65",
-    "nki, its reference-float64, packed, window None",
-    "nki, its reference-float64, whole rows, window 65",
-    "nki, its reference-long rows",
-    "nki, its reference-packed is each document alone",
-    "triton, interpreted-float64, packed, window 65",
-    "triton, interpreted-float64, whole rows, window 65",
-)
-@pytest.mark.parametrize("property_name", PROPERTIES)
-@pytest.mark.parametrize("name", SUBJECTS)
-def test_attention_satisfies_the_property_or_refuses_the_call(name, property_name):
+def assert_holds_or_refuses(name, property_name):
     subject, (holds, packed, window) = SUBJECTS[name], PROPERTIES[property_name]
     q, k, *_ = inputs(1, 512)
     ids = np.ones(q.shape[:2], np.int32) if packed else None
@@ -216,6 +208,53 @@ def test_attention_satisfies_the_property_or_refuses_the_call(name, property_nam
     assert (packed and "does not support segment ids" in why) or (window and "window" in why)
     with pytest.raises(ValueError, match="cannot serve"):
         of_op(name.split(",")[0])(q, k, k, ids, window)
+
+
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_attention_satisfies_some_properties_or_refuses_the_call(name):
+    for property_name in QUICK[name]:
+        assert_holds_or_refuses(name, property_name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_attention_satisfies_the_other_properties_or_refuses_the_call(name):
+    for property_name in set(PROPERTIES) - {*QUICK[name]}:
+        assert_holds_or_refuses(name, property_name)
+
+
+VARIANTS = {
+    "a bias of all, a softcap": {"biases": (normal(1, 4, 150, 150),), "softcap": 2.0, "scale": 0.7},
+    "a bias of each head, causal": {"biases": (normal(2, 4, 1, 1), normal(1, 1, 150, 1)), "causal": True},
+    "other keys, some of them hidden": {"masks": (np.arange(70) < np.array([[50], [70]])[:, None, None],), "keys": 70},
+    "every key hidden from some queries": {"masks": (normal(2, 1, 150, 150) > -1, np.arange(150)[:, None] > 80)},
+    "the same, causal": {"masks": (normal(2, 1, 1, 150) > 0, np.arange(150)[:, None] > 80), "causal": True},
+    "dropout": {"keep": normal(2, 4, 150, 150) > -1, "keep_factor": 1.2},
+}
+
+
+def test_variants_of_chunked_attention_equal_their_reference():
+    """In several blocks, with the gradients of biases too."""
+    for name, options in VARIANTS.items():
+        fields = {"causal": False} | options
+        num_keys = fields.pop("keys", 150)
+        fields["masks"] = tuple(mask.reshape((1,) * (4 - mask.ndim) + mask.shape) for mask in fields.get("masks", ()))
+        q, k, v, dout = inputs(2, 150)
+        k, v = k[:, :num_keys], v[:, :num_keys]
+        biases = fields.pop("biases", ())
+
+        def run(q, k, v, *biases, implementation, fields=fields):
+            variant = attention_variant.Variant(biases=biases, **fields)
+            return general_attention.general_attention(
+                q, k_BSKH=k, v_BSKH=v, segment_ids_BT=None, implementation=implementation, variant=variant
+            )
+
+        chunked, exact = (
+            value_and_grads(functools.partial(run, implementation=implementation))(q, k, v, *biases, dout)
+            for implementation in ("chunked", "einsum")
+        )
+        for mine, wanted in zip(chunked, exact, strict=True):
+            np.testing.assert_allclose(mine, wanted, rtol=2e-5, atol=2e-5, err_msg=name)
 
 
 def test_every_attention_implementation_except_cudnn_is_tested():
@@ -254,7 +293,7 @@ PERTURBED = {
     "heads in another order": "float64, whole rows, window None",
     "scaled by 1.0001": "float64, whole rows, window None",
     "gradient of the queries is off": "float64, whole rows, window None",
-    "forgets segments": "float64, packed, window None",
+    "forgets segments": "packed",
     "forgets the window": "float64, whole rows, window 65",
     "a window of one more": "float64, packed, window 65",
     "loses the tail of long rows": "long rows",
@@ -262,19 +301,12 @@ PERTURBED = {
 }
 
 
-@pytest.mark.quick_cases(
-    "a window of one more", "forgets the window", "gradient of the queries is off", "loses the tail of long rows"
-)
-@pytest.mark.parametrize("how", PERTURBED)
-def test_a_perturbed_kernel_fails(how):
-    perturbed = Subject(functools.partial(broken, how=how), serves_all)
-    with pytest.raises(AssertionError, match="Not equal to tolerance"):
-        PROPERTIES[PERTURBED[how]][0](perturbed)
-
-
-def test_packing_property_detects_ignored_segments():
-    with pytest.raises(AssertionError, match="Not equal to tolerance"):
-        is_each_document_alone(Subject(functools.partial(broken, how="forgets segments"), serves_all))
+@pytest.mark.slow
+def test_a_perturbed_kernel_fails():
+    for how, property_name in PERTURBED.items():
+        perturbed = Subject(functools.partial(broken, how=how), serves_all)
+        with pytest.raises(AssertionError, match="Not equal to tolerance"):
+            PROPERTIES[property_name][0](perturbed)
 
 
 # The loss, likewise.
@@ -299,7 +331,7 @@ def loss_is_float64(name, *, z_loss_weight, axes):
     def local(hidden, head):
         def loss(hidden, head):
             fields = {"targets_BT": targets, "weights_BT": weights, "options": options}
-            return cross_entropy.cross_entropy(hidden, head_VD=head, **fields)[0]
+            return 3 * cross_entropy.cross_entropy(hidden, head_VD=head, **fields)[0]  # a cotangent other than 1
 
         total, grads = jax.value_and_grad(loss, argnums=(0, 1))(hidden, head)
         return total, *grads
@@ -310,19 +342,17 @@ def loss_is_float64(name, *, z_loss_weight, axes):
         local = jax.shard_map(local, mesh=mesh, in_specs=(P(), split), out_specs=(P(), P(), split), check_vma=False)
     exact = float64_loss(hidden, head, targets, weights, z_loss_weight)
     for mine, expected in zip(jax.jit(local)(hidden, head), exact, strict=True):
-        np.testing.assert_allclose(mine, expected, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(mine, 3 * expected, rtol=1e-5, atol=3e-5)
 
 
-@pytest.mark.parametrize("axes", [(), ("tensor",)], ids=["whole", "split vocabulary"])
-@pytest.mark.parametrize("z_loss_weight", [0.0, 0.1])
 @pytest.mark.parametrize("name", cross_entropy.OP.names)
-def test_loss_matches_float64(name, z_loss_weight, axes):
-    loss_is_float64(name, z_loss_weight=z_loss_weight, axes=axes)
+def test_loss_matches_float64(name):
+    loss_is_float64(name, z_loss_weight=0.0, axes=())
+    for axes in ((), ("tensor",)):
+        loss_is_float64(name, z_loss_weight=0.1, axes=axes)
 
 
-@pytest.mark.quick_cases("chunked")
-@pytest.mark.parametrize("name", ["dense", "chunked"])
-def test_fp16_gradient_reaches_every_row_of_the_head(name, monkeypatch):
+def test_fp16_gradient_reaches_every_row_of_the_head(monkeypatch):
     monkeypatch.setattr(cross_entropy, "CHUNK_POSITIONS", 24)
     hidden, head = normal(1, 64, 16, seed=1), 4 * normal(512, 16, seed=2)
     targets = np.argmax(hidden @ head.T, -1).astype(np.int32)  # every other token has a small probability
@@ -330,7 +360,7 @@ def test_fp16_gradient_reaches_every_row_of_the_head(name, monkeypatch):
     def mean(arrays):
         fields = {"targets_BT": targets, "weights_BT": np.ones((1, 64), np.float32)}
         loss, count = cross_entropy.cross_entropy(
-            arrays[0], head_VD=arrays[1], **fields, options=cross_entropy.LossOptions(name)
+            arrays[0], head_VD=arrays[1], **fields, options=cross_entropy.LossOptions("chunked")
         )
         return loss / count
 
@@ -343,18 +373,15 @@ def test_fp16_gradient_reaches_every_row_of_the_head(name, monkeypatch):
         assert errors.max() < 0.15
 
 
-@pytest.mark.parametrize("how", ["forgets the largest of other devices", "forgets the z-loss"])
-def test_a_perturbed_loss_fails(how, monkeypatch):
+def test_a_perturbed_loss_fails(monkeypatch):
     whole = cross_entropy._softmax_loss
-
-    def perturbed(logits, targets, weights, z_loss_weight, axes):
-        if how == "forgets the z-loss":
-            return whole(logits, targets, weights, 0.0, axes)
-        return whole(logits, targets, weights, z_loss_weight, ())
-
-    monkeypatch.setattr(cross_entropy, "_softmax_loss", perturbed)
-    with pytest.raises(AssertionError, match="Not equal to tolerance"):
-        loss_is_float64("chunked", z_loss_weight=0.1, axes=("tensor",))
+    for perturbed in (
+        lambda logits, targets, weights, z_loss_weight, axes: whole(logits, targets, weights, 0.0, axes),
+        lambda logits, targets, weights, z_loss_weight, axes: whole(logits, targets, weights, z_loss_weight, ()),
+    ):
+        monkeypatch.setattr(cross_entropy, "_softmax_loss", perturbed)
+        with pytest.raises(AssertionError, match="Not equal to tolerance"):
+            loss_is_float64("chunked", z_loss_weight=0.1, axes=("tensor",))
 
 
 # RMSNorm, SwiGLU and RoPE, likewise.
@@ -499,26 +526,27 @@ LAYER_PROPERTIES = {
 LAYER_SUBJECTS = [(key, name) for key, one in LAYER_OPS.items() for name in one.op.names]
 
 
-@pytest.mark.parametrize("property_name", LAYER_PROPERTIES)
 @pytest.mark.parametrize(("key", "name"), LAYER_SUBJECTS)
-def test_layer_op_satisfies_the_property(key, name, property_name):
-    LAYER_PROPERTIES[property_name](LAYER_OPS[key], compiled(key, name))
+def test_layer_op_satisfies_the_properties(key, name):
+    for holds in LAYER_PROPERTIES.values():
+        holds(LAYER_OPS[key], compiled(key, name))
 
 
 def test_every_registered_op_is_tested():
     assert set(OPS) == {"attention", "cross_entropy", *LAYER_OPS}
 
 
-@pytest.mark.parametrize("name", rope.OP.names)
-def test_rope_is_accurate_at_positions_above_65536(name):
+def test_rope_is_accurate_at_positions_above_65536():
     """Against angles without any rounding; that of a product in fp32 is 2^-24 of it."""
-    one = LAYER_OPS["rope"]
-    arrays = one.arrays(one.shapes)
+    op = LAYER_OPS["rope"]
+    arrays = op.arrays(op.shapes)
     angles = PLACES[:, None] * 1e4 ** -(np.arange(4) / 4)
     assert angles.max() > 2**16
-    for mine, exact, x in zip(compiled("rope", name)(*arrays), one.exact(*arrays, angles=angles), arrays, strict=True):
-        # of a pair no longer than twice its larger half; the frequency is rounded as well
-        np.testing.assert_allclose(mine, exact, rtol=0, atol=2 * 2.0**-24 * angles.max() * 2 * np.abs(x).max())
+    for name in rope.OP.names:
+        results = compiled("rope", name)(*arrays)
+        for mine, exact, x in zip(results, op.exact(*arrays, angles=angles), arrays, strict=True):
+            # of a pair no longer than twice its larger half; the frequency is rounded as well
+            np.testing.assert_allclose(mine, exact, rtol=0, atol=2 * 2.0**-24 * angles.max() * 2 * np.abs(x).max())
 
 
 # Broken ones: (op, what it gets wrong) -> a property that must see it, and the kernel.
@@ -578,20 +606,23 @@ BROKEN_LAYER_OPS = {
 }
 
 
-@pytest.mark.parametrize(("key", "how"), BROKEN_LAYER_OPS)
-def test_a_perturbed_layer_op_fails(key, how):
-    property_name, run = BROKEN_LAYER_OPS[key, how]
-    with pytest.raises(AssertionError, match=r"Not equal to tolerance|Arrays are not equal"):
-        LAYER_PROPERTIES[property_name](LAYER_OPS[key], value_and_grads(run))
+@pytest.mark.slow
+def test_a_perturbed_layer_op_fails():
+    for (key, _), (property_name, run) in BROKEN_LAYER_OPS.items():
+        with pytest.raises(AssertionError, match=r"Not equal to tolerance|Arrays are not equal"):
+            LAYER_PROPERTIES[property_name](LAYER_OPS[key], value_and_grads(run))
 
 
-@pytest.mark.parametrize(("key", "name"), [one for one in LAYER_SUBJECTS if one[0] != "rope"])
-def test_layer_op_saves_only_its_inputs_for_the_backward_pass(key, name):
-    one = LAYER_OPS[key]
-    operands = one.arrays(one.shapes_bf16, jnp.bfloat16)[:-1]
-    kept = jax.eval_shape(lambda *x: jax.tree.leaves(jax.vjp(functools.partial(one.run, name), *x)[1]), *operands)
-    kept_bytes = sum(x.size * x.dtype.itemsize for x in kept)
-    assert (kept_bytes > sum(x.nbytes for x in operands)) == (name == "reference")
+def test_layer_op_saves_only_its_inputs_for_the_backward_pass():
+    for key, name in LAYER_SUBJECTS:
+        if key == "rope":
+            continue
+        op = LAYER_OPS[key]
+        operands = op.arrays(op.shapes_bf16, jnp.bfloat16)[:-1]
+        run = functools.partial(op.run, name)
+        kept = jax.eval_shape(lambda *x, run=run: jax.tree.leaves(jax.vjp(run, *x)[1]), *operands)
+        kept_bytes = sum(x.size * x.dtype.itemsize for x in kept)
+        assert (kept_bytes > sum(x.nbytes for x in operands)) == (name == "reference"), (key, name)
 
 
 def test_paired_rope_materializes_no_half_tensors():
@@ -630,10 +661,8 @@ def test_mismatched_operands_are_refused_with_their_shapes():
         swiglu.swiglu(cos, up=cos[0], implementation="reference")
 
 
-@pytest.mark.parametrize("segments", [False, True])
-def test_triton_kernels_appear_only_in_the_cuda_program(segments):
-    arrays = inputs(1, 128)
-    ids = documents(1, 128) if segments else None
+def test_triton_kernels_appear_only_in_the_cuda_program():
+    arrays, ids = inputs(1, 128), documents(1, 128)
     subject = Subject(of_op({"cuda": "triton", "cpu": "blocked", "neuron": "einsum"}), serves_all)
     traced = jax.jit(lambda *x: with_grads(subject, x, ids)).trace(*arrays)
     # forward; sums of the backward pass; gradients
@@ -665,21 +694,17 @@ def test_cudnn_receives_the_arguments_of_the_call(monkeypatch):
     assert "supports segment ids (data.packing=documents) only as a T x T mask" in reason
 
 
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
+def test_unsupported_triton_calls_are_refused_with_the_reason():
+    call = attention.describe_call((1, 128, 4, 64), 2, dtype=jnp.bfloat16, has_segments=True)
+    assert gpu.triton_unsupported_reasons(**call) == []
+    for change, wanted in (
         ({"window": 64}, "does not support a window"),
         ({"q_shape": (1, 100, 4, 64)}, "100 is not a multiple of 128"),
         ({"q_shape": (1, 128, 4, 256)}, "model.head_dim=256 is above 128"),
         ({"dtype": "float64"}, "dtype float64 is not one of"),
-    ],
-    ids=["window", "multiple", "head", "dtype"],
-)
-def test_unsupported_triton_calls_are_refused_with_the_reason(change, reason):
-    call = attention.describe_call((1, 128, 4, 64), 2, dtype=jnp.bfloat16, has_segments=True)
-    assert gpu.triton_unsupported_reasons(**call) == []
-    [found] = gpu.triton_unsupported_reasons(**call | change)
-    assert reason in found
+    ):
+        [reason] = gpu.triton_unsupported_reasons(**call | change)
+        assert wanted in reason
 
 
 def test_chunked_attention_never_materializes_full_scores():
@@ -708,17 +733,17 @@ def test_saving_named_residuals_avoids_a_second_forward_pass():
     assert num_exps("attention_out", "attention_lse") < num_exps()
 
 
-@pytest.mark.parametrize("window", [1, 64, 65, 66, 200, None])
-def test_chunked_attention_visits_only_unmasked_block_pairs(window):
+def test_chunked_attention_visits_only_unmasked_block_pairs():
     places = np.arange(4 * 64)
     ahead = places[:, None] - places[None, :]
-    seen = (ahead >= 0) & (ahead < (window or len(places)))
-    expected = {(i, j) for i in range(4) for j in range(4) if seen[i * 64 : i * 64 + 64, j * 64 : j * 64 + 64].any()}
-    pairs = [tuple(pair) for pair in chunked_attention.block_pairs(4, block=64, window=window).tolist()]
-    assert len(pairs) == len(set(pairs))
-    assert set(pairs) == expected
-    firsts = dict(reversed(pairs))
-    assert firsts == dict(zip(range(4), range(4), strict=True))  # its own block first: there a query sees itself
+    for window in (1, 64, 65, 66, 200, None):
+        seen = (ahead >= 0) & (ahead < (window or len(places)))
+        cells = seen.reshape(4, 64, 4, 64).any((1, 3))
+        pairs = [tuple(pair) for pair in chunked_attention.block_pairs(4, block=64, window=window).tolist()]
+        assert len(pairs) == len(set(pairs))
+        assert set(pairs) == {(i, j) for i in range(4) for j in range(4) if cells[i, j]}, window
+        firsts = dict(reversed(pairs))
+        assert firsts == {i: i for i in range(4)}  # its own block first: there a query sees itself
 
 
 def test_a_window_below_one_is_refused():
