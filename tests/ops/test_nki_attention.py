@@ -284,21 +284,9 @@ def test_trn1_refuses_the_kernels_with_the_page_unless_the_user_insists():
         assert choice_on(one, chip).name == "nki"
 
 
-<<<<<<< HEAD
-@pytest.mark.parametrize("chip", ["trn2", "trn2.48xlarge", "trn3", ""])
-def test_trn2_and_trn3_take_the_kernels(chip):
-    one = with_nki()
-    assert choices.choices(one, planned_layout(one, 1, platform="neuron", chip=chip))["attention"].name == "nki"
-
-
-@pytest.mark.parametrize(("kind", "is_refused"), [("NC_v2", True), ("NC_v3", False), ("NC_v3d", False), ("", False)])
-def test_kind_of_a_real_device_decides(kind, is_refused):
-    assert bool(excluded(with_nki().model, kind)) == is_refused
-=======
 def test_kind_of_a_real_device_decides():
     refused = {kind: bool(excluded(with_nki().model, kind)) for kind in ("NC_v2", "NC_v3", "NC_v3d", "")}
     assert refused == {"NC_v2": True, "NC_v3": False, "NC_v3d": False, "": False}
->>>>>>> w_d1
 
 
 def test_table_in_which_the_kernel_is_fastest_does_not_make_auto_choose_it_on_trn1(tmp_path):
