@@ -28,6 +28,7 @@ import jax.numpy as jnp
 
 from hlat_jax import config as config_lib
 from hlat_jax.batch import abstract_batch
+from hlat_jax.cli import config_files
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.model import abstract_params, init_params
@@ -167,7 +168,7 @@ def main() -> None:
     parser.add_argument("--policies", default="bf16")
     parser.add_argument("--remats", default="none,products,selective")
     args = parser.parse_args()
-    c = config_lib.load(args.config)
+    c = config_files.load(args.config)
     c.precision.policy = "fp32"
     policies = args.policies.split(",")
     print_trace(resolve(c), policies, args.remats.split(",") if args.remats else [])

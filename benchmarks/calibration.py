@@ -31,6 +31,7 @@ import statistics
 from collections.abc import Sequence
 
 from hlat_jax import config as config_lib
+from hlat_jax.cli import config_files
 from hlat_jax.plan.report import Site, make_plan
 from hlat_jax.plan.roofline import STACKS, Seconds
 from hlat_jax.resolve import resolve
@@ -115,7 +116,7 @@ CONFIGURATIONS = (
 def run_config(c: Configuration) -> config_lib.Config:
     """Returns our config of a published configuration: microbatches of one sequence, ZeRO-1, sequence parallelism."""
     _, layers, width, mlp, heads, kv_heads, vocab = MODELS[c.model]
-    config = config_lib.load("7b")
+    config = config_files.load("7b")
     config.model.num_layers, config.model.embed_dim, config.model.mlp_dim = layers, width, mlp
     config.model.num_heads, config.model.num_kv_heads, config.model.vocab_size = heads, kv_heads, vocab
     config.model.head_dim = width // heads

@@ -32,7 +32,7 @@ import numpy as np
 import pyarrow
 import pyarrow.parquet
 
-from hlat_jax import config as config_lib
+from hlat_jax.cli import config_files
 from hlat_jax.config import DataConfig
 from hlat_jax.data.loader import TrainBatches, batch_hash
 from hlat_jax.data.tokenizer import Tokenizer
@@ -140,7 +140,7 @@ def waiting_share(name: str, steps: int, *, data: DataConfig | None = None, voca
     """
     from hlat_jax.loop import train
 
-    c = config_lib.load(name)
+    c = config_files.load(name)
     if data is not None:
         c.data.update(
             train=data.train, tokenizer=data.tokenizer, batch_size=c.data.batch_size // c.train.num_microbatches

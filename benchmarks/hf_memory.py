@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hlat_jax import config as config_lib
+from hlat_jax.cli import config_files
 from hlat_jax.hf import exporting
 from hlat_jax.resolve import resolve
 from hlat_jax.weights import hf_config, hf_names
@@ -67,7 +68,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--folder", type=pathlib.Path, required=True, help="made, and removed at the end")
     args = parser.parse_args()
-    model = resolve(config_lib.load("7b")).model
+    model = resolve(config_files.load("7b")).model
     model = dataclasses.replace(model, num_layers=args.layers)
     source, ours, back = (args.folder / name for name in ("source", "ours", "back"))
     try:

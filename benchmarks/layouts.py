@@ -16,6 +16,7 @@ import json
 import pathlib
 
 from hlat_jax import config as config_lib
+from hlat_jax.cli import config_files
 from hlat_jax.cli.flags import check_output
 from hlat_jax.facts.names import nearest
 from hlat_jax.plan.aot import partition
@@ -39,7 +40,7 @@ PAPER_COST = {
 
 def case_config(name: str, num_devices: int, num_microbatches: int) -> config_lib.Config:
     """Returns a shipped config cut to so many devices, each replica with its microbatches of one sequence."""
-    c = config_lib.load(name)
+    c = config_files.load(name)
     c.parallel.data = num_devices // (c.parallel.tensor * c.parallel.pipe)
     c.train.num_microbatches = num_microbatches
     c.data.batch_size = c.parallel.data * num_microbatches
@@ -61,7 +62,7 @@ def scaling(name: str) -> list[tuple[int, float, float | None]]:
     for nodes in (4, 8, 16, 32, 64, 128, 256):
         if nodes < first:
             continue
-        c = config_lib.load(name)
+        c = config_files.load(name)
         c.parallel.data = nodes * NODE_DEVICES // (c.parallel.tensor * c.parallel.pipe)
         c.train.num_microbatches = c.data.batch_size // c.parallel.data
         plan = make_plan(resolve(c), Site(TARGET, nodes))

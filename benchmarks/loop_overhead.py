@@ -31,8 +31,8 @@ from unittest import mock
 import jax
 import numpy as np
 
-from hlat_jax import config as config_lib
 from hlat_jax.batch import concat_batch
+from hlat_jax.cli import config_files
 from hlat_jax.config import Config
 from hlat_jax.host import distributed
 from hlat_jax.host.watchdog import Watchdog
@@ -165,7 +165,7 @@ def main() -> None:
     parser.add_argument("--watch", action="store_true")
     parser.add_argument("--dispatch", type=int, default=0, metavar="M")
     args = parser.parse_args()
-    c = config_lib.load("tiny")
+    c = config_files.load("tiny")
     c.train.num_steps = args.steps
     c.train.eval_every_steps = 0
     c.train.sample_prompt = ""

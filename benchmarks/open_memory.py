@@ -22,6 +22,7 @@ import numpy as np
 from hf_memory import write_synthetic
 
 from hlat_jax import config as config_lib
+from hlat_jax.cli import config_files
 from hlat_jax.config import ParallelConfig
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.generate import inference
@@ -100,7 +101,7 @@ def main() -> None:
     if args.open:
         open_here(args.open)
         return
-    mutable = config_lib.load("tiny")
+    mutable = config_files.load("tiny")
     sizes = {"embed_dim": 768, "mlp_dim": 2048, "num_heads": 12, "num_kv_heads": 12, "head_dim": 64}
     mutable.model.update(num_layers=args.layers, **sizes)
     mutable.precision.policy = "mixed"

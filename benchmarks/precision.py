@@ -16,7 +16,7 @@ import pathlib
 import statistics
 import sys
 
-from hlat_jax import config as config_lib
+from hlat_jax.cli import config_files
 from hlat_jax.loop import train
 from hlat_jax.resolve import resolve
 
@@ -25,7 +25,7 @@ POLICIES = ("fp32", "mixed", "bf16_sr", "bf16")
 
 def rows_of(config_name: str, policy: str, *, seed: int, tokens: int, workdir: pathlib.Path) -> list[dict]:
     """Trains one run to its end, unless it is there, and returns its rows of metrics."""
-    c = config_lib.load(config_name)
+    c = config_files.load(config_name)
     num_steps = tokens // (c.data.batch_size * c.data.seq_len)
     c.precision.policy = policy
     c.data.seed = seed

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 
 from hlat_jax import config as config_lib
 from hlat_jax import stack
+from hlat_jax.cli import config_files
 from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.parallel.degrees import layout_over
 from hlat_jax.passes import remat
@@ -255,7 +256,7 @@ def main():
     if args.what == "unrolled":
         unrolled()
         return
-    mutable = config_lib.load(args.config)
+    mutable = config_files.load(args.config)
     mutable.model.attention = args.attention
     goals(resolve(mutable), [float(share) / 100 for share in args.shares.split(",")])
 

@@ -22,7 +22,7 @@ import sysconfig
 
 import numpy as np
 
-from hlat_jax import config as config_lib
+from hlat_jax.cli import config_files
 from hlat_jax.data.build import build as build_lib
 from hlat_jax.data.build.build_task import BuildOptions
 from hlat_jax.data.formats.paths import asset_path
@@ -53,7 +53,7 @@ def losses(
     paths: dict[str, str], *, order: str, seed: int, steps: int, batch_size: int, folder: pathlib.Path
 ) -> tuple[np.ndarray, float]:
     """Trains one run to its end, unless it is there; returns the training losses and the final validation loss."""
-    c = config_lib.load("tiny")
+    c = config_files.load("tiny")
     c.model.update(num_layers=2, embed_dim=96, mlp_dim=256, num_heads=3, num_kv_heads=3)
     c.data.update(paths | {"shuffle_by": order, "seed": seed, "batch_size": batch_size})
     c.optimizer.horizon_steps = steps

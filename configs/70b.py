@@ -29,7 +29,7 @@ always on the same 1,024 sequences; HLAT-7B read on for 500 at a time.
 Source: arXiv 2404.10630, III-A, III-B, III-D and table III, and the published scripts; sizes: RedPajama-Data's page.
 """
 
-from hlat_jax.config import load
+from hlat_jax.cli.config_files import load
 
 # B tokens of each source: in RedPajama-1T, and in the pool of HLAT's table III (web 90, domain 104.7, code 59)
 FIRST = {

@@ -12,6 +12,7 @@ from typing import Any
 from absl import flags, logging
 
 from hlat_jax import config as config_lib
+from hlat_jax.cli import config_files
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.cli.path_checks import check_file, check_folder
 from hlat_jax.host import compile_cache, neuron_env, neuron_topology, process
@@ -26,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     from hlat_jax.weights.init_model import take_model
 
     workdir, given = pathlib.Path(values.workdir or f"runs/{mutable.name}"), flags_lib.given_keys(values)
-    config_lib.make_text_paths_absolute(mutable)  # the run records them
+    config_files.make_text_paths_absolute(mutable)  # the run records them
     if not values.coordinator:  # of several processes all end alike, with the reason, once they have joined
         _check_starts(mutable.train, workdir, given=given)
     taken = take_model(mutable, given=given, workdir=workdir)
@@ -69,7 +70,7 @@ def _check_paths(config: config_lib.Config, workdir: pathlib.Path, *, given: Col
     Text and tokenizer that a shipped config sets, and not the command line, whose keys are `given`, are left to the
     run, which first checks that the model fits this machine.
     """
-    keys = given if config.name in config_lib.shipped() else config_lib.PATH_KEYS
+    keys = given if config.name in config_files.shipped() else config_files.PATH_KEYS
     from hlat_jax.data import path_checks  # not at the top: --help does not need it
 
     if not path_checks.was_opened(config.data, workdir):  # else the run waits for what is away

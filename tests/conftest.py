@@ -35,6 +35,7 @@ os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # of what tests start, whi
 
 from hlat_jax import config as config_lib
 from hlat_jax.batch import concat_batch
+from hlat_jax.cli import config_files
 from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.resolve import resolve
 
@@ -158,7 +159,7 @@ def trained_run(tmp_path_factory):
     from hlat_jax import loop
 
     folder = tmp_path_factory.mktemp("trained")
-    c = config_lib.load(str(write_config(folder)))
+    c = config_files.load(str(write_config(folder)))
     c.data.validation = ""
     one = jax.devices()[:1]
     with pytest.MonkeyPatch.context() as patch:

@@ -9,7 +9,8 @@ import argparse
 import dataclasses
 import pathlib
 
-from hlat_jax.config import SECTIONS, shipped
+from hlat_jax.cli.config_files import shipped
+from hlat_jax.config import SECTIONS
 
 PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "config.md"
 

@@ -16,6 +16,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from hlat_jax import config as config_lib
+from hlat_jax.cli import config_files
 from hlat_jax.facts import synonyms
 from hlat_jax.facts.names import nearest
 from hlat_jax.host import limits, process
@@ -47,7 +48,7 @@ def parse(argv: Sequence[str], define: Callable[[flags.FlagValues], None] = lamb
         raise ValueError(
             f"--config is given {len(named.config)} times; a run has one config. Change keys with --config.a.b=VALUE."
         )
-    mutable = config_lib.load(named.config[0])
+    mutable = config_files.load(named.config[0])
     before = mutable.copy_and_resolve_references()
     for word in words:
         _check_key(word, mutable)
@@ -154,7 +155,7 @@ def _missing_config(words: Sequence[str], values: flags.FlagValues) -> str:
     for word in words:
         name, _, value = word.lstrip("-").partition("=")
         if not word.startswith("-"):
-            if word.endswith(".py") or word in config_lib.shipped():
+            if word.endswith(".py") or word in config_files.shipped():
                 return f"unexpected argument {word!r}. Did you mean '--config={word}'?"
         elif name not in values and difflib.get_close_matches(name, ["config"]):
             return f"unknown flag --{name}. Did you mean '--config={value}'?"
@@ -345,7 +346,7 @@ def usage(values: flags.FlagValues) -> str:
         for section, cls in config_lib.SECTIONS.items()
         for key in dataclasses.fields(cls)
     ]
-    shipped = ", ".join(config_lib.shipped())
+    shipped = ", ".join(config_files.shipped())
     return "\n".join(
         (
             "Usage: --config=NAME|PATH.py [--config.SECTION.KEY=VALUE ...] [flags]",

@@ -8,7 +8,8 @@ import pathlib
 from collections.abc import Collection
 from typing import Any
 
-from hlat_jax.config import DataConfig, exists, map_paths
+from hlat_jax.cli.config_files import exists, map_paths
+from hlat_jax.config import DataConfig
 from hlat_jax.data.formats.paths import asset_path, nothing_at, tokenizer_file
 from hlat_jax.data.mixture import parse_sources
 from hlat_jax.store.typed_json import read_json

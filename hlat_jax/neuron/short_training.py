@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from hlat_jax import config as config_lib
+from hlat_jax.cli import config_files
 from hlat_jax.config import Config, PrecisionConfig
 from hlat_jax.data.held_out import open_held_out
 from hlat_jax.data.loader import TrainBatches
@@ -54,7 +54,7 @@ class TrainingResult:
 
 def short_config(precision: PrecisionConfig) -> Config:
     """Returns the config of the short training, with the precision of a run."""
-    mutable = config_lib.load("tiny")
+    mutable = config_files.load("tiny")
     mutable.precision.policy = precision.policy
     mutable.precision.stochastic_rounding = precision.stochastic_rounding
     mutable.train.num_steps = NUM_STEPS

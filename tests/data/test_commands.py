@@ -16,7 +16,7 @@ import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hlat_jax import config as config_lib
+from hlat_jax.cli import config_files
 from hlat_jax.data import mixture, packing, sources
 from hlat_jax.data.build import stats, tokenizer_training
 from hlat_jax.data.tokenizer import Tokenizer
@@ -205,7 +205,7 @@ def test_sample_is_bounded_and_uniform_over_whole_pieces():
 
 
 def tiny(**changes):
-    mutable = config_lib.load("tiny")
+    mutable = config_files.load("tiny")
     for key, value in changes.items():
         mutable.data[key] = value
     return resolve(mutable)

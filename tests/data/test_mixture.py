@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hlat_jax import config as config_lib
+from hlat_jax.cli import config_files
 from hlat_jax.data.mixture import Mixture, first_stages, parse_sources, parse_stages
 from hlat_jax.resolve import resolve
 
@@ -186,7 +186,7 @@ def test_mixture_of_a_source_without_a_name_is_refused_with_what_to_do():
 
 
 def test_70b_changes_at_1400_billion_tokens_to_the_shares_of_hlats_table_iii():
-    data = resolve(config_lib.load("70b")).data
+    data = resolve(config_files.load("70b")).data
     sources = parse_sources(data.train, key="data.train")
     batch_tokens = data.batch_size * data.seq_len
     before, after = parse_stages(data.mixture, names=list(sources), batch_tokens=batch_tokens)

@@ -13,8 +13,8 @@ import sentencepiece
 from data_files import write_built
 from micro import exact, rows, saved_steps, write_config
 
-from hlat_jax import config as config_lib
 from hlat_jax import loop
+from hlat_jax.cli import config_files
 from hlat_jax.data import packing, positions
 from hlat_jax.data.build import peek
 from hlat_jax.data.formats.paths import asset_path
@@ -41,7 +41,7 @@ def texts():
 @pytest.fixture
 def config(tmp_path, texts):
     """A mutable config of both sources, in two stages."""
-    c = config_lib.load(str(write_config(tmp_path)))
+    c = config_files.load(str(write_config(tmp_path)))
     for name, own in texts.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in own))
     c.data.train = f"web={tmp_path}/web.jsonl;code={tmp_path}/code.jsonl"
@@ -161,7 +161,7 @@ def test_damaged_position_is_ignored(tmp_path, content):
 
 
 def test_position_in_a_misnamed_checkpoint_is_ignored(tmp_path):
-    data = dataclasses.asdict(resolve(config_lib.load("tiny")).data)
+    data = dataclasses.asdict(resolve(config_files.load("tiny")).data)
     data["batch_size"] = 2
     recorded = dict(data)
     recorded["weights"] = recorded.pop("mixture")  # as a version wrote it in which the key had its old name

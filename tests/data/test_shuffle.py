@@ -8,7 +8,7 @@ import numpy as np
 import packer
 import pytest
 
-from hlat_jax import config as config_lib
+from hlat_jax.cli import config_files
 from hlat_jax.config import DataConfig
 from hlat_jax.data import packing, positions, sources, streams
 from hlat_jax.data.build import build as build_lib
@@ -167,7 +167,7 @@ def test_spans_name_the_documents_and_tokens_of_a_row(folder, texts, kind, monke
 
 
 def test_peek_shows_each_document_in_a_shuffled_row_as_it_is_in_the_text(folder, texts, tmp_path, capsys):
-    c = config_lib.load("tiny")
+    c = config_files.load("tiny")
     c.data.update(dataclasses.asdict(data_config(folder / "ids", validation="")))
     assert peek.peek(resolve(c), tmp_path / "none", step=1, row=None) == 0
     shown, own = capsys.readouterr().out, [flat([text]) for text in texts]
@@ -214,7 +214,7 @@ def saved_with(data, step):
     [(SHIPPED, "5%", SHIPPED), (SHIPPED, "10%", "10%"), (SHIPPED, "", ""), ("a.txt", "5%", "5%"), ("5%", "5%", "5%")],
 )
 def test_a_run_of_before_shares_keeps_the_validation_text_it_began_with(tmp_path, capsys, recorded, asked, kept):
-    c = config_lib.load("tiny")
+    c = config_files.load("tiny")
     c.data.update(train="mine.txt", validation=asked)
     (tmp_path / "checkpoints" / "5" / "run").mkdir(parents=True)
     content = saved_with({"validation": recorded, "shuffle_by": c.data.shuffle_by}, 5)
@@ -247,7 +247,7 @@ def test_the_refusal_of_another_share_says_which_flag_to_give():
     ],
 )
 def test_a_run_keeps_the_order_it_began_with(tmp_path, capsys, recorded, asked, kept):
-    c = config_lib.load("tiny")
+    c = config_files.load("tiny")
     c.data.shuffle_by = asked
     if recorded is not None:
         for step, data in ((5, {"shuffle_by": "document"}), (10, recorded)):

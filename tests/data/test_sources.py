@@ -22,7 +22,7 @@ from data_files import (
     write_parquet,
 )
 
-from hlat_jax.config import exists
+from hlat_jax.cli.config_files import exists
 from hlat_jax.data.formats.files import Unreadable, fingerprint
 from hlat_jax.data.formats.records import BadRecord
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tokenizer_files import TEXTS, train_model, write_tokenizer_json
 from tokenizers import models, pre_tokenizers, trainers
 
-from hlat_jax import config as config_lib
+from hlat_jax.cli import config_files
 from hlat_jax.config import DataConfig
 from hlat_jax.data import held_out, loader, sources
 from hlat_jax.data.build import build as build_lib
@@ -190,7 +190,7 @@ def test_the_share_of_unknown_tokens_is_said_and_warned_of(tokenizer_of, tmp_pat
         ids = [token for text in texts for token in [*tokenizer.encode(text), tokenizer.eos_id]]
         share = sum(token == tokenizer.unk_id for token in ids) / len(ids)
         assert ids.count(0) == expected
-        c = config_lib.load("tiny")
+        c = config_files.load("tiny")
         c.data.update(train=str(tmp_path / "a.jsonl"), validation="", tokenizer=str(tokenizer.path))
         lines = stats.report(resolve(c), sample_bytes=0).splitlines()
         with contextlib.closing(loader.TrainBatches(resolve(c).data, tokenizer=tokenizer)) as batches:

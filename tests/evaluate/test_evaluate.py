@@ -24,6 +24,7 @@ from micro import write_config
 from hlat_jax import config as config_lib
 from hlat_jax import loop
 from hlat_jax.batch import concat_batch
+from hlat_jax.cli import config_files
 from hlat_jax.data import held_out
 from hlat_jax.data.formats.paths import asset_path
 from hlat_jax.evaluate import __main__ as evaluate
@@ -124,7 +125,7 @@ def validated(tmp_path_factory):
         folder = tmp_path_factory.mktemp(packing)
         text = folder / "held_out.jsonl"
         shutil.copy(asset_path("austen_validation.jsonl"), text)
-        c = config_lib.load(str(write_config(folder)))
+        c = config_files.load(str(write_config(folder)))
         c.data.update(packing=packing, validation=str(text))
         c.train.update(num_steps=8, eval_every_steps=0, num_eval_batches=3)
         one, printed = jax.devices()[:1], io.StringIO()

@@ -34,8 +34,8 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 from local_tasks import NAMES, write_tasks
 
-from hlat_jax import config as config_lib
 from hlat_jax import loop
+from hlat_jax.cli import config_files
 from hlat_jax.config import ParallelConfig
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.evaluate import __main__ as evaluate_command
@@ -251,7 +251,7 @@ def trained(folder, tmp_path_factory):
     path, devices = micro.write_config(found), jax.devices("cpu")[:2]
 
     def run(**settings):
-        c = config_lib.load(str(path))
+        c = config_files.load(str(path))
         c.model.max_positions = 64
         c.data.validation = ""
         c.parallel.tensor = 2

@@ -9,6 +9,7 @@ import pytest
 
 from hlat_jax import config as config_lib
 from hlat_jax import loop
+from hlat_jax.cli import config_files
 from hlat_jax.evaluate import in_training, tasks
 from hlat_jax.resolve import resolve
 from hlat_jax.store.metrics import tasks_line
@@ -65,7 +66,7 @@ def train(tmp_path, monkeypatch):
     monkeypatch.setattr(in_training, "TasksInTraining", Digest)
 
     def run(num_steps, every_steps=2):
-        c = config_lib.load(str(micro.write_config(tmp_path)))
+        c = config_files.load(str(micro.write_config(tmp_path)))
         c.data.validation = ""
         c.train.update(num_steps=num_steps, eval_tasks="digest", eval_tasks_every_steps=every_steps)
         c.metrics.update(console="on", tensorboard=False)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import transformers
 
-from hlat_jax import config as config_lib
 from hlat_jax import loop
+from hlat_jax.cli import config_files
 from hlat_jax.hf import background
 from hlat_jax.hf.exporting import export_checkpoint
 from hlat_jax.resolve import resolve
@@ -27,7 +27,7 @@ EVERY, NUM_STEPS = 4, 8
 @pytest.fixture
 def mutable(tmp_path):
     """The micro config of a run of eight steps that saves and exports at 4 and 8, with fp32 masters, without a mesh."""
-    c = config_lib.load(str(micro.write_config(tmp_path)))
+    c = config_files.load(str(micro.write_config(tmp_path)))
     c.precision.policy = "mixed"
     c.data.validation = ""
     c.train.num_steps = NUM_STEPS

@@ -18,8 +18,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hlat_jax import config as config_lib
 from hlat_jax import train
+from hlat_jax.cli import config_files
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.config import ParallelConfig, PrecisionConfig
 from hlat_jax.facts.policies import POLICY_FACTS
@@ -53,7 +53,7 @@ LAUNCHERS = {
         "OMPI_MCA_orte_hnp_uri": "1;tcp://10.0.0.1:2",
     },
 }
-SEVEN_B = resolve(config_lib.load("7b"))
+SEVEN_B = resolve(config_files.load("7b"))
 MIXED = PrecisionConfig("mixed")
 HLAT = ParallelConfig(tensor=8, sequence_parallel=True, zero1=True)
 PLACE = Topology("trn1.32xlarge", nodes=4, rank=1, coordinator="first")
@@ -268,7 +268,7 @@ def test_user_compiler_flags_override_flag_by_flag():
 
 
 def test_flags_of_the_config_replace_computed_ones_and_are_replaced_by_the_users():
-    config, limit = resolve(config_lib.load("llama3_8b")), "--internal-max-instruction-limit"
+    config, limit = resolve(config_files.load("llama3_8b")), "--internal-max-instruction-limit"
     place = Topology("trn2.48xlarge")
 
     def flags_with(text, current=""):

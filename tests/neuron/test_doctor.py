@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hlat_jax import config as config_lib
+from hlat_jax.cli import config_files
 from hlat_jax.config import ParallelConfig, PrecisionConfig
 from hlat_jax.host.neuron_topology import Machine
 from hlat_jax.neuron import doctor, doctor_command, exercises, hlo_command, partitioned, probes, short_training
@@ -25,7 +25,7 @@ from hlat_jax.parallel.virtual_devices import PlannedClient, PlannedDevice
 from hlat_jax.resolve import resolve
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-TINY = resolve(config_lib.load("tiny"))
+TINY = resolve(config_files.load("tiny"))
 GIB = 2**30
 
 
@@ -693,7 +693,7 @@ def fake_machine(folder, instance="trn1.32xlarge"):
 
 def test_environment_on_a_trainium_node_is_that_of_the_run_and_keeps_computations_off_the_host(tmp_path):
     values = types.SimpleNamespace(instance="", cores=0)
-    config = resolve(config_lib.load("7b"))
+    config = resolve(config_files.load("7b"))
     environ = {"NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU": "1"}
     place = doctor_command._prepare(config, values, environ, machine=fake_machine(tmp_path))
     assert place == {
@@ -719,10 +719,10 @@ def test_doctor_does_not_hold_devices_while_its_subprocesses_run():
     code = (
         "import pathlib, jax\n"
         "from jax._src import xla_bridge\n"
-        "from hlat_jax import config\n"
+        "from hlat_jax.cli import config_files\n"
         "from hlat_jax.neuron import doctor, probes\n"
         "from hlat_jax.resolve import resolve\n"
-        "tiny = resolve(config.load('tiny'))\n"
+        "tiny = resolve(config_files.load('tiny'))\n"
         "held = []\n"
         "probes.cache = lambda *_: held.append(xla_bridge.backends_are_initialized())\n"
         "for check in doctor.checks(tiny, doctor.CheckedMachine('', 0, pathlib.Path('x'))):\n"

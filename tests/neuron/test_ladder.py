@@ -10,8 +10,7 @@ import sys
 
 import pytest
 
-from hlat_jax import config as config_lib
-from hlat_jax.cli import flags
+from hlat_jax.cli import config_files, flags
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.host.neuron_topology import Topology
 from hlat_jax.neuron import ladder, programs
@@ -23,7 +22,7 @@ TRN1 = Topology("trn1.32xlarge")
 
 
 def rungs_of(name, num_devices=0, **options):
-    config = resolve(config_lib.load(name))
+    config = resolve(config_files.load(name))
     num_devices = num_devices or programs.num_devices(config)
     return config, ladder.rungs(config, num_devices=num_devices, **({"node_devices": 32} | options))
 
@@ -35,7 +34,7 @@ def sizes(rung):
     return c.model.num_layers, degrees["pipe"], c.train.num_microbatches, rows, rung.num_devices
 
 
-@pytest.mark.parametrize("name", sorted(config_lib.shipped()))
+@pytest.mark.parametrize("name", sorted(config_files.shipped()))
 def test_rungs_lead_from_one_layer_to_the_recipe(name):
     config, found = rungs_of(name)
     assert sizes(found[0])[:4] == (1, 1, 1, 1)
@@ -68,7 +67,7 @@ def test_rungs_of_70b_fill_one_stage_before_there_are_stages():
 
 
 def test_a_fixed_data_degree_becomes_the_rest():
-    mutable = config_lib.load("7b")
+    mutable = config_files.load("7b")
     mutable.parallel.data = 256
     found = ladder.rungs(resolve(mutable), num_devices=2048, node_devices=32)
     assert [rung.changes.get("parallel.data") for rung in found] == [-1] * 7 + [None]

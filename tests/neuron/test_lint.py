@@ -19,7 +19,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from planned import small_config
 
-from hlat_jax import config as config_lib
+from hlat_jax.cli import config_files
 from hlat_jax.facts import hardware
 from hlat_jax.neuron import lint, partitioned, programs
 from hlat_jax.neuron.module import Program
@@ -998,7 +998,7 @@ VALIDATED = {False: (), True: ("--config.data.validation=held_out.parquet",)}  #
 
 @pytest.mark.quick_cases("160m-trn2", "node-trn1")
 @pytest.mark.parametrize("target", ["trn1", "trn2"])
-@pytest.mark.parametrize("name", sorted(config_lib.shipped()))
+@pytest.mark.parametrize("name", sorted(config_files.shipped()))
 def test_lint_of_a_shipped_config_has_no_error_and_no_unexplained_warning(name, target, tmp_path, lint_here):
     if (name, target) == ("llama3_8b", "trn1"):  # a recipe of trn2: its kernels are not documented for trn1
         code, _, error = lint_here("--config=llama3_8b", "--instance=trn1")
@@ -1171,7 +1171,7 @@ def test_lossy_reduce_precision_is_kept_on_neuron():
 
 
 def test_a_step_that_does_not_donate_is_reported():
-    config = resolve(config_lib.load("tiny"))
+    config = resolve(config_files.load("tiny"))
     layout = programs.layout_for_neuron(config, 1)
     program = make_program(config, layout)
     assert "DN01" not in {f.rule for f in lint.check_traced(program.trace_step())}

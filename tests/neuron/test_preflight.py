@@ -12,7 +12,7 @@ import sys
 import numpy as np
 import pytest
 
-from hlat_jax import config as config_lib
+from hlat_jax.cli import config_files
 from hlat_jax.neuron import preflight, programs
 from hlat_jax.neuron.__main__ import main
 from hlat_jax.plan.collectives import traced_collectives
@@ -39,7 +39,7 @@ FLAGS = {
 @pytest.fixture(scope="module")
 def step():
     """The program of a small config over 2 x 2 x 2 devices, its traced parts, and the cases."""
-    c = config_lib.load("tiny")
+    c = config_files.load("tiny")
     c.update_from_flattened_dict(FLAGS)
     config = resolve(c)
     program = make_program(config, programs.layout_for_neuron(config, 8))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from hlat_jax import config as config_lib
+from hlat_jax.cli import config_files
 from hlat_jax.facts.core_groups import Server
 from hlat_jax.neuron import doctor, exercises, partitioned, step_operations, sweep
 from hlat_jax.neuron.probes import FAILED, NOT_HERE, PASSED, Outcome
@@ -311,7 +311,7 @@ def test_operands_are_where_operations_are_defined():
 
 
 def small_config(**parallel):
-    mutable = config_lib.load("tiny")
+    mutable = config_files.load("tiny")
     mutable.data.batch_size = 8
     mutable.train.num_microbatches = 2
     mutable.model.num_layers = 2

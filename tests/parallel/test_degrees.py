@@ -7,7 +7,7 @@ import re
 import jax
 import pytest
 
-from hlat_jax import config as config_lib
+from hlat_jax.cli import config_files
 from hlat_jax.neuron.programs import layout_for_neuron
 from hlat_jax.parallel.degrees import check_degrees, layout_over, nearest_degrees, passes
 from hlat_jax.parallel.sharding import MESH_AXES, make_layout
@@ -130,14 +130,14 @@ def test_nearest_degrees_keep_valid_requested_degrees(small):
 
 @pytest.mark.parametrize(("name", "nodes", "advised"), [("70b", 7, 8), ("7b", 3, 4)])
 def test_plan_names_the_nearest_number_of_nodes(name, nodes, advised):
-    config = resolve(config_lib.load(name))
+    config = resolve(config_files.load(name))
     with pytest.raises(ValueError, match=f"The config is valid with --nodes={advised}."):
         make_plan(config, Site("trn1.32xlarge", nodes))
     check_degrees(config, 32 * advised)
 
 
 def test_step_with_more_tokens_than_float32_can_count_is_refused():
-    c = config_lib.load("7b")
+    c = config_files.load("7b")
     c.train.num_microbatches = 1
     c.data.batch_size = 4096
     most = resolve(c)

@@ -15,7 +15,8 @@ from lowered import assert_no_forbidden_operations, lowered_for_neuron
 from mutations import scope, traced_with_switches
 
 from hlat_jax.batch import SumAndCount, abstract_batch, segmented_batch
-from hlat_jax.config import ParallelConfig, default, load
+from hlat_jax.cli.config_files import load
+from hlat_jax.config import ParallelConfig, default
 from hlat_jax.model import param_axes
 from hlat_jax.ops.choices import chosen_model
 from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from planned import num_devices, planned_config, small_config
 
-from hlat_jax import config as config_lib
+from hlat_jax.cli import config_files
 from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.passes import liveness
@@ -190,7 +190,7 @@ def test_host_bytes_count_distinct_shards_of_the_first_node():
 
 
 def test_state_of_70b_on_8192_devices_is_planned_without_devices():
-    config = resolve(config_lib.load("70b"))
+    config = resolve(config_files.load("70b"))
     layout = planned_layout(config, 8192, platform="neuron")
     state = make_program(config, layout).abstract_state
     # bf16 parameters, and fp32 moments and masters; norm scales are on every device, two counters of 4 bytes too

@@ -19,6 +19,7 @@ from planned import num_devices, small_config
 
 from benchmarks import layouts
 from hlat_jax import config as config_lib
+from hlat_jax.cli import config_files
 from hlat_jax.facts import hardware
 from hlat_jax.facts.core_groups import DISPUTED
 from hlat_jax.parallel.sharding import MESH_AXES, make_layout
@@ -45,7 +46,7 @@ def plans():
 
 
 def plan_of(config_name):
-    config, site = resolve(config_lib.load(config_name)), Site("trn1.32xlarge", NODES[config_name])
+    config, site = resolve(config_files.load(config_name)), Site("trn1.32xlarge", NODES[config_name])
     return search.complete(make_plan(config, site), config, site)
 
 
@@ -100,14 +101,14 @@ def test_recipe_plans_match_golden_files_and_fit(plans):
 
 def test_plan_of_node_fits_both_trn1_sizes_with_full_tensor_parallelism():
     for target, tensor in (("trn1.2xlarge", 2), ("trn1.32xlarge", 32)):
-        plan = make_plan(resolve(config_lib.load("node")), Site(target, 1))
+        plan = make_plan(resolve(config_files.load("node")), Site(target, 1))
         assert plan["fits"]
         assert (plan["layout"]["tensor"], plan["layout"]["devices"]) == (tensor, tensor)
 
 
 @pytest.mark.slow
 def test_plan_of_llama3_8b_fits_trn2_with_listed_groups():
-    plan = make_plan(resolve(config_lib.load("llama3_8b")), Site("trn2.48xlarge", 16))
+    plan = make_plan(resolve(config_files.load("llama3_8b")), Site("trn2.48xlarge", 16))
     assert plan["fits_surely"]
     assert plan["run"]["params"] == 8_030_261_248  # of meta-llama/Meta-Llama-3-8B
     assert plan["layout"] | {"fsdp": 256, "tensor": 4, "data": 1, "pipe": 1} == plan["layout"]
@@ -118,7 +119,7 @@ def test_plan_of_llama3_8b_fits_trn2_with_listed_groups():
 @pytest.mark.slow
 def test_compiled_layouts_take_the_arguments_and_temporaries_of_the_plan():
     """llama3_8b at its own degrees, tensor 4 x fsdp, over 128 devices; 70b at TP 32 x PP 8 over 256."""
-    c = config_lib.load("llama3_8b")
+    c = config_files.load("llama3_8b")
     c.data.batch_size = 64
     config = small_config(policy="mixed", tensor=2, data=4, zero1=True, sequence_parallel=True)
     for part, degrees in (
@@ -406,7 +407,7 @@ def test_projection_for_a_gpu_is_a_roofline_without_calibration():
 
 
 def test_fewer_replicas_keep_the_rows_of_a_device_and_divide_the_data_degree():
-    small, devices = fewer_replicas(resolve(config_lib.load("70b")), 8192, max_devices=512)
+    small, devices = fewer_replicas(resolve(config_files.load("70b")), 8192, max_devices=512)
     assert (devices, small.parallel.data, small.data.batch_size) == (512, 2, 64)
     small, devices = fewer_replicas(small_config(rows=6), 6, max_devices=5)
     assert (devices, small.parallel.data, small.data.batch_size) == (3, 3, 3)

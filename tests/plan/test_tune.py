@@ -9,7 +9,7 @@ import jax
 import micro
 import pytest
 
-from hlat_jax import config
+from hlat_jax.cli import config_files
 from hlat_jax.ops import attention, choices, table
 from hlat_jax.ops.registry import OPS
 from hlat_jax.parallel.degrees import layout_over
@@ -27,7 +27,7 @@ TWO_OPS = "--ops=attention,cross_entropy"
 
 
 def resolved(path, **model):
-    c = config.load(str(path))
+    c = config_files.load(str(path))
     c.data.batch_size = 8
     c.model.update(model)
     return resolve(c)
@@ -116,7 +116,7 @@ def test_remeasuring_replaces_only_entries_of_the_same_calls(tuned):
 def test_partially_timed_call_is_marked_and_does_not_replace_a_full_one(tmp_path):
     path, out = micro.write_config(tmp_path), tmp_path / "tuned.json"
     words = ["tune", f"--config={path}", "--config.data.batch_size=16", f"--out={out}", "--rounds=1", "--ops=rope"]
-    c = config.load(str(path))
+    c = config_files.load(str(path))
     c.data.batch_size, c.model.ops_table = 16, str(out)
     one = resolve(c)
     assert command.main([*words, "--rows=1"]) == 0
@@ -131,7 +131,7 @@ def test_multi_device_calls_are_timed_on_one_device(tmp_path):
     path, out = micro.write_config(tmp_path), tmp_path / "tuned.json"
     words = [f"--config={path}", "--config.data.batch_size=32", "--config.parallel.tensor=2", "--devices=64"]
     assert command.main(["tune", *words, f"--out={out}", "--rounds=1", "--ops=rope"]) == 0
-    c = config.load(str(path))
+    c = config_files.load(str(path))
     c.data.batch_size, c.parallel.tensor = 32, 2
     one = resolve(c)
     call = choices.calls(one, planned_layout(one, 64, platform="cpu"))["rope"]
@@ -147,7 +147,7 @@ def test_call_or_op_without_times_falls_back_to_levels_with_a_reason(tuned):
     assert found["attention"].because.endswith(f"the fastest in {out}")
     for key in ("swiglu", "rope"):
         assert found[key].because == f"level 10 on cpu; {out} has no times for this call"
-    c = config.load(str(path))
+    c = config_files.load(str(path))
     c.model.ops_table, c.data.batch_size = str(out), 16
     one = resolve(c)
     choice = choices.choices(one, here(one))["attention"]
@@ -213,7 +213,7 @@ def test_committed_tables_cover_their_config_and_decide_its_choices():
     assert COMMITTED
     for path, name in itertools.product(COMMITTED, ("tiny", "160m", "1b")):
         known = table.read(str(path))
-        c = config.load(name)
+        c = config_files.load(name)
         c.model.ops_table = str(path)
         if name == "tiny":
             c.data.batch_size = 4  # of a microbatch, as when they were measured

@@ -10,6 +10,7 @@ import pytest
 
 from hlat_jax import config as config_lib
 from hlat_jax import loop
+from hlat_jax.cli import config_files
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.resolve import resolve
 from hlat_jax.run import open as run_open
@@ -23,7 +24,7 @@ def train(trained_run, tmp_path, monkeypatch):
     monkeypatch.setattr(loop.jax, "devices", lambda *_: one)
 
     def run(workdir=tmp_path / "branch", **keys):
-        c = config_lib.load(str(micro.write_config(tmp_path)))
+        c = config_files.load(str(micro.write_config(tmp_path)))
         c.data.validation = ""
         c.train.branch_from = f"{trained_run}@20"
         for path, value in keys.items():

@@ -16,6 +16,7 @@ import pytest
 from hlat_jax import config as config_lib
 from hlat_jax import loop, model
 from hlat_jax.batch import concat_batch
+from hlat_jax.cli import config_files
 from hlat_jax.parallel import xla_options
 from hlat_jax.parallel.degrees import layout_over
 from hlat_jax.parallel.sharding import shard_batch
@@ -158,7 +159,7 @@ def test_a_run_that_resumes_hands_over_the_choice_of_its_checkpoint(trained_run,
     one = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda *_: one)
     monkeypatch.setattr(budget, "resolved", resolved)
-    c = config_lib.load(str(micro.write_config(tmp_path)))
+    c = config_files.load(str(micro.write_config(tmp_path)))
     c.data.validation, c.train.num_steps = "", 25
     with pytest.raises(ValueError, match=r"recorded: \{'choice': 'full'\}"):
         loop.train(resolve(c), workdir)

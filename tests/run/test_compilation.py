@@ -16,9 +16,8 @@ import pytest
 from micro import write_config
 from planned import small_config
 
-from hlat_jax import config as config_lib
 from hlat_jax import loop, program
-from hlat_jax.cli import flags
+from hlat_jax.cli import config_files, flags
 from hlat_jax.model import init_params
 from hlat_jax.neuron import changes
 from hlat_jax.neuron.programs_command import _cached
@@ -197,7 +196,7 @@ def run(tmp_path, monkeypatch):
     path = write_config(tmp_path)
 
     def train(**changed):
-        c = config_lib.load(str(path))
+        c = config_files.load(str(path))
         c.train.num_eval_batches = 2
         c.train.sample_prompt = "It is"
         c.train.sample_tokens = 4

@@ -7,8 +7,8 @@ import jax
 import micro
 import pytest
 
-from hlat_jax import config as config_lib
 from hlat_jax import loop
+from hlat_jax.cli import config_files
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.resolve import batch_of_step, resolve, skipped_batches
 from hlat_jax.run.goodput import read_events
@@ -30,7 +30,7 @@ def train(tmp_path, monkeypatch):
     step = loop._step
 
     def run(name="run", killed_at=0, **keys):
-        c = config_lib.load(str(micro.write_config(tmp_path)))
+        c = config_files.load(str(micro.write_config(tmp_path)))
         c.data.update(validation="", position_every_steps=2)
         c.checkpoint.update(every_steps=4, keep_last=9)
         c.train.update({"num_steps": 12, **keys})
@@ -212,7 +212,7 @@ def test_a_rewind_that_is_killed_is_completed_by_the_next_start(train, tmp_path,
 def test_a_rewind_that_cannot_be_is_refused_and_changes_nothing(trained_run, tmp_path, monkeypatch, keys, message):
     one = jax.devices()[:1]
     monkeypatch.setattr(loop.jax, "devices", lambda *_: one)
-    c = config_lib.load(str(micro.write_config(tmp_path)))
+    c = config_files.load(str(micro.write_config(tmp_path)))
     c.data.validation = ""
     c.train.update(keys)
     before = contents(trained_run)

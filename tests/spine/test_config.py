@@ -24,6 +24,7 @@ import sentencepiece
 
 from hlat_jax import config as config_lib
 from hlat_jax import loop
+from hlat_jax.cli import config_files
 from hlat_jax.data import packing
 from hlat_jax.data.held_out import open_held_out
 from hlat_jax.data.loader import TrainBatches
@@ -47,7 +48,7 @@ from hlat_jax.weights.trained import leaves_by_name
 
 pytestmark = pytest.mark.xdist_group("config")  # its fixtures are costly: one process
 GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "support" / "golden"
-SHIPPED = sorted(path.stem for path in config_lib.config_folder().glob("*.py"))
+SHIPPED = sorted(path.stem for path in config_files.config_folder().glob("*.py"))
 
 
 # What can be observed of a config. Each function takes the mutable config and a folder of its own.
@@ -330,7 +331,7 @@ def observed(tmp_path_factory):
 
 
 def _base(settings, folder):
-    c = config_lib.load(str(micro.write_config(folder)))
+    c = config_files.load(str(micro.write_config(folder)))
     c.data.batch_size = 8
     c.train.update(num_steps=4, eval_every_steps=2, num_eval_batches=2, sample_tokens=2)
     c.checkpoint.every_steps = 1
@@ -342,7 +343,7 @@ def _base(settings, folder):
 
 
 def _write_inputs(folder):
-    model = resolve(config_lib.load(str(micro.write_config(folder)))).model
+    model = resolve(config_files.load(str(micro.write_config(folder)))).model
     about = weights_folder.WeightsInfo(model, step=0, tokenizer="", origin={})
     with weights_folder.new_weights(folder / "start", about=about, files={}) as leaves:
         for name, leaf in leaves_by_name(abstract_params(model)).items():
@@ -552,7 +553,7 @@ def test_config_file_with_an_error_is_an_error_of_one_line_with_its_line(train_h
 
 
 PATHS = """
-from hlat_jax.config import load
+from hlat_jax.cli.config_files import load
 
 def get_config():
     c = load("tiny")
@@ -575,7 +576,7 @@ def test_paths_of_a_config_file_are_relative_to_it_and_else_to_the_working_direc
         path.write_text("text")
     (tmp_path / "runs" / "a").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    c = config_lib.load("with [signs]/paths.py")
+    c = config_files.load("with [signs]/paths.py")
     here = f"{tmp_path}/here.txt"
     assert c.data.train == f"{beside}/one.txt"
     pattern = str(beside).replace("[", "[[]") + "/*.txt"
@@ -585,8 +586,8 @@ def test_paths_of_a_config_file_are_relative_to_it_and_else_to_the_working_direc
     assert c.train.init_from == f"{tmp_path}/runs/a"
     assert c.train.branch_from == f"{beside}/runs/b@300"
     assert c.train.eval_tasks_folder == "~/tasks"
-    assert config_lib.load("160m").data.train == "data/corpus/train.jsonl"  # shipped ones have no place of their own
-    shipped = config_lib.load(str(config_lib.config_folder() / "160m.py"))
+    assert config_files.load("160m").data.train == "data/corpus/train.jsonl"  # shipped ones have no place of their own
+    shipped = config_files.load(str(config_files.config_folder() / "160m.py"))
     assert shipped.data.train == "data/corpus/train.jsonl"
 
 
@@ -605,10 +606,10 @@ def test_text_paths_of_a_command_line_become_absolute(given, absolute, tmp_path,
     here = tmp_path / "of [mine]"
     here.mkdir()
     monkeypatch.chdir(here)
-    c = config_lib.load("tiny")
+    c = config_files.load("tiny")
     c.data.update(train=given, validation=given, tokenizer="package:austen_2k.model")
     c.train.init_from = "runs/a"
-    config_lib.make_text_paths_absolute(c)
+    config_files.make_text_paths_absolute(c)
     expected = absolute.replace("HERE", str(here)).replace("ESCAPED", f"{tmp_path}/of [[]mine]")
     assert (c.data.train, c.data.validation, c.data.tokenizer) == (expected, expected, "package:austen_2k.model")
     assert c.train.init_from == "runs/a"  # is not recorded with text: processes must agree on it
@@ -618,8 +619,8 @@ def test_train_records_the_absolute_path_of_text_and_the_shipped_config_is_loade
     train_here, tmp_path, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    loaded, load = [], config_lib.load
-    monkeypatch.setattr(config_lib, "load", lambda name: loaded.append(name) or load(name))
+    loaded, load = [], config_files.load
+    monkeypatch.setattr(config_files, "load", lambda name: loaded.append(name) or load(name))
     code, out, err = train_here("--config=160m", "--config.data.train=my_book.txt", "--print_config")
     assert code == 0, err
     data = json.loads(out[: out.index("\n}\n") + 2])["data"]
@@ -661,14 +662,14 @@ def test_run_name_that_is_not_a_folder_name_is_refused(train_here, tmp_path, mon
 
 
 def test_a_name_of_a_run_may_have_spaces_and_dots():
-    c = config_lib.load("tiny")
+    c = config_files.load("tiny")
     c.name = "7b v1.5_lr=3e-4"
     assert resolve(c).name == c.name
 
 
 def golden_text(name):
     """Returns what `tests/support/golden/<name>.json` must hold."""
-    return json.dumps(resolve(config_lib.load(name)).to_dict(), indent=2) + "\n"
+    return json.dumps(resolve(config_files.load(name)).to_dict(), indent=2) + "\n"
 
 
 def test_config_shipped_resolves_to_its_golden_file():

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 from micro import drop_step_and_norms, exact, flip_exponent_bit, reseal, saved_steps, write_config
 
-from hlat_jax import config as config_lib
 from hlat_jax import loop
+from hlat_jax.cli import config_files
 from hlat_jax.data import retries
 from hlat_jax.data.formats.files import Snapshot, Unreadable
 from hlat_jax.data.loader import TrainBatches
@@ -35,7 +35,7 @@ from hlat_jax.store.metrics import ROWS_FILE, read_rows
 @pytest.fixture
 def micro(tmp_path):
     """A mutable micro config on one of the virtual devices."""
-    c = config_lib.load(str(write_config(tmp_path)))
+    c = config_files.load(str(write_config(tmp_path)))
     c.train.num_eval_batches = 1
     return c
 

@@ -11,9 +11,9 @@ from lowered import assert_no_forbidden_operations, lowered_for_neuron
 from micro import exact, write_config
 from programs import training_program
 
-from hlat_jax import config as config_lib
 from hlat_jax import loop
 from hlat_jax.batch import SumAndCount
+from hlat_jax.cli import config_files
 from hlat_jax.optimizer import SpikePolicy
 from hlat_jax.resolve import resolve
 from hlat_jax.run import open as run_open
@@ -103,7 +103,7 @@ def test_a_step_that_skips_spikes_lowers_for_neuron(micro, one_device):
 @pytest.fixture
 def micro(tmp_path):
     """A mutable config of 12 steps at one loss, whose window decides from its fourth step on."""
-    c = config_lib.load(str(write_config(tmp_path)))
+    c = config_files.load(str(write_config(tmp_path)))
     c.data.validation = ""
     c.optimizer.update(peak_lr=1e-5, warmup_steps=0)
     c.train.update(num_steps=12, spikes="skip", spike_window=8, spike_sigmas=12.0)

@@ -14,8 +14,8 @@ import micro
 import pytest
 from jax.profiler import ProfileData
 
-from hlat_jax import config as config_lib
 from hlat_jax import loop, train
+from hlat_jax.cli import config_files
 from hlat_jax.data.loader import TrainBatches, batch_hash
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.optimizer import learning_rate
@@ -39,7 +39,7 @@ def finished(tmp_path_factory):
     words += [f"--config.train.{word}" for word in ("sample_prompt=It is", "sample_tokens=4", "profile_steps=10:13")]
     done = micro.run(words, micro.environment())
     assert done.returncode == 0, done.stderr
-    mutable = config_lib.load(str(config))
+    mutable = config_files.load(str(config))
     mutable.metrics.update(console="on", log_every_steps=6, tensorboard=True, plot=True)
     mutable.train.update(sample_prompt="It is", sample_tokens=4, profile_steps="10:13")
     return resolve(mutable), folder / "run", done.stdout
@@ -253,8 +253,8 @@ def test_print_config_works_for_large_models_on_any_machine(train_here, name, nu
     for word in ("FLOPs per token", "tokens per step  4,194,304", f"bytes ({policy})"):
         assert word in out
     printed = json.loads(out[: out.index("\n}\n") + 2])
-    mutable = config_lib.load(name)
-    config_lib.make_text_paths_absolute(mutable)
+    mutable = config_files.load(name)
+    config_files.make_text_paths_absolute(mutable)
     assert printed == resolve(mutable).to_dict()
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from hlat_jax import config as config_lib
+from hlat_jax.cli import config_files
 from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve
@@ -21,7 +21,7 @@ from hlat_jax.store.metrics import ROWS_FILE
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 NUM_STEPS, EVAL_EVERY, SAVE_EVERY = 24, 6, 5
 CONFIG = f"""
-from hlat_jax.config import load
+from hlat_jax.cli.config_files import load
 
 
 def get_config():
@@ -141,7 +141,7 @@ def drop_step_and_norms(run: dict) -> None:
 
 def final_checkpoint(config: pathlib.Path, workdir: pathlib.Path) -> tuple[int, dict[str, bytes], list, dict]:
     """Returns (step, bytes and type of every array of the state, data position, metadata) of the newest checkpoint."""
-    resolved = resolve(config_lib.load(str(config)))
+    resolved = resolve(config_files.load(str(config)))
     layout = make_layout(resolved.parallel, jax.devices()[:1])
     checkpointer = Checkpointer(workdir, config=resolved.checkpoint, read_only=True)
     step, state, position, metadata = checkpointer.restore(make_program(resolved, layout).abstract_state)

@@ -24,7 +24,7 @@ import numpy as np
 from damage import damage
 
 from hlat_jax import config as config_lib
-from hlat_jax.cli import flags
+from hlat_jax.cli import config_files, flags
 from hlat_jax.data import __main__ as data_commands
 from hlat_jax.data import positions, sources
 from hlat_jax.data.build import build
@@ -97,7 +97,7 @@ def probes(config: pathlib.Path) -> dict[str, dict[str, Probe]]:
     """Returns kind of folder -> name -> what reads it."""
 
     def settings(num_steps: int) -> config_lib.Config:
-        mutable = config_lib.load(str(config))
+        mutable = config_files.load(str(config))
         mutable.data.validation, mutable.train.num_steps, mutable.metrics.plot = "", num_steps, True
         mutable.metrics.tensorboard = False
         return resolve(mutable)

@@ -7,8 +7,8 @@ import jax
 import micro
 import pytest
 
-from hlat_jax import config as config_lib
 from hlat_jax import loop
+from hlat_jax.cli import config_files
 from hlat_jax.resolve import resolve
 from hlat_jax.store.metrics import header
 from hlat_jax.store.progress import ProgressBar
@@ -19,7 +19,7 @@ def test_a_batch_job_prints_lines_at_the_keys_cadence_and_in_every_phase(tmp_pat
     devices = jax.devices()[:1]
     monkeypatch.setattr(loop.jax, "devices", lambda *_: devices)
     monkeypatch.setattr(loop, "ProgressBar", functools.partial(ProgressBar, line_s=0.03))  # for 30 s
-    c = config_lib.load(str(micro.write_config(tmp_path)))
+    c = config_files.load(str(micro.write_config(tmp_path)))
     c.train.update(eval_every_steps=0, num_eval_batches=96)
     c.checkpoint.every_steps = 0
     c.metrics.update(console="auto", log_every_steps=8, tensorboard=False)

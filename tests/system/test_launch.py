@@ -10,7 +10,7 @@ import sysconfig
 import jobs
 import pytest
 
-from hlat_jax import config as config_lib
+from hlat_jax.cli import config_files
 from hlat_jax.host.neuron_env import environment
 from hlat_jax.host.neuron_topology import Topology
 from hlat_jax.resolve import resolve
@@ -61,7 +61,7 @@ def nodes_of(printed):
 
 def computed(instance="trn1.32xlarge", **fields):
     """Returns the variables of `tiny`, as the package computes them."""
-    tiny = resolve(config_lib.load("tiny"))
+    tiny = resolve(config_files.load("tiny"))
     return environment(tiny.precision, tiny.parallel, Topology(instance, **fields), current={}).variables
 
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from test_launch import PATH, nodes_of
 
-from hlat_jax import config as config_lib
+from hlat_jax.cli import config_files
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.facts import hardware
@@ -200,7 +200,7 @@ def test_manifests_get_the_nodes_that_the_template_makes():
 
 def test_run_manifest_starts_valid_commands():
     _, spec, _, container = loaded(LAUNCH / "eks" / "train.yaml")
-    config = resolve(config_lib.load("7b"))
+    config = resolve(config_files.load("7b"))
     for node in range(spec["completions"]):
         command = [word.replace("$(NODE)", str(node)) for word in container["command"]]
         env = {"PATH": PATH, "PYTHON": sys.executable}

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import nbformat
 import pytest
 
-from hlat_jax import config as config_lib
+from hlat_jax.cli import config_files
 from hlat_jax.generate.scoring import ScoringBatch, make_score
 from hlat_jax.model import abstract_params
 from hlat_jax.neuron import lint, programs
@@ -236,7 +236,7 @@ def test_own_code_over_a_mesh_reproduces_the_losses_of_one_device(ran):
 @pytest.mark.slow
 def test_evaluated_run_is_that_of_the_tiny_config_and_has_learned_something(ran):
     notebook, probed = ran(EVALUATE)
-    assert probed["configs"] == [resolve(config_lib.load("tiny")).to_dict()]
+    assert probed["configs"] == [resolve(config_files.load("tiny")).to_dict()]
     assert ": within the expected" in printed(notebook)
     assert perplexity(notebook) < 300
 
@@ -280,7 +280,7 @@ def test_plan_notebook_layouts_match_their_labels(ran):
         assert parallel["zero1"] == ("ZeRO-1" in label), label
     [ours] = [parallel for label, parallel in labelled.items() if "our recipe" in label]
     [theirs] = [parallel for label, parallel in labelled.items() if "as HLAT" in label]
-    assert ours == config_lib.load("7b").to_dict()["parallel"]
+    assert ours == config_files.load("7b").to_dict()["parallel"]
     assert theirs == {**ours, "zero1": False}  # 7b.sh:61; tensor=8 with sequence parallelism
 
 
@@ -290,7 +290,7 @@ def test_programs_of_a_notebook_fit_a_trn1_node_and_lint_clean(name, ran):
     _, probed = ran(name)
     assert not [finding for finding in probed["findings"] if finding[0] == "error"]
     assert probed["configs"] or name == OWN_CODE
-    shipped = [config_lib.load(known).to_dict() for known in config_lib.shipped()]
+    shipped = [config_files.load(known).to_dict() for known in config_files.shipped()]
     for tree in {json.dumps(tree): tree for tree in probed["configs"]}.values():
         if tree in shipped:
             continue  # test_plan and test_neuron_lint have those
@@ -304,7 +304,7 @@ def test_programs_of_a_notebook_fit_a_trn1_node_and_lint_clean(name, ran):
 
 
 def test_scoring_and_generation_programs_lint_clean_on_trn1():
-    config = resolve(config_lib.load("tiny"))
+    config = resolve(config_files.load("tiny"))
     layout = programs.layout_for_neuron(config, 2)
     rows = (jax.ShapeDtypeStruct((46, config.model.max_positions), dtype) for dtype in (jnp.int32, jnp.int32, bool))
     score = make_score(config.model, layout).trace(abstract_params(config.model), ScoringBatch(*rows))

@@ -30,10 +30,11 @@ def trained(leaf, **changes):
     blocked = Blocked(leaf)
     sys.meta_path.insert(0, blocked)
     from hlat_jax import config as config_lib
+    from hlat_jax.cli import config_files
     from hlat_jax import loop
     from hlat_jax.resolve import resolve
 
-    c = config_lib.load(path)
+    c = config_files.load(path)
     c.train.update(num_steps=2, num_eval_batches=1)
     c.update_from_flattened_dict(changes)
     with contextlib.redirect_stdout(io.StringIO()) as printed:

@@ -20,7 +20,7 @@ from tokenizer_files import write_tokenizer_json
 
 from hlat_jax import config as config_lib
 from hlat_jax import loop
-from hlat_jax.cli import flags
+from hlat_jax.cli import config_files, flags
 from hlat_jax.data.formats.paths import asset_path
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.generate.inference import open_model
@@ -74,7 +74,7 @@ def same_bits(found, expected):
 
 def train(folder, workdir, **settings):
     """Trains the micro config on one device to step 2, edited by SECTION__KEY=VALUE, and returns the config."""
-    c = config_lib.load(str(micro.write_config(folder)))
+    c = config_files.load(str(micro.write_config(folder)))
     c.train.update(num_steps=2, eval_every_steps=0, num_eval_batches=1)
     for key, value in settings.items():
         section, name = key.split("__")
@@ -481,7 +481,7 @@ def kinds(trained, tmp_path_factory):
 @pytest.mark.parametrize("kind", ["run", "checkpoint", "hf", "import"])
 def test_a_run_takes_the_model_and_tokenizer_of_its_initial_weights(kind, kinds, tmp_path):
     write_tokenizer(tmp_path / "other.model", 300)
-    shipped = config_lib.load("tiny").model
+    shipped = config_files.load("tiny").model
     mutable, given, lines = parsed(f"train.init_from={kinds[kind]}", "optimizer.clip_norm=0.5")
     config, weights = resolve(mutable), open_weights(kinds[kind])
     assert config.model == dataclasses.replace(weights.model, depth_scaled_init=shipped.depth_scaled_init)
@@ -575,7 +575,7 @@ def test_init_from_ignores_runtime_options_of_the_source_model(tmp_path):
     write_weights(
         tmp_path / "a", model=dataclasses.replace(MODEL, ops_table="a.json", rms_norm="reference", remat="full")
     )
-    config = resolve(config_lib.load("tiny"))
+    config = resolve(config_files.load("tiny"))
     train = dataclasses.replace(config.train, init_from=str(tmp_path / "a"))
     begun = dataclasses.replace(config, model=MODEL, train=train)
     assert open_start(begun, Tokenizer(config.data.tokenizer)).model.ops_table == "a.json"
