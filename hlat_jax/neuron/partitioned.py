@@ -211,17 +211,13 @@ def linked_ring(num_devices: int, *, target: str) -> list[int] | None:
 
 def argument_findings(program: Program, *, target: str) -> Iterator[tuple[str, str, Any]]:
     """Yields (rule, what, operation) of SH03, DN01 and MEM1, the rules for arguments and results."""
-    main = program.main
-    arguments = list(main.regions[0].blocks[0].arguments)
+    main, arguments = program.main, _arguments(program)
     if len(arguments) > MAX_ARGUMENTS:
         yield "SH03", f"{len(arguments)} arguments", main
     attributes = _attributes(main, "arg_attrs", len(arguments))
     results = [tensor(kind) for kind in ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value).results]
     result_attributes = _attributes(main, "res_attrs", len(results))
-    local_arguments = [
-        _local_type(tensor(value), sharding_of(attrs), program)
-        for value, attrs in zip(arguments, attributes, strict=True)
-    ]
+    local_arguments = [local for _, local in _argument_types(program)]
     local_results = [
         _local_type(kind, sharding_of(attrs), program) for kind, attrs in zip(results, result_attributes, strict=True)
     ]
@@ -243,6 +239,26 @@ def argument_findings(program: Program, *, target: str) -> Iterator[tuple[str, s
     device = hardware.DEVICES[target]
     if max(argument_bytes, total) > device.memory_bytes - device.reserved_bytes:
         yield "MEM1", f"arguments and results alone need {format_bytes(max(argument_bytes, total))} per device", main
+
+
+def argument_shards(program: Program) -> float:
+    """Returns over how many devices the arguments of a program are split, on average over their bytes."""
+    types = [(whole, local) for whole, local in _argument_types(program) if whole is not None]
+    return sum(whole.num_bytes for whole, _ in types) / max(1, sum(local.num_bytes for _, local in types)) or 1
+
+
+def _arguments(program: Program) -> list[Any]:
+    return list(program.main.regions[0].blocks[0].arguments)
+
+
+def _argument_types(program: Program) -> list[tuple[Tensor | None, Tensor | None]]:
+    """Returns (type, type of one device's part) of each argument."""
+    arguments = _arguments(program)
+    attributes = _attributes(program.main, "arg_attrs", len(arguments))
+    kinds = map(tensor, arguments)
+    return [
+        (kind, _local_type(kind, sharding_of(attrs), program)) for kind, attrs in zip(kinds, attributes, strict=True)
+    ]
 
 
 def size_findings(program: Program) -> Iterator[tuple[str, str, Any]]:

@@ -15,17 +15,12 @@ SEVERITIES = ("error", "warning", "info")
 TARGETS = {"trn1": "trn1.32xlarge", "trn2": "trn2.48xlarge"}
 # what programs are checked for: these, trn2 at LNC 1, and a server of trn3, for which no page names an instance type
 LINTED = (*TARGETS, "trn2-lnc1", "trn3")
-# Nodes that can be planned and are no instance type. Not trn2-ultraserver, whose links between servers no rule knows.
-_OTHER_NODES = {"trn2.48xlarge-lnc1": "trn2-lnc1", "trn3-gen1": "trn3", "trn3-gen2": "trn3"}
-NODES = (*INSTANCES, *_OTHER_NODES)
 
 
 def target_of(name: str, *, lnc: int = 0) -> str:
-    """Returns the target of LINTED for an instance type at an LNC, 0: its default, another of NODES, or a target."""
+    """Returns the target of LINTED for a target, or an instance type at an LNC, where 0 is its default."""
     if name in LINTED:
         return name
-    if name in _OTHER_NODES:
-        return _OTHER_NODES[name]
     instance = INSTANCES[name]
     chip = next(key for key in TARGETS if instance.target.startswith(key))
     return chip if lnc in (0, instance.lncs[0]) else f"{chip}-lnc{lnc}"
@@ -490,7 +485,7 @@ RULES: dict[str, Rule] = {
         "info",
         "an exponential between two products with batch dimensions, as in attention, on trn1",
         "the attention of an image model (PyTorch) has returned wrong values on trn1 and inf2 in every precision",
-        "no change needed with newer compilers; `neuron doctor` compares each operation with the CPU",
+        "no change needed with newer compilers; compare losses with a run on the CPU",
         _THREAD + "1323",
         except_on=("trn2", "trn3"),
         seen="neuronx-cc 2.21 and 2.24, open",

@@ -19,7 +19,7 @@ import pytest
 from hlat_jax import config as config_lib
 from hlat_jax.config import ParallelConfig, PrecisionConfig
 from hlat_jax.host.neuron_topology import Machine
-from hlat_jax.neuron import doctor, doctor_command, exercises, hlo_command, partitioned, probes, short_training
+from hlat_jax.neuron import doctor, doctor_command, exercises, partitioned, probes, short_training
 from hlat_jax.neuron.probes import FAILED, NOT_HERE, PASSED, Outcome
 from hlat_jax.parallel.virtual_devices import PlannedClient, PlannedDevice
 from hlat_jax.resolve import resolve
@@ -604,7 +604,7 @@ def test_short_training_config_is_tiny_with_the_precision_of_the_run():
 
 def run_command(monkeypatch, outcomes, *words):
     rows = [doctor.Check(name, lambda outcome=outcome: outcome) for name, outcome in outcomes.items()]
-    monkeypatch.setattr(doctor, "checks", lambda config, place, **_: iter(rows))
+    monkeypatch.setattr(doctor, "checks", lambda config, place: iter(rows))
     return doctor_command.main(list(words))
 
 
@@ -661,8 +661,7 @@ def test_a_probe_that_raises_counts_as_failed():
 @pytest.mark.parametrize("policy", ["fp32", "bf16_sr"])
 def test_checks_on_cpu_pass_or_are_not_testable(policy, tmp_path):
     config = dataclasses.replace(TINY, precision=PrecisionConfig(policy))
-    # tested above and in test_sweep.py, and too long for here
-    skipped = {"training", "compile cache", "step's operations"}
+    skipped = {"training", "compile cache"}  # tested above, and too long for here
     rows = {
         check.name: doctor.run_check(check)[0]
         for check in doctor.checks(config, doctor.CheckedMachine("", 0, tmp_path))
@@ -673,15 +672,15 @@ def test_checks_on_cpu_pass_or_are_not_testable(policy, tmp_path):
     assert not_here == ["versions for Neuron", "tools on PATH", "memory", "device's rounding"]
 
 
-def test_collectives_and_the_step_come_late_and_rows_out_of_bounds_last(tmp_path):
+def test_collectives_come_late_and_rows_out_of_bounds_last(tmp_path):
     names = [check.name for check in doctor.checks(TINY, doctor.CheckedMachine("", 0, tmp_path))]
-    assert names[-5:] == ["along data", "ring permute", "training", "step's operations", "rows out of bounds"]
+    assert names[-4:] == ["along data", "ring permute", "training", "rows out of bounds"]
 
 
 def test_every_check_is_reported_where_jax_finds_no_devices(monkeypatch, tmp_path):
     monkeypatch.setattr(jax, "local_devices", lambda: no_memory(0))
     names = {check.name: check for check in doctor.checks(TINY, doctor.CheckedMachine("", 0, tmp_path))}
-    for name in ("devices", "ring permute", "step's operations"):
+    for name in ("devices", "ring permute"):
         assert_failed(doctor.run_check(names[name])[0], "RuntimeError: RESOURCE_EXHAUSTED")
 
 
@@ -746,16 +745,3 @@ def test_hardware_rounding_is_checked_against_the_config(monkeypatch):
     in_software = dataclasses.replace(TINY, precision=PrecisionConfig("bf16_sr", "software"))
     assert doctor._hardware_rounding(in_software).verdict == NOT_HERE
     assert doctor._expected_rounding(in_software) == "nearest"
-
-
-@pytest.mark.parametrize(
-    ("command", "words", "message"),
-    [
-        (doctor_command, ["--sweep_gib=-1"], r"--sweep_gib=-1 must be at least 0\.001\."),
-        (doctor_command, ["--sweep_s=-0.5"], r"--sweep_s=-0\.5 must be at least 0\.0\."),
-        (hlo_command, ["--config=tiny", "--max_devices=4096"], "must be at least 1 and at most 2048"),
-    ],
-)
-def test_number_out_of_bounds_is_refused_with_the_bounds(command, words, message):
-    with pytest.raises(ValueError, match=message):
-        command.main(words)

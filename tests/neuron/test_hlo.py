@@ -1,6 +1,7 @@
 """HLO modules for Neuron's compiler: small ids, the same program, and what one device of a mesh runs."""
 
 import dataclasses
+import json
 import os
 import re
 import subprocess
@@ -15,7 +16,7 @@ from planned import small_config
 
 from hlat_jax.cli import flags
 from hlat_jax.neuron import __main__ as commands
-from hlat_jax.neuron import hlo, hlo_proto
+from hlat_jax.neuron import hlo, hlo_command, hlo_proto
 from hlat_jax.neuron.programs import layout_for_neuron
 from hlat_jax.parallel.degrees import layout_over
 from hlat_jax.program import make_program
@@ -203,12 +204,23 @@ def test_command_writes_modules_and_a_compile_script(tmp_path, monkeypatch, caps
     assert called.count("compile ") == 1
 
 
-def test_the_command_asks_for_a_folder(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["hlat_jax", "hlo", "--config=tiny"])
-    with pytest.raises(SystemExit) as exit_:
-        flags.main(commands.main)
-    assert exit_.value.code == 2
-    assert "--out=DIR is missing" in capsys.readouterr().err
+def test_the_command_lists_the_programs_and_what_changed_since_the_last_run(tmp_path, capsys):
+    words = ["--config=tiny", "--devices=1", "--program=eval", f"--workdir={tmp_path}"]
+    entry = {"cache": "", "platform": "neuron", "mesh": {}, "config": {}, "libraries": {}, "code": {}}
+
+    def since(*more, record=None):
+        if record is not None:
+            (tmp_path / "programs.json").write_text(json.dumps(record))
+        assert hlo_command.main([*words, *more]) == 0
+        [(sha256, said)] = re.findall(r"^eval +([0-9a-f]{16}) .* {2}(.+)$", capsys.readouterr().out, re.MULTILINE)
+        return sha256, said
+
+    sha256, said = since()
+    assert said == "no record"
+    assert since(record={"eval": entry | {"sha256": sha256}}) == (sha256, "the same")
+    assert since("--config.model.rope_theta=500.0")[1] == "new"
+    assert since(record={"eval": entry | {"sha256": sha256, "platform": "cpu"}})[1] == "ran on cpu"
+    assert since(record={"init": entry | {"sha256": sha256}})[1] == "not compiled"
 
 
 def test_module_of_a_device_has_the_implementations_of_its_target():

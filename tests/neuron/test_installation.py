@@ -1,17 +1,13 @@
-"""The doctor's check that the Neuron software is one release, and `neuron sdk-diff`."""
+"""The doctor's check that the Neuron software is one release."""
 
 import pathlib
-import re
 import stat
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 from hlat_jax.facts import sdk_releases
-from hlat_jax.facts.hardware import INSTANCES
-from hlat_jax.facts.sdk_releases import RELEASES, SYSTEM_PACKAGES
-from hlat_jax.neuron import installation, lint, sdk_diff_command
+from hlat_jax.facts.sdk_releases import SYSTEM_PACKAGES
+from hlat_jax.neuron import installation
 from hlat_jax.neuron.probes import FAILED, NOT_HERE, PASSED
 
 
@@ -176,141 +172,3 @@ def test_system_versions_are_found_by_rpm_too(tmp_path, monkeypatch):
     )
     assert installation.system_versions(driver=pathlib.Path("no")) == {"aws-neuronx-collectives": "2.35.49.0_ab"}
     assert sdk_releases.releases_of("aws-neuronx-collectives", "2.35.49.0_ab") == ("2.33.1",)
-
-
-# sdk-diff
-
-
-def diff(capsys, *words):
-    assert sdk_diff_command.main(words) == 0
-    sections = capsys.readouterr().out.split("\n\n")
-    return sections[0], {section.splitlines()[0]: section.splitlines()[1:] for section in sections[1:]}
-
-
-@pytest.fixture
-def without_plan(monkeypatch):
-    """A step of 15 GiB for every target; the value is the list of the targets asked for."""
-    targets = []
-
-    def step(config, target):
-        targets.append(target)
-        return sdk_diff_command._TrainingStep(15 * 2**30, ())
-
-    monkeypatch.setattr(sdk_diff_command, "_training_step", step)
-    return targets
-
-
-@pytest.mark.parametrize(("lnc", "target", "more"), [("", "trn2", "122.07"), ("1", "trn2-lnc1", "61.04")])
-def test_sdk_diff_reads_the_lnc_of_the_environment(capsys, monkeypatch, without_plan, lnc, target, more):
-    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", lnc)
-    _, found = diff(capsys, "2.32", "2.33", "--config=7b", "--instance=trn2.48xlarge")
-    assert without_plan == [target]
-    assert f"the runtime takes {more} MiB more of each device" in found["device memory"][0]
-
-
-def test_sdk_diff_says_what_moves_and_what_the_run_pins(capsys, without_plan):
-    title, found = diff(capsys, "2.32", "2.33", "--config=7b")
-    assert title == "7b on trn1.32xlarge: SDK 2.32.0 (2026-08-17) to 2.33.1 (2026-11-11)"
-    assert "  neuronx-cc              2.27.5334.0 -> 2.28.7631.0" in found["packages"]
-    assert "  Python                  3.11 to 3.13 -> 3.11 to 3.14" in found["packages"]
-    flags = "\n".join(found["compiler flags whose default moves"])
-    assert "this run passes --implicit-integer-downcast=all: nothing changes" in flags
-    assert "this run does not pass --native-int64, which is for trn2 and later only" in flags
-    assert "the runtime takes 61.04 MiB more of each device" in found["device memory"][0]
-    assert found["device memory"][1].endswith(": fits")
-    [only] = [line for line in found["faults"] if "only in" in line]
-    assert "only in 2.33.0, which is between them: DMA" in only
-    assert found["environment variables without effect in both"][0].endswith(" is set here")
-    assert len(found["not known"]) == 3
-
-
-def test_sdk_diff_names_faults_that_come_and_go(capsys, without_plan):
-    assert any(line.startswith("  NEW: DMA") for line in diff(capsys, "2.32", "2.33.0", "--config=tiny")[1]["faults"])
-    _, found = diff(capsys, "2.33.0", "2.33.1", "--config=tiny", "--instance=trn2.48xlarge")
-    assert any(line.startswith("  fixed: DMA") for line in found["faults"])
-    assert found["device memory"] == found["compiler flags whose default moves"] == ["  no change known"]
-    same = diff(capsys, "2.33", "2.33.1", "--config=tiny")[1]
-    assert same["packages"] == same["not known"] == ["  no change known"]
-    assert not [line for line in same["faults"] if line.startswith(("  NEW", "  fixed", "  only"))]
-
-
-def test_sdk_diff_back_to_an_older_release_says_what_is_not_known_of_either(capsys, without_plan):
-    _, found = diff(capsys, "2.33", "2.32", "--config=tiny")
-    assert len(found["not known"]) == 3, "those of 2.33"
-    assert "the runtime takes 61.04 MiB less of each device" in found["device memory"][0]
-    assert any("only in 2.33.0, which is between them: DMA" in line for line in found["faults"])
-    _, found = diff(capsys, "2.33.0", "2.32", "--config=tiny")
-    assert any(line.startswith("  not known of 2.32.0: DMA") for line in found["faults"])
-
-
-@pytest.mark.parametrize("words", [["--config=7b", "2.32", "2.33"], ["2.32", "--config", "7b", "2.33"]])
-def test_sdk_diff_takes_flags_before_the_releases(words, capsys, without_plan):
-    assert diff(capsys, *words)[0].startswith("7b on trn1.32xlarge: SDK 2.32.0 (2026-08-17) to 2.33.1")
-
-
-def test_sdk_diff_uses_the_plan_of_the_config_and_both_cores_of_a_trn2_device(capsys, monkeypatch):
-    small = "--config.model.num_layers=1", "--config.model.vocab_size=2048", "--config.data.seq_len=32"
-    found = diff(capsys, "2.32", "2.33", "--config=tiny", *small)[1]
-    assert re.fullmatch(r"  the step is planned with [\d.]+ MiB of 15.85 GiB: fits", found["device memory"][1])
-    assert found["faults"][-1].startswith("  not in the step of tiny: the reported patterns CC06, KB01, KB02, ")
-    step = sdk_diff_command._TrainingStep(24 * 2**30 - 250 * 10**6, ())
-    monkeypatch.setattr(sdk_diff_command, "_training_step", lambda config, target: step)
-    found = diff(capsys, "2.32", "2.33", "--config=tiny", "--instance=trn2.48xlarge")[1]
-    assert "122.07 MiB more" in found["device memory"][0]
-    assert "DOES NOT FIT" in found["device memory"][1]
-    assert "this run passes --native-int64=disabled" in "\n".join(found["compiler flags whose default moves"])
-
-
-def test_sdk_diff_names_the_reported_faults_whose_pattern_the_step_has(capsys, monkeypatch):
-    rows = jax.ShapeDtypeStruct((8, 4), jnp.float32)
-    masked = lint.check(
-        lambda x, at: x.at[at].set(x[at] * 2), rows, jax.ShapeDtypeStruct((3,), jnp.int32), target="trn2"
-    )
-    assert "KB04" in {finding.rule for finding in masked}
-    step = sdk_diff_command._TrainingStep(0, masked)
-    monkeypatch.setattr(sdk_diff_command, "_training_step", lambda config, target: step)
-    faults = "\n".join(diff(capsys, "2.32", "2.33", "--config=tiny")[1]["faults"])
-    assert "possible in both (neuronx-cc 2.26, open): KB04, " in faults
-    assert "1381" in faults
-    assert "KB04" not in faults.splitlines()[-1]
-
-
-@pytest.mark.parametrize("instance", INSTANCES)
-def test_sdk_diff_knows_every_instance(instance, capsys, without_plan):
-    assert diff(capsys, "2.32", "2.33", "--config=tiny", f"--instance={instance}")[0].startswith(
-        f"tiny on {instance}: "
-    )
-
-
-def test_sdk_diff_reports_variables_without_effect_and_kernels(capsys, without_plan, monkeypatch):
-    monkeypatch.setenv("NEURON_RT_VIRTUAL_CORE_SIZE", "2")
-    found = diff(capsys, "2.32", "2.33", "--config=tiny", "--config.model.attention=nki", "--instance=trn2.48xlarge")[1]
-    variables = found["environment variables without effect in both"]
-    assert variables == ["  NEURON_RT_VIRTUAL_CORE_SIZE is set here: it is an older name: set NEURON_LOGICAL_NC_CONFIG"]
-    assert "compiled by nki 0.7.0" in found["kernels"][0]
-    assert "nki 0.7.0: a loop on the device must be fori_loop() or while_loop()" in found["kernels"][2]
-    assert len(found["kernels"]) == 4
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["2.32", "2.34", "--config=tiny"], "2.34: no such Neuron SDK in the table"),
-        (["2.32", "--config=tiny"], "sdk-diff takes two releases"),
-        (["--config=tiny"], "sdk-diff takes two releases"),
-        (["2.32", "2.33", "2.33.1", "--config=tiny"], "sdk-diff takes two releases"),
-        (["2.32", "2.33", "--config=tiny", "--instance=trn9"], "--instance=trn9: no such instance type"),
-    ],
-)
-def test_sdk_diff_refuses_what_it_does_not_know(words, message):
-    with pytest.raises(ValueError, match=message):
-        sdk_diff_command.main(words)
-
-
-def test_every_fault_has_what_to_do_and_a_source():
-    names = [fault.name for fault in sdk_releases.FAULTS]
-    assert len(names) == len(set(names))
-    for fault in sdk_releases.FAULTS:
-        assert fault.instead
-        assert fault.source
-        assert not fault.fixed or fault.fixed in [one.version for one in RELEASES]

@@ -19,10 +19,9 @@ from jax.sharding import PartitionSpec as P
 from planned import small_config
 
 from hlat_jax import config as config_lib
-from hlat_jax.facts import hardware
 from hlat_jax.neuron import lint, partitioned, programs
 from hlat_jax.neuron.module import Program
-from hlat_jax.neuron.rules import LINTED, NODES, RULES, target_of
+from hlat_jax.neuron.rules import LINTED, RULES
 from hlat_jax.parallel.pipeline import PHASES
 from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.plan.collectives import count_collectives
@@ -1111,13 +1110,6 @@ def test_lint_reports_a_layout_that_does_not_fit(lint_here):
     assert code == 1
     assert "MEM1" in printed
     assert "GiB of a device's 15.85 GiB" in printed
-
-
-def test_nodes_that_can_be_planned_are_linted_as_their_device():
-    names = {name for name, node in hardware.TARGETS.items() if node.platform == "neuron"}
-    assert names - set(NODES) == {"trn2-ultraserver"}, "its pairs between servers would be errors"
-    for node in names & set(NODES):
-        assert hardware.DEVICES[target_of(node)] is hardware.TARGETS[node].device
 
 
 def test_lint_accepts_the_list_of_the_compiler(lint_here, tmp_path):
