@@ -69,7 +69,6 @@ def checks(config: Config, machine: CheckedMachine) -> Iterator[Check]:
     yield Check("random numbers", lambda: probes.random_numbers(exercises.draw))
     yield Check("bf16 products", lambda: probes.matmul_accumulation(exercises.multiply))
     yield Check("casts to bf16", lambda: probes.rounding(exercises.cast, expected=_expected_rounding(config)))
-    yield Check("device's rounding", lambda: _hardware_rounding(config))
     yield Check("rounding by hash", lambda: probes.rounding(exercises.cast_by_hash, expected="stochastic"))
     yield Check("donation", lambda: probes.donation(exercises.add_one, jax.jit(lambda: jnp.zeros(1 << 20))()))
     for layout, axis in _layouts(config):
@@ -126,24 +125,9 @@ def _memory() -> Outcome:
 
 
 def _expected_rounding(config: Config) -> str:
-    return "stochastic" if _rounds_in_hardware(config) else "nearest"
-
-
-def _rounds_in_hardware(config: Config) -> bool:
-    precision = config.precision
-    platform = jax.default_backend()
-    return (
-        policy_on(precision.policy, platform, stochastic_rounding=precision.stochastic_rounding).rounding == "hardware"
-    )
-
-
-def _hardware_rounding(config: Config) -> Outcome:
-    if jax.default_backend() != "neuron":
-        return Outcome(NOT_HERE, f"devices of platform {jax.default_backend()} always round to nearest")
-    if not _rounds_in_hardware(config):
-        found = f"precision.policy={config.precision.policy} turns stochastic rounding off in this process"
-        return Outcome(NOT_HERE, found, "rerun with --config.precision.policy=bf16_sr to check it")
-    return probes.rounding(exercises.cast, expected="stochastic")
+    precision, platform = config.precision, jax.default_backend()
+    policy = policy_on(precision.policy, platform, stochastic_rounding=precision.stochastic_rounding)
+    return "stochastic" if policy.rounding == "hardware" else "nearest"
 
 
 def _layouts(config: Config) -> list[tuple[Layout, str]]:

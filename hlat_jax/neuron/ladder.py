@@ -130,7 +130,7 @@ def checked(program: RunProgram, *, target: str) -> Iterator[CheckedProgram]:
             yield CheckedProgram(name, "", None, found)
             continue
         lowered = trace.lower(lowering_platforms=("neuron",))
-        num_shards = partitioned.argument_shards(Program(lowered.compiler_ir("stablehlo").operation))
+        num_shards = partitioned.num_shards(Program(lowered.compiler_ir("stablehlo").operation))
         instructions = estimated(live_jaxpr(trace), num_shards=num_shards)
         yield CheckedProgram(name, fingerprint(lowered).sha256, instructions, found)
 

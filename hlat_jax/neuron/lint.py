@@ -88,36 +88,19 @@ def check(
       ValueError: the target is unknown.
     """
     jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
-    return check_traced(
-        jitted.trace(*args), target=target, recurring=recurring, operators=operators, compiler_flags=compiler_flags
-    )
+    options = {"recurring": recurring, "operators": operators, "compiler_flags": compiler_flags}
+    return check_traced(jitted.trace(*args), target=target, **options)
 
 
-def check_traced(
-    traced: Any,
-    *,
-    target: str = "trn1",
-    recurring: bool = True,
-    operators: Collection[str] = (),
-    placement: Sequence[int] = (),
-    compiler_flags: str = "",
-) -> list[Finding]:
-    """Returns the findings of `check` for the result of `jax.jit(fn).trace(...)`; `placement` as for `check_module`."""
+def check_traced(traced: Any, *, target: str = "trn1", **options: Any) -> list[Finding]:
+    """Returns the findings of `check` for the result of `jax.jit(fn).trace(...)`; options as for `check_module`."""
     try:
         lowered = traced.lower(lowering_platforms=("neuron",))
     except (NotImplementedError, ValueError) as error:
         if not isinstance(error, NotImplementedError) and "not supported on neuron" not in str(error):
             raise  # host callbacks raise this ValueError; any other comes from the user's function
         return [_not_lowered(traced, error)]
-    return check_module(
-        lowered.compiler_ir("stablehlo"),
-        target=target,
-        recurring=recurring,
-        operators=operators,
-        placement=placement,
-        compiler_flags=compiler_flags,
-        jaxpr=live_jaxpr(traced),
-    )
+    return check_module(lowered.compiler_ir("stablehlo"), target=target, jaxpr=live_jaxpr(traced), **options)
 
 
 def check_module(
@@ -126,19 +109,19 @@ def check_module(
     target: str = "trn1",
     recurring: bool = True,
     operators: Collection[str] = (),
-    placement: Sequence[int] = (),
     compiler_flags: str = "",
+    placement: Sequence[int] = (),
     jaxpr: Any = None,
 ) -> list[Finding]:
-    """Returns the findings of `check` for a StableHLO module lowered for Neuron, an `ir.Module` or its text.
+    """Returns the findings of `check`, with its options, for a StableHLO module lowered for Neuron.
 
     Args:
-      module: as described.
+      module: an `ir.Module` or its text.
       target: as for `check`.
       recurring: as for `check`.
       operators: as for `check`.
-      placement: the device at each place of the mesh; empty if they are in their order.
       compiler_flags: as for `check`.
+      placement: the device at each place of the mesh; empty if they are in their order.
       jaxpr: the trace that the module was lowered from, whose instructions are estimated; None skips CG01 and CG02.
     """
     if target not in LINTED:
@@ -156,7 +139,7 @@ def check_module(
         if RULES[rule].applies_to(target):
             groups.setdefault((rule, line_of(frames)), []).append((what, op.name, frames))
     if jaxpr is not None:
-        shards = partitioned.argument_shards(program)
+        shards = partitioned.num_shards(program)
         for rule, what, eqn in _instruction_hits(jaxpr, shards, target=target, compiler_flags=compiler_flags):
             frames = _frames_of(eqn)
             groups.setdefault((rule, line_of(frames)), []).append((what, eqn.primitive.name, frames))
@@ -184,7 +167,6 @@ def _hits(
     per_device = sharded or program
     for owner, found in (
         (program, operators_lib.kernel_findings(program, compiler_flags)),
-        (program, operators_lib.attention_findings(program)),
         (program, partitioned.argument_findings(program, target=target)),
         (program, partitioned.group_findings(program, sharded, target=target, placement=placement)),
         (per_device, partitioned.size_findings(per_device)),

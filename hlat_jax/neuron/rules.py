@@ -94,13 +94,6 @@ RULES: dict[str, Rule] = {
         "jnp.where over both branches, or decide on the host",
         _ISSUES,
     ),
-    "CF02": Rule(
-        "info",
-        "`case` on a constant index",
-        "emitted by platform_dependent; the compiler folds it",
-        "no change needed; exporting for neuron alone removes it",
-        "seen in lowered programs; not documented",
-    ),
     "CF03": Rule(
         "error",
         "`while` whose trip count is not static",
@@ -209,20 +202,6 @@ RULES: dict[str, Rule] = {
         "the compiler rejects it",
         "int32",
         _code("EVRF022"),
-    ),
-    "OP06": Rule(
-        "info",
-        "an operation of the `chlo` dialect",
-        "the plugin expands it; erf_inv (normal draws) becomes long",
-        "no change needed; avoid truncated normal draws in a step",
-        "third-party analysis of the plugin; not documented",
-    ),
-    "OP07": Rule(
-        "info",
-        "`optimization_barrier`",
-        "a compiler pass removes it, so it may not separate operations",
-        "no change needed; do not rely on it to save memory",
-        "third-party analysis of the compiler; not documented",
     ),
     "OP08": Rule(
         "error",
@@ -392,13 +371,6 @@ RULES: dict[str, Rule] = {
         "parallel.pipe_exchange=all_gather for pipeline stages; else keep the axis within a node",
         "neuron-runtime/about/collectives; " + _ISSUES,
     ),
-    "CC03": Rule(
-        "warning",
-        "replica groups that are not strided, or that contain different cores of different chips",
-        "groups of cores that are not connected may crash",
-        "a mesh in device order, with tensor innermost and a divisor or multiple of the cores per chip",
-        _ISSUES,
-    ),
     "CC04": Rule(
         "error",
         "replica groups of a size or in an order for which Neuron lists no group of cores",
@@ -471,24 +443,6 @@ RULES: dict[str, Rule] = {
         "leave the flag out",
         _THREAD + "1365",
         seen="SDK 2.31, not known to be fixed",
-    ),
-    "KB07": Rule(
-        "info",
-        "a native kernel that is called more than once, at LNC 2 or more",
-        "for kernels that send between the cores of a device the compiler has stopped with NCC_IXLV002",
-        "no change needed with newer compilers; else a kernel without nki.isa.sendrecv, or LNC 1",
-        _THREAD + "1298",
-        except_on=("trn1", "trn2-lnc1"),
-        seen="neuronx-cc 2.23, closed",
-    ),
-    "KB08": Rule(
-        "info",
-        "an exponential between two products with batch dimensions, as in attention, on trn1",
-        "the attention of an image model (PyTorch) has returned wrong values on trn1 and inf2 in every precision",
-        "no change needed with newer compilers; compare losses with a run on the CPU",
-        _THREAD + "1323",
-        except_on=("trn2", "trn3"),
-        seen="neuronx-cc 2.21 and 2.24, open",
     ),
     "MEM1": Rule(
         "error",

@@ -118,20 +118,17 @@ def test_control_predecessors_and_unpacked_ids_are_renumbered_and_other_fields_k
     assert field(1, b"a") in module
 
 
-@pytest.mark.parametrize(
-    ("module", "message"),
-    [
+def test_invalid_modules_are_refused():
+    for module, message in [
         (b"", "0 bytes without a computation"),
         (b"\x1a\x7f\x00", "3 bytes are not a valid HloModuleProto"),
         (b"\x0b", "1 bytes are not a valid HloModuleProto"),
         (b"\xff\xff", "2 bytes are not a valid HloModuleProto"),
         (b"\x3a\x00", "is scheduled"),
         (b"\x1a\x02\x30\x05", "refers to id 5, which is not defined"),
-    ],
-)
-def test_invalid_modules_are_refused(module, message):
-    with pytest.raises(ValueError, match=message):
-        hlo_proto.renumber(module)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            hlo_proto.renumber(module)
 
 
 @pytest.mark.slow
