@@ -139,7 +139,7 @@ def check_module(
         if RULES[rule].applies_to(target):
             groups.setdefault((rule, line_of(frames)), []).append((what, op.name, frames))
     if jaxpr is not None:
-        shards = partitioned.num_shards(program)
+        shards = partitioned.num_shards(sharded or program)
         for rule, what, eqn in _instruction_hits(jaxpr, shards, target=target, compiler_flags=compiler_flags):
             frames = _frames_of(eqn)
             groups.setdefault((rule, line_of(frames)), []).append((what, eqn.primitive.name, frames))

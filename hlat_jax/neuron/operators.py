@@ -338,7 +338,7 @@ def _dot(op: Any, _: Program) -> Iterator[Hit]:
 
 
 def _transposed(dot: Any) -> Iterator[Hit]:
-    """Yields DG01 or DG02 for a product whose right-hand side is large and contracted after a dimension that it keeps.
+    """Yields DG01 for a product of few rows whose right-hand side is large and contracted after a dimension it keeps.
 
     The tensor engine then transposes it, as a product with an identity of 128 columns. For `rows` of the left-hand side
     that is 128 / rows of the product's work: this gives both numbers of the issue that the rules cite. The issue is
@@ -346,16 +346,16 @@ def _transposed(dot: Any) -> Iterator[Hit]:
     """
     left, right = tensor(dot.operands[0]), tensor(dot.operands[1])
     numbers = stablehlo.DotDimensionNumbers(dot.attributes["dot_dimension_numbers"])
-    contracted, batch = list(numbers.rhs_contracting_dimensions), list(numbers.rhs_batching_dimensions)
-    kept = [dim for dim, size in enumerate(right.dims) if dim not in (*contracted, *batch) and size != 1]
-    is_first = not kept or max((dim for dim in contracted if right.dims[dim] != 1), default=-1) < min(kept)
-    if is_first or right.num_elements < _LARGE_OPERAND:
+    if list(numbers.rhs_batching_dimensions):
         return
-    of_left = {*numbers.lhs_contracting_dimensions, *numbers.lhs_batching_dimensions}
+    contracted = list(numbers.rhs_contracting_dimensions)
+    kept = [dim for dim, size in enumerate(right.dims) if dim not in contracted and size != 1]
+    is_first = not kept or max((dim for dim in contracted if right.dims[dim] != 1), default=-1) < min(kept)
+    of_left = list(numbers.lhs_contracting_dimensions)
     rows = math.prod(size or 1 for dim, size in enumerate(left.dims) if dim not in of_left)
-    what = f"{right} contracted over dimension {', '.join(map(str, contracted))} for {rows:,} row{'s'[: rows - 1]}: "
-    what += f"transposing it adds {_IDENTITY / rows:.0%} to the product"
-    yield ("DG01" if rows < _IDENTITY and not batch else "DG02"), what
+    if not is_first and right.num_elements >= _LARGE_OPERAND and rows < _IDENTITY:
+        what = f"{right} contracted over dimension {', '.join(map(str, contracted))} for {rows:,} row{'s'[: rows - 1]}"
+        yield "DG01", f"{what}: transposing it adds {_IDENTITY / rows:.0%} to the product"
 
 
 def _power(op: Any, _: Program) -> Iterator[Hit]:

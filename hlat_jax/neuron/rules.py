@@ -350,13 +350,6 @@ RULES: dict[str, Rule] = {
         "a matrix stored with the contracted dimension first, [in, out]: lhs[t, k] x rhs[k, n]",
         _THREAD + "1336",
     ),
-    "DG02": Rule(
-        "info",
-        "such a `dot_general` of 128 rows or more, or with batch dimensions",
-        "the tensor engine transposes the right-hand side: 128 / rows of the product's work",
-        "no change needed: a matrix that a step uses both ways is transposed in one of them",
-        _THREAD + "1336; the share is derived from its numbers, not measured",
-    ),
     "CC01": Rule(
         "error",
         "more than 16 different sets of replica groups",
