@@ -7,7 +7,7 @@
 #   launch/node.sh --config=tiny                                           # one node
 #   launch/node.sh --dry-run --instance=trn1.32xlarge --nodes=64 --coordinator=HOST --config=7b   # on any machine
 #
-# Flags of its own; all others go to `python -m hlat_jax.train`. --num_nodes, --rank and --target are other spellings:
+# Flags of its own; all others go to `python -m hlat_jax.train`:
 #   --coordinator=HOST   the first node, reachable from the others; default under Slurm: the address that its controller
 #                        has of the first node, the same on all nodes whatever their /etc/hosts say
 #   --nodes=N            nodes of the job
@@ -47,14 +47,14 @@ previous=""
 for word in "$@"; do
   case $word in
     --coordinator=*) coordinator=${word#*=} ;;
-    --nodes=* | --num_nodes=*) num_nodes=${word#*=} ;;
-    --node=* | --rank=*) node=${word#*=} ;;
+    --nodes=*) num_nodes=${word#*=} ;;
+    --node=*) node=${word#*=} ;;
     --port=*) port=${word#*=} ;;
     --cores=*) cores=${word#*=} ;;
-    --instance=* | --target=*) instance=${word#*=} ;;
+    --instance=*) instance=${word#*=} ;;
     --cache=*) shared_cache=${word#*=} ;;
     --fill_cache=*) fill_cache=${word#*=} ;;
-    --dry-run | --dry_run) dry_run=true ;;
+    --dry-run) dry_run=true ;;
     --num_processes=* | --process_id=*) fail "$word: give --nodes and --node; one process runs on each node." ;;
     *)
       passed+=("$word")

@@ -29,13 +29,10 @@ COMMANDS = (
     "plan choices",
     "plan tune",
     "neuron lint",
-    "neuron programs",
     "neuron ladder",
     "neuron hlo",
     "neuron doctor",
     "neuron env",
-    "neuron sdk-diff",
-    "neuron preflight",
     "neuron report",
 )
 MODULES = {

@@ -1,6 +1,6 @@
-"""Releases of the AWS Neuron SDK: the packages, defaults and faults of each.
+"""Releases of the AWS Neuron SDK: the packages and defaults of each.
 
-The one table of Neuron's versions: the doctor and `neuron sdk-diff` read it, and tests compare `pyproject.toml`,
+The one table of Neuron's versions: the doctor reads it, and tests compare `pyproject.toml`,
 docs/trainium.md and launch/ with it. A new release is a new row here. Source: AWS Neuron docs of each version,
 release-notes/releasecontent, release-notes/components, release-notes/2.33.1 and setup/jax; issues of aws-neuron-sdk.
 """
@@ -32,7 +32,6 @@ class Release:
       container_os: end of the tags of its container images.
       flag_defaults: flag of neuronx-cc -> what it does where it is not given; only flags that moved in some release.
       reserved_bytes_per_core: device memory that its runtime takes by default, beyond that of 2.32.
-      open_questions: what the notes that could be read leave open.
       avoid: why not to train with it; "" for a sound release.
     """
 
@@ -46,7 +45,6 @@ class Release:
     container_os: str
     flag_defaults: Mapping[str, str]
     reserved_bytes_per_core: int = 0
-    open_questions: tuple[str, ...] = ()
     avoid: str = ""
 
     @property
@@ -55,25 +53,10 @@ class Release:
         return ".".join(self.version.split(".")[:2])
 
 
-_UNREAD_2_33 = (
-    "the compiler notes of 2.33.0 could not be read: its defaults are those that the notes of 2.32.0 announce",
-    "the runtime notes of 2.33.0 could be read in part only: variables that it removes are not known",
-    "the image pages of 2.33 could not be read: the full tags of its containers are not known",
-)
 _PROFILING_BUFFER = 64 * 10**6  # for profiling copies between host and device; runtime notes of 2.33.0
 _DEFAULTS_2_33 = {
     "--native-int64": "enabled: 64-bit integers are computed as such on trn2 and later",
     "--implicit-integer-downcast": "none: integer dot, scatter, all_reduce, reduce_scatter and pow are errors",
-}
-# Version of nki -> what its release notes, and an announcement, say. Sources: release-notes/components/nki,
-# announce-intent-eos-nki-spmd-launch-grid.
-NKI_NOTES = {
-    "0.7.0": (
-        "kernels are specialized by tracing them with Python, so that generators and inheritance work",
-        "a loop on the device must be fori_loop() or while_loop(); a run calls kernels of AWS's library only",
-        "announced for a later release: kernels need no launch grid, and one other than the LNC, which a run passes, "
-        "is an error of the compiler",
-    )
 }
 _2_33_0 = Release(
     version="2.33.0",
@@ -94,7 +77,6 @@ _2_33_0 = Release(
     container_os="ubuntu26.04",
     flag_defaults=_DEFAULTS_2_33,
     reserved_bytes_per_core=_PROFILING_BUFFER,
-    open_questions=_UNREAD_2_33,
     avoid="DMA that transposes can hang the chip beside collectives; fixed in 2.33.1",
 )
 # Oldest first.
@@ -138,39 +120,6 @@ RELEASES = (
     ),
 )
 RECOMMENDED = RELEASES[-1]
-
-
-@dataclasses.dataclass(frozen=True)
-class Fault:
-    """A fault that release notes give to releases. Those of programs, from public threads, are rules of the lint.
-
-    Attributes:
-      name: short, unique.
-      since: first release with it that is known.
-      fixed: release that mends it; "" if none is known to.
-      what: what happens, and where.
-      instead: what to do.
-      source: page or issue.
-    """
-
-    name: str
-    since: str
-    fixed: str
-    what: str
-    instead: str
-    source: str
-
-
-FAULTS = (
-    Fault(
-        "dma-transpose",
-        "2.33.0",
-        "2.33.1",
-        "DMA that transposes (HWDGE) beside another such DMA, such as that of a collective, can hang the chip",
-        "do not train on several devices with 2.33.0; whether older releases have it is not stated",
-        "release-notes/2.33.1",
-    ),
-)
 
 
 def numbers(version: str) -> tuple[int, ...]:

@@ -14,28 +14,16 @@ VERBS = {
         "hlat_jax.neuron.lint_command",
         "checks the programs of a config against what Neuron supports",
     ),
-    "programs": (
-        "hlat_jax.neuron.programs_command",
-        "lists the programs of a run and which ones changed since the last run",
-    ),
     "ladder": (
         "hlat_jax.neuron.ladder_command",
         "lists programs from one layer to the whole config, as commands for a device",
     ),
-    "hlo": ("hlat_jax.neuron.hlo_command", "writes the programs of a config as files for neuronx-cc"),
+    "hlo": ("hlat_jax.neuron.hlo_command", "lists the programs of a run, and writes them as files for neuronx-cc"),
     "doctor": ("hlat_jax.neuron.doctor_command", "checks that this machine is ready for a run"),
     "env": ("hlat_jax.neuron.env_command", "prints the environment variables of each process of a run"),
-    "sdk-diff": (
-        "hlat_jax.neuron.sdk_diff_command",
-        "says what another Neuron SDK changes for a config: sdk-diff 2.32 2.33",
-    ),
-    "preflight": (
-        "hlat_jax.neuron.preflight_command",
-        "writes the collectives of a step as input for nccom-test, and reads its results",
-    ),
     "report": (
         "hlat_jax.neuron.report_command",
-        "writes an archive of reports, versions, environment and logs, without secrets, for an issue",
+        "writes an archive of named files, versions and the environment, for an issue",
     ),
 }
 

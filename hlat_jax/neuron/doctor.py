@@ -16,19 +16,11 @@ from hlat_jax.config import Config
 from hlat_jax.facts import hardware, sdk_releases
 from hlat_jax.facts.core_groups import REFUSED, groups_along, server_of, verdict
 from hlat_jax.host.neuron_compiler_flags import compiler_killed
-from hlat_jax.neuron import exercises, installation, partitioned, probes, programs, public_reports, short_training
+from hlat_jax.neuron import exercises, installation, partitioned, probes, short_training
 from hlat_jax.neuron.probes import FAILED, NOT_HERE, Outcome
 from hlat_jax.neuron.rules import target_of
-from hlat_jax.neuron.step_operations import Operation, step_operations
-from hlat_jax.neuron.sweep import DEFAULT_LIMITS, Limits, sweep
-from hlat_jax.parallel.degrees import layout_over, passes
 from hlat_jax.parallel.sharding import Layout
-from hlat_jax.parallel.virtual_devices import planned_layout
-from hlat_jax.plan.aot import fewer_replicas
 from hlat_jax.precision import policy_on
-from hlat_jax.program import make_program
-from hlat_jax.resolve import resolve
-from hlat_jax.store.progress import show_progress
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,12 +53,12 @@ class Check:
     probe: Callable[[], Outcome]
 
 
-def checks(config: Config, machine: CheckedMachine, *, limits: Limits = DEFAULT_LIMITS) -> Iterator[Check]:
+def checks(config: Config, machine: CheckedMachine) -> Iterator[Check]:
     """Yields the checks for a run of a config on this machine, in the order to run them.
 
     The checks before `devices` start subprocesses that need the devices, and a core can be held by one process only.
-    Those that a faulty compiler or runtime is most likely to end the process with come last: collectives, then the
-    operations of the step, and rows out of bounds after everything else.
+    Those that a faulty compiler or runtime is most likely to end the process with come last: collectives, then rows out
+    of bounds after everything else.
     """
     yield Check("versions", functools.partial(_versions, probes.SUPPORTED))
     yield Check("versions for Neuron", functools.partial(_neuron_versions, machine))
@@ -77,22 +69,13 @@ def checks(config: Config, machine: CheckedMachine, *, limits: Limits = DEFAULT_
     yield Check("random numbers", lambda: probes.random_numbers(exercises.draw))
     yield Check("bf16 products", lambda: probes.matmul_accumulation(exercises.multiply))
     yield Check("casts to bf16", lambda: probes.rounding(exercises.cast, expected=_expected_rounding(config)))
-    yield Check("device's rounding", lambda: _hardware_rounding(config))
     yield Check("rounding by hash", lambda: probes.rounding(exercises.cast_by_hash, expected="stochastic"))
     yield Check("donation", lambda: probes.donation(exercises.add_one, jax.jit(lambda: jnp.zeros(1 << 20))()))
     for layout, axis in _layouts(config):
         yield Check(f"along {axis}", functools.partial(_collectives, layout, axis))
     yield Check("ring permute", lambda: _ring(machine))
     yield Check("training", lambda: _training(config))
-    yield Check("step's operations", lambda: _operations(config, machine, limits))
     yield Check("rows out of bounds", lambda: probes.out_of_bounds(exercises.look_up))
-
-
-def report_checks() -> Iterator[Check]:
-    """Yields a check for each program of `public_reports`; one of them may end the process."""
-    devices = jax.local_devices()
-    for report in public_reports.reports(len(devices)):
-        yield Check(report.name, functools.partial(public_reports.check, report, devices))
 
 
 def run_check(check: Check) -> tuple[Outcome, float]:
@@ -142,24 +125,9 @@ def _memory() -> Outcome:
 
 
 def _expected_rounding(config: Config) -> str:
-    return "stochastic" if _rounds_in_hardware(config) else "nearest"
-
-
-def _rounds_in_hardware(config: Config) -> bool:
-    precision = config.precision
-    platform = jax.default_backend()
-    return (
-        policy_on(precision.policy, platform, stochastic_rounding=precision.stochastic_rounding).rounding == "hardware"
-    )
-
-
-def _hardware_rounding(config: Config) -> Outcome:
-    if jax.default_backend() != "neuron":
-        return Outcome(NOT_HERE, f"devices of platform {jax.default_backend()} always round to nearest")
-    if not _rounds_in_hardware(config):
-        found = f"precision.policy={config.precision.policy} turns stochastic rounding off in this process"
-        return Outcome(NOT_HERE, found, "rerun with --config.precision.policy=bf16_sr to check it")
-    return probes.rounding(exercises.cast, expected="stochastic")
+    precision, platform = config.precision, jax.default_backend()
+    policy = policy_on(precision.policy, platform, stochastic_rounding=precision.stochastic_rounding)
+    return "stochastic" if policy.rounding == "hardware" else "nearest"
 
 
 def _layouts(config: Config) -> list[tuple[Layout, str]]:
@@ -190,73 +158,6 @@ def _ring(machine: CheckedMachine) -> Outcome:
     if order is None:
         return Outcome(NOT_HERE, f"no ring of linked chips has {len(devices)} devices of {machine.instance}")
     return probes.ring_permute(functools.partial(exercises.run_permute, devices), order)
-
-
-def _operations(config: Config, machine: CheckedMachine, limits: Limits) -> Outcome:
-    """Compares the operations of the config's step with the CPU's.
-
-    Those of one device have the shapes of the recipe's mesh. Collectives run over a mesh of this node's devices with a
-    smaller data degree, and without pipeline stages if one replica is larger than the node. Permutes run only between
-    linked devices.
-    """
-    devices = jax.local_devices()
-    platform = devices[0].platform
-    if not limits.seconds:
-        return Outcome(NOT_HERE, "--sweep_s=0", "")
-    if platform == "cpu" and len(devices) == 1:
-        found = "the only device is the CPU that others are compared with"
-        return Outcome(
-            NOT_HERE, found, "give the CPU several devices: XLA_FLAGS=--xla_force_host_platform_device_count=8"
-        )
-    count = programs.num_devices(config)
-    whole = make_program(config, planned_layout(config, count, platform=platform))
-    found = [one for one in step_operations(whole) if not one.is_collective]
-    small, fewer = _reduced(config, count, max_devices=len(devices))
-    notes, mesh = [], None
-    if fewer > len(devices):
-        notes.append(f"no collectives: one replica takes {fewer} devices")
-    elif not passes(small, fewer, server=server_of(devices[:fewer])):
-        notes.append(f"no collectives: this node has no groups for {fewer} of its devices")
-    else:
-        program = make_program(small, layout_over(small, devices[:fewer]))
-        mesh = program.layout.mesh
-        across = [one for one in step_operations(program) if one.is_collective]
-        linked = [one for one in across if not _permute_problem(one, mesh, machine.target)]
-        notes += ["permutes between devices without a link were left out"] if len(linked) < len(across) else []
-        found += linked
-    with show_progress("comparing the step's operations") as status:
-        outcome = sweep(
-            found,
-            run=functools.partial(exercises.run_operations, mesh=mesh, devices=devices),
-            reference=functools.partial(exercises.operations_on_cpu, axes={} if mesh is None else dict(mesh.shape)),
-            num_devices=len(devices),
-            num_in_mesh=1 if mesh is None else mesh.size,
-            share_memory=platform == "cpu",
-            limits=limits,
-            status=status,
-        )
-    return outcome._replace(found="; ".join([outcome.found, *notes]))
-
-
-def _reduced(config: Config, count: int, *, max_devices: int) -> tuple[Config, int]:
-    """Returns (config of fewer devices with the same shapes on each, number of devices); it may be above the limit."""
-    small, fewer = fewer_replicas(config, count, max_devices=max_devices)
-    pipe = config.parallel.pipe
-    if fewer <= max_devices or pipe == 1:
-        return small, fewer
-    tree = config.to_dict()
-    tree["model"]["num_layers"] //= pipe
-    tree["parallel"]["pipe"] = 1
-    return fewer_replicas(resolve(tree), count // pipe, max_devices=max_devices)
-
-
-def _permute_problem(operation: Operation, mesh: jax.sharding.Mesh, target: str) -> str | None:
-    if operation.name != "ppermute" or not target:
-        return None
-    [names] = operation.axes().values()
-    groups = _groups(mesh, list(names))
-    pairs = [(group[a], group[b]) for group in groups for a, b in operation.params["perm"]]
-    return partitioned.permute_problem(np.array(pairs), target=target)
 
 
 def _groups(mesh: jax.sharding.Mesh, axes: list[str]) -> np.ndarray:

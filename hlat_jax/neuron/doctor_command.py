@@ -14,7 +14,6 @@ from absl import flags, logging
 from hlat_jax import config as config_lib
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
-from hlat_jax.facts.byte_sizes import UNITS
 from hlat_jax.host import neuron_env, neuron_topology
 from hlat_jax.neuron.probes import FAILED, NOT_HERE, PASSED
 from hlat_jax.weights.init_model import take_checked_model
@@ -37,14 +36,10 @@ def main(argv: Sequence[str]) -> int:
     where = checked["instance"] or "a machine without Neuron devices"
     print(f"{config.name} ({config.precision.policy}) on {where}")
     rows = []
-    limits = doctor.Limits(values.sweep_s, int(values.sweep_gib * UNITS["GiB"]))
-    checks = doctor.checks(config, doctor.CheckedMachine(**checked), limits=limits)  # lazy: the first need free devices
-    checks = list(doctor.report_checks()) if values.public_reports else checks
-    width = max(len(check.name) for check in checks) if values.public_reports else 20
-    for check in checks:
+    for check in doctor.checks(config, doctor.CheckedMachine(**checked)):  # lazy: the first need free devices
         outcome, seconds = doctor.run_check(check)
         rows.append({"check": check.name, **outcome._asdict(), "seconds": round(seconds, 2)})
-        print(_line(rows[-1], width), flush=True)  # a later check may crash the process
+        print(_line(rows[-1]), flush=True)  # a later check may crash the process
     print(_table(rows))
     if not checked["instance"]:
         print("No Trainium device was checked.")
@@ -84,8 +79,8 @@ def _prepare(
     return checked
 
 
-def _line(row: dict[str, Any], width: int) -> str:
-    line = f"{row['verdict']:<18} {row['check']:<{width}} {row['found']} ({row['seconds']:.1f} s)"
+def _line(row: dict[str, Any]) -> str:
+    line = f"{row['verdict']:<18} {row['check']:<20} {row['found']} ({row['seconds']:.1f} s)"
     return line + (f"\n{'':<18} to do: {row['advice']}" if row["advice"] else "")
 
 
@@ -101,10 +96,4 @@ def _define(values: flags.FlagValues) -> None:
     options = {"flag_values": values}
     flags.DEFINE_string("json", "", "Also write the report to this file.", **options)
     flags.DEFINE_string("instance", "", "Trainium instance type; default: detected.", **options)
-    about = "Seconds in which to compare operations of the step with the CPU's; 0: not at all."
-    flags.DEFINE_float("sweep_s", 600.0, about, 0.0, **options)
-    about = "Largest operation to compare, in GiB on one device; of devices of one host, and of collectives, on all."
-    flags.DEFINE_float("sweep_gib", 2.5, about, 0.001, **options)
-    about = "Instead, run programs that others reported as crashing Neuron's compiler or as wrong."
-    flags.DEFINE_bool("public_reports", False, about, **options)
     flags.DEFINE_integer("cores", 0, "Number of JAX devices of this instance to check; 0: all.", **options)

@@ -24,8 +24,6 @@ from jax.sharding import PartitionSpec as P
 
 from hlat_jax.config import ParallelConfig
 from hlat_jax.facts.core_groups import server_of
-from hlat_jax.neuron import partitioned
-from hlat_jax.neuron.step_operations import Operation
 from hlat_jax.parallel.degrees import placement
 from hlat_jax.parallel.sharding import Layout, make_layout, resolve_degrees
 from hlat_jax.precision import Rounding
@@ -145,78 +143,6 @@ def run_permute(devices: Sequence[Any], pairs: Sequence[tuple[int, int]], values
         lambda mine: jax.lax.ppermute(mine, "ring", pairs), mesh=mesh, in_specs=P("ring"), out_specs=P("ring")
     )
     return np.asarray(jax.jit(mapped)(jax.device_put(values, NamedSharding(mesh, P("ring")))))
-
-
-def run_operations(
-    operations: Sequence[Operation], operands: Sequence[list[np.ndarray]], *, mesh: Mesh | None, devices: Sequence[Any]
-) -> list[list[list[jax.Array]]]:
-    """Returns the results of operations of one kind on each device, from one program; see `sweep.sweep`.
-
-    Args:
-      operations: as for `sweep.sweep`.
-      operands: as for `sweep.sweep`.
-      mesh: for operations across devices.
-      devices: for all others.
-    """
-    if not operations[0].is_collective:
-        mesh = Mesh(np.array(devices), ("device",))
-    axes = tuple(mesh.axis_names)
-    specs = [P(axes) if one.is_collective else P() for one in operations]
-
-    def on_device(operands):
-        results = []
-        for one, mine in zip(operations, operands, strict=True):
-            if one.is_collective:
-                results.append([result[None] for result in one.run(*(x[0] for x in mine))])
-            else:
-                results.append(list(one.run(*mine)))
-        return results
-
-    given = list(operands)
-    mapped = jax.shard_map(on_device, mesh=mesh, in_specs=(specs,), out_specs=specs, check_vma=False)
-    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(given, specs, strict=True)]
-    results = jax.jit(mapped)(placed)
-
-    def by_device(result: jax.Array, *, is_collective: bool) -> list[jax.Array]:
-        held = {shard.device: shard.data[0] if is_collective else shard.data for shard in result.addressable_shards}
-        return [held[device] for device in mesh.devices.flat]
-
-    return [
-        [by_device(result, is_collective=one.is_collective) for result in each]
-        for one, each in zip(operations, results, strict=True)
-    ]
-
-
-def operations_on_cpu(
-    operations: Sequence[Operation], operands: Sequence[list[np.ndarray]], *, axes: Mapping[str, int]
-) -> list[list[list[jax.Array]]]:
-    """Returns the results of operations from a program for one CPU device; see `sweep.sweep`.
-
-    Args:
-      operations: as for `run_operations`.
-      operands: as for `run_operations`.
-      axes: names and sizes of the axes of the mesh; for operations across devices, the devices are dims of arrays.
-    """
-
-    def across_devices(one: Operation, given: list[jax.Array]) -> list[list[jax.Array]]:
-        [(key, names)] = one.axes().items()
-        groups = partitioned.groups_along(dict(axes), list(names))  # each in the order of `names`
-        place = np.argsort(groups.reshape(-1))
-
-        def in_group(_, *mine):  # `vmap` needs an argument, and there may be no operand
-            return one.run(*mine, **{key: ("group",)})
-
-        run = jax.vmap(jax.vmap(in_group, axis_name="group"))
-        results = run(jnp.zeros(groups.shape), *(x[groups] for x in given))
-        return [list(x.reshape(-1, *x.shape[2:])[place]) for x in results]
-
-    def on_one_device(operands):
-        return [
-            across_devices(one, given) if one.is_collective else [[result] for result in one.run(*given)]
-            for one, given in zip(operations, operands, strict=True)
-        ]
-
-    return jax.jit(on_one_device)(jax.device_put(list(operands), jax.devices("cpu")[0]))
 
 
 def run_in_new_process(folder: pathlib.Path) -> Mapping[str, Any]:

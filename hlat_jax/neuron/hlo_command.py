@@ -1,19 +1,22 @@
-"""`python -m hlat_jax.neuron hlo`: writes the programs of a config as input files for neuronx-cc, on any Linux host."""
+"""`python -m hlat_jax.neuron hlo`: lists the programs of a run, and writes them as input files for neuronx-cc."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from absl import flags
 
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.config import Config
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
+from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.facts.hardware import INSTANCES
 from hlat_jax.host.neuron_compiler_flags import compiler_flags, with_config
 from hlat_jax.host.neuron_topology import Topology, checked, lnc_of
-from hlat_jax.neuron.lint_command import PROGRAMS
+from hlat_jax.neuron.lint_command import PROGRAMS, mesh_text
 from hlat_jax.neuron.rules import TARGETS, target_of
 from hlat_jax.store.progress import show_progress
 from hlat_jax.weights.init_model import take_checked_model
@@ -38,44 +41,76 @@ done
 
 
 def main(argv: Sequence[str]) -> int:
-    """Writes the modules of a config's programs and a script that compiles them; returns 0."""
+    """Lists the programs of a config; with --out writes their modules and a script that compiles them; returns 0."""
     mutable, values = flags_lib.parse(argv, _define)
-    take_checked_model(mutable, given=flags_lib.given_keys(values))
-    config = resolve_with_tokenizer(mutable)
-    if not values.out:
-        raise ValueError("--out=DIR is missing; name a folder for the modules and compile.sh.")
+    workdir = pathlib.Path(values.workdir or f"runs/{mutable.name}")
+    take_checked_model(mutable, given=flags_lib.given_keys(values), workdir=workdir)
+    config = resolve_with_tokenizer(mutable, workdir=workdir)
     is_chip = values.instance in TARGETS  # at its default LNC, as in the lint
     place = checked(Topology(TARGETS.get(values.instance, values.instance), lnc=0 if is_chip else lnc_of(os.environ)))
-    folder = flags_lib.make_folder("--out", values.out)
+    folder = flags_lib.make_folder("--out", values.out) if values.out else None
     os.environ["JAX_PLATFORMS"] = "cpu"  # leave any accelerator to other processes
-    from hlat_jax.neuron import hlo, hlo_proto, programs
+    from hlat_jax.neuron import programs
     from hlat_jax.program import make_program
-    from hlat_jax.run.compilation import named_programs, traced_programs
+    from hlat_jax.run.compilation import RECORD_FILE, named_programs, recorded, traced_programs
+    from hlat_jax.run.fingerprint import fingerprint
 
     target = target_of(place.instance, lnc=place.lnc)
     count = values.devices or programs.num_devices(config, target=target)
     program = make_program(config, programs.layout_for_neuron(config, count, target=target))
-    traced = traced_programs(program)
-    compiled = []
-    for name in named_programs(program, values.program):
+    traced, last = traced_programs(program), recorded(workdir)
+    print(f"{config.name} for {target}, {count:,} devices: {mesh_text(program.layout.degrees)}")
+    print(f"compared with {f'the last run in {workdir}' if last else f'nothing: {workdir} has no {RECORD_FILE}'}\n")
+    print(_row(("program", "fingerprint", "operations", "arguments", "argument bytes", "since the last run")))
+    names = named_programs(program, values.program)
+    lowered = {}
+    for name in names:
         with show_progress(f"lowering {name}"):
-            modules = {f"{name}.whole": hlo.whole_module(traced[name]().lower(lowering_platforms=("neuron",)))}
-        labels = {f"{name}.whole": f"the whole program, devices: {count:,}"}
-        if count > 1:
-            with show_progress(f"partitioning {name}"):
-                options = {"max_devices": values.max_devices, "target": target}
-                modules[f"{name}.device"], mesh = hlo.device_module(name, config, count, **options)
-            labels[f"{name}.device"] = f"one device of {' x '.join(f'{axis} {size}' for axis, size in mesh.items())}"
-        for stem, module in modules.items():
-            (folder / f"{stem}.hlo").write_bytes(module)
-            size = sum(len(one.instructions) for one in hlo_proto.parse(module).computations)
-            print(f"{folder / stem}.hlo  {size:,} instructions, {labels[stem]}")
-        compiled.append(f"{list(modules)[-1]}.hlo")  # the compiler takes the module of one device
-    script = folder / "compile.sh"
-    script.write_text(_SCRIPT.format(config=config.name, modules=" ".join(compiled), flags=_flags(config, place)))
-    script.chmod(0o755)
-    print(f"{script}  calls neuronx-cc on {', '.join(compiled)}; not yet run")
+            lowered[name] = traced[name]().lower(lowering_platforms=("neuron",))
+        now = fingerprint(lowered[name])
+        since = _since(now.sha256, last.get(name), has_record=bool(last))
+        size = format_bytes(now.argument_bytes)
+        print(_row((name, now.sha256, f"{now.num_ops:,}", f"{now.num_arguments:,}", size, since)))
+    print("\nHost work (data, files, plots) compiles nothing. Bytes are totals over the mesh.")
+    if folder is not None:
+        device = {"num_devices": count, "max_devices": values.max_devices, "target": target}
+        compiled = [_write_modules(name, one, config, folder=folder, **device) for name, one in lowered.items()]
+        script = folder / "compile.sh"
+        script.write_text(_SCRIPT.format(config=config.name, modules=" ".join(compiled), flags=_flags(config, place)))
+        script.chmod(0o755)
+        print(f"{script}  calls neuronx-cc on {', '.join(compiled)}; not yet run")
     return 0
+
+
+def _since(sha256: str, before: Mapping[str, Any] | None, *, has_record: bool) -> str:
+    """Returns how a program differs from what the last run compiled."""
+    if before is None:
+        return "not compiled" if has_record else "no record"
+    if before["platform"] != "neuron":
+        return f"ran on {before['platform']}"
+    return "the same" if before["sha256"] == sha256 else "new"
+
+
+def _write_modules(
+    name: str, lowered: Any, config: Config, *, folder: pathlib.Path, num_devices: int, max_devices: int, target: str
+) -> str:
+    """Writes the module of a whole program, and of one device of several; returns the file that the compiler takes."""
+    from hlat_jax.neuron import hlo, hlo_proto
+
+    modules = {f"{name}.whole": (hlo.whole_module(lowered), f"the whole program, devices: {num_devices:,}")}
+    if num_devices > 1:
+        with show_progress(f"partitioning {name}"):
+            module, degrees = hlo.device_module(name, config, num_devices, max_devices=max_devices, target=target)
+        modules[f"{name}.device"] = (module, f"one device of {mesh_text(degrees)}")
+    for stem, (module, what) in modules.items():
+        (folder / f"{stem}.hlo").write_bytes(module)
+        size = sum(len(one.instructions) for one in hlo_proto.parse(module).computations)
+        print(f"{folder / stem}.hlo  {size:,} instructions, {what}")
+    return f"{list(modules)[-1]}.hlo"
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "{:<11}{:<18}{:>10}{:>11}{:>16}  {}".format(*cells)
 
 
 def _flags(config: Config, place: Topology) -> str:
@@ -86,10 +121,13 @@ def _flags(config: Config, place: Topology) -> str:
 
 
 def _define(values: flags.FlagValues) -> None:
-    flags.DEFINE_string("out", "", "Folder for the modules and compile.sh.", flag_values=values)
+    about = "Folder for the modules and compile.sh; by default nothing is written."
+    flags.DEFINE_string("out", "", about, flag_values=values)
+    about = "Run folder whose last programs to compare with; default runs/NAME."
+    flags.DEFINE_string("workdir", "", about, flag_values=values)
     flags.DEFINE_enum(
-        "instance", "trn1", [*TARGETS, *INSTANCES], "Device for compile.sh to compile for.", flag_values=values
+        "instance", "trn1", [*TARGETS, *INSTANCES], "Device that the programs are for.", flag_values=values
     )
-    flags.DEFINE_enum("program", "all", [*PROGRAMS, "all"], "Program to write.", flag_values=values)
+    flags.DEFINE_enum("program", "all", [*PROGRAMS, "all"], "Program to list and write.", flag_values=values)
     flags.DEFINE_integer("devices", 0, "Number of devices in the mesh; 0: the recipe's.", 0, flag_values=values)
     flags.DEFINE_integer("max_devices", 64, "Most devices to partition for.", 1, 2048, flag_values=values)

@@ -23,7 +23,6 @@ _RANGE_PRESERVING = ("broadcast_in_dim", "reshape", "convert", "transpose", "sli
 _ARITHMETIC = ("clamp", "add", "subtract", "multiply", "maximum", "minimum", "concatenate")
 _MAX_CHAINS = 1024  # call chains of a function that are followed one by one
 _MAX_ASSIGNED = 8  # operations between a gather and the scatter of what is computed from it
-_MAX_COMPARED = 2**16  # elements of an argument compared by value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,38 +120,14 @@ def _chains_to_calls(function: str, program: Program) -> list[tuple]:
 
 
 def _chains(function: str, program: Program) -> list[tuple]:
-    """Returns the call chains that reach a function; if there are many, one per set of arguments.
+    """Returns the call chains that reach a function.
 
-    If too many remain, () replaces the rest: the arguments then have the union of the ranges of all calls.
+    () replaces too many: the arguments then have the union of the ranges of all calls.
     """
     if function not in program.chains:
         chains = _chains_to_calls(function, program)
-        if len(chains) > _MAX_CHAINS:
-            chains = list({_arguments(calls, program): calls for calls in chains}.values())
-        if len(chains) > _MAX_CHAINS:
-            chains = [*chains[: _MAX_CHAINS - 1], ()]
-        program.chains[function] = chains
+        program.chains[function] = chains if len(chains) <= _MAX_CHAINS else [()]
     return program.chains[function]
-
-
-def _arguments(calls: tuple, program: Program) -> tuple:
-    """Returns a key of the arguments of the last call; calls with equal keys have the same indices."""
-    if not calls:
-        return ()
-    return tuple(_argument(value, program, calls[:-1]) for value in calls[-1].operands)
-
-
-def _argument(value: Any, program: Program, calls: tuple) -> Any:
-    exact = known(value, program, calls)
-    if exact is not None and exact.numbers.size <= _MAX_COMPARED:
-        return exact.numbers.shape, exact.numbers.tobytes(), exact.from_iota
-    value, calls = source(value, calls, program)
-    op, kind = defining_op(value), tensor(value)
-    is_examined = exact is not None or (op is not None and op.name == "stablehlo.concatenate")
-    # `_index_range` and `_comparison_result` examine how these are computed
-    if is_examined or (kind is not None and kind.dtype == "i1"):
-        return value, calls
-    return bounds(value, program, calls)
 
 
 def _index_range(value: Any, number: int, dim: int, program: Program, calls: tuple) -> tuple[Range, bool | None]:

@@ -53,27 +53,25 @@ def one_release(installed: Mapping[str, str]) -> Outcome:
     if missing:
         return Outcome(FAILED, f"missing: {', '.join(missing)}", _advice())
     packages = [name for name in (*PYTHON_PACKAGES, *SYSTEM_PACKAGES) if name in installed]
-    rows = {name: sdk_releases.releases_of(name, installed[name]) for name in packages}
-    if all(_is_newer(name, installed[name]) for name in packages if name not in _SLOW):
+    if all(_age(name, installed[name]) == "newer" for name in packages if name not in _SLOW):
         found = f"neuronx-cc {installed['neuronx-cc']} is newer than SDK {RECOMMENDED.version}, the newest in the table"
         return Outcome(NOT_HERE, found, _ADD_ROW)
-    if not any(rows[name] for name in packages if name not in _SLOW):
-        words = [f"{name} {installed[name]} is {_age(name, installed[name])}" for name in packages if not rows[name]]
-        found = f"not in the table of SDK {RELEASES[0].version} to {RELEASES[-1].version}: {', '.join(words)}"
-        return Outcome(FAILED, found, _advice())
-    most = max(_num_of(one, rows) for one in RELEASES)
-    likely = [one for one in RELEASES if _num_of(one, rows) == most]
+    rows = {name: sdk_releases.releases_of(name, installed[name]) for name in packages}
+    num_members = [sum(one.version in row for row in rows.values()) for one in RELEASES]
+    likely = [one for one, count in zip(RELEASES, num_members, strict=True) if count == max(num_members)]
     release = likely[-1]
     other = [name for name in packages if release.version not in rows[name]]
     unsupported = _unsupported(release, installed)
     if other or unsupported:
         found = "; ".join([_alien(name, installed[name], rows[name]) for name in other] + unsupported)
-        found = f"most of it is SDK {release.version}, but {found}{_warning(likely)}"
-        is_driver_alone = other == [_DRIVER] and not unsupported and not release.avoid
-        if is_driver_alone and _is_newer(_DRIVER, installed[_DRIVER]):
-            return Outcome(NOT_HERE, found, _ADD_ROW)
-        advice = _driver_advice(release) if is_driver_alone and _is_older(release, installed) else _advice()
-        return Outcome(FAILED, found, advice)
+        found = f"the closest is SDK {release.version}, but {found}{_warning(likely)}"
+        if other == [_DRIVER] and not unsupported and not release.avoid:
+            if _age(_DRIVER, installed[_DRIVER]) == "newer":
+                return Outcome(NOT_HERE, found, _ADD_ROW)
+            if () < sdk_releases.numbers(installed[_DRIVER]) < sdk_releases.bounds(_DRIVER, release)[0]:
+                wanted = f"{_DRIVER} {release.packages[_DRIVER]}"
+                return Outcome(FAILED, found, f"install {wanted} and restart; a container has the driver of its host")
+        return Outcome(FAILED, found, _advice())
     absent = [name for name in (*PYTHON_PACKAGES, *SYSTEM_PACKAGES) if name not in installed]
     found = f"SDK {release.version}: {', '.join(f'{name} {installed[name]}' for name in ('jax', *packages))}"
     found += f"; not found, so not checked: {', '.join(absent)}" if absent else ""
@@ -111,35 +109,16 @@ def _advice() -> str:
     return f"use an image of SDK {RECOMMENDED.version}, or install all of it: {commands}"
 
 
-def _num_of(release: Release, rows: Mapping[str, tuple[str, ...]]) -> int:
-    return sum(release.version in row for row in rows.values())
-
-
-def _is_newer(package: str, version: str) -> bool:
-    return sdk_releases.numbers(version) >= sdk_releases.bounds(package, RELEASES[-1])[1]
-
-
 def _age(package: str, version: str) -> str:
-    if not sdk_releases.numbers(version):
+    """Returns "newer" or "older" for a version that no release of the table has, or "not a version"."""
+    numbers = sdk_releases.numbers(version)
+    if not numbers:
         return "not a version"
-    return "newer" if _is_newer(package, version) else "older"
-
-
-def _is_older(release: Release, installed: Mapping[str, str]) -> bool:
-    """Returns whether the driver is older than that of the release; a newer one is not to be replaced by it."""
-    return () < sdk_releases.numbers(installed[_DRIVER]) < sdk_releases.bounds(_DRIVER, release)[0]
+    return "newer" if numbers >= sdk_releases.bounds(package, RELEASES[-1])[1] else "older"
 
 
 def _warning(releases: Sequence[Release]) -> str:
     return "".join(f". Do not train with {one.version}: {one.avoid}" for one in releases if one.avoid)
-
-
-def _driver_advice(release: Release) -> str:
-    """Returns what to do where nothing but the driver belongs to another release: in a container it is the host's."""
-    return (
-        f"update the driver on the host to {_DRIVER} {release.packages[_DRIVER]} of SDK "
-        f"{release.version} and restart it; a container has the driver of its host, so another image does not help"
-    )
 
 
 def _alien(package: str, version: str, row: tuple[str, ...]) -> str:

@@ -15,12 +15,13 @@ from typing import Any
 from hlat_jax.config import Config
 from hlat_jax.host.neuron_compiler_flags import COMPILER_KILLED, compiler_killed
 from hlat_jax.host.neuron_topology import Topology
-from hlat_jax.neuron import partitioned, programs, unrolled
+from hlat_jax.neuron import partitioned, programs
 from hlat_jax.neuron.lint import Finding
 from hlat_jax.neuron.module import Program
 from hlat_jax.parallel.degrees import passes
 from hlat_jax.parallel.sharding import MESH_AXES
-from hlat_jax.plan.instructions import Instructions
+from hlat_jax.passes.products import live_jaxpr
+from hlat_jax.plan.instructions import Instructions, estimated
 from hlat_jax.program import RunProgram, make_program
 from hlat_jax.resolve import resolve
 from hlat_jax.run.compilation import named_programs, traced_programs
@@ -123,13 +124,14 @@ def checked(program: RunProgram, *, target: str) -> Iterator[CheckedProgram]:
     """Yields the programs of a run, lowered and linted for a target of `rules.LINTED`."""
     traced = traced_programs(program)
     for name in named_programs(program, "all"):
-        found = programs.findings(name, traced[name](), program=program, target=target, operators=())
+        trace = traced[name]()
+        found = programs.findings(name, trace, program=program, target=target, operators=())
         if any(finding.rule == "LW01" for finding in found):
             yield CheckedProgram(name, "", None, found)
             continue
-        lowered = traced[name]().lower(lowering_platforms=("neuron",))
-        root = lowered.compiler_ir("stablehlo").operation
-        instructions = unrolled.estimated(partitioned.run_shardy(root) or Program(root))
+        lowered = trace.lower(lowering_platforms=("neuron",))
+        num_shards = partitioned.num_shards(Program(lowered.compiler_ir("stablehlo").operation))
+        instructions = estimated(live_jaxpr(trace), num_shards=num_shards)
         yield CheckedProgram(name, fingerprint(lowered).sha256, instructions, found)
 
 

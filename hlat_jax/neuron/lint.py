@@ -21,10 +21,12 @@ from jax.extend.mlir import ir
 
 from hlat_jax.host.jax_compat import mlir
 from hlat_jax.neuron import operators as operators_lib
-from hlat_jax.neuron import partitioned, unrolled
+from hlat_jax.neuron import partitioned
 from hlat_jax.neuron.module import Frame, Program, line_of
 from hlat_jax.neuron.rules import LINTED, RULES, SEVERITIES
 from hlat_jax.passes.jaxpr import inner_jaxprs
+from hlat_jax.passes.products import live_jaxpr
+from hlat_jax.plan import instructions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,36 +88,19 @@ def check(
       ValueError: the target is unknown.
     """
     jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
-    return check_traced(
-        jitted.trace(*args), target=target, recurring=recurring, operators=operators, compiler_flags=compiler_flags
-    )
+    options = {"recurring": recurring, "operators": operators, "compiler_flags": compiler_flags}
+    return check_traced(jitted.trace(*args), target=target, **options)
 
 
-def check_traced(
-    traced: Any,
-    *,
-    target: str = "trn1",
-    recurring: bool = True,
-    operators: Collection[str] = (),
-    placement: Sequence[int] = (),
-    compiler_flags: str = "",
-) -> list[Finding]:
-    """Returns the findings of `check` for the result of `jax.jit(fn).trace(...)`; `placement` as for `check_module`."""
+def check_traced(traced: Any, *, target: str = "trn1", **options: Any) -> list[Finding]:
+    """Returns the findings of `check` for the result of `jax.jit(fn).trace(...)`; options as for `check_module`."""
     try:
         lowered = traced.lower(lowering_platforms=("neuron",))
     except (NotImplementedError, ValueError) as error:
         if not isinstance(error, NotImplementedError) and "not supported on neuron" not in str(error):
             raise  # host callbacks raise this ValueError; any other comes from the user's function
         return [_not_lowered(traced, error)]
-    module = lowered.compiler_ir("stablehlo")
-    return check_module(
-        module,
-        target=target,
-        recurring=recurring,
-        operators=operators,
-        placement=placement,
-        compiler_flags=compiler_flags,
-    )
+    return check_module(lowered.compiler_ir("stablehlo"), target=target, jaxpr=live_jaxpr(traced), **options)
 
 
 def check_module(
@@ -124,12 +109,20 @@ def check_module(
     target: str = "trn1",
     recurring: bool = True,
     operators: Collection[str] = (),
-    placement: Sequence[int] = (),
     compiler_flags: str = "",
+    placement: Sequence[int] = (),
+    jaxpr: Any = None,
 ) -> list[Finding]:
-    """Returns the findings of `check` for a StableHLO module lowered for Neuron, an `ir.Module` or its text.
+    """Returns the findings of `check`, with its options, for a StableHLO module lowered for Neuron.
 
-    `placement`: the device at each place of the mesh; empty: in their order.
+    Args:
+      module: an `ir.Module` or its text.
+      target: as for `check`.
+      recurring: as for `check`.
+      operators: as for `check`.
+      compiler_flags: as for `check`.
+      placement: the device at each place of the mesh; empty if they are in their order.
+      jaxpr: the trace that the module was lowered from, whose instructions are estimated; None skips CG01 and CG02.
     """
     if target not in LINTED:
         raise ValueError(f"target={target!r} is not one of {', '.join(LINTED)}.")
@@ -145,6 +138,11 @@ def check_module(
         frames = owner.frames(*place or [op])
         if RULES[rule].applies_to(target):
             groups.setdefault((rule, line_of(frames)), []).append((what, op.name, frames))
+    if jaxpr is not None:
+        shards = partitioned.num_shards(sharded or program)
+        for rule, what, eqn in _instruction_hits(jaxpr, shards, target=target, compiler_flags=compiler_flags):
+            frames = _frames_of(eqn)
+            groups.setdefault((rule, line_of(frames)), []).append((what, eqn.primitive.name, frames))
     conditions = {"recurring": recurring, "many_devices": program.has_many_devices, "target": target}
     findings = [_finding(key, hits, conditions) for key, hits in groups.items()]
     return sorted(findings, key=lambda finding: (SEVERITIES.index(finding.severity), finding.rule))
@@ -169,16 +167,36 @@ def _hits(
     per_device = sharded or program
     for owner, found in (
         (program, operators_lib.kernel_findings(program, compiler_flags)),
-        (program, operators_lib.attention_findings(program)),
         (program, partitioned.argument_findings(program, target=target)),
         (program, partitioned.group_findings(program, sharded, target=target, placement=placement)),
         (per_device, partitioned.size_findings(per_device)),
         (per_device, partitioned.shift_findings(per_device)),
         (per_device, partitioned.lookup_findings(per_device)),
-        (per_device, unrolled.findings(per_device, target=target, compiler_flags=compiler_flags)),
     ):
         for rule, what, op in found:
             yield rule, what, op, owner
+
+
+def _instruction_hits(
+    jaxpr: Any, num_shards: float, *, target: str, compiler_flags: str
+) -> Iterator[tuple[str, str, Any]]:
+    """Yields (rule, what, equation) of CG01 for a program, and of CG02 for each operation, above the public limits."""
+    counts = list(instructions.counts(jaxpr, num_shards=num_shards))
+    whole = instructions.total(counts)
+    most, limit = instructions.program_limit(compiler_flags), instructions.operation_limit(target)
+    if whole.unrolled > most:
+        eqn, tiles, trips = max(counts, key=lambda count: count[1] * count[2])
+        unrolled, looped = map(instructions.rounded, (whole.unrolled, whole.looped))
+        loops = f"about {unrolled} instructions with every loop unrolled, {looped} with none"
+        share = f"{tiles * trips / whole.unrolled:.0%} of them in this operation"
+        yield "CG01", f"{loops}; {share} (limit {most:,}; {instructions.NOTE})", eqn
+    for eqn, tiles, _ in counts:
+        if tiles > limit:
+            yield (
+                "CG02",
+                f"about {instructions.rounded(tiles)} instructions (limit {limit:,}; {instructions.NOTE})",
+                eqn,
+            )
 
 
 def _finding(key: tuple[str, str], hits: list[tuple], conditions: dict[str, Any]) -> Finding:
@@ -208,11 +226,16 @@ def _not_lowered(traced: Any, error: Exception) -> Finding:
     return Finding("LW01", rule.severity, op, what, line, places, 1, rule.why, rule.instead, rule.source)
 
 
+def _frames_of(equation: Any) -> list[Frame]:
+    """Returns the Python frames of an equation of a trace, innermost first."""
+    trace = equation.source_info.traceback
+    return [Frame(f.file_name, f.line_num, f.function_name) for f in (trace.frames if trace else ())]
+
+
 def _frames_at(jaxpr: Any, places: set[tuple[str, int]]) -> list[Frame]:
     """Returns the frames of the first equation traced at one of the places, followed by those of enclosing calls."""
     for equation in jaxpr.eqns:
-        trace = equation.source_info.traceback
-        own = [Frame(f.file_name, f.line_num, f.function_name) for f in (trace.frames if trace else ())]
+        own = _frames_of(equation)
         for inner in inner_jaxprs(equation):
             found = _frames_at(inner, places)
             if found:

@@ -7,7 +7,7 @@ import json
 import os
 import pathlib
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from absl import flags
@@ -16,7 +16,7 @@ from hlat_jax.cli import flags as flags_lib
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.facts.hardware import INSTANCES
 from hlat_jax.host.neuron_topology import Topology, checked, lnc_of
-from hlat_jax.neuron.rules import LINTED, NODES, target_of
+from hlat_jax.neuron.rules import LINTED, target_of
 from hlat_jax.store.progress import show_progress
 from hlat_jax.weights.init_model import take_checked_model
 
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     count = values.devices or programs.num_devices(config, target=values.instance)
     program = make_program(config, programs.layout_for_neuron(config, count, target=values.instance))
     traced = traced_programs(program)
-    print(f"{config.name} for {values.instance}, {count:,} devices: {_shape(program.layout)}")
+    print(f"{config.name} for {values.instance}, {count:,} devices: {mesh_text(program.layout.degrees)}")
     reports = {}
     for name in named_programs(program, values.program):
         began = time.monotonic()
@@ -79,7 +79,7 @@ def _operators(path: str) -> list[str]:
 
 
 def _define(values: flags.FlagValues) -> None:
-    flags.DEFINE_enum("instance", "trn1", [*LINTED, *NODES], "Device or node to check for.", flag_values=values)
+    flags.DEFINE_enum("instance", "trn1", [*LINTED, *INSTANCES], "Device or instance to check for.", flag_values=values)
     flags.DEFINE_enum("program", "all", [*PROGRAMS, "all"], "Program to check.", flag_values=values)
     flags.DEFINE_integer("devices", 0, "Number of devices in the mesh; 0: the recipe's.", 0, flag_values=values)
     about = "Output of neuronx-cc list-operators; other operations are errors."
@@ -122,5 +122,6 @@ def _counts(rows: list[dict[str, Any]]) -> str:
     return f"{of('error')} errors, {of('warning')} warnings ({accepted} accepted), {of('info')} infos"
 
 
-def _shape(layout: Any) -> str:
-    return " x ".join(f"{axis} {degree}" for axis, degree in layout.degrees.items())
+def mesh_text(degrees: Mapping[str, int]) -> str:
+    """Returns the degrees of a mesh, for people."""
+    return " x ".join(f"{axis} {degree}" for axis, degree in degrees.items())

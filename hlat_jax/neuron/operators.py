@@ -60,10 +60,8 @@ _DYNAMIC = re.compile(r"stablehlo\.(real_)?dynamic_(reshape|broadcast_in_dim|iot
 def violations(op: Any, program: Program) -> Iterator[Hit]:
     """Yields the rules that an operation breaks, each with a detail."""
     yield from _types(op)
-    for find in _FINDERS.get(op.name, ()):
-        yield from find(op, program)
-    if op.name.startswith("chlo.") and op.name != "chlo.top_k":
-        yield "OP06", op.name
+    if op.name in _FINDERS:
+        yield from _FINDERS[op.name](op, program)
 
 
 def unlisted(op: Any, listed: set[str]) -> Iterator[Hit]:
@@ -124,8 +122,8 @@ def _type(kind: Tensor) -> Iterator[Hit]:
 
 
 def _branch(op: Any, program: Program) -> Iterator[Hit]:
-    is_constant_index = _is_constant_index(op.operands[0]) or _exact(op.operands[0], program) is not None
-    yield ("CF02" if is_constant_index else "CF01"), op.name.partition(".")[2]
+    if not _is_constant_index(op.operands[0]) and _exact(op.operands[0], program) is None:
+        yield "CF01", op.name.partition(".")[2]
 
 
 def _is_constant_index(value: Any) -> bool:
@@ -138,8 +136,8 @@ def _is_constant_index(value: Any) -> bool:
 
 
 def _loop(op: Any, program: Program) -> Iterator[Hit]:
-    counter = static_counter(op, program)
-    yield ("CF03", "a trip count that is not static") if counter is None else ("CF04", f"up to {counter[1]}")
+    limit = _static_limit(op, program)
+    yield ("CF03", "a trip count that is not static") if limit is None else ("CF04", f"up to {limit}")
     yield from _unsigned_sums(op, program)
 
 
@@ -156,8 +154,8 @@ def _unsigned_sums(loop: Any, program: Program) -> Iterator[Hit]:
             yield "KB03", str(kind), step
 
 
-def static_counter(loop: Any, program: Program) -> tuple[int, int] | None:
-    """Returns (number of the loop's argument that counts, limit that its `while` compares it with).
+def _static_limit(loop: Any, program: Program) -> int | None:
+    """Returns the constant that a `while` compares its counter with.
 
     None if the condition is anything else, or if the start or step of the counter, or the limit, is not a constant.
     """
@@ -170,7 +168,7 @@ def static_counter(loop: Any, program: Program) -> tuple[int, int] | None:
     counters = [one for one, limit in zip(operands, limits, strict=True) if limit is None]
     if len(found) != 1 or defining_op(counters[0]) is not None or not _counts_by_constants(loop, counters[0], program):
         return None
-    return ir.BlockArgument(counters[0]).arg_number, found[0]
+    return found[0]
 
 
 def _comparison(value: Any, program: Program) -> Any:
@@ -292,49 +290,14 @@ def _paths(tree: Any) -> set[str]:
 
 
 def kernel_findings(program: Program, compiler_flags: str) -> Iterator[Hit]:
-    """Yields (rule, detail, operation) of KB06 at the first native kernel, and of KB07 at one that is called again."""
-    calls: dict[str, list[Any]] = {}
+    """Yields (rule, detail, operation) of KB06 at the first native kernel."""
+    if _OVERLAP not in compiler_flags:
+        return
     for op in program.operations:
         target = attribute(op, "call_target_name") if op.name == "stablehlo.custom_call" else None
         if target is not None and ir.StringAttr(target).value == _NATIVE_KERNEL:
-            calls.setdefault(str(attribute(op, "backend_config")), []).append(op)
-    for kernels in calls.values():
-        if len(kernels) > 1:
-            yield "KB07", f"{len(kernels)} calls of a kernel", kernels[0]
-    if _OVERLAP in compiler_flags and calls:
-        yield "KB06", _OVERLAP, next(iter(calls.values()))[0]
-
-
-def attention_findings(program: Program) -> Iterator[Hit]:
-    """Yields (KB08, detail, operation) for each exponential between two products with batch dimensions."""
-    for op in program.operations:
-        if op.name == "stablehlo.exponential" and all(
-            any(_is_batched_product(one) for one in _near(op, step)) for step in (_producers, _users)
-        ):
-            yield "KB08", str(tensor(op.results[0])), op
-
-
-def _near(op: Any, step: Callable[[Any], list[Any]]) -> list[Any]:
-    """Returns the operations within eight steps of one; a product ends a path."""
-    found, last = [], [op]
-    for _ in range(8):
-        last = [near for one in last if one.name != "stablehlo.dot_general" for near in step(one) if near not in found]
-        found += last
-    return found
-
-
-def _producers(op: Any) -> list[Any]:
-    return [one for one in map(defining_op, op.operands) if one is not None]
-
-
-def _users(op: Any) -> list[Any]:
-    return [use.owner for result in op.results for use in result.uses]
-
-
-def _is_batched_product(op: Any) -> bool:
-    if op.name != "stablehlo.dot_general":
-        return False
-    return bool(list(stablehlo.DotDimensionNumbers(op.attributes["dot_dimension_numbers"]).lhs_batching_dimensions))
+            yield "KB06", _OVERLAP, op
+            return
 
 
 def _top_k(op: Any, _: Program) -> Iterator[Hit]:
@@ -375,7 +338,7 @@ def _dot(op: Any, _: Program) -> Iterator[Hit]:
 
 
 def _transposed(dot: Any) -> Iterator[Hit]:
-    """Yields DG01 or DG02 for a product whose right-hand side is large and contracted after a dimension that it keeps.
+    """Yields DG01 for a product of few rows whose right-hand side is large and contracted after a dimension it keeps.
 
     The tensor engine then transposes it, as a product with an identity of 128 columns. For `rows` of the left-hand side
     that is 128 / rows of the product's work: this gives both numbers of the issue that the rules cite. The issue is
@@ -383,16 +346,16 @@ def _transposed(dot: Any) -> Iterator[Hit]:
     """
     left, right = tensor(dot.operands[0]), tensor(dot.operands[1])
     numbers = stablehlo.DotDimensionNumbers(dot.attributes["dot_dimension_numbers"])
-    contracted, batch = list(numbers.rhs_contracting_dimensions), list(numbers.rhs_batching_dimensions)
-    kept = [dim for dim, size in enumerate(right.dims) if dim not in (*contracted, *batch) and size != 1]
-    is_first = not kept or max((dim for dim in contracted if right.dims[dim] != 1), default=-1) < min(kept)
-    if is_first or right.num_elements < _LARGE_OPERAND:
+    if list(numbers.rhs_batching_dimensions):
         return
-    of_left = {*numbers.lhs_contracting_dimensions, *numbers.lhs_batching_dimensions}
+    contracted = list(numbers.rhs_contracting_dimensions)
+    kept = [dim for dim, size in enumerate(right.dims) if dim not in contracted and size != 1]
+    is_first = not kept or max((dim for dim in contracted if right.dims[dim] != 1), default=-1) < min(kept)
+    of_left = list(numbers.lhs_contracting_dimensions)
     rows = math.prod(size or 1 for dim, size in enumerate(left.dims) if dim not in of_left)
-    what = f"{right} contracted over dimension {', '.join(map(str, contracted))} for {rows:,} row{'s'[: rows - 1]}: "
-    what += f"transposing it adds {_IDENTITY / rows:.0%} to the product"
-    yield ("DG01" if rows < _IDENTITY and not batch else "DG02"), what
+    if not is_first and right.num_elements >= _LARGE_OPERAND and rows < _IDENTITY:
+        what = f"{right} contracted over dimension {', '.join(map(str, contracted))} for {rows:,} row{'s'[: rows - 1]}"
+        yield "DG01", f"{what}: transposing it adds {_IDENTITY / rows:.0%} to the product"
 
 
 def _power(op: Any, _: Program) -> Iterator[Hit]:
@@ -417,10 +380,6 @@ def _wide_indices(value: Any) -> Iterator[Hit]:
         yield "KB05", f"indices {tensor(value)}"
 
 
-def _dynamic_slice(op: Any, program: Program) -> Iterator[Hit]:
-    yield from indices.slice_findings(op, program)
-
-
 def _scatter(op: Any, program: Program) -> Iterator[Hit]:
     kind = tensor(op.operands[0])
     if body_ops(op):
@@ -440,31 +399,30 @@ def _always(rule: str) -> Callable[[Any, Program], Iterator[Hit]]:
     return lambda op, _: iter([(rule, op.name.partition(".")[2])])
 
 
-_FINDERS: dict[str, tuple[Callable[[Any, Program], Iterator[Hit]], ...]] = {
-    "stablehlo.case": (_branch,),
-    "stablehlo.if": (_branch,),
-    "stablehlo.while": (_loop,),
-    "stablehlo.reduce": (_reduce,),
-    "stablehlo.reduce_window": (_window,),
-    "stablehlo.rng": (_always("RNG03"),),
-    "stablehlo.rng_bit_generator": (_generator,),
-    "stablehlo.reduce_precision": (_precision,),
-    "stablehlo.custom_call": (_custom_call,),
-    "stablehlo.triangular_solve": (_always("OP01"),),
-    "stablehlo.cholesky": (_always("OP01"),),
-    "stablehlo.fft": (_always("OP01"),),
-    "stablehlo.sort": (_sort,),
-    "stablehlo.shift_right_arithmetic": (_shift,),
-    "stablehlo.convolution": (_convolution,),
-    "stablehlo.dot_general": (_dot,),
-    "stablehlo.power": (_power,),
-    "stablehlo.all_reduce": (_reduction,),
-    "stablehlo.reduce_scatter": (_reduction,),
-    "stablehlo.gather": (_gather,),
-    "stablehlo.scatter": (_scatter,),
-    "stablehlo.dynamic_slice": (_dynamic_slice,),
-    "stablehlo.dynamic_update_slice": (_dynamic_slice,),
-    "stablehlo.optimization_barrier": (_always("OP07"),),
-    "chlo.top_k": (_top_k,),
-    "func.call": (_call,),
-} | {f"stablehlo.{name}": (_always("CB01"),) for name in ("infeed", "outfeed", "send", "recv")}
+_FINDERS: dict[str, Callable[[Any, Program], Iterator[Hit]]] = {
+    "stablehlo.case": _branch,
+    "stablehlo.if": _branch,
+    "stablehlo.while": _loop,
+    "stablehlo.reduce": _reduce,
+    "stablehlo.reduce_window": _window,
+    "stablehlo.rng": _always("RNG03"),
+    "stablehlo.rng_bit_generator": _generator,
+    "stablehlo.reduce_precision": _precision,
+    "stablehlo.custom_call": _custom_call,
+    "stablehlo.triangular_solve": _always("OP01"),
+    "stablehlo.cholesky": _always("OP01"),
+    "stablehlo.fft": _always("OP01"),
+    "stablehlo.sort": _sort,
+    "stablehlo.shift_right_arithmetic": _shift,
+    "stablehlo.convolution": _convolution,
+    "stablehlo.dot_general": _dot,
+    "stablehlo.power": _power,
+    "stablehlo.all_reduce": _reduction,
+    "stablehlo.reduce_scatter": _reduction,
+    "stablehlo.gather": _gather,
+    "stablehlo.scatter": _scatter,
+    "stablehlo.dynamic_slice": indices.slice_findings,
+    "stablehlo.dynamic_update_slice": indices.slice_findings,
+    "chlo.top_k": _top_k,
+    "func.call": _call,
+} | {f"stablehlo.{name}": _always("CB01") for name in ("infeed", "outfeed", "send", "recv")}

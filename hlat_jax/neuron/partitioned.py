@@ -9,10 +9,9 @@ operations for which it adds permutes are found by the shardings of their values
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,12 +51,10 @@ _SHARDY = (
 
 
 def _instance(target: str) -> hardware.Instance:
-    """Returns the instance, or server, for which programs of a target of `rules.LINTED` are checked."""
+    """Returns the instance for which programs of a target of `rules.LINTED` are checked, other than trn3."""
     if target in TARGETS:
         return hardware.INSTANCES[TARGETS[target]]
-    if target == "trn2-lnc1":
-        return dataclasses.replace(hardware.INSTANCES[TARGETS["trn2"]], lncs=(1,))
-    return hardware.Instance("trn3", 4, 8, (2,), 0)
+    return dataclasses.replace(hardware.INSTANCES[TARGETS["trn2"]], lncs=(1,))
 
 
 def run_shardy(root: Any) -> Program | None:
@@ -81,8 +78,8 @@ def group_findings(
 ) -> Iterator[tuple[str, str, Any]]:
     """Yields (rule, what, operation) of CC01 to CC05 for the collectives of a program and those that Shardy adds.
 
-    Also yields INT03 for added collectives; `operators` checks the program's own. `placement`: the device at each place
-    of the mesh; empty: in their order.
+    Also yields INT03 for added collectives; `operators` checks the program's own. `placement` has the device at each
+    place of the mesh, and is empty if they are in their order.
     """
     seen: dict[bytes, Any] = {}
     placed = np.asarray(placement, np.int64) if len(placement) else None
@@ -95,8 +92,6 @@ def group_findings(
             level, why = core_groups.verdict(groups, server)
             if level != FINE:
                 yield {REFUSED: "CC04", DISPUTED: "CC05"}[level], why, op
-            if level == REFUSED and not is_regular(groups, cores_per_chip=_instance(target).devices_per_chip()):
-                yield "CC03", f"{groups.shape[0]} groups, the first {_abbreviate(groups[0])}", op
     if len(seen) > MAX_GROUP_SETS:
         yield "CC01", f"{len(seen)} sets of replica groups", list(seen.values())[-1]
     for op in program.operations:
@@ -117,44 +112,26 @@ def group_findings(
 
 def replica_groups(program: Program, sharded: Program | None) -> Iterator[tuple[Any, np.ndarray]]:
     """Yields (operation, replica groups [n, size]) of all collectives except permutes, including added ones."""
-    yield from itertools.chain(_program_groups(program), _added_groups(sharded))
+    for op in program.operations:
+        if op.name.partition(".")[2] in _GROUPED and op.name.startswith("stablehlo."):
+            groups = numbers(op.attributes["replica_groups"])
+            if groups is not None and groups.ndim == 2:
+                yield op, groups
+    for op in sharded.operations if sharded else ():
+        if op.name in ("sdy.all_gather", "sdy.all_reduce", "sdy.reduce_scatter", "sdy.all_to_all"):
+            sharding = sharding_of(str(op.attributes["out_sharding"]))
+            mesh = sharded.meshes[re.match(r"<@(\w+)", sharding).group(1)]
+            keys = [key if isinstance(key, str) else key.name for key in op.attributes]
+            named = " ".join(str(op.attributes[key]) for key in keys if "axes" in key or key == "params")
+            axes = [axis for axis in mesh if f'"{axis}"' in named]
+            if axes:
+                yield op, groups_along(mesh, axes)
 
 
 def _with_python_line(op: Any, sharded: Program) -> Any:
     """Returns the first operation with a Python line among this one, the producer of its operand and its users."""
     near = [op, defining_op(op.operands[0]), *(use.owner for use in op.results[0].uses)]
     return next((one for one in near if one is not None and sharded.frames(one)), op)
-
-
-def is_regular(groups: np.ndarray, *, cores_per_chip: int) -> bool:
-    """Returns whether groups [n, size] share one strided pattern, with the same cores on each chip of a group."""
-    ordered = np.sort(groups, axis=1)
-    offsets = ordered - ordered[:, :1]
-    if (offsets != offsets[0]).any() or not _is_strided(offsets[0]):
-        return False
-    for group in ordered[: 4 * cores_per_chip]:
-        places = {chip: set() for chip in group // cores_per_chip}
-        for core in group:
-            places[core // cores_per_chip].add(core % cores_per_chip)
-        if any(place != places[group[0] // cores_per_chip] for place in places.values()):
-            return False
-    return True
-
-
-def _is_strided(offsets: np.ndarray) -> bool:
-    """Returns whether sorted offsets, starting at 0, are the index set of a strided box."""
-    while offsets.size > 1:
-        stride = offsets[1]
-        run = 1
-        while run < offsets.size and offsets[run] == run * stride:
-            run += 1
-        if offsets.size % run:
-            return False
-        blocks = offsets.reshape(-1, run)
-        if (blocks - blocks[:, :1] != blocks[0]).any():
-            return False
-        offsets = blocks[:, 0]
-    return True
 
 
 def permute_problem(pairs: np.ndarray, *, target: str) -> str | None:
@@ -164,7 +141,6 @@ def permute_problem(pairs: np.ndarray, *, target: str) -> str | None:
     is switched: any ring will do.
     Source: AWS Neuron docs, Trn1 and Trn2 architecture.
     """
-    cores_per_chip, devices_per_node = _instance(target).devices_per_chip(), _instance(target).num_devices()
     target_of = dict(pairs.tolist())
     if len(target_of) != len(pairs) or set(target_of) != set(target_of.values()):
         return "not rings: some device does not send and receive exactly once"
@@ -172,6 +148,7 @@ def permute_problem(pairs: np.ndarray, *, target: str) -> str | None:
         return "a device sends to itself"
     if core_groups.RULES[target].is_switched:
         return None
+    cores_per_chip, devices_per_node = _instance(target).devices_per_chip(), _instance(target).num_devices()
     across = sum(a // devices_per_node != b // devices_per_node for a, b in target_of.items())
     if across:
         return f"{across} of {len(pairs)} pairs {OF_A_NODE}"
@@ -216,15 +193,9 @@ def argument_findings(program: Program, *, target: str) -> Iterator[tuple[str, s
     if len(arguments) > MAX_ARGUMENTS:
         yield "SH03", f"{len(arguments)} arguments", main
     attributes = _attributes(main, "arg_attrs", len(arguments))
-    results = [tensor(kind) for kind in ir.FunctionType(ir.TypeAttr(main.attributes["function_type"]).value).results]
-    result_attributes = _attributes(main, "res_attrs", len(results))
-    local_arguments = [
-        _local_type(tensor(value), sharding_of(attrs), program)
-        for value, attrs in zip(arguments, attributes, strict=True)
-    ]
-    local_results = [
-        _local_type(kind, sharding_of(attrs), program) for kind, attrs in zip(results, result_attributes, strict=True)
-    ]
+    arguments_and_results = _argument_types(program), _result_types(program)
+    local_arguments, local_results = ([local for _, local in types] for types in arguments_and_results)
+    results = [whole for whole, _ in arguments_and_results[1]]
     donated = ["tf.aliasing_output" in attrs or "jax.buffer_donor" in attrs for attrs in attributes]
     unaliased = list(map(str, results))  # results that no argument is donated for
     for value, is_donated in zip(arguments, donated, strict=True):
@@ -245,35 +216,49 @@ def argument_findings(program: Program, *, target: str) -> Iterator[tuple[str, s
         yield "MEM1", f"arguments and results alone need {format_bytes(max(argument_bytes, total))} per device", main
 
 
+def num_shards(program: Program) -> float:
+    """Returns over how many devices the arguments and results of a program are split, on average over their bytes."""
+    types = [one for one in (*_argument_types(program), *_result_types(program)) if one[0] is not None]
+    local_bytes = sum(local.num_bytes for _, local in types)
+    return sum(whole.num_bytes for whole, _ in types) / local_bytes if local_bytes else 1
+
+
+def _argument_types(program: Program) -> list[tuple[Tensor | None, Tensor | None]]:
+    """Returns (type, type of one device's part) of each argument."""
+    return _with_local_types(map(tensor, program.main.regions[0].blocks[0].arguments), "arg_attrs", program)
+
+
+def _result_types(program: Program) -> list[tuple[Tensor | None, Tensor | None]]:
+    """Returns (type, type of one device's part) of each result."""
+    kinds = ir.FunctionType(ir.TypeAttr(program.main.attributes["function_type"]).value).results
+    return _with_local_types(map(tensor, kinds), "res_attrs", program)
+
+
+def _with_local_types(
+    kinds: Iterable[Tensor | None], key: str, program: Program
+) -> list[tuple[Tensor | None, Tensor | None]]:
+    wholes = list(kinds)
+    printed = _attributes(program.main, key, len(wholes))
+    return [(one, _local_type(one, sharding_of(attrs), program)) for one, attrs in zip(wholes, printed, strict=True)]
+
+
 def size_findings(program: Program) -> Iterator[tuple[str, str, Any]]:
     """Yields (SH02, what, operation) for values of LARGE_BYTES or more per device under Shardy's shardings.
 
     In a program for several devices, values inside private functions are skipped; their calls are checked.
     """
     for op in program.operations:
-        if program.has_many_devices and _function_around(op) not in (None, symbol_name(program.main)):
+        function = symbol_name(op) if op.name == "func.func" else enclosing_function(op)
+        if program.has_many_devices and function not in (None, symbol_name(program.main)):
             continue
-        if op.name == "func.func":
-            values = list(op.regions[0].blocks[0].arguments) if op.regions[0].blocks else []
-            shardings = [sharding_of(attrs) for attrs in _attributes(op, "arg_attrs", len(values))]
-        else:
-            values = list(op.results)
-            per_value = next((str(op.attributes[key]) for key in _SHARDINGS if key in op.attributes), "")
-            shardings = _SHARDING.findall(per_value)
-        inside = enclosing_op(op, "sdy.manual_computation") is not None
-        for number, value in enumerate(values):
+        is_function = op.name == "func.func"
+        for value in op.regions[0].blocks[0].arguments if is_function and op.regions[0].blocks else op.results:
             kind = tensor(value)
             if kind is None or kind.num_bytes < LARGE_BYTES:
                 continue
-            sharding = shardings[number] if number < len(shardings) and not inside else ""
-            local = _local_type(kind, sharding, program)
+            local = _local_value(value, program)
             if local.num_bytes >= LARGE_BYTES:
                 yield "SH02", f"{local}, {format_bytes(local.num_bytes)}", op
-
-
-def local_result(op: Any, program: Program) -> Tensor:
-    """Returns the per-device type of an operation's first result under Shardy's shardings."""
-    return _local_value(op.results[0], program)
 
 
 def _local_value(value: Any, program: Program) -> Tensor:
@@ -311,7 +296,7 @@ def shift_findings(sharded: Program) -> Iterator[tuple[str, str, Any]]:
         dims = moved & split_dims(op.results[0], sharded) if moved else set()
         if dims:
             what = f"{tensor(op.results[0])} along dimension {min(dims)}, of which a device has "
-            what += f"{local_result(op, sharded).dims[min(dims)]}"
+            what += f"{_local_value(op.results[0], sharded).dims[min(dims)]}"
             yield "CC06", what, _with_python_line(op, sharded)
 
 
@@ -355,10 +340,6 @@ def lookup_findings(sharded: Program) -> Iterator[tuple[str, str, Any]]:
                 yield rule, f"{whole}, of which a device has {local}", _with_python_line(op, sharded)
 
 
-def _function_around(op: Any) -> str | None:
-    return symbol_name(op) if op.name == "func.func" else enclosing_function(op)
-
-
 def value_name(argument: Any) -> str:
     """Returns JAX's name for an argument of main, such as state['params']['embed']."""
     found = re.match(r'loc\("(.*)"\)?$', str(argument.location))
@@ -387,31 +368,6 @@ def _local_type(kind: Tensor | None, sharding: str, program: Program) -> Tensor 
     return Tensor(tuple(-(-(dim or 0) // n) for dim, n in zip(kind.dims, degrees, strict=True)), kind.dtype)
 
 
-def _program_groups(program: Program) -> Iterator[tuple[Any, np.ndarray]]:
-    for op in program.operations:
-        if op.name.partition(".")[2] in _GROUPED and op.name.startswith("stablehlo."):
-            groups = numbers(op.attributes["replica_groups"])
-            if groups is not None and groups.ndim == 2:
-                yield op, groups
-
-
-def _added_groups(sharded: Program | None) -> Iterator[tuple[Any, np.ndarray]]:
-    for op in sharded.operations if sharded else ():
-        if op.name in ("sdy.all_gather", "sdy.all_reduce", "sdy.reduce_scatter", "sdy.all_to_all"):
-            sharding = sharding_of(str(op.attributes["out_sharding"]))
-            mesh = sharded.meshes[re.match(r"<@(\w+)", sharding).group(1)]
-            keys = [key if isinstance(key, str) else key.name for key in op.attributes]
-            named = " ".join(str(op.attributes[key]) for key in keys if "axes" in key or key == "params")
-            axes = [axis for axis in mesh if f'"{axis}"' in named]
-            if axes:
-                yield op, groups_along(mesh, axes)
-
-
 def groups_along(mesh: dict[str, int], axes: list[str]) -> np.ndarray:
     """Returns replica groups [n, size] along some axes of a mesh whose devices are numbered in row-major order."""
     return core_groups.groups_along(mesh, axes, devices=np.arange(math.prod(mesh.values())))
-
-
-def _abbreviate(group: np.ndarray) -> str:
-    words = [str(core) for core in group[:6]]
-    return ", ".join(words + (["..."] if group.size > 6 else []))

@@ -28,10 +28,6 @@ EXPLAINED = {
     "NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU=1 draws the weights on the host if init has no collective (70b's has)",
 }
 EXPLAINED[("init", "DT06")] = "the counters of the split are below 2^32, so a cast to 32 bits drops only zeros"
-EXPLAINED[("init", "CG01")] = (
-    "an estimate that nothing calibrates, with loops unrolled that the compiler may keep; begin with the smallest "
-    "rung of `python -m hlat_jax.neuron ladder`, and if compilation fails, follow the advice of the rule"
-)
 for _name in ("microbatch", "update", "eval", "init", "norms", "prefill", "decode"):
     EXPLAINED[(_name, "CC05")] = (
         "the recipe's groups are listed on trn1; on trn2 take degrees of 4, 16 or 64 in a node, as llama3_8b does"

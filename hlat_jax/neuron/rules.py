@@ -15,17 +15,12 @@ SEVERITIES = ("error", "warning", "info")
 TARGETS = {"trn1": "trn1.32xlarge", "trn2": "trn2.48xlarge"}
 # what programs are checked for: these, trn2 at LNC 1, and a server of trn3, for which no page names an instance type
 LINTED = (*TARGETS, "trn2-lnc1", "trn3")
-# Nodes that can be planned and are no instance type.
-_OTHER_NODES = {"trn2.48xlarge-lnc1": "trn2-lnc1"}
-NODES = (*INSTANCES, *_OTHER_NODES)
 
 
 def target_of(name: str, *, lnc: int = 0) -> str:
-    """Returns the target of LINTED for an instance type at an LNC, 0: its default, another of NODES, or a target."""
+    """Returns the target of LINTED for a target, or an instance type at an LNC, where 0 is its default."""
     if name in LINTED:
         return name
-    if name in _OTHER_NODES:
-        return _OTHER_NODES[name]
     instance = INSTANCES[name]
     chip = next(key for key in TARGETS if instance.target.startswith(key))
     return chip if lnc in (0, instance.lncs[0]) else f"{chip}-lnc{lnc}"
@@ -98,13 +93,6 @@ RULES: dict[str, Rule] = {
         "lax.cond and lax.switch are not supported",
         "jnp.where over both branches, or decide on the host",
         _ISSUES,
-    ),
-    "CF02": Rule(
-        "info",
-        "`case` on a constant index",
-        "emitted by platform_dependent; the compiler folds it",
-        "no change needed; exporting for neuron alone removes it",
-        "seen in lowered programs; not documented",
     ),
     "CF03": Rule(
         "error",
@@ -214,20 +202,6 @@ RULES: dict[str, Rule] = {
         "the compiler rejects it",
         "int32",
         _code("EVRF022"),
-    ),
-    "OP06": Rule(
-        "info",
-        "an operation of the `chlo` dialect",
-        "the plugin expands it; erf_inv (normal draws) becomes long",
-        "no change needed; avoid truncated normal draws in a step",
-        "third-party analysis of the plugin; not documented",
-    ),
-    "OP07": Rule(
-        "info",
-        "`optimization_barrier`",
-        "a compiler pass removes it, so it may not separate operations",
-        "no change needed; do not rely on it to save memory",
-        "third-party analysis of the compiler; not documented",
     ),
     "OP08": Rule(
         "error",
@@ -376,13 +350,6 @@ RULES: dict[str, Rule] = {
         "a matrix stored with the contracted dimension first, [in, out]: lhs[t, k] x rhs[k, n]",
         _THREAD + "1336",
     ),
-    "DG02": Rule(
-        "info",
-        "such a `dot_general` of 128 rows or more, or with batch dimensions",
-        "the tensor engine transposes the right-hand side: 128 / rows of the product's work",
-        "no change needed: a matrix that a step uses both ways is transposed in one of them",
-        _THREAD + "1336; the share is derived from its numbers, not measured",
-    ),
     "CC01": Rule(
         "error",
         "more than 16 different sets of replica groups",
@@ -396,13 +363,6 @@ RULES: dict[str, Rule] = {
         "only rings of linked cores are documented; other permutes may crash or be slow",
         "parallel.pipe_exchange=all_gather for pipeline stages; else keep the axis within a node",
         "neuron-runtime/about/collectives; " + _ISSUES,
-    ),
-    "CC03": Rule(
-        "warning",
-        "replica groups that are not strided, or that contain different cores of different chips",
-        "groups of cores that are not connected may crash",
-        "a mesh in device order, with tensor innermost and a divisor or multiple of the cores per chip",
-        _ISSUES,
     ),
     "CC04": Rule(
         "error",
@@ -476,24 +436,6 @@ RULES: dict[str, Rule] = {
         "leave the flag out",
         _THREAD + "1365",
         seen="SDK 2.31, not known to be fixed",
-    ),
-    "KB07": Rule(
-        "info",
-        "a native kernel that is called more than once, at LNC 2 or more",
-        "for kernels that send between the cores of a device the compiler has stopped with NCC_IXLV002",
-        "no change needed with newer compilers; else a kernel without nki.isa.sendrecv, or LNC 1",
-        _THREAD + "1298",
-        except_on=("trn1", "trn2-lnc1"),
-        seen="neuronx-cc 2.23, closed",
-    ),
-    "KB08": Rule(
-        "info",
-        "an exponential between two products with batch dimensions, as in attention, on trn1",
-        "the attention of an image model (PyTorch) has returned wrong values on trn1 and inf2 in every precision",
-        "no change needed with newer compilers; `neuron doctor` compares each operation with the CPU",
-        _THREAD + "1323",
-        except_on=("trn2", "trn3"),
-        seen="neuronx-cc 2.21 and 2.24, open",
     ),
     "MEM1": Rule(
         "error",

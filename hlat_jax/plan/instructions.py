@@ -4,7 +4,6 @@ An order of magnitude, not calibrated: no program has been compiled, and the one
 with, of SmolLM2-360M, is 1.4 to 3.8 times higher than the estimate. A product is counted as the tensor
 engine's instructions, any other operation as one instruction of another engine per tile of its elements; broadcasts and
 reshapes count nothing, and neither does the fusion of elementwise operations. A kernel counts as its reference.
-`neuron.unrolled` counts the same of StableHLO.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from hlat_jax.passes.jaxpr import CALL_JAXPRS, SAME_ELEMENTS, inner_jaxprs, inner_trips, reference_jaxpr
@@ -104,22 +103,27 @@ def estimated(jaxpr: Any, *, num_shards: float) -> Instructions:
       jaxpr: of the whole program; shapes inside `shard_map` are those of one device.
       num_shards: number of devices that an array outside `shard_map` is split over.
     """
-    counts = list(_counted(jaxpr, num_shards, 1))
-    unrolled, looped = sum(trips * tiles for tiles, trips in counts), sum(tiles for tiles, _ in counts)
-    return Instructions(unrolled, looped, max((tiles for tiles, _ in counts), default=0))
+    return total(list(counts(jaxpr, num_shards=num_shards)))
 
 
-def _counted(jaxpr: Any, num_shards: float, trips: int) -> Iterator[tuple[int, int]]:
-    """Yields (instructions of one execution, number of executions) for the operations of a jaxpr."""
+def total(counted: Sequence[tuple[Any, int, int]]) -> Instructions:
+    """Returns the instructions of a program from its `counts`."""
+    unrolled, looped = sum(trips * tiles for _, tiles, trips in counted), sum(tiles for _, tiles, _ in counted)
+    return Instructions(unrolled, looped, max((tiles for _, tiles, _ in counted), default=0))
+
+
+def counts(jaxpr: Any, *, num_shards: float, trips: int = 1) -> Iterator[tuple[Any, int, int]]:
+    """Yields (equation, instructions of one execution, number of executions) for the operations of a jaxpr."""
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
         if name in _LOOPS:
+            shards = 1 if name == "shard_map" else num_shards
             for inner in inner_jaxprs(eqn):
-                yield from _counted(inner, 1 if name == "shard_map" else num_shards, trips * inner_trips(eqn))
+                yield from counts(inner, num_shards=shards, trips=trips * inner_trips(eqn))
         elif (reference := reference_jaxpr(eqn)) is not None:
-            yield from _counted(reference, num_shards, trips)
+            yield from counts(reference, num_shards=num_shards, trips=trips)
         elif name not in _VIEWS:
-            yield _tiles(eqn, num_shards), trips
+            yield eqn, _tiles(eqn, num_shards), trips
 
 
 def _tiles(eqn: Any, num_shards: float) -> int:

@@ -1,6 +1,7 @@
 """HLO modules for Neuron's compiler: small ids, the same program, and what one device of a mesh runs."""
 
 import dataclasses
+import json
 import os
 import re
 import subprocess
@@ -15,7 +16,7 @@ from planned import small_config
 
 from hlat_jax.cli import flags
 from hlat_jax.neuron import __main__ as commands
-from hlat_jax.neuron import hlo, hlo_proto
+from hlat_jax.neuron import hlo, hlo_command, hlo_proto
 from hlat_jax.neuron.programs import layout_for_neuron
 from hlat_jax.parallel.degrees import layout_over
 from hlat_jax.program import make_program
@@ -117,20 +118,17 @@ def test_control_predecessors_and_unpacked_ids_are_renumbered_and_other_fields_k
     assert field(1, b"a") in module
 
 
-@pytest.mark.parametrize(
-    ("module", "message"),
-    [
+def test_invalid_modules_are_refused():
+    for module, message in [
         (b"", "0 bytes without a computation"),
         (b"\x1a\x7f\x00", "3 bytes are not a valid HloModuleProto"),
         (b"\x0b", "1 bytes are not a valid HloModuleProto"),
         (b"\xff\xff", "2 bytes are not a valid HloModuleProto"),
         (b"\x3a\x00", "is scheduled"),
         (b"\x1a\x02\x30\x05", "refers to id 5, which is not defined"),
-    ],
-)
-def test_invalid_modules_are_refused(module, message):
-    with pytest.raises(ValueError, match=message):
-        hlo_proto.renumber(module)
+    ]:
+        with pytest.raises(ValueError, match=message):
+            hlo_proto.renumber(module)
 
 
 @pytest.mark.slow
@@ -196,19 +194,30 @@ def test_command_writes_modules_and_a_compile_script(tmp_path, monkeypatch, caps
     env = os.environ | {"PATH": f"{compiler.parent}:{os.environ['PATH']}"}
     called = subprocess.run([script], env=env, cwd="/", capture_output=True, text=True, check=True).stdout.split()
     assert called[:5] == [str(out / "eval.device"), "compile", "../eval.device.hlo", "--framework", "XLA"]
-    assert {"--target=trn2", "--logical-nc-config=1", "--auto-cast=none"} <= set(called)
+    assert {"--instance=trn2", "--logical-nc-config=1", "--auto-cast=none"} <= set(called)
     assert not any(word.startswith(("--cache_dir", "--retry")) for word in called)
     called = subprocess.run([script, "eval.whole.hlo"], env=env, capture_output=True, text=True, check=True).stdout
     assert "../eval.whole.hlo" in called
     assert called.count("compile ") == 1
 
 
-def test_the_command_asks_for_a_folder(monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["hlat_jax", "hlo", "--config=tiny"])
-    with pytest.raises(SystemExit) as exit_:
-        flags.main(commands.main)
-    assert exit_.value.code == 2
-    assert "--out=DIR is missing" in capsys.readouterr().err
+def test_the_command_lists_the_programs_and_what_changed_since_the_last_run(tmp_path, capsys):
+    words = ["--config=tiny", "--devices=1", "--program=eval", f"--workdir={tmp_path}"]
+    entry = {"cache": "", "platform": "neuron", "mesh": {}, "config": {}, "libraries": {}, "code": {}}
+
+    def since(*more, record=None):
+        if record is not None:
+            (tmp_path / "programs.json").write_text(json.dumps(record))
+        assert hlo_command.main([*words, *more]) == 0
+        [(sha256, said)] = re.findall(r"^eval +([0-9a-f]{16}) .* {2}(.+)$", capsys.readouterr().out, re.MULTILINE)
+        return sha256, said
+
+    sha256, said = since()
+    assert said == "no record"
+    assert since(record={"eval": entry | {"sha256": sha256}}) == (sha256, "the same")
+    assert since("--config.model.rope_theta=500.0")[1] == "new"
+    assert since(record={"eval": entry | {"sha256": sha256, "platform": "cpu"}})[1] == "ran on cpu"
+    assert since(record={"init": entry | {"sha256": sha256}})[1] == "not compiled"
 
 
 def test_module_of_a_device_has_the_implementations_of_its_target():

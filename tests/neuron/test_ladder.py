@@ -156,16 +156,13 @@ def test_each_start_of_a_rung_has_a_folder_of_its_own(tmp_path):
     assert {path.name for path in tmp_path.glob("a b*")} == {"a b-1", "a b-2"}
 
 
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
+def test_a_printed_command_has_the_config_however_it_was_given():
+    for given, words in [
         ("--config tiny --script x --config.data.batch_size 8", "--config=tiny --config.data.batch_size=8"),
         ("-config=tiny --json=x --config.train.seed -1", "--config=tiny --config.train.seed=-1"),
         ("--config.metrics.plot --config tiny --noconfig.a.b", "--config.metrics.plot --config=tiny --noconfig.a.b"),
-    ],
-)
-def test_a_printed_command_has_the_config_however_it_was_given(given, words):
-    assert flags.config_words(given.split()) == words.split()
+    ]:
+        assert flags.config_words(given.split()) == words.split()
 
 
 @pytest.fixture
@@ -237,19 +234,16 @@ def test_ladder_exits_with_1_where_the_lint_finds_an_error(ladder_here, monkeypa
     assert "RED01 (error)" in printed
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_ladder_rejects_invalid_flags(ladder_here):
+    for words, message in [
         (["--config=7b", "--instance=trn1.33xlarge"], "no such instance type. Did you mean 'trn1.32xlarge'?"),
         (["--config=7b", "--nodes=-1"], "--nodes"),
         (["--config=7b", "--nodes=3"], "No degrees pass every check on 96 device(s)"),
         (["--config=7b", "--scripts=x"], "Did you mean '--script'?"),
-    ],
-)
-def test_ladder_rejects_invalid_flags(words, message, ladder_here):
-    code, _, error = ladder_here(*words)
-    assert code == 2
-    assert message in error
+    ]:
+        code, _, error = ladder_here(*words)
+        assert code == 2
+        assert message in error
 
 
 def test_script_explains_that_the_compiler_was_killed(tmp_path):

@@ -20,10 +20,9 @@ from jax.sharding import PartitionSpec as P
 from planned import small_config
 
 from hlat_jax.cli import config_files
-from hlat_jax.facts import hardware
 from hlat_jax.neuron import lint, partitioned, programs
 from hlat_jax.neuron.module import Program
-from hlat_jax.neuron.rules import LINTED, NODES, RULES, target_of
+from hlat_jax.neuron.rules import LINTED, RULES
 from hlat_jax.parallel.pipeline import PHASES
 from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.plan.collectives import count_collectives
@@ -89,16 +88,10 @@ def ffi(target):
     return lambda x: jax.ffi.ffi_call(target, shape(4, 4))(x)
 
 
-def native_kernel(path, *, calls=1):
+def native_kernel(path):
     config = json.dumps({"kernel": {"artifact": path}}).replace('"', '\\"')
     call = 'stablehlo.custom_call @AwsNeuronCustomNativeKernel(%x) {backend_config = "' + config + '"}'
-    lines = [f"%{number} = {call} : (tensor<4xf32>) -> tensor<4xf32>" for number in range(calls)]
-    return module(" ".join([*lines, "return %0 : tensor<4xf32>"]))
-
-
-def attended(weigh):
-    q = shape(2, 8, 4)
-    return lambda q, k, v: jnp.einsum("bts,bsd->btd", weigh(jnp.einsum("btd,bsd->bts", q, k)), v), q, q, q
+    return module(f"%0 = {call} : (tensor<4xf32>) -> tensor<4xf32> return %0 : tensor<4xf32>")
 
 
 def rounded(bits):
@@ -180,7 +173,7 @@ class Flagged:
     flags: str
 
 
-OVERLAP = "--target=trn1 --enable-ccop-compute-overlap"
+OVERLAP = "--instance=trn1 --enable-ccop-compute-overlap"
 
 
 def contracted(dims, rows):
@@ -192,14 +185,6 @@ def contracted(dims, rows):
 CASES = {
     "LW01": (lambda x: jnp.linalg.svd(x)[1], lambda x: x * 2),
     "CF01": (lambda x: jax.lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x), lambda x: jnp.where(x.sum() > 0, x, -x)),
-    "CF02": (
-        module(
-            "%i = stablehlo.constant dense<0> : tensor<i32> "
-            '%0 = "stablehlo.case"(%i) ({ stablehlo.return %x : tensor<4xf32> }) : (tensor<i32>) -> tensor<4xf32> '
-            "return %0 : tensor<4xf32>"
-        ),
-        lambda x: x * 2,
-    ),
     "CF03": (
         lambda x: jax.lax.while_loop(lambda c: c.sum() < 10, lambda c: c + 1, x),
         lambda x: jax.lax.fori_loop(0, 3, lambda _, c: c + 1, x),
@@ -228,8 +213,6 @@ CASES = {
         (lambda i: jax.lax.shift_right_arithmetic(i, i), shape(4, dtype=jnp.int8)),
         (lambda i: jax.lax.shift_right_arithmetic(i, i), I),
     ),
-    "OP06": (lambda x: jax.lax.erf_inv(x), lambda x: jnp.exp(x)),
-    "OP07": (lambda x: jax.lax.optimization_barrier(x), lambda x: x),
     "OP08": (
         convolution(window_strides=(2, 2), lhs_dilation=(2, 2)),
         convolution(window_strides=(2, 2)),
@@ -264,8 +247,7 @@ CASES = {
         (jax.jit(lambda x: x * 2, donate_argnums=0), shape(2**18)),
     ),
     "DA01": (algorithm("BF16_BF16_F32"), lambda x: x @ x),
-    "DG01": (contracted("nk", rows=1), contracted("kn", rows=1)),
-    "DG02": (contracted("nk", rows=2048), contracted("kn", rows=2048)),
+    "DG01": (contracted("nk", rows=127), contracted("nk", rows=128)),
     "CC06": (split_over_eight(lambda x: jnp.roll(x, 1, 0)), split_over_eight(lambda x: jnp.roll(x, 1, 1))),
     "KB01": (
         split_over_eight(lambda x: jnp.take(x, jnp.arange(3), axis=0, mode="clip")),
@@ -281,15 +263,9 @@ CASES = {
         (lambda x, mask: jnp.where(mask[:, None], jnp.flip(x, -1), x), X, shape(4, dtype=jnp.bool)),
     ),
     "KB05": (gather_at("i64"), gather_at("i32")),
-    "KB06": (Flagged(native_kernel(__file__), OVERLAP), Flagged(native_kernel(__file__), "--target=trn1")),
-    "KB07": (native_kernel(__file__, calls=2), native_kernel(__file__)),
-    "KB08": (attended(jax.nn.softmax), attended(jnp.tanh)),
+    "KB06": (Flagged(native_kernel(__file__), OVERLAP), Flagged(native_kernel(__file__), "--instance=trn1")),
     "CC01": (summed_over(17), summed_over(16)),
     "CC02": (ring(32, 10), ring(8, 1)),
-    "CC03": (
-        over_mesh(lambda x: jax.lax.psum(x, "b"), sizes=(2, 3)),  # two cores of one chip and one of the next
-        over_mesh(lambda x: jax.lax.psum(x, "b"), sizes=(2, 4)),
-    ),
     "CC04": (
         over_mesh(lambda x: jax.lax.psum(x, "b"), sizes=(8, 4)),  # cores 0 to 3: groups of 4 are 0, 8, 16, 24
         over_mesh(lambda x: jax.lax.psum(x, "a"), sizes=(4, 8)),
@@ -327,29 +303,23 @@ def test_every_rule_has_a_bad_and_a_clean_program():
     assert set(CASES) | {"OP09"} == set(RULES)
 
 
-@pytest.mark.parametrize("rule", CASES)
-def test_lint_flags_the_bad_program_but_not_the_clean_one(rule):
-    bad, clean = CASES[rule]
-    target = next(filter(RULES[rule].applies_to, LINTED))
-    found = [finding for finding in findings_of(bad, target=target) if finding.rule == rule]
-    assert found
-    assert {finding.severity for finding in found} == {RULES[rule].severity_in(recurring=True, target=target)}
-    assert all((finding.why, finding.source) == (RULES[rule].why, RULES[rule].source) for finding in found)
-    assert rule not in rules_of(clean, target=target)
+def test_lint_flags_the_bad_program_of_each_rule_but_not_the_clean_one():
+    for rule, (bad, clean) in CASES.items():
+        target = next(filter(RULES[rule].applies_to, LINTED))
+        found = [finding for finding in findings_of(bad, target=target) if finding.rule == rule]
+        severities = {finding.severity for finding in found}
+        assert severities == {RULES[rule].severity_in(recurring=True, target=target)}, rule
+        assert all((finding.why, finding.source) == (RULES[rule].why, RULES[rule].source) for finding in found)
+        assert rule not in rules_of(clean, target=target), rule
 
 
-@pytest.mark.parametrize(
-    ("rule", "targets"),
-    [
+def test_rules_of_some_chips_do_not_apply_to_others():
+    for rule, targets in (
         ("DT02", ("trn1", "trn2", "trn2-lnc1")),
         ("DT08", ("trn2", "trn2-lnc1")),
         ("DT09", ("trn1", "trn2", "trn2-lnc1")),
-        ("KB07", ("trn2", "trn3")),
-        ("KB08", ("trn1",)),
-    ],
-)
-def test_rules_of_some_chips_do_not_apply_to_others(rule, targets):
-    assert tuple(target for target in LINTED if rule in rules_of(CASES[rule][0], target=target)) == targets
+    ):
+        assert tuple(target for target in LINTED if rule in rules_of(CASES[rule][0], target=target)) == targets
 
 
 def test_integer_products_are_disputed_on_trn1_only():
@@ -358,31 +328,43 @@ def test_integer_products_are_disputed_on_trn1_only():
     assert "pages contradict each other" in RULES["INT01"].why
 
 
-@pytest.mark.parametrize("dtype", ["int4", "uint4", "int2"])
-def test_weights_of_less_than_a_byte_are_refused(dtype):
-    assert "DT04" in rules_of((lambda w: w.astype(jnp.float32), shape(4, dtype=getattr(jnp, dtype))), target="trn2")
-
-
 COUNT = {"init_val": (0, jnp.zeros(4)), "body_fun": lambda c: (c[0] + 1, c[1] * 2)}
 
 
-@pytest.mark.parametrize(
-    ("program", "rule"),
-    [
-        (lambda x: jax.lax.fori_loop(0, jnp.int32(10), lambda _, c: c + 1, x), "CF04"),
-        (lambda x: x + jax.lax.while_loop(lambda c: (c[0] < 10) & True, **COUNT)[1], "CF04"),
-        (lambda x: x + jax.lax.while_loop(lambda c: True & (c[0] < jnp.int32(10)), **COUNT)[1], "CF04"),
-        (lambda x: x + jax.lax.while_loop(lambda c: (c[0] < 10) | True, **COUNT)[1], "CF03"),
-        (lambda x: x + jax.lax.while_loop(lambda c: ~(c[0] < 10), **COUNT)[1], "CF03"),
-        (lambda x: x + jax.lax.while_loop(lambda c: (c[0] < 10) & (c[1][0] < 9), **COUNT)[1], "CF03"),
-        (lambda x: jax.lax.fori_loop(0, x.sum().astype(jnp.int32), lambda _, c: c + 1, x), "CF03"),
-        (lambda x: jax.lax.switch(1, [jnp.sin, jnp.cos], x), "CF02"),
-        (lambda x: jax.lax.switch(jnp.int32(7) % 2, [jnp.sin, jnp.cos], x), "CF02"),
-        (lambda x: jax.lax.switch(x.sum().astype(jnp.int32), [jnp.sin, jnp.cos], x), "CF01"),
-    ],
-)
-def test_control_flow_that_folds_does_not_depend_on_data(program, rule):
-    assert rules_of(program) & {"CF01", "CF02", "CF03", "CF04"} == {rule}
+# a program, and the rule of its control flow, None where it folds away
+CONTROL_FLOW = {
+    "limit_of_a_constant": (lambda x: jax.lax.fori_loop(0, jnp.int32(10), lambda _, c: c + 1, x), "CF04"),
+    "and_true": (lambda x: x + jax.lax.while_loop(lambda c: (c[0] < 10) & True, **COUNT)[1], "CF04"),
+    "true_and": (lambda x: x + jax.lax.while_loop(lambda c: True & (c[0] < jnp.int32(10)), **COUNT)[1], "CF04"),
+    "or_true": (lambda x: x + jax.lax.while_loop(lambda c: (c[0] < 10) | True, **COUNT)[1], "CF03"),
+    "not": (lambda x: x + jax.lax.while_loop(lambda c: ~(c[0] < 10), **COUNT)[1], "CF03"),
+    "and_data": (lambda x: x + jax.lax.while_loop(lambda c: (c[0] < 10) & (c[1][0] < 9), **COUNT)[1], "CF03"),
+    "limit_from_data": (lambda x: jax.lax.fori_loop(0, x.sum().astype(jnp.int32), lambda _, c: c + 1, x), "CF03"),
+    "start_from_data": (
+        lambda x: jax.lax.while_loop(lambda c: c[0] < 10, lambda c: (c[0] + 1, c[1] * 2), (x.sum(), x))[1],
+        "CF03",
+    ),
+    "step_from_data": (
+        lambda x: jax.lax.while_loop(lambda c: c[0] < 10, lambda c: (c[0] + x.sum(), c[1] * 2), (0.0, x))[1],
+        "CF03",
+    ),
+    "convergence": (lambda x: jax.lax.while_loop(lambda e: e > 1e-3, lambda e: e * x.mean(), 1.0), "CF03"),
+    "constant_index": (lambda x: jax.lax.switch(1, [jnp.sin, jnp.cos], x), None),
+    "folded_index": (lambda x: jax.lax.switch(jnp.int32(7) % 2, [jnp.sin, jnp.cos], x), None),
+    "platform": (lambda x: jax.lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos), None),
+    "index_from_data": (lambda x: jax.lax.switch(x.sum().astype(jnp.int32), [jnp.sin, jnp.cos], x), "CF01"),
+    "nested_index_from_data": (
+        lambda x: jax.lax.switch(
+            jax.lax.switch(x.sum().astype(jnp.int32), [lambda: 0, lambda: 1]), [jnp.sin, jnp.cos], x
+        ),
+        "CF01",
+    ),
+}
+
+
+def test_control_flow_is_refused_where_it_depends_on_data():
+    for name, (program, rule) in CONTROL_FLOW.items():
+        assert rules_of(program) & {"CF01", "CF03", "CF04"} == {rule} - {None}, name
 
 
 def test_a_convolution_moves_what_it_reads_over_the_borders_of_devices():
@@ -454,29 +436,6 @@ def test_check_names_the_line_of_what_cannot_be_lowered():
         [finding] = lint.check(broken, X)
         assert (finding.rule, finding.op) == ("LW01", primitive)
         assert finding.line == f"{__file__}:{broken.__code__.co_firstlineno + 1} ({broken.__qualname__})"
-
-
-@pytest.mark.parametrize(
-    "loop",
-    [
-        lambda n, x: jax.lax.while_loop(lambda c: c[0] < 10, lambda c: (c[0] + 1, c[1] * 2), (n, x)),
-        lambda n, x: jax.lax.while_loop(lambda c: c[0] < 10, lambda c: (c[0] + n, c[1] * 2), (0, x)),
-        lambda n, x: jax.lax.while_loop(lambda e: e > 1e-3, lambda e: e * x.mean(), 1.0),
-    ],
-    ids=["start", "step", "convergence"],
-)
-def test_loops_whose_trip_count_depends_on_data_are_caught_although_they_compare_with_a_constant(loop):
-    found = {finding.rule: finding.severity for finding in lint.check(loop, jnp.int32(3), X)}
-    assert found == {"CF03": "error"}
-
-
-def test_platform_dependent_branches_fold_away():
-    chosen = lint.check(lambda x: jax.lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos), X)
-    assert {finding.rule for finding in chosen} == {"CF02"}
-    nested = lint.check(
-        lambda i, x: jax.lax.switch(jax.lax.switch(i, [lambda: 0, lambda: 1]), [jnp.sin, jnp.cos], x), 0, X
-    )
-    assert {finding.rule for finding in nested} == {"CF01"}
 
 
 def test_check_names_host_callbacks_for_which_jax_raises_another_error():
@@ -593,10 +552,9 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("case", ODD)
-def test_lint_checks_a_program_of_any_type_and_value(case):
-    program, expected = ODD[case]
-    assert {finding.rule for finding in findings_of(program) if finding.severity != "info"} == expected
+def test_lint_checks_a_program_of_any_type_and_value():
+    for case, (program, expected) in ODD.items():
+        assert {finding.rule for finding in findings_of(program) if finding.severity != "info"} == expected, case
 
 
 # Indices that the program determines.
@@ -675,43 +633,27 @@ OUTSIDE = {
     "through_bfloat16": lambda w: w[jnp.arange(33, dtype=jnp.bfloat16).astype(jnp.int32)],
     "quotient_of_negatives": lambda w: jnp.take(w[:25], jax.lax.div(jnp.arange(100) - 100, 4) + 25, **CLIP),
     "remainder_of_negatives": lambda w: jnp.take(w[:4], jax.lax.rem(jnp.arange(32) - 31, 4), **CLIP),
-    "late_call_of_many": lambda w: sum(CLIPPED(w, jnp.arange(32) + 9 * (k == 1490)).sum() for k in range(1500)),
-    "late_call_around_of_many": lambda w: sum(
-        AROUND(w, (jnp.arange(32) + k) % 32 + 9 * (k == 1490)) for k in range(1500)
-    ),
-    "tree_of_calls_of_equal_arguments": lambda w: call_tree(lambda i: (i, i + 1), depth=11)(w, jnp.arange(22)),
-    "tree_of_calls_of_arguments_that_differ": lambda w: call_tree(lambda i: (2 * i, 2 * i + 1), 10)(w, jnp.arange(1)),
     "large": lambda w: jnp.take(w, jnp.broadcast_to(jnp.arange(40), (10**6, 40)), axis=0).sum(),
 }
 
 
-@pytest.mark.parametrize("case", INSIDE)
-def test_lint_accepts_indices_that_are_known_to_be_in_bounds(case):
-    assert "GS01" not in rules_of((INSIDE[case], TABLE))
+def test_lint_accepts_indices_that_are_known_to_be_in_bounds():
+    for case, program in INSIDE.items():
+        reported = {"GS01"} if case == "offset_from_data" else {"GS01", "GS02"}
+        assert not reported & rules_of((program, TABLE)), case
 
 
-@pytest.mark.quick_cases(
-    "from_the_end",
-    "nested",
-    "nested_second_call",
-    "part_of_a_longer_iota",
-    "plain",
-    "quotient_of_negatives",
-    "remainder_of_negatives",
-    "reversed",
-    "second_of_two_axes",
-    "set",
-    "take_clip",
-    "through_bfloat16",
-)
-@pytest.mark.parametrize("case", OUTSIDE)
-def test_lint_finds_an_iota_out_of_bounds_through_private_functions(case):
-    assert "GS01" in rules_of((OUTSIDE[case], TABLE))
+def test_lint_finds_an_iota_out_of_bounds_through_private_functions():
+    for case, program in OUTSIDE.items():
+        assert "GS01" in rules_of((program, TABLE)), case
 
 
-@pytest.mark.parametrize("case", sorted(INSIDE.keys() - {"offset_from_data"}))
-def test_lint_does_not_report_an_iota_as_data(case):
-    assert not {"GS01", "GS02"} & {finding.rule for finding in lint.check(INSIDE[case], TABLE)}
+def test_too_many_call_chains_have_the_union_of_their_indices():
+    """2^11 leaves with other indices each, of which the last reaches row 2^11 - 1."""
+    tree = call_tree(lambda i: (2 * i, 2 * i + 1), depth=11)
+    for num_rows, rules in ((2**12, set()), (2**11 - 1, {"GS02"})):
+        found = lint.check(lambda w: tree(w, jnp.arange(1)), shape(num_rows, 8))
+        assert {"GS01", "GS02"} & {finding.rule for finding in found} == rules
 
 
 def test_lint_names_the_dimension_that_a_constant_exceeds():
@@ -721,18 +663,16 @@ def test_lint_names_the_dimension_that_a_constant_exceeds():
     assert lint.check(lambda w: w[jnp.asarray(np.array([0, 5, 31]))], TABLE) == []
 
 
-@pytest.mark.parametrize(
-    ("start", "what"), [(31, None), (30, None), (32, "start 32 of 1"), (-1, None), (-33, "start -1 of 1")]
-)
-def test_lint_names_a_slice_whose_constant_start_is_out_of_bounds(start, what):
+def test_lint_names_a_slice_whose_constant_start_is_out_of_bounds():
     """JAX counts a negative start from the end."""
-    sliced = lint.check(lambda w: jax.lax.dynamic_slice_in_dim(w, jnp.int32(start), 1), TABLE)
-    updated = lint.check(
-        lambda w: jax.lax.dynamic_update_slice_in_dim(w * 2, jnp.ones((1, 8)), jnp.int32(start), 0), TABLE
-    )
-    for found in (sliced, updated):
-        found = [(f.rule, f.what) for f in found if f.rule != "DN01"]
-        assert found == ([("GS01", f"{what} elements in dimension 0 of f32[32,8]")] if what else [])
+    row = jnp.ones((1, 8))
+    for start, what in ((31, None), (30, None), (32, "start 32 of 1"), (-1, None), (-33, "start -1 of 1")):
+        first = jnp.int32(start)
+        sliced = lint.check(lambda w, first=first: jax.lax.dynamic_slice_in_dim(w, first, 1), TABLE)
+        updated = lint.check(lambda w, first=first: jax.lax.dynamic_update_slice_in_dim(w * 2, row, first, 0), TABLE)
+        for found in (sliced, updated):
+            found = [(f.rule, f.what) for f in found if f.rule != "DN01"]
+            assert found == ([("GS01", f"{what} elements in dimension 0 of f32[32,8]")] if what else [])
 
 
 def test_a_start_that_depends_on_data_is_not_reported():
@@ -748,15 +688,6 @@ def test_data_indices_are_a_warning_in_a_program_for_several_devices():
     _, split = over_two_devices(looked_up)
     found = {f.rule: f.severity for f in lint.check(looked_up, split, I)}
     assert found["GS02"] == "warning"
-
-
-@pytest.mark.slow
-def test_lint_checks_more_call_chains_than_it_follows():
-    """2^13 leaves, no two with the same indices, of which the last reaches row 2^13 - 1."""
-    tree = call_tree(lambda i: (2 * i, 2 * i + 1), depth=13)
-    for num_rows, rules in ((2**13, set()), (2**13 - 1, {"GS02"})):
-        found = lint.check(lambda w: tree(w, jnp.arange(1)), shape(num_rows, 8))
-        assert {"GS01", "GS02"} & {finding.rule for finding in found} == rules
 
 
 def test_lint_checks_a_shared_function_at_each_call():
@@ -865,18 +796,17 @@ SHIFTS = {
 }
 
 
-@pytest.mark.parametrize("case", SHIFTS)
-def test_shifts_along_a_split_dimension_are_found_where_xla_adds_permutes(case):
-    fn, is_shift = SHIFTS[case]
+def test_shifts_along_a_split_dimension_are_found_where_xla_adds_permutes():
     mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
     placed = jax.ShapeDtypeStruct((64, 16), jnp.float32, sharding=NamedSharding(mesh, P("a")))
-    compiled = jax.jit(fn).trace(placed).lower().compile().as_text()
-    assert ("collective-permute" in compiled) == is_shift
-    found = [f for f in lint.check(*split_over_eight(fn)) if f.rule == "CC06"]
-    assert bool(found) == is_shift
-    for finding in found:
-        assert finding.line.startswith(f"{__file__}:{fn.__code__.co_firstlineno} ")
-        assert ", of which a device has " in finding.what
+    for case, (fn, is_shift) in SHIFTS.items():
+        compiled = jax.jit(fn).trace(placed).lower().compile().as_text()
+        assert ("collective-permute" in compiled) == is_shift, case
+        found = [f for f in lint.check(*split_over_eight(fn)) if f.rule == "CC06"]
+        assert bool(found) == is_shift, case
+        for finding in found:
+            assert finding.line.startswith(f"{__file__}:{fn.__code__.co_firstlineno} ")
+            assert ", of which a device has " in finding.what
 
 
 def test_a_fused_matrix_that_is_split_along_its_sharded_columns_is_found():
@@ -912,6 +842,17 @@ def test_an_assignment_at_constant_indices_is_not_one_through_a_mask():
     assert "KB04" not in rules_of((lambda x, y, i: x.at[i].set(y[i] * 2), X, X, I))  # of another array
 
 
+def test_instructions_are_those_of_one_device():
+    mesh = AbstractMesh((8,), ("a",), axis_types=(AxisType.Auto,))
+
+    def rules(spec):
+        rows = jax.ShapeDtypeStruct((2**14, 2**13), jnp.float32, sharding=NamedSharding(mesh, spec))
+        return rules_of((lambda x, y: x @ y.T, rows, rows))
+
+    assert "CG02" in rules(P())
+    assert "CG02" not in rules(P("a"))
+
+
 def test_sizes_are_per_device():
     mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
 
@@ -925,18 +866,6 @@ def test_sizes_are_per_device():
     assert "MEM1" not in rules(P("a"))
 
 
-def test_groups_are_regular_if_they_contain_the_same_cores_of_every_chip():
-    def regular(*groups):
-        return partitioned.is_regular(np.asarray(groups), cores_per_chip=4)
-
-    assert regular([0, 1, 2, 3], [4, 5, 6, 7])
-    assert regular([0, 4], [1, 5], [2, 6], [3, 7])
-    assert regular([0, 1, 8, 9], [2, 3, 10, 11])
-    assert not regular([0, 1, 2], [3, 4, 5])
-    assert not regular([0, 1, 4], [8, 9, 12])  # no stride
-    assert not regular([0, 1], [2, 4])  # of different strides
-
-
 def test_a_permute_between_nodes_is_an_error():
     over_nodes, inside = (lint.check_module(ring(count, hops)) for count, hops in ((96, 32), (32, 10)))
     assert [(f.rule, f.severity) for f in over_nodes if f.rule == "CC02"] == [("CC02", "error")]
@@ -945,7 +874,7 @@ def test_a_permute_between_nodes_is_an_error():
 
 def test_groups_and_permutes_depend_on_the_wiring_of_the_target():
     eight = over_mesh(lambda x: jax.lax.psum(x, "b"), sizes=(2, 8))
-    found = {target: rules_of(eight, target=target) & {"CC03", "CC04", "CC05"} for target in LINTED}
+    found = {target: rules_of(eight, target=target) & {"CC04", "CC05"} for target in LINTED}
     assert found == {"trn1": set(), "trn2": {"CC05"}, "trn2-lnc1": set(), "trn3": set()}
     far = ring(32, 10)
     assert {target for target in LINTED if "CC02" in rules_of(far, target=target)} == {"trn1", "trn2", "trn2-lnc1"}
@@ -955,7 +884,7 @@ def test_groups_are_those_of_the_devices_at_their_places():
     text = over_mesh(lambda x: jax.lax.psum(x, "b"), sizes=(8, 4))
     placed = [first + step for first in range(8) for step in (0, 8, 16, 24)]
     assert "CC04" in rules_of(text)
-    assert not rules_of(text, placement=placed) & {"CC03", "CC04", "CC05"}
+    assert not rules_of(text, placement=placed) & {"CC04", "CC05"}
 
 
 def test_permutes_must_be_rings_of_linked_chips_in_a_node():
@@ -993,75 +922,59 @@ def lint_here(monkeypatch, capsys):
     return run
 
 
-VALIDATED = {False: (), True: ("--config.data.validation=held_out.parquet",)}  # 70b is not validated by itself
-
-
-@pytest.mark.quick_cases("160m-trn2", "node-trn1")
-@pytest.mark.parametrize("target", ["trn1", "trn2"])
-@pytest.mark.parametrize("name", sorted(config_files.shipped()))
-def test_lint_of_a_shipped_config_has_no_error_and_no_unexplained_warning(name, target, tmp_path, lint_here):
-    if (name, target) == ("llama3_8b", "trn1"):  # a recipe of trn2: its kernels are not documented for trn1
-        code, _, error = lint_here("--config=llama3_8b", "--instance=trn1")
-        assert (code, "AWS documents NKI for trn2 and trn3 only" in error) == (2, True)
-        return
-    words = (f"--config={name}", f"--instance={target}", f"--json={tmp_path / 'found.json'}", *VALIDATED[name == "70b"])
+def check_shipped(name, target, lint_here, report_file):
+    """Asserts that the lint of a shipped config has no error and no unexplained warning; returns what is explained."""
+    validated = ("--config.data.validation=held_out.parquet",) if name == "70b" else ()  # it is not validated by itself
+    words = (f"--config={name}", f"--instance={target}", f"--json={report_file}", *validated)
     code, printed, error = lint_here(*words)
     assert (code, error) == (0, "")
-    report = json.loads((tmp_path / "found.json").read_text())
+    report = json.loads(report_file.read_text())
     expected = ["start", *(PHASES if name == "70b" else ["microbatch"]), "update"]
     expected += ["init", "norms", "eval"] + (["prefill", "decode"] if name == "tiny" else [])
     assert list(report["programs"]) == expected
+    explained = set()
     for program, found in report["programs"].items():
         rows = found["findings"]
         assert not [row for row in rows if row["severity"] == "error"]
         assert not [row for row in rows if row["severity"] == "warning" and not row["explained"]]
         assert {row["rule"] for row in rows if row["rule"] in ("RP02", "GS02", "RED01")} == set(), program
         assert all(row["line"] for row in rows)
+        explained |= {(program, row["rule"]) for row in rows if row["explained"]}
     devices = {"tiny": 2, "node": 32, "160m": 8, "1b": 8, "7b": 2048, "70b": 8192, "llama3_8b": 1024}[name]
     # the largest number at most this whose groups of cores are not refused
     devices = {("node", "trn2"): 16}.get((name, target), devices)
     assert f"{name} for {target}, {devices:,} devices" in printed
+    return explained
 
 
-def test_lint_of_node_on_the_smaller_node_has_no_error_and_no_unexplained_warning(tmp_path, lint_here):
-    code, printed, error = lint_here("--config=node", "--devices=2", f"--json={tmp_path / 'found.json'}")
-    assert (code, error) == (0, "")
-    assert "2 devices: pipe 1 x data 1 x fsdp 1 x tensor 2" in printed
-    for found in json.loads((tmp_path / "found.json").read_text())["programs"].values():
-        assert not [row for row in found["findings"] if row["severity"] == "warning" and not row["explained"]]
-
-
-@pytest.mark.parametrize("name", ["node", "7b", "70b"])
-def test_lint_of_generation_finds_infos_and_the_layout_of_the_head(name, tmp_path, lint_here):
-    code, _, error = lint_here(f"--config={name}", "--program=generate", f"--json={tmp_path / 'found.json'}")
-    assert (code, error) == (0, "")
-    report = json.loads((tmp_path / "found.json").read_text())
-    assert list(report["programs"]) == ["prefill", "decode"]
-    rows = [row for found in report["programs"].values() for row in found["findings"]]
-    assert {row["rule"] for row in rows if row["severity"] != "info"} <= {"DG01"}
-    assert all(row["explained"] for row in rows if row["severity"] != "info")
+def test_lint_of_a_shipped_config_has_no_error_and_no_unexplained_warning(tmp_path, lint_here):
+    check_shipped("160m", "trn2", lint_here, tmp_path / "found.json")
+    code, _, error = lint_here("--config=llama3_8b", "--instance=trn1")  # a recipe of trn2
+    assert (code, "AWS documents NKI for trn2 and trn3 only" in error) == (2, True)
 
 
 @pytest.mark.slow
-def test_every_explained_warning_occurs(lint_here, tmp_path):
-    occurring = set()
-    runs = (["--config=7b"], ["--config=7b", "--program=generate"], ["--config=70b", *VALIDATED[True]])
-    runs += (["--config=llama3_8b", "--program=microbatch"], ["--config=1b", "--program=norms"])
-    for words in runs:
-        lint_here(*words, "--instance=trn2", f"--json={tmp_path / 'found.json'}")
-        for program, found in json.loads((tmp_path / "found.json").read_text())["programs"].items():
-            occurring |= {(program, row["rule"]) for row in found["findings"]}
-    assert set(programs.EXPLAINED) <= occurring
+@pytest.mark.parametrize("target", ["trn1", "trn2"])
+def test_lint_of_every_shipped_config_has_no_error_and_every_explained_warning_occurs(target, tmp_path, lint_here):
+    found = tmp_path / "found.json"
+    names = set(config_files.shipped()) - ({"llama3_8b"} if target == "trn1" else set())
+    explained = set().union(*(check_shipped(name, target, lint_here, found) for name in sorted(names)))
+    if target == "trn2":
+        lint_here("--config=7b", "--program=generate", "--instance=trn2", f"--json={found}")
+        generation = json.loads(found.read_text())["programs"].items()
+        explained |= {(program, row["rule"]) for program, one in generation for row in one["findings"]}
+        assert explained >= set(programs.EXPLAINED)
 
 
-def test_lint_prints_the_infos_of_a_rule_together(lint_here):
-    _, printed, _ = lint_here("--config=tiny", "--program=train")
-    infos = [line.split()[1] for line in printed.splitlines() if line.startswith("  info ")]
-    assert sorted(infos) == sorted(set(infos))
-    assert "OP06" in infos
-    squares = printed.split("chlo.square x")[1]
-    assert int(squares.split(":")[0]) > 20  # of all lines
-    assert ", and 3 other lines" in squares.splitlines()[1]
+def test_lint_of_generation_finds_infos_and_the_layout_of_the_head(tmp_path, lint_here):
+    code, printed, error = lint_here("--config=7b", "--program=generate", f"--json={tmp_path / 'found.json'}")
+    assert (code, error) == (0, "")
+    assert printed.count("  info    CF04  stablehlo.while x2: up to 32\n") == 2, "the infos of a rule are one line"
+    report = json.loads((tmp_path / "found.json").read_text())
+    assert list(report["programs"]) == ["prefill", "decode"]
+    rows = [row for found in report["programs"].values() for row in found["findings"]]
+    assert {row["rule"] for row in rows if row["severity"] != "info"} == {"DG01"}
+    assert all(row["explained"] for row in rows if row["severity"] != "info")
 
 
 def transposed(lhs, rhs, equation):
@@ -1074,18 +987,9 @@ def test_a_transposed_right_hand_side_costs_128_rows_of_work():
     one_row, transposing = 2 * 4096**2, 2 * 128 * 4096**2
     assert (one_row + transposing) / 1e9 == pytest.approx(4.33, abs=0.005)
     assert transposed((1, 4096), (4096, 4096), "tk,nk->tn") == [("DG01", "transposing it adds 12800% to the product")]
-    assert transposed((4096, 4096), (4096, 4096), "tk,nk->tn") == [("DG02", "transposing it adds 3% to the product")]
     assert transposed((1, 4096), (4096, 4096), "tk,kn->tn") == []
     assert transposed((1, 64), (64, 64), "tk,nk->tn") == []  # too small to matter
-    assert [rule for rule, _ in transposed((4, 8, 512), (4, 1024, 512), "btk,bnk->btn")] == ["DG02"]
-
-
-def test_the_backward_pass_of_a_product_contracts_the_second_dimension_of_its_matrix():
-    def loss(x, w):
-        return (x @ w).astype(jnp.float32).sum()
-
-    found = lint.check(jax.grad(loss, (0, 1)), shape(256, 1024), shape(1024, 1024))
-    assert [(f.rule, f.count) for f in found if f.rule.startswith("DG")] == [("DG02", 1)]
+    assert transposed((4, 8, 512), (4, 1024, 512), "btk,bnk->btn") == []
 
 
 def test_lint_exits_with_1_and_names_the_line_when_a_program_breaks_a_rule(monkeypatch, lint_here):
@@ -1114,13 +1018,6 @@ def test_lint_reports_a_layout_that_does_not_fit(lint_here):
     assert "GiB of a device's 15.85 GiB" in printed
 
 
-def test_nodes_that_can_be_planned_are_linted_as_their_device():
-    names = {name for name, node in hardware.TARGETS.items() if node.platform == "neuron"}
-    assert names <= set(NODES)
-    for node in names:
-        assert hardware.DEVICES[target_of(node)] is hardware.TARGETS[node].device
-
-
 def test_lint_accepts_the_list_of_the_compiler(lint_here, tmp_path):
     (tmp_path / "operators").write_text("Add\nMultiply\n")
     code, printed, _ = lint_here("--config=tiny", "--program=eval", f"--operators={tmp_path / 'operators'}")
@@ -1128,9 +1025,8 @@ def test_lint_accepts_the_list_of_the_compiler(lint_here, tmp_path):
     assert "OP09" in printed
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_lint_rejects_invalid_flags(lint_here, tmp_path, monkeypatch):
+    for words, message in [
         (["--config=tiny", "--instance=trn9"], "trn9"),
         (["--config=tiny", "--programme=train"], "Did you mean '--program'?"),
         (["--config=tiny", "--program=trian"], "error: --program=trian: no such value. Did you mean 'train'?"),
@@ -1141,14 +1037,12 @@ def test_lint_accepts_the_list_of_the_compiler(lint_here, tmp_path):
         (["--config=7b", "--devices=12"], "need a multiple of 8 devices and there are 12"),
         (["--config=tiny", "--operators=/no/such/file"], "/no/such/file"),
         (["--config=tiny", "--operators=EMPTY"], "EMPTY contains no operator"),
-    ],
-)
-def test_lint_rejects_invalid_flags(words, message, lint_here, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    pathlib.Path("EMPTY").touch()
-    code, _, error = lint_here(*words)
-    assert code == 2
-    assert message in error
+    ]:
+        monkeypatch.chdir(tmp_path)
+        pathlib.Path("EMPTY").touch()
+        code, _, error = lint_here(*words)
+        assert code == 2
+        assert message in error
 
 
 def test_saving_remat_policies_emit_reduce_precision_except_for_neuron():
@@ -1161,13 +1055,6 @@ def test_saving_remat_policies_emit_reduce_precision_except_for_neuron():
         for platform in ("cpu", "cuda", "neuron")
     }
     assert count == {"cpu": 1, "cuda": 1, "neuron": 0}
-
-
-def test_lossy_reduce_precision_is_kept_on_neuron():
-    rematerialized(jnp.sin, remat="selective", prevent_cse=False)
-    traced = jax.jit(lambda x: jax.lax.reduce_precision(x, 8, 7)).trace(X)
-    assert "reduce_precision" in traced.lower(lowering_platforms=("neuron",)).as_text()
-    np.testing.assert_array_equal(jax.lax.reduce_precision(jnp.float32(1.001), 8, 7), jnp.float32(1.0))
 
 
 def test_a_step_that_does_not_donate_is_reported():
@@ -1198,7 +1085,6 @@ def test_documentation_has_the_table_of_the_rules():
     text = DOCS.read_text()
     hint = "If this is intended: PYTHONPATH=. python tests/neuron/test_lint.py"
     assert [line for line in text.splitlines() if line.startswith("| ")] == [r for r in table() if r[1] == " "], hint
-    assert f"{len(RULES)} rules" in (DOCS.parent.parent / "README.md").read_text()
 
 
 def test_rules_have_all_their_parts():

@@ -1,4 +1,4 @@
-"""Instructions estimated from tiles: by hand, against the same count of the lowered program, and what they warn of."""
+"""Instructions estimated from tiles: by hand, and what they warn of."""
 
 import dataclasses
 
@@ -7,15 +7,13 @@ import jax.numpy as jnp
 import pytest
 from planned import planned_config, small_config
 
-from hlat_jax.neuron import partitioned, programs, unrolled
-from hlat_jax.neuron.module import Program
+from hlat_jax.neuron import programs
 from hlat_jax.ops.nki import attention as nki
 from hlat_jax.parallel.pipeline import PHASES
 from hlat_jax.passes.products import live_jaxpr, products
 from hlat_jax.plan import instructions, report
 from hlat_jax.plan.instructions import Instructions
 from hlat_jax.program import make_program
-from hlat_jax.run.compilation import traced_programs
 
 
 def shape(*dims, dtype=jnp.float32):
@@ -28,11 +26,6 @@ def traced(fn, *arguments):
 
 def of_jaxpr(fn, *arguments, num_shards=1):
     return instructions.estimated(live_jaxpr(traced(fn, *arguments)), num_shards=num_shards)
-
-
-def of_lowered(found):
-    module = found.lower(lowering_platforms=("neuron",)).compiler_ir("stablehlo").operation
-    return unrolled.estimated(partitioned.run_shardy(module) or Program(module))
 
 
 def product(x, y):
@@ -58,11 +51,6 @@ def repeated(x):
 )
 def test_instructions_are_those_counted_by_hand(fn, arguments, expected):
     assert of_jaxpr(fn, *arguments) == expected
-    lowered = of_lowered(traced(fn, *arguments))
-    # the counter of a loop is an operation of the lowered program only
-    loop_counters = 2 * 5 if fn is repeated else 0
-    assert lowered.largest == expected.largest
-    assert expected.unrolled <= lowered.unrolled <= expected.unrolled + loop_counters
 
 
 def test_an_update_counts_what_it_writes():
@@ -70,12 +58,6 @@ def test_an_update_counts_what_it_writes():
         return jax.lax.dynamic_update_slice(x, y, (0, 0))
 
     assert of_jaxpr(updated, shape(4096, 4096), shape(128, 512)).largest == 1
-    assert of_lowered(traced(updated, shape(4096, 4096), shape(128, 512))).largest == 1
-
-
-def test_an_array_of_equal_numbers_that_is_returned_is_written():
-    assert of_lowered(traced(lambda: jnp.zeros((256, 512)))).unrolled == 2
-    assert of_lowered(traced(lambda x: x + jnp.zeros((256, 512)), shape(256, 512))).unrolled == 2  # the sum alone
 
 
 def program_of(**changes):
@@ -83,30 +65,8 @@ def program_of(**changes):
     return make_program(config, programs.layout_for_neuron(config, 8))
 
 
-@pytest.mark.quick_cases("{'tensor': 2, 'data': 4, 'zero1': True, 'm': 2}")
-@pytest.mark.parametrize(
-    "degrees",
-    [
-        {"tensor": 2, "data": 4, "zero1": True, "m": 2},
-        {"fsdp": 8, "m": 1},
-        {"pipe": 2, "data": 2, "tensor": 2, "m": 2},
-        {"data": 8, "loop": "unroll", "m": 1},
-    ],
-    ids=str,
-)
-def test_the_planner_and_the_lint_count_the_same(degrees):
-    program = program_of(**degrees)
-    found = report.step_instructions(program)
-    assert list(found) == [*(PHASES if "pipe" in degrees else ["microbatch"]), "update"]
-    for name, planned in found.items():
-        lowered = of_lowered(traced_programs(program)[name]())
-        if name == "update" and "pipe" in degrees:  # it clears the ring of residuals by broadcasts
-            continue
-        # the lowered program has operations that a trace does not show, such as those of indices: in so small a model
-        # up to a quarter of all, in 7b 5%
-        assert planned.largest == pytest.approx(lowered.largest, rel=0.01)
-        assert planned.unrolled == pytest.approx(lowered.unrolled, rel=0.3)
-        assert planned.looped == pytest.approx(lowered.looped, rel=0.3)
+def test_the_programs_of_a_step_with_stages_are_its_phases_and_the_update():
+    assert list(report.step_instructions(program_of(pipe=2, data=2, tensor=2, m=2))) == [*PHASES, "update"]
 
 
 def test_dispatched_microbatches_make_no_program_larger():
@@ -183,9 +143,8 @@ def test_a_kernel_counts_as_what_it_computes():
     [(flops, num_bytes, trips)] = products(jaxpr)
     assert (flops, trips) == (2 * 2 * 4 * 512 * 512 * 128, 1)
     assert num_bytes == 2 * 512 * 128 * (2 * 4 + 2 * 2) + 2 * 4 * 4 * 512  # q, out, k, v; two statistics in fp32
-    assert instructions.estimated(jaxpr, num_shards=1).unrolled == pytest.approx(
-        of_lowered(traced(lambda q, k, v: nki.attention(q, k, v), q, kv, kv)).unrolled, rel=0.1
-    )
+    # two products of 4 heads, [512, 128] x [128, 512] and [512, 512] x [512, 128], and the softmax between
+    assert instructions.estimated(jaxpr, num_shards=1).unrolled > 4 * (4 + 16)
 
 
 def test_limits_depend_on_the_chip_and_an_estimate_is_printed_with_two_digits():

@@ -1,8 +1,8 @@
-"""The programs of a run: what changes a fingerprint and what does not, what training compiles, and why it is new."""
+"""The programs of a run: what changes a fingerprint and what does not, and what training compiles."""
 
 import collections
 import dataclasses
-import json
+import math
 import os
 import pathlib
 import re
@@ -17,19 +17,17 @@ from micro import write_config
 from planned import small_config
 
 from hlat_jax import loop, program
-from hlat_jax.cli import config_files, flags
 from hlat_jax.model import init_params
-from hlat_jax.neuron import changes
-from hlat_jax.neuron.programs_command import _cached
 from hlat_jax.ops.dialect import Op
 from hlat_jax.ops.registry import OPS
+from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve
-from hlat_jax.run.compilation import RECORD_FILE, Compilations, recorded
+from hlat_jax.run.compilation import RECORD_FILE, Compilations, recorded, traced_programs
 from hlat_jax.run.fingerprint import fingerprint
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
-ONE = changes.Placement("neuron", {"pipe": 1, "data": 1, "fsdp": 1, "tensor": 1})
+ONE = {"pipe": 1, "data": 1, "fsdp": 1, "tensor": 1}
 PROGRAMS = ("train", "init", "norms", "eval", "prefill", "decode")
 # What changes between runs, of a seed, a schedule, a length or a folder: no program may depend on any of it.
 FREE = {
@@ -95,8 +93,17 @@ def config_with(changed=()):
     return resolve(tree)
 
 
-def fingerprints(config, place=ONE):
-    return {name: changes.program_fingerprint(name, config, place).sha256 for name in PROGRAMS}
+def predicted(name, config, *, platform="neuron", degrees=ONE):
+    """Returns the fingerprint of a program lowered for virtual devices."""
+    config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **degrees))
+    layout = planned_layout(config, math.prod(degrees.values()), platform=platform)
+    return fingerprint(
+        traced_programs(make_program(config, layout))[name]().lower(lowering_platforms=(platform,))
+    ).sha256
+
+
+def fingerprints(config):
+    return {name: predicted(name, config) for name in PROGRAMS}
 
 
 @pytest.fixture(scope="module")
@@ -128,11 +135,7 @@ def test_config_key_changes_exactly_the_expected_fingerprints(base, path, value,
 )
 def test_platform_and_mesh_change_the_fingerprint_of_the_step(base, platform, degrees):
     config = config_with({"train.num_microbatches": 2})
-    place = changes.Placement(platform, ONE.degrees | degrees)
-    assert (
-        changes.program_fingerprint("train", config, place).sha256
-        != changes.program_fingerprint("train", config, ONE).sha256
-    )
+    assert predicted("train", config, platform=platform, degrees=ONE | degrees) != predicted("train", config)
 
 
 @pytest.mark.slow
@@ -149,10 +152,10 @@ def test_fingerprints_do_not_depend_on_hash_seed_folder_or_source_lines(tmp_path
     found = []
     for seed, folder in (("1", root), ("2", tmp_path)):
         env = os.environ | {"PYTHONHASHSEED": seed, "PYTHONPATH": str(folder)}
-        out = tmp_path / f"{seed}.json"
-        words = ["programs", "--config=tiny", "--devices=2", "--config.parallel.tensor=2", f"--json={out}"]
-        subprocess.run([sys.executable, "-m", "hlat_jax.neuron", *words], env=env, cwd=folder, check=True)
-        found.append({name: one["sha256"] for name, one in json.loads(out.read_text())["programs"].items()})
+        words = [sys.executable, "-m", "hlat_jax.neuron", "hlo", "--config=tiny", "--devices=2"]
+        words.append("--config.parallel.tensor=2")
+        printed = subprocess.run(words, env=env, cwd=folder, check=True, capture_output=True, text=True).stdout
+        found.append(dict(re.findall(r"^(\w+) +([0-9a-f]{16}) ", printed, re.MULTILINE)))
     assert set(found[0]) == {*PROGRAMS, "start", "microbatch", "update"} - {"train"}  # on Neuron
     assert found[0] == found[1]
 
@@ -167,11 +170,8 @@ def test_virtual_devices_give_the_fingerprints_of_real_ones(num_devices):
     compilations = Compilations(make_program(config, real))
     for name in ("init", "eval"):
         compilations.compiled(name)
-    place = changes.Placement("cpu", real.degrees)
-    entries = compilations._entries
-    assert {name: entry["sha256"] for name, entry in entries.items()} == {
-        name: changes.program_fingerprint(name, config, place).sha256 for name in entries
-    }
+    for name, entry in compilations._entries.items():
+        assert entry["sha256"] == predicted(name, config, platform="cpu", degrees=real.degrees)
 
 
 def test_the_size_of_a_program_is_counted():
@@ -225,9 +225,8 @@ def test_a_run_compiles_its_programs_once_each_and_nothing_else(run):
     compiled, config, workdir = run()
     names = ("decode", "eval_step", "initial", "prefill", "state_norms", "train_step")
     assert sorted(compiled) == [f"jit({name})" for name in names]
-    place = changes.Placement("cpu", ONE.degrees)
     for name, entry in recorded(workdir).items():
-        assert entry["sha256"] == changes.program_fingerprint(name, config, place).sha256, name
+        assert entry["sha256"] == predicted(name, config, platform="cpu"), name
     assert set(recorded(workdir)) == set(PROGRAMS)
 
 
@@ -287,82 +286,10 @@ def test_initial_weights_come_from_the_rbg_key_of_the_seed(one_device):
     jax.tree.map(np.testing.assert_array_equal, make_program(config, one_device).init_state()["params"], expected)
 
 
-@pytest.fixture
-def programs(monkeypatch, capsys):
-    """A function of the words of the command that returns (exit code, what it printed, error)."""
-    from hlat_jax.neuron import __main__ as commands
-
-    def command(*words):
-        monkeypatch.setattr("sys.argv", ["hlat_jax", "programs", *map(str, words)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as exit_:
-            flags.main(commands.main)
-        printed = capsys.readouterr()
-        return exit_.value.code, printed.out, printed.err
-
-    return command
-
-
-@pytest.mark.slow
-def test_compile_command_reports_unchanged_and_new_programs(run, programs, tmp_path):
-    _, _, workdir = run()
-    words = [f"--config={tmp_path / 'micro.py'}", "--platform=cpu", "--devices=1", f"--workdir={workdir}"]
-    words += ["--config.train.sample_prompt=It is", "--config.train.sample_tokens=4"]
-    out = tmp_path / "programs.json"
-    code, text, _ = programs(*words, f"--json={out}")
-    found = json.loads(out.read_text())["programs"]
-    assert code == 0
-    assert {name: one["since"] for name, one in found.items()} == dict.fromkeys(PROGRAMS, "the same")
-    assert all(one["sha256"] in text for one in found.values())
-
-    changed = [*words, "--config.optimizer.peak_lr=1e-3", "--config.data.batch_size=8", "--config.optimizer.beta1=0.5"]
-    _, text, _ = programs(*changed, f"--json={out}")
-    found = json.loads(out.read_text())["programs"]
-    batch, beta = "batch: data.batch_size 4 -> 8", "config: optimizer.beta1 0.9 -> 0.5"
-    assert sorted(found["train"]["why"]) == [batch, beta]
-    assert found["eval"]["why"] == [batch]
-    assert found["init"]["since"] == found["decode"]["since"] == "the same"
-    assert batch in text
-
-    edited = recorded(workdir)
-    of_train = edited["train"]["config"]  # as a version wrote it that had other names for two keys
-    of_train["data"]["weights"], of_train["model"]["tuned"] = (
-        of_train["data"].pop("mixture"),
-        of_train["model"].pop("ops_table"),
-    )
-    edited["train"] |= {"sha256": "0" * 16, "code": edited["train"]["code"] | {"step.py": "another"}}
-    edited["train"]["libraries"] = edited["train"]["libraries"] | {"optax": "0.0.1"}
-    (workdir / RECORD_FILE).write_text(json.dumps(edited))
-    programs(*words, f"--json={out}")
-    [libraries, files] = json.loads(out.read_text())["programs"]["train"]["why"]
-    assert libraries.startswith("code: optax 0.0.1 -> ")
-    assert files == "code: step.py"
-
-    programs(*words[:1], "--devices=2", *words[3:], f"--json={out}")
-    why = json.loads(out.read_text())["programs"]["eval"]["why"]
-    assert why[0] == "platform: cpu -> neuron"
-    assert why[1].startswith("mesh: pipe 1 x data 1 x fsdp 1 x tensor 1 -> pipe 1 x data 2")
-
-
-@pytest.mark.quick_cases("[1]")
 @pytest.mark.parametrize("text", ['{"train": 1}', '{"train": {"sha256": "a"}}', "[1]", '{"train": {"sha'])
-def test_invalid_record_is_treated_as_missing(text, programs, tmp_path):
+def test_invalid_record_is_treated_as_missing(text, tmp_path):
     (tmp_path / RECORD_FILE).write_text(text)
     assert recorded(tmp_path) == {}
-    code, printed, _ = programs("--config=tiny", "--devices=1", f"--workdir={tmp_path}")
-    assert code == 0
-    assert "has no programs.json" in printed
-
-
-def test_cache_state_is_known_only_from_a_matching_record(tmp_path):
-    now = {"sha256": "a", "libraries": {"jax": "1"}, "platform": "cpu", "module": "jit_step"}
-    recorded_then = now | {"cache": str(tmp_path)}
-    assert _cached(now, recorded_then, str(tmp_path)) == "no"
-    (tmp_path / "jit_step-0123-cache").touch()
-    assert _cached(now, recorded_then, str(tmp_path)) == "yes"
-    for other in (None, recorded_then | {"sha256": "b"}, recorded_then | {"cache": "/elsewhere"}):
-        assert _cached(now, other, str(tmp_path)) == "not known"
-    assert _cached(now | {"libraries": {"jax": "2"}}, recorded_then, str(tmp_path)) == "not known"
 
 
 @pytest.mark.parametrize(("text", "is_killed"), [("[F137] neuronx-cc killed", True), ("exitcode=70", False)])

@@ -193,7 +193,6 @@ def loaded_after(statement: str) -> set[str]:
         "host.neuron_topology",
         "facts.sdk_releases",
         "neuron.env_command",
-        "neuron.sdk_diff_command",
         "neuron.doctor_command",
     ],
 )
