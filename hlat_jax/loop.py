@@ -30,7 +30,6 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Collection
-from typing import Any
 
 import jax
 import numpy as np
@@ -44,7 +43,6 @@ from hlat_jax.host.process import StopSignals
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.resolve import batch_of_step
 from hlat_jax.run import machine, nonfinite, summary
-from hlat_jax.run.goodput import PLOT_FILE, plot_goodput
 from hlat_jax.run.open import NextBatch, Pending, Progress, Run, open_run
 from hlat_jax.store.progress import ProgressBar, Status
 
@@ -62,7 +60,7 @@ def train(
     """Trains to `train.num_steps`, or resumes the run in `workdir`; returns the exit code: 130 after a Ctrl-C, else 0.
 
     `activity` is kept up to date, for who watches it. `begin_again` trains from step 0 where the checkpoints are lost.
-    `given` are the keys of the command line, as `init_from.open_start` takes them.
+    `given` are the keys of the command line, as `resume.open_init` takes them.
 
     Raises:
       ValueError: a config, data, machine or folder that cannot be trained with; nothing was changed.
@@ -271,25 +269,20 @@ def _next_batch(run: Run, progress: Progress) -> NextBatch | None:
     """
     asked_at_s = time.monotonic()
     overdue = 0 < run.config.checkpoint.every_minutes <= (asked_at_s - progress.saved_at_s) / 60
-    batch: Any = None
-    position: Any = None
-    error = None
-    activity = run.sync.signals.activity
-    retries = run.batches.retries
+    activity, retries = run.sync.signals.activity, run.batches.retries
     passed, number = (batch_of_step(progress.step + ahead, run.skipped) for ahead in (0, 1))
     if number > passed + 1:
         skipped = f"{counted(number - passed - 1, 'batch')} left out, {passed + 1}:{number - 1}"
         print(f"step {progress.step + 1}: {skipped} (train.skip_steps)")
         run.ledger.event("skip_steps", step=progress.step + 1, first=passed + 1, last=number - 1)
-    begin = progress.position
+    batch, begin, position, error = None, progress.position, progress.position, None
     try:
-        for _ in range(passed + 1, number):
+        for each in range(passed + 1, number + 1):
             activity.begin("waiting for data", status=lambda: retries.progress)
-            _, begin = next(run.batches)
-            if run.sync.signals.name:
+            begin = position
+            batch, position = next(run.batches)
+            if each < number and run.sync.signals.name:
                 raise InterruptedError("stopped while batches were left out")
-        activity.begin("waiting for data", status=lambda: retries.progress)
-        batch, position = next(run.batches)
     except (ValueError, OSError) as caught:
         error = caught
     progress.data_wait_s += time.monotonic() - asked_at_s
@@ -300,6 +293,7 @@ def _next_batch(run: Run, progress: Progress) -> NextBatch | None:
         if run.sync.stop and isinstance(synced.error, OSError):
             return None
         raise synced.error
+    assert batch is not None
     progress.save_overdue = synced.save
     row_fields = synced.row_fields | ({"batch": number} if run.skipped else {})
     return NextBatch(batch=batch, begin=begin, position=position, row_fields=row_fields)
@@ -315,9 +309,7 @@ def _step(run: Run, progress: Progress, batch: NextBatch) -> None:
     signals.unfinished = _STEP_AND_SAVE
     progress.step += 1
     progress.position = batch.position
-    fields, begin = batch.row_fields, batch.begin
-    pending = Pending(step=progress.step, metrics=metrics, learning_rate=rate, row_fields=fields, position=begin)
-    progress.pending.append(pending)
+    progress.pending.append(Pending(step=progress.step, metrics=metrics, learning_rate=rate, batch=batch))
 
 
 def _log(run: Run, progress: Progress) -> None:
@@ -359,7 +351,7 @@ def _write_rows(run: Run, progress: Progress, *, in_flight: int = 0) -> None:
             "peak_memory_bytes": machine.peak_memory(run.layout),
             **run.monitor.row_fields(),
             "nonfinite": int(not metrics.finite),
-            **pending.row_fields,
+            **pending.batch.row_fields,
         }
         if metrics.spike is not None:
             row["spike"] = int(metrics.spike)
@@ -367,17 +359,16 @@ def _write_rows(run: Run, progress: Progress, *, in_flight: int = 0) -> None:
         run.log.train_row(row)
         run.sync.signals.activity.end_first_step()
         progress.num_nonfinite = 0 if metrics.finite else progress.num_nonfinite + 1
-        progress.nonfinite_rows = [] if metrics.finite else [*progress.nonfinite_rows, row]
         if not metrics.finite:
-            print(f"step {pending.step}: {nonfinite.describe([row])}; update skipped")
+            print(f"step {pending.step}: {nonfinite.describe(row)}; update skipped")
         if metrics.spike:
             skipped = run.config.train.spikes == "skip"
             values = f"loss {row['loss']:.4f}, gradient norm {row['grad_norm']:.3g}"
-            found = {key: row[key] for key in ("step", "loss", "grad_norm")}
-            run.ledger.event("spike", **found, skipped=skipped)
+            facts = {key: row[key] for key in ("step", "loss", "grad_norm")}
+            run.ledger.event("spike", **facts, skipped=skipped)
             print(f"step {pending.step}: a spike, {values}; {'update skipped' if skipped else 'trained on'}")
         if progress.num_nonfinite >= run.config.train.max_nonfinite_steps:
-            nonfinite.stop(run, progress, position=pending.position)
+            nonfinite.stop(run, progress, row, position=pending.batch.begin)
 
 
 def _complete_steps(run: Run, progress: Progress) -> None:
@@ -397,11 +388,9 @@ def _progress(
 
 def _show_goodput(run: Run, progress: Progress) -> None:
     if distributed.is_first():
-        found = run.ledger.goodput()
-        print(f"time             {found.line()}")
-        run.log.goodput_row(progress.step, found.shares)
-        if run.config.metrics.plot:
-            plot_goodput(found, run.workdir / PLOT_FILE, title=run.config.name)
+        goodput = run.ledger.goodput()
+        print(f"time             {goodput.line()}")
+        run.log.goodput_row(progress.step, goodput.shares)
 
 
 def _sample(run: Run, progress: Progress, when: str) -> None:

@@ -19,7 +19,7 @@ from typing import Any, TypedDict
 
 import jax
 
-from hlat_jax.config import Config, with_renamed_keys
+from hlat_jax.config import Config
 from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.generate.decoding import decode_arguments, make_decode, make_prefill, prefill_arguments
 from hlat_jax.generate.generator import Programs, sample_shape
@@ -156,7 +156,7 @@ def recorded(workdir: pathlib.Path) -> dict[str, dict[str, Any]]:
     entries = {}
     for name, entry in found.items():
         with contextlib.suppress(ValueError):
-            entries[name] = checked(entry, _Entry, where=name) | {"config": with_renamed_keys(entry["config"])}
+            entries[name] = checked(entry, _Entry, where=name)
     return entries
 
 

@@ -133,12 +133,6 @@ def reseal(folder: pathlib.Path, change: Callable[[dict], None]) -> None:
     seal(folder, json.loads((folder / INTEGRITY_FILE).read_text())["files"])
 
 
-def drop_step_and_norms(run: dict) -> None:
-    """Leaves of what a checkpoint holds beside its state what versions wrote that recorded neither step nor norms."""
-    for key in ("step", "norms"):
-        run.pop(key, None)
-
-
 def with_old_keys(config: dict) -> dict:
     """Returns a recorded config with the names that its keys had before they were renamed."""
     tree = {name: dict(values) if isinstance(values, dict) else values for name, values in config.items()}

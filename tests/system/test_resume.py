@@ -161,36 +161,6 @@ def test_resume_with_more_steps_and_other_logging_is_bitwise_identical(uninterru
     assert micro.saved_steps(ended_early) == [micro.NUM_STEPS]
 
 
-def with_old_config(run: dict) -> None:
-    """Gives the keys of the config in a checkpoint the names that they had before they were renamed."""
-    run["metadata"]["config"] = micro.with_old_keys(run["metadata"]["config"])
-
-
-@pytest.mark.slow
-def test_resume_of_a_run_with_renamed_config_keys_is_bitwise_identical(uninterrupted, tmp_path):
-    config, env, _ = uninterrupted
-    two = ["data.train=a=package:austen_train.jsonl;b=package:austen_validation.jsonl", "data.mixture=a=1,b=3"]
-    expected, ended_early = tmp_path / "uninterrupted", tmp_path / "half"
-    for workdir, num_steps in ((expected, micro.NUM_STEPS), (ended_early, micro.NUM_STEPS // 2)):
-        done = micro.run(micro.command(config, workdir, *two, f"train.num_steps={num_steps}"), env)
-        assert done.returncode == 0, done.stderr
-    for folder in (ended_early / "checkpoints").iterdir():
-        if folder.name.isdecimal():
-            micro.reseal(folder, with_old_config)
-    settings, programs = (json.loads((ended_early / name).read_text()) for name in ("config.json", "programs.json"))
-    for entry in programs.values():
-        entry["config"] = micro.with_old_keys(entry["config"])
-    (ended_early / "config.json").write_text(json.dumps(micro.with_old_keys(settings)))
-    (ended_early / "programs.json").write_text(json.dumps(programs))
-    recorded = (ended_early / f"checkpoints/{micro.NUM_STEPS // 2}/run/metadata").read_text()
-    assert '"weights": "a=1,b=3"' in recorded
-    assert '"tuned"' in recorded
-    more = micro.run(micro.command(config, ended_early, *two), env)
-    assert more.returncode == 0, more.stderr
-    assert f"resuming from step {micro.NUM_STEPS // 2} of {micro.NUM_STEPS}" in more.stdout
-    assert not kill_trials.differences(config, ended_early, expected)
-
-
 def test_resume_with_changed_settings_or_data_is_refused_and_names_them(uninterrupted, train_here, tmp_path):
     config, _, workdir = uninterrupted
     text = tmp_path / "other.jsonl"
