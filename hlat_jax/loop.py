@@ -30,6 +30,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Callable, Collection
+from typing import Any
 
 import jax
 import numpy as np
@@ -42,8 +43,9 @@ from hlat_jax.host.activity import WAITING, Activity
 from hlat_jax.host.process import StopSignals
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.resolve import batch_of_step
-from hlat_jax.run import machine, nonfinite, summary
+from hlat_jax.run import machine, nonfinite, optional, summary
 from hlat_jax.run.open import NextBatch, Pending, Progress, Run, open_run
+from hlat_jax.run.validation import Validation
 from hlat_jax.store.progress import ProgressBar, Status
 
 _STEP_AND_SAVE = "this step, then saving a checkpoint"
@@ -93,7 +95,7 @@ def _train(
         _loop(run, progress)
         during = signals.during("saving", unfinished=f"the checkpoint of step {progress.step}")
         with during, _progress(config, Status("saving")):
-            _wait_for_save(run)
+            _note_saved(run, run.checkpointer.wait())
             if run.exporter is not None:
                 run.exporter.wait()
         if progress.step < config.train.num_steps:
@@ -138,27 +140,29 @@ def _evaluate(run: Run, progress: Progress) -> None:
     Where the run resumed, this was done before the checkpoint was written.
     """
     train, step, last = run.config.train, progress.step, _is_last(run, progress)
-    unfinished = "this evaluation, then saving a checkpoint" if step > run.start_step else ""
     if run.sync.stop:  # tasks may take longer than the sender of the signal waits
         _save_and_wait(run, progress)
     if step == run.start_step > 0:
         return
     if run.validation is not None and (last or _due(step, train.eval_every_steps)):
-        _write_rows(run, progress)
-        during = run.sync.signals.during("evaluating", unfinished=unfinished, status=run.validation.status)
-        with during, _progress(run.config, run.validation.status):
-            figures = run.validation(progress.state["params"])
+        figures = _measure(run, progress, "evaluating", run.validation)
         run.log.eval_row({"step": step, **figures})
-        progress.timed_from_s = time.monotonic()
     # before the first step too: all programs are compiled then, and what fails has cost nothing
     if run.tasks is not None and (last or step == 0 or _due(step, train.eval_tasks_every_steps)):
-        _write_rows(run, progress)
-        during = run.sync.signals.during("evaluating on tasks", unfinished=unfinished, status=run.tasks.status)
-        with during, _progress(run.config, run.tasks.status):
-            figures, shown = run.tasks(progress.state["params"])
+        figures, shown = _measure(run, progress, "evaluating on tasks", run.tasks)
         if figures:
             run.log.tasks_row({"step": step, **figures}, shown=shown)
-        progress.timed_from_s = time.monotonic()
+
+
+def _measure(run: Run, progress: Progress, doing: str, evaluation: Validation | optional.TasksInTraining) -> Any:
+    """Returns the evaluation of the state, with its progress shown; what it takes counts into no step's time."""
+    _write_rows(run, progress)
+    unfinished = "this evaluation, then saving a checkpoint" if progress.step > run.start_step else ""
+    during = run.sync.signals.during(doing, unfinished=unfinished, status=evaluation.status)
+    with during, _progress(run.config, evaluation.status):
+        result = evaluation(progress.state["params"])
+    progress.timed_from_s = time.monotonic()
+    return result
 
 
 def _save(run: Run, progress: Progress, *, stopping: bool) -> None:
@@ -189,7 +193,7 @@ def _start_saving(run: Run, progress: Progress, *, stopping: bool) -> None:
         progress.save_postponed = True
         return
     norms = nonfinite.finite_norms(run, progress)
-    _wait_for_save(run)  # the one before: it is recorded before anything else may fail
+    _note_saved(run, run.checkpointer.wait())  # the one before: it is recorded before anything else may fail
     metadata = run.settings | {"tokens": progress.tokens, "num_nonfinite": progress.num_nonfinite, "remat": run.remat}
     if skipped := batch_of_step(progress.step, run.skipped) - progress.step:
         metadata["skipped_batches"] = skipped
@@ -204,17 +208,12 @@ def _save_and_wait(run: Run, progress: Progress) -> None:
     """Saves the state that the run stops with, unless it has made no step, and returns when that is on the disk."""
     if progress.step > run.start_step:
         _start_saving(run, progress, stopping=True)
-        _wait_for_save(run)
+        _note_saved(run, run.checkpointer.wait())
 
 
-def _wait_for_save(run: Run) -> None:
-    run.checkpointer.wait()
-    _note_saved(run)
-
-
-def _note_saved(run: Run) -> None:
-    """Records the checkpoint that was completed since the last call."""
-    if (step := run.checkpointer.finished()) is not None:
+def _note_saved(run: Run, step: int | None) -> None:
+    """Records the checkpoint that `run.checkpointer` has completed, if it has."""
+    if step is not None:
         run.ledger.event("saved", step=step)
 
 
@@ -322,8 +321,7 @@ def _log(run: Run, progress: Progress) -> None:
             identity = run.batches.definition.identity(passed)
             positions.write(run.workdir, passed, position=position, data_identity=identity)
     run.check_folder()
-    run.checkpointer.check()
-    _note_saved(run)
+    _note_saved(run, run.checkpointer.check())
     if run.exporter is not None:
         run.exporter.check()
 

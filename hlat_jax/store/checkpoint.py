@@ -89,7 +89,6 @@ class Checkpointer:
         self.folder = pathlib.Path(workdir).absolute() / "checkpoints"
         self._config, self._read_only = config, read_only
         self._saving: int | None = None
-        self._finished: int | None = None
         self._saving_bytes, self._num_arrays = 0, 0
         logging.getLogger("absl").addFilter(_not_orbax)  # drops its INFO logs; failures raise
         if not read_only:
@@ -187,24 +186,23 @@ class Checkpointer:
             raise self._failed(error) from error
         return True
 
-    def check(self) -> None:
-        """Raises SaveError if a save in the background has failed; does not wait."""
-        if self._saving is not None and not self._manager.is_saving_in_progress():
-            self.wait()
+    def check(self) -> int | None:
+        """Returns as `wait` if the save in the background has ended or failed; does not wait."""
+        return None if self._manager.is_saving_in_progress() else self.wait()
 
-    def wait(self) -> None:
-        """Blocks until no save is under way. Raises SaveError when it failed."""
+    def wait(self) -> int | None:
+        """Blocks until no save is under way; returns the step of the one that has ended since the last call, if any.
+
+        Raises:
+          SaveError: it failed.
+        """
         if self._saving is None:
-            return
+            return None
         try:
             self._manager.wait_until_finished()
         except Exception as error:
             raise self._failed(error) from error
-        self._saving, self._finished = None, self._saving
-
-    def finished(self) -> int | None:
-        """Returns the step of a save that is known to have ended since the last call; None: there is none."""
-        step, self._finished = self._finished, None
+        step, self._saving = self._saving, None
         return step
 
     def latest_metadata(self) -> tuple[int, dict[str, Any]] | None:

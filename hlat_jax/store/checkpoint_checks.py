@@ -9,13 +9,9 @@ from __future__ import annotations
 import json
 import math
 import pathlib
-import re
 from collections.abc import Mapping
-from typing import Annotated, Any, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
-import jax
-
-from hlat_jax.config import SECTIONS
 from hlat_jax.host import distributed
 from hlat_jax.store.integrity import damage
 from hlat_jax.store.typed_json import Count, checked, read_json
@@ -25,68 +21,26 @@ RUN_FILE = "metadata"  # where Orbax's JsonSave puts an item
 PARAMS, MASTERS = ("params",), ("opt_state", "master")  # where a state has them
 
 
-def _is_array(text: str) -> bool:
-    found = re.fullmatch(r"(\w+)\[(?:\d+(?:, \d+)*)?\]", text, re.ASCII)
-    try:
-        return found is not None and jax.numpy.dtype(found[1]).kind not in "OSU"
-    except TypeError:
-        return False
-
-
-def _is_position(rows: list) -> bool:
-    lengths = {len(row) if isinstance(row, list) else -1 for row in rows}
-    return len(lengths) == 1 and 0 not in lengths
-
-
-_WORDS_OF_POSITION = "a list of integers, or of such lists of one length"
-_Position = Annotated[list[int] | list[list[int]], _WORDS_OF_POSITION, _is_position]
-
-
-class _File(TypedDict):
-    name: str
-    bytes: Count
-    documents: Count
-    fingerprint: str
-
-
-class _Manifest(TypedDict):
-    files: list[_File]
-
-
-class _Choice(TypedDict):
-    choice: str
-
-
-class _Data(TypedDict):
-    batch_size: int
-
-
-class _Config(TypedDict):
-    data: _Data
-
-
 class _RunMetadata(TypedDict):
     """What a run gives to `Checkpointer.save`."""
 
-    config: _Config
+    config: dict
     tokens: Count
     num_nonfinite: Count
     skipped_batches: NotRequired[Count]
     tokenizer_sha256: str
-    manifest: _Manifest
-    validation_manifest: NotRequired[_Manifest | None]
+    manifest: dict
     implementations: dict[str, str]
     jax: dict
     jax_others: dict
-    remat: NotRequired[_Choice | None]
 
 
 class _Saved(TypedDict):
     step: Count
-    position: _Position
+    position: list
     metadata: dict
-    arrays: dict[str, Annotated[str, "dtype[shape]", _is_array]]
-    norms: dict[str, Annotated[float, "a floating-point number", lambda norm: type(norm) is float]]
+    arrays: dict[str, str]
+    norms: dict[str, float]
 
 
 def saved_run(folder: pathlib.Path) -> dict[str, Any]:
@@ -96,20 +50,12 @@ def saved_run(folder: pathlib.Path) -> dict[str, Any]:
     program.RunProgram.
 
     Raises:
-      ValueError: a field is missing or has a value that no run writes; the message has the file and the field.
+      ValueError: a field is missing or of another kind, as an older version wrote it; the message has file and field.
     """
     path = folder / RUN_ITEM / RUN_FILE
     run = read_json(path, kind=_Saved, allow_nan=True)
-    metadata, position = run["metadata"], run["position"]
-    if "config" not in metadata:  # it was written by something other than a run
-        return run
-    checked(metadata, _RunMetadata, where=str(path), field="metadata")
-    config = metadata["config"]
-    for name in SECTIONS.keys() & config.keys():
-        checked(config[name], SECTIONS[name], where=str(path), field=f"metadata.config.{name}")
-    if len(position) != config["data"]["batch_size"] or not isinstance(position[0], list):
-        allowed = f"a list of {config['data']['batch_size']} lists, one a row of a batch"
-        raise ValueError(f"{path}: position={repr(position)[:100]} must be {allowed}.")
+    if "config" in run["metadata"]:  # else it was written by something other than a run
+        checked(run["metadata"], _RunMetadata, where=str(path), field="metadata")
     return run
 
 

@@ -75,8 +75,7 @@ def test_a_run_whose_folder_is_gone_when_a_save_ends_says_so(tmp_path, monkeypat
     check = checkpoint.Checkpointer.check
 
     def move_when_saved(self):
-        self.wait()
-        if self._finished:
+        if self.wait():
             (tmp_path / "run").rename(tmp_path / "elsewhere")
         check(self)
 

@@ -381,10 +381,7 @@ def test_run_stopped_at_a_non_finite_step_saves_its_count_and_resumes(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop", ["signal", "nothing"])
-def test_data_that_is_away_ends_a_run_after_a_save_at_once_by_a_signal(
-    micro, train, tmp_path, monkeypatch, capsys, stop
-):
+def test_a_signal_ends_a_run_whose_data_is_away_at_once_after_a_save(micro, train, tmp_path, monkeypatch, capsys):
     short(micro, 4)
     (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "document {index}"}}\n' for index in range(300)))
     own = {"train": str(tmp_path / "a.jsonl"), "mixture": "", "validation": ""}
@@ -398,8 +395,7 @@ def test_data_that_is_away_ends_a_run_after_a_save_at_once_by_a_signal(
         step(run, progress, batch)
         if progress.step == 6:
             away.set()
-            if stop == "signal":
-                threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGTERM]).start()
+            threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGTERM]).start()
 
     def check_unless_away(self):
         if away.is_set():
@@ -409,15 +405,11 @@ def test_data_that_is_away_ends_a_run_after_a_save_at_once_by_a_signal(
     with monkeypatch.context() as patch:
         patch.setattr(loop, "_step", step_and_move)
         patch.setattr(Snapshot, "check", check_unless_away)
-        patch.setattr(retries, "WAITS_S", (30.0,) if stop == "signal" else (0.0,))
-        if stop == "signal":
-            assert train(micro) == 0
-        else:
-            with pytest.raises(Unreadable, match="cannot be read any more"):
-                train(micro)
+        patch.setattr(retries, "WAITS_S", (30.0,))
+        assert train(micro) == 0
     last = saved_steps(tmp_path / "run")[-1]
     assert 6 <= last < 12
-    assert (f"stopped by SIGTERM after step {last}, saved in" in capsys.readouterr().out) == (stop == "signal")
+    assert f"stopped by SIGTERM after step {last}, saved in" in capsys.readouterr().out
     assert train(micro) == 0
     rows, *end = end_of(tmp_path / "run", micro)
     assert (rows, end) == (expected[0], list(expected[1:]))

@@ -55,10 +55,10 @@ class _NotCompiled:
     """Stands in for the programs of a run, which take seconds: it ends once it is open."""
 
     def __init__(self, program):
-        self._program = program
+        self.program = program
 
     def compiled(self, name):
-        return lambda *_: self._program.abstract_state
+        return lambda *_: self.program.abstract_state
 
     def write(self, workdir):
         recorded(workdir)
