@@ -43,9 +43,9 @@ from hlat_jax.host.process import StopSignals
 from hlat_jax.host.watchdog import WAITING, Watchdog
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.resolve import batch_of_step
-from hlat_jax.run import machine, nonfinite, summary
-from hlat_jax.run.goodput import PLOT_FILE, plot_goodput
+from hlat_jax.run import machine, nonfinite, optional, summary
 from hlat_jax.run.open import NextBatch, Pending, Progress, Run, open_run
+from hlat_jax.run.validation import Validation
 from hlat_jax.store.progress import ProgressBar, Status
 
 _STEP_AND_SAVE = "this step, then saving a checkpoint"
@@ -62,7 +62,7 @@ def train(
     """Trains to `train.num_steps`, or resumes the run in `workdir`; returns the exit code: 130 after a Ctrl-C, else 0.
 
     `watchdog` is kept up to date, for who watches it. `begin_again` trains from step 0 where the checkpoints are lost.
-    `given` are the keys of the command line, as `init_from.open_start` takes them.
+    `given` are the keys of the command line, as `resume.open_init` takes them.
 
     Raises:
       ValueError: a config, data, machine or folder that cannot be trained with; nothing was changed.
@@ -95,7 +95,7 @@ def _train(
         _loop(run, progress)
         during = signals.during("saving", unfinished=f"the checkpoint of step {progress.step}")
         with during, _progress(config, Status("saving")):
-            _wait_for_save(run)
+            _note_saved(run, run.checkpointer.wait())
             if run.exporter is not None:
                 run.exporter.wait()
         if progress.step < config.train.num_steps:
@@ -140,27 +140,29 @@ def _evaluate(run: Run, progress: Progress) -> None:
     Where the run resumed, this was done before the checkpoint was written.
     """
     train, step, last = run.config.train, progress.step, _is_last(run, progress)
-    unfinished = "this evaluation, then saving a checkpoint" if step > run.start_step else ""
     if run.sync.stop:  # tasks may take longer than the sender of the signal waits
         _save_and_wait(run, progress)
     if step == run.start_step > 0:
         return
     if run.validation is not None and (last or _due(step, train.eval_every_steps)):
-        _write_rows(run, progress)
-        during = run.sync.signals.during("evaluating", unfinished=unfinished, status=run.validation.status)
-        with during, _progress(run.config, run.validation.status):
-            figures = run.validation(progress.state["params"])
+        figures = _measure(run, progress, "evaluating", run.validation)
         run.log.eval_row({"step": step, **figures})
-        progress.timed_from_s = time.monotonic()
     # before the first step too: all programs are compiled then, and what fails has cost nothing
     if run.tasks is not None and (last or step == 0 or _due(step, train.eval_tasks_every_steps)):
-        _write_rows(run, progress)
-        during = run.sync.signals.during("evaluating on tasks", unfinished=unfinished, status=run.tasks.status)
-        with during, _progress(run.config, run.tasks.status):
-            figures, shown = run.tasks(progress.state["params"])
+        figures, shown = _measure(run, progress, "evaluating on tasks", run.tasks)
         if figures:
             run.log.tasks_row({"step": step, **figures}, shown=shown)
-        progress.timed_from_s = time.monotonic()
+
+
+def _measure(run: Run, progress: Progress, doing: str, evaluation: Validation | optional.TasksInTraining) -> Any:
+    """Returns the evaluation of the state, with its progress shown; what it takes counts into no step's time."""
+    _write_rows(run, progress)
+    unfinished = "this evaluation, then saving a checkpoint" if progress.step > run.start_step else ""
+    during = run.sync.signals.during(doing, unfinished=unfinished, status=evaluation.status)
+    with during, _progress(run.config, evaluation.status):
+        result = evaluation(progress.state["params"])
+    progress.timed_from_s = time.monotonic()
+    return result
 
 
 def _save(run: Run, progress: Progress, *, stopping: bool) -> None:
@@ -191,7 +193,7 @@ def _start_saving(run: Run, progress: Progress, *, stopping: bool) -> None:
         progress.save_postponed = True
         return
     norms = nonfinite.finite_norms(run, progress)
-    _wait_for_save(run)  # the one before: it is recorded before anything else may fail
+    _note_saved(run, run.checkpointer.wait())  # the one before: it is recorded before anything else may fail
     metadata = run.settings | {"tokens": progress.tokens, "num_nonfinite": progress.num_nonfinite, "remat": run.remat}
     if skipped := batch_of_step(progress.step, run.skipped) - progress.step:
         metadata["skipped_batches"] = skipped
@@ -206,17 +208,12 @@ def _save_and_wait(run: Run, progress: Progress) -> None:
     """Saves the state that the run stops with, unless it has made no step, and returns when that is on the disk."""
     if progress.step > run.start_step:
         _start_saving(run, progress, stopping=True)
-        _wait_for_save(run)
+        _note_saved(run, run.checkpointer.wait())
 
 
-def _wait_for_save(run: Run) -> None:
-    run.checkpointer.wait()
-    _note_saved(run)
-
-
-def _note_saved(run: Run) -> None:
-    """Records the checkpoint that was completed since the last call."""
-    if (step := run.checkpointer.finished()) is not None:
+def _note_saved(run: Run, step: int | None) -> None:
+    """Records the checkpoint that `run.checkpointer` has completed, if it has."""
+    if step is not None:
         run.ledger.event("saved", step=step)
 
 
@@ -271,25 +268,20 @@ def _next_batch(run: Run, progress: Progress) -> NextBatch | None:
     """
     asked_at_s = time.monotonic()
     overdue = 0 < run.config.checkpoint.every_minutes <= (asked_at_s - progress.saved_at_s) / 60
-    batch: Any = None
-    position: Any = None
-    error = None
-    watchdog = run.sync.signals.watchdog
-    retries = run.batches.retries
+    watchdog, retries = run.sync.signals.watchdog, run.batches.retries
     passed, number = (batch_of_step(progress.step + ahead, run.skipped) for ahead in (0, 1))
     if number > passed + 1:
         skipped = f"{counted(number - passed - 1, 'batch')} left out, {passed + 1}:{number - 1}"
         print(f"step {progress.step + 1}: {skipped} (train.skip_steps)")
         run.ledger.event("skip_steps", step=progress.step + 1, first=passed + 1, last=number - 1)
-    begin = progress.position
+    batch, begin, position, error = None, progress.position, progress.position, None
     try:
-        for _ in range(passed + 1, number):
+        for each in range(passed + 1, number + 1):
             watchdog.begin("waiting for data", status=lambda: retries.progress)
-            _, begin = next(run.batches)
-            if run.sync.signals.name:
+            begin = position
+            batch, position = next(run.batches)
+            if each < number and run.sync.signals.name:
                 raise InterruptedError("stopped while batches were left out")
-        watchdog.begin("waiting for data", status=lambda: retries.progress)
-        batch, position = next(run.batches)
     except (ValueError, OSError) as caught:
         error = caught
     progress.data_wait_s += time.monotonic() - asked_at_s
@@ -300,6 +292,7 @@ def _next_batch(run: Run, progress: Progress) -> NextBatch | None:
         if run.sync.stop and isinstance(synced.error, OSError):
             return None
         raise synced.error
+    assert batch is not None
     progress.save_overdue = synced.save
     row_fields = synced.row_fields | ({"batch": number} if run.skipped else {})
     return NextBatch(batch=batch, begin=begin, position=position, row_fields=row_fields)
@@ -315,9 +308,7 @@ def _step(run: Run, progress: Progress, batch: NextBatch) -> None:
     signals.unfinished = _STEP_AND_SAVE
     progress.step += 1
     progress.position = batch.position
-    fields, begin = batch.row_fields, batch.begin
-    pending = Pending(step=progress.step, metrics=metrics, learning_rate=rate, row_fields=fields, position=begin)
-    progress.pending.append(pending)
+    progress.pending.append(Pending(step=progress.step, metrics=metrics, learning_rate=rate, batch=batch))
 
 
 def _log(run: Run, progress: Progress) -> None:
@@ -330,8 +321,7 @@ def _log(run: Run, progress: Progress) -> None:
             identity = run.batches.definition.identity(passed)
             positions.write(run.workdir, passed, position=position, data_identity=identity)
     run.check_folder()
-    run.checkpointer.check()
-    _note_saved(run)
+    _note_saved(run, run.checkpointer.check())
     if run.exporter is not None:
         run.exporter.check()
 
@@ -359,7 +349,7 @@ def _write_rows(run: Run, progress: Progress, *, in_flight: int = 0) -> None:
             "peak_memory_bytes": machine.peak_memory(run.layout),
             **run.monitor.row_fields(),
             "nonfinite": int(not metrics.finite),
-            **pending.row_fields,
+            **pending.batch.row_fields,
         }
         if metrics.spike is not None:
             row["spike"] = int(metrics.spike)
@@ -367,17 +357,16 @@ def _write_rows(run: Run, progress: Progress, *, in_flight: int = 0) -> None:
         run.log.train_row(row)
         run.sync.signals.watchdog.end_first_step()
         progress.num_nonfinite = 0 if metrics.finite else progress.num_nonfinite + 1
-        progress.nonfinite_rows = [] if metrics.finite else [*progress.nonfinite_rows, row]
         if not metrics.finite:
-            print(f"step {pending.step}: {nonfinite.describe([row])}; update skipped")
+            print(f"step {pending.step}: {nonfinite.describe(row)}; update skipped")
         if metrics.spike:
             skipped = run.config.train.spikes == "skip"
             values = f"loss {row['loss']:.4f}, gradient norm {row['grad_norm']:.3g}"
-            found = {key: row[key] for key in ("step", "loss", "grad_norm")}
-            run.ledger.event("spike", **found, skipped=skipped)
+            facts = {key: row[key] for key in ("step", "loss", "grad_norm")}
+            run.ledger.event("spike", **facts, skipped=skipped)
             print(f"step {pending.step}: a spike, {values}; {'update skipped' if skipped else 'trained on'}")
         if progress.num_nonfinite >= run.config.train.max_nonfinite_steps:
-            nonfinite.stop(run, progress, position=pending.position)
+            nonfinite.stop(run, progress, row, position=pending.batch.begin)
 
 
 def _complete_steps(run: Run, progress: Progress) -> None:
@@ -397,11 +386,9 @@ def _progress(
 
 def _show_goodput(run: Run, progress: Progress) -> None:
     if distributed.is_first():
-        found = run.ledger.goodput()
-        print(f"time             {found.line()}")
-        run.log.goodput_row(progress.step, found.shares)
-        if run.config.metrics.plot:
-            plot_goodput(found, run.workdir / PLOT_FILE, title=run.config.name)
+        goodput = run.ledger.goodput()
+        print(f"time             {goodput.line()}")
+        run.log.goodput_row(progress.step, goodput.shares)
 
 
 def _sample(run: Run, progress: Progress, when: str) -> None:

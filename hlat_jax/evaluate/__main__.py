@@ -150,7 +150,7 @@ def _run_validation(values: flags.FlagValues) -> None:
     from hlat_jax.data.held_out import open_held_out
     from hlat_jax.data.path_checks import with_moved_text
     from hlat_jax.data.streams import data_drift
-    from hlat_jax.run.settings import saved_config
+    from hlat_jax.run.resume import saved_config
     from hlat_jax.run.validation import Validation
     from hlat_jax.store.checkpoint_checks import RUN_ITEM, saved_run
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from hlat_jax.hf.exporting import files_of
 from hlat_jax.run import costs
-from hlat_jax.run.init_from import settings_of_weights
+from hlat_jax.run.resume import settings_of_weights
 from hlat_jax.store.config_diff import differences
 from hlat_jax.store.progress import Status
 from hlat_jax.weights.hf_files import companions

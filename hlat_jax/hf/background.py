@@ -20,7 +20,7 @@ import numpy as np
 from hlat_jax.config import Config
 from hlat_jax.hf.exporting import export_checkpoint
 from hlat_jax.host import distributed
-from hlat_jax.run.exports import FOLDER, SHARDS
+from hlat_jax.run.resume import EXPORTS, SHARDS
 from hlat_jax.weights.hf_files import kept_companions
 from hlat_jax.weights.safetensors_file import StoredTensor, Writer, read_header
 from hlat_jax.weights.trained import Weights, leaves_by_name, nested
@@ -47,7 +47,7 @@ class Exporter:
 
     def __init__(self, workdir: pathlib.Path, *, config: Config, tokenizer_sha256: str):
         """Starts the thread; writes nothing."""
-        self.folder = workdir / FOLDER
+        self.folder = workdir / EXPORTS
         self._config, self._tokenizer_sha256 = config, tokenizer_sha256
         self._thread = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="hlat-export")
         self._step, self._written = 0, None  # the running export, as a Future that returns its dtype

@@ -12,7 +12,7 @@ from absl import flags
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.cli.path_checks import check_folder
 from hlat_jax.facts.names import nearest
-from hlat_jax.run.goodput import damage, goodput, plot_goodput
+from hlat_jax.run.goodput import damage, goodput
 
 USAGE = """Usage: python -m hlat_jax.run goodput RUN [flags]
 
@@ -30,17 +30,14 @@ def main(argv: Sequence[str]) -> int:
         raise ValueError(f"unknown verb {argv[0]!r}. {nearest(argv[0], ['goodput'])}")
     values = flags.FlagValues()
     flags.DEFINE_bool("json", False, "Print JSON: seconds by category.", flag_values=values)
-    flags.DEFINE_string("plot", "", "Also write a plot to this PNG file.", flag_values=values)
     words = flags_lib.parse_inputs(argv[1:], values, usage=USAGE, missing="RUN is missing: the folder of a run.")
     if len(words) != 1:
         raise ValueError(f"goodput takes one run folder, not {len(words)}.")
     check_folder(words[0], key="RUN")
     for why in damage(pathlib.Path(words[0])):
         print(f"warning: {why}; the event is left out", file=sys.stderr)
-    found = goodput(pathlib.Path(words[0]))
-    print(json.dumps(found.seconds, indent=2) if values.json else found)
-    if values.plot:
-        plot_goodput(found, pathlib.Path(values.plot), title=pathlib.Path(words[0]).resolve().name)
+    account = goodput(pathlib.Path(words[0]))
+    print(json.dumps(account.seconds, indent=2) if values.json else account)
     return 0
 
 

@@ -24,7 +24,7 @@ from hlat_jax.store.atomic_files import to_disk
 from hlat_jax.store.metrics import duration
 from hlat_jax.store.typed_json import Line, Seconds, read_json, read_lines
 
-EVENTS_FILE, ALIVE_FILE, PLOT_FILE = "events.jsonl", "alive.json", "goodput.png"
+EVENTS_FILE, ALIVE_FILE = "events.jsonl", "alive.json"
 _USEFUL, _UNKNOWN, _STUCK, _STOPPED, _OTHER = "training", "unknown", "stuck", "stopped", "opening and closing"
 # Account of `Watchdog.spent` -> category; all others are _OTHER.
 _CATEGORIES = {
@@ -44,7 +44,6 @@ _CATEGORIES = {
     _STOPPED: _STOPPED,
 }
 CATEGORIES = tuple(dict.fromkeys([*_CATEGORIES.values(), _OTHER, _UNKNOWN]))
-_UNITS = (("hours", 3600), ("minutes", 60), ("seconds", 1))
 _PERIOD_S = 1.0
 _JOIN_S = 5.0  # for an entry that a disk does not take
 
@@ -271,26 +270,6 @@ def _partition(lives: Sequence[dict[str, Any]]) -> Goodput:
     return Goodput(seconds, len(lives))
 
 
-def plot_goodput(found: Goodput, png_path: pathlib.Path, *, title: str) -> None:
-    """Plots the time by category as a file."""
-    from matplotlib import figure as figures  # imported here: training needs it only for the plot
-
-    shown = {name: seconds for name, seconds in found.seconds.items() if found.shares[name] >= 0.0005}
-    unit, unit_s = next(each for each in _UNITS if found.total_s > 2 * each[1] or each[1] == 1)
-    figure = figures.Figure(figsize=(8, 1.2 + 0.35 * len(shown)), layout="constrained")
-    axes = figure.subplots()
-    colors = {_USEFUL: "#08519c", _STUCK: "#d94801", _UNKNOWN: "#d94801"}
-    lengths = [seconds / unit_s for seconds in shown.values()]
-    bars = axes.barh(list(shown), lengths, color=[colors.get(name, "#9ecae1") for name in shown])
-    axes.bar_label(bars, [f"{found.shares[name]:.1%}" for name in shown], padding=4)
-    axes.invert_yaxis()
-    axes.margins(x=0.1)
-    axes.set_xlabel(unit)
-    axes.set_title(f"{title}: where the time went", loc="left")
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(png_path, dpi=140)
-
-
 def read_events(workdir: pathlib.Path) -> list[dict[str, Any]]:
     """Returns the events of a run, in order; a torn or damaged line is left out."""
     return [line.row for line in _lines(workdir) if line.row is not None]
@@ -322,7 +301,7 @@ def _recorded_lives(workdir: pathlib.Path) -> list[dict[str, Any]]:
 
 
 def _left(workdir: pathlib.Path) -> dict[str, Any] | None:
-    """Returns the account that a life has left behind or, if it runs, still replaces; None: there is none."""
+    """Returns the account that a life has left behind or, if it runs, still replaces; None without one."""
     with contextlib.suppress(OSError, ValueError):
         return read_json(workdir / ALIVE_FILE, kind=_Account)
     return None

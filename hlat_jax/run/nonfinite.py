@@ -14,7 +14,6 @@ from hlat_jax.store import atomic_files
 from hlat_jax.store.checkpoint_checks import not_finite
 
 EVIDENCE_FILE = "nonfinite.json"
-_FIGURES = {"loss": "the loss", "grad_norm": "the gradient norm", "param_norm": "the weights' norm (param_norm)"}
 
 
 class NonFiniteError(RuntimeError):
@@ -33,16 +32,17 @@ def finite_norms(run: Run, progress: Progress) -> dict[str, float]:
     return norms
 
 
-def stop(run: Run, progress: Progress, *, position: np.ndarray) -> NoReturn:
+def stop(run: Run, progress: Progress, row: dict[str, Any], *, position: np.ndarray) -> NoReturn:
     """Writes EVIDENCE_FILE on the last non-finite steps and raises NonFiniteError; all processes call it together.
 
     Args:
       run: the run to end.
-      progress: with the `nonfinite_rows` to describe.
+      progress: the progress of that run.
+      row: metrics of the last non-finite step.
       position: data position before the batch of the last non-finite step.
     """
     run.log.sync()
-    row, evidence = progress.nonfinite_rows[-1], run.workdir / EVIDENCE_FILE
+    evidence = run.workdir / EVIDENCE_FILE
     record = {
         "last_step": row,
         "steps_in_a_row": progress.num_nonfinite,
@@ -56,26 +56,14 @@ def stop(run: Run, progress: Progress, *, position: np.ndarray) -> NoReturn:
         advice = f"The weights are damaged: run the same command again, which resumes from {_newest_saved(progress)}"
     raise NonFiniteError(
         f"{progress.num_nonfinite} steps in a row were not finite, the last one step {row['step']} (batch "
-        f"{row['batch_hash']}): {describe(progress.nonfinite_rows)}. Their updates were skipped. Evidence: "
+        f"{row['batch_hash']}): {describe(row)}. Their updates were skipped. Evidence: "
         f"{evidence}. {advice}, or start again with a lower optimizer.peak_lr in another --workdir."
     )
 
 
-def describe(rows: list[dict[str, Any]]) -> str:
-    """Describes which metrics of consecutive rows were not finite, and at which steps."""
-    parts, finite = [], []
-    for key, name in _FIGURES.items():
-        bad = [row for row in rows if not math.isfinite(row[key])]
-        if not bad:
-            finite.append(name)
-            continue
-        values = " or ".join(sorted({str(row[key]) for row in bad}))
-        first, last = bad[0]["step"], bad[-1]["step"]
-        steps = f"step {first}" if first == last else f"{len(bad)} steps from {first} to {last}"
-        parts.append(f"{name} was {values} at {steps}")
-    if finite:
-        parts.append(f"{' and '.join(finite)} {'was' if len(finite) == 1 else 'were'} finite")
-    return ", ".join(parts)
+def describe(row: dict[str, Any]) -> str:
+    """Describes a step that was not finite by its loss and norms."""
+    return f"loss {row['loss']:.4g}, gradient norm {row['grad_norm']:.4g}, norm of the weights {row['param_norm']:.4g}"
 
 
 def _newest_saved(progress: Progress) -> str:

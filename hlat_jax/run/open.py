@@ -1,11 +1,11 @@
-"""Opens a run, new or resumed from its newest checkpoint: all parts that the loop uses, and the progress so far."""
+"""Opens a run: its inputs, where it starts, and its compiled programs; all parts that the loop uses."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from hlat_jax.batch import Batch
 from hlat_jax.config import Config
 from hlat_jax.data import kept_tokenizer, path_checks, positions
 from hlat_jax.data.formats.files import NotFound, Unreadable
-from hlat_jax.data.held_out import open_held_out
+from hlat_jax.data.held_out import HeldOut, open_held_out
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.retries import Retries
 from hlat_jax.data.tokenizer import Tokenizer
@@ -25,23 +25,23 @@ from hlat_jax.host import compile_cache, distributed
 from hlat_jax.host.process import INDEX_FOLDER, StopSignals, closing_quietly
 from hlat_jax.parallel.rows import gather_rows, process_rows
 from hlat_jax.parallel.sharding import Layout
+from hlat_jax.program import RunProgram
 from hlat_jax.resolve import branch_source, skipped_batches
-from hlat_jax.run import budget, costs, exports, history, optional, summary
-from hlat_jax.run.branch import open_branch
+from hlat_jax.run import budget, costs, optional, resume, summary
 from hlat_jax.run.compilation import Compilations, compiled_sampler, compiled_step
 from hlat_jax.run.goodput import Ledger, SilentLedger
-from hlat_jax.run.init_from import begin, open_start
 from hlat_jax.run.machine import fitting_program
 from hlat_jax.run.neuron_monitor import NeuronMonitor
 from hlat_jax.run.profiling import StepTrace
-from hlat_jax.run.rewind import rewound
-from hlat_jax.run.settings import jax_changes, refuse_drift, settings_of, write_settings
 from hlat_jax.run.step_sync import FolderCheck, StepSync, only_job, require_same_settings
 from hlat_jax.run.validation import Validation
 from hlat_jax.store.checkpoint import Checkpointer, Restored
 from hlat_jax.store.metrics import MetricsLog, SilentLog
-from hlat_jax.train_step import StepMetrics
+from hlat_jax.train_step import State, StepMetrics
 from hlat_jax.weights.hf_files import KEPT, keep_companions
+from hlat_jax.weights.trained import Weights
+
+DeviceBatch = Batch | Iterator[Batch]  # on devices: a batch, or its microbatches in turn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,18 +54,18 @@ class Run:
       batches: iterator over the batches of this process.
       sync: synchronizes the processes before each step.
       checkpointer: saves in the background.
-      exporter: exports in the background; None if not configured.
-      validation: loss on held-out text; None if there is none.
-      tasks: tasks of the evaluation harness; None if not configured.
-      shard: this process's rows of a batch -> what `train_step` takes, on devices.
+      exporter: exports in the background, if configured.
+      validation: loss on held-out text, if there is any.
+      tasks: tasks of the evaluation harness, if configured.
+      shard: puts this process's rows of a batch on devices.
       train_step: the compiled (state, batch, learning rate) -> (state, StepMetrics); donates the state.
       state_norms: the compiled state -> norms of its parts, see program.RunProgram.
-      sampler: the compiled programs of samples; None if not configured.
+      sampler: the compiled programs of samples, if configured.
       log, ledger: metrics log and ledger; silent in all processes but process 0.
       monitor: utilization of the devices of this node; of process 0 alone, whose rows are written.
       step_trace: the trace of `train.profile_steps`.
-      settings: recorded in every checkpoint, see `settings_of`.
-      remat: record of the choice for a memory budget, see `budget.resolved`; None without a budget.
+      settings: recorded in every checkpoint, see `resume.settings_of`.
+      remat: record of the choice for a memory budget, if there is one, see `budget.resolved`.
       start_step: step at which this process started or resumed.
       skipped: the batches of `train.skip_steps`.
     """
@@ -81,9 +81,9 @@ class Run:
     exporter: optional.Exporter | None
     validation: Validation | None
     tasks: optional.TasksInTraining | None
-    shard: Callable[[Batch], Any]
-    train_step: Callable[..., Any]
-    state_norms: Callable[..., Any]
+    shard: Callable[[Batch], DeviceBatch]
+    train_step: Callable[[State, DeviceBatch, np.float32], tuple[State, StepMetrics]]
+    state_norms: Callable[[State], Mapping[str, jax.Array]]
     sampler: Programs | None
     log: MetricsLog | SilentLog
     ledger: Ledger | SilentLedger
@@ -110,7 +110,6 @@ class Progress:
       tokens: trained on, up to the last metrics row.
       saved_step: step of the newest checkpoint; 0 if there is none.
       num_nonfinite: non-finite steps in a row, up to the last metrics row.
-      nonfinite_rows: their metrics rows, without those from before a resume.
       save_postponed: a checkpoint was due after a non-finite step.
       export_postponed: an export was due after a non-finite step.
       save_overdue: a checkpoint is due by the clock.
@@ -120,13 +119,12 @@ class Progress:
       data_wait_s: time spent waiting for data since the last metrics row.
     """
 
-    state: Any
+    state: State
     step: int
     position: np.ndarray
     tokens: int
     saved_step: int
     num_nonfinite: int
-    nonfinite_rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     save_postponed: bool = False
     export_postponed: bool = False
     save_overdue: bool = False
@@ -148,13 +146,51 @@ class NextBatch:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pending:
-    """A dispatched step: metrics still on the device, `row_fields` of its batch, and the data position before it."""
+    """A dispatched step, its metrics still on the device, and its batch."""
 
     step: int
     metrics: StepMetrics
     learning_rate: float
-    row_fields: dict[str, Any]
-    position: np.ndarray
+    batch: NextBatch
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inputs:
+    """What a run reads and writes, opened and checked; nothing in its folder has changed.
+
+    Attributes:
+      program: the program of the run, over the devices of this job.
+      held_out: batches of held-out text by the name of their source.
+      settings: recorded in every checkpoint, see `resume.settings_of`.
+      config, workdir, tokenizer, tasks, ledger, batches, checkpointer, exporter: as of Run.
+    """
+
+    config: Config
+    workdir: pathlib.Path
+    program: RunProgram
+    tokenizer: Tokenizer
+    tasks: optional.TasksInTraining | None
+    ledger: Ledger | SilentLedger
+    batches: TrainBatches
+    held_out: Mapping[str, HeldOut]
+    settings: dict[str, Any]
+    checkpointer: Checkpointer
+    exporter: optional.Exporter | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Start:
+    """What a run starts from: a checkpoint, weights, or, without either, its own initialization.
+
+    Attributes:
+      restored: the checkpoint, of this run or the one of `train.branch_from`.
+      is_own: whether that is a checkpoint of this run, which resumes.
+      weights: the weights of `train.init_from`, not read yet.
+    """
+
+    restored: Restored | None = None
+    is_own: bool = False
+    weights: Weights | None = None
 
 
 def open_run(
@@ -169,109 +205,136 @@ def open_run(
     """Returns a run and its progress, ready for the next step; None if the run is complete.
 
     Args:
-      config: of the run.
+      config: the config of the run.
       workdir: the run folder; locked, and created if missing.
-      signals: stop the run.
-      stack: closes the parts of the run.
-      begin_again: train from step 0 where all checkpoints of the run are lost.
-      given: keys of the command line, see `open_start`.
+      signals: what stops the run.
+      stack: what closes the parts of the run.
+      begin_again: whether to train from step 0 where all checkpoints of the run are lost.
+      given: keys of the command line, see `resume.open_init`.
 
     Raises:
       ValueError: a config, data, machine or folder that cannot be trained with; nothing was changed.
     """
+    inputs = open_inputs(config, workdir, signals=signals, stack=stack)
+    start = choose_start(inputs, signals=signals, begin_again=begin_again, given=given)
+    if start.restored is not None and start.restored.step >= inputs.config.train.num_steps:
+        with signals.during("finishing a complete run", unfinished="the export and the summary"):
+            _finish(inputs, start.restored)
+        return None
+    return compile_run(inputs, start, signals=signals, stack=stack)
+
+
+def open_inputs(config: Config, workdir: pathlib.Path, *, signals: StopSignals, stack: contextlib.ExitStack) -> Inputs:
+    """Locks the run folder, opens what the run reads and writes, and prints what it is; see `open_run`."""
     config = positions.with_choices_of_run(config, workdir)
     program = fitting_program(config, jax.devices())
-    layout = program.layout
     tokenizer = Tokenizer(config.data.tokenizer, vocab_size=config.model.vocab_size)
-    tasks = optional.open_tasks(config, layout=layout, tokenizer=tokenizer)
+    tasks = optional.open_tasks(config, layout=program.layout, tokenizer=tokenizer)
     stack.enter_context(only_job(workdir))
     ledger = stack.enter_context(Ledger(workdir, signals.watchdog) if distributed.is_first() else SilentLedger())
-    rows = process_rows(layout, config.data.batch_size)
-    source = {"tokenizer": tokenizer, "rows": rows, "index_folder": workdir / INDEX_FOLDER}
+    rows, index_folder = process_rows(program.layout, config.data.batch_size), workdir / INDEX_FOLDER
     retries = Retries(lambda: bool(signals.name))
     # what an earlier process of the run has read was not mistyped
-    patiently = {"errors": (Unreadable, NotFound)} if path_checks.was_opened(config.data, workdir) else {}
-    opened = retries(lambda: TrainBatches(config.data, retries=retries, **source), **patiently)
-    batches = stack.enter_context(contextlib.closing(opened))
+    errors = (Unreadable, NotFound) if path_checks.was_opened(config.data, workdir) else (Unreadable,)
+    batches = retries(
+        lambda: TrainBatches(config.data, tokenizer=tokenizer, rows=rows, index_folder=index_folder, retries=retries),
+        errors=errors,
+    )
+    stack.enter_context(contextlib.closing(batches))
     num_batches = config.train.num_eval_batches
-    opened = retries(lambda: open_held_out(config.data, num_batches=num_batches, **source), **patiently)
-    held_out, held_out_manifest = opened
-    settings = settings_of(program, tokenizer=tokenizer, batches=batches)
-    settings |= {"validation_manifest": held_out_manifest}
+    held_out, manifest = retries(
+        lambda: open_held_out(
+            config.data, num_batches=num_batches, tokenizer=tokenizer, rows=rows, index_folder=index_folder
+        ),
+        errors=errors,
+    )
+    settings = resume.settings_of(program, tokenizer=tokenizer, batches=batches) | {"validation_manifest": manifest}
     require_same_settings(settings)
     checkpointer = stack.enter_context(closing_quietly(Checkpointer(workdir, config=config.checkpoint)))
     exporter = optional.open_exporter(config, workdir, tokenizer=tokenizer)
     if exporter is not None:
         stack.enter_context(closing_quietly(exporter))
     if distributed.is_first():
-        exports.remove_leftovers(workdir)
+        resume.remove_partial_exports(workdir)
     summary.describe(program)
     summary.describe_data(batches, held_out, vocab_size=config.model.vocab_size, tokenizer=tokenizer)
+    return Inputs(
+        config=config,
+        workdir=workdir,
+        program=program,
+        tokenizer=tokenizer,
+        tasks=tasks,
+        ledger=ledger,
+        batches=batches,
+        held_out=held_out,
+        settings=settings,
+        checkpointer=checkpointer,
+        exporter=exporter,
+    )
 
-    saved = rewound(config, workdir, checkpointer, settings=settings, ledger=ledger)
+
+def choose_start(inputs: Inputs, *, signals: StopSignals, begin_again: bool, given: Collection[str]) -> Start:
+    """Returns what the run starts from: its newest checkpoint, else what its config names; see `open_run`."""
+    config, workdir, ledger = inputs.config, inputs.workdir, inputs.ledger
+    saved = resume.rewind(config, workdir, inputs.checkpointer, settings=inputs.settings, ledger=ledger)
     if saved is None and distributed.is_first():
-        history.begin(workdir, ledger=ledger, begin_again=begin_again)
-    if tasks is not None and (saved is None or saved[0] < config.train.num_steps):
+        resume.check_new_run(workdir, ledger=ledger, begin_again=begin_again)
+    is_complete = saved is not None and saved[0] >= config.train.num_steps
+    if inputs.tasks is not None and not is_complete:
         with signals.during("fetching the data of the tasks", unfinished=""):
-            tasks.load()
+            inputs.tasks.load()
     if saved is not None:
         signals.saved_step, signals.doing = saved[0], "restoring the checkpoint"
-        refuse_drift(saved[1], settings, step=saved[0], workdir=workdir)
-    if saved is None or saved[0] < config.train.num_steps:
+        resume.refuse_drift(saved[1], inputs.settings, step=saved[0], workdir=workdir)
+    if not is_complete:
         ledger.begin()  # a start that is refused, or finds the run complete, changes nothing
-    restored = None if saved is None else checkpointer.restore(program.abstract_state, norms=program.norms)
+    restored = None if saved is None else inputs.checkpointer.restore(inputs.program.abstract_state)
     if restored is not None and restored.step >= config.train.num_steps:
-        with signals.during("finishing a complete run", unfinished="the export and the summary"):
-            _finish(config, workdir, exporter=exporter, restored=restored)
-        return None
+        return Start(restored=restored, is_own=True)
     if distributed.is_first():
-        checkpointer.require_space(program.abstract_state)
-
-    branched = restored is None and bool(config.train.branch_from)
-    if branched:
+        inputs.checkpointer.require_space(inputs.program.abstract_state)
+    if restored is not None:
+        for key in ("init_from", "branch_from"):
+            if getattr(config.train, key):
+                print(f"train.{key}  ignored: resuming from this run's own checkpoint")
+        if begin_again:
+            print("--begin_again    ignored: resuming from this run's own checkpoint")
+        print(f"resuming from step {restored.step} of {config.train.num_steps}")
+        for line in resume.jax_changes(restored.metadata, inputs.settings):
+            print(f"JAX setting      {line}: not that of the run's first start; it does not change the weights")
+        return Start(restored=restored, is_own=True)
+    if config.train.branch_from:
         signals.doing = "restoring the checkpoint"
-        restored = open_branch(program, workdir, settings=settings)
-        settings["branch_from"] = config.train.branch_from
-    signals.doing = "opening the initial weights"
-    weights = open_start(config, tokenizer, given=given) if restored is None and config.train.init_from else None
+        return Start(restored=resume.open_branch(inputs.program, workdir, settings=inputs.settings))
+    if config.train.init_from:
+        signals.doing = "opening the initial weights"
+        return Start(weights=resume.open_init(config, inputs.tokenizer, given=given))
+    return Start()
+
+
+def compile_run(
+    inputs: Inputs, start: Start, *, signals: StopSignals, stack: contextlib.ExitStack
+) -> tuple[Run, Progress]:
+    """Returns the run with its programs compiled, and the progress with which it starts; see `open_run`."""
+    config, workdir, restored = inputs.config, inputs.workdir, start.restored
     signals.doing = "compiling"
     kept_in = jax.config.jax_compilation_cache_dir if jax.config.jax_enable_compilation_cache else None
     print(f"compile cache    {compile_cache.describe(kept_in)}")
     print("compiling        the programs of this run")
-    program, remat = budget.resolved(program, recorded=restored and restored.metadata.get("remat"))
-    compilations = Compilations(program)
-    if restored is not None:
-        origin = {key: restored.metadata[key] for key in ("init_from", "branch_from") if key in restored.metadata}
-        settings = origin | settings
-        progress = _resumed(restored, batches=batches, saved_step=0 if branched else restored.step)
-        if not branched:
-            for key in ("init_from", "branch_from"):
-                if getattr(config.train, key):
-                    print(f"train.{key}  ignored: resuming from this run's own checkpoint")
-            print(f"resuming from step {restored.step} of {config.train.num_steps}")
-            for line in jax_changes(restored.metadata, settings):
-                print(f"JAX setting      {line}: not that of the run's first start; it does not change the weights")
-            settings["jax_others"] |= restored.metadata.get("jax_others", {})  # those of the first start
-            if begin_again:
-                print("--begin_again    ignored: resuming from this run's own checkpoint")
-            if distributed.is_first():
-                is_branch = "branch_from" in settings
-                history.resume(workdir, restored.step, ledger=ledger, config=config, is_branch=is_branch)
-    else:
-        state = compilations.compiled("init")(program.seed)
-        if weights is not None:
-            state, settings["init_from"] = begin(weights, state)
-        position = batches.get_state()
-        progress = Progress(state=state, step=0, position=position, tokens=0, saved_step=0, num_nonfinite=0)
+    program, remat = budget.resolved(inputs.program, recorded=restored and restored.metadata.get("remat"))
+    layout, compilations = program.layout, Compilations(program)
+    progress, origin = _progress(inputs, start, compilations)
     if distributed.is_first():
-        write_settings(config, workdir, remat=remat)
-        kept_tokenizer.keep_tokenizer(tokenizer.path, workdir)
-        if saved is None:
+        if start.is_own:
+            resume.report_losses(workdir, progress.step, ledger=inputs.ledger)
+        else:
             branch = branch_source(config.train)
             of_branch = pathlib.Path(branch[0]).expanduser() / KEPT if branch else None
-            keep_companions(of_branch if weights is None else weights.companions, workdir)
+            keep_companions(of_branch if start.weights is None else start.weights.companions, workdir)
+        resume.write_settings(config, workdir, remat=remat)
+        kept_tokenizer.keep_tokenizer(inputs.tokenizer.path, workdir)
         positions.rewind(workdir, int(progress.position[0, 0]))
-        exports.rewind(workdir, progress.step)
+        resume.set_exports_aside(workdir, progress.step)
     log = stack.enter_context(closing_quietly(_open_log(config, workdir, layout=layout, progress=progress)))
     monitored = config.metrics.neuron_monitor if distributed.is_first() else "off"
     monitor = NeuronMonitor(monitored, platform=layout.mesh.devices.flat[0].platform)
@@ -279,31 +342,31 @@ def open_run(
     step_trace = stack.enter_context(closing_quietly(StepTrace(config, workdir, start_step=progress.step)))
     check_folder = FolderCheck(workdir)
     signals.watchdog.problem = check_folder.problem
+    validation = None
+    if inputs.held_out:
+        evaluate = compilations.compiled("eval")
+        validation = Validation(inputs.held_out, evaluate, layout, num_parts=program.num_eval_parts)
     run = Run(
         config=config,
         workdir=workdir,
         check_folder=check_folder,
         layout=layout,
-        tokenizer=tokenizer,
-        batches=batches,
-        sync=StepSync(config, batches.rows, signals),
-        checkpointer=checkpointer,
-        exporter=exporter,
+        tokenizer=inputs.tokenizer,
+        batches=inputs.batches,
+        sync=StepSync(config, inputs.batches.rows, signals),
+        checkpointer=inputs.checkpointer,
+        exporter=inputs.exporter,
+        validation=validation,
+        tasks=inputs.tasks,
         shard=program.shard,
         train_step=compiled_step(compilations),
         state_norms=compilations.compiled("norms"),
-        validation=(
-            Validation(held_out, compilations.compiled("eval"), layout, num_parts=program.num_eval_parts)
-            if held_out
-            else None
-        ),
-        tasks=tasks,
         sampler=compiled_sampler(compilations) if config.train.sample_prompt else None,
         log=log,
-        ledger=ledger,
+        ledger=inputs.ledger,
         monitor=monitor,
         step_trace=step_trace,
-        settings=settings,
+        settings=inputs.settings | origin,
         remat=remat,
         start_step=progress.step,
         skipped=skipped_batches(config.train.skip_steps),
@@ -313,30 +376,44 @@ def open_run(
     return run, progress
 
 
-def _resumed(restored: Restored, *, batches: TrainBatches, saved_step: int) -> Progress:
-    """Returns the progress that a checkpoint records, and sets `batches` to its position."""
-    position = restored.position[list(batches.rows)]
+def _progress(inputs: Inputs, start: Start, compilations: Compilations) -> tuple[Progress, dict[str, Any]]:
+    """Returns the progress that a run starts with, and the settings that say where it comes from."""
+    restored, batches = start.restored, inputs.batches
+    if restored is None:
+        state = compilations.compiled("init")(compilations.program.seed)
+        origin: dict[str, Any] = {}
+        if start.weights is not None:
+            state, origin["init_from"] = resume.with_weights(state, start.weights)
+        position = batches.get_state()
+        return Progress(state=state, step=0, position=position, tokens=0, saved_step=0, num_nonfinite=0), origin
+    metadata, position = restored.metadata, restored.position[list(batches.rows)]
     batches.set_state(position)
-    return Progress(
+    origin = {key: metadata[key] for key in ("init_from", "branch_from") if key in metadata}
+    if start.is_own:  # JAX's settings stay those of the first start
+        origin["jax_others"] = inputs.settings["jax_others"] | metadata["jax_others"]
+    else:
+        origin["branch_from"] = inputs.config.train.branch_from
+    progress = Progress(
         state=restored.state,
         step=restored.step,
         position=position,
-        tokens=restored.metadata["tokens"],
-        saved_step=saved_step,
-        num_nonfinite=restored.metadata["num_nonfinite"],
+        tokens=metadata["tokens"],
+        saved_step=restored.step if start.is_own else 0,
+        num_nonfinite=metadata["num_nonfinite"],
     )
+    return progress, origin
 
 
-def _finish(config: Config, workdir: pathlib.Path, *, exporter: optional.Exporter | None, restored: Restored) -> None:
+def _finish(inputs: Inputs, restored: Restored) -> None:
     """Finishes a complete run that was killed after its last save: the last export, the plot and the summary."""
-    print(f"complete: {workdir} is at step {restored.step} of train.num_steps={config.train.num_steps}.")
+    config, exporter = inputs.config, inputs.exporter
+    print(f"complete: {inputs.workdir} is at step {restored.step} of train.num_steps={config.train.num_steps}.")
     if exporter is not None and exporter.due(restored.step, last=True):
         exporter.start(restored.step, restored.state)
         exporter.wait()
     if distributed.is_first():
-        is_branch = "branch_from" in restored.metadata
-        history.print_missing_rows(workdir, restored.step, config=config, is_branch=is_branch)
-        summary.finish(config, workdir, restored.step)
+        resume.print_missing_rows(inputs.workdir, restored.step)
+        summary.finish(config, inputs.workdir, restored.step)
 
 
 def _open_log(config: Config, workdir: pathlib.Path, *, layout: Layout, progress: Progress) -> MetricsLog | SilentLog:

@@ -22,7 +22,7 @@ import pathlib
 import re
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -37,11 +37,8 @@ from hlat_jax.store.checkpoint_checks import (
     RUN_ITEM,
     newest_usable,
     not_finite,
-    problem_of_arrays,
-    problem_of_state,
     problem_on_disk,
     saved_run,
-    saved_step,
     saved_steps,
 )
 from hlat_jax.store.config_diff import differences
@@ -92,7 +89,6 @@ class Checkpointer:
         self.folder = pathlib.Path(workdir).absolute() / "checkpoints"
         self._config, self._read_only = config, read_only
         self._saving: int | None = None
-        self._finished: int | None = None
         self._saving_bytes, self._num_arrays = 0, 0
         logging.getLogger("absl").addFilter(_not_orbax)  # drops its INFO logs; failures raise
         if not read_only:
@@ -153,7 +149,7 @@ class Checkpointer:
         *,
         position: np.ndarray,
         metadata: dict[str, Any],
-        norms: Mapping[str, float] | None = None,
+        norms: Mapping[str, float],
     ) -> bool:
         """Starts to save in the background, after the save before it ended; the caller may donate `state` at once.
 
@@ -162,7 +158,7 @@ class Checkpointer:
           state: pytree of jax arrays.
           position: int64 array, the data position after this step; the same in every process.
           metadata: whatever JSON can hold.
-          norms: of the parts of the state, recorded with it; None: not known, and a restore computes them.
+          norms: norms of the parts of the state, recorded with it.
 
         Returns:
           False when that step is saved already.
@@ -171,13 +167,13 @@ class Checkpointer:
           ValueError: a norm is not finite; nothing was written, and no earlier checkpoint was removed.
           SaveError: this save could not start, or the one before it failed.
         """
-        if why := not_finite(norms or {}):
+        if why := not_finite(norms):
             raise ValueError(f"the state of step {step} was not saved: {why}.")
         self.wait()
         if step in self._manager.all_steps():
             return False
         run = {"step": step, "position": np.asarray(position, np.int64).tolist(), "arrays": _arrays(state)}
-        run |= {"metadata": metadata} | ({} if norms is None else {"norms": dict(norms)})
+        run |= {"metadata": metadata, "norms": dict(norms)}
         run = json.loads(json.dumps(run))  # a copy: the caller's dict may change while it is written
         leaves = jax.tree.leaves(state)
         self._saving, self._num_arrays, self._saving_bytes = step, len(leaves), sum(leaf.nbytes for leaf in leaves)
@@ -190,24 +186,23 @@ class Checkpointer:
             raise self._failed(error) from error
         return True
 
-    def check(self) -> None:
-        """Raises SaveError if a save in the background has failed; does not wait."""
-        if self._saving is not None and not self._manager.is_saving_in_progress():
-            self.wait()
+    def check(self) -> int | None:
+        """Returns as `wait` if the save in the background has ended or failed; does not wait."""
+        return None if self._manager.is_saving_in_progress() else self.wait()
 
-    def wait(self) -> None:
-        """Blocks until no save is under way. Raises SaveError when it failed."""
+    def wait(self) -> int | None:
+        """Blocks until no save is under way; returns the step of the one that has ended since the last call, if any.
+
+        Raises:
+          SaveError: it failed.
+        """
         if self._saving is None:
-            return
+            return None
         try:
             self._manager.wait_until_finished()
         except Exception as error:
             raise self._failed(error) from error
-        self._saving, self._finished = None, self._saving
-
-    def finished(self) -> int | None:
-        """Returns the step of a save that is known to have ended since the last call; None: there is none."""
-        step, self._finished = self._finished, None
+        step, self._saving = self._saving, None
         return step
 
     def latest_metadata(self) -> tuple[int, dict[str, Any]] | None:
@@ -219,15 +214,13 @@ class Checkpointer:
           ValueError: there are checkpoints, and all of them are damaged.
         """
         self.wait()
-        found = newest_usable(self.folder, deep=False, known={})
+        found = newest_usable(self.folder, deep=False)
         if found is None:
             return None
         step, _ = found
         return step, saved_run(self.folder / str(step))["metadata"]
 
-    def restore(
-        self, abstract_state: Any, *, norms: Callable[[Any], Mapping[str, Any]] | None = None
-    ) -> Restored | None:
+    def restore(self, abstract_state: Any) -> Restored | None:
         """Returns the newest usable checkpoint; None when there is none.
 
         One that is damaged, has the name of another step or holds a state that is not finite is named on stderr and,
@@ -235,27 +228,19 @@ class Checkpointer:
 
         Args:
           abstract_state: the state as jax.ShapeDtypeStruct with shardings; arrays are read straight into them.
-          norms: computes those of a state, for checkpoints that have none recorded; None: these are taken as finite.
 
         Raises:
           ValueError: no checkpoint is usable, or the newest usable one holds arrays of other shapes or dtypes.
         """
         self.wait()
-        unusable: dict[int, str] = {}
-        while found := newest_usable(self.folder, deep=True, known=unusable):
-            step, unusable = found
-            run = saved_run(self.folder / str(step))
-            state = self._state(step, run, abstract_state)
-            problem = problem_of_state(str(step), step, state, norms=None if "norms" in run else norms)
-            if not problem:
-                break
-            unusable[step], state = problem, None  # its memory is needed for the one before
-        else:
+        found = newest_usable(self.folder, deep=True)
+        if found is None:
             return None
-        for bad, why in unusable.items():
-            _warn(f"WARNING: checkpoint {self.folder / str(bad)} is damaged ({why}); going back to step {step}.")
+        step, unusable = found
+        restored = read_checkpoint(self.folder / str(step), abstract_state)
+        _warn_of(unusable, self.folder, f"going back to step {step}")
         self._put_aside(unusable)
-        return Restored(step, state, np.asarray(run["position"], np.int64), run["metadata"])
+        return restored
 
     def close(self) -> None:
         """Waits for the save under way and ends all threads. Raises SaveError when that save failed."""
@@ -263,9 +248,6 @@ class Checkpointer:
             self.wait()
         finally:
             self._manager.close()
-
-    def _state(self, step: int, run: dict[str, Any], abstract_state: Any) -> Any:
-        return _read_state(self.folder / str(step), run, abstract_state)
 
     def _seal(self) -> None:
         """Flushes and sums every file of the save under way; Orbax calls it just before the rename that commits."""
@@ -350,39 +332,43 @@ def find_saved(path: str | os.PathLike) -> pathlib.Path | None:
     path = pathlib.Path(path).absolute()
     if (path / STATE_ITEM).is_dir():
         path = path.resolve()  # the step is in the name of the folder that a link points to
-        why = problem_on_disk(path, deep=True) or problem_of_arrays(path, read=read_arrays)
-        if why:
+        if why := problem_on_disk(path, deep=True):
             raise ValueError(f"checkpoint {path} is damaged ({why}); use another one in {path.parent}.")
         return path
     folder = path / "checkpoints"
-    unusable: dict[int, str] = {}
-    while found := newest_usable(folder, deep=True, known=unusable):
-        step, unusable = found
-        why = problem_of_arrays(folder / str(step), read=read_arrays)
-        if not why:
-            break
-        unusable[step] = why
-    else:
+    found = newest_usable(folder, deep=True)
+    if found is None:
         return None
-    for bad, why in unusable.items():
-        _warn(f"WARNING: checkpoint {folder / str(bad)} is damaged ({why}); taking step {step}.")
+    step, unusable = found
+    _warn_of(unusable, folder, f"taking step {step}")
     return folder / str(step)
 
 
-def read_checkpoint(
-    folder: pathlib.Path, abstract_state: Any, *, norms: Callable[[Any], Mapping[str, Any]]
-) -> Restored:
-    """Returns one checkpoint, from `find_saved`; arguments as of `Checkpointer.restore`.
+def read_checkpoint(folder: pathlib.Path, abstract_state: Any) -> Restored:
+    """Returns one checkpoint, from `find_saved`; its window of spikes begins again if it was saved with other shapes.
 
     Raises:
-      ValueError: it holds arrays of other shapes or dtypes, or a state that is not finite.
+      ValueError: it holds arrays of other shapes or dtypes, which would be cast silently.
     """
     run = saved_run(folder)
-    state = _read_state(folder, run, abstract_state)
-    step = saved_step(folder, run)
-    if why := problem_of_state(folder.name, step, state, norms=None if "norms" in run else norms):
-        raise ValueError(f"checkpoint {folder} is damaged ({why}); use another one in {folder.parent}.")
-    return Restored(step, state, np.asarray(run["position"], np.int64), run["metadata"])
+    others = differences(run["arrays"], _arrays(abstract_state))
+    begins_again = any(line.startswith(_WINDOW) for line in others)
+    others = [line for line in others if not line.startswith(_WINDOW)]
+    if others:
+        lines = "\n  ".join(others)
+        raise ValueError(f"{folder} belongs to another model or precision:\n  {lines}")
+
+    def zeros(parts: dict[Any, np.ndarray]) -> None:
+        for part in parts.values():
+            part.fill(0)
+
+    def read(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Any:
+        if begins_again and jax.tree_util.keystr(path).startswith(_WINDOW):
+            return read_parts(leaf, zeros, donatable=True)
+        return _read_array(folder, path, leaf, donatable=True)
+
+    state = jax.tree_util.tree_map_with_path(read, abstract_state)
+    return Restored(run["step"], state, np.asarray(run["position"], np.int64), run["metadata"])
 
 
 def read_arrays(folder: pathlib.Path, abstract: Any, *, donatable: bool = False) -> Any:
@@ -492,31 +478,6 @@ def _arrays(state: Any) -> dict[str, str]:
     return {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
 
 
-def _read_state(folder: pathlib.Path, run: Mapping[str, Any], abstract_state: Any) -> Any:
-    """Returns the state of a checkpoint; its `_WINDOW` is all zeros unless it was saved with the same shapes.
-
-    Raises:
-      ValueError: arrays of other shapes or dtypes, which would be cast silently.
-    """
-    others = differences(run["arrays"], _arrays(abstract_state))
-    begins_again = any(line.startswith(_WINDOW) for line in others)
-    others = [line for line in others if not line.startswith(_WINDOW)]
-    if others:
-        lines = "\n  ".join(others)
-        raise ValueError(f"{folder} belongs to another model or precision:\n  {lines}")
-
-    def zeros(parts: dict[Any, np.ndarray]) -> None:
-        for part in parts.values():
-            part.fill(0)
-
-    def read(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Any:
-        if begins_again and jax.tree_util.keystr(path).startswith(_WINDOW):
-            return read_parts(leaf, zeros, donatable=True)
-        return _read_array(folder, path, leaf, donatable=True)
-
-    return jax.tree_util.tree_map_with_path(read, abstract_state)
-
-
 def _reason(error: BaseException, *, num_arrays: int) -> str:
     """Returns the operating system's message, without the paths that TensorStore adds; else the first line."""
     found = re.search(r"os_error_code='(\d+)'", str(error))
@@ -527,9 +488,9 @@ def _reason(error: BaseException, *, num_arrays: int) -> str:
     return lines[0][:300]
 
 
-def _warn(line: str) -> None:
-    if jax.process_index() == 0:
-        print(line, file=sys.stderr, flush=True)
+def _warn_of(unusable: Mapping[int, str], folder: pathlib.Path, instead: str) -> None:
+    for step, why in unusable.items() if jax.process_index() == 0 else ():
+        print(f"WARNING: checkpoint {folder / str(step)} is damaged ({why}); {instead}.", file=sys.stderr, flush=True)
 
 
 def _not_orbax(record: logging.LogRecord) -> bool:

@@ -15,7 +15,7 @@ import pathlib
 import secrets
 import sys
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NotRequired, TypedDict
 
 from hlat_jax.config import MetricsConfig
@@ -31,21 +31,6 @@ TESTED_VERSIONS = ("2.6.5",)  # of tensorboardX, whose writer of event files is 
 # With `log_every_steps=0`: steps between lines on a terminal, and lines over a run without one.
 _TERMINAL_STEPS, _BATCH_LINES = 10, 10
 _LONGEST_SILENCE_S = 60
-_COLUMNS = (
-    ("step", 8),
-    ("done", 7),
-    ("loss", 9),
-    ("grad norm", 10),
-    ("lr", 10),
-    ("s/step", 9),
-    ("tokens/s", 11),
-    ("MFU 6N", 8),
-    ("MFU+attn", 10),
-    ("data wait", 10),
-    ("mem GiB", 9),
-    ("elapsed", 13),
-    ("ETA", 13),
-)
 
 
 class _Row(TypedDict):
@@ -111,7 +96,7 @@ class MetricsLog:
         last = rewind(self._path, start_step if start_step > 0 else -1)
         self._tokens = last["tokens"] if last else start_tokens
         self._file = open(self._path, "a")  # noqa: SIM115 - closed by close()
-        self._interval = Interval()
+        self._rows: list[dict[str, Any]] = []  # since the last line
         self._opened_s = self._printed_s = time.monotonic()
         self._header_due = True
         self._sinks = []
@@ -128,14 +113,14 @@ class MetricsLog:
         if self._peak_flops:
             row["mfu_6n"], row["mfu"] = (flops * tokens_per_s / self._peak_flops for flops in self._flops_per_token)
         self._record("train", row)
-        self._interval.add(row)
+        self._rows.append(row)
         now = time.monotonic()
         if self._line_due(row, now):
             if self._header_due:
                 print(header(mfu="mfu" in row))
                 self._header_due = False
-            print(train_line(row, self._interval, self._num_steps, elapsed_s=now - self._opened_s), flush=True)
-            self._interval, self._printed_s = Interval(), now
+            print(train_line(self._rows, self._num_steps, elapsed_s=now - self._opened_s), flush=True)
+            self._rows, self._printed_s = [], now
 
     def eval_row(self, row: dict[str, Any]) -> None:
         """Records one validation: `step, eval_loss, perplexity, bits_per_byte, eval_tokens`."""
@@ -222,59 +207,37 @@ class SilentLog:
     def close(self) -> None: ...
 
 
-class Interval:
-    """Sums over the steps since the last progress line."""
-
-    def __init__(self):
-        self.num_steps, self.step_s, self.data_wait_s = 0, 0.0, 0.0
-        self._weighted: dict[str, float] = {}
-
-    def add(self, row: dict[str, Any]) -> None:
-        """Adds one step."""
-        self.num_steps += 1
-        self.step_s += row["step_s"]
-        self.data_wait_s += row["data_wait_s"]
-        for key in ("tokens_per_s", "mfu_6n", "mfu"):
-            if key in row:
-                self._weighted[key] = self._weighted.get(key, 0.0) + row[key] * row["step_s"]
-
-    def rate(self, key: str) -> float:
-        """Returns `tokens_per_s`, `mfu_6n` or `mfu` over the interval."""
-        return self._weighted[key] / self.step_s if self.step_s > 0 else math.inf
-
-
 def header(*, mfu: bool) -> str:
     """Returns the header of the columns of `train_line`; those of the MFU only if it is known."""
-    return "".join(name.rjust(width) for name, width in _COLUMNS if mfu or not name.startswith("MFU"))
+    return (
+        f"    step   done     loss grad norm        lr   s/step   tokens/s{'  MFU 6N  MFU+attn' * mfu}"
+        " data wait  mem GiB      elapsed          ETA"
+    )
 
 
-def train_line(row: dict[str, Any], interval: Interval, num_steps: int, *, elapsed_s: float) -> str:
-    """Returns a progress line: loss, gradient norm and learning rate of this step, times and speeds of the interval."""
-    step_s = interval.step_s / interval.num_steps
-    cells = {
-        "step": f"{row['step']}",
-        "done": f"{row['step'] / max(num_steps, 1):.1%}",
-        "loss": f"{row['loss']:.4f}",
-        "grad norm": f"{row['grad_norm']:.3g}",
-        "lr": f"{row['learning_rate']:.2e}",
-        "s/step": f"{step_s:.3f}",
-        "tokens/s": f"{interval.rate('tokens_per_s'):,.0f}",
-        "data wait": f"{interval.data_wait_s / max(interval.step_s, 1e-9):.1%}",
-        "mem GiB": f"{row['peak_memory_bytes'] / UNITS['GiB']:.2f}",
-        "elapsed": duration(elapsed_s),
-        "ETA": duration((num_steps - row["step"]) * step_s),
-    }
-    if "mfu" in row:
-        cells |= {"MFU 6N": f"{interval.rate('mfu_6n'):.1%}", "MFU+attn": f"{interval.rate('mfu'):.1%}"}
-    return "".join(cells[name].rjust(width) for name, width in _COLUMNS if name in cells)
+def train_line(rows: Sequence[dict[str, Any]], num_steps: int, *, elapsed_s: float) -> str:
+    """Returns a progress line: loss, gradient norm and rate of the last step, times and speeds over all of `rows`."""
+    last, spent_s = rows[-1], math.fsum(row["step_s"] for row in rows)
+    step_s = spent_s / len(rows)
+
+    def mean(key: str) -> float:
+        return math.fsum(row[key] * row["step_s"] for row in rows) / spent_s if spent_s > 0 else math.inf
+
+    mfu = f"{mean('mfu_6n'):8.1%}{mean('mfu'):10.1%}" if "mfu" in last else ""
+    wait = math.fsum(row["data_wait_s"] for row in rows) / max(spent_s, 1e-9)
+    return (
+        f"{last['step']:8}{last['step'] / max(num_steps, 1):7.1%}{last['loss']:9.4f}{last['grad_norm']:10.3g}"
+        f"{last['learning_rate']:10.2e}{step_s:9.3f}{mean('tokens_per_s'):11,.0f}{mfu}{wait:10.1%}"
+        f"{last['peak_memory_bytes'] / UNITS['GiB']:9.2f}{duration(elapsed_s):>13}"
+        f"{duration((num_steps - last['step']) * step_s):>13}"
+    )
 
 
 def eval_line(row: dict[str, Any]) -> str:
     """Returns the line of one validation, with the loss of each named source after the total."""
-    step = f"{row['step']}".rjust(_COLUMNS[0][1])
     sources = [f"; {key.partition('/')[2]} {value:.4f}" for key, value in row.items() if key.startswith("eval_loss/")]
     return (
-        f"{step}  validation: loss {row['eval_loss']:.4f}, perplexity {row['perplexity']:.5g}, "
+        f"{row['step']:8}  validation: loss {row['eval_loss']:.4f}, perplexity {row['perplexity']:.5g}, "
         f"{row['bits_per_byte']:.4f} bits per byte ({row['eval_tokens']:,} tokens){''.join(sources)}"
     )
 
@@ -282,7 +245,7 @@ def eval_line(row: dict[str, Any]) -> str:
 def tasks_line(row: dict[str, Any], shown: Collection[str]) -> str:
     """Returns the line of one evaluation on tasks, with the results for the keys in `shown`."""
     cells = [f"{key.removeprefix('tasks/')} {row[key]:.4f}" for key in shown]
-    return f"{row['step']}".rjust(_COLUMNS[0][1]) + f"  tasks: {', '.join(cells)}"
+    return f"{row['step']:8}  tasks: {', '.join(cells)}"
 
 
 def duration(seconds: float) -> str:
@@ -411,17 +374,6 @@ class _Wandb:
 def read_rows(path: str | os.PathLike) -> list[dict[str, Any]]:
     """Returns every complete row of a `metrics.jsonl`, in order; a torn or damaged line is left out."""
     return [line.row for line in _lines(path) if line.row is not None]
-
-
-def missing_steps(path: pathlib.Path, steps: range, *, key: str) -> list[range]:
-    """Returns the parts of `steps` that have no row with `key`, in order."""
-    there = {row["step"] for row in read_rows(path) if key in row}
-    missing: list[range] = []
-    for step in steps:
-        if step not in there:
-            first = missing.pop().start if missing and missing[-1].stop == step else step
-            missing.append(range(first, step + steps.step, steps.step))
-    return missing
 
 
 def damage(path: pathlib.Path) -> list[str]:

@@ -116,23 +116,16 @@ def checked(value: Any, kind: Any, *, where: str, field: str = "") -> Any:
     raise ValueError(f"{where}: {field}={_shown(found)} must be {words}.")
 
 
-def check_name(name: Any, what: str, *, allow_folders: bool = False) -> str:
+def check_name(name: Any, what: str) -> str:
     """Returns `name`, a file name read from another file, after checking that it stays in that file's folder.
 
-    Args:
-      name: of a file; with `allow_folders` its relative path, with / between the parts.
-      what: file and field that hold the name, for the error.
-
     Raises:
-      ValueError: not text, empty, absolute, with "." or ".." as a part, with unprintable characters, or longer than
-        file systems allow.
+      ValueError: not text, empty, "." or "..", with "/" or unprintable characters, or longer than file systems allow;
+        the message begins with `what`, the file and field that hold the name.
     """
-    parts = name.split("/") if allow_folders and isinstance(name, str) else [name]
-    for part in parts:
-        is_plain = isinstance(part, str) and part.isprintable() and "/" not in part and part not in ("", ".", "..")
-        if not is_plain or len(part.encode()) > _MAX_NAME_BYTES:
-            kind = "a relative path without '.' and '..'" if allow_folders else "a plain name without '/'"
-            raise ValueError(f"{what}={_shown(name)} must be {kind}.")
+    is_plain = isinstance(name, str) and name.isprintable() and "/" not in name and name not in ("", ".", "..")
+    if not is_plain or len(name.encode()) > _MAX_NAME_BYTES:
+        raise ValueError(f"{what}={_shown(name)} must be a plain name without '/'.")
     return name
 
 

@@ -25,7 +25,7 @@ from hlat_jax.data.kept_tokenizer import find_kept
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.model import abstract_params
 from hlat_jax.store.checkpoint import find_saved, read_arrays
-from hlat_jax.store.checkpoint_checks import MASTERS, PARAMS, RUN_ITEM, saved_run, saved_step
+from hlat_jax.store.checkpoint_checks import MASTERS, PARAMS, RUN_ITEM, saved_run
 from hlat_jax.store.config_diff import differences
 from hlat_jax.weights.hf_files import (
     begins_texts_with_bos,
@@ -210,7 +210,7 @@ def _of_run(folder: pathlib.Path, *, masters: bool) -> Weights:
     read = functools.partial(_read_each, read_one)
     kept = find_kept(folder.parent.parent, sha256=tokenizer_sha256) if tokenizer_sha256 else None
     tokenizer = tokenizer if kept is None else str(kept)
-    about = (folder, model, saved_step(folder, run), tokenizer, tokenizer_sha256)
+    about = (folder, model, run["step"], tokenizer, tokenizer_sha256)
     return Weights(*about, arrays, read, with_bos, **kept_companions(folder.parent.parent))
 
 

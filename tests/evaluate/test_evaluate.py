@@ -34,7 +34,7 @@ from hlat_jax.generate.inference import TrainedModel
 from hlat_jax.model import apply, init_params
 from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.resolve import resolve
-from hlat_jax.run.settings import saved_config
+from hlat_jax.run.resume import saved_config
 from hlat_jax.run.validation import Validation
 from hlat_jax.store import progress
 from hlat_jax.store.metrics import ROWS_FILE, read_rows
@@ -190,7 +190,7 @@ def test_evaluate_on_validation_rows_uses_the_precision_policy_of_the_run(valida
         policies.append(config.precision.policy)
         return types.SimpleNamespace(eval_step=lambda *_: (0.0, 1.0))
 
-    monkeypatch.setattr("hlat_jax.run.settings.saved_config", saved)
+    monkeypatch.setattr("hlat_jax.run.resume.saved_config", saved)
     monkeypatch.setattr("hlat_jax.program.make_program", recorded)
     evaluate_here(f"--checkpoint={folder}", "--validation")
     assert set(policies) == {"mixed"}

@@ -16,7 +16,7 @@ from hlat_jax.cli import config_files
 from hlat_jax.hf import background
 from hlat_jax.hf.exporting import export_checkpoint
 from hlat_jax.resolve import resolve
-from hlat_jax.run.exports import FOLDER
+from hlat_jax.run.resume import EXPORTS
 from hlat_jax.store.checkpoint import find_saved
 from hlat_jax.weights.safetensors_file import Writer
 from hlat_jax.weights.trained import open_weights
@@ -50,7 +50,7 @@ def train(monkeypatch):
 
 def exports(workdir):
     """Returns the names in the folder of exports: those that are whole have the number of a step."""
-    return sorted(path.name for path in (workdir / FOLDER).iterdir())
+    return sorted(path.name for path in (workdir / EXPORTS).iterdir())
 
 
 def content(folder):

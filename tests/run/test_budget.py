@@ -7,21 +7,20 @@ import re
 import shutil
 
 import jax
-import jax.numpy as jnp
 import micro
 import numpy as np
 import planned
 import pytest
 
 from hlat_jax import config as config_lib
-from hlat_jax import loop, model
+from hlat_jax import loop
 from hlat_jax.batch import concat_batch
 from hlat_jax.cli import config_files
 from hlat_jax.parallel import xla_options
 from hlat_jax.parallel.degrees import layout_over
 from hlat_jax.parallel.sharding import shard_batch
 from hlat_jax.passes import remat
-from hlat_jax.passes.naming import RematChoice, parse_choice
+from hlat_jax.passes.naming import RematChoice
 from hlat_jax.passes.products import live_jaxpr, total_flops
 from hlat_jax.plan.report import Site, make_plan
 from hlat_jax.program import make_program, state_bytes
@@ -181,69 +180,19 @@ def test_recorded_choice_is_reused_only_for_the_same_setup(searched):
     assert searched == [7 * 2**20] * 8
 
 
-def test_recorded_choice_with_missing_values_is_searched_again(searched, capsys):
+def test_recorded_choice_is_searched_again_where_it_cannot_be_traced(searched, capsys):
     _, record = budget_resolved(config_with("budget:7MiB"), recorded=None)
     old = record | {"choice": "saved:dot_general.99,gate"}
     config, found = budget_resolved(config_with("budget:7MiB"), recorded=old)
     assert config.model.remat == found["choice"] == "saved:gate"
     assert "chosen again: the step no longer has the values of the checkpoint's choice" in capsys.readouterr().out
-
-
-def test_recorded_stock_policy_is_reused_while_it_exists(searched):
     asked = config_with("budget:1GiB")
     config, record = budget_resolved(asked, recorded=None)
     assert config.model.remat == record["choice"] == "policy:dots_saveable"
     assert budget_resolved(asked, recorded=record) == (config, record)
-    assert len(searched) == 1
+    assert len(searched) == 3
     assert budget_resolved(asked, recorded=record | {"choice": "policy:gone"}) == (config, record)
-    assert len(searched) == 2
-
-
-def test_stock_policy_recomputes_fewer_flops_than_nothing_saveable():
-    none, dots, nothing = (
-        total_flops(live_jaxpr(make_program(config_with(choice), layout()).trace_step()))
-        for choice in ("none", "policy:dots_saveable", "policy:nothing_saveable")
-    )
-    assert none <= dots < nothing == total_flops(live_jaxpr(make_program(config_with("full"), layout()).trace_step()))
-
-
-@functools.cache
-def chunked(choice):
-    config = planned.small_config()
-    data = dataclasses.replace(config.data, seq_len=512, batch_size=1)
-    model_config = dataclasses.replace(config.model, remat=choice, attention="chunked", num_layers=2)
-    return dataclasses.replace(config, data=data, model=model_config)
-
-
-@pytest.mark.slow
-def test_budget_is_met_with_the_named_residuals_of_chunked_attention():
-    one = layout_over(chunked("none"), jax.devices()[:1])
-    most, least = (remat.temporaries(make_program(chunked(choice), one).trace_step()) for choice in ("none", "saved:"))
-    asked = least + int(0.8 * (most - least))
-    config, record = budget_resolved(chunked(f"budget:{asked}B"), recorded=None, where=one)
-    assert {"attention_lse", "attention_out"} <= {*parse_choice(record["choice"]).saved}
-    assert remat.temporaries(make_program(config, one).trace_step()) == record["measured_bytes"] <= asked
-    assert record["flops"] < record["full"][1]
-
-
-def test_saving_both_chunked_attention_residuals_reduces_flops():
-    one = layout_over(chunked("none"), jax.devices()[:1])
-    none, both = (
-        total_flops(live_jaxpr(make_program(chunked(f"saved:{names}"), one).trace_step()))
-        for names in ("", "attention_out,attention_lse")
-    )
-    assert both < none
-    with pytest.raises(ValueError, match="no values attention_sum:"):
-        make_program(chunked("saved:attention_out,attention_sum"), one).trace_step()
-
-
-def test_estimate_propagates_search_errors(monkeypatch):
-    def failing(*_, **__):
-        raise ValueError("something else")
-
-    monkeypatch.setattr(remat, "search", failing)
-    with pytest.raises(ValueError, match="something else"):
-        budget.estimated(make_program(config_with("budget:1GiB"), layout()))
+    assert len(searched) == 4
 
 
 def test_budget_is_measured_with_the_xla_options_of_the_step(monkeypatch):
@@ -268,13 +217,13 @@ def test_program_without_a_budget_is_unchanged():
     assert budget.estimated(program) is program
 
 
-@pytest.mark.parametrize("size", ["12", "12 GB/s", "", "GiB"])
-def test_a_budget_without_a_unit_is_refused_when_the_config_is_read(size):
-    c = config_lib.default()
-    c.model.remat = f"budget:{size}"
-    message = rf"model.remat: the budget={size!r} is not a size in bytes: give a size with its unit, such as '12GiB'"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        resolve(c)
+def test_a_budget_without_a_unit_is_refused_when_the_config_is_read():
+    for size in ("12", "12 GB/s", "", "GiB"):
+        c = config_lib.default()
+        c.model.remat = f"budget:{size}"
+        message = f"model.remat: the budget={size!r} is not a size in bytes: give a size with its unit, such as '12GiB'"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            resolve(c)
 
 
 @pytest.mark.slow
@@ -289,15 +238,6 @@ def test_a_plan_estimates_the_choice_and_names_it():
 
 def _remat(config, choice):
     return dataclasses.replace(config.model, remat=choice)
-
-
-@pytest.mark.slow
-def test_forward_pass_works_with_an_unresolved_budget():
-    cfg = config_with("budget:1GiB").model
-    params = model.init_params(cfg, jax.random.key(0))
-    tokens_BT = jnp.arange(32).reshape(2, 16)
-    plain = model.apply(params, dataclasses.replace(cfg, remat="none"), tokens_BT)
-    np.testing.assert_allclose(model.apply(params, cfg, tokens_BT), plain, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ from micro import write_config
 from planned import small_config
 
 from hlat_jax import loop, program
+from hlat_jax.cli import config_files
 from hlat_jax.model import init_params
 from hlat_jax.ops.dialect import Op
 from hlat_jax.ops.registry import OPS

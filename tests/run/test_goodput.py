@@ -63,18 +63,12 @@ def test_two_lives_and_the_time_between_them_partition_the_wall_clock(tmp_path):
     assert "49.6% training" in found.line()
 
 
-def test_a_life_without_an_account_is_unknown(tmp_path):
+def test_a_life_without_an_account_is_unknown_and_one_without_a_start_is_known(tmp_path):
     first, second = life(100.0, FIRST), life(140.0, SECOND, pid=2)
-    write(tmp_path, start(first), start(second), ended(second))
-    assert goodput(tmp_path).seconds["unknown"] == 40.0
-    assert goodput(tmp_path).total_s == pytest.approx(56.5)
-
-
-def test_a_life_whose_start_is_damaged_is_known_by_its_account(tmp_path):
-    first, second = life(100.0, FIRST), life(140.0, SECOND, pid=2)
-    write(tmp_path, ended(first, "died"), start(second), ended(second))
-    assert goodput(tmp_path).total_s == pytest.approx(56.5)
-    assert goodput(tmp_path).seconds["unknown"] == 0.0
+    for of_first, unknown_s in ((start(first), 40.0), (ended(first, "died"), 0.0)):
+        write(tmp_path, of_first, start(second), ended(second))
+        assert goodput(tmp_path).seconds["unknown"] == unknown_s
+        assert goodput(tmp_path).total_s == pytest.approx(56.5)
 
 
 def test_a_life_that_was_killed_from_outside_was_stuck_until_then(tmp_path):
@@ -179,32 +173,28 @@ def test_a_killed_process_and_one_that_was_stopped_for_a_while_are_accounted_for
     assert found.seconds["unknown"] == pytest.approx(0.0, abs=0.01)
 
 
-def test_the_command_prints_a_partition_and_writes_a_plot(tmp_path, capsys):
+def test_the_command_prints_a_partition(tmp_path, capsys):
     first = life(100.0, FIRST)
     write(tmp_path, start(first), ended(first))
-    assert command.main(["goodput", str(tmp_path), f"--plot={tmp_path / 'g.png'}"]) == 0
+    assert command.main(["goodput", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "training                      20.0 s   66.67%" in out
     assert "total                         30.0 s  100.00%" in out
-    assert (tmp_path / "g.png").stat().st_size > 5_000
     assert command.main(["goodput", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["compile"] == 4.0
 
 
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
+def test_bad_words_are_answered_by_one_line(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for words, text in (
         (["goodput"], "RUN is missing"),
         (["goodput", "nowhere"], "RUN=nowhere: no such folder"),
-        (["goodput", "."], f"has no {EVENTS_FILE}"),
+        (["goodput", "."], rf"has no {EVENTS_FILE}"),
         (["goodput", ".", "."], "one run folder, not 2"),
         (["godput", "."], "unknown verb 'godput'"),
-    ],
-)
-def test_bad_words_are_answered_by_one_line(tmp_path, monkeypatch, words, text):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match=text.replace(".", r"\.")):
-        command.main(words)
+    ):
+        with pytest.raises(ValueError, match=text):
+            command.main(words)
 
 
 def test_a_disk_that_is_full_does_not_end_the_thread(tmp_path, monkeypatch):
@@ -230,14 +220,12 @@ def test_an_event_after_a_torn_line_is_not_lost(tmp_path):
     assert [event["event"] for event in read_events(tmp_path)] == ["start", "saved", "end"]
 
 
-@pytest.mark.parametrize(
-    "line", ['{"event": "killed"}', '{"event": "saved", "time": 0}', "[" * 5000, "{}", '{"event": []}']
-)
-def test_odd_lines_are_left_out(tmp_path, line):
+def test_odd_lines_are_left_out(tmp_path):
     first = life(100.0, FIRST)
     write(tmp_path, start(first), ended(first), ended({**first, "pid": 3, "spent": 5}))
     with open(tmp_path / EVENTS_FILE, "a") as file:
-        file.write(line + "\n")
+        for line in ('{"event": "killed"}', '{"event": "saved", "time": 0}', "[" * 5000, "{}", '{"event": []}'):
+            file.write(line + "\n")
     assert goodput(tmp_path).total_s == 30.0
 
 

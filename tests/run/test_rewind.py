@@ -75,8 +75,7 @@ def test_a_run_whose_folder_is_gone_when_a_save_ends_says_so(tmp_path, monkeypat
     check = checkpoint.Checkpointer.check
 
     def move_when_saved(self):
-        self.wait()
-        if self._finished:
+        if self.wait():
             (tmp_path / "run").rename(tmp_path / "elsewhere")
         check(self)
 
@@ -100,10 +99,10 @@ def batches_of(workdir):
     return [row.get("batch") for row in micro.rows(workdir)]
 
 
-@pytest.mark.parametrize("text", ["3", "3:2", "0:2", "3:4,4:5", "7:8,3:4", "3:4,", "a:b", "1:2 ,3:4", "-1:3"])
-def test_ranges_of_another_form_are_refused(text):
-    with pytest.raises(ValueError, match=r"train.skip_steps=.* must be FIRST:LAST.*1 <= FIRST <= LAST"):
-        skipped_batches(text)
+def test_ranges_of_another_form_are_refused():
+    for text in ("3", "3:2", "0:2", "3:4,4:5", "7:8,3:4", "3:4,", "a:b", "1:2 ,3:4", "-1:3"):
+        with pytest.raises(ValueError, match=r"train.skip_steps=.* must be FIRST:LAST.*1 <= FIRST <= LAST"):
+            skipped_batches(text)
 
 
 def test_each_step_trains_the_next_batch_that_is_not_left_out():
@@ -198,24 +197,18 @@ def test_a_rewind_that_is_killed_is_completed_by_the_next_start(train, tmp_path,
     assert micro.saved_steps(tmp_path / "run") == [4, 8]
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        (
-            {"rewind_to": 19},
-            r"^train.rewind_to=19: .*run has no checkpoint of step 19; it has those of 20, 24\. Set one",
-        ),
-        ({"rewind_to": 20, "skip_steps": "3:4"}, r"'' in the checkpoint, '3:4' now, which differ before batch 21;"),
-        ({"rewind_to": 24}, r"^train.rewind_to=24 leaves no step to train: raise train.num_steps=24 above it"),
-    ],
-)
-def test_a_rewind_that_cannot_be_is_refused_and_changes_nothing(trained_run, tmp_path, monkeypatch, keys, message):
+def test_a_rewind_that_cannot_be_is_refused_and_changes_nothing(trained_run, tmp_path, monkeypatch):
     one = jax.devices()[:1]
     monkeypatch.setattr(loop.jax, "devices", lambda *_: one)
-    c = config_files.load(str(micro.write_config(tmp_path)))
-    c.data.validation = ""
-    c.train.update(keys)
     before = contents(trained_run)
-    with pytest.raises(ValueError, match=message):
-        loop.train(resolve(c), trained_run)
-    assert contents(trained_run) == before
+    for keys, message in (
+        ({"rewind_to": 19}, r"^train.rewind_to=19: .*run has no checkpoint of step 19; it has those of 20, 24\.$"),
+        ({"rewind_to": 20, "skip_steps": "3:4"}, r"'' in the checkpoint, '3:4' now, which differ before batch 21;"),
+        ({"rewind_to": 24}, r"^train.rewind_to=24 leaves no step to train: raise train.num_steps=24 above it"),
+    ):
+        c = config_files.load(str(micro.write_config(tmp_path)))
+        c.data.validation = ""
+        c.train.update(keys)
+        with pytest.raises(ValueError, match=message):
+            loop.train(resolve(c), trained_run)
+        assert contents(trained_run) == before

@@ -2,8 +2,6 @@
 
 import json
 
-import pytest
-
 from hlat_jax.config import default
 from hlat_jax.data.formats.files import Unreadable
 from hlat_jax.host.process import StopSignals
@@ -12,28 +10,22 @@ from hlat_jax.run import step_sync
 AWAY, CHANGED = Unreadable("a.jsonl cannot be read."), ValueError("b.jsonl changed.")
 
 
-@pytest.mark.parametrize(
-    ("errors", "kind", "text"),
-    [
-        ([AWAY, None], OSError, "a.jsonl cannot be read."),
+def test_all_processes_raise_the_same_kind_and_changed_data_comes_before_data_that_is_away(monkeypatch):
+    for errors, kind, text in (
         ([None, None, AWAY], OSError, "process 2 of 3 stopped: a.jsonl cannot be read."),
         ([CHANGED, None], ValueError, "b.jsonl changed."),
         ([AWAY, CHANGED], ValueError, "process 1 of 2 stopped: b.jsonl changed."),
-    ],
-)
-def test_all_processes_raise_the_same_kind_and_changed_data_comes_before_data_that_is_away(
-    monkeypatch, errors, kind, text
-):
-    sent = []
-    monkeypatch.setattr(step_sync.distributed, "exchange", lambda message: sent.append(message) or [message])
-    sync = step_sync.StepSync(default(), [0], StopSignals())
-    monkeypatch.setattr(sync, "_facts", lambda *_: {"batch_hash": "0"})
-    for error in errors:
-        sync.sync_step(None, None, error=error, save=False)
-    monkeypatch.setattr(step_sync.distributed, "exchange", lambda _: sent[1:])
-    found = sync.sync_step(None, None, error=errors[0], save=False).error
-    assert isinstance(found, kind)
-    assert str(found) == text
+    ):
+        sent = []
+        monkeypatch.setattr(step_sync.distributed, "exchange", lambda message, to=sent: to.append(message) or [message])
+        sync = step_sync.StepSync(default(), [0], StopSignals())
+        monkeypatch.setattr(sync, "_facts", lambda *_: {"batch_hash": "0"})
+        for error in errors:
+            sync.sync_step(None, None, error=error, save=False)
+        monkeypatch.setattr(step_sync.distributed, "exchange", lambda _, sent=sent: sent[1:])
+        found = sync.sync_step(None, None, error=errors[0], save=False).error
+        assert isinstance(found, kind)
+        assert str(found) == text
 
 
 def test_retries_of_all_processes_are_counted_only_where_there_are_any(monkeypatch):

@@ -21,15 +21,14 @@ def config_of(small, accumulate, *, num_microbatches=4, **parallel):
     return resolve(small)
 
 
-@pytest.mark.parametrize(("accumulate", "num_parts"), [("scan", 1), ("dispatch", 4)])
-def test_a_dispatched_batch_is_evaluated_in_its_microbatches(small, make_batch, accumulate, num_parts):
-    config = config_of(small, accumulate)
+def test_a_dispatched_batch_is_evaluated_in_its_microbatches(small, make_batch):
+    config = config_of(small, "dispatch")
     layout = layout_over(config, jax.devices()[:4])
     program = make_program(config, layout)
     params = program.init_state()["params"]
     held_out = HeldOut([make_batch(7, config), make_batch(8, config)], num_bytes=1000, num_skipped=0, coverage=None)
     eval_step = program.trace_eval_step().lower().compile()  # which takes a batch of this shape and no other
-    assert program.num_eval_parts == num_parts
+    assert program.num_eval_parts == 4
     row = Validation({"": held_out}, eval_step, layout, num_parts=program.num_eval_parts)(params)
     whole = Validation({"": held_out}, program.eval_step, layout)(params)
     assert row["eval_tokens"] == whole["eval_tokens"] > 0

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import threading
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from micro import drop_step_and_norms, exact, flip_exponent_bit, reseal, saved_steps, write_config
+from micro import exact, flip_exponent_bit, saved_steps, write_config
 
 from hlat_jax import loop
 from hlat_jax.cli import config_files
@@ -73,43 +74,22 @@ def test_lost_checkpoints_are_refused_and_a_rewind_is_said(micro, train, tmp_pat
     assert saved_steps(workdir) == [10, 12]
 
 
-@pytest.mark.slow
-def test_a_signal_during_validation_loses_no_step(micro, train, tmp_path, monkeypatch, capsys):
-    micro.checkpoint.every_steps = 0
-    evaluate = Validation.__call__
-    calls = []
-
-    def evaluate_and_signal(self, params):
-        row = evaluate(self, params)
-        calls.append(row)
-        if len(calls) == 2:  # at step 6
-            os.kill(os.getpid(), signal.SIGTERM)
-        return row
-
-    monkeypatch.setattr(Validation, "__call__", evaluate_and_signal)
-    assert train(micro) == 0
-    assert "after step 6, saved in" in capsys.readouterr().out
-    assert saved_steps(tmp_path / "run") == [6]
-    assert [row["step"] for row in read_rows(tmp_path / "run" / ROWS_FILE) if "loss" in row] == list(range(1, 7))
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_that_comes_while_compiling_ends_the_run_before_its_first_step(
-    micro, train, tmp_path, monkeypatch, capsys, number
+    micro, train, tmp_path, monkeypatch, capsys
 ):
-    before = signal.signal(number, lambda *_: pytest.fail("not handled"))  # it is ignored under nohup
+    before = signal.signal(signal.SIGHUP, lambda *_: pytest.fail("not handled"))  # it is ignored under nohup
     compiled = run_open.compiled_step
 
-    def signalled(compilations):
-        os.kill(os.getpid(), number)
+    def compiled_after_a_signal(compilations):
+        os.kill(os.getpid(), signal.SIGHUP)
         return compiled(compilations)
 
-    monkeypatch.setattr(run_open, "compiled_step", signalled)
+    monkeypatch.setattr(run_open, "compiled_step", compiled_after_a_signal)
     try:
         assert train(micro) == 0
     finally:
-        signal.signal(number, before)
-    assert f"stopped by {number.name} after step 0, before anything was saved" in capsys.readouterr().out
+        signal.signal(signal.SIGHUP, before)
+    assert "stopped by SIGHUP after step 0, before anything was saved" in capsys.readouterr().out
     assert saved_steps(tmp_path / "run") == []
 
 
@@ -150,19 +130,16 @@ def test_a_bad_record_is_named_and_the_steps_before_it_are_saved(micro, train, t
     assert done[-1] > 1
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
+def test_validation_text_without_targets_is_refused(micro, train, tmp_path):
+    held_out = tmp_path / "held_out.jsonl"
+    micro.data.validation = str(held_out)
+    for text, message in (
         ("", r"data.validation=.*held_out.jsonl': of 1 document, none can be read.* row 1: 'text' is empty"),
         ("\n", r"held_out.jsonl' holds no text to predict; give more text, or ''"),
-    ],
-)
-def test_validation_text_without_targets_is_refused(micro, train, tmp_path, text, message):
-    held_out = tmp_path / "held_out.jsonl"
-    held_out.write_text(json.dumps({"text": text}) + "\n")
-    micro.data.validation = str(held_out)
-    with pytest.raises(ValueError, match=message):
-        train(micro)
+    ):
+        held_out.write_text(json.dumps({"text": text}) + "\n")
+        with pytest.raises(ValueError, match=message):
+            train(micro)
 
 
 def test_permanent_checkpoints_are_saved_at_their_own_multiples(micro, train, tmp_path):
@@ -180,16 +157,16 @@ def test_a_second_process_in_the_run_folder_is_refused(tmp_path):
         pass  # free again
 
 
-@pytest.mark.parametrize("replaced", [False, True], ids=["away", "replaced"])
-def test_a_new_run_folder_that_is_moved_away_keeps_the_reason_and_is_not_removed(tmp_path, replaced):
-    workdir = tmp_path / "run"
-    with pytest.raises(ValueError, match="the reason"), only_process(workdir):  # noqa: PT012
-        workdir.rename(tmp_path / "away")
-        if replaced:
-            workdir.mkdir()
-        raise ValueError("the reason")
-    assert (tmp_path / "away" / LOCK_FILE).exists()
-    assert workdir.exists() == replaced
+def test_a_new_run_folder_that_is_moved_away_keeps_the_reason_and_is_not_removed(tmp_path):
+    for replaced in (False, True):
+        workdir, away = tmp_path / f"run-{replaced}", tmp_path / f"away-{replaced}"
+        with pytest.raises(ValueError, match="the reason"), only_process(workdir):  # noqa: PT012
+            workdir.rename(away)
+            if replaced:
+                workdir.mkdir()
+            raise ValueError("the reason")
+        assert (away / LOCK_FILE).exists()
+        assert workdir.exists() == replaced
 
 
 def test_opening_a_run_folder_removes_what_killed_writers_left(tmp_path):
@@ -318,7 +295,7 @@ def test_run_with_a_flipped_weight_recovers_bitwise(micro, train, after_step, tm
     with pytest.raises(NonFiniteError, match="3 steps in a row") as error:
         train(micro)
     assert saved_steps(tmp_path / "run") == [4]
-    assert "the weights' norm (param_norm) was inf at 3 steps from 8 to 10, the loss and the" in str(error.value)
+    assert re.search(r"the last one step 10 .*norm of the weights inf\.", str(error.value))
     assert "resumes from the checkpoint of step 4" in str(error.value)
     assert "checkpoint of step 8 postponed" in capsys.readouterr().out
 
@@ -327,24 +304,18 @@ def test_run_with_a_flipped_weight_recovers_bitwise(micro, train, after_step, tm
     assert end_of(tmp_path / "run", micro) == expected
 
 
-@pytest.mark.quick_cases("params.embed")
-@pytest.mark.parametrize("name", ["params.embed", "opt_state.inner.nu.embed"])
-def test_non_finite_state_is_not_saved_even_if_all_steps_were_finite(micro, train, after_step, tmp_path, name):
+def test_non_finite_state_is_not_saved_even_if_all_steps_were_finite(micro, train, after_step, tmp_path):
     short(micro, 4)
     micro.checkpoint.keep_last = 1
 
     def damage(state, metrics):
-        state = flip_exponent_bit(state, name)
-        if name != "params.embed":
-            leaf = state["opt_state"]["inner"]["nu"]["embed"]
-            state["opt_state"]["inner"]["nu"]["embed"] = jax.device_put(leaf.at[0, 0].set(jnp.inf), leaf.sharding)
+        leaf = state["opt_state"]["inner"]["nu"]["embed"]
+        state["opt_state"]["inner"]["nu"]["embed"] = jax.device_put(leaf.at[0, 0].set(jnp.inf), leaf.sharding)
         return state, metrics
 
     after_step(8, damage)
-    part = name.removesuffix(".embed")
-    with pytest.raises(
-        NonFiniteError, match=rf"after step 8 .*norm of {part} is inf.*resumes from the checkpoint of step 4"
-    ):
+    said = r"after step 8 .*norm of opt_state.inner.nu is inf.*resumes from the checkpoint of step 4"
+    with pytest.raises(NonFiniteError, match=said):
         train(micro)
     assert saved_steps(tmp_path / "run") == [4]
     assert train(micro) == 0
@@ -410,10 +381,7 @@ def test_run_stopped_at_a_non_finite_step_saves_its_count_and_resumes(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop", ["signal", "nothing"])
-def test_data_that_is_away_ends_a_run_after_a_save_at_once_by_a_signal(
-    micro, train, tmp_path, monkeypatch, capsys, stop
-):
+def test_a_signal_ends_a_run_whose_data_is_away_at_once_after_a_save(micro, train, tmp_path, monkeypatch, capsys):
     short(micro, 4)
     (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "document {index}"}}\n' for index in range(300)))
     own = {"train": str(tmp_path / "a.jsonl"), "mixture": "", "validation": ""}
@@ -427,8 +395,7 @@ def test_data_that_is_away_ends_a_run_after_a_save_at_once_by_a_signal(
         step(run, progress, batch)
         if progress.step == 6:
             away.set()
-            if stop == "signal":
-                threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGTERM]).start()
+            threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGTERM]).start()
 
     def check_unless_away(self):
         if away.is_set():
@@ -438,20 +405,17 @@ def test_data_that_is_away_ends_a_run_after_a_save_at_once_by_a_signal(
     with monkeypatch.context() as patch:
         patch.setattr(loop, "_step", step_and_move)
         patch.setattr(Snapshot, "check", check_unless_away)
-        patch.setattr(retries, "WAITS_S", (30.0,) if stop == "signal" else (0.0,))
-        if stop == "signal":
-            assert train(micro) == 0
-        else:
-            with pytest.raises(Unreadable, match="cannot be read any more"):
-                train(micro)
+        patch.setattr(retries, "WAITS_S", (30.0,))
+        assert train(micro) == 0
     last = saved_steps(tmp_path / "run")[-1]
     assert 6 <= last < 12
-    assert (f"stopped by SIGTERM after step {last}, saved in" in capsys.readouterr().out) == (stop == "signal")
+    assert f"stopped by SIGTERM after step {last}, saved in" in capsys.readouterr().out
     assert train(micro) == 0
     rows, *end = end_of(tmp_path / "run", micro)
     assert (rows, end) == (expected[0], list(expected[1:]))
 
 
+@pytest.mark.quick_cases("bad batch")
 @pytest.mark.parametrize("stop", ["signal", "bad batch"])
 def test_run_stopped_with_a_non_finite_state_resumes_from_an_earlier_step(
     micro, train, after_step, tmp_path, monkeypatch, stop
@@ -477,7 +441,7 @@ def test_non_finite_steps_are_counted_across_a_resume(micro, train, after_step, 
     assert saved_steps(tmp_path / "run") == [2]
     micro.train.num_steps = 12
     after_step(3, not_finite(1))
-    with pytest.raises(NonFiniteError, match=r"2 steps in a row were not finite.*the loss was nan at step 3"):
+    with pytest.raises(NonFiniteError, match=r"2 steps in a row were not finite.*step 3 .*: loss nan,"):
         train(micro)
     evidence = json.loads((tmp_path / "run/nonfinite.json").read_text())
     # the batch of step 3 begins where the checkpoint of step 2 says that the data continues
@@ -487,94 +451,17 @@ def test_non_finite_steps_are_counted_across_a_resume(micro, train, after_step, 
     assert train(micro) == 0
 
 
-@pytest.mark.quick_cases("params.embed")
-@pytest.mark.parametrize("name", ["params.embed", "opt_state.inner.mu.embed"])
-def test_non_finite_checkpoint_of_an_older_version_is_moved_aside(micro, train, tmp_path, capsys, name):
-    short(micro, 4)
-    assert train(micro) == 0
-    expected = end_of(tmp_path / "run", micro)
-    resolved = resolve(micro)
-    checkpointer = Checkpointer(tmp_path / "run", config=resolved.checkpoint)
-    abstract = fitting_program(resolved, jax.devices()).abstract_state
-    step, state, position, metadata = checkpointer.restore(abstract)
-    shutil.rmtree(tmp_path / "run/checkpoints/12")
-    checkpointer.close()
-    checkpointer = Checkpointer(tmp_path / "run", config=resolved.checkpoint)
-    state = flip_exponent_bit(state, name)
-    if name != "params.embed":
-        state["opt_state"]["inner"]["mu"]["embed"] = state["opt_state"]["inner"]["mu"]["embed"].at[0, 0].set(jnp.nan)
-    checkpointer.save(step, state, position=position, metadata=metadata)
-    checkpointer.close()
-    for step in (8, 12):
-        reseal(tmp_path / f"run/checkpoints/{step}", drop_step_and_norms)
-    assert saved_steps(tmp_path / "run") == [8, 12]
-    capsys.readouterr()
-
-    assert train(micro) == 0
-    shown = capsys.readouterr()
-    assert "resuming from step 8 of 12" in shown.out
-    part = name.removesuffix(".embed")
-    assert f"checkpoints/12 is damaged (its state is not finite: the norm of {part} is " in shown.err
-    assert "going back to step 8" in shown.err
-    assert end_of(tmp_path / "run", micro) == expected
-
-
-@pytest.mark.slow
-def test_a_run_of_an_older_version_is_resumed(micro, train, tmp_path, capsys):
-    short(micro, 4)
-    assert train(micro) == 0
-    expected = end_of(tmp_path / "run", micro)
-    shutil.rmtree(tmp_path / "run/checkpoints/12")
-    reseal(tmp_path / "run/checkpoints/8", drop_step_and_norms)
-    assert train(micro) == 0
-    assert "resuming from step 8 of 12" in capsys.readouterr().out
-    assert end_of(tmp_path / "run", micro) == expected
-
-
-@pytest.mark.quick_cases("step and norms")
-@pytest.mark.parametrize(
-    ("moved", "record"),
-    [(shutil.copytree, lambda run: None), (shutil.move, drop_step_and_norms)],
-    ids=["step and norms", "no step or norms"],
-)
-def test_a_checkpoint_under_the_name_of_another_step_is_ignored(micro, train, tmp_path, capsys, moved, record):
-    short(micro, 4)
-    micro.checkpoint.keep_last = 3
-    assert train(micro) == 0
-    expected = end_of(tmp_path / "run", micro)
-    checkpoints = tmp_path / "run/checkpoints"
-    shutil.rmtree(checkpoints / "12")
-    reseal(checkpoints / "8", record)
-    moved(checkpoints / "8", checkpoints / "11")
-    capsys.readouterr()
-    assert train(micro) == 0
-    shown = capsys.readouterr()
-    back_to = 4 if moved is shutil.move else 8
-    assert f"resuming from step {back_to} of 12" in shown.out
-    assert "checkpoints/11 is damaged (its folder is named 11, which is not the step of its" in shown.err
-    assert "data position (8), token count (8)); going back to step" in shown.err
-    assert end_of(tmp_path / "run", micro) == expected
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"parallel.fsdp": 8, "model.embed_dim": 36},
-            r"model.embed_dim=36 does not divide into the 8 parts of parallel.fsdp=8",
-        ),
-        (
-            {"parallel.tensor": 2, "model.mlp_dim": 49},
-            r"model.mlp_dim=49 does not divide into the 2 parts of parallel.tensor=2",
-        ),
+def test_sizes_not_divisible_by_the_devices_are_refused_by_name(micro):
+    sizes = {"parallel.fsdp": 1, "parallel.tensor": 1} | {f"model.{key}": micro.model[key] for key in micro.model}
+    for changes, message in (
+        ({"parallel.fsdp": 8, "model.embed_dim": 36}, r"model.embed_dim=36 does not divide into the 8 parts of p"),
+        ({"parallel.tensor": 2, "model.mlp_dim": 49}, r"model.mlp_dim=49 does not divide into the 2 parts of p"),
         ({"parallel.tensor": 2, "model.num_kv_heads": 1}, "set model.fuse_qkv=False, or lower"),
         ({"data.batch_size": 12}, "make data.batch_size a multiple of 8"),
-    ],
-)
-def test_sizes_not_divisible_by_the_devices_are_refused_by_name(micro, changes, message):
-    micro.update_from_flattened_dict(changes)
-    with pytest.raises(ValueError, match=message):
-        fitting_program(resolve(micro), jax.devices())
+    ):
+        micro.update_from_flattened_dict(sizes | changes)
+        with pytest.raises(ValueError, match=message):
+            fitting_program(resolve(micro), jax.devices())
 
 
 @pytest.mark.slow

@@ -1,14 +1,10 @@
 """The loss as a picture: what is drawn where, and, in a notebook, while it is trained."""
 
-import contextlib
 import math
-import os
-import subprocess
 import sys
 import threading
 import types
 
-import micro
 import pytest
 from metric_rows import eval_row, row
 
@@ -46,17 +42,6 @@ def test_smoothing_keeps_a_constant_and_follows_a_step():
     assert loss_curve.smoothed([9.0, 4.0, 3.0])[0] == 9.0
 
 
-def test_plot_does_not_change_the_matplotlib_backend(tmp_path):
-    write(tmp_path / "metrics.jsonl", [row(1)])
-    code = (
-        "import sys; from hlat_jax.store.loss_curve import plot_loss; "
-        "assert plot_loss('metrics.jsonl', 'loss.png', title='t'); print('matplotlib.pyplot' in sys.modules)"
-    )
-    env = os.environ | {"PYTHONPATH": str(micro.REPOSITORY)}
-    told = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, env=env, text=True)
-    assert told.strip() == "False"
-
-
 @pytest.fixture
 def screen(monkeypatch):
     """What IPython would show, in order: whether a picture has curves; its `drawn` is set at every update."""
@@ -88,13 +73,6 @@ def test_live_curve_updates_with_new_rows_and_ends_with_all_of_them(tmp_path, sc
     assert ([(100, 4.0)], []) in screen.curves
     assert screen.curves[-1] == ([(100, 4.0), (200, 3.0)], [])
     assert not [thread for thread in threading.enumerate() if thread.name == "loss-curve"]
-
-
-def test_live_curve_is_completed_after_an_error(tmp_path, screen):
-    with contextlib.suppress(ZeroDivisionError), live(tmp_path, title="t", every_s=60):
-        write(tmp_path / "metrics.jsonl", [row(1, loss=4.0)])
-        raise ZeroDivisionError
-    assert screen.curves[-1] == ([(100, 4.0)], [])
 
 
 def test_live_curve_without_ipython_says_what_to_install(tmp_path, monkeypatch):

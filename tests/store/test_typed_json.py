@@ -34,17 +34,16 @@ class Whole(TypedDict):
 VALID = {"step": 1, "packing": "concat", "size": {"num_rows": 2}, "inner": None, "anything": "x"}
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({}, ""),
-        ({"loss": 2, "inner": {"sums": {"a": [1, 2]}}, "unknown": []}, ""),
+def test_fields_of_another_kind_are_refused_by_name():
+    for changed in ({}, {"loss": 2, "inner": {"sums": {"a": [1, 2]}}, "unknown": []}):
+        value = VALID | changed
+        assert checked(value, Whole, where="a.json") is value
+    for changed, message in (
         ({"step": "abc"}, "step='abc' must be an integer of at least 0."),
         ({"step": -1}, "step=-1 must be an integer of at least 0."),
         ({"step": True}, "step=True must be an integer of at least 0."),
         ({"step": 2**63}, "step=9223372036854775808 must be an integer of at least 0."),
         ({"step": 1.0}, "step=1.0 must be an integer of at least 0."),
-        ({"loss": [1.0]}, "loss=[1.0] must be a number."),
         ({"loss": 10**400}, f"loss=1{'0' * 99} must be a number."),
         ({"loss": None}, "loss=None must be a number."),
         ({"packing": []}, "packing=[] must be 'concat' or 'documents'."),
@@ -53,16 +52,10 @@ VALID = {"step": 1, "packing": "concat", "size": {"num_rows": 2}, "inner": None,
         ({"inner": 3}, "inner=3 must be an object or null."),
         ({"inner": {"sums": {"a": [1]}}}, "inner.sums['a']=[1] must be [bytes, CRC-32]."),
         ({"inner": {"sums": {"a": [1, "2"]}}}, "inner.sums['a']=[1, '2'] must be [bytes, CRC-32]."),
-    ],
-)
-def test_fields_of_another_kind_are_refused_by_name(changed, message):
-    value = VALID | changed
-    if not message:
-        assert checked(value, Whole, where="a.json") is value
-        return
-    with pytest.raises(ValueError, match=r"^a\.json") as caught:
-        checked(value, Whole, where="a.json")
-    assert str(caught.value) == f"a.json: {message}"
+    ):
+        with pytest.raises(ValueError, match=r"^a\.json") as caught:
+            checked(VALID | changed, Whole, where="a.json")
+        assert str(caught.value) == f"a.json: {message}"
 
 
 def test_items_of_lists_and_the_path_of_a_part_are_named():
@@ -84,9 +77,9 @@ def test_lines_of_a_log_are_rows_or_say_why_not(tmp_path):
     assert list(typed_json.read_lines(tmp_path / "none.jsonl", lambda row: Whole)) == []
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
+def test_json_that_is_malformed_or_ambiguous_is_refused_naming_the_file(tmp_path):
+    path = tmp_path / "a.json"
+    for content, message in (
         (b"[" * 100_000, "nested deeper than 100 levels"),
         (b'{"a": ' * 500 + b"1" + b"}" * 500, "nested deeper than 100 levels"),
         (b"[]", "must hold an object"),
@@ -95,21 +88,17 @@ def test_lines_of_a_log_are_rows_or_say_why_not(tmp_path):
         (b'{"%s": 1, "%s": 2}' % (b"a" * 1000, b"a" * 1000), "is not JSON: key 'a{99} appears twice"),
         (b'{"a": NaN}', "is not JSON: NaN is not a finite number"),
         (b'{"a": 1e999}', "is not JSON: 1e999 is not a finite number"),
-        (b'{"a": 1' + b"0" * 10_000 + b".0}", "is not JSON: 10{99} is not a finite number"),
         (b'{"a": ' + b"9" * 10_000 + b"}", "is not JSON: Exceeds the limit"),
         (rb'{"a": ["\ud800"]}', "is not JSON: 'utf-8' codec can't encode character .* surrogates not allowed"),
-        (rb'{"\udfff": 1}', "is not JSON: 'utf-8' codec can't encode character .* surrogates not allowed"),
         (b'{"a": "\xff"}', "is not JSON: 'utf-8' codec can't decode byte 0xff"),
         (b"\xef\xbb\xbf{}", "is not JSON: Unexpected UTF-8 BOM"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_json_that_is_malformed_or_ambiguous_is_refused_naming_the_file(content, message, tmp_path):
-    path = tmp_path / "a.json"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=message) as caught:
-        typed_json.read_json(path)
-    assert str(caught.value).startswith(str(path))
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=message) as caught:
+            typed_json.read_json(path)
+        assert str(caught.value).startswith(str(path))
+    path.write_text('{"a": ' * 100 + "1" + "}" * 100)
+    assert typed_json.read_json(path)
 
 
 def test_duplicate_key_among_many_is_found_quickly():
@@ -126,24 +115,9 @@ def test_json_from_a_fifo_is_refused_without_blocking(tmp_path):
         typed_json.read_json(tmp_path / "a.json")
 
 
-def test_json_with_100_levels_is_read(tmp_path):
-    (tmp_path / "a.json").write_text('{"a": ' * 100 + "1" + "}" * 100)
-    assert typed_json.read_json(tmp_path / "a.json")
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["", ".", "..", "/a", "../a", "a/../b", "a//b", "./a", "a/", "a\0b", "a\nb", "\ud800", "a" * 256, 7, None, []],
-)
-def test_names_that_lead_out_of_a_folder_are_refused(name):
-    for allow_folders in (False, True):
-        with pytest.raises(ValueError, match=r"^f: field=.* must be "):
-            typed_json.check_name(name, "f: field", allow_folders=allow_folders)
-
-
-def test_plain_names_are_accepted_and_paths_only_if_allowed():
+def test_names_that_lead_out_of_a_folder_are_refused():
+    for name in ("", ".", "..", "/a", "../a", "a/b", "a\0b", "a\nb", "\ud800", "a" * 256, 7, None, []):
+        with pytest.raises(ValueError, match=r"^f: field=.* must be a plain name without '/'"):
+            typed_json.check_name(name, "f: field")
     for name in ("a", "model-00001-of-00002.safetensors", ".hidden", "..a", "a b", "é"):
         assert typed_json.check_name(name, "f") == name
-    assert typed_json.check_name("state/d/a..b", "f", allow_folders=True) == "state/d/a..b"
-    with pytest.raises(ValueError, match="must be a plain name without '/'"):
-        typed_json.check_name("state/a", "f")

@@ -8,9 +8,6 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-from hlat_jax.store.integrity import INTEGRITY_FILE, seal
-
-_UNSUMMED = (INTEGRITY_FILE, "_CHECKPOINT_METADATA", "commit_success.txt")
 _VALUES = (
     *("abc", "", "\ud800", "1", None, True, [], [1, 2], ["a"], [[1], [1, 2]], {}, {"a": None}),
     *(-1, 0, 1, 1.5, 10**30, 10**400, 1e308, -1e308, float("nan"), float("inf"), 2**63 - 1, "x" * 300),
@@ -19,11 +16,10 @@ _VALUES = (
 
 @dataclasses.dataclass(frozen=True)
 class Damage:
-    """What `damage` did to a file, and, of a checkpoint, whether its sums were written anew to match."""
+    """What `damage` did to a file."""
 
     path: pathlib.Path
     what: str
-    sealed: bool
 
 
 def damage(folder: pathlib.Path, path: pathlib.Path, rng: random.Random) -> Damage:
@@ -43,12 +39,7 @@ def damage(folder: pathlib.Path, path: pathlib.Path, rng: random.Random) -> Dama
     else:
         what, raw = _changed_bytes(raw, rng)
     path.write_bytes(raw)
-    checkpoint = next((above for above in path.parents if (above / INTEGRITY_FILE).exists()), None)
-    sealed = checkpoint is not None and path.name != INTEGRITY_FILE and rng.random() < 0.6
-    if sealed:
-        summed = [each for each in checkpoint.rglob("*") if each.is_file() and each.name not in _UNSUMMED]
-        seal(checkpoint, [str(each.relative_to(checkpoint)) for each in summed])
-    return Damage(path.relative_to(folder), what, sealed)
+    return Damage(path.relative_to(folder), what)
 
 
 def _changed(tree: Any, rng: random.Random) -> tuple[str, Any]:

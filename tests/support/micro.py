@@ -133,12 +133,6 @@ def reseal(folder: pathlib.Path, change: Callable[[dict], None]) -> None:
     seal(folder, json.loads((folder / INTEGRITY_FILE).read_text())["files"])
 
 
-def drop_step_and_norms(run: dict) -> None:
-    """Leaves of what a checkpoint holds beside its state what versions wrote that recorded neither step nor norms."""
-    for key in ("step", "norms"):
-        run.pop(key, None)
-
-
 def final_checkpoint(config: pathlib.Path, workdir: pathlib.Path) -> tuple[int, dict[str, bytes], list, dict]:
     """Returns (step, bytes and type of every array of the state, data position, metadata) of the newest checkpoint."""
     resolved = resolve(config_files.load(str(config)))

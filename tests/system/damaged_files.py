@@ -55,10 +55,10 @@ class _NotCompiled:
     """Stands in for the programs of a run, which take seconds: it ends once it is open."""
 
     def __init__(self, program):
-        self._program = program
+        self.program = program
 
     def compiled(self, name):
-        return lambda *_: self._program.abstract_state
+        return lambda *_: self.program.abstract_state
 
     def write(self, workdir):
         recorded(workdir)
@@ -140,7 +140,6 @@ def probes(config: pathlib.Path) -> dict[str, dict[str, Probe]]:
         "begin again": lambda folder: begin(folder, begin_again=True),
         "plot": lambda folder: summary.finish(settings(24), folder, 24),
         "goodput": command(run_commands.main, "goodput", "FOLDER"),
-        "goodput --plot": command(run_commands.main, "goodput", "FOLDER", "--plot=FOLDER/goodput.png"),
         "peek": command(data_commands.main, *peek),
         "weights": weights,
         "masters": lambda folder: weights(folder, masters=True),

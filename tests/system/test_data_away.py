@@ -67,36 +67,19 @@ def whole(folder, train):
     return micro.rows(folder / "whole")
 
 
-def test_a_file_that_is_away_for_five_seconds_changes_no_bit(train, folder, whole):
-    with train("away", 5, 2) as job:
-        assert job.wait() == [0], job.err(0)
-        said = "text.jsonl cannot be read any more: No such file or directory. Restore it. Trying again for up to"
-        assert job.err(0).count(said) == 1
-    rows = micro.rows(folder / "away")
-    assert [micro.exact(row) for row in rows] == [micro.exact(row) for row in whole]
-    assert sum(row.get("data_retries", 0) for row in rows) >= 1
-    assert not any("data_retries" in row for row in whole)
-
-
-@pytest.mark.parametrize("num_processes", [1, 2])
-def test_a_file_that_stays_away_is_code_1_in_all_also_at_the_next_start_until_it_is_back(
-    train, folder, whole, num_processes
-):
-    name = f"stays away {num_processes}"
-    for _ in range(3 - num_processes):
-        with train(name, 0, 0.1, num_processes=num_processes) as job:
-            assert job.wait() == [1] * num_processes, job.err(0)
-            for index in range(num_processes):
-                [line] = job.error_lines(index)
-                assert "text.jsonl" in line
-        assert micro.saved_steps(folder / name)[-1] >= 8
+def test_a_file_that_stays_away_is_code_1_in_all_processes_until_it_is_back(train, folder, whole):
+    with train("away", 0, 0.1, num_processes=2) as job:
+        assert job.wait() == [1, 1], job.err(0)
+        for index in range(2):
+            [line] = job.error_lines(index)
+            assert "text.jsonl" in line
+    assert micro.saved_steps(folder / "away")[-1] >= 8
+    with train("away") as job:  # at the next start too
+        assert job.wait() == [1], job.err(0)
     (folder / "text.away").rename(folder / "text.jsonl")
-    with train(name, num_processes=num_processes) as job:
-        assert job.wait() == [0] * num_processes, job.err(0)
-    rows = micro.rows(folder / name)
-    assert [row["batch_hash"] for row in rows] == [row["batch_hash"] for row in whole]
-    if num_processes == 1:
-        assert [micro.exact(row) for row in rows] == [micro.exact(row) for row in whole]
+    with train("away") as job:
+        assert job.wait() == [0], job.err(0)
+    assert [row["batch_hash"] for row in micro.rows(folder / "away")] == [row["batch_hash"] for row in whole]
 
 
 def test_a_file_that_was_never_there_is_a_mistake(train, folder):

@@ -16,11 +16,6 @@ def test_fifteen_random_faults_leave_no_trace(tmp_path):
     assert "\n15 faults of " in said
 
 
-@pytest.mark.slow
-def test_a_process_that_compiles_for_long_is_waited_for(tmp_path):
-    _campaign(tmp_path, "--faults=1", "--processes=2", "--kinds=long compile")
-
-
 def _campaign(folder, *words):
     words = [sys.executable, faults.__file__, f"--folder={folder}", *words]
     done = subprocess.run(words, env=micro.environment(), capture_output=True, text=True, timeout=1500, check=False)
@@ -94,12 +89,13 @@ def test_a_void_fault_is_given_back_and_does_not_count(tmp_path):
     assert campaign.draw(1) == "SIGKILL"
 
 
-@pytest.mark.parametrize(("began", "judged"), [((1, 2), "stuck in step"), ((1,), "slow data"), ((), None)])
-def test_the_last_fault_that_began_is_judged_where_one_before_it_was_not_over(tmp_path, began, judged):
-    campaign = faults.Campaign(tmp_path / "c", seed=0, kinds=["slow data"], log=tmp_path / "log", processes=(1,))
-    trial, ended = faults.Trial(campaign, 0), []
-    plan = [faults.Fault(1, "slow data", 8, 0.0, None, {"lasts_s": 2.0}), faults.Fault(2, "stuck in step", 14, 0.0, 0)]
-    trial._trains_again = lambda life: None
-    trial._ended = lambda life, fault: ended.append(fault.kind)
-    trial._live(EndedLife(*began), plan, None)
-    assert ended == ([judged] if judged else [])
+def test_the_last_fault_that_began_is_judged_where_one_before_it_was_not_over(tmp_path):
+    for number, (began, judged) in enumerate((((1, 2), ["stuck in step"]), ((1,), ["slow data"]), ((), []))):
+        folder, ended = tmp_path / str(number), []
+        campaign = faults.Campaign(folder, seed=0, kinds=["slow data"], log=tmp_path / "log", processes=(1,))
+        trial = faults.Trial(campaign, 0)
+        slow = faults.Fault(1, "slow data", 8, 0.0, None, {"lasts_s": 2.0})
+        trial._trains_again = lambda life: None
+        trial._ended = lambda life, fault, ended=ended: ended.append(fault.kind)
+        trial._live(EndedLife(*began), [slow, faults.Fault(2, "stuck in step", 14, 0.0, 0)], None)
+        assert ended == judged

@@ -1,10 +1,8 @@
 """A run that is alive but makes no progress ends by itself, says where it is stuck, and resumes to the same bits."""
 
 import re
-import signal
 import subprocess
 import sys
-import time
 
 import jobs
 import micro
@@ -104,35 +102,3 @@ def test_output_that_nobody_reads_does_not_keep_a_stuck_process_alive():
         finally:
             p.kill()
         assert "while training" in p.stderr.read().decode()
-
-
-IS_STOPPED_FOR_A_WHILE = """
-import sys, time
-from hlat_jax.host import distributed
-job = distributed.resolve_job(sys.argv[1], 2, int(sys.argv[2]), join_timeout_s=600, peer_timeout_s=4)
-with distributed.joined(job):
-    distributed.exchange("-")
-    print("met", file=sys.stderr, flush=True)
-    for _ in range(60):
-        distributed.exchange("-")
-        time.sleep(0.1)
-"""
-
-
-@pytest.mark.slow
-def test_a_job_that_was_stopped_for_longer_than_the_peer_timeout_goes_on():
-    address = jobs.free_address()
-    words = [sys.executable, "-c", IS_STOPPED_FOR_A_WHILE, address]
-    processes = [subprocess.Popen([*words, str(index)], stderr=subprocess.PIPE) for index in range(2)]
-    try:
-        for process in processes:
-            assert b"met" in process.stderr.readline()
-        for number, seconds in ((signal.SIGSTOP, 7), (signal.SIGCONT, 0)):
-            for process in processes:
-                process.send_signal(number)
-            time.sleep(seconds)
-        assert [process.wait(600) for process in processes] == [0, 0]
-    finally:
-        for process in processes:
-            process.kill()
-            process.stderr.close()

@@ -1,0 +1,388 @@
+"""Where a run starts: what its folder records, and its own checkpoint, a branch of another run's, or given weights.
+
+A run resumes only with the settings that its checkpoint records. The events "saved" and "rewound" have a `step`; after
+"rewound" the checkpoints of later steps no longer count.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import shutil
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax
+
+from hlat_jax.config import SECTIONS, Config, ModelConfig
+from hlat_jax.data import kept_tokenizer, path_checks
+from hlat_jax.data.loader import TrainBatches
+from hlat_jax.data.streams import data_drift
+from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.host import distributed, neuron_env
+from hlat_jax.ops.registry import OPS
+from hlat_jax.program import RunProgram
+from hlat_jax.resolve import batch_of_step, branch_source, resolve, skipped_batches
+from hlat_jax.run import budget
+from hlat_jax.run.goodput import EVENTS_FILE, Ledger, SilentLedger, read_events
+from hlat_jax.store import atomic_files
+from hlat_jax.store.checkpoint import Checkpointer, Restored, find_saved, read_checkpoint
+from hlat_jax.store.checkpoint_checks import problem_on_disk, saved_run, saved_steps
+from hlat_jax.store.config_diff import config_drift, differences
+from hlat_jax.store.metrics import DISCARDED_FILE, ROWS_FILE, copy_rows, damage, read_rows
+from hlat_jax.weights.init_model import OF_FUNCTION, same_ids
+from hlat_jax.weights.trained import Weights, open_weights
+
+EXPORTS, SHARDS = "huggingface", ".shards"  # folder of exports; suffix of the folder with the shards of each process
+
+# Settings that a branch may change: they affect neither the meaning of the state nor that of the data position.
+BRANCH_MAY_CHANGE = (
+    "optimizer.*",
+    "train.*",
+    "implementations.*",
+    "jax.*",
+    *(f"model.{key}" for key in (*OPS, "remat", "layer_loop")),
+)
+
+# JAX settings that change the numbers of a step: as settings of the run, they are compared.
+_JAX_NUMERICS = (
+    "jax_enable_x64",
+    "jax_default_matmul_precision",
+    "jax_allow_f16_reductions",
+    "jax_softmax_custom_jvp",
+)
+# Those that change random numbers, of which a step has none, or what the compiler fuses, as `parallel.*` does.
+_JAX_OTHERS = (
+    "jax_threefry_partitionable",
+    "jax_default_prng_impl",
+    "jax_random_seed_offset",
+    "jax_numpy_dtype_promotion",
+    "jax_use_direct_linearize",
+    "jax_use_shardy_partitioner",
+    "jax_optimization_level",
+    "jax_exec_time_optimization_effort",
+)
+_XLA_NUMERICS = ("fast_math", "fast_min_max", "excess_precision", "denormal")  # in the names of XLA's flags
+
+# Keys that may differ from the model of given weights: implementations, initialization, and the sequence length.
+_FREE = (
+    *("max_positions", "init_std", "depth_scaled_init", "layer_loop", "remat", "ops_table", "allow_nki_on_trn1"),
+    *OPS,
+)
+_LLAMA3_SCALING = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_positions")
+
+
+def settings_of(program: RunProgram, *, tokenizer: Tokenizer, batches: TrainBatches) -> dict[str, Any]:
+    """Returns what a checkpoint records: config, resolved implementations, hashes of its inputs, and JAX's settings."""
+    words = os.environ.get("XLA_FLAGS", "").split()
+    flags = sorted(word for word in words if any(part in word.partition("=")[0] for part in _XLA_NUMERICS))
+    return {
+        "config": program.config.to_dict(),
+        "implementations": {key: getattr(program.model, key) for key in (*OPS, "remat", "layer_loop")},
+        "tokenizer_sha256": tokenizer.sha256,
+        "manifest": batches.manifest,
+        "jax": _jax_settings(_JAX_NUMERICS) | {"XLA_FLAGS": " ".join(flags)},
+        "jax_others": _jax_settings(_JAX_OTHERS),
+    }
+
+
+def _jax_settings(names: Sequence[str]) -> dict[str, Any]:
+    """Returns environment variable -> value, which a program may have set too, of those that this JAX has."""
+    return {name.upper(): getattr(jax.config, name) for name in names if hasattr(jax.config, name)}
+
+
+def jax_changes(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
+    """Returns a line for each JAX setting that differs from a checkpoint's, and may."""
+    now = current["jax_others"]
+    return differences({name: saved["jax_others"].get(name, value) for name, value in now.items()}, now)
+
+
+def refuse_drift(saved: dict[str, Any], current: dict[str, Any], *, step: int, workdir: pathlib.Path) -> None:
+    """Raises ValueError if the settings of the checkpoint at `step` in `workdir` differ from those of the run."""
+    if drift := _drift(saved, current, step=step):
+        lines = "\n  ".join(drift)
+        remedy = "give the changed run another folder with --workdir."
+        if not _drift(saved, current, step=step, branch=True):
+            remedy = (
+                "continue with the new ones in another folder: --workdir=NEW_FOLDER "
+                f"--config.train.branch_from={workdir}@{step}"
+            )
+        raise ValueError(
+            f"this run folder was trained with other settings:\n  {lines}\nRestore these settings, or {remedy}"
+        )
+
+
+def _drift(saved: dict[str, Any], current: dict[str, Any], *, step: int, branch: bool = False) -> list[str]:
+    """Returns a line for each setting that differs and must not, or, of a `branch`, is not in BRANCH_MAY_CHANGE.
+
+    A config key that is newer than the checkpoint counts as its default, an op as its current implementation, and a
+    setting of JAX as its current value.
+    """
+    saved = saved | {"config": _completed(saved["config"])}
+    for group in ("implementations", "jax"):
+        saved[group] = {name: saved[group].get(name, value) for name, value in current[group].items()}
+    if branch:
+        saved, current = (tree | {"validation_manifest": None} for tree in (saved, current))
+    drift = config_drift(saved, current, also=BRANCH_MAY_CHANGE if branch else ())
+    passed = batch_of_step(step, skipped_batches(saved["config"]["train"]["skip_steps"]))
+    return drift + _skip_drift(saved, current, step=step) + data_drift(saved, current, num_batches=passed)
+
+
+def _skip_drift(saved: dict[str, Any], current: dict[str, Any], *, step: int) -> list[str]:
+    """Returns a line if two settings of a run leave out other batches among those that it has passed after `step`."""
+    before, now = (tree["config"]["train"]["skip_steps"] for tree in (saved, current))
+    end = batch_of_step(step, skipped_batches(before)) + 1
+
+    def passed(skip_steps: str) -> list[range]:
+        return [range(part.start, min(part.stop, end)) for part in skipped_batches(skip_steps) if part.start < end]
+
+    if passed(before) == passed(now):
+        return []
+    return [
+        f"train.skip_steps: {before!r} in the checkpoint, {now!r} now, which differ before batch {end:,}; only later "
+        "batches may be added or removed, unless train.rewind_to is an earlier checkpoint"
+    ]
+
+
+def saved_config(saved: dict[str, Any]) -> Config:
+    """Returns the config in the settings of a checkpoint; keys newer than the checkpoint have their defaults."""
+    return resolve(_completed(saved["config"]))
+
+
+def _completed(kept: dict[str, Any]) -> dict[str, Any]:
+    defaults = {name: {f.name: f.default for f in dataclasses.fields(section)} for name, section in SECTIONS.items()}
+    return kept | {name: keys | kept.get(name, {}) for name, keys in defaults.items()}
+
+
+def write_settings(config: Config, workdir: pathlib.Path, *, remat: dict[str, Any] | None) -> None:
+    """Writes config, environment and, if `model.remat` is a budget, the choice made for it into the run folder.
+
+    A run that resumes with the tokenizer that its folder keeps still records the path of the file it was a copy of.
+    """
+    values = config.to_dict()
+    if pathlib.Path(config.data.tokenizer).parent == (workdir / kept_tokenizer.FOLDER).absolute():
+        values["data"]["tokenizer"] = path_checks.recorded_value(workdir, "data.tokenizer") or config.data.tokenizer
+    atomic_files.write_json(workdir / "config.json", values)
+    atomic_files.write_json(workdir / "environment.json", neuron_env.recorded(os.environ))
+    if remat is not None:
+        atomic_files.write_json(workdir / budget.RECORD_FILE, remat)
+
+
+def rewind(
+    config: Config,
+    workdir: pathlib.Path,
+    checkpointer: Checkpointer,
+    *,
+    settings: dict[str, Any],
+    ledger: Ledger | SilentLedger,
+) -> tuple[int, dict[str, Any]] | None:
+    """Returns as `Checkpointer.latest_metadata`, once no checkpoint is newer than `train.rewind_to`.
+
+    A newer one that was saved with the same `train.rewind_to`, and has left out the same batches, says that this was
+    done before: the same command can be started again. A start after a kill completes it. Rows, exports and data
+    positions after the step are set aside as those of every resumed run.
+
+    Raises:
+      ValueError: there is no such checkpoint, it is damaged, or its run had other settings; nothing was changed.
+    """
+    saved, target = checkpointer.latest_metadata(), config.train.rewind_to
+    if not target or (saved is not None and saved[0] == target):
+        return saved
+    asked, folder = f"train.rewind_to={target}", checkpointer.folder
+    if saved is not None and saved[0] > target and saved_config(saved[1]).train.rewind_to == target:
+        step, metadata = saved
+        if not _skip_drift(metadata, settings, step=step):
+            print(f"{asked}  ignored: it was done before the checkpoint of step {step} was saved")
+            return saved
+    _require_step(workdir, target, asked=asked)
+    assert saved is not None
+    if why := problem_on_disk(folder / str(target), deep=True):
+        raise ValueError(f"{asked}: that checkpoint is damaged ({why}). Set another one, or 0.")
+    metadata = saved_run(folder / str(target))["metadata"]
+    refuse_drift(metadata, settings, step=target, workdir=workdir)
+    newer = [step for step in saved_steps(folder) if step > target]
+    ledger.event("rewound", step=target, newest=saved[0], set_aside=newer)  # first: a kill must not leave it out
+    checkpointer.set_aside_after(target)
+    named = ", ".join(map(str, newer))
+    print(f"{asked}  the checkpoints of steps {named} are kept as *.rewound-*; later metrics rows move aside")
+    return target, metadata
+
+
+def open_branch(program: RunProgram, workdir: pathlib.Path, *, settings: dict[str, Any]) -> Restored:
+    """Returns the checkpoint of `train.branch_from`; copies the metrics of its run up to it into `workdir`.
+
+    Raises:
+      ValueError: there is no such checkpoint, it is damaged, or its run had another model, data or precision.
+    """
+    source, step = branch_source(program.config.train)
+    asked, folder = f"train.branch_from={program.config.train.branch_from}", pathlib.Path(source).expanduser()
+    if folder.absolute().resolve() == workdir.absolute().resolve():
+        raise ValueError(f"{asked} is the run folder itself; give the branch another one with --workdir.")
+    _require_step(folder, step, asked=asked)
+    checkpoint = folder.absolute() / "checkpoints" / str(step)
+    try:
+        found = find_saved(checkpoint)
+        if found is None:
+            raise ValueError(f"{checkpoint} is not a checkpoint.")
+        if drift := _drift(saved_run(found)["metadata"], settings, step=step, branch=True):
+            lines = "\n  ".join(drift)
+            raise ValueError(
+                f"that run had settings that a branch must keep:\n  {lines}\nRestore these settings; a branch may "
+                "change optimizer, train, parallel, held-out text, implementations and JAX settings."
+            )
+        restored = read_checkpoint(found, program.abstract_state)
+    except ValueError as error:
+        raise ValueError(f"{asked}: {error}") from None
+    if distributed.is_first():
+        copy_rows(folder, workdir, last_step=restored.step)
+    print(f"branch           from step {step} of {folder.absolute()}: its state, optimizer and data position")
+    return restored
+
+
+def _require_step(run: pathlib.Path, step: int, *, asked: str) -> None:
+    steps = saved_steps(run / "checkpoints")
+    if step not in steps:
+        there = f"it has those of {', '.join(map(str, steps))}" if steps else "it has none"
+        raise ValueError(f"{asked}: {run} has no checkpoint of step {step}; {there}.")
+
+
+def open_init(config: Config, tokenizer: Tokenizer, *, given: Collection[str] = ()) -> Weights:
+    """Opens the weights of `train.init_from`, fp32 masters if it has them; reads no arrays yet.
+
+    Args:
+      config: the config of the run.
+      tokenizer: the tokenizer of the run.
+      given: keys of the command line; those in `OF_FUNCTION` may differ from the model of the weights.
+
+    Raises:
+      ValueError: missing, damaged, or of another model or vocabulary; the message lists the differences.
+    """
+    path = config.train.init_from
+    try:
+        weights = open_weights(path, masters=True, fuse_qkv=config.model.fuse_qkv)
+    except ValueError as error:
+        raise ValueError(f"train.init_from: {error}") from None
+    changed = {key: getattr(config.model, key) for key in OF_FUNCTION if f"model.{key}" in given}
+    expected = dataclasses.replace(weights.model, **changed)
+    if others := differences(settings_of_weights(expected), settings_of_weights(config.model)):
+        lines = "\n  ".join(others)
+        raise ValueError(
+            f"train.init_from={path} holds the weights of another model:\n  {lines}\nSet these keys to the values "
+            "in the checkpoint, or leave them out; for model.fuse_qkv=False, import the weights with --nofuse_qkv."
+        )
+    if weights.tokenizer:
+        theirs = weights.open_tokenizer()
+        if not same_ids(theirs, tokenizer):
+            raise ValueError(
+                f"data.tokenizer={tokenizer.path} is not the tokenizer of train.init_from, {theirs.path}: their ids "
+                f"differ. Set data.tokenizer={theirs.path}."
+            )
+    return weights
+
+
+def with_weights(state: Any, weights: Weights) -> tuple[Any, dict[str, Any]]:
+    """Returns a new run's state with these weights, and the record of where they come from.
+
+    Dtypes and shardings are those of the randomly initialized weights, which are deleted.
+    """
+
+    def read(drawn: Any) -> Any:
+        [dtype] = {leaf.dtype for leaf in jax.tree.leaves(drawn)}
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, drawn)
+        for leaf in jax.tree.leaves(drawn):
+            leaf.delete()  # before the weights that replace them are read
+        return weights.restore(shardings, dtype=dtype)
+
+    state = state | {"params": read(state["params"])}
+    if "master" in state["opt_state"]:
+        state["opt_state"] = state["opt_state"] | {"master": read(state["opt_state"]["master"])}
+    print(f"weights          from {weights.folder}, step {weights.step}; the optimizer state is new")
+    return state, {"folder": str(weights.folder), "step": weights.step}
+
+
+def settings_of_weights(model: ModelConfig) -> dict[str, Any]:
+    """Returns the settings on which the weights of a model depend, by path: all but those in `_FREE`."""
+    free = _FREE if model.rope_scaling == "llama3" else _FREE + _LLAMA3_SCALING
+    return {f"model.{key}": value for key, value in vars(model).items() if key not in free}
+
+
+def check_new_run(workdir: pathlib.Path, *, ledger: Ledger | SilentLedger, begin_again: bool) -> None:
+    """Checks that a run without a checkpoint has never had one; process 0 calls it.
+
+    Raises:
+      ValueError: it had one, and `begin_again` is false.
+    """
+    last, step = _last_row(workdir), newest_saved(workdir)
+    if step and not begin_again:
+        raise ValueError(
+            f"{workdir / 'checkpoints'} holds no checkpoint, but one of step {step} was saved ({EVENTS_FILE}), and the "
+            f"rows reach step {last}. Put the checkpoints back; or give --begin_again to train from step 0, with the "
+            f"rows moved to {DISCARDED_FILE}; or give another --workdir."
+        )
+    if step:
+        ledger.event("rewound", step=0)
+    if last:
+        why = "--begin_again" if step else "no checkpoint was saved"
+        print(f"beginning again  at step 0 ({why}): rows up to step {last} move to {DISCARDED_FILE}")
+
+
+def report_losses(workdir: pathlib.Path, step: int, *, ledger: Ledger | SilentLedger) -> None:
+    """Prints what the folder lacks of a run that resumes at the checkpoint of `step`; process 0 calls it."""
+    newest = newest_saved(workdir)
+    if newest > step:
+        print(
+            f"the checkpoint of step {newest} is gone or damaged, and the rows reach step {_last_row(workdir)}: the "
+            f"newest one is of step {step}, and what follows is trained again"
+        )
+        ledger.event("rewound", step=step)
+    if newest != step:
+        ledger.event("saved", step=step)
+    print_missing_rows(workdir, step)
+    if damaged := damage(workdir / ROWS_FILE):
+        print(
+            f"{ROWS_FILE} has {len(damaged):,} damaged lines, which move to {DISCARDED_FILE}: their rows are missing "
+            f"({damaged[0]})"
+        )
+
+
+def print_missing_rows(workdir: pathlib.Path, step: int) -> None:
+    """Prints how many steps up to the checkpoint of `step` have no row."""
+    there = {row["step"] for row in read_rows(workdir / ROWS_FILE) if "loss" in row}
+    if missing := [each for each in range(1, step + 1) if each not in there]:
+        print(
+            f"{ROWS_FILE} lacks the rows of {len(missing):,} of the {step:,} steps up to the checkpoint (the first is "
+            f"step {missing[0]}); they stay missing"
+        )
+
+
+def newest_saved(workdir: pathlib.Path) -> int:
+    """Returns the step of the newest checkpoint in the events of a run; 0 if there was none."""
+    saved: set[int] = set()
+    for event in read_events(workdir):
+        if event["event"] == "saved":
+            saved.add(event["step"])
+        elif event["event"] == "rewound":
+            saved = {step for step in saved if step <= event["step"]}
+    return max(saved, default=0)
+
+
+def _last_row(workdir: pathlib.Path) -> int:
+    return max((row["step"] for row in read_rows(workdir / ROWS_FILE) if "loss" in row), default=0)
+
+
+def remove_partial_exports(workdir: pathlib.Path) -> None:
+    """Removes incomplete exports, which a kill leaves behind."""
+    for pattern in (f"*{SHARDS}", "*.partial"):
+        for path in (workdir / EXPORTS).glob(pattern):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def set_exports_aside(workdir: pathlib.Path, step: int) -> None:
+    """Moves exports of steps after `step` aside, as `metrics.rewind` moves rows: the run repeats these steps."""
+    for path in (workdir / EXPORTS).glob("*"):
+        if path.name.isdecimal() and int(path.name) > step:
+            aside = path.with_name(f"{path.name}.discarded")
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+            print(f"export of step {path.name} moved to {aside}: this run resumes from step {step}")

@@ -1,0 +1,165 @@
+"""What a run folder records: settings with which alone a run resumes, and checkpoints and rows that are missed if lost.
+
+A run never begins at step 0 again unless it was asked to.
+"""
+
+import json
+import pathlib
+import types
+
+import jax
+import pytest
+
+from hlat_jax import config as config_lib
+from hlat_jax.resolve import resolve
+from hlat_jax.run import resume
+from hlat_jax.run.goodput import EVENTS_FILE
+from hlat_jax.store.config_diff import MAY_CHANGE, config_drift
+from hlat_jax.store.metrics import ROWS_FILE
+
+START = {"pid": 1, "host": "n", "began": 0.0, "boot": "", "began_up": 0.0}
+SAVED = [("start", None), ("saved", 10), ("saved", 20)]
+
+
+class Events:
+    """The part of a ledger that a start needs."""
+
+    def __init__(self, folder):
+        self._path = folder / EVENTS_FILE
+
+    def event(self, name, **fields):
+        with open(self._path, "a") as file:
+            file.write(json.dumps({"event": name, "time": 0, **fields}) + "\n")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A function of the steps of its rows and its events: (run folder, its ledger)."""
+
+    def make(steps=(), events=()):
+        rows = [{"step": step, "loss": 1.0, "tokens": 7, "nonfinite": 0} for step in steps]
+        (tmp_path / ROWS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        ledger = Events(tmp_path)
+        for name, step in events:
+            ledger.event(name, **(START if name == "start" else {"step": step}))
+        return tmp_path, ledger
+
+    return make
+
+
+def test_lost_checkpoints_are_refused_until_asked_to_begin_again(folder, capsys):
+    workdir, ledger = folder(range(1, 26), SAVED)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"one of step 20 was saved \(events.jsonl\), and the rows reach step 25"):
+            resume.check_new_run(workdir, ledger=ledger, begin_again=False)
+    resume.check_new_run(workdir, ledger=ledger, begin_again=True)
+    resume.check_new_run(workdir, ledger=ledger, begin_again=False)  # it was killed before its first checkpoint
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == "beginning again  at step 0 (--begin_again): rows up to step 25 move to metrics.discarded.jsonl"
+    assert "(no checkpoint was saved)" in second
+
+
+def test_a_rewind_to_an_older_checkpoint_is_said_once(folder, capsys):
+    workdir, ledger = folder(range(1, 26), SAVED)
+    resume.report_losses(workdir, 10, ledger=ledger)
+    said = "the checkpoint of step 20 is gone or damaged, and the rows reach step 25: the newest one is of step 10"
+    assert said in capsys.readouterr().out
+    resume.report_losses(workdir, 10, ledger=ledger)
+    assert capsys.readouterr().out == ""
+    assert resume.newest_saved(workdir) == 10
+
+
+def test_missing_and_damaged_rows_are_said_when_a_run_resumes(folder, capsys):
+    workdir, ledger = folder([1, 2, 5, *range(7, 15)])
+    with open(workdir / ROWS_FILE, "ab") as rows:
+        rows.write(b'{"step": 10, "eval_loss\xa2: 5.0}\n{"step": 15, "lo')  # the last one was cut short by a kill
+    resume.report_losses(workdir, 12, ledger=ledger)
+    missing, damaged = capsys.readouterr().out.splitlines()
+    said = "metrics.jsonl lacks the rows of 3 of the 12 steps up to the checkpoint (the first is step 3); they stay "
+    assert missing == said + "missing"
+    said = "metrics.jsonl has 1 damaged lines, which move to metrics.discarded.jsonl: their rows are missing ("
+    assert damaged.startswith(f"{said}{workdir / ROWS_FILE}, line 12 is not JSON: 'utf-8' codec can't")
+
+
+def config_dict():
+    return resolve(config_lib.default()).to_dict()
+
+
+def test_every_key_of_a_config_is_compared_unless_it_may_change():
+    saved = json.loads(json.dumps(config_dict()))  # as it was through a file
+    assert config_drift(saved, config_dict()) == []
+    assert config_drift(saved, config_dict() | {"name": "other"}) == []
+    for section, keys in saved.items():
+        for key in keys if isinstance(keys, dict) else ():
+            current = config_dict()
+            current[section][key] = -7
+            path = f"{section}.{key}"
+            may_change = any(pathlib.PurePath(path).match(pattern) for pattern in MAY_CHANGE)
+            line = f"{path}: {keys[key]!r} in the checkpoint, -7 now"
+            assert config_drift(saved, current) == ([] if may_change else [line])
+    for path in ("model.num_layers", "precision.policy", "optimizer.peak_lr", "data.seq_len", "train.seed"):
+        assert path not in MAY_CHANGE
+    assert config_drift({"a": {}}, {"a": {"new": 1}}) == ["a.new: 'absent' in the checkpoint, 1 now"]
+
+
+def test_metadata_drift_compares_hashes_and_ignores_progress():
+    current = {"config": config_dict(), "tokenizer_sha256": "a", "manifest": {"files": ["x"], "hash": "b"}}
+    saved = json.loads(json.dumps(current)) | {"tokens": 12}
+    assert config_drift(saved, current) == []
+    [line] = config_drift(saved | {"tokenizer_sha256": "c"}, current)
+    assert line == "tokenizer_sha256: 'c' in the checkpoint, 'a' now"
+    assert config_drift(saved, current | {"manifest": {"files": ["y"], "hash": "b"}}) == []
+    [line] = config_drift(saved, current | {"manifest": {"files": ["x"], "hash": "d"}})
+    assert line == "manifest.hash: 'b' in the checkpoint, 'd' now"
+
+
+@pytest.fixture
+def refused(monkeypatch):
+    """A function of saved and current settings that returns why a run at step 1 cannot resume with them."""
+    monkeypatch.setattr(resume, "data_drift", lambda *_, **__: [])
+
+    def why(saved, current):
+        try:
+            resume.refuse_drift(saved, current, step=1, workdir=pathlib.Path("runs/x"))
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    return why
+
+
+def test_key_missing_from_an_old_checkpoint_counts_as_its_default(refused):
+    current = {"config": config_dict(), "implementations": {"attention": "blocked", "rope": "paired"}}
+    current |= {"tokenizer_sha256": "a", "manifest": {}, "jax": {"JAX_ENABLE_X64": True}}
+    saved = json.loads(json.dumps(current)) | {"jax": {}}
+    del saved["config"]["model"]["rope"], saved["implementations"]["rope"]
+    assert refused(saved, current) == ""
+    current["config"]["model"]["rope"] = "reference"
+    assert "model.rope: 'auto' in the checkpoint, 'reference' now" in refused(saved, current)
+
+
+def test_jax_settings_that_change_a_step_are_refused_and_others_are_said(monkeypatch, refused):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_a=1 --xla_cpu_enable_fast_math=false")
+    inputs = {
+        "program": types.SimpleNamespace(config=resolve(config_lib.default()), model=config_lib.default().model),
+        "tokenizer": types.SimpleNamespace(sha256="a"),
+        "batches": types.SimpleNamespace(manifest={}),
+    }
+    saved = json.loads(json.dumps(resume.settings_of(**inputs)))
+    for change, expected in (
+        (jax.default_matmul_precision("highest"), "DEFAULT_MATMUL_PRECISION: None in the checkpoint, 'highest' now"),
+        (jax.enable_x64(True), "JAX_ENABLE_X64: False in the checkpoint, True now"),
+    ):
+        with change:
+            current = resume.settings_of(**inputs)
+        assert expected in refused(saved, current)
+        assert "--config.train.branch_from=runs/x@1" in refused(saved, current)
+        assert resume.jax_changes(saved, current) == []
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true --xla_b=1")
+    fast = resume.settings_of(**inputs)
+    assert "jax.XLA_FLAGS: '--xla_cpu_enable_fast_math=false' in the checkpoint" in refused(saved, fast)
+    monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+    with jax.threefry_partitionable(False):
+        current = resume.settings_of(**inputs)
+    assert refused(saved, current) == ""
+    assert resume.jax_changes(saved, current) == ["JAX_THREEFRY_PARTITIONABLE: True in the checkpoint, False now"]
