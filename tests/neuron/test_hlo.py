@@ -194,7 +194,7 @@ def test_command_writes_modules_and_a_compile_script(tmp_path, monkeypatch, caps
     env = os.environ | {"PATH": f"{compiler.parent}:{os.environ['PATH']}"}
     called = subprocess.run([script], env=env, cwd="/", capture_output=True, text=True, check=True).stdout.split()
     assert called[:5] == [str(out / "eval.device"), "compile", "../eval.device.hlo", "--framework", "XLA"]
-    assert {"--instance=trn2", "--logical-nc-config=1", "--auto-cast=none"} <= set(called)
+    assert {"--target=trn2", "--logical-nc-config=1", "--auto-cast=none"} <= set(called)
     assert not any(word.startswith(("--cache_dir", "--retry")) for word in called)
     called = subprocess.run([script, "eval.whole.hlo"], env=env, capture_output=True, text=True, check=True).stdout
     assert "../eval.whole.hlo" in called

@@ -173,7 +173,7 @@ class Flagged:
     flags: str
 
 
-OVERLAP = "--instance=trn1 --enable-ccop-compute-overlap"
+OVERLAP = "--target=trn1 --enable-ccop-compute-overlap"
 
 
 def contracted(dims, rows):
@@ -263,7 +263,7 @@ CASES = {
         (lambda x, mask: jnp.where(mask[:, None], jnp.flip(x, -1), x), X, shape(4, dtype=jnp.bool)),
     ),
     "KB05": (gather_at("i64"), gather_at("i32")),
-    "KB06": (Flagged(native_kernel(__file__), OVERLAP), Flagged(native_kernel(__file__), "--instance=trn1")),
+    "KB06": (Flagged(native_kernel(__file__), OVERLAP), Flagged(native_kernel(__file__), "--target=trn1")),
     "CC01": (summed_over(17), summed_over(16)),
     "CC02": (ring(32, 10), ring(8, 1)),
     "CC04": (
