@@ -179,7 +179,7 @@ def open_run(
     Raises:
       ValueError: a config, data, machine or folder that cannot be trained with; nothing was changed.
     """
-    config = positions.with_choices_of_run(config, workdir)
+    config = positions.with_order_of_run(config, workdir)
     program = fitting_program(config, jax.devices())
     layout = program.layout
     tokenizer = Tokenizer(config.data.tokenizer, vocab_size=config.model.vocab_size)
