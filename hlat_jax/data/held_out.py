@@ -159,11 +159,14 @@ def _rows(
     total, skipped = len(source.documents), []
     limit = max(READ_TOKENS, 2 * num_rows * data.seq_len) if num_rows else None
     documents, bytes_of, num_documents = _read(source, data, tokenizer=tokenizer, limit=limit, skipped=skipped)
+    options = {"num_documents": len(documents), "encode": iter, "position": np.zeros(4, np.int64), "max_bad": 1}
     if data.packing == "documents":
-        made = packing.documents_epoch(documents, encode=iter, windows=windows(data, tokenizer))
+        stream = packing.DocumentsStream(
+            lambda _, number: documents[number], windows=windows(data, tokenizer), **options
+        )
     else:
-        made = packing.concat_epoch(documents, encode=iter, seq_len=data.seq_len)
-    made = list(made)
+        stream = packing.ConcatStream(lambda _, number: documents[number], seq_len=data.seq_len, **options)
+    made = list(packing.first_epoch(stream)) if documents else []
     is_sample = 0 < num_rows < len(made)
     taken = [made[index] for index in evenly_spaced(len(made), num_rows)] if is_sample else made
     spans = [span for row in taken for span in row.spans]

@@ -20,8 +20,6 @@ import math
 import re
 from collections.abc import Sequence
 
-import numpy as np
-
 from hlat_jax.facts.names import nearest
 
 UNNAMED = "all"
@@ -260,21 +258,6 @@ class Mixture:
     def _selected(self, stage: int, row: int, batch: int) -> int:
         point = (row * _STEP_ROW + batch * _STEP_BATCH) % _UNIT
         return bisect.bisect_right(self._bounds[stage], point)
-
-    def row_counts(self, row: int, *, num_batches: int) -> np.ndarray:
-        """Returns int64[sources]: how often each source fills row `row` of the first `num_batches` batches, if all rows
-        are full."""
-        counts, begin = np.zeros(len(self.names), np.int64), 0
-        ends = [stage.until_step for stage in self.stages[:-1]]
-        for bounds, end in zip(self._bounds, [*ends, num_batches], strict=True):
-            end = min(end, num_batches)
-            for start in range(begin, end, 1 << 20):
-                batches = np.arange(start, min(start + (1 << 20), end), dtype=np.uint64)
-                points = batches * np.uint64(_STEP_BATCH) + np.uint64(row * _STEP_ROW % _UNIT)  # modulo 2**64
-                inner = np.asarray([bound for bound in bounds if bound < _UNIT], np.uint64)  # 2**64 does not fit
-                counts += np.bincount(np.searchsorted(inner, points, side="right"), minlength=len(counts))
-            begin = max(begin, end)
-        return counts
 
     def describe(self) -> str:
         """Returns the shares of all stages in one line."""

@@ -1,4 +1,4 @@
-"""Data positions by batch: recorded in the run folder or its checkpoints, or computed from document lengths.
+"""Data positions by batch, as the run folder or its checkpoints record them.
 
 `<run folder>/positions/<number>.npz` holds the position after that many batches and the identity of the data it belongs
 to, up to there (see streams). Step k trains batch k, or a later one where `train.skip_steps` has left out some.
@@ -16,15 +16,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from hlat_jax.config import HELD_OUT, Config
-from hlat_jax.data.sources import TokenRows
-from hlat_jax.data.streams import NUM_FIELDS, Definition, identity
+from hlat_jax.config import Config
+from hlat_jax.data.streams import identity
 from hlat_jax.store.atomic_files import write_whole
 from hlat_jax.store.checkpoint_checks import RUN_FILE, RUN_ITEM, saved_run
 
 FOLDER = "positions"
 _CHECKPOINTS = "checkpoints"
-_DOCUMENTS_AT_ONCE = 4096
 
 Identity = Callable[[int], str]  # of the data, up to a step
 
@@ -67,69 +65,19 @@ def check_identity(workdir: pathlib.Path, step: int, *, data_identity: Identity)
     return _first(files, workdir, data_identity=data_identity) is not None
 
 
-def with_choices_of_run(config: Config, workdir: pathlib.Path) -> Config:
-    """Returns the config with the choices of the run in `workdir`; prints which keys of `config` are ignored.
-
-    data.shuffle_by is that of the run, "document" if it is older than the key. So is data.validation if it would hold
-    out HELD_OUT of data.train and the run was validated on text of the package: older versions kept that beside other
-    training text.
-    """
+def with_order_of_run(config: Config, workdir: pathlib.Path) -> Config:
+    """Returns the config with data.shuffle_by of the run in `workdir`; prints that of `config` if it is ignored."""
     saved = max(_saved(workdir), default=None)
     if saved is None:
         return config
     try:
-        data = saved_run(saved[1].parents[1])["metadata"]["config"]["data"]
+        kept = saved_run(saved[1].parents[1])["metadata"]["config"]["data"]["shuffle_by"]
     except (OSError, ValueError, KeyError):  # damaged; whoever restores it reports that
         return config
-    kept = {"shuffle_by": data.get("shuffle_by", "document")}
-    if config.data.validation == HELD_OUT and data.get("validation", "").startswith("package:"):
-        kept["validation"] = data["validation"]
-    for key, value in kept.items():
-        if value != (given := getattr(config.data, key)):
-            print(f"data.{key:<10}  {given} is ignored: this run began with {value}")
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, **kept))
-
-
-def compute(
-    definition: Definition,
-    row: int,
-    *,
-    batch: int,
-    seq_len: int,
-    lengths: Sequence[np.ndarray],
-    start: np.ndarray | None = None,
-) -> np.ndarray:
-    """Returns int64[1 + 6 S]: the position of row `row` before batch `batch` under `concat`, from document lengths.
-
-    Reads no document. `start` is the position of that row before an earlier batch; None: the beginning. `lengths`:
-    tokens of each document with EOS, one array per source.
-    """
-    position = np.zeros(1 + NUM_FIELDS * len(lengths), np.int64) if start is None else start.copy()
-    begun, position[0] = int(position[0]), batch
-    counts = definition.mixture.row_counts(row, num_batches=batch)
-    counts -= definition.mixture.row_counts(row, num_batches=begun)
-    for source, num_rows in enumerate(counts):
-        fields = position[1 + NUM_FIELDS * source :][:NUM_FIELDS]
-        epoch, document, token, skipped, emitted, owed = (int(value) for value in fields)
-        num_own = definition.num_entries(source, row=row)
-        if isinstance(definition.sources[source].documents, TokenRows):  # each is one row
-            epoch, document = divmod(epoch * num_own + document + int(num_rows), num_own)
-            fields[:] = (epoch, document, 0, skipped, emitted + int(num_rows) * seq_len, owed)
-            continue
-        place = token + int(num_rows) * seq_len  # from the beginning of `document`
-        while True:
-            entries = range(document, min(document + _DOCUMENTS_AT_ONCE, num_own))
-            numbers = [definition.document(source, row=row, epoch=epoch, entry=entry) for entry in entries]
-            ends = np.cumsum(lengths[source][numbers], dtype=np.int64)
-            if place < ends[-1]:
-                break
-            place, document = place - int(ends[-1]), entries.stop
-            if document == num_own:
-                epoch, document = epoch + 1, 0
-        passed = int(np.searchsorted(ends, place, side="right"))
-        token = place - (int(ends[passed - 1]) if passed else 0)
-        fields[:] = (epoch, document + passed, token, skipped, emitted + int(num_rows) * seq_len, owed)
-    return position
+    if kept == config.data.shuffle_by:
+        return config
+    print(f"data.shuffle_by  {config.data.shuffle_by} is ignored: this run began with {kept}")
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, shuffle_by=kept))
 
 
 def _indexed(workdir: pathlib.Path) -> Iterator[tuple[int, pathlib.Path]]:

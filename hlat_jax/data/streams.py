@@ -279,7 +279,9 @@ class Definition:
         self.mixture = Mixture(names, stages=stages, num_rows=data.batch_size)
         self.sources = open_sources(data, key="data.train", tokenizer=tokenizer, index_folder=index_folder)
         self._data, self._tokenizer, self._retries = data, tokenizer, retries or Retries()
-        self.manifest = joint_manifest(self.sources) | {"order": algorithm_hash() if data.shuffle else None}
+        self.manifest = joint_manifest(self.sources) | {
+            "order": algorithm_hash(shuffles_rows=_shuffles_rows(data)) if data.shuffle else None
+        }
 
     def identity(self, num_batches: int) -> str:
         """Returns the identity of the data up to `num_batches`, see `identity`."""

@@ -19,7 +19,7 @@ from hlat_jax.data import packing, positions
 from hlat_jax.data.build import peek
 from hlat_jax.data.formats.paths import asset_path
 from hlat_jax.data.loader import TrainBatches, batch_hash, make_batch
-from hlat_jax.data.streams import NUM_FIELDS, identity
+from hlat_jax.data.streams import identity
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.resolve import resolve
 from hlat_jax.store import progress
@@ -211,32 +211,7 @@ def test_identity_depends_only_on_what_determines_batches(config):
                 of(tokenizer_sha256="u"), of(num_batches=13)}) == 5  # fmt: skip
 
 
-def test_positions_computed_from_lengths_match_the_streams(config, texts, monkeypatch):
-    monkeypatch.setattr(positions, "_DOCUMENTS_AT_ONCE", 3)
-    data = resolve(config).data
-    batches = TrainBatches(data, tokenizer=TOKENIZER)
-    lengths = []
-    for own in texts.values():
-        tokens = [packing.document_tokens(text, tokenizer=TOKENIZER, max_chars=300) for text in own]
-        lengths.append(np.asarray([sum(map(len, pieces)) for pieces in tokens], np.int32))
-    known = batches.get_state()
-    for batch in range(300):
-        for row, place in zip(batches.rows, batches.get_state(), strict=True):
-            if batch % 29 == 0:
-                options = {"batch": batch, "seq_len": data.seq_len, "lengths": lengths}
-                found = positions.compute(batches.definition, row, **options)
-                np.testing.assert_array_equal(found, place)
-                for start in (known[row], place):  # from an earlier one, and from itself
-                    found = positions.compute(batches.definition, row, start=start, **options)
-                    np.testing.assert_array_equal(found, place)
-        if batch % 41 == 0:
-            known = batches.get_state()
-        batches.next_rows()
-    assert batches.get_state()[:, 1::NUM_FIELDS].min() >= 2  # epochs of both sources
-    batches.close()
-
-
-def test_stored_ids_give_the_same_batches_and_peek_without_replay(config, texts, tmp_path, capsys):
+def test_stored_ids_give_the_same_batches(config, texts, tmp_path, capsys):
     config.train.num_steps = 40
     resolved = resolve(config)
     facts = {"tokenizer_sha256": TOKENIZER.sha256, "vocab_size": 2048, "eos_id": 2, "max_document_chars": 300}
@@ -246,16 +221,8 @@ def test_stored_ids_give_the_same_batches_and_peek_without_replay(config, texts,
     config.data.train = f"web={tmp_path}/ids_web;code={tmp_path}/ids_code"
     stored = resolve(config)
     _, out = shown(stored, tmp_path / "none", capsys, step=40)
-    assert "position: computed from the lengths of the stored ids, nothing to replay" in out
     _, from_text = shown(resolved, tmp_path / "none", capsys, step=40)
     assert out.split("\nbatch ")[1][:32] == from_text.split("\nbatch ")[1][:32]  # the hash of the batch
-    batches, position = batches_before(stored.data, 31)
-    (tmp_path / "none").mkdir()
-    positions.write(tmp_path / "none", 30, position=position, data_identity=batches.definition.identity(30))
-    batches.close()
-    _, since = shown(stored, tmp_path / "none", capsys, step=40)
-    assert f"the stored ids (starting at step 30, {tmp_path}/none/positions/30.npz), nothing to replay" in since
-    assert since.split("\nrow 0", 1)[1] == out.split("\nrow 0", 1)[1]
     positions.write(tmp_path, 2, position=np.zeros(1), data_identity="of other data")
     with pytest.raises(ValueError, match=r"2.npz belongs to a run on other data"):
         shown(stored, tmp_path, capsys, step=40)

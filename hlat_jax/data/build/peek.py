@@ -1,8 +1,7 @@
 """`python -m hlat_jax.data peek --config=NAME --step=N [--row=R]`: prints the text that a step trains on.
 
-Starts at the nearest position that the run recorded and replays the batches in between, or computes the position where
-token ids are stored. Writes nothing to the run folder except the line index of a new or changed JSONL file, if the
-run keeps such indices and the folder is writable.
+Starts at the nearest position that the run recorded and replays the batches in between. Writes nothing to the run
+folder except the line index of a new or changed JSONL file, if the run keeps such indices and the folder is writable.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def peek(config: config_lib.Config, workdir: pathlib.Path, *, step: int, row: in
             f"--step={step} is beyond the last step of the run, train.num_steps={config.train.num_steps}; give a step "
             "of the run, or set that key."
         )
-    config = positions.with_choices_of_run(config, workdir)
+    config = positions.with_order_of_run(config, workdir)
     data = config.data
     tokenizer = Tokenizer(data.tokenizer, vocab_size=config.model.vocab_size)
     rows = list(range(data.batch_size)) if row is None else [row]
@@ -47,7 +46,7 @@ def peek(config: config_lib.Config, workdir: pathlib.Path, *, step: int, row: in
         print(f"step {step} of {config.name}: {data.batch_size} rows of {data.seq_len} tokens, packing {data.packing}")
         if not is_recorded:
             print(f"run: {workdir} has no position or checkpoint, so there is no run to compare with")
-        replayed = _seek(batches, workdir, step=step, data=data)
+        replayed = _seek(batches, workdir, step=step)
         with show_progress("replaying") as status:
             for number in range(replayed):
                 batches.next_rows()
@@ -62,19 +61,10 @@ def peek(config: config_lib.Config, workdir: pathlib.Path, *, step: int, row: in
     return _compare(batch_hash(make_batch([packed for _, packed in made]), rows=rows), workdir, step)
 
 
-def _seek(batches: TrainBatches, workdir: pathlib.Path, *, step: int, data: config_lib.DataConfig) -> int:
+def _seek(batches: TrainBatches, workdir: pathlib.Path, *, step: int) -> int:
     """Moves to the nearest recorded position before the batch of `step`; returns how many batches must be replayed."""
-    definition, before = batches.definition, step - 1
-    lengths = [source.documents.token_lengths() for source in definition.sources]
-    kept = positions.nearest(workdir, before, data_identity=definition.identity)
-    if data.packing == "concat" and all(length is not None for length in lengths):
-        options = {"batch": before, "seq_len": data.seq_len, "lengths": lengths}
-        begins = [None if kept is None else kept[1][row] for row in batches.rows]
-        rows = zip(batches.rows, begins, strict=True)
-        batches.set_state(np.stack([positions.compute(definition, row, start=start, **options) for row, start in rows]))
-        since = f" (starting at step {kept[0]}, {kept[2]})" if kept else ""
-        print(f"position: computed from the lengths of the stored ids{since}, nothing to replay")
-        return 0
+    before = step - 1
+    kept = positions.nearest(workdir, before, data_identity=batches.definition.identity)
     if kept is None:
         replayed = counted(before, "batch")
         print(f"position: the beginning (none is recorded in {workdir}), replaying {replayed}", flush=True)
