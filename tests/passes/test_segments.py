@@ -76,21 +76,18 @@ def test_blocks_are_found_inside_jit_and_as_calls_of_jit():
     assert kinds_in(nested, *arguments()) == kinds_in(functools.partial(unrolled, block=block), *arguments()) == [0] * L
 
 
-def test_blocks_of_other_widths_are_other_kinds_and_equal_ones_share_names():
+def test_kinds_of_blocks_differ_by_width_and_not_by_literals_or_indices():
     narrow, x = arguments()
     wide = arguments(hidden=2 * F)[0]
     assert kinds_in(unrolled, [*narrow, *wide, *narrow], x) == [0] * L + [1] * L + [0] * L
 
-
-def test_literals_and_static_indices_leave_blocks_equal():
     def indexed(stacked, x):
         for at in range(L):
             one = jax.tree.map(lambda leaf, at=at: leaf[at], stacked)
             x = mlp_block(one, x) * (1 + at)
         return jnp.mean(x)
 
-    params, x = arguments()
-    assert kinds_in(indexed, jax.tree.map(lambda *leaves: jnp.stack(leaves), *params), x) == [0] * L
+    assert kinds_in(indexed, jax.tree.map(lambda *leaves: jnp.stack(leaves), *narrow), x) == [0] * L
 
 
 def layer(params, x):
@@ -99,12 +96,9 @@ def layer(params, x):
     return x + jax.nn.softmax(q @ k.T) @ v @ params["out"]
 
 
-def test_parallel_products_of_one_layer_are_not_segments():
+def test_a_function_without_blocks_or_products_has_no_segments():
     params = {name: jnp.ones((D, D)) for name in ("q", "k", "v", "out")}
     assert found_in(layer, params, jnp.ones((ROWS, D))) == []
-
-
-def test_a_function_without_blocks_or_products_has_no_segments():
     assert found_in(lambda x: jnp.sum(jnp.sin(jnp.cos(jnp.sin(jnp.cos(x))))), jnp.ones(8)) == []
     with pytest.raises(ValueError, match=r"<lambda> has no blocks that repeat; set region='whole'"):
         remat.regions(lambda x: jnp.sin(x), NOTHING, region="segments")(jnp.ones(8))
@@ -142,25 +136,18 @@ def test_own_checkpoints_are_segments_and_are_not_nested():
     assert nested > single
 
 
-@pytest.mark.quick_cases("moe-kinds3", "gnn-kinds4")
-@pytest.mark.parametrize(
-    ("name", "kinds"),
-    [
-        ("nanodo", [0, 0]),
-        ("lm1b", [0, 0]),
-        ("vit", [0, 0]),
-        ("moe", [0, 0]),
-        ("gnn", [0, 0, 0]),
-        ("unet", []),
-        ("odeint", []),
-    ],
-)
-def test_blocks_of_models_in_public_styles_are_found(name, kinds):
+KINDS = {"moe": [0, 0], "gnn": [0, 0, 0], "nanodo": [0, 0], "vit": [0, 0], "unet": [], "odeint": []}
+
+
+@pytest.mark.quick_cases("quick")
+@pytest.mark.parametrize("names", [("moe", "gnn"), [*KINDS][2:]], ids=["quick", "others"])
+def test_blocks_of_models_in_public_styles_are_found(names):
     pytest.importorskip("equinox")
     from foreign.models import MODELS  # not at the top: Equinox is not installed everywhere
 
-    loss, params, batch = MODELS[name](small=True)
-    assert kinds_in(loss, params, batch) == kinds
+    for name in names:
+        loss, params, batch = MODELS[name](small=True)
+        assert kinds_in(loss, params, batch) == KINDS[name], name
 
 
 # What they compute
@@ -222,50 +209,25 @@ def test_blocks_with_integers_keys_and_frozen_weights_have_the_same_gradients():
 
 
 @pytest.mark.slow
-def test_second_derivatives_and_vmap_pass_through_segments():
+def test_forward_mode_higher_derivatives_and_vmap_pass_through_segments():
     params, x = arguments(dim=4, hidden=6, rows=3)
-    planned = remat.regions(unrolled, NOTHING, region="segments")
-
-    def curvature(fn):
-        return jax.jit(jax.grad(lambda x: jnp.sum(jax.grad(fn, argnums=1)(params, x) ** 2)))(x)
-
-    assert_same(curvature(unrolled), curvature(planned), rtol=1e-4)
-    batched = jnp.stack([x, 2 * x])
-    wanted, got = (jax.jit(jax.vmap(jax.grad(fn), in_axes=(None, 0)))(params, batched) for fn in (unrolled, planned))
-    assert_same(wanted, got, rtol=1e-4)
-
-
-@pytest.mark.slow
-def test_forward_mode_passes_through_segments():
-    params, x = arguments(dim=4, hidden=6, rows=3)
-    planned = remat.regions(unrolled, NOTHING, region="segments")
-
-    for transform in (
-        lambda fn: jax.jvp(fn, (params, x), (params, x)),
-        lambda fn: jax.hessian(fn, argnums=1)(params, x),
-        lambda fn: jax.jacfwd(jax.jacfwd(fn, argnums=1), argnums=1)(params, x),
-        lambda fn: jax.jacrev(jax.jacfwd(fn, argnums=1), argnums=1)(params, x),
-    ):
-        wanted, got = (jax.jit(functools.partial(transform, fn))() for fn in (unrolled, planned))
-        assert_same(wanted, got, rtol=1e-4)
-
-
-@pytest.mark.slow
-def test_gradients_of_a_mapped_function_with_a_named_axis_pass_through_segments():
-    params, x = arguments(dim=4, hidden=6, rows=3)
+    both = jnp.stack([x, 2 * x])
     averaged = functools.partial(unrolled, block=lambda one, x: mlp_block(one, jax.lax.pmean(x, "rows")))
-    planned = remat.regions(averaged, NOTHING, region="segments")
 
-    def mapped(fn):
-        return jax.vmap(fn, in_axes=(None, 0), axis_name="rows")
+    def summed(fn, params, both):
+        return jnp.sum(jax.vmap(fn, in_axes=(None, 0), axis_name="rows")(params, both))
 
-    wanted, got = (
-        jax.jit(jax.grad(lambda params, x, fn=fn: jnp.sum(mapped(fn)(params, x)), argnums=(0, 1)))(
-            params, jnp.stack([x, 2 * x])
-        )
-        for fn in (averaged, planned)
-    )
-    assert_same(wanted, got, rtol=1e-4)
+    for plain, transform in (
+        (unrolled, lambda fn: jax.jvp(fn, (params, x), (params, x))),
+        (unrolled, lambda fn: jax.hessian(fn, argnums=1)(params, x)),
+        (unrolled, lambda fn: jax.jacfwd(jax.jacfwd(fn, argnums=1), argnums=1)(params, x)),
+        (unrolled, lambda fn: jax.grad(lambda x: jnp.sum(jax.grad(fn, argnums=1)(params, x) ** 2))(x)),
+        (unrolled, lambda fn: jax.vmap(jax.grad(fn), in_axes=(None, 0))(params, both)),
+        (averaged, lambda fn: jax.grad(functools.partial(summed, fn), argnums=(0, 1))(params, both)),
+    ):
+        planned = remat.regions(plain, NOTHING, region="segments")
+        wanted, got = (jax.jit(functools.partial(transform, fn))() for fn in (plain, planned))
+        assert_same(wanted, got, rtol=1e-4)
 
 
 @pytest.mark.slow
