@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pathlib
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from hlat_jax.store.config_diff import differences
 from hlat_jax.store.progress import Status
 from hlat_jax.weights.hf_files import companions
 from hlat_jax.weights.trained import Weights, leaves_by_name, open_weights
-from hlat_jax.weights.weights_folder import WeightsInfo, new_weights
+from hlat_jax.weights.weights_folder import new_weights
 
 _BLOCK = 1 << 22  # elements: 16 MiB of fp32
 
@@ -39,9 +40,8 @@ def average(paths: Sequence[str | os.PathLike], out: pathlib.Path, *, status: St
     first, status = found[0], status or Status()
     files, tokenizer = _files(first)
     origin = {"average_of": [{"folder": str(each.folder), "step": each.step} for each in found]}
-    step = max(each.step for each in found)
-    about = WeightsInfo(first.model, step, tokenizer, origin, first.begins_with_bos, first.stop_ids)
-    with new_weights(out, about=about, files=files) as leaves:
+    described = dataclasses.replace(first, step=max(each.step for each in found), tokenizer=tokenizer)
+    with new_weights(out, described, origin=origin, files=files) as leaves:
         for name, leaf in leaves_by_name(first.arrays).items():
             mean = first.read(name).astype(np.float32)
             for count, other in enumerate(found[1:], start=2):

@@ -130,8 +130,17 @@ class Exporter:
             return nested({name: _whole(mine[name], leaf) for name, leaf in leaves_by_name(abstract).items()})
 
         c, workdir = self._config, self.folder.parent
-        about = (c.model, step, c.data.tokenizer, self._tokenizer_sha256)
-        weights = Weights(workdir, *about, arrays, read, c.data.prepend_bos, **kept_companions(workdir))
+        weights = Weights(
+            folder=workdir,
+            model=c.model,
+            step=step,
+            tokenizer=c.data.tokenizer,
+            tokenizer_sha256=self._tokenizer_sha256,
+            begins_with_bos=c.data.prepend_bos,
+            arrays=arrays,
+            _read=read,
+            **kept_companions(workdir),
+        )
         export_checkpoint(weights, self.folder / str(step))
         shutil.rmtree(shards, ignore_errors=True)
         return dtype

@@ -13,10 +13,11 @@ from hlat_jax.config import ModelConfig
 from hlat_jax.run import costs
 from hlat_jax.store.progress import Status
 from hlat_jax.weights import hf_names
-from hlat_jax.weights.hf_files import begins_texts_with_bos, companions, ids_that_end_a_text, tokenizer_file
+from hlat_jax.weights.description import describe_hugging_face
+from hlat_jax.weights.hf_files import companions
 from hlat_jax.weights.hf_reading import HFCheckpoint, open_checkpoint
 from hlat_jax.weights.trained import leaves_by_name, nested
-from hlat_jax.weights.weights_folder import WeightsInfo, new_weights
+from hlat_jax.weights.weights_folder import new_weights
 
 
 def load(
@@ -52,10 +53,8 @@ def import_checkpoint(found: HFCheckpoint, out: pathlib.Path, *, status: Status 
     """
     model, status = found.model, status or Status()
     origin = {"imported_from": str(found.folder.absolute()), "dtypes": sorted({t.code for t in found.tensors.values()})}
-    with_bos, stop_ids = begins_texts_with_bos(found.folder), ids_that_end_a_text(found.folder)
-    tokenizer = tokenizer_file(found.folder, vocab_size=model.vocab_size)
-    about = WeightsInfo(model, 0, tokenizer, origin, with_bos, stop_ids)
-    with new_weights(out, about=about, files=companions(found.folder)) as leaves:
+    described = describe_hugging_face(found.folder, model)
+    with new_weights(out, described, origin=origin, files=companions(found.folder)) as leaves:
         for entry in hf_names.table(model):
             shape = (model.num_layers, *entry.shape) if entry.stacked else entry.shape
             with leaves.leaf(entry.leaf, shape, found.dtype) as write:

@@ -108,7 +108,7 @@ def open_checkpoint(
             f"{path}: {', '.join(f'{key}={found[key]!r}' for key in unknown)} are unknown to this converter "
             "and may change the computation; without --strict they are kept and ignored."
         )
-    warning = f"{path}: {', '.join(unknown)} are unknown to this converter and assumed to change no result."
+    warning = f"{path}: {_some(unknown)} are unknown to this converter and assumed to change no result."
     tensors = _tensors(folder)
     notes = []
     derived = [name for name in tensors if name.endswith(hf_names.DERIVED)]
