@@ -81,10 +81,12 @@ def prepare(values: flags.FlagValues) -> None:
 
 
 def prepare_for(parallel: ParallelConfig) -> None:
-    """Sets and logs Neuron's environment variables if its devices are used; call it before JAX is imported.
+    """Sets and logs Neuron's environment variables if its devices are used and JAX is not imported yet.
 
     Casts round to nearest, whatever the training run used: no weights are updated.
     """
+    if "jax" in sys.modules:
+        return
     if neuron_topology.instance_to_serve("", os.environ.get("JAX_PLATFORMS", ""), machine=neuron_topology.HERE):
         print(neuron_env.prepare(PrecisionConfig("mixed"), parallel), file=sys.stderr, flush=True)
 
