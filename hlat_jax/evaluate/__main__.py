@@ -88,10 +88,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _run_tasks(values: flags.FlagValues) -> None:
-    from hlat_jax.evaluate.tasks import TaskOptions, Tasks, report
+    from hlat_jax.evaluate.tasks import Tasks, report
 
     os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported: one bar, which is ours
-    tasks = Tasks(values.tasks, TaskOptions(values.num_fewshot, values.limit, values.tasks_folder))
+    tasks = Tasks(values.tasks, num_fewshot=values.num_fewshot, limit=values.limit, folder=values.tasks_folder)
     tasks.load()  # first, so that it fails before the model is loaded, which takes longer
     with show_progress("opening the model"):
         trained = inference.trained_model(values)

@@ -18,7 +18,7 @@ from typing import Any
 
 from hlat_jax.config import Config
 from hlat_jax.data.tokenizer import Tokenizer
-from hlat_jax.evaluate.tasks import TaskOptions, Tasks, require_harness
+from hlat_jax.evaluate.tasks import Tasks, require_harness
 from hlat_jax.generate.inference import TrainedModel
 from hlat_jax.parallel.sharding import Layout
 from hlat_jax.store.progress import Status
@@ -42,10 +42,8 @@ class TasksInTraining:
             raise ValueError(f"train.eval_tasks={t.eval_tasks}: {error}") from None
         os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported: no progress bars between our lines
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
-        options = TaskOptions(
-            limit=t.eval_tasks_limit, folder=t.eval_tasks_folder, standard_errors=False, key="train.eval_tasks"
-        )
-        self._tasks = Tasks(t.eval_tasks.split(","), options)
+        options = {"limit": t.eval_tasks_limit, "folder": t.eval_tasks_folder, "key": "train.eval_tasks"}
+        self._tasks = Tasks(t.eval_tasks.split(","), standard_errors=False, **options)
         self._config, self._layout, self._tokenizer = config, layout, tokenizer
         self._model: Any = None
         self.status = Status()

@@ -43,7 +43,7 @@ from hlat_jax.evaluate import lm_eval_compat, suites, tasks
 from hlat_jax.evaluate.harness import HarnessModel
 from hlat_jax.evaluate.in_training import TasksInTraining
 from hlat_jax.evaluate.model_type import ModelType
-from hlat_jax.evaluate.tasks import TaskOptions, Tasks
+from hlat_jax.evaluate.tasks import Tasks
 from hlat_jax.generate.inference import open_model
 from hlat_jax.hf.exporting import export_checkpoint
 from hlat_jax.hf.importing import import_checkpoint
@@ -345,7 +345,7 @@ def test_failed_download_error_names_the_setting_and_tasks(folder, monkeypatch):
     def offline(*_):
         raise ConnectionError("Couldn't reach the hub\nand more")
 
-    tasks = Tasks(["local_choice", "local_rolling"], TaskOptions(folder=str(folder), key="train.eval_tasks"))
+    tasks = Tasks(["local_choice", "local_rolling"], folder=str(folder), key="train.eval_tasks")
     monkeypatch.setattr(TaskManager, "load", offline)
     message = "^train.eval_tasks: data of local_choice, local_rolling cannot be fetched: Couldn't reach the hub$"
     with pytest.raises(ValueError, match=message):
@@ -367,7 +367,7 @@ def test_shuffling_task_is_repeatable_and_leaves_global_rng_state_unchanged(fold
     model = ours(folder)
     found = []
     for seed in range(4):
-        shuffled = Tasks(["local_rolling"], TaskOptions(limit=1, folder=str(tmp_path), standard_errors=False))
+        shuffled = Tasks(["local_rolling"], limit=1, folder=str(tmp_path), standard_errors=False)
         random.seed(seed)
         before = random.getstate()
         found += [shuffled(model)["results"]["local_rolling"]["byte_perplexity,none"] for _ in range(2)]
