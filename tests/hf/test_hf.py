@@ -201,18 +201,6 @@ def test_a_layer_is_read_once_whatever_the_number_of_its_shards(gqa, monkeypatch
     assert sorted(reads) == sorted(tensors(gqa))
 
 
-def test_both_spellings_of_llama3_rope_round_trip():
-    new = hf_models.CONFIGS["llama3"].to_dict() | {"architectures": ["LlamaForCausalLM"]}
-    old = {key: value for key, value in new.items() if key != "rope_parameters"}
-    scaling = dict(hf_models.LLAMA3_ROPE)
-    old |= {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
-    model = config_json.model_config(new, where="new")
-    assert model == config_json.model_config(old, where="old")
-    assert (model.rope_theta, model.rope_scaling, model.rope_original_positions) == (500_000.0, "llama3", 256)
-    again = config_json.config_json(model, dtype="float32", token_ids={"eos_token_id": 2})
-    assert config_json.architecture(config_json.model_config(again, where="again")) == config_json.architecture(model)
-
-
 def test_config_defaults_match_transformers():
     short = {key: value for key, value in hf_models.SMALL.items() if key not in ("rms_norm_eps", "num_key_value_heads")}
     del short["max_position_embeddings"]
