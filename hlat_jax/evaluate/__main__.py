@@ -99,13 +99,13 @@ def _run_tasks(values: flags.FlagValues) -> None:
 
     print(trained.described, flush=True)
     with show_progress("preparing the questions") as status:
-        found = tasks(HarnessModel(trained, batch_size=values.batch_size, bos=values.bos, status=status))
+        results = tasks(HarnessModel(trained, batch_size=values.batch_size, bos=values.bos, status=status))
     if values.limit:
         limit = counted(values.limit, "question")
         print(f"Only {limit} of each task: for a quick try, not comparable with published figures.")
-    print(report(found, tasks, name=str(values.checkpoint)))
+    print(report(results, tasks, name=str(values.checkpoint)))
     if values.json:
-        kept = {key: found[key] for key in ("results", "n-shot", "n-samples", "versions")}
+        kept = {key: results[key] for key in ("results", "n-shot", "n-samples", "versions")}
         text = json.dumps(kept | {"checkpoint": str(trained.folder)}, indent=1, default=str)
         pathlib.Path(values.json).write_text(text + "\n")
 
@@ -127,7 +127,7 @@ def _run_text(values: flags.FlagValues) -> None:
     with show_progress("compiling") as status:
         predict = _predict(trained)
         totals = perplexity.total(documents, predict=predict, num_documents=num_documents, status=status, **sizes)
-    found = measures(totals.nats, totals.num_tokens, num_bytes=totals.num_bytes)
+    measured = measures(totals.nats, totals.num_tokens, num_bytes=totals.num_bytes)
     rate = totals.num_tokens / (time.monotonic() - began)
     lengths = " and ".join(f"{length:,}" for length in totals.padded_lengths)
     print(
@@ -136,7 +136,7 @@ def _run_text(values: flags.FlagValues) -> None:
         f"{counted(totals.num_tokens, 'token')}, {counted(totals.num_windows, 'window')}; {rate:,.0f} tokens/s, with "
         "compilation"
     )
-    _report(values, trained, found, dataclasses.asdict(totals) | {"window": window})
+    _report(values, trained, measured, dataclasses.asdict(totals) | {"window": window})
 
 
 def _run_validation(values: flags.FlagValues) -> None:
@@ -173,20 +173,20 @@ def _run_validation(values: flags.FlagValues) -> None:
         print(f"validation       {source.describe(name)}")
     eval_step = _eval_step(trained, policy=run.precision.policy, packing=run.data.packing)
     with show_progress("compiling") as status:
-        found = Validation(held_out, eval_step, trained.layout, status)(trained.params)
+        measured = Validation(held_out, eval_step, trained.layout, status)(trained.params)
     coverage = {name: dataclasses.asdict(source.coverage) for name, source in held_out.items()}
-    _report(values, trained, found, {"coverage": coverage})
+    _report(values, trained, measured, {"coverage": coverage})
 
 
-def _report(values: flags.FlagValues, trained: Any, found: dict[str, float], more: dict[str, Any]) -> None:
+def _report(values: flags.FlagValues, trained: Any, measured: dict[str, float], more: dict[str, Any]) -> None:
     """Prints loss, perplexity and bits per byte, and writes them and `more` to --json."""
     print(
-        f"loss             {found['eval_loss']:.6f} nats per token\n"
-        f"perplexity       {found['perplexity']:.4f}\n"
-        f"bits per byte    {found['bits_per_byte']:.6f}"
+        f"loss             {measured['eval_loss']:.6f} nats per token\n"
+        f"perplexity       {measured['perplexity']:.4f}\n"
+        f"bits per byte    {measured['bits_per_byte']:.6f}"
     )
     if values.json:
-        report = more | found | {"checkpoint": str(trained.folder)}
+        report = more | measured | {"checkpoint": str(trained.folder)}
         finite = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in report.items()

@@ -70,30 +70,30 @@ class TasksInTraining:
             self._model = HarnessModel(trained, batch_size=rows, status=self.status)
         self._model.use(params)
         try:
-            found = self._tasks(self._model)
+            results = self._tasks(self._model)
         except ArithmeticError as error:
             print(f"tasks: no results for this step: the harness cannot compute a metric ({error})")
             return {}, []
         finally:
             self._model.use(None)  # the next step donates the parameters
-        return figures(found), shown(found)
+        return figures(results), shown(results)
 
 
-def figures(found: dict[str, Any]) -> dict[str, float]:
+def figures(report: dict[str, Any]) -> dict[str, float]:
     """Returns the metrics in the harness's results, for tasks and groups, without standard errors."""
-    return {key: value for name in found["results"] for key, value in _figures_of(name, found).items()}
+    return {key: value for name in report["results"] for key, value in _figures_of(name, report).items()}
 
 
-def shown(found: dict[str, Any]) -> list[str]:
+def shown(report: dict[str, Any]) -> list[str]:
     """Returns the keys of the metrics to print; members of a group that has metrics of its own are left out."""
-    groups = found["group_subtasks"]
-    inner = {member for group, members in groups.items() if _figures_of(group, found) for member in members}
-    return [key for name in found["results"] if name not in inner for key in _figures_of(name, found)]
+    groups = report["group_subtasks"]
+    inner = {member for group, members in groups.items() if _figures_of(group, report) for member in members}
+    return [key for name in report["results"] if name not in inner for key in _figures_of(name, report)]
 
 
-def _figures_of(name: str, found: dict[str, Any]) -> dict[str, float]:
+def _figures_of(name: str, report: dict[str, Any]) -> dict[str, float]:
     numbers = {}
-    for key, value in found["results"].get(name, {}).items():
+    for key, value in report["results"].get(name, {}).items():
         metric, _, named = key.partition(",")
         if named and not metric.endswith("_stderr") and isinstance(value, (int, float)):
             numbers[f"tasks/{name}/{metric}" + (f"/{named}" if named != "none" else "")] = float(value)

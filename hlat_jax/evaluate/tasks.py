@@ -99,8 +99,8 @@ class Tasks:
 
     def _refuse_twice(self) -> None:
         seen: set[str] = set()
-        for _, found in self.plan:
-            names = self._manager.load(found)["tasks"].keys()
+        for _, loaded in self.plan:
+            names = self._manager.load(loaded)["tasks"].keys()
             twice = sorted(seen & names)
             if twice:
                 raise ValueError(f"{self._key}: {twice[0]} is in two of the names; remove one of them.")
@@ -108,11 +108,11 @@ class Tasks:
 
     def _loaded(self, names: list[str]) -> list[Any]:
         """Returns the loaded tasks and groups of some names, which the harness accepts instead of names."""
-        found = self._manager.load(names)
-        groups = list(found["groups"].values())
+        loaded = self._manager.load(names)
+        groups = list(loaded["groups"].values())
         inner = {task.task_name for group in groups for task in group.get_all_tasks()}
         inner |= {below.name for group in groups for below in group.get_all_groups()}
-        return [found[kind][name] for kind in ("groups", "tasks") for name in found[kind] if name not in inner]
+        return [loaded[kind][name] for kind in ("groups", "tasks") for name in loaded[kind] if name not in inner]
 
     def __call__(self, model: Any) -> dict[str, Any]:
         """Returns the harness's report on a `harness.HarnessModel`: results, groups, versions and so on, by task.
@@ -123,7 +123,7 @@ class Tasks:
         from hlat_jax.evaluate import lm_eval_compat
 
         self.load()
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         for num_fewshot, names in self.plan:
             with _seeded():
                 loaded = self._manager.load(names)
@@ -138,8 +138,8 @@ class Tasks:
                     fewshot_as_multiturn=True,
                 )
             for key, value in part.items():
-                found[key] = {**found.get(key, {}), **value} if isinstance(value, dict) else value
-        return found
+                results[key] = {**results.get(key, {}), **value} if isinstance(value, dict) else value
+        return results
 
 
 @contextlib.contextmanager
@@ -166,11 +166,11 @@ def _set_shots(task: Any, num_fewshot: int | None) -> None:
     task.set_fewshot_seed(seed=_SEED)
 
 
-def report(found: dict[str, Any], tasks: Tasks, *, name: str) -> str:
+def report(results: dict[str, Any], tasks: Tasks, *, name: str) -> str:
     """Returns the harness's tables of what `Tasks` returned, and each suite's table beside the paper's figures."""
     from hlat_jax.evaluate import lm_eval_compat
 
-    tables = [lm_eval_compat.make_table(found)]
-    if found.get("groups"):
-        tables.append(lm_eval_compat.make_table(found, "groups"))
-    return "\n".join([*tables, *(suite.table(found["results"], name=name) for suite in tasks.suites.values())])
+    tables = [lm_eval_compat.make_table(results)]
+    if results.get("groups"):
+        tables.append(lm_eval_compat.make_table(results, "groups"))
+    return "\n".join([*tables, *(suite.table(results["results"], name=name) for suite in tasks.suites.values())])

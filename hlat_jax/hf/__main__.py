@@ -82,25 +82,29 @@ def _import(argv: Sequence[str]) -> None:
     if values.verify:
         verifying.require_transformers()  # before any work
     began = time.monotonic()
-    found = open_checkpoint(folder, dtype=values.dtype, fuse_qkv=values.fuse_qkv, strict=values.strict)
-    if found.warning:
-        print(f"warning: {found.warning} They are kept for an export; --strict makes them an error.", file=sys.stderr)
+    checkpoint = open_checkpoint(folder, dtype=values.dtype, fuse_qkv=values.fuse_qkv, strict=values.strict)
+    if checkpoint.warning:
+        print(
+            f"warning: {checkpoint.warning} They are kept for an export; --strict makes them an error.", file=sys.stderr
+        )
     with whole_folder(out) as partial:
         with show_progress("importing") as status:
-            import_checkpoint(found, partial, status=status)
-        for line in found.nonfinite:  # before a comparison, which fails with them
+            import_checkpoint(checkpoint, partial, status=status)
+        for line in checkpoint.nonfinite:  # before a comparison, which fails with them
             print(f"warning: {line}", file=sys.stderr)
         verified = ""
         if values.verify:
             try:
                 with show_progress("comparing the logits with those of transformers"):
-                    verified = verifying.verify(found, open_weights(partial)) + "\n"
+                    verified = verifying.verify(checkpoint, open_weights(partial)) + "\n"
             except ValueError as error:
                 raise ValueError(f"{error} Removed {out}; an import without --verify is kept.") from None
-    for note in found.notes:
+    for note in checkpoint.notes:
         print(note)
     files = ", ".join(companions(folder))
-    print(f"{_counted(found.model)} in {found.dtype.name} from {len(found.tensors)} tensors; with {files}")
+    print(
+        f"{_counted(checkpoint.model)} in {checkpoint.dtype.name} from {len(checkpoint.tensors)} tensors; with {files}"
+    )
     print(f"{verified}wrote {out} in {time.monotonic() - began:.1f} s")
 
 

@@ -71,14 +71,14 @@ def group_verdicts(
     num_devices = math.prod(wide.values())
     layout = abstract_layout(parallel, num_devices, num_kv_heads=num_kv_heads)
     devices = placement(num_devices, tensor=parallel.tensor, server=server)
-    found: dict[str, list[str]] = {DISPUTED: [], REFUSED: []}
+    reasons: dict[str, list[str]] = {DISPUTED: [], REFUSED: []}
     for axes in sent_along(layout, trains=trains):
         groups = core_groups.groups_along(dict(layout.mesh.shape), axes, devices=devices)
         level, why = core_groups.verdict(groups, server)
-        if level in found:
+        if level in reasons:
             names = dict.fromkeys("tensor" if axis in TENSOR else axis for axis in axes)
-            found[level].append(f"{' x '.join(f'parallel.{name}={wide[name]}' for name in names)}: {why}")
-    return found
+            reasons[level].append(f"{' x '.join(f'parallel.{name}={wide[name]}' for name in names)}: {why}")
+    return reasons
 
 
 def sent_along(layout: Layout, *, trains: bool = True) -> list[tuple[str, ...]]:
@@ -207,10 +207,10 @@ def all_degrees(num_devices: int) -> Iterator[dict[str, int]]:
 def _advice(config: Config, num_devices: int, server: Server | None) -> str:
     remains = [axis for axis in MESH_AXES if getattr(config.parallel, axis) == -1]
     note = f" (parallel.{remains[0]}=-1 is the rest)" if remains else ""
-    found = nearest_degrees(config, num_devices, server=server)
-    if found is None:
+    nearest = nearest_degrees(config, num_devices, server=server)
+    if nearest is None:
         return f"No degrees pass every check on {num_devices} device(s)."
-    changed = [f"parallel.{axis}={d}" for axis, d in found.items() if getattr(config.parallel, axis) not in (d, -1)]
+    changed = [f"parallel.{axis}={d}" for axis, d in nearest.items() if getattr(config.parallel, axis) not in (d, -1)]
     return f"The nearest degrees that pass every check on {num_devices} devices: {', '.join(changed)}{note}."
 
 

@@ -364,8 +364,8 @@ def _split_layers(params: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 def _depends(jaxpr: Any, inputs: Sequence[Any]) -> list[bool]:
     """Returns for each result of a jaxpr whether it depends on one of these inputs, or on what it closes over."""
-    found = {*inputs, *jaxpr.constvars}
+    dependent = {*inputs, *jaxpr.constvars}
     for eqn in jaxpr.eqns:
-        if any(not isinstance(var, core.Literal) and var in found for var in eqn.invars):
-            found.update(eqn.outvars)
-    return [not isinstance(var, core.Literal) and var in found for var in jaxpr.outvars]
+        if any(not isinstance(var, core.Literal) and var in dependent for var in eqn.invars):
+            dependent.update(eqn.outvars)
+    return [not isinstance(var, core.Literal) and var in dependent for var in jaxpr.outvars]

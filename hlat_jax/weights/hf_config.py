@@ -72,11 +72,11 @@ _LLAMA3 = {
 }
 
 
-def model_config(found: dict[str, Any], *, where: str, fuse_qkv: bool = True) -> ModelConfig:
+def model_config(content: dict[str, Any], *, where: str, fuse_qkv: bool = True) -> ModelConfig:
     """Returns the model of a config.json.
 
     Args:
-      found: its content.
+      content: its content.
       where: the file, for errors.
       fuse_qkv: as ModelConfig's; not in the file.
 
@@ -84,18 +84,18 @@ def model_config(found: dict[str, Any], *, where: str, fuse_qkv: bool = True) ->
       ValueError: another architecture, a missing field, or a value that our model does not implement; the message
         names the field.
     """
-    kind = found.get("model_type")
+    kind = content.get("model_type")
     ours = ARCHITECTURES.get(kind) if isinstance(kind, str) else None
-    architectures = found.get("architectures") or [ours]
+    architectures = content.get("architectures") or [ours]
     if ours is None or architectures != [ours]:
         raise ValueError(
             f"{where}: model_type={kind!r}, architectures={architectures} is not supported; supported are "
             f"{', '.join(f'{name} ({arch})' for name, arch in ARCHITECTURES.items())}."
         )
-    values = {**_DEFAULTS_OF_ALL, **_DEFAULTS[kind], **{key: v for key, v in found.items() if v is not None}}
-    if "sliding_window" in found:  # null means none
-        values["sliding_window"] = found["sliding_window"]
-    if found.get("num_key_value_heads", 1) is None:  # as many as num_attention_heads, for Mistral too
+    values = {**_DEFAULTS_OF_ALL, **_DEFAULTS[kind], **{key: v for key, v in content.items() if v is not None}}
+    if "sliding_window" in content:  # null means none
+        values["sliding_window"] = content["sliding_window"]
+    if content.get("num_key_value_heads", 1) is None:  # as many as num_attention_heads, for Mistral too
         values.pop("num_key_value_heads", None)
     _refuse_unsupported(values, where=where)
     missing = [key for key in _SAME.values() if key not in values and key not in ("num_key_value_heads", "head_dim")]
@@ -151,9 +151,9 @@ def architecture(m: ModelConfig) -> dict[str, Any]:
     return {key: getattr(m, key) for key in keys}
 
 
-def unknown_fields(found: dict[str, Any]) -> list[str]:
+def unknown_fields(content: dict[str, Any]) -> list[str]:
     """Returns the fields of a config.json that have a value and are unknown here: they may change the computation."""
-    return [key for key, value in found.items() if value is not None and key not in _KNOWN and "token_id" not in key]
+    return [key for key, value in content.items() if value is not None and key not in _KNOWN and "token_id" not in key]
 
 
 def _refuse_unsupported(values: dict[str, Any], *, where: str) -> None:

@@ -56,14 +56,14 @@ class StoredTensor:
             with _open(self.path) as file:
                 return file.get_tensor(self.name)
         first, last, _ = rows.indices(self.shape[0])
-        found = aligned_empty((last - first, *self.shape[1:]), self.dtype)
+        values = aligned_empty((last - first, *self.shape[1:]), self.dtype)
         step = max(1, _READ_BYTES * self.shape[0] // max(1, math.prod(self.shape) * self.dtype.itemsize))
         for start in range(first, last, step):
             stop = min(start + step, last)
             # The library maps the file. It is opened for each part, so that no more than a part stays in memory twice.
             with _open(self.path) as file:
-                bits(found[start - first : stop - first])[...] = bits(file.get_slice(self.name)[start:stop])
-        return found
+                bits(values[start - first : stop - first])[...] = bits(file.get_slice(self.name)[start:stop])
+        return values
 
 
 def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:

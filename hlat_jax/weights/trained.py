@@ -71,10 +71,10 @@ class Weights(Description):
     def read(self, name: str) -> np.ndarray:
         """Returns one parameter in host memory by its path in the tree, such as `layers.mlp.down`."""
         path = name.split(".")
-        found = self._read(nested({name: leaves_by_name(self.arrays)[name]}))
+        tree = self._read(nested({name: leaves_by_name(self.arrays)[name]}))
         for key in path:
-            found = found[key]
-        return found
+            tree = tree[key]
+        return tree
 
     def open_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer that they were trained with.

@@ -110,14 +110,14 @@ def whole_folder(out: pathlib.Path) -> Iterator[pathlib.Path]:
 
 def stored_leaves(folder: pathlib.Path) -> dict[str, Any]:
     """Returns name of parameter -> `safetensors_file.StoredTensor`."""
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for path in sorted((folder / _ARRAYS).iterdir()):
         for name, stored in read_header(path).items():
-            if name in found or stored.code not in DTYPES:
-                fault = "twice" if name in found else f"in {stored.code}, which is not one of {', '.join(DTYPES)}"
+            if name in leaves or stored.code not in DTYPES:
+                fault = "twice" if name in leaves else f"in {stored.code}, which is not one of {', '.join(DTYPES)}"
                 raise ValueError(f"{path}: tensor {repr(name)[:100]} occurs {fault}; import or average it again.")
-            found[name] = stored
-    return found
+            leaves[name] = stored
+    return leaves
 
 
 def read_leaf(stored: Any, abstract: jax.ShapeDtypeStruct) -> Any:
