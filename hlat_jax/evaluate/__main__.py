@@ -21,7 +21,7 @@ from hlat_jax.cli.path_checks import check_file, check_folder
 from hlat_jax.config import counted
 from hlat_jax.generate import inference
 from hlat_jax.resolve import resolve
-from hlat_jax.store.progress import Status, show_progress
+from hlat_jax.store.progress import show_progress
 
 _USAGE = """Usage: python -m hlat_jax.evaluate --checkpoint=FOLDER --text=FILE [--FLAG=VALUE ...]
        python -m hlat_jax.evaluate --checkpoint=FOLDER --data=SOURCE [--FLAG=VALUE ...]
@@ -54,7 +54,13 @@ def main(argv: Sequence[str]) -> int:
     `lm_eval ...` is the harness's own command line, with our model type registered.
     """
     if argv and argv[0] == "lm_eval":
-        return _run_lm_eval(argv[1:])
+        from hlat_jax.evaluate.tasks import require_harness
+
+        require_harness()
+        from hlat_jax.evaluate import lm_eval_compat
+
+        lm_eval_compat.run_command(argv[1:])
+        return 0
     values = flags_lib.parse_own(argv, _define, usage=_USAGE)
     kinds = [kind for kind in _KINDS if values[kind].value]
     if len(kinds) != 1:
@@ -67,15 +73,6 @@ def main(argv: Sequence[str]) -> int:
     if values.json:
         flags_lib.check_output("--json", values.json)
     logging.set_verbosity(logging.ERROR)  # silence INFO logs of libraries
-    _check_inputs(values)
-    inference.prepare(values)
-    run = {"tasks": _run_tasks, "validation": _run_validation}.get(kinds[0], _run_text)
-    run(values)
-    return 0
-
-
-def _check_inputs(values: flags.FlagValues) -> None:
-    """Raises ValueError for text or tasks that do not exist, before JAX is imported."""
     from hlat_jax.data.path_checks import check_text_path  # not at the top: --help does not need it
 
     if values.text:
@@ -84,13 +81,17 @@ def _check_inputs(values: flags.FlagValues) -> None:
         check_folder(values.tasks_folder, key="--tasks_folder")
     for part in values.data.split(","):
         check_text_path(part.strip(), key="--data")
+    inference.prepare(values)
+    run = {"tasks": _run_tasks, "validation": _run_validation}.get(kinds[0], _run_text)
+    run(values)
+    return 0
 
 
 def _run_tasks(values: flags.FlagValues) -> None:
-    from hlat_jax.evaluate.tasks import TaskOptions, Tasks, report
+    from hlat_jax.evaluate.tasks import Tasks, report
 
     os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported: one bar, which is ours
-    tasks = Tasks(values.tasks, TaskOptions(values.num_fewshot, values.limit, values.tasks_folder))
+    tasks = Tasks(values.tasks, num_fewshot=values.num_fewshot, limit=values.limit, folder=values.tasks_folder)
     tasks.load()  # first, so that it fails before the model is loaded, which takes longer
     with show_progress("opening the model"):
         trained = inference.trained_model(values)
@@ -98,31 +99,24 @@ def _run_tasks(values: flags.FlagValues) -> None:
 
     print(trained.described, flush=True)
     with show_progress("preparing the questions") as status:
-        found = tasks(HarnessModel(trained, batch_size=values.batch_size, bos=values.bos, status=status))
+        results = tasks(HarnessModel(trained, batch_size=values.batch_size, bos=values.bos, status=status))
     if values.limit:
         limit = counted(values.limit, "question")
         print(f"Only {limit} of each task: for a quick try, not comparable with published figures.")
-    print(report(found, tasks, name=str(values.checkpoint)))
+    print(report(results, tasks, name=str(values.checkpoint)))
     if values.json:
-        kept = {key: found[key] for key in ("results", "n-shot", "n-samples", "versions")}
+        kept = {key: results[key] for key in ("results", "n-shot", "n-samples", "versions")}
         text = json.dumps(kept | {"checkpoint": str(trained.folder)}, indent=1, default=str)
         pathlib.Path(values.json).write_text(text + "\n")
-
-
-def _run_lm_eval(argv: Sequence[str]) -> int:
-    from hlat_jax.evaluate.tasks import require_harness
-
-    require_harness()
-    from hlat_jax.evaluate import lm_eval_compat
-
-    lm_eval_compat.run_command(argv)
-    return 0
 
 
 def _run_text(values: flags.FlagValues) -> None:
     with show_progress("opening the model"):
         trained = inference.trained_model(values)
-    window = _window(values.window, trained.model)
+    limit = trained.model.max_positions
+    window = values.window or limit
+    if not 2 <= window <= limit:
+        raise ValueError(f"--window={window} must be from 2 to model.max_positions={limit}.")
     num_documents, documents = _documents(values, trained)
     from hlat_jax.evaluate import perplexity
     from hlat_jax.run.validation import measures
@@ -131,9 +125,9 @@ def _run_text(values: flags.FlagValues) -> None:
     began, row_degree = time.monotonic(), trained.layout.row_degree
     sizes = {"num_rows": values.batch_size * row_degree, "row_degree": row_degree, "window": window}
     with show_progress("compiling") as status:
-        documents, predict = _with_progress(documents, _predict(trained), status, num_documents=num_documents)
-        totals = perplexity.total(documents, predict=predict, **sizes)
-    found = measures(totals.nats, totals.num_tokens, num_bytes=totals.num_bytes)
+        predict = _predict(trained)
+        totals = perplexity.total(documents, predict=predict, num_documents=num_documents, status=status, **sizes)
+    measured = measures(totals.nats, totals.num_tokens, num_bytes=totals.num_bytes)
     rate = totals.num_tokens / (time.monotonic() - began)
     lengths = " and ".join(f"{length:,}" for length in totals.padded_lengths)
     print(
@@ -142,7 +136,7 @@ def _run_text(values: flags.FlagValues) -> None:
         f"{counted(totals.num_tokens, 'token')}, {counted(totals.num_windows, 'window')}; {rate:,.0f} tokens/s, with "
         "compilation"
     )
-    _report(values, trained, found, dataclasses.asdict(totals) | {"window": window})
+    _report(values, trained, measured, dataclasses.asdict(totals) | {"window": window})
 
 
 def _run_validation(values: flags.FlagValues) -> None:
@@ -179,26 +173,25 @@ def _run_validation(values: flags.FlagValues) -> None:
         print(f"validation       {source.describe(name)}")
     eval_step = _eval_step(trained, policy=run.precision.policy, packing=run.data.packing)
     with show_progress("compiling") as status:
-        found = Validation(held_out, eval_step, trained.layout, status)(trained.params)
+        measured = Validation(held_out, eval_step, trained.layout, status)(trained.params)
     coverage = {name: dataclasses.asdict(source.coverage) for name, source in held_out.items()}
-    _report(values, trained, found, {"coverage": coverage})
+    _report(values, trained, measured, {"coverage": coverage})
 
 
-def _report(values: flags.FlagValues, trained: Any, found: dict[str, float], more: dict[str, Any]) -> None:
+def _report(values: flags.FlagValues, trained: Any, measured: dict[str, float], more: dict[str, Any]) -> None:
     """Prints loss, perplexity and bits per byte, and writes them and `more` to --json."""
     print(
-        f"loss             {found['eval_loss']:.6f} nats per token\n"
-        f"perplexity       {found['perplexity']:.4f}\n"
-        f"bits per byte    {found['bits_per_byte']:.6f}"
+        f"loss             {measured['eval_loss']:.6f} nats per token\n"
+        f"perplexity       {measured['perplexity']:.4f}\n"
+        f"bits per byte    {measured['bits_per_byte']:.6f}"
     )
     if values.json:
-        report = more | found | {"checkpoint": str(trained.folder)}
-        finite = {key: value if _is_finite(value) else None for key, value in report.items()}
+        report = more | measured | {"checkpoint": str(trained.folder)}
+        finite = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in report.items()
+        }
         pathlib.Path(values.json).write_text(json.dumps(finite, indent=1, allow_nan=False) + "\n")
-
-
-def _is_finite(value: Any) -> bool:
-    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _eval_step(
@@ -235,29 +228,6 @@ def _predict(trained: inference.TrainedModel) -> Callable[[Any], tuple[Any, Any]
     return lambda batch: eval_step(trained.params, shard_batch(batch, trained.layout))
 
 
-def _with_progress(
-    documents: Iterator[Any], predict: Callable[[Any], tuple[Any, Any]], status: Status, *, num_documents: int
-) -> tuple[Iterator[Any], Callable[[Any], tuple[Any, Any]]]:
-    """Returns both, such that they update `status`: its share is that of the tokens, as if documents were alike."""
-    num_read = num_tokens = num_predicted = 0
-
-    def read() -> Iterator[Any]:
-        nonlocal num_read, num_tokens
-        for document in documents:
-            num_read, num_tokens = num_read + 1, num_tokens + len(document.ids) - 1
-            yield document
-
-    def predict_batch(batch: Any) -> tuple[Any, Any]:
-        nonlocal num_predicted
-        loss, count = predict(batch)
-        num_predicted += int(count)
-        status.share = max(status.share, num_predicted / num_tokens * num_read / num_documents)
-        status.text = f"{num_predicted:,} tokens"
-        return loss, count
-
-    return read(), predict_batch
-
-
 def _documents(values: flags.FlagValues, trained: inference.TrainedModel) -> tuple[int, Iterator[Any]]:
     """Returns the number of documents and an iterator over them.
 
@@ -290,13 +260,6 @@ def _document(documents: Any, number: int, tokenizer: Any, *, first: int) -> Any
         ids = record[~np.isin(record, [tokenizer.bos_id, tokenizer.eos_id])]
         num_bytes = round(tokenizer.bytes_of(record, documents.text_bytes(number)).sum())
     return Document(np.concatenate([[first], ids]).astype(np.int32), num_bytes)
-
-
-def _window(asked: int, model: config_lib.ModelConfig) -> int:
-    window = asked or model.max_positions
-    if not 2 <= window <= model.max_positions:
-        raise ValueError(f"--window={window} must be from 2 to model.max_positions={model.max_positions}.")
-    return window
 
 
 def _define(values: flags.FlagValues) -> None:

@@ -106,18 +106,18 @@ class HarnessModel(lm_eval_compat.TemplateLM):
             pairs += map(lm_eval_compat.make_disjoint_window, rolling)
             ends.append(len(pairs))
         self._status.text = f"{len(pairs):,} windows of texts"
-        scores, found = self._scorer(pairs, status=self._status), []
+        scores, totals = self._scorer(pairs, status=self._status), []
         for request, start, end in zip(requests, [0, *ends], ends, strict=False):
-            found.append(sum(score.log_likelihood for score in scores[start:end]))
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, found[-1])
-        return found
+            totals.append(sum(score.log_likelihood for score in scores[start:end]))
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, totals[-1])
+        return totals
 
     def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
         """Returns the text generated after each context, up to a stop sequence, EOS, or `max_gen_toks` tokens."""
         alike: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             alike.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
-        found = [""] * len(requests)
+        texts_of_all = [""] * len(requests)
         self._status.share, self._status.text = 0.0, f"{len(requests):,} generated texts"
         for numbers in alike.values():
             ids = {number: self.tok_encode(requests[number].args[0]) for number in numbers}
@@ -127,10 +127,10 @@ class HarnessModel(lm_eval_compat.TemplateLM):
                 asked = requests[batch[0]].args[1]
                 texts = self._continued([ids[number] for number in batch], asked, first_number=start)
                 for number, text in zip(batch, texts, strict=True):
-                    found[number] = text
+                    texts_of_all[number] = text
                     self.cache_hook.add_partial("generate_until", requests[number].args, text)
                 self._status.share += len(batch) / len(requests)
-        return found
+        return texts_of_all
 
     def _continued(self, prompts: list[list[int]], asked: dict[str, Any], *, first_number: int) -> list[str]:
         """Returns the text generated after each prompt; prompts that leave no room for it lose their beginning."""

@@ -18,7 +18,7 @@ from typing import Any
 
 from hlat_jax.config import Config
 from hlat_jax.data.tokenizer import Tokenizer
-from hlat_jax.evaluate.tasks import TaskOptions, Tasks, require_harness
+from hlat_jax.evaluate.tasks import Tasks, require_harness
 from hlat_jax.generate.inference import TrainedModel
 from hlat_jax.parallel.sharding import Layout
 from hlat_jax.store.progress import Status
@@ -42,10 +42,8 @@ class TasksInTraining:
             raise ValueError(f"train.eval_tasks={t.eval_tasks}: {error}") from None
         os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported: no progress bars between our lines
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
-        options = TaskOptions(
-            limit=t.eval_tasks_limit, folder=t.eval_tasks_folder, standard_errors=False, key="train.eval_tasks"
-        )
-        self._tasks = Tasks(t.eval_tasks.split(","), options)
+        options = {"limit": t.eval_tasks_limit, "folder": t.eval_tasks_folder, "key": "train.eval_tasks"}
+        self._tasks = Tasks(t.eval_tasks.split(","), standard_errors=False, **options)
         self._config, self._layout, self._tokenizer = config, layout, tokenizer
         self._model: Any = None
         self.status = Status()
@@ -72,30 +70,30 @@ class TasksInTraining:
             self._model = HarnessModel(trained, batch_size=rows, status=self.status)
         self._model.use(params)
         try:
-            found = self._tasks(self._model)
+            results = self._tasks(self._model)
         except ArithmeticError as error:
             print(f"tasks: no results for this step: the harness cannot compute a metric ({error})")
             return {}, []
         finally:
             self._model.use(None)  # the next step donates the parameters
-        return figures(found), shown(found)
+        return figures(results), shown(results)
 
 
-def figures(found: dict[str, Any]) -> dict[str, float]:
+def figures(report: dict[str, Any]) -> dict[str, float]:
     """Returns the metrics in the harness's results, for tasks and groups, without standard errors."""
-    return {key: value for name in found["results"] for key, value in _figures_of(name, found).items()}
+    return {key: value for name in report["results"] for key, value in _figures_of(name, report).items()}
 
 
-def shown(found: dict[str, Any]) -> list[str]:
+def shown(report: dict[str, Any]) -> list[str]:
     """Returns the keys of the metrics to print; members of a group that has metrics of its own are left out."""
-    groups = found["group_subtasks"]
-    inner = {member for group, members in groups.items() if _figures_of(group, found) for member in members}
-    return [key for name in found["results"] if name not in inner for key in _figures_of(name, found)]
+    groups = report["group_subtasks"]
+    inner = {member for group, members in groups.items() if _figures_of(group, report) for member in members}
+    return [key for name in report["results"] if name not in inner for key in _figures_of(name, report)]
 
 
-def _figures_of(name: str, found: dict[str, Any]) -> dict[str, float]:
+def _figures_of(name: str, report: dict[str, Any]) -> dict[str, float]:
     numbers = {}
-    for key, value in found["results"].get(name, {}).items():
+    for key, value in report["results"].get(name, {}).items():
         metric, _, named = key.partition(",")
         if named and not metric.endswith("_stderr") and isinstance(value, (int, float)):
             numbers[f"tasks/{name}/{metric}" + (f"/{named}" if named != "none" else "")] = float(value)

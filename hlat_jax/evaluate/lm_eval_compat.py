@@ -9,28 +9,18 @@ import sys
 from collections.abc import Sequence
 
 from lm_eval.__main__ import cli_evaluate
-from lm_eval.api.model import LM, TemplateLM
+from lm_eval.api.model import LM as LM
+from lm_eval.api.model import TemplateLM as TemplateLM
 from lm_eval.api.registry import model_registry
-from lm_eval.evaluator import evaluate
-from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
-from lm_eval.tasks import TaskManager
-from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_table
+from lm_eval.evaluator import evaluate as evaluate
+from lm_eval.models.utils import handle_stop_sequences as handle_stop_sequences
+from lm_eval.models.utils import normalize_gen_kwargs as normalize_gen_kwargs
+from lm_eval.models.utils import postprocess_generated_text as postprocess_generated_text
+from lm_eval.tasks import TaskManager as TaskManager
+from lm_eval.utils import get_rolling_token_windows as get_rolling_token_windows
+from lm_eval.utils import make_disjoint_window as make_disjoint_window
+from lm_eval.utils import make_table as make_table
 
-__all__ = [
-    "LM",
-    "TESTED_VERSIONS",
-    "TaskManager",
-    "TemplateLM",
-    "evaluate",
-    "get_rolling_token_windows",
-    "handle_stop_sequences",
-    "make_disjoint_window",
-    "make_table",
-    "normalize_gen_kwargs",
-    "postprocess_generated_text",
-    "register_model_type",
-    "run_command",
-]
 TESTED_VERSIONS = ("0.4.13",)
 
 

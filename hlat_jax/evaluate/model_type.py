@@ -5,18 +5,14 @@ Imports JAX only after Neuron's environment is set for the mesh that the argumen
 
 from __future__ import annotations
 
-import re
-import sys
 from typing import Any
 
-from hlat_jax.config import ParallelConfig
+from absl import flags
+
+from hlat_jax.cli import flags as flags_lib
 from hlat_jax.evaluate.lm_eval_compat import LM
-from hlat_jax.facts.names import nearest
 from hlat_jax.generate import inference
 from hlat_jax.generate.inference import DEGREES
-
-MODEL_ARGS = ("checkpoint", "tokenizer", "batch_size", "bos", *DEGREES)
-_BOS = {"": None, "true": True, "1": True, "false": False, "0": False}
 
 
 class ModelType(LM):
@@ -27,7 +23,7 @@ class ModelType(LM):
         """Returns the model of `--model_args`, as `create_from_arg_obj`."""
         pairs = [word.split("=", 1) for word in arg_string.split(",") if word]
         if any(len(pair) != 2 for pair in pairs):
-            raise ValueError(f"--model_args {arg_string}: give KEY=VALUE,KEY=VALUE of {', '.join(MODEL_ARGS)}.")
+            raise ValueError(f"--model_args {arg_string}: give KEY=VALUE,KEY=VALUE.")
         return cls.create_from_arg_obj(dict(pairs), additional_config)
 
     @classmethod
@@ -35,34 +31,30 @@ class ModelType(LM):
         """Returns the model of the arguments that `lm_eval` was given.
 
         Args:
-          arg_dict: of `MODEL_ARGS`; all but `checkpoint` have a default.
+          arg_dict: values of checkpoint, tokenizer, batch_size, bos and parallel degrees, as of the command
+            `evaluate`; all but `checkpoint` have a default.
           additional_config: `batch_size`, `max_batch_size` and `device` of its command line.
 
         Raises:
-          ValueError: an unknown argument, no checkpoint, or an error of `inference.open_model`.
+          ValueError: an unknown argument, an invalid value, no checkpoint, or an error of `inference.open_model`.
         """
-        arg_dict = {key: value for key, value in arg_dict.items() if key != "trust_remote_code"}  # for data sets
-        unknown = sorted(arg_dict.keys() - set(MODEL_ARGS))
-        if unknown:
-            raise ValueError(f"model_args has no {unknown[0]!r}. {nearest(unknown[0], MODEL_ARGS)}")
-        if "checkpoint" not in arg_dict:
-            raise ValueError("model_args checkpoint=FOLDER is missing; give a run folder such as runs/tiny.")
-        asked = {key: value for key, value in (additional_config or {}).items() if value is not None}
-        batch_size = str(arg_dict.get("batch_size", asked.get("batch_size", 8)))
-        if not batch_size.isdecimal() or batch_size == "0":
-            raise ValueError(f"batch_size={batch_size}: give a number of rows; 'auto' is not implemented.")
-        degrees = {axis: str(arg_dict.get(axis, 1)) for axis in DEGREES}
-        for axis, degree in degrees.items():
-            if not re.fullmatch("-1|[1-9][0-9]*", degree):
-                raise ValueError(f"model_args {axis}={degree}: give a number of devices, or -1 for all devices.")
-        bos = str(arg_dict.get("bos", "")).lower()
-        if bos not in _BOS:
-            raise ValueError(f"model_args bos={bos}: give true or false, or leave it out.")
-        parallel = ParallelConfig(**{axis: int(degree) for axis, degree in degrees.items()})
-        if "jax" not in sys.modules:
-            inference.prepare_for(parallel)
+        asked = {"batch_size": (additional_config or {}).get("batch_size")} | arg_dict
+        words = [
+            f"--config.parallel.{key}={value}" if key in DEGREES else f"--{key}={value}"
+            for key, value in asked.items()
+            if value is not None and key != "trust_remote_code"  # that one is for data sets
+        ]
+        try:
+            values = flags_lib.parse_own(words, _define, usage="")
+            inference.prepare(values)
+        except ValueError as error:
+            raise ValueError(f"model_args: {error}") from None
         from hlat_jax.evaluate.harness import HarnessModel
 
-        tokenizer = str(arg_dict.get("tokenizer", ""))
-        trained = inference.open_model(str(arg_dict["checkpoint"]), parallel, tokenizer=tokenizer)
-        return HarnessModel(trained, batch_size=int(batch_size), bos=_BOS[bos])
+        return HarnessModel(inference.trained_model(values), batch_size=values.batch_size, bos=values.bos)
+
+
+def _define(values: flags.FlagValues) -> None:
+    inference.define(values)
+    flags.DEFINE_integer("batch_size", 8, "Rows of a batch on each replica.", 1, flag_values=values)
+    flags.DEFINE_bool("bos", None, "Begin texts with BOS.", flag_values=values)

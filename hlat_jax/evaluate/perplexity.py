@@ -20,6 +20,7 @@ import numpy as np
 from hlat_jax.batch import Batch
 from hlat_jax.config import counted
 from hlat_jax.generate.generator import padded_length, padded_rows
+from hlat_jax.store.progress import Status
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +77,8 @@ def total(
     num_rows: int,
     window: int,
     row_degree: int = 1,
+    num_documents: int = 1,
+    status: Status | None = None,
 ) -> Totals:
     """Returns the sums over documents.
 
@@ -85,41 +88,45 @@ def total(
     Args:
       documents: read one at a time; each is held only until its windows are run.
       predict: batch -> (sum of the losses in nats, number of tokens), as `program.RunProgram.eval_step` returns it.
-      num_rows: most rows of a batch; a multiple of `row_degree`.
-      window: most tokens of a row, at least 2.
-      row_degree: divides the rows of every batch.
+      num_rows: the most rows of a batch; a multiple of `row_degree`.
+      window: the most tokens of a row, at least 2.
+      row_degree: a divisor of the rows of every batch.
+      num_documents: the number of documents, for `status`.
+      status: the progress, which is kept up to date: the share of the tokens, as if documents were alike.
 
     Raises:
       ValueError: the documents have no token to predict.
     """
-    sizes: list[tuple[int, int]] = []
-
-    def of_all() -> Iterator[Window]:
-        for document in documents:
-            sizes.append((len(document.ids) - 1, document.num_bytes))
-            yield from windows(document.ids, window)
-
-    losses, num_windows, rows_of = [], 0, {}  # rows_of: padded length -> rows of its batches
+    status = status or Status()
+    num_read = num_bytes = num_tokens = num_windows = num_predicted = 0
+    losses: list[float] = []
+    rows_of: dict[int, int] = {}  # padded length -> rows of its batches
     waiting = collections.defaultdict(list)
 
     def run(length: int) -> None:
+        nonlocal num_predicted
         rows = waiting.pop(length)
         count = rows_of.setdefault(length, min(num_rows, padded_rows(len(rows), row_degree)))
         losses.append(float(predict(_batch(rows, count, length))[0]))
+        num_predicted += sum(len(row.tokens) - row.first for row in rows)
+        status.share = max(status.share, num_predicted / num_tokens * num_read / num_documents)
+        status.text = f"{num_predicted:,} tokens"
 
-    for piece in of_all():
-        num_windows += 1
-        length = padded_length(len(piece.tokens), window)
-        waiting[length].append(piece)
-        if len(waiting[length]) == num_rows:
-            run(length)
+    for document in documents:
+        num_read += 1
+        num_bytes += document.num_bytes
+        num_tokens += len(document.ids) - 1
+        for piece in windows(document.ids, window):
+            num_windows += 1
+            length = padded_length(len(piece.tokens), window)
+            waiting[length].append(piece)
+            if len(waiting[length]) == num_rows:
+                run(length)
     for length in sorted(waiting, reverse=True):  # the longest first: what does not fit in memory fails at once
         run(length)
-    num_tokens = sum(tokens for tokens, _ in sizes)
     if num_tokens == 0:
-        raise ValueError(f"no token to predict in {counted(len(sizes), 'document')}; give text.")
-    num_bytes = sum(num_bytes for _, num_bytes in sizes)
-    return Totals(len(sizes), num_bytes, num_tokens, num_windows, math.fsum(losses), tuple(sorted(rows_of)))
+        raise ValueError(f"no token to predict in {counted(num_read, 'document')}; give text.")
+    return Totals(num_read, num_bytes, num_tokens, num_windows, math.fsum(losses), tuple(sorted(rows_of)))
 
 
 def _batch(rows: list[Window], num_rows: int, window: int) -> Batch:

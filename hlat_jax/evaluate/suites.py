@@ -42,10 +42,10 @@ class Suite:
 
     def plan(self) -> dict[int, list[str]]:
         """Returns shot count -> tasks."""
-        found: dict[int, list[str]] = {}
+        tasks_by_shots: dict[int, list[str]] = {}
         for column in self.columns:
-            found.setdefault(column.num_fewshot, []).extend(column.metrics)
-        return found
+            tasks_by_shots.setdefault(column.num_fewshot, []).extend(column.metrics)
+        return tasks_by_shots
 
     def table(self, results: Mapping[str, Mapping[str, Any]], *, name: str) -> str:
         """Returns the figures of `results` in a row called `name`, above the paper's."""

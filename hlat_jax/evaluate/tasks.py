@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import importlib.util
 import pathlib
@@ -18,26 +17,7 @@ from hlat_jax.evaluate.suites import SUITES
 from hlat_jax.facts.names import nearest
 
 _BOOTSTRAP_SAMPLES = 100_000  # the harness's default
-_SEED, _PYTHON_SEED = 1234, 0  # likewise
-
-
-@dataclasses.dataclass(frozen=True)
-class TaskOptions:
-    """How tasks are run.
-
-    Attributes:
-      num_fewshot: solved examples before each question; -1: the number in each task. A suite has its own.
-      limit: number of questions of each task, taken from the first; 0: all.
-      folder: of your own tasks, in YAML; "": none.
-      standard_errors: compute them too; for some metrics that takes 100,000 bootstrap samples, in worker processes.
-      key: the flag or config key that gave the names, for errors.
-    """
-
-    num_fewshot: int = -1
-    limit: int = 0
-    folder: str = ""
-    standard_errors: bool = True
-    key: str = "--tasks"
+_SEED, _PYTHON_SEED = 1234, 0  # the harness's defaults
 
 
 def require_harness() -> None:
@@ -55,31 +35,50 @@ def manager(folder: str) -> Any:
 
 
 class Tasks:
-    """Tasks, groups and tags of the harness, and suites of ours, by name.
+    """Tasks, groups and tags of the harness, and suites of ours, by name."""
 
-    Raises:
-      ValueError: the harness is not installed, an unknown name, or `num_fewshot` with a suite, which has its own.
-    """
+    def __init__(
+        self,
+        names: Sequence[str],
+        *,
+        num_fewshot: int = -1,
+        limit: int = 0,
+        folder: str = "",
+        standard_errors: bool = True,
+        key: str = "--tasks",
+    ):
+        """Looks the names up; fetches nothing.
 
-    def __init__(self, names: Sequence[str], options: TaskOptions):
+        Args:
+          names: the tasks, groups, tags and suites.
+          num_fewshot: solved examples before each question; -1: the number in each task. A suite has its own.
+          limit: the number of questions of each task, taken from the first; 0: all.
+          folder: your own tasks, in YAML.
+          standard_errors: whether to compute them; for some metrics that takes 100,000 bootstrap samples.
+          key: the flag or config key that gave the names, for errors.
+
+        Raises:
+          ValueError: the harness is not installed, an unknown name, or `num_fewshot` with a suite, which has its own.
+        """
         require_harness()
-        if options.folder:
-            check_folder(options.folder, key=f"{options.key}_folder")
-        self._names, self._options, self._loaded_already = list(names), options, False
+        if folder:
+            check_folder(folder, key=f"{key}_folder")
+        self._names, self._key, self._limit, self._loaded_already = list(names), key, limit, False
+        self._bootstrap_samples = _BOOTSTRAP_SAMPLES if standard_errors else 0
         self.suites = {name: SUITES[name] for name in names if name in SUITES}
-        if self.suites and options.num_fewshot >= 0:
+        if self.suites and num_fewshot >= 0:
             raise ValueError(f"--num_fewshot: the suite {min(self.suites)} has shot counts of its own; leave it out.")
-        self._manager = manager(options.folder and str(pathlib.Path(options.folder).expanduser()))
+        self._manager = manager(folder and str(pathlib.Path(folder).expanduser()))
         known = {*self._manager.all_tasks, *SUITES}
         for name in names:
             if name not in known:
-                raise ValueError(f"{options.key}: there is no task {name!r}. {nearest(name, known)}")
+                raise ValueError(f"{key}: there is no task {name!r}. {nearest(name, known)}")
         self.plan: list[tuple[int | None, list[Any]]] = [
             pair for suite in self.suites.values() for pair in suite.plan().items()
         ]
         others = [name for name in names if name not in SUITES]
         if others:
-            self.plan.append((options.num_fewshot if options.num_fewshot >= 0 else None, others))
+            self.plan.append((num_fewshot if num_fewshot >= 0 else None, others))
 
     def load(self) -> None:
         """Fetches the data of all tasks and keeps it in memory; a second call does nothing.
@@ -96,24 +95,24 @@ class Tasks:
                 self._refuse_twice()
         except OSError as error:
             names, why = ", ".join(self._names), str(error).splitlines()[0]
-            raise ValueError(f"{self._options.key}: data of {names} cannot be fetched: {why}") from None
+            raise ValueError(f"{self._key}: data of {names} cannot be fetched: {why}") from None
 
     def _refuse_twice(self) -> None:
         seen: set[str] = set()
-        for _, found in self.plan:
-            names = self._manager.load(found)["tasks"].keys()
+        for _, loaded in self.plan:
+            names = self._manager.load(loaded)["tasks"].keys()
             twice = sorted(seen & names)
             if twice:
-                raise ValueError(f"{self._options.key}: {twice[0]} is in two of the names; remove one of them.")
+                raise ValueError(f"{self._key}: {twice[0]} is in two of the names; remove one of them.")
             seen |= names
 
     def _loaded(self, names: list[str]) -> list[Any]:
         """Returns the loaded tasks and groups of some names, which the harness accepts instead of names."""
-        found = self._manager.load(names)
-        groups = list(found["groups"].values())
+        loaded = self._manager.load(names)
+        groups = list(loaded["groups"].values())
         inner = {task.task_name for group in groups for task in group.get_all_tasks()}
         inner |= {below.name for group in groups for below in group.get_all_groups()}
-        return [found[kind][name] for kind in ("groups", "tasks") for name in found[kind] if name not in inner]
+        return [loaded[kind][name] for kind in ("groups", "tasks") for name in loaded[kind] if name not in inner]
 
     def __call__(self, model: Any) -> dict[str, Any]:
         """Returns the harness's report on a `harness.HarnessModel`: results, groups, versions and so on, by task.
@@ -124,7 +123,7 @@ class Tasks:
         from hlat_jax.evaluate import lm_eval_compat
 
         self.load()
-        found: dict[str, Any] = {}
+        results: dict[str, Any] = {}
         for num_fewshot, names in self.plan:
             with _seeded():
                 loaded = self._manager.load(names)
@@ -133,14 +132,14 @@ class Tasks:
                 part = lm_eval_compat.evaluate(
                     lm=model,
                     task_dict=loaded,
-                    limit=self._options.limit or None,
-                    bootstrap_iters=_BOOTSTRAP_SAMPLES if self._options.standard_errors else 0,
+                    limit=self._limit or None,
+                    bootstrap_iters=self._bootstrap_samples,
                     log_samples=False,
                     fewshot_as_multiturn=True,
                 )
             for key, value in part.items():
-                found[key] = {**found.get(key, {}), **value} if isinstance(value, dict) else value
-        return found
+                results[key] = {**results.get(key, {}), **value} if isinstance(value, dict) else value
+        return results
 
 
 @contextlib.contextmanager
@@ -167,11 +166,11 @@ def _set_shots(task: Any, num_fewshot: int | None) -> None:
     task.set_fewshot_seed(seed=_SEED)
 
 
-def report(found: dict[str, Any], tasks: Tasks, *, name: str) -> str:
+def report(results: dict[str, Any], tasks: Tasks, *, name: str) -> str:
     """Returns the harness's tables of what `Tasks` returned, and each suite's table beside the paper's figures."""
     from hlat_jax.evaluate import lm_eval_compat
 
-    tables = [lm_eval_compat.make_table(found)]
-    if found.get("groups"):
-        tables.append(lm_eval_compat.make_table(found, "groups"))
-    return "\n".join([*tables, *(suite.table(found["results"], name=name) for suite in tasks.suites.values())])
+    tables = [lm_eval_compat.make_table(results)]
+    if results.get("groups"):
+        tables.append(lm_eval_compat.make_table(results, "groups"))
+    return "\n".join([*tables, *(suite.table(results["results"], name=name) for suite in tasks.suites.values())])

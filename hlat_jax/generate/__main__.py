@@ -124,11 +124,11 @@ def _prompts_of_file(name: str) -> list[str]:
     check_file(name, key="--prompts_file")
     file = files.DataFile(pathlib.Path(name).expanduser())
     if paths.file_format(file) == "jsonl":
-        found = [text for text, _ in streaming.iter_documents(file, text_field="text")]
-        for bad in found:
+        texts = [text for text, _ in streaming.iter_documents(file, text_field="text")]
+        for bad in texts:
             if isinstance(bad, records.BadRecord):
                 raise ValueError(f'--prompts_file: {bad.problem} Each line must be an object with a "text".')
-        return found
+        return texts
     try:
         text = pathlib.Path(file).read_bytes().decode("utf-8-sig")
     except UnicodeDecodeError as error:

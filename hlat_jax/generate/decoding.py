@@ -259,8 +259,8 @@ class ShardedDecoder:
             return y_BTD, new
         index = collectives.axis_index(ctx.pipe)
         for number in range(1, self.layout.size(ctx.pipe)):
-            y_BTD, found = stage(collectives.psum(jnp.where(index == number - 1, y_BTD, 0), ctx.pipe))
-            new = jax.tree.map(lambda own, old, number=number: jnp.where(index == number, own, old), found, new)
+            y_BTD, of_stage = stage(collectives.psum(jnp.where(index == number - 1, y_BTD, 0), ctx.pipe))
+            new = jax.tree.map(lambda own, old, number=number: jnp.where(index == number, own, old), of_stage, new)
         return collectives.psum(jnp.where(index == self.layout.size(ctx.pipe) - 1, y_BTD, 0), ctx.pipe), new
 
     def next_tokens(self, decoder: Decoder, x_B1D: jax.Array, rows: PromptRows, *, positions_B: jax.Array) -> jax.Array:

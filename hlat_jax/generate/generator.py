@@ -89,13 +89,13 @@ class Generator:
         first_number: int = 0,
     ) -> list[list[int]]:
         """Returns the new tokens of each prompt, without the one of `stop_ids` that ended it; see `stream`."""
-        found: list[list[int]] = [[] for _ in prompts]
+        new_ids: list[list[int]] = [[] for _ in prompts]
         options: dict[str, Any] = {"sampling": sampling, "stop_ids": stop_ids, "first_number": first_number}
         for step in self.stream(prompts, max_tokens=max_tokens, **options):
-            for ids, token in zip(found, step, strict=True):
+            for ids, token in zip(new_ids, step, strict=True):
                 if token is not None and token not in stop_ids:
                     ids.append(token)
-        return found
+        return new_ids
 
     def stream(
         self,
@@ -203,9 +203,9 @@ def stream(
             following = None
             if max(left) > 1:  # dispatched before this token is read
                 cache, following = programs.decode(of_decode, cache, DecodeInput(tokens_B, np.int32(slot), rows))
-            found = np.asarray(tokens_B)[: len(left)].tolist()
-            yield [token if more else None for token, more in zip(found, left, strict=True)]
-            left = [0 if token in stop_ids else max(more - 1, 0) for token, more in zip(found, left, strict=True)]
+            tokens = np.asarray(tokens_B)[: len(left)].tolist()
+            yield [token if more else None for token, more in zip(tokens, left, strict=True)]
+            left = [0 if token in stop_ids else max(more - 1, 0) for token, more in zip(tokens, left, strict=True)]
             if not any(left):
                 return
             tokens_B = following

@@ -81,10 +81,12 @@ def prepare(values: flags.FlagValues) -> None:
 
 
 def prepare_for(parallel: ParallelConfig) -> None:
-    """Sets and logs Neuron's environment variables if its devices are used; call it before JAX is imported.
+    """Sets and logs Neuron's environment variables if its devices are used and JAX is not imported yet.
 
     Casts round to nearest, whatever the training run used: no weights are updated.
     """
+    if "jax" in sys.modules:
+        return
     if neuron_topology.instance_to_serve("", os.environ.get("JAX_PLATFORMS", ""), machine=neuron_topology.HERE):
         print(neuron_env.prepare(PrecisionConfig("mixed"), parallel), file=sys.stderr, flush=True)
 
@@ -118,7 +120,6 @@ def open_model(checkpoint: str, parallel: ParallelConfig, *, tokenizer: str = ""
 
     from hlat_jax.generate.generator import param_shardings
     from hlat_jax.parallel.degrees import layout_of_model
-    from hlat_jax.weights.hf_files import begins_texts_with_bos
     from hlat_jax.weights.trained import open_weights
 
     weights = open_weights(checkpoint, tokenizer=tokenizer)
@@ -133,9 +134,5 @@ def open_model(checkpoint: str, parallel: ParallelConfig, *, tokenizer: str = ""
     mesh = " x ".join(f"{axis} {degree}" for axis, degree in layout.degrees.items())
     dtype = params["embed"].dtype
     described = f"weights          {weights.folder}, step {weights.step}, {dtype}; {mesh}, {layout.platform}"
-    with_bos = weights.begins_with_bos
-    if with_bos is None:
-        assert weights.companions is not None  # of Hugging Face
-        with_bos = begins_texts_with_bos(weights.companions)
-    described += "; texts begin with BOS" * with_bos
-    return TrainedModel(weights.model, params, layout, opened, weights.folder, described, with_bos)
+    described += "; texts begin with BOS" * weights.begins_with_bos
+    return TrainedModel(weights.model, params, layout, opened, weights.folder, described, weights.begins_with_bos)

@@ -82,7 +82,7 @@ class Scorer:
           ValueError: an empty context or continuation, or a continuation longer than `max_tokens`.
         """
         rows = [self._row(number, context, continuation) for number, (context, continuation) in enumerate(pairs)]
-        found: list[Any] = [None] * len(rows)
+        scores: list[Any] = [None] * len(rows)
         status = status or Status()
         status.share = 0.0
         longest_first = sorted(range(len(rows)), key=lambda number: -len(rows[number][0]))
@@ -91,9 +91,9 @@ class Scorer:
             # read before the next one starts: unordered programs over several devices may deadlock
             sums_B, greedy_B = jax.device_get(self._score(self.params, self._batch([rows[i] for i in numbers])))
             for row, number in enumerate(numbers):
-                found[number] = Score(float(sums_B[row]), bool(greedy_B[row]))
+                scores[number] = Score(float(sums_B[row]), bool(greedy_B[row]))
             status.share += len(numbers) / len(rows)
-        return found
+        return scores
 
     def _row(self, number: int, context: Sequence[int], continuation: Sequence[int]) -> tuple[np.ndarray, int]:
         """Returns the tokens, of which the last is only a target, and the number of targets that are scored."""

@@ -66,13 +66,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _import(argv: Sequence[str]) -> None:
-    values = flags.FlagValues()
-    _define_out(values, "Folder of weights to write.")
-    _define_dtype(values, "of the parameters; empty: as in the files, with float16 as float32")
+    values = _flags("Folder of weights to write.", "of the parameters; empty: as in the files, with float16 as float32")
     flags.DEFINE_bool("fuse_qkv", True, "As model.fuse_qkv, for training from these weights.", flag_values=values)
     flags.DEFINE_bool("strict", False, "Fail on unknown fields of config.json.", flag_values=values)
     flags.DEFINE_bool("verify", False, "Compare logits with those of transformers.", flag_values=values)
-    folder, out = _one(argv, values, usage=_IMPORT, what="a folder of Hugging Face"), _out(values)
+    folder, out = _paths(argv, values, usage=_IMPORT, what="a folder of Hugging Face")
     check_hugging_face(folder)  # before JAX is imported
     from hlat_jax.hf import verifying
     from hlat_jax.hf.importing import import_checkpoint
@@ -84,34 +82,36 @@ def _import(argv: Sequence[str]) -> None:
     if values.verify:
         verifying.require_transformers()  # before any work
     began = time.monotonic()
-    found = open_checkpoint(folder, dtype=values.dtype, fuse_qkv=values.fuse_qkv, strict=values.strict)
-    if found.warning:
-        print(f"warning: {found.warning} They are kept for an export; --strict makes them an error.", file=sys.stderr)
+    checkpoint = open_checkpoint(folder, dtype=values.dtype, fuse_qkv=values.fuse_qkv, strict=values.strict)
+    if checkpoint.warning:
+        print(
+            f"warning: {checkpoint.warning} They are kept for an export; --strict makes them an error.", file=sys.stderr
+        )
     with whole_folder(out) as partial:
         with show_progress("importing") as status:
-            import_checkpoint(found, partial, status=status)
-        for line in found.nonfinite:  # before a comparison, which fails with them
+            import_checkpoint(checkpoint, partial, status=status)
+        for line in checkpoint.nonfinite:  # before a comparison, which fails with them
             print(f"warning: {line}", file=sys.stderr)
         verified = ""
         if values.verify:
             try:
                 with show_progress("comparing the logits with those of transformers"):
-                    verified = verifying.verify(found, open_weights(partial)) + "\n"
+                    verified = verifying.verify(checkpoint, open_weights(partial)) + "\n"
             except ValueError as error:
                 raise ValueError(f"{error} Removed {out}; an import without --verify is kept.") from None
-    for note in found.notes:
+    for note in checkpoint.notes:
         print(note)
     files = ", ".join(companions(folder))
-    print(f"{_counted(found.model)} in {found.dtype.name} from {len(found.tensors)} tensors; with {files}")
+    print(
+        f"{_counted(checkpoint.model)} in {checkpoint.dtype.name} from {len(checkpoint.tensors)} tensors; with {files}"
+    )
     print(f"{verified}wrote {out} in {time.monotonic() - began:.1f} s")
 
 
 def _export(argv: Sequence[str]) -> None:
-    values = flags.FlagValues()
-    _define_out(values, "Folder to write.")
-    _define_dtype(values, "of the tensors; empty: as stored, of the fp32 masters where there are any")
+    values = _flags("Folder to write.", "of the tensors; empty: as stored, of the fp32 masters where there are any")
     flags.DEFINE_string("tokenizer", "", "Tokenizer file, for a folder whose own is missing.", flag_values=values)
-    path, out = _one(argv, values, usage=_EXPORT, what="a checkpoint"), _out(values)
+    path, out = _paths(argv, values, usage=_EXPORT, what="a checkpoint")
     from hlat_jax.data.path_checks import check_tokenizer  # not at the top: --help does not need it
 
     check_checkpoint(str(path))
@@ -128,38 +128,36 @@ def _export(argv: Sequence[str]) -> None:
 
 
 def _average(argv: Sequence[str]) -> None:
-    values = flags.FlagValues()
-    _define_out(values, "Folder of weights to write.")
+    values = _flags("Folder of weights to write.")
     paths = flags_lib.parse_inputs(argv, values, usage=_AVERAGE, missing="no checkpoints; name two or more.")
-    out = _out(values)
     for path in paths if len(paths) > 1 else ():  # that one is too few is the first thing to say
         check_checkpoint(path)
     from hlat_jax.hf.averaging import average
 
     with show_progress("averaging") as status:
-        found = average(paths, out, status=status)
-    for weights in found:
+        averaged = average(paths, pathlib.Path(values.out).expanduser(), status=status)
+    for weights in averaged:
         print(f"step {weights.step:>8,}  {weights.folder}")
-    print(f"wrote their mean to {out}")
+    print(f"wrote their mean to {values.out}")
 
 
-def _define_out(values: flags.FlagValues, help_text: str) -> None:
-    flags.DEFINE_string("out", "", help_text, flag_values=values)
+def _flags(out: str, dtype: str = "") -> flags.FlagValues:
+    """Returns the flags that verbs share, with their help."""
+    values = flags.FlagValues()
+    flags.DEFINE_string("out", "", out, flag_values=values)
+    if dtype:
+        flags.DEFINE_enum("dtype", "", ["", *DTYPES], f"One of {', '.join(DTYPES)}, {dtype}.", flag_values=values)
+    return values
 
 
-def _define_dtype(values: flags.FlagValues, help_text: str) -> None:
-    flags.DEFINE_enum("dtype", "", ["", *DTYPES], f"One of {', '.join(DTYPES)}, {help_text}.", flag_values=values)
-
-
-def _out(values: flags.FlagValues) -> pathlib.Path:
-    return pathlib.Path(values.out).expanduser()
-
-
-def _one(argv: Sequence[str], values: flags.FlagValues, *, usage: str, what: str) -> pathlib.Path:
+def _paths(
+    argv: Sequence[str], values: flags.FlagValues, *, usage: str, what: str
+) -> tuple[pathlib.Path, pathlib.Path]:
+    """Returns the one input and the output of a command line."""
     words = flags_lib.parse_inputs(argv, values, usage=usage, missing=f"no input; name {what}.")
     if len(words) > 1:
         raise ValueError(f"{len(words)} inputs ({', '.join(words)}); name {what}, one.")
-    return pathlib.Path(words[0]).expanduser()
+    return pathlib.Path(words[0]).expanduser(), pathlib.Path(values.out).expanduser()
 
 
 def _counted(model: ModelConfig) -> str:

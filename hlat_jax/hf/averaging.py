@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pathlib
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from hlat_jax.store.config_diff import differences
 from hlat_jax.store.progress import Status
 from hlat_jax.weights.hf_files import companions
 from hlat_jax.weights.trained import Weights, leaves_by_name, open_weights
-from hlat_jax.weights.weights_folder import WeightsInfo, new_weights
+from hlat_jax.weights.weights_folder import new_weights
 
 _BLOCK = 1 << 22  # elements: 16 MiB of fp32
 
@@ -33,23 +34,22 @@ def average(paths: Sequence[str | os.PathLike], out: pathlib.Path, *, status: St
     """
     if len(paths) < 2:
         raise ValueError(f"{len(paths)} checkpoint to average; give two or more.")
-    found = [open_weights(path, masters=True) for path in paths]
-    for other in found[1:]:
-        _require_alike(found[0], other)
-    first, status = found[0], status or Status()
+    averaged = [open_weights(path, masters=True) for path in paths]
+    for other in averaged[1:]:
+        _require_alike(averaged[0], other)
+    first, status = averaged[0], status or Status()
     files, tokenizer = _files(first)
-    origin = {"average_of": [{"folder": str(each.folder), "step": each.step} for each in found]}
-    step = max(each.step for each in found)
-    about = WeightsInfo(first.model, step, tokenizer, origin, first.begins_with_bos, first.stop_ids)
-    with new_weights(out, about=about, files=files) as leaves:
+    origin = {"average_of": [{"folder": str(each.folder), "step": each.step} for each in averaged]}
+    described = dataclasses.replace(first, step=max(each.step for each in averaged), tokenizer=tokenizer)
+    with new_weights(out, described, origin=origin, files=files) as leaves:
         for name, leaf in leaves_by_name(first.arrays).items():
             mean = first.read(name).astype(np.float32)
-            for count, other in enumerate(found[1:], start=2):
+            for count, other in enumerate(averaged[1:], start=2):
                 _include(mean, other.read(name), count=count)
             with leaves.leaf(name, leaf.shape, leaf.dtype) as write:
                 write(mean.astype(leaf.dtype, copy=False))
             status.share += leaf.size / costs.num_params(first.model)
-    return found
+    return averaged
 
 
 def _include(mean: np.ndarray, values: np.ndarray, *, count: int) -> None:

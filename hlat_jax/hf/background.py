@@ -65,10 +65,10 @@ class Exporter:
             "exists": (self.folder / str(step)).exists(),
             "busy": not (self._written is None or self._written.done()),
         }
-        found = [json.loads(text) for text in distributed.exchange(json.dumps(mine))]
-        if found[0]["exists"]:
+        everyones = [json.loads(text) for text in distributed.exchange(json.dumps(mine))]
+        if everyones[0]["exists"]:
             return False
-        if any(each["busy"] for each in found) and not last:
+        if any(each["busy"] for each in everyones) and not last:
             print(
                 f"export of step {step} skipped: that of step {self._step} is still being written; raise "
                 f"checkpoint.export_every_steps={every}, or export a checkpoint of that step"
@@ -130,8 +130,17 @@ class Exporter:
             return nested({name: _whole(mine[name], leaf) for name, leaf in leaves_by_name(abstract).items()})
 
         c, workdir = self._config, self.folder.parent
-        about = (c.model, step, c.data.tokenizer, self._tokenizer_sha256)
-        weights = Weights(workdir, *about, arrays, read, c.data.prepend_bos, **kept_companions(workdir))
+        weights = Weights(
+            folder=workdir,
+            model=c.model,
+            step=step,
+            tokenizer=c.data.tokenizer,
+            tokenizer_sha256=self._tokenizer_sha256,
+            begins_with_bos=c.data.prepend_bos,
+            arrays=arrays,
+            _read=read,
+            **kept_companions(workdir),
+        )
         export_checkpoint(weights, self.folder / str(step))
         shutil.rmtree(shards, ignore_errors=True)
         return dtype
@@ -172,11 +181,11 @@ def _whole(parts: list[Shard], leaf: jax.ShapeDtypeStruct) -> np.ndarray:
         raise OSError(
             f"only {held} of {math.prod(leaf.shape)} values came from the processes; the run folder must be shared."
         )
-    found = np.empty(leaf.shape, leaf.dtype)
+    whole = np.empty(leaf.shape, leaf.dtype)
     for part in parts:
         values = part.read()
-        found[tuple(slice(at, at + size) for at, size in zip(part.start, values.shape, strict=True))] = values
-    return found
+        whole[tuple(slice(at, at + size) for at, size in zip(part.start, values.shape, strict=True))] = values
+    return whole
 
 
 def _shape(part: Shard) -> tuple[int, ...]:
@@ -197,8 +206,8 @@ def _hand_over(mine: dict[str, list[Shard]], path: pathlib.Path) -> None:
 
 def _handed_over(path: pathlib.Path) -> dict[str, list[Shard]]:
     """Returns name of parameter -> shards in a file of `_hand_over`, not read yet."""
-    found: dict[str, list[Shard]] = {}
+    shards: dict[str, list[Shard]] = {}
     for label, stored in read_header(path).items():
         name, _, start = label.partition("@")
-        found.setdefault(name, []).append(Shard(tuple(map(int, start.split(","))), stored))
-    return found
+        shards.setdefault(name, []).append(Shard(tuple(map(int, start.split(","))), stored))
+    return shards

@@ -116,12 +116,12 @@ def shards_of(tensors: dict[str, Any], shard_bytes: int) -> dict[str, dict[str, 
 
 def _compare(weights: Weights, folder: pathlib.Path, *, dtype: np.dtype, status: Status) -> None:
     """Raises ValueError unless an import of the folder gives the weights, in `dtype`."""
-    found = open_checkpoint(folder, fuse_qkv=weights.model.fuse_qkv)
-    if architecture(found.model) != architecture(weights.model):
+    exported = open_checkpoint(folder, fuse_qkv=weights.model.fuse_qkv)
+    if architecture(exported.model) != architecture(weights.model):
         raise ValueError(f"{folder}: config.json describes another model when read back; this is a bug in hlat_jax.")
     for entry in hf_names.table(weights.model):
         ours = weights.read(entry.leaf)
-        layer = _first_other(ours, found.slabs(entry), stacked=entry.stacked, dtype=dtype)
+        layer = _first_other(ours, exported.slabs(entry), stacked=entry.stacked, dtype=dtype)
         status.share += ours.size / costs.num_params(weights.model) / 2
         del ours  # before the next one is read
         if layer is not None:
@@ -184,8 +184,8 @@ def _add_no_tokens(folder: pathlib.Path, tokenizer: Tokenizer) -> None:
     """Changes tokenizer.json and its settings so that no special tokens are added to a text."""
     settings, path = folder / _SETTINGS, folder / _TOKENIZER
     plain = {"tokenizer_class": _OF_JSON} if tokenizer.is_json else tokenizer.transformers_config()
-    found = read_json(settings) if settings.is_file() else plain
-    atomic_files.write_json(settings, found | {"add_bos_token": False, "add_eos_token": False})
+    content_of_settings = read_json(settings) if settings.is_file() else plain
+    atomic_files.write_json(settings, content_of_settings | {"add_bos_token": False, "add_eos_token": False})
     if not path.is_file():
         return
     content = read_json(path)

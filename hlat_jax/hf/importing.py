@@ -13,10 +13,11 @@ from hlat_jax.config import ModelConfig
 from hlat_jax.run import costs
 from hlat_jax.store.progress import Status
 from hlat_jax.weights import hf_names
-from hlat_jax.weights.hf_files import begins_texts_with_bos, companions, ids_that_end_a_text, tokenizer_file
+from hlat_jax.weights.description import describe_hugging_face
+from hlat_jax.weights.hf_files import companions
 from hlat_jax.weights.hf_reading import HFCheckpoint, open_checkpoint
 from hlat_jax.weights.trained import leaves_by_name, nested
-from hlat_jax.weights.weights_folder import WeightsInfo, new_weights
+from hlat_jax.weights.weights_folder import new_weights
 
 
 def load(
@@ -35,36 +36,37 @@ def load(
     Raises:
       ValueError: see `weights.hf_reading.open_checkpoint`.
     """
-    found = open_checkpoint(pathlib.Path(folder).expanduser(), dtype=dtype, fuse_qkv=fuse_qkv, strict=strict)
-    if found.warning:
-        warnings.warn(found.warning, stacklevel=2)
-    params = params_of(found)
-    for line in found.nonfinite:
+    checkpoint = open_checkpoint(pathlib.Path(folder).expanduser(), dtype=dtype, fuse_qkv=fuse_qkv, strict=strict)
+    if checkpoint.warning:
+        warnings.warn(checkpoint.warning, stacklevel=2)
+    params = params_of(checkpoint)
+    for line in checkpoint.nonfinite:
         warnings.warn(line, stacklevel=2)
-    return found.model, params
+    return checkpoint.model, params
 
 
-def import_checkpoint(found: HFCheckpoint, out: pathlib.Path, *, status: Status | None = None) -> None:
+def import_checkpoint(checkpoint: HFCheckpoint, out: pathlib.Path, *, status: Status | None = None) -> None:
     """Writes the weights folder `out`, holding one layer of one parameter at a time; keeps `status` up to date.
 
     Raises:
       ValueError: `out` exists already, or a file beside the weights is damaged.
     """
-    model, status = found.model, status or Status()
-    origin = {"imported_from": str(found.folder.absolute()), "dtypes": sorted({t.code for t in found.tensors.values()})}
-    with_bos, stop_ids = begins_texts_with_bos(found.folder), ids_that_end_a_text(found.folder)
-    tokenizer = tokenizer_file(found.folder, vocab_size=model.vocab_size)
-    about = WeightsInfo(model, 0, tokenizer, origin, with_bos, stop_ids)
-    with new_weights(out, about=about, files=companions(found.folder)) as leaves:
+    model, status = checkpoint.model, status or Status()
+    origin = {
+        "imported_from": str(checkpoint.folder.absolute()),
+        "dtypes": sorted({t.code for t in checkpoint.tensors.values()}),
+    }
+    described = describe_hugging_face(checkpoint.folder, model)
+    with new_weights(out, described, origin=origin, files=companions(checkpoint.folder)) as leaves:
         for entry in hf_names.table(model):
             shape = (model.num_layers, *entry.shape) if entry.stacked else entry.shape
-            with leaves.leaf(entry.leaf, shape, found.dtype) as write:
-                for layer, slab in enumerate(found.slabs(entry)):
+            with leaves.leaf(entry.leaf, shape, checkpoint.dtype) as write:
+                for layer, slab in enumerate(checkpoint.slabs(entry)):
                     write(slab[None] if entry.stacked else slab, layer)
                     status.share += slab.size / costs.num_params(model)
 
 
-def params_of(found: HFCheckpoint) -> dict[str, Any]:
+def params_of(checkpoint: HFCheckpoint) -> dict[str, Any]:
     """Returns the parameters as nested dicts of jax arrays on the default device."""
-    arrays = leaves_by_name(found.arrays())
-    return nested({name: jnp.asarray(found.read_param(name, array)) for name, array in arrays.items()})
+    arrays = leaves_by_name(checkpoint.arrays())
+    return nested({name: jnp.asarray(checkpoint.read_param(name, array)) for name, array in arrays.items()})

@@ -32,13 +32,13 @@ def require_transformers() -> Any:
     return tuple(import_optional(name, missing=needs.format(name)) for name in ("torch", "transformers"))
 
 
-def verify(found: HFCheckpoint, weights: Weights) -> str:
+def verify(source: HFCheckpoint, weights: Weights) -> str:
     """Returns a line with the largest difference between the logits, relative to the largest logit.
 
     Both models compute in fp32 with the weights rounded to the dtype of the import. One model at a time is in memory.
 
     Args:
-      found: the source, for transformers.
+      source: the source, for transformers.
       weights: what was imported from it.
 
     Raises:
@@ -52,13 +52,13 @@ def verify(found: HFCheckpoint, weights: Weights) -> str:
         leaf.delete()
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    dtype = getattr(torch, found.dtype.name)
+    dtype = getattr(torch, source.dtype.name)
     options = {"dtype": dtype, "trust_remote_code": False, "local_files_only": True, "use_safetensors": True}
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(found.folder, **options).float().eval()
+        model = transformers.AutoModelForCausalLM.from_pretrained(source.folder, **options).float().eval()
     except Exception as error:  # of any type, by what is wrong with the folder or with this version
         first = (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
-        raise ValueError(f"--verify: transformers cannot load {found.folder}: {first}.") from None
+        raise ValueError(f"--verify: transformers cannot load {source.folder}: {first}.") from None
     with torch.no_grad():
         theirs_BTV = model(torch.from_numpy(tokens_BT).long()).logits.numpy()
     largest = np.abs(theirs_BTV).max()

@@ -27,24 +27,27 @@ def layout_over(config: Config, devices: Sequence[Any], *, server: Server | None
     On Neuron, devices are placed in the order that groups of the tensor degree need, see `core_groups.order`.
 
     Args:
-      config: of the run.
-      devices: all of them, the nearest next to each other.
-      server: the Neuron servers that they belong to; None: those that the devices name.
+      config: the config of the run.
+      devices: all devices, the nearest next to each other.
+      server: the Neuron servers that the devices belong to; by default those that the devices name.
 
     Raises:
       ValueError: degrees that do not multiply to the number of devices, do not divide a size of the model or the
         batch, or give groups of cores that Neuron does not support; the message has the nearest degrees that pass every
         check on these devices. Or more tokens in a step than are counted exactly.
     """
-    _check_count(config)
+    rows, seq_len = config.data.batch_size, config.data.seq_len
+    if rows * seq_len > 2**24:  # they are counted in float32
+        raise ValueError(
+            f"data.batch_size={rows} x data.seq_len={seq_len} are {rows * seq_len:,} tokens a step, and they are "
+            f"counted exactly up to {2**24:,}; use data.batch_size={2**24 // seq_len} or less."
+        )
     server = server or core_groups.server_of(devices)
     try:
         check_degrees(config, len(devices), server=server)
     except ValueError as error:
         raise ValueError(f"{error} {_advice(config, len(devices), server)}") from None
-    degrees = dict(zip(MESH_AXES, resolve_degrees(config.parallel, len(devices)), strict=True))
-    placed = [devices[number] for number in placement(len(devices), tensor=degrees["tensor"], server=server)]
-    return make_layout(config.parallel, placed, num_kv_heads=config.model.num_kv_heads)
+    return _place(config.model, _without_rest(config.parallel, len(devices)), devices, server)
 
 
 def placement(num_devices: int, *, tensor: int, server: Server | None) -> np.ndarray:
@@ -68,14 +71,14 @@ def group_verdicts(
     num_devices = math.prod(wide.values())
     layout = abstract_layout(parallel, num_devices, num_kv_heads=num_kv_heads)
     devices = placement(num_devices, tensor=parallel.tensor, server=server)
-    found: dict[str, list[str]] = {DISPUTED: [], REFUSED: []}
+    reasons: dict[str, list[str]] = {DISPUTED: [], REFUSED: []}
     for axes in sent_along(layout, trains=trains):
         groups = core_groups.groups_along(dict(layout.mesh.shape), axes, devices=devices)
         level, why = core_groups.verdict(groups, server)
-        if level in found:
+        if level in reasons:
             names = dict.fromkeys("tensor" if axis in TENSOR else axis for axis in axes)
-            found[level].append(f"{' x '.join(f'parallel.{name}={wide[name]}' for name in names)}: {why}")
-    return found
+            reasons[level].append(f"{' x '.join(f'parallel.{name}={wide[name]}' for name in names)}: {why}")
+    return reasons
 
 
 def sent_along(layout: Layout, *, trains: bool = True) -> list[tuple[str, ...]]:
@@ -99,18 +102,24 @@ def sent_along(layout: Layout, *, trains: bool = True) -> list[tuple[str, ...]]:
 def check_degrees(config: Config, num_devices: int, *, server: Server | None = None) -> None:
     """Raises ValueError for the first size that a degree does not divide, or group of cores that Neuron refuses.
 
-    The message has the key to change. `server`: the Neuron servers of the devices; None: groups are not checked.
+    The message has the key to change. Groups are checked where the Neuron server of the devices is given.
     """
-    parallel = config.parallel
-    degrees = dict(zip(MESH_AXES, resolve_degrees(parallel, num_devices), strict=True))
-    parallel = dataclasses.replace(parallel, **degrees)
+    parallel = _without_rest(config.parallel, num_devices)
     check_parallel(parallel, config.model)
     check_policy(config.precision.policy, pipe=parallel.pipe)
     layout = abstract_layout(parallel, num_devices, num_kv_heads=config.model.num_kv_heads)
     _check_model(config.model, layout)
     if layout.sequence_parallel:
         _check_divisor("data.seq_len", config.data.seq_len, layout, TENSOR)
-    _check_rows(config, layout.row_degree)
+    rows, num_microbatches = config.data.batch_size, config.train.num_microbatches
+    parts = layout.row_degree * num_microbatches
+    if rows % parts:
+        per_part, is_rest = divmod(rows, layout.row_degree)
+        raise ValueError(
+            f"data.batch_size={rows} does not divide into {layout.row_degree} data-parallel parts x "
+            f"train.num_microbatches={num_microbatches}; make data.batch_size a multiple of {parts}"
+            + ("." if is_rest else f", or train.num_microbatches a divisor of {per_part}.")
+        )
     if server:
         _check_groups(parallel, num_kv_heads=config.model.num_kv_heads, server=server)
 
@@ -123,8 +132,7 @@ def _check_groups(parallel: ParallelConfig, *, num_kv_heads: int, server: Server
 
 def verdicts(config: Config, num_devices: int, server: Server) -> dict[str, list[str]]:
     """Returns `group_verdicts` of a config."""
-    degrees = dict(zip(MESH_AXES, resolve_degrees(config.parallel, num_devices), strict=True))
-    parallel = dataclasses.replace(config.parallel, **degrees)
+    parallel = _without_rest(config.parallel, num_devices)
     return group_verdicts(parallel, num_kv_heads=config.model.num_kv_heads, server=server)
 
 
@@ -140,16 +148,25 @@ def layout_of_model(model: ModelConfig, parallel: ParallelConfig, devices: Seque
     if count > len(devices):
         named = " x ".join(f"parallel.{axis}={degree}" for axis, degree in zip(MESH_AXES, wanted, strict=True))
         raise ValueError(f"{named} needs {count} devices and there are {len(devices)}; lower a degree.")
-    degrees = dict(zip(MESH_AXES, resolve_degrees(parallel, count), strict=True))
-    parallel = dataclasses.replace(parallel, **degrees)
+    parallel = _without_rest(parallel, count)
     check_parallel(parallel, model)
     server = core_groups.server_of(devices[:count])
-    placed = [devices[number] for number in placement(count, tensor=parallel.tensor, server=server)]
-    layout = make_layout(parallel, placed, num_kv_heads=model.num_kv_heads)
+    layout = _place(model, parallel, devices[:count], server)
     _check_model(model, layout)
     if server:
         _check_groups(parallel, num_kv_heads=model.num_kv_heads, server=server, trains=False)
     return layout
+
+
+def _without_rest(parallel: ParallelConfig, num_devices: int) -> ParallelConfig:
+    """Returns the config with -1 replaced by the degree that remains."""
+    degrees: dict[str, Any] = dict(zip(MESH_AXES, resolve_degrees(parallel, num_devices), strict=True))
+    return dataclasses.replace(parallel, **degrees)
+
+
+def _place(model: ModelConfig, parallel: ParallelConfig, devices: Sequence[Any], server: Server | None) -> Layout:
+    order = placement(len(devices), tensor=parallel.tensor, server=server)
+    return make_layout(parallel, [devices[number] for number in order], num_kv_heads=model.num_kv_heads)
 
 
 def passes(config: Config, num_devices: int, *, server: Server | None = None) -> bool:
@@ -190,10 +207,10 @@ def all_degrees(num_devices: int) -> Iterator[dict[str, int]]:
 def _advice(config: Config, num_devices: int, server: Server | None) -> str:
     remains = [axis for axis in MESH_AXES if getattr(config.parallel, axis) == -1]
     note = f" (parallel.{remains[0]}=-1 is the rest)" if remains else ""
-    found = nearest_degrees(config, num_devices, server=server)
-    if found is None:
+    nearest = nearest_degrees(config, num_devices, server=server)
+    if nearest is None:
         return f"No degrees pass every check on {num_devices} device(s)."
-    changed = [f"parallel.{axis}={d}" for axis, d in found.items() if getattr(config.parallel, axis) not in (d, -1)]
+    changed = [f"parallel.{axis}={d}" for axis, d in nearest.items() if getattr(config.parallel, axis) not in (d, -1)]
     return f"The nearest degrees that pass every check on {num_devices} devices: {', '.join(changed)}{note}."
 
 
@@ -226,24 +243,3 @@ def _check_divisor(path: str, size: int, layout: Layout, mesh_axes: Sequence[str
         axes = dict.fromkeys("tensor" if axis in TENSOR else axis for axis in mesh_axes)
         named = " x ".join(f"parallel.{axis}={degrees[axis]}" for axis in axes if degrees[axis] > 1)
         raise ValueError(f"{path}={size} does not divide into the {parts} parts of {named}; change one of them.")
-
-
-def _check_count(config: Config) -> None:
-    """Raises ValueError for more tokens in a step than float32, in which they are counted, represents exactly."""
-    rows, seq_len = config.data.batch_size, config.data.seq_len
-    if rows * seq_len > 2**24:
-        raise ValueError(
-            f"data.batch_size={rows} x data.seq_len={seq_len} are {rows * seq_len:,} tokens a step, and they are "
-            f"counted exactly up to {2**24:,}; use data.batch_size={2**24 // seq_len} or less."
-        )
-
-
-def _check_rows(config: Config, row_degree: int) -> None:
-    rows, num_microbatches = config.data.batch_size, config.train.num_microbatches
-    parts = row_degree * num_microbatches
-    if rows % parts:
-        raise ValueError(
-            f"data.batch_size={rows} does not divide into {row_degree} data-parallel parts x "
-            f"train.num_microbatches={num_microbatches}; make data.batch_size a multiple of {parts}"
-            + (f", or train.num_microbatches a divisor of {rows // row_degree}." if rows % row_degree == 0 else ".")
-        )

@@ -138,10 +138,10 @@ def run_tick(
     """
     params, rows = of_device
 
-    def moved(old: jax.Array, new: jax.Array) -> jax.Array:
+    def shift(old: jax.Array, new: jax.Array) -> jax.Array:
         return jnp.where(tick == 0, new[None], jnp.concatenate([old[1:], new[None]]))
 
-    window = jax.tree.map(moved, kept["window"], rows)  # of the microbatches that are in some stage
+    window = jax.tree.map(shift, kept["window"], rows)  # of the microbatches that are in some stage
     stage = _Stage(staged, params, window, num_microbatches=num_microbatches, rounding=rounding)
     stage.first = tick - 2 * (stage.num_stages - 1)
     if phase == "cool_down":
@@ -177,13 +177,13 @@ class _Stage:
     def __init__(self, staged: StagedLoss, params: Any, fields: Any, *, num_microbatches: Any, rounding: Rounding):
         self.staged, self.fields, self.num_microbatches, self.rounding = staged, fields, num_microbatches, rounding
         self.first: Any = None  # the number of the microbatch that the fields begin with; None: 0
-        self.layers, self.rest = _apart(params)
+        self.layers, self.rest = _split_layers(params)
         self.num_stages = jax.lax.axis_size("pipe")
         self.stage = collectives.axis_index(_PIPE)
         self.is_last = self.stage == self.num_stages - 1
         # of the pullback of the stage: its structure, which of its leaves are kept, the others from the parameters, and
         # which of the kept ones are stacked
-        self._structure, self._is_kept, self._of_layers, self._alike = None, None, None, []
+        self._structure, self._is_kept, self._of_layers, self._groups = None, None, None, []
 
     def model(self, *, layers: Any = None, rest: Any = None) -> Any:
         """Returns the model bound to this stage's parameters, or to what is differentiated in their place.
@@ -214,21 +214,21 @@ class _Stage:
     def warm_up(self, carry: dict[str, Any], tick: jax.Array) -> dict[str, Any]:
         """Returns the carry after a tick forward."""
         y, residuals = self.forward(tick, carry["received"])
-        return {"received": self.to_next(y), "ring": self.stored(carry["ring"], tick, residuals)}
+        return {"received": self.to_next(y), "ring": self.store_residuals(carry["ring"], tick, residuals)}
 
     def steady(self, carry: dict[str, Any], tick: jax.Array) -> dict[str, Any]:
         """Returns the carry after a tick of one forward and one backward, with the loss between them."""
         y, residuals = self.forward(tick, carry["received"])
-        ring = self.stored(carry["ring"], tick, residuals)
+        ring = self.store_residuals(carry["ring"], tick, residuals)
         if self.first is not None:  # XLA else fuses the update into what reads the ring, and copies all of it before
             ring = jax.lax.optimization_barrier(ring)
         (loss_sum, count), rest_grads, dy = self.loss(tick, y)
         totals = SumAndCount(carry["totals"].total + loss_sum, carry["totals"].count + count)
-        layers, rest = _apart(carry["grads"])
+        layers, rest = _split_layers(carry["grads"])
         grads = self.rounding.at(tick, 0).added(rest, rest_grads) | {"layers": layers}
         dx, grads = self.backward(tick, jnp.where(self.is_last, dy, carry["returned"]), ring=ring, grads=grads)
-        moved = {"received": self.to_next(y), "returned": self.to_previous(dx)}
-        return moved | {"ring": ring, "totals": totals, "grads": grads}
+        exchanged = {"received": self.to_next(y), "returned": self.to_previous(dx)}
+        return exchanged | {"ring": ring, "totals": totals, "grads": grads}
 
     def cool_down(self, carry: dict[str, Any], tick: jax.Array) -> dict[str, Any]:
         """Returns the carry after a tick backward."""
@@ -261,14 +261,14 @@ class _Stage:
         # Without a microbatch the residuals are zeros, or those of an input of zeros: 0 / 0 in a pullback is NaN, so
         # its results are masked, and not what it takes.
         exists = self._exists(index)
-        dlayers, dx = jax.tree.map(lambda grad: jnp.where(exists, grad, 0), self._pulled(residuals, dy))
+        dlayers, dx = jax.tree.map(lambda grad: jnp.where(exists, grad, 0), self._pull_back(residuals, dy))
         dfirst = jax.lax.psum(jnp.where(self.stage == 0, dx, 0), "pipe")
         microbatch = self.microbatch(tick - 2 * (self.num_stages - 1))
         pullback = jax.vjp(lambda rest: self.staged.embed(self.model(rest=rest), microbatch), self.rest)[1]
-        rounding, (layers, rest) = self.rounding.at(tick, 1), _apart(grads)
+        rounding, (layers, rest) = self.rounding.at(tick, 1), _split_layers(grads)
         return dx, rounding.added(rest, pullback(dfirst)[0]) | {"layers": rounding.added(layers, dlayers)}
 
-    def stored(self, ring: list, tick: jax.Array, residuals: list) -> list:
+    def store_residuals(self, ring: list, tick: jax.Array, residuals: list) -> list:
         """Returns the ring with the residuals of this tick's forward pass in their slot.
 
         Ticks without a microbatch write too: before the first one into slots that are written again before they are
@@ -328,23 +328,23 @@ class _Stage:
         unkept = [False, *(not is_kept for is_kept in self._is_kept)]
         self._of_layers = partial_eval.dce_jaxpr(traced.jaxpr, unkept, instantiate=True)[0]
         kept = [leaf for leaf, is_kept in zip(leaves, self._is_kept, strict=True) if is_kept]
-        self._alike = _alike(kept)
-        return y, [jnp.stack([kept[i] for i in group]) if len(group) > 1 else kept[group[0]] for group in self._alike]
+        self._groups = _groups_to_stack(kept)
+        return y, [jnp.stack([kept[i] for i in group]) if len(group) > 1 else kept[group[0]] for group in self._groups]
 
-    def _pulled(self, residuals: list[jax.Array], dy: jax.Array) -> tuple[Any, jax.Array]:
+    def _pull_back(self, residuals: list[jax.Array], dy: jax.Array) -> tuple[Any, jax.Array]:
         jaxpr = self._of_layers
         unused = [None] * (len(jaxpr.invars) - len(jax.tree.leaves(self.layers)))
         closed = core.ClosedJaxpr(jaxpr, [None] * len(jaxpr.constvars))
-        placed = {}
-        for group, stacked in zip(self._alike, residuals, strict=True):
-            placed |= dict(zip(group, stacked if len(group) > 1 else [stacked], strict=True))
+        by_index = {}
+        for group, stacked in zip(self._groups, residuals, strict=True):
+            by_index |= dict(zip(group, stacked if len(group) > 1 else [stacked], strict=True))
         computed = iter(core.jaxpr_as_fun(closed)(*jax.tree.leaves(self.layers), *unused))
-        kept = iter([placed[i] for i in sorted(placed)])
+        kept = iter([by_index[i] for i in sorted(by_index)])
         leaves = [next(kept if is_kept else computed) for is_kept in self._is_kept]
         return jax.tree.unflatten(self._structure, leaves)(dy)
 
 
-def _alike(leaves: list[jax.Array]) -> list[list[int]]:
+def _groups_to_stack(leaves: list[jax.Array]) -> list[list[int]]:
     """Returns the indices of leaves in groups to be stacked: those of unrolled layers, of which there are many.
 
     Calls slow down with the number of arrays, and the ring is an argument where ticks are programs of their own.
@@ -357,15 +357,15 @@ def _alike(leaves: list[jax.Array]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _apart(params: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _split_layers(params: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Returns the layers, and all else."""
     return params["layers"], {key: value for key, value in params.items() if key != "layers"}
 
 
 def _depends(jaxpr: Any, inputs: Sequence[Any]) -> list[bool]:
     """Returns for each result of a jaxpr whether it depends on one of these inputs, or on what it closes over."""
-    found = {*inputs, *jaxpr.constvars}
+    dependent = {*inputs, *jaxpr.constvars}
     for eqn in jaxpr.eqns:
-        if any(not isinstance(var, core.Literal) and var in found for var in eqn.invars):
-            found.update(eqn.outvars)
-    return [not isinstance(var, core.Literal) and var in found for var in jaxpr.outvars]
+        if any(not isinstance(var, core.Literal) and var in dependent for var in eqn.invars):
+            dependent.update(eqn.outvars)
+    return [not isinstance(var, core.Literal) and var in dependent for var in jaxpr.outvars]

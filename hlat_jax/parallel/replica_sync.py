@@ -26,15 +26,6 @@ _RECOMPUTED = ("all_gather", "reshape", "transpose", "slice", "squeeze", "conver
 
 
 @dataclasses.dataclass(frozen=True)
-class _Reduction:
-    """How partial gradients of a parameter are reduced: reduce-scatter over `axes` in `dim`, then psum over `sums`."""
-
-    axes: tuple[str, ...]
-    dim: int
-    sums: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
 class ReplicaSync:
     """Shardings and collectives of the parameters, gradients and batches of a program over a mesh.
 
@@ -59,15 +50,14 @@ class ReplicaSync:
             is not None, reduces the gradients of a microbatch.
           dtype: in which gradients are summed. The result is sharded like the optimizer's state.
         """
-        reduce = functools.partial(self._reduce, dtype=dtype)
-        each = reduce if self._reduces_each else None
 
-        def reduced_value_and_grad(params: Any, batch: Any, shared: tuple) -> tuple:
+        def value_and_grad(params: Any, batch: Any, shared: tuple) -> tuple:
             rounding, replicated = shared
-            sums, grads = local(params, batch, self._own_rounding(rounding), reduce=each, **replicated)
-            return self._psum_over_rows(sums), grads if each else reduce(grads)
+            reduce = self._reduce_microbatch(dtype)
+            sums, grads = local(params, batch, self._own_rounding(rounding), reduce=reduce, **replicated)
+            return self._psum_over_rows(sums), grads if reduce else self._reduce(grads, dtype)
 
-        run = self._shard_map(reduced_value_and_grad, (self._params, P(ROWS), P()), (P(), self._state))
+        run = self._shard_map(value_and_grad, (self._params, P(ROWS), P()), (P(), self._state))
         return lambda params, batch, rounding, **replicated: run(params, batch, (rounding, replicated))
 
     def start_sums(self, local: Callable, *, dtype: Any) -> Callable:
@@ -77,10 +67,9 @@ class ReplicaSync:
           local: (params, rows, *, reduce) -> what one device keeps; `reduce` as for `value_and_grad`.
           dtype: as for `value_and_grad`.
         """
-        each = functools.partial(self._reduce, dtype=dtype) if self._reduces_each else None
 
         def start(params: Any, batch: Any) -> Any:
-            return _own_row(local(params, batch, reduce=each))
+            return _own_row(local(params, batch, reduce=self._reduce_microbatch(dtype)))
 
         return self._shard_map(start, (self._params, P(ROWS)), self._per_device)
 
@@ -91,25 +80,23 @@ class ReplicaSync:
           local: the same for one device, (kept, (params, rows), rounding, *, reduce, **replicated) -> kept.
           dtype: as for `value_and_grad`.
         """
-        each = functools.partial(self._reduce, dtype=dtype) if self._reduces_each else None
 
-        def added(kept: Any, of_device: tuple, shared: tuple) -> Any:
+        def add(kept: Any, of_device: tuple, shared: tuple) -> Any:
             rounding, replicated = self._own_rounding(shared[0]), shared[1]
-            own = _own(kept)
-            return _own_row(local(own, of_device, rounding, reduce=each, **replicated))
+            return _own_row(local(_own(kept), of_device, rounding, reduce=self._reduce_microbatch(dtype), **replicated))
 
         in_specs = self._per_device, (self._params, P(ROWS)), P()
-        run = self._shard_map(added, in_specs, self._per_device)
+        run = self._shard_map(add, in_specs, self._per_device)
         return lambda kept, of_device, rounding, **replicated: run(kept, of_device, (rounding, replicated))
 
     def reduced_sums(self, totals: Any, grads: Any, *, dtype: Any) -> tuple[Any, Any]:
         """Returns (sums, gradients) over all devices from those that each keeps, as `value_and_grad` returns them."""
 
-        def reduced(kept: tuple) -> tuple[Any, Any]:
+        def reduce(kept: tuple) -> tuple[Any, Any]:
             sums, grads = _own(kept)
             return self._psum_over_rows(sums), grads if self._reduces_each else self._reduce(grads, dtype)
 
-        return self._shard_map(reduced, (self._per_device,), (P(), self._state))((totals, grads))
+        return self._shard_map(reduce, (self._per_device,), (P(), self._state))((totals, grads))
 
     @property
     def per_device(self) -> NamedSharding:
@@ -151,10 +138,10 @@ class ReplicaSync:
     def loss(self, local: Callable) -> Callable:
         """Returns (params, batch, *more) -> sums over all devices, from those of one; `more` is replicated."""
 
-        def reduced_loss(params: Any, batch: Any, more: tuple) -> Any:
+        def reduce_loss(params: Any, batch: Any, more: tuple) -> Any:
             return self._psum_over_rows(local(params, batch, *more))
 
-        run = self._shard_map(reduced_loss, (self._params, P(ROWS), P()), P())
+        run = self._shard_map(reduce_loss, (self._params, P(ROWS), P()), P())
         return lambda params, batch, *more: run(params, batch, more)
 
     def forward(self, local: Callable, in_specs: tuple, out_specs: Any) -> Callable:
@@ -234,23 +221,27 @@ class ReplicaSync:
         named = structure.flatten_up_to(self.axes)
         leaves = [self._slice_of_replica(axes, leaf) for axes, leaf in zip(named, leaves, strict=True)]
         reductions = [self._reduction(axes) for axes in named]
-        keys = [(reduction.axes, reduction.sums) for reduction in reductions]
+        keys, dims = [key for key, _ in reductions], [dim for _, dim in reductions]
         for indices in buckets.assign_buckets(leaves, keys, bucket_bytes=self.layout.bucket_bytes):
-            (axes, sums), dims = keys[indices[0]], [reductions[index].dim for index in indices]
-            parts = buckets.bucketed_reduce_scatter([leaves[index] for index in indices], axes, dims)
+            axes, sums = keys[indices[0]]
+            bucket, bucket_dims = [leaves[index] for index in indices], [dims[index] for index in indices]
+            parts = buckets.bucketed_reduce_scatter(bucket, axes, bucket_dims)
             for index, reduced in zip(indices, buckets.bucketed_psum(parts, sums), strict=True):
                 leaves[index] = reduced
         return structure.unflatten(leaves)
 
-    def _reduction(self, axes: tuple[str, ...]) -> _Reduction:
-        """Returns the collectives that reduce the gradient of a parameter with these logical axes."""
+    def _reduction(self, axes: tuple[str, ...]) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], int]:
+        """Returns the reduction of a gradient with these logical axes: ((mesh axes, mesh axes), dim).
+
+        It is reduce-scattered over the first mesh axes in `dim`, then summed over the second.
+        """
         rules = self.layout.param_rules
         partial = {mesh_axis for axis in axes for mesh_axis in self.layout.partial_gradients.get(axis, ())}
         done = {mesh_axis for axis in axes for mesh_axis in rules[axis]} | set(self._reduced_before(axes))
         to_sum = [axis for axis in self.layout.wide((*ROWS, *TENSOR)) if axis in {*ROWS, *partial} - done]
         dim, replicas = self._replicas(axes)
         replicas = tuple(axis for axis in replicas if axis not in self._reduced_before(axes))
-        return _Reduction(replicas, dim, tuple(axis for axis in to_sum if axis not in replicas))
+        return (replicas, tuple(axis for axis in to_sum if axis not in replicas)), dim
 
     def _slice_of_replica(self, axes: tuple[str, ...], grad: jax.Array) -> jax.Array:
         """Returns the part that this replica keeps of a gradient that was summed in the loop over layers."""
@@ -278,6 +269,10 @@ class ReplicaSync:
     def _reduces_each(self) -> bool:
         """Whether the gradients of each microbatch are reduced."""
         return self.layout.reduce_gradients == "microbatch"
+
+    def _reduce_microbatch(self, dtype: Any) -> Callable | None:
+        """Returns a function that reduces the gradients of a microbatch, or None where they are reduced once a step."""
+        return functools.partial(self._reduce, dtype=dtype) if self._reduces_each else None
 
     def _own_rounding(self, rounding: Rounding) -> Rounding:
         """Returns how this device rounds sums of gradients.

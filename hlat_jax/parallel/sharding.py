@@ -18,9 +18,11 @@ from hlat_jax.config import ParallelConfig
 MESH_AXES = ("pipe", "data", "fsdp", "tensor")
 # `tensor` is two axes of the mesh: KV heads are split over the second, and replicated over the first when there are
 # more tensor-parallel devices than KV heads. The copies of a KV head are then far apart, as Neuron's groups of 4 on
-# trn1 are: with TP 32 and 8 KV heads cores 0, 8, 16 and 24, and not four neighbors, see `host.core_groups`.
+# trn1 are: with TP 32 and 8 KV heads cores 0, 8, 16 and 24, and not four neighbors, see `facts.core_groups`.
 TENSOR = ("tensor_rep", "tensor_kv")
 ROWS = ("data", "fsdp")
+_MESH_NAMES = (*MESH_AXES[:3], *TENSOR)
+_AXIS_TYPES = (AxisType.Auto,) * len(_MESH_NAMES)
 
 # Logical axis of a parameter -> mesh axes. Megatron column and row splits, embedding table and head also split over
 # pipeline stages, and FSDP on the residual width. `kv_embed` is the width of a KV matrix of its own.
@@ -53,7 +55,7 @@ class Layout:
     Attributes:
       mesh: axes pipe, data, fsdp, tensor_rep, tensor_kv; of devices, or abstract.
       param_rules: logical axis -> mesh axes, for the parameters that the forward pass reads.
-      state_rules: likewise, for optimizer state and master weights.
+      state_rules: logical axis -> mesh axes, for optimizer state and master weights.
       partial_gradients: logical axis -> mesh axes, beside ROWS, over which gradients are partial sums.
       sequence_parallel: activations between blocks are split over `tensor` along the sequence.
       reduce_gradients: when gradients are summed over replicas, one of `REDUCE_GRADIENTS`.
@@ -122,43 +124,39 @@ def make_layout(parallel: ParallelConfig, devices: Sequence[Any], *, num_kv_head
 
     Args:
       parallel: the degrees.
-      devices: all of them, the nearest next to each other.
-      num_kv_heads: of the model; a larger `parallel.tensor` replicates KV heads. None: as many as `parallel.tensor`.
+      devices: all devices, the nearest next to each other.
+      num_kv_heads: the KV heads of the model, which a larger `parallel.tensor` replicates; the default is
+        `parallel.tensor`.
 
     Raises:
       ValueError: degrees that do not multiply to the number of devices.
     """
-    pipe, data, fsdp, tensor = resolve_degrees(parallel, len(devices))
-    shape = (pipe, data, fsdp, *_tensor_split(tensor, num_kv_heads))
-    names = (*MESH_AXES[:3], *TENSOR)
-    mesh = Mesh(np.asarray(devices).reshape(shape), names, axis_types=(AxisType.Auto,) * len(names))
-    return _with_rules(mesh, parallel)
+    shape = _mesh_shape(parallel, len(devices), num_kv_heads)
+    return _with_rules(Mesh(np.asarray(devices).reshape(shape), _MESH_NAMES, axis_types=_AXIS_TYPES), parallel)
 
 
 def abstract_layout(parallel: ParallelConfig, num_devices: int, *, num_kv_heads: int | None = None) -> Layout:
     """Returns `make_layout` over an abstract mesh, which has shapes and shardings but no devices."""
-    pipe, data, fsdp, tensor = resolve_degrees(parallel, num_devices)
-    shape = (pipe, data, fsdp, *_tensor_split(tensor, num_kv_heads))
-    names = (*MESH_AXES[:3], *TENSOR)
-    return _with_rules(AbstractMesh(shape, names, axis_types=(AxisType.Auto,) * len(names)), parallel)
+    shape = _mesh_shape(parallel, num_devices, num_kv_heads)
+    return _with_rules(AbstractMesh(shape, _MESH_NAMES, axis_types=_AXIS_TYPES), parallel)
 
 
-def _tensor_split(tensor: int, num_kv_heads: int | None) -> tuple[int, int]:
+def _mesh_shape(parallel: ParallelConfig, num_devices: int, num_kv_heads: int | None) -> tuple[int, ...]:
+    *outer, tensor = resolve_degrees(parallel, num_devices)
     tensor_kv = tensor if num_kv_heads is None else min(tensor, num_kv_heads)
-    return tensor // tensor_kv, tensor_kv
+    return (*outer, tensor // tensor_kv, tensor_kv)
 
 
 def _with_rules(mesh: Any, parallel: ParallelConfig) -> Layout:
-    sequence_parallel = parallel.sequence_parallel
     return Layout(
         mesh,
-        PARAM_RULES,
-        ZERO1_RULES if parallel.zero1 else PARAM_RULES,
-        SEQUENCE_PARTIAL_GRADIENTS if sequence_parallel else PARTIAL_GRADIENTS,
-        sequence_parallel,
-        parallel.reduce_gradients,
-        parallel.bucket_bytes,
-        parallel.pipe_exchange,
+        param_rules=PARAM_RULES,
+        state_rules=ZERO1_RULES if parallel.zero1 else PARAM_RULES,
+        partial_gradients=SEQUENCE_PARTIAL_GRADIENTS if parallel.sequence_parallel else PARTIAL_GRADIENTS,
+        sequence_parallel=parallel.sequence_parallel,
+        reduce_gradients=parallel.reduce_gradients,
+        bucket_bytes=parallel.bucket_bytes,
+        pipe_exchange=parallel.pipe_exchange,
     )
 
 

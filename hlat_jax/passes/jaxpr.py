@@ -247,8 +247,8 @@ def evaluate(
     jaxpr: Any,
     consts: Sequence[Any],
     args: Sequence[Any],
-    bind: Callable[[Any, list[Any]], Sequence[Any]],
     *,
+    bind: Callable[[Any, list[Any]], Sequence[Any]],
     parts: Sequence[Any] = (),
 ) -> list[Any]:
     """Returns the results of a jaxpr, whose equations `bind` binds to their operands.

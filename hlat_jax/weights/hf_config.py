@@ -1,7 +1,7 @@
 """Conversion between config.json of Hugging Face's Llama family and our ModelConfig.
 
-A field that is known to change the computation must have a value that our model implements. Fields in no table here are
-returned by `unknown_fields`. A missing field has transformers' default.
+A field that is known to change the computation must have a value that our model implements. `unknown_fields` returns
+those in no table here. A missing field has transformers' default.
 """
 
 from __future__ import annotations
@@ -31,51 +31,39 @@ _DEFAULTS = {
 }
 _DEFAULTS_OF_ALL = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02, "hidden_act": "silu"}
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
-# Fields that change the computation in some architecture -> the values that our model implements, besides null.
+# Fields that change the computation in models of these types -> the values that our model implements, besides null.
 _SERVED: dict[str, tuple] = {
     "hidden_act": ("silu", "swish"),
     "attention_dropout": (0.0,),
-    **dict.fromkeys(("attention_bias", "mlp_bias", "qkv_bias", "use_bias", "bias", "is_encoder_decoder"), (False,)),
-    # rotary positions
+    **dict.fromkeys(("attention_bias", "mlp_bias", "qkv_bias", "use_bias"), (False,)),
     "partial_rotary_factor": (1.0,),
-    **dict.fromkeys(("rope_interleaved", "use_mrope", "alibi"), (False,)),
+    "rope_interleaved": (False,),
     "no_rope_layers": (1,),
     "no_rope_layer_interval": (0,),  # without no_rope_layers, which overrides it
-    # which keys a query sees; sliding_window has a check of its own
-    "use_sliding_window": (False,),
+    "use_sliding_window": (False,),  # sliding_window has a check of its own
     "layer_types": ("full_attention",),
     "attention_chunk_size": (),
-    # norms, scales and caps of other families
-    **dict.fromkeys(("qk_norm", "use_qk_norm", "qk_layernorm"), (False,)),
+    **dict.fromkeys(("qk_norm", "use_qk_norm"), (False,)),
     **dict.fromkeys(("logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier"), (1.0,)),
-    **dict.fromkeys(("scale_emb", "scale_depth", "dim_model_base", "attention_multiplier", "clip_qkv"), ()),
-    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar"), ()),
-    **dict.fromkeys(("logit_softcap", "logits_soft_cap", "final_logits_soft_cap"), (0,)),
-    # experts, latent attention, layers that differ, quantized weights
-    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok", "n_routed_experts"), (0,)),
-    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_intermediate_size"), (0,)),
-    **dict.fromkeys(("first_k_dense_replace", "decoder_sparse_step", "shared_expert_intermediate_size"), (0,)),
-    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), ()),
-    **dict.fromkeys(("per_layer_config", "quantization_config"), ({},)),
+    **dict.fromkeys(("attention_multiplier", "clip_qkv", "query_pre_attn_scalar"), ()),
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), ()),
+    "logit_softcap": (0,),
+    **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"), (0,)),
+    "kv_lora_rank": (),
+    "quantization_config": ({},),
 }
 _PER_LAYER = ("layer_types", "no_rope_layers")  # lists with a value for each layer
-# Fields that do not change what the model computes: token ids, storage, provenance, generation.
-_HARMLESS = """
-    architectures model_type auto_map _name_or_path name_or_path _commit_hash transformers_version torch_dtype dtype
-    use_cache pretraining_tp bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id cls_token_id
-    decoder_start_token_id tokenizer_class prefix is_llama_config is_qwen2_config transformers.js_config
-    neftune_noise_alpha max_sequence_length model_max_length seq_length max_window_layers return_dict output_attentions
-    output_hidden_states output_scores return_dict_in_generate chunk_size_feed_forward id2label label2id num_labels
-    problem_type classifier_dropout task_specific_params finetuning_task pruned_heads tie_encoder_decoder
-    cross_attention_hidden_size add_cross_attention is_decoder torchscript use_bfloat16 tf_legacy_loss
-    gradient_checkpointing use_reentrant_checkpointing attn_implementation _attn_implementation _flash_attn_2_enabled
-    unsloth_version unsloth_fixed keys_to_ignore_at_inference
-    max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p
-    typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
-    num_return_sequences forced_bos_token_id forced_eos_token_id remove_invalid_values exponential_decay_length_penalty
-    suppress_tokens begin_suppress_tokens epsilon_cutoff eta_cutoff
-"""
-_KNOWN = {*_SAME.values(), *_ROPE, *_SERVED, *_HARMLESS.split(), "sliding_window"}
+# Fields of every file that do not change what the model computes, beside token ids.
+_DESCRIPTIVE = (
+    "architectures",
+    "model_type",
+    "dtype",
+    "torch_dtype",
+    "transformers_version",
+    "use_cache",
+    "pretraining_tp",
+)
+_KNOWN = {*_SAME.values(), *_ROPE, *_SERVED, *_DESCRIPTIVE, "sliding_window"}
 _LLAMA3 = {
     "rope_factor": "factor",
     "rope_low_freq_factor": "low_freq_factor",
@@ -84,11 +72,11 @@ _LLAMA3 = {
 }
 
 
-def model_config(found: dict[str, Any], *, where: str, fuse_qkv: bool = True) -> ModelConfig:
+def model_config(content: dict[str, Any], *, where: str, fuse_qkv: bool = True) -> ModelConfig:
     """Returns the model of a config.json.
 
     Args:
-      found: its content.
+      content: its content.
       where: the file, for errors.
       fuse_qkv: as ModelConfig's; not in the file.
 
@@ -96,18 +84,18 @@ def model_config(found: dict[str, Any], *, where: str, fuse_qkv: bool = True) ->
       ValueError: another architecture, a missing field, or a value that our model does not implement; the message
         names the field.
     """
-    kind = found.get("model_type")
+    kind = content.get("model_type")
     ours = ARCHITECTURES.get(kind) if isinstance(kind, str) else None
-    architectures = found.get("architectures") or [ours]
+    architectures = content.get("architectures") or [ours]
     if ours is None or architectures != [ours]:
         raise ValueError(
             f"{where}: model_type={kind!r}, architectures={architectures} is not supported; supported are "
             f"{', '.join(f'{name} ({arch})' for name, arch in ARCHITECTURES.items())}."
         )
-    values = {**_DEFAULTS_OF_ALL, **_DEFAULTS[kind], **{key: v for key, v in found.items() if v is not None}}
-    if "sliding_window" in found:  # null means none
-        values["sliding_window"] = found["sliding_window"]
-    if found.get("num_key_value_heads", 1) is None:  # as many as num_attention_heads, for Mistral too
+    values = {**_DEFAULTS_OF_ALL, **_DEFAULTS[kind], **{key: v for key, v in content.items() if v is not None}}
+    if "sliding_window" in content:  # null means none
+        values["sliding_window"] = content["sliding_window"]
+    if content.get("num_key_value_heads", 1) is None:  # as many as num_attention_heads, for Mistral too
         values.pop("num_key_value_heads", None)
     _refuse_unsupported(values, where=where)
     missing = [key for key in _SAME.values() if key not in values and key not in ("num_key_value_heads", "head_dim")]
@@ -164,13 +152,9 @@ def architecture(m: ModelConfig) -> dict[str, Any]:
     return {key: getattr(m, key) for key in keys}
 
 
-def unknown_fields(found: dict[str, Any]) -> list[str]:
+def unknown_fields(content: dict[str, Any]) -> list[str]:
     """Returns the fields of a config.json that have a value and are unknown here: they may change the computation."""
-    return [
-        key
-        for key, value in found.items()
-        if value is not None and key not in _KNOWN and not key.startswith("assistant_")
-    ]
+    return [key for key, value in content.items() if value is not None and key not in _KNOWN and "token_id" not in key]
 
 
 def _refuse_unsupported(values: dict[str, Any], *, where: str) -> None:

@@ -118,8 +118,8 @@ def added_tokens(folder: pathlib.Path) -> dict[int, str]:
     settings = _json_if_there(folder / "tokenizer_config.json")
     of_ids = settings.get("added_tokens_decoder") or {}
     try:
-        found = {int(token): text for text, token in of_texts.items()}
-        return found | {int(token): content["content"] for token, content in of_ids.items()}
+        of_texts_by_id = {int(token): text for text, token in of_texts.items()}
+        return of_texts_by_id | {int(token): content["content"] for token, content in of_ids.items()}
     except (AttributeError, KeyError, TypeError, ValueError):
         raise ValueError(
             f"{folder}: added_tokens.json, or added_tokens_decoder in tokenizer_config.json, does not give each token "

@@ -100,15 +100,15 @@ def open_checkpoint(
     """
     path = folder / "config.json"
     path_checks.check_hugging_face(folder)
-    found = read_json(path)
-    model = model_config(found, where=str(path), fuse_qkv=fuse_qkv)
-    unknown = unknown_fields(found)
+    content = read_json(path)
+    model = model_config(content, where=str(path), fuse_qkv=fuse_qkv)
+    unknown = unknown_fields(content)
     if unknown and strict:
         raise ValueError(
-            f"{path}: {', '.join(f'{key}={found[key]!r}' for key in unknown)} are unknown to this converter "
+            f"{path}: {', '.join(f'{key}={content[key]!r}' for key in unknown)} are unknown to this converter "
             "and may change the computation; without --strict they are kept and ignored."
         )
-    warning = f"{path}: {', '.join(unknown)} are unknown to this converter and assumed to change no result."
+    warning = f"{path}: {_some(unknown)} are unknown to this converter and assumed to change no result."
     tensors = _tensors(folder)
     notes = []
     derived = [name for name in tensors if name.endswith(hf_names.DERIVED)]
@@ -151,20 +151,20 @@ def _tensors(folder: pathlib.Path) -> dict[str, StoredTensor]:
             "the model again with transformers, which writes them."
         )
     where = read_json(index, kind=_Index)["weight_map"]
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     files = {check_name(name, f"{index}: weight_map[{repr(tensor)[:100]}]") for tensor, name in where.items()}
     for name in sorted(files):
         if not (folder / name).is_file():
             raise ValueError(f"{index} names the file {name}, which is missing; fetch it.")
         for tensor, stored in read_header(folder / name).items():
-            if tensor in found:
-                raise ValueError(f"{folder}: tensor {_some([tensor])} is in {found[tensor].path.name} and in {name}.")
-            found[tensor] = stored
-    actual = {name: stored.path.name for name, stored in found.items()}
+            if tensor in tensors:
+                raise ValueError(f"{folder}: tensor {_some([tensor])} is in {tensors[tensor].path.name} and in {name}.")
+            tensors[tensor] = stored
+    actual = {name: stored.path.name for name, stored in tensors.items()}
     misplaced = {name for name, _ in actual.items() ^ where.items()}
     if misplaced:
         raise ValueError(f"{index} and its files disagree on {_some(sorted(misplaced))}; fetch them again.")
-    return found
+    return tensors
 
 
 def _require_supported_dtypes(tensors: dict[str, StoredTensor], *, folder: pathlib.Path) -> None:
@@ -178,10 +178,10 @@ def _require_supported_dtypes(tensors: dict[str, StoredTensor], *, folder: pathl
 
 
 def _require_names(
-    found: dict[str, StoredTensor], expected: dict[str, tuple[int, ...]], *, folder: pathlib.Path
+    tensors: dict[str, StoredTensor], expected: dict[str, tuple[int, ...]], *, folder: pathlib.Path
 ) -> None:
-    left_over = [name for name in found if name not in expected]
-    missing = [name for name in expected if name not in found]
+    left_over = [name for name in tensors if name not in expected]
+    missing = [name for name in expected if name not in tensors]
     if left_over or missing:
         lines = [f"{len(missing)} missing: {_some(missing)}"] if missing else []
         lines += [f"{len(left_over)} left over: {_some(left_over)}"] if left_over else []
@@ -189,9 +189,9 @@ def _require_names(
             lines.append("without it, config.json should say tie_word_embeddings=true")
         raise ValueError(f"{folder} does not have the tensors of its config.json:\n  " + "\n  ".join(lines))
     others = [
-        f"{name} is {list(found[name].shape)}, config.json makes it {list(shape)}"
+        f"{name} is {list(tensors[name].shape)}, config.json makes it {list(shape)}"
         for name, shape in expected.items()
-        if found[name].shape != shape
+        if tensors[name].shape != shape
     ]
     if others:
         raise ValueError(f"{folder} has {len(others)} tensors of another shape:\n  " + "\n  ".join(others[:_SHOWN]))
@@ -226,7 +226,7 @@ def _require_same(embedding: StoredTensor, head: StoredTensor) -> None:
         )
 
 
-def _some(found: Iterable[str]) -> str:
-    found = list(found)
-    shown = (name if name.isprintable() and len(name) < 100 else repr(name)[:100] for name in found[:_SHOWN])
-    return ", ".join(shown) + (f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
+def _some(names: Iterable[str]) -> str:
+    names = list(names)
+    shown = (name if name.isprintable() and len(name) < 100 else repr(name)[:100] for name in names[:_SHOWN])
+    return ", ".join(shown) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 import sys
 from collections.abc import Collection
@@ -10,13 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from hlat_jax.config import ModelConfig, typed
-from hlat_jax.data import kept_tokenizer
 from hlat_jax.data.tokenizer import Tokenizer
-from hlat_jax.store.typed_json import read_json
-from hlat_jax.weights.hf_config import architecture, model_config
-from hlat_jax.weights.hf_files import is_hugging_face, tokenizer_file
-from hlat_jax.weights.path_checks import FILES, WEIGHTS_FILE, check_checkpoint, check_hugging_face
+from hlat_jax.weights.description import describe
+from hlat_jax.weights.hf_config import architecture
+from hlat_jax.weights.path_checks import check_checkpoint
 
 # Keys of a model that change what the same weights compute.
 OF_FUNCTION = (
@@ -35,7 +31,7 @@ def take_model(mutable: Any, *, given: Collection[str], workdir: pathlib.Path | 
     Args:
       mutable: changed in place.
       given: keys of the command line, which stay: "model.rope_theta".
-      workdir: the run folder; None: there is none.
+      workdir: the run folder, if there is one.
 
     Returns:
       Lines that say what was changed, and which given keys change the function of the weights.
@@ -47,14 +43,16 @@ def take_model(mutable: Any, *, given: Collection[str], workdir: pathlib.Path | 
     path = mutable.train.init_from or mutable.train.branch_from.rpartition("@")[0]
     if not path:
         return []
-    begun, source = workdir and _described(workdir), pathlib.Path(path).expanduser()
+    begun, source = workdir and describe(workdir), pathlib.Path(path).expanduser()
     try:
-        folder, found = (workdir, begun) if begun else (source, _described(source))
+        folder, weights = (workdir, begun) if begun else (source, describe(source))
     except ValueError as error:
         raise ValueError(f"train.{key}: {error}") from None
-    if found is None:
+    if weights is None:
         return []
-    values, tokenizer = found
+    values, tokenizer = architecture(weights.model), weights.tokenizer
+    if weights.companions != weights.folder:  # for a Hugging Face folder it is chosen as the weights are read
+        values["fuse_qkv"] = weights.model.fuse_qkv
     others = {key: value for key, value in values.items() if value != mutable.model[key]}
     taken = {key: value for key, value in others.items() if f"model.{key}" not in given}
     changes = ", ".join(f"{key} {value} ({mutable.model[key]})" for key, value in taken.items())
@@ -95,58 +93,8 @@ def same_ids(first: Tokenizer, second: Tokenizer) -> bool:
     )
 
 
-def stored_model(values: dict[str, Any], *, where: str) -> ModelConfig:
-    """Returns the model config that was saved at `where`; keys added since take their defaults."""
-    unknown = values.keys() - {field.name for field in dataclasses.fields(ModelConfig)}
-    if unknown:
-        raise ValueError(
-            f"{where}: the model has the unknown key {min(unknown)!r}; use the version of hlat_jax that wrote it."
-        )
-    fields = {field.name: field for field in dataclasses.fields(ModelConfig)}
-    model = ModelConfig(
-        **{name: typed(f"{where}: model.{name}", fields[name], value) for name, value in values.items()}
-    )
-    model.check()
-    return model
-
-
 def _fits(tokenizer: str, theirs: str) -> bool:
     try:
         return same_ids(Tokenizer(tokenizer), Tokenizer(theirs))
     except ValueError:  # no such file, or none that is read here: what it is begun with says so
         return False
-
-
-def _described(folder: pathlib.Path) -> tuple[dict[str, Any], str] | None:
-    """Returns (keys of the model that its weights come with, path of the tokenizer or ""); None if they are not there.
-
-    Raises:
-      ValueError: a model that is not supported.
-    """
-    if is_hugging_face(folder):
-        path = folder / "config.json"
-        check_hugging_face(folder)
-        model = model_config(read_json(path), where=str(path))
-        name = tokenizer_file(folder, vocab_size=model.vocab_size)
-        return architecture(model), name and str((folder / name).absolute())  # fuse_qkv is chosen as they are read
-    try:
-        model, tokenizer = _of_weights(folder) if (folder / WEIGHTS_FILE).is_file() else _of_run(folder)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):  # `trained.open_weights` has the reason
-        return None
-    return architecture(model) | {"fuse_qkv": model.fuse_qkv}, tokenizer
-
-
-def _of_weights(folder: pathlib.Path) -> tuple[ModelConfig, str]:
-    about = read_json(folder / WEIGHTS_FILE)
-    tokenizer = about["tokenizer"] and str((folder / FILES / about["tokenizer"]).absolute())
-    return stored_model(about["model"], where=str(folder)), tokenizer
-
-
-def _of_run(folder: pathlib.Path) -> tuple[ModelConfig, str]:
-    """Returns the model and tokenizer of a checkpoint, or of the newest one of a run folder."""
-    steps = [path for path in folder.glob("checkpoints/*") if path.name.isdecimal()]
-    newest = folder if (folder / "state").is_dir() else max(steps, key=lambda path: int(path.name))
-    saved = read_json(newest / "run/metadata", allow_nan=True)["metadata"]
-    kept = kept_tokenizer.find_kept(newest.resolve().parents[1], sha256=saved["tokenizer_sha256"])
-    tokenizer = saved["config"]["data"]["tokenizer"] if kept is None else str(kept)
-    return stored_model(saved["config"]["model"], where=str(folder)), tokenizer

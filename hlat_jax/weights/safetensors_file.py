@@ -1,17 +1,17 @@
-"""Files in the safetensors format, read and written in parts.
+"""Files in the safetensors format: the `safetensors` library reads them; they are written here, in parts of rows.
 
-The `safetensors` library checks a file and its header. Reading bytes stays here: the library maps the file, so a large
-tensor would count twice in the process's peak memory. So does writing, which the library does for whole files only.
-
-Source: https://huggingface.co/docs/safetensors, "Format": 8 bytes with the length of a JSON header, the header, data.
+The library writes whole files only. Source: https://huggingface.co/docs/safetensors, "Format": 8 bytes with the length
+of a JSON header, the header, data.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
 import pathlib
+from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -19,11 +19,10 @@ import numpy as np
 import safetensors
 
 from hlat_jax.store.array_reading import aligned_empty
-from hlat_jax.store.typed_json import parse_json
 
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
-MAX_HEADER_BYTES = 32 << 20  # about 300,000 tensors; the library itself allows 100 MB
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
+_READ_BYTES = 1 << 26
 
 
 def bits(values: np.ndarray) -> np.ndarray:
@@ -36,16 +35,16 @@ class StoredTensor:
     """A tensor in a file, not read yet.
 
     Attributes:
-      code: its dtype in the format, such as BF16; not always one of DTYPES.
-      shape: of the tensor, row-major.
-      start: its first byte in the file.
+      path: the file.
+      name: the name in the file.
+      code: the dtype in the format, such as BF16; not always one of DTYPES.
+      shape: the shape, row-major.
     """
 
     path: pathlib.Path
     name: str
     code: str
     shape: tuple[int, ...]
-    start: int
 
     @property
     def dtype(self) -> np.dtype:
@@ -53,19 +52,18 @@ class StoredTensor:
 
     def read(self, *, rows: slice = slice(None)) -> np.ndarray:
         """Returns the tensor, or consecutive rows of it, in memory of its own: see `aligned_empty`."""
-        first, last, _ = rows.indices(self.shape[0]) if self.shape else (0, 1, 1)
-        shape = (last - first, *self.shape[1:]) if self.shape else ()
-        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
-        found = aligned_empty((math.prod(shape) * self.dtype.itemsize,), np.dtype(np.uint8))
-        with open(self.path, "rb", buffering=0) as file:
-            file.seek(self.start + first * row_bytes)
-            view, done = memoryview(found), 0
-            while done < found.size:
-                count = file.readinto(view[done:])
-                if not count:
-                    raise ValueError(f"{self.path} ends within tensor {repr(self.name)[:100]}; fetch that file again.")
-                done += count
-        return found.view(self.dtype).reshape(shape)
+        if not self.shape:
+            with _open(self.path) as file:
+                return file.get_tensor(self.name)
+        first, last, _ = rows.indices(self.shape[0])
+        values = aligned_empty((last - first, *self.shape[1:]), self.dtype)
+        step = max(1, _READ_BYTES * self.shape[0] // max(1, math.prod(self.shape) * self.dtype.itemsize))
+        for start in range(first, last, step):
+            stop = min(start + step, last)
+            # The library maps the file. It is opened for each part, so that no more than a part stays in memory twice.
+            with _open(self.path) as file:
+                bits(values[start - first : stop - first])[...] = bits(file.get_slice(self.name)[start:stop])
+        return values
 
 
 def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
@@ -74,29 +72,24 @@ def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
     Raises:
       ValueError: not a safetensors file, or a damaged one; the message names the file and the library's reason.
     """
+    with _open(path) as file:
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+        return {
+            name: StoredTensor(path, name, part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()
+        }
+
+
+@contextlib.contextmanager
+def _open(path: pathlib.Path) -> Iterator[Any]:
+    """Yields the library's view of a file; its header is checked: names, dtypes, shapes, and data without gaps."""
     if not path.is_file():  # to open a FIFO would block
         raise ValueError(f"{path} is not a regular file.")
-    with open(path, "rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-    if length > MAX_HEADER_BYTES:
-        raise ValueError(
-            f"{path} is not a safetensors file, or is damaged: its header would have {length:,} bytes, more than "
-            f"{MAX_HEADER_BYTES:,}. Fetch that file again."
-        )
     try:
-        with safetensors.safe_open(path, framework="np"):
-            pass  # the header is checked: names, dtypes, shapes, and data without gaps up to the end of the file
+        with safetensors.safe_open(path, framework="np") as file:
+            yield file
     except safetensors.SafetensorError as error:
         reason = str(error).encode("unicode_escape").decode()[:200]
         raise ValueError(f"{path} is not a safetensors file, or is damaged: {reason}. Fetch that file again.") from None
-    with open(path, "rb") as file:
-        file.seek(8)
-        header = parse_json(file.read(length), where=f"{path}: the safetensors header")
-    header.pop("__metadata__", None)
-    return {
-        name: StoredTensor(path, name, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
-        for name, entry in header.items()
-    }
 
 
 class Writer:

@@ -21,52 +21,35 @@ import jax.numpy as jnp
 import numpy as np
 
 from hlat_jax.config import ModelConfig
-from hlat_jax.data.kept_tokenizer import find_kept
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.model import abstract_params
 from hlat_jax.store.checkpoint import find_saved, read_arrays
 from hlat_jax.store.checkpoint_checks import MASTERS, PARAMS, RUN_ITEM, saved_run
 from hlat_jax.store.config_diff import differences
-from hlat_jax.weights.hf_files import (
-    begins_texts_with_bos,
-    ids_that_end_a_text,
-    is_hugging_face,
-    kept_companions,
-    tokenizer_file,
+from hlat_jax.store.integrity import damage
+from hlat_jax.weights.description import (
+    Description,
+    describe_checkpoint,
+    describe_hugging_face,
+    describe_weights,
+    is_weights,
 )
+from hlat_jax.weights.hf_files import is_hugging_face
 from hlat_jax.weights.hf_reading import open_checkpoint
-from hlat_jax.weights.init_model import stored_model
-from hlat_jax.weights.path_checks import FILES, no_weights
-from hlat_jax.weights.weights_folder import is_weights, read_about, read_leaf, stored_leaves
+from hlat_jax.weights.path_checks import no_weights
+from hlat_jax.weights.weights_folder import read_leaf, stored_leaves
 
 
-@dataclasses.dataclass(frozen=True)
-class Weights:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Weights(Description):
     """Stored, undamaged parameters that are not read yet.
 
     Attributes:
-      folder: that was opened; for a run folder, its newest undamaged checkpoint.
-      model: their config; `auto` implementations are not resolved yet.
-      step: number of updates; 0 for imported weights.
-      tokenizer: argument of `data.tokenizer.Tokenizer`; "" without one.
-      tokenizer_sha256: of its file if that is outside `folder`; else "".
-      arrays: jax.ShapeDtypeStruct of every parameter, in the stored dtype.
-      begins_with_bos: texts begin with BOS, for runs by data.prepend_bos. None: see `weights_folder.WeightsInfo`.
-      stop_ids: tokens that end a generated text, besides the tokenizer's EOS.
-      companions: folder with the config.json, generation_config.json and tokenizer files that Hugging Face's weights
-        came with, or those that the run began with; None without any.
+      arrays: the jax.ShapeDtypeStruct of every parameter, in the stored dtype.
     """
 
-    folder: pathlib.Path
-    model: ModelConfig
-    step: int
-    tokenizer: str
-    tokenizer_sha256: str
     arrays: Any
     _read: Callable[[Any], Any]
-    begins_with_bos: bool | None = False
-    stop_ids: tuple[int, ...] = ()
-    companions: pathlib.Path | None = None
 
     def restore(self, shardings: Any, *, dtype: Any = None) -> Any:
         """Returns the parameters as jax arrays; each process reads only the shards of its devices.
@@ -88,10 +71,10 @@ class Weights:
     def read(self, name: str) -> np.ndarray:
         """Returns one parameter in host memory by its path in the tree, such as `layers.mlp.down`."""
         path = name.split(".")
-        found = self._read(nested({name: leaves_by_name(self.arrays)[name]}))
+        tree = self._read(nested({name: leaves_by_name(self.arrays)[name]}))
         for key in path:
-            found = found[key]
-        return found
+            tree = tree[key]
+        return tree
 
     def open_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer that they were trained with.
@@ -185,67 +168,54 @@ def nested(leaves: dict[str, Any]) -> dict[str, Any]:
 
 
 def _of_run(folder: pathlib.Path, *, masters: bool) -> Weights:
+    run = saved_run(folder)
     try:
-        run = saved_run(folder)
-        written, tokenizer_sha256 = run["arrays"], run["metadata"]["tokenizer_sha256"]
-        config = run["metadata"]["config"]
-        values, tokenizer = dict(config["model"]), config["data"]["tokenizer"]
-        with_bos = ({"prepend_bos": False} | config["data"])["prepend_bos"] is True
-        texts = [*written, *written.values(), tokenizer, tokenizer_sha256]
-        if not all(isinstance(text, str) for text in texts):
-            raise TypeError("text expected")
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        described = describe_checkpoint(folder, run, step=run["step"])
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder / RUN_ITEM} is damaged ({type(error).__name__}: {str(error)[:200]}).") from None
-    model = stored_model(values, where=str(folder))
+    written = run["arrays"]
     has_masters = any(name.startswith("['opt_state']['master']") for name in written)
     where = MASTERS if masters and has_masters else PARAMS
     prefix = "".join(f"[{part!r}]" for part in where)
     saved = {name.removeprefix(prefix): text for name, text in written.items() if name.startswith(prefix)}
-    arrays = _arrays(saved, model, folder=folder)
 
-    def read_one(name: str, leaf: jax.ShapeDtypeStruct) -> Any:
+    def read(name: str, leaf: jax.ShapeDtypeStruct) -> Any:
         path = ".".join((*where, name))
         return leaves_by_name(read_arrays(folder, nested({path: leaf})))[path]
 
-    read = functools.partial(_read_each, read_one)
-    kept = find_kept(folder.parent.parent, sha256=tokenizer_sha256) if tokenizer_sha256 else None
-    tokenizer = tokenizer if kept is None else str(kept)
-    about = (folder, model, run["step"], tokenizer, tokenizer_sha256)
-    return Weights(*about, arrays, read, with_bos, **kept_companions(folder.parent.parent))
+    return _weights(described, _arrays(saved, described.model, folder=folder), functools.partial(_read_each, read))
 
 
 def _of_folder(folder: pathlib.Path) -> Weights:
-    about = read_about(folder)
-    model = stored_model(about["model"], where=str(folder))
-    stored = stored_leaves(folder)
+    why = damage(folder, deep=True)
+    if why:
+        raise ValueError(f"{folder} is damaged ({why}); import or average it again.")
+    described, stored = describe_weights(folder), stored_leaves(folder)
     written = {
         "".join(f"[{key!r}]" for key in name.split(".")): f"{leaf.dtype}{list(leaf.shape)}"
         for name, leaf in stored.items()
     }
-
     read = functools.partial(_read_each, lambda name, leaf: read_leaf(stored[name], leaf))
-    tokenizer = about["tokenizer"] and str(folder / FILES / about["tokenizer"])
-    arrays = _arrays(written, model, folder=folder)
-    more = {"begins_with_bos": about["begins_with_bos"], "stop_ids": tuple(about["stop_ids"])}
-    return Weights(folder, model, about["step"], tokenizer, "", arrays, read, **more, companions=folder / FILES)
+    return _weights(described, _arrays(written, described.model, folder=folder), read)
 
 
 def _of_hugging_face(folder: pathlib.Path, *, fuse_qkv: bool) -> Weights:
-    found = open_checkpoint(folder, fuse_qkv=fuse_qkv)
-    if found.warning:
-        print(f"warning: {found.warning}", file=sys.stderr, flush=True)
-    name = tokenizer_file(folder, vocab_size=found.model.vocab_size)
+    checkpoint = open_checkpoint(folder, fuse_qkv=fuse_qkv)
+    if checkpoint.warning:
+        print(f"warning: {checkpoint.warning}", file=sys.stderr, flush=True)
 
     def read(abstract: Any) -> Any:
-        params = _read_each(found.read_param, abstract)
-        for line in found.nonfinite:
+        params = _read_each(checkpoint.read_param, abstract)
+        for line in checkpoint.nonfinite:
             print(f"warning: {line}", file=sys.stderr, flush=True)
-        found.nonfinite.clear()
+        checkpoint.nonfinite.clear()
         return params
 
-    with_bos, stop_ids = begins_texts_with_bos(folder), ids_that_end_a_text(folder)
-    tokenizer = name and str(folder / name)
-    return Weights(folder, found.model, 0, tokenizer, "", found.arrays(), read, with_bos, stop_ids, companions=folder)
+    return _weights(describe_hugging_face(folder, checkpoint.model), checkpoint.arrays(), read)
+
+
+def _weights(described: Description, arrays: Any, read: Callable[[Any], Any]) -> Weights:
+    return Weights(**vars(described), arrays=arrays, _read=read)
 
 
 def _read_each(read: Callable[[str, jax.ShapeDtypeStruct], Any], abstract: Any) -> Any:

@@ -16,49 +16,19 @@ import os
 import pathlib
 import shutil
 from collections.abc import Iterator, Mapping
-from typing import Any, NotRequired, TypedDict
+from typing import Any
 
 import jax
 import numpy as np
 
-from hlat_jax.config import ModelConfig
 from hlat_jax.host import process
 from hlat_jax.store import atomic_files
-from hlat_jax.store.integrity import damage, seal
-from hlat_jax.store.typed_json import Count, check_name, checked, read_json
+from hlat_jax.store.integrity import seal
+from hlat_jax.weights.description import FORMAT, Description
 from hlat_jax.weights.path_checks import FILES, WEIGHTS_FILE
 from hlat_jax.weights.safetensors_file import DTYPES, Writer, read_header
 
-_ARRAYS, _FORMAT = "arrays", 1
-
-
-class _About(TypedDict):
-    model: dict
-    step: Count
-    tokenizer: str
-    begins_with_bos: NotRequired[bool | None]
-    stop_ids: NotRequired[list[int]]
-
-
-@dataclasses.dataclass(frozen=True)
-class WeightsInfo:
-    """The content of weights.json.
-
-    Attributes:
-      model: of the parameters.
-      step: number of updates.
-      tokenizer: name in `files/`; "" without one.
-      origin: where the weights come from; informative.
-      begins_with_bos: texts begin with BOS; None: not recorded, by an earlier version.
-      stop_ids: tokens that end a generated text, besides the tokenizer's EOS.
-    """
-
-    model: ModelConfig
-    step: int
-    tokenizer: str
-    origin: dict[str, Any]
-    begins_with_bos: bool | None = False
-    stop_ids: tuple[int, ...] = ()
+_ARRAYS = "arrays"
 
 
 class ParamWriter:
@@ -79,12 +49,15 @@ class ParamWriter:
 
 
 @contextlib.contextmanager
-def new_weights(out: pathlib.Path, *, about: WeightsInfo, files: Mapping[str, pathlib.Path]) -> Iterator[ParamWriter]:
+def new_weights(
+    out: pathlib.Path, described: Description, *, origin: dict[str, Any], files: Mapping[str, pathlib.Path]
+) -> Iterator[ParamWriter]:
     """Yields the writer of the parameters; when the body succeeds, checksums are written and the folder gets its name.
 
     Args:
-      out: must not exist, or be empty.
-      about: content of weights.json.
+      out: a path that does not exist, or an empty folder.
+      described: the weights; the file name of their tokenizer is a key of `files`.
+      origin: where the weights come from; informative.
       files: name in `files/` -> file to copy there.
 
     Raises:
@@ -97,13 +70,13 @@ def new_weights(out: pathlib.Path, *, about: WeightsInfo, files: Mapping[str, pa
             shutil.copyfile(path, partial / FILES / name)
         yield ParamWriter(partial / _ARRAYS)
         content = {
-            "format": _FORMAT,
-            "model": dataclasses.asdict(about.model),
-            "step": about.step,
-            "tokenizer": about.tokenizer,
-            "begins_with_bos": about.begins_with_bos,
-            "stop_ids": about.stop_ids,
-            "origin": about.origin,
+            "format": FORMAT,
+            "model": dataclasses.asdict(described.model),
+            "step": described.step,
+            "tokenizer": pathlib.Path(described.tokenizer).name,
+            "begins_with_bos": described.begins_with_bos,
+            "stop_ids": described.stop_ids,
+            "origin": origin,
         }
         atomic_files.write_json(partial / WEIGHTS_FILE, content)
         seal(partial, [str(path.relative_to(partial)) for path in partial.rglob("*") if path.is_file()])
@@ -135,42 +108,16 @@ def whole_folder(out: pathlib.Path) -> Iterator[pathlib.Path]:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def is_weights(path: pathlib.Path) -> bool:
-    """Returns whether a folder is a weights folder."""
-    return (path / WEIGHTS_FILE).is_file()
-
-
-def read_about(folder: pathlib.Path) -> dict[str, Any]:
-    """Returns the content of weights.json, after comparing all files with their checksums.
-
-    Raises:
-      ValueError: damage, or an unknown layout version.
-    """
-    why = damage(folder, deep=True)
-    if why:
-        raise ValueError(f"{folder} is damaged ({why}); import or average it again.")
-    path = folder / WEIGHTS_FILE
-    about = read_json(path)
-    if about.get("format") != _FORMAT:
-        raise ValueError(
-            f"{folder} has layout version {about.get('format')}; this version of hlat_jax reads version {_FORMAT}."
-        )
-    checked(about, _About, where=str(path))
-    if about["tokenizer"]:
-        check_name(about["tokenizer"], f"{path}: tokenizer")
-    return {"begins_with_bos": None, "stop_ids": []} | about  # earlier versions wrote neither
-
-
 def stored_leaves(folder: pathlib.Path) -> dict[str, Any]:
     """Returns name of parameter -> `safetensors_file.StoredTensor`."""
-    found: dict[str, Any] = {}
+    leaves: dict[str, Any] = {}
     for path in sorted((folder / _ARRAYS).iterdir()):
         for name, stored in read_header(path).items():
-            if name in found or stored.code not in DTYPES:
-                fault = "twice" if name in found else f"in {stored.code}, which is not one of {', '.join(DTYPES)}"
+            if name in leaves or stored.code not in DTYPES:
+                fault = "twice" if name in leaves else f"in {stored.code}, which is not one of {', '.join(DTYPES)}"
                 raise ValueError(f"{path}: tensor {repr(name)[:100]} occurs {fault}; import or average it again.")
-            found[name] = stored
-    return found
+            leaves[name] = stored
+    return leaves
 
 
 def read_leaf(stored: Any, abstract: jax.ShapeDtypeStruct) -> Any:

@@ -175,21 +175,6 @@ def test_complete_run_exports_only_what_is_missing(mutable, train, tmp_path):
     assert_is_export_of(workdir / "huggingface/8", workdir / "checkpoints/8", scratch=tmp_path / "scratch")
 
 
-def test_failing_final_export_prints_one_line_and_exits_1(train_here, tmp_path, monkeypatch):
-    def fail(weights, out):
-        raise ValueError(f"{out.name} came back with other values")
-
-    monkeypatch.setattr(background, "export_checkpoint", fail)
-    config = micro.write_config(tmp_path)
-    words = ("train.num_steps=3", "data.validation=", "checkpoint.export_every_steps=5", "precision.policy=mixed")
-    code, _, err = train_here(f"--config={config}", f"--workdir={tmp_path / 'run'}", *(f"--config.{w}" for w in words))
-    assert code == 1
-    [line] = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert "step 3 could not be exported" in line
-    assert "3 came back with other values. The checkpoints are untouched" in line
-    assert micro.saved_steps(tmp_path / "run") == [3]
-
-
 @pytest.mark.slow
 def test_export_beyond_the_resumed_step_is_redone(mutable, train, tmp_path, capsys):
     workdir = tmp_path / "run"
@@ -206,8 +191,7 @@ def test_export_beyond_the_resumed_step_is_redone(mutable, train, tmp_path, caps
     assert discarded["model.safetensors"] != made["model.safetensors"]
 
 
-@pytest.mark.parametrize("starts", [(0,), (0, 2)])
-def test_shards_that_do_not_cover_a_parameter_are_refused(starts):
-    parts = [background.Shard((start, 0), np.ones((2, 4), np.float32)) for start in starts]
-    with pytest.raises(OSError, match=rf"{8 * len(starts)} of 24 values .*the run folder must be shared"):
+def test_shards_that_do_not_cover_a_parameter_are_refused():
+    parts = [background.Shard((start, 0), np.ones((2, 4), np.float32)) for start in (0, 2)]
+    with pytest.raises(OSError, match=r"16 of 24 values .*the run folder must be shared"):
         background._whole(parts, jax.ShapeDtypeStruct((6, 4), np.float32))

@@ -6,7 +6,6 @@ mistake tried there moves them by more than 2e-4.
 
 import dataclasses
 import json
-import os
 import pathlib
 import re
 import shutil
@@ -32,6 +31,7 @@ from hlat_jax.model import apply
 from hlat_jax.ops.registry import OPS
 from hlat_jax.weights import hf_config as config_json
 from hlat_jax.weights import hf_names
+from hlat_jax.weights.hf_files import ids_that_end_a_text, tokenizer_file
 from hlat_jax.weights.hf_reading import open_checkpoint
 from hlat_jax.weights.safetensors_file import StoredTensor, Writer
 from hlat_jax.weights.trained import Weights, open_weights
@@ -84,19 +84,18 @@ def test_logits_of_a_loaded_model_equal_transformers(case, tmp_path):
     assert np.abs(ours - theirs).max() <= 1e-4
 
 
-@pytest.mark.parametrize("fuse_qkv", [True, False])
-@pytest.mark.parametrize("case", hf_models.CONFIGS)
-def test_loaded_parameters_match_an_independent_mapping(case, fuse_qkv, tmp_path):
-    folder = hf_models.save(hf_models.model(hf_models.CONFIGS[case]), tmp_path)
-    _, params = hlat_jax.hf.load(folder, fuse_qkv=fuse_qkv)
-    assert ("qkv" in params["layers"]["attention"]) == fuse_qkv
-    same_bits(hf_state_dict(jax.tree.map(np.asarray, params)), tensors(folder))
+def test_loaded_parameters_match_an_independent_mapping(tmp_path):
+    for case, config in hf_models.CONFIGS.items():
+        folder = hf_models.save(hf_models.model(config), tmp_path / case)
+        for fuse_qkv in (True, False):
+            _, params = hlat_jax.hf.load(folder, fuse_qkv=fuse_qkv)
+            assert ("qkv" in params["layers"]["attention"]) == fuse_qkv
+            same_bits(hf_state_dict(jax.tree.map(np.asarray, params)), tensors(folder))
 
 
 @pytest.mark.parametrize(
     ("case", "dtype", "options", "flags"),
     [
-        ("mha", torch.float32, {}, []),
         ("gqa", torch.bfloat16, {"max_shard_size": "60KB"}, []),
         ("tied", torch.bfloat16, {}, ["--nofuse_qkv"]),
         ("llama3", torch.float32, {"max_shard_size": "200KB"}, ["--nofuse_qkv"]),
@@ -118,20 +117,8 @@ def test_import_then_export_is_bitwise_identical(case, dtype, options, flags, tm
     assert json.loads((tmp_path / "back/config.json").read_text()) == json.loads((source / "config.json").read_text())
 
 
-def test_imported_parameters_equal_load(gqa, tmp_path, hf_here):
+def test_weights_are_read_into_shardings_and_cast_while_reading(gqa, tmp_path, hf_here):
     assert hf_here("import", gqa, f"--out={tmp_path / 'ours'}")[0] == 0
-    weights = open_weights(tmp_path / "ours")
-    cfg, params = hlat_jax.hf.load(gqa)
-    assert (weights.model, weights.step) == (cfg, 0)
-    jax.tree.map(np.testing.assert_array_equal, weights.restore(None), params)
-    np.testing.assert_array_equal(weights.read("layers.mlp.down"), params["layers"]["mlp"]["down"])
-
-
-@pytest.mark.parametrize("imported", [True, False])
-def test_weights_are_read_into_shardings_and_cast_while_reading(imported, gqa, tmp_path, hf_here):
-    if imported:
-        assert hf_here("import", gqa, f"--out={tmp_path / 'ours'}")[0] == 0
-    weights = open_weights(tmp_path / "ours" if imported else gqa)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
     axes = {"layers.mlp.down": (None, "x"), "embed": ("x",), "layers.mlp.gate_up": (None, None, None, "x")}
     axes["layers.attention.qkv"] = ("x",)  # by layers, as stages of a pipeline
@@ -140,14 +127,16 @@ def test_weights_are_read_into_shardings_and_cast_while_reading(imported, gqa, t
         name = ".".join(entry.key for entry in path)
         return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes.get(name, ())))
 
-    shardings = jax.tree_util.tree_map_with_path(sharding, weights.arrays)
-    found = weights.restore(shardings, dtype=jnp.bfloat16)
-    assert found["embed"].addressable_shards[1].data.shape == (192, 96)
-    jax.tree.map(
-        lambda ours, whole: np.testing.assert_array_equal(ours, np.asarray(whole).astype(jnp.bfloat16)),
-        found,
-        hlat_jax.hf.load(gqa)[1],
-    )
+    model, whole = hlat_jax.hf.load(gqa)
+    for folder in (tmp_path / "ours", gqa):
+        weights = open_weights(folder)
+        assert (weights.model, weights.step) == (model, 0)
+        jax.tree.map(np.testing.assert_array_equal, weights.restore(None), whole)
+        shardings = jax.tree_util.tree_map_with_path(sharding, weights.arrays)
+        found = weights.restore(shardings, dtype=jnp.bfloat16)
+        assert found["embed"].addressable_shards[1].data.shape == (192, 96)
+        rounded = jax.tree.map(lambda leaf: np.asarray(leaf).astype(jnp.bfloat16), whole)
+        jax.tree.map(np.testing.assert_array_equal, found, rounded)
 
 
 def test_a_folder_of_hugging_face_opens_as_its_import_does(gqa, tmp_path, hf_here, monkeypatch):
@@ -212,18 +201,6 @@ def test_a_layer_is_read_once_whatever_the_number_of_its_shards(gqa, monkeypatch
     assert sorted(reads) == sorted(tensors(gqa))
 
 
-def test_both_spellings_of_llama3_rope_round_trip():
-    new = hf_models.CONFIGS["llama3"].to_dict() | {"architectures": ["LlamaForCausalLM"]}
-    old = {key: value for key, value in new.items() if key != "rope_parameters"}
-    scaling = dict(hf_models.LLAMA3_ROPE)
-    old |= {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
-    model = config_json.model_config(new, where="new")
-    assert model == config_json.model_config(old, where="old")
-    assert (model.rope_theta, model.rope_scaling, model.rope_original_positions) == (500_000.0, "llama3", 256)
-    again = config_json.config_json(model, dtype="float32", token_ids={"eos_token_id": 2})
-    assert config_json.architecture(config_json.model_config(again, where="again")) == config_json.architecture(model)
-
-
 def test_config_defaults_match_transformers():
     short = {key: value for key, value in hf_models.SMALL.items() if key not in ("rms_norm_eps", "num_key_value_heads")}
     del short["max_position_embeddings"]
@@ -234,70 +211,54 @@ def test_config_defaults_match_transformers():
     assert (ours.tie_embeddings, ours.rope_theta) == (False, theirs.rope_parameters["rope_theta"])
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"attention_bias": True}, r"attention_bias=True is not supported"),
-        ({"mlp_bias": True}, r"mlp_bias=True"),
-        ({"attention_bias": "false"}, r"attention_bias='false' is not supported; supported: False"),
-        ({"attention_bias": 1}, r"attention_bias=1 is not supported"),
-        ({"attention_dropout": 0.1}, r"attention_dropout=0.1 is not supported; supported: 0.0"),
-        ({"hidden_act": "gelu"}, r"hidden_act='gelu' is not supported; supported: 'silu', 'swish'"),
-        ({"hidden_act": ["silu"]}, r"hidden_act=\['silu'\] is not supported"),
-        ({"sliding_window": 2047}, r"sliding_window=2047 is shorter than max_position_embeddings=2048"),
-        ({"sliding_window": "4096"}, r"sliding_window='4096' is str; it must be int"),
-        ({"sliding_window": 0}, r"sliding_window=0 is shorter"),
-        (  # what transformers takes for it
-            {"model_type": "mistral", "architectures": None, "max_position_embeddings": 8192},
-            r"sliding_window=4096 is shorter than max_position_embeddings=8192",
-        ),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types=.* supported: 'full_attention'"),
-        ({"no_rope_layers": [1, 0]}, r"no_rope_layers=\[1, 0\] is not supported"),
-        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor=0.5 is not supported"),
-        ({"quantization_config": {"bits": 4}}, r"quantization_config=.* is not supported; supported: {}"),
-        ({"num_local_experts": 8}, r"num_local_experts=8 is not supported"),
-        ({"first_k_dense_replace": 1}, r"first_k_dense_replace=1 is not supported"),
-        ({"decoder_sparse_step": 1}, r"decoder_sparse_step=1 is not supported"),
-        ({"shared_expert_intermediate_size": 64}, r"shared_expert_intermediate_size=64 is not supported"),
-        ({"logit_softcap": 30.0}, r"logit_softcap=30.0 is not supported"),
-        ({"logits_soft_cap": 30.0}, r"logits_soft_cap=30.0 is not supported"),
-        ({"final_logits_soft_cap": 30.0}, r"final_logits_soft_cap=30.0 is not supported"),
-        ({"no_rope_layer_interval": 4}, r"no_rope_layer_interval=4 is not supported"),
-        ({"kv_lora_rank": 512}, r"kv_lora_rank=512 is not supported"),
-        ({"residual_multiplier": 0.22}, r"residual_multiplier=0.22 is not supported; supported: 1.0"),
-        ({"final_logit_softcapping": 30.0}, r"final_logit_softcapping=30.0 is not supported"),
-        ({"rope_interleaved": True}, r"rope_interleaved=True"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, r"rope_type='yarn' is not supported"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": ...}, r"rope_type='linear'"),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, r"is missing in rope_type='llama3'"),
-        ({"rope_parameters": {"rope_type": "default", "factor": 2.0}}, r"factor is not a field of rope_type='default'"),
-        ({"rope_theta": 1e6}, r"rope_theta=1000000.0 differs from rope_parameters"),
-        ({"logit_scale": 2.0}, r"logit_scale=2.0 is not supported"),
-        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, r"partial_rotary_factor=0.5"),
-        ({"rope_parameters": {"rope_type": ["llama3"]}}, r"rope_type=\['llama3'\] is not supported"),
-        ({"rope_parameters": {"rope_type": "default", "type": "llama3"}}, r"rope_type='default' and type='llama3'"),
-        ({"model_type": "qwen2"}, r"model_type='qwen2'.*supported are llama"),
-        ({"model_type": ["llama"]}, r"model_type=\['llama'\].*supported are llama"),
-        ({"architectures": ["LlamaForSequenceClassification"]}, r"LlamaForSequenceClassification"),
-        ({"hidden_size": ...}, r"hidden_size is missing"),
-        ({"hidden_size": "96"}, r"hidden_size='96' is str; it must be int"),
-        ({"hidden_size": None}, r"hidden_size is missing"),
-        ({"num_hidden_layers": True}, r"num_hidden_layers=True is bool; it must be int"),
-        ({"num_hidden_layers": 0}, r"num_layers=0"),
-        ({"tie_word_embeddings": "false"}, r"tie_word_embeddings='false' is str; it must be bool"),
-        ({"rope_parameters": {"rope_theta": "1e4"}}, r"rope_theta='1e4' is str; it must be float"),
-        ({"num_attention_heads": 5, "head_dim": None}, r"hidden_size=96 does not divide"),
-        ({"num_key_value_heads": 4}, r"num_kv_heads=4 must divide"),
-    ],
-)
-def test_an_unsupported_config_is_refused_naming_the_field(change, message, gqa, tmp_path, hf_here):
+# Changes of the config of a small GQA model of transformers -> what is refused.
+UNSUPPORTED = [
+    ({"attention_bias": True}, r"attention_bias=True is not supported"),
+    ({"attention_bias": "false"}, r"attention_bias='false' is not supported; supported: False"),
+    ({"hidden_act": ["silu"]}, r"hidden_act=\['silu'\] is not supported; supported: 'silu', 'swish'"),
+    ({"sliding_window": 2047}, r"sliding_window=2047 is shorter than max_position_embeddings=2048"),
+    ({"sliding_window": "4096"}, r"sliding_window='4096' is str; it must be int"),
+    (  # what transformers takes for it
+        {"model_type": "mistral", "architectures": None, "max_position_embeddings": 8192},
+        r"sliding_window=4096 is shorter than max_position_embeddings=8192",
+    ),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types=.* supported: 'full_attention'"),
+    ({"no_rope_layers": [1, 0]}, r"no_rope_layers=\[1, 0\] is not supported"),
+    ({"no_rope_layer_interval": 4}, r"no_rope_layer_interval=4 is not supported"),
+    ({"quantization_config": {"bits": 4}}, r"quantization_config=.* is not supported; supported: {}"),
+    ({"num_local_experts": 8}, r"num_local_experts=8 is not supported"),
+    ({"kv_lora_rank": 512}, r"kv_lora_rank=512 is not supported; supported: null"),
+    ({"residual_multiplier": 0.22}, r"residual_multiplier=0.22 is not supported; supported: 1.0"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, r"rope_type='yarn' is not supported"),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": ...}, r"rope_type='linear'"),
+    ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, r"is missing in rope_type='llama3'"),
+    ({"rope_parameters": {"rope_type": "default", "factor": 2.0}}, r"factor is not a field of rope_type='default'"),
+    ({"rope_parameters": {"rope_type": "default", "type": "llama3"}}, r"rope_type='default' and type='llama3'"),
+    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, r"partial_rotary_factor=0.5"),
+    ({"rope_parameters": {"rope_theta": "1e4"}}, r"rope_theta='1e4' is str; it must be float"),
+    ({"rope_theta": 1e6}, r"rope_theta=1000000.0 differs from rope_parameters"),
+    ({"model_type": ["llama"]}, r"model_type=\['llama'\].*supported are llama"),
+    ({"architectures": ["LlamaForSequenceClassification"]}, r"LlamaForSequenceClassification"),
+    ({"hidden_size": ...}, r"hidden_size is missing"),
+    ({"hidden_size": "96"}, r"hidden_size='96' is str; it must be int"),
+    ({"num_hidden_layers": 0}, r"num_layers=0"),
+    ({"num_hidden_layers": 10**7}, r"num_hidden_layers=10000000 must be at most"),
+    ({"max_position_embeddings": 10**15}, r"max_position_embeddings=1000000000000000 must be at most"),
+    ({"num_attention_heads": 5, "head_dim": None}, r"hidden_size=96 does not divide"),
+    ({"num_key_value_heads": 4}, r"num_kv_heads=4 must divide"),
+]
+
+
+def test_an_unsupported_config_is_refused_naming_the_field(gqa, tmp_path, hf_here):
+    whole = json.loads((gqa / "config.json").read_text())
+    for change, message in UNSUPPORTED:
+        changed = {key: value for key, value in (whole | change).items() if value is not ...}
+        with pytest.raises(ValueError, match=rf"^config.json: .*{message}"):
+            config_json.model_config(changed, where="config.json")
     folder = shutil.copytree(gqa, tmp_path / "hf")
-    edit_json(folder / "config.json", **change)
+    edit_json(folder / "config.json", mlp_bias=True)
     code, _, err = hf_here("import", folder, f"--out={tmp_path / 'ours'}")
-    assert code == 2
-    assert err.count("\n") == 1
-    with pytest.raises(ValueError, match=message):
-        raise ValueError(err)
+    assert (code, err.count("\n"), "mlp_bias=True" in err) == (2, 1, True)
     assert not (tmp_path / "ours").exists()
 
 
@@ -339,68 +300,47 @@ def as_written_by_transformers_5(found):
     return {key: value for key, value in found.items() if key not in old} | new
 
 
-@pytest.mark.parametrize("spelling", [dict, as_written_by_transformers_5])
-@pytest.mark.parametrize("name", SUPPORTED)
-def test_published_config_files_are_understood(name, spelling):
-    found = spelling(SAVED[name])
-    m = config_json.model_config(found, where=name)
-    sizes = (m.embed_dim, m.mlp_dim, m.num_layers, m.num_heads, m.num_kv_heads, m.head_dim, m.vocab_size)
-    assert (*sizes, m.rope_theta, m.norm_eps, m.max_positions, m.tie_embeddings) == SUPPORTED[name]
-    factor = {"Llama-3.1-8B-Instruct": 8.0}.get(name, 32.0 if "3.2" in name else None)
-    assert (m.rope_scaling == "llama3") == (factor is not None)
-    assert factor is None or (m.rope_factor, m.rope_original_positions) == (factor, 8192)
-    unknown = ["_model_name_or_path"] if "path" in name else []
-    assert config_json.unknown_fields(found) == unknown
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_config_files_of_unsupported_models_are_refused(name):
-    with pytest.raises(ValueError, match=REFUSED[name]):
-        config_json.model_config(SAVED[name], where=name)
-
-
-@pytest.mark.parametrize(
-    "neutral",
-    [
-        {"no_rope_layer_interval": 4, "no_rope_layers": [1] * 30},
-        {"quantization_config": {}, "per_layer_config": {}},
-        {"first_k_dense_replace": 0, "decoder_sparse_step": None, "shared_expert_intermediate_size": 0},
-        {"logit_softcap": 0.0, "logits_soft_cap": None, "final_logits_soft_cap": 0},
-    ],
-    ids=str,
-)
-def test_fields_with_neutral_values_are_accepted(neutral):
-    found = SAVED["SmolLM-135M"] | neutral
-    assert config_json.model_config(found, where="a") == config_json.model_config(SAVED["SmolLM-135M"], where="b")
-    assert config_json.unknown_fields(found) == config_json.unknown_fields(SAVED["SmolLM-135M"])
-
-
-def test_every_saved_config_file_is_tested():
+def test_published_config_files_are_understood_or_refused():
     assert SAVED.keys() == SUPPORTED.keys() | REFUSED.keys()
+    for name, sizes in SUPPORTED.items():
+        for found in (SAVED[name], as_written_by_transformers_5(SAVED[name])):
+            m = config_json.model_config(found, where=name)
+            read = (m.embed_dim, m.mlp_dim, m.num_layers, m.num_heads, m.num_kv_heads, m.head_dim, m.vocab_size)
+            assert (*read, m.rope_theta, m.norm_eps, m.max_positions, m.tie_embeddings) == sizes
+            factor = {"Llama-3.1-8B-Instruct": 8.0}.get(name, 32.0 if "3.2" in name else None)
+            assert (m.rope_scaling == "llama3") == (factor is not None)
+            assert factor is None or (m.rope_factor, m.rope_original_positions) == (factor, 8192)
+            if name in ("SmolLM-135M", "Llama-3.1-8B-Instruct", "TinyLlama-1.1B", "Mistral-7B-v0.3"):
+                assert config_json.unknown_fields(found) == []
+    for name, message in REFUSED.items():
+        with pytest.raises(ValueError, match=message):
+            config_json.model_config(SAVED[name], where=name)
 
 
-EXTRA = {
-    "unk_token_id": 0,
-    "_model_name_or_path": "somewhere/else",
-    "trained_by": {"hours": 3},
-    "sliding_window": 2048,  # as long as the context
-    "hidden_act": "swish",
-    "logits_scaling": 1,
-    "a_field_without_a_value": None,
-}
+def test_fields_with_neutral_values_are_accepted():
+    plain = config_json.model_config(SAVED["SmolLM-135M"], where="b")
+    for neutral in (
+        {"no_rope_layer_interval": 4, "no_rope_layers": [1] * 30},
+        {"quantization_config": {}, "num_experts": 0, "logit_softcap": 0.0, "final_logit_softcapping": None},
+        {"hidden_act": "swish", "logits_scaling": 1, "sliding_window": 2048},  # as long as the context
+    ):
+        assert config_json.model_config(SAVED["SmolLM-135M"] | neutral, where="a") == plain
+    for kind in ("llama", "mistral"):
+        found = hf_models.SMALL | {"model_type": kind, "num_key_value_heads": None, "sliding_window": None}
+        assert config_json.model_config(found, where=kind).num_kv_heads == found["num_attention_heads"]
 
 
-def test_unknown_fields_are_listed_preserved_and_refused_with_strict(tmp_path, hf_here):
-    made = hf_models.model(hf_models.CONFIGS["gqa"])
-    with torch.no_grad():
-        theirs = made(torch.from_numpy(TOKENS_BT).long()).logits.numpy()
-    folder = hf_models.save(made, tmp_path / "hf")
+EXTRA = {"unk_token_id": 0, "_model_name_or_path": "a/b", "trained_by": {"hours": 3}, "a_field_without_a_value": None}
+
+
+def test_unknown_fields_are_listed_preserved_and_refused_with_strict(gqa, tmp_path, hf_here):
+    folder = shutil.copytree(gqa, tmp_path / "hf")
     edit_json(folder / "config.json", **EXTRA)
     path = folder / "config.json"
 
     code, _, err = hf_here("import", folder, f"--out={tmp_path / 'strict'}", "--strict")
     assert (code, err.count("\n")) == (2, 1)
-    assert f"{path}: _model_name_or_path='somewhere/else', trained_by={{'hours': 3}} are unknown" in err
+    assert f"{path}: _model_name_or_path='a/b', trained_by={{'hours': 3}} are unknown" in err
     assert not (tmp_path / "strict").exists()
     with pytest.raises(ValueError, match=r"_model_name_or_path=.*trained_by="):
         hlat_jax.hf.load(folder, strict=True)
@@ -411,90 +351,36 @@ def test_unknown_fields_are_listed_preserved_and_refused_with_strict(tmp_path, h
     assert "unk_token_id" not in out + err
 
     with pytest.warns(UserWarning, match="_model_name_or_path, trained_by are unknown") as warned:
-        cfg, params = hlat_jax.hf.load(folder)
+        hlat_jax.hf.load(folder)
     assert len(warned) == 1
-    ours = np.asarray(jax.jit(apply, static_argnums=1)(params, cfg, TOKENS_BT))
-    assert np.abs(ours - theirs).max() <= 1e-4
 
     code, _, err = hf_here("export", tmp_path / "ours", f"--out={tmp_path / 'back'}")
     assert (code, err) == (0, "")
     assert json.loads((tmp_path / "back/config.json").read_text()) == json.loads(path.read_text())
-    with torch.no_grad():
-        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")(torch.from_numpy(TOKENS_BT).long())
-    np.testing.assert_array_equal(again.logits.numpy(), theirs)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("num_hidden_layers", 10**7),
-        ("hidden_size", 10**9),
-        ("intermediate_size", 10**12),
-        ("vocab_size", 10**10),
-        ("num_attention_heads", 10**9 + 7),
-        ("num_key_value_heads", 10**9),
-        ("head_dim", 10**8),
-        ("max_position_embeddings", 10**15),
-    ],
-)
-def test_absurd_sizes_in_config_json_are_refused_at_once(field, value):
-    found = hf_models.SMALL | {"model_type": "llama", "head_dim": 16, field: value}
-    with pytest.raises(ValueError, match=rf"^config.json: {field}={value} must be at most"):
-        config_json.model_config(found, where="config.json")
-
-
-def test_null_num_kv_heads_means_num_heads():
-    for kind in ("llama", "mistral"):
-        found = hf_models.SMALL | {"model_type": kind, "num_key_value_heads": None, "sliding_window": None}
-        assert config_json.model_config(found, where=kind).num_kv_heads == found["num_attention_heads"]
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "message"),
-    [
-        ("tokenizer_config.json", "{", r"tokenizer_config.json is not JSON"),
-        ("tokenizer_config.json", "[]", r"tokenizer_config.json must hold an object"),
-        ("tokenizer_config.json", "[" * 100_000, r"tokenizer_config.json is nested deeper than 100 levels"),
-        ("added_tokens.json", '{"a": 1, "a": 2}', r"added_tokens.json is not JSON: key 'a' appears twice"),
-        ("tokenizer.json", '{"post_processor": [1]}', r"tokenizer.json: its post_processor is \[1\]"),
-        ("tokenizer.json", '{"post_processor": {"single": [1]}}', r"tokenizer.json: its post_processor is {'single'"),
+def test_damaged_file_next_to_the_weights_is_refused_by_name(gqa, tmp_path):
+    for number, (file, content, message) in enumerate([
+        ("tokenizer_config.json", b"{", r"tokenizer_config.json is not JSON"),
+        ("added_tokens.json", b'{"<|end|>": [7]}', r"added_tokens.json, or .* does not give each token an id"),
+        ("tokenizer.json", b'{"post_processor": {"single": [1]}}', r"tokenizer.json: its post_processor is {'single'"),
         ("tokenizer.json", b"\xff", r"tokenizer.json is not JSON"),
-        (
-            "generation_config.json",
-            '{"eos_token_id": [1, "2"]}',
-            r"generation_config.json: eos_token_id=\[1, '2'\]",
-        ),
-        ("generation_config.json", "", r"generation_config.json is not JSON"),
-        ("added_tokens.json", '{"<|end|>": [7]}', r"added_tokens.json, or .* does not give each token an id"),
-    ],
-)
-def test_damaged_file_next_to_the_weights_is_refused_by_name(file, content, message, gqa, tmp_path, hf_here):
-    folder = shutil.copytree(gqa, tmp_path / "hf")
-    for name in ("tokenizer.model", "tokenizer.json"):
-        (folder / name).write_text("{}")
-    (folder / file).write_bytes(content if isinstance(content, bytes) else content.encode())
-    code, _, err = hf_here("import", folder, f"--out={tmp_path / 'ours'}")
-    assert code == 2
-    with pytest.raises(ValueError, match=message):
-        raise ValueError(err)
-    assert not (tmp_path / "ours").exists()
-
-
-def test_null_tokenizer_class_means_no_bos(gqa, tmp_path, hf_here):
-    folder = shutil.copytree(gqa, tmp_path / "hf")
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": null}')
-    code, _, err = hf_here("import", folder, f"--out={tmp_path / 'ours'}")
-    assert code == 0, err
-    assert open_weights(tmp_path / "ours").begins_with_bos is False
+        ("generation_config.json", b'{"eos_token_id": [1, "2"]}', r"generation_config.json: eos_token_id=\[1, '2'\]"),
+    ]):  # fmt: skip
+        folder = shutil.copytree(gqa, tmp_path / str(number))
+        for name in ("tokenizer.model", "tokenizer.json"):
+            (folder / name).write_text("{}")
+        (folder / file).write_bytes(content)
+        with pytest.raises(ValueError, match=message):
+            open_weights(folder)
 
 
 def of_ids(*added):
     return {"tokenizer_config.json": {"added_tokens_decoder": {str(id_): {"content": text} for id_, text in added}}}
 
 
-@pytest.mark.parametrize(
-    ("files", "taken"),
-    [
+def test_the_tokenizer_with_the_added_tokens_is_taken(tmp_path):
+    for number, (files, taken) in enumerate([
         ({}, "tokenizer.model"),
         ({"added_tokens.json": {"<|end|>": 320}}, "tokenizer.json"),
         (of_ids((1, "<s>"), (320, "<|end|>")), "tokenizer.json"),
@@ -502,49 +388,31 @@ def of_ids(*added):
         (of_ids((1, "<s>"), (2, "</s>")), "tokenizer.model"),
         ({"added_tokens.json": {"[PAD]": 384}}, "tokenizer.model"),  # the model has no row for it
         ({"tokenizer.model": {"of": "another kind"}}, "tokenizer.json"),
-    ],
-)
-def test_import_picks_the_tokenizer_with_the_added_tokens(files, taken, gqa, tmp_path, hf_here):
-    folder = shutil.copytree(gqa, tmp_path / "hf")
-    train_model(folder / "tokenizer.model", byte_fallback=True, vocab_size=320)
-    for name, content in ({"tokenizer.json": {}} | files).items():
-        (folder / name).write_text(json.dumps(content))
-    code, _, err = hf_here("import", folder, f"--out={tmp_path / 'ours'}")
-    assert code == 0, err
-    assert open_weights(tmp_path / "ours").tokenizer == str(tmp_path / "ours/files" / taken)
+    ]):  # fmt: skip
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        train_model(folder / "tokenizer.model", byte_fallback=True, vocab_size=320)
+        for name, content in ({"tokenizer.json": {}} | files).items():
+            (folder / name).write_text(json.dumps(content))
+        assert tokenizer_file(folder, vocab_size=384) == taken
 
 
-@pytest.mark.parametrize(
-    ("files", "ids"),
-    [
+def test_stop_ids_are_those_of_transformers(tmp_path):
+    for files, ids in [
+        ({"config.json": {"eos_token_id": [2, 9]}}, (2, 9)),
         ({"generation_config.json": {"eos_token_id": [2, 7]}, "config.json": {"eos_token_id": 9}}, (2, 7)),
-        ({"generation_config.json": None, "config.json": {"eos_token_id": [2, 9]}}, (2, 9)),
-        ({"generation_config.json": {"eos_token_id": 5}}, (2, 5)),
-        ({"generation_config.json": {"eos_token_id": ...}}, (2,)),
-    ],
-)
-def test_stop_ids_match_transformers_after_import_and_average(files, ids, gqa, tmp_path, hf_here):
-    folder = shutil.copytree(gqa, tmp_path / "hf")
-    train_model(folder / "tokenizer.model", byte_fallback=True, vocab_size=320)
-    (folder / "tokenizer_config.json").write_text('{"add_bos_token": true}')
-    for name, changes in files.items():
-        if changes is None:
-            (folder / name).unlink()
-        else:
-            edit_json(folder / name, **changes)
-    assert hf_here("import", folder, f"--out={tmp_path / 'ours'}")[0] == 0
-    assert hf_here("average", *[tmp_path / "ours"] * 2, f"--out={tmp_path / 'mean'}")[0] == 0
-    for name in ("ours", "mean"):
-        weights = open_weights(tmp_path / name)
-        assert weights.open_tokenizer().stop_ids == ids
-        assert weights.begins_with_bos is True
+        ({"generation_config.json": {"eos_token_id": 5}}, (5,)),
+        ({"generation_config.json": {}}, ()),
+    ]:
+        for name, content in files.items():
+            (tmp_path / name).write_text(json.dumps(content))
+        assert ids_that_end_a_text(tmp_path) == ids
 
 
-@pytest.mark.parametrize("flags", [[], ["--dtype=bfloat16"]], ids=str)
-def test_verify_prints_by_how_much_the_logits_differ_from_transformers(flags, tmp_path, hf_here, monkeypatch):
+def test_verify_prints_by_how_much_the_logits_differ_from_transformers(tmp_path, hf_here):
     source = hf_models.save(hf_models.model(hf_models.CONFIGS["llama3"]), tmp_path / "hf")
     train_model(source / "tokenizer.model", byte_fallback=True, vocab_size=320)
-    code, out, err = hf_here("import", source, f"--out={tmp_path / 'ours'}", "--verify", *flags)
+    code, out, err = hf_here("import", source, f"--out={tmp_path / 'ours'}", "--verify", "--dtype=bfloat16")
     assert (code, err) == (0, "")
     line = r"verified +the logits of \d+ tokens of a text differ .* by at most (.*) of the largest logit, .*\nwrote "
     assert 0 < float(re.search(line, out)[1]) < 2e-5  # as in test_logits_of_a_loaded_model_equal_transformers
@@ -557,16 +425,7 @@ def test_verify_prints_by_how_much_the_logits_differ_from_transformers(flags, tm
 
 def test_an_import_that_verify_rejects_leaves_nothing(gqa, tmp_path, hf_here, monkeypatch):
     out = tmp_path / "ours"
-
-    def not_loaded(*_, **__):
-        raise OSError("no such model\nA page of advice")
-
     end = f"Removed {out}; an import without --verify is kept.\n"
-    with monkeypatch.context() as patch:
-        patch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", not_loaded)
-        code, _, err = hf_here("import", gqa, f"--out={out}", "--verify")
-    assert (code, err) == (2, f"error: --verify: transformers cannot load {gqa}: no such model. {end}")
-    assert list(tmp_path.iterdir()) == []
     monkeypatch.setattr(verifying, "BOUND", 0.0)
     code, printed, err = hf_here("import", gqa, f"--out={out}", "--verify")
     assert (code, printed) == (2, "")
@@ -599,26 +458,25 @@ def changed(name, change):
 Q0 = "model.layers.0.self_attn.q_proj.weight"
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (without(Q0), rf"1 missing: {Q0}"),
-        (without("lm_head.weight"), r"1 missing: lm_head.weight\n.*tie_word_embeddings=true"),
-        (lambda found: found.update({"model.layers.2.mlp.up_proj.weight": found[Q0].clone()}), r"1 left over: model.l"),
-        (renamed(Q0, "model.layers.0.self_attn.q_proj.bias"), r"(?s)1 missing: .*q_proj.weight\n.*1 left over: .*bias"),
-        (changed(Q0, lambda q: q[:48]), rf"{Q0} is \[48, 96\], config.json makes it \[96, 96\]"),
-        (changed("model.norm.weight", torch.Tensor.bfloat16), r"mixes dtypes: 1 BF16 .*20 F32 .*--dtype=float32"),
-        (changed(Q0, torch.Tensor.double), rf"{Q0} and 0 others are F64; supported are F32, F16, BF16"),
-    ],
-    ids=["gap", "no_head", "left_over", "bias", "shape", "mixed", "float64"],
-)
-def test_mismatched_tensors_are_refused_by_name(change, message, gqa, tmp_path):
+MISMATCHED = [
+    (without(Q0), rf"1 missing: {Q0}"),
+    (without("lm_head.weight"), r"1 missing: lm_head.weight\n.*tie_word_embeddings=true"),
+    (lambda found: found.update({"model.layers.2.mlp.up_proj.weight": found[Q0].clone()}), r"1 left over: model.l"),
+    (renamed(Q0, "model.layers.0.self_attn.q_proj.bias"), r"(?s)1 missing: .*q_proj.weight\n.*1 left over: .*bias"),
+    (changed(Q0, lambda q: q[:48]), rf"{Q0} is \[48, 96\], config.json makes it \[96, 96\]"),
+    (changed("model.norm.weight", torch.Tensor.bfloat16), r"mixes dtypes: 1 BF16 .*20 F32 .*--dtype=float32"),
+    (changed(Q0, torch.Tensor.double), rf"{Q0} and 0 others are F64; supported are F32, F16, BF16"),
+]
+
+
+def test_mismatched_tensors_are_refused_by_name(gqa, tmp_path):
     folder = shutil.copytree(gqa, tmp_path / "hf")
-    found = load_file(folder / "model.safetensors")
-    change(found)
-    save_file(found, folder / "model.safetensors")
-    with pytest.raises(ValueError, match=message):
-        open_checkpoint(folder)
+    for change, message in MISMATCHED:
+        found = load_file(gqa / "model.safetensors")
+        change(found)
+        save_file(found, folder / "model.safetensors")
+        with pytest.raises(ValueError, match=message):
+            open_checkpoint(folder)
 
 
 def cut_off(folder):
@@ -632,65 +490,34 @@ def edit_index(folder, name, *, tensor=None):
     edit_json(path, weight_map=where | {tensor or next(iter(where)): name or next(iter(where.values()))})
 
 
-def nest(path):
-    path.write_text('{"a": ' + "[" * 100_000)
-
-
-def fifo_for(path):
-    path.unlink()
-    os.mkfifo(path)
-
-
 def not_safetensors(folder):
     sorted(folder.glob("*.safetensors"))[0].write_bytes(b"<html>not found</html>")
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda folder: sorted(folder.glob("*.safetensors"))[1].unlink(), r"names the file model-00002-.*missing"),
-        (cut_off, r"model-00001.* is damaged: .*not fully covered"),
-        (not_safetensors, r"model-00001.*is not a safetensors file"),
-        (lambda folder: edit_json(folder / "model.safetensors.index.json", weight_map=...), r"weight_map is missing"),
-        (lambda folder: shutil.copy(*sorted(folder.glob("*.safetensors"))[:2]), r"is in model-00001.* and in model-0"),
-        (lambda folder: (folder / "config.json").unlink(), r"has no config.json"),
-        (lambda folder: (folder / "config.json").write_text("{"), r"config.json is not JSON"),
-        (lambda folder: (folder / "model.safetensors.index.json").unlink(), r"neither model.safetensors nor"),
-        (
-            lambda folder: edit_index(folder, "../a.safetensors"),
-            r"weight_map\['.*'\]='../a.safetensors' must be a plain",
-        ),
-        (lambda folder: edit_index(folder, "/a", tensor="a" * 1000), r"weight_map\['a{99}\]='/a' must be a plain name"),
-        (lambda folder: edit_index(folder, "", tensor="\x1b[31m\n"), r"disagree on '\\x1b\[31m\\n'; fetch"),
-        (lambda folder: edit_index(folder, ["a"]), r"weight_map\['.*'\]=\['a'\] must be text"),
-        (lambda folder: edit_json(folder / "config.json", num_hidden_layers=10**30), r"num_hidden_layers=1000"),
-        (lambda folder: edit_json(folder / "config.json", rms_norm_eps=10**400), r"rms_norm_eps=1000"),
-        (lambda folder: nest(folder / "config.json"), r"config.json is nested deeper than 100 levels"),
-        (lambda folder: nest(folder / "model.safetensors.index.json"), r"index.json is nested deeper than 100"),
-        (lambda folder: fifo_for(sorted(folder.glob("*.safetensors"))[0]), r"names the file model-00001.*missing"),
-    ],
-    ids=[
-        *("gone", "cut_off", "html", "index", "twice", "no_config", "json", "no_index"),
-        *("out", "long_name", "unprintable_name", "no_name", "layers", "huge", "nested", "nested_index", "fifo"),
-    ],
-)
-def test_a_damaged_folder_is_refused_naming_the_file(damage, message, gqa, tmp_path):
+DAMAGE = [
+    (lambda folder: sorted(folder.glob("*.safetensors"))[1].unlink(), r"names the file model-00002-.*missing"),
+    (cut_off, r"model-00001.* is damaged: .*not fully covered"),
+    (not_safetensors, r"model-00001.*is not a safetensors file"),
+    (lambda folder: edit_json(folder / "model.safetensors.index.json", weight_map=...), r"weight_map is missing"),
+    (lambda folder: (folder / "config.json").unlink(), r"has no config.json"),
+    (lambda folder: (folder / "config.json").write_text("{"), r"config.json is not JSON"),
+    (lambda folder: (folder / "model.safetensors.index.json").unlink(), r"neither model.safetensors nor"),
+    (lambda folder: edit_index(folder, "../a.safetensors"), r"weight_map\['.*'\]='../a.safetensors' must be a plain"),
+    (lambda folder: edit_index(folder, "", tensor="\x1b[31m\n"), r"disagree on '\\x1b\[31m\\n'; fetch"),
+    (lambda folder: edit_index(folder, sorted(folder.glob("*.safetensors"))[-1].name), r"disagree on "),
+    (lambda folder: edit_json(folder / "config.json", num_hidden_layers=100), r"num_hidden_layers=100, but .* only 21"),
+]
+
+
+def test_a_damaged_folder_is_refused_naming_the_file(gqa, tmp_path):
     cfg = transformers.AutoModelForCausalLM.from_pretrained(gqa)
-    folder = hf_models.save(cfg, tmp_path / "hf", max_shard_size="200KB")
-    open_checkpoint(folder)
-    damage(folder)
-    with pytest.raises(ValueError, match=message):
-        open_checkpoint(folder)
-
-
-def test_index_naming_the_wrong_file_is_refused(gqa, tmp_path):
-    made = transformers.AutoModelForCausalLM.from_pretrained(gqa)
-    folder = hf_models.save(made, tmp_path / "hf", max_shard_size="200KB")
-    path = folder / "model.safetensors.index.json"
-    where = json.loads(path.read_text())["weight_map"]
-    edit_json(path, weight_map=where | {Q0: next(file for file in where.values() if file != where[Q0])})
-    with pytest.raises(ValueError, match=rf"disagree on {Q0}"):
-        open_checkpoint(folder)
+    whole = hf_models.save(cfg, tmp_path / "hf", max_shard_size="200KB")
+    open_checkpoint(whole)
+    for number, (damage, message) in enumerate(DAMAGE):
+        folder = shutil.copytree(whole, tmp_path / str(number))
+        damage(folder)
+        with pytest.raises(ValueError, match=message):
+            open_checkpoint(folder)
 
 
 def test_float16_is_loaded_as_float32(gqa, tmp_path):
@@ -719,14 +546,9 @@ def test_head_must_equal_the_tied_embedding(tmp_path):
         save_file(found | {hf_names.HEAD: change(found[hf_names.EMBEDDING])}, folder / "model.safetensors")
         with pytest.raises(ValueError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
             open_checkpoint(folder)
-    for dtype, code in ((torch.float8_e4m3fn, "F8_E4M3"), (torch.float8_e5m2, "F8_E5M2"), (torch.int8, "I8")):
-        both = {name: found[hf_names.EMBEDDING].to(dtype).clone() for name in (hf_names.EMBEDDING, hf_names.HEAD)}
-        save_file(found | both, folder / "model.safetensors")
-        with pytest.raises(ValueError, match=rf"tensor lm_head.weight and 1 others are {code}; supported are F32, F16"):
-            open_checkpoint(folder)
 
 
-@pytest.mark.parametrize(("dtype", "value"), [(torch.float32, "inf"), (torch.bfloat16, "nan"), (torch.float16, "-inf")])
+@pytest.mark.parametrize(("dtype", "value"), [(torch.bfloat16, "nan"), (torch.float16, "-inf")])
 def test_weights_that_are_not_finite_are_named_where_they_are_read(dtype, value, gqa, tmp_path, hf_here, capsys):
     folder = shutil.copytree(gqa, tmp_path / "hf")
     found = {name: tensor.to(dtype) for name, tensor in load_file(folder / "model.safetensors").items()}
@@ -766,26 +588,19 @@ def test_existing_output_is_not_overwritten(gqa, tmp_path, hf_here):
         assert (code, "exists already" in err) == (2, True)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_wrong_command_line_prints_one_line(tmp_path, monkeypatch, hf_here):
+    monkeypatch.chdir(tmp_path)
+    for words, message in [
         (["importt"], r"unknown verb 'importt'. Did you mean 'import'"),
         (["import"], r"no input; name a folder of Hugging Face"),
         (["import", "x"], r"--out is missing"),
-        (["import", "x", "--out=y"], r"x has no config.json"),
         (["import", "x", "y", "--out=z"], r"2 inputs"),
         (["export", "x", "--out=y"], r"x holds no weights .*runs/tiny/checkpoints/STEP"),
-        (["export", "x", "--out=y", "--dtype=int8"], r"dtype"),
-        (["export", "x", "--outt=y"], "unknown flag --outt. Did you mean '--out'?"),
         (["average", "x", "--out=y"], r"1 checkpoint to average; give two or more"),
-    ],
-)
-def test_wrong_command_line_prints_one_line(words, message, tmp_path, monkeypatch, hf_here):
-    monkeypatch.chdir(tmp_path)
-    code, _, err = hf_here(*words)
-    assert code == 2
-    with pytest.raises(ValueError, match=message):
-        raise ValueError(err)
+    ]:
+        code, _, err = hf_here(*words)
+        assert code == 2
+        assert re.search(message, err)
 
 
 def test_shards_keep_every_tensor_in_order_and_below_the_size(gqa, tmp_path, hf_here):

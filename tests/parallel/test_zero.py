@@ -35,9 +35,10 @@ def trained(loss, params, *, stage=None, bucket_bytes=0, policy="fp32", steps=6)
 
 
 @pytest.mark.quick_cases("0-plain-1000", "3-flax-0")
-@pytest.mark.parametrize(("kind", "bucket_bytes"), [("plain", 1000), ("flax", 0)])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_every_stage_trains_like_one_device(kind, stage, bucket_bytes):
+@pytest.mark.parametrize(
+    ("stage", "kind", "bucket_bytes"), [(0, "plain", 1000), (1, "flax", 0), (2, "plain", 1000), (3, "flax", 0)]
+)
+def test_every_stage_trains_like_one_device(stage, kind, bucket_bytes):
     loss, params = user_model(kind)
     wanted, alone, _ = trained(loss, params)
     got, state, _ = trained(loss, params, stage=stage, bucket_bytes=bucket_bytes)
@@ -90,14 +91,6 @@ def test_buckets_group_arrays_up_to_bucket_bytes():
         assert all(c.payload_bytes <= max(bucket_bytes, 24 * 16 * 4) for c in scatters)
 
 
-def test_donation_does_not_delete_the_callers_parameters():
-    loss, params = user_model("plain")
-    before = jax.tree.map(np.asarray, params)
-    trained(loss, params, stage=0)
-    trained(loss, params)
-    jax.tree.map(np.testing.assert_array_equal, before, params)
-
-
 def test_replicated_leaves_stay_equal_under_stochastic_rounding():
     def loss(params, batch):
         squares = jnp.square(batch["x"] * params["b"] - batch["y"])
@@ -142,13 +135,12 @@ def test_invalid_stage_or_bucket_bytes_is_refused():
         StepOptions(zero=1, replica_sync=replica_sync)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_zero_option_equals_an_explicit_replica_sync(stage):
+def test_zero_option_equals_an_explicit_replica_sync():
     loss, params = user_model("plain")
     devices, laid_out = jax.devices()[:4], []
-    replica_sync = make_replica_sync(params, devices, stage=stage, bucket_bytes=100)
-    for where in ({"replica_sync": replica_sync}, {"zero": stage, "devices": devices, "bucket_bytes": 100}):
-        options = dict(**where)
+    replica_sync = make_replica_sync(params, devices, stage=2, bucket_bytes=100)
+    for where in ({"replica_sync": replica_sync}, {"zero": 2, "devices": devices, "bucket_bytes": 100}):
+        options = where
         program = training_program(loss, optax.adam(1e-2), options=options, params=params)
         laid_out.append((program.train_step.shardings, program.train_step.options.replica_sync))
     assert laid_out[0] == laid_out[1]
@@ -161,8 +153,7 @@ def rough(params, batch):
     return SumAndCount(loss * 1e-9, count)
 
 
-@pytest.mark.quick_cases("1", "3")
-@pytest.mark.parametrize("stage", [None, 1, 3])
+@pytest.mark.parametrize("stage", [None, 3])
 def test_fp16_scales_the_loss_and_skips_overflowing_steps(stage):
     params = jax.tree.map(jnp.asarray, plain_params())
     options = {"zero": stage, "autocast": "fp16"}

@@ -44,6 +44,7 @@ from hlat_jax.run.machine import fitting_program
 from hlat_jax.run.nonfinite import NonFiniteError
 from hlat_jax.store.typed_json import read_json
 from hlat_jax.weights import weights_folder
+from hlat_jax.weights.description import Description
 from hlat_jax.weights.trained import leaves_by_name
 
 pytestmark = pytest.mark.xdist_group("config")  # its fixtures are costly: one process
@@ -344,8 +345,8 @@ def _base(settings, folder):
 
 def _write_inputs(folder):
     model = resolve(config_files.load(str(micro.write_config(folder)))).model
-    about = weights_folder.WeightsInfo(model, step=0, tokenizer="", origin={})
-    with weights_folder.new_weights(folder / "start", about=about, files={}) as leaves:
+    described = Description(folder=folder, model=model)
+    with weights_folder.new_weights(folder / "start", described, origin={}, files={}) as leaves:
         for name, leaf in leaves_by_name(abstract_params(model)).items():
             with leaves.leaf(name, leaf.shape, np.dtype(np.float32)) as write:
                 write(np.full(leaf.shape, 0.01, np.float32))

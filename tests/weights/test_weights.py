@@ -2,8 +2,8 @@
 
 import contextlib
 import dataclasses
+import itertools
 import json
-import os
 import shutil
 import types
 import warnings
@@ -36,6 +36,7 @@ from hlat_jax.store.integrity import seal
 from hlat_jax.store.metrics import ROWS_FILE, read_rows
 from hlat_jax.weights import hf_config, weights_folder
 from hlat_jax.weights import trained as trained_weights
+from hlat_jax.weights.description import Description
 from hlat_jax.weights.hf_files import keep_companions
 from hlat_jax.weights.init_model import take_model
 from hlat_jax.weights.safetensors_file import Writer, read_header
@@ -49,9 +50,9 @@ MODEL = config_lib.ModelConfig(
 def write_weights(folder, *, seed=0, dtype=np.float32, model=MODEL, step=0, edit=lambda name, values: values):
     """Writes a weights folder of random values and returns them by name."""
     rng = np.random.default_rng(seed)
-    about = weights_folder.WeightsInfo(model, step, "", {"made": "for a test"})
+    described = Description(folder=folder, model=model, step=step)
     found = {}
-    with weights_folder.new_weights(folder, about=about, files={}) as leaves:
+    with weights_folder.new_weights(folder, described, origin={}, files={}) as leaves:
         for name, leaf in leaves_by_name(abstract_params(model)).items():
             found[name] = edit(name, rng.standard_normal(leaf.shape).astype(dtype))
             with leaves.leaf(name, leaf.shape, np.dtype(dtype)) as write:
@@ -94,16 +95,6 @@ def trained(tmp_path_factory):
     return folder, folder / "run", train(folder, folder / "run", **settings)
 
 
-@pytest.mark.slow
-def test_a_run_folder_and_each_of_its_checkpoints_open(trained):
-    _, run, config = trained
-    newest, older = open_weights(run), open_weights(run / "checkpoints/1")
-    assert (newest.step, older.step) == (2, 1)
-    assert newest.model == older.model == config.model
-    assert newest.open_tokenizer().vocab_size == 2048
-    assert {leaf.dtype for leaf in jax.tree.leaves(newest.restore(None))} == {jnp.dtype(jnp.bfloat16)}
-
-
 def test_parameters_are_the_rounded_master_weights(trained):
     _, run, _ = trained
     masters, params = open_weights(run, masters=True), open_weights(run)
@@ -115,19 +106,6 @@ def test_parameters_are_the_rounded_master_weights(trained):
     jax.tree.map(np.testing.assert_array_equal, rounded, params.restore(None))
 
 
-@pytest.mark.slow
-def test_damaged_newest_checkpoint_is_skipped_and_named(trained, tmp_path, capsys):
-    run = shutil.copytree(trained[1], tmp_path / "run")
-    path = max((run / "checkpoints/2/state").rglob("*"), key=lambda path: path.stat().st_size)
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    assert open_weights(run).step == 1
-    assert "checkpoints/2 is damaged" in capsys.readouterr().err
-    with pytest.raises(ValueError, match=r"checkpoints/2 is damaged .*other content"):
-        open_weights(run / "checkpoints/2")
-
-
 COMMANDS = {  # each of them opens a checkpoint that was asked for by name
     "open": lambda trained, path, out: open_weights(path),
     "generate and evaluate": lambda trained, path, out: open_model(str(path), config_lib.ParallelConfig()),
@@ -137,49 +115,28 @@ COMMANDS = {  # each of them opens a checkpoint that was asked for by name
 }
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_checkpoint_under_the_name_of_another_step_is_refused(trained, tmp_path, command):
+def test_every_command_refuses_a_checkpoint_that_is_misnamed_or_not_finite(trained, tmp_path):
     run = shutil.copytree(trained[1], tmp_path / "run")
     shutil.copytree(run / "checkpoints/2", run / "checkpoints/5")
-    with pytest.raises(ValueError, match=r"5 is damaged .*named 5, and it is of step 2"):
-        COMMANDS[command](trained, run / "checkpoints/5", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
+    micro.reseal(run / "checkpoints/2", lambda saved: saved["norms"].update(params=float("inf")))
+    for step, message in (
+        (5, r"5 is damaged .*named 5, and it is of step 2"),
+        (2, r"2 is damaged .*not finite: the norm of params is inf"),
+    ):
+        for command in COMMANDS.values():
+            with pytest.raises(ValueError, match=message):
+                command(trained, run / f"checkpoints/{step}", tmp_path / "out")
+            assert not (tmp_path / "out").exists()
 
 
-def test_run_folder_opens_its_newest_correctly_named_checkpoint(trained, tmp_path, capsys):
-    run = shutil.copytree(trained[1], tmp_path / "run")
-    shutil.move(run / "checkpoints/2", run / "checkpoints/5")
-    assert open_weights(run).step == 1
-    assert "checkpoints/5 is damaged" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_checkpoint_whose_weights_are_not_finite_is_refused(not_finite, trained, tmp_path, command):
-    path = not_finite / "checkpoints/2"
-    with pytest.raises(ValueError, match=r"checkpoints/2 is damaged .*not finite: the norm of params is inf"):
-        COMMANDS[command](trained, path, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
-def test_run_folder_opens_its_newest_finite_checkpoint(not_finite, tmp_path, capsys):
-    assert open_weights(not_finite).step == 1
-    assert "checkpoints/2 is damaged (its state is not finite: the norm of params is inf)" in capsys.readouterr().err
-
-
-@pytest.fixture
-def not_finite(trained, tmp_path):
-    """A copy of the run in which a weight of the newest checkpoint has an exponent bit flipped, its sums made after."""
+def test_run_folder_opens_its_newest_usable_checkpoint(trained, tmp_path, capsys):
     run = shutil.copytree(trained[1], tmp_path / "run")
     micro.reseal(run / "checkpoints/2", lambda saved: saved["norms"].update(params=float("inf")))
-    return run
-
-
-def test_non_finite_master_weights_are_not_exported(trained, tmp_path):
-    run = shutil.copytree(trained[1], tmp_path / "run")
-    micro.reseal(run / "checkpoints/2", lambda saved: saved["norms"].update({"opt_state.master": float("inf")}))
-    with pytest.raises(ValueError, match=r"not finite: the norm of opt_state.master is inf"):
-        hf.main(["export", str(run / "checkpoints/2"), f"--out={tmp_path / 'out'}"])
-    assert not (tmp_path / "out").exists()
+    shutil.copytree(run / "checkpoints/2", run / "checkpoints/5")
+    assert open_weights(run).step == 1
+    warned = capsys.readouterr().err
+    assert "checkpoints/5 is damaged" in warned
+    assert "checkpoints/2 is damaged (its state is not finite: the norm of params is inf)" in warned
 
 
 def test_symlink_or_copy_of_a_checkpoint_opens_at_its_step(trained, tmp_path):
@@ -289,16 +246,16 @@ def test_export_in_bfloat16_rounds_the_masters(trained, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
-@pytest.mark.parametrize("count", [2, 3, 7])
-def test_average_of_a_checkpoint_with_itself_is_bitwise_identical(dtype, count, tmp_path):
+def test_average_of_a_checkpoint_with_itself_is_bitwise_identical(dtype, tmp_path):
     def edit(name, values):
         values.reshape(-1)[:5] = np.array([-0.0, 1e-40, 3e38, 1 / 3, 0]).astype(dtype)
         return values
 
     values = write_weights(tmp_path / "w", dtype=dtype, edit=edit, step=9)
-    averaging.average([tmp_path / "w"] * count, tmp_path / "mean")
-    same_bits(read_all(tmp_path / "mean"), values)
-    assert open_weights(tmp_path / "mean").step == 9
+    for count in (2, 3, 7):
+        averaging.average([tmp_path / "w"] * count, tmp_path / str(count))
+        same_bits(read_all(tmp_path / str(count)), values)
+        assert open_weights(tmp_path / str(count)).step == 9
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
@@ -337,16 +294,15 @@ def test_averaging_checkpoints_of_a_run_uses_master_weights(trained, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bos", [False, True])
-def test_exported_tokenizer_adds_bos_as_the_run_was_trained(bos, tmp_path):
+def test_exported_tokenizer_adds_bos_as_the_run_was_trained(tmp_path):
     path = write_tokenizer_json(tmp_path, tokenizer_class="PreTrainedTokenizerFast").rename(tmp_path / "mine.json")
     run, mean = tmp_path / "run", tmp_path / "mean"
-    train(tmp_path, run, data__tokenizer=str(path), checkpoint__every_steps=1, data__prepend_bos=bos)
+    train(tmp_path, run, data__tokenizer=str(path), checkpoint__every_steps=1, data__prepend_bos=True)
     averaging.average([run / "checkpoints/1", run / "checkpoints/2"], mean)
     ours, text = Tokenizer(str(path)), "It is a truth, naïve — “quoted” 12,345.6 € 東京"
     for place in (run, mean):
         trained_model = open_model(str(place), config_lib.ParallelConfig())
-        first = [ours.bos_id] * bos
+        first = [ours.bos_id]
         assert trained_model.first_ids(None) == first
         assert trained_model.tokenizer.sha256 == ours.sha256
         exported = tmp_path / f"of_{place.name}"
@@ -354,7 +310,7 @@ def test_exported_tokenizer_adds_bos_as_the_run_was_trained(bos, tmp_path):
         theirs = transformers.AutoTokenizer.from_pretrained(exported)
         assert theirs.encode(text) == first + ours.encode(text).tolist()
         assert (theirs.eos_token_id, theirs.bos_token_id) == (ours.eos_id, ours.bos_id)
-        assert json.loads((exported / "tokenizer_config.json").read_text())["add_bos_token"] is bos
+        assert json.loads((exported / "tokenizer_config.json").read_text())["add_bos_token"] is True
         assert json.loads((exported / "config.json").read_text())["eos_token_id"] == ours.eos_id
     assert sorted(path.name for path in (mean / "files").iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
 
@@ -368,48 +324,16 @@ def test_export_keeps_only_post_processors_that_add_no_token():
         assert exporting._without_templates(nothing) is None
 
 
-def test_weights_folder_without_a_bos_record_uses_its_tokenizer_files(trained, tmp_path):
-    averaging.average([trained[1]] * 2, tmp_path / "mean")
-    (tmp_path / "mean/files/tokenizer_config.json").write_text('{"add_bos_token": true}')
-    path = tmp_path / "mean/weights.json"
-    about = json.loads(path.read_text())
-    for noted, first in ((True, []), (False, [1])):
-        if not noted:
-            path.write_text(json.dumps({key: about[key] for key in ("format", "model", "step", "tokenizer", "origin")}))
-        files = [path for path in (tmp_path / "mean").rglob("*") if path.is_file() and path.name != "integrity.json"]
-        seal(tmp_path / "mean", [str(path.relative_to(tmp_path / "mean")) for path in files])
-        assert open_model(str(tmp_path / "mean"), config_lib.ParallelConfig()).first_ids(None) == first
-
-
-@pytest.mark.slow
-def test_run_starts_from_an_import_with_padded_vocabulary(trained, tmp_path, capsys):
-    folder, padded = trained[0], {"model__vocab_size": 4096}
-    train(folder, tmp_path / "first", **padded)
-    assert "model.vocab_size has 2,048 padding rows beyond the tokenizer's vocabulary" in capsys.readouterr().out
-    assert hf.main(["export", str(tmp_path / "first"), f"--out={tmp_path / 'hf'}"]) == 0
-    assert hf.main(["import", str(tmp_path / "hf"), f"--out={tmp_path / 'imported'}"]) == 0
-    tokenizer = str(tmp_path / "imported/files/tokenizer.model")
-    train(folder, tmp_path / "run", **padded, train__init_from=str(tmp_path / "imported"), data__tokenizer=tokenizer)
-    assert open_weights(tmp_path / "run").model.vocab_size == 4096
-
-
-@pytest.mark.parametrize(
-    ("other", "message"),
-    [
-        (
-            {"model": dataclasses.replace(MODEL, rope_theta=5e5)},
-            r"model.rope_theta: 10000.0 in the first, 500000.0 the",
-        ),
+def test_incompatible_checkpoints_are_not_averaged(tmp_path):
+    write_weights(tmp_path / "a")
+    for number, (other, message) in enumerate([
         ({"model": dataclasses.replace(MODEL, num_layers=3)}, r"model.num_layers: 2 in the first, 3 there"),
         ({"dtype": jnp.bfloat16}, r"dtype of embed: 'float32' in the first, 'bfloat16' there"),
-    ],
-)
-def test_incompatible_checkpoints_are_not_averaged(other, message, tmp_path):
-    write_weights(tmp_path / "a")
-    write_weights(tmp_path / "b", **other)
-    with pytest.raises(ValueError, match=message):
-        averaging.average([tmp_path / "a", tmp_path / "b"], tmp_path / "mean")
-    assert not (tmp_path / "mean").exists()
+    ]):  # fmt: skip
+        write_weights(tmp_path / str(number), **other)
+        with pytest.raises(ValueError, match=message):
+            averaging.average([tmp_path / "a", tmp_path / str(number)], tmp_path / "mean")
+        assert not (tmp_path / "mean").exists()
 
 
 def test_checkpoints_differing_only_in_runtime_options_are_averaged(tmp_path):
@@ -517,36 +441,27 @@ def test_export_of_a_run_has_the_files_and_token_ids_of_its_initial_weights(kind
     assert json.loads((tmp_path / "again/config.json").read_text()) == ours  # as the files have it, when they agree
 
 
-@pytest.mark.parametrize(("heads", "width"), [(6, 64), (4, 64), (3, 32), (1, 8), (8, 12), (12, 8)])
-@pytest.mark.parametrize("init_std", [0.02, 1.5])
-def test_what_an_export_refuses_is_what_transformers_refuses(heads, width, init_std, tmp_path):
-    model = dataclasses.replace(MODEL, embed_dim=width, num_heads=heads, num_kv_heads=1, head_dim=16, init_std=init_std)
-    content = hf_config.config_json(model, dtype="float32", token_ids={})
-    try:
-        transformers.LlamaConfig.from_dict(content)
-        problem = ""
-    except Exception as error:  # of huggingface_hub, not one class
-        problem = str(error)
-    assert bool(export_problem(model)) == bool(problem), problem
-    write_weights(tmp_path / "w", model=model)
-    refused = pytest.raises(ValueError, match=r"w cannot be exported: transformers refuses model\.")
-    with refused if problem else contextlib.nullcontext():
-        exporting.export_checkpoint(open_weights(tmp_path / "w"), tmp_path / "hf")
-    assert (tmp_path / "hf").exists() == (not problem)
+def test_what_an_export_refuses_is_what_transformers_refuses(tmp_path):
+    sizes = [(6, 64), (4, 64), (3, 32), (1, 8), (8, 12), (12, 8)]
+    for number, ((heads, width), init_std) in enumerate(itertools.product(sizes, (0.02, 1.5))):
+        changes = {"embed_dim": width, "num_heads": heads, "num_kv_heads": 1, "head_dim": 16, "init_std": init_std}
+        model = dataclasses.replace(MODEL, **changes)
+        content = hf_config.config_json(model, dtype="float32", token_ids={})
+        try:
+            transformers.LlamaConfig.from_dict(content)
+            problem = ""
+        except Exception as error:  # of huggingface_hub, not one class
+            problem = str(error)
+        assert bool(export_problem(model)) == bool(problem), problem
+        folder, out = tmp_path / f"w{number}", tmp_path / f"hf{number}"
+        write_weights(folder, model=model)
+        refused = pytest.raises(ValueError, match=r"w\d+ cannot be exported: transformers refuses model\.")
+        with refused if problem else contextlib.nullcontext():
+            exporting.export_checkpoint(open_weights(folder), out)
+        assert out.exists() == (not problem)
 
 
-def test_init_from_ignores_runtime_options_of_the_source_model(tmp_path):
-    write_weights(
-        tmp_path / "a", model=dataclasses.replace(MODEL, ops_table="a.json", rms_norm="reference", remat="full")
-    )
-    config = resolve(config_files.load("tiny"))
-    train = dataclasses.replace(config.train, init_from=str(tmp_path / "a"))
-    begun = dataclasses.replace(config, model=MODEL, train=train)
-    assert open_init(begun, Tokenizer(config.data.tokenizer)).model.ops_table == "a.json"
-
-
-@pytest.mark.quick_cases("bf16_sr", "fp32")
-@pytest.mark.parametrize("policy", ["fp32", "mixed", "bf16_sr"])
+@pytest.mark.parametrize("policy", ["mixed", "bf16_sr"])
 def test_init_from_copies_only_the_weights(policy, trained):
     _, run, config = trained
     train_config = dataclasses.replace(config.train, init_from=str(run), seed=5)
@@ -591,24 +506,16 @@ def test_init_from_is_used_at_the_start_and_ignored_on_resume(trained, kinds, tm
         assert metadata["init_from"] == {"folder": str(run / "checkpoints/2"), "step": 2}
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_weights_of_another_model_are_refused_before_anything_is_compiled(trained, tmp_path):
+    folder, run, _ = trained
+    for settings, message in [
         ({"model__num_layers": 3}, r"model.num_layers: 2 in the checkpoint, 3 now"),
-        ({"model__rope_theta": 5e5}, r"model.rope_theta: 10000.0 in the checkpoint, 500000.0 now"),
         ({"model__fuse_qkv": False}, r"model.fuse_qkv: True in the checkpoint, False now\n.*--nofuse_qkv"),
         ({"train__init_from": "nowhere"}, r"train.init_from: nowhere holds no weights"),
-        ({"data__tokenizer": "FOLDER/other.model", "model__vocab_size": 300}, r"model.vocab_size: 2048 in the check"),
-    ],
-)
-def test_weights_of_another_model_are_refused_before_anything_is_compiled(settings, message, trained, tmp_path):
-    folder, run, _ = trained
-    write_tokenizer(tmp_path / "other.model", 300)
-    settings = {key: value.replace("FOLDER", str(tmp_path)) if "FOLDER" in str(value) else value
-                for key, value in settings.items()}  # fmt: skip
-    with pytest.raises(ValueError, match=message):
-        train(folder, tmp_path / "run", **{"train__init_from": str(run)} | settings)
-    assert not (tmp_path / "run").exists()
+    ]:
+        with pytest.raises(ValueError, match=message):
+            train(folder, tmp_path / "run", **{"train__init_from": str(run)} | settings)
+        assert not (tmp_path / "run").exists()
 
 
 def test_another_tokenizer_of_the_same_size_is_refused_by_name(trained, tmp_path):
@@ -672,95 +579,36 @@ def tensor(begin, end, *, dtype="F32", shape=(1,)):
     return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        header_bytes({"a": tensor(-4, 0), "b": tensor(0, 8, shape=[2])}),
-        header_bytes({"a": tensor(0, 4), "b": tensor(0, 4)}, data=bytes(4)),
-        header_bytes({"a": tensor(0, 8, shape=[2]), "b": tensor(4, 8)}),
-        header_bytes({"a": tensor(0, 4), "b": tensor(8, 12)}, data=bytes(12)),
-        header_bytes({"a": tensor(4, 8)}),
-        header_bytes({"a": tensor(0, 4)}),
+def test_a_damaged_safetensors_file_is_refused_by_its_name(tmp_path):
+    path = tmp_path / "a.safetensors"
+    for content in (
         header_bytes({"a": tensor(0, 12, shape=[3])}),
-        header_bytes({"a": tensor(0, 8)}),
-        header_bytes({"a": tensor(8, 0)}),
-        header_bytes({"a": tensor(0.0, 8, shape=[2])}),
-        header_bytes({"a": tensor(0, 8, shape=[-2])}),
-        header_bytes({"a": tensor(0, 8, shape="2")}),
-        header_bytes({"a": tensor(0, 8, shape=[1 << 62])}),
-        header_bytes({"a": tensor(0, 8, shape=[1 << 62] * 64)}),
-        header_bytes({"a": tensor(0, 8, shape=[10**400])}),
-        header_bytes({"a": tensor(0, 8, shape=[10**4000] * 1000)}),
-        header_bytes({"a": tensor(0, 8, shape=[2] * 10_000)}),
-        header_bytes({"a": tensor(0, 10**400)}),
         header_bytes({"\x1b[31m\n": tensor(4, 8)}),
         header_bytes({"a" * 1000: [0, 8]}),
-        header_bytes({"a": tensor(0, 8, dtype="Q4")}),
-        header_bytes({"a": tensor(0, 8, dtype=["F32"])}),
-        header_bytes({"a": {"dtype": "F32", "shape": [2]}}),
-        header_bytes({"a": [0, 8]}),
-        header_bytes({"__metadata__": {"a": 1}}, data=b""),
         header_bytes(b'{"a": ' + b"[" * 50_000),
-        header_bytes(b"[]", data=b""),
-        header_bytes(b'{"a": NaN}', data=b""),
         header_bytes({}, length=200_000_000),
         b"",
-    ],
-    ids=lambda _: "",
-)
-def test_a_damaged_safetensors_file_is_refused_by_its_name(content, tmp_path):
-    path = tmp_path / "a.safetensors"
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match="is not a safetensors file, or is damaged: ") as caught:
-        read_header(path)
-    assert str(path) in str(caught.value)
-    assert str(caught.value).isprintable()
-    assert len(str(caught.value)) < len(str(path)) + 300
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match="is not a safetensors file, or is damaged: ") as caught:
+            read_header(path)
+        assert str(path) in str(caught.value)
+        assert str(caught.value).isprintable()
+        assert len(str(caught.value)) < len(str(path)) + 300
 
 
-def test_a_safetensors_header_beyond_a_sane_size_is_refused_without_reading_it(tmp_path):
-    path = tmp_path / "a.safetensors"
-    path.write_bytes(header_bytes({}, length=(32 << 20) + 1, data=b""))
-    os.truncate(path, 64 << 20)  # the library would read it: it allows 100 MB
-    with pytest.raises(ValueError, match=r"its header would have 33,554,433 bytes, more than 33,554,432\."):
-        read_header(path)
-
-
-def test_safetensors_header_with_a_duplicate_tensor_is_refused(tmp_path):
-    entry = json.dumps(tensor(0, 8, shape=[2]))
-    (tmp_path / "a.safetensors").write_bytes(header_bytes(f'{{"a": {entry}, "a": {entry}}}'.encode()))
-    with pytest.raises(ValueError, match="key 'a' appears twice"):
-        read_header(tmp_path / "a.safetensors")
-
-
-def test_empty_safetensors_tensors_may_share_an_offset(tmp_path):
-    header = {"b": tensor(0, 0, shape=[0, 3]), "a": tensor(0, 8, shape=[2]), "c": tensor(8, 8, shape=[0])}
-    (tmp_path / "a.safetensors").write_bytes(header_bytes(header))
-    assert read_header(tmp_path / "a.safetensors").keys() == header.keys()
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (
-            {"tokenizer": "../../tokenizer.model"},
-            r"weights.json: tokenizer='../../tokenizer.model' must be a plain name",
-        ),
-        ({"tokenizer": 7}, r"weights.json: tokenizer=7 must be text"),
-        ({"step": "7"}, r"weights.json: step='7' must be an integer"),
-        ({"model": []}, r"weights.json: model=\[\] must be an object"),
-        ({"stop_ids": ["a"]}, r"weights.json: stop_ids\[0\]='a' must be an integer"),
-        ({"begins_with_bos": 1}, r"weights.json: begins_with_bos=1 must be true or false or null"),
-        ({"format": None}, r"has layout version None"),
-        ({"model": {"num_layers": "2"}}, r"model.num_layers='2' is str; it must be int"),
-        ({"model": {"norm_eps": 10**400}}, r"model.norm_eps=1000.* is int; it must be float"),
-    ],
-)
-def test_invalid_field_of_a_weights_folder_is_refused_by_name(change, message, tmp_path):
+def test_invalid_field_of_a_weights_folder_is_refused_by_name(tmp_path):
     write_weights(tmp_path / "w")
     path = tmp_path / "w/weights.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    sums = json.loads((tmp_path / "w/integrity.json").read_text())["files"]
-    seal(tmp_path / "w", sums)
-    with pytest.raises(ValueError, match=message):
-        open_weights(tmp_path / "w")
+    whole, sums = json.loads(path.read_text()), json.loads((tmp_path / "w/integrity.json").read_text())["files"]
+    for change, message in [
+        ({"tokenizer": "../../a.model"}, r"weights.json: tokenizer='../../a.model' must be a plain name"),
+        ({"tokenizer": 7}, r"weights.json: tokenizer=7 must be text"),
+        ({"stop_ids": ["a"]}, r"weights.json: stop_ids\[0\]='a' must be an integer"),
+        ({"format": None}, r"has layout version None"),
+        ({"model": {"num_layers": "2"}}, r"model.num_layers='2' is str; it must be int"),
+    ]:
+        path.write_text(json.dumps(whole | change))
+        seal(tmp_path / "w", sums)
+        with pytest.raises(ValueError, match=message):
+            open_weights(tmp_path / "w")

@@ -1,0 +1,162 @@
+"""Weights at a path, described by the small files beside them; no array is read. Imports no JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from typing import Any, TypedDict
+
+from hlat_jax.config import ModelConfig, typed
+from hlat_jax.data import kept_tokenizer
+from hlat_jax.store.typed_json import Count, check_name, checked, read_json
+from hlat_jax.weights.hf_config import model_config
+from hlat_jax.weights.hf_files import (
+    begins_texts_with_bos,
+    ids_that_end_a_text,
+    is_hugging_face,
+    kept_companions,
+    tokenizer_file,
+)
+from hlat_jax.weights.path_checks import FILES, WEIGHTS_FILE, check_hugging_face
+
+FORMAT = 1  # of a weights folder
+
+
+class _WeightsJson(TypedDict):
+    model: dict
+    step: Count
+    tokenizer: str
+    begins_with_bos: bool
+    stop_ids: list[int]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Description:
+    """Weights, wherever they come from.
+
+    Attributes:
+      folder: a checkpoint, a weights folder or a Hugging Face folder.
+      model: the config; `auto` implementations are not resolved yet.
+      step: the number of updates; 0 for imported weights.
+      tokenizer: the argument of `data.tokenizer.Tokenizer`; "" without one.
+      tokenizer_sha256: the checksum of the tokenizer if its file is outside `folder`; else "".
+      begins_with_bos: whether texts begin with BOS, for a run by data.prepend_bos.
+      stop_ids: the tokens that end a generated text, besides the tokenizer's EOS.
+      companions: the folder of the config.json, generation_config.json and tokenizer files that Hugging Face's weights
+        came with, or those that the run began with; None without any.
+    """
+
+    folder: pathlib.Path
+    model: ModelConfig
+    step: int = 0
+    tokenizer: str = ""
+    tokenizer_sha256: str = ""
+    begins_with_bos: bool = False
+    stop_ids: tuple[int, ...] = ()
+    companions: pathlib.Path | None = None
+
+
+def describe(folder: pathlib.Path) -> Description | None:
+    """Returns the weights of a folder, for a run its newest checkpoint; None where none can be described.
+
+    Files are not compared with their checksums, as `trained.open_weights` does, which also says what is wrong.
+
+    Raises:
+      ValueError: a Hugging Face folder without a config.json, or of a model that is not supported.
+    """
+    if is_hugging_face(folder):
+        check_hugging_face(folder)
+        path = folder / "config.json"
+        return describe_hugging_face(folder, model_config(read_json(path), where=str(path)))
+    try:
+        if is_weights(folder):
+            return describe_weights(folder)
+        steps = [path for path in folder.glob("checkpoints/*") if path.name.isdecimal()]
+        newest = folder if (folder / "state").is_dir() else max(steps, key=lambda path: int(path.name))
+        return describe_checkpoint(newest.resolve(), read_json(newest / "run/metadata", allow_nan=True))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+
+
+def is_weights(path: pathlib.Path) -> bool:
+    """Returns whether a folder is a weights folder."""
+    return (path / WEIGHTS_FILE).is_file()
+
+
+def describe_weights(folder: pathlib.Path) -> Description:
+    """Returns the description in a weights folder.
+
+    Raises:
+      ValueError: an unknown layout version, or an invalid field.
+    """
+    path = folder / WEIGHTS_FILE
+    about = read_json(path)
+    if about.get("format") != FORMAT:
+        raise ValueError(
+            f"{folder} has layout version {about.get('format')}; this version of hlat_jax reads version {FORMAT}."
+        )
+    checked(about, _WeightsJson, where=str(path))
+    if about["tokenizer"]:
+        check_name(about["tokenizer"], f"{path}: tokenizer")
+    return Description(
+        folder=folder,
+        model=stored_model(about["model"], where=str(folder)),
+        step=about["step"],
+        tokenizer=about["tokenizer"] and os.path.abspath(folder / FILES / about["tokenizer"]),
+        begins_with_bos=about["begins_with_bos"],
+        stop_ids=tuple(about["stop_ids"]),
+        companions=folder / FILES,
+    )
+
+
+def describe_hugging_face(folder: pathlib.Path, model: ModelConfig) -> Description:
+    """Returns the description of a Hugging Face folder, whose config.json gives `model`.
+
+    Raises:
+      ValueError: a file beside the weights is damaged; the message names it.
+    """
+    name = tokenizer_file(folder, vocab_size=model.vocab_size)
+    return Description(
+        folder=folder,
+        model=model,
+        tokenizer=name and os.path.abspath(folder / name),
+        begins_with_bos=begins_texts_with_bos(folder),
+        stop_ids=ids_that_end_a_text(folder),
+        companions=folder,
+    )
+
+
+def describe_checkpoint(folder: pathlib.Path, record: dict[str, Any], *, step: int = 0) -> Description:
+    """Returns the description of a checkpoint of a run from its record, `checkpoint_checks.saved_run`."""
+    config, sha256 = record["metadata"]["config"], record["metadata"]["tokenizer_sha256"]
+    run = folder.parent.parent
+    kept = kept_tokenizer.find_kept(run, sha256=sha256) if sha256 else None
+    return Description(
+        folder=folder,
+        model=stored_model(config["model"], where=str(folder)),
+        step=step,
+        tokenizer=config["data"]["tokenizer"] if kept is None else str(kept),
+        tokenizer_sha256=sha256,
+        begins_with_bos=config["data"]["prepend_bos"],
+        **kept_companions(run),
+    )
+
+
+def stored_model(values: dict[str, Any], *, where: str) -> ModelConfig:
+    """Returns the model config that was saved at `where`; keys added since take their defaults.
+
+    Raises:
+      ValueError: an unknown key, or an invalid value.
+    """
+    fields = {field.name: field for field in dataclasses.fields(ModelConfig)}
+    unknown = values.keys() - fields.keys()
+    if unknown:
+        raise ValueError(
+            f"{where}: the model has the unknown key {min(unknown)!r}; use the version of hlat_jax that wrote it."
+        )
+    model = ModelConfig(
+        **{name: typed(f"{where}: model.{name}", fields[name], value) for name, value in values.items()}
+    )
+    model.check()
+    return model
