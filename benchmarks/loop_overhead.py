@@ -100,7 +100,7 @@ def compare_dispatched(config: Config, *, rounds: int, num_microbatches: int) ->
       SystemExit: the states that the two end in differ.
     """
     programs = []
-    for accumulate in ("scan", "dispatch"):
+    for accumulate in ("scan", "programs"):
         train_config = dataclasses.replace(config.train, num_microbatches=num_microbatches, accumulate=accumulate)
         programs.append(fitting_program(dataclasses.replace(config, train=train_config), jax.devices()))
     ratios, states = step_ratios(*programs, rounds=rounds)

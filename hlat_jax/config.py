@@ -250,8 +250,8 @@ class TrainConfig:
     )
     accumulate: str = _key(
         "auto",
-        "Microbatches run in a loop of one program, or are dispatched as one program each; auto: dispatch on Neuron.",
-        choices=("auto", "scan", "dispatch"),
+        "Microbatches run in a loop of one program, or are dispatched as one program each; auto: programs on Neuron.",
+        choices=("auto", "scan", "programs"),
     )
     compiler_flags: str = _key("", "Flags for neuronx-cc on Neuron; those of NEURON_CC_FLAGS take precedence.")
     z_loss_weight: float = _key(0.0, "Weight of the squared log-normaliser in the loss.", least=0)

@@ -69,11 +69,11 @@ class RunProgram:
     @property
     def run_step(self) -> Callable[..., Any]:
         """The step of the run: (state, what `shard` returns, learning_rate) -> (state, StepMetrics)."""
-        return self.training.microbatch_step if self.accumulate == "dispatch" else self.training.step
+        return self.training.microbatch_step if self.accumulate == "programs" else self.training.step
 
     def shard(self, batch: Batch) -> Batch | Iterator[Batch]:
         """Returns what `run_step` takes of this process's rows: the batch on devices, or its microbatches in turn."""
-        if self.accumulate == "dispatch":
+        if self.accumulate == "programs":
             return shard_microbatches(batch, self.layout, num_microbatches=self.config.train.num_microbatches)
         return shard_batch(batch, self.layout)
 
@@ -115,7 +115,7 @@ class RunProgram:
     @property
     def num_eval_parts(self) -> int:
         """Parts that `eval_step` takes a batch in: its microbatches where those are dispatched, without stages."""
-        is_split = self.accumulate == "dispatch" and self.layout.size(("pipe",)) == 1
+        is_split = self.accumulate == "programs" and self.layout.size(("pipe",)) == 1
         return self.config.train.num_microbatches if is_split else 1
 
     def trace_eval_step(self) -> Any:
@@ -135,12 +135,12 @@ class RunProgram:
 
 
 def programs_of_run(config: Config, *, accumulate: str, pipe: int) -> list[str]:
-    """Returns the names of the programs that training compiles; `accumulate` is "scan" or "dispatch".
+    """Returns the names of the programs that training compiles; `accumulate` is "scan" or "programs".
 
     Reading data, writing files and plotting happen on the host and compile nothing.
     """
     ticks = PHASES if pipe > 1 else ("microbatch",)
-    found = [*(("start", *ticks, "update") if accumulate == "dispatch" else ["train"]), "init", "norms"]
+    found = [*(("start", *ticks, "update") if accumulate == "programs" else ["train"]), "init", "norms"]
     found += ["eval"] if config.data.validation else []
     return found + (list(GENERATION) if config.train.sample_prompt else [])
 

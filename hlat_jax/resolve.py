@@ -135,7 +135,7 @@ def select_accumulate(accumulate: str, platform: str) -> str:
     """Returns a value of `train.accumulate` with `auto` replaced by the default of a platform."""
     if accumulate != "auto":
         return accumulate
-    return "dispatch" if platform == "neuron" else "scan"
+    return "programs" if platform == "neuron" else "scan"
 
 
 def branch_source(train: TrainConfig) -> tuple[str, int] | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 from hlat_jax.facts.hardware import INSTANCES
-from hlat_jax.plan.instructions import DISPATCH_ADVICE, LIMIT_FLAG, OPERATION_ADVICE, PROGRAM_ADVICE
+from hlat_jax.plan.instructions import LIMIT_FLAG, OPERATION_ADVICE, PROGRAM_ADVICE, PROGRAMS_ADVICE
 
 SEVERITIES = ("error", "warning", "info")
 # device -> instance type whose nodes its programs are checked for
@@ -449,7 +449,7 @@ RULES: dict[str, Rule] = {
         "more instructions in a program with all loops unrolled (of eval with none) than 5,000,000, or than "
         f"{LIMIT_FLAG} allows, estimated from tiles",
         "the compiler stops at 5,000,000 instructions per program in public logs, and has unrolled loops",
-        f"where train.accumulate=scan: {DISPATCH_ADVICE}; {PROGRAM_ADVICE}",
+        f"where train.accumulate=scan: {PROGRAMS_ADVICE}; {PROGRAM_ADVICE}",
         _code("EBVF030", "EVRF007", "EXTP004") + f"; {_THREAD}987, 1003",
     ),
     "CG02": Rule(

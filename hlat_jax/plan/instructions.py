@@ -28,7 +28,7 @@ PROGRAM_ADVICE = (
     "fewer rows in a microbatch, more parallel.tensor or parallel.pipe; in train.compiler_flags (undocumented) "
     f"{LIMIT_FLAG}=N moves the limit, and --internal-hlo2tensorizer-options='--tiled-inst-limit=N' one before it"
 )
-DISPATCH_ADVICE = "train.accumulate=dispatch (a program holds one microbatch, or one tick of a pipeline)"
+PROGRAMS_ADVICE = "train.accumulate=programs (a program holds one microbatch, or one tick of a pipeline)"
 OPERATION_ADVICE = (
     "fewer rows in a microbatch, a shorter data.seq_len, more parallel.tensor; for the loss model.cross_entropy=chunked"
 )
@@ -76,7 +76,7 @@ def operation_limit(target: str) -> int:
 
 def program_advice(names: Iterable[str]) -> str:
     """Returns what makes programs of these names smaller; `train` has all microbatches, of train.accumulate=scan."""
-    return f"{DISPATCH_ADVICE}, {PROGRAM_ADVICE}" if "train" in names else PROGRAM_ADVICE
+    return f"{PROGRAMS_ADVICE}, {PROGRAM_ADVICE}" if "train" in names else PROGRAM_ADVICE
 
 
 def rounded(number: int) -> str:

@@ -74,7 +74,7 @@ def device_bytes(program: RunProgram, *, jaxpr: Any) -> DeviceBytes:
     are those of the larger one, and the sums, which both take.
     """
     config, layout, (state, batch, _) = program.config, program.layout, program.step_arguments
-    peak = _dispatched_peak(program) if program.accumulate == "dispatch" else None
+    peak = _dispatched_peak(program) if program.accumulate == "programs" else None
     if peak is None:
         peak = liveness.estimated_temporaries(jaxpr, program.step_arguments)
     itemsize = jnp.dtype(POLICIES[config.precision.policy].accumulate).itemsize

@@ -190,7 +190,7 @@ def step_instructions(program: RunProgram) -> dict[str, instructions.Instruction
     updated = program.abstract_state["opt_state"]
     whole = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(updated))
     traced = {"train": program.trace_step}
-    if program.accumulate == "dispatch":
+    if program.accumulate == "programs":
         names = (*program.training.microbatch_step.ticks, "update")
         traced = {name: functools.partial(program.trace_microbatch_step, name) for name in names}
     if program.config.data.validation:

@@ -112,7 +112,7 @@ def _searched(program: RunProgram, measure: Callable[[Any, tuple], int]) -> rema
 
     def measured(found: Any) -> int:
         # the buffer stays between programs, and with stages its size depends on the choice
-        held = state_bytes(arguments[found][0]) if program.accumulate == "dispatch" else 0
+        held = state_bytes(arguments[found][0]) if program.accumulate == "programs" else 0
         return held + measure(found, arguments[found])
 
     return remat.search(traced, budget_bytes=budget, options=remat.RematOptions(measure=measured, min_bytes=1024))
@@ -120,7 +120,7 @@ def _searched(program: RunProgram, measure: Callable[[Any, tuple], int]) -> rema
 
 def _traced(program: RunProgram) -> tuple[Any, tuple]:
     """Returns the trace of the step, or of its program with a forward and a backward pass, and what it takes."""
-    if program.accumulate != "dispatch":
+    if program.accumulate != "programs":
         return program.trace_step(), program.step_arguments
     name = "steady" if program.layout.size(("pipe",)) > 1 else "microbatch"
     return program.trace_microbatch_step(name), program.microbatch_arguments[name]

@@ -129,7 +129,7 @@ def compiled_step(compilations: Compilations) -> Any:
     for line in short_plan(program, budget=device_memory(program.layout.mesh.local_devices[0])):
         print(line)
     temporary = 0
-    if program.accumulate == "dispatch":
+    if program.accumulate == "programs":
         step = program.training.microbatch_step
         parts = {name: compilations.compiled(name) for name in step.programs}
         compiled, temporary = step.with_programs(parts), state_bytes(program.microbatch_arguments["update"][1])

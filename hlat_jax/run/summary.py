@@ -34,7 +34,7 @@ def describe(program: RunProgram) -> None:
     else:
         print(f"tokens per step  {step_tokens:,}, padding and ends of documents included")
     print(f"steps            {config.train.num_steps:,} of a horizon of {config.optimizer.horizon_steps:,}")
-    if program.accumulate == "dispatch":
+    if program.accumulate == "programs":
         print(f"microbatches     {config.train.num_microbatches:,}, each a program of its own (train.accumulate)")
     print(f"state            {format_bytes(state_bytes(program.abstract_state))} on the fullest device")
     chosen = [f"{key} {program.choices[key].name} ({program.choices[key].because})" for key in OPS]

@@ -103,7 +103,7 @@ def plan_found(unrolled_count, largest, *, name="train"):
 
 
 def test_plan_prints_the_estimate_the_limits_and_what_to_change():
-    advice = {(5_000_001, 9): "train.accumulate=dispatch", (9, 150_001): "model.cross_entropy=chunked", (9, 9): "below"}
+    advice = {(5_000_001, 9): "train.accumulate=programs", (9, 150_001): "model.cross_entropy=chunked", (9, 9): "below"}
     for (unrolled_count, largest), expected in advice.items():
         first, second = report.instruction_lines(plan_found(unrolled_count, largest))
         assert "in program train with every loop unrolled" in first
@@ -117,7 +117,7 @@ def test_dispatched_programs_are_not_told_to_be_dispatched():
     for name, is_told in (("train", True), ("steady", False), ("eval", False)):
         warning = report.instruction_lines(plan_found(5_000_001, 9, name=name))[1]
         assert f"WARNING for {name}: public logs" in warning
-        assert ("train.accumulate=dispatch" in warning) == is_told
+        assert ("train.accumulate=programs" in warning) == is_told
 
 
 def test_the_loops_of_validation_are_not_unrolled():

@@ -121,7 +121,7 @@ def test_a_search_traces_each_choice_and_the_largest_measurement_of_all_processe
 def test_the_budget_is_for_a_program_of_a_microbatch_and_the_buffer_where_they_are_dispatched(monkeypatch, pipe, name):
     """The step in one program may be what the compiler of Neuron refuses."""
     config = planned.small_config(pipe=pipe, remat="budget:7MiB", m=2)
-    config = dataclasses.replace(config, train=dataclasses.replace(config.train, accumulate="dispatch"))
+    config = dataclasses.replace(config, train=dataclasses.replace(config.train, accumulate="programs"))
     program = make_program(config, layout_over(config, jax.devices()[:pipe]))
     seen = []
 
@@ -173,7 +173,7 @@ def test_recorded_choice_is_reused_only_for_the_same_setup(searched):
     for changed in ({"mesh": {}}, {"device": "other"}, {"asked": "budget:1GiB"}, {"jax": "0.1"}):
         budget_resolved(again, recorded=record | changed)
     assert searched == [7 * 2**20] * 5
-    for changed in ({"accumulate": "dispatch"}, {"layer_loop": "unroll"}):
+    for changed in ({"accumulate": "programs"}, {"layer_loop": "unroll"}):
         budget_resolved(again, recorded=record | changed)
     exchanged = record["parallel"] | {"pipe_exchange": "all_gather"}
     budget_resolved(again, recorded=record | {"parallel": exchanged})

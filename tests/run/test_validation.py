@@ -22,7 +22,7 @@ def config_of(small, accumulate, *, num_microbatches=4, **parallel):
 
 
 def test_a_dispatched_batch_is_evaluated_in_its_microbatches(small, make_batch):
-    config = config_of(small, "dispatch")
+    config = config_of(small, "programs")
     layout = layout_over(config, jax.devices()[:4])
     program = make_program(config, layout)
     params = program.init_state()["params"]
@@ -40,7 +40,7 @@ def shapes(program):
 
 
 def test_the_evaluation_of_a_dispatched_step_does_not_grow_with_its_microbatches(small):
-    def of(m, accumulate="dispatch"):
+    def of(m, accumulate="programs"):
         config = config_of(small, accumulate, num_microbatches=m)
         return shapes(make_program(config, programs.layout_for_neuron(config, 4)))
 

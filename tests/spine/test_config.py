@@ -280,7 +280,7 @@ FIELDS = {
     "train.branch_from": Row("runs/micro@99", refusal),  # what it does is in test_branch
     "train.num_microbatches": Row(2, program),
     "train.compiler_flags": Row("--optlevel=2", neuron_flags),
-    "train.accumulate": Row("dispatch", run, "programs"),
+    "train.accumulate": Row("programs", run, "programs"),
     "train.z_loss_weight": Row(1e-4, program),
     "train.eval_every_steps": Row(3, run, "rows"),
     "train.num_eval_batches": Row(3, run, "rows"),

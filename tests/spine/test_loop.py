@@ -473,6 +473,6 @@ def test_a_run_that_resumes_with_dispatched_microbatches_ends_as_one_that_scanne
     (tmp_path / "run").rename(tmp_path / "left alone")
     micro.train.num_steps = 2
     assert train(micro) == 0
-    micro.train.update(num_steps=4, accumulate="dispatch")
+    micro.train.update(num_steps=4, accumulate="programs")
     assert train(micro) == 0
     assert end_of(tmp_path / "run", micro)[:4] == expected

@@ -76,35 +76,35 @@ def assert_same_bits(a, b):
 def test_dispatched_step_equals_the_scanned_step_bit_for_bit(small, make_batch, name):
     parallel, policy = CASES[name]
     found = {}
-    for accumulate in ("scan", "dispatch"):
+    for accumulate in ("scan", "programs"):
         config = config_of(small, accumulate, parallel=parallel, policy=policy, spikes="skip")
         found[accumulate] = trained(config, [ragged(make_batch, config, number=number) for number in range(2)])
-    state, rows = found["dispatch"]
+    state, rows = found["programs"]
     assert int(state["step"]) == 2
     assert all(row.finite for row in rows)
-    assert_same_bits(found["scan"], found["dispatch"])
+    assert_same_bits(found["scan"], found["programs"])
 
 
 @pytest.mark.slow
 def test_optimized_by_xla_a_dispatched_step_is_equal_on_one_device_bit_for_bit(small, make_batch, monkeypatch):
     monkeypatch.setattr(xla_options, "compiler_options", lambda layout: {"xla_backend_optimization_level": 3})
     found = {}
-    for accumulate in ("scan", "dispatch"):
+    for accumulate in ("scan", "programs"):
         config = config_of(small, accumulate)
         found[accumulate] = trained(config, [ragged(make_batch, config, number=number) for number in range(3)])
-    assert_same_bits(found["scan"], found["dispatch"])
+    assert_same_bits(found["scan"], found["programs"])
 
 
 @pytest.mark.slow
 def test_dispatched_microbatches_of_documents_equal_those_in_one_program_bit_for_bit(small, make_batch):
     found = {}
-    for accumulate in ("scan", "dispatch"):
+    for accumulate in ("scan", "programs"):
         small.data.packing, small.model.num_layers = "documents", 1
         config = config_of(small, accumulate)
         segments = np.sort(np.random.default_rng(0).integers(1, 4, (16, 16)), axis=1)
         found[accumulate] = trained(config, [segmented_batch(make_batch(0, config).tokens, segments)])
-    assert found["dispatch"][1][0].num_tokens < 16 * 15
-    assert_same_bits(found["scan"], found["dispatch"])
+    assert found["programs"][1][0].num_tokens < 16 * 15
+    assert_same_bits(found["scan"], found["programs"])
 
 
 def test_dispatched_microbatches_take_and_move_the_loss_scale_as_in_one_program():
@@ -126,15 +126,15 @@ def test_dispatched_microbatches_take_and_move_the_loss_scale_as_in_one_program(
 
 def test_a_microbatch_that_is_not_finite_or_a_spike_masks_the_whole_update_as_in_one_program(small, make_batch):
     found = {}
-    for accumulate in ("scan", "dispatch"):
+    for accumulate in ("scan", "programs"):
         config = config_of(small, accumulate, policy="bf16_sr", num_microbatches=4, spikes="skip", spike_window=4)
         usual = ragged(make_batch, config)
         bad, high = usual.weights.copy(), usual.weights.copy()
         bad[1, 0], high[1, 0] = np.nan, 1e4  # a row of the second microbatch
         weights = [usual.weights, usual.weights, usual.weights, bad, high]
         found[accumulate] = trained(config, [dataclasses.replace(usual, weights=each) for each in weights])
-    assert [bool(row.finite) for row in found["dispatch"][1]] == [True, True, True, False, True]
-    assert_same_bits(found["scan"], found["dispatch"])
+    assert [bool(row.finite) for row in found["programs"][1]] == [True, True, True, False, True]
+    assert_same_bits(found["scan"], found["programs"])
 
 
 def test_another_number_of_microbatches_compiles_nothing(small, make_batch, one_device):
@@ -144,7 +144,7 @@ def test_another_number_of_microbatches_compiles_nothing(small, make_batch, one_
         if event == COMPILED:
             compiled.append(about["fun_name"])
 
-    config = config_of(small, "dispatch")
+    config = config_of(small, "programs")
     program = make_program(config, one_device)
     state, step = program.init_state(), program.training.microbatch_step
     rows = make_batch(0, config)
@@ -172,7 +172,7 @@ def test_the_programs_of_a_run_do_not_depend_on_the_number_of_microbatches(small
         small.model.update(vocab_size=96)
         config = resolve(small)
         traced = traced_programs(make_program(config, planned_layout(config, 4 * pipe, platform="neuron")))
-        names = programs_of_run(config, accumulate="dispatch", pipe=pipe)[: 3 if pipe == 1 else 5]
+        names = programs_of_run(config, accumulate="programs", pipe=pipe)[: 3 if pipe == 1 else 5]
         assert names == ["start", *(["microbatch"] if pipe == 1 else PHASES), "update"]
         return [fingerprint(traced[name]().lower(lowering_platforms=("neuron",))).sha256 for name in names]
 
@@ -191,7 +191,7 @@ def test_microbatches_have_the_rows_that_each_device_takes_in_one_program(small)
 
 
 def test_the_buffer_of_sums_is_updated_in_place(small, one_device):
-    config = config_of(small, "dispatch")
+    config = config_of(small, "programs")
     program = make_program(config, one_device)
     compiled = program.trace_microbatch_step("microbatch").lower().compile()
     held = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.microbatch_arguments["update"][1]))
@@ -204,10 +204,10 @@ def test_the_buffer_of_sums_is_updated_in_place(small, one_device):
 @pytest.mark.parametrize(
     ("asked", "platform", "taken"),
     [
-        ("auto", "neuron", "dispatch"),
+        ("auto", "neuron", "programs"),
         ("auto", "cpu", "scan"),
         ("scan", "neuron", "scan"),
-        ("dispatch", "cpu", "dispatch"),
+        ("programs", "cpu", "programs"),
     ],
 )
 def test_auto_dispatches_microbatches_on_neuron(asked, platform, taken):

@@ -23,7 +23,7 @@ VALUES: dict[str, list] = {
     "pipe_exchange": ["permute", "all_gather"],
     "bucket_bytes": [0, 4096],
     "num_microbatches": [1, 2, 4],
-    "accumulate": ["scan", "dispatch"],
+    "accumulate": ["scan", "programs"],
     "z_loss_weight": [0.0, 1e-2],
     "spikes": ["off", "warn", "skip"],
     "policy": ["fp32", "autocast", "mixed", "bf16_sr", "bf16"],
@@ -46,7 +46,7 @@ QUICK: dict[str, Row] = {
     "stages": FIRST | {"pipe": 2, "fsdp": 2, "num_microbatches": 2, "cross_entropy": "chunked", "fuse_qkv": True},
     "tensor": FIRST
     | {"data": 2, "tensor": 4, "zero1": True, "sequence_parallel": True, "reduce_gradients": "layer"}
-    | {"bucket_bytes": 4096, "num_microbatches": 2, "accumulate": "dispatch", "z_loss_weight": 1e-2, "spikes": "skip"}
+    | {"bucket_bytes": 4096, "num_microbatches": 2, "accumulate": "programs", "z_loss_weight": 1e-2, "spikes": "skip"}
     | {"packing": "documents", "remat": "selective", "attention": "blocked", "tie_embeddings": True, "num_kv_heads": 2},
 }
 # What is refused: the keys that it depends on, whether a row is, a row, and what the error says.
