@@ -38,7 +38,8 @@ class ModelType(LM):
         Raises:
           ValueError: an unknown argument, an invalid value, no checkpoint, or an error of `inference.open_model`.
         """
-        asked = {"batch_size": (additional_config or {}).get("batch_size")} | arg_dict
+        of_command = additional_config or {}
+        asked = {"batch_size": of_command.get("batch_size")} | arg_dict
         words = [
             f"--config.parallel.{key}={value}" if key in DEGREES else f"--{key}={value}"
             for key, value in asked.items()

@@ -88,19 +88,36 @@ def check(
       ValueError: the target is unknown.
     """
     jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
-    options = {"recurring": recurring, "operators": operators, "compiler_flags": compiler_flags}
-    return check_traced(jitted.trace(*args), target=target, **options)
+    return check_traced(
+        jitted.trace(*args), target=target, recurring=recurring, operators=operators, compiler_flags=compiler_flags
+    )
 
 
-def check_traced(traced: Any, *, target: str = "trn1", **options: Any) -> list[Finding]:
-    """Returns the findings of `check` for the result of `jax.jit(fn).trace(...)`; options as for `check_module`."""
+def check_traced(
+    traced: Any,
+    *,
+    target: str = "trn1",
+    recurring: bool = True,
+    operators: Collection[str] = (),
+    compiler_flags: str = "",
+    placement: Sequence[int] = (),
+) -> list[Finding]:
+    """Returns the findings of `check` for the result of `jax.jit(fn).trace(...)`; `placement` as for `check_module`."""
     try:
         lowered = traced.lower(lowering_platforms=("neuron",))
     except (NotImplementedError, ValueError) as error:
         if not isinstance(error, NotImplementedError) and "not supported on neuron" not in str(error):
             raise  # host callbacks raise this ValueError; any other comes from the user's function
         return [_not_lowered(traced, error)]
-    return check_module(lowered.compiler_ir("stablehlo"), target=target, jaxpr=live_jaxpr(traced), **options)
+    return check_module(
+        lowered.compiler_ir("stablehlo"),
+        target=target,
+        recurring=recurring,
+        operators=operators,
+        compiler_flags=compiler_flags,
+        placement=placement,
+        jaxpr=live_jaxpr(traced),
+    )
 
 
 def check_module(

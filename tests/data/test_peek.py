@@ -7,6 +7,7 @@ import json
 import re
 
 import jax
+import micro
 import numpy as np
 import pytest
 import sentencepiece
@@ -164,12 +165,10 @@ def test_position_in_a_misnamed_checkpoint_is_ignored(tmp_path):
     data = dataclasses.asdict(resolve(config_files.load("tiny")).data)
     data["batch_size"] = 2
     recorded = dict(data)
-    recorded["weights"] = recorded.pop("mixture")  # as a version wrote it in which the key had its old name
     metadata = {"config": {"data": recorded}, "manifest": {"hash": "a", "order": None}, "tokenizer_sha256": "b"}
-    metadata |= {"tokens": 0, "num_nonfinite": 0}
     path = tmp_path / "checkpoints/7/run/metadata"
     path.parent.mkdir(parents=True)
-    path.write_text(json.dumps({"position": [[7, 0], [7, 3]], "metadata": metadata, "arrays": {}}))
+    path.write_text(json.dumps(micro.saved_record(7, [[7, 0], [7, 3]], metadata)))
 
     def nearest():
         return positions.nearest(tmp_path, 12, data_identity=lambda step: identity(

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 
+import micro
 import numpy as np
 import packer
 import pytest
@@ -139,9 +140,9 @@ SHIPPED = "package:austen_validation.jsonl"
 
 
 def saved_with(data, step):
-    """Returns the record of a checkpoint, as a run of before its model was recorded wrote it."""
+    """Returns the record of a checkpoint, of a run whose model was not recorded."""
     config = {"data": {"batch_size": 1, "seq_len": 256, "packing": "concat"} | data}
-    return {"position": [[step]], "arrays": {}, "metadata": {"config": config, "tokens": 0, "num_nonfinite": 0}}
+    return micro.saved_record(step, [[step]], {"config": config})
 
 
 def test_the_refusal_of_another_share_says_which_flag_to_give():

@@ -28,11 +28,11 @@ from hlat_jax.ops import (
     rope,
     swiglu,
 )
+from hlat_jax.ops import loss_scale as scaling
 from hlat_jax.ops.gpu import attention as gpu
 from hlat_jax.ops.nki import attention as nki
 from hlat_jax.ops.registry import OPS
 from hlat_jax.parallel.collectives import ParallelContext
-from hlat_jax.passes import scaling
 from hlat_jax.passes.autocast import autocast
 
 # One fp32 rounding is 6e-8 of a value; a few hundred of them add up in any order in these sums.

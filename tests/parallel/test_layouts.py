@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import micro
 import numpy as np
 import pytest
-from hlat_jax.step_options import checked_loss
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from lowered import assert_no_forbidden_operations, lowered_for_neuron
@@ -20,6 +19,7 @@ from hlat_jax.config import default
 from hlat_jax.model import param_axes
 from hlat_jax.ops.choices import chosen_model
 from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
+from hlat_jax.ops.loss_function import check_loss
 from hlat_jax.parallel import pipeline
 from hlat_jax.parallel.collectives import parallel_context
 from hlat_jax.parallel.degrees import layout_over
@@ -334,7 +334,7 @@ def test_each_core_computes_only_the_kv_heads_it_needs():
     def local(params, batch, rounding, *, scale, reduce):
         assert scale is reduce is None
         loss = model_loss(chosen_model(config, layout), layout, compute="float32", z_loss_weight=0.0)
-        loss_fn = checked_loss(loss, has_aux=False)
+        loss_fn = check_loss(loss, has_aux=False)
         return accumulated(loss_fn, params, batch, sums=Accumulation(1, "float32", rounding))
 
     everywhere = ReplicaSync(layout, param_axes(config.model)).value_and_grad(local, dtype="float32")

@@ -139,7 +139,7 @@ def test_resume_with_changed_settings_or_data_is_refused_and_names_them(uninterr
         "optimizer.peak_lr=0.02": "optimizer.peak_lr: 0.01 in the checkpoint, 0.02 now",
         "model.norm_eps=1e-6": "model.norm_eps: 1e-05 in the checkpoint, 1e-06 now",
         "data.seed=5": "data.seed: 1234 in the checkpoint, 5 now",
-        f"data.train={text}": "manifest: austen_train.jsonl with 3,888,104 bytes, 257 documents",
+        f"data.train={text}": "manifest.documents: 257 in the checkpoint, 8 now",
     }
 
     def kept():  # all but the index of lines, a cache that may be deleted
