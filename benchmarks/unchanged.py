@@ -35,6 +35,7 @@ LAYOUTS = {
 }
 SMALL = {
     "train.num_steps": 20,
+    "data.batch_size": 8,
     "checkpoint.every_steps": 20,
     "train.eval_every_steps": 0,
     "train.num_eval_batches": 1,
