@@ -1,17 +1,15 @@
-"""Files in the safetensors format: the `safetensors` library reads them; they are written here, in parts of rows.
+"""Files in the safetensors format: the `safetensors` library checks them; they are read and written here, in parts of rows.
 
-The library writes whole files only. Source: https://huggingface.co/docs/safetensors, "Format": 8 bytes with the length
+The library maps whole files and writes whole files only. Source: https://huggingface.co/docs/safetensors, "Format": 8 bytes with the length
 of a JSON header, the header, data.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import math
 import pathlib
-from collections.abc import Iterator
 from typing import Any
 
 import jax.numpy as jnp
@@ -22,7 +20,6 @@ from hlat_jax.store.array_reading import aligned_empty
 
 DTYPES = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": np.dtype(jnp.bfloat16)}
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
-_READ_BYTES = 1 << 26
 
 
 def bits(values: np.ndarray) -> np.ndarray:
@@ -39,12 +36,14 @@ class StoredTensor:
       name: the name in the file.
       code: the dtype in the format, such as BF16; not always one of DTYPES.
       shape: the shape, row-major.
+      start: the place of its first byte in the file.
     """
 
     path: pathlib.Path
     name: str
     code: str
     shape: tuple[int, ...]
+    start: int
 
     @property
     def dtype(self) -> np.dtype:
@@ -52,18 +51,18 @@ class StoredTensor:
 
     def read(self, *, rows: slice = slice(None)) -> np.ndarray:
         """Returns the tensor, or consecutive rows of it, in memory of its own: see `aligned_empty`."""
-        if not self.shape:
-            with _open(self.path) as file:
-                return file.get_tensor(self.name)
-        first, last, _ = rows.indices(self.shape[0])
-        values = aligned_empty((last - first, *self.shape[1:]), self.dtype)
-        step = max(1, _READ_BYTES * self.shape[0] // max(1, math.prod(self.shape) * self.dtype.itemsize))
-        for start in range(first, last, step):
-            stop = min(start + step, last)
-            # The library maps the file. It is opened for each part, so that no more than a part stays in memory twice.
-            with _open(self.path) as file:
-                bits(values[start - first : stop - first])[...] = bits(file.get_slice(self.name)[start:stop])
-        return values
+        first, last, _ = rows.indices(self.shape[0]) if self.shape else (0, 1, 1)
+        shape = (last - first, *self.shape[1:]) if self.shape else ()
+        content = aligned_empty((math.prod(shape) * self.dtype.itemsize,), np.dtype(np.uint8))
+        with open(self.path, "rb", buffering=0) as file:
+            file.seek(self.start + first * math.prod(self.shape[1:]) * self.dtype.itemsize)
+            view, done = memoryview(content), 0
+            while done < content.size:
+                count = file.readinto(view[done:])
+                if not count:
+                    raise ValueError(f"{self.path} ends within tensor {repr(self.name)[:100]}; fetch that file again.")
+                done += count
+        return content.view(self.dtype).reshape(shape)
 
 
 def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
@@ -72,24 +71,22 @@ def read_header(path: pathlib.Path) -> dict[str, StoredTensor]:
     Raises:
       ValueError: not a safetensors file, or a damaged one; the message names the file and the library's reason.
     """
-    with _open(path) as file:
-        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
-        return {
-            name: StoredTensor(path, name, part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()
-        }
-
-
-@contextlib.contextmanager
-def _open(path: pathlib.Path) -> Iterator[Any]:
-    """Yields the library's view of a file; its header is checked: names, dtypes, shapes, and data without gaps."""
     if not path.is_file():  # to open a FIFO would block
         raise ValueError(f"{path} is not a regular file.")
     try:
-        with safetensors.safe_open(path, framework="np") as file:
-            yield file
+        with safetensors.safe_open(path, framework="np"):
+            pass  # the header is checked: names, dtypes, shapes, and data without gaps up to the end of the file
     except safetensors.SafetensorError as error:
         reason = str(error).encode("unicode_escape").decode()[:200]
         raise ValueError(f"{path} is not a safetensors file, or is damaged: {reason}. Fetch that file again.") from None
+    with open(path, "rb") as file:
+        num_bytes = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(num_bytes))
+    header.pop("__metadata__", None)
+    return {
+        name: StoredTensor(path, name, entry["dtype"], tuple(entry["shape"]), 8 + num_bytes + entry["data_offsets"][0])
+        for name, entry in header.items()
+    }
 
 
 class Writer:
