@@ -142,7 +142,7 @@ def test_the_budget_is_for_a_program_of_a_microbatch_and_the_buffer_where_they_a
 
 
 def test_an_estimate_takes_what_the_search_finds(monkeypatch):
-    monkeypatch.setattr(remat, "narrowed", lambda *_, **__: GATE)  # its trials would take seconds
+    monkeypatch.setattr(remat, "search_choice", lambda *_, **__: GATE)  # its trials would take seconds
     config = planned.small_config()
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, remat="budget:1MiB", num_layers=2))
     program = make_program(config, layout_over(config, jax.devices()[:1]))
