@@ -244,23 +244,13 @@ def bind_again(eqn: Any, args: Sequence[Any]) -> list[Any]:
 
 
 def evaluate(
-    jaxpr: Any,
-    consts: Sequence[Any],
-    args: Sequence[Any],
-    *,
-    bind: Callable[[Any, list[Any]], Sequence[Any]],
-    parts: Sequence[Any] = (),
+    jaxpr: Any, args: Sequence[Any], bind: Callable[[Any, list[Any]], Sequence[Any]], *, parts: Sequence[Any] = ()
 ) -> list[Any]:
-    """Returns the results of a jaxpr, whose equations `bind` binds to their operands.
+    """Returns the results of a jaxpr for its constants and operands; `bind` is (equation, operands) -> results.
 
-    Args:
-      jaxpr: open.
-      consts: its constants.
-      args: its operands.
-      bind: (equation, operands) -> results.
-      parts: what stands for the equations, by default the equations: they have `invars` and `outvars` too.
+    `parts` stand for the equations, if given; they have `invars` and `outvars` too.
     """
-    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), args, strict=True))
 
     def read(atom: Any) -> Any:
         return env[atom] if _is_var(atom) else atom.val

@@ -187,11 +187,8 @@ def _emitted(fn: Callable, choice: RematChoice, emit: Callable[[Any, list, _Name
 
 def num_loops(jaxpr: Any) -> int:
     """Returns the number of outermost scans, including those inside calls."""
-    inner = map(plain_call, jaxpr.eqns)
-    return sum(
-        eqn.primitive.name == "scan" if call is None else num_loops(call)
-        for eqn, call in zip(jaxpr.eqns, inner, strict=True)
-    )
+    inner = [call for eqn in jaxpr.eqns if (call := plain_call(eqn)) is not None]
+    return sum(eqn.primitive.name == "scan" for eqn in jaxpr.eqns) + sum(map(num_loops, inner))
 
 
 class _Namer:
@@ -271,7 +268,7 @@ def _emit(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], plan: list) ->
             return _called_again(eqn, run, ins)
         return jax.checkpoint(run, policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"])(*ins)
 
-    return evaluate(jaxpr, consts, args, bind=bind)
+    return evaluate(jaxpr, (*consts, *args), bind)
 
 
 def _called_again(eqn: Any, fn: Callable, ins: list) -> list:
@@ -290,7 +287,7 @@ def _emit_loops(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], namer: _
             return _called_again(eqn, lambda *ins: _emit_loops(inner, (), ins, namer), ins)
         return _scanned(eqn, ins, namer) if eqn.primitive.name == "scan" else bind_again(eqn, ins)
 
-    return evaluate(jaxpr, consts, args, bind=bind)
+    return evaluate(jaxpr, (*consts, *args), bind)
 
 
 def _parts(jaxpr: Any) -> Iterator[Any]:
@@ -324,7 +321,7 @@ def _emit_segments(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], namer
         passed = {own for own, var in operands if isinstance(var, Literal) or var in weights}
         return _called_again(part, lambda *ins: _emit_segments(inner, (), ins, namer, weights=passed), ins)
 
-    return evaluate(jaxpr, consts, args, bind=bind, parts=parts)
+    return evaluate(jaxpr, (*consts, *args), bind, parts=parts)
 
 
 def _checkpointed_segment(segment: Segment, ins: list, namer: _Namer, *, waiting: list[bool]) -> list:

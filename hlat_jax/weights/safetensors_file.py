@@ -1,7 +1,7 @@
-"""Files in the safetensors format: the `safetensors` library checks them; they are read and written here, in parts of rows.
+"""Files in the safetensors format: checked by the `safetensors` library, read and written here in parts of rows.
 
-The library maps whole files and writes whole files only. Source: https://huggingface.co/docs/safetensors, "Format": 8 bytes with the length
-of a JSON header, the header, data.
+The library maps whole files and writes whole files only. Source: https://huggingface.co/docs/safetensors, "Format":
+8 bytes with the length of a JSON header, the header, data.
 """
 
 from __future__ import annotations
