@@ -155,6 +155,19 @@ def test_graph_predicts_the_matmul_flops_of_every_choice():
     assert graph().flops(()) == 2 * L * ROWS * D * F
 
 
+def test_what_a_call_in_a_layer_computes_again_is_in_the_graph():
+    @jax.jit
+    def hidden(params, x):
+        return jnp.tanh(jnp.tanh(x @ params["up"]) @ params["down"])
+
+    def called(params, x):
+        return jnp.mean(jax.lax.scan(lambda x, one: (jnp.sin(hidden(one, x)), None), x, params)[0])
+
+    program, plain = (live_jaxpr(traced(choice, called)) for choice in (RematChoice(), None))
+    again = recompute.recompute_graph(program, rates=recompute.Rates(), min_bytes=1024)
+    assert again.flops(()) == total_flops(program) - total_flops(plain) > 0
+
+
 def flops(fn, *args):
     return total_flops(live_jaxpr(jax.jit(fn).trace(*args)))
 
