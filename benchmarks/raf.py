@@ -297,7 +297,7 @@ def jax_step(job: dict):
     import jax.numpy as jnp
     import optax
 
-    from hlat_jax.passes import remat
+    from hlat_jax.passes import naming, remat
     from hlat_jax.passes.autocast import autocast
     from hlat_jax.passes.residuals import select_residuals
     from hlat_jax.passes.rewrite import rewrite
@@ -326,7 +326,7 @@ def jax_step(job: dict):
         try:
             plan = remat.fit(loss, *args, budget_bytes=int(budget), step=step_of, options=options)
         except remat.BudgetNotMet:
-            loss = remat.regions(loss, remat.parse_choice("saved:"), region="auto")
+            loss = remat.regions(loss, naming.parse_choice("saved:"), region="auto")
             kept = "NOT MET, nothing kept"
         else:
             loss = plan.fn
