@@ -34,7 +34,7 @@ GB = 1e9
 def write_synthetic(folder: pathlib.Path, model: config_lib.ModelConfig) -> None:
     """Writes a checkpoint whose tensors hold what a generator gives, a tensor at a time."""
     folder.mkdir(parents=True)
-    content = hf_config.config_json(model, dtype="bfloat16", bos_id=1, eos_id=2)
+    content = hf_config.config_json(model, dtype="bfloat16", token_ids={"bos_token_id": 1, "eos_token_id": 2})
     (folder / "config.json").write_text(json.dumps(content))
     dtype = np.dtype(jnp.bfloat16)
     tensors = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in hf_names.expected(model).items()}

@@ -55,6 +55,7 @@ for word in "$@"; do
     --cache=*) shared_cache=${word#*=} ;;
     --fill_cache=*) fill_cache=${word#*=} ;;
     --dry-run) dry_run=true ;;
+    --rank=* | --num_nodes=* | --target=* | --dry_run) fail "$word: give --node, --nodes, --instance or --dry-run." ;;
     --num_processes=* | --process_id=*) fail "$word: give --nodes and --node; one process runs on each node." ;;
     *)
       passed+=("$word")

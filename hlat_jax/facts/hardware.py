@@ -186,6 +186,9 @@ TARGETS = {
     "trn2.48xlarge-lnc1": _node(
         "trn2.48xlarge", lnc=1, **_TRN2_48XLARGE, source=f"{_TRN2}: 16 chips, LNC 1, {_LINKS_OF_TRN2}"
     ),
+    "trn2u.48xlarge": _node(
+        "trn2u.48xlarge", **_TRN2_48XLARGE, source=f"{_TRN2}: 16 chips, LNC 2, without the links of its UltraServer"
+    ),
     "h200": Target(DEVICES["h200"], 1, "gpu", 0.0, 0.0, 0, "one device; the host is not considered"),
 }
 

@@ -136,7 +136,7 @@ def _read_index(path: pathlib.Path, *, snapshot: Snapshot) -> LineIndex | None:
     checksum.update(raw)
     checksum.update(header)
     if checksum.digest() != expected:
-        print(f"index            {path} is damaged: it is made again")
+        print(f"index            {path} is damaged, or of another version: it is made again")
         return None
     _, identity, content_hash, num_rows = _HEADER.unpack(header)
     if identity != snapshot.identity.encode():
