@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from typing import Any
 
 from hlat_jax.facts.byte_sizes import parse_bytes
@@ -353,24 +352,6 @@ SECTIONS: dict[str, type] = {
     "checkpoint": CheckpointConfig,
     "metrics": MetricsConfig,
 }
-
-
-def held_out_share(validation: str) -> float:
-    """Returns the share of data.train that a data.validation such as "5%" holds out; 0 for any other value.
-
-    Raises:
-      ValueError: not above 0% and at most 50%.
-    """
-    found = re.fullmatch(r"\s*([0-9.+-]+)\s*%\s*", validation)
-    if not found:
-        return 0.0
-    try:
-        share = float(found[1]) / 100
-    except ValueError:
-        share = 0.0
-    if not 0 < share <= 0.5:
-        raise ValueError(f"data.validation={validation!r} must be above 0% and at most 50% of data.train.")
-    return share
 
 
 def default() -> Any:

@@ -20,7 +20,6 @@ from hlat_jax.config import (
     check_bounds,
     check_section,
     field_of,
-    held_out_share,
     typed,
 )
 from hlat_jax.facts.policies import POLICY_FACTS
@@ -202,6 +201,24 @@ def batch_of_step(step: int, skipped: Sequence[range]) -> int:
     for part in skipped:
         batch += len(part) if part.start <= batch else 0
     return batch
+
+
+def held_out_share(validation: str) -> float:
+    """Returns the share of data.train that a data.validation such as "5%" holds out; 0 for any other value.
+
+    Raises:
+      ValueError: not above 0% and at most 50%.
+    """
+    found = re.fullmatch(r"\s*([0-9.+-]+)\s*%\s*", validation)
+    if not found:
+        return 0.0
+    try:
+        share = float(found[1]) / 100
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 0.5:
+        raise ValueError(f"data.validation={validation!r} must be above 0% and at most 50% of data.train.")
+    return share
 
 
 def check_training(c: Config) -> None:

@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 
 from hlat_jax.batch import SumAndCount, microbatches
 from hlat_jax.ops import loss_scale
+from hlat_jax.ops.cross_entropy import scaled_losses
 from hlat_jax.ops.loss_function import (
     LossAux,
     check_divides,
@@ -664,7 +665,7 @@ def _local_value_and_grad(
             return (loss_sum, LossAux(count)), grads
         if scale is None:
             return accumulated(loss_fn, params, rows, sums=sums, model_state=model_state)
-        with loss_scale.applied():
+        with scaled_losses():
             return accumulated(scaled, params, rows, sums=sums, model_state=model_state)
 
     return local

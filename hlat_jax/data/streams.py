@@ -31,13 +31,14 @@ from typing import Any
 
 import numpy as np
 
-from hlat_jax.config import DataConfig, counted, held_out_share
+from hlat_jax.config import DataConfig, counted
 from hlat_jax.data import packing, sources
 from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.data.mixture import UNNAMED, Mixture, MixtureStage, first_stages, parse_sources, parse_stages
 from hlat_jax.data.order import Order, algorithm_hash
 from hlat_jax.data.retries import Retries
 from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.resolve import held_out_share
 
 NUM_FIELDS = 6  # per source in a position: four of its stream, see packing.POSITION_FIELDS, and the next two
 EMITTED, OWED = slice(5, None, NUM_FIELDS), slice(6, None, NUM_FIELDS)

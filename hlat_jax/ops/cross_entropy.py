@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from hlat_jax.batch import SumAndCount
-from hlat_jax.ops import loss_scale
 from hlat_jax.ops.dialect import CallSpec, Implementation, Op
 from hlat_jax.parallel import collectives
 from hlat_jax.parallel.collectives import SINGLE_DEVICE, ParallelContext
@@ -19,6 +19,19 @@ from hlat_jax.parallel.collectives import SINGLE_DEVICE, ParallelContext
 # Most positions of each row whose logits "chunked" holds at once, and fewest for long rows.
 CHUNK_POSITIONS = 256
 LEAST_POSITIONS = 128
+
+
+_is_scaled = jax.make_user_context(False)
+
+
+@contextlib.contextmanager
+def scaled_losses() -> Iterator[None]:
+    """Context manager that marks the losses differentiated inside it as scaled, see `loss_scale`.
+
+    An op that computes gradients before it has the cotangent computes them unscaled, and then keeps them in fp32.
+    """
+    with _is_scaled(True):
+        yield
 
 
 def logits(hidden: jax.Array, head_VD: jax.Array) -> jax.Array:
@@ -144,7 +157,7 @@ def _loss_sum(hidden_BTD, head_VD, targets_BT, weights_BT, static):
 def _forward(hidden_BTD, head_VD, targets_BT, weights_BT, static):
     z_loss_weight, chunk, axes = static
     precision = None
-    if loss_scale.is_applied() and hidden_BTD.dtype == jnp.float32:
+    if _is_scaled.value and hidden_BTD.dtype == jnp.float32:
         precision = jax.lax.DotAlgorithmPreset.F32_F32_F32  # which autocast does not change
 
     def add(sums, rows):

@@ -3,22 +3,23 @@
 All functions are pure. A step is skipped by `where`, never by `cond`, which Neuron does not support. bf16 has the
 range of fp32 and needs no loss scale.
 
-    value, grads, finite = scaling.value_and_grad(autocast(loss, "fp16"))(scale, params, batch)
-    params, scale = scaling.chosen(finite, params - rate * grads, params), scaling.adjusted(scale, finite)
+    value, grads, finite = loss_scale.value_and_grad(autocast(loss, "fp16"))(scale, params, batch)
+    params, scale = loss_scale.chosen(finite, params - rate * grads, params), loss_scale.adjusted(scale, finite)
 
 Source: Micikevicius et al., Mixed Precision Training, arXiv 1710.03740, section 3.2.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+
+from hlat_jax.ops.cross_entropy import scaled_losses
 
 
 @jax.tree_util.register_dataclass
@@ -46,24 +47,6 @@ def initial(*, scale: float = 2.0**15) -> LossScale:
     return LossScale(jnp.float32(scale), jnp.int32(0))
 
 
-_is_applied = jax.make_user_context(False)
-
-
-@contextlib.contextmanager
-def applied() -> Iterator[None]:
-    """Context manager that marks the losses differentiated inside it as scaled."""
-    with _is_applied(True):
-        yield
-
-
-def is_applied() -> bool:
-    """Returns whether the loss being traced is scaled.
-
-    An op that computes gradients before it has the cotangent computes them unscaled, and then keeps them in fp32.
-    """
-    return _is_applied.value
-
-
 def value_and_grad(loss_fn: Callable) -> Callable[..., tuple[jax.Array, Any, jax.Array]]:
     """Returns (LossScale, params, *args) -> (loss, gradients with respect to params, whether all of them are finite).
 
@@ -75,7 +58,7 @@ def value_and_grad(loss_fn: Callable) -> Callable[..., tuple[jax.Array, Any, jax
         return loss.astype(jnp.float32) * state.scale, loss
 
     def unscaled(state: LossScale, params: Any, *args: Any) -> tuple[jax.Array, Any, jax.Array]:
-        with applied():
+        with scaled_losses():
             (_, loss), grads = jax.value_and_grad(scaled, has_aux=True)(params, state, *args)
         grads = jax.tree.map(lambda grad: grad.astype(jnp.float32) / state.scale, grads)
         return loss, grads, all_finite((loss, grads))

@@ -89,7 +89,9 @@ def test_damaged_cached_index_is_noticed_and_made_again(tmp_path, capsys):
         kept.write_bytes(damaged)
         assert read_all(path, folder) == ["a", "b"]
         assert kept.read_bytes() == whole
-        assert capsys.readouterr().out == f"index            {kept} is damaged, or of another version: it is made again\n"
+        assert (
+            capsys.readouterr().out == f"index            {kept} is damaged, or of another version: it is made again\n"
+        )
 
 
 def test_failed_index_write_leaves_no_files(tmp_path, monkeypatch):

@@ -14,13 +14,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from hlat_jax.config import Config, counted, held_out_share
+from hlat_jax.config import Config, counted
 from hlat_jax.data import mixture, sources, streams
 from hlat_jax.data.formats import built, paths
 from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.data.order import evenly_spread
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.facts.byte_sizes import format_bytes
+from hlat_jax.resolve import held_out_share
 from hlat_jax.store.progress import Status
 
 _BATCH_DOCUMENTS = 64
