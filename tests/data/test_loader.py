@@ -533,9 +533,9 @@ def test_batch_hash_depends_on_tokens_weights_and_row_order(corpus):
 def test_one_bad_record_is_skipped_in_any_row(tmp_path, kind):
     lines = [json.dumps({"text": None if number == 4 else f"text {number} of nine"}) for number in range(9)]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    for seed in range(6):
+    for seed in range(2):
         options = {"seed": seed, "batch_size": 8, "on_bad_record": "skip", "packing": kind, "validation": ""}
-        taken = take(data_config(str(tmp_path / "a.jsonl"), **options), 100)
+        taken = take(data_config(str(tmp_path / "a.jsonl"), **options), 30)
         assert skipped_records(taken[-1][1]) > 0
     lines[:] = [json.dumps({"text": None})] * 8 + lines[:1]
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
