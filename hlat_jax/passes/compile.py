@@ -28,7 +28,17 @@ from hlat_jax.passes.remat import RematOptions, RematPlan
 from hlat_jax.passes.residuals import select_residuals
 from hlat_jax.passes.rewrite import Rewritten
 from hlat_jax.passes.rewrite import rewrite as rewrite_pass
-from hlat_jax.train_step import FP32, LossFn, StepOptions, TrainStep, Transform, train_step
+from hlat_jax.train_step import (
+    FP32,
+    EvalMetrics,
+    LossFn,
+    State,
+    StepFn,
+    StepOptions,
+    TrainStep,
+    Transform,
+    train_step,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,17 +64,17 @@ class TrainingProgram:
         return list(self.steps.values())[-1]
 
     @property
-    def init(self) -> Callable[..., Any]:
+    def init(self) -> Callable[..., State]:
         """See `TrainStep.init`."""
         return self.train_step.init
 
     @property
-    def step(self) -> Callable[..., Any]:
+    def step(self) -> StepFn:
         """See `TrainStep.step`."""
         return self.train_step.step
 
     @property
-    def eval_step(self) -> Callable[..., Any]:
+    def eval_step(self) -> Callable[[State, Any], EvalMetrics]:
         """See `TrainStep.eval_step`."""
         return self.train_step.eval_step
 

@@ -462,11 +462,11 @@ def test_passes_change_the_loss_in_order_and_not_its_value():
         return program, summary, evaluated, program.step(state, batch)[1]
 
     _, summary, evaluated, wanted = first()
-    assert summary.dispatch is None
+    assert summary.rewrite is None
     program, summary, *found = first(rewrite=True, residuals=True, zero=3)
     assert list(program.steps) == ["loss", "rewrite", "residuals"]
-    assert {one.op for one in summary.dispatch.replacements} >= {"attention", "cross_entropy"}
-    assert "dispatch         attention at test_train_step_state.py:" in str(summary)
+    assert {one.op for one in summary.rewrite.replacements} >= {"attention", "cross_entropy"}
+    assert "rewrite          attention at test_train_step_state.py:" in str(summary)
     np.testing.assert_allclose([one.loss for one in found], [evaluated.loss, wanted.loss], rtol=1e-5)
     np.testing.assert_allclose(found[1].grad_norm, wanted.grad_norm, rtol=1e-5)
     every = {"rewrite": True, "autocast": "bf16", "residuals": True, "memory_budget": "1GiB", "zero": 1}

@@ -63,20 +63,3 @@ def test_an_own_book_is_trained_on_evaluated_exported_and_continued(
 
     code, out, err = train_here(*words, "--workdir=run", "--config.train.num_steps=8")
     assert (code, "resuming from step 6 of 8" in out) == (0, True), err
-
-
-@pytest.mark.slow
-def test_a_run_of_own_text_of_before_shares_were_held_out_resumes(home, train_here):
-    shipped = "package:austen_validation.jsonl"
-    words = ("--config=micro.py", "--config.data.train=my_book.jsonl", "--workdir=run")
-    code, _, err = train_here(*words, *SHORT, f"--config.data.validation={shipped}")  # what that version did by itself
-    assert code == 0, err
-    path = home / "run" / "checkpoints" / "6"
-    micro.reseal(path, lambda run: run["metadata"]["config"]["data"].update(train="my_book.jsonl"))  # as it recorded it
-    longer = ("--config.train.num_eval_batches=0", "--config.train.num_steps=8")
-    code, out, err = train_here(*words, *longer)
-    assert code == 0, err
-    assert f"data.validation  5% is ignored: this run began with {shipped}" in out
-    assert "resuming from step 6 of 8" in out
-    code, _, err = train_here(*words, *longer, "--config.data.validation=10%", "--config.train.num_steps=9")
-    assert (code, f"give --config.data.validation={shipped}" in err) == (2, True)

@@ -63,7 +63,7 @@ def test_installed_wheel_trains_tiny_outside_the_repository(wheel, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
 
-    where = [sys.executable, "-c", "import hlat_jax.config as c; print(c.__file__, c.config_folder())"]
+    where = [sys.executable, "-c", "import hlat_jax.cli.config_files as c; print(c.__file__, c.config_folder())"]
     found = subprocess.run(where, cwd=elsewhere, env=env, capture_output=True, text=True, timeout=600, check=True)
     for path in found.stdout.split():
         assert os.path.commonpath([path, target]) == str(target)
