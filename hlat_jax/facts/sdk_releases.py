@@ -31,7 +31,6 @@ class Release:
       systems: operating systems that its JAX set-up page names.
       container_os: end of the tags of its container images.
       flag_defaults: flag of neuronx-cc -> what it does where it is not given; only flags that moved in some release.
-      reserved_bytes_per_core: device memory that its runtime takes by default, beyond that of 2.32.
       avoid: why not to train with it; "" for a sound release.
     """
 
@@ -44,7 +43,6 @@ class Release:
     systems: tuple[str, ...]
     container_os: str
     flag_defaults: Mapping[str, str]
-    reserved_bytes_per_core: int = 0
     avoid: str = ""
 
     @property
@@ -53,7 +51,6 @@ class Release:
         return ".".join(self.version.split(".")[:2])
 
 
-_PROFILING_BUFFER = 64 * 10**6  # for profiling copies between host and device; runtime notes of 2.33.0
 _DEFAULTS_2_33 = {
     "--native-int64": "enabled: 64-bit integers are computed as such on trn2 and later",
     "--implicit-integer-downcast": "none: integer dot, scatter, all_reduce, reduce_scatter and pow are errors",
@@ -76,7 +73,6 @@ _2_33_0 = Release(
     systems=("Ubuntu 26.04", "Ubuntu 24.04", "Amazon Linux 2023"),
     container_os="ubuntu26.04",
     flag_defaults=_DEFAULTS_2_33,
-    reserved_bytes_per_core=_PROFILING_BUFFER,
     avoid="DMA that transposes can hang the chip beside collectives; fixed in 2.33.1",
 )
 # Oldest first.
@@ -126,22 +122,6 @@ def numbers(version: str) -> tuple[int, ...]:
     """Returns (2, 35, 30, 0) for `2.35.30.0-1a2b3c`, `2.35.30.0+1a2b3c` and the like; () if no number leads it."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(map(int, found[0].split("."))) if found else ()
-
-
-def find(name: str) -> Release:
-    """Returns the release of a name such as `2.33.1`; of `2.33` the newest of that series.
-
-    Raises:
-      ValueError: the table has no such release.
-    """
-    found = [release for release in RELEASES if name in (release.version, release.series)]
-    if not found:
-        names = [release.version for release in RELEASES]
-        raise ValueError(
-            f"{name}: no such Neuron SDK in the table, which has {', '.join(names)}. For another, add a row to "
-            "hlat_jax/facts/sdk_releases.py from its release notes."
-        )
-    return found[-1]
 
 
 def bounds(package: str, release: Release) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -51,39 +51,6 @@ def attention(
     return OP.run(implementation, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window, **call)
 
 
-def extended_attention(
-    q_BTNH: jax.Array,
-    *,
-    k_BTKH: jax.Array,
-    v_BTKH: jax.Array,
-    past_BSKH: tuple[jax.Array, jax.Array],
-    visible_BS: jax.Array,
-) -> jax.Array:
-    """Returns [B, T = 1, N, H]: `attention` of the last token of rows whose earlier keys and values are cached.
-
-    The new token's key and value are not written to the cache here.
-
-    Args:
-      q_BTNH: query of the new token, already rotated.
-      k_BTKH: its key.
-      v_BTKH: its value.
-      past_BSKH: cached keys and values, in S slots.
-      visible_BS: bool, the slots that the query attends to.
-    """
-    b, t, n, h = q_BTNH.shape
-    keys_BSKH, values_BSKH = past_BSKH
-    q_BTKGH = q_BTNH.reshape(b, t, k_BTKH.shape[2], -1, h)
-    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
-    past_BKGTS = product("BTKGH,BSKH->BKGTS", q_BTKGH, keys_BSKH)
-    past_BKGTS = jnp.where(visible_BS[:, None, None, None], past_BKGTS / math.sqrt(h), MASKED)
-    own_BKGTT = product("BTKGH,BSKH->BKGTS", q_BTKGH, k_BTKH) / math.sqrt(h)
-    probs = jax.nn.softmax(jnp.concatenate([past_BKGTS, own_BKGTT], axis=-1), axis=-1).astype(v_BTKH.dtype)
-    past_BKGTS, own_BKGTT = jnp.split(probs, (keys_BSKH.shape[1],), axis=-1)
-    out_BTKGH = product("BKGTS,BSKH->BTKGH", past_BKGTS, values_BSKH)
-    out_BTKGH = out_BTKGH + product("BKGTS,BSKH->BTKGH", own_BKGTT, v_BTKH)
-    return out_BTKGH.astype(q_BTNH.dtype).reshape(b, t, n, h)
-
-
 def describe_call(
     q_shape: tuple[int, ...], num_kv_heads: int, *, dtype: Any, has_segments: bool, window: int | None = None
 ) -> CallSpec:
