@@ -11,7 +11,7 @@ from hlat_jax.neuron.probes import FAILED, NOT_HERE, PASSED
 
 def of_release(name, **changed):
     """Returns what is installed where all of one release is; None leaves a package out."""
-    one = sdk_releases.find(name)
+    one = next(release for release in sdk_releases.RELEASES if release.version == name)
     found = {"python": "3.12.4", "jax": one.jax, "numpy": "2.3.5"} | one.packages
     found |= {package.replace("_", "-"): version for package, version in changed.items()}
     return {package: version for package, version in found.items() if version is not None}
@@ -64,7 +64,7 @@ def test_python_that_only_the_newer_release_takes_is_refused_by_the_older():
     assert installation.one_release(of_release("2.33.1", python="3.14.1")).verdict == PASSED
     assert (
         "Python 3.14.1 is not one of 3.11 to 3.13"
-        in installation.one_release(of_release("2.32", python="3.14.1")).found
+        in installation.one_release(of_release("2.32.0", python="3.14.1")).found
     )
 
 
@@ -92,7 +92,7 @@ def test_a_newer_driver_is_not_replaced_by_an_older_one():
     assert "aws-neuronx-dkms 2.32.0.0 is newer than SDK 2.33.1" in newer.found
     assert newer.verdict == NOT_HERE
     assert newer.advice.startswith("add its row")
-    later = installation.one_release(of_release("2.32", aws_neuronx_dkms="2.31.8.0"))
+    later = installation.one_release(of_release("2.32.0", aws_neuronx_dkms="2.31.8.0"))
     assert (later.verdict, later.advice[:25]) == (FAILED, "use an image of SDK 2.33.")
     unknown = installation.one_release(of_release("2.33.1", aws_neuronx_dkms="unknown"))
     assert "aws-neuronx-dkms unknown is not a version" in unknown.found
@@ -102,7 +102,7 @@ def test_a_newer_driver_is_not_replaced_by_an_older_one():
 def test_release_older_than_the_table_fails():
     older = {"neuronx_cc": "2.26.1.0", "nki": "0.5.0", "aws_neuronx_dkms": "2.29.1.0", "libneuronxla": "3.0.1.0"}
     older |= {"aws_neuronx_runtime_lib": "2.33.1.0", "aws_neuronx_collectives": "2.33.2.0"}
-    outcome = installation.one_release(of_release("2.32", **older))
+    outcome = installation.one_release(of_release("2.32.0", **older))
     assert outcome.verdict == FAILED
     assert "neuronx-cc 2.26.1.0 is older than SDK 2.32.0" in outcome.found
     assert "nki 0.5.0 is older" in outcome.found
