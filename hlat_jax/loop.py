@@ -26,10 +26,9 @@ All processes run this loop and take the same branches; process 0 alone prints a
 from __future__ import annotations
 
 import contextlib
-import pathlib
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -39,54 +38,28 @@ from hlat_jax.config import Config, counted
 from hlat_jax.data import positions
 from hlat_jax.generate.generator import sample_text
 from hlat_jax.host import distributed
-from hlat_jax.host.process import StopSignals
-from hlat_jax.host.watchdog import WAITING, Watchdog
+from hlat_jax.host.watchdog import WAITING
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.resolve import batch_of_step
-from hlat_jax.run import machine, nonfinite, optional, summary
-from hlat_jax.run.open import NextBatch, Pending, Progress, Run, open_run
+from hlat_jax.run import nonfinite, optional, results
+from hlat_jax.run.profiling import peak_memory
+from hlat_jax.run.state import NextBatch, Pending, Progress, Run
 from hlat_jax.run.validation import Validation
 from hlat_jax.store.progress import ProgressBar, Status
 
 _STEP_AND_SAVE = "this step, then saving a checkpoint"
 
 
-def train(
-    config: Config,
-    workdir: pathlib.Path,
-    *,
-    watchdog: Watchdog | None = None,
-    begin_again: bool = False,
-    given: Collection[str] = (),
-) -> int:
-    """Trains to `train.num_steps`, or resumes the run in `workdir`; returns the exit code: 130 after a Ctrl-C, else 0.
-
-    `watchdog` is kept up to date, for who watches it. `begin_again` trains from step 0 where the checkpoints are lost.
-    `given` are the keys of the command line, as `resume.open_init` takes them.
+def train(run: Run, progress: Progress) -> str:
+    """Trains an opened run to `train.num_steps` or to a signal; returns the name of that signal, or "".
 
     Raises:
-      ValueError: a config, data, machine or folder that cannot be trained with; nothing was changed.
+      ValueError: data that cannot be trained on.
       OSError: the disk failed; the last complete checkpoint is intact.
       NonFiniteError: see `train.max_nonfinite_steps`.
     """
-    with StopSignals(watchdog, alone=not jax.distributed.is_initialized()) as signals:
-        stop = _train(config, workdir, signals=signals, begin_again=begin_again, given=given)
-        distributed.barrier()  # the others wait here while process 0 draws the results
-        names = distributed.exchange(signals.name)  # of signals after the last step too
-    return 130 if "SIGINT" in (stop, *names, signals.name) else 0  # so that `train && evaluate` stops
-
-
-def _train(
-    config: Config, workdir: pathlib.Path, *, signals: StopSignals, begin_again: bool, given: Collection[str]
-) -> str:
-    """Does the work of `train`; returns the signal that all processes know of, or ""."""
-    with contextlib.ExitStack() as stack, signals.watchdog.ending_without_memory():
-        with _progress(config, lambda: (0.0, signals.doing), in_place=False):  # lines are printed meanwhile
-            opened = open_run(config, workdir, signals=signals, stack=stack, begin_again=begin_again, given=given)
-        if opened is None:
-            return ""
-        run, progress = opened
-        stack.enter_context(run.check_folder.as_cause())
+    config, signals = run.config, run.sync.signals
+    with run.check_folder.as_cause():
         signals.watchdog.begin(WAITING)  # not in a collective of the evaluation: others may compile for much longer
         distributed.barrier()
         signals.doing = "starting"
@@ -94,13 +67,13 @@ def _train(
             _sample(run, progress, "before training")
         _loop(run, progress)
         during = signals.during("saving", unfinished=f"the checkpoint of step {progress.step}")
-        with during, _progress(config, Status("saving")):
+        with during, progress_bar(config, Status("saving")):
             _note_saved(run, run.checkpointer.wait())
             if run.exporter is not None:
                 run.exporter.wait()
         if progress.step < config.train.num_steps:
             _show_goodput(run, progress)
-            saved = f"saved in {workdir}; run the same command to resume"
+            saved = f"saved in {run.workdir}; run the same command to resume"
             nothing = "before anything was saved; run the same command to start again"
             print(f"stopped by {run.sync.stop} after step {progress.step}, {saved if progress.saved_step else nothing}")
             return run.sync.stop
@@ -110,7 +83,7 @@ def _train(
         _show_goodput(run, progress)
         run.log.close()
         if distributed.is_first():
-            summary.finish(config, workdir, progress.step)
+            results.show(config, run.workdir, progress.step)
     return run.sync.stop
 
 
@@ -159,7 +132,7 @@ def _measure(run: Run, progress: Progress, doing: str, evaluation: Validation | 
     _write_rows(run, progress)
     unfinished = "this evaluation, then saving a checkpoint" if progress.step > run.start_step else ""
     during = run.sync.signals.during(doing, unfinished=unfinished, status=evaluation.status)
-    with during, _progress(run.config, evaluation.status):
+    with during, progress_bar(run.config, evaluation.status):
         result = evaluation(progress.state["params"])
     progress.timed_from_s = time.monotonic()
     return result
@@ -346,7 +319,7 @@ def _write_rows(run: Run, progress: Progress, *, in_flight: int = 0) -> None:
             "learning_rate": pending.learning_rate,
             "step_s": now - progress.timed_from_s,
             "data_wait_s": progress.data_wait_s,  # part of step_s, which ends now: mostly for the next step's batch
-            "peak_memory_bytes": machine.peak_memory(run.layout),
+            "peak_memory_bytes": peak_memory(run.layout),
             **run.monitor.row_fields(),
             "nonfinite": int(not metrics.finite),
             **pending.batch.row_fields,
@@ -375,7 +348,7 @@ def _complete_steps(run: Run, progress: Progress) -> None:
     jax.block_until_ready(progress.state)
 
 
-def _progress(
+def progress_bar(
     config: Config, read: Callable[[], tuple[float, str]], *, in_place: bool = True
 ) -> contextlib.AbstractContextManager:
     """Returns a context that shows progress on stdout, so that it stands between the other lines, unless it is off."""

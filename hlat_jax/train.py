@@ -1,7 +1,11 @@
-"""`python -m hlat_jax.train --config=NAME`: the command line of training; imports JAX once the environment is set."""
+"""Trains: the function, and the command `python -m hlat_jax.train --config=NAME`, which sets the environment first.
+
+JAX is imported in functions only, as it has to see that environment.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pathlib
@@ -17,6 +21,7 @@ from hlat_jax.cli import flags as flags_lib
 from hlat_jax.cli.path_checks import check_file, check_folder
 from hlat_jax.host import compile_cache, neuron_env, neuron_topology, process
 from hlat_jax.host.limits import too_many_files
+from hlat_jax.host.watchdog import Watchdog
 from hlat_jax.run import costs
 
 
@@ -46,9 +51,7 @@ def main(argv: Sequence[str]) -> int:
     if config.data.tokenizer != named_tokenizer and not values.process_id:
         print(f"tokenizer        {config.data.tokenizer}: {named_tokenizer} is missing")
     _set_environment(config, values, workdir=workdir)
-    from hlat_jax import loop  # imports JAX, which must see the environment as it is now
-    from hlat_jax.host import distributed
-    from hlat_jax.host.watchdog import Watchdog
+    from hlat_jax.host import distributed  # imports JAX, which must see the environment as it is now
     from hlat_jax.run.nonfinite import NonFiniteError
     from hlat_jax.store import checkpoint
 
@@ -58,10 +61,50 @@ def main(argv: Sequence[str]) -> int:
     try:
         watchdog = Watchdog(least_s=values.stuck_timeout_s, began_s=process.began_s())
         with distributed.joined(job, watchdog=watchdog, stacks=workdir / "stuck"):
-            return loop.train(config, workdir, watchdog=watchdog, begin_again=values.begin_again, given=given)
+            return train(config, workdir, watchdog=watchdog, begin_again=values.begin_again, given=given)
     except (OSError, NonFiniteError) as error:  # the run failed, not the command: code 1
         print(f"error: {error}{too_many_files(getattr(error, 'errno', None))}", file=sys.stderr)
         return 1
+
+
+def train(
+    config: config_lib.Config,
+    workdir: pathlib.Path,
+    *,
+    watchdog: Watchdog | None = None,
+    begin_again: bool = False,
+    given: Collection[str] = (),
+) -> int:
+    """Trains to `train.num_steps`, or resumes the run in `workdir`; returns the exit code: 130 after a Ctrl-C, else 0.
+
+    Args:
+      config: the config of the run.
+      workdir: the run folder.
+      watchdog: is kept up to date, for who watches it.
+      begin_again: whether to train from step 0 where the checkpoints are lost.
+      given: keys of the command line, as `resume.open_init` takes them.
+
+    Raises:
+      ValueError: a config, data, machine or folder that cannot be trained with; nothing was changed.
+      OSError: the disk failed; the last complete checkpoint is intact.
+      NonFiniteError: see `train.max_nonfinite_steps`.
+    """
+    import jax  # in here: the environment is set before
+
+    from hlat_jax import loop
+    from hlat_jax.host import distributed
+    from hlat_jax.run.open import open_run
+
+    with process.StopSignals(watchdog, alone=not jax.distributed.is_initialized()) as signals:
+        stop = ""
+        with contextlib.ExitStack() as stack, signals.watchdog.ending_without_memory():
+            with loop.progress_bar(config, lambda: (0.0, signals.doing), in_place=False):  # lines are printed meanwhile
+                opened = open_run(config, workdir, signals=signals, stack=stack, begin_again=begin_again, given=given)
+            if opened is not None:
+                stop = loop.train(*opened)
+        distributed.barrier()  # the others wait here while process 0 draws the results
+        names = distributed.exchange(signals.name)  # of signals after the last step too
+    return 130 if "SIGINT" in (stop, *names, signals.name) else 0  # so that `train && evaluate` stops
 
 
 def _check_paths(config: config_lib.Config, workdir: pathlib.Path, *, given: Collection[str]) -> None:

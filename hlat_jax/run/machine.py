@@ -1,10 +1,8 @@
-"""Memory of this machine: checks that a config fits it, before anything is compiled, and the peak of the process."""
+"""Memory of this machine: checks that a config fits it, before anything is compiled."""
 
 from __future__ import annotations
 
 import os
-import resource
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,7 +13,7 @@ from hlat_jax.config import Config
 from hlat_jax.facts import hardware
 from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.parallel.degrees import layout_over
-from hlat_jax.parallel.sharding import MESH_AXES, Layout
+from hlat_jax.parallel.sharding import MESH_AXES
 from hlat_jax.precision import POLICIES
 from hlat_jax.program import RunProgram, make_program, state_bytes
 from hlat_jax.run import costs
@@ -60,11 +58,3 @@ def device_memory(device: Any) -> int:
     if row is not None:
         return row.memory_bytes
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
-
-
-def peak_memory(layout: Layout) -> int:
-    """Returns the peak memory of this process so far in bytes: of its fullest device, on CPUs of the process itself."""
-    stats = [device.memory_stats() or {} for device in layout.mesh.local_devices]
-    peaks = [found["peak_bytes_in_use"] for found in stats if "peak_bytes_in_use" in found]
-    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return max(peaks) if peaks else resident * (1 if sys.platform == "darwin" else 1024)

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from hlat_jax.host import distributed
-from hlat_jax.run.open import Progress, Run
+from hlat_jax.run.state import Progress, Run
 from hlat_jax.store import atomic_files
 from hlat_jax.store.checkpoint_checks import not_finite
 

@@ -1,17 +1,15 @@
-"""Opens a run: its inputs, where it starts, and its compiled programs; all parts that the loop uses."""
+"""Opens a run: its inputs, where it starts, and its compiled programs; returns all that the loop is given."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
-from hlat_jax.batch import Batch
 from hlat_jax.config import Config
 from hlat_jax.data import kept_tokenizer, path_checks, positions
 from hlat_jax.data.formats.files import NotFound, Unreadable
@@ -20,138 +18,25 @@ from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.retries import Retries
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.facts import hardware
-from hlat_jax.generate.generator import Programs
 from hlat_jax.host import compile_cache, distributed
 from hlat_jax.host.process import INDEX_FOLDER, StopSignals, closing_quietly
-from hlat_jax.parallel.rows import gather_rows, process_rows
+from hlat_jax.parallel.rows import process_rows
 from hlat_jax.parallel.sharding import Layout
 from hlat_jax.program import RunProgram
 from hlat_jax.resolve import branch_source, skipped_batches
-from hlat_jax.run import budget, costs, optional, resume, summary
+from hlat_jax.run import budget, costs, optional, results, resume, summary
 from hlat_jax.run.compilation import Compilations, compiled_sampler, compiled_step
 from hlat_jax.run.goodput import Ledger, SilentLedger
 from hlat_jax.run.machine import fitting_program
 from hlat_jax.run.neuron_monitor import NeuronMonitor
 from hlat_jax.run.profiling import StepTrace
+from hlat_jax.run.state import Progress, Run
 from hlat_jax.run.step_sync import FolderCheck, StepSync, only_job, require_same_settings
 from hlat_jax.run.validation import Validation
 from hlat_jax.store.checkpoint import Checkpointer, Restored
 from hlat_jax.store.metrics import MetricsLog, SilentLog
-from hlat_jax.train_step import State, StepMetrics
 from hlat_jax.weights.hf_files import KEPT, keep_companions
 from hlat_jax.weights.trained import Weights
-
-DeviceBatch = Batch | Iterator[Batch]  # on devices: a batch, or its microbatches in turn
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
-    """The fixed parts of a run; what changes while it trains is in `Progress`.
-
-    Attributes:
-      config, workdir, layout, tokenizer: settings, run folder, mesh and tokenizer.
-      check_folder: notices that the run folder is gone.
-      batches: iterator over the batches of this process.
-      sync: synchronizes the processes before each step.
-      checkpointer: saves in the background.
-      exporter: exports in the background, if configured.
-      validation: loss on held-out text, if there is any.
-      tasks: tasks of the evaluation harness, if configured.
-      shard: puts this process's rows of a batch on devices.
-      train_step: the compiled (state, batch, learning rate) -> (state, StepMetrics); donates the state.
-      state_norms: the compiled state -> norms of its parts, see program.RunProgram.
-      sampler: the compiled programs of samples, if configured.
-      log, ledger: metrics log and ledger; silent in all processes but process 0.
-      monitor: utilization of the devices of this node; of process 0 alone, whose rows are written.
-      step_trace: the trace of `train.profile_steps`.
-      settings: recorded in every checkpoint, see `resume.settings_of`.
-      remat: record of the choice for a memory budget, if there is one, see `budget.resolved`.
-      start_step: step at which this process started or resumed.
-      skipped: the batches of `train.skip_steps`.
-    """
-
-    config: Config
-    workdir: pathlib.Path
-    check_folder: FolderCheck
-    layout: Layout
-    tokenizer: Tokenizer
-    batches: TrainBatches
-    sync: StepSync
-    checkpointer: Checkpointer
-    exporter: optional.Exporter | None
-    validation: Validation | None
-    tasks: optional.TasksInTraining | None
-    shard: Callable[[Batch], DeviceBatch]
-    train_step: Callable[[State, DeviceBatch, np.float32], tuple[State, StepMetrics]]
-    state_norms: Callable[[State], Mapping[str, jax.Array]]
-    sampler: Programs | None
-    log: MetricsLog | SilentLog
-    ledger: Ledger | SilentLedger
-    monitor: NeuronMonitor
-    step_trace: StepTrace
-    settings: dict[str, Any]
-    remat: dict[str, Any] | None
-    start_step: int
-    skipped: tuple[range, ...]
-
-    def global_position(self, position: np.ndarray) -> np.ndarray:
-        """Returns the data position of all rows, gathered from all processes, which call it together."""
-        return gather_rows(position, self.batches.rows, self.config.data.batch_size)
-
-
-@dataclasses.dataclass(kw_only=True)
-class Progress:
-    """The state of a run while it trains.
-
-    Attributes:
-      state: after `step` updates.
-      step: updates dispatched so far.
-      position: data position after batch `step`, for the rows of this process.
-      tokens: trained on, up to the last metrics row.
-      saved_step: step of the newest checkpoint; 0 if there is none.
-      num_nonfinite: non-finite steps in a row, up to the last metrics row.
-      save_postponed: a checkpoint was due after a non-finite step.
-      export_postponed: an export was due after a non-finite step.
-      save_overdue: a checkpoint is due by the clock.
-      pending: dispatched steps whose metrics are still on the device, oldest first.
-      saved_at_s: time.monotonic() at the start of the last save.
-      timed_from_s: time.monotonic() from which the current step is timed.
-      data_wait_s: time spent waiting for data since the last metrics row.
-    """
-
-    state: State
-    step: int
-    position: np.ndarray
-    tokens: int
-    saved_step: int
-    num_nonfinite: int
-    save_postponed: bool = False
-    export_postponed: bool = False
-    save_overdue: bool = False
-    pending: list[Pending] = dataclasses.field(default_factory=list)
-    saved_at_s: float = 0.0
-    timed_from_s: float = 0.0
-    data_wait_s: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class NextBatch:
-    """The rows of this process, the data positions before and after, and the metrics that describe the global batch."""
-
-    batch: Batch
-    begin: np.ndarray
-    position: np.ndarray
-    row_fields: dict[str, Any]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Pending:
-    """A dispatched step, its metrics still on the device, and its batch."""
-
-    step: int
-    metrics: StepMetrics
-    learning_rate: float
-    batch: NextBatch
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -413,7 +298,7 @@ def _finish(inputs: Inputs, restored: Restored) -> None:
         exporter.wait()
     if distributed.is_first():
         resume.print_missing_rows(inputs.workdir, restored.step)
-        summary.finish(config, inputs.workdir, restored.step)
+        results.show(config, inputs.workdir, restored.step)
 
 
 def _open_log(config: Config, workdir: pathlib.Path, *, layout: Layout, progress: Progress) -> MetricsLog | SilentLog:

@@ -1,14 +1,17 @@
-"""The trace of the steps in `train.profile_steps`, for TensorBoard and Perfetto."""
+"""The trace of the steps in `train.profile_steps`, for TensorBoard and Perfetto, and the peak memory of a process."""
 
 from __future__ import annotations
 
 import os
 import pathlib
+import resource
+import sys
 
 import jax
 
 from hlat_jax.config import Config
 from hlat_jax.host import distributed
+from hlat_jax.parallel.sharding import Layout
 from hlat_jax.resolve import profiled_steps
 from hlat_jax.store.metrics import TENSORBOARD_FOLDER
 
@@ -68,3 +71,11 @@ class StepTrace:
 
     def _traces(self) -> set[pathlib.Path]:
         return set(self._folder.glob("plugins/profile/*/*.trace.json.gz"))
+
+
+def peak_memory(layout: Layout) -> int:
+    """Returns the peak memory of this process so far in bytes: of its fullest device, on CPUs of the process itself."""
+    stats = [device.memory_stats() or {} for device in layout.mesh.local_devices]
+    peaks = [values["peak_bytes_in_use"] for values in stats if "peak_bytes_in_use" in values]
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return max(peaks) if peaks else resident * (1 if sys.platform == "darwin" else 1024)
