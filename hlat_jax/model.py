@@ -91,11 +91,11 @@ class Decoder(nnx.Module):
 
         Args:
           tokens_BT: int32 ids below V.
-          positions_BT: int32; None: 0..T-1 in every row.
-          segment_ids_BT: int32; a token attends only within its segment; None: a row is one segment.
+          positions_BT: int32; 0..T-1 in every row by default.
+          segment_ids_BT: int32; a token attends only within its segment. By default a row is one segment.
           attention: called in every layer instead of `cfg.attention`, as attention(q_BTNH, k_BSKH, v_BSKH,
             segment_ids_BT), with rotated queries and keys, S = T and N a multiple of K; returns [B, T, N, H] in the
-            dtype of the queries. It scales and masks by itself, the future too. None: `cfg.attention`.
+            dtype of the queries. It scales and masks by itself, the future too.
 
         Raises:
           ValueError: T above cfg.max_positions; an id outside the vocabulary, if `tokens_BT` is not traced; an
@@ -127,9 +127,9 @@ class Decoder(nnx.Module):
 
         Args:
           tokens_BT: int32 ids below V.
-          positions_BT: int32; None: 0..T-1 in every row.
-          segment_ids_BT: int32; None: a row is one segment.
-          attention: None: `cfg.attention`.
+          positions_BT: int32; 0..T-1 in every row by default.
+          segment_ids_BT: int32; a row is one segment by default.
+          attention: as of `__call__`; `cfg.attention` by default.
           ctx: how the parameters, and [B, T, D] between blocks, are sharded; see `collectives`.
         """
         _check_tokens(tokens_BT, self.cfg)
@@ -367,9 +367,9 @@ def apply(
       params: nested dicts as `init_params` returns them, of any float dtype.
       cfg: the model.
       tokens_BT: int32 ids below V.
-      positions_BT: int32; None: 0..T-1 in every row.
-      segment_ids_BT: int32; a token attends only within its segment; None: a row is one segment.
-      attention: an attention of the caller's own, see `Decoder.__call__`; None: `cfg.attention`.
+      positions_BT: int32; 0..T-1 in every row by default.
+      segment_ids_BT: int32; a token attends only within its segment. By default a row is one segment.
+      attention: an attention of the caller's own, see `Decoder.__call__`; `cfg.attention` by default.
 
     Raises:
       ValueError: as `Decoder` and a call of it.

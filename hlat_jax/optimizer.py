@@ -41,7 +41,7 @@ def global_norm(tree: Any, *, in_blocks: bool = False, replica_sync: ReplicaSync
       tree: arrays of any float dtype.
       in_blocks: sum cache-sized blocks one after another, for arrays on one device. XLA on CPU otherwise materializes
         the squares and adds them in one long sum, which is seven times slower and has an error of 1e-5.
-      replica_sync: the mesh and the shardings of the arrays; None: one device.
+      replica_sync: the mesh and the shardings of the arrays; on one device, None.
     """
     of_leaf = _blockwise_sum_of_squares if in_blocks else _sum_of_squares
     if replica_sync is not None:

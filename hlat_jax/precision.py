@@ -28,11 +28,11 @@ class Policy:
       compute: dtype of matrix products and activations.
       accumulate: dtype in which gradients of microbatches are summed.
       moment: dtype of the optimizer's moments.
-      master: dtype of the weights that the optimizer updates, kept beside the parameters; None: it updates the
+      master: dtype of the weights that the optimizer updates, kept beside the parameters. Without one it updates the
         parameters themselves.
       rounding: how a value is cast to a narrower dtype: "nearest"; "stochastic", in software, with hashed bits; or
         "hardware", by an accelerator that rounds every cast stochastically.
-      autocast: name of the `passes.autocast` policy that the forward pass runs under; None: no autocast.
+      autocast: name of the `passes.autocast` policy that the forward pass runs under, if there is one.
     """
 
     param: Any
@@ -99,13 +99,13 @@ class Rounding:
     `rbg`, every device would draw the bits of the global array.
 
     Attributes:
-      words: uint32 scalars, such as the run's seed and the step; None: rounds to nearest.
+      words: uint32 scalars, such as the run's seed and the step; without them it rounds to nearest.
     """
 
     words: tuple[jax.Array, ...] | None = None
 
     def at(self, *words: Any) -> Rounding:
-        """Returns the same with more words: for a value that is stored several times in a step."""
+        """Returns a rounding with more words, for a value that is stored several times in a step."""
         if self.words is None:
             return self
         return Rounding((*self.words, *(jnp.asarray(word).astype(jnp.uint32) for word in words)))

@@ -65,7 +65,7 @@ def collect_layers(
       layer: maps (parameters of one layer, x) to (next x, aux), aux a tree of arrays.
       stacked: as for `run_layers`.
       x: activations.
-      loop: likewise.
+      loop: as for `run_layers`.
     """
     if loop == "scan":
         return jax.lax.scan(lambda carry, params: layer(params, carry), x, stacked)

@@ -109,7 +109,7 @@ class MicrobatchStep:
       ticks: name -> jitted (buffer, inputs, microbatch) -> buffer with what it computes added; donates the buffer. One,
         `microbatch`, or the phases of `pipeline`.
       update: jitted (state, buffer[, learning_rate]) -> (state, StepMetrics, buffer of zeros); donates the first two.
-      shardings: of the buffer: of `number`, and of all else; None: one device.
+      shardings: those of the parts of the buffer, `number` and the rest; on one device, None.
       num_stages: of a pipeline.
     """
 
@@ -647,7 +647,7 @@ def _value_and_grad(loss_fn: Callable, options: StepOptions) -> Callable[..., tu
 def _local_value_and_grad(
     loss_fn: Callable, options: StepOptions, *, num_microbatches: int | None = None
 ) -> Callable[..., tuple[tuple, Any]]:
-    """Returns the same on one device; `num_microbatches`: of the rows, None: those of the options."""
+    """Returns what `_value_and_grad` does, for the rows of one device; `num_microbatches` may replace the options'."""
     dtype, replica_sync = options.policy.accumulate, options.active_replica_sync
     num_microbatches = options.num_microbatches if num_microbatches is None else num_microbatches
     loss_fn = loss_fn if replica_sync is None else replica_sync.with_gathered_params(loss_fn)

@@ -181,7 +181,7 @@ def passes(config: Config, num_devices: int, *, server: Server | None = None) ->
 def nearest_degrees(config: Config, num_devices: int, *, server: Server | None = None) -> dict[str, int] | None:
     """Returns the degrees over `num_devices` that pass every check and are the fewest doublings from the config's.
 
-    A degree of -1 is not compared. None: no degrees pass.
+    A degree of -1 is not compared. Where no degrees pass, returns None.
     """
     asked = {axis: degree for axis in MESH_AXES if (degree := getattr(config.parallel, axis)) != -1}
 

@@ -176,7 +176,7 @@ class _Stage:
 
     def __init__(self, staged: StagedLoss, params: Any, fields: Any, *, num_microbatches: Any, rounding: Rounding):
         self.staged, self.fields, self.num_microbatches, self.rounding = staged, fields, num_microbatches, rounding
-        self.first: Any = None  # the number of the microbatch that the fields begin with; None: 0
+        self.first: Any = None  # the number of the microbatch that the fields begin with; without it, 0
         self.layers, self.rest = _split_layers(params)
         self.num_stages = jax.lax.axis_size("pipe")
         self.stage = collectives.axis_index(_PIPE)

@@ -53,8 +53,8 @@ def planned_layout(
       config: of the run.
       num_devices: in the mesh.
       platform: JAX's name.
-      server: the Neuron servers that the devices stand for, as for `degrees.layout_over`; None: no groups are checked.
-      chip: its name, an instance type or a target; "": not known, and no implementation is refused for it.
+      server: the Neuron servers that the devices stand for, as for `degrees.layout_over`, which else checks no groups.
+      chip: its name, an instance type or a target; "" refuses no implementation.
 
     Raises:
       ValueError: as `degrees.layout_over`.

@@ -33,8 +33,8 @@ def make_replica_sync(params: Any, devices: Sequence[Any], *, stage: int, bucket
     Args:
       params: arrays or their shapes.
       devices: all of them, the nearest next to each other.
-      stage: 0: everything is replicated; 1: optimizer state and master weights are sharded; 2: gradients too, while
-        those of microbatches are summed; 3: parameters too, gathered for the loss and again for its backward pass.
+      stage: what is sharded. In stage 0 nothing; in 1 optimizer state and master weights; in 2 gradients too, while
+        those of microbatches are summed; in 3 parameters too, gathered for the loss and again for its backward pass.
       bucket_bytes: capacity of the buckets of arrays that share a collective, on a device; 0: one array each.
 
     Raises:
