@@ -26,12 +26,12 @@ from jax.extend import core
 
 from hlat_jax.ops.dialect import CallSpec, MeasuredTimes, Op
 from hlat_jax.passes.jaxpr import CHECKPOINT, traced, without_consts
-from hlat_jax.passes.rewrite import attention, loss, mlp
+from hlat_jax.passes.rewrite import attention, chunk, loss, mlp
 from hlat_jax.passes.rewrite.check import compare
 from hlat_jax.passes.rewrite.graph import Change, Choose, EquationGraph, Match, Refusal
 
 # Name of an op -> graph -> a Match or a Refusal for each place that looks like it.
-MATCHERS = {"attention": attention.matches, "cross_entropy": loss.matches, "mlp": mlp.matches}
+MATCHERS = {"attention": attention.matches, "cross_entropy": loss.matches, "mlp": mlp.matches, "chunk": chunk.matches}
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")

@@ -1,11 +1,12 @@
 """Compares a replacement with the equations it replaces, by values and gradients on random inputs.
 
-Where the original is large, dimensions along which nothing is mixed are cut to 2: batch, and heads of which each is
+Where the original is large, dimensions along which nothing is mixed are cut to 4: batch, and heads of which each is
 computed alike. Which those are follows from the equations, see `_Cut`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import math
@@ -19,21 +20,14 @@ import numpy as np
 from jax.extend import core
 
 from hlat_jax.ops.dialect import CallSpec, Op
-from hlat_jax.passes.jaxpr import called, has_symbolic_zeros, op_name, place_of, rebind
+from hlat_jax.passes.independence import bind_part, links
+from hlat_jax.passes.jaxpr import called, has_symbolic_zeros, op_name, place_of
 from hlat_jax.passes.rewrite.graph import EquationGraph, Match, is_literal
 
 # Largest difference from the original, relative to the norm of the value, by the narrowest float among the operands.
 TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 CUT_ABOVE = 2**20  # elements of the largest intermediate, above which dimensions are cut
-_CUT_TO = 2
-# Elementwise, with operands of one shape but for dimensions of size 1, or scalars.
-_ELEMENTWISE = {
-    *("add", "sub", "mul", "div", "max", "min", "neg", "exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic"),
-    *("erf", "sqrt", "rsqrt", "square", "integer_pow", "pow", "abs", "sign", "select_n", "convert_element_type", "eq"),
-    *("ne", "lt", "le", "gt", "ge", "and", "or", "not", "xor", "is_finite", "stop_gradient", "copy", "copy_p", "name"),
-    *("clamp", "add_any"),
-}
-_REDUCTIONS = frozenset({"reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or", "argmax", "argmin"})
+_CUT_TO = 4
 # Functions of JAX with a derivative rule that is the derivative of their body.
 _KNOWN_RULES = frozenset({"softmax", "_softmax", "relu", "silu", "logsumexp", "log_softmax", "_log_softmax"})
 
@@ -60,6 +54,8 @@ def compare(graph: EquationGraph, match: Match) -> tuple[float, float]:
     if cut.sizes:
         try:
             shapes = [cut.shape(var) for var in match.inputs]
+            if match.resized is not None:
+                match = dataclasses.replace(match, replacement=match.resized(cut.shape))
             return _compared(graph, match, cut.evaluate, shapes), tolerance
         except (TypeError, ValueError, AssertionError):
             pass  # the replacement reads sizes from the match: compared at the real ones
@@ -164,8 +160,8 @@ def _digest(traced: Sequence[Any]) -> str:
 class _Cut:
     """The original with the dimensions cut along which it computes every index alike, from the same index.
 
-    Dimensions of variables that correspond are one class. A class is not cut if it is contracted, reduced, split by a
-    reshape, if a constant differs along it, or if it meets a primitive that is not listed here.
+    Dimensions of variables that an equation links are one class. A class is not cut if an equation mixes it or splits
+    it in a reshape, nor, unless the replacement is `resized`, if it is reduced or a constant differs along it.
 
     Attributes:
       sizes: class -> size, of those that are cut; {} if the original is small.
@@ -175,7 +171,7 @@ class _Cut:
         self.graph, self.match = graph, match
         self.sizes: dict[Any, int] = {}
         self._parents: dict[Any, Any] = {}
-        self._fixed: set[Any] = set()
+        self._fixed: set[Any] = set(match.uncut)
         self.eqns, self.constants, calls_are_known = self._original()
         if not calls_are_known or max(var.aval.size for eqn in self.eqns for var in eqn.outvars) <= CUT_ABOVE:
             return
@@ -186,7 +182,7 @@ class _Cut:
             for dim, size in enumerate(var.aval.shape):
                 if size > 1 and (value is None or not (value == value.take([0], axis=dim)).all()):
                     self._fixed.add((var, dim))
-        fixed = {self._root(one) for one in (*self._fixed, *match.uncut)}
+        fixed = {self._root(one) for one in self._fixed}
         for var in {*match.inputs, *(var for eqn in self.eqns for var in eqn.outvars)}:
             for dim, size in enumerate(var.aval.shape):
                 if size > _CUT_TO and self._root((var, dim)) not in fixed:
@@ -205,7 +201,7 @@ class _Cut:
             for atom in eqn.invars:
                 if is_literal(atom) or atom in stop:
                     continue
-                if graph.is_constant(atom):
+                if self.match.resized is None and graph.is_constant(atom):
                     constants[atom] = None
                 else:
                     todo.append(graph.producer(atom))
@@ -223,98 +219,23 @@ class _Cut:
         for var in self.constants:
             env[var] = self.graph.constant(var)[tuple(slice(size) for size in self.shape(var))]
         for eqn in self.eqns:
-            (out,) = eqn.outvars
-            changed: dict[str, Any] = {}
-            if eqn.primitive.name == "broadcast_in_dim":
-                changed = {"shape": self.shape(out), "sharding": None}
-            elif eqn.primitive.name == "reshape":
-                changed = {"new_sizes": self.shape(out), "sharding": None}
             with place_of(eqn):
                 operands = [atom.val if is_literal(atom) else env[atom] for atom in eqn.invars]
-                (env[out],) = rebind(eqn, operands, **changed)
+                env |= zip(eqn.outvars, bind_part(eqn, operands, list(map(self.shape, eqn.outvars))), strict=True)
         return [env[var] for var in self.match.outputs]
 
     def _join(self, eqn: Any) -> None:
-        name, params = eqn.primitive.name, eqn.params
-        operands = [atom for atom in eqn.invars if not is_literal(atom)]
-        if len(eqn.outvars) > 1:
-            self._fix(*operands, *eqn.outvars)
-            return
-        (out,) = eqn.outvars
-        shape = out.aval.shape
-        if name in _ELEMENTWISE and all(var.aval.ndim in (len(shape), 0) for var in operands):
-            for var in operands:  # a dimension of size 1 is broadcast
-                same = [dim for dim, size in enumerate(var.aval.shape) if size == shape[dim]]
-                self._join_dims(var, out, [(dim, dim) for dim in same])
-        elif name == "dot_general":
-            self._join_product(eqn)
-        elif name == "gather":
-            self._join_gather(eqn)
-        elif name == "transpose":
-            self._join_dims(operands[0], out, [(dim, new) for new, dim in enumerate(params["permutation"])])
-        elif name == "broadcast_in_dim" and operands:
-            pairs = list(enumerate(params["broadcast_dimensions"]))
-            old = operands[0].aval.shape
-            self._join_dims(operands[0], out, [(dim, new) for dim, new in pairs if old[dim] == shape[new]])
-        elif name == "squeeze":
-            left = [dim for dim in range(operands[0].aval.ndim) if dim not in params["dimensions"]]
-            self._join_dims(operands[0], out, [(dim, new) for new, dim in enumerate(left)])
-        elif name in _REDUCTIONS:
-            axes = params["axes"]
-            left = [dim for dim in range(operands[0].aval.ndim) if dim not in axes]
-            self._fixed |= {(operands[0], dim) for dim in axes}
-            self._join_dims(operands[0], out, [(dim, new) for new, dim in enumerate(left)])
-        elif name == "reshape" and operands and params["dimensions"] is None:
-            self._join_reshape(operands[0], out)
-        elif name != "broadcast_in_dim":
-            self._fix(*operands, out)
-
-    def _join_product(self, eqn: Any) -> None:
-        (contracted, batch), (out,) = eqn.params["dimension_numbers"], eqn.outvars
-        new = len(batch[0])
-        for side, var in enumerate(eqn.invars):
-            self._fixed |= {(var, dim) for dim in contracted[side]}
-            self._join_dims(var, out, [(dim, number) for number, dim in enumerate(batch[side])])
-            for dim in range(var.aval.ndim):
-                if dim not in contracted[side] and dim not in batch[side]:
-                    self._join_dims(var, out, [(dim, new)])
-                    new += 1
-
-    def _join_gather(self, eqn: Any) -> None:
-        """Joins the dimensions of which each index of the operand is read by its own indices."""
-        (operand, indices), (out,) = eqn.invars, eqn.outvars
-        if is_literal(operand) or is_literal(indices):
-            self._fix(*(atom for atom in eqn.invars if not is_literal(atom)), out)
-            return
-        numbers = eqn.params["dimension_numbers"]
-        batch = [dim for dim in range(out.aval.ndim) if dim not in numbers.offset_dims]
-        joined = set()
-        for old, own in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
-            self._join_dims(operand, out, [(old, batch[own])])
-            self._join_dims(indices, out, [(own, batch[own])])
-            joined |= {(operand, old), (indices, own), (out, batch[own])}
-        for one in (operand, indices, out):
-            self._fixed |= {(one, dim) for dim in range(one.aval.ndim)} - joined
-
-    def _join_reshape(self, var: Any, out: Any) -> None:
-        """Joins dimensions before which and after which both shapes have the same number of elements."""
-        olds, news = var.aval.shape, out.aval.shape
-        starts = {math.prod(olds[:dim]): dim for dim in range(len(olds)) if olds[dim] > 1}
-        joined = set()
-        for new, size in enumerate(news):
-            old = starts.get(math.prod(news[:new]))
-            if size > 1 and old is not None and olds[old] == size:
-                self._join_dims(var, out, [(old, new)])
-                joined |= {(var, old), (out, new)}
-        for one in (var, out):
-            self._fixed |= {(one, dim) for dim in range(one.aval.ndim)} - joined
-
-    def _join_dims(self, var: Any, out: Any, pairs: Sequence[tuple[int, int]]) -> None:
-        for old, new in pairs:
-            self._parents[self._root((var, old))] = self._root((out, new))
-
-    def _fix(self, *variables: Any) -> None:
-        self._fixed |= {(var, dim) for var in variables for dim in range(len(var.aval.shape))}
+        """Joins the dimensions of each link to a class, and fixes those that are in none."""
+        left = {(atom, dim) for atom in (*eqn.invars, *eqn.outvars) for dim in range(len(atom.aval.shape))}
+        for link in links(eqn):
+            atoms = [*zip(eqn.invars, link.operands, strict=True), *zip(eqn.outvars, link.results, strict=True)]
+            ends = [(atom, dim) for atom, dim in atoms if dim is not None and not is_literal(atom)]
+            if len({atom.aval.shape[dim] for atom, dim in ends}) > 1 or (link.reduction and self.match.resized is None):
+                continue
+            left -= set(ends)
+            for one in ends[1:]:
+                self._parents[self._root(ends[0])] = self._root(one)
+        self._fixed |= {(atom, dim) for atom, dim in left if not is_literal(atom) and atom.aval.shape[dim] > 1}
 
     def _root(self, one: Any) -> Any:
         while self._parents.get(one, one) != one:

@@ -41,6 +41,8 @@ class Match:
         shapes and dtypes. It reads sizes from its arguments: the check may cut batch dimensions.
       source: "file:line" for the report; see `EquationGraph.source`.
       facts: what was recognized, for the report: "causal, scale 0.125".
+      resized: takes shapes of variables and returns the replacement at these, for the check. Without it, dimensions
+        that are summed, or along which a constant differs, are not cut.
       uncut: (variable, dimension) that the check must leave at its size, although nothing is mixed along it.
       int_bounds: variable of `inputs` -> exclusive upper bound of the integers with which it is checked; default 4.
     """
@@ -52,6 +54,7 @@ class Match:
     replacement: Callable[..., Sequence[Any]]
     source: str
     facts: str = ""
+    resized: Callable[[Callable[[Any], Sequence[int]]], Callable[..., Sequence[Any]]] | None = None
     uncut: Sequence[tuple[Any, int]] = ()
     int_bounds: Mapping[Any, int] = dataclasses.field(default_factory=dict)
 

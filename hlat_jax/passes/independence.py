@@ -1,0 +1,165 @@
+"""Along which dimensions an equation computes every index alike, and the equation for a part of such a dimension.
+
+Rules are by primitive, for what JAX lowers array code to; no op, such as a softmax, is known here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from hlat_jax.passes.jaxpr import rebind
+
+# Of operands of one shape but for dimensions of size 1, or scalars.
+ELEMENTWISE = {
+    *("add", "sub", "mul", "div", "rem", "max", "min", "neg", "exp", "exp2", "expm1", "log", "log1p", "tanh", "erf"),
+    *("erfc", "erf_inv", "sqrt", "rsqrt", "cbrt", "square", "integer_pow", "pow", "abs", "sign", "floor", "ceil"),
+    *("round", "sin", "cos", "tan", "atan2", "select_n", "convert_element_type", "eq", "ne", "lt", "le", "gt", "ge"),
+    *("and", "or", "not", "xor", "is_finite", "stop_gradient", "copy", "copy_p", "name", "clamp", "add_any", "lgamma"),
+    *("shift_left", "shift_right_logical", "shift_right_arithmetic", "reduce_precision", "digamma", "sinh", "cosh"),
+    "logistic",
+}
+REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or")
+SUM = "reduce_sum"
+_CUMULATIVE = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """A dimension along which an equation computes every index alike, from the same index of its operands.
+
+    Attributes:
+      operands: the dimension of each operand; None where an operand is the same for all indices.
+      results: the dimension of each result; None where the dimension is reduced.
+      reduction: which of `REDUCTIONS`, if the dimension is reduced.
+    """
+
+    operands: tuple[int | None, ...]
+    results: tuple[int | None, ...]
+    reduction: str = ""
+
+
+def links(eqn: Any) -> list[Link]:
+    """Returns the links of an equation. A dimension in none of them is mixed, or is of a primitive that has no rule.
+
+    The link of a reshape holds for equal blocks of the dimension, as many as divide the sizes on both sides.
+    """
+    name, params = eqn.primitive.name, eqn.params
+    shapes = [atom.aval.shape for atom in eqn.invars]
+    out = eqn.outvars[0].aval.shape
+    if name in ELEMENTWISE:
+        return [Link(tuple(_same(shape, out, dim) for shape in shapes), (dim,)) for dim in range(len(out))]
+    if name == "iota":
+        return [Link((), (dim,)) for dim in range(len(out))]
+    if name == "broadcast_in_dim" and len(shapes) == 1:
+        old = {new: dim for dim, new in enumerate(params["broadcast_dimensions"]) if shapes[0][dim] == out[new]}
+        return [Link((old.get(dim),), (dim,)) for dim in range(len(out))]
+    if name == "transpose":
+        return [Link((dim,), (new,)) for new, dim in enumerate(params["permutation"])]
+    if name == "squeeze":
+        return _kept(shapes, params["dimensions"], 1)
+    if name == "reshape" and params["dimensions"] is None and len(shapes) == 1:
+        return [Link((dim,), (new,)) for dim, new in _blocks(shapes[0], out)]
+    if name in (*REDUCTIONS, "argmax", "argmin"):
+        reduced = [Link((dim,), (None,), name) for dim in params["axes"] if name in REDUCTIONS]
+        return _kept(shapes, params["axes"], len(eqn.outvars)) + reduced
+    if name in _CUMULATIVE or name == "split":
+        return _unchanged(eqn, [params["axis"]])
+    if name == "sort":
+        return _unchanged(eqn, [params["dimension"]])
+    if name == "top_k":
+        return _unchanged(eqn, [params["axis"]] if "axis" in params else [len(out) - 1])
+    if name == "concatenate":
+        return _unchanged(eqn, [params["dimension"]])
+    if name == "rev":
+        return _unchanged(eqn, params["dimensions"])
+    if name == "pad":
+        dims = [dim for dim, amounts in enumerate(params["padding_config"]) if any(amounts)]
+        return [Link((one.results[0], None), one.results) for one in _unchanged(eqn, dims)]
+    if name == "slice":
+        strides = params["strides"] or (1,) * len(out)
+        return _unchanged(eqn, [dim for dim, size in enumerate(out) if size != shapes[0][dim] or strides[dim] != 1])
+    if name == "dynamic_slice":
+        dims = [dim for dim, size in enumerate(out) if size != shapes[0][dim]]
+        return [Link((one.results[0], *(None for _ in shapes[1:])), one.results) for one in _unchanged(eqn, dims)]
+    if name == "dot_general":
+        return list(_links_of_product(params["dimension_numbers"], shapes))
+    if name == "gather":
+        return list(_links_of_gather(params, shapes, out))
+    if name == "conv_general_dilated" and params["batch_group_count"] == 1:
+        numbers = params["dimension_numbers"]
+        return [Link((numbers.lhs_spec[0], None), (numbers.out_spec[0],))]
+    return []
+
+
+def bind_part(eqn: Any, operands: Sequence[Any], shapes: Sequence[Sequence[int]], *, start: Any = None) -> list[Any]:
+    """Returns the results of an equation for operands with linked dimensions cut, which have these `shapes`.
+
+    `start` is (dimension, index) where the part of an iota begins.
+    """
+    name, params, changed = eqn.primitive.name, eqn.params, {}
+    if name == "iota":
+        part = jax.lax.broadcasted_iota(params["dtype"], shapes[0], params["dimension"])
+        return [part if start is None or start[0] != params["dimension"] else part + start[1].astype(part.dtype)]
+    if name == "broadcast_in_dim":
+        changed = {"shape": tuple(shapes[0]), "sharding": None}
+    elif name == "reshape":
+        changed = {"new_sizes": tuple(shapes[0]), "sharding": None}
+    elif name in ("slice", "gather", "dynamic_slice"):  # what took the whole dimension takes the whole part
+        key = "limit_indices" if name == "slice" else "slice_sizes"
+        whole = zip(params[key], eqn.invars[0].aval.shape, operands[0].shape, strict=True)
+        changed = {key: tuple(new if taken == old else taken for taken, old, new in whole)}
+    return rebind(eqn, operands, **changed)
+
+
+def _same(shape: Sequence[int], out: Sequence[int], dim: int) -> int | None:
+    return dim if len(shape) == len(out) and shape[dim] == out[dim] else None
+
+
+def _kept(shapes: Sequence[Sequence[int]], removed: Sequence[int], num_results: int) -> list[Link]:
+    left = [dim for dim in range(len(shapes[0])) if dim not in removed]
+    return [Link((dim,), (new,) * num_results) for new, dim in enumerate(left)]
+
+
+def _unchanged(eqn: Any, mixed: Sequence[int]) -> list[Link]:
+    dims = [dim for dim in range(len(eqn.outvars[0].aval.shape)) if dim not in mixed]
+    return [Link((dim,) * len(eqn.invars), (dim,) * len(eqn.outvars)) for dim in dims]
+
+
+def _blocks(old: Sequence[int], new: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yields the pairs of dimensions before which both shapes have the same number of elements: their blocks agree."""
+    starts = {math.prod(old[:dim]): dim for dim, size in enumerate(old) if size > 1}
+    for dim, size in enumerate(new):
+        if size > 1 and math.prod(new[:dim]) in starts:
+            yield starts[math.prod(new[:dim])], dim
+
+
+def _links_of_product(numbers: Any, shapes: Sequence[Sequence[int]]) -> Iterator[Link]:
+    contracted, batch = numbers
+    for place, dims in enumerate(zip(*batch, strict=True)):
+        yield Link(dims, (place,))
+    for dims in zip(*contracted, strict=True):
+        yield Link(dims, (None,), SUM)
+    place = len(batch[0])
+    for side, shape in enumerate(shapes):
+        for dim in range(len(shape)):
+            if dim not in contracted[side] and dim not in batch[side]:
+                yield Link((None, dim) if side else (dim, None), (place,))
+                place += 1
+
+
+def _links_of_gather(params: Any, shapes: Sequence[Sequence[int]], out: Sequence[int]) -> Iterator[Link]:
+    numbers = params["dimension_numbers"]
+    batch = [dim for dim in range(len(out)) if dim not in numbers.offset_dims]
+    batching = dict(zip(numbers.start_indices_batching_dims, numbers.operand_batching_dims, strict=True))
+    for own, new in enumerate(batch):
+        yield Link((batching.get(own), own), (new,))
+    gone = (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)
+    whole = [dim for dim in range(len(shapes[0])) if dim not in gone]
+    for dim, new in zip(whole, numbers.offset_dims, strict=True):
+        if dim not in numbers.start_index_map and params["slice_sizes"][dim] == shapes[0][dim]:
+            yield Link((dim, None), (new,))
