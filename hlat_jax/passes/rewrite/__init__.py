@@ -17,19 +17,21 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 import numpy as np
 from jax.extend import core
 
+from hlat_jax.facts.byte_sizes import parse_bytes
 from hlat_jax.ops.dialect import CallSpec, MeasuredTimes, Op
 from hlat_jax.passes.jaxpr import CHECKPOINT, traced, without_consts
 from hlat_jax.passes.rewrite import attention, chunk, loss, mlp
 from hlat_jax.passes.rewrite.check import compare
 from hlat_jax.passes.rewrite.graph import Change, Choose, EquationGraph, Match, Refusal
 
+Matcher = Callable[[EquationGraph], Iterable[Match | Refusal]]
 # Name of an op -> graph -> a Match or a Refusal for each place that looks like it.
 MATCHERS = {"attention": attention.matches, "cross_entropy": loss.matches, "mlp": mlp.matches, "chunk": chunk.matches}
 
@@ -112,6 +114,7 @@ def rewrite(
     platform: str | None = None,
     check: bool = True,
     ops: Sequence[str] = tuple(MATCHERS),
+    chunk_bytes: int | str = chunk.MAX_BYTES,
 ) -> Rewritten[_Args, _Result]:
     """Returns a function with the same arguments and results that runs our implementations of ops.
 
@@ -124,22 +127,27 @@ def rewrite(
       platform: the platform for which implementations are chosen, by default that of JAX's default device.
       check: whether each replacement is compared with the original before it is used, by values and gradients, on
         this machine's CPU.
-      ops: names of the ops that are looked for, keys of `MATCHERS`.
+      ops: names of the ops that are looked for, keys of `MATCHERS`; "chunk" stands for any intermediate that is large.
+      chunk_bytes: "32MiB" or bytes: an intermediate of more is computed in chunks of about that size.
 
     Raises:
       ValueError: an unknown op; when called: a function that cannot be traced.
     """
     if isinstance(ops, str) or not set(ops) <= set(MATCHERS):
         raise ValueError(f"rewrite: ops={ops!r} must be a sequence of names of {', '.join(MATCHERS)}.")
-    return Rewritten(fn, lambda: _Rewriter(platform or jax.default_backend(), times, check=check, ops=ops))
+    max_bytes = parse_bytes(chunk_bytes, name="chunk_bytes")
+    matchers = {**MATCHERS, "chunk": functools.partial(chunk.matches, max_bytes=max_bytes)}
+    platform = platform or jax.default_backend()
+    return Rewritten(
+        fn, lambda: _Rewriter(platform, times, check=check, matchers=[matchers[op] for op in MATCHERS if op in ops])
+    )
 
 
 class _Rewriter:
     """Replaces ops in jaxprs, and records what it does."""
 
-    def __init__(self, platform: str, times: MeasuredTimes | None, *, check: bool, ops: Sequence[str]):
-        self.platform, self.times, self.check = platform, times, check
-        self.matchers = [matcher for op, matcher in MATCHERS.items() if op in ops]
+    def __init__(self, platform: str, times: MeasuredTimes | None, *, check: bool, matchers: Sequence[Matcher]):
+        self.platform, self.times, self.check, self.matchers = platform, times, check, matchers
         self.replacements: dict[Any, Replacement] = {}
         self.refusals: list[Refusal] = []
 

@@ -54,9 +54,8 @@ def compare(graph: EquationGraph, match: Match) -> tuple[float, float]:
     if cut.sizes:
         try:
             shapes = [cut.shape(var) for var in match.inputs]
-            if match.resized is not None:
-                match = dataclasses.replace(match, replacement=match.resized(cut.shape))
-            return _compared(graph, match, cut.evaluate, shapes), tolerance
+            resized = match.replacement if match.resized is None else match.resized(cut.shape)
+            return _compared(graph, dataclasses.replace(match, replacement=resized), cut.evaluate, shapes), tolerance
         except (TypeError, ValueError, AssertionError):
             pass  # the replacement reads sizes from the match: compared at the real ones
     original = functools.partial(_at_real_sizes, graph, match)

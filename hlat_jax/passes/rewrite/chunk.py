@@ -9,13 +9,15 @@ the order of the chunks; what depends on it is computed by another loop, which c
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from hlat_jax.passes.independence import SUM, Link, bind_part, links
 from hlat_jax.passes.jaxpr import aval_bytes, place_of
@@ -24,6 +26,7 @@ from hlat_jax.passes.rewrite.graph import EquationGraph, Match, Refusal, is_lite
 ShapeOf = Callable[[Any], Sequence[int]]
 MAX_BYTES = 32 * 2**20
 _LEAST_GAIN = 2.0  # the largest intermediate must be so many times what a region reads and returns in chunks
+_TINY = 64  # how many times smaller than the intermediate a result is through which a region goes on to its sum
 _REDUCED = {"reduce_max": jnp.max, "reduce_min": jnp.min, "reduce_and": jnp.all, "reduce_or": jnp.any}
 
 
@@ -50,7 +53,7 @@ def matches(graph: EquationGraph, *, max_bytes: int = MAX_BYTES) -> Iterator[Mat
             tried.add(seed)
             yield Refusal("chunk", graph.source(eqn), f"{seed.aval.str_short()}: {'; '.join(dict.fromkeys(reasons))}")
             continue
-        region = min(regions, key=lambda region: (region.num_levels, region.part_bytes, len(region.eqns)))
+        region = min(regions, key=lambda one: (one.num_levels, max(one.part_bytes, max_bytes), one.kept_bytes))
         taken |= {id(eqn) for eqn in region.eqns}
         yield region.match()
 
@@ -64,6 +67,7 @@ class _Region:
       reductions: variable -> how it is reduced over the chunks; "" of what is computed from reduced values alone.
       links: id of an equation -> its link; None of an equation of reduced values alone.
       outputs: variables that others read.
+      kept_bytes: of what is left between the loops.
       level: id of an equation -> how many reductions over the chunks come before it.
     """
 
@@ -77,13 +81,17 @@ class _Region:
         self.part_bytes = num_bytes // self.num_parts
         self.dims: dict[Any, int] = {seed: dim}
         self.reductions: dict[Any, str] = {}
+        self._whole: set[Any] = set()  # operands that every chunk takes as a whole
         self._small = max_bytes // 4
         self.links: dict[int, Link | None] = {}
-        self._grow(graph.producer(seed), taken)
+        self._grow([graph.producer(seed)], taken)
+        self._extend(taken)
         self.eqns = [eqn for eqn in graph.eqns if id(eqn) in self.links]
         self.outputs = self._outputs()
         self.level = self._levels()
-        self._require_gain()
+        self.kept_bytes = self._kept_bytes()
+        if num_bytes < _LEAST_GAIN * self.kept_bytes:
+            raise Mixed("chunks would keep about as many bytes")
 
     @property
     def num_levels(self) -> int:
@@ -114,8 +122,24 @@ class _Region:
             resized=replacement_at,
         )
 
-    def _grow(self, first: Any, taken: set[int]) -> None:
-        waiting = [first]
+    def _extend(self, taken: set[int]) -> None:
+        """Adds what is computed from tiny results, such as losses of tokens, where all of it ends in sums."""
+        before = dict(self.links), dict(self.dims), dict(self.reductions), set(self._whole)
+        try:
+            while True:
+                self.eqns = [eqn for eqn in self.graph.eqns if id(eqn) in self.links]
+                ends = [var for var in self._outputs() if var in self.dims]
+                if not ends:
+                    return
+                for var in ends:
+                    if self.graph.is_output(var) or _TINY * aval_bytes(var.aval) > aval_bytes(self.seed.aval):
+                        raise Mixed("it does not end in sums")
+                    self._grow(self.graph.readers(var), taken)
+        except Mixed:
+            self.links, self.dims, self.reductions, self._whole = before
+
+    def _grow(self, first: Sequence[Any], taken: set[int]) -> None:
+        waiting = list(first)
         while waiting:
             eqn = waiting.pop()
             if id(eqn) not in self.links:
@@ -128,39 +152,40 @@ class _Region:
 
     def _add(self, eqn: Any) -> None:
         """Adds an equation by the link that the dimensions known so far name, and sets those of its other variables."""
-        link = next((one for one in links(eqn) if self._agrees(eqn, one)), None)
-        if link is None or eqn.effects:
-            raise Mixed(f"{eqn.primitive.name} at {self.graph.source(eqn)} mixes it, or has no rule")
+        link = self._link_of(eqn)
         self.links[id(eqn)] = link
-        for atom, dim in (*zip(eqn.invars, link.operands, strict=True), *zip(eqn.outvars, link.results, strict=True)):
-            if dim is not None and not is_literal(atom):
-                if atom.aval.shape[dim] % self.num_parts:
-                    raise Mixed(f"{self.num_parts} parts do not divide {atom.aval.str_short()}")
-                if self.dims.setdefault(atom, dim) != dim:
-                    raise Mixed(f"{eqn.primitive.name} at {self.graph.source(eqn)} takes it along two dimensions")
-        for atom, dim in zip(eqn.invars, link.operands, strict=True):
-            if dim is None and not is_literal(atom) and atom in self.dims:
-                raise Mixed(f"{eqn.primitive.name} at {self.graph.source(eqn)} takes all of it at each index")
+        self.dims |= _ends(eqn, link)
+        self._whole |= {atom for atom in eqn.invars if not is_literal(atom) and atom not in self.dims}
         if link.reduction:
             self.reductions |= dict.fromkeys(eqn.outvars, link.reduction)
 
-    def _agrees(self, eqn: Any, link: Link) -> bool:
-        at_results = [
-            self.dims[var] == dim for var, dim in zip(eqn.outvars, link.results, strict=True) if var in self.dims
-        ]
-        if at_results:
-            return all(at_results)
-        operands = zip(eqn.invars, link.operands, strict=True)
-        return any(self.dims[atom] == dim for atom, dim in operands if not is_literal(atom) and atom in self.dims)
+    def _link_of(self, eqn: Any) -> Link:
+        """Returns the link of an equation that the dimensions known so far name. Raises Mixed if there is none."""
+        name = f"{eqn.primitive.name} at {self.graph.source(eqn)}"
+        for link in () if eqn.effects else links(eqn):
+            ends = _ends(eqn, link)
+            known = {var: dim for var, dim in ends.items() if var in self.dims}
+            results = [var for var in eqn.outvars if var in self.dims]
+            if not known or any(var not in known for var in results) or any(self.dims[v] != known[v] for v in known):
+                continue
+            for var, dim in ends.items():
+                if var.aval.shape[dim] % self.num_parts:
+                    raise Mixed(f"{self.num_parts} parts do not divide {var.aval.str_short()}, {name}")
+            whole = {atom for atom in eqn.invars if not is_literal(atom) and atom not in ends}
+            if whole & set(self.dims) or self._whole & set(ends):
+                raise Mixed(f"{name} takes all of it at each index")
+            return link
+        raise Mixed(f"{name} mixes it, or has no rule")
 
     def _neighbors(self, eqn: Any) -> list[Any]:
         """Returns the equations that compute large operands, or take none, and those that read large results."""
         found = []
         for atom in eqn.invars:
             source = None if is_literal(atom) or atom not in self.dims else self.graph.producer(atom)
-            is_made_here = source is not None and (aval_bytes(atom.aval) > self._small or not source.invars)
-            if is_made_here and any(self._agrees(source, link) for link in links(source)):
-                found.append(source)
+            if source is not None and (aval_bytes(atom.aval) > self._small or not source.invars):
+                with contextlib.suppress(Mixed):  # else it is computed before the loops
+                    self._link_of(source)
+                    found.append(source)
         for var in eqn.outvars:
             if var in self.dims and aval_bytes(var.aval) > self._small:
                 if self.graph.is_output(var):
@@ -210,14 +235,14 @@ class _Region:
 
         return [var for eqn in self.eqns for var in eqn.outvars if is_read(var)]
 
-    def _require_gain(self) -> None:
+    def _kept_bytes(self) -> int:
+        """Returns the bytes of what the loops read and return in chunks, and of what is reduced over them."""
         inside = {id(eqn) for eqn in self.eqns}
         read = {atom for eqn in self.eqns for atom in eqn.invars if not is_literal(atom) and atom in self.dims}
         ends = [var for var in read if id(self.graph.producer(var)) not in inside]
         ends += [var for var in self.outputs if var in self.dims]
-        kept = sum(aval_bytes(var.aval) for var in ends)
-        if aval_bytes(self.seed.aval) < _LEAST_GAIN * kept:
-            raise Mixed("chunks would keep about as many bytes")
+        parts = [var for var in self.outputs if self.reductions.get(var)]
+        return sum(aval_bytes(var.aval) for var in ends) + self.num_parts * sum(aval_bytes(var.aval) for var in parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -281,17 +306,16 @@ class _Loops:
         reads = dict.fromkeys(atom for eqn in eqns for atom in eqn.invars if not is_literal(atom) and atom not in own)
         cut, whole = [v for v in reads if v in region.dims], [v for v in reads if v not in region.dims]
 
-        @functools.partial(jax.checkpoint, prevent_cse=False)
         def part(number: Any, slices: Sequence[Any], others: Sequence[Any]) -> list[Any]:
             local = dict(zip((*cut, *whole), (*slices, *others), strict=True))
             for eqn in eqns:
                 self._compute(local, eqn, number, self.num_parts)
             return [local[var] for var in goals]
 
-        others = [env[var] for var in whole]
+        scalar = self._differentiated(eqns, goals, reads)
+        loop = _in_turn if scalar is None else functools.partial(_with_gradients, scalar)
         slices = [_split(env[var], region.dims[var], self.num_parts) for var in cut]
-        numbered = jnp.arange(self.num_parts, dtype=jnp.int32), slices
-        _, parts = jax.lax.scan(lambda _, at: (None, part(*at, others)), None, numbered)
+        parts = loop(part, slices, [env[var] for var in whole], self.num_parts)
         for var, values in zip(goals, parts, strict=True):
             if var in region.dims:
                 env[var] = _join(values, region.dims[var])
@@ -299,6 +323,78 @@ class _Loops:
                 env[var] = values.sum(0).astype(var.aval.dtype)
             else:
                 env[var] = _REDUCED[region.reductions[var]](values, axis=0)
+
+    def _differentiated(self, eqns: Sequence[Any], goals: Sequence[Any], reads: Iterable[Any]) -> int | None:
+        """Returns which of the goals has a derivative if they are sums of numbers and one has; else None."""
+        has_derivative = {var for var in reads if _is_float(var)}
+        for eqn in eqns:
+            if any(not is_literal(atom) and atom in has_derivative for atom in eqn.invars):
+                has_derivative |= {var for var in eqn.outvars if _is_float(var)}
+        found = [at for at, var in enumerate(goals) if var in has_derivative]
+        are_sums = all(self.region.reductions.get(var) == SUM and not var.aval.shape for var in goals)
+        return found[0] if are_sums and len(found) == 1 else None
+
+
+def _in_turn(part: Callable, slices: Sequence[Any], others: Sequence[Any], num_parts: int) -> list[Any]:
+    """Returns the results of all chunks, stacked; the backward pass computes a chunk again."""
+    again = jax.checkpoint(part, prevent_cse=False)
+    numbered = jnp.arange(num_parts, dtype=jnp.int32), slices
+    return jax.lax.scan(lambda _, at: (None, again(*at, others)), None, numbered)[1]
+
+
+def _with_gradients(
+    scalar: int, part: Callable, slices: Sequence[Any], others: Sequence[Any], num_parts: int
+) -> list[Any]:
+    """Returns the results of all chunks, which are numbers, and sums their gradients in the same loop, in fp32.
+
+    So the backward pass scales gradients, and computes no chunk again. Result `scalar` alone has a derivative.
+    """
+    numbers = np.arange(num_parts, dtype=np.int32)  # not traced: the functions below close over it
+    is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in (*slices, *others)]
+    num_cut = len(slices)
+
+    def call(number: Any, floats: Sequence[Any], fixed: Sequence[Any]) -> list[Any]:
+        rest = iter(fixed), iter(floats)
+        values = [next(rest[one]) for one in is_float]
+        return part(number, values[:num_cut], values[num_cut:])
+
+    def sort(values: Sequence[Any], kind: bool) -> tuple[list[Any], list[Any]]:
+        at = [number for number, one in enumerate(is_float) if one == kind]
+        return [values[i] for i in at if i < num_cut], [values[i] for i in at if i >= num_cut]
+
+    @jax.custom_vjp
+    def sums(cut: Sequence[Any], whole: Sequence[Any], fixed: tuple) -> list[Any]:
+        def step(_: None, at: Any) -> tuple[None, list[Any]]:
+            number, cut, fixed_cut = at
+            return None, call(number, [*cut, *whole], [*fixed_cut, *fixed[1]])
+
+        return jax.lax.scan(step, None, (numbers, cut, fixed[0]))[1]
+
+    def forward(cut: Sequence[Any], whole: Sequence[Any], fixed: tuple) -> tuple[list[Any], Any]:
+        def step(total: Sequence[Any], at: Any) -> tuple[Any, Any]:
+            number, cut, fixed_cut = at
+            values, pull_back = jax.vjp(lambda *floats: call(number, floats, [*fixed_cut, *fixed[1]]), *cut, *whole)
+            grads = pull_back([jnp.full_like(x, 1 if place == scalar else 0) for place, x in enumerate(values)])
+            total = [old + new.astype(jnp.float32) for old, new in zip(total, grads[len(cut) :], strict=True)]
+            return total, (values, grads[: len(cut)])
+
+        zeros = [jnp.zeros(x.shape, jnp.float32) for x in whole]
+        total, (values, grads) = jax.lax.scan(step, zeros, (numbers, cut, fixed[0]))
+        return values, (grads, total)
+
+    def backward(kept: tuple, cotangents: Sequence[Any]) -> tuple[Any, Any, None]:
+        (grads, total), by_part = kept, cotangents[scalar]  # all equal: the parts are summed
+        grads = [(grad * by_part[0]).astype(grad.dtype) for grad in grads]
+        return grads, [(grad * by_part[0]).astype(dtype) for grad, dtype in zip(total, dtypes, strict=True)], None
+
+    sums.defvjp(forward, backward)
+    cut, whole = sort([*slices, *others], True)
+    dtypes = [x.dtype for x in whole]
+    return sums(cut, whole, sort([*slices, *others], False))
+
+
+def _is_float(var: Any) -> bool:
+    return jnp.issubdtype(var.aval.dtype, jnp.floating)
 
 
 def _real_shape(var: Any) -> Sequence[int]:
@@ -308,6 +404,12 @@ def _real_shape(var: Any) -> Sequence[int]:
 def _join(parts: Any, dim: int) -> Any:
     whole = jnp.moveaxis(parts, 0, dim)
     return whole.reshape(*whole.shape[:dim], -1, *whole.shape[dim + 2 :])
+
+
+def _ends(eqn: Any, link: Link) -> dict[Any, int]:
+    """Returns the variables of an equation that a link cuts, and along which dimension."""
+    atoms = *zip(eqn.invars, link.operands, strict=True), *zip(eqn.outvars, link.results, strict=True)
+    return {atom: dim for atom, dim in atoms if dim is not None and not is_literal(atom)}
 
 
 def _split(x: Any, dim: int, num_parts: int) -> Any:

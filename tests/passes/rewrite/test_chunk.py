@@ -1,0 +1,242 @@
+"""Large intermediates in chunks: any loss, any attention, none wrongly, and the memory of a chunk."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hlat_jax.passes.rewrite import rewrite
+
+B, T, D, V, N, H = 2, 256, 16, 640, 2, 8
+LIMIT = 64 * 1024
+rng = np.random.default_rng(0)
+
+
+def normal(*shape, scale=0.3):
+    return (scale * rng.standard_normal(shape)).astype(np.float32)
+
+
+PARAMS = {"head": normal(D, V), "teacher": normal(D, V), "temperature": normal(N) + 1, "u": normal(D)}
+PARAMS |= {key: normal(D, N * H) for key in "qkv"}
+BATCH = {
+    "x": normal(B, T, D, scale=1),
+    "y": rng.integers(0, V, (B, T)).astype(np.int32),
+    "z": rng.integers(0, V, (B, T)).astype(np.int32),
+    "weights": (rng.random((B, T)) < 0.8).astype(np.float32),
+    "share": rng.random((B, T)).astype(np.float32),
+}
+
+
+def logits_of(params, batch, key="head"):
+    return batch["x"] @ params[key]
+
+
+def log_probs(params, batch):
+    return jax.nn.log_softmax(logits_of(params, batch))
+
+
+def of_label(values, labels):
+    return jnp.take_along_axis(values, labels[..., None], axis=-1)[..., 0]
+
+
+def with_accuracy(params, batch):
+    logits, weights = logits_of(params, batch), batch["weights"]
+    losses = jax.nn.logsumexp(logits, axis=-1) - of_label(logits, batch["y"])
+    correct = jnp.sum((jnp.argmax(logits, -1) == batch["y"]) * weights)
+    return jnp.sum(losses * weights) / jnp.sum(weights) + 0 * jax.lax.stop_gradient(correct)
+
+
+def soft_labels(params, batch):
+    labels = jax.nn.softmax(batch["x"] @ PARAMS["teacher"])
+    return -jnp.mean(jnp.sum(labels * log_probs(params, batch), axis=-1))
+
+
+def mixup(params, batch):
+    one, other = (-of_label(log_probs(params, batch), batch[key]) for key in "yz")
+    return jnp.mean(batch["share"] * one + (1 - batch["share"]) * other)
+
+
+def distillation(params, batch):
+    teacher = jax.lax.stop_gradient(jax.nn.log_softmax(logits_of(params, batch, "teacher") / 2))
+    return jnp.mean(jnp.sum(jnp.exp(teacher) * (teacher - jax.nn.log_softmax(logits_of(params, batch) / 2)), -1))
+
+
+def focal(params, batch):
+    chosen = of_label(log_probs(params, batch), batch["y"])
+    return -jnp.mean((1 - jnp.exp(chosen)) ** 2 * chosen)
+
+
+def smoothed_with_z_loss(params, batch):
+    logits = logits_of(params, batch)
+    total = jax.nn.logsumexp(logits, axis=-1)
+    labels = 0.9 * jax.nn.one_hot(batch["y"], V) + 0.1 / V
+    return jnp.mean(total - jnp.sum(labels * logits, axis=-1)) + 1e-2 * jnp.mean(total**2)
+
+
+def in_two_steps(params, batch):
+    """Flattens the tokens, and divides by a count that is known only at the end."""
+    logits = batch["x"].reshape(-1, D) @ params["head"]
+    chosen = of_label(jax.nn.log_softmax(logits), batch["y"].reshape(-1))
+    return -jnp.sum(chosen * batch["weights"].reshape(-1)) / jnp.sum(batch["weights"])
+
+
+def of_both_sides(params, batch):
+    """CLIP's: a softmax over the rows and one over the columns."""
+    rows = batch["x"].reshape(-1, D)
+    scores, same = (rows @ params["q"]) @ (rows @ params["k"]).T, jnp.eye(B * T)
+    return -sum(jnp.mean(jnp.sum(jax.nn.log_softmax(scores, axis) * same, axis)) for axis in (0, 1))
+
+
+def attention(change=lambda scores, params: scores, softmax=jax.nn.softmax):
+    def loss(params, batch):
+        q, k, v = ((batch["x"] @ params[key]).reshape(B, T, N, H) for key in "qkv")
+        scores = change(jnp.einsum("btnh,bsnh->bnts", q, k) / H**0.5, params)
+        scores = jnp.where(jnp.tril(jnp.ones((T, T), bool)), scores, -1e30)
+        return jnp.mean(jnp.einsum("bnts,bsnh->btnh", softmax(scores, params), v) ** 2)
+
+    return loss
+
+
+def softmax_plus_one(scores, _):
+    highest = jax.lax.stop_gradient(jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), 0))
+    weights = jnp.exp(scores - highest)
+    return weights / (jnp.sum(weights, axis=-1, keepdims=True) + jnp.exp(-highest))
+
+
+def with_sinks(scores, params):
+    sinks = jnp.broadcast_to(params["temperature"][:, None, None], (B, N, T, 1))
+    return jax.nn.softmax(jnp.concatenate([scores, sinks], axis=-1), axis=-1)[..., :-1]
+
+
+def plain(scores, _):
+    return jax.nn.softmax(scores, axis=-1)
+
+
+def by_temperature(scores, params):
+    return scores * params["temperature"][:, None, None]
+
+
+def by_distance(scores, params):
+    return scores - params["temperature"][:, None, None] * jnp.abs(jnp.arange(T)[:, None] - jnp.arange(T))
+
+
+def additive(params, batch):
+    q, k = (batch["x"] @ params[key] for key in "qk")
+    scores = jnp.tanh(q[:, :, None] + k[:, None]) @ params["u"]
+    return jnp.mean((jax.nn.softmax(scores, axis=-1) @ batch["x"]) ** 2)
+
+
+def gated_mlp(params, batch):
+    x = jnp.concatenate([batch["x"]] * 2, axis=-1)[..., :D]
+    return jnp.mean((jax.nn.silu(x @ params["head"]) * (x @ params["teacher"]) @ params["head"].T) ** 2)
+
+
+LOSSES = [with_accuracy, soft_labels, mixup, distillation, focal, smoothed_with_z_loss, in_two_steps, of_both_sides]
+LOSSES += [additive, gated_mlp, attention(softmax=plain), attention(softmax=with_sinks)]
+LOSSES += [attention(softmax=softmax_plus_one), attention(by_temperature, plain), attention(by_distance, plain)]
+
+
+def difference(loss, ours, *args):
+    """Returns the largest relative difference in value and gradients, both compiled."""
+    expected, found = (jax.tree.leaves(jax.jit(jax.value_and_grad(one))(*args)) for one in (loss, ours))
+    return max(
+        float(np.linalg.norm(a - b) / max(np.linalg.norm(a), 1e-9))
+        for a, b in zip(expected, found, strict=True)
+        if np.linalg.norm(a) or np.linalg.norm(b)
+    )
+
+
+def temporaries(loss, *args):
+    return jax.jit(jax.grad(loss)).lower(*args).compile().memory_analysis().temp_size_in_bytes
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__qualname__)
+def test_any_loss_is_computed_in_chunks_with_its_gradients_and_a_third_of_its_memory(loss):
+    ours = rewrite(loss, ops=("chunk",), chunk_bytes=LIMIT)
+    assert difference(loss, ours, PARAMS, BATCH) < 1e-5  # the sums are in another order
+    assert ours.report().replacements, ours.report()
+    assert 3 * temporaries(ours, PARAMS, BATCH) < temporaries(loss, PARAMS, BATCH)
+
+
+def shifted_back(x):
+    return jnp.concatenate([x[:, :1], x[:, :-1]], axis=1)
+
+
+STEPS = {
+    "softmax": lambda x: jax.nn.softmax(x, axis=-1),
+    "softmax of rows": lambda x: jax.nn.softmax(x, axis=1),
+    "centred": lambda x: x - jnp.mean(x, axis=1, keepdims=True),
+    "of the largest": lambda x: x / (1 + jnp.max(jnp.abs(x), axis=(0, 1), keepdims=True)),
+    "summed up": lambda x: jnp.cumsum(x, axis=1) / T,
+    "sorted": lambda x: jnp.sort(x, axis=-1),
+    "shifted": shifted_back,
+    "reversed": lambda x: x[:, ::-1],
+    "every other": lambda x: x.at[:, ::2].multiply(0.5),
+    "taken": lambda x: x[:, (3 * jnp.arange(x.shape[1])) % x.shape[1]],
+    "by position": lambda x: x * jnp.sin(jnp.arange(x.shape[1]))[:, None],
+    "below the diagonal": lambda x: jnp.where(jnp.arange(x.shape[1])[:, None] >= jnp.arange(x.shape[2]) - 1, x, 0.1),
+    "transposed": lambda x: jnp.tanh(x).transpose(0, 2, 1),
+    "regrouped": lambda x: x.reshape(-1, x.shape[2] * 2).reshape(x.shape) ** 2,
+    "rows in one": lambda x: jnp.exp(x.reshape(-1, x.shape[-1]) / 9).reshape(x.shape),
+    "squared": lambda x: jnp.einsum("btv,bsv->bts", x, x) / x.shape[-1],
+}
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_random_program_keeps_its_values_and_gradients(seed):
+    """Also where dimensions are mixed, and what would be chunked is not, or in several loops."""
+    chosen = np.random.default_rng(seed).choice(list(STEPS), 5)
+
+    def loss(params, batch):
+        x = logits_of(params, batch) / 3
+        for name in chosen:
+            x = STEPS[name](x)
+        return jnp.mean(x**2) + jnp.mean(x[:, 1] * x[:, 0])
+
+    ours = rewrite(loss, ops=("chunk",), chunk_bytes=LIMIT)
+    assert difference(loss, ours, PARAMS, BATCH) < 3e-5, (*chosen, str(ours.report()))
+
+
+def test_what_cannot_be_computed_in_chunks_is_left_with_a_reason():
+    def returned(params, batch):
+        logits = logits_of(params, batch)
+        return jnp.mean(logits**2), logits
+
+    def printed(params, batch):
+        logits = logits_of(params, batch)
+        jax.debug.callback(lambda _: None, logits)
+        return jnp.mean(logits**2)
+
+    for loss, words in [(returned, "result of the function"), (printed, "debug_callback")]:
+        ours = rewrite(loss, ops=("chunk",), chunk_bytes=LIMIT)
+        jax.eval_shape(ours, PARAMS, BATCH)
+        report = ours.report()
+        assert not report.replacements
+        assert words in report.refusals[0].reason
+        assert "test_chunk.py" in report.refusals[0].source
+
+
+def test_sums_over_chunks_and_gradients_of_weights_are_in_fp32():
+    half = {key: value.astype(jnp.bfloat16) for key, value in PARAMS.items()}
+    batch = {**BATCH, "x": jnp.asarray(BATCH["x"], jnp.bfloat16)}
+    ours = rewrite(focal, ops=("chunk",), chunk_bytes=LIMIT)
+    exact = jax.grad(focal)(PARAMS, BATCH)["head"]
+    errors = [np.linalg.norm(jax.jit(jax.grad(one))(half, batch)["head"] - exact) for one in (focal, ours)]
+    assert errors[1] < 1.1 * errors[0]
+    assert ours.report().replacements
+
+
+def test_layers_in_a_loop_and_under_checkpoints_are_computed_in_chunks():
+    attend = attention(softmax=plain)
+
+    def looped(params, batch):
+        def layer(x, _):
+            return x + attend(params, batch | {"x": x}) * x, None
+
+        return jnp.mean(jax.lax.scan(layer, batch["x"], None, length=2)[0] ** 2)
+
+    for loss in (looped, lambda params, batch: jax.checkpoint(attend)(params, batch)):
+        ours = rewrite(loss, ops=("chunk",), chunk_bytes=LIMIT)
+        assert difference(loss, ours, PARAMS, BATCH) < 1e-5
+        assert ours.report().replacements
+        assert 2 * temporaries(ours, PARAMS, BATCH) < temporaries(loss, PARAMS, BATCH)
