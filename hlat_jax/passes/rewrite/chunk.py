@@ -25,8 +25,10 @@ from hlat_jax.passes.rewrite.graph import EquationGraph, Match, Refusal, is_lite
 
 ShapeOf = Callable[[Any], Sequence[int]]
 MAX_BYTES = 32 * 2**20
+_PARTS = 4  # of `max_bytes`: several values of a chunk are held at a time
 _LEAST_GAIN = 2.0  # the largest intermediate must be so many times what a region reads and returns in chunks
 _TINY = 64  # how many times smaller than the intermediate a result is through which a region goes on to its sum
+_OF_WHOLE = Link((None,), (None,))  # of an equation that each chunk computes alike
 _REDUCED = {"reduce_max": jnp.max, "reduce_min": jnp.min, "reduce_and": jnp.all, "reduce_or": jnp.any}
 
 
@@ -53,7 +55,7 @@ def matches(graph: EquationGraph, *, max_bytes: int = MAX_BYTES) -> Iterator[Mat
             tried.add(seed)
             yield Refusal("chunk", graph.source(eqn), f"{seed.aval.str_short()}: {'; '.join(dict.fromkeys(reasons))}")
             continue
-        region = min(regions, key=lambda one: (one.num_levels, max(one.part_bytes, max_bytes), one.kept_bytes))
+        region = min(regions, key=lambda one: (one.num_levels, max(_PARTS * one.part_bytes, max_bytes), one.kept_bytes))
         taken |= {id(eqn) for eqn in region.eqns}
         yield region.match()
 
@@ -74,7 +76,7 @@ class _Region:
     def __init__(self, graph: EquationGraph, seed: Any, dim: int, *, max_bytes: int, taken: set[int]):
         self.graph, self.seed = graph, seed
         size, num_bytes = seed.aval.shape[dim], aval_bytes(seed.aval)
-        needed = -(-num_bytes // max_bytes)
+        needed = -(-_PARTS * num_bytes // max_bytes)
         self.num_parts = next((parts for parts in range(min(needed, size), size + 1) if size % parts == 0), 1)
         if self.num_parts < 2:
             raise Mixed(f"dimension {dim} has one index")
@@ -181,8 +183,14 @@ class _Region:
         """Returns the equations that compute large operands, or take none, and those that read large results."""
         found = []
         for atom in eqn.invars:
-            source = None if is_literal(atom) or atom not in self.dims else self.graph.producer(atom)
-            if source is not None and (aval_bytes(atom.aval) > self._small or not source.invars):
+            source = self.graph.producer(atom)
+            if source is not None and atom not in self.dims and source.primitive.name == "transpose":
+                if len(self.graph.readers(atom)) == 1:  # a copy outside of the loop, part of the product inside
+                    self.links[id(source)] = _OF_WHOLE
+                    self._whole |= set(source.invars)
+            elif (
+                source is not None and atom in self.dims and (aval_bytes(atom.aval) > self._small or not source.invars)
+            ):
                 with contextlib.suppress(Mixed):  # else it is computed before the loops
                     self._link_of(source)
                     found.append(source)
