@@ -12,6 +12,7 @@ from absl import flags, logging
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.config import Config, DataConfig
 from hlat_jax.facts.names import nearest
+from hlat_jax.store.progress import show_progress
 
 USAGE = """Usage: python -m hlat_jax.data VERB ...
 
@@ -41,12 +42,7 @@ encoded. Ids: unk 0, bos 1, eos 2.
 
 def main(argv: Sequence[str]) -> int:
     """Runs one verb; returns the exit code."""
-    verbs: dict[str, Callable[[Sequence[str]], int]] = {
-        "build": _build,
-        "tokenizer": _tokenizer,
-        "stats": _stats,
-        "peek": _peek,
-    }
+    verbs = {"build": _build, "tokenizer": _tokenizer, "stats": _stats, "peek": _peek}
     if not argv or argv[0] in ("--help", "-h", "help"):
         print(USAGE)
         return 0 if argv else 2
@@ -91,17 +87,10 @@ def _build(argv: Sequence[str]) -> int:
     _define_reading(values)
     words = _parse(argv, values, usage=_BUILD)
     from hlat_jax.data.build import build  # not at the top: --help does not need the readers
-    from hlat_jax.store.progress import show_progress
 
-    options = build.BuildOptions(
-        text_field=values.text_field,
-        tokenizer=values.tokenizer,
-        max_document_chars=values.max_document_chars,
-        shard_bytes=values.shard_mb * 1_000_000,
-        on_bad_record=values.on_bad_record,
-        prepend_bos=values.prepend_bos,
-        batch_size=values.batch_size,
-    )
+    same = ("text_field", "tokenizer", "max_document_chars", "on_bad_record", "prepend_bos", "batch_size")
+    named = {name: values[name].value for name in same}
+    options = build.BuildOptions(shard_bytes=values.shard_mb * 1_000_000, **named)
     start_s, out = time.monotonic(), pathlib.Path(values.out).expanduser()
     num_workers = values.workers or os.cpu_count() or 1
     with show_progress("opening the inputs") as status:
@@ -120,17 +109,17 @@ def _tokenizer(argv: Sequence[str]) -> int:
     _define_reading(values)
     words = _parse(argv, values, usage=_TOKENIZER)
     from hlat_jax.data.build import tokenizer_training
-    from hlat_jax.store.progress import show_progress
 
-    options = tokenizer_training.TrainingOptions(
-        vocab_size=values.vocab_size,
-        text_field=values.text_field,
-        sample_bytes=values.sample_mb * 1_000_000,
-        on_bad_record=values.on_bad_record,
-    )
-    out = pathlib.Path(values.out).expanduser()
     with show_progress("opening the inputs") as status:
-        summary = tokenizer_training.train(words, out=out, options=options, status=status)
+        summary = tokenizer_training.train(
+            words,
+            out=pathlib.Path(values.out).expanduser(),
+            vocab_size=values.vocab_size,
+            sample_bytes=values.sample_mb * 1_000_000,
+            text_field=values.text_field,
+            on_bad_record=values.on_bad_record,
+            status=status,
+        )
     print(summary)
     return 0
 
@@ -143,7 +132,6 @@ def _stats(argv: Sequence[str]) -> int:
 
     config, values = _parse_config(argv, define)
     from hlat_jax.data.build import stats
-    from hlat_jax.store.progress import show_progress
 
     with show_progress("opening the text") as status:
         report = stats.report(config, sample_bytes=values.sample_mb * 1_000_000, status=status)

@@ -47,15 +47,7 @@ class Tasks:
         standard_errors: bool = True,
         key: str = "--tasks",
     ):
-        """Looks the names up; fetches nothing.
-
-        Args:
-          names: the tasks, groups, tags and suites.
-          num_fewshot: solved examples before each question; -1: the number in each task. A suite has its own.
-          limit: the number of questions of each task, taken from the first; 0: all.
-          folder: your own tasks, in YAML.
-          standard_errors: whether to compute them; for some metrics that takes 100,000 bootstrap samples.
-          key: the flag or config key that gave the names, for errors.
+        """Looks the names up; fetches nothing. `key` is the flag or config key that gave them, for errors.
 
         Raises:
           ValueError: the harness is not installed, an unknown name, or `num_fewshot` with a suite, which has its own.
@@ -73,11 +65,10 @@ class Tasks:
         for name in names:
             if name not in known:
                 raise ValueError(f"{key}: there is no task {name!r}. {nearest(name, known)}")
-        self.plan: list[tuple[int | None, list[Any]]] = [
-            pair for suite in self.suites.values() for pair in suite.plan().items()
-        ]
-        others = [name for name in names if name not in SUITES]
-        if others:
+        self.plan: list[tuple[int | None, list[Any]]] = []
+        for suite in self.suites.values():
+            self.plan += suite.plan().items()
+        if others := [name for name in names if name not in SUITES]:
             self.plan.append((num_fewshot if num_fewshot >= 0 else None, others))
 
     def load(self) -> None:

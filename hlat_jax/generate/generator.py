@@ -102,16 +102,8 @@ class Generator:
         of_decode = separate_layers(self.params, self.cfg, self.layout) if separate else self.params
         shape = self.shape(prompts, max_tokens=min(max_tokens, self.cfg.max_positions))
         programs = self._programs(shape, of_decode, loop="unroll" if separate else self.cfg.layer_loop)
-        return stream(
-            programs,
-            self.params,
-            prompts,
-            limits=limits,
-            first_number=first_number,
-            sampling=sampling,
-            stop_ids=stop_ids,
-            of_decode=of_decode,
-        )
+        options: dict[str, Any] = {"sampling": sampling, "stop_ids": stop_ids, "first_number": first_number}
+        return stream(programs, self.params, prompts, limits=limits, of_decode=of_decode, **options)
 
     def shape(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> GenerationShape:
         """Returns the shape that prompts are padded to: powers of two, so that few programs are compiled."""
@@ -198,11 +190,7 @@ def stream(
 def sample_text(programs: Programs, params: Any, tokenizer: Any, *, config: Config) -> str:
     """Returns `train.sample_prompt` and its continuation, sampled at temperature 0.8 until EOS or `sample_tokens`.
 
-    Args:
-      programs: of `sample_shape`.
-      params: parameters of a decoder of `config.model`.
-      tokenizer: has encode, decode, bos_id and eos_id.
-      config: prompt, longest continuation and seed; the same seed gives the same text.
+    The programs are of `sample_shape`; the same `train.seed` gives the same text.
     """
     train = config.train
     first = [tokenizer.bos_id] if config.data.prepend_bos else []

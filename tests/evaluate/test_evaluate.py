@@ -11,7 +11,6 @@ import itertools
 import json
 import math
 import pathlib
-import re
 import shutil
 import types
 
@@ -35,7 +34,6 @@ from hlat_jax.model import apply, init_params
 from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.resolve import resolve
 from hlat_jax.run.resume import saved_config
-from hlat_jax.store import progress
 from hlat_jax.store.metrics import ROWS_FILE, read_rows
 from hlat_jax.weights.trained import open_weights
 
@@ -145,19 +143,6 @@ def test_evaluate_of_the_validation_rows_equals_the_validation_of_the_run(valida
         for key in ("eval_loss", "bits_per_byte"):
             assert found[key] == pytest.approx(row[key], rel=1e-5)
         assert found["coverage"]["all"]["all_documents"] == 13
-
-
-def test_evaluate_shows_its_progress_and_the_time_left(trained_run, evaluate_here, monkeypatch, tmp_path):
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 8))
-    monkeypatch.setattr(progress, "ProgressBar", functools.partial(progress.ProgressBar, line_s=0.001))
-    words = [f"--checkpoint={trained_run}", f"--data={tmp_path / 'text.jsonl'}", "--window=15", "--batch_size=1"]
-    code, _, told = evaluate_here(*words)
-    lines = told.splitlines()
-    assert code == 0
-    assert re.fullmatch(r"      opening the model  0:00:\d\d", lines[0])
-    shares = [int(found[1]) for line in lines if (found := re.fullmatch(r" *(\d+)%  [\d,]+ windows  .* left", line))]
-    assert shares == sorted(shares)
-    assert len(set(shares)) > 3
 
 
 def test_evaluate_on_validation_rows_uses_the_precision_policy_of_the_run(validated, monkeypatch, evaluate_here):

@@ -11,8 +11,6 @@ import json
 import os
 import random
 import shutil
-import subprocess
-import sys
 import types
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -150,21 +148,6 @@ def test_model_arguments_are_checked_by_name(tmp_path):
     ]:
         with pytest.raises(ValueError, match=message):
             ModelType.create_from_arg_string(words)
-
-
-@pytest.mark.slow
-def test_neuron_environment_for_the_requested_mesh_is_set_before_importing_jax(tmp_path):
-    (tmp_path / "checkpoints").mkdir()
-    code = f"""if True:
-        import sys
-        from hlat_jax.generate import inference
-        from hlat_jax.evaluate.model_type import ModelType
-        inference.prepare_for = lambda mesh: sys.exit(f"{{mesh.fsdp}} {{mesh.tensor}} {{'jax' in sys.modules}}")
-        ModelType.create_from_arg_obj({{"checkpoint": {str(tmp_path)!r}, "tensor": 8, "fsdp": "4"}})
-    """
-    words = [sys.executable, "-c", code]
-    done = subprocess.run(words, env=micro.environment(), capture_output=True, text=True, check=False)
-    assert done.stderr.strip() == "4 8 False"
 
 
 @pytest.mark.slow

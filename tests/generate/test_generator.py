@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import re
 
 import jax
 import numpy as np
@@ -19,8 +18,6 @@ from hf_cases import CASES, GQA, hugging_face, random_params
 
 from hlat_jax.config import ParallelConfig
 from hlat_jax.generate.decoding import (
-    decode_arguments,
-    make_decode,
     make_prefill,
     prefill_arguments,
     separate_layers,
@@ -167,17 +164,3 @@ def test_layers_apart_are_in_the_memory_of_the_stacked_ones_and_hinder_no_donati
         del first, second
         doubled = jax.jit(lambda leaf: 2 * leaf, donate_argnums=0)(gate_up)
         assert doubled.unsafe_buffer_pointer() == addresses[0]
-
-
-def test_decoding_reads_no_matrix_through_a_fusion(one_device):
-    shape = GenerationShape(1, 64, 128)
-    arguments = decode_arguments(GQA, one_device, dtype=jax.numpy.float32, shape=shape)
-    stacked = jax.device_put(weights("gqa"), jax.devices()[0])
-    unrolled = dataclasses.replace(GQA, layer_loop="unroll")
-    found = {}
-    for name, params in (("stacked", stacked), ("apart", separate_layers(stacked, GQA, one_device))):
-        text = make_decode(unrolled, one_device).trace(params, *arguments).lower().compile().as_text()
-        # the product is the result of a fused computation, with the reshape of its matrix inside
-        found[name] = set(re.findall(r"ROOT %\S+ = f32\[(\d+)\]\S* dot\(", text))
-    assert "320" in found["stacked"]  # gate and up
-    assert not found["apart"]

@@ -77,7 +77,7 @@ def test_scorer_counts_ties_as_greedy_and_refuses_invalid_requests(model):
     for pair, message in [
         (([], [1]), "pair 1 has 0 tokens of context and 1 of continuation"),
         (([1], []), "pair 1 has 1 tokens of context and 0 of continuation"),
-        (([1], [1] * 301), "pair 1 has a continuation of 301 tokens and model.max_positions is 300"),
+        (([1], [1] * 301), "the second at most model.max_positions=300"),
     ]:
         with pytest.raises(ValueError, match=message):
             scorer([pairs[0], pair])

@@ -65,7 +65,15 @@ def peek(config: config_lib.Config, workdir: pathlib.Path, *, step: int, row: in
         print_row(packed, row=number, source=source, definition=batches.definition, tokenizer=tokenizer)
     if row is not None:
         return 0  # the hash of a step covers all its rows
-    return _compare(batch_hash(make_batch([packed for _, packed in made]), rows=rows), workdir, step)
+    found, path = batch_hash(make_batch([packed for _, packed in made]), rows=rows), workdir / ROWS_FILE
+    recorded = [row for row in read_rows(path) if "batch_hash" in row]
+    recorded = [row for row in recorded if row.get("batch", row["step"]) == step]  # `batch` with train.skip_steps
+    if not recorded:
+        print(f"\nbatch {found}; {path} has no row of step {step} to compare it with")
+        return 0
+    is_same = recorded[-1]["batch_hash"] == found
+    print(f"\nbatch {found}: {'the same as' if is_same else 'NOT the same as'} in {path} for step {step}")
+    return 0 if is_same else 1
 
 
 def print_row(packed: packing.Row, *, row: int, source: int, definition: Definition, tokenizer: Tokenizer) -> None:
@@ -102,16 +110,3 @@ def _document_spans(span: packing.Span, number: int, documents: Any) -> list[tup
         found.append((part, documents.corpus.locate(document)))
         start = part.stop
     return found
-
-
-def _compare(found: str, workdir: pathlib.Path, step: int) -> int:
-    """Prints whether the run trained on this batch; returns the exit code."""
-    path = workdir / ROWS_FILE
-    rows = [row for row in read_rows(path) if "batch_hash" in row]
-    rows = [row for row in rows if row.get("batch", row["step"]) == step]  # `batch` where train.skip_steps is set
-    if not rows:
-        print(f"\nbatch {found}; {path} has no row of step {step} to compare it with")
-        return 0
-    same = rows[-1]["batch_hash"] == found
-    print(f"\nbatch {found}: {'the same as' if same else 'NOT the same as'} in {path} for step {step}")
-    return 0 if same else 1

@@ -6,12 +6,10 @@ a space.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import heapq
 import io
 import pathlib
-import re
 from collections.abc import Iterable, Iterator, Sequence
 
 import sentencepiece
@@ -23,22 +21,19 @@ from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.store.atomic_files import write_whole
 from hlat_jax.store.progress import Status
 
-MIN_VOCAB_SIZE = 3 + 256 + 1  # unk, bos, eos; bytes; a letter
-
 _PIECE_CHARS = 4096  # of text sampled as a whole
 
 
-@dataclasses.dataclass(frozen=True)
-class TrainingOptions:
-    """How a tokenizer is trained; `on_bad_record` is "raise" or "skip"."""
-
-    vocab_size: int
-    text_field: str = "text"
-    sample_bytes: int = 100_000_000
-    on_bad_record: str = "raise"
-
-
-def train(words: Sequence[str], *, out: pathlib.Path, options: TrainingOptions, status: Status | None = None) -> str:
+def train(
+    words: Sequence[str],
+    *,
+    out: pathlib.Path,
+    vocab_size: int,
+    sample_bytes: int,
+    text_field: str = "text",
+    on_bad_record: str = "raise",
+    status: Status | None = None,
+) -> str:
     """Trains a SentencePiece BPE model on a sample of the inputs, writes it to `out` and returns lines about it.
 
     The sample is uniform over pieces of about 4,096 characters; the same inputs give the same model. Memory holds the
@@ -53,18 +48,14 @@ def train(words: Sequence[str], *, out: pathlib.Path, options: TrainingOptions, 
             f"--out={out} must be a new file that ends in .model: runs that use a tokenizer could not be resumed with "
             "another one of its name."
         )
-    if options.vocab_size < MIN_VOCAB_SIZE:
-        raise ValueError(
-            f"--vocab_size={options.vocab_size} must be at least {MIN_VOCAB_SIZE}: 256 bytes and 3 control tokens."
-        )
-    sample, status = Sample(options.sample_bytes), status or Status()
+    sample, status = Sample(sample_bytes), status or Status()
     num_documents = num_bad = 0
     found = inputs.open_inputs(inputs.find(words))
     total_bytes = max(sum(input_.size for input_ in found), 1)
     for input_ in found:
-        for document in inputs.read(input_, text_field=options.text_field):
+        for document in inputs.read(input_, text_field=text_field):
             if isinstance(document, BadRecord):
-                if options.on_bad_record == "raise":
+                if on_bad_record == "raise":
                     raise document.for_command()
                 num_bad += 1
                 continue
@@ -74,14 +65,14 @@ def train(words: Sequence[str], *, out: pathlib.Path, options: TrainingOptions, 
             status.text = f"reading, {num_documents:,} documents  {format_bytes(sample.seen_bytes)}"
     documents, pieces = counted(num_documents, "document"), sample.pieces()
     if not any(piece.strip() for piece in pieces):
-        raise ValueError(f"the inputs hold no text ({documents}); check --text_field={options.text_field}.")
+        raise ValueError(f"the inputs hold no text ({documents}); check --text_field={text_field}.")
     status.share, status.text = 1.0, f"training on {format_bytes(sample.num_bytes)}; SentencePiece reports no progress"
-    serialized = train_model(pieces, vocab_size=options.vocab_size)
+    serialized = train_model(pieces, vocab_size=vocab_size)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(out, serialized)
     skipped = f"; skipped {counted(num_bad, 'bad record')}" if num_bad else ""
     return (
-        f"{out}: {options.vocab_size:,} tokens, SHA-256 {hashlib.sha256(serialized).hexdigest()}\n"
+        f"{out}: {vocab_size:,} tokens, SHA-256 {hashlib.sha256(serialized).hexdigest()}\n"
         f"sampled {format_bytes(sample.num_bytes)} of {format_bytes(sample.seen_bytes)} in {documents}{skipped}"
     )
 
@@ -163,15 +154,5 @@ def train_model(pieces: Iterable[str], *, vocab_size: int) -> bytes:
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise ValueError(_explain_failure(str(error), vocab_size=vocab_size)) from None
+        raise ValueError(f"--vocab_size={vocab_size}: SentencePiece cannot train on this text: {error}") from None
     return model.getvalue()
-
-
-def _explain_failure(message: str, *, vocab_size: int) -> str:
-    too_high = re.search(r"set it to a value <= (\d+)", message)
-    if too_high:
-        return f"--vocab_size={vocab_size} is too large for the sampled text; use at most {too_high[1]}, or more text."
-    too_low = re.search(r"smaller than required_chars\. \d+ vs (\d+)", message)
-    if too_low:
-        return f"--vocab_size={vocab_size} is too small for the characters of the text; use at least {too_low[1]}."
-    return f"SentencePiece cannot train on this text: {message}"
