@@ -65,6 +65,14 @@ class PromptRows:
     sampling: Any
 
 
+class DecodeInput(NamedTuple):
+    """The newest token of each row, int32 [B], their slot in the cache, an int32 scalar, and the `PromptRows`."""
+
+    tokens: Any
+    slot: Any
+    rows: Any
+
+
 def make_prefill(cfg: ModelConfig, layout: Layout, *, slots: int) -> Callable[..., tuple[KVCache, jax.Array]]:
     """Returns the jitted (params, tokens [B, T], PromptRows) -> (KVCache of `slots`, the next tokens [B])."""
     model = ShardedDecoder(serving(cfg, layout.platform), layout)
@@ -86,17 +94,15 @@ def make_prefill(cfg: ModelConfig, layout: Layout, *, slots: int) -> Callable[..
 
 
 def make_decode(cfg: ModelConfig, layout: Layout) -> Callable[..., tuple[KVCache, jax.Array]]:
-    """Returns the jitted decoding step (params, KVCache, tokens, slot, PromptRows) -> (KVCache, the next tokens).
+    """Returns the jitted (params, KVCache, DecodeInput) -> (KVCache with the new keys and values, the next tokens [B]).
 
-    The tokens, int32 [B], are the newest of each row, and `slot`, an int32 scalar, is where the cache gets their keys
-    and values; it is donated. The parameters may also be those of `separate_layers`, for a model with
+    The cache is donated. The parameters may also be those of `separate_layers`, for a model with
     `layer_loop="unroll"`.
     """
     model = ShardedDecoder(serving(cfg, layout.platform), layout)
 
-    def local(
-        params: Any, cache: KVCache, tokens_B: jax.Array, slot: jax.Array, rows: PromptRows
-    ) -> tuple[KVCache, jax.Array]:
+    def local(params: Any, cache: KVCache, given: DecodeInput) -> tuple[KVCache, jax.Array]:
+        tokens_B, slot, rows = given
         if isinstance(params["layers"], list):
             params = params | {"layers": _stacked(params["layers"], model.cfg)}
         decoder = bind(params, model.cfg)
@@ -109,9 +115,9 @@ def make_decode(cfg: ModelConfig, layout: Layout) -> Callable[..., tuple[KVCache
         written = jax.tree.map(lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, slot, axis=2), cache, new)
         return written, model.next_tokens(decoder, x_B1D, rows, positions_B=positions_B + 1)
 
-    def decode(params: Any, cache: KVCache, tokens: jax.Array, slot: jax.Array, rows: PromptRows) -> Any:
-        specs = _CACHE_SPEC, P(ROWS), P(), _ROW_SPECS
-        return model.shard_map(local, specs, _RESULT_SPECS)(params, cache, tokens, slot, rows)
+    def decode(params: Any, cache: KVCache, given: DecodeInput) -> tuple[KVCache, jax.Array]:
+        specs = _CACHE_SPEC, DecodeInput(P(ROWS), P(), _ROW_SPECS)
+        return model.shard_map(local, specs, _RESULT_SPECS)(params, cache, given)
 
     return jax.jit(decode, out_shardings=model.out_shardings, donate_argnums=(1,))
 
@@ -170,11 +176,12 @@ def prefill_arguments(layout: Layout, shape: GenerationShape) -> tuple[Any, Prom
     return _replicated((_int32(shape.num_rows, shape.prompt_slots), _abstract_rows(shape)), layout)
 
 
-def decode_arguments(cfg: ModelConfig, layout: Layout, *, dtype: Any, shape: GenerationShape) -> tuple[Any, ...]:
+def decode_arguments(cfg: ModelConfig, layout: Layout, *, dtype: Any, shape: GenerationShape) -> tuple[Any, Any]:
     """Returns the same for `decode`; `dtype` is that of the parameters."""
     dims = (cfg.num_layers, shape.num_rows, shape.slots, cfg.num_kv_heads, cfg.head_dim)
     part = jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(layout.mesh, _CACHE_SPEC))
-    return KVCache(part, part), *_replicated((_int32(shape.num_rows), _int32(), _abstract_rows(shape)), layout)
+    given = DecodeInput(_int32(shape.num_rows), _int32(), _abstract_rows(shape))
+    return KVCache(part, part), _replicated(given, layout)
 
 
 _CACHE_SPEC = P("pipe", ROWS, None, "tensor_kv", None)

@@ -18,6 +18,7 @@ import numpy as np
 
 from hlat_jax.config import Config, ModelConfig, ParallelConfig
 from hlat_jax.generate.decoding import (
+    DecodeInput,
     GenerationShape,
     PromptRows,
     decode_arguments,
@@ -176,7 +177,7 @@ def stream(
         for slot in range(first_slot, first_slot + max(left)):
             following = None
             if max(left) > 1:  # dispatched before this token is read
-                cache, following = programs.decode(of_decode, cache, tokens_B, np.int32(slot), rows)
+                cache, following = programs.decode(of_decode, cache, DecodeInput(tokens_B, np.int32(slot), rows))
             tokens = np.asarray(tokens_B)[: len(left)].tolist()
             yield [token if more else None for token, more in zip(tokens, left, strict=True)]
             left = [0 if token in stop_ids else max(more - 1, 0) for token, more in zip(tokens, left, strict=True)]
