@@ -14,7 +14,7 @@ from hlat_jax.data import packing, positions
 from hlat_jax.data.build import peek
 from hlat_jax.data.formats.paths import asset_path
 from hlat_jax.data.loader import TrainBatches, batch_hash, make_batch
-from hlat_jax.data.streams import identity
+from hlat_jax.data.streams import data_drift, identity
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.resolve import resolve
 
@@ -167,30 +167,15 @@ def test_peek_refuses_a_step_beyond_the_last_one_at_once(config, tmp_path):
         peek.peek(resolve(config), tmp_path, step=999_999_999, row=None)
 
 
-# A whole run of two sources: what it writes, and what peek says of it.
-
-
-@pytest.fixture
-def trained(config, tmp_path, monkeypatch):
-    """A function of changes to `data` that trains in `tmp_path/run` on one device and returns the resolved config."""
-    one = jax.devices()[:1]
-    monkeypatch.setattr(loop.jax, "devices", lambda: one)
-
-    def train(**changes):
-        config.data.update(changes)
-        resolved = resolve(config)
-        assert loop.train(resolved, tmp_path / "run") == 0
-        return resolved
-
-    return train
-
-
 @pytest.mark.slow
-def test_two_source_run_validates_each_source_and_supports_peek(trained, config, tmp_path, capsys):
-    run = tmp_path / "run"
+def test_two_source_run_validates_each_source_and_supports_peek(config, tmp_path, capsys, monkeypatch):
+    run, one = tmp_path / "run", jax.devices()[:1]
+    monkeypatch.setattr(loop.jax, "devices", lambda: one)
     with open(tmp_path / "code.jsonl", "a") as file:
         file.write('{"text": null}\n' * 4)
-    resolved = trained(packing="documents", on_bad_record="skip", batch_size=4)
+    config.data.update(packing="documents", on_bad_record="skip", batch_size=4)
+    resolved = resolve(config)
+    assert loop.train(resolved, run) == 0
     out = capsys.readouterr().out
     assert "sources          web 75.00%, code 25.00% until step 10; then web 50.00%, code 50.00%" in out
     written = rows(run)
@@ -229,20 +214,17 @@ def test_two_source_run_validates_each_source_and_supports_peek(trained, config,
     assert shown(resolved, run, capsys, step=5)[0] == 1
 
 
-@pytest.mark.slow
-def test_future_mixture_stages_may_change_on_resume(trained, config, tmp_path):
-    expected_weights = "web=3,code=1 until_step=5;web=1,code=1 until_step=9;web=0,code=1"
-    trained(mixture=expected_weights)
-    expected = [row["batch_hash"] for row in rows(tmp_path / "run") if "loss" in row]
-    (tmp_path / "run").rename(tmp_path / "whole")
-    config.train.num_steps = 7
-    trained(mixture="web=3,code=1 until_step=5;web=1,code=1")
-    config.train.num_steps = 12
+def test_future_mixture_stages_may_change_on_resume(config):
+    first = "web=3,code=1 until_step=5;web=1,code=1"
+
+    def drift(weights):
+        data = dataclasses.asdict(resolve(config).data)
+        settings = [
+            {"manifest": {"files": []}, "config": {"data": data | {"mixture": mixture}}} for mixture in (first, weights)
+        ]
+        return data_drift(*settings, num_batches=7)
+
     for weights in ("web=3,code=1 until_step=6;web=1,code=1", "web=3,code=1 until_step=5;web=2,code=1", "web=3,code=1"):
-        with pytest.raises(
-            ValueError, match=r"data.mixture: .* which differ before step 8; only stages that start after"
-        ):
-            trained(mixture=weights)
-    trained(mixture=expected_weights)
-    assert [row["batch_hash"] for row in rows(tmp_path / "run") if "loss" in row] == expected
-    assert peek.peek(resolve(config), tmp_path / "run", step=5, row=None) == 0  # from a position of before
+        [line] = drift(weights)
+        assert "which differ before step 8; only stages that start after it may change" in line
+    assert drift("web=3,code=1 until_step=5;web=1,code=1 until_step=9;web=0,code=1") == []

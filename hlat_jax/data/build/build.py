@@ -119,10 +119,7 @@ def build(
     searched = inputs.find(words)
     for folder in searched.folders:
         if out.resolve().is_relative_to(folder.resolve()):
-            raise ValueError(
-                f"--out={out} is inside the input {folder}: its documents would be read twice later. "
-                "Choose a folder outside it."
-            )
+            raise ValueError(f"--out={out} is inside the input {folder}; choose a folder outside it.")
     found = inputs.open_inputs(searched, batch_size=options.batch_size)
     notes = [searched.describe_ignored()] if searched.ignored or searched.links else []
     if num_cut := sum(input_.is_cut for input_ in found):

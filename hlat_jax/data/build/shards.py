@@ -117,13 +117,7 @@ class ShardWriter:
     """
 
     def __init__(self, path: pathlib.Path, *, dtype: np.dtype | None, content: int = 0):
-        """Opens nothing yet.
-
-        Args:
-          path: of the file.
-          dtype: that of the ids, or None for text.
-          content: hash of all documents of the dataset before this shard.
-        """
+        """Opens nothing yet. `dtype` is that of ids, None for text; `content` hashes the documents before the shard."""
         self.path, self._dtype, self._content = path, dtype, content
         self.counts = dict.fromkeys(COUNTS, 0)
         self._sources: dict[int, dict[str, int]] = {}
