@@ -164,14 +164,10 @@ def test_content_hash_depends_only_on_documents_and_their_order(tmp_path):
     for index, text in enumerate(TEXTS):
         (tmp_path / "texts" / f"{index:03d}.txt").write_bytes(text.encode())
     words = ["a.jsonl", "a.parquet", "a.arrow", "a.jsonl.gz", "b.jsonl.zst", "texts"]
-    hashes = {
-        build(tmp_path / f"{kind}-{word}-{size}", tmp_path / word, tokenizer=kind, shard_bytes=size).manifest[
-            "content_hash"
-        ]
-        for word in words
-        for kind in ("", AUSTEN)
-        for size in (700, 10**6)
-    }
+    hashes = set()
+    for word, kind, size in [*((word, "", 700) for word in words), (words[0], "", 10**6), (words[0], AUSTEN, 700)]:
+        built = build(tmp_path / f"{kind}-{word}-{size}", tmp_path / word, tokenizer=kind, shard_bytes=size)
+        hashes.add(built.manifest["content_hash"])
     again = build(tmp_path / "again", tmp_path / "-a.jsonl-700", tokenizer=AUSTEN)  # a dataset of texts is an input too
     assert hashes == {again.manifest["content_hash"]}
     swapped = build(tmp_path / "swapped", write_jsonl(tmp_path / "s.jsonl", [TEXTS[1], TEXTS[0], *TEXTS[2:]]))

@@ -120,9 +120,9 @@ def build(
     for folder in searched.folders:
         if out.resolve().is_relative_to(folder.resolve()):
             raise ValueError(f"--out={out} is inside the input {folder}; choose a folder outside it.")
-    found = inputs.open_inputs(searched, batch_size=options.batch_size)
+    input_files = inputs.open_inputs(searched, batch_size=options.batch_size)
     notes = [searched.describe_ignored()] if searched.ignored or searched.links else []
-    if num_cut := sum(input_.is_cut for input_ in found):
+    if num_cut := sum(input_.is_cut for input_ in input_files):
         what = f"{counted(num_cut, 'text')}, fewer than --batch_size, cut at paragraphs as training would"
         notes.append(f"{what}; --batch_size=1 keeps texts whole")
     tokenizer = Tokenizer(options.tokenizer) if options.tokenizer else None
@@ -130,7 +130,7 @@ def build(
         raise ValueError("--prepend_bos needs --tokenizer; of a dataset of texts, set data.prepend_bos=True to train.")
     if tokenizer is not None:
         tokenizer.require_bos(options.prepend_bos, key="--prepend_bos")
-    plan = _plan_hash(found, options=options, tokenizer=tokenizer)
+    plan = _plan_hash(input_files, options=options, tokenizer=tokenizer)
     if (out / MANIFEST_NAME).exists():
         manifest = _require_plan(read_json(out / MANIFEST_NAME), plan, out=out)
         shutil.rmtree(out / _BUILDING, ignore_errors=True)
@@ -139,7 +139,7 @@ def build(
         if not (folder / MANIFEST_NAME).exists():
             parts = _finished_shards(folder, plan=plan, out=out)
             parts += _write_shards(
-                found,
+                input_files,
                 parts,
                 folder=folder,
                 plan=plan,
@@ -148,7 +148,7 @@ def build(
                 num_threads=num_workers,
                 status=status or Status(),
             )
-            manifest = _manifest(parts, found=found, plan=plan, options=options, tokenizer=tokenizer)
+            manifest = _manifest(parts, input_files=input_files, plan=plan, options=options, tokenizer=tokenizer)
             shards.write_whole(folder / MANIFEST_NAME, json.dumps(manifest, indent=1).encode() + b"\n")
             if manifest["bad_records"]:
                 notes.append(f"skipped {counted(manifest['bad_records'], 'bad record')}, such as")
@@ -158,11 +158,11 @@ def build(
     return BuildResult(manifest, False, notes)
 
 
-def _plan_hash(found: Sequence[inputs.Input], *, options: BuildOptions, tokenizer: Tokenizer | None) -> str:
+def _plan_hash(input_files: Sequence[inputs.Input], *, options: BuildOptions, tokenizer: Tokenizer | None) -> str:
     """Returns a hash of all that determines the bytes of a build; `on_bad_record` may change when it is resumed."""
     plan = [
         FORMAT,
-        [[input_.file.name, input_.size, input_.fingerprint, input_.is_cut] for input_ in found],
+        [[input_.file.name, input_.size, input_.fingerprint, input_.is_cut] for input_ in input_files],
         [options.text_field, options.shard_bytes, options.prepend_bos],
         [tokenizer.sha256, options.max_document_chars] if tokenizer else None,
     ]
@@ -217,7 +217,7 @@ def _finished_shards(folder: pathlib.Path, *, plan: str, out: pathlib.Path) -> l
 
 
 def _write_shards(
-    found: Sequence[inputs.Input],
+    input_files: Sequence[inputs.Input],
     finished: Sequence[dict[str, Any]],
     *,
     folder: pathlib.Path,
@@ -252,7 +252,7 @@ def _write_shards(
 
     shard = open_shard()
     try:
-        records = _read(found, start=position, options=options, status=status)
+        records = _read(input_files, start=position, options=options, status=status)
         for block in _encode_in_order(records, encode, num_threads=num_threads):
             for record in block:
                 # before the next record: after the last one a shard may have no documents, and is then no file
@@ -270,11 +270,11 @@ def _write_shards(
 
 
 def _read(
-    found: Sequence[inputs.Input], *, start: tuple[int, ...], options: BuildOptions, status: Status
+    input_files: Sequence[inputs.Input], *, start: tuple[int, ...], options: BuildOptions, status: Status
 ) -> Iterator[_Record]:
     """Yields the records after `start`; raises ValueError at a bad one with on_bad_record="raise"."""
-    total_bytes, before_bytes = max(sum(input_.size for input_ in found), 1), 0
-    for number, input_ in enumerate(found):
+    total_bytes, before_bytes = max(sum(input_.size for input_ in input_files), 1), 0
+    for number, input_ in enumerate(input_files):
         if number < start[0]:
             before_bytes += input_.size
             continue
@@ -332,7 +332,7 @@ def _encode_block(block: list[_Record], encode: Callable[[str], shards.EncodedDo
 def _manifest(
     parts: Sequence[dict[str, Any]],
     *,
-    found: Sequence[inputs.Input],
+    input_files: Sequence[inputs.Input],
     plan: str,
     options: BuildOptions,
     tokenizer: Tokenizer | None,
@@ -341,8 +341,8 @@ def _manifest(
     totals = {name: sum(part[name] for part in parts) for name in COUNTS}
     if totals["documents"] == 0:
         bad = counted(totals["bad_records"], "bad record")
-        raise ValueError(f"the {len(found)} input file(s) hold no documents ({bad}).")
-    sources = [{"name": name} | dict.fromkeys(COUNTS, 0) for name in inputs.names(found)]
+        raise ValueError(f"the {len(input_files)} input file(s) hold no documents ({bad}).")
+    sources = [{"name": name} | dict.fromkeys(COUNTS, 0) for name in inputs.names(input_files)]
     for part in parts:
         for number, counts in part["sources"].items():
             for key in COUNTS:

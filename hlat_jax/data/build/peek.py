@@ -65,14 +65,14 @@ def peek(config: config_lib.Config, workdir: pathlib.Path, *, step: int, row: in
         print_row(packed, row=number, source=source, definition=batches.definition, tokenizer=tokenizer)
     if row is not None:
         return 0  # the hash of a step covers all its rows
-    found, path = batch_hash(make_batch([packed for _, packed in made]), rows=rows), workdir / ROWS_FILE
+    own_hash, path = batch_hash(make_batch([packed for _, packed in made]), rows=rows), workdir / ROWS_FILE
     recorded = [row for row in read_rows(path) if "batch_hash" in row]
     recorded = [row for row in recorded if row.get("batch", row["step"]) == step]  # `batch` with train.skip_steps
     if not recorded:
-        print(f"\nbatch {found}; {path} has no row of step {step} to compare it with")
+        print(f"\nbatch {own_hash}; {path} has no row of step {step} to compare it with")
         return 0
-    is_same = recorded[-1]["batch_hash"] == found
-    print(f"\nbatch {found}: {'the same as' if is_same else 'NOT the same as'} in {path} for step {step}")
+    is_same = recorded[-1]["batch_hash"] == own_hash
+    print(f"\nbatch {own_hash}: {'the same as' if is_same else 'NOT the same as'} in {path} for step {step}")
     return 0 if is_same else 1
 
 
@@ -104,9 +104,9 @@ def _document_spans(span: packing.Span, number: int, documents: Any) -> list[tup
     """
     if not isinstance(documents, sources.TokenRows):
         return [(dataclasses.replace(span, document=number), documents.locate(number))]
-    found, start = [], span.start
+    spans, start = [], span.start
     for document, token, count in documents.parts(number):
         part = packing.Span(span.epoch, document, token, start, start + count)
-        found.append((part, documents.corpus.locate(document)))
+        spans.append((part, documents.corpus.locate(document)))
         start = part.stop
-    return found
+    return spans

@@ -50,9 +50,9 @@ def train(
         )
     sample, status = Sample(sample_bytes), status or Status()
     num_documents = num_bad = 0
-    found = inputs.open_inputs(inputs.find(words))
-    total_bytes = max(sum(input_.size for input_ in found), 1)
-    for input_ in found:
+    input_files = inputs.open_inputs(inputs.find(words))
+    total_bytes = max(sum(input_.size for input_ in input_files), 1)
+    for input_ in input_files:
         for document in inputs.read(input_, text_field=text_field):
             if isinstance(document, BadRecord):
                 if on_bad_record == "raise":
