@@ -24,7 +24,6 @@ import numpy as np
 
 from hlat_jax.cli import config_files
 from hlat_jax.data.build import build as build_lib
-from hlat_jax.data.build.build_task import BuildOptions
 from hlat_jax.data.formats.paths import asset_path
 from hlat_jax.loop import train
 from hlat_jax.resolve import resolve
@@ -92,8 +91,8 @@ def main() -> None:
         if not pathlib.Path(held_out).exists():
             write_books(pathlib.Path(books), pathlib.Path(held_out))
     ids = options.workdir / "ids"
-    tokenizer = BuildOptions(tokenizer=str(asset_path("austen_2k.model")))
-    build_lib.build([books], out=ids, options=tokenizer, num_workers=1, watch=lambda *_: contextlib.nullcontext())
+    tokenizer = build_lib.BuildOptions(tokenizer=str(asset_path("austen_2k.model")))
+    build_lib.build([books], out=ids, options=tokenizer)
     print(f"{'data':6}{'order':10}{'between steps':>15}{'wander':>9}{'validation':>12}  seeds", flush=True)
     orders = (("text", books, "document"), ("text", books, "row"), ("ids", str(ids), "row"))  # ids, document: as text
     for kind, path, order in orders:

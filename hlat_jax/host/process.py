@@ -209,41 +209,6 @@ def removed_on_interrupt(folder: pathlib.Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def raising_interrupts() -> Iterator[None]:
-    """Makes Ctrl-C in its body a KeyboardInterrupt, once, for a command that has processes of its own to stop.
-
-    While they stop, which takes seconds, another Ctrl-C has no effect: ending at once would leave semaphores behind.
-    A later one ends the command nevertheless.
-    """
-    first_s = 0.0
-
-    def raise_once(_number: int, _frame: Any) -> None:
-        nonlocal first_s
-        _take_interrupt()
-        if signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
-            signal.raise_signal(signal.SIGINT)  # another thread took it; now it waits until this one unblocks it
-            return
-        if not first_s:
-            first_s = time.monotonic()
-            raise KeyboardInterrupt
-        if time.monotonic() - first_s > _STOPPING_S:
-            end_interrupted()
-
-    if signal.getsignal(signal.SIGINT) is not _end_on_interrupt:
-        yield
-        return
-    signal.signal(signal.SIGINT, raise_once)
-    try:
-        yield
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends by itself now
-        raise
-    finally:
-        if signal.getsignal(signal.SIGINT) is raise_once:
-            signal.signal(signal.SIGINT, _end_on_interrupt)
-
-
-@contextlib.contextmanager
 def only_process(workdir: pathlib.Path) -> Iterator[None]:
     """Locks the run folder: a second process in it would overwrite the rows and saves of the first.
 

@@ -1,6 +1,5 @@
 """A document of 40 MB grows the process that reads or builds it by a small multiple of its size: measured."""
 
-import contextlib
 import pathlib
 import subprocess
 import sys
@@ -9,7 +8,6 @@ import pytest
 from data_files import write_arrow, write_jsonl, write_parquet
 
 from hlat_jax.data.build import build
-from hlat_jax.data.build.build_task import BuildOptions
 
 pytestmark = [
     pytest.mark.skipif(not pathlib.Path("/proc/self/status").exists(), reason="peak memory is read from /proc"),
@@ -65,13 +63,7 @@ def folder(tmp_path_factory):
         write_arrow(out / "a.arrow", texts, rows_in_batch=100)
         for number, text in enumerate(texts):
             (out / "t" / f"{number}.txt").write_text(text)
-        build.build(
-            [str(out / "a.jsonl")],
-            out=out / "built",
-            options=BuildOptions(),
-            num_workers=1,
-            watch=lambda *_: contextlib.nullcontext(),
-        )
+        build.build([str(out / "a.jsonl")], out=out / "built", options=build.BuildOptions())
     return base
 
 

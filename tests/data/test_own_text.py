@@ -162,12 +162,10 @@ def test_the_share_is_part_of_the_identity_of_the_data(tmp_path):
 
 def test_a_share_is_held_out_of_each_source_and_of_stored_ids(tmp_path):
     from hlat_jax.data.build import build as build_lib
-    from hlat_jax.data.build.build_task import BuildOptions
 
     (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "text {n}"}}\n' for n in range(40)))
-    options = BuildOptions(tokenizer=str(TOKENIZER.path))
-    watch = lambda *_: contextlib.nullcontext()  # noqa: E731
-    build_lib.build([str(tmp_path / "a.jsonl")], out=tmp_path / "ids", options=options, num_workers=1, watch=watch)
+    options = build_lib.BuildOptions(tokenizer=str(TOKENIZER.path))
+    build_lib.build([str(tmp_path / "a.jsonl")], out=tmp_path / "ids", options=options)
     data = data_config(f"ids={tmp_path / 'ids'};text={tmp_path / 'a.jsonl'}", mixture="ids=1,text=1")
     held_out, _ = open_held_out(data, tokenizer=TOKENIZER, num_batches=0)
     assert {name: source.coverage.documents for name, source in held_out.items()} == {"ids": 2, "text": 2}

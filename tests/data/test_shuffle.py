@@ -14,7 +14,6 @@ from hlat_jax.config import DataConfig
 from hlat_jax.data import packing, positions, streams
 from hlat_jax.data.build import build as build_lib
 from hlat_jax.data.build import peek
-from hlat_jax.data.build.build_task import BuildOptions
 from hlat_jax.data.formats.paths import asset_path
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.tokenizer import Tokenizer
@@ -36,9 +35,8 @@ def folder(texts, tmp_path_factory):
     """Holds the texts as text.jsonl, and as token ids in `ids`."""
     path = tmp_path_factory.mktemp("books")
     (path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    options = BuildOptions(tokenizer=str(TOKENIZER.path))
-    watch = lambda *_: contextlib.nullcontext()  # noqa: E731
-    build_lib.build([str(path / "text.jsonl")], out=path / "ids", options=options, num_workers=1, watch=watch)
+    options = build_lib.BuildOptions(tokenizer=str(TOKENIZER.path))
+    build_lib.build([str(path / "text.jsonl")], out=path / "ids", options=options)
     return path
 
 
@@ -76,9 +74,8 @@ def test_stored_ids_give_the_rows_of_their_concatenation_permuted_anew_in_each_e
 
 def test_a_dataset_of_one_long_document_fills_a_batch(tmp_path, texts):
     (tmp_path / "book.txt").write_text("\n".join(texts), encoding="utf-8")
-    options = BuildOptions(tokenizer=str(TOKENIZER.path))
-    watch = lambda *_: contextlib.nullcontext()  # noqa: E731
-    build_lib.build([str(tmp_path / "book.txt")], out=tmp_path / "ids", options=options, num_workers=1, watch=watch)
+    options = build_lib.BuildOptions(tokenizer=str(TOKENIZER.path))
+    build_lib.build([str(tmp_path / "book.txt")], out=tmp_path / "ids", options=options)
     assert len(take(data_config(tmp_path / "ids"), 2)[0]) == 2
     with pytest.raises(ValueError, match=r"holds 1 document, fewer than data\.batch_size=3;"):
         TrainBatches(data_config(tmp_path / "ids", shuffle_by="document"), tokenizer=TOKENIZER)

@@ -22,7 +22,6 @@ from hlat_jax.config import DataConfig
 from hlat_jax.data import held_out, loader, sources
 from hlat_jax.data.build import build as build_lib
 from hlat_jax.data.build import stats
-from hlat_jax.data.build.build_task import BuildOptions
 from hlat_jax.data.streams import Definition
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.evaluate.__main__ import _document
@@ -128,8 +127,8 @@ def test_unknown_tokens_share_what_the_other_pieces_leave(tokenizer_of):
 def test_stored_ids_have_the_bytes_and_batches_of_their_text(kind, prepend_bos, tokenizer_of, tmp_path):
     tokenizer, texts = tokenizer_of(kind), ["the lazy \u6771\u4eac dog", "  fox ", "jumps\n" * 40, "\u6771"]
     write_jsonl(tmp_path / "a.jsonl", texts)
-    options = BuildOptions(tokenizer=str(tokenizer.path), max_document_chars=50, prepend_bos=prepend_bos)
-    how = {"options": options, "num_workers": 1, "watch": lambda *_: contextlib.nullcontext()}
+    options = build_lib.BuildOptions(tokenizer=str(tokenizer.path), max_document_chars=50, prepend_bos=prepend_bos)
+    how = {"options": options}
     built = build_lib.build([str(tmp_path / "a.jsonl")], out=tmp_path / "ids", **how)
     printed = build_lib.summary(built, out=tmp_path / "ids", elapsed_s=1.0)
     assert (" and --config.data.prepend_bos" in printed) == prepend_bos
@@ -157,9 +156,9 @@ def test_bos_needs_a_token_and_changes_the_identity_of_the_data(tmp_path):
     without = Tokenizer(train_model(tmp_path / "a.model", bos_id=-1))
     with pytest.raises(ValueError, match=r"data.prepend_bos=True: the tokenizer .*a.model has no BOS token"):
         loader.TrainBatches(config_of(tmp_path / "a.jsonl", without), tokenizer=without)
-    options = {"options": BuildOptions(prepend_bos=True), "num_workers": 1, "watch": None}
+    options = build_lib.BuildOptions(prepend_bos=True)
     with pytest.raises(ValueError, match="--prepend_bos needs --tokenizer"):
-        build_lib.build([str(tmp_path / "a.jsonl")], out=tmp_path / "out", **options)
+        build_lib.build([str(tmp_path / "a.jsonl")], out=tmp_path / "out", options=options)
     tokenizer = Tokenizer("package:austen_2k.model")
     data = [config_of(tmp_path / "a.jsonl", tokenizer, prepend_bos=bos) for bos in (False, True)]
     one, other = (Definition(each, tokenizer=tokenizer).identity(0) for each in data)

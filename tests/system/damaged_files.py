@@ -28,7 +28,6 @@ from hlat_jax.cli import config_files, flags
 from hlat_jax.data import __main__ as data_commands
 from hlat_jax.data import positions, sources
 from hlat_jax.data.build import build
-from hlat_jax.data.build.build_task import BuildOptions
 from hlat_jax.data.streams import identity
 from hlat_jax.hf import __main__ as hf_commands
 from hlat_jax.host.process import StopSignals
@@ -82,9 +81,8 @@ def prepare(run: pathlib.Path, work: pathlib.Path) -> None:
     text = work / "text.jsonl"
     text.write_text("".join(json.dumps({"text": f"It is a truth {i} " * (i % 7 + 1)}) + "\n" for i in range(60)))
     for name, tokenizer in (("text", ""), ("tokens", "package:austen_2k.model")):
-        options = BuildOptions(tokenizer=tokenizer, shard_bytes=1000)
-        watched = contextlib.nullcontext()
-        build.build([str(text)], out=work / name, options=options, num_workers=1, watch=lambda *_, w=watched: w)
+        options = build.BuildOptions(tokenizer=tokenizer, shard_bytes=1000)
+        build.build([str(text)], out=work / name, options=options)
     assert hf_commands.main(["export", str(run), f"--out={work}/hf"]) == 0
     assert hf_commands.main(["import", f"{work}/hf", f"--out={work}/weights"]) == 0
     (work / "table").mkdir()
