@@ -204,12 +204,13 @@ def open_corpus(
             if kind == "built":
                 part = open_built(file, key=key, tokenizer_sha256=tokenizer_sha256)
             elif kind == "array_record":
-                part = ArrayRecordDocuments(Snapshot(file, has_checksums=True))
+                part = ArrayRecordDocuments(Snapshot(file))
             elif kind == "jsonl":
                 part = JsonlDocuments(Snapshot(file), field=text_field, index_folder=index_folder)
+            elif kind == "arrow":
+                part = arrow_documents(Snapshot(file), field=text_field)
             else:
-                open_columns = arrow_documents if kind == "arrow" else parquet_documents
-                part = open_columns(Snapshot(file), field=text_field, cache=cache)
+                part = parquet_documents(Snapshot(file), field=text_field, cache=cache)
             add(kind, [file], part)
     num_documents = sum(map(len, parts))
     if num_documents == 0:

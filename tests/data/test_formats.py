@@ -44,16 +44,15 @@ def test_arrow_files_and_streams_round_trip_documents(tmp_path):
         assert [documents[index] for index in order] == [TEXTS[index] for index in order], options
 
 
-def test_uncompressed_local_arrow_batch_is_memory_mapped(tmp_path, monkeypatch):
+def test_an_uncompressed_arrow_file_takes_no_memory_and_much_of_a_compressed_one_is_refused(tmp_path, monkeypatch):
     path = write_arrow(tmp_path / "a.arrow", TEXTS, rows_in_batch=100)
-    packed = write_arrow(tmp_path / "b.arrow", TEXTS, rows_in_batch=100, compression="zstd")
-    monkeypatch.setattr(arrow, "MAX_PART_BYTES", 1000)
-    monkeypatch.setattr(arrow, "MAX_COMPRESSED_BYTES", 100)
+    packed = write_arrow(tmp_path / "b.arrow", TEXTS, rows_in_batch=2, compression="zstd")
+    monkeypatch.setattr(columns, "MAX_PART_BYTES", 1000)
     before = pyarrow.total_allocated_bytes()
-    documents = arrow.arrow_documents(Snapshot(DataFile(path)), field="text", cache=columns.ColumnCache())
+    documents = arrow.arrow_documents(Snapshot(DataFile(path)), field="text")
     assert documents[4] == TEXTS[4]
     assert pyarrow.total_allocated_bytes() - before < 1000
-    assert f"python -m hlat_jax.data build {packed} --out DIR" in error_of(packed)
+    assert f"python -m hlat_jax.data build {packed} --out b" in error_of(packed)
 
 
 def test_truncated_arrow_is_refused_at_every_cut(tmp_path):
@@ -105,7 +104,7 @@ def test_arrow_batch_inconsistent_with_its_column_is_refused(tmp_path):
         except ValueError as error:
             messages.append(str(error))
     assert messages
-    assert all("a.arrow, record batch 1: it cannot be decoded" in message for message in messages), messages
+    assert all("a.arrow" in message and "it cannot be decoded" in message for message in messages), messages
 
 
 def test_bad_column_is_named_by_file_row_and_reason(tmp_path):
@@ -127,14 +126,7 @@ def test_bad_column_is_named_by_file_row_and_reason(tmp_path):
         path.write_bytes(b"neither of them")
         assert f"{path}: it cannot be decoded" in error_of(path)
     coded = write_arrow(tmp_path / "f.arrow", pyarrow.array(["a", "b", "a"]).dictionary_encode())
-    assert f"python -m hlat_jax.data build {coded} --out DIR" in error_of(coded)
-
-
-def test_column_of_slices_has_their_texts():
-    for kind in ("string", "large_string", "string_view"):
-        whole = pyarrow.array(TEXTS, kind)
-        column = columns.TextColumn(pyarrow.chunked_array([whole.slice(2), whole.slice(1, 3), whole.slice(3, 0)]))
-        assert [column[index] for index in range(len(column))] == [*TEXTS[2:], *TEXTS[1:4]]
+    assert read_all(coded) == ["a", "b", "a"]
 
 
 def test_column_cache_respects_its_byte_limit(tmp_path):
@@ -147,45 +139,14 @@ def test_column_cache_respects_its_byte_limit(tmp_path):
         assert 0 < cache.num_bytes <= 500
 
 
-def test_column_cache_decodes_once_across_threads_and_retries_after_an_error():
-    cache, loads, gate = columns.ColumnCache(), [], threading.Event()
-    column = columns.TextColumn(pyarrow.array(["x"]))
-
-    def load():
-        loads.append(1)
-        gate.wait(600)
-        if len(loads) == 1:
-            raise OSError("unlucky")
-        return column
-
-    def ask(answers):
-        try:
-            answers.append(cache.get("key", load))
-        except OSError as error:
-            answers.append(str(error))
-
-    first, second = [], []
-    threads = [threading.Thread(target=ask, args=(first,)) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    gate.set()
-    for thread in threads:
-        thread.join()
-    ask(second)
-    assert set(first) <= {"unlucky", column}
-    assert second == [column]
-    assert len(loads) == 2
-
-
 def test_oversized_parquet_row_group_is_refused_and_built_in_order(tmp_path, monkeypatch):
     texts = ["x" * 600 + str(i) for i in range(9)]
     path = write_parquet(tmp_path / "a.parquet", texts, rows_in_group=3)
-    monkeypatch.setattr(parquet, "MAX_PART_BYTES", 100)
-    monkeypatch.setattr(parquet, "_read", lambda *_, **__: pytest.fail("a whole row group is read"))
+    monkeypatch.setattr(columns, "MAX_PART_BYTES", 100)
     assert [text for text, _ in read_in_order(path)] == texts
     message = error_of(path)
     assert "row group 1: 3.00 KiB are decoded to read any one document in it, more than 100 B." in message
-    assert f"python -m hlat_jax.data build {path} --out DIR" in message
+    assert f"python -m hlat_jax.data build {path} --out a" in message
 
 
 def test_text_dataset_is_one_source_with_random_access(tmp_path):
@@ -207,7 +168,6 @@ def test_text_dataset_is_one_source_with_random_access(tmp_path):
 
 def test_dataset_of_ids_gives_each_document_its_length_and_its_bytes(tmp_path):
     facts = {"tokenizer_sha256": "ab" * 32, "vocab_size": 10, "eos_id": 2, "max_document_chars": 100}
-    write_jsonl(tmp_path / "a.jsonl", ["x"])
     for width, num_shards in itertools.product((2, 4), (1, 3)):
         folder = tmp_path / f"ids-{width}-{num_shards}"
         write_built(folder, IDS, kind="tokens", width=width, num_shards=num_shards, **facts)
@@ -217,10 +177,6 @@ def test_dataset_of_ids_gives_each_document_its_length_and_its_bytes(tmp_path):
             assert documents[index].tolist() == IDS[index]
             assert documents.text_bytes(index) == 3 * len(IDS[index])
         assert documents.manifest["files"][0].items() >= (facts | {"kind": "tokens", "tokens": 46}).items()
-        lengths = documents.token_lengths()
-        assert lengths.dtype == np.int64
-        assert lengths.tolist() == [len(ids) for ids in IDS]
-        assert open_all(f"{folder},{tmp_path}/a.jsonl").token_lengths() is None
 
 
 def test_ids_of_another_tokenizer_or_vocabulary_are_refused(tmp_path):

@@ -30,7 +30,7 @@ def lines_by_python(raw):
 
 @settings(max_examples=25, deadline=None)
 @given(
-    st.lists(st.sampled_from([b"", b" \r", b"x", b"y" * 70, b"z" * 300, b" " * 79]), max_size=40),
+    st.lists(st.sampled_from([b"", b" \r", b"x", b"y" * 70, b"z" * 300, b" " * 790]), max_size=40),
     st.booleans(),
     st.sampled_from([1, 7, 64, 100, 1 << 24]),
 )
@@ -38,12 +38,12 @@ def test_index_does_not_depend_on_chunk_size(tmp_path_factory, lines, ended, chu
     path = tmp_path_factory.mktemp("lines") / "a.jsonl"
     raw = b"\n".join(lines) + (b"\n" if ended else b"")
     path.write_bytes(raw)
-    before, jsonl._CHUNK_BYTES = jsonl._CHUNK_BYTES, chunk_bytes
+    before, jsonl._PIECE_BYTES = jsonl._PIECE_BYTES, chunk_bytes
     try:
         index = jsonl.line_index(Snapshot(DataFile(path)))
         kept = jsonl.line_index(Snapshot(DataFile(path)), folder=path.parent / "index")
     finally:
-        jsonl._CHUNK_BYTES = before
+        jsonl._PIECE_BYTES = before
     for found in (index, kept):
         assert list(map(tuple, found.lines.tolist())) == lines_by_python(raw)
         assert found.num_rows == raw.count(b"\n") + (not raw.endswith(b"\n") and raw != b"")

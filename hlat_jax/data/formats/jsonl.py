@@ -6,6 +6,7 @@ folder: written atomically with a checksum, and memory-mapped when read.
 
 from __future__ import annotations
 
+import array
 import errno
 import hashlib
 import os
@@ -13,7 +14,7 @@ import pathlib
 import struct
 import tempfile
 from collections.abc import Iterator
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import pyarrow
@@ -23,15 +24,14 @@ from hlat_jax.data.formats.decoding import decoding
 from hlat_jax.data.formats.files import Snapshot, new_content_hash
 from hlat_jax.store import atomic_files
 
-_CHUNK_BYTES = 1 << 24
 BLANK_BYTES = b" \t\r\n"
-_MAX_BLANK_BYTES = 80  # a longer line of spaces fails as JSON, with its row
-_HEADER = struct.Struct("<8s32s32sQ")  # magic, Snapshot.identity, hash of the content, lines
+_PIECE_BYTES = 1 << 24  # of a long line
+_LINES_AT_ONCE = 1 << 16
+_HEADER = struct.Struct("<32s32sQ")  # Snapshot.identity, hash of the content, lines
 _CHECKSUM_BYTES = 16  # of the header and the numbers; it stands between the two
-_MAGIC = b"hlatidx4"
 
 
-class LineIndex:
+class LineIndex(NamedTuple):
     """The lines of a file, without blank ones.
 
     Attributes:
@@ -40,8 +40,9 @@ class LineIndex:
       content_hash: 32 hex digits of all bytes of the file.
     """
 
-    def __init__(self, lines: np.ndarray, *, num_rows: int, content_hash: str):
-        self.lines, self.num_rows, self.content_hash = lines, num_rows, content_hash
+    lines: np.ndarray
+    num_rows: int
+    content_hash: str
 
 
 def line_index(snapshot: Snapshot, *, folder: pathlib.Path | None = None) -> LineIndex:
@@ -68,30 +69,19 @@ def line_index(snapshot: Snapshot, *, folder: pathlib.Path | None = None) -> Lin
         return _new_index(pathlib.Path(temporary) / name, snapshot=snapshot)
 
 
-def _scan(snapshot: Snapshot, digest: Any) -> Iterator[np.ndarray]:
-    """Yields int64[n, 3] of the lines that end in each chunk of a file, as LineIndex.lines but blank lines with a
-    negative number; updates `digest`."""
-    num_rows, start, offset, carried = 0, 0, 0, b""
+def _scan(snapshot: Snapshot, digest: Any) -> Iterator[tuple[int, int, bool]]:
+    """Yields (first byte, byte after the last, whether it is blank) of each line of a file; updates `digest`."""
+    start, end, is_blank = 0, 0, True
     with decoding(snapshot.file), snapshot.file.open() as file:
-        while offset <= snapshot.size:
-            chunk = file.read(min(_CHUNK_BYTES, snapshot.size - offset))
-            if not chunk and offset < snapshot.size:
-                raise ValueError(f"{snapshot.file} shrank while it was indexed; start again when it is complete.")
-            digest.update(chunk)
-            ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + offset
-            if not chunk and start < snapshot.size:
-                ends = np.asarray([snapshot.size])  # a last line without a newline
-            starts = np.concatenate([[start], ends + 1])
-            lines = np.stack([starts[:-1], ends, num_rows + 1 + np.arange(len(ends))], axis=1)
-            view, view_start = carried + chunk, offset - len(carried)
-            for line in np.flatnonzero(lines[:, 1] - lines[:, 0] <= _MAX_BLANK_BYTES):
-                if not view[lines[line, 0] - view_start : lines[line, 1] - view_start].strip(BLANK_BYTES):
-                    lines[line, 2] *= -1
-            yield lines
-            if not chunk:
-                return
-            num_rows, start, offset = num_rows + len(lines), int(starts[-1]), offset + len(chunk)
-            carried = view[-_MAX_BLANK_BYTES:]
+        while piece := file.readline(_PIECE_BYTES):
+            digest.update(piece)
+            end += len(piece)
+            is_blank = is_blank and not piece.strip(BLANK_BYTES)
+            if piece.endswith(b"\n"):
+                yield start, end - 1, is_blank
+                start, is_blank = end, True
+    if end > start:
+        yield start, end, is_blank  # a last line without a newline
 
 
 def _new_index(path: pathlib.Path, *, snapshot: Snapshot) -> LineIndex:
@@ -106,15 +96,22 @@ def _new_index(path: pathlib.Path, *, snapshot: Snapshot) -> LineIndex:
 
 
 def _write_lines(file: BinaryIO, *, snapshot: Snapshot) -> None:
-    num_rows, digest, checksum = 0, new_content_hash(), _checksum()
+    num_rows, numbers, digest, checksum = 0, array.array("q"), new_content_hash(), _checksum()
+
+    def flush() -> None:
+        checksum.update(numbers)
+        file.write(numbers)
+        del numbers[:]
+
     file.write(bytes(_HEADER.size + _CHECKSUM_BYTES))
-    for lines in _scan(snapshot, digest):
-        raw = lines[lines[:, 2] > 0].astype("<i8").tobytes()
-        checksum.update(raw)
-        file.write(raw)
-        num_rows += len(lines)
+    for num_rows, (start, end, is_blank) in enumerate(_scan(snapshot, digest), start=1):
+        if not is_blank:
+            numbers.extend((start, end, num_rows))
+        if len(numbers) >= 3 * _LINES_AT_ONCE:
+            flush()
+    flush()
     file.seek(0)
-    header = _HEADER.pack(_MAGIC, snapshot.identity.encode(), digest.hexdigest().encode(), num_rows)
+    header = _HEADER.pack(snapshot.identity.encode(), digest.hexdigest().encode(), num_rows)
     checksum.update(header)
     file.write(header + checksum.digest())
 
@@ -138,10 +135,10 @@ def _read_index(path: pathlib.Path, *, snapshot: Snapshot) -> LineIndex | None:
     if checksum.digest() != expected:
         print(f"index            {path} is damaged, or of another version: it is made again")
         return None
-    _, identity, content_hash, num_rows = _HEADER.unpack(header)
+    identity, content_hash, num_rows = _HEADER.unpack(header)
     if identity != snapshot.identity.encode():
         return None
-    lines = np.frombuffer(raw, "<i8").reshape(-1, 3)
+    lines = np.frombuffer(raw, np.int64).reshape(-1, 3)
     return LineIndex(lines, num_rows=num_rows, content_hash=content_hash.decode("ascii"))
 
 
