@@ -21,7 +21,7 @@ from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.data.loader import make_batch
 from hlat_jax.data.mixture import UNNAMED
 from hlat_jax.data.order import evenly_spaced, evenly_spread
-from hlat_jax.data.streams import Source, encoder, joint_manifest, open_sources, windows
+from hlat_jax.data.streams import Source, encoder, joint_manifest, open_sources, packing_stream
 from hlat_jax.data.tokenizer import Tokenizer
 
 READ_TOKENS = 2_000_000  # rows are sampled from about this many tokens at most, which takes seconds
@@ -160,12 +160,7 @@ def _rows(
     limit = max(READ_TOKENS, 2 * num_rows * data.seq_len) if num_rows else None
     documents, bytes_of, num_documents = _read(source, data, tokenizer=tokenizer, limit=limit, skipped=skipped)
     options = {"num_documents": len(documents), "encode": iter, "position": np.zeros(4, np.int64), "max_bad": 1}
-    if data.packing == "documents":
-        stream = packing.DocumentsStream(
-            lambda _, number: documents[number], windows=windows(data, tokenizer), **options
-        )
-    else:
-        stream = packing.ConcatStream(lambda _, number: documents[number], seq_len=data.seq_len, **options)
+    stream = packing_stream(data, tokenizer, lambda _, number: documents[number], **options)
     made = list(packing.first_epoch(stream)) if documents else []
     is_sample = 0 < num_rows < len(made)
     taken = [made[index] for index in evenly_spaced(len(made), num_rows)] if is_sample else made

@@ -6,7 +6,6 @@ to, up to there (see streams). Step k trains batch k, or a later one where `trai
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import math
 import pathlib
@@ -16,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from hlat_jax.config import Config
 from hlat_jax.data.streams import identity
 from hlat_jax.store.atomic_files import write_whole
 from hlat_jax.store.checkpoint_checks import RUN_FILE, RUN_ITEM, saved_run
@@ -63,21 +61,6 @@ def check_identity(workdir: pathlib.Path, step: int, *, data_identity: Identity)
     """
     files = sorted([*_indexed(workdir), *_saved(workdir)], key=lambda item: abs(item[0] - step))
     return _first(files, workdir, data_identity=data_identity) is not None
-
-
-def with_order_of_run(config: Config, workdir: pathlib.Path) -> Config:
-    """Returns the config with data.shuffle_by of the run in `workdir`; prints that of `config` if it is ignored."""
-    saved = max(_saved(workdir), default=None)
-    if saved is None:
-        return config
-    try:
-        kept = saved_run(saved[1].parents[1])["metadata"]["config"]["data"]["shuffle_by"]
-    except (OSError, ValueError, KeyError):  # damaged; whoever restores it reports that
-        return config
-    if kept == config.data.shuffle_by:
-        return config
-    print(f"data.shuffle_by  {config.data.shuffle_by} is ignored: this run began with {kept}")
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, shuffle_by=kept))
 
 
 def _indexed(workdir: pathlib.Path) -> Iterator[tuple[int, pathlib.Path]]:

@@ -18,7 +18,7 @@ from hlat_jax.config import counted
 from hlat_jax.data.formats import records
 from hlat_jax.data.formats.array_record import ArrayRecordDocuments
 from hlat_jax.data.formats.arrow import arrow_documents
-from hlat_jax.data.formats.built import BuiltTokens, manifest_fingerprint, open_built
+from hlat_jax.data.formats.built import manifest_fingerprint, open_built
 from hlat_jax.data.formats.columns import ColumnCache
 from hlat_jax.data.formats.files import DataFile, Snapshot
 from hlat_jax.data.formats.jsonl import JsonlDocuments
@@ -78,13 +78,6 @@ class Corpus:
         part, number = self._place(index)
         return self._parts[part].locate(number)
 
-    def token_lengths(self) -> np.ndarray | None:
-        """Returns int64[documents], tokens of each document, if all are stored as token ids; else None."""
-        if not all(isinstance(part, BuiltTokens) for part in self._parts):
-            return None
-        lengths = np.concatenate([part.token_lengths() for part in self._parts])
-        return lengths[self._held_out] if self._is_held_out else np.delete(lengths, self._held_out)
-
     def text_bytes(self, index: int) -> int:
         """Returns the UTF-8 bytes of the text of a document that is stored as token ids."""
         part, number = self._place(index)
@@ -108,46 +101,6 @@ def num_held_out(total: int, *, share: float) -> int:
 
 def _digest(fields: list[Any]) -> str:
     return hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest()
-
-
-class TokenRows:
-    """Rows of `seq_len` tokens, by number, of the concatenated documents of a corpus of stored ids, as documents.
-
-    The last tokens, if they do not fill a row, are in none. Takes 8 bytes of memory for each document.
-
-    Attributes:
-      corpus: the documents.
-      manifest: the manifest of the corpus.
-      seq_len: tokens of a row.
-    """
-
-    def __init__(self, corpus: Corpus, lengths: np.ndarray, *, seq_len: int):
-        self.corpus, self.manifest, self.seq_len = corpus, corpus.manifest, seq_len
-        self._starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-
-    def __len__(self) -> int:
-        return int(self._starts[-1]) // self.seq_len
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        parts = self.parts(index)
-        return np.concatenate([self.corpus[document][token : token + count] for document, token, count in parts])
-
-    def parts(self, index: int) -> list[tuple[int, int, int]]:
-        """Returns (document, its first token there, number of tokens) of each document in row `index`, in order."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
-        parts, filled = [], 0
-        document, token = records.find_part(self._starts, index * self.seq_len)
-        while filled < self.seq_len:
-            length = int(self._starts[document + 1] - self._starts[document])
-            count = min(length - token, self.seq_len - filled)
-            parts.append((document, token, count))
-            document, token, filled = document + 1, 0, filled + count
-        return parts
-
-    def token_lengths(self) -> np.ndarray:
-        """Returns int64[rows]: `seq_len` for each, without taking memory for each."""
-        return np.broadcast_to(np.int64(self.seq_len), len(self))
 
 
 def open_corpus(

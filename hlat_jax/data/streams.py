@@ -9,9 +9,6 @@ data.window_documents at a time (see packing). Row r of batch k is the next row 
 data.mixture chooses from k and the tokens emitted into row r before (see mixture). So batch k is a pure function of
 (manifests, tokenizer, those settings, k), independent of which process computes which rows.
 
-With data.shuffle_by="row", a source of stored ids has the rows of seq_len tokens of its concatenated documents in place
-of documents, so that batch k needs no other batch; texts have their rows shuffled within a buffer of documents.
-
 The position of row r is int64[1 + 6 S]: the number of batches so far, then for each source the position of its stream
 r, the tokens it has emitted into this row, and the tokens it is owed. Resuming needs nothing else. The position of a
 loader stacks those of its rows.
@@ -62,7 +59,7 @@ class Source:
     """
 
     name: str
-    documents: sources.Corpus | sources.TokenRows
+    documents: sources.Corpus
     order: Order | None
     notes: str
 
@@ -97,18 +94,14 @@ def open_sources(
             corpus = corpus.split(share=share, held_out=not is_train)
             notes.append(f"{counted(corpus.num_held_out, 'document')} held out for validation")
         notes += [corpus.ignored] if corpus.ignored else []
-        documents, order = corpus, None
-        if is_train and _shuffles_rows(data) and data.packing == "concat":
-            lengths = corpus.token_lengths()
-            if lengths is not None:
-                documents = sources.TokenRows(corpus, lengths, seq_len=data.seq_len)
         if is_train:
-            _check_enough(len(documents), corpus, data, key=where)
+            _check_enough(corpus, data, key=where)
+        order = None
         if data.shuffle and is_train:
             # sources of equal length need different orders; an unnamed source uses the seed itself
             offset = 0 if name == UNNAMED else zlib.crc32(name.encode())
-            order = Order(len(documents), seed=(data.seed + offset) % 2**32)
-        opened.append(Source(name, documents, order, ", ".join(notes)))
+            order = Order(len(corpus), seed=(data.seed + offset) % 2**32)
+        opened.append(Source(name, corpus, order, ", ".join(notes)))
     return opened
 
 
@@ -125,12 +118,9 @@ def open_documents(spec: str, data: DataConfig, *, key: str, **options: Any) -> 
     return documents
 
 
-def _shuffles_rows(data: DataConfig) -> bool:
-    return data.shuffle and data.shuffle_by == "row"
-
-
-def _check_enough(num_left: int, corpus: sources.Corpus, data: DataConfig, *, key: str) -> None:
+def _check_enough(corpus: sources.Corpus, data: DataConfig, *, key: str) -> None:
     """Raises ValueError if a source has fewer documents than rows in a batch, beside those held out."""
+    num_left = len(corpus)
     if num_left >= data.batch_size:
         return
     held_out = f" and {corpus.num_held_out} to hold out ({data.validation=})" if corpus.num_held_out else ""
@@ -176,7 +166,6 @@ def identity(data: Mapping[str, Any], *, manifest: Mapping[str, Any], tokenizer_
     """
     fields = [data[key] for key in _DEFINING] + [manifest["hash"], manifest["order"], tokenizer_sha256]
     fields += [data["window_documents"]] if data["packing"] == "documents" else []
-    fields += ["row"] if data.get("shuffle_by") == "row" else []
     fields += ["bos"] if data["prepend_bos"] else []
     fields += [_first_stages(data, num_batches=num_batches)]
     return hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest()
@@ -189,19 +178,17 @@ def data_drift(saved: Mapping[str, Any], current: Mapping[str, Any], *, num_batc
     Later stages may be added, changed or removed.
     """
     lines = []
-
-    def add(what: str, before: object, now: object, *, advice: str = "") -> None:
-        lines.append(f"{what}: {before} in the checkpoint, {now} now{advice}")
-
     for key in ("manifest", "validation_manifest"):
         before, now = ((settings.get(key) or {"files": []})["files"] for settings in (saved, current))
         if len(before) != len(now):
-            add(key, counted(len(before), "file"), f"{len(now):,}")
+            lines.append(f"{key}: {counted(len(before), 'file')} in the checkpoint, {len(now):,} now")
             continue
-        compared = ("bytes", "documents", "fingerprint")
-        pairs = [(a, b) for a, b in zip(before, now, strict=True) if any(a[name] != b[name] for name in compared)]
-        for entries in pairs[:3]:
-            add(key, *(f"{e['name']} with {e['bytes']:,} bytes, {e['fingerprint'][:8]}" for e in entries))
+        facts = [[(e["bytes"], e["documents"], e["fingerprint"]) for e in entries] for entries in (before, now)]
+        changed = [entry["name"] for entry, old, new in zip(now, *facts, strict=True) if old != new]
+        if changed:
+            lines.append(
+                f"{key}: {', '.join(changed[:3])} changed since the checkpoint ({len(changed):,} of {len(now):,})"
+            )
     before, now = (settings["manifest"].get("order") for settings in (saved, current))
     if None not in (before, now) and before != now:
         lines.append(
@@ -209,14 +196,17 @@ def data_drift(saved: Mapping[str, Any], current: Mapping[str, Any], *, num_batc
         )
     before, now = saved["config"]["data"], current["config"]["data"]
     if held_out_share(before["validation"]) != held_out_share(now["validation"]):
-        advice = ", and a share is held out of data.train: give"
-        advice += f" --config.data.validation={shlex.quote(before['validation'])}"
-        add("data.validation", repr(before["validation"]), repr(now["validation"]), advice=advice)
+        lines.append(
+            f"data.validation: {before['validation']!r} in the checkpoint, {now['validation']!r} now, and a share is "
+            f"held out of data.train: give --config.data.validation={shlex.quote(before['validation'])}"
+        )
     if before["mixture"] != now["mixture"]:
         stages = [_first_stages(data, num_batches=num_batches) for data in (before, now)]
         if stages[0] != stages[1]:
-            advice = f", which differ before step {num_batches + 1:,}; only stages that start after it may change"
-            add("data.mixture", repr(before["mixture"]), repr(now["mixture"]), advice=advice)
+            lines.append(
+                f"data.mixture: {before['mixture']!r} in the checkpoint, {now['mixture']!r} now, which differ before "
+                f"step {num_batches + 1:,}; only stages that start after it may change"
+            )
     return lines
 
 
@@ -247,11 +237,6 @@ def encoder(data: DataConfig, tokenizer: Tokenizer) -> packing.Encode:
     return encode
 
 
-def windows(data: DataConfig, tokenizer: Tokenizer) -> packing.DocumentWindows:
-    """Returns the settings of `documents` packing; padding is EOS, which every vocabulary has."""
-    return packing.DocumentWindows(data.seq_len, data.window_documents, tokenizer.eos_id)
-
-
 class Definition:
     """The opened sources of training, and the tokens of every row of every batch.
 
@@ -280,9 +265,7 @@ class Definition:
         self.mixture = Mixture(names, stages=stages, num_rows=data.batch_size)
         self.sources = open_sources(data, key="data.train", tokenizer=tokenizer, index_folder=index_folder)
         self._data, self._tokenizer, self._retries = data, tokenizer, retries or Retries()
-        self.manifest = joint_manifest(self.sources) | {
-            "order": algorithm_hash(shuffles_rows=_shuffles_rows(data)) if data.shuffle else None
-        }
+        self.manifest = joint_manifest(self.sources) | {"order": algorithm_hash() if data.shuffle else None}
 
     def identity(self, num_batches: int) -> str:
         """Returns the identity of the data up to `num_batches`, see `identity`."""
@@ -346,14 +329,23 @@ class Definition:
 
         # with shuffling, a stream reads other documents in every epoch; without, the same ones
         max_bad = 2 * num_own if self.sources[source].order is None else _MANY_EPOCHS * len(documents)
-        common = {"num_documents": num_own, "encode": encoder(data, self._tokenizer)}
-        common |= {"position": position, "max_bad": max_bad}
-        seed = zlib.crc32(f"{data.seed} {self.sources[source].name} {row}".encode()) if _shuffles_rows(data) else None
-        if data.packing == "documents":
-            return packing.DocumentsStream(read, windows=windows(data, self._tokenizer), seed=seed, **common)
-        if seed is not None and not isinstance(documents, sources.TokenRows):
-            return packing.ShuffledConcatStream(read, seq_len=data.seq_len, seed=seed, **common)
-        return packing.ConcatStream(read, seq_len=data.seq_len, **common)
+        return packing_stream(
+            data,
+            self._tokenizer,
+            read,
+            num_documents=num_own,
+            position=position,
+            max_bad=max_bad,
+            encode=encoder(data, self._tokenizer),
+        )
+
+
+def packing_stream(data: DataConfig, tokenizer: Tokenizer, read: packing.Read, **options: Any) -> packing.Stream:
+    """Returns the stream of `data.packing`; padding is EOS, which every vocabulary has."""
+    if data.packing == "concat":
+        return packing.ConcatStream(read, seq_len=data.seq_len, **options)
+    windows = {"window_documents": data.window_documents, "pad_id": tokenizer.eos_id}
+    return packing.DocumentsStream(read, seq_len=data.seq_len, **windows, **options)
 
 
 class RowStream:

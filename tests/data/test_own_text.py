@@ -174,9 +174,7 @@ def test_a_share_is_held_out_of_each_source_and_of_stored_ids(tmp_path):
     with contextlib.closing(TrainBatches(data, tokenizer=TOKENIZER)) as batches:
         ids, text = (source.documents for source in batches.definition.sources)
         assert len(ids) == len(text) == 38
-        assert ids.token_lengths().tolist() == [len(ids[n]) for n in range(38)]
         assert [TOKENIZER.decode(ids[n]) for n in range(38)] == [text[n] for n in range(38)]
-        assert text.token_lengths() is None
 
 
 def test_files_are_cut_only_if_they_leave_fewer_than_the_rows(tmp_path):

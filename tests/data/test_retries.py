@@ -55,8 +55,8 @@ def faulty(monkeypatch):
 
 def test_batches_after_faults_are_those_of_an_undisturbed_run(data, faulty, capsys):
     configs = [
-        DataConfig(**{**vars(data), "packing": packing, "shuffle_by": order, "num_threads": threads})
-        for packing, order, threads in (("concat", "row", 0), ("documents", "document", 3), ("concat", "document", 3))
+        DataConfig(**{**vars(data), "packing": packing, "num_threads": threads})
+        for packing, threads in (("concat", 0), ("documents", 3))
     ]
     expected = [hashes(TrainBatches(data, tokenizer=TOKENIZER)) for data in configs]
     faulty(0.3)

@@ -371,7 +371,7 @@ def summary(result: BuildResult, *, out: pathlib.Path, elapsed_s: float) -> str:
         lines.append(
             f"few documents: each row of a batch reads documents of its own, so data.batch_size can be at most "
             f"{manifest['documents']}. A .txt or .md file is one document unless there are fewer than --batch_size: "
-            "give that of the run. Token ids can also be shuffled by rows, with data.shuffle_by=row."
+            "give that of the run."
         )
     hint = f"train on it with --config.data.train={out}"
     if manifest["kind"] == "tokens":

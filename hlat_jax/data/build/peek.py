@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from typing import Any
 
 import numpy as np
 
 from hlat_jax import config as config_lib
 from hlat_jax.config import counted
-from hlat_jax.data import packing, positions, sources
+from hlat_jax.data import packing, positions
 from hlat_jax.data.loader import TrainBatches, batch_hash, make_batch
 from hlat_jax.data.streams import Definition
 from hlat_jax.data.tokenizer import Tokenizer
@@ -35,7 +34,6 @@ def peek(config: config_lib.Config, workdir: pathlib.Path, *, step: int, row: in
             f"--step={step} is beyond the last step of the run, train.num_steps={config.train.num_steps}; give a step "
             "of the run, or set that key."
         )
-    config = positions.with_order_of_run(config, workdir)
     data = config.data
     tokenizer = Tokenizer(data.tokenizer, vocab_size=config.model.vocab_size)
     rows = list(range(data.batch_size)) if row is None else [row]
@@ -82,7 +80,7 @@ def print_row(packed: packing.Row, *, row: int, source: int, definition: Definit
     spans = []
     for span in packed.spans:
         number = definition.document(source, row=row, epoch=span.epoch, entry=span.document)
-        spans += _document_spans(span, number, opened.documents)
+        spans.append((dataclasses.replace(span, document=number), opened.documents.locate(number)))
     padded = f", {counted(padding, 'token')} of padding" if padding else ""
     print(f"\nrow {row}, source {opened.name}, documents or parts: {len(spans)}{padded}")
     for span, place in spans:
@@ -93,21 +91,6 @@ def print_row(packed: packing.Row, *, row: int, source: int, definition: Definit
             f"{last}, at {span.start} to {span.stop - 1} of the row"
         )
         print(text_of(ids, tokenizer=tokenizer, begins=span.token == 0))
-
-
-def _document_spans(span: packing.Span, number: int, documents: Any) -> list[tuple[packing.Span, str]]:
-    """Returns (span of a document, its file and row) for each document in a span of entry `number` of a source.
-
-    Entries are documents, so there is one; or rows of tokens, in which documents begin and end.
-    """
-    if not isinstance(documents, sources.TokenRows):
-        return [(dataclasses.replace(span, document=number), documents.locate(number))]
-    found, start = [], span.start
-    for document, token, count in documents.parts(number):
-        part = packing.Span(span.epoch, document, token, start, start + count)
-        found.append((part, documents.corpus.locate(document)))
-        start = part.stop
-    return found
 
 
 def text_of(ids: np.ndarray, *, tokenizer: Tokenizer, begins: bool) -> str:

@@ -210,18 +210,6 @@ class BuiltTokens(_Built):
         shard, number = records.find_part(self._starts, index)
         return int(self._bytes(shard)[number])
 
-    def token_lengths(self) -> np.ndarray:
-        """Returns int64[documents]: ids of each document.
-
-        Raises:
-          ValueError: the index of a shard disagrees with the manifest.
-        """
-        parts = [self._index(shard, "lengths") for shard in range(len(self.snapshots))]
-        for lengths, shard in zip(parts, self.manifest.shards, strict=True):
-            if len(lengths) != shard["documents"] or int(lengths.sum(dtype=np.int64)) != shard["tokens"]:
-                raise _damage(shard["name"], "its index disagrees with the manifest")
-        return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
-
     def _index(self, shard: int, name: str) -> np.ndarray:
         path = _require_file(index_path(self.snapshots[shard].file))
         damage = (ValueError, KeyError, NotImplementedError, zipfile.BadZipFile, zlib.error)
