@@ -41,23 +41,15 @@ def parse_sources(spec: str, *, key: str) -> dict[str, str]:
       ValueError: named and unnamed parts together, a name given twice, "all" beside others, a name without paths.
     """
     parts = [part for part in spec.split(";") if part.strip()]
-    found = [_NAMED.fullmatch(part) for part in parts]
-    if not any(found):
+    matches = [_NAMED.fullmatch(part) for part in parts]
+    if not any(matches):
         return {UNNAMED: spec}
-    named: dict[str, str] = {}
-    for part, match in zip(parts, found, strict=True):
-        if match is None:
-            raise ValueError(
-                f"{key}={spec!r}: {part.strip()!r} has no name; several sources are NAME=PATHS;NAME=PATHS."
-            )
-        name, paths = match[1], match[2].strip()
-        if name in named:
-            raise ValueError(f"{key}={spec!r} names {name!r} twice; write its paths in one place, separated by commas.")
-        if name == UNNAMED and len(parts) > 1:
-            raise ValueError(f"{key}={spec!r}: {name!r} means all sources together; give this one another name.")
-        if not paths:
-            raise ValueError(f"{key}={spec!r}: source {name!r} has no paths.")
-        named[name] = paths
+    named = {match[1]: match[2].strip() for match in matches if match}
+    if len(named) < len(parts) or not all(named.values()) or (UNNAMED in named and len(named) > 1):
+        raise ValueError(
+            f"{key}={spec!r}: several sources are NAME=PATHS;NAME=PATHS, each with a name of its own, which is not "
+            f"{UNNAMED!r}, and with paths, separated by commas."
+        )
     return named
 
 
@@ -93,33 +85,28 @@ def parse_stages(
       ValueError: an unknown or missing name, a weight that is not a number or negative, weights that are all zero, an
         until that does not increase, one on the last stage, or none on another.
     """
-    if not spec.strip():
-        if len(names) > 1:
-            example = ",".join(f"{name}=1" for name in names)
-            raise ValueError(
-                f"data.mixture is empty, but data.train has {len(names)} sources; set it, for example to {example}"
-            )
-        return (MixtureStage(None, (fractions.Fraction(1),)),)
     parts = [part for part in spec.split(";") if part.strip()]
+    if not parts and len(names) == 1:
+        return (MixtureStage(None, (fractions.Fraction(1),)),)
     if not parts:
-        raise ValueError(f"data.mixture={spec!r} holds no weights; leave it empty or give NAME=WEIGHT for each source.")
+        example = ",".join(f"{name}=1" for name in names)
+        raise ValueError(f"data.mixture is empty, but data.train has {len(names)} sources; set it, as to {example}")
     stages, before = [], 0
     for number, part in enumerate(parts, 1):
         where = f"data.mixture, stage {number} ({part.strip()})"
         weights, unit, count = _UNTIL.fullmatch(part).groups()
         shares = _shares(weights, names=names, where=where)
         if (unit is None) != (number == len(parts)):
-            what = "is the last stage and must not have" if unit else "is not the last stage and must have"
-            raise ValueError(f"{where} {what} an until_step or until_tokens.")
-        until = tokens = None
-        if unit:
-            amount = _count(count, where=where)
-            until = amount if unit == "step" else -(-amount // batch_tokens)
-            tokens = amount if unit == "tokens" and has_padding else None
-            if until <= before:
-                raise ValueError(f"{where} ends with step {until}, but must end after step {before}.")
-            before = until
-        stages.append(MixtureStage(until, shares, tokens))
+            raise ValueError(f"{where}: each stage but the last must have an until_step or until_tokens.")
+        if unit is None:
+            stages.append(MixtureStage(None, shares))
+            continue
+        amount = _count(count, where=where)
+        until = amount if unit == "step" else -(-amount // batch_tokens)
+        if until <= before:
+            raise ValueError(f"{where} ends with step {until}, but must end after step {before}.")
+        stages.append(MixtureStage(until, shares, amount if unit == "tokens" and has_padding else None))
+        before = until
     return tuple(stages)
 
 
@@ -147,22 +134,16 @@ def _shares(text: str, *, names: Sequence[str], where: str) -> tuple[fractions.F
     weights: dict[str, fractions.Fraction] = {}
     for item in text.split(","):
         match = _NAMED.fullmatch(item)
-        if match is None:
-            raise ValueError(f"{where}: {item.strip()!r} is not NAME=WEIGHT.")
-        name, number = match[1], match[2].strip()
-        if name not in names:
-            meant = nearest(name, names)
-            if list(names) == [UNNAMED]:
-                meant = "It has one source without a name: name them, NAME=PATHS;NAME=PATHS, or empty data.mixture."
-            raise ValueError(f"{where}: data.train has no source {name!r}. {meant}")
-        if name in weights:
-            raise ValueError(f"{where}: {name!r} has two weights; give it one.")
+        if match is None or match[1] not in names:
+            meant = nearest(match[1], names) if match else ""
+            raise ValueError(f"{where}: {item.strip()!r} is not NAME=WEIGHT of a source in data.train. {meant}")
         try:
-            weights[name] = fractions.Fraction(number)  # exact: shares do not depend on floating-point rounding
+            weight = fractions.Fraction(match[2].strip())  # exact: shares do not depend on floating-point rounding
         except (ValueError, ZeroDivisionError):
-            raise ValueError(f"{where}: the weight {number!r} of {name!r} is not a number.") from None
-        if weights[name] < 0:
-            raise ValueError(f"{where}: the weight {number} of {name!r} is negative.")
+            weight = fractions.Fraction(-1)
+        if weight < 0 or match[1] in weights:
+            raise ValueError(f"{where}: {item.strip()!r} must be the one weight of its source, a number of at least 0.")
+        weights[match[1]] = weight
     missing = [name for name in names if name not in weights]
     if missing:
         raise ValueError(f"{where} has no weight for {', '.join(missing)}; write {missing[0]}=0 to leave it out.")

@@ -7,11 +7,10 @@ to, up to there (see streams). Step k trains batch k, or a later one where `trai
 from __future__ import annotations
 
 import io
-import math
 import pathlib
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
@@ -20,7 +19,6 @@ from hlat_jax.store.atomic_files import write_whole
 from hlat_jax.store.checkpoint_checks import RUN_FILE, RUN_ITEM, saved_run
 
 FOLDER = "positions"
-_CHECKPOINTS = "checkpoints"
 
 Identity = Callable[[int], str]  # of the data, up to a step
 
@@ -35,8 +33,8 @@ def write(workdir: pathlib.Path, num_batches: int, *, position: np.ndarray, data
 
 def rewind(workdir: pathlib.Path, num_batches: int) -> None:
     """Removes positions after `num_batches`, perhaps of an attempt with other settings that has no checkpoint."""
-    for kept, path in _indexed(workdir):
-        if kept > num_batches:
+    for path in workdir.glob(f"{FOLDER}/*.npz"):
+        if path.stem.isdecimal() and int(path.stem) > num_batches:
             path.unlink()
 
 
@@ -48,9 +46,12 @@ def nearest(
     Raises:
       ValueError: it belongs to other data.
     """
-    files = [(kept, path) for kept, path in (*_indexed(workdir), *_saved(workdir)) if kept <= num_batches]
-    files.sort(key=lambda item: item[0], reverse=True)
-    return _first(files, workdir, data_identity=data_identity, most=num_batches)
+    for named, path in sorted(_recorded(workdir), reverse=True):
+        record = _read(path, named) if named <= num_batches else None
+        if record is not None and record[0] <= num_batches:
+            _check(record, path, data_identity=data_identity)
+            return *record[:2], path
+    return None
 
 
 def check_identity(workdir: pathlib.Path, step: int, *, data_identity: Identity) -> bool:
@@ -59,42 +60,30 @@ def check_identity(workdir: pathlib.Path, step: int, *, data_identity: Identity)
     Raises:
       ValueError: the record nearest to `step` belongs to other data.
     """
-    files = sorted([*_indexed(workdir), *_saved(workdir)], key=lambda item: abs(item[0] - step))
-    return _first(files, workdir, data_identity=data_identity) is not None
+    for named, path in sorted(_recorded(workdir), key=lambda record: abs(record[0] - step)):
+        if (record := _read(path, named)) is not None:
+            _check(record, path, data_identity=data_identity)
+            return True
+    return False
 
 
-def _indexed(workdir: pathlib.Path) -> Iterator[tuple[int, pathlib.Path]]:
-    for path in (workdir / FOLDER).glob("*.npz"):
+def _recorded(workdir: pathlib.Path) -> Iterator[tuple[int, pathlib.Path]]:
+    """Yields (number in its name, file) of the positions of a run: its own files, and those of its checkpoints."""
+    for path in workdir.glob(f"{FOLDER}/*.npz"):
         if path.stem.isdecimal():
             yield int(path.stem), path
+    for path in workdir.glob(f"checkpoints/*/{RUN_ITEM}/{RUN_FILE}"):
+        if path.parents[1].name.isdecimal():
+            yield int(path.parents[1].name), path
 
 
-def _saved(workdir: pathlib.Path) -> Iterator[tuple[int, pathlib.Path]]:
-    for path in (workdir / _CHECKPOINTS).glob("*"):
-        if path.name.isdecimal() and (path / RUN_ITEM / RUN_FILE).is_file():
-            yield int(path.name), path / RUN_ITEM / RUN_FILE
-
-
-def _first(
-    files: Sequence[tuple[int, pathlib.Path]], workdir: pathlib.Path, *, data_identity: Identity, most: float = math.inf
-) -> tuple[int, np.ndarray, pathlib.Path] | None:
-    """Returns (batches, position, file) of the first readable file that is after at most so many batches.
-
-    Raises:
-      ValueError: it belongs to other data.
-    """
-    for named, path in files:
-        found = _read(path, named)
-        if found is None or found[0] > most:
-            continue
-        kept, position, found_identity = found
-        if found_identity != data_identity(kept):
-            raise ValueError(
-                f"{path} belongs to a run on other data (another text, tokenizer, seed, mixture or packing); use the "
-                f"config it was trained with, see {workdir / 'config.json'}, or another --workdir."
-            )
-        return kept, position, path
-    return None
+def _check(record: tuple[int, np.ndarray, str], path: pathlib.Path, *, data_identity: Identity) -> None:
+    """Raises ValueError if a record belongs to other data."""
+    if record[2] != data_identity(record[0]):
+        raise ValueError(
+            f"{path} belongs to a run on other data (another text, tokenizer, seed, mixture or packing); use the "
+            "config it was trained with, which its run folder has, or another --workdir."
+        )
 
 
 def _read(path: pathlib.Path, named: int) -> tuple[int, np.ndarray, str] | None:
@@ -104,13 +93,11 @@ def _read(path: pathlib.Path, named: int) -> tuple[int, np.ndarray, str] | None:
             with np.load(path) as kept:
                 return named, kept["position"], str(kept["identity"])
         run = saved_run(path.parents[1])
-        metadata, num_batches = run["metadata"], run["position"][0][0]  # every row begins with it
+        metadata, position = run["metadata"], np.asarray(run["position"], np.int64)
+        num_batches = int(position[0, 0])  # every row begins with it
         if num_batches - metadata.get("skipped_batches", 0) != named:  # a renamed checkpoint
             return None
         hashes = {key: metadata[key] for key in ("manifest", "tokenizer_sha256")}
-        found = identity(metadata["config"]["data"], num_batches=num_batches, **hashes)
-        return num_batches, np.asarray(run["position"], np.int64), found
-    except (OSError, EOFError, ValueError, LookupError, TypeError, NotImplementedError):
-        return None
-    except (zipfile.BadZipFile, zlib.error):
+        return num_batches, position, identity(metadata["config"]["data"], num_batches=num_batches, **hashes)
+    except (OSError, EOFError, ValueError, LookupError, TypeError, NotImplementedError, zipfile.BadZipFile, zlib.error):
         return None

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from hlat_jax.config import counted
 from hlat_jax.data.formats import records
 from hlat_jax.data.formats.array_record import ArrayRecordDocuments
 from hlat_jax.data.formats.arrow import arrow_documents
@@ -25,7 +24,6 @@ from hlat_jax.data.formats.jsonl import JsonlDocuments
 from hlat_jax.data.formats.parquet import parquet_documents
 from hlat_jax.data.formats.paths import file_format, find_files
 from hlat_jax.data.formats.plain_text import TextDocuments
-from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.data.order import evenly_spaced, evenly_spread
 from hlat_jax.data.tokenizer import Tokenizer
 
@@ -119,7 +117,7 @@ def open_corpus(
     with the EOS of each piece.
 
     The manifest identifies the documents, independent of their location: for each file (a run of plain-text files is
-    one entry, and so is a dataset) `name, kind, bytes, documents, rows, fingerprint`, and for stored ids `tokens,
+    one entry, and so is a dataset) `name, kind, bytes, documents, fingerprint`, and for stored ids `tokens,
     tokenizer_sha256, vocab_size, eos_id, max_document_chars` and `prepend_bos` where it is true; then `documents` in
     all, `text_field` and `hash` of bytes, documents and fingerprints. Two manifests with the same hash have the same
     documents under the same numbers: the fingerprint of JSONL covers every byte, and that of a dataset its content; of
@@ -135,8 +133,7 @@ def open_corpus(
       cut_text: whether plain-text files are cut into documents at paragraphs.
 
     Raises:
-      ValueError: see paths.find_files; a file that cannot be indexed; ids from another tokenizer; no documents,
-        or none with text.
+      ValueError: see paths.find_files; a file that cannot be indexed; ids from another tokenizer; no documents.
     """
     ignored = ""
     if files is None:
@@ -170,9 +167,7 @@ def open_corpus(
         raise ValueError(f"{key}={spec!r}: {len(entries)} file(s) hold no documents.")
     digest = _digest([text_field] + [[entry[k] for k in ("bytes", "documents", "fingerprint")] for entry in entries])
     manifest = {"files": entries, "documents": num_documents, "text_field": text_field, "hash": digest}
-    corpus = Corpus(parts, manifest, ignored=ignored)
-    _check_not_empty(corpus, what=f"{key}={spec!r}")
-    return corpus
+    return Corpus(parts, manifest, ignored=ignored)
 
 
 def unknown_share(documents: Sequence[str | np.ndarray], tokenizer: Tokenizer) -> float:
@@ -202,21 +197,6 @@ def many_unknown(name: str, share: float) -> str:
     )
 
 
-def _check_not_empty(documents: Corpus, *, what: str) -> None:
-    """Raises ValueError if all documents are empty or bad; reads up to the first good one."""
-    problem = ""
-    for index in range(len(documents)):
-        try:
-            document = documents[index]
-        except BadRecord as bad:  # raised again, or skipped, in training: data.on_bad_record
-            problem = problem or bad.problem
-            continue
-        if isinstance(document, str) or len(document) > 1:  # the stored ids of an empty text are one EOS
-            return
-    first = f"The first error: {problem}" if problem else "They are empty."
-    raise ValueError(f"{what}: of {counted(len(documents), 'document')}, none can be read. {first}")
-
-
 def _manifest_entry(kind: str, files: list[DataFile], part: Any) -> dict[str, Any]:
     prints = [snapshot.content_hash or snapshot.fingerprint for snapshot in part.snapshots]
     joined = prints[0] if len(prints) == 1 else hashlib.blake2b("".join(prints).encode(), digest_size=16).hexdigest()
@@ -225,7 +205,6 @@ def _manifest_entry(kind: str, files: list[DataFile], part: Any) -> dict[str, An
         "kind": kind,
         "bytes": sum(snapshot.size for snapshot in part.snapshots),
         "documents": len(part),
-        "rows": part.num_rows,
         "fingerprint": joined,
     }
     if kind == "built":

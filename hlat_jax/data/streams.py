@@ -321,7 +321,7 @@ class Definition:
         def read(epoch: int, entry: int) -> str | np.ndarray | None:
             number = self.document(source, row=row, epoch=epoch, entry=entry)
             try:
-                return self._retries(lambda: documents[number], key=(source, number))
+                return self._retries(lambda: documents[number])
             except BadRecord:
                 if data.on_bad_record == "skip":
                     return None

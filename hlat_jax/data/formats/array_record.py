@@ -26,7 +26,6 @@ class ArrayRecordDocuments:
 
     Attributes:
       snapshots: the file, once.
-      num_rows: records.
 
     Raises:
       ValueError: not an ArrayRecord file, truncated, or empty.
@@ -36,12 +35,12 @@ class ArrayRecordDocuments:
         self._snapshot, self.snapshots = snapshot, (snapshot,)
         with decoding(snapshot.file):
             self._reader = open_reader(snapshot.file)
-            self.num_rows = self._reader.num_records()
-        if not self.num_rows:  # a truncated file reads as empty
+            self._num_records = self._reader.num_records()
+        if not self._num_records:  # a truncated file reads as empty
             raise ValueError(f"{snapshot.file} is not a complete ArrayRecord file, or empty; write it again.")
 
     def __len__(self) -> int:
-        return self.num_rows
+        return self._num_records
 
     def __getitem__(self, index: int) -> str:
         self._snapshot.check()

@@ -105,13 +105,10 @@ class _Built:
     Attributes:
       manifest: the manifest of the dataset.
       snapshots: its shards.
-      num_rows: None, because documents are not rows.
 
     Raises:
       ValueError: a damaged or incomplete dataset, or the name of a shard that points outside the folder.
     """
-
-    num_rows = None
 
     def __init__(self, folder: pathlib.Path, manifest: BuiltManifest):
         self.manifest, self._folder = manifest, folder

@@ -86,7 +86,6 @@ class ColumnDocuments:
 
     Attributes:
       snapshots: the file, once.
-      num_rows: its rows, each a document.
     """
 
     def __init__(
@@ -95,10 +94,10 @@ class ColumnDocuments:
         """`rows` of each part; `load` returns the column of a part."""
         self._snapshot, self._load, self._field = snapshot, load, field
         self._starts = records.starts(rows)
-        self.snapshots, self.num_rows = (snapshot,), int(self._starts[-1])
+        self.snapshots = (snapshot,)
 
     def __len__(self) -> int:
-        return self.num_rows
+        return int(self._starts[-1])
 
     def __getitem__(self, index: int) -> str:
         part, number = records.find_part(self._starts, index)

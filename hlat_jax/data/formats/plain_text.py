@@ -23,13 +23,10 @@ class TextDocuments:
     Attributes:
       snapshots: the files.
       is_cut: whether they are cut at paragraphs.
-      num_rows: None, because documents are not rows.
 
     Raises:
       ValueError: with `cut`, a file that is empty or not UTF-8.
     """
-
-    num_rows = None
 
     def __init__(self, files: Sequence[DataFile], *, cut: bool):
         self.snapshots, self.is_cut = tuple(Snapshot(file) for file in files), cut
