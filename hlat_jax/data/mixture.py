@@ -164,81 +164,63 @@ def _count(text: str, *, where: str) -> int:
     return int(number)
 
 
-@dataclasses.dataclass(frozen=True)
-class SourceChoice:
-    """The source of one row of one batch, and the account of that row before it.
-
-    Attributes:
-      source: number of the source.
-      row_tokens: tokens of a full row.
-      shares: those of the stage.
-      padding: padding tokens in this row of the batches before.
-      emitted, owed: as for Mixture.choose; `owed` includes the credit for this row.
-    """
-
-    source: int
-    row_tokens: int
-    shares: tuple[fractions.Fraction, ...]
-    padding: int
-    emitted: tuple[int, ...]
-    owed: tuple[int, ...]
-
-    def account_after(self, num_tokens: int) -> tuple[list[int], list[int]]:
-        """Returns (emitted, owed) after a row of `num_tokens` tokens; the sum of `owed` is 0 before and after."""
-        emitted, owed = list(self.emitted), list(self.owed)
-        emitted[self.source] += num_tokens
-        owed[self.source] -= num_tokens
-        padding, paid = self.padding + self.row_tokens - num_tokens, 0
-        for source, bound in enumerate(itertools.accumulate(self.shares)):
-            # cumulative sums are rounded, so that errors do not accumulate
-            until = math.floor(bound * padding) - math.floor(bound * self.padding)
-            owed[source] -= until - paid
-            paid = until
-        return emitted, owed
-
-
 class Mixture:
-    """The choice of a source for every row of every batch, by stages.
+    """The choice of a source for every row of every batch, by stages, and the account of each row.
 
     Attributes:
       names: the sources, in order.
       stages: see parse_stages.
       num_rows: rows of a batch, among which the tokens of a stage are divided evenly.
+      row_tokens: tokens of a full row.
     """
 
-    def __init__(self, names: Sequence[str], *, stages: Sequence[MixtureStage], num_rows: int = 1):
-        self.names, self.stages, self.num_rows = tuple(names), tuple(stages), num_rows
+    def __init__(self, names: Sequence[str], *, stages: Sequence[MixtureStage], num_rows: int, row_tokens: int):
+        self.names, self.stages = tuple(names), tuple(stages)
+        self.num_rows, self.row_tokens = num_rows, row_tokens
         # source i has the points from bound i - 1 to below bound i, perhaps none
         self._bounds = [[int(bound * _UNIT) for bound in itertools.accumulate(s.shares)] for s in self.stages]
 
-    def choose(
-        self, row: int, *, batch: int, row_tokens: int, emitted: Sequence[int], owed: Sequence[int]
-    ) -> SourceChoice:
+    def choose(self, row: int, *, batch: int, emitted: Sequence[int], owed: Sequence[int]) -> int:
         """Returns the source of one row of one batch.
 
         Args:
-          row: of the batch.
-          batch: its number, from 0.
-          row_tokens: tokens of a full row.
+          row: number of the row in the batch.
+          batch: number of the batch, from 0.
           emitted: tokens of each source in row `row` of the batches before.
-          owed: tokens owed to each source after those, see SourceChoice.account_after.
+          owed: tokens owed to each source after those, see `account_after`.
         """
-        num_tokens = sum(emitted)
-        stage = self._stage(batch, num_tokens=num_tokens * self.num_rows)
-        shares, owed = self.stages[stage].shares, list(owed)
-        owed[self._selected(stage, row, batch)] += row_tokens
-        weighted = (source for source, share in enumerate(shares) if share)
-        most = max(weighted, key=lambda source: owed[source])  # the first of equals
-        return SourceChoice(most, row_tokens, shares, batch * row_tokens - num_tokens, tuple(emitted), tuple(owed))
+        stage = self._stage(batch, emitted)
+        credited = self._credited(stage, row, batch=batch, owed=owed)
+        weighted = (source for source, share in enumerate(self.stages[stage].shares) if share)
+        return max(weighted, key=lambda source: credited[source])  # the first of equals
 
-    def _stage(self, batch: int, *, num_tokens: int) -> int:
-        stages = enumerate(self.stages[:-1])
+    def account_after(
+        self, row: int, *, batch: int, emitted: Sequence[int], owed: Sequence[int], num_tokens: int
+    ) -> tuple[list[int], list[int]]:
+        """Returns (emitted, owed) after a row of `num_tokens` tokens; the sum of `owed` is 0 before and after."""
+        stage, source = self._stage(batch, emitted), self.choose(row, batch=batch, emitted=emitted, owed=owed)
+        padding = batch * self.row_tokens - sum(emitted)  # in this row of the batches before
+        padding_after, paid = padding + self.row_tokens - num_tokens, 0
+        emitted, owed = list(emitted), self._credited(stage, row, batch=batch, owed=owed)
+        emitted[source] += num_tokens
+        owed[source] -= num_tokens
+        for number, bound in enumerate(itertools.accumulate(self.stages[stage].shares)):
+            # cumulative sums are rounded, so that errors do not accumulate
+            until = math.floor(bound * padding_after) - math.floor(bound * padding)
+            owed[number] -= until - paid
+            paid = until
+        return emitted, owed
+
+    def _credited(self, stage: int, row: int, *, batch: int, owed: Sequence[int]) -> list[int]:
+        """Returns `owed` with the tokens of a full row for the source that the point of this row selects."""
+        point, owed = (row * _STEP_ROW + batch * _STEP_BATCH) % _UNIT, list(owed)
+        owed[bisect.bisect_right(self._bounds[stage], point)] += self.row_tokens
+        return owed
+
+    def _stage(self, batch: int, emitted: Sequence[int]) -> int:
+        num_tokens, stages = sum(emitted) * self.num_rows, enumerate(self.stages[:-1])
         running = (number for number, stage in stages if not stage.is_over(batch, num_tokens=num_tokens))
         return next(running, len(self.stages) - 1)
-
-    def _selected(self, stage: int, row: int, batch: int) -> int:
-        point = (row * _STEP_ROW + batch * _STEP_BATCH) % _UNIT
-        return bisect.bisect_right(self._bounds[stage], point)
 
     def describe(self) -> str:
         """Returns the shares of all stages in one line."""

@@ -22,11 +22,6 @@ from typing import Any
 
 import numpy as np
 
-POSITION_FIELDS = {
-    "concat": ("epoch", "document", "token", "skipped"),
-    "documents": ("epoch", "document", "row", "skipped"),
-}
-
 Read = Callable[[int, int], Any]
 Encode = Callable[[Any], Iterator[np.ndarray]]
 
@@ -108,8 +103,7 @@ class ConcatStream:
         """Returns the next row.
 
         Raises:
-          ValueError: a document that cannot be read, a position beyond the end of its document, or `max_bad` bad
-            records in a row.
+          ValueError: a document that cannot be read, or `max_bad` bad records in a row.
         """
         parts, spans, filled = [], [], 0
         while filled < self._seq_len:
@@ -146,11 +140,7 @@ class ConcatStream:
             self._skip -= dropped
             self._rest = piece[dropped:]
             return
-        if self._skip:
-            raise ValueError(
-                f"position (epoch {self._epoch}, document {self._document}, token {self._token}) is {self._skip} "
-                "tokens beyond the end of its document; resume with the text and the tokenizer it was saved with."
-            )
+        assert not self._skip, "the position is beyond the end of its document"
         self._pieces, self._token = None, 0
         self._document += 1
         if self._document == self._num_documents:
@@ -217,8 +207,7 @@ class DocumentsStream:
         """Returns the next row.
 
         Raises:
-          ValueError: a document that cannot be read, a position beyond the last row of its window, or `max_bad` bad
-            records in a row.
+          ValueError: a document that cannot be read, or `max_bad` bad records in a row.
         """
         while not self._rows:
             self._open_window()
@@ -239,11 +228,6 @@ class DocumentsStream:
             self._tokenize_one()
         window, self._num_taken = self._next, 0
         self._rows = self._pack(window)
-        if self._row and self._row >= len(self._rows):
-            raise ValueError(
-                f"position (epoch {self._epoch}, document {self._document}, row {self._row}) is beyond the "
-                f"{len(self._rows)} rows of its window; resume with the text and the tokenizer it was saved with."
-            )
         if self._row == 0:  # else they were counted with the first row
             self._skipped += window.num_bad
         end = window.first + window.num_documents

@@ -37,7 +37,7 @@ from hlat_jax.data.retries import Retries
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.resolve import held_out_share
 
-NUM_FIELDS = 6  # per source in a position: four of its stream, see packing.POSITION_FIELDS, and the next two
+NUM_FIELDS = 6  # per source in a position: four of its stream, see packing, and the next two
 EMITTED, OWED = slice(5, None, NUM_FIELDS), slice(6, None, NUM_FIELDS)
 _SKIPPED = slice(4, None, NUM_FIELDS)
 _MANY_EPOCHS = 20  # a stream misses the only good document for this many epochs with probability exp(-20)
@@ -262,7 +262,7 @@ class Definition:
         # check data.mixture before reading any file
         names = list(parse_sources(data.train, key="data.train"))
         stages = _stages(dataclasses.asdict(data), names)
-        self.mixture = Mixture(names, stages=stages, num_rows=data.batch_size)
+        self.mixture = Mixture(names, stages=stages, num_rows=data.batch_size, row_tokens=data.seq_len)
         self.sources = open_sources(data, key="data.train", tokenizer=tokenizer, index_folder=index_folder)
         self._data, self._tokenizer, self._retries = data, tokenizer, retries or Retries()
         self.manifest = joint_manifest(self.sources) | {"order": algorithm_hash() if data.shuffle else None}
@@ -281,24 +281,16 @@ class Definition:
         return np.zeros((num_rows, 1 + NUM_FIELDS * len(self.sources)), np.int64)
 
     def checked_position(self, position: np.ndarray, *, num_rows: int) -> np.ndarray:
-        """Returns a copy of a position of `num_rows` rows. Raises ValueError if it is invalid."""
-        position = np.array(position, np.int64)
-        shape = (num_rows, 1 + NUM_FIELDS * len(self.sources))
-        if position.shape != shape or np.delete(position, OWED, axis=1).min() < 0:
-            fields = (*packing.POSITION_FIELDS[self._data.packing], "emitted", "owed")
-            raise ValueError(
-                f"position has shape {position.shape} and lowest value {position.min(initial=0)}; it must have shape "
-                f"{list(shape)}, the number of batches and then {fields} for each of the {len(self.sources)} sources, "
-                "and only `owed` may be negative."
-            )
-        if len(set(position[:, 0].tolist())) > 1:
-            raise ValueError(f"position: its rows are at different batches, {sorted(set(position[:, 0].tolist()))}.")
+        """Returns a copy of a position of `num_rows` rows. Raises ValueError if it has other rows or sources."""
+        position, shape = np.array(position, np.int64), (num_rows, 1 + NUM_FIELDS * len(self.sources))
+        if position.shape != shape:
+            raise ValueError(f"position has shape {position.shape}; these rows and sources have positions of {shape}.")
         return position
 
     def row(self, row: int, *, position: np.ndarray) -> RowStream:
         """Returns the stream of row `row` of every batch, starting at a position int64[1 + 6 S]."""
         make = functools.partial(self._stream, row)
-        return RowStream(row, mixture=self.mixture, stream=make, position=position, row_tokens=self._data.seq_len)
+        return RowStream(row, mixture=self.mixture, stream=make, position=position)
 
     def document(self, source: int, *, row: int, epoch: int, entry: int) -> int:
         """Returns the number, within its source, of the document at entry `entry` of a stream in an epoch."""
@@ -311,12 +303,6 @@ class Definition:
     def _stream(self, row: int, source: int, *, position: np.ndarray) -> Any:
         data, documents = self._data, self.sources[source].documents
         num_own = self.num_entries(source, row=row)
-        if position[1] >= num_own:
-            raise ValueError(
-                f"position of row {row} is document {position[1]}, but {counted(len(documents), 'document')} in "
-                f"{counted(data.batch_size, 'row')} leave it {num_own}; resume with the data.train and data.batch_size "
-                "it was saved with."
-            )
 
         def read(epoch: int, entry: int) -> str | np.ndarray | None:
             number = self.document(source, row=row, epoch=epoch, entry=entry)
@@ -355,8 +341,8 @@ class RowStream:
       position: int64[1 + 6 S], before the next row.
     """
 
-    def __init__(self, row: int, *, mixture: Mixture, stream: Any, position: np.ndarray, row_tokens: int):
-        self._row, self._mixture, self._row_tokens = row, mixture, row_tokens
+    def __init__(self, row: int, *, mixture: Mixture, stream: Any, position: np.ndarray):
+        self._row, self._mixture = row, mixture
         self.position = np.array(position, np.int64)
         # all now, so that an invalid position raises here
         self._streams = [
@@ -366,15 +352,15 @@ class RowStream:
     def next_row(self) -> tuple[int, packing.Row]:
         """Returns (number of its source, the next row). Raises as the streams do, without moving the position."""
         position = self.position.copy()  # callers hold earlier positions
-        account = {"emitted": position[EMITTED].tolist(), "owed": position[OWED].tolist()}
-        choice = self._mixture.choose(self._row, batch=int(position[0]), row_tokens=self._row_tokens, **account)
-        stream = self._streams[choice.source]
-        row = stream.next_row()
+        account = {"batch": int(position[0]), "emitted": position[EMITTED].tolist(), "owed": position[OWED].tolist()}
+        source = self._mixture.choose(self._row, **account)
+        row = self._streams[source].next_row()
+        num_tokens = sum(span.stop - span.start for span in row.spans)
+        position[EMITTED], position[OWED] = self._mixture.account_after(self._row, **account, num_tokens=num_tokens)
         position[0] += 1
-        position[_fields(choice.source)] = stream.position
-        position[EMITTED], position[OWED] = choice.account_after(sum(span.stop - span.start for span in row.spans))
+        position[_fields(source)] = self._streams[source].position
         self.position = position
-        return choice.source, row
+        return source, row
 
 
 def _fields(source: int) -> slice:

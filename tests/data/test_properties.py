@@ -45,7 +45,7 @@ def taken(data, num_batches, **options):
 
 
 @pytest.mark.slow
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(corpora(), st.data())
 def test_run_resumed_anywhere_on_any_number_of_processes_is_identical(tmp_path_factory, corpus, choose):
     texts, data = corpus
