@@ -103,9 +103,6 @@ def open_held_out(
       rows: the rows of each batch for this process; None: all.
       rows_per_batch: batch size for the same rows; None: `data.batch_size`.
       index_folder: keeps the indices of JSONL files between runs.
-
-    Raises:
-      ValueError: see streams.open_sources; errors of single documents; a source without text to predict.
     """
     if not data.validation:
         return {}, None
@@ -138,7 +135,7 @@ def _rows(
     total = len(source.documents)
     limit = max(READ_TOKENS, 2 * num_rows * data.seq_len) if num_rows else None
     documents, num_documents, num_skipped = _read(source, data, tokenizer=tokenizer, limit=limit)
-    options = {"num_documents": len(documents), "position": np.zeros(4, np.int64), "max_bad": 1}
+    options = {"num_documents": len(documents), "position": np.zeros(4, np.int64)}
     options["encode"] = lambda document: iter([document[0]])
     stream = packing_stream(data, tokenizer, lambda _, number: documents[number], **options)
     made = list(packing.first_epoch(stream)) if documents else []

@@ -36,9 +36,6 @@ def parse_sources(spec: str, *, key: str) -> dict[str, str]:
     """Returns name -> PATHS of `PATHS` (one source, named "all") or of `NAME=PATHS;NAME=PATHS`, in order.
 
     A path that starts like a name, such as lang=en/a.jsonl, must be written ./lang=en/a.jsonl.
-
-    Raises:
-      ValueError: named and unnamed parts together, a name given twice, "all" beside others, a name without paths.
     """
     parts = [part for part in spec.split(";") if part.strip()]
     matches = [_NAMED.fullmatch(part) for part in parts]
@@ -80,10 +77,6 @@ def parse_stages(
 
     `batch_tokens` is the most that a batch holds; with `has_padding` it usually holds less. A stage until N tokens ends
     with the batch that reaches N.
-
-    Raises:
-      ValueError: an unknown or missing name, a weight that is not a number or negative, weights that are all zero, an
-        until that does not increase, one on the last stage, or none on another.
     """
     parts = [part for part in spec.split(";") if part.strip()]
     if not parts and len(names) == 1:

@@ -83,16 +83,13 @@ class ConcatStream:
     document + 1, 0). Resuming from a position tokenizes at most that document again.
     """
 
-    def __init__(
-        self, read: Read, *, num_documents: int, encode: Encode, seq_len: int, position: np.ndarray, max_bad: int
-    ):
-        self._read, self._encode, self._max_bad = read, encode, max_bad
+    def __init__(self, read: Read, *, num_documents: int, encode: Encode, seq_len: int, position: np.ndarray):
+        self._read, self._encode = read, encode
         self._num_documents, self._seq_len = num_documents, seq_len
         self._epoch, self._document, self._token, self._skipped = (int(value) for value in position)
         self._rest = np.zeros(0, np.int32)  # tokens of the current piece that are in no row yet
         self._pieces: Iterator[np.ndarray] | None = None  # later pieces of the current document
         self._skip = self._token
-        self._skipped_in_a_row = 0
 
     @property
     def position(self) -> np.ndarray:
@@ -100,11 +97,7 @@ class ConcatStream:
         return np.asarray([self._epoch, self._document, self._token, self._skipped], np.int64)
 
     def next_row(self) -> Row:
-        """Returns the next row.
-
-        Raises:
-          ValueError: a document that cannot be read, or `max_bad` bad records in a row.
-        """
+        """Returns the next row; raises what `read` and `encode` raise."""
         parts, spans, filled = [], [], 0
         while filled < self._seq_len:
             if len(self._rest) == 0:
@@ -129,10 +122,6 @@ class ConcatStream:
             document = self._read(self._epoch, self._document)
             if document is None and not self._skip:
                 self._skipped += 1
-                self._skipped_in_a_row += 1
-                _check_not_all_bad(self._skipped_in_a_row, self._max_bad)
-            else:
-                self._skipped_in_a_row = 0
             self._pieces = iter(()) if document is None else self._encode(document)
         piece = next(self._pieces, None)
         if piece is not None:
@@ -157,7 +146,6 @@ class _Window:
       num_read: documents read so far, bad ones too.
       documents: (number, tokens) of each good one.
       num_bad: bad records skipped.
-      bad_in_a_row: bad records since the last good one, also of the windows before.
     """
 
     epoch: int
@@ -166,7 +154,6 @@ class _Window:
     num_read: int = 0
     documents: list[tuple[int, np.ndarray]] = dataclasses.field(default_factory=list)
     num_bad: int = 0
-    bad_in_a_row: int = 0
 
 
 class DocumentsStream:
@@ -189,9 +176,8 @@ class DocumentsStream:
         window_documents: int,
         pad_id: int,
         position: np.ndarray,
-        max_bad: int,
     ):
-        self._read, self._encode, self._num_documents, self._max_bad = read, encode, num_documents, max_bad
+        self._read, self._encode, self._num_documents = read, encode, num_documents
         self._seq_len, self._window_documents, self._pad_id = seq_len, window_documents, pad_id
         self._epoch, self._document, self._row, self._skipped = (int(value) for value in position)
         self._next = self._window(self._epoch, self._document)
@@ -204,11 +190,7 @@ class DocumentsStream:
         return np.asarray([self._epoch, self._document, self._row, self._skipped], np.int64)
 
     def next_row(self) -> Row:
-        """Returns the next row.
-
-        Raises:
-          ValueError: a document that cannot be read, or `max_bad` bad records in a row.
-        """
+        """Returns the next row; raises what `read` and `encode` raise."""
         while not self._rows:
             self._open_window()
         row, self._rows[self._row] = self._rows[self._row], None  # to free its tokens
@@ -219,9 +201,8 @@ class DocumentsStream:
             self._close_window()
         return row
 
-    def _window(self, epoch: int, first: int, *, bad_in_a_row: int = 0) -> _Window:
-        num_documents = min(self._window_documents, self._num_documents - first)
-        return _Window(epoch, first, num_documents, bad_in_a_row=bad_in_a_row)
+    def _window(self, epoch: int, first: int) -> _Window:
+        return _Window(epoch, first, min(self._window_documents, self._num_documents - first))
 
     def _open_window(self) -> None:
         while self._next.num_read < self._next.num_documents:
@@ -232,7 +213,7 @@ class DocumentsStream:
             self._skipped += window.num_bad
         end = window.first + window.num_documents
         self._end = (window.epoch, end) if end < self._num_documents else (window.epoch + 1, 0)
-        self._next = self._window(*self._end, bad_in_a_row=window.bad_in_a_row)
+        self._next = self._window(*self._end)
         if not self._rows:
             self._close_window()
 
@@ -252,12 +233,9 @@ class DocumentsStream:
         number = window.first + window.num_read
         document = self._read(window.epoch, number)
         if document is None:
-            _check_not_all_bad(window.bad_in_a_row + 1, self._max_bad)
-            window.bad_in_a_row += 1
             window.num_bad += 1
         else:
             window.documents.append((number, np.concatenate(list(self._encode(document)))))
-            window.bad_in_a_row = 0
         window.num_read += 1
 
     def _pack(self, window: _Window) -> list[Row]:
@@ -290,15 +268,6 @@ def first_epoch(stream: Stream) -> Iterator[Row]:
             spans = tuple(span for span in row.spans if span.epoch == 0)
             row = Row(row.tokens[: spans[-1].stop], None, spans)
         yield row
-
-
-def _check_not_all_bad(skipped: int, max_bad: int) -> None:
-    """Raises ValueError if so many consecutive records are bad that there seems to be no good document."""
-    if skipped >= max_bad:
-        raise ValueError(
-            f"the last {skipped} documents of one row are bad records; fix the data, or set "
-            'data.on_bad_record="raise" to see the reasons.'
-        )
 
 
 def best_fit(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:

@@ -43,28 +43,21 @@ def nearest(
 ) -> tuple[int, np.ndarray, pathlib.Path] | None:
     """Returns (batches, position, file) of the last position recorded after `num_batches` or fewer; None if none is.
 
-    Raises:
-      ValueError: it belongs to other data.
+    Raises ValueError if that one, or a later one, belongs to other data.
     """
     for named, path in sorted(_recorded(workdir), reverse=True):
-        record = _read(path, named) if named <= num_batches else None
-        if record is not None and record[0] <= num_batches:
-            _check(record, path, data_identity=data_identity)
-            return *record[:2], path
+        record = _read(path, named)
+        if record is None:
+            continue
+        recorded_after, position, recorded_identity = record
+        if recorded_identity != data_identity(recorded_after):
+            raise ValueError(
+                f"{path} belongs to a run on other data (another text, tokenizer, seed, mixture or packing); use the "
+                "config it was trained with, which its run folder has, or another --workdir."
+            )
+        if recorded_after <= num_batches:
+            return recorded_after, position, path
     return None
-
-
-def check_identity(workdir: pathlib.Path, step: int, *, data_identity: Identity) -> bool:
-    """Returns whether the run has recorded, at any step, which data it was trained on.
-
-    Raises:
-      ValueError: the record nearest to `step` belongs to other data.
-    """
-    for named, path in sorted(_recorded(workdir), key=lambda record: abs(record[0] - step)):
-        if (record := _read(path, named)) is not None:
-            _check(record, path, data_identity=data_identity)
-            return True
-    return False
 
 
 def _recorded(workdir: pathlib.Path) -> Iterator[tuple[int, pathlib.Path]]:
@@ -75,15 +68,6 @@ def _recorded(workdir: pathlib.Path) -> Iterator[tuple[int, pathlib.Path]]:
     for path in workdir.glob(f"checkpoints/*/{RUN_ITEM}/{RUN_FILE}"):
         if path.parents[1].name.isdecimal():
             yield int(path.parents[1].name), path
-
-
-def _check(record: tuple[int, np.ndarray, str], path: pathlib.Path, *, data_identity: Identity) -> None:
-    """Raises ValueError if a record belongs to other data."""
-    if record[2] != data_identity(record[0]):
-        raise ValueError(
-            f"{path} belongs to a run on other data (another text, tokenizer, seed, mixture or packing); use the "
-            "config it was trained with, which its run folder has, or another --workdir."
-        )
 
 
 def _read(path: pathlib.Path, named: int) -> tuple[int, np.ndarray, str] | None:

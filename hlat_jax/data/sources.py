@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from hlat_jax.data.formats import records
-from hlat_jax.data.formats.array_record import ArrayRecordDocuments
+from hlat_jax.data.formats.array_record import array_record_documents
 from hlat_jax.data.formats.arrow import arrow_documents
 from hlat_jax.data.formats.built import manifest_fingerprint, open_built
 from hlat_jax.data.formats.columns import ColumnCache
 from hlat_jax.data.formats.files import DataFile, Snapshot
-from hlat_jax.data.formats.jsonl import JsonlDocuments
+from hlat_jax.data.formats.jsonl import jsonl_documents
 from hlat_jax.data.formats.parquet import parquet_documents
 from hlat_jax.data.formats.paths import file_format, find_files
 from hlat_jax.data.formats.plain_text import TextDocuments
@@ -116,12 +116,10 @@ def open_corpus(
     A document is a str, or int32[n] where a dataset stores token ids: those that packing.document_tokens would yield,
     with the EOS of each piece.
 
-    The manifest identifies the documents, independent of their location: for each file (a run of plain-text files is
-    one entry, and so is a dataset) `name, kind, bytes, documents, fingerprint`, and for stored ids `tokens,
-    tokenizer_sha256, vocab_size, eos_id, max_document_chars` and `prepend_bos` where it is true; then `documents` in
-    all, `text_field` and `hash` of bytes, documents and fingerprints. Two manifests with the same hash have the same
-    documents under the same numbers: the fingerprint of JSONL covers every byte, and that of a dataset its content; of
-    other files over 1 MiB it covers the size and 16 blocks of 64 KiB.
+    The manifest identifies the documents, independent of their location. It has an entry for each file, dataset and run
+    of plain-text files. Two manifests with the same `hash` have the same documents under the same numbers: the
+    fingerprint of JSONL covers every byte, and that of a dataset its content; of other files over 1 MiB it covers the
+    size and 16 blocks of 64 KiB.
 
     Args:
       spec: paths separated by commas.
@@ -131,9 +129,6 @@ def open_corpus(
       index_folder: a folder that keeps the indices of JSONL files between runs.
       tokenizer_sha256: the tokenizer that must have made stored ids, by default any.
       cut_text: whether plain-text files are cut into documents at paragraphs.
-
-    Raises:
-      ValueError: see paths.find_files; a file that cannot be indexed; ids from another tokenizer; no documents.
     """
     ignored = ""
     if files is None:
@@ -154,9 +149,9 @@ def open_corpus(
             if kind == "built":
                 part = open_built(file, key=key, tokenizer_sha256=tokenizer_sha256)
             elif kind == "array_record":
-                part = ArrayRecordDocuments(Snapshot(file))
+                part = array_record_documents(Snapshot(file))
             elif kind == "jsonl":
-                part = JsonlDocuments(Snapshot(file), field=text_field, index_folder=index_folder)
+                part = jsonl_documents(Snapshot(file), field=text_field, index_folder=index_folder)
             elif kind == "arrow":
                 part = arrow_documents(Snapshot(file), field=text_field)
             else:

@@ -17,7 +17,6 @@ loader stacks those of its rows.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 import pathlib
@@ -75,10 +74,6 @@ def open_sources(
 
     If data.validation is a share, it is held out of each source of data.train. Plain-text files of data.train are cut
     into documents at paragraphs if there are otherwise too few documents for the rows of a batch.
-
-    Raises:
-      ValueError: see mixture.parse_sources and sources.open_corpus; a seed that Grain cannot take; fewer documents in a
-        source of data.train than rows in a batch.
     """
     if not 0 <= data.seed < 2**32:
         raise ValueError(f"data.seed={data.seed} must be in 0 .. 2**32 - 1.")
@@ -189,11 +184,6 @@ def data_drift(saved: Mapping[str, Any], current: Mapping[str, Any], *, num_batc
             lines.append(
                 f"{key}: {', '.join(changed[:3])} changed since the checkpoint ({len(changed):,} of {len(now):,})"
             )
-    before, now = (settings["manifest"].get("order") for settings in (saved, current))
-    if None not in (before, now) and before != now:
-        lines.append(
-            f"the order of documents: permutation {before} in the checkpoint, {now} with this release of Grain"
-        )
     before, now = saved["config"]["data"], current["config"]["data"]
     if held_out_share(before["validation"]) != held_out_share(now["validation"]):
         lines.append(
@@ -221,11 +211,7 @@ def _stages(data: Mapping[str, Any], names: Sequence[str]) -> tuple[MixtureStage
 
 
 def encoder(data: DataConfig, tokenizer: Tokenizer) -> packing.Encode:
-    """Returns a function from a document to its tokens; stored ids are returned as they are.
-
-    Raises:
-      ValueError: data.prepend_bos with a tokenizer that has no BOS.
-    """
+    """Returns a function from a document to its tokens; stored ids are returned as they are."""
     tokenizer.require_bos(data.prepend_bos, key="data.prepend_bos=True")
 
     def encode(document: str | np.ndarray) -> Iterator[np.ndarray]:
@@ -254,17 +240,14 @@ class Definition:
         index_folder: pathlib.Path | None = None,
         retries: Retries | None = None,
     ):
-        """Opens `data.train`; `index_folder` keeps the indices of JSONL files between runs, `retries` reads again.
-
-        Raises:
-          ValueError: see open_sources and mixture.parse_stages.
-        """
+        """Opens `data.train`; `index_folder` keeps the indices of JSONL files between runs, `retries` reads again."""
         # check data.mixture before reading any file
         names = list(parse_sources(data.train, key="data.train"))
         stages = _stages(dataclasses.asdict(data), names)
         self.mixture = Mixture(names, stages=stages, num_rows=data.batch_size, row_tokens=data.seq_len)
         self.sources = open_sources(data, key="data.train", tokenizer=tokenizer, index_folder=index_folder)
         self._data, self._tokenizer, self._retries = data, tokenizer, retries or Retries()
+        self._encode = encoder(data, tokenizer)
         self.manifest = joint_manifest(self.sources) | {"order": algorithm_hash() if data.shuffle else None}
 
     def identity(self, num_batches: int) -> str:
@@ -289,8 +272,9 @@ class Definition:
 
     def row(self, row: int, *, position: np.ndarray) -> RowStream:
         """Returns the stream of row `row` of every batch, starting at a position int64[1 + 6 S]."""
-        make = functools.partial(self._stream, row)
-        return RowStream(row, mixture=self.mixture, stream=make, position=position)
+        numbers = range(len(self.sources))
+        streams = [self._stream(row, source, position=position[_fields(source)]) for source in numbers]
+        return RowStream(row, mixture=self.mixture, streams=streams, position=position)
 
     def document(self, source: int, *, row: int, epoch: int, entry: int) -> int:
         """Returns the number, within its source, of the document at entry `entry` of a stream in an epoch."""
@@ -304,26 +288,25 @@ class Definition:
         data, documents = self._data, self.sources[source].documents
         num_own = self.num_entries(source, row=row)
 
+        # with shuffling, a stream reads other documents in every epoch; without, the same ones
+        most_bad = 2 * num_own if self.sources[source].order is None else _MANY_EPOCHS * len(documents)
+        bad_in_a_row = 0
+
         def read(epoch: int, entry: int) -> str | np.ndarray | None:
+            nonlocal bad_in_a_row
             number = self.document(source, row=row, epoch=epoch, entry=entry)
             try:
-                return self._retries(lambda: documents[number])
+                document = self._retries(lambda: documents[number])
             except BadRecord:
-                if data.on_bad_record == "skip":
+                bad_in_a_row += 1
+                if data.on_bad_record == "skip" and bad_in_a_row < most_bad:
                     return None
-                raise
+                raise  # all of them seem to be bad
+            bad_in_a_row = 0
+            return document
 
-        # with shuffling, a stream reads other documents in every epoch; without, the same ones
-        max_bad = 2 * num_own if self.sources[source].order is None else _MANY_EPOCHS * len(documents)
-        return packing_stream(
-            data,
-            self._tokenizer,
-            read,
-            num_documents=num_own,
-            position=position,
-            max_bad=max_bad,
-            encode=encoder(data, self._tokenizer),
-        )
+        options = {"num_documents": num_own, "position": position, "encode": self._encode}
+        return packing_stream(data, self._tokenizer, read, **options)
 
 
 def packing_stream(data: DataConfig, tokenizer: Tokenizer, read: packing.Read, **options: Any) -> packing.Stream:
@@ -341,13 +324,9 @@ class RowStream:
       position: int64[1 + 6 S], before the next row.
     """
 
-    def __init__(self, row: int, *, mixture: Mixture, stream: Any, position: np.ndarray):
-        self._row, self._mixture = row, mixture
+    def __init__(self, row: int, *, mixture: Mixture, streams: Sequence[packing.Stream], position: np.ndarray):
+        self._row, self._mixture, self._streams = row, mixture, streams
         self.position = np.array(position, np.int64)
-        # all now, so that an invalid position raises here
-        self._streams = [
-            stream(source, position=self.position[_fields(source)]) for source in range(len(mixture.names))
-        ]
 
     def next_row(self) -> tuple[int, packing.Row]:
         """Returns (number of its source, the next row). Raises as the streams do, without moving the position."""

@@ -34,9 +34,6 @@ class Tokenizer:
       vocab_size: that of the model, which may exceed the number of tokens; None: not checked.
       stop_ids: tokens besides EOS that end a generated text, from the files of an imported model.
       key: what was given, for errors.
-
-    Raises:
-      ValueError: no path, no such file, not a tokenizer, no EOS, or more tokens than the model's vocab_size.
     """
 
     def __init__(

@@ -17,11 +17,7 @@ _EOS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_co
 
 
 class JsonModel:
-    """A tokenizer.json with the interface of _SentencePiece: adds no special tokens and parses none in a text.
-
-    Raises:
-      ValueError: the extra is not installed, or the file is not a tokenizer.json.
-    """
+    """A tokenizer.json with the interface of _SentencePiece: adds no special tokens and parses none in a text."""
 
     def __init__(self, path: pathlib.Path, serialized: bytes):
         missing = f"{path} needs the library tokenizers: pip install 'hlat_jax[hf]'."

@@ -41,7 +41,6 @@ def stream_of(kind, texts, *, seq_len=4, max_chars=1000, position=(0, 0, 0, 0), 
         return packing.document_tokens(text, tokenizer=LetterTokenizer(), max_chars=max_chars)
 
     options = {"num_documents": len(texts), "encode": encode, "position": np.asarray(position), "seq_len": seq_len}
-    options["max_bad"] = 2 * len(texts)
     if kind == "concat":
         return packing.ConcatStream(read or order(texts), **options)
     return packing.DocumentsStream(read or order(texts), window_documents=num_window, pad_id=2, **options)
@@ -108,12 +107,6 @@ def test_bad_records_are_counted_at_each_occurrence(kind, texts, seq_len):
     assert met <= skipped <= met + begun
     if document == place == 0:
         assert skipped == met
-
-
-def test_streams_of_bad_records_alone_are_refused():
-    for kind in KINDS:
-        with pytest.raises(ValueError, match="the last 4 documents of one row are bad records"):
-            stream_of(kind, [None, None]).next_row()
 
 
 def test_long_document_is_cut_in_order_with_eos_after_each_piece():

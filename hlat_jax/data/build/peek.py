@@ -40,10 +40,7 @@ def peek(config: config_lib.Config, workdir: pathlib.Path, *, step: int, row: in
     index = workdir / INDEX_FOLDER
     batches = TrainBatches(data, tokenizer=tokenizer, rows=rows, index_folder=index if index.is_dir() else None)
     try:
-        is_recorded = positions.check_identity(workdir, step - 1, data_identity=batches.definition.identity)
         print(f"step {step} of {config.name}: {data.batch_size} rows of {data.seq_len} tokens, packing {data.packing}")
-        if not is_recorded:
-            print(f"run: {workdir} has no position or checkpoint, so there is no run to compare with")
         replayed = _seek(batches, workdir, step=step)
         with show_progress("replaying") as status:
             for number in range(replayed):

@@ -8,20 +8,17 @@ from collections.abc import Iterator
 import pyarrow
 import pyarrow.ipc
 
-from hlat_jax.data.formats.columns import ColumnDocuments, check_size, check_text_column
+from hlat_jax.data.formats.columns import check_size, check_text_column, column_documents
 from hlat_jax.data.formats.decoding import decoding
 from hlat_jax.data.formats.files import DataFile, Snapshot
+from hlat_jax.data.formats.records import FileDocuments
 
 _FILE_MAGIC = b"ARROW1"
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
-def arrow_documents(snapshot: Snapshot, *, field: str) -> ColumnDocuments:
-    """Returns the texts of an Arrow IPC file or stream by number; uncompressed ones take no memory.
-
-    Raises:
-      ValueError: not a complete file or stream, no such column of text, or too much that is compressed.
-    """
+def arrow_documents(snapshot: Snapshot, *, field: str) -> FileDocuments:
+    """Returns the texts of an Arrow IPC file or stream by number; uncompressed ones take no memory."""
     file, batches, decoded_bytes = snapshot.file, [], 0
     with decoding(file), pyarrow.memory_map(os.fsencode(file)) as mapped:
         whole = mapped.read_buffer()  # stays mapped after the file is closed
@@ -33,7 +30,7 @@ def arrow_documents(snapshot: Snapshot, *, field: str) -> ColumnDocuments:
             check_size(file, "compressed", field=field, num_bytes=decoded_bytes)
         if not (bytes(whole[:6]) == _FILE_MAGIC or (whole.size >= 8 and bytes(whole[-8:]) == _END_OF_STREAM)):
             raise pyarrow.ArrowInvalid("no end-of-stream marker: it was truncated, or its writer was not closed")
-    return ColumnDocuments(snapshot, rows=[len(batch) for batch in batches], load=batches.__getitem__, field=field)
+    return column_documents(snapshot, rows=[len(batch) for batch in batches], load=batches.__getitem__, field=field)
 
 
 def iter_arrow(file: DataFile, field: str) -> Iterator[pyarrow.Array]:

@@ -66,11 +66,7 @@ class BuiltManifest:
 
 
 def read_manifest(folder: str | os.PathLike) -> BuiltManifest:
-    """Returns the manifest of a dataset.
-
-    Raises:
-      ValueError: missing, damaged, or of another format.
-    """
+    """Returns the manifest of a dataset."""
     path = _require_file(pathlib.Path(folder) / MANIFEST_NAME)
     try:
         with decoding(path):
@@ -105,9 +101,6 @@ class _Built:
     Attributes:
       manifest: the manifest of the dataset.
       snapshots: its shards.
-
-    Raises:
-      ValueError: a damaged or incomplete dataset, or the name of a shard that points outside the folder.
     """
 
     def __init__(self, folder: pathlib.Path, manifest: BuiltManifest):
@@ -221,11 +214,7 @@ def index_path(shard: str | os.PathLike) -> pathlib.Path:
 
 
 def block_tokens(block: bytes, number: int, *, num_documents: int, where: str) -> np.ndarray:
-    """Returns int32[n]: the ids of document `number` of a block that must hold `num_documents`.
-
-    Raises:
-      ValueError: a damaged block.
-    """
+    """Returns int32[n]: the ids of document `number` of a block that must hold `num_documents`."""
     header = np.frombuffer(block, "<u4", count=min(len(block) // 4, 2 + num_documents))
     if len(header) < 2 + num_documents or header[0] != num_documents or header[1] not in (2, 4):
         raise _damage(where, f"it is not a block of {num_documents} documents")
@@ -239,11 +228,7 @@ def block_tokens(block: bytes, number: int, *, num_documents: int, where: str) -
 
 
 def open_built(folder: str | os.PathLike, *, key: str, tokenizer_sha256: str | None) -> BuiltTexts | BuiltTokens:
-    """Returns the documents of a dataset; token ids must be of the tokenizer with `tokenizer_sha256` if it is given.
-
-    Raises:
-      ValueError: a damaged dataset, or ids from another tokenizer.
-    """
+    """Returns the documents of a dataset; token ids must be of the tokenizer with `tokenizer_sha256` if it is given."""
     manifest = read_manifest(folder)
     if manifest.kind == "text":
         return BuiltTexts(pathlib.Path(folder), manifest)

@@ -81,30 +81,16 @@ def check_size(file: DataFile, part: str, *, field: str, num_bytes: int) -> None
         )
 
 
-class ColumnDocuments:
-    """The texts of a file in parts, by number. Rows are counted from 1 over the whole file.
+def column_documents(
+    snapshot: Snapshot, *, rows: Sequence[int], load: Callable[[int], pyarrow.ChunkedArray], field: str
+) -> records.FileDocuments:
+    """Returns the texts of a file in parts by number; `rows` of each part, whose column `load` returns."""
+    starts = records.starts(rows)
 
-    Attributes:
-      snapshots: the file, once.
-    """
+    def read(index: int) -> str:
+        part, number = records.find_part(starts, index)
+        snapshot.check()
+        with decoding(snapshot.file, part=f"row {index + 1}"):
+            return cell(load(part), number, field=field, where=snapshot.file.where, row=index + 1)
 
-    def __init__(
-        self, snapshot: Snapshot, *, rows: Sequence[int], load: Callable[[int], pyarrow.ChunkedArray], field: str
-    ):
-        """`rows` of each part; `load` returns the column of a part."""
-        self._snapshot, self._load, self._field = snapshot, load, field
-        self._starts = records.starts(rows)
-        self.snapshots = (snapshot,)
-
-    def __len__(self) -> int:
-        return int(self._starts[-1])
-
-    def __getitem__(self, index: int) -> str:
-        part, number = records.find_part(self._starts, index)
-        self._snapshot.check()
-        with decoding(self._snapshot.file, part=f"row {index + 1}"):
-            return cell(self._load(part), number, field=self._field, where=self._snapshot.file.where, row=index + 1)
-
-    def locate(self, index: int) -> str:
-        """Returns the file and the row of document `index`."""
-        return f"{self._snapshot.file}, row {index + 1}"
+    return records.FileDocuments(snapshot, num_documents=int(starts[-1]), read=read)

@@ -157,11 +157,7 @@ def reason(error: Exception) -> str:
 
 
 def filesystem_of(url: str) -> tuple[Any, str]:
-    """Returns fsspec's file system for a URL and the path in it.
-
-    Raises:
-      ValueError: an unknown kind of URL, or one whose package is not installed.
-    """
+    """Returns fsspec's file system for a URL and the path in it."""
     import fsspec.core
 
     try:

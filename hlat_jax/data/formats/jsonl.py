@@ -22,7 +22,6 @@ from hlat_jax.data.formats.decoding import decoding
 from hlat_jax.data.formats.files import Snapshot, new_content_hash
 from hlat_jax.store.atomic_files import write_whole
 
-BLANK_BYTES = b" \t\r\n"
 _PIECE_BYTES = 1 << 24  # of a long line
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
 _DAMAGE = (ValueError, LookupError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error)
@@ -72,7 +71,7 @@ def _new_index(snapshot: Snapshot) -> LineIndex:
             piece = file.readline(_PIECE_BYTES)
             digest.update(piece)
             end += len(piece)
-            is_blank = is_blank and not piece.strip(BLANK_BYTES)
+            is_blank = is_blank and (piece.isspace() or not piece)
             if piece.endswith(b"\n") or (not piece and end > start):  # the last line may have no newline
                 row += 1
                 if not is_blank:
@@ -99,31 +98,21 @@ def _read_index(path: pathlib.Path, *, snapshot: Snapshot) -> LineIndex | None:
         return None
 
 
-class JsonlDocuments:
-    """The texts of a JSONL file by number. Rows are counted from 1 over all lines; blank lines are not documents.
+def jsonl_documents(
+    snapshot: Snapshot, *, field: str, index_folder: pathlib.Path | None = None
+) -> records.FileDocuments:
+    """Returns the texts of a JSONL file by number. Rows are counted over all lines; blank ones are not documents."""
+    lines, snapshot.content_hash = line_index(snapshot, folder=index_folder)
+    where = snapshot.file.where
 
-    Attributes:
-      snapshots: the file, once.
-    """
-
-    def __init__(self, snapshot: Snapshot, *, field: str, index_folder: pathlib.Path | None = None):
-        index = line_index(snapshot, folder=index_folder)
-        snapshot.content_hash = index.content_hash
-        self._snapshot, self._field, self._lines = snapshot, field, index.lines
-        self.snapshots = (snapshot,)
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    def __getitem__(self, index: int) -> str:
-        start, end, row = self._lines[index].tolist()
-        where = self._snapshot.file.where
+    def read(index: int) -> str:
+        start, end, row = lines[index].tolist()
         if end - start > records.MAX_RECORD_BYTES:
-            self._snapshot.check()
+            snapshot.check()
             reason = f"{end - start} bytes in one line, more than {records.MAX_RECORD_BYTES}; is it a JSON array?"
             raise records.BadRecord(where, row, reason)
-        return records.json_text(self._snapshot.read(start, end - start), field=self._field, where=where, row=row)
+        return records.json_text(snapshot.read(start, end - start), field=field, where=where, row=row)
 
-    def locate(self, index: int) -> str:
-        """Returns the file and the row of document `index`."""
-        return f"{self._snapshot.file}, row {self._lines[index, 2]}"
+    return records.FileDocuments(
+        snapshot, num_documents=len(lines), read=read, row_of=lambda index: int(lines[index, 2])
+    )

@@ -9,9 +9,10 @@ from collections.abc import Iterator
 import pyarrow
 import pyarrow.parquet
 
-from hlat_jax.data.formats.columns import ColumnCache, ColumnDocuments, check_size, check_text_column
+from hlat_jax.data.formats.columns import ColumnCache, check_size, check_text_column, column_documents
 from hlat_jax.data.formats.decoding import decoding
 from hlat_jax.data.formats.files import DataFile, Snapshot
+from hlat_jax.data.formats.records import FileDocuments
 
 _ROWS_AT_ONCE = 256
 
@@ -27,12 +28,8 @@ def _open(
         yield opened
 
 
-def parquet_documents(snapshot: Snapshot, *, field: str, cache: ColumnCache) -> ColumnDocuments:
-    """Returns the texts of a Parquet file by number.
-
-    Raises:
-      ValueError: not a complete Parquet file, no such column of text, or a row group over MAX_PART_BYTES.
-    """
+def parquet_documents(snapshot: Snapshot, *, field: str, cache: ColumnCache) -> FileDocuments:
+    """Returns the texts of a Parquet file by number."""
     file, rows = snapshot.file, []
     with decoding(file), _open(file) as opened:
         check_text_column(opened.schema_arrow, field, where=file.where)
@@ -51,7 +48,7 @@ def parquet_documents(snapshot: Snapshot, *, field: str, cache: ColumnCache) -> 
     def load(number: int) -> pyarrow.ChunkedArray:
         return cache.get((file.where, number), lambda: read(number))
 
-    return ColumnDocuments(snapshot, rows=rows, load=load, field=field)
+    return column_documents(snapshot, rows=rows, load=load, field=field)
 
 
 def iter_parquet(file: DataFile, field: str) -> Iterator[pyarrow.Array]:

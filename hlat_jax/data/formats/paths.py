@@ -33,11 +33,7 @@ _OUR_SHARD = re.compile(r"(shard-\d+-of-\d+|task-\d+\.\d+)" + re.escape(SHARD_SU
 
 
 def asset_path(name: str) -> pathlib.Path:
-    """Returns the path of a file that ships with the package.
-
-    Raises:
-      ValueError: no such file; the message lists those that ship.
-    """
+    """Returns the path of a file that ships with the package."""
     folder = pathlib.Path(hlat_jax.__file__).resolve().parent / "assets"
     path = folder / name
     if path.parent != folder or not path.is_file():
@@ -82,10 +78,6 @@ def find_files(spec: str | Sequence[str], *, key: str, in_order: bool = False, t
     path and `text_field` its key of text, for errors. A folder, named or matched by a glob, is searched recursively for
     known suffixes; hidden names are ignored, and a dataset that `build` wrote is one entry. The order depends on names
     below the folder, not on its location. `in_order` accepts URLs, .gz and .zst too, for readers in order.
-
-    Raises:
-      ValueError: an empty spec, no files, a file that can only be read in order, an unknown suffix, a file named twice,
-        or a folder that cannot be listed.
     """
     parts = [part.strip() for part in spec.split(",")] if isinstance(spec, str) else list(spec)
     spec = spec if isinstance(spec, str) else " ".join(spec)

@@ -14,13 +14,12 @@ from typing import BinaryIO
 import pyarrow
 
 from hlat_jax.data.formats import records
-from hlat_jax.data.formats.array_record import ArrayRecordDocuments
+from hlat_jax.data.formats.array_record import array_record_documents
 from hlat_jax.data.formats.arrow import iter_arrow
 from hlat_jax.data.formats.built import BuiltTexts, open_built
 from hlat_jax.data.formats.columns import cell
 from hlat_jax.data.formats.decoding import decoding
 from hlat_jax.data.formats.files import DataFile, Snapshot
-from hlat_jax.data.formats.jsonl import BLANK_BYTES
 from hlat_jax.data.formats.parquet import iter_parquet
 from hlat_jax.data.formats.paths import STREAMED_SUFFIXES, file_format
 from hlat_jax.data.formats.plain_text import paragraph_parts
@@ -36,9 +35,6 @@ def iter_documents(file: DataFile, *, text_field: str, cut_text: bool = False) -
 
     For an unusable record the BadRecord with the reason is yielded, and reading continues with the next one. `cut_text`
     cuts plain text into documents at paragraphs.
-
-    Raises:
-      ValueError: a file that is damaged or truncated, has no such column, or holds token ids.
     """
     kind = file_format(file)
     if kind == "jsonl":
@@ -49,7 +45,7 @@ def iter_documents(file: DataFile, *, text_field: str, cut_text: bool = False) -
         columns = iter_parquet if kind == "parquet" else iter_arrow
         yield from _cells(columns(file, text_field), file=file, field=text_field)
     elif kind == "array_record":
-        yield from _by_number(ArrayRecordDocuments(Snapshot(file)))
+        yield from _by_number(array_record_documents(Snapshot(file)))
     else:
         documents = open_built(file.where, key="IN", tokenizer_sha256=None)
         if not isinstance(documents, BuiltTexts):
@@ -80,12 +76,12 @@ def _jsonl(file: DataFile, field: str) -> Iterator[Item]:
     with _open(file) as stream:
         while line := stream.readline(limit + 1):
             row += 1
-            line = line.removesuffix(b"\n")
+            is_blank, line = line.isspace(), line.removesuffix(b"\n")
             if len(line) > limit:
                 while (rest := stream.readline(_CHUNK_BYTES)) and not rest.endswith(b"\n"):
                     pass
                 yield records.BadRecord(where, row, f"more than {limit} bytes in one line; is it a JSON array?"), row
-            elif line.strip(BLANK_BYTES):
+            elif not is_blank:
                 yield _or_bad(lambda: records.json_text(line, field=field, where=where, row=row)), row  # noqa: B023
 
 
@@ -115,6 +111,6 @@ def _cells(parts: Iterator[pyarrow.Array], *, file: DataFile, field: str) -> Ite
                 yield _or_bad(lambda: cell(part, index, **options)), row  # noqa: B023
 
 
-def _by_number(documents: BuiltTexts | ArrayRecordDocuments) -> Iterator[Item]:
+def _by_number(documents: BuiltTexts | records.FileDocuments) -> Iterator[Item]:
     for index in range(len(documents)):
         yield _or_bad(lambda: documents[index]), index + 1  # noqa: B023
