@@ -51,7 +51,7 @@ TEXTS = st.lists(st.text("abcdefgh", max_size=25), min_size=1, max_size=6)
 SOME_BAD = st.lists(st.none() | st.text("abcdefgh", max_size=25), min_size=1, max_size=7).filter(any)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(TEXTS, st.integers(2, 9), st.integers(1, 12))
 def test_concat_rows_are_exactly_the_concatenation(texts, seq_len, max_chars):
     num_rows = 30
@@ -69,7 +69,7 @@ def test_concat_rows_are_exactly_the_concatenation(texts, seq_len, max_chars):
         assert (tokens.dtype, tokens.tolist()) == (np.int32, expected[start : start + seq_len])
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.sampled_from(KINDS), SOME_BAD, st.integers(2, 9), st.integers(1, 12))
 def test_rows_name_their_documents_skip_bad_ones_and_resume_at_every_position(kind, texts, seq_len, max_chars):
     options, read = {"seq_len": seq_len, "max_chars": max_chars}, order(texts)
@@ -95,7 +95,7 @@ def test_rows_name_their_documents_skip_bad_ones_and_resume_at_every_position(ki
             np.testing.assert_array_equal(resumed.position, after)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.sampled_from(KINDS), SOME_BAD, st.integers(2, 9))
 def test_bad_records_are_counted_at_each_occurrence(kind, texts, seq_len):
     stream = stream_of(kind, texts, seq_len=seq_len)
@@ -165,7 +165,7 @@ def test_documents_rows_are_windows_packed_best_fit():
     ]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.sampled_from(["concat", "documents"]), TEXTS, st.integers(2, 9), st.integers(1, 4), st.integers(1, 12))
 def test_the_first_epoch_has_every_token_once(kind, texts, seq_len, num_window, max_chars):
     stream, found = stream_of(kind, texts, seq_len=seq_len, num_window=num_window, max_chars=max_chars), {}
@@ -177,7 +177,7 @@ def test_the_first_epoch_has_every_token_once(kind, texts, seq_len, num_window, 
     assert {n: [*itertools.chain(*(parts[k] for k in sorted(parts)))] for n, parts in found.items()} == expected
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(1, 20), max_size=40))
 def test_best_fit_packs_every_piece_within_capacity_and_its_row_bound(lengths):
     rows = packing.best_fit(lengths, capacity=20)
