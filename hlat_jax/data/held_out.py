@@ -119,8 +119,8 @@ def open_held_out(
             batches.append(batch_lib.take_rows(batch, own))
         if not num_bytes:
             raise ValueError(
-                f"data.validation={data.validation!r}, source {source.name}, holds no text to predict; give more text, "
-                "or '' for no validation."
+                f"data.validation={data.validation!r} holds no text to predict; give more text (of source "
+                f"{source.name}), or '' for no validation."
             )
         held_out[source.name] = HeldOut(batches, round(num_bytes), num_skipped, coverage)
     return held_out, joint_manifest(opened)
