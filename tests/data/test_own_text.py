@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 
-import micro
 import numpy as np
 import pytest
 from data_files import read_all, write_compressed, write_jsonl
@@ -101,7 +100,7 @@ def test_long_stretches_without_blank_lines_are_cut_at_line_ends(tmp_path):
 
 
 def test_build_cuts_few_texts_as_training_does(tmp_path, data_here):
-    """Other formats beside them, or as many texts as rows of a batch, keep texts whole."""
+    """Other formats beside them keep texts whole."""
     folder, packed = tmp_path / "texts", tmp_path / "packed"
     folder.mkdir()
     packed.mkdir()
@@ -117,9 +116,6 @@ def test_build_cuts_few_texts_as_training_does(tmp_path, data_here):
         assert code == 0
         assert "2 texts, fewer than --batch_size, cut at paragraphs as training would" in said
         assert read_all(out) == expected
-        assert data_here("build", texts, f"--out={out}")[1].splitlines()[1] == said.splitlines()[1]
-    data_here("build", folder, f"--out={tmp_path / 'whole'}", "--batch_size=2")
-    assert read_all(tmp_path / "whole") == [book(400), book(30)]
     write_jsonl(folder / "c.jsonl", ["x"])
     data_here("build", folder, f"--out={tmp_path / 'mixed'}")
     assert len(read_all(tmp_path / "mixed")) == 3
@@ -204,17 +200,3 @@ def test_no_verdict_is_printed_on_the_loss_of_own_text_or_of_other_steps(tmp_pat
     ):
         summary.finish(resolve(parse("metrics.plot=False", *words)), tmp_path, 3)
         assert capsys.readouterr().out == f"validation loss 3.0000 nats per token, 2.0000 bits per byte{verdict}\n"
-
-
-@pytest.mark.slow
-def test_a_book_is_trained_on_and_generated_from_with_its_name_alone(tmp_path):
-    (tmp_path / "my_book.txt").write_text(book(400))
-    config, env = micro.write_config(tmp_path), micro.environment()
-    done = micro.run(micro.command(config, tmp_path / "run", f"data.train={tmp_path / 'my_book.txt'}"), env)
-    assert done.returncode == 0, done.stderr
-    assert "data             source all: cut at paragraphs into" in done.stdout
-    assert "expected" not in done.stdout
-    words = ["-m", "hlat_jax.generate", f"--checkpoint={tmp_path / 'run'}", "--prompt=some words", "--max_tokens=4"]
-    said = micro.run([micro.sys.executable, *words], env)
-    assert said.returncode == 0, said.stderr
-    assert "some words" in said.stdout

@@ -3,14 +3,11 @@
 import contextlib
 import dataclasses
 import functools
-import json
 import re
-import shutil
 
 import numpy as np
 import pytest
 import tokenizers
-import transformers
 from data_files import write_jsonl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -26,10 +23,8 @@ from hlat_jax.data.build.build_task import BuildOptions
 from hlat_jax.data.streams import Definition
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.evaluate.__main__ import _document
-from hlat_jax.hf import exporting
 from hlat_jax.resolve import resolve
 from hlat_jax.run import summary
-from hlat_jax.weights.hf_files import begins_texts_with_bos
 
 LOSSLESS = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "add_dummy_prefix": False}
 NATIVE = {
@@ -159,21 +154,6 @@ def test_bos_needs_a_token_and_changes_the_identity_of_the_data(tmp_path):
     data = [config_of(tmp_path / "a.jsonl", tokenizer, prepend_bos=bos) for bos in (False, True)]
     one, other = (Definition(each, tokenizer=tokenizer).identity(0) for each in data)
     assert one != other
-
-
-@pytest.mark.parametrize(("kind", "add_bos"), [("nfkc", True), ("bytes", False), ("pieces", True)])
-def test_an_exported_tokenizer_begins_texts_as_the_run_did(kind, add_bos, tokenizer_of, tmp_path):
-    ours = tokenizer_of(kind)
-    for name, path in exporting.files_of(ours).items():
-        shutil.copyfile(path, tmp_path / name)
-    exporting._add_no_tokens(tmp_path, ours)
-    if add_bos:
-        exporting._add_bos(tmp_path, ours)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    expected = [ours.bos_id] * add_bos + ours.encode("the lazy dog").tolist()
-    assert theirs.encode("the lazy dog", truncation=False) == expected
-    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["add_bos_token"] is add_bos
-    assert begins_texts_with_bos(tmp_path) is add_bos
 
 
 def test_the_share_of_unknown_tokens_is_said_and_warned_of(tokenizer_of, tmp_path, capsys):
