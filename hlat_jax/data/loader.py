@@ -57,7 +57,7 @@ class TrainBatches(grain.DatasetIterator):
         self.definition = Definition(data, tokenizer=tokenizer, index_folder=index_folder, retries=self.retries)
         self.manifest = self.definition.manifest
         self.num_documents = sum(len(source.documents) for source in self.definition.sources)
-        self.set_state(self.definition.initial_position(len(self.rows)) if position is None else position)
+        self.set_state(position)
 
     def __next__(self) -> tuple[batch_lib.Batch, np.ndarray]:
         return make_batch([row for _, row in self.next_rows()]), self._position.copy()
@@ -73,9 +73,9 @@ class TrainBatches(grain.DatasetIterator):
         """Returns int64[len(rows), 1 + 6 S]: the position after the last batch."""
         return self._position.copy()
 
-    def set_state(self, state: np.ndarray) -> None:
-        """Moves to a position; tokenizes at most one document, or window, per row and source again."""
-        position = self.definition.checked_position(state, num_rows=len(self.rows))
+    def set_state(self, state: np.ndarray | None) -> None:
+        """Moves to a position, or to the beginning; tokenizes at most a document or window per row and source again."""
+        position = self.definition.position(state, num_rows=len(self.rows))
         self._close_workers()
         self._position = position
         streams = [self.definition.row(row, position=place) for row, place in zip(self.rows, position, strict=True)]

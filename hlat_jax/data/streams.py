@@ -259,13 +259,10 @@ class Definition:
             num_batches=num_batches,
         )
 
-    def initial_position(self, num_rows: int) -> np.ndarray:
-        """Returns int64[num_rows, 1 + 6 S]: the position of every row before the first batch."""
-        return np.zeros((num_rows, 1 + NUM_FIELDS * len(self.sources)), np.int64)
-
-    def checked_position(self, position: np.ndarray, *, num_rows: int) -> np.ndarray:
-        """Returns a copy of a position of `num_rows` rows. Raises ValueError if it has other rows or sources."""
-        position, shape = np.array(position, np.int64), (num_rows, 1 + NUM_FIELDS * len(self.sources))
+    def position(self, position: np.ndarray | None, *, num_rows: int) -> np.ndarray:
+        """Returns int64[num_rows, 1 + 6 S], a copy of a position; without one, that before the first batch."""
+        shape = (num_rows, 1 + NUM_FIELDS * len(self.sources))
+        position = np.zeros(shape, np.int64) if position is None else np.array(position, np.int64)
         if position.shape != shape:
             raise ValueError(f"position has shape {position.shape}; these rows and sources have positions of {shape}.")
         return position

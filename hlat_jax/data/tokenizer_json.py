@@ -77,7 +77,10 @@ class JsonModel:
     def _special(self, folder: pathlib.Path, name: str) -> int:
         """Returns the id of EOS or BOS from the files beside it; -1: none names it."""
         for file in _EOS_FILES:
-            content = _object(folder / file)
+            try:
+                content = read_json(folder / file)
+            except (OSError, ValueError):
+                continue
             token, number = content.get(f"{name}_token"), content.get(f"{name}_token_id")
             token = token.get("content") if isinstance(token, dict) else token
             number = number[0] if isinstance(number, list) and number else number
@@ -85,13 +88,6 @@ class JsonModel:
             if type(found) is int and 0 <= found < self.vocab_size:
                 return found
         return -1
-
-
-def _object(path: pathlib.Path) -> dict[str, Any]:
-    try:
-        return read_json(path)
-    except (OSError, ValueError):
-        return {}
 
 
 def _kinds(decoder: dict[str, Any] | None) -> set[str]:

@@ -124,13 +124,13 @@ def _matches(pattern: pathlib.Path) -> list[pathlib.Path]:
     if first is None:
         return []
     root, below = pathlib.Path(*parts[:first]), parts[first:]
-    shown = sum(part.startswith(".") for part in below)  # hidden names that are written out
+
+    def num_hidden(names: Sequence[str]) -> int:
+        return sum(name.startswith(".") for name in names)
+
     matches = set(root.glob(os.path.join(*below)))
-    return sorted((path for path in matches if _num_hidden(path, root) <= shown), key=str)
-
-
-def _num_hidden(path: pathlib.Path, root: pathlib.Path) -> int:
-    return sum(part.startswith(".") for part in path.relative_to(root).parts)
+    shown = (path for path in matches if num_hidden(path.relative_to(root).parts) <= num_hidden(below))
+    return sorted(shown, key=str)
 
 
 def nothing_at(path: str, *, key: str) -> NotFound:
