@@ -220,19 +220,6 @@ def test_restart_from_every_position_gives_the_same_continuation_on_any_threads(
         resumed.close()
 
 
-@settings(max_examples=10, deadline=None)
-@given(st.integers(1, 23), st.integers(0, 2**32 - 1), st.integers(0, 3))
-def test_each_document_appears_exactly_once_in_every_epoch(corpus, batch_size, seed, epoch):
-    path, texts = corpus
-    data = data_config(path, batch_size=batch_size, seed=seed)
-    batches, seen = loader.TrainBatches(data, tokenizer=TOKENIZER), []
-    for row in range(batch_size):
-        num_entries = batches.definition.num_entries(0, row=row)
-        seen += [batches.definition.document(0, row=row, epoch=epoch, entry=entry) for entry in range(num_entries)]
-    batches.close()
-    assert sorted(seen) == list(range(len(texts)))
-
-
 def test_order_depends_on_epoch_and_seed_and_matches_golden_values(corpus):
     """The golden order: were Grain to change its shuffle, running jobs would lose or repeat text at an upgrade."""
     order = {}
@@ -381,22 +368,6 @@ def test_validation_of_a_large_text_reads_evenly_spaced_documents(tmp_path, monk
     assert np.diff([-40, *sorted(seen), 1040]).max() < 130
     estimated = int(re.search(r"of about ([\d,]+) tokens", str(found.coverage))[1].replace(",", ""))
     assert estimated == pytest.approx(1000 * num_each, rel=0.01)
-
-
-@pytest.mark.parametrize(("kind", "long"), [("concat", [39]), ("documents", range(5, 1000, 10))])
-def test_validation_has_the_requested_rows_for_unequal_documents(tmp_path, monkeypatch, kind, long):
-    sizes = [300 if number in long else 2 for number in range(1000)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "word " * size}) + "\n" for size in sizes))
-    num_tokens = sum(len(TOKENIZER.encode("word " * size)) + 1 for size in sizes)
-    monkeypatch.setattr(held_out, "READ_TOKENS", 3000)
-    data = data_config(str(tmp_path / "a.jsonl"), batch_size=8, packing=kind, seq_len=16)
-    [found] = held_out.open_held_out(data, tokenizer=TOKENIZER, num_batches=4)[0].values()
-    assert len(found.batches) == 4
-    assert all((batch.weights.sum(-1) > 0).all() for batch in found.batches)
-    assert found.coverage.num_rows == 32
-    assert found.coverage.documents < found.coverage.all_documents == 1000
-    if len(long) > 1:  # one document of 1,000 may be missed
-        assert found.coverage.all_tokens == pytest.approx(num_tokens, rel=0.5)
 
 
 def test_validation_is_per_source_and_counts_bytes_of_all_rows(three):

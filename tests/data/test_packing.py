@@ -109,14 +109,6 @@ def test_bad_records_are_counted_at_each_occurrence(kind, texts, seq_len):
         assert skipped == met
 
 
-def test_long_document_is_cut_in_order_with_eos_after_each_piece():
-    assert list(packing.pieces("abcdefg", max_chars=3)) == ["abc", "def", "g"]
-    assert list(packing.pieces("abcdef", max_chars=3)) == ["abc", "def"]
-    row = stream_of("concat", ["abcdefg"], seq_len=10, max_chars=3).next_row()
-    assert row.tokens.tolist() == [97, 98, 99, 2, 100, 101, 102, 2, 103, 2]
-    assert row.spans == (packing.Span(0, 0, 0, 0, 10),)
-
-
 def test_resuming_reads_one_document_or_window_and_the_next_window_is_read_ahead():
     read = []
 
@@ -175,17 +167,6 @@ def test_the_first_epoch_has_every_token_once(kind, texts, seq_len, num_window, 
             found.setdefault(span.document, {})[span.token] = row.tokens[span.start : span.stop].tolist()
     expected = {number: tokens_of(text, max_chars=max_chars) for number, text in enumerate(texts)}
     assert {n: [*itertools.chain(*(parts[k] for k in sorted(parts)))] for n, parts in found.items()} == expected
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.integers(1, 20), max_size=40))
-def test_best_fit_packs_every_piece_within_capacity_and_its_row_bound(lengths):
-    rows = packing.best_fit(lengths, capacity=20)
-    assert sorted(piece for row in rows for piece in row) == list(range(len(lengths)))
-    fill = [sum(lengths[piece] for piece in row) for row in rows]
-    assert all(used <= 20 for used in fill)
-    # best-fit decreasing needs at most 11/9 of the optimum and one row more; the sum bounds the optimum from below
-    assert len(rows) <= 11 / 9 * max(-(-sum(lengths) // 20), sum(length > 10 for length in lengths)) + 3
 
 
 def test_segmented_batch_restarts_positions_and_targets_per_segment():
