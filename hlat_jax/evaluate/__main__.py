@@ -133,7 +133,6 @@ def _run_text(values: flags.FlagValues) -> None:
 def _run_validation(values: flags.FlagValues) -> None:
     """Evaluates the rows that the training loop evaluates, under the run's precision policy."""
     from hlat_jax.data.held_out import open_held_out
-    from hlat_jax.data.path_checks import with_moved_text
     from hlat_jax.data.streams import data_drift
     from hlat_jax.run.resume import saved_config
     from hlat_jax.run.validation import Validation
@@ -148,7 +147,7 @@ def _run_validation(values: flags.FlagValues) -> None:
     settings = saved_run(trained.folder)["metadata"]
     run, num_rows = saved_config(settings), values.batch_size * trained.layout.row_degree
     held_out, manifest = open_held_out(
-        with_moved_text(run.data),
+        run.data,
         tokenizer=trained.tokenizer,
         num_batches=run.train.num_eval_batches,
         rows_per_batch=num_rows,

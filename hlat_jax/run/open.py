@@ -111,7 +111,6 @@ def open_run(
 
 def open_inputs(config: Config, workdir: pathlib.Path, *, signals: StopSignals, stack: contextlib.ExitStack) -> Inputs:
     """Locks the run folder, opens what the run reads and writes, and prints what it is; see `open_run`."""
-    config = positions.with_order_of_run(config, workdir)
     program = fitting_program(config, jax.devices())
     tokenizer = Tokenizer(config.data.tokenizer, vocab_size=config.model.vocab_size)
     tasks = optional.open_tasks(config, layout=program.layout, tokenizer=tokenizer)

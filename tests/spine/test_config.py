@@ -270,7 +270,6 @@ FIELDS = {
     "data.prepend_bos": Row(True, batches),
     "data.max_document_chars": Row(100, batches),
     "data.shuffle": Row(False, batches),
-    "data.shuffle_by": Row("row", batches),
     "data.seed": Row(5, batches),
     "data.num_threads": Row(1, threads),
     "data.prefetch_batches": Row(2, rows_ahead),

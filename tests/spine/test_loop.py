@@ -134,8 +134,8 @@ def test_validation_text_without_targets_is_refused(micro, train, tmp_path):
     held_out = tmp_path / "held_out.jsonl"
     micro.data.validation = str(held_out)
     for text, message in (
-        ("", r"data.validation=.*held_out.jsonl': of 1 document, none can be read.* row 1: 'text' is empty"),
-        ("\n", r"held_out.jsonl' holds no text to predict; give more text, or ''"),
+        ("", r"held_out.jsonl, row 1: 'text' is empty"),
+        ("\n", r"held_out.jsonl' holds no text to predict; give more text"),
     ):
         held_out.write_text(json.dumps({"text": text}) + "\n")
         with pytest.raises(ValueError, match=message):

@@ -128,7 +128,6 @@ def probes(config: pathlib.Path) -> dict[str, dict[str, Probe]]:
         documents = sources.open_corpus(str(folder), text_field="text", key="k")
         for index in range(len(documents)):
             documents[index]
-        documents.token_lengths()
 
     peek = ("peek", f"--config={config}", "--config.data.validation=", "--step=21", "--workdir=FOLDER")
     of_run = {

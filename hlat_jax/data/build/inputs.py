@@ -32,7 +32,7 @@ class Input:
 
 def find(words: Sequence[str]) -> paths.FoundFiles:
     """Returns the files that the arguments of a command name; raises as paths.find_files does."""
-    return paths.find_files(words, key=KEY, allow_compressed=True)
+    return paths.find_files(words, key=KEY, in_order=True)
 
 
 def open_inputs(found: paths.FoundFiles, *, batch_size: int = 1) -> list[Input]:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from typing import Any
 
 import numpy as np
 
 from hlat_jax import config as config_lib
 from hlat_jax.config import counted
-from hlat_jax.data import packing, positions, sources
+from hlat_jax.data import packing, positions
 from hlat_jax.data.loader import TrainBatches, batch_hash, make_batch
 from hlat_jax.data.streams import Definition
 from hlat_jax.data.tokenizer import Tokenizer
@@ -35,17 +34,13 @@ def peek(config: config_lib.Config, workdir: pathlib.Path, *, step: int, row: in
             f"--step={step} is beyond the last step of the run, train.num_steps={config.train.num_steps}; give a step "
             "of the run, or set that key."
         )
-    config = positions.with_order_of_run(config, workdir)
     data = config.data
     tokenizer = Tokenizer(data.tokenizer, vocab_size=config.model.vocab_size)
     rows = list(range(data.batch_size)) if row is None else [row]
     index = workdir / INDEX_FOLDER
     batches = TrainBatches(data, tokenizer=tokenizer, rows=rows, index_folder=index if index.is_dir() else None)
     try:
-        is_recorded = positions.check_identity(workdir, step - 1, data_identity=batches.definition.identity)
         print(f"step {step} of {config.name}: {data.batch_size} rows of {data.seq_len} tokens, packing {data.packing}")
-        if not is_recorded:
-            print(f"run: {workdir} has no position or checkpoint, so there is no run to compare with")
         kept = positions.nearest(workdir, step - 1, data_identity=batches.definition.identity)
         at, begins = 0, f"the beginning (none is recorded in {workdir})"
         if kept is not None:
@@ -83,7 +78,7 @@ def print_row(packed: packing.Row, *, row: int, source: int, definition: Definit
     spans = []
     for span in packed.spans:
         number = definition.document(source, row=row, epoch=span.epoch, entry=span.document)
-        spans += _document_spans(span, number, opened.documents)
+        spans.append((dataclasses.replace(span, document=number), opened.documents.locate(number)))
     padded = f", {counted(padding, 'token')} of padding" if padding else ""
     print(f"\nrow {row}, source {opened.name}, documents or parts: {len(spans)}{padded}")
     for span, place in spans:
@@ -95,18 +90,3 @@ def print_row(packed: packing.Row, *, row: int, source: int, definition: Definit
         )
         ends = np.flatnonzero(ids == tokenizer.eos_id) + 1
         print("</s>".join(map(tokenizer.decode, np.split(ids, ends))))  # U+FFFD where a character is not whole
-
-
-def _document_spans(span: packing.Span, number: int, documents: Any) -> list[tuple[packing.Span, str]]:
-    """Returns (span of a document, its file and row) for each document in a span of entry `number` of a source.
-
-    Entries are documents, so there is one; or rows of tokens, in which documents begin and end.
-    """
-    if not isinstance(documents, sources.TokenRows):
-        return [(dataclasses.replace(span, document=number), documents.locate(number))]
-    spans, start = [], span.start
-    for document, token, count in documents.parts(number):
-        part = packing.Span(span.epoch, document, token, start, start + count)
-        spans.append((part, documents.corpus.locate(document)))
-        start = part.stop
-    return spans
