@@ -178,7 +178,7 @@ def _parsed(
 
 
 def _nearest_flag(name: str, own: Sequence[str], keys: Sequence[str]) -> str:
-    """Returns "Did you mean '--config.data.seed'?", with those of the same or the nearest last part; else lists `own`."""
+    """Returns "Did you mean '--config.data.seed'?", with the same or the nearest last part; else lists `own`."""
     last = {known: known.rpartition(".")[2] for known in (*own, *keys)}
     same = [known for known, part in last.items() if part == name.rpartition(".")[2]]
     close = difflib.get_close_matches(name.rpartition(".")[2], last.values(), n=1, cutoff=0.8)

@@ -10,7 +10,6 @@ import subprocess
 import sys
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from micro import write_config
@@ -21,11 +20,11 @@ from hlat_jax.cli import config_files
 from hlat_jax.model import init_params
 from hlat_jax.ops.dialect import Op
 from hlat_jax.ops.registry import OPS
+from hlat_jax.parallel.degrees import layout_over
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve
-from hlat_jax.run.compilation import RECORD_FILE, Compilations, recorded, traced_programs
-from hlat_jax.run.fingerprint import fingerprint
+from hlat_jax.run.compilation import RECORD_FILE, Compilations, fingerprint, recorded, traced_programs
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 ONE = {"pipe": 1, "data": 1, "fsdp": 1, "tensor": 1}
@@ -61,24 +60,15 @@ FREE = {
 }
 # key of the config, another value, the programs that it makes others: all the rest must stay as they are
 TABLE = [
-    ("data.batch_size", 16, ("train", "eval")),
-    ("data.seq_len", 8, ("train", "eval")),
     ("data.packing", "documents", ("train", "eval")),
     ("train.num_microbatches", 2, ("train", "eval")),
     ("train.z_loss_weight", 1e-4, ("train",)),
     ("train.sample_tokens", 400, ("prefill", "decode")),
-    ("optimizer.beta1", 0.8, ("train",)),
-    ("optimizer.eps", 1e-6, ("train",)),
     ("optimizer.weight_decay", 0.2, ("train",)),
-    ("optimizer.decay", "matrices", ("train",)),
-    ("optimizer.clip_norm", 0.0, ("train",)),
     ("precision.policy", "mixed", PROGRAMS),
-    ("model.num_layers", 2, PROGRAMS),
-    ("model.mlp_dim", 96, PROGRAMS),
     ("model.init_std", 0.01, ("init",)),
     ("model.rope_theta", 500.0, ("train", "eval", "prefill", "decode")),
     ("model.remat", "full", ("train", "eval")),
-    ("model.layer_loop", "scan", ("train", "eval", "prefill", "decode")),
 ]
 
 
@@ -98,9 +88,7 @@ def predicted(name, config, *, platform="neuron", degrees=ONE):
     """Returns the fingerprint of a program lowered for virtual devices."""
     config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **degrees))
     layout = planned_layout(config, math.prod(degrees.values()), platform=platform)
-    return fingerprint(
-        traced_programs(make_program(config, layout))[name]().lower(lowering_platforms=(platform,))
-    ).sha256
+    return fingerprint(traced_programs(make_program(config, layout))[name]().lower(lowering_platforms=(platform,)))
 
 
 def fingerprints(config):
@@ -121,22 +109,18 @@ def test_per_run_settings_do_not_change_fingerprints(base):
     assert fingerprints(config_with(FREE)) == base
 
 
-@pytest.mark.quick_cases("optimizer.eps=1e-06", "optimizer.weight_decay=0.2")
-@pytest.mark.parametrize(("path", "value", "programs"), TABLE, ids=[f"{path}={value}" for path, value, _ in TABLE])
-def test_config_key_changes_exactly_the_expected_fingerprints(base, path, value, programs):
-    changed = fingerprints(config_with({path: value}))
-    assert {name for name in PROGRAMS if changed[name] != base[name]} == set(programs)
+@pytest.mark.slow
+def test_config_key_changes_exactly_the_expected_fingerprints(base):
+    for path, value, programs in TABLE:
+        changed = fingerprints(config_with({path: value}))
+        assert {name for name in PROGRAMS if changed[name] != base[name]} == set(programs), path
 
 
-@pytest.mark.quick_cases("cpu-{}", "neuron-{'data': 2}")
-@pytest.mark.parametrize(
-    ("platform", "degrees"),
-    [("cpu", {}), ("neuron", {"data": 2}), ("neuron", {"tensor": 2}), ("neuron", {"fsdp": 2}), ("neuron", {"pipe": 2})],
-    ids=str,
-)
-def test_platform_and_mesh_change_the_fingerprint_of_the_step(base, platform, degrees):
+def test_platform_and_mesh_change_the_fingerprint_of_the_step():
     config = config_with({"train.num_microbatches": 2})
-    assert predicted("train", config, platform=platform, degrees=ONE | degrees) != predicted("train", config)
+    places = [("neuron", {}), ("cpu", {}), ("neuron", {"data": 2}), ("neuron", {"fsdp": 2}), ("neuron", {"pipe": 2})]
+    found = [predicted("train", config, platform=platform, degrees=ONE | degrees) for platform, degrees in places]
+    assert len(set(found)) == len(places)
 
 
 @pytest.mark.slow
@@ -161,32 +145,13 @@ def test_fingerprints_do_not_depend_on_hash_seed_folder_or_source_lines(tmp_path
     assert found[0] == found[1]
 
 
-@pytest.mark.quick_cases("1")
-@pytest.mark.parametrize("num_devices", [1, 8])
-def test_virtual_devices_give_the_fingerprints_of_real_ones(num_devices):
-    from hlat_jax.parallel.degrees import layout_over
-
+def test_virtual_devices_give_the_fingerprints_of_real_ones():
     config = config_with()
-    real = layout_over(config, jax.devices()[:num_devices])
+    real = layout_over(config, jax.devices()[:8])
     compilations = Compilations(make_program(config, real))
     for name in ("init", "eval"):
         compilations.compiled(name)
-    for name, entry in compilations._entries.items():
-        assert entry["sha256"] == predicted(name, config, platform="cpu", degrees=real.degrees)
-
-
-def test_the_size_of_a_program_is_counted():
-    def body(carry, x):
-        return carry + x.sum(), carry * 2
-
-    arguments = (jnp.zeros(()), jnp.zeros((3, 4, 5), jnp.bfloat16))
-    lowered = jax.jit(lambda c, xs: jax.lax.scan(body, c, xs)).lower(*arguments)
-    found = fingerprint(lowered)
-    text = lowered.compiler_ir("stablehlo").operation.get_asm(print_generic_op_form=True)
-    names = re.findall(r'"(\w+\.\w+)"[(]', text)
-    held = ("builtin.module", "func.func", "func.return", "stablehlo.return")
-    assert found.num_ops == sum(name not in held for name in names) > 10
-    assert (found.module, found.num_arguments, found.argument_bytes) == ("jit__lambda", 2, 4 + 3 * 4 * 5 * 2)
+        assert compilations._entries[name]["sha256"] == predicted(name, config, platform="cpu", degrees=real.degrees)
 
 
 @pytest.fixture
@@ -287,18 +252,22 @@ def test_initial_weights_come_from_the_rbg_key_of_the_seed(one_device):
     jax.tree.map(np.testing.assert_array_equal, make_program(config, one_device).init_state()["params"], expected)
 
 
-@pytest.mark.parametrize("text", ['{"train": 1}', '{"train": {"sha256": "a"}}', "[1]", '{"train": {"sha'])
-def test_invalid_record_is_treated_as_missing(text, tmp_path):
-    (tmp_path / RECORD_FILE).write_text(text)
-    assert recorded(tmp_path) == {}
+def test_invalid_record_is_treated_as_missing(tmp_path):
+    for text in ('{"train": 1}', '{"train": {"sha256": "a"}}', "[1]", '{"train": {"sha'):
+        (tmp_path / RECORD_FILE).write_text(text)
+        assert recorded(tmp_path) == {}
 
 
-@pytest.mark.parametrize(("text", "is_killed"), [("[F137] neuronx-cc killed", True), ("exitcode=70", False)])
-def test_a_compiler_that_was_killed_is_explained(text, is_killed, small, one_device, monkeypatch):
-    def fail(*_, **__):
-        raise jax.errors.JaxRuntimeError(text)
-
+def test_a_compiler_that_was_killed_is_explained(small, one_device, monkeypatch):
     compilations = Compilations(make_program(resolve(small), one_device))
-    monkeypatch.setattr(jax.stages.Lowered, "compile", fail)
-    with pytest.raises(OSError if is_killed else jax.errors.JaxRuntimeError, match="memory" if is_killed else text):
-        compilations.compiled("norms")
+    for text, kind, said in (
+        ("[F137] neuronx-cc killed", OSError, "memory"),
+        ("exitcode=70", jax.errors.JaxRuntimeError, "=70"),
+    ):
+
+        def fail(*_, text=text, **__):
+            raise jax.errors.JaxRuntimeError(text)
+
+        monkeypatch.setattr(jax.stages.Lowered, "compile", fail)
+        with pytest.raises(kind, match=said):
+            compilations.compiled("norms")
