@@ -19,7 +19,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, TypedDict
 
-from hlat_jax.host.watchdog import GAP_S, WAITING, Watchdog
+from hlat_jax.host.watchdog import WAITING, Watchdog
 from hlat_jax.store.atomic_files import to_disk
 from hlat_jax.store.metrics import duration
 from hlat_jax.store.typed_json import Line, Seconds, read_json, read_lines
@@ -52,8 +52,6 @@ class _Start(TypedDict):
     pid: int
     host: str
     began: Seconds
-    boot: str
-    began_up: Seconds
 
 
 class _Account(_Start):
@@ -87,19 +85,12 @@ class Ledger:
     def __init__(self, workdir: pathlib.Path, watchdog: Watchdog):
         """Changes nothing."""
         self._workdir, self._watchdog = workdir, watchdog
-        self._moved: dict[str, float] = {}  # account -> seconds of it in which the process was stopped
         self._beating, self._over = threading.Lock(), threading.Event()
         self._has_begun = False
         self._thread = threading.Thread(target=self._run, name="hlat-ledger", daemon=True)
         self._earlier: list[dict[str, Any]] = []
-        age_s = time.monotonic() - watchdog.began_s
-        self._began = {
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "began": time.time() - age_s,
-            "boot": _boot(),
-            "began_up": _uptime() - age_s,
-        }
+        began = time.time() - (time.monotonic() - watchdog.began_s)
+        self._began = {"pid": os.getpid(), "host": socket.gethostname(), "began": began}
 
     def __enter__(self):
         return self
@@ -155,7 +146,7 @@ class Ledger:
             os.replace(partial, path)
 
     def _life(self) -> dict[str, Any]:
-        watchdog, spent = self._watchdog, self._spent()
+        watchdog, spent = self._watchdog, self._watchdog.spent()
         if stuck_s := min(watchdog.stuck_s, spent.get(watchdog.account, 0.0)):
             spent[watchdog.account] -= stuck_s
             spent[_STUCK] = stuck_s
@@ -168,24 +159,10 @@ class Ledger:
             "spent": {account: round(seconds, 4) for account, seconds in spent.items()},
         }
 
-    def _spent(self) -> dict[str, float]:
-        spent = self._watchdog.spent()
-        for account, seconds in self._moved.items():
-            spent[account] = spent.get(account, 0.0) - seconds
-            spent[_STOPPED] = spent.get(_STOPPED, 0.0) + seconds
-        return spent
-
     def _run(self) -> None:
-        looked_s, worked_s, spent = time.monotonic(), time.process_time(), self._spent()
         while not self._over.wait(_PERIOD_S):
-            gap_s = time.monotonic() - looked_s - _PERIOD_S
-            if gap_s > GAP_S and time.process_time() - worked_s < _PERIOD_S:  # the process was stopped, as by Ctrl-Z
-                now = self._spent()
-                longest = max(now, key=lambda account: now[account] - spent.get(account, 0.0))
-                self._moved = self._moved | {longest: self._moved.get(longest, 0.0) + gap_s}
             with contextlib.suppress(OSError):  # the disk is full, or the folder gone: the loop says so
                 self.beat()
-            looked_s, worked_s, spent = time.monotonic(), time.process_time(), self._spent()  # a beat may take long
 
 
 class SilentLedger:
@@ -257,13 +234,13 @@ def _partition(lives: Sequence[dict[str, Any]]) -> Goodput:
         spent = life.get("spent", {})
         for account, each in spent.items():
             seconds[_CATEGORIES.get(account, _OTHER)] += each
-        seconds[_UNKNOWN] += life.get("life_s", 0.0) - sum(spent.values())
+        seconds[_UNKNOWN] += max(life.get("life_s", 0.0) - sum(spent.values()), 0.0)
         if later is not None:
-            between_s = _between_s(life, later)
+            ended = life["began"] + life.get("life_s", 0.0)
+            between_s = max(later["began"] - ended, 0.0)
             if "spent" not in life:  # nothing is known but when it began
                 seconds[_UNKNOWN] += between_s
                 continue
-            ended = life["began"] + life["life_s"]
             stuck_s = min(max(life.get("killed", ended) - ended, 0.0), between_s)
             seconds[_STUCK] += stuck_s
             seconds[_STOPPED] += between_s - stuck_s
@@ -309,22 +286,3 @@ def _left(workdir: pathlib.Path) -> dict[str, Any] | None:
 
 def _is_same(life: dict[str, Any], other: dict[str, Any]) -> bool:
     return all(life[key] == other[key] for key in ("pid", "host", "began"))
-
-
-def _between_s(life: dict[str, Any], later: dict[str, Any]) -> float:
-    """Returns the time from the last entry of a life, or its start without one, to a later start.
-
-    On one machine it does not depend on the clock, which may be set meanwhile.
-    """
-    clock = "began_up" if life["boot"] == later["boot"] else "began"
-    return max(later[clock] - life[clock] - life.get("life_s", 0.0), 0.0)
-
-
-def _boot() -> str:
-    with contextlib.suppress(OSError):
-        return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ""
-
-
-def _uptime() -> float:
-    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
