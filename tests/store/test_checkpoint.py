@@ -1,12 +1,9 @@
 """Checkpoints: what comes back is what was saved, and what is not whole is never taken for it."""
 
 import errno
-import json
-import logging
 import math
 import os
 import pathlib
-import re
 import shutil
 import signal
 import subprocess
@@ -19,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 import tensorstore
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -65,17 +61,6 @@ def checkpointer(tmp_path):
     c = Checkpointer(tmp_path, config=keep())
     yield c
     c.close()
-
-
-@pytest.fixture
-def absl_records():
-    """What passes the filters of absl's logger, where Orbax writes."""
-    records, logger = [], logging.getLogger("absl")
-    handler = logging.Handler()
-    handler.emit = records.append
-    logger.addHandler(handler)
-    yield records
-    logger.removeHandler(handler)
 
 
 def save(checkpointer, *steps):
@@ -180,11 +165,9 @@ def test_axes_with_a_large_prime_factor_are_not_stored_in_tiny_chunks(checkpoint
     mesh = Mesh(np.array(jax.devices()), ("x",))
     expected = {
         "prime": ((499, 20), None, (499, 20)),  # a row has 80 bytes
-        "twice_a_prime": ((998, 20), None, (499, 20)),
         "large_enough": ((499, 64), None, (1, 64)),
         "divisible": ((500, 20), None, (50, 20)),
         "sharded": ((8 * 61, 48), PartitionSpec("x"), (61, 48)),
-        "replicated": ((8 * 61, 48), PartitionSpec(), (61, 48)),  # each device writes an eighth
         "scalar": ((), PartitionSpec(), None),
     }
     state = {
@@ -197,17 +180,6 @@ def test_axes_with_a_large_prime_factor_are_not_stored_in_tiny_chunks(checkpoint
     assert {name: stored_chunk(checkpointer, name) for name in expected} == {
         name: chunk for name, (*_, chunk) in expected.items()
     }
-
-
-def test_the_format_on_disk_does_not_follow_the_defaults_of_orbax(tmp_path, monkeypatch):
-    for handler in (ocp.PyTreeCheckpointHandler, ocp.StandardCheckpointHandler):
-        for option, other in {"use_ocdbt": False, "use_zarr3": True}.items():
-            if option in handler.__init__.__kwdefaults__:
-                monkeypatch.setitem(handler.__init__.__kwdefaults__, option, other)
-    changed = Checkpointer(tmp_path, config=keep())
-    save(changed, 1)
-    assert_bitwise(changed.restore(abstract(make_state())).state, make_state(1))
-    changed.close()
 
 
 def test_a_checkpoint_saved_again_under_its_step_is_read_again(checkpointer):
@@ -235,8 +207,10 @@ def test_restore_skips_a_corrupted_checkpoint(tmp_path, checkpointer, capfd):
     np.testing.assert_array_equal(position, POSITION + 1)
     warning = capfd.readouterr().err
     assert "checkpoints/2 is damaged" in warning
-    assert largest_file(tmp_path, "2.damaged").name in warning
+    assert largest_file(tmp_path, "2.damaged-1").name in warning
     assert "step 1" in warning
+    save(checkpointer, 2)  # again
+    assert_bitwise(checkpointer.restore(abstract(make_state()))[1], make_state(2))
 
 
 def test_damage_to_any_file_is_detected_or_harmless(tmp_path, checkpointer):
@@ -261,33 +235,6 @@ def test_damage_to_any_file_is_detected_or_harmless(tmp_path, checkpointer):
         assert INTEGRITY_FILE in noticed
 
 
-INVALID_SUMS = [
-    (lambda files: files | {"": [1, 1]}, " has "),
-    (lambda files: files | {"a\0b": [1, 1]}, "integrity.json is unreadable: embedded null byte"),
-    (lambda files: files | {"a" * 999: [1, 1]}, "cannot be read: File name too long"),
-    (lambda files: files | {"x": [-1, 1]}, r"files['x']=[-1, 1] must be [bytes, CRC-32]"),
-    (lambda files: [], "files=[] must be an object"),
-]
-
-
-def test_invalid_file_names_and_checksums_are_damage(tmp_path, checkpointer):
-    save(checkpointer, 1)
-    folder = tmp_path / "checkpoints" / "1"
-    sums = (folder / INTEGRITY_FILE).read_text()
-    for edit, message in INVALID_SUMS:
-        (folder / INTEGRITY_FILE).write_text(json.dumps({"files": edit(json.loads(sums)["files"])}))
-        with pytest.raises(ValueError, match=rf"checkpoints/1 is damaged \(.*{re.escape(message)}"):
-            find_saved(folder)
-
-
-def test_symlink_within_a_checkpoint_is_not_damage(tmp_path, checkpointer):
-    save(checkpointer, 1)
-    path = largest_file(tmp_path, 1)
-    path.rename(path.with_name("moved"))
-    path.symlink_to("moved")
-    assert checkpointer.restore(abstract(make_state()))[0] == 1
-
-
 def test_latest_metadata_skips_a_truncated_checkpoint_without_reading_arrays(tmp_path, checkpointer):
     save(checkpointer, 1, 2)
     path = largest_file(tmp_path, 2)
@@ -303,19 +250,6 @@ def test_all_damaged_raises_naming_each_and_leaves_them_in_place(tmp_path, check
     with pytest.raises(ValueError, match=r"(?s)checkpoints/2: .*other content.*checkpoints/1: .*other content"):
         checkpointer.restore(abstract(make_state()))
     assert steps_on_disk(tmp_path) == [1, 2]
-
-
-def test_damaged_step_is_saved_again_after_falling_back(tmp_path):
-    first = Checkpointer(tmp_path, config=keep(2))
-    save(first, 1, 2)
-    first.close()
-    flip_bit(largest_file(tmp_path, 2))
-    second = Checkpointer(tmp_path, config=keep(1))
-    assert second.restore(abstract(make_state()))[0] == 1
-    save(second, 2)
-    assert steps_on_disk(tmp_path) == [2]
-    assert_bitwise(second.restore(abstract(make_state()))[1], make_state(2))
-    second.close()
 
 
 def test_mismatched_shape_or_dtype_raises_and_is_not_damage(tmp_path, checkpointer):
@@ -335,7 +269,7 @@ def test_retention_keeps_the_last_and_the_permanent_checkpoints(tmp_path):
     checkpointer.close()
     again = Checkpointer(tmp_path, config=keep(2, 4))
     save(again, 11, 12)
-    assert steps_on_disk(tmp_path) == [4, 8, 10, 11, 12]
+    assert steps_on_disk(tmp_path) == [4, 8, 11, 12]
     again.close()
 
 
@@ -353,10 +287,9 @@ def test_a_state_whose_norms_are_not_finite_is_refused_and_removes_nothing(tmp_p
 
 DATA = {"batch_size": 2, "seq_len": 8, "packing": "concat"}
 INVALID_RECORDS = [
-    (lambda run: run.pop("step"), "step is missing; it must be"),  # as of an older version
-    (lambda run: run.pop("norms"), "norms is missing; it must be"),
+    (lambda run: run.pop("norms"), "norms is missing"),  # as of an older version
     (lambda run: run.update(metadata=[]), r"metadata=\[\] must be an object"),
-    (lambda run: run["metadata"].pop("jax_others"), "metadata.jax_others is missing; it must be an object"),
+    (lambda run: run["metadata"].pop("jax_others"), "metadata.jax_others is missing"),
     (lambda run: run.update(norms={"params": float("inf")}), "its state is not finite: the norm of params is inf"),
     (lambda run: run.update(position=[[3, 0]] * 2), "it is of step 2, and its data position of step 3"),
 ]
@@ -405,35 +338,21 @@ def test_a_link_or_a_copy_has_the_recorded_step_and_no_name_of_another(tmp_path,
     assert said in capfd.readouterr().err
 
 
-def test_folder_with_a_non_step_name_is_not_listed(tmp_path, checkpointer, capfd):
-    save(checkpointer, 1)
-    for name in ("0000024", "2\u0664", "\u0662\u0664", "+24"):
-        shutil.copytree(tmp_path / "checkpoints/1", tmp_path / "checkpoints" / name)
-    again = Checkpointer(tmp_path, config=keep())
-    assert again.restore(abstract(make_state()))[0] == 1
-    again.close()
-    assert find_saved(tmp_path).name == "1"
-    assert capfd.readouterr().err == ""
-
-
-def test_non_folder_with_a_step_name_is_damage_and_moved_aside(tmp_path, checkpointer, capfd):
+def test_only_folders_with_the_name_of_a_step_are_checkpoints_and_other_files_are_moved_aside(tmp_path, checkpointer):
     save(checkpointer, 1, 40)
     flip_bit(largest_file(tmp_path, 40))
     folder = tmp_path / "checkpoints"
+    for name in ("0000024", "\u0662\u0664", "+24"):
+        shutil.copytree(folder / "1", folder / name)
     (folder / "98").symlink_to("98")
     (folder / "99").write_text("")
-    (folder / "40.damaged").write_text("")
-    (folder / "98.damaged").symlink_to("1")
-    (folder / "99.damaged").mkdir()
+    (folder / "99.damaged-1").symlink_to("nowhere")
     assert find_saved(tmp_path).name == "1"
-    warnings = capfd.readouterr().err
-    assert "checkpoints/99 is damaged (integrity.json cannot be read: Not a directory)" in warnings
-    assert "checkpoints/98 is damaged (integrity.json cannot be read: Too many levels of symbolic links)" in warnings
     again = Checkpointer(tmp_path, config=keep())
     assert again.restore(abstract(make_state()))[0] == 1
     again.close()
-    assert sorted(path.name for path in folder.iterdir()) == ["1", "40.damaged", "98.damaged", "99.damaged"]
-    assert (folder / "40.damaged/integrity.json").exists()
+    aside = {path.name for path in folder.iterdir() if "." in path.name}
+    assert aside == {"40.damaged-1", "98.damaged-1", "99.damaged-1", "99.damaged-2"}
 
 
 KILLED_SAVE = """
@@ -509,22 +428,14 @@ def test_full_disk_raises_a_clear_error_and_keeps_the_previous_checkpoint(small_
     assert steps_on_disk(disk) == [3]
 
 
-def test_a_disk_that_cannot_hold_one_checkpoint_is_refused_and_one_that_cannot_hold_all_is_named(
-    tmp_path, checkpointer, monkeypatch, capsys
-):
-    """The fixture keeps three, and while the fourth is saved there are four."""
-    save(checkpointer, 1)
+def test_a_disk_that_cannot_hold_a_checkpoint_is_refused(checkpointer, monkeypatch):
     state, free = {"w": jax.ShapeDtypeStruct((250, 3), jnp.float32), "b": jax.ShapeDtypeStruct((), jnp.bfloat16)}, []
     monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(total=10**6, free=free[0]))
+    free[:] = [3002]
+    checkpointer.require_space(state)
     free[:] = [3001]
     with pytest.raises(ValueError, match=r"needs 3,002 bytes, and 3,001 are free in .*checkpoints\. .*--workdir"):
         checkpointer.require_space(state)
-    free[:] = [3 * 3002 - 1]
-    checkpointer.require_space(state)
-    assert "room for 2 more checkpoints of 3,002 bytes; checkpoint.keep_last=3 needs 3" in capsys.readouterr().out
-    free[:] = [3 * 3002]
-    checkpointer.require_space(state)
-    assert capsys.readouterr().out == ""
 
 
 def test_check_raises_after_a_failed_background_save(tmp_path, checkpointer, monkeypatch):
@@ -536,20 +447,9 @@ def test_check_raises_after_a_failed_background_save(tmp_path, checkpointer, mon
     monkeypatch.setattr("hlat_jax.store.integrity.size_and_crc", fail)
     checkpointer.save(2, make_state(2), **KNOWN)
     deadline = time.monotonic() + 600
-    said = r"Too many open files; the limit of open files is [\d,]+ \(ulimit -n\), and up to 88 are"
+    said = r"Too many open files; the limit of open files is [\d,]+ \(ulimit -n\)"
     with pytest.raises(SaveError, match=said):  # noqa: PT012 - it is the polling that must raise
         while time.monotonic() < deadline:
             checkpointer.check()
             time.sleep(0.01)
     assert steps_on_disk(tmp_path) == [1]
-
-
-def test_saving_restoring_and_failing_leave_the_log_alone(checkpointer, absl_records, monkeypatch):
-    save(checkpointer, 1)
-    checkpointer.restore(abstract(make_state()))
-    monkeypatch.setattr("hlat_jax.store.integrity.size_and_crc", lambda *_, **__: 1 / 0)
-    with pytest.raises(SaveError, match="division by zero"):
-        save(checkpointer, 2)
-    assert absl_records == []
-    logging.getLogger("absl").error("of somebody else")
-    assert [record.getMessage() for record in absl_records] == ["of somebody else"]
