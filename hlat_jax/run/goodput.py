@@ -16,13 +16,13 @@ import pathlib
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypedDict
 
 from hlat_jax.host.watchdog import WAITING, Watchdog
 from hlat_jax.store.atomic_files import to_disk
 from hlat_jax.store.metrics import duration
-from hlat_jax.store.typed_json import Line, Seconds, read_json, read_lines
+from hlat_jax.store.typed_json import Seconds, read_json, read_lines
 
 EVENTS_FILE, ALIVE_FILE = "events.jsonl", "alive.json"
 _USEFUL, _UNKNOWN, _STUCK, _STOPPED, _OTHER = "training", "unknown", "stuck", "stopped", "opening and closing"
@@ -249,16 +249,8 @@ def _partition(lives: Sequence[dict[str, Any]]) -> Goodput:
 
 def read_events(workdir: pathlib.Path) -> list[dict[str, Any]]:
     """Returns the events of a run, in order; a torn or damaged line is left out."""
-    return [line.row for line in _lines(workdir) if line.row is not None]
-
-
-def damage(workdir: pathlib.Path) -> list[str]:
-    """Returns what is wrong with each line that is not an event, such as one that a kill has cut short."""
-    return [line.why for line in _lines(workdir) if line.why]
-
-
-def _lines(workdir: pathlib.Path) -> Iterator[Line]:
-    return read_lines(workdir / EVENTS_FILE, lambda event: _KINDS.get(str(event.get("event")), _Event))
+    lines = read_lines(workdir / EVENTS_FILE, lambda event: _KINDS.get(str(event.get("event")), _Event))
+    return [line.row for line in lines if line.row is not None]
 
 
 def _recorded_lives(workdir: pathlib.Path) -> list[dict[str, Any]]:

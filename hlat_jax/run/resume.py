@@ -10,7 +10,7 @@ import dataclasses
 import os
 import pathlib
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -45,23 +45,12 @@ BRANCH_MAY_CHANGE = (
     *(f"model.{key}" for key in (*OPS, "remat", "layer_loop")),
 )
 
-# JAX settings that change the numbers of a step: as settings of the run, they are compared.
+# JAX settings that change the numbers of a step: as settings of the run, they are compared. Others are not recorded.
 _JAX_NUMERICS = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
     "jax_allow_f16_reductions",
     "jax_softmax_custom_jvp",
-)
-# Those that change random numbers, of which a step has none, or what the compiler fuses, as `parallel.*` does.
-_JAX_OTHERS = (
-    "jax_threefry_partitionable",
-    "jax_default_prng_impl",
-    "jax_random_seed_offset",
-    "jax_numpy_dtype_promotion",
-    "jax_use_direct_linearize",
-    "jax_use_shardy_partitioner",
-    "jax_optimization_level",
-    "jax_exec_time_optimization_effort",
 )
 _XLA_NUMERICS = ("fast_math", "fast_min_max", "excess_precision", "denormal")  # in the names of XLA's flags
 
@@ -82,20 +71,8 @@ def settings_of(program: RunProgram, *, tokenizer: Tokenizer, batches: TrainBatc
         "implementations": {key: getattr(program.model, key) for key in (*OPS, "remat", "layer_loop")},
         "tokenizer_sha256": tokenizer.sha256,
         "manifest": batches.manifest,
-        "jax": _jax_settings(_JAX_NUMERICS) | {"XLA_FLAGS": " ".join(flags)},
-        "jax_others": _jax_settings(_JAX_OTHERS),
+        "jax": {name.upper(): getattr(jax.config, name) for name in _JAX_NUMERICS} | {"XLA_FLAGS": " ".join(flags)},
     }
-
-
-def _jax_settings(names: Sequence[str]) -> dict[str, Any]:
-    """Returns environment variable -> value, which a program may have set too, of those that this JAX has."""
-    return {name.upper(): getattr(jax.config, name) for name in names if hasattr(jax.config, name)}
-
-
-def jax_changes(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
-    """Returns a line for each JAX setting that differs from a checkpoint's, and may."""
-    now = current["jax_others"]
-    return differences({name: saved["jax_others"].get(name, value) for name, value in now.items()}, now)
 
 
 def refuse_drift(saved: dict[str, Any], current: dict[str, Any], *, step: int, workdir: pathlib.Path) -> None:

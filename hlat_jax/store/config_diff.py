@@ -38,7 +38,6 @@ MAY_CHANGE = (
     "data.position_every_steps",
     "data.on_bad_record",
     "*manifest.files",
-    "jax_others.*",
 )
 # Settings that may differ between the processes of a run: paths on their node, and use of its cores.
 MAY_DIFFER = (

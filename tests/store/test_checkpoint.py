@@ -289,7 +289,7 @@ DATA = {"batch_size": 2, "seq_len": 8, "packing": "concat"}
 INVALID_RECORDS = [
     (lambda run: run.pop("norms"), "norms is missing"),  # as of an older version
     (lambda run: run.update(metadata=[]), r"metadata=\[\] must be an object"),
-    (lambda run: run["metadata"].pop("jax_others"), "metadata.jax_others is missing"),
+    (lambda run: run["metadata"].pop("jax"), "metadata.jax is missing"),
     (lambda run: run.update(norms={"params": float("inf")}), "its state is not finite: the norm of params is inf"),
     (lambda run: run.update(position=[[3, 0]] * 2), "it is of step 2, and its data position of step 3"),
 ]
@@ -297,7 +297,7 @@ INVALID_RECORDS = [
 
 def save_as_a_run(checkpointer, *steps):
     for step in steps:
-        metadata = {"config": {"data": DATA}, "tokens": step * 14, "num_nonfinite": 0, "jax": {}, "jax_others": {}}
+        metadata = {"config": {"data": DATA}, "tokens": step * 14, "num_nonfinite": 0, "jax": {}}
         metadata |= {"tokenizer_sha256": "a", "manifest": {"files": []}, "implementations": {}}
         known = {"position": np.array([[step, 0], [step, 0]]), "metadata": metadata, "norms": {"params": 1.0}}
         checkpointer.save(step, make_state(step), **known)
