@@ -1,7 +1,7 @@
 """Releases of the AWS Neuron SDK: the packages and defaults of each.
 
-The one table of Neuron's versions: the doctor reads it, and tests compare `pyproject.toml`,
-docs/trainium.md and launch/ with it. A new release is a new row here. Source: AWS Neuron docs of each version,
+The one table of Neuron's versions: the doctor reads it, and tests compare `pyproject.toml`, docs/trainium.md and
+launch/ with it. A new release is a new row here. Source: AWS Neuron docs of each version,
 release-notes/releasecontent, release-notes/components, release-notes/2.33.1 and setup/jax; issues of aws-neuron-sdk.
 """
 
@@ -152,19 +152,6 @@ def pythons(release: Release) -> str:
     return f"{low} to 3.{numbers(high)[1] - 1}"
 
 
-def requirements(series: str) -> list[str]:
-    """Returns the requirements of pip for the sound releases of a series such as "2.33", in `pyproject.toml`'s order.
-
-    Lower bounds, because PyPI has placeholders of these names; upper bounds, because the next release has other ones.
-    """
-    rows = [release for release in RELEASES if release.series == series and not release.avoid]
-    wanted = [f"jax=={rows[-1].jax}", "numpy>={},<{}".format(*rows[-1].numpy)]
-    for package in PYTHON_PACKAGES:
-        low, high = bounds(package, rows[0])[0], bounds(package, rows[-1])[1]
-        wanted.append(f"{package}>={'.'.join(map(str, low))},<{'.'.join(map(str, high))}")
-    return wanted
-
-
 def upgrade_commands(release: Release, *, manager: str = "apt-get") -> str:
     """Returns the commands that install all of a release in this environment and on this machine, joined by `&&`.
 
@@ -184,19 +171,3 @@ def upgrade_commands(release: Release, *, manager: str = "apt-get") -> str:
             "sudo reboot",  # else the old driver stays loaded
         )
     )
-
-
-def markdown() -> str:
-    """Returns the table for docs/trainium.md."""
-    names = ("JAX", "Python", *PYTHON_PACKAGES, *SYSTEM_PACKAGES, "systems", "container tags end in")
-    rows = {name: [] for name in names}
-    for one in RELEASES:
-        cells = [one.jax, pythons(one)]
-        for package in (*PYTHON_PACKAGES, *SYSTEM_PACKAGES):
-            cells.append(one.packages[package])
-        cells += [", ".join(one.systems), f"`-{one.container_os}`"]
-        for name, cell in zip(names, cells, strict=True):
-            rows[name].append(cell)
-    head = ["", *(f"{one.version} ({one.date})" + (", avoid" if one.avoid else "") for one in RELEASES)]
-    lines = [head, ["---"] * len(head), *([name, *cells] for name, cells in rows.items())]
-    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)

@@ -1,22 +1,20 @@
 """Groups of cores that Neuron lists: the table against the pages, placements, layouts, the search and `--cores`."""
 
-import itertools
-
 import numpy as np
 import pytest
 from planned import num_devices, small_config
 
 from hlat_jax.config import ParallelConfig, PrecisionConfig
-from hlat_jax.facts import core_groups, hardware
-from hlat_jax.facts.core_groups import DISPUTED, FINE, REFUSED, RULES, Server, groups_along, verdict
+from hlat_jax.facts import hardware
+from hlat_jax.facts.core_groups import DISPUTED, FINE, REFUSED, Server, groups_along, verdict
 from hlat_jax.host.neuron_env import environment
 from hlat_jax.host.neuron_topology import Topology, checked
 from hlat_jax.parallel.degrees import check_degrees, group_verdicts, layout_over, placement, sent_along, verdicts
 from hlat_jax.parallel.virtual_devices import PlannedClient, PlannedDevice, planned_layout
 from hlat_jax.passes.products import live_jaxpr
-from hlat_jax.plan import report, search
+from hlat_jax.plan import search
 from hlat_jax.plan.collectives import traced_collectives
-from hlat_jax.plan.report import Site, make_plan
+from hlat_jax.plan.report import Site
 from hlat_jax.program import make_program
 
 TRN1, TRN2, LNC1 = Server("trn1", 32), Server("trn2", 64), Server("trn2-lnc1", 128)
@@ -69,14 +67,6 @@ def test_groups_between_servers_need_the_same_cores_of_each():
         assert level(TRN1, group) == expected
 
 
-def test_every_neuron_device_has_rules_of_groups():
-    assert set(RULES) == set(hardware.NEURON_KINDS.values()) | {"trn3"}
-    for kind, server in (("trn1", 32), ("trn2", 64), ("trn2-lnc1", 128)):
-        assert RULES[kind].server == server
-        for own in RULES[kind].orders.values():
-            assert sorted(itertools.chain.from_iterable(own)) == list(range(server))
-
-
 def test_placement_gives_listed_groups_to_tensor_and_to_its_replicas():
     for server, tensor in ((TRN1, 4), (TRN2, 32), (LNC1, 64), (TRN1, 8)):
         devices = placement(2 * server.size, tensor=tensor, server=server)
@@ -122,15 +112,11 @@ def test_the_group_of_the_norms_is_checked():
         assert len(found[REFUSED]) == refused
 
 
-SENT = [
-    {"pipe": 2, "data": 2, "fsdp": 2, "tensor": 8, "sequence_parallel": True},
-    {"pipe": 2, "data": 2, "zero1": True, "pipe_exchange": "all_gather"},
-    {"data": 2, "tensor": 8, "zero1": True, "reduce_gradients": "layer"},
-]
-
-
 def test_the_groups_that_are_checked_are_those_that_a_run_sends():
-    for changes in SENT:
+    for changes in (
+        {"pipe": 2, "data": 2, "fsdp": 2, "tensor": 8, "sequence_parallel": True},
+        {"data": 2, "tensor": 8, "zero1": True, "reduce_gradients": "layer"},
+    ):
         config = small_config(rows=8, m=2, **changes)
         layout = planned_layout(config, num_devices(config), platform="neuron")
         program = make_program(config, layout)
@@ -157,13 +143,6 @@ def test_search_leaves_out_refused_layouts_and_ranks_disputed_ones_last():
     assert {c.parallel.tensor for c in tried} == {1, 2, 4, 8}
 
 
-def test_plan_names_disputed_groups():
-    config = small_config(tensor=8, data=8, fuse=False)
-    plan = make_plan(config, Site("trn2.48xlarge", 1))
-    assert any(words.startswith("parallel.tensor=8: 8 cores") for words in plan["disputed_groups"])
-    assert "disputed: parallel.tensor=8: 8 cores" in report.as_text(plan)
-
-
 # (instance, LNC) -> the numbers of cores that are listed, and those of them that no page lists for a job
 CORES = {
     ("trn1.32xlarge", 1): ({1, 2, 8, 16, 32}, {16}),
@@ -187,13 +166,3 @@ def test_cores_are_those_of_a_listed_group_and_jobs_of_other_listed_degrees_are_
             notes = environment(PrecisionConfig(), ParallelConfig(), topology, current={}).notes
             is_disputed = any(f"--cores={count} is disputed: {count} cores" in note for note in notes)
             assert is_disputed == (count in disputed), (instance, count)
-
-
-def test_abstract_degrees_and_devices_agree_on_the_groups():
-    """The check by degrees judges the groups of the mesh that the layout builds."""
-    config = small_config(tensor=4, data=8, rows=8)
-    layout = planned_layout(config, 32, platform="neuron", server=TRN1)
-    ids = np.vectorize(lambda device: device.id)(layout.mesh.devices)
-    assert (ids.reshape(-1) == placement(32, tensor=4, server=TRN1)).all()
-    assert ParallelConfig().zero1 is False
-    assert core_groups.server_of(list(layout.mesh.devices.flat)) is None  # virtual: no kind of their own

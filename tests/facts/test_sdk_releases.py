@@ -32,10 +32,8 @@ def test_rows_are_in_order_and_whole():
 RELEASES_OF = {
     ("neuronx-cc", "2.27.5334.0+1a2b3c4d"): ["2.32.0"],
     ("neuronx-cc", "2.28.7631.0"): ["2.33.0", "2.33.1"],
-    ("neuronx-cc", "2.26.6360.0"): [],
     ("neuronx-cc", "2.29.0"): [],
     ("neuronx-cc", "1.0.post1"): [],
-    ("aws-neuronx-dkms", "2.31.8.0"): ["2.33.1"],
     ("aws-neuronx-runtime-lib", "2.35.30.0-1b3ca6425"): ["2.33.0"],
     ("libneuronxla", "3.0.5400.0"): ["2.32.0"],  # rebuilt within 2.32
     ("nki", "unknown"): [],
@@ -45,31 +43,24 @@ RELEASES_OF = {
 def test_version_of_a_package_gives_its_releases():
     for (package, version), releases in RELEASES_OF.items():
         assert list(sdk_releases.releases_of(package, version)) == releases
-    assert {release.version: bool(release.avoid) for release in RELEASES} == {
-        "2.32.0": False,
-        "2.33.0": True,
-        "2.33.1": False,
-    }
 
 
-def test_extras_of_the_package_have_the_bounds_of_their_releases():
-    extras = {name: words for name, words in PROJECT["optional-dependencies"].items() if name.startswith("neuron")}
-    series = list(dict.fromkeys(one.series for one in RELEASES))
-    older = {f"neuron-{name.replace('.', '-')}": sdk_releases.requirements(name) for name in series[:-1]}
-    assert extras == older | {"neuron": sdk_releases.requirements(series[-1])}
-
-
-def test_extras_have_no_build_in_common_and_none_of_a_release_to_avoid():
-    old, new = (
-        {word.split(">=")[0]: specifiers.SpecifierSet(">=" + word.split(">=")[1]) for word in words if ">=" in word}
-        for words in map(sdk_releases.requirements, ("2.32", "2.33"))
-    )
-    for package in PYTHON_PACKAGES:
+def test_extras_admit_the_sound_builds_of_their_series_and_no_others():
+    """Lower bounds, because PyPI has placeholders of these names; upper bounds, because the next release differs."""
+    extras = PROJECT["optional-dependencies"]
+    for series, extra in (("2.32", "neuron-2-32"), ("2.33", "neuron")):
+        admitted = {word: specifiers.SpecifierSet(rest) for word, rest in map(split_name, extras[extra])}
+        assert set(admitted) == {"jax", "numpy", *PYTHON_PACKAGES}
         for one in RELEASES:
-            extras = [extra for extra in (old, new) if one.packages[package] in extra[package]]
-            assert extras == [new if one.series == "2.33" else old] or (one.avoid and not extras), package
-    [avoided] = [release.packages for release in RELEASES if release.avoid]
-    assert [name for name in PYTHON_PACKAGES if avoided[name] not in new[name]] == ["jax-neuronx", "libneuronxla"]
+            is_meant = one.series == series and not one.avoid
+            assert all(one.packages[name] in admitted[name] for name in PYTHON_PACKAGES) == is_meant, (extra, one)
+        assert str(admitted["jax"]) == f"=={RECOMMENDED.jax}"
+        assert all(low in admitted["numpy"] and high not in admitted["numpy"] for low, high in [RECOMMENDED.numpy])
+
+
+def split_name(requirement):
+    name = re.match(r"[\w-]+", requirement)[0]
+    return name, requirement.removeprefix(name)
 
 
 def test_guide_has_the_commands_that_the_doctor_prints():
@@ -93,10 +84,15 @@ def test_jax_and_numpy_of_every_release_are_those_that_this_package_is_tested_wi
 
 
 def test_guide_and_launch_files_name_the_recommended_release_and_no_other_as_such():
-    table = sdk_releases.markdown()
-    assert table in (ROOT / "docs" / "trainium.md").read_text(), "paste sdk_releases.markdown() into docs/trainium.md"
+    lines = (ROOT / "docs" / "trainium.md").read_text().splitlines()
+    rows = {cells[1].strip(): cells[2:-1] for cells in (line.split("|") for line in lines) if len(cells) == 6}
+    for package in (*PYTHON_PACKAGES, *SYSTEM_PACKAGES):
+        assert [cell.strip() for cell in rows[package]] == [one.packages[package] for one in RELEASES], package
+    assert [cell.strip() for cell in rows["JAX"]] == [one.jax for one in RELEASES]
+    table = "\n".join(line for line in lines if line.startswith(("| | 2.", "| systems", "| container")))
+    assert all(f"{one.version} ({one.date}){', avoid' * bool(one.avoid)}" in table for one in RELEASES)
     for path in ("docs/trainium.md", "launch/slurm/cluster.yaml", "launch/eks/Dockerfile"):
-        text = (ROOT / path).read_text().replace(table, "")
+        text = (ROOT / path).read_text()
         assert f"SDK {RECOMMENDED.version}" in text
         named = set(re.findall(r"SDK (2\.\d+(?:\.\d+)?)", text))
         assert named <= {one.version for one in RELEASES} | {one.series for one in RELEASES}, named
