@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import glob
-import importlib.util
 import linecache
 import os
 import pathlib
 import re
+import runpy
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -35,15 +34,11 @@ def load(name_or_path: str) -> Any:
         raise ValueError(f"--config={name_or_path}: no such config. {nearest(name_or_path, names)} Paths end in .py.")
     if not path.is_file():
         raise ValueError(f"--config={name_or_path}: no such file. Shipped configs: {', '.join(names)}.")
-    spec = importlib.util.spec_from_file_location(f"hlat_jax_config_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
-        if not hasattr(module, "get_config"):
+        module = runpy.run_path(str(path.absolute()))
+        if "get_config" not in module:
             raise ValueError("defines no get_config(); add one that edits and returns hlat_jax.config.default().")
-        config = module.get_config()
+        config = module["get_config"]()
         if not hasattr(config, "to_dict"):
             raise ValueError(f"get_config() returns {config!r:.100}; end it with `return c`, the config it edits.")
         _check_values(config)
@@ -99,17 +94,16 @@ def _anchor_paths(config: Any, folder: pathlib.Path, *, keys: Sequence[str]) -> 
         words = [f"{glob.escape(place) if glob.has_magic(plain) else place}/{plain}" for place in places]
         return next(filter(exists, words), words[0])
 
-    def anchored_step(spec: str) -> str:
-        run, sign, step = spec.rpartition("@")
-        return anchored(run) + sign + step
-
     for section, key in (path.split(".") for path in keys):
         value = config[section][key] if section in config and key in config[section] else ""
         if isinstance(value, str) and places:
-            anchored_text = functools.partial(map_paths, anchored)
-            own: dict[str, Callable[[str], str]]
-            own = {"train": anchored_text, "validation": anchored_text, "branch_from": anchored_step}
-            config[section][key] = own.get(key, anchored)(value)
+            run, sign, step = value.rpartition("@")
+            if key in ("train", "validation"):
+                config[section][key] = map_paths(anchored, value)
+            elif key == "branch_from":
+                config[section][key] = anchored(run) + sign + step
+            else:
+                config[section][key] = anchored(value)
 
 
 def map_paths(change: Callable[[str], str], spec: str) -> str:

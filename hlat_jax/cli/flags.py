@@ -61,16 +61,11 @@ def parse(argv: Sequence[str], define: Callable[[flags.FlagValues], None] = lamb
 
 
 def _drop_settings_of_replaced_text(mutable: Any, before: Any, *, given: Collection[str]) -> None:
-    """Changes settings that describe the text or tokenizer of a config whose command line replaces these.
+    """Changes settings that describe the text of a config whose command line replaces it, but for those in `given`.
 
     If data.train is replaced and data.validation would remain text that ships with the package, a share of data.train
     is held out instead. If text, tokenizer, initial weights or the number of steps are replaced, no final validation
-    loss is expected.
-
-    Args:
-      mutable: ConfigDict with the values of the command line, changed in place.
-      before: the same without them.
-      given: keys that the command line sets, which stay as they are: "data.train".
+    loss is expected. `before` is the config without the command line.
     """
     replaced = {key for key in ("train", "validation", "tokenizer") if mutable.data[key] != before.data[key]}
     if "train" in replaced and "data.validation" not in given and mutable.data.validation.startswith("package:"):

@@ -167,7 +167,10 @@ class FolderCheck:
         """Returns what is wrong with the folder, or "", in any process."""
         for wait_s in (0.0, self._AGAIN_S):
             time.sleep(wait_s)
-            if not self._is_another():
+            try:
+                if _identity(self._workdir) == self._identity:
+                    return ""
+            except OSError:  # not known
                 return ""
         return (
             f"the run folder {self._workdir.absolute()} was removed or replaced while this run trained in it; what "
@@ -184,12 +187,6 @@ class FolderCheck:
             if problem := self.problem():
                 raise ValueError(problem) from error
             raise
-
-    def _is_another(self) -> bool:
-        try:
-            return _identity(self._workdir) != self._identity
-        except OSError:  # not known
-            return False
 
 
 def _identity(folder: pathlib.Path) -> tuple[int, int] | None:

@@ -15,7 +15,7 @@ import pathlib
 import secrets
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NotRequired, TypedDict
 
 from hlat_jax.config import MetricsConfig
@@ -54,11 +54,8 @@ class _TrainRow(_Row):
 class MetricsLog:
     """Writes one row per step and per validation to the files and the console.
 
-    Training rows have `step, loss, tokens (so far), grad_norm, param_norm, learning_rate, step_s (wall, data wait
-    included), data_wait_s, peak_memory_bytes, batch_hash`, depending on the data `padding_share` and `skipped_records
-    (so far)`, `data_retries` where reads were tried again, with `train.spikes` `spike`, with `train.skip_steps` `batch`
-    (its number), on Neuron those that `run/neuron_monitor.py` reads; `tokens_per_s` is added and, if the peak is
-    known, `mfu_6n` and `mfu`.
+    Training rows have what `loop` and `run.step_sync` put there, `tokens_per_s` and, if the peak is known, `mfu_6n` and
+    `mfu`.
     """
 
     def __init__(
@@ -132,7 +129,8 @@ class MetricsLog:
         """Records the results of tasks at one `step`, `tasks/NAME/METRIC`; prints those in `shown`."""
         self._record("validation", row)
         if self._config.console != "off":
-            print(tasks_line(row, shown), flush=True)
+            cells = [f"{key.removeprefix('tasks/')} {row[key]:.4f}" for key in shown]
+            print(f"{row['step']:8}  tasks: {', '.join(cells)}", flush=True)
 
     def goodput_row(self, step: int, shares: dict[str, float]) -> None:
         """Records what the time went to so far in TensorBoard and Weights & Biases: category -> share."""
@@ -190,29 +188,16 @@ class MetricsLog:
 
 
 class SilentLog:
-    """The MetricsLog of processes other than the first: does nothing."""
+    """The MetricsLog of processes other than the first: every method does nothing."""
 
-    def train_row(self, row: dict[str, Any]) -> None: ...
-
-    def eval_row(self, row: dict[str, Any]) -> None: ...
-
-    def tasks_row(self, row: dict[str, Any], *, shown: Collection[str]) -> None: ...
-
-    def goodput_row(self, step: int, shares: dict[str, float]) -> None: ...
-
-    def sample(self, step: int, text: str) -> None: ...
-
-    def sync(self) -> None: ...
-
-    def close(self) -> None: ...
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
 
 
 def header(*, mfu: bool) -> str:
     """Returns the header of the columns of `train_line`; those of the MFU only if it is known."""
-    return (
-        f"    step   done     loss grad norm        lr   s/step   tokens/s{'  MFU 6N  MFU+attn' * mfu}"
-        " data wait  mem GiB      elapsed          ETA"
-    )
+    speeds = f"   tokens/s{'  MFU 6N  MFU+attn' * mfu} data wait"
+    return f"    step   done     loss grad norm        lr   s/step{speeds}  mem GiB      elapsed          ETA"
 
 
 def train_line(rows: Sequence[dict[str, Any]], num_steps: int, *, elapsed_s: float) -> str:
@@ -242,16 +227,9 @@ def eval_line(row: dict[str, Any]) -> str:
     )
 
 
-def tasks_line(row: dict[str, Any], shown: Collection[str]) -> str:
-    """Returns the line of one evaluation on tasks, with the results for the keys in `shown`."""
-    cells = [f"{key.removeprefix('tasks/')} {row[key]:.4f}" for key in shown]
-    return f"{row['step']:8}  tasks: {', '.join(cells)}"
-
-
 def duration(seconds: float) -> str:
     """Returns `h:mm:ss`, with days before it when there are any."""
-    whole = max(round(seconds), 0)
-    days, rest = divmod(whole, 86400)
+    days, rest = divmod(max(round(seconds), 0), 86400)
     clock = f"{rest // 3600}:{rest % 3600 // 60:02}:{rest % 60:02}"
     return f"{days}d {clock}" if days else clock
 
@@ -265,10 +243,8 @@ def copy_rows(source: pathlib.Path, workdir: pathlib.Path, *, last_step: int) ->
     """Copies the rows of a run up to `last_step` into another run folder; rows of an earlier attempt move aside."""
     rewind(workdir / ROWS_FILE, -1)
     if (source / ROWS_FILE).exists():  # a run may have been copied without it
-        kept = [
-            line.raw for line in _lines(source / ROWS_FILE) if line.row is not None and line.row["step"] <= last_step
-        ]
-        write_whole(workdir / ROWS_FILE, b"".join(kept))
+        lines = (line for line in _lines(source / ROWS_FILE) if line.row is not None)
+        write_whole(workdir / ROWS_FILE, b"".join(line.raw for line in lines if line.row["step"] <= last_step))
 
 
 def rewind(path: str | os.PathLike, step: int) -> dict[str, Any] | None:

@@ -73,18 +73,12 @@ class ProgressBar:
             share, text = self._read()
             began_s = time.monotonic() if share < shown else began_s
             shown, elapsed_s = share, time.monotonic() - began_s
-            done, times = (f"{share:4.0%}", _remaining(share, elapsed_s)) if share else ("    ", duration(elapsed_s))
+            done, times = f"{share:4.0%}" if share else "    ", duration(elapsed_s) if not share else ""
+            if 0.01 <= share < 1:
+                times = f"{duration(elapsed_s * (1 - share) / share)} left"
             line = f"{done}  {text}  {times}"
             if self._is_terminal:
                 filled = int(share * _BAR_CHARS)
                 line = f"\r[{'#' * filled}{'.' * (_BAR_CHARS - filled)}] {line}\x1b[K"
             self._stream.write(line if self._is_terminal else f"{line}\n")  # one: other threads print there too
             self._stream.flush()
-
-
-def _remaining(share: float, elapsed_s: float) -> str:
-    """Returns the estimated time left, or "" while there is no estimate."""
-    if share < 0.01 or share >= 1:
-        return ""
-    left_s = elapsed_s * (1 - share) / share
-    return f"{duration(left_s)} left"
