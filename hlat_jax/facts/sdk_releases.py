@@ -1,4 +1,4 @@
-"""Releases of the AWS Neuron SDK: the packages and defaults of each.
+"""Releases of the AWS Neuron SDK: the packages of each.
 
 The one table of Neuron's versions: the doctor reads it, and tests compare `pyproject.toml`, docs/trainium.md and
 launch/ with it. A new release is a new row here. Source: AWS Neuron docs of each version,
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
 
 # Distributions of Python, and packages of the operating system: these belong to one release together.
 PYTHON_PACKAGES = ("jax-neuronx", "libneuronxla", "neuronx-cc", "nki")
@@ -23,26 +22,18 @@ class Release:
 
     Attributes:
       version: such as "2.33.1".
-      date: of the release, ISO.
       packages: package -> its version.
       jax: the version of JAX to use with it.
       numpy: (lowest supported, first unsupported).
       python: (lowest supported, first unsupported).
-      systems: operating systems that its JAX set-up page names.
-      container_os: end of the tags of its container images.
-      flag_defaults: flag of neuronx-cc -> what it does where it is not given; only flags that moved in some release.
       avoid: why not to train with it; "" for a sound release.
     """
 
     version: str
-    date: str
     packages: dict[str, str]
     jax: str
     numpy: tuple[str, str]
     python: tuple[str, str]
-    systems: tuple[str, ...]
-    container_os: str
-    flag_defaults: Mapping[str, str]
     avoid: str = ""
 
     @property
@@ -51,13 +42,8 @@ class Release:
         return ".".join(self.version.split(".")[:2])
 
 
-_DEFAULTS_2_33 = {
-    "--native-int64": "enabled: 64-bit integers are computed as such on trn2 and later",
-    "--implicit-integer-downcast": "none: integer dot, scatter, all_reduce, reduce_scatter and pow are errors",
-}
 _2_33_0 = Release(
     version="2.33.0",
-    date="2026-10-19",
     packages={
         "jax-neuronx": "0.10.0.1.0.14198",
         "libneuronxla": "3.0.10135.0",
@@ -70,16 +56,12 @@ _2_33_0 = Release(
     jax="0.10.0",
     numpy=("2.2", "2.4"),
     python=("3.11", "3.15"),
-    systems=("Ubuntu 26.04", "Ubuntu 24.04", "Amazon Linux 2023"),
-    container_os="ubuntu26.04",
-    flag_defaults=_DEFAULTS_2_33,
     avoid="DMA that transposes can hang the chip beside collectives; fixed in 2.33.1",
 )
 # Oldest first.
 RELEASES = (
     Release(
         version="2.32.0",
-        date="2026-08-17",
         packages={
             "jax-neuronx": "0.10.0.1.0.11459",
             "libneuronxla": "3.0.5356.0",
@@ -92,18 +74,11 @@ RELEASES = (
         jax="0.10.0",
         numpy=("2.2", "2.4"),
         python=("3.11", "3.14"),
-        systems=("Ubuntu 24.04", "Amazon Linux 2023"),
-        container_os="ubuntu24.04",
-        flag_defaults={
-            "--native-int64": "disabled: 64-bit integers are computed in 32 bits",
-            "--implicit-integer-downcast": "all: unsupported integer operations are converted, with a warning",
-        },
     ),
     _2_33_0,
     dataclasses.replace(
         _2_33_0,
         version="2.33.1",
-        date="2026-11-11",
         packages=_2_33_0.packages
         | {
             "jax-neuronx": "0.10.0.1.0.15472",
