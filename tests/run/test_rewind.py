@@ -71,19 +71,6 @@ def test_a_checkpoint_is_known_before_the_save_after_it_begins(tmp_path, monkeyp
         train()
 
 
-def test_a_run_whose_folder_is_gone_when_a_save_ends_says_so(tmp_path, monkeypatch, train):
-    check = checkpoint.Checkpointer.check
-
-    def move_when_saved(self):
-        if self.wait():
-            (tmp_path / "run").rename(tmp_path / "elsewhere")
-        check(self)
-
-    monkeypatch.setattr(checkpoint.Checkpointer, "check", move_when_saved)
-    with pytest.raises(ValueError, match=r"the run folder .*/run was removed or replaced"):
-        train()
-
-
 def end_of(tmp_path, name):
     """Returns (step, bytes of the state, data position) of the last checkpoint of a run."""
     return micro.final_checkpoint(micro.write_config(tmp_path), tmp_path / name)[:3]
