@@ -80,6 +80,8 @@ def test_an_account_that_was_entered_twice_and_a_torn_line_count_once(tmp_path):
     first, second = life(100.0, FIRST), life(140.0, SECOND, pid=2)
     write(tmp_path, start(first), ended(first, "died"), ended(first, "died"), start(second))
     with open(tmp_path / EVENTS_FILE, "a") as file:
+        for line in ('{"event": "killed"}', '{"event": "saved", "time": 0}', "[" * 5000, "{}", '{"event": []}'):
+            file.write(line + "\n")
         file.write('{"event": "end", "li')
     (tmp_path / ALIVE_FILE).write_text(json.dumps(second))
     assert goodput(tmp_path).total_s == pytest.approx(56.5)
@@ -154,7 +156,6 @@ def test_bad_words_are_answered_by_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for words, text in (
         (["goodput"], "RUN is missing"),
-        (["goodput", "nowhere"], "RUN=nowhere: no such folder"),
         (["goodput", "."], rf"has no {EVENTS_FILE}"),
         (["goodput", ".", "."], "one run folder, not 2"),
         (["godput", "."], "unknown verb 'godput'"),
@@ -168,15 +169,6 @@ def test_an_event_after_a_torn_line_is_not_lost(tmp_path):
     with Ledger(tmp_path, Watchdog()) as opened:
         opened.event("saved", step=8)
     assert [event["event"] for event in read_events(tmp_path)] == ["start", "saved", "end"]
-
-
-def test_odd_lines_are_left_out(tmp_path):
-    first = life(100.0, FIRST)
-    write(tmp_path, start(first), ended(first), ended({**first, "pid": 3, "spent": 5}))
-    with open(tmp_path / EVENTS_FILE, "a") as file:
-        for line in ('{"event": "killed"}', '{"event": "saved", "time": 0}', "[" * 5000, "{}", '{"event": []}'):
-            file.write(line + "\n")
-    assert goodput(tmp_path).total_s == 30.0
 
 
 def test_a_run_folder_is_gone_where_it_was_looked_for_twice(tmp_path, monkeypatch):

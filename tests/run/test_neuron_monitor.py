@@ -5,7 +5,6 @@ import json
 import os
 import time
 
-import micro
 import pytest
 
 from hlat_jax.run.neuron_monitor import COMMAND, FIELDS, NeuronMonitor, fields_of
@@ -139,23 +138,8 @@ def test_monitor_that_is_missing_or_ends_is_said_once_and_nothing_fails(tmp_path
         "neuron-monitor   ended with code 3: no utilization of the devices from here on\n"
     )
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
-    missing = NeuronMonitor("on", platform="cpu")
-    assert missing.row_fields() == {}
-    missing.close()
+    NeuronMonitor("on", platform="cpu").close()
     assert "neuron-monitor   not found" in capsys.readouterr().out
-    for choice in ("auto", "off"):
-        NeuronMonitor(choice, platform="cpu").close()
+    NeuronMonitor("auto", platform="cpu").close()
     NeuronMonitor("off", platform="neuron").close()
     assert capsys.readouterr().out == ""
-
-
-@pytest.mark.slow
-def test_run_writes_what_the_monitor_reads_into_its_metrics(tmp_path, monkeypatch, train_here):
-    monkeypatch.setenv("PATH", fake(tmp_path, json.dumps(TRN1)))
-    flags = ("--config.metrics.neuron_monitor=on", "--config.train.num_steps=3", "--config.train.eval_every_steps=0")
-    words = (f"--config={micro.write_config(tmp_path)}", f"--workdir={tmp_path / 'run'}", *flags)
-    code, _, err = train_here(*words, "--config.train.num_eval_batches=1")
-    assert code == 0, err
-    rows = [row for row in micro.rows(tmp_path / "run") if "loss" in row]
-    assert rows[-1]["device_utilization"] == 70.0
-    assert set(FIELDS) <= set(rows[-1])

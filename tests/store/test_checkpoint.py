@@ -399,12 +399,6 @@ def test_save_killed_before_commit_keeps_the_previous_one_and_can_be_repeated(tm
         checkpointer.close()
 
 
-def test_a_folder_that_cannot_be_written_raises_before_training(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"file/run/checkpoints.*Not a directory.*--workdir"):
-        Checkpointer(tmp_path / "file" / "run", config=keep())
-
-
 def test_full_disk_raises_a_clear_error_and_keeps_the_previous_checkpoint(small_disk):
     disk = small_disk("2m")
 
