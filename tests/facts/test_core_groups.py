@@ -110,16 +110,6 @@ def test_the_groups_that_are_checked_are_those_that_a_run_sends():
         assert sent == set(sent_along(layout)), changes
 
 
-def test_copies_of_kv_heads_of_70b_are_in_the_groups_of_4_that_work():
-    """TP 32 with 8 KV heads: cores 0, 8, 16, 24 have the same KV head."""
-    parallel = ParallelConfig(pipe=8, data=32, tensor=32, zero1=True)
-    assert group_verdicts(parallel, num_kv_heads=8, server=TRN1) == {DISPUTED: [], REFUSED: []}
-    config = small_config(tensor=8, fuse=False)
-    layout = planned_layout(config, 8, platform="neuron")
-    assert layout.mesh.shape["tensor_rep"] == 2
-    assert [device.id for device in layout.mesh.devices.reshape(2, 4)[:, 0]] == [0, 4]
-
-
 def test_search_leaves_out_refused_layouts():
     config, site = small_config(rows=32, policy="mixed"), Site("trn1.32xlarge", 1)
     tried = [candidate for _, candidate in search.candidates(config, site)]

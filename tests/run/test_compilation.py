@@ -9,14 +9,12 @@ import subprocess
 import sys
 
 import jax
-import numpy as np
 import pytest
 from micro import write_config
 from planned import small_config
 
 from hlat_jax import loop
 from hlat_jax.cli import config_files
-from hlat_jax.model import init_params
 from hlat_jax.parallel.degrees import layout_over
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.program import make_program
@@ -193,28 +191,6 @@ def test_a_run_compiles_its_programs_once_each_and_nothing_else(run):
     compiled, _, _ = run(train__num_steps=7)  # resumed
     assert sorted(compiled) == [f"jit({name})" for name in names if name != "initial"]
     assert {name: entry["sha256"] for name, entry in recorded(workdir).items()} == before
-
-
-@pytest.mark.slow
-def test_batch_of_another_shape_raises_instead_of_recompiling(run, monkeypatch):
-    """Were the steps jitted and not compiled ahead, this would train on and compile one program more."""
-    step = loop._step
-
-    def short(run, progress, batch):
-        rows = slice(0, 2) if progress.step == 2 else slice(None)
-        step(run, progress, dataclasses.replace(batch, batch=jax.tree.map(lambda field: field[rows], batch.batch)))
-
-    monkeypatch.setattr(loop, "_step", short)
-    with pytest.raises(TypeError, match="compiled"):
-        run()
-
-
-@pytest.mark.slow
-def test_initial_weights_come_from_the_rbg_key_of_the_seed(one_device):
-    config = config_with({"train.seed": 2**31 + 5})
-    key = jax.random.key(2**31 + 5, impl="rbg")
-    expected = jax.jit(lambda: init_params(config.model, key))()
-    jax.tree.map(np.testing.assert_array_equal, make_program(config, one_device).init_state()["params"], expected)
 
 
 def test_invalid_record_is_treated_as_missing(tmp_path):

