@@ -259,24 +259,10 @@ def main(command: Callable[[Sequence[str]], int]) -> None:
 def check_output(flag: str, path: str) -> None:
     """Raises ValueError where the file `path` cannot be written, before the work whose result goes there."""
     file = pathlib.Path(path)
-    if file.is_dir():
-        raise ValueError(f"{flag}={path} is a folder; give a file in it, such as {file / 'report.json'}.")
     if not file.parent.is_dir():
         raise ValueError(f"{flag}={path}: there is no folder {file.parent}; make it first, or give another path.")
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise ValueError(f"{flag}={path} cannot be written; give another path.")
-
-
-def make_folder(flag: str, path: str) -> pathlib.Path:
-    """Returns the folder `path`, created if missing; raises ValueError before the work whose result goes there."""
-    folder = pathlib.Path(path)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{flag}={path} cannot be created as a folder: {error.strerror}; name another.") from None
-    if not os.access(folder, os.W_OK):
-        raise ValueError(f"{flag}={path} cannot be written to; name another folder.")
-    return folder
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ValueError(f"{flag}={path} cannot be written; give the path of a file.")
 
 
 def usage(values: flags.FlagValues) -> str:

@@ -47,7 +47,9 @@ def main(argv: Sequence[str]) -> int:
     config = resolve_with_tokenizer(mutable, workdir=workdir)
     is_chip = values.instance in TARGETS  # at its default LNC, as in the lint
     place = checked(Topology(TARGETS.get(values.instance, values.instance), lnc=0 if is_chip else lnc_of(os.environ)))
-    folder = flags_lib.make_folder("--out", values.out) if values.out else None
+    folder = pathlib.Path(values.out) if values.out else None
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
     os.environ["JAX_PLATFORMS"] = "cpu"  # leave any accelerator to other processes
     from hlat_jax.neuron import programs
     from hlat_jax.program import make_program

@@ -74,15 +74,10 @@ class Checkpointer:
     """
 
     def __init__(self, workdir: str | os.PathLike, *, config: CheckpointConfig, read_only: bool = False):
-        """Opens `workdir/checkpoints` and removes what interrupted saves left there.
+        """Opens `workdir/checkpoints`, created if missing, and removes what interrupted saves left there.
 
-        Args:
-          workdir: the run folder; created if missing.
-          config: retention; see CheckpointConfig.
-          read_only: change nothing, for commands that look at a run that may still be training.
-
-        Raises:
-          ValueError: the folder cannot be written.
+        A `read_only` one changes nothing: for commands that look at a run that may still be training. Raises ValueError
+        if the folder cannot be written.
         """
         self.folder = pathlib.Path(workdir).absolute() / "checkpoints"
         self._config, self._read_only = config, read_only
@@ -142,14 +137,11 @@ class Checkpointer:
         """Starts to save in the background, after the save before it ended; the caller may donate `state` at once.
 
         Args:
-          step: updates done; the name of the checkpoint.
+          step: updates done; the name of the checkpoint. Where it is saved already, the result is False.
           state: pytree of jax arrays.
           position: int64 array, the data position after this step; the same in every process.
           metadata: whatever JSON can hold.
           norms: norms of the parts of the state, recorded with it.
-
-        Returns:
-          False when that step is saved already.
 
         Raises:
           ValueError: a norm is not finite; nothing was written, and no earlier checkpoint was removed.

@@ -81,9 +81,6 @@ class MetricsLog:
           hyperparameters: the config as nested dicts, for TensorBoard and Weights & Biases.
           flops_per_token: by the 6N rule, and with attention.
           peak_flops: FLOP/s of all devices together; None when unknown.
-
-        Raises:
-          ValueError: `wandb_project` is set and Weights & Biases cannot be imported.
         """
         workdir = pathlib.Path(workdir)
         workdir.mkdir(parents=True, exist_ok=True)
@@ -134,10 +131,7 @@ class MetricsLog:
 
     def goodput_row(self, step: int, shares: dict[str, float]) -> None:
         """Records what the time went to so far in TensorBoard and Weights & Biases: category -> share."""
-        row = {"step": step, **{name.replace(" ", "_"): share for name, share in shares.items()}}
-        with self._named_errors():
-            for sink in self._sinks:
-                sink.write("goodput", row)
+        self._show("goodput", {"step": step, **{name.replace(" ", "_"): share for name, share in shares.items()}})
 
     def sample(self, step: int, text: str) -> None:
         """Records a generated text in TensorBoard and Weights & Biases."""
@@ -162,6 +156,10 @@ class MetricsLog:
         with self._named_errors():
             self._file.write(json_line(row))
             self._file.flush()
+        self._show(group, row)
+
+    def _show(self, group: str, row: dict[str, Any]) -> None:
+        with self._named_errors():
             for sink in self._sinks:
                 sink.write(group, row)
 
@@ -174,17 +172,15 @@ class MetricsLog:
             raise OSError(error.errno, f"a row cannot be written: {error.strerror}", str(self._path)) from None
 
     def _line_due(self, row: dict[str, Any], now: float) -> bool:
+        step, every = row["step"], self._config.log_every_steps
         if self._config.console == "off":
             return False
-        step, every = row["step"], self._config.log_every_steps
         if every == 0 and (self._config.console == "on" or sys.stdout.isatty()):
             every = _TERMINAL_STEPS
-        elif every == 0:
-            every = math.ceil((self._num_steps - self._start_step) / _BATCH_LINES)
-        if step in (self._start_step + 1, self._num_steps) or step % every == 0:
-            return True
+        every = every or math.ceil((self._num_steps - self._start_step) / _BATCH_LINES)
         # the next row comes about one step from now
-        return now - self._printed_s + row["step_s"] > _LONGEST_SILENCE_S
+        is_long_ago = now - self._printed_s + row["step_s"] > _LONGEST_SILENCE_S
+        return step in (self._start_step + 1, self._num_steps) or step % every == 0 or is_long_ago
 
 
 class SilentLog:

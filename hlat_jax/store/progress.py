@@ -37,9 +37,9 @@ def show_progress(text: str) -> Iterator[Status]:
 class ProgressBar:
     """A context manager whose thread shows what `read` returns: (share done from 0 to 1, text).
 
-    A share below the one before begins another phase with an estimate of its own. While it is 0, the time since the
-    beginning is shown. On a terminal the bar is redrawn in place and erased at the end; elsewhere, or if not
-    `in_place`, a line is printed every 30 s, so a short command prints nothing.
+    A share below the one before begins another phase with an estimate of its own; while it is 0, the time so far is
+    shown. On a terminal the bar is redrawn in place and erased at the end; elsewhere, or if not `in_place`, a line is
+    printed every 30 s, so a short command prints nothing.
     """
 
     def __init__(

@@ -583,7 +583,6 @@ REFUSED = [
     (["env", "--config=7b", "--instance=trn1.32xlarge", "--format=xml"], "--format=xml must be shell or json"),
     (["env", "--config=7b", "--instnce=a"], "unknown flag --instnce. Did you mean '--instance'?"),
     (["lint", "--config=tiny", "--json=/nowhere/a.json"], "--json=/nowhere/a.json: there is no folder /nowhere"),
-    (["hlo", "--config=tiny", "--out=/dev/null"], "--out=/dev/null cannot be created as a folder: File exists"),
     (["doctor", "--cores=2"], "--cores=2: this machine has no Neuron devices"),
     (["evn"], "unknown verb 'evn'. Did you mean 'env'?"),
 ]
