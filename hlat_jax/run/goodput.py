@@ -101,10 +101,9 @@ class Ledger:
             return
         self._has_begun = True
         left = _left(self._workdir)
-        lives = _recorded_lives(self._workdir)
-        if left is not None and not any(_is_same(left, life) and "spent" in life for life in lives):
+        if left is not None and "spent" not in _recorded_lives(self._workdir).get(_process(left), {}):
             self.event("died", life=left)
-        self._earlier = _recorded_lives(self._workdir)
+        self._earlier = list(_recorded_lives(self._workdir).values())
         self._watchdog.again_until = max((life.get("step", 0) for life in self._earlier), default=0)
         self.event("start", **self._began)
         self.beat()
@@ -218,9 +217,9 @@ def goodput(workdir: pathlib.Path) -> Goodput:
     lives, left = _recorded_lives(workdir), _left(workdir)
     if not lives:
         raise ValueError(f"{workdir} has no {EVENTS_FILE}: it is not a run folder, or of an older version.")
-    if left is not None and _is_same(left, lives[-1]) and "spent" not in lives[-1]:
-        lives[-1].update(left)
-    return _partition(lives)
+    if left is not None and "spent" not in (life := lives.get(_process(left), left)):
+        life.update(left)
+    return _partition(list(lives.values()))
 
 
 def _partition(lives: Sequence[dict[str, Any]]) -> Goodput:
@@ -248,19 +247,16 @@ def read_events(workdir: pathlib.Path) -> list[dict[str, Any]]:
     return [line.row for line in lines if line.row is not None]
 
 
-def _recorded_lives(workdir: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the lives of the events; those that have ended have an account, and some the time of a kill."""
-    lives: list[dict[str, Any]] = []
+def _recorded_lives(workdir: pathlib.Path) -> dict[tuple, dict[str, Any]]:
+    """Returns process -> life of the events; one that has ended has an account, and maybe the time of a kill."""
+    lives: dict[tuple, dict[str, Any]] = {}
     for event in read_events(workdir):
         if event["event"] == "start":
-            lives.append(event)
+            lives[_process(event)] = event
         elif event["event"] == "killed" and lives:  # by launch/restart.sh
-            lives[-1]["killed"] = event["time"]
+            list(lives.values())[-1]["killed"] = event["time"]
         elif event["event"] in ("died", "end"):
-            same = next((life for life in lives if _is_same(life, event["life"])), None)
-            if same is None:  # the line of its start is damaged
-                lives.append(same := {})
-            same.update(event["life"])
+            lives.setdefault(_process(event["life"]), {}).update(event["life"])  # {}: the line of its start is damaged
     return lives
 
 
@@ -271,5 +267,5 @@ def _left(workdir: pathlib.Path) -> dict[str, Any] | None:
     return None
 
 
-def _is_same(life: dict[str, Any], other: dict[str, Any]) -> bool:
-    return all(life[key] == other[key] for key in ("pid", "host", "began"))
+def _process(life: dict[str, Any]) -> tuple:
+    return life["pid"], life["host"], life["began"]
