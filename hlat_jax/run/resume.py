@@ -66,12 +66,13 @@ def settings_of(program: RunProgram, *, tokenizer: Tokenizer, batches: TrainBatc
     """Returns what a checkpoint records: config, resolved implementations, hashes of its inputs, and JAX's settings."""
     words = os.environ.get("XLA_FLAGS", "").split()
     flags = sorted(word for word in words if any(part in word.partition("=")[0] for part in _XLA_NUMERICS))
+    in_jax = {name.upper(): getattr(jax.config, name) for name in _JAX_NUMERICS if hasattr(jax.config, name)}
     return {
         "config": program.config.to_dict(),
         "implementations": {key: getattr(program.model, key) for key in (*OPS, "remat", "layer_loop")},
         "tokenizer_sha256": tokenizer.sha256,
         "manifest": batches.manifest,
-        "jax": {name.upper(): getattr(jax.config, name) for name in _JAX_NUMERICS} | {"XLA_FLAGS": " ".join(flags)},
+        "jax": in_jax | {"XLA_FLAGS": " ".join(flags)},
     }
 
 

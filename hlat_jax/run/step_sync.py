@@ -218,7 +218,7 @@ def require_same_settings(settings: dict[str, Any]) -> None:
     first = json.loads(distributed.exchange(json.dumps(mine))[0])
     others = [key for key in sorted(mine.keys() | first.keys()) if mine.get(key) != first.get(key)]
     if others:
-        lines = "\n  ".join(f"{key}: {mine.get(key)} here, {first.get(key)} in process 0" for key in others)
+        lines = "\n  ".join(f"{key}: {mine.get(key)!s:.80} here, {first.get(key)!s:.80} in process 0" for key in others)
         raise ValueError(
             f"process {jax.process_index()} of {jax.process_count()} has other settings than process 0:\n"
             f"  {lines}\nGive all processes the same command, files and versions."
