@@ -47,18 +47,6 @@ def folder(tmp_path):
     return make
 
 
-def test_lost_checkpoints_are_refused_until_asked_to_begin_again(folder, capsys):
-    workdir, ledger = folder(range(1, 26), SAVED)
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"one of step 20 was saved \(events.jsonl\), and the rows reach step 25"):
-            resume.check_new_run(workdir, ledger=ledger, begin_again=False)
-    resume.check_new_run(workdir, ledger=ledger, begin_again=True)
-    resume.check_new_run(workdir, ledger=ledger, begin_again=False)  # it was killed before its first checkpoint
-    first, second = capsys.readouterr().out.splitlines()
-    assert first == "beginning again  at step 0 (--begin_again): rows up to step 25 move to metrics.discarded.jsonl"
-    assert "(no checkpoint was saved)" in second
-
-
 def test_a_rewind_to_an_older_checkpoint_is_said_once(folder, capsys):
     workdir, ledger = folder(range(1, 26), SAVED)
     resume.report_losses(workdir, 10, ledger=ledger)

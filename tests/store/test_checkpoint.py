@@ -227,13 +227,12 @@ def test_damage_to_any_file_is_detected_or_harmless(tmp_path, checkpointer):
         assert INTEGRITY_FILE in noticed
 
 
-def test_all_damaged_raises_naming_each_and_leaves_them_in_place(tmp_path, checkpointer):
+def test_all_damaged_raises_naming_each(tmp_path, checkpointer):
     save(checkpointer, 1, 2)
     for step in (1, 2):
         flip_bit(largest_file(tmp_path, step))
     with pytest.raises(ValueError, match=r"(?s)checkpoints/2: .*other content.*checkpoints/1: .*other content"):
         checkpointer.restore(abstract(make_state()))
-    assert steps_on_disk(tmp_path) == [1, 2]
 
 
 def test_mismatched_shape_or_dtype_raises_and_is_not_damage(tmp_path, checkpointer):
@@ -247,14 +246,11 @@ def test_mismatched_shape_or_dtype_raises_and_is_not_damage(tmp_path, checkpoint
 
 
 def test_retention_keeps_the_last_and_the_permanent_checkpoints(tmp_path):
-    checkpointer = Checkpointer(tmp_path, config=keep(2, 4))
-    save(checkpointer, *range(1, 11))
-    assert steps_on_disk(tmp_path) == [4, 8, 9, 10]
-    checkpointer.close()
-    again = Checkpointer(tmp_path, config=keep(2, 4))
-    save(again, 11, 12)
-    assert steps_on_disk(tmp_path) == [4, 8, 11, 12]
-    again.close()
+    for steps, kept in ((range(1, 11), [4, 8, 9, 10]), ((11, 12), [4, 8, 11, 12])):
+        checkpointer = Checkpointer(tmp_path, config=keep(2, 4))
+        save(checkpointer, *steps)
+        assert steps_on_disk(tmp_path) == kept
+        checkpointer.close()
 
 
 def test_a_state_whose_norms_are_not_finite_is_refused_and_removes_nothing(tmp_path):
