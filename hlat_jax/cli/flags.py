@@ -96,15 +96,8 @@ def config_words(argv: Sequence[str]) -> list[str]:
 def parse_inputs(argv: Sequence[str], values: flags.FlagValues, *, usage: str, missing: str) -> list[str]:
     """Returns the positional arguments of a command without a config, after `values` has parsed its flags.
 
-    Args:
-      argv: the command line without the program and its verb.
-      values: the flags that the command has declared; `out` is required where it is one of them.
-      usage: what `--help` prints before the flags.
-      missing: the error where there are no positional arguments.
-
-    Raises:
-      ValueError: an unknown flag (with the nearest valid one), a value of a wrong type, no --out, or no argument.
-      SystemExit: with code 0, after `--help`.
+    `usage` is what `--help` prints before the flags, and `missing` the error without positional arguments; raises as
+    `parse_own`, and ValueError without --out, where that is one of the flags.
     """
     inputs = _rest(argv, values, usage=usage)
     if not inputs:
@@ -115,12 +108,7 @@ def parse_inputs(argv: Sequence[str], values: flags.FlagValues, *, usage: str, m
 
 
 def parse_own(argv: Sequence[str], define: Callable[[flags.FlagValues], None], *, usage: str) -> flags.FlagValues:
-    """Returns the flags of a command without a config.
-
-    Args:
-      argv: the command line without the program.
-      define: as for `parse`.
-      usage: the first lines of `--help`.
+    """Returns the flags of a command without a config; `define` declares them, and `usage` begins the `--help`.
 
     Raises:
       ValueError: an unknown flag (with the nearest valid one), a value of a wrong type, or a positional argument.

@@ -129,14 +129,6 @@ def verdict_of_first(count: int, *, instance: str, lnc: int) -> tuple[str, str]:
     return verdict(np.arange(count)[None], Server(kind.device(lnc=lnc), kind.num_devices(lnc=lnc)))
 
 
-def counts_of_jobs(instance: str, *, lnc: int) -> list[str]:
-    """Returns how many of an instance's first devices a job may use, such as ["8", "16 (disputed)"]."""
-    counts = range(1, hardware.INSTANCES[instance].num_devices(lnc=lnc) + 1)
-    levels = [verdict_of_first(count, instance=instance, lnc=lnc)[0] for count in counts]
-    words = {FINE: "", DISPUTED: " (disputed)"}
-    return [f"{count}{words[level]}" for count, level in zip(counts, levels, strict=True) if level != REFUSED]
-
-
 def order(server: Server | None, tensor: int) -> list[int] | None:
     """Returns, for each place of a server, the device that serves it, for a degree that needs an order of its own.
 

@@ -127,7 +127,7 @@ def test_cores_are_those_of_a_listed_group():
         for count in sorted(listed | {3, 12, whole // 2 + 1} & set(range(whole))):
             topology = Topology(instance, cores=count, lnc=lnc)
             if count not in listed:
-                with pytest.raises(ValueError, match=rf"--cores={count}: {count} cores \[0, 1"):
+                with pytest.raises(ValueError, match=rf"--cores={count} on {instance}: {count} cores \[0, 1"):
                     checked(topology)
                 continue
             assert checked(topology).cores == count
