@@ -27,7 +27,7 @@ from hlat_jax.resolve import batch_of_step, branch_source, resolve, skipped_batc
 from hlat_jax.run import budget
 from hlat_jax.run.goodput import EVENTS_FILE, Ledger, SilentLedger, read_events
 from hlat_jax.store import atomic_files
-from hlat_jax.store.checkpoint import Checkpointer, Restored, find_saved, read_checkpoint
+from hlat_jax.store.checkpoint import Checkpointer, Restored, read_checkpoint
 from hlat_jax.store.checkpoint_checks import problem_on_disk, saved_run, saved_steps
 from hlat_jax.store.config_diff import config_drift, differences
 from hlat_jax.store.metrics import DISCARDED_FILE, ROWS_FILE, copy_rows, damage, read_rows
@@ -173,11 +173,8 @@ def rewind(
         if not _skip_drift(metadata, settings, step=step):
             print(f"{asked}  ignored: it was done before the checkpoint of step {step} was saved")
             return saved
-    _require_step(workdir, target, asked=asked)
+    metadata = saved_run(_usable(workdir, target, asked=asked))["metadata"]
     assert saved is not None
-    if why := problem_on_disk(folder / str(target), deep=True):
-        raise ValueError(f"{asked}: that checkpoint is damaged ({why}). Set another one, or 0.")
-    metadata = saved_run(folder / str(target))["metadata"]
     refuse_drift(metadata, settings, step=target, workdir=workdir)
     newer = [step for step in saved_steps(folder) if step > target]
     ledger.event("rewound", step=target, newest=saved[0], set_aside=newer)  # first: a kill must not leave it out
@@ -197,32 +194,29 @@ def open_branch(program: RunProgram, workdir: pathlib.Path, *, settings: dict[st
     asked, folder = f"train.branch_from={program.config.train.branch_from}", pathlib.Path(source).expanduser()
     if folder.absolute().resolve() == workdir.absolute().resolve():
         raise ValueError(f"{asked} is the run folder itself; give the branch another one with --workdir.")
-    _require_step(folder, step, asked=asked)
-    checkpoint = folder.absolute() / "checkpoints" / str(step)
-    try:
-        found = find_saved(checkpoint)
-        if found is None:
-            raise ValueError(f"{checkpoint} is not a checkpoint.")
-        if drift := _drift(saved_run(found)["metadata"], settings, step=step, branch=True):
-            lines = "\n  ".join(drift)
-            raise ValueError(
-                f"that run had settings that a branch must keep:\n  {lines}\nRestore these settings; a branch may "
-                "change optimizer, train, parallel, held-out text, implementations and JAX settings."
-            )
-        restored = read_checkpoint(found, program.abstract_state)
-    except ValueError as error:
-        raise ValueError(f"{asked}: {error}") from None
+    checkpoint = _usable(folder, step, asked=asked)
+    if drift := _drift(saved_run(checkpoint)["metadata"], settings, step=step, branch=True):
+        lines = "\n  ".join(drift)
+        raise ValueError(
+            f"{asked}: that run had settings that a branch must keep:\n  {lines}\nRestore these settings; a branch may "
+            "change optimizer, train, parallel, held-out text, implementations and JAX settings."
+        )
+    restored = read_checkpoint(checkpoint, program.abstract_state)
     if distributed.is_first():
         copy_rows(folder, workdir, last_step=restored.step)
     print(f"branch           from step {step} of {folder.absolute()}: its state, optimizer and data position")
     return restored
 
 
-def _require_step(run: pathlib.Path, step: int, *, asked: str) -> None:
-    steps = saved_steps(run / "checkpoints")
+def _usable(run: pathlib.Path, step: int, *, asked: str) -> pathlib.Path:
+    """Returns the checkpoint of a run at `step`. Raises ValueError if there is none, or a damaged one."""
+    steps, checkpoint = saved_steps(run / "checkpoints"), run.absolute() / "checkpoints" / str(step)
     if step not in steps:
         there = f"it has those of {', '.join(map(str, steps))}" if steps else "it has none"
         raise ValueError(f"{asked}: {run} has no checkpoint of step {step}; {there}.")
+    if why := problem_on_disk(checkpoint, deep=True):
+        raise ValueError(f"{asked}: the checkpoint of step {step} is damaged ({why}); use another one.")
+    return checkpoint
 
 
 def open_init(config: Config, tokenizer: Tokenizer, *, given: Collection[str] = ()) -> Weights:
