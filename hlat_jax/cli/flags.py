@@ -180,10 +180,10 @@ def _config_keys() -> dict[str, dataclasses.Field]:
 
 def _check_key(word: str) -> None:
     """Raises ValueError for `--config.a.b` that is not a key; ml_collections would not name the nearest."""
-    found = re.match(r"--?(?:no)?(config\.[^=]*)", word)  # absl takes all of these
-    if found is None or found[1] == "config.name":
+    match = re.match(r"--?(?:no)?(config\.[^=]*)", word)  # absl takes all of these
+    if match is None or match[1] == "config.name":
         return
-    name, keys = found[1], list(_config_keys())
+    name, keys = match[1], list(_config_keys())
     in_section = [key for key in keys if key.startswith(f"{name}.")]
     if in_section:
         raise ValueError(f"--{name} is a section; set one of its keys: {', '.join(in_section)}.")

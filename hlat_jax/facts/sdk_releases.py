@@ -95,8 +95,8 @@ RECOMMENDED = RELEASES[-1]
 
 def numbers(version: str) -> tuple[int, ...]:
     """Returns (2, 35, 30, 0) for `2.35.30.0-1a2b3c`, `2.35.30.0+1a2b3c` and the like; () if no number leads it."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, found[0].split("."))) if found else ()
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else ()
 
 
 def bounds(package: str, release: Release) -> tuple[tuple[int, ...], tuple[int, ...]]:

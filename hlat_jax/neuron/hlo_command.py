@@ -53,12 +53,12 @@ def main(argv: Sequence[str]) -> int:
     os.environ["JAX_PLATFORMS"] = "cpu"  # leave any accelerator to other processes
     from hlat_jax.neuron import programs
     from hlat_jax.program import make_program
-    from hlat_jax.run.compilation import RECORD_FILE, fingerprint, named_programs, recorded, traced_programs
+    from hlat_jax.run.compilation import RECORD_FILE, fingerprint, named_programs, read_record, traced_programs
 
     target = target_of(place.instance, lnc=place.lnc)
     count = values.devices or programs.num_devices(config, target=target)
     program = make_program(config, programs.layout_for_neuron(config, count, target=target))
-    traced, last = traced_programs(program), recorded(workdir)
+    traced, last = traced_programs(program), read_record(workdir)
     print(f"{config.name} for {target}, {count:,} devices: {mesh_text(program.layout.degrees)}")
     print(f"compared with {f'the last run in {workdir}' if last else f'nothing: {workdir} has no {RECORD_FILE}'}\n")
     print(f"{'program':<11}{'fingerprint':<18}since the last run")

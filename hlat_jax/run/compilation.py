@@ -114,7 +114,7 @@ class Compilations:
 
     def write(self, workdir: pathlib.Path) -> None:
         """Updates the record in a run folder; programs that were not compiled this time keep their entries."""
-        whole = recorded(workdir) | self._entries
+        whole = read_record(workdir) | self._entries
         write_json(workdir / RECORD_FILE, whole)
 
 
@@ -143,7 +143,7 @@ def compiled_sampler(compilations: Compilations) -> Programs:
     return Programs(prefill=compilations.compiled("prefill"), decode=compilations.compiled("decode"), shape=shape)
 
 
-def recorded(workdir: pathlib.Path) -> dict[str, dict[str, Any]]:
+def read_record(workdir: pathlib.Path) -> dict[str, dict[str, Any]]:
     """Returns the record of a run folder by program; empty if there is no valid one."""
     with contextlib.suppress(OSError, ValueError):
         return read_json(workdir / RECORD_FILE, kind=dict[str, _Entry])

@@ -36,10 +36,10 @@ def fields_of(report: Any, *, pid: int) -> dict[str, float]:
       report: one object of neuron-monitor.
       pid: of the process to read; where the report has no such process, as in a container, all are read together.
     """
-    found: dict[str, list[float]] = {name: [] for name in FIELDS}
+    values: dict[str, list[float]] = {name: [] for name in FIELDS}
 
-    def add(name: str, *values: Any) -> None:
-        found[name] += [value for value in values if type(value) in (int, float)]
+    def add(name: str, *numbers: Any) -> None:
+        values[name] += [number for number in numbers if type(number) in (int, float)]
 
     runtimes = [runtime for runtime in _list(_at(report, "neuron_runtime_data")) if not _at(runtime, "error")]
     for runtime in [runtime for runtime in runtimes if _at(runtime, "pid") == pid] or runtimes:
@@ -60,7 +60,7 @@ def fields_of(report: Any, *, pid: int) -> dict[str, float]:
         for name in ("corrected", "uncorrected"):
             add(f"ecc_{name}", _at(device, f"mem_ecc_{name}"), _at(device, f"sram_ecc_{name}"))
     combine = {"device_utilization": statistics.fmean, "device_utilization_min": min, "device_latency_s": max}
-    return {name: combine.get(name, sum)(values) for name, values in found.items() if values}
+    return {name: combine.get(name, sum)(numbers) for name, numbers in values.items() if numbers}
 
 
 def _at(value: Any, *path: str) -> Any:
@@ -136,12 +136,12 @@ class NeuronMonitor:
                 report = json.loads(line)
             except ValueError:
                 continue
-            found = fields_of(report, pid=os.getpid())
+            fields = fields_of(report, pid=os.getpid())
             for name in _COUNTED:
-                self._counted[name] += found.get(name, 0.0)
-                if name in found:
-                    found[name] = self._counted[name]
-            self._newest = found
+                self._counted[name] += fields.get(name, 0.0)
+                if name in fields:
+                    fields[name] = self._counted[name]
+            self._newest = fields
         self._newest = {}  # what ended knows nothing of the steps that follow
         if self._process is not None:
             print(f"{COMMAND}   ended with code {process.wait()}: no utilization of the devices from here on")

@@ -87,14 +87,14 @@ class StepSync:
         facts = {} if error else self._facts(batch, position) | {"data_retries": num_retries}
         failed = error and {"text": str(error), "unreadable": isinstance(error, OSError)}
         mine = {"facts": facts, "failed": failed, "save": save, "stop": self.signals.name}
-        found = [json.loads(text) for text in distributed.exchange(json.dumps(mine))]
-        self._stop = next((each["stop"] for each in found if each["stop"]), "")
-        failures = [(each["failed"]["unreadable"], index) for index, each in enumerate(found) if each["failed"]]
+        statuses = [json.loads(text) for text in distributed.exchange(json.dumps(mine))]
+        self._stop = next((each["stop"] for each in statuses if each["stop"]), "")
+        failures = [(each["failed"]["unreadable"], index) for index, each in enumerate(statuses) if each["failed"]]
         if not failures:
-            return SyncedStep(self._joined([each["facts"] for each in found]), None, found[0]["save"])
+            return SyncedStep(self._joined([each["facts"] for each in statuses]), None, statuses[0]["save"])
         unreadable, index = min(failures)  # all raise the same; data that changed will not be read later
         if index != jax.process_index():
-            text = f"process {index} of {len(found)} stopped: {found[index]['failed']['text']}"
+            text = f"process {index} of {len(statuses)} stopped: {statuses[index]['failed']['text']}"
             error = OSError(text) if unreadable else ValueError(text)
         return SyncedStep({}, error, False)
 
@@ -191,10 +191,10 @@ class FolderCheck:
 
 def _identity(folder: pathlib.Path) -> tuple[int, int] | None:
     try:
-        found = folder.stat()
+        info = folder.stat()
     except FileNotFoundError:
         return None
-    return found.st_dev, found.st_ino
+    return info.st_dev, info.st_ino
 
 
 def _require_shared(workdir: pathlib.Path) -> None:

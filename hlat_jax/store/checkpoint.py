@@ -193,10 +193,10 @@ class Checkpointer:
           ValueError: there are checkpoints, and all of them are damaged.
         """
         self.wait()
-        found = newest_usable(self.folder, deep=False)
-        if found is None:
+        newest = newest_usable(self.folder, deep=False)
+        if newest is None:
             return None
-        step, _ = found
+        step, _ = newest
         return step, saved_run(self.folder / str(step))["metadata"]
 
     def restore(self, abstract_state: Any) -> Restored | None:
@@ -212,10 +212,10 @@ class Checkpointer:
           ValueError: no checkpoint is usable, or the newest usable one holds arrays of other shapes or dtypes.
         """
         self.wait()
-        found = newest_usable(self.folder, deep=True)
-        if found is None:
+        newest = newest_usable(self.folder, deep=True)
+        if newest is None:
             return None
-        step, unusable = found
+        step, unusable = newest
         restored = read_checkpoint(self.folder / str(step), abstract_state)
         _warn_of(unusable, self.folder, f"going back to step {step}")
         if unusable and not self._read_only:
@@ -284,10 +284,10 @@ def find_saved(path: str | os.PathLike) -> pathlib.Path | None:
             raise ValueError(f"checkpoint {path} is damaged ({why}); use another one in {path.parent}.")
         return path
     folder = path / "checkpoints"
-    found = newest_usable(folder, deep=True)
-    if found is None:
+    newest = newest_usable(folder, deep=True)
+    if newest is None:
         return None
-    step, unusable = found
+    step, unusable = newest
     _warn_of(unusable, folder, f"taking step {step}")
     return folder / str(step)
 
@@ -397,8 +397,8 @@ def _arrays(state: Any) -> dict[str, str]:
 
 def _reason(error: BaseException) -> str:
     """Returns the operating system's message, without the paths that TensorStore adds; else the first line."""
-    found = re.search(r"os_error_code='(\d+)'", str(error))
-    code = int(found[1]) if found else error.errno if isinstance(error, OSError) else None
+    match = re.search(r"os_error_code='(\d+)'", str(error))
+    code = int(match[1]) if match else error.errno if isinstance(error, OSError) else None
     if code:
         return os.strerror(code) + too_many_files(code)
     lines = str(error).strip().splitlines() or [type(error).__name__]

@@ -45,8 +45,8 @@ def damage(folder: pathlib.Path, *, deep: bool) -> str:
         sums = read_json(folder / INTEGRITY_FILE, kind=_Sums)["files"]
         shared = sorted(sums.items())[jax.process_index() :: jax.process_count()]
         with concurrent.futures.ThreadPoolExecutor(_num_threads()) as pool:
-            found = pool.map(lambda item: _file_damage(folder, item[0], item[1], deep=deep), shared)
-            problem = next(filter(None, found), "")
+            problems = pool.map(lambda item: _file_damage(folder, item[0], item[1], deep=deep), shared)
+            problem = next(filter(None, problems), "")
     except PermissionError:
         raise  # not readable by this user, which is not damage
     except (OSError, ValueError) as error:  # a file is missing, or stands where the folder should be

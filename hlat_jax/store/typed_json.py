@@ -179,12 +179,12 @@ def _shown(value: Any) -> str:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))
         raise ValueError(f"key {_shown(twice)} appears twice")
-    return found
+    return values
 
 
 def _finite(text: str) -> float:

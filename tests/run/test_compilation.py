@@ -19,7 +19,7 @@ from hlat_jax.parallel.degrees import layout_over
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve
-from hlat_jax.run.compilation import RECORD_FILE, Compilations, fingerprint, recorded, traced_programs
+from hlat_jax.run.compilation import RECORD_FILE, Compilations, fingerprint, read_record, traced_programs
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 ONE = {"pipe": 1, "data": 1, "fsdp": 1, "tensor": 1}
@@ -177,17 +177,17 @@ def test_a_run_compiles_its_programs_once_each_and_nothing_else(run):
     compiled, config, workdir = run()
     names = ("decode", "eval_step", "initial", "prefill", "state_norms", "train_step")
     assert sorted(compiled) == [f"jit({name})" for name in names]
-    before = {name: entry["sha256"] for name, entry in recorded(workdir).items()}
+    before = {name: entry["sha256"] for name, entry in read_record(workdir).items()}
     assert before == {name: predicted(name, config, platform="cpu") for name in PROGRAMS}
     compiled, _, _ = run(train__num_steps=7)  # resumed
     assert sorted(compiled) == [f"jit({name})" for name in names if name != "initial"]
-    assert {name: entry["sha256"] for name, entry in recorded(workdir).items()} == before
+    assert {name: entry["sha256"] for name, entry in read_record(workdir).items()} == before
 
 
 def test_invalid_record_is_treated_as_missing(tmp_path):
     for text in ('{"train": 1}', '{"train": {"sha256": "a"}}', "[1]", '{"train": {"sha'):
         (tmp_path / RECORD_FILE).write_text(text)
-        assert recorded(tmp_path) == {}
+        assert read_record(tmp_path) == {}
 
 
 def test_a_compiler_that_was_killed_is_explained(small, one_device, monkeypatch):
