@@ -80,7 +80,7 @@ class Checkpointer:
         if the folder cannot be written.
         """
         self.folder = pathlib.Path(workdir).absolute() / "checkpoints"
-        self._config, self._read_only = config, read_only
+        self._read_only = read_only
         self._saving: int | None = None
         self._saving_bytes = 0
         logging.getLogger("absl").addFilter(_not_orbax)  # drops its INFO logs; failures raise

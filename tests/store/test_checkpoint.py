@@ -385,7 +385,7 @@ def test_check_raises_after_a_failed_background_save(tmp_path, checkpointer, mon
     monkeypatch.setattr("hlat_jax.store.integrity.size_and_crc", fail)
     checkpointer.save(2, make_state(2), **KNOWN)
     deadline = time.monotonic() + 600
-    said = r"Too many open files; the limit of open files is [\d,]+ \(ulimit -n\)"
+    said = r"Too many open files; the limit of open files is [\d,]+: raise it with ulimit -n"
     with pytest.raises(SaveError, match=said):  # noqa: PT012 - it is the polling that must raise
         while time.monotonic() < deadline:
             checkpointer.check()
