@@ -91,8 +91,7 @@ def checked(topology: Topology) -> Topology:
         raise ValueError(f"--cores={t.cores}: {t.instance} has {whole} at --lnc={t.lnc}; 0 uses all.")
     level, why = core_groups.verdict_of_first(t.cores or whole, instance=t.instance, lnc=t.lnc)
     if level == core_groups.REFUSED:
-        allowed = ", ".join(core_groups.counts_of_jobs(t.instance, lnc=t.lnc))
-        raise ValueError(f"--cores={t.cores}: {why}. On {t.instance} it may be {allowed}; 0 uses all.")
+        raise ValueError(f"--cores={t.cores} on {t.instance}: {why}. 0 uses all.")
     if t.nodes < 1:
         raise ValueError(f"--nodes={t.nodes} must be at least 1.")
     if not 0 <= t.rank < t.nodes:

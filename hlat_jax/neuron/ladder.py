@@ -24,8 +24,7 @@ from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.plan.instructions import Instructions, estimated
 from hlat_jax.program import RunProgram, make_program
 from hlat_jax.resolve import resolve
-from hlat_jax.run.compilation import named_programs, traced_programs
-from hlat_jax.run.fingerprint import fingerprint
+from hlat_jax.run.compilation import fingerprint, named_programs, traced_programs
 
 _MICROBATCH_FACTOR = 4  # from one rung to the next
 _STEPS = {"train.num_steps": 2, "checkpoint.every_steps": 0}
@@ -132,7 +131,7 @@ def checked(program: RunProgram, *, target: str) -> Iterator[CheckedProgram]:
         lowered = trace.lower(lowering_platforms=("neuron",))
         num_shards = partitioned.num_shards(Program(lowered.compiler_ir("stablehlo").operation))
         instructions = estimated(live_jaxpr(trace), num_shards=num_shards)
-        yield CheckedProgram(name, fingerprint(lowered).sha256, instructions, found)
+        yield CheckedProgram(name, fingerprint(lowered), instructions, found)
 
 
 def program_of(rung: Rung, *, target: str) -> RunProgram:

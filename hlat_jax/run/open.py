@@ -184,8 +184,6 @@ def choose_start(inputs: Inputs, *, signals: StopSignals, begin_again: bool, giv
         if begin_again:
             print("--begin_again    ignored: resuming from this run's own checkpoint")
         print(f"resuming from step {restored.step} of {config.train.num_steps}")
-        for line in resume.jax_changes(restored.metadata, inputs.settings):
-            print(f"JAX setting      {line}: not that of the run's first start; it does not change the weights")
         return Start(restored=restored, is_own=True)
     if config.train.branch_from:
         signals.doing = "restoring the checkpoint"
@@ -273,9 +271,7 @@ def _progress(inputs: Inputs, start: Start, compilations: Compilations) -> tuple
     metadata, position = restored.metadata, restored.position[list(batches.rows)]
     batches.set_state(position)
     origin = {key: metadata[key] for key in ("init_from", "branch_from") if key in metadata}
-    if start.is_own:  # JAX's settings stay those of the first start
-        origin["jax_others"] = inputs.settings["jax_others"] | metadata["jax_others"]
-    else:
+    if not start.is_own:
         origin["branch_from"] = inputs.config.train.branch_from
     progress = Progress(
         state=restored.state,

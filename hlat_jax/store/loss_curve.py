@@ -1,26 +1,18 @@
-"""Plots the loss of a run: as a file, or live in a notebook.
-
-Does not import pyplot, which would change a notebook's backend.
-"""
+"""Plots the loss of a run. Does not import pyplot, which would change a notebook's backend."""
 
 from __future__ import annotations
 
-import contextlib
-import io
-import itertools
 import math
 import os
 import pathlib
-import threading
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any
 
-from hlat_jax.host.optional_import import import_optional
-from hlat_jax.store.metrics import ROWS_FILE, read_rows
+import numpy as np
 
-_DRAWING = threading.Lock()  # Matplotlib is not thread-safe
+from hlat_jax.store.metrics import read_rows
+
 _DPI = 140
-_WIDTH = 640  # pixels of the image in a notebook
 
 
 def plot_loss(rows_path: str | os.PathLike, png_path: str | os.PathLike, *, title: str) -> bool:
@@ -28,53 +20,8 @@ def plot_loss(rows_path: str | os.PathLike, png_path: str | os.PathLike, *, titl
     train, evals = _curves(pathlib.Path(rows_path))
     if not train and not evals:
         return False
-    with _DRAWING:
-        _figure(train, evals, title=title).savefig(png_path, dpi=_DPI)
+    _figure(train, evals, title=title).savefig(png_path, dpi=_DPI)
     return True
-
-
-@contextlib.contextmanager
-def live(workdir: str | os.PathLike, *, title: str, every_s: float = 1.0) -> Iterator[None]:
-    """Shows the loss of a run below a notebook's cell, updated while the block trains.
-
-    Args:
-      workdir: the run folder; may not exist yet.
-      title: of the plot.
-      every_s: seconds between updates.
-
-    Raises:
-      ValueError: IPython cannot be imported.
-    """
-    missing = "the live loss curve needs IPython: pip install 'hlat_jax[notebooks]'."
-    shown = import_optional("IPython.display", missing=missing)
-    rows_path, over = pathlib.Path(workdir) / ROWS_FILE, threading.Event()
-    handle = shown.display(shown.Image(_png(rows_path, title), width=_WIDTH), display_id=True)
-
-    def follow() -> None:
-        seen = -1
-        while not over.wait(every_s):
-            size = rows_path.stat().st_size if rows_path.exists() else -1
-            if size != seen:
-                seen = size
-                handle.update(shown.Image(_png(rows_path, title), width=_WIDTH))
-
-    follower = threading.Thread(target=follow, name="loss-curve", daemon=True)
-    follower.start()
-    try:
-        yield
-    finally:
-        over.set()
-        follower.join()
-        # from the main thread, whose output nbclient assigns to the cell
-        handle.update(shown.Image(_png(rows_path, title), width=_WIDTH))
-
-
-def _png(rows_path: pathlib.Path, title: str) -> bytes:
-    train, evals = _curves(rows_path)
-    png = io.BytesIO()
-    with _DRAWING:
-        _figure(train, evals, title=title).savefig(png, format="png", dpi=_DPI)
-    return png.getvalue()
 
 
 def _figure(train: list[tuple[int, float]], evals: list[tuple[int, float]], *, title: str) -> Any:
@@ -105,16 +52,13 @@ def _figure(train: list[tuple[int, float]], evals: list[tuple[int, float]], *, t
     return figure
 
 
-def smoothed(values: tuple[float, ...] | list[float]) -> list[float]:
+def smoothed(values: Sequence[float]) -> np.ndarray:
     """Returns centred moving means over a thirtieth of the values; narrower near the steep start."""
-    widest = max(len(values) // 60, 1)
-    sums = [0.0, *itertools.accumulate(values)]
-    result = []
-    for middle in range(len(values)):
-        half = min(widest, middle)
-        low, high = middle - half, min(middle + half + 1, len(values))
-        result.append((sums[high] - sums[low]) / (high - low))
-    return result
+    middles = np.arange(len(values))
+    halves = np.minimum(middles, max(len(values) // 60, 1))
+    lows, highs = middles - halves, np.minimum(middles + halves + 1, len(values))
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    return (sums[highs] - sums[lows]) / (highs - lows)
 
 
 def _curves(path: pathlib.Path) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:

@@ -203,13 +203,13 @@ def test_command_writes_modules_and_a_compile_script(tmp_path, monkeypatch, caps
 
 def test_the_command_lists_the_programs_and_what_changed_since_the_last_run(tmp_path, capsys):
     words = ["--config=tiny", "--devices=1", "--program=eval", f"--workdir={tmp_path}"]
-    entry = {"cache": "", "platform": "neuron", "mesh": {}, "config": {}, "libraries": {}, "code": {}}
+    entry = {"platform": "neuron"}
 
     def since(*more, record=None):
         if record is not None:
             (tmp_path / "programs.json").write_text(json.dumps(record))
         assert hlo_command.main([*words, *more]) == 0
-        [(sha256, said)] = re.findall(r"^eval +([0-9a-f]{16}) .* {2}(.+)$", capsys.readouterr().out, re.MULTILINE)
+        [(sha256, said)] = re.findall(r"^eval +([0-9a-f]{16}) +(.+)$", capsys.readouterr().out, re.MULTILINE)
         return sha256, said
 
     sha256, said = since()

@@ -243,9 +243,9 @@ REFUSED = [
     (("--instance=h200", "--nodes=2"), "--instance=h200 is a single machine; use --nodes=1"),
     (("--instance=trn1.32xlarge",), "data.batch_size=2 does not divide into 32 data-parallel parts"),
     (("--instance=trn1.2xlarge", "--config.parallel.tensor=3"), "parallel.tensor=3"),
-    (("--nodes=0",), "--nodes=0 must be at least 1"),
+    (("--nodes=0",), "--nodes=0: 0 is not a positive integer"),
     (("--disk_gb_per_s=nan",), "--disk_gb_per_s=nan must be above 0"),
-    (("--price_per_hour=-3",), "--price_per_hour=-3 must be at least 0"),
+    (("--price_per_hour=-3",), "--price_per_hour=-3: -3.0 is not a non-negative number"),
     (("--json=/nowhere/plan.json",), "there is no folder /nowhere; make it first"),
 ]
 

@@ -227,7 +227,7 @@ def test_committed_tables_cover_their_config_and_decide_its_choices():
 
 REFUSED = [
     (["tuned"], "unknown verb 'tuned'. Did you mean 'tune'?"),
-    (["tune", "--config=tiny", "--rounds=0"], "--rounds=0 must be at least 1"),
+    (["tune", "--config=tiny", "--rounds=0"], "--rounds=0: 0 is not a positive integer"),
     (["choices", "--config=tiny", "--platform=cudda"], "--platform=cudda: no such value. Did you mean 'cuda'?"),
     (["choices", "--config=tiny", "--devices=3"], "data.batch_size"),
     (["tune", "--config=tiny", "--out=/no/such/folder/x.json"], "there is no folder /no/such/folder"),

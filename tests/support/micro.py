@@ -135,8 +135,7 @@ def reseal(folder: pathlib.Path, change: Callable[[dict], None]) -> None:
 
 def saved_record(step: int, position: list, metadata: dict) -> dict:
     """Returns the record of a checkpoint, with what is not in `metadata` empty."""
-    empty = {"tokens": 0, "num_nonfinite": 0, "tokenizer_sha256": "", "manifest": {}, "implementations": {}}
-    empty |= {"jax": {}, "jax_others": {}}
+    empty = {"tokens": 0, "num_nonfinite": 0, "tokenizer_sha256": "", "manifest": {}, "implementations": {}, "jax": {}}
     return {"step": step, "position": position, "metadata": empty | metadata, "arrays": {}, "norms": {}}
 
 

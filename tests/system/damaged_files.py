@@ -36,7 +36,7 @@ from hlat_jax.resolve import resolve
 from hlat_jax.run import __main__ as run_commands
 from hlat_jax.run import open as run_open
 from hlat_jax.run import summary
-from hlat_jax.run.compilation import recorded
+from hlat_jax.run.compilation import read_record
 from hlat_jax.run.goodput import ALIVE_FILE, EVENTS_FILE
 from hlat_jax.store.checkpoint_checks import saved_run
 from hlat_jax.store.metrics import ROWS_FILE
@@ -60,7 +60,7 @@ class _NotCompiled:
         return lambda *_: self.program.abstract_state
 
     def write(self, workdir):
-        recorded(workdir)
+        read_record(workdir)
 
 
 def prepare(run: pathlib.Path, work: pathlib.Path) -> None:

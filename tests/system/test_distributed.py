@@ -164,7 +164,7 @@ def test_checkpoint_of_two_processes_resumes_on_another_number_and_mesh(
     assert f"resuming from step {step} of {NUM_STEPS}" in job.out(0)
     warnings = "".join(job.err(index) for index in range(num_processes)).count(f"/{step + 1} is damaged")
     assert warnings == 1
-    assert (workdir / f"checkpoints/{step + 1}.damaged").is_dir()
+    assert (workdir / f"checkpoints/{step + 1}.damaged-1").is_dir()
     assert not leftover.exists()
     assert_same_rows(micro.rows(workdir), micro.rows(alone))
     names = {path.name for path in workdir.iterdir()}
