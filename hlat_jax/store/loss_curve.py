@@ -1,18 +1,27 @@
-"""Plots the loss of a run. Does not import pyplot, which would change a notebook's backend."""
+"""Plots the loss of a run: as a file, or live in a notebook.
+
+Does not import pyplot, which would change a notebook's backend.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
 import os
 import pathlib
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
-from hlat_jax.store.metrics import read_rows
+from hlat_jax.host.optional_import import import_optional
+from hlat_jax.store.metrics import ROWS_FILE, read_rows
 
+_DRAWING = threading.Lock()  # Matplotlib is not thread-safe
 _DPI = 140
+_WIDTH = 640  # pixels of the image in a notebook
 
 
 def plot_loss(rows_path: str | os.PathLike, png_path: str | os.PathLike, *, title: str) -> bool:
@@ -20,8 +29,53 @@ def plot_loss(rows_path: str | os.PathLike, png_path: str | os.PathLike, *, titl
     train, evals = _curves(pathlib.Path(rows_path))
     if not train and not evals:
         return False
-    _figure(train, evals, title=title).savefig(png_path, dpi=_DPI)
+    with _DRAWING:
+        _figure(train, evals, title=title).savefig(png_path, dpi=_DPI)
     return True
+
+
+@contextlib.contextmanager
+def live(workdir: str | os.PathLike, *, title: str, every_s: float = 1.0) -> Iterator[None]:
+    """Shows the loss of a run below a notebook's cell, updated while the block trains.
+
+    Args:
+      workdir: the run folder; may not exist yet.
+      title: of the plot.
+      every_s: seconds between updates.
+
+    Raises:
+      ValueError: IPython cannot be imported.
+    """
+    missing = "the live loss curve needs IPython: pip install 'hlat_jax[notebooks]'."
+    shown = import_optional("IPython.display", missing=missing)
+    rows_path, over = pathlib.Path(workdir) / ROWS_FILE, threading.Event()
+    handle = shown.display(shown.Image(_png(rows_path, title), width=_WIDTH), display_id=True)
+
+    def follow() -> None:
+        seen = -1
+        while not over.wait(every_s):
+            size = rows_path.stat().st_size if rows_path.exists() else -1
+            if size != seen:
+                seen = size
+                handle.update(shown.Image(_png(rows_path, title), width=_WIDTH))
+
+    follower = threading.Thread(target=follow, name="loss-curve", daemon=True)
+    follower.start()
+    try:
+        yield
+    finally:
+        over.set()
+        follower.join()
+        # from the main thread, whose output nbclient assigns to the cell
+        handle.update(shown.Image(_png(rows_path, title), width=_WIDTH))
+
+
+def _png(rows_path: pathlib.Path, title: str) -> bytes:
+    train, evals = _curves(rows_path)
+    png = io.BytesIO()
+    with _DRAWING:
+        _figure(train, evals, title=title).savefig(png, format="png", dpi=_DPI)
+    return png.getvalue()
 
 
 def _figure(train: list[tuple[int, float]], evals: list[tuple[int, float]], *, title: str) -> Any:
