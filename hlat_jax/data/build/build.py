@@ -121,7 +121,7 @@ def build(
         if out.resolve().is_relative_to(folder.resolve()):
             raise ValueError(f"--out={out} is inside the input {folder}; choose a folder outside it.")
     input_files = inputs.open_inputs(searched, batch_size=options.batch_size)
-    notes = [searched.describe_ignored()] if searched.ignored or searched.links else []
+    notes = [searched.describe_ignored()] if searched.ignored else []
     if num_cut := sum(input_.is_cut for input_ in input_files):
         what = f"{counted(num_cut, 'text')}, fewer than --batch_size, cut at paragraphs as training would"
         notes.append(f"{what}; --batch_size=1 keeps texts whole")
