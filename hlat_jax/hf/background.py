@@ -23,7 +23,7 @@ from hlat_jax.host import distributed
 from hlat_jax.run.resume import EXPORTS, SHARDS
 from hlat_jax.weights.hf_files import kept_companions
 from hlat_jax.weights.safetensors_file import StoredTensor, Writer, read_header
-from hlat_jax.weights.trained import Weights, leaves_by_name, nested
+from hlat_jax.weights.trained import Weights, leaves_by_name
 
 _NO_TIMEOUT_MS = 2**31 - 1  # of a barrier: the watch of `distributed` ends processes whose peers have died
 
@@ -126,9 +126,6 @@ class Exporter:
             for name, parts in _handed_over(path).items():
                 mine.setdefault(name, []).extend(parts)
 
-        def read(abstract: Any) -> Any:
-            return nested({name: _whole(mine[name], leaf) for name, leaf in leaves_by_name(abstract).items()})
-
         c, workdir = self._config, self.folder.parent
         weights = Weights(
             folder=workdir,
@@ -138,7 +135,7 @@ class Exporter:
             tokenizer_sha256=self._tokenizer_sha256,
             begins_with_bos=c.data.prepend_bos,
             arrays=arrays,
-            _read=read,
+            read_leaf=lambda name, leaf: _whole(mine[name], leaf),
             **kept_companions(workdir),
         )
         export_checkpoint(weights, self.folder / str(step))

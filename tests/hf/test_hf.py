@@ -94,31 +94,31 @@ def test_loaded_parameters_match_an_independent_mapping(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("case", "dtype", "options", "flags"),
+    ("case", "dtype", "options"),
     [
-        ("gqa", torch.bfloat16, {"max_shard_size": "60KB"}, []),
-        ("tied", torch.bfloat16, {}, ["--nofuse_qkv"]),
-        ("llama3", torch.float32, {"max_shard_size": "200KB"}, ["--nofuse_qkv"]),
-        ("mistral", torch.float32, {}, []),
+        ("gqa", torch.bfloat16, {"max_shard_size": "60KB"}),
+        ("tied", torch.bfloat16, {}),
+        ("llama3", torch.float32, {"max_shard_size": "200KB"}),
+        ("mistral", torch.float32, {}),
     ],
 )
-def test_import_then_export_is_bitwise_identical(case, dtype, options, flags, tmp_path, hf_here):
+def test_import_and_then_export_are_bitwise_identical(case, dtype, options, tmp_path, hf_here):
     source = hf_models.save(hf_models.model(hf_models.CONFIGS[case]), tmp_path / "hf", dtype=dtype, **options)
     (source / "tokenizer_config.json").write_text('{"chat_template": "of the source"}')
     assert (len(list(source.glob("*.safetensors"))) > 2) == bool(options)
-    code, out, _ = hf_here("import", source, "--out", tmp_path / "ours", *flags)
+    code, out, _ = hf_here("import", source, "--out", tmp_path / "ours")
     assert code == 0, out
     code, out, _ = hf_here("export", tmp_path / "ours", f"--out={tmp_path / 'back'}")
     assert code == 0, out
     assert "read back and compared" in out
-    same_bits(tensors(tmp_path / "back"), tensors(source))
-    for name in ("generation_config.json", "tokenizer_config.json"):
-        assert (tmp_path / "back" / name).read_text() == (source / name).read_text()
-    assert json.loads((tmp_path / "back/config.json").read_text()) == json.loads((source / "config.json").read_text())
+    for folder in (tmp_path / "ours", tmp_path / "back"):
+        same_bits(tensors(folder), tensors(source))
+        for name in ("generation_config.json", "tokenizer_config.json"):
+            assert (folder / name).read_text() == (source / name).read_text()
+        assert json.loads((folder / "config.json").read_text()) == json.loads((source / "config.json").read_text())
 
 
-def test_weights_are_read_into_shardings_and_cast_while_reading(gqa, tmp_path, hf_here):
-    assert hf_here("import", gqa, f"--out={tmp_path / 'ours'}")[0] == 0
+def test_weights_are_read_into_shardings_and_cast_while_reading(gqa):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
     axes = {"layers.mlp.down": (None, "x"), "embed": ("x",), "layers.mlp.gate_up": (None, None, None, "x")}
     axes["layers.attention.qkv"] = ("x",)  # by layers, as stages of a pipeline
@@ -128,39 +128,17 @@ def test_weights_are_read_into_shardings_and_cast_while_reading(gqa, tmp_path, h
         return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes.get(name, ())))
 
     model, whole = hlat_jax.hf.load(gqa)
-    for folder in (tmp_path / "ours", gqa):
-        weights = open_weights(folder)
-        assert (weights.model, weights.step) == (model, 0)
-        jax.tree.map(np.testing.assert_array_equal, weights.restore(None), whole)
-        shardings = jax.tree_util.tree_map_with_path(sharding, weights.arrays)
-        found = weights.restore(shardings, dtype=jnp.bfloat16)
-        assert found["embed"].addressable_shards[1].data.shape == (192, 96)
-        rounded = jax.tree.map(lambda leaf: np.asarray(leaf).astype(jnp.bfloat16), whole)
-        jax.tree.map(np.testing.assert_array_equal, found, rounded)
+    weights = open_weights(gqa)
+    assert (weights.model, weights.step) == (model, 0)
+    jax.tree.map(np.testing.assert_array_equal, weights.restore(None), whole)
+    shardings = jax.tree_util.tree_map_with_path(sharding, weights.arrays)
+    found = weights.restore(shardings, dtype=jnp.bfloat16)
+    assert found["embed"].addressable_shards[1].data.shape == (192, 96)
+    rounded = jax.tree.map(lambda leaf: np.asarray(leaf).astype(jnp.bfloat16), whole)
+    jax.tree.map(np.testing.assert_array_equal, found, rounded)
 
 
-def test_a_folder_of_hugging_face_opens_as_its_import_does(gqa, tmp_path, hf_here, monkeypatch):
-    folder = shutil.copytree(gqa, tmp_path / "hf")
-    train_model(folder / "tokenizer.model", byte_fallback=True, vocab_size=320)
-    (folder / "tokenizer_config.json").write_text('{"add_bos_token": true}')
-    edit_json(folder / "generation_config.json", eos_token_id=[2, 7])
-    assert hf_here("import", folder, f"--out={tmp_path / 'ours'}")[0] == 0
-    direct, imported = open_weights(folder), open_weights(tmp_path / "ours")
-    for field in ("model", "step", "arrays", "begins_with_bos", "stop_ids"):
-        assert getattr(direct, field) == getattr(imported, field), field
-    assert direct.open_tokenizer().sha256 == imported.open_tokenizer().sha256
-    jax.tree.map(np.testing.assert_array_equal, direct.restore(None), imported.restore(None))
-    np.testing.assert_array_equal(direct.read("layers.mlp.down"), imported.read("layers.mlp.down"))
-    # an export and an average of it keep its files, as those of the import do
-    for verb in (("export", folder), ("average", folder, tmp_path / "ours")):
-        assert hf_here(*verb, f"--out={tmp_path / verb[0]}")[0] == 0
-    for name in ("generation_config.json", "tokenizer_config.json", "tokenizer.model"):
-        assert (tmp_path / "export" / name).read_bytes() == (folder / name).read_bytes()
-        assert (tmp_path / "average/files" / name).read_bytes() == (folder / name).read_bytes()
-
-
-@pytest.mark.parametrize("kind", ["hugging face", "import"])
-def test_an_export_takes_a_given_tokenizer_where_the_folder_has_none_and_refuses_another(gqa, kind, tmp_path, hf_here):
+def test_an_export_takes_a_given_tokenizer_where_the_folder_has_none_and_refuses_another(gqa, tmp_path, hf_here):
     own, other = (
         train_model(tmp_path / f"{n}.model", byte_fallback=True, vocab_size=n, hard_vocab_limit=False)
         for n in (320, 310)
@@ -169,20 +147,14 @@ def test_an_export_takes_a_given_tokenizer_where_the_folder_has_none_and_refuses
         folder = shutil.copytree(gqa, tmp_path / f"hf{has_own}")
         if has_own:
             shutil.copy(own, folder / "tokenizer.model")
-        if kind == "import":
-            assert hf_here("import", folder, f"--out={tmp_path / f'ours{has_own}'}")[0] == 0
-            folder = tmp_path / f"ours{has_own}"
         out = tmp_path / f"back{has_own}"
         code, _, err = hf_here("export", folder, f"--out={out}", f"--tokenizer={own}")
         assert code == 0, err
         assert (out / "tokenizer.model").read_bytes() == pathlib.Path(own).read_bytes()
         assert (out / "tokenizer_config.json").exists() == (not has_own)  # files that came along stay as they are
     code, _, err = hf_here("export", folder, f"--out={tmp_path / 'x'}", f"--tokenizer={other}")
-    place = folder / ("files/tokenizer.model" if kind == "import" else "tokenizer.model")
-    assert (code, err) == (
-        2,
-        f"error: --tokenizer={other} is not the tokenizer of {folder}, {place}: leave the flag out.\n",
-    )
+    assert code == 2
+    assert f"--tokenizer={other} is not the tokenizer of {folder}" in err
 
 
 def test_tokenizer_flag_serves_a_folder_whose_own_tokenizer_cannot_be_read(gqa, tmp_path):
@@ -333,17 +305,10 @@ def test_fields_with_neutral_values_are_accepted():
 EXTRA = {"unk_token_id": 0, "_model_name_or_path": "a/b", "trained_by": {"hours": 3}, "a_field_without_a_value": None}
 
 
-def test_unknown_fields_are_listed_preserved_and_refused_with_strict(gqa, tmp_path, hf_here):
+def test_unknown_fields_are_listed_and_preserved(gqa, tmp_path, hf_here):
     folder = shutil.copytree(gqa, tmp_path / "hf")
     edit_json(folder / "config.json", **EXTRA)
     path = folder / "config.json"
-
-    code, _, err = hf_here("import", folder, f"--out={tmp_path / 'strict'}", "--strict")
-    assert (code, err.count("\n")) == (2, 1)
-    assert f"{path}: _model_name_or_path='a/b', trained_by={{'hours': 3}} are unknown" in err
-    assert not (tmp_path / "strict").exists()
-    with pytest.raises(ValueError, match=r"_model_name_or_path=.*trained_by="):
-        hlat_jax.hf.load(folder, strict=True)
 
     code, out, err = hf_here("import", folder, f"--out={tmp_path / 'ours'}")
     assert (code, err.count("\n")) == (0, 1), err
@@ -354,8 +319,7 @@ def test_unknown_fields_are_listed_preserved_and_refused_with_strict(gqa, tmp_pa
         hlat_jax.hf.load(folder)
     assert len(warned) == 1
 
-    code, _, err = hf_here("export", tmp_path / "ours", f"--out={tmp_path / 'back'}")
-    assert (code, err) == (0, "")
+    assert hf_here("export", tmp_path / "ours", f"--out={tmp_path / 'back'}")[0] == 0
     assert json.loads((tmp_path / "back/config.json").read_text()) == json.loads(path.read_text())
 
 
@@ -465,7 +429,7 @@ MISMATCHED = [
     (renamed(Q0, "model.layers.0.self_attn.q_proj.bias"), r"(?s)1 missing: .*q_proj.weight\n.*1 left over: .*bias"),
     (changed(Q0, lambda q: q[:48]), rf"{Q0} is \[48, 96\], config.json makes it \[96, 96\]"),
     (changed("model.norm.weight", torch.Tensor.bfloat16), r"mixes dtypes: 1 BF16 .*20 F32 .*--dtype=float32"),
-    (changed(Q0, torch.Tensor.double), rf"{Q0} and 0 others are F64; supported are F32, F16, BF16"),
+    (changed(Q0, torch.Tensor.double), rf"{Q0} is F64; supported are F32, F16, BF16"),
 ]
 
 
@@ -528,13 +492,11 @@ def test_float16_is_loaded_as_float32(gqa, tmp_path):
     assert params["embed"].dtype == jnp.float32
 
 
-def test_rotary_frequency_tables_are_ignored_with_a_message(gqa, tmp_path, hf_here):
+def test_rotary_frequency_tables_are_ignored(gqa, tmp_path):
     folder = shutil.copytree(gqa, tmp_path / "hf")
     found = load_file(folder / "model.safetensors")
     save_file(found | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}, folder / "model.safetensors")
-    code, out, _ = hf_here("import", folder, f"--out={tmp_path / 'ours'}")
-    assert code == 0
-    assert "1 tables rotary_emb.inv_freq are ignored" in out
+    assert open_checkpoint(folder).tensors.keys() == found.keys()
 
 
 def test_head_must_equal_the_tied_embedding(tmp_path):
@@ -542,36 +504,21 @@ def test_head_must_equal_the_tied_embedding(tmp_path):
     found = load_file(folder / "model.safetensors")
     save_file(found | {hf_names.HEAD: found[hf_names.EMBEDDING].clone()}, folder / "model.safetensors")
     open_checkpoint(folder)
-    for change in (lambda head: head + 1e-3, lambda head: head[0, 0].clone()):
+    for change in (lambda head: head + 1e-3, lambda head: head.bfloat16(), lambda head: head[0, 0].clone()):
         save_file(found | {hf_names.HEAD: change(found[hf_names.EMBEDDING])}, folder / "model.safetensors")
         with pytest.raises(ValueError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
             open_checkpoint(folder)
-
-
-@pytest.mark.parametrize(("dtype", "value"), [(torch.bfloat16, "nan"), (torch.float16, "-inf")])
-def test_weights_that_are_not_finite_are_named_where_they_are_read(dtype, value, gqa, tmp_path, hf_here, capsys):
-    folder = shutil.copytree(gqa, tmp_path / "hf")
-    found = {name: tensor.to(dtype) for name, tensor in load_file(folder / "model.safetensors").items()}
-    found[Q0][3, 5:7] = float(value)
-    save_file(found, folder / "model.safetensors")
-    line = f"{folder}: 2 of 9,216 values of {Q0} are not finite."
-    code, _, err = hf_here("import", folder, f"--out={tmp_path / 'ours'}")
-    assert (code, err) == (0, f"warning: {line}\n")
-    with pytest.warns(UserWarning, match=re.escape(line)):
-        hlat_jax.hf.load(folder)
-    open_weights(folder).restore(None)
-    assert capsys.readouterr().err == f"warning: {line}\n"
 
 
 def test_export_that_fails_verification_raises_and_leaves_nothing(gqa, tmp_path, hf_here, monkeypatch):
     assert hf_here("import", gqa, f"--out={tmp_path / 'ours'}")[0] == 0
     write = Writer.write
 
-    def write_wrong(self, name, values, first_row=0):
+    def write_wrong(self, name, values):
         if name == Q0:
             values = values.copy()
             values.view(np.uint32)[3, 5] ^= 1  # the last bit of one weight
-        write(self, name, values, first_row=first_row)
+        write(self, name, values)
 
     monkeypatch.setattr(Writer, "write", write_wrong)
     code, _, err = hf_here("export", tmp_path / "ours", f"--out={tmp_path / 'back'}")
