@@ -20,7 +20,7 @@ from hlat_jax.parallel.degrees import passes, verdicts
 from hlat_jax.parallel.sharding import MESH_AXES, Layout
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.passes.products import live_jaxpr
-from hlat_jax.plan import instructions, published, roofline
+from hlat_jax.plan import instructions, roofline
 from hlat_jax.plan.collectives import Collective, count_collectives, traced_collectives
 from hlat_jax.plan.memory import DeviceBytes, checkpoint_bytes, device_bytes, host_bytes
 from hlat_jax.program import RunProgram, make_program, programs_of_run, state_bytes
@@ -39,14 +39,12 @@ class Site:
       nodes: number of nodes.
       disk_bytes_per_s: bandwidth of one node to the checkpoint's disk.
       price_per_hour: price of one node, 0 where it is unknown.
-      data_tokens: number of tokens of the training data, 0 where it is unknown.
     """
 
     target: str
     nodes: int
     disk_bytes_per_s: float = 1e9
     price_per_hour: float = 0.0
-    data_tokens: int = 0
 
     @property
     def num_devices(self) -> int:
@@ -101,7 +99,7 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
         "target": site.target,
         "nodes": site.nodes,
         "layout": layout_dict(config, layout),
-        "run": _run(program, site),
+        "run": _run(program),
         "schedule": _schedule(config, layout, requested),
         "device_bytes": dataclasses.asdict(memory)
         | {"state": memory.state, "temporaries": memory.temporaries, "total": memory.total}
@@ -139,7 +137,7 @@ def short_plan(program: RunProgram, *, budget: int) -> list[str]:
     return lines
 
 
-def _run(program: RunProgram, site: Site) -> dict[str, Any]:
+def _run(program: RunProgram) -> dict[str, Any]:
     config = program.config
     model, data, train = config.model, config.data, config.train
     step_tokens = data.batch_size * data.seq_len
@@ -153,7 +151,6 @@ def _run(program: RunProgram, site: Site) -> dict[str, Any]:
         "steps": train.num_steps,
         "tokens": tokens,
         "flops": costs.flops_per_token(model, data.seq_len) * tokens,
-        "epochs": tokens / site.data_tokens if site.data_tokens else None,
         "programs": len(programs),
     }
 
@@ -263,10 +260,6 @@ def _projection(config: Config, site: Site, seconds: roofline.Seconds) -> dict[s
         "days": hours / 24,
         "instance_hours": hours * site.nodes,
         "price": hours * site.nodes * site.price_per_hour or None,
-        "published": [
-            dataclasses.asdict(row) | {"tokens_per_s_and_node": row.tokens_per_s_and_node}
-            for row in published.nearest(costs.num_params(config.model))
-        ],
     }
 
 
@@ -300,11 +293,10 @@ def layout_text(layout: dict[str, Any]) -> str:
 
 def _run_lines(plan: dict[str, Any]) -> list[str]:
     run = plan["run"]
-    epochs = "" if run["epochs"] is None else f", {run['epochs']:.2f} epochs of the data"
     return [
         f"parameters       {run['params']:,}",
         f"FLOPs per token  {run['flops_per_token_6n']:.4g} (6N), {run['flops_per_token']:.4g} with attention",
-        f"steps            {run['steps']:,} of {run['tokens_per_step']:,} tokens: {run['tokens']:,} tokens{epochs}, "
+        f"steps            {run['steps']:,} of {run['tokens_per_step']:,} tokens: {run['tokens']:,} tokens, "
         f"{run['flops']:.3g} FLOPs",
         *_schedule_lines(plan["schedule"]),
         f"programs         {run['programs']} to compile",
@@ -390,7 +382,7 @@ def _projection_lines(plan: dict[str, Any]) -> list[str]:
     if calibration := projection["calibration"]:
         basis = f"products at {calibration['efficiency']:.0%} of full speed, as published for {calibration['stack']}"
     price = "" if projection["price"] is None else f", price {projection['price']:,.0f}"
-    lines = [
+    return [
         f"step             {projection['step_s']:.3f} s, {projection['tokens_per_s']:,.0f} tokens/s, "
         f"MFU {projection['mfu_6n']:.1%} (6N) ({projection['label']}: {basis}, nothing overlapped)",
         _range_line(projection),
@@ -401,15 +393,6 @@ def _projection_lines(plan: dict[str, Any]) -> list[str]:
         "ticks, copies of KV heads",
         f"  whole run {projection['days']:.1f} days, {projection['instance_hours']:,.0f} instance hours{price}",
     ]
-    if projection["published"]:
-        ours = projection["tokens_per_s_and_node"]
-        lines.append(f"published for trn1.32xlarge, in tokens/s per node; projected here: {ours:,.0f}")
-    for row in projection["published"]:
-        lines.append(
-            f"  {row['tokens_per_s_and_node']:>8,.0f}  {row['nodes']} nodes, {row['layout']}, sequences of "
-            f"{row['seq_len']:,} ({row['source']})"
-        )
-    return lines
 
 
 def _range_line(projection: dict[str, Any]) -> str:
