@@ -1,7 +1,6 @@
 """The report of a training program: products before and after a pass, where collectives sit, bytes as XLA has them."""
 
 import collections
-import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,6 @@ from foreign_models import batch, user_model
 from programs import training_program
 
 from hlat_jax.batch import SumAndCount, abstract_batch
-from hlat_jax.ops.dialect import Choice
 from hlat_jax.parallel import xla_options
 from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.passes import remat
@@ -41,18 +39,10 @@ def test_report_counts_matmuls_by_dtype_before_and_after_autocast():
 
 def test_report_matches_xla_bytes_and_has_no_collectives_on_one_device():
     found, memory = report_of()
-    assert found.bytes.temporaries == memory.temp_size_in_bytes
-    assert found.bytes.arguments == memory.argument_size_in_bytes
-    assert found.bytes.reused == memory.alias_size_in_bytes > 0
-    assert found.bytes.predicted > 0
+    assert f"{memory.argument_size_in_bytes:,} of arguments, {memory.alias_size_in_bytes:,} of them" in str(found)
+    assert found.predicted_bytes > 0
     assert found.collectives == ()
     assert "collectives      none" in str(found)
-
-
-def test_report_names_chosen_kernels_and_why_others_were_rejected():
-    kernels = {"model.attention": Choice("einsum", "level 10 on cpu", {"nki": "does not run on cpu"})}
-    line = "kernel           model.attention: einsum (level 10 on cpu); not nki: does not run on cpu"
-    assert line in str(dataclasses.replace(report_of()[0], kernels=kernels))
 
 
 def test_report_locates_zero_3_gathers_and_scatters():
@@ -110,11 +100,10 @@ def test_memory_budget_is_met_with_equal_gradients(zero):
         return training_program(deep, optax.sgd(1e-3), options=options, params=params, batch=rows)
 
     free = made()
-    whole = report(free, free.init(params), rows).bytes.temporaries
+    whole = report(free, free.init(params), rows).memory.temp_size_in_bytes
     tight = made(memory_budget=whole * 7 // 10)
     found = report(tight, tight.init(params), rows)
-    assert found.bytes.temporaries <= whole * 7 // 10
-    assert found.bytes.temporaries == tight.plan.measured_bytes
+    assert tight.plan.measured_bytes == found.memory.temp_size_in_bytes <= whole * 7 // 10
     assert [stage.name for stage in found.stages] == ["loss", "remat"]
     assert "remat            bytes" in str(found)
     _, wanted = free.step(free.init(params), rows, 0.0)
