@@ -15,11 +15,10 @@ from collections.abc import Sequence
 from absl import flags
 
 from hlat_jax.cli import flags as flags_lib
-from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.facts import hardware
 from hlat_jax.plan import ops_command
 from hlat_jax.store.progress import show_progress
-from hlat_jax.weights.init_model import take_checked_model
+from hlat_jax.weights.init_model import parse_config
 
 
 def main(argv: Sequence[str]) -> int:
@@ -31,9 +30,7 @@ def main(argv: Sequence[str]) -> int:
         return ops_command.main(argv)
     if any(word in ("--help", "-h") for word in argv):
         print("Usage: plan --config=NAME [flags], or plan tune|choices --config=NAME: times and choices of each op.\n")
-    mutable, values = flags_lib.parse(argv, _define)
-    take_checked_model(mutable, given=flags_lib.given_keys(values))
-    config = resolve_with_tokenizer(mutable)
+    config, values = parse_config(argv, _define)
     hardware.target(values.instance)
     if not 0 < values.disk_gb_per_s < math.inf:
         raise ValueError(f"--disk_gb_per_s={values.disk_gb_per_s} must be above 0.")

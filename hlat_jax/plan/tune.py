@@ -117,21 +117,21 @@ def cross_entropy_case(call: CallSpec, num_rows: int) -> tuple[int, ForwardAndBa
 
 def rms_norm_case(call: CallSpec, num_rows: int) -> tuple[int, ForwardAndBackward, tuple]:
     """Returns (rows, timed function, its arrays) for a call of RMSNorm."""
-    rows, x, dout = _random_like_x(call, num_rows, 2)
 
     def forward(name, x, scale):
         return norm.rms_norm(x, scale=scale, eps=1e-5, implementation=name)
 
+    rows, x, dout = _random_like_x(call, num_rows, 2)
     return rows, _with_gradients(forward), (x, jnp.ones(x.shape[-1:], x.dtype), dout)
 
 
 def swiglu_case(call: CallSpec, num_rows: int) -> tuple[int, ForwardAndBackward, tuple]:
     """Returns (rows, timed function, its arrays) for a call of SwiGLU."""
-    rows, *arrays = _random_like_x(call, num_rows, 3)
 
     def forward(name, gate, up):
         return swiglu.swiglu(gate, up=up, implementation=name)
 
+    rows, *arrays = _random_like_x(call, num_rows, 3)
     return rows, _with_gradients(forward), tuple(arrays)
 
 
@@ -139,17 +139,12 @@ def rope_case(call: CallSpec, num_rows: int) -> tuple[int, ForwardAndBackward, t
     """Returns (rows, timed function, its arrays) for a call of RoPE; the cos and sin tables are not timed."""
     rows, x, dout = _random_like_x(call, num_rows, 2)
     positions_BT = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
-    tables = rope.rope_tables(positions_BT, frequencies=rope.rope_frequencies(x.shape[3], theta=1e4))
+    cos, sin = rope.rope_tables(positions_BT, frequencies=rope.rope_frequencies(x.shape[3], theta=1e4))
 
-    def both(name, *arrays):
-        x, dout, cos, sin = arrays
+    def forward(name, x):
+        return rope.apply_rope(x, cos=cos, sin=sin, implementation=name)
 
-        def forward(name, x):
-            return rope.apply_rope(x, cos=cos, sin=sin, implementation=name)
-
-        return _with_gradients(forward)(name, x, dout)
-
-    return rows, both, (x, dout, *tables)
+    return rows, _with_gradients(forward), (x, dout)
 
 
 CASES = {

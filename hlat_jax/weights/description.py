@@ -107,8 +107,7 @@ def stored_model(values: dict[str, Any], *, where: str) -> ModelConfig:
       ValueError: an unknown key, or an invalid value.
     """
     fields = {field.name: field for field in dataclasses.fields(ModelConfig)}
-    unknown = values.keys() - fields.keys()
-    if unknown:
+    if unknown := values.keys() - fields.keys():
         raise ValueError(
             f"{where}: the model has the unknown key {min(unknown)!r}; use the version of hlat_jax that wrote it."
         )
