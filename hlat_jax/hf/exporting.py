@@ -173,28 +173,18 @@ def shards_of(tensors: dict[str, Any], shard_bytes: int) -> dict[str, dict[str, 
 
 def _compare(weights: Weights, folder: pathlib.Path, *, dtype: np.dtype, status: Status) -> None:
     """Raises ValueError unless an import of the folder gives the weights, in `dtype`."""
-    exported = open_checkpoint(folder, fuse_qkv=weights.model.fuse_qkv)
+    exported = open_checkpoint(folder)
     if architecture(exported.model) != architecture(weights.model):
         raise ValueError(f"{folder}: config.json describes another model when read back; this is a bug in hlat_jax.")
-    for entry in hf_names.table(weights.model):
-        ours = weights.read(entry.leaf)
-        layer = _first_other(ours, exported.slabs(entry), stacked=entry.stacked, dtype=dtype)
-        status.share += ours.size / costs.num_params(weights.model)
-        del ours  # before the next one is read
-        if layer is not None:
+    for name, ours in _tensors(weights):
+        stored = exported.tensors[name]
+        if stored.dtype != dtype or not np.array_equal(bits(as_dtype(ours, dtype)), bits(stored.read())):
             raise ValueError(
-                f"{folder}: {', '.join(entry.names(layer))} have other values than {weights.folder} when read back; "
-                "nothing was exported. Check the disk."
+                f"{folder}: {name} has other values than in {weights.folder} when read back; nothing was exported. "
+                "Check the disk."
             )
-
-
-def _first_other(ours: np.ndarray, slabs: Iterable[np.ndarray], *, stacked: bool, dtype: np.dtype) -> int | None:
-    """Returns the first layer whose values differ; None if all are equal."""
-    for layer, slab in enumerate(slabs):
-        mine = as_dtype(ours[layer] if stacked else ours, dtype)
-        if slab.dtype != dtype or not np.array_equal(bits(mine), bits(slab)):
-            return layer
-    return None
+        status.share += ours.size / costs.num_params(weights.model)
+        del ours  # a view, which would keep the whole parameter while the next one is read
 
 
 def files_of(tokenizer: Tokenizer) -> dict[str, pathlib.Path]:

@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
         price_per_hour=values.price_per_hour,
     )
     with show_progress("tracing the step"):
-        plan = search.complete(report.make_plan(config, site), config, site)
+        plan = report.make_plan(config, site)
     print(report.as_text(plan), flush=True)
     if values.search:
         with show_progress("weighing layouts") as status:

@@ -354,12 +354,9 @@ def _memory_lines(plan: dict[str, Any]) -> list[str]:
         upper, error = format_bytes(memory["upper"]), memory["temporaries_error"]
         lines.append(f"  MAY NOT FIT: temporaries are estimated within {error:.0%}, so it may take {upper}")
     else:
-        lines.append(f"  DOES NOT FIT; the largest part is {plan['binds']}")
-    change = plan.get("change")
-    lines.append(
-        f"  nearest change that certainly fits: {change}" if change else "  no single change fits; try --search"
-    )
-    return lines
+        largest = max(("params", "opt_state", "gradients", "activations", "workspace"), key=memory.get)
+        lines.append(f"  DOES NOT FIT; the largest part is {largest}")
+    return [*lines, "  --search plans other layouts"]
 
 
 def _collective_lines(plan: dict[str, Any]) -> list[str]:

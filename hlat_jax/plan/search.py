@@ -1,4 +1,4 @@
-"""Other layouts for the same nodes: the nearest that fits, and those that fit, ranked by projected step time.
+"""Other layouts for the same nodes that fit, ranked by projected step time.
 
 A step takes seconds to trace, so an estimate by arithmetic chooses which layouts to trace: of the bytes it leaves out
 temporaries other than gradients and kept activations, and of the time elementwise work and small collectives.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,15 +29,6 @@ from hlat_jax.run import costs
 from hlat_jax.store.progress import Status
 
 REMATS = ("none", "selective", "full")
-
-
-def complete(plan: dict[str, Any], config: Config, site: Site) -> dict[str, Any]:
-    """Returns the plan; if it may not fit, with the nearest change that surely does, and with what is largest."""
-    if plan["fits_surely"]:
-        return plan
-    memory = plan["device_bytes"]
-    binds = max(("params", "opt_state", "gradients", "activations", "workspace"), key=memory.get)
-    return plan | {"binds": binds, "change": _nearest_change(config, site)}
 
 
 def ranked(
@@ -113,9 +103,15 @@ def candidates(config: Config, site: Site) -> Iterator[tuple[Estimate, Config]]:
         if degrees["tensor"] > target.num_devices or config.data.batch_size % replicas:
             continue
         rows = config.data.batch_size // replicas
-        parallel = degrees | {"zero1": degrees["data"] > 1, "sequence_parallel": degrees["tensor"] > 1}
-        candidate = _changed(config, parallel, train={"num_microbatches": rows})
-        if candidate is None or not passes(candidate, site.num_devices, server=site.server):
+        tree = config.to_dict()
+        tree["parallel"] |= degrees | {"zero1": degrees["data"] > 1, "sequence_parallel": degrees["tensor"] > 1}
+        tree["train"]["num_microbatches"] = rows
+        tree["model"]["fuse_qkv"] &= degrees["tensor"] <= config.model.num_kv_heads
+        try:
+            candidate = resolve(tree)
+        except ValueError:  # these values are invalid together
+            continue
+        if not passes(candidate, site.num_devices, server=site.server):
             continue
         layout = abstract_layout(candidate.parallel, site.num_devices, num_kv_heads=config.model.num_kv_heads)
         state = make_program(candidate, layout).abstract_state
@@ -186,45 +182,6 @@ def estimate(config: Config, layout: Layout, *, target: hardware.Target, state: 
             collective = Collective(kind, wide, layout.size(wide), sent)
             seconds += trips * roofline.collective_seconds(collective, target=target, mesh=layout.mesh)[1]
     return Estimate(total, seconds)
-
-
-def _changed(config: Config, parallel: dict[str, Any], **sections: dict[str, Any]) -> Config | None:
-    """Returns a config with other values, or None if these are invalid together."""
-    tree = config.to_dict()
-    for name, values in ({"parallel": parallel} | sections).items():
-        tree[name] |= values
-    if tree["parallel"]["tensor"] > tree["model"]["num_kv_heads"]:
-        tree["model"]["fuse_qkv"] = False
-    try:
-        return resolve(tree)
-    except ValueError:
-        return None
-
-
-def _nearest_change(config: Config, site: Site) -> str | None:
-    """Returns the mildest change with which the plan surely fits, or None."""
-    degrees = {axis: getattr(config.parallel, axis) for axis in ("pipe", "fsdp", "tensor")}
-    rows = config.data.batch_size // max(1, site.num_devices // math.prod(degrees.values()))
-    changes = [({}, {}, {"num_microbatches": rows}), ({"zero1": True}, {}, {})]
-    changes += [({"sequence_parallel": True}, {}, {})] if degrees["tensor"] > 1 else []
-    changes += [({}, {"remat": remat}, {}) for remat in REMATS[1:]]
-    doubled = [{axis: degree * 2} for axis, degree in degrees.items()]
-    changes += [(more | extra, {}, {}) for extra in ({}, {"zero1": True}) for more in doubled]
-    changes += [({axis: degree * 4, "zero1": True}, {}, {}) for axis, degree in degrees.items()]
-    for parallel, model, train in changes:
-        candidate = _changed(config, {"data": -1} | parallel, model=model, train=train)
-        if candidate is not None and candidate != config and _fits(candidate, site):
-            named = {"parallel": parallel, "model": model, "train": train}
-            return ", ".join(f"{name}.{key}={value}" for name, part in named.items() for key, value in part.items())
-    twice = dataclasses.replace(site, nodes=2 * site.nodes)
-    return f"--nodes={twice.nodes}" if site.nodes < 4096 and _fits(config, twice) else None
-
-
-def _fits(config: Config, site: Site) -> bool:
-    try:
-        return make_plan(config, site)["fits_surely"]
-    except ValueError:
-        return False
 
 
 def ranking(result: dict[str, Any], where: str) -> str:

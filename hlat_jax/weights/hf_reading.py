@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, TypedDict
 
 import jax
@@ -38,11 +38,6 @@ class HFCheckpoint:
     dtype: np.dtype
     warning: str
 
-    def slabs(self, entry: hf_names.ParamMapping) -> Iterator[np.ndarray]:
-        """Yields one of our parameters, layer by layer where it is stacked, in `dtype`."""
-        for layer in range(self.model.num_layers if entry.stacked else 1):
-            yield self._slab(entry, layer)
-
     def arrays(self) -> Any:
         """Returns shape and dtype of our parameters, as nested dicts."""
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, self.dtype), abstract_params(self.model))
@@ -59,16 +54,13 @@ class HFCheckpoint:
                 wanted = {box: part for box, part in parts.items() if not entry.stacked or layer in range(*box[0])}
                 if not wanted:
                     continue
-                slab = as_dtype(self._slab(entry, layer), abstract.dtype)
+                tensors = [as_dtype(self.tensors[name].read(), self.dtype) for name in entry.names(layer)]
+                slab = as_dtype(entry.join([bits(tensor) for tensor in tensors]).view(self.dtype), abstract.dtype)
                 for limits, part in wanted.items():
                     rows = [slice(*limit) for limit in limits[entry.stacked :]]
                     bits(part[layer - limits[0][0]] if entry.stacked else part)[...] = bits(slab)[tuple(rows)]
 
         return read_parts(abstract, fill)
-
-    def _slab(self, entry: hf_names.ParamMapping, layer: int) -> np.ndarray:
-        tensors = [as_dtype(self.tensors[name].read(), self.dtype) for name in entry.names(layer)]
-        return entry.join([bits(tensor) for tensor in tensors]).view(self.dtype)
 
 
 class _Index(TypedDict):
@@ -134,10 +126,7 @@ def _tensors(folder: pathlib.Path) -> dict[str, StoredTensor]:
     for name in sorted(files):
         if not (folder / name).is_file():
             raise ValueError(f"{index} names the file {name}, which is missing; fetch it.")
-        for tensor, stored in read_header(folder / name).items():
-            if tensor in tensors:
-                raise ValueError(f"{folder}: tensor {_some([tensor])} is in {tensors[tensor].path.name} and in {name}.")
-            tensors[tensor] = stored
+        tensors |= read_header(folder / name)
     actual = {name: stored.path.name for name, stored in tensors.items()}
     misplaced = {name for name, _ in actual.items() ^ where.items()}
     if misplaced:

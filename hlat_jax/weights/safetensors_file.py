@@ -41,6 +41,10 @@ class StoredTensor:
     code: str
     shape: tuple[int, ...]
 
+    @property
+    def dtype(self) -> np.dtype:
+        return DTYPES[self.code]
+
     def read(self) -> np.ndarray:
         with safetensors.safe_open(self.path, framework="np") as file:
             return file.get_tensor(self.name)

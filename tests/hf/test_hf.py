@@ -517,8 +517,7 @@ def test_export_that_fails_verification_raises_and_leaves_nothing(gqa, tmp_path,
     monkeypatch.setattr(Writer, "write", write_wrong)
     code, _, err = hf_here("export", tmp_path / "ours", f"--out={tmp_path / 'back'}")
     assert code == 2
-    assert f"{Q0}, model" in err
-    assert "when read back" in err
+    assert f"{Q0} has other values than in" in err
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ours"]
 
 
