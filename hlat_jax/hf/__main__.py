@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from absl import flags, logging
 
 from hlat_jax.cli import flags as flags_lib
-from hlat_jax.config import ModelConfig
 from hlat_jax.facts.names import nearest
 from hlat_jax.store.progress import show_progress
 from hlat_jax.weights.path_checks import check_checkpoint, check_hugging_face
@@ -73,6 +72,7 @@ def _import(argv: Sequence[str]) -> None:
     from hlat_jax.hf import verifying
     from hlat_jax.hf.exporting import whole_folder
     from hlat_jax.hf.importing import import_checkpoint
+    from hlat_jax.run import costs
     from hlat_jax.weights.hf_files import companions
     from hlat_jax.weights.hf_reading import open_checkpoint
     from hlat_jax.weights.trained import open_weights
@@ -93,10 +93,8 @@ def _import(argv: Sequence[str]) -> None:
                     verified = verifying.verify(checkpoint, open_weights(partial)) + "\n"
             except ValueError as error:
                 raise ValueError(f"{error} Removed {out}; an import without --verify is kept.") from None
-    files = ", ".join(companions(folder))
-    print(
-        f"{_counted(checkpoint.model)} in {checkpoint.dtype.name} from {len(checkpoint.tensors)} tensors; with {files}"
-    )
+    counted = f"{costs.num_params(checkpoint.model):,} parameters in {checkpoint.dtype.name}"
+    print(f"{counted} from {len(checkpoint.tensors)} tensors; with {', '.join(companions(folder))}")
     print(f"{verified}wrote {out} in {time.monotonic() - began:.1f} s")
 
 
@@ -109,13 +107,15 @@ def _export(argv: Sequence[str]) -> None:
     check_checkpoint(str(path))
     check_tokenizer(values.tokenizer, key="--tokenizer")
     from hlat_jax.hf.exporting import export_checkpoint
+    from hlat_jax.run import costs
     from hlat_jax.weights.trained import open_weights
 
     began = time.monotonic()
     with show_progress("opening the weights") as status:
         weights = open_weights(path, masters=True, tokenizer=values.tokenizer)
         dtype = export_checkpoint(weights, out, dtype=values.dtype, status=status)
-    print(f"{_counted(weights.model)} in {dtype} from {weights.folder} (step {weights.step}), read back and compared")
+    counted = f"{costs.num_params(weights.model):,} parameters in {dtype}"
+    print(f"{counted} from {weights.folder} (step {weights.step}), read back and compared")
     print(f"wrote {out} in {time.monotonic() - began:.1f} s")
 
 
@@ -134,7 +134,7 @@ def _average(argv: Sequence[str]) -> None:
 
 
 def _flags(dtype: str = "") -> flags.FlagValues:
-    """Returns the flags that verbs share, with the help of --dtype if a verb has it."""
+    """Returns --out and, with its help, --dtype."""
     values = flags.FlagValues()
     flags.DEFINE_string("out", "", "Folder to write.", flag_values=values)
     if dtype:
@@ -150,12 +150,6 @@ def _paths(
     if len(words) > 1:
         raise ValueError(f"{len(words)} inputs ({', '.join(words)}); name {what}, one.")
     return pathlib.Path(words[0]).expanduser(), pathlib.Path(values.out).expanduser()
-
-
-def _counted(model: ModelConfig) -> str:
-    from hlat_jax.run import costs
-
-    return f"{costs.num_params(model):,} parameters"
 
 
 if __name__ == "__main__":

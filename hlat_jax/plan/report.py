@@ -94,6 +94,7 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
     memory = device_bytes(program, jaxpr=jaxpr)
     collectives = traced_collectives(jaxpr, layout.mesh)
     budget = target.device.memory_bytes - target.device.reserved_bytes
+    saved_bytes = checkpoint_bytes(program.abstract_state)
     plan = {
         "config": config.name,
         "target": site.target,
@@ -108,10 +109,21 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
         "fits_surely": memory.upper <= budget,
         "collectives": _collectives(collectives, target=target, mesh=layout.mesh),
         "disputed_groups": verdicts(config, site.num_devices, site.server)[DISPUTED] if site.server else [],
-        "saving": _saving(program.abstract_state, site),
+        "saving": {
+            "checkpoint_bytes": saved_bytes,
+            "disk_bytes_per_s": site.disk_bytes_per_s,
+            "seconds": saved_bytes / (site.disk_bytes_per_s * site.nodes),
+            "host_bytes": host_bytes(program.abstract_state, target.num_devices),
+            "host_memory_bytes": target.host_bytes,
+        },
     }
     if target.platform == "neuron":
-        plan["instructions"] = _instructions(program, site)
+        counted = step_instructions(program)
+        plan["instructions"] = {
+            "programs": {n: dataclasses.asdict(count) | {"judged": count.judged(n)} for n, count in counted.items()},
+            "limit": instructions.program_limit(config.train.compiler_flags),
+            "operation_limit": instructions.operation_limit(site.target),
+        }
     if target.device.peak_flops:
         seconds = roofline.project(jaxpr, collectives, target=target, mesh=layout.mesh, state_bytes=memory.state)
         plan["projection"] = _projection(config, site, seconds)
@@ -167,18 +179,6 @@ def _schedule(config: Config, layout: Layout, requested: str) -> dict[str, Any]:
     }
 
 
-def _instructions(program: RunProgram, site: Site) -> dict[str, Any]:
-    programs = {
-        name: dataclasses.asdict(counts) | {"judged": counts.judged(name)}
-        for name, counts in step_instructions(program).items()
-    }
-    return {
-        "programs": programs,
-        "limit": instructions.program_limit(program.config.train.compiler_flags),
-        "operation_limit": instructions.operation_limit(site.target),
-    }
-
-
 def step_instructions(program: RunProgram) -> dict[str, instructions.Instructions]:
     """Returns program -> estimated instructions, for a step and, where validation is on, `eval`.
 
@@ -207,20 +207,8 @@ def _collectives(collectives: list[Collective], *, target: hardware.Target, mesh
     return rows
 
 
-def _saving(state: Any, site: Site) -> dict[str, Any]:
-    target = hardware.target(site.target)
-    total = checkpoint_bytes(state)
-    return {
-        "checkpoint_bytes": total,
-        "disk_bytes_per_s": site.disk_bytes_per_s,
-        "seconds": total / (site.disk_bytes_per_s * site.nodes),
-        "host_bytes": host_bytes(state, target.num_devices),
-        "host_memory_bytes": target.host_bytes,
-    }
-
-
 def _calibration(site: Site, seconds: roofline.Seconds) -> dict[str, Any] | None:
-    """Returns the held-out errors of the projection and the range of the step over all stacks, if it is calibrated."""
+    """Returns the range of the step over all stacks, if the projection is calibrated."""
     if seconds.efficiency == 1.0:
         return None
     stacks = roofline.STACKS
@@ -230,9 +218,6 @@ def _calibration(site: Site, seconds: roofline.Seconds) -> dict[str, Any] | None
         "stack": roofline.STACK,
         "efficiency": seconds.efficiency,
         "other_stacks": {name: step for name, step in steps.items() if name != roofline.STACK},
-        "median_error": roofline.MEDIAN_ERROR,
-        "worst_error": roofline.WORST_ERROR,
-        "device": roofline.CALIBRATED_DEVICE,
         "step_low_s": min(ends),
         "step_high_s": max(ends),
         "is_extrapolated": hardware.target(site.target).device != hardware.DEVICES[roofline.CALIBRATED_DEVICE],
@@ -265,8 +250,9 @@ def _projection(config: Config, site: Site, seconds: roofline.Seconds) -> dict[s
 
 def memory_line(memory: DeviceBytes, budget: int) -> str:
     """Returns the line that `train` prints for the memory of a device."""
-    verdict = "" if memory.upper <= budget else "; MAY NOT FIT" if memory.total <= budget else "; DOES NOT FIT"
-    verdict += ": try python -m hlat_jax.plan --search" if verdict else ""
+    verdict = ""
+    if memory.upper > budget:
+        verdict = f"; {'MAY' if memory.total <= budget else 'DOES'} NOT FIT: try python -m hlat_jax.plan --search"
     return (
         f"memory planned   {format_bytes(memory.total)} of {format_bytes(budget)} on the fullest device: "
         f"{format_bytes(memory.state)} state, {format_bytes(memory.temporaries)} temporaries (estimated){verdict}"
@@ -279,8 +265,15 @@ def as_text(plan: dict[str, Any]) -> str:
     devices = f"{layout['devices']:,} devices, {layout_text(layout)}"
     lines = [f"{plan['config']} on {plan['nodes']} x {plan['target']}: {devices}"]
     lines += [*_run_lines(plan), "", "Bytes of one device", *_memory_lines(plan), ""]
-    lines += ["Collectives of one step, per device", *_collective_lines(plan), ""]
-    lines += [*_projection_lines(plan), "", "Saving", *_saving_lines(plan)]
+    lines += ["Collectives of one step, per device", *_collective_lines(plan), "", *_projection_lines(plan), ""]
+    saving = plan["saving"]
+    host = f" of {format_bytes(saving['host_memory_bytes'])}" if saving["host_memory_bytes"] else ""
+    lines += [
+        "Saving",
+        f"  checkpoint {format_bytes(saving['checkpoint_bytes'])}, {saving['seconds']:.1f} s at "
+        f"{saving['disk_bytes_per_s'] / 1e9:g} GB/s per node",
+        f"  host memory at most {format_bytes(saving['host_bytes'])}{host} per node while saving",
+    ]
     return "\n".join(lines)
 
 
@@ -292,13 +285,18 @@ def layout_text(layout: dict[str, Any]) -> str:
 
 
 def _run_lines(plan: dict[str, Any]) -> list[str]:
-    run = plan["run"]
+    run, schedule = plan["run"], plan["schedule"]
+    m, p, pipeline = schedule["num_microbatches"], schedule["num_stages"], []
+    if p > 1:
+        bubble = f"(p - 1) / (m + p - 1) = {p - 1} / {m + p - 1} = {schedule['bubble']:.1%} of the ticks"
+        pipeline = [f"pipeline         {p} stages, bubble {bubble}"]
     return [
         f"parameters       {run['params']:,}",
         f"FLOPs per token  {run['flops_per_token_6n']:.4g} (6N), {run['flops_per_token']:.4g} with attention",
         f"steps            {run['steps']:,} of {run['tokens_per_step']:,} tokens: {run['tokens']:,} tokens, "
         f"{run['flops']:.3g} FLOPs",
-        *_schedule_lines(plan["schedule"]),
+        f"microbatches     {m} of {schedule['rows']} sequence(s) per device, remat {schedule['remat']}",
+        *pipeline,
         f"programs         {run['programs']} to compile",
         *(instruction_lines(plan["instructions"]) if "instructions" in plan else []),
     ]
@@ -324,15 +322,6 @@ def instruction_lines(estimates: dict[str, Any]) -> list[str]:
     return [line, *(advice or [f"  below the limits: {limits}"])]
 
 
-def _schedule_lines(schedule: dict[str, Any]) -> list[str]:
-    m, p = schedule["num_microbatches"], schedule["num_stages"]
-    line = f"microbatches     {m} of {schedule['rows']} sequence(s) per device, remat {schedule['remat']}"
-    if p == 1:
-        return [line]
-    bubble = f"(p - 1) / (m + p - 1) = {p - 1} / {m + p - 1} = {schedule['bubble']:.1%} of the ticks"
-    return [line, f"pipeline         {p} stages, bubble {bubble}"]
-
-
 def _memory_lines(plan: dict[str, Any]) -> list[str]:
     memory, m = plan["device_bytes"], plan["schedule"]["num_microbatches"]
     logits = format_bytes(memory["logits"])
@@ -350,13 +339,12 @@ def _memory_lines(plan: dict[str, Any]) -> list[str]:
     )
     if plan["fits_surely"]:
         return [*lines, "  fits"]
+    largest = max(("params", "opt_state", "gradients", "activations", "workspace"), key=memory.get)
+    verdict = f"DOES NOT FIT; the largest part is {largest}"
     if plan["fits"]:
         upper, error = format_bytes(memory["upper"]), memory["temporaries_error"]
-        lines.append(f"  MAY NOT FIT: temporaries are estimated within {error:.0%}, so it may take {upper}")
-    else:
-        largest = max(("params", "opt_state", "gradients", "activations", "workspace"), key=memory.get)
-        lines.append(f"  DOES NOT FIT; the largest part is {largest}")
-    return [*lines, "  --search plans other layouts"]
+        verdict = f"MAY NOT FIT: temporaries are estimated within {error:.0%}, so it may take {upper}"
+    return [*lines, f"  {verdict}; --search plans other layouts"]
 
 
 def _collective_lines(plan: dict[str, Any]) -> list[str]:
@@ -397,23 +385,13 @@ def _range_line(projection: dict[str, Any]) -> str:
     calibration = projection["calibration"]
     if calibration is None:
         return "  not calibrated: no published rows for this kind of device; a real step is slower"
-    where = f"published rows of {calibration['device']}"
+    where = f"published rows of {roofline.CALIBRATED_DEVICE}"
     if calibration["is_extrapolated"]:
         where += ", extrapolated to this device, for which none are published"
     others = "".join(f"; as for {name} {step:.3f} s" for name, step in calibration["other_stacks"].items())
     low, high = calibration["step_low_s"], calibration["step_high_s"]
-    errors = f"median {calibration['median_error']:.0%}, worst {calibration['worst_error']:.0%}{others}"
+    errors = f"median {roofline.MEDIAN_ERROR:.0%}, worst {roofline.WORST_ERROR:.0%}{others}"
     return (
         f"  range {low:.3f} to {high:.3f} s: that of models held out of the fits, one for each training library, to "
         f"{where}; error on them: {errors}; at full speed {projection['step_roofline_s']:.3f} s"
     )
-
-
-def _saving_lines(plan: dict[str, Any]) -> list[str]:
-    saving = plan["saving"]
-    host = f" of {format_bytes(saving['host_memory_bytes'])}" if saving["host_memory_bytes"] else ""
-    return [
-        f"  checkpoint {format_bytes(saving['checkpoint_bytes'])}, {saving['seconds']:.1f} s at "
-        f"{saving['disk_bytes_per_s'] / 1e9:g} GB/s per node",
-        f"  host memory at most {format_bytes(saving['host_bytes'])}{host} per node while saving",
-    ]
