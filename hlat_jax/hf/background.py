@@ -103,7 +103,12 @@ class Exporter:
         try:
             dtype = written.result()
         except (OSError, ValueError) as error:
-            raise self._failed(error) from error
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+            raise ExportError(
+                f"step {self._step} could not be exported to {self.folder / str(self._step)}: {reason}. The "
+                "checkpoints are untouched: fix the cause, or set checkpoint.export_every_steps=0, then run the same "
+                "command to resume."
+            ) from error
         print(f"exported step {self._step} to {self.folder / str(self._step)} ({dtype})", flush=True)
 
     def close(self) -> None:
@@ -142,13 +147,6 @@ class Exporter:
         shutil.rmtree(shards, ignore_errors=True)
         return dtype
 
-    def _failed(self, error: OSError | ValueError) -> ExportError:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        return ExportError(
-            f"step {self._step} could not be exported to {self.folder / str(self._step)}: {reason}. The checkpoints "
-            "are untouched: fix the cause, or set checkpoint.export_every_steps=0, then run the same command to resume."
-        )
-
 
 def _on_host(params: Any) -> dict[str, list[Shard]]:
     """Returns host copies of the shards of each parameter of which this process has replica 0.
@@ -171,9 +169,9 @@ def _on_host(params: Any) -> dict[str, list[Shard]]:
 
 def _whole(parts: list[Shard], leaf: jax.ShapeDtypeStruct) -> np.ndarray:
     """Returns a parameter from the shards that cover it; a single whole shard is not copied."""
-    if len(parts) == 1 and _shape(parts[0]) == leaf.shape:
+    if len(parts) == 1 and parts[0].values.shape == leaf.shape:
         return parts[0].read()
-    held = sum(math.prod(_shape(part)) for part in parts)
+    held = sum(math.prod(part.values.shape) for part in parts)
     if held != math.prod(leaf.shape):
         raise OSError(
             f"only {held} of {math.prod(leaf.shape)} values came from the processes; the run folder must be shared."
@@ -183,10 +181,6 @@ def _whole(parts: list[Shard], leaf: jax.ShapeDtypeStruct) -> np.ndarray:
         values = part.read()
         whole[tuple(slice(at, at + size) for at, size in zip(part.start, values.shape, strict=True))] = values
     return whole
-
-
-def _shape(part: Shard) -> tuple[int, ...]:
-    return tuple(part.values.shape)
 
 
 def _hand_over(mine: dict[str, list[Shard]], path: pathlib.Path) -> None:

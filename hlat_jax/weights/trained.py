@@ -7,6 +7,7 @@ logits_BTV = model.apply(params, weights.model, tokens_BT)
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -121,21 +122,14 @@ def open_weights(
 
 
 def _with_tokenizer(weights: Weights, path: str) -> Weights:
-    """Returns the weights with the tokenizer at `path`, which must be theirs if they have one."""
-    at_own = _sha256_of_readable(weights.tokenizer)
-    theirs = weights.tokenizer_sha256 or at_own
-    if theirs not in ("", Tokenizer(path, key="--tokenizer").sha256):
-        hint = f", {weights.tokenizer}: leave the flag out" if theirs == at_own else "; give that one"
-        raise ValueError(f"--tokenizer={path} is not the tokenizer of {weights.folder}{hint}.")
+    """Returns the weights with the tokenizer at `path`, which must be theirs if they have one that can be read here."""
+    given, theirs = Tokenizer(path, key="--tokenizer").sha256, weights.tokenizer_sha256
+    if weights.tokenizer and not theirs:
+        with contextlib.suppress(ValueError):
+            theirs = Tokenizer(weights.tokenizer, key="tokenizer").sha256
+    if theirs not in ("", given):
+        raise ValueError(f"--tokenizer={path} is not the tokenizer of {weights.folder}; leave the flag out.")
     return dataclasses.replace(weights, tokenizer=path)
-
-
-def _sha256_of_readable(tokenizer: str) -> str:
-    """Returns the checksum of a tokenizer; "" if there is none, or if it cannot be read here."""
-    try:
-        return Tokenizer(tokenizer, key="tokenizer").sha256 if tokenizer else ""
-    except ValueError:
-        return ""
 
 
 def leaves_by_name(tree: Any) -> dict[str, Any]:
