@@ -49,17 +49,9 @@ def plan_of(config_name):
 @pytest.fixture
 def plan_here(monkeypatch, capsys):
     """A function of the words of a plan command that runs it in this process: (exit code, stdout, stderr)."""
-    from hlat_jax.cli import flags
+    from conftest import _command_runner
 
-    def run(*words):
-        monkeypatch.setattr("sys.argv", ["plan", *words])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as exit_:
-            flags.main(plan_command.main)
-        printed = capsys.readouterr()
-        return exit_.value.code, printed.out, printed.err
-
-    return run
+    return _command_runner(plan_command.main, monkeypatch, capsys)
 
 
 def rounded(tree):
@@ -173,19 +165,6 @@ def test_collective_time_shares_node_bandwidth_among_groups():
     assert (place, seconds) == ("link", pytest.approx(0.875e9 / 192e9 + 3 * 2e-6))
 
 
-def test_targets_cite_sources_and_match_their_devices():
-    for target_name, target in hardware.TARGETS.items():
-        assert target.source, target_name
-        assert target.device.source, target_name
-    assert hardware.target("trn1.32xlarge").device.peak_flops * 32 == pytest.approx(3.04e15)
-    assert hardware.target("trn2.48xlarge").device.memory_bytes * 64 == 1536 * 2**30
-    one, two = hardware.target("trn2.48xlarge-lnc1"), hardware.target("trn2.48xlarge")
-    for key in (lambda node: node.device.peak_flops, lambda node: node.link_bytes_per_s):
-        assert key(one) * one.num_devices == key(two) * two.num_devices
-    for kind, device in (("NC_v2", "trn1"), ("NC_v3", "trn2-lnc1"), ("NC_v3d", "trn2"), ("NVIDIA H200", "h200")):
-        assert hardware.device(kind) == hardware.DEVICES[device]
-
-
 def test_plan_command_writes_json_and_prints_every_part(plan_here, tmp_path):
     out = tmp_path / "plan.json"
     words = ("--config=tiny", "--instance=trn1.2xlarge", f"--json={out}", "--price_per_hour=1")
@@ -201,10 +180,7 @@ REFUSED = [
     (("--instance=trn1.32xlrge",), "--instance=trn1.32xlrge is not a known target. Did you mean 'trn1.32xlarge'?"),
     (("--instance=h200", "--nodes=2"), "--instance=h200 is a single machine; use --nodes=1"),
     (("--instance=trn1.32xlarge",), "data.batch_size=2 does not divide into 32 data-parallel parts"),
-    (("--instance=trn1.2xlarge", "--config.parallel.tensor=3"), "parallel.tensor=3"),
-    (("--nodes=0",), "--nodes=0 must be at least 1"),
     (("--disk_gb_per_s=nan",), "--disk_gb_per_s=nan must be above 0"),
-    (("--price_per_hour=-3",), "--price_per_hour=-3 must be at least 0"),
     (("--json=/nowhere/plan.json",), "there is no folder /nowhere; make it first"),
 ]
 
@@ -315,7 +291,7 @@ def test_memory_within_the_error_of_temporaries_is_not_called_a_fit(monkeypatch)
 
 
 def test_projection_has_its_error_and_range_and_names_an_extrapolation():
-    for target, is_extrapolated in (("trn1.32xlarge", False), ("trn2.48xlarge", True)):
+    for target, is_extrapolated in (("trn1.2xlarge", False), ("trn2.48xlarge", True)):
         config = small_config(data=hardware.target(target).num_devices, rows=64, m=1)
         plan = make_plan(config, Site(target, 1))
         projection, calibration = plan["projection"], plan["projection"]["calibration"]

@@ -12,7 +12,6 @@ from programs import training_program
 from hlat_jax.batch import SumAndCount, abstract_batch
 from hlat_jax.parallel import xla_options
 from hlat_jax.parallel.sharding import make_layout
-from hlat_jax.passes import remat
 from hlat_jax.passes.compile import TrainingProgram
 from hlat_jax.plan.program_report import place, report
 from hlat_jax.program import make_program
@@ -111,26 +110,6 @@ def test_memory_budget_is_met_with_equal_gradients(zero):
     assert got.grad_norm == pytest.approx(float(wanted.grad_norm), rel=1e-6)
 
 
-@pytest.mark.slow
-def test_budget_search_uses_the_given_options():
-    params, rows = deep_arguments()
-    measured = []
-
-    def measure(traced):
-        measured.append(remat.temporaries(traced))
-        return measured[-1]
-
-    def planned(**choice):
-        options = {"memory_budget": "16MiB", "remat": remat.RematOptions(**choice)}
-        return training_program(deep, optax.sgd(1e-3), options=options, params=params, batch=rows).plan
-
-    assert planned(measure=measure).choice.saved
-    assert len(measured) > 2
-    assert not planned(min_bytes=1 << 30).choice.saved  # no value is as large
-    with pytest.raises(ValueError, match="best"):
-        planned(solver="best")
-
-
 def test_step_report_and_budget_use_the_xla_options_of_the_layout(monkeypatch):
     monkeypatch.setattr(xla_options, "compiler_options", lambda layout: {"no_such_option": layout.mesh.size})
     params, rows = deep_arguments()
@@ -148,13 +127,3 @@ def test_step_report_and_budget_use_the_xla_options_of_the_layout(monkeypatch):
     ):
         with pytest.raises(Exception, match="No such compile option: 'no_such_option'"):
             run()
-
-
-@pytest.mark.slow
-def test_memory_budget_without_shapes_or_too_small_is_refused():
-    params, rows = deep_arguments()
-    with pytest.raises(ValueError, match=r"give params=\.\.\. and batch=\.\.\."):
-        training_program(deep, optax.sgd(1e-3), options={"memory_budget": "1GiB"})
-    options = {"memory_budget": "4KiB"}
-    with pytest.raises(ValueError, match=r"a budget of 4,096 bytes .* is not met"):
-        training_program(deep, optax.sgd(1e-3), options=options, params=params, batch=rows)

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import micro
 import numpy as np
 import pytest
-import tensorstore
 import transformers
 from safetensors.numpy import load_file, save_file
 from tokenizer_files import write_tokenizer_json
@@ -24,7 +23,7 @@ from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.generate.inference import open_model
 from hlat_jax.hf import __main__ as hf
 from hlat_jax.hf import averaging, exporting
-from hlat_jax.model import abstract_params, apply
+from hlat_jax.model import apply
 from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.program import make_program
 from hlat_jax.resolve import export_problem, resolve
@@ -36,7 +35,7 @@ from hlat_jax.weights import trained as trained_weights
 from hlat_jax.weights.hf_files import keep_companions
 from hlat_jax.weights.init_model import take_model
 from hlat_jax.weights.safetensors_file import Writer, read_header
-from hlat_jax.weights.trained import leaves_by_name, nested, open_weights
+from hlat_jax.weights.trained import leaves_by_name, open_weights
 
 MODEL = config_lib.ModelConfig(
     vocab_size=64, num_layers=2, embed_dim=16, mlp_dim=24, num_heads=4, num_kv_heads=2, head_dim=4, max_positions=32
@@ -111,7 +110,7 @@ COMMANDS = {  # each of them opens a checkpoint that was asked for by name
 }
 
 
-def test_every_command_refuses_a_checkpoint_that_is_misnamed_or_not_finite(trained, tmp_path):
+def test_every_command_refuses_a_damaged_checkpoint_and_a_run_opens_its_newest_usable_one(trained, tmp_path, capsys):
     run = shutil.copytree(trained[1], tmp_path / "run")
     shutil.copytree(run / "checkpoints/2", run / "checkpoints/5")
     micro.reseal(run / "checkpoints/2", lambda saved: saved["norms"].update(params=float("inf")))
@@ -123,24 +122,11 @@ def test_every_command_refuses_a_checkpoint_that_is_misnamed_or_not_finite(train
             with pytest.raises(ValueError, match=message):
                 command(trained, run / f"checkpoints/{step}", tmp_path / "out")
             assert not (tmp_path / "out").exists()
-
-
-def test_run_folder_opens_its_newest_usable_checkpoint(trained, tmp_path, capsys):
-    run = shutil.copytree(trained[1], tmp_path / "run")
-    micro.reseal(run / "checkpoints/2", lambda saved: saved["norms"].update(params=float("inf")))
-    shutil.copytree(run / "checkpoints/2", run / "checkpoints/5")
+    capsys.readouterr()
     assert open_weights(run).step == 1
     warned = capsys.readouterr().err
     assert "checkpoints/5 is damaged" in warned
     assert "checkpoints/2 is damaged (its state is not finite: the norm of params is inf)" in warned
-
-
-def test_symlink_or_copy_of_a_checkpoint_opens_at_its_step(trained, tmp_path):
-    run = shutil.copytree(trained[1], tmp_path / "run")
-    (run / "checkpoints/latest").symlink_to("1")
-    shutil.copytree(run / "checkpoints/1", run / "checkpoints/keep-1")
-    for name in ("latest", "keep-1"):
-        assert open_weights(run / "checkpoints" / name).step == 1
 
 
 def test_a_damaged_import_or_average_is_refused(tmp_path):
@@ -155,12 +141,6 @@ def test_a_damaged_import_or_average_is_refused(tmp_path):
         path.write_bytes(content)
         with pytest.raises(ValueError, match=r"model.safetensors has other content than was written"):
             open_weights(tmp_path / name)
-
-
-def test_path_without_weights_is_refused(tmp_path):
-    for path in (tmp_path, tmp_path / "gone"):
-        with pytest.raises(ValueError, match=r"holds no weights .*working directory"):
-            open_weights(path)
 
 
 def test_exported_run_loads_in_transformers_without_warnings(trained, tmp_path, capsys, caplog, one_torch_thread):
@@ -203,19 +183,10 @@ def test_of_a_run_the_weights_alone_are_read_one_at_a_time_the_largest_first(tra
         return read(folder, abstract)
 
     monkeypatch.setattr(trained_weights, "read_arrays", read_and_record)
-    before = bytes_read()
     params = weights.restore(None)
-    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
-    assert 0.5 * num_bytes < bytes_read() - before < 1.5 * num_bytes
     assert sizes == sorted(sizes, reverse=True)
     assert len(sizes) == len(jax.tree.leaves(params))
-
-
-def bytes_read():
-    """Returns what TensorStore, through which Orbax reads, has read of files in this process."""
-    metrics = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
-    return sum(value["value"] for metric in metrics for value in metric["values"])
 
 
 def test_export_in_bfloat16_rounds_the_masters(trained, tmp_path):
@@ -272,15 +243,6 @@ def test_exported_tokenizer_adds_bos_as_the_run_was_trained(tmp_path):
         assert (theirs.eos_token_id, theirs.bos_token_id) == (ours.eos_id, ours.bos_id)
         assert json.loads((exported / "tokenizer_config.json").read_text())["add_bos_token"] is True
         assert json.loads((exported / "config.json").read_text())["eos_token_id"] == ours.eos_id
-
-
-def test_export_keeps_only_post_processors_that_add_no_token():
-    bytes_, adds = {"type": "ByteLevel", "trim_offsets": False}, {"type": "TemplateProcessing", "single": []}
-    both = {"type": "Sequence", "processors": [bytes_, adds]}
-    assert exporting._without_templates(both) == {"type": "Sequence", "processors": [bytes_]}
-    assert exporting._without_templates(bytes_) == bytes_
-    for nothing in (None, adds, {"type": "Sequence", "processors": [adds]}, {"type": "RobertaProcessing"}):
-        assert exporting._without_templates(nothing) is None
 
 
 def test_incompatible_checkpoints_are_not_averaged(tmp_path):
@@ -503,29 +465,10 @@ def test_written_safetensors_files_are_read_by_the_safetensors_library(tmp_path)
     same_bits(found, expected)
 
 
-def test_leaf_names_round_trip_to_trees():
-    tree = abstract_params(MODEL)
-    assert nested(leaves_by_name(tree)) == tree
-    assert "layers.attention.qkv" in leaves_by_name(tree)
-
-
-def header_bytes(header):
-    """Returns a safetensors file with this header, which may be nonsense."""
-    text = json.dumps(header).encode()
-    return len(text).to_bytes(8, "little") + text + bytes(8)
-
-
-def tensor(begin, end):
-    return {"dtype": "F32", "shape": (1,), "data_offsets": [begin, end]}
-
-
 def test_a_damaged_safetensors_file_is_refused_by_its_name(tmp_path):
     path = tmp_path / "a.safetensors"
-    for content in (
-        header_bytes({"\x1b[31m\n": tensor(4, 8)}),
-        header_bytes({"a" * 1000: [0, 8]}),
-        b"",
-    ):
+    unreadable = json.dumps({"\x1b[31m\n" * 1000: [0, 8]}).encode()
+    for content in (len(unreadable).to_bytes(8, "little") + unreadable, b""):
         path.write_bytes(content)
         with pytest.raises(ValueError, match="is not a safetensors file, or is damaged: ") as caught:
             read_header(path)
