@@ -115,14 +115,9 @@ def write_tensors(
     shard_bytes: int = SHARD_BYTES,
     status: Status,
 ) -> None:
-    """Writes safetensors, and their index if there are several files.
+    """Writes safetensors in the order of `tensors`, and their index if there are several files.
 
-    Args:
-      folder: where they are written.
-      tensors: shape and dtype of every tensor by name, in the order of the files.
-      values: (name, values) of every tensor, in any order and dtype.
-      shard_bytes: size of the largest file.
-      status: the progress bar to keep up to date.
+    `values` has (name, values) of every tensor, in any order and dtype; `status` is kept up to date.
     """
     shards = shards_of(tensors, shard_bytes)
     writers = {file: Writer(folder / file, tensors=part, metadata={"format": "pt"}) for file, part in shards.items()}

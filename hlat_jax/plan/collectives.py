@@ -49,13 +49,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Count:
-    """Sums over collectives of one kind and one set of axes, on one device.
-
-    Attributes:
-      executions: number of executions.
-      payload_bytes: payload of all executions.
-      wire_bytes: bytes sent in all executions.
-    """
+    """Sums over all executions of the collectives of one kind and one set of axes, on one device."""
 
     executions: int = 0
     payload_bytes: int = 0
@@ -90,12 +84,7 @@ def bus_factor(kind: str, group_size: int) -> float:
 
 
 def traced_collectives(jaxpr: Any, mesh: Any) -> list[Collective]:
-    """Returns the collectives of a traced program, or of a part of one, that leave a device.
-
-    Args:
-      jaxpr: the program.
-      mesh: an object whose `shape` maps axes to sizes, outermost first.
-    """
+    """Returns the collectives of a traced program, or of a part of one, that leave a device of the mesh."""
     return [collective for collective in _collectives(jaxpr, mesh, 1, "") if collective.axes]
 
 

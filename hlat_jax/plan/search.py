@@ -37,14 +37,7 @@ def ranked(
     """Returns layouts for these nodes that surely fit, each with its best schedule.
 
     Layouts are planned in the order of their estimated step time, or bytes if the speed of the target is unknown, until
-    `most` fit or `max_plans` are planned.
-
-    Args:
-      config: config of the run.
-      site: the nodes.
-      most: number of layouts returned.
-      max_plans: largest number of plans.
-      status: progress bar to keep up to date, as if so many were planned.
+    `most` fit or `max_plans` are planned; `status` is kept up to date.
 
     Returns:
       {"rows": the best first, those with disputed groups after all others, "by": "step_s" or "total", "layouts": number
@@ -139,12 +132,7 @@ class Estimate:
 def estimate(config: Config, layout: Layout, *, target: hardware.Target, state: Any, attention: str) -> Estimate:
     """Returns the estimate of `report.make_plan` of a config under a layout.
 
-    Args:
-      config: config of the run.
-      layout: its layout, which may be abstract.
-      target: node with the speeds.
-      state: abstract state under the layout.
-      attention: implementation of attention, chosen for the target.
+    `state` is the abstract state under that layout, `attention` the implementation chosen for the target.
     """
     model, policy = config.model, POLICIES[config.precision.policy]
     pipe, tensor, num_microbatches = layout.degrees["pipe"], layout.degrees["tensor"], config.train.num_microbatches
