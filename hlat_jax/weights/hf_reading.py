@@ -93,7 +93,17 @@ def open_checkpoint(folder: pathlib.Path, *, dtype: str = "", fuse_qkv: bool = T
         raise ValueError(
             f"{path}: num_hidden_layers={model.num_layers}, but the folder has only {len(tensors)} tensors."
         )
-    _require_names(tensors, hf_names.expected(model), folder=folder)
+    expected = hf_names.expected(model)
+    shapes = {name: stored.shape for name, stored in tensors.items()}
+    wrong = [
+        f"{_some([name])} is {_shape_text(shapes, name)}, config.json makes it {_shape_text(expected, name)}"
+        for name in dict.fromkeys([*expected, *shapes])
+        if shapes.get(name) != expected.get(name)
+    ]
+    if wrong:
+        raise ValueError(
+            f"{folder} has {len(wrong)} tensors that do not match its config.json:\n  " + "\n  ".join(wrong[:_SHOWN])
+        )
     kept = _dtype(tensors, dtype, folder=folder)
     embedding = tensors[hf_names.EMBEDDING]
     if head and not (head.code == embedding.code and np.array_equal(bits(embedding.read()), bits(head.read()))):
@@ -134,26 +144,6 @@ def _tensors(folder: pathlib.Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _require_names(
-    tensors: dict[str, StoredTensor], expected: dict[str, tuple[int, ...]], *, folder: pathlib.Path
-) -> None:
-    left_over = [name for name in tensors if name not in expected]
-    missing = [name for name in expected if name not in tensors]
-    if left_over or missing:
-        lines = [f"{len(missing)} missing: {_some(missing)}"] if missing else []
-        lines += [f"{len(left_over)} left over: {_some(left_over)}"] if left_over else []
-        if missing == [hf_names.HEAD]:
-            lines.append("without it, config.json should say tie_word_embeddings=true")
-        raise ValueError(f"{folder} does not have the tensors of its config.json:\n  " + "\n  ".join(lines))
-    others = [
-        f"{name} is {list(tensors[name].shape)}, config.json makes it {list(shape)}"
-        for name, shape in expected.items()
-        if tensors[name].shape != shape
-    ]
-    if others:
-        raise ValueError(f"{folder} has {len(others)} tensors of another shape:\n  " + "\n  ".join(others[:_SHOWN]))
-
-
 def _dtype(tensors: dict[str, StoredTensor], asked: str, *, folder: pathlib.Path) -> np.dtype:
     by_code: dict[str, list[str]] = {}
     for name, stored in tensors.items():
@@ -165,6 +155,10 @@ def _dtype(tensors: dict[str, StoredTensor], asked: str, *, folder: pathlib.Path
         raise ValueError(f"{folder} mixes dtypes: {kinds}; import it with --dtype=float32 or --dtype=bfloat16.")
     [code] = by_code
     return DTYPES["F32"] if code == "F16" else DTYPES[code]
+
+
+def _shape_text(shapes: dict[str, tuple[int, ...]], name: str) -> str:
+    return str(list(shapes[name])) if name in shapes else "missing"
 
 
 def _some(names: Iterable[str]) -> str:
