@@ -16,7 +16,7 @@ from hlat_jax.config import Config
 from hlat_jax.facts import hardware
 from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.facts.core_groups import DISPUTED, Server, server_of_target
-from hlat_jax.parallel.degrees import passes, verdicts
+from hlat_jax.parallel.degrees import verdicts
 from hlat_jax.parallel.sharding import MESH_AXES, Layout
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.passes.products import live_jaxpr
@@ -60,24 +60,12 @@ def site_layout(config: Config, site: Site) -> Layout:
     """Returns the layout of a config on a site.
 
     Raises:
-      ValueError: several nodes of a single machine, or as `degrees.layout_over`, with the nearest number of nodes.
+      ValueError: several nodes of a single machine, or as `degrees.layout_over`.
     """
     target = hardware.target(site.target)
     if site.nodes > 1 and not target.network_bytes_per_s:
         raise ValueError(f"--nodes={site.nodes}: --instance={site.target} is a single machine; use --nodes=1.")
-    try:
-        server, chip = site.server, site.target
-        return planned_layout(config, site.num_devices, platform=target.platform, server=server, chip=chip)
-    except ValueError as error:
-        nodes = _nearest_nodes(config, site) if target.network_bytes_per_s else None
-        raise ValueError(f"{error} The config is valid with --nodes={nodes}." if nodes else str(error)) from None
-
-
-def _nearest_nodes(config: Config, site: Site) -> int | None:
-    """Returns the number of nodes nearest to the site's on which a config passes every check; ties go to the larger."""
-    numbers = sorted(range(1, max(64, 2 * site.nodes) + 1), key=lambda nodes: (abs(nodes - site.nodes), -nodes))
-    devices = site.num_devices // site.nodes
-    return next((nodes for nodes in numbers if passes(config, nodes * devices, server=site.server)), None)
+    return planned_layout(config, site.num_devices, platform=target.platform, server=site.server, chip=site.target)
 
 
 def make_plan(config: Config, site: Site) -> dict[str, Any]:

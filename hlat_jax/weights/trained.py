@@ -50,8 +50,8 @@ class Weights(Description):
         """Returns the parameters as jax arrays; each process reads only the shards of its devices.
 
         Args:
-          shardings: a tree like the parameters, or one for all of them; None: the default device.
-          dtype: they are rounded to, to nearest, on the host; None: the stored dtype.
+          shardings: a tree like the parameters, one sharding for all of them, or None for the default device.
+          dtype: the dtype to which they are rounded on the host, or None for the stored one.
         """
         if shardings is None:
             shardings = jnp.zeros(()).sharding
