@@ -130,7 +130,8 @@ def _define_choices(values: flags.FlagValues) -> None:
     options = {"flag_values": values}
     about = "Virtual devices of this platform; default: the devices of this machine."
     flags.DEFINE_enum("platform", None, _PLATFORMS, about, **options)
-    flags.DEFINE_integer("devices", 0, "Number of virtual devices; 0: as few as the degrees allow.", 0, **options)
+    about = "Number of virtual devices; 0: as few as the degrees allow, or without --platform those of this machine."
+    flags.DEFINE_integer("devices", 0, about, 0, **options)
 
 
 VERBS = {"tune": _tune, "choices": _choices}
