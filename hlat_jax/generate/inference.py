@@ -120,13 +120,10 @@ def open_model(checkpoint: str, parallel: ParallelConfig, *, tokenizer: str = ""
     from hlat_jax.weights.trained import open_weights
 
     weights = open_weights(checkpoint, tokenizer=tokenizer)
+    if parallel.tensor > weights.model.num_kv_heads:  # a split of Q that K and V do not have
+        weights = open_weights(checkpoint, tokenizer=tokenizer, fuse_qkv=False)
     opened = weights.open_tokenizer()
-    try:
-        layout = layout_of_model(weights.model, parallel, jax.devices())
-    except ValueError as error:
-        of_hugging_face = weights.step == 0 and "model.fuse_qkv=False" in str(error)
-        hint = " Import the model (`python -m hlat_jax.hf import`) with --nofuse_qkv for the first."
-        raise ValueError(f"{error}{hint * of_hugging_face}") from None
+    layout = layout_of_model(weights.model, parallel, jax.devices())
     params = weights.restore(param_shardings(weights.model, layout))
     mesh = " x ".join(f"{axis} {degree}" for axis, degree in layout.degrees.items())
     dtype = params["embed"].dtype

@@ -241,7 +241,7 @@ def open_init(config: Config, tokenizer: Tokenizer, *, given: Collection[str] = 
         lines = "\n  ".join(others)
         raise ValueError(
             f"train.init_from={path} holds the weights of another model:\n  {lines}\nSet these keys to the values "
-            "in the checkpoint, or leave them out; for model.fuse_qkv=False, import the weights with --nofuse_qkv."
+            "in the checkpoint, or leave them out; for another model.fuse_qkv, begin with their `hf export`."
         )
     if weights.tokenizer:
         theirs = weights.open_tokenizer()

@@ -104,14 +104,6 @@ def test_nearest_degrees_keep_valid_requested_degrees(small):
     check_degrees(config, 16)
 
 
-@pytest.mark.parametrize(("name", "nodes", "advised"), [("70b", 7, 8), ("7b", 3, 4)])
-def test_plan_names_the_nearest_number_of_nodes(name, nodes, advised):
-    config = resolve(config_files.load(name))
-    with pytest.raises(ValueError, match=f"The config is valid with --nodes={advised}."):
-        make_plan(config, Site("trn1.32xlarge", nodes))
-    check_degrees(config, 32 * advised)
-
-
 def test_step_with_more_tokens_than_float32_can_count_is_refused():
     c = config_files.load("7b")
     c.train.num_microbatches = 1

@@ -21,6 +21,7 @@ import micro
 import numpy as np
 import pytest
 import sentencepiece
+from safetensors.numpy import save_file
 
 from hlat_jax import config as config_lib
 from hlat_jax import loop
@@ -31,7 +32,6 @@ from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.host import neuron_env
 from hlat_jax.host.neuron_topology import Topology
-from hlat_jax.model import abstract_params
 from hlat_jax.ops import table
 from hlat_jax.ops.choices import calls, choices
 from hlat_jax.optimizer import learning_rate
@@ -43,9 +43,8 @@ from hlat_jax.run.compilation import RECORD_FILE
 from hlat_jax.run.machine import fitting_program
 from hlat_jax.run.nonfinite import NonFiniteError
 from hlat_jax.store.typed_json import read_json
-from hlat_jax.weights import weights_folder
-from hlat_jax.weights.description import Description
-from hlat_jax.weights.trained import leaves_by_name
+from hlat_jax.weights.hf_config import config_json
+from hlat_jax.weights.hf_names import expected
 
 pytestmark = pytest.mark.xdist_group("config")  # its fixtures are costly: one process
 GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "support" / "golden"
@@ -344,11 +343,10 @@ def _base(settings, folder):
 
 def _write_inputs(folder):
     model = resolve(config_files.load(str(micro.write_config(folder)))).model
-    described = Description(folder=folder, model=model)
-    with weights_folder.new_weights(folder / "start", described, origin={}, files={}) as leaves:
-        for name, leaf in leaves_by_name(abstract_params(model)).items():
-            with leaves.leaf(name, leaf.shape, np.dtype(np.float32)) as write:
-                write(np.full(leaf.shape, 0.01, np.float32))
+    (folder / "start").mkdir()
+    (folder / "start/config.json").write_text(json.dumps(config_json(model, dtype="float32", token_ids={})))
+    tensors = {name: np.full(shape, 0.01, np.float32) for name, shape in expected(model).items()}
+    save_file(tensors, folder / "start/model.safetensors")
     texts = [f"Document {number} is of another kind." for number in range(20)]
     rows = [json.dumps({"text": text, "body": text[::-1]}) for text in texts]
     (folder / "two.jsonl").write_text("\n".join(rows) + "\n")

@@ -279,10 +279,10 @@ def test_ctrl_c_removes_what_a_command_has_half_written(tmp_path):
     code = """
 import os, pathlib, signal
 from hlat_jax.host import process
-from hlat_jax.weights import weights_folder
+from hlat_jax.hf import exporting
 signal.signal(signal.SIGINT, signal.default_int_handler)
 process.exit_on_interrupt()
-with weights_folder.whole_folder(pathlib.Path("out")) as partial:
+with exporting.whole_folder(pathlib.Path("out")) as partial:
     (partial / "a").write_text("half")
     print("said before", end="")
     os.kill(os.getpid(), signal.SIGINT)

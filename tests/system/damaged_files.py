@@ -44,7 +44,7 @@ from hlat_jax.store.typed_json import read_lines
 from hlat_jax.weights.trained import open_weights
 
 # Files of which most is read, and so damaged most often.
-_HOT = (ROWS_FILE, EVENTS_FILE, ALIVE_FILE, "metadata", "manifest.json", "weights.json", "integrity.json")
+_HOT = (ROWS_FILE, EVENTS_FILE, ALIVE_FILE, "metadata", "manifest.json", "integrity.json")
 _HOT += ("_CHECKPOINT_METADATA", "table.json", "config.json")
 _MEASURED = {"op": "model.rms_norm", "call": {"x_shape": [2, 3, 4]}, "times": {"reference": 1.0, "recomputed": 2.0}}
 Probe = Callable[[pathlib.Path], object]
