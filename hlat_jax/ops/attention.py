@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -23,7 +22,7 @@ def attention(
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     segment_ids_BT: jax.Array | None,
-    implementation: str | Mapping[str, str],
+    implementation: str,
     window: int | None = None,
 ) -> jax.Array:
     """Returns [B, T, N, H], in the dtype of `q_BTNH`: each query's softmax-weighted mean of the values it attends to.
@@ -37,7 +36,7 @@ def attention(
       k_BSKH: keys, S = T; K divides N.
       v_BSKH: values.
       segment_ids_BT: int32, or None when every row is one segment.
-      implementation: a name that `OP.choose` returns, or platform -> name, see `dialect.Op.run`.
+      implementation: a name that `OP.choose` returns.
       window: number of keys that a query attends to, its own included; None: all. Source: arXiv 2310.06825, section 2.
 
     Raises:
@@ -185,8 +184,7 @@ def _causal_mask(num_queries: int, num_keys: int, *, offset: int = 0, window: in
     return queries >= keys if window is None else (queries >= keys) & (queries - keys < window)
 
 
-# The kernels below are imported only when they are run, or checked on their own platform. Arguments that a kernel does
-# not take are rejected by its `unsupported_reasons`.
+# What follows is imported only when it is run or checked. A window is rejected by `unsupported_reasons` of the kernel.
 
 
 def _chunked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
@@ -207,37 +205,11 @@ def _nki_unsupported_reasons(**call):
     return nki.unsupported_reasons(**call)
 
 
-def _cudnn(q_BTNH, k_BSKH, v_BSKH, _, window):
-    from hlat_jax.ops.gpu import attention as gpu
-
-    return gpu.cudnn(q_BTNH, k_BSKH, v_BSKH, window=window)
-
-
-def _cudnn_unsupported_reasons(**call):
-    from hlat_jax.ops.gpu import attention as gpu
-
-    return gpu.cudnn_unsupported_reasons(**call)
-
-
-def _triton(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, _):
-    from hlat_jax.ops.gpu import attention as gpu
-
-    return gpu.triton(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=segment_ids_BT)
-
-
-def _triton_unsupported_reasons(**call):
-    from hlat_jax.ops.gpu import attention as gpu
-
-    return gpu.triton_unsupported_reasons(**call)
-
-
 OP = Op("model.attention")
 OP.register(Implementation("einsum", _einsum, {"*": 10}))
 # XLA on cpu does not fuse attention: skipping the masked half of the scores is faster there
 OP.register(Implementation("blocked", _blocked, {"cpu": 20, "*": 5}))
 # takes less memory for long rows but is slower: only an explicit name or a measured table selects it
 OP.register(Implementation("chunked", _chunked, {"*": 4}))
-# below the others: not yet run on a device
+# below the others: it has not run on a device
 OP.register(Implementation("nki", _nki, {"neuron": 1}, _nki_unsupported_reasons))
-OP.register(Implementation("cudnn", _cudnn, {"cuda": 2}, _cudnn_unsupported_reasons))
-OP.register(Implementation("triton", _triton, {"cuda": 1}, _triton_unsupported_reasons))

@@ -9,11 +9,8 @@ Source: RAF, arXiv 2303.04759, where the choice is by priority alone and a kerne
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
-
-import jax
 
 # The platform of a JAX device -> the name of its lowering platform, which is used here.
 _LOWERED_AS = {"gpu": "cuda"}
@@ -156,10 +153,6 @@ class Op:
                 because += f"; {times.source} has no times for this call"
         return Choice(best, because, {name: refusals[name] or why_not[name] for name in refusals if name != best})
 
-    def choose_each(self, wanted: str, platforms: Sequence[str], *, call: CallSpec | None = None) -> dict[str, Choice]:
-        """Returns `choose` for each of several platforms for which one trace is lowered."""
-        return {platform: self.choose(wanted, platform, call=call) for platform in platforms}
-
     def refusals(
         self, platform: str, call: CallSpec | None, *, excluded: Mapping[str, str] | None = None
     ) -> dict[str, str]:
@@ -183,28 +176,17 @@ class Op:
             reasons[name] = why or (excluded or {}).get(name, "")
         return reasons
 
-    def run(self, name: str | Mapping[str, str], *args: Any, **call: Any) -> Any:
+    def run(self, name: str, *args: Any, **call: Any) -> Any:
         """Returns the output of an implementation.
 
         Args:
-          name: as `choose` returns it; or platform -> name, for one trace that lowers to the implementation of each
-            platform. Lowering for another platform is an error. If all names are equal, nothing is added to the
-            program.
+          name: as `choose` returns it.
           *args: arguments of the op's contract.
           **call: its CallSpec.
 
         Raises:
           ValueError: an unknown name, or one that cannot serve this call.
         """
-        if not isinstance(name, str):
-            if not name:
-                raise ValueError(f"{self.key}={name!r} names no platform; give platform -> name.")
-            branches = {_LOWERED_AS.get(platform, platform): chosen for platform, chosen in name.items()}
-            if len(set(branches.values())) > 1:
-                # arguments are bound here, since platform_dependent would trace numbers that must be static
-                runs = {where: functools.partial(self.run, chosen, *args, **call) for where, chosen in branches.items()}
-                return jax.lax.platform_dependent(**runs)
-            (name,) = set(branches.values())
         if name not in self._implementations:
             raise ValueError(f"{self.key}={name!r} is not one of {', '.join(self.names)}; `choose` resolves auto.")
         self._check_serves(name, self._implementations[name].unsupported_reasons(**call))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,13 +10,13 @@ import jax.numpy as jnp
 from hlat_jax.ops.dialect import CallSpec, Implementation, Op
 
 
-def swiglu(gate: jax.Array, *, up: jax.Array, implementation: str | Mapping[str, str]) -> jax.Array:
+def swiglu(gate: jax.Array, *, up: jax.Array, implementation: str) -> jax.Array:
     """Returns `silu(gate) * up`, elementwise, in the dtype of the inputs.
 
     Args:
       gate: any shape and float dtype.
       up: of the same shape and dtype.
-      implementation: a name that `OP.choose` returns, or platform -> name, see `dialect.Op.run`.
+      implementation: a name that `OP.choose` returns.
 
     Raises:
       ValueError: the implementation cannot serve these arguments, or they differ in shape or dtype.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hlat_jax.passes import selection
 from hlat_jax.passes.naming import RematChoice
 from hlat_jax.passes.products import live_jaxpr, total_flops
 from hlat_jax.passes.recompute import RecomputeGraph
+from hlat_jax.passes.selection import cheapest_choice
 
 # After a choice that leaves less than this share of the budget unused, only the next larger one is tried.
 _CLOSE = 0.02
@@ -52,34 +52,26 @@ class Trials:
         return self._traces[choice]
 
 
-def search_choice(
-    trial: Trials, graph: RecomputeGraph, solve: selection.Solver, *, budget_bytes: int, most: int
-) -> RematChoice:
+def search_choice(trial: Trials, graph: RecomputeGraph, *, budget_bytes: int, most: int) -> RematChoice:
     """Returns the cheapest choice found that fits, by a secant search for the bytes to save.
 
     Near the budget, one more choice is tried nevertheless: saving more may need less working memory.
     """
     fits, kept, measured = RematChoice(), 0, trial(RematChoice())[0]
     full = measured
-    nothing = solve(graph, 0.0)  # on the device; values may be offloaded
-    if trial(nothing)[0] <= budget_bytes:
-        fits, measured = nothing, trial(nothing)[0]
-    above = graph.num_bytes(solve(graph, float("inf")).saved) + 1  # does not fit, or nothing more can be saved
+    above = (
+        graph.num_bytes(cheapest_choice(graph, float("inf")).saved) + 1
+    )  # does not fit, or nothing more can be saved
     above_measured = None
     guess = budget_bytes - measured
     while trial.count < most:
         is_close = kept > 0 and budget_bytes - measured < _CLOSE * budget_bytes
-        if is_close:
-            choice = _next(graph, solve, low=kept, high=above)
-        else:
-            choice = _between(graph, solve, low=kept, high=above, guess=guess)
+        choice = _next(graph, low=kept, high=above) if is_close else _between(graph, low=kept, high=above, guess=guess)
         if choice is None:
             break
         found_kept, found = graph.num_bytes(choice.saved), trial(choice)[0]
         if found <= budget_bytes:
-            # the greedy solver may keep more and save less
-            fits = min(choice, fits, key=lambda one: graph.cost({*one.saved, *one.offloaded}))
-            kept, measured = found_kept, found
+            fits, kept, measured = choice, found_kept, found
         elif is_close:
             break
         else:
@@ -92,32 +84,30 @@ def search_choice(
     return fits
 
 
-def _between(
-    graph: RecomputeGraph, solve: selection.Solver, *, low: int, high: int, guess: float
-) -> RematChoice | None:
+def _between(graph: RecomputeGraph, *, low: int, high: int, guess: float) -> RematChoice | None:
     """Returns a choice near `guess` that saves more than `low` and fewer than `high` bytes; None if none is found."""
     guess = min(max(guess, low + 0.1 * (high - low)), high - 1)
     for _ in range(6):
-        choice = solve(graph, guess)
+        choice = cheapest_choice(graph, guess)
         if low < graph.num_bytes(choice.saved) < high:
             return choice
         guess = (guess + high) / 2
     return None
 
 
-def _next(graph: RecomputeGraph, solve: selection.Solver, *, low: int, high: int) -> RematChoice | None:
+def _next(graph: RecomputeGraph, *, low: int, high: int) -> RematChoice | None:
     """Returns a choice that saves little more than `low`, and fewer than `high` bytes; None if none is found."""
     short, found = low, None  # the largest budget known to save nothing more
     for share in (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 1.0):
         limit = low + share * (high - 1 - low)
-        choice = solve(graph, limit)
+        choice = cheapest_choice(graph, limit)
         if low < graph.num_bytes(choice.saved) < high:
             found = choice
             break
         short = limit
     for _ in range(5 if found else 0):
         middle = (short + graph.num_bytes(found.saved)) / 2
-        choice = solve(graph, middle)
+        choice = cheapest_choice(graph, middle)
         if low < graph.num_bytes(choice.saved) < high:
             found = choice
         else:

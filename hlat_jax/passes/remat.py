@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -24,12 +23,12 @@ import jax
 import jax.numpy as jnp
 
 from hlat_jax.facts.byte_sizes import format_bytes, parse_bytes
-from hlat_jax.passes import naming, selection
+from hlat_jax.passes import naming
 from hlat_jax.passes.jaxpr import function_name, traced, tracing
 from hlat_jax.passes.naming import RematChoice
 from hlat_jax.passes.narrowing import Trials, search_choice
 from hlat_jax.passes.products import live_jaxpr, total_flops
-from hlat_jax.passes.recompute import Rates, recompute_graph
+from hlat_jax.passes.recompute import recompute_graph
 
 
 def temporaries(traced: Any) -> int:
@@ -60,21 +59,14 @@ class RematOptions:
         the program fits, else whichever of these takes fewer bytes with nothing kept.
       min_bytes: smallest size of a value that may be saved: on one device under `shard_map`, over all trips of the
         loops and all calls that keep the value at one time.
-      rates: costs of work other than products.
-      solver: exact, or RAF's greedy rule.
       measure: traced program -> bytes, which are compared with the budget.
-      offload: whether values may be kept in host memory; the backend must have `pinned_host`.
-      max_compilations: most programs compiled; more of them come closer to the budget. If the program does not fit with
-        nothing kept, the policies of `naming.STOCK_POLICIES`, at most four, are compiled in addition, as is one
-        program for the comparison of regions.
+      max_compilations: most programs compiled, and one more for the comparison of regions; more of them come closer to
+        the budget.
     """
 
     region: str = "auto"
     min_bytes: int = 65536
-    rates: Rates = Rates()  # noqa: RUF009, frozen
-    solver: str = "exact"
     measure: Callable[[Any], int] = temporaries
-    offload: bool = False
     max_compilations: int = 8
 
     def __post_init__(self):
@@ -90,7 +82,7 @@ class RematPlan:
     """A choice of values to save, and the figures behind it.
 
     Attributes:
-      choice: names of the values, or a stock policy; None if the program fits without rematerialization.
+      choice: names of the values; None if the program fits without rematerialization.
       budget_bytes: the budget.
       measured_bytes: bytes of the program, by `RematOptions.measure`.
       predicted_bytes: its bytes before it was compiled: those of full rematerialization plus those of the saved values.
@@ -126,7 +118,9 @@ class RematPlan:
 
     def report(self) -> str:
         """Returns a summary in a few lines."""
-        kept = "everything: it fits without rematerialization" if self.choice is None else self._kept(self.choice)
+        kept = "everything: it fits without rematerialization"
+        if self.choice is not None:
+            kept = ", ".join(self.choice.saved) or "nothing"
         full = "" if self.full is None else f", {format_bytes(self.full[0])} with nothing kept"
         if self.segments:
             kinds = "1 kind" if len(self.segments) == 1 else f"{len(self.segments)} kinds"
@@ -141,13 +135,6 @@ class RematPlan:
                 f"search     {self.compilations} compilations, {self.seconds:.1f} s",
             )
         )
-
-    @staticmethod
-    def _kept(choice: RematChoice) -> str:
-        if choice.stock_policy:
-            return f"what jax.checkpoint_policies.{choice.stock_policy} saves"
-        moved = f"; on the host {', '.join(choice.offloaded)}" if choice.offloaded else ""
-        return (", ".join(choice.saved) or "nothing") + moved
 
 
 def fit(
@@ -196,7 +183,7 @@ def fit(
     trials = {region: trials_of(region) for region in candidates}
     region = candidates[0] if shared[0] <= budget else _narrowest(trials, budget)
     plan = _search(trials[region], budget_bytes=budget, options=options)
-    if plan.choice is None or plan.choice.stock_policy:
+    if plan.choice is None:
         region = "whole"
     kinds = collections.Counter(segment.kind for segment in naming.segments(traces[-1])) if region == "segments" else {}
     return dataclasses.replace(
@@ -234,69 +221,6 @@ def _narrowest(trials: dict[str, Trials], budget_bytes: int) -> str:
     return min(trials, key=lambda region: trials[region](RematChoice())[0])
 
 
-def max_batch(
-    make_step: Callable[[int], tuple[Callable, tuple]],
-    limit_bytes: int | str,
-    *,
-    step: Callable[[Callable], Callable] | None = None,
-    rematerialize: bool = True,
-    most: int = 65536,
-) -> tuple[int, int]:
-    """Returns (the largest batch whose program fits, the `total_bytes` of that program).
-
-    Searches by secants through the measured programs and by bisection, in turn: compiles a few programs if memory
-    grows evenly, at most about 60. With rematerialization, the batch is the largest that fits with
-    nothing kept; `fit` with `RematOptions(measure=total_bytes)` then finds the values that can be saved within the
-    limit. A larger batch may fit if some choice takes less than nothing kept.
-
-    Args:
-      make_step: batch -> (fn, args) as `fit` takes them; `jax.ShapeDtypeStruct`s will do.
-      limit_bytes: '16GiB' or an int.
-      step: the program around `fn`, as `fit` takes it.
-      rematerialize: whether to keep nothing; otherwise the program without rematerialization is measured.
-      most: largest batch to try.
-
-    Raises:
-      ValueError: an invalid limit, or one too small for a batch of 1; `most` below 1.
-    """
-    limit = parse_bytes(limit_bytes, name="limit_bytes")
-    if most < 1:
-        raise ValueError(f"most={most} must be at least 1, the smallest batch.")
-    choice = RematChoice() if rematerialize else None
-
-    def measured(batch: int) -> int:
-        fn, args = make_step(batch)
-        return total_bytes(_trace(fn, args, called=_applied(fn, choice, region="auto"), step=step))
-
-    least = measured(1)
-    if least > limit:
-        raise ValueError(
-            f"limit_bytes={limit:,}: a batch of 1 takes {least:,} bytes ({format_bytes(least)}) "
-            f"{_kept_phrase(choice)}; raise the limit, split the model over more "
-            "devices or shorten the sequences."
-        )
-    return _largest(measured, least, limit=limit, most=most)
-
-
-def _largest(measured: Callable[[int], int], least: int, *, limit: int, most: int) -> tuple[int, int]:
-    """Returns (the largest batch that fits, its bytes), where a batch of 1 takes `least` bytes and fits."""
-    fits, fits_bytes, fails, slope, is_secant = 1, least, most + 1, 0.0, False
-    while fails - fits > 1:
-        is_secant = slope > 0 and not is_secant
-        if is_secant:
-            guess = fits + int((limit - fits_bytes) / slope)
-        else:
-            guess = 2 * fits if fails > most else math.isqrt(fits * fails)
-        batch = min(max(guess, fits + 1), fails - 1)
-        num_bytes = measured(batch)
-        slope = (num_bytes - fits_bytes) / (batch - fits) or slope
-        if num_bytes <= limit:
-            fits, fits_bytes = batch, num_bytes
-        else:
-            fails = batch
-    return fits, fits_bytes
-
-
 def _applied(fn: Callable, choice: RematChoice | None, *, region: str) -> Callable:
     return fn if choice is None else regions(fn, choice, region=region)
 
@@ -310,7 +234,7 @@ def _trace(fn: Callable, args: tuple, *, called: Callable, step: Callable | None
 
 
 def regions(fn: Callable, choice: RematChoice, *, region: str) -> Callable:
-    """Returns `fn` with a choice applied to each `RematOptions.region` of it, or a stock policy to all of it.
+    """Returns `fn` with a choice applied to each `RematOptions.region` of it.
 
     With auto, these are the regions that the names of the choice come from. For one without names: loops, or segments
     where there are none, or all of it.
@@ -318,9 +242,9 @@ def regions(fn: Callable, choice: RematChoice, *, region: str) -> Callable:
     _check_region(region)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        where = "whole" if choice.stock_policy else region
+        where = region
         if where == "auto":
-            is_segmented = any(map(naming.is_of_segment, (*choice.saved, *choice.offloaded)))
+            is_segmented = any(map(naming.is_of_segment, choice.saved))
             where = "segments" if is_segmented else _candidates([_jaxpr(fn, args, kwargs)], "auto")[0]
         return _CHECKPOINTED[where](fn, choice)(*args, **kwargs)
 
@@ -353,20 +277,21 @@ def search(
 
 def _search(trial: Trials, *, budget_bytes: int, options: RematOptions) -> RematPlan:
     began = time.monotonic()
-    solve = selection.solver(options.solver, offloaded_byte=_offloaded_byte(options))
     plain = trial(None)
     choice, full, predicted = None, None, None
     if plain[0] > budget_bytes:
         choice, full = RematChoice(), trial(RematChoice())
         if full[0] > budget_bytes:
-            choice = _stock(trial, budget_bytes)
-        else:
-            program = live_jaxpr(trial.trace(choice))
-            graph = recompute_graph(program, rates=options.rates, min_bytes=options.min_bytes)
-            if graph.sizes:
-                choice = search_choice(trial, graph, solve, budget_bytes=budget_bytes, most=options.max_compilations)
-            kept = {*choice.saved, *choice.offloaded}
-            predicted = full[0] + graph.num_bytes(choice.saved), full[1] - graph.flops(()) + graph.flops(kept)
+            raise BudgetNotMet(
+                f"a budget of {budget_bytes:,} bytes ({format_bytes(budget_bytes)}) is not met: the program takes "
+                f"{full[0]:,} bytes ({format_bytes(full[0])}) with nothing kept and {format_bytes(plain[0])} without "
+                "rematerialization. Write blocks in a Python loop as a lax.scan, or put jax.checkpoint around each. Or "
+                "raise the budget, or reduce the batch or microbatch of a device."
+            )
+        graph = recompute_graph(live_jaxpr(trial.trace(choice)), min_bytes=options.min_bytes)
+        if graph.sizes:
+            choice = search_choice(trial, graph, budget_bytes=budget_bytes, most=options.max_compilations)
+        predicted = full[0] + graph.num_bytes(choice.saved), full[1] - graph.flops(()) + graph.flops(choice.saved)
     measured = trial(choice)
     predicted = predicted or measured
     return RematPlan(
@@ -381,42 +306,6 @@ def _search(trial: Trials, *, budget_bytes: int, options: RematOptions) -> Remat
         compilations=trial.count,
         seconds=time.monotonic() - began,
     )
-
-
-def _stock(trial: Trials, budget_bytes: int) -> RematChoice:
-    """Returns the choice of the stock policy that fits with the fewest FLOPs. Raises BudgetNotMet if none fits."""
-    choices = [RematChoice(stock_policy=name) for name in naming.STOCK_POLICIES]
-    for choice in sorted(choices, key=trial.flops):
-        if trial(choice)[0] <= budget_bytes:
-            return choice
-    tried = {choice: trial(choice)[0] for choice in (None, RematChoice(), *choices)}
-    smallest = min(tried, key=lambda choice: tried[choice])
-    measured = ", ".join(f"{format_bytes(num_bytes)} {_kept_phrase(choice)}" for choice, num_bytes in tried.items())
-    raise BudgetNotMet(
-        f"a budget of {budget_bytes:,} bytes ({format_bytes(budget_bytes)}) is not met: the smallest program tried "
-        f"takes {tried[smallest]:,} bytes ({format_bytes(tried[smallest])}) {_kept_phrase(smallest)}. Measured: "
-        f"{measured}. A program that was not tried may take less: write blocks in a Python loop as a lax.scan, or put "
-        "jax.checkpoint around each. Or raise the budget, or reduce the batch or microbatch of a device."
-    )
-
-
-def _kept_phrase(choice: RematChoice | None) -> str:
-    if choice is None:
-        return "without rematerialization"
-    return f"under {choice.stock_policy}" if choice.stock_policy else "with nothing kept"
-
-
-def _offloaded_byte(options: RematOptions) -> float | None:
-    if not options.offload:
-        return None
-    device = jax.devices()[0]
-    kinds = [memory.kind for memory in device.addressable_memories()]
-    if "pinned_host" not in kinds:
-        raise ValueError(
-            f"offload=True: {device.device_kind} ({device.platform}) has no memory of kind pinned_host, only "
-            f"{', '.join(kinds)}; set offload=False."
-        )
-    return options.rates.offloaded_byte
 
 
 def _gradients(fn: Callable) -> Callable:

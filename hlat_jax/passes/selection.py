@@ -1,50 +1,21 @@
-"""Selects the cheapest set of values to save within a number of bytes: exactly, or approximately by a greedy rule.
+"""Selects the set of values to save within a number of bytes whose recomputation is the cheapest.
 
 The bytes are those of the saved values alone, not of the whole program.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import numpy as np
 
 from hlat_jax.passes.naming import RematChoice
 from hlat_jax.passes.recompute import RecomputeGraph
 
-Solver = Callable[[RecomputeGraph, float], RematChoice]
 
-
-def solver(name: str, *, offloaded_byte: float | None = None) -> Solver:
-    """Returns the solver with this name.
-
-    Args:
-      name: exact or greedy.
-      offloaded_byte: cost of a byte on the host, as `exact` takes it.
-
-    Raises:
-      ValueError: an unknown name, or `greedy` where values may go to the host.
-    """
-    if name not in ("exact", "greedy"):
-        raise ValueError(f"solver={name!r} must be exact or greedy.")
-    if name == "exact":
-        return functools.partial(exact, offloaded_byte=offloaded_byte)
-    if offloaded_byte is not None:
-        raise ValueError("offload=True needs solver='exact': the greedy solver only keeps or drops values.")
-    return greedy
-
-
-def exact(graph: RecomputeGraph, budget_bytes: float, *, offloaded_byte: float | None = None) -> RematChoice:
+def cheapest_choice(graph: RecomputeGraph, budget_bytes: float) -> RematChoice:
     """Returns the choice with the cheapest recomputation within the bytes, by a mixed-integer program.
 
-    Variables: for each value s = 1 if saved and h = 1 if offloaded; for each node c = 1 if recomputed. What gradients
-    and recomputed nodes read must be saved, offloaded or recomputed. If s and h are integers, so are the optimal c.
-
-    Args:
-      graph: what is recomputed, and the values that can be saved.
-      budget_bytes: on the device.
-      offloaded_byte: cost of keeping a byte on the host instead, if that is allowed.
+    Variables: for each value s = 1 if saved; for each node c = 1 if recomputed. What gradients and recomputed nodes
+    read must be saved or recomputed. If s are integers, so are the optimal c.
 
     Source: Jain et al. (Checkmate), arXiv 1910.02653, without the order of execution, which the compiler chooses.
     """
@@ -62,8 +33,7 @@ def exact(graph: RecomputeGraph, budget_bytes: float, *, offloaded_byte: float |
 
     def available(number: int) -> dict[int, float]:
         name = graph.nodes[number].name
-        kept = {column[name]: 1.0, column[name] + len(names): 1.0} if name else {}
-        return {number: 1.0} | kept
+        return {number: 1.0} | ({column[name]: 1.0} if name else {})
 
     for number, node in enumerate(graph.nodes):
         if node.is_read:
@@ -75,47 +45,22 @@ def exact(graph: RecomputeGraph, budget_bytes: float, *, offloaded_byte: float |
     costs = np.array([node.cost for node in graph.nodes])
     unit = max(sizes.sum(), 1.0)
     require({column[name]: -size / unit for name, size in zip(names, sizes, strict=True)}, -budget_bytes / unit)
-    total = max(costs.sum(), 1.0)
     rows, columns, values = zip(*entries, strict=True)
-    shape = (len(lower), len(graph.nodes) + 2 * len(names))
-    moved = sizes * (offloaded_byte or 0.0) / total
+    shape = (len(lower), len(graph.nodes) + len(names))
     found = milp(
-        np.concatenate((costs / total, 1e-6 * sizes / unit, moved)),  # ties go to fewer bytes
+        np.concatenate((costs / max(costs.sum(), 1.0), 1e-6 * sizes / unit)),  # ties go to fewer bytes
         constraints=LinearConstraint(coo_array((values, (rows, columns)), shape=shape), lower, np.inf),
-        bounds=Bounds(0, np.r_[np.ones(shape[1] - len(names)), np.full(len(names), offloaded_byte is not None)]),
-        integrality=np.r_[np.zeros(len(graph.nodes)), np.ones(2 * len(names))],
+        bounds=Bounds(0, 1),
+        integrality=np.r_[np.zeros(len(graph.nodes)), np.ones(len(names))],
         options={"mip_rel_gap": 0.0},
     )
     if found.x is None:
         raise AssertionError(f"saving nothing is always a solution: {found.message}")
-    offloaded = tuple(name for name in names if found.x[column[name] + len(names)] > 0.5)
-    return RematChoice(
-        _without_idle(graph, [name for name in names if found.x[column[name]] > 0.5], offloaded), offloaded
-    )
-
-
-def _without_idle(graph: RecomputeGraph, saved: list[str], offloaded: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the saved names without those that do not reduce the cost: the solver's tolerance admits some."""
-    cost = graph.cost({*saved, *offloaded})
+    saved = [name for name in names if found.x[column[name]] > 0.5]
+    # the solver's tolerance admits some values that do not reduce the cost
+    cost = graph.cost(saved)
     for name in sorted(saved, key=graph.sizes.get, reverse=True):
         rest = [other for other in saved if other != name]
-        if graph.cost({*rest, *offloaded}) <= cost:
+        if graph.cost(rest) <= cost:
             saved = rest
-    return tuple(saved)
-
-
-def greedy(graph: RecomputeGraph, budget_bytes: float) -> RematChoice:
-    """Returns the choice left after dropping values, the cheapest to recompute per byte first, until the rest fits.
-
-    Source: the score of RAF's rematerialization, awslabs/raf `src/pass/rematerialization.cc`.
-    """
-    saved = set(graph.sizes)
-    cost = graph.cost(saved)
-    while saved:
-        without = {name: graph.cost(saved - {name}) - cost for name in sorted(saved)}
-        name = min(without, key=lambda name: without[name] / max(graph.sizes[name], 1))
-        if without[name] > 0 and graph.num_bytes(saved) <= budget_bytes:
-            break
-        saved.remove(name)
-        cost += without[name]
-    return RematChoice(tuple(sorted(saved)))
+    return RematChoice(tuple(saved))

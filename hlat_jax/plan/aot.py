@@ -80,7 +80,7 @@ def compiled(config: Config, num_devices: int, platform: str) -> dict[str, Any]:
     model = chosen_model(config, layout, platform=platform)
     # layers in a loop, unless unrolled ones were asked for: the same collectives, compiled in seconds
     model = dataclasses.replace(model, layer_loop=config.model.layer_loop)
-    if model.attention in ("cudnn", "nki", "triton"):  # kernels that a CPU does not have; no collective is in them
+    if model.attention == "nki":  # a CPU does not have the kernel; no collective is in it
         model = dataclasses.replace(model, attention="auto")
     config = dataclasses.replace(config, model=model)
     program = make_program(config, layout)

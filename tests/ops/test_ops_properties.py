@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hlat_jax.ops.gpu import attention as gpu
 from jax.sharding import PartitionSpec as P
 
 from hlat_jax.ops import (
@@ -29,7 +30,6 @@ from hlat_jax.ops import (
     swiglu,
 )
 from hlat_jax.ops import loss_scale as scaling
-from hlat_jax.ops.gpu import attention as gpu
 from hlat_jax.ops.nki import attention as nki
 from hlat_jax.ops.registry import OPS
 from hlat_jax.parallel.collectives import ParallelContext

@@ -1,7 +1,6 @@
 """The report of a training program: products before and after a pass, where collectives sit, bytes as XLA has them."""
 
 import collections
-import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +10,6 @@ from foreign_models import batch, user_model
 from programs import training_program
 
 from hlat_jax.batch import SumAndCount, abstract_batch
-from hlat_jax.ops.dialect import Choice
 from hlat_jax.parallel import xla_options
 from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.passes import remat
@@ -47,12 +45,6 @@ def test_report_matches_xla_bytes_and_has_no_collectives_on_one_device():
     assert found.bytes.predicted > 0
     assert found.collectives == ()
     assert "collectives      none" in str(found)
-
-
-def test_report_names_chosen_kernels_and_why_others_were_rejected():
-    kernels = {"model.attention": Choice("einsum", "level 10 on cpu", {"nki": "does not run on cpu"})}
-    line = "kernel           model.attention: einsum (level 10 on cpu); not nki: does not run on cpu"
-    assert line in str(dataclasses.replace(report_of()[0], kernels=kernels))
 
 
 def test_report_locates_zero_3_gathers_and_scatters():
