@@ -145,7 +145,7 @@ def _emitted(fn: Callable, choice: RematChoice, emit: Callable[[Any, list, _Name
     """Returns a function whose results are those that `emit` computes from the jaxpr of `fn` and its operands."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        closed, leaves, tree = traced(fn, args, kwargs, by="remat")
+        closed, leaves, tree = traced(fn, args, kwargs)
         namer = _Namer(choice)
         outs = emit(closed, leaves, namer)
         namer.check(fn)

@@ -24,7 +24,7 @@ import jax.numpy as jnp
 
 from hlat_jax.facts.byte_sizes import format_bytes, parse_bytes
 from hlat_jax.passes import naming
-from hlat_jax.passes.jaxpr import function_name, traced, tracing
+from hlat_jax.passes.jaxpr import function_name, traced
 from hlat_jax.passes.naming import RematChoice
 from hlat_jax.passes.narrowing import Trials, search_choice
 from hlat_jax.passes.products import live_jaxpr, total_flops
@@ -157,8 +157,7 @@ def fit(
       name: name of the budget's setting, for errors.
 
     Raises:
-      ValueError: a budget that is not a size, or (BudgetNotMet) that no program tried fits; a function that cannot be
-        traced.
+      ValueError: a budget that is not a size, or (BudgetNotMet) that no program tried fits.
     """
     budget = parse_bytes(budget_bytes, name=name)
     began = time.monotonic()
@@ -169,13 +168,13 @@ def fit(
         return fn(*args, **kwargs)
 
     _take_name(observed, fn)
-    plain = _trace(fn, args, called=observed, step=step)
+    plain = _trace(args, called=observed, step=step)
     candidates = _candidates(traces, options.region)
     shared = options.measure(plain), total_flops(live_jaxpr(plain))
 
     def trials_of(region: str) -> Trials:
         return Trials(
-            lambda choice: _trace(fn, args, called=_applied(fn, choice, region=region), step=step),
+            lambda choice: _trace(args, called=_applied(fn, choice, region=region), step=step),
             options.measure,
             plain=shared,
         )
@@ -197,7 +196,7 @@ def fit(
 
 
 def _jaxpr(fn: Callable, args: tuple, kwargs: dict) -> Any:
-    return traced(fn, args, kwargs, by="remat")[0].jaxpr
+    return traced(fn, args, kwargs)[0].jaxpr
 
 
 def _take_name(function: Any, fn: Callable) -> None:
@@ -225,12 +224,11 @@ def _applied(fn: Callable, choice: RematChoice | None, *, region: str) -> Callab
     return fn if choice is None else regions(fn, choice, region=region)
 
 
-def _trace(fn: Callable, args: tuple, *, called: Callable, step: Callable | None) -> Any:
-    """Returns the traced program of `step`, or of gradients, with `called` in place of `fn`."""
+def _trace(args: tuple, *, called: Callable, step: Callable | None) -> Any:
+    """Returns the traced program of `step`, or of gradients, of `called`."""
     program = (step or _gradients)(called)
     program = program if hasattr(program, "trace") else jax.jit(program)
-    with tracing(fn, args, by="remat"):
-        return program.trace(*args)
+    return program.trace(*args)
 
 
 def regions(fn: Callable, choice: RematChoice, *, region: str) -> Callable:

@@ -88,7 +88,7 @@ class Rewritten(Generic[_Args, _Result]):
         self._fn, self._rewriter, self._report = fn, rewriter, None
 
     def __call__(self, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-        closed, leaves, tree = traced(self._fn, args, kwargs, by="rewrite")
+        closed, leaves, tree = traced(self._fn, args, kwargs)
         rewriter = self._rewriter()
         outs = core.jaxpr_as_fun(rewriter.rewrite(closed))(*leaves)
         self._report = RewriteReport(tuple(rewriter.replacements.values()), tuple(rewriter.refusals))
@@ -127,7 +127,7 @@ def rewrite(
       ops: names of the ops that are looked for, keys of `MATCHERS`.
 
     Raises:
-      ValueError: an unknown op; when called: a function that cannot be traced.
+      ValueError: an unknown op.
     """
     if isinstance(ops, str) or not set(ops) <= set(MATCHERS):
         raise ValueError(f"rewrite: ops={ops!r} must be a sequence of names of {', '.join(MATCHERS)}.")
