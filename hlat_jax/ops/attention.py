@@ -117,8 +117,6 @@ def reference(
     scores_BKGTS = scores_BKGTS / math.sqrt(h) if variant.scale is None else scores_BKGTS * variant.scale
     if variant.softcap is not None:
         scores_BKGTS = variant.softcap * jnp.tanh(scores_BKGTS / variant.softcap)
-    for bias_BNTS in variant.biases:
-        scores_BKGTS += by_group(bias_BNTS).astype(jnp.float32)
     if masks:
         scores_BKGTS = jnp.where(functools.reduce(jnp.logical_and, masks), scores_BKGTS, MASKED)
     probs_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1)

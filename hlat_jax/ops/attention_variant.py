@@ -20,8 +20,7 @@ class Variant:
     Attributes:
       causal: whether a query attends only to its own and earlier positions.
       scale: factor of the scores, 1/sqrt(H) if it is None.
-      softcap: c: scores become c * tanh(scores / c), before biases and masks. Source: arXiv 2408.00118, section 2.
-      biases: floats, added to the scores.
+      softcap: c: scores become c * tanh(scores / c), before masks. Source: arXiv 2408.00118, section 2.
       masks: bool, True where a query may attend to a key, in all of them. A query that attends to no key gets the mean
         of all values, as by `where(mask, scores, -1e9)`.
       keep: bool: the probabilities that dropout keeps, after the softmax.
@@ -31,7 +30,6 @@ class Variant:
     causal: bool = True
     scale: float | None = None
     softcap: float | None = None
-    biases: Sequence[jax.Array] = ()
     masks: Sequence[jax.Array] = ()
     keep: jax.Array | None = None
     keep_factor: float = 1.0
@@ -43,7 +41,6 @@ class Variant:
             "bidirectional": not self.causal,
             "scale": self.scale is not None,
             "softcap": self.softcap is not None,
-            "bias": bool(self.biases),
             "mask": bool(self.masks),
             "dropout": self.keep is not None,
         }

@@ -1,4 +1,4 @@
-"""Attention of models other than ours: `attention` with another mask, scale, bias, softcap, dropout or set of keys."""
+"""Attention of models other than ours: `attention` with another mask, scale, softcap, dropout or set of keys."""
 
 from __future__ import annotations
 
