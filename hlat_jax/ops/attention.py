@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hlat_jax.ops.attention_variant import MASKED, Variant
+from hlat_jax.ops import chunked_attention
+from hlat_jax.ops.chunked_attention import MASKED
 from hlat_jax.ops.dialect import CallSpec, Implementation, Op
 
 _MIN_BLOCK = 128
@@ -90,45 +91,17 @@ def _without_heads(x_BTNH):
     return *x_BTNH.shape[:2], x_BTNH.shape[3]
 
 
-def reference(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    *,
-    segment_ids_BT: jax.Array | None,
-    window: int | None,
-    variant: Variant,
-) -> jax.Array:
-    """Returns [B, T, N, H] as `ops.general_attention`, by the scores of whole rows; the reference of the others."""
-    (b, t, n, h), (s, k) = q_BTNH.shape, k_BSKH.shape[1:3]
-
-    def by_group(x_BNTS):
-        groups = (k, n // k) if x_BNTS.shape[1] > 1 else (1, 1)
-        return x_BNTS.reshape(x_BNTS.shape[0], *groups, *x_BNTS.shape[2:])
-
-    q_BTKGH = q_BTNH.reshape(b, t, k, -1, h)
+def _einsum(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
+    b, t, n, h = q_BTNH.shape
+    q_BTKGH = q_BTNH.reshape(b, t, k_BSKH.shape[2], -1, h)
     scores_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
-    mask_BTS = _causal_mask(t, s, window=window)[None] if variant.causal else None
+    mask_BTS = _causal_mask(t, t, window=window)[None]
     if segment_ids_BT is not None:
-        same_BTS = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
-        mask_BTS = same_BTS if mask_BTS is None else mask_BTS & same_BTS
-    masks = [] if mask_BTS is None else [mask_BTS[:, None, None]]
-    masks += [by_group(mask_BNTS) for mask_BNTS in variant.masks]
-    scores_BKGTS = scores_BKGTS / math.sqrt(h) if variant.scale is None else scores_BKGTS * variant.scale
-    if variant.softcap is not None:
-        scores_BKGTS = variant.softcap * jnp.tanh(scores_BKGTS / variant.softcap)
-    if masks:
-        scores_BKGTS = jnp.where(functools.reduce(jnp.logical_and, masks), scores_BKGTS, MASKED)
-    probs_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1)
-    if variant.keep is not None:
-        probs_BKGTS = jnp.where(by_group(variant.keep), probs_BKGTS * variant.keep_factor, 0)
-    probs_BKGTS = probs_BKGTS.astype(v_BSKH.dtype)
+        mask_BTS = mask_BTS & (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])
+    scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS / math.sqrt(h), MASKED)
+    probs_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(v_BSKH.dtype)
     out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", probs_BKGTS, v_BSKH, preferred_element_type=jnp.float32)
     return out_BTKGH.astype(q_BTNH.dtype).reshape(b, t, n, h)
-
-
-def _einsum(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
-    return reference(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=segment_ids_BT, window=window, variant=Variant())
 
 
 @functools.partial(jax.checkpoint, static_argnums=4)
@@ -186,9 +159,9 @@ def _causal_mask(num_queries: int, num_keys: int, *, offset: int = 0, window: in
 
 
 def _chunked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
-    from hlat_jax.ops import chunked_attention as chunked
-
-    return chunked.attention(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=segment_ids_BT, window=window, variant=Variant())
+    return chunked_attention.attention(
+        q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=segment_ids_BT, window=window, variant=chunked_attention.Variant()
+    )
 
 
 def _nki(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, _):

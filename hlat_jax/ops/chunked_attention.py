@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,10 +21,33 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from hlat_jax.ops.attention_variant import MASKED, Variant
-
+MASKED = -1e30  # finite, so that a masked score minus the row's maximum is never inf - inf
 BLOCK = 256  # of queries, and of keys: one pair's scores are B x N x 256 x 256
 _LOWEST = float(np.finfo(np.float32).min)  # of the maximum so far: finite, and not above any finite score
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """What attention of other models does to its scores and probabilities; the default is `ops.attention`.
+
+    Arrays are [B or 1, N or 1, T or 1, S or 1].
+
+    Attributes:
+      causal: whether a query attends only to its own and earlier positions.
+      scale: factor of the scores, 1/sqrt(H) if it is None.
+      softcap: c: scores become c * tanh(scores / c), before masks. Source: arXiv 2408.00118, section 2.
+      masks: bool, True where a query may attend to a key, in all of them. A query that attends to no key gets the mean
+        of all values, as by `where(mask, scores, -1e9)`.
+      keep: bool: the probabilities that dropout keeps, after the softmax.
+      keep_factor: factor of the kept probabilities: 1 / (1 - rate).
+    """
+
+    causal: bool = True
+    scale: float | None = None
+    softcap: float | None = None
+    masks: Sequence[jax.Array] = ()
+    keep: jax.Array | None = None
+    keep_factor: float = 1.0
 
 
 def attention(

@@ -48,8 +48,6 @@ COLLECTIVES = {
     "ppermute": "collective-permute",
 }
 ALL_REDUCES = frozenset(name for name, kind in COLLECTIVES.items() if kind == "all-reduce")
-# Collectives that sum over devices.
-SUM_COLLECTIVES = (ALL_REDUCES | {"reduce_scatter"}) - {"pmax", "pmin"}
 # Primitives whose results have the elements of their operand, or that have no operand.
 SAME_ELEMENTS = primitives("name copy reshape squeeze expand_dims broadcast_in_dim stop_gradient iota")
 REDUCTIONS = primitives("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin")

@@ -20,7 +20,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from hlat_jax.facts.byte_sizes import format_bytes, parse_bytes
 from hlat_jax.passes import naming
@@ -151,8 +150,8 @@ def fit(
       fn: the function to rematerialize: a layer, or a forward function with loops over layers.
       *args: arguments of `step(fn)` if there is a step, else of `fn`: arrays or shapes.
       budget_bytes: '12GiB' or an int.
-      step: fn -> the function of `args` whose program must fit, jitted if it donates or shards. Default: gradients of
-        the sum of all float results with respect to all float arguments.
+      step: fn -> the function of `args` whose program must fit, jitted if it donates or shards; by default its value
+        and gradients.
       options: options of the search.
       name: name of the budget's setting, for errors.
 
@@ -226,7 +225,7 @@ def _applied(fn: Callable, choice: RematChoice | None, *, region: str) -> Callab
 
 def _trace(args: tuple, *, called: Callable, step: Callable | None) -> Any:
     """Returns the traced program of `step`, or of gradients, of `called`."""
-    program = (step or _gradients)(called)
+    program = (step or jax.value_and_grad)(called)
     program = program if hasattr(program, "trace") else jax.jit(program)
     return program.trace(*args)
 
@@ -304,26 +303,6 @@ def _search(trial: Trials, *, budget_bytes: int, options: RematOptions) -> Remat
         compilations=trial.count,
         seconds=time.monotonic() - began,
     )
-
-
-def _gradients(fn: Callable) -> Callable:
-    def total(floats: list, rest: tuple) -> jax.Array:
-        leaves, structure, places = rest
-        leaves = list(leaves)
-        for place, leaf in zip(places, floats, strict=True):
-            leaves[place] = leaf
-        outs = map(jnp.asarray, jax.tree.leaves(fn(*jax.tree.unflatten(structure, leaves))))
-        sums: list[Any] = [jnp.sum(out, dtype=jnp.float32) for out in outs if jnp.issubdtype(out.dtype, jnp.floating)]
-        if not sums:
-            raise ValueError(f"{function_name(fn)} returns no float array to differentiate; pass step=.")
-        return sum(sums)
-
-    def gradients(*args: Any) -> Any:
-        leaves, structure = jax.tree.flatten(args)
-        places = [at for at, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-        return jax.value_and_grad(total)([leaves[at] for at in places], (leaves, structure, places))
-
-    return gradients
 
 
 def _memory(traced: Any) -> Any:

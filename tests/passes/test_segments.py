@@ -136,7 +136,7 @@ def test_own_checkpoints_are_segments_and_are_not_nested():
     assert nested > single
 
 
-KINDS = {"moe": [0, 0], "gnn": [0, 0, 0], "nanodo": [0, 0], "vit": [0, 0], "unet": [], "odeint": []}
+KINDS = {"moe": [0, 0], "gnn": [0, 0, 0], "nanodo": [0, 0], "unet": []}
 
 
 @pytest.mark.quick_cases("quick")
@@ -169,13 +169,6 @@ def test_values_chosen_for_other_segments_are_refused():
     for name in ("segment1.dot_general.0", "segment0.dot_general.9"):
         with pytest.raises(naming.MissingValues, match=f"unrolled has no values {name}: they were chosen for another"):
             remat.regions(unrolled, RematChoice((name,)), region="auto")(*arguments())
-
-
-def test_names_are_the_same_in_every_trace():
-    texts = {str(jax.make_jaxpr(naming.checkpointed_segments(unrolled, NOTHING))(*arguments())) for _ in range(2)}
-    names = {line.split("name=")[1].split("]")[0] for text in texts for line in text.splitlines() if "= name[" in line}
-    assert "segment0.dot_general.1" in names
-    assert all(name.startswith("segment0.") for name in names)
 
 
 def with_other_arguments(params, tokens, key, scale):
@@ -220,7 +213,6 @@ def test_forward_mode_higher_derivatives_and_vmap_pass_through_segments():
     for plain, transform in (
         (unrolled, lambda fn: jax.jvp(fn, (params, x), (params, x))),
         (unrolled, lambda fn: jax.hessian(fn, argnums=1)(params, x)),
-        (unrolled, lambda fn: jax.jacfwd(jax.jacfwd(fn, argnums=1), argnums=1)(params, x)),
         (unrolled, lambda fn: jax.grad(lambda x: jnp.sum(jax.grad(fn, argnums=1)(params, x) ** 2))(x)),
         (unrolled, lambda fn: jax.vmap(jax.grad(fn), in_axes=(None, 0))(params, both)),
         (averaged, lambda fn: jax.grad(functools.partial(summed, fn), argnums=(0, 1))(params, both)),

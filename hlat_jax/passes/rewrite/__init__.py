@@ -24,7 +24,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from hlat_jax.ops.dialect import CallSpec, MeasuredTimes, Op
+from hlat_jax.ops.dialect import CallSpec, Op
 from hlat_jax.passes.jaxpr import CHECKPOINT, traced, without_consts
 from hlat_jax.passes.rewrite import attention, loss, mlp
 from hlat_jax.passes.rewrite.check import compare
@@ -108,7 +108,6 @@ class Rewritten(Generic[_Args, _Result]):
 def rewrite(
     fn: Callable[_Args, _Result],
     *,
-    times: MeasuredTimes | None = None,
     platform: str | None = None,
     check: bool = True,
     ops: Sequence[str] = tuple(MATCHERS),
@@ -120,7 +119,6 @@ def rewrite(
 
     Args:
       fn: a function that JAX can trace; arguments as for `autocast`.
-      times: measured times, by which implementations are chosen as in `Op.choose`.
       platform: the platform for which implementations are chosen, by default that of JAX's default device.
       check: whether each replacement is compared with the original before it is used, by values and gradients, on
         this machine's CPU.
@@ -131,14 +129,14 @@ def rewrite(
     """
     if isinstance(ops, str) or not set(ops) <= set(MATCHERS):
         raise ValueError(f"rewrite: ops={ops!r} must be a sequence of names of {', '.join(MATCHERS)}.")
-    return Rewritten(fn, lambda: _Rewriter(platform or jax.default_backend(), times, check=check, ops=ops))
+    return Rewritten(fn, lambda: _Rewriter(platform or jax.default_backend(), check=check, ops=ops))
 
 
 class _Rewriter:
     """Replaces ops in jaxprs, and records what it does."""
 
-    def __init__(self, platform: str, times: MeasuredTimes | None, *, check: bool, ops: Sequence[str]):
-        self.platform, self.times, self.check = platform, times, check
+    def __init__(self, platform: str, *, check: bool, ops: Sequence[str]):
+        self.platform, self.check = platform, check
         self.matchers = [matcher for op, matcher in MATCHERS.items() if op in ops]
         self.replacements: dict[Any, Replacement] = {}
         self.refusals: list[Refusal] = []
@@ -178,7 +176,7 @@ class _Rewriter:
                 try:
                     difference = self._examine(graph, *pair)
                     graph.steps([*used, pair])
-                except (TypeError, ValueError) as error:
+                except (TypeError, ValueError, AssertionError) as error:
                     self.refusals.append(Refusal(candidate.op, candidate.source, " ".join(str(error).split())))
                     continue
                 used.append(pair)
@@ -218,7 +216,7 @@ class _Rewriter:
         """Returns a function that chooses implementations, and adds each choice with its reason to `chosen`."""
 
         def choose(op: Op, call: CallSpec) -> str:
-            choice = op.choose("auto", self.platform, call=call, times=self.times)
+            choice = op.choose("auto", self.platform, call=call)
             chosen.append(f"{choice.name} ({choice.because})")
             return choice.name
 

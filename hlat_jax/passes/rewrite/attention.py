@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hlat_jax.ops import attention, general_attention
-from hlat_jax.ops.attention_variant import Variant
+from hlat_jax.ops.chunked_attention import Variant
 from hlat_jax.passes.rewrite.axes import (
     ArrayAxes,
     Axis,
@@ -335,23 +335,13 @@ class _Terms:
 
 
 def _attend(choose: Choose, q: Any, k: Any, v: Any, ids: Any, window: int | None, variant: Variant) -> Any:
-    has_segments, features = ids is not None, variant.features
-    if not features and k.shape[1] == q.shape[1]:
-        call = attention.describe_call(q.shape, k.shape[2], dtype=q.dtype, has_segments=has_segments, window=window)
-        name = choose(attention.OP, call)
-        return attention.attention(q, k_BSKH=k, v_BSKH=v, segment_ids_BT=ids, implementation=name, window=window)
-    call = general_attention.describe_call(
-        q.shape, k.shape[1:3], dtype=q.dtype, has_segments=has_segments, window=window, features=features
-    )
-    return general_attention.general_attention(
-        q,
-        k_BSKH=k,
-        v_BSKH=v,
-        segment_ids_BT=ids,
-        implementation=choose(general_attention.OP, call),
-        window=window,
-        variant=variant,
-    )
+    operands = {"k_BSKH": k, "v_BSKH": v, "segment_ids_BT": ids, "window": window}
+    is_other = variant.scale or variant.softcap or variant.masks or variant.keep is not None
+    if is_other or not variant.causal or k.shape[1] != q.shape[1]:
+        return general_attention.general_attention(q, **operands, variant=variant)
+    has_segments = ids is not None
+    call = attention.describe_call(q.shape, k.shape[2], dtype=q.dtype, has_segments=has_segments, window=window)
+    return attention.attention(q, **operands, implementation=choose(attention.OP, call))
 
 
 def _between(graph: EquationGraph, inputs: Sequence[Any], last: Any, starts: Sequence[Any]) -> list[Any]:

@@ -193,6 +193,9 @@ class Symbolic:
         if name == "broadcast_in_dim" and is_literal(eqn.invars[0]):
             return Expression({("", "", ()): float(eqn.invars[0].val)}, (None,) * len(shape))
         if V not in labels:
+            constant = None if shape else self.graph.constant(atom)
+            if constant is not None:
+                return Expression({("", "", ()): float(constant)}, labels)
             return Expression({("", "", (Factor(atom, labels),)): 1.0}, labels)
         if name in ("convert_element_type", "stop_gradient", "copy") and _keeps_values(eqn):
             return self._outside(eqn.invars[0], labels)
@@ -211,9 +214,12 @@ class Symbolic:
 
     def _one_hot(self, eqn: Any, of: Sequence[tuple], labels: tuple[Any, ...]) -> Expression:
         for target, columns in ((0, 1), (1, 0)):
-            atom, iota = eqn.invars[target], self.graph.producer(eqn.invars[columns])
-            is_counted = iota is not None and iota.primitive.name == "iota" and V in of[columns]
-            is_counted = is_counted and iota.params["dimension"] == of[columns].index(V)
+            atom, iota, column_labels = eqn.invars[target], self.graph.producer(eqn.invars[columns]), of[columns]
+            if iota is not None and iota.primitive.name == "broadcast_in_dim":
+                column_labels = [column_labels[axis] for axis in iota.params["broadcast_dimensions"]]
+                iota = self.graph.producer(iota.invars[0])
+            is_counted = iota is not None and iota.primitive.name == "iota" and V in column_labels
+            is_counted = is_counted and iota.params["dimension"] == column_labels.index(V)
             if is_counted and V not in of[target] and jnp.issubdtype(atom.aval.dtype, jnp.integer):
                 self._set_target(TargetIndex(atom, of[target], "zero"))
                 return Expression({("hot", "", ()): 1.0}, labels)
