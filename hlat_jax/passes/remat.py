@@ -5,8 +5,8 @@
     plan = remat.fit(layer, state, batch, budget_bytes="12GiB", step=make_step)   # make_step(layer) -> what is compiled
 
 `segments` finds the blocks of a function without a scan, `naming` names the values, `recompute` has their costs,
-`selection` selects a set of them. The memory of a set is measured: `narrowing` compiles the program and corrects the
-bytes for saved values until XLA's allocation is within the budget.
+`selection` selects a set of them, compiles the program, and corrects the bytes of the set until XLA's allocation is
+within the budget.
 
 Source: RAF, arXiv 2303.04759, which compares the budget with an estimate.
 """
@@ -25,9 +25,9 @@ from hlat_jax.facts.byte_sizes import format_bytes, parse_bytes
 from hlat_jax.passes import naming
 from hlat_jax.passes.jaxpr import function_name, traced
 from hlat_jax.passes.naming import RematChoice
-from hlat_jax.passes.narrowing import Trials, search_choice
 from hlat_jax.passes.products import live_jaxpr, total_flops
 from hlat_jax.passes.recompute import recompute_graph
+from hlat_jax.passes.selection import Trials, search_choice
 
 
 def temporaries(traced: Any) -> int:

@@ -22,9 +22,8 @@ from planned import small_config
 from hlat_jax.facts import sdk_releases
 from hlat_jax.model import Decoder
 from hlat_jax.neuron import lint, lint_command
-from hlat_jax.neuron.programs import layout_for_neuron
 from hlat_jax.ops import attention as attention_op
-from hlat_jax.ops import choices, table
+from hlat_jax.ops import choices
 from hlat_jax.ops.nki import attention as nki
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.plan.report import Site, make_plan
@@ -235,23 +234,6 @@ def test_trn1_refuses_the_kernels_with_the_page_unless_the_user_insists():
         assert "AWS documents NKI for trn2 and trn3 only" in choice.passed_over["nki"]
     for chip in ("trn2", "trn2.48xlarge", "trn2-ultraserver", "trn3-gen1", ""):
         assert choice_on(one, chip).name == "nki"
-
-
-def test_table_in_which_the_kernel_is_fastest_does_not_make_auto_choose_it_on_trn1(tmp_path):
-    one = with_nki(attention="auto", ops_table=str(tmp_path / "t.json"))
-    for kind, winner in (("NC_v2", "einsum"), ("NC_v3d", "nki")):
-        call = table.as_json(choices.calls(one, layout_for_neuron(one, 1))["attention"])
-        entry = table.Measurement("model.attention", call, {"einsum": 2.0, "nki": 1.0}, "nki", {}, 1)
-        table.write(table.Table(one.model.ops_table, "neuron", kind, jax.__version__, (entry,)))
-        assert choices.choices(one, layout_for_neuron(one, 1))["attention"].name == winner
-
-
-def test_a_bare_decoder_on_trn1_refuses_the_kernels(monkeypatch):
-    decoder = Decoder(with_nki().model, rngs=nnx.Rngs(0))
-    monkeypatch.setattr(jax, "default_backend", lambda: "neuron")
-    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(device_kind="NC_v2")])
-    with pytest.raises(ValueError, match=r"^model.attention='nki' cannot serve this call: since SDK 2.29"):
-        decoder(np.zeros((1, 512), np.int32))
 
 
 def test_lint_and_plan_refuse_the_kernels_on_trn1(monkeypatch):

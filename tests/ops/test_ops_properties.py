@@ -16,7 +16,6 @@ from hlat_jax.ops import (
     chunked_attention,
     cross_entropy,
     dialect,
-    general_attention,
     norm,
     rope,
     swiglu,
@@ -240,7 +239,7 @@ def test_variants_of_chunked_attention_equal_whole_rows():
         operands = q, k[:, :num_keys], v[:, :num_keys], dout
 
         def run(q, k, v, variant=variant):
-            return general_attention.general_attention(q, k_BSKH=k, v_BSKH=v, segment_ids_BT=None, variant=variant)
+            return chunked_attention.general_attention(q, k_BSKH=k, v_BSKH=v, segment_ids_BT=None, variant=variant)
 
         exact = value_and_grads(functools.partial(attend_plainly, variant=variant))(*operands)
         for mine, wanted in zip(value_and_grads(run)(*operands), exact, strict=True):

@@ -164,25 +164,6 @@ def flops(fn, *args):
     return total_flops(live_jaxpr(jax.jit(fn).trace(*args)))
 
 
-def ragged(kind, ragged_dims, group_dims):
-    numbers = jax.lax.RaggedDotDimensionNumbers(kind, ragged_dims, group_dims)
-    return lambda left, right, sizes: jax.lax.ragged_dot_general(left, right, sizes, numbers)
-
-
-ROWS_OF_GROUPS, TERMS_OF_GROUPS = ((((1,), (1,)), ((), ())), [0], [0]), ((((0,), (0,)), ((), ())), [0], [])
-BATCHES_OF_GROUPS = ((((2,), (1,)), ((0,), (0,))), [0], [])
-
-
-def test_ragged_dot_flops_equal_its_dense_groups():
-    for mode, left, right, dense in (
-        (ROWS_OF_GROUPS, (12, 4), (3, 4, 5), 2 * 12 * 4 * 5),
-        (TERMS_OF_GROUPS, (12, 4), (12, 5), 2 * 12 * 4 * 5),
-        (BATCHES_OF_GROUPS, (6, 12, 4), (6, 4, 5), 2 * 6 * 12 * 4 * 5),
-    ):
-        args = [jnp.ones(left), jnp.ones(right), jnp.full((3,), left[mode[1][0]] // 3, jnp.int32)]
-        assert flops(ragged(*mode), *args) == dense
-
-
 def convolved(x, w, **options):
     return jax.lax.conv_general_dilated(x, w, padding="SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), **options)
 
@@ -319,14 +300,6 @@ def test_fit_meets_every_budget_with_equal_gradients_and_recomputes_less_under_l
         assert_same_gradients(plan.fn)
         costs.append(graph().cost(plan.choice.saved))
     assert [*costs, graph().cost(())] == sorted({*costs, graph().cost(())})
-
-
-def test_search_tries_slightly_larger_choices_near_the_budget():
-    budget = budget_between(0.3)
-    measured = iter((10 * budget, extremes()[1], budget - 1, budget - 2, budget + 1))
-    options = dataclasses.replace(SMALL, measure=lambda traced: next(measured))
-    plan = remat.search(traced, budget_bytes=budget, options=options)
-    assert (plan.measured_bytes, plan.compilations) == (budget - 2, 5)
 
 
 def test_program_that_fits_is_unchanged():

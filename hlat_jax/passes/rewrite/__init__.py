@@ -227,9 +227,6 @@ class _Rewriter:
         name, params = eqn.primitive.name, eqn.params
         if name == "scan":
             return self._change_body(graph, eqn, "jaxpr", eqn.invars[: params["num_consts"]])
-        if name == "while":
-            first = params["cond_nconsts"]
-            return self._change_body(graph, eqn, "body_jaxpr", eqn.invars[first : first + params["body_nconsts"]])
         if name == "jit":  # not a plain call: it has shardings
             return self._change_body(graph, eqn, "jaxpr", eqn.invars)
         if name == CHECKPOINT:
@@ -239,11 +236,6 @@ class _Rewriter:
                 return None
             opened, consts = without_consts(new)
             return Change({"jaxpr": opened}, consts)
-        if name == "cond":
-            known = _known(graph, eqn.invars[1:])
-            branches = tuple(self.rewrite(branch, known=known) for branch in params["branches"])
-            is_changed = any(new is not old for new, old in zip(branches, params["branches"], strict=True))
-            return Change({"branches": branches}) if is_changed else None
         return None
 
     def _change_body(self, graph: EquationGraph, eqn: Any, key: str, consts: Sequence[Any]) -> Change | None:

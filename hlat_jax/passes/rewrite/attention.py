@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hlat_jax.ops import attention, general_attention
-from hlat_jax.ops.chunked_attention import Variant
+from hlat_jax.ops import attention
+from hlat_jax.ops.chunked_attention import Variant, general_attention
 from hlat_jax.passes.rewrite.axes import (
     ArrayAxes,
     Axis,
@@ -338,7 +338,7 @@ def _attend(choose: Choose, q: Any, k: Any, v: Any, ids: Any, window: int | None
     operands = {"k_BSKH": k, "v_BSKH": v, "segment_ids_BT": ids, "window": window}
     is_other = variant.scale or variant.softcap or variant.masks or variant.keep is not None
     if is_other or not variant.causal or k.shape[1] != q.shape[1]:
-        return general_attention.general_attention(q, **operands, variant=variant)
+        return general_attention(q, **operands, variant=variant)
     has_segments = ids is not None
     call = attention.describe_call(q.shape, k.shape[2], dtype=q.dtype, has_segments=has_segments, window=window)
     return attention.attention(q, **operands, implementation=choose(attention.OP, call))

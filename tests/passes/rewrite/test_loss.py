@@ -242,24 +242,9 @@ def accuracy_too(p, t, w):
     return jnp.sum(w * integer_loss(z, t)) + jnp.sum(jnp.argmax(z, -1) == t)
 
 
-def returned_too(p, t, w):
-    z = logits_of(p)
-    return jnp.sum(w * integer_loss(z, t)), z
-
-
 def own_targets(p, t, w):
     z = logits_of(p)
     return jnp.sum(w * integer_loss(z, jnp.argmax(z, -1)))
-
-
-def entropy(z, t, w):
-    log_probs = jax.nn.log_softmax(z)
-    return jnp.sum(w * (integer_loss(z, t) - 0.1 * jnp.sum(jnp.exp(log_probs) * log_probs, -1)))
-
-
-def top_logit(z, t, w):
-    losses = integer_loss(z, t)
-    return jnp.sum(w * jnp.where(z.max(-1) > 1.0, losses, 0.0))
 
 
 def shifted_normaliser(z, t, w):
@@ -273,29 +258,17 @@ def soft_labels(z, t, w):
     return jnp.sum(w * optax.softmax_cross_entropy(z, labels))
 
 
-def weighted_one_hot(z, t, w):
-    labels = jax.nn.one_hot(t, V) * jnp.linspace(0.5, 2.0, V)
-    return jnp.sum(w * optax.softmax_cross_entropy(z, labels))
-
-
 def two_hot(z, t, w):
     labels = 0.7 * jax.nn.one_hot(t, V) + 0.3 * jax.nn.one_hot(V - 1 - t, V)
     return jnp.sum(w * optax.softmax_cross_entropy(z, labels))
-
-
-def filled(z, t, w):
-    picked = jnp.take_along_axis(jax.nn.log_softmax(z), t[..., None], -1, mode="fill", fill_value=0)
-    return -jnp.sum(w * picked[..., 0])
 
 
 # name -> (function, the reason; None: nothing that looks like a loss)
 MUTATIONS = {
     "logits read by an accuracy": (accuracy_too, r"also read by another operation \(argmax at"),
     "targets computed from the logits": (own_targets, r"also read by another operation \(argmax at"),
-    "an entropy of the probabilities": (of_logits(entropy), "probabilities are added to other values, or multiplied"),
     "a maximum that does not cancel": (of_logits(shifted_normaliser), "log-normalisers are summed over tokens"),
     "labels that are probabilities": (of_logits(soft_labels), "labels that are not one-hot of integers"),
-    "one-hot with weights of classes": (of_logits(weighted_one_hot), "labels that are not one-hot of integers"),
     "two targets": (of_logits(two_hot), "more than one target"),
     "a temperature per token": (
         of_logits(lambda z, t, w: jnp.sum(w * integer_loss(z / (w[..., None] + 1), t))),
@@ -307,12 +280,6 @@ MUTATIONS = {
         ),
         None,
     ),
-    "softmax over everything": (
-        of_logits(
-            lambda z, t, w: -jnp.sum(w * jnp.take_along_axis(jax.nn.log_softmax(z, (1, 2)), t[..., None], -1)[..., 0])
-        ),
-        "summed over tokens",
-    ),
     "focal loss": (
         of_logits(
             lambda z, t, w: -jnp.sum(jax.nn.one_hot(t, V) * (1 - jax.nn.softmax(z)) ** 2 * jax.nn.log_softmax(z))
@@ -320,12 +287,6 @@ MUTATIONS = {
         "probabilities are added",
     ),
     "softmax without a loss": (of_logits(lambda z, t, w: jnp.sum(jax.nn.softmax(z) ** 2)), None),
-    "logits of every token and head": (
-        lambda p, t, w: jnp.sum(
-            integer_loss(jnp.einsum("btd,bdv->btv", p["hidden"], jnp.stack([p["head"]] * B)), t) * w
-        ),
-        None,
-    ),
 }
 
 
