@@ -63,19 +63,14 @@ class CastPolicy:
       rules: "always", "never" or "infer" by the name of a primitive, or of an op: a function under `jax.jit`,
         `jax.custom_vjp` or `jax.custom_jvp`. A `never` op runs entirely as declared; an `always` op gets narrow
         arguments; an `infer` op, or one without a rule, is cast by the rules for the equations inside it.
-      carry: dtype of loop carries. "infer": narrow where matrix products read the carry and the body's result is
-        narrow; "keep": fp32.
     """
 
     compute: Any = jnp.bfloat16
     rules: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    carry: str = "infer"
 
     def __post_init__(self):
         if self.compute not in (jnp.bfloat16, jnp.float16):
             raise ValueError(f"CastPolicy.compute={self.compute!r} must be jnp.bfloat16 or jnp.float16.")
-        if self.carry not in ("infer", "keep"):
-            raise ValueError(f"CastPolicy.carry={self.carry!r} must be infer or keep.")
         for name, rule in self.rules.items():
             if rule not in _RULES:
                 raise ValueError(f"autocast rule {name}={rule!r}: a rule must be one of {', '.join(_RULES)}.")
@@ -114,7 +109,6 @@ def autocast(fn: Callable[_Args, _Result], policy: CastPolicy | str) -> Callable
         rebinding = Cast(
             jnp.dtype(policy.compute),
             functools.partial(_rule, policy.rules),
-            narrow_carry=policy.carry == "infer",
             wide_distances="dot_general" not in policy.rules,
         )
         return jax.tree.unflatten(tree, rebinding.outputs(closed, leaves))

@@ -61,12 +61,11 @@ class Cast:
     Attributes:
       low: the narrow dtype.
       rule: equation -> "always", "never" or "infer".
-      narrow_carry: whether loops may carry narrow values.
       wide_distances: whether products that sums of squares cancel are fp32.
     """
 
-    def __init__(self, low: Any, rule: Callable[[Any], str], *, narrow_carry: bool, wide_distances: bool):
-        self.low, self.rule, self.narrow_carry, self.wide_distances = low, rule, narrow_carry, wide_distances
+    def __init__(self, low: Any, rule: Callable[[Any], str], *, wide_distances: bool):
+        self.low, self.rule, self.wide_distances = low, rule, wide_distances
         self._traced: dict[Any, Any] = {}
         self._read: dict[Any, Any] = {}
 

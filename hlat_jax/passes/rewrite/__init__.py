@@ -30,8 +30,8 @@ from hlat_jax.passes.rewrite import attention, loss, mlp
 from hlat_jax.passes.rewrite.check import compare
 from hlat_jax.passes.rewrite.graph import Change, Choose, EquationGraph, Match, Refusal
 
-# Name of an op -> graph -> a Match or a Refusal for each place that looks like it.
-MATCHERS = {"attention": attention.matches, "cross_entropy": loss.matches, "mlp": mlp.matches}
+# Each: graph -> a Match or a Refusal for each place that looks like its op.
+MATCHERS = (attention.matches, loss.matches, mlp.matches)
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -110,7 +110,6 @@ def rewrite(
     *,
     platform: str | None = None,
     check: bool = True,
-    ops: Sequence[str] = tuple(MATCHERS),
 ) -> Rewritten[_Args, _Result]:
     """Returns a function with the same arguments and results that runs our implementations of ops.
 
@@ -122,22 +121,15 @@ def rewrite(
       platform: the platform for which implementations are chosen, by default that of JAX's default device.
       check: whether each replacement is compared with the original before it is used, by values and gradients, on
         this machine's CPU.
-      ops: names of the ops that are looked for, keys of `MATCHERS`.
-
-    Raises:
-      ValueError: an unknown op.
     """
-    if isinstance(ops, str) or not set(ops) <= set(MATCHERS):
-        raise ValueError(f"rewrite: ops={ops!r} must be a sequence of names of {', '.join(MATCHERS)}.")
-    return Rewritten(fn, lambda: _Rewriter(platform or jax.default_backend(), check=check, ops=ops))
+    return Rewritten(fn, lambda: _Rewriter(platform or jax.default_backend(), check=check))
 
 
 class _Rewriter:
     """Replaces ops in jaxprs, and records what it does."""
 
-    def __init__(self, platform: str, *, check: bool, ops: Sequence[str]):
+    def __init__(self, platform: str, *, check: bool):
         self.platform, self.check = platform, check
-        self.matchers = [matcher for op, matcher in MATCHERS.items() if op in ops]
         self.replacements: dict[Any, Replacement] = {}
         self.refusals: list[Refusal] = []
 
@@ -164,8 +156,8 @@ class _Rewriter:
         """Returns the matches that are used, each with its replacement; records them and the refusals."""
         used: list[tuple[Match, Callable]] = []
         taken: set[int] = set()
-        for matcher in self.matchers:
-            for candidate in matcher(graph):
+        for matches in MATCHERS:
+            for candidate in matches(graph):
                 if isinstance(candidate, Refusal):
                     self.refusals.append(candidate)
                     continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import graphlib
 import heapq
 import itertools
 import pathlib
@@ -406,25 +407,21 @@ def _needed(steps: Sequence[_Step], wanted: Sequence[Any], given: set[Any]) -> l
 def _ordered(steps: Sequence[_Step], numbers: Mapping[int, int]) -> list[_Step]:
     """Returns the steps in an order in which each comes after those it reads from; as in the program if possible."""
     definers = {var: step for step in steps for var in step.defines}
-    waiting = {id(step): {id(definers[var]) for var in step.reads if var in definers} for step in steps}
+    sorter: graphlib.TopologicalSorter = graphlib.TopologicalSorter()
+    for step in steps:
+        sorter.add(step, *(definers[var] for var in step.reads if var in definers))
     with_effects = sorted((step for step in steps if step.has_effects), key=lambda step: numbers[id(step)])
     for before, after in itertools.pairwise(with_effects):
-        waiting[id(after)].add(id(before))
-    followers: dict[int, list[_Step]] = {}
-    for step in steps:
-        for before in waiting[id(step)]:
-            followers.setdefault(before, []).append(step)
-    ready = [(numbers[id(step)], count, step) for count, step in enumerate(steps) if not waiting[id(step)]]
-    heapq.heapify(ready)
-    order, count = [], len(steps)
-    while ready:
-        _, _, step = heapq.heappop(ready)
-        order.append(step)
-        for after in followers.get(id(step), ()):
-            waiting[id(after)].discard(id(step))
-            if not waiting[id(after)]:
-                count += 1
-                heapq.heappush(ready, (numbers[id(after)], count, after))
-    if len(order) < len(steps):
-        raise ValueError("it needs a result of another replacement that needs its own")
+        sorter.add(after, before)
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as error:
+        raise ValueError("it needs a result of another replacement that needs its own") from error
+    order: list[_Step] = []
+    ready: list[tuple[int, int, _Step]] = []
+    while sorter.is_active():
+        for step in sorter.get_ready():
+            heapq.heappush(ready, (numbers[id(step)], id(step), step))
+        order.append(heapq.heappop(ready)[-1])
+        sorter.done(order[-1])
     return order

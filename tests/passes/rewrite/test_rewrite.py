@@ -313,16 +313,6 @@ def test_attention_inside_loops_branches_and_checkpoints_is_replaced():
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
 
 
-def test_ops_that_are_looked_for_are_named():
-    fn = functools.partial(jax_attention, is_causal=True)
-    assert str(report_of(fn, *QKV, ops=("mlp",))) == "rewrite: nothing replaced"
-    for ops in ("attention", ("attentions",)):
-        with pytest.raises(ValueError, match="must be a sequence of names of attention, cross_entropy, mlp"):
-            rewrite(fn, ops=ops)
-    with pytest.raises(ValueError, match="before its report"):
-        rewrite(fn).report()
-
-
 def test_the_implementation_is_the_choice_of_the_dialect():
     fn = functools.partial(jax_attention, is_causal=True)
     (one,) = report_of(fn, *QKV, platform="cuda", check=False).replacements
