@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -24,7 +23,6 @@ def attention(
     v_BSKH: jax.Array,
     segment_ids_BT: jax.Array | None,
     implementation: str,
-    window: int | None = None,
 ) -> jax.Array:
     """Returns [B, T, N, H], in the dtype of `q_BTNH`: each query's softmax-weighted mean of the values it attends to.
 
@@ -38,22 +36,17 @@ def attention(
       v_BSKH: values.
       segment_ids_BT: int32, or None when every row is one segment.
       implementation: a name that `OP.choose` returns.
-      window: number of keys that a query attends to, its own included; None: all. Source: arXiv 2310.06825, section 2.
 
     Raises:
       ValueError: arguments of inconsistent shapes or dtypes, or that the implementation cannot serve.
     """
     _check(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)
-    if window is not None and window < 1:
-        raise ValueError(f"window={window} must be at least 1 (the query's own position), or None.")
     has_segments = segment_ids_BT is not None
-    call = describe_call(q_BTNH.shape, k_BSKH.shape[2], dtype=q_BTNH.dtype, has_segments=has_segments, window=window)
-    return OP.run(implementation, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window, **call)
+    call = describe_call(q_BTNH.shape, k_BSKH.shape[2], dtype=q_BTNH.dtype, has_segments=has_segments)
+    return OP.run(implementation, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, **call)
 
 
-def describe_call(
-    q_shape: tuple[int, ...], num_kv_heads: int, *, dtype: Any, has_segments: bool, window: int | None = None
-) -> CallSpec:
+def describe_call(q_shape: tuple[int, ...], num_kv_heads: int, *, dtype: Any, has_segments: bool) -> CallSpec:
     """Returns the spec of a call.
 
     Args:
@@ -61,14 +54,12 @@ def describe_call(
       num_kv_heads: on one device.
       dtype: of queries, keys and values.
       has_segments: whether rows hold several documents, which must not attend to each other.
-      window: see `attention`.
     """
     return {
         "q_shape": tuple(q_shape),
         "num_kv_heads": num_kv_heads,
         "dtype": jnp.dtype(dtype).name,
         "has_segments": has_segments,
-        "window": window,
     }
 
 
@@ -91,11 +82,11 @@ def _without_heads(x_BTNH):
     return *x_BTNH.shape[:2], x_BTNH.shape[3]
 
 
-def _einsum(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
+def _einsum(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
     b, t, n, h = q_BTNH.shape
     q_BTKGH = q_BTNH.reshape(b, t, k_BSKH.shape[2], -1, h)
     scores_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
-    mask_BTS = _causal_mask(t, t, window=window)[None]
+    mask_BTS = _causal_mask(t, t)[None]
     if segment_ids_BT is not None:
         mask_BTS = mask_BTS & (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])
     scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS / math.sqrt(h), MASKED)
@@ -104,8 +95,8 @@ def _einsum(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
     return out_BTKGH.astype(q_BTNH.dtype).reshape(b, t, n, h)
 
 
-@functools.partial(jax.checkpoint, static_argnums=4)
-def _blocked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
+@jax.checkpoint
+def _blocked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
     """Queries in static blocks, each against its unmasked keys, with batch and key-value heads merged.
 
     The backward pass keeps queries, keys and values and recomputes the scores of each block: on cpu, where this is
@@ -120,10 +111,8 @@ def _blocked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
     segments_XT = None if segment_ids_BT is None else jnp.repeat(segment_ids_BT, k, axis=0)
     outs = []
     for start, stop in block_bounds(t):
-        first = 0 if window is None else max(0, start - window + 1)
-        segments = None if segments_XT is None else segments_XT[:, first:stop]
-        block = functools.partial(_attend_block, start=start - first, window=window)
-        outs.append(block(q_XTGH[:, start:stop], k_XSH[:, first:stop], v_XSH[:, first:stop], segments))
+        segments = None if segments_XT is None else segments_XT[:, :stop]
+        outs.append(_attend_block(q_XTGH[:, start:stop], k_XSH[:, :stop], v_XSH[:, :stop], segments, start=start))
     out_XTGH = jnp.concatenate(outs, axis=1)
     return out_XTGH.reshape(b, k, t, g, h).transpose(0, 2, 1, 3, 4).reshape(b, t, n, h)
 
@@ -134,12 +123,12 @@ def block_bounds(seq_len: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, seq_len)) for start in range(0, seq_len, size)]
 
 
-def _attend_block(q_XUGH, k_XSH, v_XSH, segments_XS, *, start: int, window: int | None):
+def _attend_block(q_XUGH, k_XSH, v_XSH, segments_XS, *, start: int):
     x, u, g, h = q_XUGH.shape
     s = k_XSH.shape[1]
     q_XRH = q_XUGH.reshape(x, u * g, h)  # rows: queries of the block times heads that share keys
     scores_XRS = jax.lax.dot_general(q_XRH, k_XSH, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
-    mask = _causal_mask(u, s, offset=start, window=window)[None]
+    mask = _causal_mask(u, s, offset=start)[None]
     if segments_XS is not None:
         mask &= segments_XS[:, start:, None] == segments_XS[:, None, :]
     mask = jnp.broadcast_to(mask[:, :, None, :], (mask.shape[0], u, g, s)).reshape(-1, u * g, s)
@@ -149,23 +138,20 @@ def _attend_block(q_XUGH, k_XSH, v_XSH, segments_XS, *, start: int, window: int 
     return out_XRH.astype(q_XUGH.dtype).reshape(x, u, g, h)
 
 
-def _causal_mask(num_queries: int, num_keys: int, *, offset: int = 0, window: int | None) -> jax.Array:
+def _causal_mask(num_queries: int, num_keys: int, *, offset: int = 0) -> jax.Array:
     queries = jax.lax.broadcasted_iota(jnp.int32, (num_queries, num_keys), 0) + offset
-    keys = jax.lax.broadcasted_iota(jnp.int32, (num_queries, num_keys), 1)
-    return queries >= keys if window is None else (queries >= keys) & (queries - keys < window)
+    return queries >= jax.lax.broadcasted_iota(jnp.int32, (num_queries, num_keys), 1)
 
 
-# What follows is imported only when it is run or checked. A window is rejected by `unsupported_reasons` of the kernel.
-
-
-def _chunked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
+def _chunked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
+    variant = chunked_attention.Variant()
     return chunked_attention.attention(
-        q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=segment_ids_BT, window=window, variant=chunked_attention.Variant()
+        q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=segment_ids_BT, window=None, variant=variant
     )
 
 
-def _nki(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, _):
-    from hlat_jax.ops.nki import attention as nki
+def _nki(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
+    from hlat_jax.ops.nki import attention as nki  # only where it is run or checked
 
     return nki.attention(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=segment_ids_BT)
 

@@ -98,13 +98,12 @@ def test_bounds_lower_to_operations_that_neuron_takes():
     assert [finding.rule for finding in found if finding.severity in ("error", "warning")] == []
 
 
-FITS = {"q_shape": (1, 4096, 32, 128), "num_kv_heads": 8, "dtype": jnp.bfloat16, "has_segments": False, "window": None}
+FITS = {"q_shape": (1, 4096, 32, 128), "num_kv_heads": 8, "dtype": jnp.bfloat16, "has_segments": False}
 
 
 def test_unsupported_calls_are_refused_with_the_reason():
     assert nki.unsupported_reasons(**FITS) == []
     for change, wanted in (
-        ({"window": 1024}, "supports a window (window=1024) only with a scale of 1"),
         ({"q_shape": (1, 4096, 32, 256)}, "model.head_dim=256 is above 128"),
         ({"q_shape": (1, 4000, 32, 128)}, "4000 is not a multiple of 512"),
         ({"q_shape": (1, 262144, 32, 128)}, "262144 is above 131072"),

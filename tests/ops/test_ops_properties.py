@@ -21,7 +21,6 @@ from hlat_jax.ops import (
     swiglu,
 )
 from hlat_jax.ops import loss_scale as scaling
-from hlat_jax.ops.nki import attention as nki
 from hlat_jax.ops.registry import OPS
 from hlat_jax.parallel.collectives import ParallelContext
 from hlat_jax.passes.autocast import autocast
@@ -30,36 +29,17 @@ from hlat_jax.passes.autocast import autocast
 FP32 = {"rtol": 2e-5, "atol": 5e-6}
 
 
-@dataclasses.dataclass(frozen=True)
-class Subject:
-    """An implementation as it runs here.
-
-    Attributes:
-      run: (q, k, v, segment_ids, window) -> output.
-      unsupported_reasons: of the implementation.
-      place: T of a row must be a multiple of it.
-    """
-
-    run: Callable
-    unsupported_reasons: Callable
-    place: int = 1
-
-
 def of_op(name):
-    def run(q, k, v, segment_ids, window):
-        return attention.attention(
-            q, k_BSKH=k, v_BSKH=v, segment_ids_BT=segment_ids, implementation=name, window=window
-        )
+    """Returns (q, k, v, segment_ids) -> output of an implementation."""
+
+    def run(q, k, v, segment_ids):
+        return attention.attention(q, k_BSKH=k, v_BSKH=v, segment_ids_BT=segment_ids, implementation=name)
 
     return run
 
 
-def serves_all(**_):
-    return []
-
-
-SUBJECTS = {name: Subject(of_op(name), serves_all) for name in ("einsum", "blocked", "chunked")}
-SUBJECTS["nki, its reference"] = Subject(of_op("nki"), nki.unsupported_reasons, 512)
+SUBJECTS = {name: of_op(name) for name in attention.OP.names}
+PLACES_OF_NKI = 512  # rows must be a multiple
 
 
 @pytest.fixture(autouse=True)
@@ -96,18 +76,18 @@ def value_and_grads(run):
     return both
 
 
-def with_grads(subject, arrays, segment_ids=None, window=None):
-    return value_and_grads(lambda *x: subject.run(*x, segment_ids, window))(*arrays)
+def with_grads(run, arrays, segment_ids=None):
+    return value_and_grads(lambda *x: run(*x, segment_ids))(*arrays)
 
 
-def float64_attention(arrays, segment_ids=None, window=None):
+def float64_attention(arrays, segment_ids=None):
     """Value and gradients in NumPy, head by head: softmax(S) V and its derivative, written out."""
     q, k, v, dout = (x.astype(np.float64) for x in arrays)
     places = np.arange(q.shape[1])
     ahead = places[:, None] - places[None, :]
     out, dq, dk, dv = (np.zeros_like(x) for x in (q, q, k, v))
     for b in range(q.shape[0]):
-        seen = (ahead >= 0) & (ahead < (window or len(places)))
+        seen = ahead >= 0
         if segment_ids is not None:
             seen &= segment_ids[b][:, None] == segment_ids[b][None, :]
         for n in range(q.shape[2]):
@@ -124,32 +104,31 @@ def float64_attention(arrays, segment_ids=None, window=None):
     return out, dq, dk, dv
 
 
-# The properties. Each takes a subject and raises AssertionError where it does not hold.
+# The properties. Each takes an implementation and the length of its rows, and raises where it does not hold.
 
 
-def is_float64(subject, *, packed, window):
-    arrays = inputs(2, subject.place if subject.place > 1 else 150)
+def is_float64(run, seq_len, *, packed):
+    arrays = inputs(2, seq_len)
     ids = documents(*arrays[0].shape[:2]) if packed else None
-    actual = with_grads(subject, arrays, ids, window)
-    for mine, exact in zip(actual, float64_attention(arrays, ids, window), strict=True):
+    for mine, exact in zip(with_grads(run, arrays, ids), float64_attention(arrays, ids), strict=True):
         np.testing.assert_allclose(mine, exact, **FP32)
 
 
-def is_right_at_the_end_of_a_long_row(subject):
+def is_right_at_the_end_of_a_long_row(run, _):
     arrays = inputs(1, 2048, num_heads=1, num_kv_heads=1, head_dim=4)
     q, k, v = arrays[:3]
-    out = jax.jit(lambda *x: subject.run(*x, None, None))(q, k, v)
+    out = jax.jit(lambda *x: run(*x, None))(q, k, v)
     for place in (0, 1023, 1024, 2047):
         scores = k[0, : place + 1, 0].astype(np.float64) @ q[0, place, 0] / 2
         probs = np.exp(scores - scores.max())
         np.testing.assert_allclose(out[0, place, 0], probs @ v[0, : place + 1, 0] / probs.sum(), **FP32)
 
 
-def is_the_same_over_devices(subject):
-    arrays = inputs(2, subject.place if subject.place > 1 else 70)
+def is_the_same_over_devices(run, seq_len):
+    arrays = inputs(2, seq_len)
     spec = P("data", None, "tensor")
-    everywhere = over_devices(lambda *arrays: with_grads(subject, arrays), (spec,) * 4, (spec,) * 4)
-    for mine, whole in zip(everywhere(*arrays), with_grads(subject, arrays), strict=True):
+    everywhere = over_devices(lambda *arrays: with_grads(run, arrays), (spec,) * 4, (spec,) * 4)
+    for mine, whole in zip(everywhere(*arrays), with_grads(run, arrays), strict=True):
         np.testing.assert_allclose(mine, whole, **FP32)
 
 
@@ -159,52 +138,24 @@ def over_devices(local, in_specs, out_specs):
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
 
 
-# name -> (the property, whether its calls have segments, their window)
-PROPERTIES = {
-    f"float64, {'packed' if packed else 'whole rows'}, window {window}": (
-        functools.partial(is_float64, packed=packed, window=window),
-        packed,
-        window,
-    )
-    for packed, window in ((False, None), (False, 65), (True, 65))
-} | {
-    "packed": (functools.partial(is_float64, packed=True, window=None), True, None),
-    "long rows": (is_right_at_the_end_of_a_long_row, False, None),
-    "sharded is unsharded": (is_the_same_over_devices, False, None),
-}
-QUICK = {
-    "einsum": ("float64, whole rows, window None",),
-    "blocked": ("float64, packed, window 65", "sharded is unsharded"),
-    "chunked": ("float64, packed, window 65", "long rows"),
-    "nki, its reference": ("packed", "float64, whole rows, window 65"),
-}
-
-
-def assert_holds_or_refuses(name, property_name):
-    subject, (holds, packed, window) = SUBJECTS[name], PROPERTIES[property_name]
-    q, k, *_ = inputs(1, 512)
-    ids = np.ones(q.shape[:2], np.int32) if packed else None
-    call = attention.describe_call(q.shape, k.shape[2], dtype=q.dtype, has_segments=packed, window=window)
-    why = "; ".join(subject.unsupported_reasons(**call))
-    if not why:
-        holds(subject)
-        return
-    assert (packed and "does not support segment ids" in why) or (window and "window" in why)
-    with pytest.raises(ValueError, match="cannot serve"):
-        of_op(name.split(",")[0])(q, k, k, ids, window)
+PROPERTIES = (
+    functools.partial(is_float64, packed=True),
+    functools.partial(is_float64, packed=False),
+    is_right_at_the_end_of_a_long_row,
+    is_the_same_over_devices,
+)
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_attention_satisfies_some_properties_or_refuses_the_call(name):
-    for property_name in QUICK[name]:
-        assert_holds_or_refuses(name, property_name)
+def test_attention_of_packed_rows_is_that_of_float64(name):
+    PROPERTIES[0](SUBJECTS[name], PLACES_OF_NKI if name == "nki" else 150)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_attention_satisfies_the_other_properties_or_refuses_the_call(name):
-    for property_name in set(PROPERTIES) - {*QUICK[name]}:
-        assert_holds_or_refuses(name, property_name)
+def test_attention_satisfies_the_other_properties(name):
+    for holds in PROPERTIES[1:]:
+        holds(SUBJECTS[name], PLACES_OF_NKI if name == "nki" else 150)
 
 
 VARIANTS = {
@@ -213,16 +164,18 @@ VARIANTS = {
     "every key hidden from some queries": {"masks": (normal(2, 1, 150, 150) > -1, np.arange(150)[:, None] > 80)},
     "the same, causal": {"masks": (normal(2, 1, 1, 150) > 0, np.arange(150)[:, None] > 80), "causal": True},
     "dropout": {"keep": normal(2, 4, 150, 150) > -1, "keep_factor": 1.2},
+    "a window": {"causal": True, "window": 65},
 }
 
 
-def attend_plainly(q, k, v, variant):
+def attend_plainly(q, k, v, variant, window):
     k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
     scale = q.shape[-1] ** -0.5 if variant.scale is None else variant.scale
     scores = jnp.einsum("btnh,bsnh->bnts", q, k) * scale
     if variant.softcap:
         scores = variant.softcap * jnp.tanh(scores / variant.softcap)
-    masks = [*variant.masks, *([np.tri(q.shape[1], dtype=bool)] if variant.causal else [])]
+    causal = np.tri(q.shape[1], dtype=bool) & ~np.tri(q.shape[1], k=-(window or q.shape[1]), dtype=bool)
+    masks = [*variant.masks, *([causal] if variant.causal else [])]
     probs = jax.nn.softmax(jnp.where(functools.reduce(np.logical_and, masks), scores, -1e30) if masks else scores)
     probs = probs if variant.keep is None else jnp.where(variant.keep, probs * variant.keep_factor, 0)
     return jnp.einsum("bnts,bsnh->btnh", probs, v)
@@ -232,22 +185,19 @@ def test_variants_of_chunked_attention_equal_whole_rows():
     """In several blocks."""
     for name, options in VARIANTS.items():
         fields = {"causal": False} | options
-        num_keys = fields.pop("keys", 150)
+        num_keys, window = fields.pop("keys", 150), fields.pop("window", None)
         fields["masks"] = tuple(mask.reshape((1,) * (4 - mask.ndim) + mask.shape) for mask in fields.get("masks", ()))
         variant = chunked_attention.Variant(**fields)
         q, k, v, dout = inputs(2, 150)
         operands = q, k[:, :num_keys], v[:, :num_keys], dout
 
-        def run(q, k, v, variant=variant):
-            return chunked_attention.general_attention(q, k_BSKH=k, v_BSKH=v, segment_ids_BT=None, variant=variant)
+        def run(q, k, v, variant=variant, window=window):
+            operands = {"k_BSKH": k, "v_BSKH": v, "segment_ids_BT": None}
+            return chunked_attention.general_attention(q, **operands, window=window, variant=variant)
 
-        exact = value_and_grads(functools.partial(attend_plainly, variant=variant))(*operands)
+        exact = value_and_grads(functools.partial(attend_plainly, variant=variant, window=window))(*operands)
         for mine, wanted in zip(value_and_grads(run)(*operands), exact, strict=True):
             np.testing.assert_allclose(mine, wanted, rtol=2e-5, atol=2e-5, err_msg=name)
-
-
-def test_every_implementation_of_attention_is_tested():
-    assert {name.split(",")[0] for name in SUBJECTS} == set(attention.OP.names)
 
 
 # The loss, likewise.
@@ -535,8 +485,8 @@ def test_saving_named_residuals_avoids_a_second_forward_pass():
     policy = jax.checkpoint_policies.save_only_these_names
 
     def num_exps(*names):
-        run = jax.checkpoint(lambda *x: SUBJECTS["chunked"].run(*x, None, None), policy=policy(*names))
-        jaxpr = jax.make_jaxpr(lambda *x: with_grads(Subject(lambda q, k, v, *_: run(q, k, v), serves_all), x))(*arrays)
+        run = jax.checkpoint(lambda *x: SUBJECTS["chunked"](*x, None), policy=policy(*names))
+        jaxpr = jax.make_jaxpr(lambda *x: with_grads(lambda q, k, v, _: run(q, k, v), x))(*arrays)
         return str(jaxpr).count(" exp ")
 
     assert num_exps("attention_out", "attention_lse") < num_exps()
@@ -553,9 +503,3 @@ def test_chunked_attention_visits_only_unmasked_block_pairs():
         assert set(pairs) == {(i, j) for i in range(4) for j in range(4) if cells[i, j]}, window
         firsts = dict(reversed(pairs))
         assert firsts == {i: i for i in range(4)}  # its own block first: there a query sees itself
-
-
-def test_a_window_below_one_is_refused():
-    q, k, v, _ = inputs(1, 8)
-    with pytest.raises(ValueError, match=r"window=0 must be at least 1"):
-        SUBJECTS["einsum"].run(q, k, v, None, 0)

@@ -19,7 +19,7 @@ from hlat_jax.plan import tune
 from hlat_jax.resolve import resolve
 
 COMMITTED = sorted((pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "tuned").glob("*.json"))
-CALL = attention.describe_call((2, 32, 4, 8), 2, dtype="float32", has_segments=True, window=8)
+CALL = attention.describe_call((2, 32, 4, 8), 2, dtype="float32", has_segments=True)
 
 
 EIGHT_ROWS = "--config.data.batch_size=8"  # one for each device of the tests
