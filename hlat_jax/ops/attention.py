@@ -64,22 +64,14 @@ def describe_call(q_shape: tuple[int, ...], num_kv_heads: int, *, dtype: Any, ha
 
 
 def _check(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
-    described = f"queries {q_BTNH.shape} {q_BTNH.dtype}, keys {k_BSKH.shape} {k_BSKH.dtype}"
-    if k_BSKH.shape != v_BSKH.shape or not q_BTNH.dtype == k_BSKH.dtype == v_BSKH.dtype:
-        raise ValueError(
-            f"{described}, values {v_BSKH.shape} {v_BSKH.dtype}: keys and values must have the same shape, and all "
-            "three the same dtype."
-        )
-    if not q_BTNH.ndim == k_BSKH.ndim == 4 or _without_heads(q_BTNH) != _without_heads(k_BSKH):
-        raise ValueError(f"{described}: shapes must be [B, T, N, H] and [B, T, K, H].")
-    if q_BTNH.shape[2] % k_BSKH.shape[2]:
-        raise ValueError(f"{described}: the number of key-value heads must divide the number of query heads.")
-    if segment_ids_BT is not None and segment_ids_BT.shape != q_BTNH.shape[:2]:
-        raise ValueError(f"{described}, segment ids {segment_ids_BT.shape}: their shape must be [B, T].")
-
-
-def _without_heads(x_BTNH):
-    return *x_BTNH.shape[:2], x_BTNH.shape[3]
+    b, t, n, h = q_BTNH.shape if q_BTNH.ndim == 4 else (0, 0, 0, 0)
+    k = k_BSKH.shape[2] if k_BSKH.ndim == 4 else 1
+    is_one_dtype = q_BTNH.dtype == k_BSKH.dtype == v_BSKH.dtype
+    is_fitting = k_BSKH.shape == v_BSKH.shape == (b, t, k, h) and n % k == 0 and is_one_dtype
+    if not is_fitting or (segment_ids_BT is not None and segment_ids_BT.shape != (b, t)):
+        given = {"queries": q_BTNH, "keys": k_BSKH, "values": v_BSKH, "segment ids": segment_ids_BT}
+        found = ", ".join(f"{name} {x.dtype}{list(x.shape)}" for name, x in given.items() if x is not None)
+        raise ValueError(f"{found}: must be [B, T, N, H], [B, T, K, H] twice, where K divides N, of one dtype; [B, T].")
 
 
 def _einsum(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):

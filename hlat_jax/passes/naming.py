@@ -203,7 +203,6 @@ def _inner_values(eqn: Any) -> Any:
 
 
 def _emit(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], plan: list) -> list:
-    is_own = isinstance(jaxpr, Segment) and len(jaxpr.eqns) == 1  # ours replaces the function's around the same
     plans = iter(plan)
 
     def bind(eqn: Any, ins: list) -> list:
@@ -215,7 +214,8 @@ def _emit(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], plan: list) ->
         def run(*ins: Any) -> list:
             return _emit(inner, (), ins, names)
 
-        if eqn.primitive.name != CHECKPOINT or (is_own and eqn.params["policy"] is None):
+        is_replaced = isinstance(jaxpr, Segment) and eqn.params.get("policy") is None  # by our own around all
+        if eqn.primitive.name != CHECKPOINT or is_replaced:
             return _called_again(eqn, run, ins)
         return jax.checkpoint(run, policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"])(*ins)
 
