@@ -177,14 +177,6 @@ def test_cross_entropy_of_bf16_keeps_logits_in_fp32():
         np.testing.assert_allclose(np.asarray(dhead, np.float32), grads[1], rtol=2e-2, atol=5e-2)
 
 
-def test_cross_entropy_is_finite_for_large_logits_and_zero_weights():
-    hidden, head, targets, weights = loss_inputs()
-    for implementation in ("dense", "chunked"):
-        (total, _), grads = loss_and_grads(hidden * 1e4, head, targets, weights * 0, 0.0, implementation)
-        assert total == 0
-        assert all(np.isfinite(g).all() and not np.any(g) for g in grads)
-
-
 def test_chunked_cross_entropy_never_holds_all_logits(monkeypatch):
     monkeypatch.setattr(cross_entropy, "CHUNK_POSITIONS", 8)
     hidden, head = jax.ShapeDtypeStruct((2, 64, 16), np.float32), jax.ShapeDtypeStruct((1000, 16), np.float32)

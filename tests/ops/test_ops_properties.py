@@ -441,21 +441,6 @@ def test_layer_op_saves_only_its_inputs_for_the_backward_pass():
         assert (kept_bytes > sum(x.nbytes for x in operands)) == (name == "reference"), (key, name)
 
 
-def test_paired_rope_materializes_no_half_tensors():
-    """XLA on cpu leaves a concatenation inside long rows by itself, with its fp32 operands in memory."""
-    x = jax.ShapeDtypeStruct((1, 2048, 16, 128), jnp.bfloat16)
-    table = jax.ShapeDtypeStruct((1, 2048, 64), jnp.float32)
-
-    def temp_bytes(name):
-        def both(x, dout, cos, sin):
-            out, pullback = jax.vjp(lambda x: rope.apply_rope(x, cos=cos, sin=sin, implementation=name), x)
-            return out, pullback(dout)
-
-        return jax.jit(both).lower(x, x, table, table).compile().memory_analysis().temp_size_in_bytes
-
-    assert temp_bytes("paired") == 0 < temp_bytes("reference")
-
-
 def test_mismatched_operands_are_refused_with_their_shapes():
     x, cos = jnp.ones((1, 3, 2, 8)), jnp.ones((1, 3, 4))
     with pytest.raises(ValueError, match=r"model.head_dim=7 must be even: rotary embeddings rotate pairs"):

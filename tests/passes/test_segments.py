@@ -90,20 +90,6 @@ def test_kinds_of_blocks_differ_by_width_and_not_by_literals_or_indices():
     assert kinds_in(indexed, jax.tree.map(lambda *leaves: jnp.stack(leaves), *narrow), x) == [0] * L
 
 
-def layer(params, x):
-    """One layer: its projections are equal products, but not blocks one after another."""
-    q, k, v = (x @ params[name] for name in "qkv")
-    return x + jax.nn.softmax(q @ k.T) @ v @ params["out"]
-
-
-def test_a_function_without_blocks_or_products_has_no_segments():
-    params = {name: jnp.ones((D, D)) for name in ("q", "k", "v", "out")}
-    assert found_in(layer, params, jnp.ones((ROWS, D))) == []
-    assert found_in(lambda x: jnp.sum(jnp.sin(jnp.cos(jnp.sin(jnp.cos(x))))), jnp.ones(8)) == []
-    with pytest.raises(ValueError, match=r"<lambda> has no blocks that repeat; set region='whole'"):
-        remat.regions(lambda x: jnp.sin(x), NOTHING, region="segments")(jnp.ones(8))
-
-
 def test_scopes_tell_blocks_whose_products_differ():
     def pyramid(params, x, scope):
         for at, (w, v) in enumerate(params):
@@ -163,12 +149,6 @@ def test_every_choice_of_names_leaves_the_gradients():
     names = ("segment0.dot_general.0", "segment0.tanh.0", "segment0.mul.1")
     for saved in ((), names[:1], names):
         check_gradients(unrolled, *arguments(), choice=RematChoice(saved), argnums=(0, 1))
-
-
-def test_values_chosen_for_other_segments_are_refused():
-    for name in ("segment1.dot_general.0", "segment0.dot_general.9"):
-        with pytest.raises(naming.MissingValues, match=f"unrolled has no values {name}: they were chosen for another"):
-            remat.regions(unrolled, RematChoice((name,)), region="auto")(*arguments())
 
 
 def with_other_arguments(params, tokens, key, scale):

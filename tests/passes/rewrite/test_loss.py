@@ -165,22 +165,6 @@ def test_indices_outside_the_vocabulary_mean_what_they_did():
 
 
 @pytest.mark.slow
-def test_rewritten_loss_in_bf16_is_as_accurate_as_the_original():
-    def loss(p, t, w):
-        return jnp.sum(w * integer_loss((p["hidden"] @ p["head"]).astype(jnp.float32), t))
-
-    low = jax.tree.map(lambda x: x.astype(jnp.bfloat16), PARAMS)
-    fn = rewrite(loss)
-    exact = jax.grad(loss)(jax.tree.map(lambda x: x.astype(jnp.float32), low), TARGETS, WEIGHTS)
-    errors = [
-        np.linalg.norm(jax.grad(one)(low, TARGETS, WEIGHTS)["head"].astype(np.float32) - exact["head"])
-        for one in (loss, fn)
-    ]
-    assert len(fn.report().replacements) == 1
-    assert errors[1] <= 1.1 * errors[0]
-
-
-@pytest.mark.slow
 def test_loss_is_found_before_and_after_autocast():
     loss = SPELLINGS["optax integers"]
     exact = jax.grad(loss)(PARAMS, TARGETS, WEIGHTS)["head"]
