@@ -43,11 +43,6 @@ def total_bytes(traced: Any) -> int:
     return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
 
 
-def _check_region(region: str) -> None:
-    if region not in ("auto", "loops", "segments", "whole"):
-        raise ValueError(f"region={region!r} must be auto, loops, segments or whole.")
-
-
 @dataclasses.dataclass(frozen=True)
 class RematOptions:
     """Options of the search for a `RematChoice`.
@@ -69,7 +64,8 @@ class RematOptions:
     max_compilations: int = 8
 
     def __post_init__(self):
-        _check_region(self.region)
+        if self.region not in ("auto", *_CHECKPOINTED):
+            raise ValueError(f"region={self.region!r} must be auto, {', '.join(_CHECKPOINTED)}.")
 
 
 class BudgetNotMet(ValueError):
@@ -140,7 +136,7 @@ def fit(
     fn: Callable,
     *args: Any,
     budget_bytes: int | str,
-    step: Callable[[Callable], Callable] | None = None,
+    step: Callable[[Callable], Callable] = jax.value_and_grad,
     options: RematOptions = RematOptions(),
     name: str = "budget_bytes",
 ) -> RematPlan:
@@ -223,9 +219,9 @@ def _applied(fn: Callable, choice: RematChoice | None, *, region: str) -> Callab
     return fn if choice is None else regions(fn, choice, region=region)
 
 
-def _trace(args: tuple, *, called: Callable, step: Callable | None) -> Any:
-    """Returns the traced program of `step`, or of gradients, of `called`."""
-    program = (step or jax.value_and_grad)(called)
+def _trace(args: tuple, *, called: Callable, step: Callable) -> Any:
+    """Returns the traced program of `step`."""
+    program = step(called)
     program = program if hasattr(program, "trace") else jax.jit(program)
     return program.trace(*args)
 
@@ -236,7 +232,6 @@ def regions(fn: Callable, choice: RematChoice, *, region: str) -> Callable:
     With auto, these are the regions that the names of the choice come from. For one without names: loops, or segments
     where there are none, or all of it.
     """
-    _check_region(region)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         where = region

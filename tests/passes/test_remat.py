@@ -379,5 +379,5 @@ def test_a_budget_in_another_unit_is_refused_with_the_forms_that_are_taken():
 
 
 def test_an_unknown_region_is_refused():
-    with pytest.raises(ValueError, match="region='loop' must be auto, loops, segments or whole"):
+    with pytest.raises(ValueError, match="region='loop' must be auto, loops, segments, whole"):
         remat.RematOptions(region="loop")
