@@ -30,6 +30,13 @@ from hlat_jax.passes.recompute import recompute_graph
 from hlat_jax.passes.selection import Trials, search_choice
 
 
+_CHECKPOINTED = {
+    "loops": naming.checkpointed_loops,
+    "segments": naming.checkpointed_segments,
+    "whole": naming.checkpointed,
+}
+
+
 def temporaries(traced: Any) -> int:
     """Returns the bytes of temporaries that XLA allocates for a traced program on one device."""
     return _memory(traced).temp_size_in_bytes
@@ -242,13 +249,6 @@ def regions(fn: Callable, choice: RematChoice, *, region: str) -> Callable:
 
     _take_name(run, fn)
     return run
-
-
-_CHECKPOINTED = {
-    "loops": naming.checkpointed_loops,
-    "segments": naming.checkpointed_segments,
-    "whole": naming.checkpointed,
-}
 
 
 def search(
