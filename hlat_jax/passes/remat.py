@@ -29,7 +29,6 @@ from hlat_jax.passes.products import live_jaxpr, total_flops
 from hlat_jax.passes.recompute import recompute_graph
 from hlat_jax.passes.selection import Trials, search_choice
 
-
 _CHECKPOINTED = {
     "loops": naming.checkpointed_loops,
     "segments": naming.checkpointed_segments,
