@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hlat_jax.ops.dialect import Choice
 from hlat_jax.passes.compile import TrainingProgram
 from hlat_jax.passes.jaxpr import equations
 from hlat_jax.passes.liveness import estimated_temporaries
@@ -45,7 +44,6 @@ class Report:
 
     Attributes:
       stages: the step after each pass, in order.
-      kernels: op -> the chosen implementation, with the reasons against the others.
       rewrite: what was replaced in the loss function, and what was not; None without that pass.
       plan: plan of rematerialization; None without a memory budget.
       collectives: collectives between replicas.
@@ -55,7 +53,6 @@ class Report:
     """
 
     stages: tuple[CompileStage, ...]
-    kernels: Mapping[str, Choice]
     rewrite: RewriteReport | None
     plan: RematPlan | None
     collectives: tuple[Collective, ...]
@@ -68,7 +65,6 @@ class Report:
         for stage in self.stages:
             products = ", ".join(f"{count} in {dtypes}" for dtypes, count in sorted(stage.products.items())) or "none"
             lines.append(f"after {stage.name:<10} products {products}")
-        lines += [f"kernel           {op}: {choice}" for op, choice in self.kernels.items()]
         if self.rewrite is not None:
             lines += [f"rewrite          {line}" for line in str(self.rewrite).splitlines()]
         if self.plan is not None:
@@ -110,7 +106,6 @@ def report(program: TrainingProgram, state: Any, batch: Any) -> Report:
 
     return Report(
         stages=stages,
-        kernels=program.kernels,
         rewrite=None if program.rewritten is None else program.rewritten.report(),
         plan=program.plan,
         collectives=tuple(collectives),

@@ -226,8 +226,8 @@ def test_model_trains_with_nnx_optimizer():
         ({"remat": "ful"}, "must be auto, none, full, selective"),
         ({"attention": "flash"}, "attention='flash' is not one of"),
         (
-            {"attention": "triton"},
-            "model.attention='triton' runs on cuda, not on cpu; use one of auto, einsum, blocked",
+            {"attention": "nki"},
+            "model.attention='nki' runs on neuron, not on cpu; use one of auto, einsum, blocked",
         ),
         ({"rms_norm": "fused"}, "model.rms_norm='fused' is not one of auto, reference, recomputed"),
         ({"rope": "pairs"}, "model.rope='pairs' is not one of auto, reference, paired. Did you mean 'paired'"),

@@ -26,7 +26,7 @@ PUBLIC = [
     *(Decoder, Decoder.__call__, Decoder.hidden_states, init_params, apply, bind, param_specs, ModelConfig),
     *(batch.Batch, batch.concat_batch, batch.segmented_batch, train_step.train_step, train_step.StepOptions),
     compile.training_program,
-    *(autocast.autocast, autocast.CastPolicy, remat.fit, remat.max_batch, remat.RematOptions, hlat_jax.hf.load),
+    *(autocast.autocast, autocast.CastPolicy, remat.fit, remat.RematOptions, hlat_jax.hf.load),
     *(lint.check, lint.check_traced, lint.check_module, generator.Generator, generator.Generator.__call__),
     *(generator.Generator.stream, sampling.Sampling, inference.open_model),
 ]

@@ -13,7 +13,6 @@ from programs import training_program
 
 from hlat_jax.batch import SumAndCount
 from hlat_jax.config import ParallelConfig
-from hlat_jax.ops import norm, swiglu
 from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
 from hlat_jax.optimizer import global_norm, learning_rate
 from hlat_jax.parallel.pipeline import pipelined
@@ -269,38 +268,6 @@ def test_matmuls_before_the_loss_scale_are_fp32_only_under_fp16(zero):
     assert found == {"bf16": {"bfloat16": 5}, "fp16": {"float16": 3, "float32": 2}}
 
 
-@pytest.mark.parametrize("more", [{}, {"zero": 3, "autocast": "bf16", "memory_budget": "1GiB"}], ids=["alone", "all"])
-def test_loss_receives_the_chosen_dialects_and_the_report_lists_them(more):
-    given = []
-
-    def loss(params, batch, *, dialects):
-        given.append(dialects)
-        hidden = swiglu.swiglu(batch["x"] @ params["w"], up=batch["x"], implementation=dialects["swiglu"])
-        out = norm.rms_norm(hidden, scale=params["s"], eps=1e-5, implementation=dialects["rms_norm"])
-        return SumAndCount(jnp.sum(out), out.size)
-
-    params, batch = {"w": jnp.eye(8), "s": jnp.ones(8)}, {"x": jnp.ones((8, 8))}
-    options = dict(dialects={"swiglu": "reference", "rms_norm": "auto"}, **more)
-    program = training_program(loss, optax.sgd(0.1), options=options, params=params, batch=batch)
-    assert program.step(program.init(params), batch, 0.1)[1].finite
-    assert given
-    assert all(one == {"swiglu": "reference", "rms_norm": "recomputed"} for one in given)
-    told = str(report(program, program.init(params), batch))
-    assert "model.swiglu: reference (requested)" in told
-    assert "model.rms_norm: recomputed (level" in told
-
-
-def test_unsupported_dialects_are_refused():
-    def loss(params, batch, *, dialects):
-        return jnp.sum(params["w"])
-
-    options = {"dialects": {"attention": "triton"}}
-    with pytest.raises(ValueError, match="runs on cuda, not on cpu"):
-        training_program(loss, optax.sgd(0.1), options=options)
-    with pytest.raises(ValueError, match=r"define it as loss\(params, batch, \*, dialects\)"):
-        training_program(linear, optax.sgd(0.1), options=options)
-
-
 def test_batch_with_zero_count_leaves_the_loss_scale_unchanged():
     program = training_program(linear, optax.sgd(0.1), options={"autocast": "fp16"})
     state = program.init({"w": jnp.zeros((16, 1))})
@@ -330,8 +297,6 @@ def test_invalid_options_and_arguments_are_refused_with_the_fix():
         ({"memory_budget": "12"}, r"memory_budget='12' is not a size in bytes"),
         ({"memory_budget": "1GiB"}, r"give params=\.\.\. and batch=\.\.\."),
         ({"remat": remat.RematOptions()}, r"remat needs a memory budget; give memory_budget="),
-        ({"dialects": {"swigl": "auto"}}, r"dialects has no op 'swigl'. Did you mean 'swiglu'"),
-        ({"dialects": {"rope": "pairs"}}, r"dialects\['rope'\]='pairs' is not one of auto, reference, paired"),
         (stages | {"rewrite": True}, r"a single loss function, not stages"),
         (stages | {"memory_budget": "1GiB"}, r"a single loss function, not stages"),
     ):
