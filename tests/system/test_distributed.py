@@ -9,7 +9,6 @@ import sys
 import time
 
 import jobs
-import kill_trials
 import micro
 import pytest
 
@@ -89,7 +88,7 @@ def stopped(folder, train_job):
 
 
 def await_step(job, workdir):
-    while not (workdir.is_dir() and kill_trials.stepping(workdir)):
+    while not micro.has_trained(workdir):
         assert all(process.poll() is None for process in job.processes), job.err(0) + job.err(1)
         time.sleep(0.01)
 
@@ -155,7 +154,7 @@ def test_checkpoint_of_two_processes_resumes_on_another_number_and_mesh(
     shutil.copytree(stopped[0], workdir)
     [step] = micro.saved_steps(workdir)
     add_damaged_checkpoint(workdir / "checkpoints", step)
-    leftover = workdir / f"checkpoints/{step + 2}{kill_trials.TMP_MARK}-1"
+    leftover = workdir / f"checkpoints/{step + 2}{'.orbax-checkpoint-tmp'}-1"
     leftover.mkdir()
     mesh = SPLIT if num_processes == 4 else ("parallel.data=1", "parallel.fsdp=4")
     own = ("train.sample_prompt=", "checkpoint.every_steps=10", f"checkpoint.export_every_steps={NUM_STEPS}")
