@@ -34,10 +34,8 @@ def trained(loss, params, *, stage=None, bucket_bytes=0, policy="fp32", steps=6)
     return np.array(rows), state, (text, None if replica_sync is None else replica_sync.layout.mesh)
 
 
-@pytest.mark.quick_cases("0-plain-1000", "3-flax-0")
-@pytest.mark.parametrize(
-    ("stage", "kind", "bucket_bytes"), [(0, "plain", 1000), (1, "flax", 0), (2, "plain", 1000), (3, "flax", 0)]
-)
+@pytest.mark.quick_cases("3-flax-0")
+@pytest.mark.parametrize(("stage", "kind", "bucket_bytes"), [(1, "plain", 1000), (2, "plain", 0), (3, "flax", 0)])
 def test_every_stage_trains_like_one_device(stage, kind, bucket_bytes):
     loss, params = user_model(kind)
     wanted, alone, _ = trained(loss, params)
@@ -46,32 +44,25 @@ def test_every_stage_trains_like_one_device(stage, kind, bucket_bytes):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), alone["params"], state["params"])
 
 
-@pytest.mark.slow
-def test_stages_shard_their_part_of_the_state():
-    loss, params = user_model("plain")
-    held = {}
+def test_each_stage_holds_its_part_and_uses_only_the_collectives_it_needs():
+    loss, params = user_model("plain")  # five arrays that 8 divides, and a scalar; 2 microbatches
+    found, held = {}, {}
     for stage in range(4):
-        _, state, _ = trained(loss, params, stage=stage, policy="mixed", steps=1)
+        options = {"policy": POLICIES["mixed"], "num_microbatches": 2, "zero": stage}
+        program = training_program(loss, optax.adam(1e-2), options=options, params=params)
+        traced = program.step.trace(jax.eval_shape(program.init, params), batch(0), 0.0)
+        state = program.init(params)
 
         def share(tree):
             return sum(leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(tree))
 
         held[stage] = share(state["params"]), share(state["opt_state"]["master"])
-    whole = sum(np.size(leaf) for leaf in jax.tree.leaves(params))
-    part = (whole - 1) // 8 + 1  # all but the scalar divide
-    assert held == {0: (whole, whole), 1: (whole, part), 2: (whole, part), 3: (part, part)}
-
-
-def test_each_stage_uses_only_the_collectives_it_needs():
-    loss, params = user_model("plain")  # five arrays that 8 divides, and a scalar; 2 microbatches
-    found = {}
-    for stage in range(4):
-        options = {"num_microbatches": 2, "zero": stage}
-        program = training_program(loss, optax.adam(1e-2), options=options, params=params)
-        traced = program.step.trace(jax.eval_shape(program.init, params), batch(0), 0.0)
         found[stage] = collections.Counter()
         for collective in traced_collectives(live_jaxpr(traced), program.train_step.options.replica_sync.layout.mesh):
             found[stage][collective.kind] += collective.trips
+    whole = sum(np.size(leaf) for leaf in jax.tree.leaves(params))
+    part = (whole - 1) // 8 + 1  # all but the scalar divide
+    assert held == {0: (whole, whole), 1: (whole, part), 2: (whole, part), 3: (part, part)}
     # stage 3 gathers for the loss, and for its backward pass again what that reads: the matrices behind the first;
     # loss and count, the scalar's gradient, and the norms of gradients and weights; of stage 0 the other gradients
     assert found == {
@@ -106,13 +97,6 @@ def test_replicated_leaves_stay_equal_under_stochastic_rounding():
         state, _ = program.step(state, rows, 0.0)
         first, second = (np.asarray(shard.data) for shard in state["params"]["b"].addressable_shards)
         np.testing.assert_array_equal(first, second)
-
-
-def test_optimizer_that_stores_the_weights_can_be_stepped():
-    loss, params = user_model("plain")
-    program = training_program(loss, optax.contrib.prodigy(1.0), options={})
-    _, metrics = program.step(program.init(params), batch(0), 0.0)
-    assert metrics.finite
 
 
 def test_invalid_stage_or_bucket_bytes_is_refused():
@@ -153,9 +137,8 @@ def rough(params, batch):
     return SumAndCount(loss * 1e-9, count)
 
 
-@pytest.mark.parametrize("stage", [None, 3])
-def test_fp16_scales_the_loss_and_skips_overflowing_steps(stage):
-    params = jax.tree.map(jnp.asarray, plain_params())
+def test_fp16_scales_the_loss_and_skips_overflowing_steps():
+    stage, params = 3, jax.tree.map(jnp.asarray, plain_params())
     options = {"zero": stage, "autocast": "fp16"}
     program = training_program(rough, optax.adam(1e-2), options=options, params=params)
     state = program.init(params)

@@ -190,7 +190,7 @@ def run(c, folder):
         "monitor": [line for line in printed if line.startswith("neuron-monitor")],
         "checkpoints": micro.saved_steps(folder),
         "programs": sorted(read_json(folder / RECORD_FILE)) if (folder / RECORD_FILE).exists() else [],
-        **{name: name in files for name in ("tensorboard", "loss.png", "huggingface", "data_position", "profile")},
+        **{name: name in files for name in ("tensorboard", "loss.png", "huggingface", "positions", "profile")},
     }
 
 
@@ -287,7 +287,7 @@ FIELDS = {
     "data.mixture": Row("a=1,b=9", batches, given=TWO_SOURCES),
     "data.window_documents": Row(1, batches, given=SHORT_DOCUMENTS | {"data.packing": "documents"}),
     "data.on_bad_record": in_run("skip", part="rows", given={"data.train": "FOLDER/bad.jsonl"}),
-    "data.position_every_steps": in_run(2, part="data_position", group="a"),
+    "data.position_every_steps": in_run(2, part="positions", group="a"),
     "data.prepend_bos": Row(True, batches),
     "data.max_document_chars": Row(100, batches),
     "data.shuffle": Row(False, batches),
