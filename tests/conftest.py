@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import importlib
 import os
 import pathlib
 import subprocess
@@ -138,6 +139,8 @@ def make_batch():
 
 
 def _command_runner(command, monkeypatch, capsys):
+    """Returns a function of the words of a command: (exit code, stdout, stderr)."""
+
     def run(*words):
         from hlat_jax.cli import flags
 
@@ -168,28 +171,17 @@ def trained_run(tmp_path_factory):
     return folder / "run"
 
 
-@pytest.fixture
-def generate_here(monkeypatch, capsys):
-    """A function of the words of a generation that runs it in this process: (exit code, stdout, stderr)."""
-    from hlat_jax.generate import __main__ as generate
+def _here(room):
+    """Returns a fixture: a function of the words of a room's command that runs it in this process."""
 
-    return _command_runner(generate.main, monkeypatch, capsys)
+    @pytest.fixture
+    def run_here(monkeypatch, capsys):
+        return _command_runner(importlib.import_module(f"hlat_jax.{room}.__main__").main, monkeypatch, capsys)
 
-
-@pytest.fixture
-def evaluate_here(monkeypatch, capsys):
-    """A function of the words of an evaluation that runs it in this process: (exit code, stdout, stderr)."""
-    from hlat_jax.evaluate import __main__ as evaluate
-
-    return _command_runner(evaluate.main, monkeypatch, capsys)
+    return run_here
 
 
-@pytest.fixture
-def data_here(monkeypatch, capsys):
-    """A function of the words of a data command that runs it in this process: (exit code, stdout, stderr)."""
-    from hlat_jax.data import __main__ as commands
-
-    return _command_runner(commands.main, monkeypatch, capsys)
+generate_here, evaluate_here, data_here = map(_here, ("generate", "evaluate", "data"))
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from lowered import assert_no_forbidden_operations, lowered_for_neuron
-from mutations import scope, traced_with_switches
 
 from hlat_jax.batch import SumAndCount, abstract_batch, segmented_batch
 from hlat_jax.cli.config_files import load
@@ -231,64 +230,6 @@ def test_stages_that_gather_and_stages_that_permute_equal_one_device(num_stages,
     sums, grads = jax.device_get(jax.value_and_grad(staged("permute"), has_aux=True)(params, batch))
     for exchange in ("permute", "all_gather"):
         jax.tree.map(np.testing.assert_array_equal, run(exchange), (SumAndCount(*sums), grads, SumAndCount(*sums)))
-
-
-def first_step(config, layout, initial):
-    """Returns the step of a program and its arguments: the state, a batch, the full learning rate."""
-    program = make_program(config, layout)
-    state = jax.tree.map(lambda whole, like: jax.device_put(whole, like.sharding), initial, program.abstract_state)
-    return program.step, (state, shard_batch(make_segments(0, config), layout), np.float32(1e-2))
-
-
-def numbers(state, metrics):
-    """Returns every number of a step: sums, moments (so gradients), weights."""
-    return jax.device_get((metrics, state["opt_state"]["inner"], state["params"]))
-
-
-def max_relative_error(got, wanted):
-    """Returns the largest difference of a leaf from what is wanted, relative to the leaf's largest value."""
-    return max(
-        float(np.max(np.abs(np.subtract(a, b, dtype=np.float64))) / (np.max(np.abs(b)) + 1e-9))
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True)
-    )
-
-
-# Together they have every kind of collective of the table, over every axis that it is for.
-MUTATED = ["fsdp-tensor-sequence", "kv-copies-sequence-zero1", "pipe-tied"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MUTATED)
-def test_every_collective_is_necessary(name):
-    changes = LAYOUTS[name] | {
-        "clip_norm": 0.0,
-        "eps": 1.0,  # an update then follows its gradient, where Adam's sign would flip on rounding
-        "num_layers": LAYOUTS[name].get("pipe", 1),
-    }
-    config = configured(**changes)
-    one = configured(data=1, **{k: changes[k] for k in (*MODEL_ONLY, "clip_norm", "eps", "num_layers") if k in changes})
-    initial = jax.device_get(make_program(one, layout_of(one, jax.devices()[:1])).init_state())
-    step, arguments = first_step(one, layout_of(one, jax.devices()[:1]), initial)
-    wanted = numbers(*step(*arguments))
-    layout = layout_of(config)
-    step, arguments = first_step(config, layout, initial)
-    traced, places, is_on = traced_with_switches(lambda *args: step(*args), *arguments)
-    jaxpr = live_jaxpr(traced)
-    # the others were traced to know their shape, or for a value that nothing reads
-    switched = [str(eqn.source_info.name_stack) for eqn, _ in equations(jaxpr) if eqn.primitive.name == "select_n"]
-    live = [index for index in range(len(places)) if any(scope(index) in found for found in switched)]
-    assert len(live) > 5
-    counted = [found.op_name for found in traced_collectives(jaxpr, layout.mesh)]
-    assert [index for index in live if any(scope(index) in found for found in counted)] == live
-
-    run, harmless = traced.lower().compile(), []
-    assert max_relative_error(numbers(*run(*arguments)), wanted) < 1e-4
-    for index in live:
-        is_on[index] = False
-        if max_relative_error(numbers(*run(*arguments)), wanted) < 1e-3:
-            harmless.append(places[index])
-        is_on[index] = True
-    assert not harmless
 
 
 def test_each_core_computes_only_the_kv_heads_it_needs():

@@ -27,14 +27,10 @@ AGAIN = "run: python tools/run_notebooks.py notebooks/{}.ipynb"
 MOST_CELLS, MOST_BYTES = 15, 700_000
 TABLE_ROW = r"\| `(\w+)` \| (\d\.\d{4}) \| [^|]* \| (\d\.\d{4}) \|"
 PATHS = r"(?:^|[\s\"'(=:])(/(?:tmp|home|root|usr|opt|work|var|mnt|Users)/\S*)"
-# Prints every config that a notebook has by name, in a list or in a dict, its dicts of layouts, the severities of its
-# lists of findings, and of its axes the title, the texts, and the smaller side in pixels of what is seen of each bar.
+# Prints every config that a notebook has by name, in a list or in a dict, and the severities of its findings.
 PROBE = """
-import dataclasses, itertools, json
-import numpy
-from matplotlib.axes import Axes
-from matplotlib.transforms import Bbox
-from hlat_jax.config import Config, ParallelConfig
+import itertools, json
+from hlat_jax.config import Config
 from hlat_jax.neuron.lint import Finding
 
 named = [value for name, value in list(globals().items()) if not name.startswith("_")]
@@ -42,17 +38,7 @@ inside = [value.values() if isinstance(value, dict) else value for value in name
 inside = list(itertools.chain.from_iterable(inside))
 configs = [value.to_dict() for value in named + inside if isinstance(value, Config)]
 findings = [(value.severity, value.rule) for value in inside if isinstance(value, Finding)]
-labelled = itertools.chain.from_iterable(value.items() for value in named if isinstance(value, dict))
-layouts = [(label, dataclasses.asdict(value)) for label, value in labelled if isinstance(value, ParallelConfig)]
-grids = [numpy.ravel(value) for value in named if isinstance(value, (Axes, numpy.ndarray))]
-plots = []
-for axes in {axes: axes for grid in grids for axes in grid if isinstance(axes, Axes)}:
-    patches = [patch for container in axes.containers for patch in container]
-    boxes = [Bbox.intersection(patch.get_window_extent(), axes.bbox) for patch in patches]
-    title = axes.get_title(loc="left")
-    texts = [text.get_text() for text in axes.texts]
-    plots.append((title, texts, [min(box.width, box.height) if box else 0 for box in boxes]))
-print(json.dumps({"configs": configs, "findings": findings, "layouts": layouts, "plots": plots}))
+print(json.dumps({"configs": configs, "findings": findings}))
 """
 
 
@@ -183,33 +169,6 @@ def test_notebook_run_reproduces_the_committed_figures(name, ran):
     elif name == EVALUATE:
         assert ": within the expected" in printed(notebook)
         assert perplexity(notebook) < 300  # of 2,048 tokens; 335 after the run of 01
-
-
-def test_plan_notebook_draws_each_core_and_bars_that_can_be_seen(ran):
-    _, probed = ran(PLAN)
-    drawn = {title: texts for title, texts, _ in probed["plots"] if title.endswith(("parameters", "optimizer state"))}
-    assert len(drawn) == 8
-    for title, texts in drawn.items():
-        replicas = [f"{core} {core + 8} {core + 16} {core + 24}" for core in range(8)]
-        alone = [str(core) for core in range(32)]
-        assert sorted(texts) == sorted(replicas if title.endswith("parameters") else alone), title
-    bars = [(title, bar) for title, _, bars in probed["plots"] for bar in bars]
-    assert len(bars) == 4 * 6 + 2 * 3
-    assert not [(title, bar) for title, bar in bars if bar < 3]
-
-
-def test_plan_notebook_layouts_match_their_labels(ran):
-    _, probed = ran(PLAN)
-    labelled = dict(probed["layouts"])
-    assert len(labelled) == 4
-    for label, parallel in labelled.items():
-        degrees = {axis: int(size) for axis, size in re.findall(r"(\w+)=(\d+)", label)}
-        assert {"fsdp": 1, **degrees} == {axis: parallel[axis] for axis in ("fsdp", "tensor")}, label
-        assert parallel["zero1"] == ("ZeRO-1" in label), label
-    [ours] = [parallel for label, parallel in labelled.items() if "our recipe" in label]
-    [theirs] = [parallel for label, parallel in labelled.items() if "as HLAT" in label]
-    assert ours == config_files.load("7b").to_dict()["parallel"]
-    assert theirs == {**ours, "zero1": False}  # 7b.sh:61; tensor=8 with sequence parallelism
 
 
 @pytest.mark.slow
