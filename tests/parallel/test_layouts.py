@@ -14,7 +14,7 @@ from lowered import assert_no_forbidden_operations, lowered_for_neuron
 
 from hlat_jax.batch import SumAndCount, abstract_batch, segmented_batch
 from hlat_jax.cli.config_files import load
-from hlat_jax.config import default
+from hlat_jax.config import ParallelConfig, default
 from hlat_jax.model import param_axes
 from hlat_jax.ops.choices import chosen_model
 from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
@@ -25,6 +25,7 @@ from hlat_jax.parallel.degrees import layout_over
 from hlat_jax.parallel.pipeline import StagedLoss, pipelined, pipelined_loss
 from hlat_jax.parallel.replica_sync import ReplicaSync
 from hlat_jax.parallel.sharding import make_layout, shard_batch
+from hlat_jax.parallel.xla_options import compiler_options
 from hlat_jax.passes.jaxpr import equations
 from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.plan.collectives import traced_collectives
@@ -339,3 +340,18 @@ def test_state_norms_match_numpy_and_use_one_all_reduce(policy, degrees, tmp_pat
     one_bad = jax.device_put(embed.at[-1, -1].set(np.inf), embed.sharding)
     found = compiled(state | {"params": state["params"] | {"embed": one_bad}})
     assert [name for name, norm in found.items() if not np.isfinite(norm)] == ["params"]
+
+
+def test_compiler_options_are_for_several_gpus_and_known_to_xla():
+    everywhere, alone = (
+        make_layout(ParallelConfig(bucket_bytes=1 << 24), jax.devices()),
+        make_layout(ParallelConfig(), jax.devices()[:1]),
+    )
+    assert compiler_options(everywhere) == compiler_options(everywhere, platform="neuron") == {}
+    assert compiler_options(alone, platform="gpu") == {}
+    options = compiler_options(everywhere, platform="gpu")
+    assert options["xla_gpu_enable_latency_hiding_scheduler"] is True
+    assert options["xla_gpu_all_reduce_combine_threshold_bytes"] == 1 << 24
+    jax.jit(jnp.sin).lower(1.0).compile(compiler_options=options)
+    with pytest.raises(Exception, match="No such compile option"):
+        jax.jit(jnp.sin).lower(1.0).compile(compiler_options={"xla_gpu_not_one": True})

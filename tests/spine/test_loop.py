@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import signal
-import threading
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +17,6 @@ from micro import exact, flip_exponent_bit, saved_steps, write_config
 
 from hlat_jax import loop
 from hlat_jax.cli import config_files
-from hlat_jax.data import retries
-from hlat_jax.data.formats.files import Snapshot, Unreadable
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.host.process import LOCK_FILE, only_process
 from hlat_jax.resolve import resolve
@@ -75,25 +72,6 @@ def test_lost_checkpoints_are_refused_and_a_rewind_is_said(micro, train, tmp_pat
     assert saved_steps(workdir) == [10, 12]
 
 
-def test_a_signal_that_comes_while_compiling_ends_the_run_before_its_first_step(
-    micro, train, tmp_path, monkeypatch, capsys
-):
-    before = signal.signal(signal.SIGHUP, lambda *_: pytest.fail("not handled"))  # it is ignored under nohup
-    compiled = run_open.compiled_step
-
-    def compiled_after_a_signal(compilations):
-        os.kill(os.getpid(), signal.SIGHUP)
-        return compiled(compilations)
-
-    monkeypatch.setattr(run_open, "compiled_step", compiled_after_a_signal)
-    try:
-        assert train(micro) == 0
-    finally:
-        signal.signal(signal.SIGHUP, before)
-    assert "stopped by SIGHUP after step 0, before anything was saved" in capsys.readouterr().out
-    assert saved_steps(tmp_path / "run") == []
-
-
 def test_state_is_saved_before_a_due_evaluation_after_a_signal(micro, train, tmp_path, monkeypatch):
     micro.checkpoint.every_steps = 0
     step, evaluate, saved_before = loop._step, Validation.__call__, []
@@ -131,7 +109,7 @@ def test_a_bad_record_is_named_and_the_steps_before_it_are_saved(micro, train, t
     assert done[-1] > 1
 
 
-def test_validation_text_without_targets_is_refused(micro, train, tmp_path):
+def test_validation_text_without_targets_or_another_on_resume_is_refused(micro, train, tmp_path):
     held_out = tmp_path / "held_out.jsonl"
     micro.data.validation = str(held_out)
     for text, message in (
@@ -141,6 +119,13 @@ def test_validation_text_without_targets_is_refused(micro, train, tmp_path):
         held_out.write_text(json.dumps({"text": text}) + "\n")
         with pytest.raises(ValueError, match=message):
             train(micro)
+    held_out.write_text(json.dumps({"text": "one text " * 200}) + "\n")
+    micro.train.num_steps = 2
+    assert train(micro) == 0
+    held_out.write_text(json.dumps({"text": "another text " * 200}) + "\n")
+    micro.train.num_steps = 4
+    with pytest.raises(ValueError, match="validation_manifest"):
+        train(micro)
 
 
 def test_permanent_checkpoints_are_saved_at_their_own_multiples(micro, train, tmp_path):
@@ -200,18 +185,6 @@ def test_ctrl_c_after_the_last_step_of_several_processes_ends_with_130(micro, tr
     finally:
         signal.signal(signal.SIGINT, before)
     assert "interrupted: finishing the summary; press Ctrl-C again to stop at once\n" in capfd.readouterr().err
-
-
-def test_changed_validation_text_is_refused_on_resume(micro, train, tmp_path):
-    text = tmp_path / "held_out.jsonl"
-    text.write_text(json.dumps({"text": "one text " * 200}) + "\n")
-    micro.data.validation = str(text)
-    micro.train.num_steps = 2
-    assert train(micro) == 0
-    text.write_text(json.dumps({"text": "another text " * 200}) + "\n")
-    micro.train.num_steps = 4
-    with pytest.raises(ValueError, match="validation_manifest"):
-        train(micro)
 
 
 @pytest.fixture
@@ -366,41 +339,6 @@ def test_run_stopped_with_a_non_finite_state_resumes_from_an_earlier_step(
     with bad_seventh_batch, pytest.raises(NonFiniteError, match=said):
         train(micro)
     assert saved_steps(tmp_path / "run") == [4]
-
-
-@pytest.mark.slow
-def test_a_signal_ends_a_run_whose_data_is_away_at_once_after_a_save(micro, train, tmp_path, monkeypatch, capsys):
-    short(micro, 4)
-    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "document {index}"}}\n' for index in range(300)))
-    own = {"train": str(tmp_path / "a.jsonl"), "mixture": "", "validation": ""}
-    micro.data.update(own, num_threads=0, prefetch_batches=1)
-    assert train(micro) == 0
-    expected = end_of(tmp_path / "run", micro)
-    (tmp_path / "run").rename(tmp_path / "left alone")
-    step, check, away = loop._step, Snapshot.check, threading.Event()
-
-    def step_and_move(run, progress, batch):
-        step(run, progress, batch)
-        if progress.step == 6:
-            away.set()
-            threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGTERM]).start()
-
-    def check_unless_away(self):
-        if away.is_set():
-            raise Unreadable("a.jsonl cannot be read any more.")
-        check(self)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(loop, "_step", step_and_move)
-        patch.setattr(Snapshot, "check", check_unless_away)
-        patch.setattr(retries, "WAITS_S", (30.0,))
-        assert train(micro) == 0
-    last = saved_steps(tmp_path / "run")[-1]
-    assert 6 <= last < 12
-    assert f"stopped by SIGTERM after step {last}, saved in" in capsys.readouterr().out
-    assert train(micro) == 0
-    rows, *end = end_of(tmp_path / "run", micro)
-    assert (rows, end) == (expected[0], list(expected[1:]))
 
 
 @pytest.mark.slow

@@ -12,14 +12,12 @@ import optax
 import pytest
 from programs import training_program
 
-from hlat_jax.batch import concat_batch, microbatches
+from hlat_jax.batch import microbatches
 from hlat_jax.neuron import programs
 from hlat_jax.ops.cross_entropy import SumAndCount
-from hlat_jax.parallel import xla_options
 from hlat_jax.parallel.degrees import layout_over
 from hlat_jax.parallel.pipeline import PHASES
 from hlat_jax.parallel.rows import shard_microbatches
-from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve, select_accumulate
@@ -81,16 +79,6 @@ def test_dispatched_step_equals_the_scanned_step_bit_for_bit(small, make_batch, 
     state, rows = found["programs"]
     assert int(state["step"]) == 2
     assert all(row.finite for row in rows)
-    assert_same_bits(found["scan"], found["programs"])
-
-
-@pytest.mark.slow
-def test_optimized_by_xla_a_dispatched_step_is_equal_on_one_device_bit_for_bit(small, make_batch, monkeypatch):
-    monkeypatch.setattr(xla_options, "compiler_options", lambda layout: {"xla_backend_optimization_level": 3})
-    found = {}
-    for accumulate in ("scan", "programs"):
-        config = config_of(small, accumulate)
-        found[accumulate] = trained(config, [ragged(make_batch, config, number=number) for number in range(3)])
     assert_same_bits(found["scan"], found["programs"])
 
 
@@ -164,17 +152,6 @@ def test_the_programs_of_a_run_do_not_depend_on_the_number_of_microbatches(small
         return [fingerprint(traced[name]().lower(lowering_platforms=("neuron",))).sha256 for name in names]
 
     assert fingerprints(1) == fingerprints(64)
-
-
-def test_microbatches_have_the_rows_that_each_device_takes_in_one_program(small):
-    layout = make_layout(dataclasses.replace(resolve(small).parallel, data=4), jax.devices()[:4])
-    batch = concat_batch(np.arange(16 * 16).reshape(16, 16))
-    parts = list(shard_microbatches(batch, layout, num_microbatches=2))
-    for device, rows in enumerate(np.split(batch.tokens, 4)):
-        expected = microbatches(rows, 2)
-        for number, part in enumerate(parts):
-            (shard,) = (s for s in part.tokens.addressable_shards if s.device == jax.devices()[device])
-            np.testing.assert_array_equal(shard.data, expected[number])
 
 
 def test_the_buffer_of_sums_is_updated_in_place(small, one_device):

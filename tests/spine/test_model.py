@@ -107,17 +107,6 @@ def test_backward_pass_of_the_layer_loop_stacks_no_merged_weights():
     assert f"f32[{cfg.num_layers},{d},{cfg.num_kv_heads * (g + 2) * cfg.head_dim}]" not in text
 
 
-def test_selective_remat_saves_linear_inputs_but_not_scores(capsys):
-    from jax.ad_checkpoint import print_saved_residuals
-
-    cfg = dataclasses.replace(CFG, layer_loop="unroll", remat="selective", num_layers=1, attention="einsum")
-    params = init_params(cfg, jax.random.key(0))
-    print_saved_residuals(lambda params: apply(params, cfg, tokens()).sum(), params)
-    saved = capsys.readouterr().out
-    assert "[2,12,48]" in saved  # gate and up
-    assert "[2,2,2,12,12]" not in saved  # attention scores and probabilities
-
-
 @pytest.mark.slow
 def test_tokens_attend_only_to_the_past_of_their_segment():
     params = init_params(CFG, jax.random.key(0))
@@ -180,11 +169,6 @@ def test_ids_outside_the_vocabulary_are_refused_where_they_are_known():
     for ids, message in (([[3, 64]], "tokens run from 3 to 64, "), ([[-1, 3]], "tokens run from -1 to 3, ")):
         with pytest.raises(ValueError, match=message + r"but model.vocab_size=64 has ids 0 to 63; encode the text"):
             decoder(jnp.asarray(ids))
-
-
-def test_a_traced_function_may_close_over_its_tokens():
-    ids = jnp.asarray(tokens())
-    assert jax.eval_shape(lambda params: apply(params, CFG, ids), abstract_params(CFG)).shape == (*ids.shape, 64)
 
 
 def test_rows_longer_than_the_model_are_refused_even_where_ids_are_traced():

@@ -77,13 +77,6 @@ def test_flax_reads_the_logical_axes_and_maps_them_to_a_mesh_of_ones_own():
     assert mapped["layers"]["mlp_norm"]["scale"] == P(None, None)
 
 
-def test_parameters_made_under_a_mesh_are_not_placed_by_their_names():
-    mesh = jax.make_mesh((8,), ("embed",), axis_types=(AxisType.Auto,))
-    with jax.set_mesh(mesh):
-        decoder = Decoder(CFG, rngs=nnx.Rngs(0))
-    assert decoder.embed[...].sharding.is_fully_replicated
-
-
 def test_rules_of_an_unknown_logical_axis_are_refused():
     with pytest.raises(ValueError, match=r"rules name 'head', not .*\. Did you mean 'heads'\?"):
         param_specs(CFG, {"head": "tensor"})
@@ -132,18 +125,6 @@ def test_signatures_are_those_of_the_class_of_a_subclass_and_of_a_call():
     assert "tokens_BT" in inspect.signature(Adapted(CFG, 2, rngs=nnx.Rngs(0))).parameters
 
 
-@pytest.mark.slow
-def test_decoder_of_explicit_axes_takes_segments_and_needs_no_jit(params):
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
-    segments = jnp.asarray([[0] * 5 + [1] * 8] * 4)
-    expected = apply(params, CFG, TOKENS, segment_ids_BT=segments)
-    with jax.set_mesh(mesh):
-        rows, ids = jax.device_put((TOKENS, segments), NamedSharding(mesh, P("data")))
-        actual = bind(jax.device_put(params, NamedSharding(mesh, P())), CFG)(rows, segment_ids_BT=ids)
-        assert jax.typeof(actual).sharding.spec == P("data", None, None)
-    assert_close(actual, expected)
-
-
 def test_declaration_made_under_a_mesh_is_that_of_any():
     cfg = ModelConfig(vocab_size=67)  # which no other test declares
     with jax.set_mesh(jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))):
@@ -184,12 +165,6 @@ def test_attention_of_ones_own_replaces_that_of_the_model(params):
         return jax.nn.dot_product_attention(q, k, v)
 
     assert np.abs(loss(params, TOKENS, attention=looks_ahead) - loss(params, TOKENS)) > 1e-4
-
-
-def test_attention_that_returns_another_shape_is_refused():
-    with pytest.raises(
-        ValueError, match=r"attention returned float32\[4, 13, 2, 8\]; it must return float32\[4, 13, 4, 8\]"
-    ):
-        jax.eval_shape(
-            lambda params: apply(params, CFG, TOKENS, attention=lambda q, k, v, ids: v), abstract_params(CFG)
-        )
+    said = r"attention returned float32\[4, 12, 2, 8\]; it must return float32\[4, 12, 4, 8\]"
+    with pytest.raises(ValueError, match=said):
+        jax.eval_shape(lambda params: loss(params, TOKENS, attention=lambda q, k, v, ids: v), params)

@@ -222,13 +222,8 @@ def test_ctrl_c_handler_is_installed_only_in_package_commands(tmp_path):
     shutil.copy(micro.REPOSITORY / "hlat_jax" / "__init__.py", package)
     shutil.copytree(micro.REPOSITORY / "hlat_jax" / "host", package / "host")
     (package / "show.py").write_text(PRINT_HANDLER)
-    (tmp_path / "pk").mkdir()
-    (tmp_path / "pk" / "__init__.py").write_text("import hlat_jax")
-    (tmp_path / "pk" / "__main__.py").write_text(PRINT_HANDLER)
     for words, handler in (
         (["-c", PRINT_HANDLER, "-m", "hlat_jax.train"], "default_int_handler"),
-        (["-m", "pk", "-m", "hlat_jax.train"], "default_int_handler"),
-        (["-X", "hlat_jax.train", "-m", "pk"], "default_int_handler"),
         (["-mhlat_jax.show", "pk"], "_end_on_interrupt"),
         (["-X", "dev", "-u", "-W", "error", "-m", "hlat_jax.show", "-m", "pk"], "_end_on_interrupt"),
         (["-uBmhlat_jax.show"], "_end_on_interrupt"),

@@ -39,23 +39,6 @@ def run(config, layout, batches, num_steps=4):
 
 
 @pytest.mark.slow
-def test_autocast_tracks_fp32_with_every_matmul_in_bf16(small, one_device, make_batch):
-    batch = make_batch(0, resolve(small))
-    _, exact = run(resolve(small), one_device, [batch])
-    small.precision.policy = "autocast"
-    config = resolve(small)
-    jaxpr = make_program(config, one_device).trace_step().jaxpr.jaxpr
-    read = [var.aval.dtype for eqn, _ in equations(jaxpr) if eqn.primitive.name == "dot_general" for var in eqn.invars]
-    assert set(read) == {jnp.dtype(jnp.bfloat16)}
-    program = make_program(config, one_device)
-    losses, tokens = program.eval_step(program.init_state()["params"], shard_batch(batch, one_device))
-    _, cast = run(config, one_device, [batch])
-    np.testing.assert_allclose(cast[0].loss, losses / tokens, rtol=1e-4)
-    np.testing.assert_allclose([m.loss for m in cast], [m.loss for m in exact], rtol=2e-3)
-    assert cast[-1].loss != exact[-1].loss
-
-
-@pytest.mark.slow
 def test_policies_store_their_declared_dtypes(small, one_device):
     for name, dtypes in {
         "fp32": (jnp.float32, jnp.float32, None),
@@ -72,6 +55,11 @@ def test_policies_store_their_declared_dtypes(small, one_device):
         assert {leaf.dtype for leaf in jax.tree.leaves(state["opt_state"]["inner"]["nu"])} == {jnp.dtype(dtypes[1])}
         masters = {leaf.dtype for leaf in jax.tree.leaves(state["opt_state"].get("master", {}))}
         assert masters == ({jnp.dtype(dtypes[2])} if dtypes[2] else set())
+        jaxpr = program.trace_step().jaxpr.jaxpr
+        read = {
+            var.aval.dtype for eqn, _ in equations(jaxpr) if eqn.primitive.name == "dot_general" for var in eqn.invars
+        }
+        assert read == {jnp.dtype(jnp.float32 if name == "fp32" else jnp.bfloat16)}
         assert state_bytes(state) == costs.state_bytes(config.model, name)
         assert state_bytes(program.init_state()) == state_bytes(state)
 
@@ -157,16 +145,14 @@ def linear(params, batch):
     return SumAndCount(jnp.sum(batch["weight"] * jnp.square(error)), jnp.sum(batch["weight"]))
 
 
-@pytest.mark.parametrize("counts", [(1, 1, 1, 1), (0, 1, 0.001, 0.5)], ids=["equal parts", "ragged parts"])
-def test_fp16_trains_a_sum_loss_whose_gradients_overflow_unscaled(counts):
+def test_fp16_trains_a_sum_loss_whose_gradients_overflow_unscaled():
     rng = np.random.default_rng(0)
     x = 10 * rng.normal(size=(8192, 16)).astype(np.float32)
-    weight = np.resize(np.asarray(counts, np.float32), 8192)  # part m has the rows m, m + 4, ...
+    weight = np.resize(np.float32([0, 1, 0.001, 0.5]), 8192)  # part m has the rows m, m + 4, ...
     batch = {"x": x, "y": x @ rng.normal(size=16).astype(np.float32), "weight": weight}
 
     def made(**options):
-        options = dict(num_microbatches=4, **options)
-        program = training_program(linear, optax.adam(0.1), options=options)
+        program = training_program(linear, optax.adam(0.1), options=dict(num_microbatches=4, **options))
         return program, program.init({"w": jnp.zeros((16, 1))})
 
     exact, state = made()
@@ -182,6 +168,11 @@ def test_fp16_trains_a_sum_loss_whose_gradients_overflow_unscaled(counts):
     np.testing.assert_allclose([finite[0].loss, finite[0].grad_norm], [wanted.loss, wanted.grad_norm], rtol=3e-3)
     assert finite[-1].loss < 0.1 * finite[0].loss
     assert state["opt_state"]["loss_scale"].scale < 1
+    before = jax.device_get(state)  # a batch that counts nothing leaves the scale unchanged too
+    state, metrics = program.step(state, batch | {"weight": 0 * weight}, 0.0)
+    assert not metrics.finite
+    assert state.pop("step") == before.pop("step") + 1
+    jax.tree.map(np.testing.assert_array_equal, before, state)
 
 
 def from_hidden(params, batch):
@@ -219,17 +210,6 @@ def test_loss_receives_the_chosen_dialects_and_the_report_lists_them():
     told = str(report(program, program.init(params), batch))
     assert "model.swiglu: reference (requested)" in told
     assert "model.rms_norm: recomputed (level" in told
-
-
-def test_batch_with_zero_count_leaves_the_loss_scale_unchanged():
-    program = training_program(linear, optax.sgd(0.1), options={"autocast": "fp16"})
-    state = program.init({"w": jnp.zeros((16, 1))})
-    batch = {"x": jnp.ones((4, 16)), "y": jnp.ones(4), "weight": jnp.zeros(4)}
-    before = jax.device_get(state)
-    state, metrics = program.step(state, batch, 0.0)
-    assert not metrics.finite
-    assert state.pop("step") == before.pop("step") + 1
-    jax.tree.map(np.testing.assert_array_equal, before, state)
 
 
 def test_invalid_options_and_arguments_are_refused_with_the_fix():
@@ -425,12 +405,6 @@ def test_a_loss_that_returns_anything_else_is_refused_before_compiling():
         program.step.trace(jax.eval_shape(program.init, params), batch, 0.0)
 
 
-def test_autocast_policy_applies_to_a_user_program():
-    program = training_program(squares, optax.sgd(1e-2), options={"policy": POLICIES["autocast"]})
-    told = report(program, program.init({"w": jnp.ones((8, 8))}), {"x": jnp.ones((4, 8))})
-    assert set(told.stages[-1].products) == {"bfloat16"}
-
-
 NEURON_CASES = [
     {"attention": "einsum", "cross_entropy": "dense", "remat": "none"},  # what `auto` stands for there
     {"attention": "blocked", "cross_entropy": "chunked", "remat": "full"},
@@ -445,23 +419,15 @@ def test_step_lowers_for_neuron_without_forbidden_operations(small, one_device, 
     small.model.update(changes)
     small.precision.policy = "mixed" if changes.get("layer_loop") else "fp32"
     small.train.num_microbatches = 2
+    small.data.packing = "documents" if changes.get("rope") else "concat"
     text = lowered_for_neuron(resolve(small), one_device)
     assert_no_forbidden_operations(text)
     if changes.get("layer_loop") != "unroll":
         assert "stablehlo.while" in text  # the check of loops below looks at something
 
 
-def test_step_with_segments_lowers_for_neuron_without_forbidden_operations(small, one_device):
-    small.model.update(NEURON_CASES[0])
-    small.train.num_microbatches = 2
-    small.data.packing = "documents"
-    assert_no_forbidden_operations(lowered_for_neuron(resolve(small), one_device))
-
-
-@pytest.mark.quick_cases("off")
-@pytest.mark.parametrize("spikes", ["off", "skip"])
-def test_step_on_one_cpu_device_updates_weights_without_copies(small, one_device, spikes):
-    small.train.spikes = spikes
+def test_step_on_one_cpu_device_updates_weights_without_copies(small, one_device):
+    small.train.spikes = "skip"
     config = resolve(small)
     text = make_program(config, one_device).trace_step().lower().compile().as_text()
     assert "%state__params____embed__" in text  # how XLA names the arguments that are looked for below
@@ -490,15 +456,3 @@ def test_per_run_settings_are_not_constants_of_the_program(small, one_device):
     small.train.seed = 9
     small.data.seed = 9
     assert lowered_for_neuron(resolve(small), one_device) == before
-
-
-@pytest.mark.slow
-def test_evaluation_compiles_once_for_initial_and_updated_state(small, one_device, make_batch):
-    config = resolve(small)
-    program = make_program(config, one_device)
-    state, step, evaluate = program.init_state(), program.step, program.eval_step
-    evaluate(state["params"], make_batch(0, config))
-    state, _ = step(state, make_batch(0, config), np.float32(0.0))
-    state, _ = step(state, make_batch(1, config), np.float32(0.0))
-    evaluate(state["params"], make_batch(1, config))
-    assert (evaluate._cache_size(), step._cache_size()) == (1, 1)

@@ -121,8 +121,7 @@ def twin_log(params: dict, config: Config, batches: list[Batch], dtype=torch.flo
         z_loss_weight=config.train.z_loss_weight,
     )
     arrays = [twin.Batch(b.tokens, b.targets, b.positions, b.weights) for b in batches]
-    log = twin.train(params, arrays, model=model, recipe=recipe, dtype=dtype)
-    return as_columns([dataclasses.astuple(step) for step in log])
+    return as_columns(twin.train(params, arrays, model=model, recipe=recipe, dtype=dtype))
 
 
 def as_columns(rows: list[tuple]) -> dict[str, np.ndarray]:

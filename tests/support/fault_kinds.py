@@ -46,7 +46,6 @@ class Kind:
       allowed: outcome -> what its line must match.
       at_start: outcomes that are allowed only where it came while the job started.
       mild: whether the job may go on.
-      lasting: whether it happens again where its step is trained again, and in the reference too.
       least: smallest number of processes.
     """
 
@@ -54,7 +53,6 @@ class Kind:
     allowed: Mapping[str, str]
     at_start: Mapping[str, str] = dataclasses.field(default_factory=dict)
     mild: bool = False
-    lasting: bool = False
     least: int = 1
 
 
@@ -94,9 +92,7 @@ KINDS = {
     "data error for a moment": Kind("inside", {GOES_ON: ""}, mild=True),
     "data error that stays": Kind("inside", {ENDS: _UNREADABLE}),
     "slow data": Kind("inside", {GOES_ON: ""}, mild=True),
-    "NaN for a step": Kind("inside", {GOES_ON: ""}, mild=True, lasting=True),
     "NaN in the weights": Kind("inside", {ENDS: "not finite"}),
-    "spike": Kind("inside", {GOES_ON: ""}, mild=True, lasting=True),
     "clock jump": Kind("inside", {GOES_ON: "", ENDS: "[Tt]imed out"}, mild=True),  # while saving: Orbax uses the clock
 }
 

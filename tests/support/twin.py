@@ -56,18 +56,8 @@ class Batch:
     weights: np.ndarray
 
 
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """One row of the log. `grad_norm` is that before clipping, `param_norm` that before the update."""
-
-    loss: float
-    grad_norm: float
-    param_norm: float
-    learning_rate: float
-
-
-def train(params: dict, batches: list[Batch], *, model: Model, recipe: Recipe, dtype=torch.float32) -> list[Step]:
-    """Returns the log of one optimizer step per batch, from our parameters."""
+def train(params: dict, batches: list[Batch], *, model: Model, recipe: Recipe, dtype=torch.float32) -> np.ndarray:
+    """Returns (loss, gradient norm before clipping, weight norm before the update, learning rate) of each step."""
     weights = split(params, model, dtype)
     decayed = [w for w in weights.values() if recipe.decay == "all" or w.ndim >= 2]
     spared = [w for w in weights.values() if recipe.decay != "all" and w.ndim < 2]
@@ -88,8 +78,8 @@ def train(params: dict, batches: list[Batch], *, model: Model, recipe: Recipe, d
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.step()
-        log.append(Step(loss, grad_norm, param_norm, lr))
-    return log
+        log.append((loss, grad_norm, param_norm, lr))
+    return np.array(log, np.float64)
 
 
 def accumulate_gradients(weights: dict[str, torch.Tensor], batch: Batch, model: Model, recipe: Recipe) -> float:

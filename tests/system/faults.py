@@ -56,7 +56,6 @@ SETTINGS = {
 }
 FLAGS = ("--stuck_timeout_s=5", "--peer_timeout_s=6", "--join_timeout_s=15")
 PROCESSES = (1, 1, 1, 1, 2, 2, 2, 3, 4)  # drawn from these
-LASTING_STEPS = (20, 40)  # few, as each asks for an undisturbed run of its own
 TRIAL_LIMIT_S, LIFE_LIMIT_S = 900, 180
 MOMENT_S = 1.0
 _RESTARTED = (1, 124, 143)  # by launch/restart.sh, as what a signal ended
@@ -200,13 +199,12 @@ class Campaign:
         env = micro.environment(self.folder / "cache")
         return jobs.run_job(jobs.commands_of(words, n), [env] * n, control)
 
-    def reference(self, num_processes: int, lasting: list[Fault]) -> pathlib.Path:
-        """Returns the folder of a run of the same plan without other faults; trains it if it is missing."""
-        plan = "".join(f"-{fault.kind.replace(' ', '_')}-{fault.step}" for fault in lasting)
-        workdir = self.folder / f"undisturbed-{num_processes}{plan}"
+    def reference(self, num_processes: int) -> pathlib.Path:
+        """Returns the folder of a run without faults; trains it if it is missing."""
+        workdir = self.folder / f"undisturbed-{num_processes}"
         if not workdir.exists():
             control = workdir.with_name(f"{workdir.name}-log")
-            with self.start(workdir, self.folder / "train.jsonl", control, num_processes, lasting) as job:
+            with self.start(workdir, self.folder / "train.jsonl", control, num_processes, []) as job:
                 codes = job.wait(LIFE_LIMIT_S)
                 assert codes == [0] * num_processes, f"the undisturbed run failed: {codes} {job.err(0)[-2000:]}"
         return workdir
@@ -246,7 +244,6 @@ class Trial:
         self.workdir, self.data = self.folder / "run", self.folder / "train.jsonl"
         shutil.copy(campaign.folder / "train.jsonl", self.data)
         self._until = time.monotonic() + TRIAL_LIMIT_S
-        self.lasting: list[Fault] = []
         self.lost: set[int] = set()
         self.done: list[dict] = []  # faults that happened
         self._ids, self._undo = 0, []
@@ -261,12 +258,10 @@ class Trial:
                 left = num_faults - len(self.done) - (pending is not None)
                 plan = self._plan(left, is_damaged=pending is not None) if number < 4 * num_faults + 6 else []
                 control = self.folder / f"life-{number}"
-                inside = [fault for fault in plan if fault.rule.how == "inside" and fault not in self.lasting]
-                start = self.campaign.start(self.workdir, self.data, control, self.n, [*inside, *self.lasting])
-                with start as job:
+                inside = [fault for fault in plan if fault.rule.how == "inside"]
+                with self.campaign.start(self.workdir, self.data, control, self.n, inside) as job:
                     life = Life(job, control, until=self._until)
                     pending = self._live(life, plan, pending)
-                    self.lasting = [fault for fault in self.lasting if fault.at or life.of(fault)]
                     folders = (self.workdir, self.workdir.with_name("away"))  # as the fault may have renamed it
                     if self._ledger_from is None and any(map(read_events, folders)):
                         self._ledger_from = life.began
@@ -298,20 +293,16 @@ class Trial:
             if step > NUM_STEPS - 14:
                 break
 
-            def fits(kind, is_first=is_first, step=step):
-                rule = KINDS[kind]
+            def fits(kind, is_first=is_first):
                 if kind in ("stuck in restore", "stuck in compile", "long compile") and not is_first:
                     return False
-                if kind == "stuck in restore" and not micro.saved_steps(self.workdir):
-                    return False
-                lasts = not rule.lasting or (not self.lasting and step <= LASTING_STEPS[-1])
-                return lasts and rule.least <= self.n
+                has_saved = kind != "stuck in restore" or bool(micro.saved_steps(self.workdir))
+                return has_saved and KINDS[kind].least <= self.n
 
             kind = self.campaign.draw(self.rng, fits)
             if kind is None:
                 break
             plan.append(self._fault(kind, step, **self._moment(kind, is_first=is_first)))
-            step = max(step, plan[-1].step)
             if not KINDS[kind].mild:
                 break
         return plan
@@ -346,10 +337,6 @@ class Trial:
             fault.more["errno"] = rng.choice(("EIO", "ESTALE"))
         elif kind == "clock jump":
             fault.more["jump_s"] = rng.choice((-86400.0, -61.0, 3600.0, 3e7))
-        if fault.rule.lasting:
-            fault.process, fault.more["exactly"] = None, True
-            fault.step = min(each for each in LASTING_STEPS if each >= step)
-            self.lasting.append(fault)
         return fault
 
     def _live(self, life: Life, plan: list[Fault], pending: Fault | None) -> Fault | None:
@@ -580,22 +567,20 @@ class Trial:
         return []
 
     def _compare(self) -> list[str]:
-        reference = self.campaign.reference(self.n, self.lasting)
+        reference = self.campaign.reference(self.n)
         return micro.differences(self.campaign.config, self.workdir, reference, lost=self.lost)
 
 
 def table(records: list[dict]) -> str:
-    """Returns kind × outcome × seconds as a Markdown table."""
-    lines = ["| fault | outcome | faults | not allowed | seconds, median / longest |", "|---|---|---:|---:|---:|"]
+    """Returns kind × outcome × seconds to the end as a Markdown table."""
     groups = collections.defaultdict(list)
     for record in records:
         if "kind" in record:
-            groups[record["kind"], record["outcome"]].append(record)
-    for kind, outcome in sorted(groups):
-        found = groups[kind, outcome]
-        bad, seconds = sum(each["verdict"] != "allowed" for each in found), [each["seconds"] for each in found]
+            groups[record["kind"], record["outcome"], record["verdict"]].append(record["seconds"])
+    lines = ["| fault | outcome | verdict | faults | median / longest |", "|---|---|---|---:|---:|"]
+    for key, seconds in sorted(groups.items()):
         figures = f"{statistics.median(seconds):.1f} / {max(seconds):.1f}"
-        lines.append(f"| {kind} | {outcome} | {len(found)} | {bad} | {figures} |")
+        lines.append(f"| {' | '.join(key)} | {len(seconds)} | {figures} |")
     return "\n".join(lines)
 
 

@@ -263,16 +263,6 @@ def test_process_with_other_settings_or_run_folder_is_refused(small_job, tmp_pat
     assert " here, " not in job.err(0)
 
 
-def test_an_error_of_process_0_reaches_the_others_before_it_leaves(small_job):
-    with small_job("raise ValueError('of mine')", WAIT, SLEEP) as job:
-        assert job.wait() == [2, 2, 2]
-    assert job.error_lines(0) == ["error: of mine"]
-    for index in (1, 2):
-        [line] = job.error_lines(index)
-        assert "process 0 of 3" in line
-        assert "of mine" in line
-
-
 def test_a_process_that_is_alive_but_stuck_ends_all_with_stacks_and_a_code_of_its_own(small_job, tmp_path):
     late, others = f"watchdog.begin('waiting for data'); {SLEEP}", f"watchdog.begin(WAITING); {WAIT}"
     with small_job(others, late, others) as job:

@@ -104,11 +104,6 @@ def test_manifests_get_the_nodes_that_the_template_makes():
     assert all(["Ref", "Efa"] in card["Groups"] for card in data["NetworkInterfaces"])
     assert resources[data["Placement"]["GroupName"][1]]["Properties"] == {"Strategy": "cluster"}
     assert data["BlockDeviceMappings"][0]["Ebs"]["VolumeSize"] >= 512
-    reserved = {"CapacityReservationTarget": {"CapacityReservationId": ["Ref", "CapacityReservation"]}}
-    nothing = ["Ref", "AWS::NoValue"]
-    assert data["CapacityReservationSpecification"] == ["If", ["IsReserved", reserved, nothing]]
-    assert data["InstanceMarketOptions"] == ["If", ["IsBlock", {"MarketType": "capacity-block"}, nothing]]
-    assert resources["Nodes"]["Properties"]["CapacityType"] == ["If", ["IsBlock", "CAPACITY_BLOCK", "ON_DEMAND"]]
     pages = int(re.search(r"pages=(\d+)", data["UserData"]["Fn::Base64"])[1])
     vcpus, host_gib = HOSTS[data["InstanceType"]]
     assert hardware.target(data["InstanceType"]).host_bytes == host_gib * 2**30
@@ -150,13 +145,6 @@ def test_precompile_manifest_matches_the_run_except_for_its_length():
     assert len(set(cache)) == 1
     sbatch = (LAUNCH / "slurm" / "precompile.sbatch").read_text()
     assert all(word in sbatch for word in programs if word.startswith(short))
-
-
-def test_run_manifest_fits_its_nodes():
-    words = loaded(LAUNCH / "eks" / "train.yaml")[3]["command"]
-    overrides = [word for word in words if word.startswith("--config")]
-    config = resolve(flags_lib.parse(overrides)[0])
-    assert make_plan(config, Site("trn1.32xlarge", 4))["fits"]
 
 
 def cluster_queue():
@@ -264,9 +252,8 @@ def test_first_command_of_a_model_is_planned_and_linted(instance, overrides):
         assert not [one for one in found if one.severity != "info" and (name, one.rule) not in EXPLAINED], name
 
 
-def test_image_copies_existing_files_onto_the_neuron_jax_image():
+def test_image_copies_existing_files():
     lines = (LAUNCH / "eks" / "Dockerfile").read_text().splitlines()
-    assert "FROM public.ecr.aws/neuron/jax-training-neuronx:${TAG}" in lines
     sources = [word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]]
     assert {"hlat_jax", "configs", "launch", "constraints.txt", "pyproject.toml"} <= set(sources)
     assert all((ROOT / source).exists() for source in sources)

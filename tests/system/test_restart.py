@@ -187,14 +187,6 @@ def test_job_with_a_wrong_config_is_not_tried_again(submit, tmp_path):
     assert len((tmp_path / "bin" / "srun.log").read_text().splitlines()) == 1
 
 
-def test_job_prints_every_node_in_a_dry_run(submit):
-    words = ("--config=7b", "--workdir=/fsx/run", "--instance=trn1.32xlarge", "--dry-run")
-    done = submit("--nodes=4", LAUNCH / "slurm/train.sbatch", *words, JAX_PLATFORMS="")
-    assert done.returncode == 0, done.stderr
-    assert len([line for line in done.stdout.splitlines() if " -m hlat_jax.train " in line]) == 4
-    assert sorted(re.findall(r"NEURON_PJRT_PROCESS_INDEX=(\d+)", done.stdout)) == ["0", "1", "2", "3"]
-
-
 @pytest.mark.slow
 def test_precompiled_programs_are_copied_to_the_node_before_the_run(submit, tmp_path):
     config, workdir, shared, local = (tmp_path / name for name in ("micro.py", "run", "shared", "local"))
