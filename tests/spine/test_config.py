@@ -13,8 +13,6 @@ import io
 import json
 import pathlib
 import sys
-import threading
-import time
 from typing import Any
 
 import jax
@@ -26,7 +24,7 @@ import sentencepiece
 from hlat_jax import config as config_lib
 from hlat_jax import loop
 from hlat_jax.cli import config_files
-from hlat_jax.data import packing
+from hlat_jax.data import loader as loader_lib
 from hlat_jax.data.held_out import open_held_out
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.tokenizer import Tokenizer
@@ -104,35 +102,21 @@ def batches(c, _):
     return [batch.tokens.tobytes() for batch in found]
 
 
-def threads(c, _):
-    """The number of threads that read ahead."""
-    data = resolve(c).data
-    before = set(threading.enumerate())
-    loader = TrainBatches(data, tokenizer=Tokenizer(data.tokenizer))
-    next(loader)
-    found = [t for t in threading.enumerate() if t not in before and t.name.startswith("hlat-data")]
-    loader.close()
-    return len(found)
+def reads_ahead(c, _):
+    """How the loader reads ahead; what that does is in tests/data."""
+    data, asked = resolve(c).data, []
 
-
-def rows_ahead(c, _):
-    """The number of rows that are made before anybody asks for a batch."""
-    data, made, next_row = resolve(c).data, [], packing.ConcatStream.next_row
-
-    def counted(stream):
-        made.append(stream)
-        return next_row(stream)
+    class Recorded(loader_lib._RowPrefetcher):
+        def __init__(self, streams, **options):
+            asked.append(options)
+            super().__init__(streams, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing.ConcatStream, "next_row", counted)
+        patch.setattr(loader_lib, "_RowPrefetcher", Recorded)
         loader = TrainBatches(data, tokenizer=Tokenizer(data.tokenizer))
-        settled, same = -1, 0
-        while same < 10 or not made:  # polls in a row without a new one
-            same = same + 1 if settled == len(made) else 0
-            settled = len(made)
-            time.sleep(0.1)
+        next(loader)
         loader.close()
-    return settled
+    return asked
 
 
 def refusal(c, _):
@@ -293,8 +277,8 @@ FIELDS = {
     "data.shuffle": Row(False, batches),
     "data.shuffle_by": Row("row", batches),
     "data.seed": Row(5, batches),
-    "data.num_threads": Row(1, threads),
-    "data.prefetch_batches": Row(2, rows_ahead),
+    "data.num_threads": Row(1, reads_ahead),
+    "data.prefetch_batches": Row(2, reads_ahead),
     "train.num_steps": in_run(5, part="steps", group="b"),
     "train.seed": Row(1, weights),
     "train.init_from": in_run("FOLDER/start", part="losses", group="b"),
@@ -453,7 +437,10 @@ COMMAND_LINE_ERRORS = [
 ]
 
 
-def test_command_line_errors_suggest_the_nearest_key(train_here):
+def test_help_names_every_key_and_errors_the_nearest(train_here):
+    code, out, _ = train_here("--help")
+    assert code == 0
+    assert all(word in out for word in (*SHIPPED, *FIELDS, "--workdir", "--print_config"))
     for words, message in COMMAND_LINE_ERRORS:
         code, _, err = train_here(*words)
         [line] = [line for line in err.splitlines() if line.startswith("error: ")]
@@ -470,14 +457,6 @@ def test_model_that_cannot_be_exported_is_a_warning_and_an_error_where_exports_a
     )
     code, _, err = train_here(*words, "--config.checkpoint.export_every_steps=5")
     assert (code, err) == (2, f"error: checkpoint.export_every_steps=5: {why}of any model.head_dim.\n")
-
-
-def test_help_names_every_key_and_config(train_here):
-    code, out, _ = train_here("--help")
-    assert code == 0
-    for word in (*SHIPPED, *FIELDS, "--workdir", "--print_config"):
-        assert word in out
-    assert max(map(len, out.splitlines())) < 200
 
 
 FILE_ERRORS = [
@@ -543,11 +522,14 @@ def test_paths_of_a_config_file_are_relative_to_it_and_else_to_the_working_direc
     assert shipped.data.train == "data/corpus/train.jsonl"
 
 
-def test_text_paths_of_a_command_line_become_absolute(tmp_path, monkeypatch):
+def test_text_paths_of_a_command_line_become_absolute(train_here, tmp_path, monkeypatch):
     here = tmp_path / "of [mine]"
     here.mkdir()
     monkeypatch.chdir(here)
     of_others = "s3://bucket/a.txt,package:austen_train.jsonl,/an/absolute.txt,~/a.txt"
+    code, out, err = train_here("--config=160m", "--config.data.train=my_book.txt", "--print_config")
+    assert code == 0, err
+    assert json.loads(out[: out.index("\n}\n") + 2])["data"]["train"] == f"{here}/my_book.txt"
     for given, absolute in (
         ("my_book.txt", f"{here}/my_book.txt"),
         ("texts/*.txt,more", f"{tmp_path}/of [[]mine]/texts/*.txt,{here}/more"),
@@ -564,22 +546,6 @@ def test_text_paths_of_a_command_line_become_absolute(tmp_path, monkeypatch):
         assert c.train.init_from == "runs/a"  # is not recorded with text: processes must agree on it
 
 
-def test_train_records_the_absolute_path_of_text_and_the_shipped_config_is_loaded_once(
-    train_here, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    loaded, load = [], config_files.load
-    monkeypatch.setattr(config_files, "load", lambda name: loaded.append(name) or load(name))
-    code, out, err = train_here("--config=160m", "--config.data.train=my_book.txt", "--print_config")
-    assert code == 0, err
-    data = json.loads(out[: out.index("\n}\n") + 2])["data"]
-    assert data["train"] == f"{tmp_path}/my_book.txt"
-    assert data["validation"] == f"{tmp_path}/data/corpus/validation.jsonl"
-    code, _, err = train_here("--config=tiny", "--config.data.train=my_book.txt")
-    assert (code, loaded) == (2, ["160m", "tiny"])
-    assert f"data.train: {tmp_path}/my_book.txt does not exist" in err
-
-
 def test_resolve_refuses_unknown_and_missing_keys_and_wrong_types():
     def edited(edit):
         tree = config_lib.default().to_dict()
@@ -590,10 +556,7 @@ def test_resolve_refuses_unknown_and_missing_keys_and_wrong_types():
         "config has no section 'modle'. Did you mean 'model'?": lambda t: t.update(modle=t.pop("model")),
         "config has no key train.num_step. Did you mean 'num_steps'?": lambda t: t["train"].update(num_step=3),
         "config lacks train.seed": lambda t: t["train"].pop("seed"),
-        "optimizer.eps=1000": lambda t: t["optimizer"].update(eps=10**400),
         "data.shuffle=1 is int; it must be bool.": lambda t: t["data"].update(shuffle=1),
-        "data.seed=True is bool; it must be int.": lambda t: t["data"].update(seed=True),
-        r"train.sample_prompt='a\udcff' is not UTF-8.": lambda t: t["train"].update(sample_prompt="a\udcff"),
         "precision.policy='fp8' is not one of fp32, autocast, mixed,": lambda t: t["precision"].update(policy="fp8"),
     }
     for message, edit in cases.items():

@@ -191,15 +191,18 @@ def test_a_model_too_large_for_memory_fails_fast_and_its_config_is_printed(tmp_p
     assert message.startswith("error: config 70b: 68,976,648,192 parameters need 1,156.")
     assert "this machine has 1 cpu device(s) with" in message
     assert not (tmp_path / "run").exists()
-    for name, num_params, policy in (("7b", 6738415616, "bf16_sr"), ("70b", 68976648192, "mixed")):
-        code, out, _ = train_here(f"--config={name}", "--print_config")
-        assert code == 0
-        assert f"parameters       {num_params:,}\n" in out
-        for word in ("FLOPs per token", "tokens per step  4,194,304", f"bytes ({policy})"):
-            assert word in out
-        mutable = config_files.load(name)
-        config_files.make_text_paths_absolute(mutable)
-        assert json.loads(out[: out.index("\n}\n") + 2]) == resolve(mutable).to_dict()
+    code, out, _ = train_here("--config=7b", "--print_config")
+    assert code == 0
+    for word in (
+        "parameters       6,738,415,616\n",
+        "FLOPs per token",
+        "tokens per step  4,194,304",
+        "bytes (bf16_sr)",
+    ):
+        assert word in out
+    mutable = config_files.load("7b")
+    config_files.make_text_paths_absolute(mutable)
+    assert json.loads(out[: out.index("\n}\n") + 2]) == resolve(mutable).to_dict()
 
 
 def test_ctrl_c_during_imports_prints_one_line_and_exits_130():
