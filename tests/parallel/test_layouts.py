@@ -37,14 +37,11 @@ from hlat_jax.train_step import accumulated
 SEQUENCE, ZERO1 = {"sequence_parallel": True}, {"zero1": True}
 # name -> changes of parallel, model and train sections
 LAYOUTS = {
-    "zero2": {"data": 8, "num_microbatches": 2, "reduce_gradients": "microbatch"} | ZERO1,
     "zero1-buckets": {"data": 8, "bucket_bytes": 16384} | ZERO1,
-    "tensor-fused-unroll": {"data": 4, "tensor": 2, "fuse_qkv": True, "layer_loop": "unroll"},
     "kv-copies-sequence-zero1": {"data": 2, "tensor": 4, "num_microbatches": 4} | SEQUENCE | ZERO1,
     "kv-copies-8": {"tensor": 8, "remat": "none"} | SEQUENCE,
     "fsdp-tensor-sequence": {"data": 2, "fsdp": 2, "tensor": 2, "num_microbatches": 2} | SEQUENCE | ZERO1,
     "pipe-tied": {"pipe": 4, "data": 2, "num_microbatches": 4, "tie_embeddings": True},
-    "pipe-tensor-sequence": {"pipe": 4, "tensor": 2, "num_microbatches": 4} | SEQUENCE | ZERO1,
     "pipe-all": {"pipe": 2, "data": 2, "tensor": 2, "num_microbatches": 4, "remat": "full"} | SEQUENCE | ZERO1,
 }
 # Arrays that collectives of the traced step carry, by kind and mesh axes, loops counted once per trip; XLA leaves out
@@ -61,19 +58,10 @@ LAYOUTS = {
 #   more: the last stage's output, the largest logit, sum and target, the gradient of the head's input.
 # - two scalars for the norms of gradients and weights, over the axes that split the state.
 COLLECTIVES = {
-    "zero2": {
-        "all-gather data": 7,
-        "all-reduce data": 10,
-        "reduce-scatter data": 14,
-    },
     "zero1-buckets": {
         "all-gather data": 2,
         "all-reduce data": 5,
         "reduce-scatter data": 6,
-    },
-    "tensor-fused-unroll": {
-        "all-reduce data": 11,
-        "all-reduce tensor_kv": 22,
     },
     "kv-copies-sequence-zero1": {
         "all-gather data": 6,
@@ -107,14 +95,6 @@ COLLECTIVES = {
         "all-reduce data": 11,
         "all-reduce pipe": 32,
         "collective-permute pipe": 14,
-    },
-    "pipe-tensor-sequence": {
-        "all-gather tensor_kv": 53,
-        "all-reduce pipe": 22,
-        "all-reduce pipe*tensor_kv": 10,
-        "all-reduce tensor_kv": 3,
-        "collective-permute pipe": 14,
-        "reduce-scatter tensor_kv": 39,
     },
     "pipe-all": {
         "all-gather data": 7,

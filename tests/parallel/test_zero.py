@@ -3,7 +3,6 @@
 import collections
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
@@ -12,7 +11,6 @@ from compiled_collectives import collectives
 from foreign_models import batch, user_model
 from programs import training_program
 
-from hlat_jax.batch import SumAndCount
 from hlat_jax.parallel.zero import make_replica_sync
 from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.plan.collectives import traced_collectives
@@ -82,23 +80,6 @@ def test_buckets_group_arrays_up_to_bucket_bytes():
         assert all(c.payload_bytes <= max(bucket_bytes, 24 * 16 * 4) for c in scatters)
 
 
-def test_replicated_leaves_stay_equal_under_stochastic_rounding():
-    def loss(params, batch):
-        squares = jnp.square(batch["x"] * params["b"] - batch["y"])
-        return SumAndCount(jnp.sum(squares.astype(jnp.float32)), squares.size)
-
-    rng = np.random.default_rng(0)
-    params = {"b": jnp.asarray(rng.normal(size=333), jnp.float32)}
-    rows = {key: rng.normal(size=(8, 333)).astype(np.float32) for key in "xy"}
-    options = {"policy": POLICIES["bf16_sr"], "num_microbatches": 4, "zero": 2, "devices": jax.devices()[:2]}
-    program = training_program(loss, optax.sgd(1.0), options=options, params=params)
-    state = program.init(params)
-    for _ in range(3):
-        state, _ = program.step(state, rows, 0.0)
-        first, second = (np.asarray(shard.data) for shard in state["params"]["b"].addressable_shards)
-        np.testing.assert_array_equal(first, second)
-
-
 def test_invalid_stage_or_bucket_bytes_is_refused():
     with pytest.raises(ValueError, match="params has an empty tuple"):
         make_replica_sync([(np.zeros(8), ()), ()], jax.devices(), stage=1)
@@ -117,15 +98,3 @@ def test_invalid_stage_or_bucket_bytes_is_refused():
             training_program(loss, optax.adam(1e-2), options=dict(**where))
     with pytest.raises(ValueError, match="zero and replica_sync both shard the parameters; give one"):
         StepOptions(zero=1, replica_sync=replica_sync)
-
-
-def test_zero_option_equals_an_explicit_replica_sync():
-    loss, params = user_model("plain")
-    devices, laid_out = jax.devices()[:4], []
-    replica_sync = make_replica_sync(params, devices, stage=2, bucket_bytes=100)
-    for where in ({"replica_sync": replica_sync}, {"zero": 2, "devices": devices, "bucket_bytes": 100}):
-        options = where
-        program = training_program(loss, optax.adam(1e-2), options=options, params=params)
-        laid_out.append((program.train_step.shardings, program.train_step.options.replica_sync))
-    assert laid_out[0] == laid_out[1]
-    assert {device for leaf in jax.tree.leaves(laid_out[0][0]) for device in leaf.device_set} == set(devices)

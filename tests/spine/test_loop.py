@@ -143,18 +143,6 @@ def test_a_second_process_in_the_run_folder_is_refused(tmp_path):
         pass  # free again
 
 
-def test_a_new_run_folder_that_is_moved_away_keeps_the_reason_and_is_not_removed(tmp_path):
-    for replaced in (False, True):
-        workdir, away = tmp_path / f"run-{replaced}", tmp_path / f"away-{replaced}"
-        with pytest.raises(ValueError, match="the reason"), only_process(workdir):  # noqa: PT012
-            workdir.rename(away)
-            if replaced:
-                workdir.mkdir()
-            raise ValueError("the reason")
-        assert (away / LOCK_FILE).exists()
-        assert workdir.exists() == replaced
-
-
 def test_opening_a_run_folder_removes_what_killed_writers_left(tmp_path):
     folder, names = tmp_path / "run", ("config.json", "index/a.npz", "tokenizer/tokenizer.model")
     writers = [atomic_files.atomic_writer(folder / name) for name in names]

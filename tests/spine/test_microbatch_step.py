@@ -12,19 +12,16 @@ import optax
 import pytest
 from programs import training_program
 
-from hlat_jax.batch import microbatches
 from hlat_jax.neuron import programs
 from hlat_jax.ops.cross_entropy import SumAndCount
 from hlat_jax.parallel.degrees import layout_over
 from hlat_jax.parallel.pipeline import PHASES
-from hlat_jax.parallel.rows import shard_microbatches
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve, select_accumulate
 from hlat_jax.run.compilation import programs_of_run, traced_programs
 from hlat_jax.run.fingerprint import fingerprint
 
-COMPILED = "/jax/core/compile/backend_compile_duration"
 SHARDED = {"data": 2, "fsdp": 2, "tensor": 2, "sequence_parallel": True}
 # name -> (parallel section, precision.policy)
 CASES = {
@@ -82,23 +79,6 @@ def test_dispatched_step_equals_the_scanned_step_bit_for_bit(small, make_batch, 
     assert_same_bits(found["scan"], found["programs"])
 
 
-def test_dispatched_microbatches_take_and_move_the_loss_scale_as_in_one_program():
-    options = {"autocast": "fp16", "num_microbatches": 2}
-    program, w = training_program(mean_of_products, optax.sgd(0.1), options=options), {"w": np.ones(3, np.float32)}
-    batches = [{"x": np.random.default_rng(number).random((4, 3), np.float32)} for number in range(2)]
-    one, several = program.init(w), program.init(w)
-    for batch in batches:
-        one, expected = program.step(one, batch)
-        parts = microbatches(batch, 2)
-        several, found = program.train_step.microbatch_step(
-            several, [jax.tree.map(lambda x, n=n: x[n], parts) for n in range(2)]
-        )
-        assert found.finite
-        assert_same_bits(expected, found)
-    assert one["opt_state"]["loss_scale"].scale > 1
-    assert_same_bits(one, several)
-
-
 def test_a_microbatch_that_is_not_finite_or_a_spike_masks_the_whole_update_as_in_one_program(small, make_batch):
     found = {}
     for accumulate in ("scan", "programs"):
@@ -110,30 +90,6 @@ def test_a_microbatch_that_is_not_finite_or_a_spike_masks_the_whole_update_as_in
         found[accumulate] = trained(config, [dataclasses.replace(usual, weights=each) for each in weights])
     assert [bool(row.finite) for row in found["programs"][1]] == [True, True, True, False, True]
     assert_same_bits(found["scan"], found["programs"])
-
-
-def test_another_number_of_microbatches_compiles_nothing(small, make_batch, one_device):
-    compiled = []
-
-    def on_event(event, _, **about):
-        if event == COMPILED:
-            compiled.append(about["fun_name"])
-
-    config = config_of(small, "programs")
-    program = make_program(config, one_device)
-    state, step = program.init_state(), program.training.microbatch_step
-    rows = make_batch(0, config)
-    state, _ = step(state, shard_microbatches(rows, one_device, num_microbatches=2), np.float32(1e-2))
-    jax.monitoring.register_event_duration_secs_listener(on_event)
-    try:
-        for num_microbatches in (1, 4):
-            more = jax.tree.map(lambda field, num=num_microbatches: np.concatenate([field[:8]] * num), rows)
-            parts = shard_microbatches(more, one_device, num_microbatches=num_microbatches)
-            state, metrics = step(state, parts, np.float32(1e-2))
-            assert float(metrics.num_tokens) == more.weights.sum()
-    finally:
-        jax.monitoring.unregister_event_duration_listener(on_event)
-    assert compiled == []
 
 
 @pytest.mark.parametrize("pipe", [1, 3])

@@ -17,8 +17,8 @@ import pathlib
 import jax
 import numpy as np
 import pytest
-import torch
 import twin
+from hf_cases import hugging_face
 
 import hlat_jax
 from hlat_jax.batch import Batch, concat_batch
@@ -103,25 +103,15 @@ def our_log(config: Config, batches: list[Batch]) -> tuple[dict, dict[str, np.nd
     return params, as_columns(rows)
 
 
-def twin_log(params: dict, config: Config, batches: list[Batch], dtype=torch.float32) -> dict[str, np.ndarray]:
+def twin_log(params: dict, config: Config, batches: list[Batch]) -> dict[str, np.ndarray]:
     """Returns the twin's log of a config, every setting handed over by name."""
-    m, o = config.model, config.optimizer
-    llama3 = (m.rope_factor, m.rope_low_freq_factor, m.rope_high_freq_factor, m.rope_original_positions)
-    model = twin.Model(
-        num_heads=m.num_heads,
-        num_kv_heads=m.num_kv_heads,
-        head_dim=m.head_dim,
-        norm_eps=m.norm_eps,
-        rope_theta=m.rope_theta,
-        rope_llama3=llama3 if m.rope_scaling == "llama3" else None,
-    )
     recipe = twin.Recipe(
-        **dataclasses.asdict(o),
+        **dataclasses.asdict(config.optimizer),
         num_microbatches=config.train.num_microbatches,
         z_loss_weight=config.train.z_loss_weight,
     )
     arrays = [twin.Batch(b.tokens, b.targets, b.positions, b.weights) for b in batches]
-    return as_columns(twin.train(params, arrays, model=model, recipe=recipe, dtype=dtype))
+    return as_columns(twin.train(hugging_face(params, config.model), arrays, recipe))
 
 
 def as_columns(rows: list[tuple]) -> dict[str, np.ndarray]:

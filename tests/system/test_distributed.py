@@ -312,22 +312,6 @@ def test_a_frozen_process_ends_the_others_with_one_line(small_job, frozen):
         assert ("sent no heartbeat for 6 s" if frozen else "does not answer") in line
 
 
-@pytest.mark.slow
-def test_a_process_too_many_ends_with_one_line_and_the_job_goes_on(small_job, tmp_path):
-    stays = "while not pathlib.Path(sys.argv[5], 'over').exists(): time.sleep(0.05)"
-    with small_job(stays, stays) as job:
-        when_met(job)
-        words = [*job.processes[1].args[:-3], "pass", *job.processes[1].args[-2:]]
-        late = subprocess.run(words, env=micro.environment(), capture_output=True, text=True, timeout=600, check=False)
-        assert late.returncode == 1
-        [line] = late.stderr.splitlines()
-        assert line.startswith("error: process 1 of 2 on ")
-        assert "another program listens there" in line
-        (tmp_path / "over").touch()
-        assert job.wait() == [0, 0]
-    assert [job.err(index) for index in range(2)] == ["met\nthe end\n"] * 2
-
-
 PRINTS_WITHOUT_END = """
 from hlat_jax.host import distributed
 from hlat_jax.host.watchdog import Watchdog
