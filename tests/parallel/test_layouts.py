@@ -8,21 +8,15 @@ import jax.numpy as jnp
 import micro
 import numpy as np
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 from lowered import assert_no_forbidden_operations, lowered_for_neuron
 
-from hlat_jax.batch import SumAndCount, abstract_batch, segmented_batch
+from hlat_jax.batch import abstract_batch, segmented_batch
 from hlat_jax.cli.config_files import load
 from hlat_jax.config import ParallelConfig, default
 from hlat_jax.model import param_axes
 from hlat_jax.ops.choices import chosen_model
-from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
 from hlat_jax.ops.loss_function import check_loss
-from hlat_jax.parallel import pipeline
-from hlat_jax.parallel.collectives import parallel_context
 from hlat_jax.parallel.degrees import layout_over
-from hlat_jax.parallel.pipeline import StagedLoss, pipelined, pipelined_loss
 from hlat_jax.parallel.replica_sync import ReplicaSync
 from hlat_jax.parallel.sharding import make_layout, shard_batch
 from hlat_jax.parallel.xla_options import compiler_options
@@ -165,54 +159,6 @@ def test_evaluation_over_a_mesh_equals_one_device():
     np.testing.assert_allclose(got, np.asarray(sums), rtol=1e-6)
 
 
-@pytest.mark.parametrize(("num_stages", "is_stacked"), [(2, False), (3, True)])
-def test_stages_that_gather_and_stages_that_permute_equal_one_device(num_stages, is_stacked, monkeypatch):
-    """A model of two products per stage, with small integers: every sum is exact, whatever its order.
-
-    A stage divides by 1, which is 0 where it has no microbatch and runs on zeros.
-    """
-    monkeypatch.setattr(pipeline, "_MOST_ARRAYS", 0 if is_stacked else 32)
-    rng = np.random.default_rng(0)
-    layers, head = rng.integers(-1, 2, (2 * num_stages, 4, 4)), rng.integers(-1, 2, (4, 4))
-    params = {"layers": layers.astype(np.float32), "head": head.astype(np.float32)}
-    batch = rng.integers(-2, 3, (5 * 2, 4)).astype(np.float32)
-    mesh = jax.make_mesh((num_stages,), ("pipe",), axis_types=(AxisType.Auto,), devices=jax.devices()[:num_stages])
-    specs = {"layers": P("pipe"), "head": P()}
-
-    def stage(model, x, rows):
-        for layer in model["layers"]:
-            x = (x @ layer + rows) / jnp.where(jnp.any(x), 1.0, 0.0)
-        return x
-
-    def staged(exchange):
-        return StagedLoss(
-            bind=lambda params: params,
-            embed=lambda model, rows: rows @ model["head"],
-            stage=stage,
-            loss=lambda model, x, rows: SumAndCount(jnp.sum((x @ model["head"]) ** 2), jnp.float32(rows.size)),
-            exchange=exchange,
-        )
-
-    def run(exchange):
-        def local(params, batch):
-            sums, grads = pipelined(staged(exchange), params, batch, sums=Accumulation(5, "float32"))
-            return sums, grads, pipelined_loss(staged(exchange), params, batch, num_microbatches=5)
-
-        out = (P(), specs, P())
-        mapped = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(specs, P()), out_specs=out, check_vma=False))
-        traced = str(mapped.trace(params, batch).jaxpr)
-        # what is kept of each microbatch: activations of two rows before two layers, and no weights of unrolled layers
-        slots = 2 * num_stages - 1
-        assert (f"f32[{slots},2,2,4]" in traced) == is_stacked
-        assert f"f32[{slots},4,4]" not in traced
-        assert ("ppermute" in traced, "all_gather" in traced) == (exchange == "permute", exchange == "all_gather")
-        return jax.device_get(mapped(params, batch))
-
-    sums, grads = jax.device_get(jax.value_and_grad(staged("permute"), has_aux=True)(params, batch))
-    for exchange in ("permute", "all_gather"):
-        jax.tree.map(np.testing.assert_array_equal, run(exchange), (SumAndCount(*sums), grads, SumAndCount(*sums)))
-
-
 def test_each_core_computes_only_the_kv_heads_it_needs():
     config = configured(tensor=8, embed_dim=40)  # 2 KV heads on 8 cores, so 1 query head on each
     layout = layout_of(config)
@@ -241,37 +187,6 @@ def test_each_core_computes_only_the_kv_heads_it_needs():
     assert products[tokens, key_and_value] >= 1
     assert products[40, key_and_value] + products[key_and_value, 40] == 1  # its gradient
     assert not {(tokens, 2 * key_and_value), (40, 2 * key_and_value), (2 * key_and_value, 40)} & products.keys()
-
-
-def test_loss_over_a_sharded_vocabulary_matches_float64():
-    layout = layout_of(configured(pipe=2, tensor=4))
-    rng = np.random.default_rng(0)
-    b, t, d, v = 2, 300, 16, 64
-    hidden, head = (rng.normal(size=shape).astype(np.float32) for shape in ((b, t, d), (v, d)))
-    targets, weights = rng.integers(0, v, (b, t)).astype(np.int32), rng.random((b, t)).astype(np.float32)
-    options = LossOptions("chunked", 1e-2, parallel_context(layout))
-
-    def local(hidden, head):
-        def loss(hidden, head):
-            fields = {"targets_BT": targets, "weights_BT": weights, "options": options}
-            return cross_entropy(hidden, head_VD=head, **fields)[0]
-
-        return jax.value_and_grad(loss, argnums=(0, 1))(hidden, head)
-
-    split = P(("pipe", "tensor_rep", "tensor_kv"))
-    everywhere = jax.shard_map(
-        local, mesh=layout.mesh, in_specs=(P(), split), out_specs=(P(), (P(), split)), check_vma=False
-    )
-    loss, (dhidden, dhead) = jax.jit(everywhere)(hidden, head)
-
-    logits = hidden.astype(np.float64) @ head.T.astype(np.float64)
-    log_z = np.log(np.exp(logits).sum(-1))
-    losses = log_z - np.take_along_axis(logits, targets[..., None], -1)[..., 0] + 1e-2 * log_z**2
-    dlogits = np.exp(logits - log_z[..., None]) * (1 + 2e-2 * log_z)[..., None] - np.eye(v)[targets]
-    dlogits *= weights[..., None]
-    np.testing.assert_allclose(loss, (weights * losses).sum(), rtol=1e-6)
-    np.testing.assert_allclose(dhidden, dlogits @ head, rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(dhead, np.einsum("btv,btd->vd", dlogits, hidden), rtol=1e-5, atol=1e-4)
 
 
 def test_step_over_a_mesh_lowers_for_neuron_without_forbidden_operations():

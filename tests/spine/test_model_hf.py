@@ -2,20 +2,18 @@
 
 Tolerances: 1e-4 absolute on logits of size 1 to 5 and 1e-4 relative on each gradient. Both sides round to 24 bits, sum
 in different orders, and Hugging Face computes its rotary frequencies in fp32 (half a unit in the last place, times
-1,023 positions): measured 4e-5 on logits and 4e-6 on gradients. The smallest mistake tried, a norm eps of 1e-6 for
-1e-5, moves logits by 1e-2.
+1,023 positions): measured 4e-5 on logits and 4e-6 on gradients. Two norms exchanged, or a norm eps of 1e-6 for 1e-5,
+move logits by 1e-2.
 """
 
 from __future__ import annotations
-
-import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from hf_cases import CASES, GQA, hugging_face, random_params
+from hf_cases import CASES, hugging_face, random_params
 from hf_weights import hf_state_dict
 
 from hlat_jax.config import ModelConfig
@@ -54,38 +52,3 @@ def test_logits_and_gradients_equal_hugging_face(cfg):
     assert ours.keys() == theirs.keys()
     deviations = {name: float((ours[name] - grad).norm() / grad.norm()) for name, grad in theirs.items()}
     assert max(deviations.values()) <= 1e-4, deviations
-
-
-@pytest.mark.slow
-def test_logits_detect_a_wrong_setting():
-    cfg = CASES["llama3_scaled"]
-    params = random_params(cfg)
-    model = hugging_face(params, cfg)
-    for mistake in ({"rope_theta": 490_000.0}, {"norm_eps": 1e-6}, {"rope_factor": 7.9}, {"rope_scaling": "none"}):
-        assert logits_difference(dataclasses.replace(cfg, **mistake), params, model) > 2e-4, mistake
-
-
-def swap_gate_and_up(params):
-    params["layers"]["mlp"]["gate_up"] = params["layers"]["mlp"]["gate_up"][:, :, ::-1]
-
-
-def swap_key_and_value(params):
-    qkv = params["layers"]["attention"]["qkv"]
-    params["layers"]["attention"]["qkv"] = np.concatenate([qkv[:, :, :, :-2], qkv[:, :, :, :-3:-1]], axis=3)
-
-
-def swap_two_query_heads(params):
-    params["layers"]["attention"]["out"] = np.roll(params["layers"]["attention"]["out"], 1, axis=1)
-
-
-def exchange_norms(params):
-    layers = params["layers"]
-    layers["attention_norm"], layers["mlp_norm"] = layers["mlp_norm"], layers["attention_norm"]
-
-
-def test_logits_detect_misplaced_weights():
-    model = hugging_face(random_params(GQA), GQA)
-    for mistake in (swap_gate_and_up, swap_key_and_value, swap_two_query_heads, exchange_norms):
-        params = random_params(GQA)
-        mistake(params)
-        assert logits_difference(GQA, params, model) > 2e-4, mistake

@@ -196,16 +196,6 @@ def test_lbfgs_takes_the_steps_that_it_takes_outside_a_program():
     assert metrics.finite
 
 
-def test_optimizers_that_need_other_arguments_are_refused_before_compiling():
-    params, batch, optimizer = {"w": jnp.ones((8, 1))}, rows(), optax.contrib.sophia(1e-3)
-    said = "update raised ValueError: obj_fn must be provided .* gives it the extra arguments"
-    with pytest.raises(ValueError, match=said):
-        training_program(quadratic, optimizer, params=params, batch=batch)
-    program = training_program(quadratic, optimizer)
-    with pytest.raises(ValueError, match=said):
-        program.step.trace(jax.eval_shape(program.init, params), batch, 0.1)
-
-
 def test_an_optimizer_without_a_rate_of_its_own_asks_for_one():
     config = OptimizerConfig()
     optimizer = adamw(config, policy=POLICIES["fp32"], decays={"w": True})

@@ -221,13 +221,3 @@ def test_node_refuses_non_numbers_by_name_without_evaluating_them(dry_run, tmp_p
             _, _, error = dry_run(*(f"{flag}={word}" for flag, word in flags.items()), **variables)
             assert error.startswith(f"error: {name}={value} must be a whole number of at least ")
     assert not (ROOT / "x").exists()
-
-
-def test_node_refuses_invalid_neuron_settings(dry_run):
-    place = ("--nodes=2", "--node=0", "--coordinator=first")
-    _, _, error = dry_run(*place, neuron_devices=4, instance="inf2.24xlarge")
-    assert "--instance=inf2.24xlarge: no such instance type" in error
-    _, _, error = dry_run(*place, neuron_devices=4, instance="")
-    assert "an unknown instance type: give --instance=TYPE" in error
-    assert "--port=41000 is used by Neuron's" in dry_run(*place, "--port=41000", neuron_devices=16)[2]
-    assert "--cores=33: trn1.32xlarge has 32" in dry_run("--cores=33", neuron_devices=16)[2]

@@ -21,7 +21,7 @@ from hlat_jax.batch import Batch, concat_batch
 from hlat_jax.config import ModelConfig
 from hlat_jax.generate.generator import Generator
 from hlat_jax.generate.sampling import Sampling
-from hlat_jax.model import Decoder, apply, bind, init_params, param_specs
+from hlat_jax.model import Decoder, apply, init_params, param_specs
 from hlat_jax.neuron import lint
 from hlat_jax.passes import remat
 from hlat_jax.passes.autocast import autocast
@@ -38,7 +38,6 @@ decoder(tokens, segments=tokens)  # call-arg
 params = init_params(cfg, jax.random.key(0))
 logits = apply(params, cfg, jax.numpy.asarray(tokens), segment_ids_BT=tokens)
 apply(cfg, params, tokens)  # arg-type
-bind(params, cfg)
 param_specs(cfg, {"mlp": "tensor", "embed": ("data", "fsdp"), "norm": None})
 
 
@@ -46,12 +45,7 @@ def attend(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: Any) -> jax.Ar
     return jax.nn.dot_product_attention(q, k, v, is_causal=True)
 
 
-def forgets_segments(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    return q
-
-
 apply(params, cfg, tokens, attention=attend)
-apply(params, cfg, tokens, attention=forgets_segments)  # arg-type
 
 
 def loss(params: dict[str, Any], batch: Batch) -> jax.Array:
@@ -66,12 +60,6 @@ state, metrics = program.step(state, batch)
 metrics.los  # attr-defined
 
 
-def stateful(params: Any, batch: Batch, *, model_state: Any, keys: Any, train: bool) -> tuple[jax.Array, Any]:
-    return loss(params, batch), model_state
-
-
-autocast(stateful, "bf16")(params, batch, model_state=None, keys=None, train=True)
-program = training_program(stateful, optax.adam(1e-3), params=params, model_state={})
 plan = remat.fit(loss, params, batch, budget_bytes="1GiB")
 plan.fn(params, batch)
 model, loaded = hlat_jax.hf.load("folder", dtype="bfloat16")
