@@ -3,7 +3,6 @@
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 
@@ -310,29 +309,6 @@ def test_a_frozen_process_ends_the_others_with_one_line(small_job, frozen):
         [line] = job.error_lines(index)
         assert f"process {frozen} of 3" in line
         assert ("sent no heartbeat for 6 s" if frozen else "does not answer") in line
-
-
-PRINTS_WITHOUT_END = """
-from hlat_jax.host import distributed
-from hlat_jax.host.watchdog import Watchdog
-watchdog = Watchdog(least_s=0.1)
-with distributed.joined(None, watchdog=watchdog):
-    for _ in range(5):
-        watchdog.begin("training")
-    while True:
-        print("x" * 1000, flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_output_that_nobody_reads_does_not_keep_a_stuck_process_alive():
-    words = [sys.executable, "-c", PRINTS_WITHOUT_END]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        try:
-            assert process.wait(600) == 124
-        finally:
-            process.kill()
-        assert "while training" in process.stderr.read().decode()
 
 
 def test_job_flags_are_all_given_or_none_and_valid():
