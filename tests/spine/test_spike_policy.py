@@ -64,6 +64,7 @@ def quiet(steps):
 def test_decisions_and_window_match_float64_numpy():
     series = quiet(60)
     series[5, 0] = 40.0  # too early to be one
+    series[12, 1] = 3.0  # half a window is enough
     series[30] = np.nan, 0.5
     series[31] = 4.0, np.inf
     series[40, 0] = 400.0
@@ -71,7 +72,7 @@ def test_decisions_and_window_match_float64_numpy():
     spikes, state = decisions(series)
     wanted, window = by_numpy(series)
     assert spikes == wanted
-    assert np.flatnonzero(spikes).tolist() == [40, 45]
+    assert np.flatnonzero(spikes).tolist() == [12, 40, 45]
     assert int(state["count"]) == 16
     np.testing.assert_allclose(state["values"], window, rtol=1e-5)  # fp32 sums of 16 values
 
