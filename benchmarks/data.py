@@ -138,7 +138,7 @@ def waiting_share(name: str, steps: int, *, data: DataConfig | None = None, voca
 
     `data`: whose text and tokenizer it takes, with the rows of one microbatch; None: its own.
     """
-    from hlat_jax.loop import train
+    from hlat_jax.train import train
 
     c = config_files.load(name)
     if data is not None:

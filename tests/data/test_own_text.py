@@ -17,7 +17,7 @@ from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.streams import open_sources
 from hlat_jax.data.tokenizer import Tokenizer, resolve_with_tokenizer
 from hlat_jax.resolve import resolve
-from hlat_jax.run import summary
+from hlat_jax.run import results
 
 TOKENIZER = Tokenizer("package:austen_2k.model")
 
@@ -196,5 +196,5 @@ def test_no_verdict_is_printed_on_the_loss_of_own_text_or_of_other_steps(tmp_pat
         (("data.train=my_book.txt",), ""),
         (("train.num_steps=3",), ""),
     ):
-        summary.finish(resolve(parse("metrics.plot=False", *words)), tmp_path, 3)
+        results.show(resolve(parse("metrics.plot=False", *words)), tmp_path, 3)
         assert capsys.readouterr().out == f"validation loss 3.0000 nats per token, 2.0000 bits per byte{verdict}\n"

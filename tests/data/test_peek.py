@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from micro import rows, saved_steps, write_config
 
-from hlat_jax import loop
+from hlat_jax import loop, train
 from hlat_jax.cli import config_files
 from hlat_jax.data import packing, positions
 from hlat_jax.data.build import peek
@@ -174,7 +174,7 @@ def test_two_source_run_validates_each_source_and_supports_peek(config, tmp_path
         file.write('{"text": null}\n' * 4)
     config.data.update(packing="documents", on_bad_record="skip", batch_size=4)
     resolved = resolve(config)
-    assert loop.train(resolved, run) == 0
+    assert train.train(resolved, run) == 0
     out = capsys.readouterr().out
     assert "sources          web 75.00%, code 25.00% until step 10; then web 50.00%, code 50.00%" in out
     written = rows(run)

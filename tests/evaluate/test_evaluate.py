@@ -22,7 +22,7 @@ from hf_weights import hf_model
 from micro import write_config
 
 from hlat_jax import config as config_lib
-from hlat_jax import loop
+from hlat_jax import loop, train
 from hlat_jax.batch import concat_batch
 from hlat_jax.cli import config_files
 from hlat_jax.data.formats.paths import asset_path
@@ -123,7 +123,7 @@ def validated(tmp_path_factory):
         one, printed = jax.devices()[:1], io.StringIO()
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
             patch.setattr(loop.jax, "devices", lambda *_: one)
-            assert loop.train(resolve(c), folder / "run") == 0
+            assert train.train(resolve(c), folder / "run") == 0
         [said] = [line for line in printed.getvalue().splitlines() if line.startswith("validation  ")]
         return folder / "run", read_rows(folder / "run" / ROWS_FILE)[-1], said, text
 

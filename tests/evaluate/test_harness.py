@@ -32,7 +32,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 from local_tasks import NAMES, write_tasks
 
-from hlat_jax import loop
+from hlat_jax import train as train_lib
 from hlat_jax.cli import config_files
 from hlat_jax.config import ParallelConfig
 from hlat_jax.data.tokenizer import Tokenizer
@@ -239,7 +239,7 @@ def test_tasks_in_training_match_evaluate_compile_once_and_change_no_bit(folder,
         with monkeypatch.context() as patch, contextlib.redirect_stdout(printed):
             patch.setattr(jax, "devices", lambda *_: devices)
             patch.setattr(TasksInTraining, "__call__", evaluate)
-            assert loop.train(resolve(c), workdir) == 0
+            assert train_lib.train(resolve(c), workdir) == 0
         return micro.rows(workdir), printed.getvalue()
 
     settings = {"eval_tasks": "local_choice,local_rolling", "eval_tasks_folder": str(folder)}

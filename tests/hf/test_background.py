@@ -11,6 +11,7 @@ import pytest
 import transformers
 
 from hlat_jax import loop
+from hlat_jax import train as train_lib
 from hlat_jax.cli import config_files
 from hlat_jax.hf import background
 from hlat_jax.hf.exporting import export_checkpoint
@@ -42,7 +43,7 @@ def train(monkeypatch):
     def run(c, workdir, *, num_devices=1):
         devices = jax.devices("cpu")[:num_devices]
         monkeypatch.setattr(jax, "devices", lambda *_: devices)
-        return loop.train(resolve(c), workdir)
+        return train_lib.train(resolve(c), workdir)
 
     return run
 

@@ -8,6 +8,7 @@ import pytest
 
 from hlat_jax import config as config_lib
 from hlat_jax import loop
+from hlat_jax import train as train_lib
 from hlat_jax.cli import config_files
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.resolve import resolve
@@ -28,7 +29,7 @@ def train(trained_run, tmp_path, monkeypatch):
             section, _, key = path.partition("__")
             c[section][key] = value
         config = resolve(c)
-        assert loop.train(config, workdir) == 0
+        assert train_lib.train(config, workdir) == 0
         return config, workdir
 
     return run

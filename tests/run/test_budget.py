@@ -13,7 +13,7 @@ import planned
 import pytest
 
 from hlat_jax import config as config_lib
-from hlat_jax import loop
+from hlat_jax import train
 from hlat_jax.batch import concat_batch
 from hlat_jax.cli import config_files
 from hlat_jax.parallel import xla_options
@@ -161,7 +161,7 @@ def test_a_run_that_resumes_hands_over_the_choice_of_its_checkpoint(trained_run,
     c = config_files.load(str(micro.write_config(tmp_path)))
     c.data.validation, c.train.num_steps = "", 25
     with pytest.raises(ValueError, match=r"recorded: \{'choice': 'full'\}"):
-        loop.train(resolve(c), workdir)
+        train.train(resolve(c), workdir)
 
 
 def test_recorded_choice_is_reused_only_for_the_same_setup(searched):

@@ -14,6 +14,7 @@ from micro import write_config
 from planned import small_config
 
 from hlat_jax import loop
+from hlat_jax import train as train_lib
 from hlat_jax.cli import config_files
 from hlat_jax.parallel.degrees import layout_over
 from hlat_jax.parallel.virtual_devices import planned_layout
@@ -163,7 +164,7 @@ def run(tmp_path, monkeypatch):
 
         jax.monitoring.register_event_duration_secs_listener(on_compile_event)
         try:
-            assert loop.train(resolve(c), tmp_path / "run") == 0
+            assert train_lib.train(resolve(c), tmp_path / "run") == 0
         finally:
             jax.monitoring.unregister_event_duration_listener(on_compile_event)
         return compiled, resolve(c), tmp_path / "run"

@@ -8,6 +8,7 @@ import micro
 import pytest
 
 from hlat_jax import loop
+from hlat_jax import train as train_lib
 from hlat_jax.cli import config_files
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.resolve import batch_of_step, resolve, skipped_batches
@@ -45,9 +46,9 @@ def train(tmp_path, monkeypatch):
             patch.setattr(loop, "_step", step_or_end)
             if killed_at:
                 with pytest.raises(Killed):
-                    loop.train(resolve(c), tmp_path / name)
+                    train_lib.train(resolve(c), tmp_path / name)
             else:
-                assert loop.train(resolve(c), tmp_path / name) == 0
+                assert train_lib.train(resolve(c), tmp_path / name) == 0
         return [micro.exact(row) for row in micro.rows(tmp_path / name)]
 
     return run
@@ -186,5 +187,5 @@ def test_a_rewind_that_cannot_be_is_refused(trained_run, tmp_path, monkeypatch):
         c.data.validation = ""
         c.train.update(keys)
         with pytest.raises(ValueError, match=message):
-            loop.train(resolve(c), trained_run)
+            train_lib.train(resolve(c), trained_run)
     assert micro.saved_steps(trained_run) == [20, 24]

@@ -40,6 +40,8 @@ SHORTER = (
         r"\1 --config.train.num_steps=12 --config.checkpoint.every_steps=6 --config.train.num_eval_batches=2"
         r" --config.model.num_layers=1",
     ),
+    (r"(hlat_jax.plan) --config=7b --nodes=64 --search", r"\1 --config=tiny --instance=trn1.2xlarge --search"),
+    (r"(hlat_jax.neuron (?:ladder|hlo)) --config=7b", r"\1 --config=tiny"),
     (r"runs/tiny/checkpoints/300 runs/tiny/checkpoints/400", "runs/tiny/checkpoints/6 runs/tiny/checkpoints/12"),
     (r"branch_from=runs/tiny@108 (.*)num_steps=288", r"branch_from=runs/tiny@6 \1num_steps=12"),
     (r"runs/70b/checkpoints/415000 runs/70b/checkpoints/429000", "runs/tiny/checkpoints/6 runs/tiny/checkpoints/12"),

@@ -17,6 +17,7 @@ from tokenizer_files import write_tokenizer_json
 
 from hlat_jax import config as config_lib
 from hlat_jax import loop
+from hlat_jax import train as train_lib
 from hlat_jax.cli import config_files, flags
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.generate.inference import open_model
@@ -77,7 +78,7 @@ def train(folder, workdir, **settings):
     with pytest.MonkeyPatch.context() as patch:
         one = jax.devices()[:1]
         patch.setattr(loop.jax, "devices", lambda: one)
-        loop.train(config, workdir)
+        train_lib.train(config, workdir)
     return config
 
 
