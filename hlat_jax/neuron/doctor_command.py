@@ -73,8 +73,7 @@ def _prepare(
             print(note)
         # with it, checks that need one device would run on the host's CPU
         environ.pop(_TRIVIAL, None)
-        place = neuron_topology.checked(wanted)
-        checked |= {"num_devices": place.devices_per_node, "lnc": place.lnc}
+        checked["num_devices"] = neuron_topology.checked(wanted).devices_per_node
     checked["cache"] = pathlib.Path(environ.get("JAX_COMPILATION_CACHE_DIR") or tempfile.gettempdir())
     return checked
 

@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from hlat_jax.config import ParallelConfig
@@ -77,11 +77,6 @@ def cast_by_hash(values: np.ndarray) -> np.ndarray:
     return np.asarray(write(values)).astype(np.float32)
 
 
-def look_up(table: np.ndarray, ids: np.ndarray, mode: str) -> np.ndarray:
-    """Returns rows of a table; `mode` handles ids out of bounds."""
-    return np.asarray(jax.jit(lambda table, ids: table.at[ids].get(mode=mode))(table, ids))
-
-
 def add_one(state: jax.Array) -> jax.Array:
     """Returns state + 1, with `state` donated."""
     return jax.jit(lambda x: x + 1, donate_argnums=0)(state)
@@ -122,10 +117,13 @@ def run_collective(name: str, values: np.ndarray, *, layout: Layout, axis: str) 
     Every device of the mesh takes part in its own group. The result is the first group's, NaN where another differs.
     """
     others = tuple(other for other in layout.mesh.axis_names if other != axis)
+    size = layout.mesh.shape[axis]
     collective = {
         "sum": lambda row: jax.lax.psum(row, axis),
         "gather": lambda row: jax.lax.all_gather(row, axis),
         "scatter": lambda row: jax.lax.psum_scatter(row, axis, scatter_dimension=0, tiled=False),
+        "next": lambda row: jax.lax.ppermute(row, axis, [(at, (at + 1) % size) for at in range(size)]),
+        "previous": lambda row: jax.lax.ppermute(row, axis, [(at, (at - 1) % size) for at in range(size)]),
     }[name]
 
     def on_device(mine):
@@ -134,15 +132,6 @@ def run_collective(name: str, values: np.ndarray, *, layout: Layout, axis: str) 
     mapped = jax.shard_map(on_device, mesh=layout.mesh, in_specs=P(axis), out_specs=P(others, axis), check_vma=False)
     groups = np.asarray(jax.jit(mapped)(jax.device_put(values, NamedSharding(layout.mesh, P(axis)))))
     return np.where((groups == groups[:1]).all(0), groups[0], np.nan)
-
-
-def run_permute(devices: Sequence[Any], pairs: Sequence[tuple[int, int]], values: np.ndarray) -> np.ndarray:
-    """Returns what each device receives when `pairs` of (source, target) send their row of `values` [size, n]."""
-    mesh = Mesh(np.array(devices), ("ring",))
-    mapped = jax.shard_map(
-        lambda mine: jax.lax.ppermute(mine, "ring", pairs), mesh=mesh, in_specs=P("ring"), out_specs=P("ring")
-    )
-    return np.asarray(jax.jit(mapped)(jax.device_put(values, NamedSharding(mesh, P("ring")))))
 
 
 def run_in_new_process(folder: pathlib.Path) -> Mapping[str, Any]:

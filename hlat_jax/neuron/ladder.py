@@ -125,7 +125,7 @@ def checked(program: RunProgram, *, target: str) -> Iterator[CheckedProgram]:
     traced = traced_programs(program)
     for name in named_programs(program, "all"):
         trace = traced[name]()
-        found = programs.findings(name, trace, program=program, target=target, operators=())
+        found = programs.findings(name, trace, program=program, target=target)
         if any(finding.rule == "LW01" for finding in found):
             yield CheckedProgram(name, "", None, found)
             continue

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -71,7 +71,6 @@ def check(
     *args: Any,
     target: str = "trn1",
     recurring: bool = True,
-    operators: Collection[str] = (),
     compiler_flags: str = "",
 ) -> list[Finding]:
     """Returns the rules that a function breaks when lowered for Neuron with these arguments, most severe first.
@@ -81,16 +80,13 @@ def check(
       *args: arguments of `fn`: arrays or `jax.ShapeDtypeStruct`s.
       target: one of `rules.LINTED`.
       recurring: whether the program runs every step, or only once, such as an initialization.
-      operators: names of the allowed operations, as printed by `neuronx-cc list-operators`; empty: not checked.
       compiler_flags: NEURON_CC_FLAGS of the run; some are known to fail with some programs.
 
     Raises:
       ValueError: the target is unknown.
     """
     jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
-    return check_traced(
-        jitted.trace(*args), target=target, recurring=recurring, operators=operators, compiler_flags=compiler_flags
-    )
+    return check_traced(jitted.trace(*args), target=target, recurring=recurring, compiler_flags=compiler_flags)
 
 
 def check_traced(
@@ -98,7 +94,6 @@ def check_traced(
     *,
     target: str = "trn1",
     recurring: bool = True,
-    operators: Collection[str] = (),
     compiler_flags: str = "",
     placement: Sequence[int] = (),
 ) -> list[Finding]:
@@ -113,7 +108,6 @@ def check_traced(
         lowered.compiler_ir("stablehlo"),
         target=target,
         recurring=recurring,
-        operators=operators,
         compiler_flags=compiler_flags,
         placement=placement,
         jaxpr=live_jaxpr(traced),
@@ -125,7 +119,6 @@ def check_module(
     *,
     target: str = "trn1",
     recurring: bool = True,
-    operators: Collection[str] = (),
     compiler_flags: str = "",
     placement: Sequence[int] = (),
     jaxpr: Any = None,
@@ -136,7 +129,6 @@ def check_module(
       module: an `ir.Module` or its text.
       target: as for `check`.
       recurring: as for `check`.
-      operators: as for `check`.
       compiler_flags: as for `check`.
       placement: the device at each place of the mesh; empty if they are in their order.
       jaxpr: the trace that the module was lowered from, whose instructions are estimated; None skips CG01 and CG02.
@@ -148,10 +140,9 @@ def check_module(
             module = ir.Module.parse(module)
     program = Program(module.operation)
     sharded = partitioned.run_shardy(module.operation)
-    listed = {operators_lib.normalized(word) for word in operators}
     groups: dict[tuple[str, str], list[tuple]] = {}
-    options: dict[str, Any] = {"listed": listed, "placement": placement, "compiler_flags": compiler_flags}
-    for rule, what, op, owner, *place in _hits(program, sharded, target=target, **options):
+    options: dict[str, Any] = {"target": target, "placement": placement, "compiler_flags": compiler_flags}
+    for rule, what, op, owner, *place in _hits(program, sharded, **options):
         frames = owner.frames(*place or [op])
         if RULES[rule].applies_to(target):
             groups.setdefault((rule, line_of(frames)), []).append((what, op.name, frames))
@@ -170,7 +161,6 @@ def _hits(
     sharded: Program | None,
     *,
     target: str,
-    listed: set[str],
     placement: Sequence[int],
     compiler_flags: str,
 ) -> Iterator[tuple]:
@@ -178,9 +168,6 @@ def _hits(
     for op in program.operations:
         for rule, what, *place in operators_lib.violations(op, program):
             yield rule, what, op, program, *place
-        if listed:
-            for rule, what in operators_lib.unlisted(op, listed):
-                yield rule, what, op, program
     per_device = sharded or program
     for owner, found in (
         (program, operators_lib.kernel_findings(program, compiler_flags)),

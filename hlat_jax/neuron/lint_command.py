@@ -40,7 +40,6 @@ def main(argv: Sequence[str]) -> int:
     from hlat_jax.program import make_program
     from hlat_jax.run.compilation import named_programs, traced_programs
 
-    operators = _operators(values.operators)
     count = values.devices or programs.num_devices(config, target=values.instance)
     program = make_program(config, programs.layout_for_neuron(config, count, target=values.instance))
     traced = traced_programs(program)
@@ -49,9 +48,7 @@ def main(argv: Sequence[str]) -> int:
     for name in named_programs(program, values.program):
         began = time.monotonic()
         with show_progress(f"checking {name}"):
-            found = programs.findings(
-                name, traced[name](), program=program, target=values.instance, operators=operators
-            )
+            found = programs.findings(name, traced[name](), program=program, target=values.instance)
         rows = [dataclasses.asdict(f) | {"explained": programs.EXPLAINED.get((name, f.rule), "")} for f in found]
         reports[name] = {"findings": rows, "seconds": time.monotonic() - began}
         print(_text(name, reports[name]))
@@ -65,25 +62,10 @@ def main(argv: Sequence[str]) -> int:
     return 1 if any(row["severity"] == "error" for row in rows) else 0
 
 
-def _operators(path: str) -> list[str]:
-    """Returns the operators listed in a file; an empty list without a file."""
-    if not path:
-        return []
-    hint = "write it with `neuronx-cc list-operators --framework XLA`."
-    if not pathlib.Path(path).is_file():
-        raise ValueError(f"--operators={path}: no such file; {hint}")
-    words = pathlib.Path(path).read_text(errors="replace").split()
-    if not any(word.isascii() for word in words):
-        raise ValueError(f"--operators={path} contains no operator; {hint}")
-    return words
-
-
 def _define(values: flags.FlagValues) -> None:
     flags.DEFINE_enum("instance", "trn1", [*LINTED, *INSTANCES], "Device or instance to check for.", flag_values=values)
     flags.DEFINE_enum("program", "all", [*PROGRAMS, "all"], "Program to check.", flag_values=values)
     flags.DEFINE_integer("devices", 0, "Number of devices in the mesh; 0: the recipe's.", 0, flag_values=values)
-    about = "Output of neuronx-cc list-operators; other operations are errors."
-    flags.DEFINE_string("operators", "", about, flag_values=values)
     flags.DEFINE_string("json", "", "Also write the findings to this file.", flag_values=values)
 
 

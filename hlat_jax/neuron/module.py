@@ -75,16 +75,12 @@ class Program:
       operations: all operations, in pre-order: an operation precedes those in its regions.
       functions: every `func.func` by its symbol.
       ranges: cache of `indices.bounds`.
-      known: cache of `known_values.known`.
-      chains: cache of `indices` for the call chains that reach a function.
     """
 
     def __init__(self, root: Any):
         self.operations = list(_walk(root))
         self.functions = {symbol_name(op): op for op in self.operations if op.name == "func.func"}
         self.ranges: dict[Any, Any] = {}
-        self.known: dict[Any, Any] = {}
-        self.chains: dict[str, list[tuple]] = {}
         self._callers: dict[str, list[Any]] = {}
         for op in self.operations:
             if op.name == "func.call":

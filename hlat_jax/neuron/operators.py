@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import base64
-import contextlib
-import json
 import math
-import os
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
 from hlat_jax.neuron import indices
-from hlat_jax.neuron.known_values import DTYPES, source
+from hlat_jax.neuron.indices import source
 from hlat_jax.neuron.module import (
     Program,
     Tensor,
@@ -51,6 +45,7 @@ _OVERLAP = "--enable-ccop-compute-overlap"
 _NATIVE_KERNEL = "AwsNeuronCustomNativeKernel"
 # The partitioner removes these before the compiler runs.
 _MARKERS = re.compile(r"Sharding|SPMDFullToShardShape|SPMDShardToFullShape|(xla\.)?sdy\..*|LayoutConstraint")
+_FLOAT_BITS = {"bf16": (8, 7), "f16": (5, 10), "f32": (8, 23), "f64": (11, 52)}  # exponent, mantissa
 _LARGE_TABLE = 8192  # rows
 _LARGE_OPERAND = 2**20  # elements of a right-hand side
 _IDENTITY = 128  # columns of the identity by which the tensor engine transposes
@@ -62,29 +57,6 @@ def violations(op: Any, program: Program) -> Iterator[Hit]:
     yield from _types(op)
     if op.name in _FINDERS:
         yield from _FINDERS[op.name](op, program)
-
-
-def unlisted(op: Any, listed: set[str]) -> Iterator[Hit]:
-    """Yields OP09 for a StableHLO operation whose `normalized` name is not in `listed`."""
-    dialect, _, opcode = op.name.partition(".")
-    if dialect == "stablehlo" and opcode != "return":
-        names = {normalized(opcode), normalized(_HLO_NAMES.get(opcode, opcode))}
-        if not names & listed:
-            yield "OP09", opcode
-
-
-def normalized(word: str) -> str:
-    """Returns the name of an operation without its dialect, as lower-case letters and digits only."""
-    return re.sub(r"[^a-z0-9]", "", re.split(r"\.|::", word.lower())[-1])
-
-
-_HLO_NAMES = {
-    "broadcast_in_dim": "broadcast",
-    "dot_general": "dot",
-    "optimization_barrier": "opt-barrier",
-    "case": "conditional",
-    "if": "conditional",
-}
 
 
 def _types(op: Any) -> Iterator[Hit]:
@@ -145,11 +117,11 @@ def _unsigned_sums(loop: Any, program: Program) -> Iterator[Hit]:
     """Yields KB03 for each unsigned integer that a loop carries and adds to, other than a counter."""
     body = loop.regions[1].blocks[0]
     for carried, returned in zip(body.arguments, list(body.operations)[-1].operation.operands, strict=True):
-        kind, (value, calls) = tensor(carried), source(returned, (), program)
+        kind, (value, calls) = tensor(carried), source(returned, program, ())
         step = defining_op(value)
         if step is None or step.name != "stablehlo.add" or not kind.dtype.startswith("ui"):
             continue
-        added = [one for one in step.operands if source(one, calls, program) != (carried, ())]
+        added = [one for one in step.operands if source(one, program, calls) != (carried, ())]
         if len(added) == 1 and not is_constant(added[0]):
             yield "KB03", str(kind), step
 
@@ -199,8 +171,8 @@ def _is_bool(value: Any) -> bool:
 
 def _exact(value: Any, program: Program) -> int | None:
     """Returns the integer that every element of a value is; None where the program does not determine it."""
-    found = indices.bounds(value, program, ())
-    return int(found.low) if found.low == found.high and np.isfinite(found.low) else None
+    found = indices.bounds(value, program)
+    return int(found.low) if found.is_number else None
 
 
 def _invariant(value: Any, loop: Any, program: Program) -> int | None:
@@ -220,11 +192,11 @@ def _counts_by_constants(loop: Any, counter: Any, program: Program) -> bool:
     step = defining_op(list(body.operations)[-1].operation.operands[number])
     if step is None or step.name not in ("stablehlo.add", "stablehlo.subtract"):
         return False
-    start = indices.bounds(loop.operands[number], program, ())
+    start = indices.bounds(loop.operands[number], program)
     previous, increment = (step.operands[0], step.operands[1])
     if step.name == "stablehlo.add" and is_constant(previous):
         previous, increment = increment, previous
-    return start.low == start.high and previous == body.arguments[number] and is_constant(increment)
+    return start.is_number and previous == body.arguments[number] and is_constant(increment)
 
 
 def _reduce(op: Any, _: Program) -> Iterator[Hit]:
@@ -254,39 +226,17 @@ def _generator(op: Any, _: Program) -> Iterator[Hit]:
 def _precision(op: Any, _: Program) -> Iterator[Hit]:
     bits = tuple(ir.IntegerAttr(op.attributes[key]).value for key in ("exponent_bits", "mantissa_bits"))
     dtype = tensor(op.operands[0]).dtype
-    info = jnp.finfo(DTYPES[dtype]) if dtype in DTYPES else None
-    narrower = info is not None and (bits[0] < info.nexp or bits[1] < info.nmant)
-    yield ("RP01" if narrower else "RP02"), f"{dtype} to e{bits[0]}m{bits[1]}"
+    exponent, mantissa = _FLOAT_BITS.get(dtype, (0, 0))
+    is_narrower = bits[0] < exponent or bits[1] < mantissa
+    yield ("RP01" if is_narrower else "RP02"), f"{dtype} to e{bits[0]}m{bits[1]}"
 
 
 def _custom_call(op: Any, _: Program) -> Iterator[Hit]:
     target = ir.StringAttr(op.attributes["call_target_name"]).value
-    if target == _NATIVE_KERNEL:
-        yield from (("NK01", path) for path in artifacts(op) if not os.path.exists(path))
-    elif target in ("mhlo.topk", "TopK"):
+    if target in ("mhlo.topk", "TopK"):
         yield from _top_k(op, _)
     elif target not in CUSTOM_CALLS and not _MARKERS.fullmatch(target):
         yield "CB01", target
-
-
-def artifacts(op: Any) -> list[str]:
-    """Returns the absolute paths in the configuration of a native kernel, which is JSON or base64 of JSON."""
-    config = attribute(op, "backend_config")
-    text = ir.StringAttr(config).value if config is not None and isinstance(config, ir.StringAttr) else ""
-    with contextlib.suppress(ValueError):
-        text = base64.b64decode(text, validate=True).decode()
-    try:
-        return sorted(_paths(json.loads(text)))
-    except ValueError:
-        return []
-
-
-def _paths(tree: Any) -> set[str]:
-    if isinstance(tree, dict):
-        tree = list(tree.values())
-    if isinstance(tree, list):
-        return set().union(*map(_paths, tree))
-    return {tree} if isinstance(tree, str) and tree.startswith("/") else set()
 
 
 def kernel_findings(program: Program, compiler_flags: str) -> Iterator[Hit]:

@@ -51,7 +51,7 @@ _SHARDY = (
 
 
 def _instance(target: str) -> hardware.Instance:
-    """Returns the instance for which programs of a target of `rules.LINTED` are checked, other than trn3."""
+    """Returns the instance for which programs of a target of `rules.LINTED` are checked."""
     if target in TARGETS:
         return hardware.INSTANCES[TARGETS[target]]
     return dataclasses.replace(hardware.INSTANCES[TARGETS["trn2"]], lncs=(1,))
@@ -137,8 +137,7 @@ def _with_python_line(op: Any, sharded: Program) -> Any:
 def permute_problem(pairs: np.ndarray, *, target: str) -> str | None:
     """Returns why pairs [n, (source, target)] are not rings of neighboring cores; None if they are.
 
-    The chips of a node form a 4 x 4 torus in row-major order; neighbors are on the same chip or on linked chips. trn3
-    is switched: any ring will do.
+    The chips of a node form a 4 x 4 torus in row-major order; neighbors are on the same chip or on linked chips.
     Source: AWS Neuron docs, Trn1 and Trn2 architecture.
     """
     target_of = dict(pairs.tolist())
@@ -146,8 +145,6 @@ def permute_problem(pairs: np.ndarray, *, target: str) -> str | None:
         return "not rings: some device does not send and receive exactly once"
     if any(source == target for source, target in target_of.items()):
         return "a device sends to itself"
-    if core_groups.RULES[target].is_switched:
-        return None
     cores_per_chip, devices_per_node = _instance(target).devices_per_chip(), _instance(target).num_devices()
     across = sum(a // devices_per_node != b // devices_per_node for a, b in target_of.items())
     if across:
@@ -160,30 +157,6 @@ def permute_problem(pairs: np.ndarray, *, target: str) -> str | None:
 
     unlinked = sum(not are_linked(source, to) for source, to in target_of.items())
     return f"{unlinked} of {len(pairs)} pairs are on chips without a link" if unlinked else None
-
-
-def linked_ring(num_devices: int, *, target: str) -> list[int] | None:
-    """Returns an order of the devices of a node in which each is linked with the next, and the last with the first.
-
-    None: there is none along the rows of the chips, back and forth.
-
-    Args:
-      num_devices: in use, from device 0.
-      target: one of `rules.LINTED`; "": every device is linked with every other.
-    """
-    order = list(range(num_devices))
-    if not target or num_devices == 1:
-        return order
-    per_row = 4 * _instance(target).devices_per_chip()
-    per_chip = per_row // 4
-
-    def place(core: int) -> tuple[int, int, int]:
-        row, column = core // per_row, core % per_row // per_chip
-        return row, -column if row % 2 else column, core
-
-    order.sort(key=place)
-    pairs = np.stack([order, np.roll(order, -1)], axis=1)
-    return None if permute_problem(pairs, target=target) else order
 
 
 def argument_findings(program: Program, *, target: str) -> Iterator[tuple[str, str, Any]]:

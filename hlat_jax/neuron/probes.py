@@ -162,13 +162,15 @@ def rounding(cast: Callable[[np.ndarray], np.ndarray], *, expected: str) -> Outc
     return Outcome(FAILED, f"{measured}; the config needs {expected}", advice)
 
 
-def collectives(run: Callable[[str, np.ndarray], np.ndarray], *, size: int) -> Outcome:
+def collectives(run: Callable[[str, np.ndarray], np.ndarray], *, size: int, permutes: bool = False) -> Outcome:
     """Checks the collectives among `size` devices, each in a program of its own.
 
     Args:
       run: (name, fp32 [size, size, n], one array [size, n] per device) -> results stacked over devices; per device,
-        for `sum` [size, n] of all arrays, `gather` [size, size, n] all arrays, `scatter` [n] its own row of the sum.
+        for `sum` [size, n] of all arrays, `gather` [size, size, n] all arrays, `scatter` [n] its own row of the sum,
+        `next` and `previous` [size, n] the array that its neighbor in a ring sends it.
       size: size of the mesh axis; with 1 there are no collectives.
+      permutes: whether `next` and `previous` are among the collectives.
     """
     if size == 1:
         return Outcome(NOT_HERE, "one device: no collectives")
@@ -180,6 +182,7 @@ def collectives(run: Callable[[str, np.ndarray], np.ndarray], *, size: int) -> O
         "gather": np.broadcast_to(values, (size, *values.shape)),
         "scatter": total,
     }
+    right |= {"next": np.roll(values, 1, 0), "previous": np.roll(values, -1, 0)} if permutes else {}
     wrong = []
     for name, want in right.items():
         try:
@@ -190,54 +193,6 @@ def collectives(run: Callable[[str, np.ndarray], np.ndarray], *, size: int) -> O
         found = f"on {size} devices {'; '.join(wrong)}"
         return Outcome(FAILED, found, "run nccom-test on these cores, or try other degrees in --config.parallel")
     return Outcome(PASSED, f"{', '.join(right)} on {size} devices are exact")
-
-
-def ring_permute(run: Callable[[list[tuple[int, int]], np.ndarray], np.ndarray], order: Sequence[int]) -> Outcome:
-    """Checks a permute around a ring of devices, in both directions, each in a program of its own.
-
-    Args:
-      run: (pairs of source and target, fp32 [size, n], one row per device) -> [size, n], what each device received.
-      order: the devices around the ring; each neighbor of another is linked with it.
-    """
-    size = len(order)
-    if size == 1:
-        return Outcome(NOT_HERE, "one device: no permute")
-    values = np.random.default_rng(size).standard_normal((size, 2**14)).astype(np.float32)
-    wrong = []
-    for name, after in (("forward", np.roll(order, -1)), ("backward", np.roll(order, 1))):
-        pairs = [(int(source), int(target)) for source, target in zip(order, after, strict=True)]
-        want = np.empty_like(values)
-        want[after] = values[np.asarray(order)]
-        try:
-            wrong += [] if np.array_equal(run(pairs, values), want) else [f"{name}: wrong values"]
-        except Exception as error:  # of the compiler or the runtime
-            wrong.append(f"{name}: {first_line(error)}")
-    around = ", ".join(map(str, order[:8])) + (", ..." if size > 8 else "")
-    if wrong:
-        advice = "run nccom-test on these cores; with pipelining, set NEURON_COLLECTIVE_PERMUTE_TO_ALL_GATHER=1"
-        return Outcome(FAILED, f"ring of devices {around}: {'; '.join(wrong)}", advice)
-    return Outcome(PASSED, f"forward and backward around devices {around} are exact")
-
-
-def out_of_bounds(look_up: Callable[[np.ndarray, np.ndarray, str], np.ndarray]) -> Outcome:
-    """Checks lookups of rows out of bounds.
-
-    Args:
-      look_up: (table [V, D], ids [n], "clip" or "fill") -> [n, D] as `jax.Array.at[ids].get(mode=...)`.
-    """
-    num_rows = 2048
-    table = np.repeat(np.arange(num_rows, dtype=np.float32)[:, None], 8, axis=1)
-    ids = np.array([0, 7, num_rows - 1, num_rows, num_rows + 1, 2**31 - 1, -num_rows - 1], np.int32)
-    right = {
-        "clip": np.clip(ids, 0, num_rows - 1).astype(np.float32),
-        "fill": np.where((ids >= 0) & (ids < num_rows), ids, np.nan).astype(np.float32),
-    }
-    for mode, want in right.items():
-        got = look_up(table, ids, mode)
-        if not np.array_equal(got, np.repeat(want[:, None], 8, axis=1), equal_nan=True):
-            found = f"mode {mode}: rows {ids.tolist()} of {num_rows} give {got[:, 0].tolist()}"
-            return Outcome(FAILED, found, "keep ids below model.vocab_size: others would train wrong rows")
-    return Outcome(PASSED, f"ids beyond {num_rows:,} rows are clipped or NaN as requested; other rows are exact")
 
 
 def donation(step: Callable[[Any], Any], state: Any) -> Outcome:
@@ -311,23 +266,6 @@ def cache(start: Callable[[pathlib.Path], Mapping[str, Any]], folder: pathlib.Pa
         found = f"{folder}: a cached program computes {second['value']}, a newly compiled one {first['value']}"
         return Outcome(FAILED, found, "empty that folder; share it only between machines of one kind")
     return Outcome(PASSED, f"{folder}: compiled in {first['compile_s']:.1f} s, loaded in {second['compile_s']:.1f} s")
-
-
-def training(train: Callable[[], Any], band: tuple[float, float]) -> Outcome:
-    """Checks that a short training ends within a known band of loss; `train` returns a `TrainingResult`."""
-    done = train()
-    low, high = band
-    summary = (
-        f"{len(done.losses)} steps on {done.num_devices} device(s) in {done.train_s:.0f} s after "
-        f"{done.compile_s:.0f} s of startup: validation loss {done.eval_loss:.4f}, expected {low:g} to {high:g}"
-    )
-    advice = "train --config=tiny here with and without JAX_PLATFORMS=cpu and compare metrics.jsonl"
-    bad = [number for number, loss in enumerate(done.losses, 1) if not math.isfinite(loss)]
-    if bad:
-        return Outcome(FAILED, f"{summary}; the loss is not finite at step {bad[0]}", advice)
-    if not low <= done.eval_loss <= high:
-        return Outcome(FAILED, summary, advice)
-    return Outcome(PASSED, summary)
 
 
 def first_line(error: Exception) -> str:

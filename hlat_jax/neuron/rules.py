@@ -13,8 +13,7 @@ from hlat_jax.plan.instructions import LIMIT_FLAG, OPERATION_ADVICE, PROGRAM_ADV
 SEVERITIES = ("error", "warning", "info")
 # device -> instance type whose nodes its programs are checked for
 TARGETS = {"trn1": "trn1.32xlarge", "trn2": "trn2.48xlarge"}
-# what programs are checked for: these, trn2 at LNC 1, and a server of trn3, for which no page names an instance type
-LINTED = (*TARGETS, "trn2-lnc1", "trn3")
+LINTED = (*TARGETS, "trn2-lnc1")  # what programs are checked for: these, and trn2 at LNC 1
 
 
 def target_of(name: str, *, lnc: int = 0) -> str:
@@ -210,23 +209,15 @@ RULES: dict[str, Rule] = {
         "two convolutions, or matmuls",
         _code("EVRF010", "EVRF011"),
     ),
-    "OP09": Rule(
-        "error",
-        "an operation that is not in the --operators file",
-        "`neuronx-cc list-operators --framework XLA` does not list it",
-        "an operation from that file",
-        _code("EVRF001"),
-    ),
     "DT01": Rule(
         "error", "complex numbers", "not supported", "real arithmetic: cos and sin for RoPE", _code("EVRF004")
     ),
     "DT02": Rule(
         "error",
-        "f8E4M3FN, other than on trn3",
+        "f8E4M3FN",
         "trn1 and trn2 do not have this type",
         "jnp.float8_e4m3",
         _code("EVRF051"),
-        except_on=("trn3",),
     ),
     "DT03": Rule(
         "error", "an FNUZ float, f8E4M3B11FNUZ", "not supported", "jnp.float8_e4m3", _code("ESPP047", "EVRF005")
@@ -244,15 +235,14 @@ RULES: dict[str, Rule] = {
         "the table of types has it for trn1 only, and the JAX page for no chip",
         "jnp.float8_e4m3",
         _DTYPES + "; " + _ISSUES,
-        except_on=("trn1", "trn3"),
+        except_on=("trn1",),
     ),
     "DT09": Rule(
         "error",
-        "f8E8M0FNU, other than on trn3",
-        "trn1 and trn2 do not have this type; on trn3 it holds the scales of MXFP8",
+        "f8E8M0FNU",
+        "trn1 and trn2 do not have this type",
         "scales in bfloat16 or float32",
         _DTYPES + "; " + _ISSUES,
-        except_on=("trn3",),
     ),
     "DT05": Rule("error", "float64", "not in the tables of supported types", "jax_enable_x64=False", _DTYPES),
     "DT06": Rule(
@@ -458,12 +448,5 @@ RULES: dict[str, Rule] = {
         "the compiler stops at 300,000 instructions per operation in public logs, on trn1 at 150,000",
         OPERATION_ADVICE,
         "NCC_EXTP003 in third-party reports; not documented",
-    ),
-    "NK01": Rule(
-        "error",
-        "a native kernel whose artifact file is missing",
-        "the custom call refers to it by absolute path",
-        "trace on the machine that compiles",
-        _code("EVRF059"),
     ),
 }
