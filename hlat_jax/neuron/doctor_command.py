@@ -68,7 +68,7 @@ def _prepare(
         found = neuron_env.environment(
             config.precision, config.parallel, wanted, current=environ, config_flags=config.train.compiler_flags
         )
-        neuron_env.apply(environ, found)
+        environ.update(found.variables)
         for note in found.notes:
             print(note)
         # with it, checks that need one device would run on the host's CPU
