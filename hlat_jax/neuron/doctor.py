@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hlat_jax.config import Config
-from hlat_jax.facts import hardware, sdk_releases
+from hlat_jax.facts import sdk_releases
 from hlat_jax.facts.core_groups import REFUSED, groups_along, server_of, verdict
 from hlat_jax.host.neuron_compiler_flags import compiler_killed
 from hlat_jax.neuron import exercises, installation, probes
@@ -50,16 +50,14 @@ class Check:
 def checks(config: Config, machine: CheckedMachine) -> Iterator[Check]:
     """Yields the checks for a run of a config on this machine, in the order to run them.
 
-    The checks before `devices` start subprocesses that need the devices, and a core can be held by one process only.
     Collectives come last, because a faulty runtime is most likely to end the process in them.
     """
     installed = functools.partial(exercises.installed_versions, probes.SUPPORTED)
     yield Check("versions", lambda: probes.versions(installed(), probes.SUPPORTED))
     yield Check("versions for Neuron", lambda: neuron_versions(machine))
     yield Check("tools on PATH", lambda: installation.tools_on_path() if machine.instance else _NO_NEURON)
-    yield Check("compile cache", lambda: probes.cache(exercises.run_in_new_process, machine.cache))
+    yield Check("compile cache", lambda: probes.cache(machine.cache))
     yield Check("devices", lambda: _devices(machine))
-    yield Check("memory", _memory)
     yield Check("random numbers", lambda: probes.random_numbers(exercises.draw))
     yield Check("bf16 products", lambda: probes.matmul_accumulation(exercises.multiply))
     yield Check("casts to bf16", lambda: probes.rounding(exercises.cast, expected=_expected_rounding(config)))
@@ -92,18 +90,6 @@ def neuron_versions(machine: CheckedMachine) -> Outcome:
 
 def _devices(machine: CheckedMachine) -> Outcome:
     return probes.devices(jax.local_devices(), platform="neuron" if machine.instance else "", count=machine.num_devices)
-
-
-def _memory() -> Outcome:
-    """Checks the memory of each device in turn; returns the first failure."""
-    outcome = None
-    for device in jax.local_devices():
-        row, limit = hardware.device(device.device_kind), (device.memory_stats() or {}).get("bytes_limit", 0)
-        fill = None if device.platform == "cpu" else functools.partial(exercises.fill, device)
-        outcome = probes.memory(limit, row.memory_bytes if row else 0, fill=fill)
-        if outcome.verdict == FAILED:
-            return outcome._replace(found=f"device {device.id}: {outcome.found}")
-    return outcome
 
 
 def _expected_rounding(config: Config) -> str:

@@ -7,13 +7,8 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import json
-import os
-import pathlib
 import platform
-import subprocess
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -29,7 +24,6 @@ from hlat_jax.parallel.sharding import Layout, make_layout, resolve_degrees
 from hlat_jax.precision import Rounding
 
 _NUM_DRAWN = 1 << 20
-_BLOCK_BYTES = 1 << 28
 
 
 def installed_versions(names: Iterable[str]) -> dict[str, str]:
@@ -82,15 +76,6 @@ def add_one(state: jax.Array) -> jax.Array:
     return jax.jit(lambda x: x + 1, donate_argnums=0)(state)
 
 
-def fill(device: Any, num_bytes: int) -> bool:
-    """Writes this many bytes to a device; returns whether they read back unchanged."""
-    block = np.arange(min(num_bytes, _BLOCK_BYTES) // 4, dtype=np.uint32) * np.uint32(2654435761)
-    count = max(num_bytes // block.nbytes, 1)
-    written = [jax.device_put(np.roll(block, number), device) for number in range(count)]
-    jax.block_until_ready(written)
-    return all(np.array_equal(np.asarray(one), np.roll(block, number)) for number, one in enumerate(written))
-
-
 def layouts_to_check(
     parallel: ParallelConfig, devices: Sequence[Any], num_kv_heads: int
 ) -> Iterator[tuple[Layout, str]]:
@@ -132,23 +117,3 @@ def run_collective(name: str, values: np.ndarray, *, layout: Layout, axis: str) 
     mapped = jax.shard_map(on_device, mesh=layout.mesh, in_specs=P(axis), out_specs=P(others, axis), check_vma=False)
     groups = np.asarray(jax.jit(mapped)(jax.device_put(values, NamedSharding(layout.mesh, P(axis)))))
     return np.where((groups == groups[:1]).all(0), groups[0], np.nan)
-
-
-def run_in_new_process(folder: pathlib.Path) -> Mapping[str, Any]:
-    """Compiles and runs a program in a subprocess with the cache in `folder`; see `probes.cache`.
-
-    Raises:
-      RuntimeError: the subprocess failed.
-    """
-    environment = os.environ | {
-        "JAX_COMPILATION_CACHE_DIR": str(folder),
-        "JAX_ENABLE_COMPILATION_CACHE": "true",
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
-    words = [sys.executable, "-m", "hlat_jax.neuron.cache_start"]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        last = done.stderr.strip().splitlines()[-1:] or ["no message"]
-        raise RuntimeError(f"{' '.join(words[1:])} exited with code {done.returncode}: {last[0]}")
-    return json.loads(done.stdout.splitlines()[-1])

@@ -71,22 +71,6 @@ def scatter_findings(op: Any, program: Program) -> Iterator[tuple[str, str, Any]
     yield from _out_of_range(op, program, dims=dims, at=(numbers.index_vector_dim, sizes))
 
 
-def slice_findings(op: Any, program: Program) -> Iterator[tuple[str, str, Any]]:
-    """Yields (rule, detail, operation) of GS01 for a dynamic slice, or update, whose constant start is out of bounds.
-
-    Starts that depend on data are clamped by definition, and not reported.
-    """
-    operand = tensor(op.operands[0])
-    is_update = op.name == "stablehlo.dynamic_update_slice"
-    sizes = tensor(op.operands[1] if is_update else op.results[0]).dims
-    for dim, value in enumerate(op.operands[2 if is_update else 1 :]):
-        start = bounds(value, program)
-        if not start.is_number or None in (operand.dims[dim], sizes[dim]):
-            continue
-        if not 0 <= start.low <= operand.dims[dim] - sizes[dim]:
-            yield "GS01", f"start {start.low} of {sizes[dim]} elements in dimension {dim} of {operand}", op
-
-
 def assignment_findings(op: Any, program: Program) -> Iterator[tuple[str, str]]:
     """Yields KB04 for a scatter whose updates are computed from a gather of the same array at indices from data."""
     operand = source(op.operands[0], program, ())

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import stablehlo
 
 from hlat_jax.neuron import indices
 from hlat_jax.neuron.indices import source
@@ -47,8 +45,6 @@ _NATIVE_KERNEL = "AwsNeuronCustomNativeKernel"
 _MARKERS = re.compile(r"Sharding|SPMDFullToShardShape|SPMDShardToFullShape|(xla\.)?sdy\..*|LayoutConstraint")
 _FLOAT_BITS = {"bf16": (8, 7), "f16": (5, 10), "f32": (8, 23), "f64": (11, 52)}  # exponent, mantissa
 _LARGE_TABLE = 8192  # rows
-_LARGE_OPERAND = 2**20  # elements of a right-hand side
-_IDENTITY = 128  # columns of the identity by which the tensor engine transposes
 _DYNAMIC = re.compile(r"stablehlo\.(real_)?dynamic_(reshape|broadcast_in_dim|iota|pad|gather|conv)|.*dimension_size")
 
 
@@ -131,8 +127,8 @@ def _static_limit(loop: Any, program: Program) -> int | None:
 
     None if the condition is anything else, or if the start or step of the counter, or the limit, is not a constant.
     """
-    compare = _comparison(list(loop.regions[0].blocks[0].operations)[-1].operation.operands[0], program)
-    if compare is None:
+    compare = defining_op(list(loop.regions[0].blocks[0].operations)[-1].operation.operands[0])
+    if compare is None or compare.name != "stablehlo.compare":
         return None
     operands = [_unconverted(operand) for operand in compare.operands]
     limits = [_invariant(operand, loop, program) for operand in operands]
@@ -143,30 +139,11 @@ def _static_limit(loop: Any, program: Program) -> int | None:
     return found[0]
 
 
-def _comparison(value: Any, program: Program) -> Any:
-    """Returns the `compare` that decides a condition, without what leaves its value as it is, such as `& True`."""
-    op = defining_op(value)
-    while op is not None and op.name in ("stablehlo.convert", "stablehlo.and", "stablehlo.compare"):
-        truths = [_exact(operand, program) if _is_bool(operand) else None for operand in op.operands]
-        neutral = 1 if op.name == "stablehlo.and" or "EQ" in str(attribute(op, "comparison_direction")) else 0
-        others = [one for one, truth in zip(op.operands, truths, strict=True) if truth is None or truth != neutral]
-        if op.name == "stablehlo.compare" and not _is_bool(op.operands[0]):
-            return op
-        if len(others) != 1 or "L" in str(attribute(op, "comparison_direction")):
-            return None
-        op = defining_op(others[0])
-    return None
-
-
 def _unconverted(value: Any) -> Any:
     """Returns what a conversion to its own type converts."""
     op = defining_op(value)
     is_idle = op is not None and op.name == "stablehlo.convert" and tensor(op.operands[0]) == tensor(value)
     return op.operands[0] if is_idle else value
-
-
-def _is_bool(value: Any) -> bool:
-    return tensor(value).dtype == "i1"
 
 
 def _exact(value: Any, program: Program) -> int | None:
@@ -284,28 +261,6 @@ def _dot(op: Any, _: Program) -> Iterator[Hit]:
         yield "INT01", str(kind)
     if attribute(op, "algorithm") is not None:
         yield "DA01", str(attribute(op, "algorithm"))
-    yield from _transposed(op)
-
-
-def _transposed(dot: Any) -> Iterator[Hit]:
-    """Yields DG01 for a product of few rows whose right-hand side is large and contracted after a dimension it keeps.
-
-    The tensor engine then transposes it, as a product with an identity of 128 columns. For `rows` of the left-hand side
-    that is 128 / rows of the product's work: this gives both numbers of the issue that the rules cite. The issue is
-    about products without batch dimensions; in the others, such as attention, another order transposes as much.
-    """
-    left, right = tensor(dot.operands[0]), tensor(dot.operands[1])
-    numbers = stablehlo.DotDimensionNumbers(dot.attributes["dot_dimension_numbers"])
-    if list(numbers.rhs_batching_dimensions):
-        return
-    contracted = list(numbers.rhs_contracting_dimensions)
-    kept = [dim for dim, size in enumerate(right.dims) if dim not in contracted and size != 1]
-    is_first = not kept or max((dim for dim in contracted if right.dims[dim] != 1), default=-1) < min(kept)
-    of_left = list(numbers.lhs_contracting_dimensions)
-    rows = math.prod(size or 1 for dim, size in enumerate(left.dims) if dim not in of_left)
-    if not is_first and right.num_elements >= _LARGE_OPERAND and rows < _IDENTITY:
-        what = f"{right} contracted over dimension {', '.join(map(str, contracted))} for {rows:,} row{'s'[: rows - 1]}"
-        yield "DG01", f"{what}: transposing it adds {_IDENTITY / rows:.0%} to the product"
 
 
 def _power(op: Any, _: Program) -> Iterator[Hit]:
@@ -320,16 +275,6 @@ def _reduction(op: Any, _: Program) -> Iterator[Hit]:
         yield "INT03", str(kind)
 
 
-def _gather(op: Any, program: Program) -> Iterator[Hit]:
-    yield from indices.gather_findings(op, program)
-    yield from _wide_indices(op.operands[1])
-
-
-def _wide_indices(value: Any) -> Iterator[Hit]:
-    if tensor(value).dtype in ("i64", "ui64"):
-        yield "KB05", f"indices {tensor(value)}"
-
-
 def _scatter(op: Any, program: Program) -> Iterator[Hit]:
     kind = tensor(op.operands[0])
     if body_ops(op):
@@ -339,7 +284,6 @@ def _scatter(op: Any, program: Program) -> Iterator[Hit]:
             yield "GS03", str(kind)
     yield from indices.scatter_findings(op, program)
     yield from indices.assignment_findings(op, program)
-    yield from _wide_indices(op.operands[len(op.results)])
 
 
 _BRANCHES = ("stablehlo.case", "stablehlo.if")
@@ -355,7 +299,6 @@ _FINDERS: dict[str, Callable[[Any, Program], Iterator[Hit]]] = {
     "stablehlo.while": _loop,
     "stablehlo.reduce": _reduce,
     "stablehlo.reduce_window": _window,
-    "stablehlo.rng": _always("RNG03"),
     "stablehlo.rng_bit_generator": _generator,
     "stablehlo.reduce_precision": _precision,
     "stablehlo.custom_call": _custom_call,
@@ -369,10 +312,8 @@ _FINDERS: dict[str, Callable[[Any, Program], Iterator[Hit]]] = {
     "stablehlo.power": _power,
     "stablehlo.all_reduce": _reduction,
     "stablehlo.reduce_scatter": _reduction,
-    "stablehlo.gather": _gather,
+    "stablehlo.gather": indices.gather_findings,
     "stablehlo.scatter": _scatter,
-    "stablehlo.dynamic_slice": indices.slice_findings,
-    "stablehlo.dynamic_update_slice": indices.slice_findings,
     "chlo.top_k": _top_k,
     "func.call": _call,
 } | {f"stablehlo.{name}": _always("CB01") for name in ("infeed", "outfeed", "send", "recv")}

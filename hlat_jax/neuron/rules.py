@@ -144,13 +144,6 @@ RULES: dict[str, Rule] = {
         'jax.random.key(seed, impl="rbg")',
         _code("EVRF006"),
     ),
-    "RNG03": Rule(
-        "error",
-        "the legacy `rng` operation",
-        "it is folded to a constant",
-        "jax.random with an rbg key",
-        "third-party analysis of the compiler; not documented",
-    ),
     "RNG04": Rule(
         "warning",
         "a call to jax.random.randint",
@@ -283,7 +276,7 @@ RULES: dict[str, Rule] = {
     "INT04": Rule("error", "`power` of 64-bit integers", "the compiler rejects it", "int32", _code("EVRF062")),
     "GS01": Rule(
         "error",
-        "gather, scatter or slice whose indices are known, as an iota or a constant, and out of bounds",
+        "gather or scatter whose indices are known, as an iota or a constant, and out of bounds",
         "the compiler rejects iotas that are out of bounds; a constant ends the run with status 1006, or is clamped",
         "at most as many indices as rows; positions below model.max_positions; the index that was meant",
         _code("EVRF031", "EVRF056") + "; neuron-runtime/nrt-troubleshoot",
@@ -331,14 +324,6 @@ RULES: dict[str, Rule] = {
         "not supported; jax.nn.dot_product_attention sets one",
         "operand dtypes and preferred_element_type",
         _ISSUES,
-    ),
-    "DG01": Rule(
-        "warning",
-        "`dot_general` of fewer than 128 rows that contracts the second dimension of a large right-hand side",
-        "the tensor engine transposes the right-hand side, which is more work than the product: 125 times as much for "
-        "one row of 4,096",
-        "a matrix stored with the contracted dimension first, [in, out]: lhs[t, k] x rhs[k, n]",
-        _THREAD + "1336",
     ),
     "CC01": Rule(
         "error",
@@ -410,14 +395,6 @@ RULES: dict[str, Rule] = {
         "jnp.where over the whole array",
         _THREAD + "1381",
         seen="neuronx-cc 2.26, open",
-    ),
-    "KB05": Rule(
-        "warning",
-        "gather or scatter with 64-bit indices",
-        "a lookup has returned wrong rows on trn1 (PyTorch)",
-        "int32 indices",
-        _THREAD + "937",
-        seen="July 2024, closed",
     ),
     "KB06": Rule(
         "warning",
