@@ -57,12 +57,8 @@ def multiply(a: np.ndarray, b: np.ndarray, dtype: str) -> np.ndarray:
 
 def cast(values: np.ndarray) -> np.ndarray:
     """Returns fp32 values after a cast to bf16."""
-    return np.asarray(_cast(values)).astype(np.float32)
-
-
-@jax.jit
-def _cast(values):
-    return values.astype(jnp.bfloat16)  # not cast back here: the compiler could remove a pair of casts
+    # not cast back in the program: the compiler could remove a pair of casts
+    return np.asarray(jax.jit(lambda x: x.astype(jnp.bfloat16))(values)).astype(np.float32)
 
 
 def cast_by_hash(values: np.ndarray) -> np.ndarray:

@@ -30,7 +30,6 @@ from hlat_jax.neuron.module import (
 )
 
 _MAX_DEPTH = 100  # operations between a value and its iotas and constants
-_MAX_ASSIGNED = 8  # operations between a gather and the scatter of what is computed from it
 _UNCHANGED = ("broadcast_in_dim", "reshape", "convert", "transpose", "reverse")
 
 
@@ -56,46 +55,17 @@ class Range:
         return self.is_exact and self.low == self.high
 
 
-def gather_findings(op: Any, program: Program) -> Iterator[tuple[str, str, Any]]:
-    """Yields (rule, detail, operation) of GS01 or GS02 for a gather."""
-    numbers = stablehlo.GatherDimensionNumbers(op.attributes["dimension_numbers"])
-    sizes = list(ir.DenseI64ArrayAttr(op.attributes["slice_sizes"]))
-    yield from _out_of_range(op, program, dims=list(numbers.start_index_map), at=(numbers.index_vector_dim, sizes))
-
-
-def scatter_findings(op: Any, program: Program) -> Iterator[tuple[str, str, Any]]:
-    """Yields (rule, detail, operation) of GS01 or GS02 for a scatter; windows are assumed to have one element."""
-    numbers = stablehlo.ScatterDimensionNumbers(op.attributes["scatter_dimension_numbers"])
-    sizes = [1] * len(tensor(op.operands[0]).dims)
-    dims = list(numbers.scattered_dims_to_operand_dims)
-    yield from _out_of_range(op, program, dims=dims, at=(numbers.index_vector_dim, sizes))
-
-
-def assignment_findings(op: Any, program: Program) -> Iterator[tuple[str, str]]:
-    """Yields KB04 for a scatter whose updates are computed from a gather of the same array at indices from data."""
-    operand = source(op.operands[0], program, ())
-    if len(op.results) == 1 and _is_gathered_from(op.operands[2], operand, program, ()):
-        yield "KB04", f"into {tensor(op.operands[0])}"
-
-
-def _is_gathered_from(value: Any, operand: tuple, program: Program, calls: tuple, *, depth: int = 0) -> bool:
-    value, calls = source(value, program, calls)
-    op = defining_op(value)
-    if op is None or depth > _MAX_ASSIGNED or op.regions:
-        return False
-    if op.name == "stablehlo.gather":
-        is_same = source(op.operands[0], program, calls) == operand
-        return is_same and not bounds(op.operands[1], program, calls).is_exact
-    return any(_is_gathered_from(one, operand, program, calls, depth=depth + 1) for one in op.operands)
-
-
-def _out_of_range(
-    op: Any, program: Program, *, dims: list[int], at: tuple[int, list[int]]
-) -> Iterator[tuple[str, str, Any]]:
-    index_vector_dim, sizes = at
+def findings(op: Any, program: Program) -> Iterator[tuple[str, str, Any]]:
+    """Yields (rule, detail, operation) of GS01 or GS02 for a gather or a scatter, whose windows have one element."""
     operand = tensor(op.operands[0])
-    # the indices of a variadic scatter follow all its operands
-    indices = op.operands[len(op.results) if op.name == "stablehlo.scatter" else 1]
+    if op.name == "stablehlo.gather":
+        numbers = stablehlo.GatherDimensionNumbers(op.attributes["dimension_numbers"])
+        dims, sizes = list(numbers.start_index_map), list(ir.DenseI64ArrayAttr(op.attributes["slice_sizes"]))
+        indices = op.operands[1]
+    else:
+        numbers = stablehlo.ScatterDimensionNumbers(op.attributes["scatter_dimension_numbers"])
+        dims, sizes = list(numbers.scattered_dims_to_operand_dims), [1] * len(operand.dims)
+        indices = op.operands[len(op.results)]  # they follow all operands of a variadic scatter
     if 0 in tensor(indices).dims:
         return
     callers = program.callers(enclosing_function(op))
@@ -105,7 +75,8 @@ def _out_of_range(
             if operand.dims[dim] is None:
                 continue
             last = operand.dims[dim] - sizes[dim]
-            values = _component_range(indices, number, index_vector_dim, program, () if call is None else (call,))
+            calls = () if call is None else (call,)
+            values = _component_range(indices, number, numbers.index_vector_dim, program, calls)
             if values.low >= 0 and values.high <= last:
                 continue
             what = f"dimension {dim} of {operand}"
@@ -126,12 +97,9 @@ def _component_range(value: Any, number: int, dim: int, program: Program, calls:
             if number < tensor(operand).dims[dim]:
                 return _component_range(operand, number, dim, program, calls)
             number -= tensor(operand).dims[dim]
-    if dim >= len(sizes) or sizes[dim] == 1:
-        return bounds(value, program, calls)
-    found = constant(value)
-    if found is not None:
-        return Range(found.take(number, axis=dim).min().item(), found.take(number, axis=dim).max().item(), True)
-    return dataclasses.replace(bounds(value, program, calls), is_exact=False)
+    values = bounds(value, program, calls)
+    is_shared = dim < len(sizes) and sizes[dim] > 1  # the bounds are those of all components
+    return dataclasses.replace(values, is_exact=values.is_exact and not is_shared)
 
 
 def source(value: Any, program: Program, calls: tuple) -> tuple[Any, tuple]:

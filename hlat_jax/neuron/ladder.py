@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 import shlex
 from collections.abc import Sequence
 from typing import Any
@@ -97,7 +98,7 @@ def _rung(
         changes["parallel.data"] = -1
     what = f"{_of(layers, 'layer')} x {_of(microbatches, 'microbatch')} x {_of(rows, 'row')}"
     what += f", pipe {stages}" if stages > 1 else ""
-    kept = {path: value for path, value in changes.items() if value != _value(config, path)}
+    kept = {path: value for path, value in changes.items() if value != operator.attrgetter(path)(config)}
     return Rung(what, kept, num_devices, _with(config, changes))
 
 
@@ -214,11 +215,6 @@ def _with(config: Config, changes: dict[str, Any]) -> Config:
         section, key = path.split(".")
         tree[section][key] = value
     return resolve(tree)
-
-
-def _value(config: Config, path: str) -> Any:
-    section, key = path.split(".")
-    return getattr(getattr(config, section), key)
 
 
 def _of(count: int, noun: str) -> str:

@@ -82,18 +82,10 @@ def _text(name: str, report: dict[str, Any]) -> str:
             lines.append(f"      accepted here: {row['explained']}")
     infos = [row for row in report["findings"] if row["severity"] == "info"]
     for rule in dict.fromkeys(row["rule"] for row in infos):
-        lines += _info_lines([row for row in infos if row["rule"] == rule])
+        first, *others = [row for row in infos if row["rule"] == rule]
+        count = first["count"] + sum(row["count"] for row in others)
+        lines.append(f"  {'info':<8}{rule:<6}{first['op']} x{count}: {first['what']}")
     return "\n".join(lines)
-
-
-def _info_lines(rows: list[dict[str, Any]]) -> list[str]:
-    """Returns the lines for all infos of one rule: its operations, and the Python line with the most of them."""
-    most, count = max(rows, key=lambda row: row["count"]), sum(row["count"] for row in rows)
-    ops = ", ".join(dict.fromkeys(op for row in rows for op in row["op"].split(", ")))
-    others = f", and {len(rows) - 1} other line{'s' if len(rows) > 2 else ''}" if len(rows) > 1 else ""
-    times = f" x{count}" if count > 1 else ""
-    lines = [f"  {'info':<8}{most['rule']:<6}{ops}{times}: {most['what']}"]
-    return lines + ([f"      at {most['line']}{others}"] if most["line"] else [])
 
 
 def _counts(rows: list[dict[str, Any]]) -> str:

@@ -9,7 +9,6 @@ from typing import Any
 from jax.extend.mlir import ir
 
 from hlat_jax.neuron import indices
-from hlat_jax.neuron.indices import source
 from hlat_jax.neuron.module import (
     Program,
     Tensor,
@@ -39,12 +38,9 @@ CUSTOM_CALLS = {f"AwsNeuron{word}" for word in _AWS.split()} | {
     "NeuronBoundaryMarker-Start",
     "NeuronBoundaryMarker-End",
 }
-_OVERLAP = "--enable-ccop-compute-overlap"
-_NATIVE_KERNEL = "AwsNeuronCustomNativeKernel"
 # The partitioner removes these before the compiler runs.
 _MARKERS = re.compile(r"Sharding|SPMDFullToShardShape|SPMDShardToFullShape|(xla\.)?sdy\..*|LayoutConstraint")
 _FLOAT_BITS = {"bf16": (8, 7), "f16": (5, 10), "f32": (8, 23), "f64": (11, 52)}  # exponent, mantissa
-_LARGE_TABLE = 8192  # rows
 _DYNAMIC = re.compile(r"stablehlo\.(real_)?dynamic_(reshape|broadcast_in_dim|iota|pad|gather|conv)|.*dimension_size")
 
 
@@ -106,20 +102,6 @@ def _is_constant_index(value: Any) -> bool:
 def _loop(op: Any, program: Program) -> Iterator[Hit]:
     limit = _static_limit(op, program)
     yield ("CF03", "a trip count that is not static") if limit is None else ("CF04", f"up to {limit}")
-    yield from _unsigned_sums(op, program)
-
-
-def _unsigned_sums(loop: Any, program: Program) -> Iterator[Hit]:
-    """Yields KB03 for each unsigned integer that a loop carries and adds to, other than a counter."""
-    body = loop.regions[1].blocks[0]
-    for carried, returned in zip(body.arguments, list(body.operations)[-1].operation.operands, strict=True):
-        kind, (value, calls) = tensor(carried), source(returned, program, ())
-        step = defining_op(value)
-        if step is None or step.name != "stablehlo.add" or not kind.dtype.startswith("ui"):
-            continue
-        added = [one for one in step.operands if source(one, program, calls) != (carried, ())]
-        if len(added) == 1 and not is_constant(added[0]):
-            yield "KB03", str(kind), step
 
 
 def _static_limit(loop: Any, program: Program) -> int | None:
@@ -216,17 +198,6 @@ def _custom_call(op: Any, _: Program) -> Iterator[Hit]:
         yield "CB01", target
 
 
-def kernel_findings(program: Program, compiler_flags: str) -> Iterator[Hit]:
-    """Yields (rule, detail, operation) of KB06 at the first native kernel."""
-    if _OVERLAP not in compiler_flags:
-        return
-    for op in program.operations:
-        target = attribute(op, "call_target_name") if op.name == "stablehlo.custom_call" else None
-        if target is not None and ir.StringAttr(target).value == _NATIVE_KERNEL:
-            yield "KB06", _OVERLAP, op
-            return
-
-
 def _top_k(op: Any, _: Program) -> Iterator[Hit]:
     kind = tensor(op.operands[0])
     yield ("OP03" if kind.is_integer else "OP02"), str(kind)
@@ -277,13 +248,9 @@ def _reduction(op: Any, _: Program) -> Iterator[Hit]:
 
 def _scatter(op: Any, program: Program) -> Iterator[Hit]:
     kind = tensor(op.operands[0])
-    if body_ops(op):
-        if kind.is_integer or kind.dtype == "i1":
-            yield "INT02", str(kind)
-        elif kind.dims and (kind.dims[0] or 0) >= _LARGE_TABLE:
-            yield "GS03", str(kind)
-    yield from indices.scatter_findings(op, program)
-    yield from indices.assignment_findings(op, program)
+    if body_ops(op) and (kind.is_integer or kind.dtype == "i1"):
+        yield "INT02", str(kind)
+    yield from indices.findings(op, program)
 
 
 _BRANCHES = ("stablehlo.case", "stablehlo.if")
@@ -312,7 +279,7 @@ _FINDERS: dict[str, Callable[[Any, Program], Iterator[Hit]]] = {
     "stablehlo.power": _power,
     "stablehlo.all_reduce": _reduction,
     "stablehlo.reduce_scatter": _reduction,
-    "stablehlo.gather": indices.gather_findings,
+    "stablehlo.gather": indices.findings,
     "stablehlo.scatter": _scatter,
     "chlo.top_k": _top_k,
     "func.call": _call,

@@ -77,7 +77,7 @@ def findings(name: str, traced: Any, *, program: RunProgram, target: str) -> lis
         return found
     rule = RULES["MEM1"]
     what = f"planned {format_bytes(memory.total)} of a device's {format_bytes(budget)}"
-    over = lint.Finding("MEM1", rule.severity, "func.func", what, "", (), 1, rule.why, rule.instead, rule.source)
+    over = lint.Finding("MEM1", rule.severity, "func.func", what, "", 1, rule.why, rule.instead, rule.source)
     return [over, *(finding for finding in found if finding.rule != "MEM1")]
 
 

@@ -289,21 +289,7 @@ RULES: dict[str, Rule] = {
         "neuron-runtime/nrt-troubleshoot",
         many="warning",
     ),
-    "GS03": Rule(
-        "info",
-        "float scatter-add into 8,192 rows or more",
-        "slow; the gradient of a large lookup lowers to it",
-        "shard the vocabulary over devices, or use a one-hot matmul",
-        "performance; not documented",
-    ),
     "SH01": Rule("error", "a dynamic shape", "every dimension must be static", "fixed shapes", _code("EMOD025")),
-    "SH02": Rule(
-        "warning",
-        "an array of 4 GB or more on one device",
-        "before SDK 2.28 its size overflows; a gather from 4.7 GB has been seen to return zeros silently",
-        "shard it, or split the stacked layers",
-        "release-notes/components/runtime (2.30.50; known issues of SDK 2.26); " + _INF2,
-    ),
     "SH03": Rule(
         "warning",
         "more than 128 arguments",
@@ -356,8 +342,7 @@ RULES: dict[str, Rule] = {
     ),
     "CC06": Rule(
         "warning",
-        "a slice, concatenation, padding, reversal, window or convolution along a dimension that is split over devices "
-        "by shardings",
+        "a slice, concatenation, padding, reversal or window along a dimension that is split over devices by shardings",
         "the SPMD partitioner exchanges borders by permutes that do not form rings, which may crash or be slow; a "
         "matrix split in two along its sharded columns has crashed the compiler",
         "shard another dimension, or write it in a shard_map with ppermute in rings",
@@ -379,30 +364,6 @@ RULES: dict[str, Rule] = {
         "the scatter in a shard_map, followed by psum",
         "github.com/openxla/xla/issues/42481",
         seen="jaxlib up to 0.10.2",
-    ),
-    "KB03": Rule(
-        "warning",
-        "`while` that adds to an unsigned integer",
-        'the compiler has stopped at "Output dtype must match input"',
-        "int32 in the loop, or a sum without a loop",
-        _THREAD + "1077",
-        seen="trn1, January 2025, open",
-    ),
-    "KB04": Rule(
-        "warning",
-        "scatter into an array of values gathered from it at indices that depend on data: assignment through a mask",
-        "a masked assignment has returned finite but wrong values on trn2 (PyTorch)",
-        "jnp.where over the whole array",
-        _THREAD + "1381",
-        seen="neuronx-cc 2.26, open",
-    ),
-    "KB06": Rule(
-        "warning",
-        "--enable-ccop-compute-overlap in NEURON_CC_FLAGS, and a native kernel in the program",
-        "the compiler has ended with the assertion F134 (inf2)",
-        "leave the flag out",
-        _THREAD + "1365",
-        seen="SDK 2.31, not known to be fixed",
     ),
     "MEM1": Rule(
         "error",
