@@ -197,7 +197,9 @@ def _comparison_result(condition: Any, program: Program, calls: tuple, depth: in
     JAX normalizes negative indices by a comparison with 0, and a select between the index and index + size.
     """
     condition, calls = source(condition, program, calls)
-    op = defining_op(condition)
+    op, known = defining_op(condition), bounds(condition, program, calls, depth=depth)
+    if known.is_number:
+        return bool(known.low)
     direction = re.search(r"\b(LT|LE|GT|GE)\b", str(attribute(op, "comparison_direction"))) if op is not None else None
     if direction is None:
         return None

@@ -55,7 +55,6 @@ def test_a_size_that_no_page_lists_is_refused_with_those_that_are():
         found, why = verdict(np.arange(size)[None], server)
         assert found == REFUSED
         assert f"no page lists groups of {size}; sizes with a group: 1, 2, 4, 8, 16" in why
-    assert level(Server("trn3", 16), [0, 1, 2]) == FINE  # switched
 
 
 def test_groups_between_servers_need_the_same_cores_of_each():
@@ -70,7 +69,7 @@ def test_groups_between_servers_need_the_same_cores_of_each():
 
 
 def test_every_neuron_device_has_rules_of_groups():
-    assert set(RULES) == set(hardware.NEURON_KINDS.values()) | {"trn3"}
+    assert set(RULES) == set(hardware.NEURON_KINDS.values())
     for kind, server in (("trn1", 32), ("trn2", 64), ("trn2-lnc1", 128)):
         assert RULES[kind].server == server
         for own in RULES[kind].orders.values():
