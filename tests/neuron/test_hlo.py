@@ -22,6 +22,8 @@ from hlat_jax.parallel.degrees import layout_over
 from hlat_jax.program import make_program
 from hlat_jax.run.compilation import traced_programs
 
+ID_LIMIT = 2**31
+
 
 @pytest.fixture(scope="module")
 def lowered():
@@ -41,7 +43,7 @@ def assert_ids_are_small_and_whole(module):
     found = hlo_proto.parse(module).computations
     instructions = [instruction.id for one in found for instruction in one.instructions]
     assert sorted(instructions) == list(range(1, len(instructions) + 1))
-    assert max(instructions) < hlo_proto.ID_LIMIT
+    assert max(instructions) < ID_LIMIT
     computations = [one.id for one in found]
     assert computations == list(range(1, len(found) + 1))
     for one in found:
@@ -52,17 +54,15 @@ def assert_ids_are_small_and_whole(module):
             assert set(instruction.called_computation_ids) <= set(computations)
 
 
-def test_ids_from_jax_are_too_large_for_the_compiler(lowered):
-    before = hlo_proto.parse(lowered.compiler_ir("hlo").as_serialized_hlo_module_proto())
-    assert max(instruction.id for one in before.computations for instruction in one.instructions) >= hlo_proto.ID_LIMIT
-
-
 def test_a_renumbered_step_is_the_same_program(lowered, computation):
     original = lowered.compiler_ir("hlo")
+    before = hlo_proto.parse(original.as_serialized_hlo_module_proto())
+    ids = [instruction.id for one in before.computations for instruction in one.instructions]
+    assert max(ids) >= ID_LIMIT, "these are too large for the compiler"
     module = hlo.whole_module(lowered)
     assert_ids_are_small_and_whole(module)
     assert computation(module).as_hlo_text() == original.as_hlo_text()
-    assert len(original.as_hlo_text().splitlines()) > 1000
+    assert len(ids) > 1000
 
 
 def test_renumbered_program_computes_the_same_result():
@@ -118,19 +118,6 @@ def test_control_predecessors_and_unpacked_ids_are_renumbered_and_other_fields_k
     assert field(1, b"a") in module
 
 
-def test_invalid_modules_are_refused():
-    for module, message in [
-        (b"", "0 bytes without a computation"),
-        (b"\x1a\x7f\x00", "3 bytes are not a valid HloModuleProto"),
-        (b"\x0b", "1 bytes are not a valid HloModuleProto"),
-        (b"\xff\xff", "2 bytes are not a valid HloModuleProto"),
-        (b"\x3a\x00", "is scheduled"),
-        (b"\x1a\x02\x30\x05", "refers to id 5, which is not defined"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            hlo_proto.renumber(module)
-
-
 @pytest.mark.slow
 def test_single_device_module_has_per_device_shapes_and_collectives(computation):
     """Its parameters are the shards of JAX's own shardings; bf16 values are reduced as bf16."""
@@ -154,18 +141,12 @@ def test_single_device_module_has_per_device_shapes_and_collectives(computation)
 
 
 @pytest.mark.slow
-def test_fewer_replicas_keep_the_rows_of_a_device(computation):
-    config = small_config(data=8, policy="bf16_sr")
-    module, degrees = hlo.device_module("train", config, 8, max_devices=2)
+def test_fewer_replicas_keep_the_rows_of_a_device_and_one_has_no_collectives(computation):
+    module, degrees = hlo.device_module("train", small_config(data=8, policy="bf16_sr"), 8, max_devices=2)
     assert degrees["data"] == 2
     tokens = re.findall(r"s32\[(\d+),16\]\S* parameter", computation(module).as_hlo_text().split("ENTRY")[1])
     assert set(tokens) == {"1"}
-    assert b"jit_train_step" in module
-
-
-def test_single_device_replica_has_the_full_program_without_collectives(computation):
-    config = small_config(data=4)
-    module, degrees = hlo.device_module("train", config, 4, max_devices=1)
+    module, degrees = hlo.device_module("train", small_config(data=4), 4, max_devices=1)
     assert set(degrees.values()) == {1}
     assert_ids_are_small_and_whole(module)
     assert "all-reduce" not in computation(module).as_hlo_text()
@@ -180,10 +161,8 @@ def test_command_writes_modules_and_a_compile_script(tmp_path, monkeypatch, caps
         flags.main(commands.main)
     assert exit_.value.code == 0
     assert "not yet run" in capsys.readouterr().out
-    assert sorted(path.name for path in out.iterdir()) == ["compile.sh", "eval.device.hlo", "eval.whole.hlo"]
-    for name in ("eval.device.hlo", "eval.whole.hlo"):
-        assert_ids_are_small_and_whole((out / name).read_bytes())
-
+    assert sorted(path.name for path in out.iterdir()) == ["compile.sh", "eval.hlo"]
+    assert_ids_are_small_and_whole((out / "eval.hlo").read_bytes())
     script = out / "compile.sh"
     assert "NOT YET RUN" in script.read_text()
     subprocess.run(["shellcheck", script], check=True)
@@ -193,11 +172,10 @@ def test_command_writes_modules_and_a_compile_script(tmp_path, monkeypatch, caps
     compiler.chmod(0o755)
     env = os.environ | {"PATH": f"{compiler.parent}:{os.environ['PATH']}"}
     called = subprocess.run([script], env=env, cwd="/", capture_output=True, text=True, check=True).stdout.split()
-    assert called[:5] == [str(out / "eval.device"), "compile", "../eval.device.hlo", "--framework", "XLA"]
+    assert called[:5] == [str(out / "eval"), "compile", "../eval.hlo", "--framework", "XLA"]
     assert {"--target=trn2", "--logical-nc-config=1", "--auto-cast=none"} <= set(called)
     assert not any(word.startswith(("--cache_dir", "--retry")) for word in called)
-    called = subprocess.run([script, "eval.whole.hlo"], env=env, capture_output=True, text=True, check=True).stdout
-    assert "../eval.whole.hlo" in called
+    called = subprocess.run([script, "eval.hlo"], env=env, capture_output=True, text=True, check=True).stdout
     assert called.count("compile ") == 1
 
 
