@@ -85,37 +85,21 @@ def test_renumbered_program_computes_the_same_result():
         np.testing.assert_array_equal(ours, theirs)
 
 
-def varint(value):
-    low = value & 0x7F
-    return bytes([low]) if value == low else bytes([low | 0x80]) + varint(value >> 7)
-
-
-def field(number, value):
-    if isinstance(value, bytes):
-        return varint(number << 3 | 2) + varint(len(value)) + value
-    return varint(number << 3) + varint(value)
-
-
-def test_control_predecessors_and_unpacked_ids_are_renumbered_and_other_fields_kept():
+def test_ids_of_control_and_of_calls_are_renumbered_in_the_order_of_the_ids_before():
     large = 2**33
-    packed = varint(large + 7) + varint(large + 9)
-    first = field(1, b"a") + field(35, large + 7)
-    second = field(35, large + 9) + field(36, large + 7) + field(37, large + 7)
-    third = field(35, large + 1) + field(36, packed) + field(38, varint(large))
-    called = field(1, b"inner") + field(2, field(35, 5)) + field(5, large) + field(6, 5)
-    entry = b"".join(field(2, one) for one in (first, second, third)) + field(5, large + 1) + field(6, large + 1)
-    module = hlo_proto.renumber(field(1, b"m") + field(3, called) + field(3, entry) + field(6, large + 1))
-    parsed = hlo_proto.parse(module)
+    module = hlo_proto._classes()["HloModuleProto"](id=7, entry_computation_id=large + 1)
+    module.computations.add(id=large, root_id=5).instructions.add(id=5)
+    entry = module.computations.add(id=large + 1, root_id=large + 1)
+    entry.instructions.add(id=large + 7)
+    entry.instructions.add(id=large + 9, operand_ids=[large + 7], control_predecessor_ids=[large + 7])
+    entry.instructions.add(id=large + 1, operand_ids=[large + 7, large + 9], called_computation_ids=[large])
+    parsed = hlo_proto.parse(hlo_proto.renumber(module.SerializeToString()))
     inner, outer = parsed.computations
-    assert (inner.id, inner.root_id, [one.id for one in inner.instructions]) == (1, 1, [1])
-    assert (outer.id, outer.root_id) == (2, 2)
-    assert [one.id for one in outer.instructions] == [3, 4, 2]  # in the order of the ids before
+    assert (inner.id, inner.root_id, outer.id, outer.root_id, parsed.entry_computation_id) == (1, 1, 2, 2, 2)
+    assert [one.id for one in outer.instructions] == [3, 4, 2]
     assert [list(one.operand_ids) for one in outer.instructions] == [[], [3], [3, 4]]
     assert [list(one.control_predecessor_ids) for one in outer.instructions] == [[], [3], []]
     assert [list(one.called_computation_ids) for one in outer.instructions] == [[], [], [1]]
-    assert parsed.entry_computation_id == 2
-    assert field(1, b"m") in module
-    assert field(1, b"a") in module
 
 
 @pytest.mark.slow
