@@ -89,7 +89,7 @@ def findings(op: Any, program: Program) -> Iterator[tuple[str, str, Any]]:
 
 def _component_range(value: Any, number: int, dim: int, program: Program, calls: tuple) -> Range:
     """Returns the range of one component of index vectors, which lie along a dimension of a value."""
-    value, calls = source(value, program, calls)
+    value, calls = _source(value, program, calls)
     op, sizes = defining_op(value), tensor(value).dims
     is_joined = op is not None and op.name == "stablehlo.concatenate"
     if is_joined and ir.IntegerAttr(op.attributes["dimension"]).value == dim:
@@ -102,7 +102,7 @@ def _component_range(value: Any, number: int, dim: int, program: Program, calls:
     return dataclasses.replace(values, is_exact=values.is_exact and not is_shared)
 
 
-def source(value: Any, program: Program, calls: tuple) -> tuple[Any, tuple]:
+def _source(value: Any, program: Program, calls: tuple) -> tuple[Any, tuple]:
     """Returns the value that a function argument or result stands for, and the calls that lead to it."""
     while True:
         op = defining_op(value)
@@ -127,7 +127,7 @@ def _function_of(argument: Any) -> Any:
     return owner if owner.name == "func.func" else None
 
 
-def bounds(value: Any, program: Program, calls: tuple = (), *, depth: int = 0) -> Range:
+def bounds(value: Any, program: Program, calls: tuple, *, depth: int = 0) -> Range:
     """Returns the range of a value's elements; the range of its type if the program does not determine it."""
     key = (value, calls)
     if key not in program.ranges:
@@ -149,7 +149,7 @@ def _type_range(kind: Tensor | None) -> Range:
 
 def _bounds(value: Any, program: Program, calls: tuple, depth: int) -> Range | None:
     """Returns the range of a constant, or of an integer that is computed from others; None for other values."""
-    value, calls = source(value, program, calls)
+    value, calls = _source(value, program, calls)
     op, kind = defining_op(value), tensor(value)
     if op is None:
         return _argument_range(value, program, depth)
@@ -188,7 +188,7 @@ def _argument_range(value: Any, program: Program, depth: int) -> Range | None:
     function = _function_of(value)
     calls = program.callers(symbol_name(function)) if function is not None else []
     number = ir.BlockArgument(value).arg_number
-    return _union([bounds(call.operands[number], program, depth=depth + 1) for call in calls]) if calls else None
+    return _union([bounds(call.operands[number], program, (), depth=depth + 1) for call in calls]) if calls else None
 
 
 def _comparison_result(condition: Any, program: Program, calls: tuple, depth: int) -> bool | None:
@@ -196,7 +196,7 @@ def _comparison_result(condition: Any, program: Program, calls: tuple, depth: in
 
     JAX normalizes negative indices by a comparison with 0, and a select between the index and index + size.
     """
-    condition, calls = source(condition, program, calls)
+    condition, calls = _source(condition, program, calls)
     op, known = defining_op(condition), bounds(condition, program, calls, depth=depth)
     if known.is_number:
         return bool(known.low)
