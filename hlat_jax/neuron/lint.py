@@ -140,8 +140,7 @@ def check_module(
     sharded = partitioned.run_shardy(module.operation)
     groups: dict[tuple[str, str], list[tuple]] = {}
     for rule, what, op, owner, *place in _hits(program, sharded, target=target, placement=placement):
-        if RULES[rule].applies_to(target):
-            groups.setdefault((rule, line_of(owner.frames(*place or [op]))), []).append((what, op.name))
+        groups.setdefault((rule, line_of(owner.frames(*place or [op]))), []).append((what, op.name))
     if jaxpr is not None:
         shards = partitioned.num_shards(sharded or program)
         for rule, what, eqn in _instruction_hits(jaxpr, shards, target=target, compiler_flags=compiler_flags):

@@ -50,7 +50,6 @@ class Rule:
       once: severity in a program that runs once, such as initialization; None: the same.
       many: severity in a program for several devices; None: the same.
       trn1: severity on trn1; None: the same.
-      except_on: chips, or targets of LINTED, to which the rule does not apply.
       seen: versions that crash or compute wrongly, and whether that is fixed; "" for what Neuron documents.
     """
 
@@ -62,12 +61,7 @@ class Rule:
     once: str | None = None
     many: str | None = None
     trn1: str | None = None
-    except_on: tuple[str, ...] = ()
     seen: str = ""
-
-    def applies_to(self, target: str) -> bool:
-        """Returns whether the rule is about a target of LINTED."""
-        return not {target, target.partition("-")[0]} & set(self.except_on)
 
     def severity_in(self, *, recurring: bool, many_devices: bool = False, target: str = "") -> str:
         """Returns the severity in a program that runs every step or once, on several devices or one of a target."""
@@ -224,11 +218,11 @@ RULES: dict[str, Rule] = {
     ),
     "DT08": Rule(
         "error",
-        "f8E3M4, other than on trn1",
+        "f8E3M4",
         "the table of types has it for trn1 only, and the JAX page for no chip",
         "jnp.float8_e4m3",
         _DTYPES + "; " + _ISSUES,
-        except_on=("trn1",),
+        trn1="warning",
     ),
     "DT09": Rule(
         "error",

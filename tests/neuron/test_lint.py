@@ -230,18 +230,17 @@ def findings_of(program, **options):
 def test_lint_flags_the_bad_program_of_each_rule_but_not_the_clean_one():
     assert set(CASES) == set(RULES)
     for rule, (bad, clean) in CASES.items():
-        target = next(filter(RULES[rule].applies_to, LINTED))
-        found = [finding for finding in findings_of(bad, target=target) if finding.rule == rule]
+        found = [finding for finding in findings_of(bad) if finding.rule == rule]
         severities = {finding.severity for finding in found}
-        assert severities == {RULES[rule].severity_in(recurring=True, target=target)}, rule
+        assert severities == {RULES[rule].severity_in(recurring=True, target="trn1")}, rule
         assert all((finding.why, finding.source) == (RULES[rule].why, RULES[rule].source) for finding in found)
-        assert rule not in rules_of(clean, target=target), rule
+        assert rule not in rules_of(clean), rule
 
 
 def test_severities_depend_on_the_target_the_mesh_and_whether_a_program_recurs():
-    assert [target for target in LINTED if "DT08" in rules_of(CASES["DT08"][0], target=target)] == ["trn2", "trn2-lnc1"]
-    found = {t: f.severity for t in LINTED for f in findings_of(CASES["INT01"][0], target=t) if f.rule == "INT01"}
-    assert found == {"trn1": "warning", "trn2": "error", "trn2-lnc1": "error"}
+    for rule in ("INT01", "DT08"):  # pages contradict each other for trn1
+        found = {t: f.severity for t in LINTED for f in findings_of(CASES[rule][0], target=t) if f.rule == rule}
+        assert found == {"trn1": "warning", "trn2": "error", "trn2-lnc1": "error"}
     eighteen_gib = (lambda x: x.sum(), shape(18 * 2**28))
     assert [target for target in LINTED if "MEM1" in rules_of(eighteen_gib, target=target)] == ["trn1", "trn2-lnc1"]
     assert [f.severity for f in findings_of(lambda x: jnp.argmax(x), recurring=False)] == ["warning"]
@@ -330,7 +329,7 @@ def test_a_finding_names_the_line_of_what_cannot_be_lowered():
 
 
 def complex_rope(x):
-    turned = jax.lax.complex(x[:, :2], x[:, 2:]) * jnp.exp(1j * jnp.outer(jnp.arange(4.0), 0.1 ** jnp.arange(2)))
+    turned = jax.lax.complex(x[:, :2], x[:, 2:]) * jnp.exp(1j * jnp.arange(4.0))[:, None]
     return jnp.concatenate([turned.real, turned.imag], axis=-1)
 
 
@@ -339,13 +338,9 @@ def over_two_devices(fn):
     return fn, jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=NamedSharding(mesh, P("a")))
 
 
-def added(dtype, value):
+def added(dtype):
     """Adds a constant of a type, once as one number and once as many."""
-    return lambda x: x.astype(dtype) + np.full((4, 4), value, dtype) + np.arange(4).astype(dtype)
-
-
-def infinite_limit(x):
-    return jax.lax.while_loop(lambda c: c[0] < jnp.inf, lambda c: (c[0] + 1.0, c[1] * 2), (0.0, x))
+    return lambda x: x.astype(dtype) + np.full((4, 4), 1, dtype) + np.arange(4).astype(dtype)
 
 
 # a program, and its errors and warnings
@@ -353,17 +348,13 @@ ODD = {
     "complex_constant": (lambda x: (x + 1j * x).real, {"DT01"}),
     "complex_rope": (complex_rope, {"DT01"}),
     "complex_rope_partitioned": (over_two_devices(complex_rope), {"DT01"}),
-    "complex_loop": (lambda x: x * jax.lax.while_loop(lambda c: c != 8j, lambda c: c + 1j, 0j).imag, {"DT01", "CF03"}),
     "key": ((lambda key: jax.random.uniform(key, (2,)), jax.eval_shape(lambda: jax.random.key(0))), {"RNG01"}),
-    "key_of_rbg": (keyed("rbg", jax.random.uniform), set()),
-    "infinite_limit": (infinite_limit, {"CF03"}),
+    "infinite_limit": (lambda x: x + jax.lax.while_loop(lambda c: c < jnp.inf, lambda c: c + 1.0, 0.0), {"CF03"}),
     "infinite_bound_of_an_index": (lambda x: x[jnp.clip(x[0], -jnp.inf, jnp.inf).astype(jnp.int32)], set()),
     "nan_index": (lambda x: x[jnp.full(4, jnp.nan).astype(jnp.int32)], set()),
-    "empty_index": (lambda x: x[jnp.arange(0)], set()),
-    **{kind: (added(kind, 1), {"DT04"}) for kind in ("int4", "uint2", "float4_e2m1fn")},
-    **{kind: (added(kind, 1), set()) for kind in ("int8", "bool", "bfloat16", "float8_e4m3", "float8_e3m4")},
-    **{kind: (added(kind, 1), {"DT03"}) for kind in ("float8_e4m3fnuz", "float8_e4m3b11fnuz")},
-    "float8_e8m0fnu": (added("float8_e8m0fnu", 1), {"DT09"}),
+    **{kind: (added(kind), {"DT04"}) for kind in ("int4", "uint2", "float4_e2m1fn")},
+    **{kind: (added(kind), {"DT03"}) for kind in ("float8_e4m3fnuz", "float8_e4m3b11fnuz")},
+    **{kind: (added(kind), set()) for kind in ("int8", "bool", "bfloat16", "float8_e4m3")},
 }
 
 
