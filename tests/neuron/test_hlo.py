@@ -11,8 +11,6 @@ import jax
 import pytest
 from planned import small_config
 
-from hlat_jax.cli import flags
-from hlat_jax.neuron import __main__ as commands
 from hlat_jax.neuron import hlo, hlo_command, hlo_proto
 from hlat_jax.neuron.programs import layout_for_neuron
 from hlat_jax.parallel.degrees import layout_over
@@ -113,15 +111,12 @@ def test_fewer_replicas_keep_the_rows_of_a_device_and_one_has_no_collectives(com
     assert "all-reduce" not in computation(module).as_hlo_text()
 
 
-def test_command_writes_modules_and_a_compile_script(tmp_path, monkeypatch, capsys):
+def test_command_writes_modules_and_a_compile_script(tmp_path, monkeypatch, neuron_here):
     out = tmp_path / "hlo"
     words = ["hlo", "--config=tiny", "--devices=2", "--program=eval", "--instance=trn2.48xlarge", f"--out={out}"]
-    monkeypatch.setattr("sys.argv", ["hlat_jax", *words])
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
-    with pytest.raises(SystemExit) as exit_:
-        flags.main(commands.main)
-    assert exit_.value.code == 0
-    assert "not yet run" in capsys.readouterr().out
+    code, printed, _ = neuron_here(*words)
+    assert (code, "not yet run" in printed) == (0, True)
     assert sorted(path.name for path in out.iterdir()) == ["compile.sh", "eval.hlo"]
     assert_ids_are_small_and_whole((out / "eval.hlo").read_bytes())
     script = out / "compile.sh"

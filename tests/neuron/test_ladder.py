@@ -134,27 +134,10 @@ def test_a_printed_command_has_the_config_however_it_was_given():
         assert flags.config_words(given.split()) == words.split()
 
 
-@pytest.fixture
-def ladder_here(monkeypatch, capsys):
-    """A function that runs a ladder command in this process and returns (exit code, stdout, stderr)."""
-    from hlat_jax.neuron import __main__ as commands
-
-    def run(*words):
-        monkeypatch.setattr("sys.argv", ["neuron", "ladder", *map(str, words)])
-        monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as exit_:
-            flags.main(commands.main)
-        printed = capsys.readouterr()
-        return exit_.value.code, printed.out, printed.err
-
-    return run
-
-
-def test_ladder_lowers_and_lints_every_rung(ladder_here, tmp_path):
+def test_ladder_lowers_and_lints_every_rung(neuron_here, tmp_path):
     words = ("--config.model.num_layers=1", "--config.data.batch_size=8", "--config.train.num_microbatches=4")
     quiet = ("--config.train.sample_prompt=", "--config.data.validation=")
-    code, printed, error = ladder_here("--config=tiny", *words, *quiet, f"--json={tmp_path / 'found.json'}")
+    code, printed, error = neuron_here("ladder", "--config=tiny", *words, *quiet, f"--json={tmp_path / 'found.json'}")
     assert (code, error) == (0, "")
     found = json.loads((tmp_path / "found.json").read_text())["rungs"]
     assert [row["what"] for row in found] == ["1 layer x 1 microbatch x 1 row", "1 layer x 4 microbatches x 1 row"]
@@ -170,34 +153,34 @@ def test_ladder_lowers_and_lints_every_rung(ladder_here, tmp_path):
     assert "not yet run" in printed
 
 
-def test_ladder_takes_the_lnc_of_the_environment_and_exits_with_1_after_an_error(ladder_here, monkeypatch):
+def test_ladder_takes_the_lnc_of_the_environment_and_exits_with_1_after_an_error(neuron_here, monkeypatch):
     refused = {"sha256": "", "unrolled": None, "errors": ["LW01"], "warnings": []}
     monkeypatch.setattr(ladder, "check_programs", lambda rung, target: {"init": dict(refused)})
-    code, printed, _ = ladder_here("--config=tiny")
+    code, printed, _ = neuron_here("ladder", "--config=tiny")
     assert (code, "init        " in printed, "cannot be lowered  LW01" in printed) == (1, True, True)
     monkeypatch.setattr(ladder, "check_programs", lambda rung, target: {})
     words = ("--config=llama3_8b", "--instance=trn2.48xlarge", "--nodes=1")
-    printed = ladder_here(*words)[1]
+    printed = neuron_here("ladder", *words)[1]
     assert "llama3_8b on trn2.48xlarge at LNC 2: " in printed
     assert "up to 64 devices" in printed
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
-    code, printed, _ = ladder_here(*words)
+    code, printed, _ = neuron_here("ladder", *words)
     assert code == 0
     assert "up to 128 devices" in printed
     assert "\n  env NEURON_LOGICAL_NC_CONFIG=1 launch/node.sh --config=llama3_8b " in printed
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
-    code, _, error = ladder_here("--config=7b")
+    code, _, error = neuron_here("ladder", "--config=7b")
     assert (code, "NEURON_LOGICAL_NC_CONFIG): trn1.32xlarge takes 1, the physical cores" in error) == (2, True)
 
 
-def test_ladder_rejects_invalid_flags(ladder_here):
+def test_ladder_rejects_invalid_flags(neuron_here):
     for words, message in [
         (["--config=7b", "--instance=trn1.33xlarge"], "no such instance type. Did you mean 'trn1.32xlarge'?"),
         (["--config=7b", "--nodes=-1"], "--nodes"),
         (["--config=7b", "--nodes=3"], "No degrees pass every check on 96 device(s)"),
         (["--config=7b", "--scripts=x"], "Did you mean '--script'?"),
     ]:
-        code, _, error = ladder_here(*words)
+        code, _, error = neuron_here("ladder", *words)
         assert code == 2
         assert message in error
 

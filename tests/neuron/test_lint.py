@@ -571,29 +571,11 @@ def test_permutes_must_be_rings_of_linked_chips_in_a_node():
 # Our programs.
 
 
-@pytest.fixture
-def lint_here(monkeypatch, capsys):
-    """A function that runs a lint command in this process and returns (exit code, stdout, stderr)."""
-    from hlat_jax.cli import flags
-    from hlat_jax.neuron import __main__ as commands
-
-    def run(*words):
-        monkeypatch.setattr("sys.argv", ["neuron", "lint", *map(str, words)])
-        monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as exit_:
-            flags.main(commands.main)
-        printed = capsys.readouterr()
-        return exit_.value.code, printed.out, printed.err
-
-    return run
-
-
-def check_shipped(name, target, lint_here, report_file):
+def check_shipped(name, target, neuron_here, report_file):
     """Asserts that the lint of a shipped config has no error and no unexplained warning; returns what is explained."""
     validated = ("--config.data.validation=held_out.parquet",) if name == "70b" else ()  # it is not validated by itself
     words = (f"--config={name}", f"--instance={target}", f"--json={report_file}", *validated)
-    code, printed, error = lint_here(*words)
+    code, printed, error = neuron_here("lint", *words)
     assert (code, error) == (0, "")
     report = json.loads(report_file.read_text())
     expected = ["start", *(PHASES if name == "70b" else ["microbatch"]), "update"]
@@ -614,27 +596,27 @@ def check_shipped(name, target, lint_here, report_file):
     return explained
 
 
-def test_lint_of_a_shipped_config_has_no_error_and_no_unexplained_warning(tmp_path, lint_here):
-    check_shipped("160m", "trn2", lint_here, tmp_path / "found.json")
-    code, _, error = lint_here("--config=llama3_8b", "--instance=trn1")  # a recipe of trn2
+def test_lint_of_a_shipped_config_has_no_error_and_no_unexplained_warning(tmp_path, neuron_here):
+    check_shipped("160m", "trn2", neuron_here, tmp_path / "found.json")
+    code, _, error = neuron_here("lint", "--config=llama3_8b", "--instance=trn1")  # a recipe of trn2
     assert (code, "AWS documents NKI for trn2 and trn3 only" in error) == (2, True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["trn1", "trn2"])
-def test_lint_of_every_shipped_config_has_no_error_and_every_explained_warning_occurs(target, tmp_path, lint_here):
+def test_lint_of_every_shipped_config_has_no_error_and_every_explained_warning_occurs(target, tmp_path, neuron_here):
     found = tmp_path / "found.json"
     names = set(config_files.shipped()) - ({"llama3_8b"} if target == "trn1" else set())
-    explained = set().union(*(check_shipped(name, target, lint_here, found) for name in sorted(names)))
+    explained = set().union(*(check_shipped(name, target, neuron_here, found) for name in sorted(names)))
     if target == "trn2":
-        lint_here("--config=7b", "--program=generate", "--instance=trn2", f"--json={found}")
+        neuron_here("lint", "--config=7b", "--program=generate", "--instance=trn2", f"--json={found}")
         generation = json.loads(found.read_text())["programs"].items()
         explained |= {(program, row["rule"]) for program, one in generation for row in one["findings"]}
         assert explained >= set(programs.EXPLAINED)
 
 
-def test_lint_of_generation_prints_the_infos_of_a_rule_as_one_line(tmp_path, lint_here):
-    code, printed, error = lint_here("--config=7b", "--program=generate", f"--json={tmp_path / 'found.json'}")
+def test_lint_of_generation_prints_the_infos_of_a_rule_as_one_line(tmp_path, neuron_here):
+    code, printed, error = neuron_here("lint", "--config=7b", "--program=generate", f"--json={tmp_path / 'found.json'}")
     assert (code, error) == (0, "")
     assert printed.count("  info    CF04  stablehlo.while x2: up to 32\n") == 2
     report = json.loads((tmp_path / "found.json").read_text())["programs"]
@@ -644,7 +626,7 @@ def test_lint_of_generation_prints_the_infos_of_a_rule_as_one_line(tmp_path, lin
     }
 
 
-def test_lint_exits_with_1_and_names_the_line_when_a_program_breaks_a_rule(monkeypatch, lint_here):
+def test_lint_exits_with_1_and_names_the_line_when_a_program_breaks_a_rule(monkeypatch, neuron_here):
     from hlat_jax.ops import embedding
 
     original = embedding.lookup
@@ -653,23 +635,23 @@ def test_lint_exits_with_1_and_names_the_line_when_a_program_breaks_a_rule(monke
         return original(table_VD, tokens_BT + 0 * jnp.argmax(tokens_BT), ctx=ctx)
 
     monkeypatch.setattr("hlat_jax.model.lookup", with_argmax)
-    code, printed, _ = lint_here("--config=tiny", "--program=eval")
+    code, printed, _ = neuron_here("lint", "--config=tiny", "--program=eval")
     assert (code, "eval: 1 errors" in printed) == (1, True)
     assert f"at {__file__}:{with_argmax.__code__.co_firstlineno + 1}" in printed
     assert "instead: max, compare, and min of an iota" in printed
     too_large = ("--config.parallel.zero1=False", "--config.precision.policy=mixed")
-    code, printed, _ = lint_here("--config=7b", "--program=train", *too_large)
+    code, printed, _ = neuron_here("lint", "--config=7b", "--program=train", *too_large)
     assert (code, "GiB of a device's 15.85 GiB" in printed) == (1, True)
 
 
-def test_lint_rejects_invalid_flags(lint_here):
+def test_lint_rejects_invalid_flags(neuron_here):
     for words, message in [
         (["--config=tiny", "--instance=trn9"], "trn9"),
         (["--config=tiny", "--programme=train"], "Did you mean '--program'?"),
         (["--config=tiny", "--program=trian"], "error: --program=trian: no such value. Did you mean 'train'?"),
         (["--config=7b", "--devices=12"], "need a multiple of 8 devices and there are 12"),
     ]:
-        code, _, error = lint_here(*words)
+        code, _, error = neuron_here("lint", *words)
         assert (code, message in error) == (2, True)
 
 
