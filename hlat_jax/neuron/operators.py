@@ -25,21 +25,25 @@ from hlat_jax.neuron.module import (
 Hit = tuple[Any, ...]
 
 # Source: compiler/error-codes/EHCA005 and EVRF015
-_AWS = """
+_CALLS_OF_AWS = """
     Erf Gelu GeluApprxTanh GeluBackward Silu SiluBackward RmsNorm Softmax SoftmaxBackward CollectiveMatmul IntMatmult
     ArgMax ArgMin TopK DropoutMaskV1 CustomNativeKernel CustomOp DevicePrint LNCShardingConstraint
     TransferWithStaticRing ModuleMarkerStart-Forward ModuleMarkerStart-Backward ModuleMarkerEnd-Forward
     ModuleMarkerEnd-Backward
 """
-CUSTOM_CALLS = {f"AwsNeuron{word}" for word in _AWS.split()} | {
-    "ResizeNearest",
-    "ResizeBilinear",
-    "ResizeNearestGrad",
-    "NeuronBoundaryMarker-Start",
-    "NeuronBoundaryMarker-End",
-}
+_OTHER_CALLS = "ResizeNearest ResizeBilinear ResizeNearestGrad NeuronBoundaryMarker-Start NeuronBoundaryMarker-End"
+CUSTOM_CALLS = {f"AwsNeuron{word}" for word in _CALLS_OF_AWS.split()} | {*_OTHER_CALLS.split()}
 # The partitioner removes these before the compiler runs.
 _MARKERS = re.compile(r"Sharding|SPMDFullToShardShape|SPMDShardToFullShape|(xla\.)?sdy\..*|LayoutConstraint")
+_TYPES = {
+    "complex.*": "DT01",
+    "f8E4M3FN": "DT02",
+    ".*FNUZ": "DT03",
+    "f[46]E.*|u?i[24]": "DT04",
+    "f64": "DT05",
+    "f8E3M4": "DT08",
+    "f8E8M0FNU": "DT09",
+}
 _FLOAT_BITS = {"bf16": (8, 7), "f16": (5, 10), "f32": (8, 23), "f64": (11, 52)}  # exponent, mantissa
 _DYNAMIC = re.compile(r"stablehlo\.(real_)?dynamic_(reshape|broadcast_in_dim|iota|pad|gather|conv)|.*dimension_size")
 
@@ -69,19 +73,10 @@ def _type(kind: Tensor) -> Iterator[Hit]:
     dtype = kind.dtype
     if None in kind.dims:
         yield "SH01", str(kind)
-    if dtype.startswith("complex"):
-        yield "DT01", dtype
-    elif dtype == "f8E4M3FN":
-        yield "DT02", dtype
-    elif dtype.endswith("FNUZ"):
-        yield "DT03", dtype
-    elif re.match(r"f[46]E|u?i[24]$", dtype):
-        yield "DT04", dtype
-    elif dtype in ("f8E3M4", "f8E8M0FNU"):
-        yield ("DT08" if dtype == "f8E3M4" else "DT09"), dtype
-    elif dtype == "f64":
-        yield "DT05", dtype
-    elif dtype in ("i64", "ui64") and kind.num_elements > 2:
+    for pattern, rule in _TYPES.items():
+        if re.fullmatch(pattern, dtype):
+            yield rule, dtype
+    if dtype in ("i64", "ui64") and kind.num_elements > 2:
         yield "DT06", str(kind)
 
 
