@@ -236,7 +236,7 @@ def by_numpy(name, values):
 def test_collectives_run_in_the_groups_of_the_config_and_over_all_devices():
     for parallel, expected in (
         (ParallelConfig(data=2, fsdp=2, tensor=2), [("data", 2), ("fsdp", 2), ("tensor_rep", 2), ("data", 8)]),
-        (ParallelConfig(pipe=2, data=4, pipe_exchange="permute"), [("pipe", 2), ("data", 4), ("data", 8)]),
+        (ParallelConfig(pipe=4, data=2, pipe_exchange="permute"), [("pipe", 4), ("data", 2), ("data", 8)]),
         (ParallelConfig(data=1, tensor=16), [("data", 8)]),  # does not fit these devices
     ):
         layouts = list(exercises.layouts_to_check(parallel, jax.devices(), 1))

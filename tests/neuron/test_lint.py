@@ -183,7 +183,7 @@ CASES = {
     "SH03": (argless(129), argless(128)),
     "DN01": (
         (lambda x: x * 2, shape(2**18)),
-        (jax.jit(lambda x: x * 2, donate_argnums=0), shape(2**18)),
+        (jax.jit(lambda x: (x * 2, x + 1), donate_argnums=0), shape(2**18)),
     ),
     "DA01": (lambda x: jax.lax.dot(x, x, precision="BF16_BF16_F32"), lambda x: x @ x),
     "CC06": (split_over_eight(lambda x: jnp.roll(x, 1, 0)), split_over_eight(lambda x: jnp.roll(x, 1, 1))),
@@ -411,7 +411,11 @@ INDICES = {
     "data": (lambda w: w.at[by_data(w) + jnp.zeros(2, jnp.int32)].get(mode="clip"), "GS02"),
     "offset_from_data": (lambda w: w.at[by_data(w) + jnp.arange(40) - 5].get(mode="clip"), "GS02"),
     "not_followed": (lambda w: jnp.take(w, jnp.arange(32) % 5, axis=0), "GS02"),
-    "overflow": (lambda w: w.at[jnp.clip(by_data(w) + jnp.zeros(2, jnp.int32), 0, 2**30) * 4].get(mode="clip"), "GS02"),
+    "clipped_too_far": (lambda w: w.at[jnp.clip(by_data(w) + jnp.zeros(2, jnp.int32), 0, 40)].get(mode="clip"), "GS02"),
+    "overflow": (
+        lambda w: w.at[jnp.minimum(jnp.clip(by_data(w) + jnp.zeros(2, jnp.int32), 0, 2**30) * 4, 31)].get(mode="clip"),
+        "GS02",
+    ),
 }
 
 
@@ -540,6 +544,9 @@ def test_sizes_and_instructions_are_those_of_one_device():
         split, whole = (sharded(*dims, spec=spec) for spec in (P(("a", "b", "c")), P()))
         assert rule in rules_of((fn, whole))
         assert rule not in rules_of((fn, split))
+    ten_gib = shape(10 * 2**28)
+    assert "MEM1" in rules_of((lambda x: x * 2, ten_gib))
+    assert "MEM1" not in rules_of((jax.jit(lambda x: x * 2, donate_argnums=0), ten_gib))  # the result is in its place
 
 
 def test_groups_and_permutes_are_compared_with_the_wiring_of_the_target():
