@@ -157,7 +157,7 @@ def _bounds(value: Any, program: Program, calls: tuple, depth: int) -> Range | N
     if elements is not None and elements.size and elements.dtype.kind in "biuf" and np.isfinite(elements).all():
         return Range(elements.min().item(), elements.max().item(), True)
     opcode = op.name.partition(".")[2]
-    if kind is None or not re.fullmatch(r"u?i\d+", kind.dtype):
+    if not _is_integer(kind):
         return None
     if opcode == "iota":
         last = kind.dims[ir.IntegerAttr(op.attributes["iota_dimension"]).value] - 1
@@ -170,7 +170,7 @@ def _bounds(value: Any, program: Program, calls: tuple, depth: int) -> Range | N
         decided = _comparison_result(op.operands[0], program, calls, depth + 1)
         chosen = [op.operands[number] for number, taken in ((1, True), (2, False)) if decided in (taken, None)]
         return _union([range_of(operand) for operand in chosen])
-    if opcode in _UNCHANGED:
+    if opcode in _UNCHANGED and _is_integer(tensor(op.operands[0])):  # a conversion rounds other numbers
         return range_of(op.operands[0])
     if opcode == "slice":
         return dataclasses.replace(range_of(op.operands[0]), is_exact=range_of(op.operands[0]).is_number)
@@ -181,6 +181,10 @@ def _bounds(value: Any, program: Program, calls: tuple, depth: int) -> Range | N
         low, x, high = map(range_of, op.operands)
         return _arithmetic_range("minimum", _arithmetic_range("maximum", low, x), high)
     return _arithmetic_range(opcode, *map(range_of, op.operands)) if opcode in _ENDS else None
+
+
+def _is_integer(kind: Tensor | None) -> bool:
+    return kind is not None and re.fullmatch(r"u?i\d+", kind.dtype) is not None
 
 
 def _argument_range(value: Any, program: Program, depth: int) -> Range | None:

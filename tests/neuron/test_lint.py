@@ -411,6 +411,7 @@ INDICES = {
     "data": (lambda w: w.at[by_data(w) + jnp.zeros(2, jnp.int32)].get(mode="clip"), "GS02"),
     "offset_from_data": (lambda w: w.at[by_data(w) + jnp.arange(40) - 5].get(mode="clip"), "GS02"),
     "not_followed": (lambda w: jnp.take(w, jnp.arange(32) % 5, axis=0), "GS02"),
+    "rounded": (lambda w: w[jnp.full(2, 31.7).astype(jnp.int32)], "GS02"),
     "clipped_too_far": (lambda w: w.at[jnp.clip(by_data(w) + jnp.zeros(2, jnp.int32), 0, 40)].get(mode="clip"), "GS02"),
     "overflow": (
         lambda w: w.at[jnp.minimum(jnp.clip(by_data(w) + jnp.zeros(2, jnp.int32), 0, 2**30) * 4, 31)].get(mode="clip"),
