@@ -30,6 +30,7 @@ from hlat_jax.neuron.module import (
 )
 
 _MAX_DEPTH = 100  # operations between a value and its iotas and constants
+_MAX_ASSIGNED = 8  # operations between a gather and the scatter of what is computed from it
 _UNCHANGED = ("broadcast_in_dim", "reshape", "convert", "transpose", "reverse")
 
 
@@ -87,9 +88,26 @@ def findings(op: Any, program: Program) -> Iterator[tuple[str, str, Any]]:
     yield from ((rule, what, place) for (rule, _, place), what in hits.items())
 
 
+def assignment_findings(op: Any, program: Program) -> Iterator[tuple[str, str]]:
+    """Yields KB04 for a scatter whose updates are computed from a gather of the same array at indices from data."""
+    if len(op.results) == 1 and _is_gathered_from(op.operands[2], source(op.operands[0], program, ()), program, ()):
+        yield "KB04", f"into {tensor(op.operands[0])}"
+
+
+def _is_gathered_from(value: Any, array: tuple, program: Program, calls: tuple, *, depth: int = 0) -> bool:
+    """Returns whether a value is computed from elements of an array, a result of `source`, at indices from data."""
+    value, calls = source(value, program, calls)
+    op = defining_op(value)
+    if op is None or op.regions or depth > _MAX_ASSIGNED:
+        return False
+    if op.name == "stablehlo.gather" and source(op.operands[0], program, calls) == array:
+        return not bounds(op.operands[1], program, calls).is_exact
+    return any(_is_gathered_from(operand, array, program, calls, depth=depth + 1) for operand in op.operands)
+
+
 def _component_range(value: Any, number: int, dim: int, program: Program, calls: tuple) -> Range:
     """Returns the range of one component of index vectors, which lie along a dimension of a value."""
-    value, calls = _source(value, program, calls)
+    value, calls = source(value, program, calls)
     op, sizes = defining_op(value), tensor(value).dims
     is_joined = op is not None and op.name == "stablehlo.concatenate"
     if is_joined and ir.IntegerAttr(op.attributes["dimension"]).value == dim:
@@ -102,7 +120,7 @@ def _component_range(value: Any, number: int, dim: int, program: Program, calls:
     return dataclasses.replace(values, is_exact=values.is_exact and not is_shared)
 
 
-def _source(value: Any, program: Program, calls: tuple) -> tuple[Any, tuple]:
+def source(value: Any, program: Program, calls: tuple) -> tuple[Any, tuple]:
     """Returns the value that a function argument or result stands for, and the calls that lead to it."""
     while True:
         op = defining_op(value)
@@ -149,7 +167,7 @@ def _type_range(kind: Tensor | None) -> Range:
 
 def _bounds(value: Any, program: Program, calls: tuple, depth: int) -> Range | None:
     """Returns the range of a constant, or of an integer that is computed from others; None for other values."""
-    value, calls = _source(value, program, calls)
+    value, calls = source(value, program, calls)
     op, kind = defining_op(value), tensor(value)
     if op is None:
         return _argument_range(value, program, depth)
@@ -200,7 +218,7 @@ def _comparison_result(condition: Any, program: Program, calls: tuple, depth: in
 
     JAX normalizes negative indices by a comparison with 0, and a select between the index and index + size.
     """
-    condition, calls = _source(condition, program, calls)
+    condition, calls = source(condition, program, calls)
     op, known = defining_op(condition), bounds(condition, program, calls, depth=depth)
     if known.is_number:
         return bool(known.low)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
 
 from hlat_jax.neuron import indices
 from hlat_jax.neuron.module import (
@@ -45,6 +47,8 @@ _TYPES = {
     "f8E8M0FNU": "DT09",
 }
 _FLOAT_BITS = {"bf16": (8, 7), "f16": (5, 10), "f32": (8, 23), "f64": (11, 52)}  # exponent, mantissa
+_LARGE_MATRIX = 2**20  # elements of a right-hand side
+_IDENTITY = 128  # columns of the identity by which the tensor engine transposes
 _DYNAMIC = re.compile(r"stablehlo\.(real_)?dynamic_(reshape|broadcast_in_dim|iota|pad|gather|conv)|.*dimension_size")
 
 
@@ -97,6 +101,21 @@ def _is_constant_index(value: Any) -> bool:
 def _loop(op: Any, program: Program) -> Iterator[Hit]:
     limit = _static_limit(op, program)
     yield ("CF03", "a trip count that is not static") if limit is None else ("CF04", f"up to {limit}")
+    yield from _unsigned_sums(op, program)
+
+
+def _unsigned_sums(loop: Any, program: Program) -> Iterator[Hit]:
+    """Yields KB03 for each unsigned integer that a loop carries and adds to, other than a counter."""
+    body = loop.regions[1].blocks[0]
+    for carried, returned in zip(body.arguments, list(body.operations)[-1].operation.operands, strict=True):
+        value, calls = indices.source(returned, program, ())
+        step = defining_op(value)
+        if step is None or step.name != "stablehlo.add" or not tensor(value).dtype.startswith("ui"):
+            continue
+        operands = [indices.source(operand, program, calls) for operand in step.operands]
+        added = [value for value, place in operands if (value, place) != (carried, ())]
+        if len(added) == 1 and not is_constant(added[0]):
+            yield "KB03", str(tensor(carried)), step
 
 
 def _static_limit(loop: Any, program: Program) -> int | None:
@@ -227,6 +246,25 @@ def _dot(op: Any, _: Program) -> Iterator[Hit]:
         yield "INT01", str(kind)
     if attribute(op, "algorithm") is not None:
         yield "DA01", str(attribute(op, "algorithm"))
+    yield from _transposed(op)
+
+
+def _transposed(dot: Any) -> Iterator[Hit]:
+    """Yields DG01 for a product of few rows whose right-hand side is large and contracted after a dimension it keeps.
+
+    The tensor engine then transposes it by a product with an identity, _IDENTITY / rows of the product's work, which
+    gives both numbers of the issue that the rule cites. The issue is about products without batch dimensions.
+    """
+    left, right = map(tensor, dot.operands)
+    numbers = stablehlo.DotDimensionNumbers(dot.attributes["dot_dimension_numbers"])
+    if list(numbers.rhs_batching_dimensions):
+        return
+    of_left, of_right = list(numbers.lhs_contracting_dimensions), list(numbers.rhs_contracting_dimensions)
+    rows = math.prod(size or 1 for dim, size in enumerate(left.dims) if dim not in of_left)
+    is_contracted = [dim in of_right for dim, size in enumerate(right.dims) if size != 1]
+    is_first = is_contracted == sorted(is_contracted, reverse=True)
+    if not is_first and right.num_elements >= _LARGE_MATRIX and rows < _IDENTITY:
+        yield "DG01", f"{left} x {right}: transposing the second adds {_IDENTITY / rows:.0%} to the product"
 
 
 def _power(op: Any, _: Program) -> Iterator[Hit]:
@@ -246,6 +284,7 @@ def _scatter(op: Any, program: Program) -> Iterator[Hit]:
     if body_ops(op) and (kind.is_integer or kind.dtype == "i1"):
         yield "INT02", str(kind)
     yield from indices.findings(op, program)
+    yield from indices.assignment_findings(op, program)
 
 
 _BRANCHES = ("stablehlo.case", "stablehlo.if")

@@ -31,6 +31,12 @@ for _name in ("microbatch", "update", "eval", "init", "norms", "prefill", "decod
     EXPLAINED[(_name, "CC05")] = (
         "the recipe's groups are listed on trn1; on trn2 take degrees of 4, 16 or 64 in a node, as llama3_8b does"
     )
+for _name in ("prefill", "decode"):
+    EXPLAINED[(_name, "DG01")] = (
+        "the head is stored [V, D], as the embedding that it may share; one row of logits is computed for samples "
+        "only, and by arithmetic reading the matrix takes longer than transposing it: on trn1 2 bytes at 410 GB/s, and "
+        "256 FLOPs at 95 TFLOP/s, for each element"
+    )
 
 
 def num_devices(config: Config, *, target: str = "") -> int:

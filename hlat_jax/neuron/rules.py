@@ -305,6 +305,14 @@ RULES: dict[str, Rule] = {
         "operand dtypes and preferred_element_type",
         _ISSUES,
     ),
+    "DG01": Rule(
+        "warning",
+        "`dot_general` of fewer than 128 rows that contracts the second dimension of a large right-hand side",
+        "the tensor engine transposes the right-hand side, which is more work than the product: 125 times as much for "
+        "one row of 4,096",
+        "a matrix stored with the contracted dimension first, [in, out]: lhs[t, k] x rhs[k, n]",
+        _THREAD + "1336",
+    ),
     "CC01": Rule(
         "error",
         "more than 16 different sets of replica groups",
@@ -358,6 +366,22 @@ RULES: dict[str, Rule] = {
         "the scatter in a shard_map, followed by psum",
         "github.com/openxla/xla/issues/42481",
         seen="jaxlib up to 0.10.2",
+    ),
+    "KB03": Rule(
+        "warning",
+        "`while` that adds to an unsigned integer",
+        'the compiler has stopped at "Output dtype must match input"',
+        "int32 in the loop, or a sum without a loop",
+        _THREAD + "1077",
+        seen="trn1, January 2025, open",
+    ),
+    "KB04": Rule(
+        "warning",
+        "scatter into an array of values gathered from it at indices that depend on data: assignment through a mask",
+        "a masked assignment has returned finite but wrong values on trn2 (PyTorch)",
+        "jnp.where over the whole array",
+        _THREAD + "1381",
+        seen="neuronx-cc 2.26, open",
     ),
     "MEM1": Rule(
         "error",

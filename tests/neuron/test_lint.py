@@ -123,6 +123,14 @@ def split_over_eight(fn):
     return fn, jax.ShapeDtypeStruct((64, 16), jnp.float32, sharding=NamedSharding(mesh, P("a")))
 
 
+def carried_sum(dtype):
+    def total(x):
+        counter = jnp.uint32(0), jnp.uint32(4)
+        return jax.lax.fori_loop(*counter, lambda i, total: total + x[i].astype(dtype), x[0].astype(dtype))
+
+    return total
+
+
 # rule: (bad program, its clean twin); a program is StableHLO text, a function of X, or a function and its arguments
 CASES = {
     "LW01": (lambda x: jnp.linalg.svd(x)[1], lambda x: x * 2),
@@ -186,6 +194,14 @@ CASES = {
         (jax.jit(lambda x: (x * 2, x + 1), donate_argnums=0), shape(2**18)),
     ),
     "DA01": (lambda x: jax.lax.dot(x, x, precision="BF16_BF16_F32"), lambda x: x @ x),
+    "DG01": (
+        (lambda x, w: jnp.einsum("tk,nk->tn", x, w), shape(127, 1024), shape(1024, 1024)),
+        (
+            lambda x, w: (jnp.einsum("tk,kn->tn", x[:127], w), jnp.einsum("tk,nk->tn", x, w)),
+            shape(128, 1024),
+            shape(1024, 1024),
+        ),
+    ),
     "CC06": (split_over_eight(lambda x: jnp.roll(x, 1, 0)), split_over_eight(lambda x: jnp.roll(x, 1, 1))),
     "KB01": (
         split_over_eight(lambda x: jnp.take(x, jnp.arange(3), axis=0, mode="clip")),
@@ -194,6 +210,11 @@ CASES = {
     "KB02": (
         split_over_eight(lambda x: x.at[jnp.arange(3)].add(1.0)),
         over_mesh(lambda x: x.at[jnp.arange(3)].add(1.0)),
+    ),
+    "KB03": (carried_sum(jnp.uint32), carried_sum(jnp.int32)),
+    "KB04": (
+        (lambda x, i: x.at[i].set(jnp.flip(x[i], -1)), X, I),
+        (lambda x, y, i: x.at[np.array([0, 1])].set(x[np.array([1, 0])]).at[i].set(y[i] * 2), X, X, I),
     ),
     "CC01": (summed_over(17), summed_over(16)),
     "CC02": (ring(32, 10), ring(8, 1)),
@@ -629,9 +650,10 @@ def test_lint_of_generation_prints_the_infos_of_a_rule_as_one_line(tmp_path, neu
     assert printed.count("  info    CF04  stablehlo.while x2: up to 32\n") == 2
     report = json.loads((tmp_path / "found.json").read_text())["programs"]
     assert {name: {row["rule"] for row in report[name]["findings"]} for name in report} == {
-        "prefill": {"CF04"},
-        "decode": {"CF04"},
+        "prefill": {"CF04", "DG01"},
+        "decode": {"CF04", "DG01"},
     }
+    assert all(row["explained"] for one in report.values() for row in one["findings"] if row["rule"] == "DG01")
 
 
 def test_lint_exits_with_1_and_names_the_line_when_a_program_breaks_a_rule(monkeypatch, neuron_here):
