@@ -33,7 +33,6 @@ COMMANDS = (
     "neuron hlo",
     "neuron doctor",
     "neuron env",
-    "neuron report",
 )
 MODULES = {
     area: f"hlat_jax.{area}.__main__" for area in ("data", "run", "generate", "evaluate", "hf", "plan", "neuron")

@@ -31,7 +31,6 @@ class Rules:
       strides: (size, stride) of other groups that a page has.
       disputed: size -> what pages say.
       refused: size -> why, for sizes that a page excludes.
-      is_switched: whether every group is as good as another.
       source: pages.
     """
 
@@ -41,7 +40,6 @@ class Rules:
     strides: tuple[tuple[int, int], ...] = ()
     disputed: Mapping[int, str] = dataclasses.field(default_factory=dict)
     refused: Mapping[int, str] = dataclasses.field(default_factory=dict)
-    is_switched: bool = False
     source: str = ""
 
     @property
@@ -84,8 +82,6 @@ RULES = {
         refused={16: "NxD's parallel_state.py excludes groups of 16 on trn2 at LNC 1"},
         source=_STATE,
     ),
-    # for the lint alone
-    "trn3": Rules(server=16, sizes=(), is_switched=True, source="Trn3 architecture: PCIe switches, no torus"),
 }
 
 
@@ -145,7 +141,7 @@ def verdict(groups: np.ndarray, server: Server) -> tuple[str, str]:
 
     Devices are numbered over all servers. Each server's part of a group is judged, and has to be the same in all.
     """
-    if groups.shape[1] == 1 or server.rules.is_switched:
+    if groups.shape[1] == 1:
         return FINE, ""
     ordered = np.sort(groups, axis=1)
     servers, places = ordered // server.size, ordered % server.size

@@ -39,7 +39,6 @@ def exit_on_interrupt() -> None:
     callbacks of the garbage collector, and threads of XLA crash in the teardown after it.
     """
     global _pipe
-    _open_standard_streams()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it stays ignored in a background job
         signal.signal(signal.SIGINT, _end_on_interrupt)
     elif signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
@@ -50,18 +49,6 @@ def exit_on_interrupt() -> None:
     signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
     os.register_at_fork(after_in_child=_leave_signals_alone)  # one line, ours; and a child's SIGTERM is not ours
     threading.Thread(target=_watch, name="hlat-interrupts", daemon=True).start()
-
-
-def _open_standard_streams() -> None:
-    """Opens /dev/null for each standard stream that is closed; the next file opened would take its number."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for the rest of the process
 
 
 def replace_unprintable() -> None:

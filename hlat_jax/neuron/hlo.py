@@ -1,4 +1,4 @@
-"""The programs of a run as HLO modules for neuronx-cc, before and after SPMD partitioning.
+"""The programs of a run as HLO modules for neuronx-cc, as one device of the mesh runs them.
 
 The module of one device comes from XLA's SPMD partitioner, run on the program as lowered for Neuron, for virtual CPU
 devices, in a subprocess: `python -m hlat_jax.neuron.hlo` with a JSON object on stdin. Its dtypes are those of the

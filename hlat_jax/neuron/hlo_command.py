@@ -63,20 +63,13 @@ def main(argv: Sequence[str]) -> int:
     print(f"compared with {f'the last run in {workdir}' if last else f'nothing: {workdir} has no {RECORD_FILE}'}\n")
     print(f"{'program':<11}{'fingerprint':<18}since the last run")
     names = named_programs(program, values.program)
-    lowered = {}
     for name in names:
         with show_progress(f"lowering {name}"):
-            lowered[name] = traced[name]().lower(lowering_platforms=("neuron",))
-        now = fingerprint(lowered[name])
+            now = fingerprint(traced[name]().lower(lowering_platforms=("neuron",)))
         print(f"{name:<11}{now:<18}{_since(now, last.get(name), has_record=bool(last))}")
     print("\nHost work (data, files, plots) compiles nothing.")
     if folder is not None:
-        device = {"num_devices": count, "max_devices": values.max_devices, "target": target}
-        compiled = [_write_modules(name, one, config, folder=folder, **device) for name, one in lowered.items()]
-        script = folder / "compile.sh"
-        script.write_text(_SCRIPT.format(config=config.name, modules=" ".join(compiled), flags=_flags(config, place)))
-        script.chmod(0o755)
-        print(f"{script}  calls neuronx-cc on {', '.join(compiled)}; not yet run")
+        _write_modules(names, config, place, folder=folder, num_devices=count, max_devices=values.max_devices)
     return 0
 
 
@@ -90,28 +83,24 @@ def _since(sha256: str, before: Mapping[str, Any] | None, *, has_record: bool) -
 
 
 def _write_modules(
-    name: str, lowered: Any, config: Config, *, folder: pathlib.Path, num_devices: int, max_devices: int, target: str
-) -> str:
-    """Writes the module of a whole program, and of one device of several; returns the file that the compiler takes."""
+    names: Sequence[str], config: Config, place: Topology, *, folder: pathlib.Path, num_devices: int, max_devices: int
+) -> None:
+    """Writes the module that one device runs of each program, and the script that compiles them."""
     from hlat_jax.neuron import hlo, hlo_proto
 
-    modules = {f"{name}.whole": (hlo.whole_module(lowered), f"the whole program, devices: {num_devices:,}")}
-    if num_devices > 1:
+    target = target_of(place.instance, lnc=place.lnc)
+    for name in names:
         with show_progress(f"partitioning {name}"):
             module, degrees = hlo.device_module(name, config, num_devices, max_devices=max_devices, target=target)
-        modules[f"{name}.device"] = (module, f"one device of {mesh_text(degrees)}")
-    for stem, (module, what) in modules.items():
-        (folder / f"{stem}.hlo").write_bytes(module)
+        (folder / f"{name}.hlo").write_bytes(module)
         size = sum(len(one.instructions) for one in hlo_proto.parse(module).computations)
-        print(f"{folder / stem}.hlo  {size:,} instructions, {what}")
-    return f"{list(modules)[-1]}.hlo"
-
-
-def _flags(config: Config, place: Topology) -> str:
+        print(f"{folder / name}.hlo  {size:,} instructions, one device of {mesh_text(degrees)}")
     found = with_config(compiler_flags(place), config.train.compiler_flags, place)
-    words = {key: key if value is None else f"{key}={value}" for key, value in found.items()}
-    kept = [word for key, word in words.items() if key not in _PLUGIN_FLAGS]
-    return " \\\n    ".join(kept)
+    words = [key if value is None else f"{key}={value}" for key, value in found.items() if key not in _PLUGIN_FLAGS]
+    modules, script = " ".join(f"{name}.hlo" for name in names), folder / "compile.sh"
+    script.write_text(_SCRIPT.format(config=config.name, modules=modules, flags=" \\\n    ".join(words)))
+    script.chmod(0o755)
+    print(f"{script}  calls neuronx-cc on {modules}; not yet run")
 
 
 def _define(values: flags.FlagValues) -> None:

@@ -130,7 +130,7 @@ def test_the_programs_of_a_microbatch_and_of_the_update_are_lowered_for_neuron_w
     program = make_program(config, planned_layout(config, 4, platform="neuron"))
     traced = traced_programs(program)
     for name in program.training.microbatch_step.programs:
-        found = programs.findings(name, traced[name](), program=program, target="trn2", operators=())
+        found = programs.findings(name, traced[name](), program=program, target="trn2")
         assert {finding.rule for finding in found if finding.severity == "error"} == set(), name
         assert {finding.rule for finding in found} & {"DN01", "MEM1"} == set(), name
 

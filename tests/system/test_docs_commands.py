@@ -30,7 +30,6 @@ CHECKED = (
     (rf"^({_TRAIN} .*--config=(?:160m|7b|70b|mine.py)(?!.*--print_config).*)", r"\1 --print_config", "its size"),
     (r"^python ((?:benchmarks|tests|tools)/.*)", rf"python {ROOT}/tests/support/parse_only.py \1", "minutes"),
     (r"^(python -m hlat_jax.neuron doctor.*)", r"\1 --help", "minutes; its parts have tests of their own"),
-    (r"^(python -m hlat_jax.neuron lint .*--operators=.*)", r"\1 || test $? = 1", "a list of two: there are findings"),
     (r"^(python -m hlat_jax(?:\.\w+)+(?: [a-z]+)?)$", r"\1 --help", "a name in a sentence, without what it takes"),
 )
 # What is run is shorter than what is shown.

@@ -242,7 +242,7 @@ def test_first_command_of_a_model_is_planned_and_linted(instance, overrides):
     program = make_program(config, layout_for_neuron(config, plan["layout"]["devices"], target=target))
     for name in ("microbatch", "update", "eval"):
         traced = traced_programs(program)[name]()
-        found = findings(name, traced, program=program, target=target, operators=())
+        found = findings(name, traced, program=program, target=target)
         assert not [one for one in found if one.severity != "info" and (name, one.rule) not in EXPLAINED], name
 
 
