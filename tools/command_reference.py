@@ -46,15 +46,16 @@ def reference() -> str:
         "# Every command",
         "",
         "Written by `python tools/command_reference.py` from what the commands print for `--help`. `hlat train` is",
-        "`python -m hlat_jax.train`, and so with the other areas. Commands that take `--config=NAME|PATH.py` also take",
-        "`--config.SECTION.KEY=VALUE` for [every key](config.md). Exit codes: 0; 1 if the work failed; 2 if the",
-        "command, the config or the data is wrong; 3 for a plan that does not fit; 124 for a run that was stuck; 130",
-        "after Ctrl-C.",
+        "`python -m hlat_jax.train`, and so with the other areas. Commands without a usage text below take",
+        "`--config=NAME|PATH.py`, `--config.SECTION.KEY=VALUE` for [every key](config.md), and their flags. Exit codes: 0;",
+        "1 if the work failed; 2 if the command, the config or the data is wrong; 3 for a plan that does not fit; 124 for",
+        "a run that was stuck; 130 after Ctrl-C.",
     ]
     for command in COMMANDS:
         usage, flags = _parts(help_of(command))
-        lines += ["", f"## {command}", "", "```", *usage, "```", "", "| flag | meaning |", "|---|---|"]
-        lines += [f"| `--{name}` | {meaning.replace('|', chr(92) + '|')} |" for name, meaning in flags]
+        lines += ["", f"## {command}", ""]
+        lines += [] if any("--config=NAME" in line for line in usage) else ["```", *usage, "```", ""]
+        lines += [f"- `--{name}`: {meaning}" for name, meaning in flags]
     return "\n".join(lines) + "\n"
 
 
@@ -71,7 +72,8 @@ def _parts(text: str) -> tuple[list[str], list[tuple[str, str]]]:
     """Returns the lines before the flags, and (flag, meaning) of each flag but the keys of a config."""
     before, _, after = text.partition("Flags:\n")
     usage = [line for line in before.splitlines() if not line.startswith("NAME is one of")]
-    flags = re.findall(r"^  --(?!config\.)(\S+) +(.*)$", after, re.MULTILINE)
+    # absl ends the meaning of a flag that may be repeated with a semicolon
+    flags = re.findall(r"^  --(?!config\.)(\S+) +(.*?)(?: Default: ''\.|;)?$", after, re.MULTILINE)
     return "\n".join(usage).strip().splitlines(), flags
 
 
