@@ -27,8 +27,9 @@ OF_OTHERS = ("update", "parse", "create_from_arg_string", "create_from_arg_obj")
 
 # From the ground up, as docs/design.md has them: its table is the only list. A room is a folder, or a single module of
 # the spine; data/ is four rooms. A module imports rooms of lower floors, and modules of its own room.
-_TABLE = (ROOT / "docs" / "design.md").read_text().partition("| floor | contents |\n|---|---|\n")[2].partition("\n\n")[0]
-FLOORS = [re.findall(r"`([\w.]+)`", row.split("|")[1]) for row in _TABLE.splitlines()]
+_PAGE = (ROOT / "docs" / "design.md").read_text()
+_ROWS = _PAGE.partition("| floor | contents |\n|---|---|\n")[2].partition("\n\n")[0].splitlines()
+FLOORS = [re.findall(r"`([\w.]+)`", row.split("|")[1]) for row in _ROWS]
 LEAVES = ("hf", "evaluate", "plan", "neuron")
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # The one module that imports leaves: lazily, each under the config key that asks for it.
