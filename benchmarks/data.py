@@ -63,7 +63,7 @@ def hashes(data: DataConfig, tokenizer: Tokenizer, count: int) -> list[str]:
     with contextlib.closing(TrainBatches(data, tokenizer=tokenizer)) as batches:
         own = np.asarray([batches.definition.num_entries(0, row=row) for row in batches.rows])
         for document in (np.zeros_like(own), own // 2, own - 2):
-            position = batches.definition.initial_position(len(own))
+            position = batches.definition.position(None, num_rows=len(own))
             position[:, 2] = document
             batches.set_state(position)
             found += [batch_hash(next(batches)[0], rows=batches.rows) for _ in range(count)]
@@ -138,7 +138,7 @@ def waiting_share(name: str, steps: int, *, data: DataConfig | None = None, voca
 
     `data`: whose text and tokenizer it takes, with the rows of one microbatch; None: its own.
     """
-    from hlat_jax.loop import train
+    from hlat_jax.train import train
 
     c = config_files.load(name)
     if data is not None:

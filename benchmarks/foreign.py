@@ -113,14 +113,14 @@ def budget(name, *, small, share):
     try:
         plan = remat.fit(loss, params, batch, budget_bytes=int(share * plain), step=step_for_memory)
     except remat.BudgetNotMet as refused:
-        least = str(refused).split("smallest program tried takes ")[1].split(" bytes")[0].replace(",", "")
+        least = str(refused).split("the program takes ")[1].split(" bytes")[0].replace(",", "")
         found = f"not met: {int(least) / plain:.0%}", "", "", f"{time.monotonic() - began:.0f}"
     else:
         regions = f"{sum(plan.segments)} segments" if plan.segments else plan.region
         found = (
             f"{plan.measured_bytes / plain:.0%}",
             f"{plan.recompute_share:+.1%}",
-            plan.choice.stock_policy if plan.choice and plan.choice.stock_policy else regions,
+            regions,
             f"{plan.seconds:.0f} ({plan.compilations})",
         )
     print_row(name, format_bytes(plain), *found)

@@ -12,15 +12,26 @@ paper. Nothing here ran on Trainium.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import os
 import pathlib
+import subprocess
+import sys
+import time
+
+import jax
 
 from hlat_jax import config as config_lib
 from hlat_jax.cli import config_files
 from hlat_jax.cli.flags import check_output
 from hlat_jax.facts.names import nearest
-from hlat_jax.plan.aot import partition
-from hlat_jax.plan.report import Site, make_plan
+from hlat_jax.ops.choices import chosen_model
+from hlat_jax.parallel.degrees import layout_over
+from hlat_jax.passes.liveness import estimated_temporaries
+from hlat_jax.passes.products import live_jaxpr
+from hlat_jax.plan.report import Site, layout_dict, make_plan
+from hlat_jax.program import make_program, state_bytes
 from hlat_jax.resolve import resolve
 
 TARGET, NODE_DEVICES, TOLERANCE = "trn1.32xlarge", 32, 0.15
@@ -51,8 +62,43 @@ def compiled(name: str) -> dict:
     """Returns what compiling a case gave, beside the plan."""
     config, num_devices, num_microbatches = CASES[name]
     config = case_config(config, num_devices, num_microbatches)
-    site = Site(TARGET, num_devices // NODE_DEVICES)
-    return partition(config, site, max_devices=num_devices) | {"case": name}
+    return partition(config, num_devices) | {"case": name}
+
+
+def partition(config: config_lib.Config, num_devices: int) -> dict:
+    """Returns figures of the step compiled for virtual CPU devices in a subprocess, beside the planned ones."""
+    config = dataclasses.replace(config, precision=config_lib.PrecisionConfig("fp32"))
+    flags = f"--xla_force_host_platform_device_count={num_devices} --xla_backend_optimization_level=0"
+    flags += " --xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"
+    env = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    words, task = [sys.executable, __file__, "--compile"], json.dumps(config.to_dict())
+    done = subprocess.run(words, input=task, env=env, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"compiling for {num_devices} virtual CPU devices failed: {done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def compile_here(config: config_lib.Config) -> dict:
+    """Returns the result of `partition`; runs in a process that has the CPU devices of the layout."""
+    start = time.monotonic()
+    layout = layout_over(config, jax.devices())
+    model = chosen_model(config, layout, platform="neuron")
+    # layers in a loop, unless unrolled ones were asked for: the same collectives, compiled in seconds
+    model = dataclasses.replace(model, layer_loop=config.model.layer_loop)
+    if model.attention == "nki":  # a kernel that a CPU does not have; no collective is in it
+        model = dataclasses.replace(model, attention="auto")
+    config = dataclasses.replace(config, model=model)
+    program = make_program(config, layout)
+    arguments, traced = program.step_arguments, program.trace_step()
+    memory = traced.lower().compile().memory_analysis()
+    return {
+        "layout": layout_dict(config, layout),
+        "seconds": time.monotonic() - start,
+        "argument_bytes": memory.argument_size_in_bytes,
+        "planned_argument_bytes": state_bytes(arguments[0]) + state_bytes(arguments[1]) + 4,
+        "temporary_bytes": memory.temp_size_in_bytes,
+        "planned_temporary_bytes": estimated_temporaries(live_jaxpr(traced), arguments).total,
+    }
 
 
 def scaling(name: str) -> list[tuple[int, float, float | None]]:
@@ -74,7 +120,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(CASES), help="cases, by commas")
     parser.add_argument("--json", help="also write what was compiled to this file")
+    parser.add_argument("--compile", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.compile:
+        print(json.dumps(compile_here(resolve(json.load(sys.stdin)))))
+        return 0
     names = args.only.split(",")
     for name in names:
         if name not in CASES:

@@ -36,11 +36,11 @@ from hlat_jax.cli import config_files
 from hlat_jax.config import Config
 from hlat_jax.host import distributed
 from hlat_jax.host.watchdog import Watchdog
-from hlat_jax.loop import train
 from hlat_jax.parallel.sharding import shard_batch
 from hlat_jax.program import RunProgram
 from hlat_jax.resolve import resolve
 from hlat_jax.run.machine import fitting_program
+from hlat_jax.train import train
 
 
 def loop_step_s(config, workdir, *, watchdog: Watchdog | None = None) -> float:

@@ -17,8 +17,8 @@ import statistics
 import sys
 
 from hlat_jax.cli import config_files
-from hlat_jax.loop import train
 from hlat_jax.resolve import resolve
+from hlat_jax.train import train
 
 POLICIES = ("fp32", "mixed", "bf16_sr", "bf16")
 

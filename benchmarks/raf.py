@@ -350,6 +350,7 @@ def largest_batches(job: dict) -> dict:
     import jax
     import jax.numpy as jnp
     import optax
+    from remat import largest_batch
 
     from hlat_jax.facts.byte_sizes import parse_bytes
     from hlat_jax.passes import remat
@@ -367,8 +368,12 @@ def largest_batches(job: dict) -> dict:
         limit = parse_bytes(job["limit"], name="--limit")
     else:
         limit = remat.total_bytes(step_of(loss).trace(*make_step(model.raf[0])[1]))
-    without, _ = remat.max_batch(make_step, limit, step=step_of, rematerialize=False)
-    return {"limit": limit, "without": without, "most": remat.max_batch(make_step, limit, step=step_of)[0]}
+    without = largest_batch(make_step, limit, step=step_of)
+    return {
+        "limit": limit,
+        "without": without,
+        "most": largest_batch(make_step, limit, step=step_of, keeps_nothing=True),
+    }
 
 
 # Processes.

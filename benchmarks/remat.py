@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from hlat_jax import config as config_lib
 from hlat_jax import stack
 from hlat_jax.cli import config_files
-from hlat_jax.facts.byte_sizes import format_bytes
+from hlat_jax.facts.byte_sizes import format_bytes, parse_bytes
 from hlat_jax.parallel.degrees import layout_over
 from hlat_jax.passes import remat
 from hlat_jax.passes.naming import RematChoice
@@ -159,8 +159,8 @@ def batches(names, limit):
             fn = functools.partial(encoder, heads=width // 64, causal=causal)
             return fn, (tables | {"layers": params}, tokens)
 
-        without, _ = remat.max_batch(make_step, limit, step=sgd, rematerialize=False)
-        most, _ = remat.max_batch(make_step, limit, step=sgd)
+        without = largest_batch(make_step, limit, step=sgd)
+        most = largest_batch(make_step, limit, step=sgd, keeps_nothing=True)
         batch = min(without * raf[1] // raf[0], most)
         fn, args = make_step(batch)
         options = remat.RematOptions(measure=remat.total_bytes)
@@ -170,6 +170,25 @@ def batches(names, limit):
             f"{1 / (1 + plan.recompute_share):19.1%}  {raf[0]} -> {raf[1]} at {raf[2]:.1%}; {plan.choice}",
             flush=True,
         )
+
+
+def largest_batch(make_step, limit, *, step, keeps_nothing=False):
+    """Returns the largest batch whose program takes at most `limit` bytes; `make_step`: batch -> (fn, args)."""
+
+    def fits(batch):
+        fn, args = make_step(batch)
+        fn = remat.regions(fn, RematChoice(), region="auto") if keeps_nothing else fn
+        program = step(fn)
+        program = program if hasattr(program, "trace") else jax.jit(program)
+        return remat.total_bytes(program.trace(*args)) <= parse_bytes(limit, name="limit")
+
+    low, high = 0, 1
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def mlp(p, x):

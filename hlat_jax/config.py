@@ -48,7 +48,7 @@ def _key(default: Any, doc: str, *, choices: tuple = (), least: float | None = N
 
 _FUSIBLE = ("auto", "reference", "recomputed")
 _CROSS_ENTROPY = ("auto", "dense", "chunked", "reference")
-_ATTENTION = ("auto", "einsum", "blocked", "chunked", "cudnn", "triton", "nki")
+_ATTENTION = ("auto", "einsum", "blocked", "chunked", "nki")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,9 +223,6 @@ class DataConfig:
     )
     on_bad_record: str = _key("raise", "What to do with a record without usable text.", choices=("raise", "skip"))
     shuffle: bool = _key(True, "Visit documents in a seeded order that is new in every epoch.")
-    shuffle_by: str = _key(
-        "document", "What is shuffled: documents, read end to end (HLAT), or rows of them.", choices=("document", "row")
-    )
     seed: int = _key(1234, "Seed of the document order.")
     num_threads: int = _key(2, "Threads that read and tokenize ahead; 0: none. Does not affect the batches.", least=0)
     prefetch_batches: int = _key(4, "Batches prepared ahead. Does not affect the batches.", least=1)

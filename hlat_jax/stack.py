@@ -94,6 +94,7 @@ def rematerialized(layer: Callable, *, remat: str, prevent_cse: bool) -> Callabl
         return layer
     if remat == "full" or remat.startswith((REMAT_BUDGET, "saved:")):
         return jax.checkpoint(layer, prevent_cse=prevent_cse)
+    elide_idle_roundings()
     if remat in _SAVED:
         saved = _SAVED[remat]
     elif remat.startswith("names:"):
@@ -109,7 +110,6 @@ def rematerialized(layer: Callable, *, remat: str, prevent_cse: bool) -> Callabl
             f"model.remat={remat!r} must be none, full, selective, products, names:A,B,..., saved:A,B,... or "
             f"policy:{', policy:'.join(STOCK_POLICIES)}."
         )
-    elide_idle_roundings()
     policy = checkpoint_policies.save_only_these_names(*saved)
     return jax.checkpoint(layer, policy=policy, prevent_cse=prevent_cse)
 

@@ -162,13 +162,12 @@ def _set_environment(config: config_lib.Config, values: flags.FlagValues, *, wor
         port=int(port) if port.isdecimal() else neuron_topology.JAX_PORT,
         lnc=neuron_topology.lnc_of(os.environ),
         cores=values.cores,
-        launcher=neuron_topology.launcher(os.environ),
     )
     # process 0 alone takes the trace
     profile = str((workdir / neuron_env.PROFILE_FOLDER).absolute()) if config.train.profile_steps and not rank else ""
     options = {"profile": profile, "config_flags": config.train.compiler_flags}
     found = neuron_env.environment(config.precision, config.parallel, place, current=os.environ, **options)
-    neuron_env.apply(os.environ, found)
+    os.environ.update(found.variables)
     if rank == 0:
         print("\n".join((f"environment      for {nodes} x {instance}", *found.notes)))
 

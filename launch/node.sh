@@ -137,7 +137,7 @@ if [[ -z $instance ]] && has_neuron; then
   [[ -n $instance ]] || fail "this machine has Neuron devices and an unknown instance type: give --instance=TYPE."
 fi
 
-exports="" # lines of `export NAME=VALUE` and `unset NAME`, of one node or of all
+exports="" # lines of `export NAME=VALUE`, of one node or of all
 if [[ -n $instance ]]; then
   rank=$node
   ! $every_node || rank=all

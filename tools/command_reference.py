@@ -1,4 +1,4 @@
-"""Writes docs/commands.md: every command with its flags, from what `--help` prints.
+"""Writes docs/commands.md: how every command is called, and its flags, from what `--help` prints.
 
 python tools/command_reference.py
 """
@@ -33,7 +33,6 @@ COMMANDS = (
     "neuron hlo",
     "neuron doctor",
     "neuron env",
-    "neuron report",
 )
 MODULES = {
     area: f"hlat_jax.{area}.__main__" for area in ("data", "run", "generate", "evaluate", "hf", "plan", "neuron")
@@ -46,15 +45,17 @@ def reference() -> str:
         "# Every command",
         "",
         "Written by `python tools/command_reference.py` from what the commands print for `--help`. `hlat train` is",
-        "`python -m hlat_jax.train`, and so with the other areas. Commands that take `--config=NAME|PATH.py` also take",
-        "`--config.SECTION.KEY=VALUE` for [every key](config.md). Exit codes: 0; 1 if the work failed; 2 if the",
-        "command, the config or the data is wrong; 3 for a plan that does not fit; 124 for a run that was stuck; 130",
-        "after Ctrl-C.",
+        "`python -m hlat_jax.train`, and so with the other areas. A command without a usage below takes",
+        "`--config=NAME|PATH.py`, `--config.SECTION.KEY=VALUE` for [every key](config.md), and its flags. Exit codes:",
+        "0; 1 if the work failed; 2 if the command, the config or the data is wrong; 3 for a plan that does not fit;",
+        "124 for a run that was stuck; 130 after Ctrl-C.",
     ]
     for command in COMMANDS:
-        usage, flags = _parts(help_of(command))
-        lines += ["", f"## {command}", "", "```", *usage, "```", "", "| flag | meaning |", "|---|---|"]
-        lines += [f"| `--{name}` | {meaning.replace('|', chr(92) + '|')} |" for name, meaning in flags]
+        usages, flags = _parts(help_of(command))
+        lines += ["", f"## {command}", ""]
+        for usage in usages:
+            lines += [f"`hlat {usage}`", ""]
+        lines += [f"- `--{name}`: {meaning}" for name, meaning in flags]
     return "\n".join(lines) + "\n"
 
 
@@ -68,11 +69,12 @@ def help_of(command: str) -> str:
 
 
 def _parts(text: str) -> tuple[list[str], list[tuple[str, str]]]:
-    """Returns the lines before the flags, and (flag, meaning) of each flag but the keys of a config."""
+    """Returns the usages of a command without a config, and (flag, meaning) of each flag but the keys of a config."""
     before, _, after = text.partition("Flags:\n")
-    usage = [line for line in before.splitlines() if not line.startswith("NAME is one of")]
-    flags = re.findall(r"^  --(?!config\.)(\S+) +(.*)$", after, re.MULTILINE)
-    return "\n".join(usage).strip().splitlines(), flags
+    usages = [] if "--config=NAME" in before else re.findall(r"python -m hlat_jax\.(.*)", before)
+    # absl ends the meaning of a flag that may be repeated with a semicolon
+    flags = re.findall(r"^  --(?!config\.)(\S+) +(.*?)(?: Default: ''\.|;)?$", after, re.MULTILINE)
+    return usages, flags
 
 
 if __name__ == "__main__":

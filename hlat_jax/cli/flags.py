@@ -8,8 +8,7 @@ import os
 import pathlib
 import re
 import sys
-import types
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from absl import flags
@@ -17,7 +16,6 @@ from ml_collections import config_flags
 
 from hlat_jax import config as config_lib
 from hlat_jax.cli import config_files
-from hlat_jax.facts import synonyms
 from hlat_jax.facts.names import nearest
 from hlat_jax.host import limits, process
 
@@ -43,7 +41,9 @@ def parse(argv: Sequence[str], define: Callable[[flags.FlagValues], None] = lamb
     flags.DEFINE_multi_string("config", [], "Name or path of the config.", flag_values=named)
     words = _parsed(named, argv, known_only=True)
     if not named.config:
-        raise ValueError(_missing_config(words, values))
+        likely = [word for word in words if word.endswith(".py") or word in config_files.shipped()]
+        hint = f" Did you mean --config={likely[0]}?" if likely else ""
+        raise ValueError(f"--config=NAME is missing; NAME is a shipped config such as tiny, or ends in .py.{hint}")
     if len(named.config) > 1:
         raise ValueError(
             f"--config is given {len(named.config)} times; a run has one config. Change keys with --config.a.b=VALUE."
@@ -51,9 +51,9 @@ def parse(argv: Sequence[str], define: Callable[[flags.FlagValues], None] = lamb
     mutable = config_files.load(named.config[0])
     before = mutable.copy_and_resolve_references()
     for word in words:
-        _check_key(word, mutable)
+        _check_key(word)
     config_flags.DEFINE_config_dict("config", mutable, flag_values=values, sys_argv=["hlat_jax", *words])
-    rest = _parsed(values, words, keys=_config_keys())
+    rest = _parsed(values, words, keys=list(_config_keys()))
     if rest:
         raise ValueError(f"unexpected argument {rest[0]!r}; every argument is --flag=value.")
     _drop_settings_of_replaced_text(values.config, before, given=given_keys(values))
@@ -61,16 +61,11 @@ def parse(argv: Sequence[str], define: Callable[[flags.FlagValues], None] = lamb
 
 
 def _drop_settings_of_replaced_text(mutable: Any, before: Any, *, given: Collection[str]) -> None:
-    """Changes settings that describe the text or tokenizer of a config whose command line replaces these.
+    """Changes settings that describe the text of a config whose command line replaces it, but for those in `given`.
 
     If data.train is replaced and data.validation would remain text that ships with the package, a share of data.train
     is held out instead. If text, tokenizer, initial weights or the number of steps are replaced, no final validation
-    loss is expected.
-
-    Args:
-      mutable: ConfigDict with the values of the command line, changed in place.
-      before: the same without them.
-      given: keys that the command line sets, which stay as they are: "data.train".
+    loss is expected. `before` is the config without the command line.
     """
     replaced = {key for key in ("train", "validation", "tokenizer") if mutable.data[key] != before.data[key]}
     if "train" in replaced and "data.validation" not in given and mutable.data.validation.startswith("package:"):
@@ -101,15 +96,8 @@ def config_words(argv: Sequence[str]) -> list[str]:
 def parse_inputs(argv: Sequence[str], values: flags.FlagValues, *, usage: str, missing: str) -> list[str]:
     """Returns the positional arguments of a command without a config, after `values` has parsed its flags.
 
-    Args:
-      argv: the command line without the program and its verb.
-      values: the flags that the command has declared; `out` is required where it is one of them.
-      usage: what `--help` prints before the flags.
-      missing: the error where there are no positional arguments.
-
-    Raises:
-      ValueError: an unknown flag (with the nearest valid one), a value of a wrong type, no --out, or no argument.
-      SystemExit: with code 0, after `--help`.
+    `usage` is what `--help` prints before the flags, and `missing` the error without positional arguments; raises as
+    `parse_own`, and ValueError without --out, where that is one of the flags.
     """
     inputs = _rest(argv, values, usage=usage)
     if not inputs:
@@ -120,12 +108,7 @@ def parse_inputs(argv: Sequence[str], values: flags.FlagValues, *, usage: str, m
 
 
 def parse_own(argv: Sequence[str], define: Callable[[flags.FlagValues], None], *, usage: str) -> flags.FlagValues:
-    """Returns the flags of a command without a config.
-
-    Args:
-      argv: the command line without the program.
-      define: as for `parse`.
-      usage: the first lines of `--help`.
+    """Returns the flags of a command without a config; `define` declares them, and `usage` begins the `--help`.
 
     Raises:
       ValueError: an unknown flag (with the nearest valid one), a value of a wrong type, or a positional argument.
@@ -150,24 +133,8 @@ def _rest(argv: Sequence[str], values: flags.FlagValues, *, usage: str) -> list[
     return rest
 
 
-def _missing_config(words: Sequence[str], values: flags.FlagValues) -> str:
-    """Returns the error for a command line without --config; names a word that was meant as one."""
-    for word in words:
-        name, _, value = word.lstrip("-").partition("=")
-        if not word.startswith("-"):
-            if word.endswith(".py") or word in config_files.shipped():
-                return f"unexpected argument {word!r}. Did you mean '--config={word}'?"
-        elif name not in values and difflib.get_close_matches(name, ["config"]):
-            return f"unknown flag --{name}. Did you mean '--config={value}'?"
-    return "--config=NAME is missing; NAME is a shipped config such as tiny, or a path that ends in .py."
-
-
 def _parsed(
-    values: flags.FlagValues,
-    argv: Sequence[str],
-    *,
-    known_only: bool = False,
-    keys: Mapping[str, dataclasses.Field] = types.MappingProxyType({}),
+    values: flags.FlagValues, argv: Sequence[str], *, known_only: bool = False, keys: Sequence[str] = ()
 ) -> list[str]:
     """Returns the arguments that are not flags of `values`.
 
@@ -175,69 +142,34 @@ def _parsed(
       values: parses the flags.
       argv: the command line.
       known_only: other flags are arguments too.
-      keys: `_config_keys()` for a command with a config.
+      keys: names in `_config_keys` for a command with a config.
 
     Raises:
       ValueError: an unknown flag, with the nearest flag or key, or a value of a wrong type, with what is allowed.
     """
+    own = sorted(["help", *(name for name in values if not name.startswith("config."))])
     for word in argv:  # absl obeys these two though nobody has declared them
-        if word.lstrip("-").split("=")[0] in ("undefok", "flagfile"):
-            raise ValueError(_unknown_flag(word, list(values), keys))
+        if (name := word.lstrip("-").split("=")[0]) in ("undefok", "flagfile"):
+            raise ValueError(f"unknown flag --{name}. {_nearest_flag(name, own, keys)}")
     try:
         return values(["hlat_jax", *argv], known_only=known_only)[1:]
     except flags.UnrecognizedFlagError as error:
-        given = (word for word in argv if word.lstrip("-").split("=")[0] == error.flagname)
-        word = next(given, f"--{error.flagname}")
-        raise ValueError(_unknown_flag(word, list(values), keys)) from None
+        name = error.flagname
+        raise ValueError(f"unknown flag --{name}. {_nearest_flag(name, own, keys)}") from None
     except (flags.Error, TypeError, ValueError, SyntaxError) as error:
         raise ValueError(_wrong_value(str(error), values)) from None
 
 
-def _unknown_flag(word: str, own: Sequence[str], keys: Mapping[str, dataclasses.Field]) -> str:
-    """Returns the error for an unknown flag, with flags of the command or keys of the config that are like it.
-
-    Args:
-      word: as it was given, such as --lr=0.1.
-      own: names of the command's flags.
-      keys: `_config_keys()` for a command with a config.
-    """
-    name, equals, value = word.lstrip("-").partition("=")
-    meant = _like(name, [*own, "help"], keys)
-    if keys and (answer := synonyms.meant_by(name)[1]):
-        return f"unknown flag --{name}. {answer}"
-    if not meant:
-        more = "; --config.SECTION.KEY=VALUE sets a key of the config" if keys else ""
-        return f"unknown flag --{name}. Known: {', '.join(f'--{known}' for known in sorted([*own, 'help']))}{more}."
-    return f"unknown flag --{name}. Did you mean {_alternatives(meant, value=equals + value)}?"
-
-
-def _alternatives(meant: Sequence[str], *, value: str = "") -> str:
-    """Returns "'--config.data.seed=1' or '--config.train.seed=1'"; `value` is that of keys, with its sign."""
-    return " or ".join(f"'--{known}{value if known.startswith('config.') else ''}'" for known in meant)
-
-
-def _like(name: str, own: Sequence[str], keys: Mapping[str, dataclasses.Field]) -> list[str]:
-    """Returns at most two flags or keys that `name` may stand for, the likeliest first."""
-    by_last = {known.rpartition(".")[2]: known for known in (*keys, *own)}
-    words = set(re.findall(r"[a-z]+", name.lower()))
-
-    def near(cutoff: float) -> list[str]:
-        close = difflib.get_close_matches(name.rpartition(".")[2], by_last, n=1, cutoff=cutoff)
-        return [by_last[last] for last in close]
-
-    def has_words(text: str) -> bool:
-        return bool(words) and words <= set(re.findall(r"[a-z]+", text.lower()))
-
-    of_others = [f"config.{key}".removeprefix("config.--") for key in synonyms.meant_by(name)[0]]
-    likely = (
-        [known for known in (*own, *keys) if known.endswith(f".{name}")]
-        or [known for known in of_others if known in own or known in keys]
-        or near(0.8)
-        or sorted((key for key in keys if has_words(key)), key=len)
-        or near(0.6)
-        or [key for key, field in keys.items() if has_words(field.metadata["doc"])]
-    )
-    return likely[:2]
+def _nearest_flag(name: str, own: Sequence[str], keys: Sequence[str]) -> str:
+    """Returns "Did you mean '--config.data.seed'?", with the same or the nearest last part; else lists `own`."""
+    last = {known: known.rpartition(".")[2] for known in (*own, *keys)}
+    same = [known for known, part in last.items() if part == name.rpartition(".")[2]]
+    close = difflib.get_close_matches(name.rpartition(".")[2], last.values(), n=1, cutoff=0.8)
+    if meant := same or [known for known, part in last.items() if part in close]:
+        words = " or ".join(f"'--{known}'" for known in meant[:2])
+        return f"Did you mean {words}?"
+    more = "; --config.SECTION.KEY=VALUE sets a key of the config" if keys else ""
+    return f"Known: {', '.join(f'--{known}' for known in own)}{more}."
 
 
 def _config_keys() -> dict[str, dataclasses.Field]:
@@ -246,8 +178,25 @@ def _config_keys() -> dict[str, dataclasses.Field]:
     return {f"config.{name}.{field.name}": field for name, cls in sections for field in dataclasses.fields(cls)}
 
 
+def _check_key(word: str) -> None:
+    """Raises ValueError for `--config.a.b` that is not a key; ml_collections would not name the nearest."""
+    match = re.match(r"--?(?:no)?(config\.[^=]*)", word)  # absl takes all of these
+    if match is None or match[1] == "config.name":
+        return
+    name, keys = match[1], list(_config_keys())
+    in_section = [key for key in keys if key.startswith(f"{name}.")]
+    if in_section:
+        raise ValueError(f"--{name} is a section; set one of its keys: {', '.join(in_section)}.")
+    if name not in keys:
+        beside = [key for key in keys if key.rpartition(".")[0] == name.rpartition(".")[0]]
+        raise ValueError(f"the config has no key --{name}. {_nearest_flag(name, beside, keys)}")
+
+
+_KINDS = {"int": "a whole number in digits", "float": "a number, such as 0.1 or 3e-4", "bool": "true or false"}
+
+
 def _wrong_value(message: str, values: flags.FlagValues) -> str:
-    """Returns absl's message, or for a value of another type, or out of bounds, one that has what is allowed."""
+    """Returns absl's message, or for a value of another type one that has what is allowed."""
     given = re.match(r"flag --(?P<name>[\w.]+)=(?P<value>.*?): ", message, re.DOTALL)
     if given is None:
         return message
@@ -256,27 +205,8 @@ def _wrong_value(message: str, values: flags.FlagValues) -> str:
     if isinstance(flag, flags.EnumFlag):
         return f"--{name}={value}: no such value. {nearest(value, filter(None, flag.parser.enum_values))}"
     kind = type(keys[name].default).__name__ if name in keys else flag.flag_type()
-    if kind == "bool":
-        return f"--{name}={value} must be true or false."
-    try:
-        number = float(value)
-    except ValueError:
-        number = None
-    if kind == "float" and number is None:
-        return f"--{name}={value} must be a number, such as 0.1 or 3e-4."
-    if kind == "float" or (kind == "int" and re.fullmatch(r"[+-]?\d+", value)):
-        bounds = {"at least": "lower_bound", "at most": "upper_bound"}
-        limits_given = {words: getattr(flag.parser, bound, None) for words, bound in bounds.items()}
-        allowed = " and ".join(f"{words} {limit}" for words, limit in limits_given.items() if limit is not None)
-        return f"--{name}={value} must be {allowed}." if allowed else message
-    if kind != "int":
-        return message
-    thousands = re.fullmatch(r"(\d+)[kK]", value)
-    if thousands:
-        example = f"; write {int(thousands[1]) * 1000} or {int(thousands[1]) * 1024}"
-    else:
-        example = f"; write {int(number)}" if number is not None and number.is_integer() else ""
-    return f"--{name}={value} must be a whole number in digits{example}."
+    is_of_kind = re.fullmatch(r"[+-]?\d+" if kind == "int" else r"[+-]?[\d.]+(e[+-]?\d+)?", value)  # and out of bounds
+    return message if kind not in _KINDS or is_of_kind else f"--{name}={value} must be {_KINDS[kind]}."
 
 
 def main(command: Callable[[Sequence[str]], int]) -> None:
@@ -317,24 +247,10 @@ def main(command: Callable[[Sequence[str]], int]) -> None:
 def check_output(flag: str, path: str) -> None:
     """Raises ValueError where the file `path` cannot be written, before the work whose result goes there."""
     file = pathlib.Path(path)
-    if file.is_dir():
-        raise ValueError(f"{flag}={path} is a folder; give a file in it, such as {file / 'report.json'}.")
     if not file.parent.is_dir():
         raise ValueError(f"{flag}={path}: there is no folder {file.parent}; make it first, or give another path.")
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise ValueError(f"{flag}={path} cannot be written; give another path.")
-
-
-def make_folder(flag: str, path: str) -> pathlib.Path:
-    """Returns the folder `path`, created if missing; raises ValueError before the work whose result goes there."""
-    folder = pathlib.Path(path)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{flag}={path} cannot be created as a folder: {error.strerror}; name another.") from None
-    if not os.access(folder, os.W_OK):
-        raise ValueError(f"{flag}={path} cannot be written to; name another folder.")
-    return folder
+    if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ValueError(f"{flag}={path} cannot be written; give the path of a file.")
 
 
 def usage(values: flags.FlagValues) -> str:
@@ -357,30 +273,3 @@ def usage(values: flags.FlagValues) -> str:
             *keys,
         )
     )
-
-
-def _check_key(word: str, mutable: Any) -> None:
-    """Raises ValueError for `--config.a.b` that is not a key; ml_collections would not name the section."""
-    key_word = re.match(r"--?(?:no)?config\.([^=]*)", word)  # absl takes all of these
-    if key_word is None:
-        return
-    path_text = key_word[1]
-    node, path = mutable, path_text.split(".")
-    for depth, key in enumerate(path):
-        valid = list(node) if hasattr(node, "keys") else []
-        if key not in valid:
-            where = ".".join(path[:depth]) or "config"
-            of_others, answer = synonyms.meant_by(path_text)
-            if answer:
-                raise ValueError(f"{where} has no key {key!r}. {answer}")
-            keys = _config_keys()
-            meant = [known for known in keys if depth and known.endswith(f".{key}")]  # of another section
-            is_far = depth == 0 and not difflib.get_close_matches(key, valid)
-            if not meant and (of_others or is_far):
-                meant = _like(path_text, ["workdir"], keys)
-            if meant:
-                raise ValueError(f"{where} has no key {key!r}. Did you mean {_alternatives(meant)}?")
-            raise ValueError(f"{where} has no key {key!r}. {nearest(key, valid)}")
-        node = node[key]
-    if hasattr(node, "keys"):
-        raise ValueError(f"--config.{path_text} is a section; set one of its keys: {', '.join(node)}.")

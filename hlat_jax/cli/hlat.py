@@ -41,8 +41,5 @@ def _without_area(word: str) -> int:
     if word == "--version":
         print(hlat_jax.__version__)
         return 0
-    if word.startswith("-"):
-        print(f"error: {word} comes before an area; write `hlat train {word}`.", file=sys.stderr)
-    else:
-        print(f"error: unknown area {word!r}. {nearest(word, AREAS)}", file=sys.stderr)
+    print(f"error: unknown area {word!r}. {nearest(word, AREAS)}", file=sys.stderr)
     return 2

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pathlib
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 from absl import flags, logging
 
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.config import Config, DataConfig
 from hlat_jax.facts.names import nearest
-from hlat_jax.host import process
+from hlat_jax.store.progress import show_progress
 
 USAGE = """Usage: python -m hlat_jax.data VERB ...
 
@@ -43,42 +41,15 @@ encoded. Ids: unk 0, bos 1, eos 2.
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs one verb; returns the exit code: 0, 1 when the work failed, 130 when it was interrupted."""
-    verbs: dict[str, Callable[[Sequence[str]], int]] = {
-        "build": _build,
-        "tokenizer": _tokenizer,
-        "stats": _stats,
-        "peek": _peek,
-    }
+    """Runs one verb; returns the exit code."""
+    verbs = {"build": _build, "tokenizer": _tokenizer, "stats": _stats, "peek": _peek}
     if not argv or argv[0] in ("--help", "-h", "help"):
         print(USAGE)
         return 0 if argv else 2
     if argv[0] not in verbs:
         raise ValueError(f"unknown verb {argv[0]!r}. {nearest(argv[0], verbs)}")
     logging.set_verbosity(logging.ERROR)  # silence absl INFO logs
-    try:
-        with _until_stdout_closes():
-            return verbs[argv[0]](argv[1:])
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        print("interrupted; run the same command again to resume.", file=sys.stderr)
-        return 130
-
-
-@contextlib.contextmanager
-def _until_stdout_closes() -> Iterator[None]:
-    """Exits with code 0 when the reader of standard output closes it, as in `... | head -1`."""
-    try:
-        try:
-            yield
-        finally:
-            if sys.stdout is not None:  # a process may have none
-                sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what Python flushes at exit
-        sys.exit(0)
+    return verbs[argv[0]](argv[1:])
 
 
 def _parse(argv: Sequence[str], values: flags.FlagValues, *, usage: str) -> list[str]:
@@ -112,26 +83,18 @@ def _build(argv: Sequence[str]) -> int:
         flag_values=values,
     )
     flags.DEFINE_integer("shard_mb", 256, "Text per shard, in 10**6 bytes.", 1, flag_values=values)
-    flags.DEFINE_integer("workers", 0, "Cores to use; 0: all of them.", 0, flag_values=values)
+    flags.DEFINE_integer("workers", 0, "Threads that tokenize; 0: one for each core.", 0, flag_values=values)
     _define_reading(values)
     words = _parse(argv, values, usage=_BUILD)
     from hlat_jax.data.build import build  # not at the top: --help does not need the readers
-    from hlat_jax.data.build.build_task import BuildOptions
 
-    options = BuildOptions(
-        text_field=values.text_field,
-        tokenizer=values.tokenizer,
-        max_document_chars=values.max_document_chars,
-        shard_bytes=values.shard_mb * 1_000_000,
-        on_bad_record=values.on_bad_record,
-        prepend_bos=values.prepend_bos,
-        batch_size=values.batch_size,
-    )
+    same = ("text_field", "tokenizer", "max_document_chars", "on_bad_record", "prepend_bos", "batch_size")
+    named = {name: values[name].value for name in same}
+    options = build.BuildOptions(shard_bytes=values.shard_mb * 1_000_000, **named)
     start_s, out = time.monotonic(), pathlib.Path(values.out).expanduser()
-    num_workers = values.workers or build.num_cores()
-    with process.raising_interrupts():
-        watch = build.progress_on(sys.stderr)
-        result = build.build(words, out=out, options=options, num_workers=num_workers, watch=watch)
+    num_workers = values.workers or os.cpu_count() or 1
+    with show_progress("opening the inputs") as status:
+        result = build.build(words, out=out, options=options, num_workers=num_workers, status=status)
     print(build.summary(result, out=out, elapsed_s=time.monotonic() - start_s))
     return 0
 
@@ -146,18 +109,18 @@ def _tokenizer(argv: Sequence[str]) -> int:
     _define_reading(values)
     words = _parse(argv, values, usage=_TOKENIZER)
     from hlat_jax.data.build import tokenizer_training
-    from hlat_jax.store.progress import ProgressBar, Status
 
-    options = tokenizer_training.TrainingOptions(
-        vocab_size=values.vocab_size,
-        text_field=values.text_field,
-        sample_bytes=values.sample_mb * 1_000_000,
-        on_bad_record=values.on_bad_record,
-    )
-    out, status = pathlib.Path(values.out).expanduser(), Status()
-    with ProgressBar(status, stream=sys.stderr):
-        trained = tokenizer_training.train(words, out=out, options=options, status=status)
-    print(tokenizer_training.summary(trained, out=out))
+    with show_progress("opening the inputs") as status:
+        summary = tokenizer_training.train(
+            words,
+            out=pathlib.Path(values.out).expanduser(),
+            vocab_size=values.vocab_size,
+            sample_bytes=values.sample_mb * 1_000_000,
+            text_field=values.text_field,
+            on_bad_record=values.on_bad_record,
+            status=status,
+        )
+    print(summary)
     return 0
 
 
@@ -169,10 +132,8 @@ def _stats(argv: Sequence[str]) -> int:
 
     config, values = _parse_config(argv, define)
     from hlat_jax.data.build import stats
-    from hlat_jax.store.progress import ProgressBar, Status
 
-    status = Status()
-    with ProgressBar(status, stream=sys.stderr):
+    with show_progress("opening the text") as status:
         report = stats.report(config, sample_bytes=values.sample_mb * 1_000_000, status=status)
     print(report)
     return 0

@@ -18,10 +18,9 @@ from hlat_jax import batch as batch_lib
 from hlat_jax.config import DataConfig, counted
 from hlat_jax.data import packing
 from hlat_jax.data.formats.records import BadRecord
-from hlat_jax.data.loader import make_batch
 from hlat_jax.data.mixture import UNNAMED
 from hlat_jax.data.order import evenly_spaced, evenly_spread
-from hlat_jax.data.streams import Source, encoder, joint_manifest, open_sources, windows
+from hlat_jax.data.streams import Source, encoder, joint_manifest, open_sources, packing_stream
 from hlat_jax.data.tokenizer import Tokenizer
 
 READ_TOKENS = 2_000_000  # rows are sampled from about this many tokens at most, which takes seconds
@@ -104,68 +103,41 @@ def open_held_out(
       rows: the rows of each batch for this process; None: all.
       rows_per_batch: batch size for the same rows; None: `data.batch_size`.
       index_folder: keeps the indices of JSONL files between runs.
-
-    Raises:
-      ValueError: see streams.open_sources; errors of single documents; a source without text to predict.
     """
     if not data.validation:
         return {}, None
     opened = open_sources(data, key="data.validation", tokenizer=tokenizer, index_folder=index_folder)
     num_together = rows_per_batch or data.batch_size
-    own = range(num_together) if rows is None else rows
-    found = {}
+    own = list(range(num_together) if rows is None else rows)
+    held_out = {}
     for source in opened:
-        taken, bytes_of, coverage, num_skipped = _rows(
-            source, data, tokenizer=tokenizer, num_rows=num_batches * data.batch_size
-        )
+        packed, coverage, num_skipped = _rows(source, data, tokenizer=tokenizer, num_rows=num_batches * data.batch_size)
         num_bytes, batches = 0.0, []
-        for start in range(0, len(taken), num_together):
-            rows = taken[start : start + num_together]
-            batch = _batch(rows, num_together, data, pad_id=tokenizer.eos_id)
-            num_bytes += counted_bytes(batch, rows, bytes_of)
-            batches.append(batch_lib.take_rows(batch, list(own)))
-        num_bytes = round(num_bytes)
+        for start in range(0, len(packed), num_together):
+            batch, bytes_BT = _batch(packed[start : start + num_together], num_together, data, pad_id=tokenizer.eos_id)
+            num_bytes += (bytes_BT[:, 1:] * (batch.weights[:, :-1] > 0)).sum()  # the next token is the target
+            batches.append(batch_lib.take_rows(batch, own))
         if not num_bytes:
             raise ValueError(
-                f"data.validation={data.validation!r} holds no text to predict; give more text, or '' for no validation"
-                + (f" (source {source.name})." if len(opened) > 1 else ".")
+                f"data.validation={data.validation!r} holds no text to predict; give more text (of source "
+                f"{source.name}), or '' for no validation."
             )
-        found[source.name] = HeldOut(batches, num_bytes, num_skipped, coverage)
-    return found, joint_manifest(opened)
-
-
-def counted_bytes(batch: batch_lib.Batch, rows: Sequence[packing.Row], bytes_of: Sequence[np.ndarray]) -> float:
-    """Returns the bytes of text of all targets of nonzero weight.
-
-    Args:
-      batch: of the rows; further rows are empty.
-      rows: whose spans name documents.
-      bytes_of: float64[n] of each document, see tokenizer.Tokenizer.bytes_of.
-    """
-    bytes_BT = np.zeros(batch.tokens.shape)
-    for number, row in enumerate(rows):
-        for span in row.spans:
-            stop = span.token + span.stop - span.start
-            bytes_BT[number, span.start : span.stop] = bytes_of[span.document][span.token : stop]
-    return float((bytes_BT[:, 1:] * (batch.weights[:, :-1] > 0)).sum())  # the target of a token is the next one
+        held_out[source.name] = HeldOut(batches, round(num_bytes), num_skipped, coverage)
+    return held_out, joint_manifest(opened)
 
 
 def _rows(
     source: Source, data: DataConfig, *, tokenizer: Tokenizer, num_rows: int
-) -> tuple[list[packing.Row], list[np.ndarray], Coverage, int]:
-    """Returns `num_rows` rows of a source (0: all), the bytes of each token of the documents in their spans, the
-    coverage of the rows, and the number of bad records skipped.
+) -> tuple[list[tuple[packing.Row, np.ndarray]], Coverage, int]:
+    """Returns `num_rows` rows of a source (0: all) with the bytes of text of each token, their coverage, and the number
+    of bad records skipped.
     """
-    total, skipped = len(source.documents), []
+    total = len(source.documents)
     limit = max(READ_TOKENS, 2 * num_rows * data.seq_len) if num_rows else None
-    documents, bytes_of, num_documents = _read(source, data, tokenizer=tokenizer, limit=limit, skipped=skipped)
-    options = {"num_documents": len(documents), "encode": iter, "position": np.zeros(4, np.int64), "max_bad": 1}
-    if data.packing == "documents":
-        stream = packing.DocumentsStream(
-            lambda _, number: documents[number], windows=windows(data, tokenizer), **options
-        )
-    else:
-        stream = packing.ConcatStream(lambda _, number: documents[number], seq_len=data.seq_len, **options)
+    documents, num_documents, num_skipped = _read(source, data, tokenizer=tokenizer, limit=limit)
+    options = {"num_documents": len(documents), "position": np.zeros(4, np.int64)}
+    options["encode"] = lambda document: iter([document[0]])
+    stream = packing_stream(data, tokenizer, lambda _, number: documents[number], **options)
     made = list(packing.first_epoch(stream)) if documents else []
     is_sample = 0 < num_rows < len(made)
     taken = [made[index] for index in evenly_spaced(len(made), num_rows)] if is_sample else made
@@ -179,55 +151,59 @@ def _rows(
         is_estimate=num_documents < total,
         num_rows=len(taken) if is_sample or num_documents < total else 0,
     )
-    return taken, bytes_of, coverage, len(skipped)
+    packed = []
+    for row in taken:
+        bytes_T = np.zeros(data.seq_len)
+        for span in row.spans:
+            stop = span.token + span.stop - span.start
+            bytes_T[span.start : span.stop] = documents[span.document][1][span.token : stop]
+        packed.append((row, bytes_T))
+    return packed, coverage, num_skipped
 
 
 def _read(
-    source: Source, data: DataConfig, *, tokenizer: Tokenizer, limit: int | None, skipped: list[BadRecord]
-) -> tuple[list[list[np.ndarray]], list[np.ndarray], int]:
-    """Returns the tokens of documents in the order of the source, the bytes of each token, and the number of documents
-    read, bad ones counted.
+    source: Source, data: DataConfig, *, tokenizer: Tokenizer, limit: int | None
+) -> tuple[list[tuple[np.ndarray, np.ndarray]], int, int]:
+    """Returns (tokens, bytes of text of each token) of documents in the order of the source, the number of documents
+    read, bad ones counted, and the number of bad ones.
 
-    Args:
-      source: to read from.
-      data: the config of the run.
-      tokenizer: of the run.
-      limit: reads evenly spread documents until they hold this many tokens; None: all documents.
-      skipped: receives the bad records that are skipped.
+    Evenly spread documents are read until they hold `limit` tokens, or all if it is None.
     """
     encode, total = encoder(data, tokenizer), len(source.documents)
     order, wanted = evenly_spread(total), total if limit is None else min(total, _FIRST_DOCUMENTS)
-    found: dict[int, list[np.ndarray]] = {}
-    bytes_of: dict[int, np.ndarray] = {}
+    documents: dict[int, tuple[np.ndarray, np.ndarray]] = {}
     num_read = num_tokens = 0
     while num_read < wanted:
         for number in sorted(itertools.islice(order, wanted - num_read)):  # ascending: a row group is read once
             try:
                 document = source.documents[number]
-                is_text = isinstance(document, str)
-                num_bytes = len(document.encode("utf-8")) if is_text else source.documents.text_bytes(number)
-                found[number] = list(encode(document))
-                bytes_of[number] = tokenizer.bytes_of(np.concatenate(found[number]), num_bytes)
-                num_tokens += len(bytes_of[number])
-            except BadRecord as error:
+            except BadRecord:
                 if data.on_bad_record != "skip":
                     raise
-                skipped.append(error)
+                continue
+            is_text = isinstance(document, str)
+            num_bytes = len(document.encode("utf-8")) if is_text else source.documents.text_bytes(number)
+            tokens = np.concatenate(list(encode(document)))
+            documents[number] = tokens, tokenizer.bytes_of(tokens, num_bytes)
+            num_tokens += len(tokens)
         num_read = wanted
         if limit is not None and num_tokens < limit:
             wanted = min(total, _GROWTH * num_read, num_read * limit // max(num_tokens, 1) + 1)
-    return [found[number] for number in sorted(found)], [bytes_of[number] for number in sorted(found)], num_read
+    return [documents[number] for number in sorted(documents)], num_read, num_read - len(documents)
 
 
-def _batch(rows: list[packing.Row], num_rows: int, data: DataConfig, *, pad_id: int) -> batch_lib.Batch:
-    """Returns `num_rows` rows, the last ones empty; the last row of `concat` may be short."""
-    padding, no_segments = np.full(data.seq_len, pad_id, np.int32), np.zeros(data.seq_len, np.int32)
-    has_segments = data.packing == "documents"
-    empty = packing.Row(padding, no_segments if has_segments else None, ())
-    whole = [dataclasses.replace(row, tokens=np.append(row.tokens, padding[len(row.tokens) :])) for row in rows]
-    batch = make_batch(whole + [empty] * (num_rows - len(rows)))
-    if not has_segments:
-        for number in range(num_rows):
-            length = len(rows[number].tokens) if number < len(rows) else 0
-            batch.weights[number, max(length - 1, 0) :] = 0.0
-    return batch
+def _batch(
+    packed: list[tuple[packing.Row, np.ndarray]], num_rows: int, data: DataConfig, *, pad_id: int
+) -> tuple[batch_lib.Batch, np.ndarray]:
+    """Returns a batch of `num_rows` rows, the last ones empty, and the bytes of text of each token."""
+    tokens_BT, bytes_BT = (np.zeros((num_rows, data.seq_len), kind) for kind in (np.int32, np.float64))
+    segment_ids_BT, tokens_BT[:] = np.zeros_like(tokens_BT), pad_id
+    for number, (row, bytes_T) in enumerate(packed):
+        length = len(row.tokens)  # the last row of `concat` may be short
+        tokens_BT[number, :length], bytes_BT[number] = row.tokens, bytes_T
+        segment_ids_BT[number, :length] = 1 if row.segment_ids is None else row.segment_ids
+    batch = batch_lib.segmented_batch(tokens_BT, segment_ids_BT)
+    if data.packing == "concat":
+        weights_BT, batch = batch.weights, batch_lib.concat_batch(tokens_BT)
+        batch.weights[:] = weights_BT
+    return batch, bytes_BT

@@ -8,7 +8,6 @@ import hashlib
 import pathlib
 import threading
 from collections.abc import Sequence
-from typing import Any
 
 import grain
 import numpy as np
@@ -58,7 +57,7 @@ class TrainBatches(grain.DatasetIterator):
         self.definition = Definition(data, tokenizer=tokenizer, index_folder=index_folder, retries=self.retries)
         self.manifest = self.definition.manifest
         self.num_documents = sum(len(source.documents) for source in self.definition.sources)
-        self.set_state(self.definition.initial_position(len(self.rows)) if position is None else position)
+        self.set_state(position)
 
     def __next__(self) -> tuple[batch_lib.Batch, np.ndarray]:
         return make_batch([row for _, row in self.next_rows()]), self._position.copy()
@@ -74,9 +73,9 @@ class TrainBatches(grain.DatasetIterator):
         """Returns int64[len(rows), 1 + 6 S]: the position after the last batch."""
         return self._position.copy()
 
-    def set_state(self, state: np.ndarray) -> None:
-        """Moves to a position; tokenizes at most one document, or window, per row and source again."""
-        position = self.definition.checked_position(state, num_rows=len(self.rows))
+    def set_state(self, state: np.ndarray | None) -> None:
+        """Moves to a position, or to the beginning; tokenizes at most a document or window per row and source again."""
+        position = self.definition.position(state, num_rows=len(self.rows))
         self._close_workers()
         self._position = position
         streams = [self.definition.row(row, position=place) for row, place in zip(self.rows, position, strict=True)]
@@ -121,60 +120,54 @@ class _RowPrefetcher:
         if num_threads:
             self._pool = concurrent.futures.ThreadPoolExecutor(num_threads, thread_name_prefix="hlat-data")
             with self._changed:
-                for index in range(len(streams)):
-                    self._submit(index)
+                self._submit_all()
 
     def next_rows(self) -> list[tuple[int, packing.Row, np.ndarray]]:
         """Returns (source, row, position after) of the next row of each stream, or raises the first exception."""
-        if self._pool is None:
-            for index, ready in enumerate(self._ready):
-                if not ready:
-                    ready.append(self._make(index))
-        else:
-            with self._changed:
-                self._changed.wait_for(lambda: all(self._ready))
-        for ready in self._ready:
-            if isinstance(ready[0], BaseException):
-                raise ready[0]  # it stays in front, so the next call raises it again
-        rows = []
         with self._changed:
-            for index, ready in enumerate(self._ready):
-                rows.append(ready.popleft())
-                self._submit(index)
+            if self._pool is None:
+                for ready, stream in zip(self._ready, self._streams, strict=True):
+                    ready.extend([] if ready else [_make(stream)])
+            self._changed.wait_for(lambda: all(self._ready))
+            for ready in self._ready:
+                if isinstance(ready[0], Exception):
+                    raise ready[0]  # it stays in front, so the next call raises it again
+            rows = [ready.popleft() for ready in self._ready]
+            self._submit_all()
         return rows
 
     def close(self) -> None:
         """Stops the threads and waits for the rows they are making."""
-        with self._changed:
-            self._stopping = True
+        self._stopping = True
         if self._pool is not None:
             self._pool.shutdown(wait=True)  # queued tasks see `_stopping` and return
 
-    def _make(self, index: int) -> Any:
-        stream = self._streams[index]
-        try:
-            return (*stream.next_row(), stream.position)
-        except Exception as error:
-            return error  # raised for the batch of this row
-
-    def _submit(self, index: int) -> None:
-        """Submits a task for one row unless the stream is busy, far enough ahead, or stopped; needs the lock."""
-        ready = self._ready[index]
-        failed = bool(ready) and isinstance(ready[-1], BaseException)
-        if self._pool is None or self._stopping or failed or self._busy[index] or len(ready) >= self._max_rows_ahead:
-            return
-        self._busy[index] = True
-        self._pool.submit(self._work, index)
+    def _submit_all(self) -> None:
+        """Submits a task for each stream that is not busy, far enough ahead, or at an exception; needs the lock."""
+        for index, ready in enumerate(self._ready):
+            failed = bool(ready) and isinstance(ready[-1], Exception)
+            is_idle = not (self._busy[index] or failed or len(ready) >= self._max_rows_ahead)
+            if is_idle and self._pool is not None and not self._stopping:
+                self._busy[index] = True
+                self._pool.submit(self._work, index)
 
     def _work(self, index: int) -> None:
         if self._stopping:
             return
-        row = self._make(index)
+        row = _make(self._streams[index])
         with self._changed:
             self._ready[index].append(row)
             self._busy[index] = False
-            self._submit(index)
+            self._submit_all()
             self._changed.notify_all()
+
+
+def _make(stream: RowStream) -> tuple[int, packing.Row, np.ndarray] | Exception:
+    """Returns (source, row, position after) of the next row, or the exception for the batch of this row."""
+    try:
+        return (*stream.next_row(), stream.position)
+    except Exception as error:
+        return error
 
 
 def batch_hash(batch: batch_lib.Batch, *, rows: Sequence[int]) -> str:

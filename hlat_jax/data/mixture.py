@@ -36,28 +36,17 @@ def parse_sources(spec: str, *, key: str) -> dict[str, str]:
     """Returns name -> PATHS of `PATHS` (one source, named "all") or of `NAME=PATHS;NAME=PATHS`, in order.
 
     A path that starts like a name, such as lang=en/a.jsonl, must be written ./lang=en/a.jsonl.
-
-    Raises:
-      ValueError: named and unnamed parts together, a name given twice, "all" beside others, a name without paths.
     """
     parts = [part for part in spec.split(";") if part.strip()]
-    found = [_NAMED.fullmatch(part) for part in parts]
-    if not any(found):
+    matches = [_NAMED.fullmatch(part) for part in parts]
+    if not any(matches):
         return {UNNAMED: spec}
-    named: dict[str, str] = {}
-    for part, match in zip(parts, found, strict=True):
-        if match is None:
-            raise ValueError(
-                f"{key}={spec!r}: {part.strip()!r} has no name; several sources are NAME=PATHS;NAME=PATHS."
-            )
-        name, paths = match[1], match[2].strip()
-        if name in named:
-            raise ValueError(f"{key}={spec!r} names {name!r} twice; write its paths in one place, separated by commas.")
-        if name == UNNAMED and len(parts) > 1:
-            raise ValueError(f"{key}={spec!r}: {name!r} means all sources together; give this one another name.")
-        if not paths:
-            raise ValueError(f"{key}={spec!r}: source {name!r} has no paths.")
-        named[name] = paths
+    named = {match[1]: match[2].strip() for match in matches if match}
+    if len(named) < len(parts) or not all(named.values()) or (UNNAMED in named and len(named) > 1):
+        raise ValueError(
+            f"{key}={spec!r}: several sources are NAME=PATHS;NAME=PATHS, each with a name of its own, which is not "
+            f"{UNNAMED!r}, and with paths, separated by commas."
+        )
     return named
 
 
@@ -88,38 +77,29 @@ def parse_stages(
 
     `batch_tokens` is the most that a batch holds; with `has_padding` it usually holds less. A stage until N tokens ends
     with the batch that reaches N.
-
-    Raises:
-      ValueError: an unknown or missing name, a weight that is not a number or negative, weights that are all zero, an
-        until that does not increase, one on the last stage, or none on another.
     """
-    if not spec.strip():
-        if len(names) > 1:
-            example = ",".join(f"{name}=1" for name in names)
-            raise ValueError(
-                f"data.mixture is empty, but data.train has {len(names)} sources; set it, for example to {example}"
-            )
-        return (MixtureStage(None, (fractions.Fraction(1),)),)
     parts = [part for part in spec.split(";") if part.strip()]
+    if not parts and len(names) == 1:
+        return (MixtureStage(None, (fractions.Fraction(1),)),)
     if not parts:
-        raise ValueError(f"data.mixture={spec!r} holds no weights; leave it empty or give NAME=WEIGHT for each source.")
+        example = ",".join(f"{name}=1" for name in names)
+        raise ValueError(f"data.mixture is empty, but data.train has {len(names)} sources; set it, as to {example}")
     stages, before = [], 0
     for number, part in enumerate(parts, 1):
         where = f"data.mixture, stage {number} ({part.strip()})"
         weights, unit, count = _UNTIL.fullmatch(part).groups()
         shares = _shares(weights, names=names, where=where)
         if (unit is None) != (number == len(parts)):
-            what = "is the last stage and must not have" if unit else "is not the last stage and must have"
-            raise ValueError(f"{where} {what} an until_step or until_tokens.")
-        until = tokens = None
-        if unit:
-            amount = _count(count, where=where)
-            until = amount if unit == "step" else -(-amount // batch_tokens)
-            tokens = amount if unit == "tokens" and has_padding else None
-            if until <= before:
-                raise ValueError(f"{where} ends with step {until}, but must end after step {before}.")
-            before = until
-        stages.append(MixtureStage(until, shares, tokens))
+            raise ValueError(f"{where}: each stage but the last must have an until_step or until_tokens.")
+        if unit is None:
+            stages.append(MixtureStage(None, shares))
+            continue
+        amount = _count(count, where=where)
+        until = amount if unit == "step" else -(-amount // batch_tokens)
+        if until <= before:
+            raise ValueError(f"{where} ends with step {until}, but must end after step {before}.")
+        stages.append(MixtureStage(until, shares, amount if unit == "tokens" and has_padding else None))
+        before = until
     return tuple(stages)
 
 
@@ -147,22 +127,16 @@ def _shares(text: str, *, names: Sequence[str], where: str) -> tuple[fractions.F
     weights: dict[str, fractions.Fraction] = {}
     for item in text.split(","):
         match = _NAMED.fullmatch(item)
-        if match is None:
-            raise ValueError(f"{where}: {item.strip()!r} is not NAME=WEIGHT.")
-        name, number = match[1], match[2].strip()
-        if name not in names:
-            meant = nearest(name, names)
-            if list(names) == [UNNAMED]:
-                meant = "It has one source without a name: name them, NAME=PATHS;NAME=PATHS, or empty data.mixture."
-            raise ValueError(f"{where}: data.train has no source {name!r}. {meant}")
-        if name in weights:
-            raise ValueError(f"{where}: {name!r} has two weights; give it one.")
+        if match is None or match[1] not in names:
+            meant = nearest(match[1], names) if match else ""
+            raise ValueError(f"{where}: {item.strip()!r} is not NAME=WEIGHT of a source in data.train. {meant}")
         try:
-            weights[name] = fractions.Fraction(number)  # exact: shares do not depend on floating-point rounding
+            weight = fractions.Fraction(match[2].strip())  # exact: shares do not depend on floating-point rounding
         except (ValueError, ZeroDivisionError):
-            raise ValueError(f"{where}: the weight {number!r} of {name!r} is not a number.") from None
-        if weights[name] < 0:
-            raise ValueError(f"{where}: the weight {number} of {name!r} is negative.")
+            weight = fractions.Fraction(-1)
+        if weight < 0 or match[1] in weights:
+            raise ValueError(f"{where}: {item.strip()!r} must be the one weight of its source, a number of at least 0.")
+        weights[match[1]] = weight
     missing = [name for name in names if name not in weights]
     if missing:
         raise ValueError(f"{where} has no weight for {', '.join(missing)}; write {missing[0]}=0 to leave it out.")
@@ -183,81 +157,63 @@ def _count(text: str, *, where: str) -> int:
     return int(number)
 
 
-@dataclasses.dataclass(frozen=True)
-class SourceChoice:
-    """The source of one row of one batch, and the account of that row before it.
-
-    Attributes:
-      source: number of the source.
-      row_tokens: tokens of a full row.
-      shares: those of the stage.
-      padding: padding tokens in this row of the batches before.
-      emitted, owed: as for Mixture.choose; `owed` includes the credit for this row.
-    """
-
-    source: int
-    row_tokens: int
-    shares: tuple[fractions.Fraction, ...]
-    padding: int
-    emitted: tuple[int, ...]
-    owed: tuple[int, ...]
-
-    def account_after(self, num_tokens: int) -> tuple[list[int], list[int]]:
-        """Returns (emitted, owed) after a row of `num_tokens` tokens; the sum of `owed` is 0 before and after."""
-        emitted, owed = list(self.emitted), list(self.owed)
-        emitted[self.source] += num_tokens
-        owed[self.source] -= num_tokens
-        padding, paid = self.padding + self.row_tokens - num_tokens, 0
-        for source, bound in enumerate(itertools.accumulate(self.shares)):
-            # cumulative sums are rounded, so that errors do not accumulate
-            until = math.floor(bound * padding) - math.floor(bound * self.padding)
-            owed[source] -= until - paid
-            paid = until
-        return emitted, owed
-
-
 class Mixture:
-    """The choice of a source for every row of every batch, by stages.
+    """The choice of a source for every row of every batch, by stages, and the account of each row.
 
     Attributes:
       names: the sources, in order.
       stages: see parse_stages.
       num_rows: rows of a batch, among which the tokens of a stage are divided evenly.
+      row_tokens: tokens of a full row.
     """
 
-    def __init__(self, names: Sequence[str], *, stages: Sequence[MixtureStage], num_rows: int = 1):
-        self.names, self.stages, self.num_rows = tuple(names), tuple(stages), num_rows
+    def __init__(self, names: Sequence[str], *, stages: Sequence[MixtureStage], num_rows: int, row_tokens: int):
+        self.names, self.stages = tuple(names), tuple(stages)
+        self.num_rows, self.row_tokens = num_rows, row_tokens
         # source i has the points from bound i - 1 to below bound i, perhaps none
         self._bounds = [[int(bound * _UNIT) for bound in itertools.accumulate(s.shares)] for s in self.stages]
 
-    def choose(
-        self, row: int, *, batch: int, row_tokens: int, emitted: Sequence[int], owed: Sequence[int]
-    ) -> SourceChoice:
+    def choose(self, row: int, *, batch: int, emitted: Sequence[int], owed: Sequence[int]) -> int:
         """Returns the source of one row of one batch.
 
         Args:
-          row: of the batch.
-          batch: its number, from 0.
-          row_tokens: tokens of a full row.
+          row: number of the row in the batch.
+          batch: number of the batch, from 0.
           emitted: tokens of each source in row `row` of the batches before.
-          owed: tokens owed to each source after those, see SourceChoice.account_after.
+          owed: tokens owed to each source after those, see `account_after`.
         """
-        num_tokens = sum(emitted)
-        stage = self._stage(batch, num_tokens=num_tokens * self.num_rows)
-        shares, owed = self.stages[stage].shares, list(owed)
-        owed[self._selected(stage, row, batch)] += row_tokens
-        weighted = (source for source, share in enumerate(shares) if share)
-        most = max(weighted, key=lambda source: owed[source])  # the first of equals
-        return SourceChoice(most, row_tokens, shares, batch * row_tokens - num_tokens, tuple(emitted), tuple(owed))
+        stage = self._stage(batch, emitted)
+        credited = self._credited(stage, row, batch=batch, owed=owed)
+        weighted = (source for source, share in enumerate(self.stages[stage].shares) if share)
+        return max(weighted, key=lambda source: credited[source])  # the first of equals
 
-    def _stage(self, batch: int, *, num_tokens: int) -> int:
-        stages = enumerate(self.stages[:-1])
+    def account_after(
+        self, row: int, *, batch: int, emitted: Sequence[int], owed: Sequence[int], num_tokens: int
+    ) -> tuple[list[int], list[int]]:
+        """Returns (emitted, owed) after a row of `num_tokens` tokens; the sum of `owed` is 0 before and after."""
+        stage, source = self._stage(batch, emitted), self.choose(row, batch=batch, emitted=emitted, owed=owed)
+        padding = batch * self.row_tokens - sum(emitted)  # in this row of the batches before
+        padding_after, paid = padding + self.row_tokens - num_tokens, 0
+        emitted, owed = list(emitted), self._credited(stage, row, batch=batch, owed=owed)
+        emitted[source] += num_tokens
+        owed[source] -= num_tokens
+        for number, bound in enumerate(itertools.accumulate(self.stages[stage].shares)):
+            # cumulative sums are rounded, so that errors do not accumulate
+            until = math.floor(bound * padding_after) - math.floor(bound * padding)
+            owed[number] -= until - paid
+            paid = until
+        return emitted, owed
+
+    def _credited(self, stage: int, row: int, *, batch: int, owed: Sequence[int]) -> list[int]:
+        """Returns `owed` with the tokens of a full row for the source that the point of this row selects."""
+        point, owed = (row * _STEP_ROW + batch * _STEP_BATCH) % _UNIT, list(owed)
+        owed[bisect.bisect_right(self._bounds[stage], point)] += self.row_tokens
+        return owed
+
+    def _stage(self, batch: int, emitted: Sequence[int]) -> int:
+        num_tokens, stages = sum(emitted) * self.num_rows, enumerate(self.stages[:-1])
         running = (number for number, stage in stages if not stage.is_over(batch, num_tokens=num_tokens))
         return next(running, len(self.stages) - 1)
-
-    def _selected(self, stage: int, row: int, batch: int) -> int:
-        point = (row * _STEP_ROW + batch * _STEP_BATCH) % _UNIT
-        return bisect.bisect_right(self._bounds[stage], point)
 
     def describe(self) -> str:
         """Returns the shares of all stages in one line."""

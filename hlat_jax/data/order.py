@@ -1,4 +1,4 @@
-"""Orders of documents, which are Grain's, and of the rows of a window."""
+"""Orders of documents: the shuffled ones are Grain's."""
 
 from __future__ import annotations
 
@@ -25,16 +25,6 @@ class Order:
         return int(self._numbers[epoch * self._num_documents + entry])
 
 
-def row_order(num_rows: int, *, key: str) -> list[int]:
-    """Returns a permutation of the numbers below `num_rows` that depends on `key` alone.
-
-    Grain's takes up to 10 ms for a number of a few, and NumPy keeps the bits of Philox in all its releases.
-    """
-    digest = hashlib.blake2b(key.encode(), digest_size=16).digest()
-    bits = np.random.Philox(key=int.from_bytes(digest, "little")).random_raw(num_rows)
-    return np.argsort(bits, kind="stable").tolist()
-
-
 def evenly_spread(total: int) -> Iterator[int]:
     """Yields each number below `total` once, in golden-ratio steps: any first n are about evenly spread."""
     step = round(total * (math.sqrt(5) - 1) / 2)
@@ -49,9 +39,8 @@ def evenly_spaced(total: int, count: int) -> Sequence[int]:
 
 
 @functools.cache
-def algorithm_hash(*, shuffles_rows: bool = False) -> str:
-    """Returns 8 hex digits that change if another release of Grain or of this package permutes differently."""
+def algorithm_hash() -> str:
+    """Returns 8 hex digits that change if another release of Grain permutes differently."""
     few, many = Order(16, seed=1), Order((1 << 16) + 1, seed=1)
     orders = [[order.number(epoch, entry) for entry in range(16)] for order in (few, many) for epoch in (0, 1)]
-    orders += [row_order(16, key="1")] if shuffles_rows else []
     return hashlib.blake2b(repr(orders).encode(), digest_size=4).hexdigest()

@@ -9,9 +9,6 @@ is cut into pieces, EOS after each, in order (HLAT's script put the tail pieces 
 number of documents at a time, a window, which ends with the epoch, and packs it best-fit. Every cut is a segment: no
 attention and no target crosses its ends. The rest of a row is padding.
 
-With data.shuffle_by="row" the rows of each window are shuffled, so that consecutive rows come from different documents,
-however long these are. Under `concat` a ShuffledConcatStream has windows for that.
-
 A stream calls `read(epoch, document)` for its documents by number and `encode(document)` for int32 arrays of tokens.
 `read` returns None for a bad record to be skipped, which the stream counts.
 """
@@ -24,15 +21,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
-
-from hlat_jax.data.order import row_order
-
-BUFFER_ROWS, BUFFER_DOCUMENTS, BUFFER_TOKENS = 256, 16, 1 << 22
-
-POSITION_FIELDS = {
-    "concat": ("epoch", "document", "token", "skipped"),
-    "documents": ("epoch", "document", "row", "skipped"),
-}
 
 Read = Callable[[int, int], Any]
 Encode = Callable[[Any], Iterator[np.ndarray]]
@@ -95,16 +83,13 @@ class ConcatStream:
     document + 1, 0). Resuming from a position tokenizes at most that document again.
     """
 
-    def __init__(
-        self, read: Read, *, num_documents: int, encode: Encode, seq_len: int, position: np.ndarray, max_bad: int
-    ):
-        self._read, self._encode, self._max_bad = read, encode, max_bad
+    def __init__(self, read: Read, *, num_documents: int, encode: Encode, seq_len: int, position: np.ndarray):
+        self._read, self._encode = read, encode
         self._num_documents, self._seq_len = num_documents, seq_len
         self._epoch, self._document, self._token, self._skipped = (int(value) for value in position)
         self._rest = np.zeros(0, np.int32)  # tokens of the current piece that are in no row yet
         self._pieces: Iterator[np.ndarray] | None = None  # later pieces of the current document
         self._skip = self._token
-        self._skipped_in_a_row = 0
 
     @property
     def position(self) -> np.ndarray:
@@ -112,12 +97,7 @@ class ConcatStream:
         return np.asarray([self._epoch, self._document, self._token, self._skipped], np.int64)
 
     def next_row(self) -> Row:
-        """Returns the next row.
-
-        Raises:
-          ValueError: a document that cannot be read, a position beyond the end of its document, or `max_bad` bad
-            records in a row.
-        """
+        """Returns the next row; raises what `read` and `encode` raise."""
         parts, spans, filled = [], [], 0
         while filled < self._seq_len:
             if len(self._rest) == 0:
@@ -142,10 +122,6 @@ class ConcatStream:
             document = self._read(self._epoch, self._document)
             if document is None and not self._skip:
                 self._skipped += 1
-                self._skipped_in_a_row += 1
-                _check_not_all_bad(self._skipped_in_a_row, self._max_bad)
-            else:
-                self._skipped_in_a_row = 0
             self._pieces = iter(()) if document is None else self._encode(document)
         piece = next(self._pieces, None)
         if piece is not None:
@@ -153,26 +129,41 @@ class ConcatStream:
             self._skip -= dropped
             self._rest = piece[dropped:]
             return
-        if self._skip:
-            raise ValueError(
-                f"position (epoch {self._epoch}, document {self._document}, token {self._token}) is {self._skip} "
-                "tokens beyond the end of its document; resume with the text and the tokenizer it was saved with."
-            )
+        assert not self._skip, "the position is beyond the end of its document"
         self._pieces, self._token = None, 0
         self._document += 1
         if self._document == self._num_documents:
             self._epoch, self._document = self._epoch + 1, 0
 
 
-class _WindowStream:
-    """An endless stream of the rows of one window of documents after another, epoch after epoch.
+@dataclasses.dataclass
+class _Window:
+    """Consecutive documents of a stream, tokenized so far.
+
+    Attributes:
+      epoch, first: the epoch and number of the first document.
+      num_documents: documents of the whole window.
+      num_read: documents read so far, bad ones too.
+      documents: (number, tokens) of each good one.
+      num_bad: bad records skipped.
+    """
+
+    epoch: int
+    first: int
+    num_documents: int
+    num_read: int = 0
+    documents: list[tuple[int, np.ndarray]] = dataclasses.field(default_factory=list)
+    num_bad: int = 0
+
+
+class DocumentsStream:
+    """An endless stream of rows of whole documents: the cuts of `window_documents` at a time, packed best-fit.
 
     The state is `position`, int64[4]: the epoch and number of the first document of the window, the next row of the
     window, and the bad records skipped so far (those of a window count with its first row). After the last row of a
     window it is row 0 of the next one. Resuming from a position tokenizes the documents of that window again.
 
-    Each row tokenizes a share of the next window, so that only the first row waits for a whole window. The rows are in
-    an order that depends on `seed` and on the first document of their window; with seed None, as they are packed.
+    Each row tokenizes a share of the next window, so that only the first row waits for a whole window.
     """
 
     def __init__(
@@ -182,14 +173,14 @@ class _WindowStream:
         num_documents: int,
         encode: Encode,
         seq_len: int,
+        window_documents: int,
+        pad_id: int,
         position: np.ndarray,
-        max_bad: int,
-        seed: int | None,
     ):
         self._read, self._encode, self._num_documents = read, encode, num_documents
-        self._seq_len, self._max_bad, self._seed = seq_len, max_bad, seed
+        self._seq_len, self._window_documents, self._pad_id = seq_len, window_documents, pad_id
         self._epoch, self._document, self._row, self._skipped = (int(value) for value in position)
-        self._next = _Window(self._epoch, self._document)
+        self._next = self._window(self._epoch, self._document)
         self._rows: list[Row | None] = []
         self._num_taken = 0  # rows taken from this window since it was opened in this process
 
@@ -199,12 +190,7 @@ class _WindowStream:
         return np.asarray([self._epoch, self._document, self._row, self._skipped], np.int64)
 
     def next_row(self) -> Row:
-        """Returns the next row.
-
-        Raises:
-          ValueError: a document that cannot be read, a position beyond the last row of its window, or `max_bad` bad
-            records in a row.
-        """
+        """Returns the next row; raises what `read` and `encode` raise."""
         while not self._rows:
             self._open_window()
         row, self._rows[self._row] = self._rows[self._row], None  # to free its tokens
@@ -215,24 +201,20 @@ class _WindowStream:
             self._close_window()
         return row
 
+    def _window(self, epoch: int, first: int) -> _Window:
+        return _Window(epoch, first, min(self._window_documents, self._num_documents - first))
+
     def _open_window(self) -> None:
-        while self._filled(self._next) < 1.0:
+        while self._next.num_read < self._next.num_documents:
             self._tokenize_one()
         window, self._num_taken = self._next, 0
-        rows = self._pack(window)
-        if self._row and self._row >= len(rows):
-            raise ValueError(
-                f"position (epoch {self._epoch}, document {self._document}, row {self._row}) is beyond the {len(rows)} "
-                "rows of its window; resume with the text and the tokenizer it was saved with."
-            )
+        self._rows = self._pack(window)
         if self._row == 0:  # else they were counted with the first row
             self._skipped += window.num_bad
-        if self._seed is not None:
-            key = f"{self._seed} {self._epoch} {self._document}"
-            rows = [rows[number] for number in row_order(len(rows), key=key)]
-        self._rows, self._end = rows, window.end
-        self._next = _Window(*window.end, bad_in_a_row=window.bad_in_a_row)
-        if not rows:
+        end = window.first + window.num_documents
+        self._end = (window.epoch, end) if end < self._num_documents else (window.epoch + 1, 0)
+        self._next = self._window(*self._end)
+        if not self._rows:
             self._close_window()
 
     def _close_window(self) -> None:
@@ -241,122 +223,44 @@ class _WindowStream:
     def _read_ahead(self, share: float) -> None:
         """Tokenizes about `share` of the next window; errors are left to the first row of that window."""
         try:
-            while self._filled(self._next) < min(share, 1.0):
+            while self._next.num_read < share * self._next.num_documents:
                 self._tokenize_one()
         except Exception:
             return
 
     def _tokenize_one(self) -> None:
         window = self._next
-        epoch, number = window.end
-        document = self._read(epoch, number)
+        number = window.first + window.num_read
+        document = self._read(window.epoch, number)
         if document is None:
-            _check_not_all_bad(window.bad_in_a_row + 1, self._max_bad)
-            window.bad_in_a_row += 1
             window.num_bad += 1
         else:
-            pieces = list(self._encode(document))
-            window.bad_in_a_row = 0
-            window.documents.append((epoch, number, pieces[0] if len(pieces) == 1 else np.concatenate(pieces)))
-            window.num_tokens += len(window.documents[-1][2])
-        window.end = (epoch, number + 1) if number + 1 < self._num_documents else (epoch + 1, 0)
-
-    def _filled(self, window: _Window) -> float:
-        """Returns the share of a window that is read; 1 or more when it is whole."""
-        raise NotImplementedError
-
-    def _pack(self, window: _Window) -> list[Row]:
-        raise NotImplementedError
-
-
-class _Window:
-    """Consecutive documents of a stream, tokenized so far.
-
-    Attributes:
-      first_epoch, first: the epoch and number of the first document.
-      end: (epoch, number) of the document after the last one that was read.
-      documents: (epoch, number, tokens) of each good one.
-      num_tokens, num_bad: tokens, and bad records skipped.
-      bad_in_a_row: bad records since the last good one, also of the windows before.
-    """
-
-    def __init__(self, epoch: int, document: int, *, bad_in_a_row: int = 0):
-        self.first_epoch, self.first = self.end = epoch, document
-        self.documents: list[tuple[int, int, np.ndarray]] = []
-        self.num_tokens = self.num_bad = 0
-        self.bad_in_a_row = bad_in_a_row
-
-
-class ShuffledConcatStream(_WindowStream):
-    """A stream of rows of `seq_len` tokens of the concatenated documents of each window.
-
-    A window is whole with BUFFER_DOCUMENTS documents, BUFFER_TOKENS tokens, or the last document of the epoch, but not
-    before it has BUFFER_ROWS rows, for which it may take documents of later epochs. Its tokens that do not fill the
-    last row, fewer than `seq_len`, are dropped.
-    """
-
-    def _filled(self, window: _Window) -> float:
-        documents = max(len(window.documents) / BUFFER_DOCUMENTS, window.num_tokens / BUFFER_TOKENS)
-        enough = max(documents, window.end[0] - window.first_epoch)
-        return min(window.num_tokens / (BUFFER_ROWS * self._seq_len), enough)
-
-    def _pack(self, window: _Window) -> list[Row]:
-        num_rows = window.num_tokens // self._seq_len
-        spans: list[list[Span]] = [[] for _ in range(num_rows)]
-        begin = 0
-        for epoch, number, tokens in window.documents:
-            end = min(begin + len(tokens), num_rows * self._seq_len)
-            for row in range(begin // self._seq_len, -(-end // self._seq_len)):
-                first = row * self._seq_len  # in the window, as `begin` and `end`
-                start, stop = max(begin, first), min(end, first + self._seq_len)
-                spans[row].append(Span(epoch, number, start - begin, start - first, stop - first))
-            begin = end
-        tokens = np.concatenate([tokens for _, _, tokens in window.documents])
-        rows = tokens[: num_rows * self._seq_len].reshape(num_rows, self._seq_len)
-        return [Row(row, None, tuple(places)) for row, places in zip(rows, spans, strict=True)]
-
-
-@dataclasses.dataclass(frozen=True)
-class DocumentWindows:
-    """The windows of `documents` packing: tokens of a row, documents of a window, and the token id of padding."""
-
-    seq_len: int
-    num_documents: int
-    pad_id: int
-
-
-class DocumentsStream(_WindowStream):
-    """A stream of rows of whole documents: the cuts of each window of `windows.num_documents`, packed best-fit."""
-
-    def __init__(self, read: Read, *, windows: DocumentWindows, seed: int | None = None, **options: Any):
-        super().__init__(read, seq_len=windows.seq_len, seed=seed, **options)
-        self._windows = windows
-
-    def _filled(self, window: _Window) -> float:
-        if window.end[0] > window.first_epoch:
-            return 1.0
-        return (window.end[1] - window.first) / min(self._windows.num_documents, self._num_documents - window.first)
+            window.documents.append((number, np.concatenate(list(self._encode(document)))))
+        window.num_read += 1
 
     def _pack(self, window: _Window) -> list[Row]:
         cuts = [
-            (epoch, number, token, tokens[token : token + self._seq_len])
-            for epoch, number, tokens in window.documents
+            (number, token, tokens[token : token + self._seq_len])
+            for number, tokens in window.documents
             for token in range(0, len(tokens), self._seq_len)
         ]
         rows = []
         for numbers in best_fit([len(tokens) for *_, tokens in cuts], capacity=self._seq_len):
-            tokens_T = np.full(self._seq_len, self._windows.pad_id, np.int32)
+            tokens_T = np.full(self._seq_len, self._pad_id, np.int32)
             segment_ids_T, start, spans = np.zeros(self._seq_len, np.int32), 0, []
-            for segment, (epoch, document, token, tokens) in enumerate((cuts[number] for number in numbers), 1):
+            for segment, (document, token, tokens) in enumerate((cuts[number] for number in numbers), 1):
                 stop = start + len(tokens)
                 tokens_T[start:stop], segment_ids_T[start:stop] = tokens, segment
-                spans.append(Span(epoch, document, token, start, stop))
+                spans.append(Span(window.epoch, document, token, start, stop))
                 start = stop
             rows.append(Row(tokens_T, segment_ids_T, tuple(spans)))
         return rows
 
 
-def first_epoch(stream: ConcatStream | DocumentsStream) -> Iterator[Row]:
+Stream = ConcatStream | DocumentsStream
+
+
+def first_epoch(stream: Stream) -> Iterator[Row]:
     """Yields the rows of the first epoch of a new stream; the last row of a ConcatStream ends with the epoch."""
     while stream.position[0] == 0:
         row = stream.next_row()
@@ -364,15 +268,6 @@ def first_epoch(stream: ConcatStream | DocumentsStream) -> Iterator[Row]:
             spans = tuple(span for span in row.spans if span.epoch == 0)
             row = Row(row.tokens[: spans[-1].stop], None, spans)
         yield row
-
-
-def _check_not_all_bad(skipped: int, max_bad: int) -> None:
-    """Raises ValueError if so many consecutive records are bad that there seems to be no good document."""
-    if skipped >= max_bad:
-        raise ValueError(
-            f"the last {skipped} documents of one row are bad records; fix the data, or set "
-            'data.on_bad_record="raise" to see the reasons.'
-        )
 
 
 def best_fit(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import pathlib
 from collections.abc import Collection
 from typing import Any
 
-from hlat_jax.cli.config_files import exists, map_paths
+from hlat_jax.cli.config_files import exists
 from hlat_jax.config import DataConfig
 from hlat_jax.data.formats.paths import asset_path, nothing_at, tokenizer_file
 from hlat_jax.data.mixture import parse_sources
@@ -37,23 +36,6 @@ def check_text_path(path: str, *, key: str) -> None:
         return
     if not exists(os.path.expanduser(path)):
         raise nothing_at(path, key=key)
-
-
-def with_moved_text(data: DataConfig) -> DataConfig:
-    """Returns the config with text that is not where it was taken from the working directory, if it is there.
-
-    Of an absolute path the longest end that exists there is taken: a project that moved keeps its folders.
-    """
-
-    def moved(path: str) -> str:
-        plain = path.strip()
-        if not os.path.isabs(plain) or exists(plain):
-            return path
-        parts = pathlib.PurePath(plain).parts[1:]
-        ends = (os.path.join(os.getcwd(), *parts[first:]) for first in range(len(parts)))
-        return next(filter(exists, ends), path)
-
-    return dataclasses.replace(data, train=map_paths(moved, data.train), validation=map_paths(moved, data.validation))
 
 
 def was_opened(data: DataConfig, workdir: pathlib.Path) -> bool:

@@ -6,23 +6,19 @@ to, up to there (see streams). Step k trains batch k, or a later one where `trai
 
 from __future__ import annotations
 
-import dataclasses
 import io
-import math
 import pathlib
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from hlat_jax.config import Config
 from hlat_jax.data.streams import identity
 from hlat_jax.store.atomic_files import write_whole
 from hlat_jax.store.checkpoint_checks import RUN_FILE, RUN_ITEM, saved_run
 
 FOLDER = "positions"
-_CHECKPOINTS = "checkpoints"
 
 Identity = Callable[[int], str]  # of the data, up to a step
 
@@ -37,8 +33,8 @@ def write(workdir: pathlib.Path, num_batches: int, *, position: np.ndarray, data
 
 def rewind(workdir: pathlib.Path, num_batches: int) -> None:
     """Removes positions after `num_batches`, perhaps of an attempt with other settings that has no checkpoint."""
-    for kept, path in _indexed(workdir):
-        if kept > num_batches:
+    for path in workdir.glob(f"{FOLDER}/*.npz"):
+        if path.stem.isdecimal() and int(path.stem) > num_batches:
             path.unlink()
 
 
@@ -47,71 +43,31 @@ def nearest(
 ) -> tuple[int, np.ndarray, pathlib.Path] | None:
     """Returns (batches, position, file) of the last position recorded after `num_batches` or fewer; None if none is.
 
-    Raises:
-      ValueError: it belongs to other data.
+    Raises ValueError if that one, or a later one, belongs to other data.
     """
-    files = [(kept, path) for kept, path in (*_indexed(workdir), *_saved(workdir)) if kept <= num_batches]
-    files.sort(key=lambda item: item[0], reverse=True)
-    return _first(files, workdir, data_identity=data_identity, most=num_batches)
-
-
-def check_identity(workdir: pathlib.Path, step: int, *, data_identity: Identity) -> bool:
-    """Returns whether the run has recorded, at any step, which data it was trained on.
-
-    Raises:
-      ValueError: the record nearest to `step` belongs to other data.
-    """
-    files = sorted([*_indexed(workdir), *_saved(workdir)], key=lambda item: abs(item[0] - step))
-    return _first(files, workdir, data_identity=data_identity) is not None
-
-
-def with_order_of_run(config: Config, workdir: pathlib.Path) -> Config:
-    """Returns the config with data.shuffle_by of the run in `workdir`; prints that of `config` if it is ignored."""
-    saved = max(_saved(workdir), default=None)
-    if saved is None:
-        return config
-    try:
-        kept = saved_run(saved[1].parents[1])["metadata"]["config"]["data"]["shuffle_by"]
-    except (OSError, ValueError, KeyError):  # damaged; whoever restores it reports that
-        return config
-    if kept == config.data.shuffle_by:
-        return config
-    print(f"data.shuffle_by  {config.data.shuffle_by} is ignored: this run began with {kept}")
-    return dataclasses.replace(config, data=dataclasses.replace(config.data, shuffle_by=kept))
-
-
-def _indexed(workdir: pathlib.Path) -> Iterator[tuple[int, pathlib.Path]]:
-    for path in (workdir / FOLDER).glob("*.npz"):
-        if path.stem.isdecimal():
-            yield int(path.stem), path
-
-
-def _saved(workdir: pathlib.Path) -> Iterator[tuple[int, pathlib.Path]]:
-    for path in (workdir / _CHECKPOINTS).glob("*"):
-        if path.name.isdecimal() and (path / RUN_ITEM / RUN_FILE).is_file():
-            yield int(path.name), path / RUN_ITEM / RUN_FILE
-
-
-def _first(
-    files: Sequence[tuple[int, pathlib.Path]], workdir: pathlib.Path, *, data_identity: Identity, most: float = math.inf
-) -> tuple[int, np.ndarray, pathlib.Path] | None:
-    """Returns (batches, position, file) of the first readable file that is after at most so many batches.
-
-    Raises:
-      ValueError: it belongs to other data.
-    """
-    for named, path in files:
-        found = _read(path, named)
-        if found is None or found[0] > most:
+    for named, path in sorted(_recorded(workdir), reverse=True):
+        record = _read(path, named)
+        if record is None:
             continue
-        kept, position, found_identity = found
-        if found_identity != data_identity(kept):
+        recorded_after, position, recorded_identity = record
+        if recorded_identity != data_identity(recorded_after):
             raise ValueError(
                 f"{path} belongs to a run on other data (another text, tokenizer, seed, mixture or packing); use the "
-                f"config it was trained with, see {workdir / 'config.json'}, or another --workdir."
+                "config it was trained with, which its run folder has, or another --workdir."
             )
-        return kept, position, path
+        if recorded_after <= num_batches:
+            return recorded_after, position, path
     return None
+
+
+def _recorded(workdir: pathlib.Path) -> Iterator[tuple[int, pathlib.Path]]:
+    """Yields (number in its name, file) of the positions of a run: its own files, and those of its checkpoints."""
+    for path in workdir.glob(f"{FOLDER}/*.npz"):
+        if path.stem.isdecimal():
+            yield int(path.stem), path
+    for path in workdir.glob(f"checkpoints/*/{RUN_ITEM}/{RUN_FILE}"):
+        if path.parents[1].name.isdecimal():
+            yield int(path.parents[1].name), path
 
 
 def _read(path: pathlib.Path, named: int) -> tuple[int, np.ndarray, str] | None:
@@ -121,13 +77,11 @@ def _read(path: pathlib.Path, named: int) -> tuple[int, np.ndarray, str] | None:
             with np.load(path) as kept:
                 return named, kept["position"], str(kept["identity"])
         run = saved_run(path.parents[1])
-        metadata, num_batches = run["metadata"], run["position"][0][0]  # every row begins with it
+        metadata, position = run["metadata"], np.asarray(run["position"], np.int64)
+        num_batches = int(position[0, 0])  # every row begins with it
         if num_batches - metadata.get("skipped_batches", 0) != named:  # a renamed checkpoint
             return None
         hashes = {key: metadata[key] for key in ("manifest", "tokenizer_sha256")}
-        found = identity(metadata["config"]["data"], num_batches=num_batches, **hashes)
-        return num_batches, np.asarray(run["position"], np.int64), found
-    except (OSError, EOFError, ValueError, LookupError, TypeError, NotImplementedError):
-        return None
-    except (zipfile.BadZipFile, zlib.error):
+        return num_batches, position, identity(metadata["config"]["data"], num_batches=num_batches, **hashes)
+    except (OSError, EOFError, ValueError, LookupError, TypeError, NotImplementedError, zipfile.BadZipFile, zlib.error):
         return None

@@ -14,18 +14,16 @@ from typing import Any
 
 import numpy as np
 
-from hlat_jax.config import counted
 from hlat_jax.data.formats import records
-from hlat_jax.data.formats.array_record import ArrayRecordDocuments
+from hlat_jax.data.formats.array_record import array_record_documents
 from hlat_jax.data.formats.arrow import arrow_documents
-from hlat_jax.data.formats.built import BuiltTokens, manifest_fingerprint, open_built
+from hlat_jax.data.formats.built import manifest_fingerprint, open_built
 from hlat_jax.data.formats.columns import ColumnCache
 from hlat_jax.data.formats.files import DataFile, Snapshot
-from hlat_jax.data.formats.jsonl import JsonlDocuments
+from hlat_jax.data.formats.jsonl import jsonl_documents
 from hlat_jax.data.formats.parquet import parquet_documents
 from hlat_jax.data.formats.paths import file_format, find_files
 from hlat_jax.data.formats.plain_text import TextDocuments
-from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.data.order import evenly_spaced, evenly_spread
 from hlat_jax.data.tokenizer import Tokenizer
 
@@ -78,13 +76,6 @@ class Corpus:
         part, number = self._place(index)
         return self._parts[part].locate(number)
 
-    def token_lengths(self) -> np.ndarray | None:
-        """Returns int64[documents], tokens of each document, if all are stored as token ids; else None."""
-        if not all(isinstance(part, BuiltTokens) for part in self._parts):
-            return None
-        lengths = np.concatenate([part.token_lengths() for part in self._parts])
-        return lengths[self._held_out] if self._is_held_out else np.delete(lengths, self._held_out)
-
     def text_bytes(self, index: int) -> int:
         """Returns the UTF-8 bytes of the text of a document that is stored as token ids."""
         part, number = self._place(index)
@@ -110,46 +101,6 @@ def _digest(fields: list[Any]) -> str:
     return hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest()
 
 
-class TokenRows:
-    """Rows of `seq_len` tokens, by number, of the concatenated documents of a corpus of stored ids, as documents.
-
-    The last tokens, if they do not fill a row, are in none. Takes 8 bytes of memory for each document.
-
-    Attributes:
-      corpus: the documents.
-      manifest: the manifest of the corpus.
-      seq_len: tokens of a row.
-    """
-
-    def __init__(self, corpus: Corpus, lengths: np.ndarray, *, seq_len: int):
-        self.corpus, self.manifest, self.seq_len = corpus, corpus.manifest, seq_len
-        self._starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-
-    def __len__(self) -> int:
-        return int(self._starts[-1]) // self.seq_len
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        parts = self.parts(index)
-        return np.concatenate([self.corpus[document][token : token + count] for document, token, count in parts])
-
-    def parts(self, index: int) -> list[tuple[int, int, int]]:
-        """Returns (document, its first token there, number of tokens) of each document in row `index`, in order."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
-        parts, filled = [], 0
-        document, token = records.find_part(self._starts, index * self.seq_len)
-        while filled < self.seq_len:
-            length = int(self._starts[document + 1] - self._starts[document])
-            count = min(length - token, self.seq_len - filled)
-            parts.append((document, token, count))
-            document, token, filled = document + 1, 0, filled + count
-        return parts
-
-    def token_lengths(self) -> np.ndarray:
-        """Returns int64[rows]: `seq_len` for each, without taking memory for each."""
-        return np.broadcast_to(np.int64(self.seq_len), len(self))
-
-
 def open_corpus(
     spec: str,
     *,
@@ -165,12 +116,10 @@ def open_corpus(
     A document is a str, or int32[n] where a dataset stores token ids: those that packing.document_tokens would yield,
     with the EOS of each piece.
 
-    The manifest identifies the documents, independent of their location: for each file (a run of plain-text files is
-    one entry, and so is a dataset) `name, kind, bytes, documents, rows, fingerprint`, and for stored ids `tokens,
-    tokenizer_sha256, vocab_size, eos_id, max_document_chars` and `prepend_bos` where it is true; then `documents` in
-    all, `text_field` and `hash` of bytes, documents and fingerprints. Two manifests with the same hash have the same
-    documents under the same numbers: the fingerprint of JSONL covers every byte, and that of a dataset its content; of
-    other files over 1 MiB it covers the size and 16 blocks of 64 KiB.
+    The manifest identifies the documents, independent of their location. It has an entry for each file, dataset and run
+    of plain-text files. Two manifests with the same `hash` have the same documents under the same numbers: the
+    fingerprint of JSONL covers every byte, and that of a dataset its content; of other files over 1 MiB it covers the
+    size and 16 blocks of 64 KiB.
 
     Args:
       spec: paths separated by commas.
@@ -180,10 +129,6 @@ def open_corpus(
       index_folder: a folder that keeps the indices of JSONL files between runs.
       tokenizer_sha256: the tokenizer that must have made stored ids, by default any.
       cut_text: whether plain-text files are cut into documents at paragraphs.
-
-    Raises:
-      ValueError: see paths.find_files; a file that cannot be indexed; ids from another tokenizer; no documents,
-        or none with text.
     """
     ignored = ""
     if files is None:
@@ -204,21 +149,20 @@ def open_corpus(
             if kind == "built":
                 part = open_built(file, key=key, tokenizer_sha256=tokenizer_sha256)
             elif kind == "array_record":
-                part = ArrayRecordDocuments(Snapshot(file, has_checksums=True))
+                part = array_record_documents(Snapshot(file))
             elif kind == "jsonl":
-                part = JsonlDocuments(Snapshot(file), field=text_field, index_folder=index_folder)
+                part = jsonl_documents(Snapshot(file), field=text_field, index_folder=index_folder)
+            elif kind == "arrow":
+                part = arrow_documents(Snapshot(file), field=text_field)
             else:
-                open_columns = arrow_documents if kind == "arrow" else parquet_documents
-                part = open_columns(Snapshot(file), field=text_field, cache=cache)
+                part = parquet_documents(Snapshot(file), field=text_field, cache=cache)
             add(kind, [file], part)
     num_documents = sum(map(len, parts))
     if num_documents == 0:
         raise ValueError(f"{key}={spec!r}: {len(entries)} file(s) hold no documents.")
     digest = _digest([text_field] + [[entry[k] for k in ("bytes", "documents", "fingerprint")] for entry in entries])
     manifest = {"files": entries, "documents": num_documents, "text_field": text_field, "hash": digest}
-    corpus = Corpus(parts, manifest, ignored=ignored)
-    _check_not_empty(corpus, what=f"{key}={spec!r}")
-    return corpus
+    return Corpus(parts, manifest, ignored=ignored)
 
 
 def unknown_share(documents: Sequence[str | np.ndarray], tokenizer: Tokenizer) -> float:
@@ -248,21 +192,6 @@ def many_unknown(name: str, share: float) -> str:
     )
 
 
-def _check_not_empty(documents: Corpus, *, what: str) -> None:
-    """Raises ValueError if all documents are empty or bad; reads up to the first good one."""
-    problem = ""
-    for index in range(len(documents)):
-        try:
-            document = documents[index]
-        except BadRecord as bad:  # raised again, or skipped, in training: data.on_bad_record
-            problem = problem or bad.problem
-            continue
-        if isinstance(document, str) or len(document) > 1:  # the stored ids of an empty text are one EOS
-            return
-    first = f"The first error: {problem}" if problem else "They are empty."
-    raise ValueError(f"{what}: of {counted(len(documents), 'document')}, none can be read. {first}")
-
-
 def _manifest_entry(kind: str, files: list[DataFile], part: Any) -> dict[str, Any]:
     prints = [snapshot.content_hash or snapshot.fingerprint for snapshot in part.snapshots]
     joined = prints[0] if len(prints) == 1 else hashlib.blake2b("".join(prints).encode(), digest_size=16).hexdigest()
@@ -271,7 +200,6 @@ def _manifest_entry(kind: str, files: list[DataFile], part: Any) -> dict[str, An
         "kind": kind,
         "bytes": sum(snapshot.size for snapshot in part.snapshots),
         "documents": len(part),
-        "rows": part.num_rows,
         "fingerprint": joined,
     }
     if kind == "built":

@@ -9,9 +9,6 @@ data.window_documents at a time (see packing). Row r of batch k is the next row 
 data.mixture chooses from k and the tokens emitted into row r before (see mixture). So batch k is a pure function of
 (manifests, tokenizer, those settings, k), independent of which process computes which rows.
 
-With data.shuffle_by="row", a source of stored ids has the rows of seq_len tokens of its concatenated documents in place
-of documents, so that batch k needs no other batch; texts have their rows shuffled within a buffer of documents.
-
 The position of row r is int64[1 + 6 S]: the number of batches so far, then for each source the position of its stream
 r, the tokens it has emitted into this row, and the tokens it is owed. Resuming needs nothing else. The position of a
 loader stacks those of its rows.
@@ -20,7 +17,6 @@ loader stacks those of its rows.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import hashlib
 import json
 import pathlib
@@ -40,7 +36,7 @@ from hlat_jax.data.retries import Retries
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.resolve import held_out_share
 
-NUM_FIELDS = 6  # per source in a position: four of its stream, see packing.POSITION_FIELDS, and the next two
+NUM_FIELDS = 6  # per source in a position: four of its stream, see packing, and the next two
 EMITTED, OWED = slice(5, None, NUM_FIELDS), slice(6, None, NUM_FIELDS)
 _SKIPPED = slice(4, None, NUM_FIELDS)
 _MANY_EPOCHS = 20  # a stream misses the only good document for this many epochs with probability exp(-20)
@@ -62,7 +58,7 @@ class Source:
     """
 
     name: str
-    documents: sources.Corpus | sources.TokenRows
+    documents: sources.Corpus
     order: Order | None
     notes: str
 
@@ -78,10 +74,6 @@ def open_sources(
 
     If data.validation is a share, it is held out of each source of data.train. Plain-text files of data.train are cut
     into documents at paragraphs if there are otherwise too few documents for the rows of a batch.
-
-    Raises:
-      ValueError: see mixture.parse_sources and sources.open_corpus; a seed that Grain cannot take; fewer documents in a
-        source of data.train than rows in a batch.
     """
     if not 0 <= data.seed < 2**32:
         raise ValueError(f"data.seed={data.seed} must be in 0 .. 2**32 - 1.")
@@ -97,18 +89,14 @@ def open_sources(
             corpus = corpus.split(share=share, held_out=not is_train)
             notes.append(f"{counted(corpus.num_held_out, 'document')} held out for validation")
         notes += [corpus.ignored] if corpus.ignored else []
-        documents, order = corpus, None
-        if is_train and _shuffles_rows(data) and data.packing == "concat":
-            lengths = corpus.token_lengths()
-            if lengths is not None:
-                documents = sources.TokenRows(corpus, lengths, seq_len=data.seq_len)
         if is_train:
-            _check_enough(len(documents), corpus, data, key=where)
+            _check_enough(corpus, data, key=where)
+        order = None
         if data.shuffle and is_train:
             # sources of equal length need different orders; an unnamed source uses the seed itself
             offset = 0 if name == UNNAMED else zlib.crc32(name.encode())
-            order = Order(len(documents), seed=(data.seed + offset) % 2**32)
-        opened.append(Source(name, documents, order, ", ".join(notes)))
+            order = Order(len(corpus), seed=(data.seed + offset) % 2**32)
+        opened.append(Source(name, corpus, order, ", ".join(notes)))
     return opened
 
 
@@ -125,12 +113,9 @@ def open_documents(spec: str, data: DataConfig, *, key: str, **options: Any) -> 
     return documents
 
 
-def _shuffles_rows(data: DataConfig) -> bool:
-    return data.shuffle and data.shuffle_by == "row"
-
-
-def _check_enough(num_left: int, corpus: sources.Corpus, data: DataConfig, *, key: str) -> None:
+def _check_enough(corpus: sources.Corpus, data: DataConfig, *, key: str) -> None:
     """Raises ValueError if a source has fewer documents than rows in a batch, beside those held out."""
+    num_left = len(corpus)
     if num_left >= data.batch_size:
         return
     held_out = f" and {corpus.num_held_out} to hold out ({data.validation=})" if corpus.num_held_out else ""
@@ -176,7 +161,6 @@ def identity(data: Mapping[str, Any], *, manifest: Mapping[str, Any], tokenizer_
     """
     fields = [data[key] for key in _DEFINING] + [manifest["hash"], manifest["order"], tokenizer_sha256]
     fields += [data["window_documents"]] if data["packing"] == "documents" else []
-    fields += ["row"] if data.get("shuffle_by") == "row" else []
     fields += ["bos"] if data["prepend_bos"] else []
     fields += [_first_stages(data, num_batches=num_batches)]
     return hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest()
@@ -189,34 +173,30 @@ def data_drift(saved: Mapping[str, Any], current: Mapping[str, Any], *, num_batc
     Later stages may be added, changed or removed.
     """
     lines = []
-
-    def add(what: str, before: object, now: object, *, advice: str = "") -> None:
-        lines.append(f"{what}: {before} in the checkpoint, {now} now{advice}")
-
     for key in ("manifest", "validation_manifest"):
         before, now = ((settings.get(key) or {"files": []})["files"] for settings in (saved, current))
         if len(before) != len(now):
-            add(key, counted(len(before), "file"), f"{len(now):,}")
+            lines.append(f"{key}: {counted(len(before), 'file')} in the checkpoint, {len(now):,} now")
             continue
-        compared = ("bytes", "documents", "fingerprint")
-        pairs = [(a, b) for a, b in zip(before, now, strict=True) if any(a[name] != b[name] for name in compared)]
-        for entries in pairs[:3]:
-            add(key, *(f"{e['name']} with {e['bytes']:,} bytes, {e['fingerprint'][:8]}" for e in entries))
-    before, now = (settings["manifest"].get("order") for settings in (saved, current))
-    if None not in (before, now) and before != now:
-        lines.append(
-            f"the order of documents: permutation {before} in the checkpoint, {now} with this release of Grain"
-        )
+        facts = [[(e["bytes"], e["documents"], e["fingerprint"]) for e in entries] for entries in (before, now)]
+        changed = [entry["name"] for entry, old, new in zip(now, *facts, strict=True) if old != new]
+        if changed:
+            lines.append(
+                f"{key}: {', '.join(changed[:3])} changed since the checkpoint ({len(changed):,} of {len(now):,})"
+            )
     before, now = saved["config"]["data"], current["config"]["data"]
     if held_out_share(before["validation"]) != held_out_share(now["validation"]):
-        advice = ", and a share is held out of data.train: give"
-        advice += f" --config.data.validation={shlex.quote(before['validation'])}"
-        add("data.validation", repr(before["validation"]), repr(now["validation"]), advice=advice)
+        lines.append(
+            f"data.validation: {before['validation']!r} in the checkpoint, {now['validation']!r} now, and a share is "
+            f"held out of data.train: give --config.data.validation={shlex.quote(before['validation'])}"
+        )
     if before["mixture"] != now["mixture"]:
         stages = [_first_stages(data, num_batches=num_batches) for data in (before, now)]
         if stages[0] != stages[1]:
-            advice = f", which differ before step {num_batches + 1:,}; only stages that start after it may change"
-            add("data.mixture", repr(before["mixture"]), repr(now["mixture"]), advice=advice)
+            lines.append(
+                f"data.mixture: {before['mixture']!r} in the checkpoint, {now['mixture']!r} now, which differ before "
+                f"step {num_batches + 1:,}; only stages that start after it may change"
+            )
     return lines
 
 
@@ -231,11 +211,7 @@ def _stages(data: Mapping[str, Any], names: Sequence[str]) -> tuple[MixtureStage
 
 
 def encoder(data: DataConfig, tokenizer: Tokenizer) -> packing.Encode:
-    """Returns a function from a document to its tokens; stored ids are returned as they are.
-
-    Raises:
-      ValueError: data.prepend_bos with a tokenizer that has no BOS.
-    """
+    """Returns a function from a document to its tokens; stored ids are returned as they are."""
     tokenizer.require_bos(data.prepend_bos, key="data.prepend_bos=True")
 
     def encode(document: str | np.ndarray) -> Iterator[np.ndarray]:
@@ -245,11 +221,6 @@ def encoder(data: DataConfig, tokenizer: Tokenizer) -> packing.Encode:
         return packing.document_tokens(document, tokenizer=tokenizer, **options)
 
     return encode
-
-
-def windows(data: DataConfig, tokenizer: Tokenizer) -> packing.DocumentWindows:
-    """Returns the settings of `documents` packing; padding is EOS, which every vocabulary has."""
-    return packing.DocumentWindows(data.seq_len, data.window_documents, tokenizer.eos_id)
 
 
 class Definition:
@@ -269,20 +240,15 @@ class Definition:
         index_folder: pathlib.Path | None = None,
         retries: Retries | None = None,
     ):
-        """Opens `data.train`; `index_folder` keeps the indices of JSONL files between runs, `retries` reads again.
-
-        Raises:
-          ValueError: see open_sources and mixture.parse_stages.
-        """
+        """Opens `data.train`; `index_folder` keeps the indices of JSONL files between runs, `retries` reads again."""
         # check data.mixture before reading any file
         names = list(parse_sources(data.train, key="data.train"))
         stages = _stages(dataclasses.asdict(data), names)
-        self.mixture = Mixture(names, stages=stages, num_rows=data.batch_size)
+        self.mixture = Mixture(names, stages=stages, num_rows=data.batch_size, row_tokens=data.seq_len)
         self.sources = open_sources(data, key="data.train", tokenizer=tokenizer, index_folder=index_folder)
         self._data, self._tokenizer, self._retries = data, tokenizer, retries or Retries()
-        self.manifest = joint_manifest(self.sources) | {
-            "order": algorithm_hash(shuffles_rows=_shuffles_rows(data)) if data.shuffle else None
-        }
+        self._encode = encoder(data, tokenizer)
+        self.manifest = joint_manifest(self.sources) | {"order": algorithm_hash() if data.shuffle else None}
 
     def identity(self, num_batches: int) -> str:
         """Returns the identity of the data up to `num_batches`, see `identity`."""
@@ -293,29 +259,19 @@ class Definition:
             num_batches=num_batches,
         )
 
-    def initial_position(self, num_rows: int) -> np.ndarray:
-        """Returns int64[num_rows, 1 + 6 S]: the position of every row before the first batch."""
-        return np.zeros((num_rows, 1 + NUM_FIELDS * len(self.sources)), np.int64)
-
-    def checked_position(self, position: np.ndarray, *, num_rows: int) -> np.ndarray:
-        """Returns a copy of a position of `num_rows` rows. Raises ValueError if it is invalid."""
-        position = np.array(position, np.int64)
+    def position(self, position: np.ndarray | None, *, num_rows: int) -> np.ndarray:
+        """Returns int64[num_rows, 1 + 6 S], a copy of a position; without one, that before the first batch."""
         shape = (num_rows, 1 + NUM_FIELDS * len(self.sources))
-        if position.shape != shape or np.delete(position, OWED, axis=1).min() < 0:
-            fields = (*packing.POSITION_FIELDS[self._data.packing], "emitted", "owed")
-            raise ValueError(
-                f"position has shape {position.shape} and lowest value {position.min(initial=0)}; it must have shape "
-                f"{list(shape)}, the number of batches and then {fields} for each of the {len(self.sources)} sources, "
-                "and only `owed` may be negative."
-            )
-        if len(set(position[:, 0].tolist())) > 1:
-            raise ValueError(f"position: its rows are at different batches, {sorted(set(position[:, 0].tolist()))}.")
+        position = np.zeros(shape, np.int64) if position is None else np.array(position, np.int64)
+        if position.shape != shape:
+            raise ValueError(f"position has shape {position.shape}; these rows and sources have positions of {shape}.")
         return position
 
     def row(self, row: int, *, position: np.ndarray) -> RowStream:
         """Returns the stream of row `row` of every batch, starting at a position int64[1 + 6 S]."""
-        make = functools.partial(self._stream, row)
-        return RowStream(row, mixture=self.mixture, stream=make, position=position, row_tokens=self._data.seq_len)
+        numbers = range(len(self.sources))
+        streams = [self._stream(row, source, position=position[_fields(source)]) for source in numbers]
+        return RowStream(row, mixture=self.mixture, streams=streams, position=position)
 
     def document(self, source: int, *, row: int, epoch: int, entry: int) -> int:
         """Returns the number, within its source, of the document at entry `entry` of a stream in an epoch."""
@@ -328,32 +284,34 @@ class Definition:
     def _stream(self, row: int, source: int, *, position: np.ndarray) -> Any:
         data, documents = self._data, self.sources[source].documents
         num_own = self.num_entries(source, row=row)
-        if position[1] >= num_own:
-            raise ValueError(
-                f"position of row {row} is document {position[1]}, but {counted(len(documents), 'document')} in "
-                f"{counted(data.batch_size, 'row')} leave it {num_own}; resume with the data.train and data.batch_size "
-                "it was saved with."
-            )
-
-        def read(epoch: int, entry: int) -> str | np.ndarray | None:
-            number = self.document(source, row=row, epoch=epoch, entry=entry)
-            try:
-                return self._retries(lambda: documents[number], key=(source, number))
-            except BadRecord:
-                if data.on_bad_record == "skip":
-                    return None
-                raise
 
         # with shuffling, a stream reads other documents in every epoch; without, the same ones
-        max_bad = 2 * num_own if self.sources[source].order is None else _MANY_EPOCHS * len(documents)
-        common = {"num_documents": num_own, "encode": encoder(data, self._tokenizer)}
-        common |= {"position": position, "max_bad": max_bad}
-        seed = zlib.crc32(f"{data.seed} {self.sources[source].name} {row}".encode()) if _shuffles_rows(data) else None
-        if data.packing == "documents":
-            return packing.DocumentsStream(read, windows=windows(data, self._tokenizer), seed=seed, **common)
-        if seed is not None and not isinstance(documents, sources.TokenRows):
-            return packing.ShuffledConcatStream(read, seq_len=data.seq_len, seed=seed, **common)
-        return packing.ConcatStream(read, seq_len=data.seq_len, **common)
+        most_bad = 2 * num_own if self.sources[source].order is None else _MANY_EPOCHS * len(documents)
+        bad_in_a_row = 0
+
+        def read(epoch: int, entry: int) -> str | np.ndarray | None:
+            nonlocal bad_in_a_row
+            number = self.document(source, row=row, epoch=epoch, entry=entry)
+            try:
+                document = self._retries(lambda: documents[number])
+            except BadRecord:
+                bad_in_a_row += 1
+                if data.on_bad_record == "skip" and bad_in_a_row < most_bad:
+                    return None
+                raise  # all of them seem to be bad
+            bad_in_a_row = 0
+            return document
+
+        options = {"num_documents": num_own, "position": position, "encode": self._encode}
+        return packing_stream(data, self._tokenizer, read, **options)
+
+
+def packing_stream(data: DataConfig, tokenizer: Tokenizer, read: packing.Read, **options: Any) -> packing.Stream:
+    """Returns the stream of `data.packing`; padding is EOS, which every vocabulary has."""
+    if data.packing == "concat":
+        return packing.ConcatStream(read, seq_len=data.seq_len, **options)
+    windows = {"window_documents": data.window_documents, "pad_id": tokenizer.eos_id}
+    return packing.DocumentsStream(read, seq_len=data.seq_len, **windows, **options)
 
 
 class RowStream:
@@ -363,26 +321,22 @@ class RowStream:
       position: int64[1 + 6 S], before the next row.
     """
 
-    def __init__(self, row: int, *, mixture: Mixture, stream: Any, position: np.ndarray, row_tokens: int):
-        self._row, self._mixture, self._row_tokens = row, mixture, row_tokens
+    def __init__(self, row: int, *, mixture: Mixture, streams: Sequence[packing.Stream], position: np.ndarray):
+        self._row, self._mixture, self._streams = row, mixture, streams
         self.position = np.array(position, np.int64)
-        # all now, so that an invalid position raises here
-        self._streams = [
-            stream(source, position=self.position[_fields(source)]) for source in range(len(mixture.names))
-        ]
 
     def next_row(self) -> tuple[int, packing.Row]:
         """Returns (number of its source, the next row). Raises as the streams do, without moving the position."""
         position = self.position.copy()  # callers hold earlier positions
-        account = {"emitted": position[EMITTED].tolist(), "owed": position[OWED].tolist()}
-        choice = self._mixture.choose(self._row, batch=int(position[0]), row_tokens=self._row_tokens, **account)
-        stream = self._streams[choice.source]
-        row = stream.next_row()
+        account = {"batch": int(position[0]), "emitted": position[EMITTED].tolist(), "owed": position[OWED].tolist()}
+        source = self._mixture.choose(self._row, **account)
+        row = self._streams[source].next_row()
+        num_tokens = sum(span.stop - span.start for span in row.spans)
+        position[EMITTED], position[OWED] = self._mixture.account_after(self._row, **account, num_tokens=num_tokens)
         position[0] += 1
-        position[_fields(choice.source)] = stream.position
-        position[EMITTED], position[OWED] = choice.account_after(sum(span.stop - span.start for span in row.spans))
+        position[_fields(source)] = self._streams[source].position
         self.position = position
-        return choice.source, row
+        return source, row
 
 
 def _fields(source: int) -> slice:

@@ -19,8 +19,6 @@ from hlat_jax.data.kept_tokenizer import resolve_tokenizer_path
 from hlat_jax.data.tokenizer_json import JsonModel
 from hlat_jax.resolve import export_problem, resolve
 
-_MAX_FILE_BYTES = 256 << 20  # of large vocabularies: 5 MB of SentencePiece, 35 MB of tokenizer.json
-
 
 class Tokenizer:
     """The tokenizer at `path`, which may be 'package:NAME'. Thread-safe; encoding releases the GIL.
@@ -36,9 +34,6 @@ class Tokenizer:
       vocab_size: that of the model, which may exceed the number of tokens; None: not checked.
       stop_ids: tokens besides EOS that end a generated text, from the files of an imported model.
       key: what was given, for errors.
-
-    Raises:
-      ValueError: no path, no such file, not a tokenizer, no EOS, or more tokens than the model's vocab_size.
     """
 
     def __init__(
@@ -52,12 +47,6 @@ class Tokenizer:
         if not path:
             raise ValueError("data.tokenizer is empty; give a SentencePiece .model file or 'package:austen_2k.model'.")
         self.path = tokenizer_file(path, key=key)
-        num_bytes = self.path.stat().st_size
-        if num_bytes > _MAX_FILE_BYTES:
-            raise ValueError(
-                f"{key}={path} is no tokenizer: it has {num_bytes:,} bytes, more than {_MAX_FILE_BYTES:,}; give a "
-                "SentencePiece .model file or a tokenizer.json."
-            )
         serialized = self.path.read_bytes()
         self.is_json = self.path.suffix == ".json"
         self._model = (JsonModel if self.is_json else _SentencePiece)(self.path, serialized)
@@ -136,18 +125,15 @@ class Tokenizer:
         num_bytes.flags.writeable = False  # cached and shared
         return num_bytes
 
-    def bytes_of(self, ids: np.ndarray, num_bytes: int | None) -> np.ndarray:
+    def bytes_of(self, ids: np.ndarray, num_bytes: int) -> np.ndarray:
         """Returns float64[n]: how many of the `num_bytes` bytes of a text each of its tokens stands for.
 
         Unknown tokens share what the other pieces leave. Without them, or if nothing is left, the pieces share the text
-        in proportion to their lengths, which they have exactly if the tokenizer is lossless. With `num_bytes` None, an
-        unknown token counts as the mean of the others.
+        in proportion to their lengths, which they have exactly if the tokenizer is lossless.
         """
         each = self.token_bytes[ids].astype(np.float64)
         unknown = ids == self.unk_id
         known = each.sum()
-        if num_bytes is None:
-            num_bytes = known + unknown.sum() * known / max(np.count_nonzero(each), 1)
         if unknown.any() and known < num_bytes:
             each[unknown] = (num_bytes - known) / unknown.sum()
         elif known:

@@ -17,11 +17,7 @@ _EOS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_co
 
 
 class JsonModel:
-    """A tokenizer.json with the interface of _SentencePiece: adds no special tokens and parses none in a text.
-
-    Raises:
-      ValueError: the extra is not installed, or the file is not a tokenizer.json.
-    """
+    """A tokenizer.json with the interface of _SentencePiece: adds no special tokens and parses none in a text."""
 
     def __init__(self, path: pathlib.Path, serialized: bytes):
         missing = f"{path} needs the library tokenizers: pip install 'hlat_jax[hf]'."
@@ -81,7 +77,10 @@ class JsonModel:
     def _special(self, folder: pathlib.Path, name: str) -> int:
         """Returns the id of EOS or BOS from the files beside it; -1: none names it."""
         for file in _EOS_FILES:
-            content = _object(folder / file)
+            try:
+                content = read_json(folder / file)
+            except (OSError, ValueError):
+                continue
             token, number = content.get(f"{name}_token"), content.get(f"{name}_token_id")
             token = token.get("content") if isinstance(token, dict) else token
             number = number[0] if isinstance(number, list) and number else number
@@ -89,13 +88,6 @@ class JsonModel:
             if type(found) is int and 0 <= found < self.vocab_size:
                 return found
         return -1
-
-
-def _object(path: pathlib.Path) -> dict[str, Any]:
-    try:
-        return read_json(path)
-    except (OSError, ValueError):
-        return {}
 
 
 def _kinds(decoder: dict[str, Any] | None) -> set[str]:

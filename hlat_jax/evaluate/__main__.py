@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 import os
 import pathlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,15 +36,6 @@ NAME is a task of the LM Evaluation Harness, or one of the paper's suites: hlat 
 """
 
 _KINDS = ("tasks", "text", "data", "validation")
-# Flag -> the inputs that it applies to.
-_APPLIES_TO = {
-    "tasks_folder": ("tasks",),
-    "num_fewshot": ("tasks",),
-    "limit": ("tasks",),
-    "window": ("text", "data"),
-    "text_field": ("data",),
-    "bos": ("text", "data", "tasks"),
-}
 
 
 def main(argv: Sequence[str]) -> int:
@@ -64,12 +54,7 @@ def main(argv: Sequence[str]) -> int:
     values = flags_lib.parse_own(argv, _define, usage=_USAGE)
     kinds = [kind for kind in _KINDS if values[kind].value]
     if len(kinds) != 1:
-        both = f"{' and '.join(f'--{kind}' for kind in kinds)} are given together; " if kinds else ""
-        raise ValueError(f"{both}give one of --text=FILE, --data=SOURCE, --validation and --tasks=NAME,NAME.")
-    for name, allowed in _APPLIES_TO.items():
-        if values[name].present and kinds[0] not in allowed:
-            others = " and ".join(f"--{kind}" for kind in allowed)
-            raise ValueError(f"--{name} has no effect with --{kinds[0]}; it applies to {others}. Leave it out.")
+        raise ValueError("give one of --text=FILE, --data=SOURCE, --validation and --tasks=NAME,NAME.")
     if values.json:
         flags_lib.check_output("--json", values.json)
     logging.set_verbosity(logging.ERROR)  # silence INFO logs of libraries
@@ -87,166 +72,151 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
+def _open_model(values: flags.FlagValues) -> inference.TrainedModel:
+    """Returns the model of the command line, after a line that describes it."""
+    with show_progress("opening the model"):
+        trained = inference.trained_model(values)
+    print(trained.described, flush=True)
+    return trained
+
+
 def _run_tasks(values: flags.FlagValues) -> None:
     from hlat_jax.evaluate.tasks import Tasks, report
 
     os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported: one bar, which is ours
     tasks = Tasks(values.tasks, num_fewshot=values.num_fewshot, limit=values.limit, folder=values.tasks_folder)
     tasks.load()  # first, so that it fails before the model is loaded, which takes longer
-    with show_progress("opening the model"):
-        trained = inference.trained_model(values)
+    trained = _open_model(values)
     from hlat_jax.evaluate.harness import HarnessModel
 
-    print(trained.described, flush=True)
     with show_progress("preparing the questions") as status:
         results = tasks(HarnessModel(trained, batch_size=values.batch_size, bos=values.bos, status=status))
     if values.limit:
-        limit = counted(values.limit, "question")
-        print(f"Only {limit} of each task: for a quick try, not comparable with published figures.")
+        print(f"--limit={values.limit}: for a quick try, not comparable with published figures.")
     print(report(results, tasks, name=str(values.checkpoint)))
-    if values.json:
-        kept = {key: results[key] for key in ("results", "n-shot", "n-samples", "versions")}
-        text = json.dumps(kept | {"checkpoint": str(trained.folder)}, indent=1, default=str)
-        pathlib.Path(values.json).write_text(text + "\n")
+    _write_json(values, trained, {key: results[key] for key in ("results", "n-shot", "n-samples", "versions")})
 
 
 def _run_text(values: flags.FlagValues) -> None:
-    with show_progress("opening the model"):
-        trained = inference.trained_model(values)
+    trained = _open_model(values)
     limit = trained.model.max_positions
     window = values.window or limit
     if not 2 <= window <= limit:
         raise ValueError(f"--window={window} must be from 2 to model.max_positions={limit}.")
-    num_documents, documents = _documents(values, trained)
-    from hlat_jax.evaluate import perplexity
+    from hlat_jax.evaluate.perplexity import windows
+    from hlat_jax.generate.scoring import Scorer
     from hlat_jax.run.validation import measures
 
-    print(trained.described, flush=True)
-    began, row_degree = time.monotonic(), trained.layout.row_degree
-    sizes = {"num_rows": values.batch_size * row_degree, "row_degree": row_degree, "window": window}
-    with show_progress("compiling") as status:
-        predict = _predict(trained)
-        totals = perplexity.total(documents, predict=predict, num_documents=num_documents, status=status, **sizes)
-    measured = measures(totals.nats, totals.num_tokens, num_bytes=totals.num_bytes)
-    rate = totals.num_tokens / (time.monotonic() - began)
-    lengths = " and ".join(f"{length:,}" for length in totals.padded_lengths)
-    print(
-        f"window           at most {window:,} tokens, stride {window - window // 2:,}; padded to {lengths}\n"
-        f"text             {counted(totals.num_documents, 'document')}, {counted(totals.num_bytes, 'byte')}, "
-        f"{counted(totals.num_tokens, 'token')}, {counted(totals.num_windows, 'window')}; {rate:,.0f} tokens/s, with "
-        "compilation"
-    )
-    _report(values, trained, measured, dataclasses.asdict(totals) | {"window": window})
+    began = time.monotonic()
+    with show_progress("reading the text") as status:
+        documents = _documents(values, trained)
+        pairs = [pair for document in documents for pair in windows(document.ids, window)]
+        if not pairs:
+            raise ValueError(f"no token to predict in {counted(len(documents), 'document')}; give text.")
+        num_rows = min(values.batch_size, -(-len(pairs) // trained.layout.row_degree))
+        status.text = counted(len(pairs), "window")
+        scorer = Scorer(trained.model, trained.params, layout=trained.layout, num_rows=num_rows)
+        nats = -math.fsum(score.log_likelihood for score in scorer(pairs, status=status))
+    sums = {
+        "num_documents": len(documents),
+        "num_bytes": sum(document.num_bytes for document in documents),
+        "num_tokens": sum(len(document.ids) - 1 for document in documents),
+        "num_windows": len(pairs),
+    }
+    sizes = ", ".join(counted(number, name[4:-1]) for name, number in sums.items())
+    rate = sums["num_tokens"] / (time.monotonic() - began)
+    print(f"text             {sizes} of at most {window:,} tokens; {rate:,.0f} tokens/s, with compilation")
+    measured = measures(nats, sums["num_tokens"], num_bytes=sums["num_bytes"])
+    _report(values, trained, measured, {**sums, "nats": nats, "window": window})
 
 
 def _run_validation(values: flags.FlagValues) -> None:
     """Evaluates the rows that the training loop evaluates, under the run's precision policy."""
     from hlat_jax.data.held_out import open_held_out
-    from hlat_jax.data.path_checks import with_moved_text
     from hlat_jax.data.streams import data_drift
     from hlat_jax.run.resume import saved_config
     from hlat_jax.run.validation import Validation
     from hlat_jax.store.checkpoint_checks import RUN_ITEM, saved_run
 
-    with show_progress("opening the model"):
-        trained = inference.trained_model(values)
+    trained = _open_model(values)
     if not (trained.folder / RUN_ITEM).exists():
         raise ValueError(
             f"--validation: {trained.folder} holds weights without a run, so it has no data.validation; give "
             "--data=SOURCE, or the checkpoint of a run."
         )
     settings = saved_run(trained.folder)["metadata"]
-    run = saved_config(settings)
+    run, num_rows = saved_config(settings), values.batch_size * trained.layout.row_degree
     held_out, manifest = open_held_out(
-        with_moved_text(run.data),
+        run.data,
         tokenizer=trained.tokenizer,
         num_batches=run.train.num_eval_batches,
-        rows_per_batch=values.batch_size * trained.layout.row_degree,
+        rows_per_batch=num_rows,
     )
     if not held_out:
         raise ValueError(f"--validation: the run of {trained.folder} has no data.validation; give --data=SOURCE.")
     changed = data_drift(settings, settings | {"validation_manifest": manifest}, num_batches=0)
     if changed:
         raise ValueError("--validation: the held-out text differs from that of the run:\n  " + "\n  ".join(changed))
-    print(trained.described)
     for name, source in held_out.items():
         print(f"validation       {source.describe(name)}")
-    eval_step = _eval_step(trained, policy=run.precision.policy, packing=run.data.packing)
+    eval_step = _eval_step(trained, run, num_rows=num_rows)
     with show_progress("compiling") as status:
         measured = Validation(held_out, eval_step, trained.layout, status)(trained.params)
     coverage = {name: dataclasses.asdict(source.coverage) for name, source in held_out.items()}
     _report(values, trained, measured, {"coverage": coverage})
 
 
-def _report(values: flags.FlagValues, trained: Any, measured: dict[str, float], more: dict[str, Any]) -> None:
+def _eval_step(
+    trained: inference.TrainedModel, run: config_lib.Config, *, num_rows: int
+) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """Returns (params, batch) -> (sum of the losses in nats, number of tokens), as validation of `run` computes it."""
+    from hlat_jax.generate.decoding import serving
+    from hlat_jax.program import make_program
+
+    # implementations for these devices, not from the ops table of the machine that trained; no backward pass: no remat
+    model = dataclasses.replace(serving(trained.model, trained.layout.platform), ops_table="", remat="none")
+    config = config_lib.default()
+    config.model.update(dataclasses.asdict(model))
+    config.parallel.update(trained.layout.degrees)
+    config.data.update(batch_size=num_rows, seq_len=run.data.seq_len, packing=run.data.packing)
+    config.precision.policy = run.precision.policy
+    return make_program(resolve(config), trained.layout).eval_step
+
+
+def _report(
+    values: flags.FlagValues, trained: inference.TrainedModel, measured: dict[str, float], more: dict[str, Any]
+) -> None:
     """Prints loss, perplexity and bits per byte, and writes them and `more` to --json."""
     print(
         f"loss             {measured['eval_loss']:.6f} nats per token\n"
         f"perplexity       {measured['perplexity']:.4f}\n"
         f"bits per byte    {measured['bits_per_byte']:.6f}"
     )
+    numbers = {key: value if math.isfinite(value) else None for key, value in measured.items()}
+    _write_json(values, trained, more | numbers)
+
+
+def _write_json(values: flags.FlagValues, trained: inference.TrainedModel, report: dict[str, Any]) -> None:
     if values.json:
-        report = more | measured | {"checkpoint": str(trained.folder)}
-        finite = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in report.items()
-        }
-        pathlib.Path(values.json).write_text(json.dumps(finite, indent=1, allow_nan=False) + "\n")
+        text = json.dumps(report | {"checkpoint": str(trained.folder)}, indent=1, default=str)
+        pathlib.Path(values.json).write_text(text + "\n")
 
 
-def _eval_step(
-    trained: inference.TrainedModel, *, policy: str = "", packing: str = "concat"
-) -> Callable[[Any, Any], tuple[Any, Any]]:
-    """Returns (params, batch) -> (sum of the losses in nats, number of tokens), as validation in training computes it.
-
-    Compiles once for each batch shape. `policy` is that of `config.precision`; "": by the dtype of the parameters.
-    """
-    from hlat_jax.generate.decoding import serving
-    from hlat_jax.program import make_program
-
-    # implementations for these devices, not from the ops table of the machine that trained; no backward pass: no remat
-    model = dataclasses.replace(serving(trained.model, trained.layout.platform), ops_table="", remat="none")
-    by_dtype = "fp32" if trained.params["embed"].dtype == np.float32 else "bf16"
-
-    @functools.cache
-    def of_shape(num_rows: int, seq_len: int) -> Callable[..., Any]:
-        config = config_lib.default()
-        config.model.update(dataclasses.asdict(model))
-        config.parallel.update(trained.layout.degrees)
-        config.data.update(batch_size=num_rows, seq_len=seq_len, packing=packing)
-        config.precision.policy = policy or by_dtype
-        return make_program(resolve(config), trained.layout).eval_step
-
-    return lambda params, batch: of_shape(*batch.tokens.shape)(params, batch)
-
-
-def _predict(trained: inference.TrainedModel) -> Callable[[Any], tuple[Any, Any]]:
-    """Returns batch -> (sum of the losses in nats, number of tokens)."""
-    from hlat_jax.parallel.sharding import shard_batch
-
-    eval_step = _eval_step(trained)
-    return lambda batch: eval_step(trained.params, shard_batch(batch, trained.layout))
-
-
-def _documents(values: flags.FlagValues, trained: inference.TrainedModel) -> tuple[int, Iterator[Any]]:
-    """Returns the number of documents and an iterator over them.
-
-    Raises for files that are missing or not UTF-8 before it is iterated.
-    """
+def _documents(values: flags.FlagValues, trained: inference.TrainedModel) -> list[Any]:
+    """Returns the documents of --data or --text; raises ValueError for files that are missing or not UTF-8."""
     from hlat_jax.data import sources
 
     tokenizer = trained.tokenizer
     [first] = trained.first_ids(values.bos) or [tokenizer.eos_id]
     if values.data:
-        corpus = sources.open_corpus(
-            values.data, text_field=values.text_field, key="--data", tokenizer_sha256=tokenizer.sha256
-        )
-        return len(corpus), (_document(corpus, number, tokenizer, first=first) for number in range(len(corpus)))
-    try:
-        text = pathlib.Path(values.text).expanduser().read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"--text={values.text} is not UTF-8: {error}.") from None
-    return 1, iter([_document([text], 0, tokenizer, first=first)])
+        options = {"text_field": values.text_field, "tokenizer_sha256": tokenizer.sha256}
+        corpus: Any = sources.open_corpus(values.data, key="--data", **options)
+    else:
+        try:
+            corpus = [pathlib.Path(values.text).expanduser().read_bytes().decode("utf-8-sig")]
+        except UnicodeDecodeError as error:
+            raise ValueError(f"--text={values.text} is not UTF-8: {error}.") from None
+    return [_document(corpus, number, tokenizer, first=first) for number in range(len(corpus))]
 
 
 def _document(documents: Any, number: int, tokenizer: Any, *, first: int) -> Any:

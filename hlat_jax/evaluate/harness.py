@@ -30,20 +30,16 @@ class HarnessModel(lm_eval_compat.TemplateLM):
     """A trained model for the harness. Every process of a job is given all requests, and answers all of them."""
 
     def __init__(
-        self,
-        trained: TrainedModel,
-        *,
-        batch_size: int = 8,
-        bos: bool | None = None,
-        status: Status | None = None,
+        self, trained: TrainedModel, *, batch_size: int = 8, bos: bool | None = None, status: Status | None = None
     ):
         """Wraps a model whose parameters are on its devices.
 
         Args:
           trained: model, parameters, mesh and tokenizer.
           batch_size: rows that run together, on each replica.
-          bos: texts begin with BOS; otherwise an empty context is EOS. None: as the tokenizer or run is configured.
-          status: is kept up to date.
+          bos: whether texts begin with BOS, by default as the tokenizer or run is configured; otherwise an empty
+            context is EOS.
+          status: the progress, which is kept up to date.
 
         Raises:
           ValueError: `bos` with a tokenizer that has no BOS.
@@ -78,10 +74,6 @@ class HarnessModel(lm_eval_compat.TemplateLM):
     def tok_encode(self, string: str, *, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Returns token ids, with BOS before them where texts begin with it."""
         return self._first * (add_special_tokens is not False) + self._tokenizer.encode(string).tolist()
-
-    def loglikelihood(self, requests: Sequence[Any], **_: Any) -> list[tuple[float, bool]]:
-        """Returns (log-likelihood, whether greedy) of each continuation given its context; shows no progress bar."""
-        return super().loglikelihood(requests, disable_tqdm=True)
 
     def _loglikelihood_tokens(self, requests: Sequence[tuple], **_: Any) -> list[tuple[float, bool]]:
         """Returns (log-likelihood, whether greedy) of requests (texts, context ids, continuation ids)."""

@@ -1,9 +1,5 @@
 """Tasks of the LM Evaluation Harness during training, on the sharded parameters.
 
-    tasks = TasksInTraining(config, layout=layout, tokenizer=tokenizer)
-    tasks.load()
-    found, keys = tasks(state["params"])
-
 The figures equal those of `evaluate --tasks` on the checkpoint of that step. The first call compiles a scoring program
 for each padded length, and two programs for each shape of generation; the requests are the same every time, so later
 calls compile nothing.
@@ -80,7 +76,7 @@ class TasksInTraining:
 
 
 def figures(report: dict[str, Any]) -> dict[str, float]:
-    """Returns the metrics in the harness's results, for tasks and groups, without standard errors."""
+    """Returns the metrics in the harness's results, for tasks and groups."""
     return {key: value for name in report["results"] for key, value in _figures_of(name, report).items()}
 
 

@@ -49,22 +49,13 @@ class Suite:
 
     def table(self, results: Mapping[str, Mapping[str, Any]], *, name: str) -> str:
         """Returns the figures of `results` in a row called `name`, above the paper's."""
-        own = tuple(column.of(results) for column in self.columns)
-        heads = [column.title for column in self.columns]
-        shots = [f"{column.num_fewshot}-shot" for column in self.columns]
-        rows = [("", *heads), ("", *shots), (name, *map(_figure, own))]
-        rows += [(label, *map(_figure, figures)) for label, figures in self.published.items()]
-        first = max(len(row[0]) for row in rows)
-        widths = [max(len(row[place]) for row in rows) for place in range(1, len(rows[0]))]
-        lines = [
-            "  ".join([row[0].ljust(first), *(cell.rjust(size) for cell, size in zip(row[1:], widths, strict=True))])
-            for row in rows
-        ]
+        rows = {name: [column.of(results) for column in self.columns], **self.published}
+        cells = {"": [column.title for column in self.columns]}
+        cells[" "] = [f"{column.num_fewshot}-shot" for column in self.columns]
+        cells |= {label: [f"{figure:.1f}" for figure in figures] for label, figures in rows.items()}
+        first, width = max(map(len, cells)), 2 + max(map(len, cells[""]))
+        lines = [label.ljust(first) + "".join(cell.rjust(width) for cell in row) for label, row in cells.items()]
         return "\n".join((*lines, *self.notes))
-
-
-def _figure(value: float) -> str:
-    return f"{value:.1f}"
 
 
 _TABLE_2 = Suite(

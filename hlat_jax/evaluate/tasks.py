@@ -47,15 +47,7 @@ class Tasks:
         standard_errors: bool = True,
         key: str = "--tasks",
     ):
-        """Looks the names up; fetches nothing.
-
-        Args:
-          names: the tasks, groups, tags and suites.
-          num_fewshot: solved examples before each question; -1: the number in each task. A suite has its own.
-          limit: the number of questions of each task, taken from the first; 0: all.
-          folder: your own tasks, in YAML.
-          standard_errors: whether to compute them; for some metrics that takes 100,000 bootstrap samples.
-          key: the flag or config key that gave the names, for errors.
+        """Looks the names up; fetches nothing. `key` is the flag or config key that gave them, for errors.
 
         Raises:
           ValueError: the harness is not installed, an unknown name, or `num_fewshot` with a suite, which has its own.
@@ -63,7 +55,7 @@ class Tasks:
         require_harness()
         if folder:
             check_folder(folder, key=f"{key}_folder")
-        self._names, self._key, self._limit, self._loaded_already = list(names), key, limit, False
+        self._names, self._key, self._limit, self._is_loaded = list(names), key, limit, False
         self._bootstrap_samples = _BOOTSTRAP_SAMPLES if standard_errors else 0
         self.suites = {name: SUITES[name] for name in names if name in SUITES}
         if self.suites and num_fewshot >= 0:
@@ -73,40 +65,29 @@ class Tasks:
         for name in names:
             if name not in known:
                 raise ValueError(f"{key}: there is no task {name!r}. {nearest(name, known)}")
-        self.plan: list[tuple[int | None, list[Any]]] = [
-            pair for suite in self.suites.values() for pair in suite.plan().items()
-        ]
-        others = [name for name in names if name not in SUITES]
-        if others:
+        self.plan: list[tuple[int | None, list[Any]]] = []
+        for suite in self.suites.values():
+            self.plan += suite.plan().items()
+        if others := [name for name in names if name not in SUITES]:
             self.plan.append((num_fewshot if num_fewshot >= 0 else None, others))
 
     def load(self) -> None:
         """Fetches the data of all tasks and keeps it in memory; a second call does nothing.
 
         Raises:
-          ValueError: data that cannot be fetched, or a task that two names contain.
+          ValueError: data that cannot be fetched.
         """
-        if self._loaded_already:
+        if self._is_loaded:
             return
-        self._loaded_already = True
+        self._is_loaded = True
         try:
             with _seeded():
-                self.plan = [(num_fewshot, self._loaded(names)) for num_fewshot, names in self.plan]
-                self._refuse_twice()
+                self.plan = [(num_fewshot, self._load_tasks(names)) for num_fewshot, names in self.plan]
         except OSError as error:
             names, why = ", ".join(self._names), str(error).splitlines()[0]
             raise ValueError(f"{self._key}: data of {names} cannot be fetched: {why}") from None
 
-    def _refuse_twice(self) -> None:
-        seen: set[str] = set()
-        for _, loaded in self.plan:
-            names = self._manager.load(loaded)["tasks"].keys()
-            twice = sorted(seen & names)
-            if twice:
-                raise ValueError(f"{self._key}: {twice[0]} is in two of the names; remove one of them.")
-            seen |= names
-
-    def _loaded(self, names: list[str]) -> list[Any]:
+    def _load_tasks(self, names: list[str]) -> list[Any]:
         """Returns the loaded tasks and groups of some names, which the harness accepts instead of names."""
         loaded = self._manager.load(names)
         groups = list(loaded["groups"].values())

@@ -31,8 +31,6 @@ class Rules:
       strides: (size, stride) of other groups that a page has.
       disputed: size -> what pages say.
       refused: size -> why, for sizes that a page excludes.
-      jobs: numbers of devices of a server that a page lists for a job; () where no page does.
-      is_switched: whether every group is as good as another.
       source: pages.
     """
 
@@ -42,8 +40,6 @@ class Rules:
     strides: tuple[tuple[int, int], ...] = ()
     disputed: Mapping[int, str] = dataclasses.field(default_factory=dict)
     refused: Mapping[int, str] = dataclasses.field(default_factory=dict)
-    jobs: tuple[int, ...] = ()
-    is_switched: bool = False
     source: str = ""
 
     @property
@@ -60,15 +56,13 @@ def _folded(quarter: int) -> Orders:
 
 _FEATURES = "nxd-inference feature guide (tensor parallel degrees)"
 _STATE = "NxD's parallel_layers/parallel_state.py (order of the groups)"
-_JOBS = "archive/nxd-training/mlp"
 # Keys of hardware.DEVICES.
 RULES = {
     "trn1": Rules(
         server=32,
         sizes=(1, 2, 8, 16, 32),
         orders={4: tuple(tuple(range(first, 32, 8)) for first in range(8))},
-        jobs=(1, 2, 8, 32),
-        source=f"{_FEATURES}; {_STATE}; {_JOBS} (jobs)",
+        source=f"{_FEATURES}; {_STATE}",
     ),
     "trn2": Rules(
         server=64,
@@ -78,8 +72,7 @@ RULES = {
         disputed={
             8: "the NxD Inference guide lists degree 8 on trn2, NxD's parallel_state.py has no groups of 8 there"
         },
-        jobs=(1, 4, 16, 64),
-        source=f"{_FEATURES}; {_STATE}; {_JOBS} (jobs)",
+        source=f"{_FEATURES}; {_STATE}",
     ),
     "trn2-lnc1": Rules(
         server=128,
@@ -89,8 +82,6 @@ RULES = {
         refused={16: "NxD's parallel_state.py excludes groups of 16 on trn2 at LNC 1"},
         source=_STATE,
     ),
-    # for the lint alone
-    "trn3": Rules(server=16, sizes=(), is_switched=True, source="Trn3 architecture: PCIe switches, no torus"),
 }
 
 
@@ -129,25 +120,9 @@ def server_of_target(target: str, *, num_devices: int) -> Server | None:
 
 
 def verdict_of_first(count: int, *, instance: str, lnc: int) -> tuple[str, str]:
-    """Returns the `verdict` on the first devices of an instance, as a job of its own.
-
-    A size that is listed for groups and not for jobs is disputed.
-    """
+    """Returns the `verdict` on the first devices of an instance."""
     kind = hardware.INSTANCES[instance]
-    server = Server(kind.device(lnc=lnc), kind.num_devices(lnc=lnc))
-    level, why = verdict(np.arange(count)[None], server)
-    jobs = server.rules.jobs
-    if level == FINE and jobs and count not in jobs:
-        return DISPUTED, f"{count} cores are listed as a degree, not as a job; {_JOBS} lists jobs of {_words(jobs)}"
-    return level, why
-
-
-def counts_of_jobs(instance: str, *, lnc: int) -> list[str]:
-    """Returns how many of an instance's first devices a job may use, such as ["8", "16 (disputed)"]."""
-    counts = range(1, hardware.INSTANCES[instance].num_devices(lnc=lnc) + 1)
-    levels = [verdict_of_first(count, instance=instance, lnc=lnc)[0] for count in counts]
-    words = {FINE: "", DISPUTED: " (disputed)"}
-    return [f"{count}{words[level]}" for count, level in zip(counts, levels, strict=True) if level != REFUSED]
+    return verdict(np.arange(count)[None], Server(kind.device(lnc=lnc), kind.num_devices(lnc=lnc)))
 
 
 def order(server: Server | None, tensor: int) -> list[int] | None:
@@ -166,7 +141,7 @@ def verdict(groups: np.ndarray, server: Server) -> tuple[str, str]:
 
     Devices are numbered over all servers. Each server's part of a group is judged, and has to be the same in all.
     """
-    if groups.shape[1] == 1 or server.rules.is_switched:
+    if groups.shape[1] == 1:
         return FINE, ""
     ordered = np.sort(groups, axis=1)
     servers, places = ordered // server.size, ordered % server.size

@@ -79,6 +79,10 @@ class Instance:
       physical_cores: number of cores of one chip.
       lncs: numbers of physical cores that one JAX device may consist of (LNC), the default first.
       num_efa: number of network interfaces with EFA.
+      chip_link: bandwidth from one chip to the others of the instance, bytes/s.
+      network: bandwidth from one instance to the others, bytes/s, 0 where it is unknown.
+      host_bytes: memory of the host, 0 where it is unknown.
+      source: where the numbers come from.
     """
 
     target: str
@@ -86,6 +90,10 @@ class Instance:
     physical_cores: int
     lncs: tuple[int, ...]
     num_efa: int
+    chip_link: float
+    network: float
+    host_bytes: int
+    source: str
 
     def devices_per_chip(self, *, lnc: int = 0) -> int:
         """Returns the number of JAX devices of one chip, at the default LNC where `lnc` is 0."""
@@ -101,16 +109,31 @@ class Instance:
         return chip if lnc in (0, self.lncs[0]) else f"{chip}-lnc{lnc}"
 
 
-# Source: AWS Neuron docs, Trn1 and Trn2 architecture and "EC2 instance types with EFA". trn2.3xlarge is derived from
-# one chip of trn2.48xlarge: no page has a row for it. trn3 is not listed: no page names an EC2 instance type with it.
+_TRN1, _TRN2 = "AWS Neuron docs, Trn1 architecture: ", "AWS Neuron docs, Trn2 architecture: "
+_LINKS_OF_TRN2 = "16 chips, NeuronLink-v3 1,024 GB/s per chip in the instance, EFAv3 3.2 Tb/s"
+_TRN2_48XLARGE = Instance("trn2", 16, 8, (2, 1), 16, 1024e9, 3200e9 / 8, 2048 * GIB, _TRN2 + _LINKS_OF_TRN2)
+# Also from "EC2 instance types with EFA". trn3 is not listed: no page names an EC2 instance type with it.
 INSTANCES = {
-    "trn1.2xlarge": Instance("trn1", 1, 2, (1,), 0),
-    "trn1.32xlarge": Instance("trn1", 16, 2, (1,), 8),
-    "trn1n.32xlarge": Instance("trn1n", 16, 2, (1,), 16),
-    "trn2.3xlarge": Instance("trn2", 1, 8, (2, 1), 0),
-    "trn2.48xlarge": Instance("trn2", 16, 8, (2, 1), 16),
-    "trn2u.48xlarge": Instance("trn2", 16, 8, (2, 1), 16),
-}
+    "trn1.2xlarge": Instance(
+        "trn1", 1, 2, (1,), 0, 384e9, 25e9 / 8, 32 * GIB, _TRN1 + "one chip; up to 25 Gb/s, no EFA"
+    ),
+    "trn1.32xlarge": Instance(
+        "trn1", 16, 2, (1,), 8, 384e9, 800e9 / 8, 512 * GIB,
+        _TRN1 + "16 chips, NeuronLink-v2 384 GB/s per chip, EFA 800 Gb/s",
+    ),
+    "trn1n.32xlarge": Instance(
+        "trn1n", 16, 2, (1,), 16, 768e9, 1600e9 / 8, 512 * GIB,
+        _TRN1 + "16 chips, NeuronLink-v2 768 GB/s per chip, EFA 1600 Gb/s",
+    ),
+    "trn2.3xlarge": Instance(
+        "trn2", 1, 8, (2, 1), 0, 1024e9, 0, 0,
+        "derived from one chip of trn2.48xlarge: no page of the docs has a row for it; network and host unknown",
+    ),
+    "trn2.48xlarge": _TRN2_48XLARGE,
+    "trn2u.48xlarge": dataclasses.replace(
+        _TRN2_48XLARGE, source=_TRN2_48XLARGE.source + ", without the links of its UltraServer"
+    ),
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,59 +159,20 @@ class Target:
     source: str
 
 
-def _node(instance: str, *, chip_link: float, network_bits: float, host_gib: int, source: str, lnc: int = 0) -> Target:
-    """Returns the target of an instance type, whose chips send `chip_link` bytes/s to the others of their node."""
-    kind = INSTANCES[instance]
+def _node(kind: Instance, *, lnc: int) -> Target:
     return Target(
         device=DEVICES[kind.device(lnc=lnc)],
         num_devices=kind.num_devices(lnc=lnc),
         platform="neuron",
-        link_bytes_per_s=chip_link / kind.devices_per_chip(lnc=lnc),
-        network_bytes_per_s=network_bits / 8,
-        host_bytes=host_gib * GIB,
-        source=source,
+        link_bytes_per_s=kind.chip_link / kind.devices_per_chip(lnc=lnc),
+        network_bytes_per_s=kind.network,
+        host_bytes=kind.host_bytes,
+        source=kind.source + (f", LNC {lnc}" if len(kind.lncs) > 1 else ""),
     )
 
 
-_TRN1, _TRN2 = "AWS Neuron docs, Trn1 architecture", "AWS Neuron docs, Trn2 architecture"
-_TRN2_48XLARGE = {"chip_link": 1024e9, "network_bits": 3200e9, "host_gib": 2048}
-_LINKS_OF_TRN2 = "NeuronLink-v3 1,024 GB/s per chip in the instance, EFAv3 3.2 Tb/s"
-TARGETS = {
-    "trn1.2xlarge": _node(
-        "trn1.2xlarge",
-        chip_link=384e9,
-        network_bits=25e9,
-        host_gib=32,
-        source=f"{_TRN1}: one chip; up to 25 Gb/s, no EFA",
-    ),
-    "trn1.32xlarge": _node(
-        "trn1.32xlarge",
-        chip_link=384e9,
-        network_bits=800e9,
-        host_gib=512,
-        source=f"{_TRN1}: 16 chips, NeuronLink-v2 384 GB/s per chip, EFA 800 Gb/s",
-    ),
-    "trn1n.32xlarge": _node(
-        "trn1n.32xlarge",
-        chip_link=768e9,
-        network_bits=1600e9,
-        host_gib=512,
-        source=f"{_TRN1}: 16 chips, NeuronLink-v2 768 GB/s per chip, EFA 1600 Gb/s",
-    ),
-    "trn2.3xlarge": _node(
-        "trn2.3xlarge",
-        chip_link=1024e9,
-        network_bits=0,
-        host_gib=0,
-        source="derived from one chip of trn2.48xlarge: no page of the docs has a row for it; network and host unknown",
-    ),
-    "trn2.48xlarge": _node("trn2.48xlarge", **_TRN2_48XLARGE, source=f"{_TRN2}: 16 chips, LNC 2, {_LINKS_OF_TRN2}"),
-    "trn2.48xlarge-lnc1": _node(
-        "trn2.48xlarge", lnc=1, **_TRN2_48XLARGE, source=f"{_TRN2}: 16 chips, LNC 1, {_LINKS_OF_TRN2}"
-    ),
-    "trn2u.48xlarge": _node(
-        "trn2u.48xlarge", **_TRN2_48XLARGE, source=f"{_TRN2}: 16 chips, LNC 2, without the links of its UltraServer"
-    ),
+TARGETS = {name: _node(kind, lnc=kind.lncs[0]) for name, kind in INSTANCES.items()} | {
+    "trn2.48xlarge-lnc1": _node(_TRN2_48XLARGE, lnc=1),
     "h200": Target(DEVICES["h200"], 1, "gpu", 0.0, 0.0, 0, "one device; the host is not considered"),
 }
 

@@ -1,7 +1,7 @@
-"""Releases of the AWS Neuron SDK: the packages and defaults of each.
+"""Releases of the AWS Neuron SDK: the packages of each.
 
-The one table of Neuron's versions: the doctor reads it, and tests compare `pyproject.toml`,
-docs/trainium.md and launch/ with it. A new release is a new row here. Source: AWS Neuron docs of each version,
+The one table of Neuron's versions: the doctor reads it, and tests compare `pyproject.toml`, docs/trainium.md and
+launch/ with it. A new release is a new row here. Source: AWS Neuron docs of each version,
 release-notes/releasecontent, release-notes/components, release-notes/2.33.1 and setup/jax; issues of aws-neuron-sdk.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
 
 # Distributions of Python, and packages of the operating system: these belong to one release together.
 PYTHON_PACKAGES = ("jax-neuronx", "libneuronxla", "neuronx-cc", "nki")
@@ -23,26 +22,18 @@ class Release:
 
     Attributes:
       version: such as "2.33.1".
-      date: of the release, ISO.
       packages: package -> its version.
       jax: the version of JAX to use with it.
       numpy: (lowest supported, first unsupported).
       python: (lowest supported, first unsupported).
-      systems: operating systems that its JAX set-up page names.
-      container_os: end of the tags of its container images.
-      flag_defaults: flag of neuronx-cc -> what it does where it is not given; only flags that moved in some release.
       avoid: why not to train with it; "" for a sound release.
     """
 
     version: str
-    date: str
     packages: dict[str, str]
     jax: str
     numpy: tuple[str, str]
     python: tuple[str, str]
-    systems: tuple[str, ...]
-    container_os: str
-    flag_defaults: Mapping[str, str]
     avoid: str = ""
 
     @property
@@ -51,13 +42,8 @@ class Release:
         return ".".join(self.version.split(".")[:2])
 
 
-_DEFAULTS_2_33 = {
-    "--native-int64": "enabled: 64-bit integers are computed as such on trn2 and later",
-    "--implicit-integer-downcast": "none: integer dot, scatter, all_reduce, reduce_scatter and pow are errors",
-}
 _2_33_0 = Release(
     version="2.33.0",
-    date="2026-10-19",
     packages={
         "jax-neuronx": "0.10.0.1.0.14198",
         "libneuronxla": "3.0.10135.0",
@@ -70,16 +56,12 @@ _2_33_0 = Release(
     jax="0.10.0",
     numpy=("2.2", "2.4"),
     python=("3.11", "3.15"),
-    systems=("Ubuntu 26.04", "Ubuntu 24.04", "Amazon Linux 2023"),
-    container_os="ubuntu26.04",
-    flag_defaults=_DEFAULTS_2_33,
     avoid="DMA that transposes can hang the chip beside collectives; fixed in 2.33.1",
 )
 # Oldest first.
 RELEASES = (
     Release(
         version="2.32.0",
-        date="2026-08-17",
         packages={
             "jax-neuronx": "0.10.0.1.0.11459",
             "libneuronxla": "3.0.5356.0",
@@ -92,18 +74,11 @@ RELEASES = (
         jax="0.10.0",
         numpy=("2.2", "2.4"),
         python=("3.11", "3.14"),
-        systems=("Ubuntu 24.04", "Amazon Linux 2023"),
-        container_os="ubuntu24.04",
-        flag_defaults={
-            "--native-int64": "disabled: 64-bit integers are computed in 32 bits",
-            "--implicit-integer-downcast": "all: unsupported integer operations are converted, with a warning",
-        },
     ),
     _2_33_0,
     dataclasses.replace(
         _2_33_0,
         version="2.33.1",
-        date="2026-11-11",
         packages=_2_33_0.packages
         | {
             "jax-neuronx": "0.10.0.1.0.15472",
@@ -120,8 +95,8 @@ RECOMMENDED = RELEASES[-1]
 
 def numbers(version: str) -> tuple[int, ...]:
     """Returns (2, 35, 30, 0) for `2.35.30.0-1a2b3c`, `2.35.30.0+1a2b3c` and the like; () if no number leads it."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, found[0].split("."))) if found else ()
+    match = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, match[0].split("."))) if match else ()
 
 
 def bounds(package: str, release: Release) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -152,19 +127,6 @@ def pythons(release: Release) -> str:
     return f"{low} to 3.{numbers(high)[1] - 1}"
 
 
-def requirements(series: str) -> list[str]:
-    """Returns the requirements of pip for the sound releases of a series such as "2.33", in `pyproject.toml`'s order.
-
-    Lower bounds, because PyPI has placeholders of these names; upper bounds, because the next release has other ones.
-    """
-    rows = [release for release in RELEASES if release.series == series and not release.avoid]
-    wanted = [f"jax=={rows[-1].jax}", "numpy>={},<{}".format(*rows[-1].numpy)]
-    for package in PYTHON_PACKAGES:
-        low, high = bounds(package, rows[0])[0], bounds(package, rows[-1])[1]
-        wanted.append(f"{package}>={'.'.join(map(str, low))},<{'.'.join(map(str, high))}")
-    return wanted
-
-
 def upgrade_commands(release: Release, *, manager: str = "apt-get") -> str:
     """Returns the commands that install all of a release in this environment and on this machine, joined by `&&`.
 
@@ -184,19 +146,3 @@ def upgrade_commands(release: Release, *, manager: str = "apt-get") -> str:
             "sudo reboot",  # else the old driver stays loaded
         )
     )
-
-
-def markdown() -> str:
-    """Returns the table for docs/trainium.md."""
-    names = ("JAX", "Python", *PYTHON_PACKAGES, *SYSTEM_PACKAGES, "systems", "container tags end in")
-    rows = {name: [] for name in names}
-    for one in RELEASES:
-        cells = [one.jax, pythons(one)]
-        for package in (*PYTHON_PACKAGES, *SYSTEM_PACKAGES):
-            cells.append(one.packages[package])
-        cells += [", ".join(one.systems), f"`-{one.container_os}`"]
-        for name, cell in zip(names, cells, strict=True):
-            rows[name].append(cell)
-    head = ["", *(f"{one.version} ({one.date})" + (", avoid" if one.avoid else "") for one in RELEASES)]
-    lines = [head, ["---"] * len(head), *([name, *cells] for name, cells in rows.items())]
-    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)

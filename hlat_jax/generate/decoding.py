@@ -65,16 +65,8 @@ class PromptRows:
     sampling: Any
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class DecodeInput:
-    """The input of one decoding step.
-
-    Attributes:
-      tokens: int32 [B], the newest token of each row.
-      slot: int32 scalar, their slot in the cache.
-      rows: `PromptRows`.
-    """
+class DecodeInput(NamedTuple):
+    """The newest token of each row, int32 [B], their slot in the cache, an int32 scalar, and the `PromptRows`."""
 
     tokens: Any
     slot: Any
@@ -82,13 +74,7 @@ class DecodeInput:
 
 
 def make_prefill(cfg: ModelConfig, layout: Layout, *, slots: int) -> Callable[..., tuple[KVCache, jax.Array]]:
-    """Returns the jitted (params, tokens [B, T], PromptRows) -> (KVCache of `slots`, the next token of each row [B]).
-
-    Args:
-      cfg: the model.
-      layout: the devices.
-      slots: S.
-    """
+    """Returns the jitted (params, tokens [B, T], PromptRows) -> (KVCache of `slots`, the next tokens [B])."""
     model = ShardedDecoder(serving(cfg, layout.platform), layout)
 
     def local(params: Any, tokens_BT: jax.Array, rows: PromptRows) -> tuple[KVCache, jax.Array]:
@@ -110,24 +96,23 @@ def make_prefill(cfg: ModelConfig, layout: Layout, *, slots: int) -> Callable[..
 def make_decode(cfg: ModelConfig, layout: Layout) -> Callable[..., tuple[KVCache, jax.Array]]:
     """Returns the jitted (params, KVCache, DecodeInput) -> (KVCache with the new keys and values, the next tokens [B]).
 
-    The cache is donated. Arguments as `make_prefill`. The parameters may also be those of `separate_layers`, for a
-    model with `layer_loop="unroll"`.
+    The cache is donated. The parameters may also be those of `separate_layers`, for a model with
+    `layer_loop="unroll"`.
     """
     model = ShardedDecoder(serving(cfg, layout.platform), layout)
 
     def local(params: Any, cache: KVCache, given: DecodeInput) -> tuple[KVCache, jax.Array]:
+        tokens_B, slot, rows = given
         if isinstance(params["layers"], list):
             params = params | {"layers": _stacked(params["layers"], model.cfg)}
-        decoder, rows = bind(params, model.cfg), given.rows
+        decoder = bind(params, model.cfg)
         slot_1S = jax.lax.broadcasted_iota(jnp.int32, (1, cache.keys.shape[2]), 1)
-        generated_1S = (slot_1S >= rows.prompt_slots) & (slot_1S < given.slot)
+        generated_1S = (slot_1S >= rows.prompt_slots) & (slot_1S < slot)
         visible_BS = (slot_1S < rows.lengths[:, None]) | generated_1S
-        positions_B = rows.lengths + given.slot - rows.prompt_slots
-        tokens_B1, positions_B1 = given.tokens[:, None], positions_B[:, None]
+        positions_B = rows.lengths + slot - rows.prompt_slots
+        tokens_B1, positions_B1 = tokens_B[:, None], positions_B[:, None]
         x_B1D, new = model.apply_layers(decoder, tokens_B1, positions_B1, cache=cache, visible_BS=visible_BS)
-        written = jax.tree.map(
-            lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, given.slot, axis=2), cache, new
-        )
+        written = jax.tree.map(lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, slot, axis=2), cache, new)
         return written, model.next_tokens(decoder, x_B1D, rows, positions_B=positions_B + 1)
 
     def decode(params: Any, cache: KVCache, given: DecodeInput) -> tuple[KVCache, jax.Array]:
@@ -187,16 +172,11 @@ def serving(cfg: ModelConfig, platform: str) -> ModelConfig:
 
 
 def prefill_arguments(layout: Layout, shape: GenerationShape) -> tuple[Any, PromptRows]:
-    """Returns shapes, dtypes and shardings of the arguments of `prefill` after the parameters.
-
-    All but the cache come from the host, the same from every process.
-    """
+    """Returns shapes, dtypes and shardings of the arguments of `prefill` after the parameters."""
     return _replicated((_int32(shape.num_rows, shape.prompt_slots), _abstract_rows(shape)), layout)
 
 
-def decode_arguments(
-    cfg: ModelConfig, layout: Layout, *, dtype: Any, shape: GenerationShape
-) -> tuple[KVCache, DecodeInput]:
+def decode_arguments(cfg: ModelConfig, layout: Layout, *, dtype: Any, shape: GenerationShape) -> tuple[Any, Any]:
     """Returns the same for `decode`; `dtype` is that of the parameters."""
     dims = (cfg.num_layers, shape.num_rows, shape.slots, cfg.num_kv_heads, cfg.head_dim)
     part = jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(layout.mesh, _CACHE_SPEC))
@@ -246,8 +226,8 @@ class ShardedDecoder:
           decoder: bound to this device's parameters.
           tokens_BT: new tokens.
           positions_BT: int32.
-          cache: of earlier tokens; see `cache.apply_layers_with_cache`.
-          visible_BS: likewise.
+          cache: the cache of earlier tokens; see `cache.apply_layers_with_cache`.
+          visible_BS: which slots of the cache each row attends to.
         """
         ctx = self.ctx
 

@@ -10,7 +10,6 @@ reads the tokens of the previous one. The programs on the device are in `decodin
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -46,37 +45,20 @@ class Programs(NamedTuple):
     shape: GenerationShape
 
 
-class Request(NamedTuple):
-    """Prompts as token ids, with the maximum of new tokens of each and its number, which seeds its random draws."""
-
-    prompts: Sequence[Sequence[int]]
-    limits: Sequence[int]
-    numbers: Sequence[int]
-
-
 class Generator:
     """A model with its parameters on the devices; compiles its two programs once for each shape."""
 
-    def __init__(
-        self,
-        cfg: ModelConfig,
-        params: Any,
-        *,
-        layout: Layout | None = None,
-        log: Callable[[str], None] | None = None,
-    ):
+    def __init__(self, cfg: ModelConfig, params: Any, *, layout: Layout | None = None):
         """Puts the parameters on the devices.
 
         Args:
           cfg: the model.
           params: its parameters, as `model.init_params` returns them; the model computes and caches in their dtype.
-          layout: the devices; None: the first one.
-          log: called with a line about each program that is compiled; None: silent.
+          layout: the devices, by default the first one.
         """
         self.cfg = cfg
         self.layout = layout or make_layout(ParallelConfig(), jax.devices()[:1])
-        self._log = log or (lambda _: None)
-        self._compiled: dict[str, Any] = {}
+        self._compiled: dict[Any, Any] = {}
         self.params = jax.device_put(params, param_shardings(cfg, self.layout))
 
     def __call__(
@@ -121,8 +103,8 @@ class Generator:
         of_decode = separate_layers(self.params, self.cfg, self.layout) if separate else self.params
         shape = self.shape(prompts, max_tokens=min(max_tokens, self.cfg.max_positions))
         programs = self._programs(shape, of_decode, loop="unroll" if separate else self.cfg.layer_loop)
-        request = Request(prompts, limits, range(first_number, first_number + len(prompts)))
-        return stream(programs, self.params, request, sampling=sampling, stop_ids=stop_ids, of_decode=of_decode)
+        options: dict[str, Any] = {"sampling": sampling, "stop_ids": stop_ids, "first_number": first_number}
+        return stream(programs, self.params, prompts, limits=limits, of_decode=of_decode, **options)
 
     def shape(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> GenerationShape:
         """Returns the shape that prompts are padded to: powers of two, so that few programs are compiled."""
@@ -134,40 +116,29 @@ class Generator:
         """Returns the maximum of new tokens of a prompt."""
         if max_tokens < 1:
             raise ValueError(f"max_tokens={max_tokens} must be at least 1.")
-        if not len(prompt):
-            raise ValueError(f"prompt {number} is empty; give at least one token, such as BOS.")
-        wrong = [token for token in prompt if not 0 <= token < self.cfg.vocab_size]
-        if wrong:
-            raise ValueError(
-                f"prompt {number} has token {wrong[0]}, and with model.vocab_size={self.cfg.vocab_size} ids must lie "
-                f"in 0..{self.cfg.vocab_size - 1}; encode it with the model's own tokenizer."
-            )
-        room = self.cfg.max_positions - len(prompt)
-        if room < 1:
+        if not 0 < len(prompt) < self.cfg.max_positions:
             raise ValueError(
                 f"prompt {number} has {len(prompt)} tokens; model.max_positions={self.cfg.max_positions} leaves room "
-                f"for prompts of at most {self.cfg.max_positions - 1}. Shorten it."
+                f"for prompts of 1 to {self.cfg.max_positions - 1}."
             )
-        return min(max_tokens, room)
+        if not 0 <= min(prompt) <= max(prompt) < self.cfg.vocab_size:
+            raise ValueError(
+                f"prompt {number} has ids from {min(prompt)} to {max(prompt)}; with model.vocab_size="
+                f"{self.cfg.vocab_size} they must be below that: encode it with the model's own tokenizer."
+            )
+        return min(max_tokens, self.cfg.max_positions - len(prompt))
 
     def _programs(self, shape: GenerationShape, of_decode: Any, *, loop: str) -> Programs:
-        dtype = self.params["embed"].dtype
-        prefill = make_prefill(self.cfg, self.layout, slots=shape.slots)
-        decode = make_decode(dataclasses.replace(self.cfg, layer_loop=loop), self.layout)
-        given = decode_arguments(self.cfg, self.layout, dtype=dtype, shape=shape)
-        name = f"prefill of {shape.num_rows} x {shape.prompt_slots} tokens, {shape.slots} slots"
-        return Programs(
-            self._compile(name, prefill, (self.params, *prefill_arguments(self.layout, shape))),
-            self._compile(f"decode of {shape.num_rows} x {shape.slots} slots", decode, (of_decode, *given)),
-            shape,
-        )
-
-    def _compile(self, name: str, fn: Any, arguments: tuple) -> Any:
-        if name not in self._compiled:
-            began = time.monotonic()
-            self._compiled[name] = fn.trace(*arguments).lower().compile()
-            self._log(f"compiled {name}, in {time.monotonic() - began:.1f} s")
-        return self._compiled[name]
+        if shape not in self._compiled:
+            prefill = make_prefill(self.cfg, self.layout, slots=shape.slots)
+            decode = make_decode(dataclasses.replace(self.cfg, layer_loop=loop), self.layout)
+            given = decode_arguments(self.cfg, self.layout, dtype=self.params["embed"].dtype, shape=shape)
+            self._compiled[shape] = Programs(
+                prefill.trace(self.params, *prefill_arguments(self.layout, shape)).lower().compile(),
+                decode.trace(of_decode, *given).lower().compile(),
+                shape,
+            )
+        return self._compiled[shape]
 
 
 def param_shardings(cfg: ModelConfig, layout: Layout) -> Any:
@@ -178,8 +149,10 @@ def param_shardings(cfg: ModelConfig, layout: Layout) -> Any:
 def stream(
     programs: Programs,
     params: Any,
-    request: Request,
+    prompts: Sequence[Sequence[int]],
     *,
+    limits: Sequence[int],
+    first_number: int,
     sampling: Sampling,
     stop_ids: Collection[int],
     of_decode: Any = None,
@@ -187,16 +160,18 @@ def stream(
     """Yields the new token of every prompt, None where it has ended: `Generator.stream` with compiled programs.
 
     Args:
-      programs: of a shape that the request fits.
+      programs: of a shape that the prompts fit.
       params: as prefill takes them.
-      request: what to continue.
+      prompts: token ids.
+      limits: the maximum of new tokens of each prompt.
+      first_number: the number of the first prompt; numbers seed the random draws.
       sampling: see `Sampling`; checked here.
       stop_ids: tokens that end a row.
-      of_decode: parameters as decode takes them; None: the same.
+      of_decode: parameters as decode takes them, by default the same.
     """
     of_decode = params if of_decode is None else of_decode
-    first_slot, left = programs.shape.prompt_slots, list(request.limits)
-    tokens_BT, rows = _rows(request, programs.shape, sampling)
+    first_slot, left = programs.shape.prompt_slots, list(limits)
+    tokens_BT, rows = _rows(prompts, programs.shape, sampling, first_number=first_number)
     cache, tokens_B = programs.prefill(params, tokens_BT, rows)
     try:
         for slot in range(first_slot, first_slot + max(left)):
@@ -216,11 +191,7 @@ def stream(
 def sample_text(programs: Programs, params: Any, tokenizer: Any, *, config: Config) -> str:
     """Returns `train.sample_prompt` and its continuation, sampled at temperature 0.8 until EOS or `sample_tokens`.
 
-    Args:
-      programs: of `sample_shape`.
-      params: parameters of a decoder of `config.model`.
-      tokenizer: has encode, decode, bos_id and eos_id.
-      config: prompt, longest continuation and seed; the same seed gives the same text.
+    The programs are of `sample_shape`; the same `train.seed` gives the same text.
     """
     train = config.train
     first = [tokenizer.bos_id] if config.data.prepend_bos else []
@@ -231,7 +202,8 @@ def sample_text(programs: Programs, params: Any, tokenizer: Any, *, config: Conf
     sampling = Sampling(temperature=0.8, seed=train.seed)
     if limit == 0:
         return tokenizer.decode(np.asarray(prompt))
-    steps = stream(programs, params, Request([prompt], [limit], [0]), sampling=sampling, stop_ids=(tokenizer.eos_id,))
+    options = {"sampling": sampling, "stop_ids": (tokenizer.eos_id,)}
+    steps = stream(programs, params, [prompt], limits=[limit], first_number=0, **options)
     return tokenizer.decode(np.asarray(prompt + [token for [token] in steps if token != tokenizer.eos_id]))
 
 
@@ -245,13 +217,15 @@ def sample_shape(config: Config, layout: Layout) -> GenerationShape:
     return GenerationShape(layout.row_degree, prompt_slots, slots)
 
 
-def _rows(request: Request, shape: GenerationShape, sampling: Sampling) -> tuple[np.ndarray, PromptRows]:
+def _rows(
+    prompts: Sequence[Sequence[int]], shape: GenerationShape, sampling: Sampling, *, first_number: int
+) -> tuple[np.ndarray, PromptRows]:
     """Returns tokens [B, T] and the rows; those without a prompt have one token, whose results are ignored."""
     tokens_BT = np.zeros((shape.num_rows, shape.prompt_slots), np.int32)
     lengths_B, numbers_B = np.ones(shape.num_rows, np.int32), np.zeros(shape.num_rows, np.int32)
-    for row, prompt in enumerate(request.prompts):
+    for row, prompt in enumerate(prompts):
         tokens_BT[row, : len(prompt)] = prompt
-        lengths_B[row], numbers_B[row] = len(prompt), request.numbers[row]
+        lengths_B[row], numbers_B[row] = len(prompt), first_number + row
     return tokens_BT, PromptRows(lengths_B, numbers_B, np.int32(shape.prompt_slots), sampling.arguments())
 
 

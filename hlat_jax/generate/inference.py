@@ -28,7 +28,7 @@ class TrainedModel:
       tokenizer: a `data.tokenizer.Tokenizer`, the one of the training run.
       folder: from which the parameters were read.
       described: a line that describes them.
-      begins_with_bos: texts begin with BOS, as set in an imported tokenizer or by data.prepend_bos of the run.
+      begins_with_bos: whether texts begin with BOS, by an imported tokenizer or data.prepend_bos of the run.
     """
 
     model: ModelConfig
@@ -40,7 +40,7 @@ class TrainedModel:
     begins_with_bos: bool = False
 
     def first_ids(self, bos: bool | None) -> list[int]:
-        """Returns [BOS] or []; None: as the tokenizer is configured.
+        """Returns [BOS] or [], where `bos` is None as the tokenizer is configured.
 
         Raises:
           ValueError: the tokenizer has no BOS.
@@ -108,10 +108,7 @@ def _degrees(values: flags.FlagValues) -> ParallelConfig:
 def open_model(checkpoint: str, parallel: ParallelConfig, *, tokenizer: str = "") -> TrainedModel:
     """Returns the model of a checkpoint over a mesh of these degrees; imports JAX.
 
-    Args:
-      checkpoint: as `weights.trained.open_weights` takes it.
-      parallel: degrees of the mesh.
-      tokenizer: file, for weights without one; "": theirs.
+    `checkpoint` is as `weights.trained.open_weights` takes it; `tokenizer` is a file, for weights without one.
 
     Raises:
       ValueError: as `trained_model`.
@@ -123,13 +120,10 @@ def open_model(checkpoint: str, parallel: ParallelConfig, *, tokenizer: str = ""
     from hlat_jax.weights.trained import open_weights
 
     weights = open_weights(checkpoint, tokenizer=tokenizer)
+    if parallel.tensor > weights.model.num_kv_heads:  # a split of Q that K and V do not have
+        weights = open_weights(checkpoint, tokenizer=tokenizer, fuse_qkv=False)
     opened = weights.open_tokenizer()
-    try:
-        layout = layout_of_model(weights.model, parallel, jax.devices())
-    except ValueError as error:
-        of_hugging_face = weights.step == 0 and "model.fuse_qkv=False" in str(error)
-        hint = " Import the model (`python -m hlat_jax.hf import`) with --nofuse_qkv for the first."
-        raise ValueError(f"{error}{hint * of_hugging_face}") from None
+    layout = layout_of_model(weights.model, parallel, jax.devices())
     params = weights.restore(param_shardings(weights.model, layout))
     mesh = " x ".join(f"{axis} {degree}" for axis, degree in layout.degrees.items())
     dtype = params["embed"].dtype

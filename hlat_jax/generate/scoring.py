@@ -1,8 +1,5 @@
 """Log-likelihoods of continuations given their contexts, for multiple choice and rolling perplexity.
 
-    score = Scorer(cfg, params, layout=layout, num_rows=8)
-    [(log_likelihood, is_greedy)] = score([([2, 17, 5], [9, 11])])
-
 Shapes: B rows, T positions, C chunks of positions, D embed, V vocab.
 """
 
@@ -58,13 +55,9 @@ class Scorer:
     """
 
     def __init__(self, cfg: ModelConfig, params: Any, *, layout: Layout, num_rows: int):
-        """Puts the parameters on the devices.
+        """Puts the parameters on the devices; `num_rows` is the batch size of each replica.
 
-        Args:
-          cfg: the model.
-          params: its parameters, as `model.init_params` returns them; the model computes in their dtype.
-          layout: the devices.
-          num_rows: batch size of each replica.
+        `params` are as `model.init_params` returns them; the model computes in their dtype.
         """
         self.max_tokens = cfg.max_positions
         self._num_rows = num_rows * layout.row_degree
@@ -97,15 +90,10 @@ class Scorer:
 
     def _row(self, number: int, context: Sequence[int], continuation: Sequence[int]) -> tuple[np.ndarray, int]:
         """Returns the tokens, of which the last is only a target, and the number of targets that are scored."""
-        if not len(context) or not len(continuation):
+        if not len(context) or not 0 < len(continuation) <= self.max_tokens:
             raise ValueError(
                 f"pair {number} has {len(context)} tokens of context and {len(continuation)} of continuation; both "
-                "need at least one, the context for example BOS."
-            )
-        if len(continuation) > self.max_tokens:
-            raise ValueError(
-                f"pair {number} has a continuation of {len(continuation)} tokens and model.max_positions is "
-                f"{self.max_tokens}; shorten it, or predict it in windows."
+                f"need at least one, and the second at most model.max_positions={self.max_tokens}."
             )
         return np.asarray([*context, *continuation][-self.max_tokens - 1 :], np.int32), len(continuation)
 
@@ -152,11 +140,7 @@ def _score_targets(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns log-probabilities of targets, fp32 [B, T], and whether no token is more likely.
 
-    Args:
-      hidden_BTD: input of the head.
-      head_VD: this device's rows of the head.
-      targets_BT: int32 ids of the whole vocabulary.
-      axes: mesh axes over which the head is split.
+    `head_VD` are this device's rows of the head, which is split over the mesh axes `axes`.
     """
     num_rows, seq_len = targets_BT.shape
     chunk = min(CHUNK_POSITIONS, seq_len)

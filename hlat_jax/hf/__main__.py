@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from absl import flags, logging
 
 from hlat_jax.cli import flags as flags_lib
-from hlat_jax.config import ModelConfig
 from hlat_jax.facts.names import nearest
 from hlat_jax.store.progress import show_progress
 from hlat_jax.weights.path_checks import check_checkpoint, check_hugging_face
@@ -19,21 +18,21 @@ from hlat_jax.weights.path_checks import check_checkpoint, check_hugging_face
 DTYPES = ("float32", "bfloat16")
 USAGE = """Usage: python -m hlat_jax.hf VERB ...
 
-  import DIR --out=CKPT             safetensors of the Llama family to a folder of weights
-  export CKPT --out=DIR             weights to a folder that transformers loads
-  average CKPT CKPT ... --out=CKPT  the mean of checkpoints of one model
+  import DIR --out=DIR             checks a Hugging Face folder of the Llama family and copies it, with checksums
+  export CKPT --out=DIR            weights to a folder that transformers loads
+  average CKPT CKPT ... --out=DIR  the mean of checkpoints of one model
 
-CKPT is a run folder (its newest checkpoint), one of its checkpoints (RUN/checkpoints/STEP), or what import and average
-wrote. Run VERB --help for details.
+CKPT is a run folder (its newest checkpoint), one of its checkpoints (RUN/checkpoints/STEP), or a Hugging Face folder.
+Run VERB --help for details.
 """
-_IMPORT = """Usage: python -m hlat_jax.hf import DIR --out=CKPT [flags]
+_IMPORT = """Usage: python -m hlat_jax.hf import DIR --out=DIR [flags]
 
 Reads config.json and model.safetensors, or the files that model.safetensors.index.json names; checks every name,
-shape and dtype. Copies tokenizer and generation config. Supports Llama 1, 2 and 3, SmolLM2, TinyLlama, OpenLLaMA, and
-Mistral without a sliding window. A field of config.json that is known to change the computation must have a supported
-value; unknown fields are named in a warning and kept for an export. --verify then compares the logits of both models
-on a text, in float32, one model in memory at a time. A difference above 1e-3 of the largest logit is an error, and
-nothing is left at --out.
+shape and dtype. Copies them with tokenizer and generation config, and adds checksums. Supports Llama 1, 2 and 3,
+SmolLM2, TinyLlama, OpenLLaMA, and Mistral without a sliding window. A field of config.json that is known to change the
+computation must have a supported value; unknown fields are named in a warning and kept. --verify then compares the
+logits of both models for 128 tokens, in float32, one model in memory at a time. A difference above 1e-3 of the largest
+logit is an error, and nothing is left at --out.
 """
 _EXPORT = """Usage: python -m hlat_jax.hf export CKPT --out=DIR [flags]
 
@@ -41,7 +40,7 @@ Writes safetensors with config.json, generation_config.json and tokenizer, reads
 Exports fp32 master weights where the precision policy keeps them (mixed), in float32; --dtype=bfloat16 rounds them.
 Under the other policies the parameters are exported in their stored dtype.
 """
-_AVERAGE = """Usage: python -m hlat_jax.hf average CKPT CKPT ... --out=CKPT
+_AVERAGE = """Usage: python -m hlat_jax.hf average CKPT CKPT ... --out=DIR
 
 Averages in fp32, one parameter at a time. The checkpoints must have the same model, dtype and tokenizer.
 """
@@ -66,32 +65,27 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _import(argv: Sequence[str]) -> None:
-    values = _flags("Folder of weights to write.", "of the parameters; empty: as in the files, with float16 as float32")
-    flags.DEFINE_bool("fuse_qkv", True, "As model.fuse_qkv, for training from these weights.", flag_values=values)
-    flags.DEFINE_bool("strict", False, "Fail on unknown fields of config.json.", flag_values=values)
+    values = _flags("of the parameters; empty: as in the files, with float16 as float32")
     flags.DEFINE_bool("verify", False, "Compare logits with those of transformers.", flag_values=values)
     folder, out = _paths(argv, values, usage=_IMPORT, what="a folder of Hugging Face")
     check_hugging_face(folder)  # before JAX is imported
     from hlat_jax.hf import verifying
+    from hlat_jax.hf.exporting import whole_folder
     from hlat_jax.hf.importing import import_checkpoint
+    from hlat_jax.run import costs
     from hlat_jax.weights.hf_files import companions
     from hlat_jax.weights.hf_reading import open_checkpoint
     from hlat_jax.weights.trained import open_weights
-    from hlat_jax.weights.weights_folder import whole_folder
 
     if values.verify:
         verifying.require_transformers()  # before any work
     began = time.monotonic()
-    checkpoint = open_checkpoint(folder, dtype=values.dtype, fuse_qkv=values.fuse_qkv, strict=values.strict)
-    if checkpoint.warning:
-        print(
-            f"warning: {checkpoint.warning} They are kept for an export; --strict makes them an error.", file=sys.stderr
-        )
+    checkpoint = open_checkpoint(folder, dtype=values.dtype)
+    if checkpoint.warning and not values.verify:  # which opens what was written, and warns of it
+        print(f"warning: {checkpoint.warning}", file=sys.stderr)
     with whole_folder(out) as partial:
         with show_progress("importing") as status:
             import_checkpoint(checkpoint, partial, status=status)
-        for line in checkpoint.nonfinite:  # before a comparison, which fails with them
-            print(f"warning: {line}", file=sys.stderr)
         verified = ""
         if values.verify:
             try:
@@ -99,17 +93,13 @@ def _import(argv: Sequence[str]) -> None:
                     verified = verifying.verify(checkpoint, open_weights(partial)) + "\n"
             except ValueError as error:
                 raise ValueError(f"{error} Removed {out}; an import without --verify is kept.") from None
-    for note in checkpoint.notes:
-        print(note)
-    files = ", ".join(companions(folder))
-    print(
-        f"{_counted(checkpoint.model)} in {checkpoint.dtype.name} from {len(checkpoint.tensors)} tensors; with {files}"
-    )
+    counted = f"{costs.num_params(checkpoint.model):,} parameters in {checkpoint.dtype.name}"
+    print(f"{counted} from {len(checkpoint.tensors)} tensors; with {', '.join(companions(folder))}")
     print(f"{verified}wrote {out} in {time.monotonic() - began:.1f} s")
 
 
 def _export(argv: Sequence[str]) -> None:
-    values = _flags("Folder to write.", "of the tensors; empty: as stored, of the fp32 masters where there are any")
+    values = _flags("of the tensors; empty: as stored, of the fp32 masters where there are any")
     flags.DEFINE_string("tokenizer", "", "Tokenizer file, for a folder whose own is missing.", flag_values=values)
     path, out = _paths(argv, values, usage=_EXPORT, what="a checkpoint")
     from hlat_jax.data.path_checks import check_tokenizer  # not at the top: --help does not need it
@@ -117,18 +107,20 @@ def _export(argv: Sequence[str]) -> None:
     check_checkpoint(str(path))
     check_tokenizer(values.tokenizer, key="--tokenizer")
     from hlat_jax.hf.exporting import export_checkpoint
+    from hlat_jax.run import costs
     from hlat_jax.weights.trained import open_weights
 
     began = time.monotonic()
     with show_progress("opening the weights") as status:
         weights = open_weights(path, masters=True, tokenizer=values.tokenizer)
         dtype = export_checkpoint(weights, out, dtype=values.dtype, status=status)
-    print(f"{_counted(weights.model)} in {dtype} from {weights.folder} (step {weights.step}), read back and compared")
+    counted = f"{costs.num_params(weights.model):,} parameters in {dtype}"
+    print(f"{counted} from {weights.folder} (step {weights.step}), read back and compared")
     print(f"wrote {out} in {time.monotonic() - began:.1f} s")
 
 
 def _average(argv: Sequence[str]) -> None:
-    values = _flags("Folder of weights to write.")
+    values = _flags()
     paths = flags_lib.parse_inputs(argv, values, usage=_AVERAGE, missing="no checkpoints; name two or more.")
     for path in paths if len(paths) > 1 else ():  # that one is too few is the first thing to say
         check_checkpoint(path)
@@ -141,10 +133,10 @@ def _average(argv: Sequence[str]) -> None:
     print(f"wrote their mean to {values.out}")
 
 
-def _flags(out: str, dtype: str = "") -> flags.FlagValues:
-    """Returns the flags that verbs share, with their help."""
+def _flags(dtype: str = "") -> flags.FlagValues:
+    """Returns --out and, with its help, --dtype."""
     values = flags.FlagValues()
-    flags.DEFINE_string("out", "", out, flag_values=values)
+    flags.DEFINE_string("out", "", "Folder to write.", flag_values=values)
     if dtype:
         flags.DEFINE_enum("dtype", "", ["", *DTYPES], f"One of {', '.join(DTYPES)}, {dtype}.", flag_values=values)
     return values
@@ -158,12 +150,6 @@ def _paths(
     if len(words) > 1:
         raise ValueError(f"{len(words)} inputs ({', '.join(words)}); name {what}, one.")
     return pathlib.Path(words[0]).expanduser(), pathlib.Path(values.out).expanduser()
-
-
-def _counted(model: ModelConfig) -> str:
-    from hlat_jax.run import costs
-
-    return f"{costs.num_params(model):,} parameters"
 
 
 if __name__ == "__main__":

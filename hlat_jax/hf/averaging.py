@@ -8,47 +8,45 @@ import os
 import pathlib
 from collections.abc import Sequence
 
+import jax
 import numpy as np
 
-from hlat_jax.hf.exporting import files_of
-from hlat_jax.run import costs
+from hlat_jax.hf.exporting import export_checkpoint, seal_all, whole_folder
 from hlat_jax.run.resume import settings_of_weights
 from hlat_jax.store.config_diff import differences
 from hlat_jax.store.progress import Status
-from hlat_jax.weights.hf_files import companions
 from hlat_jax.weights.trained import Weights, leaves_by_name, open_weights
-from hlat_jax.weights.weights_folder import new_weights
 
 _BLOCK = 1 << 22  # elements: 16 MiB of fp32
 
 
 def average(paths: Sequence[str | os.PathLike], out: pathlib.Path, *, status: Status | None = None) -> list[Weights]:
-    """Writes the mean of checkpoints as the weights folder `out`, in their dtype; returns its inputs.
+    """Writes the mean of checkpoints as the Hugging Face folder `out`, in their dtype; returns its inputs.
 
     Master weights are averaged where a checkpoint has them. Means are fp32, and exact where all values of an element
     are equal: the mean of a checkpoint with itself is bitwise itself. Holds two stacked parameters at a time, in fp32.
     `status` is kept up to date.
 
     Raises:
-      ValueError: fewer than two checkpoints, or different models, dtypes or tokenizers; the message names which.
+      ValueError: fewer than two checkpoints, different models, dtypes or tokenizers (the message names which), or as
+        `export_checkpoint`.
     """
     if len(paths) < 2:
         raise ValueError(f"{len(paths)} checkpoint to average; give two or more.")
     averaged = [open_weights(path, masters=True) for path in paths]
     for other in averaged[1:]:
         _require_alike(averaged[0], other)
-    first, status = averaged[0], status or Status()
-    files, tokenizer = _files(first)
-    origin = {"average_of": [{"folder": str(each.folder), "step": each.step} for each in averaged]}
-    described = dataclasses.replace(first, step=max(each.step for each in averaged), tokenizer=tokenizer)
-    with new_weights(out, described, origin=origin, files=files) as leaves:
-        for name, leaf in leaves_by_name(first.arrays).items():
-            mean = first.read(name).astype(np.float32)
-            for count, other in enumerate(averaged[1:], start=2):
-                _include(mean, other.read(name), count=count)
-            with leaves.leaf(name, leaf.shape, leaf.dtype) as write:
-                write(mean.astype(leaf.dtype, copy=False))
-            status.share += leaf.size / costs.num_params(first.model)
+
+    def mean_of(name: str, leaf: jax.ShapeDtypeStruct) -> np.ndarray:
+        mean = averaged[0].read(name).astype(np.float32)
+        for count, other in enumerate(averaged[1:], start=2):
+            _include(mean, other.read(name), count=count)
+        return mean.astype(leaf.dtype, copy=False)
+
+    step = max(each.step for each in averaged)
+    with whole_folder(out) as partial:
+        export_checkpoint(dataclasses.replace(averaged[0], step=step, read_leaf=mean_of), partial, status=status)
+        seal_all(partial)
     return averaged
 
 
@@ -80,13 +78,3 @@ def _require_alike(first: Weights, other: Weights) -> None:
             line.replace("in the checkpoint", "in the first").replace(" now", " there") for line in others
         )
         raise ValueError(f"{first.folder} and {other.folder} cannot be averaged:\n  {lines}")
-
-
-def _files(weights: Weights) -> tuple[dict[str, pathlib.Path], str]:
-    """Returns the files to copy, by the names that an export uses, and the name of the tokenizer among them."""
-    files = companions(weights.companions) if weights.companions else {}
-    name = pathlib.Path(weights.tokenizer).name if weights.tokenizer else ""
-    if name in files or (weights.companions and not name):
-        return files, name
-    own = files_of(weights.open_tokenizer())
-    return own | files, next(iter(own))

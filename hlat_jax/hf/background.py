@@ -23,7 +23,7 @@ from hlat_jax.host import distributed
 from hlat_jax.run.resume import EXPORTS, SHARDS
 from hlat_jax.weights.hf_files import kept_companions
 from hlat_jax.weights.safetensors_file import StoredTensor, Writer, read_header
-from hlat_jax.weights.trained import Weights, leaves_by_name, nested
+from hlat_jax.weights.trained import Weights, leaves_by_name
 
 _NO_TIMEOUT_MS = 2**31 - 1  # of a barrier: the watch of `distributed` ends processes whose peers have died
 
@@ -103,7 +103,12 @@ class Exporter:
         try:
             dtype = written.result()
         except (OSError, ValueError) as error:
-            raise self._failed(error) from error
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+            raise ExportError(
+                f"step {self._step} could not be exported to {self.folder / str(self._step)}: {reason}. The "
+                "checkpoints are untouched: fix the cause, or set checkpoint.export_every_steps=0, then run the same "
+                "command to resume."
+            ) from error
         print(f"exported step {self._step} to {self.folder / str(self._step)} ({dtype})", flush=True)
 
     def close(self) -> None:
@@ -126,9 +131,6 @@ class Exporter:
             for name, parts in _handed_over(path).items():
                 mine.setdefault(name, []).extend(parts)
 
-        def read(abstract: Any) -> Any:
-            return nested({name: _whole(mine[name], leaf) for name, leaf in leaves_by_name(abstract).items()})
-
         c, workdir = self._config, self.folder.parent
         weights = Weights(
             folder=workdir,
@@ -138,19 +140,12 @@ class Exporter:
             tokenizer_sha256=self._tokenizer_sha256,
             begins_with_bos=c.data.prepend_bos,
             arrays=arrays,
-            _read=read,
+            read_leaf=lambda name, leaf: _whole(mine[name], leaf),
             **kept_companions(workdir),
         )
         export_checkpoint(weights, self.folder / str(step))
         shutil.rmtree(shards, ignore_errors=True)
         return dtype
-
-    def _failed(self, error: OSError | ValueError) -> ExportError:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
-        return ExportError(
-            f"step {self._step} could not be exported to {self.folder / str(self._step)}: {reason}. The checkpoints "
-            "are untouched: fix the cause, or set checkpoint.export_every_steps=0, then run the same command to resume."
-        )
 
 
 def _on_host(params: Any) -> dict[str, list[Shard]]:
@@ -174,9 +169,9 @@ def _on_host(params: Any) -> dict[str, list[Shard]]:
 
 def _whole(parts: list[Shard], leaf: jax.ShapeDtypeStruct) -> np.ndarray:
     """Returns a parameter from the shards that cover it; a single whole shard is not copied."""
-    if len(parts) == 1 and _shape(parts[0]) == leaf.shape:
+    if len(parts) == 1 and parts[0].values.shape == leaf.shape:
         return parts[0].read()
-    held = sum(math.prod(_shape(part)) for part in parts)
+    held = sum(math.prod(part.values.shape) for part in parts)
     if held != math.prod(leaf.shape):
         raise OSError(
             f"only {held} of {math.prod(leaf.shape)} values came from the processes; the run folder must be shared."
@@ -186,10 +181,6 @@ def _whole(parts: list[Shard], leaf: jax.ShapeDtypeStruct) -> np.ndarray:
         values = part.read()
         whole[tuple(slice(at, at + size) for at, size in zip(part.start, values.shape, strict=True))] = values
     return whole
-
-
-def _shape(part: Shard) -> tuple[int, ...]:
-    return tuple(part.values.shape)
 
 
 def _hand_over(mine: dict[str, list[Shard]], path: pathlib.Path) -> None:

@@ -5,6 +5,9 @@ Holds one stacked parameter at a time, in its stored dtype.
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
 import pathlib
 import shutil
 from collections.abc import Iterable, Iterator
@@ -15,9 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.host import process
 from hlat_jax.resolve import export_problem
 from hlat_jax.run import costs
 from hlat_jax.store import atomic_files
+from hlat_jax.store.integrity import seal
 from hlat_jax.store.progress import Status
 from hlat_jax.store.typed_json import read_json
 from hlat_jax.weights import hf_names
@@ -26,11 +31,46 @@ from hlat_jax.weights.hf_files import INDEX_FILE, SINGLE_FILE, companions
 from hlat_jax.weights.hf_reading import as_dtype, open_checkpoint
 from hlat_jax.weights.safetensors_file import Writer, bits
 from hlat_jax.weights.trained import Weights
-from hlat_jax.weights.weights_folder import whole_folder
 
 _NATIVE, _TOKENIZER, _SETTINGS = "tokenizer.model", "tokenizer.json", "tokenizer_config.json"
 _OF_JSON = "PreTrainedTokenizerFast"
 SHARD_BYTES = 5_000_000_000  # of one file, where no tensor is larger
+
+
+@contextlib.contextmanager
+def whole_folder(out: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields an empty folder beside `out`; it is renamed to `out` when the body succeeds, otherwise removed.
+
+    Raises:
+      ValueError: `out` exists already and is not empty, or cannot be made.
+    """
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ValueError(f"--out={out} exists already; give another folder, or remove it.")
+    partial = out.with_name(f"{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
+    try:
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise ValueError(f"--out={out} cannot be created: {error.strerror}; give another folder.") from None
+    try:
+        with process.removed_on_interrupt(partial):
+            yield partial
+            if out.exists():
+                out.rmdir()
+            os.replace(partial, out)
+        atomic_files.sync_folder(out.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def seal_all(folder: pathlib.Path) -> None:
+    """Writes the checksums of all files of a folder, which are compared when it is opened."""
+    seal(folder, [path.name for path in folder.iterdir()])
+
+
+def with_dtype(content: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Returns the content of a config.json with this dtype, under the key that it has for it."""
+    return content | {"dtype" if "dtype" in content else "torch_dtype": dtype}
 
 
 def export_checkpoint(
@@ -59,24 +99,34 @@ def export_checkpoint(
     with whole_folder(out) as partial:
         _write_companions(weights, partial, dtype=written.name)
         status.text = "writing"
-        _write_tensors(weights, partial, dtype=written, shard_bytes=shard_bytes, status=status)
-        status.text = "comparing"
+        shapes = hf_names.expected(weights.model)
+        tensors = {name: jax.ShapeDtypeStruct(shape, written) for name, shape in shapes.items()}
+        write_tensors(partial, tensors, _tensors(weights), shard_bytes=shard_bytes, status=status)
+        status.text, status.share = "comparing", 0.0
         _compare(weights, partial, dtype=written, status=status)
     return written.name
 
 
-def _write_tensors(
-    weights: Weights, folder: pathlib.Path, *, dtype: np.dtype, shard_bytes: int, status: Status
+def write_tensors(
+    folder: pathlib.Path,
+    tensors: dict[str, jax.ShapeDtypeStruct],
+    values: Iterable[tuple[str, np.ndarray]],
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    status: Status,
 ) -> None:
-    tensors = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in hf_names.expected(weights.model).items()}
+    """Writes safetensors in the order of `tensors`, and their index if there are several files.
+
+    `values` has (name, values) of every tensor, in any order and dtype; `status` is kept up to date.
+    """
     shards = shards_of(tensors, shard_bytes)
     writers = {file: Writer(folder / file, tensors=part, metadata={"format": "pt"}) for file, part in shards.items()}
     where = {name: file for file, part in shards.items() for name in part}
+    num_elements = sum(tensor.size for tensor in tensors.values())
     try:
-        for entry in hf_names.table(weights.model):
-            for name, tensor in _tensors(weights, entry):
-                writers[where[name]].write(name, as_dtype(tensor, dtype))
-                status.share += tensor.size / costs.num_params(weights.model) / 2
+        for name, tensor in values:
+            writers[where[name]].write(name, as_dtype(tensor, tensors[name].dtype))
+            status.share += tensor.size / num_elements
             del tensor  # a view, which would keep the whole parameter while the next one is read
     finally:
         for writer in writers.values():
@@ -85,17 +135,19 @@ def _write_tensors(
         with open(folder / file, "rb") as written:
             atomic_files.to_disk(written)
     if len(shards) > 1:
-        total = sum(int(np.prod(tensor.shape)) * dtype.itemsize for tensor in tensors.values())
+        total = sum(tensor.size * tensor.dtype.itemsize for tensor in tensors.values())
         atomic_files.write_json(folder / INDEX_FILE, {"metadata": {"total_size": total}, "weight_map": where})
 
 
-def _tensors(weights: Weights, entry: hf_names.ParamMapping) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (name, tensor) for the tensors of a parameter, which is read whole."""
-    ours = weights.read(entry.leaf)
-    for layer in range(weights.model.num_layers if entry.stacked else 1):
-        slab = ours[layer] if entry.stacked else ours
-        for name, tensor in zip(entry.names(layer), entry.split(bits(slab)), strict=True):
-            yield name, np.ascontiguousarray(tensor).view(ours.dtype)
+def _tensors(weights: Weights) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields (name, tensor) for all tensors; one of our parameters is in memory at a time."""
+    for entry in hf_names.table(weights.model):
+        ours = weights.read(entry.leaf)
+        for layer in range(weights.model.num_layers if entry.stacked else 1):
+            slab = ours[layer] if entry.stacked else ours
+            for name, tensor in zip(entry.names(layer), entry.split(bits(slab)), strict=True):
+                yield name, np.ascontiguousarray(tensor).view(ours.dtype)
+        del ours, slab, tensor  # before the next one is read
 
 
 def shards_of(tensors: dict[str, Any], shard_bytes: int) -> dict[str, dict[str, Any]]:
@@ -103,7 +155,7 @@ def shards_of(tensors: dict[str, Any], shard_bytes: int) -> dict[str, dict[str, 
     parts: list[dict[str, Any]] = [{}]
     size = 0
     for name, tensor in tensors.items():
-        num_bytes = int(np.prod(tensor.shape)) * tensor.dtype.itemsize
+        num_bytes = math.prod(tensor.shape) * tensor.dtype.itemsize
         if parts[-1] and size + num_bytes > shard_bytes:
             parts.append({})
             size = 0
@@ -116,28 +168,18 @@ def shards_of(tensors: dict[str, Any], shard_bytes: int) -> dict[str, dict[str, 
 
 def _compare(weights: Weights, folder: pathlib.Path, *, dtype: np.dtype, status: Status) -> None:
     """Raises ValueError unless an import of the folder gives the weights, in `dtype`."""
-    exported = open_checkpoint(folder, fuse_qkv=weights.model.fuse_qkv)
+    exported = open_checkpoint(folder)
     if architecture(exported.model) != architecture(weights.model):
         raise ValueError(f"{folder}: config.json describes another model when read back; this is a bug in hlat_jax.")
-    for entry in hf_names.table(weights.model):
-        ours = weights.read(entry.leaf)
-        layer = _first_other(ours, exported.slabs(entry), stacked=entry.stacked, dtype=dtype)
-        status.share += ours.size / costs.num_params(weights.model) / 2
-        del ours  # before the next one is read
-        if layer is not None:
+    for name, ours in _tensors(weights):
+        stored = exported.tensors[name]
+        if stored.dtype != dtype or not np.array_equal(bits(as_dtype(ours, dtype)), bits(stored.read())):
             raise ValueError(
-                f"{folder}: {', '.join(entry.names(layer))} have other values than {weights.folder} when read back; "
-                "nothing was exported. Check the disk."
+                f"{folder}: {name} has other values than in {weights.folder} when read back; nothing was exported. "
+                "Check the disk."
             )
-
-
-def _first_other(ours: np.ndarray, slabs: Iterable[np.ndarray], *, stacked: bool, dtype: np.dtype) -> int | None:
-    """Returns the first layer whose values differ; None if all are equal."""
-    for layer, slab in enumerate(slabs):
-        mine = as_dtype(ours[layer] if stacked else ours, dtype)
-        if slab.dtype != dtype or not np.array_equal(bits(mine), bits(slab)):
-            return layer
-    return None
+        status.share += ours.size / costs.num_params(weights.model)
+        del ours  # a view, which would keep the whole parameter while the next one is read
 
 
 def files_of(tokenizer: Tokenizer) -> dict[str, pathlib.Path]:
@@ -168,7 +210,7 @@ def _write_companions(weights: Weights, folder: pathlib.Path, *, dtype: str) -> 
                 _add_bos(folder, tokenizer)
     theirs = read_json(path) if came_along else {}
     if theirs and architecture(model_config(theirs, where=str(path))) == architecture(weights.model):
-        content = theirs | {"dtype" if "dtype" in theirs else "torch_dtype": dtype}
+        content = with_dtype(theirs, dtype)
     else:
         ids |= {key: value for key, value in theirs.items() if key.endswith("_token_id")}
         content = config_json(weights.model, dtype=dtype, token_ids=ids)

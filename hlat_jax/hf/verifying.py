@@ -1,4 +1,4 @@
-"""Comparison of imported weights with transformers: the logits of both on one text."""
+"""Comparison of imported weights with transformers: the logits of both for random tokens."""
 
 from __future__ import annotations
 
@@ -15,10 +15,6 @@ from hlat_jax.weights.trained import Weights
 
 # Of the largest logit. Sums of fp32 in another order differ by 1e-6 to 1e-5; another computation by far more.
 BOUND = 1e-3
-_TEXT = (
-    "It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want of a "
-    "wife. In 1813 it cost 18s., naïve as that sounds.\n\ndef area(radius):\n    return 3.14159 * radius**2\n"
-)
 _NUM_IDS = 128
 
 
@@ -45,7 +41,8 @@ def verify(source: HFCheckpoint, weights: Weights) -> str:
       ValueError: the difference is above `BOUND`, transformers cannot load the source, or is not installed.
     """
     torch, transformers = require_transformers()
-    tokens_BT, described = _tokens(weights)
+    num_ids = min(_NUM_IDS, weights.model.max_positions)
+    tokens_BT = np.random.default_rng(0).integers(0, weights.model.vocab_size, (1, num_ids), np.int32)
     params = weights.restore(None, dtype=jnp.float32)
     ours_BTV = np.asarray(jax.jit(apply, static_argnums=1)(params, weights.model, tokens_BT))
     for leaf in jax.tree.leaves(params):
@@ -66,18 +63,7 @@ def verify(source: HFCheckpoint, weights: Weights) -> str:
     relative = f"{difference:.1e} of the largest logit, {largest:.3g}"
     if not difference <= BOUND:  # NaN too
         raise ValueError(
-            f"--verify: the logits of {described} differ from those of transformers by {relative}; at most {BOUND:.0e} "
-            "is allowed, so the import is not the model of the folder."
+            f"--verify: the logits of {num_ids} tokens differ from those of transformers by {relative}; at most "
+            f"{BOUND:.0e} is allowed, so the import is not the model of the folder."
         )
-    return f"verified         the logits of {described} differ from those of transformers by at most {relative}"
-
-
-def _tokens(weights: Weights) -> tuple[np.ndarray, str]:
-    """Returns token ids [1, T] and what they are: those of a text, or drawn ones where no tokenizer opens."""
-    try:
-        ids, described = weights.open_tokenizer().encode(_TEXT), "a text"
-    except ValueError:
-        ids = np.random.default_rng(0).integers(0, weights.model.vocab_size, _NUM_IDS, np.int32)
-        described = "random ids (there is no tokenizer)"
-    ids = ids[: weights.model.max_positions]
-    return ids[None], f"{len(ids)} tokens of {described}"
+    return f"verified         the logits of {num_ids} tokens differ from those of transformers by at most {relative}"

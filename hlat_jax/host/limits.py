@@ -40,13 +40,12 @@ def describe(error: BaseException) -> str:
     return f"out of memory{': ' * bool(reason)}{reason}" + (f" (limits: {', '.join(limits)})" if limits else "")
 
 
-def too_many_files(code: int | None, *, needed: int = 0) -> str:
-    """Returns what to do about an errno that says that no more files can be opened, of which `needed` are if known."""
+def too_many_files(code: int | None) -> str:
+    """Returns what to do about an errno that says that no more files can be opened; "" for other ones."""
     if code != errno.EMFILE:
         return ""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needs = f", and up to {needed:,} are needed" if needed else ""
-    return f"; the limit of open files is {soft:,} (ulimit -n){needs}: raise it with ulimit -n {needed or 1024}"
+    return f"; the limit of open files is {soft:,}: raise it with ulimit -n {4 * soft}"
 
 
 def _soft_limit(kind: int) -> list[int]:

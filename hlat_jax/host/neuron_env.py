@@ -8,12 +8,10 @@ environment variables, runtime configuration, neuronx-cc CLI reference, EFA set-
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 
 from hlat_jax.config import ParallelConfig, PrecisionConfig, check_choice
 from hlat_jax.facts.core_groups import DISPUTED, verdict_of_first
@@ -26,7 +24,6 @@ from hlat_jax.host.neuron_topology import (
     Topology,
     checked,
     instance_to_serve,
-    launcher,
     lnc_of,
 )
 
@@ -45,19 +42,7 @@ FIXED = {
     "NEURON_PJRT_PROCESS_INDEX": "--node or --process_id",
     "NEURON_PJRT_PROCESSES_NUM_DEVICES": "--nodes and --cores",
 }
-# Documented variables left to the user: listed so that a misspelt one is reported.
-USERS = (
-    "NEURON_COMPILE_CACHE_URL", "NEURON_FUSE_SOFTMAX", "NEURON_PLATFORM_TARGET_OVERRIDE",
-    "NEURON_RT_DBG_CC_DMA_PACKET_SIZE", "NEURON_RT_DBG_DMA_PACKETIZATION_SIZE", "NEURON_RT_DBG_DUMP_INPUTS_ON_ERR",
-    "NEURON_RT_ENABLE_DEVICE_MEMORY_OOM_LOG", "NEURON_RT_ENABLE_INTERNODE_EXECUTION_BARRIER",
-    "NEURON_RT_INSPECT_DEVICE_PROFILE", "NEURON_RT_INSPECT_ENABLE", "NEURON_RT_INSPECT_OUTPUT_DIR",
-    "NEURON_RT_INSPECT_SYSTEM_PROFILE", "NEURON_RT_IO_RING_CACHE_SIZE", "NEURON_RT_LOG_LEVEL",
-    "NEURON_RT_LOG_LOCATION", "NEURON_RT_LOW_LATENCY_TASKS_CPU_AFFINITY", "NEURON_RT_NUM_CORES",
-    "NEURON_RT_RESET_CORES", "NEURON_RT_STOCHASTIC_ROUNDING_SEED", "NEURON_RT_VISIBLE_CORES",
-    "NEURON_SCRATCHPAD_PAGE_SIZE",
-)  # fmt: skip
 PROFILE_FOLDER = "neuron_profile"  # in a run folder
-_OPEN_MPI_DAEMON = "OMPI_MCA_orte_hnp_uri"  # not needed: processes find each other by the coordinator
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,22 +51,15 @@ class Environment:
 
     Attributes:
       variables: variables to set, with the user's values where those take precedence.
-      unset: variables to remove.
-      notes: a line for each value of the user's that takes precedence, and for each name that looks misspelt.
+      notes: a line for each value of the user's that takes precedence.
     """
 
     variables: dict[str, str]
-    unset: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-
-    def to_dict(self) -> dict:
-        """Returns plain dicts and lists, for JSON."""
-        return json.loads(json.dumps(dataclasses.asdict(self)))
 
     def shell(self) -> str:
         """Returns the shell commands that set it: `eval "$(...)"`."""
-        lines = [f"unset {name}" for name in self.unset]
-        return "\n".join([*lines, *(f"export {name}={shlex.quote(value)}" for name, value in self.variables.items())])
+        return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in self.variables.items())
 
 
 def environment(
@@ -127,18 +105,9 @@ def environment(
         if name != "NEURON_CC_FLAGS" and yours != value:
             variables[name] = yours
             notes.append(f"{name}: your value {yours} replaces {value}")
-    notes += _spelling_notes(current, set(variables))
-    unset = tuple(name for name in (_OPEN_MPI_DAEMON,) if topology.launcher == "mpi" and name in current)
     level, why = verdict_of_first(topology.devices_per_node, instance=topology.instance, lnc=topology.lnc)
     notes += [f"--cores={topology.devices_per_node} is disputed: {why}"] * (level == DISPUTED)
-    return Environment(variables, unset, tuple(notes))
-
-
-def apply(environ: MutableMapping[str, str], computed: Environment) -> None:
-    """Sets and unsets the variables of `computed`."""
-    environ.update(computed.variables)
-    for name in computed.unset:
-        environ.pop(name, None)
+    return Environment(variables, tuple(notes))
 
 
 def prepare(precision: PrecisionConfig, parallel: ParallelConfig, *, machine: Machine = HERE) -> str:
@@ -154,9 +123,8 @@ def prepare(precision: PrecisionConfig, parallel: ParallelConfig, *, machine: Ma
         return "environment: nothing to set, as no Neuron device is used"
     if "jax" in sys.modules:
         raise ValueError(f"{instance}: JAX is imported already; start Python again and call this first.")
-    topology = Topology(instance, lnc=lnc_of(os.environ), launcher=launcher(os.environ))
-    computed = environment(precision, parallel, topology, current=os.environ)
-    apply(os.environ, computed)
+    computed = environment(precision, parallel, Topology(instance, lnc=lnc_of(os.environ)), current=os.environ)
+    os.environ.update(computed.variables)
     return "\n".join((f"environment: set for {instance}", *computed.notes))
 
 
@@ -292,13 +260,3 @@ def _num_visible(text: str) -> int | None:
             return None
         count += int(last) - int(first) + 1 if is_range else 1
     return count if count > 0 else None
-
-
-def _spelling_notes(current: Mapping[str, str], known: set[str]) -> list[str]:
-    known = known | set(FIXED) | set(USERS)
-    notes = []
-    for name in sorted(current):
-        close = difflib.get_close_matches(name, known, n=1, cutoff=0.92) if name.startswith("NEURON_") else []
-        if close and name not in known:
-            notes.append(f"{name} is unknown. Did you mean {close[0]}?")
-    return notes

@@ -1,4 +1,4 @@
-"""The topology of a job: its instances and the rank of this one, as flags or the variables of Slurm or Open MPI."""
+"""The topology of a job: its instances, and the rank of this one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ class Topology:
       port: port of JAX's coordinator.
       lnc: physical cores that one JAX device takes, or 0 for the default of the instance.
       cores: JAX devices of its node that this process uses, or 0 for all.
-      launcher: "plain", "slurm" or "mpi".
       cache: folder of compiled programs on the node's own disk.
     """
 
@@ -40,7 +39,6 @@ class Topology:
     port: int = JAX_PORT
     lnc: int = 0
     cores: int = 0
-    launcher: str = "plain"
     cache: str = CACHE
 
     @property
@@ -91,8 +89,7 @@ def checked(topology: Topology) -> Topology:
         raise ValueError(f"--cores={t.cores}: {t.instance} has {whole} at --lnc={t.lnc}; 0 uses all.")
     level, why = core_groups.verdict_of_first(t.cores or whole, instance=t.instance, lnc=t.lnc)
     if level == core_groups.REFUSED:
-        allowed = ", ".join(core_groups.counts_of_jobs(t.instance, lnc=t.lnc))
-        raise ValueError(f"--cores={t.cores}: {why}. On {t.instance} it may be {allowed}; 0 uses all.")
+        raise ValueError(f"--cores={t.cores} on {t.instance}: {why}. 0 uses all.")
     if t.nodes < 1:
         raise ValueError(f"--nodes={t.nodes} must be at least 1.")
     if not 0 <= t.rank < t.nodes:
@@ -117,55 +114,12 @@ def check_host(host: str, name: str) -> None:
         raise ValueError(f"{name}={host} must be a host name, a.b.c.d or [v6], without a port; set --port for that.")
 
 
-def launcher(environ: Mapping[str, str]) -> str:
-    """Returns the launcher that set these variables: plain, slurm or mpi. `mpirun` inside a Slurm job counts as mpi."""
-    if "OMPI_COMM_WORLD_RANK" in environ:
-        return "mpi"
-    return "slurm" if "SLURM_JOB_NODELIST" in environ else "plain"
-
-
-def of_launcher(environ: Mapping[str, str]) -> dict[str, int | str]:
-    """Returns the fields of a Topology that Slurm's or Open MPI's variables give.
-
-    Raises:
-      ValueError: some of the launcher's variables are missing.
-    """
-    name = launcher(environ)
-    if name == "mpi":
-        nodes, rank = _numbers(environ, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "mpirun")
-        return {"launcher": name, "nodes": nodes, "rank": rank}
-    if name == "slurm":
-        nodes, rank = _numbers(environ, "SLURM_NNODES", "SLURM_NODEID", "srun --ntasks-per-node=1")
-        return {
-            "launcher": name,
-            "nodes": nodes,
-            "rank": rank,
-            "coordinator": first_host(environ["SLURM_JOB_NODELIST"]),
-        }
-    return {"launcher": name}
-
-
 def lnc_of(environ: Mapping[str, str]) -> int:
     """Returns NEURON_LOGICAL_NC_CONFIG, 0 where it is not set."""
     text = environ.get("NEURON_LOGICAL_NC_CONFIG", "")
     if text and not text.isdecimal():
         raise ValueError(f"NEURON_LOGICAL_NC_CONFIG={text} must be a number: 1, or 2 on trn2.")
     return int(text or 0)
-
-
-def _numbers(environ: Mapping[str, str], size: str, rank: str, command: str) -> tuple[int, int]:
-    for name in (size, rank):
-        if not environ.get(name, "").isdecimal():
-            raise ValueError(f"{name}={environ.get(name, '')!r} is not a number: start with {command}, once per node.")
-    return int(environ[size]), int(environ[rank])
-
-
-def first_host(nodelist: str) -> str:
-    """Returns the first host of Slurm's short list: `trn[008-011,020],x` gives `trn008`."""
-    match = re.match(r"([^,\[]+)(?:\[([^],-]+)[^]]*\]([^,\[]*))?", nodelist)
-    if match is None:
-        raise ValueError(f"SLURM_JOB_NODELIST={nodelist} has no host name; give --coordinator=HOST.")
-    return "".join(part or "" for part in match.groups())
 
 
 def instance_to_serve(given: str, platforms: str, *, machine: Machine) -> str:

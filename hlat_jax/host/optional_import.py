@@ -19,13 +19,7 @@ def import_optional(module: str, *, missing: str) -> Any:
     library = module.partition(".")[0]
     try:
         return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name in (library, module):
-            raise ValueError(missing) from None
-        raise _broken(library, error) from error
     except Exception as error:  # such as one written for another version of NumPy
-        raise _broken(library, error) from error
-
-
-def _broken(library: str, error: Exception) -> ValueError:
-    return ValueError(f"{library} is installed and cannot be imported: {type(error).__name__}: {error}")
+        if isinstance(error, ModuleNotFoundError) and error.name in (library, module):
+            raise ValueError(missing) from None
+        raise ValueError(f"{library} is installed and cannot be imported: {type(error).__name__}: {error}") from error

@@ -39,7 +39,6 @@ def exit_on_interrupt() -> None:
     callbacks of the garbage collector, and threads of XLA crash in the teardown after it.
     """
     global _pipe
-    _open_standard_streams()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it stays ignored in a background job
         signal.signal(signal.SIGINT, _end_on_interrupt)
     elif signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
@@ -50,18 +49,6 @@ def exit_on_interrupt() -> None:
     signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
     os.register_at_fork(after_in_child=_leave_signals_alone)  # one line, ours; and a child's SIGTERM is not ours
     threading.Thread(target=_watch, name="hlat-interrupts", daemon=True).start()
-
-
-def _open_standard_streams() -> None:
-    """Opens /dev/null for each standard stream that is closed; the next file opened would take its number."""
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for the rest of the process
 
 
 def replace_unprintable() -> None:
@@ -206,41 +193,6 @@ def removed_on_interrupt(folder: pathlib.Path) -> Iterator[None]:
         yield
     finally:
         _partial.remove(folder)
-
-
-@contextlib.contextmanager
-def raising_interrupts() -> Iterator[None]:
-    """Makes Ctrl-C in its body a KeyboardInterrupt, once, for a command that has processes of its own to stop.
-
-    While they stop, which takes seconds, another Ctrl-C has no effect: ending at once would leave semaphores behind.
-    A later one ends the command nevertheless.
-    """
-    first_s = 0.0
-
-    def raise_once(_number: int, _frame: Any) -> None:
-        nonlocal first_s
-        _take_interrupt()
-        if signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
-            signal.raise_signal(signal.SIGINT)  # another thread took it; now it waits until this one unblocks it
-            return
-        if not first_s:
-            first_s = time.monotonic()
-            raise KeyboardInterrupt
-        if time.monotonic() - first_s > _STOPPING_S:
-            end_interrupted()
-
-    if signal.getsignal(signal.SIGINT) is not _end_on_interrupt:
-        yield
-        return
-    signal.signal(signal.SIGINT, raise_once)
-    try:
-        yield
-    except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it ends by itself now
-        raise
-    finally:
-        if signal.getsignal(signal.SIGINT) is raise_once:
-            signal.signal(signal.SIGINT, _end_on_interrupt)
 
 
 @contextlib.contextmanager

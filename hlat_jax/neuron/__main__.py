@@ -21,10 +21,6 @@ VERBS = {
     "hlo": ("hlat_jax.neuron.hlo_command", "lists the programs of a run, and writes them as files for neuronx-cc"),
     "doctor": ("hlat_jax.neuron.doctor_command", "checks that this machine is ready for a run"),
     "env": ("hlat_jax.neuron.env_command", "prints the environment variables of each process of a run"),
-    "report": (
-        "hlat_jax.neuron.report_command",
-        "writes an archive of named files, versions and the environment, for an issue",
-    ),
 }
 
 

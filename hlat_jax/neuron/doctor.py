@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import pathlib
 import time
@@ -13,118 +12,65 @@ import jax.numpy as jnp
 import numpy as np
 
 from hlat_jax.config import Config
-from hlat_jax.facts import hardware, sdk_releases
+from hlat_jax.facts import sdk_releases
 from hlat_jax.facts.core_groups import REFUSED, groups_along, server_of, verdict
 from hlat_jax.host.neuron_compiler_flags import compiler_killed
-from hlat_jax.neuron import exercises, installation, partitioned, probes, short_training
+from hlat_jax.neuron import exercises, installation, probes
 from hlat_jax.neuron.probes import FAILED, NOT_HERE, Outcome
-from hlat_jax.neuron.rules import target_of
 from hlat_jax.parallel.sharding import Layout
 from hlat_jax.precision import policy_on
 
+_NO_NEURON = Outcome(NOT_HERE, "this machine has no Neuron device")
 
-@dataclasses.dataclass(frozen=True)
-class CheckedMachine:
-    """The machine to check.
 
-    Attributes:
+def checks(
+    config: Config, *, instance: str, num_devices: int, cache: pathlib.Path
+) -> Iterator[tuple[str, Callable[[], Outcome]]]:
+    """Yields (name, probe) of the checks for a run of a config on this machine, in the order to run them.
+
+    Collectives come last, because a faulty runtime is most likely to end the process in them.
+
+    Args:
+      config: the config.
       instance: type of the Trainium instance; "" for any other machine.
-      num_devices: number of devices that JAX must find; 0: unknown.
+      num_devices: number of devices that JAX must find; 0 if it is unknown.
       cache: folder of JAX's compilation cache.
-      lnc: physical cores of a JAX device; 0: the default of the instance.
     """
-
-    instance: str
-    num_devices: int
-    cache: pathlib.Path
-    lnc: int = 0
-
-    @property
-    def target(self) -> str:
-        """One of `rules.LINTED`; "" for a machine without Neuron devices."""
-        return target_of(self.instance, lnc=self.lnc) if self.instance else ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Check:
-    """One row of the report: a name, and a probe with its arguments."""
-
-    name: str
-    probe: Callable[[], Outcome]
-
-
-def checks(config: Config, machine: CheckedMachine) -> Iterator[Check]:
-    """Yields the checks for a run of a config on this machine, in the order to run them.
-
-    The checks before `devices` start subprocesses that need the devices, and a core can be held by one process only.
-    Those that a faulty compiler or runtime is most likely to end the process with come last: collectives, then rows out
-    of bounds after everything else.
-    """
-    yield Check("versions", functools.partial(_versions, probes.SUPPORTED))
-    yield Check("versions for Neuron", functools.partial(_neuron_versions, machine))
-    yield Check("tools on PATH", functools.partial(_tools, machine))
-    yield Check("compile cache", lambda: probes.cache(exercises.run_in_new_process, machine.cache))
-    yield Check("devices", lambda: _devices(machine))
-    yield Check("memory", _memory)
-    yield Check("random numbers", lambda: probes.random_numbers(exercises.draw))
-    yield Check("bf16 products", lambda: probes.matmul_accumulation(exercises.multiply))
-    yield Check("casts to bf16", lambda: probes.rounding(exercises.cast, expected=_expected_rounding(config)))
-    yield Check("rounding by hash", lambda: probes.rounding(exercises.cast_by_hash, expected="stochastic"))
-    yield Check("donation", lambda: probes.donation(exercises.add_one, jax.jit(lambda: jnp.zeros(1 << 20))()))
+    platform = "neuron" if instance else ""
+    installed = functools.partial(exercises.installed_versions, probes.SUPPORTED)
+    yield "versions", lambda: probes.versions(installed(), probes.SUPPORTED)
+    yield "versions for Neuron", lambda: neuron_versions() if instance else _NO_NEURON
+    yield "tools on PATH", lambda: installation.tools_on_path() if instance else _NO_NEURON
+    yield "compile cache", lambda: probes.cache(cache)
+    yield "devices", lambda: probes.devices(jax.local_devices(), platform=platform, count=num_devices)
+    yield "random numbers", lambda: probes.random_numbers(exercises.draw)
+    yield "bf16 products", lambda: probes.matmul_accumulation(exercises.multiply)
+    yield "casts to bf16", lambda: probes.rounding(exercises.cast, expected=expected_rounding(config))
+    yield "rounding by hash", lambda: probes.rounding(exercises.cast_by_hash, expected="stochastic")
+    yield "donation", lambda: probes.donation(exercises.add_one, jax.jit(lambda: jnp.zeros(1 << 20))())
     for layout, axis in _layouts(config):
-        yield Check(f"along {axis}", functools.partial(_collectives, layout, axis))
-    yield Check("ring permute", lambda: _ring(machine))
-    yield Check("training", lambda: _training(config))
-    yield Check("rows out of bounds", lambda: probes.out_of_bounds(exercises.look_up))
+        yield f"along {axis}", functools.partial(collectives, layout, axis)
 
 
-def run_check(check: Check) -> tuple[Outcome, float]:
+def run_check(probe: Callable[[], Outcome]) -> tuple[Outcome, float]:
     """Returns the outcome of a check and its duration in seconds; a probe that raises counts as failed."""
     began = time.monotonic()
     try:
-        outcome = check.probe()
+        outcome = probe()
     except Exception as error:  # whatever the error, the later checks still run
-        lines = str(error).strip().splitlines()
-        found = f"{type(error).__name__}: {lines[0][:300] if lines else 'no message'}"
         advice = compiler_killed(str(error)) or "fix the first failure above, or search for this message"
-        outcome = Outcome(FAILED, found, advice)
+        outcome = Outcome(FAILED, probes.first_line(error), advice)
     return outcome, time.monotonic() - began
 
 
-def _versions(supported: dict[str, tuple[str, str]]) -> Outcome:
-    return probes.versions(exercises.installed_versions(supported), supported)
-
-
-def _neuron_versions(machine: CheckedMachine) -> Outcome:
-    if not machine.instance:
-        return Outcome(NOT_HERE, "this machine has no Neuron device")
+def neuron_versions() -> Outcome:
+    """Checks that the Neuron software of this machine belongs to one release."""
     python = exercises.installed_versions(("python", "jax", "numpy", *sdk_releases.PYTHON_PACKAGES))
     return installation.one_release(python | installation.system_versions())
 
 
-def _tools(machine: CheckedMachine) -> Outcome:
-    if not machine.instance:
-        return Outcome(NOT_HERE, "this machine has no Neuron device")
-    return installation.tools_on_path()
-
-
-def _devices(machine: CheckedMachine) -> Outcome:
-    return probes.devices(jax.local_devices(), platform="neuron" if machine.instance else "", count=machine.num_devices)
-
-
-def _memory() -> Outcome:
-    """Checks the memory of each device in turn; returns the first failure."""
-    outcome = None
-    for device in jax.local_devices():
-        row, limit = hardware.device(device.device_kind), (device.memory_stats() or {}).get("bytes_limit", 0)
-        fill = None if device.platform == "cpu" else functools.partial(exercises.fill, device)
-        outcome = probes.memory(limit, row.memory_bytes if row else 0, fill=fill)
-        if outcome.verdict == FAILED:
-            return outcome._replace(found=f"device {device.id}: {outcome.found}")
-    return outcome
-
-
-def _expected_rounding(config: Config) -> str:
+def expected_rounding(config: Config) -> str:
+    """Returns how the devices of this process round a cast to bf16 in a run of a config."""
     precision, platform = config.precision, jax.default_backend()
     policy = policy_on(precision.policy, platform, stochastic_rounding=precision.stochastic_rounding)
     return "stochastic" if policy.rounding == "hardware" else "nearest"
@@ -137,35 +83,18 @@ def _layouts(config: Config) -> list[tuple[Layout, str]]:
         return []
 
 
-def _collectives(layout: Layout, axis: str) -> Outcome:
+def collectives(layout: Layout, axis: str) -> Outcome:
+    """Checks the collectives along an axis of a layout whose groups of cores pages do not refuse."""
     server = server_of(list(layout.mesh.devices.flat))
     if server:
-        level, why = verdict(_groups(layout.mesh, [axis]), server)
+        numbers = np.argsort(np.argsort([device.id for device in layout.mesh.devices.flat]))  # on this node
+        level, why = verdict(groups_along(dict(layout.mesh.shape), [axis], devices=numbers), server)
         if level == REFUSED:  # a run has no such groups, and their collectives may hang
             return Outcome(NOT_HERE, why, "give the degrees of a run on this instance: --config.parallel.tensor=N")
+    permutes = axis == "pipe" and layout.pipe_exchange == "permute"
     run = functools.partial(exercises.run_collective, layout=layout, axis=axis)
-    outcome = probes.collectives(run, size=layout.mesh.shape[axis])
+    outcome = probes.collectives(run, size=layout.mesh.shape[axis], permutes=permutes)
     if outcome.verdict == NOT_HERE:
         return outcome
     mesh = " x ".join(f"{name} {degree}" for name, degree in layout.degrees.items())
     return outcome._replace(found=f"{outcome.found}; {mesh}")
-
-
-def _ring(machine: CheckedMachine) -> Outcome:
-    """Checks a permute around all devices of the node, each of which sends to a linked one."""
-    devices = jax.local_devices()
-    order = partitioned.linked_ring(len(devices), target=machine.target)
-    if order is None:
-        return Outcome(NOT_HERE, f"no ring of linked chips has {len(devices)} devices of {machine.instance}")
-    return probes.ring_permute(functools.partial(exercises.run_permute, devices), order)
-
-
-def _groups(mesh: jax.sharding.Mesh, axes: list[str]) -> np.ndarray:
-    """Returns the groups [n, size] along some axes of a mesh, of the numbers of its devices on this node."""
-    numbers = np.argsort(np.argsort([device.id for device in mesh.devices.flat]))
-    return groups_along(dict(mesh.shape), axes, devices=numbers)
-
-
-def _training(config: Config) -> Outcome:
-    short = short_training.short_config(config.precision)
-    return probes.training(lambda: short_training.train(short, jax.local_devices()), short_training.BAND)

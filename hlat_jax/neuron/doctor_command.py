@@ -18,8 +18,6 @@ from hlat_jax.host import neuron_env, neuron_topology
 from hlat_jax.neuron.probes import FAILED, NOT_HERE, PASSED
 from hlat_jax.weights.init_model import take_checked_model
 
-_TRIVIAL = "NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU"
-
 
 def main(argv: Sequence[str]) -> int:
     """Runs and prints every check, then a summary; returns 1 if a check failed, else 0."""
@@ -29,22 +27,25 @@ def main(argv: Sequence[str]) -> int:
     config = resolve_with_tokenizer(mutable)
     if values.json:
         flags_lib.check_output("--json", values.json)
-    checked = _prepare(config, values, os.environ, machine=neuron_topology.Machine())
+    options = _prepare(config, values, os.environ, machine=neuron_topology.Machine())
     logging.set_verbosity(logging.ERROR)
     from hlat_jax.neuron import doctor  # imports JAX, which reads the environment prepared above
 
-    where = checked["instance"] or "a machine without Neuron devices"
+    where = options["instance"] or "a machine without Neuron devices"
     print(f"{config.name} ({config.precision.policy}) on {where}")
     rows = []
-    for check in doctor.checks(config, doctor.CheckedMachine(**checked)):  # lazy: the first need free devices
-        outcome, seconds = doctor.run_check(check)
-        rows.append({"check": check.name, **outcome._asdict(), "seconds": round(seconds, 2)})
+    for name, probe in doctor.checks(config, **options):
+        outcome, seconds = doctor.run_check(probe)
+        rows.append({"check": name, **outcome._asdict(), "seconds": round(seconds, 2)})
         print(_line(rows[-1]), flush=True)  # a later check may crash the process
-    print(_table(rows))
-    if not checked["instance"]:
+    print()
+    for verdict in (PASSED, FAILED, NOT_HERE):
+        names = [row["check"] for row in rows if row["verdict"] == verdict]
+        print(f"{verdict:<18} {len(names):>3}  {', '.join(names)}".rstrip())
+    if not options["instance"]:
         print("No Trainium device was checked.")
     if values.json:
-        whole = {"config": config.name, "instance": checked["instance"], "checks": rows}
+        whole = {"config": config.name, "instance": options["instance"], "checks": rows}
         pathlib.Path(values.json).write_text(json.dumps(whole, indent=1) + "\n")
     return 1 if any(row["verdict"] == FAILED for row in rows) else 0
 
@@ -56,40 +57,27 @@ def _prepare(
     *,
     machine: neuron_topology.Machine,
 ) -> dict[str, Any]:
-    """Sets the environment that a run of the config needs; returns the fields of a `doctor.CheckedMachine`."""
-    checked = {"instance": "", "num_devices": 0}
-    checked["instance"] = neuron_topology.instance_to_serve(
-        values.instance, environ.get("JAX_PLATFORMS", ""), machine=machine
-    )
-    if values.cores and not checked["instance"]:
+    """Sets the environment that a run of the config needs; returns the options of `doctor.checks`."""
+    platforms = environ.get("JAX_PLATFORMS", "")
+    instance, num_devices = neuron_topology.instance_to_serve(values.instance, platforms, machine=machine), 0
+    if values.cores and not instance:
         raise ValueError(f"--cores={values.cores}: this machine has no Neuron devices; remove the flag.")
-    if checked["instance"]:
-        wanted = neuron_topology.Topology(checked["instance"], lnc=neuron_topology.lnc_of(environ), cores=values.cores)
-        found = neuron_env.environment(
-            config.precision, config.parallel, wanted, current=environ, config_flags=config.train.compiler_flags
-        )
-        neuron_env.apply(environ, found)
-        for note in found.notes:
-            print(note)
+    if instance:
+        wanted = neuron_topology.Topology(instance, lnc=neuron_topology.lnc_of(environ), cores=values.cores)
+        options = {"current": environ, "config_flags": config.train.compiler_flags}
+        computed = neuron_env.environment(config.precision, config.parallel, wanted, **options)
+        environ.update(computed.variables)
+        print(*computed.notes, sep="\n", end="\n" * bool(computed.notes))
         # with it, checks that need one device would run on the host's CPU
-        environ.pop(_TRIVIAL, None)
-        place = neuron_topology.checked(wanted)
-        checked |= {"num_devices": place.devices_per_node, "lnc": place.lnc}
-    checked["cache"] = pathlib.Path(environ.get("JAX_COMPILATION_CACHE_DIR") or tempfile.gettempdir())
-    return checked
+        environ.pop("NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU", None)
+        num_devices = neuron_topology.checked(wanted).devices_per_node
+    cache = pathlib.Path(environ.get("JAX_COMPILATION_CACHE_DIR") or tempfile.gettempdir())
+    return {"instance": instance, "num_devices": num_devices, "cache": cache}
 
 
 def _line(row: dict[str, Any]) -> str:
     line = f"{row['verdict']:<18} {row['check']:<20} {row['found']} ({row['seconds']:.1f} s)"
     return line + (f"\n{'':<18} to do: {row['advice']}" if row["advice"] else "")
-
-
-def _table(rows: list[dict[str, Any]]) -> str:
-    lines = [""]
-    for verdict in (PASSED, FAILED, NOT_HERE):
-        names = [row["check"] for row in rows if row["verdict"] == verdict]
-        lines.append(f"{verdict:<18} {len(names):>3}  {', '.join(names)}".rstrip())
-    return "\n".join(lines)
 
 
 def _define(values: flags.FlagValues) -> None:

@@ -6,18 +6,16 @@ eval "$(python -m hlat_jax.neuron env --config=7b --instance=trn1.32xlarge --nod
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import Any
 
 from absl import flags
 
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
-from hlat_jax.host.neuron_env import Environment, environment
-from hlat_jax.host.neuron_topology import CACHE, INSTANCES, JAX_PORT, Topology, launcher, lnc_of, of_launcher
+from hlat_jax.host.neuron_env import environment
+from hlat_jax.host.neuron_topology import CACHE, INSTANCES, JAX_PORT, Topology, lnc_of
 from hlat_jax.weights.init_model import take_checked_model
 
 
@@ -26,57 +24,36 @@ def main(argv: Sequence[str]) -> int:
     mutable, values = flags_lib.parse(argv, _define)
     take_checked_model(mutable, given=flags_lib.given_keys(values))
     config = resolve_with_tokenizer(mutable)
-    if values.format not in ("shell", "json"):
-        raise ValueError(f"--format={values.format} must be shell or json.")
     topology = _topology(values)
-    ranks = range(topology.nodes) if values.node == "all" else [topology.rank]
-    found = {}
-    for rank in ranks:
+    options = {"profile": values.profile, "config_flags": config.train.compiler_flags}
+    for rank in range(topology.nodes) if values.node == "all" else [topology.rank]:
         place = dataclasses.replace(topology, rank=rank)
-        options = {"profile": values.profile, "config_flags": config.train.compiler_flags}
-        found[rank] = environment(config.precision, config.parallel, place, current=os.environ, **options)
-    for note in found[ranks[0]].notes:
-        print(note, file=sys.stderr)
-    _show(found, values.format, topology.nodes)
+        computed = environment(config.precision, config.parallel, place, current=os.environ, **options)
+        if values.node == "all" and topology.nodes > 1:
+            print(f"# rank {rank} of {topology.nodes}")
+        if rank == topology.rank:
+            print(*computed.notes, sep="\n", end="\n" * bool(computed.notes), file=sys.stderr)
+        print(computed.shell())
     return 0
-
-
-def _show(found: dict[int, Environment], form: str, nodes: int) -> None:
-    if form == "json":
-        shown: Any = {rank: one.to_dict() for rank, one in found.items()}
-        print(json.dumps(shown if len(found) > 1 else next(iter(shown.values())), indent=1))
-        return
-    for rank, one in found.items():
-        if len(found) > 1:
-            print(f"# rank {rank} of {nodes}")
-        print(one.shell())
 
 
 def _topology(values: flags.FlagValues) -> Topology:
     if not values.instance:
         raise ValueError("--instance=TYPE is missing; for example --instance=trn1.32xlarge.")
-    fields: dict[str, Any] = {"lnc": values.lnc or lnc_of(os.environ)}
-    fields |= {name: getattr(values, name) for name in ("port", "cores", "cache")}
-    if values.nodes is None:
-        fields |= of_launcher(os.environ)
-    else:
-        fields |= {"launcher": launcher(os.environ), "nodes": values.nodes}
-        if values.nodes > 1 and not values.node:
-            raise ValueError(f"--node is missing: give the index of this node, 0 .. {values.nodes - 1}, or all.")
-    if values.node.isdecimal():
-        fields["rank"] = int(values.node)
-    elif values.node not in ("", "all"):
+    if values.nodes > 1 and not values.node:
+        raise ValueError(f"--node is missing: give the index of this node, 0 .. {values.nodes - 1}, or all.")
+    if values.node not in ("", "all") and not values.node.isdecimal():
         raise ValueError(f"--node={values.node} must be an integer of at least 0, or all.")
-    if values.coordinator:
-        fields["coordinator"] = values.coordinator
-    return Topology(values.instance, **fields)
+    rank = int(values.node) if values.node.isdecimal() else 0
+    kept = {name: getattr(values, name) for name in ("nodes", "coordinator", "port", "cores", "cache")}
+    return Topology(values.instance, rank=rank, lnc=values.lnc or lnc_of(os.environ), **kept)
 
 
 def _define(values: flags.FlagValues) -> None:
     options = {"flag_values": values}
     flags.DEFINE_string("instance", "", f"Instance type of every node: {', '.join(INSTANCES)}.", **options)
-    flags.DEFINE_integer("nodes", None, "Nodes of the job; default: from Slurm or Open MPI, else 1.", **options)
-    flags.DEFINE_string("node", "", "Index of this node, from 0, or all; default: as for --nodes, else 0.", **options)
+    flags.DEFINE_integer("nodes", 1, "Nodes of the job.", **options)
+    flags.DEFINE_string("node", "", "Index of this node, from 0, or all.", **options)
     flags.DEFINE_string("coordinator", "", "Host name of rank 0, reachable from the other nodes.", **options)
     flags.DEFINE_integer("port", JAX_PORT, "Port of JAX's coordinator on rank 0.", **options)
     flags.DEFINE_integer(
@@ -85,4 +62,3 @@ def _define(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("cores", 0, "JAX devices per node that the run uses; 0: all.", **options)
     flags.DEFINE_string("cache", CACHE, "Folder for compiled programs on the node's local disk.", **options)
     flags.DEFINE_string("profile", "", "Folder for JAX's profile of the devices; empty: none is taken.", **options)
-    flags.DEFINE_string("format", "shell", "shell (lines for eval) or json.", **options)

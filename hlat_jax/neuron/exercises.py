@@ -7,19 +7,14 @@ from __future__ import annotations
 
 import functools
 import importlib.metadata
-import json
-import os
-import pathlib
 import platform
-import subprocess
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from hlat_jax.config import ParallelConfig
@@ -29,7 +24,6 @@ from hlat_jax.parallel.sharding import Layout, make_layout, resolve_degrees
 from hlat_jax.precision import Rounding
 
 _NUM_DRAWN = 1 << 20
-_BLOCK_BYTES = 1 << 28
 
 
 def installed_versions(names: Iterable[str]) -> dict[str, str]:
@@ -63,12 +57,8 @@ def multiply(a: np.ndarray, b: np.ndarray, dtype: str) -> np.ndarray:
 
 def cast(values: np.ndarray) -> np.ndarray:
     """Returns fp32 values after a cast to bf16."""
-    return np.asarray(_cast(values)).astype(np.float32)
-
-
-@jax.jit
-def _cast(values):
-    return values.astype(jnp.bfloat16)  # not cast back here: the compiler could remove a pair of casts
+    # not cast back in the program: the compiler could remove a pair of casts
+    return np.asarray(jax.jit(lambda x: x.astype(jnp.bfloat16))(values)).astype(np.float32)
 
 
 def cast_by_hash(values: np.ndarray) -> np.ndarray:
@@ -77,23 +67,9 @@ def cast_by_hash(values: np.ndarray) -> np.ndarray:
     return np.asarray(write(values)).astype(np.float32)
 
 
-def look_up(table: np.ndarray, ids: np.ndarray, mode: str) -> np.ndarray:
-    """Returns rows of a table; `mode` handles ids out of bounds."""
-    return np.asarray(jax.jit(lambda table, ids: table.at[ids].get(mode=mode))(table, ids))
-
-
 def add_one(state: jax.Array) -> jax.Array:
     """Returns state + 1, with `state` donated."""
     return jax.jit(lambda x: x + 1, donate_argnums=0)(state)
-
-
-def fill(device: Any, num_bytes: int) -> bool:
-    """Writes this many bytes to a device; returns whether they read back unchanged."""
-    block = np.arange(min(num_bytes, _BLOCK_BYTES) // 4, dtype=np.uint32) * np.uint32(2654435761)
-    count = max(num_bytes // block.nbytes, 1)
-    written = [jax.device_put(np.roll(block, number), device) for number in range(count)]
-    jax.block_until_ready(written)
-    return all(np.array_equal(np.asarray(one), np.roll(block, number)) for number, one in enumerate(written))
 
 
 def layouts_to_check(
@@ -122,10 +98,13 @@ def run_collective(name: str, values: np.ndarray, *, layout: Layout, axis: str) 
     Every device of the mesh takes part in its own group. The result is the first group's, NaN where another differs.
     """
     others = tuple(other for other in layout.mesh.axis_names if other != axis)
+    size = layout.mesh.shape[axis]
     collective = {
         "sum": lambda row: jax.lax.psum(row, axis),
         "gather": lambda row: jax.lax.all_gather(row, axis),
         "scatter": lambda row: jax.lax.psum_scatter(row, axis, scatter_dimension=0, tiled=False),
+        "next": lambda row: jax.lax.ppermute(row, axis, [(at, (at + 1) % size) for at in range(size)]),
+        "previous": lambda row: jax.lax.ppermute(row, axis, [(at, (at - 1) % size) for at in range(size)]),
     }[name]
 
     def on_device(mine):
@@ -134,32 +113,3 @@ def run_collective(name: str, values: np.ndarray, *, layout: Layout, axis: str) 
     mapped = jax.shard_map(on_device, mesh=layout.mesh, in_specs=P(axis), out_specs=P(others, axis), check_vma=False)
     groups = np.asarray(jax.jit(mapped)(jax.device_put(values, NamedSharding(layout.mesh, P(axis)))))
     return np.where((groups == groups[:1]).all(0), groups[0], np.nan)
-
-
-def run_permute(devices: Sequence[Any], pairs: Sequence[tuple[int, int]], values: np.ndarray) -> np.ndarray:
-    """Returns what each device receives when `pairs` of (source, target) send their row of `values` [size, n]."""
-    mesh = Mesh(np.array(devices), ("ring",))
-    mapped = jax.shard_map(
-        lambda mine: jax.lax.ppermute(mine, "ring", pairs), mesh=mesh, in_specs=P("ring"), out_specs=P("ring")
-    )
-    return np.asarray(jax.jit(mapped)(jax.device_put(values, NamedSharding(mesh, P("ring")))))
-
-
-def run_in_new_process(folder: pathlib.Path) -> Mapping[str, Any]:
-    """Compiles and runs a program in a subprocess with the cache in `folder`; see `probes.cache`.
-
-    Raises:
-      RuntimeError: the subprocess failed.
-    """
-    environment = os.environ | {
-        "JAX_COMPILATION_CACHE_DIR": str(folder),
-        "JAX_ENABLE_COMPILATION_CACHE": "true",
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
-    }
-    words = [sys.executable, "-m", "hlat_jax.neuron.cache_start"]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        last = done.stderr.strip().splitlines()[-1:] or ["no message"]
-        raise RuntimeError(f"{' '.join(words[1:])} exited with code {done.returncode}: {last[0]}")
-    return json.loads(done.stdout.splitlines()[-1])

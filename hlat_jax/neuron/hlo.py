@@ -1,4 +1,4 @@
-"""The programs of a run as HLO modules for neuronx-cc, before and after SPMD partitioning.
+"""The programs of a run as HLO modules for neuronx-cc, as one device of the mesh runs them.
 
 The module of one device comes from XLA's SPMD partitioner, run on the program as lowered for Neuron, for virtual CPU
 devices, in a subprocess: `python -m hlat_jax.neuron.hlo` with a JSON object on stdin. Its dtypes are those of the
@@ -18,7 +18,7 @@ from typing import Any
 from hlat_jax.config import Config
 from hlat_jax.neuron import hlo_proto
 from hlat_jax.parallel.virtual_devices import planned_layout
-from hlat_jax.plan.aot import fewer_replicas
+from hlat_jax.plan.replicas import fewer_replicas
 from hlat_jax.resolve import resolve
 
 _AFTER = "*after_spmd-partitioning*.pb"

@@ -12,7 +12,6 @@ from absl import flags
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.config import Config
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
-from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.facts.hardware import INSTANCES
 from hlat_jax.host.neuron_compiler_flags import compiler_flags, with_config
 from hlat_jax.host.neuron_topology import Topology, checked, lnc_of
@@ -48,37 +47,29 @@ def main(argv: Sequence[str]) -> int:
     config = resolve_with_tokenizer(mutable, workdir=workdir)
     is_chip = values.instance in TARGETS  # at its default LNC, as in the lint
     place = checked(Topology(TARGETS.get(values.instance, values.instance), lnc=0 if is_chip else lnc_of(os.environ)))
-    folder = flags_lib.make_folder("--out", values.out) if values.out else None
+    folder = pathlib.Path(values.out) if values.out else None
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
     os.environ["JAX_PLATFORMS"] = "cpu"  # leave any accelerator to other processes
     from hlat_jax.neuron import programs
     from hlat_jax.program import make_program
-    from hlat_jax.run.compilation import RECORD_FILE, named_programs, recorded, traced_programs
-    from hlat_jax.run.fingerprint import fingerprint
+    from hlat_jax.run.compilation import RECORD_FILE, fingerprint, named_programs, read_record, traced_programs
 
     target = target_of(place.instance, lnc=place.lnc)
     count = values.devices or programs.num_devices(config, target=target)
     program = make_program(config, programs.layout_for_neuron(config, count, target=target))
-    traced, last = traced_programs(program), recorded(workdir)
+    traced, last = traced_programs(program), read_record(workdir)
     print(f"{config.name} for {target}, {count:,} devices: {mesh_text(program.layout.degrees)}")
     print(f"compared with {f'the last run in {workdir}' if last else f'nothing: {workdir} has no {RECORD_FILE}'}\n")
-    print(_row(("program", "fingerprint", "operations", "arguments", "argument bytes", "since the last run")))
+    print(f"{'program':<11}{'fingerprint':<18}since the last run")
     names = named_programs(program, values.program)
-    lowered = {}
     for name in names:
         with show_progress(f"lowering {name}"):
-            lowered[name] = traced[name]().lower(lowering_platforms=("neuron",))
-        now = fingerprint(lowered[name])
-        since = _since(now.sha256, last.get(name), has_record=bool(last))
-        size = format_bytes(now.argument_bytes)
-        print(_row((name, now.sha256, f"{now.num_ops:,}", f"{now.num_arguments:,}", size, since)))
-    print("\nHost work (data, files, plots) compiles nothing. Bytes are totals over the mesh.")
+            now = fingerprint(traced[name]().lower(lowering_platforms=("neuron",)))
+        print(f"{name:<11}{now:<18}{_since(now, last.get(name), has_record=bool(last))}")
+    print("\nHost work (data, files, plots) compiles nothing.")
     if folder is not None:
-        device = {"num_devices": count, "max_devices": values.max_devices, "target": target}
-        compiled = [_write_modules(name, one, config, folder=folder, **device) for name, one in lowered.items()]
-        script = folder / "compile.sh"
-        script.write_text(_SCRIPT.format(config=config.name, modules=" ".join(compiled), flags=_flags(config, place)))
-        script.chmod(0o755)
-        print(f"{script}  calls neuronx-cc on {', '.join(compiled)}; not yet run")
+        _write_modules(names, config, place, folder=folder, num_devices=count, max_devices=values.max_devices)
     return 0
 
 
@@ -92,32 +83,24 @@ def _since(sha256: str, before: Mapping[str, Any] | None, *, has_record: bool) -
 
 
 def _write_modules(
-    name: str, lowered: Any, config: Config, *, folder: pathlib.Path, num_devices: int, max_devices: int, target: str
-) -> str:
-    """Writes the module of a whole program, and of one device of several; returns the file that the compiler takes."""
+    names: Sequence[str], config: Config, place: Topology, *, folder: pathlib.Path, num_devices: int, max_devices: int
+) -> None:
+    """Writes the module that one device runs of each program, and the script that compiles them."""
     from hlat_jax.neuron import hlo, hlo_proto
 
-    modules = {f"{name}.whole": (hlo.whole_module(lowered), f"the whole program, devices: {num_devices:,}")}
-    if num_devices > 1:
+    target = target_of(place.instance, lnc=place.lnc)
+    for name in names:
         with show_progress(f"partitioning {name}"):
             module, degrees = hlo.device_module(name, config, num_devices, max_devices=max_devices, target=target)
-        modules[f"{name}.device"] = (module, f"one device of {mesh_text(degrees)}")
-    for stem, (module, what) in modules.items():
-        (folder / f"{stem}.hlo").write_bytes(module)
+        (folder / f"{name}.hlo").write_bytes(module)
         size = sum(len(one.instructions) for one in hlo_proto.parse(module).computations)
-        print(f"{folder / stem}.hlo  {size:,} instructions, {what}")
-    return f"{list(modules)[-1]}.hlo"
-
-
-def _row(cells: Sequence[str]) -> str:
-    return "{:<11}{:<18}{:>10}{:>11}{:>16}  {}".format(*cells)
-
-
-def _flags(config: Config, place: Topology) -> str:
+        print(f"{folder / name}.hlo  {size:,} instructions, one device of {mesh_text(degrees)}")
     found = with_config(compiler_flags(place), config.train.compiler_flags, place)
-    words = {key: key if value is None else f"{key}={value}" for key, value in found.items()}
-    kept = [word for key, word in words.items() if key not in _PLUGIN_FLAGS]
-    return " \\\n    ".join(kept)
+    words = [key if value is None else f"{key}={value}" for key, value in found.items() if key not in _PLUGIN_FLAGS]
+    modules, script = " ".join(f"{name}.hlo" for name in names), folder / "compile.sh"
+    script.write_text(_SCRIPT.format(config=config.name, modules=modules, flags=" \\\n    ".join(words)))
+    script.chmod(0o755)
+    print(f"{script}  calls neuronx-cc on {modules}; not yet run")
 
 
 def _define(values: flags.FlagValues) -> None:

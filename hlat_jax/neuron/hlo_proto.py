@@ -9,12 +9,9 @@ fields. Source: xla/service/hlo.proto.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
 from typing import Any
 
-from google.protobuf import descriptor_pb2, descriptor_pool, message, message_factory
-
-ID_LIMIT = 2**31
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 _FIELD = descriptor_pb2.FieldDescriptorProto
 # message -> field -> (number, type); a list is a repeated field, a string the name of another message.
@@ -30,7 +27,6 @@ _MESSAGES = {
         "computations": (3, ["HloComputationProto"]),
         "id": (5, int),
         "entry_computation_id": (6, int),
-        "schedule": (7, bytes),
     },
     "HloProto": {"hlo_module": (1, "HloModuleProto")},
 }
@@ -39,9 +35,7 @@ _MESSAGES = {
 def renumber(module: bytes) -> bytes:
     """Returns a serialized HloModuleProto with instructions and computations renumbered from 1 in the same order.
 
-    Raises:
-      ValueError: the bytes are not an HloModuleProto, or the module is scheduled, refers to an undefined id or has too
-        many instructions.
+    The module must not be scheduled: a schedule contains ids too.
     """
     parsed = parse(module)
     computations = {one.id: number for number, one in enumerate(parsed.computations, 1)}
@@ -53,51 +47,26 @@ def renumber(module: bytes) -> bytes:
         count += len(ordered)
         for instruction in one.instructions:
             instruction.id = instructions[instruction.id]
-            instruction.operand_ids[:] = _map_ids(instruction.operand_ids, instructions)
-            instruction.control_predecessor_ids[:] = _map_ids(instruction.control_predecessor_ids, instructions)
-            instruction.called_computation_ids[:] = _map_ids(instruction.called_computation_ids, computations)
-        one.id = computations[one.id]
-        [one.root_id] = _map_ids([one.root_id], instructions)
-    if count >= ID_LIMIT:
-        raise ValueError(f"this HLO module has {count:,} instructions; the limit is 2^31 - 1.")
-    [parsed.entry_computation_id] = _map_ids([parsed.entry_computation_id], computations)
+            for ids, table in (
+                (instruction.operand_ids, instructions),
+                (instruction.control_predecessor_ids, instructions),
+                (instruction.called_computation_ids, computations),
+            ):
+                ids[:] = [table[old] for old in ids]
+        one.id, one.root_id = computations[one.id], instructions[one.root_id]
+    parsed.entry_computation_id = computations[parsed.entry_computation_id]
     parsed.id = 1
     return parsed.SerializeToString()
 
 
 def parse(module: bytes) -> Any:
-    """Returns a parsed HloModuleProto with the fields of `_MESSAGES`.
-
-    Raises:
-      ValueError: the bytes are not an HloModuleProto, or the module is scheduled (a schedule contains ids too).
-    """
-    parsed = _parse("HloModuleProto", module)
-    if parsed.HasField("schedule"):
-        raise ValueError("this HLO module is scheduled; pass a module from before scheduling.")
-    if not parsed.computations:
-        raise ValueError(f"{len(module):,} bytes without a computation are not an HloModuleProto.")
-    return parsed
+    """Returns a parsed HloModuleProto with the fields of `_MESSAGES`."""
+    return _classes()["HloModuleProto"].FromString(module)
 
 
 def module_from_dump(proto: bytes) -> bytes:
     """Returns the HloModuleProto inside a serialized HloProto, the message that XLA dumps."""
-    return _parse("HloProto", proto).hlo_module.SerializeToString()
-
-
-def _map_ids(ids: Iterable[int], table: Mapping[int, int]) -> list[int]:
-    for old in ids:
-        if old not in table:
-            raise ValueError(f"the HLO module refers to id {old}, which is not defined in that scope.")
-    return [table[old] for old in ids]
-
-
-def _parse(name: str, serialized: bytes) -> Any:
-    parsed = _classes()[name]()
-    try:
-        parsed.ParseFromString(serialized)
-    except message.DecodeError as error:
-        raise ValueError(f"{len(serialized):,} bytes are not a valid {name}: {error}.") from None
-    return parsed
+    return _classes()["HloProto"].FromString(proto).hlo_module.SerializeToString()
 
 
 @functools.cache
@@ -113,8 +82,7 @@ def _classes() -> dict[str, Any]:
             if isinstance(item, str):
                 field.type, field.type_name = _FIELD.TYPE_MESSAGE, f".hlat_jax.{item}"
             else:
-                field.type = {int: _FIELD.TYPE_INT64, bytes: _FIELD.TYPE_BYTES}[item]
-                field.options.packed = is_list
+                field.type, field.options.packed = _FIELD.TYPE_INT64, is_list
     pool = descriptor_pool.DescriptorPool()
     pool.AddSerializedFile(file.SerializeToString())
     return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"hlat_jax.{name}")) for name in _MESSAGES}

@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from hlat_jax.config import Config
 from hlat_jax.host.neuron_compiler_flags import COMPILER_KILLED, compiler_killed
 from hlat_jax.host.neuron_topology import Topology
 from hlat_jax.neuron import partitioned, programs
-from hlat_jax.neuron.lint import Finding
 from hlat_jax.neuron.module import Program
 from hlat_jax.parallel.degrees import passes
 from hlat_jax.parallel.sharding import MESH_AXES
 from hlat_jax.passes.products import live_jaxpr
-from hlat_jax.plan.instructions import Instructions, estimated
-from hlat_jax.program import RunProgram, make_program
+from hlat_jax.plan.instructions import estimated
+from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve
-from hlat_jax.run.compilation import named_programs, traced_programs
-from hlat_jax.run.fingerprint import fingerprint
+from hlat_jax.run.compilation import fingerprint, named_programs, traced_programs
 
 _MICROBATCH_FACTOR = 4  # from one rung to the next
 _STEPS = {"train.num_steps": 2, "checkpoint.every_steps": 0}
@@ -53,23 +52,6 @@ class Rung:
     config: Config
 
 
-@dataclasses.dataclass(frozen=True)
-class CheckedProgram:
-    """One program of a rung, lowered for Neuron.
-
-    Attributes:
-      name: key of `compilation.traced_programs`.
-      sha256: fingerprint of the lowered program.
-      instructions: estimate; None if it cannot be lowered.
-      findings: of the lint.
-    """
-
-    name: str
-    sha256: str
-    instructions: Instructions | None
-    findings: list[Finding]
-
-
 def rungs(config: Config, *, num_devices: int, node_devices: int, target: str = "") -> list[Rung]:
     """Returns the rungs of a config, the smallest first; the last is the whole over `num_devices`.
 
@@ -93,15 +75,14 @@ def rungs(config: Config, *, num_devices: int, node_devices: int, target: str = 
     sizes += [(layers, 1, 1, rows) for layers in _powers(2, num_layers // num_stages)]
     sizes += [(layers, num_stages, 1, rows) for layers in (num_stages, num_layers)]
     sizes += [(num_layers, num_stages, microbatches, rows) for microbatches in _powers(_MICROBATCH_FACTOR, last)]
-    placed = [(size, _fewest_devices(config, size[1], num_devices, node_devices)) for size in sizes]
-    placed.append(((num_layers, num_stages, last, rows), num_devices))
-    found = [_rung(config, size, devices, whole=(num_devices, degrees)) for size, devices in dict.fromkeys(placed)]
-
-    def is_valid(rung: Rung) -> bool:
-        server = programs.server_for(target, rung.num_devices) if target else None
-        return passes(rung.config, rung.num_devices, server=server)
-
-    return list(filter(is_valid, found))
+    runs = [(size, _fewest_devices(config, size[1], num_devices, node_devices)) for size in sizes]
+    runs.append(((num_layers, num_stages, last, rows), num_devices))
+    found = []
+    for size, devices in dict.fromkeys(runs):
+        rung = _rung(config, size, devices, whole=(num_devices, degrees))
+        if passes(rung.config, devices, server=programs.server_for(target, devices) if target else None):
+            found.append(rung)
+    return found
 
 
 def _rung(
@@ -116,28 +97,32 @@ def _rung(
         changes["parallel.data"] = -1
     what = f"{_of(layers, 'layer')} x {_of(microbatches, 'microbatch')} x {_of(rows, 'row')}"
     what += f", pipe {stages}" if stages > 1 else ""
-    kept = {path: value for path, value in changes.items() if value != _value(config, path)}
+    kept = {path: value for path, value in changes.items() if value != operator.attrgetter(path)(config)}
     return Rung(what, kept, num_devices, _with(config, changes))
 
 
-def checked(program: RunProgram, *, target: str) -> Iterator[CheckedProgram]:
-    """Yields the programs of a run, lowered and linted for a target of `rules.LINTED`."""
-    traced = traced_programs(program)
+def check_programs(rung: Rung, *, target: str) -> dict[str, dict[str, Any]]:
+    """Returns what is known of each program of a rung, lowered for a target of `rules.LINTED`.
+
+    The values are the estimated instructions (None for a program that cannot be lowered), the fingerprint, and the
+    rules of the lint's errors and warnings.
+    """
+    program = make_program(rung.config, programs.layout_for_neuron(rung.config, rung.num_devices, target=target))
+    traced, rows = traced_programs(program), {}
     for name in named_programs(program, "all"):
         trace = traced[name]()
-        found = programs.findings(name, trace, program=program, target=target, operators=())
-        if any(finding.rule == "LW01" for finding in found):
-            yield CheckedProgram(name, "", None, found)
-            continue
-        lowered = trace.lower(lowering_platforms=("neuron",))
-        num_shards = partitioned.num_shards(Program(lowered.compiler_ir("stablehlo").operation))
-        instructions = estimated(live_jaxpr(trace), num_shards=num_shards)
-        yield CheckedProgram(name, fingerprint(lowered).sha256, instructions, found)
-
-
-def program_of(rung: Rung, *, target: str) -> RunProgram:
-    """Returns the program of a rung over virtual devices of a target."""
-    return make_program(rung.config, programs.layout_for_neuron(rung.config, rung.num_devices, target=target))
+        findings = programs.findings(name, trace, program=program, target=target)
+        row: dict[str, Any] = {"sha256": "", "unrolled": None, "looped": None, "largest": None}
+        if not any(finding.rule == "LW01" for finding in findings):
+            lowered = trace.lower(lowering_platforms=("neuron",))
+            num_shards = partitioned.num_shards(Program(lowered.compiler_ir("stablehlo").operation))
+            instructions = estimated(live_jaxpr(trace), num_shards=num_shards)
+            row |= dataclasses.asdict(instructions) | {"judged": instructions.judged(name)}
+            row["sha256"] = fingerprint(lowered)
+        for severity in ("error", "warning"):
+            row[f"{severity}s"] = sorted({finding.rule for finding in findings if finding.severity == severity})
+        rows[name] = row
+    return rows
 
 
 def command(rung: Rung, config_words: Sequence[str], *, place: Topology, workdir: str) -> str:
@@ -229,11 +214,6 @@ def _with(config: Config, changes: dict[str, Any]) -> Config:
         section, key = path.split(".")
         tree[section][key] = value
     return resolve(tree)
-
-
-def _value(config: Config, path: str) -> Any:
-    section, key = path.split(".")
-    return getattr(getattr(config, section), key)
 
 
 def _of(count: int, noun: str) -> str:

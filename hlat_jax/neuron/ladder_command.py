@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -49,12 +48,13 @@ def main(argv: Sequence[str]) -> int:
     folder, rows, seen = f"runs/ladder/{config.name}", [], {}
     for number, rung in enumerate(found, 1):
         with show_progress(f"lowering rung {number} of {len(found)}"):
-            lowered = list(ladder.checked(ladder.program_of(rung, target=target), target=target))
+            programs = ladder.check_programs(rung, target=target)
+        for program in programs.values():
+            program["same_as_rung"] = seen.setdefault(program["sha256"], number) if program["sha256"] else number
         workdir = f"{folder}/rung-{number:02}"
         words = ladder.command(rung, config_words, place=place, workdir=workdir)
-        programs = {one.name: _row(one, seen, number) for one in lowered}
-        rows.append({"what": rung.what, "devices": rung.num_devices, "changes": rung.changes, "command": words})
-        rows[-1]["programs"] = programs
+        row = {"what": rung.what, "devices": rung.num_devices, "changes": rung.changes, "command": words}
+        rows.append(row | {"programs": programs})
         nodes = math.ceil(rung.num_devices / place.devices_per_node)
         print(_text(number, rows[-1], (limit, operation_limit(target)), nodes))
     if values.json:
@@ -83,18 +83,6 @@ def _devices(config: Config, place: Topology, nodes: int) -> int:
         if level == FINE and passes(config, cores, server=programs.server_for(target, cores)):
             return cores
     return count
-
-
-def _row(one: Any, seen: dict[str, int], number: int) -> dict[str, Any]:
-    row = {"sha256": one.sha256, "same_as_rung": seen.setdefault(one.sha256, number) if one.sha256 else number}
-    row |= {"unrolled": None, "looped": None, "largest": None}
-    if one.instructions:
-        row |= dataclasses.asdict(one.instructions) | {"judged": one.instructions.judged(one.name)}
-    row |= {
-        f"{severity}s": sorted({finding.rule for finding in one.findings if finding.severity == severity})
-        for severity in ("error", "warning")
-    }
-    return row
 
 
 def _text(number: int, row: dict[str, Any], limits: tuple[int, int], nodes: int) -> str:

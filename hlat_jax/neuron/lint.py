@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import traceback
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -39,7 +39,6 @@ class Finding:
       op: names of the operations in the lowered program.
       what: detail of the first operation, such as its type.
       line: the Python line that they come from, `file:line (function)`; "" if unknown.
-      frames: Python frames of that line, innermost first.
       count: number of operations from this line that break the rule.
       why: what happens on the device.
       instead: what to write instead.
@@ -51,7 +50,6 @@ class Finding:
     op: str
     what: str
     line: str
-    frames: tuple[str, ...]
     count: int
     why: str
     instead: str
@@ -71,7 +69,6 @@ def check(
     *args: Any,
     target: str = "trn1",
     recurring: bool = True,
-    operators: Collection[str] = (),
     compiler_flags: str = "",
 ) -> list[Finding]:
     """Returns the rules that a function breaks when lowered for Neuron with these arguments, most severe first.
@@ -81,16 +78,13 @@ def check(
       *args: arguments of `fn`: arrays or `jax.ShapeDtypeStruct`s.
       target: one of `rules.LINTED`.
       recurring: whether the program runs every step, or only once, such as an initialization.
-      operators: names of the allowed operations, as printed by `neuronx-cc list-operators`; empty: not checked.
-      compiler_flags: NEURON_CC_FLAGS of the run; some are known to fail with some programs.
+      compiler_flags: NEURON_CC_FLAGS of the run, which may move the limit of CG01.
 
     Raises:
       ValueError: the target is unknown.
     """
     jitted = fn if hasattr(fn, "trace") else jax.jit(fn)
-    return check_traced(
-        jitted.trace(*args), target=target, recurring=recurring, operators=operators, compiler_flags=compiler_flags
-    )
+    return check_traced(jitted.trace(*args), target=target, recurring=recurring, compiler_flags=compiler_flags)
 
 
 def check_traced(
@@ -98,7 +92,6 @@ def check_traced(
     *,
     target: str = "trn1",
     recurring: bool = True,
-    operators: Collection[str] = (),
     compiler_flags: str = "",
     placement: Sequence[int] = (),
 ) -> list[Finding]:
@@ -113,7 +106,6 @@ def check_traced(
         lowered.compiler_ir("stablehlo"),
         target=target,
         recurring=recurring,
-        operators=operators,
         compiler_flags=compiler_flags,
         placement=placement,
         jaxpr=live_jaxpr(traced),
@@ -125,7 +117,6 @@ def check_module(
     *,
     target: str = "trn1",
     recurring: bool = True,
-    operators: Collection[str] = (),
     compiler_flags: str = "",
     placement: Sequence[int] = (),
     jaxpr: Any = None,
@@ -136,7 +127,6 @@ def check_module(
       module: an `ir.Module` or its text.
       target: as for `check`.
       recurring: as for `check`.
-      operators: as for `check`.
       compiler_flags: as for `check`.
       placement: the device at each place of the mesh; empty if they are in their order.
       jaxpr: the trace that the module was lowered from, whose instructions are estimated; None skips CG01 and CG02.
@@ -148,45 +138,27 @@ def check_module(
             module = ir.Module.parse(module)
     program = Program(module.operation)
     sharded = partitioned.run_shardy(module.operation)
-    listed = {operators_lib.normalized(word) for word in operators}
     groups: dict[tuple[str, str], list[tuple]] = {}
-    options: dict[str, Any] = {"listed": listed, "placement": placement, "compiler_flags": compiler_flags}
-    for rule, what, op, owner, *place in _hits(program, sharded, target=target, **options):
-        frames = owner.frames(*place or [op])
-        if RULES[rule].applies_to(target):
-            groups.setdefault((rule, line_of(frames)), []).append((what, op.name, frames))
+    for rule, what, op, owner, *place in _hits(program, sharded, target=target, placement=placement):
+        groups.setdefault((rule, line_of(owner.frames(*place or [op]))), []).append((what, op.name))
     if jaxpr is not None:
         shards = partitioned.num_shards(sharded or program)
         for rule, what, eqn in _instruction_hits(jaxpr, shards, target=target, compiler_flags=compiler_flags):
-            frames = _frames_of(eqn)
-            groups.setdefault((rule, line_of(frames)), []).append((what, eqn.primitive.name, frames))
+            groups.setdefault((rule, line_of(_frames_of(eqn))), []).append((what, eqn.primitive.name))
     conditions = {"recurring": recurring, "many_devices": program.has_many_devices, "target": target}
     findings = [_finding(key, hits, conditions) for key, hits in groups.items()]
     return sorted(findings, key=lambda finding: (SEVERITIES.index(finding.severity), finding.rule))
 
 
-def _hits(
-    program: Program,
-    sharded: Program | None,
-    *,
-    target: str,
-    listed: set[str],
-    placement: Sequence[int],
-    compiler_flags: str,
-) -> Iterator[tuple]:
+def _hits(program: Program, sharded: Program | None, *, target: str, placement: Sequence[int]) -> Iterator[tuple]:
     """Yields (rule, what, operation, its program), and the operation whose line to report if it is another."""
     for op in program.operations:
         for rule, what, *place in operators_lib.violations(op, program):
             yield rule, what, op, program, *place
-        if listed:
-            for rule, what in operators_lib.unlisted(op, listed):
-                yield rule, what, op, program
     per_device = sharded or program
     for owner, found in (
-        (program, operators_lib.kernel_findings(program, compiler_flags)),
         (program, partitioned.argument_findings(program, target=target)),
         (program, partitioned.group_findings(program, sharded, target=target, placement=placement)),
-        (per_device, partitioned.size_findings(per_device)),
         (per_device, partitioned.shift_findings(per_device)),
         (per_device, partitioned.lookup_findings(per_device)),
     ):
@@ -209,26 +181,22 @@ def _instruction_hits(
         yield "CG01", f"{loops}; {share} (limit {most:,}; {instructions.NOTE})", eqn
     for eqn, tiles, _ in counts:
         if tiles > limit:
-            yield (
-                "CG02",
-                f"about {instructions.rounded(tiles)} instructions (limit {limit:,}; {instructions.NOTE})",
-                eqn,
-            )
+            what = f"about {instructions.rounded(tiles)} instructions (limit {limit:,}; {instructions.NOTE})"
+            yield "CG02", what, eqn
 
 
 def _finding(key: tuple[str, str], hits: list[tuple], conditions: dict[str, Any]) -> Finding:
-    """Returns the finding for the hits (what, name of the operation, frames) of one rule at one line.
+    """Returns the finding for the hits (what, name of the operation) of one rule at one line.
 
     `conditions` are the arguments of `Rule.severity_in`.
     """
     rule_id, line = key
-    rule, (what, _, frames) = RULES[rule_id], hits[0]
+    rule, what = RULES[rule_id], hits[0][0]
     severity = rule.severity_in(**conditions)
     if rule_id == "CC02" and any(hit[0].endswith(partitioned.OF_A_NODE) for hit in hits):
         severity = "error"  # nothing documents permutes between nodes
     op = ", ".join(dict.fromkeys(hit[1] for hit in hits))
-    places = tuple(map(str, frames))
-    return Finding(rule_id, severity, op, what, line, places, len(hits), rule.why, rule.instead, rule.source)
+    return Finding(rule_id, severity, op, what, line, len(hits), rule.why, rule.instead, rule.source)
 
 
 def _not_lowered(traced: Any, error: Exception) -> Finding:
@@ -239,8 +207,7 @@ def _not_lowered(traced: Any, error: Exception) -> Finding:
     named = re.search(r"(?:primitive '?|^`)(\w+)", str(error))
     rule, what = RULES["LW01"], str(error).split("\n")[0][:160]
     op, line = named.group(1) if named else "unknown", line_of(frames)
-    places = tuple(map(str, frames))
-    return Finding("LW01", rule.severity, op, what, line, places, 1, rule.why, rule.instead, rule.source)
+    return Finding("LW01", rule.severity, op, what, line, 1, rule.why, rule.instead, rule.source)
 
 
 def _frames_of(equation: Any) -> list[Frame]:

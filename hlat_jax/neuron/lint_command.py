@@ -40,7 +40,6 @@ def main(argv: Sequence[str]) -> int:
     from hlat_jax.program import make_program
     from hlat_jax.run.compilation import named_programs, traced_programs
 
-    operators = _operators(values.operators)
     count = values.devices or programs.num_devices(config, target=values.instance)
     program = make_program(config, programs.layout_for_neuron(config, count, target=values.instance))
     traced = traced_programs(program)
@@ -49,9 +48,7 @@ def main(argv: Sequence[str]) -> int:
     for name in named_programs(program, values.program):
         began = time.monotonic()
         with show_progress(f"checking {name}"):
-            found = programs.findings(
-                name, traced[name](), program=program, target=values.instance, operators=operators
-            )
+            found = programs.findings(name, traced[name](), program=program, target=values.instance)
         rows = [dataclasses.asdict(f) | {"explained": programs.EXPLAINED.get((name, f.rule), "")} for f in found]
         reports[name] = {"findings": rows, "seconds": time.monotonic() - began}
         print(_text(name, reports[name]))
@@ -65,25 +62,10 @@ def main(argv: Sequence[str]) -> int:
     return 1 if any(row["severity"] == "error" for row in rows) else 0
 
 
-def _operators(path: str) -> list[str]:
-    """Returns the operators listed in a file; an empty list without a file."""
-    if not path:
-        return []
-    hint = "write it with `neuronx-cc list-operators --framework XLA`."
-    if not pathlib.Path(path).is_file():
-        raise ValueError(f"--operators={path}: no such file; {hint}")
-    words = pathlib.Path(path).read_text(errors="replace").split()
-    if not any(word.isascii() for word in words):
-        raise ValueError(f"--operators={path} contains no operator; {hint}")
-    return words
-
-
 def _define(values: flags.FlagValues) -> None:
     flags.DEFINE_enum("instance", "trn1", [*LINTED, *INSTANCES], "Device or instance to check for.", flag_values=values)
     flags.DEFINE_enum("program", "all", [*PROGRAMS, "all"], "Program to check.", flag_values=values)
     flags.DEFINE_integer("devices", 0, "Number of devices in the mesh; 0: the recipe's.", 0, flag_values=values)
-    about = "Output of neuronx-cc list-operators; other operations are errors."
-    flags.DEFINE_string("operators", "", about, flag_values=values)
     flags.DEFINE_string("json", "", "Also write the findings to this file.", flag_values=values)
 
 
@@ -100,18 +82,10 @@ def _text(name: str, report: dict[str, Any]) -> str:
             lines.append(f"      accepted here: {row['explained']}")
     infos = [row for row in report["findings"] if row["severity"] == "info"]
     for rule in dict.fromkeys(row["rule"] for row in infos):
-        lines += _info_lines([row for row in infos if row["rule"] == rule])
+        first, *others = [row for row in infos if row["rule"] == rule]
+        count = first["count"] + sum(row["count"] for row in others)
+        lines.append(f"  {'info':<8}{rule:<6}{first['op']} x{count}: {first['what']}")
     return "\n".join(lines)
-
-
-def _info_lines(rows: list[dict[str, Any]]) -> list[str]:
-    """Returns the lines for all infos of one rule: its operations, and the Python line with the most of them."""
-    most, count = max(rows, key=lambda row: row["count"]), sum(row["count"] for row in rows)
-    ops = ", ".join(dict.fromkeys(op for row in rows for op in row["op"].split(", ")))
-    others = f", and {len(rows) - 1} other line{'s' if len(rows) > 2 else ''}" if len(rows) > 1 else ""
-    times = f" x{count}" if count > 1 else ""
-    lines = [f"  {'info':<8}{most['rule']:<6}{ops}{times}: {most['what']}"]
-    return lines + ([f"      at {most['line']}{others}"] if most["line"] else [])
 
 
 def _counts(rows: list[dict[str, Any]]) -> str:

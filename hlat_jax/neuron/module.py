@@ -75,16 +75,12 @@ class Program:
       operations: all operations, in pre-order: an operation precedes those in its regions.
       functions: every `func.func` by its symbol.
       ranges: cache of `indices.bounds`.
-      known: cache of `known_values.known`.
-      chains: cache of `indices` for the call chains that reach a function.
     """
 
     def __init__(self, root: Any):
         self.operations = list(_walk(root))
         self.functions = {symbol_name(op): op for op in self.operations if op.name == "func.func"}
         self.ranges: dict[Any, Any] = {}
-        self.known: dict[Any, Any] = {}
-        self.chains: dict[str, list[tuple]] = {}
         self._callers: dict[str, list[Any]] = {}
         for op in self.operations:
             if op.name == "func.call":
@@ -129,13 +125,9 @@ class Program:
 
 
 def line_of(frames: list[Frame]) -> str:
-    """Returns the innermost frame outside libraries such as JAX, else the innermost; "" without frames."""
-    return str(next((frame for frame in frames if not is_library_frame(frame)), frames[0])) if frames else ""
-
-
-def is_library_frame(frame: Frame) -> bool:
-    """Returns whether a frame belongs to a library, or to the linter itself."""
-    return _LIBRARY_PATH.search(frame.path) is not None or frame.path == _LINT
+    """Returns the innermost frame outside of libraries and the linter, else the innermost; "" without frames."""
+    own = (frame for frame in frames if _LIBRARY_PATH.search(frame.path) is None and frame.path != _LINT)
+    return str(next(own, frames[0])) if frames else ""
 
 
 def attribute(op: Any, key: str) -> Any:
@@ -161,14 +153,11 @@ def enclosing_function(op: Any) -> str | None:
 
 def enclosing_op(op: Any, kind: str) -> Any:
     """Returns the nearest ancestor of an operation that has a given type, such as `func.func`, or None."""
-    return next((parent for parent in ancestors(op) if parent.name == kind), None)
-
-
-def ancestors(op: Any) -> Iterator[Any]:
-    """Yields the operations that contain an operation, from the nearest to the module."""
     while op.name != "builtin.module":  # a cloned module has no `parent`
         op = getattr(op.parent, "operation", op.parent)
-        yield op
+        if op.name == kind:
+            return op
+    return None
 
 
 def body_ops(op: Any) -> list[Any]:

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import base64
-import contextlib
-import json
 import math
-import os
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
 from hlat_jax.neuron import indices
-from hlat_jax.neuron.known_values import DTYPES, source
 from hlat_jax.neuron.module import (
     Program,
     Tensor,
@@ -34,25 +27,27 @@ from hlat_jax.neuron.module import (
 Hit = tuple[Any, ...]
 
 # Source: compiler/error-codes/EHCA005 and EVRF015
-_AWS = """
+_CALLS_OF_AWS = """
     Erf Gelu GeluApprxTanh GeluBackward Silu SiluBackward RmsNorm Softmax SoftmaxBackward CollectiveMatmul IntMatmult
     ArgMax ArgMin TopK DropoutMaskV1 CustomNativeKernel CustomOp DevicePrint LNCShardingConstraint
     TransferWithStaticRing ModuleMarkerStart-Forward ModuleMarkerStart-Backward ModuleMarkerEnd-Forward
     ModuleMarkerEnd-Backward
 """
-CUSTOM_CALLS = {f"AwsNeuron{word}" for word in _AWS.split()} | {
-    "ResizeNearest",
-    "ResizeBilinear",
-    "ResizeNearestGrad",
-    "NeuronBoundaryMarker-Start",
-    "NeuronBoundaryMarker-End",
-}
-_OVERLAP = "--enable-ccop-compute-overlap"
-_NATIVE_KERNEL = "AwsNeuronCustomNativeKernel"
+_OTHER_CALLS = "ResizeNearest ResizeBilinear ResizeNearestGrad NeuronBoundaryMarker-Start NeuronBoundaryMarker-End"
+CUSTOM_CALLS = {f"AwsNeuron{word}" for word in _CALLS_OF_AWS.split()} | {*_OTHER_CALLS.split()}
 # The partitioner removes these before the compiler runs.
 _MARKERS = re.compile(r"Sharding|SPMDFullToShardShape|SPMDShardToFullShape|(xla\.)?sdy\..*|LayoutConstraint")
-_LARGE_TABLE = 8192  # rows
-_LARGE_OPERAND = 2**20  # elements of a right-hand side
+_TYPES = {
+    "complex.*": "DT01",
+    "f8E4M3FN": "DT02",
+    ".*FNUZ": "DT03",
+    "f[46]E.*|u?i[24]": "DT04",
+    "f64": "DT05",
+    "f8E3M4": "DT08",
+    "f8E8M0FNU": "DT09",
+}
+_FLOAT_BITS = {"bf16": (8, 7), "f16": (5, 10), "f32": (8, 23), "f64": (11, 52)}  # exponent, mantissa
+_LARGE_MATRIX = 2**20  # elements of a right-hand side
 _IDENTITY = 128  # columns of the identity by which the tensor engine transposes
 _DYNAMIC = re.compile(r"stablehlo\.(real_)?dynamic_(reshape|broadcast_in_dim|iota|pad|gather|conv)|.*dimension_size")
 
@@ -62,29 +57,6 @@ def violations(op: Any, program: Program) -> Iterator[Hit]:
     yield from _types(op)
     if op.name in _FINDERS:
         yield from _FINDERS[op.name](op, program)
-
-
-def unlisted(op: Any, listed: set[str]) -> Iterator[Hit]:
-    """Yields OP09 for a StableHLO operation whose `normalized` name is not in `listed`."""
-    dialect, _, opcode = op.name.partition(".")
-    if dialect == "stablehlo" and opcode != "return":
-        names = {normalized(opcode), normalized(_HLO_NAMES.get(opcode, opcode))}
-        if not names & listed:
-            yield "OP09", opcode
-
-
-def normalized(word: str) -> str:
-    """Returns the name of an operation without its dialect, as lower-case letters and digits only."""
-    return re.sub(r"[^a-z0-9]", "", re.split(r"\.|::", word.lower())[-1])
-
-
-_HLO_NAMES = {
-    "broadcast_in_dim": "broadcast",
-    "dot_general": "dot",
-    "optimization_barrier": "opt-barrier",
-    "case": "conditional",
-    "if": "conditional",
-}
 
 
 def _types(op: Any) -> Iterator[Hit]:
@@ -105,19 +77,10 @@ def _type(kind: Tensor) -> Iterator[Hit]:
     dtype = kind.dtype
     if None in kind.dims:
         yield "SH01", str(kind)
-    if dtype.startswith("complex"):
-        yield "DT01", dtype
-    elif dtype == "f8E4M3FN":
-        yield "DT02", dtype
-    elif dtype.endswith("FNUZ"):
-        yield "DT03", dtype
-    elif re.match(r"f[46]E|u?i[24]$", dtype):
-        yield "DT04", dtype
-    elif dtype in ("f8E3M4", "f8E8M0FNU"):
-        yield ("DT08" if dtype == "f8E3M4" else "DT09"), dtype
-    elif dtype == "f64":
-        yield "DT05", dtype
-    elif dtype in ("i64", "ui64") and kind.num_elements > 2:
+    for pattern, rule in _TYPES.items():
+        if re.fullmatch(pattern, dtype):
+            yield rule, dtype
+    if dtype in ("i64", "ui64") and kind.num_elements > 2:
         yield "DT06", str(kind)
 
 
@@ -145,13 +108,14 @@ def _unsigned_sums(loop: Any, program: Program) -> Iterator[Hit]:
     """Yields KB03 for each unsigned integer that a loop carries and adds to, other than a counter."""
     body = loop.regions[1].blocks[0]
     for carried, returned in zip(body.arguments, list(body.operations)[-1].operation.operands, strict=True):
-        kind, (value, calls) = tensor(carried), source(returned, (), program)
+        value, calls = indices.source(returned, program, ())
         step = defining_op(value)
-        if step is None or step.name != "stablehlo.add" or not kind.dtype.startswith("ui"):
+        if step is None or step.name != "stablehlo.add" or not tensor(value).dtype.startswith("ui"):
             continue
-        added = [one for one in step.operands if source(one, calls, program) != (carried, ())]
+        operands = [indices.source(operand, program, calls) for operand in step.operands]
+        added = [value for value, place in operands if (value, place) != (carried, ())]
         if len(added) == 1 and not is_constant(added[0]):
-            yield "KB03", str(kind), step
+            yield "KB03", str(tensor(carried)), step
 
 
 def _static_limit(loop: Any, program: Program) -> int | None:
@@ -159,8 +123,8 @@ def _static_limit(loop: Any, program: Program) -> int | None:
 
     None if the condition is anything else, or if the start or step of the counter, or the limit, is not a constant.
     """
-    compare = _comparison(list(loop.regions[0].blocks[0].operations)[-1].operation.operands[0], program)
-    if compare is None:
+    compare = defining_op(list(loop.regions[0].blocks[0].operations)[-1].operation.operands[0])
+    if compare is None or compare.name != "stablehlo.compare":
         return None
     operands = [_unconverted(operand) for operand in compare.operands]
     limits = [_invariant(operand, loop, program) for operand in operands]
@@ -171,21 +135,6 @@ def _static_limit(loop: Any, program: Program) -> int | None:
     return found[0]
 
 
-def _comparison(value: Any, program: Program) -> Any:
-    """Returns the `compare` that decides a condition, without what leaves its value as it is, such as `& True`."""
-    op = defining_op(value)
-    while op is not None and op.name in ("stablehlo.convert", "stablehlo.and", "stablehlo.compare"):
-        truths = [_exact(operand, program) if _is_bool(operand) else None for operand in op.operands]
-        neutral = 1 if op.name == "stablehlo.and" or "EQ" in str(attribute(op, "comparison_direction")) else 0
-        others = [one for one, truth in zip(op.operands, truths, strict=True) if truth is None or truth != neutral]
-        if op.name == "stablehlo.compare" and not _is_bool(op.operands[0]):
-            return op
-        if len(others) != 1 or "L" in str(attribute(op, "comparison_direction")):
-            return None
-        op = defining_op(others[0])
-    return None
-
-
 def _unconverted(value: Any) -> Any:
     """Returns what a conversion to its own type converts."""
     op = defining_op(value)
@@ -193,14 +142,10 @@ def _unconverted(value: Any) -> Any:
     return op.operands[0] if is_idle else value
 
 
-def _is_bool(value: Any) -> bool:
-    return tensor(value).dtype == "i1"
-
-
 def _exact(value: Any, program: Program) -> int | None:
     """Returns the integer that every element of a value is; None where the program does not determine it."""
     found = indices.bounds(value, program, ())
-    return int(found.low) if found.low == found.high and np.isfinite(found.low) else None
+    return int(found.low) if found.is_number else None
 
 
 def _invariant(value: Any, loop: Any, program: Program) -> int | None:
@@ -224,7 +169,7 @@ def _counts_by_constants(loop: Any, counter: Any, program: Program) -> bool:
     previous, increment = (step.operands[0], step.operands[1])
     if step.name == "stablehlo.add" and is_constant(previous):
         previous, increment = increment, previous
-    return start.low == start.high and previous == body.arguments[number] and is_constant(increment)
+    return start.is_number and previous == body.arguments[number] and is_constant(increment)
 
 
 def _reduce(op: Any, _: Program) -> Iterator[Hit]:
@@ -254,50 +199,17 @@ def _generator(op: Any, _: Program) -> Iterator[Hit]:
 def _precision(op: Any, _: Program) -> Iterator[Hit]:
     bits = tuple(ir.IntegerAttr(op.attributes[key]).value for key in ("exponent_bits", "mantissa_bits"))
     dtype = tensor(op.operands[0]).dtype
-    info = jnp.finfo(DTYPES[dtype]) if dtype in DTYPES else None
-    narrower = info is not None and (bits[0] < info.nexp or bits[1] < info.nmant)
-    yield ("RP01" if narrower else "RP02"), f"{dtype} to e{bits[0]}m{bits[1]}"
+    exponent, mantissa = _FLOAT_BITS.get(dtype, (0, 0))
+    is_narrower = bits[0] < exponent or bits[1] < mantissa
+    yield ("RP01" if is_narrower else "RP02"), f"{dtype} to e{bits[0]}m{bits[1]}"
 
 
 def _custom_call(op: Any, _: Program) -> Iterator[Hit]:
     target = ir.StringAttr(op.attributes["call_target_name"]).value
-    if target == _NATIVE_KERNEL:
-        yield from (("NK01", path) for path in artifacts(op) if not os.path.exists(path))
-    elif target in ("mhlo.topk", "TopK"):
+    if target in ("mhlo.topk", "TopK"):
         yield from _top_k(op, _)
     elif target not in CUSTOM_CALLS and not _MARKERS.fullmatch(target):
         yield "CB01", target
-
-
-def artifacts(op: Any) -> list[str]:
-    """Returns the absolute paths in the configuration of a native kernel, which is JSON or base64 of JSON."""
-    config = attribute(op, "backend_config")
-    text = ir.StringAttr(config).value if config is not None and isinstance(config, ir.StringAttr) else ""
-    with contextlib.suppress(ValueError):
-        text = base64.b64decode(text, validate=True).decode()
-    try:
-        return sorted(_paths(json.loads(text)))
-    except ValueError:
-        return []
-
-
-def _paths(tree: Any) -> set[str]:
-    if isinstance(tree, dict):
-        tree = list(tree.values())
-    if isinstance(tree, list):
-        return set().union(*map(_paths, tree))
-    return {tree} if isinstance(tree, str) and tree.startswith("/") else set()
-
-
-def kernel_findings(program: Program, compiler_flags: str) -> Iterator[Hit]:
-    """Yields (rule, detail, operation) of KB06 at the first native kernel."""
-    if _OVERLAP not in compiler_flags:
-        return
-    for op in program.operations:
-        target = attribute(op, "call_target_name") if op.name == "stablehlo.custom_call" else None
-        if target is not None and ir.StringAttr(target).value == _NATIVE_KERNEL:
-            yield "KB06", _OVERLAP, op
-            return
 
 
 def _top_k(op: Any, _: Program) -> Iterator[Hit]:
@@ -340,22 +252,19 @@ def _dot(op: Any, _: Program) -> Iterator[Hit]:
 def _transposed(dot: Any) -> Iterator[Hit]:
     """Yields DG01 for a product of few rows whose right-hand side is large and contracted after a dimension it keeps.
 
-    The tensor engine then transposes it, as a product with an identity of 128 columns. For `rows` of the left-hand side
-    that is 128 / rows of the product's work: this gives both numbers of the issue that the rules cite. The issue is
-    about products without batch dimensions; in the others, such as attention, another order transposes as much.
+    The tensor engine then transposes it by a product with an identity, _IDENTITY / rows of the product's work, which
+    gives both numbers of the issue that the rule cites. The issue is about products without batch dimensions.
     """
-    left, right = tensor(dot.operands[0]), tensor(dot.operands[1])
+    left, right = map(tensor, dot.operands)
     numbers = stablehlo.DotDimensionNumbers(dot.attributes["dot_dimension_numbers"])
     if list(numbers.rhs_batching_dimensions):
         return
-    contracted = list(numbers.rhs_contracting_dimensions)
-    kept = [dim for dim, size in enumerate(right.dims) if dim not in contracted and size != 1]
-    is_first = not kept or max((dim for dim in contracted if right.dims[dim] != 1), default=-1) < min(kept)
-    of_left = list(numbers.lhs_contracting_dimensions)
+    of_left, of_right = list(numbers.lhs_contracting_dimensions), list(numbers.rhs_contracting_dimensions)
     rows = math.prod(size or 1 for dim, size in enumerate(left.dims) if dim not in of_left)
-    if not is_first and right.num_elements >= _LARGE_OPERAND and rows < _IDENTITY:
-        what = f"{right} contracted over dimension {', '.join(map(str, contracted))} for {rows:,} row{'s'[: rows - 1]}"
-        yield "DG01", f"{what}: transposing it adds {_IDENTITY / rows:.0%} to the product"
+    is_contracted = [dim in of_right for dim, size in enumerate(right.dims) if size != 1]
+    is_first = is_contracted == sorted(is_contracted, reverse=True)
+    if not is_first and right.num_elements >= _LARGE_MATRIX and rows < _IDENTITY:
+        yield "DG01", f"{left} x {right}: transposing the second adds {_IDENTITY / rows:.0%} to the product"
 
 
 def _power(op: Any, _: Program) -> Iterator[Hit]:
@@ -370,26 +279,12 @@ def _reduction(op: Any, _: Program) -> Iterator[Hit]:
         yield "INT03", str(kind)
 
 
-def _gather(op: Any, program: Program) -> Iterator[Hit]:
-    yield from indices.gather_findings(op, program)
-    yield from _wide_indices(op.operands[1])
-
-
-def _wide_indices(value: Any) -> Iterator[Hit]:
-    if tensor(value).dtype in ("i64", "ui64"):
-        yield "KB05", f"indices {tensor(value)}"
-
-
 def _scatter(op: Any, program: Program) -> Iterator[Hit]:
     kind = tensor(op.operands[0])
-    if body_ops(op):
-        if kind.is_integer or kind.dtype == "i1":
-            yield "INT02", str(kind)
-        elif kind.dims and (kind.dims[0] or 0) >= _LARGE_TABLE:
-            yield "GS03", str(kind)
-    yield from indices.scatter_findings(op, program)
+    if body_ops(op) and (kind.is_integer or kind.dtype == "i1"):
+        yield "INT02", str(kind)
+    yield from indices.findings(op, program)
     yield from indices.assignment_findings(op, program)
-    yield from _wide_indices(op.operands[len(op.results)])
 
 
 _BRANCHES = ("stablehlo.case", "stablehlo.if")
@@ -405,7 +300,6 @@ _FINDERS: dict[str, Callable[[Any, Program], Iterator[Hit]]] = {
     "stablehlo.while": _loop,
     "stablehlo.reduce": _reduce,
     "stablehlo.reduce_window": _window,
-    "stablehlo.rng": _always("RNG03"),
     "stablehlo.rng_bit_generator": _generator,
     "stablehlo.reduce_precision": _precision,
     "stablehlo.custom_call": _custom_call,
@@ -419,10 +313,8 @@ _FINDERS: dict[str, Callable[[Any, Program], Iterator[Hit]]] = {
     "stablehlo.power": _power,
     "stablehlo.all_reduce": _reduction,
     "stablehlo.reduce_scatter": _reduction,
-    "stablehlo.gather": _gather,
+    "stablehlo.gather": indices.findings,
     "stablehlo.scatter": _scatter,
-    "stablehlo.dynamic_slice": indices.slice_findings,
-    "stablehlo.dynamic_update_slice": indices.slice_findings,
     "chlo.top_k": _top_k,
     "func.call": _call,
 } | {f"stablehlo.{name}": _always("CB01") for name in ("infeed", "outfeed", "send", "recv")}

@@ -11,12 +11,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from jax.extend.mlir import ir, passmanager
-from jax.extend.mlir.dialects import stablehlo
 
 from hlat_jax.facts import core_groups, hardware
 from hlat_jax.facts.byte_sizes import format_bytes
@@ -27,16 +26,13 @@ from hlat_jax.neuron.module import (
     attribute,
     body_ops,
     defining_op,
-    enclosing_function,
     enclosing_op,
     numbers,
-    symbol_name,
     tensor,
 )
 from hlat_jax.neuron.rules import TARGETS
 
 MAX_GROUP_SETS = 16  # 12 before SDK 2.32
-LARGE_BYTES = 4 * 10**9
 MAX_ARGUMENTS = 128
 DONATED_BYTES = 2**20
 OF_A_NODE = "leave their node"  # of a permute
@@ -51,7 +47,7 @@ _SHARDY = (
 
 
 def _instance(target: str) -> hardware.Instance:
-    """Returns the instance for which programs of a target of `rules.LINTED` are checked, other than trn3."""
+    """Returns the instance for which programs of a target of `rules.LINTED` are checked."""
     if target in TARGETS:
         return hardware.INSTANCES[TARGETS[target]]
     return dataclasses.replace(hardware.INSTANCES[TARGETS["trn2"]], lncs=(1,))
@@ -137,8 +133,7 @@ def _with_python_line(op: Any, sharded: Program) -> Any:
 def permute_problem(pairs: np.ndarray, *, target: str) -> str | None:
     """Returns why pairs [n, (source, target)] are not rings of neighboring cores; None if they are.
 
-    The chips of a node form a 4 x 4 torus in row-major order; neighbors are on the same chip or on linked chips. trn3
-    is switched: any ring will do.
+    The chips of a node form a 4 x 4 torus in row-major order; neighbors are on the same chip or on linked chips.
     Source: AWS Neuron docs, Trn1 and Trn2 architecture.
     """
     target_of = dict(pairs.tolist())
@@ -146,8 +141,6 @@ def permute_problem(pairs: np.ndarray, *, target: str) -> str | None:
         return "not rings: some device does not send and receive exactly once"
     if any(source == target for source, target in target_of.items()):
         return "a device sends to itself"
-    if core_groups.RULES[target].is_switched:
-        return None
     cores_per_chip, devices_per_node = _instance(target).devices_per_chip(), _instance(target).num_devices()
     across = sum(a // devices_per_node != b // devices_per_node for a, b in target_of.items())
     if across:
@@ -162,55 +155,28 @@ def permute_problem(pairs: np.ndarray, *, target: str) -> str | None:
     return f"{unlinked} of {len(pairs)} pairs are on chips without a link" if unlinked else None
 
 
-def linked_ring(num_devices: int, *, target: str) -> list[int] | None:
-    """Returns an order of the devices of a node in which each is linked with the next, and the last with the first.
-
-    None: there is none along the rows of the chips, back and forth.
-
-    Args:
-      num_devices: in use, from device 0.
-      target: one of `rules.LINTED`; "": every device is linked with every other.
-    """
-    order = list(range(num_devices))
-    if not target or num_devices == 1:
-        return order
-    per_row = 4 * _instance(target).devices_per_chip()
-    per_chip = per_row // 4
-
-    def place(core: int) -> tuple[int, int, int]:
-        row, column = core // per_row, core % per_row // per_chip
-        return row, -column if row % 2 else column, core
-
-    order.sort(key=place)
-    pairs = np.stack([order, np.roll(order, -1)], axis=1)
-    return None if permute_problem(pairs, target=target) else order
-
-
 def argument_findings(program: Program, *, target: str) -> Iterator[tuple[str, str, Any]]:
     """Yields (rule, what, operation) of SH03, DN01 and MEM1, the rules for arguments and results."""
     main = program.main
     arguments = list(main.regions[0].blocks[0].arguments)
     if len(arguments) > MAX_ARGUMENTS:
         yield "SH03", f"{len(arguments)} arguments", main
-    attributes = _attributes(main, "arg_attrs", len(arguments))
-    arguments_and_results = _argument_types(program), _result_types(program)
-    local_arguments, local_results = ([local for _, local in types] for types in arguments_and_results)
-    results = [whole for whole, _ in arguments_and_results[1]]
-    donated = ["tf.aliasing_output" in attrs or "jax.buffer_donor" in attrs for attrs in attributes]
-    unaliased = list(map(str, results))  # results that no argument is donated for
-    for value, is_donated in zip(arguments, donated, strict=True):
-        if is_donated and str(tensor(value)) in unaliased:
-            unaliased.remove(str(tensor(value)))
-    for value, is_donated, local in zip(arguments, donated, local_arguments, strict=True):
-        kind = tensor(value)
-        if not is_donated and kind is not None and str(kind) in unaliased and local.num_bytes >= DONATED_BYTES:
-            unaliased.remove(str(kind))
-            yield "DN01", f"argument {value_name(value)} {kind}", main
-    argument_bytes = sum(local.num_bytes for local in local_arguments if local is not None)
-    total = argument_bytes + sum(local.num_bytes for local in local_results if local is not None)
-    total -= sum(
-        local.num_bytes for local, is_donated in zip(local_arguments, donated, strict=True) if local and is_donated
-    )
+    donated = ["tf.aliasing_output" in a or "jax.buffer_donor" in a for a in _attributes(main, "arg_attrs", arguments)]
+    local_arguments, results = _types(program, "arg_attrs"), _types(program, "res_attrs")
+    unaliased = [str(whole) for whole, _ in results]  # results that no argument is donated for
+    for (whole, _), is_donated in zip(local_arguments, donated, strict=True):
+        if is_donated and str(whole) in unaliased:
+            unaliased.remove(str(whole))
+    argument_bytes, kept_bytes = 0, 0
+    for value, is_donated, (whole, local) in zip(arguments, donated, local_arguments, strict=True):
+        if whole is None:
+            continue
+        argument_bytes += local.num_bytes
+        kept_bytes += 0 if is_donated else local.num_bytes
+        if not is_donated and str(whole) in unaliased and local.num_bytes >= DONATED_BYTES:
+            unaliased.remove(str(whole))
+            yield "DN01", f"argument {value_name(value)} {whole}", main
+    total = kept_bytes + sum(local.num_bytes for _, local in results if local is not None)
     device = hardware.DEVICES[target]
     if max(argument_bytes, total) > device.memory_bytes - device.reserved_bytes:
         yield "MEM1", f"arguments and results alone need {format_bytes(max(argument_bytes, total))} per device", main
@@ -218,47 +184,17 @@ def argument_findings(program: Program, *, target: str) -> Iterator[tuple[str, s
 
 def num_shards(program: Program) -> float:
     """Returns over how many devices the arguments and results of a program are split, on average over their bytes."""
-    types = [one for one in (*_argument_types(program), *_result_types(program)) if one[0] is not None]
+    types = [one for key in ("arg_attrs", "res_attrs") for one in _types(program, key) if one[0] is not None]
     local_bytes = sum(local.num_bytes for _, local in types)
     return sum(whole.num_bytes for whole, _ in types) / local_bytes if local_bytes else 1
 
 
-def _argument_types(program: Program) -> list[tuple[Tensor | None, Tensor | None]]:
-    """Returns (type, type of one device's part) of each argument."""
-    return _with_local_types(map(tensor, program.main.regions[0].blocks[0].arguments), "arg_attrs", program)
-
-
-def _result_types(program: Program) -> list[tuple[Tensor | None, Tensor | None]]:
-    """Returns (type, type of one device's part) of each result."""
-    kinds = ir.FunctionType(ir.TypeAttr(program.main.attributes["function_type"]).value).results
-    return _with_local_types(map(tensor, kinds), "res_attrs", program)
-
-
-def _with_local_types(
-    kinds: Iterable[Tensor | None], key: str, program: Program
-) -> list[tuple[Tensor | None, Tensor | None]]:
-    wholes = list(kinds)
-    printed = _attributes(program.main, key, len(wholes))
+def _types(program: Program, key: str) -> list[tuple[Tensor | None, Tensor | None]]:
+    """Returns (type, type of one device's part) of each argument or result, whose attributes have a key."""
+    main = ir.FunctionType(ir.TypeAttr(program.main.attributes["function_type"]).value)
+    wholes = [tensor(kind) for kind in (main.inputs if key == "arg_attrs" else main.results)]
+    printed = _attributes(program.main, key, wholes)
     return [(one, _local_type(one, sharding_of(attrs), program)) for one, attrs in zip(wholes, printed, strict=True)]
-
-
-def size_findings(program: Program) -> Iterator[tuple[str, str, Any]]:
-    """Yields (SH02, what, operation) for values of LARGE_BYTES or more per device under Shardy's shardings.
-
-    In a program for several devices, values inside private functions are skipped; their calls are checked.
-    """
-    for op in program.operations:
-        function = symbol_name(op) if op.name == "func.func" else enclosing_function(op)
-        if program.has_many_devices and function not in (None, symbol_name(program.main)):
-            continue
-        is_function = op.name == "func.func"
-        for value in op.regions[0].blocks[0].arguments if is_function and op.regions[0].blocks else op.results:
-            kind = tensor(value)
-            if kind is None or kind.num_bytes < LARGE_BYTES:
-                continue
-            local = _local_value(value, program)
-            if local.num_bytes >= LARGE_BYTES:
-                yield "SH02", f"{local}, {format_bytes(local.num_bytes)}", op
 
 
 def _local_value(value: Any, program: Program) -> Tensor:
@@ -268,8 +204,8 @@ def _local_value(value: Any, program: Program) -> Tensor:
         argument = ir.BlockArgument(value)
         function = getattr(argument.owner.owner, "operation", argument.owner.owner)
         is_function = function.name == "func.func"
-        count = len(argument.owner.arguments)
-        printed = _attributes(function, "arg_attrs", count)[argument.arg_number] if is_function else ""
+        attributes = _attributes(function, "arg_attrs", argument.owner.arguments) if is_function else []
+        printed = attributes[argument.arg_number] if is_function else ""
         return _local_type(tensor(value), sharding_of(printed), program)
     if enclosing_op(op, "sdy.manual_computation") is not None:
         return tensor(value)
@@ -320,12 +256,6 @@ def _moved_dims(op: Any) -> set[int]:
         return {ir.IntegerAttr(op.attributes["dimension"]).value}
     if opcode == "reduce_window":
         return {dim for dim, size in enumerate(numbers_of("window_dimensions")) if size > 1}
-    if opcode == "convolution":
-        of = stablehlo.ConvDimensionNumbers(op.attributes["dimension_numbers"])
-        sizes = tensor(op.operands[1]).dims
-        strides = numbers_of("window_strides") or [1] * len(of.output_spatial_dimensions)
-        windows = zip(of.output_spatial_dimensions, of.kernel_spatial_dimensions, strides, strict=True)
-        return {dim for dim, kernel, stride in windows if sizes[kernel] != 1 or stride != 1}
     return set()
 
 
@@ -352,9 +282,9 @@ def sharding_of(attrs: str) -> str:
     return found.group() if found else ""
 
 
-def _attributes(function: Any, key: str, count: int) -> list[str]:
+def _attributes(function: Any, key: str, values: Sequence[Any]) -> list[str]:
     attrs = attribute(function, key)
-    return [str(attr) for attr in ir.ArrayAttr(attrs)] if attrs is not None else [""] * count
+    return [str(attr) for attr in ir.ArrayAttr(attrs)] if attrs is not None else [""] * len(values)
 
 
 def _local_type(kind: Tensor | None, sharding: str, program: Program) -> Tensor | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
 from typing import Any
 
 from hlat_jax.config import Config
@@ -61,9 +60,7 @@ def server_for(target: str, count: int) -> Server:
     return Server(target, min(count, RULES_OF_GROUPS[target].server))
 
 
-def findings(
-    name: str, traced: Any, *, program: RunProgram, target: str, operators: Collection[str]
-) -> list[lint.Finding]:
+def findings(name: str, traced: Any, *, program: RunProgram, target: str) -> list[lint.Finding]:
     """Returns the findings for one program; for the training step, or its microbatch, also for its planned memory.
 
     Args:
@@ -71,11 +68,9 @@ def findings(
       traced: the traced program.
       program: the run's program, over the devices that it was traced for.
       target: as for `lint.check`.
-      operators: as for `lint.check`.
     """
     flags = f"{program.config.train.compiler_flags} {os.environ.get('NEURON_CC_FLAGS', '')}"
-    options = {"operators": operators, "compiler_flags": flags}
-    options["placement"] = [device.id for device in program.layout.mesh.devices.flat]
+    options = {"compiler_flags": flags, "placement": [device.id for device in program.layout.mesh.devices.flat]}
     found = lint.check_traced(traced, target=target, recurring=name != "init", **options)
     if name == "eval" and estimated(live_jaxpr(traced), num_shards=1).judged(name) <= program_limit(flags):
         found = [finding for finding in found if finding.rule != "CG01"]
@@ -88,7 +83,7 @@ def findings(
         return found
     rule = RULES["MEM1"]
     what = f"planned {format_bytes(memory.total)} of a device's {format_bytes(budget)}"
-    over = lint.Finding("MEM1", rule.severity, "func.func", what, "", (), 1, rule.why, rule.instead, rule.source)
+    over = lint.Finding("MEM1", rule.severity, "func.func", what, "", 1, rule.why, rule.instead, rule.source)
     return [over, *(finding for finding in found if finding.rule != "MEM1")]
 
 

@@ -13,8 +13,7 @@ from hlat_jax.plan.instructions import LIMIT_FLAG, OPERATION_ADVICE, PROGRAM_ADV
 SEVERITIES = ("error", "warning", "info")
 # device -> instance type whose nodes its programs are checked for
 TARGETS = {"trn1": "trn1.32xlarge", "trn2": "trn2.48xlarge"}
-# what programs are checked for: these, trn2 at LNC 1, and a server of trn3, for which no page names an instance type
-LINTED = (*TARGETS, "trn2-lnc1", "trn3")
+LINTED = (*TARGETS, "trn2-lnc1")  # what programs are checked for: these, and trn2 at LNC 1
 
 
 def target_of(name: str, *, lnc: int = 0) -> str:
@@ -51,7 +50,6 @@ class Rule:
       once: severity in a program that runs once, such as initialization; None: the same.
       many: severity in a program for several devices; None: the same.
       trn1: severity on trn1; None: the same.
-      except_on: chips, or targets of LINTED, to which the rule does not apply.
       seen: versions that crash or compute wrongly, and whether that is fixed; "" for what Neuron documents.
     """
 
@@ -63,12 +61,7 @@ class Rule:
     once: str | None = None
     many: str | None = None
     trn1: str | None = None
-    except_on: tuple[str, ...] = ()
     seen: str = ""
-
-    def applies_to(self, target: str) -> bool:
-        """Returns whether the rule is about a target of LINTED."""
-        return not {target, target.partition("-")[0]} & set(self.except_on)
 
     def severity_in(self, *, recurring: bool, many_devices: bool = False, target: str = "") -> str:
         """Returns the severity in a program that runs every step or once, on several devices or one of a target."""
@@ -145,13 +138,6 @@ RULES: dict[str, Rule] = {
         'jax.random.key(seed, impl="rbg")',
         _code("EVRF006"),
     ),
-    "RNG03": Rule(
-        "error",
-        "the legacy `rng` operation",
-        "it is folded to a constant",
-        "jax.random with an rbg key",
-        "third-party analysis of the compiler; not documented",
-    ),
     "RNG04": Rule(
         "warning",
         "a call to jax.random.randint",
@@ -210,23 +196,15 @@ RULES: dict[str, Rule] = {
         "two convolutions, or matmuls",
         _code("EVRF010", "EVRF011"),
     ),
-    "OP09": Rule(
-        "error",
-        "an operation that is not in the --operators file",
-        "`neuronx-cc list-operators --framework XLA` does not list it",
-        "an operation from that file",
-        _code("EVRF001"),
-    ),
     "DT01": Rule(
         "error", "complex numbers", "not supported", "real arithmetic: cos and sin for RoPE", _code("EVRF004")
     ),
     "DT02": Rule(
         "error",
-        "f8E4M3FN, other than on trn3",
+        "f8E4M3FN",
         "trn1 and trn2 do not have this type",
         "jnp.float8_e4m3",
         _code("EVRF051"),
-        except_on=("trn3",),
     ),
     "DT03": Rule(
         "error", "an FNUZ float, f8E4M3B11FNUZ", "not supported", "jnp.float8_e4m3", _code("ESPP047", "EVRF005")
@@ -240,19 +218,18 @@ RULES: dict[str, Rule] = {
     ),
     "DT08": Rule(
         "error",
-        "f8E3M4, other than on trn1",
+        "f8E3M4",
         "the table of types has it for trn1 only, and the JAX page for no chip",
         "jnp.float8_e4m3",
         _DTYPES + "; " + _ISSUES,
-        except_on=("trn1", "trn3"),
+        trn1="warning",
     ),
     "DT09": Rule(
         "error",
-        "f8E8M0FNU, other than on trn3",
-        "trn1 and trn2 do not have this type; on trn3 it holds the scales of MXFP8",
+        "f8E8M0FNU",
+        "trn1 and trn2 do not have this type",
         "scales in bfloat16 or float32",
         _DTYPES + "; " + _ISSUES,
-        except_on=("trn3",),
     ),
     "DT05": Rule("error", "float64", "not in the tables of supported types", "jax_enable_x64=False", _DTYPES),
     "DT06": Rule(
@@ -293,7 +270,7 @@ RULES: dict[str, Rule] = {
     "INT04": Rule("error", "`power` of 64-bit integers", "the compiler rejects it", "int32", _code("EVRF062")),
     "GS01": Rule(
         "error",
-        "gather, scatter or slice whose indices are known, as an iota or a constant, and out of bounds",
+        "gather or scatter whose indices are known, as an iota or a constant, and out of bounds",
         "the compiler rejects iotas that are out of bounds; a constant ends the run with status 1006, or is clamped",
         "at most as many indices as rows; positions below model.max_positions; the index that was meant",
         _code("EVRF031", "EVRF056") + "; neuron-runtime/nrt-troubleshoot",
@@ -306,21 +283,7 @@ RULES: dict[str, Rule] = {
         "neuron-runtime/nrt-troubleshoot",
         many="warning",
     ),
-    "GS03": Rule(
-        "info",
-        "float scatter-add into 8,192 rows or more",
-        "slow; the gradient of a large lookup lowers to it",
-        "shard the vocabulary over devices, or use a one-hot matmul",
-        "performance; not documented",
-    ),
     "SH01": Rule("error", "a dynamic shape", "every dimension must be static", "fixed shapes", _code("EMOD025")),
-    "SH02": Rule(
-        "warning",
-        "an array of 4 GB or more on one device",
-        "before SDK 2.28 its size overflows; a gather from 4.7 GB has been seen to return zeros silently",
-        "shard it, or split the stacked layers",
-        "release-notes/components/runtime (2.30.50; known issues of SDK 2.26); " + _INF2,
-    ),
     "SH03": Rule(
         "warning",
         "more than 128 arguments",
@@ -381,8 +344,7 @@ RULES: dict[str, Rule] = {
     ),
     "CC06": Rule(
         "warning",
-        "a slice, concatenation, padding, reversal, window or convolution along a dimension that is split over devices "
-        "by shardings",
+        "a slice, concatenation, padding, reversal or window along a dimension that is split over devices by shardings",
         "the SPMD partitioner exchanges borders by permutes that do not form rings, which may crash or be slow; a "
         "matrix split in two along its sharded columns has crashed the compiler",
         "shard another dimension, or write it in a shard_map with ppermute in rings",
@@ -421,22 +383,6 @@ RULES: dict[str, Rule] = {
         _THREAD + "1381",
         seen="neuronx-cc 2.26, open",
     ),
-    "KB05": Rule(
-        "warning",
-        "gather or scatter with 64-bit indices",
-        "a lookup has returned wrong rows on trn1 (PyTorch)",
-        "int32 indices",
-        _THREAD + "937",
-        seen="July 2024, closed",
-    ),
-    "KB06": Rule(
-        "warning",
-        "--enable-ccop-compute-overlap in NEURON_CC_FLAGS, and a native kernel in the program",
-        "the compiler has ended with the assertion F134 (inf2)",
-        "leave the flag out",
-        _THREAD + "1365",
-        seen="SDK 2.31, not known to be fixed",
-    ),
     "MEM1": Rule(
         "error",
         "more memory than a device has",
@@ -458,12 +404,5 @@ RULES: dict[str, Rule] = {
         "the compiler stops at 300,000 instructions per operation in public logs, on trn1 at 150,000",
         OPERATION_ADVICE,
         "NCC_EXTP003 in third-party reports; not documented",
-    ),
-    "NK01": Rule(
-        "error",
-        "a native kernel whose artifact file is missing",
-        "the custom call refers to it by absolute path",
-        "trace on the machine that compiles",
-        _code("EVRF059"),
     ),
 }

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from hlat_jax.ops.attention_variant import MASKED, Variant
+from hlat_jax.ops import chunked_attention
+from hlat_jax.ops.chunked_attention import MASKED
 from hlat_jax.ops.dialect import CallSpec, Implementation, Op
 
 _MIN_BLOCK = 128
@@ -23,8 +22,7 @@ def attention(
     k_BSKH: jax.Array,
     v_BSKH: jax.Array,
     segment_ids_BT: jax.Array | None,
-    implementation: str | Mapping[str, str],
-    window: int | None = None,
+    implementation: str,
 ) -> jax.Array:
     """Returns [B, T, N, H], in the dtype of `q_BTNH`: each query's softmax-weighted mean of the values it attends to.
 
@@ -37,23 +35,18 @@ def attention(
       k_BSKH: keys, S = T; K divides N.
       v_BSKH: values.
       segment_ids_BT: int32, or None when every row is one segment.
-      implementation: a name that `OP.choose` returns, or platform -> name, see `dialect.Op.run`.
-      window: number of keys that a query attends to, its own included; None: all. Source: arXiv 2310.06825, section 2.
+      implementation: a name that `OP.choose` returns.
 
     Raises:
       ValueError: arguments of inconsistent shapes or dtypes, or that the implementation cannot serve.
     """
     _check(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)
-    if window is not None and window < 1:
-        raise ValueError(f"window={window} must be at least 1 (the query's own position), or None.")
     has_segments = segment_ids_BT is not None
-    call = describe_call(q_BTNH.shape, k_BSKH.shape[2], dtype=q_BTNH.dtype, has_segments=has_segments, window=window)
-    return OP.run(implementation, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window, **call)
+    call = describe_call(q_BTNH.shape, k_BSKH.shape[2], dtype=q_BTNH.dtype, has_segments=has_segments)
+    return OP.run(implementation, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, **call)
 
 
-def describe_call(
-    q_shape: tuple[int, ...], num_kv_heads: int, *, dtype: Any, has_segments: bool, window: int | None = None
-) -> CallSpec:
+def describe_call(q_shape: tuple[int, ...], num_kv_heads: int, *, dtype: Any, has_segments: bool) -> CallSpec:
     """Returns the spec of a call.
 
     Args:
@@ -61,81 +54,41 @@ def describe_call(
       num_kv_heads: on one device.
       dtype: of queries, keys and values.
       has_segments: whether rows hold several documents, which must not attend to each other.
-      window: see `attention`.
     """
     return {
         "q_shape": tuple(q_shape),
         "num_kv_heads": num_kv_heads,
         "dtype": jnp.dtype(dtype).name,
         "has_segments": has_segments,
-        "window": window,
     }
 
 
 def _check(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
-    described = f"queries {q_BTNH.shape} {q_BTNH.dtype}, keys {k_BSKH.shape} {k_BSKH.dtype}"
-    if k_BSKH.shape != v_BSKH.shape or not q_BTNH.dtype == k_BSKH.dtype == v_BSKH.dtype:
-        raise ValueError(
-            f"{described}, values {v_BSKH.shape} {v_BSKH.dtype}: keys and values must have the same shape, and all "
-            "three the same dtype."
-        )
-    if not q_BTNH.ndim == k_BSKH.ndim == 4 or _without_heads(q_BTNH) != _without_heads(k_BSKH):
-        raise ValueError(f"{described}: shapes must be [B, T, N, H] and [B, T, K, H].")
-    if q_BTNH.shape[2] % k_BSKH.shape[2]:
-        raise ValueError(f"{described}: the number of key-value heads must divide the number of query heads.")
-    if segment_ids_BT is not None and segment_ids_BT.shape != q_BTNH.shape[:2]:
-        raise ValueError(f"{described}, segment ids {segment_ids_BT.shape}: their shape must be [B, T].")
+    b, t, n, h = q_BTNH.shape if q_BTNH.ndim == 4 else (0, 0, 0, 0)
+    k = k_BSKH.shape[2] if k_BSKH.ndim == 4 else 1
+    is_one_dtype = q_BTNH.dtype == k_BSKH.dtype == v_BSKH.dtype
+    is_fitting = k_BSKH.shape == v_BSKH.shape == (b, t, k, h) and n % k == 0 and is_one_dtype
+    if not is_fitting or (segment_ids_BT is not None and segment_ids_BT.shape != (b, t)):
+        given = {"queries": q_BTNH, "keys": k_BSKH, "values": v_BSKH, "segment ids": segment_ids_BT}
+        found = ", ".join(f"{name} {x.dtype}{list(x.shape)}" for name, x in given.items() if x is not None)
+        raise ValueError(f"{found}: must be [B, T, N, H], [B, T, K, H] twice, where K divides N, of one dtype; [B, T].")
 
 
-def _without_heads(x_BTNH):
-    return *x_BTNH.shape[:2], x_BTNH.shape[3]
-
-
-def reference(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    *,
-    segment_ids_BT: jax.Array | None,
-    window: int | None,
-    variant: Variant,
-) -> jax.Array:
-    """Returns [B, T, N, H] as `ops.general_attention`, by the scores of whole rows; the reference of the others."""
-    (b, t, n, h), (s, k) = q_BTNH.shape, k_BSKH.shape[1:3]
-
-    def by_group(x_BNTS):
-        groups = (k, n // k) if x_BNTS.shape[1] > 1 else (1, 1)
-        return x_BNTS.reshape(x_BNTS.shape[0], *groups, *x_BNTS.shape[2:])
-
-    q_BTKGH = q_BTNH.reshape(b, t, k, -1, h)
+def _einsum(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
+    b, t, n, h = q_BTNH.shape
+    q_BTKGH = q_BTNH.reshape(b, t, k_BSKH.shape[2], -1, h)
     scores_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
-    mask_BTS = _causal_mask(t, s, window=window)[None] if variant.causal else None
+    mask_BTS = _causal_mask(t, t)[None]
     if segment_ids_BT is not None:
-        same_BTS = segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
-        mask_BTS = same_BTS if mask_BTS is None else mask_BTS & same_BTS
-    masks = [] if mask_BTS is None else [mask_BTS[:, None, None]]
-    masks += [by_group(mask_BNTS) for mask_BNTS in variant.masks]
-    scores_BKGTS = scores_BKGTS / math.sqrt(h) if variant.scale is None else scores_BKGTS * variant.scale
-    if variant.softcap is not None:
-        scores_BKGTS = variant.softcap * jnp.tanh(scores_BKGTS / variant.softcap)
-    for bias_BNTS in variant.biases:
-        scores_BKGTS += by_group(bias_BNTS).astype(jnp.float32)
-    if masks:
-        scores_BKGTS = jnp.where(functools.reduce(jnp.logical_and, masks), scores_BKGTS, MASKED)
-    probs_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1)
-    if variant.keep is not None:
-        probs_BKGTS = jnp.where(by_group(variant.keep), probs_BKGTS * variant.keep_factor, 0)
-    probs_BKGTS = probs_BKGTS.astype(v_BSKH.dtype)
+        mask_BTS = mask_BTS & (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])
+    scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS / math.sqrt(h), MASKED)
+    probs_BKGTS = jax.nn.softmax(scores_BKGTS, axis=-1).astype(v_BSKH.dtype)
     out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", probs_BKGTS, v_BSKH, preferred_element_type=jnp.float32)
     return out_BTKGH.astype(q_BTNH.dtype).reshape(b, t, n, h)
 
 
-def _einsum(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
-    return reference(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=segment_ids_BT, window=window, variant=Variant())
-
-
-@functools.partial(jax.checkpoint, static_argnums=4)
-def _blocked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
+@jax.checkpoint
+def _blocked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
     """Queries in static blocks, each against its unmasked keys, with batch and key-value heads merged.
 
     The backward pass keeps queries, keys and values and recomputes the scores of each block: on cpu, where this is
@@ -150,10 +103,8 @@ def _blocked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
     segments_XT = None if segment_ids_BT is None else jnp.repeat(segment_ids_BT, k, axis=0)
     outs = []
     for start, stop in block_bounds(t):
-        first = 0 if window is None else max(0, start - window + 1)
-        segments = None if segments_XT is None else segments_XT[:, first:stop]
-        block = functools.partial(_attend_block, start=start - first, window=window)
-        outs.append(block(q_XTGH[:, start:stop], k_XSH[:, first:stop], v_XSH[:, first:stop], segments))
+        segments = None if segments_XT is None else segments_XT[:, :stop]
+        outs.append(_attend_block(q_XTGH[:, start:stop], k_XSH[:, :stop], v_XSH[:, :stop], segments, start=start))
     out_XTGH = jnp.concatenate(outs, axis=1)
     return out_XTGH.reshape(b, k, t, g, h).transpose(0, 2, 1, 3, 4).reshape(b, t, n, h)
 
@@ -164,12 +115,12 @@ def block_bounds(seq_len: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, seq_len)) for start in range(0, seq_len, size)]
 
 
-def _attend_block(q_XUGH, k_XSH, v_XSH, segments_XS, *, start: int, window: int | None):
+def _attend_block(q_XUGH, k_XSH, v_XSH, segments_XS, *, start: int):
     x, u, g, h = q_XUGH.shape
     s = k_XSH.shape[1]
     q_XRH = q_XUGH.reshape(x, u * g, h)  # rows: queries of the block times heads that share keys
     scores_XRS = jax.lax.dot_general(q_XRH, k_XSH, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
-    mask = _causal_mask(u, s, offset=start, window=window)[None]
+    mask = _causal_mask(u, s, offset=start)[None]
     if segments_XS is not None:
         mask &= segments_XS[:, start:, None] == segments_XS[:, None, :]
     mask = jnp.broadcast_to(mask[:, :, None, :], (mask.shape[0], u, g, s)).reshape(-1, u * g, s)
@@ -179,24 +130,20 @@ def _attend_block(q_XUGH, k_XSH, v_XSH, segments_XS, *, start: int, window: int 
     return out_XRH.astype(q_XUGH.dtype).reshape(x, u, g, h)
 
 
-def _causal_mask(num_queries: int, num_keys: int, *, offset: int = 0, window: int | None) -> jax.Array:
+def _causal_mask(num_queries: int, num_keys: int, *, offset: int = 0) -> jax.Array:
     queries = jax.lax.broadcasted_iota(jnp.int32, (num_queries, num_keys), 0) + offset
-    keys = jax.lax.broadcasted_iota(jnp.int32, (num_queries, num_keys), 1)
-    return queries >= keys if window is None else (queries >= keys) & (queries - keys < window)
+    return queries >= jax.lax.broadcasted_iota(jnp.int32, (num_queries, num_keys), 1)
 
 
-# The kernels below are imported only when they are run, or checked on their own platform. Arguments that a kernel does
-# not take are rejected by its `unsupported_reasons`.
+def _chunked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
+    variant = chunked_attention.Variant()
+    return chunked_attention.attention(
+        q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=segment_ids_BT, window=None, variant=variant
+    )
 
 
-def _chunked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
-    from hlat_jax.ops import chunked_attention as chunked
-
-    return chunked.attention(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=segment_ids_BT, window=window, variant=Variant())
-
-
-def _nki(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, _):
-    from hlat_jax.ops.nki import attention as nki
+def _nki(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
+    from hlat_jax.ops.nki import attention as nki  # only where it is run or checked
 
     return nki.attention(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=segment_ids_BT)
 
@@ -207,37 +154,11 @@ def _nki_unsupported_reasons(**call):
     return nki.unsupported_reasons(**call)
 
 
-def _cudnn(q_BTNH, k_BSKH, v_BSKH, _, window):
-    from hlat_jax.ops.gpu import attention as gpu
-
-    return gpu.cudnn(q_BTNH, k_BSKH, v_BSKH, window=window)
-
-
-def _cudnn_unsupported_reasons(**call):
-    from hlat_jax.ops.gpu import attention as gpu
-
-    return gpu.cudnn_unsupported_reasons(**call)
-
-
-def _triton(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, _):
-    from hlat_jax.ops.gpu import attention as gpu
-
-    return gpu.triton(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=segment_ids_BT)
-
-
-def _triton_unsupported_reasons(**call):
-    from hlat_jax.ops.gpu import attention as gpu
-
-    return gpu.triton_unsupported_reasons(**call)
-
-
 OP = Op("model.attention")
 OP.register(Implementation("einsum", _einsum, {"*": 10}))
 # XLA on cpu does not fuse attention: skipping the masked half of the scores is faster there
 OP.register(Implementation("blocked", _blocked, {"cpu": 20, "*": 5}))
 # takes less memory for long rows but is slower: only an explicit name or a measured table selects it
 OP.register(Implementation("chunked", _chunked, {"*": 4}))
-# below the others: not yet run on a device
+# below the others: it has not run on a device
 OP.register(Implementation("nki", _nki, {"neuron": 1}, _nki_unsupported_reasons))
-OP.register(Implementation("cudnn", _cudnn, {"cuda": 2}, _cudnn_unsupported_reasons))
-OP.register(Implementation("triton", _triton, {"cuda": 1}, _triton_unsupported_reasons))

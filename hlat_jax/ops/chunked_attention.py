@@ -2,8 +2,8 @@
 
 Queries and keys are cut into blocks, and one static loop visits every pair of blocks that is not fully masked: half of
 them under a causal mask, a band with a window. The forward pass keeps the output and, for each query, the largest score
-and the sum of exponentials, from which the backward pass recomputes the probabilities of a pair. Biases, masks and what
-dropout keeps are read block by block; only the gradient of a bias can be as large as the scores.
+and the sum of exponentials, from which the backward pass recomputes the probabilities of a pair. Masks and what dropout
+keeps are read block by block.
 
 Source: Rabe and Staats, arXiv 2112.05682; the backward pass as Dao et al., arXiv 2205.14135, algorithm 4.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -20,10 +21,33 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
-from hlat_jax.ops.attention_variant import MASKED, Variant
-
+MASKED = -1e30  # finite, so that a masked score minus the row's maximum is never inf - inf
 BLOCK = 256  # of queries, and of keys: one pair's scores are B x N x 256 x 256
 _LOWEST = float(np.finfo(np.float32).min)  # of the maximum so far: finite, and not above any finite score
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """What attention of other models does to its scores and probabilities; the default is `ops.attention`.
+
+    Arrays are [B or 1, N or 1, T or 1, S or 1].
+
+    Attributes:
+      causal: whether a query attends only to its own and earlier positions.
+      scale: factor of the scores, 1/sqrt(H) if it is None.
+      softcap: c: scores become c * tanh(scores / c), before masks. Source: arXiv 2408.00118, section 2.
+      masks: bool, True where a query may attend to a key, in all of them. A query that attends to no key gets the mean
+        of all values, as by `where(mask, scores, -1e9)`.
+      keep: bool: the probabilities that dropout keeps, after the softmax.
+      keep_factor: factor of the kept probabilities: 1 / (1 - rate).
+    """
+
+    causal: bool = True
+    scale: float | None = None
+    softcap: float | None = None
+    masks: Sequence[jax.Array] = ()
+    keep: jax.Array | None = None
+    keep_factor: float = 1.0
 
 
 def attention(
@@ -35,7 +59,7 @@ def attention(
     window: int | None,
     variant: Variant,
 ) -> jax.Array:
-    """Returns [B, T, N, H] as `ops.general_attention`. Reverse mode only."""
+    """Returns [B, T, N, H] as `general_attention`. Reverse mode only."""
     t, h = q_BTNH.shape[1], q_BTNH.shape[3]
     s, kv_heads = k_BSKH.shape[1:3]
     static = _Static(
@@ -48,13 +72,31 @@ def attention(
         kv_heads=kv_heads,
         blocks=(min(BLOCK, t), min(BLOCK, s)),
     )
-    biases = tuple(_pad(bias, static.blocks) for bias in variant.biases)
     terms = {
         "masks": tuple(_pad(mask, static.blocks) for mask in variant.masks),
         "keep": None if variant.keep is None else _pad(variant.keep, static.blocks),
         "ids": None if segment_ids_BT is None else _pad(segment_ids_BT[:, None, :, None], static.blocks),
     }
-    return _attention(static, q_BTNH, k_BSKH, v_BSKH, biases, terms)
+    return _attention(static, q_BTNH, k_BSKH, v_BSKH, terms)
+
+
+def general_attention(
+    q_BTNH: jax.Array,
+    *,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    segment_ids_BT: jax.Array | None,
+    window: int | None = None,
+    variant: Variant,
+) -> jax.Array:
+    """Returns [B, T, N, H]: `ops.attention` of models other than ours, in which S may differ from T.
+
+    Raises:
+      ValueError: dropout in causal attention with a mask that may hide every key from a query.
+    """
+    if variant.masks and variant.keep is not None and variant.causal:
+        raise ValueError("there is no dropout with a mask that may hide every key from a query.")
+    return attention(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=segment_ids_BT, window=window, variant=variant)
 
 
 def block_pairs(num_blocks: int, *, block: int, window: int | None) -> np.ndarray:
@@ -85,18 +127,18 @@ class _Static:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(static, q_BTNH, k_BSKH, v_BSKH, biases, terms):
-    return _forward(static, q_BTNH, k_BSKH, v_BSKH, biases, terms)[0]
+def _attention(static, q_BTNH, k_BSKH, v_BSKH, terms):
+    return _forward(static, q_BTNH, k_BSKH, v_BSKH, terms)[0]
 
 
-def _forward(static, q_BTNH, k_BSKH, v_BSKH, biases, terms):
+def _forward(static, q_BTNH, k_BSKH, v_BSKH, terms):
     q_CXUGH, k_CXSH, v_CXSH = _cut_operands(static, q_BTNH, k_BSKH, v_BSKH)
     c, x, u, g, h = q_CXUGH.shape
 
     def visit(sums, pair):
         i, j = pair
         top_XUG, total_XUG, out_XUGH = (_at(total, i) for total in sums)
-        scores_XUGS, _, _ = _scores(static, _at(q_CXUGH, i), _at(k_CXSH, j), biases, terms, pair)
+        scores_XUGS, _, _ = _scores(static, _at(q_CXUGH, i), _at(k_CXSH, j), terms, pair)
         new_top_XUG = jnp.maximum(top_XUG, scores_XUGS.max(axis=-1))
         weights_XUGS = jnp.exp(scores_XUGS - new_top_XUG[..., None])
         shrink_XUG = jnp.exp(top_XUG - new_top_XUG)
@@ -122,11 +164,11 @@ def _forward(static, q_BTNH, k_BSKH, v_BSKH, biases, terms):
     # named inside the VJP: a remat policy that saves them avoids a second forward pass
     out_BTNH = checkpoint_name(out_BTNH, "attention_out")
     top_CXUG, total_CXUG = (checkpoint_name(x, "attention_lse") for x in (top_CXUG, total_CXUG))
-    return out_BTNH, (q_BTNH, k_BSKH, v_BSKH, biases, terms, out_BTNH, top_CXUG, total_CXUG)
+    return out_BTNH, (q_BTNH, k_BSKH, v_BSKH, terms, out_BTNH, top_CXUG, total_CXUG)
 
 
 def _backward(static, residuals, dout_BTNH):
-    q_BTNH, k_BSKH, v_BSKH, biases, terms, out_BTNH, top_CXUG, total_CXUG = residuals
+    q_BTNH, k_BSKH, v_BSKH, terms, out_BTNH, top_CXUG, total_CXUG = residuals
     q_CXUGH, k_CXSH, v_CXSH = _cut_operands(static, q_BTNH, k_BSKH, v_BSKH)
     dout_CXUGH = _cut(dout_BTNH, static.kv_heads)
     inner_BTN1 = (dout_BTNH.astype(jnp.float32) * out_BTNH.astype(jnp.float32)).sum(axis=-1, keepdims=True)
@@ -134,15 +176,14 @@ def _backward(static, residuals, dout_BTNH):
 
     def visit(grads, pair):
         i, j = pair
-        dq_CXUGH, dk_CXSH, dv_CXSH, dbiases = grads
+        dq_CXUGH, dk_CXSH, dv_CXSH = grads
         q_XUGH, k_XSH, v_XSH, dout_XUGH = _at(q_CXUGH, i), _at(k_CXSH, j), _at(v_CXSH, j), _at(dout_CXUGH, i)
-        scores_XUGS, slope_XUGS, mask_XUGS = _scores(static, q_XUGH, k_XSH, biases, terms, pair)
+        scores_XUGS, slope_XUGS, mask_XUGS = _scores(static, q_XUGH, k_XSH, terms, pair)
         probs_XUGS = jnp.exp(scores_XUGS - _at(top_CXUG, i)[..., None]) / _at(total_CXUG, i)[..., None]
         dprobs_XUGS = _kept(static, _dot("XUGH,XSH->XUGS", dout_XUGH, v_XSH), terms, pair)
         dscores_XUGS = probs_XUGS * (dprobs_XUGS - _at(inner_CXUG, i)[..., None])
         if terms["masks"]:  # a query that attends to no key has probabilities of masked ones
             dscores_XUGS = jnp.where(mask_XUGS, dscores_XUGS, 0)
-        dbiases = tuple(_with_part(dbias, dscores_XUGS, static, pair) for dbias in dbiases)
         dscores_XUGS = (dscores_XUGS * static.scale * slope_XUGS).astype(q_BTNH.dtype)
         kept_XUGS = _kept(static, probs_XUGS, terms, pair).astype(v_BSKH.dtype)
         dq_XUGH = _dot("XUGS,XSH->XUGH", dscores_XUGS, k_XSH)
@@ -151,13 +192,10 @@ def _backward(static, residuals, dout_BTNH):
         dq_CXUGH = _updated(dq_CXUGH, i, _at(dq_CXUGH, i) + dq_XUGH)
         dk_CXSH = _updated(dk_CXSH, j, _at(dk_CXSH, j) + dk_XSH)
         dv_CXSH = _updated(dv_CXSH, j, _at(dv_CXSH, j) + dv_XSH)
-        return (dq_CXUGH, dk_CXSH, dv_CXSH, dbiases), None
+        return (dq_CXUGH, dk_CXSH, dv_CXSH), None
 
-    start = (
-        *(jnp.zeros(operand.shape, jnp.float32) for operand in (q_CXUGH, k_CXSH, v_CXSH)),
-        tuple(jnp.zeros(bias.shape, jnp.float32) for bias in biases),
-    )
-    (dq_CXUGH, dk_CXSH, dv_CXSH, dbiases), _ = jax.lax.scan(visit, start, static.pairs(q_BTNH.shape[1]))
+    start = tuple(jnp.zeros(operand.shape, jnp.float32) for operand in (q_CXUGH, k_CXSH, v_CXSH))
+    (dq_CXUGH, dk_CXSH, dv_CXSH), _ = jax.lax.scan(visit, start, static.pairs(q_BTNH.shape[1]))
     if _skips_masked_keys(static, terms):
         dout_XUGH = jnp.where(jnp.isinf(total_CXUG)[..., None], dout_CXUGH.astype(jnp.float32), 0)
         dv_CXSH += (dout_XUGH.sum(axis=(0, 2, 3)) / static.num_keys)[:, None]
@@ -166,8 +204,7 @@ def _backward(static, residuals, dout_BTNH):
         _join(grad[:, :, :, None], like.shape).astype(like.dtype)
         for grad, like in ((dk_CXSH, k_BSKH), (dv_CXSH, v_BSKH))
     )
-    dbiases = tuple(dbias.astype(bias.dtype) for dbias, bias in zip(dbiases, biases, strict=True))
-    return dq_BTNH, dk_BSKH, dv_BSKH, dbiases, None
+    return dq_BTNH, dk_BSKH, dv_BSKH, None
 
 
 _attention.defvjp(_forward, _backward)
@@ -217,22 +254,7 @@ def _part(x_BNTS, static, pair):
     return x_BKGUS.swapaxes(2, 3)
 
 
-def _with_part(total_BNTS, scores_XUGS, static, pair):
-    """Returns the gradient of a bias with that of one pair of blocks added, summed where the bias is broadcast."""
-    _, u, g, s = scores_XUGS.shape
-    scores_BNUS = (
-        scores_XUGS.reshape(-1, static.kv_heads, u, g, s).swapaxes(2, 3).reshape(-1, static.kv_heads * g, u, s)
-    )
-    starts = [0, 0]
-    for axis, index in zip((2, 3), pair, strict=True):
-        starts.append(index * static.blocks[axis - 2] if total_BNTS.shape[axis] > 1 else 0)
-    broadcast = tuple(axis for axis in range(4) if total_BNTS.shape[axis] == 1)
-    part = scores_BNUS.sum(axis=broadcast, keepdims=True)
-    before = jax.lax.dynamic_slice(total_BNTS, starts, part.shape)
-    return jax.lax.dynamic_update_slice(total_BNTS, before + part, starts)
-
-
-def _scores(static, q_XUGH, k_XSH, biases, terms, pair):
+def _scores(static, q_XUGH, k_XSH, terms, pair):
     """Returns (scores, the derivative of the softcap, bool mask or None) in one pair of blocks, as [X, U, G, S]."""
     i, j = pair
     (_, u, g, _), s = q_XUGH.shape, k_XSH.shape[1]
@@ -242,8 +264,6 @@ def _scores(static, q_XUGH, k_XSH, biases, terms, pair):
         tanh_XUGS = jnp.tanh(scores_XUGS / static.softcap)
         scores_XUGS, slope_XUGS = static.softcap * tanh_XUGS, 1 - jnp.square(tanh_XUGS)
     scores = scores_XUGS.reshape(-1, static.kv_heads, u, g, s)
-    for bias in biases:
-        scores += _part(bias, static, pair).astype(jnp.float32)
     queries = i * u + jax.lax.broadcasted_iota(jnp.int32, (u, 1, 1), 0)
     keys = j * s + jax.lax.broadcasted_iota(jnp.int32, (1, 1, s), 2)
     masks = [_part(mask, static, pair) for mask in terms["masks"]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -45,14 +45,13 @@ class LossOptions:
 
     Attributes:
       implementation: "dense" holds the logits of all tokens at once, "chunked" those of an eighth of every row, from
-        `LEAST_POSITIONS` to `CHUNK_POSITIONS` positions; "reference", which JAX differentiates, also keeps them. Or
-        platform -> name, see `dialect.Op.run`.
+        `LEAST_POSITIONS` to `CHUNK_POSITIONS` positions; "reference", which JAX differentiates, also keeps them.
       z_loss_weight: of the squared log-normaliser; 0 is the plain cross-entropy.
       ctx: the axes that shard the rows of the head. Each device computes the logits of its own rows; their maximum,
         the sum of exponentials, the target's logit and the gradient of the hidden states are reduced over the axes.
     """
 
-    implementation: str | Mapping[str, str]
+    implementation: str
     z_loss_weight: float = 0.0
     ctx: ParallelContext = SINGLE_DEVICE
 

@@ -9,32 +9,13 @@ Source: RAF, arXiv 2303.04759, where the choice is by priority alone and a kerne
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
-
-import jax
+from collections.abc import Callable, Mapping
+from typing import Any
 
 # The platform of a JAX device -> the name of its lowering platform, which is used here.
 _LOWERED_AS = {"gpu": "cuda"}
 # Description of an op's call, known before tracing: shapes, dtypes. See `describe_call` of each op.
 CallSpec = Mapping[str, Any]
-
-
-class CallTimes(Protocol):
-    """Times of the implementations for one call, such as a `table.Measurement`."""
-
-    times: Mapping[str, float]  # implementation -> seconds
-    extent: str  # the part of the call that was timed, for messages; "" for all of it
-
-
-class MeasuredTimes(Protocol):
-    """Measured calls, such as a `table.Table`."""
-
-    source: str  # their name in messages
-
-    def entry(self, op_key: str, call: CallSpec) -> CallTimes | None:
-        """Returns the times of a call; None if it was not measured."""
 
 
 def _serves_every_call(**_: Any) -> list[str]:
@@ -115,7 +96,7 @@ class Op:
         platform: str,
         *,
         call: CallSpec | None = None,
-        times: MeasuredTimes | None = None,
+        times: Any = None,
         excluded: Mapping[str, str] | None = None,
     ) -> Choice:
         """Returns the choice for a configured name on a platform.
@@ -125,8 +106,8 @@ class Op:
             measured times the one with the highest level; ties go to the one registered first.
           platform: JAX's name, such as "cpu" or "neuron".
           call: None if not known: `auto` then takes only implementations that serve every call.
-          times: measured on a device of this kind.
-          excluded: as for `refusals`.
+          times: a `table.Table` that was measured on a device of this kind.
+          excluded: name -> why it is not to be used on this device, whatever the call.
 
         Raises:
           ValueError: an unknown name, an implementation that does not run there or cannot serve the call, or no
@@ -134,7 +115,9 @@ class Op:
         """
         refusals = self.refusals(platform, call, excluded=excluded)
         if wanted != "auto":
-            self._check(wanted, platform, call, excluded or {})
+            self._check(wanted, platform)
+            if call is not None or wanted in (excluded or {}):
+                self._check_serves(wanted, refusals[wanted])
             others = {name: why or f"{self.key}={wanted!r} was requested" for name, why in refusals.items()}
             return Choice(wanted, "requested", {name: why for name, why in others.items() if name != wanted})
         able = [name for name, why in refusals.items() if not why]
@@ -156,77 +139,54 @@ class Op:
                 because += f"; {times.source} has no times for this call"
         return Choice(best, because, {name: refusals[name] or why_not[name] for name in refusals if name != best})
 
-    def choose_each(self, wanted: str, platforms: Sequence[str], *, call: CallSpec | None = None) -> dict[str, Choice]:
-        """Returns `choose` for each of several platforms for which one trace is lowered."""
-        return {platform: self.choose(wanted, platform, call=call) for platform in platforms}
-
     def refusals(
         self, platform: str, call: CallSpec | None, *, excluded: Mapping[str, str] | None = None
     ) -> dict[str, str]:
-        """Returns name -> the reason why the implementation cannot serve a call on a platform; "" if it can.
+        """Returns name -> the reason why an implementation cannot serve a call on a platform; "" if it can.
 
-        Args:
-          platform: JAX's name.
-          call: None if not known: then only implementations that serve every call have an empty reason.
-          excluded: name -> why it is not to be used on this device, whatever the call.
+        Arguments are those of `choose`.
         """
         reasons = {}
         for name, implementation in self._implementations.items():
+            why = (excluded or {}).get(name, "")
             if implementation.level_on(platform) is None:
                 why = f"does not run on {platform}"
             elif call is not None:
-                why = "; ".join(implementation.unsupported_reasons(**call))
+                why = "; ".join(implementation.unsupported_reasons(**call)) or why
             elif implementation.unsupported_reasons is not _serves_every_call:
-                why = "may not serve the call, whose shapes are not known here"
-            else:
-                why = ""
-            reasons[name] = why or (excluded or {}).get(name, "")
+                why = why or "may not serve the call, whose shapes are not known here"
+            reasons[name] = why
         return reasons
 
-    def run(self, name: str | Mapping[str, str], *args: Any, **call: Any) -> Any:
+    def run(self, name: str, *args: Any, **call: Any) -> Any:
         """Returns the output of an implementation.
 
         Args:
-          name: as `choose` returns it; or platform -> name, for one trace that lowers to the implementation of each
-            platform. Lowering for another platform is an error. If all names are equal, nothing is added to the
-            program.
+          name: as `choose` returns it.
           *args: arguments of the op's contract.
           **call: its CallSpec.
 
         Raises:
           ValueError: an unknown name, or one that cannot serve this call.
         """
-        if not isinstance(name, str):
-            if not name:
-                raise ValueError(f"{self.key}={name!r} names no platform; give platform -> name.")
-            branches = {_LOWERED_AS.get(platform, platform): chosen for platform, chosen in name.items()}
-            if len(set(branches.values())) > 1:
-                # arguments are bound here, since platform_dependent would trace numbers that must be static
-                runs = {where: functools.partial(self.run, chosen, *args, **call) for where, chosen in branches.items()}
-                return jax.lax.platform_dependent(**runs)
-            (name,) = set(branches.values())
         if name not in self._implementations:
             raise ValueError(f"{self.key}={name!r} is not one of {', '.join(self.names)}; `choose` resolves auto.")
-        self._check_serves(name, self._implementations[name].unsupported_reasons(**call))
+        self._check_serves(name, "; ".join(self._implementations[name].unsupported_reasons(**call)))
         return self._implementations[name].run(*args)
 
-    def _check(self, wanted: str, platform: str, call: CallSpec | None, excluded: Mapping[str, str]) -> None:
+    def _check(self, wanted: str, platform: str) -> None:
         there = [name for name, one in self._implementations.items() if one.level_on(platform) is not None]
+        known = ", ".join(("auto", *there))
+        if wanted not in self._implementations:
+            raise ValueError(f"{self.key}={wanted!r} is not one of {known}.")
         if wanted not in there:
-            known = ", ".join(("auto", *there))
-            if wanted not in self._implementations:
-                raise ValueError(f"{self.key}={wanted!r} is not one of {known}.")
             served = " and ".join(self._implementations[wanted].levels)
             raise ValueError(f"{self.key}={wanted!r} runs on {served}, not on {platform}; use one of {known}.")
-        reasons = self._implementations[wanted].unsupported_reasons(**call) if call is not None else []
-        self._check_serves(wanted, [*reasons, *([excluded[wanted]] if wanted in excluded else [])])
 
-    def _check_serves(self, name: str, reasons: Sequence[str]) -> None:
-        if reasons:
+    def _check_serves(self, name: str, why_not: str) -> None:
+        if why_not:
             others = ", ".join(other for other in self.names if other != name)
-            raise ValueError(
-                f"{self.key}={name!r} cannot serve this call: {'; '.join(reasons)}. Use one of auto, {others}."
-            )
+            raise ValueError(f"{self.key}={name!r} cannot serve this call: {why_not}. Use one of auto, {others}.")
 
 
 def _slower(name: str, best: str, seconds: Mapping[str, float]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from typing import Any
 
 import jax
@@ -70,29 +71,14 @@ def _products(
     if ctx != SINGLE_DEVICE:
         weights = tuple(ctx.gather_weight(weight, names) for weight, names in zip(weights, axes, strict=True))
         x = ctx.enter_tensor_region(x) if enters else x
-    [num_contracted] = set(map(_num_contracted, equations))
-    for equation, weight in zip(equations, weights, strict=True):
-        left, _, right = equation.partition("->")[0].partition(",")
-        assert (len(left), len(right)) == (x.ndim, weight.ndim), f"{equation} of {x.shape} and {weight.shape}"
+    left, right, out = re.split(",|->", equations[0])
+    num_contracted = (len(left) + len(right) - len(out)) // 2
     # One product of two matrices, tokens by contracted size, instead of `jnp.einsum`: XLA on CPU would otherwise run a
     # batch of small products, and the backward pass would need transposed copies.
     lead, contracted = x.shape[: x.ndim - num_contracted], x.shape[x.ndim - num_contracted :]
     size = math.prod(contracted)
     rows = x.reshape(-1, size)
     return tuple((rows @ w.reshape(size, -1)).reshape(*lead, *w.shape[num_contracted:]) for w in weights)
-
-
-@functools.cache
-def _num_contracted(equation: str) -> int:
-    """Returns the number of contracted axes. Raises ValueError for an equation of another form."""
-    operands, _, out = equation.partition("->")
-    left, _, right = operands.partition(",")
-    for number in range(1, len(left)):
-        if right.startswith(left[-number:]) and out == left[:-number] + right[number:]:
-            return number
-    raise ValueError(
-        f"{equation!r} must contract the last axes of its first operand with the first of its second, as BTNH,NHD->BTD."
-    )
 
 
 def _logical_axes(param: Any) -> Axes:

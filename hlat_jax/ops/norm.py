@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 from hlat_jax.ops.dialect import CallSpec, Implementation, Op
 
 
-def rms_norm(x: jax.Array, *, scale: jax.Array, eps: float, implementation: str | Mapping[str, str]) -> jax.Array:
+def rms_norm(x: jax.Array, *, scale: jax.Array, eps: float, implementation: str) -> jax.Array:
     """Returns `x / rms(x) * scale` over the last axis, in the dtype of `x`.
 
     Statistics and normalisation are fp32; the quotient is rounded to `x.dtype` before the product with the
@@ -21,7 +20,7 @@ def rms_norm(x: jax.Array, *, scale: jax.Array, eps: float, implementation: str 
       x: [..., D], any float dtype.
       scale: [D], cast to `x.dtype`.
       eps: added to the mean square.
-      implementation: a name that `OP.choose` returns, or platform -> name, see `dialect.Op.run`.
+      implementation: a name that `OP.choose` returns.
 
     Raises:
       ValueError: the implementation cannot serve these arguments.

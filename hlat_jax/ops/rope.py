@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -59,9 +58,7 @@ def rope_tables(positions_BT: jax.Array, *, frequencies: np.ndarray) -> tuple[ja
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def apply_rope(
-    x_BTNH: jax.Array, *, cos: jax.Array, sin: jax.Array, implementation: str | Mapping[str, str]
-) -> jax.Array:
+def apply_rope(x_BTNH: jax.Array, *, cos: jax.Array, sin: jax.Array, implementation: str) -> jax.Array:
     """Returns `x_BTNH` with each pair (i, i + H/2) of a head rotated by its angle, in the dtype of `x_BTNH`.
 
     The rotation is computed in fp32, the dtype of the tables, and rounded once.
@@ -69,8 +66,8 @@ def apply_rope(
     Args:
       x_BTNH: queries or keys.
       cos: [B, T, H/2] from `rope_tables`.
-      sin: likewise.
-      implementation: a name that `OP.choose` returns, or platform -> name, see `dialect.Op.run`.
+      sin: [B, T, H/2] from `rope_tables`.
+      implementation: a name that `OP.choose` returns.
 
     Raises:
       ValueError: the implementation cannot serve these arguments, H is odd, or the tables have another width.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,22 +10,19 @@ import jax.numpy as jnp
 from hlat_jax.ops.dialect import CallSpec, Implementation, Op
 
 
-def swiglu(gate: jax.Array, *, up: jax.Array, implementation: str | Mapping[str, str]) -> jax.Array:
+def swiglu(gate: jax.Array, *, up: jax.Array, implementation: str) -> jax.Array:
     """Returns `silu(gate) * up`, elementwise, in the dtype of the inputs.
 
     Args:
       gate: any shape and float dtype.
       up: of the same shape and dtype.
-      implementation: a name that `OP.choose` returns, or platform -> name, see `dialect.Op.run`.
+      implementation: a name that `OP.choose` returns.
 
     Raises:
-      ValueError: the implementation cannot serve these arguments, or they differ in shape or dtype.
+      ValueError: the implementation cannot serve these arguments.
 
     Source: arXiv 2002.05202, equation 6, as Llama uses it.
     """
-    if (gate.shape, gate.dtype) != (up.shape, up.dtype):
-        found = f"gate is {gate.dtype.name}{list(gate.shape)} and up {up.dtype.name}{list(up.shape)}"
-        raise ValueError(f"{found}; they must have the same shape and dtype.")
     return OP.run(implementation, gate, up, **describe_call(gate.shape, dtype=gate.dtype))
 
 

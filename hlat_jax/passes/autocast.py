@@ -11,12 +11,10 @@ Source: RAF's AutoCast, arXiv 2303.04759 and github.com/awslabs/raf (Apache-2.0)
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import difflib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ParamSpec, TypeVar
 
 import jax
@@ -65,60 +63,20 @@ class CastPolicy:
       rules: "always", "never" or "infer" by the name of a primitive, or of an op: a function under `jax.jit`,
         `jax.custom_vjp` or `jax.custom_jvp`. A `never` op runs entirely as declared; an `always` op gets narrow
         arguments; an `infer` op, or one without a rule, is cast by the rules for the equations inside it.
-      carry: dtype of loop carries. "infer": narrow where matrix products read the carry and the body's result is
-        narrow; "keep": fp32.
     """
 
     compute: Any = jnp.bfloat16
     rules: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    carry: str = "infer"
 
     def __post_init__(self):
-        try:
-            compute = None if self.compute is None else jnp.dtype(self.compute)
-        except TypeError:
-            compute = repr(self.compute)
-        if compute not in (jnp.bfloat16, jnp.float16):
-            raise ValueError(f"CastPolicy.compute={compute} must be bfloat16 or float16.")
-        if self.carry not in ("infer", "keep"):
-            raise ValueError(f"CastPolicy.carry={self.carry!r} must be infer or keep.")
-        _check_rules(self.rules)
-
-
-def _check_rules(rules: Mapping[str, str]) -> None:
-    if not isinstance(rules, Mapping):
-        raise ValueError(f"autocast rules {rules!r} must map names to {', '.join(_RULES)}.")
-    for name, rule in rules.items():
-        if rule not in _RULES:
-            raise ValueError(f"autocast rule {name}={rule!r}: a rule must be one of {', '.join(_RULES)}.")
+        if self.compute not in (jnp.bfloat16, jnp.float16):
+            raise ValueError(f"CastPolicy.compute={self.compute!r} must be jnp.bfloat16 or jnp.float16.")
+        for name, rule in self.rules.items():
+            if rule not in _RULES:
+                raise ValueError(f"autocast rule {name}={rule!r}: a rule must be one of {', '.join(_RULES)}.")
 
 
 POLICIES = {"bf16": CastPolicy(jnp.bfloat16), "fp16": CastPolicy(jnp.float16)}
-
-_overrides = jax.make_user_context(())
-
-
-@contextlib.contextmanager
-def overriding(rules: Mapping[str, str]) -> Iterator[None]:
-    """Context manager in which functions are cast by these rules before those of their policy. May be nested.
-
-    The rules are part of the cache key of `jax.jit`: a jitted function is traced again under other rules. Names that no
-    function has are ignored.
-
-    Raises:
-      ValueError: a rule other than always, never or infer, or a misspelt primitive name.
-    """
-    _check_rules(rules)
-    known = _known_primitives()
-    for name in set(rules) - known:
-        near = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.9)
-        if near:
-            raise ValueError(
-                f"autocast rule {name}={rules[name]!r}: no primitive has this name; did you mean {near[0]!r}? For an "
-                "op of your own with this name, use CastPolicy(rules=...)."
-            )
-    with _overrides(tuple({**dict(_overrides.value or ()), **rules}.items())):
-        yield
 
 
 def autocast(fn: Callable[_Args, _Result], policy: CastPolicy | str) -> Callable[_Args, _Result]:
@@ -134,7 +92,7 @@ def autocast(fn: Callable[_Args, _Result], policy: CastPolicy | str) -> Callable
 
     Raises:
       ValueError: an unknown policy; when called: a rule of the policy for a name that is neither a primitive of JAX
-        nor an op of `fn`, or a function that cannot be traced.
+        nor an op of `fn`.
     """
     if isinstance(policy, str):
         if policy not in POLICIES:
@@ -146,18 +104,14 @@ def autocast(fn: Callable[_Args, _Result], policy: CastPolicy | str) -> Callable
     name = getattr(fn, "__name__", type(fn).__name__)
 
     def cast(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-        closed, leaves, tree = traced(fn, args, kwargs, by="autocast")
-        rules = {**policy.rules, **dict(_overrides.value or ())}
+        closed, leaves, tree = traced(fn, args, kwargs)
         _check_names(policy.rules, closed.jaxpr, name)
-        rule = functools.partial(_rule, rules)
         rebinding = Cast(
             jnp.dtype(policy.compute),
-            rule,
-            narrow_carry=policy.carry == "infer",
-            wide_distances="dot_general" not in rules,
+            functools.partial(_rule, policy.rules),
+            wide_distances="dot_general" not in policy.rules,
         )
-        outs = rebinding.outputs(closed, leaves)
-        return jax.tree.unflatten(tree, outs)
+        return jax.tree.unflatten(tree, rebinding.outputs(closed, leaves))
 
     cast.__name__ = name
     return cast
@@ -204,24 +158,18 @@ def _product_rule(eqn: Any) -> str:
     return "always"
 
 
-def _known_primitives() -> set[str]:
-    listed = jax.extend.core.primitives
-    primitives = (getattr(listed, name) for name in dir(listed) if name.endswith("_p"))
-    return {primitive.name for primitive in primitives} | ALWAYS | NEVER | INFER | _CALLS
-
-
 def _check_names(rules: Mapping[str, str], jaxpr: Any, function: str) -> None:
-    used: set[str] = set()
-    ops: set[str] = set()
-    if not set(rules) - _known_primitives():
+    """Raises ValueError for a rule whose name is neither that of a primitive of JAX nor of an op of the function."""
+    listed = jax.extend.core.primitives
+    known = (
+        {getattr(listed, name).name for name in dir(listed) if name.endswith("_p")} | ALWAYS | NEVER | INFER | _CALLS
+    )
+    if set(rules) <= known:
         return
-    for eqn, _ in equations(jaxpr):
-        used.add(eqn.primitive.name)
-        ops |= {name for name in [op_name(eqn)] if name is not None}
-    known = _known_primitives() | used | ops
-    for name in set(rules) - known:
-        near = difflib.get_close_matches(name, sorted(known), n=1)
+    found = [eqn for eqn, _ in equations(jaxpr)]
+    ops = {name for eqn in found if (name := op_name(eqn)) is not None}
+    for name in set(rules) - known - {eqn.primitive.name for eqn in found} - ops:
         raise ValueError(
-            f"autocast rule {name}={rules[name]!r}: no primitive has this name, and {function} calls no such op; "
-            f"it calls {', '.join(sorted(ops)) or 'none'}." + (f" Did you mean {near[0]!r}?" if near else "")
+            f"autocast rule {name}={rules[name]!r}: no primitive has this name, and {function} calls no such op; it "
+            f"calls {', '.join(sorted(ops)) or 'none'}."
         )

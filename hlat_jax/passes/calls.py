@@ -130,7 +130,7 @@ def _carry_kinds(cast: Any, body: Any, kinds: Sequence[Kind], carried: slice) ->
     def start(kind: Kind, is_read: bool) -> Kind:
         if kind in (Kind.FIXED, Kind.HUGE):
             return kind
-        if not is_read or not cast.narrow_carry:
+        if not is_read:
             return Kind.KEPT
         return kind if kind is Kind.LOW else Kind.SOFT
 

@@ -16,7 +16,6 @@ from hlat_jax.passes.calls import HANDLERS
 from hlat_jax.passes.jaxpr import (
     ALL_REDUCES,
     CALL_JAXPRS,
-    SUM_COLLECTIVES,
     called,
     op_name,
     place_of,
@@ -52,9 +51,6 @@ _BOUNDED = frozenset({"sin", "cos", "tanh", "logistic", "erf", "erfc", "exp"})
 # The kind of result i is that of operand i.
 _EACH = ALL_REDUCES | {"optimization_barrier", "pvary", "pcast", "sort"}
 
-# Results may overflow fp16 even if the operands are constants that it can represent: 300 * 300.
-_GROWING = _ADDS | SUM_COLLECTIVES | {"mul"}
-
 # In place of True for a result that only `never` operations read: sums of squares cancel it, so its product is fp32.
 CANCELLED = 2
 
@@ -65,12 +61,11 @@ class Cast:
     Attributes:
       low: the narrow dtype.
       rule: equation -> "always", "never" or "infer".
-      narrow_carry: whether loops may carry narrow values.
       wide_distances: whether products that sums of squares cancel are fp32.
     """
 
-    def __init__(self, low: Any, rule: Callable[[Any], str], *, narrow_carry: bool, wide_distances: bool):
-        self.low, self.rule, self.narrow_carry, self.wide_distances = low, rule, narrow_carry, wide_distances
+    def __init__(self, low: Any, rule: Callable[[Any], str], *, wide_distances: bool):
+        self.low, self.rule, self.wide_distances = low, rule, wide_distances
         self._traced: dict[Any, Any] = {}
         self._read: dict[Any, Any] = {}
 
@@ -248,7 +243,7 @@ class Cast:
             return self._converted(eqn, operands)
         if name in _EACH and len(operands) == len(eqn.outvars):
             outs = rebind(eqn, [operand.held(self.low) for operand in operands])
-            return self._results(eqn, outs, [self._grown(eqn, operand.kind) for operand in operands])
+            return self._results(eqn, outs, [operand.kind for operand in operands])
         kind = self._inferred_kind(eqn, operands)
         if kind is not Kind.LOW:
             return self._declared(eqn, operands, kind)
@@ -266,7 +261,7 @@ class Cast:
             return Kind.LOW  # a factor, such as a mask of integers: its rounding error is small relative to the product
         # constants alone, or a value that must stay fp32
         if highest <= Kind.FREE or highest >= Kind.KEPT:
-            return Kind.SOFT if highest is Kind.FIXED else self._grown(eqn, highest)
+            return Kind.SOFT if highest is Kind.FIXED else highest
         is_wide_sum = eqn.primitive.name in _SUMS and any(
             operand.kind is Kind.WIDE and operand.size == size for operand in operands
         )
@@ -274,11 +269,6 @@ class Cast:
         if size > 1 and not is_wide_sum and 2 * counted.count(Kind.LOW) >= len(counted):
             return Kind.LOW
         return max(highest, Kind.SOFT)
-
-    def _grown(self, eqn: Any, kind: Kind) -> Kind:
-        """Returns the kind of a result from that of its operands: bf16 has the range of fp32, fp16 may overflow."""
-        may_overflow = kind is Kind.FREE and eqn.primitive.name in _GROWING and self.low == jnp.float16
-        return Kind.HUGE if may_overflow else kind
 
     def _converted(self, eqn: Any, operands: list[Value]) -> list[Value]:
         (operand,), new = operands, eqn.params["new_dtype"]

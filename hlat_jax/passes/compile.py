@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,9 +17,6 @@ import jax.numpy as jnp
 import optax
 
 from hlat_jax.facts.byte_sizes import parse_bytes
-from hlat_jax.facts.names import nearest
-from hlat_jax.ops.dialect import Choice
-from hlat_jax.ops.registry import OPS
 from hlat_jax.passes import autocast as autocast_pass
 from hlat_jax.passes import remat as remat_pass
 from hlat_jax.passes.autocast import CastPolicy
@@ -47,14 +43,12 @@ class TrainingProgram:
 
     Attributes:
       steps: name of a pass -> the step after it, in their order; "loss" before all of them.
-      kernels: op -> the implementation that its loss function runs.
       rewritten: the loss after `rewrite`, whose `report()` lists what was replaced when it was last traced; None
         without that pass.
       plan: the choice that meets the memory budget; None without one.
     """
 
     steps: Mapping[str, TrainStep]
-    kernels: Mapping[str, Choice] = dataclasses.field(default_factory=dict)
     rewritten: Rewritten | None = None
     plan: RematPlan | None = None
 
@@ -88,7 +82,6 @@ def training_program(
     residuals: bool = False,
     memory_budget: int | str | None = None,
     remat: RematOptions | None = None,
-    dialects: Mapping[str, str] | None = None,
     options: StepOptions = FP32,
     params: Any = None,
     batch: Any = None,
@@ -111,9 +104,7 @@ def training_program(
         `passes.residuals`.
       memory_budget: limit for the temporaries of the step on one device, "12GiB" or bytes; the values that are saved
         for the backward pass are chosen to fit, see `passes.remat`. By default the loss function decides.
-      remat: options of that choice: regions, solver, least bytes, offload.
-      dialects: op of `ops.registry` -> name of an implementation, or "auto". Each is chosen for the platform of the
-        devices, and the loss function is called with the choice, `loss_fn(params, microbatch, dialects={op: name})`.
+      remat: options of that choice: regions, least bytes, number of programs.
       options: precision, accumulation and devices; fp32 on one device by default.
       params: shapes of the parameters; needed with a memory budget, and as for `train_step.train_step`.
       batch: shapes of a batch; needed with a memory budget. With those of the parameters, the step is traced here.
@@ -129,17 +120,14 @@ def training_program(
             f"autocast={autocast!r} is for a loss that computes in fp32, and options.policy computes in "
             f"{jnp.dtype(options.policy.compute)}; give policy=precision.POLICIES['fp32'], or leave autocast out."
         )
-    if options.accumulate is not None and (rewrite or residuals or autocast or memory_budget or dialects):
-        raise ValueError("passes and dialects need a single loss function, not stages; leave options.accumulate out.")
+    if options.accumulate is not None and (rewrite or residuals or autocast or memory_budget):
+        raise ValueError("passes need a single loss function, not stages; leave options.accumulate out.")
     if remat is not None and memory_budget is None:
         raise ValueError("remat needs a memory budget; give memory_budget='12GiB' too.")
     if memory_budget is not None:
         parse_bytes(memory_budget, name="memory_budget")
         if params is None or batch is None:
             raise ValueError("memory_budget is compared with the compiled step: give params=... and batch=...")
-    kernels: dict[str, Choice] = {}
-    if dialects is not None:
-        loss_fn, kernels = _with_dialects(loss_fn, dialects, options.platform)
     passes: dict[str, Transform] = {}
     if rewrite:
         passes["rewrite"] = functools.partial(rewrite_pass, platform=options.platform)
@@ -169,19 +157,4 @@ def training_program(
                 name="memory_budget",
             )
             steps["remat"] = step.with_loss(plan.fn)
-    return TrainingProgram(steps, kernels, after_rewrite, plan)
-
-
-def _with_dialects(loss_fn: Callable, dialects: Mapping[str, str], platform: str) -> tuple[Callable, dict[str, Choice]]:
-    """Returns the loss function bound to the implementations chosen for its ops, and op -> implementation."""
-    for key, name in dialects.items():
-        if key not in OPS:
-            raise ValueError(f"dialects has no op {key!r}. {nearest(str(key), OPS)}")
-        if name not in ("auto", *OPS[key].names):
-            raise ValueError(f"dialects[{key!r}]={name!r} is not one of {', '.join(('auto', *OPS[key].names))}.")
-    parameters = inspect.signature(loss_fn).parameters
-    if "dialects" not in parameters and not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        raise ValueError("dialects go to the loss function: define it as loss(params, batch, *, dialects).")
-    chosen = {key: OPS[key].choose(name, platform) for key, name in dialects.items()}
-    bound = functools.partial(loss_fn, dialects={key: choice.name for key, choice in chosen.items()})
-    return bound, {OPS[key].key: choice for key, choice in chosen.items()}
+    return TrainingProgram(steps, after_rewrite, plan)

@@ -50,17 +50,15 @@ def _tag_of(atom: Any, tags: dict[int, str]) -> str:
 
 
 def _tag(op: Op, tags: dict[int, str]) -> str:
-    """Returns whether the result of an operation is a square, a sum of squares, or a root of one; else ""."""
+    """Returns whether the result of an operation is a square or a sum of squares; else ""."""
     name, operands = op.name, [_tag_of(atom, tags) for atom in op.ins]
     is_same = len(op.operands) == len(op.ins) == 2 and op.ins[0] == op.ins[1]
     if name == "square" or (name == "integer_pow" and op.eqn.params["y"] == 2) or (name == "mul" and is_same):
-        return "sum" if operands[0] == "root" else "square"
+        return "square"
     if name == "dot_general" and is_same and is_dot_of_vectors(op.eqn):
         return "sum"
     if name == "reduce_sum" and operands[0]:
-        return "sum" if operands[0] != "root" else ""
-    if name == "sqrt" and operands[0] == "sum":
-        return "root"
+        return "sum"
     if name in _MOVES:
         return operands[0] if op.eqn.invars[0].aval.size > 1 else ""  # one number, such as a penalty, is no distance
     if name in _SCALES and any(atom.aval.size == 1 for atom in op.eqn.invars):

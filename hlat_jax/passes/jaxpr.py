@@ -48,20 +48,11 @@ COLLECTIVES = {
     "ppermute": "collective-permute",
 }
 ALL_REDUCES = frozenset(name for name, kind in COLLECTIVES.items() if kind == "all-reduce")
-# Collectives that sum over devices.
-SUM_COLLECTIVES = (ALL_REDUCES | {"reduce_scatter"}) - {"pmax", "pmin"}
 # Primitives whose results have the elements of their operand, or that have no operand.
 SAME_ELEMENTS = primitives("name copy reshape squeeze expand_dims broadcast_in_dim stop_gradient iota")
 REDUCTIONS = primitives("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin")
 # Elementwise operations that cost several times as much as an addition.
 TRANSCENDENTAL = primitives("exp exp2 log log1p tanh logistic rsqrt sqrt cbrt pow sin cos div erf erfc erf_inv")
-# Raised by a traced function that needs the value of an array.
-_VALUE_ERRORS = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-    jax.errors.NonConcreteBooleanIndexError,
-)
 
 
 def inner_jaxprs(eqn: Any) -> Iterator[Any]:
@@ -143,20 +134,11 @@ def function_name(fn: Any) -> str:
     return getattr(fn, "__qualname__", type(fn).__name__)
 
 
-def traced(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], *, by: str) -> tuple[Any, list, Any]:
+def traced(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list, Any]:
     """Returns (the jaxpr of a call of a user's function, its operands, the tree of its results).
 
     Arguments without a dtype, such as Python numbers, strings, and functions among the leaves of a module, are passed
     to the function as they are.
-
-    Args:
-      fn: the function.
-      args: positional arguments.
-      kwargs: keyword arguments.
-      by: name of the pass that traces, for errors.
-
-    Raises:
-      ValueError: the function needs the values of arrays, or takes or returns values other than arrays.
     """
     found, structure = jax.tree.flatten((args, kwargs))
     places = [place for place, leaf in enumerate(found) if _is_array(leaf)]
@@ -170,8 +152,7 @@ def traced(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any
         trees.append(tree)
         return outs
 
-    with tracing(fn, leaves, by=by):
-        closed = jax.make_jaxpr(flat)(*leaves)
+    closed = jax.make_jaxpr(flat)(*leaves)
     return closed, leaves, trees[0]
 
 
@@ -179,45 +160,6 @@ def _is_array(leaf: Any) -> bool:
     if isinstance(leaf, type):  # `jnp.float32` has the attributes of its instances
         return False
     return hasattr(leaf, "__jax_array__") or (hasattr(leaf, "dtype") and hasattr(leaf, "shape"))
-
-
-@contextlib.contextmanager
-def tracing(fn: Any, args: Any, *, by: str) -> Iterator[None]:
-    """Context manager in which a pass traces a user's function: tracing errors are reraised with the function's name.
-
-    Args:
-      fn: the function.
-      args: pytree of its arguments.
-      by: name of the pass, for the error.
-
-    Raises:
-      ValueError: the function needs the values of arrays, or takes or returns values other than arrays.
-    """
-    try:
-        yield
-    except (TypeError, IndexError) as error:
-        what = str(error).partition("\n")[0]
-        is_type_error = isinstance(error, TypeError)
-        non_array = _first_non_array_type(args) if is_type_error else None
-        if non_array is not None:
-            reason = f" with an argument of type {non_array}: arguments must be arrays or pytrees of arrays;"
-        elif isinstance(error, _VALUE_ERRORS) or (is_type_error and "concrete values" in what):
-            reason = f": {what} Use jax.lax.cond or jnp.where to branch on array values, and"
-        elif is_type_error and "a valid JAX" in what:
-            reason = f": {what.rstrip('.')}. Return arrays or pytrees of arrays, and"
-        else:
-            raise
-        reason += " bind other values with functools.partial."
-        raise ValueError(f"{by} cannot trace {function_name(fn)}{reason}") from error
-
-
-def _first_non_array_type(args: Any) -> str | None:
-    for leaf in jax.tree.leaves(args):
-        try:
-            jax.eval_shape(lambda x: x, leaf)
-        except TypeError:
-            return type(leaf).__name__
-    return None
 
 
 @contextlib.contextmanager
@@ -378,46 +320,16 @@ def _reached_in_loop(body: Any, is_end: Callable[[Any], bool], outs: list[bool],
 
 
 def stops_on_floats(eqn: Any) -> bool:
-    """Returns whether a `while` ends on floats that it carries, directly or through flags computed from floats.
+    """Returns whether floats that a `while` carries enter into its condition, in any of its trips.
 
-    A flag is a boolean that the body computes from floats, `error < tol`, or an integer that flags select:
-    `where(error < tol, 1, 0)`. A value computed from integers is not a flag, whatever the integers come from: the end
-    of a text whose tokens are the `argmax` of logits.
+    They do not enter into that of a `fori_loop`, which counts.
     """
     num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     body = eqn.params["body_jaxpr"].jaxpr
-    avals = [var.aval for var in body.invars[num_body:]]
-    read = reaching(eqn.params["cond_jaxpr"].jaxpr, lambda eqn: False, wanted=[True])[num_cond:]
-    while True:
-        if any(is_read and is_inexact(aval) for is_read, aval in zip(read, avals, strict=True)):
-            return True
-        flags = _flags_behind(body, read)
-        if flags is None:
-            return True
-        again = [a or b for a, b in zip(read, flags[num_body:], strict=True)]
-        if again == read:
-            return False
-        read = again
-
-
-def _flags_behind(jaxpr: Any, wanted: Sequence[bool]) -> list[bool] | None:
-    """Returns which inputs are flags that the wanted results are computed from; None if floats are among those."""
-    found = {var for var, want in zip(jaxpr.outvars, wanted, strict=True) if want and _is_var(var)}
-    for eqn in reversed(jaxpr.eqns):
-        inner, chooses = called(eqn), eqn.primitive.name in ("select_n", "convert_element_type")
-        outs = [var in found and (inner is not None or chooses or var.aval.dtype == bool) for var in eqn.outvars]
-        if not any(outs):
-            continue
-        if inner is not None:
-            flags = _flags_behind(inner, outs)
-        elif any(is_inexact(atom.aval) for atom in eqn.invars):
-            flags = None
-        else:
-            flags = [chooses or atom.aval.dtype == bool for atom in eqn.invars]
-        if flags is None:
-            return None
-        found |= {atom for atom, is_flag in zip(eqn.invars, flags, strict=True) if is_flag and _is_var(atom)}
-    return [var in found for var in jaxpr.invars]
+    wanted = reaching(eqn.params["cond_jaxpr"].jaxpr, lambda eqn: False, wanted=[True])[num_cond:]
+    read = _reached_in_loop(body, lambda eqn: False, wanted, slice(num_body, len(body.invars)))[num_body:]
+    carried = zip(body.invars[num_body:], wanted, read, strict=True)
+    return any(is_inexact(var.aval) and (is_wanted or is_read) for var, is_wanted, is_read in carried)
 
 
 def is_inexact(aval: Any) -> bool:

@@ -14,9 +14,6 @@ from jax.extend import core
 
 from hlat_jax.host.jax_compat import ad, batching, mlir
 
-# Most elements of a constant that are fetched from a device; the largest element of a larger one is found there.
-_MAX_FETCHED = 1 << 16
-
 
 class Kind(enum.IntEnum):
     """How a value of a traced function is held; `mixed` gives the kind of fp32 arithmetic on several values."""
@@ -133,9 +130,6 @@ def kind_of_constant(array: Any, aval: Any, low: Any) -> Kind:
         return Kind.SOFT
     if isinstance(array, jax.Array) and not array.is_fully_addressable:  # bf16 has almost the range of fp32
         return Kind.HUGE if low == jnp.float16 else Kind.SOFT
-    if isinstance(array, jax.Array) and array.size > _MAX_FETCHED:
-        with jax.ensure_compile_time_eval():
-            array = _largest(array)
     info, sizes = jnp.finfo(low), np.abs(np.asarray(array, np.float32))
     sizes = sizes[np.isfinite(sizes) & (sizes > 0)]
     if sizes.size and float(sizes.max()) > float(info.max):
@@ -144,9 +138,3 @@ def kind_of_constant(array: Any, aval: Any, low: Any) -> Kind:
         return Kind.SOFT
     # HUGE also for an epsilon that would become 0
     return Kind.HUGE if sizes.size and float(sizes.min()) < float(info.smallest_subnormal) else Kind.FREE
-
-
-@jax.jit
-def _largest(array: jax.Array) -> jax.Array:
-    sizes = jnp.abs(array)
-    return jnp.max(sizes, where=jnp.isfinite(sizes), initial=0.0)

@@ -24,59 +24,35 @@ from hlat_jax.passes.jaxpr import (
     SAME_ELEMENTS,
     bind_again,
     called,
-    equations,
     evaluate,
     function_name,
-    has_symbolic_zeros,
     place_of,
     plain_call,
-    rebind,
     traced,
 )
 from hlat_jax.passes.segments import Segment, cut, is_worthwhile
-from hlat_jax.stack import STOCK_POLICIES
 
 _SEGMENT = "segment"  # begins the names of values in segments
-_PREFIX, _HOST, _STOCK = "saved:", "|host:", "policy:"
+_PREFIX = "saved:"
 
 
 class MissingValues(ValueError):
-    """Chosen values that a function does not have, or an unknown policy."""
+    """Chosen values that a function does not have."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RematChoice:
-    """The values that are saved for the backward pass; all others are recomputed.
-
-    Attributes:
-      saved: names kept on the device.
-      offloaded: names kept in host memory.
-      stock_policy: one of `STOCK_POLICIES`, used instead of names.
-    """
+    """The names of the values that are saved for the backward pass; all others are recomputed."""
 
     saved: tuple[str, ...] = ()
-    offloaded: tuple[str, ...] = ()
-    stock_policy: str = ""
 
     def __str__(self) -> str:
-        if self.stock_policy:
-            return _STOCK + self.stock_policy
-        return _PREFIX + ",".join(self.saved) + (_HOST + ",".join(self.offloaded) if self.offloaded else "")
+        return _PREFIX + ",".join(self.saved)
 
     @property
     def policy(self) -> Callable:
         """The policy of `jax.checkpoint` that saves them."""
-        if self.stock_policy:
-            return getattr(checkpoint_policies, self.stock_policy)
-        if not self.offloaded:
-            policy = checkpoint_policies.save_only_these_names(*self.saved)
-        else:
-            policy = checkpoint_policies.save_and_offload_only_these_names(
-                names_which_can_be_saved=list(self.saved),
-                names_which_can_be_offloaded=list(self.offloaded),
-                offload_src="device",
-                offload_dst="pinned_host",
-            )
+        policy = checkpoint_policies.save_only_these_names(*self.saved)
         # Marks our checkpoints, for `recompute` to distinguish them from the function's. The policy is a closure up to
         # JAX 0.10.1, then a frozen dataclass whose class JAX checks: it cannot be wrapped or assigned to.
         object.__setattr__(policy, "is_choice", True)
@@ -84,14 +60,8 @@ class RematChoice:
 
 
 def parse_choice(text: str) -> RematChoice:
-    """Returns the `RematChoice` with this `str`. Raises MissingValues for an unknown policy."""
-    if text.startswith(_STOCK):
-        policy = text.removeprefix(_STOCK)
-        if policy not in STOCK_POLICIES:
-            raise MissingValues(f"{text}: the policy must be one of {', '.join(STOCK_POLICIES)}.")
-        return RematChoice(stock_policy=policy)
-    saved, _, offloaded = text.removeprefix(_PREFIX).partition(_HOST)
-    return RematChoice(*(tuple(name for name in names.split(",") if name) for names in (saved, offloaded)))
+    """Returns the `RematChoice` with this `str`."""
+    return RematChoice(tuple(name for name in text.removeprefix(_PREFIX).split(",") if name))
 
 
 def checkpointed(fn: Callable, choice: RematChoice, *, prevent_cse: bool = True) -> Callable:
@@ -106,8 +76,7 @@ def checkpointed(fn: Callable, choice: RematChoice, *, prevent_cse: bool = True)
       MissingValues: when called: a choice of values that `fn` does not have.
     """
     elide_idle_roundings()
-    inner = fn if choice.stock_policy else with_names(fn, choice)
-    return jax.checkpoint(inner, policy=choice.policy, prevent_cse=prevent_cse)
+    return jax.checkpoint(with_names(fn, choice), policy=choice.policy, prevent_cse=prevent_cse)
 
 
 def checkpointed_loops(fn: Callable, choice: RematChoice) -> Callable:
@@ -176,7 +145,7 @@ def _emitted(fn: Callable, choice: RematChoice, emit: Callable[[Any, list, _Name
     """Returns a function whose results are those that `emit` computes from the jaxpr of `fn` and its operands."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        closed, leaves, tree = traced(fn, args, kwargs, by="remat")
+        closed, leaves, tree = traced(fn, args, kwargs)
         namer = _Namer(choice)
         outs = emit(closed, leaves, namer)
         namer.check(fn)
@@ -199,23 +168,18 @@ class _Namer:
         self.given: set[str] = set()
         self.counts: dict[str, int] = {}
         self.kinds: dict[tuple, int] = {}  # of segments
-        self.with_rules: list[Any] = []  # equations of custom_jvp and custom_vjp
 
     def plan(self, jaxpr: Any, *, prefix: str = "") -> list:
         """Returns, for each equation, the names of its results or the plan of the call that it is."""
         plan = []
         for eqn in jaxpr.eqns:
             inner = _inner_values(eqn)
-            if eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call"):
-                self.with_rules.append(eqn)
             plan.append([self._name(eqn, var, prefix) for var in eqn.outvars] if inner is None else
                         self.plan(inner, prefix=prefix))  # fmt: skip
         return plan
 
     def _name(self, eqn: Any, var: Any, prefix: str) -> str | None:
         key = prefix + eqn.primitive.name
-        if eqn.primitive.name == "name":  # names that the function gives itself can be chosen too
-            self.given.add(eqn.params["name"])
         if eqn.primitive.name in SAME_ELEMENTS or not jnp.issubdtype(getattr(var.aval, "dtype", bool), jnp.inexact):
             return None
         self.counts[key] = self.counts.get(key, -1) + 1
@@ -224,26 +188,13 @@ class _Namer:
         return name
 
     def check(self, fn: Callable) -> None:
-        missing = {*self.choice.saved, *self.choice.offloaded} - self.given
-        for eqn in self.with_rules if missing else ():
-            missing -= missing if has_symbolic_zeros(eqn) else _given_by_rule(eqn)
+        # names without a number may be given by a derivative rule, which is traced later
+        missing = {name for name in self.choice.saved if "." in name} - self.given
         if missing:
             raise MissingValues(
                 f"{function_name(fn)} has no values {', '.join(sorted(missing))}: they were chosen for another "
                 "function, other shapes or another JAX version. Run remat.fit again."
             )
-
-
-def _given_by_rule(eqn: Any) -> set[str]:
-    """Returns the names that the derivative rule of an equation gives to values its backward pass reads."""
-    num_consts = eqn.params.get("num_consts", 0)
-
-    def results(*args: Any) -> list:
-        consts = args[:num_consts]  # a rule has no gradient for what it closes over
-        return jax.vjp(lambda *operands: rebind(eqn, [*consts, *operands]), *args[num_consts:])[0]
-
-    differentiated = jax.make_jaxpr(results)(*[var.aval for var in eqn.invars])
-    return {inner.params["name"] for inner, _ in equations(differentiated.jaxpr) if inner.primitive.name == "name"}
 
 
 def _inner_values(eqn: Any) -> Any:
@@ -252,7 +203,6 @@ def _inner_values(eqn: Any) -> Any:
 
 
 def _emit(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], plan: list) -> list:
-    is_own = isinstance(jaxpr, Segment) and len(jaxpr.eqns) == 1  # ours replaces the function's around the same
     plans = iter(plan)
 
     def bind(eqn: Any, ins: list) -> list:
@@ -264,7 +214,8 @@ def _emit(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], plan: list) ->
         def run(*ins: Any) -> list:
             return _emit(inner, (), ins, names)
 
-        if eqn.primitive.name != CHECKPOINT or (is_own and eqn.params["policy"] is None):
+        is_replaced = isinstance(jaxpr, Segment) and eqn.params.get("policy") is None  # by our own around all
+        if eqn.primitive.name != CHECKPOINT or is_replaced:
             return _called_again(eqn, run, ins)
         return jax.checkpoint(run, policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"])(*ins)
 

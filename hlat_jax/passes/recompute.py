@@ -31,25 +31,11 @@ from hlat_jax.passes.products import PRODUCTS, product_flops
 _FREE = SAME_ELEMENTS | {"optimization_barrier"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Rates:
-    """Costs of work other than products, in FLOPs of products that take as long. Only their proportions matter.
-
-    Attributes:
-      element: per element of an elementwise operation or a reduction, fused with its neighbors.
-      transcendental: per element of exponentials, roots and quotients.
-      sent_byte: per byte of a collective.
-      offloaded_byte: per byte of a value kept on the host, for both transfers.
-
-    The defaults approximate an H100 whose products reach half of 989 TFLOP/s: 67 TFLOP/s elementwise in fp32
-    and twice that in bf16, a sixteenth of the fp32 rate for exponentials, 450 GB/s of NVLink, 64 GB/s of PCIe each way.
-    Source: its data sheet.
-    """
-
-    element: float = 4.0
-    transcendental: float = 16.0
-    sent_byte: float = 1_000.0
-    offloaded_byte: float = 15_000.0
+# Costs of other work, in FLOPs of products that take as long; only their proportions matter: of an element of
+# elementwise work and reductions, of an exponential, root or quotient, and of a byte of a collective. They approximate
+# an H100 whose products reach half of 989 TFLOP/s: 67 TFLOP/s elementwise in fp32 and twice that in bf16, a sixteenth
+# of the fp32 rate for exponentials, 450 GB/s of NVLink. Source: its data sheet.
+_ELEMENT, _TRANSCENDENTAL, _SENT_BYTE = 4.0, 16.0, 1_000.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,12 +92,11 @@ class RecomputeGraph:
         return sum(self.sizes[name] for name in saved)
 
 
-def recompute_graph(jaxpr: Any, *, rates: Rates, min_bytes: int) -> RecomputeGraph:
+def recompute_graph(jaxpr: Any, *, min_bytes: int) -> RecomputeGraph:
     """Returns the recompute graph of a program.
 
     Args:
       jaxpr: the whole program, with checkpoints of `naming` that save nothing.
-      rates: costs of work other than products.
       min_bytes: smallest size of a value that can be saved, over all its copies, as in `RecomputeGraph.sizes`.
 
     Its `sizes` are empty if nothing can be saved: nothing is differentiated, or all values are too small.
@@ -123,7 +108,7 @@ def recompute_graph(jaxpr: Any, *, rates: Rates, min_bytes: int) -> RecomputeGra
     sizes: dict[str, int] = {}
     for alike in regions.values():
         largest = max(alike, key=lambda region: len(region.nodes))
-        nodes += _costed(largest, sum(region.trips for region in alike), rates=rates, first=len(nodes))
+        nodes += _costed(largest, sum(region.trips for region in alike), first=len(nodes))
         for name, size in largest.sizes.items():
             sizes[name] = sizes.get(name, 0) + size * sum(region.copies for region in alike)
     sizes = {name: size for name, size in sizes.items() if size >= min_bytes}
@@ -185,15 +170,15 @@ def _is_recomputed(eqn: Any) -> bool:
     return "rematted_computation" in str(eqn.source_info.name_stack)
 
 
-def _costed(region: _Region, trips: int, *, rates: Rates, first: int) -> Iterator[Node]:
+def _costed(region: _Region, trips: int, *, first: int) -> Iterator[Node]:
     for number, (eqn, parents) in enumerate(region.nodes):
-        flops, cost = _work(eqn, rates)
+        flops, cost = _work(eqn)
         name = eqn.params["name"] if eqn.primitive.name == "name" else ""
         above = tuple(sorted(first + parent for parent in parents))
         yield Node(trips * flops, trips * cost, above, name, number in region.read)
 
 
-def _work(eqn: Any, rates: Rates) -> tuple[float, float]:
+def _work(eqn: Any) -> tuple[float, float]:
     """Returns (FLOPs in products, cost) of one execution of an equation."""
     name = eqn.primitive.name
     if name in _FREE:
@@ -204,10 +189,10 @@ def _work(eqn: Any, rates: Rates) -> tuple[float, float]:
     inner = list(inner_jaxprs(eqn))
     if inner:
         trips = inner_trips(eqn)
-        works = [_work(each, rates) for jaxpr in inner for each in jaxpr.eqns]
+        works = [_work(each) for jaxpr in inner for each in jaxpr.eqns]
         return trips * sum(flops for flops, _ in works), trips * sum(cost for _, cost in works)
     avals = [var.aval for var in (*eqn.invars, *eqn.outvars)]
     if name in COLLECTIVES:
-        return 0.0, rates.sent_byte * max(map(aval_bytes, avals))
-    rate = rates.transcendental if name in TRANSCENDENTAL else rates.element
+        return 0.0, _SENT_BYTE * max(map(aval_bytes, avals))
+    rate = _TRANSCENDENTAL if name in TRANSCENDENTAL else _ELEMENT
     return 0.0, rate * max(math.prod(getattr(aval, "shape", ())) for aval in avals)

@@ -5,8 +5,8 @@
     plan = remat.fit(layer, state, batch, budget_bytes="12GiB", step=make_step)   # make_step(layer) -> what is compiled
 
 `segments` finds the blocks of a function without a scan, `naming` names the values, `recompute` has their costs,
-`selection` selects a set of them. The memory of a set is measured: `narrowing` compiles the program and corrects the
-bytes for saved values until XLA's allocation is within the budget.
+`selection` selects a set of them, compiles the program, and corrects the bytes of the set until XLA's allocation is
+within the budget.
 
 Source: RAF, arXiv 2303.04759, which compares the budget with an estimate.
 """
@@ -15,21 +15,25 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from hlat_jax.facts.byte_sizes import format_bytes, parse_bytes
-from hlat_jax.passes import naming, selection
-from hlat_jax.passes.jaxpr import function_name, traced, tracing
+from hlat_jax.passes import naming
+from hlat_jax.passes.jaxpr import function_name, traced
 from hlat_jax.passes.naming import RematChoice
-from hlat_jax.passes.narrowing import Trials, search_choice
 from hlat_jax.passes.products import live_jaxpr, total_flops
-from hlat_jax.passes.recompute import Rates, recompute_graph
+from hlat_jax.passes.recompute import recompute_graph
+from hlat_jax.passes.selection import Trials, search_choice
+
+_CHECKPOINTED = {
+    "loops": naming.checkpointed_loops,
+    "segments": naming.checkpointed_segments,
+    "whole": naming.checkpointed,
+}
 
 
 def temporaries(traced: Any) -> int:
@@ -45,11 +49,6 @@ def total_bytes(traced: Any) -> int:
     return memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
 
 
-def _check_region(region: str) -> None:
-    if region not in ("auto", "loops", "segments", "whole"):
-        raise ValueError(f"region={region!r} must be auto, loops, segments or whole.")
-
-
 @dataclasses.dataclass(frozen=True)
 class RematOptions:
     """Options of the search for a `RematChoice`.
@@ -60,25 +59,19 @@ class RematOptions:
         the program fits, else whichever of these takes fewer bytes with nothing kept.
       min_bytes: smallest size of a value that may be saved: on one device under `shard_map`, over all trips of the
         loops and all calls that keep the value at one time.
-      rates: costs of work other than products.
-      solver: exact, or RAF's greedy rule.
       measure: traced program -> bytes, which are compared with the budget.
-      offload: whether values may be kept in host memory; the backend must have `pinned_host`.
-      max_compilations: most programs compiled; more of them come closer to the budget. If the program does not fit with
-        nothing kept, the policies of `naming.STOCK_POLICIES`, at most four, are compiled in addition, as is one
-        program for the comparison of regions.
+      max_compilations: most programs compiled, and one more for the comparison of regions; more of them come closer to
+        the budget.
     """
 
     region: str = "auto"
     min_bytes: int = 65536
-    rates: Rates = Rates()  # noqa: RUF009, frozen
-    solver: str = "exact"
     measure: Callable[[Any], int] = temporaries
-    offload: bool = False
     max_compilations: int = 8
 
     def __post_init__(self):
-        _check_region(self.region)
+        if self.region not in ("auto", *_CHECKPOINTED):
+            raise ValueError(f"region={self.region!r} must be auto, {', '.join(_CHECKPOINTED)}.")
 
 
 class BudgetNotMet(ValueError):
@@ -90,7 +83,7 @@ class RematPlan:
     """A choice of values to save, and the figures behind it.
 
     Attributes:
-      choice: names of the values, or a stock policy; None if the program fits without rematerialization.
+      choice: names of the values; None if the program fits without rematerialization.
       budget_bytes: the budget.
       measured_bytes: bytes of the program, by `RematOptions.measure`.
       predicted_bytes: its bytes before it was compiled: those of full rematerialization plus those of the saved values.
@@ -126,7 +119,9 @@ class RematPlan:
 
     def report(self) -> str:
         """Returns a summary in a few lines."""
-        kept = "everything: it fits without rematerialization" if self.choice is None else self._kept(self.choice)
+        kept = "everything: it fits without rematerialization"
+        if self.choice is not None:
+            kept = ", ".join(self.choice.saved) or "nothing"
         full = "" if self.full is None else f", {format_bytes(self.full[0])} with nothing kept"
         if self.segments:
             kinds = "1 kind" if len(self.segments) == 1 else f"{len(self.segments)} kinds"
@@ -142,19 +137,12 @@ class RematPlan:
             )
         )
 
-    @staticmethod
-    def _kept(choice: RematChoice) -> str:
-        if choice.stock_policy:
-            return f"what jax.checkpoint_policies.{choice.stock_policy} saves"
-        moved = f"; on the host {', '.join(choice.offloaded)}" if choice.offloaded else ""
-        return (", ".join(choice.saved) or "nothing") + moved
-
 
 def fit(
     fn: Callable,
     *args: Any,
     budget_bytes: int | str,
-    step: Callable[[Callable], Callable] | None = None,
+    step: Callable[[Callable], Callable] = jax.value_and_grad,
     options: RematOptions = RematOptions(),
     name: str = "budget_bytes",
 ) -> RematPlan:
@@ -164,14 +152,13 @@ def fit(
       fn: the function to rematerialize: a layer, or a forward function with loops over layers.
       *args: arguments of `step(fn)` if there is a step, else of `fn`: arrays or shapes.
       budget_bytes: '12GiB' or an int.
-      step: fn -> the function of `args` whose program must fit, jitted if it donates or shards. Default: gradients of
-        the sum of all float results with respect to all float arguments.
+      step: fn -> the function of `args` whose program must fit, jitted if it donates or shards; by default its value
+        and gradients.
       options: options of the search.
       name: name of the budget's setting, for errors.
 
     Raises:
-      ValueError: a budget that is not a size, or (BudgetNotMet) that no program tried fits; a function that cannot be
-        traced.
+      ValueError: a budget that is not a size, or (BudgetNotMet) that no program tried fits.
     """
     budget = parse_bytes(budget_bytes, name=name)
     began = time.monotonic()
@@ -182,13 +169,13 @@ def fit(
         return fn(*args, **kwargs)
 
     _take_name(observed, fn)
-    plain = _trace(fn, args, called=observed, step=step)
+    plain = _trace(args, called=observed, step=step)
     candidates = _candidates(traces, options.region)
     shared = options.measure(plain), total_flops(live_jaxpr(plain))
 
     def trials_of(region: str) -> Trials:
         return Trials(
-            lambda choice: _trace(fn, args, called=_applied(fn, choice, region=region), step=step),
+            lambda choice: _trace(args, called=_applied(fn, choice, region=region), step=step),
             options.measure,
             plain=shared,
         )
@@ -196,7 +183,7 @@ def fit(
     trials = {region: trials_of(region) for region in candidates}
     region = candidates[0] if shared[0] <= budget else _narrowest(trials, budget)
     plan = _search(trials[region], budget_bytes=budget, options=options)
-    if plan.choice is None or plan.choice.stock_policy:
+    if plan.choice is None:
         region = "whole"
     kinds = collections.Counter(segment.kind for segment in naming.segments(traces[-1])) if region == "segments" else {}
     return dataclasses.replace(
@@ -210,7 +197,7 @@ def fit(
 
 
 def _jaxpr(fn: Callable, args: tuple, kwargs: dict) -> Any:
-    return traced(fn, args, kwargs, by="remat")[0].jaxpr
+    return traced(fn, args, kwargs)[0].jaxpr
 
 
 def _take_name(function: Any, fn: Callable) -> None:
@@ -234,105 +221,33 @@ def _narrowest(trials: dict[str, Trials], budget_bytes: int) -> str:
     return min(trials, key=lambda region: trials[region](RematChoice())[0])
 
 
-def max_batch(
-    make_step: Callable[[int], tuple[Callable, tuple]],
-    limit_bytes: int | str,
-    *,
-    step: Callable[[Callable], Callable] | None = None,
-    rematerialize: bool = True,
-    most: int = 65536,
-) -> tuple[int, int]:
-    """Returns (the largest batch whose program fits, the `total_bytes` of that program).
-
-    Searches by secants through the measured programs and by bisection, in turn: compiles a few programs if memory
-    grows evenly, at most about 60. With rematerialization, the batch is the largest that fits with
-    nothing kept; `fit` with `RematOptions(measure=total_bytes)` then finds the values that can be saved within the
-    limit. A larger batch may fit if some choice takes less than nothing kept.
-
-    Args:
-      make_step: batch -> (fn, args) as `fit` takes them; `jax.ShapeDtypeStruct`s will do.
-      limit_bytes: '16GiB' or an int.
-      step: the program around `fn`, as `fit` takes it.
-      rematerialize: whether to keep nothing; otherwise the program without rematerialization is measured.
-      most: largest batch to try.
-
-    Raises:
-      ValueError: an invalid limit, or one too small for a batch of 1; `most` below 1.
-    """
-    limit = parse_bytes(limit_bytes, name="limit_bytes")
-    if most < 1:
-        raise ValueError(f"most={most} must be at least 1, the smallest batch.")
-    choice = RematChoice() if rematerialize else None
-
-    def measured(batch: int) -> int:
-        fn, args = make_step(batch)
-        return total_bytes(_trace(fn, args, called=_applied(fn, choice, region="auto"), step=step))
-
-    least = measured(1)
-    if least > limit:
-        raise ValueError(
-            f"limit_bytes={limit:,}: a batch of 1 takes {least:,} bytes ({format_bytes(least)}) "
-            f"{_kept_phrase(choice)}; raise the limit, split the model over more "
-            "devices or shorten the sequences."
-        )
-    return _largest(measured, least, limit=limit, most=most)
-
-
-def _largest(measured: Callable[[int], int], least: int, *, limit: int, most: int) -> tuple[int, int]:
-    """Returns (the largest batch that fits, its bytes), where a batch of 1 takes `least` bytes and fits."""
-    fits, fits_bytes, fails, slope, is_secant = 1, least, most + 1, 0.0, False
-    while fails - fits > 1:
-        is_secant = slope > 0 and not is_secant
-        if is_secant:
-            guess = fits + int((limit - fits_bytes) / slope)
-        else:
-            guess = 2 * fits if fails > most else math.isqrt(fits * fails)
-        batch = min(max(guess, fits + 1), fails - 1)
-        num_bytes = measured(batch)
-        slope = (num_bytes - fits_bytes) / (batch - fits) or slope
-        if num_bytes <= limit:
-            fits, fits_bytes = batch, num_bytes
-        else:
-            fails = batch
-    return fits, fits_bytes
-
-
 def _applied(fn: Callable, choice: RematChoice | None, *, region: str) -> Callable:
     return fn if choice is None else regions(fn, choice, region=region)
 
 
-def _trace(fn: Callable, args: tuple, *, called: Callable, step: Callable | None) -> Any:
-    """Returns the traced program of `step`, or of gradients, with `called` in place of `fn`."""
-    program = (step or _gradients)(called)
+def _trace(args: tuple, *, called: Callable, step: Callable) -> Any:
+    """Returns the traced program of `step`."""
+    program = step(called)
     program = program if hasattr(program, "trace") else jax.jit(program)
-    with tracing(fn, args, by="remat"):
-        return program.trace(*args)
+    return program.trace(*args)
 
 
 def regions(fn: Callable, choice: RematChoice, *, region: str) -> Callable:
-    """Returns `fn` with a choice applied to each `RematOptions.region` of it, or a stock policy to all of it.
+    """Returns `fn` with a choice applied to each `RematOptions.region` of it.
 
     With auto, these are the regions that the names of the choice come from. For one without names: loops, or segments
     where there are none, or all of it.
     """
-    _check_region(region)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        where = "whole" if choice.stock_policy else region
+        where = region
         if where == "auto":
-            is_segmented = any(map(naming.is_of_segment, (*choice.saved, *choice.offloaded)))
+            is_segmented = any(map(naming.is_of_segment, choice.saved))
             where = "segments" if is_segmented else _candidates([_jaxpr(fn, args, kwargs)], "auto")[0]
         return _CHECKPOINTED[where](fn, choice)(*args, **kwargs)
 
     _take_name(run, fn)
     return run
-
-
-_CHECKPOINTED = {
-    "loops": naming.checkpointed_loops,
-    "segments": naming.checkpointed_segments,
-    "whole": naming.checkpointed,
-}
 
 
 def search(
@@ -353,20 +268,21 @@ def search(
 
 def _search(trial: Trials, *, budget_bytes: int, options: RematOptions) -> RematPlan:
     began = time.monotonic()
-    solve = selection.solver(options.solver, offloaded_byte=_offloaded_byte(options))
     plain = trial(None)
     choice, full, predicted = None, None, None
     if plain[0] > budget_bytes:
         choice, full = RematChoice(), trial(RematChoice())
         if full[0] > budget_bytes:
-            choice = _stock(trial, budget_bytes)
-        else:
-            program = live_jaxpr(trial.trace(choice))
-            graph = recompute_graph(program, rates=options.rates, min_bytes=options.min_bytes)
-            if graph.sizes:
-                choice = search_choice(trial, graph, solve, budget_bytes=budget_bytes, most=options.max_compilations)
-            kept = {*choice.saved, *choice.offloaded}
-            predicted = full[0] + graph.num_bytes(choice.saved), full[1] - graph.flops(()) + graph.flops(kept)
+            raise BudgetNotMet(
+                f"a budget of {budget_bytes:,} bytes ({format_bytes(budget_bytes)}) is not met: the program takes "
+                f"{full[0]:,} bytes ({format_bytes(full[0])}) with nothing kept and {format_bytes(plain[0])} without "
+                "rematerialization. Write blocks in a Python loop as a lax.scan, or put jax.checkpoint around each. Or "
+                "raise the budget, or reduce the batch or microbatch of a device."
+            )
+        graph = recompute_graph(live_jaxpr(trial.trace(choice)), min_bytes=options.min_bytes)
+        if graph.sizes:
+            choice = search_choice(trial, graph, budget_bytes=budget_bytes, most=options.max_compilations)
+        predicted = full[0] + graph.num_bytes(choice.saved), full[1] - graph.flops(()) + graph.flops(choice.saved)
     measured = trial(choice)
     predicted = predicted or measured
     return RematPlan(
@@ -381,62 +297,6 @@ def _search(trial: Trials, *, budget_bytes: int, options: RematOptions) -> Remat
         compilations=trial.count,
         seconds=time.monotonic() - began,
     )
-
-
-def _stock(trial: Trials, budget_bytes: int) -> RematChoice:
-    """Returns the choice of the stock policy that fits with the fewest FLOPs. Raises BudgetNotMet if none fits."""
-    choices = [RematChoice(stock_policy=name) for name in naming.STOCK_POLICIES]
-    for choice in sorted(choices, key=trial.flops):
-        if trial(choice)[0] <= budget_bytes:
-            return choice
-    tried = {choice: trial(choice)[0] for choice in (None, RematChoice(), *choices)}
-    smallest = min(tried, key=lambda choice: tried[choice])
-    measured = ", ".join(f"{format_bytes(num_bytes)} {_kept_phrase(choice)}" for choice, num_bytes in tried.items())
-    raise BudgetNotMet(
-        f"a budget of {budget_bytes:,} bytes ({format_bytes(budget_bytes)}) is not met: the smallest program tried "
-        f"takes {tried[smallest]:,} bytes ({format_bytes(tried[smallest])}) {_kept_phrase(smallest)}. Measured: "
-        f"{measured}. A program that was not tried may take less: write blocks in a Python loop as a lax.scan, or put "
-        "jax.checkpoint around each. Or raise the budget, or reduce the batch or microbatch of a device."
-    )
-
-
-def _kept_phrase(choice: RematChoice | None) -> str:
-    if choice is None:
-        return "without rematerialization"
-    return f"under {choice.stock_policy}" if choice.stock_policy else "with nothing kept"
-
-
-def _offloaded_byte(options: RematOptions) -> float | None:
-    if not options.offload:
-        return None
-    device = jax.devices()[0]
-    kinds = [memory.kind for memory in device.addressable_memories()]
-    if "pinned_host" not in kinds:
-        raise ValueError(
-            f"offload=True: {device.device_kind} ({device.platform}) has no memory of kind pinned_host, only "
-            f"{', '.join(kinds)}; set offload=False."
-        )
-    return options.rates.offloaded_byte
-
-
-def _gradients(fn: Callable) -> Callable:
-    def total(floats: list, rest: tuple) -> jax.Array:
-        leaves, structure, places = rest
-        leaves = list(leaves)
-        for place, leaf in zip(places, floats, strict=True):
-            leaves[place] = leaf
-        outs = map(jnp.asarray, jax.tree.leaves(fn(*jax.tree.unflatten(structure, leaves))))
-        sums: list[Any] = [jnp.sum(out, dtype=jnp.float32) for out in outs if jnp.issubdtype(out.dtype, jnp.floating)]
-        if not sums:
-            raise ValueError(f"{function_name(fn)} returns no float array to differentiate; pass step=.")
-        return sum(sums)
-
-    def gradients(*args: Any) -> Any:
-        leaves, structure = jax.tree.flatten(args)
-        places = [at for at, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-        return jax.value_and_grad(total)([leaves[at] for at in places], (leaves, structure, places))
-
-    return gradients
 
 
 def _memory(traced: Any) -> Any:

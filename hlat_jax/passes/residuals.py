@@ -49,14 +49,11 @@ def select_residuals(fn: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
 
     Args:
       fn: a function that JAX can trace; arguments as for `autocast`.
-
-    Raises:
-      ValueError: when called: a function that cannot be traced.
     """
 
     def selected(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
         elide_idle_roundings()
-        closed, leaves, tree = traced(fn, args, kwargs, by="select_residuals")
+        closed, leaves, tree = traced(fn, args, kwargs)
         outs = _Selection(closed, free=[True] * len(leaves))(*leaves)
         return jax.tree.unflatten(tree, outs)
 

@@ -2,8 +2,7 @@
 
 Blocks are found by their products: a sequence of them, with the same shapes, that repeats, where each block reads what
 the one before computes. Its boundaries lie where the fewest bytes cross them, as between the layers of a residual
-network. What is left is cut by the scopes in name stacks, such as `block_3` of Flax and Haiku, and by the function's
-own `jax.checkpoint`s.
+network. What is left is cut by the scopes in name stacks, such as `block_3` of Flax and Haiku.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from typing import Any
 import numpy as np
 from jax.extend.core import Literal
 
-from hlat_jax.passes.jaxpr import CHECKPOINT, aval_bytes, inner_jaxprs, inner_trips, is_inexact
+from hlat_jax.passes.jaxpr import aval_bytes, inner_jaxprs, inner_trips, is_inexact
 from hlat_jax.passes.products import PRODUCTS
 
 # Segments must hold this share of the bytes that a function computes: fewer are parts of a layer, not its layers.
@@ -54,7 +53,6 @@ def cut(jaxpr: Any) -> list[Segment]:
     """Returns the segments of the equations of a jaxpr, in order, without those inside its calls."""
     level = _Level(jaxpr)
     bounds = list(level.repeated())
-    bounds += level.checkpoints(bounds)
     bounds += level.scoped(bounds)
     return [level.segment(start, stop) for start, stop in sorted(bounds)]
 
@@ -112,13 +110,6 @@ class _Level:
                 yield from itertools.pairwise(bounds)
                 waiting += [(low, first), (first + period * count, high)]
 
-    def checkpoints(self, taken: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-        """Yields the bounds of the function's own checkpoints, outside of the bounds that are taken."""
-        for at in self.cores:
-            is_free = not any(start <= at < stop for start, stop in taken)
-            if is_free and self.eqns[at].primitive.name == CHECKPOINT:
-                yield at, at + 1
-
     def scoped(self, taken: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         """Yields the bounds of blocks by their scopes, outside of the bounds that are taken."""
         paths = [tuple(str(eqn.source_info.name_stack).split("/")) for eqn in self.eqns]
@@ -157,7 +148,7 @@ class _Level:
             for start, length in _runs(equal):
                 first, count = low + start, (length + period) // period
                 held = self.weights[self.cores[first + length + period - 1] + 1] - self.weights[self.cores[first]]
-                if count < 2 or held <= _GAIN * most or self._are_checkpoints(first, period):
+                if count < 2 or held <= _GAIN * most:
                     continue
                 shifted = range(first, first + (length + period) % period + 1)
                 found = [(self._bounds(one, period, count), one) for one in shifted]
@@ -166,9 +157,6 @@ class _Level:
                     bounds, one = min(chained, key=lambda each: sum(self.crossing[at] for at in each[0]))
                     best, most = (one, period, count, bounds), held
         return best
-
-    def _are_checkpoints(self, first: int, period: int) -> bool:
-        return all(self.eqns[at].primitive.name == CHECKPOINT for at in self.cores[first : first + period])
 
     def _bounds(self, first: int, period: int, count: int) -> list[int]:
         """Returns the equations at which `count` blocks of `period` cores start, and the number after the last."""

@@ -49,13 +49,7 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Count:
-    """Sums over collectives of one kind and one set of axes, on one device.
-
-    Attributes:
-      executions: number of executions.
-      payload_bytes: payload of all executions.
-      wire_bytes: bytes sent in all executions.
-    """
+    """Sums over all executions of the collectives of one kind and one set of axes, on one device."""
 
     executions: int = 0
     payload_bytes: int = 0
@@ -90,38 +84,29 @@ def bus_factor(kind: str, group_size: int) -> float:
 
 
 def traced_collectives(jaxpr: Any, mesh: Any) -> list[Collective]:
-    """Returns the collectives of a traced program, or of a part of one, that leave a device.
-
-    Args:
-      jaxpr: the program.
-      mesh: an object whose `shape` maps axes to sizes, outermost first.
-    """
-    found = (_collective(*place, mesh) for place in _places(jaxpr, 1, ""))
-    return [collective for collective in found if collective.axes]
+    """Returns the collectives of a traced program, or of a part of one, that leave a device of the mesh."""
+    return [collective for collective in _collectives(jaxpr, mesh, 1, "") if collective.axes]
 
 
-def _places(jaxpr: Any, trips: int, outer: str) -> Iterator[tuple[Any, int, str]]:
-    """Yields (equation, number of executions, names around it and its own) of each collective of a jaxpr."""
+def _collectives(jaxpr: Any, mesh: Any, trips: int, outer: str) -> Iterator[Collective]:
+    """Yields the collectives of a jaxpr that runs `trips` times, with names in `outer` around it."""
     for eqn in jaxpr.eqns:
         names = f"{outer}/{eqn.source_info.name_stack}"
-        if eqn.primitive.name in COLLECTIVES:
-            yield eqn, trips, names
         for inner in inner_jaxprs(eqn):
-            yield from _places(inner, trips * inner_trips(eqn), names)
-
-
-def _collective(eqn: Any, trips: int, names: str, mesh: Any) -> Collective:
-    kind = COLLECTIVES[eqn.primitive.name]
-    named = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
-    named = (named,) if isinstance(named, str) else named
-    axes = tuple(axis for axis, size in mesh.shape.items() if axis in named and size > 1)
-    variables = eqn.outvars if kind == "all-gather" else eqn.invars
-    return Collective(
-        kind=kind,
-        axes=axes,
-        group_size=math.prod(mesh.shape[axis] for axis in axes),
-        payload_bytes=sum(aval_bytes(var.aval) for var in variables),
-        trips=trips,
-        num_arrays=len(variables),
-        op_name=names,
-    )
+            yield from _collectives(inner, mesh, trips * inner_trips(eqn), names)
+        kind = COLLECTIVES.get(eqn.primitive.name)
+        if kind is None:
+            continue
+        named = eqn.params["axes"] if "axes" in eqn.params else eqn.params["axis_name"]
+        named = (named,) if isinstance(named, str) else named
+        axes = tuple(axis for axis, size in mesh.shape.items() if axis in named and size > 1)
+        variables = eqn.outvars if kind == "all-gather" else eqn.invars
+        yield Collective(
+            kind=kind,
+            axes=axes,
+            group_size=math.prod(mesh.shape[axis] for axis in axes),
+            payload_bytes=sum(aval_bytes(var.aval) for var in variables),
+            trips=trips,
+            num_arrays=len(variables),
+            op_name=names,
+        )

@@ -85,17 +85,6 @@ def rounded(number: int) -> str:
     return f"{round(number / step) * step:,}"
 
 
-def product_tiles(rows: int, columns: int, depth: int) -> int:
-    """Returns the instructions of a product [rows, depth] x [depth, columns]; either operand may be the stationary."""
-    small, large = sorted((rows, columns))
-    return math.ceil(small / _ROWS) * math.ceil(large / _COLUMNS) * math.ceil(depth / _DEPTH)
-
-
-def element_tiles(num_elements: float) -> int:
-    """Returns the instructions of an operation that handles each of its elements once."""
-    return math.ceil(num_elements / _TILE)
-
-
 def estimated(jaxpr: Any, *, num_shards: float) -> Instructions:
     """Returns the instructions of a traced program.
 
@@ -134,10 +123,11 @@ def _tiles(eqn: Any, num_shards: float) -> int:
         rows = len(left) - len(contracted) - len(batch)
         depth = math.prod(left[dim] for dim in contracted)
         free = result[len(batch) :]
-        tiles = product_tiles(math.prod(free[:rows]), math.prod(free[rows:]), depth)
+        small, large = sorted((math.prod(free[:rows]), math.prod(free[rows:])))  # either may be the stationary
+        tiles = math.ceil(small / _ROWS) * math.ceil(large / _COLUMNS) * math.ceil(depth / _DEPTH)
         return math.ceil(math.prod(result[: len(batch)]) * tiles / num_shards)
     if name in _UPDATES:
         handled = eqn.invars[_UPDATES[name]]
     else:
         handled = eqn.invars[0] if name.startswith(_READ) else eqn.outvars[0]
-    return element_tiles(math.prod(getattr(handled.aval, "shape", ())) / num_shards)
+    return math.ceil(math.prod(getattr(handled.aval, "shape", ())) / num_shards / _TILE)

@@ -6,16 +6,15 @@ import dataclasses
 import math
 import os
 import pathlib
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from absl import flags
 
 from hlat_jax import config as config_lib
 from hlat_jax.cli import flags as flags_lib
-from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.facts.names import nearest
-from hlat_jax.weights.init_model import take_checked_model
+from hlat_jax.weights.init_model import parse_config
 
 _PLATFORMS = ("cpu", "cuda", "neuron")
 
@@ -28,9 +27,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _tune(argv: Sequence[str]) -> int:
-    mutable, values = flags_lib.parse(argv, _define_tune)
-    take_checked_model(mutable, given=flags_lib.given_keys(values))
-    config = resolve_with_tokenizer(mutable)
+    config, values = parse_config(argv, _define_tune)
     flags_lib.check_output("--out", values.out)
     import jax
 
@@ -42,16 +39,12 @@ def _tune(argv: Sequence[str]) -> int:
     device = jax.devices()[0]
     known = _table(values.out, device)
     calls = choices.calls(config, _layout(config, values.devices, platform=""))
-    wanted, refused = _wanted(values.ops, calls), excluded(config.model, device.device_kind)
+    wanted, refused = [key for key in values.ops.split(",") if key], excluded(config.model, device.device_kind)
     for key in wanted:
-        before = known.entry(OPS[key].key, calls[key])
-        if before and 0 < values.rows < before.rows_measured:
-            raise ValueError(
-                f"--rows={values.rows}: {values.out} already has times of {key} at {before.rows_measured} rows. Give "
-                f"--rows={before.rows_measured} or more, 0 for all rows, or another --out."
-            )
+        if key not in calls:
+            raise ValueError(f"--ops={values.ops}: unknown op {key!r}. {nearest(key, calls)}")
     print(f"{config.name} on {known.device_kind} ({known.platform}), forward and backward pass, milliseconds")
-    for key in wanted:
+    for key in wanted or calls:
         entry = tune.measured(
             OPS[key],
             calls[key],
@@ -60,19 +53,13 @@ def _tune(argv: Sequence[str]) -> int:
             num_rows=values.rows,
             excluded=refused.get(key),
         )
-        print("\n".join(_entry_lines(entry)), flush=True)
+        print(f"{entry.op}: {_call_text(entry.call)}; {entry.rows_measured} row(s) timed")
+        for name, seconds in sorted(entry.times.items(), key=lambda item: item[1]):
+            print(f"  {name:<10}{1e3 * seconds:10.2f}  {seconds / entry.times[entry.winner]:5.2f}")
+        print("".join(f"  {name:<10}{'':>10}  {why}\n" for name, why in entry.passed_over.items()), end="", flush=True)
         table.write(known := known.with_entries((entry,)))
     print(f"wrote {values.out}; with --config.model.ops_table={values.out}, `auto` chooses the fastest")
     return 0
-
-
-def _wanted(keys: str, calls: Collection[str]) -> Collection[str]:
-    """Returns the ops named by `--ops`; all of them if it is empty."""
-    wanted = [key.strip() for key in keys.split(",") if key.strip()]
-    for key in wanted:
-        if key not in calls:
-            raise ValueError(f"--ops={keys}: unknown op {key!r}. {nearest(key, calls)}")
-    return wanted or calls
 
 
 def _table(path: str, device: Any) -> Any:
@@ -97,19 +84,8 @@ def _table(path: str, device: Any) -> Any:
     return known
 
 
-def _entry_lines(entry: Any) -> list[str]:
-    call = ", ".join(f"{name} {value}" for name, value in entry.call.items())
-    lines = [f"{entry.op}: {call}; {entry.rows_measured} row(s) timed"]
-    best = entry.times[entry.winner]
-    for name, seconds in sorted(entry.times.items(), key=lambda item: item[1]):
-        lines.append(f"  {name:<10}{1e3 * seconds:10.2f}  {seconds / best:5.2f}")
-    return lines + [f"  {name:<10}{'':>10}  {why}" for name, why in entry.passed_over.items()]
-
-
 def _choices(argv: Sequence[str]) -> int:
-    mutable, values = flags_lib.parse(argv, _define_choices)
-    take_checked_model(mutable, given=flags_lib.given_keys(values))
-    config = resolve_with_tokenizer(mutable)
+    config, values = parse_config(argv, _define_choices)
     if values.platform:
         os.environ["JAX_PLATFORMS"] = "cpu"  # virtual devices
     from hlat_jax.ops import choices
@@ -118,9 +94,13 @@ def _choices(argv: Sequence[str]) -> int:
     calls = choices.calls(config, layout)
     for key, choice in choices.choices(config, layout).items():
         print(f"model.{key}: {choice.name}, {choice.because}")
-        print("  for " + ", ".join(f"{name} {value}" for name, value in calls[key].items()))
+        print(f"  for {_call_text(calls[key])}")
         print("".join(f"  not {name}: {why}\n" for name, why in choice.passed_over.items()), end="")
     return 0
+
+
+def _call_text(call: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in call.items())
 
 
 def _layout(config: config_lib.Config, num_devices: int, *, platform: str) -> Any:
@@ -139,12 +119,10 @@ def _layout(config: config_lib.Config, num_devices: int, *, platform: str) -> An
 
 def _define_tune(values: flags.FlagValues) -> None:
     options = {"flag_values": values}
-    about = "Number of devices of the run, of which this is one; 0: those of this machine."
-    flags.DEFINE_integer("devices", 0, about, 0, **options)
+    flags.DEFINE_integer("devices", 0, "Number of devices of the run; 0: those of this machine.", 0, **options)
     flags.DEFINE_string("out", "tuned.json", "Table to write; entries for the same calls are replaced.", **options)
     flags.DEFINE_string("ops", "", "Ops to time, such as rms_norm,rope; empty: all.", **options)
-    about = "Number of times each implementation is run; the median is written."
-    flags.DEFINE_integer("rounds", 7, about, 1, **options)
+    flags.DEFINE_integer("rounds", 7, "Number of times of each implementation; the median counts.", 1, **options)
     flags.DEFINE_integer("rows", 0, "Rows of the batch to time, where all do not fit in memory; 0: all.", 0, **options)
 
 

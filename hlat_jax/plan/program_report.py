@@ -8,13 +8,12 @@ from __future__ import annotations
 import collections
 import dataclasses
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from hlat_jax.ops.dialect import Choice
 from hlat_jax.passes.compile import TrainingProgram
 from hlat_jax.passes.jaxpr import equations
 from hlat_jax.passes.liveness import estimated_temporaries
@@ -40,56 +39,47 @@ class CompileStage:
 
 
 @dataclasses.dataclass(frozen=True)
-class Bytes:
-    """Bytes on one device.
-
-    Attributes:
-      arguments: state and batch.
-      reused: those of them that results overwrite: the donated state.
-      temporaries: as the compiler allocates them.
-      predicted: temporaries, as `liveness` estimates them from the trace alone.
-    """
-
-    arguments: int
-    reused: int
-    temporaries: int
-    predicted: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Report:
     """Summary of a compiled training program.
 
     Attributes:
       stages: the step after each pass, in order.
-      kernels: op -> the chosen implementation, with the reasons against the others.
       rewrite: what was replaced in the loss function, and what was not; None without that pass.
-      plan: of rematerialization; None without a memory budget.
-      collectives: those between replicas.
-      bytes: see `Bytes`.
+      plan: plan of rematerialization; None without a memory budget.
+      collectives: collectives between replicas.
+      memory: bytes of one device, as XLA's `memory_analysis` has them.
+      predicted_bytes: temporaries, as `liveness` estimates them from the trace alone.
       compile_s: seconds that lowering and compiling took.
     """
 
     stages: tuple[CompileStage, ...]
-    kernels: Mapping[str, Choice]
     rewrite: RewriteReport | None
     plan: RematPlan | None
     collectives: tuple[Collective, ...]
-    bytes: Bytes
+    memory: Any
+    predicted_bytes: int
     compile_s: float
 
     def __str__(self) -> str:
-        lines = [f"after {stage.name:<10} products {_listed(stage.products)}" for stage in self.stages]
-        lines += [f"kernel           {op}: {choice}" for op, choice in self.kernels.items()]
+        lines = []
+        for stage in self.stages:
+            products = ", ".join(f"{count} in {dtypes}" for dtypes, count in sorted(stage.products.items())) or "none"
+            lines.append(f"after {stage.name:<10} products {products}")
         if self.rewrite is not None:
             lines += [f"rewrite          {line}" for line in str(self.rewrite).splitlines()]
         if self.plan is not None:
             lines += [f"remat            {line}" for line in self.plan.report().splitlines()]
-        lines += [f"collectives      {line}" for line in _placed(self.collectives)] or ["collectives      none"]
-        held = self.bytes
+        groups: dict[tuple, list[Collective]] = collections.defaultdict(list)
+        for collective in self.collectives:
+            groups[collective.kind, "*".join(collective.axes), place(collective)].append(collective)
+        for (kind, axes, where), group in sorted(groups.items()):
+            times, payload = sum(c.trips for c in group), sum(c.trips * c.payload_bytes for c in group)
+            lines.append(f"collectives      {kind} over {axes}, {where}: {times} times, {payload:,} bytes")
+        lines += [] if groups else ["collectives      none"]
+        memory = self.memory
         lines.append(
-            f"bytes            {held.arguments:,} of arguments, {held.reused:,} of them reused for results; "
-            f"{held.temporaries:,} of temporaries, {held.predicted:,} predicted"
+            f"bytes            {memory.argument_size_in_bytes:,} of arguments, {memory.alias_size_in_bytes:,} of them "
+            f"reused for results; {memory.temp_size_in_bytes:,} of temporaries, {self.predicted_bytes:,} predicted"
         )
         return "\n".join([*lines, f"compiled in      {self.compile_s:.1f} s"])
 
@@ -100,7 +90,7 @@ def report(program: TrainingProgram, state: Any, batch: Any) -> Report:
     Args:
       program: program that `passes.compile.training_program` returned.
       state: arrays, or their shapes and shardings.
-      batch: likewise.
+      batch: arrays, or their shapes and shardings.
     """
     arguments, replica_sync = (state, batch, jnp.float32(0.0)), program.train_step.options.active_replica_sync
     traces = {name: step.step.trace(*arguments) for name, step in program.steps.items()}
@@ -109,21 +99,18 @@ def report(program: TrainingProgram, state: Any, batch: Any) -> Report:
     began = time.monotonic()
     compiled = traces[stages[-1].name].lower().compile()
     seconds = time.monotonic() - began
-    memory = compiled.memory_analysis()
     collectives = [] if replica_sync is None else traced_collectives(stages[-1].jaxpr, replica_sync.layout.mesh)
-    held = Bytes(
-        arguments=memory.argument_size_in_bytes,
-        reused=memory.alias_size_in_bytes,
-        temporaries=memory.temp_size_in_bytes,
-        predicted=estimated_temporaries(stages[-1].jaxpr, jax.tree.map(_shape, arguments)).total,
-    )
+
+    def shape(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None))
+
     return Report(
         stages=stages,
-        kernels=program.kernels,
         rewrite=None if program.rewritten is None else program.rewritten.report(),
         plan=program.plan,
         collectives=tuple(collectives),
-        bytes=held,
+        memory=compiled.memory_analysis(),
+        predicted_bytes=estimated_temporaries(stages[-1].jaxpr, jax.tree.map(shape, arguments)).total,
         compile_s=seconds,
     )
 
@@ -135,28 +122,9 @@ def place(collective: Collective) -> str:
     return where + (" loop" if collective.trips > 1 else "")
 
 
-def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=getattr(leaf, "sharding", None))
-
-
 def _products(jaxpr: Any) -> dict[str, int]:
     found: collections.Counter = collections.Counter()
     for eqn, trips in equations(jaxpr):
         if eqn.primitive.name in PRODUCTS:
             found[" x ".join(sorted({str(var.aval.dtype) for var in eqn.invars[:2]}))] += trips
     return dict(found)
-
-
-def _placed(found: Iterable[Collective]) -> list[str]:
-    groups: dict[tuple, list[Collective]] = collections.defaultdict(list)
-    for collective in found:
-        groups[collective.kind, "*".join(collective.axes), place(collective)].append(collective)
-    return [
-        f"{kind} over {axes}, {where}: {sum(c.trips for c in group)} times, "
-        f"{sum(c.trips * c.payload_bytes for c in group):,} bytes"
-        for (kind, axes, where), group in sorted(groups.items())
-    ]
-
-
-def _listed(products: Mapping[str, int]) -> str:
-    return ", ".join(f"{count} in {dtypes}" for dtypes, count in sorted(products.items())) or "none"

@@ -16,11 +16,11 @@ from hlat_jax.config import Config
 from hlat_jax.facts import hardware
 from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.facts.core_groups import DISPUTED, Server, server_of_target
-from hlat_jax.parallel.degrees import passes, verdicts
+from hlat_jax.parallel.degrees import verdicts
 from hlat_jax.parallel.sharding import MESH_AXES, Layout
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.passes.products import live_jaxpr
-from hlat_jax.plan import instructions, published, roofline
+from hlat_jax.plan import instructions, roofline
 from hlat_jax.plan.collectives import Collective, count_collectives, traced_collectives
 from hlat_jax.plan.memory import DeviceBytes, checkpoint_bytes, device_bytes, host_bytes
 from hlat_jax.program import RunProgram, make_program, programs_of_run, state_bytes
@@ -39,14 +39,12 @@ class Site:
       nodes: number of nodes.
       disk_bytes_per_s: bandwidth of one node to the checkpoint's disk.
       price_per_hour: price of one node, 0 where it is unknown.
-      data_tokens: number of tokens of the training data, 0 where it is unknown.
     """
 
     target: str
     nodes: int
     disk_bytes_per_s: float = 1e9
     price_per_hour: float = 0.0
-    data_tokens: int = 0
 
     @property
     def num_devices(self) -> int:
@@ -62,24 +60,12 @@ def site_layout(config: Config, site: Site) -> Layout:
     """Returns the layout of a config on a site.
 
     Raises:
-      ValueError: several nodes of a single machine, or as `degrees.layout_over`, with the nearest number of nodes.
+      ValueError: several nodes of a single machine, or as `degrees.layout_over`.
     """
     target = hardware.target(site.target)
     if site.nodes > 1 and not target.network_bytes_per_s:
         raise ValueError(f"--nodes={site.nodes}: --instance={site.target} is a single machine; use --nodes=1.")
-    try:
-        server, chip = site.server, site.target
-        return planned_layout(config, site.num_devices, platform=target.platform, server=server, chip=chip)
-    except ValueError as error:
-        nodes = _nearest_nodes(config, site) if target.network_bytes_per_s else None
-        raise ValueError(f"{error} The config is valid with --nodes={nodes}." if nodes else str(error)) from None
-
-
-def _nearest_nodes(config: Config, site: Site) -> int | None:
-    """Returns the number of nodes nearest to the site's on which a config passes every check; ties go to the larger."""
-    numbers = sorted(range(1, max(64, 2 * site.nodes) + 1), key=lambda nodes: (abs(nodes - site.nodes), -nodes))
-    devices = site.num_devices // site.nodes
-    return next((nodes for nodes in numbers if passes(config, nodes * devices, server=site.server)), None)
+    return planned_layout(config, site.num_devices, platform=target.platform, server=site.server, chip=site.target)
 
 
 def make_plan(config: Config, site: Site) -> dict[str, Any]:
@@ -96,12 +82,13 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
     memory = device_bytes(program, jaxpr=jaxpr)
     collectives = traced_collectives(jaxpr, layout.mesh)
     budget = target.device.memory_bytes - target.device.reserved_bytes
+    saved_bytes = checkpoint_bytes(program.abstract_state)
     plan = {
         "config": config.name,
         "target": site.target,
         "nodes": site.nodes,
         "layout": layout_dict(config, layout),
-        "run": _run(program, site),
+        "run": _run(program),
         "schedule": _schedule(config, layout, requested),
         "device_bytes": dataclasses.asdict(memory)
         | {"state": memory.state, "temporaries": memory.temporaries, "total": memory.total}
@@ -110,10 +97,21 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
         "fits_surely": memory.upper <= budget,
         "collectives": _collectives(collectives, target=target, mesh=layout.mesh),
         "disputed_groups": verdicts(config, site.num_devices, site.server)[DISPUTED] if site.server else [],
-        "saving": _saving(program.abstract_state, site),
+        "saving": {
+            "checkpoint_bytes": saved_bytes,
+            "disk_bytes_per_s": site.disk_bytes_per_s,
+            "seconds": saved_bytes / (site.disk_bytes_per_s * site.nodes),
+            "host_bytes": host_bytes(program.abstract_state, target.num_devices),
+            "host_memory_bytes": target.host_bytes,
+        },
     }
     if target.platform == "neuron":
-        plan["instructions"] = _instructions(program, site)
+        counted = step_instructions(program)
+        plan["instructions"] = {
+            "programs": {n: dataclasses.asdict(count) | {"judged": count.judged(n)} for n, count in counted.items()},
+            "limit": instructions.program_limit(config.train.compiler_flags),
+            "operation_limit": instructions.operation_limit(site.target),
+        }
     if target.device.peak_flops:
         seconds = roofline.project(jaxpr, collectives, target=target, mesh=layout.mesh, state_bytes=memory.state)
         plan["projection"] = _projection(config, site, seconds)
@@ -139,7 +137,7 @@ def short_plan(program: RunProgram, *, budget: int) -> list[str]:
     return lines
 
 
-def _run(program: RunProgram, site: Site) -> dict[str, Any]:
+def _run(program: RunProgram) -> dict[str, Any]:
     config = program.config
     model, data, train = config.model, config.data, config.train
     step_tokens = data.batch_size * data.seq_len
@@ -153,7 +151,6 @@ def _run(program: RunProgram, site: Site) -> dict[str, Any]:
         "steps": train.num_steps,
         "tokens": tokens,
         "flops": costs.flops_per_token(model, data.seq_len) * tokens,
-        "epochs": tokens / site.data_tokens if site.data_tokens else None,
         "programs": len(programs),
     }
 
@@ -167,18 +164,6 @@ def _schedule(config: Config, layout: Layout, requested: str) -> dict[str, Any]:
         "remat": requested if requested == config.model.remat else f"{requested}, estimated as {config.model.remat}",
         "num_stages": num_stages,
         "bubble": (num_stages - 1) / (num_microbatches + num_stages - 1),
-    }
-
-
-def _instructions(program: RunProgram, site: Site) -> dict[str, Any]:
-    programs = {
-        name: dataclasses.asdict(counts) | {"judged": counts.judged(name)}
-        for name, counts in step_instructions(program).items()
-    }
-    return {
-        "programs": programs,
-        "limit": instructions.program_limit(program.config.train.compiler_flags),
-        "operation_limit": instructions.operation_limit(site.target),
     }
 
 
@@ -210,20 +195,8 @@ def _collectives(collectives: list[Collective], *, target: hardware.Target, mesh
     return rows
 
 
-def _saving(state: Any, site: Site) -> dict[str, Any]:
-    target = hardware.target(site.target)
-    total = checkpoint_bytes(state)
-    return {
-        "checkpoint_bytes": total,
-        "disk_bytes_per_s": site.disk_bytes_per_s,
-        "seconds": total / (site.disk_bytes_per_s * site.nodes),
-        "host_bytes": host_bytes(state, target.num_devices),
-        "host_memory_bytes": target.host_bytes,
-    }
-
-
 def _calibration(site: Site, seconds: roofline.Seconds) -> dict[str, Any] | None:
-    """Returns the held-out errors of the projection and the range of the step over all stacks, if it is calibrated."""
+    """Returns the range of the step over all stacks, if the projection is calibrated."""
     if seconds.efficiency == 1.0:
         return None
     stacks = roofline.STACKS
@@ -233,9 +206,6 @@ def _calibration(site: Site, seconds: roofline.Seconds) -> dict[str, Any] | None
         "stack": roofline.STACK,
         "efficiency": seconds.efficiency,
         "other_stacks": {name: step for name, step in steps.items() if name != roofline.STACK},
-        "median_error": roofline.MEDIAN_ERROR,
-        "worst_error": roofline.WORST_ERROR,
-        "device": roofline.CALIBRATED_DEVICE,
         "step_low_s": min(ends),
         "step_high_s": max(ends),
         "is_extrapolated": hardware.target(site.target).device != hardware.DEVICES[roofline.CALIBRATED_DEVICE],
@@ -263,17 +233,14 @@ def _projection(config: Config, site: Site, seconds: roofline.Seconds) -> dict[s
         "days": hours / 24,
         "instance_hours": hours * site.nodes,
         "price": hours * site.nodes * site.price_per_hour or None,
-        "published": [
-            dataclasses.asdict(row) | {"tokens_per_s_and_node": row.tokens_per_s_and_node}
-            for row in published.nearest(costs.num_params(config.model))
-        ],
     }
 
 
 def memory_line(memory: DeviceBytes, budget: int) -> str:
     """Returns the line that `train` prints for the memory of a device."""
-    verdict = "" if memory.upper <= budget else "; MAY NOT FIT" if memory.total <= budget else "; DOES NOT FIT"
-    verdict += ": try python -m hlat_jax.plan --search" if verdict else ""
+    verdict = ""
+    if memory.upper > budget:
+        verdict = f"; {'MAY' if memory.total <= budget else 'DOES'} NOT FIT: try python -m hlat_jax.plan --search"
     return (
         f"memory planned   {format_bytes(memory.total)} of {format_bytes(budget)} on the fullest device: "
         f"{format_bytes(memory.state)} state, {format_bytes(memory.temporaries)} temporaries (estimated){verdict}"
@@ -286,8 +253,15 @@ def as_text(plan: dict[str, Any]) -> str:
     devices = f"{layout['devices']:,} devices, {layout_text(layout)}"
     lines = [f"{plan['config']} on {plan['nodes']} x {plan['target']}: {devices}"]
     lines += [*_run_lines(plan), "", "Bytes of one device", *_memory_lines(plan), ""]
-    lines += ["Collectives of one step, per device", *_collective_lines(plan), ""]
-    lines += [*_projection_lines(plan), "", "Saving", *_saving_lines(plan)]
+    lines += ["Collectives of one step, per device", *_collective_lines(plan), "", *_projection_lines(plan), ""]
+    saving = plan["saving"]
+    host = f" of {format_bytes(saving['host_memory_bytes'])}" if saving["host_memory_bytes"] else ""
+    lines += [
+        "Saving",
+        f"  checkpoint {format_bytes(saving['checkpoint_bytes'])}, {saving['seconds']:.1f} s at "
+        f"{saving['disk_bytes_per_s'] / 1e9:g} GB/s per node",
+        f"  host memory at most {format_bytes(saving['host_bytes'])}{host} per node while saving",
+    ]
     return "\n".join(lines)
 
 
@@ -299,14 +273,18 @@ def layout_text(layout: dict[str, Any]) -> str:
 
 
 def _run_lines(plan: dict[str, Any]) -> list[str]:
-    run = plan["run"]
-    epochs = "" if run["epochs"] is None else f", {run['epochs']:.2f} epochs of the data"
+    run, schedule = plan["run"], plan["schedule"]
+    m, p, pipeline = schedule["num_microbatches"], schedule["num_stages"], []
+    if p > 1:
+        bubble = f"(p - 1) / (m + p - 1) = {p - 1} / {m + p - 1} = {schedule['bubble']:.1%} of the ticks"
+        pipeline = [f"pipeline         {p} stages, bubble {bubble}"]
     return [
         f"parameters       {run['params']:,}",
         f"FLOPs per token  {run['flops_per_token_6n']:.4g} (6N), {run['flops_per_token']:.4g} with attention",
-        f"steps            {run['steps']:,} of {run['tokens_per_step']:,} tokens: {run['tokens']:,} tokens{epochs}, "
+        f"steps            {run['steps']:,} of {run['tokens_per_step']:,} tokens: {run['tokens']:,} tokens, "
         f"{run['flops']:.3g} FLOPs",
-        *_schedule_lines(plan["schedule"]),
+        f"microbatches     {m} of {schedule['rows']} sequence(s) per device, remat {schedule['remat']}",
+        *pipeline,
         f"programs         {run['programs']} to compile",
         *(instruction_lines(plan["instructions"]) if "instructions" in plan else []),
     ]
@@ -332,15 +310,6 @@ def instruction_lines(estimates: dict[str, Any]) -> list[str]:
     return [line, *(advice or [f"  below the limits: {limits}"])]
 
 
-def _schedule_lines(schedule: dict[str, Any]) -> list[str]:
-    m, p = schedule["num_microbatches"], schedule["num_stages"]
-    line = f"microbatches     {m} of {schedule['rows']} sequence(s) per device, remat {schedule['remat']}"
-    if p == 1:
-        return [line]
-    bubble = f"(p - 1) / (m + p - 1) = {p - 1} / {m + p - 1} = {schedule['bubble']:.1%} of the ticks"
-    return [line, f"pipeline         {p} stages, bubble {bubble}"]
-
-
 def _memory_lines(plan: dict[str, Any]) -> list[str]:
     memory, m = plan["device_bytes"], plan["schedule"]["num_microbatches"]
     logits = format_bytes(memory["logits"])
@@ -358,16 +327,12 @@ def _memory_lines(plan: dict[str, Any]) -> list[str]:
     )
     if plan["fits_surely"]:
         return [*lines, "  fits"]
+    largest = max(("params", "opt_state", "gradients", "activations", "workspace"), key=memory.get)
+    verdict = f"DOES NOT FIT; the largest part is {largest}"
     if plan["fits"]:
         upper, error = format_bytes(memory["upper"]), memory["temporaries_error"]
-        lines.append(f"  MAY NOT FIT: temporaries are estimated within {error:.0%}, so it may take {upper}")
-    else:
-        lines.append(f"  DOES NOT FIT; the largest part is {plan['binds']}")
-    change = plan.get("change")
-    lines.append(
-        f"  nearest change that certainly fits: {change}" if change else "  no single change fits; try --search"
-    )
-    return lines
+        verdict = f"MAY NOT FIT: temporaries are estimated within {error:.0%}, so it may take {upper}"
+    return [*lines, f"  {verdict}; --search plans other layouts"]
 
 
 def _collective_lines(plan: dict[str, Any]) -> list[str]:
@@ -390,7 +355,7 @@ def _projection_lines(plan: dict[str, Any]) -> list[str]:
     if calibration := projection["calibration"]:
         basis = f"products at {calibration['efficiency']:.0%} of full speed, as published for {calibration['stack']}"
     price = "" if projection["price"] is None else f", price {projection['price']:,.0f}"
-    lines = [
+    return [
         f"step             {projection['step_s']:.3f} s, {projection['tokens_per_s']:,.0f} tokens/s, "
         f"MFU {projection['mfu_6n']:.1%} (6N) ({projection['label']}: {basis}, nothing overlapped)",
         _range_line(projection),
@@ -401,15 +366,6 @@ def _projection_lines(plan: dict[str, Any]) -> list[str]:
         "ticks, copies of KV heads",
         f"  whole run {projection['days']:.1f} days, {projection['instance_hours']:,.0f} instance hours{price}",
     ]
-    if projection["published"]:
-        ours = projection["tokens_per_s_and_node"]
-        lines.append(f"published for trn1.32xlarge, in tokens/s per node; projected here: {ours:,.0f}")
-    for row in projection["published"]:
-        lines.append(
-            f"  {row['tokens_per_s_and_node']:>8,.0f}  {row['nodes']} nodes, {row['layout']}, sequences of "
-            f"{row['seq_len']:,} ({row['source']})"
-        )
-    return lines
 
 
 def _range_line(projection: dict[str, Any]) -> str:
@@ -417,23 +373,13 @@ def _range_line(projection: dict[str, Any]) -> str:
     calibration = projection["calibration"]
     if calibration is None:
         return "  not calibrated: no published rows for this kind of device; a real step is slower"
-    where = f"published rows of {calibration['device']}"
+    where = f"published rows of {roofline.CALIBRATED_DEVICE}"
     if calibration["is_extrapolated"]:
         where += ", extrapolated to this device, for which none are published"
     others = "".join(f"; as for {name} {step:.3f} s" for name, step in calibration["other_stacks"].items())
     low, high = calibration["step_low_s"], calibration["step_high_s"]
-    errors = f"median {calibration['median_error']:.0%}, worst {calibration['worst_error']:.0%}{others}"
+    errors = f"median {roofline.MEDIAN_ERROR:.0%}, worst {roofline.WORST_ERROR:.0%}{others}"
     return (
         f"  range {low:.3f} to {high:.3f} s: that of models held out of the fits, one for each training library, to "
         f"{where}; error on them: {errors}; at full speed {projection['step_roofline_s']:.3f} s"
     )
-
-
-def _saving_lines(plan: dict[str, Any]) -> list[str]:
-    saving = plan["saving"]
-    host = f" of {format_bytes(saving['host_memory_bytes'])}" if saving["host_memory_bytes"] else ""
-    return [
-        f"  checkpoint {format_bytes(saving['checkpoint_bytes'])}, {saving['seconds']:.1f} s at "
-        f"{saving['disk_bytes_per_s'] / 1e9:g} GB/s per node",
-        f"  host memory at most {format_bytes(saving['host_bytes'])}{host} per node while saving",
-    ]

@@ -87,15 +87,7 @@ def efficiency(target: Target) -> float:
 
 
 def project(jaxpr: Any, collectives: list[Collective], *, target: Target, mesh: Any, state_bytes: int) -> Seconds:
-    """Returns the projection of a traced step.
-
-    Args:
-      jaxpr: the whole step.
-      collectives: its collectives.
-      target: node with the speeds.
-      mesh: mesh of the layout, whose `shape` maps axes to sizes.
-      state_bytes: bytes of the state on one device.
-    """
+    """Returns the projection of a whole traced step with these collectives and bytes of state on one device."""
     device = target.device
     flops = seconds = 0.0
     for count, num_bytes, trips in products(jaxpr):

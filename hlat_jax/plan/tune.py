@@ -32,15 +32,7 @@ def measured(
     """Returns the median seconds of each implementation that can serve a call, on this machine's first device.
 
     All are compiled and run once; then each round runs all of them, so that other load on the machine affects them
-    alike.
-
-    Args:
-      op: an op of `CASES`.
-      call: spec of the call, as `choices.calls` returns it.
-      platform: platform of the device.
-      num_rounds: number of rounds, at least 1.
-      num_rows: number of rows of the batch to time, or 0 for all.
-      excluded: implementations to leave out, as for `Op.refusals`.
+    alike. With `num_rows` only so many rows of the batch are timed; `excluded` is as for `Op.refusals`.
 
     Raises:
       ValueError: no implementation can serve the call.
@@ -73,11 +65,11 @@ def interleaved(runs: Mapping[str, Callable], arrays: tuple, num_rounds: int) ->
 
 
 def attention_case(call: CallSpec, num_rows: int) -> tuple[int, ForwardAndBackward, tuple]:
-    """Returns (rows, timed function, its arrays) for a call of attention; each row has four documents."""
     b, t, n, h = call["q_shape"]
     rows = min(num_rows or b, b)
     heads = (n, call["num_kv_heads"], call["num_kv_heads"], n)
     q, k, v, dout = (_normal(call["dtype"], (rows, t, count, h), seed) for seed, count in enumerate(heads))
+    # each row has four documents
     ids = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32) * 4 // t, (rows, t)) if call["has_segments"] else None
 
     def both(name, *arrays):
@@ -85,9 +77,7 @@ def attention_case(call: CallSpec, num_rows: int) -> tuple[int, ForwardAndBackwa
 
         def forward(name, *operands):
             q, k, v = operands
-            return attention.attention(
-                q, k_BSKH=k, v_BSKH=v, segment_ids_BT=ids, implementation=name, window=call["window"]
-            )
+            return attention.attention(q, k_BSKH=k, v_BSKH=v, segment_ids_BT=ids, implementation=name)
 
         return _with_gradients(forward)(name, *arrays)
 
@@ -95,7 +85,6 @@ def attention_case(call: CallSpec, num_rows: int) -> tuple[int, ForwardAndBackwa
 
 
 def cross_entropy_case(call: CallSpec, num_rows: int) -> tuple[int, ForwardAndBackward, tuple]:
-    """Returns (rows, timed function, its arrays) for a call of the loss."""
     b, t, d = call["hidden_shape"]
     rows, vocab = min(num_rows or b, b), call["vocab_rows"]
     hidden, head = _normal(call["dtype"], (rows, t, d), 0), _normal(call["dtype"], (vocab, d), 1)
@@ -116,42 +105,26 @@ def cross_entropy_case(call: CallSpec, num_rows: int) -> tuple[int, ForwardAndBa
 
 
 def rms_norm_case(call: CallSpec, num_rows: int) -> tuple[int, ForwardAndBackward, tuple]:
-    """Returns (rows, timed function, its arrays) for a call of RMSNorm."""
     rows, x, dout = _random_like_x(call, num_rows, 2)
-
-    def forward(name, x, scale):
-        return norm.rms_norm(x, scale=scale, eps=1e-5, implementation=name)
-
-    return rows, _with_gradients(forward), (x, jnp.ones(x.shape[-1:], x.dtype), dout)
+    both = _with_gradients(lambda name, x, scale: norm.rms_norm(x, scale=scale, eps=1e-5, implementation=name))
+    return rows, both, (x, jnp.ones(x.shape[-1:], x.dtype), dout)
 
 
 def swiglu_case(call: CallSpec, num_rows: int) -> tuple[int, ForwardAndBackward, tuple]:
-    """Returns (rows, timed function, its arrays) for a call of SwiGLU."""
     rows, *arrays = _random_like_x(call, num_rows, 3)
-
-    def forward(name, gate, up):
-        return swiglu.swiglu(gate, up=up, implementation=name)
-
-    return rows, _with_gradients(forward), tuple(arrays)
+    both = _with_gradients(lambda name, gate, up: swiglu.swiglu(gate, up=up, implementation=name))
+    return rows, both, tuple(arrays)
 
 
 def rope_case(call: CallSpec, num_rows: int) -> tuple[int, ForwardAndBackward, tuple]:
-    """Returns (rows, timed function, its arrays) for a call of RoPE; the cos and sin tables are not timed."""
     rows, x, dout = _random_like_x(call, num_rows, 2)
     positions_BT = jnp.broadcast_to(jnp.arange(x.shape[1], dtype=jnp.int32), x.shape[:2])
-    tables = rope.rope_tables(positions_BT, frequencies=rope.rope_frequencies(x.shape[3], theta=1e4))
-
-    def both(name, *arrays):
-        x, dout, cos, sin = arrays
-
-        def forward(name, x):
-            return rope.apply_rope(x, cos=cos, sin=sin, implementation=name)
-
-        return _with_gradients(forward)(name, x, dout)
-
-    return rows, both, (x, dout, *tables)
+    cos, sin = rope.rope_tables(positions_BT, frequencies=rope.rope_frequencies(x.shape[3], theta=1e4))
+    both = _with_gradients(lambda name, x: rope.apply_rope(x, cos=cos, sin=sin, implementation=name))
+    return rows, both, (x, dout)
 
 
+# (call, number of rows to time or 0) -> (rows, timed function, its arrays)
 CASES = {
     attention.OP.key: attention_case,
     cross_entropy.OP.key: cross_entropy_case,

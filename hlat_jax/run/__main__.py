@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pathlib
-import sys
 from collections.abc import Sequence
 
 from absl import flags
@@ -12,7 +11,7 @@ from absl import flags
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.cli.path_checks import check_folder
 from hlat_jax.facts.names import nearest
-from hlat_jax.run.goodput import damage, goodput
+from hlat_jax.run.goodput import goodput
 
 USAGE = """Usage: python -m hlat_jax.run goodput RUN [flags]
 
@@ -34,8 +33,6 @@ def main(argv: Sequence[str]) -> int:
     if len(words) != 1:
         raise ValueError(f"goodput takes one run folder, not {len(words)}.")
     check_folder(words[0], key="RUN")
-    for why in damage(pathlib.Path(words[0])):
-        print(f"warning: {why}; the event is left out", file=sys.stderr)
     account = goodput(pathlib.Path(words[0]))
     print(json.dumps(account.seconds, indent=2) if values.json else account)
     return 0

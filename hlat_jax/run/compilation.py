@@ -1,53 +1,48 @@
 """Compiles the programs of a run ahead of time, and records them in the run folder.
 
 The shapes follow from the config: an argument of another shape is an error and does not compile another program.
-`neuron.changes` compares records and explains differences.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import hashlib
-import json
 import pathlib
 import time
-from collections.abc import Callable, Iterator
-from importlib import metadata
+from collections.abc import Callable
 from typing import Any, TypedDict
 
 import jax
 
-from hlat_jax.config import Config
 from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.generate.decoding import decode_arguments, make_decode, make_prefill, prefill_arguments
 from hlat_jax.generate.generator import Programs, sample_shape
-from hlat_jax.host.jax_compat import CACHE_HIT_EVENT
 from hlat_jax.host.neuron_compiler_flags import compiler_killed
 from hlat_jax.parallel import xla_options
 from hlat_jax.program import GENERATION, RunProgram, programs_of_run, state_bytes
-from hlat_jax.run.fingerprint import fingerprint
 from hlat_jax.run.machine import device_memory
 from hlat_jax.run.optional import short_plan
-from hlat_jax.store.atomic_files import write_whole
-from hlat_jax.store.typed_json import checked, read_json
+from hlat_jax.store.atomic_files import write_json
+from hlat_jax.store.typed_json import read_json
 
 RECORD_FILE = "programs.json"
-_PACKAGE = pathlib.Path(__file__).resolve().parents[1]
-_LIBRARIES = ("jax", "jaxlib", "flax", "optax")
 
 
 class _Entry(TypedDict):
     """What an entry of the record must have."""
 
     sha256: str
-    cache: str
     platform: str
-    mesh: dict[str, int]
-    config: dict
-    libraries: dict[str, str]
-    code: dict[str, str]
+
+
+def fingerprint(lowered: Any) -> str:
+    """Returns a hash of the StableHLO of `jax.jit(fn).lower(...)`, 16 hexadecimal digits.
+
+    Source locations, compiler flags and versions are not part of it.
+    """
+    text = lowered.compiler_ir("stablehlo").operation.get_asm(enable_debug_info=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def named_programs(program: RunProgram, word: str) -> list[str]:
@@ -93,7 +88,6 @@ class Compilations:
         self.program = program
         self._programs = traced_programs(program)
         self._options = xla_options.compiler_options(program.layout)
-        self._around = surroundings(program.config, program.layout.platform, program.layout.degrees)
         self._entries: dict[str, dict[str, Any]] = {}
 
     def compiled(self, name: str) -> Any:
@@ -104,23 +98,24 @@ class Compilations:
         """
         began = time.monotonic()
         lowered = self._programs[name]().lower()
-        found = fingerprint(lowered)
-        with _cache_hits() as hits:
-            try:
-                program = lowered.compile(compiler_options=self._options or None)
-            except jax.errors.JaxRuntimeError as error:
-                if why := compiler_killed(str(error)):
-                    raise OSError(f"the program {name!r} was not compiled: {why}.") from error
-                raise
-        spent = {"seconds": round(time.monotonic() - began, 3), "from_cache": bool(hits)}
-        spent["cache"] = jax.config.jax_compilation_cache_dir or ""
-        self._entries[name] = dataclasses.asdict(found) | spent | self._around
+        sha256 = fingerprint(lowered)
+        try:
+            program = lowered.compile(compiler_options=self._options or None)
+        except jax.errors.JaxRuntimeError as error:
+            if why := compiler_killed(str(error)):
+                raise OSError(f"the program {name!r} was not compiled: {why}.") from error
+            raise
+        self._entries[name] = {
+            "sha256": sha256,
+            "platform": self.program.layout.platform,
+            "seconds": round(time.monotonic() - began, 3),
+        }
         return program
 
     def write(self, workdir: pathlib.Path) -> None:
         """Updates the record in a run folder; programs that were not compiled this time keep their entries."""
-        whole = recorded(workdir) | self._entries
-        write_whole(workdir / RECORD_FILE, (json.dumps(whole, indent=1) + "\n").encode())
+        whole = read_record(workdir) | self._entries
+        write_json(workdir / RECORD_FILE, whole)
 
 
 def compiled_step(compilations: Compilations) -> Any:
@@ -148,43 +143,8 @@ def compiled_sampler(compilations: Compilations) -> Programs:
     return Programs(prefill=compilations.compiled("prefill"), decode=compilations.compiled("decode"), shape=shape)
 
 
-def recorded(workdir: pathlib.Path) -> dict[str, dict[str, Any]]:
+def read_record(workdir: pathlib.Path) -> dict[str, dict[str, Any]]:
     """Returns the record of a run folder by program; empty if there is no valid one."""
-    found = {}
     with contextlib.suppress(OSError, ValueError):
-        found = read_json(workdir / RECORD_FILE)
-    entries = {}
-    for name, entry in found.items():
-        with contextlib.suppress(ValueError):
-            entries[name] = checked(entry, _Entry, where=name)
-    return entries
-
-
-def surroundings(config: Config, platform: str, degrees: dict[str, int]) -> dict[str, Any]:
-    """Returns all inputs of a program, as JSON: platform, mesh, config, libraries, and a hash of each of our files."""
-    return {
-        "platform": platform,
-        "mesh": degrees,
-        "config": config.to_dict(),
-        "libraries": {name: metadata.version(name) for name in _LIBRARIES},
-        "code": {
-            path.relative_to(_PACKAGE).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()[:16]
-            for path in sorted(_PACKAGE.rglob("*.py"))
-        },
-    }
-
-
-@contextlib.contextmanager
-def _cache_hits() -> Iterator[list[str]]:
-    """Yields a list that gets an entry for each program that is read from JAX's cache in the block."""
-    hits: list[str] = []
-
-    def on_event(event: str, **_: Any) -> None:
-        if event == CACHE_HIT_EVENT:
-            hits.append(event)
-
-    jax.monitoring.register_event_listener(on_event)
-    try:
-        yield hits
-    finally:
-        jax.monitoring.unregister_event_listener(on_event)
+        return read_json(workdir / RECORD_FILE, kind=dict[str, _Entry])
+    return {}

@@ -16,13 +16,13 @@ import pathlib
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
 
-from hlat_jax.host.watchdog import GAP_S, WAITING, Watchdog
+from hlat_jax.host.watchdog import WAITING, Watchdog
 from hlat_jax.store.atomic_files import to_disk
 from hlat_jax.store.metrics import duration
-from hlat_jax.store.typed_json import Line, Seconds, read_json, read_lines
+from hlat_jax.store.typed_json import Seconds, read_json, read_lines
 
 EVENTS_FILE, ALIVE_FILE = "events.jsonl", "alive.json"
 _USEFUL, _UNKNOWN, _STUCK, _STOPPED, _OTHER = "training", "unknown", "stuck", "stopped", "opening and closing"
@@ -52,8 +52,6 @@ class _Start(TypedDict):
     pid: int
     host: str
     began: Seconds
-    boot: str
-    began_up: Seconds
 
 
 class _Account(_Start):
@@ -87,19 +85,12 @@ class Ledger:
     def __init__(self, workdir: pathlib.Path, watchdog: Watchdog):
         """Changes nothing."""
         self._workdir, self._watchdog = workdir, watchdog
-        self._moved: dict[str, float] = {}  # account -> seconds of it in which the process was stopped
         self._beating, self._over = threading.Lock(), threading.Event()
         self._has_begun = False
         self._thread = threading.Thread(target=self._run, name="hlat-ledger", daemon=True)
         self._earlier: list[dict[str, Any]] = []
-        age_s = time.monotonic() - watchdog.began_s
-        self._began = {
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "began": time.time() - age_s,
-            "boot": _boot(),
-            "began_up": _uptime() - age_s,
-        }
+        began = time.time() - (time.monotonic() - watchdog.began_s)
+        self._began = {"pid": os.getpid(), "host": socket.gethostname(), "began": began}
 
     def __enter__(self):
         return self
@@ -110,10 +101,9 @@ class Ledger:
             return
         self._has_begun = True
         left = _left(self._workdir)
-        lives = _recorded_lives(self._workdir)
-        if left is not None and not any(_is_same(left, life) and "spent" in life for life in lives):
+        if left is not None and "spent" not in _recorded_lives(self._workdir).get(_process(left), {}):
             self.event("died", life=left)
-        self._earlier = _recorded_lives(self._workdir)
+        self._earlier = list(_recorded_lives(self._workdir).values())
         self._watchdog.again_until = max((life.get("step", 0) for life in self._earlier), default=0)
         self.event("start", **self._began)
         self.beat()
@@ -155,7 +145,7 @@ class Ledger:
             os.replace(partial, path)
 
     def _life(self) -> dict[str, Any]:
-        watchdog, spent = self._watchdog, self._spent()
+        watchdog, spent = self._watchdog, self._watchdog.spent()
         if stuck_s := min(watchdog.stuck_s, spent.get(watchdog.account, 0.0)):
             spent[watchdog.account] -= stuck_s
             spent[_STUCK] = stuck_s
@@ -168,41 +158,22 @@ class Ledger:
             "spent": {account: round(seconds, 4) for account, seconds in spent.items()},
         }
 
-    def _spent(self) -> dict[str, float]:
-        spent = self._watchdog.spent()
-        for account, seconds in self._moved.items():
-            spent[account] = spent.get(account, 0.0) - seconds
-            spent[_STOPPED] = spent.get(_STOPPED, 0.0) + seconds
-        return spent
-
     def _run(self) -> None:
-        looked_s, worked_s, spent = time.monotonic(), time.process_time(), self._spent()
         while not self._over.wait(_PERIOD_S):
-            gap_s = time.monotonic() - looked_s - _PERIOD_S
-            if gap_s > GAP_S and time.process_time() - worked_s < _PERIOD_S:  # the process was stopped, as by Ctrl-Z
-                now = self._spent()
-                longest = max(now, key=lambda account: now[account] - spent.get(account, 0.0))
-                self._moved = self._moved | {longest: self._moved.get(longest, 0.0) + gap_s}
             with contextlib.suppress(OSError):  # the disk is full, or the folder gone: the loop says so
                 self.beat()
-            looked_s, worked_s, spent = time.monotonic(), time.process_time(), self._spent()  # a beat may take long
 
 
 class SilentLedger:
-    """The Ledger of processes other than the first: does nothing."""
+    """The Ledger of processes other than the first: every method does nothing."""
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_): ...
 
-    def begin(self) -> None: ...
-
-    def event(self, name: str, **fields: Any) -> None: ...
-
-    def goodput(self) -> Goodput:
-        """Returns an empty account."""
-        return Goodput({}, 0)
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *_, **__: None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,9 +217,9 @@ def goodput(workdir: pathlib.Path) -> Goodput:
     lives, left = _recorded_lives(workdir), _left(workdir)
     if not lives:
         raise ValueError(f"{workdir} has no {EVENTS_FILE}: it is not a run folder, or of an older version.")
-    if left is not None and _is_same(left, lives[-1]) and "spent" not in lives[-1]:
-        lives[-1].update(left)
-    return _partition(lives)
+    if left is not None and "spent" not in (life := lives.get(_process(left), left)):
+        life.update(left)
+    return _partition(list(lives.values()))
 
 
 def _partition(lives: Sequence[dict[str, Any]]) -> Goodput:
@@ -257,13 +228,13 @@ def _partition(lives: Sequence[dict[str, Any]]) -> Goodput:
         spent = life.get("spent", {})
         for account, each in spent.items():
             seconds[_CATEGORIES.get(account, _OTHER)] += each
-        seconds[_UNKNOWN] += life.get("life_s", 0.0) - sum(spent.values())
+        seconds[_UNKNOWN] += max(life.get("life_s", 0.0) - sum(spent.values()), 0.0)
         if later is not None:
-            between_s = _between_s(life, later)
+            ended = life["began"] + life.get("life_s", 0.0)
+            between_s = max(later["began"] - ended, 0.0)
             if "spent" not in life:  # nothing is known but when it began
                 seconds[_UNKNOWN] += between_s
                 continue
-            ended = life["began"] + life["life_s"]
             stuck_s = min(max(life.get("killed", ended) - ended, 0.0), between_s)
             seconds[_STUCK] += stuck_s
             seconds[_STOPPED] += between_s - stuck_s
@@ -272,31 +243,20 @@ def _partition(lives: Sequence[dict[str, Any]]) -> Goodput:
 
 def read_events(workdir: pathlib.Path) -> list[dict[str, Any]]:
     """Returns the events of a run, in order; a torn or damaged line is left out."""
-    return [line.row for line in _lines(workdir) if line.row is not None]
+    lines = read_lines(workdir / EVENTS_FILE, lambda event: _KINDS.get(str(event.get("event")), _Event))
+    return [line.row for line in lines if line.row is not None]
 
 
-def damage(workdir: pathlib.Path) -> list[str]:
-    """Returns what is wrong with each line that is not an event, such as one that a kill has cut short."""
-    return [line.why for line in _lines(workdir) if line.why]
-
-
-def _lines(workdir: pathlib.Path) -> Iterator[Line]:
-    return read_lines(workdir / EVENTS_FILE, lambda event: _KINDS.get(str(event.get("event")), _Event))
-
-
-def _recorded_lives(workdir: pathlib.Path) -> list[dict[str, Any]]:
-    """Returns the lives of the events; those that have ended have an account, and some the time of a kill."""
-    lives: list[dict[str, Any]] = []
+def _recorded_lives(workdir: pathlib.Path) -> dict[tuple, dict[str, Any]]:
+    """Returns process -> life of the events; one that has ended has an account, and maybe the time of a kill."""
+    lives: dict[tuple, dict[str, Any]] = {}
     for event in read_events(workdir):
         if event["event"] == "start":
-            lives.append(event)
+            lives[_process(event)] = event
         elif event["event"] == "killed" and lives:  # by launch/restart.sh
-            lives[-1]["killed"] = event["time"]
+            list(lives.values())[-1]["killed"] = event["time"]
         elif event["event"] in ("died", "end"):
-            same = next((life for life in lives if _is_same(life, event["life"])), None)
-            if same is None:  # the line of its start is damaged
-                lives.append(same := {})
-            same.update(event["life"])
+            lives.setdefault(_process(event["life"]), {}).update(event["life"])  # {}: the line of its start is damaged
     return lives
 
 
@@ -307,24 +267,5 @@ def _left(workdir: pathlib.Path) -> dict[str, Any] | None:
     return None
 
 
-def _is_same(life: dict[str, Any], other: dict[str, Any]) -> bool:
-    return all(life[key] == other[key] for key in ("pid", "host", "began"))
-
-
-def _between_s(life: dict[str, Any], later: dict[str, Any]) -> float:
-    """Returns the time from the last entry of a life, or its start without one, to a later start.
-
-    On one machine it does not depend on the clock, which may be set meanwhile.
-    """
-    clock = "began_up" if life["boot"] == later["boot"] else "began"
-    return max(later[clock] - life[clock] - life.get("life_s", 0.0), 0.0)
-
-
-def _boot() -> str:
-    with contextlib.suppress(OSError):
-        return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return ""
-
-
-def _uptime() -> float:
-    return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+def _process(life: dict[str, Any]) -> tuple:
+    return life["pid"], life["host"], life["began"]

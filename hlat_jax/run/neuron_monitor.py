@@ -9,83 +9,75 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import threading
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 COMMAND = "neuron-monitor"
-FIELDS = {
-    "device_utilization": "mean over the JAX devices that this process uses, in percent",
-    "device_utilization_min": "of the least used one, of its physical cores where they are told apart (trn2)",
-    "device_memory_bytes": "on all devices of the node that this process uses",
-    "device_host_memory_bytes": "of the runtime, on the host",
-    "device_latency_s": "median time of an execution on the device in the last period",
-    "device_errors": "executions with an error since the start",
-    "device_numerical_errors": "those of them with a numerical error",
-    "ecc_corrected": "memory errors that were corrected, as the monitor counts them",
-    "ecc_uncorrected": "those that were not",
-}
+FIELDS = (
+    "device_utilization",  # mean over the JAX devices that this process uses, in percent
+    "device_utilization_min",  # of the least used one, of its physical cores where they are told apart (trn2)
+    "device_memory_bytes",  # on all devices of the node that this process uses
+    "device_host_memory_bytes",  # of the runtime, on the host
+    "device_latency_s",  # median time of an execution on the device in the last period
+    "device_errors",  # executions with an error since the start
+    "device_numerical_errors",  # those of them with a numerical error
+    "ecc_corrected",  # memory errors that were corrected, as the monitor counts them
+    "ecc_uncorrected",  # those that were not
+)
 _COUNTED = ("device_errors", "device_numerical_errors")  # of a period in a report
 
 
-def fields_of(report: Mapping[str, Any], *, pid: int) -> dict[str, float]:
+def fields_of(report: Any, *, pid: int) -> dict[str, float]:
     """Returns those of FIELDS that a report has, errors as counts of its period.
 
     Args:
       report: one object of neuron-monitor.
       pid: of the process to read; where the report has no such process, as in a container, all are read together.
     """
-    runtimes = [one for one in _list(report.get("neuron_runtime_data")) if not one.get("error")]
-    mine = [one for one in runtimes if one.get("pid") == pid] or runtimes
-    groups = [one.get("report", {}) for one in mine]
-    found: dict[str, list[float]] = {name: [] for name in FIELDS}
-    for cores in _each(groups, "neuroncore_counters", "neuroncores_in_use"):
-        for core in cores.values():
-            found["device_utilization"] += _numbers(core, "neuroncore_utilization")
-            for part in _dict(_dict(core).get("v3d")).values() or [core]:  # physical cores, or the only one
-                found["device_utilization_min"] += _numbers(part, "neuroncore_utilization")
-    for used in _each(groups, "memory_used", "neuron_runtime_used_bytes"):
-        found["device_memory_bytes"] += _numbers(used, "neuron_device")
-        found["device_host_memory_bytes"] += _numbers(used, "host")
-    for errors in _each(groups, "execution_stats", "error_summary"):
-        found["device_errors"] += _numbers(errors, *errors)
-        # the guide's text says numeric, its example numerical
-        found["device_numerical_errors"] += _numbers(errors, "numerical", "numeric")
-    for latencies in _each(groups, "execution_stats", "latency_stats"):
-        median = _dict(latencies.get("device_latency")) or _dict(latencies.get("total_latency"))
-        found["device_latency_s"] += _numbers(median, "p50")
-    for devices in _each([_dict(report.get("system_data"))], "neuron_hw_counters"):
-        for device in _list(devices.get("neuron_devices")):
-            for name in ("corrected", "uncorrected"):
-                found[f"ecc_{name}"] += _numbers(device, f"mem_ecc_{name}", f"sram_ecc_{name}")
-    combine = {"device_utilization": _mean, "device_utilization_min": min, "device_latency_s": max}
-    return {name: combine.get(name, sum)(values) for name, values in found.items() if values}
+    values: dict[str, list[float]] = {name: [] for name in FIELDS}
+
+    def add(name: str, *numbers: Any) -> None:
+        values[name] += [number for number in numbers if type(number) in (int, float)]
+
+    runtimes = [runtime for runtime in _list(_at(report, "neuron_runtime_data")) if not _at(runtime, "error")]
+    for runtime in [runtime for runtime in runtimes if _at(runtime, "pid") == pid] or runtimes:
+        for core in _dict(_at(runtime, "report", "neuroncore_counters", "neuroncores_in_use")).values():
+            physical = _dict(_at(core, "v3d")).values() or [core]
+            add("device_utilization", _at(core, "neuroncore_utilization"))
+            add("device_utilization_min", *(_at(part, "neuroncore_utilization") for part in physical))
+        used = _at(runtime, "report", "memory_used", "neuron_runtime_used_bytes")
+        add("device_memory_bytes", _at(used, "neuron_device"))
+        add("device_host_memory_bytes", _at(used, "host"))
+        executions = _at(runtime, "report", "execution_stats")
+        add("device_errors", *_dict(_at(executions, "error_summary")).values())
+        for name in ("numerical", "numeric"):  # the guide's text says numeric, its example numerical
+            add("device_numerical_errors", _at(executions, "error_summary", name))
+        latencies = _at(executions, "latency_stats")
+        add("device_latency_s", _at(_at(latencies, "device_latency") or _at(latencies, "total_latency"), "p50"))
+    for device in _list(_at(report, "system_data", "neuron_hw_counters", "neuron_devices")):
+        for name in ("corrected", "uncorrected"):
+            add(f"ecc_{name}", _at(device, f"mem_ecc_{name}"), _at(device, f"sram_ecc_{name}"))
+    combine = {"device_utilization": statistics.fmean, "device_utilization_min": min, "device_latency_s": max}
+    return {name: combine.get(name, sum)(numbers) for name, numbers in values.items() if numbers}
 
 
-def _each(groups: list[Any], name: str, part: str = "") -> Iterator[dict[str, Any]]:
-    """Yields a group of metrics, or a part of it, from each report that has it without an error."""
-    for group in groups:
-        values = _dict(_dict(group).get(name))
-        if values and not values.get("error"):
-            yield _dict(values.get(part)) if part else values
+def _at(value: Any, *path: str) -> Any:
+    """Returns the part of a report at a path; None where there is none, or a group of metrics has an error."""
+    for name in path:
+        value = value.get(name) if isinstance(value, dict) else None
+        if isinstance(value, dict) and value.get("error"):
+            return None
+    return value
 
 
 def _dict(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _list(value: Any) -> list[dict[str, Any]]:
-    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []
-
-
-def _numbers(values: Any, *names: str) -> list[float]:
-    found = (_dict(values).get(name) for name in names)
-    return [value for value in found if isinstance(value, (int, float)) and not isinstance(value, bool)]
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 class NeuronMonitor:
@@ -144,12 +136,12 @@ class NeuronMonitor:
                 report = json.loads(line)
             except ValueError:
                 continue
-            found = fields_of(_dict(report), pid=os.getpid())
+            fields = fields_of(report, pid=os.getpid())
             for name in _COUNTED:
-                self._counted[name] += found.get(name, 0.0)
-                if name in found:
-                    found[name] = self._counted[name]
-            self._newest = found
+                self._counted[name] += fields.get(name, 0.0)
+                if name in fields:
+                    fields[name] = self._counted[name]
+            self._newest = fields
         self._newest = {}  # what ended knows nothing of the steps that follow
         if self._process is not None:
             print(f"{COMMAND}   ended with code {process.wait()}: no utilization of the devices from here on")

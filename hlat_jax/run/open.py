@@ -111,7 +111,6 @@ def open_run(
 
 def open_inputs(config: Config, workdir: pathlib.Path, *, signals: StopSignals, stack: contextlib.ExitStack) -> Inputs:
     """Locks the run folder, opens what the run reads and writes, and prints what it is; see `open_run`."""
-    config = positions.with_order_of_run(config, workdir)
     program = fitting_program(config, jax.devices())
     tokenizer = Tokenizer(config.data.tokenizer, vocab_size=config.model.vocab_size)
     tasks = optional.open_tasks(config, layout=program.layout, tokenizer=tokenizer)
@@ -185,8 +184,6 @@ def choose_start(inputs: Inputs, *, signals: StopSignals, begin_again: bool, giv
         if begin_again:
             print("--begin_again    ignored: resuming from this run's own checkpoint")
         print(f"resuming from step {restored.step} of {config.train.num_steps}")
-        for line in resume.jax_changes(restored.metadata, inputs.settings):
-            print(f"JAX setting      {line}: not that of the run's first start; it does not change the weights")
         return Start(restored=restored, is_own=True)
     if config.train.branch_from:
         signals.doing = "restoring the checkpoint"
@@ -274,9 +271,7 @@ def _progress(inputs: Inputs, start: Start, compilations: Compilations) -> tuple
     metadata, position = restored.metadata, restored.position[list(batches.rows)]
     batches.set_state(position)
     origin = {key: metadata[key] for key in ("init_from", "branch_from") if key in metadata}
-    if start.is_own:  # JAX's settings stay those of the first start
-        origin["jax_others"] = inputs.settings["jax_others"] | metadata["jax_others"]
-    else:
+    if not start.is_own:
         origin["branch_from"] = inputs.config.train.branch_from
     progress = Progress(
         state=restored.state,

@@ -10,7 +10,7 @@ import dataclasses
 import os
 import pathlib
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ from hlat_jax.resolve import batch_of_step, branch_source, resolve, skipped_batc
 from hlat_jax.run import budget
 from hlat_jax.run.goodput import EVENTS_FILE, Ledger, SilentLedger, read_events
 from hlat_jax.store import atomic_files
-from hlat_jax.store.checkpoint import Checkpointer, Restored, find_saved, read_checkpoint
+from hlat_jax.store.checkpoint import Checkpointer, Restored, read_checkpoint
 from hlat_jax.store.checkpoint_checks import problem_on_disk, saved_run, saved_steps
 from hlat_jax.store.config_diff import config_drift, differences
 from hlat_jax.store.metrics import DISCARDED_FILE, ROWS_FILE, copy_rows, damage, read_rows
@@ -45,23 +45,12 @@ BRANCH_MAY_CHANGE = (
     *(f"model.{key}" for key in (*OPS, "remat", "layer_loop")),
 )
 
-# JAX settings that change the numbers of a step: as settings of the run, they are compared.
+# JAX settings that change the numbers of a step: as settings of the run, they are compared. Others are not recorded.
 _JAX_NUMERICS = (
     "jax_enable_x64",
     "jax_default_matmul_precision",
     "jax_allow_f16_reductions",
     "jax_softmax_custom_jvp",
-)
-# Those that change random numbers, of which a step has none, or what the compiler fuses, as `parallel.*` does.
-_JAX_OTHERS = (
-    "jax_threefry_partitionable",
-    "jax_default_prng_impl",
-    "jax_random_seed_offset",
-    "jax_numpy_dtype_promotion",
-    "jax_use_direct_linearize",
-    "jax_use_shardy_partitioner",
-    "jax_optimization_level",
-    "jax_exec_time_optimization_effort",
 )
 _XLA_NUMERICS = ("fast_math", "fast_min_max", "excess_precision", "denormal")  # in the names of XLA's flags
 
@@ -77,25 +66,14 @@ def settings_of(program: RunProgram, *, tokenizer: Tokenizer, batches: TrainBatc
     """Returns what a checkpoint records: config, resolved implementations, hashes of its inputs, and JAX's settings."""
     words = os.environ.get("XLA_FLAGS", "").split()
     flags = sorted(word for word in words if any(part in word.partition("=")[0] for part in _XLA_NUMERICS))
+    in_jax = {name.upper(): getattr(jax.config, name) for name in _JAX_NUMERICS if hasattr(jax.config, name)}
     return {
         "config": program.config.to_dict(),
         "implementations": {key: getattr(program.model, key) for key in (*OPS, "remat", "layer_loop")},
         "tokenizer_sha256": tokenizer.sha256,
         "manifest": batches.manifest,
-        "jax": _jax_settings(_JAX_NUMERICS) | {"XLA_FLAGS": " ".join(flags)},
-        "jax_others": _jax_settings(_JAX_OTHERS),
+        "jax": in_jax | {"XLA_FLAGS": " ".join(flags)},
     }
-
-
-def _jax_settings(names: Sequence[str]) -> dict[str, Any]:
-    """Returns environment variable -> value, which a program may have set too, of those that this JAX has."""
-    return {name.upper(): getattr(jax.config, name) for name in names if hasattr(jax.config, name)}
-
-
-def jax_changes(saved: dict[str, Any], current: dict[str, Any]) -> list[str]:
-    """Returns a line for each JAX setting that differs from a checkpoint's, and may."""
-    now = current["jax_others"]
-    return differences({name: saved["jax_others"].get(name, value) for name, value in now.items()}, now)
 
 
 def refuse_drift(saved: dict[str, Any], current: dict[str, Any], *, step: int, workdir: pathlib.Path) -> None:
@@ -195,11 +173,8 @@ def rewind(
         if not _skip_drift(metadata, settings, step=step):
             print(f"{asked}  ignored: it was done before the checkpoint of step {step} was saved")
             return saved
-    _require_step(workdir, target, asked=asked)
+    metadata = saved_run(_usable(workdir, target, asked=asked))["metadata"]
     assert saved is not None
-    if why := problem_on_disk(folder / str(target), deep=True):
-        raise ValueError(f"{asked}: that checkpoint is damaged ({why}). Set another one, or 0.")
-    metadata = saved_run(folder / str(target))["metadata"]
     refuse_drift(metadata, settings, step=target, workdir=workdir)
     newer = [step for step in saved_steps(folder) if step > target]
     ledger.event("rewound", step=target, newest=saved[0], set_aside=newer)  # first: a kill must not leave it out
@@ -219,32 +194,29 @@ def open_branch(program: RunProgram, workdir: pathlib.Path, *, settings: dict[st
     asked, folder = f"train.branch_from={program.config.train.branch_from}", pathlib.Path(source).expanduser()
     if folder.absolute().resolve() == workdir.absolute().resolve():
         raise ValueError(f"{asked} is the run folder itself; give the branch another one with --workdir.")
-    _require_step(folder, step, asked=asked)
-    checkpoint = folder.absolute() / "checkpoints" / str(step)
-    try:
-        found = find_saved(checkpoint)
-        if found is None:
-            raise ValueError(f"{checkpoint} is not a checkpoint.")
-        if drift := _drift(saved_run(found)["metadata"], settings, step=step, branch=True):
-            lines = "\n  ".join(drift)
-            raise ValueError(
-                f"that run had settings that a branch must keep:\n  {lines}\nRestore these settings; a branch may "
-                "change optimizer, train, parallel, held-out text, implementations and JAX settings."
-            )
-        restored = read_checkpoint(found, program.abstract_state)
-    except ValueError as error:
-        raise ValueError(f"{asked}: {error}") from None
+    checkpoint = _usable(folder, step, asked=asked)
+    if drift := _drift(saved_run(checkpoint)["metadata"], settings, step=step, branch=True):
+        lines = "\n  ".join(drift)
+        raise ValueError(
+            f"{asked}: that run had settings that a branch must keep:\n  {lines}\nRestore these settings; a branch may "
+            "change optimizer, train, parallel, held-out text, implementations and JAX settings."
+        )
+    restored = read_checkpoint(checkpoint, program.abstract_state)
     if distributed.is_first():
         copy_rows(folder, workdir, last_step=restored.step)
     print(f"branch           from step {step} of {folder.absolute()}: its state, optimizer and data position")
     return restored
 
 
-def _require_step(run: pathlib.Path, step: int, *, asked: str) -> None:
-    steps = saved_steps(run / "checkpoints")
+def _usable(run: pathlib.Path, step: int, *, asked: str) -> pathlib.Path:
+    """Returns the checkpoint of a run at `step`. Raises ValueError if there is none, or a damaged one."""
+    steps, checkpoint = saved_steps(run / "checkpoints"), run.absolute() / "checkpoints" / str(step)
     if step not in steps:
         there = f"it has those of {', '.join(map(str, steps))}" if steps else "it has none"
         raise ValueError(f"{asked}: {run} has no checkpoint of step {step}; {there}.")
+    if why := problem_on_disk(checkpoint, deep=True):
+        raise ValueError(f"{asked}: the checkpoint of step {step} is damaged ({why}); use another one.")
+    return checkpoint
 
 
 def open_init(config: Config, tokenizer: Tokenizer, *, given: Collection[str] = ()) -> Weights:
@@ -269,7 +241,7 @@ def open_init(config: Config, tokenizer: Tokenizer, *, given: Collection[str] = 
         lines = "\n  ".join(others)
         raise ValueError(
             f"train.init_from={path} holds the weights of another model:\n  {lines}\nSet these keys to the values "
-            "in the checkpoint, or leave them out; for model.fuse_qkv=False, import the weights with --nofuse_qkv."
+            "in the checkpoint, or leave them out; for another model.fuse_qkv, begin with their `hf export`."
         )
     if weights.tokenizer:
         theirs = weights.open_tokenizer()

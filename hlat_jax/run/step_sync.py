@@ -87,14 +87,14 @@ class StepSync:
         facts = {} if error else self._facts(batch, position) | {"data_retries": num_retries}
         failed = error and {"text": str(error), "unreadable": isinstance(error, OSError)}
         mine = {"facts": facts, "failed": failed, "save": save, "stop": self.signals.name}
-        found = [json.loads(text) for text in distributed.exchange(json.dumps(mine))]
-        self._stop = next((each["stop"] for each in found if each["stop"]), "")
-        failures = [(each["failed"]["unreadable"], index) for index, each in enumerate(found) if each["failed"]]
+        statuses = [json.loads(text) for text in distributed.exchange(json.dumps(mine))]
+        self._stop = next((each["stop"] for each in statuses if each["stop"]), "")
+        failures = [(each["failed"]["unreadable"], index) for index, each in enumerate(statuses) if each["failed"]]
         if not failures:
-            return SyncedStep(self._joined([each["facts"] for each in found]), None, found[0]["save"])
+            return SyncedStep(self._joined([each["facts"] for each in statuses]), None, statuses[0]["save"])
         unreadable, index = min(failures)  # all raise the same; data that changed will not be read later
         if index != jax.process_index():
-            text = f"process {index} of {len(found)} stopped: {found[index]['failed']['text']}"
+            text = f"process {index} of {len(statuses)} stopped: {statuses[index]['failed']['text']}"
             error = OSError(text) if unreadable else ValueError(text)
         return SyncedStep({}, error, False)
 
@@ -167,7 +167,10 @@ class FolderCheck:
         """Returns what is wrong with the folder, or "", in any process."""
         for wait_s in (0.0, self._AGAIN_S):
             time.sleep(wait_s)
-            if not self._is_another():
+            try:
+                if _identity(self._workdir) == self._identity:
+                    return ""
+            except OSError:  # not known
                 return ""
         return (
             f"the run folder {self._workdir.absolute()} was removed or replaced while this run trained in it; what "
@@ -185,19 +188,13 @@ class FolderCheck:
                 raise ValueError(problem) from error
             raise
 
-    def _is_another(self) -> bool:
-        try:
-            return _identity(self._workdir) != self._identity
-        except OSError:  # not known
-            return False
-
 
 def _identity(folder: pathlib.Path) -> tuple[int, int] | None:
     try:
-        found = folder.stat()
+        info = folder.stat()
     except FileNotFoundError:
         return None
-    return found.st_dev, found.st_ino
+    return info.st_dev, info.st_ino
 
 
 def _require_shared(workdir: pathlib.Path) -> None:
@@ -221,7 +218,7 @@ def require_same_settings(settings: dict[str, Any]) -> None:
     first = json.loads(distributed.exchange(json.dumps(mine))[0])
     others = [key for key in sorted(mine.keys() | first.keys()) if mine.get(key) != first.get(key)]
     if others:
-        lines = "\n  ".join(f"{key}: {mine.get(key)} here, {first.get(key)} in process 0" for key in others)
+        lines = "\n  ".join(f"{key}: {mine.get(key)!s:.80} here, {first.get(key)!s:.80} in process 0" for key in others)
         raise ValueError(
             f"process {jax.process_index()} of {jax.process_count()} has other settings than process 0:\n"
             f"  {lines}\nGive all processes the same command, files and versions."

@@ -57,8 +57,8 @@ def read_parts(
     fill(parts)
     if sharding is None:
         return parts[bounds(whole)]
-    found = jax.make_array_from_callback(shape, sharding, lambda index: parts[bounds(index)])
-    return jax.block_until_ready(found)  # what was copied is freed before the next array is read
+    array = jax.make_array_from_callback(shape, sharding, lambda index: parts[bounds(index)])
+    return jax.block_until_ready(array)  # what was copied is freed before the next array is read
 
 
 def read_chunked(spec: dict[str, Any], abstract: jax.ShapeDtypeStruct, *, donatable: bool = False) -> Any:

@@ -11,7 +11,6 @@ Only this module imports Orbax; what depends on its internals is here, but for t
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import json
@@ -22,7 +21,8 @@ import pathlib
 import re
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -49,9 +49,7 @@ STATE_ITEM = "state"
 _CHUNK_BYTES = 1 << 22  # at most, if the shape allows; a reader holds a few chunks besides the array
 _MIN_CHUNK_BYTES = 1 << 18  # of an array that is larger: each chunk costs time, whatever its size
 _TMP_MARK = ".orbax-checkpoint-tmp"
-_PROBE = ".write-probe-"
 _WINDOW = "['spikes']"  # `train.spikes` may be turned on or off, and the length of its window changed, at a resume
-_FILES_AT_ONCE, _FILES_OF_ARRAY = 64, 3  # of a run, and of the event loop of each array, all of which may write at once
 # Orbax writes these two after our sums are taken; a restore needs neither of them.
 _UNSUMMED = ("_CHECKPOINT_METADATA", "commit_success.txt")
 
@@ -76,27 +74,28 @@ class Checkpointer:
     """
 
     def __init__(self, workdir: str | os.PathLike, *, config: CheckpointConfig, read_only: bool = False):
-        """Opens `workdir/checkpoints` and removes what interrupted saves left there.
+        """Opens `workdir/checkpoints`, created if missing, and removes what interrupted saves left there.
 
-        Args:
-          workdir: the run folder; created if missing.
-          config: retention; see CheckpointConfig.
-          read_only: change nothing, for commands that look at a run that may still be training.
-
-        Raises:
-          ValueError: the folder cannot be written.
+        A `read_only` one changes nothing: for commands that look at a run that may still be training. Raises ValueError
+        if the folder cannot be written.
         """
         self.folder = pathlib.Path(workdir).absolute() / "checkpoints"
-        self._config, self._read_only = config, read_only
+        self._read_only = read_only
         self._saving: int | None = None
-        self._saving_bytes, self._num_arrays = 0, 0
+        self._saving_bytes = 0
         logging.getLogger("absl").addFilter(_not_orbax)  # drops its INFO logs; failures raise
         if not read_only:
             _require_writable(self.folder)
-            self._remove_leftovers()
+            for path in self.folder.glob(f"*{_TMP_MARK}*") if jax.process_index() == 0 else ():
+                shutil.rmtree(path, ignore_errors=True)
+            distributed.barrier()
         handlers = ocp.DefaultCheckpointHandlerRegistry()
         arrays = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False)  # as _array_spec reads them
         handlers.add(STATE_ITEM, ocp.args.PyTreeSave, arrays)
+        policies = ocp.checkpoint_managers
+        kept: list[Any] = [policies.LatestN(config.keep_last)]
+        if config.keep_every_steps:
+            kept.append(policies.EveryNSteps(config.keep_every_steps))
         self._manager = _Manager(
             self.folder,
             handler_registry=handlers,
@@ -104,7 +103,7 @@ class Checkpointer:
                 create=False,
                 read_only=read_only,
                 save_root_metadata=False,
-                preservation_policy=_Retention(config.keep_last, config.keep_every_steps),
+                preservation_policy=policies.AnyPreservationPolicy(kept),
                 async_options=ocp.options.AsyncOptions(
                     post_finalization_callback=self._seal,
                     barrier_sync_fn=_barrier_of_saves if jax.process_count() > 1 else None,
@@ -117,29 +116,13 @@ class Checkpointer:
         )
 
     def require_space(self, abstract_state: Any) -> None:
-        """Checks that the disk can hold a checkpoint of such a state; a line says if not as many as are kept.
-
-        A save begins before the oldest checkpoint is removed, so there is one more than `keep_last` at that time.
-
-        Raises:
-          ValueError: it cannot hold one.
-        """
+        """Raises ValueError if the disk cannot hold a checkpoint of such a state."""
         num_bytes = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(abstract_state))
         disk = shutil.disk_usage(self.folder)
-        if not disk.total:  # some network file systems do not tell
-            return
-        if disk.free < num_bytes:
+        if disk.total and disk.free < num_bytes:  # some network file systems do not tell
             raise ValueError(
                 f"a checkpoint of this run needs {num_bytes:,} bytes, and {disk.free:,} are free in {self.folder}. "
                 "Free some space, or choose another run folder with --workdir."
-            )
-        steps, keep = self._manager.all_steps(), self._config
-        rolling = [step for step in steps if not (keep.keep_every_steps and step % keep.keep_every_steps == 0)]
-        more = keep.keep_last + 1 - min(len(rolling), keep.keep_last)
-        if disk.free < more * num_bytes:
-            print(
-                f"disk             {disk.free:,} bytes free in {self.folder}: room for {disk.free // num_bytes} more "
-                f"checkpoints of {num_bytes:,} bytes; checkpoint.keep_last={keep.keep_last} needs {more}"
             )
 
     def save(
@@ -154,14 +137,11 @@ class Checkpointer:
         """Starts to save in the background, after the save before it ended; the caller may donate `state` at once.
 
         Args:
-          step: updates done; the name of the checkpoint.
+          step: updates done; the name of the checkpoint. Where it is saved already, the result is False.
           state: pytree of jax arrays.
           position: int64 array, the data position after this step; the same in every process.
           metadata: whatever JSON can hold.
           norms: norms of the parts of the state, recorded with it.
-
-        Returns:
-          False when that step is saved already.
 
         Raises:
           ValueError: a norm is not finite; nothing was written, and no earlier checkpoint was removed.
@@ -175,8 +155,7 @@ class Checkpointer:
         run = {"step": step, "position": np.asarray(position, np.int64).tolist(), "arrays": _arrays(state)}
         run |= {"metadata": metadata, "norms": dict(norms)}
         run = json.loads(json.dumps(run))  # a copy: the caller's dict may change while it is written
-        leaves = jax.tree.leaves(state)
-        self._saving, self._num_arrays, self._saving_bytes = step, len(leaves), sum(leaf.nbytes for leaf in leaves)
+        self._saving, self._saving_bytes = step, sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         chunked = jax.tree.map(lambda leaf: ocp.SaveArgs(chunk_byte_size=_chunk_bytes(leaf)), state)
         saved_state = ocp.args.PyTreeSave(state, save_args=chunked)
         args = ocp.args.Composite(**{STATE_ITEM: saved_state, RUN_ITEM: ocp.args.JsonSave(run)})
@@ -214,17 +193,17 @@ class Checkpointer:
           ValueError: there are checkpoints, and all of them are damaged.
         """
         self.wait()
-        found = newest_usable(self.folder, deep=False)
-        if found is None:
+        newest = newest_usable(self.folder, deep=False)
+        if newest is None:
             return None
-        step, _ = found
+        step, _ = newest
         return step, saved_run(self.folder / str(step))["metadata"]
 
     def restore(self, abstract_state: Any) -> Restored | None:
         """Returns the newest usable checkpoint; None when there is none.
 
         One that is damaged, has the name of another step or holds a state that is not finite is named on stderr and,
-        unless read_only, kept aside as `<step>.damaged`.
+        unless read_only, kept aside as `<step>.damaged-<n>`.
 
         Args:
           abstract_state: the state as jax.ShapeDtypeStruct with shardings; arrays are read straight into them.
@@ -233,13 +212,14 @@ class Checkpointer:
           ValueError: no checkpoint is usable, or the newest usable one holds arrays of other shapes or dtypes.
         """
         self.wait()
-        found = newest_usable(self.folder, deep=True)
-        if found is None:
+        newest = newest_usable(self.folder, deep=True)
+        if newest is None:
             return None
-        step, unusable = found
+        step, unusable = newest
         restored = read_checkpoint(self.folder / str(step), abstract_state)
         _warn_of(unusable, self.folder, f"going back to step {step}")
-        self._put_aside(unusable)
+        if unusable and not self._read_only:
+            self._set_aside(unusable, "damaged")
         return restored
 
     def close(self) -> None:
@@ -262,46 +242,18 @@ class Checkpointer:
         Oldest first: while the newest one is there, a start after a kill sees that this is not complete.
         """
         distributed.barrier()  # all processes have read what is renamed
-        for newer in saved_steps(self.folder) if jax.process_index() == 0 else ():
-            if newer > step:
-                asides = (self.folder / f"{newer}.rewound-{number}" for number in itertools.count(1))
-                os.replace(self.folder / str(newer), next(path for path in asides if not path.exists()))
+        self._set_aside([newer for newer in saved_steps(self.folder) if newer > step], "rewound")
+
+    def _set_aside(self, steps: Iterable[int], word: str) -> None:
+        for step in steps if jax.process_index() == 0 else ():
+            asides = (self.folder / f"{step}.{word}-{number}" for number in itertools.count(1))
+            os.replace(self.folder / str(step), next(path for path in asides if not os.path.lexists(path)))
         distributed.barrier()
         self._manager.reload()
 
-    def _put_aside(self, damaged: dict[int, str]) -> None:
-        if self._read_only or not damaged:
-            return
-        if jax.process_index() == 0:
-            for step in damaged:
-                aside = self.folder / f"{step}.damaged"
-                if aside.is_dir() and not aside.is_symlink():
-                    shutil.rmtree(aside, ignore_errors=True)
-                else:
-                    aside.unlink(missing_ok=True)
-                os.replace(self.folder / str(step), aside)
-        distributed.barrier()
-        self._manager.reload()
-
-    def _remove_leftovers(self) -> None:
-        if jax.process_index() == 0:
-            for path in self.folder.glob(f"*{_TMP_MARK}*"):
-                shutil.rmtree(path, ignore_errors=True)
-            for path in self.folder.glob(f"{_PROBE}*"):
-                path.unlink(missing_ok=True)
-        distributed.barrier()
-
-    def _failed(self, error: Exception) -> SaveError | ValueError:
-        """Returns the error to raise, after freeing the disk space of the failed save; ValueError: no folder is left.
-
-        A restart by itself would begin a new run where the folder was.
-        """
+    def _failed(self, error: Exception) -> SaveError:
+        """Returns the error to raise, after freeing its disk space; raises OSError if the folder is gone."""
         step, self._saving = self._saving, None
-        if not self.folder.is_dir():
-            return ValueError(
-                f"the checkpoint of step {step} could not be written: {self.folder} was removed or replaced. Put it "
-                "back, and run the same command to resume."
-            )
         free_bytes = shutil.disk_usage(self.folder).free
         # else the next start does it: other processes may still be writing, or threads cannot be started
         if jax.process_count() == 1 and out_of_memory(error) is None:
@@ -309,15 +261,11 @@ class Checkpointer:
                 shutil.rmtree(path, ignore_errors=True)
             self._manager.reload()
         before = max(self._manager.all_steps(), default=None)
-        rest = (
-            f"The checkpoint of step {before} is untouched: fix the cause, then run the same command to resume from it."
-            if before is not None
-            else "There is no earlier one: fix the cause, then run the same command to start again."
-        )
-        reason = _reason(error, num_arrays=self._num_arrays)
+        rest = "There is no earlier one" if before is None else f"The checkpoint of step {before} is untouched"
         return SaveError(
-            f"the checkpoint of step {step} could not be written to {self.folder}: {reason} "
-            f"({self._saving_bytes:,} bytes of state, {free_bytes:,} bytes free). {rest}"
+            f"the checkpoint of step {step} could not be written to {self.folder}: {_reason(error)} "
+            f"({self._saving_bytes:,} bytes of state, {free_bytes:,} bytes free). {rest}: fix the cause, then run the "
+            "same command."
         )
 
 
@@ -336,10 +284,10 @@ def find_saved(path: str | os.PathLike) -> pathlib.Path | None:
             raise ValueError(f"checkpoint {path} is damaged ({why}); use another one in {path.parent}.")
         return path
     folder = path / "checkpoints"
-    found = newest_usable(folder, deep=True)
-    if found is None:
+    newest = newest_usable(folder, deep=True)
+    if newest is None:
         return None
-    step, unusable = found
+    step, unusable = newest
     _warn_of(unusable, folder, f"taking step {step}")
     return folder / str(step)
 
@@ -392,9 +340,7 @@ def _read_array(folder: pathlib.Path, path: tuple[Any, ...], leaf: jax.ShapeDtyp
     try:
         return read_chunked(spec, leaf, donatable=donatable)
     except ValueError as error:  # TensorStore's, of several lines
-        raise ValueError(
-            f"{folder} is damaged: {_reason(error, num_arrays=1)}; use another one in {folder.parent}."
-        ) from None
+        raise ValueError(f"{folder} is damaged: {_reason(error)}; use another one in {folder.parent}.") from None
 
 
 def _array_spec(folder: pathlib.Path, name: str) -> dict[str, Any]:
@@ -414,30 +360,12 @@ class _Manager(ocp.CheckpointManager):
         return super()._load_checkpoint_infos(skip_metadata_read=True)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Retention:
-    """Orbax's PreservationPolicy: keeps all multiples of `every`, and the last few of the others."""
-
-    last: int
-    every: int
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
-        permanent = [self.every > 0 and c.step % self.every == 0 for c in checkpoints]
-        rolling = [c.step for c, stays in zip(checkpoints, permanent, strict=True) if not stays]
-        kept = set(rolling[-self.last :])
-        return [stays or c.step in kept for c, stays in zip(checkpoints, permanent, strict=True)]
-
-
 def _require_writable(folder: pathlib.Path) -> None:
-    probe = folder / f"{_PROBE}{jax.process_index()}-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        probe.write_bytes(b"x")
-        probe.unlink(missing_ok=True)  # the first process removes those of earlier starts at the same time
+        tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise ValueError(
-            f"cannot write to {folder}: {error.strerror} ({error.filename}). Choose another run folder with --workdir."
-        ) from None
+        raise ValueError(f"cannot write to {folder}: {error}. Choose another run folder with --workdir.") from None
 
 
 def _barrier_of_saves(*, key: str, timeout_ms: int) -> None:
@@ -451,26 +379,15 @@ def _barrier_of_saves(*, key: str, timeout_ms: int) -> None:
 
 
 def _chunk_bytes(array: jax.Array) -> int:
-    """Returns the limit to give Orbax for the chunks of an array: `_CHUNK_BYTES`, or more where that makes tiny ones.
+    """Returns the limit of a chunk to give Orbax: `_CHUNK_BYTES`, or the whole array where that would make tiny ones.
 
-    Orbax reduces the longest axis, those that are sharded first, to its next divisor until a chunk is within the limit.
-    So a vocabulary with a large prime factor would make a chunk of each row.
+    Orbax divides the longest axis until a chunk is within the limit: if its size is prime, each row would be a chunk.
     """
-    part = list(array.sharding.shard_shape(array.shape))
-    replicas = len(array.sharding.device_set) * math.prod(part) // max(array.size, 1) or 1
-    shared = next((axis for axis, size in enumerate(part) if size % replicas == 0), None)
-    if shared is not None:
-        part[shared] //= replicas  # each replica writes its share
-    first = [size < whole for size, whole in zip(part, array.shape, strict=True)]
-    chunk, limit = list(part), _CHUNK_BYTES
-    while (num_bytes := math.prod(chunk) * array.dtype.itemsize) > _CHUNK_BYTES:
-        limit = num_bytes
-        if not any(size > 1 for size, is_first in zip(chunk, first, strict=True) if is_first):
-            first = [True] * len(chunk)
-        axis = max(range(len(chunk)), key=lambda axis: chunk[axis] * first[axis])
-        parts = itertools.count(part[axis] // chunk[axis] + 1)
-        chunk[axis] = part[axis] // next(n for n in parts if part[axis] % n == 0)
-    return _CHUNK_BYTES if num_bytes >= _MIN_CHUNK_BYTES else limit
+    part = array.sharding.shard_shape(array.shape)
+    num_bytes, longest = math.prod(part) * array.dtype.itemsize, max(part, default=1)
+    sizes = (num_bytes // number for number in range(1, longest + 1) if longest % number == 0)
+    divides = any(_MIN_CHUNK_BYTES <= size <= _CHUNK_BYTES for size in sizes)
+    return _CHUNK_BYTES if divides else max(num_bytes, _CHUNK_BYTES)
 
 
 def _arrays(state: Any) -> dict[str, str]:
@@ -478,12 +395,12 @@ def _arrays(state: Any) -> dict[str, str]:
     return {jax.tree_util.keystr(path): f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves}
 
 
-def _reason(error: BaseException, *, num_arrays: int) -> str:
+def _reason(error: BaseException) -> str:
     """Returns the operating system's message, without the paths that TensorStore adds; else the first line."""
-    found = re.search(r"os_error_code='(\d+)'", str(error))
-    code = int(found[1]) if found else error.errno if isinstance(error, OSError) else None
+    match = re.search(r"os_error_code='(\d+)'", str(error))
+    code = int(match[1]) if match else error.errno if isinstance(error, OSError) else None
     if code:
-        return os.strerror(code) + too_many_files(code, needed=_FILES_AT_ONCE + _FILES_OF_ARRAY * num_arrays)
+        return os.strerror(code) + too_many_files(code)
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0][:300]
 

@@ -32,7 +32,6 @@ class _RunMetadata(TypedDict):
     manifest: dict
     implementations: dict[str, str]
     jax: dict
-    jax_others: dict
 
 
 class _Saved(TypedDict):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import hashlib
 import json
 from typing import Any
 
@@ -38,7 +37,6 @@ MAY_CHANGE = (
     "data.position_every_steps",
     "data.on_bad_record",
     "*manifest.files",
-    "jax_others.*",
 )
 # Settings that may differ between the processes of a run: paths on their node, and use of its cores.
 MAY_DIFFER = (
@@ -64,12 +62,8 @@ def config_drift(saved: dict[str, Any], current: dict[str, Any], *, also: tuple[
 
 
 def shared_settings(settings: dict[str, Any]) -> dict[str, str]:
-    """Returns the settings that must be equal in all processes of a run, each as a short text or a hash."""
-    found = {key: json.dumps(value) for key, value in _without(flat(settings), MAY_DIFFER).items()}
-    return {
-        key: text if len(text) <= 60 else hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-        for key, text in found.items()
-    }
+    """Returns the settings that must be equal in all processes of a run, as JSON."""
+    return {key: json.dumps(value) for key, value in _without(flat(settings), MAY_DIFFER).items()}
 
 
 def differences(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -45,16 +45,12 @@ def damage(folder: pathlib.Path, *, deep: bool) -> str:
         sums = read_json(folder / INTEGRITY_FILE, kind=_Sums)["files"]
         shared = sorted(sums.items())[jax.process_index() :: jax.process_count()]
         with concurrent.futures.ThreadPoolExecutor(_num_threads()) as pool:
-            found = pool.map(lambda item: _file_damage(folder, item[0], item[1], deep=deep), shared)
-            problem = next(filter(None, found), "")
-    except FileNotFoundError:
-        problem = f"{INTEGRITY_FILE} is missing"
+            problems = pool.map(lambda item: _file_damage(folder, item[0], item[1], deep=deep), shared)
+            problem = next(filter(None, problems), "")
     except PermissionError:
         raise  # not readable by this user, which is not damage
-    except OSError as error:  # a file where the folder should be, a link to itself
-        problem = f"{INTEGRITY_FILE} cannot be read: {error.strerror}"
-    except ValueError as error:
-        problem = f"{INTEGRITY_FILE} is unreadable: {error}"
+    except (OSError, ValueError) as error:  # a file is missing, or stands where the folder should be
+        problem = str(error).rstrip(".")
     return next(filter(None, json.loads(f"[{','.join(distributed.exchange(json.dumps(problem)))}]")), "")
 
 
@@ -73,18 +69,11 @@ def size_and_crc(path: pathlib.Path, *, flush: bool = False) -> list[int]:
 
 def _file_damage(folder: pathlib.Path, name: str, expected: list[int], *, deep: bool) -> str:
     size, crc = expected
-    try:
-        found_bytes = os.stat(folder / name).st_size
-        if found_bytes != size:
-            return f"{name} has {found_bytes:,} bytes instead of {size:,}"
-        if (deep or size <= _SMALL_FILE_BYTES) and size_and_crc(folder / name)[1] != crc:
-            return f"{name} has other content than was written"
-    except FileNotFoundError:
-        return f"{name} is missing"
-    except PermissionError:
-        raise  # not readable by this user, which is not damage
-    except OSError as error:
-        return f"{name} cannot be read: {error.strerror}"
+    found_bytes = os.stat(folder / name).st_size
+    if found_bytes != size:
+        return f"{name} has {found_bytes:,} bytes instead of {size:,}"
+    if (deep or size <= _SMALL_FILE_BYTES) and size_and_crc(folder / name)[1] != crc:
+        return f"{name} has other content than was written"
     return ""
 
 

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import math
 import os
 import pathlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import numpy as np
 
 from hlat_jax.host.optional_import import import_optional
 from hlat_jax.store.metrics import ROWS_FILE, read_rows
@@ -105,16 +106,13 @@ def _figure(train: list[tuple[int, float]], evals: list[tuple[int, float]], *, t
     return figure
 
 
-def smoothed(values: tuple[float, ...] | list[float]) -> list[float]:
+def smoothed(values: Sequence[float]) -> np.ndarray:
     """Returns centred moving means over a thirtieth of the values; narrower near the steep start."""
-    widest = max(len(values) // 60, 1)
-    sums = [0.0, *itertools.accumulate(values)]
-    result = []
-    for middle in range(len(values)):
-        half = min(widest, middle)
-        low, high = middle - half, min(middle + half + 1, len(values))
-        result.append((sums[high] - sums[low]) / (high - low))
-    return result
+    middles = np.arange(len(values))
+    halves = np.minimum(middles, max(len(values) // 60, 1))
+    lows, highs = middles - halves, np.minimum(middles + halves + 1, len(values))
+    sums = np.concatenate([[0.0], np.cumsum(values)])
+    return (sums[highs] - sums[lows]) / (highs - lows)
 
 
 def _curves(path: pathlib.Path) -> tuple[list[tuple[int, float]], list[tuple[int, float]]]:

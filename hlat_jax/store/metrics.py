@@ -15,7 +15,7 @@ import pathlib
 import secrets
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NotRequired, TypedDict
 
 from hlat_jax.config import MetricsConfig
@@ -54,11 +54,8 @@ class _TrainRow(_Row):
 class MetricsLog:
     """Writes one row per step and per validation to the files and the console.
 
-    Training rows have `step, loss, tokens (so far), grad_norm, param_norm, learning_rate, step_s (wall, data wait
-    included), data_wait_s, peak_memory_bytes, batch_hash`, depending on the data `padding_share` and `skipped_records
-    (so far)`, `data_retries` where reads were tried again, with `train.spikes` `spike`, with `train.skip_steps` `batch`
-    (its number), on Neuron those that `run/neuron_monitor.py` reads; `tokens_per_s` is added and, if the peak is
-    known, `mfu_6n` and `mfu`.
+    Training rows have what `loop` and `run.step_sync` put there, `tokens_per_s` and, if the peak is known, `mfu_6n` and
+    `mfu`.
     """
 
     def __init__(
@@ -84,9 +81,6 @@ class MetricsLog:
           hyperparameters: the config as nested dicts, for TensorBoard and Weights & Biases.
           flops_per_token: by the 6N rule, and with attention.
           peak_flops: FLOP/s of all devices together; None when unknown.
-
-        Raises:
-          ValueError: `wandb_project` is set and Weights & Biases cannot be imported.
         """
         workdir = pathlib.Path(workdir)
         workdir.mkdir(parents=True, exist_ok=True)
@@ -132,14 +126,12 @@ class MetricsLog:
         """Records the results of tasks at one `step`, `tasks/NAME/METRIC`; prints those in `shown`."""
         self._record("validation", row)
         if self._config.console != "off":
-            print(tasks_line(row, shown), flush=True)
+            cells = [f"{key.removeprefix('tasks/')} {row[key]:.4f}" for key in shown]
+            print(f"{row['step']:8}  tasks: {', '.join(cells)}", flush=True)
 
     def goodput_row(self, step: int, shares: dict[str, float]) -> None:
         """Records what the time went to so far in TensorBoard and Weights & Biases: category -> share."""
-        row = {"step": step, **{name.replace(" ", "_"): share for name, share in shares.items()}}
-        with self._named_errors():
-            for sink in self._sinks:
-                sink.write("goodput", row)
+        self._show("goodput", {"step": step, **{name.replace(" ", "_"): share for name, share in shares.items()}})
 
     def sample(self, step: int, text: str) -> None:
         """Records a generated text in TensorBoard and Weights & Biases."""
@@ -164,6 +156,10 @@ class MetricsLog:
         with self._named_errors():
             self._file.write(json_line(row))
             self._file.flush()
+        self._show(group, row)
+
+    def _show(self, group: str, row: dict[str, Any]) -> None:
+        with self._named_errors():
             for sink in self._sinks:
                 sink.write(group, row)
 
@@ -176,43 +172,28 @@ class MetricsLog:
             raise OSError(error.errno, f"a row cannot be written: {error.strerror}", str(self._path)) from None
 
     def _line_due(self, row: dict[str, Any], now: float) -> bool:
+        step, every = row["step"], self._config.log_every_steps
         if self._config.console == "off":
             return False
-        step, every = row["step"], self._config.log_every_steps
         if every == 0 and (self._config.console == "on" or sys.stdout.isatty()):
             every = _TERMINAL_STEPS
-        elif every == 0:
-            every = math.ceil((self._num_steps - self._start_step) / _BATCH_LINES)
-        if step in (self._start_step + 1, self._num_steps) or step % every == 0:
-            return True
+        every = every or math.ceil((self._num_steps - self._start_step) / _BATCH_LINES)
         # the next row comes about one step from now
-        return now - self._printed_s + row["step_s"] > _LONGEST_SILENCE_S
+        is_long_ago = now - self._printed_s + row["step_s"] > _LONGEST_SILENCE_S
+        return step in (self._start_step + 1, self._num_steps) or step % every == 0 or is_long_ago
 
 
 class SilentLog:
-    """The MetricsLog of processes other than the first: does nothing."""
+    """The MetricsLog of processes other than the first: every method does nothing."""
 
-    def train_row(self, row: dict[str, Any]) -> None: ...
-
-    def eval_row(self, row: dict[str, Any]) -> None: ...
-
-    def tasks_row(self, row: dict[str, Any], *, shown: Collection[str]) -> None: ...
-
-    def goodput_row(self, step: int, shares: dict[str, float]) -> None: ...
-
-    def sample(self, step: int, text: str) -> None: ...
-
-    def sync(self) -> None: ...
-
-    def close(self) -> None: ...
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
 
 
 def header(*, mfu: bool) -> str:
     """Returns the header of the columns of `train_line`; those of the MFU only if it is known."""
-    return (
-        f"    step   done     loss grad norm        lr   s/step   tokens/s{'  MFU 6N  MFU+attn' * mfu}"
-        " data wait  mem GiB      elapsed          ETA"
-    )
+    speeds = f"   tokens/s{'  MFU 6N  MFU+attn' * mfu} data wait"
+    return f"    step   done     loss grad norm        lr   s/step{speeds}  mem GiB      elapsed          ETA"
 
 
 def train_line(rows: Sequence[dict[str, Any]], num_steps: int, *, elapsed_s: float) -> str:
@@ -242,16 +223,9 @@ def eval_line(row: dict[str, Any]) -> str:
     )
 
 
-def tasks_line(row: dict[str, Any], shown: Collection[str]) -> str:
-    """Returns the line of one evaluation on tasks, with the results for the keys in `shown`."""
-    cells = [f"{key.removeprefix('tasks/')} {row[key]:.4f}" for key in shown]
-    return f"{row['step']:8}  tasks: {', '.join(cells)}"
-
-
 def duration(seconds: float) -> str:
     """Returns `h:mm:ss`, with days before it when there are any."""
-    whole = max(round(seconds), 0)
-    days, rest = divmod(whole, 86400)
+    days, rest = divmod(max(round(seconds), 0), 86400)
     clock = f"{rest // 3600}:{rest % 3600 // 60:02}:{rest % 60:02}"
     return f"{days}d {clock}" if days else clock
 
@@ -265,10 +239,8 @@ def copy_rows(source: pathlib.Path, workdir: pathlib.Path, *, last_step: int) ->
     """Copies the rows of a run up to `last_step` into another run folder; rows of an earlier attempt move aside."""
     rewind(workdir / ROWS_FILE, -1)
     if (source / ROWS_FILE).exists():  # a run may have been copied without it
-        kept = [
-            line.raw for line in _lines(source / ROWS_FILE) if line.row is not None and line.row["step"] <= last_step
-        ]
-        write_whole(workdir / ROWS_FILE, b"".join(kept))
+        lines = (line for line in _lines(source / ROWS_FILE) if line.row is not None)
+        write_whole(workdir / ROWS_FILE, b"".join(line.raw for line in lines if line.row["step"] <= last_step))
 
 
 def rewind(path: str | os.PathLike, step: int) -> dict[str, Any] | None:

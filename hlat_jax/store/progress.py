@@ -37,9 +37,9 @@ def show_progress(text: str) -> Iterator[Status]:
 class ProgressBar:
     """A context manager whose thread shows what `read` returns: (share done from 0 to 1, text).
 
-    A share below the one before begins another phase with an estimate of its own. While it is 0, the time since the
-    beginning is shown. On a terminal the bar is redrawn in place and erased at the end; elsewhere, or if not
-    `in_place`, a line is printed every 30 s, so a short command prints nothing.
+    A share below the one before begins another phase with an estimate of its own; while it is 0, the time so far is
+    shown. On a terminal the bar is redrawn in place and erased at the end; elsewhere, or if not `in_place`, a line is
+    printed every 30 s, so a short command prints nothing.
     """
 
     def __init__(
@@ -73,18 +73,12 @@ class ProgressBar:
             share, text = self._read()
             began_s = time.monotonic() if share < shown else began_s
             shown, elapsed_s = share, time.monotonic() - began_s
-            done, times = (f"{share:4.0%}", _remaining(share, elapsed_s)) if share else ("    ", duration(elapsed_s))
+            done, times = f"{share:4.0%}" if share else "    ", duration(elapsed_s) if not share else ""
+            if 0.01 <= share < 1:
+                times = f"{duration(elapsed_s * (1 - share) / share)} left"
             line = f"{done}  {text}  {times}"
             if self._is_terminal:
                 filled = int(share * _BAR_CHARS)
                 line = f"\r[{'#' * filled}{'.' * (_BAR_CHARS - filled)}] {line}\x1b[K"
             self._stream.write(line if self._is_terminal else f"{line}\n")  # one: other threads print there too
             self._stream.flush()
-
-
-def _remaining(share: float, elapsed_s: float) -> str:
-    """Returns the estimated time left, or "" while there is no estimate."""
-    if share < 0.01 or share >= 1:
-        return ""
-    left_s = elapsed_s * (1 - share) / share
-    return f"{duration(left_s)} left"

@@ -19,10 +19,8 @@ import typing
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, NamedTuple
 
-_MAX_DEPTH = 100  # of nested JSON: far below Python's recursion limit, what is left of which depends on the caller
 _MAX_NAME_BYTES = 255
 _SHOWN = 100  # characters of a value in an error
-_MISSING = object()
 
 Count = Annotated[int, "an integer of at least 0", lambda value: value >= 0]
 # Times are summed and shown as hours and days: of more than 30,000 years nothing is left.
@@ -70,26 +68,17 @@ def parse_json(raw: bytes, *, where: str, kind: Any = dict, allow_nan: bool = Fa
     """Returns the JSON value in `raw`, of the given kind.
 
     Raises:
-      ValueError: not UTF-8, not JSON, half of a surrogate pair, nested too deeply, a key that appears twice, another
-        kind, or, without `allow_nan`, a number that is not finite; the message begins with `where`.
+      ValueError: not UTF-8, not JSON, nested too deeply, a key that appears twice, another kind, or, without
+        `allow_nan`, a number that is not finite; the message begins with `where`.
     """
     number = float if allow_nan else _finite
     try:
-        found = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=number, parse_float=number)
-        if b"\\u" in raw:
-            # half a pair stands in no file name, but for those that stand for bytes of one that is not UTF-8
-            json.dumps(found, ensure_ascii=False).encode("utf-8", "surrogateescape")
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=number, parse_float=number)
     except ValueError as error:
         raise ValueError(f"{where} is not JSON: {error}.") from None
     except RecursionError:
-        raise ValueError(f"{where} is nested deeper than {_MAX_DEPTH} levels.") from None
-    level, depth = [found] if isinstance(found, (dict, list)) else [], 0
-    while level:
-        if (depth := depth + 1) > _MAX_DEPTH:
-            raise ValueError(f"{where} is nested deeper than {_MAX_DEPTH} levels.")
-        inner = [each.values() if isinstance(each, dict) else each for each in level]
-        level = [value for values in inner for value in values if isinstance(value, (dict, list))]
-    return checked(found, kind, where=where)
+        raise ValueError(f"{where} is nested too deeply.") from None
+    return checked(value, kind, where=where)
 
 
 def checked(value: Any, kind: Any, *, where: str, field: str = "") -> Any:
@@ -104,16 +93,9 @@ def checked(value: Any, kind: Any, *, where: str, field: str = "") -> Any:
     Raises:
       ValueError: it is not; the message is `where`, the field and what is allowed.
     """
-    fault = _finder(kind)(value)
-    if fault is None:
-        return value
-    inside, found, words = fault
-    field = f"{field}{inside}".lstrip(".")
-    if not field:
-        raise ValueError(f"{where} must hold {words}.")
-    if found is _MISSING:
-        raise ValueError(f"{where}: {field} is missing; it must be {words}.")
-    raise ValueError(f"{where}: {field}={_shown(found)} must be {words}.")
+    if problem := _problem(value, kind, field):
+        raise ValueError(f"{where}: {problem}.")
+    return value
 
 
 def check_name(name: Any, what: str) -> str:
@@ -129,8 +111,6 @@ def check_name(name: Any, what: str) -> str:
     return name
 
 
-# (path of a field below the value, such as ".a[0].b"; its value or _MISSING; what is allowed)
-_Fault = tuple[str, Any, str]
 _WORDS = {
     int: "an integer",
     float: "a number",
@@ -142,97 +122,56 @@ _WORDS = {
 }
 
 
-@functools.cache
-def _finder(kind: Any) -> Callable[[Any], _Fault | None]:
-    """Returns a function that finds what is wrong with a value of a kind; it returns None where nothing is."""
-    origin, args, words = typing.get_origin(kind), typing.get_args(kind), _words(kind)
+def _problem(value: Any, kind: Any, field: str) -> str:
+    """Returns what is wrong with the value of a field; "" when it is of the kind."""
+    origin, args = typing.get_origin(kind) or kind, typing.get_args(kind)
     if kind is Any:
-        return lambda value: None
+        return ""
     if origin is Annotated:
-        inner, holds = _finder(args[0]), args[2]
-        return lambda value: None if inner(value) is None and holds(value) else ("", value, words)
+        base, words, holds = args
+        return "" if not _problem(value, base, field) and holds(value) else _must_be(words, value, field)
     if origin is typing.Literal:
-        return lambda value: None if isinstance(value, str) and value in args else ("", value, words)
+        is_one = isinstance(value, str) and value in args
+        return "" if is_one else _must_be(" or ".join(map(repr, args)), value, field)
     if origin in (types.UnionType, typing.Union):
-        options = [_finder(each) for each in args]
-
-        def of_any(value: Any) -> _Fault | None:
-            faults = [option(value) for option in options]
-            inside = [fault for fault in faults if fault and fault[0]]
-            return None if None in faults else inside[0] if len(inside) == 1 else ("", value, words)
-
-        return of_any
-    if (origin or kind) is list:
-        item = _finder(args[0]) if args else None
-
-        def of_list(value: Any) -> _Fault | None:
-            if not isinstance(value, list):
-                return "", value, words
-            for number, each in enumerate(value) if item else ():
-                if fault := item(each):
-                    return (f"[{number}]{fault[0]}", *fault[1:])
-            return None
-
-        return of_list
-    if (origin or kind) is dict:
-        item = _finder(args[1]) if args and args[1] is not Any else None
-
-        def of_dict(value: Any) -> _Fault | None:
-            if not isinstance(value, dict):
-                return "", value, words
-            for key, each in value.items() if item else ():
-                if fault := item(each):
-                    return (f"[{key!r:.{_SHOWN}}]{fault[0]}", *fault[1:])
-            return None
-
-        return of_dict
-    if typing.is_typeddict(kind) or dataclasses.is_dataclass(kind):
-        fields = _fields(kind)
-
-        def of_fields(value: Any) -> _Fault | None:
-            if not isinstance(value, dict):
-                return "", value, words
-            for name, (is_optional, item, words_of_item) in fields.items():
-                if name in value:
-                    if fault := item(value[name]):
-                        return (f".{name}{fault[0]}", *fault[1:])
-                elif not is_optional:
-                    return f".{name}", _MISSING, words_of_item
-            return None
-
-        return of_fields
-    allowed = (int, float) if kind is float else (kind,)
-    return lambda value: None if type(value) in allowed and _is_small(value) else ("", value, words)
+        problems = [_problem(value, option, field) for option in args]
+        return "" if "" in problems else problems[0]
+    if origin not in _WORDS:
+        return _problem_of_fields(value, kind, field)
+    is_small = type(value) is not int or -(1 << 63) <= value < 1 << 63
+    if not is_small or type(value) not in ((int, float) if kind is float else (origin,)):
+        return _must_be(_WORDS[origin], value, field)
+    items = () if not args else value.items() if origin is dict else enumerate(value)
+    problems = (_problem(item, args[-1], f"{field}[{_shown(key)}]") for key, item in items)
+    return next(filter(None, problems), "")
 
 
-def _is_small(value: Any) -> bool:
-    return type(value) is not int or -(1 << 63) <= value < 1 << 63
+def _problem_of_fields(value: Any, kind: Any, field: str) -> str:
+    """Returns `_problem` of a TypedDict or a dataclass."""
+    if not isinstance(value, dict):
+        return _must_be("an object", value, field)
+    for name, (item, is_optional) in _fields(kind).items():
+        path = f"{field}.{name}" if field else name
+        problem = _problem(value[name], item, path) if name in value else "" if is_optional else f"{path} is missing"
+        if problem:
+            return problem
+    return ""
 
 
-def _fields(kind: Any) -> dict[str, tuple[bool, Callable[[Any], _Fault | None], str]]:
-    """Returns name -> (whether it may be missing, its finder, what is allowed) of a TypedDict or a dataclass."""
-    optional = set()
-    if dataclasses.is_dataclass(kind):
-        missing = dataclasses.MISSING
-        optional = {f.name for f in dataclasses.fields(kind) if (f.default, f.default_factory) != (missing, missing)}
-    found = {}
+@functools.cache
+def _fields(kind: Any) -> dict[str, tuple[Any, bool]]:
+    """Returns name -> (kind, whether it may be missing) of the fields of a TypedDict or a dataclass."""
+    fields, missing = {}, dataclasses.MISSING
+    of_class = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    with_default = {each.name for each in of_class if (each.default, each.default_factory) != (missing, missing)}
     for name, hint in typing.get_type_hints(kind, include_extras=True).items():
-        if typing.get_origin(hint) is typing.NotRequired:
-            optional.add(name)
-            [hint] = typing.get_args(hint)
-        found[name] = name in optional, _finder(hint), _words(hint)
-    return found
+        is_marked = typing.get_origin(hint) is typing.NotRequired
+        fields[name] = typing.get_args(hint)[0] if is_marked else hint, is_marked or name in with_default
+    return fields
 
 
-def _words(kind: Any) -> str:
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin is Annotated:
-        return args[1]
-    if origin is typing.Literal:
-        return " or ".join(map(repr, args))
-    if origin in (types.UnionType, typing.Union):
-        return " or ".join(map(_words, args))
-    return _WORDS.get(origin or kind, "an object")
+def _must_be(words: str, value: Any, field: str) -> str:
+    return f"{f'{field}=' if field else ''}{_shown(value)} must be {words}"
 
 
 def _shown(value: Any) -> str:
@@ -240,12 +179,12 @@ def _shown(value: Any) -> str:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))
         raise ValueError(f"key {_shown(twice)} appears twice")
-    return found
+    return values
 
 
 def _finite(text: str) -> float:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-from typing import Any, TypedDict
+from typing import Any
 
 from hlat_jax.config import ModelConfig, typed
 from hlat_jax.data import kept_tokenizer
-from hlat_jax.store.typed_json import Count, check_name, checked, read_json
+from hlat_jax.store.typed_json import read_json
 from hlat_jax.weights.hf_config import model_config
 from hlat_jax.weights.hf_files import (
     begins_texts_with_bos,
@@ -18,17 +18,7 @@ from hlat_jax.weights.hf_files import (
     kept_companions,
     tokenizer_file,
 )
-from hlat_jax.weights.path_checks import FILES, WEIGHTS_FILE, check_hugging_face
-
-FORMAT = 1  # of a weights folder
-
-
-class _WeightsJson(TypedDict):
-    model: dict
-    step: Count
-    tokenizer: str
-    begins_with_bos: bool
-    stop_ids: list[int]
+from hlat_jax.weights.path_checks import check_hugging_face
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +26,7 @@ class Description:
     """Weights, wherever they come from.
 
     Attributes:
-      folder: a checkpoint, a weights folder or a Hugging Face folder.
+      folder: a checkpoint or a Hugging Face folder.
       model: the config; `auto` implementations are not resolved yet.
       step: the number of updates; 0 for imported weights.
       tokenizer: the argument of `data.tokenizer.Tokenizer`; "" without one.
@@ -70,44 +60,11 @@ def describe(folder: pathlib.Path) -> Description | None:
         path = folder / "config.json"
         return describe_hugging_face(folder, model_config(read_json(path), where=str(path)))
     try:
-        if is_weights(folder):
-            return describe_weights(folder)
         steps = [path for path in folder.glob("checkpoints/*") if path.name.isdecimal()]
         newest = folder if (folder / "state").is_dir() else max(steps, key=lambda path: int(path.name))
         return describe_checkpoint(newest.resolve(), read_json(newest / "run/metadata", allow_nan=True))
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
-
-
-def is_weights(path: pathlib.Path) -> bool:
-    """Returns whether a folder is a weights folder."""
-    return (path / WEIGHTS_FILE).is_file()
-
-
-def describe_weights(folder: pathlib.Path) -> Description:
-    """Returns the description in a weights folder.
-
-    Raises:
-      ValueError: an unknown layout version, or an invalid field.
-    """
-    path = folder / WEIGHTS_FILE
-    about = read_json(path)
-    if about.get("format") != FORMAT:
-        raise ValueError(
-            f"{folder} has layout version {about.get('format')}; this version of hlat_jax reads version {FORMAT}."
-        )
-    checked(about, _WeightsJson, where=str(path))
-    if about["tokenizer"]:
-        check_name(about["tokenizer"], f"{path}: tokenizer")
-    return Description(
-        folder=folder,
-        model=stored_model(about["model"], where=str(folder)),
-        step=about["step"],
-        tokenizer=about["tokenizer"] and os.path.abspath(folder / FILES / about["tokenizer"]),
-        begins_with_bos=about["begins_with_bos"],
-        stop_ids=tuple(about["stop_ids"]),
-        companions=folder / FILES,
-    )
 
 
 def describe_hugging_face(folder: pathlib.Path, model: ModelConfig) -> Description:
@@ -150,8 +107,7 @@ def stored_model(values: dict[str, Any], *, where: str) -> ModelConfig:
       ValueError: an unknown key, or an invalid value.
     """
     fields = {field.name: field for field in dataclasses.fields(ModelConfig)}
-    unknown = values.keys() - fields.keys()
-    if unknown:
+    if unknown := values.keys() - fields.keys():
         raise ValueError(
             f"{where}: the model has the unknown key {min(unknown)!r}; use the version of hlat_jax that wrote it."
         )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hlat_jax.config import ModelConfig, field_of
+from hlat_jax.config import ModelConfig, field_of, typed
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
 # Ours -> theirs, with equal values; below, transformers' defaults for fields that a file may leave out.
@@ -101,21 +101,13 @@ def model_config(content: dict[str, Any], *, where: str, fuse_qkv: bool = True) 
     missing = [key for key in _SAME.values() if key not in values and key not in ("num_key_value_heads", "head_dim")]
     if missing:
         raise ValueError(f"{where}: {missing[0]} is missing; fetch that file again.")
-    typed = {
-        theirs: _number(values[theirs], theirs, ours, where=where) for ours, theirs in _SAME.items() if theirs in values
-    }
-    for ours, theirs in _SAME.items():
-        most = field_of("model", ours).metadata["most"]
-        if most is not None and typed.get(theirs, 0) > most:
-            raise ValueError(f"{where}: {theirs}={typed[theirs]} must be at most {most}.")
+    fields = {ours: _typed(values, theirs, ours, where=where) for ours, theirs in _SAME.items() if theirs in values}
     _refuse_window(values, where=where)
-    heads, width = typed["num_attention_heads"], typed["hidden_size"]
-    if "head_dim" not in typed and (heads < 1 or width % heads):
+    heads, width = fields["num_heads"], fields["embed_dim"]
+    if "head_dim" not in fields and (heads < 1 or width % heads):
         raise ValueError(f"{where}: hidden_size={width} does not divide into num_attention_heads={heads}.")
-    typed.setdefault("num_key_value_heads", heads)
-    typed.setdefault("head_dim", width // max(heads, 1))
-    fields = {ours: typed[theirs] for ours, theirs in _SAME.items()}
-    model = ModelConfig(**fields, **_rope(values, where=where), fuse_qkv=fuse_qkv)
+    defaults = {"num_kv_heads": heads, "head_dim": width // max(heads, 1)}
+    model = ModelConfig(**defaults | fields | _rope(values, where=where), fuse_qkv=fuse_qkv)
     try:
         model.check()
     except ValueError as error:
@@ -172,25 +164,16 @@ def _refuse_window(values: dict[str, Any], *, where: str) -> None:
     """Raises ValueError for a sliding window that hides keys within the model's positions."""
     window, limit = values["sliding_window"], values["max_position_embeddings"]
     # transformers' Llama has no window, its Mistral has one whatever use_sliding_window says
-    is_off = values["model_type"] == "llama" and "use_sliding_window" in values and not values["use_sliding_window"]
-    if window is None or is_off:
-        return
-    if type(window) is not int:
-        raise ValueError(f"{where}: sliding_window={window!r} is {type(window).__name__}; it must be int, or null.")
-    if window < limit:
+    is_off = values["model_type"] == "llama" and not values.get("use_sliding_window", True)
+    if window is not None and not is_off and not (type(window) is int and window >= limit):
         raise ValueError(
-            f"{where}: sliding_window={window} is shorter than max_position_embeddings={limit}, and our model has no "
-            "sliding window; supported: null, or at least max_position_embeddings."
+            f"{where}: sliding_window={window!r} must be null, or an int of at least max_position_embeddings={limit}: "
+            "our model has no sliding window."
         )
 
 
-def _number(value: Any, theirs: str, ours: str, *, where: str) -> Any:
-    kind = type(getattr(ModelConfig(), ours))
-    if kind is float and type(value) is int and abs(value) < 1 << 1023:  # as far as a float reaches
-        value = float(value)
-    if type(value) is not kind:
-        raise ValueError(f"{where}: {theirs}={value!r} is {type(value).__name__}; it must be {kind.__name__}.")
-    return value
+def _typed(values: dict[str, Any], theirs: str, ours: str, *, where: str) -> Any:
+    return typed(f"{where}: {theirs}", field_of("model", ours), values[theirs])
 
 
 def _rope(values: dict[str, Any], *, where: str) -> dict[str, Any]:
@@ -198,24 +181,19 @@ def _rope(values: dict[str, Any], *, where: str) -> dict[str, Any]:
     for key in ("rope_parameters", "rope_scaling"):
         if not isinstance(values.get(key, {}), dict):
             raise ValueError(f"{where}: {key}={values[key]!r} must be an object.")
-    rope = dict(values.get("rope_parameters", {}))
-    for key, value in values.get("rope_scaling", {}).items():
-        if rope.setdefault(key, value) != value:
-            raise ValueError(f"{where}: rope_scaling has {key}={value!r}, rope_parameters {rope[key]!r}; keep one.")
-    theta = values["rope_theta"] if "rope_theta" in values else rope.get("rope_theta", 10000.0)
-    _refuse_unsupported({key: rope.pop(key) for key in ("partial_rotary_factor",) if key in rope}, where=where)
-    if rope.pop("rope_theta", theta) != theta:
-        raise ValueError(f"{where}: rope_theta={theta!r} differs from rope_parameters; keep one.")
-    fields = {"rope_theta": _number(theta, "rope_theta", "rope_theta", where=where)}
-    kind, *others = [rope.pop(key) for key in ("rope_type", "type") if key in rope] or ["default"]
+    rope = values.get("rope_scaling", {}) | values.get("rope_parameters", {})
+    theta = {"rope_theta": values.get("rope_theta", 10000.0)} | rope
+    if values.get("rope_theta", theta["rope_theta"]) != theta["rope_theta"]:
+        raise ValueError(f"{where}: rope_theta={values['rope_theta']!r} differs from rope_parameters; keep one.")
+    fields = {"rope_theta": _typed(theta, "rope_theta", "rope_theta", where=where)}
+    _refuse_unsupported({key: rope[key] for key in rope if key == "partial_rotary_factor"}, where=where)
+    kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3"):
         raise ValueError(f"{where}: rope_type={kind!r} is not supported; supported are 'default' and 'llama3'.")
-    if others not in ([], [kind]):
-        raise ValueError(f"{where}: rope_type={kind!r} and type={others[0]!r}; keep one.")
     needed = _LLAMA3 if kind == "llama3" else {}
-    if needed:
-        fields["rope_scaling"] = kind
-    for key in rope.keys() ^ set(needed.values()):
+    for key in (rope.keys() - {"rope_theta", "rope_type", "type", "partial_rotary_factor"}) ^ set(needed.values()):
         what = "not a field of" if key in rope else "missing in"
         raise ValueError(f"{where}: {key} is {what} rope_type={kind!r}.")
-    return fields | {ours: _number(rope[theirs], theirs, ours, where=where) for ours, theirs in needed.items()}
+    if needed:
+        fields["rope_scaling"] = kind
+    return fields | {ours: _typed(rope, theirs, ours, where=where) for ours, theirs in needed.items()}

@@ -36,12 +36,7 @@ def companions(folder: pathlib.Path) -> dict[str, pathlib.Path]:
 
 
 def keep_companions(source: pathlib.Path | None, workdir: pathlib.Path) -> None:
-    """Copies the files beside the weights that a new run begins with into its folder; an export of it has them too.
-
-    Args:
-      source: their folder; None: there are none.
-      workdir: the run folder.
-    """
+    """Copies the files beside the weights that a new run begins with, if any, into its folder, for its exports."""
     shutil.rmtree(workdir / KEPT, ignore_errors=True)  # of a start before the first checkpoint
     if source is not None and (source / "config.json").is_file():
         (workdir / KEPT).mkdir()

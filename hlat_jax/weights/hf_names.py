@@ -7,6 +7,7 @@ Rotary pairs are (i, i + H/2) in both, so queries and keys need no permutation. 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -48,33 +49,27 @@ class ParamMapping:
 
 def table(m: ModelConfig) -> list[ParamMapping]:
     """Returns an entry for every parameter of a model."""
-    d, f, v, n, h = m.embed_dim, m.mlp_dim, m.vocab_size, m.num_heads, m.head_dim
+    d, f, v, k, h, g = m.embed_dim, m.mlp_dim, m.vocab_size, m.num_kv_heads, m.head_dim, m.num_heads // m.num_kv_heads
+    q, *kv = (f"self_attn.{name}_proj.weight" for name in "qkv")
+    if m.fuse_qkv:
+        attention = [_matrices("layers.attention.qkv", {q: (d, k, g, h)} | dict.fromkeys(kv, (d, k, 1, h)), axis=2)]
+    else:
+        attention = [
+            _matrices("layers.attention.q", {q: (d, k, g, h)}),
+            _matrices("layers.attention.kv", dict.fromkeys(kv, (d, 1, k, h)), axis=1),
+        ]
     entries = [
         _same("embed", EMBEDDING, (v, d)),
         _same("layers.attention_norm.scale", "input_layernorm.weight", (d,)),
-        *(_fused_qkv(m) if m.fuse_qkv else _q_and_kv(m)),
-        ParamMapping(
-            "layers.attention.out",
-            {"self_attn.o_proj.weight": (d, n * h)},
-            (n, h, d),
-            lambda tensors: tensors[0].T.reshape(n, h, d),
-            lambda out_NHD: [out_NHD.reshape(n * h, d).T],
-        ),
+        *attention,
+        _matrices("layers.attention.out", {"self_attn.o_proj.weight": (m.num_heads, h, d)}, num_inputs=2),
         _same("layers.mlp_norm.scale", "post_attention_layernorm.weight", (d,)),
-        ParamMapping(
+        _matrices(
             "layers.mlp.gate_up",
-            {"mlp.gate_proj.weight": (f, d), "mlp.up_proj.weight": (f, d)},
-            (d, 2, f),
-            lambda tensors: np.stack([tensor.T for tensor in tensors], axis=1),
-            lambda gate_up_D2F: [gate_up_D2F[:, 0].T, gate_up_D2F[:, 1].T],
+            dict.fromkeys(("mlp.gate_proj.weight", "mlp.up_proj.weight"), (d, 1, f)),
+            axis=1,
         ),
-        ParamMapping(
-            "layers.mlp.down",
-            {"mlp.down_proj.weight": (d, f)},
-            (f, d),
-            lambda tensors: tensors[0].T,
-            lambda down_FD: [down_FD.T],
-        ),
+        _matrices("layers.mlp.down", {"mlp.down_proj.weight": (f, d)}),
         _same("final_norm.scale", "model.norm.weight", (d,)),
     ]
     if not m.tie_embeddings:
@@ -96,43 +91,26 @@ def _same(leaf: str, name: str, shape: tuple[int, ...]) -> ParamMapping:
     return ParamMapping(leaf, {name: shape}, shape, lambda tensors: tensors[0], lambda ours: [ours])
 
 
-def _qkv_tensors(m: ModelConfig) -> dict[str, tuple[int, ...]]:
-    d, k, h = m.embed_dim, m.num_kv_heads * m.head_dim, m.num_heads * m.head_dim
-    return {
-        "self_attn.q_proj.weight": (h, d),
-        "self_attn.k_proj.weight": (k, d),
-        "self_attn.v_proj.weight": (k, d),
-    }
+def _matrices(leaf: str, parts: dict[str, tuple[int, ...]], *, axis: int = 0, num_inputs: int = 1) -> ParamMapping:
+    """Returns the entry of a parameter whose parts along `axis` are transposed matrices.
 
-
-def _fused_qkv(m: ModelConfig) -> list[ParamMapping]:
-    d, k, h, g = m.embed_dim, m.num_kv_heads, m.head_dim, m.num_heads // m.num_kv_heads
+    Args:
+      leaf: path of the parameter.
+      parts: name of a tensor -> shape of its part of our parameter.
+      axis: axis along which the parts are joined.
+      num_inputs: number of leading axes that are the input of the matrix.
+    """
+    shapes = list(parts.values())
+    ends = np.cumsum([shape[axis] for shape in shapes])
 
     def join(tensors: Sequence[np.ndarray]) -> np.ndarray:
-        return np.concatenate([tensor.T.reshape(d, k, -1, h) for tensor in tensors], axis=2)
+        shaped = [tensor.T.reshape(shape) for tensor, shape in zip(tensors, shapes, strict=True)]
+        return shaped[0] if len(shaped) == 1 else np.concatenate(shaped, axis)
 
-    def split(qkv_DKXH: np.ndarray) -> Sequence[np.ndarray]:
-        return [part.reshape(d, -1).T for part in np.split(qkv_DKXH, (g, g + 1), axis=2)]
+    def split(ours: np.ndarray) -> Sequence[np.ndarray]:
+        width = math.prod(ours.shape[:num_inputs])
+        return [part.reshape(width, -1).T for part in np.split(ours, ends[:-1], axis)]
 
-    return [ParamMapping("layers.attention.qkv", _qkv_tensors(m), (d, k, g + 2, h), join, split)]
-
-
-def _q_and_kv(m: ModelConfig) -> list[ParamMapping]:
-    d, k, h, g = m.embed_dim, m.num_kv_heads, m.head_dim, m.num_heads // m.num_kv_heads
-    (q, q_shape), *kv = _qkv_tensors(m).items()
-    return [
-        ParamMapping(
-            "layers.attention.q",
-            {q: q_shape},
-            (d, k, g, h),
-            lambda tensors: tensors[0].T.reshape(d, k, g, h),
-            lambda q_DKGH: [q_DKGH.reshape(d, -1).T],
-        ),
-        ParamMapping(
-            "layers.attention.kv",
-            dict(kv),
-            (d, 2, k, h),
-            lambda tensors: np.stack([tensor.T.reshape(d, k, h) for tensor in tensors], axis=1),
-            lambda kv_D2KH: [kv_D2KH[:, i].reshape(d, -1).T for i in (0, 1)],
-        ),
-    ]
+    tensors = {name: (math.prod(shape[num_inputs:]), math.prod(shape[:num_inputs])) for name, shape in parts.items()}
+    whole = (*shapes[0][:axis], int(ends[-1]), *shapes[0][axis + 1 :])
+    return ParamMapping(leaf, tensors, whole, join, split)

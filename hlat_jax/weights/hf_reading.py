@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, TypedDict
 
 import jax
@@ -29,23 +29,14 @@ class HFCheckpoint:
 
     Attributes:
       dtype: of our parameters.
-      notes: lines on ignored tensors.
       warning: a line on the unknown fields of config.json; "" without any.
-      nonfinite: lines on the tensors read so far that have values that are not finite.
     """
 
     folder: pathlib.Path
     model: ModelConfig
     tensors: dict[str, StoredTensor]
     dtype: np.dtype
-    notes: tuple[str, ...]
     warning: str
-    nonfinite: list[str] = dataclasses.field(default_factory=list, compare=False)
-
-    def slabs(self, entry: hf_names.ParamMapping) -> Iterator[np.ndarray]:
-        """Yields one of our parameters, layer by layer where it is stacked, in `dtype`."""
-        for layer in range(self.model.num_layers if entry.stacked else 1):
-            yield self._slab(entry, layer)
 
     def arrays(self) -> Any:
         """Returns shape and dtype of our parameters, as nested dicts."""
@@ -63,37 +54,26 @@ class HFCheckpoint:
                 wanted = {box: part for box, part in parts.items() if not entry.stacked or layer in range(*box[0])}
                 if not wanted:
                     continue
-                slab = as_dtype(self._slab(entry, layer), abstract.dtype)
+                tensors = [as_dtype(self.tensors[name].read(), self.dtype) for name in entry.names(layer)]
+                slab = as_dtype(entry.join([bits(tensor) for tensor in tensors]).view(self.dtype), abstract.dtype)
                 for limits, part in wanted.items():
                     rows = [slice(*limit) for limit in limits[entry.stacked :]]
                     bits(part[layer - limits[0][0]] if entry.stacked else part)[...] = bits(slab)[tuple(rows)]
 
         return read_parts(abstract, fill)
 
-    def _slab(self, entry: hf_names.ParamMapping, layer: int) -> np.ndarray:
-        tensors = []
-        for name in entry.names(layer):
-            values = as_dtype(self.tensors[name].read(), self.dtype)
-            if count := _num_nonfinite(values):
-                self.nonfinite.append(f"{self.folder}: {count:,} of {values.size:,} values of {name} are not finite.")
-            tensors.append(values)
-        return entry.join([bits(tensor) for tensor in tensors]).view(self.dtype)
-
 
 class _Index(TypedDict):
     weight_map: dict[str, str]
 
 
-def open_checkpoint(
-    folder: pathlib.Path, *, dtype: str = "", fuse_qkv: bool = True, strict: bool = False
-) -> HFCheckpoint:
+def open_checkpoint(folder: pathlib.Path, *, dtype: str = "", fuse_qkv: bool = True) -> HFCheckpoint:
     """Returns a folder's model and tensors; reads no weights.
 
     Args:
       folder: with config.json and safetensors, one file or several with an index.
       dtype: of our parameters; "": that of the tensors, with float16 as float32, which is exact.
       fuse_qkv: as ModelConfig's.
-      strict: raise for unknown fields of config.json.
 
     Raises:
       ValueError: a tensor that is missing, left over, or of another shape or dtype; an unsupported architecture.
@@ -103,35 +83,35 @@ def open_checkpoint(
     content = read_json(path)
     model = model_config(content, where=str(path), fuse_qkv=fuse_qkv)
     unknown = unknown_fields(content)
-    if unknown and strict:
-        raise ValueError(
-            f"{path}: {', '.join(f'{key}={content[key]!r}' for key in unknown)} are unknown to this converter "
-            "and may change the computation; without --strict they are kept and ignored."
-        )
     warning = f"{path}: {_some(unknown)} are unknown to this converter and assumed to change no result."
-    tensors = _tensors(folder)
-    notes = []
-    derived = [name for name in tensors if name.endswith(hf_names.DERIVED)]
-    if derived:
-        notes.append(f"{len(derived)} tables {hf_names.DERIVED} are ignored: they follow from config.json.")
-    tensors = {name: stored for name, stored in tensors.items() if name not in derived}
-    _require_supported_dtypes(tensors, folder=folder)
+    tensors = {name: stored for name, stored in _tensors(folder).items() if not name.endswith(hf_names.DERIVED)}
+    for name, stored in tensors.items():
+        if stored.code not in DTYPES:
+            raise ValueError(f"{folder}: tensor {_some([name])} is {stored.code}; supported are {', '.join(DTYPES)}.")
     head = tensors.pop(hf_names.HEAD, None) if model.tie_embeddings else None
     if model.num_layers > len(tensors):  # before their names are listed
         raise ValueError(
             f"{path}: num_hidden_layers={model.num_layers}, but the folder has only {len(tensors)} tensors."
         )
-    _require_names(tensors, hf_names.expected(model), folder=folder)
+    expected = hf_names.expected(model)
+    shapes = {name: stored.shape for name, stored in tensors.items()}
+    wrong = [
+        f"{_some([name])} is {_shape_text(shapes, name)}, config.json makes it {_shape_text(expected, name)}"
+        for name in dict.fromkeys([*expected, *shapes])
+        if shapes.get(name) != expected.get(name)
+    ]
+    if wrong:
+        raise ValueError(
+            f"{folder} has {len(wrong)} tensors that do not match its config.json:\n  " + "\n  ".join(wrong[:_SHOWN])
+        )
     kept = _dtype(tensors, dtype, folder=folder)
-    if head is not None:
-        _require_same(tensors[hf_names.EMBEDDING], head)
-    return HFCheckpoint(folder, model, tensors, kept, tuple(notes), warning if unknown else "")
-
-
-def _num_nonfinite(values: np.ndarray) -> int:
-    """Returns how many values are infinite or not numbers; as integers, since NumPy is slow with bfloat16."""
-    infinity = bits(np.array(np.inf, values.dtype)) << 1
-    return int(np.count_nonzero(bits(values) << 1 >= infinity))  # without the sign
+    embedding = tensors[hf_names.EMBEDDING]
+    if head and not (head.code == embedding.code and np.array_equal(bits(embedding.read()), bits(head.read()))):
+        raise ValueError(
+            f"{head.path}: {hf_names.HEAD} differs from {hf_names.EMBEDDING}, but config.json has "
+            "tie_word_embeddings=true; set it to false to keep both."
+        )
+    return HFCheckpoint(folder, model, tensors, kept, warning if unknown else "")
 
 
 def as_dtype(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -156,45 +136,12 @@ def _tensors(folder: pathlib.Path) -> dict[str, StoredTensor]:
     for name in sorted(files):
         if not (folder / name).is_file():
             raise ValueError(f"{index} names the file {name}, which is missing; fetch it.")
-        for tensor, stored in read_header(folder / name).items():
-            if tensor in tensors:
-                raise ValueError(f"{folder}: tensor {_some([tensor])} is in {tensors[tensor].path.name} and in {name}.")
-            tensors[tensor] = stored
+        tensors |= read_header(folder / name)
     actual = {name: stored.path.name for name, stored in tensors.items()}
     misplaced = {name for name, _ in actual.items() ^ where.items()}
     if misplaced:
         raise ValueError(f"{index} and its files disagree on {_some(sorted(misplaced))}; fetch them again.")
     return tensors
-
-
-def _require_supported_dtypes(tensors: dict[str, StoredTensor], *, folder: pathlib.Path) -> None:
-    for name, stored in tensors.items():
-        if stored.code not in DTYPES:
-            count = sum(other.code == stored.code for other in tensors.values()) - 1
-            raise ValueError(
-                f"{folder}: tensor {_some([name])} and {count} others are {stored.code}; supported are "
-                f"{', '.join(DTYPES)}."
-            )
-
-
-def _require_names(
-    tensors: dict[str, StoredTensor], expected: dict[str, tuple[int, ...]], *, folder: pathlib.Path
-) -> None:
-    left_over = [name for name in tensors if name not in expected]
-    missing = [name for name in expected if name not in tensors]
-    if left_over or missing:
-        lines = [f"{len(missing)} missing: {_some(missing)}"] if missing else []
-        lines += [f"{len(left_over)} left over: {_some(left_over)}"] if left_over else []
-        if missing == [hf_names.HEAD]:
-            lines.append("without it, config.json should say tie_word_embeddings=true")
-        raise ValueError(f"{folder} does not have the tensors of its config.json:\n  " + "\n  ".join(lines))
-    others = [
-        f"{name} is {list(tensors[name].shape)}, config.json makes it {list(shape)}"
-        for name, shape in expected.items()
-        if tensors[name].shape != shape
-    ]
-    if others:
-        raise ValueError(f"{folder} has {len(others)} tensors of another shape:\n  " + "\n  ".join(others[:_SHOWN]))
 
 
 def _dtype(tensors: dict[str, StoredTensor], asked: str, *, folder: pathlib.Path) -> np.dtype:
@@ -210,20 +157,8 @@ def _dtype(tensors: dict[str, StoredTensor], asked: str, *, folder: pathlib.Path
     return DTYPES["F32"] if code == "F16" else DTYPES[code]
 
 
-def _require_same(embedding: StoredTensor, head: StoredTensor) -> None:
-    """Raises ValueError unless the head, of a model with tied embeddings, equals the embedding."""
-    same = (embedding.code, embedding.shape) == (head.code, head.shape)
-    step = max(1, (1 << 26) // embedding.shape[-1])
-    starts = range(0, embedding.shape[0], step) if same else ()
-    same = same and all(
-        np.array_equal(*(bits(each.read(rows=slice(start, start + step))) for each in (embedding, head)))
-        for start in starts
-    )
-    if not same:
-        raise ValueError(
-            f"{head.path}: {hf_names.HEAD} differs from {hf_names.EMBEDDING}, but config.json has "
-            "tie_word_embeddings=true; set it to false to keep both."
-        )
+def _shape_text(shapes: dict[str, tuple[int, ...]], name: str) -> str:
+    return str(list(shapes[name])) if name in shapes else "missing"
 
 
 def _some(names: Iterable[str]) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pathlib
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
+from absl import flags
 
-from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.cli import flags as flags_lib
+from hlat_jax.config import Config
+from hlat_jax.data.tokenizer import Tokenizer, resolve_with_tokenizer
 from hlat_jax.weights.description import describe
 from hlat_jax.weights.hf_config import architecture
 from hlat_jax.weights.path_checks import check_checkpoint
@@ -67,6 +70,13 @@ def take_model(mutable: Any, *, given: Collection[str], workdir: pathlib.Path | 
         lines.append(f"tokenizer        {tokenizer}; that of config {mutable.name} has other ids")
         mutable.data.tokenizer = tokenizer
     return lines
+
+
+def parse_config(argv: Sequence[str], define: Callable[[flags.FlagValues], None]) -> tuple[Config, flags.FlagValues]:
+    """Returns the resolved config of a command line, with the model of its initial weights, and its other flags."""
+    mutable, values = flags_lib.parse(argv, define)
+    take_checked_model(mutable, given=flags_lib.given_keys(values))
+    return resolve_with_tokenizer(mutable), values
 
 
 def take_checked_model(mutable: Any, *, given: Collection[str], workdir: pathlib.Path | None = None) -> None:

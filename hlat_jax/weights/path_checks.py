@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pathlib
 
-WEIGHTS_FILE, FILES = "weights.json", "files"  # of a weights folder: what it holds, and the files beside the weights
-# Each is in one of: a run folder, a checkpoint, a weights folder, a Hugging Face folder.
-_MARKS = ("checkpoints", "state", WEIGHTS_FILE, "config.json", "model.safetensors", "model.safetensors.index.json")
+# Each is in one of: a run folder, a checkpoint, a Hugging Face folder.
+_MARKS = ("checkpoints", "state", "config.json", "model.safetensors", "model.safetensors.index.json")
 
 
 def check_checkpoint(path: str, *, key: str = "") -> None:
@@ -29,6 +28,6 @@ def no_weights(path: pathlib.Path, *, key: str = "") -> ValueError:
     missing = "" if path.is_dir() else "no such folder; "
     return ValueError(
         f"{key and f'{key}: '}{path} holds no weights ({missing}working directory {pathlib.Path.cwd()}); give a run "
-        "folder, such as runs/tiny, one of its checkpoints, runs/tiny/checkpoints/STEP, a Hugging Face folder with "
-        "config.json and safetensors, or what `python -m hlat_jax.hf import` wrote."
+        "folder, such as runs/tiny, one of its checkpoints, runs/tiny/checkpoints/STEP, or a Hugging Face folder with "
+        "config.json and safetensors."
     )

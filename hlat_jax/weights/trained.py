@@ -1,4 +1,4 @@
-"""Trained parameters in a run folder, a checkpoint, a weights folder or a Hugging Face folder, opened for a model.
+"""Trained parameters in a run folder, a checkpoint or a Hugging Face folder, opened for a model.
 
 weights = open_weights("runs/tiny")
 params = weights.restore(None)
@@ -7,8 +7,8 @@ logits_BTV = model.apply(params, weights.model, tokens_BT)
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import functools
 import os
 import pathlib
 import re
@@ -26,18 +26,11 @@ from hlat_jax.model import abstract_params
 from hlat_jax.store.checkpoint import find_saved, read_arrays
 from hlat_jax.store.checkpoint_checks import MASTERS, PARAMS, RUN_ITEM, saved_run
 from hlat_jax.store.config_diff import differences
-from hlat_jax.store.integrity import damage
-from hlat_jax.weights.description import (
-    Description,
-    describe_checkpoint,
-    describe_hugging_face,
-    describe_weights,
-    is_weights,
-)
+from hlat_jax.store.integrity import INTEGRITY_FILE, damage
+from hlat_jax.weights.description import Description, describe_checkpoint, describe_hugging_face
 from hlat_jax.weights.hf_files import is_hugging_face
 from hlat_jax.weights.hf_reading import open_checkpoint
 from hlat_jax.weights.path_checks import no_weights
-from hlat_jax.weights.weights_folder import read_leaf, stored_leaves
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,17 +39,19 @@ class Weights(Description):
 
     Attributes:
       arrays: the jax.ShapeDtypeStruct of every parameter, in the stored dtype.
+      read_leaf: function of (path of a parameter, its jax.ShapeDtypeStruct) that reads it: a jax array where that has
+        a sharding, otherwise a NumPy array.
     """
 
     arrays: Any
-    _read: Callable[[Any], Any]
+    read_leaf: Callable[[str, jax.ShapeDtypeStruct], Any]
 
     def restore(self, shardings: Any, *, dtype: Any = None) -> Any:
         """Returns the parameters as jax arrays; each process reads only the shards of its devices.
 
         Args:
-          shardings: a tree like the parameters, or one for all of them; None: the default device.
-          dtype: they are rounded to, to nearest, on the host; None: the stored dtype.
+          shardings: a tree like the parameters, one sharding for all of them, or None for the default device.
+          dtype: the dtype to which they are rounded on the host, or None for the stored one.
         """
         if shardings is None:
             shardings = jnp.zeros(()).sharding
@@ -66,15 +61,14 @@ class Weights(Description):
         def target(leaf: jax.ShapeDtypeStruct, sharding: jax.sharding.Sharding) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=sharding)
 
-        return self._read(jax.tree.map(target, self.arrays, shardings))
+        leaves = leaves_by_name(jax.tree.map(target, self.arrays, shardings))
+        # the largest first: a read takes host memory besides its result, and then least is in memory already
+        order = sorted(leaves, key=lambda name: -leaves[name].size * leaves[name].dtype.itemsize)
+        return nested({name: self.read_leaf(name, leaves[name]) for name in order})
 
     def read(self, name: str) -> np.ndarray:
         """Returns one parameter in host memory by its path in the tree, such as `layers.mlp.down`."""
-        path = name.split(".")
-        tree = self._read(nested({name: leaves_by_name(self.arrays)[name]}))
-        for key in path:
-            tree = tree[key]
-        return tree
+        return self.read_leaf(name, leaves_by_name(self.arrays)[name])
 
     def open_tokenizer(self) -> Tokenizer:
         """Returns the tokenizer that they were trained with.
@@ -105,11 +99,10 @@ class Weights(Description):
 def open_weights(
     path: str | os.PathLike, *, masters: bool = False, tokenizer: str = "", fuse_qkv: bool = True
 ) -> Weights:
-    """Returns the parameters at a path, after comparing all files of the folder with their checksums.
+    """Returns the parameters at a path, after comparing all files of the folder with their checksums, if it has them.
 
     Args:
-      path: a run folder (its newest undamaged checkpoint is taken), one checkpoint of it, a weights folder, or a
-        Hugging Face folder, which has no checksums and is described by its config.json.
+      path: a run folder (its newest undamaged checkpoint is taken), one checkpoint of it, or a Hugging Face folder.
       masters: the optimizer's fp32 master weights, where the precision policy keeps them.
       tokenizer: its file, for weights without one; "": theirs.
       fuse_qkv: as ModelConfig's, for a Hugging Face folder.
@@ -118,9 +111,7 @@ def open_weights(
       ValueError: no weights there, damage, arrays that do not match the model, or another tokenizer than theirs.
     """
     path = pathlib.Path(path).expanduser()
-    if is_weights(path):
-        weights = _of_folder(path)
-    elif is_hugging_face(path):
+    if is_hugging_face(path):
         weights = _of_hugging_face(path, fuse_qkv=fuse_qkv)
     else:
         folder = find_saved(path)
@@ -131,21 +122,14 @@ def open_weights(
 
 
 def _with_tokenizer(weights: Weights, path: str) -> Weights:
-    """Returns the weights with the tokenizer at `path`, which must be theirs if they have one."""
-    at_own = _sha256_of_readable(weights.tokenizer)
-    theirs = weights.tokenizer_sha256 or at_own
-    if theirs not in ("", Tokenizer(path, key="--tokenizer").sha256):
-        hint = f", {weights.tokenizer}: leave the flag out" if theirs == at_own else "; give that one"
-        raise ValueError(f"--tokenizer={path} is not the tokenizer of {weights.folder}{hint}.")
+    """Returns the weights with the tokenizer at `path`, which must be theirs if they have one that can be read here."""
+    given, theirs = Tokenizer(path, key="--tokenizer").sha256, weights.tokenizer_sha256
+    if weights.tokenizer and not theirs:
+        with contextlib.suppress(ValueError):
+            theirs = Tokenizer(weights.tokenizer, key="tokenizer").sha256
+    if theirs not in ("", given):
+        raise ValueError(f"--tokenizer={path} is not the tokenizer of {weights.folder}; leave the flag out.")
     return dataclasses.replace(weights, tokenizer=path)
-
-
-def _sha256_of_readable(tokenizer: str) -> str:
-    """Returns the checksum of a tokenizer; "" if there is none, or if it cannot be read here."""
-    try:
-        return Tokenizer(tokenizer, key="tokenizer").sha256 if tokenizer else ""
-    except ValueError:
-        return ""
 
 
 def leaves_by_name(tree: Any) -> dict[str, Any]:
@@ -183,49 +167,17 @@ def _of_run(folder: pathlib.Path, *, masters: bool) -> Weights:
         path = ".".join((*where, name))
         return leaves_by_name(read_arrays(folder, nested({path: leaf})))[path]
 
-    return _weights(described, _arrays(saved, described.model, folder=folder), functools.partial(_read_each, read))
-
-
-def _of_folder(folder: pathlib.Path) -> Weights:
-    why = damage(folder, deep=True)
-    if why:
-        raise ValueError(f"{folder} is damaged ({why}); import or average it again.")
-    described, stored = describe_weights(folder), stored_leaves(folder)
-    written = {
-        "".join(f"[{key!r}]" for key in name.split(".")): f"{leaf.dtype}{list(leaf.shape)}"
-        for name, leaf in stored.items()
-    }
-    read = functools.partial(_read_each, lambda name, leaf: read_leaf(stored[name], leaf))
-    return _weights(described, _arrays(written, described.model, folder=folder), read)
+    return Weights(**vars(described), arrays=_arrays(saved, described.model, folder=folder), read_leaf=read)
 
 
 def _of_hugging_face(folder: pathlib.Path, *, fuse_qkv: bool) -> Weights:
+    if (folder / INTEGRITY_FILE).is_file() and (why := damage(folder, deep=True)):
+        raise ValueError(f"{folder} is damaged ({why}); import or average it again.")
     checkpoint = open_checkpoint(folder, fuse_qkv=fuse_qkv)
     if checkpoint.warning:
         print(f"warning: {checkpoint.warning}", file=sys.stderr, flush=True)
-
-    def read(abstract: Any) -> Any:
-        params = _read_each(checkpoint.read_param, abstract)
-        for line in checkpoint.nonfinite:
-            print(f"warning: {line}", file=sys.stderr, flush=True)
-        checkpoint.nonfinite.clear()
-        return params
-
-    return _weights(describe_hugging_face(folder, checkpoint.model), checkpoint.arrays(), read)
-
-
-def _weights(described: Description, arrays: Any, read: Callable[[Any], Any]) -> Weights:
-    return Weights(**vars(described), arrays=arrays, _read=read)
-
-
-def _read_each(read: Callable[[str, jax.ShapeDtypeStruct], Any], abstract: Any) -> Any:
-    """Returns the parameters that `abstract` names, read one after another.
-
-    The largest first: a read takes host memory besides its result, and then least is in memory already.
-    """
-    leaves = leaves_by_name(abstract)
-    order = sorted(leaves, key=lambda name: -leaves[name].size * leaves[name].dtype.itemsize)
-    return nested({name: read(name, leaves[name]) for name in order})
+    described = describe_hugging_face(folder, checkpoint.model)
+    return Weights(**vars(described), arrays=checkpoint.arrays(), read_leaf=checkpoint.read_param)
 
 
 def _arrays(saved: dict[str, str], model: ModelConfig, *, folder: pathlib.Path) -> Any:

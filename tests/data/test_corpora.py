@@ -9,7 +9,6 @@ from data_files import write_arrow, write_compressed, write_jsonl, write_parquet
 
 from hlat_jax.config import DataConfig
 from hlat_jax.data.build import build
-from hlat_jax.data.build.build_task import BuildOptions
 from hlat_jax.data.formats.paths import asset_path
 from hlat_jax.data.loader import TrainBatches, batch_hash
 from hlat_jax.data.tokenizer import Tokenizer
@@ -37,9 +36,7 @@ def novels(tmp_path_factory):
         build.build(
             [str(source)],
             out=folder / name,
-            options=BuildOptions(tokenizer=tokenizer, shard_bytes=1 << 20),
-            num_workers=1,
-            watch=lambda *_: contextlib.nullcontext(),
+            options=build.BuildOptions(tokenizer=tokenizer, shard_bytes=1 << 20),
         )
     paths = [
         write_parquet(folder / "a.parquet", texts, rows_in_group=10),

@@ -1,5 +1,6 @@
 """The tokenizer that a run folder keeps, and which paths of a config are refused before JAX is imported."""
 
+import contextlib
 import hashlib
 import json
 
@@ -59,24 +60,14 @@ def test_the_kept_tokenizer_stands_in_only_for_the_file_that_the_run_opened(tmp_
     assert resolve_tokenizer_path("/gone.model", tmp_path / "other") == "/gone.model"
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["{tmp}/a.txt", "{tmp}/*.txt", "{tmp}", "file://{tmp}/a.txt", "s3://bucket/x", "package:austen_2k.model", ""],
-)
-def test_paths_that_are_there_or_on_another_machine_pass(tmp_path, path):
+def test_paths_where_there_is_nothing_are_refused_and_those_on_other_machines_pass(tmp_path):
     (tmp_path / "a.txt").write_text("a")
-    path_checks.check_text_path(path.format(tmp=tmp_path), key="data.train")
-
-
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("{tmp}/b.txt", r"data.train: .*/b.txt does not exist \(looked from "),
-        ("{tmp}/*.md", r"data.train: .*/\*.md matches no file"),
-        ("file://{tmp}/b.txt", "b.txt does not exist"),
+    for path, message in (
+        *((good, "") for good in ("{0}/a.txt", "{0}/*.txt", "{0}", "file://{0}/a.txt", "s3://bucket/x", "")),
+        ("{0}/b.txt", r"data.train: .*/b.txt does not exist \(looked from "),
+        ("{0}/*.md", r"data.train: .*/\*.md matches no file"),
+        ("file://{0}/b.txt", "b.txt does not exist"),
         ("package:b", "package:b does not ship with hlat_jax"),
-    ],
-)
-def test_paths_where_there_is_nothing_are_refused(tmp_path, path, message):
-    with pytest.raises(ValueError, match=message):
-        path_checks.check_text_path(path.format(tmp=tmp_path), key="data.train")
+    ):
+        with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+            path_checks.check_text_path(path.format(tmp_path), key="data.train")

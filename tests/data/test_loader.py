@@ -122,9 +122,9 @@ def test_mixtures_match_the_reference_packer(three, kind, seed, batch_size, seq_
     assert_batches_are([batch for batch, _ in take(data, 14)], expected)
 
 
-@pytest.mark.quick_cases("concat-a=1,b=1", "documents-a=1,b=1")
+@pytest.mark.quick_cases("documents-a=1,b=9")
 @pytest.mark.parametrize(("kind", "stages"), [
-    ("documents", "a=1,b=1"), ("documents", "a=1,b=9"), ("concat", "a=1,b=1"),
+    ("documents", "a=1,b=9"), ("concat", "a=1,b=1"),
     ("documents", "a=1,b=0 until_tokens=100_000;a=1,b=2 until_step=150;a=0,b=1 until_step=170;a=2,b=1"),
 ])  # fmt: skip
 def test_token_share_of_each_source_follows_its_weight_despite_padding(tmp_path, kind, stages):
@@ -136,7 +136,7 @@ def test_token_share_of_each_source_follows_its_weight_despite_padding(tmp_path,
     data = data_config(train, mixture=stages, packing=kind, seq_len=256, batch_size=8, max_document_chars=1000)
     sources_of, emitted, bounds = [], [], []
     with contextlib.closing(loader.TrainBatches(data, tokenizer=TOKENIZER)) as batches:
-        for _ in range(400):
+        for _ in range(300):
             rows, position = batches.next_rows(), batches.get_state()
             sources_of.append([source for source, _ in rows])
             counted = [row.spans[-1].stop for _, row in rows]
@@ -148,12 +148,12 @@ def test_token_share_of_each_source_follows_its_weight_despite_padding(tmp_path,
     assert max(bounds) <= 2 * data.seq_len
     if ";" not in stages:
         weights = np.asarray([int(part[2:]) for part in stages.split(",")])
-        for end in (200, 300, 400):
+        for end in (200, 300):
             np.testing.assert_allclose(shares(0, end), weights / weights.sum(), atol=0.01)
         return
     begins = np.flatnonzero(np.asarray(sources_of).max(axis=1) == 1)[0]  # the first batch with a row of b
     assert abs(emitted[:begins].sum() - 100_000) <= data.batch_size * data.seq_len
-    np.testing.assert_allclose(shares(170, 400), [2 / 3, 1 / 3], atol=0.02)  # a stage that takes on what is owed
+    np.testing.assert_allclose(shares(170, 300), [2 / 3, 1 / 3], atol=0.02)  # a stage that takes on what is owed
     assert (np.asarray(sources_of)[150:170] == 1).all()
 
 
@@ -177,9 +177,13 @@ def test_skipped_records_match_the_reference_packer_and_are_counted(three, tmp_p
     assert counts[-1] > 10
     resumed = take(data, 20, position=taken[19][1])
     assert [skipped_records(position) for _, position in resumed] == counts[20:]
+    for name in texts:
+        (tmp_path / f"{name}.jsonl").write_text('{"text": null}\n' * 3)
+    with pytest.raises(BadRecord, match="'text' is null"):  # rather than to look for a good one for ever
+        take(data, 1)
 
 
-@settings(max_examples=16, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.sampled_from(KINDS), st.integers(1, 8), st.integers(1, 7), st.integers(0, 2**32 - 1), st.integers(2, 40))
 def test_any_split_of_the_rows_gives_the_same_global_batches(
     corpus, three, kind, num_processes, batch_size, seed, seq_len
@@ -198,68 +202,22 @@ def test_any_split_of_the_rows_gives_the_same_global_batches(
         assert f"{combined:032x}" == loader.batch_hash(batch, rows=range(batch_size))
 
 
-@pytest.mark.quick_cases(
-    "1-concat",
-    "1-documents",
-    "1-mixed concat",
-    "1-mixed documents",
-    "3-concat",
-    "3-documents",
-    "6-concat",
-    "6-documents",
-    "6-mixed documents",
-)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_processes", [1, 3, 6])
-def test_state_of_eight_processes_resumes_on_any_number(corpus, three, kind, num_processes):
-    data = kind_of(kind, corpus, three, batch_size=6)
-    eight = [part for part in np.array_split(np.arange(6), 8) if len(part)]  # two of them have no row
-    saved = np.concatenate([take(data, 5, rows=part.tolist())[-1][1] for part in eight])
-    expected = take(data, 9)[5:]
-    for rows in np.array_split(np.arange(6), num_processes):
-        resumed = take(data, 4, rows=rows.tolist(), position=saved[rows])
-        for (batch, position), (whole, after) in zip(resumed, expected, strict=True):
-            np.testing.assert_array_equal(batch.tokens, whole.tokens[rows])
-            np.testing.assert_array_equal(position, after[rows])
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("num_threads", [0, 2])
-def test_restart_from_every_position_gives_the_same_continuation(corpus, three, num_threads, kind):
-    data = kind_of(kind, corpus, three, num_threads=num_threads, batch_size=4)
+def test_restart_from_every_position_gives_the_same_continuation_on_any_threads(corpus, three, kind):
+    data = kind_of(kind, corpus, three, batch_size=4)
     batches = take(data, 40)
     assert batches[-1][1][:, 1::NUM_FIELDS].max(axis=1).min() >= 2  # epochs of the source that is furthest
-    resumed = loader.TrainBatches(data, tokenizer=TOKENIZER, position=batches[7][1])
-    for start in range(7, 39):
-        resumed.set_state(batches[start][1])
-        for (batch, position), (expected, after) in zip(resumed, batches[start + 1 : start + 4], strict=False):
-            np.testing.assert_array_equal(batch.tokens, expected.tokens)
-            np.testing.assert_array_equal(batch.weights, expected.weights)
-            np.testing.assert_array_equal(position, after)
-    resumed.close()
-
-
-def test_set_state_rewinds_the_loader(corpus):
-    batches = loader.TrainBatches(data_config(corpus[0], num_threads=2), tokenizer=TOKENIZER)
-    next(batches)
-    state = batches.get_state()
-    ahead = [next(batches)[0].tokens for _ in range(3)]
-    batches.set_state(state)
-    np.testing.assert_array_equal([next(batches)[0].tokens for _ in range(3)], ahead)
-    batches.close()
-
-
-@settings(max_examples=10, deadline=None)
-@given(st.integers(1, 23), st.integers(0, 2**32 - 1), st.integers(0, 3))
-def test_each_document_appears_exactly_once_in_every_epoch(corpus, batch_size, seed, epoch):
-    path, texts = corpus
-    data = data_config(path, batch_size=batch_size, seed=seed)
-    batches, seen = loader.TrainBatches(data, tokenizer=TOKENIZER), []
-    for row in range(batch_size):
-        num_entries = batches.definition.num_entries(0, row=row)
-        seen += [batches.definition.document(0, row=row, epoch=epoch, entry=entry) for entry in range(num_entries)]
-    batches.close()
-    assert sorted(seen) == list(range(len(texts)))
+    for num_threads, prefetch_batches in ((0, 1), (1, 1), (5, 3)):
+        data = dataclasses.replace(data, num_threads=num_threads, prefetch_batches=prefetch_batches)
+        rows = [0, 1, 2, 3] if num_threads else [1, 3]  # a process with its own rows
+        resumed = loader.TrainBatches(data, tokenizer=TOKENIZER, position=batches[7][1][rows], rows=rows)
+        for start in range(7 + num_threads, 38, 3):
+            resumed.set_state(batches[start][1][rows])
+            for (batch, position), (expected, after) in zip(resumed, batches[start + 1 : start + 4], strict=False):
+                np.testing.assert_array_equal(batch.tokens, expected.tokens[rows])
+                np.testing.assert_array_equal(batch.weights, expected.weights[rows])
+                np.testing.assert_array_equal(position, after[rows])
+        resumed.close()
 
 
 def test_order_depends_on_epoch_and_seed_and_matches_golden_values(corpus):
@@ -272,15 +230,6 @@ def test_order_depends_on_epoch_and_seed_and_matches_golden_values(corpus):
     assert len({tuple(some) for some in order.values()}) == 3
     assert order[1234, 0] == [20, 12, 16, 2, 13, 7]
     assert order[1234, 1] == [7, 4, 0, 21, 10, 18]
-
-
-def test_threads_and_prefetch_do_not_change_batches(corpus):
-    expected = take(data_config(corpus[0]), 30)
-    for num_threads, prefetch_batches in ((1, 1), (2, 4), (5, 3)):
-        data = data_config(corpus[0], num_threads=num_threads, prefetch_batches=prefetch_batches)
-        for (batch, position), (whole, after) in zip(take(data, 30), expected, strict=True):
-            np.testing.assert_array_equal(batch.tokens, whole.tokens)
-            np.testing.assert_array_equal(position, after)
 
 
 @pytest.mark.parametrize("num_threads", [0, 2])
@@ -320,23 +269,13 @@ def test_fewer_documents_than_rows_is_refused(corpus, three):
 
 
 def test_invalid_rows_position_or_seed_is_refused(corpus):
-    data = data_config(corpus[0])
-    with pytest.raises(ValueError, match=r"must be a non-empty subset of 0 .. data.batch_size - 1 = 5"):
-        loader.TrainBatches(data, tokenizer=TOKENIZER, rows=range(4, 7))
-    with pytest.raises(
-        ValueError,
-        match=r"must have shape \[6, 7\], the number of batches and then \('epoch', 'document', 'token', 'skipped'",
+    for changes, options, message in (
+        ({}, {"rows": range(4, 7)}, r"must be a non-empty subset of 0 .. data.batch_size - 1 = 5"),
+        ({}, {"position": np.zeros((5, 7), np.int64)}, r"these rows and sources have positions of \(6, 7\)"),
+        ({"seed": -1}, {}, r"data.seed=-1"),
     ):
-        loader.TrainBatches(data, tokenizer=TOKENIZER, position=np.zeros((5, 7), np.int64))
-    position = np.zeros((6, 7), np.int64)
-    position[5, 0] = 1
-    with pytest.raises(ValueError, match=r"rows are at different batches, \[0, 1\]"):
-        loader.TrainBatches(data, tokenizer=TOKENIZER, position=position)
-    position[5] = [0, 0, 3, 0, 0, 0, 0]
-    with pytest.raises(ValueError, match=r"row 5 is document 3, but 23 documents in 6 rows leave it 3"):
-        loader.TrainBatches(data, tokenizer=TOKENIZER, position=position)
-    with pytest.raises(ValueError, match=r"data.seed=-1"):
-        loader.TrainBatches(data_config(corpus[0], seed=-1), tokenizer=TOKENIZER)
+        with pytest.raises(ValueError, match=message):
+            loader.TrainBatches(data_config(corpus[0], **changes), tokenizer=TOKENIZER, **options)
 
 
 def validation(data, *, num_batches, **options):
@@ -412,13 +351,6 @@ def test_limited_validation_samples_all_documents(tmp_path, kind):
     )
 
 
-def test_zero_eval_batches_means_the_whole_text(corpus):
-    data = data_config(corpus[0], batch_size=4)
-    for batch, same in zip(validation(data, num_batches=0), validation(data, num_batches=1000), strict=True):
-        np.testing.assert_array_equal(batch.tokens, same.tokens)
-        np.testing.assert_array_equal(batch.weights, same.weights)
-
-
 @pytest.mark.parametrize("kind", ["concat", "documents"])
 def test_validation_of_a_large_text_reads_evenly_spaced_documents(tmp_path, monkeypatch, kind):
     texts = [f"Document {number:04} ends here." for number in range(1000)]
@@ -438,23 +370,6 @@ def test_validation_of_a_large_text_reads_evenly_spaced_documents(tmp_path, monk
     assert estimated == pytest.approx(1000 * num_each, rel=0.01)
 
 
-@pytest.mark.parametrize("kind", ["concat", "documents"])
-@pytest.mark.parametrize("long", [[39], range(5, 1000, 10), range(0, 1000, 2)])
-def test_validation_has_the_requested_rows_for_unequal_documents(tmp_path, monkeypatch, kind, long):
-    sizes = [300 if number in long else 2 for number in range(1000)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "word " * size}) + "\n" for size in sizes))
-    num_tokens = sum(len(TOKENIZER.encode("word " * size)) + 1 for size in sizes)
-    monkeypatch.setattr(held_out, "READ_TOKENS", 3000)
-    data = data_config(str(tmp_path / "a.jsonl"), batch_size=8, packing=kind, seq_len=16)
-    [found] = held_out.open_held_out(data, tokenizer=TOKENIZER, num_batches=4)[0].values()
-    assert len(found.batches) == 4
-    assert all((batch.weights.sum(-1) > 0).all() for batch in found.batches)
-    assert found.coverage.num_rows == 32
-    assert found.coverage.documents < found.coverage.all_documents == 1000
-    if len(long) > 1:  # one document of 1,000 may be missed
-        assert found.coverage.all_tokens == pytest.approx(num_tokens, rel=0.5)
-
-
 def test_validation_is_per_source_and_counts_bytes_of_all_rows(three):
     data = data_config(three[0], validation=three[0], batch_size=2)
     found, manifest = held_out.open_held_out(data, tokenizer=TOKENIZER, num_batches=5, rows=[1])
@@ -467,33 +382,20 @@ def test_validation_is_per_source_and_counts_bytes_of_all_rows(three):
             np.testing.assert_array_equal(mine.tokens, batch.tokens[1:])
 
 
-def test_validation_skips_bad_records_only_when_configured(tmp_path):
-    rows = [json.dumps({"text": text}) for text in ("first text", None, "second text")]
+@pytest.mark.parametrize("kind", ["concat", "documents"])
+def test_validation_skips_bad_records_counts_bytes_and_pads_with_empty_rows(tmp_path, kind):
+    text = "Bytes é, 漢字.\n"
+    rows = [json.dumps({"text": each}) for each in (text, None)]
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
-    data = data_config(str(tmp_path / "a.jsonl"), batch_size=1)
+    data = data_config(str(tmp_path / "a.jsonl"), batch_size=3, packing=kind, seq_len=64)
     with pytest.raises(BadRecord, match=r"a.jsonl, row 2: 'text' is null"):
         validation(data, num_batches=3)
-    skipping = dataclasses.replace(data, on_bad_record="skip")
-    found = held_out.open_held_out(skipping, tokenizer=TOKENIZER, num_batches=3)[0]["all"]
+    data = dataclasses.replace(data, on_bad_record="skip")
+    [found] = held_out.open_held_out(data, tokenizer=TOKENIZER, num_batches=0)[0].values()
+    [batch] = found.batches
     assert found.num_skipped == 1
-    assert found.batches[0].tokens[0, :2].tolist() == encode("first text")[:2]
-
-
-@pytest.mark.parametrize("kind", ["concat", "documents"])
-def test_empty_rows_hold_the_padding_id(tmp_path, kind):
-    (tmp_path / "a.txt").write_text("short")
-    data = data_config(str(tmp_path / "a.txt"), batch_size=3, packing=kind)
-    [batch] = validation(data, num_batches=1)
     assert (batch.tokens[1:] == TOKENIZER.eos_id).all()
     assert (batch.weights[1:] == 0).all()
-
-
-def test_bits_per_byte_counts_the_bytes_of_the_counted_targets(tmp_path):
-    text = "Bytes é, 漢字.\n"
-    (tmp_path / "a.txt").write_text(text, encoding="utf-8")
-    data = data_config(str(tmp_path / "a.txt"), batch_size=1, seq_len=64)
-    found = held_out.open_held_out(data, tokenizer=TOKENIZER, num_batches=9)[0]["all"]
-    [batch] = found.batches
     first = TOKENIZER.token_bytes[batch.tokens[0, 0]]  # the first token is given, not predicted
     assert found.num_bytes + first == len(text.encode())
 
@@ -526,19 +428,3 @@ def test_batch_hash_depends_on_tokens_weights_and_row_order(corpus):
     assert loader.batch_hash(dataclasses.replace(batch, tokens=tokens), rows=range(6)) != reference
     assert loader.batch_hash(dataclasses.replace(batch, weights=weights), rows=range(6)) != reference
     assert loader.batch_hash(batch, rows=swapped) != reference
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["concat", "documents"])
-def test_one_bad_record_is_skipped_in_any_row(tmp_path, kind):
-    lines = [json.dumps({"text": None if number == 4 else f"text {number} of nine"}) for number in range(9)]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    for seed in range(2):
-        options = {"seed": seed, "batch_size": 8, "on_bad_record": "skip", "packing": kind, "validation": ""}
-        taken = take(data_config(str(tmp_path / "a.jsonl"), **options), 30)
-        assert skipped_records(taken[-1][1]) > 0
-    lines[:] = [json.dumps({"text": None})] * 8 + lines[:1]
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
-    assert len(take(data_config(str(tmp_path / "a.jsonl"), **options), 3)) == 3  # one good document in nine
-    with pytest.raises(ValueError, match="the last 2 documents of one row are bad records"):
-        take(data_config(str(tmp_path / "a.jsonl"), **options, shuffle=False), 3)

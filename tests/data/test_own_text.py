@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 
-import micro
 import numpy as np
 import pytest
 from data_files import read_all, write_compressed, write_jsonl
@@ -13,13 +12,12 @@ from hypothesis import strategies as st
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.config import DataConfig
 from hlat_jax.data import sources
-from hlat_jax.data.build import stats
 from hlat_jax.data.held_out import open_held_out
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.streams import open_sources
 from hlat_jax.data.tokenizer import Tokenizer, resolve_with_tokenizer
 from hlat_jax.resolve import resolve
-from hlat_jax.run import summary
+from hlat_jax.run import results
 
 TOKENIZER = Tokenizer("package:austen_2k.model")
 
@@ -70,20 +68,13 @@ def test_settings_of_shipped_text_go_with_it_unless_they_are_given():
         resolve(mutable)
 
 
-def test_validation_of_a_config_without_shipped_text_stays_when_its_train_text_is_replaced(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text(micro.CONFIG.replace("return c", 'c.data.validation = "held/*.jsonl"\n    return c'))
-    found = flags_lib.parse([f"--config={path}", "--config.data.train=a.txt"])[0].data.validation
-    assert found == str(tmp_path / "held/*.jsonl")  # relative to the config file
-
-
 def test_a_share_out_of_range_is_an_error_that_says_what_is_allowed():
     for share in ("0%", "51%", "-3%", "1.2.3%"):
         with pytest.raises(ValueError, match=r"data.validation='.*%' must be above 0% and at most 50% of data.train"):
             resolve(parse(f"data.validation={share}"))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.lists(st.integers(1, 3000), min_size=5, max_size=120), st.sampled_from(["\n\n", "\r\n\r\n", "\n \t\n\n", "\n"])
 )
@@ -109,7 +100,7 @@ def test_long_stretches_without_blank_lines_are_cut_at_line_ends(tmp_path):
 
 
 def test_build_cuts_few_texts_as_training_does(tmp_path, data_here):
-    """Other formats beside them, or as many texts as rows of a batch, keep texts whole."""
+    """Other formats beside them keep texts whole."""
     folder, packed = tmp_path / "texts", tmp_path / "packed"
     folder.mkdir()
     packed.mkdir()
@@ -125,9 +116,6 @@ def test_build_cuts_few_texts_as_training_does(tmp_path, data_here):
         assert code == 0
         assert "2 texts, fewer than --batch_size, cut at paragraphs as training would" in said
         assert read_all(out) == expected
-        assert data_here("build", texts, f"--out={out}")[1].splitlines()[1] == said.splitlines()[1]
-    data_here("build", folder, f"--out={tmp_path / 'whole'}", "--batch_size=2")
-    assert read_all(tmp_path / "whole") == [book(400), book(30)]
     write_jsonl(folder / "c.jsonl", ["x"])
     data_here("build", folder, f"--out={tmp_path / 'mixed'}")
     assert len(read_all(tmp_path / "mixed")) == 3
@@ -137,6 +125,9 @@ def test_held_out_documents_are_spread_over_the_text_and_in_no_training_batch(tm
     (tmp_path / "book.txt").write_text(book(400))
     data = data_config(tmp_path / "book.txt", validation="10%")
     train, held_out = documents(data)
+    hashes = {open_sources(data_config(data.train, validation=share), key="data.train")[0].documents.manifest["hash"]
+              for share in ("", "5%", "10%")}  # fmt: skip
+    assert len(hashes) == 3  # the share is part of the identity of the data
     numbers = [int(text.split()[0]) for text in held_out]
     assert not set(train) & set(held_out)
     assert max(np.diff([0, *numbers, 400])) < 2.5 * 400 / len(numbers)
@@ -149,34 +140,19 @@ def test_held_out_documents_are_spread_over_the_text_and_in_no_training_batch(tm
     assert found.coverage.documents == found.coverage.all_documents == len(held_out)
 
 
-def test_the_share_is_part_of_the_identity_of_the_data(tmp_path):
-    (tmp_path / "book.txt").write_text(book(400))
-    found = set()
-    for share in ("", "5%", "10%"):
-        with contextlib.closing(
-            TrainBatches(data_config(tmp_path / "book.txt", validation=share), tokenizer=TOKENIZER)
-        ) as batches:
-            found.add(batches.definition.identity(3))
-    assert len(found) == 3
-
-
 def test_a_share_is_held_out_of_each_source_and_of_stored_ids(tmp_path):
     from hlat_jax.data.build import build as build_lib
-    from hlat_jax.data.build.build_task import BuildOptions
 
     (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "text {n}"}}\n' for n in range(40)))
-    options = BuildOptions(tokenizer=str(TOKENIZER.path))
-    watch = lambda *_: contextlib.nullcontext()  # noqa: E731
-    build_lib.build([str(tmp_path / "a.jsonl")], out=tmp_path / "ids", options=options, num_workers=1, watch=watch)
+    options = build_lib.BuildOptions(tokenizer=str(TOKENIZER.path))
+    build_lib.build([str(tmp_path / "a.jsonl")], out=tmp_path / "ids", options=options)
     data = data_config(f"ids={tmp_path / 'ids'};text={tmp_path / 'a.jsonl'}", mixture="ids=1,text=1")
     held_out, _ = open_held_out(data, tokenizer=TOKENIZER, num_batches=0)
     assert {name: source.coverage.documents for name, source in held_out.items()} == {"ids": 2, "text": 2}
     with contextlib.closing(TrainBatches(data, tokenizer=TOKENIZER)) as batches:
         ids, text = (source.documents for source in batches.definition.sources)
         assert len(ids) == len(text) == 38
-        assert ids.token_lengths().tolist() == [len(ids[n]) for n in range(38)]
         assert [TOKENIZER.decode(ids[n]) for n in range(38)] == [text[n] for n in range(38)]
-        assert text.token_lengths() is None
 
 
 def test_files_are_cut_only_if_they_leave_fewer_than_the_rows(tmp_path):
@@ -213,15 +189,6 @@ def test_a_vocabulary_of_0_is_that_of_the_tokenizer():
     assert resolve_with_tokenizer(given).model.vocab_size == 4096
 
 
-def test_stats_count_the_documents_that_training_reads(tmp_path):
-    (tmp_path / "book.txt").write_text(book(400))
-    mutable = parse(f"data.train={tmp_path / 'book.txt'}")
-    report = stats.report(resolve(mutable), sample_bytes=0)
-    train, held_out = documents(resolve(mutable).data)
-    assert report.splitlines()[1].split()[:2] == ["all", str(len(train + held_out))]
-    assert "5% of the documents of each source" in report
-
-
 def test_no_verdict_is_printed_on_the_loss_of_own_text_or_of_other_steps(tmp_path, capsys):
     (tmp_path / "metrics.jsonl").write_text('{"step": 3, "eval_loss": 3.0, "bits_per_byte": 2.0}\n')
     for words, verdict in (
@@ -229,19 +196,5 @@ def test_no_verdict_is_printed_on_the_loss_of_own_text_or_of_other_steps(tmp_pat
         (("data.train=my_book.txt",), ""),
         (("train.num_steps=3",), ""),
     ):
-        summary.finish(resolve(parse("metrics.plot=False", *words)), tmp_path, 3)
+        results.show(resolve(parse("metrics.plot=False", *words)), tmp_path, 3)
         assert capsys.readouterr().out == f"validation loss 3.0000 nats per token, 2.0000 bits per byte{verdict}\n"
-
-
-@pytest.mark.slow
-def test_a_book_is_trained_on_and_generated_from_with_its_name_alone(tmp_path):
-    (tmp_path / "my_book.txt").write_text(book(400))
-    config, env = micro.write_config(tmp_path), micro.environment()
-    done = micro.run(micro.command(config, tmp_path / "run", f"data.train={tmp_path / 'my_book.txt'}"), env)
-    assert done.returncode == 0, done.stderr
-    assert "data             source all: cut at paragraphs into" in done.stdout
-    assert "expected" not in done.stdout
-    words = ["-m", "hlat_jax.generate", f"--checkpoint={tmp_path / 'run'}", "--prompt=some words", "--max_tokens=4"]
-    said = micro.run([micro.sys.executable, *words], env)
-    assert said.returncode == 0, said.stderr
-    assert "some words" in said.stdout

@@ -39,7 +39,7 @@ def test_every_format_streams_documents_in_order_with_row_numbers(tmp_path):
     assert stream(write_compressed(tmp_path / "b.txt.zst", TEXTS[1].encode() * 9)) == [(TEXTS[1] * 9, None)]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.lists(st.sampled_from([b"", b" \r", b'{"text": "a"}', b'{"text": "%s"}' % (b"z" * 300), b"{}"]), max_size=30),
     st.booleans(),

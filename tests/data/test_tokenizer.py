@@ -1,16 +1,11 @@
 """SentencePiece models: round trips, bytes per token, and what is refused."""
 
-import json
-import os
-import pathlib
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_files import train_model
 
-from hlat_jax.data.formats.paths import asset_path
 from hlat_jax.data.tokenizer import Tokenizer
 
 ASSET = "package:austen_2k.model"
@@ -28,21 +23,12 @@ def test_special_ids_follow_the_llama_layout():
     assert TOKENIZER.encode("").shape == (0,)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(ANY_TEXT)
 def test_encode_round_trips_and_token_bytes_sum_to_the_text_bytes(text):
     ids = TOKENIZER.encode(text)
     assert TOKENIZER.decode(ids) == text
     assert TOKENIZER.token_bytes[ids].sum() == len(text.encode("utf-8"))
-
-
-def test_token_bytes_sum_to_the_bytes_of_every_validation_chapter():
-    lines = asset_path("austen_validation.jsonl").read_text(encoding="utf-8").splitlines()
-    for line in lines:
-        text = json.loads(line)["text"]
-        ids = TOKENIZER.encode(text)
-        assert TOKENIZER.token_bytes[ids].sum() == len(text.encode("utf-8"))
-        assert TOKENIZER.decode(ids) == text
 
 
 def test_control_tokens_have_no_bytes_and_no_text():
@@ -56,12 +42,6 @@ def test_dummy_prefix_counts_one_byte_per_text(tmp_path):
     tokenizer = Tokenizer(train_model(tmp_path / "a.model", byte_fallback=True, vocab_size=320))
     text = "the lazy fox, äöü"
     assert tokenizer.token_bytes[tokenizer.encode(text)].sum() == len(text.encode()) + 1
-
-
-def test_sha256_distinguishes_models(tmp_path):
-    one, two = (Tokenizer(train_model(tmp_path / f"{n}.model", vocab_size=n)) for n in (60, 61))
-    assert one.sha256 != two.sha256
-    assert Tokenizer(ASSET).sha256 == TOKENIZER.sha256
 
 
 def test_tokenizer_larger_than_the_model_is_refused_with_both_fixes():
@@ -92,15 +72,6 @@ def test_missing_or_foreign_file_is_refused(tmp_path):
         (tmp_path / "tokenizer.model").write_bytes(content)
         with pytest.raises(ValueError, match=r"is not a SentencePiece model"):
             Tokenizer(str(tmp_path / "tokenizer.model"))
-
-
-@pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.json"])
-def test_a_file_too_large_for_a_tokenizer_is_refused_without_reading_it(tmp_path, monkeypatch, name):
-    (tmp_path / name).touch()
-    os.truncate(tmp_path / name, 1 << 40)
-    monkeypatch.setattr(pathlib.Path, "read_bytes", lambda _: pytest.fail("was read"))
-    with pytest.raises(ValueError, match=rf"{name} is no tokenizer: it has 1,099,511,627,776 bytes, more than"):
-        Tokenizer(str(tmp_path / name))
 
 
 def test_model_without_eos_is_refused(tmp_path):

@@ -11,7 +11,6 @@ import itertools
 import json
 import math
 import pathlib
-import re
 import shutil
 import types
 
@@ -23,19 +22,18 @@ from hf_weights import hf_model
 from micro import write_config
 
 from hlat_jax import config as config_lib
-from hlat_jax import loop
+from hlat_jax import loop, train
 from hlat_jax.batch import concat_batch
 from hlat_jax.cli import config_files
 from hlat_jax.data.formats.paths import asset_path
 from hlat_jax.evaluate import __main__ as evaluate
-from hlat_jax.evaluate import perplexity
 from hlat_jax.evaluate.perplexity import windows
 from hlat_jax.generate.inference import TrainedModel
+from hlat_jax.generate.scoring import Scorer
 from hlat_jax.model import apply, init_params
 from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.resolve import resolve
 from hlat_jax.run.resume import saved_config
-from hlat_jax.store import progress
 from hlat_jax.store.metrics import ROWS_FILE, read_rows
 from hlat_jax.weights.trained import open_weights
 
@@ -77,40 +75,37 @@ def oracle(trained_run):
 def test_windows_predict_each_token_once_with_at_least_half_a_window_of_context():
     for window, length in itertools.product((2, 5, 8), range(2, 40)):
         ids, predicted = np.arange(length), []
-        for piece in windows(ids, window):
-            assert len(piece.tokens) == len(piece.targets) <= window
-            np.testing.assert_array_equal(piece.tokens + 1, piece.targets)
-            for place in range(piece.first, len(piece.tokens)):
-                predicted.append(int(piece.targets[place]))
-                assert place + 1 >= min(window // 2, predicted[-1])
+        for context, continuation in windows(ids, window):
+            assert len(context) + len(continuation) <= window + 1
+            np.testing.assert_array_equal(np.diff([*context, *continuation]), 1)
+            assert len(context) >= min(window // 2, continuation[0])
+            predicted += continuation.tolist()
         assert predicted == list(range(1, length))
 
 
-@pytest.mark.quick_cases("odd")
-@pytest.mark.parametrize(
-    ("words", "window"),
-    [
-        (["--window=15", "--batch_size=3"], 15),
-        (["--config.parallel.tensor=2", "--config.parallel.data=2"], 32),
-    ],
-    ids=["odd", "mesh"],
-)
-def test_evaluate_equals_hugging_face_token_by_token(words, window, trained_run, oracle, evaluate_here, tmp_path):
+def test_evaluate_equals_hugging_face_token_by_token(trained_run, oracle, evaluate_here, data_here, tmp_path):
     nats, tokenizer = oracle
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    out = tmp_path / "found.json"
-    code, printed, error = evaluate_here(
-        f"--checkpoint={trained_run}", f"--data={tmp_path / 'text.jsonl'}", f"--json={out}", *words
-    )
-    assert (code, error) == (0, "")
-    found, wanted = json.loads(out.read_text()), sum(nats(text, window, tokenizer.eos_id) for text in TEXTS)
-    num_bytes, num_tokens = sum(len(text.encode()) for text in TEXTS), sum(len(tokenizer.encode(t)) for t in TEXTS)
-    assert (found["num_documents"], found["num_bytes"], found["num_tokens"]) == (3, num_bytes, num_tokens)
-    assert found["nats"] == pytest.approx(wanted, rel=1e-5)
-    assert found["eval_loss"] == pytest.approx(wanted / num_tokens, rel=1e-5)
-    assert found["perplexity"] == pytest.approx(np.exp(wanted / num_tokens), rel=1e-4)
-    assert found["bits_per_byte"] == pytest.approx(wanted / np.log(2) / num_bytes, rel=1e-5)
-    assert f"3 documents, {num_bytes} bytes, {num_tokens} tokens" in printed
+    path, out = tmp_path / "text.jsonl", tmp_path / "found.json"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    (tmp_path / "text.txt").write_text(TEXTS[0])
+    built = [path, f"--out={tmp_path / 'built'}", f"--tokenizer={tokenizer.path}", "--workers=1"]
+    assert data_here("build", *built)[0] == 0
+    mesh = ["--config.parallel.tensor=2", "--config.parallel.data=2"]
+    for words, window, texts in (
+        ([f"--data={path}", "--window=15", "--batch_size=3"], 15, TEXTS),
+        ([f"--data={tmp_path / 'built'}", *mesh], 32, TEXTS),
+        ([f"--text={tmp_path / 'text.txt'}"], 32, TEXTS[:1]),
+    ):
+        code, printed, error = evaluate_here(f"--checkpoint={trained_run}", f"--json={out}", *words)
+        assert (code, error) == (0, "")
+        found, wanted = json.loads(out.read_text()), sum(nats(text, window, tokenizer.eos_id) for text in texts)
+        num_bytes, num_tokens = sum(len(text.encode()) for text in texts), sum(len(tokenizer.encode(t)) for t in texts)
+        assert [found[f"num_{key}"] for key in ("documents", "bytes", "tokens")] == [len(texts), num_bytes, num_tokens]
+        assert found["nats"] == pytest.approx(wanted, rel=1e-5)
+        assert found["eval_loss"] == pytest.approx(wanted / num_tokens, rel=1e-5)
+        assert found["perplexity"] == pytest.approx(np.exp(wanted / num_tokens), rel=1e-4)
+        assert found["bits_per_byte"] == pytest.approx(wanted / np.log(2) / num_bytes, rel=1e-5)
+        assert f"{num_bytes} bytes, {num_tokens} tokens" in printed
 
 
 @pytest.fixture(scope="module")
@@ -128,50 +123,26 @@ def validated(tmp_path_factory):
         one, printed = jax.devices()[:1], io.StringIO()
         with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
             patch.setattr(loop.jax, "devices", lambda *_: one)
-            assert loop.train(resolve(c), folder / "run") == 0
+            assert train.train(resolve(c), folder / "run") == 0
         [said] = [line for line in printed.getvalue().splitlines() if line.startswith("validation  ")]
         return folder / "run", read_rows(folder / "run" / ROWS_FILE)[-1], said, text
 
     return run
 
 
-@pytest.mark.quick_cases("concat on a mesh")
-@pytest.mark.parametrize(
-    ("packing", "words"),
-    [
-        ("concat", ["--config.parallel.tensor=2", "--config.parallel.data=2", "--batch_size=1"]),
-        ("documents", ["--batch_size=5"]),
-    ],
-    ids=["concat on a mesh", "documents"],
-)
-def test_evaluate_of_the_validation_rows_equals_the_validation_of_the_run(
-    packing, words, validated, evaluate_here, tmp_path
-):
+def test_evaluate_of_the_validation_rows_equals_the_validation_of_the_run(validated, evaluate_here, tmp_path):
     """1e-5: fp32 sums over batches of another size, and another mesh."""
-    folder, row, said, _ = validated(packing)
-    out = tmp_path / "found.json"
-    code, printed, error = evaluate_here(f"--checkpoint={folder}", "--validation", f"--json={out}", *words)
-    assert (code, error) == (0, "")
-    assert said in printed.splitlines()
-    found = json.loads(out.read_text())
-    assert found["eval_tokens"] == row["eval_tokens"]
-    for key in ("eval_loss", "bits_per_byte"):
-        assert found[key] == pytest.approx(row[key], rel=1e-5)
-    assert found["coverage"]["all"]["all_documents"] == 13
-
-
-def test_evaluate_shows_its_progress_and_the_time_left(trained_run, evaluate_here, monkeypatch, tmp_path):
-    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS * 8))
-    monkeypatch.setattr(progress, "ProgressBar", functools.partial(progress.ProgressBar, line_s=0.001))
-    words = [f"--checkpoint={trained_run}", f"--data={tmp_path / 'text.jsonl'}", "--window=15", "--batch_size=1"]
-    code, _, said = evaluate_here(*words)
-    lines = said.splitlines()
-    assert code == 0
-    assert re.fullmatch(r"      opening the model  0:00:\d\d", lines[0])
-    assert any(re.fullmatch(r"      compiling  0:00:\d\d", line) for line in lines)
-    shares = [int(found[1]) for line in lines if (found := re.fullmatch(r" *(\d+)%  [\d,]+ tokens  .* left", line))]
-    assert shares == sorted(shares)
-    assert len(set(shares)) > 3
+    out, mesh = tmp_path / "found.json", ["--config.parallel.tensor=2", "--config.parallel.data=2", "--batch_size=1"]
+    for packing, words in (("concat", mesh), ("documents", ["--batch_size=5"])):
+        folder, row, said, _ = validated(packing)
+        code, printed, error = evaluate_here(f"--checkpoint={folder}", "--validation", f"--json={out}", *words)
+        assert (code, error) == (0, "")
+        assert said in printed.splitlines()
+        found = json.loads(out.read_text())
+        assert found["eval_tokens"] == row["eval_tokens"]
+        for key in ("eval_loss", "bits_per_byte"):
+            assert found[key] == pytest.approx(row[key], rel=1e-5)
+        assert found["coverage"]["all"]["all_documents"] == 13
 
 
 def test_evaluate_on_validation_rows_uses_the_precision_policy_of_the_run(validated, monkeypatch, evaluate_here):
@@ -224,49 +195,15 @@ def test_evaluate_refuses_changed_held_out_text(validated, evaluate_here):
     assert "held_out.jsonl with" in error
 
 
-def _documents(*lengths):
-    return [perplexity.Document(np.arange(length + 1, dtype=np.int32) % 64, length) for length in lengths]
-
-
-def test_texts_are_padded_to_the_shortest_bucket_that_fits():
-    for lengths, num_rows, shapes in (
-        ([20_000], 2, {(2, 8192)}),
-        ([60] * 19, 8, {(8, 64)}),
-        ([10, 64, 65, 100, 5000, 1000, 70], 8, {(2, 64), (4, 128), (1, 1024), (1, 8192)}),
-    ):
-        seen = []
-        predict = lambda batch, seen=seen: (seen.append(batch.tokens.shape) or batch.weights.sum(), 0)  # noqa: E731
-        found = perplexity.total(iter(_documents(*lengths)), predict=predict, num_rows=num_rows, window=8192)
-        assert set(seen) == shapes  # each compiled once
-        assert found.nats == found.num_tokens == sum(lengths)
-        assert found.padded_lengths == tuple(sorted({length for _, length in shapes}))
-
-
-@pytest.mark.slow
-def test_evaluate_accepts_a_text_file_and_a_token_dataset(trained_run, oracle, evaluate_here, data_here, tmp_path):
-    nats, tokenizer = oracle
-    (tmp_path / "text.txt").write_text(TEXTS[0])
-    built = [tmp_path / "text.txt", f"--out={tmp_path / 'built'}", f"--tokenizer={tokenizer.path}", "--workers=1"]
-    assert data_here("build", *built)[0] == 0
-    wanted = nats(TEXTS[0], 32, tokenizer.eos_id)
-    for source in (f"--text={tmp_path / 'text.txt'}", f"--data={tmp_path / 'built'}"):
-        out = tmp_path / "found.json"
-        assert evaluate_here(f"--checkpoint={trained_run}", source, f"--json={out}")[0] == 0
-        found = json.loads(out.read_text())
-        assert (found["num_documents"], found["num_bytes"]) == (1, len(TEXTS[0].encode()))
-        assert found["nats"] == pytest.approx(wanted, rel=1e-5)
-
-
 def test_evaluate_refuses_invalid_flags(trained_run, evaluate_here, tmp_path):
     (tmp_path / "empty").touch()
     for words, message in [
         ([], "give one of --text=FILE, --data=SOURCE, --validation and --tasks"),
-        (["--text=a", "--data=b"], "error: --text and --data are given together; give one of --text=FILE"),
+        (["--text=a", "--data=b"], "give one of --text=FILE"),
         (["--text=/no/such/file"], "--text=/no/such/file: no such file"),
         (["--data=/no/such/file"], "/no/such/file"),
         ([f"--text={__file__}", "--window=33"], "--window=33 must be from 2 to model.max_positions=32"),
         ([f"--text={tmp_path / 'empty'}"], "no token to predict"),
-        (["--tasks=arc_easy", "--window=8"], "--window has no effect with --tasks; it applies to --text and --data"),
         (["--validation"], "has no data.validation; give --data=SOURCE"),
         (["--tasks=x", "--json=/no/such/x.json"], "--json=/no/such/x.json: there is no folder"),
     ]:
@@ -286,21 +223,17 @@ def test_non_finite_metrics_are_null_in_the_json(trained_run, evaluate_here, mon
     assert found["num_documents"] == 1
 
 
-def test_tasks_without_the_harness_print_the_install_command(evaluate_here, monkeypatch, tmp_path):
-    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
-    (tmp_path / "checkpoints").mkdir()
-    code, _, error = evaluate_here(f"--checkpoint={tmp_path}", "--tasks=hlat")
-    assert code == 2
-    assert "pip install 'hlat_jax[eval]'" in error
-
-
 def test_evaluation_does_not_depend_on_training_time_model_options():
     how = {"ops_table": "nowhere.json", "attention": "nki", "remat": "saved:dot_general.6"}
     layout = make_layout(config_lib.ParallelConfig(), jax.devices()[:1])
-    params = init_params(MODEL, jax.random.key(0))
+    params, run = init_params(MODEL, jax.random.key(0)), config_lib.default()
+    run.model.update(dataclasses.asdict(MODEL))
+    run.data.seq_len = 64
 
     def found(model):
         trained = TrainedModel(model, params, layout, None, pathlib.Path(), "")
-        return evaluate._predict(trained)(concat_batch(np.zeros((2, 64), int)))
+        eval_step = evaluate._eval_step(trained, resolve(run), num_rows=2)
+        [score] = Scorer(model, params, layout=layout, num_rows=2)([([1], [2, 3])])
+        return *eval_step(params, concat_batch(np.zeros((2, 64), int))), score.log_likelihood
 
     np.testing.assert_allclose(found(dataclasses.replace(MODEL, **how)), found(MODEL), rtol=1e-5)

@@ -10,10 +10,8 @@ import io
 import json
 import os
 import random
-import re
 import shutil
-import subprocess
-import sys
+import types
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -34,7 +32,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 from local_tasks import NAMES, write_tasks
 
-from hlat_jax import loop
+from hlat_jax import train as train_lib
 from hlat_jax.cli import config_files
 from hlat_jax.config import ParallelConfig
 from hlat_jax.data.tokenizer import Tokenizer
@@ -48,7 +46,6 @@ from hlat_jax.generate.inference import open_model
 from hlat_jax.hf.exporting import export_checkpoint
 from hlat_jax.hf.importing import import_checkpoint
 from hlat_jax.resolve import resolve
-from hlat_jax.store import progress
 from hlat_jax.weights.hf_files import begins_texts_with_bos
 from hlat_jax.weights.hf_reading import open_checkpoint
 from hlat_jax.weights.trained import open_weights
@@ -144,28 +141,13 @@ def test_model_arguments_are_checked_by_name(tmp_path):
     for words, message in [
         ("", "checkpoint=FOLDER is missing"),
         ("checkpoint", "give KEY=VALUE"),
-        ("checkpoint=X,tensr=2", "unknown flag --tensr. Did you mean '--config.parallel.tensor=2'"),
+        ("checkpoint=X,tensr=2", "unknown flag --tensr. Did you mean '--config.parallel.tensor'"),
         ("checkpoint=X,batch_size=auto", "batch_size=auto"),
         ("checkpoint=X,tensor=two", "config.parallel.tensor=two"),
         ("checkpoint=/no/such,trust_remote_code=True", "/no/such holds no weights"),  # the harness adds an argument
     ]:
         with pytest.raises(ValueError, match=message):
             ModelType.create_from_arg_string(words)
-
-
-@pytest.mark.slow
-def test_neuron_environment_for_the_requested_mesh_is_set_before_importing_jax(tmp_path):
-    (tmp_path / "checkpoints").mkdir()
-    code = f"""if True:
-        import sys
-        from hlat_jax.generate import inference
-        from hlat_jax.evaluate.model_type import ModelType
-        inference.prepare_for = lambda mesh: sys.exit(f"{{mesh.fsdp}} {{mesh.tensor}} {{'jax' in sys.modules}}")
-        ModelType.create_from_arg_obj({{"checkpoint": {str(tmp_path)!r}, "tensor": 8, "fsdp": "4"}})
-    """
-    words = [sys.executable, "-c", code]
-    done = subprocess.run(words, env=micro.environment(), capture_output=True, text=True, check=False)
-    assert done.stderr.strip() == "4 8 False"
 
 
 @pytest.mark.slow
@@ -191,17 +173,11 @@ def local_suite(monkeypatch):
 
 
 @pytest.mark.slow
-def test_evaluate_runs_a_suite_and_prints_the_published_results(
-    folder, local_suite, evaluate_here, tmp_path, monkeypatch
-):
-    monkeypatch.setattr(progress, "ProgressBar", functools.partial(progress.ProgressBar, line_s=0.001))
+def test_evaluate_runs_a_suite_and_prints_the_published_results(folder, local_suite, evaluate_here, tmp_path):
     out = tmp_path / "found.json"
-    code, printed, error = evaluate_here(
-        f"--checkpoint={folder / 'imported'}", "--tasks=local", f"--tasks_folder={folder}", f"--json={out}"
-    )
+    words = (f"--checkpoint={folder / 'imported'}", "--tasks=local", f"--tasks_folder={folder}", f"--json={out}")
+    code, printed, error = evaluate_here(*words)
     assert code == 0, error
-    assert re.search(r"^      12 continuations  0:00:\d\d$", error, re.MULTILINE)
-    assert re.search(r"^ \d\d%  12 continuations  0:00:\d\d left$", error, re.MULTILINE)
     found = json.loads(out.read_text())
     assert found["n-shot"] == {"local_choice": 0, "local_generation": 0, "local_rolling": 2}
     results = found["results"]
@@ -218,7 +194,6 @@ def test_evaluate_refuses_tasks_it_cannot_run(folder, local_suite, evaluate_here
     for words, message in [
         (["--tasks=local_choise"], "there is no task 'local_choise'. Did you mean 'local_choice'?"),
         (["--tasks=hlat", "--num_fewshot=3"], "--num_fewshot: the suite hlat has shot counts of its own"),
-        (["--tasks=local,local_choice"], "--tasks: local_choice is in two of the names"),
     ]:
         code, _, error = evaluate_here(f"--checkpoint={folder / 'imported'}", f"--tasks_folder={folder}", *words)
         assert code == 2
@@ -238,86 +213,61 @@ def test_suites_name_existing_tasks_and_metrics(folder):
                 assert name in [entry["name"] for entry in content.get("filter_list", [{"name": "none"}])], task
 
 
-@pytest.fixture(scope="module")
-def trained(folder, tmp_path_factory):
-    """A function (settings of train) -> the folder of a run of three steps on a mesh, the programs compiled in each of
-    its evaluations on tasks, and what it printed."""
-    found = tmp_path_factory.mktemp("trained")
-    path, devices = micro.write_config(found), jax.devices("cpu")[:2]
+@pytest.mark.slow
+def test_tasks_in_training_match_evaluate_compile_once_and_change_no_bit(folder, evaluate_here, tmp_path, monkeypatch):
+    path, devices, compiled, compiled_in_each = micro.write_config(tmp_path), jax.devices("cpu")[:2], [], []
 
-    def run(**settings):
+    def on_compile_event(event, _, **about):
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(about["fun_name"])
+
+    def evaluate(tasks, params, *, evaluate=TasksInTraining.__call__):
+        compiled.clear()
+        found = evaluate(tasks, params)
+        compiled_in_each.append(list(compiled))
+        return found
+
+    def train(workdir, **settings):
         c = config_files.load(str(path))
         c.model.max_positions = 64
         c.data.validation = ""
         c.parallel.tensor = 2
-        c.train.update(num_steps=3, eval_tasks_folder=str(folder) if settings else "", **settings)
+        c.train.update(num_steps=3, **settings)
         c.checkpoint.every_steps = 2
         c.metrics.console = "on"
-        compiled, compiled_in_each, printed, errors = [], [], io.StringIO(), io.StringIO()
+        printed = io.StringIO()
+        with monkeypatch.context() as patch, contextlib.redirect_stdout(printed):
+            patch.setattr(jax, "devices", lambda *_: devices)
+            patch.setattr(TasksInTraining, "__call__", evaluate)
+            assert train_lib.train(resolve(c), workdir) == 0
+        return micro.rows(workdir), printed.getvalue()
 
-        def on_compile_event(event, _, **about):
-            if event == "/jax/core/compile/backend_compile_duration":
-                compiled.append(about["fun_name"])
-
-        def evaluate(tasks, params, *, evaluate=TasksInTraining.__call__):
-            compiled.clear()
-            found = evaluate(tasks, params)
-            compiled_in_each.append(list(compiled))
-            return found
-
-        workdir = found / f"run{len(list(found.iterdir()))}"
-        jax.monitoring.register_event_duration_secs_listener(on_compile_event)
-        try:
-            with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
-                patch.setattr(sys, "stderr", errors)
-                patch.setattr(jax, "devices", lambda *_: devices)
-                patch.setattr(TasksInTraining, "__call__", evaluate)
-                patch.setattr(loop, "ProgressBar", functools.partial(progress.ProgressBar, line_s=0.03))
-                assert loop.train(resolve(c), workdir) == 0
-        finally:
-            jax.monitoring.unregister_event_duration_listener(on_compile_event)
-        assert "Tokenizing" not in errors.getvalue()  # a bar between our own lines
-        return workdir, compiled_in_each, printed.getvalue()
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def with_tasks(trained):
-    return trained(eval_tasks="local_choice,local_rolling", eval_tasks_every_steps=2)
-
-
-@pytest.mark.slow
-def test_metrics_in_training_match_evaluate_on_the_same_checkpoint(folder, with_tasks, evaluate_here, tmp_path):
-    workdir, _, printed = with_tasks
-    rows = {row["step"]: row for row in micro.rows(workdir) if "tasks/local_choice/acc" in row}
+    settings = {"eval_tasks": "local_choice,local_rolling", "eval_tasks_folder": str(folder)}
+    jax.monitoring.register_event_duration_secs_listener(on_compile_event)
+    try:
+        all_rows, printed = train(tmp_path / "run", **settings, eval_tasks_every_steps=2)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(on_compile_event)
+    assert "jit(score)" in compiled_in_each[0]
+    assert compiled_in_each[1:] == [[], []]
+    exact = [micro.exact(row) for row in all_rows if "loss" in row]
+    assert exact == [micro.exact(row) for row in train(tmp_path / "plain")[0]]
+    rows = {row["step"]: row for row in all_rows if "tasks/local_choice/acc" in row}
     assert list(rows) == [0, 2, 3]
     words = ("--tasks=local_choice,local_rolling", f"--tasks_folder={folder}", f"--json={tmp_path / 'found.json'}")
-    code, _, error = evaluate_here(f"--checkpoint={workdir / 'checkpoints/2'}", *words)
+    code, _, error = evaluate_here(f"--checkpoint={tmp_path / 'run/checkpoints/2'}", *words)
     assert code == 0, error
     found = json.loads((tmp_path / "found.json").read_text())["results"]
     for metric in ("acc", "acc_norm"):
         assert rows[2][f"tasks/local_choice/{metric}"] == found["local_choice"][f"{metric},none"]
-    figures = ["word_perplexity", "byte_perplexity", "bits_per_byte"]
-    for metric in figures:  # rows run together in other numbers, and on a mesh: sums in another order
+    for metric in ("word_perplexity", "byte_perplexity", "bits_per_byte"):
+        # rows run together in other numbers, and on a mesh: sums in another order
         wanted = pytest.approx(found["local_rolling"][f"{metric},none"], rel=1e-4)
         assert rows[2][f"tasks/local_rolling/{metric}"] == wanted
         assert rows[0][f"tasks/local_rolling/{metric}"] != wanted
-    assert re.search(r"^ +(\d+%  )?12 continuations  0:00:\d\d", printed, re.MULTILINE)  # the progress of a long one
     [line] = [line for line in printed.splitlines() if line.startswith("       2  tasks: ")]
     assert f"local_choice/acc {rows[2]['tasks/local_choice/acc']:.4f}, " in line
     assert f"local_rolling/bits_per_byte {rows[2]['tasks/local_rolling/bits_per_byte']:.4f}" in line
-
-
-@pytest.mark.slow
-def test_tasks_in_training_leave_it_bitwise_unchanged_and_compile_once(with_tasks, trained):
-    workdir, compiled_in_each, _ = with_tasks
-    assert "jit(score)" in compiled_in_each[0]
-    assert compiled_in_each[1:] == [[], []]
-    plain, _, _ = trained()
-    rows = [micro.exact(row) for row in micro.rows(workdir) if "loss" in row]
-    assert len(rows) == 3
-    assert rows == [micro.exact(row) for row in micro.rows(plain)]
 
 
 def test_unknown_task_is_refused_before_creating_the_run_folder(folder, train_here, tmp_path):
@@ -329,15 +279,17 @@ def test_unknown_task_is_refused_before_creating_the_run_folder(folder, train_he
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.slow
-def test_metric_failure_is_reported_and_training_continues(with_tasks, trained, monkeypatch):
+def test_metric_failure_gives_no_results(folder, monkeypatch, capsys):
     def overflow(*_):
         raise OverflowError("math range error")
 
     monkeypatch.setattr("hlat_jax.evaluate.tasks.Tasks.__call__", overflow)
-    workdir, _, printed = trained(eval_tasks="local_rolling", eval_tasks_every_steps=2)
-    assert printed.count("no results for this step: the harness cannot compute a metric (math range error)") == 3
-    assert len([row for row in micro.rows(workdir) if "loss" in row]) == 3
+    config = config_files.load("tiny")
+    config.train.update(eval_tasks="local_choice", eval_tasks_folder=str(folder))
+    tasks = TasksInTraining(resolve(config), layout=None, tokenizer=None)
+    tasks._model = types.SimpleNamespace(use=lambda params: None)
+    assert tasks(None) == ({}, [])
+    assert "no results for this step: the harness cannot compute a metric (math range error)" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -366,7 +318,7 @@ def test_shuffling_task_is_repeatable_and_leaves_global_rng_state_unchanged(fold
     )
     model = ours(folder)
     found = []
-    for seed in range(4):
+    for seed in range(2):
         shuffled = Tasks(["local_rolling"], limit=1, folder=str(tmp_path), standard_errors=False)
         random.seed(seed)
         before = random.getstate()

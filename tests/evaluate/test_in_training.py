@@ -2,18 +2,13 @@
 
 import importlib.util
 
-import jax
 import micro
-import numpy as np
 import pytest
 
 from hlat_jax import config as config_lib
-from hlat_jax import loop
-from hlat_jax.cli import config_files
 from hlat_jax.evaluate import in_training, tasks
 from hlat_jax.resolve import resolve
 from hlat_jax.store.metrics import tasks_line
-from hlat_jax.store.progress import Status
 
 FOUND = {
     "results": {
@@ -27,7 +22,7 @@ FOUND = {
 }
 
 
-def test_metrics_are_keyed_by_task_metric_and_filter():
+def test_metrics_are_keyed_by_task_metric_and_filter_and_those_in_a_group_with_its_own_are_not_printed():
     assert in_training.figures(FOUND) == {
         "tasks/alone/acc": 0.5,
         "tasks/alone/exact_match/strict-match": 0.25,
@@ -35,56 +30,10 @@ def test_metrics_are_keyed_by_task_metric_and_filter():
         "tasks/one/acc": 1.0,
         "tasks/member/f1": 0.125,
     }
-
-
-def test_members_of_a_group_with_its_own_metric_are_not_printed():
-    shown = in_training.shown(FOUND)
-    assert shown == ["tasks/alone/acc", "tasks/alone/exact_match/strict-match", "tasks/both/acc", "tasks/member/f1"]
-    line = tasks_line({"step": 7, **in_training.figures(FOUND)}, shown)
+    line = tasks_line({"step": 7, **in_training.figures(FOUND)}, in_training.shown(FOUND))
     assert line == (
         "       7  tasks: alone/acc 0.5000, alone/exact_match/strict-match 0.2500, both/acc 0.7500, member/f1 0.1250"
     )
-
-
-@pytest.fixture
-def train(tmp_path, monkeypatch):
-    """A function that trains the micro config for some steps with tasks whose result is a digest of the parameters."""
-    devices = jax.devices("cpu")[:1]
-    monkeypatch.setattr(jax, "devices", lambda *_: devices)
-
-    class Digest:
-        def __init__(self, config, *, layout, tokenizer):
-            self.is_loaded, self.status = False, Status()
-
-        def load(self):
-            self.is_loaded = True
-
-        def __call__(self, params):
-            assert self.is_loaded
-            return {"tasks/digest/sum": float(np.sum(np.abs(params["embed"])))}, ["tasks/digest/sum"]
-
-    monkeypatch.setattr(in_training, "TasksInTraining", Digest)
-
-    def run(num_steps, every_steps=2):
-        c = config_files.load(str(micro.write_config(tmp_path)))
-        c.data.validation = ""
-        c.train.update(num_steps=num_steps, eval_tasks="digest", eval_tasks_every_steps=every_steps)
-        c.metrics.update(console="on", tensorboard=False)
-        assert loop.train(resolve(c), tmp_path / "run") == 0
-        rows = micro.rows(tmp_path / "run")
-        return [(row["step"], row["tasks/digest/sum"]) for row in rows if "tasks/digest/sum" in row]
-
-    return run
-
-
-@pytest.mark.slow
-def test_tasks_run_at_the_start_at_each_interval_and_at_the_end(train, capsys):
-    found = train(3)
-    assert [step for step, _ in found] == [0, 2, 3]
-    assert len({figure for _, figure in found}) == 3
-    assert f"       2  tasks: digest/sum {found[1][1]:.4f}\n" in capsys.readouterr().out
-    assert [step for step, _ in train(6)] == [0, 2, 3, 4, 6]
-    assert [step for step, _ in train(7, every_steps=0)] == [0, 2, 3, 4, 6, 7]
 
 
 def test_tasks_without_the_harness_are_refused_with_the_command_that_installs_it(train_here, tmp_path, monkeypatch):

@@ -8,8 +8,6 @@ import sys
 import types
 
 import hf_models
-import jobs
-import micro
 import numpy as np
 import pytest
 import tokenizers
@@ -18,7 +16,7 @@ import transformers
 from tokenizer_files import train_model, write_tokenizer_json
 
 from hlat_jax.data.tokenizer import Tokenizer
-from hlat_jax.generate.__main__ import StreamedText, _encoded
+from hlat_jax.generate.__main__ import _encode_prompt
 from hlat_jax.generate.generator import Generator, Sampling
 from hlat_jax.generate.inference import TrainedModel
 from hlat_jax.hf.importing import import_checkpoint
@@ -44,48 +42,18 @@ def texts(trained_run):
     return found
 
 
-@pytest.mark.slow
-def test_generate_streams_one_prompt(trained_run, texts, generate_here):
-    code, printed, told = generate_here(f"--checkpoint={trained_run}", f"--prompt={PROMPTS[0]}", *WORDS)
-    assert (code, printed) == (0, texts[0] + "\n")
-    assert f"{trained_run}/checkpoints/24, step 24, float32; pipe 1 x data 1 x fsdp 1 x tensor 1, cpu" in told
-    assert "compiled prefill of 1 x 32 tokens, 96 slots, in " in told
-    assert "20 tokens in " in told
-
-
-@pytest.mark.quick_cases("mesh")
-@pytest.mark.parametrize(
-    "more",
-    [["--batch_size=2"], ["--config.parallel.tensor=2", "--config.parallel.data=-1", "--config.parallel.fsdp=2"]],
-    ids=["batches", "mesh"],
-)
-def test_generated_texts_do_not_depend_on_batching_or_mesh(more, trained_run, texts, generate_here, tmp_path):
+def test_generated_texts_do_not_depend_on_batching_or_mesh(trained_run, texts, generate_here, tmp_path):
     (tmp_path / "prompts.txt").write_text(f"\ufeff{PROMPTS[1]}\n\n{PROMPTS[2]}\n")
     words = [f"--checkpoint={trained_run / 'checkpoints' / '24'}", f"--prompt={PROMPTS[0]}", *WORDS]
-    code, printed, _ = generate_here(*words, f"--prompts_file={tmp_path / 'prompts.txt'}", *more)
-    assert code == 0
-    assert printed == "".join(f"[{number}] {text}\n" for number, text in enumerate(texts))
-
-
-class Bytes:
-    """A tokenizer whose tokens are bytes."""
-
-    def decode(self, ids):
-        return bytes(ids).decode("utf-8", errors="replace")
-
-
-def test_streamed_parts_are_whole_characters_that_join_to_the_text():
-    text = "a é 漢字 🙂 b"
-    continued, parts = StreamedText(Bytes(), text.encode()[:1]), []
-    for byte in text.encode()[1:]:
-        continued.add(byte)
-        parts.append(continued.part())
-    assert "".join(parts) == text
-    assert not any("\ufffd" in part for part in parts)
-    assert sum(part == "" for part in parts) == len(text.encode()) - len(text)
-    continued.add(0xE6)  # and then nothing: the text ends in half a character
-    continued.add(None)
-    assert continued.part() + continued.rest() == "\ufffd"
+    code, printed, told = generate_here(*words)
+    assert (code, printed) == (0, texts[0] + "\n")
+    assert f"{trained_run}/checkpoints/24, step 24, float32; pipe 1 x data 1 x fsdp 1 x tensor 1, cpu" in told
+    assert "20 new tokens in " in told
+    mesh = ["--config.parallel.tensor=2", "--config.parallel.data=-1", "--config.parallel.fsdp=2"]
+    for more in (["--batch_size=2"], mesh):
+        code, printed, _ = generate_here(*words, f"--prompts_file={tmp_path / 'prompts.txt'}", *more)
+        assert code == 0
+        assert printed == "".join(f"[{number}] {text}\n" for number, text in enumerate(texts))
 
 
 def test_generate_refuses_invalid_flags(trained_run, generate_here, tmp_path):
@@ -95,27 +63,19 @@ def test_generate_refuses_invalid_flags(trained_run, generate_here, tmp_path):
         (["--prompt=a"], "--checkpoint=FOLDER is missing"),
         ([run], "no prompt was given; use --prompt=TEXT"),
         ([run, "--prompt="], "prompt 0 is '', which encodes to no tokens"),
-        ([run, "--prompt=" + "it is " * 40], "leaves room for prompts of at most 31"),
+        ([run, "--prompt=" + "it is " * 40], "leaves room for prompts of 1 to 31"),
         ([run, "--prompts_file=/no/such/file"], "--prompts_file=/no/such/file: no such file"),
         ([run, f"--prompts_file={tmp_path / 'latin'}"], "/latin is not UTF-8: "),
         ([run, "--prompt=a\udcff"], r"--prompt='a\udcff' is not UTF-8."),
         ([run, "--prompt=a", "--temperature=-1"], "temperature=-1.0 must be"),
         ([run, "--prompt=a", "--config.parallel.tensor=16"], "needs 16 devices and there are 8"),
         ([run, "--prompt=a", "--config.parallel.tensor=8"], "parallel.tensor=8 must divide"),
-        ([run, "--parallel.tensor=2"], "Did you mean '--config.parallel.tensor=2'?"),
+        ([run, "--parallel.tensor=2"], "Did you mean '--config.parallel.tensor'?"),
         ([run, "a"], "unexpected argument 'a'"),
     ]:
         code, printed, error = generate_here(*words)
         assert (code, printed) == (2, "")
         assert message in error
-
-
-def test_a_run_is_opened_with_the_tokenizer_in_its_folder(trained_run):
-    kept = trained_run / "tokenizer" / "tokenizer.model"
-    for path in (trained_run, trained_run / "checkpoints" / "24"):
-        weights = open_weights(path)
-        assert weights.tokenizer == str(kept)
-        assert weights.open_tokenizer().path == kept
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +103,7 @@ def test_generation_stops_at_the_same_tokens_as_transformers(padded, generate_he
     assert len(theirs) == 4
     code, _, told = generate_here(f"--checkpoint={imported}", "--prompt=the lazy", "--max_tokens=8", "--nobos")
     assert code == 0
-    assert "4 tokens in " in told
+    assert "3 new tokens in " in told  # without the one that ends the text
 
 
 TEMPLATE = (
@@ -182,22 +142,24 @@ def test_control_tokens_in_prompts_give_what_transformers_gives(kind, generate_h
     assert printed == "".join(f"[{number}] {text}\n" for number, text in enumerate(expected))
     assert generate_here(*words, "--max_tokens=12")[1] != printed
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
-    assert "p.jsonl, row 1: no key 'text'" in generate_here(*words)[2]
+    assert "p.jsonl: each line must be a JSON object" in generate_here(*words)[2]
 
 
-@pytest.mark.parametrize("options", [{}, {"add_dummy_prefix": False}], ids=["space", "no space"])
-def test_control_tokens_of_a_native_model_are_those_of_transformers(options, tmp_path):
-    lossless = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
-    path = train_model(tmp_path / "tokenizer.model", byte_fallback=True, vocab_size=320, **lossless, **options)
-    ours = Tokenizer(path)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(ours.transformers_config()))
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    for text in ("<s>the lazy dog</s>the  fox <s> jumps</s>", "a<s>b\n\n<s>\nc", "x</s> ", "</s>", "the dog"):
-        expected = theirs.encode(text, add_special_tokens=False)
-        assert ours.encode_with_control_tokens(text).tolist() == expected
-        # the tokens of a tokenizer.json beside it, which an import does not take, are the same
-        theirs.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))
-        assert Tokenizer(path).encode_with_control_tokens(text).tolist() == expected
+def test_control_tokens_of_a_native_model_are_those_of_transformers(tmp_path):
+    for number, options in enumerate(({}, {"add_dummy_prefix": False})):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        lossless = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+        path = train_model(folder / "tokenizer.model", byte_fallback=True, vocab_size=320, **lossless, **options)
+        ours = Tokenizer(path)
+        (folder / "tokenizer_config.json").write_text(json.dumps(ours.transformers_config()))
+        theirs = transformers.AutoTokenizer.from_pretrained(folder)
+        for text in ("<s>the lazy dog</s>the  fox <s> jumps</s>", "a<s>b\n\n<s>\nc", "x</s> ", "</s>", "the dog"):
+            expected = theirs.encode(text, add_special_tokens=False)
+            assert ours.encode_with_control_tokens(text).tolist() == expected
+            # the tokens of a tokenizer.json beside it, which an import does not take, are the same
+            theirs.backend_tokenizer.save(str(folder / "tokenizer.json"))
+            assert Tokenizer(path).encode_with_control_tokens(text).tolist() == expected
 
 
 def test_a_folder_of_hugging_face_is_continued_as_its_import_is(padded, generate_here, evaluate_here, tmp_path):
@@ -234,55 +196,43 @@ def test_a_folder_of_hugging_face_without_one_of_its_files_is_refused_by_name(pa
 
 
 def test_a_tokenizer_is_given_where_the_folder_has_none(padded, generate_here, evaluate_here, tmp_path):
-    folder = tmp_path / "without"
-    folder.mkdir()
     for name in ("config.json", "generation_config.json", "model.safetensors"):
-        (folder / name).symlink_to(padded[0] / name)
+        (tmp_path / name).symlink_to(padded[0] / name)
     words = ["--prompt=the lazy", "--max_tokens=8", "--nobos"]
     given = f"--tokenizer={padded[0] / 'tokenizer.model'}"
-    assert (
-        generate_here(f"--checkpoint={folder}", given, *words)[:2]
-        == generate_here(f"--checkpoint={padded[0]}", *words)[:2]
-    )
-    code, _, error = evaluate_here(f"--checkpoint={folder}", given, "--validation")
+    own = generate_here(f"--checkpoint={padded[0]}", *words)[:2]
+    assert generate_here(f"--checkpoint={tmp_path}", given, *words)[:2] == own
+    code, _, error = evaluate_here(f"--checkpoint={tmp_path}", given, "--validation")
     assert code == 2
-    assert f"--validation: {folder} holds weights without a run" in error
+    assert f"--validation: {tmp_path} holds weights without a run" in error
 
 
-def test_fused_projection_error_names_the_import_flag(padded, generate_here):
-    words = ["--prompt=a", "--config.parallel.tensor=6"]  # of 2 heads of keys and values
-    code, _, error = generate_here(f"--checkpoint={padded[1]}", *words)
-    assert code == 2
-    assert "Import the model (`python -m hlat_jax.hf import`) with --nofuse_qkv" in error
+def test_more_shards_than_heads_of_keys_and_values_generate_the_same_text(padded, generate_here, tmp_path):
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    folder = hf_models.save(hf_models.model(transformers.LlamaConfig(**hf_models.SMALL | sizes)), tmp_path / "hf")
+    words = (f"--checkpoint={folder}", f"--tokenizer={padded[0] / 'tokenizer.model'}", "--prompt=the lazy")
+    code, whole, _ = generate_here(*words, "--max_tokens=8")
+    assert code == 0
+    assert generate_here(*words, "--max_tokens=8", "--config.parallel.tensor=4")[:2] == (0, whole)
 
 
 def test_prompts_begin_with_bos_by_flag_or_tokenizer_default():
     tokenizer = types.SimpleNamespace(encode=np.array, bos_id=1, path="some.model")
     tokenizer.require_bos = functools.partial(Tokenizer.require_bos, tokenizer)
     trained = TrainedModel(None, None, None, tokenizer, None, "")
-    assert _encoded(trained, [5, 6], 0, bos=True) == [1, 5, 6]
-    assert _encoded(trained, [5, 6], 0, bos=None) == [5, 6]
+    assert _encode_prompt(trained, [5, 6], 0, bos=True) == [1, 5, 6]
+    assert _encode_prompt(trained, [5, 6], 0, bos=None) == [5, 6]
     says_so = dataclasses.replace(trained, begins_with_bos=True)
-    assert _encoded(says_so, [5, 6], 0, bos=None) == [1, 5, 6]
-    assert _encoded(says_so, [5, 6], 0, bos=False) == [5, 6]
+    assert _encode_prompt(says_so, [5, 6], 0, bos=None) == [1, 5, 6]
+    assert _encode_prompt(says_so, [5, 6], 0, bos=False) == [5, 6]
     tokenizer.bos_id = -1
     with pytest.raises(ValueError, match=r"--bos: the tokenizer some.model has no BOS"):
-        _encoded(trained, [5, 6], 0, bos=True)
+        _encode_prompt(trained, [5, 6], 0, bos=True)
 
 
-def test_ctrl_c_during_generation_prints_one_line_and_exits_130(trained_run, tmp_path):
-    (tmp_path / "prompts").write_text("It is\n" * 10_000)  # work for many minutes
-    words = [sys.executable, "-m", "hlat_jax.generate", f"--checkpoint={trained_run}", "--batch_size=1"]
-    words.append(f"--prompts_file={tmp_path / 'prompts'}")
-    assert jobs.run_and_interrupt(words, after=", cpu", env=micro.environment()) == (130, ["interrupted"])
-
-
-@pytest.mark.quick_cases("--help")
-@pytest.mark.parametrize("words", [["--help"], ["--prompt=It is"]], ids=" ".join)
-def test_closed_stdout_exits_without_a_traceback(trained_run, words):
-    command = [sys.executable, "-m", "hlat_jax.generate", f"--checkpoint={trained_run}", "--max_tokens=2", *words]
-    env = micro.environment()
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+def test_closed_stdout_exits_without_a_traceback():
+    command = [sys.executable, "-m", "hlat_jax.generate", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         process.stdout.close()
         said = process.stderr.read()
-    assert (process.returncode, "Traceback" in said, "BrokenPipe" in said) == (141, False, False), said
+    assert (process.returncode, said) == (141, "")

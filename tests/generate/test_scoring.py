@@ -61,35 +61,28 @@ def test_scorer_equals_a_float64_softmax_over_the_whole_forward_pass(model, alon
     assert [score.is_greedy for score in alone][-2:] == [False, True]
 
 
-@pytest.mark.quick_cases("pipe-fsdp")
-@pytest.mark.parametrize(
-    "degrees", [{"tensor": 2, "data": 2}, {"pipe": 2, "fsdp": 2}], ids=["tensor-data", "pipe-fsdp"]
-)
-def test_scores_on_a_mesh_equal_one_device(degrees, model, alone):
+def test_scores_on_a_mesh_equal_one_device(model, alone):
     cfg, params, pairs = model
-    layout = layout_of_model(cfg, ParallelConfig(**degrees), jax.devices())
-    found = Scorer(cfg, params, layout=layout, num_rows=2)(pairs)
-    np.testing.assert_allclose([score[0] for score in found], [score[0] for score in alone], atol=1e-4)
-    assert [score.is_greedy for score in found] == [score.is_greedy for score in alone]
+    for degrees in ({"tensor": 2, "data": 2}, {"pipe": 2, "fsdp": 2}):
+        layout = layout_of_model(cfg, ParallelConfig(**degrees), jax.devices())
+        found = Scorer(cfg, params, layout=layout, num_rows=2)(pairs)
+        np.testing.assert_allclose([score[0] for score in found], [score[0] for score in alone], atol=1e-4)
+        assert [score.is_greedy for score in found] == [score.is_greedy for score in alone]
 
 
-def test_scorer_refuses_invalid_requests(model):
+def test_scorer_counts_ties_as_greedy_and_refuses_invalid_requests(model):
     cfg, params, pairs = model
     layout = layout_of_model(cfg, ParallelConfig(), jax.devices()[:1])
     scorer = Scorer(cfg, params, layout=layout, num_rows=1)
     for pair, message in [
         (([], [1]), "pair 1 has 0 tokens of context and 1 of continuation"),
         (([1], []), "pair 1 has 1 tokens of context and 0 of continuation"),
-        (([1], [1] * 301), "pair 1 has a continuation of 301 tokens and model.max_positions is 300"),
+        (([1], [1] * 301), "the second at most model.max_positions=300"),
     ]:
         with pytest.raises(ValueError, match=message):
             scorer([pairs[0], pair])
 
-
-def test_tied_tokens_all_count_as_greedy(model):
-    cfg, params, pairs = model
-    layout = layout_of_model(cfg, ParallelConfig(), jax.devices()[:1])
-    flat = jax.tree.map(np.zeros_like, params)
+    flat = jax.tree.map(np.zeros_like, params)  # tied tokens all count as greedy
     [score] = Scorer(cfg, flat, layout=layout, num_rows=1)(pairs[1:2])
     assert score.log_likelihood == pytest.approx(-3 * np.log(64), abs=1e-5)
     assert score.is_greedy

@@ -9,8 +9,6 @@ import json
 import pathlib
 import re
 import shutil
-import sys
-import warnings
 import weakref
 
 import hf_models
@@ -94,31 +92,31 @@ def test_loaded_parameters_match_an_independent_mapping(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("case", "dtype", "options", "flags"),
+    ("case", "dtype", "options"),
     [
-        ("gqa", torch.bfloat16, {"max_shard_size": "60KB"}, []),
-        ("tied", torch.bfloat16, {}, ["--nofuse_qkv"]),
-        ("llama3", torch.float32, {"max_shard_size": "200KB"}, ["--nofuse_qkv"]),
-        ("mistral", torch.float32, {}, []),
+        ("gqa", torch.bfloat16, {"max_shard_size": "60KB"}),
+        ("tied", torch.bfloat16, {}),
+        ("llama3", torch.float32, {"max_shard_size": "200KB"}),
+        ("mistral", torch.float32, {}),
     ],
 )
-def test_import_then_export_is_bitwise_identical(case, dtype, options, flags, tmp_path, hf_here):
+def test_import_and_then_export_are_bitwise_identical(case, dtype, options, tmp_path, hf_here):
     source = hf_models.save(hf_models.model(hf_models.CONFIGS[case]), tmp_path / "hf", dtype=dtype, **options)
     (source / "tokenizer_config.json").write_text('{"chat_template": "of the source"}')
     assert (len(list(source.glob("*.safetensors"))) > 2) == bool(options)
-    code, out, _ = hf_here("import", source, "--out", tmp_path / "ours", *flags)
+    code, out, _ = hf_here("import", source, "--out", tmp_path / "ours")
     assert code == 0, out
     code, out, _ = hf_here("export", tmp_path / "ours", f"--out={tmp_path / 'back'}")
     assert code == 0, out
     assert "read back and compared" in out
-    same_bits(tensors(tmp_path / "back"), tensors(source))
-    for name in ("generation_config.json", "tokenizer_config.json"):
-        assert (tmp_path / "back" / name).read_text() == (source / name).read_text()
-    assert json.loads((tmp_path / "back/config.json").read_text()) == json.loads((source / "config.json").read_text())
+    for folder in (tmp_path / "ours", tmp_path / "back"):
+        same_bits(tensors(folder), tensors(source))
+        for name in ("generation_config.json", "tokenizer_config.json"):
+            assert (folder / name).read_text() == (source / name).read_text()
+        assert json.loads((folder / "config.json").read_text()) == json.loads((source / "config.json").read_text())
 
 
-def test_weights_are_read_into_shardings_and_cast_while_reading(gqa, tmp_path, hf_here):
-    assert hf_here("import", gqa, f"--out={tmp_path / 'ours'}")[0] == 0
+def test_weights_are_read_into_shardings_and_cast_while_reading(gqa):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
     axes = {"layers.mlp.down": (None, "x"), "embed": ("x",), "layers.mlp.gate_up": (None, None, None, "x")}
     axes["layers.attention.qkv"] = ("x",)  # by layers, as stages of a pipeline
@@ -128,39 +126,17 @@ def test_weights_are_read_into_shardings_and_cast_while_reading(gqa, tmp_path, h
         return jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(*axes.get(name, ())))
 
     model, whole = hlat_jax.hf.load(gqa)
-    for folder in (tmp_path / "ours", gqa):
-        weights = open_weights(folder)
-        assert (weights.model, weights.step) == (model, 0)
-        jax.tree.map(np.testing.assert_array_equal, weights.restore(None), whole)
-        shardings = jax.tree_util.tree_map_with_path(sharding, weights.arrays)
-        found = weights.restore(shardings, dtype=jnp.bfloat16)
-        assert found["embed"].addressable_shards[1].data.shape == (192, 96)
-        rounded = jax.tree.map(lambda leaf: np.asarray(leaf).astype(jnp.bfloat16), whole)
-        jax.tree.map(np.testing.assert_array_equal, found, rounded)
+    weights = open_weights(gqa)
+    assert (weights.model, weights.step) == (model, 0)
+    jax.tree.map(np.testing.assert_array_equal, weights.restore(None), whole)
+    shardings = jax.tree_util.tree_map_with_path(sharding, weights.arrays)
+    found = weights.restore(shardings, dtype=jnp.bfloat16)
+    assert found["embed"].addressable_shards[1].data.shape == (192, 96)
+    rounded = jax.tree.map(lambda leaf: np.asarray(leaf).astype(jnp.bfloat16), whole)
+    jax.tree.map(np.testing.assert_array_equal, found, rounded)
 
 
-def test_a_folder_of_hugging_face_opens_as_its_import_does(gqa, tmp_path, hf_here, monkeypatch):
-    folder = shutil.copytree(gqa, tmp_path / "hf")
-    train_model(folder / "tokenizer.model", byte_fallback=True, vocab_size=320)
-    (folder / "tokenizer_config.json").write_text('{"add_bos_token": true}')
-    edit_json(folder / "generation_config.json", eos_token_id=[2, 7])
-    assert hf_here("import", folder, f"--out={tmp_path / 'ours'}")[0] == 0
-    direct, imported = open_weights(folder), open_weights(tmp_path / "ours")
-    for field in ("model", "step", "arrays", "begins_with_bos", "stop_ids"):
-        assert getattr(direct, field) == getattr(imported, field), field
-    assert direct.open_tokenizer().sha256 == imported.open_tokenizer().sha256
-    jax.tree.map(np.testing.assert_array_equal, direct.restore(None), imported.restore(None))
-    np.testing.assert_array_equal(direct.read("layers.mlp.down"), imported.read("layers.mlp.down"))
-    # an export and an average of it keep its files, as those of the import do
-    for verb in (("export", folder), ("average", folder, tmp_path / "ours")):
-        assert hf_here(*verb, f"--out={tmp_path / verb[0]}")[0] == 0
-    for name in ("generation_config.json", "tokenizer_config.json", "tokenizer.model"):
-        assert (tmp_path / "export" / name).read_bytes() == (folder / name).read_bytes()
-        assert (tmp_path / "average/files" / name).read_bytes() == (folder / name).read_bytes()
-
-
-@pytest.mark.parametrize("kind", ["hugging face", "import"])
-def test_an_export_takes_a_given_tokenizer_where_the_folder_has_none_and_refuses_another(gqa, kind, tmp_path, hf_here):
+def test_an_export_takes_a_given_tokenizer_where_the_folder_has_none_and_refuses_another(gqa, tmp_path, hf_here):
     own, other = (
         train_model(tmp_path / f"{n}.model", byte_fallback=True, vocab_size=n, hard_vocab_limit=False)
         for n in (320, 310)
@@ -169,20 +145,14 @@ def test_an_export_takes_a_given_tokenizer_where_the_folder_has_none_and_refuses
         folder = shutil.copytree(gqa, tmp_path / f"hf{has_own}")
         if has_own:
             shutil.copy(own, folder / "tokenizer.model")
-        if kind == "import":
-            assert hf_here("import", folder, f"--out={tmp_path / f'ours{has_own}'}")[0] == 0
-            folder = tmp_path / f"ours{has_own}"
         out = tmp_path / f"back{has_own}"
         code, _, err = hf_here("export", folder, f"--out={out}", f"--tokenizer={own}")
         assert code == 0, err
         assert (out / "tokenizer.model").read_bytes() == pathlib.Path(own).read_bytes()
         assert (out / "tokenizer_config.json").exists() == (not has_own)  # files that came along stay as they are
     code, _, err = hf_here("export", folder, f"--out={tmp_path / 'x'}", f"--tokenizer={other}")
-    place = folder / ("files/tokenizer.model" if kind == "import" else "tokenizer.model")
-    assert (code, err) == (
-        2,
-        f"error: --tokenizer={other} is not the tokenizer of {folder}, {place}: leave the flag out.\n",
-    )
+    assert code == 2
+    assert f"--tokenizer={other} is not the tokenizer of {folder}" in err
 
 
 def test_tokenizer_flag_serves_a_folder_whose_own_tokenizer_cannot_be_read(gqa, tmp_path):
@@ -214,36 +184,26 @@ def test_config_defaults_match_transformers():
 # Changes of the config of a small GQA model of transformers -> what is refused.
 UNSUPPORTED = [
     ({"attention_bias": True}, r"attention_bias=True is not supported"),
-    ({"attention_bias": "false"}, r"attention_bias='false' is not supported; supported: False"),
-    ({"hidden_act": ["silu"]}, r"hidden_act=\['silu'\] is not supported; supported: 'silu', 'swish'"),
-    ({"sliding_window": 2047}, r"sliding_window=2047 is shorter than max_position_embeddings=2048"),
-    ({"sliding_window": "4096"}, r"sliding_window='4096' is str; it must be int"),
+    ({"sliding_window": 2047}, r"sliding_window=2047 must be null, or an int of at least max_position_embeddings=2048"),
+    ({"sliding_window": "4096"}, r"sliding_window='4096' must be null, or an int"),
     (  # what transformers takes for it
         {"model_type": "mistral", "architectures": None, "max_position_embeddings": 8192},
-        r"sliding_window=4096 is shorter than max_position_embeddings=8192",
+        r"sliding_window=4096 must be null, or an int of at least max_position_embeddings=8192",
     ),
     ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types=.* supported: 'full_attention'"),
     ({"no_rope_layers": [1, 0]}, r"no_rope_layers=\[1, 0\] is not supported"),
-    ({"no_rope_layer_interval": 4}, r"no_rope_layer_interval=4 is not supported"),
     ({"quantization_config": {"bits": 4}}, r"quantization_config=.* is not supported; supported: {}"),
-    ({"num_local_experts": 8}, r"num_local_experts=8 is not supported"),
-    ({"kv_lora_rank": 512}, r"kv_lora_rank=512 is not supported; supported: null"),
-    ({"residual_multiplier": 0.22}, r"residual_multiplier=0.22 is not supported; supported: 1.0"),
     ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, r"rope_type='yarn' is not supported"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": ...}, r"rope_type='linear'"),
     ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, r"is missing in rope_type='llama3'"),
     ({"rope_parameters": {"rope_type": "default", "factor": 2.0}}, r"factor is not a field of rope_type='default'"),
-    ({"rope_parameters": {"rope_type": "default", "type": "llama3"}}, r"rope_type='default' and type='llama3'"),
     ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, r"partial_rotary_factor=0.5"),
     ({"rope_parameters": {"rope_theta": "1e4"}}, r"rope_theta='1e4' is str; it must be float"),
     ({"rope_theta": 1e6}, r"rope_theta=1000000.0 differs from rope_parameters"),
     ({"model_type": ["llama"]}, r"model_type=\['llama'\].*supported are llama"),
-    ({"architectures": ["LlamaForSequenceClassification"]}, r"LlamaForSequenceClassification"),
     ({"hidden_size": ...}, r"hidden_size is missing"),
-    ({"hidden_size": "96"}, r"hidden_size='96' is str; it must be int"),
     ({"num_hidden_layers": 0}, r"num_layers=0"),
-    ({"num_hidden_layers": 10**7}, r"num_hidden_layers=10000000 must be at most"),
-    ({"max_position_embeddings": 10**15}, r"max_position_embeddings=1000000000000000 must be at most"),
+    ({"num_hidden_layers": 10**7}, r"num_layers=10000000 must be at most"),
     ({"num_attention_heads": 5, "head_dim": None}, r"hidden_size=96 does not divide"),
     ({"num_key_value_heads": 4}, r"num_kv_heads=4 must divide"),
 ]
@@ -267,24 +227,17 @@ SAVED = json.loads((pathlib.Path(__file__).parents[1] / "support" / "hf_configs.
 # tie_embeddings
 SUPPORTED = {
     "SmolLM-135M": (576, 1536, 30, 9, 3, 64, 49152, 1e4, 1e-5, 2048, True),
-    "SmolLM2-135M": (576, 1536, 30, 9, 3, 64, 49152, 1e5, 1e-5, 8192, True),
-    "Llama of 135M with ids and a path": (576, 1536, 30, 9, 3, 64, 49152, 1e4, 1e-5, 2048, True),
-    "Llama-2-7B": (4096, 11008, 32, 32, 32, 128, 32000, 1e4, 1e-5, 4096, False),
     "Llama-3-8B": (4096, 14336, 32, 32, 8, 128, 128256, 5e5, 1e-5, 8192, False),
     "Llama-3.1-8B-Instruct": (4096, 14336, 32, 32, 8, 128, 128256, 5e5, 1e-5, 131072, False),
-    "Llama-3.2-1B": (2048, 8192, 16, 32, 8, 64, 128256, 5e5, 1e-5, 131072, True),
     "Llama-3.2-3B, saved again by others": (3072, 8192, 28, 24, 8, 128, 128256, 5e5, 1e-5, 131072, True),
     "TinyLlama-1.1B": (2048, 5632, 22, 32, 4, 64, 32000, 1e4, 1e-5, 2048, False),
     "a Llama of 2023 with every default of its base class": (2048, 5632, 22, 32, 32, 64, 32000, 1e4, 1e-6, 2048, False),
-    "Mistral-7B-v0.2": (4096, 14336, 32, 32, 8, 128, 32000, 1e6, 1e-5, 32768, False),
     "Mistral-7B-v0.3": (4096, 14336, 32, 32, 8, 128, 32768, 1e6, 1e-5, 32768, False),
     "a Llama with windows switched off": (896, 4864, 24, 14, 2, 64, 151936, 1e6, 1e-6, 32768, True),
 }
 REFUSED = {
-    "Mistral-7B-v0.1": r"sliding_window=4096 is shorter than max_position_embeddings=32768",
+    "Mistral-7B-v0.1": r"sliding_window=4096 must be null, or an int of at least max_position_embeddings=32768",
     "Qwen2.5-0.5B": r"model_type='qwen2'",
-    "Qwen3-0.6B": r"model_type='qwen3'",
-    "SmolLM3-3B": r"model_type='smollm3'",
     "OLMo-2-7B": r"model_type='olmo2'",
 }
 
@@ -301,7 +254,6 @@ def as_written_by_transformers_5(found):
 
 
 def test_published_config_files_are_understood_or_refused():
-    assert SAVED.keys() == SUPPORTED.keys() | REFUSED.keys()
     for name, sizes in SUPPORTED.items():
         for found in (SAVED[name], as_written_by_transformers_5(SAVED[name])):
             m = config_json.model_config(found, where=name)
@@ -333,17 +285,10 @@ def test_fields_with_neutral_values_are_accepted():
 EXTRA = {"unk_token_id": 0, "_model_name_or_path": "a/b", "trained_by": {"hours": 3}, "a_field_without_a_value": None}
 
 
-def test_unknown_fields_are_listed_preserved_and_refused_with_strict(gqa, tmp_path, hf_here):
+def test_unknown_fields_are_listed_and_preserved(gqa, tmp_path, hf_here):
     folder = shutil.copytree(gqa, tmp_path / "hf")
     edit_json(folder / "config.json", **EXTRA)
     path = folder / "config.json"
-
-    code, _, err = hf_here("import", folder, f"--out={tmp_path / 'strict'}", "--strict")
-    assert (code, err.count("\n")) == (2, 1)
-    assert f"{path}: _model_name_or_path='a/b', trained_by={{'hours': 3}} are unknown" in err
-    assert not (tmp_path / "strict").exists()
-    with pytest.raises(ValueError, match=r"_model_name_or_path=.*trained_by="):
-        hlat_jax.hf.load(folder, strict=True)
 
     code, out, err = hf_here("import", folder, f"--out={tmp_path / 'ours'}")
     assert (code, err.count("\n")) == (0, 1), err
@@ -354,8 +299,7 @@ def test_unknown_fields_are_listed_preserved_and_refused_with_strict(gqa, tmp_pa
         hlat_jax.hf.load(folder)
     assert len(warned) == 1
 
-    code, _, err = hf_here("export", tmp_path / "ours", f"--out={tmp_path / 'back'}")
-    assert (code, err) == (0, "")
+    assert hf_here("export", tmp_path / "ours", f"--out={tmp_path / 'back'}")[0] == 0
     assert json.loads((tmp_path / "back/config.json").read_text()) == json.loads(path.read_text())
 
 
@@ -414,11 +358,11 @@ def test_verify_prints_by_how_much_the_logits_differ_from_transformers(tmp_path,
     train_model(source / "tokenizer.model", byte_fallback=True, vocab_size=320)
     code, out, err = hf_here("import", source, f"--out={tmp_path / 'ours'}", "--verify", "--dtype=bfloat16")
     assert (code, err) == (0, "")
-    line = r"verified +the logits of \d+ tokens of a text differ .* by at most (.*) of the largest logit, .*\nwrote "
+    line = r"verified +the logits of 128 tokens differ .* by at most (.*) of the largest logit, .*\nwrote "
     assert 0 < float(re.search(line, out)[1]) < 2e-5  # as in test_logits_of_a_loaded_model_equal_transformers
     found, weights = open_checkpoint(source), open_weights(tmp_path / "ours")
     other = dataclasses.replace(weights, model=dataclasses.replace(weights.model, rope_factor=7.0), tokenizer="")
-    message = r"--verify: .* random ids \(there is no tokenizer\) differ .*; at most 1e-03 is allowed, so the import"
+    message = r"--verify: the logits .* differ .*; at most 1e-03 is allowed, so the import"
     with pytest.raises(ValueError, match=message):
         verifying.verify(found, other)
 
@@ -431,16 +375,6 @@ def test_an_import_that_verify_rejects_leaves_nothing(gqa, tmp_path, hf_here, mo
     assert (code, printed) == (2, "")
     assert re.fullmatch(rf"error: --verify: the logits of .* at most 0e\+00 is allowed, .* folder\. {end}", err)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_verify_without_transformers_says_what_to_install_before_it_imports(gqa, tmp_path, hf_here, monkeypatch):
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    code, _, err = hf_here("import", gqa, f"--out={tmp_path / 'ours'}", "--verify")
-    assert (code, err) == (
-        2,
-        "error: --verify needs transformers: pip install 'hlat_jax[verify]', or leave it out.\n",
-    )
-    assert not (tmp_path / "ours").exists()
 
 
 def without(name):
@@ -459,13 +393,11 @@ Q0 = "model.layers.0.self_attn.q_proj.weight"
 
 
 MISMATCHED = [
-    (without(Q0), rf"1 missing: {Q0}"),
-    (without("lm_head.weight"), r"1 missing: lm_head.weight\n.*tie_word_embeddings=true"),
-    (lambda found: found.update({"model.layers.2.mlp.up_proj.weight": found[Q0].clone()}), r"1 left over: model.l"),
-    (renamed(Q0, "model.layers.0.self_attn.q_proj.bias"), r"(?s)1 missing: .*q_proj.weight\n.*1 left over: .*bias"),
+    (without("lm_head.weight"), r"lm_head.weight is missing, config.json makes it \[384, 96\]"),
+    (renamed(Q0, "model.layers.0.self_attn.q_proj.bias"), rf"(?s)2 tensors .*{Q0} is missing, .*bias is \[96, 96\]"),
     (changed(Q0, lambda q: q[:48]), rf"{Q0} is \[48, 96\], config.json makes it \[96, 96\]"),
     (changed("model.norm.weight", torch.Tensor.bfloat16), r"mixes dtypes: 1 BF16 .*20 F32 .*--dtype=float32"),
-    (changed(Q0, torch.Tensor.double), rf"{Q0} and 0 others are F64; supported are F32, F16, BF16"),
+    (changed(Q0, torch.Tensor.double), rf"{Q0} is F64; supported are F32, F16, BF16"),
 ]
 
 
@@ -484,26 +416,18 @@ def cut_off(folder):
     path.write_bytes(path.read_bytes()[:-4])
 
 
-def edit_index(folder, name, *, tensor=None):
+def edit_index(folder, name):
     path = folder / "model.safetensors.index.json"
     where = json.loads(path.read_text())["weight_map"]
-    edit_json(path, weight_map=where | {tensor or next(iter(where)): name or next(iter(where.values()))})
-
-
-def not_safetensors(folder):
-    sorted(folder.glob("*.safetensors"))[0].write_bytes(b"<html>not found</html>")
+    edit_json(path, weight_map=where | {next(iter(where)): name})
 
 
 DAMAGE = [
     (lambda folder: sorted(folder.glob("*.safetensors"))[1].unlink(), r"names the file model-00002-.*missing"),
     (cut_off, r"model-00001.* is damaged: .*not fully covered"),
-    (not_safetensors, r"model-00001.*is not a safetensors file"),
-    (lambda folder: edit_json(folder / "model.safetensors.index.json", weight_map=...), r"weight_map is missing"),
     (lambda folder: (folder / "config.json").unlink(), r"has no config.json"),
-    (lambda folder: (folder / "config.json").write_text("{"), r"config.json is not JSON"),
     (lambda folder: (folder / "model.safetensors.index.json").unlink(), r"neither model.safetensors nor"),
     (lambda folder: edit_index(folder, "../a.safetensors"), r"weight_map\['.*'\]='../a.safetensors' must be a plain"),
-    (lambda folder: edit_index(folder, "", tensor="\x1b[31m\n"), r"disagree on '\\x1b\[31m\\n'; fetch"),
     (lambda folder: edit_index(folder, sorted(folder.glob("*.safetensors"))[-1].name), r"disagree on "),
     (lambda folder: edit_json(folder / "config.json", num_hidden_layers=100), r"num_hidden_layers=100, but .* only 21"),
 ]
@@ -528,13 +452,11 @@ def test_float16_is_loaded_as_float32(gqa, tmp_path):
     assert params["embed"].dtype == jnp.float32
 
 
-def test_rotary_frequency_tables_are_ignored_with_a_message(gqa, tmp_path, hf_here):
+def test_rotary_frequency_tables_are_ignored(gqa, tmp_path):
     folder = shutil.copytree(gqa, tmp_path / "hf")
     found = load_file(folder / "model.safetensors")
     save_file(found | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8)}, folder / "model.safetensors")
-    code, out, _ = hf_here("import", folder, f"--out={tmp_path / 'ours'}")
-    assert code == 0
-    assert "1 tables rotary_emb.inv_freq are ignored" in out
+    assert open_checkpoint(folder).tensors.keys() == found.keys()
 
 
 def test_head_must_equal_the_tied_embedding(tmp_path):
@@ -542,49 +464,32 @@ def test_head_must_equal_the_tied_embedding(tmp_path):
     found = load_file(folder / "model.safetensors")
     save_file(found | {hf_names.HEAD: found[hf_names.EMBEDDING].clone()}, folder / "model.safetensors")
     open_checkpoint(folder)
-    for change in (lambda head: head + 1e-3, lambda head: head[0, 0].clone()):
+    for change in (lambda head: head + 1e-3, lambda head: head.bfloat16(), lambda head: head[0, 0].clone()):
         save_file(found | {hf_names.HEAD: change(found[hf_names.EMBEDDING])}, folder / "model.safetensors")
         with pytest.raises(ValueError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
             open_checkpoint(folder)
 
 
-@pytest.mark.parametrize(("dtype", "value"), [(torch.bfloat16, "nan"), (torch.float16, "-inf")])
-def test_weights_that_are_not_finite_are_named_where_they_are_read(dtype, value, gqa, tmp_path, hf_here, capsys):
-    folder = shutil.copytree(gqa, tmp_path / "hf")
-    found = {name: tensor.to(dtype) for name, tensor in load_file(folder / "model.safetensors").items()}
-    found[Q0][3, 5:7] = float(value)
-    save_file(found, folder / "model.safetensors")
-    line = f"{folder}: 2 of 9,216 values of {Q0} are not finite."
-    code, _, err = hf_here("import", folder, f"--out={tmp_path / 'ours'}")
-    assert (code, err) == (0, f"warning: {line}\n")
-    with pytest.warns(UserWarning, match=re.escape(line)):
-        hlat_jax.hf.load(folder)
-    open_weights(folder).restore(None)
-    assert capsys.readouterr().err == f"warning: {line}\n"
-
-
 def test_export_that_fails_verification_raises_and_leaves_nothing(gqa, tmp_path, hf_here, monkeypatch):
-    assert hf_here("import", gqa, f"--out={tmp_path / 'ours'}")[0] == 0
     write = Writer.write
 
-    def write_wrong(self, name, values, first_row=0):
+    def write_wrong(self, name, values):
         if name == Q0:
             values = values.copy()
             values.view(np.uint32)[3, 5] ^= 1  # the last bit of one weight
-        write(self, name, values, first_row=first_row)
+        write(self, name, values)
 
     monkeypatch.setattr(Writer, "write", write_wrong)
-    code, _, err = hf_here("export", tmp_path / "ours", f"--out={tmp_path / 'back'}")
+    code, _, err = hf_here("export", gqa, f"--out={tmp_path / 'back'}")
     assert code == 2
-    assert f"{Q0}, model" in err
-    assert "when read back" in err
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["ours"]
+    assert f"{Q0} has other values than in" in err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_existing_output_is_not_overwritten(gqa, tmp_path, hf_here):
-    assert hf_here("import", gqa, f"--out={tmp_path / 'ours'}")[0] == 0
-    for words in (("import", gqa), ("export", tmp_path / "ours"), ("average", tmp_path / "ours", tmp_path / "ours")):
-        code, _, err = hf_here(*words, f"--out={tmp_path / 'ours'}")
+    (tmp_path / "mine").write_text("")
+    for words in (("import", gqa), ("export", gqa), ("average", gqa, gqa)):
+        code, _, err = hf_here(*words, f"--out={tmp_path}")
         assert (code, "exists already" in err) == (2, True)
 
 
@@ -592,8 +497,6 @@ def test_wrong_command_line_prints_one_line(tmp_path, monkeypatch, hf_here):
     monkeypatch.chdir(tmp_path)
     for words, message in [
         (["importt"], r"unknown verb 'importt'. Did you mean 'import'"),
-        (["import"], r"no input; name a folder of Hugging Face"),
-        (["import", "x"], r"--out is missing"),
         (["import", "x", "y", "--out=z"], r"2 inputs"),
         (["export", "x", "--out=y"], r"x holds no weights .*runs/tiny/checkpoints/STEP"),
         (["average", "x", "--out=y"], r"1 checkpoint to average; give two or more"),
@@ -603,21 +506,16 @@ def test_wrong_command_line_prints_one_line(tmp_path, monkeypatch, hf_here):
         assert re.search(message, err)
 
 
-def test_shards_keep_every_tensor_in_order_and_below_the_size(gqa, tmp_path, hf_here):
-    assert hf_here("import", gqa, f"--out={tmp_path / 'ours'}")[0] == 0
-    exporting.export_checkpoint(open_weights(tmp_path / "ours"), tmp_path / "back", shard_bytes=200_000)
+def test_shards_keep_every_tensor_in_order_and_below_the_size(gqa, tmp_path):
+    exporting.export_checkpoint(open_weights(gqa), tmp_path / "back", shard_bytes=200_000)
     same_bits(tensors(tmp_path / "back"), tensors(gqa))
     sizes = [path.stat().st_size for path in (tmp_path / "back").glob("*.safetensors")]
     assert len(sizes) > 2
     assert max(sizes) < 210_000
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        made = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
-    same_bits(made.state_dict(), transformers.AutoModelForCausalLM.from_pretrained(gqa).state_dict())
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back")
 
 
-def test_an_export_holds_one_parameter_at_a_time(gqa, tmp_path, hf_here, monkeypatch):
-    assert hf_here("import", gqa, f"--out={tmp_path / 'ours'}")[0] == 0
+def test_an_export_holds_one_parameter_at_a_time(gqa, tmp_path, monkeypatch):
     read, owners = Weights.read, []
 
     def alone(self, name):
@@ -627,8 +525,8 @@ def test_an_export_holds_one_parameter_at_a_time(gqa, tmp_path, hf_here, monkeyp
         return found
 
     monkeypatch.setattr(Weights, "read", alone)
-    exporting.export_checkpoint(open_weights(tmp_path / "ours"), tmp_path / "back")
-    assert len(owners) == 2 * len(jax.tree.leaves(open_weights(tmp_path / "ours").arrays))  # written, and compared
+    exporting.export_checkpoint(open_weights(gqa), tmp_path / "back")
+    assert len(owners) == 2 * len(jax.tree.leaves(open_weights(gqa).arrays))  # written, and compared
 
 
 def test_every_model_field_in_config_json_is_compared_after_export():

@@ -9,25 +9,23 @@ from hlat_jax.host import compile_cache
 DIR = compile_cache.FOLDER
 
 
-def test_default_folder_belongs_to_this_user_and_kind_of_processor(tmp_path):
+def test_default_folder_belongs_to_this_user_unless_one_was_chosen_or_it_cannot_be_written(monkeypatch, tmp_path):
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
     compile_cache.use_default_folder(environ)
     folder = pathlib.Path(environ[DIR])
     assert (folder.is_dir(), folder.parent) == (True, tmp_path / "hlat_jax" / "compiled")
-    again = dict(environ)
-    compile_cache.use_default_folder(again)
-    assert again == environ
-
-
-def test_a_choice_of_the_user_and_a_folder_that_cannot_be_written_change_nothing():
-    for environ in (
+    for chosen in (
+        environ,
         {DIR: "/mine", "XDG_CACHE_HOME": "/dev/null"},
         {"JAX_ENABLE_COMPILATION_CACHE": "false"},
         {"XDG_CACHE_HOME": "/dev/null"},  # no folder can be made there
     ):
-        found = dict(environ)
+        found = dict(chosen)
         compile_cache.use_default_folder(found)
-        assert found == environ
+        assert found == chosen
+    monkeypatch.setenv("HOME", "/home/me")
+    assert compile_cache.describe("/home/me/.cache/x") == "~/.cache/x"
+    assert compile_cache.describe(None).startswith("none; with JAX_COMPILATION_CACHE_DIR=FOLDER")
 
 
 def test_programs_that_were_used_least_recently_are_removed(tmp_path, monkeypatch):
@@ -52,10 +50,3 @@ def test_training_of_one_process_uses_it_before_it_imports_jax(train_here, tmp_p
     monkeypatch.setattr(loop, "train", lambda *_, **__: 0)
     assert train_here("--config=tiny", f"--workdir={tmp_path / 'run'}")[0] == 0
     assert os.environ[DIR].startswith(str(tmp_path / "c"))
-
-
-def test_a_start_prints_the_folder(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
-    assert compile_cache.describe("/home/me/.cache/x") == "~/.cache/x"
-    assert compile_cache.describe("/scratch/x") == "/scratch/x"
-    assert compile_cache.describe(None).startswith("none; with JAX_COMPILATION_CACHE_DIR=FOLDER")

@@ -113,43 +113,36 @@ def test_the_processes_that_the_others_wait_for_are_named():
         line = stuck_line({0: first, 1: second}, hosts=HOSTS, where=None)
         found = [n for n, host in HOSTS.items() if f"process {n} of 2 on {host} made no progress" in line]
         assert (found, "after step 7 (limit 60 s)" in line) == (named, bool(named))
-
-
-def test_of_many_processes_those_that_stopped_first_are_named():
     line = stuck_line({index: status("training", 60.0 + index) for index in range(9)}, hosts=HOSTS, where=None)
     assert line.startswith("stuck: process 8 of 9 on ? made no progress for 68 s while training, after step 7")
-    assert line.count("made no progress") == 4
+    assert line.count("made no progress") == 4  # of many processes, those that stopped first
     assert "; and 5 more. Run the same command" in line
 
 
-def test_stacks_of_a_folder_that_cannot_be_written_are_left_out(tmp_path):
-    (tmp_path / "file").touch()
-    watchdog.record_stuck(Watchdog(), stuck_s=1.0, stacks=tmp_path / "file", process=0)
-    assert (tmp_path / "file").read_bytes() == b""
-
-
-@pytest.mark.parametrize(
-    ("problem", "code", "said"), [("", 124, "stuck: process 0 of 1"), ("the folder is gone", 2, "")]
-)
-def test_a_run_that_is_stuck_because_its_folder_is_gone_says_that(tmp_path, monkeypatch, problem, code, said):
+def test_a_stuck_run_says_whether_its_folder_is_gone_and_does_not_wait_for_a_disk_that_hangs(tmp_path, monkeypatch):
     ended = []
 
     def end(line, code):
         ended.append((line, code))
         raise SystemExit
 
+    def hang():
+        time.sleep(30)
+        return "late"
+
     monkeypatch.setattr(distributed, "exit_with", end)
-    stuck = Watchdog(least_s=0.01, began_s=time.monotonic() - 1000)
-    stuck.problem = lambda: problem
-    with pytest.raises(SystemExit):
-        distributed._watch_alone(stuck, tmp_path / "stuck", threading.Event(), UnawaitedErrors())
-    [(line, found)] = ended
-    assert (found, (tmp_path / "stuck").exists()) == (code, code == 124)
-    assert line.startswith(f"error: {problem or said}")
-
-
-def test_the_cause_is_not_waited_for_where_the_disk_hangs(monkeypatch):
-    monkeypatch.setattr(watchdog, "_DUMP_S", 0.05)
-    hung = Watchdog()
-    hung.problem = lambda: time.sleep(30) or "late"
-    assert hung.cause() == ""
+    monkeypatch.setattr(watchdog, "_DUMP_S", 0.5)
+    (tmp_path / "file").touch()  # no folder for the stacks can be made there
+    for problem, stacks, code, said in (
+        (str, tmp_path / "stuck", 124, "stuck: process 0 of 1"),
+        (str, tmp_path / "file", 124, "stuck: process 0 of 1"),
+        (hang, tmp_path / "stuck", 124, "stuck: process 0 of 1"),
+        (lambda: "the folder is gone", tmp_path / "other", 2, "the folder is gone"),
+    ):
+        stuck = Watchdog(least_s=0.01, began_s=time.monotonic() - 1000)
+        stuck.problem = problem
+        with pytest.raises(SystemExit):
+            distributed._watch_alone(stuck, stacks, threading.Event(), UnawaitedErrors())
+        line, found = ended.pop()
+        assert (found, stacks.is_dir()) == (code, stacks.name == "stuck")
+        assert line.startswith(f"error: {said}")

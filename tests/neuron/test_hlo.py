@@ -8,19 +8,16 @@ import subprocess
 from collections import Counter
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.extend.mlir import hlo_to_stablehlo
 from planned import small_config
 
-from hlat_jax.cli import flags
-from hlat_jax.neuron import __main__ as commands
 from hlat_jax.neuron import hlo, hlo_command, hlo_proto
 from hlat_jax.neuron.programs import layout_for_neuron
 from hlat_jax.parallel.degrees import layout_over
 from hlat_jax.program import make_program
 from hlat_jax.run.compilation import traced_programs
+
+ID_LIMIT = 2**31
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +38,7 @@ def assert_ids_are_small_and_whole(module):
     found = hlo_proto.parse(module).computations
     instructions = [instruction.id for one in found for instruction in one.instructions]
     assert sorted(instructions) == list(range(1, len(instructions) + 1))
-    assert max(instructions) < hlo_proto.ID_LIMIT
+    assert max(instructions) < ID_LIMIT
     computations = [one.id for one in found]
     assert computations == list(range(1, len(found) + 1))
     for one in found:
@@ -52,83 +49,32 @@ def assert_ids_are_small_and_whole(module):
             assert set(instruction.called_computation_ids) <= set(computations)
 
 
-def test_ids_from_jax_are_too_large_for_the_compiler(lowered):
-    before = hlo_proto.parse(lowered.compiler_ir("hlo").as_serialized_hlo_module_proto())
-    assert max(instruction.id for one in before.computations for instruction in one.instructions) >= hlo_proto.ID_LIMIT
-
-
 def test_a_renumbered_step_is_the_same_program(lowered, computation):
     original = lowered.compiler_ir("hlo")
+    before = hlo_proto.parse(original.as_serialized_hlo_module_proto())
+    ids = [instruction.id for one in before.computations for instruction in one.instructions]
+    assert max(ids) >= ID_LIMIT, "these are too large for the compiler"
     module = hlo.whole_module(lowered)
     assert_ids_are_small_and_whole(module)
     assert computation(module).as_hlo_text() == original.as_hlo_text()
-    assert len(original.as_hlo_text().splitlines()) > 1000
+    assert len(ids) > 1000
 
 
-def test_renumbered_program_computes_the_same_result():
-    def fn(x):
-        def body(carry, _):
-            return jnp.where(carry > 0, jnp.sin(carry) @ carry, carry - 1), carry.sum()
-
-        return jax.lax.scan(body, x, None, length=3)
-
-    x = np.random.default_rng(0).normal(size=(4, 4)).astype(np.float32)
-    jitted = jax.jit(fn)
-    module = hlo_proto.renumber(jitted.lower(x).compiler_ir("hlo").as_serialized_hlo_module_proto())
-    device = jax.devices()[0]
-    options = jax.extend.backend.get_compile_options(
-        num_replicas=1, num_partitions=1, device_assignment=np.zeros((1, 1), int)
-    )
-    loaded = device.client.compile_and_load(hlo_to_stablehlo(module), (device,), options)
-    found = [out[0] for out in loaded.execute_sharded([jnp.asarray(x)]).disassemble_into_single_device_arrays()]
-    for ours, theirs in zip(found, jax.tree.leaves(jitted(x)), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
-
-
-def varint(value):
-    low = value & 0x7F
-    return bytes([low]) if value == low else bytes([low | 0x80]) + varint(value >> 7)
-
-
-def field(number, value):
-    if isinstance(value, bytes):
-        return varint(number << 3 | 2) + varint(len(value)) + value
-    return varint(number << 3) + varint(value)
-
-
-def test_control_predecessors_and_unpacked_ids_are_renumbered_and_other_fields_kept():
+def test_ids_of_control_and_of_calls_are_renumbered_in_the_order_of_the_ids_before():
     large = 2**33
-    packed = varint(large + 7) + varint(large + 9)
-    first = field(1, b"a") + field(35, large + 7)
-    second = field(35, large + 9) + field(36, large + 7) + field(37, large + 7)
-    third = field(35, large + 1) + field(36, packed) + field(38, varint(large))
-    called = field(1, b"inner") + field(2, field(35, 5)) + field(5, large) + field(6, 5)
-    entry = b"".join(field(2, one) for one in (first, second, third)) + field(5, large + 1) + field(6, large + 1)
-    module = hlo_proto.renumber(field(1, b"m") + field(3, called) + field(3, entry) + field(6, large + 1))
-    parsed = hlo_proto.parse(module)
+    module = hlo_proto._classes()["HloModuleProto"](id=7, entry_computation_id=large + 1)
+    module.computations.add(id=large, root_id=5).instructions.add(id=5)
+    entry = module.computations.add(id=large + 1, root_id=large + 1)
+    entry.instructions.add(id=large + 7)
+    entry.instructions.add(id=large + 9, operand_ids=[large + 7], control_predecessor_ids=[large + 7])
+    entry.instructions.add(id=large + 1, operand_ids=[large + 7, large + 9], called_computation_ids=[large])
+    parsed = hlo_proto.parse(hlo_proto.renumber(module.SerializeToString()))
     inner, outer = parsed.computations
-    assert (inner.id, inner.root_id, [one.id for one in inner.instructions]) == (1, 1, [1])
-    assert (outer.id, outer.root_id) == (2, 2)
-    assert [one.id for one in outer.instructions] == [3, 4, 2]  # in the order of the ids before
+    assert (inner.id, inner.root_id, outer.id, outer.root_id, parsed.entry_computation_id) == (1, 1, 2, 2, 2)
+    assert [one.id for one in outer.instructions] == [3, 4, 2]
     assert [list(one.operand_ids) for one in outer.instructions] == [[], [3], [3, 4]]
     assert [list(one.control_predecessor_ids) for one in outer.instructions] == [[], [3], []]
     assert [list(one.called_computation_ids) for one in outer.instructions] == [[], [], [1]]
-    assert parsed.entry_computation_id == 2
-    assert field(1, b"m") in module
-    assert field(1, b"a") in module
-
-
-def test_invalid_modules_are_refused():
-    for module, message in [
-        (b"", "0 bytes without a computation"),
-        (b"\x1a\x7f\x00", "3 bytes are not a valid HloModuleProto"),
-        (b"\x0b", "1 bytes are not a valid HloModuleProto"),
-        (b"\xff\xff", "2 bytes are not a valid HloModuleProto"),
-        (b"\x3a\x00", "is scheduled"),
-        (b"\x1a\x02\x30\x05", "refers to id 5, which is not defined"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            hlo_proto.renumber(module)
 
 
 @pytest.mark.slow
@@ -154,36 +100,25 @@ def test_single_device_module_has_per_device_shapes_and_collectives(computation)
 
 
 @pytest.mark.slow
-def test_fewer_replicas_keep_the_rows_of_a_device(computation):
-    config = small_config(data=8, policy="bf16_sr")
-    module, degrees = hlo.device_module("train", config, 8, max_devices=2)
+def test_fewer_replicas_keep_the_rows_of_a_device_and_one_has_no_collectives(computation):
+    module, degrees = hlo.device_module("train", small_config(data=8, policy="bf16_sr"), 8, max_devices=2)
     assert degrees["data"] == 2
     tokens = re.findall(r"s32\[(\d+),16\]\S* parameter", computation(module).as_hlo_text().split("ENTRY")[1])
     assert set(tokens) == {"1"}
-    assert b"jit_train_step" in module
-
-
-def test_single_device_replica_has_the_full_program_without_collectives(computation):
-    config = small_config(data=4)
-    module, degrees = hlo.device_module("train", config, 4, max_devices=1)
+    module, degrees = hlo.device_module("train", small_config(data=4), 4, max_devices=1)
     assert set(degrees.values()) == {1}
     assert_ids_are_small_and_whole(module)
     assert "all-reduce" not in computation(module).as_hlo_text()
 
 
-def test_command_writes_modules_and_a_compile_script(tmp_path, monkeypatch, capsys):
+def test_command_writes_modules_and_a_compile_script(tmp_path, monkeypatch, neuron_here):
     out = tmp_path / "hlo"
     words = ["hlo", "--config=tiny", "--devices=2", "--program=eval", "--instance=trn2.48xlarge", f"--out={out}"]
-    monkeypatch.setattr("sys.argv", ["hlat_jax", *words])
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
-    with pytest.raises(SystemExit) as exit_:
-        flags.main(commands.main)
-    assert exit_.value.code == 0
-    assert "not yet run" in capsys.readouterr().out
-    assert sorted(path.name for path in out.iterdir()) == ["compile.sh", "eval.device.hlo", "eval.whole.hlo"]
-    for name in ("eval.device.hlo", "eval.whole.hlo"):
-        assert_ids_are_small_and_whole((out / name).read_bytes())
-
+    code, printed, _ = neuron_here(*words)
+    assert (code, "not yet run" in printed) == (0, True)
+    assert sorted(path.name for path in out.iterdir()) == ["compile.sh", "eval.hlo"]
+    assert_ids_are_small_and_whole((out / "eval.hlo").read_bytes())
     script = out / "compile.sh"
     assert "NOT YET RUN" in script.read_text()
     subprocess.run(["shellcheck", script], check=True)
@@ -193,23 +128,22 @@ def test_command_writes_modules_and_a_compile_script(tmp_path, monkeypatch, caps
     compiler.chmod(0o755)
     env = os.environ | {"PATH": f"{compiler.parent}:{os.environ['PATH']}"}
     called = subprocess.run([script], env=env, cwd="/", capture_output=True, text=True, check=True).stdout.split()
-    assert called[:5] == [str(out / "eval.device"), "compile", "../eval.device.hlo", "--framework", "XLA"]
+    assert called[:5] == [str(out / "eval"), "compile", "../eval.hlo", "--framework", "XLA"]
     assert {"--target=trn2", "--logical-nc-config=1", "--auto-cast=none"} <= set(called)
     assert not any(word.startswith(("--cache_dir", "--retry")) for word in called)
-    called = subprocess.run([script, "eval.whole.hlo"], env=env, capture_output=True, text=True, check=True).stdout
-    assert "../eval.whole.hlo" in called
+    called = subprocess.run([script, "eval.hlo"], env=env, capture_output=True, text=True, check=True).stdout
     assert called.count("compile ") == 1
 
 
 def test_the_command_lists_the_programs_and_what_changed_since_the_last_run(tmp_path, capsys):
     words = ["--config=tiny", "--devices=1", "--program=eval", f"--workdir={tmp_path}"]
-    entry = {"cache": "", "platform": "neuron", "mesh": {}, "config": {}, "libraries": {}, "code": {}}
+    entry = {"platform": "neuron"}
 
     def since(*more, record=None):
         if record is not None:
             (tmp_path / "programs.json").write_text(json.dumps(record))
         assert hlo_command.main([*words, *more]) == 0
-        [(sha256, said)] = re.findall(r"^eval +([0-9a-f]{16}) .* {2}(.+)$", capsys.readouterr().out, re.MULTILINE)
+        [(sha256, said)] = re.findall(r"^eval +([0-9a-f]{16}) +(.+)$", capsys.readouterr().out, re.MULTILINE)
         return sha256, said
 
     sha256, said = since()

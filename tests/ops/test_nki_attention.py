@@ -21,14 +21,11 @@ from planned import small_config
 
 from hlat_jax.facts import sdk_releases
 from hlat_jax.model import Decoder
-from hlat_jax.neuron import lint, lint_command
-from hlat_jax.neuron.programs import layout_for_neuron
+from hlat_jax.neuron import lint_command
 from hlat_jax.ops import attention as attention_op
-from hlat_jax.ops import choices, table
+from hlat_jax.ops import choices
 from hlat_jax.ops.nki import attention as nki
-from hlat_jax.ops.nki.chips import excluded
 from hlat_jax.parallel.virtual_devices import planned_layout
-from hlat_jax.plan import tune
 from hlat_jax.plan.report import Site, make_plan
 from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve
@@ -69,16 +66,6 @@ def packed(shape, *lengths):
     return jnp.asarray(np.stack(rows))
 
 
-@pytest.mark.slow
-def test_value_and_gradients_match_the_xla_reference():
-    for shape in SHAPES:
-        arrays = inputs(shape)
-        got = jax.jit(lambda *x: value_and_grads(nki.attention, *x))(*arrays)
-        for mine, theirs in zip(got, value_and_grads(einsum, *arrays), strict=True):
-            assert mine.shape == theirs.shape
-            np.testing.assert_allclose(mine, theirs, rtol=2e-5, atol=2e-5)  # fp32 sums in another order
-
-
 def test_bf16_matches_the_reference_up_to_rounding():
     arrays = inputs("gqa", jnp.bfloat16)
     for mine, theirs in zip(value_and_grads(nki.attention, *arrays), value_and_grads(einsum, *arrays), strict=True):
@@ -96,13 +83,6 @@ def test_documents_of_a_row_do_not_attend_to_each_other():
         assert np.abs(np.asarray(mine - unmasked)).max() > 0.1
 
 
-def test_bounds_are_those_of_the_kernels_documentation():
-    first, end = nki.segment_bounds(jnp.asarray([[1, 1, 2, 2, 2, 3, 3], [4, 4, 4, 4, 4, 4, 4], [1, 2, 3, 3, 0, 0, 0]]))
-    assert first.dtype == end.dtype == jnp.float32
-    assert first.tolist() == [[0, 0, 2, 2, 2, 5, 5], [0] * 7, [0, 1, 2, 2, 4, 4, 4]]
-    assert end.tolist() == [[2, 2, 5, 5, 5, 7, 7], [7] * 7, [1, 2, 4, 4, 7, 7, 7]]
-
-
 def test_bounds_of_any_packing_are_the_ends_of_its_runs():
     rng = np.random.default_rng(3)
     ids = np.cumsum(rng.random((5, 640)) < 0.02, axis=1).astype(np.int32)
@@ -113,33 +93,12 @@ def test_bounds_of_any_packing_are_the_ends_of_its_runs():
             assert (first[row, position], end[row, position]) == (same[0], same[-1] + 1)
 
 
-def test_bounds_lower_to_operations_that_neuron_takes():
-    found = lint.check(nki.segment_bounds, jax.ShapeDtypeStruct((2, 4096), jnp.int32), target="trn2")
-    assert [finding.rule for finding in found if finding.severity in ("error", "warning")] == []
-
-
-def test_log_sum_exp_is_stable_for_large_scores():
-    scores = np.random.default_rng(0).normal(size=(3, 128)) * 30
-    top = scores.max(axis=1)
-    recip = 1 / np.exp(scores - top[:, None]).sum(axis=1)
-    np.testing.assert_allclose(nki.log_sum_exp(-top, recip), np.log(np.exp(scores).sum(axis=1)), rtol=1e-6)
-
-
-def test_tiling_by_partition_round_trips():
-    numbers = jnp.arange(2 * 384).reshape(2, 384)
-    tiles = nki.tiled(numbers)
-    assert tiles.shape == (2, nki.PARTITIONS, 3)
-    assert tiles[0, 5, 2] == 2 * nki.PARTITIONS + 5
-    np.testing.assert_array_equal(nki.untiled(tiles), numbers)
-
-
-FITS = {"q_shape": (1, 4096, 32, 128), "num_kv_heads": 8, "dtype": jnp.bfloat16, "has_segments": False, "window": None}
+FITS = {"q_shape": (1, 4096, 32, 128), "num_kv_heads": 8, "dtype": jnp.bfloat16, "has_segments": False}
 
 
 def test_unsupported_calls_are_refused_with_the_reason():
     assert nki.unsupported_reasons(**FITS) == []
     for change, wanted in (
-        ({"window": 1024}, "supports a window (window=1024) only with a scale of 1"),
         ({"q_shape": (1, 4096, 32, 256)}, "model.head_dim=256 is above 128"),
         ({"q_shape": (1, 4000, 32, 128)}, "4000 is not a multiple of 512"),
         ({"q_shape": (1, 262144, 32, 128)}, "262144 is above 131072"),
@@ -148,12 +107,6 @@ def test_unsupported_calls_are_refused_with_the_reason():
     ):
         [reason] = nki.unsupported_reasons(**(FITS | change))
         assert wanted in reason
-
-
-def test_documents_are_served_and_a_machine_without_neuron_is_refused():
-    assert nki.unsupported_reasons(**(FITS | {"has_segments": True})) == []
-    with pytest.raises(ValueError, match=r"^model.attention='nki' runs on neuron, not on cpu"):
-        attention_op.OP.choose("nki", "cpu")
 
 
 def test_model_with_the_kernel_lowers_for_neuron_and_is_refused_on_cpu(small):
@@ -207,13 +160,6 @@ def test_calls_follow_the_kernels_signatures_in_every_release(monkeypatch):
                 assert len(got) == 2, release
                 assert got == wanted, f"{release}: the results of a kernel are not what the program continues with"
                 assert grids == [int(lnc)] * 2, release
-
-
-def test_calls_with_documents_do_not_follow_the_library_of_sdk_2_28(monkeypatch):
-    monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
-    assert kernel_calls(monkeypatch, "gqa", None, nki_contracts.OLD)[2] == [1, 1]
-    with pytest.raises(TypeError, match="unexpected keyword argument 'bound_min'"):
-        kernel_calls(monkeypatch, "gqa", packed("gqa", 100, 200), nki_contracts.OLD)
 
 
 def test_grid_is_that_of_the_device_or_an_error_that_says_what_to_set(monkeypatch):
@@ -282,43 +228,6 @@ def test_trn1_refuses_the_kernels_with_the_page_unless_the_user_insists():
         assert "AWS documents NKI for trn2 and trn3 only" in choice.passed_over["nki"]
     for chip in ("trn2", "trn2.48xlarge", "trn2-ultraserver", "trn3-gen1", ""):
         assert choice_on(one, chip).name == "nki"
-
-
-def test_kind_of_a_real_device_decides():
-    refused = {kind: bool(excluded(with_nki().model, kind)) for kind in ("NC_v2", "NC_v3", "NC_v3d", "")}
-    assert refused == {"NC_v2": True, "NC_v3": False, "NC_v3d": False, "": False}
-
-
-def test_table_in_which_the_kernel_is_fastest_does_not_make_auto_choose_it_on_trn1(tmp_path):
-    one = with_nki(attention="auto", ops_table=str(tmp_path / "t.json"))
-    for kind, winner in (("NC_v2", "einsum"), ("NC_v3d", "nki")):
-        call = table.as_json(choices.calls(one, layout_for_neuron(one, 1))["attention"])
-        entry = table.Measurement("model.attention", call, {"einsum": 2.0, "nki": 1.0}, "nki", {}, 1)
-        table.write(table.Table(one.model.ops_table, "neuron", kind, jax.__version__, (entry,)))
-        assert choices.choices(one, layout_for_neuron(one, 1))["attention"].name == winner
-
-
-def test_tune_does_not_run_what_is_excluded(monkeypatch):
-    ran = []
-    monkeypatch.setitem(
-        tune.CASES, "model.attention", lambda call, rows: (1, lambda name, x: ran.append(name) or x, (0,))
-    )
-    call = choices.calls(with_nki(), layout_for_neuron(with_nki(), 1))["attention"]
-    refused = excluded(with_nki().model, "NC_v2")["attention"]
-    options = {"platform": "neuron", "num_rounds": 1, "num_rows": 1}
-    entry = tune.measured(attention_op.OP, call, **options, excluded=refused)
-    assert "nki" not in ran
-    assert entry.passed_over["nki"] == refused["nki"]
-    tune.measured(attention_op.OP, call, **options)
-    assert "nki" in ran
-
-
-def test_a_bare_decoder_on_trn1_refuses_the_kernels(monkeypatch):
-    decoder = Decoder(with_nki().model, rngs=nnx.Rngs(0))
-    monkeypatch.setattr(jax, "default_backend", lambda: "neuron")
-    monkeypatch.setattr(jax, "devices", lambda: [types.SimpleNamespace(device_kind="NC_v2")])
-    with pytest.raises(ValueError, match=r"^model.attention='nki' cannot serve this call: since SDK 2.29"):
-        decoder(np.zeros((1, 512), np.int32))
 
 
 def test_lint_and_plan_refuse_the_kernels_on_trn1(monkeypatch):

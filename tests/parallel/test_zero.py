@@ -3,16 +3,14 @@
 import collections
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
 import pytest
 from compiled_collectives import collectives
-from foreign_models import batch, plain_loss, plain_params, user_model
+from foreign_models import batch, user_model
 from programs import training_program
 
-from hlat_jax.batch import SumAndCount
 from hlat_jax.parallel.zero import make_replica_sync
 from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.plan.collectives import traced_collectives
@@ -34,10 +32,8 @@ def trained(loss, params, *, stage=None, bucket_bytes=0, policy="fp32", steps=6)
     return np.array(rows), state, (text, None if replica_sync is None else replica_sync.layout.mesh)
 
 
-@pytest.mark.quick_cases("0-plain-1000", "3-flax-0")
-@pytest.mark.parametrize(
-    ("stage", "kind", "bucket_bytes"), [(0, "plain", 1000), (1, "flax", 0), (2, "plain", 1000), (3, "flax", 0)]
-)
+@pytest.mark.quick_cases("3-flax-0")
+@pytest.mark.parametrize(("stage", "kind", "bucket_bytes"), [(1, "plain", 1000), (2, "plain", 0), (3, "flax", 0)])
 def test_every_stage_trains_like_one_device(stage, kind, bucket_bytes):
     loss, params = user_model(kind)
     wanted, alone, _ = trained(loss, params)
@@ -46,32 +42,25 @@ def test_every_stage_trains_like_one_device(stage, kind, bucket_bytes):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), alone["params"], state["params"])
 
 
-@pytest.mark.slow
-def test_stages_shard_their_part_of_the_state():
-    loss, params = user_model("plain")
-    held = {}
+def test_each_stage_holds_its_part_and_uses_only_the_collectives_it_needs():
+    loss, params = user_model("plain")  # five arrays that 8 divides, and a scalar; 2 microbatches
+    found, held = {}, {}
     for stage in range(4):
-        _, state, _ = trained(loss, params, stage=stage, policy="mixed", steps=1)
+        options = {"policy": POLICIES["mixed"], "num_microbatches": 2, "zero": stage}
+        program = training_program(loss, optax.adam(1e-2), options=options, params=params)
+        traced = program.step.trace(jax.eval_shape(program.init, params), batch(0), 0.0)
+        state = program.init(params)
 
         def share(tree):
             return sum(leaf.addressable_shards[0].data.size for leaf in jax.tree.leaves(tree))
 
         held[stage] = share(state["params"]), share(state["opt_state"]["master"])
-    whole = sum(np.size(leaf) for leaf in jax.tree.leaves(params))
-    part = (whole - 1) // 8 + 1  # all but the scalar divide
-    assert held == {0: (whole, whole), 1: (whole, part), 2: (whole, part), 3: (part, part)}
-
-
-def test_each_stage_uses_only_the_collectives_it_needs():
-    loss, params = user_model("plain")  # five arrays that 8 divides, and a scalar; 2 microbatches
-    found = {}
-    for stage in range(4):
-        options = {"num_microbatches": 2, "zero": stage}
-        program = training_program(loss, optax.adam(1e-2), options=options, params=params)
-        traced = program.step.trace(jax.eval_shape(program.init, params), batch(0), 0.0)
         found[stage] = collections.Counter()
         for collective in traced_collectives(live_jaxpr(traced), program.train_step.options.replica_sync.layout.mesh):
             found[stage][collective.kind] += collective.trips
+    whole = sum(np.size(leaf) for leaf in jax.tree.leaves(params))
+    part = (whole - 1) // 8 + 1  # all but the scalar divide
+    assert held == {0: (whole, whole), 1: (whole, part), 2: (whole, part), 3: (part, part)}
     # stage 3 gathers for the loss, and for its backward pass again what that reads: the matrices behind the first;
     # loss and count, the scalar's gradient, and the norms of gradients and weights; of stage 0 the other gradients
     assert found == {
@@ -89,30 +78,6 @@ def test_buckets_group_arrays_up_to_bucket_bytes():
         scatters = [c for c in collectives(text, mesh) if c.kind == "reduce-scatter"]
         assert len(scatters) == wanted
         assert all(c.payload_bytes <= max(bucket_bytes, 24 * 16 * 4) for c in scatters)
-
-
-def test_replicated_leaves_stay_equal_under_stochastic_rounding():
-    def loss(params, batch):
-        squares = jnp.square(batch["x"] * params["b"] - batch["y"])
-        return SumAndCount(jnp.sum(squares.astype(jnp.float32)), squares.size)
-
-    rng = np.random.default_rng(0)
-    params = {"b": jnp.asarray(rng.normal(size=333), jnp.float32)}
-    rows = {key: rng.normal(size=(8, 333)).astype(np.float32) for key in "xy"}
-    options = {"policy": POLICIES["bf16_sr"], "num_microbatches": 4, "zero": 2, "devices": jax.devices()[:2]}
-    program = training_program(loss, optax.sgd(1.0), options=options, params=params)
-    state = program.init(params)
-    for _ in range(3):
-        state, _ = program.step(state, rows, 0.0)
-        first, second = (np.asarray(shard.data) for shard in state["params"]["b"].addressable_shards)
-        np.testing.assert_array_equal(first, second)
-
-
-def test_optimizer_that_stores_the_weights_can_be_stepped():
-    loss, params = user_model("plain")
-    program = training_program(loss, optax.contrib.prodigy(1.0), options={})
-    _, metrics = program.step(program.init(params), batch(0), 0.0)
-    assert metrics.finite
 
 
 def test_invalid_stage_or_bucket_bytes_is_refused():
@@ -133,45 +98,3 @@ def test_invalid_stage_or_bucket_bytes_is_refused():
             training_program(loss, optax.adam(1e-2), options=dict(**where))
     with pytest.raises(ValueError, match="zero and replica_sync both shard the parameters; give one"):
         StepOptions(zero=1, replica_sync=replica_sync)
-
-
-def test_zero_option_equals_an_explicit_replica_sync():
-    loss, params = user_model("plain")
-    devices, laid_out = jax.devices()[:4], []
-    replica_sync = make_replica_sync(params, devices, stage=2, bucket_bytes=100)
-    for where in ({"replica_sync": replica_sync}, {"zero": 2, "devices": devices, "bucket_bytes": 100}):
-        options = where
-        program = training_program(loss, optax.adam(1e-2), options=options, params=params)
-        laid_out.append((program.train_step.shardings, program.train_step.options.replica_sync))
-    assert laid_out[0] == laid_out[1]
-    assert {device for leaf in jax.tree.leaves(laid_out[0][0]) for device in leaf.device_set} == set(devices)
-
-
-def rough(params, batch):
-    """A loss whose gradients of 1e-9 are 0 in fp16, and an infinity there in a batch with a large target."""
-    loss, count = plain_loss(params, batch)
-    return SumAndCount(loss * 1e-9, count)
-
-
-@pytest.mark.parametrize("stage", [None, 3])
-def test_fp16_scales_the_loss_and_skips_overflowing_steps(stage):
-    params = jax.tree.map(jnp.asarray, plain_params())
-    options = {"zero": stage, "autocast": "fp16"}
-    program = training_program(rough, optax.adam(1e-2), options=options, params=params)
-    state = program.init(params)
-    assert float(state["opt_state"]["loss_scale"].scale) == 2.0**15
-    exact = training_program(rough, optax.adam(1e-2), options={})
-    _, wanted = exact.step(exact.init(params), batch(0), 0.0)
-    state, metrics = program.step(state, batch(0), 0.0)
-    assert metrics.finite
-    np.testing.assert_allclose(metrics.loss, wanted.loss, rtol=1e-2)
-    np.testing.assert_allclose(metrics.grad_norm, wanted.grad_norm, rtol=1e-2)  # fp16 has 11 bits
-    before = jax.device_get(state["params"])
-    large = batch(1) | {"x": batch(1)["x"] * 1e6}
-    state, metrics = program.step(state, large, 0.0)
-    assert not metrics.finite
-    assert float(state["opt_state"]["loss_scale"].scale) == 2.0**14
-    jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(state["params"]))
-    state, metrics = program.step(state, batch(1), 0.0)
-    assert metrics.finite
-    assert "cond" not in str(program.step.trace(state, batch(1), 0.0).jaxpr)

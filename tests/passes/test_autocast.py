@@ -1,9 +1,7 @@
 """Autocast against the fp32 function that it is given: the same values within the step of bf16, narrow products."""
 
-import dataclasses
 import itertools
 import math
-from collections.abc import Callable
 
 import flax.linen as nn
 import jax
@@ -12,11 +10,9 @@ import jax.scipy.optimize
 import jax.scipy.sparse.linalg
 import numpy as np
 import pytest
-from flax import nnx
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
-from jax.experimental.ode import odeint
 from jax.extend import source_info_util
 from jax.sharding import PartitionSpec as P
 
@@ -24,9 +20,9 @@ from hlat_jax.model import init_params
 from hlat_jax.ops.choices import chosen_model
 from hlat_jax.passes import autocast as autocast_lib
 from hlat_jax.passes import remat
-from hlat_jax.passes.autocast import CastPolicy, overriding
+from hlat_jax.passes.autocast import CastPolicy
 from hlat_jax.passes.casting import Cast
-from hlat_jax.passes.jaxpr import equations, reaching
+from hlat_jax.passes.jaxpr import equations
 from hlat_jax.passes.kinds import saturated
 from hlat_jax.program import model_loss
 from hlat_jax.resolve import resolve
@@ -100,7 +96,6 @@ class Linen(nn.Module):
 
 LINEN = Linen()
 LINEN_PARAMS = LINEN.init(jax.random.key(0), X)
-NNX_GRAPH, NNX_STATE = nnx.split(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
 
 
 def scanned(w, x):
@@ -114,17 +109,6 @@ def checkpointed(w, x):
     inner = jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names("product"))
     outer = jax.checkpoint(lambda x, w: inner(inner(x, w), w.T))
     return outer(x, w).sum()
-
-
-def sharded(w, x):
-    mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-
-    def local(w, x):
-        looped = lax.scan(lambda x, _: (x + x @ lax.all_gather(w, "b", axis=1, tiled=True), None), x, None, length=2)[0]
-        return lax.psum(looped.sum(), "a")
-
-    local = jax.shard_map(local, mesh=mesh, in_specs=(P(None, "b"), P("a")), out_specs=P(), check_vma=False)
-    return local(w, x)
 
 
 def checked_sharded(w, x):
@@ -153,33 +137,25 @@ FUNCTIONS = {
     "gelu_norm": lambda w, x: jnp.square(jax.nn.standardize(jax.nn.gelu(x @ w)) @ w).sum(),
     "softmax": lambda w, x: (jax.nn.softmax(x @ w) @ w)[:, 0].sum(),
     "cond": lambda w, x: lax.cond(x[0, 0] > 9.0, lambda x: x @ w, lambda x: x @ w.T, x).sum(),
-    "switch_dtypes": lambda w, x: lax.cond(x[0, 0] > 9.0, lambda x: x @ w, lambda x: jnp.exp(x), x @ w).sum(),
     "fori": lambda w, x: lax.fori_loop(0, 3, lambda i, x: x + x @ w, x)[:, :2].sum(),
     "scan": scanned,
-    "nested_scan": lambda w, x: lax.scan(lambda c, _: (c + scanned(w, x), None), 0.0, None, length=2)[0],
     "checkpoint": checkpointed,
-    "vmap": lambda w, x: jax.vmap(lambda row: row @ w)(x).sum(),
     "conv": lambda w, x: lax.conv(x.reshape(1, 1, 4, 8), w[:3, :3].reshape(1, 1, 3, 3), (1, 1), "SAME").sum(),
     "einsum": lambda w, x: jnp.square(jnp.einsum("ab,bc,dc->ad", x, w, x)).sum(),
     "attention": attended,
     "ragged_dot": lambda w, x: lax.ragged_dot(x, jnp.stack([w, w.T]), jnp.array([1, 3], jnp.int32)).sum(),
     "scatter": lambda w, x: (x @ w).at[jnp.array([0, 2])].add(x[:2]).at[1].set(x[0]).sum(),
-    "update": lambda w, x: jnp.square(lax.dynamic_update_slice(x, x[:2] @ w, (1, 0))).sum(),
-    "concat": lambda w, x: jnp.square(jnp.concatenate([x @ w, x], axis=1)).sum(),
-    "cumsum_top_k": lambda w, x: lax.top_k(jnp.cumsum(x @ w, axis=0), 3)[0].sum(),
     "qr": lambda w, x: jnp.abs(jnp.linalg.qr(w + 3 * jnp.eye(8))[1]).sum() + (x @ w).sum(),
     "dropout": lambda w, x: jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, x.shape), x @ w, 0.0).sum(),
     "embedding": lambda w, x: jnp.square(w[jnp.array([1, 5, 1])] @ w).sum(),
     "grad_inside": grad_inside,
     "linen": lambda w, x: jnp.square(LINEN.apply(LINEN_PARAMS, x @ w)).sum(),
-    "nnx": lambda w, x: jnp.square(nnx.merge(NNX_GRAPH, NNX_STATE)(x @ w)).sum(),
-    "shard_map": sharded,
     "shard_map_vma": checked_sharded,
     "pallas": lambda w, x: (doubled(x @ w) @ w).sum(),
 }
 
 
-QUICK = ("concat", "conv", "embedding", "nnx", "pallas", "scatter", "vmap")
+QUICK = ("conv", "embedding", "pallas", "scatter")
 
 
 @pytest.mark.quick_cases("quick")
@@ -228,27 +204,16 @@ def test_loop_carries_activations_narrow_and_accumulates_in_fp32():
     np.testing.assert_allclose(total, 600 * (x @ W), atol=600 * 2 * BF16_STEP)
 
 
-def test_carry_keep_leaves_loop_carries_in_fp32():
-    cast = autocast(stream_and_sums, CastPolicy(carry="keep"))
-    assert carries(cast, W, X) == ["float32"] * 4
-    assert set(products(cast, W, X)) == {"bfloat16"}
-
-
-def test_scalar_losses_stay_fp32():
-    loss = lambda w, x: 3.0 * jnp.vdot(x @ w, x @ w) + 1.0  # noqa: E731
-    assert float(autocast(loss)(W, X)) != float(jnp.float32(autocast(loss)(W, X)).astype(jnp.bfloat16))
-
-
-def test_softmax_subtracts_in_fp32():
+def test_scalars_and_sums_that_exponentials_or_fp32_values_enter_are_fp32():
+    for loss in (
+        lambda w, x: 3.0 * jnp.vdot(x @ w, x @ w) + 1.0,
+        lambda w, x: jax.nn.logsumexp(x @ w, axis=-1) - (x @ w)[:, 0],
+    ):
+        found = autocast(loss)(W, X)
+        assert (found != found.astype(jnp.bfloat16).astype(jnp.float32)).all()
     jaxpr = jax.make_jaxpr(autocast(lambda w, x: jax.nn.softmax(x @ w)))(W, X)
-    (sub,) = (eqn for eqn, _ in equations(jaxpr.jaxpr) if eqn.primitive.name == "sub")
-    assert sub.outvars[0].aval.dtype == jnp.float32
-
-
-def test_subtraction_with_an_fp32_operand_is_fp32():
-    loss = autocast(lambda w, x: jax.nn.logsumexp(x @ w, axis=-1) - (x @ w)[:, 0])
-    rounded = loss(W, X).astype(jnp.bfloat16).astype(jnp.float32)
-    assert (loss(W, X) != rounded).all()
+    (subtraction,) = (eqn for eqn, _ in equations(jaxpr.jaxpr) if eqn.primitive.name == "sub")
+    assert subtraction.outvars[0].aval.dtype == jnp.float32
 
 
 def test_effects_are_kept_and_happen_once(capsys):
@@ -286,35 +251,14 @@ def test_masks_beyond_the_narrow_range_stay_finite():
             assert set(products(autocast(attend, policy), W, x_own)) == {narrow}
 
 
-def test_epsilon_below_the_range_of_fp16_still_guards_a_division():
-    fn = lambda w, x: (x @ w) / jnp.maximum(jnp.max(x @ w, axis=-1, keepdims=True), 1e-9)  # noqa: E731
-    np.testing.assert_array_equal(jax.jit(autocast(fn, "fp16"))(W, jnp.zeros_like(X)), 0.0)
-
-
-def test_constant_beyond_the_range_is_saturated_in_a_matmul():
-    table = np.full((8, 8), 1e30, np.float32)
-    got = jax.jit(autocast(lambda x: x @ table, "fp16"))(jnp.eye(8))
-    np.testing.assert_array_equal(got, np.float32(np.finfo(np.float16).max))
-
-
-def test_constants_computed_beyond_the_fp16_range_stay_finite():
-    eye, product = jnp.eye(4), np.float32(np.finfo(np.float16).max)
-    for grow in (lambda c: c * 300.0, lambda c: 65000.0 + c * 2.0, lambda c: c - -65400.0):
-        fn = lambda x, grow=grow: x @ x + grow(jnp.full((4, 4), 300.0))  # noqa: E731
+def test_constants_beyond_the_range_of_fp16_stay_finite_and_small_ones_guard_a_division():
+    guarded = lambda w, x: (x @ w) / jnp.maximum(jnp.max(x @ w, axis=-1, keepdims=True), 1e-9)  # noqa: E731
+    np.testing.assert_array_equal(jax.jit(autocast(guarded, "fp16"))(W, jnp.zeros_like(X)), 0.0)
+    eye = jnp.eye(4)
+    for fn in (lambda x: x @ x + 90000.0, lambda x: x @ x + jnp.full((4, 4), 1e30)):
         np.testing.assert_array_equal(autocast(fn, "fp16")(eye), fn(eye))
-        got = autocast(lambda x, grow=grow: x @ grow(jnp.full((4, 4), 300.0)), "fp16")(eye)
-        np.testing.assert_array_equal(got, product)
-
-
-def test_psum_of_constants_beyond_the_fp16_range_stays_finite():
-    mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
-
-    def local(x):
-        return x @ x.T + lax.psum(jnp.full((2, 2), 60000.0), "a")
-
-    fn = jax.shard_map(local, mesh=mesh, in_specs=P("a"), out_specs=P("a"), check_vma=False)
-    x = jnp.eye(4, 2)
-    np.testing.assert_array_equal(jax.jit(autocast(fn, "fp16"))(x), fn(x))
+    got = autocast(lambda x: x @ jnp.full((4, 4), 1e30), "fp16")(eye)
+    np.testing.assert_array_equal(got, np.float32(np.finfo(np.float16).max))
 
 
 def test_checkpoint_names_scopes_and_source_lines_are_preserved():
@@ -334,12 +278,6 @@ def test_checkpoint_names_scopes_and_source_lines_are_preserved():
 
     assert names_and_places(autocast(fn)) == names_and_places(fn)
     assert "block" in names_and_places(fn)[1][0][0]
-
-
-def test_checkpoint_policy_still_decides_what_is_kept():
-    kept = jax.make_jaxpr(lambda w: jax.vjp(lambda w: autocast(checkpointed)(w, X), w)[1])(W).jaxpr.outvars
-    wanted = jax.make_jaxpr(lambda w: jax.vjp(lambda w: checkpointed(w, X), w)[1])(W).jaxpr.outvars
-    assert sorted(var.aval.shape for var in kept) == sorted(var.aval.shape for var in wanted)
 
 
 def test_custom_vjp_keeps_narrow_residuals():
@@ -404,17 +342,6 @@ def test_rules_override_by_primitive_and_by_op():
     assert float(narrowed(jnp.full((2,), -1.001))[0]) == float(jnp.exp(-1.001).astype(jnp.bfloat16))
 
 
-def test_context_overrides_the_policy_of_jitted_functions():
-    fn = jax.jit(autocast(lambda w, x: x @ w, CastPolicy(rules={"dot_general": "always"})))
-    narrow = fn(W, X)
-    with overriding({"exp": "infer"}), overriding({"dot_general": "never"}):
-        np.testing.assert_array_equal(fn(W, X), jax.jit(jnp.matmul)(X, W))
-    np.testing.assert_array_equal(fn(W, X), narrow)
-    assert not np.array_equal(narrow, X @ W)
-    with overriding({"head": "never"}):  # an op that the function does not have
-        assert products(autocast(lambda w, x: x @ w), W, X) == ["bfloat16"] * 2
-
-
 def test_op_rules_apply_in_a_rematerialized_function():
     @jax.jit
     def router(w, x):
@@ -425,8 +352,6 @@ def test_op_rules_apply_in_a_rematerialized_function():
 
     for region in ("loops", "whole"):
         planned = remat.regions(routed, remat.RematChoice(), region=region)
-        with overriding({"router": "never"}):
-            assert set(products(autocast(planned), W, X)) == {"float32"}
         assert set(products(autocast(planned, CastPolicy(rules={"router": "never"})), W, X)) == {"float32"}
         assert set(products(autocast(planned), W, X)) == {"bfloat16"}
     with pytest.raises(ValueError, match=r"routed calls no such op; it calls .*router"):
@@ -467,35 +392,15 @@ def test_decoder_has_narrow_matmuls_and_saves_a_third_less(small, one_device, ma
     assert kept_bytes(cast) <= 0.65 * kept_bytes(loss)
 
 
-def branching(x):
-    return x if x[0, 0] > 0 else -x
-
-
-def enter(rules):
-    with overriding(rules):
-        pass
-
-
 INVALID = {
     "policy 'bf61' is unknown; use bf16, fp16": lambda: autocast(jnp.sin, "bf61"),
     "policy .*bfloat16.*: give bf16 or fp16, or a CastPolicy of your own": lambda: autocast(jnp.sin, jnp.bfloat16),
-    "compute=float32 must be bfloat16 or float16": lambda: CastPolicy(compute=jnp.float32),
-    "compute='foo' must be bfloat16 or float16": lambda: CastPolicy(compute="foo"),
-    "carry='narrow' must be infer or keep": lambda: CastPolicy(carry="narrow"),
-    r"rules \['exp'\] must map names to always, never, infer": lambda: CastPolicy(rules=["exp"]),
+    "compute=.*float32.* must be jnp.bfloat16 or jnp.float16": lambda: CastPolicy(compute=jnp.float32),
     "rule exp='sometimes': a rule must be one of always, never": lambda: CastPolicy(rules={"exp": "sometimes"}),
-    "no primitive has this name.* mean 'dot_general'": lambda: autocast(
-        jnp.sin, CastPolicy(rules={"dot_genral": "never"})
-    )(X),
-    "did you mean 'dot_general'.*CastPolicy": lambda: enter({"dot_generl": "never"}),
     "calls no such op; it calls .*relu": lambda: autocast(scanned, CastPolicy(rules={"rellu": "never"}))(W, X),
     "a Pallas kernel runs in its declared dtypes only": lambda: autocast(
         doubled, CastPolicy(rules={"pallas_call": "always"})
     )(X),
-    "cannot trace branching.*jax.lax.cond or jnp.where": lambda: autocast(branching)(X),
-    "cannot trace .*<lambda>: .*jax.lax.cond or jnp.where": lambda: autocast(lambda x: x[x > 0])(X),
-    "cannot trace .*Return arrays": lambda: autocast(lambda x: (x @ x.T, "text"))(X),
-    "an argument of type ndarray: .*functools.partial": lambda: autocast(branching)(np.array("x")),
 }
 
 
@@ -507,44 +412,15 @@ def test_invalid_input_error_names_the_fix():
         autocast(lambda x: x @ x)(X)  # the user's own error
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass
-class Layer:
-    w: jax.Array
-    activation: Callable[[jax.Array], jax.Array]  # a leaf, as in Equinox's modules
-
-
-def layer_loss(layer, x, heads, *, train, reduce="mean", dtype=None, rate=None):
-    y = layer.activation((x @ layer.w).reshape(len(x), heads, -1))
-    y = y * rate if train and rate else y
-    return getattr(jnp, reduce)(y).astype(dtype)
-
-
 def test_values_that_are_not_arrays_are_passed_as_they_are():
-    layer, options = Layer(W, jnp.tanh), {"train": True, "reduce": "sum", "dtype": jnp.float32, "rate": 0.5}
-    loss = autocast(layer_loss)
-    assert set(products(lambda x: loss(layer, x, 2, **options), X)) == {"bfloat16"}
-    np.testing.assert_allclose(loss(layer, X, 2, **options), layer_loss(layer, X, 2, **options), rtol=1e-2)
-    assert loss(layer, X, 2, train=False) != loss(layer, X, 2, **options)
-    grads = jax.jit(jax.grad(lambda w: loss(Layer(w, jnp.tanh), X, 2, **options)))(W)
-    wanted = jax.grad(lambda w: layer_loss(Layer(w, jnp.tanh), X, 2, **options))(W)
-    np.testing.assert_allclose(grads, wanted, atol=2e-2 * np.abs(wanted).max())
+    def loss(layer, x, heads, *, train, dtype):
+        w, activation = layer  # a function among the leaves, as in Equinox's modules
+        y = activation((x @ w).reshape(len(x), heads, -1))
+        return jnp.sum(y * 0.5 if train else y).astype(dtype)
 
-
-def test_walker_counts_nested_loop_trips_and_finds_matmul_operands():
-    def fn(w, read, unread, late):
-        def body(carry, x):
-            return (carry[0] @ w, carry[1] + x, jnp.sin(carry[2])), None
-
-        carry, _ = lax.scan(body, (read, unread, late), jnp.ones(5))
-        again = lax.cond(unread[0, 0] > 0, lambda late: late @ w, lambda late: late, carry[2])
-        return carry[0], carry[1], again
-
-    jaxpr = jax.make_jaxpr(jax.jit(fn))(W, X, X, X).jaxpr
-    trips = [trips for eqn, trips in equations(jaxpr) if eqn.primitive.name == "dot_general"]
-    assert trips == [5, 1]
-    assert reaching(jaxpr, lambda eqn: eqn.primitive.name == "dot_general") == [True, True, False, True]
-    assert reaching(jaxpr, lambda eqn: False, wanted=[False, True, False]) == [False, False, True, False]
+    got, wanted = (fn((W, jnp.tanh), X, 2, train=True, dtype=jnp.float32) for fn in (autocast(loss), loss))
+    np.testing.assert_allclose(got, wanted, rtol=1e-2)
+    assert got != wanted
 
 
 POSITIONS = jnp.broadcast_to(jnp.arange(2040.0, 2048.0), (2, 8))
@@ -563,16 +439,12 @@ def sharded_angles(pos):
 
 ANGLES = {
     "highest": lambda pos: jnp.sin(jnp.einsum("BT,k->BTk", pos, FREQS, precision="highest")),
-    "highest_contracted": lambda pos: jnp.sin(jnp.matmul(pos, jnp.ones((8, 4)), precision="highest")),
     "no_contraction": lambda pos: jnp.sin(jnp.einsum("BT,k->BTk", pos, FREQS)),
     "contraction_of_1": lambda pos: jnp.sin(pos[:, :, None] @ FREQS[None]),
-    "vmap": lambda pos: jax.vmap(jax.vmap(lambda p: jnp.sin(jnp.einsum(",k->k", p, FREQS))))(pos),
-    "remat": jax.checkpoint(lambda pos: jnp.sin(jnp.einsum("BT,k->BTk", pos, FREQS))),
-    "shard_map": sharded_angles,
     "integers": lambda pos: jnp.sin(pos.astype(jnp.int32).astype(jnp.float32) @ jnp.ones((8, 4))),
     "integers_in_a_scan": lambda pos: looped_angles(pos.astype(jnp.int32).astype(jnp.float32)),
+    "division": lambda pos: jnp.sin((pos.astype(jnp.int32).astype(jnp.float32) / 0.5) @ jnp.ones((8, 4))),
     "iota": lambda pos: jnp.sin(jax.jit(lambda t: (t + 1.0) @ jnp.ones((8, 4)))(2040.0 + lax.iota(jnp.float32, 8))),
-    "narrow_frequencies": lambda pos: jnp.sin(pos[:, :, None] + jnp.tanh(jnp.eye(8) @ jnp.eye(8))),
 }
 
 
@@ -583,12 +455,6 @@ def test_position_angles_stay_fp32():
             # an angle of 2047 has the step 1.2e-4 in fp32, 8.0 in bf16; sums of 8 of them have 8 times as much
             got, atol = jax.jit(autocast(fn, policy))(POSITIONS), 4e-3 * float(abs(wanted).max())
             np.testing.assert_allclose(got, wanted, atol=atol, err_msg=name)
-
-
-def test_outer_products_run_in_fp32():
-    for einsum in ("bi,bj->bij", "bi,bi->bi"):
-        dtypes = products(autocast(lambda x, w, einsum=einsum: jnp.einsum(einsum, x @ w, x @ w.T)), X, W)
-        assert dtypes == 4 * ["bfloat16"] + 2 * ["float32"]
 
 
 def test_highest_precision_matmuls_run_narrow_only_by_rule():
@@ -627,23 +493,13 @@ def centred(x):
     return x - mean(x)
 
 
-def rotated_sums(x):
-    """Second moments that a loop accumulates."""
-    return lax.scan(lambda sums, row: (sums + centred(row @ W) * centred(row @ W), None), jnp.zeros(8), x)[0]
-
-
 # hand-written statistics of an activation
 STATISTICS = {
     "rms_norm": lambda y: y * lax.rsqrt(mean(y * y) + 1e-6),
     "rms_norm_einsum": lambda y: y * lax.rsqrt(jnp.einsum("...d,...d->...", y, y) / 8 + 1e-6)[..., None],
-    "rms_norm_jit": lambda y: y * lax.rsqrt(mean(jax.jit(lambda y: y * y)(y)) + 1e-6),
     "layer_norm": lambda y: centred(y) / jnp.sqrt(mean(centred(y) * centred(y)) + 1e-6),
-    "group_norm": lambda y: centred(g := y.reshape(4, 2, 4)) * lax.rsqrt(mean(centred(g) * centred(g)) + 1e-6),
-    "unit": lambda y: y / jnp.sqrt(jnp.sum(y * y, -1, keepdims=True)),
-    "power": lambda y: jnp.log(mean(y * y * y * y)),
     "masked": lambda y: jnp.sqrt(jnp.sum(jnp.where(jnp.arange(8) < 6, y * y, 0.0).reshape(4, 2, 4), -1)),
     "weighted": lambda y: jnp.sqrt(jnp.sum(jax.nn.sigmoid(y @ W) * y * y, -1)),
-    "cosine": lambda y: jnp.sum(y * (y + 1.0), -1) / (jnp.linalg.norm(y, axis=-1) * jnp.linalg.norm(y + 1.0, axis=-1)),
     "kept": lambda y: checkpoint_name(y * y, "square") / 300.0,
 }
 
@@ -659,33 +515,10 @@ def test_squares_and_norms_of_large_values_are_accurate():
         assert products(autocast(fn), x)[0] == "bfloat16", name
 
 
-def test_loop_accumulated_sums_of_squares_stay_finite():
-    x = 1000 * jnp.sqrt(8.0) * X
-    wanted = rotated_sums(x)
-    np.testing.assert_allclose(autocast(rotated_sums, "fp16")(x), wanted, atol=BF16_STEP * float(wanted.max()))
-
-
-@jax.custom_jvp
-def multiplied(y, z):
-    return y * z
-
-
-multiplied.defjvp(lambda p, t: (multiplied(*p), p[0] * t[1] + t[0] * p[1]))
-
-# where the product of two activations passes before its mean is taken
-PLACES = {
-    "plain": lambda y, z: y * z,
-    "name": lambda y, z: checkpoint_name(y * z, "product"),
-    "barrier": lambda y, z: lax.optimization_barrier((y, y * z))[1],
-    "device": lambda y, z: jax.device_put(y * z, jax.devices()[0]),
-    "custom_jvp": multiplied,
-}
-
-
 def test_handwritten_variances_and_covariances_match_fp32():
     x, w = draw(3, 16, 256) * 16, draw(4, 256, 256)
-    others = (lambda y: y, lambda y: y + jnp.tanh(y))
-    for (name, place), other in itertools.product(PLACES.items(), others):
+    places = (lambda y, z: y * z, lambda y, z: checkpoint_name(y * z, "product"))
+    for place, other in itertools.product(places, (lambda y: y, lambda y: y + jnp.tanh(y))):
 
         def moments(x, place=place, other=other):
             y = x @ w + 30.0
@@ -694,8 +527,7 @@ def test_handwritten_variances_and_covariances_match_fp32():
 
         wanted = moments(x)  # about 1, of squares of 900
         for policy in ("bf16", "fp16"):
-            got = jax.jit(autocast(moments, policy))(x)
-            np.testing.assert_allclose(got, wanted, rtol=2 * BF16_STEP, err_msg=name)
+            np.testing.assert_allclose(jax.jit(autocast(moments, policy))(x), wanted, rtol=2 * BF16_STEP)
 
 
 def test_returned_updates_are_computed_in_fp32():
@@ -710,26 +542,17 @@ def test_returned_updates_are_computed_in_fp32():
         assert distance(jax.tree.map(jnp.subtract, autocast(fn, policy)(*start, X), start), moved) < 8 * BF16_STEP
 
 
-def test_decoding_loop_runs_narrow_unless_a_rule_asks_for_fp32():
+def test_a_loop_that_floats_end_is_cast_by_rule_alone():
     def decode(w, x):
         def body(carry):
-            x, done, i = carry
+            x, _, i = carry
             x = jnp.tanh(x @ w)
-            return x, done | (jnp.argmax(x, axis=-1) == 7), i + 1
-
-        return lax.while_loop(lambda c: ~c[1].all() & (c[2] < 4), body, (x, jnp.zeros(4, bool), 0))[0]
-
-    def decode_tokens(w, x):
-        def body(carry):
-            x, tokens, i = carry
-            x = jnp.tanh(x @ w)
-            return x, jnp.where(tokens == 7, 7, jnp.argmax(x, axis=-1)), i + 1
+            return x, jnp.argmax(x, axis=-1), i + 1
 
         return lax.while_loop(lambda c: (c[1] != 7).any() & (c[2] < 4), body, (x, jnp.zeros(4, int), 0))[0]
 
-    assert set(products(autocast(decode), W, X)) == {"bfloat16"}
-    assert set(products(autocast(decode_tokens), W, X)) == {"bfloat16"}
-    assert set(products(autocast(decode, CastPolicy(rules={"while": "never"})), W, X)) == {"float32"}
+    assert set(products(autocast(decode), W, X)) == {"float32"}
+    assert set(products(autocast(decode, CastPolicy(rules={"while": "infer"})), W, X)) == {"bfloat16"}
 
 
 def newton(by_flag, flag=lambda is_far: is_far):
@@ -752,66 +575,27 @@ def newton(by_flag, flag=lambda is_far: is_far):
     return root
 
 
-def solve_cg(a):
-    return jax.scipy.sparse.linalg.cg(lambda x: a @ x, jnp.ones(8), tol=1e-5, maxiter=200)[0]
-
-
 def minimize(a):
     return jax.scipy.optimize.minimize(lambda x: jnp.square(a @ x - 1.0).sum(), jnp.ones(8), method="BFGS").x
-
-
-def sinkhorn(a):
-    def body(carry):
-        u, _, i = carry
-        new = 1.0 / (a @ (1.0 / (a.T @ u)))
-        return new, jnp.abs(new - u).max(), i + 1
-
-    return lax.while_loop(lambda c: (c[1] > 1e-5) & (c[2] < 500), body, (jnp.ones(8), jnp.inf, 0))[::2]
 
 
 POSITIVE = 0.2 * W @ W.T + jnp.eye(8)
 SOLVERS = {
     "newton": (newton(False), POSITIVE),
     "newton_by_flag": (newton(True), POSITIVE),
-    "newton_by_status": (newton(True, lambda is_far: jnp.where(is_far, 1, 0)), POSITIVE),
-    "newton_by_integer": (newton(True, lambda is_far: is_far.astype(jnp.int32)), POSITIVE),
     "newton_in_scan": (lambda a: lax.scan(lambda c, _: (c, newton(True)(a)), 0.0, None, length=2)[1], POSITIVE),
-    "newton_in_jit": (jax.jit(newton(False)), POSITIVE),
-    "cg": (solve_cg, POSITIVE),
     "bfgs": (minimize, POSITIVE),
-    "sinkhorn": (sinkhorn, jnp.exp(-3 * jnp.abs(W))),
 }
 
 
 @pytest.mark.quick_cases("quick")
-@pytest.mark.parametrize("names", [("cg", "newton_by_flag"), SOLVERS], ids=["quick", "all"])
+@pytest.mark.parametrize("names", [("newton", "newton_by_flag"), SOLVERS], ids=["quick", "all"])
 def test_loops_with_an_error_based_condition_keep_their_dtypes(names):
     for name in names:
         fn, a = SOLVERS[name]
         got, wanted = jax.jit(autocast(fn))(a), jax.jit(fn)(a)
         for leaf, want in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
             np.testing.assert_allclose(leaf, want, rtol=1e-5, err_msg=name)  # as many iterations too
-
-
-def test_odeint_takes_the_same_steps_as_fp32():
-    counts = []
-
-    def solve(w, y):
-        def slope(y, t):
-            jax.debug.callback(lambda: counts.append(1))
-            return jnp.tanh(y @ w) - y
-
-        return odeint(slope, y, jnp.linspace(0.0, 4.0, 3))
-
-    taken, found = [], []
-    for fn in (solve, autocast(solve)):
-        counts.clear()
-        found.append(jax.block_until_ready(jax.jit(fn)(W, X)))
-        jax.effects_barrier()
-        taken.append(len(counts))
-    # 6 evaluations a step; the slope that the first step starts from, outside the loop, is rounded
-    assert abs(taken[1] - taken[0]) <= 6
-    np.testing.assert_allclose(found[1], found[0], atol=BF16_STEP * float(abs(found[0]).max()))
 
 
 @pytest.mark.quick_cases("fp16--1e+30")
@@ -830,14 +614,10 @@ def test_mask_arguments_stay_finite(policy, fill):
         scores = checkpoint_name((x @ w) @ x.T + mask, "scores")
         return jax.nn.softmax(scores) @ x + scores.max()
 
-    def library(w, x, mask):
-        q, kv = (x @ w)[None, :, None], x[None, :, None]
-        return jax.nn.dot_product_attention(q, kv, kv, bias=mask[None, None])
-
     def in_scan(w, x, mask):
         return lax.scan(lambda x, _: (x + attend(w, x, mask), None), x, None, length=2)[0]
 
-    for fn in (attend, by_select, by_name, library, in_scan, jax.jit(attend)):
+    for fn in (attend, by_select, by_name, in_scan):
         loss = lambda w, x, fn=fn: jnp.square(fn(w, x, mask)).sum()  # noqa: E731
         cast = lambda w, x, fn=fn: jnp.square(autocast(fn, policy)(w, x, mask)).sum()  # noqa: E731
         assert distance(results(cast, W, x), results(loss, W, x)) < 8 * BF16_STEP
@@ -862,40 +642,11 @@ def dense(w, x, bias):
 dense.defjvp(lambda primals, tangents: (dense(*primals), tangents[1] @ primals[0] + tangents[2]))
 
 
-@jax.custom_jvp
-def gated(w, x, bias):
-    return jnp.where(x > 0, x @ w, bias)
-
-
-@gated.defjvp
-def gated_jvp(primals, tangents):
-    return gated(*primals), jnp.where(primals[1] > 0, tangents[1] @ primals[0], tangents[2])
-
-
-def root(w, x, bias):
-    def residual(y):
-        return y - 0.5 * jnp.tanh(y @ w) - x - bias
-
-    def solve(residual, start):
-        return lax.fori_loop(0, 30, lambda _, y: y - 0.5 * residual(y), start)
-
-    def tangent_solve(linear, y):
-        return jnp.linalg.solve(jax.jacobian(lambda y: linear(y.reshape(x.shape)).ravel())(y.ravel()), y.ravel())
-
-    return lax.custom_root(residual, x, solve, lambda linear, y: tangent_solve(linear, y).reshape(y.shape))
-
-
-@pytest.mark.quick_cases("gated")
-@pytest.mark.parametrize("fn", [dense, gated, root], ids=["dense", "gated", "root"])
-def test_gradients_flow_when_a_tangent_adds_fp32_to_a_matmul(fn):
+def test_gradients_flow_when_a_tangent_adds_fp32_to_a_matmul():
     loss = lambda fn: lambda x, bias: jnp.square(fn(W, x, bias)).sum()  # noqa: E731
-    wanted = results(loss(fn), X, X)
-    wanted_vmapped = jax.vmap(jax.grad(loss(fn), argnums=(0, 1)), in_axes=(0, None))(X[None], X)
+    wanted = results(loss(dense), X, X)
     for policy in ("bf16", "fp16"):
-        cast = autocast(fn, policy)
-        assert distance(results(loss(cast), X, X), wanted) < 8 * BF16_STEP
-        vmapped = jax.vmap(jax.grad(loss(cast), argnums=(0, 1)), in_axes=(0, None))(X[None], X)
-        assert distance(vmapped, wanted_vmapped) < 0.05
+        assert distance(results(loss(autocast(dense, policy)), X, X), wanted) < 8 * BF16_STEP
 
 
 def test_a_linear_function_is_transposed():
@@ -916,27 +667,6 @@ def test_nested_calls_are_analyzed_once_each(monkeypatch):
     assert len(read) < 10 * 10
 
 
-def coordinates(side):
-    return jnp.stack(jnp.meshgrid(jnp.linspace(0, 1, side), jnp.linspace(0, 1, side)), -1)
-
-
-# angles from integers, by a contraction
-CONTRACTED_ANGLES = {
-    "division": lambda i, b: (jnp.stack([i // 32, i % 32], -1).astype(jnp.float32) / 0.5) @ b,
-    "square root": lambda i, b: jnp.sqrt(jnp.stack([i, i + 1], -1).astype(jnp.float32) * 1e6) @ b,
-    "logarithm": lambda i, b: jnp.log1p(jnp.stack([i, i], -1).astype(jnp.float32)) @ (10 * b),
-    "linspace": lambda i, b: jnp.stack([jnp.linspace(0.0, 500.0, 501)] * 2, -1) @ b,
-    "cumulative sum": lambda i, b: jnp.stack([jnp.cumsum((i >= 0).astype(jnp.int32).astype(jnp.float32))] * 2, -1) @ b,
-    "meshgrid": lambda i, b: coordinates(32) @ (20 * jnp.pi * b),
-}
-
-
-def test_integer_angles_stay_fp32_after_fp32_functions():
-    for name, angles in CONTRACTED_ANGLES.items():
-        fn = lambda i, angles=angles: jnp.sin(angles(i, draw(5, 2, 32)))  # noqa: E731
-        np.testing.assert_allclose(autocast(fn)(jnp.arange(1024)), fn(jnp.arange(1024)), atol=1e-3, err_msg=name)
-
-
 def test_integer_derived_tables_and_weights_keep_matmuls_narrow():
     def fn(w, x, mask):
         angles = jnp.arange(4.0)[:, None] / 100.0 ** (jnp.arange(4.0) / 4)
@@ -954,21 +684,6 @@ def test_integer_derived_tables_and_weights_keep_matmuls_narrow():
     assert distance(autocast(fn)(W, X, mask), fn(W, X, mask)) < 8 * BF16_STEP
 
 
-def test_finfo_min_stays_finite_as_a_factor_and_as_an_initial_carry():
-    def factor(a, mask):
-        return jax.nn.relu((1 - a @ jnp.ones_like(a)) * mask) @ a
-
-    def carry(a, mask):
-        def body(c, x):
-            return (x @ a) * 0.1 + jnp.where(c < -1e4, c * 0, c) @ a, None
-
-        return lax.scan(body, mask, jnp.ones((3, 4, 4)))[0]
-
-    args = jnp.eye(4), jnp.full((4, 4), LEAST)
-    for fn, policy in itertools.product((factor, carry), ("bf16", "fp16")):
-        np.testing.assert_allclose(autocast(fn, policy)(*args), fn(*args), rtol=4 * BF16_STEP)
-
-
 C = 5 + 0.05 * jax.random.normal(jax.random.key(0), (16, 32))  # codes, far from the origin beside their distances
 
 
@@ -981,14 +696,10 @@ DISTANCES = {
     "einsum": lambda q: (
         jnp.einsum("nd,nd->n", q, q)[:, None] - 2 * jnp.einsum("nd,kd->nk", q, C) + jnp.einsum("kd,kd->k", C, C)
     ).argmin(-1),
-    "norm": lambda q: (
-        jnp.linalg.norm(q, axis=-1, keepdims=True) ** 2 + jnp.linalg.norm(C, axis=-1) ** 2 - 2.0 * jnp.matmul(q, C.T)
-    ).argmin(-1),
     "calls": lambda q: (
         jax.jit(lambda q: _squares(q)[:, None] + _squares(C))(q) - 2 * jax.jit(lambda a, b: a @ b.T)(q, C)
     ).argmin(-1),
     "score": lambda q: (q @ C.T - 0.5 * _squares(C)).argmax(-1),
-    "map": lambda q: jax.lax.map(lambda x: (jnp.vdot(x, x) - 2 * C @ x + _squares(C)).argmin(), q),
 }
 
 
@@ -999,16 +710,6 @@ def test_the_nearest_code_by_a_product_is_that_of_fp32():
         np.testing.assert_array_equal(autocast(nearest)(q), wanted, err_msg=name)
         # forced by name, the product is narrow
         assert "bf16" in str(jax.make_jaxpr(autocast(nearest, CastPolicy(rules={"dot_general": "always"})))(q)), name
-
-
-def test_a_kernel_matrix_by_a_product_stays_positive_definite():
-    x = jax.random.normal(jax.random.key(0), (48, 3))
-
-    def log_determinant(x):
-        kernel = jnp.exp(-0.5 * (_squares(x)[:, None] - 2 * x @ x.T + _squares(x))) + 1e-3 * jnp.eye(48)
-        return 2 * jnp.sum(jnp.log(jnp.diag(jnp.linalg.cholesky(kernel))))
-
-    np.testing.assert_allclose(autocast(log_determinant)(x), log_determinant(x), rtol=1e-4)
 
 
 def test_other_products_beside_sums_of_squares_are_narrow():

@@ -78,17 +78,13 @@ PASSES = {
     "autocast": lambda fn: autocast(fn, NEVER),
     "select_residuals": select_residuals,
     "rewrite": rewrite,
-    "checkpointed": lambda fn: naming.checkpointed(fn, RematChoice()),
-    "named": lambda fn: naming.checkpointed(fn, RematChoice(saved=("given",))),  # which a rule may give
     "segments": lambda fn: naming.checkpointed_segments(fn, RematChoice()),
     "loops": lambda fn: naming.checkpointed_loops(fn, RematChoice()),
     "all": lambda fn: naming.checkpointed(select_residuals(autocast(rewrite(jax.jit(fn)), NEVER)), RematChoice()),
 }
 
 
-@pytest.mark.parametrize(
-    ("loss", "others"), [(in_blocks, {"loops"}), (in_scan, {"segments", "named"})], ids=["blocks", "scan"]
-)
+@pytest.mark.parametrize(("loss", "others"), [(in_blocks, {"loops"}), (in_scan, {"segments"})], ids=["blocks", "scan"])
 def test_rules_are_told_what_is_differentiated_as_without_the_pass(loss, others):
     def told_by(fn):
         TOLD.clear()

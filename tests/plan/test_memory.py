@@ -108,27 +108,6 @@ def test_planned_temporaries_of_dispatched_programs_are_near_what_xla_allocates(
     assert max(estimates) / max(allocated) == pytest.approx(1.0, abs=error)
 
 
-_STAGES = {"m": 4, "pipe": 2, "data": 2, "tensor": 2, "zero1": True}
-
-
-FACTORS = [
-    ({"remat": "selective", "m": 4, "loop": "unroll"}, "microbatch", 1.6),
-    ({"remat": "full", "m": 4, "loop": "unroll"}, "microbatch", 1.9),
-    ({"remat": "selective", **_STAGES}, "steady", 1.3),
-    ({"remat": "selective", "loop": "unroll", **_STAGES}, "steady", 2.0),
-    ({"remat": "none", "loop": "unroll", **_STAGES}, "steady", 2.1),
-    ({"remat": "none", "m": 4}, "update", 1.4),
-]
-
-
-@pytest.mark.slow
-def test_xla_on_cpu_takes_more_than_the_estimate_by_the_factor_in_the_docs():
-    """docs/planning.md has these factors; where one shrinks, the docs are to follow."""
-    for changes, program_name, times in FACTORS:
-        estimate, allocated = _estimated_and_allocated(changes)[program_name]
-        assert allocated / estimate == pytest.approx(times, abs=0.1), changes
-
-
 def _estimated_and_allocated(changes):
     """Returns each program -> bytes of its temporaries and of what is held between programs, by the plan and by XLA."""
     config = planned_config(**changes)
@@ -144,12 +123,6 @@ def _estimated_and_allocated(changes):
     return found
 
 
-def test_planned_gradients_are_unsharded_in_the_accumulation_dtype():
-    program, jaxpr = _planned(small_config(policy="mixed", data=8, zero1=True))
-    memory = device_bytes(program, jaxpr=jaxpr)
-    assert memory.gradients == 2 * memory.params  # fp32 of bf16
-
-
 def test_planned_pipeline_activations_do_not_grow_with_microbatches():
     def planned(m):
         program, jaxpr = _planned(planned_config(remat="selective", pipe=2, m=m, rows=m))
@@ -161,12 +134,11 @@ def test_planned_pipeline_activations_do_not_grow_with_microbatches():
     assert many.total - few.total < 1000  # the numbers of the ticks
 
 
-@pytest.mark.parametrize("remat", ["selective", pytest.param("none", marks=pytest.mark.slow)])
-def test_activations_of_unrolled_layers_match_scanned_layers(remat):
+def test_activations_of_unrolled_layers_match_scanned_layers():
     """Within 10 percent: the logits are among the ones and the gradients of one microbatch among the others."""
 
     def planned(loop):
-        config = planned_config(remat=remat, m=4, loop=loop)
+        config = planned_config(remat="selective", m=4, loop=loop)
         program, jaxpr = _planned(config)
         return device_bytes(program, jaxpr=jaxpr)
 

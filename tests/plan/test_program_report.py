@@ -1,7 +1,6 @@
 """The report of a training program: products before and after a pass, where collectives sit, bytes as XLA has them."""
 
 import collections
-import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +10,8 @@ from foreign_models import batch, user_model
 from programs import training_program
 
 from hlat_jax.batch import SumAndCount, abstract_batch
-from hlat_jax.ops.dialect import Choice
 from hlat_jax.parallel import xla_options
 from hlat_jax.parallel.sharding import make_layout
-from hlat_jax.passes import remat
 from hlat_jax.passes.compile import TrainingProgram
 from hlat_jax.plan.program_report import place, report
 from hlat_jax.program import make_program
@@ -41,18 +38,10 @@ def test_report_counts_matmuls_by_dtype_before_and_after_autocast():
 
 def test_report_matches_xla_bytes_and_has_no_collectives_on_one_device():
     found, memory = report_of()
-    assert found.bytes.temporaries == memory.temp_size_in_bytes
-    assert found.bytes.arguments == memory.argument_size_in_bytes
-    assert found.bytes.reused == memory.alias_size_in_bytes > 0
-    assert found.bytes.predicted > 0
+    assert f"{memory.argument_size_in_bytes:,} of arguments, {memory.alias_size_in_bytes:,} of them" in str(found)
+    assert found.predicted_bytes > 0
     assert found.collectives == ()
     assert "collectives      none" in str(found)
-
-
-def test_report_names_chosen_kernels_and_why_others_were_rejected():
-    kernels = {"model.attention": Choice("einsum", "level 10 on cpu", {"nki": "does not run on cpu"})}
-    line = "kernel           model.attention: einsum (level 10 on cpu); not nki: does not run on cpu"
-    assert line in str(dataclasses.replace(report_of()[0], kernels=kernels))
 
 
 def test_report_locates_zero_3_gathers_and_scatters():
@@ -110,36 +99,15 @@ def test_memory_budget_is_met_with_equal_gradients(zero):
         return training_program(deep, optax.sgd(1e-3), options=options, params=params, batch=rows)
 
     free = made()
-    whole = report(free, free.init(params), rows).bytes.temporaries
+    whole = report(free, free.init(params), rows).memory.temp_size_in_bytes
     tight = made(memory_budget=whole * 7 // 10)
     found = report(tight, tight.init(params), rows)
-    assert found.bytes.temporaries <= whole * 7 // 10
-    assert found.bytes.temporaries == tight.plan.measured_bytes
+    assert tight.plan.measured_bytes == found.memory.temp_size_in_bytes <= whole * 7 // 10
     assert [stage.name for stage in found.stages] == ["loss", "remat"]
     assert "remat            bytes" in str(found)
     _, wanted = free.step(free.init(params), rows, 0.0)
     _, got = tight.step(tight.init(params), rows, 0.0)
     assert got.grad_norm == pytest.approx(float(wanted.grad_norm), rel=1e-6)
-
-
-@pytest.mark.slow
-def test_budget_search_uses_the_given_options():
-    params, rows = deep_arguments()
-    measured = []
-
-    def measure(traced):
-        measured.append(remat.temporaries(traced))
-        return measured[-1]
-
-    def planned(**choice):
-        options = {"memory_budget": "16MiB", "remat": remat.RematOptions(**choice)}
-        return training_program(deep, optax.sgd(1e-3), options=options, params=params, batch=rows).plan
-
-    assert planned(measure=measure).choice.saved
-    assert len(measured) > 2
-    assert not planned(min_bytes=1 << 30).choice.saved  # no value is as large
-    with pytest.raises(ValueError, match="best"):
-        planned(solver="best")
 
 
 def test_step_report_and_budget_use_the_xla_options_of_the_layout(monkeypatch):
@@ -159,13 +127,3 @@ def test_step_report_and_budget_use_the_xla_options_of_the_layout(monkeypatch):
     ):
         with pytest.raises(Exception, match="No such compile option: 'no_such_option'"):
             run()
-
-
-@pytest.mark.slow
-def test_memory_budget_without_shapes_or_too_small_is_refused():
-    params, rows = deep_arguments()
-    with pytest.raises(ValueError, match=r"give params=\.\.\. and batch=\.\.\."):
-        training_program(deep, optax.sgd(1e-3), options={"memory_budget": "1GiB"})
-    options = {"memory_budget": "4KiB"}
-    with pytest.raises(ValueError, match=r"a budget of 4,096 bytes .* is not met"):
-        training_program(deep, optax.sgd(1e-3), options=options, params=params, batch=rows)

@@ -3,7 +3,6 @@
 import itertools
 import json
 import pathlib
-import types
 
 import jax
 import micro
@@ -19,7 +18,7 @@ from hlat_jax.plan import tune
 from hlat_jax.resolve import resolve
 
 COMMITTED = sorted((pathlib.Path(__file__).resolve().parents[2] / "benchmarks" / "tuned").glob("*.json"))
-CALL = attention.describe_call((2, 32, 4, 8), 2, dtype="float32", has_segments=True, window=8)
+CALL = attention.describe_call((2, 32, 4, 8), 2, dtype="float32", has_segments=True)
 
 
 EIGHT_ROWS = "--config.data.batch_size=8"  # one for each device of the tests
@@ -42,7 +41,7 @@ def test_every_usable_implementation_is_measured_and_others_have_a_reason():
     assert set(entry.times) == {"einsum", "blocked", "chunked"}
     assert all(seconds > 0 for seconds in entry.times.values())
     assert entry.winner == min(entry.times, key=entry.times.get)
-    assert entry.passed_over == dict.fromkeys(("nki", "cudnn", "triton"), "does not run on cpu")
+    assert entry.passed_over == {"nki": "does not run on cpu"}
     assert entry.call == json.loads(json.dumps(CALL))
     assert entry.rows_measured == 1
 
@@ -54,14 +53,6 @@ def test_every_op_of_a_layer_is_measured_at_the_shapes_of_a_run(tmp_path):
             assert list(call["x_shape"][:2]) == [1, one.data.seq_len]
             entry = tune.measured(OPS[key], call, platform="cpu", num_rounds=1, num_rows=0)
             assert (set(entry.times), entry.passed_over) == (set(OPS[key].names), {})
-
-
-def test_rounds_interleave_implementations_with_rotating_start():
-    order = []
-    runs = {name: (lambda name=name: order.append(name)) for name in "abc"}
-    times = tune.interleaved(runs, (), 4)
-    assert "".join(order) == "abcbcacababc"
-    assert {name: len(seconds) for name, seconds in times.items()} == {"a": 4, "b": 4, "c": 4}
 
 
 @pytest.fixture
@@ -113,7 +104,7 @@ def test_remeasuring_replaces_only_entries_of_the_same_calls(tuned):
         command.main([*shorter, "--ops=ropes"])
 
 
-def test_partially_timed_call_is_marked_and_does_not_replace_a_full_one(tmp_path):
+def test_partially_timed_call_is_marked(tmp_path):
     path, out = micro.write_config(tmp_path), tmp_path / "tuned.json"
     words = ["tune", f"--config={path}", "--config.data.batch_size=16", f"--out={out}", "--rounds=1", "--ops=rope"]
     c = config_files.load(str(path))
@@ -123,21 +114,6 @@ def test_partially_timed_call_is_marked_and_does_not_replace_a_full_one(tmp_path
     assert choices.choices(one, here(one))["rope"].because.endswith(f"the fastest in {out} (at 1 of its 2 rows)")
     assert command.main(words) == 0
     assert choices.choices(one, here(one))["rope"].because.endswith(f"the fastest in {out}")
-    with pytest.raises(ValueError, match=r"--rows=1: .* already has times of rope at 2 rows. Give --rows=2"):
-        command.main([*words, "--rows=1"])
-
-
-def test_multi_device_calls_are_timed_on_one_device(tmp_path):
-    path, out = micro.write_config(tmp_path), tmp_path / "tuned.json"
-    words = [f"--config={path}", "--config.data.batch_size=32", "--config.parallel.tensor=2", "--devices=64"]
-    assert command.main(["tune", *words, f"--out={out}", "--rounds=1", "--ops=rope"]) == 0
-    c = config_files.load(str(path))
-    c.data.batch_size, c.parallel.tensor = 32, 2
-    one = resolve(c)
-    call = choices.calls(one, planned_layout(one, 64, platform="cpu"))["rope"]
-    assert call["x_shape"][2] == one.model.num_heads // 2
-    assert table.read(str(out)).entry("model.rope", call).rows_measured == 1
-    assert command.main(["choices", *words, f"--config.model.ops_table={out}"]) == 0
 
 
 def test_call_or_op_without_times_falls_back_to_levels_with_a_reason(tuned):
@@ -176,10 +152,7 @@ def test_table_is_for_its_platform_and_device_kind_and_notes_another_jax(tuned):
 
 WRONG_ENTRIES = [
     ({"times": {"dense": "0.1"}}, "has '0.1' for dense, which must be seconds, a float above 0"),
-    ({"times": {"dense": float("nan")}}, "has nan for dense"),
     ({"times": {"dens": 0.1}, "winner": "dens"}, "has a time of 'dens', which is not one of dense, chunked"),
-    ({"winner": "chunked"}, "has winner 'chunked' and times {'dense': 0.1}"),
-    ({"times": {"dense": 0.1, "chunked": 0.01}}, "has winner 'dense' and times {"),
     ({"op": "model.los"}, "names an unknown op; ops are model.attention, model.cross_entropy"),
 ]
 
@@ -192,7 +165,7 @@ def test_invalid_table_is_refused_with_file_entry_and_fix(tmp_path):
         with pytest.raises(ValueError, match=message):
             table.read(str(out))
     for changes, said in WRONG_ENTRIES:
-        entry = {"op": "model.cross_entropy", "facts": {"vocab_rows": 8}, "times": {"dense": 0.1}, "winner": "dense"}
+        entry = {"op": "model.cross_entropy", "call": {"vocab_rows": 8}, "times": {"dense": 0.1}, "winner": "dense"}
         entry |= {"passed_over": {}, "rows_measured": 1} | changes
         out.write_text(json.dumps({"platform": "cpu", "device_kind": "x", "jax": "0.1", "entries": [entry]}))
         with pytest.raises(ValueError, match="is not a table of measured times") as caught:
@@ -201,12 +174,6 @@ def test_invalid_table_is_refused_with_file_entry_and_fix(tmp_path):
         assert f"(entry 0, {entry['op']} at {{'vocab_rows': 8}}, {said}" in message
         assert message.startswith(str(out))
         assert "write it again with python -m hlat_jax.plan tune" in message
-
-
-def test_device_kind_is_the_cpu_model_or_the_jax_device_kind():
-    gpu = types.SimpleNamespace(platform="gpu", device_kind="NVIDIA H200")
-    assert table.device_kind(gpu) == "NVIDIA H200"
-    assert table.device_kind(jax.devices()[0]) in pathlib.Path("/proc/cpuinfo").read_text()
 
 
 def test_committed_tables_cover_their_config_and_decide_its_choices():
@@ -227,8 +194,6 @@ def test_committed_tables_cover_their_config_and_decide_its_choices():
 
 REFUSED = [
     (["tuned"], "unknown verb 'tuned'. Did you mean 'tune'?"),
-    (["tune", "--config=tiny", "--rounds=0"], "--rounds=0 must be at least 1"),
-    (["choices", "--config=tiny", "--platform=cudda"], "--platform=cudda: no such value. Did you mean 'cuda'?"),
     (["choices", "--config=tiny", "--devices=3"], "data.batch_size"),
     (["tune", "--config=tiny", "--out=/no/such/folder/x.json"], "there is no folder /no/such/folder"),
 ]
@@ -247,7 +212,6 @@ def test_choices_for_virtual_devices_explain_every_rejection(capsys, monkeypatch
     said = capsys.readouterr().out
     assert "model.attention: einsum, level 10 on neuron\n" in said
     assert "  not nki: level 1 on neuron, where einsum has 10\n" in said
-    assert "  not triton: does not run on neuron\n" in said
     assert "for q_shape (1, 4096, 4, 128), num_kv_heads 4, dtype bfloat16, has_segments False" in said
     assert "model.rms_norm: recomputed, level 10 on neuron\n  for x_shape (1, 512, 4096), dtype bfloat16\n" in said
     assert "model.swiglu: recomputed, level 10 on neuron\n  for x_shape (1, 4096, 1376), dtype bfloat16\n" in said

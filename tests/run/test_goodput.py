@@ -1,8 +1,6 @@
 """What the time of a run went to: a partition of the wall clock over kills, restarts, hangs and a clock that jumps."""
 
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -11,15 +9,12 @@ import pytest
 
 from hlat_jax.host.watchdog import WAITING, Watchdog
 from hlat_jax.run import __main__ as command
-from hlat_jax.run import goodput as ledger
 from hlat_jax.run.goodput import ALIVE_FILE, EVENTS_FILE, Ledger, goodput, read_events
-from hlat_jax.run.step_sync import FolderCheck
 
 
-def life(began, spent, *, pid=1, step=5, boot="a", up=None, **more):
+def life(began, spent, *, pid=1, step=5):
     """The account of a life that began at `began`, and spent all of its time as told."""
-    start = {"pid": pid, "host": "n", "began": began, "boot": boot, "began_up": began if up is None else up}
-    return {**start, "life_s": sum(spent.values()), "step": step, "spent": spent, **more}
+    return {"pid": pid, "host": "n", "began": began, "life_s": sum(spent.values()), "step": step, "spent": spent}
 
 
 def write(workdir, *events):
@@ -27,7 +22,7 @@ def write(workdir, *events):
 
 
 def start(of):
-    keys = ("pid", "host", "began", "boot", "began_up")
+    keys = ("pid", "host", "began")
     return {"event": "start", "time": of["began"], **{key: of[key] for key in keys}}
 
 
@@ -79,19 +74,12 @@ def test_a_life_that_was_killed_from_outside_was_stuck_until_then(tmp_path):
     assert (found.seconds["stuck"], found.seconds["stopped"]) == (20.0, 10.0)
 
 
-def test_a_clock_that_was_set_does_not_matter_on_one_machine(tmp_path):
-    first, second = life(100.0, FIRST), life(7300.0, SECOND, pid=2, up=140.0)
-    write(tmp_path, start(first), ended(first), start(second), ended(second))
-    assert goodput(tmp_path).seconds["stopped"] == 10.0
-    second["boot"] = "b"  # on another machine there is only the clock
-    write(tmp_path, start(first), ended(first), start(second), ended(second))
-    assert goodput(tmp_path).seconds["stopped"] == 7170.0
-
-
 def test_an_account_that_was_entered_twice_and_a_torn_line_count_once(tmp_path):
     first, second = life(100.0, FIRST), life(140.0, SECOND, pid=2)
     write(tmp_path, start(first), ended(first, "died"), ended(first, "died"), start(second))
     with open(tmp_path / EVENTS_FILE, "a") as file:
+        for line in ('{"event": "killed"}', '{"event": "saved", "time": 0}', "[" * 5000, "{}", '{"event": []}'):
+            file.write(line + "\n")
         file.write('{"event": "end", "li')
     (tmp_path / ALIVE_FILE).write_text(json.dumps(second))
     assert goodput(tmp_path).total_s == pytest.approx(56.5)
@@ -113,72 +101,51 @@ def test_steps_that_an_earlier_life_had_trained_are_done_again(tmp_path):
         watchdog.begin("saving")
         spent = watchdog.spent()
         assert set(spent) == {"opening the run", "first step", "training again", "training", "saving"}
-        assert spent["training again"] > spent["training"] >= 0.01
+        assert spent["training again"] >= 0.02
+        assert spent["training"] >= 0.01
         opened.event("spike", step=8)
     assert [event["event"] for event in read_events(tmp_path)] == ["start", "died", "start", "spike", "end"]
     assert not (tmp_path / ALIVE_FILE).exists()
 
 
-def test_what_a_watch_found_stuck_is_not_training(tmp_path):
-    watchdog = Watchdog()
-    watchdog.step = 1
-    with Ledger(tmp_path, watchdog) as opened:
-        opened.begin()
-        for _ in range(2):
-            watchdog.begin("training")
-            watchdog.end_first_step()
-            time.sleep(0.05)
-        watchdog.stuck_s = 0.04
-        before = watchdog.spent()["training"]
-        watchdog.beat()
-        after = watchdog.spent()["training"]
-        left = json.loads((tmp_path / ALIVE_FILE).read_text())
-    assert left["spent"]["stuck"] == 0.04
-    trained = left["spent"]["training"] + left["spent"]["stuck"]
-    assert before - 1e-4 <= trained <= after + 1e-4  # the account is rounded
-
-
-LIVES_FOR = """
+LIVES = """
 import pathlib, sys, time
 from hlat_jax.host import process
 from hlat_jax.host.watchdog import Watchdog
 from hlat_jax.run import goodput
-goodput.GAP_S, goodput._PERIOD_S = 0.5, 0.1
+goodput._PERIOD_S = 0.1
 watchdog = Watchdog(began_s=process.began_s())
 with goodput.Ledger(pathlib.Path(sys.argv[1]), watchdog) as ledger:
     ledger.begin()
     watchdog.begin("compiling")
     print("compiling", flush=True)
-    time.sleep(float(sys.argv[2]))
+    time.sleep(60)
 """
 
 
-def test_a_killed_process_and_one_that_was_stopped_for_a_while_are_accounted_for(tmp_path):
+def test_a_killed_process_is_accounted_for_up_to_its_last_entry(tmp_path):
     began_s = time.monotonic()
-    for seconds, number in ((60, signal.SIGKILL), (2.5, signal.SIGSTOP)):
-        words = [sys.executable, "-c", LIVES_FOR, str(tmp_path), str(seconds)]
-        with subprocess.Popen(words, stdout=subprocess.PIPE) as process:
-            process.stdout.readline()
-            time.sleep(0.5)
-            process.send_signal(number)
-            time.sleep(1.5)
-            os.kill(process.pid, signal.SIGCONT)
-    wall_s = time.monotonic() - began_s
-    found = goodput(tmp_path)
-    # from the start of the first interpreter to the end of the last; the machine may be slow in between
-    assert 0.5 + 1.5 + 2.5 - 0.1 < found.total_s < wall_s + 0.1
-    stopped_s = found.seconds["stopped"] - found.seconds["stuck"]
-    assert 2.0 < stopped_s < wall_s - 1.0  # of both: 1.5 s each, one of them dead
-    assert 1.0 < found.seconds["compile"] < wall_s - 3.0 + 0.2
+    with subprocess.Popen([sys.executable, "-c", LIVES, str(tmp_path)], stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        time.sleep(1.5)
+        process.kill()
+    with Ledger(tmp_path, Watchdog()) as opened:
+        opened.begin()
+    wall_s, found = time.monotonic() - began_s, goodput(tmp_path)
+    # from the start of the interpreter to the end of the ledger; the machine may be slow in between
+    assert 1.0 < found.total_s < wall_s + 0.1
+    assert 0.5 < found.seconds["compile"] < wall_s
     assert found.seconds["unknown"] == pytest.approx(0.0, abs=0.01)
 
 
 def test_the_command_prints_a_partition(tmp_path, capsys):
     first = life(100.0, FIRST)
+    first["life_s"] -= 1e-4  # its account is rounded
     write(tmp_path, start(first), ended(first))
     assert command.main(["goodput", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "training                      20.0 s   66.67%" in out
+    assert "-0.0" not in out
     assert "total                         30.0 s  100.00%" in out
     assert command.main(["goodput", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["compile"] == 4.0
@@ -188,7 +155,6 @@ def test_bad_words_are_answered_by_one_line(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for words, text in (
         (["goodput"], "RUN is missing"),
-        (["goodput", "nowhere"], "RUN=nowhere: no such folder"),
         (["goodput", "."], rf"has no {EVENTS_FILE}"),
         (["goodput", ".", "."], "one run folder, not 2"),
         (["godput", "."], "unknown verb 'godput'"),
@@ -197,63 +163,8 @@ def test_bad_words_are_answered_by_one_line(tmp_path, monkeypatch):
             command.main(words)
 
 
-def test_a_disk_that_is_full_does_not_end_the_thread(tmp_path, monkeypatch):
-    monkeypatch.setattr(ledger, "_PERIOD_S", 0.01)
-    watchdog = Watchdog()
-    with Ledger(tmp_path, watchdog) as opened:
-        opened.begin()
-        beats = []
-
-        def full():
-            beats.append(None)
-            raise OSError(28, "No space left on device")
-
-        monkeypatch.setattr(opened, "beat", full)
-        while len(beats) < 3:
-            time.sleep(0.01)
-
-
 def test_an_event_after_a_torn_line_is_not_lost(tmp_path):
     (tmp_path / EVENTS_FILE).write_text('{"event": "sav')
     with Ledger(tmp_path, Watchdog()) as opened:
         opened.event("saved", step=8)
     assert [event["event"] for event in read_events(tmp_path)] == ["start", "saved", "end"]
-
-
-def test_odd_lines_are_left_out(tmp_path):
-    first = life(100.0, FIRST)
-    write(tmp_path, start(first), ended(first), ended({**first, "pid": 3, "spent": 5}))
-    with open(tmp_path / EVENTS_FILE, "a") as file:
-        for line in ('{"event": "killed"}', '{"event": "saved", "time": 0}', "[" * 5000, "{}", '{"event": []}'):
-            file.write(line + "\n")
-    assert goodput(tmp_path).total_s == 30.0
-
-
-def test_an_error_at_the_first_event_is_not_hidden(tmp_path):
-    (tmp_path / EVENTS_FILE).mkdir()
-    with pytest.raises(IsADirectoryError), Ledger(tmp_path, Watchdog()) as opened:
-        opened.begin()
-
-
-def test_a_run_folder_is_gone_where_it_was_looked_for_twice(tmp_path, monkeypatch):
-    folder = tmp_path / "run"
-    folder.mkdir()
-    monkeypatch.setattr(FolderCheck, "_AGAIN_S", 0.0)
-    check = FolderCheck(folder)
-    check(now=True)
-    folder.rename(tmp_path / "away")
-    check()  # not yet: it looks once a minute
-    with pytest.raises(ValueError, match="was removed or replaced"):
-        check(now=True)
-    answers = [OSError(116, "Stale file handle"), FileNotFoundError(), None]
-
-    def stat(path):
-        error = answers.pop(0)
-        if error is not None:
-            raise error
-        return os.stat(tmp_path / "away")
-
-    monkeypatch.setattr(type(folder), "stat", stat)
-    check(now=True)  # not known
-    check(now=True)  # gone, and there again
-    assert not answers

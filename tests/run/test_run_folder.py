@@ -17,7 +17,7 @@ from hlat_jax.run.goodput import EVENTS_FILE
 from hlat_jax.store.config_diff import MAY_CHANGE, config_drift
 from hlat_jax.store.metrics import ROWS_FILE
 
-START = {"pid": 1, "host": "n", "began": 0.0, "boot": "", "began_up": 0.0}
+START = {"pid": 1, "host": "n", "began": 0.0}
 SAVED = [("start", None), ("saved", 10), ("saved", 20)]
 
 
@@ -45,18 +45,6 @@ def folder(tmp_path):
         return tmp_path, ledger
 
     return make
-
-
-def test_lost_checkpoints_are_refused_until_asked_to_begin_again(folder, capsys):
-    workdir, ledger = folder(range(1, 26), SAVED)
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"one of step 20 was saved \(events.jsonl\), and the rows reach step 25"):
-            resume.check_new_run(workdir, ledger=ledger, begin_again=False)
-    resume.check_new_run(workdir, ledger=ledger, begin_again=True)
-    resume.check_new_run(workdir, ledger=ledger, begin_again=False)  # it was killed before its first checkpoint
-    first, second = capsys.readouterr().out.splitlines()
-    assert first == "beginning again  at step 0 (--begin_again): rows up to step 25 move to metrics.discarded.jsonl"
-    assert "(no checkpoint was saved)" in second
 
 
 def test_a_rewind_to_an_older_checkpoint_is_said_once(folder, capsys):
@@ -102,17 +90,6 @@ def test_every_key_of_a_config_is_compared_unless_it_may_change():
     assert config_drift({"a": {}}, {"a": {"new": 1}}) == ["a.new: 'absent' in the checkpoint, 1 now"]
 
 
-def test_metadata_drift_compares_hashes_and_ignores_progress():
-    current = {"config": config_dict(), "tokenizer_sha256": "a", "manifest": {"files": ["x"], "hash": "b"}}
-    saved = json.loads(json.dumps(current)) | {"tokens": 12}
-    assert config_drift(saved, current) == []
-    [line] = config_drift(saved | {"tokenizer_sha256": "c"}, current)
-    assert line == "tokenizer_sha256: 'c' in the checkpoint, 'a' now"
-    assert config_drift(saved, current | {"manifest": {"files": ["y"], "hash": "b"}}) == []
-    [line] = config_drift(saved, current | {"manifest": {"files": ["x"], "hash": "d"}})
-    assert line == "manifest.hash: 'b' in the checkpoint, 'd' now"
-
-
 @pytest.fixture
 def refused(monkeypatch):
     """A function of saved and current settings that returns why a run at step 1 cannot resume with them."""
@@ -138,7 +115,7 @@ def test_key_missing_from_an_old_checkpoint_counts_as_its_default(refused):
     assert "model.rope: 'auto' in the checkpoint, 'reference' now" in refused(saved, current)
 
 
-def test_jax_settings_that_change_a_step_are_refused_and_others_are_said(monkeypatch, refused):
+def test_jax_settings_that_change_a_step_are_refused(monkeypatch, refused):
     monkeypatch.setenv("XLA_FLAGS", "--xla_a=1 --xla_cpu_enable_fast_math=false")
     inputs = {
         "program": types.SimpleNamespace(config=resolve(config_lib.default()), model=config_lib.default().model),
@@ -146,20 +123,13 @@ def test_jax_settings_that_change_a_step_are_refused_and_others_are_said(monkeyp
         "batches": types.SimpleNamespace(manifest={}),
     }
     saved = json.loads(json.dumps(resume.settings_of(**inputs)))
-    for change, expected in (
-        (jax.default_matmul_precision("highest"), "DEFAULT_MATMUL_PRECISION: None in the checkpoint, 'highest' now"),
-        (jax.enable_x64(True), "JAX_ENABLE_X64: False in the checkpoint, True now"),
-    ):
-        with change:
-            current = resume.settings_of(**inputs)
-        assert expected in refused(saved, current)
-        assert "--config.train.branch_from=runs/x@1" in refused(saved, current)
-        assert resume.jax_changes(saved, current) == []
+    with jax.enable_x64(True):
+        why = refused(saved, resume.settings_of(**inputs))
+    assert "JAX_ENABLE_X64: False in the checkpoint, True now" in why
+    assert "--config.train.branch_from=runs/x@1" in why
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=true --xla_b=1")
-    fast = resume.settings_of(**inputs)
-    assert "jax.XLA_FLAGS: '--xla_cpu_enable_fast_math=false' in the checkpoint" in refused(saved, fast)
+    why = refused(saved, resume.settings_of(**inputs))
+    assert "jax.XLA_FLAGS: '--xla_cpu_enable_fast_math=false' in the checkpoint" in why
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
     with jax.threefry_partitionable(False):
-        current = resume.settings_of(**inputs)
-    assert refused(saved, current) == ""
-    assert resume.jax_changes(saved, current) == ["JAX_THREEFRY_PARTITIONABLE: True in the checkpoint, False now"]
+        assert refused(saved, resume.settings_of(**inputs)) == ""

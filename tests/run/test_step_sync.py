@@ -1,6 +1,9 @@
 """The status of several processes before a step, as each of them sees it."""
 
 import json
+import os
+
+import pytest
 
 from hlat_jax.config import default
 from hlat_jax.data.formats.files import Unreadable
@@ -39,3 +42,26 @@ def test_retries_of_all_processes_are_counted_only_where_there_are_any(monkeypat
         monkeypatch.setattr(sync, "_facts", lambda *_: {"batch_hash": "0"})
         fields = sync.sync_step(None, None, error=None, save=False).row_fields
         assert fields == {"batch_hash": "0" * 32} | expected
+
+
+def test_a_run_folder_is_gone_where_it_was_looked_for_twice(tmp_path, monkeypatch):
+    folder, identity = tmp_path / "run", step_sync._identity
+    folder.mkdir()
+    monkeypatch.setattr(step_sync.FolderCheck, "_AGAIN_S", 0.0)
+    check = step_sync.FolderCheck(folder)
+    answers = [OSError(116, "Stale file handle"), None, os.stat(folder)]
+
+    def answer(path):
+        found = answers.pop(0)
+        if isinstance(found, OSError):
+            raise found
+        return found and identity(path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(step_sync, "_identity", answer)
+        check(now=True)  # not known
+        check(now=True)  # gone, and there again
+    folder.rename(tmp_path / "away")
+    check()  # not yet: it looks once a minute
+    with pytest.raises(ValueError, match="was removed or replaced"):
+        check(now=True)

@@ -5,6 +5,7 @@
 writes `tests/support/golden/*.json` again after an intended change.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -12,8 +13,6 @@ import io
 import json
 import pathlib
 import sys
-import threading
-import time
 from typing import Any
 
 import jax
@@ -21,17 +20,17 @@ import micro
 import numpy as np
 import pytest
 import sentencepiece
+from safetensors.numpy import save_file
 
 from hlat_jax import config as config_lib
-from hlat_jax import loop
+from hlat_jax import train
 from hlat_jax.cli import config_files
-from hlat_jax.data import packing
+from hlat_jax.data import loader as loader_lib
 from hlat_jax.data.held_out import open_held_out
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.host import neuron_env
 from hlat_jax.host.neuron_topology import Topology
-from hlat_jax.model import abstract_params
 from hlat_jax.ops import table
 from hlat_jax.ops.choices import calls, choices
 from hlat_jax.optimizer import learning_rate
@@ -43,9 +42,8 @@ from hlat_jax.run.compilation import RECORD_FILE
 from hlat_jax.run.machine import fitting_program
 from hlat_jax.run.nonfinite import NonFiniteError
 from hlat_jax.store.typed_json import read_json
-from hlat_jax.weights import weights_folder
-from hlat_jax.weights.description import Description
-from hlat_jax.weights.trained import leaves_by_name
+from hlat_jax.weights.hf_config import config_json
+from hlat_jax.weights.hf_names import expected
 
 pytestmark = pytest.mark.xdist_group("config")  # its fixtures are costly: one process
 GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "support" / "golden"
@@ -103,35 +101,21 @@ def batches(c, _):
     return [batch.tokens.tobytes() for batch in found]
 
 
-def threads(c, _):
-    """The number of threads that read ahead."""
-    data = resolve(c).data
-    before = set(threading.enumerate())
-    loader = TrainBatches(data, tokenizer=Tokenizer(data.tokenizer))
-    next(loader)
-    found = [t for t in threading.enumerate() if t not in before and t.name.startswith("hlat-data")]
-    loader.close()
-    return len(found)
+def reads_ahead(c, _):
+    """How the loader reads ahead; what that does is in tests/data."""
+    data, asked = resolve(c).data, []
 
-
-def rows_ahead(c, _):
-    """The number of rows that are made before anybody asks for a batch."""
-    data, made, next_row = resolve(c).data, [], packing.ConcatStream.next_row
-
-    def counted(stream):
-        made.append(stream)
-        return next_row(stream)
+    class Recorded(loader_lib._RowPrefetcher):
+        def __init__(self, streams, **options):
+            asked.append(options)
+            super().__init__(streams, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packing.ConcatStream, "next_row", counted)
+        patch.setattr(loader_lib, "_RowPrefetcher", Recorded)
         loader = TrainBatches(data, tokenizer=Tokenizer(data.tokenizer))
-        settled, same = -1, 0
-        while same < 10 or not made:  # polls in a row without a new one
-            same = same + 1 if settled == len(made) else 0
-            settled = len(made)
-            time.sleep(0.1)
+        next(loader)
         loader.close()
-    return settled
+    return asked
 
 
 def refusal(c, _):
@@ -161,25 +145,35 @@ def neuron_flags(c, _):
 
 
 def run(c, folder):
-    """What a whole run leaves and prints, timings apart: a dict of rows, printed lines, checkpoints and files."""
+    """What a whole run leaves and prints, timings apart: part -> what is seen there, each of few settings."""
     config = resolve(c)
     stdout, error = io.StringIO(), ""
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(stdout):
         patch.setattr(jax, "devices", functools.partial(_first, jax.devices()))
         patch.setitem(sys.modules, "wandb", None)  # as if it were not installed
         try:
-            loop.train(config, folder)
+            train.train(config, folder)
         except (ValueError, NonFiniteError) as caught:
             error = str(caught)
     printed = stdout.getvalue().splitlines()
-    kept = [line for line in printed if line.startswith(("sample", "validation loss", "neuron-monitor"))]
-    lines = [line.split()[0] for line in printed if "%" in line]  # the steps of progress lines
+    rows = [micro.exact(row) for row in micro.rows(folder)] if not error or "steps in a row" in error else []
+    evaluated = [row for row in rows if "eval_loss" in row]
+    files = {path.name for path in folder.rglob("*")}
     return {
-        "rows": [micro.exact(row) for row in micro.rows(folder)] if not error or "steps in a row" in error else error,
-        "printed": (kept, lines),
+        "rows": [error, *rows],
+        "steps": [row["step"] for row in rows if "loss" in row],
+        "losses": [row["loss"] for row in rows if "loss" in row][:3],
+        "evaluations": [row["step"] for row in evaluated],
+        "evaluated": [row["eval_tokens"] for row in evaluated[:1]],
+        "samples": [line for line in printed if line.startswith("sample before")],
+        "range": [
+            "expected" in line and "within" not in line for line in printed if line.startswith("validation loss")
+        ],
+        "progress": [line.split()[0] for line in printed if "%" in line],
+        "monitor": [line for line in printed if line.startswith("neuron-monitor")],
         "checkpoints": micro.saved_steps(folder),
         "programs": sorted(read_json(folder / RECORD_FILE)) if (folder / RECORD_FILE).exists() else [],
-        "files": sorted(path.name for path in folder.iterdir() if path.name != "nonfinite.json"),
+        **{name: name in files for name in ("tensorboard", "loss.png", "huggingface", "positions", "profile")},
     }
 
 
@@ -189,14 +183,24 @@ def _first(devices, *_):
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One field: the value it is set to, where that must be seen, and what else must be set for it to matter."""
+    """One field.
+
+    Attributes:
+      value: what it is set to.
+      seen_in: the observer that must see it.
+      part: the part of what that observer returns.
+      given: what else must be set for it to matter.
+      group: fields of a group are set at once, in one run.
+    """
 
     value: Any
     seen_in: Any
     part: str = ""
     given: dict = dataclasses.field(default_factory=dict)
+    group: str = ""
 
 
+in_run = functools.partial(Row, seen_in=run)
 LONG_ROWS = {"model.max_positions": 512, "data.seq_len": 512}  # more than one chunk of the loss
 LLAMA3 = {"model.rope_scaling": "llama3"}
 TWO_SOURCES = {
@@ -265,53 +269,52 @@ FIELDS = {
     "data.packing": Row("documents", batches, given=SHORT_DOCUMENTS),
     "data.mixture": Row("a=1,b=9", batches, given=TWO_SOURCES),
     "data.window_documents": Row(1, batches, given=SHORT_DOCUMENTS | {"data.packing": "documents"}),
-    "data.on_bad_record": Row("skip", run, "rows", {"data.train": "FOLDER/bad.jsonl"}),
-    "data.position_every_steps": Row(2, run, "files"),
+    "data.on_bad_record": in_run("skip", part="rows", given={"data.train": "FOLDER/bad.jsonl"}),
+    "data.position_every_steps": in_run(2, part="positions", group="a"),
     "data.prepend_bos": Row(True, batches),
     "data.max_document_chars": Row(100, batches),
     "data.shuffle": Row(False, batches),
-    "data.shuffle_by": Row("row", batches),
     "data.seed": Row(5, batches),
-    "data.num_threads": Row(1, threads),
-    "data.prefetch_batches": Row(2, rows_ahead),
-    "train.num_steps": Row(5, run, "rows"),
+    "data.num_threads": Row(1, reads_ahead),
+    "data.prefetch_batches": Row(2, reads_ahead),
+    "train.num_steps": in_run(5, part="steps", group="b"),
     "train.seed": Row(1, weights),
-    "train.init_from": Row("FOLDER/start", run, "rows"),
+    "train.init_from": in_run("FOLDER/start", part="losses", group="b"),
     "train.branch_from": Row("runs/micro@99", refusal),  # what it does is in test_branch
     "train.num_microbatches": Row(2, program),
     "train.compiler_flags": Row("--optlevel=2", neuron_flags),
-    "train.accumulate": Row("programs", run, "programs"),
+    "train.accumulate": in_run("programs", part="programs", group="a"),
     "train.z_loss_weight": Row(1e-4, program),
-    "train.eval_every_steps": Row(3, run, "rows"),
-    "train.num_eval_batches": Row(3, run, "rows"),
+    "train.eval_every_steps": in_run(3, part="evaluations", group="a"),
+    "train.num_eval_batches": in_run(3, part="evaluated", group="a"),
     # what these do is in test_harness
     "train.eval_tasks": Row("any", refusal, given={"train.eval_tasks_limit": 2}),
     "train.eval_tasks_every_steps": Row(2, refusal),
     "train.eval_tasks_limit": Row(2, refusal),
     "train.eval_tasks_folder": Row("FOLDER/tasks", refusal),
     # without a save, which ends a run at the first state that is not finite
-    "train.max_nonfinite_steps": Row(2, run, "rows", DIVERGING | {"checkpoint.every_steps": 0}),
+    "train.max_nonfinite_steps": in_run(2, part="rows", given=DIVERGING | {"checkpoint.every_steps": 0}),
     "train.spikes": Row("skip", program),
     "train.spike_sigmas": Row(7.0, program, given={"train.spikes": "warn"}),
     "train.spike_window": Row(64, program, given={"train.spikes": "warn"}),
-    "train.skip_steps": Row("2:3", run, "rows"),
+    "train.skip_steps": in_run("2:3", part="losses", group="a"),
     "train.rewind_to": Row(3, refusal, given={"train.num_steps": 3}),  # what it does is in test_rewind
-    "train.eval_loss_low": Row(19.0, run, "printed", {"train.eval_loss_high": 20.0}),
-    "train.eval_loss_high": Row(20.0, run, "printed"),
-    "train.sample_prompt": Row("It is", run, "printed"),
-    "train.sample_tokens": Row(3, run, "printed", {"train.sample_prompt": "It is"}),
-    "train.profile_steps": Row("2:3", run, "files"),
-    "checkpoint.every_steps": Row(2, run, "checkpoints"),
-    "checkpoint.every_minutes": Row(1e-9, run, "checkpoints", {"checkpoint.every_steps": 0}),
-    "checkpoint.keep_last": Row(1, run, "checkpoints"),
-    "checkpoint.keep_every_steps": Row(1, run, "checkpoints"),
-    "checkpoint.export_every_steps": Row(4, run, "files"),
-    "metrics.log_every_steps": Row(1, run, "printed"),
-    "metrics.console": Row("off", run, "printed"),
-    "metrics.tensorboard": Row(True, run, "files"),
-    "metrics.wandb_project": Row("novels", run, "rows"),
-    "metrics.plot": Row(True, run, "files"),
-    "metrics.neuron_monitor": Row("on", run, "printed"),
+    "train.eval_loss_low": in_run(19.0, part="range", given={"train.eval_loss_high": 20.0}, group="b"),
+    "train.eval_loss_high": in_run(1.0, part="range", group="a"),
+    "train.sample_prompt": in_run("It is", part="samples", group="a"),
+    "train.sample_tokens": in_run(3, part="samples", given={"train.sample_prompt": "It is"}, group="b"),
+    "train.profile_steps": in_run("2:3", part="profile", group="b"),
+    "checkpoint.every_steps": in_run(2, part="checkpoints"),
+    "checkpoint.every_minutes": in_run(1e-9, part="checkpoints", given={"checkpoint.every_steps": 0}),
+    "checkpoint.keep_last": in_run(1, part="checkpoints", group="a"),
+    "checkpoint.keep_every_steps": in_run(1, part="checkpoints"),
+    "checkpoint.export_every_steps": in_run(4, part="huggingface", group="a"),
+    "metrics.log_every_steps": in_run(1, part="progress", group="a"),
+    "metrics.console": in_run("off", part="progress", group="b"),
+    "metrics.tensorboard": in_run(True, part="tensorboard", group="a"),
+    "metrics.wandb_project": in_run("novels", part="rows"),
+    "metrics.plot": in_run(True, part="loss.png", group="a"),
+    "metrics.neuron_monitor": in_run("on", part="monitor", group="a"),
 }
 
 
@@ -345,11 +348,10 @@ def _base(settings, folder):
 
 def _write_inputs(folder):
     model = resolve(config_files.load(str(micro.write_config(folder)))).model
-    described = Description(folder=folder, model=model)
-    with weights_folder.new_weights(folder / "start", described, origin={}, files={}) as leaves:
-        for name, leaf in leaves_by_name(abstract_params(model)).items():
-            with leaves.leaf(name, leaf.shape, np.dtype(np.float32)) as write:
-                write(np.full(leaf.shape, 0.01, np.float32))
+    (folder / "start").mkdir()
+    (folder / "start/config.json").write_text(json.dumps(config_json(model, dtype="float32", token_ids={})))
+    tensors = {name: np.full(shape, 0.01, np.float32) for name, shape in expected(model).items()}
+    save_file(tensors, folder / "start/model.safetensors")
     texts = [f"Document {number} is of another kind." for number in range(20)]
     rows = [json.dumps({"text": text, "body": text[::-1]}) for text in texts]
     (folder / "two.jsonl").write_text("\n".join(rows) + "\n")
@@ -376,14 +378,17 @@ OBSERVERS = {row.seen_in.__name__: row.seen_in for row in FIELDS.values()}
 @pytest.mark.quick_cases("refusal", "rates", "placement")
 @pytest.mark.parametrize("observer", OBSERVERS)
 def test_every_config_field_has_an_effect(observer, observed):
-    without = []
+    groups, without = collections.defaultdict(dict), []
     for path, row in FIELDS.items():
         if row.seen_in is OBSERVERS[observer]:
-            plain, changed = (
-                observed(settings, row.seen_in) for settings in (row.given, row.given | {path: row.value})
-            )
-            is_seen = plain[row.part] != changed[row.part] if row.part else plain != changed
-            without += [] if is_seen else [f"{path}={row.value!r} changes nothing in {observer} {row.part}"]
+            groups[row.group or path][path] = row
+    for rows in groups.values():
+        given = {key: value for row in rows.values() for key, value in row.given.items()}
+        changes = {path: row.value for path, row in rows.items()}
+        plain, changed = (observed(settings, OBSERVERS[observer]) for settings in (given, given | changes))
+        for path, row in rows.items():
+            a, b = (plain[row.part], changed[row.part]) if row.part else (plain, changed)
+            without += [f"{path}={row.value!r} changes nothing in {observer} {row.part}"] * (a == b)
     assert not without
 
 
@@ -397,81 +402,29 @@ def test_config_table_covers_every_field_exactly():
 
 @pytest.mark.slow
 def test_config_observations_are_deterministic(observed, tmp_path):
-    c = _base({}, tmp_path)
     for observer in (program, weights, batches, rates):
-        assert observer(c, None) == observed({}, observer)
-    assert run(c, tmp_path / "run") == observed({}, run)
+        assert observer(_base({}, tmp_path), None) == observed({}, observer)
 
 
 COMMAND_LINE_ERRORS = [
-    (["--config=tinny"], "--config=tinny: no such config. Did you mean 'tiny'?"),
-    (
-        ["--config=nowhere.py"],
-        "--config=nowhere.py: no such file. Shipped configs: 160m, 1b, 70b, 7b, llama3_8b, node, tiny",
-    ),
     ([], "--config=NAME is missing"),
+    (["--config=tinny"], "--config=tinny: no such config. Did you mean 'tiny'?"),
+    (["--config=nowhere.py"], "--config=nowhere.py: no such file. Shipped configs: 160m, 1b, 70b, 7b, llama3_8b, "),
     (["--config"], "Missing value for flag --config"),
     (["--config=tiny", "--config", "7b"], "--config is given 2 times; a run has one config."),
-    (["--config=tiny", "--config.optimizer.peek_lr=1"], "optimizer has no key 'peek_lr'. Did you mean 'peak_lr'?"),
-    (["--config=tiny", "--config.optimiser.eps=1"], "config has no key 'optimiser'. Did you mean 'optimizer'?"),
+    (["--config=tiny", "--config.optimizer.peek_lr=1"], "no key --config.optimizer.peek_lr. Did you mean '--config.o"),
+    (["--config=tiny", "--config.optimiser.eps=1"], "Did you mean '--config.optimizer.eps'?"),
     (["--config=tiny", "--config.data=1"], "--config.data is a section; set one of its keys: "),
     (["--config=tiny", "--config.model.layer_loop=scam"], "is not one of auto, scan, unroll. Did you mean 'scan'?"),
-    (["--config=tiny", "--config.data.batch_size=many"], "data.batch_size=many must be a whole number in digits."),
     (["--config=tiny", "--config.data.batch_size=1.5"], "data.batch_size=1.5 must be a whole number in digits."),
-    (
-        ["--config=tiny", "--config.train.num_steps=1e3"],
-        "num_steps=1e3 must be a whole number in digits; write 1000",
-    ),
-    (
-        ["--config=tiny", "--config.train.num_steps=4k"],
-        "train.num_steps=4k must be a whole number in digits; write 4",
-    ),
     (["--config=tiny", "--num_processes=two"], "--num_processes=two must be a whole number in digits."),
     (["--config=tiny", "--config.optimizer.peak_lr=fast"], "peak_lr=fast must be a number, such as 0.1 or 3e-4."),
     (["--config=tiny", "--config.metrics.plot=maybe"], "--config.metrics.plot=maybe must be true or false."),
-    (["--cofnig=tiny"], "unknown flag --cofnig. Did you mean '--config=tiny'?"),
-    (["my.py"], "unexpected argument 'my.py'. Did you mean '--config=my.py'?"),
-    (["tiny"], "unexpected argument 'tiny'. Did you mean '--config=tiny'?"),
-    (
-        ["--config=my.model"],
-        "or a path that ends in .py. A tokenizer is given as --config.data.tokenizer=my.model.",
-    ),
-    (["--config=a/book.txt"], "a path that ends in .py. Text is given as --config.data.train=a/book.txt."),
-    (["--config=tiny", "--lr=1e-3"], "unknown flag --lr. Did you mean '--config.optimizer.peak_lr=1e-3'"),
-    (["--config=tiny", "--optimizer.peak_lr=1"], "Did you mean '--config.optimizer.peak_lr=1'?"),
-    (["--config=tiny", "--parallel.tensor=2"], "Did you mean '--config.parallel.tensor=2'?"),
-    (["--config=tiny", "--learning_rate=1"], "Did you mean '--config.optimizer.peak_lr=1'"),
-    (["--config=tiny", "--seed=1"], "Did you mean '--config.data.seed=1' or '--config.train.seed=1'?"),
-    (["--config=tiny", "--steps=1"], "Did you mean '--config.train.num_steps=1'"),
-    (["--config=tiny", "--nosuch"], "unknown flag --nosuch. Known: --begin_again, --config, --coordinator, "),
-    (["--config=tiny", "--print_config=maybe"], "--print_config=maybe must be true or false."),
+    (["tiny"], "or ends in .py. Did you mean --config=tiny?"),
+    (["--config=tiny", "--optimizer.peak_lr=1"], "Did you mean '--config.optimizer.peak_lr'?"),
+    (["--config=tiny", "--seed=1"], "Did you mean '--config.data.seed' or '--config.train.seed'?"),
     (["--config=tiny", "--quux=1"], "unknown flag --quux. Known: --begin_again, --config, --coordinator, "),
-    (
-        ["--config=tiny", "--config.optimizer.lr=1"],
-        "no key 'lr'. Did you mean '--config.optimizer.peak_lr'?",
-    ),
-    (
-        ["--config=tiny", "--config.model.hidden_size=1"],
-        "Did you mean '--config.model.embed_dim'?",
-    ),
-    (
-        ["--config=tiny", "--config.trainer.max_steps=1"],
-        "Did you mean '--config.train.num_steps'?",
-    ),
-    (
-        ["--config=tiny", "--config.model.seq_len=1"],
-        "Did you mean '--config.data.seq_len'?",
-    ),
-    (["--config=tiny", "--config.data.seeds=1"], "data has no key 'seeds'. Did you mean 'seed'?"),
-    (["--config=tiny", "--training.max-norm=1"], "Did you mean '--config.optimizer.clip_norm=1'?"),
-    (["--config=tiny", "--betas=1"], "Did you mean '--config.optimizer.beta1=1' or '--config.optimizer.beta2=1'?"),
-    (["--config=tiny", "--output_dir=x"], "unknown flag --output_dir. Did you mean '--workdir'?"),
-    (["--config=tiny", "--resume"], "unknown flag --resume. The same command resumes the run in its --workdir; to"),
-    (
-        ["--config=tiny", "--config.train.resume=1"],
-        "no key 'resume'. The same command resumes the run in",
-    ),
-    (["--config=tiny", "--config.lr=1"], "config has no key 'lr'. Did you mean '--config.optimizer.peak_lr'?"),
+    (["--config=tiny", "--config.model.seq_len=1"], "Did you mean '--config.data.seq_len'?"),
     (["--config=tiny", "--config.train.z_loss_weight=inf"], "train.z_loss_weight=inf must be finite."),
     (["--config=tiny", "--config.train.num_steps=-1"], "train.num_steps=-1 must be at least 0."),
     (["--config=tiny", "--workdri=x"], "unknown flag --workdri. Did you mean '--workdir'?"),
@@ -479,7 +432,10 @@ COMMAND_LINE_ERRORS = [
 ]
 
 
-def test_command_line_errors_suggest_the_nearest_key(train_here):
+def test_help_names_every_key_and_errors_the_nearest(train_here):
+    code, out, _ = train_here("--help")
+    assert code == 0
+    assert all(word in out for word in (*SHIPPED, *FIELDS, "--workdir", "--print_config"))
     for words, message in COMMAND_LINE_ERRORS:
         code, _, err = train_here(*words)
         [line] = [line for line in err.splitlines() if line.startswith("error: ")]
@@ -498,46 +454,14 @@ def test_model_that_cannot_be_exported_is_a_warning_and_an_error_where_exports_a
     assert (code, err) == (2, f"error: checkpoint.export_every_steps=5: {why}of any model.head_dim.\n")
 
 
-def test_help_names_every_key_and_config(train_here):
-    code, out, _ = train_here("--help")
-    assert code == 0
-    for word in (*SHIPPED, *FIELDS, "--workdir", "--print_config"):
-        assert word in out
-    assert max(map(len, out.splitlines())) < 200
-
-
 FILE_ERRORS = [
-    ("c.model.num_layer = 3", "mine.py, line 5: config has no key model.num_layer. Did you mean 'num_layers'?"),
-    ("c.data.update(batchsize=3)", "mine.py, line 5: config has no key data.batchsize. Did you mean 'batch_size'?"),
-    ("c.optimizer.lr = 3", "mine.py, line 5: config has no key optimizer.lr. Did you mean 'optimizer.peak_lr'?"),
-    ("c.data.seed = True; c.train.num_steps = 3", "mine.py, line 5: data.seed=True is bool; it must be int."),
-    ("print(c.data.trian)", "`print(c.data.trian)`: there is no key 'trian'. Did you mean "),
-    ("c.modle = 3", "mine.py, line 5: config has no section 'modle'. Did you mean 'model'?"),
-    ("c = type(c)(c.to_dict() | {'model': 3})", "line 5: config.model=3 is a section; set its keys one by one."),
-    (
-        "c.model.num_layers = c.model.num_layer + 1",
-        "mine.py, line 5, `c.model.num_layers = c.model.num_layer + 1`: ",
-    ),
-    (
-        "c.model.num_layers = 'three'",
-        "mine.py, line 5, `c.model.num_layers = 'three'`: num_layers must be int, and ",
-    ),
-    (
-        "c.model.num_layers = 2.5",
-        "mine.py, line 5, `c.model.num_layers = 2.5`: num_layers must be int, and 2.5 is fl",
-    ),
-    ("c.model.num_layers = True", "mine.py, line 5: model.num_layers=True is bool; it must be int."),
-    ("c.model.update(attention='flash')", "mine.py, line 5: model.attention='flash' is not one of auto, einsum"),
-    (
-        "c.model.num_layers = layers",
-        "line 5, `c.model.num_layers = layers`: NameError: name 'layers' is not defined",
-    ),
-    (
-        "import nowhere_at_all",
-        "line 5, `import nowhere_at_all`: ModuleNotFoundError: No module named 'nowhere_at_all'",
-    ),
+    ("c.model.num_layer = 3", "mine.py: config has no key model.num_layer. Did you mean 'num_layers'?"),
+    ("c.modle = 3", "mine.py: config has no section 'modle'. Did you mean 'model'?"),
+    ("c.model.num_layers = True", "mine.py: model.num_layers=True is bool; it must be int."),
+    ("print(c.data.trian)", "mine.py, line 5, `print(c.data.trian)`: "),
+    ("c.model.num_layers = 'three'", "mine.py, line 5, `c.model.num_layers = 'three'`: TypeError: "),
+    ("c.model.num_layers = layers", "line 5, `c.model.num_layers = layers`: NameError: name 'layers' is not defined"),
     ("c.model.num_layers = (3", "mine.py, line 5, `c.model.num_layers = (3`: SyntaxError: '(' was never closed"),
-    ("raise ValueError('not today')", "mine.py, line 5, `raise ValueError('not today')`: not today"),
     ("return", "get_config() returns None; end it with `return c`, the config it edits."),
 ]
 
@@ -592,44 +516,28 @@ def test_paths_of_a_config_file_are_relative_to_it_and_else_to_the_working_direc
     assert shipped.data.train == "data/corpus/train.jsonl"
 
 
-@pytest.mark.parametrize(
-    ("given", "absolute"),
-    [
-        ("my_book.txt", "HERE/my_book.txt"),
-        ("texts/*.txt,more", "ESCAPED/texts/*.txt,HERE/more"),
-        ("web=a.txt;code = b.txt, c.txt", "web=HERE/a.txt;code =HERE/b.txt,HERE/c.txt"),
-        ("s3://bucket/a.txt,package:austen_train.jsonl,/an/absolute.txt,~/a.txt",) * 2,
-        ("5%", "5%"),
-        ("", ""),
-    ],
-)
-def test_text_paths_of_a_command_line_become_absolute(given, absolute, tmp_path, monkeypatch):
+def test_text_paths_of_a_command_line_become_absolute(train_here, tmp_path, monkeypatch):
     here = tmp_path / "of [mine]"
     here.mkdir()
     monkeypatch.chdir(here)
-    c = config_files.load("tiny")
-    c.data.update(train=given, validation=given, tokenizer="package:austen_2k.model")
-    c.train.init_from = "runs/a"
-    config_files.make_text_paths_absolute(c)
-    expected = absolute.replace("HERE", str(here)).replace("ESCAPED", f"{tmp_path}/of [[]mine]")
-    assert (c.data.train, c.data.validation, c.data.tokenizer) == (expected, expected, "package:austen_2k.model")
-    assert c.train.init_from == "runs/a"  # is not recorded with text: processes must agree on it
-
-
-def test_train_records_the_absolute_path_of_text_and_the_shipped_config_is_loaded_once(
-    train_here, tmp_path, monkeypatch
-):
-    monkeypatch.chdir(tmp_path)
-    loaded, load = [], config_files.load
-    monkeypatch.setattr(config_files, "load", lambda name: loaded.append(name) or load(name))
+    of_others = "s3://bucket/a.txt,package:austen_train.jsonl,/an/absolute.txt,~/a.txt"
     code, out, err = train_here("--config=160m", "--config.data.train=my_book.txt", "--print_config")
     assert code == 0, err
-    data = json.loads(out[: out.index("\n}\n") + 2])["data"]
-    assert data["train"] == f"{tmp_path}/my_book.txt"
-    assert data["validation"] == f"{tmp_path}/data/corpus/validation.jsonl"
-    code, _, err = train_here("--config=tiny", "--config.data.train=my_book.txt")
-    assert (code, loaded) == (2, ["160m", "tiny"])
-    assert f"data.train: {tmp_path}/my_book.txt does not exist" in err
+    assert json.loads(out[: out.index("\n}\n") + 2])["data"]["train"] == f"{here}/my_book.txt"
+    for given, absolute in (
+        ("my_book.txt", f"{here}/my_book.txt"),
+        ("texts/*.txt,more", f"{tmp_path}/of [[]mine]/texts/*.txt,{here}/more"),
+        ("web=a.txt;code = b.txt, c.txt", f"web={here}/a.txt;code ={here}/b.txt,{here}/c.txt"),
+        (of_others, of_others),
+        ("5%", "5%"),
+        ("", ""),
+    ):
+        c = config_files.load("tiny")
+        c.data.update(train=given, validation=given, tokenizer="package:austen_2k.model")
+        c.train.init_from = "runs/a"
+        config_files.make_text_paths_absolute(c)
+        assert (c.data.train, c.data.validation, c.data.tokenizer) == (absolute, absolute, "package:austen_2k.model")
+        assert c.train.init_from == "runs/a"  # is not recorded with text: processes must agree on it
 
 
 def test_resolve_refuses_unknown_and_missing_keys_and_wrong_types():
@@ -642,10 +550,7 @@ def test_resolve_refuses_unknown_and_missing_keys_and_wrong_types():
         "config has no section 'modle'. Did you mean 'model'?": lambda t: t.update(modle=t.pop("model")),
         "config has no key train.num_step. Did you mean 'num_steps'?": lambda t: t["train"].update(num_step=3),
         "config lacks train.seed": lambda t: t["train"].pop("seed"),
-        "optimizer.eps=1000": lambda t: t["optimizer"].update(eps=10**400),
         "data.shuffle=1 is int; it must be bool.": lambda t: t["data"].update(shuffle=1),
-        "data.seed=True is bool; it must be int.": lambda t: t["data"].update(seed=True),
-        r"train.sample_prompt='a\udcff' is not UTF-8.": lambda t: t["train"].update(sample_prompt="a\udcff"),
         "precision.policy='fp8' is not one of fp32, autocast, mixed,": lambda t: t["precision"].update(policy="fp8"),
     }
     for message, edit in cases.items():
@@ -654,16 +559,12 @@ def test_resolve_refuses_unknown_and_missing_keys_and_wrong_types():
         assert message in str(caught.value)
 
 
-def test_run_name_that_is_not_a_folder_name_is_refused(train_here, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("../x", "/x", "a/b", "..", ".", "", ".x", "-x", "a\n", "a\0", "a" * 256):
-        code, _, err = train_here("--config=tiny", f"--config.name={name}")
-        assert (code, err[:19]) == (2, "error: config.name=")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_name_of_a_run_may_have_spaces_and_dots():
+def test_run_name_that_is_not_a_folder_name_is_refused():
     c = config_files.load("tiny")
+    for name in ("../x", "/x", "a/b", "..", ".", "", ".x", "-x", "a\n", "a\0", "a" * 256):
+        c.name = name
+        with pytest.raises(ValueError, match=r"^config\.name="):
+            resolve(c)
     c.name = "7b v1.5_lr=3e-4"
     assert resolve(c).name == c.name
 

@@ -6,7 +6,6 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
@@ -26,7 +25,7 @@ PUBLIC = [
     *(Decoder, Decoder.__call__, Decoder.hidden_states, init_params, apply, bind, param_specs, ModelConfig),
     *(batch.Batch, batch.concat_batch, batch.segmented_batch, train_step.train_step, train_step.StepOptions),
     compile.training_program,
-    *(autocast.autocast, autocast.CastPolicy, remat.fit, remat.max_batch, remat.RematOptions, hlat_jax.hf.load),
+    *(autocast.autocast, autocast.CastPolicy, remat.fit, remat.RematOptions, hlat_jax.hf.load),
     *(lint.check, lint.check_traced, lint.check_module, generator.Generator, generator.Generator.__call__),
     *(generator.Generator.stream, sampling.Sampling, inference.open_model),
 ]
@@ -58,11 +57,11 @@ def test_public_signatures_name_every_argument_and_its_type():
         assert parameter.annotation is not parameter.empty or parameter.name == "self"
 
 
-@pytest.mark.parametrize("function", [Decoder.__call__, apply, param_specs], ids=lambda function: function.__qualname__)
-def test_help_explains_every_argument_and_the_errors(function):
-    text = inspect.getdoc(function)
-    assert "Raises:\n  ValueError" in text
-    assert all(f"\n  {name}: " in text for name in inspect.signature(function).parameters if name != "self")
+def test_help_explains_every_argument_and_the_errors():
+    for function in (Decoder.__call__, apply, param_specs):
+        text = inspect.getdoc(function)
+        assert "Raises:\n  ValueError" in text
+        assert all(f"\n  {name}: " in text for name in inspect.signature(function).parameters if name != "self")
 
 
 def test_flax_reads_the_logical_axes_and_maps_them_to_a_mesh_of_ones_own():
@@ -78,21 +77,13 @@ def test_flax_reads_the_logical_axes_and_maps_them_to_a_mesh_of_ones_own():
     assert mapped["layers"]["mlp_norm"]["scale"] == P(None, None)
 
 
-def test_parameters_made_under_a_mesh_are_not_placed_by_their_names():
-    mesh = jax.make_mesh((8,), ("embed",), axis_types=(AxisType.Auto,))
-    with jax.set_mesh(mesh):
-        decoder = Decoder(CFG, rngs=nnx.Rngs(0))
-    assert decoder.embed[...].sharding.is_fully_replicated
-
-
 def test_rules_of_an_unknown_logical_axis_are_refused():
     with pytest.raises(ValueError, match=r"rules name 'head', not .*\. Did you mean 'heads'\?"):
         param_specs(CFG, {"head": "tensor"})
 
 
 @pytest.mark.quick_cases("Explicit-fsdp")
-@pytest.mark.parametrize("name", MESHES)
-@pytest.mark.parametrize("axis_type", ["Auto", "Explicit"])
+@pytest.mark.parametrize(("axis_type", "name"), [("Auto", "data_tensor"), ("Explicit", "fsdp"), ("Explicit", "data")])
 def test_loss_and_gradients_on_a_mesh_of_ones_own_equal_one_device(axis_type, name, params):
     sizes, rules = MESHES[name]
     mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType[axis_type],) * len(sizes))
@@ -106,19 +97,6 @@ def test_loss_and_gradients_on_a_mesh_of_ones_own_equal_one_device(axis_type, na
             assert jax.tree.map(lambda g: jax.typeof(g).sharding.spec, actual[1]) == jax.tree.map(
                 lambda p: jax.typeof(p).sharding.spec, sharded
             )
-    assert_close(actual, expected)
-
-
-def test_hidden_states_are_those_of_one_device_on_explicit_axes(params):
-    sizes, rules = MESHES["fsdp"]
-    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Explicit,) * len(sizes))
-    expected = bind(params, CFG).hidden_states(TOKENS)
-    with jax.set_mesh(mesh):
-        shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), param_specs(CFG, rules))
-        rows = jax.device_put(TOKENS, NamedSharding(mesh, P("data")))
-        decoder = bind(jax.device_put(params, shardings), CFG)
-        actual = jax.jit(lambda decoder, rows: decoder.hidden_states(rows))(decoder, rows)
-        assert jax.typeof(actual).sharding.spec == P("data", None, None)
     assert_close(actual, expected)
 
 
@@ -145,18 +123,6 @@ def test_signatures_are_those_of_the_class_of_a_subclass_and_of_a_call():
     assert list(inspect.signature(Decoder).parameters) == ["cfg", "rngs"]
     assert list(inspect.signature(Adapted).parameters) == ["cfg", "rank", "rngs"]
     assert "tokens_BT" in inspect.signature(Adapted(CFG, 2, rngs=nnx.Rngs(0))).parameters
-
-
-@pytest.mark.slow
-def test_decoder_of_explicit_axes_takes_segments_and_needs_no_jit(params):
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
-    segments = jnp.asarray([[0] * 5 + [1] * 8] * 4)
-    expected = apply(params, CFG, TOKENS, segment_ids_BT=segments)
-    with jax.set_mesh(mesh):
-        rows, ids = jax.device_put((TOKENS, segments), NamedSharding(mesh, P("data")))
-        actual = bind(jax.device_put(params, NamedSharding(mesh, P())), CFG)(rows, segment_ids_BT=ids)
-        assert jax.typeof(actual).sharding.spec == P("data", None, None)
-    assert_close(actual, expected)
 
 
 def test_declaration_made_under_a_mesh_is_that_of_any():
@@ -199,40 +165,6 @@ def test_attention_of_ones_own_replaces_that_of_the_model(params):
         return jax.nn.dot_product_attention(q, k, v)
 
     assert np.abs(loss(params, TOKENS, attention=looks_ahead) - loss(params, TOKENS)) > 1e-4
-
-
-def test_attention_that_returns_another_shape_is_refused():
-    with pytest.raises(
-        ValueError, match=r"attention returned float32\[4, 13, 2, 8\]; it must return float32\[4, 13, 4, 8\]"
-    ):
-        jax.eval_shape(
-            lambda params: apply(params, CFG, TOKENS, attention=lambda q, k, v, ids: v), abstract_params(CFG)
-        )
-
-
-@pytest.mark.slow
-def test_lora_trains_what_it_adds(params):
-    rank, optimizer = 4, optax.adam(3e-2)
-
-    def adapted(params, lora):  # adds A @ B to the QKV matrices [L, D, K, G + 2, H]
-        attention = params["layers"]["attention"]
-        qkv = attention["qkv"] + jnp.einsum("LDR,LRKXH->LDKXH", lora["a"], lora["b"])
-        return params | {"layers": params["layers"] | {"attention": attention | {"qkv": qkv}}}
-
-    @jax.jit
-    def step(lora, opt_state):
-        value, grads = jax.value_and_grad(lambda lora: loss(adapted(params, lora), TOKENS))(lora)
-        updates, opt_state = optimizer.update(grads, opt_state)
-        return optax.apply_updates(lora, updates), opt_state, value
-
-    layers, width, *rest = params["layers"]["attention"]["qkv"].shape
-    lora = {
-        "a": jax.random.normal(jax.random.key(1), (layers, width, rank)) / rank,
-        "b": jnp.zeros((layers, rank, *rest)),
-    }
-    opt_state, losses = optimizer.init(lora), []
-    for _ in range(40):
-        lora, opt_state, value = step(lora, opt_state)
-        losses.append(float(value))
-    assert losses[0] == pytest.approx(float(loss(params, TOKENS)))  # B starts at zero
-    assert losses[-1] < losses[0] - 0.2
+    said = r"attention returned float32\[4, 12, 2, 8\]; it must return float32\[4, 12, 4, 8\]"
+    with pytest.raises(ValueError, match=said):
+        jax.eval_shape(lambda params: loss(params, TOKENS, attention=lambda q, k, v, ids: v), params)

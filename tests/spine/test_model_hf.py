@@ -2,20 +2,18 @@
 
 Tolerances: 1e-4 absolute on logits of size 1 to 5 and 1e-4 relative on each gradient. Both sides round to 24 bits, sum
 in different orders, and Hugging Face computes its rotary frequencies in fp32 (half a unit in the last place, times
-1,023 positions): measured 4e-5 on logits and 4e-6 on gradients. The smallest mistake tried, a norm eps of 1e-6 for
-1e-5, moves logits by 1e-2.
+1,023 positions): measured 4e-5 on logits and 4e-6 on gradients. Two norms exchanged, or a norm eps of 1e-6 for 1e-5,
+move logits by 1e-2.
 """
 
 from __future__ import annotations
-
-import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-from hf_cases import CASES, GQA, hugging_face, random_params
+from hf_cases import CASES, hugging_face, random_params
 from hf_weights import hf_state_dict
 
 from hlat_jax.config import ModelConfig
@@ -36,18 +34,12 @@ def logits_difference(cfg: ModelConfig, params: dict, model: torch.nn.Module) ->
     return float(np.abs(ours - theirs).max())
 
 
-@pytest.mark.quick_cases("gqa_with_q_apart_from_kv", "llama3_scaled")
-@pytest.mark.parametrize("cfg", CASES.values(), ids=CASES)
-def test_logits_equal_hugging_face(cfg):
-    params = random_params(cfg)
-    assert logits_difference(cfg, params, hugging_face(params, cfg)) <= 1e-4
-
-
 @pytest.mark.quick_cases("llama3_scaled")
 @pytest.mark.parametrize("cfg", CASES.values(), ids=CASES)
-def test_gradients_equal_hugging_face(cfg):
+def test_logits_and_gradients_equal_hugging_face(cfg):
     params = random_params(cfg)
     model = hugging_face(params, cfg)
+    assert logits_difference(cfg, params, model) <= 1e-4
     tokens, targets = torch.from_numpy(TOKENS_BT[:, :-1]).long(), torch.from_numpy(TOKENS_BT[:, 1:]).long()
     torch.nn.functional.cross_entropy(model(tokens).logits.flatten(0, 1), targets.flatten()).backward()
 
@@ -60,50 +52,3 @@ def test_gradients_equal_hugging_face(cfg):
     assert ours.keys() == theirs.keys()
     deviations = {name: float((ours[name] - grad).norm() / grad.norm()) for name, grad in theirs.items()}
     assert max(deviations.values()) <= 1e-4, deviations
-
-
-@pytest.mark.quick_cases("norm_eps", "rope_low_freq_factor")
-@pytest.mark.parametrize(
-    "mistake",
-    [
-        {"rope_theta": 490_000.0},
-        {"norm_eps": 1e-6},
-        {"rope_factor": 7.9},
-        {"rope_low_freq_factor": 1.1},
-        {"rope_high_freq_factor": 3.9},
-        {"rope_original_positions": 255},
-        {"rope_scaling": "none"},
-    ],
-    ids=lambda mistake: next(iter(mistake)),
-)
-def test_logits_detect_a_wrong_setting(mistake):
-    cfg = CASES["llama3_scaled"]
-    params = random_params(cfg)
-    model = hugging_face(params, cfg)
-    assert logits_difference(dataclasses.replace(cfg, **mistake), params, model) > 2e-4
-
-
-def swap_gate_and_up(params):
-    params["layers"]["mlp"]["gate_up"] = params["layers"]["mlp"]["gate_up"][:, :, ::-1]
-
-
-def swap_key_and_value(params):
-    qkv = params["layers"]["attention"]["qkv"]
-    params["layers"]["attention"]["qkv"] = np.concatenate([qkv[:, :, :, :-2], qkv[:, :, :, :-3:-1]], axis=3)
-
-
-def swap_two_query_heads(params):
-    params["layers"]["attention"]["out"] = np.roll(params["layers"]["attention"]["out"], 1, axis=1)
-
-
-def exchange_norms(params):
-    layers = params["layers"]
-    layers["attention_norm"], layers["mlp_norm"] = layers["mlp_norm"], layers["attention_norm"]
-
-
-@pytest.mark.parametrize("mistake", [swap_gate_and_up, swap_key_and_value, swap_two_query_heads, exchange_norms])
-def test_logits_detect_misplaced_weights(mistake):
-    params = random_params(GQA)
-    model = hugging_face(params, GQA)
-    mistake(params)
-    assert logits_difference(GQA, params, model) > 2e-4

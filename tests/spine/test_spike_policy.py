@@ -1,26 +1,98 @@
-"""A planted spike: skipped without a trace, or trained on; found right after a resume; and the window over resumes."""
+"""The window of spikes against float64 NumPy; a planted spike: skipped without a trace, and found after a resume."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from lowered import assert_no_forbidden_operations, lowered_for_neuron
 from micro import exact, write_config
 from programs import training_program
 
 from hlat_jax import loop
+from hlat_jax import train as train_lib
 from hlat_jax.batch import SumAndCount
 from hlat_jax.cli import config_files
-from hlat_jax.optimizer import SpikePolicy
+from hlat_jax.optimizer import SpikePolicy, detect_spike, empty_spike_window
 from hlat_jax.resolve import resolve
 from hlat_jax.run import open as run_open
 from hlat_jax.run.goodput import read_events
 from hlat_jax.store.metrics import ROWS_FILE, read_rows
 
 POLICY = SpikePolicy(window=4)
+
+
+WINDOW_POLICY = SpikePolicy(sigmas=6.0, window=16)
+
+
+@functools.cache
+def compiled(policy):
+    return jax.jit(functools.partial(detect_spike, policy=policy))
+
+
+def decisions(series, policy=WINDOW_POLICY):
+    """Returns for each step of [steps, 2] values whether it is a spike, and the last window."""
+    state, spikes = empty_spike_window(policy), []
+    for loss, norm in np.float32(series):
+        finite = np.isfinite([loss, norm]).all()
+        spike, state = compiled(policy)(state, loss=loss, grad_norm=norm, finite=finite)
+        spikes.append(bool(spike))
+    return spikes, state
+
+
+def by_numpy(series, policy=WINDOW_POLICY):
+    """The same with lists and float64."""
+    window, spikes = [], []
+    for value in series:
+        if not np.isfinite(value).all():
+            spikes.append(False)
+            continue
+        limit = np.full(2, np.inf)
+        if len(window) >= policy.window // 2:
+            limit = np.mean(window, axis=0) + policy.sigmas * np.std(window, axis=0, ddof=1)
+        spikes.append(bool((value > limit).any()))
+        window = [*window, np.minimum(value, limit)][-policy.window :]
+    return spikes, np.array(window).T
+
+
+def quiet(steps):
+    """Returns [steps, 2] losses and gradient norms without spikes."""
+    return np.random.default_rng(0).normal([4.0, 0.5], [0.05, 0.02], (steps, 2))
+
+
+def test_decisions_and_window_match_float64_numpy():
+    series = quiet(60)
+    series[5, 0] = 40.0  # too early to be one
+    series[12, 1] = 3.0  # half a window is enough
+    series[30] = np.nan, 0.5
+    series[31] = 4.0, np.inf
+    series[40, 0] = 400.0
+    series[45, 1] = 3.0
+    spikes, state = decisions(series)
+    wanted, window = by_numpy(series)
+    assert spikes == wanted
+    assert np.flatnonzero(spikes).tolist() == [12, 40, 45]
+    assert int(state["count"]) == 16
+    np.testing.assert_allclose(state["values"], window, rtol=1e-5)  # fp32 sums of 16 values
+
+
+def test_a_spike_is_caught_right_after_another_one():
+    for first in (400.0, 3e38):
+        series = quiet(24)
+        series[20, 0], series[22, 0] = first, 8.0
+        assert np.flatnonzero(decisions(series)[0]).tolist() == [20, 22]
+
+
+def test_a_new_level_becomes_normal_within_two_windows():
+    old, new, window = np.float32([4.0, 0.5]), np.float32([8.0, 5.0]), WINDOW_POLICY.window
+    for spread in (1.0, 0.0):  # noisy, and equal values
+        series = np.concatenate([old + spread * (quiet(window) - old), np.tile(new, (3 * window, 1))])
+        spikes, _ = decisions(series)
+        assert not any(spikes[:window])
+        assert spikes[window]
+        assert not any(spikes[3 * window :])
 
 
 def linear(params, batch):
@@ -51,6 +123,8 @@ def after_four_steps(program, batch):
 def test_a_skipped_spike_changes_nothing_but_step_and_window(options):
     program, batch = program_and_batch(POLICY, **options)
     state = after_four_steps(program, batch)
+    state, metrics = program.step(state, {"x": batch["x"], "y": batch["y"] * np.nan})
+    assert (bool(metrics.finite), bool(metrics.spike)) == (False, False)  # no spike, and hides none
     before = jax.device_get(state)
     spike = {"x": batch["x"], "y": 20 * batch["y"]}
     for _ in range(2):
@@ -67,37 +141,6 @@ def test_a_skipped_spike_changes_nothing_but_step_and_window(options):
     state, metrics = program.step(state, batch)
     assert not metrics.spike
     assert not np.array_equal(state["params"]["w"], before["params"]["w"])
-
-
-def test_a_spike_that_is_warned_of_is_trained_on_as_without_a_policy():
-    warned, batch = program_and_batch(dataclasses.replace(POLICY, skips=False))
-    plain, _ = program_and_batch(None)
-    spike = {"x": batch["x"], "y": 20 * batch["y"]}
-    states = []
-    for program in (warned, plain):
-        state = program.init({"w": jnp.zeros((16, 1))})
-        for each in [batch] * 4 + [spike]:
-            state, metrics = program.step(state, each)
-        states.append(jax.device_get(state))
-    assert metrics.spike is None
-    assert "spikes" not in states[1]
-    assert states[0].pop("spikes")["count"] == 4
-    jax.tree.map(np.testing.assert_array_equal, *states)
-
-
-def test_a_step_that_is_not_finite_is_no_spike_and_hides_none():
-    program, batch = program_and_batch(POLICY)
-    state = after_four_steps(program, batch)
-    state, metrics = program.step(state, {"x": batch["x"], "y": batch["y"] * np.nan})
-    assert not metrics.finite
-    assert not metrics.spike
-    _, metrics = program.step(state, {"x": batch["x"], "y": 20 * batch["y"]})
-    assert metrics.spike
-
-
-@pytest.mark.slow
-def test_a_step_that_skips_spikes_lowers_for_neuron(micro, one_device):
-    assert_no_forbidden_operations(lowered_for_neuron(resolve(micro), one_device))
 
 
 @pytest.fixture
@@ -128,7 +171,7 @@ def train(tmp_path, monkeypatch):
 
     def run(c, name="run", **keys):
         c.train.update(keys)
-        assert loop.train(resolve(c), tmp_path / name) == 0
+        assert train_lib.train(resolve(c), tmp_path / name) == 0
         return read_rows(tmp_path / name / ROWS_FILE)
 
     return run

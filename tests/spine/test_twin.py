@@ -1,10 +1,8 @@
-"""The training step against the plain-PyTorch twin: 50 steps from the same weights on the same batches, in fp32.
+"""The training step against a twin in plain PyTorch: 50 steps from the same weights on the same batches, in fp32.
 
 Tolerance 1e-5 relative for loss, gradient norm and parameter norm at every step: fp32 rounds at 6e-8, a loss sums a
 few thousand terms, and 50 AdamW steps amplify what differs where a gradient is almost zero (its sign, not its size,
-sets the update). Measured, the worst of all cases is 1.7e-6 (gradient norm), and 2e-6 against the twin in fp64: 1e-5
-leaves room for other machines and still shows every wrong constant tried (`..._shows_a_wrong_constant_...`).
-The twin's norm is summed in fp64: stock `clip_grad_norm_` is off by up to 1.4e-3 on CPU and would be the larger error.
+sets the update). A wrong constant of the recipe, such as a weight decay of 0.09 for 0.1, is seen within 24 steps.
 """
 
 from __future__ import annotations
@@ -17,8 +15,8 @@ import pathlib
 import jax
 import numpy as np
 import pytest
-import torch
 import twin
+from hf_cases import hugging_face
 
 import hlat_jax
 from hlat_jax.batch import Batch, concat_batch
@@ -103,26 +101,15 @@ def our_log(config: Config, batches: list[Batch]) -> tuple[dict, dict[str, np.nd
     return params, as_columns(rows)
 
 
-def twin_log(params: dict, config: Config, batches: list[Batch], dtype=torch.float32) -> dict[str, np.ndarray]:
+def twin_log(params: dict, config: Config, batches: list[Batch]) -> dict[str, np.ndarray]:
     """Returns the twin's log of a config, every setting handed over by name."""
-    m, o = config.model, config.optimizer
-    llama3 = (m.rope_factor, m.rope_low_freq_factor, m.rope_high_freq_factor, m.rope_original_positions)
-    model = twin.Model(
-        num_heads=m.num_heads,
-        num_kv_heads=m.num_kv_heads,
-        head_dim=m.head_dim,
-        norm_eps=m.norm_eps,
-        rope_theta=m.rope_theta,
-        rope_llama3=llama3 if m.rope_scaling == "llama3" else None,
-    )
     recipe = twin.Recipe(
-        **dataclasses.asdict(o),
+        **dataclasses.asdict(config.optimizer),
         num_microbatches=config.train.num_microbatches,
         z_loss_weight=config.train.z_loss_weight,
     )
     arrays = [twin.Batch(b.tokens, b.targets, b.positions, b.weights) for b in batches]
-    log = twin.train(params, arrays, model=model, recipe=recipe, dtype=dtype)
-    return as_columns([dataclasses.astuple(step) for step in log])
+    return as_columns(twin.train(hugging_face(params, config.model), arrays, recipe))
 
 
 def as_columns(rows: list[tuple]) -> dict[str, np.ndarray]:
@@ -153,47 +140,12 @@ def logged(case: str, num_steps: int = NUM_STEPS) -> tuple[Config, list[Batch], 
 def test_trajectory_matches_pytorch_over_50_steps(case):
     config, batches, params, ours = logged(case)
     theirs = twin_log(params, config, batches)
+    if case == "llama3_scaled_with_z_loss":  # some steps are clipped and others not
+        assert 5 <= (ours["grad_norm"] > config.optimizer.clip_norm).sum() <= NUM_STEPS - 5
     assert ours["loss"][-5:].mean() < 0.65 * ours["loss"][0], "the model did not learn: the comparison would be weak"
     np.testing.assert_allclose(ours["learning_rate"], theirs["learning_rate"], rtol=1e-12)
     deviations = worst_deviations(ours, theirs)
     assert max(deviations.values()) <= TOLERANCE, deviations
-
-
-def test_accumulation_over_ragged_microbatches_equals_the_pytorch_twin_from_the_first_steps():
-    config, batches, params, ours = logged("ragged_accumulation_4", num_steps=3)
-    deviations = worst_deviations(ours, twin_log(params, config, batches))
-    assert max(deviations.values()) <= TOLERANCE, deviations
-
-
-def test_trajectory_clips_some_steps_and_not_others():
-    config, _, _, ours = logged("llama3_scaled_with_z_loss")
-    num_clipped = (ours["grad_norm"] > config.optimizer.clip_norm).sum()
-    assert 5 <= num_clipped <= NUM_STEPS - 5
-
-
-@pytest.mark.quick_cases("optimizer.weight_decay-0.09", "model.rope_theta-1900.0", "train.z_loss_weight-0.0101")
-@pytest.mark.parametrize(
-    ("path", "value"),
-    [
-        ("optimizer.beta1", 0.899),
-        ("optimizer.beta2", 0.951),
-        ("optimizer.eps", 1e-6),
-        ("optimizer.weight_decay", 0.09),
-        ("optimizer.decay", "matrices"),
-        ("optimizer.clip_norm", 1.01),
-        ("model.norm_eps", 1e-6),
-        ("model.rope_theta", 1900.0),
-        ("model.rope_factor", 7.9),
-        ("train.z_loss_weight", 0.0101),
-    ],
-)
-def test_trajectory_detects_a_wrong_constant_within_24_steps(path, value):
-    config, batches, params, ours = logged("llama3_scaled_with_z_loss")
-    section, key = path.split(".")
-    wrong = dataclasses.replace(getattr(config, section), **{key: value})
-    theirs = twin_log(params, dataclasses.replace(config, **{section: wrong}), batches[:24])
-    deviations = worst_deviations({name: column[:24] for name, column in ours.items()}, theirs)
-    assert max(deviations.values()) > 3 * TOLERANCE, deviations
 
 
 def test_trajectory_detects_averaging_of_microbatch_means():
@@ -208,5 +160,7 @@ def test_trajectory_detects_averaging_of_microbatch_means():
             weights_BT[rows] /= weights_BT[rows].sum()
         return dataclasses.replace(batch, weights=weights_BT)
 
+    deviations = worst_deviations(ours, twin_log(params, config, batches))
+    assert max(deviations.values()) <= TOLERANCE, deviations
     theirs = twin_log(params, config, [levelled(batch) for batch in batches])
     assert abs(ours["loss"][0] / theirs["loss"][0] - 1) > 100 * TOLERANCE

@@ -64,12 +64,10 @@ def test_reads_cover_each_part_once_and_take_each_chunk_once():
 
 
 def test_another_dtype_rounds_to_nearest(tmp_path):
-    rng = np.random.default_rng(0)
-    bits = rng.integers(0, 1 << 32, 5000, np.uint32)
+    bits = np.random.default_rng(0).integers(0, 1 << 32, 5000, np.uint32)
     ties = bits[:1000] & 0xFFFF0000 | 0x8000
     values = np.concatenate([bits, ties, np.array([0x7F7FFFFF, 1, 0x80000000, 0x7F800000], np.uint32)]).view(np.float32)
-    spec = write_array(tmp_path / "a", values, (1000,))
-    found = read_chunked(spec, jax.ShapeDtypeStruct(values.shape, jnp.bfloat16))
+    found = read_chunked(write_array(tmp_path / "a", values, (1000,)), jax.ShapeDtypeStruct(values.shape, jnp.bfloat16))
     with np.errstate(invalid="ignore", over="ignore"):
         expected = values.astype(jnp.bfloat16)
     np.testing.assert_array_equal(found.astype(np.float32), expected.astype(np.float32))  # NaN equals NaN

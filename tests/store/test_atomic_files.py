@@ -2,7 +2,6 @@
 
 import errno
 import os
-import pathlib
 import time
 
 import pytest
@@ -27,16 +26,6 @@ def test_only_files_that_no_writer_can_be_at_work_on_are_removed_as_partial(tmp_
         os.utime(path, (0, time.time() - 120))
     atomic_files.remove_partial(tmp_path)
     assert sorted(path.name.partition(".")[0] for path in tmp_path.iterdir()) == ["folder", "link", "young"]
-
-
-def test_a_partial_file_that_its_writer_finishes_meanwhile_is_no_error(tmp_path, monkeypatch):
-    path = tmp_path / "a.7-0123abcd.partial"
-    path.write_bytes(b"half")
-    os.utime(path, (0, 0))
-    unlink = pathlib.Path.unlink
-    monkeypatch.setattr(pathlib.Path, "unlink", lambda self, **options: (unlink(self), unlink(self, **options)))
-    atomic_files.remove_partial(tmp_path)
-    assert not path.exists()
 
 
 def test_failed_write_whole_keeps_the_old_file_without_leftovers(tmp_path, monkeypatch):

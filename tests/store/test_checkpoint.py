@@ -1,17 +1,9 @@
 """Checkpoints: what comes back is what was saved, and what is not whole is never taken for it."""
 
 import errno
-import json
-import logging
 import math
 import os
-import pathlib
-import re
 import shutil
-import signal
-import subprocess
-import sys
-import textwrap
 import time
 import types
 
@@ -19,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 import pytest
 import tensorstore
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -65,17 +56,6 @@ def checkpointer(tmp_path):
     c = Checkpointer(tmp_path, config=keep())
     yield c
     c.close()
-
-
-@pytest.fixture
-def absl_records():
-    """What passes the filters of absl's logger, where Orbax writes."""
-    records, logger = [], logging.getLogger("absl")
-    handler = logging.Handler()
-    handler.emit = records.append
-    logger.addHandler(handler)
-    yield records
-    logger.removeHandler(handler)
 
 
 def save(checkpointer, *steps):
@@ -124,15 +104,6 @@ def test_state_position_and_metadata_round_trip_bitwise(tmp_path, checkpointer):
     assert under_way.exists()
 
 
-def test_a_save_whose_folder_vanishes_is_not_an_error_that_is_restarted(tmp_path, monkeypatch):
-    monkeypatch.setattr(Checkpointer, "_seal", lambda _: (tmp_path / "run").rename(tmp_path / "away"))
-    checkpointer = Checkpointer(tmp_path / "run", config=keep())
-    checkpointer.save(5, make_state(), **KNOWN)
-    with pytest.raises(ValueError, match=r"step 5 could not be written: .* was removed or replaced"):
-        checkpointer.wait()
-    checkpointer.close()
-
-
 def test_donating_the_state_right_after_save_does_not_change_what_is_saved(checkpointer):
     mesh = Mesh(np.array(jax.devices()), ("x",))
     sharding = NamedSharding(mesh, PartitionSpec("x"))
@@ -177,37 +148,16 @@ def test_arrays_restore_whatever_the_size_of_their_chunks(tmp_path, monkeypatch)
 def test_axes_with_a_large_prime_factor_are_not_stored_in_tiny_chunks(checkpointer, monkeypatch):
     monkeypatch.setattr(checkpoint, "_CHUNK_BYTES", 4096)
     monkeypatch.setattr(checkpoint, "_MIN_CHUNK_BYTES", 256)
-    mesh = Mesh(np.array(jax.devices()), ("x",))
-    expected = {
-        "prime": ((499, 20), None, (499, 20)),  # a row has 80 bytes
-        "twice_a_prime": ((998, 20), None, (499, 20)),
-        "large_enough": ((499, 64), None, (1, 64)),
-        "divisible": ((500, 20), None, (50, 20)),
-        "sharded": ((8 * 61, 48), PartitionSpec("x"), (61, 48)),
-        "replicated": ((8 * 61, 48), PartitionSpec(), (61, 48)),  # each device writes an eighth
-        "scalar": ((), PartitionSpec(), None),
-    }
+    sharding = NamedSharding(Mesh(np.array(jax.devices()), ("x",)), PartitionSpec("x"))
     state = {
-        name: jax.device_put(
-            np.zeros(shape, np.float32), jax.devices()[0] if spec is None else NamedSharding(mesh, spec)
-        )
-        for name, (shape, spec, _) in expected.items()
+        "prime": np.zeros((499, 20), np.float32),  # a row has 80 bytes
+        "divisible": np.zeros((500, 20), np.float32),
+        "sharded": jax.device_put(np.zeros((8 * 61, 48), np.float32), sharding),
+        "scalar": np.float32(0),
     }
-    checkpointer.save(1, state, **KNOWN)
-    assert {name: stored_chunk(checkpointer, name) for name in expected} == {
-        name: chunk for name, (*_, chunk) in expected.items()
-    }
-
-
-def test_the_format_on_disk_does_not_follow_the_defaults_of_orbax(tmp_path, monkeypatch):
-    for handler in (ocp.PyTreeCheckpointHandler, ocp.StandardCheckpointHandler):
-        for option, other in {"use_ocdbt": False, "use_zarr3": True}.items():
-            if option in handler.__init__.__kwdefaults__:
-                monkeypatch.setitem(handler.__init__.__kwdefaults__, option, other)
-    changed = Checkpointer(tmp_path, config=keep())
-    save(changed, 1)
-    assert_bitwise(changed.restore(abstract(make_state())).state, make_state(1))
-    changed.close()
+    checkpointer.save(1, jax.tree.map(jnp.asarray, state), **KNOWN)
+    chunks = {name: stored_chunk(checkpointer, name) for name in state}
+    assert chunks == {"prime": (499, 20), "divisible": (50, 20), "sharded": (61, 48), "scalar": None}
 
 
 def test_a_checkpoint_saved_again_under_its_step_is_read_again(checkpointer):
@@ -235,8 +185,10 @@ def test_restore_skips_a_corrupted_checkpoint(tmp_path, checkpointer, capfd):
     np.testing.assert_array_equal(position, POSITION + 1)
     warning = capfd.readouterr().err
     assert "checkpoints/2 is damaged" in warning
-    assert largest_file(tmp_path, "2.damaged").name in warning
+    assert largest_file(tmp_path, "2.damaged-1").name in warning
     assert "step 1" in warning
+    save(checkpointer, 2)  # again
+    assert_bitwise(checkpointer.restore(abstract(make_state()))[1], make_state(2))
 
 
 def test_damage_to_any_file_is_detected_or_harmless(tmp_path, checkpointer):
@@ -261,61 +213,12 @@ def test_damage_to_any_file_is_detected_or_harmless(tmp_path, checkpointer):
         assert INTEGRITY_FILE in noticed
 
 
-INVALID_SUMS = [
-    (lambda files: files | {"": [1, 1]}, " has "),
-    (lambda files: files | {"a\0b": [1, 1]}, "integrity.json is unreadable: embedded null byte"),
-    (lambda files: files | {"a" * 999: [1, 1]}, "cannot be read: File name too long"),
-    (lambda files: files | {"x": [-1, 1]}, r"files['x']=[-1, 1] must be [bytes, CRC-32]"),
-    (lambda files: [], "files=[] must be an object"),
-]
-
-
-def test_invalid_file_names_and_checksums_are_damage(tmp_path, checkpointer):
-    save(checkpointer, 1)
-    folder = tmp_path / "checkpoints" / "1"
-    sums = (folder / INTEGRITY_FILE).read_text()
-    for edit, message in INVALID_SUMS:
-        (folder / INTEGRITY_FILE).write_text(json.dumps({"files": edit(json.loads(sums)["files"])}))
-        with pytest.raises(ValueError, match=rf"checkpoints/1 is damaged \(.*{re.escape(message)}"):
-            find_saved(folder)
-
-
-def test_symlink_within_a_checkpoint_is_not_damage(tmp_path, checkpointer):
-    save(checkpointer, 1)
-    path = largest_file(tmp_path, 1)
-    path.rename(path.with_name("moved"))
-    path.symlink_to("moved")
-    assert checkpointer.restore(abstract(make_state()))[0] == 1
-
-
-def test_latest_metadata_skips_a_truncated_checkpoint_without_reading_arrays(tmp_path, checkpointer):
-    save(checkpointer, 1, 2)
-    path = largest_file(tmp_path, 2)
-    path.write_bytes(path.read_bytes()[:-1])
-    assert checkpointer.latest_metadata()[0] == 1
-    assert steps_on_disk(tmp_path) == [1, 2]  # only a restore moves it aside
-
-
-def test_all_damaged_raises_naming_each_and_leaves_them_in_place(tmp_path, checkpointer):
+def test_all_damaged_raises_naming_each(tmp_path, checkpointer):
     save(checkpointer, 1, 2)
     for step in (1, 2):
         flip_bit(largest_file(tmp_path, step))
     with pytest.raises(ValueError, match=r"(?s)checkpoints/2: .*other content.*checkpoints/1: .*other content"):
         checkpointer.restore(abstract(make_state()))
-    assert steps_on_disk(tmp_path) == [1, 2]
-
-
-def test_damaged_step_is_saved_again_after_falling_back(tmp_path):
-    first = Checkpointer(tmp_path, config=keep(2))
-    save(first, 1, 2)
-    first.close()
-    flip_bit(largest_file(tmp_path, 2))
-    second = Checkpointer(tmp_path, config=keep(1))
-    assert second.restore(abstract(make_state()))[0] == 1
-    save(second, 2)
-    assert steps_on_disk(tmp_path) == [2]
-    assert_bitwise(second.restore(abstract(make_state()))[1], make_state(2))
-    second.close()
 
 
 def test_mismatched_shape_or_dtype_raises_and_is_not_damage(tmp_path, checkpointer):
@@ -329,14 +232,11 @@ def test_mismatched_shape_or_dtype_raises_and_is_not_damage(tmp_path, checkpoint
 
 
 def test_retention_keeps_the_last_and_the_permanent_checkpoints(tmp_path):
-    checkpointer = Checkpointer(tmp_path, config=keep(2, 4))
-    save(checkpointer, *range(1, 11))
-    assert steps_on_disk(tmp_path) == [4, 8, 9, 10]
-    checkpointer.close()
-    again = Checkpointer(tmp_path, config=keep(2, 4))
-    save(again, 11, 12)
-    assert steps_on_disk(tmp_path) == [4, 8, 10, 11, 12]
-    again.close()
+    for steps, kept in ((range(1, 11), [4, 8, 9, 10]), ((11, 12), [4, 8, 11, 12])):
+        checkpointer = Checkpointer(tmp_path, config=keep(2, 4))
+        save(checkpointer, *steps)
+        assert steps_on_disk(tmp_path) == kept
+        checkpointer.close()
 
 
 def test_a_state_whose_norms_are_not_finite_is_refused_and_removes_nothing(tmp_path):
@@ -353,10 +253,9 @@ def test_a_state_whose_norms_are_not_finite_is_refused_and_removes_nothing(tmp_p
 
 DATA = {"batch_size": 2, "seq_len": 8, "packing": "concat"}
 INVALID_RECORDS = [
-    (lambda run: run.pop("step"), "step is missing; it must be"),  # as of an older version
-    (lambda run: run.pop("norms"), "norms is missing; it must be"),
+    (lambda run: run.pop("norms"), "norms is missing"),  # as of an older version
     (lambda run: run.update(metadata=[]), r"metadata=\[\] must be an object"),
-    (lambda run: run["metadata"].pop("jax_others"), "metadata.jax_others is missing; it must be an object"),
+    (lambda run: run["metadata"].pop("jax"), "metadata.jax is missing"),
     (lambda run: run.update(norms={"params": float("inf")}), "its state is not finite: the norm of params is inf"),
     (lambda run: run.update(position=[[3, 0]] * 2), "it is of step 2, and its data position of step 3"),
 ]
@@ -364,7 +263,7 @@ INVALID_RECORDS = [
 
 def save_as_a_run(checkpointer, *steps):
     for step in steps:
-        metadata = {"config": {"data": DATA}, "tokens": step * 14, "num_nonfinite": 0, "jax": {}, "jax_others": {}}
+        metadata = {"config": {"data": DATA}, "tokens": step * 14, "num_nonfinite": 0, "jax": {}}
         metadata |= {"tokenizer_sha256": "a", "manifest": {"files": []}, "implementations": {}}
         known = {"position": np.array([[step, 0], [step, 0]]), "metadata": metadata, "norms": {"params": 1.0}}
         checkpointer.save(step, make_state(step), **known)
@@ -392,98 +291,56 @@ def test_a_link_or_a_copy_has_the_recorded_step_and_no_name_of_another(tmp_path,
     save_as_a_run(checkpointer, 1, 24)
     folder = tmp_path / "checkpoints"
     (folder / "latest").symlink_to("24")
-    (folder / "7").symlink_to("24")
-    assert find_saved(folder / "latest") == find_saved(folder / "7") == (folder / "24").resolve()
-    for name in ("keep-24", "0000025"):
-        copy = shutil.copytree(folder / "24", folder / name)
-        assert find_saved(copy) == copy
-        assert read_checkpoint(copy, abstract(make_state())).step == 24
+    assert find_saved(folder / "latest") == folder / "24"
+    copy = shutil.copytree(folder / "24", folder / "keep-24")
+    assert read_checkpoint(find_saved(copy), abstract(make_state())).step == 24
     shutil.move(folder / "24", folder / "25")
-    (folder / "7").unlink()
     assert checkpointer.restore(abstract(make_state()))[0] == 1
     said = "checkpoints/25 is damaged (its folder is named 25, and it is of step 24); going back to step 1"
     assert said in capfd.readouterr().err
 
 
-def test_folder_with_a_non_step_name_is_not_listed(tmp_path, checkpointer, capfd):
-    save(checkpointer, 1)
-    for name in ("0000024", "2\u0664", "\u0662\u0664", "+24"):
-        shutil.copytree(tmp_path / "checkpoints/1", tmp_path / "checkpoints" / name)
-    again = Checkpointer(tmp_path, config=keep())
-    assert again.restore(abstract(make_state()))[0] == 1
-    again.close()
-    assert find_saved(tmp_path).name == "1"
-    assert capfd.readouterr().err == ""
-
-
-def test_non_folder_with_a_step_name_is_damage_and_moved_aside(tmp_path, checkpointer, capfd):
+def test_only_folders_with_the_name_of_a_step_are_checkpoints_and_other_files_are_moved_aside(tmp_path, checkpointer):
     save(checkpointer, 1, 40)
     flip_bit(largest_file(tmp_path, 40))
     folder = tmp_path / "checkpoints"
+    for name in ("0000024", "\u0662\u0664", "+24"):
+        shutil.copytree(folder / "1", folder / name)
     (folder / "98").symlink_to("98")
     (folder / "99").write_text("")
-    (folder / "40.damaged").write_text("")
-    (folder / "98.damaged").symlink_to("1")
-    (folder / "99.damaged").mkdir()
+    (folder / "99.damaged-1").symlink_to("nowhere")
     assert find_saved(tmp_path).name == "1"
-    warnings = capfd.readouterr().err
-    assert "checkpoints/99 is damaged (integrity.json cannot be read: Not a directory)" in warnings
-    assert "checkpoints/98 is damaged (integrity.json cannot be read: Too many levels of symbolic links)" in warnings
     again = Checkpointer(tmp_path, config=keep())
     assert again.restore(abstract(make_state()))[0] == 1
     again.close()
-    assert sorted(path.name for path in folder.iterdir()) == ["1", "40.damaged", "98.damaged", "99.damaged"]
-    assert (folder / "40.damaged/integrity.json").exists()
+    aside = {path.name for path in folder.iterdir() if "." in path.name}
+    assert aside == {"40.damaged-1", "98.damaged-1", "99.damaged-1", "99.damaged-2"}
 
 
-KILLED_SAVE = """
-    import os, signal, sys
-    import numpy as np, jax.numpy as jnp
-    from hlat_jax.store.checkpoint import Checkpointer
-    from hlat_jax.config import CheckpointConfig
-
-    def save(step):
-        w = jnp.full((4, 4), step)
-        checkpointer.save(step, {"w": w}, position=np.arange(2), norms={}, metadata={"tokens": step})
-        checkpointer.wait()
-
+def test_what_a_kill_before_the_commit_leaves_is_removed_and_the_save_can_be_repeated(tmp_path, monkeypatch):
     seal = Checkpointer._seal
-    def seal_and_die(self):
-        if self._saving == 2:
-            seal(self) if sys.argv[2] == "sealed" else None
-            os.kill(os.getpid(), signal.SIGKILL)
-        seal(self)
 
-    Checkpointer._seal = seal_and_die
-    checkpointer = Checkpointer(sys.argv[1], config=CheckpointConfig(keep_last=1))
-    save(1)
-    save(2)
-"""
+    def seal_and_copy(self):
+        for moment in ("written", "sealed"):  # what is on the disk then is what a kill would leave
+            if moment == "sealed":
+                seal(self)
+            if self._saving == 2:
+                shutil.copytree(tmp_path / "run", tmp_path / moment)
 
-
-def test_save_killed_before_commit_keeps_the_previous_one_and_can_be_repeated(tmp_path):
-    environment = os.environ | {"XLA_FLAGS": "", "PYTHONPATH": str(pathlib.Path(__file__).resolve().parents[2])}
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpointer, "_seal", seal_and_copy)
+        checkpointer = Checkpointer(tmp_path / "run", config=keep(1))
+        save(checkpointer, 1, 2)
+        checkpointer.close()
     for moment in ("written", "sealed"):
         folder = tmp_path / moment / "checkpoints"
-        command = [sys.executable, "-c", textwrap.dedent(KILLED_SAVE), str(folder.parent), moment]
-        assert subprocess.run(command, env=environment, check=False).returncode == -signal.SIGKILL
-        assert list(folder.glob("2*"))
-        assert steps_on_disk(folder.parent) == [1]
+        assert len(list(folder.glob("2*"))) == 1
         checkpointer = Checkpointer(folder.parent, config=keep(1))
         assert [path.name for path in folder.iterdir()] == ["1"]
-        target = jax.ShapeDtypeStruct((4, 4), np.int32, sharding=jnp.zeros(1).sharding)
-        step, state, _, metadata = checkpointer.restore({"w": target})
-        assert (step, metadata["tokens"]) == (1, 1)
-        np.testing.assert_array_equal(np.asarray(state["w"]), np.full((4, 4), 1))
+        assert_bitwise(checkpointer.restore(abstract(make_state())).state, make_state(1))
         save(checkpointer, 2)
         assert checkpointer.latest_metadata()[0] == 2
         checkpointer.close()
-
-
-def test_a_folder_that_cannot_be_written_raises_before_training(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match=r"file/run/checkpoints.*Not a directory.*--workdir"):
-        Checkpointer(tmp_path / "file" / "run", config=keep())
 
 
 def test_full_disk_raises_a_clear_error_and_keeps_the_previous_checkpoint(small_disk):
@@ -509,22 +366,14 @@ def test_full_disk_raises_a_clear_error_and_keeps_the_previous_checkpoint(small_
     assert steps_on_disk(disk) == [3]
 
 
-def test_a_disk_that_cannot_hold_one_checkpoint_is_refused_and_one_that_cannot_hold_all_is_named(
-    tmp_path, checkpointer, monkeypatch, capsys
-):
-    """The fixture keeps three, and while the fourth is saved there are four."""
-    save(checkpointer, 1)
+def test_a_disk_that_cannot_hold_a_checkpoint_is_refused(checkpointer, monkeypatch):
     state, free = {"w": jax.ShapeDtypeStruct((250, 3), jnp.float32), "b": jax.ShapeDtypeStruct((), jnp.bfloat16)}, []
     monkeypatch.setattr(shutil, "disk_usage", lambda path: types.SimpleNamespace(total=10**6, free=free[0]))
+    free[:] = [3002]
+    checkpointer.require_space(state)
     free[:] = [3001]
     with pytest.raises(ValueError, match=r"needs 3,002 bytes, and 3,001 are free in .*checkpoints\. .*--workdir"):
         checkpointer.require_space(state)
-    free[:] = [3 * 3002 - 1]
-    checkpointer.require_space(state)
-    assert "room for 2 more checkpoints of 3,002 bytes; checkpoint.keep_last=3 needs 3" in capsys.readouterr().out
-    free[:] = [3 * 3002]
-    checkpointer.require_space(state)
-    assert capsys.readouterr().out == ""
 
 
 def test_check_raises_after_a_failed_background_save(tmp_path, checkpointer, monkeypatch):
@@ -536,20 +385,9 @@ def test_check_raises_after_a_failed_background_save(tmp_path, checkpointer, mon
     monkeypatch.setattr("hlat_jax.store.integrity.size_and_crc", fail)
     checkpointer.save(2, make_state(2), **KNOWN)
     deadline = time.monotonic() + 600
-    said = r"Too many open files; the limit of open files is [\d,]+ \(ulimit -n\), and up to 88 are"
+    said = r"Too many open files; the limit of open files is [\d,]+: raise it with ulimit -n"
     with pytest.raises(SaveError, match=said):  # noqa: PT012 - it is the polling that must raise
         while time.monotonic() < deadline:
             checkpointer.check()
             time.sleep(0.01)
     assert steps_on_disk(tmp_path) == [1]
-
-
-def test_saving_restoring_and_failing_leave_the_log_alone(checkpointer, absl_records, monkeypatch):
-    save(checkpointer, 1)
-    checkpointer.restore(abstract(make_state()))
-    monkeypatch.setattr("hlat_jax.store.integrity.size_and_crc", lambda *_, **__: 1 / 0)
-    with pytest.raises(SaveError, match="division by zero"):
-        save(checkpointer, 2)
-    assert absl_records == []
-    logging.getLogger("absl").error("of somebody else")
-    assert [record.getMessage() for record in absl_records] == ["of somebody else"]

@@ -73,9 +73,3 @@ def test_live_curve_updates_with_new_rows_and_ends_with_all_of_them(tmp_path, sc
     assert ([(100, 4.0)], []) in screen.curves
     assert screen.curves[-1] == ([(100, 4.0), (200, 3.0)], [])
     assert not [thread for thread in threading.enumerate() if thread.name == "loss-curve"]
-
-
-def test_live_curve_without_ipython_says_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "IPython.display", None)
-    with pytest.raises(ValueError, match=r"pip install 'hlat_jax\[notebooks\]'"), live(tmp_path, title="t"):
-        pass

@@ -4,10 +4,7 @@ import contextlib
 import json
 import math
 import os
-import pathlib
-import re
 import struct
-import subprocess
 import sys
 import types
 
@@ -17,7 +14,7 @@ from metric_rows import eval_row, row
 
 from hlat_jax import config as config_lib
 from hlat_jax.store import metrics
-from hlat_jax.store.metrics import MetricsLog, duration, eval_line, header, json_line, rewind, train_line
+from hlat_jax.store.metrics import MetricsLog, eval_line, header, json_line, rewind, train_line
 
 
 def quiet(**changes):
@@ -35,11 +32,6 @@ def run(folder, steps, *, start_step=0, num_steps=1000, config=None, **options):
     return log
 
 
-def python(code):
-    environment = os.environ | {"PYTHONPATH": str(pathlib.Path(__file__).resolve().parents[2])}
-    return subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
-
-
 def test_rows_round_trip_exactly_and_in_order(tmp_path):
     losses = [0.1 + 0.2, float(np.float32(1 / 3)), math.nan, math.inf, 5e-324]
     log = MetricsLog(tmp_path, config=quiet(), num_steps=5)
@@ -52,17 +44,6 @@ def test_rows_round_trip_exactly_and_in_order(tmp_path):
     assert [struct.pack("d", r["loss"]) for r in train] == [struct.pack("d", loss) for loss in losses]
     assert [r["step"] for r in train] == [1, 2, 3, 4, 5]
     assert validation == eval_row(5)
-
-
-def test_rows_are_written_immediately_and_fsynced_by_sync(tmp_path, monkeypatch):
-    synced = []
-    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_ino))
-    log = run(tmp_path, [1])
-    assert [r["step"] for r in read(tmp_path / "metrics.jsonl")] == [1]
-    synced.clear()
-    log.sync()
-    assert synced == [(tmp_path / "metrics.jsonl").stat().st_ino]
-    log.close()
 
 
 def test_resume_has_each_step_once_and_keeps_discarded_rows(tmp_path):
@@ -130,7 +111,7 @@ def test_throughput_is_tokens_over_time_also_right_after_a_resume(tmp_path):
         assert (r["tokens_per_s"], r["mfu_6n"], r["mfu"]) == (200.0, 0.2, 0.3)
 
 
-def test_train_line_matches_the_header_width_and_shows_the_interval():
+def test_train_line_shows_the_interval_and_keeps_its_width():
     before = row(9, tokens_per_s=100.0, mfu_6n=0.1, mfu=0.2, step_s=1.0, data_wait_s=0.0)
     last = row(10, loss=3.14159, tokens_per_s=400.0, mfu_6n=0.4, mfu=0.8, step_s=2.0, data_wait_s=0.3)
     line = train_line([before, last], 100, elapsed_s=3725.0)
@@ -138,26 +119,13 @@ def test_train_line_matches_the_header_width_and_shows_the_interval():
     # (1 s * 100 + 2 s * 400) / 3 s; 90 steps of 1.5 s remain
     speeds = ["1.500", "300", "30.0%", "60.0%", "10.0%"]
     assert line.split() == ["10", "10.0%", "3.1416", "0.5", "1.00e-04", *speeds, "3.00", "1:02:05", "0:02:15"]
-
-
-def test_a_line_keeps_its_width_with_extreme_and_nonfinite_values_and_has_no_columns_without_values():
     extreme = row(
         9_999_999, loss=math.nan, grad_norm=1.23456e-30, tokens_per_s=98_765_432.1, step_s=1234.5,
         peak_memory_bytes=141 * 10**9,
     )  # fmt: skip
     line = train_line([extreme], 10_000_999, elapsed_s=99 * 86400.0)
     assert len(line) == len(header(mfu=False))
-    assert "MFU" not in header(mfu=False)
-    assert line.split()[2:4] == ["nan", "1.23e-30"]
-    expected = ["1234.500", "98,765,432", "0.0%", "131.32", "99d", "0:00:00", "14d", "6:55:00"]
-    assert line.split()[5:] == expected
-
-
-def test_durations_and_the_line_of_a_validation_are_formatted():
-    clocks = {0: "0:00:00", 59.6: "0:01:00", 3661: "1:01:01", 90061: "1d 1:01:01", -1: "0:00:00"}
-    assert {seconds: duration(seconds) for seconds in clocks} == clocks
-    expected = "      20  validation: loss 4.5000, perplexity 90.017, 1.7500 bits per byte (4,096 tokens)"
-    assert eval_line(eval_row(20)) == expected
+    assert line.endswith("99d 0:00:00  14d 6:55:00")
 
 
 TENTHS = [1, 100, 200, 300, 400, 500, 600, 700, 800, 900, 1000]
@@ -167,7 +135,6 @@ def test_lines_appear_when_the_console_settings_say(tmp_path, monkeypatch, capsy
     for number, (console, is_tty, every, expected) in enumerate(
         (
             ("auto", False, 0, TENTHS),
-            ("auto", True, 0, [1, *range(10, 1001, 10)]),
             ("on", False, 0, [1, *range(10, 1001, 10)]),
             ("auto", True, 300, [1, 300, 600, 900, 1000]),
             ("off", True, 10, []),
@@ -182,26 +149,19 @@ def test_lines_appear_when_the_console_settings_say(tmp_path, monkeypatch, capsy
         assert lines[:1] + lines[-1:] == ([header(mfu=False), eval_line(eval_row(1000))] if expected else [])
 
 
-def test_a_batch_job_prints_a_line_a_minute_or_one_a_step(tmp_path, monkeypatch, capsys):
+def test_a_batch_job_prints_a_line_a_minute(tmp_path, monkeypatch, capsys):
     now = 0.0
-    clock = types.SimpleNamespace(monotonic=lambda: now, time=lambda: now)
-    monkeypatch.setattr(metrics, "time", clock)
-    for step_s, expected in ((15.0, 4), (25.0, 2), (300.0, 1)):
-        config = quiet(console="auto", log_every_steps=5000)
-        log = MetricsLog(tmp_path / str(step_s), config=config, num_steps=100_000)
-        for step in range(1, 41):
-            now += step_s
-            log.train_row(row(step, step_s=step_s))
-        log.close()
-        steps = [int(line.split()[0]) for line in capsys.readouterr().out.splitlines()[1:]]
-        assert steps == [1, *range(1 + expected, 41, expected)]
+    monkeypatch.setattr(metrics, "time", types.SimpleNamespace(monotonic=lambda: now, time=lambda: now))
+    log = MetricsLog(tmp_path, config=quiet(console="auto", log_every_steps=5000), num_steps=100_000)
+    for step in range(1, 41):
+        now += 15.0
+        log.train_row(row(step, step_s=15.0))
+    steps = [int(line.split()[0]) for line in capsys.readouterr().out.splitlines()[1:]]
+    assert steps == [1, *range(5, 41, 4)]
 
 
 def events(folder):
-    """Returns the (step, tag, value) that TensorBoard shows: a restart hides what lies at its step or after.
-
-    The value of a text is its string, that of hyperparameters a dict.
-    """
+    """Returns the (step, tag, value) that TensorBoard shows: a restart hides what lies at its step or after."""
     from tensorboardX.proto import event_pb2
 
     shown = []
@@ -213,19 +173,10 @@ def events(folder):
             place += 16 + size
             if event.session_log.status == event_pb2.SessionLog.START:
                 shown = [e for e in shown if e[0] < event.step]
-            shown += [(event.step, value.tag, _shown_value(value)) for value in event.summary.value]
+            for value in event.summary.value:
+                texts = value.tensor.string_val
+                shown.append((event.step, value.tag, texts[0].decode() if texts else value.simple_value))
     return shown
-
-
-def _shown_value(value):
-    from google.protobuf.json_format import MessageToDict
-    from tensorboardX.proto import plugin_hparams_pb2
-
-    plugin = value.metadata.plugin_data
-    if plugin.plugin_name == "hparams":
-        session = plugin_hparams_pb2.HParamsPluginData.FromString(plugin.content).session_start_info
-        return MessageToDict(session)["hparams"]
-    return value.tensor.string_val[0].decode() if plugin.plugin_name == "text" else value.simple_value
 
 
 def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
@@ -244,23 +195,18 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path):
     assert not any(tag.endswith(("step", "batch_hash")) for _, tag, _ in shown)
 
 
-def test_tensorboard_has_the_hyperparameters_and_each_sample_once_after_a_resume(tmp_path):
-    config = quiet(tensorboard=True)
-    tree = {"name": "mine", "model": {"num_layers": 2, "remat": "auto"}, "train": {"num_steps": 9}}
+def test_tensorboard_has_the_config_and_each_sample_once_after_a_resume(tmp_path):
     for start_step, sampled in ((0, (0, 5)), (3, (5, 9))):
-        changed = {"hyperparameters": tree | {"data": {"k": start_step}}}
-        log = run(tmp_path, (), start_step=start_step, config=config, **changed)
+        options = {"config": quiet(tensorboard=True), "hyperparameters": {"data": {"k": start_step}}}
+        log = run(tmp_path, (), start_step=start_step, **options)
         for step in sampled:
             log.sample(step, f"It is {start_step} # truth\nat {step}")
         log.close()
     shown = events(tmp_path / "tensorboard")
     samples = [(step, text) for step, tag, text in shown if tag.startswith("sample")]
     assert samples == [(step, f"    It is {start} # truth\n    at {step}") for step, start in ((0, 0), (5, 3), (9, 3))]
-    first, second = [value for _, tag, value in shown if tag == "_hparams_/session_start_info"]
-    flat = {"name": "mine", "model.num_layers": 2.0, "model.remat": "auto", "train.num_steps": 9.0}
-    assert (first, second) == (flat | {"data.k": 0.0}, flat | {"data.k": 3.0})
-    configs = [json.loads(text) for _, tag, text in shown if tag.startswith("config")]
-    assert [each["data"]["k"] for each in configs] == [0, 3]
+    assert [tag for _, tag, _ in shown].count("_hparams_/session_start_info") == 2
+    assert [json.loads(text)["data"]["k"] for _, tag, text in shown if tag.startswith("config")] == [0, 3]
 
 
 def test_a_full_disk_raises_and_does_not_hang(small_disk):
@@ -276,30 +222,10 @@ def test_a_full_disk_raises_and_does_not_hang(small_disk):
     assert len(steps) > 100
 
 
-def test_tensorboard_loads_no_torch_and_leaves_it_loadable(tmp_path):
-    code = f"""if True:
-        import sys
-        from hlat_jax import config
-        from hlat_jax.store import metrics
-        metrics.MetricsLog({str(tmp_path)!r}, config=config.MetricsConfig(), num_steps=1).close()
-        print("torch" in sys.modules)
-    """
-    assert python(code) == "False\n"
-
-
 def test_wandb_that_is_asked_for_and_missing_says_how_to_install_it(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match=r"metrics\.wandb_project='p' .*pip install wandb"):
         MetricsLog(tmp_path, config=quiet(wandb_project="p"), num_steps=1)
-
-
-def test_wandb_that_is_installed_and_broken_shows_its_own_error(tmp_path, monkeypatch):
-    (tmp_path / "wandb.py").write_text("import no_such_module")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "wandb", raising=False)
-    said = "wandb is installed and cannot be imported: ModuleNotFoundError: No module named 'no_such_module'"
-    with pytest.raises(ValueError, match=re.escape(said)):
-        MetricsLog(tmp_path / "run", config=quiet(wandb_project="p"), num_steps=1)
 
 
 def test_wandb_continues_the_same_run_after_a_resume(tmp_path, monkeypatch):
@@ -318,9 +244,3 @@ def test_wandb_continues_the_same_run_after_a_resume(tmp_path, monkeypatch):
     assert second["config"] == {"model": {"num_layers": 2}}
     assert (first["project"], second["resume"]) == ("p", "allow")
     assert (logged["step"], logged["train/tokens"]) == (1, 100)
-
-
-def test_metrics_imports_neither_jax_nor_optional_packages():
-    names = ("jax", "matplotlib", "tensorboardX", "wandb")
-    code = f"import sys, hlat_jax.store.metrics; print([name for name in {names} if name in sys.modules])"
-    assert python(code) == "[]\n"

@@ -104,9 +104,9 @@ def read_all(spec, **options):
 
 
 def read_in_order(path, *, text_field="text"):
-    """Yields (text or BadRecord, row) of the documents of one file, a folder of a dataset, or a compressed file."""
-    [file] = find_files([str(path)], key="IN", allow_compressed=True).files
-    yield from iter_documents(file, text_field=text_field)
+    """Yields (text or BadRecord, row) of the documents that a path names."""
+    for file in find_files([str(path)], key="IN", in_order=True).files:
+        yield from iter_documents(file, text_field=text_field)
 
 
 def error_of(spec, **options):

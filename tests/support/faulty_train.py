@@ -17,7 +17,7 @@ import time
 from hlat_jax.host import process
 
 # In shortest limits: the phases of `watchdog.LIMITS`, and all others. Those of a run would take a trial hours.
-SHORT_LIMIT, SHORT_LIMIT_OF_OTHERS = 2, 8
+SHORT_LIMIT, SHORT_LIMIT_OF_OTHERS = 2, 16
 SHORT_WAITS_S = (0.5, 1.0, 2.0)  # instead of a minute
 SLOW_READ_S = 0.4
 
@@ -26,8 +26,8 @@ class Faults:
     """The faults of one process, and where it is."""
 
     def __init__(self, folder: pathlib.Path, index: int):
-        found = json.loads((folder / "faults.json").read_text())
-        self._faults = [fault for fault in found if fault["process"] in (index, None)]
+        listed = json.loads((folder / "faults.json").read_text())
+        self._faults = [fault for fault in listed if fault["process"] in (index, None)]
         self._log = os.open(folder / f"process-{index}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self.step = 0  # the newest that was begun
 
@@ -39,8 +39,7 @@ class Faults:
         """Returns a fault of this kind that is to happen now, or None; says when it happens for the first time."""
         step = self.step if step is None else step
         for fault in self._faults:
-            is_now = step == fault["step"] if fault.get("exactly") else step >= fault["step"]
-            if fault["kind"] != kind or not is_now:
+            if fault["kind"] != kind or step < fault["step"]:
                 continue
             now = time.monotonic()
             if "began" not in fault:
@@ -54,15 +53,14 @@ class Faults:
         return None
 
     def stick(self, where: str, *, step: int | None = None) -> None:
-        """Waits for ever if a fault says so."""
-        while self.due(f"stuck in {where}", step=step):
+        """Waits for ever, or for a time, if a fault says so."""
+        while self.due(f"stuck in {where}", step=step) or self.due(f"long {where}", step=step):
             time.sleep(0.1)
 
 
 def install(faults: Faults) -> None:
     """Puts the faults into the functions of a run."""
     import jax
-    import jax.numpy as jnp
     import numpy as np
 
     from hlat_jax import loop
@@ -70,6 +68,7 @@ def install(faults: Faults) -> None:
     from hlat_jax.data.formats import files
     from hlat_jax.data.loader import TrainBatches
     from hlat_jax.host import watchdog
+    from hlat_jax.run import open as opening
     from hlat_jax.run.compilation import Compilations
     from hlat_jax.run.validation import Validation
     from hlat_jax.store.checkpoint import Checkpointer
@@ -77,42 +76,36 @@ def install(faults: Faults) -> None:
     for phase, limit in watchdog.LIMITS.items():
         watchdog.LIMITS[phase] = dataclasses.replace(limit, shortest=SHORT_LIMIT)
     watchdog.LIMIT_OF_OTHERS = watchdog.Limit(SHORT_LIMIT_OF_OTHERS)
-
     retries.WAITS_S = SHORT_WAITS_S
 
     def before(cls, name, action):
         original = getattr(cls, name)
 
         def call(self, *args, **options):
-            action(self, *args)
+            action()
             return original(self, *args, **options)
 
         setattr(cls, name, call)
 
-    def on_save(_, step, *args):
-        faults.report("save")
-        faults.stick("save")
+    def begin(phase):
+        faults.report(phase)
+        faults.stick(phase)
 
-    def on_compile(*_):
-        faults.stick("compile")
-        while faults.due("long compile"):
-            time.sleep(0.1)
-
-    def on_read(*_):
+    def on_read():
         if faults.due("slow data"):
             time.sleep(SLOW_READ_S)
         for kind in ("data error for a moment", "data error that stays"):
             if fault := faults.due(kind):
                 raise OSError(getattr(errno, fault["errno"]), os.strerror(getattr(errno, fault["errno"])))
 
-    before(TrainBatches, "__next__", lambda *_: faults.stick("loader", step=faults.step + 1))
-    before(Validation, "__call__", lambda *_: faults.stick("evaluation"))
-    before(Compilations, "compiled", on_compile)
-    before(Checkpointer, "restore", lambda *_: faults.stick("restore"))
-    before(Checkpointer, "_seal", lambda *_: faults.stick("the thread that saves"))
-    before(Checkpointer, "save", on_save)
+    before(TrainBatches, "__next__", lambda: faults.stick("loader", step=faults.step + 1))
+    before(Validation, "__call__", lambda: begin("evaluation"))
+    before(Compilations, "compiled", lambda: begin("compile"))
+    before(Checkpointer, "restore", lambda: begin("restore"))
+    before(Checkpointer, "_seal", lambda: faults.stick("the thread that saves"))
+    before(Checkpointer, "save", lambda: begin("save"))
     before(files.DataFile, "read_range", on_read)
-    open_run, step_of_loop, clock = loop.open_run, loop._step, time.time
+    open_run, step_of_loop, clock = opening.open_run, loop._step, time.time
 
     def open_and_report(*args, **options):
         opened = open_run(*args, **options)
@@ -120,7 +113,6 @@ def install(faults: Faults) -> None:
             return None
         run, progress = opened
         faults.step = progress.step
-        faults.report("opened")
 
         def shard_in_step(batch):
             faults.stick("step")
@@ -135,20 +127,13 @@ def install(faults: Faults) -> None:
             time.time = lambda: clock() + fault["jump_s"]
         if faults.due("NaN in the weights"):
             progress.state["params"] = jax.tree.map(poisoned, progress.state["params"])
-        kept = None
-        if faults.due("NaN for a step") or faults.due("spike"):  # as if a device computed wrongly, for this step alone
-            change = poisoned if faults.due("NaN for a step") else (lambda array: array * 8)
-            kept = jax.tree.map(jnp.copy, progress.state["params"])
-            progress.state["params"] = jax.tree.map(change, progress.state["params"])
         step_of_loop(run, progress, batch)
-        if kept is not None:
-            progress.state["params"] = kept
 
     def poisoned(array):
         parts = [jax.device_put(np.full_like(shard.data, np.nan), shard.device) for shard in array.addressable_shards]
         return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
 
-    loop.open_run, loop._step = open_and_report, step
+    opening.open_run, loop._step = open_and_report, step
 
 
 def main(argv):

@@ -48,6 +48,14 @@ def node_command(launcher: str, address: str, num_nodes: int, node: int) -> list
     return ["env", f"PYTHON={sys.executable}", str(NODE), f"--port={port}", *flags[launcher]]
 
 
+def commands_of(words: list[str], num_processes: int) -> list[list[str]]:
+    """Returns the command of each process of a job on this machine; of a single process, the words."""
+    if num_processes == 1:
+        return [words]
+    job = [f"--coordinator={free_address()}", f"--num_processes={num_processes}"]
+    return [[*words, *job, f"--process_id={index}"] for index in range(num_processes)]
+
+
 class Job:
     """The processes of one job, each with its output in a file of its own."""
 

@@ -5,7 +5,7 @@ import os
 import pathlib
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import jax
 import numpy as np
@@ -109,7 +109,45 @@ def exact(row: dict) -> dict:
 
 def saved_steps(workdir: pathlib.Path) -> list[int]:
     """Returns the steps of the complete checkpoints."""
-    return sorted(int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdigit())
+    return sorted(int(path.name) for path in (workdir / "checkpoints").glob("*") if path.name.isdigit())
+
+
+def has_trained(workdir: pathlib.Path) -> bool:
+    """Returns whether a row of a step is on the disk."""
+    path = workdir / ROWS_FILE
+    return path.exists() and '"loss"' in path.read_text()
+
+
+def row_differences(found: list[dict], wanted: list[dict], *, lost: Collection[int] = ()) -> list[str]:
+    """Returns how the rows of a finished run differ from those of another of the same plan, timings apart.
+
+    Args:
+      found: rows of metrics.jsonl, with each step once and in order if nothing is wrong.
+      wanted: rows of an undisturbed run.
+      lost: steps whose rows may be missing, as their bytes were damaged.
+    """
+    mine, theirs = ([((row["step"], "loss" in row), exact(row)) for row in rows] for rows in (found, wanted))
+    here = {key for key, _ in mine}
+    theirs = [(key, row) for key, row in theirs if key in here or key[0] not in lost]
+    if [key for key, _ in mine] != [key for key, _ in theirs]:
+        steps = [[step for (step, trained), _ in rows if trained] for rows in (mine, theirs)]
+        return [f"rows of other steps, or in another order: {steps[0]}, not {steps[1]}"]
+    for ((step, _), a), (_, b) in zip(mine, theirs, strict=True):
+        if a != b:
+            return [f"step {step} differs in {[name for name in b if a.get(name) != b[name]]}"]
+    return []
+
+
+def differences(
+    config: pathlib.Path, found: pathlib.Path, wanted: pathlib.Path, *, lost: Collection[int] = ()
+) -> list[str]:
+    """Returns how the rows and the last checkpoint of a finished run differ from another's; [] when in no bit."""
+    mine, theirs = (final_checkpoint(config, each) for each in (found, wanted))
+    pairs = [("its step", mine[0], theirs[0]), ("data position", mine[2], theirs[2])]
+    pairs.append(("tokens", mine[3]["tokens"], theirs[3]["tokens"]))
+    pairs += [(name, mine[1].get(name), theirs[1].get(name)) for name in sorted(mine[1].keys() | theirs[1].keys())]
+    problems = [f"final checkpoint differs in {name}" for name, a, b in pairs if a != b]
+    return row_differences(rows(found), rows(wanted), lost=lost) + problems
 
 
 def flip_exponent_bit(tree, name):
@@ -135,8 +173,7 @@ def reseal(folder: pathlib.Path, change: Callable[[dict], None]) -> None:
 
 def saved_record(step: int, position: list, metadata: dict) -> dict:
     """Returns the record of a checkpoint, with what is not in `metadata` empty."""
-    empty = {"tokens": 0, "num_nonfinite": 0, "tokenizer_sha256": "", "manifest": {}, "implementations": {}}
-    empty |= {"jax": {}, "jax_others": {}}
+    empty = {"tokens": 0, "num_nonfinite": 0, "tokenizer_sha256": "", "manifest": {}, "implementations": {}, "jax": {}}
     return {"step": step, "position": position, "metadata": empty | metadata, "arrays": {}, "norms": {}}
 
 

@@ -1,15 +1,12 @@
 """Several processes train as one: same batches, same losses, one run folder, one end."""
 
-import json
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 
 import jobs
-import kill_trials
 import micro
 import pytest
 
@@ -89,7 +86,7 @@ def stopped(folder, train_job):
 
 
 def await_step(job, workdir):
-    while not (workdir.is_dir() and kill_trials.stepping(workdir)):
+    while not micro.has_trained(workdir):
         assert all(process.poll() is None for process in job.processes), job.err(0) + job.err(1)
         time.sleep(0.01)
 
@@ -105,25 +102,16 @@ def assert_same_rows(found, expected):
 
 
 @pytest.mark.slow
-def test_two_processes_train_and_validate_as_one_does(alone, stopped):
-    workdir, _ = stopped
+def test_two_processes_train_as_one_does_until_sigterm_on_one_saves_all(alone, stopped):
+    workdir, job = stopped
     rows, wanted = micro.rows(workdir), micro.rows(alone)
     assert {"loss", "batch_hash", "padding_share"} <= rows[1].keys()
     assert {"eval_loss", "bits_per_byte/a", "bits_per_byte/b"} <= rows[0].keys()
     assert_same_rows(rows, wanted[: len(rows)])
-
-
-@pytest.mark.slow
-def test_sigterm_on_one_of_two_processes_saves_all_and_exits_0(stopped):
-    workdir, job = stopped
     [step] = micro.saved_steps(workdir)
-    assert step == micro.rows(workdir)[-1]["step"] < NUM_STEPS
+    assert step == rows[-1]["step"] < NUM_STEPS
     assert f"stopped by SIGTERM after step {step}, saved in {workdir}" in job.out(0)
-
-
-@pytest.mark.slow
-def test_only_process_0_prints(stopped):
-    _, job = stopped
+    # only process 0 prints
     assert "sample before training: It is" in job.out(0)
     assert "micro: 4 x cpu" in job.out(0)
     # Gloo's threads print too, in pieces that may stand between one another
@@ -133,42 +121,22 @@ def test_only_process_0_prints(stopped):
 
 
 @pytest.mark.slow
-def test_ctrl_c_after_the_last_step_ends_both_with_130_and_the_results_are_written(train_job, tmp_path):
-    """Process 1 waits there for process 0, whose import of matplotlib takes about a second."""
-    workdir, own = tmp_path / "run", ("metrics.plot=True", "train.num_steps=4", "data.validation=")
-    with train_job(workdir, 2, *SPLIT, *own, before_last=["env", "--default-signal=INT"]) as job:
-        while not (workdir / "checkpoints/4").is_dir():
-            assert all(process.poll() is None for process in job.processes), job.err(0) + job.err(1)
-            time.sleep(0.001)
-        job.processes[1].send_signal(signal.SIGINT)
-        assert job.wait() == [130, 130], job.err(0) + job.err(1)
-    assert "interrupted: finishing the " in job.err(1)
-    assert (workdir / "loss.png").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("num_processes", [1])
-def test_checkpoint_of_two_processes_resumes_on_another_number_and_mesh(
-    alone, stopped, train_job, tmp_path, num_processes
-):
+def test_checkpoint_of_two_processes_resumes_on_another_number_and_mesh(alone, stopped, train_job, tmp_path):
     workdir = tmp_path / "run"
     shutil.copytree(stopped[0], workdir)
     [step] = micro.saved_steps(workdir)
     add_damaged_checkpoint(workdir / "checkpoints", step)
-    leftover = workdir / f"checkpoints/{step + 2}{kill_trials.TMP_MARK}-1"
+    leftover = workdir / f"checkpoints/{step + 2}.orbax-checkpoint-tmp-1"
     leftover.mkdir()
-    mesh = SPLIT if num_processes == 4 else ("parallel.data=1", "parallel.fsdp=4")
     own = ("train.sample_prompt=", "checkpoint.every_steps=10", f"checkpoint.export_every_steps={NUM_STEPS}")
-    with train_job(workdir, num_processes, *mesh, *own) as job:
-        assert job.wait() == [0] * num_processes, job.err(0) + job.err(num_processes - 1)
+    with train_job(workdir, 1, "parallel.data=1", "parallel.fsdp=4", *own) as job:
+        assert job.wait() == [0], job.err(0)
     assert f"resuming from step {step} of {NUM_STEPS}" in job.out(0)
-    warnings = "".join(job.err(index) for index in range(num_processes)).count(f"/{step + 1} is damaged")
-    assert warnings == 1
-    assert (workdir / f"checkpoints/{step + 1}.damaged").is_dir()
+    assert job.err(0).count(f"/{step + 1} is damaged") == 1
+    assert (workdir / f"checkpoints/{step + 1}.damaged-1").is_dir()
     assert not leftover.exists()
     assert_same_rows(micro.rows(workdir), micro.rows(alone))
-    names = {path.name for path in workdir.iterdir()}
-    assert names == {path.name for path in alone.iterdir()} | {"huggingface"}
+    assert {path.name for path in workdir.iterdir()} == {path.name for path in alone.iterdir()} | {"huggingface"}
     assert micro.saved_steps(workdir) == [NUM_STEPS - 10, NUM_STEPS]
     [exported] = (workdir / "huggingface").iterdir()
     export_checkpoint(open_weights(workdir), tmp_path / "expected")
@@ -197,36 +165,6 @@ def test_failed_save_in_one_process_ends_both(train_job, tmp_path):
     assert first.startswith("error: process 1 of 2 on ")
     assert first.endswith(f" stopped: {second.removeprefix('error: ')}")
     assert micro.saved_steps(tmp_path / "run") == []
-
-
-@pytest.mark.slow
-def test_a_killed_process_ends_the_other_within_the_timeout(train_job, tmp_path):
-    workdir = tmp_path / "run"
-    longer = f"train.num_steps={10 * NUM_STEPS}"
-    with train_job(workdir, 2, *SPLIT, longer, launcher="mpi", flags=["--peer_timeout_s=4"]) as job:
-        await_step(job, workdir)
-        job.processes[1].kill()
-        assert job.wait() == [1, -signal.SIGKILL]
-    [line] = job.error_lines(0)
-    assert line.startswith("error: process 1 of 2 sent no heartbeat for 4 s (--peer_timeout_s)")
-
-
-@pytest.mark.slow
-def test_bad_record_in_one_process_ends_both_and_keeps_earlier_steps(train_job, tmp_path):
-    text, workdir = tmp_path / "text.jsonl", tmp_path / "run"
-    lines = [json.dumps({"text": f"{index} " + "word and word " * 40}) for index in range(40)]
-    lines[29] = json.dumps({"text": None})
-    text.write_text("\n".join(lines) + "\n")
-    own = (f"data.train={text}", "data.mixture=", "data.validation=", "data.shuffle=False", "data.window_documents=1")
-    with train_job(workdir, 2, *SPLIT, *own) as job:
-        assert job.wait() == [2, 2], job.err(0) + job.err(1)
-    [first], [second] = job.error_lines(0), job.error_lines(1)
-    [own_line] = [line for line in (first, second) if line.startswith(f"error: {text}")]
-    [other] = {first, second} - {own_line}
-    assert "record 29" in own_line or "row 30" in own_line or ":30" in own_line, own_line
-    assert f"of 2 stopped: {own_line.removeprefix('error: ')}" in other
-    [step] = micro.saved_steps(workdir)
-    assert 0 < step == micro.rows(workdir)[-1]["step"]
 
 
 PROGRAM = """
@@ -266,21 +204,10 @@ WAIT = "distributed.barrier()"  # for those who do not come
 SLEEP = "time.sleep(1800)"
 
 
-@pytest.mark.slow
-def test_processes_may_finish_at_different_times(small_job):
-    with small_job("pass", "time.sleep(1)") as job:
-        assert job.wait() == [0, 0]
-    assert all(job.err(index).splitlines()[-1] == "the end" for index in range(2))
-
-
 @pytest.mark.quick_cases("KeyError('a bug')-1-KeyError: 'a bug'")
 @pytest.mark.parametrize(
     ("error", "code", "line"),
-    [
-        ("ValueError('no such file')", 2, "no such file"),
-        ("OSError(28, 'No space left')", 1, "[Errno 28] No space left"),
-        ("KeyError('a bug')", 1, "KeyError: 'a bug'"),
-    ],
+    [("ValueError('no such file')", 2, "no such file"), ("KeyError('a bug')", 1, "KeyError: 'a bug'")],
 )
 def test_error_in_one_process_ends_all_with_its_code_and_message(small_job, error, code, line):
     with small_job("pass" if code == 2 else SLEEP, f"time.sleep(1); raise {error}") as job:  # at its end, or busy
@@ -335,36 +262,6 @@ def test_process_with_other_settings_or_run_folder_is_refused(small_job, tmp_pat
     assert " here, " not in job.err(0)
 
 
-def test_an_error_of_process_0_reaches_the_others_before_it_leaves(small_job):
-    with small_job("raise ValueError('of mine')", WAIT, SLEEP) as job:
-        assert job.wait() == [2, 2, 2]
-    assert job.error_lines(0) == ["error: of mine"]
-    for index in (1, 2):
-        [line] = job.error_lines(index)
-        assert "process 0 of 3" in line
-        assert "of mine" in line
-
-
-@pytest.mark.slow
-def test_error_in_all_processes_is_printed_by_each(small_job):
-    with small_job(*["raise ValueError(f'of {process_id}')"] * 2) as job:
-        assert job.wait() == [2, 2]
-    assert [job.error_lines(index) for index in range(2)] == [["error: of 0"], ["error: of 1"]]
-
-
-@pytest.mark.quick_cases("9")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_unresponsive_process_ends_the_others_within_the_timeout(small_job, number):
-    with small_job(WAIT, SLEEP, SLEEP) as job:
-        while any("met" not in job.err(index) for index in range(3)):
-            time.sleep(0.05)
-        job.processes[1].send_signal(number)
-        codes = [job.processes[index].wait(600) for index in (0, 2)]
-    assert codes == [1, 1]
-    for index in (0, 2):
-        assert "process 1 of 3 sent no heartbeat for 6 s" in job.error_lines(index)[0]
-
-
 def test_a_process_that_is_alive_but_stuck_ends_all_with_stacks_and_a_code_of_its_own(small_job, tmp_path):
     late, others = f"watchdog.begin('waiting for data'); {SLEEP}", f"watchdog.begin(WAITING); {WAIT}"
     with small_job(others, late, others) as job:
@@ -378,6 +275,12 @@ def test_a_process_that_is_alive_but_stuck_ends_all_with_stacks_and_a_code_of_it
         assert "exchange" in stack or index == 1
 
 
+def when_met(job):
+    """Waits until each process of a job has met the others."""
+    while any("met" not in job.err(index) for index in range(len(job.processes))):
+        time.sleep(0.05)
+
+
 def test_sigterm_that_a_stuck_process_does_not_answer_ends_it(small_job):
     """Signal handlers of Python do not run while the main thread is in C++ code."""
     stuck = f"""
@@ -388,91 +291,37 @@ with process.StopSignals(watchdog, alone=False):
     {WAIT}
 """
     with small_job(stuck, SLEEP) as job:
-        while any("met" not in job.err(index) for index in range(2)):
-            time.sleep(0.05)
+        when_met(job)
         job.processes[0].send_signal(signal.SIGTERM)
         assert job.processes[0].wait(600) == 143
     assert job.error_lines(0)[0].startswith("error: no progress for ")
 
 
 @pytest.mark.slow
-def test_a_frozen_process_0_ends_the_others_with_one_line(small_job):
-    with small_job(SLEEP, WAIT, WAIT) as job:
-        while any("met" not in job.err(index) for index in range(3)):
-            time.sleep(0.05)
-        job.processes[0].send_signal(signal.SIGSTOP)
-        assert [job.processes[index].wait(600) for index in (1, 2)] == [1, 1]
-    for index in (1, 2):
-        [line] = job.err(index).splitlines()[1:]
-        assert "process 0 of 3 at 127.0.0.1" in line
-        assert "does not answer" in line
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_a_frozen_process_ends_the_others_with_one_line(small_job, frozen):
+    with small_job(*(SLEEP if index == frozen else WAIT for index in range(3))) as job:
+        when_met(job)
+        job.processes[frozen].send_signal(signal.SIGSTOP)
+        others = [index for index in range(3) if index != frozen]
+        assert [job.processes[index].wait(600) for index in others] == [1, 1]
+    for index in others:
+        [line] = job.error_lines(index)
+        assert f"process {frozen} of 3" in line
+        assert ("sent no heartbeat for 6 s" if frozen else "does not answer") in line
 
 
-@pytest.mark.slow
-def test_the_death_of_process_0_ends_the_others(small_job):
-    with small_job(SLEEP, SLEEP) as job:
-        while any("met" not in job.err(index) for index in range(2)):
-            time.sleep(0.05)
-        job.processes[0].kill()
-        [_, code] = job.wait()
-    assert code in (1, -signal.SIGABRT)  # JAX itself aborts when its coordinator is gone, unless our watch was first
-    assert "coordination service" in job.err(1) or "process 0 of 2" in job.err(1)
-
-
-@pytest.mark.slow
-def test_join_timeout_error_names_the_coordinator(small_job):
-    with small_job(SLEEP, num_processes=2, join_timeout_s=4) as job:
-        assert job.wait() == [1]
-    [line] = job.error_lines(0)
-    assert "process 0 of 2" in line
-    assert "gave up waiting for the other processes at --coordinator=127.0.0.1:" in line
-    assert "after 4 s (--join_timeout_s)" in line
-
-
-@pytest.mark.slow
-def test_a_process_too_many_ends_with_one_line_and_the_job_goes_on(small_job, tmp_path):
-    stays = "while not pathlib.Path(sys.argv[5], 'over').exists(): time.sleep(0.05)"
-    with small_job(stays, stays) as job:
-        while any("met" not in job.err(index) for index in range(2)):
-            time.sleep(0.05)
-        words = [*job.processes[1].args[:-3], "pass", *job.processes[1].args[-2:]]
-        late = subprocess.run(words, env=micro.environment(), capture_output=True, text=True, timeout=600, check=False)
-        assert late.returncode == 1
-        [line] = late.stderr.splitlines()
-        assert line.startswith("error: process 1 of 2 on ")
-        assert "another program listens there" in line
-        (tmp_path / "over").touch()
-        assert job.wait() == [0, 0]
-    assert [job.err(index) for index in range(2)] == ["met\nthe end\n"] * 2
-
-
-RESOLVE = {"join_timeout_s": 300, "peer_timeout_s": 60}
-
-
-def test_job_flags_are_all_given_or_none():
-    assert distributed.resolve_job("", None, None, **RESOLVE) is None
-    assert distributed.resolve_job("a:1", 1, 0, **RESOLVE) is None
-    assert distributed.resolve_job("a:1", 2, 1, **RESOLVE) == distributed.Job("a:1", 2, 1, 300, 60)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (("", 2, 0), "--coordinator missing: several processes need all of --coordinator, --num_processes, --proc"),
-        (("a:1", None, None), "--num_processes and --process_id missing"),
-        (("a", 2, 0), "--coordinator=a must be HOST:PORT"),
-        (("a:0", 2, 0), "--coordinator=a:0 must be HOST:PORT"),
-        ((":41001", 2, 0), "--coordinator=:41001 must be HOST:PORT"),
-        (("a:1", 0, 0), "--num_processes=0 must be at least 1"),
-        (("a:1", 2, 2), r"--process_id=2 must lie in 0 .. 1"),
-        (("a:1", 2, -1), r"--process_id=-1 must lie in 0 .. 1"),
-    ],
-)
-def test_invalid_job_flags_are_refused(given, message):
-    with pytest.raises(ValueError, match=message):
-        distributed.resolve_job(*given, **RESOLVE)
-
-
-def test_too_short_timeouts_are_refused():
-    with pytest.raises(ValueError, match="--peer_timeout_s=1 must be at least 2"):
-        distributed.resolve_job("a:1", 2, 0, join_timeout_s=9, peer_timeout_s=1)
+def test_job_flags_are_all_given_or_none_and_valid():
+    times = {"join_timeout_s": 300, "peer_timeout_s": 60}
+    assert distributed.resolve_job("", None, None, **times) is None
+    assert distributed.resolve_job("a:1", 1, 0, **times) is None
+    assert distributed.resolve_job("a:1", 2, 1, **times) == distributed.Job("a:1", 2, 1, 300, 60)
+    for given, more, message in (
+        (("", 2, 0), {}, "--coordinator missing: several processes need all of --coordinator, --num_processes, --proc"),
+        (("a:0", 2, 0), {}, "--coordinator=a:0 must be HOST:PORT"),
+        (("a:1", 0, 0), {}, "--num_processes=0 must be at least 1"),
+        (("a:1", 2, 2), {}, r"--process_id=2 must lie in 0 .. 1"),
+        (("a:1", 2, 0), {"peer_timeout_s": 1}, "--peer_timeout_s=1 must be at least 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            distributed.resolve_job(*given, **times | more)

@@ -7,7 +7,6 @@ import re
 import pytest
 
 from hlat_jax.config import SECTIONS
-from hlat_jax.facts import synonyms
 from tools import command_reference, config_reference
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -41,18 +40,3 @@ def test_keys_that_other_trainers_settings_are_mapped_to_exist():
     known = {(name, field.name) for name, cls in SECTIONS.items() for field in dataclasses.fields(cls)}
     assert named <= known, sorted(named - known)
     assert len(named) > 50, "the first column of each table has our keys"
-    for row in (line.split("|")[1:-1] for line in lines if re.match(r"\| `[a-z]+\.\w+`", line)):
-        our = re.findall(rf"`((?:{'|'.join(SECTIONS)})\.\w+)`", row[0])
-        for name in (found[1] for cell in row[1:] if (found := re.fullmatch(r" `([\w.]+)` ", cell))):
-            meant, answer = synonyms.meant_by(name)
-            same_name = any(key.rpartition(".")[2] == name.rpartition(".")[2] for key in our)
-            assert same_name or answer or set(meant) & set(our), f"{name}: {meant}, {our}"
-
-
-def test_synonyms_stand_for_keys_that_exist_and_are_no_keys_themselves():
-    known = {f"{name}.{field.name}" for name, cls in SECTIONS.items() for field in dataclasses.fields(cls)}
-    for name, meaning in synonyms._MEANINGS.items():
-        assert meaning.endswith(".") or set(meaning.split()) <= known | {"--workdir"}, name
-        assert not any(key.endswith(f".{name}") for key in known), name
-    names = [name for names in synonyms._OF_OTHERS.values() for name in names.split()]
-    assert len(names) == len(set(names))

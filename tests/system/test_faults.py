@@ -1,26 +1,52 @@
-"""A run comes back from random faults to the bits of an undisturbed one; the campaign would notice if it did not."""
-
-import subprocess
-import sys
+"""A run comes back from faults to the bits of an undisturbed one; the campaign would notice if it did not."""
 
 import fault_kinds
 import faults
 import micro
 import pytest
 
+pytestmark = pytest.mark.xdist_group("faults")  # its undisturbed runs are costly: one process
+
+
+@pytest.fixture(scope="module")
+def campaign(tmp_path_factory):
+    """A campaign of the kinds that are over in a few seconds."""
+    slow = ("stuck in compile", "stuck in restore", "long compile", "SIGSTOP for long")
+    kinds = [kind for kind in faults.KINDS if kind not in slow]
+    return faults.Campaign(tmp_path_factory.mktemp("faults"), seed=17, kinds=kinds, processes=(1, 1, 2))
+
 
 @pytest.mark.slow
-def test_fifteen_random_faults_leave_no_trace(tmp_path):
-    slow = "stuck in compile;stuck in restore"  # half a minute each
-    said = _campaign(tmp_path, "--faults=15", "--seed=17", "--processes=1,1,1,2", f"--without={slow}")
-    assert "\n15 faults of " in said
+def test_six_random_faults_leave_no_trace(campaign):
+    assert faults.run(campaign, faults=6) == []
+    assert sum("kind" in record for record in campaign.records) >= 6
 
 
-def _campaign(folder, *words):
-    words = [sys.executable, faults.__file__, f"--folder={folder}", *words]
-    done = subprocess.run(words, env=micro.environment(), capture_output=True, text=True, timeout=1500, check=False)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
-    return done.stdout
+# (kind, the moment of a signal, process): each after a start of its own, and what is said
+KILLED = [
+    ("SIGINT", "compile", 0, "interrupted while compiling: nothing to save; there is no checkpoint yet"),
+    ("SIGKILL", "save", 0, ""),
+    ("SIGINT", "evaluation", 0, "SIGINT"),
+    ("SIGTERM", "step", 0, "SIGTERM"),
+    ("stuck in loader", "step", 0, r"while waiting for data"),
+]
+OF_TWO = [
+    ("SIGTERM", "step", 1, "stopped by SIGTERM"),
+    ("data error that stays", "step", None, "train.jsonl"),
+    ("stuck in step", "step", 1, "process 1 of 2"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "script"), [(1, KILLED), (2, OF_TWO)], ids=["one", "two"])
+def test_a_run_resumes_to_the_same_bits_after_each_signal_and_standstill(campaign, processes, script):
+    number, told = 100 + processes, [what for *_, what in script]
+    trial = faults.Trial(campaign, number, processes=processes, script=[tuple(fault) for *fault, _ in script])
+    assert trial.run(len(script)) == []
+    assert [row["kind"] for row in trial.done] == [kind for kind, *_ in script]
+    for row, what in zip(trial.done, told, strict=True):
+        assert row["verdict"] == "allowed", row
+        assert what in row["line"], row
 
 
 def _rows(num_steps=6):
@@ -33,34 +59,30 @@ def _rows(num_steps=6):
 
 
 def test_a_history_is_compared_in_every_row():
-    assert fault_kinds.history_problems(_rows(), _rows()) == []
-    twice = [*_rows(), _rows()[-2]]
-    assert "trained more than once: steps [6]" in fault_kinds.history_problems(twice, _rows())
-    other = [row | {"loss": 6.5} if row["step"] == 4 else row for row in _rows()]
-    assert fault_kinds.history_problems(other, _rows()) == ["step 4 differs in loss"]
-    swapped = [row | {"batch_hash": "0" * 32} if row.get("loss") and row["step"] == 2 else row for row in _rows()]
-    assert fault_kinds.history_problems(swapped, _rows()) == ["step 2 differs in batch_hash"]
-    gap = [row for row in _rows() if row["step"] != 5]
-    assert fault_kinds.history_problems(gap, _rows()) == ["rows are missing: steps [5]"]
-    assert fault_kinds.history_problems(gap, _rows(), lost={5}) == []
-    no_eval = [row for row in _rows() if "eval_loss" not in row]
-    assert fault_kinds.history_problems(no_eval, _rows()) == ["rows are missing: steps [3, 6]"]
+    rows = _rows()
+    assert micro.row_differences(rows, rows) == []
+    gap = [row for row in rows if row["step"] != 5]
+    assert micro.row_differences(gap, rows, lost={5}) == []
+    for other in (gap, [*rows, rows[-2]], [row for row in rows if "loss" in row], [rows[1], rows[0], *rows[2:]]):
+        assert "rows of other steps, or in another order" in micro.row_differences(other, rows)[0]
+    for name, value in (("loss", 6.5), ("batch_hash", "0" * 32)):
+        other = [row | {name: value} if row["step"] == 4 else row for row in rows]
+        assert micro.row_differences(other, rows) == [f"step 4 differs in ['{name}']"]
 
 
 def test_outcomes_that_the_table_does_not_name_are_not_allowed():
-    assert fault_kinds.is_allowed(
-        "stuck in save", fault_kinds.STUCK, "error: stuck: process 0 of 1 on host made no ..."
-    )
-    assert not fault_kinds.is_allowed("stuck in save", fault_kinds.STUCK, "error: something else")
+    is_allowed = fault_kinds.is_allowed
+    assert is_allowed("stuck in save", fault_kinds.STUCK, "error: stuck: process 0 of 1 on host made no ...")
+    assert not is_allowed("stuck in save", fault_kinds.STUCK, "error: something else")
     for kind in fault_kinds.KINDS:
         for outcome in (fault_kinds.CRASHES, fault_kinds.SILENT, fault_kinds.HANGS, fault_kinds.UNSAID):
-            assert not fault_kinds.is_allowed(kind, outcome, "stuck, damaged, port, written", at_start=True), kind
-    assert fault_kinds.is_allowed("SIGTERM", fault_kinds.DIES, "", at_start=True)
-    assert not fault_kinds.is_allowed("SIGTERM", fault_kinds.DIES, "")
+            assert not is_allowed(kind, outcome, "stuck, damaged, written", at_start=True), kind
+    assert is_allowed("SIGTERM", fault_kinds.DIES, "", at_start=True)
+    assert not is_allowed("SIGTERM", fault_kinds.DIES, "")
 
 
 class EndedLife:
-    """A job of which the only process has ended; `began` are the ids of the faults that it had begun."""
+    """A job whose only process has ended, after the faults of these ids had begun."""
 
     disturbed = False
 
@@ -74,28 +96,13 @@ class EndedLife:
         return True
 
     def wait(self, condition=lambda: False):
-        return False
+        return bool(condition())
 
 
-def test_a_void_fault_is_given_back_and_does_not_count(tmp_path):
-    log = tmp_path / "faults.jsonl"
-    campaign = faults.Campaign(tmp_path / "c", seed=0, kinds=["SIGKILL"], log=log, processes=(1,))
-    trial = faults.Trial(campaign, 0)
-    plan = trial._plan(1, at_start=False)
-    assert [fault.kind for fault in plan] == ["SIGKILL"]
-    trial._trains_again = lambda life: None
-    assert trial._live(EndedLife(), plan, None) is None
-    assert (trial.done, campaign.records, campaign.voids) == ([], [], 1)
-    assert campaign.draw(1) == "SIGKILL"
-
-
-def test_the_last_fault_that_began_is_judged_where_one_before_it_was_not_over(tmp_path):
-    for number, (began, judged) in enumerate((((1, 2), ["stuck in step"]), ((1,), ["slow data"]), ((), []))):
-        folder, ended = tmp_path / str(number), []
-        campaign = faults.Campaign(folder, seed=0, kinds=["slow data"], log=tmp_path / "log", processes=(1,))
-        trial = faults.Trial(campaign, 0)
-        slow = faults.Fault(1, "slow data", 8, 0.0, None, {"lasts_s": 2.0})
-        trial._trains_again = lambda life: None
+def test_the_last_fault_that_began_is_judged_where_one_before_it_was_not_over(campaign):
+    for began, judged in (((1, 2), ["stuck in step"]), ((1,), ["slow data"]), ((), [])):
+        trial, ended = faults.Trial(campaign, 0), []
+        slow = faults.Fault(1, "slow data", 8, process=None, more={"lasts_s": 2.0})
         trial._ended = lambda life, fault, ended=ended: ended.append(fault.kind)
-        trial._live(EndedLife(*began), [slow, faults.Fault(2, "stuck in step", 14, 0.0, 0)], None)
+        trial._live(EndedLife(*began), [slow, faults.Fault(2, "stuck in step", 14)], None)
         assert ended == judged

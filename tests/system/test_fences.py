@@ -1,12 +1,11 @@
 """Undocumented parts of other libraries: one module imports them, and names the versions it was tested on."""
 
 import ast
+import contextlib
 import functools
 import importlib
 import importlib.metadata
 import pathlib
-
-import pytest
 
 import hlat_jax
 
@@ -15,7 +14,6 @@ PACKAGE = pathlib.Path(hlat_jax.__file__).parent
 FENCES = {
     "jax._src": ("jax", "hlat_jax.host.jax_compat"),
     "jax.interpreters": ("jax", "hlat_jax.host.jax_compat"),
-    "jax.experimental.pallas": ("jax", "hlat_jax.host.jax_compat"),
     "lm_eval": ("lm_eval", "hlat_jax.evaluate.lm_eval_compat"),
     "orbax": ("orbax-checkpoint", "hlat_jax.store.checkpoint"),
     "tensorboardX": ("tensorboardX", "hlat_jax.store.metrics"),
@@ -43,15 +41,15 @@ def imported(path):
     return names
 
 
-@pytest.mark.parametrize("prefix", FENCES)
-def test_private_apis_are_imported_by_one_module(prefix):
-    found = {
-        ".".join(("hlat_jax", *path.relative_to(PACKAGE).with_suffix("").parts))
-        for path in PACKAGE.rglob("*.py")
-        for name in imported(path)
-        if f"{name}.".startswith(f"{prefix}.")
-    }
-    assert found == {FENCES[prefix][1]}
+def test_private_apis_are_imported_by_one_module():
+    for prefix, (_, module) in FENCES.items():
+        found = {
+            ".".join(("hlat_jax", *path.relative_to(PACKAGE).with_suffix("").parts))
+            for path in PACKAGE.rglob("*.py")
+            for name in imported(path)
+            if f"{name}.".startswith(f"{prefix}.")
+        }
+        assert found == {module}, prefix
 
 
 def test_one_module_reads_attributes_that_jax_does_not_document():
@@ -63,11 +61,8 @@ def test_one_module_reads_attributes_that_jax_does_not_document():
     assert found == {"host/jax_compat.py": ATTRIBUTES - {"fun"}}
 
 
-@pytest.mark.parametrize(("distribution", "module"), FENCES.values(), ids=FENCES)
-def test_the_installed_version_is_one_that_was_tested(distribution, module):
+def test_the_installed_versions_are_ones_that_were_tested():
     """On failure: run the tests of that module's room under the new version, then add it to the list."""
-    try:
-        importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        pytest.skip(f"{distribution} is not installed")
-    assert importlib.metadata.version(distribution) in importlib.import_module(module).TESTED_VERSIONS
+    for distribution, module in FENCES.values():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            assert importlib.metadata.version(distribution) in importlib.import_module(module).TESTED_VERSIONS

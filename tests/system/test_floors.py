@@ -3,6 +3,7 @@
 import ast
 import functools
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -24,35 +25,11 @@ PRODUCTS = ("column_parallel", "row_parallel")
 # Functions whose arguments are for others to say: Optax, a command line, the evaluation harness.
 OF_OTHERS = ("update", "parse", "create_from_arg_string", "create_from_arg_obj")
 
-# From the ground up, as docs/design.md has them. A room is a folder, or a single module of the spine; data/ is
-# four rooms. A module imports rooms of lower floors, and modules of its own room.
-FLOORS = (
-    ("assets", "facts", "batch", "precision"),
-    ("config",),
-    ("resolve",),
-    ("host",),
-    ("cli",),
-    ("store",),
-    ("parallel",),
-    ("ops",),
-    ("stack",),
-    ("model",),
-    ("optimizer",),
-    ("train_step",),
-    ("passes",),
-    ("program",),
-    ("data.formats",),
-    ("data",),
-    ("data.build",),
-    ("weights",),
-    ("data.__main__",),
-    ("generate",),
-    ("run",),
-    ("loop",),
-    ("train",),
-    ("hf", "evaluate", "plan"),
-    ("neuron",),
-)
+# From the ground up, as docs/design.md has them: its table is the only list. A room is a folder, or a single module of
+# the spine; data/ is four rooms. A module imports rooms of lower floors, and modules of its own room.
+_PAGE = (ROOT / "docs" / "design.md").read_text()
+_ROWS = _PAGE.partition("| floor | contents |\n|---|---|\n")[2].partition("\n\n")[0].splitlines()
+FLOORS = [re.findall(r"`([\w.]+)`", row.split("|")[1]) for row in _ROWS]
 LEAVES = ("hf", "evaluate", "plan", "neuron")
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 # The one module that imports leaves: lazily, each under the config key that asks for it.
@@ -114,6 +91,10 @@ def test_modules_import_lower_floors_or_their_own_room():
             is_asked_for = module == OPTIONAL and room(imported) in LEAVES
             is_below = FLOOR_OF[room(imported)] < FLOOR_OF[room(module)]
             assert is_inside or is_asked_for or is_below, f"{module} imports {imported}"
+
+
+def test_every_room_is_on_a_floor():
+    assert {room(module) for module in MODULES if module} == set(FLOOR_OF)
 
 
 def test_no_circular_imports():

@@ -1,6 +1,5 @@
 """Scripts and manifests of launch/: shell checked, Kubernetes objects against their schemas, and one with the other."""
 
-import importlib.util
 import os
 import pathlib
 import re
@@ -105,11 +104,6 @@ def test_manifests_get_the_nodes_that_the_template_makes():
     assert all(["Ref", "Efa"] in card["Groups"] for card in data["NetworkInterfaces"])
     assert resources[data["Placement"]["GroupName"][1]]["Properties"] == {"Strategy": "cluster"}
     assert data["BlockDeviceMappings"][0]["Ebs"]["VolumeSize"] >= 512
-    reserved = {"CapacityReservationTarget": {"CapacityReservationId": ["Ref", "CapacityReservation"]}}
-    nothing = ["Ref", "AWS::NoValue"]
-    assert data["CapacityReservationSpecification"] == ["If", ["IsReserved", reserved, nothing]]
-    assert data["InstanceMarketOptions"] == ["If", ["IsBlock", {"MarketType": "capacity-block"}, nothing]]
-    assert resources["Nodes"]["Properties"]["CapacityType"] == ["If", ["IsBlock", "CAPACITY_BLOCK", "ON_DEMAND"]]
     pages = int(re.search(r"pages=(\d+)", data["UserData"]["Fn::Base64"])[1])
     vcpus, host_gib = HOSTS[data["InstanceType"]]
     assert hardware.target(data["InstanceType"]).host_bytes == host_gib * 2**30
@@ -153,13 +147,6 @@ def test_precompile_manifest_matches_the_run_except_for_its_length():
     assert all(word in sbatch for word in programs if word.startswith(short))
 
 
-def test_run_manifest_fits_its_nodes():
-    words = loaded(LAUNCH / "eks" / "train.yaml")[3]["command"]
-    overrides = [word for word in words if word.startswith("--config")]
-    config = resolve(flags_lib.parse(overrides)[0])
-    assert make_plan(config, Site("trn1.32xlarge", 4))["fits"]
-
-
 def cluster_queue():
     """Returns (the cluster, its queue, its compute resource)."""
     cluster = yaml.safe_load((LAUNCH / "slurm" / "cluster.yaml").read_text())
@@ -168,24 +155,21 @@ def cluster_queue():
     return cluster, queue, resource
 
 
-def test_cluster_enables_the_network_of_its_instances():
+def test_cluster_nodes_have_the_network_read_their_script_and_hold_the_image():
     cluster, queue, resource = cluster_queue()
     assert INSTANCES[resource["InstanceType"]].num_efa > 0
     assert resource["Efa"]["Enabled"]
     assert queue["Networking"]["PlacementGroup"]["Enabled"]
     assert cluster["SharedStorage"][0]["MountDir"] == "/fsx"
-
-
-def test_cluster_nodes_can_read_their_script_and_hold_the_image():
-    cluster, queue, _ = cluster_queue()
     bucket, _, script = queue["CustomActions"]["OnNodeConfigured"]["Script"].removeprefix("s3://").partition("/")
     assert bucket in [rule["BucketName"] for rule in queue["Iam"]["S3Access"]]
     reserved = (LAUNCH / "slurm" / script).read_text()
     assert f"ip_local_reserved_ports={neuron_topology.COLLECTIVES_PORT},{neuron_topology.JAX_PORT}" in reserved
     storage = queue["ComputeSettings"]["LocalStorage"]
-    assert storage["RootVolume"]["Size"] >= 512  # GiB: Neuron's docs, for every image
-    assert cluster["HeadNode"]["LocalStorage"]["RootVolume"]["Size"] >= 512
-    assert storage["EphemeralVolume"]["MountDir"].startswith("/")
+    sizes = re.findall(r"VolumeSize=(\d+)", (ROOT / "docs" / "trainium.md").read_text())
+    assert len(sizes) == 2
+    sizes += [node["RootVolume"]["Size"] for node in (storage, cluster["HeadNode"]["LocalStorage"])]
+    assert min(map(int, sizes)) >= 512  # GiB: Neuron's docs, for every image
     assert not neuron_topology.CACHE.startswith(storage["EphemeralVolume"]["MountDir"])  # not mounted on other nodes
 
 
@@ -233,34 +217,15 @@ def test_configured_node_loses_its_own_name_and_no_other(tmp_path):
     assert "nofile" in (tmp_path / "90-hlat.conf").read_text()
 
 
-def test_guide_gives_one_node_room_for_the_image():
-    sizes = re.findall(r"VolumeSize=(\d+)", (ROOT / "docs" / "trainium.md").read_text())
-    assert len(sizes) == 2
-    assert min(map(int, sizes)) >= 512  # GiB: Neuron's docs, for every image
-
-
-def test_guide_names_existing_commands():
-    guide = (ROOT / "docs" / "trainium.md").read_text().replace("\\\n", " ")
-    lines = [line for block in re.findall(r"```bash\n(.*?)```", guide, re.DOTALL) for line in block.splitlines()]
-    for path in re.findall(r"launch/[\w/.]+\w", guide):
-        assert (ROOT / path).exists() or list(ROOT.glob(f"{path}*")), path
-    commands = [line.split() for line in lines if line.startswith("python -m hlat_jax.")]
-    assert len(commands) >= 3
-    for _, _, module, *_ in commands:
-        assert importlib.util.find_spec(module), module
-    started = [line for line in lines if line.startswith("launch/node.sh") or "launch/slurm/train.sbatch" in line]
-    assert len(started) == 6
-    for line in started:
-        words = re.sub(r"^.*(node\.sh|train\.sbatch) ", "", line).replace("'", "").split()
-        overrides = [word for word in words if word.startswith("--config")]
-        resolve(flags_lib.parse(overrides)[0])
-
-
 def first_commands():
-    """Returns (instance, overrides) of each command of the guide that begins with a model on one node."""
+    """Returns (instance, overrides) of the first commands of the guide with a model on one node, one for each chip."""
     guide = (ROOT / "docs" / "trainium.md").read_text().replace("\\\n", " ")
     found = re.findall(r"^launch/node\.sh --instance=(\S+) (.*)$", guide, re.MULTILINE)
-    return [(instance, [word for word in words.split() if word.startswith("--config")]) for instance, words in found]
+    commands = [
+        (instance, [word for word in words.split() if word.startswith("--config")]) for instance, words in found
+    ]
+    assert [words[0] for _, words in commands] == ["--config=7b", "--config=llama3_8b", "--config=7b"]
+    return commands[:2]
 
 
 @pytest.mark.slow
@@ -277,21 +242,12 @@ def test_first_command_of_a_model_is_planned_and_linted(instance, overrides):
     program = make_program(config, layout_for_neuron(config, plan["layout"]["devices"], target=target))
     for name in ("microbatch", "update", "eval"):
         traced = traced_programs(program)[name]()
-        found = findings(name, traced, program=program, target=target, operators=())
+        found = findings(name, traced, program=program, target=target)
         assert not [one for one in found if one.severity != "info" and (name, one.rule) not in EXPLAINED], name
 
 
-def test_first_commands_are_those_of_both_chips():
-    assert [(instance, words[0]) for instance, words in first_commands()] == [
-        ("trn1.32xlarge", "--config=7b"),
-        ("trn2.48xlarge", "--config=llama3_8b"),
-        ("trn2.48xlarge", "--config=7b"),
-    ]
-
-
-def test_image_copies_existing_files_onto_the_neuron_jax_image():
+def test_image_copies_existing_files():
     lines = (LAUNCH / "eks" / "Dockerfile").read_text().splitlines()
-    assert "FROM public.ecr.aws/neuron/jax-training-neuronx:${TAG}" in lines
     sources = [word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]]
     assert {"hlat_jax", "configs", "launch", "constraints.txt", "pyproject.toml"} <= set(sources)
     assert all((ROOT / source).exists() for source in sources)

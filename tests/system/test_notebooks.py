@@ -1,28 +1,22 @@
 """The notebooks: what they may hold, what they show, and that they run as they stand, with programs for Trainium."""
 
 import ast
-import base64
 import json
 import os
 import re
 import shutil
-import sys
 
-import jax
-import jax.numpy as jnp
 import nbformat
 import pytest
 
 from hlat_jax.cli import config_files
-from hlat_jax.generate.scoring import ScoringBatch, make_score
-from hlat_jax.model import abstract_params
 from hlat_jax.neuron import lint, programs
 from hlat_jax.plan.report import Site, make_plan
 from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve
 from hlat_jax.run.compilation import traced_programs
 from hlat_jax.store.metrics import header
-from tools.run_notebooks import FOLDER, check, executed
+from tools.run_notebooks import FOLDER, executed
 
 pytestmark = pytest.mark.xdist_group("notebooks")  # they run one after another
 TRAIN, OWN_CODE, PLAN = "01_train_a_tiny_model", "02_model_in_your_own_jax_code", "03_sharding_and_memory_of_7b"
@@ -30,16 +24,11 @@ PRECISION, EVALUATE = "04_precision_and_stochastic_rounding", "05_evaluate_and_g
 NAMES = (TRAIN, OWN_CODE, PLAN, PRECISION, EVALUATE)
 AGAIN = "run: python tools/run_notebooks.py notebooks/{}.ipynb"
 MOST_CELLS, MOST_BYTES = 15, 700_000
-TABLE_ROW = r"\| `(\w+)` \| (\d\.\d{4}) \| [^|]* \| (\d\.\d{4}) \|"
 PATHS = r"(?:^|[\s\"'(=:])(/(?:tmp|home|root|usr|opt|work|var|mnt|Users)/\S*)"
-# Prints every config that a notebook has by name, in a list or in a dict, its dicts of layouts, the severities of its
-# lists of findings, and of its axes the title, the texts, and the smaller side in pixels of what is seen of each bar.
+# Prints every config that a notebook has by name, in a list or in a dict, and the severities of its findings.
 PROBE = """
-import dataclasses, itertools, json
-import numpy
-from matplotlib.axes import Axes
-from matplotlib.transforms import Bbox
-from hlat_jax.config import Config, ParallelConfig
+import itertools, json
+from hlat_jax.config import Config
 from hlat_jax.neuron.lint import Finding
 
 named = [value for name, value in list(globals().items()) if not name.startswith("_")]
@@ -47,17 +36,7 @@ inside = [value.values() if isinstance(value, dict) else value for value in name
 inside = list(itertools.chain.from_iterable(inside))
 configs = [value.to_dict() for value in named + inside if isinstance(value, Config)]
 findings = [(value.severity, value.rule) for value in inside if isinstance(value, Finding)]
-labelled = itertools.chain.from_iterable(value.items() for value in named if isinstance(value, dict))
-layouts = [(label, dataclasses.asdict(value)) for label, value in labelled if isinstance(value, ParallelConfig)]
-grids = [numpy.ravel(value) for value in named if isinstance(value, (Axes, numpy.ndarray))]
-plots = []
-for axes in {axes: axes for grid in grids for axes in grid if isinstance(axes, Axes)}:
-    patches = [patch for container in axes.containers for patch in container]
-    boxes = [Bbox.intersection(patch.get_window_extent(), axes.bbox) for patch in patches]
-    title = axes.get_title(loc="left")
-    texts = [text.get_text() for text in axes.texts]
-    plots.append((title, texts, [min(box.width, box.height) if box else 0 for box in boxes]))
-print(json.dumps({"configs": configs, "findings": findings, "layouts": layouts, "plots": plots}))
+print(json.dumps({"configs": configs, "findings": findings}))
 """
 
 
@@ -84,46 +63,30 @@ def test_expected_notebooks_exist():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_notebook_is_valid_short_and_without_definitions(name):
-    notebook = read(name)
+def test_notebook_is_valid_short_and_committed_after_a_clean_top_to_bottom_run(name):
+    notebook, again = read(name), AGAIN.format(name)
     nbformat.validate(notebook)
     assert len(notebook.cells) <= MOST_CELLS
     assert notebook.cells[0].source.startswith("# ")
-    for cell in code_cells(notebook):
+    cells = code_cells(notebook)
+    for cell in cells:
         for node in ast.walk(ast.parse(cell.source)):
             assert not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)), node.name
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_notebook_is_committed_after_a_clean_top_to_bottom_run(name):
-    notebook, again = read(name), AGAIN.format(name)
-    cells = code_cells(notebook)
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1)), again
     outputs = [output for cell in cells for output in cell.outputs]
     assert not [output for output in outputs if output.output_type == "error"], again
     assert not [output.text for output in outputs if output.get("name") == "stderr"], again
-    found = [base64.b64decode(picture) for cell in cells for picture in pictures(cell)]
-    assert len(found) >= 2, again
-    assert all(picture.startswith(b"\x89PNG") for picture in found)
+    assert len([picture for cell in cells for picture in pictures(cell)]) >= 2, again
     assert (FOLDER / f"{name}.ipynb").stat().st_size < MOST_BYTES
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_all_axes_of_a_notebook_have_a_title_and_labels(name):
-    for cell in (cell for cell in code_cells(read(name)) if ".subplots(" in cell.source):
-        shapes = [shape.groups(default="1") for shape in re.finditer(r"\.subplots\((?:(\d+), (\d+))?", cell.source)]
-        wanted = sum(int(rows) * int(columns) for rows, columns in shapes)
-        for word in ("title", "xlabel", "ylabel"):
-            assert len(re.findall(rf"{word}[=(]", cell.source)) == wanted, (word, cell.source)
+    told = "\n".join([printed(notebook), *(cell.source for cell in notebook.cells)])
+    assert not re.findall(PATHS, told), again
+    for cell in notebook.cells:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", cell.source if cell.cell_type == "markdown" else ""):
+            assert (FOLDER / target).exists(), target
 
 
 def test_committed_log_of_a_run_has_the_columns_of_today():
     assert header(mfu=False) in printed(read(TRAIN)), AGAIN.format(TRAIN)
-
-
-def test_committed_evaluation_describes_a_model_that_has_learned_something():
-    assert ": within the expected" in printed(read(EVALUATE)), AGAIN.format(EVALUATE)
-    assert perplexity(read(EVALUATE)) < 300  # of 2,048 tokens; 335 after the run of 01
 
 
 def perplexity(notebook):
@@ -132,72 +95,10 @@ def perplexity(notebook):
     return int(told)
 
 
-def test_own_code_trains_with_optax_and_shards_over_a_mesh_of_its_own():
-    notebook = read(OWN_CODE)
-    by_hand = [cell.source for cell in code_cells(notebook) if "optax.apply_updates" in cell.source]
-    assert len(by_hand) == 2
-    assert not any("training_program" in source for source in by_hand)
-    assert "hlat_jax.parallel" not in "".join(cell.source for cell in code_cells(notebook))
-    assert "('model', None)" in printed(notebook)  # the embedding, before and after training
-    assert difference_over_the_mesh(notebook) < 1e-5
-
-
 def difference_over_the_mesh(notebook):
     """Returns the largest difference of a loss in nats between the mesh and one device, in 20 steps."""
     [told] = re.findall(r"differ from those of one device by at most (\S+)", printed(notebook))
     return float(told)
-
-
-def test_spread_of_seeds_in_the_precision_notebook_is_that_of_the_page():
-    """The sentence names the least and the largest spread, then how far the mean of each policy is above fp32."""
-    page = (FOLDER.parent / "docs" / "precision.md").read_text()
-    rows = {row[0]: [float(value) for value in row[1:]] for row in re.findall(TABLE_ROW, page)}
-    spreads = [spread for _, spread in rows.values()]
-    above = {policy: mean - rows["fp32"][0] for policy, (mean, _) in rows.items() if policy != "fp32"}
-    assert list(above) == ["mixed", "bf16_sr", "bf16"]
-    text = "".join(cell.source for cell in read(PRECISION).cells if "docs/precision.md" in cell.source)
-    wanted = [f"{value:.3f}" for value in (min(spreads), max(spreads), *above.values())]
-    assert re.findall(r"\d\.\d{3}", text) == wanted
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_links_of_a_notebook_resolve(name):
-    for cell in read(name).cells:
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)", cell.source if cell.cell_type == "markdown" else ""):
-            assert (FOLDER / target).exists(), target
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_notebook_has_no_machine_specific_paths(name):
-    told = "\n".join([printed(read(name)), *(cell.source for cell in read(name).cells)])
-    assert not re.findall(PATHS, told), AGAIN.format(name)
-
-
-def test_path_pattern_matches_absolute_paths():
-    assert re.findall(PATHS, "loss curve: /tmp/x/loss.png") == ["/tmp/x/loss.png"]
-    assert not re.findall(PATHS, "runs/node/checkpoints 1/16 of tmp/x")
-
-
-def test_notebook_runs_in_this_interpreter_despite_user_kernels_and_backends(tmp_path, monkeypatch):
-    theirs = tmp_path / "kernels" / "python3" / "kernel.json"
-    theirs.parent.mkdir(parents=True)
-    theirs.write_text(json.dumps({"argv": ["false"], "display_name": "theirs", "language": "python"}))
-    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
-    monkeypatch.setenv("MPLBACKEND", "agg")
-    source = "import os, sys; print(sys.executable, os.environ['MPLBACKEND'])"
-    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)]), tmp_path / "one.ipynb")
-    [cell] = executed(tmp_path / "one.ipynb", tmp_path, env=os.environ).cells
-    assert printed_by(cell).split() == [sys.executable, "module://matplotlib_inline.backend_inline"]
-
-
-def test_tool_refuses_outputs_with_local_paths_or_warnings(tmp_path):
-    for stream, text in (("stdout", f"weights {tmp_path}/runs/node"), ("stderr", "UserWarning")):
-        output = nbformat.v4.new_output("stream", name=stream, text=text)
-        cell = nbformat.v4.new_code_cell("", outputs=[output])
-        with pytest.raises(SystemExit, match=r"a cell (shows|writes)"):
-            check(nbformat.v4.new_notebook(cells=[cell]), tmp_path)
-    output = nbformat.v4.new_output("stream", name="stdout", text="weights runs/node")
-    check(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("", outputs=[output])]), tmp_path)
 
 
 @pytest.fixture(scope="module")
@@ -228,20 +129,6 @@ def printed_by(cell):
 
 
 @pytest.mark.slow
-def test_own_code_over_a_mesh_reproduces_the_losses_of_one_device(ran):
-    notebook, _ = ran(OWN_CODE)
-    assert difference_over_the_mesh(notebook) < 1e-5
-
-
-@pytest.mark.slow
-def test_evaluated_run_is_that_of_the_tiny_config_and_has_learned_something(ran):
-    notebook, probed = ran(EVALUATE)
-    assert probed["configs"] == [resolve(config_files.load("tiny")).to_dict()]
-    assert ": within the expected" in printed(notebook)
-    assert perplexity(notebook) < 300
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_notebook_run_reproduces_the_committed_figures(name, ran):
     notebook, _ = ran(name)
@@ -249,39 +136,13 @@ def test_notebook_run_reproduces_the_committed_figures(name, ran):
         assert now.source == before.source
         assert len(pictures(now)) == len(pictures(before)), AGAIN.format(name)
         assert not [output.text for output in now.outputs if output.get("name") == "stderr"]
-
-
-@pytest.mark.slow
-def test_plan_notebook_run_reproduces_the_committed_output(ran):
-    notebook, _ = ran(PLAN)
-    assert printed(notebook) == printed(read(PLAN)), AGAIN.format(PLAN)
-
-
-def test_plan_notebook_draws_each_core_and_bars_that_can_be_seen(ran):
-    _, probed = ran(PLAN)
-    drawn = {title: texts for title, texts, _ in probed["plots"] if title.endswith(("parameters", "optimizer state"))}
-    assert len(drawn) == 8
-    for title, texts in drawn.items():
-        replicas = [f"{core} {core + 8} {core + 16} {core + 24}" for core in range(8)]
-        alone = [str(core) for core in range(32)]
-        assert sorted(texts) == sorted(replicas if title.endswith("parameters") else alone), title
-    bars = [(title, bar) for title, _, bars in probed["plots"] for bar in bars]
-    assert len(bars) == 4 * 6 + 2 * 3
-    assert not [(title, bar) for title, bar in bars if bar < 3]
-
-
-def test_plan_notebook_layouts_match_their_labels(ran):
-    _, probed = ran(PLAN)
-    labelled = dict(probed["layouts"])
-    assert len(labelled) == 4
-    for label, parallel in labelled.items():
-        degrees = {axis: int(size) for axis, size in re.findall(r"(\w+)=(\d+)", label)}
-        assert {"fsdp": 1, **degrees} == {axis: parallel[axis] for axis in ("fsdp", "tensor")}, label
-        assert parallel["zero1"] == ("ZeRO-1" in label), label
-    [ours] = [parallel for label, parallel in labelled.items() if "our recipe" in label]
-    [theirs] = [parallel for label, parallel in labelled.items() if "as HLAT" in label]
-    assert ours == config_files.load("7b").to_dict()["parallel"]
-    assert theirs == {**ours, "zero1": False}  # 7b.sh:61; tensor=8 with sequence parallelism
+    if name == PLAN:
+        assert printed(notebook) == printed(read(PLAN)), AGAIN.format(PLAN)
+    elif name == OWN_CODE:
+        assert difference_over_the_mesh(notebook) < 1e-5
+    elif name == EVALUATE:
+        assert ": within the expected" in printed(notebook)
+        assert perplexity(notebook) < 300  # of 2,048 tokens; 335 after the run of 01
 
 
 @pytest.mark.slow
@@ -301,13 +162,3 @@ def test_programs_of_a_notebook_fit_a_trn1_node_and_lint_clean(name, ran):
             if program in ("train", "init"):
                 found = lint.check_traced(traced(), recurring=program != "init")
                 assert not [f for f in found if f.severity == "error"]
-
-
-def test_scoring_and_generation_programs_lint_clean_on_trn1():
-    config = resolve(config_files.load("tiny"))
-    layout = programs.layout_for_neuron(config, 2)
-    rows = (jax.ShapeDtypeStruct((46, config.model.max_positions), dtype) for dtype in (jnp.int32, jnp.int32, bool))
-    score = make_score(config.model, layout).trace(abstract_params(config.model), ScoringBatch(*rows))
-    named = traced_programs(make_program(config, layout))
-    found = [lint.check_traced(traced) for traced in (score, named["prefill"](), named["decode"]())]
-    assert [[finding for finding in of_one if finding.severity == "error"] for of_one in found] == [[], [], []]

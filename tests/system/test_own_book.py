@@ -1,4 +1,4 @@
-"""A person's own book, from one text file to an exported model; from another folder, and after an update."""
+"""A person's own book, from one text file to an exported model; the run folder is whole wherever it is moved."""
 
 import json
 import re
@@ -9,20 +9,29 @@ import pytest
 from hlat_jax.data.formats.paths import asset_path
 from hlat_jax.hf import __main__ as hf
 
-SHORT = ("--config.train.num_steps=6", "--config.train.num_eval_batches=0")
+OWN = """
+    c.data.train = "texts/my_book.txt"
+    c.data.validation = "5%"
+    c.data.tokenizer = "texts/mine.model"
+    c.model.vocab_size = 0
+    return c
+"""
+SHORT = ("--config.train.num_steps=6", "--config.train.num_eval_batches=2")
 
 
 @pytest.fixture
-def home(tmp_path, monkeypatch):
-    """The working directory, with chapters of a novel as my_book.txt and as lines of my_book.jsonl."""
-    folder = tmp_path / "home"
-    folder.mkdir()
+def project(tmp_path, monkeypatch):
+    """The folder of a config with its text and tokenizer, beside a folder elsewhere; the current one is above both."""
+    project = tmp_path / "project"
+    (project / "texts").mkdir(parents=True)
+    (tmp_path / "elsewhere").mkdir()
     lines = asset_path("austen_train.jsonl").read_text().splitlines()[:9]
-    (folder / "my_book.txt").write_text("\n\n".join(json.loads(line)["text"] for line in lines))
-    (folder / "my_book.jsonl").write_text("\n".join(lines) + "\n")
-    micro.write_config(folder)
-    monkeypatch.chdir(folder)
-    return folder
+    (project / "texts/my_book.txt").write_text("\n\n".join(json.loads(line)["text"] for line in lines))
+    (project / "texts/mine.model").write_bytes(asset_path("austen_2k.model").read_bytes())
+    (project / "mine.py").write_text(micro.CONFIG.replace("    return c\n", OWN.lstrip("\n")))
+    (tmp_path / "elsewhere/page.txt").write_text(json.loads(lines[0])["text"][:500])
+    monkeypatch.chdir(tmp_path)
+    return project
 
 
 def figures(out):
@@ -31,35 +40,38 @@ def figures(out):
 
 
 @pytest.mark.slow
-def test_an_own_book_is_trained_on_evaluated_exported_and_continued(
-    home, tmp_path, monkeypatch, train_here, evaluate_here, generate_here
+def test_an_own_book_is_trained_on_and_its_run_moved_evaluated_exported_and_continued(
+    project, tmp_path, monkeypatch, train_here, generate_here, evaluate_here, data_here
 ):
-    words = ("--config=micro.py", "--config.data.train=my_book.txt", *SHORT)
-    code, out, err = train_here(*words, "--workdir=run")
+    code, out, err = train_here("--config=project/mine.py", *SHORT, "--workdir=run")
     assert code == 0, err
     assert "data             source all: cut at paragraphs into" in out
     loss = float(re.search(r"validation loss (\S+) nats per token", out)[1])
+    prompt = ("--prompt=It is", "--max_tokens=8")
+    told = generate_here("--checkpoint=run", *prompt)[1]
+    text = figures(evaluate_here("--checkpoint=run", "--text=elsewhere/page.txt")[1])
 
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")  # the text is found from here too
-    code, out, err = evaluate_here(f"--checkpoint={home / 'run'}", "--validation")
+    (tmp_path / "run").rename(tmp_path / "elsewhere/moved")
+    tokenizer = project / "texts/mine.model"
+    tokenizer.unlink()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert hf.main(["export", "moved", "--out=exported"]) == 0
+    assert (tmp_path / "elsewhere/exported/tokenizer.model").read_bytes() == asset_path("austen_2k.model").read_bytes()
+    for folder in ("moved", "exported"):
+        code, out, err = generate_here(f"--checkpoint={folder}", *prompt)
+        assert (code, out) == (0, told), err
+        assert figures(evaluate_here(f"--checkpoint={folder}", "--text=page.txt")[1]) == text
+    code, out, err = evaluate_here("--checkpoint=moved", "--validation")  # the text is where it was
     assert code == 0, err
     assert float(re.search(r"loss +(\S+) nats", figures(out))[1]) == pytest.approx(loss, abs=1e-4)  # printed digits
 
-    assert hf.main(["export", str(home / "run"), "--out=my_book-hf"]) == 0
-    prompt = ("--prompt=It is", "--max_tokens=8")
-    told = [generate_here(f"--checkpoint={folder}", *prompt)[:2] for folder in (home / "run", "my_book-hf")]
-    assert told[0] == told[1]
-    assert told[0][1].startswith("It is")
-    texts = [evaluate_here(f"--checkpoint={f}", f"--text={home / 'my_book.txt'}") for f in (home / "run", "my_book-hf")]
-    assert figures(texts[0][1]) == figures(texts[1][1])
-    assert "text             1 document, " in texts[0][1]
-
-    moved = home.rename(tmp_path / "moved")  # the project, with its text
-    monkeypatch.chdir(moved)
-    code, out, err = evaluate_here("--checkpoint=run", "--validation")
-    assert code == 0, err
-    assert float(re.search(r"loss +(\S+) nats", figures(out))[1]) == pytest.approx(loss, abs=1e-4)
-
-    code, out, err = train_here(*words, "--workdir=run", "--config.train.num_steps=8")
-    assert (code, "resuming from step 6 of 8" in out) == (0, True), err
+    again = ("--config=../project/mine.py", "--config.train.num_eval_batches=2", "--workdir=moved")
+    for step in (7, 8):  # and again, as the record of the run still names the file that is gone
+        code, out, err = train_here(*again, f"--config.train.num_steps={step}")
+        assert code == 0, err
+        assert f"resuming from step {step - 1} of {step}" in out
+        assert f"{tmp_path}/elsewhere/moved/tokenizer/tokenizer.model: {tokenizer} is missing" in out
+    given = (*again, "--config.data.tokenizer=other.model")
+    for code, _, err in (train_here(*given), data_here("peek", *given, "--step=1")):
+        assert (code, "other.model: no such file" in err) == (2, True)
+    assert data_here("peek", "--config=../project/mine.py", "--workdir=moved", "--step=2")[0] == 0

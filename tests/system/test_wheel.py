@@ -1,6 +1,6 @@
 """The wheel: configs and assets are inside, and it trains where the repository is not."""
 
-import importlib.metadata
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -23,21 +23,13 @@ def wheel(tmp_path_factory):
         shutil.copy(micro.REPOSITORY / name, copy)
     for name in ("hlat_jax", "configs", "tests"):
         shutil.copytree(micro.REPOSITORY / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    # with the setuptools that is here, when it is new enough: then no network is needed
-    here = int(importlib.metadata.version("setuptools").split(".")[0]) >= 77 if _installed("setuptools") else False
-    isolation = ["--no-build-isolation"] if here else []
+    # with the setuptools that is here, so that no network is needed
+    isolation = ["--no-build-isolation"] if importlib.util.find_spec("setuptools") else []
     words = [sys.executable, "-m", "pip", "wheel", str(copy), "--no-deps", *isolation, "-w", str(folder / "dist"), "-q"]
     built = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
     assert built.returncode == 0, built.stderr
     [path] = (folder / "dist").glob("hlat_jax-*.whl")
     return path
-
-
-def _installed(name):
-    try:
-        return bool(importlib.metadata.version(name))
-    except importlib.metadata.PackageNotFoundError:
-        return False
 
 
 @pytest.mark.slow
@@ -80,7 +72,3 @@ def test_installed_wheel_trains_tiny_outside_the_repository(wheel, tmp_path):
     workdir = elsewhere / "runs" / "tiny"
     assert [row["step"] for row in micro.rows(workdir) if "loss" in row] == [1, 2]
     assert micro.saved_steps(workdir) == [2]
-    for config in ("node", "160m", "1b", "7b", "70b", "llama3_8b"):
-        words = [sys.executable, "-m", "hlat_jax.train", f"--config={config}", "--print_config"]
-        told = subprocess.run(words, cwd=elsewhere, env=env, capture_output=True, text=True, timeout=600, check=False)
-        assert told.returncode == 0, told.stderr

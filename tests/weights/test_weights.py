@@ -1,11 +1,9 @@
 """Weights wherever they lie: read back, averaged, exported from a run, and begun with."""
 
-import contextlib
 import dataclasses
 import itertools
 import json
 import shutil
-import types
 import warnings
 
 import jax
@@ -13,51 +11,48 @@ import jax.numpy as jnp
 import micro
 import numpy as np
 import pytest
-import tensorstore
 import transformers
 from safetensors.numpy import load_file, save_file
 from tokenizer_files import write_tokenizer_json
 
 from hlat_jax import config as config_lib
 from hlat_jax import loop
+from hlat_jax import train as train_lib
 from hlat_jax.cli import config_files, flags
-from hlat_jax.data.formats.paths import asset_path
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.generate.inference import open_model
 from hlat_jax.hf import __main__ as hf
 from hlat_jax.hf import averaging, exporting
-from hlat_jax.model import abstract_params, apply
+from hlat_jax.model import apply
 from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.program import make_program
 from hlat_jax.resolve import export_problem, resolve
 from hlat_jax.run.resume import open_init, with_weights
 from hlat_jax.store.checkpoint_checks import saved_run
-from hlat_jax.store.integrity import seal
 from hlat_jax.store.metrics import ROWS_FILE, read_rows
-from hlat_jax.weights import hf_config, weights_folder
+from hlat_jax.weights import hf_config, hf_names
 from hlat_jax.weights import trained as trained_weights
-from hlat_jax.weights.description import Description
 from hlat_jax.weights.hf_files import keep_companions
 from hlat_jax.weights.init_model import take_model
 from hlat_jax.weights.safetensors_file import Writer, read_header
-from hlat_jax.weights.trained import leaves_by_name, nested, open_weights
+from hlat_jax.weights.trained import leaves_by_name, open_weights
 
 MODEL = config_lib.ModelConfig(
     vocab_size=64, num_layers=2, embed_dim=16, mlp_dim=24, num_heads=4, num_kv_heads=2, head_dim=4, max_positions=32
 )
 
 
-def write_weights(folder, *, seed=0, dtype=np.float32, model=MODEL, step=0, edit=lambda name, values: values):
-    """Writes a weights folder of random values and returns them by name."""
+def write_weights(folder, *, seed=0, dtype=np.float32, model=MODEL, first=()):
+    """Writes a Hugging Face folder of random values, which begin with `first` in each tensor; returns ours by name."""
     rng = np.random.default_rng(seed)
-    described = Description(folder=folder, model=model, step=step)
-    found = {}
-    with weights_folder.new_weights(folder, described, origin={}, files={}) as leaves:
-        for name, leaf in leaves_by_name(abstract_params(model)).items():
-            found[name] = edit(name, rng.standard_normal(leaf.shape).astype(dtype))
-            with leaves.leaf(name, leaf.shape, np.dtype(dtype)) as write:
-                write(found[name])
-    return found
+    found = {name: rng.standard_normal(shape).astype(dtype) for name, shape in hf_names.expected(model).items()}
+    for values in found.values():
+        values.reshape(-1)[: len(first)] = np.array(first).astype(dtype)
+    folder.mkdir()
+    save_file(found, folder / "model.safetensors")
+    content = hf_config.config_json(model, dtype=np.dtype(dtype).name, token_ids={})
+    (folder / "config.json").write_text(json.dumps(content))
+    return read_all(folder)
 
 
 def read_all(folder):
@@ -83,7 +78,7 @@ def train(folder, workdir, **settings):
     with pytest.MonkeyPatch.context() as patch:
         one = jax.devices()[:1]
         patch.setattr(loop.jax, "devices", lambda: one)
-        loop.train(config, workdir)
+        train_lib.train(config, workdir)
     return config
 
 
@@ -115,7 +110,7 @@ COMMANDS = {  # each of them opens a checkpoint that was asked for by name
 }
 
 
-def test_every_command_refuses_a_checkpoint_that_is_misnamed_or_not_finite(trained, tmp_path):
+def test_every_command_refuses_a_damaged_checkpoint_and_a_run_opens_its_newest_usable_one(trained, tmp_path, capsys):
     run = shutil.copytree(trained[1], tmp_path / "run")
     shutil.copytree(run / "checkpoints/2", run / "checkpoints/5")
     micro.reseal(run / "checkpoints/2", lambda saved: saved["norms"].update(params=float("inf")))
@@ -127,51 +122,25 @@ def test_every_command_refuses_a_checkpoint_that_is_misnamed_or_not_finite(train
             with pytest.raises(ValueError, match=message):
                 command(trained, run / f"checkpoints/{step}", tmp_path / "out")
             assert not (tmp_path / "out").exists()
-
-
-def test_run_folder_opens_its_newest_usable_checkpoint(trained, tmp_path, capsys):
-    run = shutil.copytree(trained[1], tmp_path / "run")
-    micro.reseal(run / "checkpoints/2", lambda saved: saved["norms"].update(params=float("inf")))
-    shutil.copytree(run / "checkpoints/2", run / "checkpoints/5")
+    capsys.readouterr()
     assert open_weights(run).step == 1
     warned = capsys.readouterr().err
     assert "checkpoints/5 is damaged" in warned
     assert "checkpoints/2 is damaged (its state is not finite: the norm of params is inf)" in warned
 
 
-def test_symlink_or_copy_of_a_checkpoint_opens_at_its_step(trained, tmp_path):
-    run = shutil.copytree(trained[1], tmp_path / "run")
-    (run / "checkpoints/latest").symlink_to("1")
-    shutil.copytree(run / "checkpoints/1", run / "checkpoints/keep-1")
-    for name in ("latest", "keep-1"):
-        assert open_weights(run / "checkpoints" / name).step == 1
-
-
-def test_a_damaged_weights_folder_is_refused(tmp_path):
+def test_a_damaged_import_or_average_is_refused(tmp_path):
     write_weights(tmp_path / "w")
-    path = tmp_path / "w/arrays/layers.mlp.down.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-2] ^= 4
-    path.write_bytes(content)
-    with pytest.raises(ValueError, match=r"layers.mlp.down.safetensors has other content than was written"):
-        open_weights(tmp_path / "w")
-
-
-def test_path_without_weights_is_refused(tmp_path):
-    for path in (tmp_path, tmp_path / "gone"):
-        with pytest.raises(ValueError, match=r"holds no weights .*working directory"):
-            open_weights(path)
-
-
-def test_a_failed_write_leaves_no_folder(tmp_path):
-    def fail(name, values):
-        if name == "layers.mlp.down":
-            raise RuntimeError("the disk")
-        return values
-
-    with pytest.raises(RuntimeError, match="the disk"):
-        write_weights(tmp_path / "w", edit=fail)
-    assert list(tmp_path.iterdir()) == []
+    hf.main(["import", str(tmp_path / "w"), f"--out={tmp_path / 'import'}"])
+    hf.main(["average", str(tmp_path / "w"), str(tmp_path / "w"), f"--out={tmp_path / 'average'}"])
+    for name in ("import", "average"):
+        open_weights(tmp_path / name)
+        path = tmp_path / name / "model.safetensors"
+        content = bytearray(path.read_bytes())
+        content[-2] ^= 4
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"model.safetensors has other content than was written"):
+            open_weights(tmp_path / name)
 
 
 def test_exported_run_loads_in_transformers_without_warnings(trained, tmp_path, capsys, caplog, one_torch_thread):
@@ -214,27 +183,10 @@ def test_of_a_run_the_weights_alone_are_read_one_at_a_time_the_largest_first(tra
         return read(folder, abstract)
 
     monkeypatch.setattr(trained_weights, "read_arrays", read_and_record)
-    before = bytes_read()
     params = weights.restore(None)
-    num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype(jnp.bfloat16)}
-    assert 0.5 * num_bytes < bytes_read() - before < 1.5 * num_bytes
     assert sizes == sorted(sizes, reverse=True)
     assert len(sizes) == len(jax.tree.leaves(params))
-
-
-def bytes_read():
-    """Returns what TensorStore, through which Orbax reads, has read of files in this process."""
-    metrics = tensorstore.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
-    return sum(value["value"] for metric in metrics for value in metric["values"])
-
-
-def test_memory_that_a_tensor_is_read_into_is_taken_over_by_jax_without_a_copy(tmp_path):
-    write_weights(tmp_path / "w")
-    for path in (tmp_path / "w/arrays").iterdir():
-        [stored] = read_header(path).values()
-        values = stored.read()
-        assert jax.device_put(values, jax.devices()[0]).unsafe_buffer_pointer() == values.ctypes.data
 
 
 def test_export_in_bfloat16_rounds_the_masters(trained, tmp_path):
@@ -246,21 +198,12 @@ def test_export_in_bfloat16_rounds_the_masters(trained, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
-def test_average_of_a_checkpoint_with_itself_is_bitwise_identical(dtype, tmp_path):
-    def edit(name, values):
-        values.reshape(-1)[:5] = np.array([-0.0, 1e-40, 3e38, 1 / 3, 0]).astype(dtype)
-        return values
-
-    values = write_weights(tmp_path / "w", dtype=dtype, edit=edit, step=9)
-    for count in (2, 3, 7):
+def test_the_average_is_the_mean_rounded_once_and_that_of_a_checkpoint_with_itself_has_its_bits(dtype, tmp_path):
+    values = write_weights(tmp_path / "w", dtype=dtype, first=(-0.0, 1e-40, 3e38, 1 / 3, 0))
+    for count in (2, 7):
         averaging.average([tmp_path / "w"] * count, tmp_path / str(count))
         same_bits(read_all(tmp_path / str(count)), values)
-        assert open_weights(tmp_path / str(count)).step == 9
-
-
-@pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
-def test_the_average_is_the_mean_rounded_once(dtype, tmp_path):
-    found = [write_weights(tmp_path / f"w{seed}", seed=seed, dtype=dtype, step=seed) for seed in range(3)]
+    found = [write_weights(tmp_path / f"w{seed}", seed=seed, dtype=dtype) for seed in range(3)]
     averaging.average([tmp_path / f"w{seed}" for seed in range(3)], tmp_path / "mean")
     for name, mean in read_all(tmp_path / "mean").items():
         exact = np.mean([values[name].astype(np.float64) for values in found], axis=0)
@@ -269,16 +212,6 @@ def test_the_average_is_the_mean_rounded_once(dtype, tmp_path):
         np.testing.assert_allclose(mean.astype(np.float64), exact, rtol=tolerance, atol=tolerance)
         if mean.dtype == jnp.bfloat16:
             assert np.mean(mean == exact.astype(np.float32).astype(jnp.bfloat16)) > 0.99
-    origin = json.loads((tmp_path / "mean/weights.json").read_text())["origin"]
-    assert [each["step"] for each in origin["average_of"]] == [0, 1, 2]
-
-
-def test_an_average_has_the_tokenizer_of_a_run_whose_source_had_none(tmp_path):
-    path = asset_path("austen_2k.model")
-    (tmp_path / "config.json").write_text("{}")
-    run = types.SimpleNamespace(companions=tmp_path, tokenizer=str(path), open_tokenizer=lambda: Tokenizer(str(path)))
-    files, name = averaging._files(run)
-    assert (sorted(files), name) == (["config.json", "tokenizer.model"], "tokenizer.model")
 
 
 def test_averaging_checkpoints_of_a_run_uses_master_weights(trained, tmp_path):
@@ -289,8 +222,6 @@ def test_averaging_checkpoints_of_a_run_uses_master_weights(trained, tmp_path):
     mean = open_weights(tmp_path / "mean")
     np.testing.assert_allclose(mean.read("layers.mlp.down"), (first + second) / 2, rtol=1e-6, atol=1e-9)
     assert mean.open_tokenizer().vocab_size == 2048
-    assert hf.main(["export", str(tmp_path / "mean"), f"--out={tmp_path / 'hf'}"]) == 0
-    assert (tmp_path / "hf/tokenizer.model").is_file()
 
 
 @pytest.mark.slow
@@ -304,7 +235,7 @@ def test_exported_tokenizer_adds_bos_as_the_run_was_trained(tmp_path):
         trained_model = open_model(str(place), config_lib.ParallelConfig())
         first = [ours.bos_id]
         assert trained_model.first_ids(None) == first
-        assert trained_model.tokenizer.sha256 == ours.sha256
+        assert trained_model.tokenizer.encode(text).tolist() == ours.encode(text).tolist()
         exported = tmp_path / f"of_{place.name}"
         assert hf.main(["export", str(place), f"--out={exported}"]) == 0
         theirs = transformers.AutoTokenizer.from_pretrained(exported)
@@ -312,16 +243,6 @@ def test_exported_tokenizer_adds_bos_as_the_run_was_trained(tmp_path):
         assert (theirs.eos_token_id, theirs.bos_token_id) == (ours.eos_id, ours.bos_id)
         assert json.loads((exported / "tokenizer_config.json").read_text())["add_bos_token"] is True
         assert json.loads((exported / "config.json").read_text())["eos_token_id"] == ours.eos_id
-    assert sorted(path.name for path in (mean / "files").iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
-
-
-def test_export_keeps_only_post_processors_that_add_no_token():
-    bytes_, adds = {"type": "ByteLevel", "trim_offsets": False}, {"type": "TemplateProcessing", "single": []}
-    both = {"type": "Sequence", "processors": [bytes_, adds]}
-    assert exporting._without_templates(both) == {"type": "Sequence", "processors": [bytes_]}
-    assert exporting._without_templates(bytes_) == bytes_
-    for nothing in (None, adds, {"type": "Sequence", "processors": [adds]}, {"type": "RobertaProcessing"}):
-        assert exporting._without_templates(nothing) is None
 
 
 def test_incompatible_checkpoints_are_not_averaged(tmp_path):
@@ -336,15 +257,6 @@ def test_incompatible_checkpoints_are_not_averaged(tmp_path):
         assert not (tmp_path / "mean").exists()
 
 
-def test_checkpoints_differing_only_in_runtime_options_are_averaged(tmp_path):
-    write_weights(tmp_path / "a")
-    write_weights(
-        tmp_path / "b", model=dataclasses.replace(MODEL, ops_table="b.json", rms_norm="reference", remat="full")
-    )
-    averaging.average([tmp_path / "a", tmp_path / "b"], tmp_path / "mean")
-    assert open_weights(tmp_path / "mean").model == MODEL
-
-
 def parsed(*words):
     """Returns the config of a command line with `--config=tiny`, its model taken over, the keys given, the lines."""
     mutable, values = flags.parse(["--config=tiny", *(f"--config.{word}" for word in ("data.seq_len=32", *words))])
@@ -354,7 +266,7 @@ def parsed(*words):
 
 @pytest.fixture(scope="module")
 def kinds(trained, tmp_path_factory):
-    """A run, one of its checkpoints, its export and the import of that, each a path to start from."""
+    """A run, one of its checkpoints and its export, each a path to start from."""
     folder, run = tmp_path_factory.mktemp("kinds"), trained[1]
     hf.main(["export", str(run), f"--out={folder / 'hf'}"])
     config = json.loads((folder / "hf/config.json").read_text())
@@ -362,11 +274,10 @@ def kinds(trained, tmp_path_factory):
     (folder / "hf/config.json").write_text(json.dumps(config | changed | {"pad_token_id": 7}))
     (folder / "hf/chat_template.jinja").write_text("{{ messages }}")
     (folder / "hf/generation_config.json").write_text(json.dumps({"eos_token_id": [2, 9], "pad_token_id": 7}))
-    hf.main(["import", str(folder / "hf"), f"--out={folder / 'import'}"])
-    return {"run": run, "checkpoint": run / "checkpoints/1", "hf": folder / "hf", "import": folder / "import"}
+    return {"run": run, "checkpoint": run / "checkpoints/1", "hf": folder / "hf"}
 
 
-@pytest.mark.parametrize("kind", ["run", "checkpoint", "hf", "import"])
+@pytest.mark.parametrize("kind", ["run", "checkpoint", "hf"])
 def test_a_run_takes_the_model_and_tokenizer_of_its_initial_weights(kind, kinds, tmp_path):
     write_tokenizer(tmp_path / "other.model", 300)
     shipped = config_files.load("tiny").model
@@ -443,7 +354,7 @@ def test_export_of_a_run_has_the_files_and_token_ids_of_its_initial_weights(kind
 
 def test_what_an_export_refuses_is_what_transformers_refuses(tmp_path):
     sizes = [(6, 64), (4, 64), (3, 32), (1, 8), (8, 12), (12, 8)]
-    for number, ((heads, width), init_std) in enumerate(itertools.product(sizes, (0.02, 1.5))):
+    for (heads, width), init_std in itertools.product(sizes, (0.02, 1.5)):
         changes = {"embed_dim": width, "num_heads": heads, "num_kv_heads": 1, "head_dim": 16, "init_std": init_std}
         model = dataclasses.replace(MODEL, **changes)
         content = hf_config.config_json(model, dtype="float32", token_ids={})
@@ -453,19 +364,16 @@ def test_what_an_export_refuses_is_what_transformers_refuses(tmp_path):
         except Exception as error:  # of huggingface_hub, not one class
             problem = str(error)
         assert bool(export_problem(model)) == bool(problem), problem
-        folder, out = tmp_path / f"w{number}", tmp_path / f"hf{number}"
-        write_weights(folder, model=model)
-        refused = pytest.raises(ValueError, match=r"w\d+ cannot be exported: transformers refuses model\.")
-        with refused if problem else contextlib.nullcontext():
-            exporting.export_checkpoint(open_weights(folder), out)
-        assert out.exists() == (not problem)
+    write_weights(tmp_path / "w", model=model)  # the last, which is refused
+    with pytest.raises(ValueError, match=r"w cannot be exported: transformers refuses model\."):
+        exporting.export_checkpoint(open_weights(tmp_path / "w"), tmp_path / "hf")
+    assert not (tmp_path / "hf").exists()
 
 
-@pytest.mark.parametrize("policy", ["mixed", "bf16_sr"])
-def test_init_from_copies_only_the_weights(policy, trained):
+def test_init_from_copies_only_the_weights(trained):
     _, run, config = trained
     train_config = dataclasses.replace(config.train, init_from=str(run), seed=5)
-    config = dataclasses.replace(config, train=train_config, precision=config_lib.PrecisionConfig(policy))
+    config = dataclasses.replace(config, train=train_config, precision=config_lib.PrecisionConfig("mixed"))
     layout = make_layout(config.parallel, jax.devices()[:1])
     drawn = make_program(config, layout).init_state()
     moments = jax.tree.map(np.asarray, drawn["opt_state"]["inner"])
@@ -476,7 +384,7 @@ def test_init_from_copies_only_the_weights(policy, trained):
     assert int(state["step"]) == 0
     jax.tree.map(np.testing.assert_array_equal, state["opt_state"]["inner"], moments)
     masters = open_weights(run, masters=True).restore(None)
-    for mine in (state["params"], state["opt_state"].get("master", state["params"])):
+    for mine in (state["params"], state["opt_state"]["master"]):
         jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, np.asarray(b).astype(a.dtype)), mine, masters)
 
 
@@ -510,7 +418,7 @@ def test_weights_of_another_model_are_refused_before_anything_is_compiled(traine
     folder, run, _ = trained
     for settings, message in [
         ({"model__num_layers": 3}, r"model.num_layers: 2 in the checkpoint, 3 now"),
-        ({"model__fuse_qkv": False}, r"model.fuse_qkv: True in the checkpoint, False now\n.*--nofuse_qkv"),
+        ({"model__fuse_qkv": False}, r"model.fuse_qkv: True in the checkpoint, False now\n.*hf export"),
         ({"train__init_from": "nowhere"}, r"train.init_from: nowhere holds no weights"),
     ]:
         with pytest.raises(ValueError, match=message):
@@ -538,7 +446,7 @@ def write_tokenizer(path, vocab_size):
         )  # fmt: skip
 
 
-def test_safetensors_files_match_the_safetensors_library(tmp_path):
+def test_written_safetensors_files_are_read_by_the_safetensors_library(tmp_path):
     rng = np.random.default_rng(0)
     expected = {
         "a": rng.standard_normal((5, 3)).astype(np.float32),
@@ -546,69 +454,22 @@ def test_safetensors_files_match_the_safetensors_library(tmp_path):
         "scalar": np.array(2.5, np.float16),
         "empty": np.zeros((0, 3), np.float32),
     }
-    save_file(expected, tmp_path / "theirs.safetensors", metadata={"format": "pt"})
-    header = read_header(tmp_path / "theirs.safetensors")
-    assert header.keys() == expected.keys()
-    for name, values in expected.items():
-        assert header[name].read().tobytes() == values.tobytes()
-        assert header[name].read().shape == values.shape
-    np.testing.assert_array_equal(header["b.c"].read(rows=slice(1, 3)), expected["b.c"][1:3])
-
-    writer = Writer(tmp_path / "ours.safetensors", tensors=expected, metadata={"format": "pt"})
-    for first in (3, 0):  # in any order
-        writer.write("a", expected["a"][first : first + 3], first_row=first)
-    for name in ("scalar", "b.c", "empty"):
+    writer = Writer(tmp_path / "a.safetensors", tensors=expected, metadata={"format": "pt"})
+    for name in ("scalar", "b.c", "a", "empty"):  # in any order
         writer.write(name, expected[name])
     writer.close()
-    same_bits(load_file(tmp_path / "ours.safetensors"), expected)
-
-
-def test_leaf_names_round_trip_to_trees():
-    tree = abstract_params(MODEL)
-    assert nested(leaves_by_name(tree)) == tree
-    assert "layers.attention.qkv" in leaves_by_name(tree)
-
-
-def header_bytes(header, *, data=bytes(8), length=None):
-    """Returns a safetensors file with this header, which may be nonsense."""
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
-
-
-def tensor(begin, end, *, dtype="F32", shape=(1,)):
-    return {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    same_bits(load_file(tmp_path / "a.safetensors"), expected)
+    found = {name: stored.read() for name, stored in read_header(tmp_path / "a.safetensors").items()}
+    same_bits(found, expected)
 
 
 def test_a_damaged_safetensors_file_is_refused_by_its_name(tmp_path):
     path = tmp_path / "a.safetensors"
-    for content in (
-        header_bytes({"a": tensor(0, 12, shape=[3])}),
-        header_bytes({"\x1b[31m\n": tensor(4, 8)}),
-        header_bytes({"a" * 1000: [0, 8]}),
-        header_bytes(b'{"a": ' + b"[" * 50_000),
-        header_bytes({}, length=200_000_000),
-        b"",
-    ):
+    unreadable = json.dumps({"\x1b[31m\n" * 1000: [0, 8]}).encode()
+    for content in (len(unreadable).to_bytes(8, "little") + unreadable, b""):
         path.write_bytes(content)
         with pytest.raises(ValueError, match="is not a safetensors file, or is damaged: ") as caught:
             read_header(path)
         assert str(path) in str(caught.value)
         assert str(caught.value).isprintable()
         assert len(str(caught.value)) < len(str(path)) + 300
-
-
-def test_invalid_field_of_a_weights_folder_is_refused_by_name(tmp_path):
-    write_weights(tmp_path / "w")
-    path = tmp_path / "w/weights.json"
-    whole, sums = json.loads(path.read_text()), json.loads((tmp_path / "w/integrity.json").read_text())["files"]
-    for change, message in [
-        ({"tokenizer": "../../a.model"}, r"weights.json: tokenizer='../../a.model' must be a plain name"),
-        ({"tokenizer": 7}, r"weights.json: tokenizer=7 must be text"),
-        ({"stop_ids": ["a"]}, r"weights.json: stop_ids\[0\]='a' must be an integer"),
-        ({"format": None}, r"has layout version None"),
-        ({"model": {"num_layers": "2"}}, r"model.num_layers='2' is str; it must be int"),
-    ]:
-        path.write_text(json.dumps(whole | change))
-        seal(tmp_path / "w", sums)
-        with pytest.raises(ValueError, match=message):
-            open_weights(tmp_path / "w")

@@ -1,67 +1,98 @@
 """`python -m hlat_jax.data build`: converts text of any format to a folder of ArrayRecord shards with a manifest.
 
-The same inputs and options give the same shards, whatever the number of workers and however often the build was killed
-and resumed: consecutive inputs form tasks of similar size (see build_task), a shard ends once it holds enough bytes of
-text, and manifest.json is written last. Until then everything is in the hidden folder DIR/.building.
+One thread reads the inputs and writes the shards, both in order; other threads encode blocks of documents in between
+(SentencePiece releases the GIL). So the same inputs and options give the same bytes, whatever the number of workers and
+however often the build was killed and resumed. Until it is complete everything is in the hidden folder DIR/.building,
+in which the JSON file beside a shard says that the shard is finished and where in the inputs it ends.
 """
 
 from __future__ import annotations
 
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import hashlib
 import json
-import multiprocessing
 import os
 import pathlib
 import shutil
-import signal
 from collections.abc import Callable, Iterator, Sequence
-from typing import Annotated, Any, TextIO
+from typing import Any, NamedTuple, TypedDict
 
 from hlat_jax.config import counted
-from hlat_jax.data.build import build_task, inputs, shards
-from hlat_jax.data.build.build_task import BuildOptions, Task
-from hlat_jax.data.build.workers import COUNTS, SharedState, start_worker
+from hlat_jax.data.build import inputs, shards
+from hlat_jax.data.build.shards import COUNTS
 from hlat_jax.data.formats.built import FORMAT, index_path
 from hlat_jax.data.formats.files import MANIFEST_NAME, SHARD_SUFFIX
+from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.store.atomic_files import sync_folder
 from hlat_jax.store.metrics import duration
-from hlat_jax.store.progress import ProgressBar
-from hlat_jax.store.typed_json import check_name, read_json
+from hlat_jax.store.progress import Status
+from hlat_jax.store.typed_json import Count, read_json
 
 _BUILDING = ".building"
-_FEW_DOCUMENTS = 32  # batches of that many rows are common
-_PLAN, _RENAMES = "plan.json", "renames.json"
-_Rename = Annotated[list[str], "two names", lambda pair: len(pair) == 2]
+_BLOCK_CHARS = 1 << 18  # encoded by one thread at a time
+_LONG_CHARS = 1 << 22  # a block of a longer document is written before more is read
+_BAD_SHOWN = 5
 
 
 @dataclasses.dataclass(frozen=True)
-class BuildResult:
-    """The manifest of a finished build.
+class BuildOptions:
+    """How a dataset is built.
 
     Attributes:
-      manifest: as it is in manifest.json.
-      bad: errors of some of the skipped records.
-      was_complete: whether an earlier run of the command had finished it.
-      ignored: a description of the files in input folders that are not read.
-      num_cut: plain-text files that were cut at paragraphs.
+      text_field: JSONL key or column that holds the text.
+      tokenizer: path of the tokenizer; "" stores text.
+      max_document_chars: as data.max_document_chars.
+      shard_bytes: text after which a shard ends.
+      on_bad_record: "raise" or "skip".
+      prepend_bos: whether documents of token ids begin with BOS.
+      batch_size: rows of the runs; fewer plain-text files are cut at paragraphs, see inputs.open_inputs.
     """
 
+    text_field: str = "text"
+    tokenizer: str = ""
+    max_document_chars: int = 500_000
+    shard_bytes: int = 256 << 20
+    on_bad_record: str = "raise"
+    prepend_bos: bool = False
+    batch_size: int = 1
+
+
+class BuildResult(NamedTuple):
+    """The manifest of a finished build, whether an earlier run of the command finished it, and notes about inputs."""
+
     manifest: dict[str, Any]
-    bad: tuple[str, ...] = ()
-    was_complete: bool = False
-    ignored: str = ""
-    num_cut: int = 0
+    was_complete: bool
+    notes: list[str]
 
 
-def num_cores() -> int:
-    """Returns the cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+class _Record(NamedTuple):
+    """One record of the inputs: `position` is (number of its input, records of that input read so far)."""
+
+    position: tuple[int, int]
+    document: Any  # text, then an EncodedDocument; or a BadRecord
+
+
+class _FinishedShard(TypedDict):
+    """What the JSON file beside a finished shard holds."""
+
+    plan: str
+    position: list[Count]
+    file_bytes: Count
+    content: str
+    documents: Count
+    bytes: Count
+    tokens: Count
+    bad_records: Count
+    long: list
+    bad: list
+    sources: dict[str, dict[str, Count]]
 
 
 def build(
@@ -69,103 +100,91 @@ def build(
     *,
     out: pathlib.Path,
     options: BuildOptions,
-    num_workers: int,
-    watch: Callable[[SharedState, int], contextlib.AbstractContextManager],
+    num_workers: int = 1,
+    status: Status | None = None,
 ) -> BuildResult:
     """Writes the documents that `words` name to the dataset `out`, and returns its manifest.
 
     Args:
       words: files, folders and globs, as in data.train, also of .gz and .zst.
-      out: a folder that is new, empty, or holds an unfinished build of the same inputs and options,
-        which is resumed.
+      out: a folder that is new, empty, or holds an unfinished build of the same inputs and options, which is resumed.
       options: of the build.
-      num_workers: cores to use; does not change what is written.
-      watch: from the shared state and the bytes of the inputs, returns a context manager that shows the progress.
+      num_workers: threads that encode; does not change what is written.
+      status: the progress, which is kept up to date.
 
     Raises:
       ValueError: bad input (see sources), no documents, none with text, or something else in `out`.
-      OSError: the disk is full or broken, or a worker was killed. Finished shards are kept.
+      OSError: the disk is full or broken. Finished shards are kept.
     """
     searched = inputs.find(words)
-    _check_outside(out, searched.folders)
-    found = inputs.open_inputs(searched, batch_size=options.batch_size)
-    said = {"ignored": searched.describe_ignored(), "num_cut": sum(input_.is_cut for input_ in found)}
+    for folder in searched.folders:
+        if out.resolve().is_relative_to(folder.resolve()):
+            raise ValueError(f"--out={out} is inside the input {folder}; choose a folder outside it.")
+    input_files = inputs.open_inputs(searched, batch_size=options.batch_size)
+    notes = [searched.describe_ignored()] if searched.ignored else []
+    if num_cut := sum(input_.is_cut for input_ in input_files):
+        what = f"{counted(num_cut, 'text')}, fewer than --batch_size, cut at paragraphs as training would"
+        notes.append(f"{what}; --batch_size=1 keeps texts whole")
     tokenizer = Tokenizer(options.tokenizer) if options.tokenizer else None
     if options.prepend_bos and tokenizer is None:
         raise ValueError("--prepend_bos needs --tokenizer; of a dataset of texts, set data.prepend_bos=True to train.")
     if tokenizer is not None:
         tokenizer.require_bos(options.prepend_bos, key="--prepend_bos")
-    plan = _plan(found, options=options, tokenizer=tokenizer)
-    complete = _complete(out, plan)
-    if complete is not None:
-        return BuildResult(complete, was_complete=True, **said)
-    with _unfinished(out, plan) as folder:
-        bad: tuple[str, ...] = ()
+    plan = _plan_hash(input_files, options=options, tokenizer=tokenizer)
+    if (out / MANIFEST_NAME).exists():
+        manifest = _require_plan(read_json(out / MANIFEST_NAME), plan, out=out)
+        shutil.rmtree(out / _BUILDING, ignore_errors=True)
+        return BuildResult(manifest, True, notes)
+    with _locked_folder(out) as folder:
         if not (folder / MANIFEST_NAME).exists():
-            tasks = _tasks(found, shard_bytes=options.shard_bytes, plan_hash=_plan_hash(plan))
-            metadata = _run(tasks, folder=folder, options=options, num_workers=num_workers, watch=watch)
-            try:
-                manifest = _manifest(metadata, found=found, plan=plan, tokenizer=tokenizer, options=options)
-            except ValueError:
-                shutil.rmtree(folder)
-                raise
-            _write_manifest(folder, manifest, metadata=metadata)
-            bad = tuple(message for shard in metadata for message in shard["bad"])
-        return BuildResult(_put_in_place(out, folder), bad=bad, **said)
-
-
-def _check_outside(out: pathlib.Path, folders: Sequence[pathlib.Path]) -> None:
-    for folder in folders:
-        if out.resolve().is_relative_to(folder.resolve()):
-            raise ValueError(
-                f"--out={out} is inside the input {folder}: its documents would be read twice later. "
-                "Choose a folder outside it."
+            parts = _finished_shards(folder, plan=plan, out=out)
+            parts += _write_shards(
+                input_files,
+                parts,
+                folder=folder,
+                plan=plan,
+                options=options,
+                tokenizer=tokenizer,
+                num_threads=num_workers,
+                status=status or Status(),
             )
+            manifest = _manifest(parts, input_files=input_files, plan=plan, options=options, tokenizer=tokenizer)
+            shards.write_whole(folder / MANIFEST_NAME, json.dumps(manifest, indent=1).encode() + b"\n")
+            if manifest["bad_records"]:
+                notes.append(f"skipped {counted(manifest['bad_records'], 'bad record')}, such as")
+                notes += [f"  {problem}" for part in parts for problem in part["bad"]][:_BAD_SHOWN]
+        manifest = _require_plan(read_json(folder / MANIFEST_NAME), plan, out=out)
+        _put_in_place(out, folder, manifest)
+    return BuildResult(manifest, False, notes)
 
 
-def _plan(found: Sequence[inputs.Input], *, options: BuildOptions, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Returns all settings that determine the bytes of a build; `on_bad_record` may change when it is resumed."""
-    return {
-        "format": FORMAT,
-        "inputs": [[each.file.name, each.size, each.fingerprint, *["cut"] * each.is_cut] for each in found],
-        "text_field": options.text_field,
-        "tokenizer_sha256": None if tokenizer is None else tokenizer.sha256,
-        "max_document_chars": None if tokenizer is None else options.max_document_chars,
-        "shard_bytes": options.shard_bytes,
-    } | ({"prepend_bos": True} if options.prepend_bos else {})
-
-
-def _plan_hash(plan: dict[str, Any]) -> str:
+def _plan_hash(input_files: Sequence[inputs.Input], *, options: BuildOptions, tokenizer: Tokenizer | None) -> str:
+    """Returns a hash of all that determines the bytes of a build; `on_bad_record` may change when it is resumed."""
+    plan = [
+        FORMAT,
+        [[input_.file.name, input_.size, input_.fingerprint, input_.is_cut] for input_ in input_files],
+        [options.text_field, options.shard_bytes, options.prepend_bos],
+        [tokenizer.sha256, options.max_document_chars] if tokenizer else None,
+    ]
     return hashlib.blake2b(json.dumps(plan).encode(), digest_size=16).hexdigest()
 
 
-def _complete(out: pathlib.Path, plan: dict[str, Any]) -> dict[str, Any] | None:
-    """Returns the manifest if an earlier run finished this build, or None if `out` has no manifest."""
-    path = out / MANIFEST_NAME
-    if not path.exists():
-        return None
-    try:
-        manifest = read_json(path)
-        is_same = manifest.get("plan") == _plan_hash(plan)
-    except ValueError:
-        is_same = False
-    if not is_same:
+def _require_plan(made: dict[str, Any], plan: str, *, out: pathlib.Path) -> dict[str, Any]:
+    """Returns `made`, a manifest or finished shard in `out`; raises ValueError if it is of another build."""
+    if made.get("plan") != plan:
         raise ValueError(
-            f"--out={out} holds a dataset that was built from other inputs or options, or whose inputs changed since; "
-            "choose another folder, or remove this one."
+            f"--out={out} was built from other inputs or options, or its inputs changed since; choose another folder, "
+            "or remove this one."
         )
-    shutil.rmtree(out / _BUILDING, ignore_errors=True)
-    return manifest
+    return made
 
 
 @contextlib.contextmanager
-def _unfinished(out: pathlib.Path, plan: dict[str, Any]) -> Iterator[pathlib.Path]:
-    """Yields DIR/.building, locked, of this plan, and without the partial files of a killed process."""
+def _locked_folder(out: pathlib.Path) -> Iterator[pathlib.Path]:
+    """Yields DIR/.building, locked, without the partial files of a killed process."""
     folder = out / _BUILDING
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out={out} is a file; give a folder.")
-    if not folder.exists() and out.exists() and any(out.iterdir()):
-        raise ValueError(f"--out={out} is not empty; give a new or empty folder.")
+    if out.exists() and (not out.is_dir() or (not folder.exists() and any(out.iterdir()))):
+        raise ValueError(f"--out={out} is a file or is not empty; give a new or empty folder.")
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = open(folder / "lock", "w")  # noqa: SIM115 - held until the build ends
@@ -178,109 +197,161 @@ def _unfinished(out: pathlib.Path, plan: dict[str, Any]) -> Iterator[pathlib.Pat
             raise ValueError(f"another process is building in {out}; wait for it, or choose another --out.") from None
         for partial in folder.glob("*.partial"):
             partial.unlink()
-        before = read_json(folder / _PLAN) if (folder / _PLAN).exists() else {}
-        differs = [key for key in {**before, **plan} if plan.get(key) != before.get(key)]
-        is_staged = any(
-            (folder / name).exists() for name in (MANIFEST_NAME, _RENAMES)
-        )  # shards may be in `out` already
-        if differs and (is_staged or any(folder.glob(f"*{SHARD_SUFFIX}"))):
-            raise ValueError(
-                f"--out={out} holds an unfinished build that differs in {', '.join(differs)}; run its command again "
-                f"to finish it, or remove {out if is_staged else folder} to start over."
-            )
-        if differs:  # remove what an attempt without shards left, such as the metadata of a task of bad records
-            for path in folder.iterdir():
-                if path.name != "lock":
-                    path.unlink()
-            shards.write_whole(folder / _PLAN, json.dumps(plan).encode())
         yield folder
 
 
-def _tasks(found: Sequence[inputs.Input], *, shard_bytes: int, plan_hash: str) -> list[Task]:
-    """Returns tasks of consecutive inputs of about `shard_bytes`; a larger input is a task of several shards."""
-    groups: list[list[inputs.Input]] = [[]]
-    group_bytes = 0
-    for input_ in found:
-        if group_bytes >= shard_bytes:
-            groups.append([])
-            group_bytes = 0
-        groups[-1].append(input_)
-        group_bytes += input_.size
-    return [Task(number, tuple(group), plan_hash) for number, group in enumerate(groups)]
+def _shard_path(folder: pathlib.Path, number: int) -> pathlib.Path:
+    """Returns where a shard is while the build is incomplete."""
+    return folder / f"shard-{number:05d}{SHARD_SUFFIX}"
 
 
-def _run(
-    tasks: Sequence[Task],
+def _finished_shards(folder: pathlib.Path, *, plan: str, out: pathlib.Path) -> list[dict[str, Any]]:
+    """Returns the metadata of the shards that an earlier run finished, up to the first that is not whole."""
+    finished: list[dict[str, Any]] = []
+    while (path := _shard_path(folder, len(finished))).with_suffix(".json").exists():
+        metadata = _require_plan(read_json(path.with_suffix(".json"), kind=_FinishedShard), plan, out=out)
+        if not path.exists() or path.stat().st_size != metadata["file_bytes"]:
+            break
+        finished.append(metadata)
+    return finished
+
+
+def _write_shards(
+    input_files: Sequence[inputs.Input],
+    finished: Sequence[dict[str, Any]],
     *,
     folder: pathlib.Path,
+    plan: str,
     options: BuildOptions,
-    num_workers: int,
-    watch: Callable[[SharedState, int], contextlib.AbstractContextManager],
+    tokenizer: Tokenizer | None,
+    num_threads: int,
+    status: Status,
 ) -> list[dict[str, Any]]:
-    """Returns the metadata of all shards in the order of the inputs; runs `num_workers` tasks at a time."""
-    context = multiprocessing.get_context("spawn")  # a process that has imported JAX must not fork
-    shared = SharedState(context, num_tasks=len(tasks), num_cores=num_workers)
-    with watch(shared, sum(task.size for task in tasks)):
-        if min(num_workers, len(tasks)) == 1:
-            return [
-                metadata
-                for task in tasks
-                for metadata in build_task.run(task, folder=folder, options=options, shared=shared)
-            ]
-        pool = concurrent.futures.ProcessPoolExecutor(
-            min(num_workers, len(tasks)),
-            mp_context=context,
-            initializer=start_worker,
-            initargs=(shared,),
+    """Writes the shards after the finished ones; returns their metadata, the last maybe of bad records alone."""
+    written: list[dict[str, Any]] = []
+    position = tuple(finished[-1]["position"]) if finished else (0, 0)
+    totals = collections.Counter({name: sum(shard[name] for shard in finished) for name in ("documents", "bytes")})
+    encode: Callable[[str], shards.EncodedDocument] = shards.encode_text
+    if tokenizer is not None:
+        rest = {"max_chars": options.max_document_chars, "bos": options.prepend_bos}
+        encode = functools.partial(shards.encode_tokens, tokenizer=tokenizer, **rest)
+
+    def open_shard() -> shards.ShardWriter:
+        before = [*finished, *written]
+        return shards.ShardWriter(
+            _shard_path(folder, len(before)),
+            dtype=None if tokenizer is None else shards.id_dtype(tokenizer.vocab_size),
+            content=int(before[-1]["content"], 16) if before else 0,
         )
-        with pool:
-            # workers inherit the mask, so that Ctrl-C does not reach one that is still importing
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            try:
-                try:
-                    # largest first, because the build waits for the last one
-                    futures = {
-                        task.number: pool.submit(build_task.run_in_worker, task, folder, options)
-                        for task in sorted(tasks, key=lambda task: -task.size)
-                    }
-                finally:  # a Ctrl-C received in between is raised here
-                    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-                for future in concurrent.futures.as_completed(futures.values()):
-                    future.result()
-            except BaseException as error:
-                shared.stop.set()
-                pool.shutdown(wait=True, cancel_futures=True)
-                if isinstance(error, concurrent.futures.process.BrokenProcessPool):
-                    raise OSError(
-                        "a worker process died, perhaps killed because memory ran out. Finished shards are kept: run "
-                        "the same command again to resume, with fewer --workers if memory is short."
-                    ) from None
-                raise
-        return [metadata for task in tasks for metadata in futures[task.number].result()]
+
+    def close(shard: shards.ShardWriter) -> None:
+        metadata = shard.close() | {"plan": plan, "position": list(position)}
+        if metadata["documents"]:
+            shards.write_whole(shard.path.with_suffix(".json"), json.dumps(metadata).encode())
+        written.append(metadata)
+
+    shard = open_shard()
+    try:
+        records = _read(input_files, start=position, options=options, status=status)
+        for block in _encode_in_order(records, encode, num_threads=num_threads):
+            for record in block:
+                # before the next record: after the last one a shard may have no documents, and is then no file
+                if shard.counts["bytes"] >= options.shard_bytes:
+                    close(shard)
+                    shard = open_shard()
+                position = record.position
+                shard.add(position[0], record.document)
+            totals.update(documents=len(block), bytes=sum(getattr(record.document, "num_bytes", 0) for record in block))
+            status.text = f"{totals['documents']:,} documents  {format_bytes(totals['bytes'])}"
+        close(shard)
+    finally:
+        shard.discard()
+    return written
+
+
+def _read(
+    input_files: Sequence[inputs.Input], *, start: tuple[int, ...], options: BuildOptions, status: Status
+) -> Iterator[_Record]:
+    """Yields the records after `start`; raises ValueError at a bad one with on_bad_record="raise"."""
+    total_bytes, before_bytes = max(sum(input_.size for input_ in input_files), 1), 0
+    for number, input_ in enumerate(input_files):
+        if number < start[0]:
+            before_bytes += input_.size
+            continue
+        count = num_chars = 0
+        for document in inputs.read(input_, text_field=options.text_field):
+            count += 1  # noqa: SIM113 - enumerate would keep a document while the next one is read
+            if isinstance(document, BadRecord) and options.on_bad_record == "raise":
+                raise document.for_command()
+            num_chars += len(document) if isinstance(document, str) else 0
+            status.share = (before_bytes + min(num_chars, input_.size)) / total_bytes
+            if (number, count) > start:
+                yield _Record((number, count), document)
+            del document
+        before_bytes += input_.size
+
+
+def _encode_in_order(
+    records: Iterator[_Record], encode: Callable[[str], shards.EncodedDocument], *, num_threads: int
+) -> Iterator[list[_Record]]:
+    """Yields blocks of records with encoded documents, in order; memory holds about one block per thread."""
+    with concurrent.futures.ThreadPoolExecutor(num_threads, thread_name_prefix="hlat-build") as pool:
+        pending: collections.deque[concurrent.futures.Future] = collections.deque()
+        for block, num_chars in _blocks(records):
+            pending.append(pool.submit(_encode_block, block, encode))
+            while len(pending) > (num_threads if num_chars <= _LONG_CHARS else 0):
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+
+
+def _blocks(records: Iterator[_Record]) -> Iterator[tuple[list[_Record], int]]:
+    """Yields consecutive records of about _BLOCK_CHARS, and their characters."""
+    block, num_chars = [], 0
+    for record in records:
+        block.append(record)
+        num_chars += len(record.document) if isinstance(record.document, str) else 0
+        del record
+        if num_chars >= _BLOCK_CHARS:
+            yield block, num_chars
+            block, num_chars = [], 0
+    yield block, num_chars
+
+
+def _encode_block(block: list[_Record], encode: Callable[[str], shards.EncodedDocument]) -> list[_Record]:
+    """Returns the records encoded, taking each out of `block` so that a long text is freed once it is encoded."""
+    encoded = []
+    block.reverse()
+    while block:
+        position, document = block.pop()
+        encoded.append(_Record(position, encode(document) if isinstance(document, str) else document))
+        del document
+    return encoded
 
 
 def _manifest(
-    metadata: Sequence[dict[str, Any]],
+    parts: Sequence[dict[str, Any]],
     *,
-    found: Sequence[inputs.Input],
-    plan: dict[str, Any],
-    tokenizer: Tokenizer | None,
+    input_files: Sequence[inputs.Input],
+    plan: str,
     options: BuildOptions,
+    tokenizer: Tokenizer | None,
 ) -> dict[str, Any]:
-    totals = {name: sum(shard[name] for shard in metadata) for name in COUNTS}
+    """Returns the manifest of a dataset; raises ValueError if it has no documents."""
+    totals = {name: sum(part[name] for part in parts) for name in COUNTS}
     if totals["documents"] == 0:
         bad = counted(totals["bad_records"], "bad record")
-        raise ValueError(f"the {len(found)} input file(s) hold no documents ({bad}).")
-    sources = [{"name": name} | dict.fromkeys(COUNTS, 0) for name in inputs.names(found)]
-    for shard in metadata:
-        for number, counts in shard["sources"].items():
+        raise ValueError(f"the {len(input_files)} input file(s) hold no documents ({bad}).")
+    sources = [{"name": name} | dict.fromkeys(COUNTS, 0) for name in inputs.names(input_files)]
+    for part in parts:
+        for number, counts in part["sources"].items():
             for key in COUNTS:
                 sources[int(number)][key] += counts[key]
-    filled = [shard for shard in metadata if shard["documents"]]
-    kept = ("documents", "bytes", "tokens", "long", "file_bytes", "blake2b")
+    filled = [part for part in parts if part["documents"]]
     listed = [
-        {"name": f"shard-{number:05d}-of-{len(filled):05d}{SHARD_SUFFIX}"} | {key: shard[key] for key in kept}
-        for number, shard in enumerate(filled)
+        {"name": f"shard-{number:05d}-of-{len(filled):05d}{SHARD_SUFFIX}"}
+        | {key: part[key] for key in ("documents", "bytes", "tokens", "long")}
+        for number, part in enumerate(filled)
     ]
     if tokenizer is None:
         for counts in (totals, *sources, *listed):
@@ -289,93 +360,41 @@ def _manifest(
         "format": FORMAT,
         "kind": "text" if tokenizer is None else "tokens",
         **totals,
-        "content_hash": shards.joined_hash((int(shard["content"], 16), shard["documents"]) for shard in metadata),
-        "tokenizer_sha256": plan["tokenizer_sha256"],
-        "vocab_size": None if tokenizer is None else tokenizer.vocab_size,
-        "eos_id": None if tokenizer is None else tokenizer.eos_id,
-        "max_document_chars": plan["max_document_chars"],
-        **({"prepend_bos": True} if options.prepend_bos else {}),
-        "plan": _plan_hash(plan),
+        "content_hash": parts[-1]["content"],
+        "tokenizer_sha256": tokenizer and tokenizer.sha256,
+        "vocab_size": tokenizer and tokenizer.vocab_size,
+        "eos_id": tokenizer and tokenizer.eos_id,
+        "max_document_chars": tokenizer and options.max_document_chars,
+        "prepend_bos": options.prepend_bos,
+        "plan": plan,
         "sources": sources,
         "shards": listed,
     }
 
 
-def _write_manifest(folder: pathlib.Path, manifest: dict[str, Any], *, metadata: Sequence[dict[str, Any]]) -> None:
-    """Writes the renames to be done and the manifest into DIR/.building, so that a kill in between loses nothing."""
-    filled = [shard["name"] for shard in metadata if shard["documents"]]
-    renames = [[old, shard["name"]] for old, shard in zip(filled, manifest["shards"], strict=True)]
-    shards.write_whole(folder / _RENAMES, json.dumps(renames).encode())
-    shards.write_whole(folder / MANIFEST_NAME, json.dumps(manifest, indent=1).encode() + b"\n")
-
-
-def _put_in_place(out: pathlib.Path, folder: pathlib.Path) -> dict[str, Any]:
-    """Renames the shards and then the manifest into DIR, resuming after a kill; returns the manifest."""
-    path = folder / _RENAMES
-    try:
-        renames = read_json(path, kind=list[_Rename])
-    except ValueError as error:
-        raise ValueError(f"{str(error).rstrip('.')}; remove {out} and build the dataset again.") from None
-    for old, new in renames:
-        for name in (old, new):
-            check_name(name, str(path))
-        for source, target in (
-            (index_path(folder / old), index_path(out / new)),
-            (folder / old, out / new),
-        ):
-            if source.exists():
-                os.replace(source, target)
+def _put_in_place(out: pathlib.Path, folder: pathlib.Path, manifest: dict[str, Any]) -> None:
+    """Renames the shards and then the manifest into DIR; may have done a part of it before it was killed."""
+    for number, shard in enumerate(manifest["shards"]):
+        source, target = _shard_path(folder, number), out / shard["name"]
+        for old, new in ((index_path(source), index_path(target)), (source, target)):
+            if old.exists():
+                os.replace(old, new)
     sync_folder(out)
     os.replace(folder / MANIFEST_NAME, out / MANIFEST_NAME)
     sync_folder(out)
     shutil.rmtree(folder)
-    return read_json(out / MANIFEST_NAME)
-
-
-def progress_on(stream: TextIO) -> Callable[[SharedState, int], ProgressBar]:
-    """Returns the `watch` of `build` that shows its progress on `stream`."""
-
-    def watch(shared: SharedState, input_bytes: int) -> ProgressBar:
-        def read() -> tuple[float, str]:
-            counts = dict(zip(COUNTS, shared.counts[:], strict=True))
-            text = f"{counts['documents']:,} documents  {format_bytes(counts['bytes'])}"
-            text += f"  {counts['tokens'] / 1e6:,.1f} M tokens" if counts["tokens"] else ""
-            text += f"  {counts['bad_records']:,} bad records" if counts["bad_records"] else ""
-            return min(shared.input_bytes.value / max(input_bytes, 1), 1.0), text
-
-        return ProgressBar(read, stream=stream)
-
-    return watch
 
 
 def summary(result: BuildResult, *, out: pathlib.Path, elapsed_s: float) -> str:
     """Returns the lines that the command prints at the end."""
     manifest = result.manifest
     what = f"{counted(manifest['documents'], 'document')}, {format_bytes(manifest['bytes'])} of text"
-    if manifest["tokens"] is not None:
-        per_byte = manifest["tokens"] / manifest["bytes"]
-        what += f", {counted(manifest['tokens'], 'token')} ({per_byte:.3f} per byte)"
-    time = "" if result.was_complete else f" in {duration(elapsed_s)}"
-    what += f", {counted(len(manifest['shards']), 'shard')}"
-    lines = [f"{out} {'is complete' if result.was_complete else 'built'}: {what}{time}"]
-    if manifest["bad_records"]:
-        lines.append(f"skipped {counted(manifest['bad_records'], 'bad record')}{', such as' if result.bad else ''}")
-        lines += [f"  {message}" for message in result.bad[:5]]
-    lines += [result.ignored] if result.ignored else []
-    if result.num_cut:
-        lines.append(
-            f"{counted(result.num_cut, 'text')}, fewer than --batch_size, cut at paragraphs as training would; "
-            "--batch_size=1 keeps texts whole"
-        )
-    if manifest["documents"] < _FEW_DOCUMENTS:
-        lines.append(
-            f"few documents: each row of a batch reads documents of its own, so data.batch_size can be at most "
-            f"{manifest['documents']}. A .txt or .md file is one document unless there are fewer than --batch_size: "
-            "give that of the run. Token ids can also be shuffled by rows, with data.shuffle_by=row."
-        )
     hint = f"train on it with --config.data.train={out}"
     if manifest["kind"] == "tokens":
+        per_byte = manifest["tokens"] / manifest["bytes"]
+        what += f", {counted(manifest['tokens'], 'token')} ({per_byte:.3f} per byte)"
         hint += f" --config.model.vocab_size={manifest['vocab_size']} and the same tokenizer"
-        hint += ", and --config.data.prepend_bos" * manifest.get("prepend_bos", False)
-    lines.append(hint)
-    return "\n".join(lines)
+        hint += ", and --config.data.prepend_bos" * manifest["prepend_bos"]
+    what += f", {counted(len(manifest['shards']), 'shard')}"
+    how = "is complete" if result.was_complete else f"built in {duration(elapsed_s)}"
+    return "\n".join([f"{out} {how}: {what}", *result.notes, hint])

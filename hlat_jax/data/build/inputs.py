@@ -21,20 +21,18 @@ class Input:
       file: for streaming.iter_documents.
       size: bytes on disk; for a dataset, bytes of text.
       fingerprint: 32 hex digits that change with the content, or when a local file is rewritten.
-      number: its index among the inputs.
       is_cut: whether it is plain text that is cut into documents at paragraphs.
     """
 
     file: files.DataFile
     size: int
     fingerprint: str
-    number: int
     is_cut: bool = False
 
 
 def find(words: Sequence[str]) -> paths.FoundFiles:
     """Returns the files that the arguments of a command name; raises as paths.find_files does."""
-    return paths.find_files(words, key=KEY, allow_compressed=True)
+    return paths.find_files(words, key=KEY, in_order=True)
 
 
 def open_inputs(found: paths.FoundFiles, *, batch_size: int = 1) -> list[Input]:
@@ -48,8 +46,15 @@ def open_inputs(found: paths.FoundFiles, *, batch_size: int = 1) -> list[Input]:
     inputs: list[Input] = []
     is_cut = len(found.files) < batch_size and {paths.file_format(file) for file in found.files} == {"text"}
     for file in found.files:
-        size, fingerprint = _built_identity(file) if file.is_built else _file_identity(file)
-        inputs.append(Input(file, size=size, fingerprint=fingerprint, number=len(inputs), is_cut=is_cut))
+        if file.is_built:
+            manifest = built.read_manifest(file)
+            if manifest.kind != "text":
+                raise ValueError(f"{KEY}: {file} holds token ids, not text; give the text it was built from.")
+            size, fingerprint = manifest.bytes, files.fingerprint(pathlib.Path(file) / files.MANIFEST_NAME)
+        else:
+            snapshot = files.Snapshot(file)
+            size, fingerprint = snapshot.size, hashlib.blake2b(snapshot.state.encode(), digest_size=16).hexdigest()
+        inputs.append(Input(file, size, fingerprint, is_cut))
     return inputs
 
 
@@ -70,15 +75,3 @@ def read(input_: Input, *, text_field: str) -> Iterator[str | BadRecord]:
     for text, _ in streaming.iter_documents(input_.file, text_field=text_field, cut_text=input_.is_cut):
         yield text
         del text  # frees it before the next one is read
-
-
-def _file_identity(file: files.DataFile) -> tuple[int, str]:
-    snapshot = files.Snapshot(file)
-    return snapshot.size, hashlib.blake2b(snapshot.state.encode(), digest_size=16).hexdigest()
-
-
-def _built_identity(file: files.DataFile) -> tuple[int, str]:
-    manifest = built.read_manifest(file)
-    if manifest.kind != "text":
-        raise ValueError(f"{KEY}: {file} holds token ids, not text; give the text it was built from.")
-    return manifest.bytes, files.fingerprint(pathlib.Path(file) / files.MANIFEST_NAME)

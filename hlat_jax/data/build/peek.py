@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from typing import Any
 
 import numpy as np
 
 from hlat_jax import config as config_lib
 from hlat_jax.config import counted
-from hlat_jax.data import packing, positions, sources
+from hlat_jax.data import packing, positions
 from hlat_jax.data.loader import TrainBatches, batch_hash, make_batch
 from hlat_jax.data.streams import Definition
 from hlat_jax.data.tokenizer import Tokenizer
@@ -35,18 +34,21 @@ def peek(config: config_lib.Config, workdir: pathlib.Path, *, step: int, row: in
             f"--step={step} is beyond the last step of the run, train.num_steps={config.train.num_steps}; give a step "
             "of the run, or set that key."
         )
-    config = positions.with_order_of_run(config, workdir)
     data = config.data
     tokenizer = Tokenizer(data.tokenizer, vocab_size=config.model.vocab_size)
     rows = list(range(data.batch_size)) if row is None else [row]
     index = workdir / INDEX_FOLDER
     batches = TrainBatches(data, tokenizer=tokenizer, rows=rows, index_folder=index if index.is_dir() else None)
     try:
-        is_recorded = positions.check_identity(workdir, step - 1, data_identity=batches.definition.identity)
         print(f"step {step} of {config.name}: {data.batch_size} rows of {data.seq_len} tokens, packing {data.packing}")
-        if not is_recorded:
-            print(f"run: {workdir} has no position or checkpoint, so there is no run to compare with")
-        replayed = _seek(batches, workdir, step=step)
+        kept = positions.nearest(workdir, step - 1, data_identity=batches.definition.identity)
+        at, begins = 0, f"the beginning (none is recorded in {workdir})"
+        if kept is not None:
+            at, position, path = kept
+            batches.set_state(position[list(batches.rows)])
+            begins = f"after step {at} ({path})"
+        replayed = step - 1 - at
+        print(f"position: {begins}, replaying {counted(replayed, 'batch')}", flush=True)
         with show_progress("replaying") as status:
             for number in range(replayed):
                 batches.next_rows()
@@ -58,21 +60,15 @@ def peek(config: config_lib.Config, workdir: pathlib.Path, *, step: int, row: in
         print_row(packed, row=number, source=source, definition=batches.definition, tokenizer=tokenizer)
     if row is not None:
         return 0  # the hash of a step covers all its rows
-    return _compare(batch_hash(make_batch([packed for _, packed in made]), rows=rows), workdir, step)
-
-
-def _seek(batches: TrainBatches, workdir: pathlib.Path, *, step: int) -> int:
-    """Moves to the nearest recorded position before the batch of `step`; returns how many batches must be replayed."""
-    before = step - 1
-    kept = positions.nearest(workdir, before, data_identity=batches.definition.identity)
-    if kept is None:
-        replayed = counted(before, "batch")
-        print(f"position: the beginning (none is recorded in {workdir}), replaying {replayed}", flush=True)
-        return before
-    at, position, path = kept
-    batches.set_state(position[list(batches.rows)])
-    print(f"position: after step {at} ({path}), replaying {counted(before - at, 'batch')}", flush=True)
-    return before - at
+    own_hash, path = batch_hash(make_batch([packed for _, packed in made]), rows=rows), workdir / ROWS_FILE
+    recorded = [row for row in read_rows(path) if "batch_hash" in row]
+    recorded = [row for row in recorded if row.get("batch", row["step"]) == step]  # `batch` with train.skip_steps
+    if not recorded:
+        print(f"\nbatch {own_hash}; {path} has no row of step {step} to compare it with")
+        return 0
+    is_same = recorded[-1]["batch_hash"] == own_hash
+    print(f"\nbatch {own_hash}: {'the same as' if is_same else 'NOT the same as'} in {path} for step {step}")
+    return 0 if is_same else 1
 
 
 def print_row(packed: packing.Row, *, row: int, source: int, definition: Definition, tokenizer: Tokenizer) -> None:
@@ -82,7 +78,7 @@ def print_row(packed: packing.Row, *, row: int, source: int, definition: Definit
     spans = []
     for span in packed.spans:
         number = definition.document(source, row=row, epoch=span.epoch, entry=span.document)
-        spans += _document_spans(span, number, opened.documents)
+        spans.append((dataclasses.replace(span, document=number), opened.documents.locate(number)))
     padded = f", {counted(padding, 'token')} of padding" if padding else ""
     print(f"\nrow {row}, source {opened.name}, documents or parts: {len(spans)}{padded}")
     for span, place in spans:
@@ -92,49 +88,5 @@ def print_row(packed: packing.Row, *, row: int, source: int, definition: Definit
             f"--- document {span.document} ({place}), epoch {span.epoch}, tokens {span.token} to "
             f"{last}, at {span.start} to {span.stop - 1} of the row"
         )
-        print(text_of(ids, tokenizer=tokenizer, begins=span.token == 0))
-
-
-def _document_spans(span: packing.Span, number: int, documents: Any) -> list[tuple[packing.Span, str]]:
-    """Returns (span of a document, its file and row) for each document in a span of entry `number` of a source.
-
-    Entries are documents, so there is one; or rows of tokens, in which documents begin and end.
-    """
-    if not isinstance(documents, sources.TokenRows):
-        return [(dataclasses.replace(span, document=number), documents.locate(number))]
-    found, start = [], span.start
-    for document, token, count in documents.parts(number):
-        part = packing.Span(span.epoch, document, token, start, start + count)
-        found.append((part, documents.corpus.locate(document)))
-        start = part.stop
-    return found
-
-
-def text_of(ids: np.ndarray, *, tokenizer: Tokenizer, begins: bool) -> str:
-    """Returns the text of consecutive tokens of a document, </s> for each EOS; `begins`: they begin the document.
-
-    A character of which only some bytes are in the row is shown as U+FFFD.
-    """
-    cuts = (np.flatnonzero(ids == tokenizer.eos_id) + 1).tolist()
-    parts = np.split(ids, cuts)
-    texts = []
-    # a model that adds a space before each text removes it in decoding, but inside a document it belongs to the text
-    anchor = tokenizer.encode("a")
-    taken = len(tokenizer.decode(anchor))
-    for number, part in enumerate(parts):
-        inside = number == 0 and not begins
-        texts.append(tokenizer.decode(np.concatenate([anchor, part]))[taken:] if inside else tokenizer.decode(part))
-    return "</s>".join(texts)
-
-
-def _compare(found: str, workdir: pathlib.Path, step: int) -> int:
-    """Prints whether the run trained on this batch; returns the exit code."""
-    path = workdir / ROWS_FILE
-    rows = [row for row in read_rows(path) if "batch_hash" in row]
-    rows = [row for row in rows if row.get("batch", row["step"]) == step]  # `batch` where train.skip_steps is set
-    if not rows:
-        print(f"\nbatch {found}; {path} has no row of step {step} to compare it with")
-        return 0
-    same = rows[-1]["batch_hash"] == found
-    print(f"\nbatch {found}: {'the same as' if same else 'NOT the same as'} in {path} for step {step}")
-    return 0 if same else 1
+        ends = np.flatnonzero(ids == tokenizer.eos_id) + 1
+        print("</s>".join(map(tokenizer.decode, np.split(ids, ends))))  # U+FFFD where a character is not whole

@@ -1,4 +1,4 @@
-"""Writes the shards of a built dataset, ArrayRecord files, and the metadata that identify a finished one.
+"""Writes the shards of a built dataset, ArrayRecord files, and counts what is in them.
 
 kind "text": a record is one document in UTF-8; a document of more than 4 Mi characters is cut into several, because
 writing or reading a record holds several copies of it. kind "tokens": a record is a block of whole consecutive
@@ -13,7 +13,7 @@ import hashlib
 import io
 import os
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,15 +21,16 @@ from array_record.python import array_record_module
 
 from hlat_jax.data import packing
 from hlat_jax.data.formats.built import index_path
-from hlat_jax.data.formats.files import DataFile, content_hash
+from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.store import atomic_files
 
 RECORD_IDS = 32_768
 RECORD_CHARS = 1 << 22
 TEXT_OPTIONS = "group_size:1,zstd"
 TOKENS_OPTIONS = "group_size:1,uncompressed"
+COUNTS = ("documents", "bytes", "tokens", "bad_records")
 
-_HASH_CHARS = 1 << 20
+_BAD_KEPT = 5  # problems of skipped records of a shard
 _PRIME, _BASE = (1 << 127) - 1, 0x2545F4914F6CDD1D9E3779B97F4A7C15
 
 
@@ -43,12 +44,8 @@ class EncodedDocument(NamedTuple):
 
 def encode_text(text: str) -> EncodedDocument:
     """Returns a document of a dataset of kind "text"."""
-    starts = range(0, max(len(text), 1), RECORD_CHARS)
-    raw = [text[start : start + RECORD_CHARS].encode("utf-8") for start in starts]
-    digest = hashlib.blake2b(digest_size=16)
-    for part in raw:
-        digest.update(part)
-    return EncodedDocument(sum(map(len, raw)), _digest_int(digest), raw)
+    records = list(_utf8_parts(text))
+    return EncodedDocument(*_digest(records), records)
 
 
 def encode_tokens(text: str, *, tokenizer: Any, max_chars: int, bos: bool = False) -> EncodedDocument:
@@ -57,11 +54,6 @@ def encode_tokens(text: str, *, tokenizer: Any, max_chars: int, bos: bool = Fals
     Raises:
       ValueError: an id outside the tokenizer's vocabulary.
     """
-    digest, num_bytes = hashlib.blake2b(digest_size=16), 0
-    for start in range(0, len(text), _HASH_CHARS):  # in blocks, to avoid a copy of a long document
-        raw = text[start : start + _HASH_CHARS].encode("utf-8")
-        digest.update(raw)
-        num_bytes += len(raw)
     dtype, stored = id_dtype(tokenizer.vocab_size), bytearray()  # grows in place
     for ids in packing.document_tokens(text, tokenizer=tokenizer, max_chars=max_chars, bos=bos):
         if ids.min() < 0 or ids.max() >= tokenizer.vocab_size:
@@ -69,29 +61,27 @@ def encode_tokens(text: str, *, tokenizer: Any, max_chars: int, bos: bool = Fals
                 f"token ids run from {ids.min()} to {ids.max()}, outside the vocabulary of {tokenizer.vocab_size}."
             )
         stored += ids.astype(dtype).data
-    return EncodedDocument(num_bytes, _digest_int(digest), np.frombuffer(stored, dtype))
+    return EncodedDocument(*_digest(_utf8_parts(text)), np.frombuffer(stored, dtype))
+
+
+def _utf8_parts(text: str) -> Iterator[bytes]:
+    """Yields the UTF-8 of a text in parts, of which a long document needs only one in memory; at least one."""
+    for start in range(0, max(len(text), 1), RECORD_CHARS):
+        yield text[start : start + RECORD_CHARS].encode("utf-8")
+
+
+def _digest(parts: Iterable[bytes]) -> tuple[int, int]:
+    """Returns the number of bytes of a text and their digest."""
+    digest, num_bytes = hashlib.blake2b(digest_size=16), 0
+    for part in parts:
+        digest.update(part)
+        num_bytes += len(part)
+    return num_bytes, int.from_bytes(digest.digest(), "little")
 
 
 def id_dtype(vocab_size: int) -> np.dtype:
     """Returns the little-endian dtype in which ids of a vocabulary are stored: two bytes if they suffice."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
-
-
-def _digest_int(digest: Any) -> int:
-    return int.from_bytes(digest.digest(), "little")
-
-
-def appended_hash(value: int, digest: int) -> int:
-    """Returns the content hash of documents with the hash `value` (0: none) followed by a document with `digest`."""
-    return (value * _BASE + digest) % _PRIME
-
-
-def joined_hash(parts: Iterable[tuple[int, int]]) -> str:
-    """Returns the content hash, 32 hex digits, of consecutive parts (hash, number of documents), however divided."""
-    total = 0
-    for value, num_documents in parts:
-        total = (total * pow(_BASE, num_documents, _PRIME) + value) % _PRIME
-    return f"{total:032x}"
 
 
 def disk_error(path: pathlib.Path, error: BaseException) -> OSError:
@@ -115,76 +105,75 @@ def write_whole(path: pathlib.Path, content: bytes) -> None:
         raise disk_error(path, error) from None
 
 
-def is_intact(path: pathlib.Path, metadata: dict[str, Any]) -> bool:
-    """Returns whether a shard and its index still have the hashes that `ShardWriter.close` returned."""
-    hashes = {path: metadata["blake2b"]}
-    if metadata["index_blake2b"] is not None:
-        hashes[index_path(path)] = metadata["index_blake2b"]
-    try:
-        if path.stat().st_size != metadata["file_bytes"]:
-            return False
-        return all(content_hash(DataFile(file)) == expected for file, expected in hashes.items())
-    except FileNotFoundError:
-        return False
-
-
 class ShardWriter:
-    """One ArrayRecord file being written under a temporary name; `close` renames it and its index into place.
+    """One ArrayRecord file and its counts; `close` renames what was written under a temporary name into place.
 
-    `dtype` is that of the ids, or None for text. Call `discard` on a writer that is not closed.
+    Attributes:
+      path: of the file, which exists only if the shard has documents.
+      counts: documents, bytes, tokens and bad records so far.
 
     Raises:
       OSError: the disk is full or broken, from any method.
     """
 
-    def __init__(self, path: pathlib.Path, *, dtype: np.dtype | None):
-        self.path, self._dtype = path, dtype
+    def __init__(self, path: pathlib.Path, *, dtype: np.dtype | None, content: int = 0):
+        """Opens nothing yet. `dtype` is that of ids, None for text; `content` hashes the documents before the shard."""
+        self.path, self._dtype, self._content = path, dtype, content
+        self.counts = dict.fromkeys(COUNTS, 0)
+        self._sources: dict[int, dict[str, int]] = {}
+        self._bad: list[str] = []
         self._partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        self._writer: Any = None
         self._block: list[np.ndarray] = []
         self._block_ids = 0
         self._lengths: list[int] = []
         self._bytes: list[int] = []  # of text, of each document
         self._first_document: list[int] = []
         self._long: list[tuple[int, int]] = []  # (document, its records) of those that have several
-        self._num_documents = self._num_records = 0
-        try:
-            self._writer = array_record_module.ArrayRecordWriter(
-                str(self._partial), TEXT_OPTIONS if dtype is None else TOKENS_OPTIONS
-            )
-        except RuntimeError as error:
-            raise disk_error(path, error) from None
+        self._num_records = 0
 
-    def add(self, document: EncodedDocument) -> None:
-        """Appends one document, of text or with ids of this writer's dtype."""
+    def add(self, source: int, document: EncodedDocument | BadRecord) -> None:
+        """Appends one document of an input, text or ids of this writer's dtype; or counts its bad record."""
+        if isinstance(document, BadRecord):
+            self._count(source, bad_records=1)
+            self._bad += [document.problem] if len(self._bad) < _BAD_KEPT else []
+            return
         data = document.data
-        self._num_documents += 1
-        self._bytes.append(document.num_bytes)
         if self._dtype is None:
             if len(data) > 1:
-                self._long.append((self._num_documents - 1, len(data)))
+                self._long.append((self.counts["documents"], len(data)))
             for record in data:
                 self._write(record)
-            return
-        if self._block and self._block_ids + len(data) > RECORD_IDS:
-            self._flush()
-        self._block.append(data)
-        self._block_ids += len(data)
+        else:
+            if self._block and self._block_ids + len(data) > RECORD_IDS:
+                self._flush()
+            self._block.append(data)
+            self._block_ids += len(data)
+            self._bytes.append(document.num_bytes)
+        num_tokens = 0 if self._dtype is None else len(data)
+        self._count(source, documents=1, bytes=document.num_bytes, tokens=num_tokens)
+        self._content = (self._content * _BASE + document.digest) % _PRIME
 
     def close(self) -> dict[str, Any]:
-        """Renames the shard into place; returns its file_bytes, blake2b, index_blake2b (text: None) and long documents.
+        """Renames the shard into place; returns its counts, in all and by input, its bytes and its long documents.
 
-        A reader never sees a partial shard: both files are fsynced before the data file is renamed.
+        `content` is the hash of all documents of the dataset up to its end. A reader never sees a partial shard: both
+        files are fsynced before the data file is renamed.
         """
         if self._block:
             self._flush()
+        metadata = {**self.counts, "sources": self._sources, "bad": self._bad, "long": self._long}
+        metadata |= {"content": f"{self._content:032x}", "file_bytes": 0}
+        if self._writer is None:
+            return metadata
         try:
             self._writer.close()
             with self._partial.open("rb") as file:
                 os.fsync(file.fileno())
             self._check_complete()
-            metadata = {"file_bytes": self._partial.stat().st_size, "blake2b": content_hash(DataFile(self._partial))}
-            metadata["index_blake2b"] = None if self._dtype is None else self._write_index()
-            metadata["long"] = self._long
+            metadata["file_bytes"] = self._partial.stat().st_size
+            if self._dtype is not None:
+                self._write_index()
             os.replace(self._partial, self.path)
             atomic_files.sync_folder(self.path.parent)
         except (OSError, RuntimeError) as error:
@@ -193,11 +182,20 @@ class ShardWriter:
         return metadata
 
     def discard(self) -> None:
-        """Removes what was written."""
+        """Removes what was written, unless `close` has renamed it."""
         self._partial.unlink(missing_ok=True)
+
+    def _count(self, source: int, **numbers: int) -> None:
+        of_source = self._sources.setdefault(source, dict.fromkeys(COUNTS, 0))
+        for name, number in numbers.items():
+            of_source[name] += number
+            self.counts[name] += number
 
     def _write(self, record: bytes) -> None:
         try:
+            if self._writer is None:
+                options = TEXT_OPTIONS if self._dtype is None else TOKENS_OPTIONS
+                self._writer = array_record_module.ArrayRecordWriter(str(self._partial), options)
             self._writer.write(record)
         except RuntimeError as error:
             raise disk_error(self.path, error) from None
@@ -217,8 +215,7 @@ class ShardWriter:
         if num_records != self._num_records:
             raise OSError(f"{num_records} of {self._num_records} records can be read back")
 
-    def _write_index(self) -> str:
-        """Writes the index and returns its hash."""
+    def _write_index(self) -> None:
         longest, content = max(self._lengths, default=0), io.BytesIO()
         np.savez(
             content,
@@ -227,4 +224,3 @@ class ShardWriter:
             bytes=np.asarray(self._bytes, np.int64),
         )
         atomic_files.write_whole(index_path(self.path), content.getvalue())
-        return content_hash(DataFile(index_path(self.path)))

@@ -6,12 +6,10 @@ a space.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import heapq
 import io
 import pathlib
-import re
 from collections.abc import Iterable, Iterator, Sequence
 
 import sentencepiece
@@ -19,44 +17,24 @@ import sentencepiece
 from hlat_jax.config import counted
 from hlat_jax.data.build import inputs
 from hlat_jax.data.formats.records import BadRecord
-from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.store.atomic_files import write_whole
 from hlat_jax.store.progress import Status
 
-MIN_VOCAB_SIZE = 3 + 256 + 1  # unk, bos, eos; bytes; a letter
-
 _PIECE_CHARS = 4096  # of text sampled as a whole
-_CHECK_CHARS = 1 << 20
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainingOptions:
-    """How a tokenizer is trained; `on_bad_record` is "raise" or "skip"."""
-
-    vocab_size: int
-    text_field: str = "text"
-    sample_bytes: int = 100_000_000
-    on_bad_record: str = "raise"
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainedTokenizer:
-    """A trained tokenizer and the text it was trained on; tokens per byte are those of the sample."""
-
-    vocab_size: int
-    sha256: str
-    documents: int
-    bytes: int
-    sampled_bytes: int
-    bad_records: int
-    tokens_per_byte: float
 
 
 def train(
-    words: Sequence[str], *, out: pathlib.Path, options: TrainingOptions, status: Status | None = None
-) -> TrainedTokenizer:
-    """Trains a SentencePiece BPE model on a sample of the inputs and writes it to `out`.
+    words: Sequence[str],
+    *,
+    out: pathlib.Path,
+    vocab_size: int,
+    sample_bytes: int,
+    text_field: str = "text",
+    on_bad_record: str = "raise",
+    status: Status | None = None,
+) -> str:
+    """Trains a SentencePiece BPE model on a sample of the inputs, writes it to `out` and returns lines about it.
 
     The sample is uniform over pieces of about 4,096 characters; the same inputs give the same model. Memory holds the
     sample and the trainer's tables of its words. `status` is updated meanwhile.
@@ -65,63 +43,19 @@ def train(
       ValueError: bad input (see sources), no text, `out` exists, or a vocabulary too small or too large for the text.
       OSError: `out` cannot be written.
     """
-    if out.suffix != ".model":
-        raise ValueError(f"--out={out} must end in .model.")
-    if out.exists():
+    if out.suffix != ".model" or out.exists():
         raise ValueError(
-            f"--out={out} exists; runs that use it could not be resumed with another tokenizer. Choose another name."
+            f"--out={out} must be a new file that ends in .model: runs that use a tokenizer could not be resumed with "
+            "another one of its name."
         )
-    if options.vocab_size < MIN_VOCAB_SIZE:
-        raise ValueError(
-            f"--vocab_size={options.vocab_size} must be at least {MIN_VOCAB_SIZE}: 256 bytes and 3 control tokens."
-        )
-    sample = Sample(options.sample_bytes)
-    status = Status() if status is None else status
-    num_documents, num_bad = _fill(sample, words, options=options, status=status)
-    pieces = sample.pieces()
-    if not any(piece.strip() for piece in pieces):
-        field = options.text_field
-        raise ValueError(f"the inputs hold no text ({counted(num_documents, 'document')}); check --text_field={field}.")
-    status.share, status.text = 1.0, f"training on {format_bytes(sample.num_bytes)}; SentencePiece reports no progress"
-    serialized = train_model(pieces, vocab_size=options.vocab_size)
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(out, serialized)
-    except OSError as error:
-        raise OSError(f"cannot write --out={out}: {error.strerror or error}; choose another path.") from None
-    return TrainedTokenizer(
-        vocab_size=options.vocab_size,
-        sha256=hashlib.sha256(serialized).hexdigest(),
-        documents=num_documents,
-        bytes=sample.seen_bytes,
-        sampled_bytes=sample.num_bytes,
-        bad_records=num_bad,
-        tokens_per_byte=_tokens_per_byte(Tokenizer(str(out)), pieces),
-    )
-
-
-def summary(trained: TrainedTokenizer, *, out: pathlib.Path) -> str:
-    """Returns the lines that the command prints at the end."""
-    sampled, seen = format_bytes(trained.sampled_bytes), format_bytes(trained.bytes)
-    lines = [
-        f"{out}: {trained.vocab_size:,} tokens, {1 / trained.tokens_per_byte:.2f} bytes of the sample per token",
-        f"sampled {sampled} of {seen} in {counted(trained.documents, 'document')}",
-        f"sha256 {trained.sha256}",
-    ]
-    if trained.bad_records:
-        lines.append(f"skipped {counted(trained.bad_records, 'bad record')}")
-    return "\n".join(lines)
-
-
-def _fill(sample: Sample, words: Sequence[str], *, options: TrainingOptions, status: Status) -> tuple[int, int]:
-    """Adds all documents to the sample; returns the numbers of good and bad ones."""
+    sample, status = Sample(sample_bytes), status or Status()
     num_documents = num_bad = 0
-    found = inputs.open_inputs(inputs.find(words))
-    total_bytes = max(sum(input_.size for input_ in found), 1)
-    for input_ in found:
-        for document in inputs.read(input_, text_field=options.text_field):
+    input_files = inputs.open_inputs(inputs.find(words))
+    total_bytes = max(sum(input_.size for input_ in input_files), 1)
+    for input_ in input_files:
+        for document in inputs.read(input_, text_field=text_field):
             if isinstance(document, BadRecord):
-                if options.on_bad_record == "raise":
+                if on_bad_record == "raise":
                     raise document.for_command()
                 num_bad += 1
                 continue
@@ -129,7 +63,18 @@ def _fill(sample: Sample, words: Sequence[str], *, options: TrainingOptions, sta
             sample.add(document)
             status.share = min(sample.seen_bytes / total_bytes, 1.0)  # compressed inputs reach 1 early
             status.text = f"reading, {num_documents:,} documents  {format_bytes(sample.seen_bytes)}"
-    return num_documents, num_bad
+    documents, pieces = counted(num_documents, "document"), sample.pieces()
+    if not any(piece.strip() for piece in pieces):
+        raise ValueError(f"the inputs hold no text ({documents}); check --text_field={text_field}.")
+    status.share, status.text = 1.0, f"training on {format_bytes(sample.num_bytes)}; SentencePiece reports no progress"
+    serialized = train_model(pieces, vocab_size=vocab_size)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(out, serialized)
+    skipped = f"; skipped {counted(num_bad, 'bad record')}" if num_bad else ""
+    return (
+        f"{out}: {vocab_size:,} tokens, SHA-256 {hashlib.sha256(serialized).hexdigest()}\n"
+        f"sampled {format_bytes(sample.num_bytes)} of {format_bytes(sample.seen_bytes)} in {documents}{skipped}"
+    )
 
 
 class Sample:
@@ -209,21 +154,5 @@ def train_model(pieces: Iterable[str], *, vocab_size: int) -> bytes:
             minloglevel=2,
         )
     except RuntimeError as error:
-        raise ValueError(_explain_failure(str(error), vocab_size=vocab_size)) from None
+        raise ValueError(f"--vocab_size={vocab_size}: SentencePiece cannot train on this text: {error}") from None
     return model.getvalue()
-
-
-def _explain_failure(message: str, *, vocab_size: int) -> str:
-    too_high = re.search(r"set it to a value <= (\d+)", message)
-    if too_high:
-        return f"--vocab_size={vocab_size} is too large for the sampled text; use at most {too_high[1]}, or more text."
-    too_low = re.search(r"smaller than required_chars\. \d+ vs (\d+)", message)
-    if too_low:
-        return f"--vocab_size={vocab_size} is too small for the characters of the text; use at least {too_low[1]}."
-    return f"SentencePiece cannot train on this text: {message}"
-
-
-def _tokens_per_byte(tokenizer: Tokenizer, pieces: Sequence[str]) -> float:
-    every = max(1, sum(map(len, pieces)) // _CHECK_CHARS)  # evenly over the sample
-    checked = pieces[::every]
-    return sum(len(tokenizer.encode(piece)) for piece in checked) / sum(len(piece.encode()) for piece in checked)

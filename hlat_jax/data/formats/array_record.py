@@ -21,38 +21,24 @@ def open_reader(path: str | os.PathLike) -> array_record_module.ArrayRecordReade
     return array_record_module.ArrayRecordReader(os.fspath(path), options=options, file_reader_buffer_size=1 << 15)
 
 
-class ArrayRecordDocuments:
-    """The texts of an ArrayRecord file by number.
+def array_record_documents(snapshot: Snapshot) -> records.FileDocuments:
+    """Returns the texts of an ArrayRecord file by number."""
+    file = snapshot.file
+    with decoding(file):
+        reader = open_reader(file)
+        num_records = reader.num_records()
+    if not num_records:  # a truncated file reads as empty
+        raise ValueError(f"{file} is not a complete ArrayRecord file, or empty; write it again.")
 
-    Attributes:
-      snapshots: the file, once.
-      num_rows: records.
-
-    Raises:
-      ValueError: not an ArrayRecord file, truncated, or empty.
-    """
-
-    def __init__(self, snapshot: Snapshot):
-        self._snapshot, self.snapshots = snapshot, (snapshot,)
-        with decoding(snapshot.file):
-            self._reader = open_reader(snapshot.file)
-            self.num_rows = self._reader.num_records()
-        if not self.num_rows:  # a truncated file reads as empty
-            raise ValueError(f"{snapshot.file} is not a complete ArrayRecord file, or empty; write it again.")
-
-    def __len__(self) -> int:
-        return self.num_rows
-
-    def __getitem__(self, index: int) -> str:
-        self._snapshot.check()
+    def read(index: int) -> str:
+        nonlocal reader
+        snapshot.check()
         try:
-            with decoding(self._snapshot.file, part=f"row {index + 1}"):
-                raw = self._reader.read([index])[0]
+            with decoding(file, part=f"row {index + 1}"):
+                raw = reader.read([index])[0]
         except (ValueError, OSError):
-            self._reader = open_reader(self._snapshot.file)  # one that has failed stays so
+            reader = open_reader(file)  # one that has failed stays so
             raise
-        return records.utf8_text(raw, where=self._snapshot.file.where, row=index + 1)
+        return records.utf8_text(raw, where=file.where, row=index + 1)
 
-    def locate(self, index: int) -> str:
-        """Returns the file and the row of document `index`."""
-        return f"{self._snapshot.file}, row {index + 1}"
+    return records.FileDocuments(snapshot, num_documents=num_records, read=read)

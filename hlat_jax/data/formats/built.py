@@ -16,11 +16,10 @@ import hashlib
 import json
 import os
 import pathlib
-import threading
 import zipfile
 import zlib
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal, TypedDict
+from typing import Annotated, Literal, TypedDict
 
 import numpy as np
 
@@ -44,7 +43,7 @@ class _BuiltSource(TypedDict):
 class _Shard(_BuiltSource):
     bytes: Count
     tokens: Count | None
-    long: list[Annotated[list[int], "[document, records]", lambda pair: len(pair) == 2]]
+    long: list[Annotated[list[Count], "[document, records]", lambda pair: len(pair) == 2]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,11 +66,7 @@ class BuiltManifest:
 
 
 def read_manifest(folder: str | os.PathLike) -> BuiltManifest:
-    """Returns the manifest of a dataset.
-
-    Raises:
-      ValueError: missing, damaged, or of another format.
-    """
+    """Returns the manifest of a dataset."""
     path = _require_file(pathlib.Path(folder) / MANIFEST_NAME)
     try:
         with decoding(path):
@@ -100,23 +95,18 @@ def _require_file(path: pathlib.Path) -> pathlib.Path:
     return path
 
 
-class _Shards:
-    """The shards of a dataset: location and records of each document, with a bounded number of open files; thread-safe.
+class _Built:
+    """The documents of a dataset by number, with a bounded number of open shards; thread-safe.
 
-    Raises:
-      ValueError: a shard is missing, or its name points outside the folder.
+    Attributes:
+      manifest: the manifest of the dataset.
+      snapshots: its shards.
     """
 
     def __init__(self, folder: pathlib.Path, manifest: BuiltManifest):
-        self._folder, self._manifest = folder, manifest
-        for shard in manifest.shards:
-            path = folder / check_name(shard["name"], f"{folder / MANIFEST_NAME}: a shard's name")
-            _require_file(path)
-            if manifest.kind == "tokens":
-                _require_file(index_path(path))
-        self.snapshots = tuple(
-            Snapshot(DataFile(folder / shard["name"]), has_checksums=True) for shard in manifest.shards
-        )
+        self.manifest, self._folder = manifest, folder
+        names = [check_name(shard["name"], f"{folder / MANIFEST_NAME}: a shard's name") for shard in manifest.shards]
+        self.snapshots = tuple(Snapshot(DataFile(_require_file(folder / name))) for name in names)
         self._starts = records.starts(shard["documents"] for shard in manifest.shards)
         self._source_starts = records.starts(source["documents"] for source in manifest.sources)
         if {int(self._starts[-1]), int(self._source_starts[-1])} != {manifest.documents}:
@@ -124,17 +114,16 @@ class _Shards:
         files = [snapshot.file for snapshot in self.snapshots]
         self._reader = functools.lru_cache(_MAX_OPEN_SHARDS)(lambda shard: open_reader(files[shard]))
 
-    def place(self, index: int) -> tuple[int, int]:
-        """Returns (shard, number within it) of document `index`."""
-        return records.find_part(self._starts, index)
+    def __len__(self) -> int:
+        return self.manifest.documents
 
     def locate(self, index: int) -> str:
         """Returns the dataset and number of a document, and the file it was built from."""
         source, number = records.find_part(self._source_starts, index)
-        name = self._manifest.sources[source]["name"]
+        name = self.manifest.sources[source]["name"]
         return f"{self._folder}, document {index + 1} (document {number + 1} of {name})"
 
-    def read(self, shard: int, record: int) -> bytes:
+    def _read(self, shard: int, record: int) -> bytes:
         """Returns one record.
 
         Raises:
@@ -152,7 +141,7 @@ class _Shards:
                 self._reader.cache_clear()  # a reader that has failed stays so, and one keeps its last record
         return raw
 
-    def check_records(self, counts: Iterable[int]) -> None:
+    def _check_records(self, counts: Iterable[int]) -> None:
         """Raises ValueError unless the shards hold these numbers of records; a truncated shard reads as empty."""
         for shard, expected in enumerate(counts):
             file = self.snapshots[shard].file
@@ -162,102 +151,45 @@ class _Shards:
                 raise _damage(file, f"it holds {num_records} records instead of {expected}")
 
 
-class BuiltTexts:
-    """The texts of a dataset of kind text, by number.
-
-    Attributes:
-      manifest: the manifest of the dataset.
-      snapshots: its shards.
-      num_rows: None, because documents are not rows.
-
-    Raises:
-      ValueError: a damaged or incomplete dataset.
-    """
-
-    num_rows = None
+class BuiltTexts(_Built):
+    """The texts of a dataset of kind text: str."""
 
     def __init__(self, folder: pathlib.Path, manifest: BuiltManifest):
-        self.manifest, self._shards = manifest, _Shards(folder, manifest)
-        self._long = [_LongDocuments(shard, folder=folder) for shard in manifest.shards]
-        pairs = zip(self._long, manifest.shards, strict=True)
-        self._shards.check_records(long.first_record(shard["documents"]) for long, shard in pairs)
-        self.snapshots, self.locate = self._shards.snapshots, self._shards.locate
-
-    def __len__(self) -> int:
-        return self.manifest.documents
+        super().__init__(folder, manifest)
+        shards = enumerate(manifest.shards)
+        self._check_records(self._first_record(number, shard["documents"]) for number, shard in shards)
 
     def __getitem__(self, index: int) -> str:
-        shard, number = self._shards.place(index)
-        first, end = (self._long[shard].first_record(place) for place in (number, number + 1))
-        raw = self._shards.read(shard, first)
-        if end > first + 1:
-            raw = bytearray(raw)
-            for record in range(first + 1, end):
-                raw += self._shards.read(shard, record)
-        return records.utf8_text(raw, where=os.fspath(self.snapshots[shard].file), row=number + 1)
+        shard, number = records.find_part(self._starts, index)
+        numbers = range(self._first_record(shard, number), self._first_record(shard, number + 1))
+        raw = b"".join(self._read(shard, record) for record in numbers)
+        return records.utf8_text(raw, where=self.snapshots[shard].file.where, row=number + 1)
+
+    def _first_record(self, shard: int, number: int) -> int:
+        """Returns the first record of a document; for number = documents of the shard, its number of records."""
+        long = self.manifest.shards[shard]["long"]
+        return number + sum(num_records - 1 for document, num_records in long if document < number)
 
 
-class _LongDocuments:
-    """Which documents of a shard have several records, from its entry in the manifest.
-
-    Raises:
-      ValueError: an invalid entry.
-    """
-
-    def __init__(self, shard: dict[str, Any], *, folder: pathlib.Path):
-        pairs = np.asarray(shard["long"], np.int64).reshape(-1, 2)
-        self._documents = pairs[:, 0]
-        self._extra_records = records.starts(pairs[:, 1] - 1)  # before each of them, in addition to one per document
-        inside = (pairs >= [0, 2]).all() and (pairs[:, 0] < shard["documents"]).all()
-        if not inside or (np.diff(self._documents) <= 0).any():
-            raise _damage(folder / MANIFEST_NAME, f"the long documents of {shard['name']} are invalid")
-
-    def first_record(self, number: int) -> int:
-        """Returns the first record of document `number`; for number = documents of the shard, its number of records."""
-        return number + int(self._extra_records[np.searchsorted(self._documents, number, side="left")])
-
-
-class BuiltTokens:
-    """The token ids of a dataset of kind tokens: int32[n] of each document, EOS of each piece counted.
-
-    Attributes:
-      manifest: the manifest of the dataset.
-      snapshots: its shards.
-      num_rows: None, because documents are not rows.
-
-    Raises:
-      ValueError: a damaged or incomplete dataset.
-    """
-
-    num_rows = None
+class BuiltTokens(_Built):
+    """The token ids of a dataset of kind tokens: int32[n] of each document, EOS of each piece counted."""
 
     def __init__(self, folder: pathlib.Path, manifest: BuiltManifest):
-        self.manifest, self._shards = manifest, _Shards(folder, manifest)
-        self.snapshots, self.locate = self._shards.snapshots, self._shards.locate
+        super().__init__(folder, manifest)
         self._first_documents = [self._index(shard, "first_document") for shard in range(len(self.snapshots))]
         for first, shard in zip(self._first_documents, manifest.shards, strict=True):
             steps = np.diff(np.append(first, shard["documents"]))
             if (len(first) and first[0] != 0) or (steps <= 0).any() or len(first) == 0 < shard["documents"]:
                 raise _damage(folder / shard["name"], "its index disagrees with the manifest")
-        self._shards.check_records(len(first) for first in self._first_documents)
-        self._bytes: dict[int, np.ndarray] = {}  # of a shard: see text_bytes
-        self._last = threading.local()  # (shard, record, block) that this thread read last: neighbors share a block
-
-    def __len__(self) -> int:
-        return self.manifest.documents
+        self._check_records(len(first) for first in self._first_documents)
+        self._bytes = functools.cache(lambda shard: self._index(shard, "bytes"))
 
     def __getitem__(self, index: int) -> np.ndarray:
-        shard, number = self._shards.place(index)
+        shard, number = records.find_part(self._starts, index)
         first = self._first_documents[shard]
         record, number_in_record = records.find_part(first, number)
         end = first[record + 1] if record + 1 < len(first) else self.manifest.shards[shard]["documents"]
-        where = f"{self.snapshots[shard].file}, record {record + 1}"
-        last_place, block = getattr(self._last, "block", (None, b""))
-        if last_place == (shard, record):
-            self.snapshots[shard].check()  # as each read does
-        else:
-            block = self._shards.read(shard, record)
-            self._last.block = ((shard, record), block) if len(block) <= _LARGE_RECORD_BYTES else (None, b"")
+        where, block = f"{self.snapshots[shard].file}, record {record + 1}", self._read(shard, record)
         tokens = block_tokens(block, number_in_record, num_documents=int(end - first[record]), where=where)
         if len(tokens) and tokens.max() >= self.manifest.vocab_size:
             raise _damage(where, f"it holds id {tokens.max()} of a vocabulary of {self.manifest.vocab_size} tokens")
@@ -265,25 +197,11 @@ class BuiltTokens:
 
     def text_bytes(self, index: int) -> int:
         """Returns the UTF-8 bytes of the text of a document."""
-        shard, number = self._shards.place(index)
-        if shard not in self._bytes:
-            self._bytes[shard] = self._index(shard, "bytes")
-        return int(self._bytes[shard][number])
-
-    def token_lengths(self) -> np.ndarray:
-        """Returns int64[documents]: ids of each document.
-
-        Raises:
-          ValueError: the index of a shard disagrees with the manifest.
-        """
-        parts = [self._index(shard, "lengths") for shard in range(len(self.snapshots))]
-        for lengths, shard in zip(parts, self.manifest.shards, strict=True):
-            if len(lengths) != shard["documents"] or int(lengths.sum(dtype=np.int64)) != shard["tokens"]:
-                raise _damage(shard["name"], "its index disagrees with the manifest")
-        return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
+        shard, number = records.find_part(self._starts, index)
+        return int(self._bytes(shard)[number])
 
     def _index(self, shard: int, name: str) -> np.ndarray:
-        path = index_path(os.fspath(self.snapshots[shard].file))
+        path = _require_file(index_path(self.snapshots[shard].file))
         damage = (ValueError, KeyError, NotImplementedError, zipfile.BadZipFile, zlib.error)
         with decoding(path, remedy=_REMEDY, errors=damage), np.load(path, allow_pickle=False) as arrays:
             return arrays[name]
@@ -296,11 +214,7 @@ def index_path(shard: str | os.PathLike) -> pathlib.Path:
 
 
 def block_tokens(block: bytes, number: int, *, num_documents: int, where: str) -> np.ndarray:
-    """Returns int32[n]: the ids of document `number` of a block that must hold `num_documents`.
-
-    Raises:
-      ValueError: a damaged block.
-    """
+    """Returns int32[n]: the ids of document `number` of a block that must hold `num_documents`."""
     header = np.frombuffer(block, "<u4", count=min(len(block) // 4, 2 + num_documents))
     if len(header) < 2 + num_documents or header[0] != num_documents or header[1] not in (2, 4):
         raise _damage(where, f"it is not a block of {num_documents} documents")
@@ -314,11 +228,7 @@ def block_tokens(block: bytes, number: int, *, num_documents: int, where: str) -
 
 
 def open_built(folder: str | os.PathLike, *, key: str, tokenizer_sha256: str | None) -> BuiltTexts | BuiltTokens:
-    """Returns the documents of a dataset; token ids must be of the tokenizer with `tokenizer_sha256` if it is given.
-
-    Raises:
-      ValueError: a damaged dataset, or ids from another tokenizer.
-    """
+    """Returns the documents of a dataset; token ids must be of the tokenizer with `tokenizer_sha256` if it is given."""
     manifest = read_manifest(folder)
     if manifest.kind == "text":
         return BuiltTexts(pathlib.Path(folder), manifest)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pyarrow
 
-from hlat_jax.data.formats.files import DataFile, Unreadable, unreadable
+from hlat_jax.data.formats.files import DataFile, unreadable
 
 _ERRORS = (OSError, EOFError, RuntimeError, IndexError, UnicodeDecodeError, pyarrow.ArrowException)
 
@@ -31,8 +31,6 @@ def decoding(
     try:
         yield
     except (*_ERRORS, *errors) as error:
-        if isinstance(error, Unreadable) and str(file) in str(error):
-            raise
         failed_read = isinstance(error, OSError) and (error.errno is not None or type(error) is not OSError)
         if failed_read or (isinstance(error, RuntimeError) and "() failed: " in str(error)):
             raise unreadable(file, error) from None

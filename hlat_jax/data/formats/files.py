@@ -1,13 +1,10 @@
-"""Reads byte ranges of files, local or behind a URL (with fsspec), and detects files that change during a run."""
+"""Reads byte ranges of local files and detects files that change during a run; opens URLs in order, with fsspec."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import hashlib
 import os
 import pathlib
-from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 SHARD_SUFFIX = ".array_record"
@@ -27,38 +24,31 @@ class Unreadable(OSError):
 
 
 class DataFile:
-    """A file, or the folder of a built dataset, at a local path or behind a URL such as s3://bucket/a.jsonl.
+    """A file, or the folder of a built dataset, at a local path, or a URL such as s3://bucket/a.jsonl.
 
-    `where` is its name in errors. A local file is path-like. Nothing is read before a method is called. Exceptions of a
-    client library become Unreadable, unless they are an OSError that says more.
+    `where` is its name in errors. Nothing is read before a method is called.
     """
 
-    __slots__ = ("_filesystem", "is_built", "where")
+    __slots__ = ("is_built", "where")
 
-    def __init__(self, where: str | os.PathLike, *, filesystem: Any = None, is_built: bool = False):
-        self.where = os.fspath(where)
-        self.is_built = is_built
-        self._filesystem = filesystem
-        if filesystem is None and "://" in self.where:
-            self._filesystem = filesystem_of(self.where)[0]
+    def __init__(self, where: str | os.PathLike, *, is_built: bool = False):
+        self.where, self.is_built = os.fspath(where), is_built
 
     def __str__(self) -> str:
         return self.where
 
     def __fspath__(self) -> str:
-        if self.is_remote:
-            raise ValueError(f"{self.where} is remote and has no local path; copy it to a local disk.")
         return self.where
 
     @property
     def is_remote(self) -> bool:
-        """Whether it is read with fsspec."""
-        return self._filesystem is not None
+        """Whether it is behind a URL, and so read in order only."""
+        return "://" in self.where
 
     @property
     def name(self) -> str:
         """The last part of the path, without the query of a web address (`?...`), which may be a signature."""
-        path = self.where.partition("?")[0] if self.where.startswith(("http://", "https://")) else self.where
+        path = self.where.partition("?")[0] if self.is_remote else self.where
         return path.rstrip("/").rpartition("/")[2]
 
     @property
@@ -70,100 +60,49 @@ class DataFile:
         """Returns the file opened for sequential reading."""
         if not self.is_remote:
             return open(self.where, "rb")
-        with client_errors():
-            return _RemoteFile(self._filesystem.open(self.where, "rb"))
-
-    def state(self) -> tuple[int, str, str]:
-        """Returns (bytes, a version that changes when the file is rewritten, a version that cannot be set back)."""
-        if not self.is_remote:
-            stat = os.stat(self.where)
-            return stat.st_size, str(stat.st_mtime_ns), str(stat.st_ctime_ns)
-        with client_errors():
-            info = self._filesystem.info(self.where)
-        if info.get("size") is None:
-            raise ValueError(f"{self.where}: its server does not report its size; copy it to a local disk.")
-        names = ("ETag", "etag", "generation", "mtime", "LastModified", "last_modified", "created")
-        return int(info["size"]), next((str(info[name]) for name in names if name in info), ""), ""
+        filesystem, path = filesystem_of(self.where)
+        return filesystem.open(path, "rb")
 
     def read_range(self, start: int, length: int) -> bytes:
-        """Returns `length` bytes from `start`, fewer at the end of the file."""
-        if self.is_remote:
-            with client_errors():
-                return self._filesystem.cat_file(self.where, start=start, end=start + length) if length else b""
+        """Returns `length` bytes from `start` of a local file, fewer at its end."""
         with open(self.where, "rb") as file:
             file.seek(start)
             return file.read(length)
 
 
-@contextlib.contextmanager
-def client_errors() -> Iterator[None]:
-    """Converts exceptions of a client library to Unreadable, but a missing file or permission."""
-    try:
-        yield
-    except _MISTAKES:
-        raise
-    except Exception as error:
-        text = reason(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
-        raise Unreadable(text) from error
-
-
-class _RemoteFile:
-    """A file opened by a client library, whose exceptions are converted as `client_errors` does."""
-
-    def __init__(self, file: Any):
-        self._file = file
-
-    def __getattr__(self, name: str) -> Any:
-        attribute = getattr(self._file, name)
-        if not callable(attribute):
-            return attribute
-
-        @functools.wraps(attribute)
-        def call(*args: Any, **options: Any) -> Any:
-            with client_errors():
-                return attribute(*args, **options)
-
-        return call
-
-    def __enter__(self) -> _RemoteFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-
 class Snapshot:
     """The state of a file when it was opened; reads raise once the file has changed.
 
-    A local file is checked before each read. Another size is a change. If only its times differ, it is unchanged if its
-    content hash is the same; without that hash, if its fingerprint is the same and either covers the whole file or the
-    file was not written (links and permissions change a time too). A remote file is checked when it is opened, and a
-    read that returns too few bytes is a change.
+    The size and the time of writing are compared before each read. If only the time differs, the file is unchanged if
+    its fingerprint is the same.
 
     Attributes:
+      size, fingerprint: bytes of the file, and the digits that `fingerprint` returned for it.
+      state: a string that changes when the file is rewritten, also between the blocks of the fingerprint.
       content_hash: 32 hex digits of all bytes, which a caller sets that has read them all, else None.
-      has_checksums: whether its format detects changed bytes.
 
     Raises:
       NotFound: the file does not exist.
       Unreadable: it cannot be read now.
     """
 
-    __slots__ = ("_times", "content_hash", "file", "fingerprint", "has_checksums", "size")
+    __slots__ = ("_written_ns", "content_hash", "file", "fingerprint", "size", "state")
 
-    def __init__(self, file: DataFile, *, has_checksums: bool = False):
-        self.file, self.has_checksums, self.content_hash = file, has_checksums, None
+    def __init__(self, file: DataFile):
+        self.file, self.content_hash = file, None
         try:
-            self.size, *self._times = file.state()
-            self.fingerprint = fingerprint(file, size=self.size)
+            if file.is_remote:
+                filesystem, path = filesystem_of(file.where)
+                self.size, self._written_ns = int(filesystem.info(path)["size"] or 0), 0
+                self.state = self.fingerprint = filesystem.ukey(path)
+                return
+            stat = os.stat(file)
+            self.size, self._written_ns = stat.st_size, stat.st_mtime_ns
+            self.fingerprint = fingerprint(file)
         except OSError as error:
             kind = NotFound if isinstance(error, _MISTAKES) else Unreadable
             raise kind(f"{file} cannot be read: {reason(error)}.") from None
-
-    @property
-    def state(self) -> str:
-        """A string that changes when the file is rewritten, also between the blocks of the fingerprint."""
-        return f"{self.size}\n{self._times}\n{self.fingerprint}"
+        self.state = f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns} {self.fingerprint}"
 
     @property
     def identity(self) -> str:
@@ -172,34 +111,26 @@ class Snapshot:
         return hashlib.blake2b(os.fsencode(located), digest_size=16).hexdigest()
 
     def check(self) -> None:
-        """Raises ValueError if a local file changed since it was opened, Unreadable if it is away."""
-        if self.file.is_remote:
-            return
+        """Raises ValueError if the local file changed since it was opened, Unreadable if it is away."""
         try:
-            size, *times = self.file.state()
-            if (size, times) == (self.size, self._times):
+            stat = os.stat(self.file)
+            if stat.st_size != self.size:
+                what = f"its size from {self.size} to {stat.st_size} bytes"
+            elif stat.st_mtime_ns == self._written_ns:
                 return
-            if size != self.size:
-                what = f"its size from {self.size} to {size} bytes"
-            elif self._is_same(was_written=times[0] != self._times[0]):
-                self._times = times
+            elif fingerprint(self.file) == self.fingerprint:
+                self._written_ns = stat.st_mtime_ns
                 return
             else:
-                what = "its content (or was rewritten with the same size, so that its content cannot be compared)"
+                what = "its content"
         except OSError as error:
             raise unreadable(self.file, error) from None
         raise ValueError(
             f"{self.file} changed {what} since it was opened; restore it, or start a new run in another --workdir."
         )
 
-    def _is_same(self, *, was_written: bool) -> bool:
-        if self.content_hash is not None:
-            return content_hash(self.file) == self.content_hash
-        is_fully_covered = self.has_checksums or self.size <= _FINGERPRINT_BLOCKS * _FINGERPRINT_BLOCK_BYTES
-        return (is_fully_covered or not was_written) and fingerprint(self.file, size=self.size) == self.fingerprint
-
     def read(self, start: int, length: int) -> bytes:
-        """Returns exactly `length` bytes from `start`.
+        """Returns exactly `length` bytes from `start` of the local file.
 
         Raises:
           ValueError: the file changed.
@@ -211,10 +142,7 @@ class Snapshot:
         except OSError as error:
             raise unreadable(self.file, error) from None
         if len(raw) != length:
-            raise ValueError(
-                f"{self.file} ends {length - len(raw)} bytes before byte {start + length}: it was truncated after it "
-                "was opened; restore it, or start a new run in another --workdir."
-            )
+            raise ValueError(f"{self.file} was truncated after it was opened; restore it.")
         return raw
 
 
@@ -229,22 +157,13 @@ def reason(error: Exception) -> str:
 
 
 def filesystem_of(url: str) -> tuple[Any, str]:
-    """Returns fsspec's file system for a URL and the path in it.
+    """Returns fsspec's file system for a URL and the path in it."""
+    import fsspec.core
 
-    Raises:
-      ValueError: fsspec, or the package with which it reads this kind of URL, is not installed.
-    """
     try:
-        import fsspec.core
-
         return fsspec.core.url_to_fs(url)
-    except ImportError as error:
-        scheme = url.partition("://")[0]
-        raise ValueError(
-            f"{url}: {scheme}:// needs fsspec and a further package: {error}. Install it with pip."
-        ) from None
-    except ValueError as error:
-        raise ValueError(f"{url}: {error}; give a local path or a URL that fsspec knows.") from None
+    except (ImportError, ValueError) as error:
+        raise ValueError(f"{url}: {error}; install what fsspec needs for it, or give a local path.") from None
 
 
 def content_hash(file: DataFile) -> str:
@@ -258,13 +177,13 @@ def new_content_hash() -> Any:
     return hashlib.blake2b(digest_size=16)
 
 
-def fingerprint(file: DataFile | str | os.PathLike, *, size: int | None = None) -> str:
+def fingerprint(file: DataFile | str | os.PathLike) -> str:
     """Returns 32 hex digits of the size and of 16 evenly spaced blocks of 64 KiB, first and last among them.
 
     Files up to 1 MiB are hashed whole. An edit between the blocks of a longer file that keeps its size is not detected.
     """
     file = file if isinstance(file, DataFile) else DataFile(file)
-    size = file.state()[0] if size is None else size
+    size = os.stat(file).st_size
     digest = hashlib.blake2b(str(size).encode(), digest_size=16)
     if size <= _FINGERPRINT_BLOCKS * _FINGERPRINT_BLOCK_BYTES:
         digest.update(file.read_range(0, size))

@@ -1,176 +1,118 @@
 """Random access to the texts of a JSONL file through an index of its lines.
 
-The index is built in one pass over the file, which also hashes every byte, in bounded memory. It can be kept in the run
-folder: written atomically with a checksum, and memory-mapped when read.
+The index is built in one pass over the file, which also hashes every byte. It can be kept in the run folder.
 """
 
 from __future__ import annotations
 
+import array
 import errno
 import hashlib
+import io
 import os
 import pathlib
-import struct
-import tempfile
-from collections.abc import Iterator
-from typing import Any, BinaryIO
+import zipfile
+import zlib
+from typing import NamedTuple
 
 import numpy as np
-import pyarrow
 
 from hlat_jax.data.formats import records
 from hlat_jax.data.formats.decoding import decoding
 from hlat_jax.data.formats.files import Snapshot, new_content_hash
-from hlat_jax.store import atomic_files
+from hlat_jax.store.atomic_files import write_whole
 
-_CHUNK_BYTES = 1 << 24
-BLANK_BYTES = b" \t\r\n"
-_MAX_BLANK_BYTES = 80  # a longer line of spaces fails as JSON, with its row
-_HEADER = struct.Struct("<8s32s32sQ")  # magic, Snapshot.identity, hash of the content, lines
-_CHECKSUM_BYTES = 16  # of the header and the numbers; it stands between the two
-_MAGIC = b"hlatidx4"
+_PIECE_BYTES = 1 << 24  # of a long line
+_READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
+_DAMAGE = (ValueError, LookupError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error)
 
 
-class LineIndex:
+class LineIndex(NamedTuple):
     """The lines of a file, without blank ones.
 
     Attributes:
       lines: int64[num_documents, 3], the first byte of a line, the byte after its last, and its number from 1.
-      num_rows: lines, blank ones too.
       content_hash: 32 hex digits of all bytes of the file.
     """
 
-    def __init__(self, lines: np.ndarray, *, num_rows: int, content_hash: str):
-        self.lines, self.num_rows, self.content_hash = lines, num_rows, content_hash
+    lines: np.ndarray
+    content_hash: str
 
 
 def line_index(snapshot: Snapshot, *, folder: pathlib.Path | None = None) -> LineIndex:
     """Returns the index of a file: the one in `folder` if the file has not changed since, else a new one.
 
-    Without `folder`, or if it is not writable, a new index is kept in a temporary file while it is in use.
-
     Raises:
       ValueError: the file changed while it was indexed.
-      OSError: the disk of `folder` is full or broken.
+      OSError: the disk of `folder` is full or broken; that it cannot be written to is no error.
     """
+    if folder is None:
+        return _new_index(snapshot)
     location = hashlib.blake2b(os.fsencode(snapshot.file.where), digest_size=8).hexdigest()
-    name = f"{snapshot.file.name}-{location}.lines"
-    if folder is not None:
-        kept = _read_index(folder / name, snapshot=snapshot)
-        if kept is not None:
-            return kept
-        try:
-            return _new_index(folder / name, snapshot=snapshot)
-        except OSError as error:
-            if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
-                raise
-    with tempfile.TemporaryDirectory() as temporary:  # it stays mapped after it is unlinked
-        return _new_index(pathlib.Path(temporary) / name, snapshot=snapshot)
-
-
-def _scan(snapshot: Snapshot, digest: Any) -> Iterator[np.ndarray]:
-    """Yields int64[n, 3] of the lines that end in each chunk of a file, as LineIndex.lines but blank lines with a
-    negative number; updates `digest`."""
-    num_rows, start, offset, carried = 0, 0, 0, b""
-    with decoding(snapshot.file), snapshot.file.open() as file:
-        while offset <= snapshot.size:
-            chunk = file.read(min(_CHUNK_BYTES, snapshot.size - offset))
-            if not chunk and offset < snapshot.size:
-                raise ValueError(f"{snapshot.file} shrank while it was indexed; start again when it is complete.")
-            digest.update(chunk)
-            ends = np.flatnonzero(np.frombuffer(chunk, np.uint8) == ord("\n")) + offset
-            if not chunk and start < snapshot.size:
-                ends = np.asarray([snapshot.size])  # a last line without a newline
-            starts = np.concatenate([[start], ends + 1])
-            lines = np.stack([starts[:-1], ends, num_rows + 1 + np.arange(len(ends))], axis=1)
-            view, view_start = carried + chunk, offset - len(carried)
-            for line in np.flatnonzero(lines[:, 1] - lines[:, 0] <= _MAX_BLANK_BYTES):
-                if not view[lines[line, 0] - view_start : lines[line, 1] - view_start].strip(BLANK_BYTES):
-                    lines[line, 2] *= -1
-            yield lines
-            if not chunk:
-                return
-            num_rows, start, offset = num_rows + len(lines), int(starts[-1]), offset + len(chunk)
-            carried = view[-_MAX_BLANK_BYTES:]
-
-
-def _new_index(path: pathlib.Path, *, snapshot: Snapshot) -> LineIndex:
-    """Writes an index atomically, piece by piece; a process that has mapped the previous one keeps that."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_files.atomic_writer(path) as file:
-        _write_lines(file, snapshot=snapshot)
-        snapshot.check()
+    path = folder / f"{snapshot.file.name}-{location}.npz"
     index = _read_index(path, snapshot=snapshot)
-    assert index is not None
+    if index is None:
+        index, content = _new_index(snapshot), io.BytesIO()
+        np.savez(content, identity=snapshot.identity, **index._asdict())
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            write_whole(path, content.getvalue())
+        except OSError as error:
+            if error.errno not in _READ_ONLY:
+                raise
     return index
 
 
-def _write_lines(file: BinaryIO, *, snapshot: Snapshot) -> None:
-    num_rows, digest, checksum = 0, new_content_hash(), _checksum()
-    file.write(bytes(_HEADER.size + _CHECKSUM_BYTES))
-    for lines in _scan(snapshot, digest):
-        raw = lines[lines[:, 2] > 0].astype("<i8").tobytes()
-        checksum.update(raw)
-        file.write(raw)
-        num_rows += len(lines)
-    file.seek(0)
-    header = _HEADER.pack(_MAGIC, snapshot.identity.encode(), digest.hexdigest().encode(), num_rows)
-    checksum.update(header)
-    file.write(header + checksum.digest())
-
-
-def _checksum() -> Any:
-    return hashlib.blake2b(digest_size=_CHECKSUM_BYTES)
+def _new_index(snapshot: Snapshot) -> LineIndex:
+    numbers, digest, row = array.array("q"), new_content_hash(), 0
+    start, end, is_blank = 0, 0, True
+    with decoding(snapshot.file), snapshot.file.open() as file:
+        while True:
+            piece = file.readline(_PIECE_BYTES)
+            digest.update(piece)
+            end += len(piece)
+            is_blank = is_blank and (piece.isspace() or not piece)
+            if piece.endswith(b"\n") or (not piece and end > start):  # the last line may have no newline
+                row += 1
+                if not is_blank:
+                    numbers.extend((start, end - piece.endswith(b"\n"), row))
+                start, is_blank = end, True
+            if not piece:
+                break
+    snapshot.check()
+    lines = np.frombuffer(numbers, np.int64).reshape(-1, 3)
+    return LineIndex(lines, content_hash=digest.hexdigest())
 
 
 def _read_index(path: pathlib.Path, *, snapshot: Snapshot) -> LineIndex | None:
     """Returns the index at `path`; None if it is missing, damaged or of a different version of the file."""
     try:
-        with pyarrow.memory_map(os.fsencode(path)) as file:
-            buffer = file.read_buffer()  # it stays mapped after the file is closed, so many files can be open
+        with np.load(path) as arrays:  # which has checksums
+            if str(arrays["identity"]) != snapshot.identity:
+                return None
+            return LineIndex(arrays["lines"], content_hash=str(arrays["content_hash"]))
     except FileNotFoundError:
         return None
-    begin = _HEADER.size + _CHECKSUM_BYTES
-    header, expected, raw = bytes(buffer[: _HEADER.size]), bytes(buffer[_HEADER.size : begin]), buffer[begin:]
-    checksum = _checksum()
-    checksum.update(raw)
-    checksum.update(header)
-    if checksum.digest() != expected:
-        print(f"index            {path} is damaged, or of another version: it is made again")
+    except _DAMAGE:
+        print(f"index            {path} is damaged: it is made again")
         return None
-    _, identity, content_hash, num_rows = _HEADER.unpack(header)
-    if identity != snapshot.identity.encode():
-        return None
-    lines = np.frombuffer(raw, "<i8").reshape(-1, 3)
-    return LineIndex(lines, num_rows=num_rows, content_hash=content_hash.decode("ascii"))
 
 
-class JsonlDocuments:
-    """The texts of a JSONL file by number. Rows are counted from 1 over all lines; blank lines are not documents.
+def jsonl_documents(
+    snapshot: Snapshot, *, field: str, index_folder: pathlib.Path | None = None
+) -> records.FileDocuments:
+    """Returns the texts of a JSONL file by number. Rows are counted over all lines; blank ones are not documents."""
+    lines, snapshot.content_hash = line_index(snapshot, folder=index_folder)
+    where = snapshot.file.where
 
-    Attributes:
-      snapshots: the file, once.
-      num_rows: lines, blank ones too.
-    """
-
-    def __init__(self, snapshot: Snapshot, *, field: str, index_folder: pathlib.Path | None = None):
-        index = line_index(snapshot, folder=index_folder)
-        snapshot.content_hash = index.content_hash
-        self._snapshot, self._field, self._lines = snapshot, field, index.lines
-        self.snapshots, self.num_rows = (snapshot,), index.num_rows
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    def __getitem__(self, index: int) -> str:
-        start, end, row = self._lines[index].tolist()
-        where = self._snapshot.file.where
+    def read(index: int) -> str:
+        start, end, row = lines[index].tolist()
         if end - start > records.MAX_RECORD_BYTES:
-            self._snapshot.check()
+            snapshot.check()
             reason = f"{end - start} bytes in one line, more than {records.MAX_RECORD_BYTES}; is it a JSON array?"
             raise records.BadRecord(where, row, reason)
-        return records.json_text(self._snapshot.read(start, end - start), field=self._field, where=where, row=row)
+        return records.json_text(snapshot.read(start, end - start), field=field, where=where, row=row)
 
-    def locate(self, index: int) -> str:
-        """Returns the file and the row of document `index`."""
-        return f"{self._snapshot.file}, row {self._lines[index, 2]}"
+    return records.FileDocuments(
+        snapshot, num_documents=len(lines), read=read, row_of=lambda index: int(lines[index, 2])
+    )

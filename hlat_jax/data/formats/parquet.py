@@ -4,26 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import pyarrow
 import pyarrow.parquet
 
-from hlat_jax.data.formats.columns import (
-    MAX_PART_BYTES,
-    ColumnCache,
-    ColumnDocuments,
-    TextColumn,
-    check_size,
-    text_column,
-)
+from hlat_jax.data.formats.columns import ColumnCache, check_size, check_text_column, column_documents
 from hlat_jax.data.formats.decoding import decoding
 from hlat_jax.data.formats.files import DataFile, Snapshot
+from hlat_jax.data.formats.records import FileDocuments
 
-_LARGE_BYTES = 32 << 20
-_LARGE_DECODING = threading.Lock()
 _ROWS_AT_ONCE = 256
 
 
@@ -38,68 +28,32 @@ def _open(
         yield opened
 
 
-def parquet_documents(snapshot: Snapshot, *, field: str, cache: ColumnCache) -> ColumnDocuments:
-    """Returns the texts of a Parquet file by number.
+def parquet_documents(snapshot: Snapshot, *, field: str, cache: ColumnCache) -> FileDocuments:
+    """Returns the texts of a Parquet file by number."""
+    file, rows = snapshot.file, []
+    with decoding(file), _open(file) as opened:
+        check_text_column(opened.schema_arrow, field, where=file.where)
+        metadata = opened.metadata
+        for number in range(metadata.num_row_groups):
+            group = metadata.row_group(number)
+            chunks = [group.column(index) for index in range(group.num_columns)]
+            num_bytes = sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == field)
+            check_size(file, f"row group {number + 1}", field=field, num_bytes=num_bytes)
+            rows.append(group.num_rows)
 
-    Raises:
-      ValueError: not a complete Parquet file, no such column of text, or a row group over MAX_PART_BYTES.
-    """
-    file = snapshot.file
-    with decoding(file):
-        groups, metadata = _row_groups(file, field)
-    for number, group in enumerate(groups, start=1):
-        part = f"row group {number}"
-        check_size(file, part, field=field, num_bytes=group.num_bytes, limit=MAX_PART_BYTES)
-
-    def load(number: int) -> TextColumn:
-        return cache.get((file.where, number), lambda: _read(file, groups[number], field=field, metadata=metadata))
-
-    rows = [group.num_rows for group in groups]
-    return ColumnDocuments(snapshot, rows=rows, load=load, field=field, part="row group")
-
-
-def iter_parquet(file: DataFile, field: str) -> Iterator[TextColumn]:
-    """Yields the texts of a file in order: a row group at a time, or a few rows of one over MAX_PART_BYTES."""
-    groups, metadata = _row_groups(file, field)
-    for group in groups:
-        if group.num_bytes <= MAX_PART_BYTES:
-            yield _read(file, group, field=field, metadata=metadata)
-            continue
+    def read(number: int) -> pyarrow.ChunkedArray:
         with _open(file, metadata) as opened:
-            choice = {"row_groups": [group.number], "columns": [field], "use_threads": False}
-            for batch in opened.iter_batches(batch_size=_ROWS_AT_ONCE, **choice):
-                yield TextColumn(batch.column(0))
+            return opened.read_row_group(number, columns=[field], use_threads=False).column(0)
+
+    def load(number: int) -> pyarrow.ChunkedArray:
+        return cache.get((file.where, number), lambda: read(number))
+
+    return column_documents(snapshot, rows=rows, load=load, field=field)
 
 
-class _RowGroup(NamedTuple):
-    """A row group, and the bytes of its column of text."""
-
-    number: int
-    num_rows: int
-    num_bytes: int
-
-
-def _row_groups(file: DataFile, field: str) -> tuple[list[_RowGroup], pyarrow.parquet.FileMetaData]:
-    """Returns the row groups of a file whose column `field` holds text, and its metadata."""
+def iter_parquet(file: DataFile, field: str) -> Iterator[pyarrow.Array]:
+    """Yields the texts of a file in order, a few rows at a time."""
     with _open(file) as opened:
-        text_column(opened.schema_arrow, field, where=file.where, dictionaries=True)
-        metadata, groups = opened.metadata, []
-    for number in range(metadata.num_row_groups):
-        group = metadata.row_group(number)
-        chunks = [group.column(index) for index in range(group.num_columns)]
-        num_bytes = sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == field)
-        groups.append(_RowGroup(number, group.num_rows, num_bytes))
-    return groups, metadata
-
-
-def _read(file: DataFile, group: _RowGroup, *, field: str, metadata: pyarrow.parquet.FileMetaData) -> TextColumn:
-    """Returns the column `field` of a row group; large ones are read one at a time.
-
-    pyarrow decodes whole pages, and a dictionary twice, so it briefly holds three copies of a text.
-    """
-    is_large = group.num_bytes > _LARGE_BYTES
-    with _LARGE_DECODING if is_large else contextlib.nullcontext(), _open(file, metadata) as opened:
-        column = TextColumn(opened.read_row_group(group.number, columns=[field], use_threads=False).column(0))
-    if is_large:
-        pyarrow.default_memory_pool().release_unused()
-    return column
+        check_text_column(opened.schema_arrow, field, where=file.where)
+        for batch in opened.iter_batches(batch_size=_ROWS_AT_ONCE, columns=[field], use_threads=False):
+            yield batch.column(0)

@@ -23,13 +23,7 @@ class TextDocuments:
     Attributes:
       snapshots: the files.
       is_cut: whether they are cut at paragraphs.
-      num_rows: None, because documents are not rows.
-
-    Raises:
-      ValueError: with `cut`, a file that is empty or not UTF-8.
     """
-
-    num_rows = None
 
     def __init__(self, files: Sequence[DataFile], *, cut: bool):
         self.snapshots, self.is_cut = tuple(Snapshot(file) for file in files), cut
@@ -69,9 +63,6 @@ def paragraph_parts(raw: bytes | bytearray, file: DataFile) -> Iterator[tuple[in
 
     A part ends with the first paragraph, or line, that brings it to 4 KiB. In a text of less than 256 KiB, a 64th of
     it takes the place of 4 KiB, and a quarter of it that of 64 KiB. `raw` is the content of the file.
-
-    Raises:
-      ValueError: it is empty or not UTF-8.
     """
     records.utf8_text(raw, where=file.where, row=None)
     if b"\0" in raw:

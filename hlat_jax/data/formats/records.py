@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
+
+from hlat_jax.data.formats.files import Snapshot
 
 MAX_RECORD_BYTES = 1 << 30
 _REMEDY = "Fix or remove it, set {field} if the text is under another name, or skip such records with {skip}."
@@ -42,6 +44,35 @@ def find_part(starts: np.ndarray, index: int) -> tuple[int, int]:
     """Returns (the part that holds record `index`, the number of the record in that part)."""
     part = int(np.searchsorted(starts, index, side="right")) - 1
     return part, int(index) - int(starts[part])
+
+
+class FileDocuments:
+    """The texts of a file by number.
+
+    Attributes:
+      snapshots: the file, once.
+    """
+
+    def __init__(
+        self,
+        snapshot: Snapshot,
+        *,
+        num_documents: int,
+        read: Callable[[int], str],
+        row_of: Callable[[int], int] = lambda index: index + 1,
+    ):
+        """`read` returns a text by its number, and `row_of` its row in the file, for errors."""
+        self.snapshots, self._num_documents, self._read, self._row_of = (snapshot,), num_documents, read, row_of
+
+    def __len__(self) -> int:
+        return self._num_documents
+
+    def __getitem__(self, index: int) -> str:
+        return self._read(index)
+
+    def locate(self, index: int) -> str:
+        """Returns the file and the row of document `index`."""
+        return f"{self.snapshots[0].file}, row {self._row_of(index)}"
 
 
 def check_text(text: Any, *, field: str, where: str, row: int) -> str:

@@ -25,15 +25,15 @@ import numpy as np
 from jax.extend import core
 
 from hlat_jax.facts.byte_sizes import parse_bytes
-from hlat_jax.ops.dialect import CallSpec, MeasuredTimes, Op
+from hlat_jax.ops.dialect import CallSpec, Op
 from hlat_jax.passes.jaxpr import CHECKPOINT, traced, without_consts
-from hlat_jax.passes.rewrite import attention, chunk, loss, mlp
+from hlat_jax.passes.rewrite import attention, chunks, loss, mlp
 from hlat_jax.passes.rewrite.check import compare
 from hlat_jax.passes.rewrite.graph import Change, Choose, EquationGraph, Match, Refusal
 
 Matcher = Callable[[EquationGraph], Iterable[Match | Refusal]]
-# Name of an op -> graph -> a Match or a Refusal for each place that looks like it.
-MATCHERS = {"attention": attention.matches, "cross_entropy": loss.matches, "mlp": mlp.matches, "chunk": chunk.matches}
+# Each: graph -> a Match or a Refusal for each place that looks like its op.
+MATCHERS = (attention.matches, loss.matches, mlp.matches)
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -85,12 +85,12 @@ def _times(count: int) -> str:
 class Rewritten(Generic[_Args, _Result]):
     """A function with our implementations of ops; see `rewrite`."""
 
-    def __init__(self, fn: Callable[_Args, _Result], rewriter: Callable[[], _Rewriter]):
+    def __init__(self, fn: Callable[_Args, _Result], rewriter: Callable[[], Rewriter]):
         functools.update_wrapper(self, fn, updated=())
         self._fn, self._rewriter, self._report = fn, rewriter, None
 
     def __call__(self, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-        closed, leaves, tree = traced(self._fn, args, kwargs, by="rewrite")
+        closed, leaves, tree = traced(self._fn, args, kwargs)
         rewriter = self._rewriter()
         outs = core.jaxpr_as_fun(rewriter.rewrite(closed))(*leaves)
         self._report = RewriteReport(tuple(rewriter.replacements.values()), tuple(rewriter.refusals))
@@ -110,11 +110,9 @@ class Rewritten(Generic[_Args, _Result]):
 def rewrite(
     fn: Callable[_Args, _Result],
     *,
-    times: MeasuredTimes | None = None,
     platform: str | None = None,
     check: bool = True,
-    ops: Sequence[str] = tuple(MATCHERS),
-    chunk_bytes: int | str = chunk.MAX_BYTES,
+    chunk_bytes: int | str = chunks.MAX_BYTES,
 ) -> Rewritten[_Args, _Result]:
     """Returns a function with the same arguments and results that runs our implementations of ops.
 
@@ -123,31 +121,21 @@ def rewrite(
 
     Args:
       fn: a function that JAX can trace; arguments as for `autocast`.
-      times: measured times, by which implementations are chosen as in `Op.choose`.
       platform: the platform for which implementations are chosen, by default that of JAX's default device.
       check: whether each replacement is compared with the original before it is used, by values and gradients, on
         this machine's CPU.
-      ops: names of the ops that are looked for, keys of `MATCHERS`; "chunk" stands for any intermediate that is large.
-      chunk_bytes: "32MiB" or bytes: an intermediate of more is computed in chunks of about that size.
-
-    Raises:
-      ValueError: an unknown op; when called: a function that cannot be traced.
+      chunk_bytes: "32MiB" or bytes: what no op replaces is computed in chunks where it is larger, see `passes.chunk`.
     """
-    if isinstance(ops, str) or not set(ops) <= set(MATCHERS):
-        raise ValueError(f"rewrite: ops={ops!r} must be a sequence of names of {', '.join(MATCHERS)}.")
-    max_bytes = parse_bytes(chunk_bytes, name="chunk_bytes")
-    matchers = {**MATCHERS, "chunk": functools.partial(chunk.matches, max_bytes=max_bytes)}
-    platform = platform or jax.default_backend()
-    return Rewritten(
-        fn, lambda: _Rewriter(platform, times, check=check, matchers=[matchers[op] for op in MATCHERS if op in ops])
-    )
+    in_chunks = functools.partial(chunks.matches, max_bytes=parse_bytes(chunk_bytes, name="chunk_bytes"))
+    matchers = (*MATCHERS, in_chunks)
+    return Rewritten(fn, lambda: Rewriter(platform or jax.default_backend(), check=check, matchers=matchers))
 
 
-class _Rewriter:
+class Rewriter:
     """Replaces ops in jaxprs, and records what it does."""
 
-    def __init__(self, platform: str, times: MeasuredTimes | None, *, check: bool, matchers: Sequence[Matcher]):
-        self.platform, self.times, self.check, self.matchers = platform, times, check, matchers
+    def __init__(self, platform: str, *, check: bool, matchers: Sequence[Matcher] = MATCHERS):
+        self.platform, self.check, self.matchers = platform, check, matchers
         self.replacements: dict[Any, Replacement] = {}
         self.refusals: list[Refusal] = []
 
@@ -174,8 +162,8 @@ class _Rewriter:
         """Returns the matches that are used, each with its replacement; records them and the refusals."""
         used: list[tuple[Match, Callable]] = []
         taken: set[int] = set()
-        for matcher in self.matchers:
-            for candidate in matcher(graph):
+        for matches in self.matchers:
+            for candidate in matches(graph):
                 if isinstance(candidate, Refusal):
                     self.refusals.append(candidate)
                     continue
@@ -186,7 +174,7 @@ class _Rewriter:
                 try:
                     difference = self._examine(graph, *pair)
                     graph.steps([*used, pair])
-                except (TypeError, ValueError) as error:
+                except (TypeError, ValueError, AssertionError) as error:
                     self.refusals.append(Refusal(candidate.op, candidate.source, " ".join(str(error).split())))
                     continue
                 used.append(pair)
@@ -226,7 +214,7 @@ class _Rewriter:
         """Returns a function that chooses implementations, and adds each choice with its reason to `chosen`."""
 
         def choose(op: Op, call: CallSpec) -> str:
-            choice = op.choose("auto", self.platform, call=call, times=self.times)
+            choice = op.choose("auto", self.platform, call=call)
             chosen.append(f"{choice.name} ({choice.because})")
             return choice.name
 
@@ -237,9 +225,6 @@ class _Rewriter:
         name, params = eqn.primitive.name, eqn.params
         if name == "scan":
             return self._change_body(graph, eqn, "jaxpr", eqn.invars[: params["num_consts"]])
-        if name == "while":
-            first = params["cond_nconsts"]
-            return self._change_body(graph, eqn, "body_jaxpr", eqn.invars[first : first + params["body_nconsts"]])
         if name == "jit":  # not a plain call: it has shardings
             return self._change_body(graph, eqn, "jaxpr", eqn.invars)
         if name == CHECKPOINT:
@@ -249,11 +234,6 @@ class _Rewriter:
                 return None
             opened, consts = without_consts(new)
             return Change({"jaxpr": opened}, consts)
-        if name == "cond":
-            known = _known(graph, eqn.invars[1:])
-            branches = tuple(self.rewrite(branch, known=known) for branch in params["branches"])
-            is_changed = any(new is not old for new, old in zip(branches, params["branches"], strict=True))
-            return Change({"branches": branches}) if is_changed else None
         return None
 
     def _change_body(self, graph: EquationGraph, eqn: Any, key: str, consts: Sequence[Any]) -> Change | None:

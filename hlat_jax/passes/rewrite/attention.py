@@ -1,4 +1,4 @@
-"""Finds attention in a jaxpr: product, scale, softcap, bias, mask, softmax, dropout, product.
+"""Finds attention in a jaxpr: product, scale, softcap, mask, softmax, dropout, product.
 
 Dimensions are followed as sequences of axes (`axes`), so that the layout of the function does not matter. What
 the axes are follows from who has them: queries, keys or values. `scores` reads what lies between the products.
@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hlat_jax.ops import attention, general_attention
-from hlat_jax.ops.attention_variant import Variant
+from hlat_jax.ops import attention
+from hlat_jax.ops.chunked_attention import Variant, general_attention
 from hlat_jax.passes.rewrite.axes import (
     ArrayAxes,
     Axis,
@@ -27,10 +27,8 @@ from hlat_jax.passes.rewrite.axes import (
     size_of,
 )
 from hlat_jax.passes.rewrite.graph import Choose, EquationGraph, Match, Refusal, is_literal
-from hlat_jax.passes.rewrite.scores import MASKED, Chain, NotAttention, Refused, Scores, ScoreTerm
+from hlat_jax.passes.rewrite.scores import Chain, NotAttention, Refused, Scores, ScoreTerm
 
-# Masked scores of at most this are below those that a mask which is added to them leaves.
-_LOWEST = -1e29
 _OP = "attention"
 
 
@@ -65,14 +63,11 @@ class _Reader:
         q_layout, k_layout = self._operand_layouts(first, scores_layout)
         v_layout, out_layout = self._value_layouts(probs_layout)
         operands = self._operands(first, (q_layout, k_layout), (values, v_layout), set(leaves_of(reduced)))
-        shape = _Shape(operands, out_layout, set(leaves_of(reduced)), last.outvars[0].aval, self._mask_axes(chain))
+        mask_axes = {axis for term in chain.masks for axis in all_leaves(term.layout)}
+        shape = _Shape(operands, out_layout, set(leaves_of(reduced)), mask_axes)
         terms = _Terms(self, shape, chain, keep)
         _check_precision(first, last)
         return terms.match(first)
-
-    def _mask_axes(self, chain: Chain) -> set[Axis]:
-        terms = [*chain.masks, *(truth for _, truths in chain.added for truth in truths), *chain.biases]
-        return {axis for term in terms for axis in all_leaves(term.layout)}
 
     def _operand_layouts(self, first: Any, scores: ArrayAxes) -> tuple[ArrayAxes, ArrayAxes]:
         """Returns the layouts of both operands of the first product from that of its result."""
@@ -140,14 +135,14 @@ def _same_segments(graph: EquationGraph, term: ScoreTerm) -> tuple[Any, ArrayAxe
 class _Shape:
     """Which axes are batch, heads, positions: B, K (key-value heads), G (query heads for each), T, S, H."""
 
-    def __init__(self, operands: Any, out_layout: ArrayAxes, reduced: set[Axis], out: Any, mask_axes: set[Axis]):
-        self.operands, self.out_layout, self.out = operands, out_layout, out
+    def __init__(self, operands: Any, out_layout: ArrayAxes, reduced: set[Axis], mask_axes: set[Axis]):
+        self.operands, self.out_layout = operands, out_layout
         (self.q, q_layout), (self.k, k_layout), (self.v, v_layout) = operands
         in_q, in_k, in_v = (all_leaves(layout) for layout in (q_layout, k_layout, v_layout))
-        if len({var.aval.dtype for var in (self.q, self.k, self.v)}) > 1:
-            raise Refused("queries, keys and values have different dtypes")
-        if not jnp.issubdtype(self.q.aval.dtype, jnp.floating):
-            raise Refused(f"queries have dtype {self.q.aval.dtype}")
+        if len({var.aval.dtype for var in (self.q, self.k, self.v)}) > 1 or not jnp.issubdtype(
+            self.q.aval.dtype, jnp.floating
+        ):
+            raise Refused("queries, keys and values are not floats of one dtype")
         in_out = all_leaves(out_layout)
         self.S = tuple(axis for axis in in_k if axis in reduced)
         if set(self.S) != reduced or not reduced <= set(in_v) or reduced & set(in_out):
@@ -169,8 +164,8 @@ class _Shape:
         self.K = tuple(axis for axis in shared if axis not in self.B)
         self.T = self._positions(own, mask_axes)
         self.G = tuple(axis for axis in own if axis not in self.T)
-        if not self.T or not self.S or not self.H:
-            raise Refused("there is one query, one key or one feature")
+        if not self.S or not self.H:
+            raise Refused("there is one key or one feature")
         if size_of(self.V) != size_of(self.H):
             raise Refused(f"values have {size_of(self.V)} features, keys {size_of(self.H)}")
 
@@ -180,8 +175,7 @@ class _Shape:
         for candidates in (masked, same_size, own):
             if len(candidates) == 1:
                 return tuple(candidates)
-        best = [axis for axis in masked if axis in same_size] or masked or same_size or own
-        return tuple(best[-1:])
+        raise Refused("the dimension of the queries' positions is not known")
 
     def sizes(self, arrays: Sequence[Any], layouts: Sequence[ArrayAxes]) -> dict[Axis, int]:
         """Returns the size of each axis: a dimension that is one axis gives its size, which may have been cut."""
@@ -212,64 +206,20 @@ def _check_precision(*products: Any) -> None:
             raise Refused(f"a product has precision={each[0]}")
 
 
-def _above_masked(bias: jax.Array) -> jax.Array:
-    """Returns a bias that is above the scores of masked keys: a query whose keys are all padding attends to those."""
-    return jnp.maximum(bias, _LOWEST) if jnp.finfo(bias.dtype).min < _LOWEST else bias
-
-
 class _Terms:
     """What the op is called with: masks that are proven by their values, segments, and the arrays of all others."""
 
     def __init__(self, reader: _Reader, shape: _Shape, chain: Chain, keep: ScoreTerm | None):
         self.reader, self.graph, self.shape, self.chain, self.keep = reader, reader.graph, shape, chain, keep
         self.groups = (shape.B, (*shape.K, *shape.G), shape.T, shape.S)
-        self.biases = list(chain.biases)
-        added = [truth for _, truths in chain.added for truth in truths]
-        self._read_masks([*chain.masks, *added])
-        has_other_masks = any(self._may_mask(bias) for bias in self.biases)
-        if not self.every_query_sees or has_other_masks:
-            # added to the scores, so that queries that attend to no key get what the function gives them
-            self.biases += [term for term, _ in chain.added]
-            self._read_masks(chain.masks)
-        if not self.every_query_sees and len(chain.fills) > 1:
-            raise Refused("masked scores are set to different numbers, and a query may attend to no key")
-        if (
-            chain.masks
-            and (has_other_masks or (chain.added and not self.every_query_sees))
-            and max(chain.fills) > _LOWEST
-        ):
-            raise Refused("masks are set and added, and a query may attend to no key")
-        for term in chain.zeroed:
-            if not (self._folded(term) | ~self.constant).all():
-                raise Refused("the scores are multiplied by a mask and not set to a large negative number there")
-
-    def _read_masks(self, terms: Sequence[ScoreTerm]) -> None:
+        if len(chain.fills) > 1:
+            raise Refused("masked scores are set to different numbers")
         self.constant = np.ones((1, 1, 1, 1), bool)  # [B, N, T, S], the conjunction of constant masks
         self.segments: tuple[Any, ArrayAxes] | None = None
         self.masks: list[ScoreTerm] = []
-        for term in terms:
+        for term in chain.masks:
             self._add_mask(term)
         self._prove()
-
-    def _may_mask(self, bias: ScoreTerm) -> bool:
-        """Returns whether a bias may be large and negative: it is an input, or computed with such a number."""
-        todo, seen = [bias.var], 0
-        if self.graph.producer(bias.var) is None and not self.graph.is_constant(bias.var):
-            return True
-        while todo and seen < 64:
-            var, seen = todo.pop(), seen + 1
-            if is_literal(var) or self.graph.is_constant(var):
-                value = self.graph.constant(var)
-                if value is None or (
-                    value.dtype != bool and np.abs(value.astype(np.float64)).max(initial=0) >= -MASKED
-                ):
-                    return True
-                continue
-            eqn = self.graph.producer(var)
-            if eqn is None and jnp.issubdtype(var.aval.dtype, jnp.inexact):
-                return True
-            todo += eqn.invars if eqn is not None else []
-        return bool(todo)
 
     def _add_mask(self, term: ScoreTerm) -> None:
         if self.graph.constant(term.var) is not None:
@@ -296,124 +246,65 @@ class _Terms:
 
     def _folded(self, term: ScoreTerm) -> np.ndarray:
         value = self.graph.constant(term.var)
-        if value is None:
-            raise Refused("the scores are multiplied by an array")
-        truth = value != 0 if term.factor > 0 else value == 0
-        value = truth if term.is_truth else term.factor * value > MASKED
-        layout, sizes = term.layout, {}
-        for axes in (*self.groups, *layout):
-            sizes.update({axis: axis.size for axis in leaves_of(axes)})
-        extra = set(all_leaves(layout)) - {axis for group in self.groups for axis in group}
-        if extra:
+        value = value != 0 if term.factor > 0 else value == 0
+        if set(all_leaves(term.layout)) - {axis for group in self.groups for axis in group}:
             raise Refused("a mask has a dimension that the scores do not have")
-        return np.asarray(arranged(value, layout, self.groups, sizes=sizes))
+        sizes = {axis: axis.size for axes in (*self.groups, *term.layout) for axis in leaves_of(axes)}
+        return np.asarray(arranged(value, term.layout, self.groups, sizes=sizes))
 
     def _prove(self) -> None:
-        """Recognizes the constant mask: none, causal, a causal band; what it is otherwise stays an array."""
-        for axis in range(4):
-            first = self.constant.take([0], axis=axis)
-            if (self.constant == first).all():
-                self.constant = first
+        """Recognizes the constant mask: none, causal, or a causal band."""
         num_queries, num_keys = size_of(self.shape.T), size_of(self.shape.S)
         self.causal, self.window = False, None
-        self.every_query_sees = self.constant.any(axis=-1).all() and not self.masks
-        if (
-            self.constant.shape[:2] == (1, 1)
-            and self.constant.shape[2:] == (num_queries, num_keys)
-            and num_queries == num_keys
-        ):
-            mask = self.constant[0, 0]
-            width = int(mask[-1].sum())
-            behind = np.arange(num_queries)[:, None] - np.arange(num_keys)
-            if (mask == (behind >= 0)).all():
-                self.causal = True
-            elif 0 < width < num_keys and (mask == ((behind >= 0) & (behind < width))).all():
-                self.causal, self.window = True, width
-        if self.segments is not None:
-            self.every_query_sees = self.every_query_sees and (self.causal or self.constant.all())
         if self.segments is not None and num_queries != num_keys:
             raise Refused("segment ids with other keys than queries")
+        if self.constant.all():
+            return
+        mask = self.constant[:1, :1]
+        if (self.constant == mask).all() and mask.shape[2:] == (num_queries, num_keys) and num_queries == num_keys:
+            mask = mask[0, 0]
+            width = int(mask[-1].sum())
+            behind = np.arange(num_queries)[:, None] - np.arange(num_keys)
+            self.causal = (mask == ((behind >= 0) & (behind < width))).all()
+            self.window = width if width < num_keys else None
+        if not self.causal:
+            raise Refused("a constant mask is neither causal nor a causal band")
 
     def match(self, first: Any) -> Match:
         """Returns the match."""
-        shape, graph, chain = self.shape, self.graph, self.chain
-        arrays: list[tuple[Any, ArrayAxes]] = [(shape.q, shape.operands[0][1]), (shape.k, shape.operands[1][1])]
-        arrays.append((shape.v, shape.operands[2][1]))
-        plain = len(arrays)
+        shape, graph, chain, keep = self.shape, self.graph, self.chain, self.keep
+        arrays: list[tuple[Any, ArrayAxes]] = [*shape.operands, *([self.segments] if self.segments else [])]
+        arrays += [(term.var, term.layout) for term in (*self.masks, *([keep] if keep else []))]
         known = {axis for group in self.groups for axis in group}
-        for term in (
-            *([ScoreTerm(*self.segments)] if self.segments else ()),
-            *self.masks,
-            *self.biases,
-            *([self.keep] if self.keep else ()),
-        ):
-            if set(all_leaves(term.layout)) - known:
-                raise Refused("a mask or bias has a dimension that the scores do not have")
-            arrays.append((term.var, term.layout))
-        extra = None
-        if not self.causal and not self.constant.all():
-            extra = self.constant
         layouts = [layout for _, layout in arrays]
-        positions: dict[Any, int] = {}
-        inputs: list[Any] = []
-        indices: list[int | None] = []
-        for number, (var, _) in enumerate(arrays):
-            if number >= plain and (is_literal(var) or (graph.is_constant(var) and graph.constant(var) is not None)):
-                indices.append(None)
-                continue
-            if var not in positions:
-                positions[var] = len(inputs)
-                inputs.append(var)
-            indices.append(positions[var])
-        constants = [
-            None if index is not None else graph.constant(var) for (var, _), index in zip(arrays, indices, strict=True)
-        ]
-        has_segments, num_masks, num_biases = self.segments is not None, len(self.masks), len(self.biases)
-        causal, window, softcap = self.causal, self.window, chain.softcap
-        scale, keep = chain.scale, self.keep
-        default_scale = 1 / math.sqrt(size_of(shape.H))
-        scale_or_none = None if math.isclose(scale, default_scale, rel_tol=1e-6) else scale
-        terms = [*self.masks, *self.biases]
+        if any(set(all_leaves(layout)) - known for layout in layouts[3:]):
+            raise Refused("a mask has a dimension that the scores do not have")
+        inputs = list(dict.fromkeys(var for var, _ in arrays))
+        indices = [inputs.index(var) for var, _ in arrays]
+        has_segments, masks, causal, window = self.segments is not None, self.masks, self.causal, self.window
+        scale = None if math.isclose(chain.scale, 1 / math.sqrt(size_of(shape.H)), rel_tol=1e-6) else chain.scale
         out_dtype = self.reader.last.outvars[0].aval.dtype
 
         def replacement(choose: Choose, *values: Any) -> list[Any]:
-            found = [
-                jnp.asarray(const) if index is None else values[index]
-                for index, const in zip(indices, constants, strict=True)
-            ]
-            sizes = shape.sizes(
-                [x for x, index in zip(found, indices, strict=True) if index is not None],
-                [layout for layout, index in zip(layouts, indices, strict=True) if index is not None],
-            )
-            for layout in layouts:
-                for axis in all_leaves(layout):
-                    sizes.setdefault(axis, axis.size)
+            found = [values[index] for index in indices]
+            sizes = shape.sizes(found, layouts)
             heads = (*shape.K, *shape.G)
             q = arranged(found[0], layouts[0], (shape.B, shape.T, heads, shape.H), sizes=sizes, full=True)
             k = arranged(found[1], layouts[1], (shape.B, shape.S, shape.K, shape.H), sizes=sizes, full=True)
             v = arranged(found[2], layouts[2], (shape.B, shape.S, shape.K, shape.V), sizes=sizes, full=True)
-            rest = list(zip(found[plain:], layouts[plain:], strict=True))
+            rest = list(zip(found[3:], layouts[3:], strict=True))
             ids = None
             if has_segments:
                 x, layout = rest.pop(0)
                 ids = arranged(x, layout, (shape.B, shape.T), sizes=sizes, full=True).astype(jnp.int32)
             others = [arranged(x, layout, self.groups, sizes=sizes) for x, layout in rest]
-            masks = [
-                x != 0 if term.factor > 0 else x == 0
-                for x, term in zip(others[:num_masks], terms[:num_masks], strict=True)
-            ]
-            if extra is not None:
-                masks.append(jnp.asarray(extra))
-            biases = [
-                _above_masked(x.astype(jnp.float32) * term.factor if term.factor != 1 else x)
-                for x, term in zip(others[num_masks : num_masks + num_biases], terms[num_masks:], strict=True)
-            ]
             variant = Variant(
                 causal=causal,
-                scale=scale_or_none,
-                softcap=softcap,
-                biases=tuple(biases),
-                masks=tuple(masks),
+                scale=scale,
+                softcap=chain.softcap,
+                masks=tuple(
+                    x != 0 if term.factor > 0 else x == 0 for x, term in zip(others[: len(masks)], masks, strict=True)
+                ),
                 keep=others[-1] if keep is not None else None,
                 keep_factor=keep.factor if keep is not None else 1.0,
             )
@@ -428,41 +319,28 @@ class _Terms:
             replacement=replacement,
             source=graph.source(self.reader.last),
             uncut=[(shape.v, dim) for dim, axes in enumerate(shape.operands[2][1]) if {*leaves_of(axes)} & {*shape.V}],
-            facts=self._facts(scale, extra),
+            facts=self._facts(),
         )
 
-    def _facts(self, scale: float, extra: np.ndarray | None) -> str:
-        shape = self.shape
+    def _facts(self) -> str:
+        shape, chain = self.shape, self.chain
         kind = "causal" if self.causal else "bidirectional"
-        facts = [kind if self.window is None else f"causal, window {self.window}", f"scale {scale:.4g}"]
-        facts += [f"softcap {self.chain.softcap:g}"] if self.chain.softcap else []
+        facts = [kind if self.window is None else f"causal, window {self.window}", f"scale {chain.scale:.4g}"]
+        facts += [f"softcap {chain.softcap:g}"] if chain.softcap else []
         facts += ["segments"] if self.segments else []
-        facts += ["a constant mask"] if extra is not None else []
         facts += [f"{len(self.masks)} masks"] if self.masks else []
-        facts += [f"{len(self.biases)} biases"] if self.biases else []
         facts += ["dropout"] if self.keep is not None else []
         sizes = (size_of(one) for one in (shape.B, shape.T, shape.S, (*shape.K, *shape.G), shape.K, shape.H))
         return ", ".join(facts) + ", B {} T {} S {} N {} K {} H {}".format(*sizes)
 
 
 def _attend(choose: Choose, q: Any, k: Any, v: Any, ids: Any, window: int | None, variant: Variant) -> Any:
-    has_segments, features = ids is not None, variant.features
-    if not features and k.shape[1] == q.shape[1]:
-        call = attention.describe_call(q.shape, k.shape[2], dtype=q.dtype, has_segments=has_segments, window=window)
-        name = choose(attention.OP, call)
-        return attention.attention(q, k_BSKH=k, v_BSKH=v, segment_ids_BT=ids, implementation=name, window=window)
-    call = general_attention.describe_call(
-        q.shape, k.shape[1:3], dtype=q.dtype, has_segments=has_segments, window=window, features=features
-    )
-    return general_attention.general_attention(
-        q,
-        k_BSKH=k,
-        v_BSKH=v,
-        segment_ids_BT=ids,
-        implementation=choose(general_attention.OP, call),
-        window=window,
-        variant=variant,
-    )
+    operands = {"k_BSKH": k, "v_BSKH": v, "segment_ids_BT": ids}
+    is_other = variant.scale or variant.softcap or variant.masks or variant.keep is not None or window is not None
+    if is_other or not variant.causal or k.shape[1] != q.shape[1]:
+        return general_attention(q, **operands, window=window, variant=variant)
+    call = attention.describe_call(q.shape, k.shape[2], dtype=q.dtype, has_segments=ids is not None)
+    return attention.attention(q, **operands, implementation=choose(attention.OP, call))
 
 
 def _between(graph: EquationGraph, inputs: Sequence[Any], last: Any, starts: Sequence[Any]) -> list[Any]:

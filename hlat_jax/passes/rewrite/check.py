@@ -30,9 +30,7 @@ CUT_ABOVE = 2**20  # elements of the largest intermediate, above which dimension
 _CUT_TO = 4
 # Functions of JAX with a derivative rule that is the derivative of their body.
 _KNOWN_RULES = frozenset({"softmax", "_softmax", "relu", "silu", "logsumexp", "log_softmax", "_log_softmax"})
-
 _JAX = os.path.dirname(jax.__file__) + os.sep
-
 _checked: dict[str, float] = {}  # digest of (original, replacement) -> difference, of this process
 
 
@@ -49,21 +47,14 @@ def compare(graph: EquationGraph, match: Match) -> tuple[float, float]:
         raise ValueError("it has a derivative rule with symbolic_zeros, which cannot be compared on inputs of our own")
     floats = [var.aval.dtype for var in (*match.inputs, *match.outputs) if jnp.issubdtype(var.aval.dtype, jnp.floating)]
     tolerance = max((TOLERANCES.get(dtype.name, 1e-5) for dtype in floats), default=1e-5)
-    graph.steps([], given=match.inputs, wanted=match.outputs)  # raises if it depends on another input
+    steps = graph.steps([], given=match.inputs, wanted=match.outputs)  # raises if it depends on another input
     cut = _Cut(graph, match)
     if cut.sizes:
-        try:
-            shapes = [cut.shape(var) for var in match.inputs]
-            resized = match.replacement if match.resized is None else match.resized(cut.shape)
-            return _compared(graph, dataclasses.replace(match, replacement=resized), cut.evaluate, shapes), tolerance
-        except (TypeError, ValueError, AssertionError):
-            pass  # the replacement reads sizes from the match: compared at the real ones
-    original = functools.partial(_at_real_sizes, graph, match)
+        shapes = [cut.shape(var) for var in match.inputs]
+        resized = match.replacement if match.resized is None else match.resized(cut.shape)
+        return _compared(graph, dataclasses.replace(match, replacement=resized), cut.evaluate, shapes), tolerance
+    original = functools.partial(graph.run, steps, inputs=match.inputs, outputs=match.outputs)
     return _compared(graph, match, original, [var.aval.shape for var in match.inputs]), tolerance
-
-
-def _at_real_sizes(graph: EquationGraph, match: Match, args: Sequence[Any]) -> list[Any]:
-    return graph.evaluate(match.inputs, args, match.outputs)
 
 
 def _compared(graph: EquationGraph, match: Match, original: Callable, shapes: Sequence[Sequence[int]]) -> float:
@@ -171,8 +162,10 @@ class _Cut:
         self.sizes: dict[Any, int] = {}
         self._parents: dict[Any, Any] = {}
         self._fixed: set[Any] = set(match.uncut)
-        self.eqns, self.constants, calls_are_known = self._original()
-        if not calls_are_known or max(var.aval.size for eqn in self.eqns for var in eqn.outvars) <= CUT_ABOVE:
+        self.eqns, self.constants = self._original()
+        calls = graph.sealed_calls_of(self.eqns)
+        has_unknown_rule = not all(map(_has_known_rule, calls)) if match.resized else bool(calls)
+        if has_unknown_rule or max(var.aval.size for eqn in self.eqns for var in eqn.outvars) <= CUT_ABOVE:
             return
         for eqn in self.eqns:
             self._join(eqn)
@@ -187,7 +180,7 @@ class _Cut:
                 if size > _CUT_TO and self._root((var, dim)) not in fixed:
                     self.sizes[self._root((var, dim))] = _CUT_TO
 
-    def _original(self) -> tuple[list[Any], list[Any], bool]:
+    def _original(self) -> tuple[list[Any], list[Any]]:
         graph, stop = self.graph, set(self.match.inputs)
         found: dict[int, Any] = {}
         constants: dict[Any, None] = {}
@@ -204,9 +197,7 @@ class _Cut:
                     constants[atom] = None
                 else:
                     todo.append(graph.producer(atom))
-        eqns = [eqn for eqn in graph.eqns if id(eqn) in found]
-        known = all(map(_has_known_rule, graph.sealed_calls_of(eqns)))
-        return eqns, list(constants), known
+        return [eqn for eqn in graph.eqns if id(eqn) in found], list(constants)
 
     def shape(self, var: Any) -> tuple[int, ...]:
         """Returns the shape of a variable after the cut."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import graphlib
 import heapq
 import itertools
 import pathlib
@@ -106,10 +107,6 @@ class _Step:
     has_effects: bool = False
 
 
-class Cyclic(ValueError):
-    """Replacements that need each other's results."""
-
-
 class EquationGraph:
     """One jaxpr with the bodies of plain `jit`, `custom_jvp` and `custom_vjp` calls inlined.
 
@@ -135,6 +132,8 @@ class EquationGraph:
             self._folded[self.invars[number]] = self.values[self.invars[number]] = array
         self._from_inputs |= {var for var in self.invars if var not in self._folded}
         self._items, self.outvars, _ = self._flattened(closed, self.invars, sealed=False)
+        numbers = {id(eqn): number for number, eqn in enumerate(self.eqns)}
+        self._number = lambda eqn: numbers[id(eqn)]
         self._producers = {var: eqn for eqn in self.eqns for var in eqn.outvars}
         self._readers: dict[Any, list[Any]] = {}
         for eqn in reversed(self.eqns):
@@ -210,17 +209,26 @@ class EquationGraph:
         found = re.fullmatch(r"(.+?):(\d+)(?::\d+)? \((.*)\)", text)
         return f"{pathlib.PurePath(found[1]).name}:{found[2]} ({found[3]})" if found else text
 
-    def evaluate(self, inputs: Sequence[Any], values: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
-        """Returns the values of variables from those of others, by the program as it is.
+    def run(
+        self,
+        steps: Sequence[_Step],
+        values: Sequence[Any],
+        *,
+        inputs: Sequence[Any] | None = None,
+        outputs: Sequence[Any] | None = None,
+    ) -> list[Any]:
+        """Returns the values of variables from those of others by the steps that `steps` returns.
 
-        Raises:
-          ValueError: they also depend on an input of the jaxpr that is not given.
+        Args:
+          steps: the steps.
+          values: of the inputs.
+          inputs: the variables that are given; by default the inputs of the jaxpr.
+          outputs: those that are wanted; by default the results of the jaxpr.
         """
-        return self._run(self.steps([], given=inputs, wanted=outputs), inputs, values, outputs)
-
-    def run(self, steps: Sequence[_Step], args: Sequence[Any]) -> list[Any]:
-        """Returns the results of the jaxpr for its inputs by the steps that `steps` returns."""
-        return self._run(steps, self.invars, args, self.outvars)
+        env = {**self.values, **dict(zip(self.invars if inputs is None else inputs, values, strict=True))}
+        for step in steps:
+            env.update(zip(step.defines, step.run(env), strict=True))
+        return [atom.val if is_literal(atom) else env[atom] for atom in (self.outvars if outputs is None else outputs)]
 
     def steps(
         self,
@@ -239,30 +247,22 @@ class EquationGraph:
           wanted: variables whose values are wanted; None: the results of the jaxpr.
 
         Raises:
-          Cyclic: replacements that need each other's results.
-          ValueError: a replacement reads or computes a value inside a call that has a derivative rule.
+          ValueError: replacements that need each other's results, or one that reads or computes a value inside a call
+            that has a derivative rule.
         """
         given = self.invars if given is None else given
         wanted = self.outvars if wanted is None else wanted
         ends = {var for match, _ in matches for var in (*match.inputs, *match.outputs)} | set(given)
         ends |= {atom for atom in wanted if not is_literal(atom)}
         claimed = {var for match, _ in matches for var in match.outputs} | set(given)
-        last = {id(match): max(self._number(eqn) for eqn in match.eqns) for match, _ in matches}
+        last = {id(match): max(match.eqns, key=self._number) for match, _ in matches}
         steps: list[tuple[int, _Step]] = [
-            (last[id(match)], _replacing(match, function, self._place(match))) for match, function in matches
+            (self._number(last[id(match)]), _replacing(match, function, last[id(match)])) for match, function in matches
         ]
         self._add_steps(self._items, changes or {}, ends, claimed, steps)
         kept = _needed([step for _, step in steps], wanted, set(given) | set(self.values))
         numbers = {id(step): number for number, step in steps}
         return _ordered(kept, numbers)
-
-    def _number(self, eqn: Any) -> int:
-        if not hasattr(self, "_numbers"):
-            self._numbers = {id(eqn): number for number, eqn in enumerate(self.eqns)}
-        return self._numbers[id(eqn)]
-
-    def _place(self, match: Match) -> Any:
-        return max(match.eqns, key=self._number)
 
     def _add_steps(self, items: Sequence[Any], changes: Mapping, ends: set, claimed: set, steps: list) -> None:
         for item in items:
@@ -286,14 +286,6 @@ class EquationGraph:
             run = _binding(item.eqn, item.results, defines, Change({}))
             if numbers:
                 steps.append((numbers[0], _Step(reads, defines, run, bool(item.eqn.effects))))
-
-    def _run(
-        self, steps: Sequence[_Step], inputs: Sequence[Any], values: Sequence[Any], outputs: Sequence[Any]
-    ) -> list[Any]:
-        env = {**self.values, **dict(zip(inputs, values, strict=True))}
-        for step in steps:
-            env.update(zip(step.defines, step.run(env), strict=True))
-        return [atom.val if is_literal(atom) else env[atom] for atom in outputs]
 
     def _flattened(self, closed: Any, operands: Sequence[Any], *, sealed: bool) -> tuple[list, list, frozenset]:
         jaxpr = closed.jaxpr
@@ -418,25 +410,21 @@ def _needed(steps: Sequence[_Step], wanted: Sequence[Any], given: set[Any]) -> l
 def _ordered(steps: Sequence[_Step], numbers: Mapping[int, int]) -> list[_Step]:
     """Returns the steps in an order in which each comes after those it reads from; as in the program if possible."""
     definers = {var: step for step in steps for var in step.defines}
-    waiting = {id(step): {id(definers[var]) for var in step.reads if var in definers} for step in steps}
+    sorter: graphlib.TopologicalSorter = graphlib.TopologicalSorter()
+    for step in steps:
+        sorter.add(step, *(definers[var] for var in step.reads if var in definers))
     with_effects = sorted((step for step in steps if step.has_effects), key=lambda step: numbers[id(step)])
     for before, after in itertools.pairwise(with_effects):
-        waiting[id(after)].add(id(before))
-    followers: dict[int, list[_Step]] = {}
-    for step in steps:
-        for before in waiting[id(step)]:
-            followers.setdefault(before, []).append(step)
-    ready = [(numbers[id(step)], count, step) for count, step in enumerate(steps) if not waiting[id(step)]]
-    heapq.heapify(ready)
-    order, count = [], len(steps)
-    while ready:
-        _, _, step = heapq.heappop(ready)
-        order.append(step)
-        for after in followers.get(id(step), ()):
-            waiting[id(after)].discard(id(step))
-            if not waiting[id(after)]:
-                count += 1
-                heapq.heappush(ready, (numbers[id(after)], count, after))
-    if len(order) < len(steps):
-        raise Cyclic("it needs a result of another replacement that needs its own")
+        sorter.add(after, before)
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as error:
+        raise ValueError("it needs a result of another replacement that needs its own") from error
+    order: list[_Step] = []
+    ready: list[tuple[int, int, _Step]] = []
+    while sorter.is_active():
+        for step in sorter.get_ready():
+            heapq.heappush(ready, (numbers[id(step)], id(step), step))
+        order.append(heapq.heappop(ready)[-1])
+        sorter.done(order[-1])
     return order

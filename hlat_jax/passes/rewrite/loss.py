@@ -111,23 +111,12 @@ class _Product:
         return token_statistics.LogitsForm(self.contracted, from_product, self.eqn.params["precision"])
 
     def _absorbs(self, eqn: Any) -> bool:
-        name, shape, params = eqn.primitive.name, self.logits.aval.shape, eqn.params
-        new_shape = eqn.outvars[0].aval.shape
-        if name == "reshape" and params.get("dimensions") is None:
-            return self._reshaped(shape, new_shape)
+        name, shape, permutation = eqn.primitive.name, self.logits.aval.shape, eqn.params.get("permutation")
         if name == "transpose":
-            self._moves.append(lambda x: jnp.transpose(x, params["permutation"]))
-            self.axis = tuple(params["permutation"]).index(self.axis)
+            self._moves.append(lambda x: jnp.transpose(x, permutation))
+            self.axis = tuple(permutation).index(self.axis)
             return True
-        if name == "slice" and new_shape[self.axis] == shape[self.axis]:
-            strides = params["strides"] or (1,) * len(shape)
-            cuts = [
-                slice(*each) for each in zip(params["start_indices"], params["limit_indices"], strides, strict=True)
-            ]
-            cuts[self.axis] = slice(None)
-            self._moves.append(lambda x: x[tuple(cuts)])
-            return True
-        if name not in _ELEMENTWISE or new_shape != shape:
+        if name not in _ELEMENTWISE or eqn.outvars[0].aval.shape != shape:
             return False
         params_before, operands = list(self.params), []
         for atom in eqn.invars:
@@ -138,16 +127,6 @@ class _Product:
             operands.append(operand)
         self.elementwise.append((eqn, operands))
         return True
-
-    def _reshaped(self, shape: Sequence[int], new_shape: Sequence[int]) -> bool:
-        old = self.axis
-        for new, size in enumerate(new_shape):
-            same_before = math.prod(new_shape[:new]) == math.prod(shape[:old])
-            if size == shape[old] and same_before and math.prod(new_shape[new + 1 :]) == math.prod(shape[old + 1 :]):
-                self._moves.append(_reshaping(new_shape, old, new))
-                self.axis = new
-                return True
-        return False
 
     def _param(self, atom: Any, shape: Sequence[int]) -> tuple[str, Any] | None:
         """Returns an operand beside the logits: a literal, or the number of a param that is a scalar or [V]."""
@@ -173,10 +152,6 @@ class _Product:
         if len(own) == 1:
             return True  # what was broadcast: its place is checked above
         return len(own) == len(shape) and own[self.axis] == shape[self.axis]
-
-
-def _reshaping(shape: Sequence[int], old: int, new: int) -> Callable[[Any], Any]:
-    return lambda x: x.reshape(*shape[:new], x.shape[old], *shape[new + 1 :])
 
 
 class _Loss:
@@ -252,8 +227,6 @@ class _Loss:
             if target:
                 targets = jnp.broadcast_to(_by_token(env[target.var], target.labels, len(shape)), shape)
             is_inside = (targets >= 0) & (targets < num_columns)
-            if target and target.outside == "clip":
-                targets = jnp.clip(targets, 0, num_columns - 1)
             statistics = token_statistics.token_statistics(
                 hidden,
                 head=head,

@@ -38,7 +38,7 @@ class Factor:
 class TargetIndex:
     var: Any
     labels: tuple[Any, ...]
-    outside: str  # what an index outside the vocabulary means: "zero", "nan" or "clip"
+    outside: str  # what an index outside the vocabulary means: "zero" or "nan"
 
 
 IS_INSIDE = "is inside"  # factor: the target is in the vocabulary; 1 where an index outside it is not "zero"
@@ -105,15 +105,13 @@ class Symbolic:
         name = eqn.primitive.name
         if name in ("add", "sub"):
             left, right = self._operands(eqn)
-            if left.is_exp or right.is_exp:
-                raise Unsupported("probabilities are added to other values")
+            _refuse_probabilities(left, right)
             return Expression(_sum(left.terms, right.terms, -1.0 if name == "sub" else 1.0), _joined(left, right))
         if name in ("mul", "div"):
             return self._product_of(eqn)
         if name == "square" or (name == "integer_pow" and eqn.params["y"] == 2):
             value = self._known(eqn, 0)
-            if value.is_exp:
-                raise Unsupported("probabilities are squared")
+            _refuse_probabilities(value)
             return dataclasses.replace(value, terms=_times(value.terms, value.terms))
         if name == "neg":
             return self._scaled(self._known(eqn, 0), -1.0)
@@ -122,16 +120,14 @@ class Symbolic:
             if name == "abs" and not value.is_exp:
                 raise Unsupported("the absolute value of logits is read")
             return value
-        if name == "convert_element_type":
-            if not jnp.issubdtype(eqn.params["new_dtype"], jnp.floating):
-                raise Unsupported("the logits are converted to integers")
+        if name == "convert_element_type" and jnp.issubdtype(eqn.params["new_dtype"], jnp.floating):
             return self._known(eqn, 0)
         if name == "exp":
             return self._exp(self._known(eqn, 0))
         if name == "log":
             value = self._known(eqn, 0)
             if not value.is_exp:
-                raise Unsupported("a logarithm of something else than a sum of exponentials")
+                raise Unsupported("a logarithm of logits is read")
             self.has_log = True
             return dataclasses.replace(value, is_exp=False)
         if name == "max":
@@ -146,13 +142,11 @@ class Symbolic:
             return self._reduced_max(eqn)
         if name == "reduce_sum":
             return self._reduced_sum(self._known(eqn, 0), eqn.params["axes"], eqn.invars[0].aval.shape)
-        if name in ("broadcast_in_dim", "reshape", "squeeze", "expand_dims", "transpose"):
+        if name in ("broadcast_in_dim", "squeeze"):
             value = self._known(eqn, 0)
             return dataclasses.replace(value, labels=_moved(eqn, value.labels))
         if name == "gather":
             return self._gathered(eqn)
-        if name == "dot_general":
-            return self._contracted(eqn)
         raise Unsupported("the logits, or values computed from them, are also read by another operation")
 
     def _known(self, eqn: Any, index: int) -> Expression:
@@ -183,13 +177,9 @@ class Symbolic:
             return ()
         if len(shape) != len(like):
             raise Unsupported("operands of different ranks")
-        labels = [None if size == 1 else label for size, label in zip(shape, like, strict=True)]
-        for k, (size, label) in enumerate(zip(shape, labels, strict=True)):
-            if size > 1 and label is None:
-                if size != self.num_columns or V in labels:
-                    raise Unsupported("an operand with dimensions that the logits do not have")
-                labels[k] = V
-        return tuple(labels)
+        if any(size > 1 and label is None for size, label in zip(shape, like, strict=True)):
+            raise Unsupported("an operand with dimensions that the logits do not have")
+        return _narrowed(like, shape)
 
     def _outside(self, atom: Any, labels: tuple[Any, ...]) -> Expression:
         """Returns the value of something that is not computed from the logits: weights, labels."""
@@ -203,69 +193,47 @@ class Symbolic:
         if name == "broadcast_in_dim" and is_literal(eqn.invars[0]):
             return Expression({("", "", ()): float(eqn.invars[0].val)}, (None,) * len(shape))
         if V not in labels:
-            if not shape and self.graph.is_constant(atom):
-                constant = self.graph.constant(atom)
-                if constant is not None:
-                    return Expression({("", "", ()): float(constant)}, labels)
+            constant = None if shape else self.graph.constant(atom)
+            if constant is not None:
+                return Expression({("", "", ()): float(constant)}, labels)
             return Expression({("", "", (Factor(atom, labels),)): 1.0}, labels)
         if name in ("convert_element_type", "stop_gradient", "copy") and _keeps_values(eqn):
             return self._outside(eqn.invars[0], labels)
-        if name in ("broadcast_in_dim", "reshape", "squeeze", "expand_dims"):
-            inner = _moved_back(eqn, labels)
+        if name == "broadcast_in_dim":
+            inner = _narrowed([labels[axis] for axis in eqn.params["broadcast_dimensions"]], eqn.invars[0].aval.shape)
             return dataclasses.replace(self._outside(eqn.invars[0], inner), labels=labels)
-        if name in ("add", "sub", "mul", "div", "neg", "eq") or (name == "select_n" and len(eqn.invars) == 3):
+        if name in ("add", "sub", "mul", "eq"):
             of = [() if not one.aval.shape else _narrowed(labels, one.aval.shape) for one in eqn.invars]
             if name == "eq":
                 return self._one_hot(eqn, of, labels)
             values = [self._outside(one, each) for one, each in zip(eqn.invars, of, strict=True)]
-            if name == "neg":
-                return self._scaled(values[0], -1.0)
             if name in ("add", "sub"):
                 return Expression(_sum(values[0].terms, values[1].terms, -1.0 if name == "sub" else 1.0), labels)
-            if name == "mul":
-                return Expression(_times(values[0].terms, values[1].terms), labels)
-            if name == "div":
-                return Expression(_times(values[0].terms, _inverse(values[1].terms)), labels)
-            off, on = values[1].terms, values[2].terms
-            return Expression(_sum(off, _times(values[0].terms, _sum(on, off, -1.0)), 1.0), labels)
+            return Expression(_times(values[0].terms, values[1].terms), labels)
         raise Unsupported("labels that are not one-hot of integers multiply the logits")
 
     def _one_hot(self, eqn: Any, of: Sequence[tuple], labels: tuple[Any, ...]) -> Expression:
         for target, columns in ((0, 1), (1, 0)):
-            atom = eqn.invars[target]
-            if V not in of[target] and self._is_column_index(eqn.invars[columns], of[columns]):
-                if not jnp.issubdtype(atom.aval.dtype, jnp.integer):
-                    break
+            atom, iota, column_labels = eqn.invars[target], self.graph.producer(eqn.invars[columns]), of[columns]
+            if iota is not None and iota.primitive.name == "broadcast_in_dim":
+                column_labels = [column_labels[axis] for axis in iota.params["broadcast_dimensions"]]
+                iota = self.graph.producer(iota.invars[0])
+            is_counted = iota is not None and iota.primitive.name == "iota" and V in column_labels
+            is_counted = is_counted and iota.params["dimension"] == column_labels.index(V)
+            if is_counted and V not in of[target] and jnp.issubdtype(atom.aval.dtype, jnp.integer):
                 self._set_target(TargetIndex(atom, of[target], "zero"))
                 return Expression({("hot", "", ()): 1.0}, labels)
         raise Unsupported("labels that are not one-hot of integers multiply the logits")
 
-    def _is_column_index(self, atom: Any, labels: tuple[Any, ...]) -> bool:
-        if V not in labels or is_literal(atom):
-            return False
-        eqn = self.graph.producer(atom)
-        if eqn is not None and eqn.primitive.name == "iota":
-            return eqn.params["dimension"] == labels.index(V)
-        if atom.aval.size != self.num_columns:
-            if eqn is not None and eqn.primitive.name in ("broadcast_in_dim", "convert_element_type"):
-                inner = _moved_back(eqn, labels) if eqn.primitive.name == "broadcast_in_dim" else labels
-                return self._is_column_index(eqn.invars[0], inner)
-            return False
-        constant = self.graph.constant(atom)
-        return constant is not None and np.array_equal(constant.reshape(-1), np.arange(self.num_columns))
-
     def _set_target(self, target: TargetIndex) -> None:
-        if is_literal(target.var):
-            raise Unsupported("the target is a literal")
-        if target.var in self.values:
-            raise Unsupported("the target is computed from the logits")
+        if is_literal(target.var) or target.var in self.values:
+            raise Unsupported("the target is a literal, or computed from the logits")
         if self.target is not None and self.target != target:
             raise Unsupported("the logits of more than one target are read")
         self.target = target
 
     def _scaled(self, value: Expression, factor: float) -> Expression:
-        if value.is_exp:
-            raise Unsupported("probabilities are scaled")
+        _refuse_probabilities(value)
         return dataclasses.replace(value, terms={term: factor * c for term, c in value.terms.items()})
 
     def _product_of(self, eqn: Any) -> Expression:
@@ -274,8 +242,7 @@ class Symbolic:
         if left.is_exp and right.is_exp:
             sign = -1.0 if eqn.primitive.name == "div" else 1.0
             return Expression(_sum(left.terms, right.terms, sign), labels, is_exp=True)
-        if left.is_exp or right.is_exp:
-            raise Unsupported("probabilities are multiplied with other values")
+        _refuse_probabilities(left, right)
         other = _inverse(right.terms) if eqn.primitive.name == "div" else right.terms
         return Expression(_times(left.terms, other), labels)
 
@@ -295,12 +262,11 @@ class Symbolic:
 
     def _selected(self, eqn: Any) -> Expression:
         which, *cases = eqn.invars
-        if len(cases) != 2:
-            raise Unsupported("the logits are selected from")
-        known = None if is_literal(cases[1]) else self.values.get(cases[1])
+        known = None if is_literal(cases[-1]) else self.values.get(cases[-1])
         if not is_literal(which) and which in self._flags and known == self.values[self._flags[which]]:
             return known  # the maximum, if it is finite
-        if is_literal(which) or which in self.values or (not is_literal(cases[0]) and cases[0] in self.values):
+        is_read = any(not is_literal(atom) and atom in self.values for atom in (which, *cases[:-1]))
+        if len(cases) != 2 or is_literal(which) or is_read:
             raise Unsupported("the logits are selected from by values")
         value = self._known(eqn, 2)
         labels = self._labels_like(which, value.labels)
@@ -360,39 +326,30 @@ class Symbolic:
 
     def _gathered(self, eqn: Any) -> Expression:
         value, numbers, sizes = self._known(eqn, 0), eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-        indices, mode = eqn.invars[1], eqn.params["mode"].name
-        if V not in value.labels:
-            raise Unsupported("single tokens are read by index")
-        axis = value.labels.index(V)
-        mapped = [int(k) for k in numbers.start_index_map]
-        if axis not in mapped or sizes[axis] != 1:
-            raise Unsupported("single tokens are read by index")
-        parts = self._index_parts(indices, len(mapped))
+        indices, fill = eqn.invars[1], eqn.params["fill_value"]
+        axis = value.labels.index(V) if V in value.labels else None
+        if [*numbers.start_index_map] != [axis] or sizes[axis] != 1:
+            raise Unsupported("tokens are read by index")
         batch = [None] * (indices.aval.ndim - 1)
         for dim, index_dim in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
             batch[index_dim] = value.labels[dim]
-        for dim, part in zip(mapped, parts, strict=True):
-            if dim != axis:
-                batch[self._counted_dim(part, value.labels[dim], eqn.invars[0].aval.shape[dim])] = value.labels[dim]
         for dim, size in enumerate(indices.aval.shape[:-1]):
             if batch[dim] is None and size > 1:
                 raise Unsupported("several logits of a token are read by index")
         skipped = {int(k) for k in (*numbers.collapsed_slice_dims, *numbers.operand_batching_dims)}
         offsets = [dim for dim in range(len(sizes)) if dim not in skipped]
-        if any(dim != axis and sizes[dim] != eqn.invars[0].aval.shape[dim] for dim in offsets):
-            raise Unsupported("some tokens are read by index")
         rest, own = iter(batch), dict(zip((int(k) for k in numbers.offset_dims), offsets, strict=True))
         labels = tuple(
             (None if own[k] == axis else value.labels[own[k]]) if k in own else next(rest)
             for k in range(eqn.outvars[0].aval.ndim)
         )
-        if sorted(x for x in labels if x is not None) != sorted(x for x in value.labels if x not in (None, V)):
-            raise Unsupported("some tokens are read by index")
-        outside = "nan" if mode == "FILL_OR_DROP" else "clip"
-        fill = eqn.params["fill_value"]
-        if outside == "nan" and fill is not None and not np.isnan(fill):
-            raise Unsupported(f"an index outside the vocabulary means {fill}")
-        self._set_target(TargetIndex(parts[mapped.index(axis)], (*batch, None), outside))
+        if any(dim != axis and sizes[dim] != eqn.invars[0].aval.shape[dim] for dim in offsets) or sorted(
+            x for x in labels if x is not None
+        ) != sorted(x for x in value.labels if x not in (None, V)):
+            raise Unsupported("tokens are read by index")
+        if eqn.params["mode"].name != "FILL_OR_DROP" or (fill is not None and not np.isnan(fill)):
+            raise Unsupported("an index outside the vocabulary does not mean NaN")
+        self._set_target(TargetIndex(indices, (*batch, None), "nan"))
         terms: dict[Term, float] = {}
         for (column, token, factors), c in value.terms.items():
             if column not in ("", "z") or (column and token):
@@ -400,44 +357,10 @@ class Symbolic:
             terms = _sum(terms, {("", "target" if column else token, factors): c}, 1.0)
         return Expression(terms, labels, value.is_exp)
 
-    def _index_parts(self, indices: Any, count: int) -> list[Any]:
-        if count == 1:
-            return [indices]
-        eqn = self.graph.producer(indices)
-        if eqn is None or eqn.primitive.name != "concatenate" or len(eqn.invars) != count:
-            raise Unsupported("logits are read by indices that are not understood")
-        return list(eqn.invars)
 
-    def _counted_dim(self, part: Any, label: Any, size: int) -> int:
-        """Returns the dimension along which indices are 0, 1, 2, ... for every token of a dimension."""
-        found = self.graph.constant(part)
-        if found is not None:
-            for dim in range(part.aval.ndim - 1):
-                shape = [1] * part.aval.ndim
-                shape[dim] = found.shape[dim]
-                counted = np.broadcast_to(np.arange(found.shape[dim]).reshape(shape), found.shape)
-                if found.shape[dim] == size and np.array_equal(found, counted):
-                    return dim
-        raise Unsupported("logits of other tokens are read by index")
-
-    def _contracted(self, eqn: Any) -> Expression:
-        left, right = self._operands_of_dot(eqn)
-        (left_axes, right_axes), (left_batch, right_batch) = eqn.params["dimension_numbers"]
-        labels = _joined(left, right)
-        over = [labels[axis] for axis in left_axes]
-        is_elementwise = (tuple(left_axes), tuple(left_batch)) == (tuple(right_axes), tuple(right_batch))
-        is_elementwise &= over.count(V) == 1 and len(left_batch) + len(over) == len(labels)
-        if left.is_exp or right.is_exp or not is_elementwise:
-            raise Unsupported("the logits are read by a product")
-        order = [*left_batch, *left_axes]
-        value = Expression(_times(left.terms, right.terms), tuple(labels[axis] for axis in order))
-        shape = [eqn.invars[0].aval.shape[axis] for axis in order]
-        return self._reduced_sum(value, range(len(left_batch), len(order)), shape)
-
-    def _operands_of_dot(self, eqn: Any) -> list[Expression]:
-        if eqn.invars[0].aval.shape != eqn.invars[1].aval.shape:
-            raise Unsupported("the logits are read by a product")
-        return self._operands(eqn)
+def _refuse_probabilities(*values: Expression) -> None:
+    if any(value.is_exp for value in values):
+        raise Unsupported("probabilities are added to other values, or multiplied with them")
 
 
 def _sorted(factors: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -492,37 +415,14 @@ def _narrowed(labels: Sequence[Any], shape: Sequence[int]) -> tuple[Any, ...]:
 
 
 def _moved(eqn: Any, labels: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns the labels of the result of an equation that moves, adds or removes dimensions."""
-    name, params = eqn.primitive.name, eqn.params
-    shape, new_shape = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    if name == "transpose":
-        return tuple(labels[axis] for axis in params["permutation"])
-    if name == "broadcast_in_dim":
-        new: list[Any] = [None] * len(new_shape)
-        for label, axis in zip(labels, params["broadcast_dimensions"], strict=True):
+    """Returns the labels of the result of a broadcast or of a squeeze."""
+    if eqn.primitive.name == "broadcast_in_dim":
+        new: list[Any] = [None] * eqn.outvars[0].aval.ndim
+        for label, axis in zip(labels, eqn.params["broadcast_dimensions"], strict=True):
             new[axis] = label
         return tuple(new)
-    # dimensions of size 1 come and go
-    wide = [(size, label) for size, label in zip(shape, labels, strict=True) if size > 1]
-    if [size for size, _ in wide] != [size for size in new_shape if size > 1]:
-        raise Unsupported("dimensions of logits are merged or split")
-    if name == "squeeze":
-        dropped = {axis % len(shape) for axis in params["dimensions"]}
-        return tuple(label for axis, label in enumerate(labels) if axis not in dropped)
-    if any(size == 1 and label is not None for size, label in zip(shape, labels, strict=True)):
-        return _reshaped_labels(shape, labels, new_shape)
-    left = iter([label for _, label in wide])
-    return tuple(next(left) if size > 1 else None for size in new_shape)
-
-
-def _reshaped_labels(shape: Sequence[int], labels: Sequence[Any], new_shape: Sequence[int]) -> tuple[Any, ...]:
-    """Returns the labels after a reshape of one that has dimensions of one token: they are kept at the same place."""
-    if len(new_shape) >= len(shape) and tuple(new_shape[: len(shape)]) == tuple(shape):
-        return (*labels, *[None] * (len(new_shape) - len(shape)))
-    kept, dropped = labels[: len(new_shape)], labels[len(new_shape) :]
-    if tuple(shape[: len(new_shape)]) == tuple(new_shape) and not any(label is not None for label in dropped):
-        return tuple(kept)
-    raise Unsupported("dimensions of one token are moved")
+    dropped = {axis % len(labels) for axis in eqn.params["dimensions"]}
+    return tuple(label for axis, label in enumerate(labels) if axis not in dropped)
 
 
 def _keeps_values(eqn: Any) -> bool:
@@ -530,14 +430,3 @@ def _keeps_values(eqn: Any) -> bool:
     return (
         jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.floating) or eqn.outvars[0].aval.dtype == eqn.invars[0].aval.dtype
     )
-
-
-def _moved_back(eqn: Any, labels: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns the labels of the operand of an equation whose result has these."""
-    shape, params = eqn.invars[0].aval.shape, eqn.params
-    if eqn.primitive.name == "broadcast_in_dim":
-        return _narrowed([labels[axis] for axis in params["broadcast_dimensions"]], shape)
-    left = iter([label for label, size in zip(labels, eqn.outvars[0].aval.shape, strict=True) if size > 1])
-    if [size for size in shape if size > 1] != [size for size in eqn.outvars[0].aval.shape if size > 1]:
-        raise Unsupported("labels whose dimensions are merged or split")
-    return tuple(next(left) if size > 1 else None for size in shape)

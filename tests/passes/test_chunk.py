@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hlat_jax.passes.rewrite import rewrite
+from hlat_jax.passes.chunk import chunk
 
 B, T, D, V, N, H = 2, 256, 16, 640, 2, 8
 LIMIT = 64 * 1024
@@ -152,7 +152,7 @@ def temporaries(loss, *args):
 
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__qualname__)
 def test_any_loss_is_computed_in_chunks_with_its_gradients_and_a_third_of_its_memory(loss):
-    ours = rewrite(loss, ops=("chunk",), chunk_bytes=LIMIT)
+    ours = chunk(loss, max_bytes=LIMIT)
     assert difference(loss, ours, PARAMS, BATCH) < 1e-5  # the sums are in another order
     assert ours.report().replacements, ours.report()
     assert 3 * temporaries(ours, PARAMS, BATCH) < temporaries(loss, PARAMS, BATCH)
@@ -193,7 +193,7 @@ def test_a_random_program_keeps_its_values_and_gradients(seed):
             x = STEPS[name](x)
         return jnp.mean(x**2) + jnp.mean(x[:, 1] * x[:, 0])
 
-    ours = rewrite(loss, ops=("chunk",), chunk_bytes=LIMIT)
+    ours = chunk(loss, max_bytes=LIMIT)
     assert difference(loss, ours, PARAMS, BATCH) < 3e-5, (*chosen, str(ours.report()))
 
 
@@ -208,7 +208,7 @@ def test_what_cannot_be_computed_in_chunks_is_left_with_a_reason():
         return jnp.mean(logits**2)
 
     for loss, words in [(returned, "result of the function"), (printed, "debug_callback")]:
-        ours = rewrite(loss, ops=("chunk",), chunk_bytes=LIMIT)
+        ours = chunk(loss, max_bytes=LIMIT)
         jax.eval_shape(ours, PARAMS, BATCH)
         report = ours.report()
         assert not report.replacements
@@ -219,7 +219,7 @@ def test_what_cannot_be_computed_in_chunks_is_left_with_a_reason():
 def test_sums_over_chunks_and_gradients_of_weights_are_in_fp32():
     half = {key: value.astype(jnp.bfloat16) for key, value in PARAMS.items()}
     batch = {**BATCH, "x": jnp.asarray(BATCH["x"], jnp.bfloat16)}
-    ours = rewrite(focal, ops=("chunk",), chunk_bytes=LIMIT)
+    ours = chunk(focal, max_bytes=LIMIT)
     exact = jax.grad(focal)(PARAMS, BATCH)["head"]
     errors = [np.linalg.norm(jax.jit(jax.grad(one))(half, batch)["head"] - exact) for one in (focal, ours)]
     assert errors[1] < 1.1 * errors[0]
@@ -236,7 +236,7 @@ def test_layers_in_a_loop_and_under_checkpoints_are_computed_in_chunks():
         return jnp.mean(jax.lax.scan(layer, batch["x"], None, length=2)[0] ** 2)
 
     for loss in (looped, lambda params, batch: jax.checkpoint(attend)(params, batch)):
-        ours = rewrite(loss, ops=("chunk",), chunk_bytes=LIMIT)
+        ours = chunk(loss, max_bytes=LIMIT)
         assert difference(loss, ours, PARAMS, BATCH) < 1e-5
         assert ours.report().replacements
         assert 2 * temporaries(ours, PARAMS, BATCH) < temporaries(loss, PARAMS, BATCH)
