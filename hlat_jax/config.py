@@ -48,7 +48,7 @@ def _key(default: Any, doc: str, *, choices: tuple = (), least: float | None = N
 
 _FUSIBLE = ("auto", "reference", "recomputed")
 _CROSS_ENTROPY = ("auto", "dense", "chunked", "reference")
-_ATTENTION = ("auto", "einsum", "blocked", "chunked", "nki")
+_ATTENTION = ("auto", "einsum", "blocked", "chunked", "cudnn", "triton", "nki")
 
 
 @dataclasses.dataclass(frozen=True)

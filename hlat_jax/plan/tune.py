@@ -77,7 +77,9 @@ def attention_case(call: CallSpec, num_rows: int) -> tuple[int, ForwardAndBackwa
 
         def forward(name, *operands):
             q, k, v = operands
-            return attention.attention(q, k_BSKH=k, v_BSKH=v, segment_ids_BT=ids, implementation=name)
+            return attention.attention(
+                q, k_BSKH=k, v_BSKH=v, segment_ids_BT=ids, implementation=name, window=call["window"]
+            )
 
         return _with_gradients(forward)(name, *arrays)
 

@@ -32,10 +32,14 @@ _BACKWARD_MULTIPLE = 512  # of keys
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
-def unsupported_reasons(*, q_shape: tuple[int, ...], num_kv_heads: int, dtype: Any, has_segments: bool) -> list[str]:
+def unsupported_reasons(
+    *, q_shape: tuple[int, ...], num_kv_heads: int, dtype: Any, has_segments: bool, window: int | None
+) -> list[str]:
     """Returns why the kernels cannot serve a call, forward and backward; see `ops.attention.describe_call`."""
     num_rows, seq_len, num_heads, head_dim = q_shape
     reasons = []
+    if window is not None:
+        reasons.append(f"the kernel supports a window (window={window}) only with a scale of 1")
     if head_dim > _MAX_HEAD_DIM:
         reasons.append(f"model.head_dim={head_dim} is above {_MAX_HEAD_DIM}")
     if seq_len % _BACKWARD_MULTIPLE:
