@@ -18,7 +18,7 @@ REMAT_BUDGET = "budget:"
 HELD_OUT = "5%"  # of a user's own text, where the config has validation text of another
 
 
-def counted(count: int, noun: str) -> str:
+def count_text(count: int, noun: str) -> str:
     """Returns "1 document", "0 documents" or "1,200 batches"."""
     plural = "es" if noun.endswith("ch") else "s"
     return f"{count:,} {noun}{'' if count == 1 else plural}"
@@ -375,7 +375,7 @@ def field_of(section: str, key: str) -> dataclasses.Field:
     return fields[key]
 
 
-def typed(path: str, field: dataclasses.Field, value: Any) -> Any:
+def convert_value(path: str, field: dataclasses.Field, value: Any) -> Any:
     """Returns the value of a key converted to the type of its default.
 
     Raises:

@@ -30,7 +30,7 @@ def test_metrics_are_keyed_by_task_metric_and_filter_and_those_in_a_group_with_i
         "tasks/member/f1": 0.125,
     }
     shown = ["alone/acc", "alone/exact_match/strict-match", "both/acc", "member/f1"]
-    assert list(in_training.shown(FOUND)) == [f"tasks/{name}" for name in shown]
+    assert list(in_training.shown_keys(FOUND)) == [f"tasks/{name}" for name in shown]
 
 
 def test_tasks_without_the_harness_are_refused_with_the_command_that_installs_it(train_here, tmp_path, monkeypatch):

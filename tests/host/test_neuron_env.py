@@ -391,7 +391,7 @@ def test_commands_without_neuron_leave_the_environment_unchanged(tmp_path):
 
 def test_recorded_environment_is_limited_to_relevant_variables():
     environ = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "-x", "AWS_SECRET_ACCESS_KEY": "s", "HOME": "/"}
-    assert neuron_env.recorded(environ) == {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "-x"}
+    assert neuron_env.variables_to_record(environ) == {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "-x"}
 
 
 # The command

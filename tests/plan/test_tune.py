@@ -37,7 +37,7 @@ def here(one):
 
 
 def test_every_usable_implementation_is_measured_and_others_have_a_reason():
-    entry = tune.measured(attention.OP, CALL, platform="cpu", num_rounds=2, num_rows=1)
+    entry = tune.measure(attention.OP, CALL, platform="cpu", num_rounds=2, num_rows=1)
     assert set(entry.times) == {"einsum", "blocked", "chunked"}
     assert all(seconds > 0 for seconds in entry.times.values())
     assert entry.winner == min(entry.times, key=entry.times.get)
@@ -51,7 +51,7 @@ def test_every_op_of_a_layer_is_measured_at_the_shapes_of_a_run(tmp_path):
     for key, call in choices.calls(one, here(one)).items():
         if "x_shape" in call:
             assert list(call["x_shape"][:2]) == [1, one.data.seq_len]
-            entry = tune.measured(OPS[key], call, platform="cpu", num_rounds=1, num_rows=0)
+            entry = tune.measure(OPS[key], call, platform="cpu", num_rounds=1, num_rows=0)
             assert (set(entry.times), entry.passed_over) == (set(OPS[key].names), {})
 
 

@@ -25,7 +25,7 @@ import numpy as np
 from jax.extend import core
 
 from hlat_jax.ops.dialect import CallSpec, Op
-from hlat_jax.passes.jaxpr import CHECKPOINT, traced, without_consts
+from hlat_jax.passes.jaxpr import CHECKPOINT, trace_call, without_consts
 from hlat_jax.passes.rewrite import attention, loss, mlp
 from hlat_jax.passes.rewrite.check import compare
 from hlat_jax.passes.rewrite.graph import Change, Choose, EquationGraph, Match, Refusal
@@ -88,7 +88,7 @@ class Rewritten(Generic[_Args, _Result]):
         self._fn, self._rewriter, self._report = fn, rewriter, None
 
     def __call__(self, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-        closed, leaves, tree = traced(self._fn, args, kwargs)
+        closed, leaves, tree = trace_call(self._fn, args, kwargs)
         rewriter = self._rewriter()
         outs = core.jaxpr_as_fun(rewriter.rewrite(closed))(*leaves)
         self._report = RewriteReport(tuple(rewriter.replacements.values()), tuple(rewriter.refusals))
