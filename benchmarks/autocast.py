@@ -119,8 +119,8 @@ def step_of(config: config_lib.Config, policy: str) -> tuple[Callable, Any]:
             finite = scaling.all_finite((loss, grads))
         extra = {"learning_rate": rate, "grad_norm": global_norm(grads), "finite": finite, "rounding": NEAREST}
         updates, inner = optimizer.update(grads, inner, params, **extra)
-        params = scaling.chosen(finite, jax.tree.map(jnp.add, params, updates), params)
-        return (params, inner, scaling.adjusted(scale, finite) if policy == "fp16" else scale), loss
+        params = scaling.choose(finite, jax.tree.map(jnp.add, params, updates), params)
+        return (params, inner, scaling.adjust(scale, finite) if policy == "fp16" else scale), loss
 
     params = init_params(config.model, jax.random.key(config.train.seed))
     if policy == NUDGED:

@@ -37,7 +37,7 @@ def write_synthetic(folder: pathlib.Path, model: config_lib.ModelConfig) -> None
     content = hf_config.config_json(model, dtype="bfloat16", token_ids={"bos_token_id": 1, "eos_token_id": 2})
     (folder / "config.json").write_text(json.dumps(content))
     dtype = np.dtype(jnp.bfloat16)
-    tensors = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in hf_names.expected(model).items()}
+    tensors = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in hf_names.expected_shapes(model).items()}
     shards = exporting.shards_of(tensors, exporting.SHARD_BYTES)
     rng = np.random.default_rng(0)
     for file, part in shards.items():

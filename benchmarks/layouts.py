@@ -85,7 +85,7 @@ def compile_here(config: config_lib.Config) -> dict:
     model = chosen_model(config, layout, platform="neuron")
     # layers in a loop, unless unrolled ones were asked for: the same collectives, compiled in seconds
     model = dataclasses.replace(model, layer_loop=config.model.layer_loop)
-    if model.attention == "nki":  # a kernel that a CPU does not have; no collective is in it
+    if model.attention in ("cudnn", "nki", "triton"):  # kernels that a CPU does not have; no collective is in them
         model = dataclasses.replace(model, attention="auto")
     config = dataclasses.replace(config, model=model)
     program = make_program(config, layout)

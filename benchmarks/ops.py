@@ -36,7 +36,7 @@ def in_turn(compiled: dict[str, Callable], arrays: tuple, *, num_rounds: int) ->
     """Returns the seconds of each variant in each round, after one call that is not counted."""
     for one in compiled.values():
         jax.block_until_ready(one(*arrays))
-    return tune.interleaved(compiled, arrays, num_rounds)
+    return tune.time_in_turn(compiled, arrays, num_rounds)
 
 
 def time_ratio(seconds: list[float], base: list[float]) -> float:

@@ -99,14 +99,14 @@ def goals(config, shares):
 
 def stock_step(config, layout, name):
     """Returns the trace of the step whose layers are checkpointed under a policy of JAX."""
-    ours, policy = stack.rematerialized, getattr(jax.checkpoint_policies, name)
-    stack.rematerialized = lambda layer, remat, prevent_cse: jax.checkpoint(
+    ours, policy = stack.rematerialize, getattr(jax.checkpoint_policies, name)
+    stack.rematerialize = lambda layer, remat, prevent_cse: jax.checkpoint(
         layer, policy=policy, prevent_cse=prevent_cse
     )
     try:
         return make_program(config, layout).trace_step()
     finally:
-        stack.rematerialized = ours
+        stack.rematerialize = ours
 
 
 def encoder(params, tokens_BT, *, heads, causal):

@@ -18,7 +18,7 @@ REMAT_BUDGET = "budget:"
 HELD_OUT = "5%"  # of a user's own text, where the config has validation text of another
 
 
-def counted(count: int, noun: str) -> str:
+def count_text(count: int, noun: str) -> str:
     """Returns "1 document", "0 documents" or "1,200 batches"."""
     plural = "es" if noun.endswith("ch") else "s"
     return f"{count:,} {noun}{'' if count == 1 else plural}"
@@ -48,7 +48,7 @@ def _key(default: Any, doc: str, *, choices: tuple = (), least: float | None = N
 
 _FUSIBLE = ("auto", "reference", "recomputed")
 _CROSS_ENTROPY = ("auto", "dense", "chunked", "reference")
-_ATTENTION = ("auto", "einsum", "blocked", "chunked", "nki")
+_ATTENTION = ("auto", "einsum", "blocked", "chunked", "cudnn", "triton", "nki")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -375,7 +375,7 @@ def field_of(section: str, key: str) -> dataclasses.Field:
     return fields[key]
 
 
-def typed(path: str, field: dataclasses.Field, value: Any) -> Any:
+def convert_value(path: str, field: dataclasses.Field, value: Any) -> Any:
     """Returns the value of a key converted to the type of its default.
 
     Raises:

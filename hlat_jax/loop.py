@@ -34,7 +34,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from hlat_jax.config import Config, counted
+from hlat_jax.config import Config, count_text
 from hlat_jax.data import positions
 from hlat_jax.generate.generator import sample_text
 from hlat_jax.host import distributed
@@ -244,7 +244,7 @@ def _next_batch(run: Run, progress: Progress) -> NextBatch | None:
     watchdog, retries = run.sync.signals.watchdog, run.batches.retries
     passed, number = (batch_of_step(progress.step + ahead, run.skipped) for ahead in (0, 1))
     if number > passed + 1:
-        skipped = f"{counted(number - passed - 1, 'batch')} left out, {passed + 1}:{number - 1}"
+        skipped = f"{count_text(number - passed - 1, 'batch')} left out, {passed + 1}:{number - 1}"
         print(f"step {progress.step + 1}: {skipped} (train.skip_steps)")
         run.ledger.event("skip_steps", step=progress.step + 1, first=passed + 1, last=number - 1)
     batch, begin, position, error = None, progress.position, progress.position, None

@@ -34,7 +34,7 @@ from hlat_jax.facts.names import nearest
 from hlat_jax.ops import attention as attention_op
 from hlat_jax.ops import cross_entropy as cross_entropy_op
 from hlat_jax.ops.embedding import lookup
-from hlat_jax.ops.linear import column_parallel, column_parallel_products, materialized, row_parallel
+from hlat_jax.ops.linear import column_parallel, column_parallel_products, materialize, row_parallel
 from hlat_jax.ops.norm import rms_norm
 from hlat_jax.ops.registry import OPS
 from hlat_jax.ops.rope import Llama3Scaling, apply_rope, rope_frequencies, rope_tables
@@ -102,9 +102,9 @@ class Decoder(nnx.Module):
             implementation is named that does not run on the default backend; or `attention` returns another shape or
             dtype.
         """
-        from hlat_jax.ops.nki.chips import excluded
+        from hlat_jax.ops.nki.chips import exclusions
 
-        refused = excluded(self.cfg, jax.devices()[0].device_kind)
+        refused = exclusions(self.cfg, jax.devices()[0].device_kind)
         for key, op in OPS.items():
             op.choose(getattr(self.cfg, key), jax.default_backend(), excluded=refused.get(key))
 
@@ -189,7 +189,7 @@ class Decoder(nnx.Module):
 
     def apply_final_norm(self, x_BTD: jax.Array) -> jax.Array:
         """Returns the input of the head."""
-        return materialized(self.final_norm(x_BTD))
+        return materialize(self.final_norm(x_BTD))
 
     def gather_head(self, *, ctx: ParallelContext = SINGLE_DEVICE) -> jax.Array:
         """Returns this device's rows of the output projection [V, D]: those of the embedding table when tied."""

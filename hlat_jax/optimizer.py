@@ -133,7 +133,7 @@ def adamw(config: OptimizerConfig, *, policy: Policy, decays: Any) -> MaskedTran
     return MaskedTransformation(init, update)
 
 
-def masked(optimizer: optax.GradientTransformation) -> MaskedTransformation:
+def with_mask(optimizer: optax.GradientTransformation) -> MaskedTransformation:
     """Returns the transformation with its state unchanged where `finite` is False; `adamw` is returned as it is.
 
     Selects with `where`; `optax.apply_if_finite` uses `cond`, which Neuron does not support.

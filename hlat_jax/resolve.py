@@ -19,8 +19,8 @@ from hlat_jax.config import (
     TrainConfig,
     check_bounds,
     check_section,
+    convert_value,
     field_of,
-    typed,
 )
 from hlat_jax.facts.policies import POLICY_FACTS
 
@@ -53,7 +53,7 @@ def _section(name: str, cls: type, values: dict[str, Any]) -> Any:
         raise ValueError(f"config lacks {name}.{missing[0]}; start from hlat_jax.config.default().")
     for key, value in values.items():
         check_unicode(f"{name}.{key}", value)
-    return cls(**{key: typed(f"{name}.{key}", fields[key], value) for key, value in values.items()})
+    return cls(**{key: convert_value(f"{name}.{key}", fields[key], value) for key, value in values.items()})
 
 
 def check_unicode(what: str, value: Any) -> None:

@@ -43,10 +43,10 @@ def run_layers(
       stacked: parameters of all layers; every leaf has the layer axis [L, ...] in front.
       x: activations.
       loop: 'scan' (one layer is compiled, a small program) or 'unroll' (L copies, no loop).
-      remat: what the backward pass recomputes, see `rematerialized`.
+      remat: what the backward pass recomputes, see `rematerialize`.
       checkpoint: (layer, *, prevent_cse) -> the layer with a backward pass of its own choice, in place of `remat`.
     """
-    layer = (checkpoint or functools.partial(rematerialized, remat=remat))(layer, prevent_cse=loop == "unroll")
+    layer = (checkpoint or functools.partial(rematerialize, remat=remat))(layer, prevent_cse=loop == "unroll")
     if loop == "scan":
         return jax.lax.scan(lambda carry, params: (layer(params, carry), None), x, stacked)[0]
     if loop != "unroll":
@@ -76,7 +76,7 @@ def collect_layers(
     return x, jax.tree.map(lambda *leaves: jax.numpy.stack(leaves), *auxs)
 
 
-def rematerialized(layer: Callable, *, remat: str, prevent_cse: bool) -> Callable:
+def rematerialize(layer: Callable, *, remat: str, prevent_cse: bool) -> Callable:
     """Returns the layer with its backward pass rematerialized by a remat choice.
 
     Args:

@@ -113,7 +113,7 @@ def _check_paths(config: config_lib.Config, workdir: pathlib.Path, *, given: Col
     Text and tokenizer that a shipped config sets, and not the command line, whose keys are `given`, are left to the
     run, which first checks that the model fits this machine.
     """
-    keys = given if config.name in config_files.shipped() else config_files.PATH_KEYS
+    keys = given if config.name in config_files.shipped_configs() else config_files.PATH_KEYS
     from hlat_jax.data import path_checks  # not at the top: --help does not need it
 
     if not path_checks.was_opened(config.data, workdir):  # else the run waits for what is away

@@ -34,7 +34,7 @@ from hlat_jax.optimizer import (
     detect_spike,
     empty_spike_window,
     global_norm,
-    masked,
+    with_mask,
 )
 from hlat_jax.parallel import xla_options
 from hlat_jax.parallel.pipeline import PHASES, pipelined, run_tick, start_ticks
@@ -387,7 +387,7 @@ def train_step(
         is_splittable = not given and not has_aux and (options.accumulate is None or _has_stages(options))
         return TrainStep(
             init=_initial(optimizer, options, given, shardings=shardings),
-            step=_jitted(step, options, None if shardings is None else (shardings, None)),
+            step=_jit(step, options, None if shardings is None else (shardings, None)),
             eval_step=_no_eval_step if eval_loss is None else _eval_step(eval_loss, options),
             microbatch_step=_microbatch_step(loss, optimizer, options=options, shardings=shardings)
             if is_splittable
@@ -406,7 +406,7 @@ def _train_step(
     loss_fn: Callable, optimizer: optax.GradientTransformation, options: StepOptions, *, has_keys: bool
 ) -> Callable:
     """Returns (state, batch, learning_rate=None) -> (state, StepMetrics), the order of a training step."""
-    value_and_grad, updated = _value_and_grad(loss_fn, options), _updated(optimizer, options)
+    value_and_grad, updated = _value_and_grad(loss_fn, options), _make_update(optimizer, options)
 
     def train_step(state: State, batch: Any, learning_rate: jax.Array | None = None) -> tuple[State, StepMetrics]:
         check_divides(batch, num_devices=options.row_degree, num_microbatches=options.num_microbatches)
@@ -435,12 +435,12 @@ def _scale(state: State) -> jax.Array | None:
     return None if held is None else held.scale
 
 
-def _updated(optimizer: optax.GradientTransformation, options: StepOptions) -> Callable:
+def _make_update(optimizer: optax.GradientTransformation, options: StepOptions) -> Callable:
     """Returns (state, ((loss sum, LossAux), gradients), *, learning_rate, of_params) -> (state, StepMetrics).
 
     The gradients are those of `_value_and_grad`, which `of_params` computes at other parameters.
     """
-    policy, replica_sync, update = options.policy, options.active_replica_sync, masked(optimizer).update
+    policy, replica_sync, update = options.policy, options.active_replica_sync, with_mask(optimizer).update
     is_given_value = not isinstance(optimizer, MaskedTransformation)
 
     def updated(
@@ -486,7 +486,7 @@ def _updated(optimizer: optax.GradientTransformation, options: StepOptions) -> C
         if scale is not None:
             # a batch without counted tokens gives no information on the scale
             before = opt_state["loss_scale"]
-            opt_state["loss_scale"] = loss_scale.chosen(loss_aux.count > 0, loss_scale.adjusted(before, finite), before)
+            opt_state["loss_scale"] = loss_scale.choose(loss_aux.count > 0, loss_scale.adjust(before, finite), before)
         params = _params_of(weights, options)
         new_state = {"step": state["step"] + 1, "params": params, "opt_state": opt_state}
         if model_state is not None:
@@ -527,7 +527,7 @@ def _microbatch_step(
     """Returns the step in programs for one microbatch each, or for one tick of a pipeline."""
     replica_sync, dtype = options.active_replica_sync, options.policy.accumulate
     value_and_grad = _local_value_and_grad(loss_fn, options, num_microbatches=1)
-    updated, has_stages = _updated(optimizer, options), _has_stages(options)
+    updated, has_stages = _make_update(optimizer, options), _has_stages(options)
     staged: Any = loss_fn  # with stages, what `pipelined` takes
 
     def start_here(params: Any, rows: Any, *, reduce: Any = None) -> dict[str, Any]:
@@ -575,7 +575,7 @@ def _microbatch_step(
             return {"number": buffer["number"] + 1, "kept": add_to_sums(buffer["kept"], of_device, rounding, **more)}
 
         add.__name__ = function_name
-        return _jitted(add, options, placed)
+        return _jit(add, options, placed)
 
     def no_value(_: Any) -> Any:
         raise ValueError("an optimizer that evaluates the loss again needs the whole batch in one program.")
@@ -598,7 +598,7 @@ def _microbatch_step(
     return MicrobatchStep(
         start=jax.jit(start_accumulation, out_shardings=placed),
         ticks={name: adding(name, function_name) for name, function_name in names.items()},
-        update=_jitted(update_step, options, after_update, donated=(0, 1)),
+        update=_jit(update_step, options, after_update, donated=(0, 1)),
         shardings=placed,
         num_stages=replica_sync.layout.size(("pipe",)) if has_stages and replica_sync else 1,
     )
@@ -763,17 +763,17 @@ def _initial(
         elif "model_state" in given:
             raise ValueError("loss_fn takes a model_state: give init(params, model_state=...) its first value.")
         weights = cast_tree(params, policy.master or policy.param)
-        opt_state: dict[str, Any] = {"inner": _copied(optimizer.init(weights))}
+        opt_state: dict[str, Any] = {"inner": _copy(optimizer.init(weights))}
         if policy.master is not None:
-            opt_state["master"] = _copied(weights)
+            opt_state["master"] = _copy(weights)
         if policy.rounding != "nearest" or "keys" in given:
             opt_state["seed"] = jnp.array(seed, jnp.uint32)
         if options.loss_scale:
             opt_state["loss_scale"] = loss_scale.initial()
-        params = _copied(cast_tree(params, policy.param))
+        params = _copy(cast_tree(params, policy.param))
         state = {"step": jnp.zeros((), jnp.int32), "params": params, "opt_state": opt_state}
         if model_state is not None:
-            state["model_state"] = _copied(model_state)
+            state["model_state"] = _copy(model_state)
         if options.spikes is not None:
             state["spikes"] = empty_spike_window(options.spikes)
         return state if shardings is None else jax.lax.with_sharding_constraint(state, shardings)
@@ -781,7 +781,7 @@ def _initial(
     return init
 
 
-def _copied(tree: Any) -> Any:
+def _copy(tree: Any) -> Any:
     """Returns the tree with its arrays copied: the state is donated, what the caller or the optimizer holds is not."""
     leaves, structure = jax.tree.flatten(tree)
     del tree
@@ -790,7 +790,7 @@ def _copied(tree: Any) -> Any:
     return jax.tree.unflatten(structure, leaves)
 
 
-def _jitted(step: Callable, options: StepOptions, shardings: Any, *, donated: tuple[int, ...] = (0,)) -> Any:
+def _jit(step: Callable, options: StepOptions, shardings: Any, *, donated: tuple[int, ...] = (0,)) -> Any:
     """Returns the jitted step, with the compiler options of its devices."""
     keep_unused = len(donated) > 1  # else what is donated and only overwritten would be allocated again
     if options.replica_sync is None:

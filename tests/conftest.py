@@ -37,6 +37,8 @@ with contextlib.suppress(ImportError):  # CI runs some tests without it
 
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # of what tests start, which would use the folder of this user
 
+from micro import command_runner
+
 from hlat_jax import config as config_lib
 from hlat_jax.batch import concat_batch
 from hlat_jax.cli import config_files
@@ -141,22 +143,6 @@ def make_batch():
     return make
 
 
-def _command_runner(command, monkeypatch, capsys):
-    """Returns a function of the words of a command: (exit code, stdout, stderr)."""
-
-    def run(*words):
-        from hlat_jax.cli import flags
-
-        monkeypatch.setattr("sys.argv", ["hlat_jax", *map(str, words)])
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as exit_:
-            flags.main(command)
-        printed = capsys.readouterr()
-        return exit_.value.code, printed.out, printed.err
-
-    return run
-
-
 @pytest.fixture(scope="session")
 def trained_run(tmp_path_factory):
     """The folder of a run of 24 steps: a model of two layers of 32, 32 positions, the tokenizer of `tiny`."""
@@ -179,7 +165,7 @@ def _here(room):
 
     @pytest.fixture
     def run_here(monkeypatch, capsys):
-        return _command_runner(importlib.import_module(f"hlat_jax.{room}.__main__").main, monkeypatch, capsys)
+        return command_runner(importlib.import_module(f"hlat_jax.{room}.__main__").main, monkeypatch, capsys)
 
     return run_here
 
@@ -192,7 +178,7 @@ def train_here(monkeypatch, capsys):
     """A function of the words of a training command that runs it in this process: (exit code, stdout, stderr)."""
     from hlat_jax import train
 
-    run = _command_runner(train.main, monkeypatch, capsys)
+    run = command_runner(train.main, monkeypatch, capsys)
 
     def run_on(*words, num_devices=1):
         devices = jax.devices("cpu")[:num_devices]

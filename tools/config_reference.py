@@ -9,7 +9,7 @@ import argparse
 import dataclasses
 import pathlib
 
-from hlat_jax.cli.config_files import shipped
+from hlat_jax.cli.config_files import shipped_configs
 from hlat_jax.config import SECTIONS
 
 PAGE = pathlib.Path(__file__).resolve().parent.parent / "docs" / "config.md"
@@ -22,7 +22,7 @@ def reference() -> str:
         "",
         "Written by `python tools/config_reference.py` from the dataclasses in `hlat_jax/config.py`. On a command line",
         "a key is `--config.SECTION.KEY=VALUE`; in a config file, `c.SECTION.KEY = VALUE`. The shipped configs",
-        f"({', '.join(f'`{name}`' for name in shipped())}) set what differs from these defaults.",
+        f"({', '.join(f'`{name}`' for name in shipped_configs())}) set what differs from these defaults.",
     ]
     for section, cls in SECTIONS.items():
         lines += ["", f"## {section}", "", cls.__doc__.strip(), "", "| key | default | meaning |", "|---|---|---|"]

@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hlat_jax.config import check_section, field_of, typed
+from hlat_jax.config import check_section, convert_value, field_of
 from hlat_jax.facts.names import nearest
 
 # Paths in a config file are relative to it, those in a shipped one to the working directory.
@@ -27,7 +27,7 @@ def load(name_or_path: str) -> Any:
       ValueError: no such name or file (the message has the nearest name), or a file that does not run, has no
         `get_config`, or sets a value of a wrong type.
     """
-    names = shipped()
+    names = shipped_configs()
     is_path = name_or_path.endswith(".py")
     path = pathlib.Path(name_or_path) if is_path else names.get(name_or_path)
     if path is None:
@@ -71,7 +71,7 @@ def _check_values(config: Any) -> None:
             for key, value in values.items():
                 field = field_of(section, key)
                 if value is not None:  # left to `resolve`, or for the command line
-                    typed(f"{section}.{key}", field, value)
+                    convert_value(f"{section}.{key}", field, value)
 
 
 def make_text_paths_absolute(mutable: Any) -> None:
@@ -118,7 +118,7 @@ def exists(path: str) -> bool:
     return os.path.exists(path) or any(glob.iglob((os.path.dirname(head) or os.curdir) if deep else path))
 
 
-def shipped() -> dict[str, pathlib.Path]:
+def shipped_configs() -> dict[str, pathlib.Path]:
     """Returns the file of every shipped config by its name."""
     return {path.stem: path for path in sorted(config_folder().glob("*.py")) if not path.stem.startswith("_")}
 

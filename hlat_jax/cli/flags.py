@@ -39,9 +39,9 @@ def parse(argv: Sequence[str], define: Callable[[flags.FlagValues], None] = lamb
         sys.exit(0)
     named = flags.FlagValues()
     flags.DEFINE_multi_string("config", [], "Name or path of the config.", flag_values=named)
-    words = _parsed(named, argv, known_only=True)
+    words = _parse_words(named, argv, known_only=True)
     if not named.config:
-        likely = [word for word in words if word.endswith(".py") or word in config_files.shipped()]
+        likely = [word for word in words if word.endswith(".py") or word in config_files.shipped_configs()]
         hint = f" Did you mean --config={likely[0]}?" if likely else ""
         raise ValueError(f"--config=NAME is missing; NAME is a shipped config such as tiny, or ends in .py.{hint}")
     if len(named.config) > 1:
@@ -53,7 +53,7 @@ def parse(argv: Sequence[str], define: Callable[[flags.FlagValues], None] = lamb
     for word in words:
         _check_key(word)
     config_flags.DEFINE_config_dict("config", mutable, flag_values=values, sys_argv=["hlat_jax", *words])
-    rest = _parsed(values, words, keys=list(_config_keys()))
+    rest = _parse_words(values, words, keys=list(_config_keys()))
     if rest:
         raise ValueError(f"unexpected argument {rest[0]!r}; every argument is --flag=value.")
     _drop_settings_of_replaced_text(values.config, before, given=given_keys(values))
@@ -125,7 +125,7 @@ def parse_own(argv: Sequence[str], define: Callable[[flags.FlagValues], None], *
 def _rest(argv: Sequence[str], values: flags.FlagValues, *, usage: str) -> list[str]:
     """Returns the positional arguments after `values` has parsed the flags; for `--help` prints and exits."""
     words = [word for word in argv if word not in ("--help", "-h")]
-    rest = _parsed(values, words)
+    rest = _parse_words(values, words)
     if len(words) < len(argv):
         rows = [f"  --{name:<20} {values[name].help} Default: {values[name].default!r}." for name in values]
         print("\n".join((usage, "Flags:", *rows)))
@@ -133,7 +133,7 @@ def _rest(argv: Sequence[str], values: flags.FlagValues, *, usage: str) -> list[
     return rest
 
 
-def _parsed(
+def _parse_words(
     values: flags.FlagValues, argv: Sequence[str], *, known_only: bool = False, keys: Sequence[str] = ()
 ) -> list[str]:
     """Returns the arguments that are not flags of `values`.
@@ -262,7 +262,7 @@ def usage(values: flags.FlagValues) -> str:
         for section, cls in config_lib.SECTIONS.items()
         for key in dataclasses.fields(cls)
     ]
-    shipped = ", ".join(config_files.shipped())
+    shipped = ", ".join(config_files.shipped_configs())
     return "\n".join(
         (
             "Usage: --config=NAME|PATH.py [--config.SECTION.KEY=VALUE ...] [flags]",

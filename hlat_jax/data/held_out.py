@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from hlat_jax import batch as batch_lib
-from hlat_jax.config import DataConfig, counted
+from hlat_jax.config import DataConfig, count_text
 from hlat_jax.data import packing
 from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.data.mixture import UNNAMED
@@ -48,10 +48,10 @@ class Coverage:
 
     def __str__(self) -> str:
         about = "about " if self.is_estimate else ""
-        how = f", in {counted(self.num_rows, 'row')} spread evenly" if self.num_rows else ""
+        how = f", in {count_text(self.num_rows, 'row')} spread evenly" if self.num_rows else ""
         return (
-            f"{self.documents:,} of {counted(self.all_documents, 'document')}, {self.tokens:,} of "
-            f"{about}{counted(self.all_tokens, 'token')}{how}"
+            f"{self.documents:,} of {count_text(self.all_documents, 'document')}, {self.tokens:,} of "
+            f"{about}{count_text(self.all_tokens, 'token')}{how}"
         )
 
 
@@ -74,7 +74,7 @@ class HeldOut:
     def describe(self, name: str) -> str:
         """Returns the coverage as text: '13 of 13 documents, 46,395 of 46,395 tokens'."""
         named = f"source {name}: " if name != UNNAMED else ""
-        skipped = f"; {counted(self.num_skipped, 'bad record')} skipped" if self.num_skipped else ""
+        skipped = f"; {count_text(self.num_skipped, 'bad record')} skipped" if self.num_skipped else ""
         return f"{named}{self.coverage}{skipped}"
 
 

@@ -183,7 +183,7 @@ class Mixture:
           owed: tokens owed to each source after those, see `account_after`.
         """
         stage = self._stage(batch, emitted)
-        credited = self._credited(stage, row, batch=batch, owed=owed)
+        credited = self._credit(stage, row, batch=batch, owed=owed)
         weighted = (source for source, share in enumerate(self.stages[stage].shares) if share)
         return max(weighted, key=lambda source: credited[source])  # the first of equals
 
@@ -194,7 +194,7 @@ class Mixture:
         stage, source = self._stage(batch, emitted), self.choose(row, batch=batch, emitted=emitted, owed=owed)
         padding = batch * self.row_tokens - sum(emitted)  # in this row of the batches before
         padding_after, paid = padding + self.row_tokens - num_tokens, 0
-        emitted, owed = list(emitted), self._credited(stage, row, batch=batch, owed=owed)
+        emitted, owed = list(emitted), self._credit(stage, row, batch=batch, owed=owed)
         emitted[source] += num_tokens
         owed[source] -= num_tokens
         for number, bound in enumerate(itertools.accumulate(self.stages[stage].shares)):
@@ -204,7 +204,7 @@ class Mixture:
             paid = until
         return emitted, owed
 
-    def _credited(self, stage: int, row: int, *, batch: int, owed: Sequence[int]) -> list[int]:
+    def _credit(self, stage: int, row: int, *, batch: int, owed: Sequence[int]) -> list[int]:
         """Returns `owed` with the tokens of a full row for the source that the point of this row selects."""
         point, owed = (row * _STEP_ROW + batch * _STEP_BATCH) % _UNIT, list(owed)
         owed[bisect.bisect_right(self._bounds[stage], point)] += self.row_tokens

@@ -45,7 +45,7 @@ def nearest(
 
     Raises ValueError if that one, or a later one, belongs to other data.
     """
-    for named, path in sorted(_recorded(workdir), reverse=True):
+    for named, path in sorted(_records(workdir), reverse=True):
         record = _read(path, named)
         if record is None:
             continue
@@ -60,7 +60,7 @@ def nearest(
     return None
 
 
-def _recorded(workdir: pathlib.Path) -> Iterator[tuple[int, pathlib.Path]]:
+def _records(workdir: pathlib.Path) -> Iterator[tuple[int, pathlib.Path]]:
     """Yields (number in its name, file) of the positions of a run: its own files, and those of its checkpoints."""
     for path in workdir.glob(f"{FOLDER}/*.npz"):
         if path.stem.isdecimal():

@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from hlat_jax.config import DataConfig, counted
+from hlat_jax.config import DataConfig, count_text
 from hlat_jax.data import packing, sources
 from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.data.mixture import UNNAMED, Mixture, MixtureStage, first_stages, parse_sources, parse_stages
@@ -84,10 +84,10 @@ def open_sources(
         sha256 = None if tokenizer is None else tokenizer.sha256
         corpus = open_documents(paths, data, key=where, index_folder=index_folder, tokenizer_sha256=sha256)
         _check_stored(corpus.manifest, data, key=where)
-        notes = [f"cut at paragraphs into {counted(len(corpus), 'document')}"] if corpus.is_cut else []
+        notes = [f"cut at paragraphs into {count_text(len(corpus), 'document')}"] if corpus.is_cut else []
         if share:
             corpus = corpus.split(share=share, held_out=not is_train)
-            notes.append(f"{counted(corpus.num_held_out, 'document')} held out for validation")
+            notes.append(f"{count_text(corpus.num_held_out, 'document')} held out for validation")
         notes += [corpus.ignored] if corpus.ignored else []
         if is_train:
             _check_enough(corpus, data, key=where)
@@ -122,7 +122,7 @@ def _check_enough(corpus: sources.Corpus, data: DataConfig, *, key: str) -> None
     fewer = f", or set data.batch_size to at most {num_left}" if num_left else ""
     files = " and ".join(entry["name"] for entry in corpus.manifest["files"][:3])
     raise ValueError(
-        f"{key} ({files}) holds {counted(num_left + corpus.num_held_out, 'document')}, fewer than "
+        f"{key} ({files}) holds {count_text(num_left + corpus.num_held_out, 'document')}, fewer than "
         f"{data.batch_size=}{held_out}; each row of a batch reads documents of its own. Give more text, with blank "
         f"lines or line ends between the paragraphs of plain text{fewer}."
     )
@@ -176,7 +176,7 @@ def data_drift(saved: Mapping[str, Any], current: Mapping[str, Any], *, num_batc
     for key in ("manifest", "validation_manifest"):
         before, now = ((settings.get(key) or {"files": []})["files"] for settings in (saved, current))
         if len(before) != len(now):
-            lines.append(f"{key}: {counted(len(before), 'file')} in the checkpoint, {len(now):,} now")
+            lines.append(f"{key}: {count_text(len(before), 'file')} in the checkpoint, {len(now):,} now")
             continue
         facts = [[(e["bytes"], e["documents"], e["fingerprint"]) for e in entries] for entries in (before, now)]
         changed = [entry["name"] for entry, old, new in zip(now, *facts, strict=True) if old != new]

@@ -17,7 +17,7 @@ from absl import flags, logging
 from hlat_jax import config as config_lib
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.cli.path_checks import check_file, check_folder
-from hlat_jax.config import counted
+from hlat_jax.config import count_text
 from hlat_jax.generate import inference
 from hlat_jax.resolve import resolve
 from hlat_jax.store.progress import show_progress
@@ -112,9 +112,9 @@ def _run_text(values: flags.FlagValues) -> None:
         documents = _documents(values, trained)
         pairs = [pair for document in documents for pair in windows(document.ids, window)]
         if not pairs:
-            raise ValueError(f"no token to predict in {counted(len(documents), 'document')}; give text.")
+            raise ValueError(f"no token to predict in {count_text(len(documents), 'document')}; give text.")
         num_rows = min(values.batch_size, -(-len(pairs) // trained.layout.row_degree))
-        status.text = counted(len(pairs), "window")
+        status.text = count_text(len(pairs), "window")
         scorer = Scorer(trained.model, trained.params, layout=trained.layout, num_rows=num_rows)
         nats = -math.fsum(score.log_likelihood for score in scorer(pairs, status=status))
     sums = {
@@ -123,7 +123,7 @@ def _run_text(values: flags.FlagValues) -> None:
         "num_tokens": sum(len(document.ids) - 1 for document in documents),
         "num_windows": len(pairs),
     }
-    sizes = ", ".join(counted(number, name[4:-1]) for name, number in sums.items())
+    sizes = ", ".join(count_text(number, name[4:-1]) for name, number in sums.items())
     rate = sums["num_tokens"] / (time.monotonic() - began)
     print(f"text             {sizes} of at most {window:,} tokens; {rate:,.0f} tokens/s, with compilation")
     measured = measures(nats, sums["num_tokens"], num_bytes=sums["num_bytes"])

@@ -49,7 +49,7 @@ class TasksInTraining:
         self._tasks.load()
 
     def __call__(self, params: Any) -> tuple[dict[str, float], list[str]]:
-        """Returns the results as `tasks/NAME/METRIC`, and the keys of those to print, see `shown`.
+        """Returns the results as `tasks/NAME/METRIC`, and the keys of those to print, see `shown_keys`.
 
         NAME is a task or a group of the harness. METRIC is followed by `/FILTER` if the harness applies one.
         If the harness cannot compute a metric (word perplexity above e^709), prints that, and both are empty.
@@ -72,7 +72,7 @@ class TasksInTraining:
             return {}, []
         finally:
             self._model.use(None)  # the next step donates the parameters
-        return figures(results), shown(results)
+        return figures(results), shown_keys(results)
 
 
 def figures(report: dict[str, Any]) -> dict[str, float]:
@@ -80,7 +80,7 @@ def figures(report: dict[str, Any]) -> dict[str, float]:
     return {key: value for name in report["results"] for key, value in _figures_of(name, report).items()}
 
 
-def shown(report: dict[str, Any]) -> list[str]:
+def shown_keys(report: dict[str, Any]) -> list[str]:
     """Returns the keys of the metrics to print; members of a group that has metrics of its own are left out."""
     groups = report["group_subtasks"]
     inner = {member for group, members in groups.items() if _figures_of(group, report) for member in members}

@@ -81,7 +81,7 @@ class Tasks:
             return
         self._is_loaded = True
         try:
-            with _seeded():
+            with _seed():
                 self.plan = [(num_fewshot, self._load_tasks(names)) for num_fewshot, names in self.plan]
         except OSError as error:
             names, why = ", ".join(self._names), str(error).splitlines()[0]
@@ -106,7 +106,7 @@ class Tasks:
         self.load()
         results: dict[str, Any] = {}
         for num_fewshot, names in self.plan:
-            with _seeded():
+            with _seed():
                 loaded = self._manager.load(names)
                 for task in loaded["tasks"].values():
                     _set_shots(task, num_fewshot)
@@ -124,7 +124,7 @@ class Tasks:
 
 
 @contextlib.contextmanager
-def _seeded() -> Iterator[None]:
+def _seed() -> Iterator[None]:
     """Seeds Python's and NumPy's global generators, so that tasks shuffle alike at every call; restores both."""
     states = random.getstate(), np.random.get_state()
     random.seed(_PYTHON_SEED)

@@ -12,7 +12,7 @@ from absl import flags, logging
 
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.cli.path_checks import check_file
-from hlat_jax.config import counted
+from hlat_jax.config import count_text
 from hlat_jax.generate import inference
 from hlat_jax.resolve import check_unicode
 from hlat_jax.store.progress import show_progress
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
         for number, (prompt, ids) in enumerate(zip(batch, new_ids, strict=True), first):
             text = trained.tokenizer.decode([*prompt, *ids])
             print(f"[{number}] {text}" if len(prompts) > 1 else text, flush=True)
-        num_tokens = counted(sum(map(len, new_ids)), "new token")
+        num_tokens = count_text(sum(map(len, new_ids)), "new token")
         print(f"{num_tokens} in {time.monotonic() - began:.1f} s, with compilation", file=sys.stderr, flush=True)
     return 0
 

@@ -73,7 +73,7 @@ class DecodeInput(NamedTuple):
     rows: Any
 
 
-def make_prefill(cfg: ModelConfig, layout: Layout, *, slots: int) -> Callable[..., tuple[KVCache, jax.Array]]:
+def make_prefill(cfg: ModelConfig, layout: Layout, *, slots: int) -> Any:
     """Returns the jitted (params, tokens [B, T], PromptRows) -> (KVCache of `slots`, the next tokens [B])."""
     model = ShardedDecoder(serving(cfg, layout.platform), layout)
 
@@ -93,7 +93,7 @@ def make_prefill(cfg: ModelConfig, layout: Layout, *, slots: int) -> Callable[..
     return jax.jit(prefill, out_shardings=model.out_shardings)
 
 
-def make_decode(cfg: ModelConfig, layout: Layout) -> Callable[..., tuple[KVCache, jax.Array]]:
+def make_decode(cfg: ModelConfig, layout: Layout) -> Any:
     """Returns the jitted (params, KVCache, DecodeInput) -> (KVCache with the new keys and values, the next tokens [B]).
 
     The cache is donated. The parameters may also be those of `separate_layers`, for a model with

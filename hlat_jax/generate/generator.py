@@ -202,8 +202,8 @@ def sample_text(programs: Programs, params: Any, tokenizer: Any, *, config: Conf
     sampling = Sampling(temperature=0.8, seed=train.seed)
     if limit == 0:
         return tokenizer.decode(np.asarray(prompt))
-    options = {"sampling": sampling, "stop_ids": (tokenizer.eos_id,)}
-    steps = stream(programs, params, [prompt], limits=[limit], first_number=0, **options)
+    stop_ids = (tokenizer.eos_id,)
+    steps = stream(programs, params, [prompt], limits=[limit], first_number=0, sampling=sampling, stop_ids=stop_ids)
     return tokenizer.decode(np.asarray(prompt + [token for [token] in steps if token != tokenizer.eos_id]))
 
 

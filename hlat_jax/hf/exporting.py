@@ -99,7 +99,7 @@ def export_checkpoint(
     with whole_folder(out) as partial:
         _write_companions(weights, partial, dtype=written.name)
         status.text = "writing"
-        shapes = hf_names.expected(weights.model)
+        shapes = hf_names.expected_shapes(weights.model)
         tensors = {name: jax.ShapeDtypeStruct(shape, written) for name, shape in shapes.items()}
         write_tensors(partial, tensors, _tensors(weights), shard_bytes=shard_bytes, status=status)
         status.text, status.share = "comparing", 0.0

@@ -19,7 +19,7 @@ from hlat_jax.store.typed_json import read_json
 from hlat_jax.weights.description import describe_hugging_face
 from hlat_jax.weights.hf_files import companions
 from hlat_jax.weights.hf_reading import HFCheckpoint, open_checkpoint
-from hlat_jax.weights.trained import leaves_by_name, nested
+from hlat_jax.weights.trained import leaves_by_name, nest
 
 
 def load(folder: str | os.PathLike, *, dtype: str = "", fuse_qkv: bool = True) -> tuple[ModelConfig, dict[str, Any]]:
@@ -39,7 +39,7 @@ def load(folder: str | os.PathLike, *, dtype: str = "", fuse_qkv: bool = True) -
     if checkpoint.warning:
         warnings.warn(checkpoint.warning, stacklevel=2)
     arrays = leaves_by_name(checkpoint.arrays())
-    params = nested({name: jnp.asarray(checkpoint.read_param(name, array)) for name, array in arrays.items()})
+    params = nest({name: jnp.asarray(checkpoint.read_param(name, array)) for name, array in arrays.items()})
     return checkpoint.model, params
 
 

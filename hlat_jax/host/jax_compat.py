@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -21,6 +22,7 @@ __all__ = [
     "hlo_module",
     "lower_with_sharding_in_types",
     "mlir",
+    "pallas_gpu_attention",
     "partial_eval",
 ]
 TESTED_VERSIONS = ("0.9.0.1", "0.10.0", "0.10.2")
@@ -32,6 +34,16 @@ except ImportError:  # JAX 0.9: a lowering rule cannot set the sharding that exp
 
     def lower_with_sharding_in_types(ctx, op, aval):
         return op
+
+
+def pallas_gpu_attention() -> ModuleType:
+    """Returns JAX's Pallas attention module for GPUs, of which `_mha_forward` and `_mha_backward` are used.
+
+    Imported on the first call, since the import takes a second.
+    """
+    from jax.experimental.pallas.ops.gpu import attention
+
+    return attention
 
 
 def hlo_module(lowered: Any) -> bytes:

@@ -128,7 +128,7 @@ def prepare(precision: PrecisionConfig, parallel: ParallelConfig, *, machine: Ma
     return "\n".join((f"environment: set for {instance}", *computed.notes))
 
 
-def recorded(environ: Mapping[str, str]) -> dict[str, str]:
+def variables_to_record(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables that can change what a run does or how fast, for the record in the run folder."""
     prefixes = ("FI_", "JAX_", "LD_", "MALLOC_", "NEURON_", "XLA_")
     return {name: environ[name] for name in sorted(environ) if name.startswith(prefixes)}

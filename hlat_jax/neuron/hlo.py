@@ -51,7 +51,7 @@ def device_module(
     """
     small, count = fewer_replicas(config, num_devices, max_devices=max_devices)
     if count == 1:  # nothing to partition
-        lowered, degrees = _lowered(name, small, count, target=target)
+        lowered, degrees = _lower(name, small, count, target=target)
         return whole_module(lowered), degrees
     with tempfile.TemporaryDirectory() as folder:
         flags = [f"--xla_force_host_platform_device_count={count}", "--xla_backend_optimization_level=0"]
@@ -67,7 +67,7 @@ def device_module(
     return module, planned_layout(small, count, platform="neuron").degrees
 
 
-def _lowered(name: str, config: Config, num_devices: int, *, target: str) -> tuple[Any, dict[str, int]]:
+def _lower(name: str, config: Config, num_devices: int, *, target: str) -> tuple[Any, dict[str, int]]:
     """Returns (program lowered for Neuron, degrees of its mesh)."""
     from hlat_jax.program import make_program
     from hlat_jax.run.compilation import traced_programs
@@ -83,7 +83,7 @@ def partition(name: str, config: Config, num_devices: int, *, target: str = "") 
     """
     from hlat_jax.host.jax_compat import compile_for_local_devices
 
-    lowered, _ = _lowered(name, config, num_devices, target=target)
+    lowered, _ = _lower(name, config, num_devices, target=target)
     compile_for_local_devices(lowered, num_devices)
 
 

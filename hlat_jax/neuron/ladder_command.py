@@ -19,7 +19,14 @@ from hlat_jax.facts.hardware import INSTANCES
 from hlat_jax.host.neuron_topology import Topology, checked, lnc_of
 from hlat_jax.neuron.rules import target_of
 from hlat_jax.parallel.degrees import passes
-from hlat_jax.plan.instructions import NOTE, OPERATION_ADVICE, operation_limit, program_advice, program_limit, rounded
+from hlat_jax.plan.instructions import (
+    NOTE,
+    OPERATION_ADVICE,
+    operation_limit,
+    program_advice,
+    program_limit,
+    round_estimate,
+)
 from hlat_jax.store.progress import show_progress
 from hlat_jax.weights.init_model import take_checked_model
 
@@ -94,7 +101,7 @@ def _text(number: int, row: dict[str, Any], limits: tuple[int, int], nodes: int)
         if program["unrolled"] is None:
             lines.append(f"  {name:<12}{'cannot be lowered':>40}  {', '.join(program['errors'])}")
             continue
-        numbers = [rounded(program[key]) for key in ("unrolled", "looped", "largest")]
+        numbers = [round_estimate(program[key]) for key in ("unrolled", "looped", "largest")]
         rules = ", ".join([f"{rule} (error)" for rule in program["errors"]] + program["warnings"]) or "no warning"
         since = f"; the program of rung {program['same_as_rung']}" if program["same_as_rung"] != number else ""
         lines.append(f"  {name:<12}{numbers[0]:>14}{numbers[1]:>14}{numbers[2]:>12}  {rules}{since}")

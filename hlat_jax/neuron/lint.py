@@ -175,13 +175,13 @@ def _instruction_hits(
     most, limit = instructions.program_limit(compiler_flags), instructions.operation_limit(target)
     if whole.unrolled > most:
         eqn, tiles, trips = max(counts, key=lambda count: count[1] * count[2])
-        unrolled, looped = map(instructions.rounded, (whole.unrolled, whole.looped))
+        unrolled, looped = map(instructions.round_estimate, (whole.unrolled, whole.looped))
         loops = f"about {unrolled} instructions with every loop unrolled, {looped} with none"
         share = f"{tiles * trips / whole.unrolled:.0%} of them in this operation"
         yield "CG01", f"{loops}; {share} (limit {most:,}; {instructions.NOTE})", eqn
     for eqn, tiles, _ in counts:
         if tiles > limit:
-            what = f"about {instructions.rounded(tiles)} instructions (limit {limit:,}; {instructions.NOTE})"
+            what = f"about {instructions.round_estimate(tiles)} instructions (limit {limit:,}; {instructions.NOTE})"
             yield "CG02", what, eqn
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -23,6 +24,7 @@ def attention(
     v_BSKH: jax.Array,
     segment_ids_BT: jax.Array | None,
     implementation: str,
+    window: int | None = None,
 ) -> jax.Array:
     """Returns [B, T, N, H], in the dtype of `q_BTNH`: each query's softmax-weighted mean of the values it attends to.
 
@@ -36,17 +38,22 @@ def attention(
       v_BSKH: values.
       segment_ids_BT: int32, or None when every row is one segment.
       implementation: a name that `OP.choose` returns.
+      window: number of keys that a query attends to, its own included; None: all. Source: arXiv 2310.06825, section 2.
 
     Raises:
       ValueError: arguments of inconsistent shapes or dtypes, or that the implementation cannot serve.
     """
     _check(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)
+    if window is not None and window < 1:
+        raise ValueError(f"window={window} must be at least 1 (the query's own position), or None.")
     has_segments = segment_ids_BT is not None
-    call = describe_call(q_BTNH.shape, k_BSKH.shape[2], dtype=q_BTNH.dtype, has_segments=has_segments)
-    return OP.run(implementation, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, **call)
+    call = describe_call(q_BTNH.shape, k_BSKH.shape[2], dtype=q_BTNH.dtype, has_segments=has_segments, window=window)
+    return OP.run(implementation, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window, **call)
 
 
-def describe_call(q_shape: tuple[int, ...], num_kv_heads: int, *, dtype: Any, has_segments: bool) -> CallSpec:
+def describe_call(
+    q_shape: tuple[int, ...], num_kv_heads: int, *, dtype: Any, has_segments: bool, window: int | None = None
+) -> CallSpec:
     """Returns the spec of a call.
 
     Args:
@@ -54,12 +61,14 @@ def describe_call(q_shape: tuple[int, ...], num_kv_heads: int, *, dtype: Any, ha
       num_kv_heads: on one device.
       dtype: of queries, keys and values.
       has_segments: whether rows hold several documents, which must not attend to each other.
+      window: see `attention`.
     """
     return {
         "q_shape": tuple(q_shape),
         "num_kv_heads": num_kv_heads,
         "dtype": jnp.dtype(dtype).name,
         "has_segments": has_segments,
+        "window": window,
     }
 
 
@@ -74,11 +83,11 @@ def _check(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
         raise ValueError(f"{found}: must be [B, T, N, H], [B, T, K, H] twice, where K divides N, of one dtype; [B, T].")
 
 
-def _einsum(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
+def _einsum(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
     b, t, n, h = q_BTNH.shape
     q_BTKGH = q_BTNH.reshape(b, t, k_BSKH.shape[2], -1, h)
     scores_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=jnp.float32)
-    mask_BTS = _causal_mask(t, t)[None]
+    mask_BTS = _causal_mask(t, t, window=window)[None]
     if segment_ids_BT is not None:
         mask_BTS = mask_BTS & (segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :])
     scores_BKGTS = jnp.where(mask_BTS[:, None, None], scores_BKGTS / math.sqrt(h), MASKED)
@@ -87,8 +96,8 @@ def _einsum(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
     return out_BTKGH.astype(q_BTNH.dtype).reshape(b, t, n, h)
 
 
-@jax.checkpoint
-def _blocked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
+@functools.partial(jax.checkpoint, static_argnums=4)
+def _blocked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
     """Queries in static blocks, each against its unmasked keys, with batch and key-value heads merged.
 
     The backward pass keeps queries, keys and values and recomputes the scores of each block: on cpu, where this is
@@ -103,8 +112,10 @@ def _blocked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
     segments_XT = None if segment_ids_BT is None else jnp.repeat(segment_ids_BT, k, axis=0)
     outs = []
     for start, stop in block_bounds(t):
-        segments = None if segments_XT is None else segments_XT[:, :stop]
-        outs.append(_attend_block(q_XTGH[:, start:stop], k_XSH[:, :stop], v_XSH[:, :stop], segments, start=start))
+        first = 0 if window is None else max(0, start - window + 1)
+        segments = None if segments_XT is None else segments_XT[:, first:stop]
+        block = functools.partial(_attend_block, start=start - first, window=window)
+        outs.append(block(q_XTGH[:, start:stop], k_XSH[:, first:stop], v_XSH[:, first:stop], segments))
     out_XTGH = jnp.concatenate(outs, axis=1)
     return out_XTGH.reshape(b, k, t, g, h).transpose(0, 2, 1, 3, 4).reshape(b, t, n, h)
 
@@ -115,12 +126,12 @@ def block_bounds(seq_len: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, seq_len)) for start in range(0, seq_len, size)]
 
 
-def _attend_block(q_XUGH, k_XSH, v_XSH, segments_XS, *, start: int):
+def _attend_block(q_XUGH, k_XSH, v_XSH, segments_XS, *, start: int, window: int | None):
     x, u, g, h = q_XUGH.shape
     s = k_XSH.shape[1]
     q_XRH = q_XUGH.reshape(x, u * g, h)  # rows: queries of the block times heads that share keys
     scores_XRS = jax.lax.dot_general(q_XRH, k_XSH, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32)
-    mask = _causal_mask(u, s, offset=start)[None]
+    mask = _causal_mask(u, s, offset=start, window=window)[None]
     if segments_XS is not None:
         mask &= segments_XS[:, start:, None] == segments_XS[:, None, :]
     mask = jnp.broadcast_to(mask[:, :, None, :], (mask.shape[0], u, g, s)).reshape(-1, u * g, s)
@@ -130,20 +141,23 @@ def _attend_block(q_XUGH, k_XSH, v_XSH, segments_XS, *, start: int):
     return out_XRH.astype(q_XUGH.dtype).reshape(x, u, g, h)
 
 
-def _causal_mask(num_queries: int, num_keys: int, *, offset: int = 0) -> jax.Array:
+def _causal_mask(num_queries: int, num_keys: int, *, offset: int = 0, window: int | None) -> jax.Array:
     queries = jax.lax.broadcasted_iota(jnp.int32, (num_queries, num_keys), 0) + offset
-    return queries >= jax.lax.broadcasted_iota(jnp.int32, (num_queries, num_keys), 1)
+    keys = jax.lax.broadcasted_iota(jnp.int32, (num_queries, num_keys), 1)
+    return queries >= keys if window is None else (queries >= keys) & (queries - keys < window)
 
 
-def _chunked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
-    variant = chunked_attention.Variant()
+def _chunked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
     return chunked_attention.attention(
-        q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=segment_ids_BT, window=None, variant=variant
+        q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=segment_ids_BT, window=window, variant=chunked_attention.Variant()
     )
 
 
-def _nki(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
-    from hlat_jax.ops.nki import attention as nki  # only where it is run or checked
+# Kernels are imported only when they are run or checked. What one does not take, its `unsupported_reasons` reject.
+
+
+def _nki(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, _):
+    from hlat_jax.ops.nki import attention as nki
 
     return nki.attention(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=segment_ids_BT)
 
@@ -154,11 +168,37 @@ def _nki_unsupported_reasons(**call):
     return nki.unsupported_reasons(**call)
 
 
+def _cudnn(q_BTNH, k_BSKH, v_BSKH, _, window):
+    from hlat_jax.ops.gpu import attention as gpu
+
+    return gpu.cudnn(q_BTNH, k_BSKH, v_BSKH, window=window)
+
+
+def _cudnn_unsupported_reasons(**call):
+    from hlat_jax.ops.gpu import attention as gpu
+
+    return gpu.cudnn_unsupported_reasons(**call)
+
+
+def _triton(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, _):
+    from hlat_jax.ops.gpu import attention as gpu
+
+    return gpu.triton(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=segment_ids_BT)
+
+
+def _triton_unsupported_reasons(**call):
+    from hlat_jax.ops.gpu import attention as gpu
+
+    return gpu.triton_unsupported_reasons(**call)
+
+
 OP = Op("model.attention")
 OP.register(Implementation("einsum", _einsum, {"*": 10}))
 # XLA on cpu does not fuse attention: skipping the masked half of the scores is faster there
 OP.register(Implementation("blocked", _blocked, {"cpu": 20, "*": 5}))
 # takes less memory for long rows but is slower: only an explicit name or a measured table selects it
 OP.register(Implementation("chunked", _chunked, {"*": 4}))
-# below the others: it has not run on a device
+# below the others: they have not run on a device
 OP.register(Implementation("nki", _nki, {"neuron": 1}, _nki_unsupported_reasons))
+OP.register(Implementation("cudnn", _cudnn, {"cuda": 2}, _cudnn_unsupported_reasons))
+OP.register(Implementation("triton", _triton, {"cuda": 1}, _triton_unsupported_reasons))

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh
 from hlat_jax.config import Config, ModelConfig, select_layer_loop, select_remat
 from hlat_jax.ops import attention, cross_entropy, norm, rope, swiglu, table
 from hlat_jax.ops.dialect import Choice
-from hlat_jax.ops.nki.chips import excluded
+from hlat_jax.ops.nki.chips import exclusions
 from hlat_jax.ops.registry import OPS
 from hlat_jax.parallel.sharding import Layout
 from hlat_jax.parallel.virtual_devices import PlannedDevice
@@ -64,7 +64,7 @@ def choices(config: Config, layout: Layout, *, platform: str | None = None) -> d
         known_kind = table.PLANNED if device is None else table.device_kind(device)
         times = table.read_for(config.model.ops_table, platform=platform or layout.platform, kind=known_kind)
         kind = kind or times.device_kind
-    known, refused = calls(config, layout), excluded(config.model, kind)
+    known, refused = calls(config, layout), exclusions(config.model, kind)
     return {
         key: op.choose(
             getattr(config.model, key),

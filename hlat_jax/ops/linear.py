@@ -36,7 +36,7 @@ def column_parallel_products(
 ) -> tuple[jax.Array, ...]:
     """Returns `column_parallel` of one `x_BTD` with several matrices, which enters the tensor region once."""
     weights, axes = tuple(param[...] for param in params), tuple(map(_logical_axes, params))
-    return _products(materialized(x_BTD), weights, equations, axes, ctx, True)
+    return _products(materialize(x_BTD), weights, equations, axes, ctx, True)
 
 
 def row_parallel(equation: str, x: jax.Array, param: Any, ctx: ParallelContext) -> jax.Array:
@@ -44,11 +44,11 @@ def row_parallel(equation: str, x: jax.Array, param: Any, ctx: ParallelContext) 
 
     Leaves the tensor region: the product is summed over `tensor`. Arguments as for `column_parallel`.
     """
-    (y_BTD,) = _products(materialized(x), (param[...],), (equation,), (_logical_axes(param),), ctx, False)
+    (y_BTD,) = _products(materialize(x), (param[...],), (equation,), (_logical_axes(param),), ctx, False)
     return y_BTD if ctx == SINGLE_DEVICE else ctx.leave_tensor_region(y_BTD)  # whose VJP forward mode cannot use
 
 
-def materialized(x: jax.Array) -> jax.Array:
+def materialize(x: jax.Array) -> jax.Array:
     """Returns `x` behind an optimization barrier, so that it is computed once.
 
     XLA on CPU otherwise fuses the norm or activation before a product into each of its consumers.

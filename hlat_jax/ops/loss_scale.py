@@ -4,7 +4,7 @@ All functions are pure. A step is skipped by `where`, never by `cond`, which Neu
 range of fp32 and needs no loss scale.
 
     value, grads, finite = loss_scale.value_and_grad(autocast(loss, "fp16"))(scale, params, batch)
-    params, scale = loss_scale.chosen(finite, params - rate * grads, params), loss_scale.adjusted(scale, finite)
+    params, scale = loss_scale.choose(finite, params - rate * grads, params), loss_scale.adjust(scale, finite)
 
 Source: Micikevicius et al., Mixed Precision Training, arXiv 1710.03740, section 3.2.
 """
@@ -53,17 +53,17 @@ def value_and_grad(loss_fn: Callable) -> Callable[..., tuple[jax.Array, Any, jax
     `loss_fn` returns a scalar. The loss and the gradients returned are unscaled; the gradients are fp32.
     """
 
-    def scaled(params: Any, state: LossScale, *args: Any) -> tuple[jax.Array, jax.Array]:
+    def scale_loss(params: Any, state: LossScale, *args: Any) -> tuple[jax.Array, jax.Array]:
         loss = loss_fn(params, *args)
         return loss.astype(jnp.float32) * state.scale, loss
 
-    def unscaled(state: LossScale, params: Any, *args: Any) -> tuple[jax.Array, Any, jax.Array]:
+    def unscale(state: LossScale, params: Any, *args: Any) -> tuple[jax.Array, Any, jax.Array]:
         with scaled_losses():
-            (_, loss), grads = jax.value_and_grad(scaled, has_aux=True)(params, state, *args)
+            (_, loss), grads = jax.value_and_grad(scale_loss, has_aux=True)(params, state, *args)
         grads = jax.tree.map(lambda grad: grad.astype(jnp.float32) / state.scale, grads)
         return loss, grads, all_finite((loss, grads))
 
-    return unscaled
+    return unscale
 
 
 def all_finite(tree: Any) -> jax.Array:
@@ -71,12 +71,12 @@ def all_finite(tree: Any) -> jax.Array:
     return jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]).all()
 
 
-def chosen(finite: jax.Array, new: Any, old: Any) -> Any:
+def choose(finite: jax.Array, new: Any, old: Any) -> Any:
     """Returns the new tree of arrays, or the old one after a step that was not finite."""
     return jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
 
 
-def adjusted(
+def adjust(
     state: LossScale,
     finite: jax.Array,
     *,

@@ -92,16 +92,16 @@ def describe_call(x_shape: tuple[int, ...], *, dtype: Any) -> CallSpec:
 
 
 def _reference(x_BTNH, cos_BTR, sin_BTR):
-    return _rotated(x_BTNH.astype(jnp.float32), cos_BTR, sin_BTR, axis=-1).astype(x_BTNH.dtype)
+    return _rotate(x_BTNH.astype(jnp.float32), cos_BTR, sin_BTR, axis=-1).astype(x_BTNH.dtype)
 
 
 def _paired(x_BTNH, cos_BTR, sin_BTR):
     """Puts each pair on an axis of its own: halves are concatenated along that axis, not within a head."""
     x_BTN2R = x_BTNH.reshape(*x_BTNH.shape[:3], 2, -1).astype(jnp.float32)
-    return _rotated(x_BTN2R, cos_BTR, sin_BTR, axis=-2).astype(x_BTNH.dtype).reshape(x_BTNH.shape)
+    return _rotate(x_BTN2R, cos_BTR, sin_BTR, axis=-2).astype(x_BTNH.dtype).reshape(x_BTNH.shape)
 
 
-def _rotated(x, cos_BTR, sin_BTR, *, axis):
+def _rotate(x, cos_BTR, sin_BTR, *, axis):
     first, second = jnp.split(x, 2, axis=axis)
     heads = (slice(None), slice(None), *(None,) * (x.ndim - 3))  # heads, and the axis of pairs
     cos, sin = cos_BTR[heads], sin_BTR[heads]

@@ -33,10 +33,10 @@ def psum(x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def all_gather(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
     """Returns the parts of all devices along `axes`, concatenated in `dim`; backward: `reduce_scatter`."""
-    return _gathered(x, axes, dim)
+    return _gather(x, axes, dim)
 
 
-def _gathered(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+def _gather(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
     return jax.lax.all_gather(x, axes, axis=dim, tiled=True) if axes else x
 
 
@@ -46,12 +46,10 @@ def reduce_scatter(x: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
     return jax.lax.psum_scatter(x, axes, scatter_dimension=dim, tiled=True) if axes else x
 
 
-# `_gathered`: a remat policy then sees the collective itself, and not a function that it cannot look into.
+# `_gather`: a remat policy then sees the collective itself, and not a function that it cannot look into.
 copy_to_tensor_region.defvjp(lambda x, axes: (x, None), lambda axes, _, grad: (psum(grad, axes),))
 psum.defvjp(lambda x, axes: (psum(x, axes), None), lambda axes, _, grad: (grad,))
-all_gather.defvjp(
-    lambda x, *at: (_gathered(x, *at), None), lambda axes, dim, _, grad: (reduce_scatter(grad, axes, dim),)
-)
+all_gather.defvjp(lambda x, *at: (_gather(x, *at), None), lambda axes, dim, _, grad: (reduce_scatter(grad, axes, dim),))
 reduce_scatter.defvjp(
     lambda x, *at: (reduce_scatter(x, *at), None), lambda axes, dim, _, grad: (all_gather(grad, axes, dim),)
 )

@@ -284,13 +284,13 @@ class _Stage:
 
     def to_next(self, y: jax.Array) -> jax.Array:
         """Returns the value of the stage before; in the first stage that of the last."""
-        return self._shifted(y, 1)
+        return self._shift(y, 1)
 
     def to_previous(self, dx: jax.Array) -> jax.Array:
         """Returns the value of the stage behind; in the last stage that of the first."""
-        return self._shifted(dx, -1)
+        return self._shift(dx, -1)
 
-    def _shifted(self, x: jax.Array, shift: int) -> jax.Array:
+    def _shift(self, x: jax.Array, shift: int) -> jax.Array:
         if self.staged.exchange == "all_gather":
             whole = jax.lax.all_gather(x, "pipe")
             return jax.lax.dynamic_index_in_dim(whole, (self.stage - shift) % self.num_stages, keepdims=False)

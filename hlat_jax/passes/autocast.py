@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from hlat_jax.passes.calls import HANDLERS
 from hlat_jax.passes.casting import Cast
-from hlat_jax.passes.jaxpr import COLLECTIVES, called, equations, op_name, primitives, stops_on_floats, traced
+from hlat_jax.passes.jaxpr import COLLECTIVES, called_jaxpr, equations, op_name, primitives, stops_on_floats, trace_call
 
 # Matrix products: operands are cast to the narrow dtype.
 ALWAYS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"})
@@ -104,7 +104,7 @@ def autocast(fn: Callable[_Args, _Result], policy: CastPolicy | str) -> Callable
     name = getattr(fn, "__name__", type(fn).__name__)
 
     def cast(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-        closed, leaves, tree = traced(fn, args, kwargs)
+        closed, leaves, tree = trace_call(fn, args, kwargs)
         _check_names(policy.rules, closed.jaxpr, name)
         rebinding = Cast(
             jnp.dtype(policy.compute),
@@ -140,7 +140,7 @@ def _rule(rules: Mapping[str, str], eqn: Any) -> str:
 
 
 def _has_wide_loop(rules: Mapping[str, str], eqn: Any) -> bool:
-    inside = equations(called(eqn))
+    inside = equations(called_jaxpr(eqn))
     return any(inner.primitive.name == "while" and _rule(rules, inner) == "never" for inner, _ in inside)
 
 

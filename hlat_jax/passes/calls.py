@@ -25,7 +25,7 @@ from hlat_jax.passes.jaxpr import (
     rebind,
     without_consts,
 )
-from hlat_jax.passes.kinds import Kind, Value, mixed, value
+from hlat_jax.passes.kinds import Kind, Value, mix, value
 
 
 def _arrays(cast: Any, operands: Sequence[Value]) -> list[Any]:
@@ -44,12 +44,12 @@ def _values(cast: Any, eqn: Any, outs: Sequence[Any], kinds: Sequence[Kind]) -> 
 
 
 def _jit(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
-    closed, kinds = cast.retraced(eqn.params["jaxpr"], _kinds(operands), wide=wide)
+    closed, kinds = cast.retrace(eqn.params["jaxpr"], _kinds(operands), wide=wide)
     return _values(cast, eqn, rebind(eqn, _arrays(cast, operands), jaxpr=closed), kinds)
 
 
 def _remat(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
-    closed, kinds = cast.retraced(core.ClosedJaxpr(eqn.params["jaxpr"], []), _kinds(operands), wide=wide)
+    closed, kinds = cast.retrace(core.ClosedJaxpr(eqn.params["jaxpr"], []), _kinds(operands), wide=wide)
     opened, consts = without_consts(closed)
     return _values(cast, eqn, rebind(eqn, consts + _arrays(cast, operands), jaxpr=opened), kinds)
 
@@ -70,17 +70,17 @@ def _shard_map(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool])
 def _cond(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
     """Each result is narrow if it is in every branch, and otherwise as declared."""
     index, *rest = operands
-    traced = [cast.retraced(branch, _kinds(rest))[1] for branch in eqn.params["branches"]]
-    kinds = [_joined(each) for each in zip(*traced, strict=True)]
-    branches = tuple(cast.retraced(branch, _kinds(rest), forced=kinds)[0] for branch in eqn.params["branches"])
+    traced = [cast.retrace(branch, _kinds(rest))[1] for branch in eqn.params["branches"]]
+    kinds = [_join(each) for each in zip(*traced, strict=True)]
+    branches = tuple(cast.retrace(branch, _kinds(rest), forced=kinds)[0] for branch in eqn.params["branches"])
     outs = rebind(eqn, [index.declared(), *_arrays(cast, rest)], branches=branches)
     return _values(cast, eqn, outs, kinds)
 
 
-def _joined(kinds: Sequence[Kind]) -> Kind:
+def _join(kinds: Sequence[Kind]) -> Kind:
     if set(kinds) == {Kind.LOW} or Kind.FIXED in kinds:
         return kinds[0]
-    return max(Kind.SOFT, mixed(kinds))
+    return max(Kind.SOFT, mix(kinds))
 
 
 def _scan(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
@@ -90,7 +90,7 @@ def _scan(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> l
     kinds[carried] = _carry_kinds(cast, closed, kinds, carried)
     num_ys = len(eqn.outvars) - eqn.params["num_carry"]
     wide = [*_stays_fp32(kinds[carried]), *[False] * num_ys]
-    body, out_kinds = cast.retraced(closed, kinds, forced=[*kinds[carried], *[None] * num_ys], wide=wide)
+    body, out_kinds = cast.retrace(closed, kinds, forced=[*kinds[carried], *[None] * num_ys], wide=wide)
     arrays = [_as_kind(cast, operand, kind) for operand, kind in zip(operands, kinds, strict=True)]
     return _values(cast, eqn, rebind(eqn, arrays, jaxpr=body), out_kinds)
 
@@ -101,8 +101,8 @@ def _while(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> 
     body_kinds = kinds[num_cond:]
     carry = _carry_kinds(cast, eqn.params["body_jaxpr"], body_kinds, slice(num_body, len(body_kinds)))
     wide_carry = _stays_fp32(carry)
-    body, _ = cast.retraced(eqn.params["body_jaxpr"], [*body_kinds[:num_body], *carry], forced=carry, wide=wide_carry)
-    condition, _ = cast.retraced(eqn.params["cond_jaxpr"], [*kinds[:num_cond], *carry])
+    body, _ = cast.retrace(eqn.params["body_jaxpr"], [*body_kinds[:num_body], *carry], forced=carry, wide=wide_carry)
+    condition, _ = cast.retrace(eqn.params["cond_jaxpr"], [*kinds[:num_cond], *carry])
     kinds = [*kinds[: num_cond + num_body], *carry]
     arrays = [_as_kind(cast, operand, kind) for operand, kind in zip(operands, kinds, strict=True)]
     return _values(cast, eqn, rebind(eqn, arrays, body_jaxpr=body, cond_jaxpr=condition), carry)
@@ -138,7 +138,7 @@ def _carry_kinds(cast: Any, body: Any, kinds: Sequence[Kind], carried: slice) ->
     carry = [kind if kind is Kind.INTEGER else one for kind, one in zip(kinds[carried], first, strict=True)]
     while True:
         full = [*kinds[: carried.start], *carry, *kinds[carried.stop :]]
-        outs = cast.retraced(body, full)[1][: len(carry)]
+        outs = cast.retrace(body, full)[1][: len(carry)]
         # narrow on entry but fp32 on exit: fp32
         outs = [
             Kind.WIDE if old is Kind.LOW and new is not Kind.LOW else new for old, new in zip(carry, outs, strict=True)
@@ -157,9 +157,9 @@ def _carry_kinds(cast: Any, body: Any, kinds: Sequence[Kind], carried: slice) ->
 
 
 def _custom_jvp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
-    closed, kinds = cast.retraced(eqn.params["call_jaxpr"], _kinds(operands), wide=wide)
+    closed, kinds = cast.retrace(eqn.params["call_jaxpr"], _kinds(operands), wide=wide)
     in_avals, out_avals = closed_avals(eqn)
-    call = jax.custom_jvp(_named(core.jaxpr_as_fun(closed), eqn))
+    call = jax.custom_jvp(_name(core.jaxpr_as_fun(closed), eqn))
     is_symbolic = eqn.params["symbolic_zeros"]
 
     def rule(primals, tangents):
@@ -175,7 +175,7 @@ def _custom_jvp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]
         in_kinds = [*_kinds(operands), *_gradient_kinds(_chosen(_kinds(operands), is_given))]
         tangent_kinds = _gradient_kinds(_chosen(kinds, is_pushed))
         wide_outs = [*wide, *[False] * len(tangent_kinds)]
-        narrow, _ = cast.retraced(traced, in_kinds, forced=[*kinds, *tangent_kinds], wide=wide_outs)
+        narrow, _ = cast.retrace(traced, in_kinds, forced=[*kinds, *tangent_kinds], wide=wide_outs)
         found = core.jaxpr_as_fun(narrow)(*primals, *_chosen(tangents, is_given))
         outs, pushed = found[: len(kinds)], found[len(kinds) :]
         return outs, _with_zeros(pushed, list(map(jax.typeof, outs)), is_pushed, is_symbolic=is_symbolic)
@@ -209,10 +209,10 @@ class _Forward:
 
 def _custom_vjp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
     """The forward and backward rules are traced at their declared dtypes and cast, residuals included."""
-    closed, kinds = cast.retraced(eqn.params["call_jaxpr"], _kinds(operands))
+    closed, kinds = cast.retrace(eqn.params["call_jaxpr"], _kinds(operands))
     in_avals, out_avals = closed_avals(eqn)
     num_consts = eqn.params.get("num_consts", 0)  # closed-over operands, which its rules do not receive
-    call = jax.custom_vjp(_named(core.jaxpr_as_fun(closed), eqn))
+    call = jax.custom_vjp(_name(core.jaxpr_as_fun(closed), eqn))
     is_symbolic = eqn.params["symbolic_zeros"]
     forwards: dict[tuple[bool, ...], _Forward] = {}  # by whether each operand is differentiated
 
@@ -220,7 +220,7 @@ def _custom_vjp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]
         if perturbed not in forwards:
             traced = jax.make_jaxpr(lambda *args: forward_of(eqn, args, perturbed))(*in_avals)
             forced = [*kinds, *[None] * (len(traced.out_avals) - len(kinds))]
-            narrow, found = cast.retraced(traced, _kinds(operands), forced=forced)
+            narrow, found = cast.retrace(traced, _kinds(operands), forced=forced)
             forwards[perturbed] = _Forward(traced, narrow, found, len(kinds))
         return forwards[perturbed]
 
@@ -248,7 +248,7 @@ def _custom_vjp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]
         traced = jax.make_jaxpr(declared)(*_chosen(of.avals, is_array), *_chosen(out_avals, is_given))
         in_kinds = [*_chosen(of.kinds, is_array), *_gradient_kinds(_chosen(kinds, is_given))]
         wanted = _gradient_kinds(_chosen(_kinds(operands), is_wanted))
-        narrow, _ = cast.retraced(traced, in_kinds, forced=wanted)
+        narrow, _ = cast.retrace(traced, in_kinds, forced=wanted)
         grads = iter(core.jaxpr_as_fun(narrow)(*_chosen(residuals, is_array), *_chosen(cotangents, is_given)))
         return tuple(next(grads) if is_one else None for is_one in is_wanted)
 
@@ -279,7 +279,7 @@ def closed_avals(eqn: Any) -> tuple[list[Any], list[Any]]:
     return [var.aval for var in eqn.invars], [var.aval for var in eqn.outvars]
 
 
-def _named(function: Any, eqn: Any) -> Any:
+def _name(function: Any, eqn: Any) -> Any:
     def call(*args):
         return function(*args)
 

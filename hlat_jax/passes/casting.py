@@ -16,13 +16,13 @@ from hlat_jax.passes.calls import HANDLERS
 from hlat_jax.passes.jaxpr import (
     ALL_REDUCES,
     CALL_JAXPRS,
-    called,
+    called_jaxpr,
     op_name,
     place_of,
     primitives,
     rebind,
 )
-from hlat_jax.passes.kinds import Kind, Value, is_fp32, kind_of_constant, mixed, saturated, value
+from hlat_jax.passes.kinds import Kind, Value, is_fp32, kind_of_constant, mix, saturated, value
 from hlat_jax.passes.products import is_dot_of_vectors
 
 _ADDS = frozenset({"add", "sub", "add_any"})
@@ -77,7 +77,7 @@ class Cast:
         outs = [out.declared() for out in outs]
         return [out if isinstance(out, jax.Array) else jnp.asarray(out) for out in outs]  # a literal
 
-    def retraced(
+    def retrace(
         self, closed: Any, kinds: Sequence[Kind], *, forced: Sequence[Kind | None] = (), wide: Sequence[bool] = ()
     ) -> tuple[Any, list]:
         """Returns (the jaxpr for operands of the given kinds, the kinds of its results).
@@ -131,7 +131,7 @@ class Cast:
             with place_of(eqn):
                 wide_outs = [CANCELLED if var in cancelled else var not in narrow_read for var in eqn.outvars]
                 if eqn.primitive.name in _ARITHMETIC and wide_outs[0] and self.rule(eqn) == "infer":
-                    kind = mixed(operand.kind for operand in operands)
+                    kind = mix(operand.kind for operand in operands)
                     outs = self._declared(eqn, operands, max(Kind.WIDE, kind))
                 else:
                     outs = self._equation(eqn, operands, wide_outs)
@@ -167,8 +167,8 @@ class Cast:
         """Returns for each operand whether only `never` operations read it; `wide`: the same for each result."""
         name, rule = eqn.primitive.name, self.rule(eqn)
         if rule == "infer" and name in _OPEN_CALLS:
-            found, _ = self._narrow_read(called(eqn), wide)
-            return [var not in found for var in called(eqn).invars]
+            found, _ = self._narrow_read(called_jaxpr(eqn), wide)
+            return [var not in found for var in called_jaxpr(eqn).invars]
         if rule == "infer" and name in _PASSES and len(wide) == len(eqn.invars):
             return wide
         is_open = rule == "infer" and name in _ARITHMETIC | _MOVES and is_fp32(eqn.outvars[0].aval)
@@ -191,7 +191,7 @@ class Cast:
         name, rule = eqn.primitive.name, self.rule(eqn)
         is_array = all(isinstance(var.aval, jax.core.ShapedArray) for var in [*eqn.invars, *eqn.outvars])
         if rule == "never" or not is_array:
-            are_integers = name == "iota" or mixed(operand.kind for operand in operands) is Kind.INTEGER
+            are_integers = name == "iota" or mix(operand.kind for operand in operands) is Kind.INTEGER
             return self._declared(eqn, operands, Kind.INTEGER if are_integers and name not in _BOUNDED else Kind.WIDE)
         if name in HANDLERS:
             if rule == "always":
@@ -203,7 +203,7 @@ class Cast:
             )
         if rule == "always":
             return self._product(eqn, operands) if wide[0] != CANCELLED else self._declared(eqn, operands, Kind.WIDE)
-        return self._inferred(eqn, operands)
+        return self._infer(eqn, operands)
 
     def _declared(self, eqn: Any, operands: list[Value], kind: Kind) -> list[Value]:
         """Runs the equation as declared; fp32 results get the given kind."""
@@ -237,10 +237,10 @@ class Cast:
         ]
         return self._results(eqn, outs, kinds)
 
-    def _inferred(self, eqn: Any, operands: list[Value]) -> list[Value]:
+    def _infer(self, eqn: Any, operands: list[Value]) -> list[Value]:
         name = eqn.primitive.name
         if name == "convert_element_type":
-            return self._converted(eqn, operands)
+            return self._convert(eqn, operands)
         if name in _EACH and len(operands) == len(eqn.outvars):
             outs = rebind(eqn, [operand.held(self.low) for operand in operands])
             return self._results(eqn, outs, [operand.kind for operand in operands])
@@ -255,7 +255,7 @@ class Cast:
 
     def _inferred_kind(self, eqn: Any, operands: list[Value]) -> Kind:
         kinds = [operand.kind for operand in operands]
-        highest = mixed(kinds)
+        highest = mix(kinds)
         size = max((var.aval.size for var in eqn.outvars if is_fp32(var.aval)), default=0)
         if size > 1 and eqn.primitive.name == "mul" and set(kinds) == {Kind.INTEGER, Kind.LOW}:
             return Kind.LOW  # a factor, such as a mask of integers: its rounding error is small relative to the product
@@ -270,7 +270,7 @@ class Cast:
             return Kind.LOW
         return max(highest, Kind.SOFT)
 
-    def _converted(self, eqn: Any, operands: list[Value]) -> list[Value]:
+    def _convert(self, eqn: Any, operands: list[Value]) -> list[Value]:
         (operand,), new = operands, eqn.params["new_dtype"]
         if operand.kind is Kind.LOW and new in (self.low, jnp.float32):
             return self._results(eqn, [operand.narrow(self.low)], [Kind.FIXED if new == self.low else Kind.LOW])

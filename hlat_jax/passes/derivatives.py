@@ -17,7 +17,7 @@ from hlat_jax.passes.jaxpr import (
     COLLECTIVES,
     REDUCTIONS,
     TRANSCENDENTAL,
-    called,
+    called_jaxpr,
     has_symbolic_zeros,
     inner_jaxprs,
     plain_call,
@@ -81,7 +81,7 @@ def kind_of(eqn: Any) -> str:
     if name in _COSTLY:
         return "costly"
     if name == "custom_jvp_call" and all(kind_of(inner) == "cheap" or inlined_call(inner) is not None
-                                         for inner in _all_equations(called(eqn))):  # fmt: skip
+                                         for inner in _all_equations(called_jaxpr(eqn))):  # fmt: skip
         return "cheap"
     return "opaque"
 

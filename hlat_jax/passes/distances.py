@@ -12,7 +12,7 @@ from typing import Any
 from jax.extend.core import Literal
 
 from hlat_jax.passes.dataflow import Dataflow, Op
-from hlat_jax.passes.jaxpr import called, primitives
+from hlat_jax.passes.jaxpr import called_jaxpr, primitives
 from hlat_jax.passes.products import is_dot_of_vectors
 
 _ADDS = primitives("add sub add_any")
@@ -27,7 +27,7 @@ def cancelled_variables(jaxpr: Any, wanted: Sequence[bool]) -> set[Any]:
       jaxpr: open.
       wanted: for each result, whether the caller only does that with it.
     """
-    flow = Dataflow(jaxpr, inlined=called)
+    flow = Dataflow(jaxpr, inlined=called_jaxpr)
     tags: dict[int, str] = {}
     for op in flow.ops:
         tags |= dict.fromkeys(op.outs, _tag(op, tags))

@@ -21,7 +21,7 @@ from hlat_jax.host.jax_compat import ad, batching, mlir, partial_eval
 from hlat_jax.passes.jaxpr import is_inexact, varying_axes
 
 
-def checkpointed(fn: Callable, *, policy: Callable, waiting: Sequence[bool]) -> Callable:
+def checkpoint_in_order(fn: Callable, *, policy: Callable, waiting: Sequence[bool]) -> Callable:
     """Returns `fn` under `jax.checkpoint`, with a backward pass in order.
 
     Args:
@@ -114,7 +114,7 @@ def _transposed(cotangents: Sequence[Any], *args: Any, push: Callable, waits: tu
     return [None] * len(held) + grads
 
 
-def _batched(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, push: Callable, **params: Any) -> tuple:
+def _batch(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, push: Callable, **params: Any) -> tuple:
     mapped = jax.vmap(
         push, in_axes=tuple(dims), axis_name=axis.name, axis_size=axis.size, spmd_axis_name=axis.spmd_name
     )
@@ -124,7 +124,7 @@ def _batched(axis: Any, args: Sequence[Any], dims: Sequence[Any], *, push: Calla
 
 ad.primitive_jvps[_pushed] = _jvp
 ad.primitive_transposes[_pushed] = _transposed
-batching.fancy_primitive_batchers[_pushed] = _batched
+batching.fancy_primitive_batchers[_pushed] = _batch
 
 
 @jax.custom_jvp

@@ -93,7 +93,7 @@ def inner_trips(eqn: Any) -> int:
     return 1
 
 
-def called(eqn: Any) -> Any:
+def called_jaxpr(eqn: Any) -> Any:
     """Returns the open jaxpr of the one function that an equation calls with its operands; None if it calls none."""
     key = CALL_JAXPRS.get(eqn.primitive.name)
     return None if key is None else getattr(eqn.params[key], "jaxpr", eqn.params[key])
@@ -104,7 +104,7 @@ def plain_call(eqn: Any) -> Any:
     if eqn.primitive.name not in PLAIN_CALLS:
         return None
     shardings = [*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ())]
-    inner = called(eqn)
+    inner = called_jaxpr(eqn)
     is_placed = any(isinstance(sharding, jax.sharding.Sharding) for sharding in shardings)
     return None if is_placed or inner.constvars else inner
 
@@ -125,7 +125,7 @@ def op_name(eqn: Any) -> str | None:
         return eqn.params["name"]
     if eqn.primitive.name == "pallas_call":
         return eqn.params["name"] if "name" in eqn.params else eqn.params["jaxpr"].debug_info.func_name
-    inner = called(eqn)
+    inner = called_jaxpr(eqn)
     return None if inner is None else inner.debug_info.func_name
 
 
@@ -134,7 +134,7 @@ def function_name(fn: Any) -> str:
     return getattr(fn, "__qualname__", type(fn).__name__)
 
 
-def traced(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list, Any]:
+def trace_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, list, Any]:
     """Returns (the jaxpr of a call of a user's function, its operands, the tree of its results).
 
     Arguments without a dtype, such as Python numbers, strings, and functions among the leaves of a module, are passed
@@ -292,7 +292,7 @@ def reaching(jaxpr: Any, is_end: Callable[[Any], bool], *, wanted: Sequence[bool
 
 
 def _reached_operands(eqn: Any, is_end: Callable[[Any], bool], outs: list[bool]) -> list[bool]:
-    name, inner = eqn.primitive.name, called(eqn)
+    name, inner = eqn.primitive.name, called_jaxpr(eqn)
     if inner is not None:
         return reaching(inner, is_end, wanted=outs)
     if name == "scan":

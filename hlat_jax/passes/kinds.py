@@ -16,7 +16,7 @@ from hlat_jax.host.jax_compat import ad, batching, mlir
 
 
 class Kind(enum.IntEnum):
-    """How a value of a traced function is held; `mixed` gives the kind of fp32 arithmetic on several values."""
+    """How a value of a traced function is held; `mix` gives the kind of fp32 arithmetic on several values."""
 
     FIXED = 0  # not declared fp32 (integers, keys, the user's own bf16): its dtype is unchanged
     FREE = 1  # an fp32 constant that the narrow dtype can represent: takes the dtype of the other operands
@@ -103,7 +103,7 @@ batching.defvectorized(_saturated_p)
 mlir.register_lowering(_saturated_p, mlir.lower_fun(_saturated, multiple_results=False))
 
 
-def mixed(kinds: Iterable[Kind]) -> Kind:
+def mix(kinds: Iterable[Kind]) -> Kind:
     """Returns the kind of fp32 arithmetic on several: the highest. INTEGER with other fp32 data counts as KEPT."""
     kinds = set(kinds)
     if Kind.INTEGER in kinds and kinds - {Kind.FIXED, Kind.FREE, Kind.INTEGER}:

@@ -23,7 +23,15 @@ import jax
 from jax.extend.core import Literal
 
 from hlat_jax.passes.dataflow import Dataflow, Op, numbers_of, readers
-from hlat_jax.passes.jaxpr import COLLECTIVES, REDUCTIONS, TRANSCENDENTAL, aval_bytes, called, is_transposed, primitives
+from hlat_jax.passes.jaxpr import (
+    COLLECTIVES,
+    REDUCTIONS,
+    TRANSCENDENTAL,
+    aval_bytes,
+    called_jaxpr,
+    is_transposed,
+    primitives,
+)
 
 # Operands and results of these are buffers.
 _OPAQUE = COLLECTIVES.keys() | primitives(
@@ -101,7 +109,7 @@ class _Block(Dataflow):
     """
 
     def __init__(self, jaxpr: Any, shares: Sequence[float], *, is_local: bool = False, is_backward: bool = False):
-        super().__init__(jaxpr, inlined=called, op=_Op)
+        super().__init__(jaxpr, inlined=called_jaxpr, op=_Op)
         self.shares = dict.fromkeys(range(len(self.avals)), 1.0)
         self.shares |= dict(zip(self.inputs[len(jaxpr.constvars) :], shares, strict=True))
         self.is_local = is_local
@@ -181,7 +189,7 @@ def _moved_operands(op: _Op) -> set[int]:
 
 def _peak(block: _Block, owned: frozenset[int]) -> Peak:
     """Returns the peak of the values of a block, without its inputs and those that its caller owns (`owned`)."""
-    ops, sizes, results = _scheduled(_alive(block)), block.sizes, set(numbers_of(block.outputs))
+    ops, sizes, results = _schedule(_alive(block)), block.sizes, set(numbers_of(block.outputs))
     sources = _sources(ops, results)
     dying = _dying(ops, sources, leaving=results - owned)
     used = {value for values in dying.values() for value in values}
@@ -254,7 +262,7 @@ def _alive(block: _Block) -> list[_Op]:
     return kept[::-1]
 
 
-def _scheduled(ops: list[_Op]) -> list[_Op]:
+def _schedule(ops: list[_Op]) -> list[_Op]:
     """Returns the operations with each product or elementwise one moved to just before its first reader."""
     needed_at: dict[int, float] = {}
     places = []

@@ -23,12 +23,12 @@ from hlat_jax.passes.jaxpr import (
     CHECKPOINT,
     SAME_ELEMENTS,
     bind_again,
-    called,
+    called_jaxpr,
     evaluate,
     function_name,
     place_of,
     plain_call,
-    traced,
+    trace_call,
 )
 from hlat_jax.passes.segments import Segment, cut, is_worthwhile
 
@@ -64,7 +64,7 @@ def parse_choice(text: str) -> RematChoice:
     return RematChoice(tuple(name for name in text.removeprefix(_PREFIX).split(",") if name))
 
 
-def checkpointed(fn: Callable, choice: RematChoice, *, prevent_cse: bool = True) -> Callable:
+def checkpoint_named(fn: Callable, choice: RematChoice, *, prevent_cse: bool = True) -> Callable:
     """Returns `fn` with a backward pass that saves its arguments and the chosen values.
 
     Args:
@@ -145,7 +145,7 @@ def _emitted(fn: Callable, choice: RematChoice, emit: Callable[[Any, list, _Name
     """Returns a function whose results are those that `emit` computes from the jaxpr of `fn` and its operands."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        closed, leaves, tree = traced(fn, args, kwargs)
+        closed, leaves, tree = trace_call(fn, args, kwargs)
         namer = _Namer(choice)
         outs = emit(closed, leaves, namer)
         namer.check(fn)
@@ -199,7 +199,7 @@ class _Namer:
 
 def _inner_values(eqn: Any) -> Any:
     """Returns the jaxpr of a call or checkpoint whose values are named; None for other equations."""
-    return called(eqn) if eqn.primitive.name == CHECKPOINT else plain_call(eqn)
+    return called_jaxpr(eqn) if eqn.primitive.name == CHECKPOINT else plain_call(eqn)
 
 
 def _emit(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], plan: list) -> list:
@@ -236,7 +236,7 @@ def _emit_loops(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], namer: _
         inner = plain_call(eqn)
         if inner is not None:
             return _called_again(eqn, lambda *ins: _emit_loops(inner, (), ins, namer), ins)
-        return _scanned(eqn, ins, namer) if eqn.primitive.name == "scan" else bind_again(eqn, ins)
+        return _scan(eqn, ins, namer) if eqn.primitive.name == "scan" else bind_again(eqn, ins)
 
     return evaluate(jaxpr, (*consts, *args), bind)
 
@@ -280,11 +280,13 @@ def _checkpointed_segment(segment: Segment, ins: list, namer: _Namer, *, waiting
     # segments of one kind have the same names
     namer.counts = {key: count for key, count in namer.counts.items() if not key.startswith(prefix)}
     plan = namer.plan(segment, prefix=prefix)
-    run = fences.checkpointed(lambda *args: _emit(segment, (), args, plan), policy=namer.choice.policy, waiting=waiting)
+    run = fences.checkpoint_in_order(
+        lambda *args: _emit(segment, (), args, plan), policy=namer.choice.policy, waiting=waiting
+    )
     return run(*ins)
 
 
-def _scanned(eqn: Any, ins: list, namer: _Namer) -> list:
+def _scan(eqn: Any, ins: list, namer: _Namer) -> list:
     closed, num_consts, num_carry = (eqn.params[key] for key in ("jaxpr", "num_consts", "num_carry"))
     namer.counts["scan"] = namer.counts.get("scan", -1) + 1
     plan = namer.plan(closed.jaxpr, prefix=f"scan{namer.counts['scan']}.")

@@ -21,7 +21,7 @@ from hlat_jax.passes.jaxpr import (
     SAME_ELEMENTS,
     TRANSCENDENTAL,
     aval_bytes,
-    called,
+    called_jaxpr,
     inner_jaxprs,
     inner_trips,
     is_transposed,
@@ -69,7 +69,7 @@ class RecomputeGraph:
     nodes: tuple[Node, ...]
     sizes: dict[str, int]
 
-    def recomputed(self, saved: Any) -> list[Node]:
+    def recomputed_nodes(self, saved: Any) -> list[Node]:
         """Returns the nodes that are recomputed if the values of these names are saved."""
         saved = set(saved)
         needed = [node.is_read and node.name not in saved for node in self.nodes]
@@ -81,11 +81,11 @@ class RecomputeGraph:
 
     def cost(self, saved: Any) -> float:
         """Returns the cost of recomputation if the values of these names are saved."""
-        return sum(node.cost for node in self.recomputed(saved))
+        return sum(node.cost for node in self.recomputed_nodes(saved))
 
     def flops(self, saved: Any) -> float:
         """Returns the FLOPs of the recomputed products if the values of these names are saved."""
-        return sum(node.flops for node in self.recomputed(saved))
+        return sum(node.flops for node in self.recomputed_nodes(saved))
 
     def num_bytes(self, saved: Any) -> int:
         """Returns the bytes of the values of these names."""
@@ -135,7 +135,7 @@ class _Region:
         self.nodes: list[tuple[Any, set[int]]] = []
         self.read: set[int] = set()
         self.sizes: dict[str, int] = {}
-        flow = Dataflow(jaxpr, inlined=lambda eqn: None if eqn.primitive.name == "shard_map" else called(eqn))
+        flow = Dataflow(jaxpr, inlined=lambda eqn: None if eqn.primitive.name == "shard_map" else called_jaxpr(eqn))
         node_of: dict[int, int] = {}
         for op in flow.ops:
             parents = {node_of[value] for value in op.operands if value in node_of}

@@ -23,7 +23,7 @@ import jax
 
 from hlat_jax.facts.byte_sizes import format_bytes, parse_bytes
 from hlat_jax.passes import naming
-from hlat_jax.passes.jaxpr import function_name, traced
+from hlat_jax.passes.jaxpr import function_name, trace_call
 from hlat_jax.passes.naming import RematChoice
 from hlat_jax.passes.products import live_jaxpr, total_flops
 from hlat_jax.passes.recompute import recompute_graph
@@ -32,7 +32,7 @@ from hlat_jax.passes.selection import Trials, search_choice
 _CHECKPOINTED = {
     "loops": naming.checkpointed_loops,
     "segments": naming.checkpointed_segments,
-    "whole": naming.checkpointed,
+    "whole": naming.checkpoint_named,
 }
 
 
@@ -197,7 +197,7 @@ def fit(
 
 
 def _jaxpr(fn: Callable, args: tuple, kwargs: dict) -> Any:
-    return traced(fn, args, kwargs)[0].jaxpr
+    return trace_call(fn, args, kwargs)[0].jaxpr
 
 
 def _take_name(function: Any, fn: Callable) -> None:

@@ -29,7 +29,7 @@ from jax.extend import core
 from hlat_jax.host.neuron_lowering import elide_idle_roundings
 from hlat_jax.passes import derivatives
 from hlat_jax.passes.dataflow import Dataflow, Op, numbers_of
-from hlat_jax.passes.jaxpr import bind_shard_map, is_inexact, place_of, rebind, traced
+from hlat_jax.passes.jaxpr import bind_shard_map, is_inexact, place_of, rebind, trace_call
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -53,7 +53,7 @@ def select_residuals(fn: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
 
     def selected(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
         elide_idle_roundings()
-        closed, leaves, tree = traced(fn, args, kwargs)
+        closed, leaves, tree = trace_call(fn, args, kwargs)
         outs = _Selection(closed, free=[True] * len(leaves))(*leaves)
         return jax.tree.unflatten(tree, outs)
 
@@ -167,10 +167,10 @@ class _Selection(Dataflow):
         if eqn.primitive.name == "scan":
             num_consts, num_carry = params["num_consts"], params["num_carry"]
             free = [True] * num_consts + [False] * num_carry + is_free[num_consts + num_carry :]
-            body = _retraced(params["jaxpr"], free, num_invariants=num_consts, trips=params["length"])
+            body = _retrace(params["jaxpr"], free, num_invariants=num_consts, trips=params["length"])
             return lambda ins: rebind(eqn, ins, jaxpr=body)
         if eqn.primitive.name == "cond":
-            branches = tuple(_retraced(branch, is_free[1:]) for branch in params["branches"])
+            branches = tuple(_retrace(branch, is_free[1:]) for branch in params["branches"])
             return lambda ins: rebind(eqn, ins, branches=branches)
         if eqn.primitive.name == "shard_map":
             closed = core.ClosedJaxpr(params["jaxpr"], [])
@@ -363,7 +363,7 @@ def _recomputed_jvp(primals, tangents):
     return primals[0], tangents[1]  # the former has its own derivative, which a second derivative reads
 
 
-def _retraced(closed: Any, free: Sequence[bool], *, num_invariants: int = 0, trips: int = 1) -> Any:
+def _retrace(closed: Any, free: Sequence[bool], *, num_invariants: int = 0, trips: int = 1) -> Any:
     """Returns the transformed jaxpr of the body of a loop or branch, which is compiled apart from its backward pass."""
     selection = _Selection(closed, free=free, prevent_cse=False, num_invariants=num_invariants, trips=trips)
     if not any(region.is_checkpointed for region in selection.regions):

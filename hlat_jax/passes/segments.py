@@ -52,8 +52,8 @@ class Segment:
 def cut(jaxpr: Any) -> list[Segment]:
     """Returns the segments of the equations of a jaxpr, in order, without those inside its calls."""
     level = _Level(jaxpr)
-    bounds = list(level.repeated())
-    bounds += level.scoped(bounds)
+    bounds = list(level.repeated_blocks())
+    bounds += level.scoped_blocks(bounds)
     return [level.segment(start, stop) for start, stop in sorted(bounds)]
 
 
@@ -99,7 +99,7 @@ class _Level:
             start, stop, eqns, tuple(v for v in read if v not in made), tuple(outs), tuple(self.labels[start:stop])
         )
 
-    def repeated(self) -> Iterator[tuple[int, int]]:
+    def repeated_blocks(self) -> Iterator[tuple[int, int]]:
         """Yields the bounds of blocks that repeat."""
         waiting = [(0, len(self.cores))]
         while waiting:
@@ -110,7 +110,7 @@ class _Level:
                 yield from itertools.pairwise(bounds)
                 waiting += [(low, first), (first + period * count, high)]
 
-    def scoped(self, taken: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
+    def scoped_blocks(self, taken: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         """Yields the bounds of blocks by their scopes, outside of the bounds that are taken."""
         paths = [tuple(str(eqn.source_info.name_stack).split("/")) for eqn in self.eqns]
         siblings: dict[tuple, set[str]] = {}

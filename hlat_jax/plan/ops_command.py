@@ -32,20 +32,20 @@ def _tune(argv: Sequence[str]) -> int:
     import jax
 
     from hlat_jax.ops import choices, table
-    from hlat_jax.ops.nki.chips import excluded
+    from hlat_jax.ops.nki.chips import exclusions
     from hlat_jax.ops.registry import OPS
     from hlat_jax.plan import tune
 
     device = jax.devices()[0]
     known = _table(values.out, device)
     calls = choices.calls(config, _layout(config, values.devices, platform=""))
-    wanted, refused = [key for key in values.ops.split(",") if key], excluded(config.model, device.device_kind)
+    wanted, refused = [key for key in values.ops.split(",") if key], exclusions(config.model, device.device_kind)
     for key in wanted:
         if key not in calls:
             raise ValueError(f"--ops={values.ops}: unknown op {key!r}. {nearest(key, calls)}")
     print(f"{config.name} on {known.device_kind} ({known.platform}), forward and backward pass, milliseconds")
     for key in wanted or calls:
-        entry = tune.measured(
+        entry = tune.measure(
             OPS[key],
             calls[key],
             platform=device.platform,

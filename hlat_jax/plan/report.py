@@ -295,7 +295,7 @@ def instruction_lines(estimates: dict[str, Any]) -> list[str]:
     programs, limit, operation_limit = (estimates[key] for key in ("programs", "limit", "operation_limit"))
     name, program = max(programs.items(), key=lambda item: item[1]["unrolled"])
     largest = max(counts["largest"] for counts in programs.values())
-    unrolled, looped, operation = map(instructions.rounded, (program["unrolled"], program["looped"], largest))
+    unrolled, looped, operation = map(instructions.round_estimate, (program["unrolled"], program["looped"], largest))
     line = f"instructions     about {unrolled} in program {name} with every loop unrolled, {looped} with none; "
     line += f"{operation} in the largest operation ({instructions.NOTE})"
     is_public = limit == instructions.PROGRAM_LIMIT

@@ -20,7 +20,7 @@ from hlat_jax.ops.table import Measurement, as_json
 ForwardAndBackward = Callable[..., Any]
 
 
-def measured(
+def measure(
     op: Op,
     call: CallSpec,
     *,
@@ -46,13 +46,13 @@ def measured(
     for name in names:
         runs[name] = jax.jit(functools.partial(both, name)).lower(*arrays).compile()
         jax.block_until_ready(runs[name](*arrays))
-    seconds = {name: statistics.median(times) for name, times in interleaved(runs, arrays, num_rounds).items()}
+    seconds = {name: statistics.median(times) for name, times in time_in_turn(runs, arrays, num_rounds).items()}
     winner = min(seconds, key=seconds.get)
     passed_over = {name: why for name, why in refusals.items() if why}
     return Measurement(op.key, as_json(call), seconds, winner, passed_over, rows)
 
 
-def interleaved(runs: Mapping[str, Callable], arrays: tuple, num_rounds: int) -> dict[str, list[float]]:
+def time_in_turn(runs: Mapping[str, Callable], arrays: tuple, num_rounds: int) -> dict[str, list[float]]:
     """Returns name -> seconds in each round; each round starts with another name."""
     names, times = list(runs), {name: [] for name in runs}
     for number in range(num_rounds):
@@ -77,7 +77,9 @@ def attention_case(call: CallSpec, num_rows: int) -> tuple[int, ForwardAndBackwa
 
         def forward(name, *operands):
             q, k, v = operands
-            return attention.attention(q, k_BSKH=k, v_BSKH=v, segment_ids_BT=ids, implementation=name)
+            return attention.attention(
+                q, k_BSKH=k, v_BSKH=v, segment_ids_BT=ids, implementation=name, window=call["window"]
+            )
 
         return _with_gradients(forward)(name, *arrays)
 

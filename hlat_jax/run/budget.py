@@ -30,7 +30,7 @@ RECORD_FILE = "remat.json"
 _SHARED = ("zero1", "sequence_parallel", "reduce_gradients", "bucket_bytes", "pipe_exchange")
 
 
-def resolved(program: RunProgram, *, recorded: dict[str, Any] | None) -> tuple[RunProgram, dict | None]:
+def choose_remat(program: RunProgram, *, recorded: dict[str, Any] | None) -> tuple[RunProgram, dict | None]:
     """Returns the program with its budget replaced by a choice, and the record of it; (program, None) without a budget.
 
     Every process compiles the same trial programs; the largest measurement of all processes decides.
@@ -57,7 +57,7 @@ def resolved(program: RunProgram, *, recorded: dict[str, Any] | None) -> tuple[R
     if recorded is not None and recorded.items() >= facts.items():
         try:
             again = _with(program, recorded["choice"])
-            _traced(again)
+            _trace(again)
         except MissingValues:
             _print_first("remat            chosen again: the step no longer has the values of the checkpoint's choice")
         else:
@@ -67,7 +67,7 @@ def resolved(program: RunProgram, *, recorded: dict[str, Any] | None) -> tuple[R
     def measured(traced: Any, _: tuple) -> int:
         return max(map(int, exchange(str(remat.temporaries(traced)))))
 
-    plan = _searched(program, measured)
+    plan = _search(program, measured)
     record = facts | {"choice": _written(plan.choice)}
     keys = ("budget_bytes", "measured_bytes", "predicted_bytes", "flops", "predicted_flops", "plain", "full")
     record |= json.loads(json.dumps({key: getattr(plan, key) for key in keys}))
@@ -88,7 +88,7 @@ def estimated(program: RunProgram) -> RunProgram:
     if not has_budget(program.config):
         return program
     try:
-        plan = _searched(program, lambda traced, args: estimated_temporaries(live_jaxpr(traced), args).total)
+        plan = _search(program, lambda traced, args: estimated_temporaries(live_jaxpr(traced), args).total)
     except remat.BudgetNotMet:
         return _with(program, "full")
     return _with(program, _written(plan.choice))
@@ -99,14 +99,14 @@ def has_budget(config: Config) -> bool:
     return config.model.remat.startswith(REMAT_BUDGET)
 
 
-def _searched(program: RunProgram, measure: Callable[[Any, tuple], int]) -> remat.RematPlan:
+def _search(program: RunProgram, measure: Callable[[Any, tuple], int]) -> remat.RematPlan:
     """Returns the plan of the search; `measure`: (traced program, what it takes) -> bytes of its temporaries."""
     budget = parse_bytes(program.config.model.remat.removeprefix(REMAT_BUDGET), name="model.remat: the budget")
 
     arguments: dict[Any, tuple] = {}
 
     def traced(choice: RematChoice | None) -> Any:
-        found, taken = _traced(_with(program, _written(choice)))
+        found, taken = _trace(_with(program, _written(choice)))
         arguments[found] = taken
         return found
 
@@ -118,7 +118,7 @@ def _searched(program: RunProgram, measure: Callable[[Any, tuple], int]) -> rema
     return remat.search(traced, budget_bytes=budget, options=remat.RematOptions(measure=measured, min_bytes=1024))
 
 
-def _traced(program: RunProgram) -> tuple[Any, tuple]:
+def _trace(program: RunProgram) -> tuple[Any, tuple]:
     """Returns the trace of the step, or of its program with a forward and a backward pass, and what it takes."""
     if program.accumulate != "programs":
         return program.trace_step(), program.step_arguments

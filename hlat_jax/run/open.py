@@ -203,7 +203,7 @@ def compile_run(
     kept_in = jax.config.jax_compilation_cache_dir if jax.config.jax_enable_compilation_cache else None
     print(f"compile cache    {compile_cache.describe(kept_in)}")
     print("compiling        the programs of this run")
-    program, remat = budget.resolved(inputs.program, recorded=restored and restored.metadata.get("remat"))
+    program, remat = budget.choose_remat(inputs.program, recorded=restored and restored.metadata.get("remat"))
     layout, compilations = program.layout, Compilations(program)
     progress, origin = _progress(inputs, start, compilations)
     if distributed.is_first():

@@ -97,7 +97,7 @@ def _drift(saved: dict[str, Any], current: dict[str, Any], *, step: int, branch:
     A config key that is newer than the checkpoint counts as its default, an op as its current implementation, and a
     setting of JAX as its current value.
     """
-    saved = saved | {"config": _completed(saved["config"])}
+    saved = saved | {"config": _read_completed(saved["config"])}
     for group in ("implementations", "jax"):
         saved[group] = {name: saved[group].get(name, value) for name, value in current[group].items()}
     if branch:
@@ -125,10 +125,10 @@ def _skip_drift(saved: dict[str, Any], current: dict[str, Any], *, step: int) ->
 
 def saved_config(saved: dict[str, Any]) -> Config:
     """Returns the config in the settings of a checkpoint; keys newer than the checkpoint have their defaults."""
-    return resolve(_completed(saved["config"]))
+    return resolve(_read_completed(saved["config"]))
 
 
-def _completed(kept: dict[str, Any]) -> dict[str, Any]:
+def _read_completed(kept: dict[str, Any]) -> dict[str, Any]:
     defaults = {name: {f.name: f.default for f in dataclasses.fields(section)} for name, section in SECTIONS.items()}
     return kept | {name: keys | kept.get(name, {}) for name, keys in defaults.items()}
 
@@ -142,7 +142,7 @@ def write_settings(config: Config, workdir: pathlib.Path, *, remat: dict[str, An
     if pathlib.Path(config.data.tokenizer).parent == (workdir / kept_tokenizer.FOLDER).absolute():
         values["data"]["tokenizer"] = path_checks.recorded_value(workdir, "data.tokenizer") or config.data.tokenizer
     atomic_files.write_json(workdir / "config.json", values)
-    atomic_files.write_json(workdir / "environment.json", neuron_env.recorded(os.environ))
+    atomic_files.write_json(workdir / "environment.json", neuron_env.variables_to_record(os.environ))
     if remat is not None:
         atomic_files.write_json(workdir / budget.RECORD_FILE, remat)
 

@@ -51,7 +51,7 @@ class Run:
       monitor: utilization of the devices of this node; of process 0 alone, whose rows are written.
       step_trace: the trace of `train.profile_steps`.
       settings: recorded in every checkpoint, see `resume.settings_of`.
-      remat: record of the choice for a memory budget, if there is one, see `budget.resolved`.
+      remat: record of the choice for a memory budget, if there is one, see `budget.choose_remat`.
       start_step: step at which this process started or resumed.
       skipped: the batches of `train.skip_steps`.
     """

@@ -91,7 +91,7 @@ class StepSync:
         self._stop = next((each["stop"] for each in statuses if each["stop"]), "")
         failures = [(each["failed"]["unreadable"], index) for index, each in enumerate(statuses) if each["failed"]]
         if not failures:
-            return SyncedStep(self._joined([each["facts"] for each in statuses]), None, statuses[0]["save"])
+            return SyncedStep(self._join_facts([each["facts"] for each in statuses]), None, statuses[0]["save"])
         unreadable, index = min(failures)  # all raise the same; data that changed will not be read later
         if index != jax.process_index():
             text = f"process {index} of {len(statuses)} stopped: {statuses[index]['failed']['text']}"
@@ -107,7 +107,7 @@ class StepSync:
             facts["skipped_records"] = skipped_records(position[self._counted])
         return facts
 
-    def _joined(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
+    def _join_facts(self, parts: list[dict[str, Any]]) -> dict[str, Any]:
         """Returns the facts of the global batch; its hash is the XOR of the hashes of its parts."""
         whole = 0
         for part in parts:

@@ -14,7 +14,7 @@ from typing import Any, NotRequired, TypedDict
 
 from hlat_jax.host import distributed
 from hlat_jax.store.integrity import damage
-from hlat_jax.store.typed_json import Count, checked, read_json
+from hlat_jax.store.typed_json import Count, check_kind, read_json
 
 RUN_ITEM = "run"
 RUN_FILE = "metadata"  # where Orbax's JsonSave puts an item
@@ -54,7 +54,7 @@ def saved_run(folder: pathlib.Path) -> dict[str, Any]:
     path = folder / RUN_ITEM / RUN_FILE
     run = read_json(path, kind=_Saved, allow_nan=True)
     if "config" in run["metadata"]:  # else it was written by something other than a run
-        checked(run["metadata"], _RunMetadata, where=str(path), field="metadata")
+        check_kind(run["metadata"], _RunMetadata, where=str(path), field="metadata")
     return run
 
 

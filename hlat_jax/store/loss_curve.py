@@ -88,7 +88,7 @@ def _figure(train: list[tuple[int, float]], evals: list[tuple[int, float]], *, t
     if train:
         tokens, losses = zip(*train, strict=True)
         axes.plot(tokens, losses, color="#9ecae1", linewidth=0.7, label="training, each step")
-        axes.plot(tokens, smoothed(losses), color="#08519c", linewidth=1.6, label="training, smoothed")
+        axes.plot(tokens, smooth(losses), color="#08519c", linewidth=1.6, label="training, smoothed")
     if evals:
         tokens, losses = zip(*evals, strict=True)
         axes.plot(tokens, losses, "o-", color="#d94801", linewidth=1.0, markersize=4.5, label="validation", zorder=3)
@@ -106,7 +106,7 @@ def _figure(train: list[tuple[int, float]], evals: list[tuple[int, float]], *, t
     return figure
 
 
-def smoothed(values: Sequence[float]) -> np.ndarray:
+def smooth(values: Sequence[float]) -> np.ndarray:
     """Returns centred moving means over a thirtieth of the values; narrower near the steep start."""
     middles = np.arange(len(values))
     halves = np.minimum(middles, max(len(values) // 60, 1))

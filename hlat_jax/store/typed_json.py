@@ -58,7 +58,7 @@ def read_lines(path: str | os.PathLike, kind_of: Callable[[dict], Any], *, allow
                 where = f"{path}, line {number}"
                 try:
                     row = parse_json(raw, where=where, allow_nan=allow_nan)
-                    row = checked(row, kind_of(row), where=where)
+                    row = check_kind(row, kind_of(row), where=where)
                 except ValueError as error:
                     row, why = None, str(error).rstrip(".")
             yield Line(raw, row, why)
@@ -78,10 +78,10 @@ def parse_json(raw: bytes, *, where: str, kind: Any = dict, allow_nan: bool = Fa
         raise ValueError(f"{where} is not JSON: {error}.") from None
     except RecursionError:
         raise ValueError(f"{where} is nested too deeply.") from None
-    return checked(value, kind, where=where)
+    return check_kind(value, kind, where=where)
 
 
-def checked(value: Any, kind: Any, *, where: str, field: str = "") -> Any:
+def check_kind(value: Any, kind: Any, *, where: str, field: str = "") -> Any:
     """Returns the value if it is of the kind.
 
     Args:

@@ -7,7 +7,7 @@ import os
 import pathlib
 from typing import Any
 
-from hlat_jax.config import ModelConfig, typed
+from hlat_jax.config import ModelConfig, convert_value
 from hlat_jax.data import kept_tokenizer
 from hlat_jax.store.typed_json import read_json
 from hlat_jax.weights.hf_config import model_config
@@ -112,7 +112,7 @@ def stored_model(values: dict[str, Any], *, where: str) -> ModelConfig:
             f"{where}: the model has the unknown key {min(unknown)!r}; use the version of hlat_jax that wrote it."
         )
     model = ModelConfig(
-        **{name: typed(f"{where}: model.{name}", fields[name], value) for name, value in values.items()}
+        **{name: convert_value(f"{where}: model.{name}", fields[name], value) for name, value in values.items()}
     )
     model.check()
     return model

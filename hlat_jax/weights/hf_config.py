@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hlat_jax.config import ModelConfig, field_of, typed
+from hlat_jax.config import ModelConfig, convert_value, field_of
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
 # Ours -> theirs, with equal values; below, transformers' defaults for fields that a file may leave out.
@@ -173,7 +173,7 @@ def _refuse_window(values: dict[str, Any], *, where: str) -> None:
 
 
 def _typed(values: dict[str, Any], theirs: str, ours: str, *, where: str) -> Any:
-    return typed(f"{where}: {theirs}", field_of("model", ours), values[theirs])
+    return convert_value(f"{where}: {theirs}", field_of("model", ours), values[theirs])
 
 
 def _rope(values: dict[str, Any], *, where: str) -> dict[str, Any]:

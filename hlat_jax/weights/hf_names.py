@@ -77,7 +77,7 @@ def table(m: ModelConfig) -> list[ParamMapping]:
     return entries
 
 
-def expected(m: ModelConfig) -> dict[str, tuple[int, ...]]:
+def expected_shapes(m: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every tensor of a checkpoint, by name, in the order of the layers."""
     first, layered, last = {}, {}, {}
     for entry in table(m):

@@ -93,7 +93,7 @@ def open_checkpoint(folder: pathlib.Path, *, dtype: str = "", fuse_qkv: bool = T
         raise ValueError(
             f"{path}: num_hidden_layers={model.num_layers}, but the folder has only {len(tensors)} tensors."
         )
-    expected = hf_names.expected(model)
+    expected = hf_names.expected_shapes(model)
     shapes = {name: stored.shape for name, stored in tensors.items()}
     wrong = [
         f"{_some([name])} is {_shape_text(shapes, name)}, config.json makes it {_shape_text(expected, name)}"

@@ -64,7 +64,7 @@ class Weights(Description):
         leaves = leaves_by_name(jax.tree.map(target, self.arrays, shardings))
         # the largest first: a read takes host memory besides its result, and then least is in memory already
         order = sorted(leaves, key=lambda name: -leaves[name].size * leaves[name].dtype.itemsize)
-        return nested({name: self.read_leaf(name, leaves[name]) for name in order})
+        return nest({name: self.read_leaf(name, leaves[name]) for name in order})
 
     def read(self, name: str) -> np.ndarray:
         """Returns one parameter in host memory by its path in the tree, such as `layers.mlp.down`."""
@@ -139,7 +139,7 @@ def leaves_by_name(tree: Any) -> dict[str, Any]:
     }
 
 
-def nested(leaves: dict[str, Any]) -> dict[str, Any]:
+def nest(leaves: dict[str, Any]) -> dict[str, Any]:
     """Returns nested dicts from leaves by their path: the inverse of `leaves_by_name`."""
     tree: dict[str, Any] = {}
     for name, leaf in leaves.items():
@@ -165,7 +165,7 @@ def _of_run(folder: pathlib.Path, *, masters: bool) -> Weights:
 
     def read(name: str, leaf: jax.ShapeDtypeStruct) -> Any:
         path = ".".join((*where, name))
-        return leaves_by_name(read_arrays(folder, nested({path: leaf})))[path]
+        return leaves_by_name(read_arrays(folder, nest({path: leaf})))[path]
 
     return Weights(**vars(described), arrays=_arrays(saved, described.model, folder=folder), read_leaf=read)
 

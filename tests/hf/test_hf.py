@@ -41,9 +41,9 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 @pytest.fixture
 def hf_here(monkeypatch, capsys):
     """A function of the words of an hf command that runs it in this process: (exit code, stdout, stderr)."""
-    from conftest import _command_runner
+    from micro import command_runner
 
-    return _command_runner(hf.main, monkeypatch, capsys)
+    return command_runner(hf.main, monkeypatch, capsys)
 
 
 @pytest.fixture(scope="module")

@@ -253,7 +253,7 @@ def test_part_of_a_node_is_made_visible_and_one_device_does_not_run_its_step_on_
 
 INVALID = [
     ({"instance": "trn1.32xlrge"}, "no such instance type. Did you mean 'trn1.32xlarge'?"),
-    ({"cores": 4}, "--cores=4: 4 cores [0, 1, 2, 3]: groups of 4 work in an order of their own"),
+    ({"cores": 4}, "4 cores [0, 1, 2, 3]: groups of 4 work in an order of their own"),
     ({"cores": 12}, "--cores=12 on trn1.32xlarge: 12 cores [0, 1, 2, 3, ..., 10, 11]: no page lists groups of 12;"),
     ({"cores": 33}, "--cores=33: trn1.32xlarge has 32"),
     ({"lnc": 2}, "--lnc=2 (or NEURON_LOGICAL_NC_CONFIG): trn1.32xlarge takes 1,"),
@@ -391,7 +391,7 @@ def test_commands_without_neuron_leave_the_environment_unchanged(tmp_path):
 
 def test_recorded_environment_is_limited_to_relevant_variables():
     environ = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "-x", "AWS_SECRET_ACCESS_KEY": "s", "HOME": "/"}
-    assert neuron_env.recorded(environ) == {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "-x"}
+    assert neuron_env.variables_to_record(environ) == {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "-x"}
 
 
 # The command

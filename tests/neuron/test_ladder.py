@@ -35,7 +35,7 @@ def sizes(rung):
 
 
 def test_rungs_lead_from_one_layer_to_the_recipe():
-    for name in sorted(config_files.shipped()):
+    for name in sorted(config_files.shipped_configs()):
         config, found = rungs_of(name)
         assert sizes(found[0])[:4] == (1, 1, 1, 1)
         assert (found[-1].config, found[-1].changes) == (config, {})

@@ -26,7 +26,7 @@ from hlat_jax.parallel.pipeline import PHASES
 from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.plan.collectives import count_collectives
 from hlat_jax.program import make_program
-from hlat_jax.stack import rematerialized
+from hlat_jax.stack import rematerialize
 
 DOCS = pathlib.Path(__file__).resolve().parents[2] / "docs" / "neuron-lint.md"
 X = jnp.ones((4, 4))
@@ -635,7 +635,7 @@ def test_lint_of_a_shipped_config_has_no_error_and_no_unexplained_warning(tmp_pa
 @pytest.mark.parametrize("target", ["trn1", "trn2"])
 def test_lint_of_every_shipped_config_has_no_error_and_every_explained_warning_occurs(target, tmp_path, neuron_here):
     found = tmp_path / "found.json"
-    names = set(config_files.shipped()) - ({"llama3_8b"} if target == "trn1" else set())
+    names = set(config_files.shipped_configs()) - ({"llama3_8b"} if target == "trn1" else set())
     explained = set().union(*(check_shipped(name, target, neuron_here, found) for name in sorted(names)))
     if target == "trn2":
         neuron_here("lint", "--config=7b", "--program=generate", "--instance=trn2", f"--json={found}")
@@ -686,7 +686,7 @@ def test_lint_rejects_invalid_flags(neuron_here):
 
 
 def test_saving_remat_policies_emit_reduce_precision_except_for_neuron():
-    layer = rematerialized(
+    layer = rematerialize(
         lambda x: jax.ad_checkpoint.checkpoint_name(x * x, "q") @ x, remat="selective", prevent_cse=False
     )
     traced = jax.jit(jax.grad(lambda x: layer(x).sum())).trace(X.astype(jnp.bfloat16))

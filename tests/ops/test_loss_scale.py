@@ -36,7 +36,7 @@ def test_scale_adjustment_matches_a_python_loop():
     finite = [1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 1, 1, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1]
     state, scale, good = scaling.initial(scale=4.0), 4.0, 0
     for ok in finite:
-        state = scaling.adjusted(state, jnp.bool_(ok), **limits)
+        state = scaling.adjust(state, jnp.bool_(ok), **limits)
         good = good + 1 if ok else 0
         scale = scale if ok else max(scale / 2, 0.25)
         if good == 3:
@@ -50,7 +50,7 @@ def test_overflowing_step_changes_only_the_scale_without_cond():
     def step(params, scale, x):
         _, grads, finite = scaling.value_and_grad(loss)(scale, params, x)
         moved = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-        return scaling.chosen(finite, moved, params), scaling.adjusted(scale, finite)
+        return scaling.choose(finite, moved, params), scaling.adjust(scale, finite)
 
     names = {eqn.primitive.name for eqn, _ in equations(jax.make_jaxpr(step)(PARAMS, scaling.initial(), X).jaxpr)}
     assert not names & {"cond", "while"}

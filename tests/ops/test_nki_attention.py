@@ -93,12 +93,13 @@ def test_bounds_of_any_packing_are_the_ends_of_its_runs():
             assert (first[row, position], end[row, position]) == (same[0], same[-1] + 1)
 
 
-FITS = {"q_shape": (1, 4096, 32, 128), "num_kv_heads": 8, "dtype": jnp.bfloat16, "has_segments": False}
+FITS = {"q_shape": (1, 4096, 32, 128), "num_kv_heads": 8, "dtype": jnp.bfloat16, "has_segments": False, "window": None}
 
 
 def test_unsupported_calls_are_refused_with_the_reason():
     assert nki.unsupported_reasons(**FITS) == []
     for change, wanted in (
+        ({"window": 1024}, "supports a window (window=1024) only with a scale of 1"),
         ({"q_shape": (1, 4096, 32, 256)}, "model.head_dim=256 is above 128"),
         ({"q_shape": (1, 4000, 32, 128)}, "4000 is not a multiple of 512"),
         ({"q_shape": (1, 262144, 32, 128)}, "262144 is above 131072"),

@@ -1,4 +1,8 @@
-"""One suite of properties over every implementation of every op; NKI's kernel runs as its reference, in its layouts."""
+"""One suite of properties over every implementation of every op.
+
+NKI's kernel runs as its reference, in its layouts, and Triton's in Pallas's interpret mode. cuDNN cannot be traced
+without its library: only its arguments are tested.
+"""
 
 import dataclasses
 import functools
@@ -21,6 +25,7 @@ from hlat_jax.ops import (
     swiglu,
 )
 from hlat_jax.ops import loss_scale as scaling
+from hlat_jax.ops.gpu import attention as gpu
 from hlat_jax.ops.registry import OPS
 from hlat_jax.parallel.collectives import ParallelContext
 from hlat_jax.passes.autocast import autocast
@@ -30,16 +35,24 @@ FP32 = {"rtol": 2e-5, "atol": 5e-6}
 
 
 def of_op(name):
-    """Returns (q, k, v, segment_ids) -> output of an implementation."""
+    """Returns (q, k, v, segment_ids, window) -> output of an implementation."""
 
-    def run(q, k, v, segment_ids):
-        return attention.attention(q, k_BSKH=k, v_BSKH=v, segment_ids_BT=segment_ids, implementation=name)
+    def run(q, k, v, segment_ids=None, window=None):
+        return attention.attention(
+            q, k_BSKH=k, v_BSKH=v, segment_ids_BT=segment_ids, implementation=name, window=window
+        )
 
     return run
 
 
-SUBJECTS = {name: of_op(name) for name in attention.OP.names}
-PLACES_OF_NKI = 512  # rows must be a multiple
+def interpreted(q, k, v, segment_ids=None, window=None):
+    assert window is None
+    return gpu.triton(q, k, v, segment_ids_BT=segment_ids, interpret=True)
+
+
+SUBJECTS = {name: of_op(name) for name in attention.OP.names if name != "cudnn"} | {"triton": interpreted}
+LENGTHS = {"nki": 512, "triton": 128}  # rows must be a multiple; of the others any will do
+WINDOWS = {"nki": (None,), "triton": (None,)}  # the others take any
 
 
 @pytest.fixture(autouse=True)
@@ -76,18 +89,18 @@ def value_and_grads(run):
     return both
 
 
-def with_grads(run, arrays, segment_ids=None):
-    return value_and_grads(lambda *x: run(*x, segment_ids))(*arrays)
+def with_grads(run, arrays, segment_ids=None, window=None):
+    return value_and_grads(lambda *x: run(*x, segment_ids, window))(*arrays)
 
 
-def float64_attention(arrays, segment_ids=None):
+def float64_attention(arrays, segment_ids=None, window=None):
     """Value and gradients in NumPy, head by head: softmax(S) V and its derivative, written out."""
     q, k, v, dout = (x.astype(np.float64) for x in arrays)
     places = np.arange(q.shape[1])
     ahead = places[:, None] - places[None, :]
     out, dq, dk, dv = (np.zeros_like(x) for x in (q, q, k, v))
     for b in range(q.shape[0]):
-        seen = ahead >= 0
+        seen = (ahead >= 0) & (ahead < (window or len(places)))
         if segment_ids is not None:
             seen &= segment_ids[b][:, None] == segment_ids[b][None, :]
         for n in range(q.shape[2]):
@@ -107,17 +120,18 @@ def float64_attention(arrays, segment_ids=None):
 # The properties. Each takes an implementation and the length of its rows, and raises where it does not hold.
 
 
-def is_float64(run, seq_len, *, packed):
+def is_float64(run, seq_len, *, packed, window):
     arrays = inputs(2, seq_len)
     ids = documents(*arrays[0].shape[:2]) if packed else None
-    for mine, exact in zip(with_grads(run, arrays, ids), float64_attention(arrays, ids), strict=True):
+    actual = with_grads(run, arrays, ids, window)
+    for mine, exact in zip(actual, float64_attention(arrays, ids, window), strict=True):
         np.testing.assert_allclose(mine, exact, **FP32)
 
 
-def is_right_at_the_end_of_a_long_row(run, _):
+def is_right_at_the_end_of_a_long_row(run):
     arrays = inputs(1, 2048, num_heads=1, num_kv_heads=1, head_dim=4)
     q, k, v = arrays[:3]
-    out = jax.jit(lambda *x: run(*x, None))(q, k, v)
+    out = jax.jit(run)(q, k, v)
     for place in (0, 1023, 1024, 2047):
         scores = k[0, : place + 1, 0].astype(np.float64) @ q[0, place, 0] / 2
         probs = np.exp(scores - scores.max())
@@ -138,24 +152,28 @@ def over_devices(local, in_specs, out_specs):
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False))
 
 
-PROPERTIES = (
-    functools.partial(is_float64, packed=True),
-    functools.partial(is_float64, packed=False),
-    is_right_at_the_end_of_a_long_row,
-    is_the_same_over_devices,
-)
-
-
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_attention_of_packed_rows_is_that_of_float64(name):
-    PROPERTIES[0](SUBJECTS[name], PLACES_OF_NKI if name == "nki" else 150)
+    for window in WINDOWS.get(name, (None, 65)):
+        is_float64(SUBJECTS[name], LENGTHS.get(name, 150), packed=True, window=window)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_attention_satisfies_the_other_properties(name):
-    for holds in PROPERTIES[1:]:
-        holds(SUBJECTS[name], PLACES_OF_NKI if name == "nki" else 150)
+    for window in WINDOWS.get(name, (None, 65)):
+        is_float64(SUBJECTS[name], LENGTHS.get(name, 150), packed=False, window=window)
+    is_right_at_the_end_of_a_long_row(SUBJECTS[name])
+    is_the_same_over_devices(SUBJECTS[name], LENGTHS.get(name, 150))
+
+
+def test_invalid_windows_are_refused():
+    q, k, v, _ = inputs(1, 512)
+    with pytest.raises(ValueError, match=r"window=0 must be at least 1"):
+        of_op("einsum")(q, k, v, None, 0)
+    for name in WINDOWS:
+        with pytest.raises(ValueError, match=r"cannot serve this call: the kernel .* a window \(window=65\)"):
+            of_op(name)(q, k, v, None, 65)
 
 
 VARIANTS = {
@@ -449,6 +467,50 @@ def test_mismatched_operands_are_refused_with_their_shapes():
         rope.apply_rope(x, cos=cos[..., :1], sin=cos, implementation="reference")
 
 
+def test_triton_kernels_are_in_the_program_for_cuda():
+    arrays, ids = inputs(1, 128), documents(1, 128)
+    traced = jax.jit(lambda *x: with_grads(of_op("triton"), x, ids)).trace(*arrays)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("custom_call @__gpu$xla.gpu.triton") == 3  # forward; sums of the backward pass; gradients
+
+
+def test_missing_cudnn_is_skipped_by_auto_and_refused_by_name():
+    call = attention.describe_call((1, 128, 4, 64), 2, dtype=jnp.bfloat16, has_segments=False)
+    choice = attention.OP.choose("auto", "cuda", call=call)
+    assert choice.name == "einsum"
+    assert choice.passed_over["cudnn"] == "cuDNN is not detected."
+    with pytest.raises(ValueError, match=r"model.attention='cudnn' cannot serve this call: cuDNN is not detected\.\."):
+        attention.OP.choose("cudnn", "cuda", call=call)
+
+
+def test_cudnn_receives_the_arguments_of_the_call(monkeypatch):
+    asked = []
+
+    def fake(q, k, v, **options):
+        asked.append((q.shape, k.shape, q.dtype, options))
+        return q
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", fake)
+    call = attention.describe_call((2, 128, 4, 64), 2, dtype=jnp.bfloat16, has_segments=False, window=32)
+    assert gpu.cudnn_unsupported_reasons(**call) == []
+    options = {"is_causal": True, "local_window_size": (31, 0), "implementation": "cudnn"}
+    assert asked == [((2, 128, 4, 64), (2, 128, 2, 64), jnp.bfloat16, options)]
+    [reason] = gpu.cudnn_unsupported_reasons(**call | {"has_segments": True})
+    assert "supports segment ids (data.packing=documents) only as a T x T mask" in reason
+
+
+def test_unsupported_triton_calls_are_refused_with_the_reason():
+    call = attention.describe_call((1, 128, 4, 64), 2, dtype=jnp.bfloat16, has_segments=True)
+    assert gpu.triton_unsupported_reasons(**call) == []
+    for change, wanted in (
+        ({"q_shape": (1, 100, 4, 64)}, "100 is not a multiple of 128"),
+        ({"q_shape": (1, 128, 4, 256)}, "model.head_dim=256 is above 128"),
+        ({"dtype": "float64"}, "dtype float64 is not one of"),
+    ):
+        [reason] = gpu.triton_unsupported_reasons(**call | change)
+        assert wanted in reason
+
+
 def test_chunked_attention_never_materializes_full_scores():
     """Scores and probabilities of T x T are what `einsum` keeps for its backward pass; chunked has none of them."""
     b, t, n, h = 1, 1024, 4, 16
@@ -468,8 +530,8 @@ def test_saving_named_residuals_avoids_a_second_forward_pass():
     policy = jax.checkpoint_policies.save_only_these_names
 
     def num_exps(*names):
-        run = jax.checkpoint(lambda *x: SUBJECTS["chunked"](*x, None), policy=policy(*names))
-        jaxpr = jax.make_jaxpr(lambda *x: with_grads(lambda q, k, v, _: run(q, k, v), x))(*arrays)
+        run = jax.checkpoint(lambda *x: SUBJECTS["chunked"](*x), policy=policy(*names))
+        jaxpr = jax.make_jaxpr(lambda *x: with_grads(lambda q, k, v, *_: run(q, k, v), x))(*arrays)
         return str(jaxpr).count(" exp ")
 
     assert num_exps("attention_out", "attention_lse") < num_exps()

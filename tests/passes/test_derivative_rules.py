@@ -80,7 +80,7 @@ PASSES = {
     "rewrite": rewrite,
     "segments": lambda fn: naming.checkpointed_segments(fn, RematChoice()),
     "loops": lambda fn: naming.checkpointed_loops(fn, RematChoice()),
-    "all": lambda fn: naming.checkpointed(select_residuals(autocast(rewrite(jax.jit(fn)), NEVER)), RematChoice()),
+    "all": lambda fn: naming.checkpoint_named(select_residuals(autocast(rewrite(jax.jit(fn)), NEVER)), RematChoice()),
 }
 
 

@@ -49,9 +49,9 @@ def plan_of(config_name):
 @pytest.fixture
 def plan_here(monkeypatch, capsys):
     """A function of the words of a plan command that runs it in this process: (exit code, stdout, stderr)."""
-    from conftest import _command_runner
+    from micro import command_runner
 
-    return _command_runner(plan_command.main, monkeypatch, capsys)
+    return command_runner(plan_command.main, monkeypatch, capsys)
 
 
 def rounded(tree):

@@ -48,8 +48,8 @@ def step_bytes(choice):
 
 
 def budget_resolved(config, *, recorded, where=None):
-    """The config and the record that `budget.resolved` returns for a config."""
-    program, record = budget.resolved(make_program(config, where or layout()), recorded=recorded)
+    """The config and the record that `budget.choose_remat` returns for a config."""
+    program, record = budget.choose_remat(make_program(config, where or layout()), recorded=recorded)
     return program.config, record
 
 
@@ -132,12 +132,12 @@ def test_the_budget_is_for_a_program_of_a_microbatch_and_the_buffer_where_they_a
 
     monkeypatch.setattr(remat, "search", search)
     monkeypatch.setattr(remat, "temporaries", lambda traced: 9)
-    again, record = budget.resolved(program, recorded=None)
+    again, record = budget.choose_remat(program, recorded=None)
     kept = [state_bytes(p.microbatch_arguments[name][0]) for p in (budget._with(program, "none"), again)]
     traced = program.training.microbatch_step.ticks[name].__name__
     assert seen == [(9 + num_bytes, traced) for num_bytes in kept]
     assert (kept[0] > kept[1]) == (pipe > 1)
-    budget.resolved(program, recorded=record)
+    budget.choose_remat(program, recorded=record)
     assert len(seen) == 2
 
 
@@ -157,7 +157,7 @@ def test_a_run_that_resumes_hands_over_the_choice_of_its_checkpoint(trained_run,
     micro.reseal(workdir / "checkpoints/24", lambda run: run["metadata"].update(remat={"choice": "full"}))
     one = jax.devices()[:1]
     monkeypatch.setattr(jax, "devices", lambda *_: one)
-    monkeypatch.setattr(budget, "resolved", resolved)
+    monkeypatch.setattr(budget, "choose_remat", resolved)
     c = config_files.load(str(micro.write_config(tmp_path)))
     c.data.validation, c.train.num_steps = "", 25
     with pytest.raises(ValueError, match=r"recorded: \{'choice': 'full'\}"):
@@ -207,7 +207,7 @@ def test_recorded_choice_is_not_reused_when_devices_hold_more(searched):
 
 def test_program_without_a_budget_is_unchanged():
     program = make_program(config_with("full"), layout())
-    assert budget.resolved(program, recorded=None) == (program, None)
+    assert budget.choose_remat(program, recorded=None) == (program, None)
     assert budget.estimated(program) is program
 
 

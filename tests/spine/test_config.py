@@ -43,7 +43,7 @@ from hlat_jax.run.machine import fitting_program
 from hlat_jax.run.nonfinite import NonFiniteError
 from hlat_jax.store.typed_json import read_json
 from hlat_jax.weights.hf_config import config_json
-from hlat_jax.weights.hf_names import expected
+from hlat_jax.weights.hf_names import expected_shapes
 
 pytestmark = pytest.mark.xdist_group("config")  # its fixtures are costly: one process
 GOLDEN = pathlib.Path(__file__).resolve().parents[1] / "support" / "golden"
@@ -350,7 +350,7 @@ def _write_inputs(folder):
     model = resolve(config_files.load(str(micro.write_config(folder)))).model
     (folder / "start").mkdir()
     (folder / "start/config.json").write_text(json.dumps(config_json(model, dtype="float32", token_ids={})))
-    tensors = {name: np.full(shape, 0.01, np.float32) for name, shape in expected(model).items()}
+    tensors = {name: np.full(shape, 0.01, np.float32) for name, shape in expected_shapes(model).items()}
     save_file(tensors, folder / "start/model.safetensors")
     texts = [f"Document {number} is of another kind." for number in range(20)]
     rows = [json.dumps({"text": text, "body": text[::-1]}) for text in texts]

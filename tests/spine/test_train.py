@@ -12,7 +12,7 @@ import jobs
 import micro
 import pytest
 
-from hlat_jax import loop, train
+from hlat_jax import train
 from hlat_jax.cli import config_files
 from hlat_jax.data.loader import TrainBatches, batch_hash
 from hlat_jax.data.tokenizer import Tokenizer
@@ -62,7 +62,7 @@ def test_train_refuses_bad_input_with_one_line(train_here, tmp_path):
 
 def test_train_writes_each_line_to_a_log_file_at_once(monkeypatch, tmp_path):
     log, seen = tmp_path / "log.txt", []
-    monkeypatch.setattr(loop, "train", lambda *_, **__: print("compiling") or seen.append(log.read_text()) or 0)
+    monkeypatch.setattr(train, "train", lambda *_, **__: print("compiling") or seen.append(log.read_text()) or 0)
     with open(log, "w") as file:
         monkeypatch.setattr(sys, "stdout", file)
         assert train.main(["--config=tiny", f"--workdir={tmp_path / 'run'}"]) == 0

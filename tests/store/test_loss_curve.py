@@ -34,12 +34,12 @@ def test_curves_are_plotted_over_tokens_without_non_finite_points(tmp_path):
 
 
 def test_smoothing_keeps_a_constant_and_follows_a_step():
-    assert loss_curve.smoothed([2.0] * 100) == pytest.approx([2.0] * 100)
-    stepped = loss_curve.smoothed([5.0] * 200 + [1.0] * 200)
+    assert loss_curve.smooth([2.0] * 100) == pytest.approx([2.0] * 100)
+    stepped = loss_curve.smooth([5.0] * 200 + [1.0] * 200)
     assert stepped[190] == pytest.approx(5.0)
     assert stepped[-1] == pytest.approx(1.0)
     assert stepped[200] == pytest.approx(3.0, abs=0.2)  # no lag
-    assert loss_curve.smoothed([9.0, 4.0, 3.0])[0] == 9.0
+    assert loss_curve.smooth([9.0, 4.0, 3.0])[0] == 9.0
 
 
 @pytest.fixture

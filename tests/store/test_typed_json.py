@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NotRequired, TypedDict
 import pytest
 
 from hlat_jax.store import typed_json
-from hlat_jax.store.typed_json import Count, checked
+from hlat_jax.store.typed_json import Count, check_kind
 
 
 @dataclasses.dataclass
@@ -36,7 +36,7 @@ VALID = {"step": 1, "packing": "concat", "size": {"num_rows": 2}, "inner": None,
 def test_fields_of_another_kind_are_refused_by_name():
     for changed in ({}, {"loss": 2, "inner": {"sums": {"a": [1, 2]}}, "unknown": []}):
         value = VALID | changed
-        assert checked(value, Whole, where="a.json") is value
+        assert check_kind(value, Whole, where="a.json") is value
     for changed, message in (
         ({"step": "abc"}, "step='abc' must be an integer of at least 0."),
         ({"step": -1}, "step=-1 must be an integer of at least 0."),
@@ -50,11 +50,11 @@ def test_fields_of_another_kind_are_refused_by_name():
         ({"inner": {"sums": {"a": [1, "2"]}}}, "inner.sums['a']=[1, '2'] must be [bytes, CRC-32]."),
     ):
         with pytest.raises(ValueError, match=r"^a\.json") as caught:
-            checked(VALID | changed, Whole, where="a.json")
+            check_kind(VALID | changed, Whole, where="a.json")
         assert str(caught.value) == f"a.json: {message}"
     with pytest.raises(ValueError, match=r"^f, line 3: at\.rows\[1\]\[0\]='x' must be an integer\.$"):
-        checked([[1], ["x"]], list[list[int]], where="f, line 3", field="at.rows")
-    assert checked([[1], []], list[int] | list[list[int]], where="f")
+        check_kind([[1], ["x"]], list[list[int]], where="f, line 3", field="at.rows")
+    assert check_kind([[1], []], list[int] | list[list[int]], where="f")
 
 
 def test_lines_of_a_log_are_rows_or_say_why_not(tmp_path):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 
 import jax
 import numpy as np
+import pytest
 
 from hlat_jax.cli import config_files
 from hlat_jax.parallel.sharding import make_layout
@@ -189,3 +190,21 @@ def final_checkpoint(config: pathlib.Path, workdir: pathlib.Path) -> tuple[int, 
         for path, leaf in jax.tree_util.tree_leaves_with_path(state)
     }
     return step, arrays, position.tolist(), metadata
+
+
+def command_runner(command, monkeypatch, capsys):
+    """Returns a function of the words of a command that runs it in this process: (exit code, stdout, stderr)."""
+
+    """Returns a function of the words of a command: (exit code, stdout, stderr)."""
+
+    def run(*words):
+        from hlat_jax.cli import flags
+
+        monkeypatch.setattr("sys.argv", ["hlat_jax", *map(str, words)])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            flags.main(command)
+        printed = capsys.readouterr()
+        return exit_.value.code, printed.out, printed.err
+
+    return run

@@ -14,6 +14,7 @@ PACKAGE = pathlib.Path(hlat_jax.__file__).parent
 FENCES = {
     "jax._src": ("jax", "hlat_jax.host.jax_compat"),
     "jax.interpreters": ("jax", "hlat_jax.host.jax_compat"),
+    "jax.experimental.pallas": ("jax", "hlat_jax.host.jax_compat"),
     "lm_eval": ("lm_eval", "hlat_jax.evaluate.lm_eval_compat"),
     "orbax": ("orbax-checkpoint", "hlat_jax.store.checkpoint"),
     "tensorboardX": ("tensorboardX", "hlat_jax.store.metrics"),

@@ -151,7 +151,7 @@ def test_programs_of_a_notebook_fit_a_trn1_node_and_lint_clean(name, ran):
     _, probed = ran(name)
     assert not [finding for finding in probed["findings"] if finding[0] == "error"]
     assert probed["configs"] or name == OWN_CODE
-    shipped = [config_files.load(known).to_dict() for known in config_files.shipped()]
+    shipped = [config_files.load(known).to_dict() for known in config_files.shipped_configs()]
     for tree in {json.dumps(tree): tree for tree in probed["configs"]}.values():
         if tree in shipped:
             continue  # test_plan and test_neuron_lint have those

@@ -45,7 +45,7 @@ MODEL = config_lib.ModelConfig(
 def write_weights(folder, *, seed=0, dtype=np.float32, model=MODEL, first=()):
     """Writes a Hugging Face folder of random values, which begin with `first` in each tensor; returns ours by name."""
     rng = np.random.default_rng(seed)
-    found = {name: rng.standard_normal(shape).astype(dtype) for name, shape in hf_names.expected(model).items()}
+    found = {name: rng.standard_normal(shape).astype(dtype) for name, shape in hf_names.expected_shapes(model).items()}
     for values in found.values():
         values.reshape(-1)[: len(first)] = np.array(first).astype(dtype)
     folder.mkdir()

@@ -22,7 +22,7 @@ import shutil
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypedDict
 
-from hlat_jax.config import counted
+from hlat_jax.config import count_text
 from hlat_jax.data.build import inputs, shards
 from hlat_jax.data.build.shards import COUNTS
 from hlat_jax.data.formats.built import FORMAT, index_path
@@ -123,7 +123,7 @@ def build(
     input_files = inputs.open_inputs(searched, batch_size=options.batch_size)
     notes = [searched.describe_ignored()] if searched.ignored else []
     if num_cut := sum(input_.is_cut for input_ in input_files):
-        what = f"{counted(num_cut, 'text')}, fewer than --batch_size, cut at paragraphs as training would"
+        what = f"{count_text(num_cut, 'text')}, fewer than --batch_size, cut at paragraphs as training would"
         notes.append(f"{what}; --batch_size=1 keeps texts whole")
     tokenizer = Tokenizer(options.tokenizer) if options.tokenizer else None
     if options.prepend_bos and tokenizer is None:
@@ -151,7 +151,7 @@ def build(
             manifest = _manifest(parts, input_files=input_files, plan=plan, options=options, tokenizer=tokenizer)
             shards.write_whole(folder / MANIFEST_NAME, json.dumps(manifest, indent=1).encode() + b"\n")
             if manifest["bad_records"]:
-                notes.append(f"skipped {counted(manifest['bad_records'], 'bad record')}, such as")
+                notes.append(f"skipped {count_text(manifest['bad_records'], 'bad record')}, such as")
                 notes += [f"  {problem}" for part in parts for problem in part["bad"]][:_BAD_SHOWN]
         manifest = _require_plan(read_json(folder / MANIFEST_NAME), plan, out=out)
         _put_in_place(out, folder, manifest)
@@ -340,7 +340,7 @@ def _manifest(
     """Returns the manifest of a dataset; raises ValueError if it has no documents."""
     totals = {name: sum(part[name] for part in parts) for name in COUNTS}
     if totals["documents"] == 0:
-        bad = counted(totals["bad_records"], "bad record")
+        bad = count_text(totals["bad_records"], "bad record")
         raise ValueError(f"the {len(input_files)} input file(s) hold no documents ({bad}).")
     sources = [{"name": name} | dict.fromkeys(COUNTS, 0) for name in inputs.names(input_files)]
     for part in parts:
@@ -388,13 +388,13 @@ def _put_in_place(out: pathlib.Path, folder: pathlib.Path, manifest: dict[str, A
 def summary(result: BuildResult, *, out: pathlib.Path, elapsed_s: float) -> str:
     """Returns the lines that the command prints at the end."""
     manifest = result.manifest
-    what = f"{counted(manifest['documents'], 'document')}, {format_bytes(manifest['bytes'])} of text"
+    what = f"{count_text(manifest['documents'], 'document')}, {format_bytes(manifest['bytes'])} of text"
     hint = f"train on it with --config.data.train={out}"
     if manifest["kind"] == "tokens":
         per_byte = manifest["tokens"] / manifest["bytes"]
-        what += f", {counted(manifest['tokens'], 'token')} ({per_byte:.3f} per byte)"
+        what += f", {count_text(manifest['tokens'], 'token')} ({per_byte:.3f} per byte)"
         hint += f" --config.model.vocab_size={manifest['vocab_size']} and the same tokenizer"
         hint += ", and --config.data.prepend_bos" * manifest["prepend_bos"]
-    what += f", {counted(len(manifest['shards']), 'shard')}"
+    what += f", {count_text(len(manifest['shards']), 'shard')}"
     how = "is complete" if result.was_complete else f"built in {duration(elapsed_s)}"
     return "\n".join([f"{out} {how}: {what}", *result.notes, hint])

@@ -12,7 +12,7 @@ import pathlib
 import numpy as np
 
 from hlat_jax import config as config_lib
-from hlat_jax.config import counted
+from hlat_jax.config import count_text
 from hlat_jax.data import packing, positions
 from hlat_jax.data.loader import TrainBatches, batch_hash, make_batch
 from hlat_jax.data.streams import Definition
@@ -48,7 +48,7 @@ def peek(config: config_lib.Config, workdir: pathlib.Path, *, step: int, row: in
             batches.set_state(position[list(batches.rows)])
             begins = f"after step {at} ({path})"
         replayed = step - 1 - at
-        print(f"position: {begins}, replaying {counted(replayed, 'batch')}", flush=True)
+        print(f"position: {begins}, replaying {count_text(replayed, 'batch')}", flush=True)
         with show_progress("replaying") as status:
             for number in range(replayed):
                 batches.next_rows()
@@ -79,7 +79,7 @@ def print_row(packed: packing.Row, *, row: int, source: int, definition: Definit
     for span in packed.spans:
         number = definition.document(source, row=row, epoch=span.epoch, entry=span.document)
         spans.append((dataclasses.replace(span, document=number), opened.documents.locate(number)))
-    padded = f", {counted(padding, 'token')} of padding" if padding else ""
+    padded = f", {count_text(padding, 'token')} of padding" if padding else ""
     print(f"\nrow {row}, source {opened.name}, documents or parts: {len(spans)}{padded}")
     for span, place in spans:
         ids = packed.tokens[span.start : span.stop]

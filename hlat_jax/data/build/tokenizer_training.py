@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import sentencepiece
 
-from hlat_jax.config import counted
+from hlat_jax.config import count_text
 from hlat_jax.data.build import inputs
 from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.facts.byte_sizes import format_bytes
@@ -63,14 +63,14 @@ def train(
             sample.add(document)
             status.share = min(sample.seen_bytes / total_bytes, 1.0)  # compressed inputs reach 1 early
             status.text = f"reading, {num_documents:,} documents  {format_bytes(sample.seen_bytes)}"
-    documents, pieces = counted(num_documents, "document"), sample.pieces()
+    documents, pieces = count_text(num_documents, "document"), sample.pieces()
     if not any(piece.strip() for piece in pieces):
         raise ValueError(f"the inputs hold no text ({documents}); check --text_field={text_field}.")
     status.share, status.text = 1.0, f"training on {format_bytes(sample.num_bytes)}; SentencePiece reports no progress"
     serialized = train_model(pieces, vocab_size=vocab_size)
     out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(out, serialized)
-    skipped = f"; skipped {counted(num_bad, 'bad record')}" if num_bad else ""
+    skipped = f"; skipped {count_text(num_bad, 'bad record')}" if num_bad else ""
     return (
         f"{out}: {vocab_size:,} tokens, SHA-256 {hashlib.sha256(serialized).hexdigest()}\n"
         f"sampled {format_bytes(sample.num_bytes)} of {format_bytes(sample.seen_bytes)} in {documents}{skipped}"

@@ -27,7 +27,7 @@ from hlat_jax.data.formats import records
 from hlat_jax.data.formats.array_record import open_reader
 from hlat_jax.data.formats.decoding import decoding
 from hlat_jax.data.formats.files import MANIFEST_NAME, SHARD_SUFFIX, DataFile, NotFound, Snapshot
-from hlat_jax.store.typed_json import Count, check_name, checked, read_json
+from hlat_jax.store.typed_json import Count, check_kind, check_name, read_json
 
 FORMAT = 2
 _MAX_OPEN_SHARDS = 128
@@ -73,7 +73,7 @@ def read_manifest(folder: str | os.PathLike) -> BuiltManifest:
             fields = read_json(path)
         if fields.get("format", FORMAT) != FORMAT:
             raise ValueError(f"{path} has format {fields['format']}; this hlat_jax reads format {FORMAT}")
-        checked(fields, BuiltManifest, where=str(path))
+        check_kind(fields, BuiltManifest, where=str(path))
     except ValueError as error:
         raise ValueError(f"{str(error).rstrip('.')}; {_REMEDY}.") from None
     names = [field.name for field in dataclasses.fields(BuiltManifest)]

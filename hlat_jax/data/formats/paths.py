@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import hlat_jax
 from hlat_jax.cli.path_checks import check_file
-from hlat_jax.config import counted
+from hlat_jax.config import count_text
 from hlat_jax.data.formats.files import MANIFEST_NAME, SHARD_SUFFIX, DataFile, NotFound, filesystem_of, reason
 from hlat_jax.store.typed_json import read_json
 
@@ -68,7 +68,7 @@ class FoundFiles:
         """Returns a count of the ignored files, as in 'ignored 3 files: no suffix 2, .csv 1', or ''."""
         suffixes = sorted(pathlib.PurePosixPath(name).suffix.lower() or "no suffix" for name in self.ignored)
         counts = ", ".join(f"{suffix} {count:,}" for suffix, count in collections.Counter(suffixes).most_common())
-        return f"ignored {counted(len(suffixes), 'file')}: {counts}" if counts else ""
+        return f"ignored {count_text(len(suffixes), 'file')}: {counts}" if counts else ""
 
 
 def find_files(spec: str | Sequence[str], *, key: str, in_order: bool = False, text_field: str = "text") -> FoundFiles:

@@ -32,10 +32,14 @@ _BACKWARD_MULTIPLE = 512  # of keys
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
-def unsupported_reasons(*, q_shape: tuple[int, ...], num_kv_heads: int, dtype: Any, has_segments: bool) -> list[str]:
+def unsupported_reasons(
+    *, q_shape: tuple[int, ...], num_kv_heads: int, dtype: Any, has_segments: bool, window: int | None
+) -> list[str]:
     """Returns why the kernels cannot serve a call, forward and backward; see `ops.attention.describe_call`."""
     num_rows, seq_len, num_heads, head_dim = q_shape
     reasons = []
+    if window is not None:
+        reasons.append(f"the kernel supports a window (window={window}) only with a scale of 1")
     if head_dim > _MAX_HEAD_DIM:
         reasons.append(f"model.head_dim={head_dim} is above {_MAX_HEAD_DIM}")
     if seq_len % _BACKWARD_MULTIPLE:
@@ -114,14 +118,14 @@ def segment_bounds(segment_ids_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
     return first_BT, end_BT
 
 
-def tiled(x_ZT: jax.Array) -> jax.Array:
+def tile(x_ZT: jax.Array) -> jax.Array:
     """Returns [Z, 128, T / 128] of [Z, T]: position t at [t % 128, t // 128], as in the kernels."""
     z, t = x_ZT.shape
     return x_ZT.reshape(z, t // PARTITIONS, PARTITIONS).swapaxes(1, 2)
 
 
-def untiled(x: jax.Array) -> jax.Array:
-    """Returns [..., T] of [..., 128, T / 128]: the inverse of `tiled`."""
+def untile(x: jax.Array) -> jax.Array:
+    """Returns [..., T] of [..., 128, T / 128]: the inverse of `tile`."""
     return x.swapaxes(-1, -2).reshape(*x.shape[:-2], -1)
 
 
@@ -149,7 +153,7 @@ def _reference_forward(q_ZTH, k_YHS, v_YSH, *bounds_ZT1, scale):
     total = weights.sum(axis=-1, keepdims=True)
     probs = (weights / total).astype(v_YSH.dtype)
     out = jnp.einsum("YRTS,YSH->YRTH", probs, v_YSH, preferred_element_type=jnp.float32)
-    return out.reshape(z, t, h).astype(q_ZTH.dtype), tiled(-top.reshape(z, t)), tiled(1 / total.reshape(z, t))
+    return out.reshape(z, t, h).astype(q_ZTH.dtype), tile(-top.reshape(z, t)), tile(1 / total.reshape(z, t))
 
 
 def _reference_backward(*operands, scale):
@@ -160,7 +164,7 @@ def _reference_backward(*operands, scale):
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
     scores = product("BKRHT,BKHS->BKRTS", q, k_BKHS) * scale
     visible = _visible(t, *(bound[:, None, None] for bound in bounds_BT))
-    probs = jnp.where(visible, jnp.exp(scores - untiled(lse).reshape(b, k, n // k, t, 1)), 0)
+    probs = jnp.where(visible, jnp.exp(scores - untile(lse).reshape(b, k, n // k, t, 1)), 0)
     dprobs = product("BKRHT,BKHS->BKRTS", dout, v_BKHS)
     inner = (dout.astype(jnp.float32) * out.astype(jnp.float32)).sum(axis=3)
     dscores = (probs * (dprobs - inner[..., None]) * scale).astype(q.dtype)

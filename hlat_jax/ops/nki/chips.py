@@ -6,7 +6,7 @@ from hlat_jax.config import ModelConfig
 from hlat_jax.facts.chips import DOCUMENTED, chip_of
 
 
-def excluded(model: ModelConfig, device: str) -> dict[str, dict[str, str]]:
+def exclusions(model: ModelConfig, device: str) -> dict[str, dict[str, str]]:
     """Returns op -> implementation -> why it is not used on a device, whatever the call.
 
     Args:

@@ -24,10 +24,9 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from hlat_jax.facts.byte_sizes import parse_bytes
 from hlat_jax.ops.dialect import CallSpec, Op
-from hlat_jax.passes.jaxpr import CHECKPOINT, traced, without_consts
-from hlat_jax.passes.rewrite import attention, chunks, loss, mlp
+from hlat_jax.passes.jaxpr import CHECKPOINT, trace_call, without_consts
+from hlat_jax.passes.rewrite import attention, loss, mlp
 from hlat_jax.passes.rewrite.check import compare
 from hlat_jax.passes.rewrite.graph import Change, Choose, EquationGraph, Match, Refusal
 
@@ -90,7 +89,7 @@ class Rewritten(Generic[_Args, _Result]):
         self._fn, self._rewriter, self._report = fn, rewriter, None
 
     def __call__(self, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-        closed, leaves, tree = traced(self._fn, args, kwargs)
+        closed, leaves, tree = trace_call(self._fn, args, kwargs)
         rewriter = self._rewriter()
         outs = core.jaxpr_as_fun(rewriter.rewrite(closed))(*leaves)
         self._report = RewriteReport(tuple(rewriter.replacements.values()), tuple(rewriter.refusals))
@@ -112,7 +111,6 @@ def rewrite(
     *,
     platform: str | None = None,
     check: bool = True,
-    chunk_bytes: int | str = chunks.MAX_BYTES,
 ) -> Rewritten[_Args, _Result]:
     """Returns a function with the same arguments and results that runs our implementations of ops.
 
@@ -124,11 +122,8 @@ def rewrite(
       platform: the platform for which implementations are chosen, by default that of JAX's default device.
       check: whether each replacement is compared with the original before it is used, by values and gradients, on
         this machine's CPU.
-      chunk_bytes: "32MiB" or bytes: what no op replaces is computed in chunks where it is larger, see `passes.chunk`.
     """
-    in_chunks = functools.partial(chunks.matches, max_bytes=parse_bytes(chunk_bytes, name="chunk_bytes"))
-    matchers = (*MATCHERS, in_chunks)
-    return Rewritten(fn, lambda: Rewriter(platform or jax.default_backend(), check=check, matchers=matchers))
+    return Rewritten(fn, lambda: Rewriter(platform or jax.default_backend(), check=check))
 
 
 class Rewriter:

@@ -335,11 +335,12 @@ class _Terms:
 
 
 def _attend(choose: Choose, q: Any, k: Any, v: Any, ids: Any, window: int | None, variant: Variant) -> Any:
-    operands = {"k_BSKH": k, "v_BSKH": v, "segment_ids_BT": ids}
-    is_other = variant.scale or variant.softcap or variant.masks or variant.keep is not None or window is not None
+    operands = {"k_BSKH": k, "v_BSKH": v, "segment_ids_BT": ids, "window": window}
+    is_other = variant.scale or variant.softcap or variant.masks or variant.keep is not None
     if is_other or not variant.causal or k.shape[1] != q.shape[1]:
-        return general_attention(q, **operands, window=window, variant=variant)
-    call = attention.describe_call(q.shape, k.shape[2], dtype=q.dtype, has_segments=ids is not None)
+        return general_attention(q, **operands, variant=variant)
+    has_segments = ids is not None
+    call = attention.describe_call(q.shape, k.shape[2], dtype=q.dtype, has_segments=has_segments, window=window)
     return attention.attention(q, **operands, implementation=choose(attention.OP, call))
 
 

@@ -21,7 +21,7 @@ from jax.extend import core
 
 from hlat_jax.ops.dialect import CallSpec, Op
 from hlat_jax.passes.independence import bind_part, links
-from hlat_jax.passes.jaxpr import called, has_symbolic_zeros, op_name, place_of
+from hlat_jax.passes.jaxpr import called_jaxpr, has_symbolic_zeros, op_name, place_of
 from hlat_jax.passes.rewrite.graph import EquationGraph, Match, is_literal
 
 # Largest difference from the original, relative to the norm of the value, by the narrowest float among the operands.
@@ -235,5 +235,5 @@ class _Cut:
 
 def _has_known_rule(call: Any) -> bool:
     """Returns whether the rule of a call is the derivative of its body: it is a function of JAX that is known."""
-    file = called(call).debug_info.func_filename or ""
+    file = called_jaxpr(call).debug_info.func_filename or ""
     return op_name(call) in _KNOWN_RULES and file.startswith(_JAX)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hlat_jax.passes.fences import checkpointed
+from hlat_jax.passes.fences import checkpoint_in_order
 from hlat_jax.passes.jaxpr import rebind
 from hlat_jax.passes.rewrite.graph import Choose, EquationGraph, Match, is_literal
 
@@ -147,7 +147,7 @@ def _match(eqn: Any, side: int, graph: EquationGraph, name: str, hidden: list[An
         return [rebind(eqn, (activated, weights) if side == 0 else (weights, activated))[0]]
 
     # recomputation does not wait for the weights
-    recomputed = checkpointed(
+    recomputed = checkpoint_in_order(
         product, policy=jax.checkpoint_policies.nothing_saveable, waiting=[*[True] * len(hidden), False]
     )
 

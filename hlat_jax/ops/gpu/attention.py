@@ -1,0 +1,129 @@
+"""Causal attention by kernels for NVIDIA GPUs: cuDNN through JAX, and the Pallas kernel for Triton that JAX ships.
+
+Not yet run on a GPU: the Pallas kernel is tested in interpret mode and lowered for `cuda`; cuDNN cannot be traced
+where it is not installed.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from hlat_jax.host.jax_compat import pallas_gpu_attention
+
+_TRITON_MULTIPLE = 128  # of the sequence: a block of queries
+_TRITON_MAX_HEAD_DIM = 128  # a block of queries and the accumulator are held on chip
+_TRITON_DTYPES = ("bfloat16", "float16", "float32")
+
+
+def cudnn(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *, window: int | None) -> jax.Array:
+    """Returns [B, T, N, H] as `ops.attention`, for rows of one segment; see `cudnn_unsupported_reasons`."""
+    return jax.nn.dot_product_attention(
+        q_BTNH,
+        k_BSKH,
+        v_BSKH,
+        is_causal=True,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation="cudnn",
+    )
+
+
+def cudnn_unsupported_reasons(
+    *, q_shape: tuple[int, ...], num_kv_heads: int, dtype: Any, has_segments: bool, window: int | None
+) -> list[str]:
+    """Returns why cuDNN cannot serve a call, forward and backward; see `ops.attention.describe_call`.
+
+    The call is traced and the error returned: supported dtypes and head sizes depend on cuDNN's version and the device.
+    """
+    if has_segments:
+        return ["cuDNN supports segment ids (data.packing=documents) only as a T x T mask"]
+    b, t, _, h = q_shape
+    q = jax.ShapeDtypeStruct(q_shape, dtype)
+    k = jax.ShapeDtypeStruct((b, t, num_kv_heads, h), dtype)
+    try:
+        jax.eval_shape(jax.grad(lambda *x: cudnn(*x, window=window).astype(jnp.float32).sum(), (0, 1, 2)), q, k, k)
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        return [" ".join(str(error).split())]
+    return []
+
+
+def triton_unsupported_reasons(
+    *, q_shape: tuple[int, ...], num_kv_heads: int, dtype: Any, has_segments: bool, window: int | None
+) -> list[str]:
+    """Returns why the Pallas kernel cannot serve a call, forward and backward; see `ops.attention.describe_call`."""
+    seq_len, head_dim = q_shape[1], q_shape[3]
+    reasons = []
+    if window is not None:
+        reasons.append(f"the kernel does not support a window (window={window})")
+    if seq_len % _TRITON_MULTIPLE:
+        reasons.append(f"the sequence length {seq_len} is not a multiple of {_TRITON_MULTIPLE}")
+    if head_dim > _TRITON_MAX_HEAD_DIM:
+        reasons.append(f"model.head_dim={head_dim} is above {_TRITON_MAX_HEAD_DIM}")
+    if jnp.dtype(dtype).name not in _TRITON_DTYPES:
+        reasons.append(f"dtype {jnp.dtype(dtype).name} is not one of {', '.join(_TRITON_DTYPES)}")
+    return reasons
+
+
+def triton(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    *,
+    segment_ids_BT: jax.Array | None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Returns [B, T, N, H] as `ops.attention`; see `triton_unsupported_reasons`.
+
+    Args:
+      q_BTNH: queries, already rotated.
+      k_BSKH: keys, repeated here, since the kernel takes one key head per query head.
+      v_BSKH: values, repeated too.
+      segment_ids_BT: int32, or None.
+      interpret: whether to run the kernel's body as JAX operations, which works on any platform.
+    """
+    group = q_BTNH.shape[2] // k_BSKH.shape[2]
+    k_BSNH, v_BSNH = (jnp.repeat(x, group, axis=2) for x in (k_BSKH, v_BSKH))
+    return _mha(q_BTNH, k_BSNH, v_BSNH, segment_ids_BT, interpret)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _mha(q_BTNH, k_BSNH, v_BSNH, segment_ids_BT, interpret):
+    return _mha_forward(q_BTNH, k_BSNH, v_BSNH, segment_ids_BT, interpret)[0]
+
+
+def _mha_forward(q_BTNH, k_BSNH, v_BSNH, segment_ids_BT, interpret):
+    operands = q_BTNH, k_BSNH, v_BSNH, segment_ids_BT
+    options = _kernel_options(q_BTNH.shape[3], interpret=interpret)
+    out_BTNH, (*_, lse_BNT) = pallas_gpu_attention()._mha_forward(*operands, **options)
+    # named inside the VJP: a remat policy that saves both avoids a second forward pass
+    out_BTNH, lse_BNT = checkpoint_name(out_BTNH, "attention_out"), checkpoint_name(lse_BNT, "attention_lse")
+    return out_BTNH, (*operands, out_BTNH, lse_BNT)
+
+
+def _mha_backward(interpret, residuals, dout_BTNH):
+    options = _kernel_options(dout_BTNH.shape[3], interpret=interpret)
+    return pallas_gpu_attention()._mha_backward(**options, res=residuals, do=dout_BTNH)
+
+
+_mha.defvjp(_mha_forward, _mha_backward)
+
+
+def _kernel_options(head_dim: int, *, interpret: bool) -> dict[str, Any]:
+    """Returns the static arguments of `_mha_forward` and `_mha_backward`: JAX's defaults, for a causal mask."""
+    return {
+        "sm_scale": 1 / math.sqrt(head_dim),
+        "causal": True,
+        "block_sizes": pallas_gpu_attention().BlockSizes.get_default(),
+        "backward_pass_impl": "triton",
+        "num_warps": None,
+        "num_stages": 2,
+        "grid": None,
+        "interpret": interpret,
+        "debug": False,
+        "return_residuals": False,
+    }
