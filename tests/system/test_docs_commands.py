@@ -112,7 +112,6 @@ def folder(tmp_path_factory):
     (path / "prompts.txt").write_text("It is a truth\nEmma\n")
     for name in ("SmolLM2-135M", "SmolLM2-135M-Instruct"):
         (path / name).symlink_to("my_book-hf")  # which the README's commands export
-    (path / "operators.txt").write_text("Add\nMultiply\n")
     (path / "runs" / "7b").mkdir(parents=True)
     for name in ("doctor-7b.json", "runs/7b/config.json"):
         (path / name).write_text("{}")
