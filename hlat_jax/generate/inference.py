@@ -53,7 +53,7 @@ class TrainedModel:
 def define(values: flags.FlagValues) -> None:
     """Declares the flags that `trained_model` reads."""
     flags.DEFINE_string(
-        "checkpoint", "", "Run folder, one of its checkpoints, Hugging Face or imported folder.", flag_values=values
+        "checkpoint", "", "Run folder, one of its checkpoints, or a Hugging Face folder.", flag_values=values
     )
     flags.DEFINE_string("tokenizer", "", "Tokenizer file, for a folder whose own is missing.", flag_values=values)
     for axis, what in DEGREES.items():
