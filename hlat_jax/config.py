@@ -293,7 +293,7 @@ class CheckpointConfig:
     every_minutes: float = _key(
         0.0, "Save when this much time has passed since the last one; 0: never by time.", least=0
     )
-    keep_last: int = _key(3, "Rolling checkpoints kept, newest first.", least=1)
+    keep_last: int = _key(3, "Newest checkpoints kept, permanent ones among them.", least=1)
     keep_every_steps: int = _key(0, "Also save at multiples of this, and keep these permanently; 0: none.", least=0)
     export_every_steps: int = _key(
         0, "Export for transformers every so many steps and at the end, kept; 0: never.", least=0

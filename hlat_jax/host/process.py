@@ -39,6 +39,7 @@ def exit_on_interrupt() -> None:
     callbacks of the garbage collector, and threads of XLA crash in the teardown after it.
     """
     global _pipe
+    _open_standard_streams()
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it stays ignored in a background job
         signal.signal(signal.SIGINT, _end_on_interrupt)
     elif signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
@@ -55,6 +56,18 @@ def replace_unprintable() -> None:
     """Makes standard output replace text that its encoding lacks, as standard error always does."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def _open_standard_streams() -> None:
+    """Opens /dev/null for each standard stream that is closed; the next file opened would take its number."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for the rest of the process
 
 
 def drop_unwritable() -> None:

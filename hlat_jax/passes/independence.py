@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from hlat_jax.passes.jaxpr import rebind
 
@@ -65,7 +66,8 @@ def links(eqn: Any) -> list[Link]:
     if name == "reshape" and params["dimensions"] is None and len(shapes) == 1:
         return [Link((dim,), (new,)) for dim, new in _blocks(shapes[0], out)]
     if name in (*REDUCTIONS, "argmax", "argmin"):
-        reduced = [Link((dim,), (None,), name) for dim in params["axes"] if name in REDUCTIONS]
+        is_bitwise = name in ("reduce_and", "reduce_or") and eqn.outvars[0].aval.dtype != bool
+        reduced = [Link((dim,), (None,), name) for dim in params["axes"] if name in REDUCTIONS and not is_bitwise]
         return _kept(shapes, params["axes"], len(eqn.outvars)) + reduced
     if name in _CUMULATIVE or name == "split":
         return _unchanged(eqn, [params["axis"]])
@@ -103,8 +105,9 @@ def bind_part(eqn: Any, operands: Sequence[Any], shapes: Sequence[Sequence[int]]
     """
     name, params, changed = eqn.primitive.name, eqn.params, {}
     if name == "iota":
-        part = jax.lax.broadcasted_iota(params["dtype"], shapes[0], params["dimension"])
-        return [part if start is None or start[0] != params["dimension"] else part + start[1].astype(part.dtype)]
+        if start is None or start[0] != params["dimension"]:
+            return [jax.lax.broadcasted_iota(params["dtype"], shapes[0], params["dimension"])]
+        return [(jax.lax.broadcasted_iota(jnp.int32, shapes[0], start[0]) + start[1]).astype(params["dtype"])]
     if name == "broadcast_in_dim":
         changed = {"shape": tuple(shapes[0]), "sharding": None}
     elif name == "reshape":

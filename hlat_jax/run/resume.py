@@ -37,6 +37,7 @@ from hlat_jax.weights.trained import Weights, open_weights
 EXPORTS, SHARDS = "huggingface", ".shards"  # folder of exports; suffix of the folder with the shards of each process
 
 # Settings that a branch may change: they affect neither the meaning of the state nor that of the data position.
+_GONE = {"shuffle_by": "document"}  # keys of data that checkpoints have from before they went
 BRANCH_MAY_CHANGE = (
     "optimizer.*",
     "train.*",
@@ -97,7 +98,7 @@ def _drift(saved: dict[str, Any], current: dict[str, Any], *, step: int, branch:
     A config key that is newer than the checkpoint counts as its default, an op as its current implementation, and a
     setting of JAX as its current value.
     """
-    saved = saved | {"config": _read_completed(saved["config"])}
+    saved = saved | {"config": _complete(saved["config"])}
     for group in ("implementations", "jax"):
         saved[group] = {name: saved[group].get(name, value) for name, value in current[group].items()}
     if branch:
@@ -125,10 +126,12 @@ def _skip_drift(saved: dict[str, Any], current: dict[str, Any], *, step: int) ->
 
 def saved_config(saved: dict[str, Any]) -> Config:
     """Returns the config in the settings of a checkpoint; keys newer than the checkpoint have their defaults."""
-    return resolve(_read_completed(saved["config"]))
+    return resolve(_complete(saved["config"]))
 
 
-def _read_completed(kept: dict[str, Any]) -> dict[str, Any]:
+def _complete(kept: dict[str, Any]) -> dict[str, Any]:
+    """Returns recorded sections with new keys at their defaults, and without the one that is gone at its default."""
+    kept = kept | {"data": {key: kept["data"][key] for key in kept["data"] if kept["data"][key] != _GONE.get(key)}}
     defaults = {name: {f.name: f.default for f in dataclasses.fields(section)} for name, section in SECTIONS.items()}
     return kept | {name: keys | kept.get(name, {}) for name, keys in defaults.items()}
 

@@ -252,8 +252,13 @@ class Checkpointer:
         self._manager.reload()
 
     def _failed(self, error: Exception) -> SaveError:
-        """Returns the error to raise, after freeing its disk space; raises OSError if the folder is gone."""
+        """Returns the error to raise, after freeing its disk space; raises ValueError if the folder is gone."""
         step, self._saving = self._saving, None
+        if not self.folder.is_dir():  # a restart by itself would begin a new run where the folder was
+            raise ValueError(
+                f"the checkpoint of step {step} could not be written: {self.folder} was removed or replaced. Put it "
+                "back, and run the same command to resume."
+            )
         free_bytes = shutil.disk_usage(self.folder).free
         # else the next start does it: other processes may still be writing, or threads cannot be started
         if jax.process_count() == 1 and out_of_memory(error) is None:

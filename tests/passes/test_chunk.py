@@ -87,6 +87,13 @@ def of_both_sides(params, batch):
     return -sum(jnp.mean(jnp.sum(jax.nn.log_softmax(scores, axis) * same, axis)) for axis in (0, 1))
 
 
+def with_itself(params, batch):
+    """Contrastive: each row with all others, of one value that is cut and taken whole."""
+    rows = batch["x"].reshape(-1, D) @ params["q"]
+    rows = rows / jnp.linalg.norm(rows, axis=-1, keepdims=True)
+    return jnp.mean(jax.nn.logsumexp(rows @ rows.T / 0.1, axis=-1) * jnp.arange(B * T))
+
+
 def attention(change=lambda scores, params: scores, softmax=jax.nn.softmax):
     def loss(params, batch):
         q, k, v = ((batch["x"] @ params[key]).reshape(B, T, N, H) for key in "qkv")
@@ -131,8 +138,18 @@ def gated_mlp(params, batch):
     return jnp.mean((jax.nn.silu(x @ params["head"]) * (x @ params["teacher"]) @ params["head"].T) ** 2)
 
 
-LOSSES = [with_accuracy, soft_labels, mixup, distillation, focal, smoothed_with_z_loss, in_two_steps, of_both_sides]
-LOSSES += [additive, gated_mlp, attention(softmax=plain), attention(softmax=with_sinks)]
+LOSSES = [
+    with_accuracy,
+    soft_labels,
+    mixup,
+    distillation,
+    focal,
+    smoothed_with_z_loss,
+    in_two_steps,
+    of_both_sides,
+    with_itself,
+]
+LOSSES += [with_itself, additive, gated_mlp, attention(softmax=plain), attention(softmax=with_sinks)]
 LOSSES += [attention(softmax=softmax_plus_one), attention(by_temperature, plain), attention(by_distance, plain)]
 
 
@@ -156,6 +173,19 @@ def test_any_loss_is_computed_in_chunks_with_its_gradients_and_a_third_of_its_me
     assert difference(loss, ours, PARAMS, BATCH) < 1e-5  # the sums are in another order
     assert ours.report().replacements, ours.report()
     assert 3 * temporaries(ours, PARAMS, BATCH) < temporaries(loss, PARAMS, BATCH)
+
+
+def test_one_value_taken_twice_is_no_chunk():
+    def gram(params, batch):
+        rows = batch["x"].reshape(-1, D) @ params["q"] / 9
+        return jnp.mean(jax.nn.logsumexp(jnp.einsum("id,jd->ij", rows, rows), axis=-1) * jnp.arange(B * T))
+
+    def transposed(params, batch):
+        weight = params["head"].T
+        return jnp.sum(jax.nn.logsumexp(batch["x"] @ weight.T, axis=-1)) + jnp.sum(weight**2)
+
+    for loss in (gram, transposed):
+        assert difference(loss, chunk(loss, max_bytes=LIMIT), PARAMS, BATCH) < 1e-5
 
 
 def shifted_back(x):

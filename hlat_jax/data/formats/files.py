@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import pathlib
+from collections.abc import Iterator
 from typing import Any, BinaryIO
 
 SHARD_SUFFIX = ".array_record"
@@ -12,6 +14,7 @@ MANIFEST_NAME = "manifest.json"
 
 _FINGERPRINT_BLOCK_BYTES = 64 * 1024
 _FINGERPRINT_BLOCKS = 16
+_VERSIONS = ("ETag", "etag", "generation", "mtime", "LastModified", "last_modified", "created")  # of a URL
 _MISTAKES = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)  # when a file is opened first
 
 
@@ -61,13 +64,25 @@ class DataFile:
         if not self.is_remote:
             return open(self.where, "rb")
         filesystem, path = filesystem_of(self.where)
-        return filesystem.open(path, "rb")
+        with client_errors():
+            return filesystem.open(path, "rb")
 
     def read_range(self, start: int, length: int) -> bytes:
         """Returns `length` bytes from `start` of a local file, fewer at its end."""
         with open(self.where, "rb") as file:
             file.seek(start)
             return file.read(length)
+
+
+@contextlib.contextmanager
+def client_errors() -> Iterator[None]:
+    """Converts exceptions of a client library, such as missing credentials, to Unreadable."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise Unreadable(f"{type(error).__name__}: {reason(error)}") from error
 
 
 class Snapshot:
@@ -93,8 +108,11 @@ class Snapshot:
         try:
             if file.is_remote:
                 filesystem, path = filesystem_of(file.where)
-                self.size, self._written_ns = int(filesystem.info(path)["size"] or 0), 0
-                self.state = self.fingerprint = filesystem.ukey(path)
+                with client_errors():
+                    info = filesystem.info(path)
+                    version = next((str(info[name]) for name in _VERSIONS if name in info), filesystem.ukey(path))
+                self.size, self._written_ns = int(info["size"] or 0), 0
+                self.state = self.fingerprint = f"{self.size} {version}"
                 return
             stat = os.stat(file)
             self.size, self._written_ns = stat.st_size, stat.st_mtime_ns

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -173,8 +173,10 @@ class _Region:
             for var, dim in ends.items():
                 if var.aval.shape[dim] % self.num_parts:
                     raise Mixed(f"{self.num_parts} parts do not divide {var.aval.str_short()}, {name}")
-            whole = {atom for atom in eqn.invars if not is_literal(atom) and atom not in ends}
-            if whole & set(self.dims) or self._whole & set(ends):
+            operands = [pair for pair in zip(eqn.invars, link.operands, strict=True) if not is_literal(pair[0])]
+            whole = {atom for atom, dim in operands if dim is None}
+            is_taken_twice = len(set(operands)) > len({atom for atom, _ in operands})  # as in x @ x.T
+            if is_taken_twice or whole & set(self.dims) or self._whole & set(ends):
                 raise Mixed(f"{name} takes all of it at each index")
             return link
         raise Mixed(f"{name} mixes it, or has no rule")
@@ -184,13 +186,14 @@ class _Region:
         found = []
         for atom in eqn.invars:
             source = self.graph.producer(atom)
-            if source is not None and atom not in self.dims and source.primitive.name == "transpose":
-                if len(self.graph.readers(atom)) == 1:  # a copy outside of the loop, part of the product inside
+            if source is None:
+                continue
+            if atom not in self.dims and source.primitive.name == "transpose":  # outside of the loop it is a copy
+                is_read_here = len(self.graph.readers(atom)) == 1 and not self.graph.is_output(atom)
+                if is_read_here and source.invars[0] not in self.dims and not is_literal(source.invars[0]):
                     self.links[id(source)] = _OF_WHOLE
-                    self._whole |= set(source.invars)
-            elif (
-                source is not None and atom in self.dims and (aval_bytes(atom.aval) > self._small or not source.invars)
-            ):
+                    self._whole.add(source.invars[0])
+            elif atom in self.dims and (aval_bytes(atom.aval) > self._small or not source.invars):
                 with contextlib.suppress(Mixed):  # else it is computed before the loops
                     self._link_of(source)
                     found.append(source)
@@ -332,12 +335,14 @@ class _Loops:
             else:
                 env[var] = _REDUCED[region.reductions[var]](values, axis=0)
 
-    def _differentiated(self, eqns: Sequence[Any], goals: Sequence[Any], reads: Iterable[Any]) -> int | None:
+    def _differentiated(self, eqns: Sequence[Any], goals: Sequence[Any], reads: Collection[Any]) -> int | None:
         """Returns which of the goals has a derivative if they are sums of numbers and one has; else None."""
         has_derivative = {var for var in reads if _is_float(var)}
         for eqn in eqns:
             if any(not is_literal(atom) and atom in has_derivative for atom in eqn.invars):
                 has_derivative |= {var for var in eqn.outvars if _is_float(var)}
+        if any(jnp.issubdtype(var.aval.dtype, jnp.complexfloating) or var.aval.dtype == jnp.float16 for var in reads):
+            return None  # complex numbers are not sorted here; fp16 needs the scale of its loss in the loop
         found = [at for at, var in enumerate(goals) if var in has_derivative]
         are_sums = all(self.region.reductions.get(var) == SUM and not var.aval.shape for var in goals)
         return found[0] if are_sums and len(found) == 1 else None
@@ -353,7 +358,7 @@ def _in_turn(part: Callable, slices: Sequence[Any], others: Sequence[Any], num_p
 def _with_gradients(
     scalar: int, part: Callable, slices: Sequence[Any], others: Sequence[Any], num_parts: int
 ) -> list[Any]:
-    """Returns the results of all chunks, which are numbers, and sums their gradients in the same loop, in fp32.
+    """Returns the results of all chunks, which are numbers, and sums their gradients in the same loop, in fp32 or more.
 
     So the backward pass scales gradients, and computes no chunk again. Result `scalar` alone has a derivative.
     """
@@ -383,10 +388,10 @@ def _with_gradients(
             number, cut, fixed_cut = at
             values, pull_back = jax.vjp(lambda *floats: call(number, floats, [*fixed_cut, *fixed[1]]), *cut, *whole)
             grads = pull_back([jnp.full_like(x, 1 if place == scalar else 0) for place, x in enumerate(values)])
-            total = [old + new.astype(jnp.float32) for old, new in zip(total, grads[len(cut) :], strict=True)]
+            total = [old + new.astype(old.dtype) for old, new in zip(total, grads[len(cut) :], strict=True)]
             return total, (values, grads[: len(cut)])
 
-        zeros = [jnp.zeros(x.shape, jnp.float32) for x in whole]
+        zeros = [jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in whole]
         total, (values, grads) = jax.lax.scan(step, zeros, (numbers, cut, fixed[0]))
         return values, (grads, total)
 
