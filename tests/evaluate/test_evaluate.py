@@ -192,7 +192,7 @@ def test_evaluate_refuses_changed_held_out_text(validated, evaluate_here):
         text.write_bytes(kept)
     assert code == 2
     assert "--validation: the held-out text differs from that of the run" in error
-    assert "held_out.jsonl with" in error
+    assert "held_out.jsonl changed since the checkpoint" in error
 
 
 def test_evaluate_refuses_invalid_flags(trained_run, evaluate_here, tmp_path):
