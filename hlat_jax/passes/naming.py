@@ -42,16 +42,26 @@ class MissingValues(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class RematChoice:
-    """The names of the values that are saved for the backward pass; all others are recomputed."""
+    """The values that are saved for the backward pass; all others are recomputed.
+
+    Attributes:
+      saved: their names.
+      stock_policy: one of `stack.STOCK_POLICIES`, used instead of names.
+    """
 
     saved: tuple[str, ...] = ()
+    stock_policy: str = ""
 
     def __str__(self) -> str:
+        if self.stock_policy:
+            return f"policy:{self.stock_policy}"
         return _PREFIX + ",".join(self.saved)
 
     @property
     def policy(self) -> Callable:
         """The policy of `jax.checkpoint` that saves them."""
+        if self.stock_policy:
+            return getattr(checkpoint_policies, self.stock_policy)
         policy = checkpoint_policies.save_only_these_names(*self.saved)
         # Marks our checkpoints, for `recompute` to distinguish them from the function's. The policy is a closure up to
         # JAX 0.10.1, then a frozen dataclass whose class JAX checks: it cannot be wrapped or assigned to.
@@ -60,7 +70,7 @@ class RematChoice:
 
 
 def parse_choice(text: str) -> RematChoice:
-    """Returns the `RematChoice` with this `str`."""
+    """Returns the `RematChoice` of names with this `str`."""
     return RematChoice(tuple(name for name in text.removeprefix(_PREFIX).split(",") if name))
 
 

@@ -28,6 +28,7 @@ from hlat_jax.passes.naming import RematChoice
 from hlat_jax.passes.products import live_jaxpr, total_flops
 from hlat_jax.passes.recompute import recompute_graph
 from hlat_jax.passes.selection import Trials, search_choice
+from hlat_jax.stack import STOCK_POLICIES
 
 _CHECKPOINTED = {
     "loops": naming.checkpointed_loops,
@@ -61,7 +62,7 @@ class RematOptions:
         loops and all calls that keep the value at one time.
       measure: traced program -> bytes, which are compared with the budget.
       max_compilations: most programs compiled, and one more for the comparison of regions; more of them come closer to
-        the budget.
+        the budget. Where nothing kept does not fit, the four `stack.STOCK_POLICIES` are compiled in addition.
     """
 
     region: str = "auto"
@@ -83,7 +84,7 @@ class RematPlan:
     """A choice of values to save, and the figures behind it.
 
     Attributes:
-      choice: names of the values; None if the program fits without rematerialization.
+      choice: names of the values, or a stock policy; None if the program fits without rematerialization.
       budget_bytes: the budget.
       measured_bytes: bytes of the program, by `RematOptions.measure`.
       predicted_bytes: its bytes before it was compiled: those of full rematerialization plus those of the saved values.
@@ -121,7 +122,8 @@ class RematPlan:
         """Returns a summary in a few lines."""
         kept = "everything: it fits without rematerialization"
         if self.choice is not None:
-            kept = ", ".join(self.choice.saved) or "nothing"
+            policy = self.choice.stock_policy
+            kept = f"what {policy} saves" if policy else ", ".join(self.choice.saved) or "nothing"
         full = "" if self.full is None else f", {format_bytes(self.full[0])} with nothing kept"
         if self.segments:
             kinds = "1 kind" if len(self.segments) == 1 else f"{len(self.segments)} kinds"
@@ -183,7 +185,7 @@ def fit(
     trials = {region: trials_of(region) for region in candidates}
     region = candidates[0] if shared[0] <= budget else _narrowest(trials, budget)
     plan = _search(trials[region], budget_bytes=budget, options=options)
-    if plan.choice is None:
+    if plan.choice is None or plan.choice.stock_policy:
         region = "whole"
     kinds = collections.Counter(segment.kind for segment in naming.segments(traces[-1])) if region == "segments" else {}
     return dataclasses.replace(
@@ -233,14 +235,14 @@ def _trace(args: tuple, *, called: Callable, step: Callable) -> Any:
 
 
 def regions(fn: Callable, choice: RematChoice, *, region: str) -> Callable:
-    """Returns `fn` with a choice applied to each `RematOptions.region` of it.
+    """Returns `fn` with a choice applied to each `RematOptions.region` of it, or a stock policy to all of it.
 
     With auto, these are the regions that the names of the choice come from. For one without names: loops, or segments
     where there are none, or all of it.
     """
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        where = region
+        where = "whole" if choice.stock_policy else region
         if where == "auto":
             is_segmented = any(map(naming.is_of_segment, choice.saved))
             where = "segments" if is_segmented else _candidates([_jaxpr(fn, args, kwargs)], "auto")[0]
@@ -273,16 +275,12 @@ def _search(trial: Trials, *, budget_bytes: int, options: RematOptions) -> Remat
     if plain[0] > budget_bytes:
         choice, full = RematChoice(), trial(RematChoice())
         if full[0] > budget_bytes:
-            raise BudgetNotMet(
-                f"a budget of {budget_bytes:,} bytes ({format_bytes(budget_bytes)}) is not met: the program takes "
-                f"{full[0]:,} bytes ({format_bytes(full[0])}) with nothing kept and {format_bytes(plain[0])} without "
-                "rematerialization. Write blocks in a Python loop as a lax.scan, or put jax.checkpoint around each. Or "
-                "raise the budget, or reduce the batch or microbatch of a device."
-            )
-        graph = recompute_graph(live_jaxpr(trial.trace(choice)), min_bytes=options.min_bytes)
-        if graph.sizes:
-            choice = search_choice(trial, graph, budget_bytes=budget_bytes, most=options.max_compilations)
-        predicted = full[0] + graph.num_bytes(choice.saved), full[1] - graph.flops(()) + graph.flops(choice.saved)
+            choice = _stock_choice(trial, budget_bytes)
+        else:
+            graph = recompute_graph(live_jaxpr(trial.trace(choice)), min_bytes=options.min_bytes)
+            if graph.sizes:
+                choice = search_choice(trial, graph, budget_bytes=budget_bytes, most=options.max_compilations)
+            predicted = full[0] + graph.num_bytes(choice.saved), full[1] - graph.flops(()) + graph.flops(choice.saved)
     measured = trial(choice)
     predicted = predicted or measured
     return RematPlan(
@@ -296,6 +294,25 @@ def _search(trial: Trials, *, budget_bytes: int, options: RematOptions) -> Remat
         full=full,
         compilations=trial.count,
         seconds=time.monotonic() - began,
+    )
+
+
+def _stock_choice(trial: Trials, budget_bytes: int) -> RematChoice:
+    """Returns the stock policy that fits with the fewest FLOPs, for a program that takes more with nothing kept.
+
+    What XLA allocates also depends on the order of its operations, which a policy changes.
+    """
+    results = {choice: trial(choice) for choice in (RematChoice(stock_policy=name) for name in STOCK_POLICIES)}
+    fitting = [choice for choice, (num_bytes, _) in results.items() if num_bytes <= budget_bytes]
+    if fitting:
+        return min(fitting, key=lambda choice: results[choice][1])
+    full, plain = trial(RematChoice())[0], trial(None)[0]
+    best = min(results, key=lambda choice: results[choice][0])
+    raise BudgetNotMet(
+        f"a budget of {budget_bytes:,} bytes ({format_bytes(budget_bytes)}) is not met: the program takes {full:,} "
+        f"bytes ({format_bytes(full)}) with nothing kept, {format_bytes(plain)} without rematerialization and "
+        f"{format_bytes(results[best][0])} under {best.stock_policy}. Write blocks in a Python loop as a lax.scan, or "
+        "put jax.checkpoint around each. Or raise the budget, or reduce the batch or microbatch of a device."
     )
 
 

@@ -41,7 +41,7 @@ KEPT = {
     "equimo ViT": 0.78,
     "flax attention": 0.82,
 }
-BUDGETED = ("nanodo", "moe", "gnn")  # blocks in loops, products of groups, a graph
+BUDGETED = ("nanodo", "unet", "moe", "gnn")  # blocks in loops, a bottleneck, products of groups, a graph
 # Attentions and cross-entropies that `rewrite` replaces.
 OPS = {
     "nanodo": (2, 1),
