@@ -34,6 +34,11 @@ def scaled_losses() -> Iterator[None]:
         yield
 
 
+def is_loss_scaled() -> bool:
+    """Returns whether the loss that is differentiated here is scaled, see `scaled_losses`."""
+    return _is_scaled.value
+
+
 def logits(hidden: jax.Array, head_VD: jax.Array) -> jax.Array:
     """Returns fp32 [..., V] from `hidden` [..., D]: products in the input dtype, accumulated and kept in fp32."""
     return _product(hidden, head_VD, (hidden.ndim - 1, 1))
@@ -156,7 +161,7 @@ def _loss_sum(hidden_BTD, head_VD, targets_BT, weights_BT, static):
 def _forward(hidden_BTD, head_VD, targets_BT, weights_BT, static):
     z_loss_weight, chunk, axes = static
     precision = None
-    if _is_scaled.value and hidden_BTD.dtype == jnp.float32:
+    if is_loss_scaled() and hidden_BTD.dtype == jnp.float32:
         precision = jax.lax.DotAlgorithmPreset.F32_F32_F32  # which autocast does not change
 
     def add(sums, rows):

@@ -149,7 +149,7 @@ LOSSES = [
     of_both_sides,
     with_itself,
 ]
-LOSSES += [with_itself, additive, gated_mlp, attention(softmax=plain), attention(softmax=with_sinks)]
+LOSSES += [additive, gated_mlp, attention(softmax=plain), attention(softmax=with_sinks)]
 LOSSES += [attention(softmax=softmax_plus_one), attention(by_temperature, plain), attention(by_distance, plain)]
 
 

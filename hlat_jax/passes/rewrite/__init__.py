@@ -1,7 +1,8 @@
 """Runs our implementations of ops in a function that was written without them.
 
 Before differentiation, `rewrite` traces a function, finds in its jaxpr the equations that compute what one of our ops
-computes, and computes them by the implementation that the op's dialect chooses:
+computes, and computes them by the implementation that the op's dialect chooses. A loss of large logits is computed in
+chunks, see `chunks`:
 
     loss = rewrite(loss)
     value, grads = jax.value_and_grad(loss)(params, batch)
@@ -24,15 +25,15 @@ import jax
 import numpy as np
 from jax.extend import core
 
+from hlat_jax.facts.byte_sizes import parse_bytes
 from hlat_jax.ops.dialect import CallSpec, Op
 from hlat_jax.passes.jaxpr import CHECKPOINT, trace_call, without_consts
-from hlat_jax.passes.rewrite import attention, loss, mlp
+from hlat_jax.passes.rewrite import attention, chunks, mlp
 from hlat_jax.passes.rewrite.check import compare
 from hlat_jax.passes.rewrite.graph import Change, Choose, EquationGraph, Match, Refusal
 
 Matcher = Callable[[EquationGraph], Iterable[Match | Refusal]]
 # Each: graph -> a Match or a Refusal for each place that looks like its op.
-MATCHERS = (attention.matches, loss.matches, mlp.matches)
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -110,6 +111,7 @@ def rewrite(
     fn: Callable[_Args, _Result],
     *,
     platform: str | None = None,
+    max_bytes: int | str = chunks.LOSS_BYTES,
     check: bool = True,
 ) -> Rewritten[_Args, _Result]:
     """Returns a function with the same arguments and results that runs our implementations of ops.
@@ -120,16 +122,23 @@ def rewrite(
     Args:
       fn: a function that JAX can trace; arguments as for `autocast`.
       platform: the platform for which implementations are chosen, by default that of JAX's default device.
+      max_bytes: "2MiB" or bytes: the size up to which logits are left as they are. Those of a loss that ends in one
+        number are computed in chunks of at least 128 rows, without computing any of them twice.
       check: whether each replacement is compared with the original before it is used, by values and gradients, on
         this machine's CPU.
+
+    Raises:
+      ValueError: `max_bytes` is no size.
     """
-    return Rewritten(fn, lambda: Rewriter(platform or jax.default_backend(), check=check))
+    losses = functools.partial(chunks.losses, max_bytes=parse_bytes(max_bytes, name="max_bytes"))
+    matchers = attention.matches, mlp.matches, losses
+    return Rewritten(fn, lambda: Rewriter(platform or jax.default_backend(), check=check, matchers=matchers))
 
 
 class Rewriter:
     """Replaces ops in jaxprs, and records what it does."""
 
-    def __init__(self, platform: str, *, check: bool, matchers: Sequence[Matcher] = MATCHERS):
+    def __init__(self, platform: str, *, check: bool, matchers: Sequence[Matcher]):
         self.platform, self.check, self.matchers = platform, check, matchers
         self.replacements: dict[Any, Replacement] = {}
         self.refusals: list[Refusal] = []
@@ -156,13 +165,12 @@ class Rewriter:
     def _select_matches(self, graph: EquationGraph) -> list[tuple[Match, Callable]]:
         """Returns the matches that are used, each with its replacement; records them and the refusals."""
         used: list[tuple[Match, Callable]] = []
-        taken: set[int] = set()
         for matches in self.matchers:
             for candidate in matches(graph):
                 if isinstance(candidate, Refusal):
                     self.refusals.append(candidate)
                     continue
-                if any(id(eqn) in taken for eqn in candidate.eqns):
+                if any(id(eqn) in graph.taken for eqn in candidate.eqns):
                     continue  # replaced as part of a larger op
                 chosen: list[str] = []
                 pair = candidate, functools.partial(candidate.replacement, self._chooser(chosen))
@@ -173,7 +181,7 @@ class Rewriter:
                     self.refusals.append(Refusal(candidate.op, candidate.source, " ".join(str(error).split())))
                     continue
                 used.append(pair)
-                taken |= {id(eqn) for eqn in candidate.eqns}
+                graph.taken |= {id(eqn) for eqn in candidate.eqns}
                 self._record(candidate, tuple(dict.fromkeys(chosen)), difference)
         return used
 

@@ -168,7 +168,8 @@ class _Cut:
         self.eqns, self.constants = self._original()
         calls = graph.sealed_calls_of(self.eqns)
         has_unknown_rule = not all(map(_has_known_rule, calls)) if match.resized else bool(calls)
-        if has_unknown_rule or max(var.aval.size for eqn in self.eqns for var in eqn.outvars) <= CUT_ABOVE:
+        cut_above = CUT_ABOVE // 256 if match.resized else CUT_ABOVE  # sums of fewer numbers are also more exact
+        if has_unknown_rule or max(var.aval.size for eqn in self.eqns for var in eqn.outvars) <= cut_above:
             return
         for eqn in self.eqns:
             self._join(eqn)

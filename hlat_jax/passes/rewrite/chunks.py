@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -19,15 +20,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hlat_jax.ops.cross_entropy import is_loss_scaled
 from hlat_jax.passes.independence import SUM, Link, bind_part, links
 from hlat_jax.passes.jaxpr import aval_bytes, place_of
 from hlat_jax.passes.rewrite.graph import EquationGraph, Match, Refusal, is_literal
 
 ShapeOf = Callable[[Any], Sequence[int]]
 MAX_BYTES = 32 * 2**20
+LOSS_BYTES = 2 * 2**20
+LEAST_ROWS = 128  # of a chunk of a loss: each chunk adds to the gradient of the whole head
 _PARTS = 4  # of `max_bytes`: several values of a chunk are held at a time
 _LEAST_GAIN = 2.0  # the largest intermediate must be so many times what a region reads and returns in chunks
-_TINY = 64  # how many times smaller than the intermediate a result is through which a region goes on to its sum
 _OF_WHOLE = Link((None,), (None,))  # of an equation that each chunk computes alike
 _REDUCED = {"reduce_max": jnp.max, "reduce_min": jnp.min, "reduce_and": jnp.all, "reduce_or": jnp.any}
 
@@ -39,25 +42,95 @@ class Mixed(ValueError):
 def matches(graph: EquationGraph, *, max_bytes: int = MAX_BYTES) -> Iterator[Match | Refusal]:
     """Yields a match or a refusal for each intermediate of more than `max_bytes`, the largest first."""
     taken: set[int] = set()
-    tried: set[Any] = set()
     large = [var for eqn in graph.eqns for var in eqn.outvars if aval_bytes(var.aval) > max_bytes]
     for seed in sorted(large, key=lambda var: aval_bytes(var.aval), reverse=True):
         eqn = graph.producer(seed)
-        if seed in tried or id(eqn) in taken or graph.is_constant(seed) or not graph.readers(seed):
+        if id(eqn) in taken or graph.is_constant(seed) or not graph.readers(seed):
             continue
-        regions, reasons = [], []
-        for dim in range(seed.aval.ndim):
+        parts = -(-_PARTS * aval_bytes(seed.aval) // max_bytes)
+        bounds = _Bounds(parts, lambda var: _PARTS * aval_bytes(var.aval) > max_bytes, aval_bytes(seed.aval) // 64)
+        regions, reason = _regions(graph, seed, bounds, taken)
+        if regions:
+            region = min(regions, key=lambda one: one.cost)
+            taken |= {id(eqn) for eqn in region.eqns}
+            yield region.match()
+        else:
+            yield Refusal("chunk", graph.source(eqn), reason)
+
+
+def losses(graph: EquationGraph, *, max_bytes: int = LOSS_BYTES) -> Iterator[Match | Refusal]:
+    """Yields a match or a refusal for each product of more than `max_bytes` of which a loss is computed, as logits are.
+
+    No other product depends on it, and the region ends in one number. The backward pass computes none of its chunks
+    again, so that they cost no time.
+    """
+    for eqn in graph.eqns:
+        seed = eqn.outvars[0]
+        if eqn.primitive.name != "dot_general" or id(eqn) in graph.taken or aval_bytes(seed.aval) <= max_bytes:
+            continue
+        parts = min(-(-_PARTS * aval_bytes(seed.aval) // max_bytes), _num_rows(eqn) // LEAST_ROWS)
+        if parts < 2 or graph.is_constant(seed) or not _is_of_loss(graph, seed):
+            continue
+        num_bytes = aval_bytes(seed.aval)
+        bounds = _Bounds(parts, lambda var, size=seed.aval.size: 2 * var.aval.size > size, num_bytes)
+        regions, reason = _regions(graph, seed, bounds, graph.taken)
+        ends = [region for region in regions if region.is_loss]
+        if ends:
+            yield min(ends, key=lambda one: one.cost).match("loss")
+        else:
+            in_turn = f"{seed.aval.str_short()}: not all ends in one number; `passes.chunk` computes its chunks twice"
+            yield Refusal("loss", graph.source(eqn), in_turn if regions else reason)
+
+
+def _is_of_loss(graph: EquationGraph, seed: Any) -> bool:
+    """Returns whether a result that is one number depends on a variable, and no product does."""
+    dependent, waiting = {seed}, [seed]
+    while waiting:
+        for eqn in graph.readers(waiting.pop()):
+            if eqn.primitive.name in ("dot_general", "conv_general_dilated"):
+                return False
+            waiting += set(eqn.outvars) - dependent
+            dependent |= set(eqn.outvars)
+    return any(not is_literal(atom) and atom in dependent and atom.aval.size == 1 for atom in graph.outvars)
+
+
+def _num_rows(product: Any) -> int:
+    """Returns how many rows of the first operand a product has, those of a batch included."""
+    ((_, contracted), (_, batch)), second = product.params["dimension_numbers"], product.invars[1].aval.shape
+    columns = math.prod(size for dim, size in enumerate(second) if dim not in (*contracted, *batch))
+    return product.outvars[0].aval.size // max(columns, 1)
+
+
+def _regions(graph: EquationGraph, seed: Any, bounds: _Bounds, taken: Collection[int]) -> tuple[list[_Region], str]:
+    """Returns the regions around a variable, one for each dimension, and why there are no others."""
+    regions, reasons = [], []
+    for dim in range(seed.aval.ndim):
+        for is_eager in (True, False):
             try:
-                regions.append(_Region(graph, seed, dim, max_bytes=max_bytes, taken=taken))
+                regions.append(_Region(graph, seed, dim, dataclasses.replace(bounds, is_eager=is_eager), taken))
+                break
             except Mixed as why:
-                reasons.append(str(why))
-        if not regions:
-            tried.add(seed)
-            yield Refusal("chunk", graph.source(eqn), f"{seed.aval.str_short()}: {'; '.join(dict.fromkeys(reasons))}")
-            continue
-        region = min(regions, key=lambda one: (one.num_levels, max(_PARTS * one.part_bytes, max_bytes), one.kept_bytes))
-        taken |= {id(eqn) for eqn in region.eqns}
-        yield region.match()
+                reason = str(why)
+        else:
+            reasons.append(reason)
+    return regions, f"{seed.aval.str_short()}: {'; '.join(dict.fromkeys(reasons))}"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Bounds:
+    """How far a region reaches.
+
+    Attributes:
+      parts: least number of chunks.
+      is_large: takes a variable, and returns whether it is computed in the region if it can be.
+      is_eager: whether a large operand is computed in the region although others read it, who are then part of it.
+      tiny_bytes: the bytes of results up to which the region goes on through them if all of it then ends in sums.
+    """
+
+    parts: int
+    is_large: Callable[[Any], bool]
+    tiny_bytes: int
+    is_eager: bool = True
 
 
 class _Region:
@@ -69,38 +142,43 @@ class _Region:
       reductions: variable -> how it is reduced over the chunks; "" of what is computed from reduced values alone.
       links: id of an equation -> its link; None of an equation of reduced values alone.
       outputs: variables that others read.
-      kept_bytes: of what is left between the loops.
-      level: id of an equation -> how many reductions over the chunks come before it.
+      cost: of the region, by which those of several dimensions are compared: loops, bytes of a chunk, bytes that are
+        left between the loops.
+      loops: (equations of reduced values alone, the loop after them), in order.
     """
 
-    def __init__(self, graph: EquationGraph, seed: Any, dim: int, *, max_bytes: int, taken: set[int]):
+    def __init__(self, graph: EquationGraph, seed: Any, dim: int, bounds: _Bounds, taken: Collection[int]):
+        """Finds the region around `seed`.
+
+        Raises:
+          Mixed: there is none along the dimension.
+        """
         self.graph, self.seed = graph, seed
         size, num_bytes = seed.aval.shape[dim], aval_bytes(seed.aval)
-        needed = -(-_PARTS * num_bytes // max_bytes)
-        self.num_parts = next((parts for parts in range(min(needed, size), size + 1) if size % parts == 0), 1)
+        self.num_parts = next((more for more in range(min(bounds.parts, size), size + 1) if size % more == 0), 1)
         if self.num_parts < 2:
             raise Mixed(f"dimension {dim} has one index")
-        self.part_bytes = num_bytes // self.num_parts
         self.dims: dict[Any, int] = {seed: dim}
         self.reductions: dict[Any, str] = {}
         self._whole: set[Any] = set()  # operands that every chunk takes as a whole
-        self._small = max_bytes // 4
+        self._bounds, self._taken = bounds, taken
         self.links: dict[int, Link | None] = {}
-        self._grow([graph.producer(seed)], taken)
-        self._extend(taken)
+        self._grow([graph.producer(seed)])
+        self._extend()
         self.eqns = [eqn for eqn in graph.eqns if id(eqn) in self.links]
         self.outputs = self._outputs()
-        self.level = self._levels()
-        self.kept_bytes = self._kept_bytes()
-        if num_bytes < _LEAST_GAIN * self.kept_bytes:
+        self.loops = self._loops()
+        kept_bytes = self._kept_bytes()
+        self.cost = len(self.loops), num_bytes // min(bounds.parts, self.num_parts), kept_bytes
+        if num_bytes < _LEAST_GAIN * kept_bytes:
             raise Mixed("chunks would keep about as many bytes")
 
     @property
-    def num_levels(self) -> int:
-        """The number of loops."""
-        return max(self.level.values()) + 1
+    def is_loss(self) -> bool:
+        """Whether it ends in one number with a derivative: its gradients are computed with it, and no chunk twice."""
+        return len(self.loops) == 1 and self.loops[0][1].scalar is not None
 
-    def match(self) -> Match:
+    def match(self, name: str = "chunk") -> Match:
         """Returns the region as what `rewrite` replaces."""
         number = {id(eqn): at for at, eqn in enumerate(self.eqns)}
         inputs = [atom for eqn in self.eqns for atom in eqn.invars if not is_literal(atom)]
@@ -112,9 +190,9 @@ class _Region:
             loops = _Loops(self, shape_of, num_parts)
             return lambda choose, *values: loops.compute(dict(zip(inputs, values, strict=True)))
 
-        again = f", in {self.num_levels} loops" if self.num_levels > 1 else ""
+        again = f", in {len(self.loops)} loops" if len(self.loops) > 1 else ""
         return Match(
-            op="chunk",
+            op=name,
             eqns=self.eqns,
             inputs=inputs,
             outputs=self.outputs,
@@ -124,7 +202,7 @@ class _Region:
             resized=replacement_at,
         )
 
-    def _extend(self, taken: set[int]) -> None:
+    def _extend(self) -> None:
         """Adds what is computed from tiny results, such as losses of tokens, where all of it ends in sums."""
         before = dict(self.links), dict(self.dims), dict(self.reductions), set(self._whole)
         try:
@@ -134,18 +212,18 @@ class _Region:
                 if not ends:
                     return
                 for var in ends:
-                    if self.graph.is_output(var) or _TINY * aval_bytes(var.aval) > aval_bytes(self.seed.aval):
+                    if self.graph.is_output(var) or aval_bytes(var.aval) > self._bounds.tiny_bytes:
                         raise Mixed("it does not end in sums")
-                    self._grow(self.graph.readers(var), taken)
+                    self._grow(self.graph.readers(var))
         except Mixed:
             self.links, self.dims, self.reductions, self._whole = before
 
-    def _grow(self, first: Sequence[Any], taken: set[int]) -> None:
+    def _grow(self, first: Sequence[Any]) -> None:
         waiting = list(first)
         while waiting:
             eqn = waiting.pop()
             if id(eqn) not in self.links:
-                if id(eqn) in taken:
+                if id(eqn) in self._taken:
                     raise Mixed("it is computed in other chunks")
                 self._add(eqn)
                 waiting += self._neighbors(eqn)
@@ -186,23 +264,38 @@ class _Region:
         found = []
         for atom in eqn.invars:
             source = self.graph.producer(atom)
-            if source is None:
+            if source is None or id(source) in self._taken:
                 continue
-            if atom not in self.dims and source.primitive.name == "transpose":  # outside of the loop it is a copy
-                is_read_here = len(self.graph.readers(atom)) == 1 and not self.graph.is_output(atom)
-                if is_read_here and source.invars[0] not in self.dims and not is_literal(source.invars[0]):
-                    self.links[id(source)] = _OF_WHOLE
-                    self._whole.add(source.invars[0])
-            elif atom in self.dims and (aval_bytes(atom.aval) > self._small or not source.invars):
+            if atom not in self.dims:
+                self._take_whole(source)
+            elif self._is_included(atom, source):
                 with contextlib.suppress(Mixed):  # else it is computed before the loops
                     self._link_of(source)
                     found.append(source)
         for var in eqn.outvars:
-            if var in self.dims and aval_bytes(var.aval) > self._small:
+            if var in self.dims and self._bounds.is_large(var):
                 if self.graph.is_output(var):
                     raise Mixed("it is a result of the function")
                 found += self.graph.readers(var)
         return found
+
+    def _is_included(self, var: Any, source: Any) -> bool:
+        """Returns whether a value that differs from chunk to chunk is computed in the region if it can be."""
+        if not (self._bounds.is_large(var) or not _variables(source) or id(source) in self.graph.sealed):
+            return False
+        return self._bounds.is_eager or all(id(reader) in self.links for reader in self.graph.readers(var))
+
+    def _take_whole(self, eqn: Any) -> None:
+        """Adds an equation that each chunk computes alike: a transpose that outside would be a copy, part of a rule."""
+        (var, *_), operands = eqn.outvars, _variables(eqn)
+        is_read_here = len(self.graph.readers(var)) == 1 and not self.graph.is_output(var)
+        is_copy = eqn.primitive.name == "transpose" and is_read_here and operands
+        if (is_copy or id(eqn) in self.graph.sealed) and not set(operands) & set(self.dims):
+            self.links[id(eqn)] = _OF_WHOLE
+            self._whole |= set(operands)
+            for source in map(self.graph.producer, operands):
+                if id(source) in self.graph.sealed and id(source) not in self.links:
+                    self._take_whole(source)
 
     def _between(self) -> list[Any]:
         """Returns equations that depend on the region and that it depends on; adds those of reduced values alone."""
@@ -229,14 +322,55 @@ class _Region:
             self.reductions |= dict.fromkeys(eqn.outvars, "")
         return []
 
-    def _levels(self) -> dict[int, int]:
+    def _loops(self) -> list[tuple[list[Any], _Loop]]:
+        """Returns the loops in order; each begins with what the ones before it have reduced."""
         level: dict[Any, int] = {}
-        of_eqn = {}
+        eqns_of: dict[int, list[Any]] = {}
         for eqn in self.eqns:
             now = max((level.get(atom, 0) for atom in eqn.invars if not is_literal(atom)), default=0)
-            of_eqn[id(eqn)] = now
+            eqns_of.setdefault(now, []).append(eqn)
             level |= dict.fromkeys(eqn.outvars, now + bool(self.reductions.get(eqn.outvars[0])))
-        return of_eqn
+        inside = {var for eqn in self.eqns for var in eqn.outvars}
+        computed: set[Any] = set()
+        loops = []
+        for now in range(max(eqns_of) + 1):
+            between = [eqn for eqn in eqns_of.get(now, []) if self.links[id(eqn)] is None]
+            computed |= {var for eqn in between for var in eqn.outvars}
+            goals = [
+                var
+                for eqn in eqns_of.get(now, [])
+                for var in eqn.outvars
+                if self.reductions.get(var) or (var in self.dims and var in self.outputs)
+            ]
+            loops.append((between, self._loop(goals, inside - computed)))
+            computed |= set(goals)
+        return loops
+
+    def _loop(self, goals: Sequence[Any], to_compute: Collection[Any]) -> _Loop:
+        needed: set[int] = set()
+        waiting = [self.graph.producer(var) for var in goals]
+        while waiting:
+            eqn = waiting.pop()
+            if id(eqn) not in needed:
+                needed.add(id(eqn))
+                waiting += [self.graph.producer(atom) for atom in _variables(eqn) if atom in to_compute]
+        eqns = [eqn for eqn in self.eqns if id(eqn) in needed]
+        own = {var for eqn in eqns for var in eqn.outvars}
+        reads = list(dict.fromkeys(atom for eqn in eqns for atom in _variables(eqn) if atom not in own))
+        cut, whole = [v for v in reads if v in self.dims], [v for v in reads if v not in self.dims]
+        return _Loop(goals, eqns, cut, whole, self._differentiated(eqns, goals, reads))
+
+    def _differentiated(self, eqns: Sequence[Any], goals: Sequence[Any], reads: Sequence[Any]) -> int | None:
+        """Returns which of the goals has a derivative if they are sums of numbers and one has; else None."""
+        has_derivative = {var for var in reads if _is_float(var)}
+        for eqn in eqns:
+            if any(atom in has_derivative for atom in _variables(eqn)):
+                has_derivative |= {var for var in eqn.outvars if _is_float(var)}
+        if any(jnp.issubdtype(var.aval.dtype, jnp.complexfloating) or var.aval.dtype == jnp.float16 for var in reads):
+            return None  # complex numbers are not sorted here; fp16 needs the scale of its loss in the loop
+        places = [at for at, var in enumerate(goals) if var in has_derivative]
+        are_sums = all(self.reductions.get(var) == SUM and not var.aval.shape for var in goals)
+        return places[0] if are_sums and len(places) == 1 else None
 
     def _outputs(self) -> list[Any]:
         inside = {id(eqn) for eqn in self.eqns}
@@ -257,6 +391,25 @@ class _Region:
 
 
 @dataclasses.dataclass(frozen=True)
+class _Loop:
+    """One loop over the chunks of a region.
+
+    Attributes:
+      goals: variables that it computes.
+      eqns: the equations that they need, in order.
+      cut: variables that a chunk reads a part of.
+      whole: variables that each chunk reads as they are.
+      scalar: which of the goals has a derivative, if all are sums of numbers and one alone has one; else None.
+    """
+
+    goals: Sequence[Any]
+    eqns: Sequence[Any]
+    cut: Sequence[Any]
+    whole: Sequence[Any]
+    scalar: int | None
+
+
+@dataclasses.dataclass(frozen=True)
 class _Loops:
     """A region as loops over chunks, at the shapes of the program or at smaller ones.
 
@@ -272,18 +425,12 @@ class _Loops:
 
     def compute(self, env: dict[Any, Any]) -> list[Any]:
         """Returns the values of the outputs from those of the inputs, which `env` has."""
-        region, outputs = self.region, self.region.outputs
-        for level in range(region.num_levels + 1):
-            goals = []
-            for eqn in region.eqns:
-                if region.level[id(eqn)] != level:
-                    continue
-                if region.links[id(eqn)] is None:
-                    self._compute(env, eqn)
-                goals += [v for v in eqn.outvars if region.reductions.get(v) or (v in region.dims and v in outputs)]
-            if goals:
-                self._loop(env, goals)
-        return [env[var] for var in outputs]
+        for between, loop in self.region.loops:
+            for eqn in between:
+                self._compute(env, eqn)
+            if loop.goals:
+                self._run(env, loop)
+        return [env[var] for var in self.region.outputs]
 
     def _compute(self, env: dict[Any, Any], eqn: Any, number: Any = None, parts: int = 1) -> None:
         """Adds the results of an equation; of chunk `number` of `parts`, if it is one of several."""
@@ -302,50 +449,27 @@ class _Loops:
             results = [result.astype(jnp.float32) for result in results]  # partial sums
         env |= zip(eqn.outvars, results, strict=True)
 
-    def _loop(self, env: dict[Any, Any], goals: Sequence[Any]) -> None:
-        """Adds the goals, computed in a loop over the chunks."""
-        region, needed = self.region, {}
-        waiting = [region.graph.producer(var) for var in goals]
-        while waiting:
-            eqn = waiting.pop()
-            if id(eqn) not in needed:
-                needed[id(eqn)] = eqn
-                atoms = [atom for atom in eqn.invars if not is_literal(atom) and atom not in env]
-                waiting += map(region.graph.producer, atoms)
-        eqns = [eqn for eqn in region.eqns if id(eqn) in needed]
-        own = {var for eqn in eqns for var in eqn.outvars}
-        reads = dict.fromkeys(atom for eqn in eqns for atom in eqn.invars if not is_literal(atom) and atom not in own)
-        cut, whole = [v for v in reads if v in region.dims], [v for v in reads if v not in region.dims]
+    def _run(self, env: dict[Any, Any], loop: _Loop) -> None:
+        """Adds the goals of a loop."""
 
         def part(number: Any, slices: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-            local = dict(zip((*cut, *whole), (*slices, *others), strict=True))
-            for eqn in eqns:
+            local = dict(zip((*loop.cut, *loop.whole), (*slices, *others), strict=True))
+            for eqn in loop.eqns:
                 self._compute(local, eqn, number, self.num_parts)
-            return [local[var] for var in goals]
+            return [local[var] for var in loop.goals]
 
-        scalar = self._differentiated(eqns, goals, reads)
-        loop = _in_turn if scalar is None else functools.partial(_with_gradients, scalar)
-        slices = [_split(env[var], region.dims[var], self.num_parts) for var in cut]
-        parts = loop(part, slices, [env[var] for var in whole], self.num_parts)
-        for var, values in zip(goals, parts, strict=True):
-            if var in region.dims:
-                env[var] = _join(values, region.dims[var])
-            elif region.reductions[var] == SUM:
+        dims = self.region.dims
+        run = _in_turn if loop.scalar is None else functools.partial(_with_gradients, loop.scalar)
+        slices = [_split(env[var], dims[var], self.num_parts) for var in loop.cut]
+        parts = run(part, slices, [env[var] for var in loop.whole], self.num_parts)
+        for var, values in zip(loop.goals, parts, strict=True):
+            reduction = self.region.reductions.get(var)
+            if var in dims:
+                env[var] = _join(values, dims[var])
+            elif reduction == SUM:
                 env[var] = values.sum(0).astype(var.aval.dtype)
             else:
-                env[var] = _REDUCED[region.reductions[var]](values, axis=0)
-
-    def _differentiated(self, eqns: Sequence[Any], goals: Sequence[Any], reads: Collection[Any]) -> int | None:
-        """Returns which of the goals has a derivative if they are sums of numbers and one has; else None."""
-        has_derivative = {var for var in reads if _is_float(var)}
-        for eqn in eqns:
-            if any(not is_literal(atom) and atom in has_derivative for atom in eqn.invars):
-                has_derivative |= {var for var in eqn.outvars if _is_float(var)}
-        if any(jnp.issubdtype(var.aval.dtype, jnp.complexfloating) or var.aval.dtype == jnp.float16 for var in reads):
-            return None  # complex numbers are not sorted here; fp16 needs the scale of its loss in the loop
-        found = [at for at, var in enumerate(goals) if var in has_derivative]
-        are_sums = all(self.region.reductions.get(var) == SUM and not var.aval.shape for var in goals)
-        return found[0] if are_sums and len(found) == 1 else None
+                env[var] = _REDUCED[reduction](values, axis=0)
 
 
 def _in_turn(part: Callable, slices: Sequence[Any], others: Sequence[Any], num_parts: int) -> list[Any]:
@@ -360,7 +484,8 @@ def _with_gradients(
 ) -> list[Any]:
     """Returns the results of all chunks, which are numbers, and sums their gradients in the same loop, in fp32 or more.
 
-    So the backward pass scales gradients, and computes no chunk again. Result `scalar` alone has a derivative.
+    So the backward pass scales gradients, and computes no chunk again, but for a scaled loss, of which they would be
+    unscaled here: see `ops.loss_scale`. Result `scalar` alone has a derivative.
     """
     numbers = np.arange(num_parts, dtype=np.int32)  # not traced: the functions below close over it
     is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in (*slices, *others)]
@@ -375,15 +500,19 @@ def _with_gradients(
         at = [number for number, one in enumerate(is_float) if one == kind]
         return [values[i] for i in at if i < num_cut], [values[i] for i in at if i >= num_cut]
 
-    @jax.custom_vjp
-    def sums(cut: Sequence[Any], whole: Sequence[Any], fixed: tuple) -> list[Any]:
-        def step(_: None, at: Any) -> tuple[None, list[Any]]:
-            number, cut, fixed_cut = at
-            return None, call(number, [*cut, *whole], [*fixed_cut, *fixed[1]])
+    def in_turn(cut: Sequence[Any], whole: Sequence[Any], fixed: tuple) -> list[Any]:
+        def step(number: Any, at: Any, whole: Sequence[Any]) -> list[Any]:
+            cut, fixed_cut = at
+            return call(number, [*cut, *whole], [*fixed_cut, *fixed[1]])
 
-        return jax.lax.scan(step, None, (numbers, cut, fixed[0]))[1]
+        return _in_turn(step, (cut, fixed[0]), whole, num_parts)
+
+    sums = jax.custom_vjp(in_turn)
 
     def forward(cut: Sequence[Any], whole: Sequence[Any], fixed: tuple) -> tuple[list[Any], Any]:
+        if is_loss_scaled():
+            return in_turn(cut, whole, fixed), (cut, whole, fixed)
+
         def step(total: Sequence[Any], at: Any) -> tuple[Any, Any]:
             number, cut, fixed_cut = at
             values, pull_back = jax.vjp(lambda *floats: call(number, floats, [*fixed_cut, *fixed[1]]), *cut, *whole)
@@ -396,6 +525,9 @@ def _with_gradients(
         return values, (grads, total)
 
     def backward(kept: tuple, cotangents: Sequence[Any]) -> tuple[Any, Any, None]:
+        if len(kept) == 3:
+            cut, whole, fixed = kept
+            return *jax.vjp(lambda cut, whole: in_turn(cut, whole, fixed), cut, whole)[1](cotangents), None
         (grads, total), by_part = kept, cotangents[scalar]  # all equal: the parts are summed
         grads = [(grad * by_part[0]).astype(grad.dtype) for grad in grads]
         return grads, [(grad * by_part[0]).astype(dtype) for grad, dtype in zip(total, dtypes, strict=True)], None
@@ -404,6 +536,10 @@ def _with_gradients(
     cut, whole = sort([*slices, *others], True)
     dtypes = [x.dtype for x in whole]
     return sums(cut, whole, sort([*slices, *others], False))
+
+
+def _variables(eqn: Any) -> list[Any]:
+    return [atom for atom in eqn.invars if not is_literal(atom)]
 
 
 def _is_float(var: Any) -> bool:

@@ -119,11 +119,13 @@ class EquationGraph:
       invars: inputs.
       outvars: results: variables or literals.
       sealed: ids of the equations inside calls that have a derivative rule.
+      taken: ids of the equations that are replaced already.
     """
 
     def __init__(self, closed: Any, known: Mapping[int, np.ndarray] | None = None):
         self.eqns: list[Any] = []
         self.sealed: set[int] = set()
+        self.taken: set[int] = set()
         self.values: dict[Any, Any] = {}  # constants of the jaxpr, arrays
         self._folded: dict[Any, np.ndarray] = {}
         self._from_inputs: set[Any] = set()

@@ -16,7 +16,7 @@ from hlat_jax.passes.autocast import autocast
 from hlat_jax.passes.jaxpr import equations
 from hlat_jax.passes.products import PRODUCTS, product_flops
 from hlat_jax.passes.residuals import select_residuals
-from hlat_jax.passes.rewrite import rewrite
+from hlat_jax.passes.rewrite import chunks, rewrite
 
 BF16_STEP = 2.0**-8
 ALL = MODELS | UNCHANGED
@@ -42,18 +42,15 @@ KEPT = {
     "flax attention": 0.82,
 }
 BUDGETED = ("nanodo", "unet", "moe", "gnn")  # blocks in loops, a bottleneck, products of groups, a graph
-# Attentions and cross-entropies that `rewrite` replaces.
+# Attentions and losses that `rewrite` replaces. Logits of no more classes than features are left whole.
 OPS = {
     "nanodo": (2, 1),
     "lm1b": (2, 1),
     "gemma": (2, 1),
     "haiku_transformer": (2, 1),
-    "vit": (2, 1),
-    "resnet": (0, 1),
-    "moe": (0, 1),
-    "haiku ResNet18": (0, 1),
+    "vit": (2, 0),
     "penzai Llama": (2, 1),
-    "equimo ViT": (2, 1),
+    "equimo ViT": (2, 0),
     "flax attention": (1, 0),
 }
 
@@ -121,14 +118,15 @@ def test_residuals_in_the_trace_are_those_that_xla_allocates():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
-def test_ops_of_foreign_models_are_found_and_change_no_gradient(name):
+def test_ops_of_foreign_models_are_found_and_change_no_gradient(name, monkeypatch):
+    monkeypatch.setattr(chunks, "LEAST_ROWS", 1)
     loss, params, batch = model(name)
-    found = rewrite(loss)
+    found = rewrite(loss, max_bytes="64B")
     traced = jax.jit(jax.value_and_grad(found)).trace(params, batch)
     ops = collections.Counter()
     for one in found.report().replacements:
         ops[one.op] += one.count
-    assert (ops["attention"], ops["cross_entropy"]) == OPS.get(name, (0, 0))
+    assert (ops["attention"], ops["loss"]) == OPS.get(name, (0, 0))
     value, grads = traced.lower().compile()(params, batch)
     wanted, wanted_grads = gradients(name)
     np.testing.assert_allclose(value, wanted, rtol=1e-5)

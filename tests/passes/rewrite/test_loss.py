@@ -1,6 +1,4 @@
-"""Cross-entropies of foreign functions: the spellings that are replaced, and what looks like one and is not."""
-
-import re
+"""Losses of foreign functions, computed in chunks by `rewrite` whatever they are, and what is left as it is."""
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +6,11 @@ import numpy as np
 import optax
 import pytest
 
-from hlat_jax.ops import token_statistics
+from hlat_jax.ops.cross_entropy import scaled_losses
 from hlat_jax.passes.autocast import autocast
-from hlat_jax.passes.rewrite import rewrite
+from hlat_jax.passes.rewrite import chunks, rewrite
 
-B, T, D, V = 2, 6, 8, 32
+B, T, D, V = 2, 16, 8, 256
 
 
 def normal(*shape, seed=0):
@@ -90,137 +88,6 @@ def in_scan(p, t, w):
     return jax.lax.scan(add, 0.0, (p["hidden"], t, w))[0]
 
 
-SPELLINGS = {
-    "optax integers": of_logits(lambda z, t, w: jnp.mean(integer_loss(z, t) * w)),
-    "optax one-hot": of_logits(lambda z, t, w: jnp.mean(optax.softmax_cross_entropy(z, jax.nn.one_hot(t, V)) * w)),
-    "one-hot log_softmax, all at once": of_logits(
-        lambda z, t, w: -jnp.sum(jax.nn.one_hot(t, V) * jax.nn.log_softmax(z)) / w.size
-    ),
-    "take_along_axis": of_logits(
-        lambda z, t, w: -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(z), t[..., None], -1)[..., 0] * w)
-    ),
-    "log of softmax": of_logits(
-        lambda z, t, w: -jnp.mean(w * jnp.log(jnp.take_along_axis(jax.nn.softmax(z), t[..., None], -1)[..., 0]))
-    ),
-    "by hand": of_logits(by_hand),
-    "z-loss": of_logits(with_z_loss),
-    "label smoothing": of_logits(smoothed),
-    "a rule of its own": of_logits(lambda z, t, w: jnp.sum(w * with_rule(z, jax.nn.one_hot(t, V), 1e-2)[0])),
-    "under jit, vmap and checkpoint": jax.checkpoint(
-        jax.jit(lambda p, t, w: jnp.sum(jax.vmap(lambda h, t: integer_loss(h @ p["head"], t))(p["hidden"], t) * w))
-    ),
-    "in a scan": in_scan,
-    "head first": from_logits(lambda p: jnp.einsum("dv,btd->btv", p["head"], p["hidden"])),
-    "vocabulary first": from_logits(lambda p: jnp.moveaxis(jnp.einsum("btd,dv->vbt", p["hidden"], p["head"]), 0, -1)),
-    "time first": from_logits(lambda p: jnp.swapaxes(jnp.swapaxes(p["hidden"], 0, 1) @ p["head"], 0, 1)),
-    "bias": from_logits(lambda p: p["hidden"] @ p["head"] + p["bias"]),
-    "softcap": from_logits(lambda p: 3.0 * jnp.tanh((logits_of(p) + p["bias"]) / 3.0)),
-    "learned scale": from_logits(lambda p: logits_of(p) * p["bias"][3]),
-    "fewer columns by a mask": from_logits(lambda p: jnp.where(jnp.arange(V) < V - 5, logits_of(p), -1e9)),
-}
-
-
-SAME_PROGRAM = 1e-5  # of the norm of a gradient: sums of fp32 in another order
-
-
-def report_of(fn, *, check):
-    ours = rewrite(fn, check=check)  # the check compares values and gradients of what is replaced
-    jax.eval_shape(ours, PARAMS, TARGETS, WEIGHTS)
-    return ours.report()
-
-
-def assert_all_replaced(names, *, check):
-    for name in names:
-        report = report_of(SPELLINGS[name], check=check)
-        assert [one.op for one in report.replacements] == ["cross_entropy"], (name, report)
-        assert not check or report.replacements[0].difference < SAME_PROGRAM, name
-        assert not report.refusals, (name, report)
-
-
-def test_loss_in_any_spelling_is_replaced():
-    assert_all_replaced(SPELLINGS, check=False)
-    assert_all_replaced(["optax integers", "a rule of its own"], check=True)
-
-
-@pytest.mark.slow
-def test_replaced_losses_have_the_values_and_gradients_of_the_original():
-    assert_all_replaced(SPELLINGS, check=True)
-
-
-def assert_close(found, expected):
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert np.linalg.norm(one - other) <= SAME_PROGRAM * np.linalg.norm(other)
-
-
-@pytest.mark.slow
-def test_indices_outside_the_vocabulary_mean_what_they_did():
-    """NaN where JAX's indexing gives NaN, no target where a one-hot row is all zeros."""
-    targets = TARGETS.at[0, 1].set(V + 3).at[1, 2].set(-1)
-    for name in ("optax integers", "optax one-hot"):
-        fns = SPELLINGS[name], rewrite(SPELLINGS[name], check=False)
-        expected, ours = (jax.value_and_grad(lambda p, fn=fn: fn(p, targets, WEIGHTS))(PARAMS) for fn in fns)
-        assert np.isnan(expected[0]) == np.isnan(ours[0]) == (name == "optax integers")
-        if name == "optax one-hot":
-            assert_close(ours, expected)
-
-
-@pytest.mark.slow
-def test_loss_is_found_before_and_after_autocast():
-    loss = SPELLINGS["optax integers"]
-    exact = jax.grad(loss)(PARAMS, TARGETS, WEIGHTS)["head"]
-    before, after = rewrite(loss, check=False), rewrite(autocast(loss, "bf16"), check=False)
-    for ours, outer in ((before, autocast(before, "bf16")), (after, after)):
-        low = jax.grad(outer)(PARAMS, TARGETS, WEIGHTS)["head"]
-        assert len(ours.report().replacements) == 1
-        error = np.linalg.norm(low - exact) / np.linalg.norm(exact)
-        assert 1e-4 < error < 2e-2  # operands and gradients are rounded to bf16, 4e-3 of a value
-
-
-def normalised(z, t):
-    """Float64: log-normaliser, the target's logit, the sum."""
-    log_z = np.log(np.exp(z - z.max(-1, keepdims=True)).sum(-1)) + z.max(-1)
-    return log_z, np.take_along_axis(z, t[..., None], -1)[..., 0], z.sum(-1)
-
-
-@pytest.mark.parametrize(("num_columns", "contracted"), [(96, 1), (85, 0)], ids=["even VD", "uneven DV"])
-def test_token_statistics_match_float64(num_columns, contracted, monkeypatch):
-    monkeypatch.setattr(token_statistics, "LEAST_COLUMNS", 12)
-    head, bias, t = normal(D, num_columns), normal(num_columns), integers(B, T, bound=num_columns)
-    cotangents = normal(3, B, T)
-    form = token_statistics.LogitsForm(contracted, lambda product, bias, scale: scale * jnp.tanh(product + bias))
-
-    def run(hidden, head, bias, scale):
-        head = head.T if contracted == 1 else head
-        return tuple(token_statistics.token_statistics(hidden, head=head, targets=t, params=(bias, scale), form=form))
-
-    operands = HIDDEN, head, bias, jnp.float32(2.0)
-    h, w, b = (np.asarray(x, np.float64) for x in operands[:3])
-    wide = np.tanh(h @ w + b)
-    expected = normalised(2 * wide, np.asarray(t))
-    dlog_z, dtarget, dsum = (np.asarray(x, np.float64)[..., None] for x in cotangents)
-    dz = np.exp(2 * wide - expected[0][..., None]) * dlog_z + np.eye(num_columns)[np.asarray(t)] * dtarget + dsum
-    dproduct = 2 * dz * (1 - wide**2)
-    gradients = dproduct @ w.T, np.einsum("btd,btv->dv", h, dproduct), dproduct.sum((0, 1)), np.sum(dz * wide)
-    statistics, pullback = jax.vjp(run, *operands)
-    for mine, exact in zip((*statistics, *pullback(tuple(cotangents))), (*expected, *gradients), strict=True):
-        np.testing.assert_allclose(mine, exact, rtol=1e-5, atol=1e-5 * np.abs(exact).max())
-
-
-def test_logits_of_all_tokens_are_never_held():
-    columns, tokens = 16_384, 64
-    p = {"hidden": jnp.ones((tokens, 8)), "head": jnp.ones((8, columns))}
-    t = jnp.zeros(tokens, jnp.int32)
-
-    def loss(p, t):
-        return jnp.mean(integer_loss(p["hidden"] @ p["head"], t))
-
-    sizes = [
-        jax.jit(jax.grad(fn)).lower(p, t).compile().memory_analysis().temp_size_in_bytes
-        for fn in (loss, rewrite(loss, check=False))
-    ]
-    assert sizes[0] > 4 * tokens * columns > 2 * sizes[1]
-
-
 def accuracy_too(p, t, w):
     z = logits_of(p)
     return jnp.sum(w * integer_loss(z, t)) + jnp.sum(jnp.argmax(z, -1) == t)
@@ -247,41 +114,144 @@ def two_hot(z, t, w):
     return jnp.sum(w * optax.softmax_cross_entropy(z, labels))
 
 
-# name -> (function, the reason; None: nothing that looks like a loss)
-MUTATIONS = {
-    "logits read by an accuracy": (accuracy_too, r"also read by another operation \(argmax at"),
-    "targets computed from the logits": (own_targets, r"also read by another operation \(argmax at"),
-    "a maximum that does not cancel": (of_logits(shifted_normaliser), "log-normalisers are summed over tokens"),
-    "labels that are probabilities": (of_logits(soft_labels), "labels that are not one-hot of integers"),
-    "two targets": (of_logits(two_hot), "more than one target"),
-    "a temperature per token": (
-        of_logits(lambda z, t, w: jnp.sum(w * integer_loss(z / (w[..., None] + 1), t))),
-        "logits with a scale per token",
+LOSSES = {
+    "optax integers": of_logits(lambda z, t, w: jnp.mean(integer_loss(z, t) * w)),
+    "optax one-hot": of_logits(lambda z, t, w: jnp.mean(optax.softmax_cross_entropy(z, jax.nn.one_hot(t, V)) * w)),
+    "one-hot log_softmax, all at once": of_logits(
+        lambda z, t, w: -jnp.sum(jax.nn.one_hot(t, V) * jax.nn.log_softmax(z)) / w.size
     ),
-    "softmax over tokens": (
-        of_logits(
-            lambda z, t, w: -jnp.sum(w * jnp.take_along_axis(jax.nn.log_softmax(z, 1), t[..., None], -1)[..., 0])
-        ),
-        None,
+    "take_along_axis": of_logits(
+        lambda z, t, w: -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(z), t[..., None], -1)[..., 0] * w)
     ),
-    "focal loss": (
-        of_logits(
-            lambda z, t, w: -jnp.sum(jax.nn.one_hot(t, V) * (1 - jax.nn.softmax(z)) ** 2 * jax.nn.log_softmax(z))
-        ),
-        "probabilities are added",
+    "log of softmax": of_logits(
+        lambda z, t, w: -jnp.mean(w * jnp.log(jnp.take_along_axis(jax.nn.softmax(z), t[..., None], -1)[..., 0]))
     ),
-    "softmax without a loss": (of_logits(lambda z, t, w: jnp.sum(jax.nn.softmax(z) ** 2)), None),
+    "by hand": of_logits(by_hand),
+    "z-loss": of_logits(with_z_loss),
+    "label smoothing": of_logits(smoothed),
+    "a rule of its own": of_logits(lambda z, t, w: jnp.sum(w * with_rule(z, jax.nn.one_hot(t, V), 1e-2)[0])),
+    "under jit, vmap and checkpoint": jax.checkpoint(
+        jax.jit(lambda p, t, w: jnp.sum(jax.vmap(lambda h, t: integer_loss(h @ p["head"], t))(p["hidden"], t) * w))
+    ),
+    "in a scan": in_scan,
+    "head first": from_logits(lambda p: jnp.einsum("dv,btd->btv", p["head"], p["hidden"])),
+    "vocabulary first": from_logits(lambda p: jnp.moveaxis(jnp.einsum("btd,dv->vbt", p["hidden"], p["head"]), 0, -1)),
+    "time first": from_logits(lambda p: jnp.swapaxes(jnp.swapaxes(p["hidden"], 0, 1) @ p["head"], 0, 1)),
+    "bias": from_logits(lambda p: p["hidden"] @ p["head"] + p["bias"]),
+    "softcap": from_logits(lambda p: 3.0 * jnp.tanh((logits_of(p) + p["bias"]) / 3.0)),
+    "learned scale": from_logits(lambda p: logits_of(p) * p["bias"][3]),
+    "fewer columns by a mask": from_logits(lambda p: jnp.where(jnp.arange(V) < V - 5, logits_of(p), -1e9)),
+    "logits read by an accuracy": accuracy_too,
+    "targets computed from the logits": own_targets,
+    "a maximum that does not cancel": of_logits(shifted_normaliser),
+    "labels that are probabilities": of_logits(soft_labels),
+    "two targets": of_logits(two_hot),
+    "a temperature per token": of_logits(lambda z, t, w: jnp.sum(w * integer_loss(z / (w[..., None] + 1), t))),
+    "focal": of_logits(
+        lambda z, t, w: -jnp.sum(jax.nn.one_hot(t, V) * (1 - jax.nn.softmax(z)) ** 2 * jax.nn.log_softmax(z))
+    ),
+    "softmax without a loss": of_logits(lambda z, t, w: jnp.sum(jax.nn.softmax(z) ** 2)),
 }
 
 
-def test_what_is_no_loss_of_one_target_is_left_as_it_is():
-    for name, (function, reason) in MUTATIONS.items():
-        report = report_of(function, check=True)
-        assert not report.replacements, name
-        assert re.search(reason, str(report)) if reason else not report.refusals, (name, report)
+SAME_PROGRAM = 1e-5  # of the norm of a gradient: sums of fp32 in another order
 
 
-def test_logits_over_a_number_are_replaced_though_its_gradient_nearly_cancels():
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch):
+    monkeypatch.setattr(chunks, "LEAST_ROWS", 4)
+
+
+def rewritten(fn, *, check=False):
+    return rewrite(fn, max_bytes="4KiB", check=check)
+
+
+def assert_close(found, expected):
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.linalg.norm(one - other) <= SAME_PROGRAM * np.linalg.norm(other)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_any_loss_is_computed_in_chunks_with_its_gradients(name):
+    ours = rewritten(LOSSES[name])
+    expected, found = (jax.jit(jax.value_and_grad(fn))(PARAMS, TARGETS, WEIGHTS) for fn in (LOSSES[name], ours))
+    assert_close(found, expected)
+    assert [one.op for one in ours.report().replacements] == ["loss"], ours.report()
+    assert not ours.report().refusals, ours.report()
+
+
+def test_a_loss_is_compared_before_it_is_used():
+    for name in ("optax integers", "focal"):
+        ours = rewritten(LOSSES[name], check=True)
+        jax.eval_shape(ours, PARAMS, TARGETS, WEIGHTS)
+        assert ours.report().replacements[0].difference < SAME_PROGRAM
+
+
+def test_indices_outside_the_vocabulary_mean_what_they_did():
+    """NaN where JAX's indexing gives NaN, no target where a one-hot row is all zeros."""
+    targets = TARGETS.at[0, 1].set(V + 3).at[1, 2].set(-1)
+    for name in ("optax integers", "optax one-hot"):
+        fns = LOSSES[name], rewritten(LOSSES[name])
+        expected, ours = (jax.value_and_grad(lambda p, fn=fn: fn(p, targets, WEIGHTS))(PARAMS) for fn in fns)
+        assert np.isnan(expected[0]) == np.isnan(ours[0]) == (name == "optax integers")
+        if name == "optax one-hot":
+            assert_close(ours, expected)
+
+
+def test_a_loss_is_found_before_and_after_autocast():
+    loss = LOSSES["optax integers"]
+    exact = jax.grad(loss)(PARAMS, TARGETS, WEIGHTS)["head"]
+    before, after = rewritten(loss), rewritten(autocast(loss, "bf16"))
+    for ours, outer in ((before, autocast(before, "bf16")), (after, after)):
+        low = jax.grad(outer)(PARAMS, TARGETS, WEIGHTS)["head"]
+        assert len(ours.report().replacements) == 1
+        error = np.linalg.norm(low - exact) / np.linalg.norm(exact)
+        assert 1e-4 < error < 2e-2  # operands and gradients are rounded to bf16, 4e-3 of a value
+
+
+def test_gradients_of_a_scaled_loss_in_fp16_do_not_vanish():
+    """They are of 1e-8 in the logits, less than the least number of fp16: they are computed after the scale."""
+
+    def loss(p, t, w):
+        return 1e-7 * LOSSES["optax integers"](p, t, w)
+
+    def scaled(fn):
+        return lambda p, *rest: 2.0**20 * fn(p, *rest)
+
+    exact = jax.grad(loss)(PARAMS, TARGETS, WEIGHTS)["head"]
+    low = autocast(rewritten(loss), "fp16")
+    with scaled_losses():
+        grads = jax.grad(scaled(low))(PARAMS, TARGETS, WEIGHTS)["head"] / 2.0**20
+    assert np.linalg.norm(grads - exact) < 1e-2 * np.linalg.norm(exact)
+
+
+def test_logits_of_all_tokens_are_never_held():
+    p = {"hidden": jnp.ones((64, 8)), "head": jnp.ones((8, 16_384))}
+    loss = rewrite(lambda p, t: jnp.mean(integer_loss(p["hidden"] @ p["head"], t)), max_bytes="1MiB", check=False)
+    memory = jax.jit(jax.grad(loss)).lower(p, jnp.zeros(64, jnp.int32)).compile().memory_analysis()
+    assert 2 * memory.temp_size_in_bytes < 4 * 64 * 16_384
+
+
+def over_tokens(p, t, w):
+    return -jnp.sum(w * jnp.take_along_axis(jax.nn.log_softmax(logits_of(p), (0, 1)), t[..., None], -1)[..., 0])
+
+
+def returned(p, t, w):
+    logits = logits_of(p)
+    return jnp.sum(integer_loss(logits, t) * w), logits
+
+
+def test_what_is_not_computed_in_chunks_at_once_is_left_with_a_reason():
+    for loss, words in ((over_tokens, "not all ends in one number"), (returned, "a result of the function")):
+        ours = rewritten(loss)
+        jax.eval_shape(ours, PARAMS, TARGETS, WEIGHTS)
+        report = ours.report()
+        assert not report.replacements
+        assert words in report.refusals[0].reason
+        assert "test_loss.py" in report.refusals[0].source
+
+
+def test_a_divisor_is_a_constant_or_a_parameter_whose_gradient_nearly_cancels():
     def loss(hidden, table, targets, number):
         soft = jax.nn.one_hot(targets, 512) * 0.9 + 0.1 / 512
         return -jnp.sum(soft * jax.nn.log_softmax(hidden @ table.T / number), -1).mean()
@@ -291,6 +261,6 @@ def test_logits_over_a_number_are_replaced_though_its_gradient_nearly_cancels():
 
     args = jnp.zeros((8, 48, 64)), jnp.zeros((512, 64)), jnp.ones((8, 48), int), jnp.float32(8)
     for fn in (loss, over_a_constant):
-        ours = rewrite(fn)
+        ours = rewritten(fn, check=True)
         jax.eval_shape(ours, *args)
-        assert "cross_entropy" in [one.op for one in ours.report().replacements]
+        assert "loss" in [one.op for one in ours.report().replacements]
