@@ -275,9 +275,6 @@ class TrainConfig:
         "",
         "Batches to leave out, FIRST:LAST,FIRST:LAST, by the steps that would train them if none were; empty: none.",
     )
-    rewind_to: int = _key(
-        0, "Resume from the checkpoint of this step, once, and set the newer ones aside; 0: no.", least=0
-    )
     eval_loss_low: float = _key(0.0, "Lower end of the expected final validation loss in nats; see eval_loss_high.")
     eval_loss_high: float = _key(0.0, "Upper end of the expected final validation loss in nats; 0: no expectation.")
     sample_prompt: str = _key("", "Text continued before and after training; empty: no sample.")

@@ -7,18 +7,18 @@ After c updates, one iteration
 2. saves, when due. First the metrics of every step up to c are fetched, written and synced, then the norms of the state
    are computed; the state, the data position after batch c and the token count go into one checkpoint. So a checkpoint
    at c implies that the rows up to c are on disk; a resumed run drops the rows above c and writes them again, and each
-   step has exactly one row. After a non-finite step, a save or export that is due is postponed until a step is finite:
+   step has exactly one row. After a non-finite step, a save that is due is postponed until a step is finite:
    the newest checkpoint is from before these steps. Where the run ends (its last step, a signal, a batch that cannot be
    read) the state is saved all the same, as non-finite updates are skipped. A state with a norm that is not
-   finite is never saved or exported: it ends the run, which resumes from the newest checkpoint;
-3. exports, when due: it waits until the weights are in host memory, and a thread writes them;
-4. stops, when c is the last step or a signal has come: after the save, so that no step is lost;
-5. takes batch c + 1, once all processes have their rows of it;
-6. dispatches step c + 1, which donates the old state;
-7. logs the metrics of step c: the device already has its next work and never waits for the host, nor for the
-   synchronization on batch c + 1, which happens while it runs step c.
+   finite is never saved: it ends the run, which resumes from the newest checkpoint;
+3. stops, when c is the last step or a signal has come: after the save, so that no step is lost;
+4. takes batch c + 1, once all processes have their rows of it;
+5. dispatches step c + 1, which donates the old state;
+6. logs the metrics of step c: the device already has its next work and never waits for the host, nor for the
+   synchronization on batch c + 1, which happens while it runs step c. A save that has ended meanwhile is exported, when
+   due, by a thread.
 
-Before 5 it starts, and after 7 it stops, the trace of `train.profile_steps`; both wait for the steps dispatched so far.
+Before 4 it starts, and after 6 it stops, the trace of `train.profile_steps`; both wait for the steps dispatched so far.
 
 All processes run this loop and take the same branches; process 0 alone prints and writes rows.
 """
@@ -90,12 +90,13 @@ def train(run: Run, progress: Progress) -> str:
 def _loop(run: Run, progress: Progress) -> None:
     """Runs to the last step or a signal, and saves the state it ends with."""
     run.sync.signals.watchdog.step = progress.step
+    if run.exporter is not None:
+        run.exporter.begin(progress.step, is_saved=progress.saved_step > 0)
     progress.saved_at_s = progress.timed_from_s = time.monotonic()
     while True:
         _evaluate(run, progress)
         stopping = _is_last(run, progress) or bool(run.sync.stop)  # read once: a signal after the save must not be lost
         _save(run, progress, stopping=stopping)
-        _export(run, progress)
         if stopping:
             return
         _start_trace(run, progress)
@@ -140,9 +141,9 @@ def _measure(run: Run, progress: Progress, doing: str, evaluation: Validation | 
 
 def _save(run: Run, progress: Progress, *, stopping: bool) -> None:
     """Saves the state when due by steps or by the clock, when postponed, and when the run is stopping."""
-    checkpoint = run.config.checkpoint
-    due = _due(progress.step, checkpoint.every_steps) or _due(progress.step, checkpoint.keep_every_steps)
-    if progress.step > run.start_step and (stopping or due or progress.save_postponed or progress.save_overdue):
+    c, step = run.config.checkpoint, progress.step
+    due = any(_due(step, every) for every in (c.every_steps, c.keep_every_steps, c.export_every_steps))
+    if step > run.start_step and (stopping or due or progress.save_postponed or progress.save_overdue):
         _start_saving(run, progress, stopping=stopping)
         progress.saved_at_s = progress.timed_from_s = time.monotonic()
 
@@ -171,6 +172,7 @@ def _start_saving(run: Run, progress: Progress, *, stopping: bool) -> None:
     if skipped := batch_of_step(progress.step, run.skipped) - progress.step:
         metadata["skipped_batches"] = skipped
     position = run.global_position(progress.position)
+    run.checkpointer.exported.step = run.exporter.reading if run.exporter is not None else 0
     run.checkpointer.save(progress.step, progress.state, position=position, metadata=metadata, norms=norms)
     progress.saved_step, progress.save_postponed = progress.step, False
     if distributed.is_first():
@@ -185,31 +187,11 @@ def _save_and_wait(run: Run, progress: Progress) -> None:
 
 
 def _note_saved(run: Run, step: int | None) -> None:
-    """Records the checkpoint that `run.checkpointer` has completed, if it has."""
+    """Records the checkpoint that `run.checkpointer` has completed, if it has, and exports it when due."""
     if step is not None:
         run.ledger.event("saved", step=step)
-
-
-def _export(run: Run, progress: Progress) -> None:
-    """Starts to export the weights when due, where the run resumed too: a kill may have cut that export short.
-
-    After a non-finite step, unless it is the last, the export is postponed. Raises as `_start_saving`.
-    """
-    last = _is_last(run, progress)
-    postponed, progress.export_postponed = progress.export_postponed, False
-    if run.exporter is None or not run.exporter.due(progress.step, last=last, postponed=postponed):
-        return
-    run.sync.signals.doing = "starting to export"
-    _write_rows(run, progress)
-    if progress.num_nonfinite and not last:
-        if not postponed:
-            print(f"export of step {progress.step} postponed to the next finite step: this one was not finite")
-        progress.export_postponed = True
-    else:
-        nonfinite.finite_norms(run, progress)
-        run.sync.signals.unfinished = _STEP_AND_SAVE
-        run.exporter.start(progress.step, progress.state)
-    progress.timed_from_s = time.monotonic()
+        if run.exporter is not None:
+            run.exporter.offer(step)
 
 
 def _start_trace(run: Run, progress: Progress) -> None:

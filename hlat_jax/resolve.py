@@ -253,11 +253,6 @@ def check_training(c: Config) -> None:
         raise ValueError(
             f"optimizer.horizon_steps={o.horizon_steps} must exceed optimizer.warmup_steps={o.warmup_steps}."
         )
-    if t.rewind_to >= t.num_steps > 0:
-        raise ValueError(
-            f"train.rewind_to={t.rewind_to} leaves no step to train: raise train.num_steps={t.num_steps} above it, or "
-            "set an earlier step."
-        )
     profiled_steps(t)
     skipped_batches(t.skip_steps)
     branch_source(t)

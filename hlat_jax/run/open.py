@@ -135,7 +135,7 @@ def open_inputs(config: Config, workdir: pathlib.Path, *, signals: StopSignals, 
     settings = resume.settings_of(program, tokenizer=tokenizer, batches=batches) | {"validation_manifest": manifest}
     require_same_settings(settings)
     checkpointer = stack.enter_context(closing_quietly(Checkpointer(workdir, config=config.checkpoint)))
-    exporter = optional.open_exporter(config, workdir, tokenizer=tokenizer)
+    exporter = optional.open_exporter(config, workdir)
     if exporter is not None:
         stack.enter_context(closing_quietly(exporter))
     if distributed.is_first():
@@ -160,7 +160,7 @@ def open_inputs(config: Config, workdir: pathlib.Path, *, signals: StopSignals, 
 def choose_start(inputs: Inputs, *, signals: StopSignals, begin_again: bool, given: Collection[str]) -> Start:
     """Returns what the run starts from: its newest checkpoint, else what its config names; see `open_run`."""
     config, workdir, ledger = inputs.config, inputs.workdir, inputs.ledger
-    saved = resume.rewind(config, workdir, inputs.checkpointer, settings=inputs.settings, ledger=ledger)
+    saved = inputs.checkpointer.latest_metadata()
     if saved is None and distributed.is_first():
         resume.check_new_run(workdir, ledger=ledger, begin_again=begin_again)
     is_complete = saved is not None and saved[0] >= config.train.num_steps
@@ -288,8 +288,8 @@ def _finish(inputs: Inputs, restored: Restored) -> None:
     """Finishes a complete run that was killed after its last save: the last export, the plot and the summary."""
     config, exporter = inputs.config, inputs.exporter
     print(f"complete: {inputs.workdir} is at step {restored.step} of train.num_steps={config.train.num_steps}.")
-    if exporter is not None and exporter.due(restored.step, last=True):
-        exporter.start(restored.step, restored.state)
+    if exporter is not None:
+        exporter.begin(restored.step, is_saved=True)
         exporter.wait()
     if distributed.is_first():
         resume.print_missing_rows(inputs.workdir, restored.step)

@@ -40,7 +40,7 @@ class Run:
       batches: iterator over the batches of this process.
       sync: synchronizes the processes before each step.
       checkpointer: saves in the background.
-      exporter: exports in the background, if configured.
+      exporter: exports in the background, if configured; of process 0 alone.
       validation: loss on held-out text, if there is any.
       tasks: tasks of the evaluation harness, if configured.
       shard: puts this process's rows of a batch on devices.
@@ -97,7 +97,6 @@ class Progress:
       saved_step: step of the newest checkpoint; 0 if there is none.
       num_nonfinite: non-finite steps in a row, up to the last metrics row.
       save_postponed: a checkpoint was due after a non-finite step.
-      export_postponed: an export was due after a non-finite step.
       save_overdue: a checkpoint is due by the clock.
       pending: dispatched steps whose metrics are still on the device, oldest first.
       saved_at_s: time.monotonic() at the start of the last save.
@@ -112,7 +111,6 @@ class Progress:
     saved_step: int
     num_nonfinite: int
     save_postponed: bool = False
-    export_postponed: bool = False
     save_overdue: bool = False
     pending: list[Pending] = dataclasses.field(default_factory=list)
     saved_at_s: float = 0.0

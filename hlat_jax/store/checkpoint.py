@@ -11,6 +11,7 @@ Only this module imports Orbax; what depends on its internals is here, but for t
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -39,7 +40,6 @@ from hlat_jax.store.checkpoint_checks import (
     not_finite,
     problem_on_disk,
     saved_run,
-    saved_steps,
 )
 from hlat_jax.store.config_diff import differences
 from hlat_jax.store.integrity import seal
@@ -67,10 +67,24 @@ class Restored(NamedTuple):
     metadata: dict[str, Any]
 
 
+@dataclasses.dataclass
+class Exported:
+    """Preserves the checkpoint of `step`, however old it is: an export reads it; 0: none."""
+
+    step: int = 0
+
+    def should_preserve(self, checkpoints: Iterable[Any], *, context: Any) -> list[bool]:
+        """Implements Orbax's PreservationPolicy."""
+        return [each.step == self.step for each in checkpoints]
+
+
 class Checkpointer:
     """Saves and restores the checkpoints of one run folder, one save at a time.
 
     Every process of a job has one and calls it at the same steps.
+
+    Attributes:
+      exported: what keeps the checkpoint that an export reads; set in process 0, which removes the others.
     """
 
     def __init__(self, workdir: str | os.PathLike, *, config: CheckpointConfig, read_only: bool = False):
@@ -93,7 +107,8 @@ class Checkpointer:
         arrays = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False)  # as _array_spec reads them
         handlers.add(STATE_ITEM, ocp.args.PyTreeSave, arrays)
         policies = ocp.checkpoint_managers
-        kept: list[Any] = [policies.LatestN(config.keep_last)]
+        self.exported = Exported()
+        kept: list[Any] = [policies.LatestN(config.keep_last), self.exported]
         if config.keep_every_steps:
             kept.append(policies.EveryNSteps(config.keep_every_steps))
         self._manager = _Manager(
@@ -219,7 +234,7 @@ class Checkpointer:
         restored = read_checkpoint(self.folder / str(step), abstract_state)
         _warn_of(unusable, self.folder, f"going back to step {step}")
         if unusable and not self._read_only:
-            self._set_aside(unusable, "damaged")
+            self._set_aside(unusable)
         return restored
 
     def close(self) -> None:
@@ -236,17 +251,9 @@ class Checkpointer:
         names = [name for name in names if pathlib.Path(name).name not in _UNSUMMED]
         seal(folder, names)
 
-    def set_aside_after(self, step: int) -> None:
-        """Renames all checkpoints after `step` to `<their step>.rewound-<n>`; all processes call it together.
-
-        Oldest first: while the newest one is there, a start after a kill sees that this is not complete.
-        """
-        distributed.barrier()  # all processes have read what is renamed
-        self._set_aside([newer for newer in saved_steps(self.folder) if newer > step], "rewound")
-
-    def _set_aside(self, steps: Iterable[int], word: str) -> None:
+    def _set_aside(self, steps: Iterable[int]) -> None:
         for step in steps if jax.process_index() == 0 else ():
-            asides = (self.folder / f"{step}.{word}-{number}" for number in itertools.count(1))
+            asides = (self.folder / f"{step}.damaged-{number}" for number in itertools.count(1))
             os.replace(self.folder / str(step), next(path for path in asides if not os.path.lexists(path)))
         distributed.barrier()
         self._manager.reload()

@@ -298,7 +298,6 @@ FIELDS = {
     "train.spike_sigmas": Row(7.0, program, given={"train.spikes": "warn"}),
     "train.spike_window": Row(64, program, given={"train.spikes": "warn"}),
     "train.skip_steps": in_run("2:3", part="losses", group="a"),
-    "train.rewind_to": Row(3, refusal, given={"train.num_steps": 3}),  # what it does is in test_rewind
     "train.eval_loss_low": in_run(19.0, part="range", given={"train.eval_loss_high": 20.0}, group="b"),
     "train.eval_loss_high": in_run(1.0, part="range", group="a"),
     "train.sample_prompt": in_run("It is", part="samples", group="a"),

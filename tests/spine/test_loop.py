@@ -272,9 +272,7 @@ def test_checkpoint_and_export_due_in_a_non_finite_window_are_delayed(micro, tra
     assert train(micro) == 0
     assert saved_steps(tmp_path / "run") == [6, 10, 12]  # those of step 5 are made after the window
     assert sorted(path.name for path in (tmp_path / "run/huggingface").iterdir()) == ["10", "12", "6"]
-    printed = capsys.readouterr().out
-    assert "checkpoint of step 5 postponed" in printed
-    assert "export of step 5 postponed" in printed
+    assert "checkpoint of step 5 postponed" in capsys.readouterr().out
 
 
 @pytest.fixture
