@@ -41,13 +41,11 @@ from hlat_jax.host import distributed
 from hlat_jax.host.watchdog import WAITING
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.resolve import batch_of_step
-from hlat_jax.run import nonfinite, optional, results
+from hlat_jax.run import nonfinite, optional, summary
 from hlat_jax.run.profiling import peak_memory
 from hlat_jax.run.state import NextBatch, Pending, Progress, Run
 from hlat_jax.run.validation import Validation
 from hlat_jax.store.progress import ProgressBar, Status
-
-_STEP_AND_SAVE = "this step, then saving a checkpoint"
 
 
 def train(run: Run, progress: Progress) -> str:
@@ -83,7 +81,7 @@ def train(run: Run, progress: Progress) -> str:
         _show_goodput(run, progress)
         run.log.close()
         if distributed.is_first():
-            results.show(config, run.workdir, progress.step)
+            summary.show_results(config, run.workdir, progress.step)
     return run.sync.stop
 
 
@@ -99,13 +97,15 @@ def _loop(run: Run, progress: Progress) -> None:
         _save(run, progress, stopping=stopping)
         if stopping:
             return
-        _start_trace(run, progress)
+        if progress.step + 1 == run.step_trace.first:
+            _trace(run, progress, "starting the trace", run.step_trace.start)
         batch = _next_batch(run, progress)
         if batch is None:
             return
         _step(run, progress, batch)
         _log(run, progress)
-        _stop_trace(run, progress)
+        if progress.step == run.step_trace.last:
+            _trace(run, progress, "writing the trace", run.step_trace.close)
 
 
 def _evaluate(run: Run, progress: Progress) -> None:
@@ -194,22 +194,13 @@ def _note_saved(run: Run, step: int | None) -> None:
             run.exporter.offer(step)
 
 
-def _start_trace(run: Run, progress: Progress) -> None:
-    """Starts the trace where the next step is its first, once all steps so far are complete."""
-    if progress.step + 1 == run.step_trace.first:
-        _complete_steps(run, progress)
-        run.sync.signals.doing = "starting the trace"
-        run.step_trace.start()
-        progress.timed_from_s = time.monotonic()
-
-
-def _stop_trace(run: Run, progress: Progress) -> None:
-    """Writes the trace where this step is its last, once that is complete."""
-    if progress.step == run.step_trace.last:
-        _complete_steps(run, progress)
-        run.sync.signals.doing = "writing the trace"
-        run.step_trace.stop()
-        progress.timed_from_s = time.monotonic()
+def _trace(run: Run, progress: Progress, doing: str, change: Callable[[], None]) -> None:
+    """Starts or writes the trace, once all steps so far are complete; what it takes counts into no step's time."""
+    _write_rows(run, progress)
+    jax.block_until_ready(progress.state)
+    run.sync.signals.doing = doing
+    change()
+    progress.timed_from_s = time.monotonic()
 
 
 def _next_batch(run: Run, progress: Progress) -> NextBatch | None:
@@ -229,11 +220,10 @@ def _next_batch(run: Run, progress: Progress) -> NextBatch | None:
         skipped = f"{count_text(number - passed - 1, 'batch')} left out, {passed + 1}:{number - 1}"
         print(f"step {progress.step + 1}: {skipped} (train.skip_steps)")
         run.ledger.event("skip_steps", step=progress.step + 1, first=passed + 1, last=number - 1)
-    batch, begin, position, error = None, progress.position, progress.position, None
+    batch, position, error = None, progress.position, None
     try:
         for each in range(passed + 1, number + 1):
             watchdog.begin("waiting for data", status=lambda: retries.progress)
-            begin = position
             batch, position = next(run.batches)
             if each < number and run.sync.signals.name:
                 raise InterruptedError("stopped while batches were left out")
@@ -250,7 +240,7 @@ def _next_batch(run: Run, progress: Progress) -> NextBatch | None:
     assert batch is not None
     progress.save_overdue = synced.save
     row_fields = synced.row_fields | ({"batch": number} if run.skipped else {})
-    return NextBatch(batch=batch, begin=begin, position=position, row_fields=row_fields)
+    return NextBatch(batch=batch, position=position, row_fields=row_fields)
 
 
 def _step(run: Run, progress: Progress, batch: NextBatch) -> None:
@@ -259,8 +249,8 @@ def _step(run: Run, progress: Progress, batch: NextBatch) -> None:
     signals = run.sync.signals
     signals.doing, signals.watchdog.step = "training", progress.step + 1
     with jax.profiler.StepTraceAnnotation("train", step_num=progress.step + 1):
-        progress.state, metrics = run.train_step(progress.state, run.shard(batch.batch), np.float32(rate))
-    signals.unfinished = _STEP_AND_SAVE
+        progress.state, metrics = run.train_step(progress.state, run.program.shard(batch.batch), np.float32(rate))
+    signals.unfinished = "this step, then saving a checkpoint"
     progress.step += 1
     progress.position = batch.position
     progress.pending.append(Pending(step=progress.step, metrics=metrics, learning_rate=rate, batch=batch))
@@ -301,7 +291,7 @@ def _write_rows(run: Run, progress: Progress, *, in_flight: int = 0) -> None:
             "learning_rate": pending.learning_rate,
             "step_s": now - progress.timed_from_s,
             "data_wait_s": progress.data_wait_s,  # part of step_s, which ends now: mostly for the next step's batch
-            "peak_memory_bytes": peak_memory(run.layout),
+            "peak_memory_bytes": peak_memory(run.program.layout),
             **run.monitor.row_fields(),
             "nonfinite": int(not metrics.finite),
             **pending.batch.row_fields,
@@ -321,13 +311,7 @@ def _write_rows(run: Run, progress: Progress, *, in_flight: int = 0) -> None:
             run.ledger.event("spike", **facts, skipped=skipped)
             print(f"step {pending.step}: a spike, {values}; {'update skipped' if skipped else 'trained on'}")
         if progress.num_nonfinite >= run.config.train.max_nonfinite_steps:
-            nonfinite.stop(run, progress, row, position=pending.batch.begin)
-
-
-def _complete_steps(run: Run, progress: Progress) -> None:
-    """Writes the rows of all dispatched steps and waits for their state. Raises as `_write_rows`."""
-    _write_rows(run, progress)
-    jax.block_until_ready(progress.state)
+            nonfinite.stop(run, progress, row)
 
 
 def progress_bar(

@@ -130,13 +130,6 @@ def check_policy(policy: str, *, pipe: int) -> None:
         )
 
 
-def select_accumulate(accumulate: str, platform: str) -> str:
-    """Returns a value of `train.accumulate` with `auto` replaced by the default of a platform."""
-    if accumulate != "auto":
-        return accumulate
-    return "programs" if platform == "neuron" else "scan"
-
-
 def branch_source(train: TrainConfig) -> tuple[str, int] | None:
     """Returns (run folder, step) of `train.branch_from`, None if it is empty. Raises ValueError for another form."""
     if not train.branch_from:

@@ -25,12 +25,12 @@ from hlat_jax.ops.registry import OPS
 from hlat_jax.program import RunProgram
 from hlat_jax.resolve import batch_of_step, branch_source, resolve, skipped_batches
 from hlat_jax.run import budget
-from hlat_jax.run.goodput import EVENTS_FILE, Ledger, SilentLedger, read_events
+from hlat_jax.run.goodput import EVENTS_FILE, Ledger, read_events
 from hlat_jax.store import atomic_files
 from hlat_jax.store.checkpoint import Restored, read_checkpoint
 from hlat_jax.store.checkpoint_checks import problem_on_disk, saved_run, saved_steps
 from hlat_jax.store.config_diff import config_drift, differences
-from hlat_jax.store.metrics import DISCARDED_FILE, ROWS_FILE, copy_rows, damage, read_rows
+from hlat_jax.store.metrics import DISCARDED_FILE, ROWS_FILE, Silent, copy_rows, damage, read_rows
 from hlat_jax.weights.init_model import OF_FUNCTION, same_ids
 from hlat_jax.weights.trained import Weights, open_weights
 
@@ -248,7 +248,7 @@ def settings_of_weights(model: ModelConfig) -> dict[str, Any]:
     return {f"model.{key}": value for key, value in vars(model).items() if key not in free}
 
 
-def check_new_run(workdir: pathlib.Path, *, ledger: Ledger | SilentLedger, begin_again: bool) -> None:
+def check_new_run(workdir: pathlib.Path, *, ledger: Ledger | Silent, begin_again: bool) -> None:
     """Checks that a run without a checkpoint has never had one; process 0 calls it.
 
     Raises:
@@ -268,7 +268,7 @@ def check_new_run(workdir: pathlib.Path, *, ledger: Ledger | SilentLedger, begin
         print(f"beginning again  at step 0 ({why}): rows up to step {last} move to {DISCARDED_FILE}")
 
 
-def report_losses(workdir: pathlib.Path, step: int, *, ledger: Ledger | SilentLedger) -> None:
+def report_losses(workdir: pathlib.Path, step: int, *, ledger: Ledger | Silent) -> None:
     """Prints what the folder lacks of a run that resumes at the checkpoint of `step`; process 0 calls it."""
     newest = newest_saved(workdir)
     if newest > step:
