@@ -87,22 +87,24 @@ class Checkpointer:
       exported: what keeps the checkpoint that an export reads; set in process 0, which removes the others.
     """
 
-    def __init__(self, workdir: str | os.PathLike, *, config: CheckpointConfig, read_only: bool = False):
+    def __init__(self, workdir: str | os.PathLike, *, config: CheckpointConfig):
         """Opens `workdir/checkpoints`, created if missing, and removes what interrupted saves left there.
 
-        A `read_only` one changes nothing: for commands that look at a run that may still be training. Raises ValueError
-        if the folder cannot be written.
+        Raises ValueError if the folder cannot be written.
         """
         self.folder = pathlib.Path(workdir).absolute() / "checkpoints"
-        self._read_only = read_only
         self._saving: int | None = None
         self._saving_bytes = 0
         logging.getLogger("absl").addFilter(_not_orbax)  # drops its INFO logs; failures raise
-        if not read_only:
-            _require_writable(self.folder)
-            for path in self.folder.glob(f"*{_TMP_MARK}*") if jax.process_index() == 0 else ():
-                shutil.rmtree(path, ignore_errors=True)
-            distributed.barrier()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.folder).close()
+        except OSError as error:
+            where = f"cannot write to {self.folder}: {error}"
+            raise ValueError(f"{where}. Choose another run folder with --workdir.") from None
+        for path in self.folder.glob(f"*{_TMP_MARK}*") if jax.process_index() == 0 else ():
+            shutil.rmtree(path, ignore_errors=True)
+        distributed.barrier()
         handlers = ocp.DefaultCheckpointHandlerRegistry()
         arrays = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False)  # as _array_spec reads them
         handlers.add(STATE_ITEM, ocp.args.PyTreeSave, arrays)
@@ -116,7 +118,6 @@ class Checkpointer:
             handler_registry=handlers,
             options=ocp.CheckpointManagerOptions(
                 create=False,
-                read_only=read_only,
                 save_root_metadata=False,
                 preservation_policy=policies.AnyPreservationPolicy(kept),
                 async_options=ocp.options.AsyncOptions(
@@ -217,8 +218,8 @@ class Checkpointer:
     def restore(self, abstract_state: Any) -> Restored | None:
         """Returns the newest usable checkpoint; None when there is none.
 
-        One that is damaged, has the name of another step or holds a state that is not finite is named on stderr and,
-        unless read_only, kept aside as `<step>.damaged-<n>`.
+        One that is damaged, has the name of another step or holds a state that is not finite is named on stderr and
+        kept aside as `<step>.damaged-<n>`.
 
         Args:
           abstract_state: the state as jax.ShapeDtypeStruct with shardings; arrays are read straight into them.
@@ -233,7 +234,7 @@ class Checkpointer:
         step, unusable = newest
         restored = read_checkpoint(self.folder / str(step), abstract_state)
         _warn_of(unusable, self.folder, f"going back to step {step}")
-        if unusable and not self._read_only:
+        if unusable:
             self._set_aside(unusable)
         return restored
 
@@ -370,14 +371,6 @@ class _Manager(ocp.CheckpointManager):
 
     def _load_checkpoint_infos(self, skip_metadata_read: bool = False) -> Any:
         return super()._load_checkpoint_infos(skip_metadata_read=True)
-
-
-def _require_writable(folder: pathlib.Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise ValueError(f"cannot write to {folder}: {error}. Choose another run folder with --workdir.") from None
 
 
 def _barrier_of_saves(*, key: str, timeout_ms: int) -> None:

@@ -221,7 +221,7 @@ def end_of(workdir, micro):
     """Returns the rows of a run, as far as a repetition has the same, and its last checkpoint."""
     rows = [exact(row) for row in read_rows(workdir / ROWS_FILE)]
     resolved = resolve(micro)
-    checkpointer = Checkpointer(workdir, config=resolved.checkpoint, read_only=True)
+    checkpointer = Checkpointer(workdir, config=resolved.checkpoint)
     step, state, position, metadata = checkpointer.restore(fitting_program(resolved, jax.devices()).abstract_state)
     checkpointer.close()
     return rows, step, [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)], position.tolist(), metadata

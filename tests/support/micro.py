@@ -176,7 +176,7 @@ def final_checkpoint(config: pathlib.Path, workdir: pathlib.Path) -> tuple[int, 
     """Returns (step, bytes and type of every array of the state, data position, metadata) of the newest checkpoint."""
     resolved = resolve(config_files.load(str(config)))
     layout = make_layout(resolved.parallel, jax.devices()[:1])
-    checkpointer = Checkpointer(workdir, config=resolved.checkpoint, read_only=True)
+    checkpointer = Checkpointer(workdir, config=resolved.checkpoint)
     step, state, position, metadata = checkpointer.restore(make_program(resolved, layout).abstract_state)
     checkpointer.close()
     arrays = {
