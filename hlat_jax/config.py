@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, get_type_hints
 
 from hlat_jax.facts.byte_sizes import parse_bytes
 from hlat_jax.facts.names import nearest
@@ -55,9 +55,7 @@ _ATTENTION = ("auto", "einsum", "blocked", "chunked", "cudnn", "triton", "nki")
 class ModelConfig:
     """A Llama-architecture decoder; self-contained: `Decoder(ModelConfig(...))` needs no other section."""
 
-    vocab_size: int = _key(
-        32000, "Token ids run from 0 to vocab_size - 1; 0: as many as data.tokenizer has.", least=1, most=1 << 24
-    )
+    vocab_size: int = _key(32000, "Token ids are below it; 0: as many as data.tokenizer has.", least=1, most=1 << 24)
     num_layers: int = _key(2, "Decoder layers.", least=1, most=10_000)
     embed_dim: int = _key(64, "Width of the residual stream.", least=1, most=1 << 20)
     mlp_dim: int = _key(176, "Hidden width of the SwiGLU block.", least=1, most=1 << 22)
@@ -69,12 +67,8 @@ class ModelConfig:
     rope_theta: float = _key(10000.0, "Base of the rotary frequencies.")
     rope_scaling: str = _key("none", "Scaling of the rotary frequencies.", choices=("none", "llama3"))
     rope_factor: float = _key(8.0, "llama3 scaling: divisor of the low frequencies.")
-    rope_low_freq_factor: float = _key(
-        1.0, "llama3 scaling: original positions / this = wavelength above which scaling is full."
-    )
-    rope_high_freq_factor: float = _key(
-        4.0, "llama3 scaling: original positions / this = wavelength below which there is none."
-    )
+    rope_low_freq_factor: float = _key(1.0, "llama3 scaling: full above wavelengths of original positions / this.")
+    rope_high_freq_factor: float = _key(4.0, "llama3 scaling: none below wavelengths of original positions / this.")
     rope_original_positions: int = _key(8192, "llama3 scaling: positions before scaling.", least=1)
     tie_embeddings: bool = _key(False, "The output head shares the embedding table.")
     fuse_qkv: bool = _key(True, "One QKV projection (HLAT-7B); False: Q and KV are separate (HLAT-70B).")
@@ -95,9 +89,7 @@ class ModelConfig:
     rms_norm: str = _key("auto", "RMSNorm implementation.", choices=_FUSIBLE)
     swiglu: str = _key("auto", "SwiGLU implementation.", choices=_FUSIBLE)
     rope: str = _key("auto", "Rotary embedding implementation.", choices=("auto", "reference", "paired"))
-    ops_table: str = _key(
-        "", "Table of measured times by which auto chooses, see hlat_jax.plan tune; empty: auto chooses by level."
-    )
+    ops_table: str = _key("", "Measured times by which auto chooses, see hlat_jax.plan tune; empty: by level.")
 
     def check(self) -> None:
         """Raises ValueError for a model that cannot be built; called by `resolve` and by `Decoder`."""
@@ -130,23 +122,20 @@ class ModelConfig:
             )
 
 
-def select_remat(remat: str, platform: str) -> str:
-    """Returns a value of `model.remat` with `auto` replaced by the default of a platform."""
-    if remat != "auto":
-        return remat
-    return "products" if platform == "cpu" else "none"
+# What `auto` is: on the platform that is named, and on all others. On Neuron layers are unrolled, as in AXLearn: the
+# compiler finds repeated blocks, and its time does not grow with the number of layers; a scan needs undocumented flags
+# in AXLearn's forks. We have run neither there. Source: apple/axlearn, experiments/text/gpt/fuji.py, modifier for trn2.
+_AUTO = {
+    "remat": ("cpu", "products", "none"),
+    "layer_loop": ("neuron", "unroll", "scan"),
+    "accumulate": ("neuron", "programs", "scan"),
+}
 
 
-def select_layer_loop(layer_loop: str, platform: str) -> str:
-    """Returns a value of `model.layer_loop` with `auto` replaced by the default of a platform.
-
-    On Neuron that is unroll: AXLearn unrolls there, since the compiler finds repeated blocks and its time does not grow
-    with the number of layers; a scan needs undocumented flags in AXLearn's forks. We have run neither there.
-    Source: apple/axlearn, experiments/text/gpt/fuji.py, its modifier for trn2.
-    """
-    if layer_loop != "auto":
-        return layer_loop
-    return "unroll" if platform == "neuron" else "scan"
+def select(key: str, value: str, platform: str) -> str:
+    """Returns a value of `model.remat`, `model.layer_loop` or `train.accumulate`; `auto` is that of the platform."""
+    named, there, elsewhere = _AUTO[key]
+    return value if value != "auto" else there if platform == named else elsewhere
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,9 +158,7 @@ class ParallelConfig:
         "Stages send to their neighbors by a permute, or gather the values of all stages and take the one they need.",
         choices=("permute", "all_gather"),
     )
-    bucket_bytes: int = _key(
-        0, "Gradients share collectives of up to this many bytes per device; 0: one each.", least=0
-    )
+    bucket_bytes: int = _key(0, "Gradients share collectives of at most so many bytes per device; 0: none.", least=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,13 +201,9 @@ class DataConfig:
     batch_size: int = _key(8, "Sequences per step over the whole job.", least=1)
     seq_len: int = _key(256, "Tokens per sequence.", least=2)
     packing: str = _key("concat", "How documents fill rows.", choices=("concat", "documents"))
-    window_documents: int = _key(
-        256, "With documents packing: number of documents packed at a time for a row.", least=1
-    )
+    window_documents: int = _key(256, "With documents packing: documents packed at a time for a row.", least=1)
     prepend_bos: bool = _key(False, "Begin every document with BOS, and texts of generation and evaluation.")
-    max_document_chars: int = _key(
-        500_000, "Longer documents are cut into pieces of this many characters, in order.", least=1
-    )
+    max_document_chars: int = _key(500_000, "Longer documents are cut every so many characters, in order.", least=1)
     on_bad_record: str = _key("raise", "What to do with a record without usable text.", choices=("raise", "skip"))
     shuffle: bool = _key(True, "Visit documents in a seeded order that is new in every epoch.")
     seed: int = _key(1234, "Seed of the document order.")
@@ -241,9 +224,7 @@ class TrainConfig:
     branch_from: str = _key(
         "", "RUN@STEP: start from this checkpoint of another run, with its optimizer and data position; empty: no."
     )
-    num_microbatches: int = _key(
-        1, "Gradient accumulation: parts that a batch is split into, run one after another.", least=1
-    )
+    num_microbatches: int = _key(1, "Gradient accumulation: parts of a batch, run one after another.", least=1)
     accumulate: str = _key(
         "auto",
         "Microbatches run in a loop of one program, or are dispatched as one program each; auto: programs on Neuron.",
@@ -257,13 +238,11 @@ class TrainConfig:
     )
     eval_tasks: str = _key("", "Tasks of the LM Evaluation Harness, NAME,NAME; needs the eval extra; empty: none.")
     eval_tasks_every_steps: int = _key(
-        0, "Run them every so many steps, before the first and at the end; 0: these two.", least=0
+        0, "Steps between them, and before the first and at the end; 0: these two.", least=0
     )
     eval_tasks_limit: int = _key(0, "Questions of each task, the first ones; 0: all.", least=0)
     eval_tasks_folder: str = _key("", "Folder with your own tasks, as YAML; empty: none.")
-    max_nonfinite_steps: int = _key(
-        3, "The run stops after this many consecutive steps with a non-finite loss or norm.", least=1
-    )
+    max_nonfinite_steps: int = _key(3, "The run stops after so many steps in a row that are not finite.", least=1)
     spikes: str = _key(
         "off",
         "Steps whose loss or gradient norm is far above those before: warn prints them, skip masks their update.",
@@ -274,9 +253,6 @@ class TrainConfig:
     skip_steps: str = _key(
         "",
         "Batches to leave out, FIRST:LAST,FIRST:LAST, by the steps that would train them if none were; empty: none.",
-    )
-    rewind_to: int = _key(
-        0, "Resume from the checkpoint of this step, once, and set the newer ones aside; 0: no.", least=0
     )
     eval_loss_low: float = _key(0.0, "Lower end of the expected final validation loss in nats; see eval_loss_high.")
     eval_loss_high: float = _key(0.0, "Upper end of the expected final validation loss in nats; 0: no expectation.")
@@ -291,13 +267,11 @@ class CheckpointConfig:
 
     every_steps: int = _key(0, "Save every so many steps; 0: by time and at the end only.", least=0)
     every_minutes: float = _key(
-        0.0, "Save when this much time has passed since the last one; 0: never by time.", least=0
+        0.0, "Save when so many minutes have passed since the last one; 0: never by time.", least=0
     )
     keep_last: int = _key(3, "Newest checkpoints kept, permanent ones among them.", least=1)
     keep_every_steps: int = _key(0, "Also save at multiples of this, and keep these permanently; 0: none.", least=0)
-    export_every_steps: int = _key(
-        0, "Export for transformers every so many steps and at the end, kept; 0: never.", least=0
-    )
+    export_every_steps: int = _key(0, "Steps between exports for transformers; also at the end; 0: none.", least=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -339,16 +313,7 @@ class Config:
         return dataclasses.asdict(self)
 
 
-SECTIONS: dict[str, type] = {
-    "model": ModelConfig,
-    "parallel": ParallelConfig,
-    "precision": PrecisionConfig,
-    "optimizer": OptimizerConfig,
-    "data": DataConfig,
-    "train": TrainConfig,
-    "checkpoint": CheckpointConfig,
-    "metrics": MetricsConfig,
-}
+SECTIONS: dict[str, type] = {name: kind for name, kind in get_type_hints(Config).items() if name != "name"}
 
 
 def default() -> Any:

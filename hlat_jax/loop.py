@@ -7,18 +7,18 @@ After c updates, one iteration
 2. saves, when due. First the metrics of every step up to c are fetched, written and synced, then the norms of the state
    are computed; the state, the data position after batch c and the token count go into one checkpoint. So a checkpoint
    at c implies that the rows up to c are on disk; a resumed run drops the rows above c and writes them again, and each
-   step has exactly one row. After a non-finite step, a save or export that is due is postponed until a step is finite:
+   step has exactly one row. After a non-finite step, a save that is due is postponed until a step is finite:
    the newest checkpoint is from before these steps. Where the run ends (its last step, a signal, a batch that cannot be
    read) the state is saved all the same, as non-finite updates are skipped. A state with a norm that is not
-   finite is never saved or exported: it ends the run, which resumes from the newest checkpoint;
-3. exports, when due: it waits until the weights are in host memory, and a thread writes them;
-4. stops, when c is the last step or a signal has come: after the save, so that no step is lost;
-5. takes batch c + 1, once all processes have their rows of it;
-6. dispatches step c + 1, which donates the old state;
-7. logs the metrics of step c: the device already has its next work and never waits for the host, nor for the
-   synchronization on batch c + 1, which happens while it runs step c.
+   finite is never saved: it ends the run, which resumes from the newest checkpoint;
+3. stops, when c is the last step or a signal has come: after the save, so that no step is lost;
+4. takes batch c + 1, once all processes have their rows of it;
+5. dispatches step c + 1, which donates the old state;
+6. logs the metrics of step c: the device already has its next work and never waits for the host, nor for the
+   synchronization on batch c + 1, which happens while it runs step c. A save that has ended meanwhile is exported, when
+   due, by a thread.
 
-Before 5 it starts, and after 7 it stops, the trace of `train.profile_steps`; both wait for the steps dispatched so far.
+Before 4 it starts, and after 6 it stops, the trace of `train.profile_steps`; both wait for the steps dispatched so far.
 
 All processes run this loop and take the same branches; process 0 alone prints and writes rows.
 """
@@ -41,13 +41,11 @@ from hlat_jax.host import distributed
 from hlat_jax.host.watchdog import WAITING
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.resolve import batch_of_step
-from hlat_jax.run import nonfinite, optional, results
+from hlat_jax.run import nonfinite, optional, summary
 from hlat_jax.run.profiling import peak_memory
 from hlat_jax.run.state import NextBatch, Pending, Progress, Run
 from hlat_jax.run.validation import Validation
 from hlat_jax.store.progress import ProgressBar, Status
-
-_STEP_AND_SAVE = "this step, then saving a checkpoint"
 
 
 def train(run: Run, progress: Progress) -> str:
@@ -83,28 +81,31 @@ def train(run: Run, progress: Progress) -> str:
         _show_goodput(run, progress)
         run.log.close()
         if distributed.is_first():
-            results.show(config, run.workdir, progress.step)
+            summary.show_results(config, run.workdir, progress.step)
     return run.sync.stop
 
 
 def _loop(run: Run, progress: Progress) -> None:
     """Runs to the last step or a signal, and saves the state it ends with."""
     run.sync.signals.watchdog.step = progress.step
+    if run.exporter is not None:
+        run.exporter.begin(progress.step, is_saved=progress.saved_step > 0)
     progress.saved_at_s = progress.timed_from_s = time.monotonic()
     while True:
         _evaluate(run, progress)
         stopping = _is_last(run, progress) or bool(run.sync.stop)  # read once: a signal after the save must not be lost
         _save(run, progress, stopping=stopping)
-        _export(run, progress)
         if stopping:
             return
-        _start_trace(run, progress)
+        if progress.step + 1 == run.step_trace.first:
+            _trace(run, progress, "starting the trace", run.step_trace.start)
         batch = _next_batch(run, progress)
         if batch is None:
             return
         _step(run, progress, batch)
         _log(run, progress)
-        _stop_trace(run, progress)
+        if progress.step == run.step_trace.last:
+            _trace(run, progress, "writing the trace", run.step_trace.close)
 
 
 def _evaluate(run: Run, progress: Progress) -> None:
@@ -140,9 +141,9 @@ def _measure(run: Run, progress: Progress, doing: str, evaluation: Validation | 
 
 def _save(run: Run, progress: Progress, *, stopping: bool) -> None:
     """Saves the state when due by steps or by the clock, when postponed, and when the run is stopping."""
-    checkpoint = run.config.checkpoint
-    due = _due(progress.step, checkpoint.every_steps) or _due(progress.step, checkpoint.keep_every_steps)
-    if progress.step > run.start_step and (stopping or due or progress.save_postponed or progress.save_overdue):
+    c, step = run.config.checkpoint, progress.step
+    due = any(_due(step, every) for every in (c.every_steps, c.keep_every_steps, c.export_every_steps))
+    if step > run.start_step and (stopping or due or progress.save_postponed or progress.save_overdue):
         _start_saving(run, progress, stopping=stopping)
         progress.saved_at_s = progress.timed_from_s = time.monotonic()
 
@@ -171,6 +172,7 @@ def _start_saving(run: Run, progress: Progress, *, stopping: bool) -> None:
     if skipped := batch_of_step(progress.step, run.skipped) - progress.step:
         metadata["skipped_batches"] = skipped
     position = run.global_position(progress.position)
+    run.checkpointer.exported.step = run.exporter.reading if run.exporter is not None else 0
     run.checkpointer.save(progress.step, progress.state, position=position, metadata=metadata, norms=norms)
     progress.saved_step, progress.save_postponed = progress.step, False
     if distributed.is_first():
@@ -185,49 +187,20 @@ def _save_and_wait(run: Run, progress: Progress) -> None:
 
 
 def _note_saved(run: Run, step: int | None) -> None:
-    """Records the checkpoint that `run.checkpointer` has completed, if it has."""
+    """Records the checkpoint that `run.checkpointer` has completed, if it has, and exports it when due."""
     if step is not None:
         run.ledger.event("saved", step=step)
+        if run.exporter is not None:
+            run.exporter.offer(step)
 
 
-def _export(run: Run, progress: Progress) -> None:
-    """Starts to export the weights when due, where the run resumed too: a kill may have cut that export short.
-
-    After a non-finite step, unless it is the last, the export is postponed. Raises as `_start_saving`.
-    """
-    last = _is_last(run, progress)
-    postponed, progress.export_postponed = progress.export_postponed, False
-    if run.exporter is None or not run.exporter.due(progress.step, last=last, postponed=postponed):
-        return
-    run.sync.signals.doing = "starting to export"
+def _trace(run: Run, progress: Progress, doing: str, change: Callable[[], None]) -> None:
+    """Starts or writes the trace, once all steps so far are complete; what it takes counts into no step's time."""
     _write_rows(run, progress)
-    if progress.num_nonfinite and not last:
-        if not postponed:
-            print(f"export of step {progress.step} postponed to the next finite step: this one was not finite")
-        progress.export_postponed = True
-    else:
-        nonfinite.finite_norms(run, progress)
-        run.sync.signals.unfinished = _STEP_AND_SAVE
-        run.exporter.start(progress.step, progress.state)
+    jax.block_until_ready(progress.state)
+    run.sync.signals.doing = doing
+    change()
     progress.timed_from_s = time.monotonic()
-
-
-def _start_trace(run: Run, progress: Progress) -> None:
-    """Starts the trace where the next step is its first, once all steps so far are complete."""
-    if progress.step + 1 == run.step_trace.first:
-        _complete_steps(run, progress)
-        run.sync.signals.doing = "starting the trace"
-        run.step_trace.start()
-        progress.timed_from_s = time.monotonic()
-
-
-def _stop_trace(run: Run, progress: Progress) -> None:
-    """Writes the trace where this step is its last, once that is complete."""
-    if progress.step == run.step_trace.last:
-        _complete_steps(run, progress)
-        run.sync.signals.doing = "writing the trace"
-        run.step_trace.stop()
-        progress.timed_from_s = time.monotonic()
 
 
 def _next_batch(run: Run, progress: Progress) -> NextBatch | None:
@@ -247,11 +220,10 @@ def _next_batch(run: Run, progress: Progress) -> NextBatch | None:
         skipped = f"{count_text(number - passed - 1, 'batch')} left out, {passed + 1}:{number - 1}"
         print(f"step {progress.step + 1}: {skipped} (train.skip_steps)")
         run.ledger.event("skip_steps", step=progress.step + 1, first=passed + 1, last=number - 1)
-    batch, begin, position, error = None, progress.position, progress.position, None
+    batch, position, error = None, progress.position, None
     try:
         for each in range(passed + 1, number + 1):
             watchdog.begin("waiting for data", status=lambda: retries.progress)
-            begin = position
             batch, position = next(run.batches)
             if each < number and run.sync.signals.name:
                 raise InterruptedError("stopped while batches were left out")
@@ -268,7 +240,7 @@ def _next_batch(run: Run, progress: Progress) -> NextBatch | None:
     assert batch is not None
     progress.save_overdue = synced.save
     row_fields = synced.row_fields | ({"batch": number} if run.skipped else {})
-    return NextBatch(batch=batch, begin=begin, position=position, row_fields=row_fields)
+    return NextBatch(batch=batch, position=position, row_fields=row_fields)
 
 
 def _step(run: Run, progress: Progress, batch: NextBatch) -> None:
@@ -277,8 +249,8 @@ def _step(run: Run, progress: Progress, batch: NextBatch) -> None:
     signals = run.sync.signals
     signals.doing, signals.watchdog.step = "training", progress.step + 1
     with jax.profiler.StepTraceAnnotation("train", step_num=progress.step + 1):
-        progress.state, metrics = run.train_step(progress.state, run.shard(batch.batch), np.float32(rate))
-    signals.unfinished = _STEP_AND_SAVE
+        progress.state, metrics = run.train_step(progress.state, run.program.shard(batch.batch), np.float32(rate))
+    signals.unfinished = "this step, then saving a checkpoint"
     progress.step += 1
     progress.position = batch.position
     progress.pending.append(Pending(step=progress.step, metrics=metrics, learning_rate=rate, batch=batch))
@@ -319,7 +291,7 @@ def _write_rows(run: Run, progress: Progress, *, in_flight: int = 0) -> None:
             "learning_rate": pending.learning_rate,
             "step_s": now - progress.timed_from_s,
             "data_wait_s": progress.data_wait_s,  # part of step_s, which ends now: mostly for the next step's batch
-            "peak_memory_bytes": peak_memory(run.layout),
+            "peak_memory_bytes": peak_memory(run.program.layout),
             **run.monitor.row_fields(),
             "nonfinite": int(not metrics.finite),
             **pending.batch.row_fields,
@@ -339,13 +311,7 @@ def _write_rows(run: Run, progress: Progress, *, in_flight: int = 0) -> None:
             run.ledger.event("spike", **facts, skipped=skipped)
             print(f"step {pending.step}: a spike, {values}; {'update skipped' if skipped else 'trained on'}")
         if progress.num_nonfinite >= run.config.train.max_nonfinite_steps:
-            nonfinite.stop(run, progress, row, position=pending.batch.begin)
-
-
-def _complete_steps(run: Run, progress: Progress) -> None:
-    """Writes the rows of all dispatched steps and waits for their state. Raises as `_write_rows`."""
-    _write_rows(run, progress)
-    jax.block_until_ready(progress.state)
+            nonfinite.stop(run, progress, row)
 
 
 def progress_bar(

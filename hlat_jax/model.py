@@ -29,7 +29,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from hlat_jax import stack
-from hlat_jax.config import ModelConfig, select_layer_loop, select_remat
+from hlat_jax.config import ModelConfig, select
 from hlat_jax.facts.names import nearest
 from hlat_jax.ops import attention as attention_op
 from hlat_jax.ops import cross_entropy as cross_entropy_op
@@ -349,7 +349,9 @@ def init_params(cfg: ModelConfig, key: jax.Array) -> dict[str, Any]:
 def bind(params: dict[str, Any], cfg: ModelConfig) -> Decoder:
     """Returns the Decoder that computes with `params`, of any float dtype."""
     graphdef, state = _declaration(cfg)
-    return nnx.merge(graphdef, _with_values(state, params))
+    state = jax.tree.map(lambda leaf: leaf, state)  # a copy: replacing works in place
+    nnx.replace_by_pure_dict(state, params)
+    return nnx.merge(graphdef, state)
 
 
 def apply(
@@ -418,8 +420,8 @@ def select_implementations(cfg: ModelConfig, platform: str) -> ModelConfig:
     chosen: dict[str, Any] = {
         key: op.choose("auto", platform).name for key, op in OPS.items() if getattr(cfg, key) == "auto"
     }
-    loop = select_layer_loop(cfg.layer_loop, platform)
-    return dataclasses.replace(cfg, **chosen, remat=select_remat(cfg.remat, platform), layer_loop=loop)
+    chosen |= {key: select(key, getattr(cfg, key), platform) for key in ("remat", "layer_loop")}
+    return dataclasses.replace(cfg, **chosen)
 
 
 @functools.lru_cache
@@ -435,12 +437,6 @@ def _declaration(cfg: ModelConfig) -> tuple[Any, Any]:
     state = jax.eval_shape(lambda: build(jax.random.key(0, impl="rbg")))  # inside, so that no key is made
     # without the mesh that is set here: the result is kept for calls under any
     return graphs[0], jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), state)
-
-
-def _with_values(state: Any, values: dict[str, Any]) -> Any:
-    state = jax.tree.map(lambda leaf: leaf, state)  # a copy: replacing works in place
-    nnx.replace_by_pure_dict(state, values)
-    return state
 
 
 def _stacked_layers(cfg: ModelConfig, key: jax.Array) -> DecoderLayer:
@@ -494,9 +490,6 @@ def _output_std(cfg: ModelConfig) -> float:
 
 
 def _frequencies(cfg: ModelConfig) -> np.ndarray:
-    scaling = Llama3Scaling(
-        cfg.rope_factor, cfg.rope_low_freq_factor, cfg.rope_high_freq_factor, cfg.rope_original_positions
-    )
-    return rope_frequencies(
-        cfg.head_dim, theta=cfg.rope_theta, scaling=scaling if cfg.rope_scaling == "llama3" else None
-    )
+    values = (cfg.rope_factor, cfg.rope_low_freq_factor, cfg.rope_high_freq_factor, cfg.rope_original_positions)
+    scaling = Llama3Scaling(*values) if cfg.rope_scaling == "llama3" else None
+    return rope_frequencies(cfg.head_dim, theta=cfg.rope_theta, scaling=scaling)

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from hlat_jax.batch import Batch, SumAndCount, abstract_batch
-from hlat_jax.config import Config, ModelConfig
+from hlat_jax.config import Config, ModelConfig, select
 from hlat_jax.model import Decoder, abstract_params, bind, init_params, param_axes
 from hlat_jax.ops.choices import choices, with_choices
 from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
@@ -29,7 +29,6 @@ from hlat_jax.passes import naming
 from hlat_jax.passes.autocast import autocast
 from hlat_jax.passes.compile import training_program
 from hlat_jax.precision import cast_tree, policy_on
-from hlat_jax.resolve import select_accumulate
 from hlat_jax.train_step import State, StepOptions, TrainStep
 
 GENERATION = ("prefill", "decode")
@@ -177,7 +176,7 @@ def make_program(config: Config, layout: Layout) -> RunProgram:
         layout=layout,
         choices=chosen,
         model=model,
-        accumulate=select_accumulate(train.accumulate, layout.platform),
+        accumulate=select("accumulate", train.accumulate, layout.platform),
         training=training,
         init=_init(config, training),
         eval_step=_eval_step(loss(z_loss_weight=0.0), training.options, cast=policy.autocast),

@@ -130,13 +130,6 @@ def check_policy(policy: str, *, pipe: int) -> None:
         )
 
 
-def select_accumulate(accumulate: str, platform: str) -> str:
-    """Returns a value of `train.accumulate` with `auto` replaced by the default of a platform."""
-    if accumulate != "auto":
-        return accumulate
-    return "programs" if platform == "neuron" else "scan"
-
-
 def branch_source(train: TrainConfig) -> tuple[str, int] | None:
     """Returns (run folder, step) of `train.branch_from`, None if it is empty. Raises ValueError for another form."""
     if not train.branch_from:
@@ -252,11 +245,6 @@ def check_training(c: Config) -> None:
     if o.horizon_steps <= o.warmup_steps:
         raise ValueError(
             f"optimizer.horizon_steps={o.horizon_steps} must exceed optimizer.warmup_steps={o.warmup_steps}."
-        )
-    if t.rewind_to >= t.num_steps > 0:
-        raise ValueError(
-            f"train.rewind_to={t.rewind_to} leaves no step to train: raise train.num_steps={t.num_steps} above it, or "
-            "set an earlier step."
         )
     profiled_steps(t)
     skipped_batches(t.skip_steps)

@@ -57,31 +57,21 @@ def _parse(argv: Sequence[str], values: flags.FlagValues, *, usage: str) -> list
 
 
 def _define_reading(values: flags.FlagValues) -> None:
-    flags.DEFINE_string("text_field", "text", "JSONL key or column that holds the text.", flag_values=values)
-    flags.DEFINE_enum(
-        "on_bad_record",
-        "raise",
-        ["raise", "skip"],
-        "Stop at a record without text, or skip and count it.",
-        flag_values=values,
-    )
+    options = {"flag_values": values}
+    flags.DEFINE_string("text_field", "text", "JSONL key or column that holds the text.", **options)
+    about = "Stop at a record without text, or skip and count it."
+    flags.DEFINE_enum("on_bad_record", "raise", ["raise", "skip"], about, **options)
 
 
 def _build(argv: Sequence[str]) -> int:
     values = flags.FlagValues()
     flags.DEFINE_string("out", "", "Folder to write.", flag_values=values)
     flags.DEFINE_string("tokenizer", "", "SentencePiece model; stores token ids. Empty: text.", flag_values=values)
-    flags.DEFINE_integer(
-        "max_document_chars", 500_000, "As data.max_document_chars, with --tokenizer.", 1, flag_values=values
-    )
+    about = "As data.max_document_chars, with --tokenizer."
+    flags.DEFINE_integer("max_document_chars", 500_000, about, 1, flag_values=values)
     flags.DEFINE_bool("prepend_bos", False, "As data.prepend_bos, with --tokenizer.", flag_values=values)
-    flags.DEFINE_integer(
-        "batch_size",
-        DataConfig.batch_size,
-        "As data.batch_size: fewer .txt and .md files are cut at paragraphs.",
-        1,
-        flag_values=values,
-    )
+    about = "As data.batch_size: fewer .txt and .md files are cut at paragraphs."
+    flags.DEFINE_integer("batch_size", DataConfig.batch_size, about, 1, flag_values=values)
     flags.DEFINE_integer("shard_mb", 256, "Text per shard, in 10**6 bytes.", 1, flag_values=values)
     flags.DEFINE_integer("workers", 0, "Threads that tokenize; 0: one for each core.", 0, flag_values=values)
     _define_reading(values)
@@ -102,9 +92,8 @@ def _build(argv: Sequence[str]) -> int:
 def _tokenizer(argv: Sequence[str]) -> int:
     values = flags.FlagValues()
     flags.DEFINE_string("out", "", "The .model file to write.", flag_values=values)
-    flags.DEFINE_integer(
-        "vocab_size", 32_000, "Tokens of the vocabulary, with 3 controls and 256 bytes.", flag_values=values
-    )
+    about = "Tokens of the vocabulary, with 3 controls and 256 bytes."
+    flags.DEFINE_integer("vocab_size", 32_000, about, flag_values=values)
     flags.DEFINE_integer("sample_mb", 100, "Text to train on at most, in 10**6 bytes.", 1, flag_values=values)
     _define_reading(values)
     words = _parse(argv, values, usage=_TOKENIZER)
@@ -126,9 +115,8 @@ def _tokenizer(argv: Sequence[str]) -> int:
 
 def _stats(argv: Sequence[str]) -> int:
     def define(values: flags.FlagValues) -> None:
-        flags.DEFINE_integer(
-            "sample_mb", 16, "Text to tokenize of each source, in 10**6 bytes; 0: all.", 0, flag_values=values
-        )
+        about = "Text to tokenize of each source, in 10**6 bytes; 0: all."
+        flags.DEFINE_integer("sample_mb", 16, about, 0, flag_values=values)
 
     config, values = _parse_config(argv, define)
     from hlat_jax.data.build import stats

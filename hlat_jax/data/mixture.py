@@ -65,10 +65,6 @@ class MixtureStage:
     shares: tuple[fractions.Fraction, ...]
     until_tokens: int | None = None
 
-    def is_over(self, batch: int, *, num_tokens: int) -> bool:
-        """Returns whether the stage ends before `batch`, given `num_tokens` emitted before it. Not for the last."""
-        return batch >= self.until_step if self.until_tokens is None else num_tokens >= self.until_tokens
-
 
 def parse_stages(
     spec: str, *, names: Sequence[str], batch_tokens: int, has_padding: bool = False
@@ -211,9 +207,11 @@ class Mixture:
         return owed
 
     def _stage(self, batch: int, emitted: Sequence[int]) -> int:
-        num_tokens, stages = sum(emitted) * self.num_rows, enumerate(self.stages[:-1])
-        running = (number for number, stage in stages if not stage.is_over(batch, num_tokens=num_tokens))
-        return next(running, len(self.stages) - 1)
+        num_tokens = sum(emitted) * self.num_rows
+        for number, stage in enumerate(self.stages[:-1]):
+            if batch < stage.until_step if stage.until_tokens is None else num_tokens < stage.until_tokens:
+                return number
+        return len(self.stages) - 1
 
     def describe(self) -> str:
         """Returns the shares of all stages in one line."""

@@ -16,12 +16,10 @@ import numpy as np
 
 from hlat_jax.data.formats import records
 from hlat_jax.data.formats.array_record import array_record_documents
-from hlat_jax.data.formats.arrow import arrow_documents
 from hlat_jax.data.formats.built import manifest_fingerprint, open_built
-from hlat_jax.data.formats.columns import ColumnCache
+from hlat_jax.data.formats.columns import ColumnCache, arrow_documents, parquet_documents
 from hlat_jax.data.formats.files import DataFile, Snapshot
 from hlat_jax.data.formats.jsonl import jsonl_documents
-from hlat_jax.data.formats.parquet import parquet_documents
 from hlat_jax.data.formats.paths import file_format, find_files
 from hlat_jax.data.formats.plain_text import TextDocuments
 from hlat_jax.data.order import evenly_spaced, evenly_spread

@@ -277,14 +277,9 @@ class Definition:
         """Returns the number, within its source, of the document at entry `entry` of a stream in an epoch."""
         return self.sources[source].number(epoch, row + entry * self._data.batch_size)
 
-    def num_entries(self, source: int, *, row: int) -> int:
-        """Returns how many documents of a source a stream has in each epoch."""
-        return len(range(row, len(self.sources[source].documents), self._data.batch_size))
-
     def _stream(self, row: int, source: int, *, position: np.ndarray) -> Any:
         data, documents = self._data, self.sources[source].documents
-        num_own = self.num_entries(source, row=row)
-
+        num_own = len(range(row, len(documents), data.batch_size))  # in each epoch
         # with shuffling, a stream reads other documents in every epoch; without, the same ones
         most_bad = 2 * num_own if self.sources[source].order is None else _MANY_EPOCHS * len(documents)
         bad_in_a_row = 0

@@ -8,8 +8,8 @@ import math
 import os
 import pathlib
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from absl import flags, logging
@@ -36,6 +36,13 @@ NAME is a task of the LM Evaluation Harness, or one of the paper's suites: hlat 
 """
 
 _KINDS = ("tasks", "text", "data", "validation")
+
+
+class Document(NamedTuple):
+    """A text as int32 token ids, the first of which is BOS or EOS, and its length in bytes of UTF-8."""
+
+    ids: np.ndarray
+    num_bytes: int
 
 
 def main(argv: Sequence[str]) -> int:
@@ -103,7 +110,6 @@ def _run_text(values: flags.FlagValues) -> None:
     window = values.window or limit
     if not 2 <= window <= limit:
         raise ValueError(f"--window={window} must be from 2 to model.max_positions={limit}.")
-    from hlat_jax.evaluate.perplexity import windows
     from hlat_jax.generate.scoring import Scorer
     from hlat_jax.run.validation import measures
 
@@ -202,7 +208,20 @@ def _write_json(values: flags.FlagValues, trained: inference.TrainedModel, repor
         pathlib.Path(values.json).write_text(text + "\n")
 
 
-def _documents(values: flags.FlagValues, trained: inference.TrainedModel) -> list[Any]:
+def windows(ids: np.ndarray, window: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields (context, continuation) of windows that slide by half their length: they predict each of `ids[1:]` once.
+
+    The first window predicts all its tokens; each later one starts half a window before the first token that is not
+    predicted yet. A model reads at most `window` tokens of a pair, all but its last.
+    """
+    start = done = 0
+    while done < len(ids) - 1:
+        stop = min(start + window, len(ids) - 1)
+        yield ids[start : done + 1], ids[done + 1 : stop + 1]
+        start, done = stop - window // 2, stop
+
+
+def _documents(values: flags.FlagValues, trained: inference.TrainedModel) -> list[Document]:
     """Returns the documents of --data or --text; raises ValueError for files that are missing or not UTF-8."""
     from hlat_jax.data import sources
 
@@ -219,10 +238,8 @@ def _documents(values: flags.FlagValues, trained: inference.TrainedModel) -> lis
     return [_document(corpus, number, tokenizer, first=first) for number in range(len(corpus))]
 
 
-def _document(documents: Any, number: int, tokenizer: Any, *, first: int) -> Any:
+def _document(documents: Any, number: int, tokenizer: Any, *, first: int) -> Document:
     """Returns a document of a text, or of stored token ids without their BOS and EOS."""
-    from hlat_jax.evaluate.perplexity import Document
-
     record = documents[number]
     if isinstance(record, str):
         ids, num_bytes = tokenizer.encode(record), len(record.encode("utf-8"))

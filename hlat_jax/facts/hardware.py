@@ -1,4 +1,4 @@
-"""Devices, instances and the nodes that a run is planned for: memory, rates and links, each with its source."""
+"""Devices, instances and the nodes that a run is planned for: memory, rates and links."""
 
 from __future__ import annotations
 
@@ -20,52 +20,26 @@ class Device:
       memory_bytes: capacity of the device memory.
       memory_bytes_per_s: bandwidth of the device memory.
       reserved_bytes: part of the memory that programs cannot use.
-      source: where the numbers come from.
     """
 
     peak_flops: float
     memory_bytes: int
     memory_bytes_per_s: float
-    reserved_bytes: int
-    source: str
+    reserved_bytes: int = 0
 
 
 # Per physical core: about 96 MB of microcode, and since SDK 2.33 64 MB for profiling copies, on by default. Source: AWS
 # Neuron docs, runtime memory and the runtime notes of 2.33.0.
 _RESERVED = (96 + 64) * 10**6
+# Source: AWS Neuron docs, the architectures of Trainium, 2 and 3, which have rates and memory of a chip; trn2 is at LNC
+# 2 where no other is named, as is trn3. NVIDIA's data sheets of H200 and H100 SXM.
 DEVICES = {
-    "trn1": Device(
-        95e12,
-        16 * GIB,
-        820e9 / 2,
-        _RESERVED,
-        "AWS Neuron docs, Trainium architecture: 190 TFLOP/s, 32 GiB and 820 GB/s per chip of 2 cores",
-    ),
-    "trn2": Device(
-        667e12 / 4,
-        24 * GIB,
-        2.9e12 / 4,
-        2 * _RESERVED,
-        "AWS Neuron docs, Trainium2 architecture, LNC 2: a chip's 667 TFLOP/s, 96 GiB and 2.9 TB/s by 4",
-    ),
-    "trn2-lnc1": Device(
-        667e12 / 8,
-        12 * GIB,
-        2.9e12 / 8,
-        _RESERVED,
-        "AWS Neuron docs, Trainium2 architecture, LNC 1: a chip's 667 TFLOP/s, 96 GiB and 2.9 TB/s by 8",
-    ),
-    "trn3": Device(
-        671e12 / 4,
-        36 * GIB,
-        4.9e12 / 4,
-        2 * _RESERVED,
-        "AWS Neuron docs, Trainium3, LNC 2: a chip's 671 TFLOP/s, 144 GiB and 4.9 TB/s by 4",
-    ),
-    "h200": Device(989e12, 141 * 10**9, 4.8e12, 0, "NVIDIA H200 data sheet: 989 TFLOP/s bf16 dense, 141 GB, 4.8 TB/s"),
-    "h100": Device(
-        989e12, 80 * 10**9, 3.35e12, 0, "NVIDIA H100 SXM data sheet: 989 TFLOP/s bf16 dense, 80 GB, 3.35 TB/s"
-    ),
+    "trn1": Device(190e12 / 2, 16 * GIB, 820e9 / 2, _RESERVED),
+    "trn2": Device(667e12 / 4, 24 * GIB, 2.9e12 / 4, 2 * _RESERVED),
+    "trn2-lnc1": Device(667e12 / 8, 12 * GIB, 2.9e12 / 8, _RESERVED),
+    "trn3": Device(671e12 / 4, 36 * GIB, 4.9e12 / 4, 2 * _RESERVED),
+    "h200": Device(989e12, 141 * 10**9, 4.8e12),
+    "h100": Device(989e12, 80 * 10**9, 3.35e12),
 }
 
 
@@ -82,7 +56,6 @@ class Instance:
       chip_link: bandwidth from one chip to the others of the instance, bytes/s.
       network: bandwidth from one instance to the others, bytes/s, 0 where it is unknown.
       host_bytes: memory of the host, 0 where it is unknown.
-      source: where the numbers come from.
     """
 
     target: str
@@ -93,7 +66,6 @@ class Instance:
     chip_link: float
     network: float
     host_bytes: int
-    source: str
 
     def devices_per_chip(self, *, lnc: int = 0) -> int:
         """Returns the number of JAX devices of one chip, at the default LNC where `lnc` is 0."""
@@ -109,31 +81,18 @@ class Instance:
         return chip if lnc in (0, self.lncs[0]) else f"{chip}-lnc{lnc}"
 
 
-_TRN1, _TRN2 = "AWS Neuron docs, Trn1 architecture: ", "AWS Neuron docs, Trn2 architecture: "
-_LINKS_OF_TRN2 = "16 chips, NeuronLink-v3 1,024 GB/s per chip in the instance, EFAv3 3.2 Tb/s"
-_TRN2_48XLARGE = Instance("trn2", 16, 8, (2, 1), 16, 1024e9, 3200e9 / 8, 2048 * GIB, _TRN2 + _LINKS_OF_TRN2)
-# Also from "EC2 instance types with EFA". trn3 is not listed: no page names an EC2 instance type with it.
+_TRN2_48XLARGE = Instance("trn2", 16, 8, (2, 1), 16, 1024e9, 3200e9 / 8, 2048 * GIB)
+# Source: AWS Neuron docs, architectures of Trn1 and Trn2 (NeuronLink per chip, EFA per instance), and "EC2 instance
+# types with EFA". No page has a row for trn2.3xlarge: it is one chip of trn2.48xlarge, its network and host unknown.
+# trn2u.48xlarge is without the links of its UltraServer. No page names an EC2 instance type with trn3.
 INSTANCES = {
-    "trn1.2xlarge": Instance(
-        "trn1", 1, 2, (1,), 0, 384e9, 25e9 / 8, 32 * GIB, _TRN1 + "one chip; up to 25 Gb/s, no EFA"
-    ),
-    "trn1.32xlarge": Instance(
-        "trn1", 16, 2, (1,), 8, 384e9, 800e9 / 8, 512 * GIB,
-        _TRN1 + "16 chips, NeuronLink-v2 384 GB/s per chip, EFA 800 Gb/s",
-    ),
-    "trn1n.32xlarge": Instance(
-        "trn1n", 16, 2, (1,), 16, 768e9, 1600e9 / 8, 512 * GIB,
-        _TRN1 + "16 chips, NeuronLink-v2 768 GB/s per chip, EFA 1600 Gb/s",
-    ),
-    "trn2.3xlarge": Instance(
-        "trn2", 1, 8, (2, 1), 0, 1024e9, 0, 0,
-        "derived from one chip of trn2.48xlarge: no page of the docs has a row for it; network and host unknown",
-    ),
+    "trn1.2xlarge": Instance("trn1", 1, 2, (1,), 0, 384e9, 25e9 / 8, 32 * GIB),
+    "trn1.32xlarge": Instance("trn1", 16, 2, (1,), 8, 384e9, 800e9 / 8, 512 * GIB),
+    "trn1n.32xlarge": Instance("trn1n", 16, 2, (1,), 16, 768e9, 1600e9 / 8, 512 * GIB),
+    "trn2.3xlarge": Instance("trn2", 1, 8, (2, 1), 0, 1024e9, 0, 0),
     "trn2.48xlarge": _TRN2_48XLARGE,
-    "trn2u.48xlarge": dataclasses.replace(
-        _TRN2_48XLARGE, source=_TRN2_48XLARGE.source + ", without the links of its UltraServer"
-    ),
-}  # fmt: skip
+    "trn2u.48xlarge": _TRN2_48XLARGE,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +106,6 @@ class Target:
       link_bytes_per_s: bandwidth from one device to the others of its node, 0 without links.
       network_bytes_per_s: bandwidth from one node to the others, 0 without a network or where it is unknown.
       host_bytes: memory of the node's host, 0 where it is unknown.
-      source: where the node's numbers come from.
     """
 
     device: Device
@@ -156,7 +114,6 @@ class Target:
     link_bytes_per_s: float
     network_bytes_per_s: float
     host_bytes: int
-    source: str
 
 
 def _node(kind: Instance, *, lnc: int) -> Target:
@@ -167,13 +124,12 @@ def _node(kind: Instance, *, lnc: int) -> Target:
         link_bytes_per_s=kind.chip_link / kind.devices_per_chip(lnc=lnc),
         network_bytes_per_s=kind.network,
         host_bytes=kind.host_bytes,
-        source=kind.source + (f", LNC {lnc}" if len(kind.lncs) > 1 else ""),
     )
 
 
 TARGETS = {name: _node(kind, lnc=kind.lncs[0]) for name, kind in INSTANCES.items()} | {
     "trn2.48xlarge-lnc1": _node(_TRN2_48XLARGE, lnc=1),
-    "h200": Target(DEVICES["h200"], 1, "gpu", 0.0, 0.0, 0, "one device; the host is not considered"),
+    "h200": Target(DEVICES["h200"], 1, "gpu", 0.0, 0.0, 0),  # one device; the host is not considered
 }
 
 
@@ -185,8 +141,7 @@ def target(name: str) -> Target:
     """
     if name == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        device = Device(0.0, memory, 0.0, 0, "memory: this operating system; speed: not known before it is measured")
-        return Target(device, 1, "cpu", 0.0, 0.0, memory, "this machine")
+        return Target(Device(0.0, memory, 0.0), 1, "cpu", 0.0, 0.0, memory)
     if name not in TARGETS:
         raise ValueError(f"--instance={name} is not a known target. {nearest(name, [*TARGETS, 'cpu'])}")
     return TARGETS[name]

@@ -66,14 +66,12 @@ class Generator:
         prompts: Sequence[Sequence[int]],
         *,
         max_tokens: int,
-        sampling: Sampling = GREEDY,
         stop_ids: Collection[int] = (),
-        first_number: int = 0,
+        **options: Any,
     ) -> list[list[int]]:
-        """Returns the new tokens of each prompt, without the one of `stop_ids` that ended it; see `stream`."""
+        """Returns the new tokens of each prompt, without the one of `stop_ids` that ended it; arguments as `stream`."""
         new_ids: list[list[int]] = [[] for _ in prompts]
-        options: dict[str, Any] = {"sampling": sampling, "stop_ids": stop_ids, "first_number": first_number}
-        for step in self.stream(prompts, max_tokens=max_tokens, **options):
+        for step in self.stream(prompts, max_tokens=max_tokens, stop_ids=stop_ids, **options):
             for ids, token in zip(new_ids, step, strict=True):
                 if token is not None and token not in stop_ids:
                     ids.append(token)
@@ -110,7 +108,8 @@ class Generator:
         """Returns the shape that prompts are padded to: powers of two, so that few programs are compiled."""
         prompt_slots = padded_length(max(map(len, prompts)), self.cfg.max_positions)
         slots = prompt_slots + _power_of_two(max_tokens, fewest=_FEWEST_SLOTS)
-        return GenerationShape(padded_rows(len(prompts), self.layout.row_degree), prompt_slots, slots)
+        replicas = self.layout.row_degree
+        return GenerationShape(replicas * _power_of_two(-(-len(prompts) // replicas)), prompt_slots, slots)
 
     def _limit(self, number: int, prompt: Sequence[int], max_tokens: int) -> int:
         """Returns the maximum of new tokens of a prompt."""
@@ -232,11 +231,6 @@ def _rows(
 def padded_length(num_tokens: int, max_positions: int) -> int:
     """Returns the length that rows of at most `num_tokens` are padded to."""
     return min(_power_of_two(num_tokens, fewest=_FEWEST_SLOTS), max_positions)
-
-
-def padded_rows(num_rows: int, row_degree: int) -> int:
-    """Returns the batch size that `num_rows` are padded to: a power of two on each replica."""
-    return row_degree * _power_of_two(-(-num_rows // row_degree))
 
 
 def _power_of_two(number: int, *, fewest: int = 1) -> int:

@@ -19,11 +19,7 @@ _NUM_IDS = 128
 
 
 def require_transformers() -> Any:
-    """Returns (torch, transformers).
-
-    Raises:
-      ValueError: one of them cannot be imported.
-    """
+    """Returns (torch, transformers); raises ValueError if one of them cannot be imported."""
     needs = "--verify needs {}: pip install 'hlat_jax[verify]', or leave it out."
     return tuple(import_optional(name, missing=needs.format(name)) for name in ("torch", "transformers"))
 

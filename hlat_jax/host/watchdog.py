@@ -54,7 +54,6 @@ LIMITS = {
     WAITING: Limit(12),
     "evaluating": Limit(12),
     "starting to save": Limit(12),
-    "starting to export": Limit(12),
     "saving": Limit(12),
 }
 LIMIT_OF_OTHERS = Limit(72)  # opening, compiling, tasks

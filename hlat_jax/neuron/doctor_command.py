@@ -37,7 +37,11 @@ def main(argv: Sequence[str]) -> int:
     for name, probe in doctor.checks(config, **options):
         outcome, seconds = doctor.run_check(probe)
         rows.append({"check": name, **outcome._asdict(), "seconds": round(seconds, 2)})
-        print(_line(rows[-1]), flush=True)  # a later check may crash the process
+        print(
+            f"{outcome.verdict:<18} {name:<20} {outcome.found} ({seconds:.1f} s)", flush=True
+        )  # a later check may crash
+        if outcome.advice:
+            print(f"{'':<18} to do: {outcome.advice}", flush=True)
     print()
     for verdict in (PASSED, FAILED, NOT_HERE):
         names = [row["check"] for row in rows if row["verdict"] == verdict]
@@ -73,11 +77,6 @@ def _prepare(
         num_devices = neuron_topology.checked(wanted).devices_per_node
     cache = pathlib.Path(environ.get("JAX_COMPILATION_CACHE_DIR") or tempfile.gettempdir())
     return {"instance": instance, "num_devices": num_devices, "cache": cache}
-
-
-def _line(row: dict[str, Any]) -> str:
-    line = f"{row['verdict']:<18} {row['check']:<20} {row['found']} ({row['seconds']:.1f} s)"
-    return line + (f"\n{'':<18} to do: {row['advice']}" if row["advice"] else "")
 
 
 def _define(values: flags.FlagValues) -> None:

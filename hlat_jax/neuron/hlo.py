@@ -17,8 +17,7 @@ from typing import Any
 
 from hlat_jax.config import Config
 from hlat_jax.neuron import hlo_proto
-from hlat_jax.parallel.virtual_devices import planned_layout
-from hlat_jax.plan.replicas import fewer_replicas
+from hlat_jax.parallel.virtual_devices import fewer_replicas, planned_layout
 from hlat_jax.resolve import resolve
 
 _AFTER = "*after_spmd-partitioning*.pb"

@@ -112,7 +112,8 @@ def matmul_accumulation(multiply: Callable[[np.ndarray, np.ndarray, str], np.nda
     """
     k = 4096
     rng = np.random.default_rng(0)
-    a, b = (_truncate_to_bf16(rng.normal(size=shape)) for shape in ((64, k), (k, 64)))
+    drawn = (rng.normal(size=shape).astype(np.float32) for shape in ((64, k), (k, 64)))
+    a, b = ((values.view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32) for values in drawn)  # truncated to bf16
     exact = a.astype(np.float64) @ b
     # 16 times the usual error of fp32 sums in any order; bf16 sums, even of blocks, are off by some hundred times more
     bound = 16 * 2.0**-24 * math.sqrt(k) * np.sqrt((a.astype(np.float64) ** 2) @ (b.astype(np.float64) ** 2))
@@ -231,11 +232,6 @@ def first_line(error: Exception) -> str:
 def _correlation(a: np.ndarray, b: np.ndarray) -> float:
     with np.errstate(invalid="ignore"):  # NaN for a constant, which fails every bound
         return float(np.corrcoef(a, b)[0, 1])
-
-
-def _truncate_to_bf16(values: np.ndarray) -> np.ndarray:
-    """Returns fp32 values truncated to the precision of bf16."""
-    return (values.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
 def _address(array: Any) -> int | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.sharding import AbstractMesh
 
-from hlat_jax.config import Config, ModelConfig, select_layer_loop, select_remat
+from hlat_jax.config import Config, ModelConfig, select
 from hlat_jax.ops import attention, cross_entropy, norm, rope, swiglu, table
 from hlat_jax.ops.dialect import Choice
 from hlat_jax.ops.nki.chips import exclusions
@@ -91,5 +91,5 @@ def chosen_model(config: Config, layout: Layout, *, platform: str | None = None)
 def with_choices(model: ModelConfig, chosen: Mapping[str, Choice], *, platform: str) -> ModelConfig:
     """Returns the model with every `auto` replaced by its entry of `choices`."""
     names = {key: choice.name for key, choice in chosen.items()}
-    loop = select_layer_loop(model.layer_loop, platform)
-    return dataclasses.replace(model, **names, remat=select_remat(model.remat, platform), layer_loop=loop)
+    names |= {key: select(key, getattr(model, key), platform) for key in ("remat", "layer_loop")}
+    return dataclasses.replace(model, **names)

@@ -177,11 +177,7 @@ def resolve_degrees(parallel: ParallelConfig, num_devices: int) -> tuple[int, ..
 
 
 def spec(axes: Sequence[str], rules: Mapping[str, str | tuple[str, ...] | None]) -> P:
-    """Returns the partition spec of an array with these logical axes.
-
-    Raises:
-      ValueError: an axis without a rule.
-    """
+    """Returns the partition spec of an array with these logical axes; raises ValueError if one has no rule."""
     unknown = [axis for axis in axes if axis not in rules]
     if unknown:
         raise ValueError(f"logical axes {unknown} have no rule; known: {', '.join(rules)}.")

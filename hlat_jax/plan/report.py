@@ -87,7 +87,9 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
         "config": config.name,
         "target": site.target,
         "nodes": site.nodes,
-        "layout": layout_dict(config, layout),
+        "layout": layout.degrees
+        | {"devices": layout.mesh.size}
+        | {key: getattr(config.parallel, key) for key in ("zero1", "sequence_parallel")},
         "run": _run(program),
         "schedule": _schedule(config, layout, requested),
         "device_bytes": dataclasses.asdict(memory)
@@ -116,13 +118,6 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
         seconds = roofline.project(jaxpr, collectives, target=target, mesh=layout.mesh, state_bytes=memory.state)
         plan["projection"] = _projection(config, site, seconds)
     return plan
-
-
-def layout_dict(config: Config, layout: Layout) -> dict[str, Any]:
-    """Returns the degrees, the number of devices, and the other splits of a layout."""
-    parallel = config.parallel
-    splits = {"zero1": parallel.zero1, "sequence_parallel": parallel.sequence_parallel}
-    return layout.degrees | {"devices": layout.mesh.size} | splits
 
 
 def short_plan(program: RunProgram, *, budget: int) -> list[str]:
@@ -249,36 +244,14 @@ def memory_line(memory: DeviceBytes, budget: int) -> str:
 
 def as_text(plan: dict[str, Any]) -> str:
     """Returns the whole plan as text."""
-    layout = plan["layout"]
-    devices = f"{layout['devices']:,} devices, {layout_text(layout)}"
-    lines = [f"{plan['config']} on {plan['nodes']} x {plan['target']}: {devices}"]
-    lines += [*_run_lines(plan), "", "Bytes of one device", *_memory_lines(plan), ""]
-    lines += ["Collectives of one step, per device", *_collective_lines(plan), "", *_projection_lines(plan), ""]
-    saving = plan["saving"]
-    host = f" of {format_bytes(saving['host_memory_bytes'])}" if saving["host_memory_bytes"] else ""
-    lines += [
-        "Saving",
-        f"  checkpoint {format_bytes(saving['checkpoint_bytes'])}, {saving['seconds']:.1f} s at "
-        f"{saving['disk_bytes_per_s'] / 1e9:g} GB/s per node",
-        f"  host memory at most {format_bytes(saving['host_bytes'])}{host} per node while saving",
-    ]
-    return "\n".join(lines)
-
-
-def layout_text(layout: dict[str, Any]) -> str:
-    """Returns the degrees of a layout that are above one, and its other splits."""
-    words = [f"{axis} {layout[axis]}" for axis in MESH_AXES if layout[axis] > 1]
-    extras = [", ZeRO-1"] * layout["zero1"] + [", sequence parallel"] * layout["sequence_parallel"]
-    return " x ".join(words or ["one device"]) + "".join(extras)
-
-
-def _run_lines(plan: dict[str, Any]) -> list[str]:
-    run, schedule = plan["run"], plan["schedule"]
+    layout, run, schedule, saving = (plan[key] for key in ("layout", "run", "schedule", "saving"))
     m, p, pipeline = schedule["num_microbatches"], schedule["num_stages"], []
     if p > 1:
         bubble = f"(p - 1) / (m + p - 1) = {p - 1} / {m + p - 1} = {schedule['bubble']:.1%} of the ticks"
         pipeline = [f"pipeline         {p} stages, bubble {bubble}"]
-    return [
+    host = f" of {format_bytes(saving['host_memory_bytes'])}" if saving["host_memory_bytes"] else ""
+    return "\n".join([
+        f"{plan['config']} on {plan['nodes']} x {plan['target']}: {layout['devices']:,} devices, {layout_text(layout)}",
         f"parameters       {run['params']:,}",
         f"FLOPs per token  {run['flops_per_token_6n']:.4g} (6N), {run['flops_per_token']:.4g} with attention",
         f"steps            {run['steps']:,} of {run['tokens_per_step']:,} tokens: {run['tokens']:,} tokens, "
@@ -287,7 +260,23 @@ def _run_lines(plan: dict[str, Any]) -> list[str]:
         *pipeline,
         f"programs         {run['programs']} to compile",
         *(instruction_lines(plan["instructions"]) if "instructions" in plan else []),
-    ]
+        "\nBytes of one device",
+        *_memory_lines(plan["device_bytes"], num_microbatches=m),
+        "\nCollectives of one step, per device",
+        *_collective_lines(plan),
+        "",
+        *(_projection_lines(plan["projection"]) if "projection" in plan else ["no projection: the speed is unknown"]),
+        f"\nSaving\n  checkpoint {format_bytes(saving['checkpoint_bytes'])}, {saving['seconds']:.1f} s at "
+        f"{saving['disk_bytes_per_s'] / 1e9:g} GB/s per node\n"
+        f"  host memory at most {format_bytes(saving['host_bytes'])}{host} per node while saving",
+    ])  # fmt: skip
+
+
+def layout_text(layout: dict[str, Any]) -> str:
+    """Returns the degrees of a layout that are above one, and its other splits."""
+    words = [f"{axis} {layout[axis]}" for axis in MESH_AXES if layout[axis] > 1]
+    extras = [", ZeRO-1"] * layout["zero1"] + [", sequence parallel"] * layout["sequence_parallel"]
+    return " x ".join(words or ["one device"]) + "".join(extras)
 
 
 def instruction_lines(estimates: dict[str, Any]) -> list[str]:
@@ -310,55 +299,51 @@ def instruction_lines(estimates: dict[str, Any]) -> list[str]:
     return [line, *(advice or [f"  below the limits: {limits}"])]
 
 
-def _memory_lines(plan: dict[str, Any]) -> list[str]:
-    memory, m = plan["device_bytes"], plan["schedule"]["num_microbatches"]
-    logits = format_bytes(memory["logits"])
-    notes = {
-        "params": "exact",
-        "opt_state": "exact",
-        "batch": "exact",
-        "gradients": "of the batch, exact" if m == 1 else f"sums over {m} microbatches, exact",
+def _memory_lines(memory: dict[str, Any], *, num_microbatches: int) -> list[str]:
+    sums = f"sums over {num_microbatches} microbatches, exact" if num_microbatches > 1 else "of the batch, exact"
+    notes = dict.fromkeys(("params", "opt_state", "batch"), "exact") | {
+        "gradients": sums,
         "activations": "kept for the backward pass; estimated",
-        "workspace": f"the rest of the peak; estimated. Logits of a microbatch {logits}",
+        "workspace": f"the rest of the peak; estimated. Logits of a microbatch {format_bytes(memory['logits'])}",
+        "total": f"of a budget of {format_bytes(memory['budget'])}",
     }
-    lines = [f"  {name:<14} {format_bytes(memory[name]):>12}  {note}" for name, note in notes.items()]
-    lines.append(
-        f"  {'total':<14} {format_bytes(memory['total']):>12}  of a budget of {format_bytes(memory['budget'])}"
-    )
-    if plan["fits_surely"]:
-        return [*lines, "  fits"]
-    largest = max(("params", "opt_state", "gradients", "activations", "workspace"), key=memory.get)
-    verdict = f"DOES NOT FIT; the largest part is {largest}"
-    if plan["fits"]:
-        upper, error = format_bytes(memory["upper"]), memory["temporaries_error"]
+    verdict = "fits"
+    if memory["total"] > memory["budget"]:
+        largest = max(("params", "opt_state", "gradients", "activations", "workspace"), key=memory.get)
+        verdict = f"DOES NOT FIT; the largest part is {largest}; --search plans other layouts"
+    elif memory["upper"] > memory["budget"]:
+        error, upper = memory["temporaries_error"], format_bytes(memory["upper"])
         verdict = f"MAY NOT FIT: temporaries are estimated within {error:.0%}, so it may take {upper}"
-    return [*lines, f"  {verdict}; --search plans other layouts"]
+        verdict += "; --search plans other layouts"
+    return [f"  {name:<14} {format_bytes(memory[name]):>12}  {note}" for name, note in notes.items()] + [f"  {verdict}"]
 
 
 def _collective_lines(plan: dict[str, Any]) -> list[str]:
     lines = [f"  {'kind':<19} {'axes':<32} {'group':>5} {'count':>7} {'payload':>12} {'sent':>12}  over"]
     for row in plan["collectives"]:
-        axes = " x ".join(row["axes"])
-        lines.append(
-            f"  {row['kind']:<19} {axes:<32} {row['group']:>5} {row['count']:>7,} "
-            f"{format_bytes(row['payload_bytes']):>12} {format_bytes(row['sent_bytes']):>12}  {row['over']}"
-        )
+        payload, sent = format_bytes(row["payload_bytes"]), format_bytes(row["sent_bytes"])
+        sizes = f"{row['group']:>5} {row['count']:>7,} {payload:>12} {sent:>12}  {row['over']}"
+        lines.append(f"  {row['kind']:<19} {' x '.join(row['axes']):<32} {sizes}")
     lines += [f"  disputed: {words}" for words in plan["disputed_groups"]]
     return lines if plan["collectives"] else ["  none"]
 
 
-def _projection_lines(plan: dict[str, Any]) -> list[str]:
-    projection = plan.get("projection")
-    if projection is None:
-        return ["no projection: the speed of this device is unknown"]
-    basis = "products at full speed"
+def _projection_lines(projection: dict[str, Any]) -> list[str]:
+    basis, error = "full speed", "not calibrated: no published rows for this kind of device; a real step is slower"
     if calibration := projection["calibration"]:
-        basis = f"products at {calibration['efficiency']:.0%} of full speed, as published for {calibration['stack']}"
+        basis = f"{calibration['efficiency']:.0%} of full speed, as published for {calibration['stack']}"
+        where = ", extrapolated to this device, for which none are published" * calibration["is_extrapolated"]
+        others = "".join(f"; as for {name} {step:.3f} s" for name, step in calibration["other_stacks"].items())
+        error = (
+            f"range {calibration['step_low_s']:.3f} to {calibration['step_high_s']:.3f} s, by held-out published rows "
+            f"of {roofline.CALIBRATED_DEVICE}{where}; error on them median {roofline.MEDIAN_ERROR:.0%}, worst "
+            f"{roofline.WORST_ERROR:.0%}{others}; at full speed {projection['step_roofline_s']:.3f} s"
+        )
     price = "" if projection["price"] is None else f", price {projection['price']:,.0f}"
     return [
         f"step             {projection['step_s']:.3f} s, {projection['tokens_per_s']:,.0f} tokens/s, "
-        f"MFU {projection['mfu_6n']:.1%} (6N) ({projection['label']}: {basis}, nothing overlapped)",
-        _range_line(projection),
+        f"MFU {projection['mfu_6n']:.1%} (6N) ({projection['label']}: products at {basis}, nothing overlapped)",
+        f"  {error}",
         f"  at full speed products {projection['products']:.3f} s, update {projection['update']:.3f} s, collectives in "
         f"a node {projection['link']:.3f} s, between nodes {projection['network']:.3f} s; the step with all "
         f"collectives overlapped {projection['step_overlapped_s']:.3f} s",
@@ -366,20 +351,3 @@ def _projection_lines(plan: dict[str, Any]) -> list[str]:
         "ticks, copies of KV heads",
         f"  whole run {projection['days']:.1f} days, {projection['instance_hours']:,.0f} instance hours{price}",
     ]
-
-
-def _range_line(projection: dict[str, Any]) -> str:
-    """Returns how far a real step may be from the projected one."""
-    calibration = projection["calibration"]
-    if calibration is None:
-        return "  not calibrated: no published rows for this kind of device; a real step is slower"
-    where = f"published rows of {roofline.CALIBRATED_DEVICE}"
-    if calibration["is_extrapolated"]:
-        where += ", extrapolated to this device, for which none are published"
-    others = "".join(f"; as for {name} {step:.3f} s" for name, step in calibration["other_stacks"].items())
-    low, high = calibration["step_low_s"], calibration["step_high_s"]
-    errors = f"median {roofline.MEDIAN_ERROR:.0%}, worst {roofline.WORST_ERROR:.0%}{others}"
-    return (
-        f"  range {low:.3f} to {high:.3f} s: that of models held out of the fits, one for each training library, to "
-        f"{where}; error on them: {errors}; at full speed {projection['step_roofline_s']:.3f} s"
-    )

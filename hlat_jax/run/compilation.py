@@ -91,11 +91,7 @@ class Compilations:
         self._entries: dict[str, dict[str, Any]] = {}
 
     def compiled(self, name: str) -> Any:
-        """Returns a program of `traced_programs`, compiled.
-
-        Raises:
-          OSError: neuronx-cc was killed.
-        """
+        """Returns a program of `traced_programs`, compiled. Raises OSError if neuronx-cc was killed."""
         began = time.monotonic()
         lowered = self._programs[name]().lower()
         sha256 = fingerprint(lowered)

@@ -16,7 +16,7 @@ import pathlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypedDict
 
 from hlat_jax.host.watchdog import WAITING, Watchdog
@@ -162,18 +162,6 @@ class Ledger:
         while not self._over.wait(_PERIOD_S):
             with contextlib.suppress(OSError):  # the disk is full, or the folder gone: the loop says so
                 self.beat()
-
-
-class SilentLedger:
-    """The Ledger of processes other than the first: every method does nothing."""
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_): ...
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return lambda *_, **__: None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,14 +6,10 @@ import math
 from typing import Any, NoReturn
 
 import jax
-import numpy as np
 
 from hlat_jax.host import distributed
 from hlat_jax.run.state import Progress, Run
-from hlat_jax.store import atomic_files
 from hlat_jax.store.checkpoint_checks import not_finite
-
-EVIDENCE_FILE = "nonfinite.json"
 
 
 class NonFiniteError(RuntimeError):
@@ -32,32 +28,18 @@ def finite_norms(run: Run, progress: Progress) -> dict[str, float]:
     return norms
 
 
-def stop(run: Run, progress: Progress, row: dict[str, Any], *, position: np.ndarray) -> NoReturn:
-    """Writes EVIDENCE_FILE on the last non-finite steps and raises NonFiniteError; all processes call it together.
-
-    Args:
-      run: the run to end.
-      progress: the progress of that run.
-      row: metrics of the last non-finite step.
-      position: data position before the batch of the last non-finite step.
-    """
+def stop(run: Run, progress: Progress, row: dict[str, Any]) -> NoReturn:
+    """Raises NonFiniteError with the metrics of the last non-finite step; all processes call it together."""
     run.log.sync()
-    evidence = run.workdir / EVIDENCE_FILE
-    record = {
-        "last_step": row,
-        "steps_in_a_row": progress.num_nonfinite,
-        "data_position_before_that_batch": run.global_position(position).tolist(),
-    }
-    if distributed.is_first():
-        atomic_files.write_json(evidence, record)
-    distributed.barrier()  # the evidence is written before any process ends the others
-    advice = "Look at that batch, raise train.max_nonfinite_steps"
+    distributed.barrier()  # the rows are on the disk before any process ends the others
+    batch = row.get("batch", row["step"])
+    advice = f"Look at that batch with data peek --step={batch}, raise train.max_nonfinite_steps"
     if not math.isfinite(row["param_norm"]):
         advice = f"The weights are damaged: run the same command again, which resumes from {_newest_saved(progress)}"
     raise NonFiniteError(
         f"{progress.num_nonfinite} steps in a row were not finite, the last one step {row['step']} (batch "
-        f"{row['batch_hash']}): {describe(row)}. Their updates were skipped. Evidence: "
-        f"{evidence}. {advice}, or start again with a lower optimizer.peak_lr in another --workdir."
+        f"{row['batch_hash']}): {describe(row)}. Their updates were skipped. {advice}, or start again with a lower "
+        "optimizer.peak_lr in another --workdir."
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pathlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ import jax
 from hlat_jax.config import Config
 from hlat_jax.data import kept_tokenizer, path_checks, positions
 from hlat_jax.data.formats.files import NotFound, Unreadable
-from hlat_jax.data.held_out import HeldOut, open_held_out
+from hlat_jax.data.held_out import open_held_out
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.retries import Retries
 from hlat_jax.data.tokenizer import Tokenizer
@@ -22,45 +22,20 @@ from hlat_jax.host import compile_cache, distributed
 from hlat_jax.host.process import INDEX_FOLDER, StopSignals, closing_quietly
 from hlat_jax.parallel.rows import process_rows
 from hlat_jax.parallel.sharding import Layout
-from hlat_jax.program import RunProgram
 from hlat_jax.resolve import branch_source, skipped_batches
-from hlat_jax.run import budget, costs, optional, results, resume, summary
+from hlat_jax.run import budget, costs, optional, resume, summary
 from hlat_jax.run.compilation import Compilations, compiled_sampler, compiled_step
-from hlat_jax.run.goodput import Ledger, SilentLedger
+from hlat_jax.run.goodput import Ledger
 from hlat_jax.run.machine import fitting_program
 from hlat_jax.run.neuron_monitor import NeuronMonitor
 from hlat_jax.run.profiling import StepTrace
-from hlat_jax.run.state import Progress, Run
+from hlat_jax.run.state import Inputs, Progress, Run
 from hlat_jax.run.step_sync import FolderCheck, StepSync, only_job, require_same_settings
 from hlat_jax.run.validation import Validation
 from hlat_jax.store.checkpoint import Checkpointer, Restored
-from hlat_jax.store.metrics import MetricsLog, SilentLog
+from hlat_jax.store.metrics import MetricsLog, Silent
 from hlat_jax.weights.hf_files import KEPT, keep_companions
 from hlat_jax.weights.trained import Weights
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """What a run reads and writes, opened and checked; nothing in its folder has changed.
-
-    Attributes:
-      program: the program of the run, over the devices of this job.
-      held_out: batches of held-out text by the name of their source.
-      settings: recorded in every checkpoint, see `resume.settings_of`.
-      config, workdir, tokenizer, tasks, ledger, batches, checkpointer, exporter: as of Run.
-    """
-
-    config: Config
-    workdir: pathlib.Path
-    program: RunProgram
-    tokenizer: Tokenizer
-    tasks: optional.TasksInTraining | None
-    ledger: Ledger | SilentLedger
-    batches: TrainBatches
-    held_out: Mapping[str, HeldOut]
-    settings: dict[str, Any]
-    checkpointer: Checkpointer
-    exporter: optional.Exporter | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,7 +90,7 @@ def open_inputs(config: Config, workdir: pathlib.Path, *, signals: StopSignals, 
     tokenizer = Tokenizer(config.data.tokenizer, vocab_size=config.model.vocab_size)
     tasks = optional.open_tasks(config, layout=program.layout, tokenizer=tokenizer)
     stack.enter_context(only_job(workdir))
-    ledger = stack.enter_context(Ledger(workdir, signals.watchdog) if distributed.is_first() else SilentLedger())
+    ledger = stack.enter_context(Ledger(workdir, signals.watchdog) if distributed.is_first() else Silent())
     rows, index_folder = process_rows(program.layout, config.data.batch_size), workdir / INDEX_FOLDER
     retries = Retries(lambda: bool(signals.name))
     # what an earlier process of the run has read was not mistyped
@@ -135,7 +110,7 @@ def open_inputs(config: Config, workdir: pathlib.Path, *, signals: StopSignals, 
     settings = resume.settings_of(program, tokenizer=tokenizer, batches=batches) | {"validation_manifest": manifest}
     require_same_settings(settings)
     checkpointer = stack.enter_context(closing_quietly(Checkpointer(workdir, config=config.checkpoint)))
-    exporter = optional.open_exporter(config, workdir, tokenizer=tokenizer)
+    exporter = optional.open_exporter(config, workdir)
     if exporter is not None:
         stack.enter_context(closing_quietly(exporter))
     if distributed.is_first():
@@ -160,7 +135,7 @@ def open_inputs(config: Config, workdir: pathlib.Path, *, signals: StopSignals, 
 def choose_start(inputs: Inputs, *, signals: StopSignals, begin_again: bool, given: Collection[str]) -> Start:
     """Returns what the run starts from: its newest checkpoint, else what its config names; see `open_run`."""
     config, workdir, ledger = inputs.config, inputs.workdir, inputs.ledger
-    saved = resume.rewind(config, workdir, inputs.checkpointer, settings=inputs.settings, ledger=ledger)
+    saved = inputs.checkpointer.latest_metadata()
     if saved is None and distributed.is_first():
         resume.check_new_run(workdir, ledger=ledger, begin_again=begin_again)
     is_complete = saved is not None and saved[0] >= config.train.num_steps
@@ -229,26 +204,16 @@ def compile_run(
         evaluate = compilations.compiled("eval")
         validation = Validation(inputs.held_out, evaluate, layout, num_parts=program.num_eval_parts)
     run = Run(
-        config=config,
-        workdir=workdir,
+        **(vars(inputs) | {"program": program, "settings": inputs.settings | origin}),
         check_folder=check_folder,
-        layout=layout,
-        tokenizer=inputs.tokenizer,
-        batches=inputs.batches,
         sync=StepSync(config, inputs.batches.rows, signals),
-        checkpointer=inputs.checkpointer,
-        exporter=inputs.exporter,
         validation=validation,
-        tasks=inputs.tasks,
-        shard=program.shard,
         train_step=compiled_step(compilations),
         state_norms=compilations.compiled("norms"),
         sampler=compiled_sampler(compilations) if config.train.sample_prompt else None,
         log=log,
-        ledger=inputs.ledger,
         monitor=monitor,
         step_trace=step_trace,
-        settings=inputs.settings | origin,
         remat=remat,
         start_step=progress.step,
         skipped=skipped_batches(config.train.skip_steps),
@@ -288,17 +253,17 @@ def _finish(inputs: Inputs, restored: Restored) -> None:
     """Finishes a complete run that was killed after its last save: the last export, the plot and the summary."""
     config, exporter = inputs.config, inputs.exporter
     print(f"complete: {inputs.workdir} is at step {restored.step} of train.num_steps={config.train.num_steps}.")
-    if exporter is not None and exporter.due(restored.step, last=True):
-        exporter.start(restored.step, restored.state)
+    if exporter is not None:
+        exporter.begin(restored.step, is_saved=True)
         exporter.wait()
     if distributed.is_first():
         resume.print_missing_rows(inputs.workdir, restored.step)
-        results.show(config, inputs.workdir, restored.step)
+        summary.show_results(config, inputs.workdir, restored.step)
 
 
-def _open_log(config: Config, workdir: pathlib.Path, *, layout: Layout, progress: Progress) -> MetricsLog | SilentLog:
+def _open_log(config: Config, workdir: pathlib.Path, *, layout: Layout, progress: Progress) -> MetricsLog | Silent:
     if not distributed.is_first():
-        return SilentLog()
+        return Silent()
     device = hardware.device(layout.mesh.devices.flat[0].device_kind)
     return MetricsLog(
         workdir,

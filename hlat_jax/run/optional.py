@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from hlat_jax.config import Config
 from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.host import distributed
 from hlat_jax.parallel.sharding import Layout
 from hlat_jax.program import RunProgram
 
@@ -30,8 +31,8 @@ def open_tasks(config: Config, *, layout: Layout, tokenizer: Tokenizer) -> Tasks
     return TasksInTraining(config, layout=layout, tokenizer=tokenizer)
 
 
-def open_exporter(config: Config, workdir: pathlib.Path, *, tokenizer: Tokenizer) -> Exporter | None:
-    """Returns the background exporter; None if `checkpoint.export_every_steps` is 0.
+def open_exporter(config: Config, workdir: pathlib.Path) -> Exporter | None:
+    """Returns the background exporter; None if `checkpoint.export_every_steps` is 0, and outside process 0.
 
     Raises:
       ValueError: `hlat_jax.hf` is not installed.
@@ -41,7 +42,7 @@ def open_exporter(config: Config, workdir: pathlib.Path, *, tokenizer: Tokenizer
         return None
     with _required("hlat_jax.hf", key=f"checkpoint.export_every_steps={every}"):
         from hlat_jax.hf.background import Exporter
-    return Exporter(workdir, config=config, tokenizer_sha256=tokenizer.sha256)
+    return Exporter(workdir, config=config) if distributed.is_first() else None
 
 
 def short_plan(program: RunProgram, *, budget: int) -> list[str]:

@@ -46,7 +46,7 @@ class StepTrace:
         except (OSError, RuntimeError) as error:
             print(f"trace            not started: {error}")
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Writes the trace and prints where it is and what opens it; does nothing if none was started."""
         if not self._tracing:
             return
@@ -64,10 +64,6 @@ class StepTrace:
         )
         if profile := os.environ.get("NEURON_RT_INSPECT_OUTPUT_DIR"):
             print(f"profile          of the devices: neuron-explorer view -d {profile}")
-
-    def close(self) -> None:
-        """Writes the trace of a run that ends before the last of its steps."""
-        self.stop()
 
     def _traces(self) -> set[pathlib.Path]:
         return set(self._folder.glob("plugins/profile/*/*.trace.json.gz"))

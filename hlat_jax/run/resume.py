@@ -25,19 +25,20 @@ from hlat_jax.ops.registry import OPS
 from hlat_jax.program import RunProgram
 from hlat_jax.resolve import batch_of_step, branch_source, resolve, skipped_batches
 from hlat_jax.run import budget
-from hlat_jax.run.goodput import EVENTS_FILE, Ledger, SilentLedger, read_events
+from hlat_jax.run.goodput import EVENTS_FILE, Ledger, read_events
 from hlat_jax.store import atomic_files
-from hlat_jax.store.checkpoint import Checkpointer, Restored, read_checkpoint
+from hlat_jax.store.checkpoint import Restored, read_checkpoint
 from hlat_jax.store.checkpoint_checks import problem_on_disk, saved_run, saved_steps
 from hlat_jax.store.config_diff import config_drift, differences
-from hlat_jax.store.metrics import DISCARDED_FILE, ROWS_FILE, copy_rows, damage, read_rows
+from hlat_jax.store.metrics import DISCARDED_FILE, ROWS_FILE, Silent, copy_rows, damage, read_rows
 from hlat_jax.weights.init_model import OF_FUNCTION, same_ids
 from hlat_jax.weights.trained import Weights, open_weights
 
-EXPORTS, SHARDS = "huggingface", ".shards"  # folder of exports; suffix of the folder with the shards of each process
+EXPORTS = "huggingface"  # the folder of exports
 
+# Keys that checkpoints have from before they went, at the values that changed nothing; None: at any.
+_GONE = {"data": {"shuffle_by": "document"}, "train": {"rewind_to": None}}
 # Settings that a branch may change: they affect neither the meaning of the state nor that of the data position.
-_GONE = {"shuffle_by": "document"}  # keys of data that checkpoints have from before they went
 BRANCH_MAY_CHANGE = (
     "optimizer.*",
     "train.*",
@@ -120,7 +121,7 @@ def _skip_drift(saved: dict[str, Any], current: dict[str, Any], *, step: int) ->
         return []
     return [
         f"train.skip_steps: {before!r} in the checkpoint, {now!r} now, which differ before batch {end:,}; only later "
-        "batches may be added or removed, unless train.rewind_to is an earlier checkpoint"
+        "batches may be added or removed; those before it in a branch of an earlier checkpoint, see train.branch_from"
     ]
 
 
@@ -130,8 +131,10 @@ def saved_config(saved: dict[str, Any]) -> Config:
 
 
 def _complete(kept: dict[str, Any]) -> dict[str, Any]:
-    """Returns recorded sections with new keys at their defaults, and without the one that is gone at its default."""
-    kept = kept | {"data": {key: kept["data"][key] for key in kept["data"] if kept["data"][key] != _GONE.get(key)}}
+    """Returns recorded sections with new keys at their defaults, without those that are gone and changed nothing."""
+    for section, gone in _GONE.items():
+        left = {key: value for key, value in kept[section].items() if gone.get(key, ()) not in (value, None)}
+        kept = kept | {section: left}
     defaults = {name: {f.name: f.default for f in dataclasses.fields(section)} for name, section in SECTIONS.items()}
     return kept | {name: keys | kept.get(name, {}) for name, keys in defaults.items()}
 
@@ -148,43 +151,6 @@ def write_settings(config: Config, workdir: pathlib.Path, *, remat: dict[str, An
     atomic_files.write_json(workdir / "environment.json", neuron_env.variables_to_record(os.environ))
     if remat is not None:
         atomic_files.write_json(workdir / budget.RECORD_FILE, remat)
-
-
-def rewind(
-    config: Config,
-    workdir: pathlib.Path,
-    checkpointer: Checkpointer,
-    *,
-    settings: dict[str, Any],
-    ledger: Ledger | SilentLedger,
-) -> tuple[int, dict[str, Any]] | None:
-    """Returns as `Checkpointer.latest_metadata`, once no checkpoint is newer than `train.rewind_to`.
-
-    A newer one that was saved with the same `train.rewind_to`, and has left out the same batches, says that this was
-    done before: the same command can be started again. A start after a kill completes it. Rows, exports and data
-    positions after the step are set aside as those of every resumed run.
-
-    Raises:
-      ValueError: there is no such checkpoint, it is damaged, or its run had other settings; nothing was changed.
-    """
-    saved, target = checkpointer.latest_metadata(), config.train.rewind_to
-    if not target or (saved is not None and saved[0] == target):
-        return saved
-    asked, folder = f"train.rewind_to={target}", checkpointer.folder
-    if saved is not None and saved[0] > target and saved_config(saved[1]).train.rewind_to == target:
-        step, metadata = saved
-        if not _skip_drift(metadata, settings, step=step):
-            print(f"{asked}  ignored: it was done before the checkpoint of step {step} was saved")
-            return saved
-    metadata = saved_run(_usable(workdir, target, asked=asked))["metadata"]
-    assert saved is not None
-    refuse_drift(metadata, settings, step=target, workdir=workdir)
-    newer = [step for step in saved_steps(folder) if step > target]
-    ledger.event("rewound", step=target, newest=saved[0], set_aside=newer)  # first: a kill must not leave it out
-    checkpointer.set_aside_after(target)
-    named = ", ".join(map(str, newer))
-    print(f"{asked}  the checkpoints of steps {named} are kept as *.rewound-*; later metrics rows move aside")
-    return target, metadata
 
 
 def open_branch(program: RunProgram, workdir: pathlib.Path, *, settings: dict[str, Any]) -> Restored:
@@ -282,7 +248,7 @@ def settings_of_weights(model: ModelConfig) -> dict[str, Any]:
     return {f"model.{key}": value for key, value in vars(model).items() if key not in free}
 
 
-def check_new_run(workdir: pathlib.Path, *, ledger: Ledger | SilentLedger, begin_again: bool) -> None:
+def check_new_run(workdir: pathlib.Path, *, ledger: Ledger | Silent, begin_again: bool) -> None:
     """Checks that a run without a checkpoint has never had one; process 0 calls it.
 
     Raises:
@@ -302,7 +268,7 @@ def check_new_run(workdir: pathlib.Path, *, ledger: Ledger | SilentLedger, begin
         print(f"beginning again  at step 0 ({why}): rows up to step {last} move to {DISCARDED_FILE}")
 
 
-def report_losses(workdir: pathlib.Path, step: int, *, ledger: Ledger | SilentLedger) -> None:
+def report_losses(workdir: pathlib.Path, step: int, *, ledger: Ledger | Silent) -> None:
     """Prints what the folder lacks of a run that resumes at the checkpoint of `step`; process 0 calls it."""
     newest = newest_saved(workdir)
     if newest > step:
@@ -348,9 +314,8 @@ def _last_row(workdir: pathlib.Path) -> int:
 
 def remove_partial_exports(workdir: pathlib.Path) -> None:
     """Removes incomplete exports, which a kill leaves behind."""
-    for pattern in (f"*{SHARDS}", "*.partial"):
-        for path in (workdir / EXPORTS).glob(pattern):
-            shutil.rmtree(path, ignore_errors=True)
+    for path in (workdir / EXPORTS).glob("*.partial"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def set_exports_aside(workdir: pathlib.Path, step: int) -> None:

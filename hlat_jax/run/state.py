@@ -12,70 +12,82 @@ import numpy as np
 
 from hlat_jax.batch import Batch
 from hlat_jax.config import Config
+from hlat_jax.data.held_out import HeldOut
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.generate.generator import Programs
 from hlat_jax.parallel.rows import gather_rows
-from hlat_jax.parallel.sharding import Layout
+from hlat_jax.program import RunProgram
 from hlat_jax.run import optional
-from hlat_jax.run.goodput import Ledger, SilentLedger
+from hlat_jax.run.goodput import Ledger
 from hlat_jax.run.neuron_monitor import NeuronMonitor
 from hlat_jax.run.profiling import StepTrace
 from hlat_jax.run.step_sync import FolderCheck, StepSync
 from hlat_jax.run.validation import Validation
 from hlat_jax.store.checkpoint import Checkpointer
-from hlat_jax.store.metrics import MetricsLog, SilentLog
+from hlat_jax.store.metrics import MetricsLog, Silent
 from hlat_jax.train_step import State, StepMetrics
 
 DeviceBatch = Batch | Iterator[Batch]  # on devices: a batch, or its microbatches in turn
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
+class Inputs:
+    """What a run reads and writes, opened and checked; nothing in its folder has changed.
+
+    Attributes:
+      config, workdir, tokenizer: settings, run folder and tokenizer.
+      program: the program of the run, over the devices of this job.
+      tasks: tasks of the evaluation harness, if configured.
+      ledger: the ledger of the run; silent in all processes but process 0.
+      batches: iterator over the batches of this process.
+      held_out: batches of held-out text by the name of their source.
+      settings: recorded in every checkpoint, see `resume.settings_of`.
+      checkpointer: saves in the background.
+      exporter: exports in the background, if configured; of process 0 alone.
+    """
+
+    config: Config
+    workdir: pathlib.Path
+    program: RunProgram
+    tokenizer: Tokenizer
+    tasks: optional.TasksInTraining | None
+    ledger: Ledger | Silent
+    batches: TrainBatches
+    held_out: Mapping[str, HeldOut]
+    settings: dict[str, Any]
+    checkpointer: Checkpointer
+    exporter: optional.Exporter | None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run(Inputs):
     """The fixed parts of a run; what changes while it trains is in `Progress`.
 
     Attributes:
-      config, workdir, layout, tokenizer: settings, run folder, mesh and tokenizer.
       check_folder: notices that the run folder is gone.
-      batches: iterator over the batches of this process.
       sync: synchronizes the processes before each step.
-      checkpointer: saves in the background.
-      exporter: exports in the background, if configured.
       validation: loss on held-out text, if there is any.
-      tasks: tasks of the evaluation harness, if configured.
-      shard: puts this process's rows of a batch on devices.
       train_step: the compiled (state, batch, learning rate) -> (state, StepMetrics); donates the state.
       state_norms: the compiled state -> norms of its parts, see program.RunProgram.
       sampler: the compiled programs of samples, if configured.
-      log, ledger: metrics log and ledger; silent in all processes but process 0.
+      log: the metrics log; silent in all processes but process 0.
       monitor: utilization of the devices of this node; of process 0 alone, whose rows are written.
       step_trace: the trace of `train.profile_steps`.
-      settings: recorded in every checkpoint, see `resume.settings_of`.
       remat: record of the choice for a memory budget, if there is one, see `budget.choose_remat`.
       start_step: step at which this process started or resumed.
       skipped: the batches of `train.skip_steps`.
     """
 
-    config: Config
-    workdir: pathlib.Path
     check_folder: FolderCheck
-    layout: Layout
-    tokenizer: Tokenizer
-    batches: TrainBatches
     sync: StepSync
-    checkpointer: Checkpointer
-    exporter: optional.Exporter | None
     validation: Validation | None
-    tasks: optional.TasksInTraining | None
-    shard: Callable[[Batch], DeviceBatch]
     train_step: Callable[[State, DeviceBatch, np.float32], tuple[State, StepMetrics]]
     state_norms: Callable[[State], Mapping[str, jax.Array]]
     sampler: Programs | None
-    log: MetricsLog | SilentLog
-    ledger: Ledger | SilentLedger
+    log: MetricsLog | Silent
     monitor: NeuronMonitor
     step_trace: StepTrace
-    settings: dict[str, Any]
     remat: dict[str, Any] | None
     start_step: int
     skipped: tuple[range, ...]
@@ -97,7 +109,6 @@ class Progress:
       saved_step: step of the newest checkpoint; 0 if there is none.
       num_nonfinite: non-finite steps in a row, up to the last metrics row.
       save_postponed: a checkpoint was due after a non-finite step.
-      export_postponed: an export was due after a non-finite step.
       save_overdue: a checkpoint is due by the clock.
       pending: dispatched steps whose metrics are still on the device, oldest first.
       saved_at_s: time.monotonic() at the start of the last save.
@@ -112,7 +123,6 @@ class Progress:
     saved_step: int
     num_nonfinite: int
     save_postponed: bool = False
-    export_postponed: bool = False
     save_overdue: bool = False
     pending: list[Pending] = dataclasses.field(default_factory=list)
     saved_at_s: float = 0.0
@@ -122,10 +132,9 @@ class Progress:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NextBatch:
-    """The rows of this process, the data positions before and after, and the metrics that describe the global batch."""
+    """The rows of this process, the data position after them, and the metrics that describe the global batch."""
 
     batch: Batch
-    begin: np.ndarray
     position: np.ndarray
     row_fields: dict[str, Any]
 

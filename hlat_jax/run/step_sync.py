@@ -152,11 +152,7 @@ class FolderCheck:
         self._workdir, self._identity, self._checked_s = workdir, _identity(workdir), time.monotonic()
 
     def __call__(self, *, now: bool = False) -> None:
-        """Compares the folder once a minute, or `now`.
-
-        Raises:
-          ValueError: it is another one, or none.
-        """
+        """Compares the folder once a minute, or `now`; raises ValueError if it is another one, or none."""
         if not distributed.is_first() or (not now and time.monotonic() - self._checked_s < self._PERIOD_S):
             return
         self._checked_s = time.monotonic()

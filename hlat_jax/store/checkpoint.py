@@ -11,6 +11,7 @@ Only this module imports Orbax; what depends on its internals is here, but for t
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -39,7 +40,6 @@ from hlat_jax.store.checkpoint_checks import (
     not_finite,
     problem_on_disk,
     saved_run,
-    saved_steps,
 )
 from hlat_jax.store.config_diff import differences
 from hlat_jax.store.integrity import seal
@@ -67,33 +67,50 @@ class Restored(NamedTuple):
     metadata: dict[str, Any]
 
 
+@dataclasses.dataclass
+class Exported:
+    """Preserves the checkpoint of `step`, however old it is: an export reads it; 0: none."""
+
+    step: int = 0
+
+    def should_preserve(self, checkpoints: Iterable[Any], *, context: Any) -> list[bool]:
+        """Implements Orbax's PreservationPolicy."""
+        return [each.step == self.step for each in checkpoints]
+
+
 class Checkpointer:
     """Saves and restores the checkpoints of one run folder, one save at a time.
 
     Every process of a job has one and calls it at the same steps.
+
+    Attributes:
+      exported: what keeps the checkpoint that an export reads; set in process 0, which removes the others.
     """
 
-    def __init__(self, workdir: str | os.PathLike, *, config: CheckpointConfig, read_only: bool = False):
+    def __init__(self, workdir: str | os.PathLike, *, config: CheckpointConfig):
         """Opens `workdir/checkpoints`, created if missing, and removes what interrupted saves left there.
 
-        A `read_only` one changes nothing: for commands that look at a run that may still be training. Raises ValueError
-        if the folder cannot be written.
+        Raises ValueError if the folder cannot be written.
         """
         self.folder = pathlib.Path(workdir).absolute() / "checkpoints"
-        self._read_only = read_only
         self._saving: int | None = None
         self._saving_bytes = 0
         logging.getLogger("absl").addFilter(_not_orbax)  # drops its INFO logs; failures raise
-        if not read_only:
-            _require_writable(self.folder)
-            for path in self.folder.glob(f"*{_TMP_MARK}*") if jax.process_index() == 0 else ():
-                shutil.rmtree(path, ignore_errors=True)
-            distributed.barrier()
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=self.folder).close()
+        except OSError as error:
+            where = f"cannot write to {self.folder}: {error}"
+            raise ValueError(f"{where}. Choose another run folder with --workdir.") from None
+        for path in self.folder.glob(f"*{_TMP_MARK}*") if jax.process_index() == 0 else ():
+            shutil.rmtree(path, ignore_errors=True)
+        distributed.barrier()
         handlers = ocp.DefaultCheckpointHandlerRegistry()
         arrays = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False)  # as _array_spec reads them
         handlers.add(STATE_ITEM, ocp.args.PyTreeSave, arrays)
         policies = ocp.checkpoint_managers
-        kept: list[Any] = [policies.LatestN(config.keep_last)]
+        self.exported = Exported()
+        kept: list[Any] = [policies.LatestN(config.keep_last), self.exported]
         if config.keep_every_steps:
             kept.append(policies.EveryNSteps(config.keep_every_steps))
         self._manager = _Manager(
@@ -101,7 +118,6 @@ class Checkpointer:
             handler_registry=handlers,
             options=ocp.CheckpointManagerOptions(
                 create=False,
-                read_only=read_only,
                 save_root_metadata=False,
                 preservation_policy=policies.AnyPreservationPolicy(kept),
                 async_options=ocp.options.AsyncOptions(
@@ -202,8 +218,8 @@ class Checkpointer:
     def restore(self, abstract_state: Any) -> Restored | None:
         """Returns the newest usable checkpoint; None when there is none.
 
-        One that is damaged, has the name of another step or holds a state that is not finite is named on stderr and,
-        unless read_only, kept aside as `<step>.damaged-<n>`.
+        One that is damaged, has the name of another step or holds a state that is not finite is named on stderr and
+        kept aside as `<step>.damaged-<n>`.
 
         Args:
           abstract_state: the state as jax.ShapeDtypeStruct with shardings; arrays are read straight into them.
@@ -218,8 +234,8 @@ class Checkpointer:
         step, unusable = newest
         restored = read_checkpoint(self.folder / str(step), abstract_state)
         _warn_of(unusable, self.folder, f"going back to step {step}")
-        if unusable and not self._read_only:
-            self._set_aside(unusable, "damaged")
+        if unusable:
+            self._set_aside(unusable)
         return restored
 
     def close(self) -> None:
@@ -236,17 +252,9 @@ class Checkpointer:
         names = [name for name in names if pathlib.Path(name).name not in _UNSUMMED]
         seal(folder, names)
 
-    def set_aside_after(self, step: int) -> None:
-        """Renames all checkpoints after `step` to `<their step>.rewound-<n>`; all processes call it together.
-
-        Oldest first: while the newest one is there, a start after a kill sees that this is not complete.
-        """
-        distributed.barrier()  # all processes have read what is renamed
-        self._set_aside([newer for newer in saved_steps(self.folder) if newer > step], "rewound")
-
-    def _set_aside(self, steps: Iterable[int], word: str) -> None:
+    def _set_aside(self, steps: Iterable[int]) -> None:
         for step in steps if jax.process_index() == 0 else ():
-            asides = (self.folder / f"{step}.{word}-{number}" for number in itertools.count(1))
+            asides = (self.folder / f"{step}.damaged-{number}" for number in itertools.count(1))
             os.replace(self.folder / str(step), next(path for path in asides if not os.path.lexists(path)))
         distributed.barrier()
         self._manager.reload()
@@ -363,14 +371,6 @@ class _Manager(ocp.CheckpointManager):
 
     def _load_checkpoint_infos(self, skip_metadata_read: bool = False) -> Any:
         return super()._load_checkpoint_infos(skip_metadata_read=True)
-
-
-def _require_writable(folder: pathlib.Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        raise ValueError(f"cannot write to {folder}: {error}. Choose another run folder with --workdir.") from None
 
 
 def _barrier_of_saves(*, key: str, timeout_ms: int) -> None:

@@ -19,7 +19,6 @@ MAY_CHANGE = (
     "train.branch_from",  # read at the first step alone
     "train.max_nonfinite_steps",
     "train.skip_steps",  # for the batches to come; resume.refuse_drift compares those that were passed
-    "train.rewind_to",
     "train.spike*",  # for the steps to come; a window that changes begins again, see store.checkpoint
     "train.eval_loss_*",
     "train.eval_tasks*",

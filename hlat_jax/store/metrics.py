@@ -120,7 +120,10 @@ class MetricsLog:
         """Records one validation: `step, eval_loss, perplexity, bits_per_byte, eval_tokens`."""
         self._record("validation", row)
         if self._config.console != "off":
-            print(eval_line(row), flush=True)
+            sources = [f"; {key[10:]} {value:.4f}" for key, value in row.items() if key.startswith("eval_loss/")]
+            loss = f"loss {row['eval_loss']:.4f}, perplexity {row['perplexity']:.5g}"
+            more = f"{row['bits_per_byte']:.4f} bits per byte ({row['eval_tokens']:,} tokens){''.join(sources)}"
+            print(f"{row['step']:8}  validation: {loss}, {more}", flush=True)
 
     def tasks_row(self, row: dict[str, Any], *, shown: Collection[str]) -> None:
         """Records the results of tasks at one `step`, `tasks/NAME/METRIC`; prints those in `shown`."""
@@ -183,8 +186,13 @@ class MetricsLog:
         return step in (self._start_step + 1, self._num_steps) or step % every == 0 or is_long_ago
 
 
-class SilentLog:
-    """The MetricsLog of processes other than the first: every method does nothing."""
+class Silent:
+    """The log and the ledger of processes other than the first: every method does nothing."""
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_): ...
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *_, **__: None
@@ -211,15 +219,6 @@ def train_line(rows: Sequence[dict[str, Any]], num_steps: int, *, elapsed_s: flo
         f"{last['learning_rate']:10.2e}{step_s:9.3f}{mean('tokens_per_s'):11,.0f}{mfu}{wait:10.1%}"
         f"{last['peak_memory_bytes'] / UNITS['GiB']:9.2f}{duration(elapsed_s):>13}"
         f"{duration((num_steps - last['step']) * step_s):>13}"
-    )
-
-
-def eval_line(row: dict[str, Any]) -> str:
-    """Returns the line of one validation, with the loss of each named source after the total."""
-    sources = [f"; {key.partition('/')[2]} {value:.4f}" for key, value in row.items() if key.startswith("eval_loss/")]
-    return (
-        f"{row['step']:8}  validation: loss {row['eval_loss']:.4f}, perplexity {row['perplexity']:.5g}, "
-        f"{row['bits_per_byte']:.4f} bits per byte ({row['eval_tokens']:,} tokens){''.join(sources)}"
     )
 
 

@@ -117,7 +117,7 @@ def open_weights(
         folder = find_saved(path)
         if folder is None:
             raise no_weights(path)
-        weights = _of_run(folder, masters=masters)
+        weights = weights_of_run(folder, masters=masters)
     return _with_tokenizer(weights, tokenizer) if tokenizer else weights
 
 
@@ -151,7 +151,8 @@ def nest(leaves: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _of_run(folder: pathlib.Path, *, masters: bool) -> Weights:
+def weights_of_run(folder: pathlib.Path, *, masters: bool) -> Weights:
+    """Returns the parameters of one checkpoint as `open_weights` does, without comparing its files with their sums."""
     run = saved_run(folder)
     try:
         described = describe_checkpoint(folder, run, step=run["step"])

@@ -350,33 +350,6 @@ def test_unusable_inputs_are_refused(tmp_path):
     assert build(tmp_path / "out", paths["texts"] / "a.jsonl").manifest["documents"] == len(TEXTS)  # nothing to remove
 
 
-class Numbers:
-    """A tokenizer of numbers: '1 70000' gives [1, 70000]."""
-
-    eos_id = 0
-
-    def __init__(self, vocab_size):
-        self.vocab_size = vocab_size
-
-    def encode(self, text):
-        return np.asarray([int(word) for word in text.split()], np.int32)
-
-
-def test_ids_are_of_the_vocabulary_and_take_two_bytes_when_they_fit(tmp_path):
-    for text in ("10", "-1"):
-        with pytest.raises(ValueError, match="outside the vocabulary of 10"):
-            shards.encode_tokens(text, tokenizer=Numbers(10), max_chars=100)
-    for vocab_size, width in ((1 << 16, 2), ((1 << 16) + 1, 4)):
-        encoded = shards.encode_tokens(f"1 {vocab_size - 1}", tokenizer=Numbers(vocab_size), max_chars=100)
-        path = tmp_path / f"{width}.array_record"
-        writer = shards.ShardWriter(path, dtype=shards.id_dtype(vocab_size))
-        writer.add(0, encoded)
-        writer.close()
-        [record] = array_record_module.ArrayRecordReader(str(path)).read([0])
-        assert int.from_bytes(record[4:8], "little") == width
-        assert ids_of(record) == [[1, vocab_size - 1, 0]]
-
-
 def test_shard_that_fails_verification_is_not_moved_into_place(tmp_path, monkeypatch):
     class Forgetful(array_record_module.ArrayRecordWriter):
         def write(self, record):

@@ -62,21 +62,6 @@ def test_build_command_writes_a_dataset_and_says_how_to_train_on_it(data_here, t
     assert "is complete" in data_here(*words)[1]
 
 
-def test_notes_about_the_inputs_are_printed(data_here, tmp_path):
-    (tmp_path / "rows").mkdir()
-    (tmp_path / "rows/a.jsonl").write_text('{"text": "one"}\n{"\\ud800": "x"}\n')
-    (tmp_path / "rows/book.csv").write_text("x")
-    out = data_here("build", tmp_path / "rows", f"--out={tmp_path}/o", "--on_bad_record=skip")[1]
-    assert "ignored 1 file: .csv 1" in out
-    assert "skipped 1 bad record, such as\n" in out
-    assert "a.jsonl, row 2: no key 'text'" in out
-    (tmp_path / "book.txt").write_text("one paragraph\n\n" * 1000)
-    assert (
-        "1 text, fewer than --batch_size, cut at paragraphs"
-        in data_here("build", tmp_path / "book.txt", f"--out={tmp_path}/p")[1]
-    )
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
     """The path of a tokenizer of 500 tokens from the novels."""
@@ -240,13 +225,3 @@ def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere():
     assert bar.endswith("\r\x1b[K")
     lines = shown_on(io.StringIO(), line_s=0.02).splitlines()
     assert [line.split()[:2] for line in lines[:3]] == [["25%", "1"], ["50%", "2"], ["75%", "3"]]
-
-
-def test_wrong_text_field_error_names_the_flag_and_existing_keys(data_here, tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", ["x"])
-    for verb in ("build", "tokenizer"):
-        message = data_here(verb, path, "--text_field=body", f"--out={tmp_path}/{verb}.model")[2]
-        assert "row 1: no key 'body'; its keys are 'text'. Fix or remove it, set --text_field if" in message
-        assert "such records with --on_bad_record=skip." in message
-        assert "data." not in message
-        assert "workdir" not in message

@@ -24,7 +24,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hlat_jax.data import sources
-from hlat_jax.data.formats import arrow, built, columns, parquet
+from hlat_jax.data.formats import built, columns
 from hlat_jax.data.formats.files import DataFile, Snapshot
 from hlat_jax.data.formats.records import BadRecord
 
@@ -47,7 +47,7 @@ def test_an_uncompressed_arrow_file_takes_no_memory_and_much_of_a_compressed_one
     packed = write_arrow(tmp_path / "b.arrow", TEXTS, rows_in_batch=2, compression="zstd")
     monkeypatch.setattr(columns, "MAX_PART_BYTES", 1000)
     before = pyarrow.total_allocated_bytes()
-    documents = arrow.arrow_documents(Snapshot(DataFile(path)), field="text")
+    documents = columns.arrow_documents(Snapshot(DataFile(path)), field="text")
     assert documents[4] == TEXTS[4]
     assert pyarrow.total_allocated_bytes() - before < 1000
     assert f"python -m hlat_jax.data build {packed} --out b" in error_of(packed)
@@ -118,7 +118,7 @@ def test_column_cache_respects_its_byte_limit(tmp_path):
     texts = [f"document {index:04d}" for index in range(60)]
     cache = columns.ColumnCache(max_bytes=500)
     paths = [write_parquet(tmp_path / f"{part}.parquet", texts, rows_in_group=5) for part in range(2)]
-    parts = [parquet.parquet_documents(Snapshot(DataFile(path)), field="text", cache=cache) for path in paths]
+    parts = [columns.parquet_documents(Snapshot(DataFile(path)), field="text", cache=cache) for path in paths]
     for index in [(i * 17) % 60 for i in range(120)]:
         assert parts[index % 2][index] == texts[index]
         assert 0 < cache.num_bytes <= 500

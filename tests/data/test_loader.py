@@ -220,18 +220,6 @@ def test_restart_from_every_position_gives_the_same_continuation_on_any_threads(
         resumed.close()
 
 
-def test_order_depends_on_epoch_and_seed_and_matches_golden_values(corpus):
-    """The golden order: were Grain to change its shuffle, running jobs would lose or repeat text at an upgrade."""
-    order = {}
-    for seed, epoch in ((1234, 0), (1234, 1), (99, 0)):
-        batches = loader.TrainBatches(data_config(corpus[0], batch_size=1, seed=seed), tokenizer=TOKENIZER)
-        order[seed, epoch] = [batches.definition.document(0, row=0, epoch=epoch, entry=entry) for entry in range(6)]
-        batches.close()
-    assert len({tuple(some) for some in order.values()}) == 3
-    assert order[1234, 0] == [20, 12, 16, 2, 13, 7]
-    assert order[1234, 1] == [7, 4, 0, 21, 10, 18]
-
-
 @pytest.mark.parametrize("num_threads", [0, 2])
 def test_bad_record_raises_at_its_own_batch_every_time(tmp_path, num_threads):
     rows = [json.dumps({"text": "word " * 30}) for _ in range(8)]
@@ -266,16 +254,6 @@ def test_fewer_documents_than_rows_is_refused(corpus, three):
         loader.TrainBatches(data_config(three[0], batch_size=8, mixture="a=1,b=1,c=0"), tokenizer=TOKENIZER)
     with pytest.raises(ValueError, match=r"23 documents, fewer than data.batch_size=24.*at most 23"):
         loader.TrainBatches(data_config(corpus[0], batch_size=24), tokenizer=TOKENIZER)
-
-
-def test_invalid_rows_position_or_seed_is_refused(corpus):
-    for changes, options, message in (
-        ({}, {"rows": range(4, 7)}, r"must be a non-empty subset of 0 .. data.batch_size - 1 = 5"),
-        ({}, {"position": np.zeros((5, 7), np.int64)}, r"these rows and sources have positions of \(6, 7\)"),
-        ({"seed": -1}, {}, r"data.seed=-1"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            loader.TrainBatches(data_config(corpus[0], **changes), tokenizer=TOKENIZER, **options)
 
 
 def validation(data, *, num_batches, **options):
@@ -368,18 +346,6 @@ def test_validation_of_a_large_text_reads_evenly_spaced_documents(tmp_path, monk
     assert np.diff([-40, *sorted(seen), 1040]).max() < 130
     estimated = int(re.search(r"of about ([\d,]+) tokens", str(found.coverage))[1].replace(",", ""))
     assert estimated == pytest.approx(1000 * num_each, rel=0.01)
-
-
-def test_validation_is_per_source_and_counts_bytes_of_all_rows(three):
-    data = data_config(three[0], validation=three[0], batch_size=2)
-    found, manifest = held_out.open_held_out(data, tokenizer=TOKENIZER, num_batches=5, rows=[1])
-    assert [fact[0] for fact in manifest["sources"]] == list(found) == ["a", "b", "c"]
-    for name, path in (part.split("=") for part in three[0].split(";")):
-        alone = data_config(path, batch_size=2)
-        whole = held_out.open_held_out(alone, tokenizer=TOKENIZER, num_batches=5)[0]["all"]
-        assert found[name].num_bytes == whole.num_bytes
-        for mine, batch in zip(found[name].batches, whole.batches, strict=True):
-            np.testing.assert_array_equal(mine.tokens, batch.tokens[1:])
 
 
 @pytest.mark.parametrize("kind", ["concat", "documents"])

@@ -17,7 +17,6 @@ from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.streams import open_sources
 from hlat_jax.data.tokenizer import Tokenizer, resolve_with_tokenizer
 from hlat_jax.resolve import resolve
-from hlat_jax.run import results
 
 TOKENIZER = Tokenizer("package:austen_2k.model")
 
@@ -187,14 +186,3 @@ def test_a_vocabulary_of_0_is_that_of_the_tokenizer():
     assert resolve_with_tokenizer(mutable).model.vocab_size == TOKENIZER.vocab_size
     given = parse("model.vocab_size=4096")
     assert resolve_with_tokenizer(given).model.vocab_size == 4096
-
-
-def test_no_verdict_is_printed_on_the_loss_of_own_text_or_of_other_steps(tmp_path, capsys):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 3, "eval_loss": 3.0, "bits_per_byte": 2.0}\n')
-    for words, verdict in (
-        ((), ": OUTSIDE the expected 5.35 to 5.6"),
-        (("data.train=my_book.txt",), ""),
-        (("train.num_steps=3",), ""),
-    ):
-        results.show(resolve(parse("metrics.plot=False", *words)), tmp_path, 3)
-        assert capsys.readouterr().out == f"validation loss 3.0000 nats per token, 2.0000 bits per byte{verdict}\n"

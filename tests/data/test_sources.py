@@ -24,11 +24,6 @@ from hlat_jax.data.formats.files import DataFile, NotFound, Snapshot, Unreadable
 from hlat_jax.data.formats.records import BadRecord
 
 
-def test_text_field_selects_the_json_key_or_column(tmp_path):
-    for suffix, write in ((".jsonl", write_jsonl), (".parquet", write_parquet), (".arrow", write_arrow)):
-        assert read_all(write(tmp_path / f"a{suffix}", ["x"], field="body"), text_field="body") == ["x"]
-
-
 def test_spec_keeps_the_order_of_files_folders_and_globs(tmp_path):
     folder = ["d/a.jsonl", "d/a/0.jsonl", "d/b.jsonl"]
     for name in ("z.jsonl", *reversed(folder), "d/.hidden/no.jsonl", "g1.jsonl", "g2.jsonl", "d-.jsonl"):
@@ -70,20 +65,6 @@ def test_a_byte_order_mark_is_no_text(tmp_path):
             assert [text for text, _ in read_in_order(file)] == expected
     (tmp_path / "b.txt").write_bytes(BOM_UTF8)
     assert "it is empty" in error_of(tmp_path / "b.txt")
-
-
-def test_folder_that_cannot_be_listed_is_named(tmp_path, monkeypatch):
-    (tmp_path / "d" / "closed").mkdir(parents=True)
-    write_jsonl(tmp_path / "d" / "a.jsonl", ["a"])
-    scan = os.scandir
-
-    def closed(path):  # root may read everything
-        if str(path).endswith("closed"):
-            raise PermissionError(13, "Permission denied", str(path))
-        return scan(path)
-
-    monkeypatch.setattr(os, "scandir", closed)
-    assert f"the folder {tmp_path}/d/closed cannot be listed: Permission denied" in error_of(tmp_path / "d")
 
 
 def test_manifest_depends_on_content_not_on_location(tmp_path):
@@ -228,24 +209,6 @@ def test_jsonl_edit_outside_the_fingerprint_with_mtime_restored_is_detected_by_t
     assert (fingerprint(path), os.stat(path).st_mtime_ns) == (print_, before.st_mtime_ns)
     again = open_all(path, index_folder=tmp_path / "index")
     assert again.manifest["hash"] != documents.manifest["hash"]  # which a run that has begun refuses
-
-
-def test_locate_names_file_and_row_without_reading_a_document(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b'\n{"text": "x"}\n\n \n{"text": "y"}\n\n')
-    write_parquet(tmp_path / "b.parquet", ["p", "q", "r"])
-    (tmp_path / "c.txt").write_bytes(b"t")
-    (tmp_path / "d.txt").write_bytes(b"u")
-    corpus = open_all(tmp_path)
-    (tmp_path / "a.jsonl").unlink()
-    rows = ["a.jsonl, row 2", "a.jsonl, row 5", *(f"b.parquet, row {n}" for n in (1, 2, 3)), "c.txt", "d.txt"]
-    assert [corpus.locate(index) for index in range(7)] == [f"{tmp_path}/{row}" for row in rows]
-    with pytest.raises(IndexError):
-        corpus.locate(7)
-
-
-def test_no_documents_are_refused(tmp_path):
-    (tmp_path / "empty.jsonl").write_bytes(b"\n \n")
-    assert "hold no documents" in error_of(tmp_path / "empty.jsonl")
 
 
 def test_empty_document_is_a_bad_record_but_whitespace_is_text(tmp_path):

@@ -2,7 +2,6 @@
 
 import gzip
 
-import pyarrow
 import pytest
 from data_files import read_in_order, write_arrow, write_built, write_compressed, write_jsonl, write_parquet
 from hypothesis import given, settings
@@ -12,31 +11,10 @@ from hlat_jax.data import sources
 from hlat_jax.data.formats import records, streaming
 from hlat_jax.data.formats.records import BadRecord
 
-TEXTS = ["first", "zweiter Text: äöü 漢字 😀", "line one\nline two\r\n", " ", "x" * 3000, "last"]
-
 
 def stream(path, *, text_field="text"):
     """Returns [(text or BadRecord, row)]."""
     return list(read_in_order(path, text_field=text_field))
-
-
-def test_every_format_streams_documents_in_order_with_row_numbers(tmp_path):
-    rows = [(text, row) for row, text in enumerate(TEXTS, start=1)]
-    raw = write_jsonl(tmp_path / "a.jsonl", TEXTS).read_bytes()
-    assert stream(tmp_path / "a.jsonl") == rows
-    assert stream(str(write_compressed(tmp_path / "a.jsonl.gz", raw))) == rows
-    assert stream(write_compressed(tmp_path / "a.jsonl.zst", raw)) == rows
-    assert stream(write_parquet(tmp_path / "a.parquet", TEXTS)) == rows
-    for is_file in (False, True):
-        for compression in (None, "zstd"):
-            path = write_arrow(tmp_path / "a.arrow", TEXTS, is_file=is_file, compression=compression)
-            assert stream(path) == rows
-    coded = pyarrow.array(TEXTS).dictionary_encode()
-    assert stream(write_arrow(tmp_path / "b.arrow", coded)) == rows
-    assert stream(write_built(tmp_path / "built", TEXTS)) == rows
-    (tmp_path / "a.txt").write_bytes(TEXTS[1].encode())
-    assert stream(tmp_path / "a.txt") == [(TEXTS[1], None)]
-    assert stream(write_compressed(tmp_path / "b.txt.zst", TEXTS[1].encode() * 9)) == [(TEXTS[1] * 9, None)]
 
 
 @settings(max_examples=20, deadline=None)

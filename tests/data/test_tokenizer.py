@@ -38,12 +38,6 @@ def test_control_tokens_have_no_bytes_and_no_text():
     assert TOKENIZER.decode(np.concatenate([TOKENIZER.encode("a b"), [2]])) == "a b"
 
 
-def test_dummy_prefix_counts_one_byte_per_text(tmp_path):
-    tokenizer = Tokenizer(train_model(tmp_path / "a.model", byte_fallback=True, vocab_size=320))
-    text = "the lazy fox, äöü"
-    assert tokenizer.token_bytes[tokenizer.encode(text)].sum() == len(text.encode()) + 1
-
-
 def test_tokenizer_larger_than_the_model_is_refused_with_both_fixes():
     message = r"has 2048 tokens but model.vocab_size=2047; set model.vocab_size=2048 or more, or .* at most 2047 tokens"
     with pytest.raises(ValueError, match=message):
@@ -54,11 +48,6 @@ def test_padding_rows_beyond_the_vocabulary_decode_to_no_text():
     tokenizer = Tokenizer(ASSET, vocab_size=4096)
     ids = tokenizer.encode("a b")
     assert tokenizer.decode([2048, *ids, 4095]) == "a b"
-
-
-def test_stop_ids_are_eos_and_the_given_ids_without_duplicates():
-    assert TOKENIZER.stop_ids == (2,)
-    assert Tokenizer(ASSET, stop_ids=(7, 2, 9)).stop_ids == (2, 7, 9)
 
 
 def test_missing_or_foreign_file_is_refused(tmp_path):

@@ -27,7 +27,7 @@ from hlat_jax.batch import concat_batch
 from hlat_jax.cli import config_files
 from hlat_jax.data.formats.paths import asset_path
 from hlat_jax.evaluate import __main__ as evaluate
-from hlat_jax.evaluate.perplexity import windows
+from hlat_jax.evaluate.__main__ import windows
 from hlat_jax.generate.inference import TrainedModel
 from hlat_jax.generate.scoring import Scorer
 from hlat_jax.model import apply, init_params

@@ -40,7 +40,7 @@ from hlat_jax.evaluate import __main__ as evaluate_command
 from hlat_jax.evaluate import lm_eval_compat, suites, tasks
 from hlat_jax.evaluate.harness import HarnessModel
 from hlat_jax.evaluate.in_training import TasksInTraining
-from hlat_jax.evaluate.model_type import ModelType
+from hlat_jax.evaluate.lm_eval_compat import ModelType
 from hlat_jax.evaluate.tasks import Tasks
 from hlat_jax.generate.inference import open_model
 from hlat_jax.hf.exporting import export_checkpoint
@@ -290,18 +290,6 @@ def test_metric_failure_gives_no_results(folder, monkeypatch, capsys):
     tasks._model = types.SimpleNamespace(use=lambda params: None)
     assert tasks(None) == ({}, [])
     assert "no results for this step: the harness cannot compute a metric (math range error)" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_failed_download_error_names_the_setting_and_tasks(folder, monkeypatch):
-    def offline(*_):
-        raise ConnectionError("Couldn't reach the hub\nand more")
-
-    tasks = Tasks(["local_choice", "local_rolling"], folder=str(folder), key="train.eval_tasks")
-    monkeypatch.setattr(TaskManager, "load", offline)
-    message = "^train.eval_tasks: data of local_choice, local_rolling cannot be fetched: Couldn't reach the hub$"
-    with pytest.raises(ValueError, match=message):
-        tasks.load()
 
 
 @pytest.mark.slow

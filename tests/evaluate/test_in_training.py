@@ -3,11 +3,8 @@
 import importlib.util
 
 import micro
-import pytest
 
-from hlat_jax import config as config_lib
 from hlat_jax.evaluate import in_training, tasks
-from hlat_jax.resolve import resolve
 
 FOUND = {
     "results": {
@@ -42,14 +39,3 @@ def test_tasks_without_the_harness_are_refused_with_the_command_that_installs_it
     assert "error: train.eval_tasks=arc_easy: tasks need the LM" in error
     assert "pip install 'hlat_jax[eval]'" in error
     assert not (tmp_path / "run").exists()
-
-
-def test_invalid_task_settings_are_refused():
-    for settings, message in [
-        ({"eval_tasks": "a,,b"}, "train.eval_tasks='a,,b' has an empty name"),
-        ({"eval_tasks_limit": 3}, "train.eval_tasks_limit=3 has no effect without train.eval_tasks"),
-    ]:
-        c = config_lib.default()
-        c.train.update(settings)
-        with pytest.raises(ValueError, match=message):
-            resolve(c)

@@ -1,14 +1,10 @@
 """The command that continues text: what it prints, that batches and meshes change nothing of it, what it refuses."""
 
-import dataclasses
-import functools
 import json
 import subprocess
 import sys
-import types
 
 import hf_models
-import numpy as np
 import pytest
 import tokenizers
 import torch
@@ -16,9 +12,7 @@ import transformers
 from tokenizer_files import train_model, write_tokenizer_json
 
 from hlat_jax.data.tokenizer import Tokenizer
-from hlat_jax.generate.__main__ import _encode_prompt
 from hlat_jax.generate.generator import Generator, Sampling
-from hlat_jax.generate.inference import TrainedModel
 from hlat_jax.hf.importing import import_checkpoint
 from hlat_jax.weights.hf_reading import open_checkpoint
 from hlat_jax.weights.trained import open_weights
@@ -145,35 +139,17 @@ def test_control_tokens_in_prompts_give_what_transformers_gives(kind, generate_h
     assert "p.jsonl: each line must be a JSON object" in generate_here(*words)[2]
 
 
-def test_control_tokens_of_a_native_model_are_those_of_transformers(tmp_path):
-    for number, options in enumerate(({}, {"add_dummy_prefix": False})):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        lossless = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
-        path = train_model(folder / "tokenizer.model", byte_fallback=True, vocab_size=320, **lossless, **options)
-        ours = Tokenizer(path)
-        (folder / "tokenizer_config.json").write_text(json.dumps(ours.transformers_config()))
-        theirs = transformers.AutoTokenizer.from_pretrained(folder)
-        for text in ("<s>the lazy dog</s>the  fox <s> jumps</s>", "a<s>b\n\n<s>\nc", "x</s> ", "</s>", "the dog"):
-            expected = theirs.encode(text, add_special_tokens=False)
-            assert ours.encode_with_control_tokens(text).tolist() == expected
-            # the tokens of a tokenizer.json beside it, which an import does not take, are the same
-            theirs.backend_tokenizer.save(str(folder / "tokenizer.json"))
-            assert Tokenizer(path).encode_with_control_tokens(text).tolist() == expected
-
-
-def test_a_folder_of_hugging_face_is_continued_as_its_import_is(padded, generate_here, evaluate_here, tmp_path):
-    words = ["--prompt=the lazy", "--max_tokens=8"]
-    (tmp_path / "text").write_text("the quick brown fox")
-    printed = []
-    for folder in padded:
-        code, text, told = generate_here(f"--checkpoint={folder}", *words)
-        assert code == 0, told
-        code, figures, error = evaluate_here(f"--checkpoint={folder}", f"--text={tmp_path / 'text'}")
-        assert code == 0, error
-        printed.append((text, figures[figures.index("loss") :]))
-        assert f"weights          {folder}, step 0, float32" in told
-    assert printed[0] == printed[1]
+def test_control_tokens_of_a_native_model_are_those_of_the_tokenizer_json_beside_it(tmp_path):
+    lossless = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+    path = train_model(tmp_path / "tokenizer.model", byte_fallback=True, vocab_size=320, **lossless)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(Tokenizer(path).transformers_config()))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"--control_tokens needs a tokenizer\.json; .*tokenizer\.model has none"):
+        Tokenizer(path).encode_with_control_tokens("<s>a")
+    theirs.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))  # which an import does not take
+    for text in ("<s>the lazy dog</s>the  fox <s> jumps</s>", "a<s>b\n\n<s>\nc", "x</s> ", "</s>", "the dog"):
+        expected = theirs.encode(text, add_special_tokens=False)
+        assert Tokenizer(path).encode_with_control_tokens(text).tolist() == expected
 
 
 def test_a_folder_of_hugging_face_without_one_of_its_files_is_refused_by_name(padded, generate_here, tmp_path):
@@ -214,20 +190,6 @@ def test_more_shards_than_heads_of_keys_and_values_generate_the_same_text(padded
     code, whole, _ = generate_here(*words, "--max_tokens=8")
     assert code == 0
     assert generate_here(*words, "--max_tokens=8", "--config.parallel.tensor=4")[:2] == (0, whole)
-
-
-def test_prompts_begin_with_bos_by_flag_or_tokenizer_default():
-    tokenizer = types.SimpleNamespace(encode=np.array, bos_id=1, path="some.model")
-    tokenizer.require_bos = functools.partial(Tokenizer.require_bos, tokenizer)
-    trained = TrainedModel(None, None, None, tokenizer, None, "")
-    assert _encode_prompt(trained, [5, 6], 0, bos=True) == [1, 5, 6]
-    assert _encode_prompt(trained, [5, 6], 0, bos=None) == [5, 6]
-    says_so = dataclasses.replace(trained, begins_with_bos=True)
-    assert _encode_prompt(says_so, [5, 6], 0, bos=None) == [1, 5, 6]
-    assert _encode_prompt(says_so, [5, 6], 0, bos=False) == [5, 6]
-    tokenizer.bos_id = -1
-    with pytest.raises(ValueError, match=r"--bos: the tokenizer some.model has no BOS"):
-        _encode_prompt(trained, [5, 6], 0, bos=True)
 
 
 def test_closed_stdout_exits_without_a_traceback():

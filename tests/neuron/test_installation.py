@@ -1,6 +1,5 @@
 """The doctor's check that the Neuron software is one release."""
 
-import pathlib
 import stat
 
 from hlat_jax.facts import sdk_releases
@@ -110,12 +109,3 @@ def test_tools_are_those_of_this_environment_and_on_the_path(tmp_path, monkeypat
     assert checked(other, mine, tools).found == f"neuronx-cc on PATH is {other}/neuronx-cc, not {mine}/neuronx-cc"
     assert checked(mine).found == "neuron-ls is not on PATH"
     assert checked(mine, tools, other) == (PASSED, f"{mine}/neuronx-cc, {tools}/neuron-ls", "")
-
-
-def test_system_versions_are_found_by_rpm_too(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    fake_command(
-        tmp_path, "rpm", "aws-neuronx-collectives 2.35.49.0_ab installed\\npackage aws-neuronx-dkms is not installed\\n"
-    )
-    assert installation.system_versions(driver=pathlib.Path("no")) == {"aws-neuronx-collectives": "2.35.49.0_ab"}
-    assert sdk_releases.releases_of("aws-neuronx-collectives", "2.35.49.0_ab") == ("2.33.1",)

@@ -46,22 +46,6 @@ def test_rungs_lead_from_one_layer_to_the_recipe():
         assert all(any(new > old for new, old in zip(b, a, strict=True)) for a, b in itertools.pairwise(steps))
 
 
-def test_rungs_fill_one_stage_and_one_node_before_there_are_more():
-    _, found = rungs_of("7b")
-    assert [sizes(rung)[0] for rung in found[:-2]] == [1, 2, 4, 8, 16, 32]
-    assert [rung.num_devices for rung in found] == [32] * 7 + [2048]
-    config, found = rungs_of("7b", 32)
-    assert [sizes(rung)[2] for rung in found[5:]] == [1, 4, 16, 64, 256]
-    assert found[-1].config.data.batch_size == config.data.batch_size
-    _, found = rungs_of("70b")
-    assert [sizes(rung)[:2] for rung in found[:7]] == [(1, 1), (2, 1), (4, 1), (8, 1), (10, 1), (8, 8), (80, 8)]
-    assert [rung.num_devices for rung in found] == [32] * 5 + [256] * 5 + [8192]
-    mutable = config_files.load("7b")
-    mutable.parallel.data = 256  # it becomes the rest
-    found = ladder.rungs(resolve(mutable), num_devices=2048, node_devices=32)
-    assert [rung.changes.get("parallel.data") for rung in found] == [-1] * 7 + [None]
-
-
 def command(rung, *words, folder="runs/x", place=TRN1):
     return ladder.command(rung, words, place=place, workdir=folder)
 
@@ -125,15 +109,6 @@ def test_script_stops_at_the_first_rung_that_fails_and_names_it(tmp_path):
     assert "FROM=x must be the number of a rung" in run(FROM="x").stderr
 
 
-def test_a_printed_command_has_the_config_however_it_was_given():
-    for given, words in [
-        ("--config tiny --script x --config.data.batch_size 8", "--config=tiny --config.data.batch_size=8"),
-        ("-config=tiny --json=x --config.train.seed -1", "--config=tiny --config.train.seed=-1"),
-        ("--config.metrics.plot --config tiny --noconfig.a.b", "--config.metrics.plot --config=tiny --noconfig.a.b"),
-    ]:
-        assert flags.config_words(given.split()) == words.split()
-
-
 def test_ladder_lowers_and_lints_every_rung(neuron_here, tmp_path):
     words = ("--config.model.num_layers=1", "--config.data.batch_size=8", "--config.train.num_microbatches=4")
     quiet = ("--config.train.sample_prompt=", "--config.data.validation=")
@@ -171,18 +146,6 @@ def test_ladder_takes_the_lnc_of_the_environment_and_exits_with_1_after_an_error
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
     code, _, error = neuron_here("ladder", "--config=7b")
     assert (code, "NEURON_LOGICAL_NC_CONFIG): trn1.32xlarge takes 1, the physical cores" in error) == (2, True)
-
-
-def test_ladder_rejects_invalid_flags(neuron_here):
-    for words, message in [
-        (["--config=7b", "--instance=trn1.33xlarge"], "no such instance type. Did you mean 'trn1.32xlarge'?"),
-        (["--config=7b", "--nodes=-1"], "--nodes"),
-        (["--config=7b", "--nodes=3"], "No degrees pass every check on 96 device(s)"),
-        (["--config=7b", "--scripts=x"], "Did you mean '--script'?"),
-    ]:
-        code, _, error = neuron_here("ladder", *words)
-        assert code == 2
-        assert message in error
 
 
 @pytest.mark.slow

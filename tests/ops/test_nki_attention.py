@@ -21,12 +21,10 @@ from planned import small_config
 
 from hlat_jax.facts import sdk_releases
 from hlat_jax.model import Decoder
-from hlat_jax.neuron import lint_command
 from hlat_jax.ops import attention as attention_op
 from hlat_jax.ops import choices
 from hlat_jax.ops.nki import attention as nki
 from hlat_jax.parallel.virtual_devices import planned_layout
-from hlat_jax.plan.report import Site, make_plan
 from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve
 
@@ -229,12 +227,3 @@ def test_trn1_refuses_the_kernels_with_the_page_unless_the_user_insists():
         assert "AWS documents NKI for trn2 and trn3 only" in choice.passed_over["nki"]
     for chip in ("trn2", "trn2.48xlarge", "trn2-ultraserver", "trn3-gen1", ""):
         assert choice_on(one, chip).name == "nki"
-
-
-def test_lint_and_plan_refuse_the_kernels_on_trn1(monkeypatch):
-    words = ["--config=tiny", "--config.model.attention=nki", "--config.model.max_positions=512"]
-    words += ["--config.data.seq_len=512"]
-    with pytest.raises(ValueError, match=REFUSED):
-        lint_command.main([*words, "--instance=trn1"])
-    with pytest.raises(ValueError, match=REFUSED):
-        make_plan(with_nki(), Site("trn1.2xlarge", 1))

@@ -11,11 +11,9 @@ from compiled_collectives import collectives
 from foreign_models import batch, user_model
 from programs import training_program
 
-from hlat_jax.parallel.zero import make_replica_sync
 from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.plan.collectives import traced_collectives
 from hlat_jax.precision import POLICIES
-from hlat_jax.train_step import StepOptions
 
 
 def trained(loss, params, *, stage=None, bucket_bytes=0, policy="fp32", steps=6):
@@ -78,23 +76,3 @@ def test_buckets_group_arrays_up_to_bucket_bytes():
         scatters = [c for c in collectives(text, mesh) if c.kind == "reduce-scatter"]
         assert len(scatters) == wanted
         assert all(c.payload_bytes <= max(bucket_bytes, 24 * 16 * 4) for c in scatters)
-
-
-def test_invalid_stage_or_bucket_bytes_is_refused():
-    with pytest.raises(ValueError, match="params has an empty tuple"):
-        make_replica_sync([(np.zeros(8), ()), ()], jax.devices(), stage=1)
-    with pytest.raises(ValueError, match=r"zero stage 4 is not one of 0, 1, 2, 3\."):
-        make_replica_sync({}, jax.devices(), stage=4)
-    with pytest.raises(ValueError, match="bucket_bytes=-1 must be 0"):
-        make_replica_sync({}, jax.devices(), stage=1, bucket_bytes=-1)
-    with pytest.raises(ValueError, match=r"devices=\[\] must be a list of one or more devices: give"):
-        make_replica_sync({}, [], stage=1)
-    with pytest.raises(ValueError, match=r"params\['w'\] is a float: give an array"):
-        make_replica_sync({"w": 1.0}, jax.devices(), stage=1)
-    loss, params = user_model("plain")
-    replica_sync = make_replica_sync(params, jax.devices(), stage=1)
-    for where in ({"zero": 1}, {"replica_sync": replica_sync}):
-        with pytest.raises(ValueError, match=r"give their shapes as params=\.\.\."):
-            training_program(loss, optax.adam(1e-2), options=dict(**where))
-    with pytest.raises(ValueError, match="zero and replica_sync both shard the parameters; give one"):
-        StepOptions(zero=1, replica_sync=replica_sync)

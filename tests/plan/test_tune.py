@@ -90,32 +90,6 @@ def test_ops_table_overrides_levels(tuned, capsys):
     assert "model.attention: einsum, 1 ms, the fastest in" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-def test_remeasuring_replaces_only_entries_of_the_same_calls(tuned):
-    path, out = tuned
-    arguments = ["tune", EIGHT_ROWS, f"--out={out}", "--rounds=1"]
-    assert command.main([*arguments, f"--config={path}", "--ops=cross_entropy"]) == 0
-    assert len(json.loads(out.read_text())["entries"]) == 2
-    shorter = [*arguments, f"--config={path}", "--config.data.seq_len=16"]
-    assert command.main([*shorter, "--ops=cross_entropy,rope"]) == 0
-    found = [entry["op"] for entry in json.loads(out.read_text())["entries"]]
-    assert found[2:] == ["model.cross_entropy", "model.rope"]
-    with pytest.raises(ValueError, match=r"--ops=ropes: unknown op 'ropes'. Did you mean 'rope'"):
-        command.main([*shorter, "--ops=ropes"])
-
-
-def test_partially_timed_call_is_marked(tmp_path):
-    path, out = micro.write_config(tmp_path), tmp_path / "tuned.json"
-    words = ["tune", f"--config={path}", "--config.data.batch_size=16", f"--out={out}", "--rounds=1", "--ops=rope"]
-    c = config_files.load(str(path))
-    c.data.batch_size, c.model.ops_table = 16, str(out)
-    one = resolve(c)
-    assert command.main([*words, "--rows=1"]) == 0
-    assert choices.choices(one, here(one))["rope"].because.endswith(f"the fastest in {out} (at 1 of its 2 rows)")
-    assert command.main(words) == 0
-    assert choices.choices(one, here(one))["rope"].because.endswith(f"the fastest in {out}")
-
-
 def test_call_or_op_without_times_falls_back_to_levels_with_a_reason(tuned):
     path, out = tuned
     one = resolved(path, ops_table=str(out))
@@ -190,20 +164,6 @@ def test_committed_tables_cover_their_config_and_decide_its_choices():
             seconds = known.entry(f"model.{key}", choices.calls(one, layout)[key]).times
             assert choice.name == min(seconds, key=seconds.get)
             assert len(seconds) >= 2
-
-
-REFUSED = [
-    (["tuned"], "unknown verb 'tuned'. Did you mean 'tune'?"),
-    (["choices", "--config=tiny", "--devices=3"], "data.batch_size"),
-    (["tune", "--config=tiny", "--out=/no/such/folder/x.json"], "there is no folder /no/such/folder"),
-]
-
-
-def test_tune_command_refuses_invalid_flags():
-    for words, message in REFUSED:
-        with pytest.raises(ValueError) as caught:  # noqa: PT011 - compared below
-            command.main(words)
-        assert message in str(caught.value)
 
 
 def test_choices_for_virtual_devices_explain_every_rejection(capsys, monkeypatch):

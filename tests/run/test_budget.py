@@ -12,11 +12,9 @@ import numpy as np
 import planned
 import pytest
 
-from hlat_jax import config as config_lib
 from hlat_jax import train
 from hlat_jax.batch import concat_batch
 from hlat_jax.cli import config_files
-from hlat_jax.parallel import xla_options
 from hlat_jax.parallel.degrees import layout_over
 from hlat_jax.parallel.sharding import shard_batch
 from hlat_jax.passes import remat
@@ -141,14 +139,6 @@ def test_the_budget_is_for_a_program_of_a_microbatch_and_the_buffer_where_they_a
     assert len(seen) == 2
 
 
-def test_an_estimate_takes_what_the_search_finds(monkeypatch):
-    monkeypatch.setattr(remat, "search_choice", lambda *_, **__: GATE)  # its trials would take seconds
-    config = planned.small_config()
-    config = dataclasses.replace(config, model=dataclasses.replace(config.model, remat="budget:1MiB", num_layers=2))
-    program = make_program(config, layout_over(config, jax.devices()[:1]))
-    assert budget.estimated(program).config.model.remat == "saved:gate"
-
-
 def test_a_run_that_resumes_hands_over_the_choice_of_its_checkpoint(trained_run, tmp_path, monkeypatch):
     def resolved(program, *, recorded):
         raise ValueError(f"recorded: {recorded}")
@@ -187,37 +177,6 @@ def test_recorded_choice_is_searched_again_where_it_cannot_be_traced(searched, c
     assert config.model.remat == found["choice"] == "saved:gate"
     assert "chosen again: the step no longer has the values of the checkpoint's choice" in capsys.readouterr().out
     assert len(searched) == 2
-
-
-def test_budget_is_measured_with_the_xla_options_of_the_step(monkeypatch):
-    monkeypatch.setattr(xla_options, "compiler_options", lambda layout: {"no_such_option": 1})
-    with pytest.raises(Exception, match="no_such_option"):
-        budget_resolved(config_with("budget:1GiB"), recorded=None)
-
-
-def test_recorded_choice_is_not_reused_when_devices_hold_more(searched):
-    again = config_with("budget:7MiB")
-    whole = dataclasses.replace(again, parallel=dataclasses.replace(again.parallel, sequence_parallel=False))
-    _, record = budget_resolved(again, recorded=None)
-    budget_resolved(again, recorded=record)
-    assert len(searched) == 1
-    budget_resolved(whole, recorded=record, where=layout_over(whole, jax.devices()))
-    assert len(searched) == 2
-
-
-def test_program_without_a_budget_is_unchanged():
-    program = make_program(config_with("full"), layout())
-    assert budget.choose_remat(program, recorded=None) == (program, None)
-    assert budget.estimated(program) is program
-
-
-def test_a_budget_without_a_unit_is_refused_when_the_config_is_read():
-    for size in ("12", "12 GB/s", "", "GiB"):
-        c = config_lib.default()
-        c.model.remat = f"budget:{size}"
-        message = f"model.remat: the budget={size!r} is not a size in bytes: give a size with its unit, such as '12GiB'"
-        with pytest.raises(ValueError, match=re.escape(message)):
-            resolve(c)
 
 
 @pytest.mark.slow

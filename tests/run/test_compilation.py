@@ -16,11 +16,10 @@ from planned import small_config
 from hlat_jax import loop
 from hlat_jax import train as train_lib
 from hlat_jax.cli import config_files
-from hlat_jax.parallel.degrees import layout_over
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve
-from hlat_jax.run.compilation import RECORD_FILE, Compilations, fingerprint, read_record, traced_programs
+from hlat_jax.run.compilation import Compilations, fingerprint, read_record, traced_programs
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 ONE = {"pipe": 1, "data": 1, "fsdp": 1, "tensor": 1}
@@ -103,13 +102,6 @@ def test_config_key_changes_exactly_the_expected_fingerprints(base):
         assert {name for name in PROGRAMS if changed[name] != base[name]} == set(programs), path
 
 
-def test_platform_and_mesh_change_the_fingerprint_of_the_step():
-    config = config_with({"train.num_microbatches": 2})
-    places = [("neuron", {}), ("cpu", {}), ("neuron", {"data": 2}), ("neuron", {"fsdp": 2}), ("neuron", {"pipe": 2})]
-    found = [predicted("train", config, platform=platform, degrees=ONE | degrees) for platform, degrees in places]
-    assert len(set(found)) == len(places)
-
-
 @pytest.mark.slow
 def test_fingerprints_do_not_depend_on_hash_seed_folder_or_source_lines(tmp_path):
     """A copy of the package elsewhere, its lines moved, in processes of other hash seeds, makes the same programs."""
@@ -130,15 +122,6 @@ def test_fingerprints_do_not_depend_on_hash_seed_folder_or_source_lines(tmp_path
         found.append(dict(re.findall(r"^(\w+) +([0-9a-f]{16}) ", printed, re.MULTILINE)))
     assert set(found[0]) == {*PROGRAMS, "start", "microbatch", "update"} - {"train"}  # on Neuron
     assert found[0] == found[1]
-
-
-def test_virtual_devices_give_the_fingerprints_of_real_ones():
-    config = config_with()
-    real = layout_over(config, jax.devices()[:8])
-    compilations = Compilations(make_program(config, real))
-    for name in ("init", "eval"):
-        compilations.compiled(name)
-        assert compilations._entries[name]["sha256"] == predicted(name, config, platform="cpu", degrees=real.degrees)
 
 
 @pytest.fixture
@@ -183,12 +166,6 @@ def test_a_run_compiles_its_programs_once_each_and_nothing_else(run):
     compiled, _, _ = run(train__num_steps=7)  # resumed
     assert sorted(compiled) == [f"jit({name})" for name in names if name != "initial"]
     assert {name: entry["sha256"] for name, entry in read_record(workdir).items()} == before
-
-
-def test_invalid_record_is_treated_as_missing(tmp_path):
-    for text in ('{"train": 1}', '{"train": {"sha256": "a"}}', "[1]", '{"train": {"sha'):
-        (tmp_path / RECORD_FILE).write_text(text)
-        assert read_record(tmp_path) == {}
 
 
 def test_a_compiler_that_was_killed_is_explained(small, one_device, monkeypatch):

@@ -151,18 +151,6 @@ def test_the_command_prints_a_partition(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out)["compile"] == 4.0
 
 
-def test_bad_words_are_answered_by_one_line(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for words, text in (
-        (["goodput"], "RUN is missing"),
-        (["goodput", "."], rf"has no {EVENTS_FILE}"),
-        (["goodput", ".", "."], "one run folder, not 2"),
-        (["godput", "."], "unknown verb 'godput'"),
-    ):
-        with pytest.raises(ValueError, match=text):
-            command.main(words)
-
-
 def test_an_event_after_a_torn_line_is_not_lost(tmp_path):
     (tmp_path / EVENTS_FILE).write_text('{"event": "sav')
     with Ledger(tmp_path, Watchdog()) as opened:

@@ -110,7 +110,11 @@ def test_key_missing_from_an_old_checkpoint_counts_as_its_default(refused):
     current |= {"tokenizer_sha256": "a", "manifest": {}, "jax": {"JAX_ENABLE_X64": True}}
     saved = json.loads(json.dumps(current)) | {"jax": {}}
     del saved["config"]["model"]["rope"], saved["implementations"]["rope"]
+    saved["config"]["data"]["shuffle_by"], saved["config"]["train"]["rewind_to"] = "document", 1000  # gone since
     assert refused(saved, current) == ""
+    saved["config"]["data"]["shuffle_by"] = "block"
+    assert "data.shuffle_by: 'block' in the checkpoint, 'absent' now" in refused(saved, current)
+    del saved["config"]["data"]["shuffle_by"]
     current["config"]["model"]["rope"] = "reference"
     assert "model.rope: 'auto' in the checkpoint, 'reference' now" in refused(saved, current)
 

@@ -156,13 +156,13 @@ def test_opening_a_run_folder_removes_what_killed_writers_left(tmp_path):
 
 def test_ctrl_c_after_the_last_step_of_several_processes_ends_with_130(micro, train, monkeypatch, capfd):
     """No step follows before which the processes could exchange it."""
-    finish, before = loop.results.show, signal.signal(signal.SIGINT, signal.default_int_handler)
+    finish, before = loop.summary.show_results, signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupted_finish(*args):
         os.kill(os.getpid(), signal.SIGINT)
         finish(*args)
 
-    monkeypatch.setattr(loop.results, "show", interrupted_finish)
+    monkeypatch.setattr(loop.summary, "show_results", interrupted_finish)
     monkeypatch.setattr(loop.jax.distributed, "is_initialized", lambda: True)
     short(micro, 0).train.num_steps = 2
     try:
@@ -221,7 +221,7 @@ def end_of(workdir, micro):
     """Returns the rows of a run, as far as a repetition has the same, and its last checkpoint."""
     rows = [exact(row) for row in read_rows(workdir / ROWS_FILE)]
     resolved = resolve(micro)
-    checkpointer = Checkpointer(workdir, config=resolved.checkpoint, read_only=True)
+    checkpointer = Checkpointer(workdir, config=resolved.checkpoint)
     step, state, position, metadata = checkpointer.restore(fitting_program(resolved, jax.devices()).abstract_state)
     checkpointer.close()
     return rows, step, [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)], position.tolist(), metadata
@@ -272,9 +272,7 @@ def test_checkpoint_and_export_due_in_a_non_finite_window_are_delayed(micro, tra
     assert train(micro) == 0
     assert saved_steps(tmp_path / "run") == [6, 10, 12]  # those of step 5 are made after the window
     assert sorted(path.name for path in (tmp_path / "run/huggingface").iterdir()) == ["10", "12", "6"]
-    printed = capsys.readouterr().out
-    assert "checkpoint of step 5 postponed" in printed
-    assert "export of step 5 postponed" in printed
+    assert "checkpoint of step 5 postponed" in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -337,11 +335,7 @@ def test_non_finite_steps_are_counted_across_a_resume(micro, train, after_step, 
     assert saved_steps(tmp_path / "run") == [2]
     micro.train.num_steps = 12
     after_step(3, not_finite(1))
-    with pytest.raises(NonFiniteError, match=r"2 steps in a row were not finite.*step 3 .*: loss nan,"):
+    with pytest.raises(NonFiniteError, match=r"2 steps in a row were not finite.*step 3 .*: loss nan,.*--step=3"):
         train(micro)
-    evidence = json.loads((tmp_path / "run/nonfinite.json").read_text())
-    # the batch of step 3 begins where the checkpoint of step 2 says that the data continues
-    run = saved_run(tmp_path / "run/checkpoints/2")
-    assert evidence["data_position_before_that_batch"] == run["position"]
-    assert run["metadata"]["num_nonfinite"] == 1
+    assert saved_run(tmp_path / "run/checkpoints/2")["metadata"]["num_nonfinite"] == 1
     assert train(micro) == 0

@@ -12,13 +12,14 @@ import optax
 import pytest
 from programs import training_program
 
+from hlat_jax.config import select
 from hlat_jax.neuron import programs
 from hlat_jax.ops.cross_entropy import SumAndCount
 from hlat_jax.parallel.degrees import layout_over
 from hlat_jax.parallel.pipeline import PHASES
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.program import make_program
-from hlat_jax.resolve import resolve, select_accumulate
+from hlat_jax.resolve import resolve
 from hlat_jax.run.compilation import fingerprint, programs_of_run, traced_programs
 
 SHARDED = {"data": 2, "fsdp": 2, "tensor": 2, "sequence_parallel": True}
@@ -122,7 +123,7 @@ def test_the_buffer_of_sums_is_updated_in_place(small, one_device):
 
 def test_auto_dispatches_microbatches_on_neuron():
     asked = (("auto", "neuron"), ("auto", "cpu"), ("scan", "neuron"), ("programs", "cpu"))
-    assert [select_accumulate(*each) for each in asked] == ["programs", "scan", "scan", "programs"]
+    assert [select("accumulate", *each) for each in asked] == ["programs", "scan", "scan", "programs"]
 
 
 def test_the_programs_of_a_microbatch_and_of_the_update_are_lowered_for_neuron_without_errors(small):

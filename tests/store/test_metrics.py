@@ -14,7 +14,7 @@ from metric_rows import eval_row, row
 
 from hlat_jax import config as config_lib
 from hlat_jax.store import metrics
-from hlat_jax.store.metrics import MetricsLog, eval_line, header, json_line, rewind, train_line
+from hlat_jax.store.metrics import MetricsLog, json_line, rewind
 
 
 def quiet(**changes):
@@ -109,44 +109,6 @@ def test_throughput_is_tokens_over_time_also_right_after_a_resume(tmp_path):
     for r in read(tmp_path / "metrics.jsonl"):
         # 100 tokens in 0.5 s
         assert (r["tokens_per_s"], r["mfu_6n"], r["mfu"]) == (200.0, 0.2, 0.3)
-
-
-def test_train_line_shows_the_interval_and_keeps_its_width():
-    before = row(9, tokens_per_s=100.0, mfu_6n=0.1, mfu=0.2, step_s=1.0, data_wait_s=0.0)
-    last = row(10, loss=3.14159, tokens_per_s=400.0, mfu_6n=0.4, mfu=0.8, step_s=2.0, data_wait_s=0.3)
-    line = train_line([before, last], 100, elapsed_s=3725.0)
-    assert len(line) == len(header(mfu=True))
-    # (1 s * 100 + 2 s * 400) / 3 s; 90 steps of 1.5 s remain
-    speeds = ["1.500", "300", "30.0%", "60.0%", "10.0%"]
-    assert line.split() == ["10", "10.0%", "3.1416", "0.5", "1.00e-04", *speeds, "3.00", "1:02:05", "0:02:15"]
-    extreme = row(
-        9_999_999, loss=math.nan, grad_norm=1.23456e-30, tokens_per_s=98_765_432.1, step_s=1234.5,
-        peak_memory_bytes=141 * 10**9,
-    )  # fmt: skip
-    line = train_line([extreme], 10_000_999, elapsed_s=99 * 86400.0)
-    assert len(line) == len(header(mfu=False))
-    assert line.endswith("99d 0:00:00  14d 6:55:00")
-
-
-TENTHS = [1, 100, 200, 300, 400, 500, 600, 700, 800, 900, 1000]
-
-
-def test_lines_appear_when_the_console_settings_say(tmp_path, monkeypatch, capsys):
-    for number, (console, is_tty, every, expected) in enumerate(
-        (
-            ("auto", False, 0, TENTHS),
-            ("on", False, 0, [1, *range(10, 1001, 10)]),
-            ("auto", True, 300, [1, 300, 600, 900, 1000]),
-            ("off", True, 10, []),
-        )
-    ):
-        monkeypatch.setattr(sys.stdout, "isatty", lambda is_tty=is_tty: is_tty, raising=False)
-        log = run(tmp_path / str(number), range(1, 1001), config=quiet(console=console, log_every_steps=every))
-        log.eval_row(eval_row(1000))
-        log.close()
-        lines = capsys.readouterr().out.splitlines()
-        assert [int(line.split()[0]) for line in lines[1:-1]] == expected
-        assert lines[:1] + lines[-1:] == ([header(mfu=False), eval_line(eval_row(1000))] if expected else [])
 
 
 def test_a_batch_job_prints_a_line_a_minute(tmp_path, monkeypatch, capsys):

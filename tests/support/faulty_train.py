@@ -114,11 +114,11 @@ def install(faults: Faults) -> None:
         run, progress = opened
         faults.step = progress.step
 
-        def shard_in_step(batch):
+        def step_or_stick(*arguments):
             faults.stick("step")
-            return run.shard(batch)
+            return run.train_step(*arguments)
 
-        return dataclasses.replace(run, shard=shard_in_step), progress
+        return dataclasses.replace(run, train_step=step_or_stick), progress
 
     def step(run, progress, batch):
         faults.step = progress.step + 1

@@ -172,17 +172,11 @@ def reseal(folder: pathlib.Path, change: Callable[[dict], None]) -> None:
     seal(folder, json.loads((folder / INTEGRITY_FILE).read_text())["files"])
 
 
-def saved_record(step: int, position: list, metadata: dict) -> dict:
-    """Returns the record of a checkpoint, with what is not in `metadata` empty."""
-    empty = {"tokens": 0, "num_nonfinite": 0, "tokenizer_sha256": "", "manifest": {}, "implementations": {}, "jax": {}}
-    return {"step": step, "position": position, "metadata": empty | metadata, "arrays": {}, "norms": {}}
-
-
 def final_checkpoint(config: pathlib.Path, workdir: pathlib.Path) -> tuple[int, dict[str, bytes], list, dict]:
     """Returns (step, bytes and type of every array of the state, data position, metadata) of the newest checkpoint."""
     resolved = resolve(config_files.load(str(config)))
     layout = make_layout(resolved.parallel, jax.devices()[:1])
-    checkpointer = Checkpointer(workdir, config=resolved.checkpoint, read_only=True)
+    checkpointer = Checkpointer(workdir, config=resolved.checkpoint)
     step, state, position, metadata = checkpointer.restore(make_program(resolved, layout).abstract_state)
     checkpointer.close()
     arrays = {

@@ -108,14 +108,6 @@ def _backward_results(call: Mapping[str, Any]) -> tuple[jax.ShapeDtypeStruct, ..
     return _like(q), _like(k), _like(v)
 
 
-_FORWARD_2_28 = Contract(
-    "tag of SDK 2.28",
-    _signature(
-        "q, k, v, scale=1.0, causal_mask=True, k_prior=None, v_prior=None, prior_used_len=None, sink=None, "
-        "sliding_window=..., tp_q=True, tp_k=False, tp_out=False, cache_softmax=False, softmax_dtype='float32'"
-    ),
-    _forward_results(max_batch=32, max_seq_len=36_864, max_head_dim=128),
-)
 _FORWARD = Contract(
     "commit e9ef98f: nki 0.5 and later",
     _signature(
@@ -143,8 +135,6 @@ CONTRACTS = {
     "2.33.0": (_FORWARD, _BACKWARD),
     "2.33.1": (_FORWARD, _BACKWARD),
 }
-# Older, for a test that the comparison can fail: no bounds, and at most 32 rows times heads.
-OLD = (_FORWARD_2_28, _BACKWARD)
 
 
 def fake_modules(contracts: tuple[Contract, Contract], grids: list[int]) -> dict[str, Any]:

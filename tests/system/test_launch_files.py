@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 
-import fake_slurm
 import jobs
 import kubernetes_validate
 import pytest
@@ -136,59 +135,6 @@ def test_run_manifest_starts_valid_commands():
         assert f"--process_id={node}" in words
 
 
-def test_precompile_manifest_matches_the_run_except_for_its_length():
-    run, programs = (loaded(LAUNCH / "eks" / name)[3]["command"] for name in ("train.yaml", "precompile.yaml"))
-    short = ("--config.train.num_steps", "--config.train.eval_every_steps", "--config.checkpoint")
-    own = ("--cache", "--fill_cache", "--workdir", "--coordinator", *short)
-    assert [word for word in run if not word.startswith(own)] == [w for w in programs if not w.startswith(own)]
-    cache = [word.partition("=")[2] for word in run + programs if word.startswith(("--cache", "--fill_cache"))]
-    assert len(set(cache)) == 1
-    sbatch = (LAUNCH / "slurm" / "precompile.sbatch").read_text()
-    assert all(word in sbatch for word in programs if word.startswith(short))
-
-
-def cluster_queue():
-    """Returns (the cluster, its queue, its compute resource)."""
-    cluster = yaml.safe_load((LAUNCH / "slurm" / "cluster.yaml").read_text())
-    [queue] = cluster["Scheduling"]["SlurmQueues"]
-    [resource] = queue["ComputeResources"]
-    return cluster, queue, resource
-
-
-def test_cluster_nodes_have_the_network_read_their_script_and_hold_the_image():
-    cluster, queue, resource = cluster_queue()
-    assert INSTANCES[resource["InstanceType"]].num_efa > 0
-    assert resource["Efa"]["Enabled"]
-    assert queue["Networking"]["PlacementGroup"]["Enabled"]
-    assert cluster["SharedStorage"][0]["MountDir"] == "/fsx"
-    bucket, _, script = queue["CustomActions"]["OnNodeConfigured"]["Script"].removeprefix("s3://").partition("/")
-    assert bucket in [rule["BucketName"] for rule in queue["Iam"]["S3Access"]]
-    reserved = (LAUNCH / "slurm" / script).read_text()
-    assert f"ip_local_reserved_ports={neuron_topology.COLLECTIVES_PORT},{neuron_topology.JAX_PORT}" in reserved
-    storage = queue["ComputeSettings"]["LocalStorage"]
-    sizes = re.findall(r"VolumeSize=(\d+)", (ROOT / "docs" / "trainium.md").read_text())
-    assert len(sizes) == 2
-    sizes += [node["RootVolume"]["Size"] for node in (storage, cluster["HeadNode"]["LocalStorage"])]
-    assert min(map(int, sizes)) >= 512  # GiB: Neuron's docs, for every image
-    assert not neuron_topology.CACHE.startswith(storage["EphemeralVolume"]["MountDir"])  # not mounted on other nodes
-
-
-def test_batch_jobs_take_the_nodes_of_the_cluster_and_get_their_signal_in_time():
-    for name in ["train", "precompile"]:
-        lines = (LAUNCH / "slurm" / f"{name}.sbatch").read_text().splitlines()
-        options = dict(
-            line.removeprefix("#SBATCH --").partition("=")[::2] for line in lines if line.startswith("#SBATCH")
-        )
-        *_, resource = cluster_queue()
-        assert int(options["cpus-per-task"]) == HOSTS[resource["InstanceType"]][0]
-        assert options["ntasks-per-node"] == "1"
-        if name == "train":
-            signal, _, lead_s = options["signal"].partition("@")
-            assert signal == "TERM"
-            assert int(lead_s) >= 300  # to save; Slurm may send it a minute early
-        assert fake_slurm.seconds(options["time"]) > 3600  # without --time Slurm sends no signal
-
-
 def test_configured_node_loses_its_own_name_and_no_other(tmp_path):
     """Runs the script with fakes of the commands that need root or a network."""
     for name in ("sysctl", "apt-get", "dnf"):
@@ -244,14 +190,3 @@ def test_first_command_of_a_model_is_planned_and_linted(instance, overrides):
         traced = traced_programs(program)[name]()
         found = findings(name, traced, program=program, target=target)
         assert not [one for one in found if one.severity != "info" and (name, one.rule) not in EXPLAINED], name
-
-
-def test_image_copies_existing_files():
-    lines = (LAUNCH / "eks" / "Dockerfile").read_text().splitlines()
-    sources = [word for line in lines if line.startswith("COPY ") for word in line.split()[1:-1]]
-    assert {"hlat_jax", "configs", "launch", "constraints.txt", "pyproject.toml"} <= set(sources)
-    assert all((ROOT / source).exists() for source in sources)
-
-
-def test_launchers_and_package_use_the_same_cache_folder():
-    assert f"${{LOCAL_CACHE:-{neuron_topology.CACHE}}}" in jobs.NODE.read_text()

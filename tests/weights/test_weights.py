@@ -34,7 +34,7 @@ from hlat_jax.weights import hf_config, hf_names
 from hlat_jax.weights import trained as trained_weights
 from hlat_jax.weights.hf_files import keep_companions
 from hlat_jax.weights.init_model import take_model
-from hlat_jax.weights.safetensors_file import Writer, read_header
+from hlat_jax.weights.safetensors_file import read_header
 from hlat_jax.weights.trained import leaves_by_name, open_weights
 
 MODEL = config_lib.ModelConfig(
@@ -414,18 +414,6 @@ def test_init_from_is_used_at_the_start_and_ignored_on_resume(trained, kinds, tm
         assert metadata["init_from"] == {"folder": str(run / "checkpoints/2"), "step": 2}
 
 
-def test_weights_of_another_model_are_refused_before_anything_is_compiled(trained, tmp_path):
-    folder, run, _ = trained
-    for settings, message in [
-        ({"model__num_layers": 3}, r"model.num_layers: 2 in the checkpoint, 3 now"),
-        ({"model__fuse_qkv": False}, r"model.fuse_qkv: True in the checkpoint, False now\n.*hf export"),
-        ({"train__init_from": "nowhere"}, r"train.init_from: nowhere holds no weights"),
-    ]:
-        with pytest.raises(ValueError, match=message):
-            train(folder, tmp_path / "run", **{"train__init_from": str(run)} | settings)
-        assert not (tmp_path / "run").exists()
-
-
 def test_another_tokenizer_of_the_same_size_is_refused_by_name(trained, tmp_path):
     folder, run, _ = trained
     write_tokenizer(tmp_path / "other.model", 2048)
@@ -444,23 +432,6 @@ def write_tokenizer(path, vocab_size):
             sentence_iterator=iter(texts), model_writer=file, vocab_size=vocab_size, model_type="bpe",
             byte_fallback=True, minloglevel=2,
         )  # fmt: skip
-
-
-def test_written_safetensors_files_are_read_by_the_safetensors_library(tmp_path):
-    rng = np.random.default_rng(0)
-    expected = {
-        "a": rng.standard_normal((5, 3)).astype(np.float32),
-        "b.c": rng.standard_normal((4, 2, 3)).astype(jnp.bfloat16),
-        "scalar": np.array(2.5, np.float16),
-        "empty": np.zeros((0, 3), np.float32),
-    }
-    writer = Writer(tmp_path / "a.safetensors", tensors=expected, metadata={"format": "pt"})
-    for name in ("scalar", "b.c", "a", "empty"):  # in any order
-        writer.write(name, expected[name])
-    writer.close()
-    same_bits(load_file(tmp_path / "a.safetensors"), expected)
-    found = {name: stored.read() for name, stored in read_header(tmp_path / "a.safetensors").items()}
-    same_bits(found, expected)
 
 
 def test_a_damaged_safetensors_file_is_refused_by_its_name(tmp_path):

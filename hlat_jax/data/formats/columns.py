@@ -1,12 +1,19 @@
-"""Columns of text by row: Arrow's, and the row groups of Parquet, which are decoded whole."""
+"""Columns of text by row: the row groups of Parquet, which are decoded whole, and Arrow IPC files and streams.
+
+Arrow's are memory-mapped: HLAT's files are streams of one batch of any size.
+"""
 
 from __future__ import annotations
 
 import collections
+import contextlib
+import os
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 
 import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
 
 from hlat_jax.data.formats import records
 from hlat_jax.data.formats.decoding import decoding
@@ -16,6 +23,9 @@ from hlat_jax.facts.byte_sizes import format_bytes
 
 CACHE_BYTES = 256 << 20
 MAX_PART_BYTES = 256 << 20
+_ROWS_AT_ONCE = 256
+_FILE_MAGIC = b"ARROW1"
+_END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 class ColumnCache:
@@ -94,3 +104,81 @@ def column_documents(
             return cell(load(part), number, field=field, where=snapshot.file.where, row=index + 1)
 
     return records.FileDocuments(snapshot, num_documents=int(starts[-1]), read=read)
+
+
+@contextlib.contextmanager
+def _open_parquet(
+    file: DataFile, metadata: pyarrow.parquet.FileMetaData | None = None
+) -> Iterator[pyarrow.parquet.ParquetFile]:
+    """Yields pyarrow's reader of a file, which reads page by page; `metadata` is read if it is not given."""
+    source = file.open() if file.is_remote else pyarrow.OSFile(os.fsencode(file))
+    options = {"metadata": metadata, "pre_buffer": False, "buffer_size": 1 << 20}
+    with source, pyarrow.parquet.ParquetFile(source, **options) as opened:
+        yield opened
+
+
+def parquet_documents(snapshot: Snapshot, *, field: str, cache: ColumnCache) -> records.FileDocuments:
+    """Returns the texts of a Parquet file by number."""
+    file, rows = snapshot.file, []
+    with decoding(file), _open_parquet(file) as opened:
+        check_text_column(opened.schema_arrow, field, where=file.where)
+        metadata = opened.metadata
+        for number in range(metadata.num_row_groups):
+            group = metadata.row_group(number)
+            chunks = [group.column(index) for index in range(group.num_columns)]
+            num_bytes = sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == field)
+            check_size(file, f"row group {number + 1}", field=field, num_bytes=num_bytes)
+            rows.append(group.num_rows)
+
+    def read(number: int) -> pyarrow.ChunkedArray:
+        with _open_parquet(file, metadata) as opened:
+            return opened.read_row_group(number, columns=[field], use_threads=False).column(0)
+
+    def load(number: int) -> pyarrow.ChunkedArray:
+        return cache.get((file.where, number), lambda: read(number))
+
+    return column_documents(snapshot, rows=rows, load=load, field=field)
+
+
+def iter_parquet(file: DataFile, field: str) -> Iterator[pyarrow.Array]:
+    """Yields the texts of a file in order, a few rows at a time."""
+    with _open_parquet(file) as opened:
+        check_text_column(opened.schema_arrow, field, where=file.where)
+        for batch in opened.iter_batches(batch_size=_ROWS_AT_ONCE, columns=[field], use_threads=False):
+            yield batch.column(0)
+
+
+def arrow_documents(snapshot: Snapshot, *, field: str) -> records.FileDocuments:
+    """Returns the texts of an Arrow IPC file or stream by number; uncompressed ones take no memory."""
+    file, batches, decoded_bytes = snapshot.file, [], 0
+    with decoding(file), pyarrow.memory_map(os.fsencode(file)) as mapped:
+        whole = mapped.read_buffer()  # stays mapped after the file is closed
+        for batch in _arrow_batches(pyarrow.BufferReader(whole), field, where=file.where):
+            batches.append(batch)
+            buffers = filter(None, batch.buffers())
+            inside = range(whole.address, whole.address + whole.size)
+            decoded_bytes += sum(buffer.size for buffer in buffers if buffer.address not in inside)
+            check_size(file, "compressed", field=field, num_bytes=decoded_bytes)
+        if not (bytes(whole[:6]) == _FILE_MAGIC or (whole.size >= 8 and bytes(whole[-8:]) == _END_OF_STREAM)):
+            raise pyarrow.ArrowInvalid("no end-of-stream marker: it was truncated, or its writer was not closed")
+    return column_documents(snapshot, rows=[len(batch) for batch in batches], load=batches.__getitem__, field=field)
+
+
+def iter_arrow(file: DataFile, field: str) -> Iterator[pyarrow.Array]:
+    """Yields the texts of the record batches of a file or stream in order."""
+    with file.open() if file.is_remote else pyarrow.memory_map(os.fsencode(file)) as opened:
+        yield from _arrow_batches(opened, field, where=file.where)
+
+
+def _arrow_batches(opened: pyarrow.NativeFile, field: str, *, where: str) -> Iterator[pyarrow.Array]:
+    is_file = opened.read(len(_FILE_MAGIC)) == _FILE_MAGIC
+    opened.seek(0)
+    open_reader = pyarrow.ipc.open_file if is_file else pyarrow.ipc.open_stream
+    with open_reader(opened) as reader:
+        check_text_column(reader.schema, field, where=where)
+        index = reader.schema.get_field_index(field)
+    opened.seek(0)
+    with open_reader(opened, options=pyarrow.ipc.IpcReadOptions(included_fields=[index])) as reader:
+        batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+        for batch in batches:
+            yield batch.column(0)

@@ -15,12 +15,10 @@ import pyarrow
 
 from hlat_jax.data.formats import records
 from hlat_jax.data.formats.array_record import array_record_documents
-from hlat_jax.data.formats.arrow import iter_arrow
 from hlat_jax.data.formats.built import BuiltTexts, open_built
-from hlat_jax.data.formats.columns import cell
+from hlat_jax.data.formats.columns import cell, iter_arrow, iter_parquet
 from hlat_jax.data.formats.decoding import decoding
 from hlat_jax.data.formats.files import DataFile, Snapshot
-from hlat_jax.data.formats.parquet import iter_parquet
 from hlat_jax.data.formats.paths import STREAMED_SUFFIXES, file_format
 from hlat_jax.data.formats.plain_text import paragraph_parts
 

@@ -1,7 +1,6 @@
-"""Batches that are left out, and a run that goes back to a checkpoint of its own: exact, and resumable at any point."""
+"""Batches that are left out: exact, and resumable at any point."""
 
 import itertools
-import os
 
 import jax
 import micro
@@ -12,7 +11,6 @@ from hlat_jax import train as train_lib
 from hlat_jax.cli import config_files
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.resolve import batch_of_step, resolve, skipped_batches
-from hlat_jax.run.goodput import read_events
 from hlat_jax.store import checkpoint
 
 
@@ -129,63 +127,3 @@ def test_batches_that_are_not_passed_may_be_left_out_at_a_resume(train, tmp_path
     assert batches_of(tmp_path / "run") == [None] * 4 + [5, 7, 8, 9, *range(13, 17)]
     files = sorted(int(path.stem) for path in (tmp_path / "run/positions").iterdir())
     assert files == [2, 4, 7, 9, 14, 16]  # after the batch of every second step
-
-
-@pytest.mark.slow
-def test_a_rewound_run_equals_one_that_stopped_there_and_is_not_rewound_again(train, tmp_path, capsys):
-    train()
-    train("expected", num_steps=4)
-    expected = train("expected", skip_steps="7:9")
-    keys = {"skip_steps": "7:9", "rewind_to": 4}
-    train(killed_at=11, **keys)
-    assert "are kept as *.rewound-*" in capsys.readouterr().out
-    events = [event for event in read_events(tmp_path / "run") if event["event"] in ("rewound", "skip_steps")]
-    [rewind, skip] = [{key: value for key, value in event.items() if key != "time"} for event in events]
-    assert rewind == {"event": "rewound", "step": 4, "newest": 12, "set_aside": [8, 12]}
-    assert skip == {"event": "skip_steps", "step": 7, "first": 7, "last": 9}
-    names = {path.name for path in (tmp_path / "run/checkpoints").iterdir()}
-    assert names == {"4", "8", "8.rewound-1", "12.rewound-1"}
-    assert train(**keys) == expected
-    said = capsys.readouterr().out
-    assert "train.rewind_to=4  ignored: it was done before the checkpoint of step 8 was saved" in said
-    assert "resuming from step 8 of 12" in said
-    assert end_of(tmp_path, "run") == end_of(tmp_path, "expected")
-    other = train(skip_steps="6:6", rewind_to=4)  # which only a rewind can leave out
-    assert (tmp_path / "run/checkpoints/12.rewound-2").is_dir()
-    assert batches_of(tmp_path / "run")[4:] == [5, *range(7, 14)]
-    assert train(skip_steps="6:6", rewind_to=4) == other
-
-
-@pytest.mark.slow
-def test_a_rewind_that_is_killed_is_completed_by_the_next_start(train, tmp_path, monkeypatch):
-    train()
-    replace = os.replace
-
-    def replace_or_end(source, target):
-        if str(source).endswith("checkpoints/12"):
-            raise Killed
-        replace(source, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.os, "replace", replace_or_end)
-        with pytest.raises(Killed):
-            train(rewind_to=4, num_steps=8)
-    assert micro.saved_steps(tmp_path / "run") == [4, 12]
-    assert [row["step"] for row in train(rewind_to=4, num_steps=8)] == list(range(1, 9))
-    assert micro.saved_steps(tmp_path / "run") == [4, 8]
-
-
-def test_a_rewind_that_cannot_be_is_refused(trained_run, tmp_path, monkeypatch):
-    one = jax.devices()[:1]
-    monkeypatch.setattr(loop.jax, "devices", lambda *_: one)
-    for keys, message in (
-        ({"rewind_to": 19}, r"^train.rewind_to=19: .*run has no checkpoint of step 19; it has those of 20, 24\.$"),
-        ({"rewind_to": 20, "skip_steps": "3:4"}, r"'' in the checkpoint, '3:4' now, which differ before batch 21;"),
-        ({"rewind_to": 24}, r"^train.rewind_to=24 leaves no step to train: raise train.num_steps=24 above it"),
-    ):
-        c = config_files.load(str(micro.write_config(tmp_path)))
-        c.data.validation = ""
-        c.train.update(keys)
-        with pytest.raises(ValueError, match=message):
-            train_lib.train(resolve(c), trained_run)
-    assert micro.saved_steps(trained_run) == [20, 24]
