@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -74,9 +75,20 @@ def check_stage(stage: Any, devices: Any, *, bucket_bytes: Any) -> None:
 
 
 def check_params(params: Any) -> None:
-    """Raises ValueError for a leaf that cannot be trained: neither array nor shape, or not floating-point."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    """Raises ValueError for a leaf that cannot be trained: neither array nor shape, or not floating-point.
+
+    Also for a module of Flax NNX, of which tied weights and the updates of batch statistics would be lost.
+    """
+    nnx = sys.modules.get("flax.nnx")
+    untrained = () if nnx is None else (nnx.Module, nnx.BatchStat, nnx.Cache, nnx.RngState)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda leaf: isinstance(leaf, untrained)):
         name = f"params{jax.tree_util.keystr(path)}"
+        if isinstance(leaf, untrained):
+            raise ValueError(
+                f"{name} is a {type(leaf).__name__} of Flax NNX: give only what is trained, graph, params, rest = "
+                "nnx.split(model, nnx.Param, ...), and let the loss function begin with model = nnx.merge(graph, "
+                "params, rest, copy=True). docs/passes.md has batch statistics and dropout."
+            )
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
             raise ValueError(f"{name} is a {type(leaf).__name__}: give an array, or a jax.ShapeDtypeStruct of one.")
         if not jnp.issubdtype(leaf.dtype, jnp.floating):

@@ -29,11 +29,8 @@ def report_of(**options):
 def test_report_counts_matmuls_by_dtype_before_and_after_autocast():
     found, _ = report_of(num_microbatches=2, autocast="bf16")
     # of two microbatches 3 products forward, and backward one less than twice that: the input needs no gradient
-    assert {stage.name: stage.products for stage in found.stages} == {
-        "loss": {"float32": 16},
-        "autocast": {"bfloat16": 16},
-    }
-    assert "after autocast   products 16 in bfloat16" in str(found)
+    rows = [line.split()[:3] for line in str(found).splitlines()[1:3]]
+    assert rows == [["loss", "16", "float32"], ["autocast", "16", "bfloat16"]]
 
 
 def test_report_matches_xla_bytes_and_has_no_collectives_on_one_device():
@@ -103,8 +100,7 @@ def test_memory_budget_is_met_with_equal_gradients(zero):
     tight = made(memory_budget=whole * 7 // 10)
     found = report(tight, tight.init(params), rows)
     assert tight.plan.measured_bytes == found.memory.temp_size_in_bytes <= whole * 7 // 10
-    assert [stage.name for stage in found.stages] == ["loss", "remat"]
-    assert "remat            bytes" in str(found)
+    assert "MiB measured, " in str(found)
     _, wanted = free.step(free.init(params), rows, 0.0)
     _, got = tight.step(tight.init(params), rows, 0.0)
     assert got.grad_norm == pytest.approx(float(wanted.grad_norm), rel=1e-6)
