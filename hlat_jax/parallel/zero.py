@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -79,11 +78,9 @@ def check_params(params: Any) -> None:
 
     Also for a module of Flax NNX, of which tied weights and the updates of batch statistics would be lost.
     """
-    nnx = sys.modules.get("flax.nnx")
-    untrained = () if nnx is None else (nnx.Module, nnx.BatchStat, nnx.Cache, nnx.RngState)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda leaf: isinstance(leaf, untrained)):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_untrained):
         name = f"params{jax.tree_util.keystr(path)}"
-        if isinstance(leaf, untrained):
+        if _is_untrained(leaf):
             raise ValueError(
                 f"{name} is a {type(leaf).__name__} of Flax NNX: give only what is trained, graph, params, rest = "
                 "nnx.split(model, nnx.Param, ...), and let the loss function begin with model = nnx.merge(graph, "
@@ -96,6 +93,12 @@ def check_params(params: Any) -> None:
                 f"{name} is {leaf.dtype}: only floating-point arrays have gradients. Take it out, and bind it to "
                 "the loss function with functools.partial."
             )
+
+
+def _is_untrained(leaf: Any) -> bool:
+    """Returns whether a leaf is a module of Flax NNX, or one of its variables that layers update themselves."""
+    names = {base.__name__ for base in type(leaf).__mro__ if base.__module__.startswith("flax.nnx.")}
+    return not names.isdisjoint(("Module", "BatchStat", "Cache", "RngState"))
 
 
 def _is_int(value: Any) -> bool:

@@ -22,7 +22,7 @@ OPTIMIZER = optax.sgd(0.1, momentum=0.9)  # Adam divides by gradients of 0, as t
 
 
 def recipe_of(old="", new=""):
-    """Returns the names that the code of docs/passes.md on Flax NNX defines before its program, with `new` for `old` in it."""
+    """Returns the names that the NNX code of docs/passes.md defines before its program, with `new` for `old`."""
     (code,) = [one for one in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "import nnx" in one]
     names = {}
     exec(compile(code.partition("\noptions =")[0].replace(old, new), PAGE.name, "exec"), names)
