@@ -101,7 +101,7 @@ class TrainingProgram:
         """Returns a table of the step before the passes and after each: what it computes and holds, what a pass did.
 
         Products are those of one step on one device, by the dtypes of their operands. Temporaries are estimated from
-        the trace, see `passes.liveness`; of a memory budget, the last column has the bytes that XLA allocates.
+        the trace, see `passes.liveness`; under a memory budget, the last column has the bytes that XLA allocates.
         """
         if self.arguments is None:
             return f"{' > '.join(self.steps)}: for figures, give training_program params=... and batch=..."
@@ -109,12 +109,14 @@ class TrainingProgram:
         for name, step in self.steps.items():
             jaxpr = live_jaxpr(step.step.trace(*self.arguments))
             products = [f"{count:,} {dtypes}" for dtypes, count in sorted(products_by_dtype(jaxpr).items())]
-            held = estimated_temporaries(jaxpr, self.arguments).total
-            temporaries = format_bytes(held) + (f" ({held / before - 1:+.0%})" if before else "")
             done = {"rewrite": self.rewritten, "remat": self.plan}.get(name)
             lines = [] if done is None else str(done.report()).splitlines()
-            cells = itertools.zip_longest([name], products, [temporaries], lines, fillvalue="")
-            rows, before = [*rows, *cells], held
+            temporaries = ""
+            if name != "remat":
+                held = estimated_temporaries(jaxpr, self.arguments).total
+                temporaries = format_bytes(held) + (f" ({held / before - 1:+.0%})" if before else "")
+                before = held
+            rows += itertools.zip_longest([name], products, [temporaries], lines, fillvalue="")
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
