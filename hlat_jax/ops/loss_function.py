@@ -124,18 +124,47 @@ def row_keys(seed: jax.Array, step: jax.Array, num_rows: int) -> jax.Array:
 
 
 def check_divides(batch: Any, *, num_devices: int, num_microbatches: int) -> None:
-    """Raises ValueError for a batch with a field that does not divide over the devices and into the microbatches."""
+    """Raises ValueError for a batch whose rows do not divide over the devices and into the microbatches.
+
+    Its fields must agree on the number of rows, where there are several parts.
+    """
     multiple = num_devices * num_microbatches
+    if multiple == 1:
+        return
     split = [f"over {num_devices} devices"] * (num_devices > 1)
     split += [f"into num_microbatches={num_microbatches}"] * (num_microbatches > 1)
-    for path, field in jax.tree_util.tree_leaves_with_path(batch):
-        shape = jnp.shape(field)
-        if multiple > 1 and (not shape or shape[0] % multiple):
+    shapes = {_name(path): jnp.shape(field) for path, field in jax.tree_util.tree_leaves_with_path(batch)}
+    sizes = {shape[0]: name for name, shape in shapes.items() if shape}
+    if len(sizes) > 1:
+        (size, name), (other_size, other_name) = list(sizes.items())[:2]
+        raise ValueError(
+            f"the batch's {name} has {size} rows and its {other_name} has {other_size}, so it cannot be divided "
+            f"{' and '.join(split)}. Give graphs and other ragged data the same number of rows in every field: pad "
+            "each graph to one size, stack the graphs, and map the loss over them with jax.vmap. Or use one device and "
+            "no microbatches."
+        )
+    for name, shape in shapes.items():
+        if not shape or shape[0] % multiple:
             below = shape[0] // multiple * multiple if shape else 0
             counts = f"{below} or {below + multiple}" if below else multiple
             raise ValueError(
-                f"the batch's {_name(path)} of shape {shape} does not divide {' and '.join(split)}; make the leading "
+                f"the batch's {name} of shape {shape} does not divide {' and '.join(split)}; make the leading "
                 f"axis of every field a multiple of {multiple}, such as {counts}."
+            )
+
+
+def check_fields(batch: Any) -> None:
+    """Raises ValueError for a field of a batch that JAX cannot take, such as strings."""
+    for path, field in jax.tree_util.tree_leaves_with_path(batch):
+        dtype = getattr(field, "dtype", None)
+        is_number = isinstance(field, (bool, int, float, complex)) or hasattr(field, "__jax_array__")
+        kinds = (np.number, np.bool_, jax.dtypes.extended)
+        if not is_number and (dtype is None or not any(jnp.issubdtype(dtype, kind) for kind in kinds)):
+            found = f"a {type(field).__name__}" if dtype is None else f"an array of {dtype}"
+            raise ValueError(
+                f"the batch's {_name(path)} is {found}: a step takes arrays of numbers. Make numbers of it before the "
+                "step, such as token ids, or leave it out of the batch. Bind what is the same in every step to the "
+                "loss function with functools.partial."
             )
 
 

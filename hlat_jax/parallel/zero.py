@@ -74,9 +74,18 @@ def check_stage(stage: Any, devices: Any, *, bucket_bytes: Any) -> None:
 
 
 def check_params(params: Any) -> None:
-    """Raises ValueError for a leaf that cannot be trained: neither array nor shape, or not floating-point."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+    """Raises ValueError for a leaf that cannot be trained: neither array nor shape, or not floating-point.
+
+    Also for a module of Flax NNX, of which tied weights and the updates of batch statistics would be lost.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params, is_leaf=_is_untrained):
         name = f"params{jax.tree_util.keystr(path)}"
+        if _is_untrained(leaf):
+            raise ValueError(
+                f"{name} is a {type(leaf).__name__} of Flax NNX: give only what is trained, graph, params, rest = "
+                "nnx.split(model, nnx.Param, ...), and let the loss function begin with model = nnx.merge(graph, "
+                "params, rest, copy=True). docs/passes.md has batch statistics and dropout."
+            )
         if not (hasattr(leaf, "shape") and hasattr(leaf, "dtype")):
             raise ValueError(f"{name} is a {type(leaf).__name__}: give an array, or a jax.ShapeDtypeStruct of one.")
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
@@ -84,6 +93,12 @@ def check_params(params: Any) -> None:
                 f"{name} is {leaf.dtype}: only floating-point arrays have gradients. Take it out, and bind it to "
                 "the loss function with functools.partial."
             )
+
+
+def _is_untrained(leaf: Any) -> bool:
+    """Returns whether a leaf is a module of Flax NNX, or one of its variables that layers update themselves."""
+    names = {base.__name__ for base in type(leaf).__mro__ if base.__module__.startswith("flax.nnx.")}
+    return not names.isdisjoint(("Module", "BatchStat", "Cache", "RngState"))
 
 
 def _is_int(value: Any) -> bool:

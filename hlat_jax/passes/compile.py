@@ -2,24 +2,30 @@
 
     program = training_program(loss, optax.adamw(1e-3), autocast="bf16", memory_budget="12GiB", params=p, batch=b)
     state, metrics = program.step(program.init(params), batch)
+    print(program)
 
-Source: RAF, arXiv 2303.04759, whose compiler composes automatic differentiation, casts, rematerialization and dialects.
+Source: RAF, arXiv 2303.04759, whose compiler composes automatic differentiation, casts and rematerialization.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
 import optax
 
-from hlat_jax.facts.byte_sizes import parse_bytes
+from hlat_jax.facts.byte_sizes import format_bytes, parse_bytes
+from hlat_jax.ops.loss_function import check_fields, given_names
 from hlat_jax.passes import autocast as autocast_pass
 from hlat_jax.passes import remat as remat_pass
 from hlat_jax.passes.autocast import CastPolicy
+from hlat_jax.passes.liveness import estimated_temporaries
+from hlat_jax.passes.noise import warn_of_shared_keys
+from hlat_jax.passes.products import live_jaxpr, products_by_dtype
 from hlat_jax.passes.remat import RematOptions, RematPlan
 from hlat_jax.passes.residuals import select_residuals
 from hlat_jax.passes.rewrite import Rewritten
@@ -37,6 +43,23 @@ from hlat_jax.train_step import (
 )
 
 
+class BatchFunction:
+    """A jitted function of (state, batch, ...), whose error for a batch with anything but numbers names the field."""
+
+    def __init__(self, jitted: Any):
+        self._jitted = jitted
+
+    def __call__(self, state: State, batch: Any, *rest: Any, **named: Any) -> Any:
+        try:
+            return self._jitted(state, batch, *rest, **named)
+        except TypeError:
+            check_fields(batch)
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._jitted, name)
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainingProgram:
     """A training step, and what each pass made of it.
@@ -46,11 +69,13 @@ class TrainingProgram:
       rewritten: the loss after `rewrite`, whose `report()` lists what was replaced when it was last traced; None
         without that pass.
       plan: the choice that meets the memory budget; None without one.
+      arguments: shapes, dtypes and shardings of what the step takes; None where they were not given.
     """
 
     steps: Mapping[str, TrainStep]
     rewritten: Rewritten | None = None
     plan: RematPlan | None = None
+    arguments: tuple[Any, Any, Any] | None = None
 
     @property
     def train_step(self) -> TrainStep:
@@ -65,12 +90,38 @@ class TrainingProgram:
     @property
     def step(self) -> StepFn:
         """See `TrainStep.step`."""
-        return self.train_step.step
+        return BatchFunction(self.train_step.step)
 
     @property
     def eval_step(self) -> Callable[[State, Any], EvalMetrics]:
         """See `TrainStep.eval_step`."""
-        return self.train_step.eval_step
+        return BatchFunction(self.train_step.eval_step)
+
+    def report(self) -> str:
+        """Returns a table of the step before the passes and after each: what it computes and holds, what a pass did.
+
+        Products are those of one step on one device, by the dtypes of their operands. Temporaries are estimated from
+        the trace, see `passes.liveness`; under a memory budget, the last column has the bytes that XLA allocates.
+        """
+        if self.arguments is None:
+            return f"{' > '.join(self.steps)}: for figures, give training_program params=... and batch=..."
+        rows, before = [("pass", "products", "temporaries", "what it did, and did not")], 0
+        for name, step in self.steps.items():
+            jaxpr = live_jaxpr(step.step.trace(*self.arguments))
+            products = [f"{count:,} {dtypes}" for dtypes, count in sorted(products_by_dtype(jaxpr).items())]
+            done = {"rewrite": self.rewritten, "remat": self.plan}.get(name)
+            lines = [] if done is None else str(done.report()).splitlines()
+            temporaries = ""
+            if name != "remat":
+                held = estimated_temporaries(jaxpr, self.arguments).total
+                temporaries = format_bytes(held) + (f" ({held / before - 1:+.0%})" if before else "")
+                before = held
+            rows += itertools.zip_longest([name], products, [temporaries], lines, fillvalue="")
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+    def __str__(self) -> str:
+        return self.report()
 
 
 def training_program(
@@ -137,13 +188,21 @@ def training_program(
     if residuals:
         passes["residuals"] = select_residuals
     shapes = {"params": params, "model_state": model_state, "has_aux": has_aux}
-    steps = {"loss": train_step(loss_fn, optimizer, options=options, **shapes)}
-    step = steps["loss"]
+    step = train_step(loss_fn, optimizer, options=options, **shapes)
+    num_parts = options.num_microbatches * step.options.row_degree
+    if (
+        options.replica_sync is None
+        and options.accumulate is None
+        and (num_parts > 1 or "keys" in given_names(loss_fn))
+    ):
+        step = step.transform(functools.partial(warn_of_shared_keys, num_parts=num_parts))
+    steps = {"loss": step}
     for name, transform in passes.items():
         steps[name] = step = step.transform(transform)
     after_rewrite: Any = steps["rewrite"].loss if rewrite else None
-    plan = None
+    plan, arguments = None, None
     if params is not None and batch is not None:
+        check_fields(batch)
         arguments = step.arguments(params, batch, model_state=model_state)
         if memory_budget is None:
             step.step.trace(*arguments)  # raises for a loss function that returns anything else
@@ -157,4 +216,4 @@ def training_program(
                 name="memory_budget",
             )
             steps["remat"] = step.with_loss(plan.fn)
-    return TrainingProgram(steps, after_rewrite, plan)
+    return TrainingProgram(steps, after_rewrite, plan, arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -35,6 +36,15 @@ def products(jaxpr: Any, *, trips: int = 1) -> Iterator[tuple[float, int, int]]:
         elif (reference := reference_jaxpr(eqn)) is not None:  # a kernel keeps what is between its products on the chip
             operands = [var.aval for var in (*eqn.invars, *eqn.outvars)]
             yield total_flops(reference), sum(map(aval_bytes, operands)), times
+
+
+def products_by_dtype(jaxpr: Any) -> dict[str, int]:
+    """Returns the number of products that a program executes, by the dtypes of their operands."""
+    found: collections.Counter[str] = collections.Counter()
+    for eqn, trips in equations(jaxpr):
+        if eqn.primitive.name in PRODUCTS:
+            found[" x ".join(sorted({str(var.aval.dtype) for var in eqn.invars[:2]}))] += trips
+    return dict(found)
 
 
 def product_flops(eqn: Any) -> float:

@@ -29,11 +29,8 @@ def report_of(**options):
 def test_report_counts_matmuls_by_dtype_before_and_after_autocast():
     found, _ = report_of(num_microbatches=2, autocast="bf16")
     # of two microbatches 3 products forward, and backward one less than twice that: the input needs no gradient
-    assert {stage.name: stage.products for stage in found.stages} == {
-        "loss": {"float32": 16},
-        "autocast": {"bfloat16": 16},
-    }
-    assert "after autocast   products 16 in bfloat16" in str(found)
+    rows = [line.split()[:3] for line in str(found).splitlines()[1:3]]
+    assert rows == [["loss", "16", "float32"], ["autocast", "16", "bfloat16"]]
 
 
 def test_report_matches_xla_bytes_and_has_no_collectives_on_one_device():

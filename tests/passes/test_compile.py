@@ -1,0 +1,230 @@
+"""Training programs as a user meets them: the recipe for Flax NNX, batches that are refused, warnings, the table."""
+
+import pathlib
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from programs import training_program
+
+from hlat_jax.ops.loss_function import row_keys
+from hlat_jax.plan.program_report import report
+
+PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "passes.md"
+ZERO = {"zero": 3, "num_microbatches": 2, "devices": jax.devices()[:4]}
+
+OPTIMIZER = optax.sgd(0.1, momentum=0.9)  # Adam divides by gradients of 0, as those of a bias before batch norm
+
+
+def recipe_of(old="", new=""):
+    """Returns the names that the NNX code of docs/passes.md defines before its program, with `new` for `old`."""
+    (code,) = [one for one in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if "import nnx" in one]
+    names = {}
+    exec(compile(code.partition("\noptions =")[0].replace(old, new), PAGE.name, "exec"), names)
+    return names
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    return recipe_of()
+
+
+def plain_steps(names, batch, *, num_steps, num_devices=1, num_microbatches=1):
+    """Returns the losses, parameters and statistics of a plain loop with Optax, over the parts of the batch in turn."""
+    optimizer, params, stats = OPTIMIZER, names["params"], names["stats"]
+    opt_state, losses = optimizer.init(params), []
+    of_part = jax.jit(
+        jax.value_and_grad(lambda *args, **given: names["loss"](*args, **given, train=True), has_aux=True)
+    )
+    size = len(batch["x"]) // num_devices
+    for step in range(num_steps):
+        keys = row_keys(jnp.uint32(0), jnp.int32(step), len(batch["x"]))
+        found, after = [], []
+        for device in range(num_devices):
+            carried = stats
+            for part in range(num_microbatches):
+                rows = np.arange(device * size, (device + 1) * size)[part::num_microbatches]
+                own = jax.tree.map(lambda field, rows=rows: field[rows], batch)
+                (loss, carried), grads = of_part(params, own, model_state=carried, keys=keys[rows])
+                found.append((loss, grads))
+            after.append(carried)
+        loss, grads = jax.tree.map(lambda *parts: sum(parts) / len(parts), *found)
+        stats = jax.tree.map(lambda *parts: sum(parts) / len(parts), *after)
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        losses.append(loss)
+    return losses, params, stats
+
+
+@pytest.mark.quick_cases("zero")
+@pytest.mark.parametrize(
+    ("options", "split", "close"),
+    [
+        pytest.param({"rewrite": True, "residuals": True, "memory_budget": "1MiB"}, {}, 1e-5, id="passes"),
+        pytest.param({"autocast": "bf16"}, {}, 2e-2, id="autocast"),  # products of 8 bits
+        pytest.param(ZERO, {"num_devices": 4, "num_microbatches": 2}, 1e-5, id="zero"),
+    ],
+)
+def test_recipe_for_nnx_takes_the_steps_of_a_plain_loop(recipe, options, split, close):
+    batch, given = recipe["batch"], {"params": recipe["params"], "model_state": recipe["stats"]}
+    program = training_program(recipe["loss"], OPTIMIZER, options=options, batch=batch, **given)
+    state, losses = program.init(**given), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # a key for each row needs no warning
+        for _ in range(3):
+            state, metrics = program.step(state, batch)
+            losses.append(metrics.loss)
+    wanted, params, stats = plain_steps(recipe, batch, num_steps=3, **split)
+    np.testing.assert_allclose(losses, wanted, rtol=close)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=close, atol=close), state["model_state"], stats)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=close), state["params"], params)
+
+
+def test_recipe_for_nnx_computes_what_the_module_does_on_all_rows():
+    names = recipe_of("nnx.Dropout(0.1", "nnx.Dropout(0.0")
+    given = {"model_state": names["stats"], "keys": jax.random.split(jax.random.key(0), names["rows"])}
+    found, stats = names["loss"](names["params"], names["batch"], **given, train=True)
+    model = nnx.merge(names["graph"], names["params"], names["stats"], names["rest"], copy=True)
+    model.norm.axis_name = None
+    logits = model(names["batch"]["x"])
+    wanted = optax.softmax_cross_entropy_with_integer_labels(logits, names["batch"]["label"]).mean()
+    assert found == pytest.approx(float(wanted), rel=1e-6)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), stats, nnx.state(model, nnx.BatchStat))
+
+
+def test_recipe_for_nnx_drops_by_the_keys_and_one_that_does_not_is_warned_of(recipe):
+    for names in (recipe, recipe_of("nnx.Rngs(0, dropout=1)", "nnx.Rngs(0)")):  # the latter has no stream `dropout`
+        given, losses = {"params": names["params"], "model_state": names["stats"]}, []
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            program = training_program(names["loss"], OPTIMIZER, batch=names["batch"], **given)
+            for seed in (0, 1):
+                losses.append(program.step(program.init(**given, seed=seed), names["batch"])[1].loss)
+        said = ["reads none of them: what it draws is the same in every step" in str(one.message) for one in found]
+        assert said == ([] if names is recipe else [True])
+        assert (losses[0] == losses[1]) == (names is not recipe)
+
+
+def test_parameters_that_nnx_does_not_train_are_refused_with_the_split():
+    class Net(nnx.Module):
+        def __init__(self, rngs):
+            self.norm, self.dropout = nnx.BatchNorm(4, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
+
+    model = Net(nnx.Rngs(0))
+    for params, said in (
+        (model, "params is a Net of Flax NNX"),
+        ({"net": nnx.Linear(2, 2, rngs=nnx.Rngs(0))}, r"params\['net'\] is a Linear of Flax NNX"),
+        (nnx.state(model.norm), r"params\['mean'\] is a BatchStat of Flax NNX"),
+        (nnx.state(model.dropout), r"params\['rngs'\]\['count'\] is a RngCount of Flax NNX"),
+    ):
+        program = training_program(lambda params, batch: 0.0, optax.sgd(1.0))
+        with pytest.raises(ValueError, match=rf"{said}: .*graph, params, rest = nnx.split\(model, nnx.Param, ...\)"):
+            program.init(params)
+
+
+def linear(params, batch):
+    return jnp.mean((batch["x"] @ params["w"]) ** 2)
+
+
+W = {"w": jnp.ones((8, 4))}
+
+
+def test_fields_of_a_batch_that_are_no_numbers_are_named():
+    program = training_program(linear, optax.sgd(1.0))
+    state = program.init(W)
+    for field, said in (
+        (["a", "b"], r"\['text'\]\[0\] is a str: a step takes arrays of numbers. Make numbers of it"),
+        (np.array(["a", "b"]), r"\['text'\] is an array of <U1"),
+        (np.array([None, {}]), r"\['text'\] is an array of object"),
+        (np.array(["2026-11-25"], "datetime64[D]"), r"\['text'\] is an array of datetime64\[D\]"),
+    ):
+        batch = {"x": jnp.ones((2, 8)), "text": field}
+        for step in (program.step, program.eval_step):
+            with pytest.raises(ValueError, match=f"the batch's {said}"):
+                step(state, batch)
+        with pytest.raises(ValueError, match=f"the batch's {said}"):
+            training_program(linear, optax.sgd(1.0), params=W, batch=batch)
+    wrong = training_program(lambda params, batch: batch["x"] @ "a", optax.sgd(1.0))
+    with pytest.raises(TypeError, match=r"unsupported operand type|requires ndarray|not.*str"):  # as it was raised
+        wrong.step(state, {"x": jnp.ones((2, 8))})
+    numbers = {"x": jnp.ones((2, 8)), "more": [3, 2.0, True, jax.random.key(0), np.float16(1), jnp.bfloat16(1)]}
+    assert program.step(state, numbers)[1].finite
+
+
+def test_graphs_run_whole_on_one_device_and_are_not_split():
+    def messages(params, batch):
+        sent = (batch["nodes"] @ params["w"])[batch["senders"]]
+        return jnp.mean(jax.ops.segment_sum(sent, batch["receivers"], len(batch["nodes"])) ** 2)
+
+    edges = np.arange(16) % 8
+    batch = {"nodes": jnp.ones((8, 8)), "senders": edges, "receivers": edges[::-1]}
+    _, metrics = training_program(messages, optax.sgd(0.1)).step(
+        training_program(messages, optax.sgd(0.1)).init(W), batch
+    )
+    assert metrics.loss == messages(W, batch)
+    for options, split in ((ZERO, "over 4 devices and into"), ({"num_microbatches": 2}, "into num_microbatches=2")):
+        said = rf"\['nodes'\] has 8 rows and its \['senders'\] has 16, so it cannot be divided {split}.*pad each graph"
+        with pytest.raises(ValueError, match=said):
+            training_program(messages, optax.sgd(0.1), options=options, params=W, batch=batch)
+
+
+def noisy(draw):
+    def loss(params, batch, *, keys):
+        return jnp.mean((batch["x"] @ params["w"] + draw(keys, len(batch["x"]))) ** 2)
+
+    return loss
+
+
+# (what is drawn, whether it depends on how the batch is split); 4 rows in each part
+DRAWN = {
+    "normal": (lambda keys, rows: jax.random.normal(keys[0], (rows, 4)), True),
+    "constant key": (lambda keys, rows: jax.random.normal(jax.random.PRNGKey(0), (rows, 4)), True),
+    "size of its own": (lambda keys, rows: jax.random.normal(keys[0], (4, 4)), True),
+    "split": (lambda keys, rows: jax.vmap(lambda k: jax.random.normal(k, (4,)))(jax.random.split(keys[0], rows)), True),
+    "in front by chance": (lambda keys, rows: jax.random.normal(jax.random.key(0), (4, 1, 1)).sum(0), False),
+    "rows": (lambda keys, rows: jax.vmap(lambda key: jax.random.normal(key, (4,)))(keys), False),
+    "rows in turn": (lambda keys, rows: jax.lax.map(lambda key: jax.random.normal(key, (4,)), keys), False),
+}
+
+
+@pytest.mark.parametrize("drawn", DRAWN)
+def test_noise_that_depends_on_the_split_is_warned_of_once_with_its_line(drawn):
+    draw, depends = DRAWN[drawn]
+    for options in (ZERO, {"num_microbatches": 8}, {}):
+        batch = {"x": jnp.ones((32 if options else 4, 8))}
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            program = training_program(noisy(draw), optax.sgd(0.1), options=options, params=W, batch=batch)
+            state, _ = program.step(program.init(W), batch)
+            program.step(state, batch)
+        said = [str(one.message) for one in found if "one key for all rows" in str(one.message)]
+        assert len(said) == (depends and bool(options))
+        for one in said:
+            assert re.match(r".*test_compile\.py:\d+.*8 parts over devices and microbatches.*`keys`", one)
+
+
+def test_table_has_a_row_for_each_pass_with_what_it_did_and_did_not():
+    def loss(params, batch):
+        hidden = jax.nn.gelu(batch["x"] @ params["w"]) @ params["v"]
+        scores = jax.nn.softmax(jnp.einsum("bth,bsh->bts", hidden, hidden))
+        return jnp.mean((scores @ hidden) ** 2) + jnp.mean(scores)
+
+    params, batch = {"w": jnp.ones((32, 64)), "v": jnp.ones((64, 32))}, {"x": jnp.ones((4, 64, 32))}
+    options = {"rewrite": True, "autocast": "bf16", "residuals": True, "memory_budget": "1GiB"}
+    program = training_program(loss, optax.sgd(0.1), options=options, params=params, batch=batch)
+    table = str(program)
+    lines = table.splitlines()
+    assert lines[0].split()[:3] == ["pass", "products", "temporaries"]
+    assert [line.split()[0] for line in lines[1:] if line[0] != " "] == list(program.steps)
+    assert re.search(r"loss +11 float32 +[\d.]+ KiB$", table, re.MULTILINE)
+    assert re.search(r"rewrite .*%\) +mlp at test_compile.py:\d+", table)
+    assert re.search(r"^ .*not replaced: attention at test_compile.py:\d+.*is also read at", table, re.MULTILINE)
+    assert re.search(r"autocast +\d+ bfloat16 .*-\d+%\)$", table, re.MULTILINE)
+    assert "of 1.00 GiB; " in table
+    assert str(report(program, program.init(params), batch)).startswith(table)
+    assert str(training_program(loss, optax.sgd(0.1), options={"rewrite": True})).startswith("loss > rewrite: for fig")
