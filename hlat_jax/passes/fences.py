@@ -41,8 +41,8 @@ def checkpoint_in_order(fn: Callable, *, policy: Callable, waiting: Sequence[boo
         def push(held: Sequence[Any], tangents: Sequence[Any]) -> list:
             return jax.tree.unflatten(structure, held)(*tangents)
 
-        waits = [not any(one is weight for weight in weights) for one in held]
-        return Linearized(outs, held, push, Order(tuple(waits), tuple(waiting[at] for at in places), _after))
+        waits = tuple(not any(one is weight for weight in weights) for one in held)
+        return Linearized(outs, held, push, _after, waits, tuple(waiting[at] for at in places))
 
     return with_derivative(fn, linearize, name="checkpoint_in_order")
 
@@ -67,28 +67,17 @@ class Linearized:
       outs: the results.
       held: what the derivative keeps.
       push: held, tangents of the arguments -> tangents of the results.
-      order: what waits in its transpose.
+      after: values, others -> both; in the transpose, the values are available when the others are.
+      waits: for each array held, whether what is computed from it waits for the gradients that enter.
+      entering: for each tangent, whether its gradient waits for those of the others.
     """
 
     outs: list
     held: list
     push: Callable
-    order: Order
-
-
-@dataclasses.dataclass(frozen=True)
-class Order:
-    """Order of the transpose of a derivative.
-
-    Attributes:
-      waits: for each array held, whether what is computed from it waits for the gradients that enter.
-      entering: for each tangent, whether its gradient waits for those of the others.
-      after: values, others -> both; the values are available when the others are.
-    """
-
+    after: Callable
     waits: tuple
     entering: tuple
-    after: Callable
 
 
 def with_derivative(
@@ -129,7 +118,8 @@ def with_derivative(
             pushed = push_all(*args)
             return [pushed[at] for at in reached]
 
-        pushed = dict(zip(reached, _pushed.bind(*given, push=push, order=found.order), strict=True))
+        order = {"after": found.after, "waits": found.waits, "entering": found.entering}
+        pushed = dict(zip(reached, _pushed.bind(*given, push=push, **order), strict=True))
         zeros = [SymbolicZero(jax.typeof(out).to_tangent_aval()) for out in found.outs]
         return found.outs, [pushed.get(at, zero) for at, zero in enumerate(zeros)]
 
@@ -142,7 +132,8 @@ def _inputs_of(jaxpr: Any, at: int) -> list[bool]:
     return partial_eval.dce_jaxpr(jaxpr, [number == at for number in range(len(jaxpr.outvars))])[1]
 
 
-# The derivative of a block as one operation: what it holds and tangents -> tangents, with a transpose in an `Order`.
+# The derivative of a block as one operation: what it holds and tangents -> tangents, with a transpose in order.
+# Parameters are those of `Linearized`.
 _pushed = core.Primitive("ordered_pushforward")
 _pushed.multiple_results = True
 _pushed.def_impl(lambda *args, push, **_: push(*args))
@@ -154,17 +145,19 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, push: Callable, **_
     return jax.jvp(push, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
 
 
-def _transposed(cotangents: Sequence[Any], *args: Any, push: Callable, order: Order) -> list:
-    held, tangents = list(args[: len(order.waits)]), args[len(order.waits) :]
+def _transposed(
+    cotangents: Sequence[Any], *args: Any, push: Callable, after: Callable, waits: tuple, entering: tuple
+) -> list:
+    held, tangents = list(args[: len(waits)]), args[len(waits) :]
     nonzero = [cotangent for cotangent in cotangents if not isinstance(cotangent, ad.Zero)]
-    places = [at for at, wait in enumerate(order.waits) if wait]
-    for at, value in zip(places, order.after([held[at] for at in places], nonzero)[0], strict=True):
+    places = [at for at, wait in enumerate(waits) if wait]
+    for at, value in zip(places, after([held[at] for at in places], nonzero)[0], strict=True):
         held[at] = value
     pull = jax.linear_transpose(functools.partial(push, *held), *(tangent.aval for tangent in tangents))
     grads = list(pull([ad.instantiate_zeros(cotangent) for cotangent in cotangents]))
-    first = [at for at, enters in enumerate(order.entering) if enters]
-    last = [at for at, enters in enumerate(order.entering) if not enters]
-    ordered = order.after([grads[at] for at in first], [grads[at] for at in last])
+    first = [at for at, enters in enumerate(entering) if enters]
+    last = [at for at, enters in enumerate(entering) if not enters]
+    ordered = after([grads[at] for at in first], [grads[at] for at in last])
     for at, grad in zip((*first, *last), (*ordered[0], *ordered[1]), strict=True):
         grads[at] = grad
     return [None] * len(held) + grads
@@ -198,7 +191,8 @@ def barrier(values: list, others: list) -> tuple[list, list]:
     """Returns the arguments behind an optimization barrier, as `jax.checkpoint` has one."""
     arrays = [*values, *others]
     axes = [varying_axes(jax.typeof(array)) for array in arrays]
-    places = [at for at, each in enumerate(axes) if each == frozenset().union(*axes)]  # others would vary after it
+    # all results of a barrier vary over the axes of any operand
+    places = [at for at, each in enumerate(axes) if values and others and each == frozenset().union(*axes)]
     for at, array in zip(places, jax.lax.optimization_barrier([arrays[at] for at in places]), strict=True):
         arrays[at] = array
     return arrays[: len(values)], arrays[len(values) :]

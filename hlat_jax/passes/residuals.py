@@ -4,12 +4,10 @@
     value, grads = jax.value_and_grad(loss)(params, batch)
 
 Automatic differentiation keeps every operand that a derivative reads: of `gelu(x @ w) @ v`, several arrays of one
-shape. Here the values to keep are a minimum cut of the graph of what the forward pass computes, each value with its
-bytes, between the arguments, which are held in any case, and what automatic differentiation would keep. Products,
-gathers, random bits, collectives and loops are never executed again.
+shape. Here the values to keep are those of the fewest bytes from which that is computed: a minimum cut of what the
+forward pass computes. Products, gathers, random bits, collectives and loops are never executed again.
 
-Source: RAF's gradient input selection, arXiv 2303.04759; Jain et al. (Checkmate), arXiv 1910.02653, for recomputation
-as an optimization problem.
+Source: RAF's gradient input selection, arXiv 2303.04759.
 """
 
 from __future__ import annotations
@@ -18,12 +16,12 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import core
 
 from hlat_jax.passes import fences
@@ -44,13 +42,14 @@ from hlat_jax.passes.jaxpr import (
     trace_call,
 )
 from hlat_jax.passes.products import PRODUCTS, product_flops
+from hlat_jax.passes.recompute import Node, RecomputeGraph
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
 # Bytes of fp32 that are kept rather than one FLOP computed again: the first at which recomputation stays within its
 # share of the FLOPs of products, else the last. Narrow values take fewer bytes and as many FLOPs.
 _RATES = (0.01, 0.03, 0.1, 0.5)
-_SHARE = 0.06  # of forward products; a step has three times as many
+_SHARE = 0.1  # of forward products; a step has three times as many
 
 _MOVES = primitives(
     """
@@ -192,8 +191,7 @@ def _selected(fn: Callable, scope: _Scope) -> Callable:
             return jax.tree.unflatten(structures[0], forward.run_again(kept))(*tangents)
 
         waits = (not scope.is_body,) * len(kept)
-        order = fences.Order(waits, (False,) * len(places), fences.barrier)
-        return fences.Linearized(outs, kept, push, order)
+        return fences.Linearized(outs, kept, push, fences.barrier, waits, (False,) * len(places))
 
     return fences.with_derivative(fn, linearize, name=_NAME + ("_body" if scope.is_body else ""))
 
@@ -212,7 +210,7 @@ class _Forward(Dataflow):
 
     def __init__(self, closed: Any, num_held: int, scope: _Scope):
         super().__init__(closed.jaxpr, inlined=inlined_call)
-        self.closed, self.trips = closed, scope.trips
+        self.trips = scope.trips
         split = len(self.outputs) - num_held
         self.results, self.held = self.outputs[:split], self.outputs[split:]
         num_consts = len(closed.jaxpr.constvars)
@@ -232,8 +230,8 @@ class _Forward(Dataflow):
         width = min((dtype.itemsize for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)), default=4)
         far = self._far()
         for rate in _RATES:
-            needed, recomputed = self._cut(rate * min(width, 4) / 4, far)
-            self.again = alive(self.ops, numbers_of(self.held), given=needed - recomputed | {*self.inputs})
+            kept = map(int, self._graph(rate * min(width, 4) / 4, far).cheapest(byte_cost=1.0))
+            self.again = alive(self.ops, numbers_of(self.held), given={*kept, *self.inputs})
             if sum(self.flops.get(op, 0.0) for op in self.again) <= _SHARE * flops:
                 break
         read = {value for op in self.again for value in op.operands} | {*numbers_of(self.held)}
@@ -252,47 +250,32 @@ class _Forward(Dataflow):
         _compute(self.again, env)
         return _read(self.held, env)
 
-    def _cut(self, rate: float, far: set[int]) -> tuple[set[int], set[int]]:
-        """Returns (values that the backward pass needs, those of them that are recomputed), by a minimum cut.
-
-        A value has two nodes: `out` is on the source's side if the value is needed, `again` if it is recomputed too.
+    def _graph(self, rate: float, far: set[int]) -> RecomputeGraph:
+        """Returns the graph of what the derivative depends on, with a node for each value.
 
         Args:
           rate: bytes to keep rather than to compute a FLOP again.
           far: values that are kept if they are needed.
         """
-        source, sink, num_values = 0, 1, len(self.avals)
-        edges: dict[tuple[int, int], float] = {}
-
-        def out(value: int) -> int:
-            return 2 + value
-
-        def again(value: int) -> int:
-            return 2 + num_values + value
-
-        infinite = {(source, out(value)) for value in numbers_of(self.held) if value not in self.free}
-        for number, op in enumerate(self.ops):
-            node = 2 + 2 * num_values + number
+        held = {value for value in numbers_of(self.held) if value not in self.free}
+        number = {value: place for place, value in enumerate(value for value in held if value not in self.producer)}
+        nodes = [Node(0.0, math.inf, (), str(value), is_read=True) for value in number]
+        for op in alive(self.ops, held, given=self.free):
+            for value in op.operands:
+                if value not in number and value not in self.free:  # what a loop carries
+                    number[value] = len(nodes)
+                    nodes.append(Node(0.0, math.inf, (), str(value), is_read=False))
+            parents = tuple({number[value] for value in op.operands if value not in self.free})
+            # a tiny cost for moves too, so that chains are short; work that a loop would repeat counts more
+            cost = rate * self.flops.get(op, 0.0) + 0.001 * sum(map(self.num_bytes, op.outs))
+            cost *= 8 if self.invariants.issuperset(op.outs) else 1
             for value in op.outs:
-                kept = max(1.0, self.num_bytes(value))
-                if value in self.invariants:
-                    kept /= self.trips
-                if op in self.cheap and value not in far:
-                    edges[out(value), again(value)] = kept
-                    infinite.add((again(value), node))
-                else:
-                    edges[out(value), sink] = kept
-            if op in self.cheap:
-                # a tiny cost for moves too, so that chains are short; work that a loop would repeat counts more
-                cost = rate * self.flops.get(op, 0.0) + 0.001 * sum(map(self.num_bytes, op.outs))
-                edges[node, sink] = 8 * cost if self.invariants.issuperset(op.outs) else cost
-                infinite |= {(node, out(value)) for value in op.operands if value not in self.free}
-        for value in self.inputs:
-            if value not in self.free:
-                edges[out(value), sink] = max(1, self.num_bytes(value))
-        reached = _source_side(2 + 2 * num_values + len(self.ops), source, sink, edges, infinite)
-        needed = {value for value in range(num_values) if out(value) in reached}
-        return needed, {value for value in needed if again(value) in reached}
+                number[value] = len(nodes)
+                is_kept = op not in self.cheap or value in far
+                above = () if is_kept else parents
+                nodes.append(Node(0.0, math.inf if is_kept else cost, above, str(value), value in held))
+        sizes = {value: self.num_bytes(value) / (self.trips if value in self.invariants else 1) for value in number}
+        return RecomputeGraph(tuple(nodes), {str(value): max(1, size) for value, size in sizes.items()})
 
     def _far(self) -> set[int]:
         """Returns cheap values that are kept if they are needed, so that no chain of recomputation is long.
@@ -350,24 +333,3 @@ def _flops(eqn: Any) -> float:
         return 0.0
     size = max((getattr(var.aval, "size", 0) for var in (*eqn.invars, *eqn.outvars)), default=0)
     return (4.0 if name in TRANSCENDENTAL - {"div"} else 1.0) * size
-
-
-def _source_side(num_nodes: int, source: int, sink: int, edges: dict, infinite: set) -> set[int]:
-    """Returns the nodes on the source's side of a minimum cut, as few as possible."""
-    from scipy.sparse import coo_array, csr_array  # not at the top: slow to import
-    from scipy.sparse.csgraph import breadth_first_order, maximum_flow
-
-    most = 1 << 29
-    total = sum(edges.values())
-    scale = min(16.0, most / max(total, 1.0))
-    pairs = [*edges, *infinite]
-    capacities = [max(0, round(scale * size)) for size in edges.values()] + [most * 2] * len(infinite)
-    if not pairs:
-        return set()
-    rows, columns = zip(*pairs, strict=True)
-    shape = (num_nodes, num_nodes)
-    graph = csr_array(coo_array((np.array(capacities, np.int32), (rows, columns)), shape=shape))
-    left = csr_array(graph - maximum_flow(graph, source, sink).flow)
-    left.data = np.maximum(left.data, 0)
-    left.eliminate_zeros()
-    return set(breadth_first_order(left, source, return_predecessors=False).tolist())
