@@ -59,7 +59,7 @@ def search_choice(trial: Trials, graph: RecomputeGraph, *, budget_bytes: int, mo
     guess = budget_bytes - measured
     while trial.count < most:
         is_close = kept > 0 and budget_bytes - measured < _CLOSE * budget_bytes
-        choice = _next(graph, low=kept, high=above) if is_close else _between(graph, low=kept, high=above, guess=guess)
+        choice = _larger(graph, low=kept, high=above, guess=kept if is_close else guess)
         if choice is None:
             break
         found_kept, found = graph.num_bytes(choice.saved), trial(choice)[0]
@@ -77,32 +77,12 @@ def search_choice(trial: Trials, graph: RecomputeGraph, *, budget_bytes: int, mo
     return fits
 
 
-def _between(graph: RecomputeGraph, *, low: int, high: int, guess: float) -> RematChoice | None:
+def _larger(graph: RecomputeGraph, *, low: int, high: int, guess: float) -> RematChoice | None:
     """Returns a choice near `guess` that saves more than `low` and fewer than `high` bytes; None if none is found."""
-    guess = min(max(guess, low + 0.1 * (high - low)), high - 1)
-    for _ in range(6):
-        choice = RematChoice(graph.cheapest(guess))
+    step = max(guess - low, 0.01 * (high - low))
+    for _ in range(8):
+        choice = RematChoice(graph.cheapest(min(low + step, high - 1)))
         if low < graph.num_bytes(choice.saved) < high:
             return choice
-        guess = (guess + high) / 2
+        step *= 2
     return None
-
-
-def _next(graph: RecomputeGraph, *, low: int, high: int) -> RematChoice | None:
-    """Returns a choice that saves little more than `low`, and fewer than `high` bytes; None if none is found."""
-    short, found = low, None  # the largest budget known to save nothing more
-    for share in (0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 1.0):
-        limit = low + share * (high - 1 - low)
-        choice = RematChoice(graph.cheapest(limit))
-        if low < graph.num_bytes(choice.saved) < high:
-            found = choice
-            break
-        short = limit
-    for _ in range(5 if found else 0):
-        middle = (short + graph.num_bytes(found.saved)) / 2
-        choice = RematChoice(graph.cheapest(middle))
-        if low < graph.num_bytes(choice.saved) < high:
-            found = choice
-        else:
-            short = middle
-    return found
