@@ -241,7 +241,10 @@ class _Forward(Dataflow):
     def run(self, args: Sequence[Any]) -> tuple[list, list]:
         """Returns (the results, the values that are kept)."""
         env = self.constants | dict(zip(self.inputs[len(self.constants) :], args, strict=True))
-        _compute(alive(self.ops, [*numbers_of(self.results), *self.kept]), env)
+        acting = [op for op in self.ops if _has_effects(op.eqn)]  # such as prints, which nothing depends on
+        wanted = [*numbers_of(self.results), *self.kept, *(value for op in acting for value in op.operands)]
+        found = {*acting, *alive(self.ops, wanted)}
+        _compute((op for op in self.ops if op in found), env)
         return _read(self.results, env), _read(self.kept, env)
 
     def run_again(self, kept: Sequence[Any]) -> list:

@@ -198,3 +198,16 @@ def test_rematerialization_finds_the_blocks_of_a_selected_function_and_keeps_its
     found, wanted, least = (total_product_flops(fn, *arguments()) for fn in (planned, plain, loss))
     assert found == wanted > least
     close(jax.jit(jax.value_and_grad(planned)), jax.jit(jax.value_and_grad(loss)), *arguments(), rtol=1e-5)
+
+
+def test_callbacks_of_the_function_run_once():
+    seen = []
+
+    def told(params, x):
+        hidden = jnp.tanh(x @ params["up"])
+        jax.debug.callback(seen.append, hidden.sum())
+        return jnp.sum(jnp.sin(hidden))
+
+    jax.block_until_ready(jax.jit(jax.grad(select_residuals(told)))(*arguments()))
+    jax.effects_barrier()
+    assert len(seen) == 1
