@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -153,43 +155,25 @@ def _chunked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
     )
 
 
-# Kernels are imported only when they are run or checked. What one does not take, its `unsupported_reasons` reject.
+def _imported(module: str, name: str) -> Callable[..., Any]:
+    """Returns a function of a module of kernels, imported when it is called."""
+    return lambda *args, **kwargs: getattr(importlib.import_module(module), name)(*args, **kwargs)
 
 
+_NKI, _GPU = "hlat_jax.ops.nki.attention", "hlat_jax.ops.gpu.attention"
+
+
+# What a kernel does not take, its `unsupported_reasons` reject.
 def _nki(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, _):
-    from hlat_jax.ops.nki import attention as nki
-
-    return nki.attention(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=segment_ids_BT)
-
-
-def _nki_unsupported_reasons(**call):
-    from hlat_jax.ops.nki import attention as nki
-
-    return nki.unsupported_reasons(**call)
+    return _imported(_NKI, "attention")(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=segment_ids_BT)
 
 
 def _cudnn(q_BTNH, k_BSKH, v_BSKH, _, window):
-    from hlat_jax.ops.gpu import attention as gpu
-
-    return gpu.cudnn(q_BTNH, k_BSKH, v_BSKH, window=window)
-
-
-def _cudnn_unsupported_reasons(**call):
-    from hlat_jax.ops.gpu import attention as gpu
-
-    return gpu.cudnn_unsupported_reasons(**call)
+    return _imported(_GPU, "cudnn")(q_BTNH, k_BSKH, v_BSKH, window=window)
 
 
 def _triton(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, _):
-    from hlat_jax.ops.gpu import attention as gpu
-
-    return gpu.triton(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=segment_ids_BT)
-
-
-def _triton_unsupported_reasons(**call):
-    from hlat_jax.ops.gpu import attention as gpu
-
-    return gpu.triton_unsupported_reasons(**call)
+    return _imported(_GPU, "triton")(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=segment_ids_BT)
 
 
 OP = Op("model.attention")
@@ -199,6 +183,6 @@ OP.register(Implementation("blocked", _blocked, {"cpu": 20, "*": 5}))
 # takes less memory for long rows but is slower: only an explicit name or a measured table selects it
 OP.register(Implementation("chunked", _chunked, {"*": 4}))
 # below the others: they have not run on a device
-OP.register(Implementation("nki", _nki, {"neuron": 1}, _nki_unsupported_reasons))
-OP.register(Implementation("cudnn", _cudnn, {"cuda": 2}, _cudnn_unsupported_reasons))
-OP.register(Implementation("triton", _triton, {"cuda": 1}, _triton_unsupported_reasons))
+OP.register(Implementation("nki", _nki, {"neuron": 1}, _imported(_NKI, "unsupported_reasons")))
+OP.register(Implementation("cudnn", _cudnn, {"cuda": 2}, _imported(_GPU, "cudnn_unsupported_reasons")))
+OP.register(Implementation("triton", _triton, {"cuda": 1}, _imported(_GPU, "triton_unsupported_reasons")))

@@ -115,5 +115,16 @@ def readers(ops: Sequence[Any]) -> dict[int, list[int]]:
     return found
 
 
+def alive(ops: Sequence[Any], wanted: Iterable[int], *, given: Iterable[int] = ()) -> list[Any]:
+    """Returns the operations that some values depend on, up to those that are given."""
+    given, found = set(given), []
+    needed = set(wanted) - given
+    for op in reversed(ops):
+        if needed.intersection(op.outs):
+            needed.update(value for value in op.operands if value not in given)
+            found.append(op)
+    return found[::-1]
+
+
 def _atom(var: Any, env: dict[Any, Any]) -> Any:
     return var if isinstance(var, Literal) else env[var]

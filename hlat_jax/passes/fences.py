@@ -8,6 +8,7 @@ gradients that leave it wait for those of its weights. On CPU the order is a dep
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,48 +33,95 @@ def checkpoint_in_order(fn: Callable, *, policy: Callable, waiting: Sequence[boo
     """
     rematerialized = jax.checkpoint(fn, policy=policy)
 
-    @jax.custom_jvp
-    def run(*args: Any) -> list:
+    def linearize(primals: Sequence[Any], places: Sequence[int]) -> Linearized:
+        outs, pushforward = linearized_at(rematerialized, primals, places)
+        held, structure = jax.tree.flatten(pushforward)
+        weights = [arg for arg, wait in zip(primals, waiting, strict=True) if not wait]
+
+        def push(held: Sequence[Any], tangents: Sequence[Any]) -> list:
+            return jax.tree.unflatten(structure, held)(*tangents)
+
+        waits = tuple(not any(one is weight for weight in weights) for one in held)
+        return Linearized(outs, held, push, _after, waits, tuple(waiting[at] for at in places))
+
+    return with_derivative(fn, linearize, name="checkpoint_in_order")
+
+
+def linearized_at(fn: Callable, primals: Sequence[Any], places: Sequence[int]) -> tuple[list, Callable]:
+    """Returns `jax.linearize` of a function of many arguments by those of these numbers."""
+
+    def of_perturbed(*perturbed: Any) -> list:
+        merged = list(primals)
+        for at, value in zip(places, perturbed, strict=True):
+            merged[at] = value
+        return fn(*merged)
+
+    return jax.linearize(of_perturbed, *(primals[at] for at in places))
+
+
+@dataclasses.dataclass(frozen=True)
+class Linearized:
+    """The results of a function and its derivative, by the arguments that are differentiated.
+
+    Attributes:
+      outs: the results.
+      held: what the derivative keeps.
+      push: held, tangents of the arguments -> tangents of the results.
+      after: values, others -> both; in the transpose, the values are available when the others are.
+      waits: for each array held, whether what is computed from it waits for the gradients that enter.
+      entering: for each tangent, whether its gradient waits for those of the others.
+    """
+
+    outs: list
+    held: list
+    push: Callable
+    after: Callable
+    waits: tuple
+    entering: tuple
+
+
+def with_derivative(
+    fn: Callable, linearize: Callable[[Sequence[Any], Sequence[int]], Linearized], *, name: str
+) -> Callable:
+    """Returns `fn` with another derivative, in every mode and order.
+
+    Args:
+      fn: arrays -> list of arrays; closes over no traced values.
+      linearize: (arguments, numbers of those perturbed) -> results and derivative.
+      name: name of the function in jaxprs.
+    """
+
+    def called(*args: Any) -> list:
         return fn(*args)
+
+    called.__name__ = called.__qualname__ = name
+    run = jax.custom_jvp(called)
 
     def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list, list]:
         places = [at for at, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
-
-        def of_perturbed(*perturbed: Any) -> list:
-            merged = list(primals)
-            for at, value in zip(places, perturbed, strict=True):
-                merged[at] = value
-            return rematerialized(*merged)
-
-        outs, pushforward = jax.linearize(of_perturbed, *(primals[at] for at in places))
-        held, structure = jax.tree.flatten(pushforward)
-        weights = [arg for arg, wait in zip(primals, waiting, strict=True) if not wait]
-        given = [*held, *(tangents[at] for at in places)]
+        found = linearize(primals, places)
+        given = [*found.held, *(tangents[at] for at in places)]
+        num_held = len(found.held)
 
         def push_all(*args: Any) -> list:
-            return jax.tree.unflatten(structure, args[: len(held)])(*args[len(held) :])
+            return found.push(args[:num_held], args[num_held:])
 
         # No other output is perturbed, as it would not be without the checkpoint: later rules may be told which are.
         linear = jax.make_jaxpr(push_all)(*given).jaxpr
         reached = [
             at
-            for at, out in enumerate(outs)
-            if is_inexact(jax.typeof(out)) and any(_inputs_of(linear, at)[len(held) :])
+            for at, out in enumerate(found.outs)
+            if is_inexact(jax.typeof(out)) and any(_inputs_of(linear, at)[num_held:])
         ]
 
         def push(*args: Any) -> list:
             pushed = push_all(*args)
             return [pushed[at] for at in reached]
 
-        found = _pushed.bind(
-            *given,
-            push=push,
-            waits=tuple(not any(one is weight for weight in weights) for one in held),
-            entering=tuple(waiting[at] for at in places),
-        )
-        pushed = dict(zip(reached, found, strict=True))
-        zeros = [SymbolicZero(jax.typeof(out).to_tangent_aval()) for out in outs]
-        return outs, [pushed.get(at, zero) for at, zero in enumerate(zeros)]
+        order = {"after": found.after, "waits": found.waits, "entering": found.entering}
+        pushed = dict(zip(reached, _pushed.bind(*given, push=push, **order), strict=True))
+        zeros = [SymbolicZero(jax.typeof(out).to_tangent_aval()) for out in found.outs]
+        return found.outs, [pushed.get(at, zero) for at, zero in enumerate(zeros)]
 
     run.defjvp(derivative, symbolic_zeros=True)
     return run
@@ -85,8 +133,7 @@ def _inputs_of(jaxpr: Any, at: int) -> list[bool]:
 
 
 # The derivative of a block as one operation: what it holds and tangents -> tangents, with a transpose in order.
-# Parameters: push, the function; waits, for each array held whether recomputation from it waits; entering, for each
-# tangent whether its gradient waits for those of the others.
+# Parameters are those of `Linearized`.
 _pushed = core.Primitive("ordered_pushforward")
 _pushed.multiple_results = True
 _pushed.def_impl(lambda *args, push, **_: push(*args))
@@ -98,17 +145,19 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, push: Callable, **_
     return jax.jvp(push, tuple(primals), tuple(map(ad.instantiate_zeros, tangents)))
 
 
-def _transposed(cotangents: Sequence[Any], *args: Any, push: Callable, waits: tuple, entering: tuple) -> list:
+def _transposed(
+    cotangents: Sequence[Any], *args: Any, push: Callable, after: Callable, waits: tuple, entering: tuple
+) -> list:
     held, tangents = list(args[: len(waits)]), args[len(waits) :]
     nonzero = [cotangent for cotangent in cotangents if not isinstance(cotangent, ad.Zero)]
     places = [at for at, wait in enumerate(waits) if wait]
-    for at, value in zip(places, _after([held[at] for at in places], nonzero)[0], strict=True):
+    for at, value in zip(places, after([held[at] for at in places], nonzero)[0], strict=True):
         held[at] = value
     pull = jax.linear_transpose(functools.partial(push, *held), *(tangent.aval for tangent in tangents))
     grads = list(pull([ad.instantiate_zeros(cotangent) for cotangent in cotangents]))
     first = [at for at, enters in enumerate(entering) if enters]
     last = [at for at, enters in enumerate(entering) if not enters]
-    ordered = _after([grads[at] for at in first], [grads[at] for at in last])
+    ordered = after([grads[at] for at in first], [grads[at] for at in last])
     for at, grad in zip((*first, *last), (*ordered[0], *ordered[1]), strict=True):
         grads[at] = grad
     return [None] * len(held) + grads
@@ -129,18 +178,24 @@ batching.fancy_primitive_batchers[_pushed] = _batch
 
 @jax.custom_jvp
 def _after(values: list, others: list) -> tuple[list, list]:
-    """Returns the arguments; the values are available when the others are."""
     axes = {varying_axes(jax.typeof(array)) for array in (*values, *others)}
     if not values or not others or len(axes) > 1:  # under shard_map, one that varies may not enter one that does not
         return values, others
-    return jax.lax.platform_dependent(values, others, cpu=_loop, default=_barrier)
+    return jax.lax.platform_dependent(values, others, cpu=_loop, default=barrier)
 
 
 _after.defjvp(lambda primals, tangents: (_after(*primals), tuple(tangents)))
 
 
-def _barrier(values: list, others: list) -> tuple[list, list]:
-    return jax.lax.optimization_barrier((values, others))
+def barrier(values: list, others: list) -> tuple[list, list]:
+    """Returns the arguments behind an optimization barrier, as `jax.checkpoint` has one."""
+    arrays = [*values, *others]
+    axes = [varying_axes(jax.typeof(array)) for array in arrays]
+    # all results of a barrier vary over the axes of any operand
+    places = [at for at, each in enumerate(axes) if values and others and each == frozenset().union(*axes)]
+    for at, array in zip(places, jax.lax.optimization_barrier([arrays[at] for at in places]), strict=True):
+        arrays[at] = array
+    return arrays[: len(values)], arrays[len(values) :]
 
 
 def _loop(values: list, others: list) -> tuple[list, list]:

@@ -179,10 +179,10 @@ def rebind(eqn: Any, args: Sequence[Any], **changed: Any) -> list[Any]:
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
-def bind_again(eqn: Any, args: Sequence[Any]) -> list[Any]:
-    """Returns the results of an equation on other operands, under its name stack and source line."""
+def bind_again(eqn: Any, args: Sequence[Any], **changed: Any) -> list[Any]:
+    """Returns the results of `rebind` under the equation's name stack and source line."""
     with place_of(eqn):
-        return rebind(eqn, args)
+        return rebind(eqn, args, **changed)
 
 
 def evaluate(

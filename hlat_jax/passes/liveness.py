@@ -22,7 +22,7 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
-from hlat_jax.passes.dataflow import Dataflow, Op, numbers_of, readers
+from hlat_jax.passes.dataflow import Dataflow, Op, alive, numbers_of, readers
 from hlat_jax.passes.jaxpr import (
     COLLECTIVES,
     REDUCTIONS,
@@ -189,7 +189,11 @@ def _moved_operands(op: _Op) -> set[int]:
 
 def _peak(block: _Block, owned: frozenset[int]) -> Peak:
     """Returns the peak of the values of a block, without its inputs and those that its caller owns (`owned`)."""
-    ops, sizes, results = _schedule(_alive(block)), block.sizes, set(numbers_of(block.outputs))
+    ops, sizes, results = (
+        _schedule(alive(block.ops, numbers_of(block.outputs))),
+        block.sizes,
+        set(numbers_of(block.outputs)),
+    )
     sources = _sources(ops, results)
     dying = _dying(ops, sources, leaving=results - owned)
     used = {value for values in dying.values() for value in values}
@@ -250,16 +254,6 @@ def _iteration_peak(op: _Op) -> Peak:
     owned = {new for old, new in carried
              if not isinstance(new, Literal) and made_at.get(new, -1) >= last_read.get(old, -1)}  # fmt: skip
     return _peak(body, frozenset({*owned, *numbers_of(body.outputs[num_carry:])}))
-
-
-def _alive(block: _Block) -> list[_Op]:
-    """Returns the operations that the results of the block depend on."""
-    needed, kept = set(numbers_of(block.outputs)), []
-    for op in reversed(block.ops):
-        if needed.intersection(op.outs):
-            needed.update(op.operands)
-            kept.append(op)
-    return kept[::-1]
 
 
 def _schedule(ops: list[_Op]) -> list[_Op]:

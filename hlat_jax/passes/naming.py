@@ -9,6 +9,7 @@ looked into, but names that the derivative rule of a `custom_vjp` gives itself c
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -27,9 +28,9 @@ from hlat_jax.passes.jaxpr import (
     evaluate,
     function_name,
     place_of,
-    plain_call,
     trace_call,
 )
+from hlat_jax.passes.residuals import opened_call, select_again, selected_jaxpr
 from hlat_jax.passes.segments import Segment, cut, is_worthwhile
 
 _SEGMENT = "segment"  # begins the names of values in segments
@@ -89,42 +90,35 @@ def checkpoint_named(fn: Callable, choice: RematChoice, *, prevent_cse: bool = T
     return jax.checkpoint(with_names(fn, choice), policy=choice.policy, prevent_cse=prevent_cse)
 
 
-def checkpointed_loops(fn: Callable, choice: RematChoice) -> Callable:
-    """Returns `fn` with the body of each outermost `lax.scan` checkpointed; names begin with the scan's, `scan0.`.
+def checkpointed(fn: Callable, choice: RematChoice, *, region: str) -> Callable:
+    """Returns `fn` with each of its regions checkpointed.
+
+    Args:
+      fn: a function of arrays; what it closes over is saved too.
+      choice: names of values in the regions. Names begin with the number of the scan, `scan0.`, or with that of the
+        segment's kind, `segment0.`.
+      region: what a checkpoint covers: the body of each outermost `lax.scan` (loops), or each of its `segments`.
 
     Raises:
-      ValueError: when called: `fn` has no such loop, or (MissingValues) a choice of values that they do not have.
+      ValueError: when called: `fn` has no such regions, or (MissingValues) a choice of values that they do not have.
     """
     elide_idle_roundings()
 
     def emit(closed: Any, leaves: list, namer: _Namer) -> list:
-        if not num_loops(closed.jaxpr):
+        if region == "loops" and not num_loops(closed.jaxpr):
             raise ValueError(
                 f"{function_name(fn)} has no lax.scan at its top level or inside jit; give the layer itself."
             )
-        return _emit_loops(closed.jaxpr, closed.consts, leaves, namer)
-
-    return _emitted(fn, choice, emit)
-
-
-def checkpointed_segments(fn: Callable, choice: RematChoice) -> Callable:
-    """Returns `fn` with each of its `segments` checkpointed; names begin with the number of its kind, `segment0.`.
-
-    Raises:
-      ValueError: when called: `fn` has no such segments, or (MissingValues) a choice of values that they do not have.
-    """
-    elide_idle_roundings()
-
-    def emit(closed: Any, leaves: list, namer: _Namer) -> list:
-        if not segments(closed.jaxpr):
+        if region == "segments" and not segments(closed.jaxpr):
             raise ValueError(f"{function_name(fn)} has no blocks that repeat; set region='whole'.")
-        return _emit_segments(closed.jaxpr, closed.consts, leaves, namer, weights={*closed.jaxpr.invars})
+        args = (*closed.consts, *leaves)
+        return _emit_regions(closed.jaxpr, args, namer, has_segments=region == "segments", weights=closed.jaxpr.invars)
 
     return _emitted(fn, choice, emit)
 
 
 def is_of_segment(name: str) -> bool:
-    """Returns whether a name is one that `checkpointed_segments` gives."""
+    """Returns whether a name is that of a value in a segment."""
     return name.startswith(_SEGMENT) and "." in name
 
 
@@ -135,10 +129,10 @@ def segments(jaxpr: Any) -> list[Segment]:
 
 
 def _segments(jaxpr: Any) -> Iterator[Segment]:
-    for part in _parts(jaxpr):
+    for part in _parts(jaxpr, has_segments=True):
         if isinstance(part, Segment):
             yield part
-        elif (inner := plain_call(part)) is not None:
+        elif (inner := opened_call(part)) is not None:
             yield from _segments(inner)
 
 
@@ -166,7 +160,7 @@ def _emitted(fn: Callable, choice: RematChoice, emit: Callable[[Any, list, _Name
 
 def num_loops(jaxpr: Any) -> int:
     """Returns the number of outermost scans, including those inside calls."""
-    inner = [call for eqn in jaxpr.eqns if (call := plain_call(eqn)) is not None]
+    inner = [call for eqn in jaxpr.eqns if (call := opened_call(eqn)) is not None]
     return sum(eqn.primitive.name == "scan" for eqn in jaxpr.eqns) + sum(map(num_loops, inner))
 
 
@@ -178,6 +172,7 @@ class _Namer:
         self.given: set[str] = set()
         self.counts: dict[str, int] = {}
         self.kinds: dict[tuple, int] = {}  # of segments
+        self.selection: Any = None  # the call that selects residuals around the segments
 
     def plan(self, jaxpr: Any, *, prefix: str = "") -> list:
         """Returns, for each equation, the names of its results or the plan of the call that it is."""
@@ -209,7 +204,7 @@ class _Namer:
 
 def _inner_values(eqn: Any) -> Any:
     """Returns the jaxpr of a call or checkpoint whose values are named; None for other equations."""
-    return called_jaxpr(eqn) if eqn.primitive.name == CHECKPOINT else plain_call(eqn)
+    return called_jaxpr(eqn) if eqn.primitive.name == CHECKPOINT else opened_call(eqn)
 
 
 def _emit(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], plan: list) -> list:
@@ -234,6 +229,9 @@ def _emit(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], plan: list) ->
 
 def _called_again(eqn: Any, fn: Callable, ins: list) -> list:
     """Returns the results of a call with `fn` as its function, under the same name, by which other passes know ops."""
+    if selected_jaxpr(eqn) is not None:
+        with place_of(eqn):
+            return select_again(eqn, fn, ins)
     if eqn.primitive.name != "jit":
         return fn(*ins)
     fn.__name__ = fn.__qualname__ = eqn.params["name"]
@@ -241,30 +239,30 @@ def _called_again(eqn: Any, fn: Callable, ins: list) -> list:
         return jax.jit(fn, inline=eqn.params["inline"])(*ins)
 
 
-def _emit_loops(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], namer: _Namer) -> list:
-    def bind(eqn: Any, ins: list) -> list:
-        inner = plain_call(eqn)
-        if inner is not None:
-            return _called_again(eqn, lambda *ins: _emit_loops(inner, (), ins, namer), ins)
-        return _scan(eqn, ins, namer) if eqn.primitive.name == "scan" else bind_again(eqn, ins)
-
-    return evaluate(jaxpr, (*consts, *args), bind)
-
-
-def _parts(jaxpr: Any) -> Iterator[Any]:
+def _parts(jaxpr: Any, *, has_segments: bool) -> Iterator[Any]:
     """Yields the segments of a jaxpr and the equations between them, in order."""
     at = 0
-    for segment in cut(jaxpr):
+    for segment in cut(jaxpr) if has_segments else ():
         yield from jaxpr.eqns[at : segment.start]
         yield segment
         at = segment.stop
     yield from jaxpr.eqns[at:]
 
 
-def _emit_segments(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], namer: _Namer, *, weights: set) -> list:
-    """Returns the results of a jaxpr, its segments checkpointed; `weights`: inputs that are not computed."""
+def _emit_regions(
+    jaxpr: Any, args: Sequence[Any], namer: _Namer, *, has_segments: bool, weights: Sequence[Any]
+) -> list:
+    """Returns the results of a jaxpr, its segments or else its loops checkpointed.
+
+    Args:
+      jaxpr: open.
+      args: its constants and inputs.
+      namer: of the function.
+      has_segments: whether the regions are segments.
+      weights: inputs that are not computed.
+    """
     weights = {*weights, *jaxpr.constvars}
-    parts = list(_parts(jaxpr))
+    parts = list(_parts(jaxpr, has_segments=has_segments))
     computed: dict[tuple, set[int]] = {}  # kind of segment -> operands that are computed, in any segment of the kind
     for part in parts:
         if isinstance(part, Segment):
@@ -275,14 +273,21 @@ def _emit_segments(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], namer
         if isinstance(part, Segment):
             waiting = [at in computed[part.kind] for at in range(len(ins))]
             return _checkpointed_segment(part, ins, namer, waiting=waiting)
-        inner = plain_call(part)
+        if not has_segments and part.primitive.name == "scan":
+            return _checkpointed_loop(part, ins, namer)
+        inner = opened_call(part)
         if inner is None:
             return bind_again(part, ins)
+        namer.selection = part if selected_jaxpr(part) is not None else namer.selection
         operands = zip(inner.invars, part.invars, strict=True)
-        passed = {own for own, var in operands if isinstance(var, Literal) or var in weights}
-        return _called_again(part, lambda *ins: _emit_segments(inner, (), ins, namer, weights=passed), ins)
+        passed = [own for own, var in operands if isinstance(var, Literal) or var in weights]
 
-    return evaluate(jaxpr, (*consts, *args), bind, parts=parts)
+        def run(*ins: Any) -> list:
+            return _emit_regions(inner, ins, namer, has_segments=has_segments, weights=passed)
+
+        return _called_again(part, run, ins)
+
+    return evaluate(jaxpr, args, bind, parts=parts)
 
 
 def _checkpointed_segment(segment: Segment, ins: list, namer: _Namer, *, waiting: list[bool]) -> list:
@@ -290,27 +295,22 @@ def _checkpointed_segment(segment: Segment, ins: list, namer: _Namer, *, waiting
     # segments of one kind have the same names
     namer.counts = {key: count for key, count in namer.counts.items() if not key.startswith(prefix)}
     plan = namer.plan(segment, prefix=prefix)
-    run = fences.checkpoint_in_order(
-        lambda *args: _emit(segment, (), args, plan), policy=namer.choice.policy, waiting=waiting
-    )
-    return run(*ins)
+
+    def run(*args: Any) -> list:
+        fn = functools.partial(_emit, segment, (), plan=plan)
+        if namer.selection is None:
+            return fn(args)
+        return select_again(namer.selection, lambda *args: fn(args), args)
+
+    checkpointed = fences.checkpoint_in_order(run, policy=namer.choice.policy, waiting=waiting)
+    return checkpointed(*ins)
 
 
-def _scan(eqn: Any, ins: list, namer: _Namer) -> list:
-    closed, num_consts, num_carry = (eqn.params[key] for key in ("jaxpr", "num_consts", "num_carry"))
+def _checkpointed_loop(eqn: Any, ins: list, namer: _Namer) -> list:
+    closed = eqn.params["jaxpr"]
     namer.counts["scan"] = namer.counts.get("scan", -1) + 1
     plan = namer.plan(closed.jaxpr, prefix=f"scan{namer.counts['scan']}.")
     body = jax.checkpoint(
-        lambda *args: _emit(closed.jaxpr, closed.consts, args, plan),
-        policy=namer.choice.policy,
-        prevent_cse=False,
+        lambda *args: _emit(closed.jaxpr, closed.consts, args, plan), policy=namer.choice.policy, prevent_cse=False
     )
-    consts, init, xs = ins[:num_consts], ins[num_consts : num_consts + num_carry], ins[num_consts + num_carry :]
-
-    def step(carry, x):
-        outs = body(*consts, *carry, *x)
-        return outs[:num_carry], outs[num_carry:]
-
-    options = {key: eqn.params[key] for key in ("length", "reverse", "unroll")}
-    carry, ys = jax.lax.scan(step, init, xs, **options)
-    return [*carry, *ys]
+    return bind_again(eqn, ins, jaxpr=jax.make_jaxpr(body)(*closed.in_avals))

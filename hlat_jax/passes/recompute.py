@@ -14,6 +14,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
+
 from hlat_jax.passes.dataflow import Dataflow
 from hlat_jax.passes.jaxpr import (
     CHECKPOINT,
@@ -44,7 +46,7 @@ class Node:
 
     Attributes:
       flops: FLOPs of its products, over the whole program.
-      cost: total cost, `flops` included, over the whole program.
+      cost: total cost, `flops` included, over the whole program; infinite if it cannot be recomputed.
       parents: the nodes it reads; the checkpoint's arguments are always available and not listed.
       name: name by which its result can be saved; empty if it cannot.
       is_read: whether gradients read it directly.
@@ -90,6 +92,69 @@ class RecomputeGraph:
     def num_bytes(self, saved: Any) -> int:
         """Returns the bytes of the values of these names."""
         return sum(self.sizes[name] for name in saved)
+
+    def cheapest(self, budget_bytes: float = math.inf, *, byte_cost: float = 0.0) -> tuple[str, ...]:
+        """Returns the names of the values with which recomputation is cheapest, by a mixed-integer program.
+
+        Variables: for each value s = 1 if saved; for each node c = 1 if recomputed. What gradients and recomputed nodes
+        read must be saved or recomputed. If s are integers, so are the optimal c; without a budget, both are.
+
+        Args:
+          budget_bytes: most bytes of the values.
+          byte_cost: cost of a byte.
+
+        Source: Jain et al. (Checkmate), arXiv 1910.02653, without the order of execution, which the compiler chooses.
+        """
+        from scipy.optimize import Bounds, LinearConstraint, milp  # not at the top: slow to import
+        from scipy.sparse import coo_array
+
+        names = sorted(self.sizes)
+        column = {name: len(self.nodes) + number for number, name in enumerate(names)}
+        entries: list[tuple[int, int, float]] = []
+        lower: list[float] = []
+
+        def require(terms: dict[int, float], least: float) -> None:
+            entries.extend((len(lower), at, value) for at, value in terms.items())
+            lower.append(least)
+
+        def available(number: int) -> dict[int, float]:
+            name = self.nodes[number].name
+            return {number: 1.0} | ({column[name]: 1.0} if name else {})
+
+        for number, node in enumerate(self.nodes):
+            if node.is_read:
+                require(available(number), 1.0)
+            for parent in node.parents:
+                require(available(parent) | {number: -1.0}, 0.0)
+        # scaled, so that the solver's tolerances are small relative to both
+        sizes = np.array([self.sizes[name] for name in names], float)
+        costs = np.array([node.cost for node in self.nodes])
+        is_possible = np.isfinite(costs)
+        costs = np.where(is_possible, costs, 0.0)
+        unit = max(sizes.sum(), 1.0)
+        has_budget = budget_bytes < unit or not byte_cost
+        if has_budget:
+            require({column[name]: -size / unit for name, size in zip(names, sizes, strict=True)}, -budget_bytes / unit)
+        rows, columns, values = zip(*entries, strict=True)
+        shape = (len(lower), len(self.nodes) + len(names))
+        most = max(costs.sum(), byte_cost * unit, 1.0)
+        found = milp(
+            np.concatenate((costs / most, sizes * max(byte_cost / most, 1e-6 / unit))),  # ties go to fewer bytes
+            constraints=LinearConstraint(coo_array((values, (rows, columns)), shape=shape), lower, np.inf),
+            bounds=Bounds(0, np.r_[is_possible, np.ones(len(names))]),
+            integrality=np.r_[np.zeros(len(self.nodes)), np.full(len(names), has_budget)],
+            options={"mip_rel_gap": 0.0},
+        )
+        if found.x is None:
+            raise AssertionError(f"there is always a solution: {found.message}")
+        saved = [name for name in names if found.x[column[name]] > 0.5]
+        # the solver's tolerance admits some values that do not reduce the cost
+        cost = self.cost(saved)
+        for name in sorted(saved, key=self.sizes.get, reverse=True) if has_budget else ():
+            rest = [other for other in saved if other != name]
+            if self.cost(rest) <= cost:
+                saved = rest
+        return tuple(saved)
 
 
 def recompute_graph(jaxpr: Any, *, min_bytes: int) -> RecomputeGraph:

@@ -30,11 +30,7 @@ from hlat_jax.passes.recompute import recompute_graph
 from hlat_jax.passes.selection import Trials, search_choice
 from hlat_jax.stack import STOCK_POLICIES
 
-_CHECKPOINTED = {
-    "loops": naming.checkpointed_loops,
-    "segments": naming.checkpointed_segments,
-    "whole": naming.checkpoint_named,
-}
+_REGIONS = ("loops", "segments", "whole")
 
 
 def temporaries(traced: Any) -> int:
@@ -71,8 +67,8 @@ class RematOptions:
     max_compilations: int = 8
 
     def __post_init__(self):
-        if self.region not in ("auto", *_CHECKPOINTED):
-            raise ValueError(f"region={self.region!r} must be auto, {', '.join(_CHECKPOINTED)}.")
+        if self.region not in ("auto", *_REGIONS):
+            raise ValueError(f"region={self.region!r} must be auto, {', '.join(_REGIONS)}.")
 
 
 class BudgetNotMet(ValueError):
@@ -246,7 +242,9 @@ def regions(fn: Callable, choice: RematChoice, *, region: str) -> Callable:
         if where == "auto":
             is_segmented = any(map(naming.is_of_segment, choice.saved))
             where = "segments" if is_segmented else _candidates([_jaxpr(fn, args, kwargs)], "auto")[0]
-        return _CHECKPOINTED[where](fn, choice)(*args, **kwargs)
+        if where == "whole":
+            return naming.checkpoint_named(fn, choice)(*args, **kwargs)
+        return naming.checkpointed(fn, choice, region=where)(*args, **kwargs)
 
     _take_name(run, fn)
     return run

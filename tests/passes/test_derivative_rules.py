@@ -79,8 +79,8 @@ PASSES = {
     "autocast": lambda fn: autocast(fn, NEVER),
     "select_residuals": select_residuals,
     "rewrite": rewrite,
-    "segments": lambda fn: naming.checkpointed_segments(fn, RematChoice()),
-    "loops": lambda fn: naming.checkpointed_loops(fn, RematChoice()),
+    "segments": lambda fn: naming.checkpointed(fn, RematChoice(), region="segments"),
+    "loops": lambda fn: naming.checkpointed(fn, RematChoice(), region="loops"),
     "all": lambda fn: naming.checkpoint_named(select_residuals(autocast(rewrite(jax.jit(fn)), NEVER)), RematChoice()),
 }
 

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 
 from hlat_jax.facts.byte_sizes import parse_bytes
-from hlat_jax.passes import naming, recompute, remat, selection
+from hlat_jax.passes import naming, recompute, remat
 from hlat_jax.passes.naming import RematChoice
 from hlat_jax.passes.products import live_jaxpr, total_flops
 
@@ -44,7 +44,7 @@ def arguments(dtype="float32"):
 
 
 def traced(choice, fn=loss):
-    planned = fn if choice is None else naming.checkpointed_loops(fn, choice)
+    planned = fn if choice is None else naming.checkpointed(fn, choice, region="loops")
     return jax.jit(jax.value_and_grad(planned)).trace(*arguments())
 
 
@@ -110,7 +110,7 @@ def number_of(primitive, choice):
 
 def test_values_chosen_for_another_function_are_refused():
     with pytest.raises(ValueError, match=r"no values scan0.dot_general.7: they were chosen for another function"):
-        naming.checkpointed_loops(loss, RematChoice(("scan0.dot_general.7",)))(*arguments())
+        naming.checkpointed(loss, RematChoice(("scan0.dot_general.7",)), region="loops")(*arguments())
 
 
 @jax.custom_vjp
@@ -131,7 +131,7 @@ def test_values_named_in_a_derivative_rule_can_be_saved():
         return jnp.mean(jax.lax.scan(lambda carry, one: (squared_sine(layer(one, carry)), None), x, params)[0])
 
     def num_sines(*saved):
-        planned = naming.checkpointed_loops(fn, RematChoice(saved))
+        planned = naming.checkpointed(fn, RematChoice(saved), region="loops")
         return str(live_jaxpr(jax.jit(jax.grad(planned)).trace(*arguments()))).count(" sin ")
 
     assert num_sines("sine") == num_sines() - 1
@@ -232,7 +232,7 @@ def test_loop_values_are_sized_over_all_trips():
 
 
 def test_a_loop_over_microbatches_keeps_the_values_of_one_microbatch_at_a_time():
-    planned = naming.checkpointed_loops(loss, RematChoice())
+    planned = naming.checkpointed(loss, RematChoice(), region="loops")
     params, x = arguments()
 
     def accumulated(params, x, reverse):
@@ -264,7 +264,7 @@ def test_the_choice_is_the_cheapest_of_all_sets_and_saves_nothing_in_vain():
     for seed, budget in itertools.product(range(4), (0, 7, 20, 45, 1000)):
         g = random_graph(seed)
         sets = [c for n in range(len(g.sizes) + 1) for c in itertools.combinations(g.sizes, n)]
-        saved = selection.cheapest_choice(g, budget).saved
+        saved = g.cheapest(budget)
         assert g.num_bytes(saved) <= budget
         assert g.cost(saved) == min(g.cost(c) for c in sets if g.num_bytes(c) <= budget)
         assert all(g.cost({*saved} - {name}) > g.cost(saved) for name in saved)

@@ -11,6 +11,7 @@ from foreign.models import MODELS
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
+from hlat_jax.passes import naming, remat
 from hlat_jax.passes.autocast import autocast
 from hlat_jax.passes.residuals import select_residuals
 
@@ -186,3 +187,27 @@ def test_autocast_keeps_no_more_than_the_selection_of_fp32_where_work_is_mostly_
     loss, params, batch = MODELS["unet"](small=True)
     narrow, wide = (residual_bytes(select_residuals(one), params, batch) for one in (autocast(loss, "bf16"), loss))
     assert narrow <= 0.6 * wide
+
+
+@pytest.mark.parametrize(("loss", "region"), [(unrolled, "segments"), (scanned, "loops")], ids=["unrolled", "scanned"])
+def test_rematerialization_finds_the_blocks_of_a_selected_function_and_keeps_its_gradients(loss, region):
+    if region == "segments":
+        assert len(naming.segments(jax.make_jaxpr(select_residuals(loss))(*arguments()).jaxpr)) == 3
+    planned = remat.regions(select_residuals(loss), naming.RematChoice(), region=region)
+    plain = remat.regions(loss, naming.RematChoice(), region=region)
+    found, wanted, least = (total_product_flops(fn, *arguments()) for fn in (planned, plain, loss))
+    assert found == wanted > least
+    close(jax.jit(jax.value_and_grad(planned)), jax.jit(jax.value_and_grad(loss)), *arguments(), rtol=1e-5)
+
+
+def test_callbacks_of_the_function_run_once():
+    seen = []
+
+    def told(params, x):
+        hidden = jnp.tanh(x @ params["up"])
+        jax.debug.callback(seen.append, hidden.sum())
+        return jnp.sum(jnp.sin(hidden))
+
+    jax.block_until_ready(jax.jit(jax.grad(select_residuals(told)))(*arguments()))
+    jax.effects_barrier()
+    assert len(seen) == 1

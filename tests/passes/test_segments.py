@@ -113,11 +113,11 @@ def test_own_checkpoints_are_segments_and_are_not_nested():
     def flops(fn):
         return total_flops(live_jaxpr(jax.jit(jax.value_and_grad(fn)).trace(params, x)))
 
-    assert flops(naming.checkpointed_segments(own, NOTHING)) == flops(own) > flops(unrolled)
+    assert flops(naming.checkpointed(own, NOTHING, region="segments")) == flops(own) > flops(unrolled)
     # a policy of its own stays
     dots = jax.checkpoint(mlp_block, policy=jax.checkpoint_policies.dots_saveable)
-    kept = naming.checkpointed_segments(functools.partial(unrolled, block=dots), NOTHING)
-    bare = naming.checkpointed_segments(own, NOTHING)
+    kept = naming.checkpointed(functools.partial(unrolled, block=dots), NOTHING, region="segments")
+    bare = naming.checkpointed(own, NOTHING, region="segments")
     nested, single = (str(jax.make_jaxpr(jax.grad(fn))(params, x)).count("prevent_cse=") for fn in (kept, bare))
     assert nested > single
 
