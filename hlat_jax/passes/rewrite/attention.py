@@ -122,9 +122,8 @@ class _Attention:
         """Sets B, K, G and T."""
         shared = [axis for axis in self.free if axis in (*self.k[1], *self.v[1])]
         own = [axis for axis in self.free if axis not in shared]
-        batch = self.q[1][:1] if len(self.q[1]) > 3 else shared[:1]
-        self.B = [axis for axis in batch if axis in shared]
-        self.K = [axis for axis in shared if axis not in self.B]
+        has_one_row = len(self.q[1]) > 3 and self.q[1][0] is None
+        self.B, self.K = ([], shared) if has_one_row else (shared[:1], shared[1:])
         masks = (self.function.allowed, *(flag.array for flag in self.function.flags))
         in_masks = [axis for axis in own if any(axis in layout for _, layout in masks)]
         same_size = [axis for axis in own if axis.size == size_of(self.S)]
@@ -137,7 +136,7 @@ class _Attention:
     def _prove(self) -> None:
         """Sets `causal` and `window`: the constant mask is none, causal, or a causal band."""
         sizes = {axis: axis.size for group in self.groups for axis in group}
-        allowed = arranged(*self.function.allowed, self.groups, sizes)
+        allowed = arranged(*self.function.allowed, self.groups, sizes=sizes)
         self.causal, self.window = False, None
         if allowed.all():
             return
@@ -188,7 +187,7 @@ class _Attention:
             sizes = {axis: size for axis, size in dims if axis}  # which the check may have cut
 
             def arrange(one: Placed, *groups: Sequence[Axis], full: bool = True) -> Any:
-                return arranged(given[one[0]], one[1], groups, sizes, full=full)
+                return arranged(given[one[0]], one[1], groups, sizes=sizes, full=full)
 
             q = arrange(self.q, self.B, self.T, [*self.K, *self.G], self.H)
             k, v = (arrange(one, self.B, self.S, self.K, of) for one, of in ((self.k, self.H), (self.v, self.V)))

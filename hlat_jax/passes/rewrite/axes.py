@@ -79,7 +79,7 @@ def source_of(graph: EquationGraph, one: Placed, *, names: Collection[str] = VIE
 
 
 def arranged(
-    x: Any, layout: Layout, groups: Sequence[Sequence[Axis]], sizes: Mapping[Axis, int], *, full: bool = False
+    x: Any, layout: Layout, groups: Sequence[Sequence[Axis]], *, sizes: Mapping[Axis, int], full: bool = False
 ) -> Any:
     """Returns an array with one dimension for each group of axes, 1 where it has none of them.
 

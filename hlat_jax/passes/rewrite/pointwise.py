@@ -56,8 +56,9 @@ class Pointwise:
       others: arrays that are neither.
     """
 
-    def __init__(self, graph: EquationGraph, end: Placed, is_start: Callable[[Any], bool]):
-        self.graph, self._end = graph, end
+    def __init__(self, graph: EquationGraph, end: Placed, is_start: Callable[[Any], bool], *, whole: bool = False):
+        """Reads backwards from `end`; with `whole`, a bool array that is computed from others is one flag."""
+        self.graph, self._end, self._is_start, self._whole = graph, end, is_start, whole
         self.axes: list[Axis] = [axis for axis in end[1] if axis]
         self._leaves: dict[Placed, list[Placed]] = {}
         self._starts = lambda one: (eqn := graph.producer(one[0])) is not None and is_start(eqn)
@@ -79,9 +80,16 @@ class Pointwise:
             self._leaves[one] = [one]
             operands = None if self._starts(one) else operands_of(self.graph, one, _POINTWISE)
             leaves = dict.fromkeys(leaf for operand in operands or () for leaf in self._leaves_of(operand))
-            if leaves and (any(map(self._starts, leaves)) or all(leaf[0].aval.dtype == bool for leaf in leaves)):
+            is_open = all(leaf[0].aval.dtype == bool for leaf in leaves) and not (
+                self._whole and one[0].aval.dtype == bool
+            )
+            if leaves and (is_open or any(map(self._starts, leaves))):
                 self._leaves[one] = list(leaves)
         return self._leaves[one]
+
+    def with_whole_masks(self) -> Pointwise | None:
+        """Returns the same equations with masks that are computed from others as one each; None if they are so."""
+        return None if self._whole else Pointwise(self.graph, self._end, self._is_start, whole=True)
 
     def value(self, number: Any, truths: Sequence[bool], *, others: Any = 0.0, at: Sequence[int] = ()) -> Any:
         """Returns the values with a number in the place of the array, in fp32.
@@ -117,7 +125,7 @@ class Pointwise:
             value, layout = np.arange(var.aval.shape[dim], dtype=var.aval.dtype), (layout[dim],)
         elif (value := self.graph.constant(var)) is None:
             raise Refused("a constant is too large to be evaluated")
-        value = arranged(value, layout, [(axis,) for axis in self.axes], {axis: axis.size for axis in self.axes})
+        value = arranged(value, layout, [(axis,) for axis in self.axes], sizes={axis: axis.size for axis in self.axes})
         return _wide(value[tuple(map(min, at, (size - 1 for size in value.shape)))])
 
     def _computed(self, one: Placed, operands: Sequence[Placed], known: dict, at: Sequence[int]) -> Any:
@@ -166,7 +174,10 @@ def score_function(region: Pointwise) -> ScoreFunction:
         if allowed.any():
             found.append((truths, allowed, [_extremes(value, allowed) for value in values]))
     if len(found) != 1:
-        raise refused
+        whole = region.with_whole_masks()  # such as a prefix or what is causal
+        if whole is None:
+            raise refused
+        return score_function(whole)
     ((truths, allowed, shown),) = found
     line = np.asarray(region.value(_GRID, truths, at=np.unravel_index(np.argmax(allowed), allowed.shape)))
     scale, softcap = _scale_and_softcap(line)

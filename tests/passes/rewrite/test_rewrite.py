@@ -145,6 +145,7 @@ PADDED = {
     "added product": lambda s, m: s + (1.0 - m[:, None, None].astype(jnp.float32)) * -1e9,
     "hidden, not shown": lambda s, m: jnp.where(~m[:, None, None], -1e9, s),
     "a product of floats": lambda s, m: jnp.where(m.astype(jnp.float32)[:, None, None] * np.ones((T, T)) > 0, s, -1e9),
+    "a prefix, or what is causal": lambda s, m: jnp.where(m[:, None, None] | TRIL, s, -1e9),
     "pairs": lambda s, m: jnp.where((m[:, :, None] * m[:, None, :])[:, None], s, -1e9),
 }
 BOTH = {
@@ -281,11 +282,6 @@ REFUSED = {
         attend(lambda s, m: s + jnp.where(m, 0, -1e5)[:, None, None, :]),
         (IS_TOKEN,),
         "different numbers",
-    ),
-    "either of two masks": (
-        attend(lambda s, m: jnp.where(m[:, None, None] | TRIL, s, -1e9)),
-        (IS_TOKEN,),
-        "more than a scale",
     ),
     "only the largest scores": (
         attend(lambda s: jnp.where(s >= s.max(axis=-1, keepdims=True) - 1, s, -1e9)),
