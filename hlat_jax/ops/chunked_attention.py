@@ -59,7 +59,15 @@ def attention(
     window: int | None,
     variant: Variant,
 ) -> jax.Array:
-    """Returns [B, T, N, H] as `general_attention`. Reverse mode only."""
+    """Returns [B, T, N, H]: `ops.attention`, also of models other than ours, in which S may differ from T.
+
+    Reverse mode only.
+
+    Raises:
+      ValueError: dropout in causal attention with a mask that may hide every key from a query.
+    """
+    if variant.masks and variant.keep is not None and variant.causal:
+        raise ValueError("there is no dropout with a mask that may hide every key from a query.")
     t, h = q_BTNH.shape[1], q_BTNH.shape[3]
     s, kv_heads = k_BSKH.shape[1:3]
     static = _Static(
@@ -78,25 +86,6 @@ def attention(
         "ids": None if segment_ids_BT is None else _pad(segment_ids_BT[:, None, :, None], static.blocks),
     }
     return _attention(static, q_BTNH, k_BSKH, v_BSKH, terms)
-
-
-def general_attention(
-    q_BTNH: jax.Array,
-    *,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    segment_ids_BT: jax.Array | None,
-    window: int | None = None,
-    variant: Variant,
-) -> jax.Array:
-    """Returns [B, T, N, H]: `ops.attention` of models other than ours, in which S may differ from T.
-
-    Raises:
-      ValueError: dropout in causal attention with a mask that may hide every key from a query.
-    """
-    if variant.masks and variant.keep is not None and variant.causal:
-        raise ValueError("there is no dropout with a mask that may hide every key from a query.")
-    return attention(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=segment_ids_BT, window=window, variant=variant)
 
 
 def block_pairs(num_blocks: int, *, block: int, window: int | None) -> np.ndarray:

@@ -210,8 +210,7 @@ def test_variants_of_chunked_attention_equal_whole_rows():
         operands = q, k[:, :num_keys], v[:, :num_keys], dout
 
         def run(q, k, v, variant=variant, window=window):
-            operands = {"k_BSKH": k, "v_BSKH": v, "segment_ids_BT": None}
-            return chunked_attention.general_attention(q, **operands, window=window, variant=variant)
+            return chunked_attention.attention(q, k, v, segment_ids_BT=None, window=window, variant=variant)
 
         exact = value_and_grads(functools.partial(attend_plainly, variant=variant, window=window))(*operands)
         for mine, wanted in zip(value_and_grads(run)(*operands), exact, strict=True):

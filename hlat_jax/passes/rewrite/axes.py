@@ -1,43 +1,36 @@
-"""Dimensions of arrays as sequences of axes, followed through transposes, reshapes and broadcasts of a jaxpr."""
+"""Axes: the dimensions that equations link, so that a function may have them in any order."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
-from hlat_jax.passes.rewrite.graph import EquationGraph, is_literal
+from hlat_jax.passes.independence import links
+from hlat_jax.passes.rewrite.graph import EquationGraph
+
+VIEWS = frozenset({"transpose", "squeeze", "broadcast_in_dim", "reshape"})
+CASTS = frozenset({"convert_element_type", "copy", "copy_p", "name"})
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Axis:
-    """A factor of a dimension. A reshape that splits it gives it parts."""
+    """What linked dimensions have in common."""
 
     size: int
-    parts: tuple[Axis, ...] = ()
 
 
-# For each dimension of an array its axes, outermost first; a dimension of size 1 has none.
-ArrayAxes = tuple[tuple[Axis, ...], ...]
+Layout = tuple[Axis | None, ...]  # the axis of each dimension; None of those of size 1
+Placed = tuple[Any, Layout]  # a variable or literal, and its layout
 
 
-def leaves_of(axes: Sequence[Axis]) -> tuple[Axis, ...]:
-    """Returns the axes without those that were split, in order: their parts stand for them."""
-    return tuple(leaf for axis in axes for leaf in (leaves_of(axis.parts) if axis.parts else (axis,)))
-
-
-def all_leaves(layout: ArrayAxes) -> tuple[Axis, ...]:
-    """Returns the leaves of all dimensions."""
-    return tuple(leaf for axes in layout for leaf in leaves_of(axes))
-
-
-def new_layout(shape: Sequence[int]) -> ArrayAxes:
+def new_layout(shape: Sequence[int]) -> Layout:
     """Returns the layout of an array whose dimensions are axes of their own."""
-    return tuple((Axis(size),) if size > 1 else () for size in shape)
+    return tuple(Axis(size) if size > 1 else None for size in shape)
 
 
 def size_of(axes: Sequence[Axis]) -> int:
@@ -45,148 +38,62 @@ def size_of(axes: Sequence[Axis]) -> int:
     return math.prod(axis.size for axis in axes)
 
 
-def _spans(groups: Sequence[Sequence[Any]]) -> list[tuple[int, int]]:
-    ends = np.cumsum([len(group) for group in groups])
-    return [(int(end) - len(group), int(end)) for end, group in zip(ends, groups, strict=True)]
+def linked(eqn: Any, known: Mapping[int, Layout]) -> list[Layout]:
+    """Returns the layouts of the operands and results of an equation from those that are known, by number.
 
-
-def scalar(graph: EquationGraph, atom: Any) -> float | None:
-    """Returns the number of which all elements of a constant are; None if there is none."""
-    if not is_literal(atom):
-        atom, _ = broadcast_source(graph, atom, new_layout(atom.aval.shape))
-    if atom.aval.size > 4096 and not is_literal(atom) and graph.producer(atom) is None:
-        return None
-    value = graph.constant(atom)
-    if value is None or not value.size or value.dtype == bool or not np.isreal(value).all():
-        return None
-    first = value.ravel()[0]
-    return float(first) if (value == first).all() else None
-
-
-def through(graph: EquationGraph, var: Any, layout: ArrayAxes) -> tuple[Any, ArrayAxes]:
-    """Returns what a value is a view or a change of dtype of, and its layout; nothing is broadcast in between."""
-    while True:
-        eqn = graph.producer(var)
-        before = None if eqn is None else _layout_before(eqn, layout, may_broadcast=False)
-        if before is None:
-            return var, layout
-        var, layout = eqn.invars[0], before
-
-
-def broadcast_source(graph: EquationGraph, var: Any, layout: ArrayAxes) -> tuple[Any, ArrayAxes]:
-    """Returns the smallest array of which a value is a view, with its layout; its dtype is the same."""
-    if len(layout) != len(var.aval.shape):
-        return var, tuple(() for _ in var.aval.shape)  # a scalar
-    while not is_literal(var):
-        eqn = graph.producer(var)
-        if eqn is None or (var.aval.dtype != eqn.invars[0].aval.dtype if eqn.invars else True):
-            break
-        before = _layout_before(eqn, layout, may_broadcast=True)
-        if before is None:
-            break
-        var, layout = eqn.invars[0], before
-    shape = var.aval.shape
-    return var, tuple(axes if size > 1 else () for axes, size in zip(layout, shape, strict=True))
-
-
-def _layout_before(eqn: Any, layout: ArrayAxes, *, may_broadcast: bool) -> ArrayAxes | None:
-    """Returns the layout of the operand of an equation that only views it; None for any other equation."""
-    name, shape = eqn.primitive.name, eqn.invars[0].aval.shape if eqn.invars else ()
-    if name in ("convert_element_type", "copy", "copy_p", "name"):
-        is_float = jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.floating)
-        return layout if name != "convert_element_type" or is_float else None
-    if name == "transpose":
-        before: list[Any] = [()] * len(shape)
-        for axes, dim in zip(layout, eqn.params["permutation"], strict=True):
-            before[dim] = axes
-        return tuple(before)
-    if name == "squeeze":
-        rest = iter(layout)
-        return tuple(() if dim in eqn.params["dimensions"] else next(rest) for dim in range(len(shape)))
-    if name == "broadcast_in_dim":
-        dims = eqn.params["broadcast_dimensions"]
-        new = [size for dim, size in enumerate(eqn.params["shape"]) if dim not in dims]
-        grown = any(eqn.params["shape"][dim] != size for dim, size in zip(dims, shape, strict=True))
-        if not may_broadcast and (grown or math.prod(new) > 1):
-            return None
-        return tuple(layout[dim] if size > 1 else () for dim, size in zip(dims, shape, strict=True))
-    if name == "reshape" and eqn.params["dimensions"] is None:
-        return _regrouped(layout, shape)
-    return None
-
-
-def _regrouped(layout: ArrayAxes, shape: Sequence[int]) -> ArrayAxes | None:
-    """Returns the layout of an array of another shape with the same elements in order; None if no axis can be split."""
-    left = list(all_leaves(layout))
-    if math.prod(axis.size for axis in left) != math.prod(shape):
-        return None  # it has broadcast dimensions
-    found = []
-    for size in shape:
-        axes: list[Axis] = []
-        while math.prod(axis.size for axis in axes) < size:
-            axis, need = left.pop(0), size // math.prod(one.size for one in axes)
-            if axis.size > need:
-                if axis.size % need:
-                    return None
-                axis.parts = (Axis(need), Axis(axis.size // need))
-                left.insert(0, axis.parts[1])
-                axis = axis.parts[0]
-            axes.append(axis)
-        if math.prod(axis.size for axis in axes) != size:
-            return None
-        found.append(tuple(axes))
-    return tuple(found)
-
-
-def reduced_axes(layout: ArrayAxes, total: ArrayAxes) -> tuple[Axis, ...]:
-    """Returns the axes of a layout that another lacks."""
-    left = set(all_leaves(total))
-    return tuple(axis for axis in all_leaves(layout) if axis not in left)
-
-
-def is_sum_over(add: Any, own: ArrayAxes, *, layouts: tuple[ArrayAxes, ArrayAxes], total: ArrayAxes) -> bool:
-    """Returns whether a sum is over the axes that `total` lacks, with its results where `total` has them.
-
-    Args:
-      add: the sum.
-      own: layout of its operand, by axes of its own.
-      layouts: of one array by those axes, and by the axes of `total`.
-      total: layout of the result.
+    Dimensions that are linked to none that is known get axes of their own.
     """
-    summed = {leaf for dim in add.params["axes"] for leaf in leaves_of(own[dim])}
-    left = set(all_leaves(total))
-    places = {leaf: dim for dim, axes in enumerate(layouts[0]) for leaf in leaves_of(axes)}
-    for one, other in zip(*layouts, strict=True):
-        found = {leaf in summed for leaf in leaves_of(one)} | {leaf not in left for leaf in leaves_of(other)}
-        if len(found) > 1:
-            return False
-    kept = [
-        places.get(leaf) for dim, axes in enumerate(own) if dim not in add.params["axes"] for leaf in leaves_of(axes)
-    ]
-    dims = [dim for number, dim in enumerate(kept) if not number or kept[number - 1] != dim]
-    if None in dims or len(set(dims)) < len(dims):
-        return False
-    return tuple(leaf for dim in dims for leaf in leaves_of(layouts[1][dim])) == all_leaves(total)
+    shapes = [atom.aval.shape for atom in (*eqn.invars, *eqn.outvars)]
+    layouts: list[list[Axis | None]] = [[None] * len(shape) for shape in shapes]
+    for link in links(eqn):
+        ends = [(at, dim) for at, dim in enumerate((*link.operands, *link.results)) if dim is not None]
+        found = [known[at][dim] for at, dim in ends if at in known]
+        axis = found[0] if found else Axis(shapes[ends[0][0]][ends[0][1]])
+        for at, dim in ends:
+            if axis is not None and shapes[at][dim] == axis.size > 1:
+                layouts[at][dim] = axis
+    return [tuple(layout) for layout in layouts]
 
 
-def arranged(x: Any, layout: ArrayAxes, groups: Sequence[Sequence[Axis]], *, sizes: dict, full: bool = False) -> Any:
+def operands_of(graph: EquationGraph, one: Placed, names: Collection[str]) -> list[Placed] | None:
+    """Returns the operands of an equation of one of these names that computes a value.
+
+    None if it is of none of them, or one of its operands has a dimension that is linked to none of the value's, such as
+    one that a reshape splits.
+    """
+    eqn = graph.producer(one[0])
+    if eqn is None or eqn.primitive.name not in names:
+        return None
+    operands = list(zip(eqn.invars, linked(eqn, {len(eqn.invars): one[1]}), strict=False))
+    is_known = all(
+        axis or size == 1 for atom, layout in operands for axis, size in zip(layout, atom.aval.shape, strict=True)
+    )
+    return operands if is_known else None
+
+
+def source_of(graph: EquationGraph, one: Placed, *, names: Collection[str] = VIEWS) -> Placed:
+    """Returns the array that equations of these names, of one operand, make a value of."""
+    while (operands := operands_of(graph, one, names)) is not None:
+        (one,) = operands
+    return one
+
+
+def arranged(
+    x: Any, layout: Layout, groups: Sequence[Sequence[Axis]], *, sizes: Mapping[Axis, int], full: bool = False
+) -> Any:
     """Returns an array with one dimension for each group of axes, 1 where it has none of them.
 
     Args:
       x: NumPy or JAX array.
       layout: of it.
       groups: axes, in order.
-      sizes: size of each axis, for those that `x` lacks.
+      sizes: size of each axis.
       full: whether axes that `x` lacks are broadcast; otherwise only where it has others of the group.
     """
-    leaves = all_leaves(layout)
-    x = x.reshape([sizes[axis] for axis in leaves])
-    order = [axis for group in groups for axis in group if axis in leaves]
-    x = x.transpose([leaves.index(axis) for axis in order])
-    shape, target = [], []
-    for group in groups:
-        has = full or any(axis in leaves for axis in group)
-        shape += [sizes[axis] if axis in leaves else 1 for axis in group]
-        target += [sizes[axis] if has else 1 for axis in group]
-    x = (np if isinstance(x, np.ndarray | np.generic) else jnp).broadcast_to(x.reshape(shape), target)
-    return x.reshape([math.prod(target[start:stop]) for start, stop in _spans(groups)])
+    own, order = [axis for axis in layout if axis], [axis for group in groups for axis in group]
+    x = x.reshape([sizes[axis] for axis in own]).transpose([own.index(axis) for axis in order if axis in own])
+    x = x.reshape([sizes[axis] if axis in own else 1 for axis in order])
+    is_wide = [full or any(axis in own for axis in group) for group in groups]
+    shapes = [[sizes[axis] if wide else 1 for axis in group] for wide, group in zip(is_wide, groups, strict=True)]
+    broadcast_to = (np if isinstance(x, np.ndarray | np.generic) else jnp).broadcast_to
+    return broadcast_to(x, [size for shape in shapes for size in shape]).reshape([math.prod(one) for one in shapes])

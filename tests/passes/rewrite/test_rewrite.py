@@ -108,7 +108,7 @@ RECOGNIZED = {
     "heads first": (heads_first, QKV, "causal, scale 0.4082"),
     "merged heads": (merged_heads, QKV, "causal, scale 1, B 8 T 8"),
     "keys before queries": (keys_before_queries, QKV, "causal, scale 0.5, B 2 T 8 S 8 N 4"),
-    "repeated heads": (repeated_heads, TWO_HEADS, "causal, scale 0.5, .*N 4 K 2"),
+    "repeated heads": (repeated_heads, TWO_HEADS, "causal, scale 0.5, .*N 4 K 4"),
     "grouped heads": (grouped_heads, TWO_HEADS, "causal, scale 1, .*N 4 K 2"),
     "one key head": (one_key_head, (Q, K[:, :, 0], V[:, :, 0]), "N 4 K 1"),
     "bf16": (in_half_precision, QKV, "causal"),
@@ -124,6 +124,38 @@ RECOGNIZED = {
 }
 
 
+def is_behind(shape, by=0):
+    return jax.lax.broadcasted_iota(int, shape, 2) - by >= jax.lax.broadcasted_iota(int, shape, 3)
+
+
+# Spellings of one mask: name -> function of the scores.
+CAUSAL = {
+    "where, finfo.min": lambda s: jnp.where(jnp.tril(jnp.ones((1, 1, T, T), bool)), s, jnp.finfo(s.dtype).min),
+    "where, -inf, the future": lambda s: jnp.where(jnp.triu(jnp.ones((T, T)), 1) == 1, -jnp.inf, s),
+    "positions": lambda s: jnp.where(jnp.arange(T)[:, None] >= jnp.arange(T), s, -1e9),
+    "iota": lambda s: jax.lax.select(is_behind(s.shape), s, jnp.full_like(s, -1e30)),
+    "added": lambda s: s + jnp.where(TRIL, 0.0, -1e9),
+    "added product": lambda s: s + (1.0 - jnp.tril(jnp.ones((T, T)))) * -1e10,
+    "product and difference": lambda s: s * TRIL - 1e10 * (1 - TRIL.astype(np.float32)),
+    "minimum": lambda s: jnp.minimum(s, jnp.where(TRIL, jnp.inf, -1e9)),
+}
+PADDED = {
+    "where": lambda s, m: jnp.where(m[:, None, None], s, -1e9),
+    "added": lambda s, m: s + jnp.where(m, 0, -1e9)[:, None, None, :],
+    "added product": lambda s, m: s + (1.0 - m[:, None, None].astype(jnp.float32)) * -1e9,
+    "hidden, not shown": lambda s, m: jnp.where(~m[:, None, None], -1e9, s),
+    "a product of floats": lambda s, m: jnp.where(m.astype(jnp.float32)[:, None, None] * np.ones((T, T)) > 0, s, -1e9),
+    "a prefix, or what is causal": lambda s, m: jnp.where(m[:, None, None] | TRIL, s, -1e9),
+    "pairs": lambda s, m: jnp.where((m[:, :, None] * m[:, None, :])[:, None], s, -1e9),
+}
+BOTH = {
+    "and": lambda s, m: jnp.where(m[:, None, None] & TRIL, s, -1e9),
+    "or of what is hidden": lambda s, m: jnp.where(~m[:, None, None] | ~TRIL, -1e9, s),
+    "product": lambda s, m: jnp.where(m[:, None, None] * TRIL, s, -1e9),
+    "one after the other": lambda s, m: jnp.where(m[:, None, None], causal(s), -1e30),
+}
+
+
 def report_of(fn, *args, **options):
     ours = rewrite(fn, **options)
     jax.eval_shape(ours, *args)
@@ -136,6 +168,17 @@ def test_attention_is_recognized_in_every_form():
         assert [one.op for one in report.replacements] == ["attention"], (name, report)
         assert re.search(facts, report.replacements[0].facts), (name, report)
         assert not report.refusals, (name, report)
+
+
+@pytest.mark.parametrize(
+    ("forms", "facts", "more"),
+    [(CAUSAL, "causal, scale", ()), (PADDED, "bidir.* masks", (IS_TOKEN,)), (BOTH, "causal, .*1 masks", (IS_TOKEN,))],
+)
+def test_a_mask_is_recognized_in_every_spelling(forms, facts, more):
+    for name, change in forms.items():
+        report = report_of(attend(change), Q, K, *more)
+        assert [one.op for one in report.replacements] == ["attention"], (name, report)
+        assert re.search(facts, report.replacements[0].facts), (name, report)
 
 
 @pytest.mark.slow
@@ -201,15 +244,19 @@ REFUSED = {
     "scores that are read elsewhere": (several, (), "dot_general at .* is also read at"),
     "probabilities that are returned": (with_probabilities, (), "is returned"),
     "a softmax over queries": (over(2), (), "not over the dimensions"),
-    "a scale for each head": (attend(lambda s: s * np.arange(1.0, 5)[:, None, None]), (), "the scores go through mul"),
-    "scores that are squared": (attend(jnp.square), (), "the scores go through"),
-    "a mask of small numbers": (attend(lambda s: jnp.where(TRIL, s, -1.0)), (), "the scores go through select_n"),
-    "a bias": (attend(lambda s, b: s + b), (normal(T, T),), "the scores go through add"),
-    "a softcap after the mask": (attend(lambda s: jnp.tanh(causal(s))), (), "the scores go through select_n"),
+    "a scale for each head": (attend(lambda s: s * np.arange(1.0, 5)[:, None, None]), (), "more than a scale"),
+    "scores that are squared": (attend(jnp.square), (), "more than a scale"),
+    "a mask of small numbers": (attend(lambda s: jnp.where(TRIL, s, -1.0)), (), "more than a scale"),
+    "a bias": (attend(lambda s, b: s + b), (normal(T, T),), "more than a scale"),
+    "a softcap after the mask": (attend(lambda s: jnp.tanh(causal(s))), (), "more than a scale"),
     "one more in the sum": (one_more_in_the_sum, (), ""),
     "heads that are summed": (heads_summed, (), "summed with the keys"),
     "probabilities that are weighted": (weighted, (normal(T, T),), ""),
-    "probabilities that are doubled": (lambda q, k: values_of(2 * softmax(scores_of(q, k)), V), (), "multiplied by 2"),
+    "probabilities that are doubled": (
+        lambda q, k: values_of(2 * softmax(scores_of(q, k)), V),
+        (),
+        "more than dropout",
+    ),
     "a gradient of one's own": (lambda q, k: values_of(straight_through(scores_of(q, k)), V), (), "differs from it by"),
     "bf16 in between": (rounded, (), "differs from it by"),
     "values of another size": (attend(causal, v=V[..., :5]), (), "values have 5 features, keys 6"),
@@ -222,6 +269,24 @@ REFUSED = {
         attend(lambda s: jnp.where(np.tril(np.ones((T, T), bool), 1), s, -1e9)),
         (),
         "neither causal nor a causal band",
+    ),
+    "only what is before": (attend(lambda s: jnp.where(is_behind(s.shape, by=1), s, -1e9)), (), "neither causal"),
+    "the next key too, added": (attend(lambda s: s + jnp.where(np.tri(T, k=1), 0, -1e9)), (), "neither causal"),
+    "a mask in one head": (
+        attend(lambda s: jnp.where(TRIL | (np.arange(N) > 0)[:, None, None], s, -1e9)),
+        (),
+        "neither",
+    ),
+    "numbers too small to hide": (attend(lambda s: s + jnp.where(TRIL, 0, -50.0)), (), "more than a scale"),
+    "a mask that leaves a row to its scores": (
+        attend(lambda s, m: s + jnp.where(m, 0, -1e5)[:, None, None, :]),
+        (IS_TOKEN,),
+        "different numbers",
+    ),
+    "only the largest scores": (
+        attend(lambda s: jnp.where(s >= s.max(axis=-1, keepdims=True) - 1, s, -1e9)),
+        (),
+        "more than a scale",
     ),
     "a band with a hole": (
         attend(lambda s: jnp.where(TRIL & (np.arange(T)[:, None] - np.arange(T) < 5) & (np.arange(T) != 2), s, -1e9)),
