@@ -1,7 +1,7 @@
 """Runs our implementations of ops in a function that was written without them.
 
 Before differentiation, `rewrite` traces a function, finds in its jaxpr the equations that compute what one of our ops
-computes, and computes them by the implementation that the op's dialect chooses. A loss of large logits is computed in
+computes, and computes them by the implementation that the op chooses. A loss of large logits is computed in
 chunks, see `chunks`:
 
     loss = rewrite(loss)
@@ -10,7 +10,7 @@ chunks, see `chunks`:
 
 Each replacement is first compared with the equations it replaces, by values and gradients on random inputs. What looks
 like an op but is not one, or fails that comparison, is left as it is, and the report says why.
-Source: RAF, arXiv 2303.04759, whose dialects take over patterns of its operators.
+Source: RAF, arXiv 2303.04759, whose implementations take over patterns of its operators.
 """
 
 from __future__ import annotations

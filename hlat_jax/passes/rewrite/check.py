@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend import core
 
 from hlat_jax.ops.dialect import CallSpec, Op
 from hlat_jax.passes.independence import bind_part, links
@@ -74,14 +73,10 @@ def _compared(graph: EquationGraph, match: Match, original: Callable, shapes: Se
         is_float = [
             number is None and jnp.issubdtype(x.dtype, jnp.floating) for number, x in zip(numbers, inputs, strict=True)
         ]
-        both = (
-            _with_gradients(lambda *args: original(args), is_float),
-            _with_gradients(functools.partial(match.replacement, choose), is_float),
-        )
-        traced = [jax.make_jaxpr(one)(*inputs) for one in both]
-        digest = _digest(traced)
+        both = (lambda *args: original(args)), functools.partial(match.replacement, choose)
+        digest = _digest([jax.make_jaxpr(one)(*inputs) for one in both])
         if digest not in _checked:
-            expected, found = (jax.jit(core.jaxpr_as_fun(one))(*inputs) for one in traced)
+            expected, found = (jax.jit(_with_gradients(one, is_float))(*inputs) for one in both)
             num_outs = len(match.outputs)
             of_all = math.hypot(*(np.linalg.norm(np.asarray(grad, np.float64)) for grad in expected[num_outs:]))
             _checked[digest] = max(

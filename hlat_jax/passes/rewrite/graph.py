@@ -23,7 +23,7 @@ SEALED_CALLS = {"custom_jvp_call": "call_jaxpr", "custom_vjp_call": "call_jaxpr"
 # Not folded above: an array of 16,384 x 16,384 int32.
 MAX_FOLDED_BYTES = 2**30
 
-# Returns the name of the implementation of an op for a call, as the dialect chooses it.
+# Returns the name of the implementation of an op for a call, as the op chooses it.
 Choose = Callable[[Op, CallSpec], str]
 
 
