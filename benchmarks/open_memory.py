@@ -85,7 +85,7 @@ def open_here(folder: str) -> None:
 
 def resume_here(folder: str, config: config_lib.Config) -> None:
     program = make_program(config, make_layout(config.parallel, jax.devices()[:1]))
-    checkpointer = Checkpointer(folder, config=config.checkpoint, read_only=True)
+    checkpointer = Checkpointer(folder, config=config.checkpoint)
     measure("state", lambda: checkpointer.restore(program.abstract_state).state)
 
 

@@ -41,7 +41,7 @@ from hlat_jax.host import distributed
 from hlat_jax.host.watchdog import WAITING
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.resolve import batch_of_step
-from hlat_jax.run import nonfinite, optional, summary
+from hlat_jax.run import nonfinite, optional, results
 from hlat_jax.run.profiling import peak_memory
 from hlat_jax.run.state import NextBatch, Pending, Progress, Run
 from hlat_jax.run.validation import Validation
@@ -81,7 +81,7 @@ def train(run: Run, progress: Progress) -> str:
         _show_goodput(run, progress)
         run.log.close()
         if distributed.is_first():
-            summary.show_results(config, run.workdir, progress.step)
+            results.show(config, run.workdir, progress.step)
     return run.sync.stop
 
 

@@ -87,9 +87,7 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
         "config": config.name,
         "target": site.target,
         "nodes": site.nodes,
-        "layout": layout.degrees
-        | {"devices": layout.mesh.size}
-        | {key: getattr(config.parallel, key) for key in ("zero1", "sequence_parallel")},
+        "layout": layout_dict(config, layout),
         "run": _run(program),
         "schedule": _schedule(config, layout, requested),
         "device_bytes": dataclasses.asdict(memory)
@@ -118,6 +116,13 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
         seconds = roofline.project(jaxpr, collectives, target=target, mesh=layout.mesh, state_bytes=memory.state)
         plan["projection"] = _projection(config, site, seconds)
     return plan
+
+
+def layout_dict(config: Config, layout: Layout) -> dict[str, Any]:
+    """Returns the degrees, the number of devices, and the other splits of a layout."""
+    parallel = config.parallel
+    splits = {"zero1": parallel.zero1, "sequence_parallel": parallel.sequence_parallel}
+    return layout.degrees | {"devices": layout.mesh.size} | splits
 
 
 def short_plan(program: RunProgram, *, budget: int) -> list[str]:

@@ -23,7 +23,7 @@ from hlat_jax.host.process import INDEX_FOLDER, StopSignals, closing_quietly
 from hlat_jax.parallel.rows import process_rows
 from hlat_jax.parallel.sharding import Layout
 from hlat_jax.resolve import branch_source, skipped_batches
-from hlat_jax.run import budget, costs, optional, resume, summary
+from hlat_jax.run import budget, costs, optional, results, resume, summary
 from hlat_jax.run.compilation import Compilations, compiled_sampler, compiled_step
 from hlat_jax.run.goodput import Ledger
 from hlat_jax.run.machine import fitting_program
@@ -258,7 +258,7 @@ def _finish(inputs: Inputs, restored: Restored) -> None:
         exporter.wait()
     if distributed.is_first():
         resume.print_missing_rows(inputs.workdir, restored.step)
-        summary.show_results(config, inputs.workdir, restored.step)
+        results.show(config, inputs.workdir, restored.step)
 
 
 def _open_log(config: Config, workdir: pathlib.Path, *, layout: Layout, progress: Progress) -> MetricsLog | Silent:

@@ -17,7 +17,6 @@ from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.generate.generator import Programs
 from hlat_jax.parallel.rows import gather_rows
-from hlat_jax.program import RunProgram
 from hlat_jax.run import optional
 from hlat_jax.run.goodput import Ledger
 from hlat_jax.run.neuron_monitor import NeuronMonitor
@@ -49,7 +48,7 @@ class Inputs:
 
     config: Config
     workdir: pathlib.Path
-    program: RunProgram
+    program: Any  # a RunProgram; its module, with all passes, is not for the loop to import
     tokenizer: Tokenizer
     tasks: optional.TasksInTraining | None
     ledger: Ledger | Silent

@@ -1,12 +1,10 @@
-"""What a run prints of itself before its first step, and draws and prints after its last."""
+"""What a run prints of itself before its first step."""
 
 from __future__ import annotations
 
-import pathlib
 import sys
 from collections.abc import Mapping
 
-from hlat_jax.config import Config
 from hlat_jax.data.held_out import HeldOut
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.sources import many_unknown, unknown_share
@@ -16,8 +14,6 @@ from hlat_jax.host import distributed
 from hlat_jax.ops.registry import OPS
 from hlat_jax.program import RunProgram, state_bytes
 from hlat_jax.run import costs
-from hlat_jax.store.loss_curve import plot_loss
-from hlat_jax.store.metrics import ROWS_FILE, read_rows
 
 
 def describe(program: RunProgram) -> None:
@@ -60,26 +56,3 @@ def describe_data(
                 print(warning, file=sys.stderr)
     for name, source in held_out.items():
         print(f"validation       {source.describe(name)}")
-
-
-def show_results(config: Config, workdir: pathlib.Path, step: int) -> None:
-    """Plots the loss curve and prints the results of the run at `step`, from its metrics file."""
-    path = workdir / ROWS_FILE
-    if config.metrics.plot and plot_loss(path, workdir / "loss.png", title=config.name):
-        print(f"loss curve: {workdir / 'loss.png'}")
-    rows = read_rows(path)
-    padding = [row["padding_share"] for row in rows if "padding_share" in row]
-    if padding:
-        print(f"padding: {sum(padding) / len(padding):.2%} of all tokens")
-    skipped = [row["skipped_records"] for row in rows if "skipped_records" in row]
-    if skipped:
-        print(f"bad records skipped: {skipped[-1]:,}")
-    evals = [row for row in rows if "eval_loss" in row and row["step"] == step]
-    if not evals:
-        return
-    loss, bits = evals[-1]["eval_loss"], evals[-1]["bits_per_byte"]
-    print(f"validation loss {loss:.4f} nats per token, {bits:.4f} bits per byte", end="")
-    low, high = config.train.eval_loss_low, config.train.eval_loss_high
-    if high > 0:
-        print(f": {'within' if low <= loss <= high else 'OUTSIDE'} the expected {low:g} to {high:g}", end="")
-    print()

@@ -40,7 +40,7 @@ from hlat_jax.evaluate import __main__ as evaluate_command
 from hlat_jax.evaluate import lm_eval_compat, suites, tasks
 from hlat_jax.evaluate.harness import HarnessModel
 from hlat_jax.evaluate.in_training import TasksInTraining
-from hlat_jax.evaluate.lm_eval_compat import ModelType
+from hlat_jax.evaluate.model_type import ModelType
 from hlat_jax.evaluate.tasks import Tasks
 from hlat_jax.generate.inference import open_model
 from hlat_jax.hf.exporting import export_checkpoint

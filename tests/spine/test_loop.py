@@ -156,13 +156,13 @@ def test_opening_a_run_folder_removes_what_killed_writers_left(tmp_path):
 
 def test_ctrl_c_after_the_last_step_of_several_processes_ends_with_130(micro, train, monkeypatch, capfd):
     """No step follows before which the processes could exchange it."""
-    finish, before = loop.summary.show_results, signal.signal(signal.SIGINT, signal.default_int_handler)
+    finish, before = loop.results.show, signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupted_finish(*args):
         os.kill(os.getpid(), signal.SIGINT)
         finish(*args)
 
-    monkeypatch.setattr(loop.summary, "show_results", interrupted_finish)
+    monkeypatch.setattr(loop.results, "show", interrupted_finish)
     monkeypatch.setattr(loop.jax.distributed, "is_initialized", lambda: True)
     short(micro, 0).train.num_steps = 2
     try:

@@ -37,7 +37,7 @@ from hlat_jax.ops import table
 from hlat_jax.resolve import resolve
 from hlat_jax.run import __main__ as run_commands
 from hlat_jax.run import open as run_open
-from hlat_jax.run import summary
+from hlat_jax.run import results
 from hlat_jax.run.compilation import read_record
 from hlat_jax.run.goodput import ALIVE_FILE, EVENTS_FILE
 from hlat_jax.store.checkpoint_checks import saved_run
@@ -137,7 +137,7 @@ def probes(config: pathlib.Path) -> dict[str, dict[str, Probe]]:
         "finish": lambda folder: resume(folder, num_steps=24),
         "begin": lambda folder: begin(folder, begin_again=False),
         "begin again": lambda folder: begin(folder, begin_again=True),
-        "plot": lambda folder: summary.show_results(settings(24), folder, 24),
+        "plot": lambda folder: results.show(settings(24), folder, 24),
         "goodput": command(run_commands.main, "goodput", "FOLDER"),
         "peek": command(data_commands.main, *peek),
         "weights": weights,

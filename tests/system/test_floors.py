@@ -17,7 +17,7 @@ PACKAGE = ROOT / "hlat_jax"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 # The one module that is about a library which brings torch or its relatives along; nothing imports it at its top.
-ADAPTERS = ("hlat_jax.evaluate.harness", "hlat_jax.evaluate.lm_eval_compat")
+ADAPTERS = ("hlat_jax.evaluate.harness", "hlat_jax.evaluate.lm_eval_compat", "hlat_jax.evaluate.model_type")
 
 # Products that read as an einsum: the equation, its operands, the context.
 PRODUCTS = ("column_parallel", "row_parallel")

@@ -1,0 +1,61 @@
+"""The model type `hlat_jax` of the LM Evaluation Harness: `--model_args` to a `harness.HarnessModel`.
+
+Imports JAX only after Neuron's environment is set for the mesh that the arguments ask for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from absl import flags
+
+from hlat_jax.cli import flags as flags_lib
+from hlat_jax.evaluate.lm_eval_compat import LM
+from hlat_jax.generate import inference
+from hlat_jax.generate.inference import DEGREES
+
+
+class ModelType(LM):
+    """The class in the harness's registry under `hlat_jax`: its constructors return a `harness.HarnessModel`."""
+
+    @classmethod
+    def create_from_arg_string(cls, arg_string: str, additional_config: dict[str, Any] | None = None) -> LM:
+        """Returns the model of `--model_args`, as `create_from_arg_obj`."""
+        pairs = [word.split("=", 1) for word in arg_string.split(",") if word]
+        if any(len(pair) != 2 for pair in pairs):
+            raise ValueError(f"--model_args {arg_string}: give KEY=VALUE,KEY=VALUE.")
+        return cls.create_from_arg_obj(dict(pairs), additional_config)
+
+    @classmethod
+    def create_from_arg_obj(cls, arg_dict: dict[str, Any], additional_config: dict[str, Any] | None = None) -> LM:
+        """Returns the model of the arguments that `lm_eval` was given.
+
+        Args:
+          arg_dict: values of checkpoint, tokenizer, batch_size, bos and parallel degrees, as of the command
+            `evaluate`; all but `checkpoint` have a default.
+          additional_config: `batch_size`, `max_batch_size` and `device` of its command line.
+
+        Raises:
+          ValueError: an unknown argument, an invalid value, no checkpoint, or an error of `inference.open_model`.
+        """
+        of_command = additional_config or {}
+        asked = {"batch_size": of_command.get("batch_size")} | arg_dict
+        words = [
+            f"--config.parallel.{key}={value}" if key in DEGREES else f"--{key}={value}"
+            for key, value in asked.items()
+            if value is not None and key != "trust_remote_code"  # that one is for data sets
+        ]
+        try:
+            values = flags_lib.parse_own(words, _define, usage="")
+            inference.prepare(values)
+        except ValueError as error:
+            raise ValueError(f"model_args: {error}") from None
+        from hlat_jax.evaluate.harness import HarnessModel
+
+        return HarnessModel(inference.trained_model(values), batch_size=values.batch_size, bos=values.bos)
+
+
+def _define(values: flags.FlagValues) -> None:
+    inference.define(values)
+    flags.DEFINE_integer("batch_size", 8, "Rows of a batch on each replica.", 1, flag_values=values)
+    flags.DEFINE_bool("bos", None, "Begin texts with BOS.", flag_values=values)
