@@ -258,6 +258,7 @@ REFUSED = {
         "more than dropout",
     ),
     "a gradient of one's own": (lambda q, k: values_of(straight_through(scores_of(q, k)), V), (), "differs from it by"),
+    "a gradient that is stopped": (attend(jax.lax.stop_gradient), (), ""),
     "bf16 in between": (rounded, (), "differs from it by"),
     "values of another size": (attend(causal, v=V[..., :5]), (), "values have 5 features, keys 6"),
     "two numbers for masked scores": (
@@ -336,13 +337,22 @@ def test_a_softmax_is_recognized_by_the_axes_of_its_sum():
         assert not report.replacements, name
 
 
-def test_segments_of_queries_and_of_keys_are_a_mask():
-    def fn(q, k, one, other):
-        return attend(lambda s: jnp.where((one[:, :, None] == other[:, None, :])[:, None], s, -1e9))(q, k)
+def hide(scores, mask):
+    return jnp.where(mask[:, None], -1e9, scores)
 
-    (one,) = report_of(fn, Q, K, SEGMENTS, SEGMENTS, check=False).replacements
-    assert "1 masks" in one.facts
-    assert "segments" not in one.facts
+
+NO_SEGMENTS = {
+    "of queries and of keys": lambda s, i, j: hide(s, ~(i[:, :, None] == j[:, None, :])),
+    "other segments alone": lambda s, i, _: hide(s, i[:, :, None] == i[:, None, :]),
+    "of queries with themselves": lambda s, i, _: hide(s, ~(i == i)[:, :, None]),
+}
+
+
+def test_other_comparisons_of_segments_are_masks():
+    for name, change in NO_SEGMENTS.items():
+        (one,) = report_of(attend(change), Q, K, SEGMENTS, SEGMENTS).replacements
+        assert "1 masks" in one.facts, name
+        assert "segments" not in one.facts, name
 
 
 def test_a_replacement_that_is_wrong_is_not_used(monkeypatch):
