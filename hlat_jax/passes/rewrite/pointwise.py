@@ -29,6 +29,7 @@ _POWERS = 2.0 ** np.arange(-6, 21)
 _GRID = np.concatenate([_POWERS, -_POWERS]).astype(np.float32)  # at one position
 _TOLERANCE = 1e-5
 _TRUTHS = (np.True_, np.False_)
+_compiled: dict[str, Callable[..., Any]] = {}  # text of a jaxpr -> it, compiled; of this process
 
 
 class NotAttention(Exception):
@@ -106,7 +107,8 @@ class Pointwise:
     def values(self, numbers: Sequence[float], truths: Sequence[bool]) -> list[np.ndarray]:
         """Returns the values for several numbers, with one dimension for each axis, 1 where all are equal."""
         opened, consts = without_consts(jax.make_jaxpr(self.value)(np.float32(0), list(truths)))
-        run = jax.jit(core.jaxpr_as_fun(core.ClosedJaxpr(opened, [])))  # one pass over large masks
+        # one pass over large masks; what each layer does alike is compiled once
+        run = _compiled.setdefault(str(opened), jax.jit(core.jaxpr_as_fun(core.ClosedJaxpr(opened, []))))
         found = [np.asarray(*run(*consts, np.float32(number), *truths)) for number in numbers]
         return [one.reshape(one.shape or [1] * len(self.axes)) for one in found]
 
