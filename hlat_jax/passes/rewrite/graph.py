@@ -45,7 +45,6 @@ class Match:
       resized: takes shapes of variables and returns the replacement at these, for the check. Without it, dimensions
         that are summed, or along which a constant differs, are not cut.
       uncut: (variable, dimension) that the check must leave at its size, although nothing is mixed along it.
-      int_bounds: variable of `inputs` -> exclusive upper bound of the integers with which it is checked; default 4.
     """
 
     op: str
@@ -57,7 +56,6 @@ class Match:
     facts: str = ""
     resized: Callable[[Callable[[Any], Sequence[int]]], Callable[..., Sequence[Any]]] | None = None
     uncut: Sequence[tuple[Any, int]] = ()
-    int_bounds: Mapping[Any, int] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
