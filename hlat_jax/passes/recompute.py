@@ -93,7 +93,7 @@ class RecomputeGraph:
         """Returns the bytes of the values of these names."""
         return sum(self.sizes[name] for name in saved)
 
-    def cheapest(self, budget_bytes: float = math.inf, *, byte_cost: float = 0.0) -> tuple[str, ...]:
+    def cheapest(self, *, budget_bytes: float = math.inf, byte_cost: float = 0.0) -> tuple[str, ...]:
         """Returns the names of the values with which recomputation is cheapest, by a mixed-integer program.
 
         Variables: for each value s = 1 if saved; for each node c = 1 if recomputed. What gradients and recomputed nodes

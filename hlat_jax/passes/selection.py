@@ -6,7 +6,6 @@ The search compiles a choice, measures it, and corrects the next one.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -54,7 +53,7 @@ def search_choice(trial: Trials, graph: RecomputeGraph, *, budget_bytes: int, mo
     """
     fits, kept, measured = RematChoice(), 0, trial(RematChoice())[0]
     full = measured
-    above = graph.num_bytes(graph.cheapest(math.inf)) + 1  # does not fit, or nothing more can be saved
+    above = graph.num_bytes(graph.cheapest()) + 1  # does not fit, or nothing more can be saved
     above_measured = None
     guess = budget_bytes - measured
     while trial.count < most:
@@ -81,7 +80,7 @@ def _larger(graph: RecomputeGraph, *, low: int, high: int, guess: float) -> Rema
     """Returns a choice near `guess` that saves more than `low` and fewer than `high` bytes; None if none is found."""
     step = max(guess - low, 0.01 * (high - low))
     for _ in range(8):
-        choice = RematChoice(graph.cheapest(min(low + step, high - 1)))
+        choice = RematChoice(graph.cheapest(budget_bytes=min(low + step, high - 1)))
         if low < graph.num_bytes(choice.saved) < high:
             return choice
         step *= 2

@@ -264,7 +264,7 @@ def test_the_choice_is_the_cheapest_of_all_sets_and_saves_nothing_in_vain():
     for seed, budget in itertools.product(range(4), (0, 7, 20, 45, 1000)):
         g = random_graph(seed)
         sets = [c for n in range(len(g.sizes) + 1) for c in itertools.combinations(g.sizes, n)]
-        saved = g.cheapest(budget)
+        saved = g.cheapest(budget_bytes=budget)
         assert g.num_bytes(saved) <= budget
         assert g.cost(saved) == min(g.cost(c) for c in sets if g.num_bytes(c) <= budget)
         assert all(g.cost({*saved} - {name}) > g.cost(saved) for name in saved)
