@@ -1,154 +1,102 @@
-"""Finds the second half of MLPs in a jaxpr: GELU of a hidden array or a gated pair, and the product that reads it.
+"""Finds the second half of MLPs in a jaxpr: an activation, whatever it is, and the product that reads it.
 
-What stands between the products is recognized by its values, so that its spelling does not matter. The backward pass of
-the replacement keeps the hidden arrays alone, and computes the activation from them again.
-Source: arXiv 1606.08415; arXiv 2002.05202, equation 6.
+The activation is computed elementwise from one hidden array, or from two, such as a gate beside another one. The
+backward pass of the replacement keeps these alone, and computes the activation from them again; what dropout keeps is
+kept as bools.
 """
 
 from __future__ import annotations
 
-import functools
-import heapq
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from hlat_jax.passes.fences import checkpoint_in_order
-from hlat_jax.passes.jaxpr import rebind
+from hlat_jax.passes.independence import ELEMENTWISE
+from hlat_jax.passes.jaxpr import place_of, rebind
 from hlat_jax.passes.rewrite.graph import Choose, EquationGraph, Match, is_literal
 
-# Name -> function of one hidden array; of two, it is multiplied with the second.
-_ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
-    "GELU by tanh": functools.partial(jax.nn.gelu, approximate=True),
-    "GELU": functools.partial(jax.nn.gelu, approximate=False),
-    "SiLU": jax.nn.silu,
-}
-_ELEMENTWISE = frozenset(
-    {"add", "sub", "mul", "div", "neg", "exp", "tanh", "logistic", "erf", "erfc", "square", "integer_pow", "pow"}
-    | {"sqrt", "rsqrt", "convert_element_type", "copy", "copy_p"}
-)
-_CURVED = frozenset({"tanh", "logistic", "exp", "erf", "erfc"})
-_MOST = 40  # equations of an activation
-# GELU and its approximation by tanh differ by 4e-4 here, where the largest value is 6.
-_GRID = np.linspace(-6.0, 6.0, 49, dtype=np.float32)
-_TOLERANCE = 1e-5
+_MOST_ARRAYS = 2  # hidden ones
+_MOST_EQUATIONS = 40
+_LEAST_KEPT = 2  # arrays that the backward pass keeps of an activation which is worth it
+# Of these the derivative reads an operand or the result; of a product and a quotient where both operands vary.
+_CURVED = frozenset({"tanh", "logistic", "exp", "log", "log1p", "erf", "erfc", "integer_pow", "pow", "sqrt", "square"})
+_BILINEAR = frozenset({"mul", "div"})
 
 
 def matches(graph: EquationGraph) -> Iterator[Match]:
-    """Yields a match for each product of a known activation with weights."""
-    numbers = {id(eqn): number for number, eqn in enumerate(graph.eqns)}
+    """Yields a match for each product of an activation with weights."""
     for eqn in graph.eqns:
         if eqn.primitive.name == "dot_general" and id(eqn) not in graph.sealed:  # with a derivative of its own
             for side, var in enumerate(eqn.invars):
-                found = None if is_literal(var) else _before(graph, numbers, var)
-                if found is not None:
-                    yield _match(eqn, side, graph, *found)
+                inputs, between = _activation(graph, var)
+                is_new = eqn.invars[1 - side] not in {one for step in between for one in step.outvars}
+                num_kept = sum(_is_kept(graph, one) for one in between)
+                if is_new and num_kept >= _LEAST_KEPT:
+                    facts = f"{num_kept} arrays computed again, F {between[-1].outvars[0].aval.shape[-1]}"
+                    yield _match(graph, eqn, side, inputs, between, facts)
                     break
 
 
-def _before(graph: EquationGraph, numbers: Mapping[int, int], var: Any) -> tuple[str, list[Any], list[Any]] | None:
-    """Returns (activation, hidden arrays, equations between) of an operand; None if it is no known activation."""
-    last = graph.producer(var)
-    if last is None or last.primitive.name not in _ELEMENTWISE or var.aval.dtype != jnp.float32:
-        return None
-    found = [[one] for one in _sources(graph, numbers, var)]
-    if last.primitive.name == "mul" and not any(map(graph.is_constant, last.invars)):
-        for gate, up in (last.invars, last.invars[::-1]):
-            found += [[one, up] for one in _sources(graph, numbers, gate)]
-    for hidden in found:
-        eqns = _between(graph, hidden, var)
-        if eqns is not None and any(eqn.primitive.name in _CURVED for eqn in eqns):
-            with jax.ensure_compile_time_eval(), jax.default_device(jax.local_devices(backend="cpu")[0]):
-                name = _recognized(graph, hidden, eqns, var)
-            if name is not None:
-                return name, hidden, eqns
-    return None
-
-
-def _sources(graph: EquationGraph, numbers: Mapping[int, int], var: Any) -> list[Any]:
-    """Returns the variables from each of which alone another is computed elementwise, the first one first."""
-    found: list[Any] = []
-    left = {var}  # between what is visited and what is not; those without an equation to visit stay
-    waiting = [-numbers[id(eqn)] for eqn in [_opened(graph, var)] if eqn is not None]
-    for _ in range(_MOST):
-        if not waiting:
-            break
-        eqn = graph.eqns[-heapq.heappop(waiting)]
-        left -= set(eqn.outvars)
-        for atom in {atom for atom in eqn.invars if not graph.is_constant(atom)} - left:
-            left.add(atom)
-            before = _opened(graph, atom)
-            if before is not None:
-                heapq.heappush(waiting, -numbers[id(before)])
-        if len(left) == 1:
-            found += left
-    return found[::-1]
-
-
-def _opened(graph: EquationGraph, var: Any) -> Any:
-    """Returns the equation of a variable if it is elementwise, of operands like its result."""
-    eqn = graph.producer(var)
-    if eqn is None or id(eqn) in graph.sealed or eqn.primitive.name not in _ELEMENTWISE:
-        return None
-    operands = [atom.aval for atom in eqn.invars if not graph.is_constant(atom)]
-    is_alike = all((aval.shape, aval.dtype) == (var.aval.shape, jnp.float32) for aval in operands)
-    return eqn if is_alike else None
-
-
-def _between(graph: EquationGraph, hidden: Sequence[Any], var: Any) -> list[Any] | None:
-    """Returns the equations from the hidden arrays to `var`, in order; None if it also depends on others."""
+def _activation(graph: EquationGraph, var: Any) -> tuple[list[Any], list[Any]]:
+    """Returns (arrays, equations) by which an operand is computed elementwise; nothing if there are too many."""
+    inputs: dict[Any, None] = {}
     found: dict[int, Any] = {}
-    todo = [var]
+    todo = [] if is_literal(var) or not jnp.issubdtype(var.aval.dtype, jnp.floating) else [var]
     while todo:
         one = todo.pop()
-        if graph.is_constant(one) or one in hidden:
+        eqn = graph.producer(one)
+        if is_literal(one) or (eqn is None and graph.is_constant(one)) or one in inputs:
             continue
-        eqn = _opened(graph, one)
-        if eqn is None or len(found) > _MOST:
-            return None
-        found[id(eqn)] = eqn
-        todo += eqn.invars
-    return [eqn for eqn in graph.eqns if id(eqn) in found]
+        if eqn is None or not _is_elementwise(graph, eqn):
+            inputs[one] = None
+        elif id(eqn) not in found:
+            found[id(eqn)] = eqn
+            todo += eqn.invars
+        if len(found) > _MOST_EQUATIONS:
+            return [], []
+    eqns = [eqn for eqn in graph.eqns if id(eqn) in found]
+    for eqn in list(eqns):  # such as the sum with a bias, whose result is kept instead
+        reads = {atom for atom in eqn.invars if not graph.is_constant(atom)}
+        others = {atom for other in eqns if other is not eqn for atom in other.invars if not is_literal(atom)}
+        if reads <= set(inputs) and not reads & others and not _is_kept(graph, eqn):
+            eqns.remove(eqn)
+            inputs = {one: None for one in inputs if one not in reads} | dict.fromkeys(eqn.outvars)
+    num_arrays = sum(one.aval.dtype != bool and not graph.is_constant(one) for one in inputs)
+    return (list(inputs), eqns) if num_arrays <= _MOST_ARRAYS else ([], [])
 
 
-def _recognized(graph: EquationGraph, hidden: Sequence[Any], eqns: Sequence[Any], var: Any) -> str | None:
-    """Returns the activation that has the values of `var`; None if it is none of them."""
-    inputs = [jnp.asarray(_GRID), jnp.cos(3 * _GRID)][: len(hidden)]
-    env = dict(zip(hidden, inputs, strict=True))
-    for eqn in eqns:
-        operands = []
-        for atom in eqn.invars:
-            if not graph.is_constant(atom):
-                operands.append(env[atom])
-                continue
-            value = graph.constant(atom)
-            if value is None or not value.size or not (value == value.flat[0]).all():
-                return None  # it is not computed alike for every element
-            operands.append(np.full_like(_GRID, value.flat[0], dtype=value.dtype))
-        (env[eqn.outvars[0]],) = rebind(eqn, operands)
-    for name in _ACTIVATIONS:
-        if jnp.max(jnp.abs(env[var] - _activate(name, inputs))) <= _TOLERANCE:
-            return name
-    return None
+def _is_elementwise(graph: EquationGraph, eqn: Any) -> bool:
+    """Returns whether an equation is one of an activation: of arrays like its result, with JAX's derivative."""
+    shape = eqn.outvars[0].aval.shape
+    alike = all(atom.aval.shape in (shape, ()) for atom in eqn.invars)
+    return eqn.primitive.name in ELEMENTWISE and alike and id(eqn) not in graph.sealed and not eqn.effects
 
 
-def _activate(name: str, hidden: Sequence[jax.Array]) -> jax.Array:
-    """Returns the operand of the second product."""
-    activated = _ACTIVATIONS[name](hidden[0])
-    return activated if len(hidden) == 1 else activated * hidden[1]
+def _is_kept(graph: EquationGraph, eqn: Any) -> bool:
+    """Returns whether the derivative of an equation reads its operands or its result."""
+    num_varying = sum(not graph.is_constant(atom) for atom in eqn.invars)
+    return num_varying > 0 and (eqn.primitive.name in _CURVED or (eqn.primitive.name in _BILINEAR and num_varying > 1))
 
 
-def _match(eqn: Any, side: int, graph: EquationGraph, name: str, hidden: list[Any], between: list[Any]) -> Match:
+def _match(graph: EquationGraph, eqn: Any, side: int, inputs: list[Any], between: list[Any], facts: str) -> Match:
+    weights = eqn.invars[1 - side]
+
     def product(*args: jax.Array) -> list[jax.Array]:
-        activated, weights = _activate(name, args[:-1]), args[-1]
-        return [rebind(eqn, (activated, weights) if side == 0 else (weights, activated))[0]]
+        env = dict(zip((*inputs, weights), args, strict=True))
+        for step in (*between, eqn):
+            with place_of(step):
+                operands = [
+                    atom.val if is_literal(atom) else env.get(atom, graph.values.get(atom)) for atom in step.invars
+                ]
+                env |= zip(step.outvars, rebind(step, operands), strict=True)
+        return [env[eqn.outvars[0]]]
 
     # recomputation does not wait for the weights
     recomputed = checkpoint_in_order(
-        product, policy=jax.checkpoint_policies.nothing_saveable, waiting=[*[True] * len(hidden), False]
+        product, policy=jax.checkpoint_policies.nothing_saveable, waiting=[*[True] * len(inputs), False]
     )
 
     def replacement(choose: Choose, *given: Any) -> list[Any]:
@@ -157,9 +105,9 @@ def _match(eqn: Any, side: int, graph: EquationGraph, name: str, hidden: list[An
     return Match(
         op="mlp",
         eqns=[*between, eqn],
-        inputs=[*hidden, eqn.invars[1 - side]],
+        inputs=[*inputs, weights],
         outputs=[eqn.outvars[0]],
         replacement=replacement,
         source=graph.source(eqn),
-        facts=f"{name}{' of a gate' if len(hidden) > 1 else ''}, F {hidden[0].aval.shape[-1]}",
+        facts=facts,
     )
