@@ -21,9 +21,7 @@ PARAMS |= {key: normal(D, N * H) for key in "qkv"}
 BATCH = {
     "x": normal(B, T, D, scale=1),
     "y": rng.integers(0, V, (B, T)).astype(np.int32),
-    "z": rng.integers(0, V, (B, T)).astype(np.int32),
     "weights": (rng.random((B, T)) < 0.8).astype(np.float32),
-    "share": rng.random((B, T)).astype(np.float32),
 }
 
 
@@ -46,16 +44,6 @@ def with_accuracy(params, batch):
     return jnp.sum(losses * weights) / jnp.sum(weights) + 0 * jax.lax.stop_gradient(correct)
 
 
-def soft_labels(params, batch):
-    labels = jax.nn.softmax(batch["x"] @ PARAMS["teacher"])
-    return -jnp.mean(jnp.sum(labels * log_probs(params, batch), axis=-1))
-
-
-def mixup(params, batch):
-    one, other = (-of_label(log_probs(params, batch), batch[key]) for key in "yz")
-    return jnp.mean(batch["share"] * one + (1 - batch["share"]) * other)
-
-
 def distillation(params, batch):
     teacher = jax.lax.stop_gradient(jax.nn.log_softmax(logits_of(params, batch, "teacher") / 2))
     return jnp.mean(jnp.sum(jnp.exp(teacher) * (teacher - jax.nn.log_softmax(logits_of(params, batch) / 2)), -1))
@@ -64,13 +52,6 @@ def distillation(params, batch):
 def focal(params, batch):
     chosen = of_label(log_probs(params, batch), batch["y"])
     return -jnp.mean((1 - jnp.exp(chosen)) ** 2 * chosen)
-
-
-def smoothed_with_z_loss(params, batch):
-    logits = logits_of(params, batch)
-    total = jax.nn.logsumexp(logits, axis=-1)
-    labels = 0.9 * jax.nn.one_hot(batch["y"], V) + 0.1 / V
-    return jnp.mean(total - jnp.sum(labels * logits, axis=-1)) + 1e-2 * jnp.mean(total**2)
 
 
 def in_two_steps(params, batch):
@@ -140,11 +121,8 @@ def gated_mlp(params, batch):
 
 LOSSES = [
     with_accuracy,
-    soft_labels,
-    mixup,
     distillation,
     focal,
-    smoothed_with_z_loss,
     in_two_steps,
     of_both_sides,
     with_itself,
