@@ -158,7 +158,7 @@ class ParallelConfig:
         "Stages send to their neighbors by a permute, or gather the values of all stages and take the one they need.",
         choices=("permute", "all_gather"),
     )
-    bucket_bytes: int = _key(0, "Gradients share collectives of at most so many bytes per device; 0: none.", least=0)
+    bucket_bytes: int = _key(0, "Gradients share collectives of at most so many bytes a device; 0: one each.", least=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -265,7 +265,7 @@ class TrainConfig:
 class CheckpointConfig:
     """When checkpoints and exports are written, and how many are kept."""
 
-    every_steps: int = _key(0, "Save every so many steps; 0: by time and at the end only.", least=0)
+    every_steps: int = _key(0, "Save every so many steps; 0: by time, for exports and at the end only.", least=0)
     every_minutes: float = _key(
         0.0, "Save when so many minutes have passed since the last one; 0: never by time.", least=0
     )

@@ -69,6 +69,7 @@ def train(run: Run, progress: Progress) -> str:
             _note_saved(run, run.checkpointer.wait())
             if run.exporter is not None:
                 run.exporter.wait()
+                run.checkpointer.release()
         if progress.step < config.train.num_steps:
             _show_goodput(run, progress)
             saved = f"saved in {run.workdir}; run the same command to resume"
@@ -269,6 +270,8 @@ def _log(run: Run, progress: Progress) -> None:
     _note_saved(run, run.checkpointer.check())
     if run.exporter is not None:
         run.exporter.check()
+        if not run.exporter.reading:
+            run.checkpointer.release()
 
 
 def _write_rows(run: Run, progress: Progress, *, in_flight: int = 0) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hlat_jax.passes.jaxpr import rebind
+from hlat_jax.passes.jaxpr import jax_function, op_name, rebind
 
 # Of operands of one shape but for dimensions of size 1, or scalars.
 ELEMENTWISE = {
@@ -27,6 +27,10 @@ ELEMENTWISE = {
 REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or")
 SUM = "reduce_sum"
 _CUMULATIVE = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
+
+
+# With derivatives of their own, which at 0 and 6 are not those of their bodies.
+_RECTIFIERS = {"relu": jax.nn.relu, "relu6": jax.nn.relu6}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +56,7 @@ def links(eqn: Any) -> list[Link]:
     name, params = eqn.primitive.name, eqn.params
     shapes = [atom.aval.shape for atom in eqn.invars]
     out = eqn.outvars[0].aval.shape
-    if name in ELEMENTWISE:
+    if name in ELEMENTWISE or is_rectifier(eqn):
         return [Link(tuple(_same(shape, out, dim) for shape in shapes), (dim,)) for dim in range(len(out))]
     if name == "iota":
         return [Link((), (dim,)) for dim in range(len(out))]
@@ -98,12 +102,19 @@ def links(eqn: Any) -> list[Link]:
     return []
 
 
+def is_rectifier(eqn: Any) -> bool:
+    """Returns whether an equation calls `jax.nn.relu` or `jax.nn.relu6`."""
+    return eqn.primitive.name == "custom_jvp_call" and jax_function(eqn) in _RECTIFIERS
+
+
 def bind_part(eqn: Any, operands: Sequence[Any], shapes: Sequence[Sequence[int]], *, start: Any = None) -> list[Any]:
     """Returns the results of an equation for operands with linked dimensions cut, which have these `shapes`.
 
     `start` is (dimension, index) where the part of an iota begins.
     """
     name, params, changed = eqn.primitive.name, eqn.params, {}
+    if is_rectifier(eqn):
+        return [_RECTIFIERS[op_name(eqn)](*operands)]
     if name == "iota":
         if start is None or start[0] != params["dimension"]:
             return [jax.lax.broadcasted_iota(params["dtype"], shapes[0], params["dimension"])]

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend import core, source_info_util
 
 from hlat_jax.host.jax_compat import ad
+
+_JAX = os.path.dirname(jax.__file__) + os.sep
 
 
 def primitives(names: str) -> frozenset[str]:
@@ -127,6 +130,12 @@ def op_name(eqn: Any) -> str | None:
         return eqn.params["name"] if "name" in eqn.params else eqn.params["jaxpr"].debug_info.func_name
     inner = called_jaxpr(eqn)
     return None if inner is None else inner.debug_info.func_name
+
+
+def jax_function(eqn: Any) -> str | None:
+    """Returns the name of the function of JAX itself that an equation calls, as `op_name`; None if it calls none."""
+    inner = called_jaxpr(eqn)
+    return op_name(eqn) if inner is not None and (inner.debug_info.func_filename or "").startswith(_JAX) else None
 
 
 def function_name(fn: Any) -> str:
@@ -246,15 +255,6 @@ def pushforward_of(eqn: Any, args: Sequence[Any], tangents: Sequence[Any]) -> tu
     """Returns (results, their tangents) of a `custom_jvp` equation, by its rule; a zero may be a `SymbolicZero`."""
     found = _functions(eqn)[1].call_wrapped(*args, *tangents)
     return found[: len(eqn.outvars)], found[len(eqn.outvars) :]
-
-
-def has_symbolic_zeros(eqn: Any) -> bool:
-    """Returns whether a derivative rule, of an equation or of one inside it, is told what is differentiated.
-
-    What such a rule does is known only where the function is differentiated: it may refuse anything else.
-    """
-    inside = (inner for jaxpr in inner_jaxprs(eqn) for inner, _ in equations(jaxpr))
-    return any(one.params.get("symbolic_zeros", False) for one in (eqn, *inside))
 
 
 def varying_axes(aval: Any) -> frozenset[str]:

@@ -53,12 +53,13 @@ def _warnings(loss: Callable, params: Any, rows: Any, model_state: Any, *, num_p
 
     jaxpr = trace(1)
     keys = [var for var in jaxpr.invars if jnp.issubdtype(var.aval.dtype, jax.dtypes.prng_key)]
-    if keys and not any(operand is key for eqn in jaxpr.eqns for operand in eqn.invars for key in keys):
+    draws = list(_draws(jaxpr, ""))
+    if keys and draws and not any(operand is key for eqn in jaxpr.eqns for operand in eqn.invars for key in keys):
         yield (
             "the loss is given random keys and reads none of them: what it draws is the same in every step. With Flax "
             "NNX, nnx.reseed takes the names of the streams of nnx.Rngs; nnx.Rngs(0) has one, named default."
         )
-    draws = list(_draws(jaxpr, "")) if num_parts > 1 else []
+    draws = draws if num_parts > 1 else []
     try:
         doubled = list(_draws(trace(2), "")) if draws else []
     except Exception:  # whatever the user's function raises for a size that it was not written for

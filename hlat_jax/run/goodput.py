@@ -35,7 +35,6 @@ _CATEGORIES = {
     "evaluating": "evaluation",
     "evaluating on tasks": "evaluation",
     "starting to save": "blocked on save",
-    "starting to export": "blocked on save",
     "saving": "blocked on save",
     "restoring the checkpoint": "restore",
     "waiting for data": "data wait",

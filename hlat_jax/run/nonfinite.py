@@ -33,7 +33,8 @@ def stop(run: Run, progress: Progress, row: dict[str, Any]) -> NoReturn:
     run.log.sync()
     distributed.barrier()  # the rows are on the disk before any process ends the others
     batch = row.get("batch", row["step"])
-    advice = f"Look at that batch with data peek --step={batch}, raise train.max_nonfinite_steps"
+    peek = f"python -m hlat_jax.data peek --config=... --workdir=... --step={batch}"
+    advice = f"Look at that batch, {peek} with the flags of the run, raise train.max_nonfinite_steps"
     if not math.isfinite(row["param_norm"]):
         advice = f"The weights are damaged: run the same command again, which resumes from {_newest_saved(progress)}"
     raise NonFiniteError(

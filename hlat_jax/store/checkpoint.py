@@ -93,6 +93,7 @@ class Checkpointer:
         Raises ValueError if the folder cannot be written.
         """
         self.folder = pathlib.Path(workdir).absolute() / "checkpoints"
+        self._config = config
         self._saving: int | None = None
         self._saving_bytes = 0
         logging.getLogger("absl").addFilter(_not_orbax)  # drops its INFO logs; failures raise
@@ -180,6 +181,17 @@ class Checkpointer:
         except Exception as error:
             raise self._failed(error) from error
         return True
+
+    def release(self) -> None:
+        """Removes the checkpoint that an export has read, unless it is kept for itself; process 0 calls it.
+
+        Nothing happens while a save is under way: the next one removes it.
+        """
+        step, self.exported.step = self.exported.step, 0
+        steps, every = sorted(self._manager.all_steps()), self._config.keep_every_steps
+        is_kept = step in steps[-self._config.keep_last :] or (every and step % every == 0)
+        if step in steps and not is_kept and self._saving is None:
+            self._manager.drop(step)
 
     def check(self) -> int | None:
         """Returns as `wait` if the save in the background has ended or failed; does not wait."""
@@ -371,6 +383,11 @@ class _Manager(ocp.CheckpointManager):
 
     def _load_checkpoint_infos(self, skip_metadata_read: bool = False) -> Any:
         return super()._load_checkpoint_infos(skip_metadata_read=True)
+
+    def drop(self, step: int) -> None:
+        """Removes a checkpoint in process 0 alone; the others hold it for there until the next save."""
+        self._checkpoint_deleter.delete(step)
+        self._checkpoints.delete_if(lambda info: info.step == step)
 
 
 def _barrier_of_saves(*, key: str, timeout_ms: int) -> None:

@@ -128,6 +128,7 @@ def test_steps_do_not_wait_for_the_writer_and_weights_match_their_step(mutable, 
     assert there[0][:1] == [2] < there[0]
     assert "export of step 4 skipped: that of step 2 is still being written" in capsys.readouterr().out
     assert exports(tmp_path / "run") in (["2", "8"], ["2", "6", "8"])  # that of 6 may be due in time
+    assert micro.saved_steps(tmp_path / "run") == [8]  # what was read is not kept
     mutable.checkpoint.update(every_steps=2, export_every_steps=0, keep_last=9)
     assert train(mutable, tmp_path / "plain") == 0
     for step in (2, 8):

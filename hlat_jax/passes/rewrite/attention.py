@@ -170,7 +170,7 @@ class _Attention:
         for (ids, layout), other in (sides, sides[::-1]):
             of_queries = other[0], tuple(self.T[0] if axis in self.S else axis for axis in other[1])
             is_pair = (ids, layout) == of_queries and layout != other[1] and {*layout} <= {*self.B, *self.T, None}
-            if is_pair and jnp.issubdtype(ids.aval.dtype, jnp.integer):
+            if is_pair and jnp.issubdtype(ids.aval.dtype, jnp.integer) and ids.aval.dtype.itemsize <= 4:
                 return ids, layout
         return None
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from hlat_jax.ops.cross_entropy import is_loss_scaled
 from hlat_jax.passes.independence import SUM, Link, bind_part, links
-from hlat_jax.passes.jaxpr import aval_bytes, place_of
+from hlat_jax.passes.jaxpr import aval_bytes, place_of, varying_axes
 from hlat_jax.passes.rewrite.graph import EquationGraph, Match, Refusal, is_literal
 
 ShapeOf = Callable[[Any], Sequence[int]]
@@ -48,7 +48,9 @@ def matches(graph: EquationGraph, *, max_bytes: int = MAX_BYTES) -> Iterator[Mat
         if id(eqn) in taken or graph.is_constant(seed) or not graph.readers(seed):
             continue
         parts = -(-_PARTS * aval_bytes(seed.aval) // max_bytes)
-        bounds = _Bounds(parts, lambda var: _PARTS * aval_bytes(var.aval) > max_bytes, aval_bytes(seed.aval) // 64)
+        bounds = _Bounds(
+            parts, False, lambda var: _PARTS * aval_bytes(var.aval) > max_bytes, aval_bytes(seed.aval) // 64
+        )
         regions, reason = _regions(graph, seed, bounds, taken)
         if regions:
             region = min(regions, key=lambda one: one.cost)
@@ -65,20 +67,25 @@ def losses(graph: EquationGraph, *, max_bytes: int = LOSS_BYTES) -> Iterator[Mat
     again, so that they cost no time.
     """
     for eqn in graph.eqns:
+        if eqn.primitive.name != "dot_general" or id(eqn) in graph.taken:
+            continue
         seed = eqn.outvars[0]
-        if eqn.primitive.name != "dot_general" or id(eqn) in graph.taken or aval_bytes(seed.aval) <= max_bytes:
+        if aval_bytes(seed.aval) <= max_bytes:
             continue
         parts = min(-(-_PARTS * aval_bytes(seed.aval) // max_bytes), _num_rows(eqn) // LEAST_ROWS)
         if parts < 2 or graph.is_constant(seed) or not _is_of_loss(graph, seed):
             continue
         num_bytes = aval_bytes(seed.aval)
-        bounds = _Bounds(parts, lambda var, size=seed.aval.size: 2 * var.aval.size > size, num_bytes)
+        bounds = _Bounds(parts, True, lambda var, size=seed.aval.size: 2 * var.aval.size > size, num_bytes)
         regions, reason = _regions(graph, seed, bounds, graph.taken)
         ends = [region for region in regions if region.is_loss]
         if ends:
             yield min(ends, key=lambda one: one.cost).match("loss")
         else:
-            in_turn = f"{seed.aval.str_short()}: not all ends in one number; `passes.chunk` computes its chunks twice"
+            in_turn = (
+                f"{seed.aval.str_short()}: it does not end in one number, of fp32 or bf16, that is not of one device"
+            )
+            in_turn += "; `passes.chunk` computes its chunks, each twice"
             yield Refusal("loss", graph.source(eqn), in_turn if regions else reason)
 
 
@@ -121,13 +128,15 @@ class _Bounds:
     """How far a region reaches.
 
     Attributes:
-      parts: least number of chunks.
+      parts: number of chunks, or the nearest one that divides the dimension.
+      is_most: whether there are no more chunks than that; otherwise no fewer, and up to eight times as many.
       is_large: takes a variable, and returns whether it is computed in the region if it can be.
       is_eager: whether a large operand is computed in the region although others read it, who are then part of it.
       tiny_bytes: the bytes of results up to which the region goes on through them if all of it then ends in sums.
     """
 
     parts: int
+    is_most: bool
     is_large: Callable[[Any], bool]
     tiny_bytes: int
     is_eager: bool = True
@@ -155,9 +164,11 @@ class _Region:
         """
         self.graph, self.seed = graph, seed
         size, num_bytes = seed.aval.shape[dim], aval_bytes(seed.aval)
-        self.num_parts = next((more for more in range(min(bounds.parts, size), size + 1) if size % more == 0), 1)
+        first = min(bounds.parts, size)
+        numbers = range(first, 1, -1) if bounds.is_most else range(first, min(8 * first, size) + 1)
+        self.num_parts = next((number for number in numbers if size % number == 0), 1)
         if self.num_parts < 2:
-            raise Mixed(f"dimension {dim} has one index")
+            raise Mixed(f"dimension {dim} of {size} has no {first} equal parts, nor about as many")
         self.dims: dict[Any, int] = {seed: dim}
         self.reductions: dict[Any, str] = {}
         self._whole: set[Any] = set()  # operands that every chunk takes as a whole
@@ -368,6 +379,8 @@ class _Region:
                 has_derivative |= {var for var in eqn.outvars if _is_float(var)}
         if any(jnp.issubdtype(var.aval.dtype, jnp.complexfloating) or var.aval.dtype == jnp.float16 for var in reads):
             return None  # complex numbers are not sorted here; fp16 needs the scale of its loss in the loop
+        if any(varying_axes(var.aval) for var in reads):
+            return None  # of one device: inside shard_map JAX sums the gradients of what all devices have
         places = [at for at, var in enumerate(goals) if var in has_derivative]
         are_sums = all(self.reductions.get(var) == SUM and not var.aval.shape for var in goals)
         return places[0] if are_sums and len(places) == 1 else None

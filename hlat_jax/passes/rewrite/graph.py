@@ -16,6 +16,7 @@ import numpy as np
 from jax.extend import core, source_info_util
 
 from hlat_jax.ops.dialect import CallSpec, Op
+from hlat_jax.passes.independence import is_rectifier
 from hlat_jax.passes.jaxpr import PLAIN_CALLS, aval_bytes, place_of, rebind
 
 # Calls with a derivative rule: part of the view, but either replaced whole or left as they are.
@@ -332,7 +333,7 @@ def _inlined(eqn: Any) -> Any:
     name, params = eqn.primitive.name, eqn.params
     if name in SEALED_CALLS:
         body = params[SEALED_CALLS[name]]
-        return None if _forwards(body.jaxpr) else body
+        return None if _forwards(body.jaxpr) or is_rectifier(eqn) else body
     if name not in PLAIN_CALLS:
         return None
     if name == "jit":

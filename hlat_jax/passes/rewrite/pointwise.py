@@ -104,6 +104,11 @@ class Pointwise:
         known = dict.fromkeys(self.others, np.float32(others)) | {self.start: number}
         return self._value(self._end, known | dict(zip(self.flags, truths, strict=True)), at)
 
+    def slope(self, truths: Sequence[bool], *, at: Sequence[int]) -> float:
+        """Returns the derivative of the value at one position by the number, at 0.5."""
+        one = jnp.ones((1,), jnp.float32)
+        return float(jnp.sum(jax.jvp(lambda number: self.value(number, truths, at=at), [0.5 * one], [one])[1]))
+
     def values(self, numbers: Sequence[float], truths: Sequence[bool]) -> list[np.ndarray]:
         """Returns the values for several numbers, with one dimension for each axis, 1 where all are equal."""
         opened, consts = without_consts(jax.make_jaxpr(self.value)(np.float32(0), list(truths)))
@@ -181,7 +186,11 @@ def score_function(region: Pointwise) -> ScoreFunction:
             raise refused
         return score_function(whole)
     ((truths, allowed, shown),) = found
-    line = np.asarray(region.value(_GRID, truths, at=np.unravel_index(np.argmax(allowed), allowed.shape)))
+    position = np.unravel_index(np.argmax(allowed), allowed.shape)
+    line = np.asarray(region.value(_GRID, truths, at=position))
+    hidden = [other for other in itertools.product(_TRUTHS, repeat=len(region.flags)) if other != truths]
+    if any(region.slope(other, at=position) for other in hidden):
+        raise Refused("a mask that depends on data is added to the scores; set them by jnp.where instead")
     scale, softcap = _scale_and_softcap(line)
     for scores, shown_as in ((_GRID, [line]), *zip(_SCORES, shown, strict=True)):
         expected = scale * scores if softcap is None else softcap * np.tanh(scale * scores / softcap)

@@ -242,7 +242,7 @@ def returned(p, t, w):
 
 
 def test_what_is_not_computed_in_chunks_at_once_is_left_with_a_reason():
-    for loss, words in ((over_tokens, "not all ends in one number"), (returned, "a result of the function")):
+    for loss, words in ((over_tokens, "does not end in one number"), (returned, "a result of the function")):
         ours = rewritten(loss)
         jax.eval_shape(ours, PARAMS, TARGETS, WEIGHTS)
         report = ours.report()
