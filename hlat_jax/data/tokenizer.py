@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import pathlib
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -78,21 +79,19 @@ class Tokenizer:
     def encode_with_control_tokens(self, text: str) -> np.ndarray:
         """Returns int32[n] token ids of a text in which control tokens are written out, as in '<s>It is'.
 
-        Raises:
-          ValueError: the tokenizer is a SentencePiece model, and no tokenizer.json with the same tokens is beside it.
+        They are those that transformers would take: of a tokenizer.json, which may lie beside a tokenizer.model with
+        the same tokens, or else of the SentencePiece model.
         """
         return np.asarray(self._model_of_control_tokens.encode_with_control_tokens(text), np.int32)
 
     @functools.cached_property
-    def _model_of_control_tokens(self) -> JsonModel:
-        if isinstance(self._model, JsonModel):
-            return self._model
+    def _model_of_control_tokens(self) -> Any:
         beside = self.path.with_name("tokenizer.json")
-        if beside.is_file():
-            other = JsonModel(beside, beside.read_bytes())
-            if all(other.token(token) == self._model.token(token) for token in range(self.vocab_size)):
-                return other
-        raise ValueError(f"--control_tokens needs a tokenizer.json; {self.path} has none with its tokens beside it.")
+        if self.path.name != "tokenizer.model" or not beside.is_file():
+            return self._model
+        other = JsonModel(beside, beside.read_bytes())
+        same = all(other.token(token) == self._model.token(token) for token in range(self.vocab_size))
+        return other if same else self._model
 
     def token(self, token: int) -> str:
         """Returns the piece of a token."""
@@ -178,6 +177,20 @@ class _SentencePiece:
         self.bos_id = self._processor.bos_id()  # -1: none
         has_bytes = any(map(self._processor.is_byte, range(self.vocab_size)))
         self.unk_id = -1 if has_bytes else self._processor.unk_id()
+
+    def encode_with_control_tokens(self, text: str) -> list[int]:
+        """Returns the ids of a text in which control tokens are written out; see Tokenizer."""
+        processor, ids = self._processor, []
+        control = {self.token(each): each for each in filter(processor.is_control, range(self.vocab_size))}
+        pattern = "|".join(map(re.escape, sorted(control, key=len, reverse=True)))
+        for number, part in enumerate(re.split(f"({pattern})", text) if control else [text]):
+            if number % 2:
+                ids.append(control[part])
+            elif number and self.adds_space:  # a space is added to the beginning of the text alone
+                ids += self.encode(f"\n{part}")[len(self.encode("\n")) :] if part else []
+            else:
+                ids += self.encode(part)
+        return ids
 
     @functools.cached_property
     def adds_space(self) -> bool:

@@ -66,12 +66,14 @@ class Generator:
         prompts: Sequence[Sequence[int]],
         *,
         max_tokens: int,
+        sampling: Sampling = GREEDY,
         stop_ids: Collection[int] = (),
-        **options: Any,
+        first_number: int = 0,
     ) -> list[list[int]]:
-        """Returns the new tokens of each prompt, without the one of `stop_ids` that ended it; arguments as `stream`."""
+        """Returns the new tokens of each prompt, without the one of `stop_ids` that ended it; see `stream`."""
         new_ids: list[list[int]] = [[] for _ in prompts]
-        for step in self.stream(prompts, max_tokens=max_tokens, stop_ids=stop_ids, **options):
+        options: dict[str, Any] = {"sampling": sampling, "stop_ids": stop_ids, "first_number": first_number}
+        for step in self.stream(prompts, max_tokens=max_tokens, **options):
             for ids, token in zip(new_ids, step, strict=True):
                 if token is not None and token not in stop_ids:
                     ids.append(token)

@@ -139,17 +139,21 @@ def test_control_tokens_in_prompts_give_what_transformers_gives(kind, generate_h
     assert "p.jsonl: each line must be a JSON object" in generate_here(*words)[2]
 
 
-def test_control_tokens_of_a_native_model_are_those_of_the_tokenizer_json_beside_it(tmp_path):
-    lossless = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
-    path = train_model(tmp_path / "tokenizer.model", byte_fallback=True, vocab_size=320, **lossless)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(Tokenizer(path).transformers_config()))
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"--control_tokens needs a tokenizer\.json; .*tokenizer\.model has none"):
-        Tokenizer(path).encode_with_control_tokens("<s>a")
-    theirs.backend_tokenizer.save(str(tmp_path / "tokenizer.json"))  # which an import does not take
-    for text in ("<s>the lazy dog</s>the  fox <s> jumps</s>", "a<s>b\n\n<s>\nc", "x</s> ", "</s>", "the dog"):
-        expected = theirs.encode(text, add_special_tokens=False)
-        assert Tokenizer(path).encode_with_control_tokens(text).tolist() == expected
+def test_control_tokens_of_a_native_model_are_those_of_transformers(tmp_path):
+    for number, options in enumerate(({}, {"add_dummy_prefix": False})):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        lossless = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
+        path = train_model(folder / "tokenizer.model", byte_fallback=True, vocab_size=320, **lossless, **options)
+        ours = Tokenizer(path)
+        (folder / "tokenizer_config.json").write_text(json.dumps(ours.transformers_config()))
+        theirs = transformers.AutoTokenizer.from_pretrained(folder)
+        for text in ("<s>the lazy dog</s>the  fox <s> jumps</s>", "a<s>b\n\n<s>\nc", "x</s> ", "</s>", "the dog"):
+            expected = theirs.encode(text, add_special_tokens=False)
+            assert ours.encode_with_control_tokens(text).tolist() == expected
+            # the tokens of a tokenizer.json beside it, which an import does not take, are the same
+            theirs.backend_tokenizer.save(str(folder / "tokenizer.json"))
+            assert Tokenizer(path).encode_with_control_tokens(text).tolist() == expected
 
 
 def test_a_folder_of_hugging_face_without_one_of_its_files_is_refused_by_name(padded, generate_here, tmp_path):

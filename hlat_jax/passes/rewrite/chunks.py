@@ -80,7 +80,7 @@ def losses(graph: EquationGraph, *, max_bytes: int = LOSS_BYTES) -> Iterator[Mat
         regions, reason = _regions(graph, seed, bounds, graph.taken)
         ends = [region for region in regions if region.is_loss]
         if ends:
-            yield min(ends, key=lambda one: one.cost).match("loss")
+            yield min(ends, key=lambda one: one.cost).match(name="loss")
         else:
             in_turn = (
                 f"{seed.aval.str_short()}: it does not end in one number, of fp32 or bf16, that is not of one device"
@@ -189,7 +189,7 @@ class _Region:
         """Whether it ends in one number with a derivative: its gradients are computed with it, and no chunk twice."""
         return len(self.loops) == 1 and self.loops[0][1].scalar is not None
 
-    def match(self, name: str = "chunk") -> Match:
+    def match(self, *, name: str = "chunk") -> Match:
         """Returns the region as what `rewrite` replaces."""
         number = {id(eqn): at for at, eqn in enumerate(self.eqns)}
         inputs = [atom for eqn in self.eqns for atom in eqn.invars if not is_literal(atom)]

@@ -141,8 +141,6 @@ CAUSAL = {
 }
 PADDED = {
     "where": lambda s, m: jnp.where(m[:, None, None], s, -1e9),
-    "added": lambda s, m: s + jnp.where(m, 0, -1e9)[:, None, None, :],
-    "added product": lambda s, m: s + (1.0 - m[:, None, None].astype(jnp.float32)) * -1e9,
     "hidden, not shown": lambda s, m: jnp.where(~m[:, None, None], -1e9, s),
     "a product of floats": lambda s, m: jnp.where(m.astype(jnp.float32)[:, None, None] * np.ones((T, T)) > 0, s, -1e9),
     "a prefix, or what is causal": lambda s, m: jnp.where(m[:, None, None] | TRIL, s, -1e9),
@@ -257,7 +255,16 @@ REFUSED = {
         (),
         "more than dropout",
     ),
-    "a gradient of one's own": (lambda q, k: values_of(straight_through(scores_of(q, k)), V), (), "differs from it by"),
+    "a gradient of one's own": (
+        lambda q, k: values_of(straight_through(scores_of(q, k)), V),
+        (),
+        "derivative rule of its own",
+    ),
+    "a mask of data, added": (  # a query without keys has a gradient by all of them
+        attend(lambda s, m: s + jnp.where(m, 0, -1e9)[:, None, None, :]),
+        (IS_TOKEN,),
+        "added to the scores",
+    ),
     "a gradient that is stopped": (attend(jax.lax.stop_gradient), (), ""),
     "bf16 in between": (rounded, (), "differs from it by"),
     "values of another size": (attend(causal, v=V[..., :5]), (), "values have 5 features, keys 6"),
@@ -282,7 +289,7 @@ REFUSED = {
     "a mask that leaves a row to its scores": (
         attend(lambda s, m: s + jnp.where(m, 0, -1e5)[:, None, None, :]),
         (IS_TOKEN,),
-        "different numbers",
+        "added to the scores",
     ),
     "only the largest scores": (
         attend(lambda s: jnp.where(s >= s.max(axis=-1, keepdims=True) - 1, s, -1e9)),
