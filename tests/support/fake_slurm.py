@@ -4,7 +4,8 @@
 ask for. `srun` starts the command once for each node, all of them here, and ends the others when one fails. A file
 `lose` in the folder, with `RANK STEP RUN_FOLDER`, makes it kill that rank when a checkpoint of that step is there: a
 lost node. As in Slurm, a job whose --time is nearly over gets the signal of `--signal=TERM@SECONDS`, in its steps and
-not in the batch script, and one without --time never does.
+not in the batch script, and one without --time never does. With a file `clock`, with `RUN_FOLDER`, the time counts from
+the first step of that run, so that a slow machine has trained by then.
 """
 
 import os
@@ -49,11 +50,21 @@ def _sbatch(folder: pathlib.Path, words: list[str]) -> int:
     if "time" in options and "signal" in options:
         name, _, lead = options["signal"].partition("@")
         assert name == "TERM"
+        _wait_for_clock(folder, batch)
         try:
             return batch.wait(seconds(options["time"]) - int(lead))
         except subprocess.TimeoutExpired:
             (folder / "signal").touch()  # for srun
     return batch.wait()
+
+
+def _wait_for_clock(folder: pathlib.Path, batch: subprocess.Popen) -> None:
+    order = folder / "clock"
+    if order.exists():
+        rows = pathlib.Path(order.read_text()) / "metrics.jsonl"
+        order.unlink()
+        while batch.poll() is None and not (rows.exists() and '"loss"' in rows.read_text()):
+            time.sleep(0.05)
 
 
 def seconds(limit: str) -> int:

@@ -169,7 +169,8 @@ def test_job_saves_before_its_time_is_over_and_the_same_command_continues_it(sub
     config, workdir = micro.write_config(tmp_path), tmp_path / "run"
     words = (f"--config={config}", f"--workdir={workdir}", "--config.train.eval_every_steps=0")
     endless = (*words, "--config.train.num_steps=1000000", "--config.checkpoint.every_steps=100000")
-    first = submit("--nodes=1", "--time=10:12", LAUNCH / "slurm/train.sbatch", *endless)  # the signal comes after 12 s
+    (tmp_path / "bin" / "clock").write_text(str(workdir))  # the signal comes 1 s after the first step
+    first = submit("--nodes=1", "--time=10:01", LAUNCH / "slurm/train.sbatch", *endless)
     assert first.returncode == 0, first.stderr
     assert "restart" not in first.stderr
     [saved] = [int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdecimal()]
