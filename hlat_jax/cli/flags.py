@@ -23,6 +23,8 @@ from hlat_jax.host import limits, process
 def parse(argv: Sequence[str], define: Callable[[flags.FlagValues], None] = lambda _: None) -> tuple[Any, Any]:
     """Returns (ConfigDict with every override applied, the command's own flags).
 
+    `--init_from=PATH` sets train.init_from, and the config `continue` where there is no other.
+
     Args:
       argv: the command line without the program.
       define: declares the command's own flags on the `absl` FlagValues it is given.
@@ -39,7 +41,11 @@ def parse(argv: Sequence[str], define: Callable[[flags.FlagValues], None] = lamb
         sys.exit(0)
     named = flags.FlagValues()
     flags.DEFINE_multi_string("config", [], "Name or path of the config.", flag_values=named)
+    flags.DEFINE_string("init_from", "", "Initial weights.", flag_values=named)
     words = _parse_words(named, argv, known_only=True)
+    if named.init_from:
+        words.append(f"--config.train.init_from={named.init_from}")
+        named.config = named.config or ["continue"]
     if not named.config:
         likely = [word for word in words if word.endswith(".py") or word in config_files.shipped_configs()]
         hint = f" Did you mean --config={likely[0]}?" if likely else ""
@@ -267,6 +273,7 @@ def usage(values: flags.FlagValues) -> str:
         (
             "Usage: --config=NAME|PATH.py [--config.SECTION.KEY=VALUE ...] [flags]",
             f"\nNAME is one of {shipped}; --print_config shows the values of one.",
+            "--init_from=FOLDER sets train.init_from, and without another config takes --config=continue.",
             "\nFlags:",
             *own,
             "\nKeys, with the value of a config that does not set them:",

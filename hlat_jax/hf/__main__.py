@@ -13,9 +13,9 @@ from absl import flags, logging
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.facts.names import nearest
 from hlat_jax.store.progress import show_progress
+from hlat_jax.weights.hf_files import DTYPES
 from hlat_jax.weights.path_checks import check_checkpoint, check_hugging_face
 
-DTYPES = ("float32", "bfloat16")
 USAGE = """Usage: python -m hlat_jax.hf VERB ...
 
   import DIR --out=DIR             checks a Hugging Face folder of the Llama family and copies it, with checksums
@@ -38,7 +38,8 @@ _EXPORT = """Usage: python -m hlat_jax.hf export CKPT --out=DIR [flags]
 
 Writes safetensors with config.json, generation_config.json and tokenizer, reads them back and compares every bit.
 Exports fp32 master weights where the precision policy keeps them (mixed), in float32; --dtype=bfloat16 rounds them.
-Under the other policies the parameters are exported in their stored dtype.
+Under the other policies the parameters are exported in their stored dtype. A run that began with weights of Hugging
+Face in bfloat16 is exported in bfloat16, unless --dtype=float32 is given.
 """
 _AVERAGE = """Usage: python -m hlat_jax.hf average CKPT CKPT ... --out=DIR
 

@@ -17,8 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hlat_jax.config import ModelConfig
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.host import process
+from hlat_jax.model import abstract_params
 from hlat_jax.resolve import export_problem
 from hlat_jax.run import costs
 from hlat_jax.store import atomic_files
@@ -26,11 +28,12 @@ from hlat_jax.store.integrity import seal
 from hlat_jax.store.progress import Status
 from hlat_jax.store.typed_json import read_json
 from hlat_jax.weights import hf_names
+from hlat_jax.weights.description import describe_hugging_face
 from hlat_jax.weights.hf_config import architecture, config_json, model_config
-from hlat_jax.weights.hf_files import INDEX_FILE, SINGLE_FILE, companions
+from hlat_jax.weights.hf_files import DTYPES, INDEX_FILE, SINGLE_FILE, begins_texts_with_bos, companions
 from hlat_jax.weights.hf_reading import as_dtype, open_checkpoint
 from hlat_jax.weights.safetensors_file import Writer, bits
-from hlat_jax.weights.trained import Weights
+from hlat_jax.weights.trained import Weights, leaves_by_name
 
 _NATIVE, _TOKENIZER, _SETTINGS = "tokenizer.model", "tokenizer.json", "tokenizer_config.json"
 _OF_JSON = "PreTrainedTokenizerFast"
@@ -86,7 +89,8 @@ def export_checkpoint(
     Args:
       weights: of a run, or imported.
       out: must not exist, or be empty.
-      dtype: float32 or bfloat16; "": the stored one.
+      dtype: float32 or bfloat16; "": bfloat16 for a run that began with weights of Hugging Face in bfloat16, else the
+        stored one.
       shard_bytes: size of the largest file of weights.
       status: is kept up to date.
 
@@ -94,6 +98,8 @@ def export_checkpoint(
       ValueError: `out` exists, or the written folder differs from the weights.
     """
     stored = {np.dtype(leaf.dtype) for leaf in jax.tree.leaves(weights.arrays)}
+    if not dtype and weights.step and _dtype_of(weights.companions) == "bfloat16":
+        dtype = "bfloat16"
     written = np.dtype(jnp.dtype(dtype)) if dtype else max(stored, key=lambda each: each.itemsize)
     status = status or Status()
     with whole_folder(out) as partial:
@@ -105,6 +111,56 @@ def export_checkpoint(
         status.text, status.share = "comparing", 0.0
         _compare(weights, partial, dtype=written, status=status)
     return written.name
+
+
+def save(
+    params: Any, model: ModelConfig, tokenizer: str | os.PathLike, folder: str | os.PathLike, *, dtype: str = ""
+) -> None:
+    """Writes parameters to a new folder that transformers loads, and compares it with them, bit by bit.
+
+    Args:
+      params: nested dicts of arrays, as of `init_params` or `hf.load`; one is copied to the host at a time.
+      model: the config of the parameters.
+      tokenizer: a tokenizer file; or a Hugging Face folder, whose tokenizer, chat template and other files beside the
+        weights are copied; "" for none.
+      folder: must not exist, or be empty.
+      dtype: float32 or bfloat16; "": that of the parameters.
+
+    Raises:
+      ValueError: parameters of another model, in another dtype than float32 and bfloat16, or of which this process
+        does not hold all shards; a model that transformers does not load; a folder that exists.
+    """
+    leaves, expected = leaves_by_name(params), leaves_by_name(abstract_params(model))
+    for name in sorted(leaves.keys() | expected.keys()):
+        theirs, ours = (tree[name].shape if name in tree else "absent" for tree in (leaves, expected))
+        if theirs != ours:
+            raise ValueError(f"params: {name} is {theirs}, and {ours} in the model; give the config they were made with.")
+    for name, leaf in leaves.items():
+        if jnp.dtype(leaf.dtype).name not in DTYPES:
+            raise ValueError(f"params: {name} is {leaf.dtype}; cast it to one of {', '.join(DTYPES)}.")
+        if not getattr(leaf, "is_fully_addressable", True):
+            raise ValueError(
+                f"params: this process holds not all of {name}; save a checkpoint with Orbax, and restore it in one "
+                "process."
+            )
+    path = pathlib.Path(tokenizer).expanduser() if tokenizer else None
+    if path and not path.exists():
+        raise ValueError(f"tokenizer={tokenizer}: there is no such file or folder; give that of the model, or '' for none.")
+    came_with = describe_hugging_face(path, model) if path and path.is_dir() else None
+    described = vars(came_with) if came_with else {"tokenizer": str(path or "")}
+    weights = Weights(
+        **described | {"folder": pathlib.Path("params"), "model": model},
+        arrays=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params),
+        read_leaf=lambda name, _: np.asarray(leaves[name]),
+    )
+    export_checkpoint(weights, pathlib.Path(folder).expanduser(), dtype=dtype)
+
+
+def _dtype_of(companions: pathlib.Path | None) -> str:
+    """Returns the dtype that config.json names; "" without one."""
+    path = companions and companions / "config.json"
+    content = read_json(path) if path and path.is_file() else {}
+    return content.get("dtype", content.get("torch_dtype", ""))
 
 
 def write_tensors(
@@ -204,7 +260,8 @@ def _write_companions(weights: Weights, folder: pathlib.Path, *, dtype: str) -> 
         for name, source in () if has_tokenizer else files_of(tokenizer).items():
             if name not in came_along:
                 shutil.copyfile(source, folder / name)
-        if weights.step or _SETTINGS not in came_along:  # else it was given for the export of an import
+        as_trained = has_tokenizer and begins_texts_with_bos(beside) == weights.begins_with_bos
+        if not as_trained and (weights.step or _SETTINGS not in came_along):  # else it was given for an import
             _add_no_tokens(folder, tokenizer)
             if weights.begins_with_bos:
                 _add_bos(folder, tokenizer)

@@ -230,7 +230,7 @@ def _progress(inputs: Inputs, start: Start, compilations: Compilations) -> tuple
         state = compilations.compiled("init")(compilations.program.seed)
         origin: dict[str, Any] = {}
         if start.weights is not None:
-            state, origin["init_from"] = resume.with_weights(state, start.weights)
+            state, origin["init_from"] = resume.with_weights(state, start.weights, config=inputs.config)
         position = batches.get_state()
         return Progress(state=state, step=0, position=position, tokens=0, saved_step=0, num_nonfinite=0), origin
     metadata, position = restored.metadata, restored.position[list(batches.rows)]

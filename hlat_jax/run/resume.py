@@ -222,8 +222,8 @@ def open_init(config: Config, tokenizer: Tokenizer, *, given: Collection[str] = 
     return weights
 
 
-def with_weights(state: Any, weights: Weights) -> tuple[Any, dict[str, Any]]:
-    """Returns a new run's state with these weights, and the record of where they come from.
+def with_weights(state: Any, weights: Weights, *, config: Config) -> tuple[Any, dict[str, Any]]:
+    """Returns a new run's state with these weights, and the record of where they come from; prints the recipe.
 
     Dtypes and shardings are those of the randomly initialized weights, which are deleted.
     """
@@ -238,7 +238,13 @@ def with_weights(state: Any, weights: Weights) -> tuple[Any, dict[str, Any]]:
     state = state | {"params": read(state["params"])}
     if "master" in state["opt_state"]:
         state["opt_state"] = state["opt_state"] | {"master": read(state["opt_state"]["master"])}
-    print(f"weights          from {weights.folder}, step {weights.step}; the optimizer state is new")
+    rates, rows, train = config.optimizer, config.data, config.train
+    print(
+        f"weights          from {weights.folder}, step {weights.step}; the optimizer state is new\n"
+        f"recipe           learning rate {rates.peak_lr:g} after {rates.warmup_steps:,} steps of warm-up, by a cosine to "
+        f"{rates.peak_lr * rates.min_lr_ratio:g} at step {rates.horizon_steps:,}; {train.num_steps:,} steps of "
+        f"{rows.batch_size:,} x {rows.seq_len:,} tokens"
+    )
     return state, {"folder": str(weights.folder), "step": weights.step}
 
 

@@ -11,6 +11,7 @@ from hlat_jax.store.atomic_files import write_whole
 from hlat_jax.store.typed_json import read_json
 
 INDEX_FILE, SINGLE_FILE = "model.safetensors.index.json", "model.safetensors"
+DTYPES = ("float32", "bfloat16")  # of exports
 # Files that are copied along with the weights.
 COMPANIONS = (
     *("config.json", "generation_config.json", "tokenizer.model", "tokenizer.json", "tokenizer_config.json"),

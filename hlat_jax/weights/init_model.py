@@ -26,7 +26,7 @@ _PROBES = ("It is a truth universally acknowledged", "def f(x):\n    return 2 * 
 
 
 def take_model(mutable: Any, *, given: Collection[str], workdir: pathlib.Path | None = None) -> list[str]:
-    """Sets the model and tokenizer of a ConfigDict with `train.init_from` or `branch_from` to those of its weights.
+    """Sets model, tokenizer and BOS of a ConfigDict with `train.init_from` or `branch_from` to those of its weights.
 
     A run that has checkpoints takes its own. The weights themselves are opened, and checked, when the run begins; where
     there are none that can be read here, nothing changes.
@@ -67,8 +67,12 @@ def take_model(mutable: Any, *, given: Collection[str], workdir: pathlib.Path | 
     ]
     mutable.model.update(taken)
     if tokenizer and "data.tokenizer" not in given and not _fits(mutable.data.tokenizer, tokenizer):
-        lines.append(f"tokenizer        {tokenizer}; that of config {mutable.name} has other ids")
+        other = f"; that of config {mutable.name} has other ids" if mutable.data.tokenizer else ""
+        lines.append(f"tokenizer        {tokenizer}{other}")
         mutable.data.tokenizer = tokenizer
+    if tokenizer and "data.prepend_bos" not in given and weights.begins_with_bos != mutable.data.prepend_bos:
+        lines.append(f"tokenizer        texts begin with{'out' * mutable.data.prepend_bos} BOS, as those of {folder}")
+        mutable.data.prepend_bos = weights.begins_with_bos
     return lines
 
 

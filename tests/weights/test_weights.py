@@ -378,7 +378,7 @@ def test_init_from_copies_only_the_weights(trained):
     drawn = make_program(config, layout).init_state()
     moments = jax.tree.map(np.asarray, drawn["opt_state"]["inner"])
     expected = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), drawn)
-    state, origin = with_weights(drawn, open_init(config, Tokenizer(config.data.tokenizer)))
+    state, origin = with_weights(drawn, open_init(config, Tokenizer(config.data.tokenizer)), config=config)
     assert origin == {"folder": str(run / "checkpoints/2"), "step": 2}
     assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), state) == expected
     assert int(state["step"]) == 0

@@ -1,0 +1,104 @@
+"""A published model continued: in by one command, trained on, and out again as it came."""
+
+import json
+
+import hf_models
+import jax
+import numpy as np
+import optax
+import pytest
+import torch
+import transformers
+from tokenizer_files import write_tokenizer_json
+
+from hlat_jax import hf, train
+from hlat_jax.hf import __main__ as hf_command
+from hlat_jax.model import apply, init_params
+from hlat_jax.store.metrics import ROWS_FILE, read_rows
+
+HELD_OUT = ["It is a truth", "universally acknowledged, that a single man", "in possession of a good fortune"]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A Hugging Face folder in bfloat16, whose tokenizer begins texts with BOS."""
+    folder = tmp_path_factory.mktemp("source")
+    files = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": "{{ messages }}"}
+    write_tokenizer_json(folder, **files)
+    config = transformers.LlamaConfig(**hf_models.SMALL | {"vocab_size": 640, "eos_token_id": 2})
+    return hf_models.save(hf_models.model(config), folder, dtype=torch.bfloat16)
+
+
+def same_but_for_weights(folder, source):
+    """Returns whether two folders have the same files, which are equal but for the weights."""
+    names = {path.name for path in source.iterdir()}
+    others = [name for name in names if (folder / name).read_bytes() != (source / name).read_bytes()]
+    return {path.name for path in folder.iterdir()} == names and others == ["model.safetensors"]
+
+
+def loss_of_transformers(source, texts):
+    """Returns the mean loss of the tokens of texts with their EOS, each text alone, and the number of targets."""
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+    # the tokenizer of tests truncates to 4 tokens, and pads
+    tokenizer.backend_tokenizer.no_truncation(), tokenizer.backend_tokenizer.no_padding()
+    total, count = 0.0, 0
+    for text in texts:
+        ids = torch.tensor([[*tokenizer.backend_tokenizer.encode(text).ids, tokenizer.eos_token_id]])
+        assert ids[0, 0] == tokenizer.bos_token_id
+        with torch.no_grad():
+            total += theirs(ids, labels=ids).loss.item() * (ids.shape[1] - 1)
+        count += ids.shape[1] - 1
+    return total / count, count
+
+
+def test_a_model_is_continued_by_one_command_and_exported_as_it_came(source, tmp_path, capsys):
+    (tmp_path / "my.txt").write_text("\n\n".join(f"{text} number {k}." for k in range(40) for text in HELD_OUT))
+    (tmp_path / "held_out.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in HELD_OUT))
+    run, out = tmp_path / "run", tmp_path / "out"
+    keys = {"data.train": tmp_path / "my.txt", "data.validation": tmp_path / "held_out.jsonl"}
+    keys |= {"data.packing": "documents", "data.seq_len": 32, "data.batch_size": 8, "train.num_steps": 4, "train.num_eval_batches": 0}
+    words = [f"--config.{key}={value}" for key, value in keys.items()]
+    assert train.main([f"--init_from={source}", *words, f"--workdir={run}"]) == 0
+    assert "recipe           learning rate 0.0001 after 0 steps of warm-up" in capsys.readouterr().out
+    before = read_rows(run / ROWS_FILE)[0]
+    loss, count = loss_of_transformers(source, HELD_OUT)
+    assert (before["step"], before["eval_tokens"]) == (0, count)
+    assert before["eval_loss"] == pytest.approx(loss, rel=1e-4)
+    assert hf_command.main(["export", str(run), f"--out={out}"]) == 0
+    assert same_but_for_weights(out, source)
+    assert hf_command.main(["export", str(run), f"--out={tmp_path / 'whole'}", "--dtype=float32"]) == 0
+    assert json.loads((tmp_path / "whole/config.json").read_text())["dtype"] == "float32"
+
+
+def test_parameters_of_ones_own_are_saved_as_transformers_computes_them(source, tmp_path):
+    model, params = hf.load(source, dtype="float32")
+    tokens_BT = np.random.default_rng(0).integers(0, 640, (2, 24))
+    updates = jax.grad(lambda params: apply(params, model, tokens_BT).var())(params)
+    params = optax.apply_updates(params, jax.tree.map(lambda leaf: -0.1 * leaf, updates))
+    hf.save(params, model, source, tmp_path / "out")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        expected = theirs(torch.from_numpy(tokens_BT)).logits.numpy()
+    ours = np.asarray(apply(params, model, tokens_BT))
+    assert np.abs(ours - expected).max() <= 1e-4 * np.abs(expected).max()
+    assert (tmp_path / "out/tokenizer.json").read_bytes() == (source / "tokenizer.json").read_bytes()
+    hf.save(hf.load(source)[1], model, source / "tokenizer.json", tmp_path / "rounded")  # a file
+    assert json.loads((tmp_path / "rounded/config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert (tmp_path / "rounded/tokenizer.json").is_file()
+
+
+def test_parameters_that_are_not_of_the_model_are_refused_by_name(source, tmp_path):
+    model, params = hf.load(source)
+    other, half = init_params(model, jax.random.key(0)), jax.tree.map(lambda leaf: leaf.astype("float16"), params)
+    other["layers"]["mlp"]["down"] = other["layers"]["mlp"]["down"][:1]
+    for given, message in (
+        (other, r"params: layers.mlp.down is \(1, 160, 96\), and \(2, 160, 96\) in the model"),
+        (params | {"extra": params["embed"]}, r"params: extra is \(640, 96\), and absent in the model"),
+        (half, "params: .* is float16; cast it to one of float32, bfloat16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            hf.save(given, model, "", tmp_path / "out")
+    with pytest.raises(ValueError, match="tokenizer=gone: there is no such file or folder"):
+        hf.save(params, model, "gone", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
