@@ -134,7 +134,7 @@ def save(
     for name in sorted(leaves.keys() | expected.keys()):
         theirs, ours = (tree[name].shape if name in tree else "absent" for tree in (leaves, expected))
         if theirs != ours:
-            raise ValueError(f"params: {name} is {theirs}, and {ours} in the model; give the config they were made with.")
+            raise ValueError(f"params: {name} is {theirs}, and {ours} in the model; give the config of the parameters.")
     for name, leaf in leaves.items():
         if jnp.dtype(leaf.dtype).name not in DTYPES:
             raise ValueError(f"params: {name} is {leaf.dtype}; cast it to one of {', '.join(DTYPES)}.")
@@ -145,7 +145,7 @@ def save(
             )
     path = pathlib.Path(tokenizer).expanduser() if tokenizer else None
     if path and not path.exists():
-        raise ValueError(f"tokenizer={tokenizer}: there is no such file or folder; give that of the model, or '' for none.")
+        raise ValueError(f"tokenizer={tokenizer}: no such file or folder; give that of the model, or '' for none.")
     came_with = describe_hugging_face(path, model) if path and path.is_dir() else None
     described = vars(came_with) if came_with else {"tokenizer": str(path or "")}
     weights = Weights(

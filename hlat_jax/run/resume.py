@@ -241,8 +241,8 @@ def with_weights(state: Any, weights: Weights, *, config: Config) -> tuple[Any, 
     rates, rows, train = config.optimizer, config.data, config.train
     print(
         f"weights          from {weights.folder}, step {weights.step}; the optimizer state is new\n"
-        f"recipe           learning rate {rates.peak_lr:g} after {rates.warmup_steps:,} steps of warm-up, by a cosine to "
-        f"{rates.peak_lr * rates.min_lr_ratio:g} at step {rates.horizon_steps:,}; {train.num_steps:,} steps of "
+        f"recipe           learning rate {rates.peak_lr:g} after {rates.warmup_steps:,} steps of warm-up, by a "
+        f"cosine to {rates.peak_lr * rates.min_lr_ratio:g} at step {rates.horizon_steps:,}; {train.num_steps:,} steps of "
         f"{rows.batch_size:,} x {rows.seq_len:,} tokens"
     )
     return state, {"folder": str(weights.folder), "step": weights.step}
