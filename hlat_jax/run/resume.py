@@ -238,12 +238,12 @@ def with_weights(state: Any, weights: Weights, *, config: Config) -> tuple[Any, 
     state = state | {"params": read(state["params"])}
     if "master" in state["opt_state"]:
         state["opt_state"] = state["opt_state"] | {"master": read(state["opt_state"]["master"])}
-    rates, rows, train = config.optimizer, config.data, config.train
+    rate, data = config.optimizer, config.data
     print(
         f"weights          from {weights.folder}, step {weights.step}; the optimizer state is new\n"
-        f"recipe           learning rate {rates.peak_lr:g} after {rates.warmup_steps:,} steps of warm-up, by a "
-        f"cosine to {rates.peak_lr * rates.min_lr_ratio:g} at step {rates.horizon_steps:,}; {train.num_steps:,} steps of "
-        f"{rows.batch_size:,} x {rows.seq_len:,} tokens"
+        f"recipe           learning rate {rate.peak_lr:g} after {rate.warmup_steps:,} steps of warm-up, by a cosine to "
+        f"{rate.peak_lr * rate.min_lr_ratio:g} at step {rate.horizon_steps:,}; {config.train.num_steps:,} steps of "
+        f"{data.batch_size:,} x {data.seq_len:,} tokens"
     )
     return state, {"folder": str(weights.folder), "step": weights.step}
 

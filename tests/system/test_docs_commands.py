@@ -34,6 +34,7 @@ CHECKED = (
 )
 # What is run is shorter than what is shown.
 SHORTER = (
+    (rf"^({_TRAIN} --init_from=.*)", r"\1 --config.train.num_steps=2 --config.data.seq_len=64"),
     (
         rf"^({_TRAIN} --config=tiny .*)",
         r"\1 --config.train.num_steps=12 --config.checkpoint.every_steps=6 --config.train.num_eval_batches=2"
