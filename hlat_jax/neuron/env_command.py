@@ -12,18 +12,14 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from hlat_jax.cli import flags as flags_lib
-from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.host.neuron_env import environment
 from hlat_jax.host.neuron_topology import CACHE, INSTANCES, JAX_PORT, Topology, lnc_of
-from hlat_jax.weights.init_model import take_checked_model
+from hlat_jax.weights.init_model import parse_config
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints the environment; returns the exit code."""
-    mutable, values = flags_lib.parse(argv, _define)
-    take_checked_model(mutable, given=flags_lib.given_keys(values))
-    config = resolve_with_tokenizer(mutable)
+    config, values = parse_config(argv, _define)
     topology = _topology(values)
     options = {"profile": values.profile, "config_flags": config.train.compiler_flags}
     for rank in range(topology.nodes) if values.node == "all" else [topology.rank]:

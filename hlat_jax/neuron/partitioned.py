@@ -8,7 +8,6 @@ operations for which it adds permutes are found by the shardings of their values
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -30,7 +29,6 @@ from hlat_jax.neuron.module import (
     numbers,
     tensor,
 )
-from hlat_jax.neuron.rules import TARGETS
 
 MAX_GROUP_SETS = 16  # 12 before SDK 2.32
 MAX_ARGUMENTS = 128
@@ -44,13 +42,6 @@ _SHARDY = (
     "sdy-propagation-pipeline,func.func(sdy-insert-explicit-reshards{enable-full-version=true}),"
     "func.func(sdy-reshard-to-collectives)"
 )
-
-
-def _instance(target: str) -> hardware.Instance:
-    """Returns the instance for which programs of a target of `rules.LINTED` are checked."""
-    if target in TARGETS:
-        return hardware.INSTANCES[TARGETS[target]]
-    return dataclasses.replace(hardware.INSTANCES[TARGETS["trn2"]], lncs=(1,))
 
 
 def run_shardy(root: Any) -> Program | None:
@@ -133,7 +124,7 @@ def _with_python_line(op: Any, sharded: Program) -> Any:
 def permute_problem(pairs: np.ndarray, *, target: str) -> str | None:
     """Returns why pairs [n, (source, target)] are not rings of neighboring cores; None if they are.
 
-    The chips of a node form a 4 x 4 torus in row-major order; neighbors are on the same chip or on linked chips.
+    The 16 chips of a node form a 4 x 4 torus in row-major order; neighbors are on the same chip or on linked chips.
     Source: AWS Neuron docs, Trn1 and Trn2 architecture.
     """
     target_of = dict(pairs.tolist())
@@ -141,13 +132,13 @@ def permute_problem(pairs: np.ndarray, *, target: str) -> str | None:
         return "not rings: some device does not send and receive exactly once"
     if any(source == target for source, target in target_of.items()):
         return "a device sends to itself"
-    cores_per_chip, devices_per_node = _instance(target).devices_per_chip(), _instance(target).num_devices()
+    devices_per_node = core_groups.RULES[target].server
     across = sum(a // devices_per_node != b // devices_per_node for a, b in target_of.items())
     if across:
         return f"{across} of {len(pairs)} pairs {OF_A_NODE}"
 
     def are_linked(source: int, to: int) -> bool:
-        a, b = (core % devices_per_node // cores_per_chip for core in (source, to))
+        a, b = (core % devices_per_node * 16 // devices_per_node for core in (source, to))
         rows, columns = (a // 4 - b // 4) % 4, (a % 4 - b % 4) % 4
         return (rows, columns) in ((0, 0), (0, 1), (0, 3), (1, 0), (3, 0))
 

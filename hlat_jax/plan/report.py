@@ -15,7 +15,7 @@ import jax
 from hlat_jax.config import Config
 from hlat_jax.facts import hardware
 from hlat_jax.facts.byte_sizes import format_bytes
-from hlat_jax.facts.core_groups import DISPUTED, Server, server_of_target
+from hlat_jax.facts.core_groups import DISPUTED, Server, server_of_node
 from hlat_jax.parallel.degrees import verdicts
 from hlat_jax.parallel.sharding import MESH_AXES, Layout
 from hlat_jax.parallel.virtual_devices import planned_layout
@@ -35,7 +35,7 @@ class Site:
     """The nodes that a run is planned for.
 
     Attributes:
-      target: name of a node, as for `hardware.target`.
+      target: name of a node, as for `hardware.node`.
       nodes: number of nodes.
       disk_bytes_per_s: bandwidth of one node to the checkpoint's disk.
       price_per_hour: price of one node, 0 where it is unknown.
@@ -48,12 +48,12 @@ class Site:
 
     @property
     def num_devices(self) -> int:
-        return self.nodes * hardware.target(self.target).num_devices
+        return self.nodes * hardware.node(self.target).num_devices()
 
     @property
     def server(self) -> Server | None:
         """The Neuron servers of the nodes, or None."""
-        return server_of_target(self.target, num_devices=self.num_devices)
+        return server_of_node(hardware.node(self.target), num_devices=self.num_devices)
 
 
 def site_layout(config: Config, site: Site) -> Layout:
@@ -62,8 +62,8 @@ def site_layout(config: Config, site: Site) -> Layout:
     Raises:
       ValueError: several nodes of a single machine, or as `degrees.layout_over`.
     """
-    target = hardware.target(site.target)
-    if site.nodes > 1 and not target.network_bytes_per_s:
+    target = hardware.node(site.target)
+    if site.nodes > 1 and not target.network:
         raise ValueError(f"--nodes={site.nodes}: --instance={site.target} is a single machine; use --nodes=1.")
     return planned_layout(config, site.num_devices, platform=target.platform, server=site.server, chip=site.target)
 
@@ -77,7 +77,7 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
     requested = config.model.remat
     program = budget_lib.estimated(make_program(config, site_layout(config, site)))
     config, layout = program.config, program.layout
-    target = hardware.target(site.target)
+    target = hardware.node(site.target)
     jaxpr = live_jaxpr(program.trace_step())
     memory = device_bytes(program, jaxpr=jaxpr)
     collectives = traced_collectives(jaxpr, layout.mesh)
@@ -101,7 +101,7 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
             "checkpoint_bytes": saved_bytes,
             "disk_bytes_per_s": site.disk_bytes_per_s,
             "seconds": saved_bytes / (site.disk_bytes_per_s * site.nodes),
-            "host_bytes": host_bytes(program.abstract_state, target.num_devices),
+            "host_bytes": host_bytes(program.abstract_state, target.num_devices()),
             "host_memory_bytes": target.host_bytes,
         },
     }
@@ -184,10 +184,10 @@ def step_instructions(program: RunProgram) -> dict[str, instructions.Instruction
     return {name: instructions.estimated(live_jaxpr(trace()), num_shards=num_shards) for name, trace in traced.items()}
 
 
-def _collectives(collectives: list[Collective], *, target: hardware.Target, mesh: Any) -> list[dict[str, Any]]:
+def _collectives(collectives: list[Collective], *, target: hardware.Instance, mesh: Any) -> list[dict[str, Any]]:
     rows = []
     for (kind, axes), count in count_collectives(collectives).items():
-        nodes, members = roofline.spread_over_nodes(axes, mesh=mesh, node_size=target.num_devices)
+        nodes, members = roofline.spread_over_nodes(axes, mesh=mesh, node_size=target.num_devices())
         over = "inside a node" if nodes == 1 else f"{nodes} nodes, {members} devices in each"
         group = math.prod(mesh.shape[axis] for axis in axes)
         row = {"kind": kind, "axes": list(axes), "group": group, "over": over, "count": count.executions}
@@ -208,12 +208,12 @@ def _calibration(site: Site, seconds: roofline.Seconds) -> dict[str, Any] | None
         "other_stacks": {name: step for name, step in steps.items() if name != roofline.STACK},
         "step_low_s": min(ends),
         "step_high_s": max(ends),
-        "is_extrapolated": hardware.target(site.target).device != hardware.DEVICES[roofline.CALIBRATED_DEVICE],
+        "is_extrapolated": hardware.node(site.target).device != hardware.DEVICES[roofline.CALIBRATED_DEVICE],
     }
 
 
 def _projection(config: Config, site: Site, seconds: roofline.Seconds) -> dict[str, Any]:
-    target = hardware.target(site.target)
+    target = hardware.node(site.target)
     tokens = config.data.batch_size * config.data.seq_len
     peak = target.device.peak_flops * site.num_devices
     hours = seconds.step * config.train.num_steps / 3600
