@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     job = distributed.resolve_job(values.coordinator, values.num_processes, values.process_id, **timeouts)
     try:
         watchdog = Watchdog(least_s=values.stuck_timeout_s, began_s=process.began_s())
-        with distributed.joined(job, watchdog=watchdog, stacks=workdir / "stuck"):
+        with distributed.join(job, watchdog=watchdog, stacks=workdir / "stuck"):
             return train(config, workdir, watchdog=watchdog, begin_again=values.begin_again, given=given)
     except (OSError, NonFiniteError) as error:  # the run failed, not the command: code 1
         print(f"error: {error}{too_many_files(getattr(error, 'errno', None))}", file=sys.stderr)
@@ -78,8 +78,6 @@ def train(
     """Trains to `train.num_steps`, or resumes the run in `workdir`; returns the exit code: 130 after a Ctrl-C, else 0.
 
     Args:
-      config: the config of the run.
-      workdir: the run folder.
       watchdog: is kept up to date, for who watches it.
       begin_again: whether to train from step 0 where the checkpoints are lost.
       given: keys of the command line, as `resume.open_init` takes them.
@@ -166,10 +164,10 @@ def _set_environment(config: config_lib.Config, values: flags.FlagValues, *, wor
     # process 0 alone takes the trace
     profile = str((workdir / neuron_env.PROFILE_FOLDER).absolute()) if config.train.profile_steps and not rank else ""
     options = {"profile": profile, "config_flags": config.train.compiler_flags}
-    found = neuron_env.environment(config.precision, config.parallel, place, current=os.environ, **options)
-    os.environ.update(found.variables)
+    computed = neuron_env.environment(config.precision, config.parallel, place, current=os.environ, **options)
+    os.environ.update(computed.variables)
     if rank == 0:
-        print("\n".join((f"environment      for {nodes} x {instance}", *found.notes)))
+        print("\n".join((f"environment      for {nodes} x {instance}", *computed.notes)))
 
 
 def describe(config: config_lib.Config) -> str:

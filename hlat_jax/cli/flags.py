@@ -25,7 +25,6 @@ def parse(argv: Sequence[str], define: Callable[[flags.FlagValues], None] = lamb
     """Returns (ConfigDict with every override applied, the command's own flags).
 
     Args:
-      argv: the command line without the program.
       define: declares the command's own flags on the `absl` FlagValues it is given.
 
     Raises:
@@ -140,8 +139,6 @@ def _parse_words(
     """Returns the arguments that are not flags of `values`.
 
     Args:
-      values: parses the flags.
-      argv: the command line.
       known_only: other flags are arguments too.
       keys: names in `_config_keys` for a command with a config.
 

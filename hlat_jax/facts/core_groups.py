@@ -31,7 +31,6 @@ class Rules:
       strides: (size, stride) of other groups that a page has.
       disputed: size -> what pages say.
       refused: size -> why, for sizes that a page excludes.
-      source: pages.
     """
 
     server: int

@@ -17,8 +17,6 @@ class Device:
 
     Attributes:
       peak_flops: FLOP/s of dense products in bf16.
-      memory_bytes: capacity of the device memory.
-      memory_bytes_per_s: bandwidth of the device memory.
       reserved_bytes: part of the memory that programs cannot use.
     """
 
@@ -50,9 +48,7 @@ class Instance:
     Attributes:
       target: neuronx-cc's name of its device; of another, the key in DEVICES.
       chips: number of chips, `/dev/neuron*`.
-      physical_cores: number of cores of one chip.
       lncs: numbers of physical cores that one JAX device may consist of (LNC), the default first.
-      num_efa: number of network interfaces with EFA.
       chip_link: bandwidth from one chip to the others of the instance, bytes/s.
       network: bandwidth from one instance to the others, bytes/s, 0 without a network or where it is unknown.
       host_bytes: memory of the host, 0 where it is unknown.

@@ -40,11 +40,7 @@ def compiler_flags(topology: Topology) -> Flags:
 
 
 def with_config(flags: Flags, text: str, topology: Topology) -> Flags:
-    """Returns flags with those of `train.compiler_flags`, which replace others of the same name.
-
-    Raises:
-      ValueError: as `join`.
-    """
+    """Returns flags with those of `train.compiler_flags`, which replace others of the same name; raises as `join`."""
     given = dict(_parse_checked("train.compiler_flags", text, topology))
     kept = {name: value for name, value in flags.items() if _subject(name) not in map(_subject, given)}
     return kept | given

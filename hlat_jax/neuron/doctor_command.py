@@ -67,7 +67,7 @@ def _prepare(
         print(*computed.notes, sep="\n", end="\n" * bool(computed.notes))
         # with it, checks that need one device would run on the host's CPU
         environ.pop("NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU", None)
-        num_devices = neuron_topology.checked(wanted).devices_per_node
+        num_devices = neuron_topology.resolve_topology(wanted).devices_per_node
     cache = pathlib.Path(environ.get("JAX_COMPILATION_CACHE_DIR") or tempfile.gettempdir())
     return {"instance": instance, "num_devices": num_devices, "cache": cache}
 

@@ -12,7 +12,7 @@ from absl import flags
 from hlat_jax.config import Config
 from hlat_jax.facts.hardware import INSTANCES
 from hlat_jax.host.neuron_compiler_flags import compiler_flags, with_config
-from hlat_jax.host.neuron_topology import Topology, checked, lnc_of
+from hlat_jax.host.neuron_topology import Topology, lnc_of, resolve_topology
 from hlat_jax.neuron.lint_command import PROGRAMS, mesh_text
 from hlat_jax.neuron.rules import target_of
 from hlat_jax.store.progress import show_progress
@@ -43,7 +43,9 @@ def main(argv: Sequence[str]) -> int:
     config, values = parse_config(argv, _define)
     workdir = pathlib.Path(values.workdir or f"runs/{config.name}")
     is_chip = values.instance in _CHIPS  # at its default LNC, as in the lint
-    place = checked(Topology(_CHIPS.get(values.instance, values.instance), lnc=0 if is_chip else lnc_of(os.environ)))
+    place = resolve_topology(
+        Topology(_CHIPS.get(values.instance, values.instance), lnc=0 if is_chip else lnc_of(os.environ))
+    )
     folder = pathlib.Path(values.out) if values.out else None
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)

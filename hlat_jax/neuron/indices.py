@@ -39,8 +39,6 @@ class Range:
     """Bounds of the elements of a value.
 
     Attributes:
-      low: a number that no element is below.
-      high: a number that no element is above.
       is_exact: whether the program determines that both occur.
       from_iota: whether they are computed from an iota.
     """
@@ -150,9 +148,9 @@ def bounds(value: Any, program: Program, calls: tuple, *, depth: int = 0) -> Ran
     key = (value, calls)
     if key not in program.ranges:
         whole = _type_range(tensor(value))
-        found = _bounds(value, program, calls, depth) if depth < _MAX_DEPTH else None
-        is_within = found is not None and whole.low <= found.low and found.high <= whole.high  # else it overflows
-        program.ranges[key] = found if is_within else whole
+        inner = _bounds(value, program, calls, depth) if depth < _MAX_DEPTH else None
+        is_within = inner is not None and whole.low <= inner.low and inner.high <= whole.high  # else it overflows
+        program.ranges[key] = inner if is_within else whole
     return program.ranges[key]
 
 
@@ -169,8 +167,11 @@ def _bounds(value: Any, program: Program, calls: tuple, depth: int) -> Range | N
     """Returns the range of a constant, or of an integer that is computed from others; None for other values."""
     value, calls = source(value, program, calls)
     op, kind = defining_op(value), tensor(value)
-    if op is None:
-        return _argument_range(value, program, depth)
+    if op is None:  # an argument of a function, over all its calls; of a loop nothing is known
+        function, number = _function_of(value), ir.BlockArgument(value).arg_number
+        callers = program.callers(symbol_name(function)) if function is not None else []
+        ranges = [bounds(call.operands[number], program, (), depth=depth + 1) for call in callers]
+        return _union(ranges) if ranges else None
     elements = constant(value)
     if elements is not None and elements.size and elements.dtype.kind in "biuf" and np.isfinite(elements).all():
         return Range(elements.min().item(), elements.max().item(), True)
@@ -203,14 +204,6 @@ def _bounds(value: Any, program: Program, calls: tuple, depth: int) -> Range | N
 
 def _is_integer(kind: Tensor | None) -> bool:
     return kind is not None and re.fullmatch(r"u?i\d+", kind.dtype) is not None
-
-
-def _argument_range(value: Any, program: Program, depth: int) -> Range | None:
-    """Returns the range of an argument of a function over all its calls; None for an argument of a loop."""
-    function = _function_of(value)
-    calls = program.callers(symbol_name(function)) if function is not None else []
-    number = ir.BlockArgument(value).arg_number
-    return _union([bounds(call.operands[number], program, (), depth=depth + 1) for call in calls]) if calls else None
 
 
 def _comparison_result(condition: Any, program: Program, calls: tuple, depth: int) -> bool | None:

@@ -14,7 +14,7 @@ from hlat_jax.cli import flags as flags_lib
 from hlat_jax.config import Config
 from hlat_jax.facts.core_groups import FINE, verdict_of_first
 from hlat_jax.facts.hardware import INSTANCES
-from hlat_jax.host.neuron_topology import Topology, checked, lnc_of
+from hlat_jax.host.neuron_topology import Topology, lnc_of, resolve_topology
 from hlat_jax.neuron.rules import target_of
 from hlat_jax.parallel.degrees import passes
 from hlat_jax.plan.instructions import (
@@ -32,7 +32,7 @@ from hlat_jax.weights.init_model import parse_config
 def main(argv: Sequence[str]) -> int:
     """Prints the rungs of a config with their estimates and commands; returns 1 if the lint finds an error, else 0."""
     config, values = parse_config(argv, _define)
-    place = checked(Topology(values.instance, lnc=lnc_of(os.environ)))
+    place = resolve_topology(Topology(values.instance, lnc=lnc_of(os.environ)))
     for flag in ("json", "script"):
         flags_lib.check_output(f"--{flag}", values[flag].value)
     os.environ["JAX_PLATFORMS"] = "cpu"  # leave any accelerator to other processes

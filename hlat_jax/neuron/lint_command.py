@@ -12,7 +12,7 @@ from absl import flags
 
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.facts.hardware import INSTANCES
-from hlat_jax.host.neuron_topology import Topology, checked, lnc_of
+from hlat_jax.host.neuron_topology import Topology, lnc_of, resolve_topology
 from hlat_jax.neuron.rules import LINTED, target_of
 from hlat_jax.store.progress import show_progress
 from hlat_jax.weights.init_model import parse_config
@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     config, values = parse_config(argv, _define)
     lnc = 0
     if values.instance in INSTANCES:
-        lnc = checked(Topology(values.instance, lnc=lnc_of(os.environ))).lnc
+        lnc = resolve_topology(Topology(values.instance, lnc=lnc_of(os.environ))).lnc
     values.instance = target_of(values.instance, lnc=lnc)
     flags_lib.check_output("--json", values.json)
     os.environ["JAX_PLATFORMS"] = "cpu"  # leave any accelerator to other processes
@@ -42,8 +42,8 @@ def main(argv: Sequence[str]) -> int:
     for name in named_programs(program, values.program):
         began = time.monotonic()
         with show_progress(f"checking {name}"):
-            found = programs.findings(name, traced[name](), program=program, target=values.instance)
-        rows = [dataclasses.asdict(f) | {"explained": programs.EXPLAINED.get((name, f.rule), "")} for f in found]
+            findings = programs.findings(name, traced[name](), program=program, target=values.instance)
+        rows = [dataclasses.asdict(f) | {"explained": programs.EXPLAINED.get((name, f.rule), "")} for f in findings]
         reports[name] = {"findings": rows, "seconds": time.monotonic() - began}
         print(_text(name, reports[name]))
     whole = {"config": config.name, "target": values.instance, "devices": count, "programs": reports}

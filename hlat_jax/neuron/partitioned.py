@@ -166,7 +166,8 @@ def argument_findings(program: Program, *, target: str) -> Iterator[tuple[str, s
         kept_bytes += 0 if is_donated else local.num_bytes
         if not is_donated and str(whole) in unaliased and local.num_bytes >= DONATED_BYTES:
             unaliased.remove(str(whole))
-            yield "DN01", f"argument {value_name(value)} {whole}", main
+            named = re.match(r'loc\("(.*)"\)?$', str(value.location))  # JAX's name: state['params']['embed']
+            yield "DN01", f"argument {named[1] if named else ir.BlockArgument(value).arg_number} {whole}", main
     total = kept_bytes + sum(local.num_bytes for _, local in results if local is not None)
     device = hardware.DEVICES[target]
     if max(argument_bytes, total) > device.memory_bytes - device.reserved_bytes:
@@ -261,16 +262,10 @@ def lookup_findings(sharded: Program) -> Iterator[tuple[str, str, Any]]:
                 yield rule, f"{whole}, of which a device has {local}", _with_python_line(op, sharded)
 
 
-def value_name(argument: Any) -> str:
-    """Returns JAX's name for an argument of main, such as state['params']['embed']."""
-    found = re.match(r'loc\("(.*)"\)?$', str(argument.location))
-    return found.group(1) if found else str(ir.BlockArgument(argument).arg_number)
-
-
 def sharding_of(attrs: str) -> str:
     """Returns the first sharding in a printed attribute dictionary, or ""."""
-    found = _SHARDING.search(attrs)
-    return found.group() if found else ""
+    match = _SHARDING.search(attrs)
+    return match.group() if match else ""
 
 
 def _attributes(function: Any, key: str, values: Sequence[Any]) -> list[str]:

@@ -40,7 +40,6 @@ class Rule:
         "info": worth knowing.
       matches: the part of a program that breaks the rule.
       why: what happens on the device.
-      instead: what to write instead.
       source: page of the Neuron documentation (awsdocs-neuron.readthedocs-hosted.com), or who found it.
       once: severity in a program that runs once, such as initialization; None: the same.
       many: severity in a program for several devices; None: the same.

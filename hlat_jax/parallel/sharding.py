@@ -110,7 +110,7 @@ class Layout:
         """Returns the sharding of the moments and the master weights of a parameter with these logical axes."""
         return NamedSharding(self.mesh, spec(axes, self.state_rules))
 
-    def replicated(self) -> NamedSharding:
+    def replicated_sharding(self) -> NamedSharding:
         """Returns the sharding of a replicated value."""
         return NamedSharding(self.mesh, P())
 

@@ -47,8 +47,8 @@ def main(argv: Sequence[str]) -> int:
     print(report.as_text(plan), flush=True)
     if values.search:
         with show_progress("weighing layouts") as status:
-            plan["search"] = search.ranked(config, site, status=status)
-        print("\n" + search.ranking(plan["search"], f"{site.nodes} x {site.target}"))
+            plan["search"] = search.rank_layouts(config, site, status=status)
+        print("\n" + search.ranking_table(plan["search"], f"{site.nodes} x {site.target}"))
     flags_lib.write_json(values.json, plan)
     return 0 if plan["fits"] else 3
 

@@ -36,7 +36,6 @@ class Site:
 
     Attributes:
       target: name of a node, as for `hardware.node`.
-      nodes: number of nodes.
       disk_bytes_per_s: bandwidth of one node to the checkpoint's disk.
       price_per_hour: price of one node, 0 where it is unknown.
     """
@@ -75,7 +74,7 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
       ValueError: degrees that do not fit the devices or the model, or a batch that they do not divide.
     """
     requested = config.model.remat
-    program = budget_lib.estimated(make_program(config, site_layout(config, site)))
+    program = budget_lib.choose_by_estimate(make_program(config, site_layout(config, site)))
     config, layout = program.config, program.layout
     target = hardware.node(site.target)
     jaxpr = live_jaxpr(program.trace_step())
@@ -106,9 +105,11 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
         },
     }
     if target.platform == "neuron":
-        counted = step_instructions(program)
         plan["instructions"] = {
-            "programs": {n: dataclasses.asdict(count) | {"judged": count.judged(n)} for n, count in counted.items()},
+            "programs": {
+                name: dataclasses.asdict(count) | {"judged": count.count_for_limit(name)}
+                for name, count in step_instructions(program).items()
+            },
             "limit": instructions.program_limit(config.train.compiler_flags),
             "operation_limit": instructions.operation_limit(site.target),
         }
@@ -181,7 +182,8 @@ def step_instructions(program: RunProgram) -> dict[str, instructions.Instruction
     if program.config.data.validation:
         traced["eval"] = program.trace_eval_step
     num_shards = whole / state_bytes(updated)
-    return {name: instructions.estimated(live_jaxpr(trace()), num_shards=num_shards) for name, trace in traced.items()}
+    estimate = functools.partial(instructions.estimate_instructions, num_shards=num_shards)
+    return {name: estimate(live_jaxpr(trace())) for name, trace in traced.items()}
 
 
 def _collectives(collectives: list[Collective], *, target: hardware.Instance, mesh: Any) -> list[dict[str, Any]]:
@@ -223,7 +225,7 @@ def _projection(config: Config, site: Site, seconds: roofline.Seconds) -> dict[s
         **dataclasses.asdict(seconds),
         "step_s": seconds.step,
         "step_roofline_s": seconds.roofline,
-        "step_overlapped_s": seconds.overlapped,
+        "step_overlapped_s": seconds.overlapped_step,
         "calibration": _calibration(site, seconds),
         "tokens_per_s": tokens / seconds.step,
         "tokens_per_s_and_node": tokens / seconds.step / site.nodes,
@@ -254,9 +256,11 @@ def as_text(plan: dict[str, Any]) -> str:
     if p > 1:
         bubble = f"(p - 1) / (m + p - 1) = {p - 1} / {m + p - 1} = {schedule['bubble']:.1%} of the ticks"
         pipeline = [f"pipeline         {p} stages, bubble {bubble}"]
+    degrees = " x ".join(f"{axis} {layout[axis]}" for axis in MESH_AXES if layout[axis] > 1) or "one device"
+    splits = ", ZeRO-1" * layout["zero1"] + ", sequence parallel" * layout["sequence_parallel"]
     host = f" of {format_bytes(saving['host_memory_bytes'])}" if saving["host_memory_bytes"] else ""
     return "\n".join([
-        f"{plan['config']} on {plan['nodes']} x {plan['target']}: {layout['devices']:,} devices, {layout_text(layout)}",
+        f"{plan['config']} on {plan['nodes']} x {plan['target']}: {layout['devices']:,} devices, {degrees}{splits}",
         f"parameters       {run['params']:,}",
         f"FLOPs per token  {run['flops_per_token_6n']:.4g} (6N), {run['flops_per_token']:.4g} with attention",
         f"steps            {run['steps']:,} of {run['tokens_per_step']:,} tokens: {run['tokens']:,} tokens, "
@@ -275,13 +279,6 @@ def as_text(plan: dict[str, Any]) -> str:
         f"{saving['disk_bytes_per_s'] / 1e9:g} GB/s per node\n"
         f"  host memory at most {format_bytes(saving['host_bytes'])}{host} per node while saving",
     ])  # fmt: skip
-
-
-def layout_text(layout: dict[str, Any]) -> str:
-    """Returns the degrees of a layout that are above one, and its other splits."""
-    words = [f"{axis} {layout[axis]}" for axis in MESH_AXES if layout[axis] > 1]
-    extras = [", ZeRO-1"] * layout["zero1"] + [", sequence parallel"] * layout["sequence_parallel"]
-    return " x ".join(words or ["one device"]) + "".join(extras)
 
 
 def instruction_lines(estimates: dict[str, Any]) -> list[str]:

@@ -76,7 +76,7 @@ class Seconds:
         return dataclasses.replace(self, efficiency=1.0).step
 
     @property
-    def overlapped(self) -> float:
+    def overlapped_step(self) -> float:
         """Time of a step with all collectives overlapped by the products and the update."""
         return max((self.products + self.update) / self.efficiency, self.link + self.network)
 

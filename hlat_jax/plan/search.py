@@ -31,7 +31,7 @@ from hlat_jax.store.progress import Status
 REMATS = ("none", "selective", "full")
 
 
-def ranked(
+def rank_layouts(
     config: Config, site: Site, *, most: int = 10, max_plans: int = 48, status: Status | None = None
 ) -> dict[str, Any]:
     """Returns layouts for these nodes that surely fit, each with its best schedule.
@@ -172,8 +172,8 @@ def estimate(config: Config, layout: Layout, *, target: hardware.Instance, state
     return Estimate(total, seconds)
 
 
-def ranking(result: dict[str, Any], where: str) -> str:
-    """Returns the result of `ranked` for nodes called `where` as a table, the best first, or why there is none."""
+def ranking_table(result: dict[str, Any], where: str) -> str:
+    """Returns the result of `rank_layouts` for nodes called `where` as a table, or why there is none."""
     planned, layouts = result["planned"], f"{result['layouts']:,}"
     if not result["rows"]:
         budget = format_bytes(result["budget"])

@@ -49,7 +49,6 @@ class StepSync:
     """Exchanges the status of all processes before each step.
 
     Attributes:
-      signals: of this process.
       stop: the signal that ends the run at this step; "" if there is none. A single process sees it at once; several
         processes exchange it before the step that was dispatched last.
     """
@@ -136,7 +135,15 @@ def only_job(workdir: pathlib.Path) -> Iterator[None]:
         if distributed.is_first():
             remove_partial(workdir)
         if jax.process_count() > 1:
-            _require_shared(workdir)
+            lock, mark = workdir / LOCK_FILE, secrets.token_hex(8)
+            if distributed.is_first():
+                lock.write_text(mark)
+            mark = distributed.exchange(mark)[0]
+            if not lock.exists() or lock.read_text() != mark:
+                raise ValueError(
+                    f"this process does not see the run folder {workdir.absolute()} of process 0; give a --workdir on "
+                    "a file system that all nodes share."
+                )
         yield
 
 
@@ -191,18 +198,6 @@ def _identity(folder: pathlib.Path) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return info.st_dev, info.st_ino
-
-
-def _require_shared(workdir: pathlib.Path) -> None:
-    lock, mark = workdir / LOCK_FILE, secrets.token_hex(8)
-    if distributed.is_first():
-        lock.write_text(mark)
-    mark = distributed.exchange(mark)[0]
-    if not lock.exists() or lock.read_text() != mark:
-        raise ValueError(
-            f"this process does not see the run folder {workdir.absolute()} of process 0; give a --workdir on a "
-            "file system that all nodes share."
-        )
 
 
 def require_same_settings(settings: dict[str, Any]) -> None:

@@ -74,7 +74,6 @@ class MetricsLog:
 
         Args:
           workdir: the run folder; created if missing.
-          config: which outputs are written.
           num_steps: last step of the run; for percentages and the remaining time.
           start_step: 0 for a new run, which moves all rows of an earlier attempt aside.
           start_tokens: tokens trained on so far, for a folder that has no rows of them.

@@ -91,7 +91,7 @@ def test_an_error_of_memory_ends_a_run_before_anything_is_closed(monkeypatch):
     watchdog.begin("training")
     with contextlib.ExitStack() as stack:
         stack.enter_context(pytest.raises(SystemExit))
-        stack.enter_context(distributed.joined(None, watchdog=watchdog))
+        stack.enter_context(distributed.join(None, watchdog=watchdog))
         stack.callback(order.append, "closed")
         stack.enter_context(watchdog.ending_without_memory())
         fail(RuntimeError("RESOURCE_EXHAUSTED: 8 bytes"))

@@ -173,14 +173,14 @@ def test_search_ranks_the_layouts_that_fit_and_tries_every_dimension(monkeypatch
     for c, estimate in estimates.items():
         if 2 * estimate.total <= budget:
             best[c.parallel] = min(best.get(c.parallel, (True, 9.9)), (c.parallel.pipe == 2, estimate.step_s))
-    found = search.ranked(config, site, most=len(best), max_plans=10_000)
+    found = search.rank_layouts(config, site, most=len(best), max_plans=10_000)
     assert [(bool(row["disputed_groups"]), row["step_s"]) for row in found["rows"]] == sorted(best.values())
     assert found["planned"] < len(tried) / 2
-    printed = search.ranking(found, "here").splitlines()
+    printed = search.ranking_table(found, "here").splitlines()
     assert (len(printed), "those marked ?" in printed[0]) == (2 + len(best), True)
-    assert search.ranked(config, site, max_plans=3)["planned"] == 3
+    assert search.rank_layouts(config, site, max_plans=3)["planned"] == 3
     with_memory(monkeypatch, 2**16)
-    printed = search.ranking(search.ranked(config, site), "here")
+    printed = search.ranking_table(search.rank_layouts(config, site), "here")
     assert "No layout for here surely fits 64.00 KiB per device: 0 were planned" in printed
 
 

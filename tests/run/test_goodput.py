@@ -99,7 +99,7 @@ def test_steps_that_an_earlier_life_had_trained_are_done_again(tmp_path):
             time.sleep(0.01)
             watchdog.end_first_step()
         watchdog.begin("saving")
-        spent = watchdog.spent()
+        spent = watchdog.seconds_by_account()
         assert set(spent) == {"opening the run", "first step", "training again", "training", "saving"}
         assert spent["training again"] >= 0.02
         assert spent["training"] >= 0.01

@@ -175,7 +175,7 @@ address, num_processes, process_id, last_words = sys.argv[1], int(sys.argv[2]), 
 job = distributed.resolve_job(address, num_processes, process_id, join_timeout_s=int(sys.argv[6]), peer_timeout_s=6)
 watchdog = Watchdog(least_s=0.2 if "watchdog" in last_words else 0)
 process.exit_on_interrupt()
-with distributed.joined(job, watchdog=watchdog, stacks=pathlib.Path(sys.argv[5]) / "stuck"):
+with distributed.join(job, watchdog=watchdog, stacks=pathlib.Path(sys.argv[5]) / "stuck"):
     for turn in range(3):
         said = distributed.exchange(f"{turn}/{process_id}")
         assert said == [f"{turn}/{index}" for index in range(num_processes)], said
