@@ -37,7 +37,12 @@ def resolve(mutable: Any) -> Config:
         check_section(name, tree[name])
     sections = {name: _section(name, cls, tree.get(name, {})) for name, cls in SECTIONS.items()}
     config = Config(name=tree.get("name", "custom"), **sections)
-    check_run_name(config.name)
+    is_plain = isinstance(config.name, str) and config.name.isprintable() and "/" not in config.name
+    if not is_plain or config.name.startswith((".", "-")) or not 0 < len(config.name.encode()) <= 255:
+        raise ValueError(
+            f"config.name={repr(config.name)[:100]} must be a plain name without '/' that does not begin with '.' or "
+            "'-': it names the run folder, runs/NAME."
+        )
     for name in SECTIONS:
         check_bounds(name, getattr(config, name))
     config.model.check()
@@ -63,16 +68,6 @@ def check_unicode(what: str, value: Any) -> None:
             value.encode()
         except UnicodeEncodeError:
             raise ValueError(f"{what}={value[:100]!a} is not UTF-8.") from None
-
-
-def check_run_name(name: Any) -> None:
-    """Raises ValueError unless `name` can be the name of a folder in `runs/`."""
-    is_plain = isinstance(name, str) and name.isprintable() and "/" not in name and 0 < len(name.encode()) <= 255
-    if not is_plain or name.startswith((".", "-")):
-        raise ValueError(
-            f"config.name={repr(name)[:100]} must be a plain name without '/' that does not begin with '.' or '-': it "
-            "names the run folder, runs/NAME."
-        )
 
 
 def check_parallel(parallel: ParallelConfig, model: ModelConfig) -> None:

@@ -266,7 +266,7 @@ def check_output(flag: str, path: str) -> None:
         raise ValueError(f"{flag}={path} cannot be written; give the path of a file.")
 
 
-def write_json(path: str, report: dict[str, Any]) -> None:
+def write_report(path: str, report: dict[str, Any]) -> None:
     """Writes a report to the file that `--json` names; "": none."""
     if path:
         pathlib.Path(path).write_text(json.dumps(report, indent=1, default=str) + "\n")

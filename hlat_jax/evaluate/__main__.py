@@ -100,7 +100,7 @@ def _run_tasks(values: flags.FlagValues) -> None:
         print(f"--limit={values.limit}: for a quick try, not comparable with published figures.")
     print(report(results, tasks, name=str(values.checkpoint)))
     figures = {key: results[key] for key in ("results", "n-shot", "n-samples", "versions")}
-    flags_lib.write_json(values.json, figures | {"checkpoint": trained.folder})
+    flags_lib.write_report(values.json, figures | {"checkpoint": trained.folder})
 
 
 def _run_text(values: flags.FlagValues) -> None:
@@ -198,7 +198,7 @@ def _report(
         f"bits per byte    {measured['bits_per_byte']:.6f}"
     )
     numbers = {key: value if math.isfinite(value) else None for key, value in measured.items()}
-    flags_lib.write_json(values.json, more | numbers | {"checkpoint": trained.folder})
+    flags_lib.write_report(values.json, more | numbers | {"checkpoint": trained.folder})
 
 
 def windows(ids: np.ndarray, window: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -21,8 +21,6 @@ class Release:
     """One release of the SDK.
 
     Attributes:
-      version: such as "2.33.1".
-      jax: the version of JAX to use with it.
       numpy: (lowest supported, first unsupported).
       python: (lowest supported, first unsupported).
       avoid: why not to train with it; "" for a sound release.

@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"{verdict:<18} {len(names):>3}  {', '.join(names)}".rstrip())
     if not options["instance"]:
         print("No Trainium device was checked.")
-    flags_lib.write_json(values.json, {"config": config.name, "instance": options["instance"], "checks": rows})
+    flags_lib.write_report(values.json, {"config": config.name, "instance": options["instance"], "checks": rows})
     return 1 if any(row["verdict"] == FAILED for row in rows) else 0
 
 

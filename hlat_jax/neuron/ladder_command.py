@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         nodes = math.ceil(rung.num_devices / place.devices_per_node)
         print(_text(number, rows[-1], (limit, operation_limit(target)), nodes))
     whole = {"config": config.name, "instance": place.instance, "lnc": place.lnc, "rungs": rows}
-    flags_lib.write_json(values.json, whole)
+    flags_lib.write_report(values.json, whole)
     if values.script:
         commands = [(row["what"], row["command"]) for row in rows]
         pathlib.Path(values.script).write_text(ladder.script(config.name, commands, folder=folder))

@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         reports[name] = {"findings": rows, "seconds": time.monotonic() - began}
         print(_text(name, reports[name]))
     whole = {"config": config.name, "target": values.instance, "devices": count, "programs": reports}
-    flags_lib.write_json(values.json, whole)
+    flags_lib.write_report(values.json, whole)
     rows = [row for report in reports.values() for row in report["findings"]]
     print(
         f"\n{config.name}: {_counts(rows)}. Checked as lowered for Neuron; not compiled by neuronx-cc and not yet run."

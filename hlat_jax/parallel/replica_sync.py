@@ -30,7 +30,6 @@ class ReplicaSync:
     """Shardings and collectives of the parameters, gradients and batches of a program over a mesh.
 
     Attributes:
-      layout: the mesh and its tables.
       axes: the logical axes of every parameter, with a tuple of names for each array.
       gathers: the loss function takes unsharded parameters, so that those split over `fsdp` are gathered before it. A
         model that calls `ParallelContext.gather_weight` does so itself, a layer at a time.

@@ -123,7 +123,6 @@ def make_layout(parallel: ParallelConfig, devices: Sequence[Any], *, num_kv_head
     """Returns the layout of a config's degrees over `devices`, outermost axis first.
 
     Args:
-      parallel: the degrees.
       devices: all devices, the nearest next to each other.
       num_kv_heads: the KV heads of the model, which a larger `parallel.tensor` replicates; the default is
         `parallel.tensor`.

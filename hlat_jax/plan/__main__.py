@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         with show_progress("weighing layouts") as status:
             plan["search"] = search.rank_layouts(config, site, status=status)
         print("\n" + search.ranking_table(plan["search"], f"{site.nodes} x {site.target}"))
-    flags_lib.write_json(values.json, plan)
+    flags_lib.write_report(values.json, plan)
     return 0 if plan["fits"] else 3
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pathlib
+import shutil
 from collections.abc import Collection
 from typing import Any
 
@@ -66,8 +67,6 @@ def open_run(
 
     Args:
       workdir: the run folder; locked, and created if missing.
-      signals: what stops the run.
-      stack: what closes the parts of the run.
       begin_again: whether to train from step 0 where all checkpoints of the run are lost.
       given: keys of the command line, see `resume.open_init`.
 
@@ -113,7 +112,8 @@ def open_inputs(config: Config, workdir: pathlib.Path, *, signals: StopSignals, 
     if exporter is not None:
         stack.enter_context(closing_quietly(exporter))
     if distributed.is_first():
-        resume.remove_partial_exports(workdir)
+        for path in (workdir / resume.EXPORTS).glob("*.partial"):  # which a kill leaves behind
+            shutil.rmtree(path, ignore_errors=True)
     summary.describe(program)
     summary.describe_data(batches, held_out, vocab_size=config.model.vocab_size, tokenizer=tokenizer)
     return Inputs(

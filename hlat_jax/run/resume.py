@@ -303,12 +303,6 @@ def _last_row(workdir: pathlib.Path) -> int:
     return max((row["step"] for row in read_rows(workdir / ROWS_FILE) if "loss" in row), default=0)
 
 
-def remove_partial_exports(workdir: pathlib.Path) -> None:
-    """Removes incomplete exports, which a kill leaves behind."""
-    for path in (workdir / EXPORTS).glob("*.partial"):
-        shutil.rmtree(path, ignore_errors=True)
-
-
 def set_exports_aside(workdir: pathlib.Path, step: int) -> None:
     """Moves exports of steps after `step` aside, as `metrics.rewind` moves rows: the run repeats these steps."""
     for path in (workdir / EXPORTS).glob("*"):

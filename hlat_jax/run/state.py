@@ -61,16 +61,12 @@ class Run(Inputs):
     """The fixed parts of a run; what changes while it trains is in `Progress`.
 
     Attributes:
-      check_folder: notices that the run folder is gone.
-      validation: loss on held-out text, if there is any.
       train_step: the compiled (state, batch, learning rate) -> (state, StepMetrics); donates the state.
       state_norms: the compiled state -> norms of its parts, see program.RunProgram.
-      sampler: the compiled programs of samples, if configured.
       log: the metrics log; silent in all processes but process 0.
       monitor: utilization of the devices of this node; of process 0 alone, whose rows are written.
       remat: record of the choice for a memory budget, if there is one, see `budget.choose_remat`.
       start_step: step at which this process started or resumed.
-      skipped: the batches of `train.skip_steps`.
     """
 
     check_folder: FolderCheck

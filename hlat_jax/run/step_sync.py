@@ -80,7 +80,6 @@ class StepSync:
           batch: the rows of this process; None with an `error`.
           position: data position after these rows; None with an `error`.
           error: why this process has no rows; None if it has.
-          save: a checkpoint is due by the clock of this process.
           num_retries: reads that this process tried again since the step before.
         """
         facts = {} if error else self._facts(batch, position) | {"data_retries": num_retries}

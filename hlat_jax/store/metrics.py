@@ -73,7 +73,6 @@ class MetricsLog:
         """Opens the files of a run that starts or resumes after `start_step` updates.
 
         Args:
-          workdir: the run folder; created if missing.
           num_steps: last step of the run; for percentages and the remaining time.
           start_step: 0 for a new run, which moves all rows of an earlier attempt aside.
           start_tokens: tokens trained on so far, for a folder that has no rows of them.

@@ -7,6 +7,7 @@ import re
 import numpy as np
 import pytest
 import sentencepiece
+from data_files import write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,11 +19,6 @@ from hlat_jax.resolve import resolve
 from hlat_jax.store import progress
 
 AUSTEN = "package:austen_train.jsonl"
-
-
-def write_jsonl(path, texts):
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    return path
 
 
 def austen_texts():

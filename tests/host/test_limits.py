@@ -50,11 +50,9 @@ def fail(error):
     raise error
 
 
-def start_thread(work, args):
-    threading.Thread(target=work, args=args).start()
-
-
-@pytest.mark.parametrize("start", [_thread.start_new_thread, start_thread])
+@pytest.mark.parametrize(
+    "start", [_thread.start_new_thread, lambda work, args: threading.Thread(target=work, args=args).start()]
+)
 def test_a_thread_without_memory_ends_the_run_and_other_errors_of_threads_are_printed(start, monkeypatch):
     printed, ended, over = [], [], threading.Event()
     monkeypatch.setattr("sys.unraisablehook", lambda unraisable: printed.append(str(unraisable.exc_value)))

@@ -116,10 +116,10 @@ def sort_of(dtype):
     return jnp.sort, shape(8, dtype=dtype)
 
 
-def split_over_eight(fn):
-    """A function of an array whose first dimension is split over 8 devices."""
-    mesh = AbstractMesh((8,), ("a",), axis_types=(AxisType.Auto,))
-    return fn, jax.ShapeDtypeStruct((64, 16), jnp.float32, sharding=NamedSharding(mesh, P("a")))
+def split_over_devices(fn, *, count=8, dims=(64, 16)):
+    """A function of an array whose first dimension is split over 8 devices, or as many as are given."""
+    mesh = AbstractMesh((count,), ("a",), axis_types=(AxisType.Auto,))
+    return fn, jax.ShapeDtypeStruct(dims, jnp.float32, sharding=NamedSharding(mesh, P("a")))
 
 
 def carried_sum(dtype):
@@ -201,13 +201,13 @@ CASES = {
             shape(1024, 1024),
         ),
     ),
-    "CC06": (split_over_eight(lambda x: jnp.roll(x, 1, 0)), split_over_eight(lambda x: jnp.roll(x, 1, 1))),
+    "CC06": (split_over_devices(lambda x: jnp.roll(x, 1, 0)), split_over_devices(lambda x: jnp.roll(x, 1, 1))),
     "KB01": (
-        split_over_eight(lambda x: jnp.take(x, jnp.arange(3), axis=0, mode="clip")),
+        split_over_devices(lambda x: jnp.take(x, jnp.arange(3), axis=0, mode="clip")),
         over_mesh(lambda x: jnp.take(x, jnp.arange(3), mode="clip")),
     ),
     "KB02": (
-        split_over_eight(lambda x: x.at[jnp.arange(3)].add(1.0)),
+        split_over_devices(lambda x: x.at[jnp.arange(3)].add(1.0)),
         over_mesh(lambda x: x.at[jnp.arange(3)].add(1.0)),
     ),
     "KB03": (carried_sum(jnp.uint32), carried_sum(jnp.int32)),
@@ -339,8 +339,7 @@ def complex_rope(x):
 
 
 def over_two_devices(fn):
-    mesh = AbstractMesh((2,), ("a",), axis_types=(AxisType.Auto,))
-    return fn, jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=NamedSharding(mesh, P("a")))
+    return split_over_devices(fn, count=2, dims=(4, 4))
 
 
 def added(dtype):
@@ -498,7 +497,7 @@ def test_shifts_along_a_split_dimension_are_found_where_xla_adds_permutes():
     for case, (fn, is_shift) in SHIFTS.items():
         compiled = jax.jit(fn).trace(placed).lower().compile().as_text()
         assert ("collective-permute" in compiled) == is_shift, case
-        found = [f for f in lint.check(*split_over_eight(fn)) if f.rule == "CC06"]
+        found = [f for f in lint.check(*split_over_devices(fn)) if f.rule == "CC06"]
         assert bool(found) == is_shift, case
         for finding in found:
             assert finding.line.startswith(f"{__file__}:{fn.__code__.co_firstlineno} ")

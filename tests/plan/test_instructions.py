@@ -28,10 +28,6 @@ def product(x, y):
     return x @ y
 
 
-def repeated(x):
-    return jax.lax.scan(lambda c, _: (jnp.tanh(c @ c), None), x, length=5)[0]
-
-
 @pytest.mark.parametrize(
     ("fn", "arguments", "expected"),
     [
@@ -41,7 +37,11 @@ def repeated(x):
         (product, (shape(3, 129, 128), shape(3, 128, 513)), Instructions(12, 12, 12)),
         (lambda x: x.reshape(-1)[None] + 1.0, (shape(256, 512),), Instructions(2, 2, 2)),
         (lambda x: x.sum(), (shape(256, 512),), Instructions(2, 2, 2)),
-        (repeated, (shape(512, 512),), Instructions(5 * (16 + 4), 16 + 4, 16)),
+        (
+            lambda x: jax.lax.scan(lambda c, _: (jnp.tanh(c @ c), None), x, length=5)[0],
+            (shape(512, 512),),
+            Instructions(5 * (16 + 4), 16 + 4, 16),
+        ),
     ],
     ids=["product", "swapped", "row", "batched", "elements", "sum", "loop"],
 )

@@ -79,16 +79,12 @@ def stopped(folder, train_job):
     """(run folder, Job) of two processes, of which the second got SIGTERM soon after the first step."""
     workdir = folder / "stopped"
     with train_job(workdir, 2, *SPLIT, launcher="slurm") as job:
-        await_step(job, workdir)
+        while not micro.has_trained(workdir):
+            assert all(process.poll() is None for process in job.processes), job.err(0) + job.err(1)
+            time.sleep(0.01)
         job.processes[1].send_signal(signal.SIGTERM)
         assert job.wait() == [0, 0], job.err(0) + job.err(1)
         return workdir, job
-
-
-def await_step(job, workdir):
-    while not micro.has_trained(workdir):
-        assert all(process.poll() is None for process in job.processes), job.err(0) + job.err(1)
-        time.sleep(0.01)
 
 
 def assert_same_rows(found, expected):
