@@ -115,7 +115,7 @@ def _check_paths(config: config_lib.Config, workdir: pathlib.Path, *, given: Col
     from hlat_jax.data import path_checks  # not at the top: --help does not need it
 
     if not path_checks.was_opened(config.data, workdir):  # else the run waits for what is away
-        path_checks.check_text(config.data, keys=[key for key in ("train", "validation") if f"data.{key}" in keys])
+        path_checks.check_texts(config.data, keys=[key for key in ("train", "validation") if f"data.{key}" in keys])
     if "data.tokenizer" in keys:
         path_checks.check_tokenizer(config.data.tokenizer)
     if config.model.ops_table:
@@ -183,7 +183,7 @@ def describe(config: config_lib.Config) -> str:
             f"{train.num_microbatches} microbatch{'es' if train.num_microbatches > 1 else ''}",
             f"steps            {train.num_steps:,} ({train.num_steps * step_tokens:,} tokens); "
             f"schedule horizon {config.optimizer.horizon_steps:,}",
-            f"state            {costs.state_bytes(model, config.precision.policy):,} bytes "
+            f"state            {costs.policy_state_bytes(model, config.precision.policy):,} bytes "
             f"({config.precision.policy}), before sharding",
         )
     )

@@ -38,7 +38,7 @@ def rewind(workdir: pathlib.Path, num_batches: int) -> None:
             path.unlink()
 
 
-def nearest(
+def nearest_position(
     workdir: pathlib.Path, num_batches: int, *, data_identity: Identity
 ) -> tuple[int, np.ndarray, pathlib.Path] | None:
     """Returns (batches, position, file) of the last position recorded after `num_batches` or fewer; None if none is.

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from hlat_jax.config import ParallelConfig, PrecisionConfig, check_choice
 from hlat_jax.facts.core_groups import DISPUTED, verdict_of_first
 from hlat_jax.facts.policies import POLICY_FACTS
-from hlat_jax.host.neuron_compiler_flags import compiler_flags, join, with_config
+from hlat_jax.host.neuron_compiler_flags import compiler_flags, merge_flags, with_config
 from hlat_jax.host.neuron_topology import (
     COLLECTIVES_PORT,
     HERE,
@@ -96,7 +96,7 @@ def environment(
         ours |= {"NEURON_RT_INSPECT_DEVICE_PROFILE": "1", "NEURON_RT_INSPECT_OUTPUT_DIR": profile}
     _check_contradictions(ours, topology, current)
     flags = with_config(compiler_flags(topology), config_flags, topology)
-    ours["NEURON_CC_FLAGS"], notes = join(flags, current.get("NEURON_CC_FLAGS", ""), topology)
+    ours["NEURON_CC_FLAGS"], notes = merge_flags(flags, current.get("NEURON_CC_FLAGS", ""), topology)
     variables = dict(ours)
     for name, value in ours.items():
         yours = current.get(name) or value  # an empty variable counts as unset

@@ -99,7 +99,7 @@ def _is_gathered_from(value: Any, array: tuple, program: Program, calls: tuple, 
     if op is None or op.regions or depth > _MAX_ASSIGNED:
         return False
     if op.name == "stablehlo.gather" and source(op.operands[0], program, calls) == array:
-        return not bounds(op.operands[1], program, calls).is_exact
+        return not index_range(op.operands[1], program, calls).is_exact
     return any(_is_gathered_from(operand, array, program, calls, depth=depth + 1) for operand in op.operands)
 
 
@@ -113,7 +113,7 @@ def _component_range(value: Any, number: int, dim: int, program: Program, calls:
             if number < tensor(operand).dims[dim]:
                 return _component_range(operand, number, dim, program, calls)
             number -= tensor(operand).dims[dim]
-    values = bounds(value, program, calls)
+    values = index_range(value, program, calls)
     is_shared = dim < len(sizes) and sizes[dim] > 1  # the bounds are those of all components
     return dataclasses.replace(values, is_exact=values.is_exact and not is_shared)
 
@@ -143,7 +143,7 @@ def _function_of(argument: Any) -> Any:
     return owner if owner.name == "func.func" else None
 
 
-def bounds(value: Any, program: Program, calls: tuple, *, depth: int = 0) -> Range:
+def index_range(value: Any, program: Program, calls: tuple, *, depth: int = 0) -> Range:
     """Returns the range of a value's elements; the range of its type if the program does not determine it."""
     key = (value, calls)
     if key not in program.ranges:
@@ -170,7 +170,7 @@ def _bounds(value: Any, program: Program, calls: tuple, depth: int) -> Range | N
     if op is None:  # an argument of a function, over all its calls; of a loop nothing is known
         function, number = _function_of(value), ir.BlockArgument(value).arg_number
         callers = program.callers(symbol_name(function)) if function is not None else []
-        ranges = [bounds(call.operands[number], program, (), depth=depth + 1) for call in callers]
+        ranges = [index_range(call.operands[number], program, (), depth=depth + 1) for call in callers]
         return _union(ranges) if ranges else None
     elements = constant(value)
     if elements is not None and elements.size and elements.dtype.kind in "biuf" and np.isfinite(elements).all():
@@ -183,7 +183,7 @@ def _bounds(value: Any, program: Program, calls: tuple, depth: int) -> Range | N
         return Range(0, last, True, True)
 
     def range_of(operand: Any) -> Range:
-        return bounds(operand, program, calls, depth=depth + 1)
+        return index_range(operand, program, calls, depth=depth + 1)
 
     if opcode == "select":
         decided = _comparison_result(op.operands[0], program, calls, depth + 1)
@@ -212,13 +212,13 @@ def _comparison_result(condition: Any, program: Program, calls: tuple, depth: in
     JAX normalizes negative indices by a comparison with 0, and a select between the index and index + size.
     """
     condition, calls = source(condition, program, calls)
-    op, known = defining_op(condition), bounds(condition, program, calls, depth=depth)
+    op, known = defining_op(condition), index_range(condition, program, calls, depth=depth)
     if known.is_number:
         return bool(known.low)
     direction = re.search(r"\b(LT|LE|GT|GE)\b", str(attribute(op, "comparison_direction"))) if op is not None else None
     if direction is None:
         return None
-    left, right = (bounds(operand, program, calls, depth=depth + 1) for operand in op.operands)
+    left, right = (index_range(operand, program, calls, depth=depth + 1) for operand in op.operands)
     if direction[1] in ("GT", "LE"):
         left, right = right, left
     is_less = True if left.high < right.low else False if left.low >= right.high else None

@@ -171,7 +171,7 @@ def defining_op(value: Any) -> Any:
     return None if isinstance(owner, ir.Block) else getattr(owner, "operation", owner)
 
 
-def numbers(attr: Any) -> np.ndarray | None:
+def attribute_numbers(attr: Any) -> np.ndarray | None:
     """Returns a dense attribute as an array; None if jaxlib cannot convert it."""
     try:
         dense = ir.DenseElementsAttr(attr)
@@ -193,7 +193,7 @@ def constant(value: Any) -> np.ndarray | None:
     if not is_constant(value):
         return None
     try:
-        return numbers(defining_op(value).attributes["value"])
+        return attribute_numbers(defining_op(value).attributes["value"])
     except TypeError:  # jaxlib cannot return a complex attribute
         return None
 

@@ -138,7 +138,7 @@ def _skip_conversion(value: Any) -> Any:
 
 def _exact(value: Any, program: Program) -> int | None:
     """Returns the integer that every element of a value is; None where the program does not determine it."""
-    values = indices.bounds(value, program, ())
+    values = indices.index_range(value, program, ())
     return int(values.low) if values.is_number else None
 
 
@@ -159,7 +159,7 @@ def _counts_by_constants(loop: Any, counter: Any, program: Program) -> bool:
     step = defining_op(list(body.operations)[-1].operation.operands[number])
     if step is None or step.name not in ("stablehlo.add", "stablehlo.subtract"):
         return False
-    start = indices.bounds(loop.operands[number], program, ())
+    start = indices.index_range(loop.operands[number], program, ())
     previous, increment = (step.operands[0], step.operands[1])
     if step.name == "stablehlo.add" and is_constant(previous):
         previous, increment = increment, previous

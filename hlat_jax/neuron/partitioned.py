@@ -23,10 +23,10 @@ from hlat_jax.neuron.module import (
     Program,
     Tensor,
     attribute,
+    attribute_numbers,
     body_ops,
     defining_op,
     enclosing_op,
-    numbers,
     tensor,
 )
 
@@ -83,7 +83,7 @@ def group_findings(
         yield "CC01", f"{len(seen)} sets of replica groups", list(seen.values())[-1]
     for op in program.operations:
         if op.name == "stablehlo.collective_permute":
-            pairs = numbers(op.attributes["source_target_pairs"])
+            pairs = attribute_numbers(op.attributes["source_target_pairs"])
             if pairs is not None and placed is not None:
                 pairs = placed[pairs]
             problem = None if pairs is None else permute_problem(pairs, target=target)
@@ -101,7 +101,7 @@ def replica_groups(program: Program, sharded: Program | None) -> Iterator[tuple[
     """Yields (operation, replica groups [n, size]) of all collectives except permutes, including added ones."""
     for op in program.operations:
         if op.name.partition(".")[2] in _GROUPED and op.name.startswith("stablehlo."):
-            groups = numbers(op.attributes["replica_groups"])
+            groups = attribute_numbers(op.attributes["replica_groups"])
             if groups is not None and groups.ndim == 2:
                 yield op, groups
     for op in sharded.operations if sharded else ():
@@ -112,7 +112,7 @@ def replica_groups(program: Program, sharded: Program | None) -> Iterator[tuple[
             named = " ".join(str(op.attributes[key]) for key in keys if "axes" in key or key == "params")
             axes = [axis for axis in mesh if f'"{axis}"' in named]
             if axes:
-                yield op, groups_along(mesh, axes)
+                yield op, core_groups.groups_along(mesh, axes, devices=np.arange(math.prod(mesh.values())))
 
 
 def _with_python_line(op: Any, sharded: Program) -> Any:
@@ -282,8 +282,3 @@ def _local_type(kind: Tensor | None, sharding: str, program: Program) -> Tensor 
     degrees = [math.prod(mesh.get(axis, 1) for axis in re.findall(r'"([^"]+)"(?!:)', part)) for part in parts]
     degrees += [1] * (len(kind.dims) - len(degrees))
     return Tensor(tuple(-(-(dim or 0) // n) for dim, n in zip(kind.dims, degrees, strict=True)), kind.dtype)
-
-
-def groups_along(mesh: dict[str, int], axes: list[str]) -> np.ndarray:
-    """Returns replica groups [n, size] along some axes of a mesh whose devices are numbered in row-major order."""
-    return core_groups.groups_along(mesh, axes, devices=np.arange(math.prod(mesh.values())))

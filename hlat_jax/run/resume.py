@@ -30,7 +30,7 @@ from hlat_jax.store import atomic_files
 from hlat_jax.store.checkpoint import Restored, read_checkpoint
 from hlat_jax.store.checkpoint_checks import problem_on_disk, saved_run, saved_steps
 from hlat_jax.store.config_diff import config_drift, differences
-from hlat_jax.store.metrics import DISCARDED_FILE, ROWS_FILE, Silent, copy_rows, damage, read_rows
+from hlat_jax.store.metrics import DISCARDED_FILE, ROWS_FILE, Silent, copy_rows, damaged_lines, read_rows
 from hlat_jax.weights.init_model import OF_FUNCTION, same_ids
 from hlat_jax.weights.trained import Weights, open_weights
 
@@ -271,7 +271,7 @@ def report_losses(workdir: pathlib.Path, step: int, *, ledger: Ledger | Silent) 
     if newest != step:
         ledger.event("saved", step=step)
     print_missing_rows(workdir, step)
-    if damaged := damage(workdir / ROWS_FILE):
+    if damaged := damaged_lines(workdir / ROWS_FILE):
         print(
             f"{ROWS_FILE} has {len(damaged):,} damaged lines, which move to {DISCARDED_FILE}: their rows are missing "
             f"({damaged[0]})"

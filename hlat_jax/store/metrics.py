@@ -345,7 +345,7 @@ def read_rows(path: str | os.PathLike) -> list[dict[str, Any]]:
     return [line.row for line in _lines(path) if line.row is not None]
 
 
-def damage(path: pathlib.Path) -> list[str]:
+def damaged_lines(path: pathlib.Path) -> list[str]:
     """Returns what is wrong with each line that ends, so that no kill has cut it short, and is not a row."""
     return [line.why for line in _lines(path) if line.why]
 

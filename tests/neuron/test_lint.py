@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from planned import small_config
 
 from hlat_jax.cli import config_files
+from hlat_jax.facts.core_groups import groups_along
 from hlat_jax.neuron import lint, partitioned, programs
 from hlat_jax.neuron.module import Program
 from hlat_jax.neuron.rules import LINTED, RULES, SEVERITIES
@@ -443,10 +444,10 @@ def test_replica_groups_match_the_compiled_step(degrees):
     config = small_config(m=2, remat="none", **degrees)
     layout = make_layout(config.parallel, jax.devices()[:8], num_kv_heads=config.model.num_kv_heads)
     traced = make_program(config, layout).trace_step()
-    mesh = dict(layout.mesh.shape)
+    mesh, devices = dict(layout.mesh.shape), np.arange(8)
     compiled = count_collectives(collectives(traced.lower().compile().as_text(), layout.mesh))
     kinds = {axes for kind, axes in compiled if kind != "collective-permute"}
-    expected = {tuple(map(tuple, partitioned.groups_along(mesh, list(axes)).tolist())) for axes in kinds}
+    expected = {tuple(map(tuple, groups_along(mesh, axes, devices=devices).tolist())) for axes in kinds}
     root = traced.lower(lowering_platforms=("neuron",)).compiler_ir("stablehlo").operation
     predicted = partitioned.replica_groups(Program(root), partitioned.run_shardy(root))  # also those that it adds
     # XLA may merge two sums into one, but uses no group that was not predicted

@@ -57,7 +57,7 @@ def test_policies_store_their_declared_dtypes(small, one_device):
         }
         if name in ("fp32", "autocast"):
             assert read == {jnp.dtype(jnp.float32 if name == "fp32" else jnp.bfloat16)}
-        assert state_bytes(state) == costs.state_bytes(config.model, name)
+        assert state_bytes(state) == costs.policy_state_bytes(config.model, name)
         assert state_bytes(program.init_state()) == state_bytes(state)
 
 
