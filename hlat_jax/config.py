@@ -341,7 +341,11 @@ def field_of(section: str, key: str) -> dataclasses.Field:
 
 
 def convert_value(path: str, field: dataclasses.Field, value: Any) -> Any:
-    """Returns the value of a key as the type of its default; raises ValueError, beginning with `path`, for others."""
+    """Returns the value of a key converted to the type of its default.
+
+    Raises:
+      ValueError: a wrong type, or a value outside the key's choices; the message begins with `path`.
+    """
     kind = type(field.default)
     if kind is float and type(value) is int and abs(value) < 1 << 1023:  # within the range of float
         value = float(value)

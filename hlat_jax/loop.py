@@ -272,7 +272,11 @@ def _log(run: Run, progress: Progress) -> None:
 
 
 def _write_rows(run: Run, progress: Progress, *, in_flight: int = 0) -> None:
-    """Writes the rows of all dispatched steps but the `in_flight` newest; raises NonFiniteError after too many."""
+    """Writes the rows of all dispatched steps but the `in_flight` newest, waiting for their metrics.
+
+    Raises:
+      NonFiniteError: `train.max_nonfinite_steps` of them in a row were not finite.
+    """
     while len(progress.pending) > in_flight:
         pending = progress.pending.pop(0)
         metrics = jax.device_get(pending.metrics)

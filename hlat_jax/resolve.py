@@ -192,7 +192,11 @@ def batch_of_step(step: int, skipped: Sequence[range]) -> int:
 
 
 def held_out_share(validation: str) -> float:
-    """Returns the share that a data.validation such as "5%" holds out, else 0; raises ValueError above 50%."""
+    """Returns the share of data.train that a data.validation such as "5%" holds out; 0 for any other value.
+
+    Raises:
+      ValueError: not above 0% and at most 50%.
+    """
     match = re.fullmatch(r"\s*([0-9.+-]+)\s*%\s*", validation)
     if not match:
         return 0.0

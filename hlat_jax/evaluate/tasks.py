@@ -72,7 +72,11 @@ class Tasks:
             self.plan.append((num_fewshot if num_fewshot >= 0 else None, others))
 
     def load(self) -> None:
-        """Fetches the data of all tasks, once, and keeps it in memory; raises ValueError if that fails."""
+        """Fetches the data of all tasks and keeps it in memory; a second call does nothing.
+
+        Raises:
+          ValueError: data that cannot be fetched.
+        """
         if self._is_loaded:
             return
         self._is_loaded = True

@@ -21,7 +21,11 @@ _LEAST = 4096  # a smaller bare number is more likely in another unit
 
 
 def parse_bytes(size: int | str, *, name: str) -> int:
-    """Returns the bytes of a size in one of `FORMS`; raises ValueError with `name`, the setting, for anything else."""
+    """Returns the bytes of a size in one of `FORMS`; `name` is that of the setting, for the error.
+
+    Raises:
+      ValueError: a number without a unit, an unknown unit, or a size that is not positive.
+    """
     if isinstance(size, numbers.Integral) and not isinstance(size, bool) and size >= _LEAST:  # NumPy's too
         return int(size)
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", size) if isinstance(size, str) else None

@@ -110,7 +110,11 @@ NODES = INSTANCES | {
 
 
 def node(name: str) -> Instance:
-    """Returns an entry of `NODES`, or for `cpu` this machine at unknown speed (peak 0); else raises ValueError."""
+    """Returns an entry of `NODES`; for `cpu`, this machine as one device of unknown speed (peak 0).
+
+    Raises:
+      ValueError: an unknown node.
+    """
     if name == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return Instance("cpu", 1, 1, (1,), 0, 0.0, 0.0, memory, platform="cpu")

@@ -61,7 +61,11 @@ def resolve_job(
     join_timeout_s: int,
     peer_timeout_s: int,
 ) -> Job | None:
-    """Returns the job of a command's flags, None for one process; raises ValueError if they are invalid."""
+    """Returns the job that the flags of a command describe; None for one process.
+
+    Raises:
+      ValueError: only some of the three are given, or one is out of range.
+    """
     given = {"--coordinator": coordinator or None, "--num_processes": num_processes, "--process_id": process_id}
     missing = [name for name, value in given.items() if value is None]
     if len(missing) == len(given):

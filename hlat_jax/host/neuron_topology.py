@@ -143,7 +143,11 @@ def instance_to_serve(given: str, platforms: str, *, machine: Machine) -> str:
 
 
 def detected_instance(machine: Machine) -> str:
-    """Returns the type of this machine, "" without a Neuron device; raises ValueError if it is unknown."""
+    """Returns the type of this machine, or "" where it has no Neuron device.
+
+    Raises:
+      ValueError: there are Neuron devices, but the instance type is unknown.
+    """
     device, product_name = machine.devices / "neuron0", machine.product_name
     if not device.exists():
         return ""

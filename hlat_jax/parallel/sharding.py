@@ -160,7 +160,11 @@ def _with_rules(mesh: Any, parallel: ParallelConfig) -> Layout:
 
 
 def resolve_degrees(parallel: ParallelConfig, num_devices: int) -> tuple[int, ...]:
-    """Returns (pipe, data, fsdp, tensor) without a -1; raises ValueError if their product is not `num_devices`."""
+    """Returns (pipe, data, fsdp, tensor) with -1 replaced by the degree that remains for `num_devices`.
+
+    Raises:
+      ValueError: the product is not `num_devices`.
+    """
     wanted = [getattr(parallel, axis) for axis in MESH_AXES]
     fixed = math.prod(d for d in wanted if d != -1)
     degrees = tuple(num_devices // fixed if d == -1 else d for d in wanted)

@@ -61,7 +61,11 @@ def _tune(argv: Sequence[str]) -> int:
 
 
 def _table(path: str, device: Any) -> Any:
-    """Returns the table in a file, or an empty one; raises ValueError for one of another device or version of JAX."""
+    """Returns the table in a file, or an empty one.
+
+    Raises:
+      ValueError: the file was measured on another kind of device, or with another version of JAX.
+    """
     import jax
 
     from hlat_jax.ops import table

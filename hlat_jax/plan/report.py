@@ -56,7 +56,11 @@ class Site:
 
 
 def site_layout(config: Config, site: Site) -> Layout:
-    """Returns the layout of a config on a site; raises ValueError for several nodes of a single machine."""
+    """Returns the layout of a config on a site.
+
+    Raises:
+      ValueError: several nodes of a single machine, or as `degrees.layout_over`.
+    """
     target = hardware.node(site.target)
     if site.nodes > 1 and not target.network:
         raise ValueError(f"--nodes={site.nodes}: --instance={site.target} is a single machine; use --nodes=1.")
@@ -64,7 +68,11 @@ def site_layout(config: Config, site: Site) -> Layout:
 
 
 def make_plan(config: Config, site: Site) -> dict[str, Any]:
-    """Returns the plan of a config on a site, for JSON; raises ValueError for degrees or a batch that do not fit."""
+    """Returns the plan of a config on a site, JSON-serializable.
+
+    Raises:
+      ValueError: degrees that do not fit the devices or the model, or a batch that they do not divide.
+    """
     requested = config.model.remat
     program = budget_lib.choose_by_estimate(make_program(config, site_layout(config, site)))
     config, layout = program.config, program.layout

@@ -196,7 +196,11 @@ class Goodput:
 
 
 def goodput(workdir: pathlib.Path) -> Goodput:
-    """Returns what the time of a run went to, up to its last entry; raises ValueError without a ledger."""
+    """Returns what the time of a run went to, up to its end or, while it runs, its last entry.
+
+    Raises:
+      ValueError: the folder has no ledger.
+    """
     lives, left = _recorded_lives(workdir), _unfinished_life(workdir)
     if not lives:
         raise ValueError(f"{workdir} has no {EVENTS_FILE}: it is not a run folder, or of an older version.")

@@ -20,7 +20,11 @@ from hlat_jax.run import costs
 
 
 def fitting_program(config: Config, devices: Sequence[Any]) -> RunProgram:
-    """Returns the program of a config over `devices`; raises ValueError if memory, degrees or the batch do not fit."""
+    """Returns the program of the config over `devices`, after checks of memory and batch size.
+
+    Raises:
+      ValueError: too little memory, degrees that do not fit the devices, or a batch that does not divide.
+    """
     memory = sum(device_memory(device) for device in devices)
     params = costs.num_params(config.model)
     gradients = params * jnp.dtype(POLICIES[config.precision.policy].accumulate).itemsize

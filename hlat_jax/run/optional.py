@@ -18,7 +18,11 @@ if TYPE_CHECKING:
 
 
 def open_tasks(config: Config, *, layout: Layout, tokenizer: Tokenizer) -> TasksInTraining | None:
-    """Returns the tasks of `train.eval_tasks`; None if it is empty. Raises ValueError for one that is unknown."""
+    """Returns the tasks of `train.eval_tasks`; None if it is empty.
+
+    Raises:
+      ValueError: the harness or a task is missing, or `hlat_jax.evaluate` is not installed.
+    """
     if not config.train.eval_tasks:
         return None
     in_training = _import_leaf("hlat_jax.evaluate.in_training", key=f"train.eval_tasks={config.train.eval_tasks}")
@@ -26,7 +30,11 @@ def open_tasks(config: Config, *, layout: Layout, tokenizer: Tokenizer) -> Tasks
 
 
 def open_exporter(config: Config, workdir: pathlib.Path) -> Exporter | None:
-    """Returns the background exporter; None if `checkpoint.export_every_steps` is 0, and outside process 0."""
+    """Returns the background exporter; None if `checkpoint.export_every_steps` is 0, and outside process 0.
+
+    Raises:
+      ValueError: `hlat_jax.hf` is not installed.
+    """
     every = config.checkpoint.export_every_steps
     if not every:
         return None

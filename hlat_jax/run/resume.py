@@ -240,7 +240,11 @@ def settings_of_weights(model: ModelConfig) -> dict[str, Any]:
 
 
 def check_new_run(workdir: pathlib.Path, *, ledger: Ledger | Silent, begin_again: bool) -> None:
-    """Raises ValueError if a run without a checkpoint has had one, unless `begin_again`; process 0 calls it."""
+    """Checks that a run without a checkpoint has never had one; process 0 calls it.
+
+    Raises:
+      ValueError: it had one, and `begin_again` is false.
+    """
     last, step = _last_row(workdir), newest_saved(workdir)
     if step and not begin_again:
         raise ValueError(

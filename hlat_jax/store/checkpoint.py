@@ -196,7 +196,11 @@ class Checkpointer:
         return None if self._manager.is_saving_in_progress() else self.wait()
 
     def wait(self) -> int | None:
-        """Returns, once no save is under way, the step of one that ended since the last call. Raises SaveError."""
+        """Blocks until no save is under way; returns the step of the one that has ended since the last call, if any.
+
+        Raises:
+          SaveError: it failed.
+        """
         if self._saving is None:
             return None
         try:

@@ -82,7 +82,11 @@ def parse_json(raw: bytes, *, where: str, kind: Any = dict, allow_nan: bool = Fa
 
 
 def check_kind(value: Any, kind: Any, *, where: str, field: str = "") -> Any:
-    """Returns the value if it is of the kind; else raises ValueError with file, field, and what is allowed."""
+    """Returns the value if it is of the kind.
+
+    Raises:
+      ValueError: it is not; the message is `where`, the file, the field, its path there, and what is allowed.
+    """
     if problem := _problem(value, kind, field):
         raise ValueError(f"{where}: {problem}.")
     return value

@@ -72,7 +72,11 @@ class FileDocuments:
 
 
 def check_text(text: Any, *, field: str, where: str, row: int) -> str:
-    """Returns `text` if it is a string, not empty, that UTF-8 can encode; else raises BadRecord."""
+    """Returns `text` if it is a string that UTF-8 can encode.
+
+    Raises:
+      BadRecord: it is null, empty, of another type, or has a lone surrogate.
+    """
     if text == "":
         raise BadRecord(where, row, f"{field!r} is empty.")
     if isinstance(text, str):
@@ -90,7 +94,11 @@ def check_text(text: Any, *, field: str, where: str, row: int) -> str:
 
 
 def utf8_text(raw: bytes | bytearray, *, where: str, row: int | None) -> str:
-    """Returns the text of a record of bare UTF-8; `row` is None for a file, or a part of one. Raises BadRecord."""
+    """Returns the text of a record of bare UTF-8; `row` is None for a file, or a part of one.
+
+    Raises:
+      BadRecord: it is empty, or not UTF-8.
+    """
     try:
         text = raw.decode("utf-8-sig" if row is None else "utf-8")
     except UnicodeDecodeError as error:
