@@ -151,7 +151,7 @@ def compare_watched(config: Config, *, rounds: int) -> None:
         watchdog, cost = Watchdog(least_s=300), {}
         with tempfile.TemporaryDirectory() as folder, looking_after(cost):
             began_s, workdir = time.monotonic(), pathlib.Path(folder)
-            with distributed.joined(None, watchdog=watchdog, stacks=workdir / "stuck"):
+            with distributed.join(None, watchdog=watchdog, stacks=workdir / "stuck"):
                 loop_step_s(watched, workdir, watchdog=watchdog)
             shares.append(sum(cost.values()) / (time.monotonic() - began_s))
         print(f"a run through the loop: {', '.join(f'{part} {seconds:.4f} s' for part, seconds in cost.items())}")

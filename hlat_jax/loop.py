@@ -51,10 +51,7 @@ from hlat_jax.store.progress import ProgressBar, Status
 def train(run: Run, progress: Progress) -> str:
     """Trains an opened run to `train.num_steps` or to a signal; returns the name of that signal, or "".
 
-    Raises:
-      ValueError: data that cannot be trained on.
-      OSError: the disk failed; the last complete checkpoint is intact.
-      NonFiniteError: see `train.max_nonfinite_steps`.
+    Raises what `hlat_jax.train.train` does.
     """
     config, signals = run.config, run.sync.signals
     with run.check_folder.as_cause():

@@ -67,10 +67,7 @@ POLICIES = {
 def policy_on(name: str, platform: str, *, stochastic_rounding: str = "auto") -> Policy:
     """Returns a named policy for a platform: Neuron rounds stochastically in hardware, the others in software.
 
-    Args:
-      name: key of `POLICIES`.
-      platform: of the devices.
-      stochastic_rounding: "software", "hardware" or "auto"; without effect for policies that round to nearest.
+    `stochastic_rounding`, "software", "hardware" or "auto", has no effect on policies that round to nearest.
 
     Raises:
       ValueError: "hardware" on a platform that only rounds to nearest.
@@ -111,28 +108,15 @@ class Rounding:
         return Rounding((*self.words, *(jnp.asarray(word).astype(jnp.uint32) for word in words)))
 
     def write(self, value: jax.Array, dtype: Any, *, name: str) -> jax.Array:
-        """Returns `value` rounded to `dtype`. Every stored value is rounded here.
+        """Returns `value`, of any float dtype, rounded to `dtype`. Every stored value is rounded here.
 
-        Args:
-          value: of any float dtype; with words, its shape is that of the global array.
-          dtype: of the result.
-          name: of the array; arrays of the same name and shape get the same bits.
+        With words, its shape is that of the global array; arrays of the same name and shape get the same bits.
         """
         if self.words is None or jnp.dtype(dtype).itemsize >= value.dtype.itemsize:
             return value.astype(dtype)
         return stochastic_round(value.astype(jnp.float32), dtype, bits=random_bits(self.words, name, value.shape))
 
-    def write_tree(self, tree: Any, dtype: Any, *, name: str) -> Any:
-        """Returns the tree with every floating-point leaf written in `dtype`; other leaves as they are."""
-
-        def write(path, leaf):
-            if not jnp.issubdtype(leaf.dtype, jnp.floating):
-                return leaf
-            return self.write(leaf, dtype, name=name + jax.tree_util.keystr(path))
-
-        return jax.tree_util.tree_map_with_path(write, tree)
-
-    def added(self, sums: Any, terms: Any) -> Any:
+    def add(self, sums: Any, terms: Any) -> Any:
         """Returns sums + terms in the dtypes of `sums`, rounded once. For trees of gradients."""
         if self.words is None:
             return jax.tree.map(lambda total, term: total + term.astype(total.dtype), sums, terms)
@@ -154,7 +138,6 @@ class Accumulation:
     Attributes:
       num_microbatches: static count of parts of a batch.
       dtype: of the sums.
-      rounding: how each sum is rounded.
       reduce: applied to the gradients of each microbatch before they are added, such as ZeRO-2's reduce-scatter.
     """
 
@@ -222,4 +205,4 @@ def _mix_bits(x: jax.Array) -> jax.Array:
 
 def cast_tree(tree: Any, dtype: Any) -> Any:
     """Returns the tree with every floating-point leaf in `dtype`, rounded to nearest; other leaves as they are."""
-    return NEAREST.write_tree(tree, dtype, name="")
+    return jax.tree.map(lambda leaf: leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf, tree)

@@ -21,7 +21,7 @@ from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
 from hlat_jax.ops.dialect import Choice
 from hlat_jax.optimizer import SpikePolicy, adamw, decay_mask, global_norm
 from hlat_jax.parallel import collectives
-from hlat_jax.parallel.pipeline import PHASES, StagedLoss, pipelined, pipelined_loss
+from hlat_jax.parallel.pipeline import PHASES, StagedLoss, pipelined_loss, run_pipeline
 from hlat_jax.parallel.replica_sync import ReplicaSync
 from hlat_jax.parallel.rows import shard_microbatches
 from hlat_jax.parallel.sharding import Layout, shard_batch
@@ -39,7 +39,6 @@ class RunProgram:
     """The program of a run, built once: its functions, the shapes they take, and the choices they were built with.
 
     Attributes:
-      config: of the run.
       layout: the mesh, of devices or planned ones.
       choices: key of ModelConfig -> the implementation that serves, and why the others do not.
       model: `config.model` with every `auto` replaced by its choice.
@@ -139,9 +138,9 @@ def programs_of_run(config: Config, *, accumulate: str, pipe: int) -> list[str]:
     Reading data, writing files and plotting happen on the host and compile nothing.
     """
     ticks = PHASES if pipe > 1 else ("microbatch",)
-    found = [*(("start", *ticks, "update") if accumulate == "programs" else ["train"]), "init", "norms"]
-    found += ["eval"] if config.data.validation else []
-    return found + (list(GENERATION) if config.train.sample_prompt else [])
+    names = [*(("start", *ticks, "update") if accumulate == "programs" else ["train"]), "init", "norms"]
+    names += ["eval"] if config.data.validation else []
+    return names + (list(GENERATION) if config.train.sample_prompt else [])
 
 
 def make_program(config: Config, layout: Layout) -> RunProgram:
@@ -161,7 +160,7 @@ def make_program(config: Config, layout: Layout) -> RunProgram:
         policy=policy,
         num_microbatches=train.num_microbatches,
         spikes=spikes,
-        accumulate=pipelined if layout.size(("pipe",)) > 1 else None,
+        accumulate=run_pipeline if layout.size(("pipe",)) > 1 else None,
         replica_sync=ReplicaSync(layout, param_axes(config.model)),
     )
     loss = functools.partial(model_loss, model, layout, compute=policy.compute)
@@ -189,11 +188,7 @@ def model_loss(model: ModelConfig, layout: Layout, *, compute: Any, z_loss_weigh
 
     Over a mesh it is the loss of one device, for use inside the `shard_map` of `replica_sync.ReplicaSync`.
 
-    Args:
-      model: without `auto`.
-      layout: the mesh.
-      compute: dtype in which the model computes.
-      z_loss_weight: see `LossOptions`.
+    `model` is without `auto`, `compute` the dtype in which it computes; for `z_loss_weight` see `LossOptions`.
     """
     ctx = collectives.parallel_context(layout)
     options = LossOptions(model.cross_entropy, z_loss_weight, ctx)
@@ -226,7 +221,7 @@ def model_loss(model: ModelConfig, layout: Layout, *, compute: Any, z_loss_weigh
 def _eval_step(loss: Any, options: StepOptions, *, cast: str | None) -> Callable[..., Any]:
     if cast is not None:
         loss = autocast(loss, cast)
-    if options.accumulate is pipelined:
+    if options.accumulate is run_pipeline:
         loss = functools.partial(pipelined_loss, loss, num_microbatches=options.num_microbatches)
     if options.active_replica_sync is not None:
         loss = options.active_replica_sync.loss(loss)
@@ -290,7 +285,7 @@ def _state_norms(layout: Layout, training: TrainStep) -> Callable[..., Any]:
             state
         )
 
-    return jax.jit(state_norms, out_shardings=layout.replicated())
+    return jax.jit(state_norms, out_shardings=layout.replicated_sharding())
 
 
 def state_bytes(state: State) -> int:

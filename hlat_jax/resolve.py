@@ -37,7 +37,12 @@ def resolve(mutable: Any) -> Config:
         check_section(name, tree[name])
     sections = {name: _section(name, cls, tree.get(name, {})) for name, cls in SECTIONS.items()}
     config = Config(name=tree.get("name", "custom"), **sections)
-    check_run_name(config.name)
+    is_plain = isinstance(config.name, str) and config.name.isprintable() and "/" not in config.name
+    if not is_plain or config.name.startswith((".", "-")) or not 0 < len(config.name.encode()) <= 255:
+        raise ValueError(
+            f"config.name={repr(config.name)[:100]} must be a plain name without '/' that does not begin with '.' or "
+            "'-': it names the run folder, runs/NAME."
+        )
     for name in SECTIONS:
         check_bounds(name, getattr(config, name))
     config.model.check()
@@ -63,16 +68,6 @@ def check_unicode(what: str, value: Any) -> None:
             value.encode()
         except UnicodeEncodeError:
             raise ValueError(f"{what}={value[:100]!a} is not UTF-8.") from None
-
-
-def check_run_name(name: Any) -> None:
-    """Raises ValueError unless `name` can be the name of a folder in `runs/`."""
-    is_plain = isinstance(name, str) and name.isprintable() and "/" not in name and 0 < len(name.encode()) <= 255
-    if not is_plain or name.startswith((".", "-")):
-        raise ValueError(
-            f"config.name={repr(name)[:100]} must be a plain name without '/' that does not begin with '.' or '-': it "
-            "names the run folder, runs/NAME."
-        )
 
 
 def check_parallel(parallel: ParallelConfig, model: ModelConfig) -> None:
@@ -134,13 +129,13 @@ def branch_source(train: TrainConfig) -> tuple[str, int] | None:
     """Returns (run folder, step) of `train.branch_from`, None if it is empty. Raises ValueError for another form."""
     if not train.branch_from:
         return None
-    found = re.fullmatch("(.+)@([0-9]{1,9})", train.branch_from)
-    if not found or not int(found[2]):
+    match = re.fullmatch("(.+)@([0-9]{1,9})", train.branch_from)
+    if not match or not int(match[2]):
         raise ValueError(
             f"train.branch_from={train.branch_from!r} must be RUN@STEP, a run folder and the step of one of its "
             "checkpoints, such as runs/tiny@300."
         )
-    step = int(found[2])
+    step = int(match[2])
     if train.init_from:
         raise ValueError(
             f"train.branch_from={train.branch_from} with train.init_from={train.init_from}: both give the initial "
@@ -151,15 +146,15 @@ def branch_source(train: TrainConfig) -> tuple[str, int] | None:
             f"train.branch_from={train.branch_from} leaves no step to train: raise train.num_steps={train.num_steps} "
             f"above {step}."
         )
-    return found[1], step
+    return match[1], step
 
 
 def profiled_steps(train: TrainConfig) -> range:
     """Returns the steps that `train.profile_steps` names. Raises ValueError if the run does not have such steps."""
     if not train.profile_steps:
         return range(0)
-    found = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", train.profile_steps)
-    first, last = map(int, found.groups()) if found else (0, 0)
+    match = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", train.profile_steps)
+    first, last = map(int, match.groups()) if match else (0, 0)
     if not 1 <= first <= last <= train.num_steps:
         raise ValueError(
             f"train.profile_steps={train.profile_steps!r} must be FIRST:LAST, the steps to trace, such as 10:13 for "
@@ -174,18 +169,18 @@ def skipped_batches(skip_steps: str) -> tuple[range, ...]:
     Raises:
       ValueError: another form, or ranges that are out of order or overlap.
     """
-    found: list[range] = []
+    ranges: list[range] = []
     for part in skip_steps.split(",") if skip_steps else ():
         match = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", part)
         first, last = map(int, match.groups()) if match else (0, 0)
-        if not max(found[-1].stop if found else 1, 1) <= first <= last:
+        if not max(ranges[-1].stop if ranges else 1, 1) <= first <= last:
             raise ValueError(
                 f"train.skip_steps={skip_steps!r}: {part!r} must be FIRST:LAST, such as 1200:1400 for 201 batches, "
                 "with 1 <= FIRST <= LAST, and after the range before it; empty: none."
             )
-        joined = bool(found) and found[-1].stop == first
-        found[-1 if joined else len(found) :] = [range(found[-1].start if joined else first, last + 1)]
-    return tuple(found)
+        joined = bool(ranges) and ranges[-1].stop == first
+        ranges[-1 if joined else len(ranges) :] = [range(ranges[-1].start if joined else first, last + 1)]
+    return tuple(ranges)
 
 
 def batch_of_step(step: int, skipped: Sequence[range]) -> int:
@@ -202,11 +197,11 @@ def held_out_share(validation: str) -> float:
     Raises:
       ValueError: not above 0% and at most 50%.
     """
-    found = re.fullmatch(r"\s*([0-9.+-]+)\s*%\s*", validation)
-    if not found:
+    match = re.fullmatch(r"\s*([0-9.+-]+)\s*%\s*", validation)
+    if not match:
         return 0.0
     try:
-        share = float(found[1]) / 100
+        share = float(match[1]) / 100
     except ValueError:
         share = 0.0
     if not 0 < share <= 0.5:

@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     job = distributed.resolve_job(values.coordinator, values.num_processes, values.process_id, **timeouts)
     try:
         watchdog = Watchdog(least_s=values.stuck_timeout_s, began_s=process.began_s())
-        with distributed.joined(job, watchdog=watchdog, stacks=workdir / "stuck"):
+        with distributed.join(job, watchdog=watchdog, stacks=workdir / "stuck"):
             return train(config, workdir, watchdog=watchdog, begin_again=values.begin_again, given=given)
     except (OSError, NonFiniteError) as error:  # the run failed, not the command: code 1
         print(f"error: {error}{too_many_files(getattr(error, 'errno', None))}", file=sys.stderr)
@@ -78,8 +78,6 @@ def train(
     """Trains to `train.num_steps`, or resumes the run in `workdir`; returns the exit code: 130 after a Ctrl-C, else 0.
 
     Args:
-      config: the config of the run.
-      workdir: the run folder.
       watchdog: is kept up to date, for who watches it.
       begin_again: whether to train from step 0 where the checkpoints are lost.
       given: keys of the command line, as `resume.open_init` takes them.
@@ -117,7 +115,7 @@ def _check_paths(config: config_lib.Config, workdir: pathlib.Path, *, given: Col
     from hlat_jax.data import path_checks  # not at the top: --help does not need it
 
     if not path_checks.was_opened(config.data, workdir):  # else the run waits for what is away
-        path_checks.check_text(config.data, keys=[key for key in ("train", "validation") if f"data.{key}" in keys])
+        path_checks.check_texts(config.data, keys=[key for key in ("train", "validation") if f"data.{key}" in keys])
     if "data.tokenizer" in keys:
         path_checks.check_tokenizer(config.data.tokenizer)
     if config.model.ops_table:
@@ -166,10 +164,10 @@ def _set_environment(config: config_lib.Config, values: flags.FlagValues, *, wor
     # process 0 alone takes the trace
     profile = str((workdir / neuron_env.PROFILE_FOLDER).absolute()) if config.train.profile_steps and not rank else ""
     options = {"profile": profile, "config_flags": config.train.compiler_flags}
-    found = neuron_env.environment(config.precision, config.parallel, place, current=os.environ, **options)
-    os.environ.update(found.variables)
+    computed = neuron_env.environment(config.precision, config.parallel, place, current=os.environ, **options)
+    os.environ.update(computed.variables)
     if rank == 0:
-        print("\n".join((f"environment      for {nodes} x {instance}", *found.notes)))
+        print("\n".join((f"environment      for {nodes} x {instance}", *computed.notes)))
 
 
 def describe(config: config_lib.Config) -> str:
@@ -185,7 +183,7 @@ def describe(config: config_lib.Config) -> str:
             f"{train.num_microbatches} microbatch{'es' if train.num_microbatches > 1 else ''}",
             f"steps            {train.num_steps:,} ({train.num_steps * step_tokens:,} tokens); "
             f"schedule horizon {config.optimizer.horizon_steps:,}",
-            f"state            {costs.state_bytes(model, config.precision.policy):,} bytes "
+            f"state            {costs.policy_state_bytes(model, config.precision.policy):,} bytes "
             f"({config.precision.policy}), before sharding",
         )
     )

@@ -37,7 +37,7 @@ from hlat_jax.optimizer import (
     with_mask,
 )
 from hlat_jax.parallel import xla_options
-from hlat_jax.parallel.pipeline import PHASES, pipelined, run_tick, start_ticks
+from hlat_jax.parallel.pipeline import PHASES, run_pipeline, run_tick, start_ticks
 from hlat_jax.parallel.replica_sync import ReplicaSync
 from hlat_jax.parallel.sharding import ROWS
 from hlat_jax.parallel.zero import check_params, check_stage, make_replica_sync
@@ -110,7 +110,6 @@ class MicrobatchStep:
         `microbatch`, or the phases of `pipeline`.
       update: jitted (state, buffer[, learning_rate]) -> (state, StepMetrics, buffer of zeros); donates the first two.
       shardings: those of the parts of the buffer, `number` and the rest; on one device, None.
-      num_stages: of a pipeline.
     """
 
     start: Any
@@ -163,8 +162,8 @@ class MicrobatchStep:
     def inputs(self, state: State, *, num_microbatches: Any) -> dict[str, Any]:
         """Returns what `start` and `ticks` read of a step: parts of the state, and for stages the int32 number."""
         opt_state = {key: value for key, value in state["opt_state"].items() if key in ("seed", "loss_scale")}
-        found = {"params": state["params"], "step": state["step"], "opt_state": opt_state}
-        return found | ({"num_microbatches": num_microbatches} if self.num_stages > 1 else {})
+        inputs = {"params": state["params"], "step": state["step"], "opt_state": opt_state}
+        return inputs | ({"num_microbatches": num_microbatches} if self.num_stages > 1 else {})
 
     def abstract_buffer(self, inputs: Any, microbatch: Any) -> Any:
         """Returns the shapes, dtypes and shardings of the buffer, from those of what `start` takes."""
@@ -183,7 +182,7 @@ class StepOptions:
     Attributes:
       policy: dtypes of storage and accumulation, and the rounding of stored values; fp32 by default.
       num_microbatches: static number of parts into which a batch, or its rows on each device, is split.
-      accumulate: function that computes and sums the gradients of the parts, for pipeline stages; `accumulated` by
+      accumulate: function that computes and sums the gradients of the parts, for pipeline stages; `accumulate_grads` by
         default.
       zero: ZeRO stage, 0 to 3, for parameters of any structure on `devices`, see `zero.make_replica_sync`.
       devices: devices for `zero`; all by default.
@@ -265,7 +264,7 @@ class TrainStep:
       eval_step: jitted `(state, batch) -> EvalMetrics`: the loss with `train=False`, `keys=None` and the model state as
         it is, over a batch that divides as those of `step` do. The state is not donated.
       microbatch_step: `step` in programs of one microbatch; None for a loss function that has auxiliary values or takes
-        more than (params, microbatch), and for an `options.accumulate` that is not `pipeline.pipelined` over stages.
+        more than (params, microbatch), and for an `options.accumulate` that is not `pipeline.run_pipeline` over stages.
       options: options that the step was built with, with `zero` replaced by the `replica_sync` made from it.
       shardings: shardings of every leaf of the state; None where they are those of the parameters.
       loss: the loss of `step`, after all transforms: (params, rows, model_state) -> (loss sum, LossAux), or with stages
@@ -379,14 +378,14 @@ def train_step(
     shardings = None
     if options.replica_sync is not None:
         # of one device too: what reads the state is then compiled once, for before the first step and after it
-        shapes = jax.eval_shape(_initial(optimizer, options, given), params, model_state=model_state)
+        shapes = jax.eval_shape(_make_init(optimizer, options, given), params, model_state=model_state)
         shardings = options.replica_sync.state_shardings(shapes)
 
     def build(loss: Callable, eval_loss: Callable | None) -> TrainStep:
         step = _train_step(loss, optimizer, options, has_keys="keys" in given)
         is_splittable = not given and not has_aux and (options.accumulate is None or _has_stages(options))
         return TrainStep(
-            init=_initial(optimizer, options, given, shardings=shardings),
+            init=_make_init(optimizer, options, given, shardings=shardings),
             step=_jit(step, options, None if shardings is None else (shardings, None)),
             eval_step=_no_eval_step if eval_loss is None else _eval_step(eval_loss, options),
             microbatch_step=_microbatch_step(loss, optimizer, options=options, shardings=shardings)
@@ -406,7 +405,7 @@ def _train_step(
     loss_fn: Callable, optimizer: optax.GradientTransformation, options: StepOptions, *, has_keys: bool
 ) -> Callable:
     """Returns (state, batch, learning_rate=None) -> (state, StepMetrics), the order of a training step."""
-    value_and_grad, updated = _value_and_grad(loss_fn, options), _make_update(optimizer, options)
+    value_and_grad, update_state = _value_and_grad(loss_fn, options), _make_update(optimizer, options)
 
     def train_step(state: State, batch: Any, learning_rate: jax.Array | None = None) -> tuple[State, StepMetrics]:
         check_divides(batch, num_devices=options.row_degree, num_microbatches=options.num_microbatches)
@@ -418,7 +417,7 @@ def _train_step(
         def of_params(params: Any) -> tuple[tuple, Any]:
             return value_and_grad(params, rows, rounding, scale=scale, model_state=model_state)
 
-        return updated(state, of_params(state["params"]), learning_rate=learning_rate, of_params=of_params)
+        return update_state(state, of_params(state["params"]), learning_rate=learning_rate, of_params=of_params)
 
     return train_step
 
@@ -443,10 +442,10 @@ def _make_update(optimizer: optax.GradientTransformation, options: StepOptions) 
     policy, replica_sync, update = options.policy, options.active_replica_sync, with_mask(optimizer).update
     is_given_value = not isinstance(optimizer, MaskedTransformation)
 
-    def updated(
-        state: State, found: tuple[tuple, Any], *, learning_rate: Any, of_params: Callable
+    def update_state(
+        state: State, computed: tuple[tuple, Any], *, learning_rate: Any, of_params: Callable
     ) -> tuple[State, StepMetrics]:
-        (loss_sum, loss_aux), grads = found
+        (loss_sum, loss_aux), grads = computed
         model_state, rounding, scale = state.get("model_state"), _rounding(state, policy), _scale(state)
         in_blocks = replica_sync is None and options.platform == "cpu"
         norm = functools.partial(global_norm, in_blocks=in_blocks, replica_sync=replica_sync)
@@ -506,7 +505,7 @@ def _make_update(optimizer: optax.GradientTransformation, options: StepOptions) 
         )
         return new_state, metrics
 
-    return updated
+    return update_state
 
 
 def _params_of(weights: Any, options: StepOptions) -> Any:
@@ -518,7 +517,7 @@ def _params_of(weights: Any, options: StepOptions) -> Any:
 def _has_stages(options: StepOptions) -> bool:
     """Returns whether the step is that of `pipeline`, over a mesh with stages."""
     mesh = None if options.replica_sync is None else options.replica_sync.layout.mesh
-    return options.accumulate is pipelined and mesh is not None and dict(mesh.shape).get("pipe", 1) > 1
+    return options.accumulate is run_pipeline and mesh is not None and dict(mesh.shape).get("pipe", 1) > 1
 
 
 def _microbatch_step(
@@ -527,8 +526,8 @@ def _microbatch_step(
     """Returns the step in programs for one microbatch each, or for one tick of a pipeline."""
     replica_sync, dtype = options.active_replica_sync, options.policy.accumulate
     value_and_grad = _local_value_and_grad(loss_fn, options, num_microbatches=1)
-    updated, has_stages = _make_update(optimizer, options), _has_stages(options)
-    staged: Any = loss_fn  # with stages, what `pipelined` takes
+    update_state, has_stages = _make_update(optimizer, options), _has_stages(options)
+    staged: Any = loss_fn  # with stages, what `run_pipeline` takes
 
     def start_here(params: Any, rows: Any, *, reduce: Any = None) -> dict[str, Any]:
         if has_stages:
@@ -556,14 +555,14 @@ def _microbatch_step(
         if loss_aux.is_mean:
             raise ValueError("the steps of single microbatches need a loss function that returns SumAndCount.")
         totals = SumAndCount(kept["totals"].total + loss_sum, kept["totals"].count + loss_aux.count)
-        return {"totals": totals, "grads": rounding.at(number).added(kept["grads"], grads)}
+        return {"totals": totals, "grads": rounding.at(number).add(kept["grads"], grads)}
 
     start_kept = start_here if replica_sync is None else replica_sync.start_sums(start_here, dtype=dtype)
 
     def start_accumulation(inputs: dict[str, Any], batch: Any) -> dict[str, Any]:
         return {"number": jnp.zeros((), jnp.int32), "kept": start_kept(inputs["params"], batch)}
 
-    def adding(name: str, function_name: str) -> Callable:
+    def make_tick(name: str, function_name: str) -> Callable:
         local = functools.partial(add_here, name=name)
         add_to_sums = local if replica_sync is None else replica_sync.add_to_sums(local, dtype=dtype)
 
@@ -581,23 +580,23 @@ def _microbatch_step(
         raise ValueError("an optimizer that evaluates the loss again needs the whole batch in one program.")
 
     def update_step(state: State, buffer: dict[str, Any], learning_rate: Any = None) -> tuple[State, StepMetrics, Any]:
-        found = buffer["kept"]["totals"], buffer["kept"]["grads"]
-        (loss_sum, count), grads = found if replica_sync is None else replica_sync.reduced_sums(*found, dtype=dtype)
-        found = (loss_sum, LossAux(count)), grads
+        sums = buffer["kept"]["totals"], buffer["kept"]["grads"]
+        (loss_sum, count), grads = sums if replica_sync is None else replica_sync.reduced_sums(*sums, dtype=dtype)
+        sums = (loss_sum, LossAux(count)), grads
         # not by `start`: Neuron may run a program without collectives on the host
         zeros = jax.tree.map(jnp.zeros_like, buffer)
-        return *updated(state, found, learning_rate=learning_rate, of_params=no_value), zeros
+        return *update_state(state, sums, learning_rate=learning_rate, of_params=no_value), zeros
 
     placed = None
     if options.replica_sync is not None:
         layout = options.replica_sync.layout
-        per_device = layout.replicated() if replica_sync is None else replica_sync.per_device
-        placed = {"number": layout.replicated(), "kept": per_device}
+        per_device = layout.replicated_sharding() if replica_sync is None else replica_sync.per_device
+        placed = {"number": layout.replicated_sharding(), "kept": per_device}
     names = {phase: f"{phase}_tick" for phase in PHASES} if has_stages else {"microbatch": "add_microbatch"}
     after_update = None if shardings is None else (shardings, None, placed)
     return MicrobatchStep(
         start=jax.jit(start_accumulation, out_shardings=placed),
-        ticks={name: adding(name, function_name) for name, function_name in names.items()},
+        ticks={name: make_tick(name, function_name) for name, function_name in names.items()},
         update=_jit(update_step, options, after_update, donated=(0, 1)),
         shardings=placed,
         num_stages=replica_sync.layout.size(("pipe",)) if has_stages and replica_sync else 1,
@@ -655,7 +654,7 @@ def _local_value_and_grad(
     def local(
         params: Any, rows: Any, rounding: Rounding, *, scale: Any, model_state: Any, reduce: Any = None
     ) -> tuple[tuple, Any]:
-        def scaled(params: Any, *args: Any) -> tuple[jax.Array, LossAux]:
+        def scaled_loss(params: Any, *args: Any) -> tuple[jax.Array, LossAux]:
             loss_sum, loss_aux = loss_fn(params, *args)
             return loss_sum * scale, loss_aux
 
@@ -664,9 +663,9 @@ def _local_value_and_grad(
             (loss_sum, count), grads = options.accumulate(loss_fn, params, rows, sums=sums)
             return (loss_sum, LossAux(count)), grads
         if scale is None:
-            return accumulated(loss_fn, params, rows, sums=sums, model_state=model_state)
+            return accumulate_grads(loss_fn, params, rows, sums=sums, model_state=model_state)
         with scaled_losses():
-            return accumulated(scaled, params, rows, sums=sums, model_state=model_state)
+            return accumulate_grads(scaled_loss, params, rows, sums=sums, model_state=model_state)
 
     return local
 
@@ -677,8 +676,8 @@ def _eval_step(loss_fn: CheckedLossFn, options: StepOptions) -> Callable[[State,
     def local(params: Any, batch: Any, model_state: Any) -> tuple[jax.Array, LossAux]:
         if num_microbatches == 1:
             return loss_fn(params, batch, model_state)
-        found = jax.lax.map(lambda part: loss_fn(params, part, model_state), microbatches(batch, num_microbatches))
-        return jax.tree.map(lambda values: values.sum(0), found)
+        parts = jax.lax.map(lambda part: loss_fn(params, part, model_state), microbatches(batch, num_microbatches))
+        return jax.tree.map(lambda values: values.sum(0), parts)
 
     loss = local if replica_sync is None else replica_sync.loss(replica_sync.with_gathered_params(local))
 
@@ -698,14 +697,12 @@ def _no_eval_step(state: State, batch: Any) -> EvalMetrics:
     raise ValueError("a program of pipeline stages has no eval_step; evaluate with a single loss function.")
 
 
-def accumulated(
+def accumulate_grads(
     loss_fn: CheckedLossFn, params: Any, rows: Any, *, sums: Accumulation, model_state: Any = None
 ) -> tuple[tuple, Any]:
     """Returns ((loss sum, LossAux), gradients) of a batch whose parts are run one after another.
 
     Args:
-      loss_fn: as `loss_function.check_loss` makes it.
-      params: with respect to which gradients are taken.
       rows: fields with rows in front.
       sums: number of parts, see `batch.microbatches`, and how their gradients are summed.
       model_state: of the first part; each returns that of the next.
@@ -713,8 +710,8 @@ def accumulated(
     value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)
 
     def of_part(part, model_state):
-        found, grads = value_and_grad(params, part, model_state)
-        return found, grads if sums.reduce is None else sums.reduce(grads)
+        sums_of_part, grads = value_and_grad(params, part, model_state)
+        return sums_of_part, grads if sums.reduce is None else sums.reduce(grads)
 
     if sums.num_microbatches == 1:
         return of_part(rows, model_state)
@@ -723,7 +720,7 @@ def accumulated(
         number, part = numbered
         (loss, loss_aux), grads = of_part(part, totals[3])
         loss_sum, count, summed, _ = totals
-        totals = loss_sum + loss, count + loss_aux.count, sums.rounding.at(number).added(summed, grads)
+        totals = loss_sum + loss, count + loss_aux.count, sums.rounding.at(number).add(summed, grads)
         return (*totals, loss_aux.model_state), dataclasses.replace(loss_aux, count=None, model_state=None)
 
     shapes = params if sums.reduce is None else jax.eval_shape(sums.reduce, params)
@@ -739,14 +736,14 @@ def _apply_updates(weights: Any, updates: Any, *, applies: jax.Array, rounding: 
     """Returns weights + updates in the dtypes of the weights; the weights themselves where `applies` is False."""
     exact = jax.tree.map(lambda weight, update: weight.astype(jnp.float32) + update, weights, updates)
 
-    def apply(path, weight, updated):
-        written = rounding.write(updated, weight.dtype, name="weights" + jax.tree_util.keystr(path))
+    def apply(path, weight, exact):
+        written = rounding.write(exact, weight.dtype, name="weights" + jax.tree_util.keystr(path))
         return jnp.where(applies, written, weight)
 
     return jax.tree_util.tree_map_with_path(apply, weights, exact)
 
 
-def _initial(
+def _make_init(
     optimizer: optax.GradientTransformation,
     options: StepOptions,
     given: Sequence[str],

@@ -41,7 +41,13 @@ def load(name_or_path: str) -> Any:
         config = module["get_config"]()
         if not hasattr(config, "to_dict"):
             raise ValueError(f"get_config() returns {config!r:.100}; end it with `return c`, the config it edits.")
-        _check_values(config)
+        for section, values in config.to_dict().items():
+            if section != "name":
+                check_section(section, values)
+                for key, value in values.items():
+                    field = field_of(section, key)
+                    if value is not None:  # left to `resolve`, or for the command line
+                        convert_value(f"{section}.{key}", field, value)
     except Exception as error:  # anything may go wrong in a user's file
         raise ValueError(_file_error(path, error)) from error
     if path.resolve().parent != config_folder().resolve():
@@ -63,17 +69,6 @@ def _file_error(path: pathlib.Path, error: Exception) -> str:
     return f"{path}{at}: {message}"
 
 
-def _check_values(config: Any) -> None:
-    """Raises ValueError for a section, key or value in a config file that there is not."""
-    for section, values in config.to_dict().items():
-        if section != "name":
-            check_section(section, values)
-            for key, value in values.items():
-                field = field_of(section, key)
-                if value is not None:  # left to `resolve`, or for the command line
-                    convert_value(f"{section}.{key}", field, value)
-
-
 def make_text_paths_absolute(mutable: Any) -> None:
     """Makes relative paths of text and tokenizer in a ConfigDict absolute, from the working directory.
 
@@ -86,7 +81,7 @@ def _anchor_paths(config: Any, folder: pathlib.Path, *, keys: Sequence[str]) -> 
     """Makes relative paths absolute: from `folder`, or from the working directory where only that has them."""
     places = [place for place in (str(folder), os.getcwd()) if not set(",;") & set(place)]  # which separate paths
 
-    def anchored(path: str) -> str:
+    def anchor(path: str) -> str:
         plain = path.strip()
         # package:NAME, URLs, a share of data.train
         if not plain or ":" in plain or plain.endswith("%") or plain.startswith("~") or os.path.isabs(plain):
@@ -99,11 +94,11 @@ def _anchor_paths(config: Any, folder: pathlib.Path, *, keys: Sequence[str]) -> 
         if isinstance(value, str) and places:
             run, sign, step = value.rpartition("@")
             if key in ("train", "validation"):
-                config[section][key] = map_paths(anchored, value)
+                config[section][key] = map_paths(anchor, value)
             elif key == "branch_from":
-                config[section][key] = anchored(run) + sign + step
+                config[section][key] = anchor(run) + sign + step
             else:
-                config[section][key] = anchored(value)
+                config[section][key] = anchor(value)
 
 
 def map_paths(change: Callable[[str], str], spec: str) -> str:

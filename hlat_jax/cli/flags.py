@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import os
 import pathlib
 import re
@@ -26,7 +27,6 @@ def parse(argv: Sequence[str], define: Callable[[flags.FlagValues], None] = lamb
     `--init_from=PATH` sets train.init_from, and the config `continue` where there is no other.
 
     Args:
-      argv: the command line without the program.
       define: declares the command's own flags on the `absl` FlagValues it is given.
 
     Raises:
@@ -145,8 +145,6 @@ def _parse_words(
     """Returns the arguments that are not flags of `values`.
 
     Args:
-      values: parses the flags.
-      argv: the command line.
       known_only: other flags are arguments too.
       keys: names in `_config_keys` for a command with a config.
 
@@ -250,13 +248,34 @@ def main(command: Callable[[Sequence[str]], int]) -> None:
     sys.exit(code)
 
 
+def choose_verb(argv: Sequence[str], verbs: Collection[str], *, usage: str) -> str:
+    """Returns the verb that a command line begins with; raises ValueError for an unknown one.
+
+    For `--help`, and for no word at all, prints `usage` and exits.
+    """
+    if not argv or argv[0] in ("--help", "-h", "help"):
+        print(usage)
+        sys.exit(0 if argv else 2)
+    if argv[0] not in verbs:
+        raise ValueError(f"unknown verb {argv[0]!r}. {nearest(argv[0], verbs)}")
+    return argv[0]
+
+
 def check_output(flag: str, path: str) -> None:
-    """Raises ValueError where the file `path` cannot be written, before the work whose result goes there."""
+    """Raises ValueError where the file `path` cannot be written, before the work whose result goes there; "": none."""
+    if not path:
+        return
     file = pathlib.Path(path)
     if not file.parent.is_dir():
         raise ValueError(f"{flag}={path}: there is no folder {file.parent}; make it first, or give another path.")
     if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
         raise ValueError(f"{flag}={path} cannot be written; give the path of a file.")
+
+
+def write_report(path: str, report: dict[str, Any]) -> None:
+    """Writes a report to the file that `--json` names; "": none."""
+    if path:
+        pathlib.Path(path).write_text(json.dumps(report, indent=1, default=str) + "\n")
 
 
 def usage(values: flags.FlagValues) -> str:

@@ -17,7 +17,7 @@ AREAS = {
     "data": "build, tokenizer, stats, peek: text for training",
     "hf": "import, export, average: weights from Hugging Face and to it",
     "plan": "memory, traffic and time of a run, before it is started",
-    "neuron": "lint, ladder, hlo, doctor, env, report: checks for Trainium",
+    "neuron": "lint, ladder, hlo, doctor, env: checks for Trainium",
 }
 
 

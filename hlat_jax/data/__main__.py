@@ -11,7 +11,6 @@ from absl import flags, logging
 
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.config import Config, DataConfig
-from hlat_jax.facts.names import nearest
 from hlat_jax.store.progress import show_progress
 
 USAGE = """Usage: python -m hlat_jax.data VERB ...
@@ -43,13 +42,9 @@ encoded. Ids: unk 0, bos 1, eos 2.
 def main(argv: Sequence[str]) -> int:
     """Runs one verb; returns the exit code."""
     verbs = {"build": _build, "tokenizer": _tokenizer, "stats": _stats, "peek": _peek}
-    if not argv or argv[0] in ("--help", "-h", "help"):
-        print(USAGE)
-        return 0 if argv else 2
-    if argv[0] not in verbs:
-        raise ValueError(f"unknown verb {argv[0]!r}. {nearest(argv[0], verbs)}")
+    verb = flags_lib.choose_verb(argv, verbs, usage=USAGE)
     logging.set_verbosity(logging.ERROR)  # silence absl INFO logs
-    return verbs[argv[0]](argv[1:])
+    return verbs[verb](argv[1:])
 
 
 def _parse(argv: Sequence[str], values: flags.FlagValues, *, usage: str) -> list[str]:
@@ -145,15 +140,11 @@ def _peek(argv: Sequence[str]) -> int:
 
 def _parse_config(argv: Sequence[str], define: Callable[[flags.FlagValues], None]) -> tuple[Config, flags.FlagValues]:
     """Returns the config of a command line, whose paths exist, and the command's own flags, maybe with a --workdir."""
-    mutable, values = flags_lib.parse(argv, define)
     from hlat_jax.data import path_checks
-    from hlat_jax.data.tokenizer import resolve_with_tokenizer
-    from hlat_jax.weights.init_model import take_checked_model
+    from hlat_jax.weights.init_model import parse_config
 
-    workdir = pathlib.Path(values.workdir or f"runs/{mutable.name}") if "workdir" in values else None
-    take_checked_model(mutable, given=flags_lib.given_keys(values), workdir=workdir)
-    config = resolve_with_tokenizer(mutable, workdir=workdir)
-    path_checks.check_text(config.data)  # before JAX is imported
+    config, values = parse_config(argv, define)
+    path_checks.check_texts(config.data)  # before JAX is imported
     path_checks.check_tokenizer(config.data.tokenizer)
     return config, values
 

@@ -62,8 +62,6 @@ class HeldOut:
     Attributes:
       batches: NumPy, [len(rows), seq_len].
       num_bytes: UTF-8 bytes of text of the counted targets, over all rows.
-      num_skipped: bad records skipped.
-      coverage: what the rows cover.
     """
 
     batches: list[batch_lib.Batch]
@@ -97,8 +95,6 @@ def open_held_out(
     The last row and batch are filled with EOS of weight 0, so every batch has the same shape.
 
     Args:
-      data: the config of the run.
-      tokenizer: of the run.
       num_batches: at most this many of each source; 0: all.
       rows: the rows of each batch for this process; None: all.
       rows_per_batch: batch size for the same rows; None: `data.batch_size`.

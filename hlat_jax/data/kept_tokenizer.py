@@ -7,12 +7,11 @@ import os
 import pathlib
 
 from hlat_jax.data.path_checks import recorded_value
+from hlat_jax.data.tokenizer_json import EOS_FILES
 from hlat_jax.store.atomic_files import write_whole
 
 FOLDER = "tokenizer"
 _NAMES = ("tokenizer.model", "tokenizer.json")
-# Files beside a tokenizer.json that name its control tokens.
-_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
 
 
 def keep_tokenizer(path: pathlib.Path, workdir: pathlib.Path) -> None:
@@ -22,9 +21,9 @@ def keep_tokenizer(path: pathlib.Path, workdir: pathlib.Path) -> None:
     content, is_json = path.read_bytes(), path.suffix == ".json"  # read before a file of that name is removed
     folder = workdir / FOLDER
     folder.mkdir(exist_ok=True)
-    for name in (*_NAMES, *_BESIDE):
+    for name in (*_NAMES, *EOS_FILES):
         (folder / name).unlink(missing_ok=True)  # of another tokenizer, by a run that had no checkpoint
-    for beside in (path.with_name(name) for name in _BESIDE if is_json):
+    for beside in (path.with_name(name) for name in EOS_FILES if is_json):
         if beside.is_file():
             write_whole(folder / beside.name, beside.read_bytes())
     write_whole(folder / _NAMES[is_json], content)  # last: where it is, the others are
@@ -36,12 +35,7 @@ def file_sha256(path: pathlib.Path) -> str:
 
 
 def find_kept(workdir: pathlib.Path, *, sha256: str) -> pathlib.Path | None:
-    """Returns the tokenizer that a run folder keeps; None if it keeps none, or not the one with this checksum.
-
-    Args:
-      workdir: the run folder.
-      sha256: of the file; "": any.
-    """
+    """Returns the tokenizer that a run folder keeps; None without one of this checksum, where "" stands for any."""
     for path in (workdir / FOLDER / name for name in _NAMES):
         if path.is_file() and sha256 in ("", file_sha256(path)):
             return path

@@ -29,11 +29,9 @@ class TrainBatches(grain.DatasetIterator):
     call; what cannot be read for a while is tried again before.
 
     Attributes:
-      definition: the opened sources and their mixture.
       manifest: identifies the documents (see streams.joint_manifest); saved in checkpoints.
       num_documents: over all sources and rows.
       rows: the rows of the global batch that this loader returns.
-      retries: of reads.
     """
 
     def __init__(
@@ -90,7 +88,7 @@ class TrainBatches(grain.DatasetIterator):
 
     def _close_workers(self) -> None:
         if self._workers is not None:
-            with self.retries.ended():
+            with self.retries.without_waits():
                 self._workers.close()
             self._workers = None  # Grain closes again on collection, perhaps at interpreter exit
 

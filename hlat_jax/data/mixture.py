@@ -105,18 +105,18 @@ def first_stages(stages: Sequence[MixtureStage], *, num_batches: int) -> list[tu
     Consecutive stages of equal shares are merged, and later stages are left out. A stage that ends by tokens has the
     earliest end that is possible; if that is within the batches, its tokens follow its shares.
     """
-    found: list[tuple[int, list[str]]] = []
+    ends: list[tuple[int, list[str]]] = []
     for stage in stages:
-        begin = found[-1][0] if found else 0
+        begin = ends[-1][0] if ends else 0
         end = num_batches if stage.until_step is None else min(stage.until_step, num_batches)
         shares = [str(share) for share in stage.shares]
         if stage.until_tokens is not None and end < num_batches:
             shares.append(f"{stage.until_tokens} tokens")
         if end > begin:
-            if found and found[-1][1] == shares:
-                found.pop()
-            found.append((end, shares))
-    return found
+            if ends and ends[-1][1] == shares:
+                ends.pop()
+            ends.append((end, shares))
+    return ends
 
 
 def _shares(text: str, *, names: Sequence[str], where: str) -> tuple[fractions.Fraction, ...]:
@@ -157,8 +157,6 @@ class Mixture:
     """The choice of a source for every row of every batch, by stages, and the account of each row.
 
     Attributes:
-      names: the sources, in order.
-      stages: see parse_stages.
       num_rows: rows of a batch, among which the tokens of a stage are divided evenly.
       row_tokens: tokens of a full row.
     """
@@ -173,7 +171,6 @@ class Mixture:
         """Returns the source of one row of one batch.
 
         Args:
-          row: number of the row in the batch.
           batch: number of the batch, from 0.
           emitted: tokens of each source in row `row` of the batches before.
           owed: tokens owed to each source after those, see `account_after`.

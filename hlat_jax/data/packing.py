@@ -16,6 +16,7 @@ A stream calls `read(epoch, document)` for its documents by number and `encode(d
 from __future__ import annotations
 
 import bisect
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -142,10 +143,8 @@ class _Window:
 
     Attributes:
       epoch, first: the epoch and number of the first document.
-      num_documents: documents of the whole window.
       num_read: documents read so far, bad ones too.
       documents: (number, tokens) of each good one.
-      num_bad: bad records skipped.
     """
 
     epoch: int
@@ -196,7 +195,10 @@ class DocumentsStream:
         row, self._rows[self._row] = self._rows[self._row], None  # to free its tokens
         self._row += 1
         self._num_taken += 1
-        self._read_ahead(self._num_taken / (self._num_taken + len(self._rows) - self._row))
+        share = self._num_taken / (self._num_taken + len(self._rows) - self._row)
+        with contextlib.suppress(Exception):  # errors are left to the first row of the next window
+            while self._next.num_read < share * self._next.num_documents:
+                self._tokenize_one()
         if self._row == len(self._rows):
             self._close_window()
         return row
@@ -219,14 +221,6 @@ class DocumentsStream:
 
     def _close_window(self) -> None:
         (self._epoch, self._document), self._row, self._rows = self._end, 0, []
-
-    def _read_ahead(self, share: float) -> None:
-        """Tokenizes about `share` of the next window; errors are left to the first row of that window."""
-        try:
-            while self._next.num_read < share * self._next.num_documents:
-                self._tokenize_one()
-        except Exception:
-            return
 
     def _tokenize_one(self) -> None:
         window = self._next

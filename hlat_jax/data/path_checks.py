@@ -14,7 +14,7 @@ from hlat_jax.data.mixture import parse_sources
 from hlat_jax.store.typed_json import read_json
 
 
-def check_text(data: DataConfig, *, keys: Collection[str] = ("train", "validation")) -> None:
+def check_texts(data: DataConfig, *, keys: Collection[str] = ("train", "validation")) -> None:
     """Raises ValueError for a local path in `data.train` or `data.validation` that does not exist.
 
     Lists no folders and makes no network requests.

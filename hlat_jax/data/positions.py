@@ -10,7 +10,7 @@ import io
 import pathlib
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 
@@ -38,15 +38,17 @@ def rewind(workdir: pathlib.Path, num_batches: int) -> None:
             path.unlink()
 
 
-def nearest(
+def nearest_position(
     workdir: pathlib.Path, num_batches: int, *, data_identity: Identity
 ) -> tuple[int, np.ndarray, pathlib.Path] | None:
     """Returns (batches, position, file) of the last position recorded after `num_batches` or fewer; None if none is.
 
     Raises ValueError if that one, or a later one, belongs to other data.
     """
-    for named, path in sorted(_records(workdir), reverse=True):
-        record = _read(path, named)
+    files = {path: path.stem for path in workdir.glob(f"{FOLDER}/*.npz")}
+    files |= {path: path.parents[1].name for path in workdir.glob(f"checkpoints/*/{RUN_ITEM}/{RUN_FILE}")}
+    for named, path in sorted(((int(name), path) for path, name in files.items() if name.isdecimal()), reverse=True):
+        record = _read_record(path, named)
         if record is None:
             continue
         recorded_after, position, recorded_identity = record
@@ -60,17 +62,7 @@ def nearest(
     return None
 
 
-def _records(workdir: pathlib.Path) -> Iterator[tuple[int, pathlib.Path]]:
-    """Yields (number in its name, file) of the positions of a run: its own files, and those of its checkpoints."""
-    for path in workdir.glob(f"{FOLDER}/*.npz"):
-        if path.stem.isdecimal():
-            yield int(path.stem), path
-    for path in workdir.glob(f"checkpoints/*/{RUN_ITEM}/{RUN_FILE}"):
-        if path.parents[1].name.isdecimal():
-            yield int(path.parents[1].name), path
-
-
-def _read(path: pathlib.Path, named: int) -> tuple[int, np.ndarray, str] | None:
+def _read_record(path: pathlib.Path, named: int) -> tuple[int, np.ndarray, str] | None:
     """Returns (batches, position, identity of its data); None for a damaged, missing or renamed file."""
     try:
         if path.suffix == ".npz":

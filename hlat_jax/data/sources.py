@@ -34,10 +34,8 @@ class Corpus:
     """The documents of several files and datasets in one sequence: str, or int32[n] where token ids are stored.
 
     Attributes:
-      manifest: see open_corpus.
       ignored: a description of the files in its folders that are not read, see paths.FoundFiles.
       can_cut: whether it has plain-text files that open_corpus can cut at paragraphs.
-      is_cut: whether it has plain-text files that were cut.
       num_held_out: the number of documents that `split` holds out.
     """
 
@@ -121,7 +119,6 @@ def open_corpus(
 
     Args:
       spec: paths separated by commas.
-      text_field: the JSONL key or column of the text.
       key: the config path of `spec`, for errors.
       files: the files of `spec` to open, by default all that find_files returns.
       index_folder: a folder that keeps the indices of JSONL files between runs.
@@ -132,16 +129,11 @@ def open_corpus(
     if files is None:
         searched = find_files(spec, key=key, text_field=text_field)
         files, ignored = searched.files, searched.describe_ignored()
-    parts, entries, cache = [], [], ColumnCache()
-
-    def add(kind: str, files: list[DataFile], part: Any) -> None:
-        parts.append(part)
-        entries.append(_manifest_entry(kind, files, part))
-
+    opened, cache = [], ColumnCache()  # (kind, files, their documents)
     for kind, run in itertools.groupby(files, key=file_format):
         if kind == "text":
             texts = list(run)
-            add(kind, texts, TextDocuments(texts, cut=cut_text))
+            opened.append((kind, texts, TextDocuments(texts, cut=cut_text)))
             continue
         for file in run:
             if kind == "built":
@@ -154,13 +146,14 @@ def open_corpus(
                 part = arrow_documents(Snapshot(file), field=text_field)
             else:
                 part = parquet_documents(Snapshot(file), field=text_field, cache=cache)
-            add(kind, [file], part)
-    num_documents = sum(map(len, parts))
+            opened.append((kind, [file], part))
+    entries = [_manifest_entry(*each) for each in opened]
+    num_documents = sum(entry["documents"] for entry in entries)
     if num_documents == 0:
         raise ValueError(f"{key}={spec!r}: {len(entries)} file(s) hold no documents.")
     digest = _digest([text_field] + [[entry[k] for k in ("bytes", "documents", "fingerprint")] for entry in entries])
     manifest = {"files": entries, "documents": num_documents, "text_field": text_field, "hash": digest}
-    return Corpus(parts, manifest, ignored=ignored)
+    return Corpus([part for *_, part in opened], manifest, ignored=ignored)
 
 
 def unknown_share(documents: Sequence[str | np.ndarray], tokenizer: Tokenizer) -> float:

@@ -227,8 +227,6 @@ class Definition:
     """The opened sources of training, and the tokens of every row of every batch.
 
     Attributes:
-      sources: see open_sources.
-      mixture: which source fills which row.
       manifest: see joint_manifest; with `order`, the hash of the permutation algorithm, None without shuffling.
     """
 

@@ -30,7 +30,6 @@ class Tokenizer:
       unk_id: the token of characters that no other token holds; -1: there is none, as bytes have tokens.
 
     Args:
-      path: of the file.
       vocab_size: that of the model, which may exceed the number of tokens; None: not checked.
       stop_ids: tokens besides EOS that end a generated text, from the files of an imported model.
       key: what was given, for errors.

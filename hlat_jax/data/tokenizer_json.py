@@ -13,7 +13,7 @@ from hlat_jax.host.optional_import import import_optional
 from hlat_jax.store.typed_json import read_json
 
 # Files beside tokenizer.json that name EOS, which it does not, in the order in which they are read.
-_EOS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
+EOS_FILES = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json")
 
 
 class JsonModel:
@@ -76,7 +76,7 @@ class JsonModel:
 
     def _special(self, folder: pathlib.Path, name: str) -> int:
         """Returns the id of EOS or BOS from the files beside it; -1: none names it."""
-        for file in _EOS_FILES:
+        for file in EOS_FILES:
             try:
                 content = read_json(folder / file)
             except (OSError, ValueError):
@@ -84,9 +84,9 @@ class JsonModel:
             token, number = content.get(f"{name}_token"), content.get(f"{name}_token_id")
             token = token.get("content") if isinstance(token, dict) else token
             number = number[0] if isinstance(number, list) and number else number
-            found = self._vocab.get(token) if isinstance(token, str) else number
-            if type(found) is int and 0 <= found < self.vocab_size:
-                return found
+            number = self._vocab.get(token) if isinstance(token, str) else number
+            if type(number) is int and 0 <= number < self.vocab_size:
+                return number
         return -1
 
 

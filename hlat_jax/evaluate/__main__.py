@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import pathlib
@@ -62,8 +61,7 @@ def main(argv: Sequence[str]) -> int:
     kinds = [kind for kind in _KINDS if values[kind].value]
     if len(kinds) != 1:
         raise ValueError("give one of --text=FILE, --data=SOURCE, --validation and --tasks=NAME,NAME.")
-    if values.json:
-        flags_lib.check_output("--json", values.json)
+    flags_lib.check_output("--json", values.json)
     logging.set_verbosity(logging.ERROR)  # silence INFO logs of libraries
     from hlat_jax.data.path_checks import check_text_path  # not at the top: --help does not need it
 
@@ -101,7 +99,8 @@ def _run_tasks(values: flags.FlagValues) -> None:
     if values.limit:
         print(f"--limit={values.limit}: for a quick try, not comparable with published figures.")
     print(report(results, tasks, name=str(values.checkpoint)))
-    _write_json(values, trained, {key: results[key] for key in ("results", "n-shot", "n-samples", "versions")})
+    figures = {key: results[key] for key in ("results", "n-shot", "n-samples", "versions")}
+    flags_lib.write_report(values.json, figures | {"checkpoint": trained.folder})
 
 
 def _run_text(values: flags.FlagValues) -> None:
@@ -199,13 +198,7 @@ def _report(
         f"bits per byte    {measured['bits_per_byte']:.6f}"
     )
     numbers = {key: value if math.isfinite(value) else None for key, value in measured.items()}
-    _write_json(values, trained, more | numbers)
-
-
-def _write_json(values: flags.FlagValues, trained: inference.TrainedModel, report: dict[str, Any]) -> None:
-    if values.json:
-        text = json.dumps(report | {"checkpoint": str(trained.folder)}, indent=1, default=str)
-        pathlib.Path(values.json).write_text(text + "\n")
+    flags_lib.write_report(values.json, more | numbers | {"checkpoint": trained.folder})
 
 
 def windows(ids: np.ndarray, window: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

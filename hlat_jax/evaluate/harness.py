@@ -35,11 +35,9 @@ class HarnessModel(lm_eval_compat.TemplateLM):
         """Wraps a model whose parameters are on its devices.
 
         Args:
-          trained: model, parameters, mesh and tokenizer.
           batch_size: rows that run together, on each replica.
           bos: whether texts begin with BOS, by default as the tokenizer or run is configured; otherwise an empty
             context is EOS.
-          status: the progress, which is kept up to date.
 
         Raises:
           ValueError: `bos` with a tokenizer that has no BOS.
@@ -117,14 +115,14 @@ class HarnessModel(lm_eval_compat.TemplateLM):
             for start in range(0, len(numbers), self._num_rows):
                 batch = numbers[start : start + self._num_rows]
                 asked = requests[batch[0]].args[1]
-                texts = self._continued([ids[number] for number in batch], asked, first_number=start)
+                texts = self._continue_texts([ids[number] for number in batch], asked, first_number=start)
                 for number, text in zip(batch, texts, strict=True):
                     texts_of_all[number] = text
                     self.cache_hook.add_partial("generate_until", requests[number].args, text)
                 self._status.share += len(batch) / len(requests)
         return texts_of_all
 
-    def _continued(self, prompts: list[list[int]], asked: dict[str, Any], *, first_number: int) -> list[str]:
+    def _continue_texts(self, prompts: list[list[int]], asked: dict[str, Any], *, first_number: int) -> list[str]:
         """Returns the text generated after each prompt; prompts that leave no room for it lose their beginning."""
         options = lm_eval_compat.normalize_gen_kwargs(asked, MAX_NEW_TOKENS)
         stop = lm_eval_compat.handle_stop_sequences(options.pop("until"), eos=None)

@@ -23,9 +23,6 @@ from hlat_jax.store.progress import Status
 class TasksInTraining:
     """The tasks of `train.eval_tasks`, evaluated by the same programs each time, with the batch size of a microbatch.
 
-    Attributes:
-      status: is kept up to date.
-
     Raises:
       ValueError: the harness is not installed, or has no such task.
     """

@@ -19,7 +19,6 @@ class Column:
 
     Attributes:
       title: in the paper.
-      num_fewshot: solved examples before each question.
       metrics: task of the harness -> the key of its metric there, "METRIC,FILTER".
     """
 

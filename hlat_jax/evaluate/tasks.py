@@ -96,11 +96,7 @@ class Tasks:
         return [loaded[kind][name] for kind in ("groups", "tasks") for name in loaded[kind] if name not in inner]
 
     def __call__(self, model: Any) -> dict[str, Any]:
-        """Returns the harness's report on a `harness.HarnessModel`: results, groups, versions and so on, by task.
-
-        Raises:
-          ValueError: see `load`.
-        """
+        """Returns the harness's report on a `harness.HarnessModel`: results, groups, versions and so on, by task."""
         from hlat_jax.evaluate import lm_eval_compat
 
         self.load()

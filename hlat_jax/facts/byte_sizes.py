@@ -21,11 +21,7 @@ _LEAST = 4096  # a smaller bare number is more likely in another unit
 
 
 def parse_bytes(size: int | str, *, name: str) -> int:
-    """Returns the bytes of `12GiB`, `0.5 GB` or an int.
-
-    Args:
-      size: one of `FORMS`.
-      name: name of the setting, for the error.
+    """Returns the bytes of a size in one of `FORMS`; `name` is that of the setting, for the error.
 
     Raises:
       ValueError: a number without a unit, an unknown unit, or a size that is not positive.

@@ -31,7 +31,6 @@ class Rules:
       strides: (size, stride) of other groups that a page has.
       disputed: size -> what pages say.
       refused: size -> why, for sizes that a page excludes.
-      source: pages.
     """
 
     server: int
@@ -43,12 +42,12 @@ class Rules:
     source: str = ""
 
     @property
-    def listed(self) -> list[int]:
+    def sizes_with_group(self) -> list[int]:
         """The sizes for which there is a group."""
         return sorted({*self.sizes, *self.orders, *self.disputed})
 
 
-def _folded(quarter: int) -> Orders:
+def _fold(quarter: int) -> Orders:
     """Returns two groups of half a server: its first and last quarter, and the two between, each there and back."""
     first, second, third, fourth = (list(range(k * quarter, (k + 1) * quarter)) for k in range(4))
     return tuple(first + fourth[::-1]), tuple(second + third[::-1])
@@ -67,7 +66,7 @@ RULES = {
     "trn2": Rules(
         server=64,
         sizes=(1, 2, 4, 16, 64),
-        orders={32: _folded(16)},
+        orders={32: _fold(16)},
         strides=((4, 4),),
         disputed={
             8: "the NxD Inference guide lists degree 8 on trn2, NxD's parallel_state.py has no groups of 8 there"
@@ -77,7 +76,7 @@ RULES = {
     "trn2-lnc1": Rules(
         server=128,
         sizes=(1, 4, 8, 32, 128),
-        orders={64: _folded(32)},
+        orders={64: _fold(32)},
         disputed={2: "no page lists degree 2 on trn2 at LNC 1"},
         refused={16: "NxD's parallel_state.py excludes groups of 16 on trn2 at LNC 1"},
         source=_STATE,
@@ -112,17 +111,16 @@ def server_of(devices: Sequence[object]) -> Server | None:
     return Server(kind, min(near, RULES[kind].server))
 
 
-def server_of_target(target: str, *, num_devices: int) -> Server | None:
-    """Returns the servers of a target of `hardware.TARGETS` in a run of so many devices, or None."""
-    node = hardware.target(target)
-    kind = next((name for name in RULES if hardware.DEVICES[name] == node.device), None)
-    return Server(kind, min(num_devices, node.num_devices)) if kind else None
+def server_of_node(node: hardware.Instance, *, num_devices: int) -> Server | None:
+    """Returns the servers of a node in a run of so many devices, or None where it has other devices than Neuron's."""
+    kind = node.device_key()
+    return Server(kind, min(num_devices, node.num_devices())) if kind in RULES else None
 
 
 def verdict_of_first(count: int, *, instance: str, lnc: int) -> tuple[str, str]:
     """Returns the `verdict` on the first devices of an instance."""
     kind = hardware.INSTANCES[instance]
-    return verdict(np.arange(count)[None], Server(kind.device(lnc=lnc), kind.num_devices(lnc=lnc)))
+    return verdict(np.arange(count)[None], Server(kind.device_key(lnc=lnc), kind.num_devices(lnc=lnc)))
 
 
 def order(server: Server | None, tensor: int) -> list[int] | None:
@@ -161,38 +159,32 @@ def _verdict_inside(part: tuple[int, ...], server: Server) -> tuple[str, str]:
     rules, size = server.rules, len(part)
     if size == 1:
         return FINE, ""
-    named = f"{size} cores {_abbreviated(part)}"
+    named = f"{size} cores {_shorten(part)}"
     steps = {b - a for a, b in itertools.pairwise(part)}
     stride = steps.pop() if len(steps) == 1 else 0
-    if part in _ordered(rules) or (size, stride) in rules.strides:
+    # the groups that have an order of their own, and those of the replicas beside them
+    own = (group for orders in rules.orders.values() for group in (*orders, *zip(*orders, strict=True)))
+    if part in {tuple(sorted(group)) for group in own} or (size, stride) in rules.strides:
         return FINE, ""
     if stride in rules.sizes and stride > 1 and stride * size == rules.server == server.size:
         return FINE, ""  # the replicas beside a listed degree
-    if size not in rules.listed:
+    if size not in rules.sizes_with_group:
         why = rules.refused.get(size) or f"no page lists groups of {size}"
-        return REFUSED, f"{named}: {why}; sizes with a group: {_words(rules.listed)}"
+        *others, last = rules.sizes_with_group
+        return REFUSED, f"{named}: {why}; sizes with a group: {', '.join(map(str, others))} and {last}"
     if stride == 1 and part[0] % size == 0:
         if size in rules.sizes:
             return FINE, ""
         if size in rules.disputed:
             return DISPUTED, f"{named}: {rules.disputed[size]}"
-        works = " and ".join(_abbreviated(sorted(group)) for group in rules.orders[size][:2])
+        works = " and ".join(_shorten(sorted(group)) for group in rules.orders[size][:2])
         return REFUSED, f"{named}: groups of {size} work in an order of their own, such as {works}"
     return DISPUTED, f"{named}: no page documents groups of {size} in this pattern"
 
 
-def _ordered(rules: Rules) -> set[tuple[int, ...]]:
-    """Returns the sorted groups that have an order of their own, and those of the replicas beside them."""
-    return {tuple(sorted(group)) for own in rules.orders.values() for group in (*own, *zip(*own, strict=True))}
-
-
-def _abbreviated(part: Sequence[int]) -> str:
+def _shorten(part: Sequence[int]) -> str:
     words = [str(device) for device in part]
     return f"[{', '.join(words if len(words) <= 8 else [*words[:4], '...', *words[-2:]])}]"
-
-
-def _words(numbers: Sequence[int]) -> str:
-    return f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
 
 
 def groups_along(shape: Mapping[str, int], axes: Sequence[str], *, devices: np.ndarray) -> np.ndarray:

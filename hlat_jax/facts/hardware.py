@@ -17,8 +17,6 @@ class Device:
 
     Attributes:
       peak_flops: FLOP/s of dense products in bf16.
-      memory_bytes: capacity of the device memory.
-      memory_bytes_per_s: bandwidth of the device memory.
       reserved_bytes: part of the memory that programs cannot use.
     """
 
@@ -45,17 +43,16 @@ DEVICES = {
 
 @dataclasses.dataclass(frozen=True)
 class Instance:
-    """One EC2 instance type with Neuron devices.
+    """A type of node: an EC2 instance type with Neuron devices, or a machine with another device.
 
     Attributes:
-      target: neuronx-cc's name of its device.
+      target: neuronx-cc's name of its device; of another, the key in DEVICES.
       chips: number of chips, `/dev/neuron*`.
-      physical_cores: number of cores of one chip.
       lncs: numbers of physical cores that one JAX device may consist of (LNC), the default first.
-      num_efa: number of network interfaces with EFA.
       chip_link: bandwidth from one chip to the others of the instance, bytes/s.
-      network: bandwidth from one instance to the others, bytes/s, 0 where it is unknown.
+      network: bandwidth from one instance to the others, bytes/s, 0 without a network or where it is unknown.
       host_bytes: memory of the host, 0 where it is unknown.
+      platform: JAX's name of the platform, by which kernels are chosen.
     """
 
     target: str
@@ -66,6 +63,17 @@ class Instance:
     chip_link: float
     network: float
     host_bytes: int
+    platform: str = "neuron"
+
+    @property
+    def device(self) -> Device:
+        """A device at the default LNC; one without a row in DEVICES has an unknown speed and the host's memory."""
+        return DEVICES.get(self.device_key()) or Device(0.0, self.host_bytes, 0.0)
+
+    @property
+    def link_bytes_per_s(self) -> float:
+        """Bandwidth from one device, at the default LNC, to the others of its node, 0 without links."""
+        return self.chip_link / self.devices_per_chip()
 
     def devices_per_chip(self, *, lnc: int = 0) -> int:
         """Returns the number of JAX devices of one chip, at the default LNC where `lnc` is 0."""
@@ -75,10 +83,11 @@ class Instance:
         """Returns the number of JAX devices of the instance, at the default LNC where `lnc` is 0."""
         return self.chips * self.devices_per_chip(lnc=lnc)
 
-    def device(self, *, lnc: int = 0) -> str:
+    def device_key(self, *, lnc: int = 0) -> str:
         """Returns the key of its devices in DEVICES, at the default LNC where `lnc` is 0."""
         chip = self.target.removesuffix("n")
-        return chip if lnc in (0, self.lncs[0]) else f"{chip}-lnc{lnc}"
+        key = f"{chip}-lnc{lnc or self.lncs[0]}"
+        return key if key in DEVICES else chip
 
 
 _TRN2_48XLARGE = Instance("trn2", 16, 8, (2, 1), 16, 1024e9, 3200e9 / 8, 2048 * GIB)
@@ -93,58 +102,25 @@ INSTANCES = {
     "trn2.48xlarge": _TRN2_48XLARGE,
     "trn2u.48xlarge": _TRN2_48XLARGE,
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Target:
-    """A node for which a run can be planned.
-
-    Attributes:
-      device: one of its devices.
-      num_devices: JAX devices of a node.
-      platform: JAX's name of the platform, by which kernels are chosen.
-      link_bytes_per_s: bandwidth from one device to the others of its node, 0 without links.
-      network_bytes_per_s: bandwidth from one node to the others, 0 without a network or where it is unknown.
-      host_bytes: memory of the node's host, 0 where it is unknown.
-    """
-
-    device: Device
-    num_devices: int
-    platform: str
-    link_bytes_per_s: float
-    network_bytes_per_s: float
-    host_bytes: int
-
-
-def _node(kind: Instance, *, lnc: int) -> Target:
-    return Target(
-        device=DEVICES[kind.device(lnc=lnc)],
-        num_devices=kind.num_devices(lnc=lnc),
-        platform="neuron",
-        link_bytes_per_s=kind.chip_link / kind.devices_per_chip(lnc=lnc),
-        network_bytes_per_s=kind.network,
-        host_bytes=kind.host_bytes,
-    )
-
-
-TARGETS = {name: _node(kind, lnc=kind.lncs[0]) for name, kind in INSTANCES.items()} | {
-    "trn2.48xlarge-lnc1": _node(_TRN2_48XLARGE, lnc=1),
-    "h200": Target(DEVICES["h200"], 1, "gpu", 0.0, 0.0, 0),  # one device; the host is not considered
+# What a run can be planned for.
+NODES = INSTANCES | {
+    "trn2.48xlarge-lnc1": dataclasses.replace(_TRN2_48XLARGE, lncs=(1,)),
+    "h200": Instance("h200", 1, 1, (1,), 0, 0.0, 0.0, 0, platform="gpu"),  # one device; the host is not considered
 }
 
 
-def target(name: str) -> Target:
-    """Returns an entry of `TARGETS`; for `cpu`, this machine as one device of unknown speed (peak 0).
+def node(name: str) -> Instance:
+    """Returns an entry of `NODES`; for `cpu`, this machine as one device of unknown speed (peak 0).
 
     Raises:
-      ValueError: an unknown target.
+      ValueError: an unknown node.
     """
     if name == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return Target(Device(0.0, memory, 0.0), 1, "cpu", 0.0, 0.0, memory)
-    if name not in TARGETS:
-        raise ValueError(f"--instance={name} is not a known target. {nearest(name, [*TARGETS, 'cpu'])}")
-    return TARGETS[name]
+        return Instance("cpu", 1, 1, (1,), 0, 0.0, 0.0, memory, platform="cpu")
+    if name not in NODES:
+        raise ValueError(f"--instance={name} is not a known node. {nearest(name, [*NODES, 'cpu'])}")
+    return NODES[name]
 
 
 # JAX's device_kind, in lower case -> key of DEVICES. Source: AXLearn, which reads trn2 at LNC 1 as NC_v3 and at LNC 2

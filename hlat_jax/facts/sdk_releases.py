@@ -21,9 +21,6 @@ class Release:
     """One release of the SDK.
 
     Attributes:
-      version: such as "2.33.1".
-      packages: package -> its version.
-      jax: the version of JAX to use with it.
       numpy: (lowest supported, first unsupported).
       python: (lowest supported, first unsupported).
       avoid: why not to train with it; "" for a sound release.
@@ -121,18 +118,10 @@ def supports_python(release: Release, version: str) -> bool:
     return numbers(low) <= numbers(version) < numbers(high)
 
 
-def pythons(release: Release) -> str:
-    """Returns "3.11 to 3.14"."""
-    low, high = release.python
-    return f"{low} to 3.{numbers(high)[1] - 1}"
-
-
 def upgrade_commands(release: Release, *, manager: str = "apt-get") -> str:
     """Returns the commands that install all of a release in this environment and on this machine, joined by `&&`.
 
-    Args:
-      release: the release to install.
-      manager: "apt-get" for Ubuntu, "dnf" for Amazon Linux.
+    `manager` is "apt-get" for Ubuntu, "dnf" for Amazon Linux.
     """
     between = {"apt-get": "=", "dnf": "-"}[manager]
     system = " ".join(f"'{name}{between}{release.packages[name]}*'" for name in SYSTEM_PACKAGES)

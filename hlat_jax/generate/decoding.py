@@ -144,7 +144,7 @@ def separate_layers(params: Any, cfg: ModelConfig, layout: Layout) -> Any:
         if len(axes) > 2:
             num_outputs = stacked.shape[-1] if axes[-1] == "embed" else math.prod(stacked.shape[2:])
             layers = layers.reshape(len(layers), -1, num_outputs)
-        return [jax.device_put(layer, layout.replicated()) for layer in layers]
+        return [jax.device_put(layer, layout.replicated_sharding()) for layer in layers]
 
     leaves, structure = jax.tree.flatten(params["layers"])
     axes = structure.flatten_up_to(param_axes(cfg)["layers"])
@@ -203,7 +203,7 @@ class ShardedDecoder:
 
     @property
     def out_shardings(self) -> tuple[Any, Any]:
-        return NamedSharding(self.layout.mesh, _CACHE_SPEC), self.layout.replicated()
+        return NamedSharding(self.layout.mesh, _CACHE_SPEC), self.layout.replicated_sharding()
 
     def shard_map(self, local: Callable, in_specs: tuple, out_specs: Any) -> Callable:
         """Returns `local`, a function of (params, *args) on one device, as a function over all devices."""
@@ -263,5 +263,5 @@ def _abstract_rows(shape: GenerationShape) -> PromptRows:
 
 
 def _replicated(tree: Any, layout: Layout) -> Any:
-    sharding = layout.replicated()
+    sharding = layout.replicated_sharding()
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)

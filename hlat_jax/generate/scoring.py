@@ -62,7 +62,7 @@ class Scorer:
         self.max_tokens = cfg.max_positions
         self._num_rows = num_rows * layout.row_degree
         self.params = jax.device_put(params, param_shardings(cfg, layout))
-        self._everywhere = functools.partial(jax.make_array_from_process_local_data, layout.replicated())
+        self._everywhere = functools.partial(jax.make_array_from_process_local_data, layout.replicated_sharding())
         self._score = make_score(cfg, layout)
 
     def __call__(self, pairs: Sequence[Pair], *, status: Status | None = None) -> list[Score]:
@@ -132,7 +132,7 @@ def make_score(cfg: ModelConfig, layout: Layout) -> Callable[..., tuple[jax.Arra
     def score(params: Any, batch: ScoringBatch) -> tuple[jax.Array, jax.Array]:
         return model.shard_map(local, (P(ROWS),), (P(), P()))(params, batch)
 
-    return jax.jit(score, out_shardings=layout.replicated())
+    return jax.jit(score, out_shardings=layout.replicated_sharding())
 
 
 def _score_targets(

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from absl import flags, logging
 
 from hlat_jax.cli import flags as flags_lib
-from hlat_jax.facts.names import nearest
 from hlat_jax.store.progress import show_progress
 from hlat_jax.weights.hf_files import DTYPES
 from hlat_jax.weights.path_checks import check_checkpoint, check_hugging_face
@@ -50,15 +49,11 @@ Averages in fp32, one parameter at a time. The checkpoints must have the same mo
 def main(argv: Sequence[str]) -> int:
     """Runs one verb; returns the exit code: 0, or 1 after an OSError."""
     verbs: dict[str, Callable[[Sequence[str]], None]] = {"import": _import, "export": _export, "average": _average}
-    if not argv or argv[0] in ("--help", "-h", "help"):
-        print(USAGE)
-        return 0 if argv else 2
-    if argv[0] not in verbs:
-        raise ValueError(f"unknown verb {argv[0]!r}. {nearest(argv[0], verbs)}")
+    verb = flags_lib.choose_verb(argv, verbs, usage=USAGE)
     logging.set_verbosity(logging.ERROR)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the work is in host memory and needs no accelerator
     try:
-        verbs[argv[0]](argv[1:])
+        verbs[verb](argv[1:])
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

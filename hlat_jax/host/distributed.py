@@ -43,7 +43,6 @@ class Job:
       coordinator: HOST:PORT on which process 0 listens.
       num_processes: at least 2; for one process there is no job.
       process_id: 0 .. num_processes - 1.
-      join_timeout_s: the longest wait for the others at the start.
       peer_timeout_s: all processes end when one has sent no heartbeat for this long.
     """
 
@@ -89,7 +88,7 @@ def resolve_job(
 
 
 @contextlib.contextmanager
-def joined(job: Job | None, *, watchdog: Watchdog | None = None, stacks: pathlib.Path | None = None) -> Iterator[None]:
+def join(job: Job | None, *, watchdog: Watchdog | None = None, stacks: pathlib.Path | None = None) -> Iterator[None]:
     """Joins the job for the length of the block, which must enclose every other use of JAX; does nothing without one.
 
     All processes end alike. The block is left when every process has reached its end. An error in one block ends all
@@ -98,7 +97,6 @@ def joined(job: Job | None, *, watchdog: Watchdog | None = None, stacks: pathlib
     and one whose `watchdog` makes no progress within its limit, with code 124.
 
     Args:
-      job: what `resolve_job` returned.
       watchdog: the phases of the main thread of this process; watched if they have limits.
       stacks: folder for the stacks of all threads of a process that is stuck.
     """
@@ -239,7 +237,8 @@ class _Watch:
         self._gap_s = min(GAP_S, job.peer_timeout_s / 4)
         self._over, self._ending, self.errors = threading.Event(), threading.Event(), UnawaitedErrors()
         self._me = f"process {job.process_id} of {job.num_processes} on {socket.gethostname()}"
-        self._thread = threading.Thread(target=self._run, name="hlat-watch", daemon=True)
+        watch = watchdog.ending_without_memory()(self._look)
+        self._thread = threading.Thread(target=watch, name="hlat-watch", daemon=True)
         self._thread.start()
         if job.process_id != 0:
             threading.Thread(target=self._watch_coordinator, name="hlat-watch-coordinator", daemon=True).start()
@@ -250,7 +249,7 @@ class _Watch:
         self._thread.join()
 
     def end_all(self, error: BaseException) -> NoReturn:
-        """Ends this process and reports the reason to the others; see `joined`."""
+        """Ends this process and reports the reason to the others; see `join`."""
         runtime, is_memory = _runtime_error(error), out_of_memory(error)
         if runtime and not runtime.startswith(_OWN_ERRORS):  # perhaps because a peer died: the watch will name it soon
             time.sleep(self._job.peer_timeout_s + 3 * self._period_s + _GRACE_S)
@@ -263,10 +262,6 @@ class _Watch:
             code, line, reason = 1, _without_memory(is_memory, self._watchdog), describe(is_memory)
         self._report(code, f"{self._me} stopped: {reason}")
         self._leave(line, code)
-
-    def _run(self) -> None:
-        with self._watchdog.ending_without_memory():
-            self._look()
 
     def _look(self) -> None:
         last_seen: dict[str, tuple[str, float]] = {}  # process -> (its last heartbeat, when it arrived)
@@ -297,7 +292,10 @@ class _Watch:
             if not self._ending.is_set():
                 self.errors.raise_out_of_memory()
             if failure is not None:
-                self._end_after_peer(failure)
+                if not self._ending.wait(_GRACE_S):  # else this process is about to report a reason of its own
+                    stacks = self._stacks if failure["code"] == STUCK_CODE else None
+                    self._record_stuck(failure["stuck_s"], stacks=stacks)
+                    self._leave(f"error: {failure['line']}", failure["code"])
                 return
             self._check_heartbeats(last_seen, now)
             self._check_progress({int(name): json.loads(text) for name, (text, _) in last_seen.items()})
@@ -353,12 +351,6 @@ class _Watch:
         self._report(1, line, stuck_s=silent_s)
         self._record_stuck(silent_s, stacks=None)
         self._leave(f"error: {line}", 1, absent=silent)
-
-    def _end_after_peer(self, failure: dict[str, Any]) -> None:
-        """Ends this process with the reason of another, unless it is about to report its own."""
-        if not self._ending.wait(_GRACE_S):
-            self._record_stuck(failure["stuck_s"], stacks=self._stacks if failure["code"] == STUCK_CODE else None)
-            self._leave(f"error: {failure['line']}", failure["code"])
 
     def _lost_coordinator(self, error: Exception) -> None:
         if not self._ending.is_set():

@@ -40,17 +40,13 @@ def compiler_flags(topology: Topology) -> Flags:
 
 
 def with_config(flags: Flags, text: str, topology: Topology) -> Flags:
-    """Returns flags with those of `train.compiler_flags`, which replace others of the same name.
-
-    Raises:
-      ValueError: as `join`.
-    """
+    """Returns flags with those of `train.compiler_flags`, which replace others of the same name; see `merge_flags`."""
     given = dict(_parse_checked("train.compiler_flags", text, topology))
     kept = {name: value for name, value in flags.items() if _subject(name) not in map(_subject, given)}
     return kept | given
 
 
-def join(flags: Flags, yours: str, topology: Topology) -> tuple[str, list[str]]:
+def merge_flags(flags: Flags, yours: str, topology: Topology) -> tuple[str, list[str]]:
     """Returns (NEURON_CC_FLAGS, a line for each of `flags` that the user overrides).
 
     The user's text is kept unchanged, after those of `flags` that it does not set.

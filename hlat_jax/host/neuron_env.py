@@ -16,15 +16,15 @@ from collections.abc import Mapping
 from hlat_jax.config import ParallelConfig, PrecisionConfig, check_choice
 from hlat_jax.facts.core_groups import DISPUTED, verdict_of_first
 from hlat_jax.facts.policies import POLICY_FACTS
-from hlat_jax.host.neuron_compiler_flags import compiler_flags, join, with_config
+from hlat_jax.host.neuron_compiler_flags import compiler_flags, merge_flags, with_config
 from hlat_jax.host.neuron_topology import (
     COLLECTIVES_PORT,
     HERE,
     Machine,
     Topology,
-    checked,
     instance_to_serve,
     lnc_of,
+    resolve_topology,
 )
 
 # Variables without effect, in the current SDK or under JAX, and what replaces them.
@@ -75,8 +75,6 @@ def environment(
 
     Args:
       precision: the policy, and whether hardware or software rounds.
-      parallel: degrees of the mesh.
-      topology: the topology of the job, as seen by this process.
       current: the variables that are set already, whose values take precedence, see Environment.notes.
       profile: folder for what JAX's profiler records of the devices (`train.profile_steps`), or "" where they are not
         recorded, which takes memory of theirs.
@@ -86,19 +84,19 @@ def environment(
       ValueError: an invalid topology or precision, or a variable of `current` that was removed, or that contradicts
         the config, the topology or another variable.
     """
-    topology = checked(topology)
+    topology = resolve_topology(topology)
     for field in dataclasses.fields(precision):
         check_choice(f"precision.{field.name}", field, getattr(precision, field.name))
     for name, instead in REMOVED.items():
         if current.get(name):
             raise ValueError(f"{name}={current[name]} is set; it is {instead}.")
-    ours = _computed(precision, parallel, topology)
+    ours = _compute(precision, parallel, topology)
     if profile:
         _check_profile(current)
         ours |= {"NEURON_RT_INSPECT_DEVICE_PROFILE": "1", "NEURON_RT_INSPECT_OUTPUT_DIR": profile}
     _check_contradictions(ours, topology, current)
     flags = with_config(compiler_flags(topology), config_flags, topology)
-    ours["NEURON_CC_FLAGS"], notes = join(flags, current.get("NEURON_CC_FLAGS", ""), topology)
+    ours["NEURON_CC_FLAGS"], notes = merge_flags(flags, current.get("NEURON_CC_FLAGS", ""), topology)
     variables = dict(ours)
     for name, value in ours.items():
         yours = current.get(name) or value  # an empty variable counts as unset
@@ -134,13 +132,17 @@ def variables_to_record(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: environ[name] for name in sorted(environ) if name.startswith(prefixes)}
 
 
-def _computed(precision: PrecisionConfig, parallel: ParallelConfig, topology: Topology) -> dict[str, str]:
+def _compute(precision: PrecisionConfig, parallel: ParallelConfig, topology: Topology) -> dict[str, str]:
+    # the rounding mode of the device applies to every cast: stochastic only if all storage is bf16
+    is_stochastic = POLICY_FACTS[precision.policy].rounding == "stochastic"
+    rounds_by_device = is_stochastic and precision.stochastic_rounding != "software"
     variables = {
         "JAX_PLATFORMS": "neuron,cpu",  # the CPU for initialization and host work
         "JAX_DEFAULT_PRNG_IMPL": "rbg",  # threefry is incomplete on Neuron: JAX known issues
         "NEURON_FORCE_PJRT_PLUGIN_REGISTRATION": "1",
         "NEURON_LOGICAL_NC_CONFIG": str(topology.lnc),
-        **_rounding(precision),
+        "NEURON_RT_STOCHASTIC_ROUNDING_EN": str(int(rounds_by_device)),
+        **({"NEURON_RT_STOCHASTIC_ROUNDING_SEED": "0"} if rounds_by_device else {}),
         # seconds; the docs give 2, 30 and 600 as default. HLAT: 4000. A run must not end while a peer still compiles
         "NEURON_RT_EXEC_TIMEOUT": "4000",
         "JAX_COMPILATION_CACHE_DIR": f"{topology.cache}/jax",
@@ -157,13 +159,6 @@ def _computed(precision: PrecisionConfig, parallel: ParallelConfig, topology: To
     if topology.nodes > 1:
         variables |= _job_variables(topology)
     return variables
-
-
-def _rounding(precision: PrecisionConfig) -> dict[str, str]:
-    """Returns the rounding mode of the device, which applies to every cast: stochastic only if all storage is bf16."""
-    if POLICY_FACTS[precision.policy].rounding != "stochastic" or precision.stochastic_rounding == "software":
-        return {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "0"}
-    return {"NEURON_RT_STOCHASTIC_ROUNDING_EN": "1", "NEURON_RT_STOCHASTIC_ROUNDING_SEED": "0"}
 
 
 def _has_recognized_collectives(parallel: ParallelConfig, num_devices: int) -> bool:

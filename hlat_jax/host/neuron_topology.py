@@ -23,10 +23,8 @@ class Topology:
 
     Attributes:
       instance: a key of INSTANCES.
-      nodes: number of instances of the job.
       rank: index of this instance, 0 .. nodes - 1.
       coordinator: host name or address of rank 0; may be empty for one node.
-      port: port of JAX's coordinator.
       lnc: physical cores that one JAX device takes, or 0 for the default of the instance.
       cores: JAX devices of its node that this process uses, or 0 for all.
       cache: folder of compiled programs on the node's own disk.
@@ -66,7 +64,7 @@ class Machine:
 HERE = Machine()
 
 
-def checked(topology: Topology) -> Topology:
+def resolve_topology(topology: Topology) -> Topology:
     """Returns the topology with its defaults filled in.
 
     Raises:

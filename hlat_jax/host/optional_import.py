@@ -9,12 +9,8 @@ from typing import Any
 def import_optional(module: str, *, missing: str) -> Any:
     """Returns a module of a library that a command needs.
 
-    Args:
-      module: such as `wandb`.
-      missing: the error where the library is not installed.
-
     Raises:
-      ValueError: it is not installed, or it is and cannot be imported, with its own error.
+      ValueError: `missing` if the library is not installed, or its own error if it is and cannot be imported.
     """
     library = module.partition(".")[0]
     try:

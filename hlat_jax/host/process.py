@@ -262,7 +262,6 @@ class StopSignals:
 
     Attributes:
       name: the signal that came first, "" before it.
-      watchdog: the phases of the main thread.
       unfinished: what it finishes before it stops, "" while an end at once loses nothing.
       saved_step: the step of the newest checkpoint, 0 without one.
     """
@@ -312,8 +311,11 @@ class StopSignals:
     def _ask(self, number, _frame):
         if number != signal.SIGINT:
             self.name = self.name or signal.Signals(number).name
-            if number == signal.SIGHUP:
-                self._forget_terminals()
+            if number == signal.SIGHUP:  # the terminal was closed, and to write to it is an error
+                nowhere = os.open(os.devnull, os.O_WRONLY)
+                for stream in self._terminals:
+                    os.dup2(nowhere, stream)
+                os.close(nowhere)
         elif self._is_in_a_command() and not _take_interrupt():
             return
         elif self.name:
@@ -326,13 +328,6 @@ class StopSignals:
             self.name = "SIGINT"
             what = f": finishing {self.unfinished}" if self.unfinished else f" while {self.doing}: all processes stop"
             _say(f"interrupted{what}; press Ctrl-C again to stop at once")
-
-    def _forget_terminals(self) -> None:
-        """Sends what is printed nowhere: the terminal was closed, and to write to it is an error."""
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for stream in self._terminals:
-            os.dup2(nowhere, stream)
-        os.close(nowhere)
 
     def _stop(self, line: str) -> NoReturn:
         if self._is_in_a_command():

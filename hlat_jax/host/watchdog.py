@@ -64,12 +64,11 @@ class Watchdog:
 
     Attributes:
       doing: the phase, as in "compiling".
-      step: the newest step.
       again_until: the last step that an earlier process of the run has trained: up to it, training is done again.
       least_s: the shortest limit, in seconds; 0 for no limits.
       began_s: time.monotonic() of the start.
       stuck_s: seconds without progress of a process that was found stuck; 0 until then.
-      beat: function that enters the account of `spent` in the ledger, if there is one.
+      beat: function that enters the account of `seconds_by_account` in the ledger, if there is one.
       problem: function that returns what is wrong with the run folder, or ""; see `cause`.
       end: function that ends the process with the reason of an error; None where the caller of the run does.
     """
@@ -93,7 +92,7 @@ class Watchdog:
 
     @property
     def account(self) -> str:
-        """The key of `spent` to which the time is added at present."""
+        """The key of `seconds_by_account` to which the time is added at present."""
         return self._account(self.doing)
 
     def begin(self, doing: str, *, status: Callable[[], Any] | None = None) -> None:
@@ -102,7 +101,7 @@ class Watchdog:
         before, since, *_ = self._phase
         count, longest = self._seen.get(before, (0, 0.0))
         self._seen[before] = count + 1, max(longest, now - since)
-        self._phase = doing, now, status, self.spent(now_s=now)
+        self._phase = doing, now, status, self.seconds_by_account(now_s=now)
 
     def snapshot(self) -> dict[str, Any]:
         """Returns {"doing", "step", "for_s": seconds without progress, "limit_s"}."""
@@ -122,7 +121,7 @@ class Watchdog:
             "limit_s": round(self._limit_s(doing), 1),
         }
 
-    def spent(self, *, now_s: float | None = None) -> dict[str, float]:
+    def seconds_by_account(self, *, now_s: float | None = None) -> dict[str, float]:
         """Returns account -> seconds, up to `now_s` or now: a phase, "first step" or "training again"."""
         doing, since, _, spent = self._phase
         account, now_s = self._account(doing), now_s or time.monotonic()

@@ -6,7 +6,6 @@ import importlib
 from collections.abc import Sequence
 
 from hlat_jax.cli import flags as flags_lib
-from hlat_jax.facts.names import nearest
 
 # verb -> (module with a `main`, help text)
 VERBS = {
@@ -26,13 +25,10 @@ VERBS = {
 
 def main(argv: Sequence[str]) -> int:
     """Runs one verb; returns its exit code."""
-    if not argv or argv[0] in ("--help", "-h", "help"):
-        print("Usage: python -m hlat_jax.neuron VERB --config=NAME [flags]; VERB --help lists its flags.\n")
-        print("\n".join(f"  {verb:<10} {summary}" for verb, (_, summary) in VERBS.items()))
-        return 0 if argv else 2
-    if argv[0] not in VERBS:
-        raise ValueError(f"unknown verb {argv[0]!r}. {nearest(argv[0], VERBS)}")
-    return importlib.import_module(VERBS[argv[0]][0]).main(argv[1:])
+    usage = "Usage: python -m hlat_jax.neuron VERB --config=NAME [flags]; VERB --help lists its flags.\n"
+    usage += "".join(f"\n  {verb:<10} {summary}" for verb, (_, summary) in VERBS.items())
+    verb = flags_lib.choose_verb(argv, VERBS, usage=usage)
+    return importlib.import_module(VERBS[verb][0]).main(argv[1:])
 
 
 if __name__ == "__main__":

@@ -31,10 +31,8 @@ def checks(
     Collectives come last, because a faulty runtime is most likely to end the process in them.
 
     Args:
-      config: the config.
       instance: type of the Trainium instance; "" for any other machine.
       num_devices: number of devices that JAX must find; 0 if it is unknown.
-      cache: folder of JAX's compilation cache.
     """
     platform = "neuron" if instance else ""
     installed = functools.partial(exercises.installed_versions, probes.SUPPORTED)
@@ -48,7 +46,11 @@ def checks(
     yield "casts to bf16", lambda: probes.rounding(exercises.cast, expected=expected_rounding(config))
     yield "rounding by hash", lambda: probes.rounding(exercises.cast_by_hash, expected="stochastic")
     yield "donation", lambda: probes.donation(exercises.add_one, jax.jit(lambda: jnp.zeros(1 << 20))())
-    for layout, axis in _layouts(config):
+    try:
+        layouts = list(exercises.layouts_to_check(config.parallel, jax.local_devices(), config.model.num_kv_heads))
+    except RuntimeError:  # JAX finds no devices, which `devices` has reported
+        return
+    for layout, axis in layouts:
         yield f"along {axis}", functools.partial(collectives, layout, axis)
 
 
@@ -74,13 +76,6 @@ def expected_rounding(config: Config) -> str:
     precision, platform = config.precision, jax.default_backend()
     policy = policy_on(precision.policy, platform, stochastic_rounding=precision.stochastic_rounding)
     return "stochastic" if policy.rounding == "hardware" else "nearest"
-
-
-def _layouts(config: Config) -> list[tuple[Layout, str]]:
-    try:
-        return list(exercises.layouts_to_check(config.parallel, jax.local_devices(), config.model.num_kv_heads))
-    except RuntimeError:  # JAX finds no devices, which `devices` reports; the other checks still run
-        return []
 
 
 def collectives(layout: Layout, axis: str) -> Outcome:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 import tempfile
@@ -13,20 +12,16 @@ from absl import flags, logging
 
 from hlat_jax import config as config_lib
 from hlat_jax.cli import flags as flags_lib
-from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.host import neuron_env, neuron_topology
 from hlat_jax.neuron.probes import FAILED, NOT_HERE, PASSED
-from hlat_jax.weights.init_model import take_checked_model
+from hlat_jax.weights.init_model import parse_config
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs and prints every check, then a summary; returns 1 if a check failed, else 0."""
     has_config = any(word.split("=")[0] in ("--config", "--help", "-h") for word in argv)
-    mutable, values = flags_lib.parse(argv if has_config else ["--config=tiny", *argv], _define)
-    take_checked_model(mutable, given=flags_lib.given_keys(values))
-    config = resolve_with_tokenizer(mutable)
-    if values.json:
-        flags_lib.check_output("--json", values.json)
+    config, values = parse_config(argv if has_config else ["--config=tiny", *argv], _define)
+    flags_lib.check_output("--json", values.json)
     options = _prepare(config, values, os.environ, machine=neuron_topology.Machine())
     logging.set_verbosity(logging.ERROR)
     from hlat_jax.neuron import doctor  # imports JAX, which reads the environment prepared above
@@ -48,9 +43,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"{verdict:<18} {len(names):>3}  {', '.join(names)}".rstrip())
     if not options["instance"]:
         print("No Trainium device was checked.")
-    if values.json:
-        whole = {"config": config.name, "instance": options["instance"], "checks": rows}
-        pathlib.Path(values.json).write_text(json.dumps(whole, indent=1) + "\n")
+    flags_lib.write_report(values.json, {"config": config.name, "instance": options["instance"], "checks": rows})
     return 1 if any(row["verdict"] == FAILED for row in rows) else 0
 
 
@@ -74,7 +67,7 @@ def _prepare(
         print(*computed.notes, sep="\n", end="\n" * bool(computed.notes))
         # with it, checks that need one device would run on the host's CPU
         environ.pop("NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU", None)
-        num_devices = neuron_topology.checked(wanted).devices_per_node
+        num_devices = neuron_topology.resolve_topology(wanted).devices_per_node
     cache = pathlib.Path(environ.get("JAX_COMPILATION_CACHE_DIR") or tempfile.gettempdir())
     return {"instance": instance, "num_devices": num_devices, "cache": cache}
 

@@ -12,19 +12,23 @@ from collections.abc import Sequence
 
 from absl import flags
 
-from hlat_jax.cli import flags as flags_lib
-from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.host.neuron_env import environment
 from hlat_jax.host.neuron_topology import CACHE, INSTANCES, JAX_PORT, Topology, lnc_of
-from hlat_jax.weights.init_model import take_checked_model
+from hlat_jax.weights.init_model import parse_config
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints the environment; returns the exit code."""
-    mutable, values = flags_lib.parse(argv, _define)
-    take_checked_model(mutable, given=flags_lib.given_keys(values))
-    config = resolve_with_tokenizer(mutable)
-    topology = _topology(values)
+    config, values = parse_config(argv, _define)
+    if not values.instance:
+        raise ValueError("--instance=TYPE is missing; for example --instance=trn1.32xlarge.")
+    if values.nodes > 1 and not values.node:
+        raise ValueError(f"--node is missing: give the index of this node, 0 .. {values.nodes - 1}, or all.")
+    if values.node not in ("", "all") and not values.node.isdecimal():
+        raise ValueError(f"--node={values.node} must be an integer of at least 0, or all.")
+    rank = int(values.node) if values.node.isdecimal() else 0
+    of_job = {name: getattr(values, name) for name in ("nodes", "coordinator", "port", "cores", "cache")}
+    topology = Topology(values.instance, rank=rank, lnc=values.lnc or lnc_of(os.environ), **of_job)
     options = {"profile": values.profile, "config_flags": config.train.compiler_flags}
     for rank in range(topology.nodes) if values.node == "all" else [topology.rank]:
         place = dataclasses.replace(topology, rank=rank)
@@ -35,18 +39,6 @@ def main(argv: Sequence[str]) -> int:
             print(*computed.notes, sep="\n", end="\n" * bool(computed.notes), file=sys.stderr)
         print(computed.shell())
     return 0
-
-
-def _topology(values: flags.FlagValues) -> Topology:
-    if not values.instance:
-        raise ValueError("--instance=TYPE is missing; for example --instance=trn1.32xlarge.")
-    if values.nodes > 1 and not values.node:
-        raise ValueError(f"--node is missing: give the index of this node, 0 .. {values.nodes - 1}, or all.")
-    if values.node not in ("", "all") and not values.node.isdecimal():
-        raise ValueError(f"--node={values.node} must be an integer of at least 0, or all.")
-    rank = int(values.node) if values.node.isdecimal() else 0
-    kept = {name: getattr(values, name) for name in ("nodes", "coordinator", "port", "cores", "cache")}
-    return Topology(values.instance, rank=rank, lnc=values.lnc or lnc_of(os.environ), **kept)
 
 
 def _define(values: flags.FlagValues) -> None:

@@ -28,24 +28,24 @@ _NUM_DRAWN = 1 << 20
 
 def installed_versions(names: Iterable[str]) -> dict[str, str]:
     """Returns the versions of the packages that are installed; `python` stands for the interpreter."""
-    found = {}
+    versions = {}
     for name in names:
         try:
-            found[name] = platform.python_version() if name == "python" else importlib.metadata.version(name)
+            versions[name] = platform.python_version() if name == "python" else importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return versions
 
 
 def draw(seed: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns (uniform, normal), 2^20 numbers each, from the `rbg` generator as for initial weights."""
 
     @jax.jit
-    def drawn(key):
+    def draw_both(key):
         normal_key, uniform_key = jax.random.split(key)
         return jax.random.uniform(uniform_key, (_NUM_DRAWN,)), jax.random.normal(normal_key, (_NUM_DRAWN,))
 
-    uniform, normal = drawn(jax.random.key(seed, impl="rbg"))
+    uniform, normal = draw_both(jax.random.key(seed, impl="rbg"))
     return np.asarray(uniform), np.asarray(normal)
 
 

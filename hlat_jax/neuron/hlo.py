@@ -37,8 +37,6 @@ def device_module(
 
     Args:
       name: key of the program in `compilation.traced_programs`.
-      config: config of the run.
-      num_devices: size of its mesh.
       max_devices: upper limit on the devices to partition for. The data degree is reduced to fit; the rows per device
         stay the same.
       target: of `rules.LINTED`, whose implementations the program has; "": any chip. Groups of cores are not checked,

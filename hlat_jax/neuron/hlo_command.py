@@ -9,18 +9,17 @@ from typing import Any
 
 from absl import flags
 
-from hlat_jax.cli import flags as flags_lib
 from hlat_jax.config import Config
-from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.facts.hardware import INSTANCES
 from hlat_jax.host.neuron_compiler_flags import compiler_flags, with_config
-from hlat_jax.host.neuron_topology import Topology, checked, lnc_of
+from hlat_jax.host.neuron_topology import Topology, lnc_of, resolve_topology
 from hlat_jax.neuron.lint_command import PROGRAMS, mesh_text
-from hlat_jax.neuron.rules import TARGETS, target_of
+from hlat_jax.neuron.rules import target_of
 from hlat_jax.store.progress import show_progress
-from hlat_jax.weights.init_model import take_checked_model
+from hlat_jax.weights.init_model import parse_config
 
 _PLUGIN_FLAGS = ("--cache_dir", "--retry_failed_compilation")  # flags of JAX's Neuron plugin, not of the compiler
+_CHIPS = {"trn1": "trn1.32xlarge", "trn2": "trn2.48xlarge"}  # chip -> instance type that its programs are for
 _SCRIPT = """#!/usr/bin/env bash
 # Compiles these programs of {config} with neuronx-cc, without a device. NOT YET RUN: neuronx-cc was not available.
 # Needs a Linux host and: pip install neuronx-cc --extra-index-url=INDEX (the index on Neuron's set-up page).
@@ -41,12 +40,12 @@ done
 
 def main(argv: Sequence[str]) -> int:
     """Lists the programs of a config; with --out writes their modules and a script that compiles them; returns 0."""
-    mutable, values = flags_lib.parse(argv, _define)
-    workdir = pathlib.Path(values.workdir or f"runs/{mutable.name}")
-    take_checked_model(mutable, given=flags_lib.given_keys(values), workdir=workdir)
-    config = resolve_with_tokenizer(mutable, workdir=workdir)
-    is_chip = values.instance in TARGETS  # at its default LNC, as in the lint
-    place = checked(Topology(TARGETS.get(values.instance, values.instance), lnc=0 if is_chip else lnc_of(os.environ)))
+    config, values = parse_config(argv, _define)
+    workdir = pathlib.Path(values.workdir or f"runs/{config.name}")
+    is_chip = values.instance in _CHIPS  # at its default LNC, as in the lint
+    place = resolve_topology(
+        Topology(_CHIPS.get(values.instance, values.instance), lnc=0 if is_chip else lnc_of(os.environ))
+    )
     folder = pathlib.Path(values.out) if values.out else None
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -95,8 +94,8 @@ def _write_modules(
         (folder / f"{name}.hlo").write_bytes(module)
         size = sum(len(one.instructions) for one in hlo_proto.parse(module).computations)
         print(f"{folder / name}.hlo  {size:,} instructions, one device of {mesh_text(degrees)}")
-    found = with_config(compiler_flags(place), config.train.compiler_flags, place)
-    words = [key if value is None else f"{key}={value}" for key, value in found.items() if key not in _PLUGIN_FLAGS]
+    compiler = with_config(compiler_flags(place), config.train.compiler_flags, place)
+    words = [key if value is None else f"{key}={value}" for key, value in compiler.items() if key not in _PLUGIN_FLAGS]
     modules, script = " ".join(f"{name}.hlo" for name in names), folder / "compile.sh"
     script.write_text(_SCRIPT.format(config=config.name, modules=modules, flags=" \\\n    ".join(words)))
     script.chmod(0o755)
@@ -109,7 +108,7 @@ def _define(values: flags.FlagValues) -> None:
     about = "Run folder whose last programs to compare with; default runs/NAME."
     flags.DEFINE_string("workdir", "", about, flag_values=values)
     flags.DEFINE_enum(
-        "instance", "trn1", [*TARGETS, *INSTANCES], "Device that the programs are for.", flag_values=values
+        "instance", "trn1", [*_CHIPS, *INSTANCES], "Device that the programs are for.", flag_values=values
     )
     flags.DEFINE_enum("program", "all", [*PROGRAMS, "all"], "Program to list and write.", flag_values=values)
     flags.DEFINE_integer("devices", 0, "Number of devices in the mesh; 0: the recipe's.", 0, flag_values=values)

@@ -39,8 +39,6 @@ class Range:
     """Bounds of the elements of a value.
 
     Attributes:
-      low: a number that no element is below.
-      high: a number that no element is above.
       is_exact: whether the program determines that both occur.
       from_iota: whether they are computed from an iota.
     """
@@ -101,7 +99,7 @@ def _is_gathered_from(value: Any, array: tuple, program: Program, calls: tuple, 
     if op is None or op.regions or depth > _MAX_ASSIGNED:
         return False
     if op.name == "stablehlo.gather" and source(op.operands[0], program, calls) == array:
-        return not bounds(op.operands[1], program, calls).is_exact
+        return not index_range(op.operands[1], program, calls).is_exact
     return any(_is_gathered_from(operand, array, program, calls, depth=depth + 1) for operand in op.operands)
 
 
@@ -115,7 +113,7 @@ def _component_range(value: Any, number: int, dim: int, program: Program, calls:
             if number < tensor(operand).dims[dim]:
                 return _component_range(operand, number, dim, program, calls)
             number -= tensor(operand).dims[dim]
-    values = bounds(value, program, calls)
+    values = index_range(value, program, calls)
     is_shared = dim < len(sizes) and sizes[dim] > 1  # the bounds are those of all components
     return dataclasses.replace(values, is_exact=values.is_exact and not is_shared)
 
@@ -145,14 +143,14 @@ def _function_of(argument: Any) -> Any:
     return owner if owner.name == "func.func" else None
 
 
-def bounds(value: Any, program: Program, calls: tuple, *, depth: int = 0) -> Range:
+def index_range(value: Any, program: Program, calls: tuple, *, depth: int = 0) -> Range:
     """Returns the range of a value's elements; the range of its type if the program does not determine it."""
     key = (value, calls)
     if key not in program.ranges:
         whole = _type_range(tensor(value))
-        found = _bounds(value, program, calls, depth) if depth < _MAX_DEPTH else None
-        is_within = found is not None and whole.low <= found.low and found.high <= whole.high  # else it overflows
-        program.ranges[key] = found if is_within else whole
+        inner = _bounds(value, program, calls, depth) if depth < _MAX_DEPTH else None
+        is_within = inner is not None and whole.low <= inner.low and inner.high <= whole.high  # else it overflows
+        program.ranges[key] = inner if is_within else whole
     return program.ranges[key]
 
 
@@ -169,8 +167,11 @@ def _bounds(value: Any, program: Program, calls: tuple, depth: int) -> Range | N
     """Returns the range of a constant, or of an integer that is computed from others; None for other values."""
     value, calls = source(value, program, calls)
     op, kind = defining_op(value), tensor(value)
-    if op is None:
-        return _argument_range(value, program, depth)
+    if op is None:  # an argument of a function, over all its calls; of a loop nothing is known
+        function, number = _function_of(value), ir.BlockArgument(value).arg_number
+        callers = program.callers(symbol_name(function)) if function is not None else []
+        ranges = [index_range(call.operands[number], program, (), depth=depth + 1) for call in callers]
+        return _union(ranges) if ranges else None
     elements = constant(value)
     if elements is not None and elements.size and elements.dtype.kind in "biuf" and np.isfinite(elements).all():
         return Range(elements.min().item(), elements.max().item(), True)
@@ -182,7 +183,7 @@ def _bounds(value: Any, program: Program, calls: tuple, depth: int) -> Range | N
         return Range(0, last, True, True)
 
     def range_of(operand: Any) -> Range:
-        return bounds(operand, program, calls, depth=depth + 1)
+        return index_range(operand, program, calls, depth=depth + 1)
 
     if opcode == "select":
         decided = _comparison_result(op.operands[0], program, calls, depth + 1)
@@ -205,27 +206,19 @@ def _is_integer(kind: Tensor | None) -> bool:
     return kind is not None and re.fullmatch(r"u?i\d+", kind.dtype) is not None
 
 
-def _argument_range(value: Any, program: Program, depth: int) -> Range | None:
-    """Returns the range of an argument of a function over all its calls; None for an argument of a loop."""
-    function = _function_of(value)
-    calls = program.callers(symbol_name(function)) if function is not None else []
-    number = ir.BlockArgument(value).arg_number
-    return _union([bounds(call.operands[number], program, (), depth=depth + 1) for call in calls]) if calls else None
-
-
 def _comparison_result(condition: Any, program: Program, calls: tuple, depth: int) -> bool | None:
     """Returns the result of a comparison if it is the same for all elements, else None.
 
     JAX normalizes negative indices by a comparison with 0, and a select between the index and index + size.
     """
     condition, calls = source(condition, program, calls)
-    op, known = defining_op(condition), bounds(condition, program, calls, depth=depth)
+    op, known = defining_op(condition), index_range(condition, program, calls, depth=depth)
     if known.is_number:
         return bool(known.low)
     direction = re.search(r"\b(LT|LE|GT|GE)\b", str(attribute(op, "comparison_direction"))) if op is not None else None
     if direction is None:
         return None
-    left, right = (bounds(operand, program, calls, depth=depth + 1) for operand in op.operands)
+    left, right = (index_range(operand, program, calls, depth=depth + 1) for operand in op.operands)
     if direction[1] in ("GT", "LE"):
         left, right = right, left
     is_less = True if left.high < right.low else False if left.low >= right.high else None

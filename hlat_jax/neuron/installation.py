@@ -26,7 +26,7 @@ _TOOLS = pathlib.Path("/opt/aws/neuron/bin")  # of aws-neuronx-tools
 
 def system_versions(*, driver: pathlib.Path = DRIVER_VERSION) -> dict[str, str]:
     """Returns the versions of Neuron's driver, runtime and collectives that are found here: package -> version."""
-    found: dict[str, str] = {}
+    versions: dict[str, str] = {}
     for query in _QUERIES:
         try:
             done = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60)
@@ -34,10 +34,10 @@ def system_versions(*, driver: pathlib.Path = DRIVER_VERSION) -> dict[str, str]:
             continue
         # dpkg lists packages that were removed too; rpm has lines of other words for those that are missing
         rows = (line.split() for line in done.stdout.splitlines())
-        found |= {row[0]: row[1] for row in rows if row[:1] and row[0] in SYSTEM_PACKAGES and row[2:] == ["installed"]}
+        versions |= {row[0]: row[1] for row in rows if row[2:] == ["installed"] and row[0] in SYSTEM_PACKAGES}
     if driver.is_file() and (version := driver.read_text().strip()):
-        found[_DRIVER] = version
-    return found
+        versions[_DRIVER] = version
+    return versions
 
 
 def one_release(installed: Mapping[str, str]) -> Outcome:
@@ -51,8 +51,8 @@ def one_release(installed: Mapping[str, str]) -> Outcome:
         return Outcome(FAILED, f"missing: {', '.join(missing)}", _advice())
     compiler = installed["neuronx-cc"]
     if numbers(compiler) >= sdk_releases.bounds("neuronx-cc", RELEASES[-1])[1]:
-        found = f"neuronx-cc {compiler} is newer than SDK {RELEASES[-1].version}, the newest in the table"
-        return Outcome(NOT_HERE, found, "add its row to hlat_jax/facts/sdk_releases.py from AWS's release notes")
+        what = f"neuronx-cc {compiler} is newer than SDK {RELEASES[-1].version}, the newest in the table"
+        return Outcome(NOT_HERE, what, "add its row to hlat_jax/facts/sdk_releases.py from AWS's release notes")
     packages = [name for name in (*PYTHON_PACKAGES, *SYSTEM_PACKAGES) if name in installed]
     rows = {name: sdk_releases.releases_of(name, installed[name]) for name in packages}
     num_members = {one.version: sum(one.version in row for row in rows.values()) for one in RELEASES}
@@ -62,15 +62,15 @@ def one_release(installed: Mapping[str, str]) -> Outcome:
         for name, row in rows.items()
         if release.version not in row
     ]
-    wrong += _unsupported(release, installed)
+    wrong += _unsupported_parts(release, installed)
     warning = f". Do not train with {release.version}: {release.avoid}" if release.avoid else ""
     if wrong:
-        found = f"the closest is SDK {release.version}, but {'; '.join(wrong)}{warning}"
-        return Outcome(FAILED, found, _advice())
+        what = f"the closest is SDK {release.version}, but {'; '.join(wrong)}{warning}"
+        return Outcome(FAILED, what, _advice())
     absent = [name for name in (*PYTHON_PACKAGES, *SYSTEM_PACKAGES) if name not in installed]
-    found = f"SDK {release.version}: {', '.join(f'{name} {installed[name]}' for name in ('jax', *packages))}"
-    found += f"; not found, so not checked: {', '.join(absent)}" if absent else ""
-    return Outcome(FAILED, found + warning, _advice()) if warning else Outcome(PASSED, found)
+    what = f"SDK {release.version}: {', '.join(f'{name} {installed[name]}' for name in ('jax', *packages))}"
+    what += f"; not found, so not checked: {', '.join(absent)}" if absent else ""
+    return Outcome(FAILED, what + warning, _advice()) if warning else Outcome(PASSED, what)
 
 
 def tools_on_path(*, scripts: pathlib.Path | None = None, tools: pathlib.Path = _TOOLS) -> Outcome:
@@ -81,7 +81,7 @@ def tools_on_path(*, scripts: pathlib.Path | None = None, tools: pathlib.Path = 
       tools: folder of aws-neuronx-tools.
     """
     scripts = scripts or pathlib.Path(sysconfig.get_path("scripts"))
-    wrong, found = [], []
+    wrong, paths = [], []
     for name, folder in (("neuronx-cc", scripts), ("neuron-ls", tools)):
         at = shutil.which(name)
         if at is None:
@@ -89,11 +89,11 @@ def tools_on_path(*, scripts: pathlib.Path | None = None, tools: pathlib.Path = 
         elif (folder / name).exists() and not (folder / name).samefile(at):
             wrong.append(f"{name} on PATH is {at}, not {folder / name}")
         else:
-            found.append(at)
+            paths.append(at)
     if wrong:
         advice = f"export PATH={scripts}:{tools}:$PATH; launch/node.sh does, for the interpreter that PYTHON names"
         return Outcome(FAILED, "; ".join(wrong), advice)
-    return Outcome(PASSED, ", ".join(found))
+    return Outcome(PASSED, ", ".join(paths))
 
 
 def _advice() -> str:
@@ -105,14 +105,15 @@ def _advice() -> str:
     )
 
 
-def _unsupported(release: Release, installed: Mapping[str, str]) -> list[str]:
+def _unsupported_parts(release: Release, installed: Mapping[str, str]) -> list[str]:
     """Returns what the release does not support of Python, JAX and NumPy."""
-    found = []
+    lines = []
     if not sdk_releases.supports_python(release, installed["python"]):
-        found.append(f"Python {installed['python']} is not one of {sdk_releases.pythons(release)}")
+        low, high = release.python
+        lines.append(f"Python {installed['python']} is not >={low},<{high}")
     if numbers(installed["jax"]) != numbers(release.jax):
-        found.append(f"jax {installed['jax']} is not {release.jax}")
+        lines.append(f"jax {installed['jax']} is not {release.jax}")
     low, high = release.numpy
     if not numbers(low) <= numbers(installed["numpy"]) < numbers(high):
-        found.append(f"numpy {installed['numpy']} is not >={low},<{high}")
-    return found
+        lines.append(f"numpy {installed['numpy']} is not >={low},<{high}")
+    return lines

@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from hlat_jax.config import Config
+from hlat_jax.config import Config, count_text
 from hlat_jax.host.neuron_compiler_flags import COMPILER_KILLED, compiler_killed
 from hlat_jax.host.neuron_topology import Topology
 from hlat_jax.neuron import partitioned, programs
@@ -21,7 +21,7 @@ from hlat_jax.neuron.module import Program
 from hlat_jax.parallel.degrees import passes
 from hlat_jax.parallel.sharding import MESH_AXES
 from hlat_jax.passes.products import live_jaxpr
-from hlat_jax.plan.instructions import estimated
+from hlat_jax.plan.instructions import estimate_instructions
 from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve
 from hlat_jax.run.compilation import fingerprint, named_programs, traced_programs
@@ -42,8 +42,6 @@ class Rung:
     Attributes:
       what: sizes of the rung, for people.
       changes: config path -> value that differs from the recipe's.
-      num_devices: devices of the mesh.
-      config: the resolved config.
     """
 
     what: str
@@ -59,7 +57,6 @@ def rungs(config: Config, *, num_devices: int, node_devices: int, target: str = 
     rung has as many rows as its replicas and microbatches take; microbatches of the whole have the recipe's rows.
 
     Args:
-      config: the recipe.
       num_devices: devices of the whole.
       node_devices: devices of one node.
       target: of `rules.LINTED`, whose groups of cores a rung must have; "": not checked.
@@ -75,14 +72,16 @@ def rungs(config: Config, *, num_devices: int, node_devices: int, target: str = 
     sizes += [(layers, 1, 1, rows) for layers in _powers(2, num_layers // num_stages)]
     sizes += [(layers, num_stages, 1, rows) for layers in (num_stages, num_layers)]
     sizes += [(num_layers, num_stages, microbatches, rows) for microbatches in _powers(_MICROBATCH_FACTOR, last)]
-    runs = [(size, _fewest_devices(config, size[1], num_devices, node_devices)) for size in sizes]
+    shards = math.prod(max(1, getattr(config.parallel, axis)) for axis in ("fsdp", "tensor"))
+    # each on the fewest whole nodes that hold a replica
+    runs = [(size, min(num_devices, math.ceil(size[1] * shards / node_devices) * node_devices)) for size in sizes]
     runs.append(((num_layers, num_stages, last, rows), num_devices))
-    found = []
+    fitting = []
     for size, devices in dict.fromkeys(runs):
         rung = _rung(config, size, devices, whole=(num_devices, degrees))
         if passes(rung.config, devices, server=programs.server_for(target, devices) if target else None):
-            found.append(rung)
-    return found
+            fitting.append(rung)
+    return fitting
 
 
 def _rung(
@@ -95,10 +94,14 @@ def _rung(
     changes["data.batch_size"] = replicas * microbatches * rows
     if num_devices != whole[0] and -1 not in [getattr(config.parallel, axis) for axis in MESH_AXES]:
         changes["parallel.data"] = -1
-    what = f"{_of(layers, 'layer')} x {_of(microbatches, 'microbatch')} x {_of(rows, 'row')}"
+    what = f"{count_text(layers, 'layer')} x {count_text(microbatches, 'microbatch')} x {count_text(rows, 'row')}"
     what += f", pipe {stages}" if stages > 1 else ""
     kept = {path: value for path, value in changes.items() if value != operator.attrgetter(path)(config)}
-    return Rung(what, kept, num_devices, _with(config, changes))
+    tree = config.to_dict()
+    for path, value in changes.items():
+        section, key = path.split(".")
+        tree[section][key] = value
+    return Rung(what, kept, num_devices, resolve(tree))
 
 
 def check_programs(rung: Rung, *, target: str) -> dict[str, dict[str, Any]]:
@@ -116,8 +119,8 @@ def check_programs(rung: Rung, *, target: str) -> dict[str, dict[str, Any]]:
         if not any(finding.rule == "LW01" for finding in findings):
             lowered = trace.lower(lowering_platforms=("neuron",))
             num_shards = partitioned.num_shards(Program(lowered.compiler_ir("stablehlo").operation))
-            instructions = estimated(live_jaxpr(trace), num_shards=num_shards)
-            row |= dataclasses.asdict(instructions) | {"judged": instructions.judged(name)}
+            instructions = estimate_instructions(live_jaxpr(trace), num_shards=num_shards)
+            row |= dataclasses.asdict(instructions) | {"judged": instructions.count_for_limit(name)}
             row["sha256"] = fingerprint(lowered)
         for severity in ("error", "warning"):
             row[f"{severity}s"] = sorted({finding.rule for finding in findings if finding.severity == severity})
@@ -129,7 +132,6 @@ def command(rung: Rung, config_words: Sequence[str], *, place: Topology, workdir
     """Returns the command that trains two steps of a rung.
 
     Args:
-      rung: the rung.
       config_words: `--config=NAME` and the user's overrides. The data is the shipped text, unless they set data.train
         or the batch has more rows than that text has documents.
       place: the instance type of the nodes, and their LNC.
@@ -185,12 +187,6 @@ def script(name: str, commands: Sequence[tuple[str, str]], *, folder: str) -> st
     return "\n".join([*lines, f'echo "all {total} rungs ran"']) + "\n"
 
 
-def _fewest_devices(config: Config, num_stages: int, most: int, node_devices: int) -> int:
-    """Returns the devices of the fewest whole nodes that hold a replica, at most `most`."""
-    inner = num_stages * math.prod(max(1, getattr(config.parallel, axis)) for axis in ("fsdp", "tensor"))
-    return min(most, math.ceil(inner / node_devices) * node_devices)
-
-
 def _rows(config: Config, num_devices: int) -> int:
     """Returns the rows of a microbatch of one replica: the recipe's, or fewer if the devices are too many for those."""
     recipe = programs.num_devices(config)
@@ -206,16 +202,3 @@ def _powers(factor: int, last: int) -> list[int]:
     """Returns the powers of a factor below `last`, from the first, and `last`."""
     powers = [factor**exponent for exponent in range(1, 64) if factor**exponent < last]
     return [*powers, last]
-
-
-def _with(config: Config, changes: dict[str, Any]) -> Config:
-    tree = config.to_dict()
-    for path, value in changes.items():
-        section, key = path.split(".")
-        tree[section][key] = value
-    return resolve(tree)
-
-
-def _of(count: int, noun: str) -> str:
-    plural = noun + ("es" if noun.endswith("ch") else "s")
-    return f"{count:,} {noun if count == 1 else plural}"

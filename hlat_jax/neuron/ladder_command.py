@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import pathlib
@@ -13,10 +12,9 @@ from absl import flags
 
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.config import Config
-from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.facts.core_groups import FINE, verdict_of_first
 from hlat_jax.facts.hardware import INSTANCES
-from hlat_jax.host.neuron_topology import Topology, checked, lnc_of
+from hlat_jax.host.neuron_topology import Topology, lnc_of, resolve_topology
 from hlat_jax.neuron.rules import target_of
 from hlat_jax.parallel.degrees import passes
 from hlat_jax.plan.instructions import (
@@ -28,33 +26,30 @@ from hlat_jax.plan.instructions import (
     round_estimate,
 )
 from hlat_jax.store.progress import show_progress
-from hlat_jax.weights.init_model import take_checked_model
+from hlat_jax.weights.init_model import parse_config
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints the rungs of a config with their estimates and commands; returns 1 if the lint finds an error, else 0."""
-    mutable, values = flags_lib.parse(argv, _define)
-    take_checked_model(mutable, given=flags_lib.given_keys(values))
-    config = resolve_with_tokenizer(mutable)
-    place = checked(Topology(values.instance, lnc=lnc_of(os.environ)))
+    config, values = parse_config(argv, _define)
+    place = resolve_topology(Topology(values.instance, lnc=lnc_of(os.environ)))
     for flag in ("json", "script"):
-        if values[flag].value:
-            flags_lib.check_output(f"--{flag}", values[flag].value)
+        flags_lib.check_output(f"--{flag}", values[flag].value)
     os.environ["JAX_PLATFORMS"] = "cpu"  # leave any accelerator to other processes
     from hlat_jax.neuron import ladder
 
     target = target_of(place.instance, lnc=place.lnc)
     count = _devices(config, place, values.nodes)
-    found = ladder.rungs(config, num_devices=count, node_devices=place.devices_per_node, target=target)
+    rungs = ladder.rungs(config, num_devices=count, node_devices=place.devices_per_node, target=target)
     limit = program_limit(config.train.compiler_flags)
     limits = f"{limit:,} in a program and {operation_limit(target):,} in an operation"
-    print(f"{config.name} on {place.instance} at LNC {place.lnc}: {len(found)} rungs, up to {count:,} devices")
+    print(f"{config.name} on {place.instance} at LNC {place.lnc}: {len(rungs)} rungs, up to {count:,} devices")
     print(f"Instructions are {NOTE}.")
     print(f"Limits, of public logs or train.compiler_flags: {limits}.")
     config_words = flags_lib.config_words(argv)
     folder, rows, seen = f"runs/ladder/{config.name}", [], {}
-    for number, rung in enumerate(found, 1):
-        with show_progress(f"lowering rung {number} of {len(found)}"):
+    for number, rung in enumerate(rungs, 1):
+        with show_progress(f"lowering rung {number} of {len(rungs)}"):
             programs = ladder.check_programs(rung, target=target)
         for program in programs.values():
             program["same_as_rung"] = seen.setdefault(program["sha256"], number) if program["sha256"] else number
@@ -64,9 +59,8 @@ def main(argv: Sequence[str]) -> int:
         rows.append(row | {"programs": programs})
         nodes = math.ceil(rung.num_devices / place.devices_per_node)
         print(_text(number, rows[-1], (limit, operation_limit(target)), nodes))
-    if values.json:
-        whole = {"config": config.name, "instance": place.instance, "lnc": place.lnc, "rungs": rows}
-        pathlib.Path(values.json).write_text(json.dumps(whole, indent=1) + "\n")
+    whole = {"config": config.name, "instance": place.instance, "lnc": place.lnc, "rungs": rows}
+    flags_lib.write_report(values.json, whole)
     if values.script:
         commands = [(row["what"], row["command"]) for row in rows]
         pathlib.Path(values.script).write_text(ladder.script(config.name, commands, folder=folder))

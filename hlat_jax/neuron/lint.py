@@ -125,9 +125,6 @@ def check_module(
 
     Args:
       module: an `ir.Module` or its text.
-      target: as for `check`.
-      recurring: as for `check`.
-      compiler_flags: as for `check`.
       placement: the device at each place of the mesh; empty if they are in their order.
       jaxpr: the trace that the module was lowered from, whose instructions are estimated; None skips CG01 and CG02.
     """
@@ -145,8 +142,14 @@ def check_module(
         shards = partitioned.num_shards(sharded or program)
         for rule, what, eqn in _instruction_hits(jaxpr, shards, target=target, compiler_flags=compiler_flags):
             groups.setdefault((rule, line_of(_frames_of(eqn))), []).append((what, eqn.primitive.name))
-    conditions = {"recurring": recurring, "many_devices": program.has_many_devices, "target": target}
-    findings = [_finding(key, hits, conditions) for key, hits in groups.items()]
+    findings = []
+    for (rule_id, line), hits in groups.items():
+        rule, what, op = RULES[rule_id], hits[0][0], ", ".join(dict.fromkeys(hit[1] for hit in hits))
+        severity = rule.severity_in(recurring=recurring, many_devices=program.has_many_devices, target=target)
+        if rule_id == "CC02" and any(hit[0].endswith(partitioned.OF_A_NODE) for hit in hits):
+            severity = "error"  # nothing documents permutes between nodes
+        explained = (rule.why, rule.instead, rule.source)
+        findings.append(Finding(rule_id, severity, op, what, line, len(hits), *explained))
     return sorted(findings, key=lambda finding: (SEVERITIES.index(finding.severity), finding.rule))
 
 
@@ -156,13 +159,13 @@ def _hits(program: Program, sharded: Program | None, *, target: str, placement: 
         for rule, what, *place in operators_lib.violations(op, program):
             yield rule, what, op, program, *place
     per_device = sharded or program
-    for owner, found in (
+    for owner, hits in (
         (program, partitioned.argument_findings(program, target=target)),
         (program, partitioned.group_findings(program, sharded, target=target, placement=placement)),
         (per_device, partitioned.shift_findings(per_device)),
         (per_device, partitioned.lookup_findings(per_device)),
     ):
-        for rule, what, op in found:
+        for rule, what, op in hits:
             yield rule, what, op, owner
 
 
@@ -183,20 +186,6 @@ def _instruction_hits(
         if tiles > limit:
             what = f"about {instructions.round_estimate(tiles)} instructions (limit {limit:,}; {instructions.NOTE})"
             yield "CG02", what, eqn
-
-
-def _finding(key: tuple[str, str], hits: list[tuple], conditions: dict[str, Any]) -> Finding:
-    """Returns the finding for the hits (what, name of the operation) of one rule at one line.
-
-    `conditions` are the arguments of `Rule.severity_in`.
-    """
-    rule_id, line = key
-    rule, what = RULES[rule_id], hits[0][0]
-    severity = rule.severity_in(**conditions)
-    if rule_id == "CC02" and any(hit[0].endswith(partitioned.OF_A_NODE) for hit in hits):
-        severity = "error"  # nothing documents permutes between nodes
-    op = ", ".join(dict.fromkeys(hit[1] for hit in hits))
-    return Finding(rule_id, severity, op, what, line, len(hits), rule.why, rule.instead, rule.source)
 
 
 def _not_lowered(traced: Any, error: Exception) -> Finding:
@@ -221,9 +210,9 @@ def _frames_at(jaxpr: Any, places: set[tuple[str, int]]) -> list[Frame]:
     for equation in jaxpr.eqns:
         own = _frames_of(equation)
         for inner in inner_jaxprs(equation):
-            found = _frames_at(inner, places)
-            if found:
-                return found + own
+            frames = _frames_at(inner, places)
+            if frames:
+                return frames + own
         if any((frame.path, frame.line) in places for frame in own):
             return own
     return []

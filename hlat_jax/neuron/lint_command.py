@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import pathlib
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,12 +11,11 @@ from typing import Any
 from absl import flags
 
 from hlat_jax.cli import flags as flags_lib
-from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.facts.hardware import INSTANCES
-from hlat_jax.host.neuron_topology import Topology, checked, lnc_of
+from hlat_jax.host.neuron_topology import Topology, lnc_of, resolve_topology
 from hlat_jax.neuron.rules import LINTED, target_of
 from hlat_jax.store.progress import show_progress
-from hlat_jax.weights.init_model import take_checked_model
+from hlat_jax.weights.init_model import parse_config
 
 _STEP = ("train", "start", "microbatch", "warm_up", "steady", "cool_down", "update")
 PROGRAMS = (*_STEP, "eval", "init", "norms", "prefill", "decode", "generate")
@@ -26,15 +23,12 @@ PROGRAMS = (*_STEP, "eval", "init", "norms", "prefill", "decode", "generate")
 
 def main(argv: Sequence[str]) -> int:
     """Prints the findings for the programs of a config; returns 1 if one is an error, else 0."""
-    mutable, values = flags_lib.parse(argv, _define)
+    config, values = parse_config(argv, _define)
     lnc = 0
     if values.instance in INSTANCES:
-        lnc = checked(Topology(values.instance, lnc=lnc_of(os.environ))).lnc
+        lnc = resolve_topology(Topology(values.instance, lnc=lnc_of(os.environ))).lnc
     values.instance = target_of(values.instance, lnc=lnc)
-    take_checked_model(mutable, given=flags_lib.given_keys(values))
-    config = resolve_with_tokenizer(mutable)
-    if values.json:
-        flags_lib.check_output("--json", values.json)
+    flags_lib.check_output("--json", values.json)
     os.environ["JAX_PLATFORMS"] = "cpu"  # leave any accelerator to other processes
     from hlat_jax.neuron import programs
     from hlat_jax.program import make_program
@@ -48,13 +42,12 @@ def main(argv: Sequence[str]) -> int:
     for name in named_programs(program, values.program):
         began = time.monotonic()
         with show_progress(f"checking {name}"):
-            found = programs.findings(name, traced[name](), program=program, target=values.instance)
-        rows = [dataclasses.asdict(f) | {"explained": programs.EXPLAINED.get((name, f.rule), "")} for f in found]
+            findings = programs.findings(name, traced[name](), program=program, target=values.instance)
+        rows = [dataclasses.asdict(f) | {"explained": programs.EXPLAINED.get((name, f.rule), "")} for f in findings]
         reports[name] = {"findings": rows, "seconds": time.monotonic() - began}
         print(_text(name, reports[name]))
-    if values.json:
-        whole = {"config": config.name, "target": values.instance, "devices": count, "programs": reports}
-        pathlib.Path(values.json).write_text(json.dumps(whole, indent=1) + "\n")
+    whole = {"config": config.name, "target": values.instance, "devices": count, "programs": reports}
+    flags_lib.write_report(values.json, whole)
     rows = [row for report in reports.values() for row in report["findings"]]
     print(
         f"\n{config.name}: {_counts(rows)}. Checked as lowered for Neuron; not compiled by neuronx-cc and not yet run."

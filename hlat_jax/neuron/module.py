@@ -74,7 +74,6 @@ class Program:
     Attributes:
       operations: all operations, in pre-order: an operation precedes those in its regions.
       functions: every `func.func` by its symbol.
-      ranges: cache of `indices.bounds`.
     """
 
     def __init__(self, root: Any):
@@ -97,26 +96,26 @@ class Program:
 
     def frames(self, op: Any) -> list[Frame]:
         """Returns the Python frames of an operation and of the calls that lead to it, innermost first."""
-        found, seen = list(_frames(str(op.location))), set()
+        frames, seen = list(_frames(str(op.location))), set()
         function = enclosing_function(op)
         while function is not None and function not in seen:
             seen.add(function)
             calls = self.callers(function)
             if not calls:
                 break
-            found += [frame for frame in _frames(str(calls[0].location)) if frame not in found]
+            frames += [frame for frame in _frames(str(calls[0].location)) if frame not in frames]
             function = enclosing_function(calls[0])
-        return found
+        return frames
 
     @functools.cached_property
     def meshes(self) -> dict[str, dict[str, int]]:
         """Name of each `sdy.mesh` -> {axis: size}, outermost axis first."""
-        found = {}
+        meshes = {}
         for op in self.operations:
             if op.name == "sdy.mesh":
                 text = str(op.attributes["mesh"])
-                found[symbol_name(op)] = {axis: int(size) for axis, size in re.findall(r'"([^"]+)"=(\d+)', text)}
-        return found
+                meshes[symbol_name(op)] = {axis: int(size) for axis, size in re.findall(r'"([^"]+)"=(\d+)', text)}
+        return meshes
 
     @property
     def has_many_devices(self) -> bool:
@@ -172,7 +171,7 @@ def defining_op(value: Any) -> Any:
     return None if isinstance(owner, ir.Block) else getattr(owner, "operation", owner)
 
 
-def numbers(attr: Any) -> np.ndarray | None:
+def attribute_numbers(attr: Any) -> np.ndarray | None:
     """Returns a dense attribute as an array; None if jaxlib cannot convert it."""
     try:
         dense = ir.DenseElementsAttr(attr)
@@ -194,7 +193,7 @@ def constant(value: Any) -> np.ndarray | None:
     if not is_constant(value):
         return None
     try:
-        return numbers(defining_op(value).attributes["value"])
+        return attribute_numbers(defining_op(value).attributes["value"])
     except TypeError:  # jaxlib cannot return a complex attribute
         return None
 
@@ -204,8 +203,8 @@ def _bits(dtype: str) -> int:
         return 8
     if dtype.startswith("complex"):
         return 2 * _bits(dtype[len("complex<") : -1])
-    found = re.search(r"\d+", dtype)
-    return int(found.group()) if found else 0
+    digits = re.search(r"\d+", dtype)
+    return int(digits.group()) if digits else 0
 
 
 def _frames(text: str) -> Iterator[Frame]:

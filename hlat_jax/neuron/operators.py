@@ -13,7 +13,6 @@ from jax.extend.mlir.dialects import stablehlo
 from hlat_jax.neuron import indices
 from hlat_jax.neuron.module import (
     Program,
-    Tensor,
     attribute,
     body_ops,
     callee,
@@ -64,24 +63,19 @@ def _types(op: Any) -> Iterator[Hit]:
     if op.name == "func.func":
         values = list(op.regions[0].blocks[0].arguments) if op.regions[0].blocks else []
     for kind in filter(None, map(tensor, values)):
-        yield from _type(kind)
+        if None in kind.dims:
+            yield "SH01", str(kind)
+        for pattern, rule in _TYPES.items():
+            if re.fullmatch(pattern, kind.dtype):
+                yield rule, kind.dtype
+        if kind.dtype in ("i64", "ui64") and kind.num_elements > 2:
+            yield "DT06", str(kind)
     if _DYNAMIC.fullmatch(op.name):
         yield "SH01", op.name
     if op.name == "stablehlo.constant" and tensor(op.results[0]).dtype == "ui64":
         largest = constant(op.results[0])
         if largest is not None and largest.size and int(largest.max()) >= 2**32:
             yield "DT07", str(int(largest.max()))
-
-
-def _type(kind: Tensor) -> Iterator[Hit]:
-    dtype = kind.dtype
-    if None in kind.dims:
-        yield "SH01", str(kind)
-    for pattern, rule in _TYPES.items():
-        if re.fullmatch(pattern, dtype):
-            yield rule, dtype
-    if dtype in ("i64", "ui64") and kind.num_elements > 2:
-        yield "DT06", str(kind)
 
 
 def _branch(op: Any, program: Program) -> Iterator[Hit]:
@@ -126,16 +120,16 @@ def _static_limit(loop: Any, program: Program) -> int | None:
     compare = defining_op(list(loop.regions[0].blocks[0].operations)[-1].operation.operands[0])
     if compare is None or compare.name != "stablehlo.compare":
         return None
-    operands = [_unconverted(operand) for operand in compare.operands]
+    operands = [_skip_conversion(operand) for operand in compare.operands]
     limits = [_invariant(operand, loop, program) for operand in operands]
-    found = [limit for limit in limits if limit is not None]
+    constants = [limit for limit in limits if limit is not None]
     counters = [one for one, limit in zip(operands, limits, strict=True) if limit is None]
-    if len(found) != 1 or defining_op(counters[0]) is not None or not _counts_by_constants(loop, counters[0], program):
+    if len(constants) != 1 or defining_op(counters[0]) is not None:
         return None
-    return found[0]
+    return constants[0] if _counts_by_constants(loop, counters[0], program) else None
 
 
-def _unconverted(value: Any) -> Any:
+def _skip_conversion(value: Any) -> Any:
     """Returns what a conversion to its own type converts."""
     op = defining_op(value)
     is_idle = op is not None and op.name == "stablehlo.convert" and tensor(op.operands[0]) == tensor(value)
@@ -144,8 +138,8 @@ def _unconverted(value: Any) -> Any:
 
 def _exact(value: Any, program: Program) -> int | None:
     """Returns the integer that every element of a value is; None where the program does not determine it."""
-    found = indices.bounds(value, program, ())
-    return int(found.low) if found.is_number else None
+    values = indices.index_range(value, program, ())
+    return int(values.low) if values.is_number else None
 
 
 def _invariant(value: Any, loop: Any, program: Program) -> int | None:
@@ -165,7 +159,7 @@ def _counts_by_constants(loop: Any, counter: Any, program: Program) -> bool:
     step = defining_op(list(body.operations)[-1].operation.operands[number])
     if step is None or step.name not in ("stablehlo.add", "stablehlo.subtract"):
         return False
-    start = indices.bounds(loop.operands[number], program, ())
+    start = indices.index_range(loop.operands[number], program, ())
     previous, increment = (step.operands[0], step.operands[1])
     if step.name == "stablehlo.add" and is_constant(previous):
         previous, increment = increment, previous
@@ -246,10 +240,10 @@ def _dot(op: Any, _: Program) -> Iterator[Hit]:
         yield "INT01", str(kind)
     if attribute(op, "algorithm") is not None:
         yield "DA01", str(attribute(op, "algorithm"))
-    yield from _transposed(op)
+    yield from _transposed_product(op)
 
 
-def _transposed(dot: Any) -> Iterator[Hit]:
+def _transposed_product(dot: Any) -> Iterator[Hit]:
     """Yields DG01 for a product of few rows whose right-hand side is large and contracted after a dimension it keeps.
 
     The tensor engine then transposes it by a product with an identity, _IDENTITY / rows of the product's work, which

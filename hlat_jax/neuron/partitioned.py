@@ -8,7 +8,6 @@ operations for which it adds permutes are found by the shardings of their values
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -24,13 +23,12 @@ from hlat_jax.neuron.module import (
     Program,
     Tensor,
     attribute,
+    attribute_numbers,
     body_ops,
     defining_op,
     enclosing_op,
-    numbers,
     tensor,
 )
-from hlat_jax.neuron.rules import TARGETS
 
 MAX_GROUP_SETS = 16  # 12 before SDK 2.32
 MAX_ARGUMENTS = 128
@@ -44,13 +42,6 @@ _SHARDY = (
     "sdy-propagation-pipeline,func.func(sdy-insert-explicit-reshards{enable-full-version=true}),"
     "func.func(sdy-reshard-to-collectives)"
 )
-
-
-def _instance(target: str) -> hardware.Instance:
-    """Returns the instance for which programs of a target of `rules.LINTED` are checked."""
-    if target in TARGETS:
-        return hardware.INSTANCES[TARGETS[target]]
-    return dataclasses.replace(hardware.INSTANCES[TARGETS["trn2"]], lncs=(1,))
 
 
 def run_shardy(root: Any) -> Program | None:
@@ -92,7 +83,7 @@ def group_findings(
         yield "CC01", f"{len(seen)} sets of replica groups", list(seen.values())[-1]
     for op in program.operations:
         if op.name == "stablehlo.collective_permute":
-            pairs = numbers(op.attributes["source_target_pairs"])
+            pairs = attribute_numbers(op.attributes["source_target_pairs"])
             if pairs is not None and placed is not None:
                 pairs = placed[pairs]
             problem = None if pairs is None else permute_problem(pairs, target=target)
@@ -110,7 +101,7 @@ def replica_groups(program: Program, sharded: Program | None) -> Iterator[tuple[
     """Yields (operation, replica groups [n, size]) of all collectives except permutes, including added ones."""
     for op in program.operations:
         if op.name.partition(".")[2] in _GROUPED and op.name.startswith("stablehlo."):
-            groups = numbers(op.attributes["replica_groups"])
+            groups = attribute_numbers(op.attributes["replica_groups"])
             if groups is not None and groups.ndim == 2:
                 yield op, groups
     for op in sharded.operations if sharded else ():
@@ -121,7 +112,7 @@ def replica_groups(program: Program, sharded: Program | None) -> Iterator[tuple[
             named = " ".join(str(op.attributes[key]) for key in keys if "axes" in key or key == "params")
             axes = [axis for axis in mesh if f'"{axis}"' in named]
             if axes:
-                yield op, groups_along(mesh, axes)
+                yield op, core_groups.groups_along(mesh, axes, devices=np.arange(math.prod(mesh.values())))
 
 
 def _with_python_line(op: Any, sharded: Program) -> Any:
@@ -133,7 +124,7 @@ def _with_python_line(op: Any, sharded: Program) -> Any:
 def permute_problem(pairs: np.ndarray, *, target: str) -> str | None:
     """Returns why pairs [n, (source, target)] are not rings of neighboring cores; None if they are.
 
-    The chips of a node form a 4 x 4 torus in row-major order; neighbors are on the same chip or on linked chips.
+    The 16 chips of a node form a 4 x 4 torus in row-major order; neighbors are on the same chip or on linked chips.
     Source: AWS Neuron docs, Trn1 and Trn2 architecture.
     """
     target_of = dict(pairs.tolist())
@@ -141,13 +132,13 @@ def permute_problem(pairs: np.ndarray, *, target: str) -> str | None:
         return "not rings: some device does not send and receive exactly once"
     if any(source == target for source, target in target_of.items()):
         return "a device sends to itself"
-    cores_per_chip, devices_per_node = _instance(target).devices_per_chip(), _instance(target).num_devices()
+    devices_per_node = core_groups.RULES[target].server
     across = sum(a // devices_per_node != b // devices_per_node for a, b in target_of.items())
     if across:
         return f"{across} of {len(pairs)} pairs {OF_A_NODE}"
 
     def are_linked(source: int, to: int) -> bool:
-        a, b = (core % devices_per_node // cores_per_chip for core in (source, to))
+        a, b = (core % devices_per_node * 16 // devices_per_node for core in (source, to))
         rows, columns = (a // 4 - b // 4) % 4, (a % 4 - b % 4) % 4
         return (rows, columns) in ((0, 0), (0, 1), (0, 3), (1, 0), (3, 0))
 
@@ -175,7 +166,8 @@ def argument_findings(program: Program, *, target: str) -> Iterator[tuple[str, s
         kept_bytes += 0 if is_donated else local.num_bytes
         if not is_donated and str(whole) in unaliased and local.num_bytes >= DONATED_BYTES:
             unaliased.remove(str(whole))
-            yield "DN01", f"argument {value_name(value)} {whole}", main
+            named = re.match(r'loc\("(.*)"\)?$', str(value.location))  # JAX's name: state['params']['embed']
+            yield "DN01", f"argument {named[1] if named else ir.BlockArgument(value).arg_number} {whole}", main
     total = kept_bytes + sum(local.num_bytes for _, local in results if local is not None)
     device = hardware.DEVICES[target]
     if max(argument_bytes, total) > device.memory_bytes - device.reserved_bytes:
@@ -270,16 +262,10 @@ def lookup_findings(sharded: Program) -> Iterator[tuple[str, str, Any]]:
                 yield rule, f"{whole}, of which a device has {local}", _with_python_line(op, sharded)
 
 
-def value_name(argument: Any) -> str:
-    """Returns JAX's name for an argument of main, such as state['params']['embed']."""
-    found = re.match(r'loc\("(.*)"\)?$', str(argument.location))
-    return found.group(1) if found else str(ir.BlockArgument(argument).arg_number)
-
-
 def sharding_of(attrs: str) -> str:
     """Returns the first sharding in a printed attribute dictionary, or ""."""
-    found = _SHARDING.search(attrs)
-    return found.group() if found else ""
+    match = _SHARDING.search(attrs)
+    return match.group() if match else ""
 
 
 def _attributes(function: Any, key: str, values: Sequence[Any]) -> list[str]:
@@ -296,8 +282,3 @@ def _local_type(kind: Tensor | None, sharding: str, program: Program) -> Tensor 
     degrees = [math.prod(mesh.get(axis, 1) for axis in re.findall(r'"([^"]+)"(?!:)', part)) for part in parts]
     degrees += [1] * (len(kind.dims) - len(degrees))
     return Tensor(tuple(-(-(dim or 0) // n) for dim, n in zip(kind.dims, degrees, strict=True)), kind.dtype)
-
-
-def groups_along(mesh: dict[str, int], axes: list[str]) -> np.ndarray:
-    """Returns replica groups [n, size] along some axes of a mesh whose devices are numbered in row-major order."""
-    return core_groups.groups_along(mesh, axes, devices=np.arange(math.prod(mesh.values())))

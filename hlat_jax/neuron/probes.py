@@ -54,23 +54,23 @@ def versions(installed: Mapping[str, str], supported: Mapping[str, tuple[str, st
     return Outcome(PASSED, ", ".join(f"{name} {installed[name]}" for name in supported))
 
 
-def devices(found: Sequence[Any], *, platform: str, count: int) -> Outcome:
+def devices(present: Sequence[Any], *, platform: str, count: int) -> Outcome:
     """Checks the JAX devices of this process.
 
     Args:
-      found: devices with `platform` and `device_kind`.
+      present: devices with `platform` and `device_kind`.
       platform: required; "" for any.
       count: number of devices of the instance; 0: unknown.
     """
-    kinds = sorted({(one.platform, one.device_kind) for one in found})
+    kinds = sorted({(one.platform, one.device_kind) for one in present})
     names = ", ".join(f"{kind} ({platform})" for platform, kind in kinds)
-    seen = f"{len(found)} x {names or 'nothing'}"
+    seen = f"{len(present)} x {names or 'nothing'}"
     advice = "run neuron-ls, look for another process that uses the cores, and compare `python -m hlat_jax.neuron env`"
-    if not found or (platform and any(one.platform != platform for one in found)):
+    if not present or (platform and any(one.platform != platform for one in present)):
         return Outcome(FAILED, f"{seen}; expected platform {platform or 'any'}", advice)
     if len(kinds) > 1:
         return Outcome(FAILED, f"{seen}: several kinds", "use devices of one kind")
-    if count and len(found) != count:
+    if count and len(present) != count:
         return Outcome(FAILED, f"{seen}; the instance has {count}", advice)
     if kinds[0][0] == "neuron" and hardware.device(kinds[0][1]) is None:
         return Outcome(FAILED, f"{seen}: a kind that is not in hardware.DEVICES", "add its memory and speed there")
@@ -190,8 +190,8 @@ def collectives(run: Callable[[str, np.ndarray], np.ndarray], *, size: int, perm
         except Exception as error:  # of the compiler or the runtime; the next collective still runs
             wrong.append(f"{name}: {first_line(error)}")
     if wrong:
-        found = f"on {size} devices {'; '.join(wrong)}"
-        return Outcome(FAILED, found, "run nccom-test on these cores, or try other degrees in --config.parallel")
+        what = f"on {size} devices {'; '.join(wrong)}"
+        return Outcome(FAILED, what, "run nccom-test on these cores, or try other degrees in --config.parallel")
     return Outcome(PASSED, f"{', '.join(right)} on {size} devices are exact")
 
 

@@ -16,7 +16,7 @@ from hlat_jax.parallel.degrees import passes
 from hlat_jax.parallel.sharding import MESH_AXES, Layout
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.passes.products import live_jaxpr
-from hlat_jax.plan.instructions import estimated, program_limit
+from hlat_jax.plan.instructions import estimate_instructions, program_limit
 from hlat_jax.plan.memory import device_bytes
 from hlat_jax.program import RunProgram
 
@@ -61,30 +61,27 @@ def server_for(target: str, count: int) -> Server:
 
 
 def findings(name: str, traced: Any, *, program: RunProgram, target: str) -> list[lint.Finding]:
-    """Returns the findings for one program; for the training step, or its microbatch, also for its planned memory.
+    """Returns the findings for one of `compilation.traced_programs`, by its name and its trace.
 
-    Args:
-      name: key of the program in `compilation.traced_programs`.
-      traced: the traced program.
-      program: the run's program, over the devices that it was traced for.
-      target: as for `lint.check`.
+    Those of the training step, or of its microbatch, are also about the planned memory.
     """
     flags = f"{program.config.train.compiler_flags} {os.environ.get('NEURON_CC_FLAGS', '')}"
     options = {"compiler_flags": flags, "placement": [device.id for device in program.layout.mesh.devices.flat]}
-    found = lint.check_traced(traced, target=target, recurring=name != "init", **options)
-    if name == "eval" and estimated(live_jaxpr(traced), num_shards=1).judged(name) <= program_limit(flags):
-        found = [finding for finding in found if finding.rule != "CG01"]
+    hits = lint.check_traced(traced, target=target, recurring=name != "init", **options)
+    if name == "eval":  # its loops are kept, see `Instructions.count_for_limit`
+        count = estimate_instructions(live_jaxpr(traced), num_shards=1).count_for_limit(name)
+        hits = [finding for finding in hits if finding.rule != "CG01" or count > program_limit(flags)]
     if name not in ("train", "microbatch", "steady"):
-        return found
+        return hits
     memory = device_bytes(program, jaxpr=live_jaxpr(traced))
     device = hardware.DEVICES[target]
     budget = device.memory_bytes - device.reserved_bytes
     if memory.total <= budget:
-        return found
+        return hits
     rule = RULES["MEM1"]
     what = f"planned {format_bytes(memory.total)} of a device's {format_bytes(budget)}"
     over = lint.Finding("MEM1", rule.severity, "func.func", what, "", 1, rule.why, rule.instead, rule.source)
-    return [over, *(finding for finding in found if finding.rule != "MEM1")]
+    return [over, *(finding for finding in hits if finding.rule != "MEM1")]
 
 
 def layout_for_neuron(config: Config, count: int, *, target: str = "") -> Layout:

@@ -7,22 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 
+from hlat_jax.facts import core_groups
 from hlat_jax.facts.hardware import INSTANCES
 from hlat_jax.plan.instructions import LIMIT_FLAG, OPERATION_ADVICE, PROGRAM_ADVICE, PROGRAMS_ADVICE
 
 SEVERITIES = ("error", "warning", "info")
-# device -> instance type whose nodes its programs are checked for
-TARGETS = {"trn1": "trn1.32xlarge", "trn2": "trn2.48xlarge"}
-LINTED = (*TARGETS, "trn2-lnc1")  # what programs are checked for: these, and trn2 at LNC 1
+LINTED = tuple(core_groups.RULES)  # what programs are checked for
 
 
 def target_of(name: str, *, lnc: int = 0) -> str:
     """Returns the target of LINTED for a target, or an instance type at an LNC, where 0 is its default."""
-    if name in LINTED:
-        return name
-    instance = INSTANCES[name]
-    chip = next(key for key in TARGETS if instance.target.startswith(key))
-    return chip if lnc in (0, instance.lncs[0]) else f"{chip}-lnc{lnc}"
+    return name if name in LINTED else INSTANCES[name].device_key(lnc=lnc)
 
 
 _ISSUES = "frameworks/jax/setup/jax-neuronx-known-issues"
@@ -45,7 +40,6 @@ class Rule:
         "info": worth knowing.
       matches: the part of a program that breaks the rule.
       why: what happens on the device.
-      instead: what to write instead.
       source: page of the Neuron documentation (awsdocs-neuron.readthedocs-hosted.com), or who found it.
       once: severity in a program that runs once, such as initialization; None: the same.
       many: severity in a program for several devices; None: the same.

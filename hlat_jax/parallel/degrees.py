@@ -27,7 +27,6 @@ def layout_over(config: Config, devices: Sequence[Any], *, server: Server | None
     On Neuron, devices are placed in the order that groups of the tensor degree need, see `core_groups.order`.
 
     Args:
-      config: the config of the run.
       devices: all devices, the nearest next to each other.
       server: the Neuron servers that the devices belong to; by default those that the devices name.
 
@@ -189,11 +188,11 @@ def nearest_degrees(config: Config, num_devices: int, *, server: Server | None =
         steps = [abs(math.log2(degrees[axis] / degree)) for axis, degree in asked.items()]
         return round(sum(steps), 6), sum(map(bool, steps)), degrees["pipe"], degrees["fsdp"]
 
-    def allowed(degrees: dict[str, int]) -> bool:
+    def is_allowed(degrees: dict[str, int]) -> bool:
         parallel = dataclasses.replace(config.parallel, **degrees)
         return passes(dataclasses.replace(config, parallel=parallel), num_devices, server=server)
 
-    return next(filter(allowed, sorted(all_degrees(num_devices), key=distance)), None)
+    return next(filter(is_allowed, sorted(all_degrees(num_devices), key=distance)), None)
 
 
 def all_degrees(num_devices: int) -> Iterator[dict[str, int]]:

@@ -24,7 +24,6 @@ Source: Narayanan et al. (PipeDream-Flush, 1F1B), arXiv 2104.04473, section 2.2;
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -71,11 +70,10 @@ class StagedLoss:
         return self.loss(model, self.stage(model, self.embed(model, batch), batch), batch)
 
 
-def pipelined(staged: StagedLoss, params: Any, batch: Any, *, sums: Accumulation) -> tuple[SumAndCount, Any]:
+def run_pipeline(staged: StagedLoss, params: Any, batch: Any, *, sums: Accumulation) -> tuple[SumAndCount, Any]:
     """Returns (loss sum and count, gradients) of a batch, with layers split over `pipe`.
 
     Args:
-      staged: the loss function.
       params: of this stage; every key but `layers` belongs to embed and loss.
       batch: the rows of this device, the same in every stage.
       sums: number m of microbatches, and how their gradients are summed; `reduce` has to be None, since the gradients
@@ -92,21 +90,14 @@ def pipelined(staged: StagedLoss, params: Any, batch: Any, *, sums: Accumulation
         (stage.cool_down, ticks[p - 1 + m :]),
     ):
         carried = {key: carry[key] for key in _CARRIED[phase.__name__]}
-        carry |= jax.lax.scan(functools.partial(_run_tick, phase), carried, part)[0]
+        carry |= jax.lax.scan(lambda carry, tick, phase=phase: (phase(carry, tick), None), carried, part)[0]
     return carry["totals"], carry["grads"]
-
-
-def _run_tick(phase: Callable, carry: dict[str, Any], tick: jax.Array) -> tuple[dict[str, Any], None]:
-    return phase(carry, tick), None
 
 
 def start_ticks(staged: StagedLoss, params: Any, rows: Any, *, dtype: Any) -> dict[str, Any]:
     """Returns what a device keeps between programs of a tick each, zeros: the carry of the loops, and a window.
 
-    Args:
-      staged, params: as for `pipelined`.
-      rows: of a microbatch, on this device.
-      dtype: in which gradients are summed.
+    `rows` are those of a microbatch on this device, and gradients are summed in `dtype`.
     """
     fields = jax.tree.map(lambda field: field[None], rows)
     stage = _Stage(staged, params, fields, num_microbatches=1, rounding=NEAREST)
@@ -125,10 +116,9 @@ def run_tick(
     num_microbatches: jax.Array,
     rounding: Rounding,
 ) -> dict[str, Any]:
-    """Returns what `start_ticks` began, after one tick: the same as in the loops of `pipelined`.
+    """Returns what `start_ticks` began, after one tick: the same as in the loops of `run_pipeline`.
 
     Args:
-      staged: the loss function.
       kept: from the tick before.
       of_device: (parameters, rows of the microbatch that goes forward through the first stage: that of the same number
         as the tick, and in the last ticks the last one again).
@@ -225,7 +215,7 @@ class _Stage:
         (loss_sum, count), rest_grads, dy = self.loss(tick, y)
         totals = SumAndCount(carry["totals"].total + loss_sum, carry["totals"].count + count)
         layers, rest = _split_layers(carry["grads"])
-        grads = self.rounding.at(tick, 0).added(rest, rest_grads) | {"layers": layers}
+        grads = self.rounding.at(tick, 0).add(rest, rest_grads) | {"layers": layers}
         dx, grads = self.backward(tick, jnp.where(self.is_last, dy, carry["returned"]), ring=ring, grads=grads)
         exchanged = {"received": self.to_next(y), "returned": self.to_previous(dx)}
         return exchanged | {"ring": ring, "totals": totals, "grads": grads}
@@ -266,7 +256,7 @@ class _Stage:
         microbatch = self.microbatch(tick - 2 * (self.num_stages - 1))
         pullback = jax.vjp(lambda rest: self.staged.embed(self.model(rest=rest), microbatch), self.rest)[1]
         rounding, (layers, rest) = self.rounding.at(tick, 1), _split_layers(grads)
-        return dx, rounding.added(rest, pullback(dfirst)[0]) | {"layers": rounding.added(layers, dlayers)}
+        return dx, rounding.add(rest, pullback(dfirst)[0]) | {"layers": rounding.add(layers, dlayers)}
 
     def store_residuals(self, ring: list, tick: jax.Array, residuals: list) -> list:
         """Returns the ring with the residuals of this tick's forward pass in their slot.

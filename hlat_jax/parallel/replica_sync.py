@@ -30,7 +30,6 @@ class ReplicaSync:
     """Shardings and collectives of the parameters, gradients and batches of a program over a mesh.
 
     Attributes:
-      layout: the mesh and its tables.
       axes: the logical axes of every parameter, with a tuple of names for each array.
       gathers: the loss function takes unsharded parameters, so that those split over `fsdp` are gathered before it. A
         model that calls `ParallelContext.gather_weight` does so itself, a layer at a time.
@@ -63,9 +62,8 @@ class ReplicaSync:
     def start_sums(self, local: Callable, *, dtype: Any) -> Callable:
         """Returns (params, microbatch) -> what each device keeps between the programs of a step, [devices, ...].
 
-        Args:
-          local: (params, rows, *, reduce) -> what one device keeps; `reduce` as for `value_and_grad`.
-          dtype: as for `value_and_grad`.
+        `local` is the same for one device, (params, rows, *, reduce) -> what it keeps; `reduce` and `dtype` are as for
+        `value_and_grad`.
         """
 
         def start(params: Any, batch: Any) -> Any:
@@ -76,9 +74,7 @@ class ReplicaSync:
     def add_to_sums(self, local: Callable, *, dtype: Any) -> Callable:
         """Returns (what `start_sums` returned, (params, microbatch), rounding, **replicated) -> the same after it.
 
-        Args:
-          local: the same for one device, (kept, (params, rows), rounding, *, reduce, **replicated) -> kept.
-          dtype: as for `value_and_grad`.
+        `local` is the same for one device, (kept, (params, rows), rounding, *, reduce, **replicated) -> kept.
         """
 
         def add(kept: Any, of_device: tuple, shared: tuple) -> Any:
@@ -163,7 +159,7 @@ class ReplicaSync:
         def like_params(subtree: Any) -> bool:
             return shapes(subtree) == shapes(state["params"])
 
-        replicated = self.layout.replicated()
+        replicated = self.layout.replicated_sharding()
         opt_state = jax.tree.map(
             lambda subtree: mirrors if like_params(subtree) else replicated, state["opt_state"], is_leaf=like_params
         )
@@ -172,8 +168,7 @@ class ReplicaSync:
 
     def shard_like_state(self, params: Any) -> Any:
         """Returns parameters sharded like the optimizer's state: with ZeRO-1, a part on every replica."""
-        sharding = self._map(lambda axes: self.layout.state_sharding(axes))
-        return jax.lax.with_sharding_constraint(params, sharding)
+        return jax.lax.with_sharding_constraint(params, self._map(self.layout.state_sharding))
 
     def all_gather_params(self, params: Any) -> Any:
         """Returns parameters as the forward pass reads them, from `shard_like_state`: the all-gather of ZeRO-1."""
@@ -198,10 +193,10 @@ class ReplicaSync:
         def share(axes: tuple[str, ...], part: jax.Array) -> jax.Array:
             return of_leaf(part) / self.layout.size(set(split) - mesh_axes_of(axes))  # replicas count once
 
-        def summed_over_devices(parts: Any) -> jax.Array:
+        def sum_over_devices(parts: Any) -> jax.Array:
             return collectives.psum(sum(jax.tree.leaves(self._map(share, parts))), split)
 
-        return self._shard_map(summed_over_devices, (self._state,), P())(tree)
+        return self._shard_map(sum_over_devices, (self._state,), P())(tree)
 
     def _all_gather(self, params: Any, over: Callable[[tuple[str, ...]], tuple[int, tuple[str, ...]]]) -> Any:
         """Returns parameters from their shards; `over`: logical axes -> (dim, mesh axes) to gather an array over."""

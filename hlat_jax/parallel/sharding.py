@@ -110,7 +110,7 @@ class Layout:
         """Returns the sharding of the moments and the master weights of a parameter with these logical axes."""
         return NamedSharding(self.mesh, spec(axes, self.state_rules))
 
-    def replicated(self) -> NamedSharding:
+    def replicated_sharding(self) -> NamedSharding:
         """Returns the sharding of a replicated value."""
         return NamedSharding(self.mesh, P())
 
@@ -123,7 +123,6 @@ def make_layout(parallel: ParallelConfig, devices: Sequence[Any], *, num_kv_head
     """Returns the layout of a config's degrees over `devices`, outermost axis first.
 
     Args:
-      parallel: the degrees.
       devices: all devices, the nearest next to each other.
       num_kv_heads: the KV heads of the model, which a larger `parallel.tensor` replicates; the default is
         `parallel.tensor`.

@@ -48,17 +48,12 @@ class PlannedDevice:
 def planned_layout(
     config: Config, num_devices: int, *, platform: str, server: Server | None = None, chip: str = ""
 ) -> Layout:
-    """Returns the layout of a config over virtual devices of a platform, which chooses implementations.
+    """Returns `degrees.layout_over` virtual devices of a platform, which chooses implementations.
 
     Args:
-      config: of the run.
-      num_devices: in the mesh.
       platform: JAX's name.
-      server: the Neuron servers that the devices stand for, as for `degrees.layout_over`, which else checks no groups.
+      server: the Neuron servers that the devices stand for; without it no groups are checked.
       chip: its name, an instance type or a target; "" refuses no implementation.
-
-    Raises:
-      ValueError: as `degrees.layout_over`.
     """
     return layout_over(config, PlannedClient(platform, num_devices, chip).devices(), server=server)
 

@@ -6,10 +6,8 @@ implementations of ops, see `plan.ops_command`.
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import pathlib
 from collections.abc import Sequence
 
 from absl import flags
@@ -31,11 +29,10 @@ def main(argv: Sequence[str]) -> int:
     if any(word in ("--help", "-h") for word in argv):
         print("Usage: plan --config=NAME [flags], or plan tune|choices --config=NAME: times and choices of each op.\n")
     config, values = parse_config(argv, _define)
-    hardware.target(values.instance)
+    hardware.node(values.instance)
     if not 0 < values.disk_gb_per_s < math.inf:
         raise ValueError(f"--disk_gb_per_s={values.disk_gb_per_s} must be above 0.")
-    if values.json:
-        flags_lib.check_output("--json", values.json)
+    flags_lib.check_output("--json", values.json)
     os.environ["JAX_PLATFORMS"] = "cpu"  # leaves an accelerator of this machine free
     from hlat_jax.plan import report, search
 
@@ -50,15 +47,14 @@ def main(argv: Sequence[str]) -> int:
     print(report.as_text(plan), flush=True)
     if values.search:
         with show_progress("weighing layouts") as status:
-            plan["search"] = search.ranked(config, site, status=status)
-        print("\n" + search.ranking(plan["search"], f"{site.nodes} x {site.target}"))
-    if values.json:
-        pathlib.Path(values.json).write_text(json.dumps(plan, indent=1) + "\n")
+            plan["search"] = search.rank_layouts(config, site, status=status)
+        print("\n" + search.ranking_table(plan["search"], f"{site.nodes} x {site.target}"))
+    flags_lib.write_report(values.json, plan)
     return 0 if plan["fits"] else 3
 
 
 def _define(values: flags.FlagValues) -> None:
-    names = ", ".join([*hardware.TARGETS, "cpu"])
+    names = ", ".join([*hardware.NODES, "cpu"])
     flags.DEFINE_string("instance", "trn1.32xlarge", f"Node to plan for: {names}.", flag_values=values)
     flags.DEFINE_integer("nodes", 1, "Number of nodes.", 1, flag_values=values)
     flags.DEFINE_string("json", "", "Also write the plan to this file.", flag_values=values)

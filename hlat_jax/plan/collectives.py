@@ -25,7 +25,6 @@ class Collective:
     Attributes:
       kind: one of `KINDS`.
       axes: mesh axes along which the devices of a group differ, outermost first; () if no data leaves a device.
-      group_size: number of devices in a group.
       payload_bytes: bytes of the full arrays on one device, in one execution: the operand of a reduction or a scatter,
         the result of a gather, what is exchanged or sent.
       trips: executions in one run of the program: the product of the trip counts of the loops around it.
@@ -56,10 +55,10 @@ class Count:
     wire_bytes: float = 0.0
 
 
-def count_collectives(found: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]], Count]:
+def count_collectives(collectives: Iterable[Collective]) -> dict[tuple[str, tuple[str, ...]], Count]:
     """Returns sums by (kind, axes) of collectives that leave a device, sorted by both."""
     groups = collections.defaultdict(list)
-    for collective in found:
+    for collective in collectives:
         if collective.axes:
             groups[collective.kind, collective.axes].append(collective)
     return {

@@ -55,7 +55,7 @@ class Instructions:
     looped: int
     largest: int
 
-    def judged(self, name: str) -> int:
+    def count_for_limit(self, name: str) -> int:
         """Returns what is compared with the limit, for a program of this name.
 
         Of `eval` the loops are kept: 11 of 11 pipelined configs that ran elsewhere are above the limit without them.
@@ -85,7 +85,7 @@ def round_estimate(number: int) -> str:
     return f"{round(number / step) * step:,}"
 
 
-def estimated(jaxpr: Any, *, num_shards: float) -> Instructions:
+def estimate_instructions(jaxpr: Any, *, num_shards: float) -> Instructions:
     """Returns the instructions of a traced program.
 
     Args:

@@ -21,9 +21,7 @@ _PLATFORMS = ("cpu", "cuda", "neuron")
 
 def main(argv: Sequence[str]) -> int:
     """Runs the verb `tune` or `choices`; returns its exit code."""
-    if argv[0] not in VERBS:
-        raise ValueError(f"unknown verb {argv[0]!r}. {nearest(argv[0], VERBS)}")
-    return VERBS[argv[0]](argv[1:])
+    return VERBS[flags_lib.choose_verb(argv, VERBS, usage="Usage: plan tune|choices --config=NAME [flags]")](argv[1:])
 
 
 def _tune(argv: Sequence[str]) -> int:

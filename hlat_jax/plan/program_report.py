@@ -25,10 +25,8 @@ class Report:
 
     Attributes:
       passes: the table of `TrainingProgram.report`.
-      collectives: collectives between replicas.
       memory: bytes of one device, as XLA's `memory_analysis` has them.
       predicted_bytes: temporaries, as `liveness` estimates them from the trace alone.
-      compile_s: seconds that lowering and compiling took.
     """
 
     passes: str
@@ -58,7 +56,6 @@ def report(program: TrainingProgram, state: Any, batch: Any) -> Report:
     """Returns the report of a program; compiles its step.
 
     Args:
-      program: program that `passes.compile.training_program` returned.
       state: arrays, or their shapes and shardings.
       batch: arrays, or their shapes and shardings.
     """

@@ -15,7 +15,7 @@ import jax
 from hlat_jax.config import Config
 from hlat_jax.facts import hardware
 from hlat_jax.facts.byte_sizes import format_bytes
-from hlat_jax.facts.core_groups import DISPUTED, Server, server_of_target
+from hlat_jax.facts.core_groups import DISPUTED, Server, server_of_node
 from hlat_jax.parallel.degrees import verdicts
 from hlat_jax.parallel.sharding import MESH_AXES, Layout
 from hlat_jax.parallel.virtual_devices import planned_layout
@@ -35,8 +35,7 @@ class Site:
     """The nodes that a run is planned for.
 
     Attributes:
-      target: name of a node, as for `hardware.target`.
-      nodes: number of nodes.
+      target: name of a node, as for `hardware.node`.
       disk_bytes_per_s: bandwidth of one node to the checkpoint's disk.
       price_per_hour: price of one node, 0 where it is unknown.
     """
@@ -48,12 +47,12 @@ class Site:
 
     @property
     def num_devices(self) -> int:
-        return self.nodes * hardware.target(self.target).num_devices
+        return self.nodes * hardware.node(self.target).num_devices()
 
     @property
     def server(self) -> Server | None:
         """The Neuron servers of the nodes, or None."""
-        return server_of_target(self.target, num_devices=self.num_devices)
+        return server_of_node(hardware.node(self.target), num_devices=self.num_devices)
 
 
 def site_layout(config: Config, site: Site) -> Layout:
@@ -62,8 +61,8 @@ def site_layout(config: Config, site: Site) -> Layout:
     Raises:
       ValueError: several nodes of a single machine, or as `degrees.layout_over`.
     """
-    target = hardware.target(site.target)
-    if site.nodes > 1 and not target.network_bytes_per_s:
+    target = hardware.node(site.target)
+    if site.nodes > 1 and not target.network:
         raise ValueError(f"--nodes={site.nodes}: --instance={site.target} is a single machine; use --nodes=1.")
     return planned_layout(config, site.num_devices, platform=target.platform, server=site.server, chip=site.target)
 
@@ -75,9 +74,9 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
       ValueError: degrees that do not fit the devices or the model, or a batch that they do not divide.
     """
     requested = config.model.remat
-    program = budget_lib.estimated(make_program(config, site_layout(config, site)))
+    program = budget_lib.choose_by_estimate(make_program(config, site_layout(config, site)))
     config, layout = program.config, program.layout
-    target = hardware.target(site.target)
+    target = hardware.node(site.target)
     jaxpr = live_jaxpr(program.trace_step())
     memory = device_bytes(program, jaxpr=jaxpr)
     collectives = traced_collectives(jaxpr, layout.mesh)
@@ -101,14 +100,16 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
             "checkpoint_bytes": saved_bytes,
             "disk_bytes_per_s": site.disk_bytes_per_s,
             "seconds": saved_bytes / (site.disk_bytes_per_s * site.nodes),
-            "host_bytes": host_bytes(program.abstract_state, target.num_devices),
+            "host_bytes": host_bytes(program.abstract_state, target.num_devices()),
             "host_memory_bytes": target.host_bytes,
         },
     }
     if target.platform == "neuron":
-        counted = step_instructions(program)
         plan["instructions"] = {
-            "programs": {n: dataclasses.asdict(count) | {"judged": count.judged(n)} for n, count in counted.items()},
+            "programs": {
+                name: dataclasses.asdict(count) | {"judged": count.count_for_limit(name)}
+                for name, count in step_instructions(program).items()
+            },
             "limit": instructions.program_limit(config.train.compiler_flags),
             "operation_limit": instructions.operation_limit(site.target),
         }
@@ -181,13 +182,14 @@ def step_instructions(program: RunProgram) -> dict[str, instructions.Instruction
     if program.config.data.validation:
         traced["eval"] = program.trace_eval_step
     num_shards = whole / state_bytes(updated)
-    return {name: instructions.estimated(live_jaxpr(trace()), num_shards=num_shards) for name, trace in traced.items()}
+    estimate = functools.partial(instructions.estimate_instructions, num_shards=num_shards)
+    return {name: estimate(live_jaxpr(trace())) for name, trace in traced.items()}
 
 
-def _collectives(collectives: list[Collective], *, target: hardware.Target, mesh: Any) -> list[dict[str, Any]]:
+def _collectives(collectives: list[Collective], *, target: hardware.Instance, mesh: Any) -> list[dict[str, Any]]:
     rows = []
     for (kind, axes), count in count_collectives(collectives).items():
-        nodes, members = roofline.spread_over_nodes(axes, mesh=mesh, node_size=target.num_devices)
+        nodes, members = roofline.spread_over_nodes(axes, mesh=mesh, node_size=target.num_devices())
         over = "inside a node" if nodes == 1 else f"{nodes} nodes, {members} devices in each"
         group = math.prod(mesh.shape[axis] for axis in axes)
         row = {"kind": kind, "axes": list(axes), "group": group, "over": over, "count": count.executions}
@@ -208,12 +210,12 @@ def _calibration(site: Site, seconds: roofline.Seconds) -> dict[str, Any] | None
         "other_stacks": {name: step for name, step in steps.items() if name != roofline.STACK},
         "step_low_s": min(ends),
         "step_high_s": max(ends),
-        "is_extrapolated": hardware.target(site.target).device != hardware.DEVICES[roofline.CALIBRATED_DEVICE],
+        "is_extrapolated": hardware.node(site.target).device != hardware.DEVICES[roofline.CALIBRATED_DEVICE],
     }
 
 
 def _projection(config: Config, site: Site, seconds: roofline.Seconds) -> dict[str, Any]:
-    target = hardware.target(site.target)
+    target = hardware.node(site.target)
     tokens = config.data.batch_size * config.data.seq_len
     peak = target.device.peak_flops * site.num_devices
     hours = seconds.step * config.train.num_steps / 3600
@@ -223,7 +225,7 @@ def _projection(config: Config, site: Site, seconds: roofline.Seconds) -> dict[s
         **dataclasses.asdict(seconds),
         "step_s": seconds.step,
         "step_roofline_s": seconds.roofline,
-        "step_overlapped_s": seconds.overlapped,
+        "step_overlapped_s": seconds.overlapped_step,
         "calibration": _calibration(site, seconds),
         "tokens_per_s": tokens / seconds.step,
         "tokens_per_s_and_node": tokens / seconds.step / site.nodes,
@@ -254,9 +256,11 @@ def as_text(plan: dict[str, Any]) -> str:
     if p > 1:
         bubble = f"(p - 1) / (m + p - 1) = {p - 1} / {m + p - 1} = {schedule['bubble']:.1%} of the ticks"
         pipeline = [f"pipeline         {p} stages, bubble {bubble}"]
+    degrees = " x ".join(f"{axis} {layout[axis]}" for axis in MESH_AXES if layout[axis] > 1) or "one device"
+    splits = ", ZeRO-1" * layout["zero1"] + ", sequence parallel" * layout["sequence_parallel"]
     host = f" of {format_bytes(saving['host_memory_bytes'])}" if saving["host_memory_bytes"] else ""
     return "\n".join([
-        f"{plan['config']} on {plan['nodes']} x {plan['target']}: {layout['devices']:,} devices, {layout_text(layout)}",
+        f"{plan['config']} on {plan['nodes']} x {plan['target']}: {layout['devices']:,} devices, {degrees}{splits}",
         f"parameters       {run['params']:,}",
         f"FLOPs per token  {run['flops_per_token_6n']:.4g} (6N), {run['flops_per_token']:.4g} with attention",
         f"steps            {run['steps']:,} of {run['tokens_per_step']:,} tokens: {run['tokens']:,} tokens, "
@@ -275,13 +279,6 @@ def as_text(plan: dict[str, Any]) -> str:
         f"{saving['disk_bytes_per_s'] / 1e9:g} GB/s per node\n"
         f"  host memory at most {format_bytes(saving['host_bytes'])}{host} per node while saving",
     ])  # fmt: skip
-
-
-def layout_text(layout: dict[str, Any]) -> str:
-    """Returns the degrees of a layout that are above one, and its other splits."""
-    words = [f"{axis} {layout[axis]}" for axis in MESH_AXES if layout[axis] > 1]
-    extras = [", ZeRO-1"] * layout["zero1"] + [", sequence parallel"] * layout["sequence_parallel"]
-    return " x ".join(words or ["one device"]) + "".join(extras)
 
 
 def instruction_lines(estimates: dict[str, Any]) -> list[str]:

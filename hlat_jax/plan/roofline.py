@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from hlat_jax.facts.hardware import Target
+from hlat_jax.facts.hardware import Instance
 from hlat_jax.passes.products import products
 from hlat_jax.plan.collectives import Collective
 
@@ -76,17 +76,17 @@ class Seconds:
         return dataclasses.replace(self, efficiency=1.0).step
 
     @property
-    def overlapped(self) -> float:
+    def overlapped_step(self) -> float:
         """Time of a step with all collectives overlapped by the products and the update."""
         return max((self.products + self.update) / self.efficiency, self.link + self.network)
 
 
-def efficiency(target: Target) -> float:
+def efficiency(target: Instance) -> float:
     """Returns the efficiency of products and update on a target; 1.0 on targets without published rows of its kind."""
     return STACKS[STACK].efficiency if target.platform == "neuron" else 1.0
 
 
-def project(jaxpr: Any, collectives: list[Collective], *, target: Target, mesh: Any, state_bytes: int) -> Seconds:
+def project(jaxpr: Any, collectives: list[Collective], *, target: Instance, mesh: Any, state_bytes: int) -> Seconds:
     """Returns the projection of a whole traced step with these collectives and bytes of state on one device."""
     device = target.device
     flops = seconds = 0.0
@@ -101,18 +101,18 @@ def project(jaxpr: Any, collectives: list[Collective], *, target: Target, mesh: 
     return Seconds(products=seconds, update=update, **spent, flops=flops, efficiency=efficiency(target))
 
 
-def collective_seconds(collective: Collective, *, target: Target, mesh: Any) -> tuple[str, float]:
+def collective_seconds(collective: Collective, *, target: Instance, mesh: Any) -> tuple[str, float]:
     """Returns ("link" or "network", seconds of one execution).
 
     All groups run at the same time and share the network of their node.
     """
-    nodes, members = spread_over_nodes(collective.axes, mesh=mesh, node_size=target.num_devices)
+    nodes, members = spread_over_nodes(collective.axes, mesh=mesh, node_size=target.num_devices())
     steps = math.ceil(math.log2(max(2, collective.group_size)))
     inside = collective.wire_bytes / target.link_bytes_per_s if members > 1 else 0.0
     if nodes == 1:
         return "link", inside + steps * LINK_HOP_S
-    groups = min(target.num_devices, math.prod(mesh.shape.values())) / members
-    outside = groups * collective.wire_bytes / target.network_bytes_per_s
+    groups = min(target.num_devices(), math.prod(mesh.shape.values())) / members
+    outside = groups * collective.wire_bytes / target.network
     return "network", max(inside, outside) + steps * NETWORK_HOP_S
 
 

@@ -31,7 +31,7 @@ from hlat_jax.store.progress import Status
 REMATS = ("none", "selective", "full")
 
 
-def ranked(
+def rank_layouts(
     config: Config, site: Site, *, most: int = 10, max_plans: int = 48, status: Status | None = None
 ) -> dict[str, Any]:
     """Returns layouts for these nodes that surely fit, each with its best schedule.
@@ -43,7 +43,7 @@ def ranked(
       {"rows": the best first, those with disputed groups after all others, "by": "step_s" or "total", "layouts": number
       of combinations, "planned": number of plans, "budget": bytes of a device}.
     """
-    target = hardware.target(site.target)
+    target = hardware.node(site.target)
     budget = target.device.memory_bytes - target.device.reserved_bytes
     by = "step_s" if target.device.peak_flops else "total"
     scored = sorted(candidates(config, site), key=lambda pair: (getattr(pair[0], by), pair[0].total))
@@ -90,10 +90,10 @@ def candidates(config: Config, site: Site) -> Iterator[tuple[Estimate, Config]]:
     that divides the rows of a device and every rematerialization. On Neuron the groups of cores are those that
     collectives support, see `core_groups`.
     """
-    target = hardware.target(site.target)
+    target = hardware.node(site.target)
     for degrees in all_degrees(site.num_devices):
         replicas = degrees["data"] * degrees["fsdp"]
-        if degrees["tensor"] > target.num_devices or config.data.batch_size % replicas:
+        if degrees["tensor"] > target.num_devices() or config.data.batch_size % replicas:
             continue
         rows = config.data.batch_size // replicas
         tree = config.to_dict()
@@ -129,7 +129,7 @@ class Estimate:
     step_s: float
 
 
-def estimate(config: Config, layout: Layout, *, target: hardware.Target, state: Any, attention: str) -> Estimate:
+def estimate(config: Config, layout: Layout, *, target: hardware.Instance, state: Any, attention: str) -> Estimate:
     """Returns the estimate of `report.make_plan` of a config under a layout.
 
     `state` is the abstract state under that layout, `attention` the implementation chosen for the target.
@@ -172,8 +172,8 @@ def estimate(config: Config, layout: Layout, *, target: hardware.Target, state: 
     return Estimate(total, seconds)
 
 
-def ranking(result: dict[str, Any], where: str) -> str:
-    """Returns the result of `ranked` for nodes called `where` as a table, the best first, or why there is none."""
+def ranking_table(result: dict[str, Any], where: str) -> str:
+    """Returns the result of `rank_layouts` for nodes called `where` as a table, or why there is none."""
     planned, layouts = result["planned"], f"{result['layouts']:,}"
     if not result["rows"]:
         budget = format_bytes(result["budget"])

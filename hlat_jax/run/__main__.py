@@ -10,7 +10,6 @@ from absl import flags
 
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.cli.path_checks import check_folder
-from hlat_jax.facts.names import nearest
 from hlat_jax.run.goodput import goodput
 
 USAGE = """Usage: python -m hlat_jax.run goodput RUN [flags]
@@ -22,11 +21,7 @@ counts, training done again after a fault, compilation and so on. RUN is a run f
 
 def main(argv: Sequence[str]) -> int:
     """Runs the verb; returns the exit code."""
-    if not argv or argv[0] in ("--help", "-h", "help"):
-        print(USAGE)
-        return 0 if argv else 2
-    if argv[0] != "goodput":
-        raise ValueError(f"unknown verb {argv[0]!r}. {nearest(argv[0], ['goodput'])}")
+    flags_lib.choose_verb(argv, ["goodput"], usage=USAGE)
     values = flags.FlagValues()
     flags.DEFINE_bool("json", False, "Print JSON: seconds by category.", flag_values=values)
     words = flags_lib.parse_inputs(argv[1:], values, usage=USAGE, missing="RUN is missing: the folder of a run.")

@@ -33,11 +33,8 @@ _SHARED = ("zero1", "sequence_parallel", "reduce_gradients", "bucket_bytes", "pi
 def choose_remat(program: RunProgram, *, recorded: dict[str, Any] | None) -> tuple[RunProgram, dict | None]:
     """Returns the program with its budget replaced by a choice, and the record of it; (program, None) without a budget.
 
-    Every process compiles the same trial programs; the largest measurement of all processes decides.
-
-    Args:
-      program: of the run, over physical devices.
-      recorded: the record in the checkpoint that the run resumes from; None if there is none.
+    Every process compiles the same trial programs; the largest measurement of all processes decides. `recorded` is the
+    record in the checkpoint that the run resumes from, if there is one.
 
     Raises:
       ValueError: none of the trial programs fits the budget.
@@ -64,11 +61,8 @@ def choose_remat(program: RunProgram, *, recorded: dict[str, Any] | None) -> tup
             _print_first(f"remat            {recorded['choice']}, from the checkpoint, for {facts['asked']}")
             return again, recorded
 
-    def measured(traced: Any, _: tuple) -> int:
-        return max(map(int, exchange(str(remat.temporaries(traced)))))
-
-    plan = _search(program, measured)
-    record = facts | {"choice": _written(plan.choice)}
+    plan = _search(program, lambda traced, _: max(map(int, exchange(str(remat.temporaries(traced))))))
+    record = facts | {"choice": _remat_text(plan.choice)}
     keys = ("budget_bytes", "measured_bytes", "predicted_bytes", "flops", "predicted_flops", "plain", "full")
     record |= json.loads(json.dumps({key: getattr(plan, key) for key in keys}))
     _print_first(
@@ -80,7 +74,7 @@ def choose_remat(program: RunProgram, *, recorded: dict[str, Any] | None) -> tup
     return _with(program, record["choice"]), record
 
 
-def estimated(program: RunProgram) -> RunProgram:
+def choose_by_estimate(program: RunProgram) -> RunProgram:
     """Returns the program with the choice that fits the budget by the planner's estimate of memory; compiles nothing.
 
     If no choice fits by that estimate, it is full rematerialization; the plan reports the excess.
@@ -91,7 +85,7 @@ def estimated(program: RunProgram) -> RunProgram:
         plan = _search(program, lambda traced, args: estimated_temporaries(live_jaxpr(traced), args).total)
     except remat.BudgetNotMet:
         return _with(program, "full")
-    return _with(program, _written(plan.choice))
+    return _with(program, _remat_text(plan.choice))
 
 
 def has_budget(config: Config) -> bool:
@@ -102,20 +96,20 @@ def has_budget(config: Config) -> bool:
 def _search(program: RunProgram, measure: Callable[[Any, tuple], int]) -> remat.RematPlan:
     """Returns the plan of the search; `measure`: (traced program, what it takes) -> bytes of its temporaries."""
     budget = parse_bytes(program.config.model.remat.removeprefix(REMAT_BUDGET), name="model.remat: the budget")
-
     arguments: dict[Any, tuple] = {}
 
-    def traced(choice: RematChoice | None) -> Any:
-        found, taken = _trace(_with(program, _written(choice)))
-        arguments[found] = taken
-        return found
+    def trace_choice(choice: RematChoice | None) -> Any:
+        trace, taken = _trace(_with(program, _remat_text(choice)))
+        arguments[trace] = taken
+        return trace
 
-    def measured(found: Any) -> int:
+    def measure_whole(trace: Any) -> int:
         # the buffer stays between programs, and with stages its size depends on the choice
-        held = state_bytes(arguments[found][0]) if program.accumulate == "programs" else 0
-        return held + measure(found, arguments[found])
+        held = state_bytes(arguments[trace][0]) if program.accumulate == "programs" else 0
+        return held + measure(trace, arguments[trace])
 
-    return remat.search(traced, budget_bytes=budget, options=remat.RematOptions(measure=measured, min_bytes=1024))
+    options = remat.RematOptions(measure=measure_whole, min_bytes=1024)
+    return remat.search(trace_choice, budget_bytes=budget, options=options)
 
 
 def _trace(program: RunProgram) -> tuple[Any, tuple]:
@@ -126,7 +120,7 @@ def _trace(program: RunProgram) -> tuple[Any, tuple]:
     return program.trace_microbatch_step(name), program.microbatch_arguments[name]
 
 
-def _written(choice: RematChoice | None) -> str:
+def _remat_text(choice: RematChoice | None) -> str:
     return "none" if choice is None else str(choice)
 
 

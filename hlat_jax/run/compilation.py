@@ -90,7 +90,7 @@ class Compilations:
         self._options = xla_options.compiler_options(program.layout)
         self._entries: dict[str, dict[str, Any]] = {}
 
-    def compiled(self, name: str) -> Any:
+    def compile(self, name: str) -> Any:
         """Returns a program of `traced_programs`, compiled. Raises OSError if neuronx-cc was killed."""
         began = time.monotonic()
         lowered = self._programs[name]().lower()
@@ -122,10 +122,10 @@ def compiled_step(compilations: Compilations) -> Any:
     temporary = 0
     if program.accumulate == "programs":
         step = program.training.microbatch_step
-        parts = {name: compilations.compiled(name) for name in step.programs}
+        parts = {name: compilations.compile(name) for name in step.programs}
         compiled, temporary = step.with_programs(parts), state_bytes(program.microbatch_arguments["update"][1])
     else:
-        compiled = compilations.compiled("train")
+        compiled = compilations.compile("train")
         parts = {"train": compiled}
     temporary += max(getattr(part.memory_analysis(), "temp_size_in_bytes", 0) for part in parts.values())
     needs = f"the step needs {format_bytes(temporary)} in addition to the state"
@@ -136,7 +136,7 @@ def compiled_step(compilations: Compilations) -> Any:
 def compiled_sampler(compilations: Compilations) -> Programs:
     """Returns the two compiled programs of the run's samples."""
     shape = sample_shape(compilations.program.config, compilations.program.layout)
-    return Programs(prefill=compilations.compiled("prefill"), decode=compilations.compiled("decode"), shape=shape)
+    return Programs(prefill=compilations.compile("prefill"), decode=compilations.compile("decode"), shape=shape)
 
 
 def read_record(workdir: pathlib.Path) -> dict[str, dict[str, Any]]:

@@ -31,7 +31,7 @@ def flops_per_token(m: ModelConfig, seq_len: int) -> float:
     return flops_per_token_6n(m) + 12.0 * m.num_layers * m.num_heads * m.head_dim * seq_len
 
 
-def state_bytes(m: ModelConfig, policy: str) -> int:
+def policy_state_bytes(m: ModelConfig, policy: str) -> int:
     """Returns the bytes of the training state before sharding, with its two counters and, if kept, a seed."""
     facts = POLICY_FACTS[policy]
     return facts.state_bytes_per_param * num_params(m) + (12 if facts.rounding == "stochastic" else 8)

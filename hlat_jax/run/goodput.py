@@ -26,7 +26,7 @@ from hlat_jax.store.typed_json import Seconds, read_json, read_lines
 
 EVENTS_FILE, ALIVE_FILE = "events.jsonl", "alive.json"
 _USEFUL, _UNKNOWN, _STUCK, _STOPPED, _OTHER = "training", "unknown", "stuck", "stopped", "opening and closing"
-# Account of `Watchdog.spent` -> category; all others are _OTHER.
+# Account of `Watchdog.seconds_by_account` -> category; all others are _OTHER.
 _CATEGORIES = {
     "training": _USEFUL,
     "training again": "training again",
@@ -99,7 +99,7 @@ class Ledger:
         if self._has_begun:
             return
         self._has_begun = True
-        left = _left(self._workdir)
+        left = _unfinished_life(self._workdir)
         if left is not None and "spent" not in _recorded_lives(self._workdir).get(_process(left), {}):
             self.event("died", life=left)
         self._earlier = list(_recorded_lives(self._workdir).values())
@@ -144,7 +144,7 @@ class Ledger:
             os.replace(partial, path)
 
     def _life(self) -> dict[str, Any]:
-        watchdog, spent = self._watchdog, self._watchdog.spent()
+        watchdog, spent = self._watchdog, self._watchdog.seconds_by_account()
         if stuck_s := min(watchdog.stuck_s, spent.get(watchdog.account, 0.0)):
             spent[watchdog.account] -= stuck_s
             spent[_STUCK] = stuck_s
@@ -201,7 +201,7 @@ def goodput(workdir: pathlib.Path) -> Goodput:
     Raises:
       ValueError: the folder has no ledger.
     """
-    lives, left = _recorded_lives(workdir), _left(workdir)
+    lives, left = _recorded_lives(workdir), _unfinished_life(workdir)
     if not lives:
         raise ValueError(f"{workdir} has no {EVENTS_FILE}: it is not a run folder, or of an older version.")
     if left is not None and "spent" not in (life := lives.get(_process(left), left)):
@@ -247,7 +247,7 @@ def _recorded_lives(workdir: pathlib.Path) -> dict[tuple, dict[str, Any]]:
     return lives
 
 
-def _left(workdir: pathlib.Path) -> dict[str, Any] | None:
+def _unfinished_life(workdir: pathlib.Path) -> dict[str, Any] | None:
     """Returns the account that a life has left behind or, if it runs, still replaces; None without one."""
     with contextlib.suppress(OSError, ValueError):
         return read_json(workdir / ALIVE_FILE, kind=_Account)

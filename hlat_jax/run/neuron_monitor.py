@@ -30,11 +30,9 @@ _COUNTED = ("device_errors", "device_numerical_errors")  # of a period in a repo
 
 
 def fields_of(report: Any, *, pid: int) -> dict[str, float]:
-    """Returns those of FIELDS that a report has, errors as counts of its period.
+    """Returns those of FIELDS that one object of neuron-monitor has, errors as counts of its period.
 
-    Args:
-      report: one object of neuron-monitor.
-      pid: of the process to read; where the report has no such process, as in a container, all are read together.
+    They are of the process `pid`; where there is no such process, as in a container, all are read together.
     """
     values: dict[str, list[float]] = {name: [] for name in FIELDS}
 
@@ -87,12 +85,7 @@ class NeuronMonitor:
     """
 
     def __init__(self, choice: str, *, platform: str):
-        """Starts it.
-
-        Args:
-          choice: `metrics.neuron_monitor`.
-          platform: of the devices; "auto" starts it on neuron alone.
-        """
+        """Starts it; `choice` is `metrics.neuron_monitor`, whose "auto" starts it on the platform neuron alone."""
         self._process: subprocess.Popen[str] | None = None
         self._newest: dict[str, float] = {}
         self._counted = dict.fromkeys(_COUNTED, 0.0)

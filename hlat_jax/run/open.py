@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pathlib
+import shutil
 from collections.abc import Collection
 from typing import Any
 
@@ -65,10 +66,7 @@ def open_run(
     """Returns a run and its progress, ready for the next step; None if the run is complete.
 
     Args:
-      config: the config of the run.
       workdir: the run folder; locked, and created if missing.
-      signals: what stops the run.
-      stack: what closes the parts of the run.
       begin_again: whether to train from step 0 where all checkpoints of the run are lost.
       given: keys of the command line, see `resume.open_init`.
 
@@ -114,7 +112,8 @@ def open_inputs(config: Config, workdir: pathlib.Path, *, signals: StopSignals, 
     if exporter is not None:
         stack.enter_context(closing_quietly(exporter))
     if distributed.is_first():
-        resume.remove_partial_exports(workdir)
+        for path in (workdir / resume.EXPORTS).glob("*.partial"):  # which a kill leaves behind
+            shutil.rmtree(path, ignore_errors=True)
     summary.describe(program)
     summary.describe_data(batches, held_out, vocab_size=config.model.vocab_size, tokenizer=tokenizer)
     return Inputs(
@@ -201,7 +200,7 @@ def compile_run(
     signals.watchdog.problem = check_folder.problem
     validation = None
     if inputs.held_out:
-        evaluate = compilations.compiled("eval")
+        evaluate = compilations.compile("eval")
         validation = Validation(inputs.held_out, evaluate, layout, num_parts=program.num_eval_parts)
     run = Run(
         **(vars(inputs) | {"program": program, "settings": inputs.settings | origin}),
@@ -209,7 +208,7 @@ def compile_run(
         sync=StepSync(config, inputs.batches.rows, signals),
         validation=validation,
         train_step=compiled_step(compilations),
-        state_norms=compilations.compiled("norms"),
+        state_norms=compilations.compile("norms"),
         sampler=compiled_sampler(compilations) if config.train.sample_prompt else None,
         log=log,
         monitor=monitor,
@@ -227,7 +226,7 @@ def _progress(inputs: Inputs, start: Start, compilations: Compilations) -> tuple
     """Returns the progress that a run starts with, and the settings that say where it comes from."""
     restored, batches = start.restored, inputs.batches
     if restored is None:
-        state = compilations.compiled("init")(compilations.program.seed)
+        state = compilations.compile("init")(compilations.program.seed)
         origin: dict[str, Any] = {}
         if start.weights is not None:
             state, origin["init_from"] = resume.with_weights(state, start.weights, config=inputs.config)

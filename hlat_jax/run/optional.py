@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import importlib
 import pathlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hlat_jax.config import Config
 from hlat_jax.data.tokenizer import Tokenizer
@@ -26,9 +25,8 @@ def open_tasks(config: Config, *, layout: Layout, tokenizer: Tokenizer) -> Tasks
     """
     if not config.train.eval_tasks:
         return None
-    with _required("hlat_jax.evaluate", key=f"train.eval_tasks={config.train.eval_tasks}"):
-        from hlat_jax.evaluate.in_training import TasksInTraining
-    return TasksInTraining(config, layout=layout, tokenizer=tokenizer)
+    in_training = _import_leaf("hlat_jax.evaluate.in_training", key=f"train.eval_tasks={config.train.eval_tasks}")
+    return in_training.TasksInTraining(config, layout=layout, tokenizer=tokenizer)
 
 
 def open_exporter(config: Config, workdir: pathlib.Path) -> Exporter | None:
@@ -40,9 +38,8 @@ def open_exporter(config: Config, workdir: pathlib.Path) -> Exporter | None:
     every = config.checkpoint.export_every_steps
     if not every:
         return None
-    with _required("hlat_jax.hf", key=f"checkpoint.export_every_steps={every}"):
-        from hlat_jax.hf.background import Exporter
-    return Exporter(workdir, config=config) if distributed.is_first() else None
+    background = _import_leaf("hlat_jax.hf.background", key=f"checkpoint.export_every_steps={every}")
+    return background.Exporter(workdir, config=config) if distributed.is_first() else None
 
 
 def short_plan(program: RunProgram, *, budget: int) -> list[str]:
@@ -50,27 +47,20 @@ def short_plan(program: RunProgram, *, budget: int) -> list[str]:
 
     They have no config key: they are printed before every compilation, and a run does not depend on them.
     """
+    report = _import_leaf("hlat_jax.plan.report", key="")
+    return report.short_plan(program, budget=budget) if report is not None else []
+
+
+def _import_leaf(module: str, *, key: str) -> Any:
+    """Returns a module of a leaf folder; without that folder None, or, if a `key` needs it, raises ValueError."""
+    leaf = module.rpartition(".")[0]
     try:
-        from hlat_jax.plan.report import short_plan as lines_of
+        return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if _is_part(error.name, "hlat_jax.plan"):
-            return []
-        raise
-    return lines_of(program, budget=budget)
-
-
-@contextlib.contextmanager
-def _required(part: str, *, key: str) -> Iterator[None]:
-    """Raises ValueError with the key that needs a part of this package if the import of that part fails."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if _is_part(error.name, part):
-            raise ValueError(
-                f"{key} needs {part}, which is not installed; install all of hlat_jax, or unset this key."
-            ) from None
-        raise
-
-
-def _is_part(module: str | None, part: str) -> bool:
-    return module is not None and f"{module}.".startswith(f"{part}.")
+        if not f"{error.name}.".startswith(f"{leaf}."):
+            raise
+        if not key:
+            return None
+        raise ValueError(
+            f"{key} needs {leaf}, which is not installed; install all of hlat_jax, or unset this key."
+        ) from None

@@ -30,7 +30,7 @@ from hlat_jax.store import atomic_files
 from hlat_jax.store.checkpoint import Restored, read_checkpoint
 from hlat_jax.store.checkpoint_checks import problem_on_disk, saved_run, saved_steps
 from hlat_jax.store.config_diff import config_drift, differences
-from hlat_jax.store.metrics import DISCARDED_FILE, ROWS_FILE, Silent, copy_rows, damage, read_rows
+from hlat_jax.store.metrics import DISCARDED_FILE, ROWS_FILE, Silent, copy_rows, damaged_lines, read_rows
 from hlat_jax.weights.init_model import OF_FUNCTION, same_ids
 from hlat_jax.weights.trained import Weights, open_weights
 
@@ -114,10 +114,10 @@ def _skip_drift(saved: dict[str, Any], current: dict[str, Any], *, step: int) ->
     before, now = (tree["config"]["train"]["skip_steps"] for tree in (saved, current))
     end = batch_of_step(step, skipped_batches(before)) + 1
 
-    def passed(skip_steps: str) -> list[range]:
+    def batches_passed(skip_steps: str) -> list[range]:
         return [range(part.start, min(part.stop, end)) for part in skipped_batches(skip_steps) if part.start < end]
 
-    if passed(before) == passed(now):
+    if batches_passed(before) == batches_passed(now):
         return []
     return [
         f"train.skip_steps: {before!r} in the checkpoint, {now!r} now, which differ before batch {end:,}; only later "
@@ -163,7 +163,12 @@ def open_branch(program: RunProgram, workdir: pathlib.Path, *, settings: dict[st
     asked, folder = f"train.branch_from={program.config.train.branch_from}", pathlib.Path(source).expanduser()
     if folder.absolute().resolve() == workdir.absolute().resolve():
         raise ValueError(f"{asked} is the run folder itself; give the branch another one with --workdir.")
-    checkpoint = _usable(folder, step, asked=asked)
+    steps, checkpoint = saved_steps(folder / "checkpoints"), folder.absolute() / "checkpoints" / str(step)
+    if step not in steps:
+        there = f"it has those of {', '.join(map(str, steps))}" if steps else "it has none"
+        raise ValueError(f"{asked}: {folder} has no checkpoint of step {step}; {there}.")
+    if why := problem_on_disk(checkpoint, deep=True):
+        raise ValueError(f"{asked}: the checkpoint of step {step} is damaged ({why}); use another one.")
     if drift := _drift(saved_run(checkpoint)["metadata"], settings, step=step, branch=True):
         lines = "\n  ".join(drift)
         raise ValueError(
@@ -177,24 +182,10 @@ def open_branch(program: RunProgram, workdir: pathlib.Path, *, settings: dict[st
     return restored
 
 
-def _usable(run: pathlib.Path, step: int, *, asked: str) -> pathlib.Path:
-    """Returns the checkpoint of a run at `step`. Raises ValueError if there is none, or a damaged one."""
-    steps, checkpoint = saved_steps(run / "checkpoints"), run.absolute() / "checkpoints" / str(step)
-    if step not in steps:
-        there = f"it has those of {', '.join(map(str, steps))}" if steps else "it has none"
-        raise ValueError(f"{asked}: {run} has no checkpoint of step {step}; {there}.")
-    if why := problem_on_disk(checkpoint, deep=True):
-        raise ValueError(f"{asked}: the checkpoint of step {step} is damaged ({why}); use another one.")
-    return checkpoint
-
-
 def open_init(config: Config, tokenizer: Tokenizer, *, given: Collection[str] = ()) -> Weights:
     """Opens the weights of `train.init_from`, fp32 masters if it has them; reads no arrays yet.
 
-    Args:
-      config: the config of the run.
-      tokenizer: the tokenizer of the run.
-      given: keys of the command line; those in `OF_FUNCTION` may differ from the model of the weights.
+    Keys of the command line, `given`, that are in `OF_FUNCTION` may differ from the model of the weights.
 
     Raises:
       ValueError: missing, damaged, or of another model or vocabulary; the message lists the differences.
@@ -286,7 +277,7 @@ def report_losses(workdir: pathlib.Path, step: int, *, ledger: Ledger | Silent) 
     if newest != step:
         ledger.event("saved", step=step)
     print_missing_rows(workdir, step)
-    if damaged := damage(workdir / ROWS_FILE):
+    if damaged := damaged_lines(workdir / ROWS_FILE):
         print(
             f"{ROWS_FILE} has {len(damaged):,} damaged lines, which move to {DISCARDED_FILE}: their rows are missing "
             f"({damaged[0]})"
@@ -316,12 +307,6 @@ def newest_saved(workdir: pathlib.Path) -> int:
 
 def _last_row(workdir: pathlib.Path) -> int:
     return max((row["step"] for row in read_rows(workdir / ROWS_FILE) if "loss" in row), default=0)
-
-
-def remove_partial_exports(workdir: pathlib.Path) -> None:
-    """Removes incomplete exports, which a kill leaves behind."""
-    for path in (workdir / EXPORTS).glob("*.partial"):
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def set_exports_aside(workdir: pathlib.Path, step: int) -> None:

@@ -35,14 +35,11 @@ class Inputs:
     """What a run reads and writes, opened and checked; nothing in its folder has changed.
 
     Attributes:
-      config, workdir, tokenizer: settings, run folder and tokenizer.
       program: the program of the run, over the devices of this job.
-      tasks: tasks of the evaluation harness, if configured.
       ledger: the ledger of the run; silent in all processes but process 0.
       batches: iterator over the batches of this process.
       held_out: batches of held-out text by the name of their source.
       settings: recorded in every checkpoint, see `resume.settings_of`.
-      checkpointer: saves in the background.
       exporter: exports in the background, if configured; of process 0 alone.
     """
 
@@ -64,18 +61,12 @@ class Run(Inputs):
     """The fixed parts of a run; what changes while it trains is in `Progress`.
 
     Attributes:
-      check_folder: notices that the run folder is gone.
-      sync: synchronizes the processes before each step.
-      validation: loss on held-out text, if there is any.
       train_step: the compiled (state, batch, learning rate) -> (state, StepMetrics); donates the state.
       state_norms: the compiled state -> norms of its parts, see program.RunProgram.
-      sampler: the compiled programs of samples, if configured.
       log: the metrics log; silent in all processes but process 0.
       monitor: utilization of the devices of this node; of process 0 alone, whose rows are written.
-      step_trace: the trace of `train.profile_steps`.
       remat: record of the choice for a memory budget, if there is one, see `budget.choose_remat`.
       start_step: step at which this process started or resumed.
-      skipped: the batches of `train.skip_steps`.
     """
 
     check_folder: FolderCheck

@@ -49,7 +49,6 @@ class StepSync:
     """Exchanges the status of all processes before each step.
 
     Attributes:
-      signals: of this process.
       stop: the signal that ends the run at this step; "" if there is none. A single process sees it at once; several
         processes exchange it before the step that was dispatched last.
     """
@@ -81,7 +80,6 @@ class StepSync:
           batch: the rows of this process; None with an `error`.
           position: data position after these rows; None with an `error`.
           error: why this process has no rows; None if it has.
-          save: a checkpoint is due by the clock of this process.
           num_retries: reads that this process tried again since the step before.
         """
         facts = {} if error else self._facts(batch, position) | {"data_retries": num_retries}
@@ -136,7 +134,15 @@ def only_job(workdir: pathlib.Path) -> Iterator[None]:
         if distributed.is_first():
             remove_partial(workdir)
         if jax.process_count() > 1:
-            _require_shared(workdir)
+            lock, mark = workdir / LOCK_FILE, secrets.token_hex(8)
+            if distributed.is_first():
+                lock.write_text(mark)
+            mark = distributed.exchange(mark)[0]
+            if not lock.exists() or lock.read_text() != mark:
+                raise ValueError(
+                    f"this process does not see the run folder {workdir.absolute()} of process 0; give a --workdir on "
+                    "a file system that all nodes share."
+                )
         yield
 
 
@@ -191,18 +197,6 @@ def _identity(folder: pathlib.Path) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return info.st_dev, info.st_ino
-
-
-def _require_shared(workdir: pathlib.Path) -> None:
-    lock, mark = workdir / LOCK_FILE, secrets.token_hex(8)
-    if distributed.is_first():
-        lock.write_text(mark)
-    mark = distributed.exchange(mark)[0]
-    if not lock.exists() or lock.read_text() != mark:
-        raise ValueError(
-            f"this process does not see the run folder {workdir.absolute()} of process 0; give a --workdir on a "
-            "file system that all nodes share."
-        )
 
 
 def require_same_settings(settings: dict[str, Any]) -> None:

@@ -22,8 +22,6 @@ class Validation:
     Attributes:
       sources: name of the source -> batches of this process.
       eval_step: (params, batch) -> (sum of losses in nats, counted tokens).
-      layout: by which batches are sharded.
-      status: is kept up to date.
       num_parts: parts of a batch that `eval_step` takes, one after another.
     """
 

@@ -65,11 +65,7 @@ def read_chunked(spec: dict[str, Any], abstract: jax.ShapeDtypeStruct, *, donata
     """Returns an array that TensorStore opens, as `read_parts`; another dtype rounds to nearest.
 
     Besides the result this takes the memory of a few chunks, stored and decoded: three times the array if it is one.
-
-    Args:
-      spec: TensorStore's, of a chunked array; INDEX_CACHE is the cache for the nodes of a database.
-      abstract: shape, dtype and sharding.
-      donatable: as of `read_parts`.
+    INDEX_CACHE in `spec` is the cache for the nodes of a database.
     """
     # a cache for this array alone: another checkpoint may be at the same path later
     context = ts.Context({INDEX_CACHE: {"total_bytes_limit": 1 << 24}})

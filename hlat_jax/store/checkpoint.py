@@ -155,10 +155,8 @@ class Checkpointer:
 
         Args:
           step: updates done; the name of the checkpoint. Where it is saved already, the result is False.
-          state: pytree of jax arrays.
           position: int64 array, the data position after this step; the same in every process.
           metadata: whatever JSON can hold.
-          norms: norms of the parts of the state, recorded with it.
 
         Raises:
           ValueError: a norm is not finite; nothing was written, and no earlier checkpoint was removed.
@@ -179,7 +177,7 @@ class Checkpointer:
         try:
             self._manager.save(step, args=args, force=True)
         except Exception as error:
-            raise self._failed(error) from error
+            raise self._save_error(error) from error
         return True
 
     def release(self) -> None:
@@ -208,7 +206,7 @@ class Checkpointer:
         try:
             self._manager.wait_until_finished()
         except Exception as error:
-            raise self._failed(error) from error
+            raise self._save_error(error) from error
         step, self._saving = self._saving, None
         return step
 
@@ -271,7 +269,7 @@ class Checkpointer:
         distributed.barrier()
         self._manager.reload()
 
-    def _failed(self, error: Exception) -> SaveError:
+    def _save_error(self, error: Exception) -> SaveError:
         """Returns the error to raise, after freeing its disk space; raises ValueError if the folder is gone."""
         step, self._saving = self._saving, None
         if not self.folder.is_dir():  # a restart by itself would begin a new run where the folder was
@@ -348,16 +346,13 @@ def read_arrays(folder: pathlib.Path, abstract: Any, *, donatable: bool = False)
     """Returns the part of one checkpoint's state that `abstract` names, and reads no other.
 
     Args:
-      folder: of the checkpoint, from `find_saved`.
       abstract: like the state, of jax.ShapeDtypeStruct: with a sharding, only the shards of this process are read;
         without, the array is NumPy. Another dtype than that of the checkpoint rounds to nearest.
       donatable: a program can reuse the memory of the arrays, on CPU too.
     """
-
-    def read(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> Any:
-        return _read_array(folder, path, leaf, donatable=donatable)
-
-    return jax.tree_util.tree_map_with_path(read, abstract)
+    return jax.tree_util.tree_map_with_path(
+        lambda path, leaf: _read_array(folder, path, leaf, donatable=donatable), abstract
+    )
 
 
 def _read_array(folder: pathlib.Path, path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, *, donatable: bool) -> Any:

@@ -77,11 +77,7 @@ def not_finite(norms: Mapping[str, Any]) -> str:
 def newest_usable(folder: pathlib.Path, *, deep: bool) -> tuple[int, dict[int, str]] | None:
     """Returns the newest usable step of process 0 and why all newer ones are not; None when there is no step.
 
-    Every process calls it at the same point.
-
-    Args:
-      folder: the folder of the checkpoints.
-      deep: whether to sum large files too, see integrity.damage.
+    Every process calls it at the same point. With `deep` large files are summed too, see integrity.damage.
     """
     unusable: dict[int, str] = {}
     [steps, *_] = distributed.exchange(json.dumps(saved_steps(folder)[::-1]))

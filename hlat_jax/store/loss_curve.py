@@ -36,12 +36,7 @@ def plot_loss(rows_path: str | os.PathLike, png_path: str | os.PathLike, *, titl
 
 @contextlib.contextmanager
 def live(workdir: str | os.PathLike, *, title: str, every_s: float = 1.0) -> Iterator[None]:
-    """Shows the loss of a run below a notebook's cell, updated while the block trains.
-
-    Args:
-      workdir: the run folder; may not exist yet.
-      title: of the plot.
-      every_s: seconds between updates.
+    """Shows the loss of a run, whose folder may not exist yet, below a notebook's cell while the block trains.
 
     Raises:
       ValueError: IPython cannot be imported.

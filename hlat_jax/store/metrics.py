@@ -73,8 +73,6 @@ class MetricsLog:
         """Opens the files of a run that starts or resumes after `start_step` updates.
 
         Args:
-          workdir: the run folder; created if missing.
-          config: which outputs are written.
           num_steps: last step of the run; for percentages and the remaining time.
           start_step: 0 for a new run, which moves all rows of an earlier attempt aside.
           start_tokens: tokens trained on so far, for a folder that has no rows of them.
@@ -347,7 +345,7 @@ def read_rows(path: str | os.PathLike) -> list[dict[str, Any]]:
     return [line.row for line in _lines(path) if line.row is not None]
 
 
-def damage(path: pathlib.Path) -> list[str]:
+def damaged_lines(path: pathlib.Path) -> list[str]:
     """Returns what is wrong with each line that ends, so that no kill has cut it short, and is not a row."""
     return [line.why for line in _lines(path) if line.why]
 

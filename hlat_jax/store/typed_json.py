@@ -84,14 +84,8 @@ def parse_json(raw: bytes, *, where: str, kind: Any = dict, allow_nan: bool = Fa
 def check_kind(value: Any, kind: Any, *, where: str, field: str = "") -> Any:
     """Returns the value if it is of the kind.
 
-    Args:
-      value: as JSON has it.
-      kind: see above.
-      where: the file, for the error.
-      field: the path of the value in the file.
-
     Raises:
-      ValueError: it is not; the message is `where`, the field and what is allowed.
+      ValueError: it is not; the message is `where`, the file, the field, its path there, and what is allowed.
     """
     if problem := _problem(value, kind, field):
         raise ValueError(f"{where}: {problem}.")
@@ -107,7 +101,7 @@ def check_name(name: Any, what: str) -> str:
     """
     is_plain = isinstance(name, str) and name.isprintable() and "/" not in name and name not in ("", ".", "..")
     if not is_plain or len(name.encode()) > _MAX_NAME_BYTES:
-        raise ValueError(f"{what}={_shown(name)} must be a plain name without '/'.")
+        raise ValueError(f"{what}={_short_repr(name)} must be a plain name without '/'.")
     return name
 
 
@@ -142,7 +136,7 @@ def _problem(value: Any, kind: Any, field: str) -> str:
     if not is_small or type(value) not in ((int, float) if kind is float else (origin,)):
         return _must_be(_WORDS[origin], value, field)
     items = () if not args else value.items() if origin is dict else enumerate(value)
-    problems = (_problem(item, args[-1], f"{field}[{_shown(key)}]") for key, item in items)
+    problems = (_problem(item, args[-1], f"{field}[{_short_repr(key)}]") for key, item in items)
     return next(filter(None, problems), "")
 
 
@@ -171,10 +165,10 @@ def _fields(kind: Any) -> dict[str, tuple[Any, bool]]:
 
 
 def _must_be(words: str, value: Any, field: str) -> str:
-    return f"{f'{field}=' if field else ''}{_shown(value)} must be {words}"
+    return f"{f'{field}=' if field else ''}{_short_repr(value)} must be {words}"
 
 
-def _shown(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     return repr(value)[:_SHOWN]
 
 
@@ -183,7 +177,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(values) < len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"key {_shown(twice)} appears twice")
+        raise ValueError(f"key {_short_repr(twice)} appears twice")
     return values
 
 

@@ -77,10 +77,14 @@ def take_model(mutable: Any, *, given: Collection[str], workdir: pathlib.Path | 
 
 
 def parse_config(argv: Sequence[str], define: Callable[[flags.FlagValues], None]) -> tuple[Config, flags.FlagValues]:
-    """Returns the resolved config of a command line, with the model of its initial weights, and its other flags."""
+    """Returns the resolved config of a command line, with the model of its initial weights, and its other flags.
+
+    If one of these is --workdir, by default runs/NAME, model and tokenizer are those of the run there, if there is one.
+    """
     mutable, values = flags_lib.parse(argv, define)
-    take_checked_model(mutable, given=flags_lib.given_keys(values))
-    return resolve_with_tokenizer(mutable), values
+    workdir = pathlib.Path(values.workdir or f"runs/{mutable.name}") if "workdir" in values else None
+    take_checked_model(mutable, given=flags_lib.given_keys(values), workdir=workdir)
+    return resolve_with_tokenizer(mutable, workdir=workdir), values
 
 
 def take_checked_model(mutable: Any, *, given: Collection[str], workdir: pathlib.Path | None = None) -> None:

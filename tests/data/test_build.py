@@ -14,6 +14,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 from array_record.python import array_record_module
+from data_files import write_jsonl
 
 from hlat_jax.data import packing, sources
 from hlat_jax.data.build import build as build_lib
@@ -29,11 +30,6 @@ TEXTS = [
     "x" * 3000,
     *(f"Nr. {i}" for i in range(40)),
 ]
-
-
-def write_jsonl(path, texts):
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-    return path
 
 
 def build(out, *words, num_workers=1, **options):

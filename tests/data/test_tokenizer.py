@@ -31,38 +31,24 @@ def test_encode_round_trips_and_token_bytes_sum_to_the_text_bytes(text):
     assert TOKENIZER.token_bytes[ids].sum() == len(text.encode("utf-8"))
 
 
-def test_control_tokens_have_no_bytes_and_no_text():
+def test_control_tokens_have_no_bytes_and_no_text_nor_have_padding_rows_beyond_the_vocabulary():
     assert TOKENIZER.token_bytes.dtype == np.int32
     assert TOKENIZER.token_bytes[:3].tolist() == [0, 0, 0]
     assert TOKENIZER.token_bytes[3:].min() >= 1
-    assert TOKENIZER.decode(np.concatenate([TOKENIZER.encode("a b"), [2]])) == "a b"
+    assert Tokenizer(ASSET, vocab_size=4096).decode([2048, *TOKENIZER.encode("a b"), 2, 4095]) == "a b"
 
 
-def test_tokenizer_larger_than_the_model_is_refused_with_both_fixes():
-    message = r"has 2048 tokens but model.vocab_size=2047; set model.vocab_size=2048 or more, or .* at most 2047 tokens"
-    with pytest.raises(ValueError, match=message):
-        Tokenizer(ASSET, vocab_size=2047)
-
-
-def test_padding_rows_beyond_the_vocabulary_decode_to_no_text():
-    tokenizer = Tokenizer(ASSET, vocab_size=4096)
-    ids = tokenizer.encode("a b")
-    assert tokenizer.decode([2048, *ids, 4095]) == "a b"
-
-
-def test_missing_or_foreign_file_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"data.tokenizer is empty"):
-        Tokenizer("")
-    with pytest.raises(ValueError, match=r"no such file"):
-        Tokenizer(str(tmp_path / "no.model"))
-    with pytest.raises(ValueError, match=r"austen_2k.model"):
-        Tokenizer("package:no.model")
+def test_a_model_that_is_missing_foreign_too_large_or_without_eos_is_refused(tmp_path):
+    for path, message in (
+        ("", r"data.tokenizer is empty"),
+        (str(tmp_path / "no.model"), r"no such file"),
+        ("package:no.model", r"austen_2k.model"),
+        (ASSET, r"has 2048 tokens but model.vocab_size=2047; set .*=2048 or more, or .* at most 2047 tokens"),
+        (train_model(tmp_path / "a.model", eos_id=-1), r"has no EOS"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Tokenizer(path, vocab_size=2047)
     for content in (b"", b'{"model": {"type": "BPE"}}', b"\x00" * 100):
         (tmp_path / "tokenizer.model").write_bytes(content)
         with pytest.raises(ValueError, match=r"is not a SentencePiece model"):
             Tokenizer(str(tmp_path / "tokenizer.model"))
-
-
-def test_model_without_eos_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"has no EOS"):
-        Tokenizer(train_model(tmp_path / "a.model", eos_id=-1))

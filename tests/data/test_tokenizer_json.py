@@ -32,13 +32,8 @@ def test_ids_match_transformers_without_control_tokens_in_the_text(tmp_path):
         assert ours.encode(text).tolist() == theirs.encode(text, add_special_tokens=False, truncation=False)
     assert (ours.eos_id, ours.bos_id) == (theirs.eos_token_id, theirs.bos_token_id)
     assert ours.vocab_size == tokenizers.Tokenizer.from_file(str(path)).get_vocab_size()
-
-
-def test_control_token_spelled_in_the_text_is_plain_text(tmp_path):
-    ours = Tokenizer(str(write_tokenizer_json(tmp_path)))
-    ids = ours.encode("a</s>b")
-    assert ours.eos_id not in ids
-    assert ours.decode(ids) == "a</s>b"
+    ids = ours.encode("a</s>b")  # a control token that is spelled in the text is plain text
+    assert (ours.eos_id in ids, ours.decode(ids)) == (False, "a</s>b")
 
 
 @pytest.mark.parametrize(

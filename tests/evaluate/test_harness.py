@@ -119,11 +119,9 @@ def test_generation_ends_before_the_first_stop_sequence(folder):
         yield from ([token, eos if step == 1 else None if step else ids[0]] for step, token in enumerate(ids))
 
     model._generator.stream = stream
-    prompts = [[5], [6]]
-    assert model._continued(prompts, {"until": ["four", "."], "max_gen_toks": 32}, first_number=0)[0] == "one two"
-    assert (
-        model._continued(prompts, {"until": ["ee f", "zzz"], "max_gen_toks": 32}, first_number=0)[0] == "one two. thr"
-    )
+    for stops, text in ((["four", "."], "one two"), (["ee f", "zzz"], "one two. thr")):
+        asked = {"until": stops, "max_gen_toks": 32}
+        assert model._continue_texts([[5], [6]], asked, first_number=0)[0] == text
 
 
 def test_generation_refuses_unsupported_arguments(folder):
@@ -133,7 +131,7 @@ def test_generation_refuses_unsupported_arguments(folder):
         ({"until": [], "max_gen_toks": 8, "num_beams": 2}, "generation_kwargs has 'num_beams'"),
     ]:
         with pytest.raises(ValueError, match=message):
-            model._continued([[5]], asked, first_number=0)
+            model._continue_texts([[5]], asked, first_number=0)
 
 
 def test_model_arguments_are_checked_by_name(tmp_path):

@@ -8,7 +8,7 @@ from hlat_jax.config import ParallelConfig, PrecisionConfig
 from hlat_jax.facts import hardware
 from hlat_jax.facts.core_groups import DISPUTED, FINE, REFUSED, Server, groups_along, verdict
 from hlat_jax.host.neuron_env import environment
-from hlat_jax.host.neuron_topology import Topology, checked
+from hlat_jax.host.neuron_topology import Topology, resolve_topology
 from hlat_jax.parallel.degrees import check_degrees, group_verdicts, layout_over, placement, sent_along, verdicts
 from hlat_jax.parallel.virtual_devices import PlannedClient, PlannedDevice, planned_layout
 from hlat_jax.passes.products import live_jaxpr
@@ -24,10 +24,6 @@ def level(server, *groups):
     return verdict(np.asarray(groups), server)[0]
 
 
-def consecutive(server, size):
-    return level(server, *np.arange(server.size).reshape(-1, size))
-
-
 # Source: reference page, section 4: nxd-inference feature guide, NxD's parallel_state.py, archive/nxd-training/mlp.
 CONSECUTIVE = {
     TRN1: {1: FINE, 2: FINE, 4: REFUSED, 8: FINE, 16: FINE, 32: FINE},
@@ -38,7 +34,8 @@ CONSECUTIVE = {
 
 def test_consecutive_groups_are_judged_as_the_pages_say():
     for server, levels in CONSECUTIVE.items():
-        assert {size: consecutive(server, size) for size in levels} == levels
+        numbers = np.arange(server.size)
+        assert {size: level(server, *numbers.reshape(-1, size)) for size in levels} == levels
     for server, size in ((TRN1, 3), (TRN1, 24), (TRN2, 6), (TRN2, 48)):
         found, why = verdict(np.arange(size)[None], server)
         assert found == REFUSED
@@ -127,9 +124,9 @@ def test_cores_are_those_of_a_listed_group():
             topology = Topology(instance, cores=count, lnc=lnc)
             if count not in listed:
                 with pytest.raises(ValueError, match=rf"--cores={count} on {instance}: {count} cores \[0, 1"):
-                    checked(topology)
+                    resolve_topology(topology)
                 continue
-            assert checked(topology).cores == count
+            assert resolve_topology(topology).cores == count
             notes = environment(PrecisionConfig(), ParallelConfig(), topology, current={}).notes
             is_disputed = any(f"--cores={count} is disputed: {count} cores" in note for note in notes)
             assert is_disputed == (count in disputed), (instance, count)

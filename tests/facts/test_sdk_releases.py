@@ -10,7 +10,7 @@ from packaging import specifiers
 from hlat_jax.facts import sdk_releases
 from hlat_jax.facts.sdk_releases import PYTHON_PACKAGES, RECOMMENDED, RELEASES, SYSTEM_PACKAGES
 from hlat_jax.host import neuron_compiler_flags
-from hlat_jax.host.neuron_topology import INSTANCES, Topology, checked
+from hlat_jax.host.neuron_topology import INSTANCES, Topology, resolve_topology
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -46,18 +46,14 @@ def test_extras_admit_the_sound_builds_of_their_series_and_no_others():
     """Lower bounds, because PyPI has placeholders of these names; upper bounds, because the next release differs."""
     extras = PROJECT["optional-dependencies"]
     for series, extra in (("2.32", "neuron-2-32"), ("2.33", "neuron")):
-        admitted = {word: specifiers.SpecifierSet(rest) for word, rest in map(split_name, extras[extra])}
+        words = [re.match(r"([\w-]+)(.*)", word).groups() for word in extras[extra]]
+        admitted = {name: specifiers.SpecifierSet(rest) for name, rest in words}
         assert set(admitted) == {"jax", "numpy", *PYTHON_PACKAGES}
         for one in RELEASES:
             is_meant = one.series == series and not one.avoid
             assert all(one.packages[name] in admitted[name] for name in PYTHON_PACKAGES) == is_meant, (extra, one)
         assert str(admitted["jax"]) == f"=={RECOMMENDED.jax}"
         assert all(low in admitted["numpy"] and high not in admitted["numpy"] for low, high in [RECOMMENDED.numpy])
-
-
-def split_name(requirement):
-    name = re.match(r"[\w-]+", requirement)[0]
-    return name, requirement.removeprefix(name)
 
 
 def test_guide_has_the_commands_that_the_doctor_prints():
@@ -109,7 +105,7 @@ def test_images_of_the_cluster_and_the_container_have_a_system_of_the_recommende
 def test_a_run_sets_every_flag_whose_default_differs_between_releases():
     """In 2.33 `--native-int64` is on and `--implicit-integer-downcast` is "none"; before it was the other way round."""
     for instance in INSTANCES:
-        topology = checked(Topology(instance))
+        topology = resolve_topology(Topology(instance))
         ours = neuron_compiler_flags.compiler_flags(topology)
         assert "--implicit-integer-downcast" in ours
         # trn1 computes 64-bit integers in 32 bits in every release, and its compiler has no flag for it

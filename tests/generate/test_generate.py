@@ -54,7 +54,6 @@ def test_generate_refuses_invalid_flags(trained_run, generate_here, tmp_path):
     (tmp_path / "latin").write_bytes("caf\xe9".encode("latin-1"))
     run = f"--checkpoint={trained_run}"
     for words, message in [
-        (["--prompt=a"], "--checkpoint=FOLDER is missing"),
         ([run], "no prompt was given; use --prompt=TEXT"),
         ([run, "--prompt="], "prompt 0 is '', which encodes to no tokens"),
         ([run, "--prompt=" + "it is " * 40], "leaves room for prompts of 1 to 31"),
@@ -63,7 +62,6 @@ def test_generate_refuses_invalid_flags(trained_run, generate_here, tmp_path):
         ([run, "--prompt=a\udcff"], r"--prompt='a\udcff' is not UTF-8."),
         ([run, "--prompt=a", "--temperature=-1"], "temperature=-1.0 must be"),
         ([run, "--prompt=a", "--config.parallel.tensor=16"], "needs 16 devices and there are 8"),
-        ([run, "--prompt=a", "--config.parallel.tensor=8"], "parallel.tensor=8 must divide"),
         ([run, "--parallel.tensor=2"], "unknown flag --parallel.tensor. Known: --batch_size, "),
         ([run, "a"], "unexpected argument 'a'"),
     ]:

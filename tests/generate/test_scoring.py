@@ -100,7 +100,7 @@ from hlat_jax.generate.scoring import Scorer
 job = distributed.resolve_job(sys.argv[1], 2, int(sys.argv[2]), join_timeout_s=60, peer_timeout_s=60)
 cfg = ModelConfig(vocab_size=64, num_layers=1, embed_dim=32, mlp_dim=48, num_kv_heads=2, head_dim=8, max_positions=32)
 pairs = [([1, 2, 3], [4, 5]), ([6], [7] * 9), ([8] * 20, [9])]
-with distributed.joined(job):
+with distributed.join(job):
     def draw():
         return jax.tree.map(lambda leaf: 3 * leaf, init_params(cfg, jax.random.key(0, impl="rbg")))
     found = []

@@ -50,11 +50,9 @@ def fail(error):
     raise error
 
 
-def start_thread(work, args):
-    threading.Thread(target=work, args=args).start()
-
-
-@pytest.mark.parametrize("start", [_thread.start_new_thread, start_thread])
+@pytest.mark.parametrize(
+    "start", [_thread.start_new_thread, lambda work, args: threading.Thread(target=work, args=args).start()]
+)
 def test_a_thread_without_memory_ends_the_run_and_other_errors_of_threads_are_printed(start, monkeypatch):
     printed, ended, over = [], [], threading.Event()
     monkeypatch.setattr("sys.unraisablehook", lambda unraisable: printed.append(str(unraisable.exc_value)))
@@ -91,7 +89,7 @@ def test_an_error_of_memory_ends_a_run_before_anything_is_closed(monkeypatch):
     watchdog.begin("training")
     with contextlib.ExitStack() as stack:
         stack.enter_context(pytest.raises(SystemExit))
-        stack.enter_context(distributed.joined(None, watchdog=watchdog))
+        stack.enter_context(distributed.join(None, watchdog=watchdog))
         stack.callback(order.append, "closed")
         stack.enter_context(watchdog.ending_without_memory())
         fail(RuntimeError("RESOURCE_EXHAUSTED: 8 bytes"))

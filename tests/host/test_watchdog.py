@@ -56,7 +56,7 @@ def test_the_first_step_lasts_until_its_metrics_arrive(clock):
             found.end_first_step()
             clock[0] += 3
     found.begin("saving")
-    spent = found.spent()
+    spent = found.seconds_by_account()
     assert (spent["first step"], spent["training"]) == (31, 5)
 
 

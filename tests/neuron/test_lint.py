@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 from planned import small_config
 
 from hlat_jax.cli import config_files
+from hlat_jax.facts.core_groups import groups_along
 from hlat_jax.neuron import lint, partitioned, programs
 from hlat_jax.neuron.module import Program
 from hlat_jax.neuron.rules import LINTED, RULES, SEVERITIES
@@ -116,10 +117,10 @@ def sort_of(dtype):
     return jnp.sort, shape(8, dtype=dtype)
 
 
-def split_over_eight(fn):
-    """A function of an array whose first dimension is split over 8 devices."""
-    mesh = AbstractMesh((8,), ("a",), axis_types=(AxisType.Auto,))
-    return fn, jax.ShapeDtypeStruct((64, 16), jnp.float32, sharding=NamedSharding(mesh, P("a")))
+def split_over_devices(fn, *, count=8, dims=(64, 16)):
+    """A function of an array whose first dimension is split over 8 devices, or as many as are given."""
+    mesh = AbstractMesh((count,), ("a",), axis_types=(AxisType.Auto,))
+    return fn, jax.ShapeDtypeStruct(dims, jnp.float32, sharding=NamedSharding(mesh, P("a")))
 
 
 def carried_sum(dtype):
@@ -201,13 +202,13 @@ CASES = {
             shape(1024, 1024),
         ),
     ),
-    "CC06": (split_over_eight(lambda x: jnp.roll(x, 1, 0)), split_over_eight(lambda x: jnp.roll(x, 1, 1))),
+    "CC06": (split_over_devices(lambda x: jnp.roll(x, 1, 0)), split_over_devices(lambda x: jnp.roll(x, 1, 1))),
     "KB01": (
-        split_over_eight(lambda x: jnp.take(x, jnp.arange(3), axis=0, mode="clip")),
+        split_over_devices(lambda x: jnp.take(x, jnp.arange(3), axis=0, mode="clip")),
         over_mesh(lambda x: jnp.take(x, jnp.arange(3), mode="clip")),
     ),
     "KB02": (
-        split_over_eight(lambda x: x.at[jnp.arange(3)].add(1.0)),
+        split_over_devices(lambda x: x.at[jnp.arange(3)].add(1.0)),
         over_mesh(lambda x: x.at[jnp.arange(3)].add(1.0)),
     ),
     "KB03": (carried_sum(jnp.uint32), carried_sum(jnp.int32)),
@@ -339,8 +340,7 @@ def complex_rope(x):
 
 
 def over_two_devices(fn):
-    mesh = AbstractMesh((2,), ("a",), axis_types=(AxisType.Auto,))
-    return fn, jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=NamedSharding(mesh, P("a")))
+    return split_over_devices(fn, count=2, dims=(4, 4))
 
 
 def added(dtype):
@@ -434,14 +434,6 @@ def test_a_shared_function_is_checked_at_each_call():
 # What the partitioner does.
 
 
-def groups_of(traced):
-    """Returns the sets of replica groups of a program lowered for Neuron, also those that the partitioner adds."""
-    root = traced.lower(lowering_platforms=("neuron",)).compiler_ir("stablehlo").operation
-    program = Program(root)
-    found = partitioned.replica_groups(program, partitioned.run_shardy(root))
-    return {tuple(map(tuple, np.sort(groups, axis=1).tolist())) for _, groups in found if groups.shape[1] > 1}
-
-
 @pytest.mark.quick_cases("{'data': 2, 'fsdp': 2, 'tensor': 2}")
 @pytest.mark.parametrize(
     "degrees",
@@ -452,12 +444,14 @@ def test_replica_groups_match_the_compiled_step(degrees):
     config = small_config(m=2, remat="none", **degrees)
     layout = make_layout(config.parallel, jax.devices()[:8], num_kv_heads=config.model.num_kv_heads)
     traced = make_program(config, layout).trace_step()
-    mesh = dict(layout.mesh.shape)
+    mesh, devices = dict(layout.mesh.shape), np.arange(8)
     compiled = count_collectives(collectives(traced.lower().compile().as_text(), layout.mesh))
     kinds = {axes for kind, axes in compiled if kind != "collective-permute"}
-    expected = {tuple(map(tuple, partitioned.groups_along(mesh, list(axes)).tolist())) for axes in kinds}
+    expected = {tuple(map(tuple, groups_along(mesh, axes, devices=devices).tolist())) for axes in kinds}
+    root = traced.lower(lowering_platforms=("neuron",)).compiler_ir("stablehlo").operation
+    predicted = partitioned.replica_groups(Program(root), partitioned.run_shardy(root))  # also those that it adds
     # XLA may merge two sums into one, but uses no group that was not predicted
-    assert expected <= groups_of(traced)
+    assert expected <= {tuple(map(tuple, np.sort(groups, axis=1).tolist())) for _, groups in predicted}
     assert expected
 
 
@@ -504,7 +498,7 @@ def test_shifts_along_a_split_dimension_are_found_where_xla_adds_permutes():
     for case, (fn, is_shift) in SHIFTS.items():
         compiled = jax.jit(fn).trace(placed).lower().compile().as_text()
         assert ("collective-permute" in compiled) == is_shift, case
-        found = [f for f in lint.check(*split_over_eight(fn)) if f.rule == "CC06"]
+        found = [f for f in lint.check(*split_over_devices(fn)) if f.rule == "CC06"]
         assert bool(found) == is_shift, case
         for finding in found:
             assert finding.line.startswith(f"{__file__}:{fn.__code__.co_firstlineno} ")

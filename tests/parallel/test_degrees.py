@@ -39,16 +39,10 @@ REFUSED = [
 ]
 
 
-def changed(mutable, changes):
-    for path, value in changes.items():
-        section, key = path.split(".")
-        mutable[section][key] = value
-    return resolve(mutable)
-
-
 @pytest.mark.parametrize(("changes", "message"), REFUSED, ids=range(len(REFUSED)))
 def test_layout_is_refused_by_train_and_plan_and_the_suggested_degrees_train(small, changes, message):
-    config = changed(small, changes)
+    small.update_from_flattened_dict(changes)
+    config = resolve(small)
     with pytest.raises(ValueError, match=message):
         make_plan(config, Site("trn1.2xlarge", 4))
     with pytest.raises(ValueError, match=message) as refused:

@@ -26,7 +26,7 @@ from hlat_jax.plan.collectives import traced_collectives
 from hlat_jax.precision import NEAREST, Accumulation
 from hlat_jax.program import make_program, model_loss
 from hlat_jax.resolve import resolve
-from hlat_jax.train_step import accumulated
+from hlat_jax.train_step import accumulate_grads
 
 SEQUENCE, ZERO1 = {"sequence_parallel": True}, {"zero1": True}
 # name -> changes of parallel, model and train sections
@@ -153,7 +153,7 @@ def test_each_core_computes_only_the_kv_heads_it_needs():
         assert scale is reduce is None
         loss = model_loss(chosen_model(config, layout), layout, compute="float32", z_loss_weight=0.0)
         loss_fn = check_loss(loss, has_aux=False)
-        return accumulated(loss_fn, params, batch, sums=Accumulation(1, "float32", rounding))
+        return accumulate_grads(loss_fn, params, batch, sums=Accumulation(1, "float32", rounding))
 
     everywhere = ReplicaSync(layout, param_axes(config.model)).value_and_grad(local, dtype="float32")
     traced = jax.make_jaxpr(everywhere)(

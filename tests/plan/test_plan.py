@@ -62,9 +62,8 @@ def rounded(tree):
 
 def with_memory(monkeypatch, num_bytes):
     """Gives trn1.2xlarge devices of so many bytes."""
-    target = hardware.target("trn1.2xlarge")
     device = dataclasses.replace(hardware.DEVICES["trn1"], memory_bytes=num_bytes, reserved_bytes=0)
-    monkeypatch.setitem(hardware.TARGETS, "trn1.2xlarge", dataclasses.replace(target, device=device))
+    monkeypatch.setitem(hardware.DEVICES, "trn1", device)
 
 
 def test_recipe_plans_match_golden_files_and_fit(plans):
@@ -122,7 +121,7 @@ def test_matmul_flops_of_a_step_match_the_formula():
 
 
 def test_collective_time_shares_node_bandwidth_among_groups():
-    target = hardware.target("trn1.32xlarge")
+    target = hardware.node("trn1.32xlarge")
     mesh = types.SimpleNamespace(shape={"data": 16, "tensor": 8})
     gradient = Collective("all-reduce", ("data",), 16, 10**9)
     place, seconds = roofline.collective_seconds(gradient, target=target, mesh=mesh)
@@ -174,14 +173,14 @@ def test_search_ranks_the_layouts_that_fit_and_tries_every_dimension(monkeypatch
     for c, estimate in estimates.items():
         if 2 * estimate.total <= budget:
             best[c.parallel] = min(best.get(c.parallel, (True, 9.9)), (c.parallel.pipe == 2, estimate.step_s))
-    found = search.ranked(config, site, most=len(best), max_plans=10_000)
+    found = search.rank_layouts(config, site, most=len(best), max_plans=10_000)
     assert [(bool(row["disputed_groups"]), row["step_s"]) for row in found["rows"]] == sorted(best.values())
     assert found["planned"] < len(tried) / 2
-    printed = search.ranking(found, "here").splitlines()
+    printed = search.ranking_table(found, "here").splitlines()
     assert (len(printed), "those marked ?" in printed[0]) == (2 + len(best), True)
-    assert search.ranked(config, site, max_plans=3)["planned"] == 3
+    assert search.rank_layouts(config, site, max_plans=3)["planned"] == 3
     with_memory(monkeypatch, 2**16)
-    printed = search.ranking(search.ranked(config, site), "here")
+    printed = search.ranking_table(search.rank_layouts(config, site), "here")
     assert "No layout for here surely fits 64.00 KiB per device: 0 were planned" in printed
 
 
@@ -197,7 +196,7 @@ def test_estimates_of_the_search_are_near_the_plan():
         config = planned_config(**{"data": 1} | changes)
         model = dataclasses.replace(config.model, layer_loop="scan")
         config = dataclasses.replace(config, model=model, train=dataclasses.replace(config.train, accumulate="scan"))
-        plan, target = make_plan(config, Site("trn1.2xlarge", 4)), hardware.target("trn1.2xlarge")
+        plan, target = make_plan(config, Site("trn1.2xlarge", 4)), hardware.node("trn1.2xlarge")
         layout = planned_layout(config, 8, platform="neuron")
         state = make_program(config, layout).abstract_state
         estimate = search.estimate(config, layout, target=target, state=state, attention=config.model.attention)
@@ -224,7 +223,7 @@ def test_memory_within_the_error_of_temporaries_is_not_called_a_fit(monkeypatch)
 
 def test_projection_has_its_error_and_range_and_names_an_extrapolation():
     for target, is_extrapolated in (("trn1.2xlarge", False), ("trn2.48xlarge", True)):
-        config = small_config(data=hardware.target(target).num_devices, rows=64, m=1)
+        config = small_config(data=hardware.node(target).num_devices(), rows=64, m=1)
         plan = make_plan(config, Site(target, 1))
         projection, calibration = plan["projection"], plan["projection"]["calibration"]
         steps = {}

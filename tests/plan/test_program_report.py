@@ -80,15 +80,10 @@ def deep(params, batch):
     return SumAndCount(jnp.sum(jnp.square(x[:, 0] - batch["y"])), batch["y"].size)
 
 
-def deep_arguments():
-    key = jax.random.key(0)
-    params = {"in": jax.random.normal(key, (8, 128)) / 8, "layers": jax.random.normal(key, (6, 128, 128)) / 12}
-    return params, {"x": jnp.ones((2048, 8)), "y": jnp.zeros(2048)}
-
-
 def test_step_report_and_budget_use_the_xla_options_of_the_layout(monkeypatch):
     monkeypatch.setattr(xla_options, "compiler_options", lambda layout: {"no_such_option": layout.mesh.size})
-    params, rows = deep_arguments()
+    key, rows = jax.random.key(0), {"x": jnp.ones((2048, 8)), "y": jnp.zeros(2048)}
+    params = {"in": jax.random.normal(key, (8, 128)) / 8, "layers": jax.random.normal(key, (6, 128, 128)) / 12}
 
     def made(**options):
         options = dict(zero=1, **options)

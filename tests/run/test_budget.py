@@ -185,12 +185,9 @@ def test_a_plan_estimates_the_choice_and_names_it():
     plan = make_plan(config, Site("trn1.2xlarge", 1))
     assert re.match(r"budget:300MiB, estimated as saved:\w", plan["schedule"]["remat"])
     assert plan["device_bytes"]["temporaries"] <= 300 * 2**20
-    least = make_plan(dataclasses.replace(config, model=_remat(config, "budget:4096B")), Site("trn1.2xlarge", 1))
+    model = dataclasses.replace(config.model, remat="budget:4096B")
+    least = make_plan(dataclasses.replace(config, model=model), Site("trn1.2xlarge", 1))
     assert least["schedule"]["remat"] == "budget:4096B, estimated as full"
-
-
-def _remat(config, choice):
-    return dataclasses.replace(config.model, remat=choice)
 
 
 @pytest.mark.slow

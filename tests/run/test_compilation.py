@@ -180,4 +180,4 @@ def test_a_compiler_that_was_killed_is_explained(small, one_device, monkeypatch)
 
         monkeypatch.setattr(jax.stages.Lowered, "compile", fail)
         with pytest.raises(kind, match=said):
-            compilations.compiled("norms")
+            compilations.compile("norms")

@@ -30,10 +30,6 @@ def ended(of, name="end"):
     return {"event": name, "time": 0.0, "life": of}
 
 
-def positive(found):
-    return {name: round(seconds, 3) for name, seconds in found.seconds.items() if abs(seconds) > 1e-6}
-
-
 FIRST = {"opening the run": 3.0, "compiling": 4.0, "first step": 1.0, "training": 20.0, WAITING: 2.0}
 SECOND = {"restoring the checkpoint": 2.0, "first step": 1.0, "training again": 5.0, "training": 8.0, "saving": 0.5}
 
@@ -42,7 +38,7 @@ def test_two_lives_and_the_time_between_them_partition_the_wall_clock(tmp_path):
     first, second = life(100.0, FIRST), life(140.0, SECOND, pid=2, step=10)
     write(tmp_path, start(first), ended(first, "died"), start(second), ended(second))
     found = goodput(tmp_path)
-    assert positive(found) == {
+    assert {name: round(seconds, 3) for name, seconds in found.seconds.items() if abs(seconds) > 1e-6} == {
         "training": 28.0,
         "training again": 5.0,
         "first step": 2.0,
@@ -99,7 +95,7 @@ def test_steps_that_an_earlier_life_had_trained_are_done_again(tmp_path):
             time.sleep(0.01)
             watchdog.end_first_step()
         watchdog.begin("saving")
-        spent = watchdog.spent()
+        spent = watchdog.seconds_by_account()
         assert set(spent) == {"opening the run", "first step", "training again", "training", "saving"}
         assert spent["training again"] >= 0.02
         assert spent["training"] >= 0.01

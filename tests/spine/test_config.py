@@ -118,23 +118,18 @@ def reads_ahead(c, _):
     return asked
 
 
-def refusal(c, _):
-    """What `resolve` says against it; "" when nothing."""
+def refusal(c, _, check=lambda config: None):
+    """What `resolve`, or `check` of what it returns, says against it; "" when nothing."""
     try:
-        resolve(c)
+        check(resolve(c))
     except ValueError as error:
         return str(error)
     return ""
 
 
-def refusal_on_trn1(c, _):
-    """What is said against the implementations of a run on one device of trn1; "" when nothing."""
-    config = resolve(c)
-    try:
-        choices(config, planned_layout(config, 1, platform="neuron", chip="trn1"))
-    except ValueError as error:
-        return str(error)
-    return ""
+def refusal_on_trn1(c, folder):
+    """The same of the implementations of a run on one device of trn1."""
+    return refusal(c, folder, lambda config: choices(config, planned_layout(config, 1, platform="neuron", chip="trn1")))
 
 
 def neuron_flags(c, _):
@@ -147,9 +142,9 @@ def neuron_flags(c, _):
 def run(c, folder):
     """What a whole run leaves and prints, timings apart: part -> what is seen there, each of few settings."""
     config = resolve(c)
-    stdout, error = io.StringIO(), ""
+    stdout, error, one = io.StringIO(), "", jax.devices()[:1]
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(stdout):
-        patch.setattr(jax, "devices", functools.partial(_first, jax.devices()))
+        patch.setattr(jax, "devices", lambda *_: one)
         patch.setitem(sys.modules, "wandb", None)  # as if it were not installed
         try:
             train.train(config, folder)
@@ -175,10 +170,6 @@ def run(c, folder):
         "programs": sorted(read_json(folder / RECORD_FILE)) if (folder / RECORD_FILE).exists() else [],
         **{name: name in files for name in ("tensorboard", "loss.png", "huggingface", "positions", "profile")},
     }
-
-
-def _first(devices, *_):
-    return devices[:1]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -339,9 +330,8 @@ def _base(settings, folder):
     c.train.update(num_steps=4, eval_every_steps=2, num_eval_batches=2, sample_tokens=2)
     c.checkpoint.every_steps = 1
     c.metrics.update(console="on", log_every_steps=2, tensorboard=False)
-    for path, value in settings.items():
-        section, key = path.split(".")
-        c[section][key] = value.replace("FOLDER", str(folder)) if isinstance(value, str) else value
+    placed = {path: value.replace("FOLDER", str(folder)) for path, value in settings.items() if isinstance(value, str)}
+    c.update_from_flattened_dict(settings | placed)
     return c
 
 
@@ -355,20 +345,17 @@ def _write_inputs(folder):
     rows = [json.dumps({"text": text, "body": text[::-1]}) for text in texts]
     (folder / "two.jsonl").write_text("\n".join(rows) + "\n")
     (folder / "bad.jsonl").write_text("\n".join([*rows, '{"text": null}']) + "\n")
-    _write_table(resolve(_base({}, folder)), str(folder / "tuned.json"))
+    # times by which `einsum`, which levels pass over here, serves the attention of one device's run
+    config, device = resolve(_base({}, folder)), jax.devices()[0]
+    call = table.as_json(calls(config, make_layout(config.parallel, [device]))["attention"])
+    entry = table.Measurement("model.attention", call, {"einsum": 1.0, "blocked": 2.0}, "einsum", {}, 1)
+    kind, path = table.device_kind(device), str(folder / "tuned.json")
+    table.write(table.Table(path, "cpu", kind, jax.__version__, (entry,)))
     with open(folder / "other.model", "wb") as file:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(texts), model_writer=file, vocab_size=300, byte_fallback=True,
             hard_vocab_limit=False, minloglevel=2,
         )  # fmt: skip
-
-
-def _write_table(config, path):
-    """Writes times by which `einsum`, which levels pass over here, serves the attention of one device's run."""
-    device = jax.devices()[0]
-    call = table.as_json(calls(config, make_layout(config.parallel, [device]))["attention"])
-    entry = table.Measurement("model.attention", call, {"einsum": 1.0, "blocked": 2.0}, "einsum", {}, 1)
-    table.write(table.Table(path, "cpu", table.device_kind(device), jax.__version__, (entry,)))
 
 
 OBSERVERS = {row.seen_in.__name__: row.seen_in for row in FIELDS.values()}

@@ -95,7 +95,7 @@ def test_rounding_cost_scales_with_the_local_shard():
 def test_gradient_accumulation_over_microbatches_is_unbiased():
     def total(rounding):
         def add(sums, number):
-            return rounding.at(number).added(sums, {"w": jnp.full(4096, 1e-3)}), None
+            return rounding.at(number).add(sums, {"w": jnp.full(4096, 1e-3)}), None
 
         start = {"w": jnp.ones(4096, jnp.bfloat16)}
         return jax.lax.scan(add, start, jnp.arange(100))[0]["w"].astype(jnp.float32)

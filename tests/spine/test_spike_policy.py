@@ -27,17 +27,12 @@ POLICY = SpikePolicy(window=4)
 WINDOW_POLICY = SpikePolicy(sigmas=6.0, window=16)
 
 
-@functools.cache
-def compiled(policy):
-    return jax.jit(functools.partial(detect_spike, policy=policy))
-
-
 def decisions(series, policy=WINDOW_POLICY):
     """Returns for each step of [steps, 2] values whether it is a spike, and the last window."""
-    state, spikes = empty_spike_window(policy), []
+    state, spikes, detect = empty_spike_window(policy), [], jax.jit(functools.partial(detect_spike, policy=policy))
     for loss, norm in np.float32(series):
         finite = np.isfinite([loss, norm]).all()
-        spike, state = compiled(policy)(state, loss=loss, grad_norm=norm, finite=finite)
+        spike, state = detect(state, loss=loss, grad_norm=norm, finite=finite)
         spikes.append(bool(spike))
     return spikes, state
 

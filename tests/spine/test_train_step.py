@@ -13,7 +13,7 @@ from programs import training_program
 
 from hlat_jax.batch import SumAndCount
 from hlat_jax.optimizer import global_norm, learning_rate
-from hlat_jax.parallel.pipeline import pipelined
+from hlat_jax.parallel.pipeline import run_pipeline
 from hlat_jax.parallel.sharding import shard_batch
 from hlat_jax.passes import remat
 from hlat_jax.passes.jaxpr import equations
@@ -57,7 +57,7 @@ def test_policies_store_their_declared_dtypes(small, one_device):
         }
         if name in ("fp32", "autocast"):
             assert read == {jnp.dtype(jnp.float32 if name == "fp32" else jnp.bfloat16)}
-        assert state_bytes(state) == costs.state_bytes(config.model, name)
+        assert state_bytes(state) == costs.policy_state_bytes(config.model, name)
         assert state_bytes(program.init_state()) == state_bytes(state)
 
 
@@ -161,7 +161,7 @@ def test_fp16_trains_a_sum_loss_whose_gradients_overflow_unscaled():
 
 
 def test_invalid_options_and_arguments_are_refused_with_the_fix():
-    stages, w = {"accumulate": pipelined}, {"w": jnp.ones((16, 1))}
+    stages, w = {"accumulate": run_pipeline}, {"w": jnp.ones((16, 1))}
     for options, said in (
         ({"policy": "fp32"}, r"StepOptions.policy='fp32' must be a Policy, such as precision.POLICIES"),
         ({"num_microbatches": 2.0}, r"num_microbatches=2.0 must be an int of 1 or more"),

@@ -11,7 +11,7 @@ from programs import training_program
 
 from hlat_jax.config import OptimizerConfig
 from hlat_jax.optimizer import adamw
-from hlat_jax.parallel.pipeline import pipelined
+from hlat_jax.parallel.pipeline import run_pipeline
 from hlat_jax.precision import POLICIES
 
 EVERY_PATH = [
@@ -240,7 +240,7 @@ ASKS_OTHERWISE = [
     (with_state, {}, r"loss_fn takes a model_state: give its shapes as model_state="),
     (quadratic, {"model_state": STATS}, r"takes no model_state: define it as loss\(params, batch, \*, model_state"),
     (with_state, {"model_state": {"seed": jax.random.key(0)}}, r"model_state\['seed'\] is key<fry>: .*come as `keys`"),
-    (with_state, {"model_state": STATS, "options": {"accumulate": pipelined}}, "model_state needs a single loss"),
+    (with_state, {"model_state": STATS, "options": {"accumulate": run_pipeline}}, "model_state needs a single loss"),
     (
         lambda params, batch, model_state: jnp.sum(params["w"]),
         {"model_state": STATS},

@@ -58,14 +58,6 @@ CASES = {
 }
 
 
-def make_config(overrides: dict) -> Config:
-    config = default()
-    for path, value in (MHA | overrides).items():
-        section, key = path.split(".")
-        config[section][key] = value
-    return resolve(config)
-
-
 def text_batches(config: Config, *, ragged: bool) -> list[Batch]:
     """Returns NUM_STEPS batches of bytes of the shipped novels; ragged ones count another share of each row."""
     path = pathlib.Path(hlat_jax.__file__).parent / "assets" / "austen_train.jsonl"
@@ -130,7 +122,9 @@ def logged(case: str, num_steps: int = NUM_STEPS) -> tuple[Config, list[Batch], 
     """Returns config, batches, our initial parameters and our log of a case, run once."""
     overrides = dict(CASES[case])
     ragged = overrides.pop("ragged", False)
-    config = make_config(overrides)
+    mutable = default()
+    mutable.update_from_flattened_dict(MHA | overrides)
+    config = resolve(mutable)
     batches = text_batches(config, ragged=ragged)[:num_steps]
     return config, batches, *our_log(config, batches)
 

@@ -184,13 +184,10 @@ def test_a_full_disk_raises_and_does_not_hang(small_disk):
     assert len(steps) > 100
 
 
-def test_wandb_that_is_asked_for_and_missing_says_how_to_install_it(tmp_path, monkeypatch):
+def test_wandb_continues_the_same_run_after_a_resume_and_is_asked_for_where_it_is_missing(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ValueError, match=r"metrics\.wandb_project='p' .*pip install wandb"):
         MetricsLog(tmp_path, config=quiet(wandb_project="p"), num_steps=1)
-
-
-def test_wandb_continues_the_same_run_after_a_resume(tmp_path, monkeypatch):
     calls = []
     fake = types.SimpleNamespace(
         define_metric=lambda *_, **__: None, log=lambda values: calls.append(values), finish=lambda: None

@@ -79,16 +79,12 @@ def stopped(folder, train_job):
     """(run folder, Job) of two processes, of which the second got SIGTERM soon after the first step."""
     workdir = folder / "stopped"
     with train_job(workdir, 2, *SPLIT, launcher="slurm") as job:
-        await_step(job, workdir)
+        while not micro.has_trained(workdir):
+            assert all(process.poll() is None for process in job.processes), job.err(0) + job.err(1)
+            time.sleep(0.01)
         job.processes[1].send_signal(signal.SIGTERM)
         assert job.wait() == [0, 0], job.err(0) + job.err(1)
         return workdir, job
-
-
-def await_step(job, workdir):
-    while not micro.has_trained(workdir):
-        assert all(process.poll() is None for process in job.processes), job.err(0) + job.err(1)
-        time.sleep(0.01)
 
 
 def assert_same_rows(found, expected):
@@ -175,7 +171,7 @@ address, num_processes, process_id, last_words = sys.argv[1], int(sys.argv[2]), 
 job = distributed.resolve_job(address, num_processes, process_id, join_timeout_s=int(sys.argv[6]), peer_timeout_s=6)
 watchdog = Watchdog(least_s=0.2 if "watchdog" in last_words else 0)
 process.exit_on_interrupt()
-with distributed.joined(job, watchdog=watchdog, stacks=pathlib.Path(sys.argv[5]) / "stuck"):
+with distributed.join(job, watchdog=watchdog, stacks=pathlib.Path(sys.argv[5]) / "stuck"):
     for turn in range(3):
         said = distributed.exchange(f"{turn}/{process_id}")
         assert said == [f"{turn}/{index}" for index in range(num_processes)], said

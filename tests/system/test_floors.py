@@ -36,12 +36,9 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 OPTIONAL = "run.optional"
 
 
-def name_of(path: pathlib.Path) -> str:
-    """Returns `a.b` of `hlat_jax/a/b.py`; "" of the package itself."""
-    return ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix("__init__").removesuffix(".")
-
-
-MODULES = {name_of(path): path for path in FILES}
+# `a.b` of hlat_jax/a/b.py; "" of the package itself
+_NAMES = [".".join(path.relative_to(PACKAGE).with_suffix("").parts) for path in FILES]
+MODULES = {name.removesuffix("__init__").removesuffix("."): path for name, path in zip(_NAMES, FILES, strict=True)}
 
 
 @functools.cache

@@ -197,7 +197,6 @@ def test_node_refuses_invalid_rank_settings(dry_run, tmp_path):
         (["--nodes=2", "--node=0"], {}, "--coordinator=HOST is missing"),
         (["--nodes=2", "--node=2", "--coordinator=a"], {}, "--node=2 must lie in 0 .. 1"),
         (["--nodes=two", "--node=0", "--coordinator=a"], {}, "--nodes=two must be a whole number"),
-        (["--nodes=2", "--node=0", f"--coordinator={'a' * 64}"], {}, "has 64 characters; Neuron takes 63"),
         (["--process_id=0"], {}, "--process_id=0: give --nodes and --node"),
         ([], {"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE is not"),
         ([], {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "gives no host of rank 0"),

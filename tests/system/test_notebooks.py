@@ -118,14 +118,10 @@ def ran(tmp_path_factory):
                 shutil.copytree(os.environ["TINY_RUN"], folder / "runs" / "tiny")
             flags = {"XLA_FLAGS": flags}
             notebook = executed(FOLDER / f"{name}.ipynb", folder, env=os.environ | env | flags, then=PROBE)
-            done[name] = notebook, json.loads(printed_by(notebook.cells.pop()))
+            done[name] = notebook, json.loads("".join(output.text for output in notebook.cells.pop().outputs))
         return done[name]
 
     return run
-
-
-def printed_by(cell):
-    return "".join(output.text for output in cell.outputs)
 
 
 @pytest.mark.slow

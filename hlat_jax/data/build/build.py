@@ -27,6 +27,7 @@ from hlat_jax.data.build import inputs, shards
 from hlat_jax.data.build.shards import COUNTS
 from hlat_jax.data.formats.built import FORMAT, index_path
 from hlat_jax.data.formats.files import MANIFEST_NAME, SHARD_SUFFIX
+from hlat_jax.data.formats.paths import find_files
 from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.facts.byte_sizes import format_bytes
@@ -46,11 +47,8 @@ class BuildOptions:
     """How a dataset is built.
 
     Attributes:
-      text_field: JSONL key or column that holds the text.
       tokenizer: path of the tokenizer; "" stores text.
-      max_document_chars: as data.max_document_chars.
       shard_bytes: text after which a shard ends.
-      on_bad_record: "raise" or "skip".
       prepend_bos: whether documents of token ids begin with BOS.
       batch_size: rows of the runs; fewer plain-text files are cut at paragraphs, see inputs.open_inputs.
     """
@@ -108,15 +106,13 @@ def build(
     Args:
       words: files, folders and globs, as in data.train, also of .gz and .zst.
       out: a folder that is new, empty, or holds an unfinished build of the same inputs and options, which is resumed.
-      options: of the build.
       num_workers: threads that encode; does not change what is written.
-      status: the progress, which is kept up to date.
 
     Raises:
       ValueError: bad input (see sources), no documents, none with text, or something else in `out`.
       OSError: the disk is full or broken. Finished shards are kept.
     """
-    searched = inputs.find(words)
+    searched = find_files(words, key=inputs.KEY, in_order=True)
     for folder in searched.folders:
         if out.resolve().is_relative_to(folder.resolve()):
             raise ValueError(f"--out={out} is inside the input {folder}; choose a folder outside it.")

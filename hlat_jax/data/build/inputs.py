@@ -18,7 +18,6 @@ class Input:
     """One file, or the folder of a built dataset.
 
     Attributes:
-      file: for streaming.iter_documents.
       size: bytes on disk; for a dataset, bytes of text.
       fingerprint: 32 hex digits that change with the content, or when a local file is rewritten.
       is_cut: whether it is plain text that is cut into documents at paragraphs.
@@ -30,12 +29,7 @@ class Input:
     is_cut: bool = False
 
 
-def find(words: Sequence[str]) -> paths.FoundFiles:
-    """Returns the files that the arguments of a command name; raises as paths.find_files does."""
-    return paths.find_files(words, key=KEY, in_order=True)
-
-
-def open_inputs(found: paths.FoundFiles, *, batch_size: int = 1) -> list[Input]:
+def open_inputs(searched: paths.FoundFiles, *, batch_size: int = 1) -> list[Input]:
     """Returns the inputs in the order in which training would read them.
 
     Plain text, without inputs of another format, is cut at paragraphs if it is fewer files than `batch_size`.
@@ -44,8 +38,8 @@ def open_inputs(found: paths.FoundFiles, *, batch_size: int = 1) -> list[Input]:
       ValueError: a file that cannot be read; a dataset that is damaged, or holds token ids instead of text.
     """
     inputs: list[Input] = []
-    is_cut = len(found.files) < batch_size and {paths.file_format(file) for file in found.files} == {"text"}
-    for file in found.files:
+    is_cut = len(searched.files) < batch_size and {paths.file_format(file) for file in searched.files} == {"text"}
+    for file in searched.files:
         if file.is_built:
             manifest = built.read_manifest(file)
             if manifest.kind != "text":

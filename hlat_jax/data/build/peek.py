@@ -41,7 +41,7 @@ def peek(config: config_lib.Config, workdir: pathlib.Path, *, step: int, row: in
     batches = TrainBatches(data, tokenizer=tokenizer, rows=rows, index_folder=index if index.is_dir() else None)
     try:
         print(f"step {step} of {config.name}: {data.batch_size} rows of {data.seq_len} tokens, packing {data.packing}")
-        kept = positions.nearest(workdir, step - 1, data_identity=batches.definition.identity)
+        kept = positions.nearest_position(workdir, step - 1, data_identity=batches.definition.identity)
         at, begins = 0, f"the beginning (none is recorded in {workdir})"
         if kept is not None:
             at, position, path = kept

@@ -16,6 +16,7 @@ import sentencepiece
 
 from hlat_jax.config import count_text
 from hlat_jax.data.build import inputs
+from hlat_jax.data.formats.paths import find_files
 from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.store.atomic_files import write_whole
@@ -50,7 +51,7 @@ def train(
         )
     sample, status = Sample(sample_bytes), status or Status()
     num_documents = num_bad = 0
-    input_files = inputs.open_inputs(inputs.find(words))
+    input_files = inputs.open_inputs(find_files(words, key=inputs.KEY, in_order=True))
     total_bytes = max(sum(input_.size for input_ in input_files), 1)
     for input_ in input_files:
         for document in inputs.read(input_, text_field=text_field):

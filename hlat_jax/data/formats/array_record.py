@@ -10,7 +10,7 @@ import os
 from array_record.python import array_record_module
 
 from hlat_jax.data.formats import records
-from hlat_jax.data.formats.decoding import decoding
+from hlat_jax.data.formats.decoding import decode_errors
 from hlat_jax.data.formats.files import Snapshot
 
 
@@ -24,7 +24,7 @@ def open_reader(path: str | os.PathLike) -> array_record_module.ArrayRecordReade
 def array_record_documents(snapshot: Snapshot) -> records.FileDocuments:
     """Returns the texts of an ArrayRecord file by number."""
     file = snapshot.file
-    with decoding(file):
+    with decode_errors(file):
         reader = open_reader(file)
         num_records = reader.num_records()
     if not num_records:  # a truncated file reads as empty
@@ -34,7 +34,7 @@ def array_record_documents(snapshot: Snapshot) -> records.FileDocuments:
         nonlocal reader
         snapshot.check()
         try:
-            with decoding(file, part=f"row {index + 1}"):
+            with decode_errors(file, part=f"row {index + 1}"):
                 raw = reader.read([index])[0]
         except (ValueError, OSError):
             reader = open_reader(file)  # one that has failed stays so

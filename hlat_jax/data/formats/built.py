@@ -25,7 +25,7 @@ import numpy as np
 
 from hlat_jax.data.formats import records
 from hlat_jax.data.formats.array_record import open_reader
-from hlat_jax.data.formats.decoding import decoding
+from hlat_jax.data.formats.decoding import decode_errors
 from hlat_jax.data.formats.files import MANIFEST_NAME, SHARD_SUFFIX, DataFile, NotFound, Snapshot
 from hlat_jax.store.typed_json import Count, check_kind, check_name, read_json
 
@@ -69,7 +69,7 @@ def read_manifest(folder: str | os.PathLike) -> BuiltManifest:
     """Returns the manifest of a dataset."""
     path = _require_file(pathlib.Path(folder) / MANIFEST_NAME)
     try:
-        with decoding(path):
+        with decode_errors(path):
             fields = read_json(path)
         if fields.get("format", FORMAT) != FORMAT:
             raise ValueError(f"{path} has format {fields['format']}; this hlat_jax reads format {FORMAT}")
@@ -96,12 +96,7 @@ def _require_file(path: pathlib.Path) -> pathlib.Path:
 
 
 class _Built:
-    """The documents of a dataset by number, with a bounded number of open shards; thread-safe.
-
-    Attributes:
-      manifest: the manifest of the dataset.
-      snapshots: its shards.
-    """
+    """The documents of a dataset by number, with a bounded number of open shards; thread-safe."""
 
     def __init__(self, folder: pathlib.Path, manifest: BuiltManifest):
         self.manifest, self._folder = manifest, folder
@@ -134,7 +129,7 @@ class _Built:
         snapshot.check()
         raw = b""
         try:
-            with decoding(snapshot.file, part=f"record {record + 1}", remedy=_REMEDY):
+            with decode_errors(snapshot.file, part=f"record {record + 1}", remedy=_REMEDY):
                 raw = self._reader(shard).read([record])[0]
         finally:
             if not raw or len(raw) > _LARGE_RECORD_BYTES:
@@ -145,7 +140,7 @@ class _Built:
         """Raises ValueError unless the shards hold these numbers of records; a truncated shard reads as empty."""
         for shard, expected in enumerate(counts):
             file = self.snapshots[shard].file
-            with decoding(file, remedy=_REMEDY):
+            with decode_errors(file, remedy=_REMEDY):
                 num_records = self._reader(shard).num_records()
             if num_records != expected:
                 raise _damage(file, f"it holds {num_records} records instead of {expected}")
@@ -203,7 +198,7 @@ class BuiltTokens(_Built):
     def _index(self, shard: int, name: str) -> np.ndarray:
         path = _require_file(index_path(self.snapshots[shard].file))
         damage = (ValueError, KeyError, NotImplementedError, zipfile.BadZipFile, zlib.error)
-        with decoding(path, remedy=_REMEDY, errors=damage), np.load(path, allow_pickle=False) as arrays:
+        with decode_errors(path, remedy=_REMEDY, errors=damage), np.load(path, allow_pickle=False) as arrays:
             return arrays[name]
 
 

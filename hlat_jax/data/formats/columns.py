@@ -16,7 +16,7 @@ import pyarrow.ipc
 import pyarrow.parquet
 
 from hlat_jax.data.formats import records
-from hlat_jax.data.formats.decoding import decoding
+from hlat_jax.data.formats.decoding import decode_errors
 from hlat_jax.data.formats.files import DataFile, Snapshot
 from hlat_jax.data.formats.paths import build_command
 from hlat_jax.facts.byte_sizes import format_bytes
@@ -100,7 +100,7 @@ def column_documents(
     def read(index: int) -> str:
         part, number = records.find_part(starts, index)
         snapshot.check()
-        with decoding(snapshot.file, part=f"row {index + 1}"):
+        with decode_errors(snapshot.file, part=f"row {index + 1}"):
             return cell(load(part), number, field=field, where=snapshot.file.where, row=index + 1)
 
     return records.FileDocuments(snapshot, num_documents=int(starts[-1]), read=read)
@@ -120,7 +120,7 @@ def _open_parquet(
 def parquet_documents(snapshot: Snapshot, *, field: str, cache: ColumnCache) -> records.FileDocuments:
     """Returns the texts of a Parquet file by number."""
     file, rows = snapshot.file, []
-    with decoding(file), _open_parquet(file) as opened:
+    with decode_errors(file), _open_parquet(file) as opened:
         check_text_column(opened.schema_arrow, field, where=file.where)
         metadata = opened.metadata
         for number in range(metadata.num_row_groups):
@@ -151,7 +151,7 @@ def iter_parquet(file: DataFile, field: str) -> Iterator[pyarrow.Array]:
 def arrow_documents(snapshot: Snapshot, *, field: str) -> records.FileDocuments:
     """Returns the texts of an Arrow IPC file or stream by number; uncompressed ones take no memory."""
     file, batches, decoded_bytes = snapshot.file, [], 0
-    with decoding(file), pyarrow.memory_map(os.fsencode(file)) as mapped:
+    with decode_errors(file), pyarrow.memory_map(os.fsencode(file)) as mapped:
         whole = mapped.read_buffer()  # stays mapped after the file is closed
         for batch in _arrow_batches(pyarrow.BufferReader(whole), field, where=file.where):
             batches.append(batch)

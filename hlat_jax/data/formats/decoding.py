@@ -14,7 +14,7 @@ _ERRORS = (OSError, EOFError, RuntimeError, IndexError, UnicodeDecodeError, pyar
 
 
 @contextlib.contextmanager
-def decoding(
+def decode_errors(
     file: DataFile | os.PathLike,
     *,
     part: str = "",

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 
 from hlat_jax.data.formats import records
-from hlat_jax.data.formats.decoding import decoding
+from hlat_jax.data.formats.decoding import decode_errors
 from hlat_jax.data.formats.files import Snapshot, new_content_hash
 from hlat_jax.store.atomic_files import write_whole
 
@@ -66,7 +66,7 @@ def line_index(snapshot: Snapshot, *, folder: pathlib.Path | None = None) -> Lin
 def _new_index(snapshot: Snapshot) -> LineIndex:
     numbers, digest, row = array.array("q"), new_content_hash(), 0
     start, end, is_blank = 0, 0, True
-    with decoding(snapshot.file), snapshot.file.open() as file:
+    with decode_errors(snapshot.file), snapshot.file.open() as file:
         while True:
             piece = file.readline(_PIECE_BYTES)
             digest.update(piece)

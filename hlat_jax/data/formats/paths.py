@@ -55,9 +55,7 @@ class FoundFiles:
     """The result of find_files.
 
     Attributes:
-      files: the files in order.
       ignored: files in folders with an unknown suffix, except names that begin with "." or "_".
-      folders: local folders that were searched.
     """
 
     files: list[DataFile]

@@ -18,12 +18,7 @@ _BLANK_LINES, _LINE_ENDS = re.compile(rb"\r?\n[ \t\r]*\n\s*"), re.compile(rb"\r?
 
 
 class TextDocuments:
-    """Plain-text files as a sequence of documents: a file each, or whole paragraphs without the blank lines between.
-
-    Attributes:
-      snapshots: the files.
-      is_cut: whether they are cut at paragraphs.
-    """
+    """Plain-text files as a sequence of documents: a file each, or whole paragraphs without the blank lines between."""
 
     def __init__(self, files: Sequence[DataFile], *, cut: bool):
         self.snapshots, self.is_cut = tuple(Snapshot(file) for file in files), cut

@@ -47,11 +47,7 @@ def find_part(starts: np.ndarray, index: int) -> tuple[int, int]:
 
 
 class FileDocuments:
-    """The texts of a file by number.
-
-    Attributes:
-      snapshots: the file, once.
-    """
+    """The texts of a file by number."""
 
     def __init__(
         self,

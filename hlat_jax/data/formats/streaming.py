@@ -17,7 +17,7 @@ from hlat_jax.data.formats import records
 from hlat_jax.data.formats.array_record import array_record_documents
 from hlat_jax.data.formats.built import BuiltTexts, open_built
 from hlat_jax.data.formats.columns import cell, iter_arrow, iter_parquet
-from hlat_jax.data.formats.decoding import decoding
+from hlat_jax.data.formats.decoding import decode_errors
 from hlat_jax.data.formats.files import DataFile, Snapshot
 from hlat_jax.data.formats.paths import STREAMED_SUFFIXES, file_format
 from hlat_jax.data.formats.plain_text import paragraph_parts
@@ -62,7 +62,7 @@ def _or_bad(read: Callable[[], str]) -> str | records.BadRecord:
 @contextlib.contextmanager
 def _open(file: DataFile) -> Iterator[BinaryIO]:
     """Yields a file opened for sequential reading, decompressed."""
-    with decoding(file), contextlib.ExitStack() as stack:
+    with decode_errors(file), contextlib.ExitStack() as stack:
         raw = stack.enter_context(file.open())
         if file.suffix in STREAMED_SUFFIXES:
             raw = stack.enter_context(pyarrow.CompressedInputStream(raw, _CODECS[file.suffix]))
@@ -101,7 +101,7 @@ def _text(file: DataFile, *, cut: bool) -> Iterator[Item]:
 
 def _cells(parts: Iterator[pyarrow.Array], *, file: DataFile, field: str) -> Iterator[Item]:
     row = 0
-    with decoding(file):
+    with decode_errors(file):
         for part in parts:
             for index in range(len(part)):
                 row += 1
