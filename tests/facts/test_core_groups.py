@@ -1,5 +1,7 @@
 """Groups of cores that Neuron lists: the table against the pages, placements, layouts, the search and `--cores`."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from planned import num_devices, small_config
@@ -95,8 +97,13 @@ def test_the_groups_that_are_checked_are_those_that_a_run_sends():
     for changes in (
         {"pipe": 2, "data": 2, "fsdp": 2, "tensor": 8, "sequence_parallel": True},
         {"data": 2, "tensor": 8, "zero1": True, "reduce_gradients": "layer"},
+        {"data": 2, "fsdp": 2, "tensor": 8, "model": {"qkv_bias": True}},
+        {"pipe": 2, "data": 2, "tensor": 8, "model": {"qk_norm": True}},
     ):
+        changes, model = dict(changes), changes.get("model", {})
+        changes.pop("model", None)
         config = small_config(rows=8, m=2, **changes)
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, **model))
         layout = planned_layout(config, num_devices(config), platform="neuron")
         program = make_program(config, layout)
         traced = [program.trace_step(), program.norms.trace(program.abstract_state)]

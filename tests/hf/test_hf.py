@@ -23,10 +23,13 @@ from safetensors.torch import load_file, save_file
 from tokenizer_files import train_model
 
 import hlat_jax.hf
+from hlat_jax.cli import config_files
 from hlat_jax.hf import __main__ as hf
 from hlat_jax.hf import exporting, verifying
 from hlat_jax.model import apply
 from hlat_jax.ops.registry import OPS
+from hlat_jax.resolve import resolve
+from hlat_jax.run import costs
 from hlat_jax.weights import hf_config as config_json
 from hlat_jax.weights import hf_names
 from hlat_jax.weights.hf_files import ids_that_end_a_text, tokenizer_file
@@ -301,6 +304,27 @@ def test_published_config_files_are_understood_or_refused():
     for name, message in REFUSED.items():
         with pytest.raises(ValueError, match=message):
             config_json.model_config(SAVED[name], where=name)
+
+
+# Shipped config -> the model whose sizes it has, and its number of parameters as transformers counts it.
+SHIPPED = {
+    "llama3_1b": "Llama-3.2-1B",
+    "llama3_8b": "Llama-3-8B",
+    "qwen3_0_6b": "Qwen3-0.6B",
+    "qwen3_8b": "Qwen3-8B",
+    "mistral_7b": "Mistral-7B-v0.1",
+}
+
+
+def test_shipped_configs_have_the_models_of_published_config_files():
+    for shipped, name in SHIPPED.items():
+        ours = resolve(config_files.load(shipped)).model
+        assert config_json.architecture(ours) == config_json.architecture(
+            config_json.model_config(SAVED[name], where="")
+        )
+        with torch.device("meta"):
+            theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**SAVED[name]))
+        assert costs.num_params(ours) == sum(parameter.numel() for parameter in theirs.parameters())
 
 
 @pytest.mark.quick_cases("Qwen3-0.6B")
