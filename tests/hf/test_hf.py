@@ -450,12 +450,17 @@ def changed(name, change):
     return lambda found: found.update({name: change(found[name]).contiguous()})
 
 
+def added(name, *shape):
+    return lambda found: found.update({name: torch.zeros(shape)})
+
+
 Q0 = "model.layers.0.self_attn.q_proj.weight"
 
 
 MISMATCHED = [
     (without("lm_head.weight"), r"lm_head.weight is missing, config.json makes it \[384, 96\]"),
     (renamed(Q0, "model.layers.0.self_attn.q_proj.bias"), rf"(?s)2 tensors .*{Q0} is missing, .*bias is \[96, 96\]"),
+    (added(Q0.replace("weight", "bias"), 96), r"q_proj.bias is \[96\], config.json makes it missing"),
     (changed(Q0, lambda q: q[:48]), rf"{Q0} is \[48, 96\], config.json makes it \[96, 96\]"),
     (changed("model.norm.weight", torch.Tensor.bfloat16), r"mixes dtypes: 1 BF16 .*20 F32 .*--dtype=float32"),
     (changed(Q0, torch.Tensor.double), rf"{Q0} is F64; supported are F32, F16, BF16"),
