@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from typing import Any, get_type_hints
 
 from hlat_jax.facts.byte_sizes import parse_bytes
 from hlat_jax.facts.names import nearest
+from hlat_jax.facts.number_ranges import parse_ranges
 from hlat_jax.facts.policies import POLICY_FACTS
 
 REMAT_BUDGET = "budget:"
@@ -41,26 +41,6 @@ def check_bounds(section: str, values: Any) -> None:
             raise ValueError(f"{path}={value} must be {'finite' if value == math.inf else f'at least {least}'}.")
         if most is not None and value > most:  # far beyond any model: a mistake, or made to exhaust a machine
             raise ValueError(f"{path}={value} must be at most {most}.")
-
-
-def parse_ranges(path: str, text: str, *, example: str) -> tuple[range, ...]:
-    """Returns the numbers, from 1, of a value FIRST:LAST,FIRST:LAST as ascending ranges with gaps; "" has none.
-
-    Raises:
-      ValueError: another form, or ranges that are out of order or overlap; the message has `path` and `example`.
-    """
-    found: list[range] = []
-    for part in text.split(",") if text else ():
-        match = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", part)
-        first, last = map(int, match.groups()) if match else (0, 0)
-        if not max(found[-1].stop if found else 1, 1) <= first <= last:
-            raise ValueError(
-                f"{path}={text!r}: {part!r} must be FIRST:LAST, such as {example}, with 1 <= FIRST <= LAST, and after "
-                "the range before it."
-            )
-        joined = bool(found) and found[-1].stop == first
-        found[-1 if joined else len(found) :] = [range(found[-1].start if joined else first, last + 1)]
-    return tuple(found)
 
 
 def _key(default: Any, doc: str, *, choices: tuple = (), least: float | None = None, most: int | None = None) -> Any:

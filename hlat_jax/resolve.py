@@ -21,8 +21,8 @@ from hlat_jax.config import (
     check_section,
     convert_value,
     field_of,
-    parse_ranges,
 )
+from hlat_jax.facts.number_ranges import parse_ranges
 from hlat_jax.facts.policies import POLICY_FACTS
 
 
