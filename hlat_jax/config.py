@@ -12,6 +12,7 @@ from typing import Any, get_type_hints
 
 from hlat_jax.facts.byte_sizes import parse_bytes
 from hlat_jax.facts.names import nearest
+from hlat_jax.facts.number_ranges import parse_ranges
 from hlat_jax.facts.policies import POLICY_FACTS
 
 REMAT_BUDGET = "budget:"
@@ -46,6 +47,13 @@ def _key(default: Any, doc: str, *, choices: tuple = (), least: float | None = N
     return dataclasses.field(default=default, metadata={"doc": doc, "choices": choices, "least": least, "most": most})
 
 
+# The keys that each scaling of the rotary frequencies reads.
+ROPE_SCALING = {
+    "none": (),
+    "linear": ("rope_factor",),
+    "llama3": ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_positions"),
+    "yarn": ("rope_factor", "rope_original_positions", "rope_beta_fast", "rope_beta_slow", "rope_attention_factor"),
+}
 _FUSIBLE = ("auto", "reference", "recomputed")
 _CROSS_ENTROPY = ("auto", "dense", "chunked", "reference")
 _ATTENTION = ("auto", "einsum", "blocked", "chunked", "cudnn", "triton", "nki")
@@ -65,11 +73,24 @@ class ModelConfig:
     max_positions: int = _key(4096, "Longest sequence that the model supports, in tokens.", least=1, most=1 << 30)
     norm_eps: float = _key(1e-5, "Added to the mean square inside RMSNorm.", least=0)
     rope_theta: float = _key(10000.0, "Base of the rotary frequencies.")
-    rope_scaling: str = _key("none", "Scaling of the rotary frequencies.", choices=("none", "llama3"))
-    rope_factor: float = _key(8.0, "llama3 scaling: divisor of the low frequencies.")
+    rope_scaling: str = _key("none", "Scaling of the rotary frequencies.", choices=tuple(ROPE_SCALING))
+    rope_factor: float = _key(8.0, "Scaling: divisor of the low frequencies, or of all if it is linear.")
     rope_low_freq_factor: float = _key(1.0, "llama3 scaling: full above wavelengths of original positions / this.")
     rope_high_freq_factor: float = _key(4.0, "llama3 scaling: none below wavelengths of original positions / this.")
-    rope_original_positions: int = _key(8192, "llama3 scaling: positions before scaling.", least=1)
+    rope_original_positions: int = _key(8192, "llama3 and yarn scaling: positions before scaling.", least=1)
+    rope_beta_fast: float = _key(32.0, "yarn scaling: none of pairs with more rotations in the original positions.")
+    rope_beta_slow: float = _key(1.0, "yarn scaling: full of pairs with fewer rotations in the original positions.")
+    rope_attention_factor: float = _key(
+        0.0, "yarn scaling: factor of rotated queries and keys; 0: 0.1 ln(rope_factor) + 1.", least=0
+    )
+    qkv_bias: bool = _key(False, "Queries, keys and values have biases (Qwen 2).")
+    qk_norm: bool = _key(False, "RMSNorm on every head of queries and keys, before the rotation (Qwen 3).")
+    sliding_window: int = _key(
+        0, "Keys that a query attends to, the last of them its own (Mistral); 0: all.", least=0, most=1 << 30
+    )
+    sliding_window_layers: str = _key(
+        "", "Layers with the sliding window, FIRST:LAST,FIRST:LAST, counted from 1; empty: all."
+    )
     tie_embeddings: bool = _key(False, "The output head shares the embedding table.")
     fuse_qkv: bool = _key(True, "One QKV projection (HLAT-7B); False: Q and KV are separate (HLAT-70B).")
     init_std: float = _key(0.02, "Standard deviation of initial weights.", least=0)
@@ -95,7 +116,7 @@ class ModelConfig:
         """Raises ValueError for a model that cannot be built; called by `resolve` and by `Decoder`."""
         for field in dataclasses.fields(self):
             check_choice(f"model.{field.name}", field, getattr(self, field.name))
-        for name in ("rope_theta", "rope_factor", "rope_low_freq_factor"):
+        for name in ("rope_theta", "rope_factor", "rope_low_freq_factor", "rope_beta_slow"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"model.{name}={getattr(self, name)} must be above 0.")
         check_bounds("model", self)
@@ -107,10 +128,20 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(f"model.head_dim={self.head_dim} must be even: rotary embeddings rotate pairs.")
-        if self.rope_high_freq_factor <= self.rope_low_freq_factor:
+        for upper, lower in (("rope_high_freq_factor", "rope_low_freq_factor"), ("rope_beta_fast", "rope_beta_slow")):
+            if getattr(self, upper) <= getattr(self, lower):
+                raise ValueError(
+                    f"model.{upper}={getattr(self, upper)} must exceed model.{lower}={getattr(self, lower)}."
+                )
+        if self.sliding_window_layers and not self.sliding_window:
             raise ValueError(
-                f"model.rope_high_freq_factor={self.rope_high_freq_factor} must exceed "
-                f"model.rope_low_freq_factor={self.rope_low_freq_factor}."
+                f"model.sliding_window_layers={self.sliding_window_layers!r} has no effect without "
+                "model.sliding_window: set that, or unset this key."
+            )
+        if self._window_ranges() and self._window_ranges()[-1].stop > self.num_layers + 1:
+            raise ValueError(
+                f"model.sliding_window_layers={self.sliding_window_layers!r} goes beyond model.num_layers="
+                f"{self.num_layers}; end it there."
             )
         choices = ("auto", "none", "full", "selective", "products")
         if self.remat.startswith(REMAT_BUDGET):
@@ -120,6 +151,16 @@ class ModelConfig:
                 f"model.remat={self.remat!r} must be {', '.join(choices)}, names:A,B,..., saved:A,B,..., "
                 "policy:dots_saveable or the like, or budget:12GiB."
             )
+
+    def windows(self, num_keys: int) -> tuple[int, ...]:
+        """Returns for each layer how many of `num_keys` keys a query attends to at most."""
+        window = min(self.sliding_window or num_keys, num_keys)
+        numbers = range(1, self.num_layers + 1)
+        ranges = self._window_ranges() or (numbers,)
+        return tuple(window if any(number in part for part in ranges) else num_keys for number in numbers)
+
+    def _window_ranges(self) -> tuple[range, ...]:
+        return parse_ranges("model.sliding_window_layers", self.sliding_window_layers, example="29:36 for 8 layers")
 
 
 # What `auto` is: on the platform that is named, and on all others. On Neuron layers are unrolled, as in AXLearn: the
@@ -185,7 +226,9 @@ class OptimizerConfig:
     beta2: float = _key(0.95, "Decay of the second moment.")
     eps: float = _key(1e-8, "Added to the root of the second moment.", least=0)
     weight_decay: float = _key(0.1, "Decoupled weight decay, multiplied by the learning rate.", least=0)
-    decay: str = _key("all", "Parameters that decay: all (HLAT) or matrices (no norms).", choices=("all", "matrices"))
+    decay: str = _key(
+        "all", "Parameters that decay: all (HLAT) or matrices, without norms and biases.", choices=("all", "matrices")
+    )
     clip_norm: float = _key(1.0, "Maximum global gradient norm; 0: no clipping.", least=0)
 
 

@@ -29,7 +29,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from hlat_jax import stack
-from hlat_jax.config import ModelConfig, select
+from hlat_jax.config import ROPE_SCALING, ModelConfig, select
 from hlat_jax.facts.names import nearest
 from hlat_jax.ops import attention as attention_op
 from hlat_jax.ops import cross_entropy as cross_entropy_op
@@ -37,9 +37,9 @@ from hlat_jax.ops.embedding import lookup
 from hlat_jax.ops.linear import column_parallel, column_parallel_products, materialize, row_parallel
 from hlat_jax.ops.norm import rms_norm
 from hlat_jax.ops.registry import OPS
-from hlat_jax.ops.rope import Llama3Scaling, apply_rope, rope_frequencies, rope_tables
+from hlat_jax.ops.rope import SCALINGS, Scaling, apply_rope, rope_frequencies, rope_tables
 from hlat_jax.ops.swiglu import swiglu
-from hlat_jax.parallel.collectives import SINGLE_DEVICE, ParallelContext
+from hlat_jax.parallel.collectives import SINGLE_DEVICE, ParallelContext, axis_index
 from hlat_jax.parallel.sharding import PARAM_RULES, spec
 
 # The names of axes of parameters; `parallel.sharding.PARAM_RULES` maps them to the mesh of a run.
@@ -47,9 +47,9 @@ LOGICAL_AXES = tuple(PARAM_RULES)
 Ids = jax.Array | np.ndarray  # int32
 # x_BTNH -> queries or keys rotated to the positions of their tokens.
 Rotate = Callable[[jax.Array], jax.Array]
-# (q_BTNH, k_BTKH, v_BTKH) -> (attention [B, T, N, H], aux). The hook of generation: `cache` attends to cached keys and
-# values too, and returns the new ones as aux.
-Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+# (q_BTNH, k_BTKH, v_BTKH, *, window) -> (attention [B, T, N, H], aux), with the window of `attention_op.attention`. The
+# hook of generation: `cache` attends to cached keys and values too, and returns the new ones as aux.
+Attend = Callable[..., tuple[jax.Array, Any]]
 # (q_BTNH, k_BSKH, v_BSKH, segment_ids_BT or None) -> [B, T, N, H]: a caller's own attention, see `Decoder.__call__`.
 AttentionFn = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None], jax.Array]
 
@@ -99,8 +99,8 @@ class Decoder(nnx.Module):
 
         Raises:
           ValueError: T above cfg.max_positions; an id outside the vocabulary, if `tokens_BT` is not traced; an
-            implementation is named that does not run on the default backend; or `attention` returns another shape or
-            dtype.
+            implementation is named that does not run on the default backend; `attention` returns another shape or
+            dtype, or is given for a model with a sliding window.
         """
         from hlat_jax.ops.nki.chips import exclusions
 
@@ -168,24 +168,47 @@ class Decoder(nnx.Module):
         apply_layer, stacked = self.split_layers(positions_BT, ctx=ctx)
         attend = causal_attention(self.cfg, segment_ids_BT)
         if attention is not None:
+            if self.cfg.sliding_window:
+                raise ValueError(
+                    f"attention= with model.sliding_window={self.cfg.sliding_window}, which it is not given: mask by "
+                    "the window in that function, and set sliding_window=0 in the ModelConfig."
+                )
             attend = _foreign_attention(attention, segment_ids_BT)
 
-        def layer(params: Any, x_BTD: jax.Array) -> jax.Array:
-            return apply_layer(params, x_BTD, attend)[0]
+        def layer(of_layer: Any, x_BTD: jax.Array) -> jax.Array:
+            return apply_layer(of_layer, x_BTD, attend)[0]
 
         cfg = self.cfg
         return stack.run_layers(layer, stacked, x_BTD, loop=cfg.layer_loop, remat=cfg.remat, checkpoint=checkpoint)
 
-    def split_layers(self, positions_BT: jax.Array, *, ctx: ParallelContext) -> tuple[Callable[..., Any], Any]:
-        """Returns the function (params of one layer, x_BTD, Attend) -> (x_BTD, aux), and the stacked params."""
-        cos, sin = rope_tables(positions_BT, frequencies=_frequencies(self.cfg))
-        rotate = functools.partial(apply_rope, cos=cos, sin=sin, implementation=self.cfg.rope)
-        graphdef, stacked = nnx.split(self.layers)
+    def split_layers(
+        self, positions_BT: jax.Array, *, num_keys: int | None = None, ctx: ParallelContext
+    ) -> tuple[Callable[..., Any], Any]:
+        """Returns the function (of one layer, x_BTD, Attend) -> (x_BTD, aux), and what it takes of all layers, stacked.
 
-        def apply_layer(params: Any, x_BTD: jax.Array, attend: Attend) -> tuple[jax.Array, Any]:
+        Args:
+          positions_BT: of the queries.
+          num_keys: keys that a query may attend to, its own included; T by default.
+          ctx: as of `hidden_states`.
+        """
+        cfg, scaling = self.cfg, _scaling(self.cfg)
+        frequencies = rope_frequencies(cfg.head_dim, theta=cfg.rope_theta, scaling=scaling)
+        cos, sin = rope_tables(positions_BT, frequencies=frequencies, scaling=scaling)
+        rotate = functools.partial(apply_rope, cos=cos, sin=sin, implementation=cfg.rope)
+        graphdef, stacked = nnx.split(self.layers)
+        num_keys = num_keys or positions_BT.shape[1]
+        common, windows_L = attention_op.common_window(cfg.windows(num_keys), num_keys), None
+        if common == attention_op.BY_LAYER:
+            num_layers = jax.tree.leaves(stacked)[0].shape[0]  # of this stage
+            windows_L = jnp.asarray(cfg.windows(num_keys), jnp.int32)
+            windows_L = jax.lax.dynamic_slice_in_dim(windows_L, axis_index(ctx.pipe) * num_layers, num_layers)
+
+        def apply_layer(of_layer: Any, x_BTD: jax.Array, attend: Attend) -> tuple[jax.Array, Any]:
+            params, window = of_layer
+            attend = functools.partial(attend, window=common if window is None else window)
             return nnx.merge(graphdef, params)(x_BTD, rotate, attend, ctx)
 
-        return apply_layer, stacked
+        return apply_layer, (stacked, windows_L)
 
     def apply_final_norm(self, x_BTD: jax.Array) -> jax.Array:
         """Returns the input of the head."""
@@ -227,11 +250,12 @@ class DecoderLayer(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Multi-head or grouped-query attention with rotary positions and no biases.
+    """Multi-head or grouped-query attention with rotary positions.
 
     One QKV matrix [D, K, G + 2, H] holds, for each kv head, its G query heads, then its key, then its value, so that
     a tensor-parallel split over K keeps every group whole. With `fuse_qkv=False`, Q [D, K, G, H] stands apart from
-    KV [D, 2, K, H]. Query head n is (n // G, n % G), the order of Hugging Face.
+    KV [D, 2, K, H]. Query head n is (n // G, n % G), the order of Hugging Face. Biases have the shapes of the matrices
+    without D.
     """
 
     def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
@@ -243,26 +267,40 @@ class Attention(nnx.Module):
         else:
             self.q = _normal(rngs, (d, k, g, h), cfg.init_std, axes=("embed", "kv_heads", "q_per_kv", "head_dim"))
             self.kv = _normal(rngs, (d, 2, k, h), cfg.init_std, axes=("kv_embed", "qkv", "kv_heads", "head_dim"))
+        if cfg.qkv_bias and cfg.fuse_qkv:
+            self.qkv_bias = _param(jnp.zeros((k, g + 2, h)), axes=("kv_heads", "qkv", "head_dim"))
+        elif cfg.qkv_bias:
+            self.q_bias = _param(jnp.zeros((k, g, h)), axes=("kv_heads", "q_per_kv", "head_dim"))
+            self.kv_bias = _param(jnp.zeros((2, k, h)), axes=("qkv", "kv_heads", "head_dim"))
+        if cfg.qk_norm:
+            self.q_norm, self.k_norm = RMSNorm(cfg, of_heads=True), RMSNorm(cfg, of_heads=True)
         self.out = _normal(rngs, (cfg.num_heads, h, d), _output_std(cfg), axes=("heads", "head_dim", "embed"))
 
     def __call__(self, x_BTD: jax.Array, rotate: Rotate, attend: Attend, ctx: ParallelContext) -> tuple[jax.Array, Any]:
         """Returns what the block adds [B, T, D], and the auxiliary result of `attend`."""
         q_BTNH, k_BTKH, v_BTKH = self.project(x_BTD, ctx)
-        q_BTNH, k_BTKH = checkpoint_name(rotate(q_BTNH), "q"), checkpoint_name(rotate(k_BTKH), "k")
+        if self.cfg.qk_norm:  # named before the norm: the backward pass needs it, and the rest costs no product
+            q_BTNH, k_BTKH = checkpoint_name(q_BTNH, "q"), checkpoint_name(k_BTKH, "k")
+            q_BTNH, k_BTKH = rotate(self.q_norm(q_BTNH)), rotate(self.k_norm(k_BTKH))
+        else:
+            q_BTNH, k_BTKH = checkpoint_name(rotate(q_BTNH), "q"), checkpoint_name(rotate(k_BTKH), "k")
         attended_BTNH, aux = attend(q_BTNH, k_BTKH, checkpoint_name(v_BTKH, "v"))
         attended_BTNH = checkpoint_name(attended_BTNH, "attn_out")
         return row_parallel("BTNH,NHD->BTD", attended_BTNH, self.out, ctx), aux
 
     def project(self, x_BTD: jax.Array, ctx: ParallelContext) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns this device's queries [B, T, N, H], keys and values [B, T, K, H], before rotation."""
+        """Returns this device's queries [B, T, N, H], keys and values [B, T, K, H], before norms and rotation."""
         cfg = self.cfg
         if cfg.fuse_qkv:
             qkv_BTKXH = column_parallel("BTD,DKXH->BTKXH", x_BTD, self.qkv, ctx)
+            qkv_BTKXH = qkv_BTKXH + self.qkv_bias[...] if cfg.qkv_bias else qkv_BTKXH
             q_BTKGH, k_BTK1H, v_BTK1H = jax.lax.split(qkv_BTKXH, (cfg.num_heads // cfg.num_kv_heads, 1, 1), axis=3)
             k_BTKH, v_BTKH = k_BTK1H[:, :, :, 0], v_BTK1H[:, :, :, 0]
         else:
             equations = "BTD,DKGH->BTKGH", "BTD,DCKH->BTCKH"
             q_BTKGH, kv_BTCKH = column_parallel_products(equations, x_BTD, (self.q, self.kv), ctx=ctx)
+            if cfg.qkv_bias:
+                q_BTKGH, kv_BTCKH = q_BTKGH + self.q_bias[...], kv_BTCKH + self.kv_bias[...]
             k_BTKH, v_BTKH = kv_BTCKH[:, :, 0], kv_BTCKH[:, :, 1]
         return q_BTKGH.reshape(*q_BTKGH.shape[:2], -1, cfg.head_dim), k_BTKH, v_BTKH
 
@@ -285,11 +323,12 @@ class MLP(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """`x / rms(x) * scale` with fp32 statistics."""
+    """`x / rms(x) * scale` with fp32 statistics, over the residual stream or over each head."""
 
-    def __init__(self, cfg: ModelConfig):
+    def __init__(self, cfg: ModelConfig, *, of_heads: bool = False):
         self.eps, self.implementation = cfg.norm_eps, cfg.rms_norm
-        self.scale = _param(jnp.ones((cfg.embed_dim,)), axes=("norm",))
+        width, axis = (cfg.head_dim, "head_dim") if of_heads else (cfg.embed_dim, "norm")
+        self.scale = _param(jnp.ones((width,)), axes=(axis,))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return rms_norm(x, scale=self.scale[...], eps=self.eps, implementation=self.implementation)
@@ -311,11 +350,9 @@ def _with_auto_axes(fn: Callable[..., jax.Array], decoder: Decoder, fields: dict
 def causal_attention(cfg: ModelConfig, segment_ids_BT: jax.Array | None) -> Attend:
     """Returns attention of each token to itself and the earlier ones of its segment, with aux None."""
 
-    def attend(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> tuple[jax.Array, None]:
-        attended_BTNH = attention_op.attention(
-            q_BTNH, k_BSKH=k_BTKH, v_BSKH=v_BTKH, segment_ids_BT=segment_ids_BT, implementation=cfg.attention
-        )
-        return attended_BTNH, None
+    def attend(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, *, window: Any) -> tuple[jax.Array, None]:
+        options = {"segment_ids_BT": segment_ids_BT, "implementation": cfg.attention, "window": window}
+        return attention_op.attention(q_BTNH, k_BSKH=k_BTKH, v_BSKH=v_BTKH, **options), None
 
     return attend
 
@@ -323,7 +360,7 @@ def causal_attention(cfg: ModelConfig, segment_ids_BT: jax.Array | None) -> Atte
 def _foreign_attention(attention: AttentionFn, segment_ids_BT: jax.Array | None) -> Attend:
     """Returns a caller's attention, with aux None. It raises ValueError where the result is not like the queries."""
 
-    def attend(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> tuple[jax.Array, None]:
+    def attend(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, *, window: None) -> tuple[jax.Array, None]:
         attended_BTNH = attention(q_BTNH, k_BTKH, v_BTKH, segment_ids_BT)
         wanted, returned = (f"{x.dtype.name}{list(x.shape)}" for x in (q_BTNH, attended_BTNH))
         if wanted != returned:
@@ -489,7 +526,6 @@ def _output_std(cfg: ModelConfig) -> float:
     return cfg.init_std / math.sqrt(2 * cfg.num_layers) if cfg.depth_scaled_init else cfg.init_std
 
 
-def _frequencies(cfg: ModelConfig) -> np.ndarray:
-    values = (cfg.rope_factor, cfg.rope_low_freq_factor, cfg.rope_high_freq_factor, cfg.rope_original_positions)
-    scaling = Llama3Scaling(*values) if cfg.rope_scaling == "llama3" else None
-    return rope_frequencies(cfg.head_dim, theta=cfg.rope_theta, scaling=scaling)
+def _scaling(cfg: ModelConfig) -> Scaling | None:
+    values = {key.removeprefix("rope_"): getattr(cfg, key) for key in ROPE_SCALING[cfg.rope_scaling]}
+    return SCALINGS[cfg.rope_scaling](**values) if values else None

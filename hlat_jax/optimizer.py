@@ -159,12 +159,12 @@ def decay_mask(params: Any, decay: str) -> Any:
     """Returns a tree of bools: to which parameters weight decay applies.
 
     Args:
-      params: parameters or their shapes; the key of a norm's scale ends in `norm`.
-      decay: 'all', as in HLAT, or 'matrices', which excludes the norms' scales.
+      params: parameters or their shapes; the key of a norm's scale ends in `norm`, that of a bias in `bias`.
+      decay: 'all', as in HLAT, or 'matrices', which excludes the norms' scales and biases.
     """
 
     def decays(path, _):
-        return decay == "all" or not any(str(key.key).endswith("norm") for key in path)
+        return decay == "all" or not any(str(key.key).endswith(("norm", "bias")) for key in path)
 
     return jax.tree_util.tree_map_with_path(decays, params)
 

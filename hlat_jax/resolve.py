@@ -22,6 +22,7 @@ from hlat_jax.config import (
     convert_value,
     field_of,
 )
+from hlat_jax.facts.number_ranges import parse_ranges
 from hlat_jax.facts.policies import POLICY_FACTS
 
 
@@ -100,8 +101,16 @@ def check_parallel(parallel: ParallelConfig, model: ModelConfig) -> None:
 def export_problem(model: ModelConfig) -> str:
     """Returns why transformers does not load an export of a model, and what it would load; "" if it does.
 
-    Source: transformers 5, configuration_llama.py: `validate_architecture`, and the interval of `initializer_range`.
+    Source: transformers 5, the configurations and models of llama, mistral, qwen2 and qwen3.
     """
+    if model.qkv_bias and model.qk_norm:
+        return "transformers has no model with model.qkv_bias and model.qk_norm; it loads one of them"
+    if model.qkv_bias or model.qk_norm:  # a Qwen
+        return ""
+    if model.sliding_window_layers:
+        return "transformers has model.sliding_window_layers only with model.qk_norm or model.qkv_bias"
+    if model.sliding_window:  # a Mistral
+        return ""
     width, heads = model.embed_dim, model.num_heads
     if width % heads:
         below = next(count for count in range(heads, 0, -1) if width % count == 0)
@@ -164,23 +173,8 @@ def profiled_steps(train: TrainConfig) -> range:
 
 
 def skipped_batches(skip_steps: str) -> tuple[range, ...]:
-    """Returns the numbers of the batches that a `train.skip_steps` leaves out, from 1, as ascending ranges with gaps.
-
-    Raises:
-      ValueError: another form, or ranges that are out of order or overlap.
-    """
-    ranges: list[range] = []
-    for part in skip_steps.split(",") if skip_steps else ():
-        match = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", part)
-        first, last = map(int, match.groups()) if match else (0, 0)
-        if not max(ranges[-1].stop if ranges else 1, 1) <= first <= last:
-            raise ValueError(
-                f"train.skip_steps={skip_steps!r}: {part!r} must be FIRST:LAST, such as 1200:1400 for 201 batches, "
-                "with 1 <= FIRST <= LAST, and after the range before it; empty: none."
-            )
-        joined = bool(ranges) and ranges[-1].stop == first
-        ranges[-1 if joined else len(ranges) :] = [range(ranges[-1].start if joined else first, last + 1)]
-    return tuple(ranges)
+    """Returns the numbers of the batches that a `train.skip_steps` leaves out, as `parse_ranges`."""
+    return parse_ranges("train.skip_steps", skip_steps, example="1200:1400 for 201 batches")
 
 
 def batch_of_step(step: int, skipped: Sequence[range]) -> int:

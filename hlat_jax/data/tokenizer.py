@@ -154,7 +154,7 @@ def resolve_with_tokenizer(mutable: Any, *, workdir: pathlib.Path | None = None)
         mutable.model.vocab_size = Tokenizer(mutable.data.tokenizer).vocab_size
     config = resolve(mutable)
     if problem := export_problem(config.model):
-        print(f"warning: this model can be trained, but not exported as a Llama: {problem}.", file=sys.stderr)
+        print(f"warning: this model can be trained, but not exported: {problem}.", file=sys.stderr)
     return config
 
 

@@ -35,26 +35,31 @@ def apply_layers_with_cache(
     positions_BT: jax.Array,
     *,
     cache: KVCache | None = None,
-    visible_BS: jax.Array | None = None,
+    distance_BS: jax.Array | None = None,
     ctx: ParallelContext = SINGLE_DEVICE,
 ) -> tuple[jax.Array, KVCache]:
     """Returns `Decoder.apply_layers`, and the keys and values [L, B, T, K, H] of these tokens.
 
-    With a cache, T is 1 and the token attends to itself and to the slots of its row in which `visible_BS` is True.
+    With a cache, T is 1 and the token attends to itself and to slots of its row: `distance_BS` is by how many positions
+    the token of a slot precedes it, and 0 for empty slots.
     """
-    apply_layer, stacked = decoder.split_layers(positions_BT, ctx=ctx)
+    num_keys = None if cache is None else cache.keys.shape[2]
+    apply_layer, stacked = decoder.split_layers(positions_BT, num_keys=num_keys, ctx=ctx)
     attend_to_tokens = causal_attention(decoder.cfg, None)
 
-    def layer(params_and_cached: tuple[Any, KVCache | None], x_BTD: jax.Array) -> tuple[jax.Array, KVCache]:
-        params, cached = params_and_cached
+    def layer(layer_and_cached: tuple[Any, KVCache | None], x_BTD: jax.Array) -> tuple[jax.Array, KVCache]:
+        of_layer, cached = layer_and_cached
 
-        def attend(q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array) -> tuple[jax.Array, KVCache]:
+        def attend(
+            q_BTNH: jax.Array, k_BTKH: jax.Array, v_BTKH: jax.Array, *, window: Any
+        ) -> tuple[jax.Array, KVCache]:
             new = KVCache(k_BTKH, v_BTKH)
             if cached is None:
-                return attend_to_tokens(q_BTNH, k_BTKH, v_BTKH)[0], new
+                return attend_to_tokens(q_BTNH, k_BTKH, v_BTKH, window=window)[0], new
+            visible_BS = distance_BS > 0 if window is None else (distance_BS > 0) & (distance_BS < window)
             return _attend_to_cache(q_BTNH, new, cached=cached, visible_BS=visible_BS), new
 
-        return apply_layer(params, x_BTD, attend)
+        return apply_layer(of_layer, x_BTD, attend)
 
     return stack.collect_layers(layer, (stacked, cache), x_BTD, loop=decoder.cfg.layer_loop)
 

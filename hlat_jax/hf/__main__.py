@@ -17,7 +17,7 @@ from hlat_jax.weights.path_checks import check_checkpoint, check_hugging_face
 
 USAGE = """Usage: python -m hlat_jax.hf VERB ...
 
-  import DIR --out=DIR             checks a Hugging Face folder of the Llama family and copies it, with checksums
+  import DIR --out=DIR             checks a Hugging Face folder and copies it, with checksums
   export CKPT --out=DIR            weights to a folder that transformers loads
   average CKPT CKPT ... --out=DIR  the mean of checkpoints of one model
 
@@ -28,7 +28,7 @@ _IMPORT = """Usage: python -m hlat_jax.hf import DIR --out=DIR [flags]
 
 Reads config.json and model.safetensors, or the files that model.safetensors.index.json names; checks every name,
 shape and dtype. Copies them with tokenizer and generation config, and adds checksums. Supports Llama 1, 2 and 3,
-SmolLM2, TinyLlama, OpenLLaMA, and Mistral without a sliding window. A field of config.json that is known to change the
+SmolLM2, TinyLlama, OpenLLaMA, Mistral, Qwen 2, 2.5 and 3 (dense). A field of config.json that is known to change the
 computation must have a supported value; unknown fields are named in a warning and kept. --verify then compares the
 logits of both models for 128 tokens, in float32, one model in memory at a time. A difference above 1e-3 of the largest
 logit is an error, and nothing is left at --out.

@@ -266,12 +266,13 @@ def _write_companions(weights: Weights, folder: pathlib.Path, *, dtype: str) -> 
             if weights.begins_with_bos:
                 _add_bos(folder, tokenizer)
     theirs = read_json(path) if came_along else {}
-    if theirs and architecture(model_config(theirs, where=str(path))) == architecture(weights.model):
+    is_theirs = theirs and architecture(model_config(theirs, where=str(path))) == architecture(weights.model)
+    if is_theirs:
         content = with_dtype(theirs, dtype)
     else:
         ids |= {key: value for key, value in theirs.items() if key.endswith("_token_id")}
         content = config_json(weights.model, dtype=dtype, token_ids=ids)
-    if content["model_type"] == "llama" and (problem := export_problem(weights.model)):
+    if (content["model_type"] == "llama" or not is_theirs) and (problem := export_problem(weights.model)):
         raise ValueError(f"{weights.folder} cannot be exported: {problem}.")
     atomic_files.write_json(path, content)
     if "generation_config.json" not in came_along:

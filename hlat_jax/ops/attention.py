@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from hlat_jax.ops import chunked_attention
 from hlat_jax.ops.chunked_attention import MASKED
 from hlat_jax.ops.dialect import CallSpec, Implementation, Op
 
+BY_LAYER = "by layer"  # in the spec of a call: a window that is an argument of the program
 _MIN_BLOCK = 128
 _MAX_BLOCKS = 8
 
@@ -26,7 +27,7 @@ def attention(
     v_BSKH: jax.Array,
     segment_ids_BT: jax.Array | None,
     implementation: str,
-    window: int | None = None,
+    window: int | jax.Array | None = None,
 ) -> jax.Array:
     """Returns [B, T, N, H], in the dtype of `q_BTNH`: each query's softmax-weighted mean of the values it attends to.
 
@@ -40,21 +41,23 @@ def attention(
       v_BSKH: values.
       segment_ids_BT: int32, or None when every row is one segment.
       implementation: a name that `OP.choose` returns.
-      window: number of keys that a query attends to, its own included; None: all. Source: arXiv 2310.06825, section 2.
+      window: number of keys that a query attends to, its own included; None: all. An int32 scalar where layers that
+        share a program differ; no block of keys is then skipped. Source: arXiv 2310.06825, section 2.
 
     Raises:
       ValueError: arguments of inconsistent shapes or dtypes, or that the implementation cannot serve.
     """
     _check(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)
-    if window is not None and window < 1:
+    if isinstance(window, int) and window < 1:
         raise ValueError(f"window={window} must be at least 1 (the query's own position), or None.")
+    described = BY_LAYER if isinstance(window, jax.Array) else window
     has_segments = segment_ids_BT is not None
-    call = describe_call(q_BTNH.shape, k_BSKH.shape[2], dtype=q_BTNH.dtype, has_segments=has_segments, window=window)
+    call = describe_call(q_BTNH.shape, k_BSKH.shape[2], dtype=q_BTNH.dtype, has_segments=has_segments, window=described)
     return OP.run(implementation, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window, **call)
 
 
 def describe_call(
-    q_shape: tuple[int, ...], num_kv_heads: int, *, dtype: Any, has_segments: bool, window: int | None = None
+    q_shape: tuple[int, ...], num_kv_heads: int, *, dtype: Any, has_segments: bool, window: int | str | None = None
 ) -> CallSpec:
     """Returns the spec of a call.
 
@@ -63,7 +66,7 @@ def describe_call(
       num_kv_heads: on one device.
       dtype: of queries, keys and values.
       has_segments: whether rows hold several documents, which must not attend to each other.
-      window: see `attention`.
+      window: see `attention`; BY_LAYER for a scalar.
     """
     return {
         "q_shape": tuple(q_shape),
@@ -72,6 +75,11 @@ def describe_call(
         "has_segments": has_segments,
         "window": window,
     }
+
+
+def common_window(windows: Sequence[int], num_keys: int) -> int | str | None:
+    """Returns the window of all layers as `describe_call` takes it, from the window of each of `num_keys` keys."""
+    return BY_LAYER if len(set(windows)) > 1 else windows[0] if windows[0] < num_keys else None
 
 
 def _check(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
@@ -98,8 +106,13 @@ def _einsum(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
     return out_BTKGH.astype(q_BTNH.dtype).reshape(b, t, n, h)
 
 
-@functools.partial(jax.checkpoint, static_argnums=4)
 def _blocked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
+    if isinstance(window, jax.Array):
+        return jax.checkpoint(_in_blocks)(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window)
+    return jax.checkpoint(_in_blocks, static_argnums=4)(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window)
+
+
+def _in_blocks(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
     """Queries in static blocks, each against its unmasked keys, with batch and key-value heads merged.
 
     The backward pass keeps queries, keys and values and recomputes the scores of each block: on cpu, where this is
@@ -114,7 +127,7 @@ def _blocked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
     segments_XT = None if segment_ids_BT is None else jnp.repeat(segment_ids_BT, k, axis=0)
     outs = []
     for start, stop in block_bounds(t):
-        first = 0 if window is None else max(0, start - window + 1)
+        first = max(0, start - window + 1) if isinstance(window, int) else 0
         segments = None if segments_XT is None else segments_XT[:, first:stop]
         block = functools.partial(_attend_block, start=start - first, window=window)
         outs.append(block(q_XTGH[:, start:stop], k_XSH[:, first:stop], v_XSH[:, first:stop], segments))
@@ -128,7 +141,7 @@ def block_bounds(seq_len: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, seq_len)) for start in range(0, seq_len, size)]
 
 
-def _attend_block(q_XUGH, k_XSH, v_XSH, segments_XS, *, start: int, window: int | None):
+def _attend_block(q_XUGH, k_XSH, v_XSH, segments_XS, *, start: int, window: int | jax.Array | None):
     x, u, g, h = q_XUGH.shape
     s = k_XSH.shape[1]
     q_XRH = q_XUGH.reshape(x, u * g, h)  # rows: queries of the block times heads that share keys
@@ -143,7 +156,7 @@ def _attend_block(q_XUGH, k_XSH, v_XSH, segments_XS, *, start: int, window: int 
     return out_XRH.astype(q_XUGH.dtype).reshape(x, u, g, h)
 
 
-def _causal_mask(num_queries: int, num_keys: int, *, offset: int = 0, window: int | None) -> jax.Array:
+def _causal_mask(num_queries: int, num_keys: int, *, offset: int = 0, window: int | jax.Array | None) -> jax.Array:
     queries = jax.lax.broadcasted_iota(jnp.int32, (num_queries, num_keys), 0) + offset
     keys = jax.lax.broadcasted_iota(jnp.int32, (num_queries, num_keys), 1)
     return queries >= keys if window is None else (queries >= keys) & (queries - keys < window)

@@ -34,6 +34,7 @@ def calls(config: Config, layout: Layout) -> dict[str, dict[str, Any]]:
             max(1, model.num_kv_heads // degrees["tensor"]),
             dtype=dtype,
             has_segments=config.data.packing == "documents",
+            window=attention.common_window(model.windows(seq_len), seq_len),
         ),
         "cross_entropy": cross_entropy.describe_call(
             (rows, seq_len, model.embed_dim),

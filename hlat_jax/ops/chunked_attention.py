@@ -56,7 +56,7 @@ def attention(
     v_BSKH: jax.Array,
     *,
     segment_ids_BT: jax.Array | None,
-    window: int | None,
+    window: int | jax.Array | None,
     variant: Variant,
 ) -> jax.Array:
     """Returns [B, T, N, H]: `ops.attention`, also of models other than ours, in which S may differ from T.
@@ -72,7 +72,7 @@ def attention(
     s, kv_heads = k_BSKH.shape[1:3]
     static = _Static(
         causal=variant.causal,
-        window=window,
+        window=window if isinstance(window, int) else None,
         scale=1 / math.sqrt(h) if variant.scale is None else variant.scale,
         softcap=variant.softcap,
         keep_factor=variant.keep_factor,
@@ -84,6 +84,7 @@ def attention(
         "masks": tuple(_pad(mask, static.blocks) for mask in variant.masks),
         "keep": None if variant.keep is None else _pad(variant.keep, static.blocks),
         "ids": None if segment_ids_BT is None else _pad(segment_ids_BT[:, None, :, None], static.blocks),
+        "window": None if isinstance(window, int) else window,
     }
     return _attention(static, q_BTNH, k_BSKH, v_BSKH, terms)
 
@@ -258,8 +259,9 @@ def _scores(static, q_XUGH, k_XSH, terms, pair):
     masks = [_part(mask, static, pair) for mask in terms["masks"]]
     if static.causal:
         masks.append(queries >= keys)
-        if static.window is not None:
-            masks.append(queries - keys < static.window)
+        window = terms["window"] if static.window is None else static.window
+        if window is not None:
+            masks.append(queries - keys < window)
     if terms["ids"] is not None:
         queries_ids = jax.lax.dynamic_slice_in_dim(terms["ids"], i * u, u, 2)[:, :, :, None]
         keys_ids = jax.lax.dynamic_slice_in_dim(terms["ids"], j * s, s, 2)[:, :, None, None, :, 0]

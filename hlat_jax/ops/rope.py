@@ -17,6 +17,17 @@ from hlat_jax.ops.dialect import CallSpec, Implementation, Op
 
 
 @dataclasses.dataclass(frozen=True)
+class LinearScaling:
+    """Position interpolation: all frequencies are divided by `factor`. Source: arXiv 2306.15595."""
+
+    factor: float
+
+    def scaled(self, frequencies: np.ndarray, *, theta: float) -> np.ndarray:
+        """Returns the scaled frequencies of the rotated pairs [H/2]."""
+        return frequencies / self.factor
+
+
+@dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
     """Scaling of the rotary frequencies in Llama 3.1 and later; the fields have Hugging Face's meaning.
 
@@ -25,6 +36,8 @@ class Llama3Scaling:
       low_freq_factor: wavelengths above `original_positions / low_freq_factor` are scaled in full.
       high_freq_factor: wavelengths below `original_positions / high_freq_factor` are kept; between, interpolated.
       original_positions: sequence length before scaling, in tokens.
+
+    Source: `rope_type="llama3"` of Hugging Face transformers.
     """
 
     factor: float
@@ -32,30 +45,91 @@ class Llama3Scaling:
     high_freq_factor: float
     original_positions: int
 
+    def scaled(self, frequencies: np.ndarray, *, theta: float) -> np.ndarray:
+        """Returns the scaled frequencies of the rotated pairs [H/2]."""
+        wavelengths = 2 * math.pi / frequencies
+        share_kept = (self.original_positions / wavelengths - self.low_freq_factor) / (
+            self.high_freq_factor - self.low_freq_factor
+        )
+        return _interpolated(frequencies, self.factor, share_kept)
 
-def rope_frequencies(head_dim: int, *, theta: float, scaling: Llama3Scaling | None = None) -> np.ndarray:
+
+@dataclasses.dataclass(frozen=True)
+class YarnScaling:
+    """YaRN; the fields have Hugging Face's meaning.
+
+    Attributes:
+      factor: divides the low frequencies.
+      original_positions: sequence length before scaling, in tokens.
+      beta_fast: pairs that rotate more often within the original positions are kept.
+      beta_slow: pairs that rotate less often are scaled in full; between, interpolated by the number of the pair.
+      attention_factor: multiplies rotated queries and keys; 0: 0.1 ln(factor) + 1.
+
+    Source: Peng et al., arXiv 2309.00071, section 3; bounds are rounded to whole pairs as by transformers.
+    """
+
+    factor: float
+    original_positions: int
+    beta_fast: float
+    beta_slow: float
+    attention_factor: float
+
+    @property
+    def table_factor(self) -> float:
+        """The factor of cos and sin, and so of rotated queries and keys."""
+        return self.attention_factor or (0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0)
+
+    def scaled(self, frequencies: np.ndarray, *, theta: float) -> np.ndarray:
+        """Returns the scaled frequencies of the rotated pairs [H/2]."""
+        pairs = len(frequencies)
+
+        def pair_of(rotations: float) -> float:
+            return pairs * math.log(self.original_positions / (rotations * 2 * math.pi)) / math.log(theta)
+
+        first, last = (
+            max(math.floor(pair_of(self.beta_fast)), 0),
+            min(math.ceil(pair_of(self.beta_slow)), 2 * pairs - 1),
+        )
+        width = last - first or 1e-3  # as transformers, where both bounds are one pair
+        return _interpolated(frequencies, self.factor, 1 - (np.arange(pairs) - first) / width)
+
+
+SCALINGS = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
+Scaling = LinearScaling | Llama3Scaling | YarnScaling
+
+
+def rope_frequencies(head_dim: int, *, theta: float, scaling: Scaling | None = None) -> np.ndarray:
     """Returns float32 [H/2]: radians per position of each rotated pair.
 
     Computed on the host in float64 and rounded once, as a constant of the program.
 
-    Source: arXiv 2104.09864, section 3.2.2; scaling as `rope_type="llama3"` of Hugging Face transformers.
+    Source: arXiv 2104.09864, section 3.2.2.
     """
     frequencies = theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    if scaling is None:
-        return frequencies.astype(np.float32)
-    wavelengths = 2 * math.pi / frequencies
-    share_kept = (scaling.original_positions / wavelengths - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
+    return (frequencies if scaling is None else scaling.scaled(frequencies, theta=theta)).astype(np.float32)
+
+
+def _interpolated(frequencies: np.ndarray, factor: float, share_kept: np.ndarray) -> np.ndarray:
     share_kept = np.clip(share_kept, 0.0, 1.0)
-    return ((1 - share_kept) * frequencies / scaling.factor + share_kept * frequencies).astype(np.float32)
+    return (1 - share_kept) * frequencies / factor + share_kept * frequencies
 
 
-def rope_tables(positions_BT: jax.Array, *, frequencies: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    """Returns (cos, sin), each fp32 [B, T, H/2]. Computed once per step and shared by all layers."""
+def rope_tables(
+    positions_BT: jax.Array, *, frequencies: np.ndarray, scaling: Scaling | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (cos, sin), each fp32 [B, T, H/2]. Computed once per step and shared by all layers.
+
+    Args:
+      positions_BT: int32.
+      frequencies: of `rope_frequencies`.
+      scaling: what they were scaled by; YaRN's has a factor of the tables too.
+    """
     # fp32: bf16 cannot represent positions above 256
     angles = positions_BT.astype(jnp.float32)[..., None] * jnp.asarray(frequencies, jnp.float32)
-    return jnp.cos(angles), jnp.sin(angles)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if isinstance(scaling, YarnScaling):
+        cos, sin = cos * scaling.table_factor, sin * scaling.table_factor
+    return cos, sin
 
 
 def apply_rope(x_BTNH: jax.Array, *, cos: jax.Array, sin: jax.Array, implementation: str) -> jax.Array:

@@ -60,7 +60,7 @@ def placement(num_devices: int, *, tensor: int, server: Server | None) -> np.nda
 
 @functools.lru_cache(maxsize=4096)
 def group_verdicts(
-    parallel: ParallelConfig, *, num_kv_heads: int, server: Server, trains: bool = True
+    parallel: ParallelConfig, *, model: ModelConfig, server: Server, trains: bool = True
 ) -> dict[str, list[str]]:
     """Returns DISPUTED and REFUSED -> what is, for the groups of the collectives of a run; no degree is -1.
 
@@ -68,10 +68,10 @@ def group_verdicts(
     """
     wide = {axis: getattr(parallel, axis) for axis in MESH_AXES}
     num_devices = math.prod(wide.values())
-    layout = abstract_layout(parallel, num_devices, num_kv_heads=num_kv_heads)
+    layout = abstract_layout(parallel, num_devices, num_kv_heads=model.num_kv_heads)
     devices = placement(num_devices, tensor=parallel.tensor, server=server)
     reasons: dict[str, list[str]] = {DISPUTED: [], REFUSED: []}
-    for axes in sent_along(layout, trains=trains):
+    for axes in sent_along(layout, model, trains=trains):
         groups = core_groups.groups_along(dict(layout.mesh.shape), axes, devices=devices)
         level, why = core_groups.verdict(groups, server)
         if level in reasons:
@@ -80,7 +80,7 @@ def group_verdicts(
     return reasons
 
 
-def sent_along(layout: Layout, *, trains: bool = True) -> list[tuple[str, ...]]:
+def sent_along(layout: Layout, model: ModelConfig, *, trains: bool = True) -> list[tuple[str, ...]]:
     """Returns the axes, those above 1, of every kind of group that collectives of a run go over.
 
     `trains`: also those of gradients, the optimizer and the norms.
@@ -92,7 +92,8 @@ def sent_along(layout: Layout, *, trains: bool = True) -> list[tuple[str, ...]]:
         copies = ("tensor_rep",) if layout.reduce_gradients == "layer" else ("data", "tensor_rep")
         sent += [("data",), copies]  # gradients of matrices; those of copies of a KV head
         sent += [("data", "tensor_rep")] * ("data" in state)  # ZeRO-1 gathers them
-        sent += [(*ROWS, *axes) for axes in layout.partial_gradients.values() if axes == TENSOR]  # scales of norms
+        sent += [(*ROWS, *TENSOR)] * (layout.sequence_parallel or model.qk_norm)  # scales of norms
+        sent += [(*ROWS, "tensor_rep")] * model.qkv_bias
         sent += [tuple(axis for axis in layout.mesh.axis_names if axis in state)]  # norms of gradients and weights
         sent += [layout.mesh.axis_names]  # norms of the state before it is saved
     return list(filter(None, dict.fromkeys(map(layout.wide, sent))))
@@ -120,11 +121,11 @@ def check_degrees(config: Config, num_devices: int, *, server: Server | None = N
             + ("." if is_rest else f", or train.num_microbatches a divisor of {per_part}.")
         )
     if server:
-        _check_groups(parallel, num_kv_heads=config.model.num_kv_heads, server=server)
+        _check_groups(parallel, model=config.model, server=server)
 
 
-def _check_groups(parallel: ParallelConfig, *, num_kv_heads: int, server: Server, trains: bool = True) -> None:
-    refused = group_verdicts(parallel, num_kv_heads=num_kv_heads, server=server, trains=trains)[REFUSED]
+def _check_groups(parallel: ParallelConfig, *, model: ModelConfig, server: Server, trains: bool = True) -> None:
+    refused = group_verdicts(parallel, model=model, server=server, trains=trains)[REFUSED]
     if refused:
         raise ValueError(f"{refused[0]} on {server.kind}. Source: {server.rules.source}.")
 
@@ -132,7 +133,7 @@ def _check_groups(parallel: ParallelConfig, *, num_kv_heads: int, server: Server
 def verdicts(config: Config, num_devices: int, server: Server) -> dict[str, list[str]]:
     """Returns `group_verdicts` of a config."""
     parallel = _without_rest(config.parallel, num_devices)
-    return group_verdicts(parallel, num_kv_heads=config.model.num_kv_heads, server=server)
+    return group_verdicts(parallel, model=config.model, server=server)
 
 
 def layout_of_model(model: ModelConfig, parallel: ParallelConfig, devices: Sequence[Any]) -> Layout:
@@ -153,7 +154,7 @@ def layout_of_model(model: ModelConfig, parallel: ParallelConfig, devices: Seque
     layout = _place(model, parallel, devices[:count], server)
     _check_model(model, layout)
     if server:
-        _check_groups(parallel, num_kv_heads=model.num_kv_heads, server=server, trains=False)
+        _check_groups(parallel, model=model, server=server, trains=False)
     return layout
 
 

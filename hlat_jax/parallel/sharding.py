@@ -42,9 +42,10 @@ PARAM_RULES: dict[str, tuple[str, ...]] = {
 }
 # ZeRO-1: optimizer state and master weights are also split over the replicas of the parameters.
 ZERO1_RULES = PARAM_RULES | {"embed": ("fsdp", "data"), "kv_embed": ("fsdp", "data", "tensor_rep")}
-# Mesh axes over which a gradient is a partial sum, beside ROWS: devices that share a KV head have query heads of their
-# own, and under sequence parallelism a norm has a part of the sequence.
-PARTIAL_GRADIENTS: dict[str, tuple[str, ...]] = {"kv_embed": ("tensor_rep",)}
+# Mesh axes over which a gradient is a partial sum, beside ROWS and unless they split the parameter: what devices share
+# of the parameters of heads serves the heads that each has of its own, and under sequence parallelism a norm has a part
+# of the sequence.
+PARTIAL_GRADIENTS: dict[str, tuple[str, ...]] = {"head_dim": TENSOR}
 SEQUENCE_PARTIAL_GRADIENTS = PARTIAL_GRADIENTS | {"norm": TENSOR}
 
 

@@ -10,6 +10,7 @@ def num_params(m: ModelConfig) -> int:
     """Returns the number of parameters; a tied embedding counts once."""
     attention = m.embed_dim * m.head_dim * (2 * m.num_heads + 2 * m.num_kv_heads)
     mlp = 3 * m.embed_dim * m.mlp_dim
+    attention += m.qkv_bias * m.head_dim * (m.num_heads + 2 * m.num_kv_heads) + m.qk_norm * 2 * m.head_dim
     layer = attention + mlp + 2 * m.embed_dim
     tables = m.vocab_size * m.embed_dim * (1 if m.tie_embeddings else 2)
     return m.num_layers * layer + tables + m.embed_dim
@@ -24,11 +25,11 @@ def flops_per_token_6n(m: ModelConfig) -> float:
 
 
 def flops_per_token(m: ModelConfig, seq_len: int) -> float:
-    """Returns 6N plus attention scores counted over the full square, 12 * layers * heads * head_dim * seq_len.
+    """Returns 6N plus attention scores over the full square, or the window: 12 * heads * head_dim * keys, over layers.
 
     Source: Chowdhery et al. (PaLM), arXiv 2204.02311, appendix B. Recomputation does not count.
     """
-    return flops_per_token_6n(m) + 12.0 * m.num_layers * m.num_heads * m.head_dim * seq_len
+    return flops_per_token_6n(m) + 12.0 * m.num_heads * m.head_dim * sum(m.windows(seq_len))
 
 
 def policy_state_bytes(m: ModelConfig, policy: str) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from hlat_jax.config import SECTIONS, Config, ModelConfig
+from hlat_jax.config import ROPE_SCALING, SECTIONS, Config, ModelConfig
 from hlat_jax.data import kept_tokenizer, path_checks
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.streams import data_drift
@@ -61,7 +61,6 @@ _FREE = (
     *("max_positions", "init_std", "depth_scaled_init", "layer_loop", "remat", "ops_table", "allow_nki_on_trn1"),
     *OPS,
 )
-_LLAMA3_SCALING = ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_positions")
 
 
 def settings_of(program: RunProgram, *, tokenizer: Tokenizer, batches: TrainBatches) -> dict[str, Any]:
@@ -241,7 +240,8 @@ def with_weights(state: Any, weights: Weights, *, config: Config) -> tuple[Any, 
 
 def settings_of_weights(model: ModelConfig) -> dict[str, Any]:
     """Returns the settings on which the weights of a model depend, by path: all but those in `_FREE`."""
-    free = _FREE if model.rope_scaling == "llama3" else _FREE + _LLAMA3_SCALING
+    unread = {key for keys in ROPE_SCALING.values() for key in keys} - {*ROPE_SCALING[model.rope_scaling]}
+    free = {*_FREE, *unread}
     return {f"model.{key}": value for key, value in vars(model).items() if key not in free}
 
 

@@ -1,4 +1,4 @@
-"""Conversion between config.json of Hugging Face's Llama family and our ModelConfig.
+"""Conversion between config.json of Hugging Face's Llama, Mistral, Qwen 2 and Qwen 3, and our ModelConfig.
 
 A field that is known to change the computation must have a value that our model implements. `unknown_fields` returns
 those in no table here. A missing field has transformers' default.
@@ -6,11 +6,20 @@ those in no table here. A missing field has transformers' default.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
 from typing import Any
 
-from hlat_jax.config import ModelConfig, convert_value, field_of
+from hlat_jax.config import ROPE_SCALING, ModelConfig, convert_value, field_of
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 # Ours -> theirs, with equal values; below, transformers' defaults for fields that a file may leave out.
 _SAME = {
     "vocab_size": "vocab_size",
@@ -25,12 +34,17 @@ _SAME = {
     "tie_embeddings": "tie_word_embeddings",
     "init_std": "initializer_range",
 }
-_DEFAULTS = {
+_QWEN = {"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
+_DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048, "sliding_window": None},
     "mistral": {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen2": _QWEN,
+    "qwen3": _QWEN | {"head_dim": 128},
 }
 _DEFAULTS_OF_ALL = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02, "hidden_act": "silu"}
-_ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
+_ROPE = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
+_WINDOW = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
+_FULL, _SLIDING = "full_attention", "sliding_attention"
 # Fields that change the computation in models of these types -> the values that our model implements, besides null.
 _SERVED: dict[str, tuple] = {
     "hidden_act": ("silu", "swish"),
@@ -40,10 +54,8 @@ _SERVED: dict[str, tuple] = {
     "rope_interleaved": (False,),
     "no_rope_layers": (1,),
     "no_rope_layer_interval": (0,),  # without no_rope_layers, which overrides it
-    "use_sliding_window": (False,),  # sliding_window has a check of its own
-    "layer_types": ("full_attention",),
     "attention_chunk_size": (),
-    **dict.fromkeys(("qk_norm", "use_qk_norm"), (False,)),
+    **dict.fromkeys(("qk_norm", "use_qk_norm", "use_mrope"), (False,)),
     **dict.fromkeys(("logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier"), (1.0,)),
     **dict.fromkeys(("attention_multiplier", "clip_qkv", "query_pre_attn_scalar"), ()),
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), ()),
@@ -52,7 +64,6 @@ _SERVED: dict[str, tuple] = {
     "kv_lora_rank": (),
     "quantization_config": ({},),
 }
-_PER_LAYER = ("layer_types", "no_rope_layers")  # lists with a value for each layer
 # Fields of every file that do not change what the model computes, beside token ids.
 _DESCRIPTIVE = (
     "architectures",
@@ -63,12 +74,16 @@ _DESCRIPTIVE = (
     "use_cache",
     "pretraining_tp",
 )
-_KNOWN = {*_SAME.values(), *_ROPE, *_SERVED, *_DESCRIPTIVE, "sliding_window"}
-_LLAMA3 = {
+_KNOWN = {*_SAME.values(), *_ROPE, *_WINDOW, *_SERVED, *_DESCRIPTIVE}
+# Ours -> theirs, in the scalings of `ROPE_SCALING` that read them.
+_OF_SCALING = {
     "rope_factor": "factor",
     "rope_low_freq_factor": "low_freq_factor",
     "rope_high_freq_factor": "high_freq_factor",
     "rope_original_positions": "original_max_position_embeddings",
+    "rope_beta_fast": "beta_fast",
+    "rope_beta_slow": "beta_slow",
+    "rope_attention_factor": "attention_factor",
 }
 
 
@@ -102,13 +117,15 @@ def model_config(content: dict[str, Any], *, where: str, fuse_qkv: bool = True) 
     if missing:
         raise ValueError(f"{where}: {missing[0]} is missing; fetch that file again.")
     fields = {ours: _typed(values, theirs, ours, where=where) for ours, theirs in _SAME.items() if theirs in values}
-    _refuse_window(values, where=where)
     heads, width = fields["num_heads"], fields["embed_dim"]
     if "head_dim" not in fields and (heads < 1 or width % heads):
         raise ValueError(f"{where}: hidden_size={width} does not divide into num_attention_heads={heads}.")
     defaults = {"num_kv_heads": heads, "head_dim": width // max(heads, 1)}
-    model = ModelConfig(**defaults | fields | _rope(values, where=where), fuse_qkv=fuse_qkv)
+    fields |= {"qkv_bias": kind == "qwen2", "qk_norm": kind == "qwen3", "fuse_qkv": fuse_qkv}
+    model = ModelConfig(**defaults | fields | _rope(values, where=where))
     try:
+        model.check()
+        model = dataclasses.replace(model, **_window(values))
         model.check()
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
@@ -117,19 +134,28 @@ def model_config(content: dict[str, Any], *, where: str, fuse_qkv: bool = True) 
 
 def config_json(m: ModelConfig, *, dtype: str, token_ids: dict[str, int | None]) -> dict[str, Any]:
     """Returns the content of config.json, in the spelling of RoPE that transformers 4 and 5 both read."""
+    kind = "qwen2" if m.qkv_bias else "qwen3" if m.qk_norm else "mistral" if m.sliding_window else "llama"
     scaling = None
-    if m.rope_scaling == "llama3":
-        scaling = {"rope_type": "llama3", **{theirs: getattr(m, ours) for ours, theirs in _LLAMA3.items()}}
+    if m.rope_scaling != "none":
+        scaling = {_OF_SCALING[key]: getattr(m, key) for key in ROPE_SCALING[m.rope_scaling]}
+        if not scaling.get("attention_factor", 1):  # transformers has null for its default
+            del scaling["attention_factor"]
+        scaling = {"rope_type": m.rope_scaling} | scaling
+    of_kind: dict[str, Any] = {"attention_bias": False} if kind in ("llama", "qwen3") else {}
+    of_kind |= {"mlp_bias": False} if kind == "llama" else {"sliding_window": m.sliding_window or None}
+    if m.sliding_window and kind != "mistral":
+        windows = m.windows(m.sliding_window + 1)
+        types = [_SLIDING if window == m.sliding_window else _FULL for window in windows]
+        of_kind |= {"use_sliding_window": True, "max_window_layers": types.index(_SLIDING), "layer_types": types}
     return {
-        "architectures": [ARCHITECTURES["llama"]],
-        "model_type": "llama",
+        "architectures": [ARCHITECTURES[kind]],
+        "model_type": kind,
         **{theirs: getattr(m, ours) for ours, theirs in _SAME.items()},
         "rope_theta": m.rope_theta,
         "rope_scaling": scaling,
         "hidden_act": "silu",
-        "attention_bias": False,
         "attention_dropout": 0.0,
-        "mlp_bias": False,
+        **of_kind,
         "bos_token_id": None,
         "eos_token_id": None,
         **token_ids,
@@ -140,8 +166,8 @@ def config_json(m: ModelConfig, *, dtype: str, token_ids: dict[str, int | None])
 
 def architecture(m: ModelConfig) -> dict[str, Any]:
     """Returns the fields of a model that config.json holds: those that an export and import must preserve."""
-    keys = [*_SAME, "rope_theta", "rope_scaling", *(_LLAMA3 if m.rope_scaling == "llama3" else ())]
-    return {key: getattr(m, key) for key in keys}
+    keys = [*_SAME, "qkv_bias", "qk_norm", "sliding_window", "sliding_window_layers", "rope_theta", "rope_scaling"]
+    return {key: getattr(m, key) for key in (*keys, *ROPE_SCALING[m.rope_scaling])}
 
 
 def unknown_fields(content: dict[str, Any]) -> list[str]:
@@ -154,22 +180,57 @@ def _refuse_unsupported(values: dict[str, Any], *, where: str) -> None:
         if key not in values or (key == "no_rope_layer_interval" and values.get("no_rope_layers")):
             continue
         value = values[key]
-        each = value if key in _PER_LAYER and isinstance(value, list) else [value]
+        each = value if key == "no_rope_layers" and isinstance(value, list) else [value]  # one for each layer
         if not all(one is None or one in served for one in each):
             supported = ", ".join(map(repr, served)) or "null"
             raise ValueError(f"{where}: {key}={value!r} is not supported; supported: {supported}.")
 
 
-def _refuse_window(values: dict[str, Any], *, where: str) -> None:
-    """Raises ValueError for a sliding window that hides keys within the model's positions."""
-    window, limit = values["sliding_window"], values["max_position_embeddings"]
-    # transformers' Llama has no window, its Mistral has one whatever use_sliding_window says
-    is_off = values["model_type"] == "llama" and not values.get("use_sliding_window", True)
-    if window is not None and not is_off and not (type(window) is int and window >= limit):
+def _window(values: dict[str, Any]) -> dict[str, Any]:
+    """Returns our fields of the sliding window: in transformers Mistral has one for all layers, and Qwen by layers.
+
+    Raises:
+      ValueError: fields that contradict each other, or a window of a Llama, which transformers ignores.
+    """
+    kind, window, is_on = values["model_type"], values["sliding_window"], values.get("use_sliding_window")
+    num_layers, limit = values["num_hidden_layers"], values["max_position_embeddings"]
+    if kind == "llama":
+        if (is_on or (is_on is None and window is not None)) and not (type(window) is int and window >= limit):
+            raise ValueError(
+                f"sliding_window={window!r} must be null, or an int of at least max_position_embeddings={limit}: "
+                "a Llama has no sliding window; set model_type to mistral for one."
+            )
+        window = None
+    by_layers = kind in ("qwen2", "qwen3")
+    if by_layers and not is_on:
+        window = None
+    if window is not None and not (type(window) is int and window > 0):
+        raise ValueError(f"sliding_window={window!r} must be null, or an int above 0.")
+    first = values["max_window_layers"] if by_layers else 0
+    if type(first) is not int:
+        raise ValueError(f"max_window_layers={first!r} must be an int.")
+    types = [_SLIDING if window and number >= first else _FULL for number in range(num_layers)]
+    given = values.get("layer_types", types)
+    allowed = [_FULL, _SLIDING] if window and by_layers else types[:1]
+    if not isinstance(given, list) or len(given) != num_layers or not all(each in allowed for each in given):
         raise ValueError(
-            f"{where}: sliding_window={window!r} must be null, or an int of at least max_position_embeddings={limit}: "
-            "our model has no sliding window."
+            f"layer_types={given!r:.200} must have {num_layers} values, each {' or '.join(map(repr, allowed))}, for a "
+            f"{kind} with sliding_window={window}."
         )
+    if _SLIDING not in given:
+        return {}
+    layers = "" if _FULL not in given else ",".join(_ranges(given))
+    return {"sliding_window": window, "sliding_window_layers": layers}
+
+
+def _ranges(types: Sequence[str]) -> list[str]:
+    """Returns FIRST:LAST, from 1, of each run of layers with a window."""
+    found, number = [], 1
+    for kind, run in itertools.groupby(types):
+        last = number + len(list(run)) - 1
+        found += [f"{number}:{last}"] if kind == _SLIDING else []
+        number = last + 1
+    return found
 
 
 def _typed(values: dict[str, Any], theirs: str, ours: str, *, where: str) -> Any:
@@ -177,23 +238,57 @@ def _typed(values: dict[str, Any], theirs: str, ours: str, *, where: str) -> Any
 
 
 def _rope(values: dict[str, Any], *, where: str) -> dict[str, Any]:
-    """Returns our rotary fields from either spelling: rope_theta and rope_scaling, or rope_parameters."""
-    for key in ("rope_parameters", "rope_scaling"):
-        if not isinstance(values.get(key, {}), dict):
-            raise ValueError(f"{where}: {key}={values[key]!r} must be an object.")
-    rope = values.get("rope_scaling", {}) | values.get("rope_parameters", {})
-    theta = {"rope_theta": values.get("rope_theta", 10000.0)} | rope
-    if values.get("rope_theta", theta["rope_theta"]) != theta["rope_theta"]:
-        raise ValueError(f"{where}: rope_theta={values['rope_theta']!r} differs from rope_parameters; keep one.")
-    fields = {"rope_theta": _typed(theta, "rope_theta", "rope_theta", where=where)}
+    """Returns our rotary fields from either spelling: rope_theta and rope_scaling, or rope_parameters.
+
+    Raises:
+      ValueError: an unknown scaling, fields that it lacks or does not have, or two values of one field.
+    """
+    rope: dict[str, Any] = {}
+    named: dict[str, str] = {}
+
+    def take(name: str, key: str, value: Any) -> None:
+        if rope.setdefault(key, value) != value:
+            raise ValueError(f"{where}: {name}={value!r} differs from {named[key]}={rope[key]!r}; keep one of them.")
+        named.setdefault(key, name)
+
+    for place in ("rope_parameters", "rope_scaling"):
+        given = values.get(place, {})
+        if not isinstance(given, dict):
+            raise ValueError(f"{where}: {place}={given!r} must be an object.")
+        given = {key: value for key, value in given.items() if value is not None}
+        if given and given.keys().isdisjoint(("rope_type", "type")):
+            given["rope_type"] = "default"
+        for key, value in given.items():
+            take(f"{place}.{key}", "rope_type" if key == "type" else key, value)
+    kind = rope.pop("rope_type", "default")
+    kinds = {"default": "none"} | {kind: kind for kind in ROPE_SCALING if kind != "none"}
+    if kind not in kinds:
+        raise ValueError(f"{where}: rope_type={kind!r} is not supported; supported are {', '.join(map(repr, kinds))}.")
+    of_scaling = ROPE_SCALING[kinds[kind]]
+    for key in ("rope_theta", *("original_max_position_embeddings" for key in of_scaling if key.endswith("positions"))):
+        if key in values:
+            take(key, key, values[key])
+    fields = {"rope_theta": _typed({"rope_theta": 10000.0} | rope, "rope_theta", "rope_theta", where=where)}
     _refuse_unsupported({key: rope[key] for key in rope if key == "partial_rotary_factor"}, where=where)
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise ValueError(f"{where}: rope_type={kind!r} is not supported; supported are 'default' and 'llama3'.")
-    needed = _LLAMA3 if kind == "llama3" else {}
-    for key in (rope.keys() - {"rope_theta", "rope_type", "type", "partial_rotary_factor"}) ^ set(needed.values()):
-        what = "not a field of" if key in rope else "missing in"
+    given = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")}
+    if kind == "yarn":
+        given = _with_yarn_defaults(given, values["max_position_embeddings"], where=where)
+    for key in given.keys() ^ {_OF_SCALING[key] for key in of_scaling}:
+        what = "not a field of" if key in given else "missing in"
         raise ValueError(f"{where}: {key} is {what} rope_type={kind!r}.")
-    if needed:
-        fields["rope_scaling"] = kind
-    return fields | {ours: _typed(rope, theirs, ours, where=where) for ours, theirs in needed.items()}
+    fields |= {ours: _typed(given, _OF_SCALING[ours], ours, where=where) for ours in of_scaling}
+    return fields | {"rope_scaling": kinds[kind]}
+
+
+def _with_yarn_defaults(rope: dict[str, Any], max_positions: int, *, where: str) -> dict[str, Any]:
+    """Returns the fields of YaRN as transformers completes them; `mscale` and `mscale_all_dim` give the factor."""
+    defaults = {"original_max_position_embeddings": max_positions, "beta_fast": 32.0, "beta_slow": 1.0}
+    rope = defaults | {"attention_factor": 0.0} | rope
+    if rope.pop("truncate", True) is not True:
+        raise ValueError(f"{where}: truncate=false is not supported in rope_type='yarn'; supported: true.")
+    factor = _typed(rope, "factor", "rope_factor", where=where) if "factor" in rope else 1.0
+    scales = {key: _typed(rope, key, "rope_factor", where=where) for key in ("mscale", "mscale_all_dim") if key in rope}
+    if len(scales) == 2 and all(scales.values()) and not rope["attention_factor"] and factor > 1:
+        above, below = (0.1 * scale * math.log(factor) + 1 for scale in scales.values())
+        rope["attention_factor"] = above / below
+    return {key: value for key, value in rope.items() if key not in scales}

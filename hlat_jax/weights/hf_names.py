@@ -1,4 +1,4 @@
-"""The mapping between our parameters and the tensors of Hugging Face's Llama: names, shapes and layouts.
+"""The mapping between our parameters and the tensors of Hugging Face's Llama, Mistral and Qwen: names, shapes, layouts.
 
 Rotary pairs are (i, i + H/2) in both, so queries and keys need no permutation. Their matrices are [out, in]; ours are
 [in, out], with heads on axes of their own.
@@ -49,14 +49,13 @@ class ParamMapping:
 
 def table(m: ModelConfig) -> list[ParamMapping]:
     """Returns an entry for every parameter of a model."""
-    d, f, v, k, h, g = m.embed_dim, m.mlp_dim, m.vocab_size, m.num_kv_heads, m.head_dim, m.num_heads // m.num_kv_heads
-    q, *kv = (f"self_attn.{name}_proj.weight" for name in "qkv")
-    if m.fuse_qkv:
-        attention = [_matrices("layers.attention.qkv", {q: (d, k, g, h)} | dict.fromkeys(kv, (d, k, 1, h)), axis=2)]
-    else:
-        attention = [
-            _matrices("layers.attention.q", {q: (d, k, g, h)}),
-            _matrices("layers.attention.kv", dict.fromkeys(kv, (d, 1, k, h)), axis=1),
+    d, f, v, h = m.embed_dim, m.mlp_dim, m.vocab_size, m.head_dim
+    attention = _attention(m, ".weight", (d,), leaf="")
+    if m.qkv_bias:
+        attention += _attention(m, ".bias", (), leaf="_bias")
+    if m.qk_norm:
+        attention += [
+            _same(f"layers.attention.{name}_norm.scale", f"self_attn.{name}_norm.weight", (h,)) for name in "qk"
         ]
     entries = [
         _same("embed", EMBEDDING, (v, d)),
@@ -77,6 +76,19 @@ def table(m: ModelConfig) -> list[ParamMapping]:
     return entries
 
 
+def _attention(m: ModelConfig, kind: str, inputs: tuple[int, ...], *, leaf: str) -> list[ParamMapping]:
+    """Returns the entries of the projections to queries, keys and values: of matrices, or of biases, without inputs."""
+    k, h, g, num = m.num_kv_heads, m.head_dim, m.num_heads // m.num_kv_heads, len(inputs)
+    q, *kv = (f"self_attn.{name}_proj{kind}" for name in "qkv")
+    if m.fuse_qkv:
+        parts = {q: (*inputs, k, g, h)} | dict.fromkeys(kv, (*inputs, k, 1, h))
+        return [_matrices(f"layers.attention.qkv{leaf}", parts, axis=num + 1, num_inputs=num)]
+    return [
+        _matrices(f"layers.attention.q{leaf}", {q: (*inputs, k, g, h)}, num_inputs=num),
+        _matrices(f"layers.attention.kv{leaf}", dict.fromkeys(kv, (*inputs, 1, k, h)), axis=num, num_inputs=num),
+    ]
+
+
 def expected_shapes(m: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every tensor of a checkpoint, by name, in the order of the layers."""
     first, layered, last = {}, {}, {}
@@ -92,13 +104,13 @@ def _same(leaf: str, name: str, shape: tuple[int, ...]) -> ParamMapping:
 
 
 def _matrices(leaf: str, parts: dict[str, tuple[int, ...]], *, axis: int = 0, num_inputs: int = 1) -> ParamMapping:
-    """Returns the entry of a parameter whose parts along `axis` are transposed matrices.
+    """Returns the entry of a parameter whose parts along `axis` are transposed matrices, or vectors.
 
     Args:
       leaf: path of the parameter.
       parts: name of a tensor -> shape of its part of our parameter.
       axis: axis along which the parts are joined.
-      num_inputs: number of leading axes that are the input of the matrix.
+      num_inputs: number of leading axes that are the input of the matrix; 0 for a vector.
     """
     shapes = list(parts.values())
     ends = np.cumsum([shape[axis] for shape in shapes])
@@ -108,9 +120,10 @@ def _matrices(leaf: str, parts: dict[str, tuple[int, ...]], *, axis: int = 0, nu
         return shaped[0] if len(shaped) == 1 else np.concatenate(shaped, axis)
 
     def split(ours: np.ndarray) -> Sequence[np.ndarray]:
-        width = math.prod(ours.shape[:num_inputs])
-        return [part.reshape(width, -1).T for part in np.split(ours, ends[:-1], axis)]
+        widths = (math.prod(ours.shape[:num_inputs]),) if num_inputs else ()
+        return [part.reshape(*widths, -1).T for part in np.split(ours, ends[:-1], axis)]
 
-    tensors = {name: (math.prod(shape[num_inputs:]), math.prod(shape[:num_inputs])) for name, shape in parts.items()}
+    inputs = (math.prod(shapes[0][:num_inputs]),) if num_inputs else ()
+    tensors = {name: (math.prod(shape[num_inputs:]), *inputs) for name, shape in parts.items()}
     whole = (*shapes[0][:axis], int(ends[-1]), *shapes[0][axis + 1 :])
     return ParamMapping(leaf, tensors, whole, join, split)

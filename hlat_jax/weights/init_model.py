@@ -11,7 +11,7 @@ import numpy as np
 from absl import flags
 
 from hlat_jax.cli import flags as flags_lib
-from hlat_jax.config import Config
+from hlat_jax.config import ROPE_SCALING, Config
 from hlat_jax.data.tokenizer import Tokenizer, resolve_with_tokenizer
 from hlat_jax.weights.description import describe
 from hlat_jax.weights.hf_config import architecture
@@ -19,8 +19,8 @@ from hlat_jax.weights.path_checks import check_checkpoint
 
 # Keys of a model that change what the same weights compute.
 OF_FUNCTION = (
-    *("norm_eps", "rope_theta", "rope_scaling", "rope_factor"),
-    *("rope_low_freq_factor", "rope_high_freq_factor", "rope_original_positions"),
+    *("norm_eps", "rope_theta", "rope_scaling", "sliding_window", "sliding_window_layers"),
+    *sorted({key for keys in ROPE_SCALING.values() for key in keys}),
 )
 _PROBES = ("It is a truth universally acknowledged", "def f(x):\n    return 2 * x\n", "naïve — 12,345.6 € 東京")
 

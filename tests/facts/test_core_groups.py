@@ -1,10 +1,12 @@
 """Groups of cores that Neuron lists: the table against the pages, placements, layouts, the search and `--cores`."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from planned import num_devices, small_config
 
-from hlat_jax.config import ParallelConfig, PrecisionConfig
+from hlat_jax.config import ModelConfig, ParallelConfig, PrecisionConfig
 from hlat_jax.facts import hardware
 from hlat_jax.facts.core_groups import DISPUTED, FINE, REFUSED, Server, groups_along, verdict
 from hlat_jax.host.neuron_env import environment
@@ -84,7 +86,7 @@ def test_the_group_of_the_norms_is_checked():
     with pytest.raises(ValueError, match=r"parallel.fsdp=2 x parallel.tensor=2: 4 cores \[0, 1, 2, 3\]"):
         check_degrees(small_config(rows=16, **degrees), 32, server=TRN1)
     for trains, refused in ((True, 1), (False, 0)):
-        found = group_verdicts(ParallelConfig(**degrees), num_kv_heads=4, server=TRN1, trains=trains)
+        found = group_verdicts(ParallelConfig(**degrees), model=ModelConfig(num_kv_heads=4), server=TRN1, trains=trains)
         assert len(found[REFUSED]) == refused
 
 
@@ -92,13 +94,18 @@ def test_the_groups_that_are_checked_are_those_that_a_run_sends():
     for changes in (
         {"pipe": 2, "data": 2, "fsdp": 2, "tensor": 8, "sequence_parallel": True},
         {"data": 2, "tensor": 8, "zero1": True, "reduce_gradients": "layer"},
+        {"data": 2, "fsdp": 2, "tensor": 8, "model": {"qkv_bias": True}},
+        {"pipe": 2, "data": 2, "tensor": 8, "model": {"qk_norm": True}},
     ):
+        changes, model = dict(changes), changes.get("model", {})
+        changes.pop("model", None)
         config = small_config(rows=8, m=2, **changes)
+        config = dataclasses.replace(config, model=dataclasses.replace(config.model, **model))
         layout = planned_layout(config, num_devices(config), platform="neuron")
         program = make_program(config, layout)
         traced = [program.trace_step(), program.norms.trace(program.abstract_state)]
         sent = {one.axes for trace in traced for one in traced_collectives(live_jaxpr(trace), layout.mesh)}
-        assert sent == set(sent_along(layout)), changes
+        assert sent == set(sent_along(layout, config.model)), changes
 
 
 def test_search_leaves_out_refused_layouts():

@@ -33,6 +33,15 @@ CREATIVE = Sampling(temperature=1.0, top_k=40, top_p=0.95, seed=3)
 
 
 MODELS = CASES | {"gqa_for_6": dataclasses.replace(GQA, fuse_qkv=False, mlp_dim=96)}
+QWENS = {
+    "qkv_bias": True,
+    "qk_norm": True,
+    "sliding_window": 24,
+    "sliding_window_layers": "2:2",
+    "rope_scaling": "yarn",
+}
+MODELS |= {"qwens": dataclasses.replace(GQA, **QWENS)}
+MODELS |= {"qwens_for_6": dataclasses.replace(MODELS["gqa_for_6"], **QWENS)}
 
 
 @functools.cache
@@ -71,13 +80,18 @@ def test_greedy_generation_equals_hugging_face_and_uncached_forward_passes():
         ours = generator(name)([PROMPTS[0]], max_tokens=NUM_TOKENS)[0]
         assert len(set(ours)) > 10  # no loop of few tokens, which many models fall into
         assert ours == theirs[0, ids.shape[1] :].tolist()
-    assert generator("gqa")([PROMPTS[2]], max_tokens=NUM_TOKENS)[0] == rerun(GQA, weights("gqa"), PROMPTS[2])
+    for name in ("gqa", "qwens"):  # 64 tokens are past the window of the second
+        prompt = PROMPTS[2]
+        assert generator(name)([prompt], max_tokens=NUM_TOKENS)[0] == rerun(MODELS[name], weights(name), prompt)
 
 
 MESHES = {
     "data-fsdp-tensor": ("gqa", ParallelConfig(data=2, fsdp=2, tensor=2)),
     "pipe-tensor": ("gqa", ParallelConfig(pipe=2, data=1, tensor=2)),
     "copied-kv-heads": ("gqa_for_6", ParallelConfig(data=1, tensor=6)),
+    "qwens-data-fsdp-tensor": ("qwens", ParallelConfig(data=2, fsdp=2, tensor=2)),
+    "qwens-pipe-tensor": ("qwens", ParallelConfig(pipe=2, data=1, tensor=2)),
+    "qwens-copied-kv-heads": ("qwens_for_6", ParallelConfig(data=1, tensor=6)),
     "sequence-parallel": ("gqa", ParallelConfig(data=1, tensor=2, sequence_parallel=True)),
 }
 

@@ -23,10 +23,13 @@ from safetensors.torch import load_file, save_file
 from tokenizer_files import train_model
 
 import hlat_jax.hf
+from hlat_jax.cli import config_files
 from hlat_jax.hf import __main__ as hf
 from hlat_jax.hf import exporting, verifying
 from hlat_jax.model import apply
 from hlat_jax.ops.registry import OPS
+from hlat_jax.resolve import resolve
+from hlat_jax.run import costs
 from hlat_jax.weights import hf_config as config_json
 from hlat_jax.weights import hf_names
 from hlat_jax.weights.hf_files import ids_that_end_a_text, tokenizer_file
@@ -167,27 +170,63 @@ def test_a_layer_is_read_once_whatever_the_number_of_its_shards(gqa, monkeypatch
 def test_config_defaults_match_transformers():
     short = {key: value for key, value in hf_models.SMALL.items() if key not in ("rms_norm_eps", "num_key_value_heads")}
     del short["max_position_embeddings"]
-    theirs = transformers.LlamaConfig(**short)
-    ours = config_json.model_config(short | {"model_type": "llama"}, where="short")
-    assert (ours.norm_eps, ours.num_kv_heads) == (theirs.rms_norm_eps, theirs.num_key_value_heads)
-    assert (ours.head_dim, ours.max_positions) == (theirs.head_dim, theirs.max_position_embeddings)
-    assert (ours.tie_embeddings, ours.rope_theta) == (False, theirs.rope_parameters["rope_theta"])
+    short |= {"num_attention_heads": 32, "hidden_size": 128}  # a Qwen without the field has 32 key-value heads
+    for kind, head_dim in {"llama": 4, "mistral": 4, "qwen2": 4, "qwen3": 128}.items():
+        theirs = transformers.AutoConfig.for_model(kind, **short)
+        ours = config_json.model_config(short | {"model_type": kind}, where="short")
+        assert (ours.norm_eps, ours.num_kv_heads) == (theirs.rms_norm_eps, theirs.num_key_value_heads)
+        assert (ours.head_dim, ours.max_positions) == (head_dim, theirs.max_position_embeddings)
+        assert getattr(theirs, "head_dim", head_dim) == head_dim
+        assert (ours.tie_embeddings, ours.rope_theta) == (False, theirs.rope_parameters["rope_theta"])
+        assert (ours.sliding_window or None) == getattr(theirs, "sliding_window", None)
 
 
+MISTRAL = {"model_type": "mistral", "architectures": None, "sliding_window": 8}
+QWEN = {"model_type": "qwen2", "architectures": None, "use_sliding_window": True, "sliding_window": 8}
 # Changes of the config of a small GQA model of transformers -> what is refused.
 UNSUPPORTED = [
     ({"attention_bias": True}, r"attention_bias=True is not supported"),
     ({"sliding_window": 2047}, r"sliding_window=2047 must be null, or an int of at least max_position_embeddings=2048"),
     ({"sliding_window": "4096"}, r"sliding_window='4096' must be null, or an int"),
-    (  # what transformers takes for it
-        {"model_type": "mistral", "architectures": None, "max_position_embeddings": 8192},
-        r"sliding_window=4096 must be null, or an int of at least max_position_embeddings=8192",
+    ({"use_sliding_window": True}, r"sliding_window=None must be null, .* a Llama has no sliding window"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types=.* each 'full_attention', for a llama"),
+    (MISTRAL | {"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types=.* each 'sliding_attention'"),
+    (MISTRAL | {"sliding_window": 0}, r"sliding_window=0 must be null, or an int above 0"),
+    (QWEN | {"layer_types": ["sliding_attention"]}, r"layer_types=\['sliding_attention'\] must have 2 values"),
+    (QWEN | {"layer_types": ["chunked_attention"] * 2}, r"layer_types=.* each 'full_attention' or 'sliding_attention'"),
+    (QWEN | {"max_window_layers": "1"}, r"max_window_layers='1' must be an int"),
+    (
+        QWEN | {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 2},
+        r"layer_types=.* each 'full_attention', for a qwen2 with sliding_window=None",
     ),
-    ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types=.* supported: 'full_attention'"),
     ({"no_rope_layers": [1, 0]}, r"no_rope_layers=\[1, 0\] is not supported"),
     ({"quantization_config": {"bits": 4}}, r"quantization_config=.* is not supported; supported: {}"),
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, r"rope_type='yarn' is not supported"),
-    ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": ...}, r"rope_type='linear'"),
+    ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, r"rope_type='longrope' is not supported"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": ...}, r"'dynamic' .* 'linear', .* 'yarn'"),
+    ({"rope_parameters": {"rope_type": "linear"}}, r"factor is missing in rope_type='linear'"),
+    ({"rope_parameters": {"rope_type": "yarn"}}, r"factor is missing in rope_type='yarn'"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}, r"truncate=false is not supported"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_slow": 64}}, r"rope_beta_fast=32.0 must exceed"),
+    # two values of one field: in either spelling, in both, and beside them
+    (
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        r"rope_scaling.type='linear' differs from rope_parameters.rope_type='default'; keep one",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "linear", "type": "yarn", "factor": 2.0}},
+        r"rope_parameters.type='yarn' differs from rope_parameters.rope_type='linear'",
+    ),
+    (
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}, "rope_scaling": {"type": "yarn", "factor": 4.0}},
+        r"rope_scaling.factor=4.0 differs from rope_parameters.factor=2.0",
+    ),
+    (
+        {
+            "rope_parameters": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64},
+            "original_max_position_embeddings": 128,
+        },
+        r"original_max_position_embeddings=128 differs from rope_parameters.original_max_position_embeddings=64",
+    ),
     ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, r"is missing in rope_type='llama3'"),
     ({"rope_parameters": {"rope_type": "default", "factor": 2.0}}, r"factor is not a field of rope_type='default'"),
     ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, r"partial_rotary_factor=0.5"),
@@ -227,10 +266,12 @@ SUPPORTED = {
     "a Llama of 2023 with every default of its base class": (2048, 5632, 22, 32, 32, 64, 32000, 1e4, 1e-6, 2048, False),
     "Mistral-7B-v0.3": (4096, 14336, 32, 32, 8, 128, 32768, 1e6, 1e-5, 32768, False),
     "a Llama with windows switched off": (896, 4864, 24, 14, 2, 64, 151936, 1e6, 1e-6, 32768, True),
+    "Mistral-7B-v0.1": (4096, 14336, 32, 32, 8, 128, 32000, 1e4, 1e-5, 32768, False),
+    "Qwen2.5-0.5B": (896, 4864, 24, 14, 2, 64, 151936, 1e6, 1e-6, 32768, True),
+    "Qwen3-0.6B": (1024, 3072, 28, 16, 8, 128, 151936, 1e6, 1e-6, 40960, True),
 }
 REFUSED = {
-    "Mistral-7B-v0.1": r"sliding_window=4096 must be null, or an int of at least max_position_embeddings=32768",
-    "Qwen2.5-0.5B": r"model_type='qwen2'",
+    "SmolLM3-3B": r"model_type='smollm3'",
     "OLMo-2-7B": r"model_type='olmo2'",
 }
 
@@ -255,11 +296,48 @@ def test_published_config_files_are_understood_or_refused():
             factor = {"Llama-3.1-8B-Instruct": 8.0}.get(name, 32.0 if "3.2" in name else None)
             assert (m.rope_scaling == "llama3") == (factor is not None)
             assert factor is None or (m.rope_factor, m.rope_original_positions) == (factor, 8192)
-            if name in ("SmolLM-135M", "Llama-3.1-8B-Instruct", "TinyLlama-1.1B", "Mistral-7B-v0.3"):
+            kind = found["model_type"]
+            assert (m.qkv_bias, m.qk_norm) == (kind == "qwen2", kind == "qwen3")
+            assert (m.sliding_window, m.sliding_window_layers) == (4096 * name.endswith("v0.1"), "")
+            if kind != "llama" or name in ("SmolLM-135M", "Llama-3.1-8B-Instruct", "TinyLlama-1.1B"):
                 assert config_json.unknown_fields(found) == []
     for name, message in REFUSED.items():
         with pytest.raises(ValueError, match=message):
             config_json.model_config(SAVED[name], where=name)
+
+
+# Shipped config -> the model whose sizes it has, and its number of parameters as transformers counts it.
+SHIPPED = {
+    "llama3_1b": "Llama-3.2-1B",
+    "llama3_8b": "Llama-3-8B",
+    "qwen3_0_6b": "Qwen3-0.6B",
+    "qwen3_8b": "Qwen3-8B",
+    "mistral_7b": "Mistral-7B-v0.1",
+}
+
+
+def test_shipped_configs_have_the_models_of_published_config_files():
+    for shipped, name in SHIPPED.items():
+        ours = resolve(config_files.load(shipped)).model
+        assert config_json.architecture(ours) == config_json.architecture(
+            config_json.model_config(SAVED[name], where="")
+        )
+        with torch.device("meta"):
+            theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**SAVED[name]))
+        assert costs.num_params(ours) == sum(parameter.numel() for parameter in theirs.parameters())
+
+
+@pytest.mark.quick_cases("Qwen3-0.6B")
+@pytest.mark.parametrize("name", ["Llama-3.2-1B", "Mistral-7B-v0.1", "Qwen2.5-0.5B", "Qwen3-0.6B"])
+def test_published_models_with_fewer_layers_are_verified_by_an_import(name, tmp_path, hf_here):
+    found = as_written_by_transformers_5(SAVED[name]) | {"num_hidden_layers": 1, "vocab_size": 512}
+    ids = {"bos_token_id": 1, "eos_token_id": 2}  # below the shrunk vocabulary
+    config = transformers.AutoConfig.for_model(**found | ids)
+    folder = hf_models.save(hf_models.model(config), tmp_path / "hf", dtype=torch.bfloat16)
+    (folder / "config.json").write_text(json.dumps(found | ids))
+    code, out, err = hf_here("import", folder, f"--out={tmp_path / 'ours'}", "--verify")
+    assert code == 0, err
+    assert "verified         the logits of 128 tokens" in out
 
 
 def test_fields_with_neutral_values_are_accepted():
@@ -364,12 +442,17 @@ def changed(name, change):
     return lambda found: found.update({name: change(found[name]).contiguous()})
 
 
+def added(name, *shape):
+    return lambda found: found.update({name: torch.zeros(shape)})
+
+
 Q0, Q0_BIAS = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.q_proj.bias"
 
 
 MISMATCHED = [
     (lambda found: found.pop("lm_head.weight"), r"lm_head.weight is missing, config.json makes it \[384, 96\]"),
     (lambda found: found.update({Q0_BIAS: found.pop(Q0)}), rf"(?s)2 tensors .*{Q0} is missing, .*bias is \[96, 96\]"),
+    (added(Q0_BIAS, 96), r"q_proj.bias is \[96\], config.json makes it missing"),
     (changed(Q0, lambda q: q[:48]), rf"{Q0} is \[48, 96\], config.json makes it \[96, 96\]"),
     (changed("model.norm.weight", torch.Tensor.bfloat16), r"mixes dtypes: 1 BF16 .*20 F32 .*--dtype=float32"),
     (changed(Q0, torch.Tensor.double), rf"{Q0} is F64; supported are F32, F16, BF16"),

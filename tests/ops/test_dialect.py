@@ -1,8 +1,13 @@
 """Which implementation of an op serves, and why the others do not."""
 
-import pytest
+import dataclasses
 
+import pytest
+from planned import small_config
+
+from hlat_jax.ops.choices import choices
 from hlat_jax.ops.dialect import Implementation, Op
+from hlat_jax.parallel.virtual_devices import planned_layout
 
 
 def short_only(*, length):
@@ -78,3 +83,20 @@ def test_what_cannot_serve_is_refused_before_tracing_and_nothing_falls_back(op):
             call()
         assert str(refused.value).startswith(said)
     assert op.run("shift", 21, length=2) == 42
+
+
+def test_a_window_that_an_attention_does_not_have_is_refused_before_anything_is_compiled():
+    config = small_config()
+    data = dataclasses.replace(config.data, seq_len=512)
+    for layers, said in (("", "window=100"), ("1:2", "window=by layer")):
+        for window, refused in ((100, True), (512, False)):  # rows of 512 tokens: the second hides nothing
+            options = {"sliding_window": window, "sliding_window_layers": layers, "max_positions": 512}
+            for name, platform in (("nki", "neuron"), ("triton", "cuda")):
+                model = dataclasses.replace(config.model, attention=name, allow_nki_on_trn1=True, **options)
+                of_run = dataclasses.replace(config, model=model, data=data)
+                layout = planned_layout(of_run, 1, platform="neuron", chip="trn2")
+                if refused:
+                    with pytest.raises(ValueError, match=rf"model.attention='{name}' cannot .* \({said}\)"):
+                        choices(of_run, layout, platform=platform)
+                else:
+                    assert choices(of_run, layout, platform=platform)["attention"].name == name

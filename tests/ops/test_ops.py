@@ -11,7 +11,9 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from hlat_jax import model as model_lib
 from hlat_jax.ops import attention, cross_entropy, norm, rope, swiglu
+from hlat_jax.weights.hf_config import model_config
 
 # One bf16 rounding is 4e-3 of a value; operands, probabilities and results are each rounded once.
 BF16 = {"rtol": 2e-2, "atol": 2e-2}
@@ -58,6 +60,30 @@ def test_rope_frequencies_of_llama3_equal_transformers():
         assert attention_factor == 1.0
         assert actual.dtype == np.float32
         np.testing.assert_allclose(actual, expected, rtol=1e-6)  # transformers computes in fp32, this in float64
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
+
+
+def test_rope_tables_of_linear_and_yarn_scaling_equal_transformers():
+    """Frequencies and the factor of both tables, by the import of a config.json."""
+    for given in (
+        {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
+        YARN,
+        YARN | {"beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 0.7},
+        YARN | {"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 0.8},
+        YARN | {"factor": 0.5},
+        YARN | {"rope_theta": 1e4, "original_max_position_embeddings": 8},  # bounds beyond the first pair
+    ):
+        config = LlamaConfig(hidden_size=256, num_attention_heads=2, rope_parameters=dict(given))
+        expected, factor = ROPE_INIT_FUNCTIONS[given["rope_type"]](config, "cpu")
+        model = model_config(config.to_dict() | {"architectures": None}, where="config.json")
+        scaling = model_lib._scaling(model)
+        actual = rope.rope_frequencies(128, theta=model.rope_theta, scaling=scaling)
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, err_msg=str(given))  # theirs are fp32
+        cos, sin = rope.rope_tables(np.zeros((1, 1), np.int32), frequencies=actual, scaling=scaling)
+        np.testing.assert_allclose(cos, factor, rtol=1e-6)
+        assert not np.any(sin)
 
 
 def test_attention_of_bf16_is_close_to_float64_and_finite_for_large_scores():

@@ -38,6 +38,7 @@ def of_op(name):
     """Returns (q, k, v, segment_ids, window) -> output of an implementation."""
 
     def run(q, k, v, segment_ids=None, window=None):
+        window = jnp.asarray(window) if isinstance(window, np.int32) else window
         return attention.attention(
             q, k_BSKH=k, v_BSKH=v, segment_ids_BT=segment_ids, implementation=name, window=window
         )
@@ -52,7 +53,8 @@ def interpreted(q, k, v, segment_ids=None, window=None):
 
 SUBJECTS = {name: of_op(name) for name in attention.OP.names if name != "cudnn"} | {"triton": interpreted}
 LENGTHS = {"nki": 512, "triton": 128}  # rows must be a multiple; of the others any will do
-WINDOWS = {"nki": (None,), "triton": (None,)}  # the others take any
+WINDOWS = {"nki": (None,), "triton": (None,)}
+ANY_WINDOWS = (None, 65, np.int32(65))  # for the others; the last becomes an argument of the program
 
 
 @pytest.fixture(autouse=True)
@@ -154,14 +156,14 @@ def over_devices(local, in_specs, out_specs):
 
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_attention_of_packed_rows_is_that_of_float64(name):
-    for window in WINDOWS.get(name, (None, 65)):
+    for window in WINDOWS.get(name, ANY_WINDOWS):
         is_float64(SUBJECTS[name], LENGTHS.get(name, 150), packed=True, window=window)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SUBJECTS)
 def test_attention_satisfies_the_other_properties(name):
-    for window in WINDOWS.get(name, (None, 65)):
+    for window in WINDOWS.get(name, ANY_WINDOWS):
         is_float64(SUBJECTS[name], LENGTHS.get(name, 150), packed=False, window=window)
     is_right_at_the_end_of_a_long_row(SUBJECTS[name])
     is_the_same_over_devices(SUBJECTS[name], LENGTHS.get(name, 150))
@@ -174,6 +176,8 @@ def test_invalid_windows_are_refused():
     for name in WINDOWS:
         with pytest.raises(ValueError, match=r"cannot serve this call: the kernel .* a window \(window=65\)"):
             of_op(name)(q, k, v, None, 65)
+        with pytest.raises(ValueError, match=r"cannot serve this call: the kernel .* a window \(window=by layer\)"):
+            of_op(name)(q, k, v, None, np.int32(65))
 
 
 VARIANTS = {

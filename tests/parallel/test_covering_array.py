@@ -31,7 +31,10 @@ METRICS = ("loss", "grad_norm", "param_norm")
 # another order, and of bf16, which rounds at 4e-3. Where all targets are one token, roundings do not average out.
 EXACT, NARROW, NARROW_SPIKE = (5e-6, 5e-6, 5e-6), (1e-3, 5e-3, 5e-4), (1e-3, 3e-2, 5e-4)
 # The options that change what one device computes; all others may change the order of sums alone.
-NUMERICS = ("policy", "packing", "z_loss_weight", "tie_embeddings", "fuse_qkv", "num_kv_heads")
+NUMERICS = (
+    *("policy", "packing", "z_loss_weight", "tie_embeddings", "fuse_qkv", "num_kv_heads", "qkv_bias", "qk_norm"),
+    *("sliding_window", "sliding_window_layers", "rope_scaling"),
+)
 PLAIN = {
     "layer_loop": "scan",
     "remat": "none",

@@ -84,6 +84,15 @@ def test_recipe_plans_match_golden_files_and_fit(plans):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("name", "nodes"), [("llama3_1b", 4), ("qwen3_0_6b", 4), ("qwen3_8b", 16), ("mistral_7b", 16)])
+def test_plans_of_published_models_fit_the_nodes_that_their_configs_name(name, nodes):
+    c = config_files.load(name)
+    plan = make_plan(resolve(c), Site("trn1.32xlarge", nodes))
+    assert plan["fits_surely"]
+    assert f"--config={name} --instance=trn1.32xlarge --nodes={nodes}" in (ROOT / f"configs/{name}.py").read_text()
+
+
+@pytest.mark.slow
 def test_plan_of_llama3_8b_fits_trn2_with_listed_groups():
     plan = make_plan(resolve(config_files.load("llama3_8b")), Site("trn2.48xlarge", 16))
     assert plan["fits_surely"]

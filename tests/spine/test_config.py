@@ -194,6 +194,7 @@ class Row:
 in_run = functools.partial(Row, seen_in=run)
 LONG_ROWS = {"model.max_positions": 512, "data.seq_len": 512}  # more than one chunk of the loss
 LLAMA3 = {"model.rope_scaling": "llama3"}
+YARN = {"model.rope_scaling": "yarn"}
 TWO_SOURCES = {
     "data.train": "a=package:austen_train.jsonl;b=FOLDER/two.jsonl",
     "data.validation": "",
@@ -217,6 +218,13 @@ FIELDS = {
     "model.rope_low_freq_factor": Row(2.0, program, given=LLAMA3),
     "model.rope_high_freq_factor": Row(8.0, program, given=LLAMA3),
     "model.rope_original_positions": Row(4096, program, given=LLAMA3),
+    "model.rope_beta_fast": Row(1024.0, program, given=YARN),
+    "model.rope_beta_slow": Row(4.0, program, given=YARN),
+    "model.rope_attention_factor": Row(2.0, program, given=YARN),
+    "model.qkv_bias": Row(True, program),
+    "model.qk_norm": Row(True, program),
+    "model.sliding_window": Row(8, program),
+    "model.sliding_window_layers": Row("2:2", program, given={"model.sliding_window": 8}),
     "model.tie_embeddings": Row(True, program),
     "model.fuse_qkv": Row(False, program),
     "model.init_std": Row(0.03, weights),

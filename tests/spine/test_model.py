@@ -10,6 +10,7 @@ from flax import nnx
 
 from hlat_jax.config import ModelConfig
 from hlat_jax.model import Decoder, abstract_params, apply, bind, init_params, param_axes
+from hlat_jax.optimizer import decay_mask
 from hlat_jax.run import costs
 
 CFG = ModelConfig(vocab_size=64, num_layers=4, embed_dim=32, mlp_dim=48, num_heads=4, num_kv_heads=2, head_dim=8)
@@ -17,6 +18,9 @@ CFG = ModelConfig(vocab_size=64, num_layers=4, embed_dim=32, mlp_dim=48, num_hea
 
 def tokens(shape=(2, 12), seed=0):
     return jnp.asarray(np.random.default_rng(seed).integers(0, 64, shape), jnp.int32)
+
+
+QWENS = {"qkv_bias": True, "qk_norm": True}  # what Qwen 2 and Qwen 3 add
 
 
 @pytest.mark.slow
@@ -29,13 +33,37 @@ def test_module_and_pure_functions_are_one_model():
 
 
 def test_parameter_count_and_axes_match_the_arrays():
-    for changes in ({"tie_embeddings": True}, {"fuse_qkv": False}, {"num_kv_heads": 4}):
+    for changes in (
+        {"tie_embeddings": True},
+        {"fuse_qkv": False},
+        {"num_kv_heads": 4},
+        QWENS,
+        QWENS | {"fuse_qkv": False},
+    ):
         cfg = dataclasses.replace(CFG, **changes)
         params = init_params(cfg, jax.random.key(0))
         assert sum(leaf.size for leaf in jax.tree.leaves(params)) == costs.num_params(cfg)
         ranks = jax.tree.map(len, param_axes(cfg), is_leaf=lambda leaf: isinstance(leaf, tuple))
         assert jax.tree.map(lambda p: p.ndim, params) == ranks
         assert jax.tree.map(lambda p: p.shape, params) == jax.tree.map(lambda p: p.shape, abstract_params(cfg))
+
+
+def test_weight_decay_of_matrices_leaves_out_every_norm_and_bias():
+    for fuse_qkv in (True, False):
+        params = abstract_params(dataclasses.replace(CFG, fuse_qkv=fuse_qkv, **QWENS))
+        decays = jax.tree_util.tree_leaves_with_path(decay_mask(params, "matrices"))
+        left_out = {jax.tree_util.keystr(path, simple=True, separator=".") for path, decay in decays if not decay}
+        names = ("qkv_bias",) if fuse_qkv else ("q_bias", "kv_bias")
+        of_layers = {f"layers.attention.{name}" for name in (*names, "q_norm.scale", "k_norm.scale")}
+        assert left_out == of_layers | {"layers.attention_norm.scale", "layers.mlp_norm.scale", "final_norm.scale"}
+
+
+def test_flops_of_a_window_are_those_of_its_keys():
+    without = costs.flops_per_token(CFG, 512)
+    for layers, saved in (("", 4), ("2:2,4:4", 2)):
+        cfg = dataclasses.replace(CFG, sliding_window=100, sliding_window_layers=layers)
+        assert without - costs.flops_per_token(cfg, 512) == 12 * saved * CFG.num_heads * CFG.head_dim * 412
+        assert costs.flops_per_token(cfg, 100) == costs.flops_per_token(CFG, 100)
 
 
 def test_initial_weights_of_every_layer_differ():
@@ -102,6 +130,12 @@ def test_tokens_attend_only_to_the_past_of_their_segment():
 
 # changes of CFG, and what is said
 REFUSED = [
+    ({"sliding_window_layers": "1:2"}, r"sliding_window_layers='1:2' has no effect without model.sliding_window"),
+    ({"sliding_window": 4, "sliding_window_layers": "2"}, r"'2' must be FIRST:LAST, such as 29:36 for 8 layers"),
+    ({"sliding_window": 4, "sliding_window_layers": "3:5"}, r"'3:5' goes beyond model.num_layers=4; end it there"),
+    ({"sliding_window": -1}, r"sliding_window=-1 must be at least 0"),
+    ({"rope_scaling": "dynamic"}, r"rope_scaling='dynamic' is not one of none, linear, llama3, yarn"),
+    ({"rope_beta_fast": 1.0}, r"rope_beta_fast=1.0 must exceed model.rope_beta_slow=1.0"),
     ({"num_kv_heads": 3}, r"num_kv_heads=3 must divide model.num_heads=4; use one of \[1, 2, 4\]"),
     ({"head_dim": 7}, "head_dim=7 must be even"),
     ({"remat": "names:nothing"}, "names .*nothing.*; layers name"),

@@ -38,16 +38,24 @@ VALUES: dict[str, list] = {
     "tie_embeddings": [False, True],
     "fuse_qkv": [False, True],
     "num_kv_heads": [4, 2, 1],  # of 4 heads
+    "qkv_bias": [False, True],
+    "qk_norm": [False, True],
+    "sliding_window": [16, 5],  # of 16 positions: no window, also with layers that have it
+    "sliding_window_layers": ["", "2:2"],
+    "rope_scaling": ["none", "linear", "llama3", "yarn"],
 }
 FIRST = {key: values[0] for key, values in VALUES.items()}
 # The rows that the quick suite runs, part of every array. A scan hands out its constants as residuals, and those are
 # zeros where a stage has no microbatch.
 QUICK: dict[str, Row] = {
-    "stages": FIRST | {"pipe": 2, "fsdp": 2, "num_microbatches": 2, "cross_entropy": "chunked", "fuse_qkv": True},
+    "stages": FIRST
+    | {"pipe": 2, "fsdp": 2, "num_microbatches": 2, "cross_entropy": "chunked", "fuse_qkv": True, "qkv_bias": True}
+    | {"sliding_window": 5, "sliding_window_layers": "2:2", "attention": "chunked"},
     "tensor": FIRST
     | {"data": 2, "tensor": 4, "zero1": True, "sequence_parallel": True, "reduce_gradients": "layer"}
     | {"bucket_bytes": 4096, "num_microbatches": 2, "accumulate": "programs", "z_loss_weight": 1e-2, "spikes": "skip"}
-    | {"packing": "documents", "remat": "selective", "attention": "blocked", "tie_embeddings": True, "num_kv_heads": 2},
+    | {"packing": "documents", "remat": "selective", "attention": "blocked", "tie_embeddings": True, "num_kv_heads": 2}
+    | {"qkv_bias": True, "qk_norm": True, "sliding_window": 5, "rope_scaling": "yarn"},
 }
 # What is refused: the keys that it depends on, whether a row is, a row, and what the error says.
 REFUSED = {

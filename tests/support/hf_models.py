@@ -2,6 +2,7 @@
 
 import math
 import pathlib
+import random
 
 import torch
 import transformers
@@ -33,6 +34,42 @@ CONFIGS = {
 }
 
 
+ROPES = (
+    {"rope_type": "default", "rope_theta": 50_000.0},
+    {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 3.0},
+    {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "original_max_position_embeddings": 64},
+)
+WINDOW = 24
+_ON = {"use_sliding_window": True, "sliding_window": WINDOW}
+_QWEN_WINDOWS = (
+    {},
+    _ON | {"max_window_layers": 1},
+    _ON | {"max_window_layers": 0},
+    _ON | {"layer_types": ["sliding_attention", "full_attention"]},
+)
+
+
+def family(kind: str, seed: int):
+    """Returns a random small config of a family: "qwen2", "qwen3" or "mistral"; six seeds have every option of it."""
+    rng, heads = random.Random(f"{kind} {seed}"), 8
+    window = {"sliding_window": (WINDOW, None)[seed // 2 % 2]} if kind == "mistral" else _QWEN_WINDOWS[seed % 4]
+    return transformers.AutoConfig.for_model(
+        kind,
+        vocab_size=rng.choice((200, 384)),
+        hidden_size=64,
+        intermediate_size=rng.choice((96, 160)),
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // (1, 4, 8)[seed % 3],
+        head_dim=(8, 16, 12)[seed % 3 - seed // 3],  # 8 x 8 is hidden_size
+        tie_word_embeddings=bool(seed % 2),
+        max_position_embeddings=256,
+        rms_norm_eps=rng.choice((1e-5, 1e-6)),
+        rope_parameters=dict(ROPES[(seed + seed // 3) % 3]),
+        **window,
+    )
+
+
 def model(config, *, seed: int = 0) -> torch.nn.Module:
     """Returns a model whose activations and scores are of size 1 and whose norms are not 1."""
     made = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -41,6 +78,7 @@ def model(config, *, seed: int = 0) -> torch.nn.Module:
         for name, parameter in made.named_parameters():
             drawn = torch.randn(parameter.shape, generator=generator)
             std = 0.1 if "embed_tokens" in name or "lm_head" in name else 1 / math.sqrt(config.hidden_size)
+            std = 0.5 if name.endswith("bias") else std
             parameter.copy_(1 + 0.2 * drawn if "norm" in name else std * drawn)
     return made
 

@@ -324,8 +324,8 @@ def test_a_run_that_resumes_takes_its_own_model_though_the_initial_weights_are_g
     assert parsed(f"train.branch_from={kinds['run']}@1")[0].model.num_layers == 2
     mutable.train.update(init_from=str(tmp_path / "gone"), branch_from="")
     (tmp_path / "gone").mkdir()
-    (tmp_path / "gone/config.json").write_text('{"model_type": "qwen2"}')
-    with pytest.raises(ValueError, match=r"^train.init_from: .*model_type='qwen2'"):
+    (tmp_path / "gone/config.json").write_text('{"model_type": "olmo2"}')
+    with pytest.raises(ValueError, match=r"^train.init_from: .*model_type='olmo2'"):
         take_model(mutable, given=(), workdir=tmp_path)
 
 

@@ -34,7 +34,7 @@ def cudnn(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *, window: in
 
 
 def cudnn_unsupported_reasons(
-    *, q_shape: tuple[int, ...], num_kv_heads: int, dtype: Any, has_segments: bool, window: int | None
+    *, q_shape: tuple[int, ...], num_kv_heads: int, dtype: Any, has_segments: bool, window: int | str | None
 ) -> list[str]:
     """Returns why cuDNN cannot serve a call, forward and backward; see `ops.attention.describe_call`.
 
@@ -42,6 +42,8 @@ def cudnn_unsupported_reasons(
     """
     if has_segments:
         return ["cuDNN supports segment ids (data.packing=documents) only as a T x T mask"]
+    if isinstance(window, str):
+        return [f"cuDNN has no window that is an argument (window={window})"]
     b, t, _, h = q_shape
     q = jax.ShapeDtypeStruct(q_shape, dtype)
     k = jax.ShapeDtypeStruct((b, t, num_kv_heads, h), dtype)
@@ -53,7 +55,7 @@ def cudnn_unsupported_reasons(
 
 
 def triton_unsupported_reasons(
-    *, q_shape: tuple[int, ...], num_kv_heads: int, dtype: Any, has_segments: bool, window: int | None
+    *, q_shape: tuple[int, ...], num_kv_heads: int, dtype: Any, has_segments: bool, window: int | str | None
 ) -> list[str]:
     """Returns why the Pallas kernel cannot serve a call, forward and backward; see `ops.attention.describe_call`."""
     seq_len, head_dim = q_shape[1], q_shape[3]

@@ -33,7 +33,7 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 
 def unsupported_reasons(
-    *, q_shape: tuple[int, ...], num_kv_heads: int, dtype: Any, has_segments: bool, window: int | None
+    *, q_shape: tuple[int, ...], num_kv_heads: int, dtype: Any, has_segments: bool, window: int | str | None
 ) -> list[str]:
     """Returns why the kernels cannot serve a call, forward and backward; see `ops.attention.describe_call`."""
     num_rows, seq_len, num_heads, head_dim = q_shape
