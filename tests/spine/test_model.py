@@ -135,6 +135,7 @@ REFUSED = [
     ({"sliding_window": 4, "sliding_window_layers": "3:5"}, r"'3:5' goes beyond model.num_layers=4; end it there"),
     ({"sliding_window": -1}, r"sliding_window=-1 must be at least 0"),
     ({"rope_scaling": "dynamic"}, r"rope_scaling='dynamic' is not one of none, linear, llama3, yarn"),
+    ({"rope_scaling": "yarn", "rope_theta": 1.0}, r"rope_theta=1.0 must be above 1 with model.rope_scaling='yarn'"),
     ({"rope_beta_fast": 1.0}, r"rope_beta_fast=1.0 must exceed model.rope_beta_slow=1.0"),
     ({"num_kv_heads": 3}, r"num_kv_heads=3 must divide model.num_heads=4; use one of \[1, 2, 4\]"),
     ({"head_dim": 7}, "head_dim=7 must be even"),
