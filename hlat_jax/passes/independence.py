@@ -13,17 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hlat_jax.passes.jaxpr import jax_function, op_name, rebind
+from hlat_jax.passes.jaxpr import ELEMENTWISE, jax_function, op_name, rebind
 
-# Of operands of one shape but for dimensions of size 1, or scalars.
-ELEMENTWISE = {
-    *("add", "sub", "mul", "div", "rem", "max", "min", "neg", "exp", "exp2", "expm1", "log", "log1p", "tanh", "erf"),
-    *("erfc", "erf_inv", "sqrt", "rsqrt", "cbrt", "square", "integer_pow", "pow", "abs", "sign", "floor", "ceil"),
-    *("round", "sin", "cos", "tan", "atan2", "select_n", "convert_element_type", "eq", "ne", "lt", "le", "gt", "ge"),
-    *("and", "or", "not", "xor", "is_finite", "stop_gradient", "copy", "copy_p", "name", "clamp", "add_any", "lgamma"),
-    *("shift_left", "shift_right_logical", "shift_right_arithmetic", "reduce_precision", "digamma", "sinh", "cosh"),
-    "logistic",
-}
 REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or")
 SUM = "reduce_sum"
 _CUMULATIVE = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")

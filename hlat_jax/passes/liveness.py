@@ -29,6 +29,7 @@ from hlat_jax.passes.jaxpr import (
     TRANSCENDENTAL,
     aval_bytes,
     called_jaxpr,
+    carry_of,
     is_transposed,
     primitives,
 )
@@ -87,12 +88,6 @@ class _Op(Op):
     body: _Block | None = None
     is_backward: bool = False
 
-    @property
-    def carried(self) -> slice:
-        """Which inputs of a scan are carried."""
-        first = self.eqn.params["num_consts"]
-        return slice(first, first + self.eqn.params["num_carry"])
-
 
 class _Block(Dataflow):
     """A program or the body of a loop, and the bytes of each of its values on one device.
@@ -124,9 +119,9 @@ class _Block(Dataflow):
         self.ops = [part for op in self.ops for part in _split(op)]
 
     def _body(self, op: _Op) -> _Block:
-        inner, num_consts = op.eqn.params["jaxpr"].jaxpr, op.carried.start
-        shares = [self._share(op, at) if at < num_consts else 1.0 for at in range(len(op.ins))]
-        return _Block(inner, shares, is_local=self._is_local(op), is_backward=op.is_backward)
+        inner, carry = carry_of(op.eqn)
+        shares = [self._share(op, at) if at < carry.start else 1.0 for at in range(len(op.ins))]
+        return _Block(inner.jaxpr, shares, is_local=self._is_local(op), is_backward=op.is_backward)
 
     def _is_local(self, op: _Op) -> bool:
         return self.is_local or any(call.primitive.name == "shard_map" for call in op.calls)
@@ -206,7 +201,7 @@ def _peak(block: _Block, owned: frozenset[int]) -> Peak:
         transient, reused = Peak(sum(sizes[value] for value in op.moved), 0, 0), {}
         if op.body is not None:
             transient = _iteration_peak(op)
-            starts = {source for value in numbers_of(op.ins[op.carried]) for source in sources.get(value, ())}
+            starts = {source for value in numbers_of(op.ins[carry_of(op.eqn)[1]]) for source in sources.get(value, ())}
             reused = {value: live[value] for value in starts.intersection(dying[place], live)}
             looped.update(op.outs)
         fresh = max(0, sum(made.values()) - sum(reused.values()))
@@ -250,7 +245,7 @@ def _iteration_peak(op: _Op) -> Peak:
     body, num_carry = op.body, op.eqn.params["num_carry"]
     made_at = {value: place for place, inner in enumerate(body.ops) for value in inner.outs}
     last_read = {value: places[-1] for value, places in readers(body.ops).items()}
-    carried = zip(body.inputs[len(body.inputs) - len(op.ins) :][op.carried], body.outputs, strict=False)
+    carried = zip(body.inputs[len(body.inputs) - len(op.ins) :][carry_of(op.eqn)[1]], body.outputs, strict=False)
     owned = {new for old, new in carried
              if not isinstance(new, Literal) and made_at.get(new, -1) >= last_read.get(old, -1)}  # fmt: skip
     return _peak(body, frozenset({*owned, *numbers_of(body.outputs[num_carry:])}))

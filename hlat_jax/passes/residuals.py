@@ -27,6 +27,7 @@ from jax.extend import core
 from hlat_jax.passes import fences
 from hlat_jax.passes.dataflow import Dataflow, Op, alive, numbers_of
 from hlat_jax.passes.jaxpr import (
+    ELEMENTWISE,
     REDUCTIONS,
     TRANSCENDENTAL,
     bind_again,
@@ -57,14 +58,7 @@ _MOVES = primitives(
     copy_p name stop_gradient convert_element_type reduce_precision saturated_cast pvary pcast
     """
 )
-_ELEMENTWISE = TRANSCENDENTAL | primitives(
-    """
-    neg abs sign floor ceil round is_finite expm1 tan asin acos atan atan2 sinh cosh asinh acosh atanh square
-    integer_pow add sub mul add_any rem max min clamp select_n eq ne lt le gt ge and or xor not nextafter
-    shift_left shift_right_arithmetic shift_right_logical real imag conj complex population_count clz
-    """
-)
-_CHEAP = _MOVES | _ELEMENTWISE | REDUCTIONS
+_CHEAP = _MOVES | (ELEMENTWISE - {"lgamma", "digamma"}) | REDUCTIONS
 
 
 def select_residuals(fn: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
@@ -113,8 +107,8 @@ def selected_jaxpr(eqn: Any) -> Any:
 
 def opened_call(eqn: Any) -> Any:
     """Returns the jaxpr of a call that only runs its function, or selects its residuals; None for other equations."""
-    inner = selected_jaxpr(eqn)
-    return plain_call(eqn) if inner is None else inner
+    closed = plain_call(eqn)
+    return selected_jaxpr(eqn) if closed is None or closed.consts else closed.jaxpr
 
 
 def select_again(eqn: Any, fn: Callable, args: Sequence[Any]) -> list[Any]:
@@ -163,7 +157,8 @@ def _retrace(closed: Any, scope: _Scope) -> Any:
 
 def inlined_call(eqn: Any) -> Any:
     """Returns the jaxpr of a call that can be inlined; None for other equations."""
-    return None if _has_effects(eqn) else plain_call(eqn)
+    closed = None if _has_effects(eqn) else plain_call(eqn)
+    return None if closed is None or closed.consts else closed.jaxpr
 
 
 def _has_effects(eqn: Any) -> bool:

@@ -28,7 +28,7 @@ from hlat_jax.passes.rewrite.axes import (
     size_of,
     source_of,
 )
-from hlat_jax.passes.rewrite.graph import Choose, EquationGraph, Match, Refusal, is_literal
+from hlat_jax.passes.rewrite.graph import Choose, EquationGraph, Match, Refusal
 from hlat_jax.passes.rewrite.pointwise import Flag, NotAttention, Pointwise, Refused, dropout, score_function
 
 _OP = "attention"
@@ -200,7 +200,7 @@ class _Attention:
 
         return Match(
             op=_OP,
-            eqns=_between(self.graph, [self.q[0], self.k[0], self.v[0]], inputs, result),
+            eqns=self.graph.between([self.q[0], self.k[0], self.v[0]], [result], without=inputs),
             inputs=inputs,
             outputs=[result],
             replacement=replacement,
@@ -240,18 +240,3 @@ class _Attention:
 
 def _is_batched_product(eqn: Any) -> bool:
     return eqn.primitive.name == "dot_general" and bool(eqn.params["dimension_numbers"][1][0])
-
-
-def _between(graph: EquationGraph, starts: Sequence[Any], stops: Sequence[Any], result: Any) -> list[Any]:
-    """Returns the equations on the ways from some variables to the result, in order, without those before `stops`."""
-    needed, above = {result}, []
-    for eqn in reversed(graph.eqns):
-        if needed & set(eqn.outvars):
-            needed |= {atom for atom in eqn.invars if not is_literal(atom) and atom not in stops}
-            above.append(eqn)
-    reached, between = set(starts), []
-    for eqn in reversed(above):
-        if any(not is_literal(atom) and atom in reached for atom in eqn.invars):
-            reached |= set(eqn.outvars)
-            between.append(eqn)
-    return between

@@ -14,9 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from hlat_jax.passes.fences import checkpoint_in_order
-from hlat_jax.passes.independence import ELEMENTWISE
-from hlat_jax.passes.jaxpr import place_of, rebind
-from hlat_jax.passes.rewrite.graph import Choose, EquationGraph, Match, is_literal
+from hlat_jax.passes.jaxpr import ELEMENTWISE, bind_again
+from hlat_jax.passes.rewrite.graph import Choose, EquationGraph, Match, is_literal, values_of
 
 _MOST_ARRAYS = 2  # hidden ones
 _MOST_EQUATIONS = 40
@@ -85,13 +84,9 @@ def _match(graph: EquationGraph, eqn: Any, side: int, inputs: list[Any], between
     weights = eqn.invars[1 - side]
 
     def product(*args: jax.Array) -> list[jax.Array]:
-        env = dict(zip((*inputs, weights), args, strict=True))
+        env = {**graph.values, **dict(zip((*inputs, weights), args, strict=True))}
         for step in (*between, eqn):
-            with place_of(step):
-                operands = [
-                    atom.val if is_literal(atom) else env.get(atom, graph.values.get(atom)) for atom in step.invars
-                ]
-                env |= zip(step.outvars, rebind(step, operands), strict=True)
+            env |= zip(step.outvars, bind_again(step, values_of(step.invars, env)), strict=True)
         return [env[eqn.outvars[0]]]
 
     # recomputation does not wait for the weights
