@@ -101,8 +101,7 @@ def checkpointed(fn: Callable, choice: RematChoice, *, region: str, prevent_cse:
             where = "segments" if is_segmented else regions(trace_call(fn, args, kwargs)[0].jaxpr)[0]
         return (whole if where == "whole" else _named(fn, choice, where))(*args, **kwargs)
 
-    run.__name__, run.__qualname__ = getattr(fn, "__name__", function_name(fn)), function_name(fn)
-    return run
+    return _with_name_of(fn, run)
 
 
 def regions(jaxpr: Any) -> list[str]:
@@ -146,6 +145,11 @@ def _named(fn: Callable, choice: RematChoice, region: str) -> Callable:
         namer.check(fn)
         return jax.tree.unflatten(tree, outs)
 
+    return _with_name_of(fn, run)
+
+
+def _with_name_of(fn: Callable, run: Callable) -> Callable:
+    run.__name__, run.__qualname__ = getattr(fn, "__name__", function_name(fn)), function_name(fn)
     return run
 
 

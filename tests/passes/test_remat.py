@@ -90,11 +90,13 @@ def test_every_choice_of_names_keeps_values_and_gradients():
 
 
 def test_names_are_the_same_in_every_trace_and_do_not_depend_on_the_choice():
-    first, second = (
-        str(jax.make_jaxpr(naming.checkpointed(layer, RematChoice(), region="whole"))(*one_layer())) for _ in range(2)
-    )
-    assert first == second
-    assert "name=dot_general.1" in first
+    def names(choice):
+        return re.findall(
+            r"name\[name=(.*)\]", str(jax.make_jaxpr(naming.checkpointed(layer, choice, region="whole"))(*one_layer()))
+        )
+
+    assert names(RematChoice()) == names(RematChoice(("dot_general.1",)))
+    assert {"dot_general.0", "dot_general.1"} <= set(names(RematChoice()))
 
 
 def one_layer():
