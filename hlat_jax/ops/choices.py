@@ -59,7 +59,9 @@ def choices(config: Config, layout: Layout, *, platform: str | None = None) -> d
         `model.ops_table` of another device kind.
     """
     device = None if platform is not None or isinstance(layout.mesh, AbstractMesh) else layout.mesh.devices.flat[0]
-    times, kind = None, "" if device is None else _kind(device)
+    times, kind = None, ""
+    if device is not None:  # "" too of a virtual device of no known chip, see `chips.chip_of`
+        kind = device.chip if isinstance(device, PlannedDevice) else device.device_kind
     if config.model.ops_table:
         known_kind = table.PLANNED if device is None else table.device_kind(device)
         times = table.read_for(config.model.ops_table, platform=platform or layout.platform, kind=known_kind)
@@ -75,11 +77,6 @@ def choices(config: Config, layout: Layout, *, platform: str | None = None) -> d
         )
         for key, op in OPS.items()
     }
-
-
-def _kind(device: Any) -> str:
-    """Returns what names the chip of a device, see `chips.chip_of`; "" of a virtual device of no known chip."""
-    return device.chip if isinstance(device, PlannedDevice) else device.device_kind
 
 
 def chosen_model(config: Config, layout: Layout, *, platform: str | None = None) -> ModelConfig:

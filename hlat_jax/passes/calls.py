@@ -37,22 +37,15 @@ def _kinds(operands: Sequence[Value]) -> list[Kind]:
     return [operand.kind for operand in operands]
 
 
-def _values(cast: Any, eqn: Any, outs: Sequence[Any], kinds: Sequence[Kind]) -> list[Value]:
-    return [
-        value(out, kind=kind, aval=var.aval, low=cast.low)
-        for out, kind, var in zip(outs, kinds, eqn.outvars, strict=True)
-    ]
-
-
 def _jit(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
     closed, kinds = cast.retrace(eqn.params["jaxpr"], _kinds(operands), wide=wide)
-    return _values(cast, eqn, rebind(eqn, _arrays(cast, operands), jaxpr=closed), kinds)
+    return cast.results(eqn, rebind(eqn, _arrays(cast, operands), jaxpr=closed), kinds)
 
 
 def _remat(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
     closed, kinds = cast.retrace(core.ClosedJaxpr(eqn.params["jaxpr"], []), _kinds(operands), wide=wide)
     opened, consts = without_consts(closed)
-    return _values(cast, eqn, rebind(eqn, consts + _arrays(cast, operands), jaxpr=opened), kinds)
+    return cast.results(eqn, rebind(eqn, consts + _arrays(cast, operands), jaxpr=opened), kinds)
 
 
 def _shard_map(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
@@ -65,7 +58,7 @@ def _shard_map(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool])
         return _arrays(cast, outs)
 
     outs = bind_shard_map(eqn, local, _arrays(cast, operands))
-    return _values(cast, eqn, outs, kinds)
+    return cast.results(eqn, outs, kinds)
 
 
 def _cond(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
@@ -75,7 +68,7 @@ def _cond(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> l
     kinds = [_join(each) for each in zip(*traced, strict=True)]
     branches = tuple(cast.retrace(branch, _kinds(rest), forced=kinds)[0] for branch in eqn.params["branches"])
     outs = rebind(eqn, [index.declared(), *_arrays(cast, rest)], branches=branches)
-    return _values(cast, eqn, outs, kinds)
+    return cast.results(eqn, outs, kinds)
 
 
 def _join(kinds: Sequence[Kind]) -> Kind:
@@ -91,7 +84,7 @@ def _scan(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> l
     num_ys = len(eqn.outvars) - eqn.params["num_carry"]
     wide = [*_stays_fp32(kinds[carried]), *[False] * num_ys]
     body, out_kinds = cast.retrace(closed, kinds, forced=[*kinds[carried], *[None] * num_ys], wide=wide)
-    return _values(cast, eqn, rebind(eqn, _as_kinds(cast, operands, kinds), jaxpr=body), out_kinds)
+    return cast.results(eqn, rebind(eqn, _as_kinds(cast, operands, kinds), jaxpr=body), out_kinds)
 
 
 def _while(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
@@ -101,7 +94,7 @@ def _while(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> 
     body, _ = cast.retrace(closed, kinds, forced=carry, wide=_stays_fp32(carry))
     condition, _ = cast.retrace(eqn.params["cond_jaxpr"], [*cond_kinds, *carry])
     arrays = _as_kinds(cast, operands, [*cond_kinds, *kinds])
-    return _values(cast, eqn, rebind(eqn, arrays, body_jaxpr=body, cond_jaxpr=condition), carry)
+    return cast.results(eqn, rebind(eqn, arrays, body_jaxpr=body, cond_jaxpr=condition), carry)
 
 
 def _stays_fp32(carry: Sequence[Kind]) -> list[bool]:
@@ -184,7 +177,7 @@ def _custom_jvp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]
         ]
 
     call.defjvp(rule, symbolic_zeros=True)
-    return _values(cast, eqn, call(*_arrays(cast, operands)), kinds)
+    return cast.results(eqn, call(*_arrays(cast, operands)), kinds)
 
 
 def _custom_vjp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
@@ -241,7 +234,7 @@ def _custom_vjp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]
     call.defvjp(forward_rule, lambda pull, cotangents: pull(*cotangents), symbolic_zeros=True)
     arrays = _arrays(cast, operands)
     consts = [_without_gradient(array, eqn) for array in arrays[:num_consts]]
-    return _values(cast, eqn, call(*consts, *arrays[num_consts:]), kinds)
+    return cast.results(eqn, call(*consts, *arrays[num_consts:]), kinds)
 
 
 def _bind(eqn: Any, *args: Any) -> list[Any]:

@@ -48,7 +48,8 @@ def links(eqn: Any) -> list[Link]:
     shapes = [atom.aval.shape for atom in eqn.invars]
     out = eqn.outvars[0].aval.shape
     if name in ELEMENTWISE or is_rectifier(eqn):
-        return [Link(tuple(_same(shape, out, dim) for shape in shapes), (dim,)) for dim in range(len(out))]
+        alike = [[len(shape) == len(out) and shape[dim] == out[dim] for shape in shapes] for dim in range(len(out))]
+        return [Link(tuple(dim if same else None for same in each), (dim,)) for dim, each in enumerate(alike)]
     if name == "iota":
         return [Link((), (dim,)) for dim in range(len(out))]
     if name == "broadcast_in_dim" and len(shapes) == 1:
@@ -119,10 +120,6 @@ def bind_part(eqn: Any, operands: Sequence[Any], shapes: Sequence[Sequence[int]]
         whole = zip(params[key], eqn.invars[0].aval.shape, operands[0].shape, strict=True)
         changed = {key: tuple(new if taken == old else taken for taken, old, new in whole)}
     return rebind(eqn, operands, **changed)
-
-
-def _same(shape: Sequence[int], out: Sequence[int], dim: int) -> int | None:
-    return dim if len(shape) == len(out) and shape[dim] == out[dim] else None
 
 
 def _kept(shapes: Sequence[Sequence[int]], removed: Sequence[int], num_results: int) -> list[Link]:

@@ -114,14 +114,11 @@ class _Block(Dataflow):
             if op.name == "dot_general":
                 op.moved = _moved_operands(op)
             elif op.name == "scan":
-                op.body = self._body(op)
+                body, carry = carry_of(op.eqn)
+                inside = [self._share(op, at) if at < carry.start else 1.0 for at in range(len(op.ins))]
+                op.body = _Block(body.jaxpr, inside, is_local=self._is_local(op), is_backward=op.is_backward)
         self.sizes = [round(self.num_bytes(value) * self.shares[value]) for value in range(len(self.avals))]
         self.ops = [part for op in self.ops for part in _split(op)]
-
-    def _body(self, op: _Op) -> _Block:
-        inner, carry = carry_of(op.eqn)
-        shares = [self._share(op, at) if at < carry.start else 1.0 for at in range(len(op.ins))]
-        return _Block(inner.jaxpr, shares, is_local=self._is_local(op), is_backward=op.is_backward)
 
     def _is_local(self, op: _Op) -> bool:
         return self.is_local or any(call.primitive.name == "shard_map" for call in op.calls)
@@ -184,11 +181,8 @@ def _moved_operands(op: _Op) -> set[int]:
 
 def _peak(block: _Block, owned: frozenset[int]) -> Peak:
     """Returns the peak of the values of a block, without its inputs and those that its caller owns (`owned`)."""
-    ops, sizes, results = (
-        _schedule(alive(block.ops, numbers_of(block.outputs))),
-        block.sizes,
-        set(numbers_of(block.outputs)),
-    )
+    sizes, results = block.sizes, set(numbers_of(block.outputs))
+    ops = _schedule(alive(block.ops, results))
     sources = _sources(ops, results)
     dying = _dying(ops, sources, leaving=results - owned)
     used = {value for values in dying.values() for value in values}
@@ -220,13 +214,8 @@ def _peak(block: _Block, owned: frozenset[int]) -> Peak:
 def _kept_for_backward(ops: list[_Op], dying: dict[int, list[int]]) -> set[int]:
     """Returns the values that are written in the forward pass and last read in the backward pass."""
     forward = {value for op in ops if not op.is_backward for value in op.outs}
-    return {
-        value
-        for place, values in dying.items()
-        if place < len(ops) and ops[place].is_backward
-        for value in values
-        if value in forward
-    }
+    backward = [values for place, values in dying.items() if place < len(ops) and ops[place].is_backward]
+    return forward & set().union(*backward)
 
 
 def _dying(ops: list[_Op], sources: dict[int, tuple[int, ...]], *, leaving: set[int]) -> dict[int, list[int]]:
@@ -284,7 +273,10 @@ def _sources(ops: list[_Op], results: set[int]) -> dict[int, tuple[int, ...]]:
                 if any(value in reader.moved for reader, value in products):
                     for reader, value in products:
                         reader.moved.add(value)
-                is_buffer = any(_reads_a_buffer(reader, value) for reader, value in ends)
+                is_buffer = any(
+                    reader.name in REDUCTIONS or (reader.name in _OPAQUE and value not in reader.moved)
+                    for reader, value in ends
+                )
                 is_buffer |= is_costly and len(readers_of.get(out, ())) > 1
             sources[out] = (out,) if is_buffer else below
             if is_costly and not is_buffer:
@@ -299,7 +291,3 @@ def _ends(value: int, readers_of: dict[int, list[_Op]]) -> Iterator[tuple[_Op, i
             yield from (end for out in op.outs for end in _ends(out, readers_of))
         else:
             yield op, value
-
-
-def _reads_a_buffer(op: _Op, value: int) -> bool:
-    return op.name in REDUCTIONS or (op.name in _OPAQUE and value not in op.moved)

@@ -67,7 +67,11 @@ class _Attention:
         self.graph, self.last = graph, last
         probs = last.invars[side], new_layout(last.invars[side].aval.shape)
         after = Pointwise(graph, probs, lambda eqn: eqn.primitive.name == "exp")
-        before = Pointwise(graph, self._softmax(after), _is_batched_product)
+        before = Pointwise(
+            graph,
+            self._softmax(after),
+            lambda eqn: eqn.primitive.name == "dot_general" and bool(eqn.params["dimension_numbers"][1][0]),
+        )
         self._find_operands(before.start, probs, side)
         self.keep, self.keep_factor = dropout(after)
         self.function = score_function(before)
@@ -236,7 +240,3 @@ class _Attention:
         facts += ["dropout"] if self.keep else []
         sizes = map(size_of, (self.B, self.T, self.S, [*self.K, *self.G], self.K, self.H))
         return ", ".join(facts) + ", B {} T {} S {} N {} K {} H {}".format(*sizes)
-
-
-def _is_batched_product(eqn: Any) -> bool:
-    return eqn.primitive.name == "dot_general" and bool(eqn.params["dimension_numbers"][1][0])
