@@ -27,13 +27,11 @@ from jax.extend import core
 
 from hlat_jax.facts.byte_sizes import parse_bytes
 from hlat_jax.ops.dialect import CallSpec, Op
-from hlat_jax.passes.jaxpr import CHECKPOINT, jax_function, op_name, trace_call, without_consts, without_dead_code
+from hlat_jax.passes.jaxpr import CHECKPOINT, trace_call, without_consts, without_dead_code
 from hlat_jax.passes.rewrite import attention, chunks, mlp
 from hlat_jax.passes.rewrite.check import compare
 from hlat_jax.passes.rewrite.graph import Choose, EquationGraph, Match, Refusal
 
-# Functions of JAX with a derivative rule that is the derivative of their body.
-_KNOWN_RULES = frozenset({"softmax", "_softmax", "silu", "logsumexp", "log_softmax", "_log_softmax"})
 Matcher = Callable[[EquationGraph], Iterable[Match | Refusal]]
 # Each: graph -> a Match or a Refusal for each place that looks like its op.
 
@@ -153,7 +151,7 @@ class Rewriter:
           known: values of its inputs that are constant, by position.
         """
         graph = EquationGraph(closed, known)
-        eqns = {id(eqn): self._changed(graph, eqn) for eqn in graph.eqns if id(eqn) not in graph.sealed}
+        eqns = {id(eqn): self._changed(graph, eqn) for eqn in graph.eqns}
         changed = {number: eqn for number, eqn in eqns.items() if eqn is not None}
         used = self._select_matches(graph)
         if not used and not changed:
@@ -201,7 +199,6 @@ class Rewriter:
           ValueError, TypeError: the match cannot be used.
         """
         _check_readers(graph, match)
-        _check_rules(graph, match)
         avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in match.inputs]
         outs = [(out.shape, out.dtype) for out in jax.eval_shape(replacement, *avals)]
         wanted = [(var.aval.shape, var.aval.dtype) for var in match.outputs]
@@ -253,10 +250,3 @@ def _check_readers(graph: EquationGraph, match: Match) -> None:
             for reader in graph.readers(var):
                 if id(reader) not in inside:
                     raise ValueError(f"{result} is also read at {graph.source(reader)}")
-
-
-def _check_rules(graph: EquationGraph, match: Match) -> None:
-    """Raises ValueError for a match with a call whose derivative rule need not be the derivative of its body."""
-    for call in graph.sealed_calls_of(match.eqns):
-        if jax_function(call) not in _KNOWN_RULES:
-            raise ValueError(f"{op_name(call)} has a derivative rule of its own")

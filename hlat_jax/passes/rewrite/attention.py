@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hlat_jax.ops import attention, chunked_attention
+from hlat_jax.passes.jaxpr import called_jaxpr, equations
 from hlat_jax.passes.rewrite.axes import (
     CASTS,
     VIEWS,
@@ -28,7 +29,7 @@ from hlat_jax.passes.rewrite.axes import (
     size_of,
     source_of,
 )
-from hlat_jax.passes.rewrite.graph import Choose, EquationGraph, Match, Refusal
+from hlat_jax.passes.rewrite.graph import Choose, EquationGraph, Match, Refusal, own_rule
 from hlat_jax.passes.rewrite.pointwise import Flag, NotAttention, Pointwise, Refused, dropout, score_function
 
 _OP = "attention"
@@ -66,6 +67,10 @@ class _Attention:
     def __init__(self, graph: EquationGraph, last: Any, side: int):
         self.graph, self.last = graph, last
         probs = last.invars[side], new_layout(last.invars[side].aval.shape)
+        made_by = graph.producer(source_of(graph, probs, names=VIEWS | CASTS)[0])
+        if made_by is not None and (why := own_rule(made_by)):
+            inside = {eqn.primitive.name for eqn, _ in equations(called_jaxpr(made_by))}
+            raise Refused(why) if {"exp", "reduce_sum"} <= inside else NotAttention
         after = Pointwise(graph, probs, lambda eqn: eqn.primitive.name == "exp")
         before = Pointwise(
             graph,

@@ -17,7 +17,7 @@ from typing import Any
 
 from hlat_jax.passes.independence import Link, links
 from hlat_jax.passes.jaxpr import aval_bytes
-from hlat_jax.passes.rewrite.graph import EquationGraph, Match, Refusal, is_literal, variables
+from hlat_jax.passes.rewrite.graph import EquationGraph, Match, Refusal, is_literal, own_rule, variables
 from hlat_jax.passes.rewrite.loops import Chunks, ShapeOf
 
 MAX_BYTES = 32 * 2**20
@@ -259,7 +259,7 @@ class _Region:
             if is_taken_twice or whole & set(self.dims) or self._whole & set(ends):
                 raise Mixed(f"{name} takes all of it at each index")
             return link
-        raise Mixed(f"{name} mixes it, or has no rule")
+        raise Mixed(own_rule(eqn) or f"{name} mixes it, or has no rule")
 
     def _neighbors(self, eqn: Any) -> list[Any]:
         """Returns the equations that compute large operands, or take none, and those that read large results."""
@@ -283,21 +283,17 @@ class _Region:
 
     def _is_included(self, var: Any, source: Any) -> bool:
         """Returns whether a value that differs from chunk to chunk is computed in the region if it can be."""
-        if not (self._bounds.is_large(var) or not variables(source) or id(source) in self.graph.sealed):
+        if not self._bounds.is_large(var) and variables(source):
             return False
         return self._bounds.is_eager or all(id(reader) in self.links for reader in self.graph.readers(var))
 
     def _take_whole(self, eqn: Any) -> None:
-        """Adds an equation that each chunk computes alike: a transpose that outside would be a copy, part of a rule."""
+        """Adds a transpose that each chunk computes alike, and that outside would be a copy."""
         (var, *_), operands = eqn.outvars, variables(eqn)
         is_read_here = len(self.graph.readers(var)) == 1 and not self.graph.is_output(var)
-        is_copy = eqn.primitive.name == "transpose" and is_read_here and operands
-        if (is_copy or id(eqn) in self.graph.sealed) and not set(operands) & set(self.dims):
+        if eqn.primitive.name == "transpose" and is_read_here and operands and not set(operands) & set(self.dims):
             self.links[id(eqn)] = _OF_WHOLE
             self._whole |= set(operands)
-            for source in map(self.graph.producer, operands):
-                if id(source) in self.graph.sealed and id(source) not in self.links:
-                    self._take_whole(source)
 
     def _between(self) -> list[Any]:
         """Returns equations that depend on the region and that it depends on; adds those of reduced values alone."""

@@ -14,10 +14,10 @@ from jax.extend import core, source_info_util
 
 from hlat_jax.ops.dialect import CallSpec, Op
 from hlat_jax.passes.independence import is_rectifier
-from hlat_jax.passes.jaxpr import aval_bytes, place_of, plain_call, rebind
+from hlat_jax.passes.jaxpr import aval_bytes, jax_function, op_name, place_of, plain_call, rebind
 
-# Calls with a derivative rule: part of the view, but either replaced whole or left as they are.
-SEALED_CALLS = ("custom_jvp_call", "custom_vjp_call")
+# Functions of JAX with a derivative rule that is the derivative of their body.
+_KNOWN_RULES = frozenset({"softmax", "_softmax", "silu", "logsumexp", "log_softmax", "_log_softmax"})
 # Not folded above: an array of 16,384 x 16,384 int32.
 MAX_FOLDED_BYTES = 2**30
 
@@ -85,10 +85,6 @@ class _Call:
     results: list[Any] = dataclasses.field(default_factory=list)
     own: frozenset[Any] = frozenset()
 
-    @property
-    def is_sealed(self) -> bool:
-        return self.eqn.primitive.name in SEALED_CALLS
-
     def is_open_by(self, ends: set[Any]) -> bool:
         """Returns whether one of some variables is computed in the call and not returned by it."""
         return any(var not in self.results for var in self.own & ends)
@@ -103,7 +99,9 @@ class _Step:
 
 
 class EquationGraph:
-    """One jaxpr with the bodies of plain `jit`, `custom_jvp` and `custom_vjp` calls inlined.
+    """One jaxpr with the bodies of plain `jit` calls inlined.
+
+    Calls with a derivative rule are inlined if the rule is known to be the derivative of the body, and else equations.
 
     Args:
       closed: closed jaxpr.
@@ -113,7 +111,6 @@ class EquationGraph:
       eqns: the equations in order; each result is a variable of its own.
       invars: inputs.
       outvars: results: variables or literals.
-      sealed: ids of the equations inside calls that have a derivative rule.
       taken: ids of the equations that are replaced already.
     """
 
@@ -129,7 +126,6 @@ class EquationGraph:
         self._from_inputs |= {var for var in self.invars if var not in self._folded}
         self._calls: dict[int, tuple[_Call, ...]] = {}  # of each equation, outermost first
         self.outvars = self._flatten(closed, self.invars, ())
-        self.sealed = {id(eqn) for eqn in self.eqns if any(call.is_sealed for call in self._calls[id(eqn)])}
         self._producers = {var: eqn for eqn in self.eqns for var in eqn.outvars}
         self._readers: dict[Any, list[Any]] = {}
         for eqn in reversed(self.eqns):
@@ -203,11 +199,6 @@ class EquationGraph:
                 found.append(eqn)
         return found
 
-    def sealed_calls_of(self, eqns: Sequence[Any]) -> list[Any]:
-        """Returns the calls with a derivative rule that contain some of the equations."""
-        calls = dict.fromkeys(call for eqn in eqns for call in self._calls[id(eqn)])
-        return [call.eqn for call in calls if call.is_sealed]
-
     def source(self, eqn: Any) -> str:
         """Returns "file.py:line (function)" of the user's line that an equation comes from."""
         text = source_info_util.summarize(eqn.source_info)
@@ -236,17 +227,13 @@ class EquationGraph:
           changed: id of an equation -> the one that is bound in its place.
 
         Raises:
-          ValueError: replacements that need each other's results, or one that reads or computes a value inside a call
-            that has a derivative rule.
+          ValueError: replacements that need each other's results.
         """
         changed = changed or {}
         claimed = {var for match, _ in matches for var in match.outputs}
         ends = claimed.union(*(match.inputs for match, _ in matches))
         opened = {call for calls in self._calls.values() for call in calls if call.is_open_by(ends)}
         opened = opened.union(*(self._calls[number] for number in changed))
-        for call in opened:
-            if call.is_sealed:
-                raise ValueError(f"part of {call.eqn.primitive.name}, which has a derivative rule of its own")
         order = {id(eqn): number for number, eqn in enumerate(self.eqns)}
         replacing = {max(order[id(eqn)] for eqn in match.eqns): (match, function) for match, function in matches}
         steps, whole = [], set()
@@ -319,26 +306,16 @@ def _is_foldable(aval: Any) -> bool:
     return is_number and aval_bytes(aval) <= MAX_FOLDED_BYTES
 
 
+def own_rule(eqn: Any) -> str:
+    """Returns why a call is not inlined that has a derivative rule; "" for other equations."""
+    is_own = eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call") and not is_rectifier(eqn)
+    return f"{op_name(eqn)} has a derivative rule of its own" if is_own else ""
+
+
 def _inlined(eqn: Any) -> Any:
     """Returns the closed jaxpr of a call that is part of the view; None for any other equation."""
-    if eqn.primitive.name not in SEALED_CALLS:
-        return plain_call(eqn)
-    body = eqn.params["call_jaxpr"]
-    return None if _forwards(body.jaxpr) or is_rectifier(eqn) else body
-
-
-def _forwards(jaxpr: Any) -> bool:
-    """Returns whether a result is an operand or constant, through plain calls too: its rule would have no equation."""
-    same = {*jaxpr.invars, *jaxpr.constvars}
-    for eqn in jaxpr.eqns:
-        body = _inlined(eqn)
-        if body is not None:
-            own = dict(zip(body.jaxpr.invars, eqn.invars, strict=True))
-            for var, atom in zip(eqn.outvars, body.jaxpr.outvars, strict=True):
-                source = atom if is_literal(atom) else own.get(atom)
-                if source is not None and (is_literal(source) or source in same):
-                    same.add(var)
-    return any(is_literal(atom) or atom in same for atom in jaxpr.outvars)
+    is_known = own_rule(eqn) and jax_function(eqn) in _KNOWN_RULES
+    return eqn.params["call_jaxpr"] if is_known else plain_call(eqn)
 
 
 def _binding(eqn: Any, results: Sequence[Any], wanted: Collection[Any]) -> _Step:
