@@ -157,7 +157,7 @@ def _custom_jvp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]
 
         def declared(*arrays):
             args = arrays[: len(in_avals)]
-            run = perturbed_at(functools.partial(_bind, eqn), args, places)
+            run = perturbed_at(lambda *args: rebind(eqn, args), args, places)
             outs, pushed = jax.jvp(run, [args[at] for at in places], list(arrays[len(in_avals) :]))
             return [*outs, *(tangent for tangent in pushed if tangent.dtype != jax.dtypes.float0)]
 
@@ -181,10 +181,12 @@ def _custom_jvp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]
 
 
 def _custom_vjp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
-    """The declared function is linearized by its rules; both halves are cast, and what is kept between them."""
+    """The declared function is linearized by its rules; both halves are cast, and what is kept between them.
+
+    JAX raises for a gradient by an array that the function closes over, as it does without autocast.
+    """
     closed, kinds = cast.retrace(eqn.params["call_jaxpr"], _kinds(operands))
     in_avals, out_avals = closed_avals(eqn)
-    num_consts = eqn.params.get("num_consts", 0)  # closed-over operands, which its rules do not receive
     call = jax.custom_vjp(_name(core.jaxpr_as_fun(closed), eqn))
 
     @functools.cache
@@ -193,7 +195,7 @@ def _custom_vjp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]
         kept: list[Any] = []
 
         def declared(*arrays):
-            outs, push = linearized_at(functools.partial(_bind, eqn), arrays, places)
+            outs, push = linearized_at(lambda *args: rebind(eqn, args), arrays, places)
             kept[:] = jax.tree.flatten(push)
             return [*outs, *filter(_is_tracer, kept[0])]
 
@@ -206,7 +208,8 @@ def _custom_vjp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]
 
         def pull(*arrays):
             held, cotangents = arrays[: len(held_avals)], arrays[len(held_avals) :]
-            given = [at for at, aval in enumerate(out_avals) if _is_nonzero(cotangents[at], aval)]
+            nonzero = [at for at, cotangent in enumerate(cotangents) if not isinstance(cotangent, SymbolicZero)]
+            given = [at for at in nonzero if is_inexact(out_avals[at])]
 
             def declared(*arrays):
                 left = iter(arrays)
@@ -227,18 +230,12 @@ def _custom_vjp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]
 
     def forward_rule(*args):
         is_differentiated = [arg.perturbed and is_inexact(aval) for arg, aval in zip(args, in_avals, strict=True)]
-        forward, pull = linearized(tuple(at for at, one in enumerate(is_differentiated) if one and at >= num_consts))
+        forward, pull = linearized(tuple(itertools.compress(range(len(args)), is_differentiated)))
         found = forward(*(arg.value for arg in args))
         return found[: len(kinds)], jax.tree_util.Partial(pull, *found[len(kinds) :])
 
     call.defvjp(forward_rule, lambda pull, cotangents: pull(*cotangents), symbolic_zeros=True)
-    arrays = _arrays(cast, operands)
-    consts = [_without_gradient(array, eqn) for array in arrays[:num_consts]]
-    return cast.results(eqn, call(*consts, *arrays[num_consts:]), kinds)
-
-
-def _bind(eqn: Any, *args: Any) -> list[Any]:
-    return rebind(eqn, args)
+    return cast.results(eqn, call(*_arrays(cast, operands)), kinds)
 
 
 def _is_tracer(leaf: Any) -> bool:
@@ -262,22 +259,6 @@ def _without_zeros(closed: Any, num_outs: int, *, num_linear: int) -> tuple[Any,
     return core.ClosedJaxpr(jaxpr, closed.consts), is_nonzero
 
 
-def _without_gradient(array: Any, eqn: Any) -> Any:
-    """Returns a closed-over operand of a `custom_vjp`; a gradient by it raises, as it does without autocast."""
-    if not (isinstance(array, jax.core.Tracer) and is_inexact(array)):
-        return array
-    closed_over = jax.custom_jvp(lambda x: x)
-
-    @closed_over.defjvp
-    def rule(primals, tangents):
-        raise ValueError(
-            f"autocast: {op_name(eqn)} is a jax.custom_vjp that closes over an array that you differentiate with "
-            "respect to, and its derivative rule has no gradient for it: pass the array as an argument."
-        )
-
-    return closed_over(array)
-
-
 def closed_avals(eqn: Any) -> tuple[list[Any], list[Any]]:
     """Returns the avals of an equation's operands and of its results, as declared."""
     return [var.aval for var in eqn.invars], [var.aval for var in eqn.outvars]
@@ -294,11 +275,6 @@ def _name(function: Any, eqn: Any) -> Any:
 def _gradient_kinds(kinds: Sequence[Kind]) -> list[Kind]:
     """Returns the kinds of the tangents or cotangents of values: they have the dtypes of the values."""
     return [kind if kind <= Kind.LOW and kind != Kind.FREE else Kind.SOFT for kind in kinds]
-
-
-def _is_nonzero(item: Any, aval: Any) -> bool:
-    """Returns whether the tangent or cotangent of a value of this type is an array."""
-    return is_inexact(aval) and not isinstance(item, SymbolicZero)
 
 
 HANDLERS = {
