@@ -67,11 +67,7 @@ ELEMENTWISE = TRANSCENDENTAL | primitives(
 
 def inner_jaxprs(eqn: Any) -> Iterator[Any]:
     """Yields the (open) jaxprs among the parameters of an equation: of the function called, of branches, of kernels."""
-    for value in eqn.params.values():
-        for item in value if isinstance(value, (tuple, list)) else (value,):
-            inner = getattr(item, "jaxpr", item)
-            if hasattr(inner, "eqns"):
-                yield inner
+    return core.jaxprs_in_params(eqn.params)
 
 
 def reference_jaxpr(eqn: Any) -> Any:
@@ -251,14 +247,8 @@ def without_dead_code(jaxpr: Any) -> Any:
 
 def without_consts(closed: Any) -> tuple[Any, list[Any]]:
     """Returns (open jaxpr, constants) of a closed jaxpr; the open one takes the constants before its operands."""
-    if not closed.consts:
-        return closed.jaxpr, []
-    num_consts = len(closed.consts)
-
-    def opened(*args):
-        return core.jaxpr_as_fun(core.ClosedJaxpr(closed.jaxpr, list(args[:num_consts])))(*args[num_consts:])
-
-    return jax.make_jaxpr(opened)(*closed.consts, *closed.in_avals).jaxpr, list(closed.consts)
+    jaxpr = closed.jaxpr
+    return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]), list(closed.consts)
 
 
 def reaching(jaxpr: Any, is_end: Callable[[Any], bool], *, wanted: Sequence[bool] | None = None) -> list[bool]:
