@@ -15,13 +15,14 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 
 from hlat_jax.host.jax_compat import partial_eval
-from hlat_jax.passes.fences import linearized_at, perturbed_at
 from hlat_jax.passes.jaxpr import (
     bind_shard_map,
     carry_of,
     inputs_of,
     is_inexact,
+    linearized_at,
     op_name,
+    perturbed_at,
     reaching,
     rebind,
     without_consts,

@@ -19,7 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 
 from hlat_jax.host.jax_compat import ad, batching, mlir
-from hlat_jax.passes.jaxpr import inputs_of, is_inexact, varying_axes
+from hlat_jax.passes.jaxpr import inputs_of, is_inexact, linearized_at, varying_axes
 
 
 def checkpoint_in_order(fn: Callable, *, policy: Callable, waiting: Sequence[bool]) -> Callable:
@@ -45,23 +45,6 @@ def checkpoint_in_order(fn: Callable, *, policy: Callable, waiting: Sequence[boo
         return Linearized(outs, held, push, _after, waits, tuple(waiting[at] for at in places))
 
     return with_derivative(fn, linearize, name="checkpoint_in_order")
-
-
-def perturbed_at(fn: Callable, primals: Sequence[Any], places: Sequence[int]) -> Callable:
-    """Returns a function of many arguments as one of those of these numbers."""
-
-    def of_perturbed(*perturbed: Any) -> list:
-        merged = list(primals)
-        for at, value in zip(places, perturbed, strict=True):
-            merged[at] = value
-        return fn(*merged)
-
-    return of_perturbed
-
-
-def linearized_at(fn: Callable, primals: Sequence[Any], places: Sequence[int]) -> tuple[list, Callable]:
-    """Returns `jax.linearize` of a function of many arguments by those of these numbers."""
-    return jax.linearize(perturbed_at(fn, primals, places), *(primals[at] for at in places))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -229,6 +229,23 @@ def bind_shard_map(eqn: Any, local: Callable[..., Sequence[Any]], args: Sequence
     return list(mapped(*args))
 
 
+def perturbed_at(fn: Callable, primals: Sequence[Any], places: Sequence[int]) -> Callable:
+    """Returns a function of many arguments as one of those of these numbers."""
+
+    def of_perturbed(*perturbed: Any) -> list:
+        merged = list(primals)
+        for at, value in zip(places, perturbed, strict=True):
+            merged[at] = value
+        return fn(*merged)
+
+    return of_perturbed
+
+
+def linearized_at(fn: Callable, primals: Sequence[Any], places: Sequence[int]) -> tuple[list, Callable]:
+    """Returns `jax.linearize` of a function of many arguments by those of these numbers."""
+    return jax.linearize(perturbed_at(fn, primals, places), *(primals[at] for at in places))
+
+
 def varying_axes(aval: Any) -> frozenset[str]:
     """Returns the manual mesh axes over which values of a type vary, as `shard_map` checks them."""
     axes = getattr(aval, "manual_axis_type", None)

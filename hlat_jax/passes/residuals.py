@@ -35,6 +35,7 @@ from hlat_jax.passes.jaxpr import (
     called_jaxpr,
     equations,
     evaluate,
+    linearized_at,
     op_name,
     place_of,
     plain_call,
@@ -173,7 +174,7 @@ def _selected(fn: Callable, scope: _Scope) -> Callable:
         structures = []
 
         def with_held(*args: Any) -> list:
-            outs, pushforward = fences.linearized_at(fn, args, places)
+            outs, pushforward = linearized_at(fn, args, places)
             held, structure = jax.tree.flatten(pushforward)
             structures.append(structure)
             return [*outs, *held]

@@ -19,7 +19,7 @@ import numpy as np
 
 from hlat_jax.ops.dialect import CallSpec, Op
 from hlat_jax.passes.independence import bind_part, links
-from hlat_jax.passes.jaxpr import place_of
+from hlat_jax.passes.jaxpr import perturbed_at, place_of
 from hlat_jax.passes.rewrite.graph import EquationGraph, Match, is_literal, values_of
 
 # Largest difference from the original, relative to the norm of the value, by the narrowest float among the operands.
@@ -57,13 +57,11 @@ def _compared(graph: EquationGraph, match: Match, cut: _Cut) -> float:
             _random(cut.shape(var), var.aval.dtype, scale=scale, seed=seed) if number is None else number
             for seed, (var, number) in enumerate(zip(match.inputs, numbers, strict=True))
         ]
-        is_float = [
-            number is None and jnp.issubdtype(x.dtype, jnp.floating) for number, x in zip(numbers, inputs, strict=True)
-        ]
+        floats = [at for at, x in enumerate(inputs) if numbers[at] is None and jnp.issubdtype(x.dtype, jnp.floating)]
         both = (lambda *args: cut.evaluate(args)), functools.partial(match.replacement, choose)
         digest = _digest([jax.make_jaxpr(one)(*inputs) for one in both])
         if digest not in _checked:
-            expected, found = (jax.jit(_with_gradients(one, is_float))(*inputs) for one in both)
+            expected, found = (jax.jit(_with_gradients(one, floats))(*inputs) for one in both)
             num_outs = len(match.outputs)
             of_all = math.hypot(*(np.linalg.norm(np.asarray(grad, np.float64)) for grad in expected[num_outs:]))
             _checked[digest] = max(
@@ -85,29 +83,23 @@ def _random(shape: Sequence[int], dtype: Any, *, scale: float, seed: int) -> np.
     return (scale * generator.standard_normal(shape, np.float32)).astype(dtype)
 
 
-def _with_gradients(function: Callable, is_float: Sequence[bool]) -> Callable:
+def _with_gradients(function: Callable, places: Sequence[int]) -> Callable:
     """Returns a function to the results of another, and the gradients of their sum with random weights.
 
     Args:
       function: of arrays.
-      is_float: for each argument, whether there is a gradient with respect to it.
+      places: numbers of the arguments by which there are gradients.
     """
 
-    def run(*args):
-        floats = [arg for arg, yes in zip(args, is_float, strict=True) if yes]
-
-        def of_floats(*floats):
-            left = iter(floats)
-            return [*function(*(next(left) if yes else arg for arg, yes in zip(args, is_float, strict=True)))]
-
-        outs, pull = jax.vjp(of_floats, *floats)
+    def run(*args: Any) -> list[Any]:
+        outs, pull = jax.vjp(perturbed_at(function, args, places), *(args[at] for at in places))
         weights = [
             jnp.asarray(_random(out.shape, out.dtype, scale=1.0, seed=1000 + number))
             if jnp.issubdtype(out.dtype, jnp.floating)
             else np.zeros(out.shape, jax.dtypes.float0)
             for number, out in enumerate(outs)
         ]
-        return [*outs, *pull(weights)]
+        return [*outs, *pull(type(outs)(weights))]
 
     return run
 
