@@ -67,7 +67,11 @@ ELEMENTWISE = TRANSCENDENTAL | primitives(
 
 def inner_jaxprs(eqn: Any) -> Iterator[Any]:
     """Yields the (open) jaxprs among the parameters of an equation: of the function called, of branches, of kernels."""
-    return core.jaxprs_in_params(eqn.params)
+    for value in eqn.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            inner = getattr(item, "jaxpr", item)
+            if hasattr(inner, "eqns"):
+                yield inner
 
 
 def reference_jaxpr(eqn: Any) -> Any:

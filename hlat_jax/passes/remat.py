@@ -279,7 +279,7 @@ def _search_choice(trial: _Trial, graph: RecomputeGraph, *, budget_bytes: int, t
     full = measured
     above = graph.num_bytes(graph.cheapest()) + 1  # does not fit, or nothing more can be saved
     above_measured = None
-    guess = budget_bytes - measured
+    guess: float = budget_bytes - measured
     for _ in range(tries):
         is_close = kept > 0 and budget_bytes - measured < _CLOSE * budget_bytes
         choice = _larger(graph, low=kept, high=above, guess=kept if is_close else guess)
