@@ -13,7 +13,16 @@ import jax.numpy as jnp
 
 from hlat_jax.passes import distances
 from hlat_jax.passes.calls import HANDLERS
-from hlat_jax.passes.jaxpr import ALL_REDUCES, CALL_JAXPRS, called_jaxpr, op_name, place_of, primitives, rebind
+from hlat_jax.passes.jaxpr import (
+    ALL_REDUCES,
+    CALL_JAXPRS,
+    called_jaxpr,
+    is_literal,
+    op_name,
+    place_of,
+    primitives,
+    rebind,
+)
 from hlat_jax.passes.kinds import Kind, Value, is_fp32, kind_of_constant, mix, saturated, value
 from hlat_jax.passes.products import is_dot_of_vectors
 
@@ -112,7 +121,7 @@ class Cast:
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
 
         def read(atom: Any) -> Value:
-            if _is_literal(atom):
+            if is_literal(atom):
                 kind = kind_of_constant(atom.val, atom.aval, self.low)
                 return value(atom.val, kind=kind, aval=atom.aval, low=self.low)
             return env[atom]
@@ -145,12 +154,12 @@ class Cast:
         cancelled = set()
         if self.wide_distances:
             cancelled = distances.cancelled_variables(jaxpr, [one == CANCELLED for one in wide])
-        found = {atom for atom, is_wide in zip(jaxpr.outvars, wide, strict=True) if not (is_wide or _is_literal(atom))}
+        found = {atom for atom, is_wide in zip(jaxpr.outvars, wide, strict=True) if not (is_wide or is_literal(atom))}
         for eqn in reversed(jaxpr.eqns):
             outs = [CANCELLED if var in cancelled else var not in found for var in eqn.outvars]
             read = self._wide_operands(eqn, outs)
             operands = zip(eqn.invars, read, strict=True)
-            found |= {atom for atom, is_wide in operands if not (is_wide or _is_literal(atom))}
+            found |= {atom for atom, is_wide in operands if not (is_wide or is_literal(atom))}
         found -= cancelled
         self._read[key] = (found, cancelled), jaxpr  # kept alive: the key is its id
         return found, cancelled
@@ -282,7 +291,3 @@ class Cast:
         """Returns the results of an equation, which are held as these kinds."""
         found = zip(outs, kinds, eqn.outvars, strict=True)
         return [value(out, kind=kind, aval=var.aval, low=self.low) for out, kind, var in found]
-
-
-def _is_literal(atom: Any) -> bool:
-    return hasattr(atom, "val")

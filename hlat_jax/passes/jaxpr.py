@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -63,6 +63,21 @@ ELEMENTWISE = TRANSCENDENTAL | primitives(
     stop_gradient copy copy_p name convert_element_type reduce_precision
     """
 )
+
+
+def is_literal(atom: Any) -> bool:
+    """Returns whether an operand or result is a literal, which has a `val`, not a variable."""
+    return isinstance(atom, core.Literal)
+
+
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    """Returns the operands or results that are no literals."""
+    return [atom for atom in atoms if not is_literal(atom)]
+
+
+def values_of(atoms: Iterable[Any], env: Mapping[Any, Any]) -> list[Any]:
+    """Returns the values of literals, and those that variables have in `env`."""
+    return [atom.val if is_literal(atom) else env[atom] for atom in atoms]
 
 
 def inner_jaxprs(eqn: Any) -> Iterator[Any]:
@@ -210,13 +225,9 @@ def evaluate(
     `parts` stand for the equations, if given; they have `invars` and `outvars` too.
     """
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), args, strict=True))
-
-    def read(atom: Any) -> Any:
-        return env[atom] if _is_var(atom) else atom.val
-
     for eqn in parts or jaxpr.eqns:
-        env.update(zip(eqn.outvars, bind(eqn, [read(atom) for atom in eqn.invars]), strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+        env.update(zip(eqn.outvars, bind(eqn, values_of(eqn.invars, env)), strict=True))
+    return values_of(jaxpr.outvars, env)
 
 
 def bind_shard_map(eqn: Any, local: Callable[..., Sequence[Any]], args: Sequence[Any]) -> list[Any]:
@@ -280,11 +291,11 @@ def reaching(jaxpr: Any, is_end: Callable[[Any], bool], *, wanted: Sequence[bool
       is_end: selects equations.
       wanted: for each result, whether reaching it counts too; by default, no result does.
     """
-    found = {var for var, want in zip(jaxpr.outvars, wanted or (), strict=False) if want and _is_var(var)}
+    found = {var for var, want in zip(jaxpr.outvars, wanted or (), strict=False) if want and not is_literal(var)}
     for eqn in reversed(jaxpr.eqns):
         outs = [var in found for var in eqn.outvars]
         reached = [True] * len(eqn.invars) if is_end(eqn) else _reached_operands(eqn, is_end, outs)
-        found |= {var for var, reach in zip(eqn.invars, reached, strict=True) if reach and _is_var(var)}
+        found |= {var for var, reach in zip(eqn.invars, reached, strict=True) if reach and not is_literal(var)}
     return [var in found for var in jaxpr.invars]
 
 
@@ -336,7 +347,3 @@ def stops_on_floats(eqn: Any) -> bool:
 def is_inexact(aval: Any) -> bool:
     """Returns whether values of this type have a derivative: they are floating-point or complex."""
     return jnp.issubdtype(aval.dtype, jnp.inexact)
-
-
-def _is_var(atom: Any) -> bool:
-    return not isinstance(atom, core.Literal)

@@ -20,9 +20,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Literal
 
-from hlat_jax.passes.dataflow import Dataflow, Op, alive, numbers_of, readers
+from hlat_jax.passes.dataflow import Dataflow, Op, alive, readers
 from hlat_jax.passes.jaxpr import (
     COLLECTIVES,
     REDUCTIONS,
@@ -30,8 +29,10 @@ from hlat_jax.passes.jaxpr import (
     aval_bytes,
     called_jaxpr,
     carry_of,
+    is_literal,
     is_transposed,
     primitives,
+    variables,
 )
 
 # Operands and results of these are buffers.
@@ -52,7 +53,7 @@ def estimated_temporaries(jaxpr: Any, arguments: Any) -> Peak:
       arguments: their shapes and shardings.
     """
     program = _Block(jaxpr, [_share_of(leaf) for leaf in jax.tree.leaves(arguments)])
-    owned = set(numbers_of(program.outputs))
+    owned = set(variables(program.outputs))
     for op in reversed(program.ops):
         if op.name in (*_VIEWS, "optimization_barrier") and not owned.isdisjoint(op.outs):
             owned.update(op.operands[:1])
@@ -126,7 +127,7 @@ class _Block(Dataflow):
     def _share(self, op: _Op, at: int) -> float:
         """Returns the share of operand number `at` on one device, relative to its shape where `op` reads it."""
         value = op.ins[at]
-        if isinstance(value, Literal):
+        if is_literal(value):
             return 1.0
         producer = self.producer.get(value)
         if producer is None or self._is_local(op) or not self._is_local(producer):
@@ -142,7 +143,7 @@ class _Block(Dataflow):
                 jax.ShapeDtypeStruct(op.eqn.outvars[0].aval.shape, bool, sharding=op.eqn.params["sharding"])
             )
         atoms = zip(op.eqn.invars, op.ins, strict=True)
-        sized = [(aval_bytes(var.aval), math.inf if isinstance(atom, Literal) else atom) for var, atom in atoms]
+        sized = [(aval_bytes(var.aval), math.inf if is_literal(atom) else atom) for var, atom in atoms]
         largest = max(range(len(sized)), key=sized.__getitem__, default=None)
         return 1.0 if largest is None else self._share(op, largest)
 
@@ -176,12 +177,12 @@ def _moved_operands(op: _Op) -> set[int]:
         turned = lead and changes and is_contracted[0] != bool(side)
         if tuple(batch[side]) != lead or changes > 1 or turned:
             moved.append(value)
-    return set(numbers_of(moved))
+    return set(variables(moved))
 
 
 def _peak(block: _Block, owned: frozenset[int]) -> Peak:
     """Returns the peak of the values of a block, without its inputs and those that its caller owns (`owned`)."""
-    sizes, results = block.sizes, set(numbers_of(block.outputs))
+    sizes, results = block.sizes, set(variables(block.outputs))
     ops = _schedule(alive(block.ops, results))
     sources = _sources(ops, results)
     dying = _dying(ops, sources, leaving=results - owned)
@@ -195,7 +196,7 @@ def _peak(block: _Block, owned: frozenset[int]) -> Peak:
         transient, reused = Peak(sum(sizes[value] for value in op.moved), 0, 0), {}
         if op.body is not None:
             transient = _iteration_peak(op)
-            starts = {source for value in numbers_of(op.ins[carry_of(op.eqn)[1]]) for source in sources.get(value, ())}
+            starts = {source for value in variables(op.ins[carry_of(op.eqn)[1]]) for source in sources.get(value, ())}
             reused = {value: live[value] for value in starts.intersection(dying[place], live)}
             looped.update(op.outs)
         fresh = max(0, sum(made.values()) - sum(reused.values()))
@@ -236,8 +237,8 @@ def _iteration_peak(op: _Op) -> Peak:
     last_read = {value: places[-1] for value, places in readers(body.ops).items()}
     carried = zip(body.inputs[len(body.inputs) - len(op.ins) :][carry_of(op.eqn)[1]], body.outputs, strict=False)
     owned = {new for old, new in carried
-             if not isinstance(new, Literal) and made_at.get(new, -1) >= last_read.get(old, -1)}  # fmt: skip
-    return _peak(body, frozenset({*owned, *numbers_of(body.outputs[num_carry:])}))
+             if not is_literal(new) and made_at.get(new, -1) >= last_read.get(old, -1)}  # fmt: skip
+    return _peak(body, frozenset({*owned, *variables(body.outputs[num_carry:])}))
 
 
 def _schedule(ops: list[_Op]) -> list[_Op]:

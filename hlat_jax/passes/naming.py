@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
-from jax.extend.core import Literal
 
 from hlat_jax.host.neuron_lowering import elide_idle_roundings
 from hlat_jax.passes import fences
@@ -27,6 +26,7 @@ from hlat_jax.passes.jaxpr import (
     called_jaxpr,
     evaluate,
     function_name,
+    is_literal,
     place_of,
     trace_call,
 )
@@ -268,7 +268,7 @@ def _emit_regions(
             return bind_again(part, ins)
         namer.selection = part if selected_jaxpr(part) is not None else namer.selection
         operands = zip(inner.invars, part.invars, strict=True)
-        passed = [own for own, var in operands if isinstance(var, Literal) or var in weights]
+        passed = [own for own, var in operands if is_literal(var) or var in weights]
 
         def run(*ins: Any) -> list:
             return _emit_regions(inner, ins, namer, has_segments=has_segments, weights=passed)

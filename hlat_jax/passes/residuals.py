@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from hlat_jax.passes import fences
-from hlat_jax.passes.dataflow import Dataflow, Op, alive, numbers_of
+from hlat_jax.passes.dataflow import Dataflow, Op, alive
 from hlat_jax.passes.jaxpr import (
     ELEMENTWISE,
     REDUCTIONS,
@@ -35,6 +35,7 @@ from hlat_jax.passes.jaxpr import (
     called_jaxpr,
     equations,
     evaluate,
+    is_literal,
     linearized_at,
     op_name,
     place_of,
@@ -42,6 +43,8 @@ from hlat_jax.passes.jaxpr import (
     primitives,
     rebind,
     trace_call,
+    values_of,
+    variables,
 )
 from hlat_jax.passes.products import PRODUCTS, product_flops
 from hlat_jax.passes.recompute import Node, RecomputeGraph
@@ -130,7 +133,7 @@ def _evaluate(jaxpr: Any, args: Sequence[Any], free: set, is_body: bool) -> list
 
     def bind(eqn: Any, ins: list[Any]) -> Sequence[Any]:
         name, params = eqn.primitive.name, eqn.params
-        is_free = [isinstance(var, core.Literal) or var in free for var in eqn.invars]
+        is_free = [is_literal(var) or var in free for var in eqn.invars]
         changed: dict[str, Any] = {}
         with place_of(eqn):
             inner = inlined_call(eqn)
@@ -216,7 +219,7 @@ class _Forward(Dataflow):
         self.invariants = set(arguments[: scope.num_invariants]) if scope.trips > 1 else set()
         self.cheap = {op for op in self.ops if _is_cheap(op.eqn)}
         # what only the derivative reads is computed once, in the forward pass or in the backward pass
-        self.flops = {op: _flops(op.eqn) for op in alive(self.ops, numbers_of(self.results)) if op in self.cheap}
+        self.flops = {op: _flops(op.eqn) for op in alive(self.ops, variables(self.results)) if op in self.cheap}
         for op in self.ops:
             if self.invariants.issuperset(op.operands):
                 self.invariants.update(op.outs)
@@ -227,10 +230,10 @@ class _Forward(Dataflow):
         far = self._far()
         for rate in _RATES:
             kept = map(int, self._graph(rate * min(width, 4) / 4, far).cheapest(byte_cost=1.0))
-            self.again = alive(self.ops, numbers_of(self.held), given={*kept, *self.inputs})
+            self.again = alive(self.ops, variables(self.held), given={*kept, *self.inputs})
             if sum(self.flops.get(op, 0.0) for op in self.again) <= _SHARE * flops:
                 break
-        read = {value for op in self.again for value in op.operands} | {*numbers_of(self.held)}
+        read = {value for op in self.again for value in op.operands} | {*variables(self.held)}
         made = {value for op in self.again for value in op.outs}
         self.kept = sorted(read - made - self.constants.keys())
 
@@ -238,16 +241,16 @@ class _Forward(Dataflow):
         """Returns (the results, the values that are kept)."""
         env = self.constants | dict(zip(self.inputs[len(self.constants) :], args, strict=True))
         acting = [op for op in self.ops if _has_effects(op.eqn)]  # such as prints, which nothing depends on
-        wanted = [*numbers_of(self.results), *self.kept, *(value for op in acting for value in op.operands)]
+        wanted = [*variables(self.results), *self.kept, *(value for op in acting for value in op.operands)]
         found = {*acting, *alive(self.ops, wanted)}
         _compute((op for op in self.ops if op in found), env)
-        return _read(self.results, env), _read(self.kept, env)
+        return values_of(self.results, env), values_of(self.kept, env)
 
     def run_again(self, kept: Sequence[Any]) -> list:
         """Returns what the derivative holds."""
         env = self.constants | dict(zip(self.kept, kept, strict=True))
         _compute(self.again, env)
-        return _read(self.held, env)
+        return values_of(self.held, env)
 
     def _graph(self, rate: float, far: set[int]) -> RecomputeGraph:
         """Returns the graph of what the derivative depends on, with a node for each value.
@@ -256,7 +259,7 @@ class _Forward(Dataflow):
           rate: bytes to keep rather than to compute a FLOP again.
           far: values that are kept if they are needed.
         """
-        held = {value for value in numbers_of(self.held) if value not in self.free}
+        held = {value for value in variables(self.held) if value not in self.free}
         number = {value: place for place, value in enumerate(value for value in held if value not in self.producer)}
         nodes = [Node(0.0, math.inf, (), str(value), is_read=True) for value in number]
         for op in alive(self.ops, held, given=self.free):
@@ -309,11 +312,7 @@ def _compute(ops: Iterable[Op], env: dict[int, Any]) -> None:
         with contextlib.ExitStack() as places:
             for call in op.calls:
                 places.enter_context(place_of(call))
-            env.update(zip(op.outs, bind_again(op.eqn, _read(op.ins, env)), strict=True))
-
-
-def _read(atoms: Iterable[Any], env: dict[int, Any]) -> list[Any]:
-    return [atom.val if isinstance(atom, core.Literal) else env[atom] for atom in atoms]
+            env.update(zip(op.outs, bind_again(op.eqn, values_of(op.ins, env)), strict=True))
 
 
 def _is_cheap(eqn: Any) -> bool:

@@ -19,8 +19,8 @@ import numpy as np
 
 from hlat_jax.ops.dialect import CallSpec, Op
 from hlat_jax.passes.independence import bind_part, links
-from hlat_jax.passes.jaxpr import perturbed_at, place_of
-from hlat_jax.passes.rewrite.graph import EquationGraph, Match, is_literal, values_of
+from hlat_jax.passes.jaxpr import is_literal, perturbed_at, place_of, values_of
+from hlat_jax.passes.rewrite.graph import EquationGraph, Match
 
 # Largest difference from the original, relative to the norm of the value, by the narrowest float among the operands.
 TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}

@@ -16,8 +16,8 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from hlat_jax.passes.independence import Link, links
-from hlat_jax.passes.jaxpr import aval_bytes
-from hlat_jax.passes.rewrite.graph import EquationGraph, Match, Refusal, is_literal, own_rule, variables
+from hlat_jax.passes.jaxpr import aval_bytes, is_literal, variables
+from hlat_jax.passes.rewrite.graph import EquationGraph, Match, Refusal, own_rule
 from hlat_jax.passes.rewrite.loops import Chunks, ShapeOf
 
 MAX_BYTES = 32 * 2**20
@@ -181,7 +181,9 @@ class _Region:
     def match(self, *, name: str = "chunk") -> Match:
         """Returns the region as what `rewrite` replaces."""
         made = {var for eqn in self.eqns for var in eqn.outvars}
-        inputs = [var for var in dict.fromkeys(a for eqn in self.eqns for a in variables(eqn)) if var not in made]
+        inputs = [
+            var for var in dict.fromkeys(a for eqn in self.eqns for a in variables(eqn.invars)) if var not in made
+        ]
         dim = self.dims[self.seed]
 
         def replacement_at(shape_of: ShapeOf) -> Callable[..., list[Any]]:
@@ -237,7 +239,7 @@ class _Region:
         link = self._link_of(eqn)
         self.links[id(eqn)] = link
         self.dims |= _ends(eqn, link)
-        self._whole |= set(variables(eqn)) - self.dims.keys()
+        self._whole |= set(variables(eqn.invars)) - self.dims.keys()
         if link.reduction:
             self.reductions |= dict.fromkeys(eqn.outvars, link.reduction)
 
@@ -283,13 +285,13 @@ class _Region:
 
     def _is_included(self, var: Any, source: Any) -> bool:
         """Returns whether a value that differs from chunk to chunk is computed in the region if it can be."""
-        if not self._bounds.is_large(var) and variables(source):
+        if not self._bounds.is_large(var) and variables(source.invars):
             return False
         return self._bounds.is_eager or all(id(reader) in self.links for reader in self.graph.readers(var))
 
     def _take_whole(self, eqn: Any) -> None:
         """Adds a transpose that each chunk computes alike, and that outside would be a copy."""
-        (var, *_), operands = eqn.outvars, variables(eqn)
+        (var, *_), operands = eqn.outvars, variables(eqn.invars)
         is_read_here = len(self.graph.readers(var)) == 1 and not self.graph.is_output(var)
         if eqn.primitive.name == "transpose" and is_read_here and operands and not set(operands) & set(self.dims):
             self.links[id(eqn)] = _OF_WHOLE
@@ -299,9 +301,9 @@ class _Region:
         """Returns equations that depend on the region and that it depends on; adds those of reduced values alone."""
         inside = [eqn for eqn in self.graph.eqns if id(eqn) in self.links]
         made = {var for eqn in inside for var in eqn.outvars}
-        for eqn in self.graph.between(made, {atom for one in inside for atom in variables(one)}):
+        for eqn in self.graph.between(made, {atom for one in inside for atom in variables(one.invars)}):
             if id(eqn) not in self.links:
-                if any(atom in self.dims for atom in variables(eqn)):
+                if any(atom in self.dims for atom in variables(eqn.invars)):
                     return [eqn]
                 self.links[id(eqn)] = None
                 self.reductions |= dict.fromkeys(eqn.outvars, "")
@@ -318,7 +320,7 @@ class _Region:
     def _kept_bytes(self) -> int:
         """Returns the bytes of what the loops read and return in chunks, and of what is reduced over them."""
         made = {var for eqn in self.eqns for var in eqn.outvars}
-        ends = [var for var in {atom for eqn in self.eqns for atom in variables(eqn)} - made if var in self.dims]
+        ends = [var for var in {atom for eqn in self.eqns for atom in variables(eqn.invars)} - made if var in self.dims]
         ends += [var for var in self.chunks.outputs if var in self.dims]
         parts = [var for var in self.chunks.outputs if self.reductions.get(var)]
         return sum(aval_bytes(var.aval) for var in ends) + self.num_parts * sum(aval_bytes(var.aval) for var in parts)

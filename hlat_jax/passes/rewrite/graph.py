@@ -14,7 +14,17 @@ from jax.extend import core, source_info_util
 
 from hlat_jax.ops.dialect import CallSpec, Op
 from hlat_jax.passes.independence import is_rectifier
-from hlat_jax.passes.jaxpr import aval_bytes, jax_function, op_name, place_of, plain_call, rebind
+from hlat_jax.passes.jaxpr import (
+    aval_bytes,
+    is_literal,
+    jax_function,
+    op_name,
+    place_of,
+    plain_call,
+    rebind,
+    values_of,
+    variables,
+)
 
 # Functions of JAX with a derivative rule that is the derivative of their body.
 _KNOWN_RULES = frozenset({"softmax", "_softmax", "silu", "logsumexp", "log_softmax", "_log_softmax"})
@@ -130,10 +140,10 @@ class EquationGraph:
         self._readers: dict[Any, list[Any]] = {}
         for eqn in reversed(self.eqns):
             is_read = eqn.effects or any(var in self._readers or self.is_output(var) for var in eqn.outvars)
-            for var in set(variables(eqn)) if is_read else ():
+            for var in set(variables(eqn.invars)) if is_read else ():
                 self._readers.setdefault(var, []).append(eqn)
         for eqn in self.eqns:
-            if eqn.effects or not self._from_inputs.isdisjoint(variables(eqn)):
+            if eqn.effects or not self._from_inputs.isdisjoint(variables(eqn.invars)):
                 self._from_inputs |= set(eqn.outvars)
 
     def producer(self, atom: Any) -> Any:
@@ -194,7 +204,7 @@ class EquationGraph:
         """
         reached, found = set(starts), []
         for eqn in upstream(self.eqns, ends, without=without):
-            if not reached.isdisjoint(variables(eqn)):
+            if not reached.isdisjoint(variables(eqn.invars)):
                 reached |= set(eqn.outvars)
                 found.append(eqn)
         return found
@@ -276,27 +286,12 @@ class EquationGraph:
         return [read(atom) for atom in jaxpr.outvars]
 
 
-def values_of(atoms: Sequence[Any], env: Mapping[Any, Any]) -> list[Any]:
-    """Returns the values of literals, and those that variables have in `env`."""
-    return [atom.val if is_literal(atom) else env[atom] for atom in atoms]
-
-
-def is_literal(atom: Any) -> bool:
-    """Returns whether an operand is a literal, which has a `val`, not a variable."""
-    return isinstance(atom, core.Literal)
-
-
-def variables(eqn: Any) -> list[Any]:
-    """Returns the operands of an equation that are no literals."""
-    return [atom for atom in eqn.invars if not is_literal(atom)]
-
-
 def upstream(eqns: Sequence[Any], ends: Collection[Any], *, without: Collection[Any]) -> list[Any]:
     """Returns those of some equations, in order, that some variables depend on, up to variables that are given."""
     needed, found = set(ends), []
     for eqn in reversed(eqns):
         if not needed.isdisjoint(eqn.outvars):
-            needed |= set(variables(eqn)).difference(without)
+            needed |= set(variables(eqn.invars)).difference(without)
             found.append(eqn)
     return found[::-1]
 
@@ -326,7 +321,7 @@ def _binding(eqn: Any, results: Sequence[Any], wanted: Collection[Any]) -> _Step
             outs = rebind(eqn, values_of(eqn.invars, env))
         return [outs[at] for at in places.values()]
 
-    return _Step(variables(eqn), list(places), run, bool(eqn.effects))
+    return _Step(variables(eqn.invars), list(places), run, bool(eqn.effects))
 
 
 def _replacing(match: Match, function: Callable[..., Sequence[Any]], place: Any) -> _Step:

@@ -17,8 +17,8 @@ import numpy as np
 
 from hlat_jax.ops.cross_entropy import is_loss_scaled
 from hlat_jax.passes.independence import SUM, bind_part
-from hlat_jax.passes.jaxpr import place_of, varying_axes
-from hlat_jax.passes.rewrite.graph import upstream, values_of, variables
+from hlat_jax.passes.jaxpr import place_of, values_of, variables, varying_axes
+from hlat_jax.passes.rewrite.graph import upstream
 
 ShapeOf = Callable[[Any], Sequence[int]]
 _REDUCED = {"reduce_max": jnp.max, "reduce_min": jnp.min, "reduce_and": jnp.all, "reduce_or": jnp.any}
@@ -45,7 +45,7 @@ class Chunks:
         level: dict[Any, int] = {}
         eqns_of: dict[int, list[Any]] = {}
         for eqn in self.eqns:
-            now = max((level.get(atom, 0) for atom in variables(eqn)), default=0)
+            now = max((level.get(atom, 0) for atom in variables(eqn.invars)), default=0)
             eqns_of.setdefault(now, []).append(eqn)
             level |= dict.fromkeys(eqn.outvars, now + bool(self.reductions.get(eqn.outvars[0])))
         computed: set[Any] = set()
@@ -63,7 +63,7 @@ class Chunks:
     def _loop(self, before: Sequence[Any], goals: Sequence[Any], computed: Collection[Any]) -> Loop:
         eqns = upstream(self.eqns, goals, without=computed)
         own = {var for eqn in eqns for var in eqn.outvars}
-        reads = list(dict.fromkeys(atom for eqn in eqns for atom in variables(eqn) if atom not in own))
+        reads = list(dict.fromkeys(atom for eqn in eqns for atom in variables(eqn.invars) if atom not in own))
         cut, whole = [v for v in reads if v in self.dims], [v for v in reads if v not in self.dims]
         return Loop(before, goals, eqns, cut, whole, self._differentiated(eqns, goals, reads))
 
@@ -71,7 +71,7 @@ class Chunks:
         """Returns which of the goals has a derivative if they are sums of numbers and one has; else None."""
         has_derivative = {var for var in reads if _is_float(var.aval)}
         for eqn in eqns:
-            if any(atom in has_derivative for atom in variables(eqn)):
+            if any(atom in has_derivative for atom in variables(eqn.invars)):
                 has_derivative |= {var for var in eqn.outvars if _is_float(var.aval)}
         if any(jnp.issubdtype(var.aval.dtype, jnp.complexfloating) or var.aval.dtype == jnp.float16 for var in reads):
             return None  # complex numbers are not sorted here; fp16 needs the scale of its loss in the loop

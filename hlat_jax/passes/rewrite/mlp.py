@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from hlat_jax.passes.fences import checkpoint_in_order
-from hlat_jax.passes.jaxpr import ELEMENTWISE, bind_again
-from hlat_jax.passes.rewrite.graph import Choose, EquationGraph, Match, is_literal, values_of
+from hlat_jax.passes.jaxpr import ELEMENTWISE, bind_again, is_literal, values_of
+from hlat_jax.passes.rewrite.graph import Choose, EquationGraph, Match
 
 _MOST_ARRAYS = 2  # hidden ones
 _MOST_EQUATIONS = 40
