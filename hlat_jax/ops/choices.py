@@ -9,8 +9,8 @@ from typing import Any
 from jax.sharding import AbstractMesh
 
 from hlat_jax.config import Config, ModelConfig, select
-from hlat_jax.ops import attention, cross_entropy, norm, rope, swiglu, table
-from hlat_jax.ops.dialect import Choice
+from hlat_jax.ops import attention, cross_entropy, rope, table
+from hlat_jax.ops.dialect import Choice, describe_array
 from hlat_jax.ops.nki.chips import exclusions
 from hlat_jax.ops.registry import OPS
 from hlat_jax.parallel.sharding import Layout
@@ -40,8 +40,8 @@ def calls(config: Config, layout: Layout) -> dict[str, dict[str, Any]]:
             model.vocab_size // (degrees["pipe"] * degrees["tensor"]),
             dtype=dtype,
         ),
-        "rms_norm": norm.describe_call((rows, seq_len_between_blocks, model.embed_dim), dtype=dtype),
-        "swiglu": swiglu.describe_call((rows, seq_len, model.mlp_dim // degrees["tensor"]), dtype=dtype),
+        "rms_norm": describe_array((rows, seq_len_between_blocks, model.embed_dim), dtype=dtype),
+        "swiglu": describe_array((rows, seq_len, model.mlp_dim // degrees["tensor"]), dtype=dtype),
         "rope": rope.describe_call(q_shape, dtype=dtype),
     }
 
