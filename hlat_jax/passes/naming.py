@@ -139,7 +139,7 @@ def _named(fn: Callable, choice: RematChoice, region: str) -> Callable:
         if region == "segments" and not segments(jaxpr):
             raise ValueError(f"{function_name(fn)} has no blocks that repeat; set region='whole'.")
         if region == "whole":
-            outs = _emit(jaxpr, operands, namer.names())
+            outs = _emit(jaxpr, operands, namer.names(""))
         else:
             outs = _emit_regions(jaxpr, operands, namer, has_segments=region == "segments", weights=jaxpr.invars)
         namer.check(fn)
@@ -169,7 +169,7 @@ class _Namer:
         self.kinds: dict[tuple, int] = {}  # of segments
         self.selection: Any = None  # the call that selects residuals around the segments
 
-    def names(self, prefix: str = "") -> Callable[[Any], list[str | None]]:
+    def names(self, prefix: str) -> Callable[[Any], list[str | None]]:
         """Returns a function that names the results of the equations of a region, which is called for each in turn."""
         counts: collections.Counter[str] = collections.Counter()
 
