@@ -30,7 +30,7 @@ from hlat_jax.passes.products import live_jaxpr, total_flops
 from hlat_jax.passes.recompute import RecomputeGraph, recompute_graph
 from hlat_jax.stack import STOCK_POLICIES
 
-_Trial = Callable[[RematChoice | None], tuple[int, float]]  # of one region, see `_Trials`
+_Trial = Callable[[RematChoice | None], tuple[int, float, Any]]  # of one region, see `_trials`
 _REGIONS = ("loops", "segments", "whole")
 # After a choice that leaves less than this share of the budget unused, only the next larger one is tried.
 _CLOSE = 0.02
@@ -175,8 +175,8 @@ def fit(
         program = step(observed if choice is None else naming.checkpointed(fn, choice, region=region))
         return (program if hasattr(program, "trace") else jax.jit(program)).trace(*args)
 
-    trials = _Trials(traced, options.measure)
-    plain_bytes, _ = trials("", None)
+    trials = _trials(traced, options.measure)
+    plain_bytes = trials("", None)[0]
     candidates = [options.region]
     if options.region == "auto":
         candidates = naming.regions(traces[-1]) if traces else ["whole"]
@@ -194,7 +194,7 @@ def fit(
     )
 
 
-def _narrowest(trials: _Trials, candidates: list[str], budget_bytes: int) -> str:
+def _narrowest(trials: Any, candidates: list[str], budget_bytes: int) -> str:
     """Returns the region to search: loops if they fit, else the one that takes the fewest bytes with nothing kept."""
     first, *others = candidates
     if not others or (first == "loops" and trials(first, RematChoice())[0] <= budget_bytes):
@@ -215,57 +215,52 @@ def search(
     Raises:
       BudgetNotMet: no program tried fits.
     """
-    trials = _Trials(lambda _, choice: traced(choice), options.measure)
+    trials = _trials(lambda _, choice: traced(choice), options.measure)
     return _search(trials, "auto", budget_bytes=budget_bytes, options=options)
 
 
-class _Trials:
-    """Compiles the program of each region and choice once: (measured bytes, FLOPs of its products).
+def _trials(traced: Callable[[str, RematChoice | None], Any], measure: Callable[[Any], int]) -> Any:
+    """Returns region, choice -> (measured bytes, FLOPs of products, the traced program), each compiled once."""
 
-    Args:
-      traced: region, choice -> the traced program.
-      measure: traced program -> bytes.
-    """
+    @functools.cache
+    def trial(region: str, choice: RematChoice | None) -> tuple[int, float, Any]:
+        program = traced(region, choice)
+        return measure(program), total_flops(live_jaxpr(program)), program
 
-    def __init__(self, traced: Callable[[str, RematChoice | None], Any], measure: Callable[[Any], int]):
-        self.trace, self._measure = functools.cache(traced), measure
-        self.results: dict[tuple, tuple[int, float]] = {}
-
-    def __call__(self, region: str, choice: RematChoice | None) -> tuple[int, float]:
-        key = ("", None) if choice is None else (region, choice)
-        if key not in self.results:
-            program = self.trace(*key)
-            self.results[key] = self._measure(program), total_flops(live_jaxpr(program))
-        return self.results[key]
+    return trial
 
 
-def _search(trials: _Trials, region: str, *, budget_bytes: int, options: RematOptions) -> RematPlan:
+def _search(trials: Any, region: str, *, budget_bytes: int, options: RematOptions) -> RematPlan:
     began = time.monotonic()
-    trial = functools.partial(trials, region)
+
+    def trial(choice: RematChoice | None) -> tuple[int, float, Any]:
+        return trials("" if choice is None else region, choice)
+
     plain = trial(None)
-    choice, full, predicted = None, None, None
+    choice, predicted = None, None
+    full: Any = None
     if plain[0] > budget_bytes:
         choice, full = RematChoice(), trial(RematChoice())
         if full[0] > budget_bytes:
             choice = _stock_choice(trial, budget_bytes)
         else:
-            graph = recompute_graph(live_jaxpr(trials.trace(region, choice)), min_bytes=options.min_bytes)
+            graph = recompute_graph(live_jaxpr(full[2]), min_bytes=options.min_bytes)
             if graph.sizes:
                 tries = options.max_compilations - 2  # these two are compiled
                 choice = _search_choice(trial, graph, budget_bytes=budget_bytes, tries=tries)
             predicted = full[0] + graph.num_bytes(choice.saved), full[1] - graph.flops(()) + graph.flops(choice.saved)
     measured = trial(choice)
-    predicted = predicted or measured
+    predicted_bytes, predicted_flops = predicted or measured[:2]
     return RematPlan(
         choice,
         budget_bytes,
         measured_bytes=measured[0],
-        predicted_bytes=predicted[0],
+        predicted_bytes=predicted_bytes,
         flops=measured[1],
-        predicted_flops=predicted[1],
-        plain=plain,
-        full=full,
-        compilations=len(trials.results),
+        predicted_flops=predicted_flops,
+        plain=plain[:2],
+        full=full and full[:2],
+        compilations=trials.cache_info().currsize,
         seconds=time.monotonic() - began,
     )
 
@@ -317,7 +312,7 @@ def _stock_choice(trial: _Trial, budget_bytes: int) -> RematChoice:
     What XLA allocates also depends on the order of its operations, which a policy changes.
     """
     results = {choice: trial(choice) for choice in (RematChoice(stock_policy=name) for name in STOCK_POLICIES)}
-    fitting = [choice for choice, (num_bytes, _) in results.items() if num_bytes <= budget_bytes]
+    fitting = [choice for choice, (num_bytes, *_) in results.items() if num_bytes <= budget_bytes]
     if fitting:
         return min(fitting, key=lambda choice: results[choice][1])
     full, plain = trial(RematChoice())[0], trial(None)[0]

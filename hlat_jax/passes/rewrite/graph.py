@@ -170,9 +170,7 @@ class EquationGraph:
             return None
         if atom not in self._folded:
             with jax.ensure_compile_time_eval(), jax.default_device(jax.local_devices(backend="cpu")[0]):
-                found = self._fold(atom)
-            if found is None:
-                return None
+                self._fold(atom)
         return self._folded[atom]
 
     def _fold(self, atom: Any) -> np.ndarray | None:
