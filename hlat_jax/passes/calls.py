@@ -191,7 +191,7 @@ def _custom_vjp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]
     call = jax.custom_vjp(_name(core.jaxpr_as_fun(closed), eqn))
 
     @functools.cache
-    def linearized(places):
+    def halves(places):
         """Returns (the cast forward half, the backward half) for operands that are differentiated."""
         kept: list[Any] = []
 
@@ -231,7 +231,7 @@ def _custom_vjp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]
 
     def forward_rule(*args):
         is_differentiated = [arg.perturbed and is_inexact(aval) for arg, aval in zip(args, in_avals, strict=True)]
-        forward, pull = linearized(tuple(itertools.compress(range(len(args)), is_differentiated)))
+        forward, pull = halves(tuple(itertools.compress(range(len(args)), is_differentiated)))
         found = forward(*(arg.value for arg in args))
         return found[: len(kinds)], jax.tree_util.Partial(pull, *found[len(kinds) :])
 

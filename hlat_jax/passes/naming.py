@@ -90,7 +90,7 @@ def checkpointed(fn: Callable, choice: RematChoice, *, region: str, prevent_cse:
       ValueError: when called: `fn` has no such regions, or (MissingValues) a choice of values that they do not have.
     """
     elide_idle_roundings()
-    whole = jax.checkpoint(_named(fn, choice, "whole"), policy=choice.policy, prevent_cse=prevent_cse)
+    whole = jax.checkpoint(_with_names(fn, choice, "whole"), policy=choice.policy, prevent_cse=prevent_cse)
     if choice.stock_policy or region == "whole":
         return whole
 
@@ -99,7 +99,7 @@ def checkpointed(fn: Callable, choice: RematChoice, *, region: str, prevent_cse:
         if where == "auto":
             is_segmented = any(name.startswith(_SEGMENT) and "." in name for name in choice.saved)
             where = "segments" if is_segmented else regions(trace_call(fn, args, kwargs)[0].jaxpr)[0]
-        return (whole if where == "whole" else _named(fn, choice, where))(*args, **kwargs)
+        return (whole if where == "whole" else _with_names(fn, choice, where))(*args, **kwargs)
 
     return _with_name_of(fn, run)
 
@@ -126,7 +126,7 @@ def _segments(jaxpr: Any) -> Iterator[Segment]:
             yield from _segments(inner)
 
 
-def _named(fn: Callable, choice: RematChoice, region: str) -> Callable:
+def _with_names(fn: Callable, choice: RematChoice, region: str) -> Callable:
     """Returns `fn` with every float intermediate named, in loops or segments with a checkpoint around each."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -281,13 +281,13 @@ def _emit_regions(
 def _checkpointed_segment(segment: Segment, ins: list, namer: _Namer, *, waiting: list[bool]) -> list:
     kind = namer.kinds.setdefault(segment.kind, len(namer.kinds))  # segments of one kind have the same names
 
-    def named(*args: Any) -> list:
+    def emit(*args: Any) -> list:
         return _emit(segment, args, namer.names(f"{_SEGMENT}{kind}."))
 
     def run(*args: Any) -> list:
         if namer.selection is None:
-            return named(*args)
-        return select_again(namer.selection, named, args)
+            return emit(*args)
+        return select_again(namer.selection, emit, args)
 
     return fences.checkpoint_in_order(run, policy=namer.choice.policy, waiting=waiting)(*ins)
 

@@ -6,7 +6,6 @@ computed alike. Which those are follows from the equations, see `_Cut`.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import math
@@ -40,12 +39,8 @@ def compare(graph: EquationGraph, match: Match) -> tuple[float, float]:
     floats = [var.aval.dtype for var in (*match.inputs, *match.outputs) if jnp.issubdtype(var.aval.dtype, jnp.floating)]
     tolerance = max((TOLERANCES.get(dtype.name, 1e-5) for dtype in floats), default=1e-5)
     cut = _Cut(graph, match)
-    if cut.sizes and match.resized is not None:
-        match = dataclasses.replace(match, replacement=match.resized(cut.shape))
-    return _compared(graph, match, cut), tolerance
+    replacement = match.resized(cut.shape) if cut.sizes and match.resized else match.replacement
 
-
-def _compared(graph: EquationGraph, match: Match, cut: _Cut) -> float:
     def choose(op: Op, call: CallSpec) -> str:
         return op.choose("auto", "cpu", call=call).name
 
@@ -57,11 +52,11 @@ def _compared(graph: EquationGraph, match: Match, cut: _Cut) -> float:
             _random(cut.shape(var), var.aval.dtype, scale=scale, seed=seed) if number is None else number
             for seed, (var, number) in enumerate(zip(match.inputs, numbers, strict=True))
         ]
-        floats = [at for at, x in enumerate(inputs) if numbers[at] is None and jnp.issubdtype(x.dtype, jnp.floating)]
-        both = (lambda *args: cut.evaluate(args)), functools.partial(match.replacement, choose)
+        places = [at for at, x in enumerate(inputs) if numbers[at] is None and jnp.issubdtype(x.dtype, jnp.floating)]
+        both = (lambda *args: cut.evaluate(args)), functools.partial(replacement, choose)
         digest = _digest([jax.make_jaxpr(one)(*inputs) for one in both])
         if digest not in _checked:
-            expected, found = (jax.jit(_with_gradients(one, floats))(*inputs) for one in both)
+            expected, found = (jax.jit(_with_gradients(one, places))(*inputs) for one in both)
             num_outs = len(match.outputs)
             of_all = math.hypot(*(np.linalg.norm(np.asarray(grad, np.float64)) for grad in expected[num_outs:]))
             _checked[digest] = max(
@@ -69,7 +64,7 @@ def _compared(graph: EquationGraph, match: Match, cut: _Cut) -> float:
                 _relative(a, b, at_least=of_all if at >= num_outs and a.size == 1 else 0.0)
                 for at, (a, b) in enumerate(zip(expected, found, strict=True))
             )
-    return _checked[digest]
+    return _checked[digest], tolerance
 
 
 def _random(shape: Sequence[int], dtype: Any, *, scale: float, seed: int) -> np.ndarray:
