@@ -27,7 +27,7 @@ from hlat_jax import stack
 from hlat_jax.cli import config_files
 from hlat_jax.facts.byte_sizes import format_bytes, parse_bytes
 from hlat_jax.parallel.degrees import layout_over
-from hlat_jax.passes import remat
+from hlat_jax.passes import naming, remat
 from hlat_jax.passes.naming import RematChoice
 from hlat_jax.passes.products import live_jaxpr, total_flops
 from hlat_jax.program import make_program
@@ -177,7 +177,7 @@ def largest_batch(make_step, limit, *, step, keeps_nothing=False):
 
     def fits(batch):
         fn, args = make_step(batch)
-        fn = remat.regions(fn, RematChoice(), region="auto") if keeps_nothing else fn
+        fn = naming.checkpointed(fn, RematChoice(), region="auto") if keeps_nothing else fn
         program = step(fn)
         program = program if hasattr(program, "trace") else jax.jit(program)
         return remat.total_bytes(program.trace(*args)) <= parse_bytes(limit, name="limit")
@@ -244,8 +244,8 @@ def unrolled(num_blocks=6):
                 return remat.temporaries(jax.jit(jax.value_and_grad(fn)).trace(arguments, x))
 
             own = functools.partial(looped, one=jax.checkpoint(one)) if form == "loop" else None
-            nothing = taken(remat.regions(fn, RematChoice(), region="auto"))
-            whole = taken(remat.regions(fn, RematChoice(), region="whole"))
+            nothing = taken(naming.checkpointed(fn, RematChoice(), region="auto"))
+            whole = taken(naming.checkpointed(fn, RematChoice(), region="whole"))
             budgets = budgets or [int(1.1 * nothing), 2 * nothing]
             row = [taken(fn), *([taken(own)] if own else []), whole, nothing]
             print(f"{name:8} {form:5}", *(f"{each / 2**20:10.2f}" for each in row), end="")

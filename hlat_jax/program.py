@@ -194,7 +194,7 @@ def model_loss(model: ModelConfig, layout: Layout, *, compute: Any, z_loss_weigh
     options = LossOptions(model.cross_entropy, z_loss_weight, ctx)
     checkpoint = None
     if model.remat.startswith("saved:"):
-        checkpoint = functools.partial(naming.checkpoint_named, choice=naming.parse_choice(model.remat))
+        checkpoint = functools.partial(naming.checkpointed, choice=naming.parse_choice(model.remat), region="whole")
 
     def cast_and_bind(params: Any) -> Decoder:
         return bind(cast_tree(params, compute), model)

@@ -9,8 +9,8 @@ from typing import Any
 from jax.sharding import AbstractMesh
 
 from hlat_jax.config import Config, ModelConfig, select
-from hlat_jax.ops import attention, cross_entropy, norm, rope, swiglu, table
-from hlat_jax.ops.dialect import Choice
+from hlat_jax.ops import attention, cross_entropy, rope, table
+from hlat_jax.ops.dialect import Choice, describe_array
 from hlat_jax.ops.nki.chips import exclusions
 from hlat_jax.ops.registry import OPS
 from hlat_jax.parallel.sharding import Layout
@@ -41,8 +41,8 @@ def calls(config: Config, layout: Layout) -> dict[str, dict[str, Any]]:
             model.vocab_size // (degrees["pipe"] * degrees["tensor"]),
             dtype=dtype,
         ),
-        "rms_norm": norm.describe_call((rows, seq_len_between_blocks, model.embed_dim), dtype=dtype),
-        "swiglu": swiglu.describe_call((rows, seq_len, model.mlp_dim // degrees["tensor"]), dtype=dtype),
+        "rms_norm": describe_array((rows, seq_len_between_blocks, model.embed_dim), dtype=dtype),
+        "swiglu": describe_array((rows, seq_len, model.mlp_dim // degrees["tensor"]), dtype=dtype),
         "rope": rope.describe_call(q_shape, dtype=dtype),
     }
 
@@ -60,7 +60,9 @@ def choices(config: Config, layout: Layout, *, platform: str | None = None) -> d
         `model.ops_table` of another device kind.
     """
     device = None if platform is not None or isinstance(layout.mesh, AbstractMesh) else layout.mesh.devices.flat[0]
-    times, kind = None, "" if device is None else _kind(device)
+    times, kind = None, ""
+    if device is not None:  # "" too of a virtual device of no known chip, see `chips.chip_of`
+        kind = device.chip if isinstance(device, PlannedDevice) else device.device_kind
     if config.model.ops_table:
         known_kind = table.PLANNED if device is None else table.device_kind(device)
         times = table.read_for(config.model.ops_table, platform=platform or layout.platform, kind=known_kind)
@@ -76,11 +78,6 @@ def choices(config: Config, layout: Layout, *, platform: str | None = None) -> d
         )
         for key, op in OPS.items()
     }
-
-
-def _kind(device: Any) -> str:
-    """Returns what names the chip of a device, see `chips.chip_of`; "" of a virtual device of no known chip."""
-    return device.chip if isinstance(device, PlannedDevice) else device.device_kind
 
 
 def chosen_model(config: Config, layout: Layout, *, platform: str | None = None) -> ModelConfig:

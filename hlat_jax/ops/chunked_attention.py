@@ -70,12 +70,10 @@ def attention(
         raise ValueError("there is no dropout with a mask that may hide every key from a query.")
     t, h = q_BTNH.shape[1], q_BTNH.shape[3]
     s, kv_heads = k_BSKH.shape[1:3]
+    scale = 1 / math.sqrt(h) if variant.scale is None else variant.scale
     static = _Static(
-        causal=variant.causal,
+        **vars(variant) | {"masks": (), "keep": None, "scale": scale},
         window=window if isinstance(window, int) else None,
-        scale=1 / math.sqrt(h) if variant.scale is None else variant.scale,
-        softcap=variant.softcap,
-        keep_factor=variant.keep_factor,
         num_keys=s,
         kv_heads=kv_heads,
         blocks=(min(BLOCK, t), min(BLOCK, s)),
@@ -97,15 +95,13 @@ def block_pairs(num_blocks: int, *, block: int, window: int | None) -> np.ndarra
 
 
 @dataclasses.dataclass(frozen=True)
-class _Static:
-    causal: bool
-    window: int | None
-    scale: float
-    softcap: float | None
-    keep_factor: float
-    num_keys: int  # S, without padding
-    kv_heads: int
-    blocks: tuple[int, int]  # positions in a block of queries, of keys
+class _Static(Variant):
+    """A variant without its arrays, and with its scale, which `custom_vjp` takes as a static argument."""
+
+    window: int | None = None
+    num_keys: int = 0  # S, without padding
+    kv_heads: int = 0
+    blocks: tuple[int, int] = (0, 0)  # positions in a block of queries, of keys
 
     def pairs(self, num_queries: int) -> np.ndarray:
         """Returns int32 [pairs, 2]: (query block, key block)."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from hlat_jax.ops.dialect import CallSpec, Implementation, Op
+from hlat_jax.ops.dialect import Implementation, Op, describe_array
 
 
 def rms_norm(x: jax.Array, *, scale: jax.Array, eps: float, implementation: str) -> jax.Array:
@@ -27,12 +25,7 @@ def rms_norm(x: jax.Array, *, scale: jax.Array, eps: float, implementation: str)
 
     Source: HLAT-70B `modeling_llama_nxd.py` (arXiv 2404.10630) and `LlamaRMSNorm` of Hugging Face, in the same order.
     """
-    return OP.run(implementation, x, scale, eps, **describe_call(x.shape, dtype=x.dtype))
-
-
-def describe_call(x_shape: tuple[int, ...], *, dtype: Any) -> CallSpec:
-    """Returns the spec of a call: the shape [..., D] of `x` on one device, and its dtype."""
-    return {"x_shape": tuple(x_shape), "dtype": jnp.dtype(dtype).name}
+    return OP.run(implementation, x, scale, eps, **describe_array(x.shape, dtype=x.dtype))
 
 
 def _reference(x, scale, eps):

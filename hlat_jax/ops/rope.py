@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hlat_jax.ops.dialect import CallSpec, Implementation, Op
+from hlat_jax.ops.dialect import CallSpec, Implementation, Op, describe_array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +164,7 @@ def describe_call(x_shape: tuple[int, ...], *, dtype: Any) -> CallSpec:
     """
     if x_shape[-1] % 2:
         raise ValueError(f"model.head_dim={x_shape[-1]} must be even: rotary embeddings rotate pairs.")
-    return {"x_shape": tuple(x_shape), "dtype": jnp.dtype(dtype).name}
+    return describe_array(x_shape, dtype=dtype)
 
 
 def _reference(x_BTNH, cos_BTR, sin_BTR):

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
-import jax.numpy as jnp
 
-from hlat_jax.ops.dialect import CallSpec, Implementation, Op
+from hlat_jax.ops.dialect import Implementation, Op, describe_array
 
 
 def swiglu(gate: jax.Array, *, up: jax.Array, implementation: str) -> jax.Array:
@@ -23,12 +20,7 @@ def swiglu(gate: jax.Array, *, up: jax.Array, implementation: str) -> jax.Array:
 
     Source: arXiv 2002.05202, equation 6, as Llama uses it.
     """
-    return OP.run(implementation, gate, up, **describe_call(gate.shape, dtype=gate.dtype))
-
-
-def describe_call(x_shape: tuple[int, ...], *, dtype: Any) -> CallSpec:
-    """Returns the spec of a call: shape and dtype of either input on one device."""
-    return {"x_shape": tuple(x_shape), "dtype": jnp.dtype(dtype).name}
+    return OP.run(implementation, gate, up, **describe_array(gate.shape, dtype=gate.dtype))
 
 
 def _reference(gate, up):

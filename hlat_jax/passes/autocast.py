@@ -134,14 +134,10 @@ def _rule(rules: Mapping[str, str], eqn: Any) -> str:
     is_square = name == "mul" and eqn.invars[0] is eqn.invars[1]
     if is_square or (name == "while" and stops_on_floats(eqn)):
         return "never"
-    if name == "custom_vjp_call" and _has_wide_loop(rules, eqn):
-        return "never"  # the rule may run the loop again, which must take the same steps
+    inside = equations(called_jaxpr(eqn)) if name == "custom_vjp_call" else ()
+    if any(inner.primitive.name == "while" and _rule(rules, inner) == "never" for inner, _ in inside):
+        return "never"  # its derivative rule may run the loop again, which must take the same steps
     return "infer" if name in INFER or name in _CALLS else "never"
-
-
-def _has_wide_loop(rules: Mapping[str, str], eqn: Any) -> bool:
-    inside = equations(called_jaxpr(eqn))
-    return any(inner.primitive.name == "while" and _rule(rules, inner) == "never" for inner, _ in inside)
 
 
 def _product_rule(eqn: Any) -> str:

@@ -5,22 +5,24 @@ Each handler rebinds an equation with its functions retraced by the `Cast`.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 
+from hlat_jax.host.jax_compat import partial_eval
 from hlat_jax.passes.jaxpr import (
-    backward_of,
     bind_shard_map,
-    forward_of,
+    carry_of,
+    inputs_of,
     is_inexact,
+    linearized_at,
     op_name,
-    pushforward_of,
+    perturbed_at,
     reaching,
     rebind,
     without_consts,
@@ -36,22 +38,15 @@ def _kinds(operands: Sequence[Value]) -> list[Kind]:
     return [operand.kind for operand in operands]
 
 
-def _values(cast: Any, eqn: Any, outs: Sequence[Any], kinds: Sequence[Kind]) -> list[Value]:
-    return [
-        value(out, kind=kind, aval=var.aval, low=cast.low)
-        for out, kind, var in zip(outs, kinds, eqn.outvars, strict=True)
-    ]
-
-
 def _jit(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
     closed, kinds = cast.retrace(eqn.params["jaxpr"], _kinds(operands), wide=wide)
-    return _values(cast, eqn, rebind(eqn, _arrays(cast, operands), jaxpr=closed), kinds)
+    return cast.results(eqn, rebind(eqn, _arrays(cast, operands), jaxpr=closed), kinds)
 
 
 def _remat(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
     closed, kinds = cast.retrace(core.ClosedJaxpr(eqn.params["jaxpr"], []), _kinds(operands), wide=wide)
     opened, consts = without_consts(closed)
-    return _values(cast, eqn, rebind(eqn, consts + _arrays(cast, operands), jaxpr=opened), kinds)
+    return cast.results(eqn, rebind(eqn, consts + _arrays(cast, operands), jaxpr=opened), kinds)
 
 
 def _shard_map(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
@@ -64,7 +59,7 @@ def _shard_map(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool])
         return _arrays(cast, outs)
 
     outs = bind_shard_map(eqn, local, _arrays(cast, operands))
-    return _values(cast, eqn, outs, kinds)
+    return cast.results(eqn, outs, kinds)
 
 
 def _cond(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
@@ -74,7 +69,7 @@ def _cond(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> l
     kinds = [_join(each) for each in zip(*traced, strict=True)]
     branches = tuple(cast.retrace(branch, _kinds(rest), forced=kinds)[0] for branch in eqn.params["branches"])
     outs = rebind(eqn, [index.declared(), *_arrays(cast, rest)], branches=branches)
-    return _values(cast, eqn, outs, kinds)
+    return cast.results(eqn, outs, kinds)
 
 
 def _join(kinds: Sequence[Kind]) -> Kind:
@@ -84,36 +79,32 @@ def _join(kinds: Sequence[Kind]) -> Kind:
 
 
 def _scan(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
-    first, closed = eqn.params["num_consts"], eqn.params["jaxpr"]
-    carried = slice(first, first + eqn.params["num_carry"])
+    closed, carried = carry_of(eqn)
     kinds = _kinds(operands)
     kinds[carried] = _carry_kinds(cast, closed, kinds, carried)
     num_ys = len(eqn.outvars) - eqn.params["num_carry"]
     wide = [*_stays_fp32(kinds[carried]), *[False] * num_ys]
     body, out_kinds = cast.retrace(closed, kinds, forced=[*kinds[carried], *[None] * num_ys], wide=wide)
-    arrays = [_as_kind(cast, operand, kind) for operand, kind in zip(operands, kinds, strict=True)]
-    return _values(cast, eqn, rebind(eqn, arrays, jaxpr=body), out_kinds)
+    return cast.results(eqn, rebind(eqn, _as_kinds(cast, operands, kinds), jaxpr=body), out_kinds)
 
 
 def _while(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
-    num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    kinds = _kinds(operands)
-    body_kinds = kinds[num_cond:]
-    carry = _carry_kinds(cast, eqn.params["body_jaxpr"], body_kinds, slice(num_body, len(body_kinds)))
-    wide_carry = _stays_fp32(carry)
-    body, _ = cast.retrace(eqn.params["body_jaxpr"], [*body_kinds[:num_body], *carry], forced=carry, wide=wide_carry)
-    condition, _ = cast.retrace(eqn.params["cond_jaxpr"], [*kinds[:num_cond], *carry])
-    kinds = [*kinds[: num_cond + num_body], *carry]
-    arrays = [_as_kind(cast, operand, kind) for operand, kind in zip(operands, kinds, strict=True)]
-    return _values(cast, eqn, rebind(eqn, arrays, body_jaxpr=body, cond_jaxpr=condition), carry)
+    num_cond, (closed, carried) = eqn.params["cond_nconsts"], carry_of(eqn)
+    cond_kinds, kinds = _kinds(operands)[:num_cond], _kinds(operands)[num_cond:]
+    kinds[carried] = carry = _carry_kinds(cast, closed, kinds, carried)
+    body, _ = cast.retrace(closed, kinds, forced=carry, wide=_stays_fp32(carry))
+    condition, _ = cast.retrace(eqn.params["cond_jaxpr"], [*cond_kinds, *carry])
+    arrays = _as_kinds(cast, operands, [*cond_kinds, *kinds])
+    return cast.results(eqn, rebind(eqn, arrays, body_jaxpr=body, cond_jaxpr=condition), carry)
 
 
 def _stays_fp32(carry: Sequence[Kind]) -> list[bool]:
     return [kind >= Kind.KEPT for kind in carry]
 
 
-def _as_kind(cast: Any, operand: Value, kind: Kind) -> Any:
-    return operand.narrow(cast.low, saturate=True) if kind is Kind.LOW else operand.declared()
+def _as_kinds(cast: Any, operands: Sequence[Value], kinds: Sequence[Kind]) -> list[Any]:
+    pairs = zip(operands, kinds, strict=True)
+    return [one.narrow(cast.low, saturate=True) if kind is Kind.LOW else one.declared() for one, kind in pairs]
 
 
 def _carry_kinds(cast: Any, body: Any, kinds: Sequence[Kind], carried: slice) -> list[Kind]:
@@ -157,121 +148,116 @@ def _carry_kinds(cast: Any, body: Any, kinds: Sequence[Kind], carried: slice) ->
 
 
 def _custom_jvp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
+    """The derivative of the declared function, by its rule, is traced and cast."""
     closed, kinds = cast.retrace(eqn.params["call_jaxpr"], _kinds(operands), wide=wide)
     in_avals, out_avals = closed_avals(eqn)
     call = jax.custom_jvp(_name(core.jaxpr_as_fun(closed), eqn))
-    is_symbolic = eqn.params["symbolic_zeros"]
 
     def rule(primals, tangents):
-        is_given, is_pushed = [_is_nonzero(tangent, aval) for tangent, aval in zip(tangents, in_avals, strict=True)], []
+        places = [at for at, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
 
         def declared(*arrays):
-            filled = _with_zeros(arrays[len(in_avals) :], in_avals, is_given, is_symbolic=is_symbolic)
-            outs, pushed = pushforward_of(eqn, arrays[: len(in_avals)], filled)
-            is_pushed[:] = [_is_nonzero(tangent, aval) for tangent, aval in zip(pushed, out_avals, strict=True)]
-            return [*outs, *_chosen(pushed, is_pushed)]
+            args = arrays[: len(in_avals)]
+            run = perturbed_at(lambda *args: rebind(eqn, args), args, places)
+            outs, pushed = jax.jvp(run, [args[at] for at in places], list(arrays[len(in_avals) :]))
+            return [*outs, *(tangent for tangent in pushed if tangent.dtype != jax.dtypes.float0)]
 
-        traced = jax.make_jaxpr(declared)(*in_avals, *_chosen(in_avals, is_given))
-        in_kinds = [*_kinds(operands), *_gradient_kinds(_chosen(_kinds(operands), is_given))]
-        tangent_kinds = _gradient_kinds(_chosen(kinds, is_pushed))
-        wide_outs = [*wide, *[False] * len(tangent_kinds)]
+        traced, is_pushed = _without_zeros(
+            jax.make_jaxpr(declared)(*in_avals, *_at(in_avals, places)), len(kinds), num_linear=len(places)
+        )
+        pushed = [at for at, aval in enumerate(out_avals) if is_inexact(aval)]
+        pushed = list(itertools.compress(pushed, is_pushed))
+        in_kinds = [*_kinds(operands), *_gradient_kinds(_at(_kinds(operands), places))]
+        tangent_kinds = _gradient_kinds(_at(kinds, pushed))
+        wide_outs = [*wide, *[False] * len(pushed)] if wide else ()
         narrow, _ = cast.retrace(traced, in_kinds, forced=[*kinds, *tangent_kinds], wide=wide_outs)
-        found = core.jaxpr_as_fun(narrow)(*primals, *_chosen(tangents, is_given))
-        outs, pushed = found[: len(kinds)], found[len(kinds) :]
-        return outs, _with_zeros(pushed, list(map(jax.typeof, outs)), is_pushed, is_symbolic=is_symbolic)
+        found = core.jaxpr_as_fun(narrow)(*primals, *_at(tangents, places))
+        outs, given = found[: len(kinds)], dict(zip(pushed, found[len(kinds) :], strict=True))
+        return outs, [
+            given[at] if at in given else SymbolicZero(jax.typeof(out).to_tangent_aval()) for at, out in enumerate(outs)
+        ]
 
-    call.defjvp(rule, symbolic_zeros=is_symbolic)
-    return _values(cast, eqn, call(*_arrays(cast, operands)), kinds)
-
-
-class _Forward:
-    """The forward rule of a `custom_vjp`, cast, and what is known of its residuals.
-
-    Args:
-      traced: declared jaxpr of (results, residuals).
-      narrow: the cast jaxpr.
-      kinds: kinds of its results and residuals.
-      num_outs: number of the results.
-
-    Attributes:
-      avals: declared types of the residuals.
-      values: values of residuals that depend on no operand, which the backward rule may read in Python, and None.
-    """
-
-    def __init__(self, traced: Any, narrow: Any, kinds: Sequence[Kind], num_outs: int):
-        self.narrow, self.num_outs = narrow, num_outs
-        self.avals, self.kinds = traced.out_avals[num_outs:], kinds[num_outs:]
-        consts = dict(zip(traced.jaxpr.constvars, traced.consts, strict=True))
-        atoms = traced.jaxpr.outvars[num_outs:]
-        found = [atom.val if isinstance(atom, core.Literal) else consts.get(atom) for atom in atoms]
-        self.values = [None if isinstance(value, jax.core.Tracer) else value for value in found]
+    call.defjvp(rule, symbolic_zeros=True)
+    return cast.results(eqn, call(*_arrays(cast, operands)), kinds)
 
 
 def _custom_vjp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
-    """The forward and backward rules are traced at their declared dtypes and cast, residuals included."""
+    """The declared function is linearized by its rules; both halves are cast, and what is kept between them.
+
+    JAX raises for a gradient by an array that the function closes over, as it does without autocast.
+    """
     closed, kinds = cast.retrace(eqn.params["call_jaxpr"], _kinds(operands))
     in_avals, out_avals = closed_avals(eqn)
-    num_consts = eqn.params.get("num_consts", 0)  # closed-over operands, which its rules do not receive
     call = jax.custom_vjp(_name(core.jaxpr_as_fun(closed), eqn))
-    is_symbolic = eqn.params["symbolic_zeros"]
-    forwards: dict[tuple[bool, ...], _Forward] = {}  # by whether each operand is differentiated
 
-    def forward(perturbed):
-        if perturbed not in forwards:
-            traced = jax.make_jaxpr(lambda *args: forward_of(eqn, args, perturbed))(*in_avals)
-            forced = [*kinds, *[None] * (len(traced.out_avals) - len(kinds))]
-            narrow, found = cast.retrace(traced, _kinds(operands), forced=forced)
-            forwards[perturbed] = _Forward(traced, narrow, found, len(kinds))
-        return forwards[perturbed]
-
-    def forward_rule(*args):
-        # other rules are not told; True would be an error for what such a rule closes over
-        perturbed = [is_symbolic and arg.perturbed for arg in args]
-        arrays = [arg.value for arg in args] if is_symbolic else args
-        narrow = forward((False,) * num_consts + tuple(perturbed[num_consts:])).narrow
-        found = core.jaxpr_as_fun(narrow)(*arrays)
-        return found[: len(kinds)], tuple(found[len(kinds) :])
-
-    def backward_rule(residuals, cotangents):
-        types = _types(map(jax.typeof, residuals))
-        of = next(one for one in reversed(forwards.values()) if _types(one.narrow.out_avals[one.num_outs :]) == types)
-        is_given, is_wanted = [_is_nonzero(one, aval) for one, aval in zip(cotangents, out_avals, strict=True)], []
-        is_array = [value is None for value in of.values]
+    @functools.cache
+    def halves(places):
+        """Returns (the cast forward half, the backward half) for operands that are differentiated."""
+        kept: list[Any] = []
 
         def declared(*arrays):
-            held = iter(arrays)
-            filled = [next(held) if value is None else value for value in of.values]
-            found = backward_of(eqn, filled, _with_zeros(held, out_avals, is_given, is_symbolic=is_symbolic))
-            is_wanted[:] = [one is not None for one in found]
-            return _chosen(found, is_wanted)
+            outs, push = linearized_at(lambda *args: rebind(eqn, args), arrays, places)
+            kept[:] = jax.tree.flatten(push)
+            return [*outs, *filter(_is_tracer, kept[0])]
 
-        traced = jax.make_jaxpr(declared)(*_chosen(of.avals, is_array), *_chosen(out_avals, is_given))
-        in_kinds = [*_chosen(of.kinds, is_array), *_gradient_kinds(_chosen(kinds, is_given))]
-        wanted = _gradient_kinds(_chosen(_kinds(operands), is_wanted))
-        narrow, _ = cast.retrace(traced, in_kinds, forced=wanted)
-        grads = iter(core.jaxpr_as_fun(narrow)(*_chosen(residuals, is_array), *_chosen(cotangents, is_given)))
-        return tuple(next(grads) if is_one else None for is_one in is_wanted)
+        traced = jax.make_jaxpr(declared)(*in_avals)
+        forced = [*kinds, *[None] * (len(traced.out_avals) - len(kinds))]
+        narrow, found = cast.retrace(traced, _kinds(operands), forced=forced)
+        # what depends on no operand has its value, which a rule may read in Python
+        leaves, structure = [None if _is_tracer(leaf) else leaf for leaf in kept[0]], kept[1]
+        held_avals, held_kinds = traced.out_avals[len(kinds) :], found[len(kinds) :]
 
-    call.defvjp(forward_rule, backward_rule, symbolic_zeros=is_symbolic)
-    arrays = _arrays(cast, operands)
-    consts = [_without_gradient(array, eqn) for array in arrays[:num_consts]]
-    return _values(cast, eqn, call(*consts, *arrays[num_consts:]), kinds)
+        def pull(*arrays):
+            held, cotangents = arrays[: len(held_avals)], arrays[len(held_avals) :]
+            nonzero = [at for at, cotangent in enumerate(cotangents) if not isinstance(cotangent, SymbolicZero)]
+            given = [at for at in nonzero if is_inexact(out_avals[at])]
+
+            def declared(*arrays):
+                left = iter(arrays)
+                push = jax.tree.unflatten(structure, [next(left) if leaf is None else leaf for leaf in leaves])
+                of_given = jax.linear_transpose(lambda *args: _at(push(*args), given), *_at(in_avals, places))
+                return of_given(list(left))
+
+            traced, is_wanted = _without_zeros(
+                jax.make_jaxpr(declared)(*held_avals, *_at(out_avals, given)), 0, num_linear=len(given)
+            )
+            wanted = list(itertools.compress(places, is_wanted))
+            in_kinds = [*held_kinds, *_gradient_kinds(_at(kinds, given))]
+            narrow, _ = cast.retrace(traced, in_kinds, forced=_gradient_kinds(_at(_kinds(operands), wanted)))
+            grads = dict(zip(wanted, core.jaxpr_as_fun(narrow)(*held, *_at(cotangents, given)), strict=True))
+            return tuple(map(grads.get, range(len(in_avals))))
+
+        return core.jaxpr_as_fun(narrow), pull
+
+    def forward_rule(*args):
+        is_differentiated = [arg.perturbed and is_inexact(aval) for arg, aval in zip(args, in_avals, strict=True)]
+        forward, pull = halves(tuple(itertools.compress(range(len(args)), is_differentiated)))
+        found = forward(*(arg.value for arg in args))
+        return found[: len(kinds)], jax.tree_util.Partial(pull, *found[len(kinds) :])
+
+    call.defvjp(forward_rule, lambda pull, cotangents: pull(*cotangents), symbolic_zeros=True)
+    return cast.results(eqn, call(*_arrays(cast, operands)), kinds)
 
 
-def _without_gradient(array: Any, eqn: Any) -> Any:
-    """Returns a closed-over operand of a `custom_vjp`; a gradient by it raises, as it does without autocast."""
-    if not (isinstance(array, jax.core.Tracer) and is_inexact(array)):
-        return array
-    closed_over = jax.custom_jvp(lambda x: x)
+def _is_tracer(leaf: Any) -> bool:
+    return isinstance(leaf, jax.core.Tracer)
 
-    @closed_over.defjvp
-    def rule(primals, tangents):
-        raise ValueError(
-            f"autocast: {op_name(eqn)} is a jax.custom_vjp that closes over an array that you differentiate with "
-            "respect to, and its derivative rule has no gradient for it: pass the array as an argument."
-        )
 
-    return closed_over(array)
+def _at(items: Sequence[Any], places: Sequence[int]) -> list[Any]:
+    return [items[at] for at in places]
+
+
+def _without_zeros(closed: Any, num_outs: int, *, num_linear: int) -> tuple[Any, list[bool]]:
+    """Returns a jaxpr without the results after `num_outs` that are zero, and which of them are not.
+
+    They are linear in the last `num_linear` inputs, so they are zero where they depend on none of them.
+    """
+    num_nonlinear = len(closed.in_avals) - num_linear
+    places = range(num_outs, len(closed.out_avals))
+    is_nonzero = [any(inputs_of(closed.jaxpr, at)[num_nonlinear:]) for at in places]
+    wanted = [True] * num_outs + is_nonzero
+    jaxpr, _ = partial_eval.dce_jaxpr(closed.jaxpr, wanted, instantiate=True)
+    return core.ClosedJaxpr(jaxpr, closed.consts), is_nonzero
 
 
 def closed_avals(eqn: Any) -> tuple[list[Any], list[Any]]:
@@ -290,32 +276,6 @@ def _name(function: Any, eqn: Any) -> Any:
 def _gradient_kinds(kinds: Sequence[Kind]) -> list[Kind]:
     """Returns the kinds of the tangents or cotangents of values: they have the dtypes of the values."""
     return [kind if kind <= Kind.LOW and kind != Kind.FREE else Kind.SOFT for kind in kinds]
-
-
-def _types(avals: Iterable[Any]) -> list[tuple]:
-    return [(aval.shape, aval.dtype) for aval in avals]
-
-
-def _is_nonzero(item: Any, aval: Any) -> bool:
-    """Returns whether the tangent or cotangent of a value of this type is an array."""
-    return is_inexact(aval) and not isinstance(item, SymbolicZero)
-
-
-def _chosen(items: Sequence[Any], is_chosen: Sequence[bool]) -> list[Any]:
-    return list(itertools.compress(items, is_chosen))
-
-
-def _with_zeros(items: Sequence[Any], avals: Sequence[Any], is_given: Sequence[bool], *, is_symbolic: bool) -> list:
-    """Returns the tangents or cotangents of values: the items, and zeros for the values without."""
-    left = iter(items)
-    return [
-        next(left)
-        if is_one
-        else SymbolicZero(aval.to_tangent_aval())
-        if is_symbolic
-        else np.zeros(aval.shape, jax.dtypes.float0)
-        for is_one, aval in zip(is_given, avals, strict=True)
-    ]
 
 
 HANDLERS = {

@@ -17,6 +17,7 @@ from hlat_jax.passes.jaxpr import (
     ALL_REDUCES,
     CALL_JAXPRS,
     called_jaxpr,
+    is_literal,
     op_name,
     place_of,
     primitives,
@@ -71,7 +72,7 @@ class Cast:
 
     def outputs(self, closed: Any, args: Sequence[Any]) -> list[Any]:
         """Returns the results of a jaxpr in their declared dtypes."""
-        kinds = [_kind_of(var.aval) for var in closed.jaxpr.invars]
+        kinds = [Kind.SOFT if is_fp32(aval) else Kind.FIXED for aval in closed.in_avals]
         # wide, because they are returned in fp32 in any case: an updated weight, a moment
         outs = self._run_closed(closed, args, kinds, wide=[True] * len(closed.out_avals))
         outs = [out.declared() for out in outs]
@@ -120,7 +121,7 @@ class Cast:
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
 
         def read(atom: Any) -> Value:
-            if _is_literal(atom):
+            if is_literal(atom):
                 kind = kind_of_constant(atom.val, atom.aval, self.low)
                 return value(atom.val, kind=kind, aval=atom.aval, low=self.low)
             return env[atom]
@@ -153,12 +154,12 @@ class Cast:
         cancelled = set()
         if self.wide_distances:
             cancelled = distances.cancelled_variables(jaxpr, [one == CANCELLED for one in wide])
-        found = {atom for atom, is_wide in zip(jaxpr.outvars, wide, strict=True) if not (is_wide or _is_literal(atom))}
+        found = {atom for atom, is_wide in zip(jaxpr.outvars, wide, strict=True) if not (is_wide or is_literal(atom))}
         for eqn in reversed(jaxpr.eqns):
             outs = [CANCELLED if var in cancelled else var not in found for var in eqn.outvars]
             read = self._wide_operands(eqn, outs)
             operands = zip(eqn.invars, read, strict=True)
-            found |= {atom for atom, is_wide in operands if not (is_wide or _is_literal(atom))}
+            found |= {atom for atom, is_wide in operands if not (is_wide or is_literal(atom))}
         found -= cancelled
         self._read[key] = (found, cancelled), jaxpr  # kept alive: the key is its id
         return found, cancelled
@@ -209,7 +210,7 @@ class Cast:
         """Runs the equation as declared; fp32 results get the given kind."""
         outs = rebind(eqn, [operand.declared() for operand in operands])
         kinds = [kind if is_fp32(var.aval) else Kind.FIXED for var in eqn.outvars]
-        return self._results(eqn, outs, kinds)
+        return self.results(eqn, outs, kinds)
 
     def _product(self, eqn: Any, operands: list[Value]) -> list[Value]:
         fp32 = [operand for operand in operands if operand.kind is not Kind.FIXED]
@@ -235,7 +236,7 @@ class Cast:
             Kind.FIXED if not is_fp32(var.aval) else Kind.LOW if out.dtype == self.low else Kind.WIDE
             for out, var in zip(outs, eqn.outvars, strict=True)
         ]
-        return self._results(eqn, outs, kinds)
+        return self.results(eqn, outs, kinds)
 
     def _infer(self, eqn: Any, operands: list[Value]) -> list[Value]:
         name = eqn.primitive.name
@@ -243,14 +244,14 @@ class Cast:
             return self._convert(eqn, operands)
         if name in _EACH and len(operands) == len(eqn.outvars):
             outs = rebind(eqn, [operand.held(self.low) for operand in operands])
-            return self._results(eqn, outs, [operand.kind for operand in operands])
+            return self.results(eqn, outs, [operand.kind for operand in operands])
         kind = self._inferred_kind(eqn, operands)
         if kind is not Kind.LOW:
             return self._declared(eqn, operands, kind)
         if name in _ADDS and any(operand.kind > Kind.LOW for operand in operands):
             # such as scores plus a mask of finfo(float32).min that is an argument: the sum must stay finite
             (out,) = rebind(eqn, [operand.declared() for operand in operands])
-            return self._results(eqn, [saturated(out, self.low)], [Kind.LOW])
+            return self.results(eqn, [saturated(out, self.low)], [Kind.LOW])
         return self._narrow(eqn, operands, saturate=True)
 
     def _inferred_kind(self, eqn: Any, operands: list[Value]) -> Kind:
@@ -273,7 +274,7 @@ class Cast:
     def _convert(self, eqn: Any, operands: list[Value]) -> list[Value]:
         (operand,), new = operands, eqn.params["new_dtype"]
         if operand.kind is Kind.LOW and new in (self.low, jnp.float32):
-            return self._results(eqn, [operand.narrow(self.low)], [Kind.FIXED if new == self.low else Kind.LOW])
+            return self.results(eqn, [operand.narrow(self.low)], [Kind.FIXED if new == self.low else Kind.LOW])
         if operand.kind is not Kind.FIXED and new == jnp.float32:  # only the weak type changes
             return self._declared(eqn, operands, operand.kind)
         if jnp.issubdtype(operand.dtype, jnp.floating):
@@ -286,14 +287,7 @@ class Cast:
             return operand
         return Value(Kind.LOW, operand.dtype, operand.size, {self.low: operand.narrow(self.low, saturate=True)})
 
-    def _results(self, eqn: Any, outs: Sequence[Any], kinds: Sequence[Kind]) -> list[Value]:
+    def results(self, eqn: Any, outs: Sequence[Any], kinds: Sequence[Kind]) -> list[Value]:
+        """Returns the results of an equation, which are held as these kinds."""
         found = zip(outs, kinds, eqn.outvars, strict=True)
         return [value(out, kind=kind, aval=var.aval, low=self.low) for out, kind, var in found]
-
-
-def _is_literal(atom: Any) -> bool:
-    return hasattr(atom, "val")
-
-
-def _kind_of(aval: Any) -> Kind:
-    return Kind.SOFT if is_fp32(aval) else Kind.FIXED

@@ -11,9 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from jax.extend.core import Literal
-
-from hlat_jax.passes.jaxpr import aval_bytes
+from hlat_jax.passes.jaxpr import aval_bytes, is_literal, variables
 
 
 @dataclasses.dataclass(eq=False)
@@ -40,7 +38,7 @@ class Op:
     @property
     def operands(self) -> list[int]:
         """The values that it reads."""
-        return numbers_of(self.ins)
+        return variables(self.ins)
 
     @property
     def enclosing(self) -> tuple:
@@ -101,9 +99,8 @@ class Dataflow:
             env.update(zip(eqn.outvars, outs, strict=True))
 
 
-def numbers_of(atoms: Iterable[Any]) -> list[int]:
-    """Returns the values among operands or results, without `Literal`s."""
-    return [atom for atom in atoms if not isinstance(atom, Literal)]
+def _atom(var: Any, env: dict[Any, Any]) -> Any:
+    return var if is_literal(var) else env[var]
 
 
 def readers(ops: Sequence[Any]) -> dict[int, list[int]]:
@@ -124,7 +121,3 @@ def alive(ops: Sequence[Any], wanted: Iterable[int], *, given: Iterable[int] = (
             needed.update(value for value in op.operands if value not in given)
             found.append(op)
     return found[::-1]
-
-
-def _atom(var: Any, env: dict[Any, Any]) -> Any:
-    return var if isinstance(var, Literal) else env[var]

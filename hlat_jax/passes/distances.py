@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from jax.extend.core import Literal
-
 from hlat_jax.passes.dataflow import Dataflow, Op
-from hlat_jax.passes.jaxpr import called_jaxpr, primitives
+from hlat_jax.passes.jaxpr import called_jaxpr, is_literal, primitives
 from hlat_jax.passes.products import is_dot_of_vectors
 
 _ADDS = primitives("add sub add_any")
@@ -31,12 +29,12 @@ def cancelled_variables(jaxpr: Any, wanted: Sequence[bool]) -> set[Any]:
     tags: dict[int, str] = {}
     for op in flow.ops:
         tags |= dict.fromkeys(op.outs, _tag(op, tags))
-    added = {var for var, want in zip(jaxpr.outvars, wanted, strict=True) if want and not isinstance(var, Literal)}
-    others = {var for var, want in zip(jaxpr.outvars, wanted, strict=True) if not want and not isinstance(var, Literal)}
+    added = {var for var, want in zip(jaxpr.outvars, wanted, strict=True) if want and not is_literal(var)}
+    others = {var for var, want in zip(jaxpr.outvars, wanted, strict=True) if not want and not is_literal(var)}
     for eqn in reversed(jaxpr.eqns):
         is_summed = all(var in added and var not in others for var in eqn.outvars)
         for at, atom in enumerate(eqn.invars):
-            if isinstance(atom, Literal):
+            if is_literal(atom):
                 continue
             rest = [other for place, other in enumerate(eqn.invars) if place != at]
             is_added = eqn.primitive.name in _ADDS and (is_summed or _tag_of(flow.atom(rest[0]), tags) == "sum")
@@ -46,7 +44,7 @@ def cancelled_variables(jaxpr: Any, wanted: Sequence[bool]) -> set[Any]:
 
 
 def _tag_of(atom: Any, tags: dict[int, str]) -> str:
-    return "" if isinstance(atom, Literal) else tags.get(atom, "")
+    return "" if is_literal(atom) else tags.get(atom, "")
 
 
 def _tag(op: Op, tags: dict[int, str]) -> str:

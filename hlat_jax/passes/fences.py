@@ -18,8 +18,8 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 
-from hlat_jax.host.jax_compat import ad, batching, mlir, partial_eval
-from hlat_jax.passes.jaxpr import is_inexact, varying_axes
+from hlat_jax.host.jax_compat import ad, batching, mlir
+from hlat_jax.passes.jaxpr import inputs_of, is_inexact, linearized_at, varying_axes
 
 
 def checkpoint_in_order(fn: Callable, *, policy: Callable, waiting: Sequence[bool]) -> Callable:
@@ -45,18 +45,6 @@ def checkpoint_in_order(fn: Callable, *, policy: Callable, waiting: Sequence[boo
         return Linearized(outs, held, push, _after, waits, tuple(waiting[at] for at in places))
 
     return with_derivative(fn, linearize, name="checkpoint_in_order")
-
-
-def linearized_at(fn: Callable, primals: Sequence[Any], places: Sequence[int]) -> tuple[list, Callable]:
-    """Returns `jax.linearize` of a function of many arguments by those of these numbers."""
-
-    def of_perturbed(*perturbed: Any) -> list:
-        merged = list(primals)
-        for at, value in zip(places, perturbed, strict=True):
-            merged[at] = value
-        return fn(*merged)
-
-    return jax.linearize(of_perturbed, *(primals[at] for at in places))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +99,7 @@ def with_derivative(
         reached = [
             at
             for at, out in enumerate(found.outs)
-            if is_inexact(jax.typeof(out)) and any(_inputs_of(linear, at)[num_held:])
+            if is_inexact(jax.typeof(out)) and any(inputs_of(linear, at)[num_held:])
         ]
 
         def push(*args: Any) -> list:
@@ -125,11 +113,6 @@ def with_derivative(
 
     run.defjvp(derivative, symbolic_zeros=True)
     return run
-
-
-def _inputs_of(jaxpr: Any, at: int) -> list[bool]:
-    """Returns for each input of a jaxpr whether its result number `at` depends on it."""
-    return partial_eval.dce_jaxpr(jaxpr, [number == at for number in range(len(jaxpr.outvars))])[1]
 
 
 # The derivative of a block as one operation: what it holds and tangents -> tangents, with a transpose in order.

@@ -13,17 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hlat_jax.passes.jaxpr import jax_function, op_name, rebind
+from hlat_jax.passes.jaxpr import ELEMENTWISE, jax_function, op_name, rebind
 
-# Of operands of one shape but for dimensions of size 1, or scalars.
-ELEMENTWISE = {
-    *("add", "sub", "mul", "div", "rem", "max", "min", "neg", "exp", "exp2", "expm1", "log", "log1p", "tanh", "erf"),
-    *("erfc", "erf_inv", "sqrt", "rsqrt", "cbrt", "square", "integer_pow", "pow", "abs", "sign", "floor", "ceil"),
-    *("round", "sin", "cos", "tan", "atan2", "select_n", "convert_element_type", "eq", "ne", "lt", "le", "gt", "ge"),
-    *("and", "or", "not", "xor", "is_finite", "stop_gradient", "copy", "copy_p", "name", "clamp", "add_any", "lgamma"),
-    *("shift_left", "shift_right_logical", "shift_right_arithmetic", "reduce_precision", "digamma", "sinh", "cosh"),
-    "logistic",
-}
 REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or")
 SUM = "reduce_sum"
 _CUMULATIVE = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
@@ -57,7 +48,8 @@ def links(eqn: Any) -> list[Link]:
     shapes = [atom.aval.shape for atom in eqn.invars]
     out = eqn.outvars[0].aval.shape
     if name in ELEMENTWISE or is_rectifier(eqn):
-        return [Link(tuple(_same(shape, out, dim) for shape in shapes), (dim,)) for dim in range(len(out))]
+        alike = [[len(shape) == len(out) and shape[dim] == out[dim] for shape in shapes] for dim in range(len(out))]
+        return [Link(tuple(dim if same else None for same in each), (dim,)) for dim, each in enumerate(alike)]
     if name == "iota":
         return [Link((), (dim,)) for dim in range(len(out))]
     if name == "broadcast_in_dim" and len(shapes) == 1:
@@ -128,10 +120,6 @@ def bind_part(eqn: Any, operands: Sequence[Any], shapes: Sequence[Sequence[int]]
         whole = zip(params[key], eqn.invars[0].aval.shape, operands[0].shape, strict=True)
         changed = {key: tuple(new if taken == old else taken for taken, old, new in whole)}
     return rebind(eqn, operands, **changed)
-
-
-def _same(shape: Sequence[int], out: Sequence[int], dim: int) -> int | None:
-    return dim if len(shape) == len(out) and shape[dim] == out[dim] else None
 
 
 def _kept(shapes: Sequence[Sequence[int]], removed: Sequence[int], num_results: int) -> list[Link]:

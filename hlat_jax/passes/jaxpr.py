@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 from jax.extend import core, source_info_util
 
-from hlat_jax.host.jax_compat import ad
+from hlat_jax.host.jax_compat import partial_eval
 
 _JAX = os.path.dirname(jax.__file__) + os.sep
 
@@ -56,6 +54,30 @@ SAME_ELEMENTS = primitives("name copy reshape squeeze expand_dims broadcast_in_d
 REDUCTIONS = primitives("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin")
 # Elementwise operations that cost several times as much as an addition.
 TRANSCENDENTAL = primitives("exp exp2 log log1p tanh logistic rsqrt sqrt cbrt pow sin cos div erf erfc erf_inv")
+# Of operands of one shape but for dimensions of size 1, or scalars.
+ELEMENTWISE = TRANSCENDENTAL | primitives(
+    """
+    neg abs sign floor ceil round is_finite expm1 tan asin acos atan atan2 sinh cosh asinh acosh atanh square
+    integer_pow add sub mul add_any rem max min clamp select_n eq ne lt le gt ge and or xor not nextafter
+    shift_left shift_right_arithmetic shift_right_logical real imag conj complex population_count clz lgamma digamma
+    stop_gradient copy copy_p name convert_element_type reduce_precision
+    """
+)
+
+
+def is_literal(atom: Any) -> bool:
+    """Returns whether an operand or result is a literal, which has a `val`, not a variable."""
+    return isinstance(atom, core.Literal)
+
+
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    """Returns the operands or results that are no literals."""
+    return [atom for atom in atoms if not is_literal(atom)]
+
+
+def values_of(atoms: Iterable[Any], env: Mapping[Any, Any]) -> list[Any]:
+    """Returns the values of literals, and those that variables have in `env`."""
+    return [atom.val if is_literal(atom) else env[atom] for atom in atoms]
 
 
 def inner_jaxprs(eqn: Any) -> Iterator[Any]:
@@ -103,13 +125,14 @@ def called_jaxpr(eqn: Any) -> Any:
 
 
 def plain_call(eqn: Any) -> Any:
-    """Returns the open jaxpr of a call that only runs its function, and places no arrays; None for other equations."""
+    """Returns the closed jaxpr of a call that only runs its function, and places no arrays; None for others."""
     if eqn.primitive.name not in PLAIN_CALLS:
         return None
-    shardings = [*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ())]
-    inner = called_jaxpr(eqn)
-    is_placed = any(isinstance(sharding, jax.sharding.Sharding) for sharding in shardings)
-    return None if is_placed or inner.constvars else inner
+    params, body = eqn.params, eqn.params[CALL_JAXPRS[eqn.primitive.name]]
+    shardings = [*params.get("in_shardings", ()), *params.get("out_shardings", ())]
+    if any(isinstance(sharding, jax.sharding.Sharding) for sharding in shardings):
+        return None
+    return body if hasattr(body, "consts") else core.ClosedJaxpr(body, [])
 
 
 def aval_bytes(aval: Any) -> int:
@@ -202,13 +225,9 @@ def evaluate(
     `parts` stand for the equations, if given; they have `invars` and `outvars` too.
     """
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), args, strict=True))
-
-    def read(atom: Any) -> Any:
-        return env[atom] if _is_var(atom) else atom.val
-
     for eqn in parts or jaxpr.eqns:
-        env.update(zip(eqn.outvars, bind(eqn, [read(atom) for atom in eqn.invars]), strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+        env.update(zip(eqn.outvars, bind(eqn, values_of(eqn.invars, env)), strict=True))
+    return values_of(jaxpr.outvars, env)
 
 
 def bind_shard_map(eqn: Any, local: Callable[..., Sequence[Any]], args: Sequence[Any]) -> list[Any]:
@@ -225,36 +244,21 @@ def bind_shard_map(eqn: Any, local: Callable[..., Sequence[Any]], args: Sequence
     return list(mapped(*args))
 
 
-def _functions(eqn: Any) -> Sequence[Any]:
-    """Returns the function of a `custom_jvp` or `custom_vjp` and its rules, on flat operands."""
-    bound = eqn.primitive.get_bind_params(eqn.params)
-    return bound[0] if isinstance(bound, tuple) else bound["subfuns"]
+def perturbed_at(fn: Callable, primals: Sequence[Any], places: Sequence[int]) -> Callable:
+    """Returns a function of many arguments as one of those of these numbers."""
+
+    def of_perturbed(*perturbed: Any) -> list:
+        merged = list(primals)
+        for at, value in zip(places, perturbed, strict=True):
+            merged[at] = value
+        return fn(*merged)
+
+    return of_perturbed
 
 
-def forward_of(eqn: Any, args: Sequence[Any], perturbed: Sequence[bool]) -> list[Any]:
-    """Returns the results of a `custom_vjp` equation and then its residuals, by its forward rule.
-
-    Args:
-      eqn: the equation.
-      args: its operands, the closed-over arrays that come first included.
-      perturbed: for each operand, whether it is differentiated, as a rule with `symbolic_zeros` is told.
-    """
-    found = iter(_functions(eqn)[1].call_wrapped(*itertools.chain(*zip(args, perturbed, strict=True))))
-    forwarded = eqn.params["out_trees"]()[2]
-    residuals = [next(found) if place is None else args[place] for place in forwarded]
-    return [*found, *residuals]
-
-
-def backward_of(eqn: Any, residuals: Sequence[Any], cotangents: Sequence[Any]) -> list[Any]:
-    """Returns the cotangents of the operands of a `custom_vjp` equation, by its backward rule; None for zeros."""
-    found = _functions(eqn)[2].call_wrapped(*residuals, *cotangents)
-    return [None if isinstance(one, (ad.Zero, SymbolicZero)) else one for one in found]
-
-
-def pushforward_of(eqn: Any, args: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Returns (results, their tangents) of a `custom_jvp` equation, by its rule; a zero may be a `SymbolicZero`."""
-    found = _functions(eqn)[1].call_wrapped(*args, *tangents)
-    return found[: len(eqn.outvars)], found[len(eqn.outvars) :]
+def linearized_at(fn: Callable, primals: Sequence[Any], places: Sequence[int]) -> tuple[list, Callable]:
+    """Returns `jax.linearize` of a function of many arguments by those of these numbers."""
+    return jax.linearize(perturbed_at(fn, primals, places), *(primals[at] for at in places))
 
 
 def varying_axes(aval: Any) -> frozenset[str]:
@@ -263,16 +267,20 @@ def varying_axes(aval: Any) -> frozenset[str]:
     return getattr(aval, "vma", frozenset()) if axes is None else axes.varying  # JAX 0.9 has vma
 
 
+def inputs_of(jaxpr: Any, at: int) -> list[bool]:
+    """Returns for each input of a jaxpr whether its result number `at` depends on it."""
+    return partial_eval.dce_jaxpr(jaxpr, [number == at for number in range(len(jaxpr.outvars))])[1]
+
+
+def without_dead_code(jaxpr: Any) -> Any:
+    """Returns an open jaxpr without what nothing depends on; its inputs and results are the same."""
+    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+
+
 def without_consts(closed: Any) -> tuple[Any, list[Any]]:
     """Returns (open jaxpr, constants) of a closed jaxpr; the open one takes the constants before its operands."""
-    if not closed.consts:
-        return closed.jaxpr, []
-    num_consts = len(closed.consts)
-
-    def opened(*args):
-        return core.jaxpr_as_fun(core.ClosedJaxpr(closed.jaxpr, list(args[:num_consts])))(*args[num_consts:])
-
-    return jax.make_jaxpr(opened)(*closed.consts, *closed.in_avals).jaxpr, list(closed.consts)
+    jaxpr = closed.jaxpr
+    return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]), list(closed.consts)
 
 
 def reaching(jaxpr: Any, is_end: Callable[[Any], bool], *, wanted: Sequence[bool] | None = None) -> list[bool]:
@@ -283,11 +291,11 @@ def reaching(jaxpr: Any, is_end: Callable[[Any], bool], *, wanted: Sequence[bool
       is_end: selects equations.
       wanted: for each result, whether reaching it counts too; by default, no result does.
     """
-    found = {var for var, want in zip(jaxpr.outvars, wanted or (), strict=False) if want and _is_var(var)}
+    found = {var for var, want in zip(jaxpr.outvars, wanted or (), strict=False) if want and not is_literal(var)}
     for eqn in reversed(jaxpr.eqns):
         outs = [var in found for var in eqn.outvars]
         reached = [True] * len(eqn.invars) if is_end(eqn) else _reached_operands(eqn, is_end, outs)
-        found |= {var for var, reach in zip(eqn.invars, reached, strict=True) if reach and _is_var(var)}
+        found |= {var for var, reach in zip(eqn.invars, reached, strict=True) if reach and not is_literal(var)}
     return [var in found for var in jaxpr.invars]
 
 
@@ -295,13 +303,9 @@ def _reached_operands(eqn: Any, is_end: Callable[[Any], bool], outs: list[bool])
     name, inner = eqn.primitive.name, called_jaxpr(eqn)
     if inner is not None:
         return reaching(inner, is_end, wanted=outs)
-    if name == "scan":
-        first, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
-        return _reached_in_loop(eqn.params["jaxpr"].jaxpr, is_end, outs, slice(first, first + num_carry))
-    if name == "while":
-        first, skipped = eqn.params["body_nconsts"], eqn.params["cond_nconsts"]
-        body = _reached_in_loop(eqn.params["body_jaxpr"].jaxpr, is_end, outs, slice(first, first + len(outs)))
-        return [False] * skipped + body
+    if name in ("scan", "while"):
+        body, carry = carry_of(eqn)
+        return [False] * eqn.params.get("cond_nconsts", 0) + _reached_in_loop(body.jaxpr, is_end, outs, carry)
     if name == "cond":
         branches = [reaching(branch.jaxpr, is_end, wanted=outs) for branch in eqn.params["branches"]]
         return [False, *(any(each) for each in zip(*branches, strict=True))]
@@ -319,23 +323,27 @@ def _reached_in_loop(body: Any, is_end: Callable[[Any], bool], outs: list[bool],
         wanted = again
 
 
+def carry_of(eqn: Any) -> tuple[Any, slice]:
+    """Returns the closed body of a `scan` or `while`, and which of its inputs are carried."""
+    params = eqn.params
+    if eqn.primitive.name == "scan":
+        return params["jaxpr"], slice(params["num_consts"], params["num_consts"] + params["num_carry"])
+    return params["body_jaxpr"], slice(params["body_nconsts"], len(params["body_jaxpr"].in_avals))
+
+
 def stops_on_floats(eqn: Any) -> bool:
     """Returns whether floats that a `while` carries enter into its condition, in any of its trips.
 
     They do not enter into that of a `fori_loop`, which counts.
     """
-    num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    body = eqn.params["body_jaxpr"].jaxpr
-    wanted = reaching(eqn.params["cond_jaxpr"].jaxpr, lambda eqn: False, wanted=[True])[num_cond:]
-    read = _reached_in_loop(body, lambda eqn: False, wanted, slice(num_body, len(body.invars)))[num_body:]
-    carried = zip(body.invars[num_body:], wanted, read, strict=True)
-    return any(is_inexact(var.aval) and (is_wanted or is_read) for var, is_wanted, is_read in carried)
+    body, carry = carry_of(eqn)
+    condition, num_consts = eqn.params["cond_jaxpr"].jaxpr, eqn.params["cond_nconsts"]
+    wanted = reaching(condition, lambda eqn: False, wanted=[True])[num_consts:]
+    read = _reached_in_loop(body.jaxpr, lambda eqn: False, wanted, carry)[carry]
+    carried = zip(body.in_avals[carry], wanted, read, strict=True)
+    return any(is_inexact(aval) and (is_wanted or is_read) for aval, is_wanted, is_read in carried)
 
 
 def is_inexact(aval: Any) -> bool:
     """Returns whether values of this type have a derivative: they are floating-point or complex."""
     return jnp.issubdtype(aval.dtype, jnp.inexact)
-
-
-def _is_var(atom: Any) -> bool:
-    return not isinstance(atom, core.Literal)

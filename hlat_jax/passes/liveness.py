@@ -20,17 +20,19 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Literal
 
-from hlat_jax.passes.dataflow import Dataflow, Op, alive, numbers_of, readers
+from hlat_jax.passes.dataflow import Dataflow, Op, alive, readers
 from hlat_jax.passes.jaxpr import (
     COLLECTIVES,
     REDUCTIONS,
     TRANSCENDENTAL,
     aval_bytes,
     called_jaxpr,
+    carry_of,
+    is_literal,
     is_transposed,
     primitives,
+    variables,
 )
 
 # Operands and results of these are buffers.
@@ -51,7 +53,7 @@ def estimated_temporaries(jaxpr: Any, arguments: Any) -> Peak:
       arguments: their shapes and shardings.
     """
     program = _Block(jaxpr, [_share_of(leaf) for leaf in jax.tree.leaves(arguments)])
-    owned = set(numbers_of(program.outputs))
+    owned = set(variables(program.outputs))
     for op in reversed(program.ops):
         if op.name in (*_VIEWS, "optimization_barrier") and not owned.isdisjoint(op.outs):
             owned.update(op.operands[:1])
@@ -87,12 +89,6 @@ class _Op(Op):
     body: _Block | None = None
     is_backward: bool = False
 
-    @property
-    def carried(self) -> slice:
-        """Which inputs of a scan are carried."""
-        first = self.eqn.params["num_consts"]
-        return slice(first, first + self.eqn.params["num_carry"])
-
 
 class _Block(Dataflow):
     """A program or the body of a loop, and the bytes of each of its values on one device.
@@ -119,14 +115,11 @@ class _Block(Dataflow):
             if op.name == "dot_general":
                 op.moved = _moved_operands(op)
             elif op.name == "scan":
-                op.body = self._body(op)
+                body, carry = carry_of(op.eqn)
+                inside = [self._share(op, at) if at < carry.start else 1.0 for at in range(len(op.ins))]
+                op.body = _Block(body.jaxpr, inside, is_local=self._is_local(op), is_backward=op.is_backward)
         self.sizes = [round(self.num_bytes(value) * self.shares[value]) for value in range(len(self.avals))]
         self.ops = [part for op in self.ops for part in _split(op)]
-
-    def _body(self, op: _Op) -> _Block:
-        inner, num_consts = op.eqn.params["jaxpr"].jaxpr, op.carried.start
-        shares = [self._share(op, at) if at < num_consts else 1.0 for at in range(len(op.ins))]
-        return _Block(inner, shares, is_local=self._is_local(op), is_backward=op.is_backward)
 
     def _is_local(self, op: _Op) -> bool:
         return self.is_local or any(call.primitive.name == "shard_map" for call in op.calls)
@@ -134,7 +127,7 @@ class _Block(Dataflow):
     def _share(self, op: _Op, at: int) -> float:
         """Returns the share of operand number `at` on one device, relative to its shape where `op` reads it."""
         value = op.ins[at]
-        if isinstance(value, Literal):
+        if is_literal(value):
             return 1.0
         producer = self.producer.get(value)
         if producer is None or self._is_local(op) or not self._is_local(producer):
@@ -150,7 +143,7 @@ class _Block(Dataflow):
                 jax.ShapeDtypeStruct(op.eqn.outvars[0].aval.shape, bool, sharding=op.eqn.params["sharding"])
             )
         atoms = zip(op.eqn.invars, op.ins, strict=True)
-        sized = [(aval_bytes(var.aval), math.inf if isinstance(atom, Literal) else atom) for var, atom in atoms]
+        sized = [(aval_bytes(var.aval), math.inf if is_literal(atom) else atom) for var, atom in atoms]
         largest = max(range(len(sized)), key=sized.__getitem__, default=None)
         return 1.0 if largest is None else self._share(op, largest)
 
@@ -184,16 +177,13 @@ def _moved_operands(op: _Op) -> set[int]:
         turned = lead and changes and is_contracted[0] != bool(side)
         if tuple(batch[side]) != lead or changes > 1 or turned:
             moved.append(value)
-    return set(numbers_of(moved))
+    return set(variables(moved))
 
 
 def _peak(block: _Block, owned: frozenset[int]) -> Peak:
     """Returns the peak of the values of a block, without its inputs and those that its caller owns (`owned`)."""
-    ops, sizes, results = (
-        _schedule(alive(block.ops, numbers_of(block.outputs))),
-        block.sizes,
-        set(numbers_of(block.outputs)),
-    )
+    sizes, results = block.sizes, set(variables(block.outputs))
+    ops = _schedule(alive(block.ops, results))
     sources = _sources(ops, results)
     dying = _dying(ops, sources, leaving=results - owned)
     used = {value for values in dying.values() for value in values}
@@ -206,7 +196,7 @@ def _peak(block: _Block, owned: frozenset[int]) -> Peak:
         transient, reused = Peak(sum(sizes[value] for value in op.moved), 0, 0), {}
         if op.body is not None:
             transient = _iteration_peak(op)
-            starts = {source for value in numbers_of(op.ins[op.carried]) for source in sources.get(value, ())}
+            starts = {source for value in variables(op.ins[carry_of(op.eqn)[1]]) for source in sources.get(value, ())}
             reused = {value: live[value] for value in starts.intersection(dying[place], live)}
             looped.update(op.outs)
         fresh = max(0, sum(made.values()) - sum(reused.values()))
@@ -225,13 +215,8 @@ def _peak(block: _Block, owned: frozenset[int]) -> Peak:
 def _kept_for_backward(ops: list[_Op], dying: dict[int, list[int]]) -> set[int]:
     """Returns the values that are written in the forward pass and last read in the backward pass."""
     forward = {value for op in ops if not op.is_backward for value in op.outs}
-    return {
-        value
-        for place, values in dying.items()
-        if place < len(ops) and ops[place].is_backward
-        for value in values
-        if value in forward
-    }
+    backward = [values for place, values in dying.items() if place < len(ops) and ops[place].is_backward]
+    return forward & set().union(*backward)
 
 
 def _dying(ops: list[_Op], sources: dict[int, tuple[int, ...]], *, leaving: set[int]) -> dict[int, list[int]]:
@@ -250,10 +235,10 @@ def _iteration_peak(op: _Op) -> Peak:
     body, num_carry = op.body, op.eqn.params["num_carry"]
     made_at = {value: place for place, inner in enumerate(body.ops) for value in inner.outs}
     last_read = {value: places[-1] for value, places in readers(body.ops).items()}
-    carried = zip(body.inputs[len(body.inputs) - len(op.ins) :][op.carried], body.outputs, strict=False)
+    carried = zip(body.inputs[len(body.inputs) - len(op.ins) :][carry_of(op.eqn)[1]], body.outputs, strict=False)
     owned = {new for old, new in carried
-             if not isinstance(new, Literal) and made_at.get(new, -1) >= last_read.get(old, -1)}  # fmt: skip
-    return _peak(body, frozenset({*owned, *numbers_of(body.outputs[num_carry:])}))
+             if not is_literal(new) and made_at.get(new, -1) >= last_read.get(old, -1)}  # fmt: skip
+    return _peak(body, frozenset({*owned, *variables(body.outputs[num_carry:])}))
 
 
 def _schedule(ops: list[_Op]) -> list[_Op]:
@@ -289,7 +274,10 @@ def _sources(ops: list[_Op], results: set[int]) -> dict[int, tuple[int, ...]]:
                 if any(value in reader.moved for reader, value in products):
                     for reader, value in products:
                         reader.moved.add(value)
-                is_buffer = any(_reads_a_buffer(reader, value) for reader, value in ends)
+                is_buffer = any(
+                    reader.name in REDUCTIONS or (reader.name in _OPAQUE and value not in reader.moved)
+                    for reader, value in ends
+                )
                 is_buffer |= is_costly and len(readers_of.get(out, ())) > 1
             sources[out] = (out,) if is_buffer else below
             if is_costly and not is_buffer:
@@ -304,7 +292,3 @@ def _ends(value: int, readers_of: dict[int, list[_Op]]) -> Iterator[tuple[_Op, i
             yield from (end for out in op.outs for end in _ends(out, readers_of))
         else:
             yield op, value
-
-
-def _reads_a_buffer(op: _Op, value: int) -> bool:
-    return op.name in REDUCTIONS or (op.name in _OPAQUE and value not in op.moved)

@@ -8,15 +8,14 @@ looked into, but names that the derivative rule of a `custom_vjp` gives itself c
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
-from jax.extend.core import Literal
 
 from hlat_jax.host.neuron_lowering import elide_idle_roundings
 from hlat_jax.passes import fences
@@ -27,6 +26,7 @@ from hlat_jax.passes.jaxpr import (
     called_jaxpr,
     evaluate,
     function_name,
+    is_literal,
     place_of,
     trace_call,
 )
@@ -75,51 +75,41 @@ def parse_choice(text: str) -> RematChoice:
     return RematChoice(tuple(name for name in text.removeprefix(_PREFIX).split(",") if name))
 
 
-def checkpoint_named(fn: Callable, choice: RematChoice, *, prevent_cse: bool = True) -> Callable:
-    """Returns `fn` with a backward pass that saves its arguments and the chosen values.
-
-    Args:
-      fn: a function of arrays; what it closes over is saved too.
-      choice: names that `with_names` gives.
-      prevent_cse: the argument of `jax.checkpoint`; may be False if `fn` is the whole body of a loop.
-
-    Raises:
-      MissingValues: when called: a choice of values that `fn` does not have.
-    """
-    elide_idle_roundings()
-    return jax.checkpoint(with_names(fn, choice), policy=choice.policy, prevent_cse=prevent_cse)
-
-
-def checkpointed(fn: Callable, choice: RematChoice, *, region: str) -> Callable:
-    """Returns `fn` with each of its regions checkpointed.
+def checkpointed(fn: Callable, choice: RematChoice, *, region: str, prevent_cse: bool = True) -> Callable:
+    """Returns `fn` with a backward pass that saves the arguments of each of its regions and the chosen values.
 
     Args:
       fn: a function of arrays; what it closes over is saved too.
       choice: names of values in the regions. Names begin with the number of the scan, `scan0.`, or with that of the
-        segment's kind, `segment0.`.
-      region: what a checkpoint covers: the body of each outermost `lax.scan` (loops), or each of its `segments`.
+        segment's kind, `segment0.`, or with nothing if the region is the function. A stock policy is for all of it.
+      region: what a checkpoint covers: the body of each outermost `lax.scan` (loops), each of its `segments`, the
+        function (whole), or the regions that the names come from, without names the first of `regions` (auto).
+      prevent_cse: the argument of `jax.checkpoint` for the function; may be False if it is the whole body of a loop.
 
     Raises:
       ValueError: when called: `fn` has no such regions, or (MissingValues) a choice of values that they do not have.
     """
     elide_idle_roundings()
+    whole = jax.checkpoint(_with_names(fn, choice, "whole"), policy=choice.policy, prevent_cse=prevent_cse)
+    if choice.stock_policy or region == "whole":
+        return whole
 
-    def emit(closed: Any, leaves: list, namer: _Namer) -> list:
-        if region == "loops" and not num_loops(closed.jaxpr):
-            raise ValueError(
-                f"{function_name(fn)} has no lax.scan at its top level or inside jit; give the layer itself."
-            )
-        if region == "segments" and not segments(closed.jaxpr):
-            raise ValueError(f"{function_name(fn)} has no blocks that repeat; set region='whole'.")
-        args = (*closed.consts, *leaves)
-        return _emit_regions(closed.jaxpr, args, namer, has_segments=region == "segments", weights=closed.jaxpr.invars)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        where = region
+        if where == "auto":
+            is_segmented = any(name.startswith(_SEGMENT) and "." in name for name in choice.saved)
+            where = "segments" if is_segmented else regions(trace_call(fn, args, kwargs)[0].jaxpr)[0]
+        return (whole if where == "whole" else _with_names(fn, choice, where))(*args, **kwargs)
 
-    return _emitted(fn, choice, emit)
+    return _with_name_of(fn, run)
 
 
-def is_of_segment(name: str) -> bool:
-    """Returns whether a name is that of a value in a segment."""
-    return name.startswith(_SEGMENT) and "." in name
+def regions(jaxpr: Any) -> list[str]:
+    """Returns the regions that serve a function; the first is used where they are not compared."""
+    has_segments = bool(segments(jaxpr))
+    if num_loops(jaxpr):
+        return ["loops", "segments"] if has_segments else ["loops"]
+    return ["segments", "whole"] if has_segments else ["whole"]
 
 
 def segments(jaxpr: Any) -> list[Segment]:
@@ -136,25 +126,30 @@ def _segments(jaxpr: Any) -> Iterator[Segment]:
             yield from _segments(inner)
 
 
-def with_names(fn: Callable, choice: RematChoice) -> Callable:
-    """Returns `fn` with every float intermediate named. Raises MissingValues for an unknown name in `choice`."""
-
-    def emit(closed: Any, leaves: list, namer: _Namer) -> list:
-        return _emit(closed.jaxpr, closed.consts, leaves, namer.plan(closed.jaxpr))
-
-    return _emitted(fn, choice, emit)
-
-
-def _emitted(fn: Callable, choice: RematChoice, emit: Callable[[Any, list, _Namer], list]) -> Callable:
-    """Returns a function whose results are those that `emit` computes from the jaxpr of `fn` and its operands."""
+def _with_names(fn: Callable, choice: RematChoice, region: str) -> Callable:
+    """Returns `fn` with every float intermediate named, in loops or segments with a checkpoint around each."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         closed, leaves, tree = trace_call(fn, args, kwargs)
-        namer = _Namer(choice)
-        outs = emit(closed, leaves, namer)
+        jaxpr, namer, operands = closed.jaxpr, _Namer(choice), (*closed.consts, *leaves)
+        if region == "loops" and not num_loops(jaxpr):
+            raise ValueError(
+                f"{function_name(fn)} has no lax.scan at its top level or inside jit; give the layer itself."
+            )
+        if region == "segments" and not segments(jaxpr):
+            raise ValueError(f"{function_name(fn)} has no blocks that repeat; set region='whole'.")
+        if region == "whole":
+            outs = _emit(jaxpr, operands, namer.names(""))
+        else:
+            outs = _emit_regions(jaxpr, operands, namer, has_segments=region == "segments", weights=jaxpr.invars)
         namer.check(fn)
         return jax.tree.unflatten(tree, outs)
 
+    return _with_name_of(fn, run)
+
+
+def _with_name_of(fn: Callable, run: Callable) -> Callable:
+    run.__name__, run.__qualname__ = getattr(fn, "__name__", function_name(fn)), function_name(fn)
     return run
 
 
@@ -165,32 +160,30 @@ def num_loops(jaxpr: Any) -> int:
 
 
 class _Namer:
-    """Numbers the values of one function."""
+    """Numbers the values of one function, and its regions."""
 
     def __init__(self, choice: RematChoice):
         self.choice = choice
         self.given: set[str] = set()
-        self.counts: dict[str, int] = {}
+        self.num_loops = 0
         self.kinds: dict[tuple, int] = {}  # of segments
         self.selection: Any = None  # the call that selects residuals around the segments
 
-    def plan(self, jaxpr: Any, *, prefix: str = "") -> list:
-        """Returns, for each equation, the names of its results or the plan of the call that it is."""
-        plan = []
-        for eqn in jaxpr.eqns:
-            inner = _inner_values(eqn)
-            plan.append([self._name(eqn, var, prefix) for var in eqn.outvars] if inner is None else
-                        self.plan(inner, prefix=prefix))  # fmt: skip
-        return plan
+    def names(self, prefix: str) -> Callable[[Any], list[str | None]]:
+        """Returns a function that names the results of the equations of a region, which is called for each in turn."""
+        counts: collections.Counter[str] = collections.Counter()
 
-    def _name(self, eqn: Any, var: Any, prefix: str) -> str | None:
-        key = prefix + eqn.primitive.name
-        if eqn.primitive.name in SAME_ELEMENTS or not jnp.issubdtype(getattr(var.aval, "dtype", bool), jnp.inexact):
-            return None
-        self.counts[key] = self.counts.get(key, -1) + 1
-        name = f"{key}.{self.counts[key]}"
-        self.given.add(name)
-        return name
+        def names_of(eqn: Any) -> list[str | None]:
+            primitive, found = eqn.primitive.name, []
+            for var in eqn.outvars:
+                is_float = jnp.issubdtype(getattr(var.aval, "dtype", bool), jnp.inexact)
+                is_named = is_float and primitive not in SAME_ELEMENTS
+                found.append(f"{prefix}{primitive}.{counts[primitive]}" if is_named else None)
+                counts[primitive] += is_named
+            self.given.update(filter(None, found))
+            return found
+
+        return names_of
 
     def check(self, fn: Callable) -> None:
         # names without a number may be given by a derivative rule, which is traced later
@@ -202,29 +195,24 @@ class _Namer:
             )
 
 
-def _inner_values(eqn: Any) -> Any:
-    """Returns the jaxpr of a call or checkpoint whose values are named; None for other equations."""
-    return called_jaxpr(eqn) if eqn.primitive.name == CHECKPOINT else opened_call(eqn)
-
-
-def _emit(jaxpr: Any, consts: Sequence[Any], args: Sequence[Any], plan: list) -> list:
-    plans = iter(plan)
+def _emit(jaxpr: Any, args: Sequence[Any], names_of: Callable[[Any], list[str | None]]) -> list:
+    """Returns the results of a jaxpr for its constants and operands, with its values named."""
 
     def bind(eqn: Any, ins: list) -> list:
-        names, inner = next(plans), _inner_values(eqn)
+        inner = called_jaxpr(eqn) if eqn.primitive.name == CHECKPOINT else opened_call(eqn)
         if inner is None:
-            outs = zip(bind_again(eqn, ins), names, strict=True)
+            outs = zip(bind_again(eqn, ins), names_of(eqn), strict=True)
             return [out if name is None else checkpoint_name(out, name) for out, name in outs]
 
         def run(*ins: Any) -> list:
-            return _emit(inner, (), ins, names)
+            return _emit(inner, ins, names_of)
 
         is_replaced = isinstance(jaxpr, Segment) and eqn.params.get("policy") is None  # by our own around all
         if eqn.primitive.name != CHECKPOINT or is_replaced:
             return _called_again(eqn, run, ins)
         return jax.checkpoint(run, policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"])(*ins)
 
-    return evaluate(jaxpr, (*consts, *args), bind)
+    return evaluate(jaxpr, args, bind)
 
 
 def _called_again(eqn: Any, fn: Callable, ins: list) -> list:
@@ -280,7 +268,7 @@ def _emit_regions(
             return bind_again(part, ins)
         namer.selection = part if selected_jaxpr(part) is not None else namer.selection
         operands = zip(inner.invars, part.invars, strict=True)
-        passed = [own for own, var in operands if isinstance(var, Literal) or var in weights]
+        passed = [own for own, var in operands if is_literal(var) or var in weights]
 
         def run(*ins: Any) -> list:
             return _emit_regions(inner, ins, namer, has_segments=has_segments, weights=passed)
@@ -291,26 +279,25 @@ def _emit_regions(
 
 
 def _checkpointed_segment(segment: Segment, ins: list, namer: _Namer, *, waiting: list[bool]) -> list:
-    prefix = f"{_SEGMENT}{namer.kinds.setdefault(segment.kind, len(namer.kinds))}."
-    # segments of one kind have the same names
-    namer.counts = {key: count for key, count in namer.counts.items() if not key.startswith(prefix)}
-    plan = namer.plan(segment, prefix=prefix)
+    kind = namer.kinds.setdefault(segment.kind, len(namer.kinds))  # segments of one kind have the same names
+
+    def emit(*args: Any) -> list:
+        return _emit(segment, args, namer.names(f"{_SEGMENT}{kind}."))
 
     def run(*args: Any) -> list:
-        fn = functools.partial(_emit, segment, (), plan=plan)
         if namer.selection is None:
-            return fn(args)
-        return select_again(namer.selection, lambda *args: fn(args), args)
+            return emit(*args)
+        return select_again(namer.selection, emit, args)
 
-    checkpointed = fences.checkpoint_in_order(run, policy=namer.choice.policy, waiting=waiting)
-    return checkpointed(*ins)
+    return fences.checkpoint_in_order(run, policy=namer.choice.policy, waiting=waiting)(*ins)
 
 
 def _checkpointed_loop(eqn: Any, ins: list, namer: _Namer) -> list:
-    closed = eqn.params["jaxpr"]
-    namer.counts["scan"] = namer.counts.get("scan", -1) + 1
-    plan = namer.plan(closed.jaxpr, prefix=f"scan{namer.counts['scan']}.")
-    body = jax.checkpoint(
-        lambda *args: _emit(closed.jaxpr, closed.consts, args, plan), policy=namer.choice.policy, prevent_cse=False
-    )
-    return bind_again(eqn, ins, jaxpr=jax.make_jaxpr(body)(*closed.in_avals))
+    closed, prefix = eqn.params["jaxpr"], f"scan{namer.num_loops}."
+    namer.num_loops += 1
+
+    def body(*args: Any) -> list:
+        return _emit(closed.jaxpr, (*closed.consts, *args), namer.names(prefix))
+
+    checkpointed = jax.checkpoint(body, policy=namer.choice.policy, prevent_cse=False)
+    return bind_again(eqn, ins, jaxpr=jax.make_jaxpr(checkpointed)(*closed.in_avals))

@@ -7,8 +7,7 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from hlat_jax.host.jax_compat import partial_eval
-from hlat_jax.passes.jaxpr import aval_bytes, equations, reference_jaxpr
+from hlat_jax.passes.jaxpr import aval_bytes, equations, reference_jaxpr, without_dead_code
 
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_dot"})
 
@@ -18,8 +17,7 @@ def live_jaxpr(traced: Any) -> Any:
 
     Compilers remove the same code, collectives included.
     """
-    jaxpr = traced.jaxpr.jaxpr
-    return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
+    return without_dead_code(traced.jaxpr.jaxpr)
 
 
 def total_flops(jaxpr: Any) -> float:

@@ -173,7 +173,10 @@ def recompute_graph(jaxpr: Any, *, min_bytes: int) -> RecomputeGraph:
     sizes: dict[str, int] = {}
     for alike in regions.values():
         largest = max(alike, key=lambda region: len(region.nodes))
-        nodes += _costed(largest, sum(region.trips for region in alike), first=len(nodes))
+        trips, first = sum(region.trips for region in alike), len(nodes)
+        for node in largest.nodes:
+            parents = tuple(sorted(first + parent for parent in node.parents))
+            nodes.append(dataclasses.replace(node, flops=trips * node.flops, cost=trips * node.cost, parents=parents))
         for name, size in largest.sizes.items():
             sizes[name] = sizes.get(name, 0) + size * sum(region.copies for region in alike)
     sizes = {name: size for name, size in sizes.items() if size >= min_bytes}
@@ -190,57 +193,48 @@ class _Region:
       copies: number of copies of each saved value at one time: a differentiated loop stacks one per trip.
 
     Attributes:
-      nodes: (equation, nodes that it reads), in order.
-      read: numbers of the nodes that gradients read.
+      nodes: what one execution recomputes, in order.
       sizes: bytes of each named value.
     """
 
     def __init__(self, jaxpr: Any, *, trips: int, copies: int):
         self.trips, self.copies = trips, copies
-        self.nodes: list[tuple[Any, set[int]]] = []
-        self.read: set[int] = set()
+        self.nodes: list[Node] = []
         self.sizes: dict[str, int] = {}
         flow = Dataflow(jaxpr, inlined=lambda eqn: None if eqn.primitive.name == "shard_map" else called_jaxpr(eqn))
         node_of: dict[int, int] = {}
         for op in flow.ops:
             parents = {node_of[value] for value in op.operands if value in node_of}
-            if not any(map(_is_recomputed, op.enclosing)):
-                self.read |= parents
-                continue
-            self.nodes.append((op.eqn, parents))
-            node_of.update(dict.fromkeys(op.outs, len(self.nodes) - 1))
-            if op.name == "name":
-                self.sizes[op.eqn.params["name"]] = flow.num_bytes(op.outs[0])
+            if any(map(_is_recomputed, op.enclosing)):
+                name = op.eqn.params["name"] if op.name == "name" else ""
+                node_of |= dict.fromkeys(op.outs, len(self.nodes))
+                self.nodes.append(Node(*_work(op.eqn), tuple(parents), name, is_read=False))
+                self.sizes |= {name: flow.num_bytes(op.outs[0])} if name else {}
+            else:
+                for parent in parents:
+                    self.nodes[parent] = dataclasses.replace(self.nodes[parent], is_read=True)
 
 
 def _regions(jaxpr: Any, *, trips: int, copies: int, is_backward: bool = False) -> Iterator[_Region]:
     for eqn in jaxpr.eqns:
         # name stacks start empty inside a call or a loop
         is_inside = is_backward or is_transposed(eqn)
-        inner = next(inner_jaxprs(eqn), None)
+        inner = list(inner_jaxprs(eqn))
         is_ours = eqn.primitive.name == CHECKPOINT and getattr(eqn.params["policy"], "is_choice", False)
-        if is_ours and any(map(_is_recomputed, inner.eqns)):
-            region = _Region(inner, trips=trips, copies=copies)
+        if is_ours and any(map(_is_recomputed, inner[0].eqns)):
+            region = _Region(inner[0], trips=trips, copies=copies)
             if region.sizes:
                 yield region
             continue
         length = inner_trips(eqn)
         # a loop in a backward pass reads what its forward pass has stacked; a loop around both stacks nothing
         stacked = length if is_inside else 1
-        for inner in inner_jaxprs(eqn):
-            yield from _regions(inner, trips=trips * length, copies=copies * stacked, is_backward=is_inside)
+        for each in inner:
+            yield from _regions(each, trips=trips * length, copies=copies * stacked, is_backward=is_inside)
 
 
 def _is_recomputed(eqn: Any) -> bool:
     return "rematted_computation" in str(eqn.source_info.name_stack)
-
-
-def _costed(region: _Region, trips: int, *, first: int) -> Iterator[Node]:
-    for number, (eqn, parents) in enumerate(region.nodes):
-        flops, cost = _work(eqn)
-        name = eqn.params["name"] if eqn.primitive.name == "name" else ""
-        above = tuple(sorted(first + parent for parent in parents))
-        yield Node(trips * flops, trips * cost, above, name, number in region.read)
 
 
 def _work(eqn: Any) -> tuple[float, float]:

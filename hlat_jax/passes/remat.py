@@ -4,9 +4,9 @@
     grads = jax.grad(plan.fn)(params, batch)
     plan = remat.fit(layer, state, batch, budget_bytes="12GiB", step=make_step)   # make_step(layer) -> what is compiled
 
-`segments` finds the blocks of a function without a scan, `naming` names the values, `recompute` has their costs,
-`selection` selects a set of them, compiles the program, and corrects the bytes of the set until XLA's allocation is
-within the budget.
+`segments` finds the blocks of a function without a scan, `naming` names the values, `recompute` has their costs. Here a
+set of them is selected, the program compiled, and the bytes of the set corrected until XLA's allocation is within the
+budget.
 
 Source: RAF, arXiv 2303.04759, which compares the budget with an estimate.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -26,11 +27,13 @@ from hlat_jax.passes import naming
 from hlat_jax.passes.jaxpr import function_name, trace_call
 from hlat_jax.passes.naming import RematChoice
 from hlat_jax.passes.products import live_jaxpr, total_flops
-from hlat_jax.passes.recompute import recompute_graph
-from hlat_jax.passes.selection import Trials, search_choice
+from hlat_jax.passes.recompute import RecomputeGraph, recompute_graph
 from hlat_jax.stack import STOCK_POLICIES
 
+_Trial = Callable[[RematChoice | None], tuple[int, float, Any]]  # of one region, see `_trials`
 _REGIONS = ("loops", "segments", "whole")
+# After a choice that leaves less than this share of the budget unused, only the next larger one is tried.
+_CLOSE = 0.02
 
 
 def temporaries(traced: Any) -> int:
@@ -163,91 +166,40 @@ def fit(
     traces: list[Any] = []
 
     def observed(*args: Any, **kwargs: Any) -> Any:
-        traces.append(_jaxpr(fn, args, kwargs))
+        traces.append(trace_call(fn, args, kwargs)[0].jaxpr)
         return fn(*args, **kwargs)
 
-    _take_name(observed, fn)
-    plain = _trace(args, called=observed, step=step)
-    candidates = _candidates(traces, options.region)
-    shared = options.measure(plain), total_flops(live_jaxpr(plain))
+    observed.__name__, observed.__qualname__ = getattr(fn, "__name__", function_name(fn)), function_name(fn)
 
-    def trials_of(region: str) -> Trials:
-        return Trials(
-            lambda choice: _trace(args, called=_applied(fn, choice, region=region), step=step),
-            options.measure,
-            plain=shared,
-        )
+    def traced(region: str, choice: RematChoice | None) -> Any:
+        program = step(observed if choice is None else naming.checkpointed(fn, choice, region=region))
+        return (program if hasattr(program, "trace") else jax.jit(program)).trace(*args)
 
-    trials = {region: trials_of(region) for region in candidates}
-    region = candidates[0] if shared[0] <= budget else _narrowest(trials, budget)
-    plan = _search(trials[region], budget_bytes=budget, options=options)
+    trials = _trials(traced, options.measure)
+    plain_bytes = trials("", None)[0]
+    candidates = [options.region]
+    if options.region == "auto":
+        candidates = naming.regions(traces[-1]) if traces else ["whole"]
+    region = candidates[0] if plain_bytes <= budget else _narrowest(trials, candidates, budget)
+    plan = _search(trials, region, budget_bytes=budget, options=options)
     if plan.choice is None or plan.choice.stock_policy:
         region = "whole"
     kinds = collections.Counter(segment.kind for segment in naming.segments(traces[-1])) if region == "segments" else {}
     return dataclasses.replace(
         plan,
-        fn=_applied(fn, plan.choice, region=region),
+        fn=fn if plan.choice is None else naming.checkpointed(fn, plan.choice, region=region),
         region=region,
         segments=tuple(kinds.values()),
-        compilations=sum(trial.count for trial in trials.values()) - len(trials) + 1,
         seconds=time.monotonic() - began,
     )
 
 
-def _jaxpr(fn: Callable, args: tuple, kwargs: dict) -> Any:
-    return trace_call(fn, args, kwargs)[0].jaxpr
-
-
-def _take_name(function: Any, fn: Callable) -> None:
-    function.__name__, function.__qualname__ = getattr(fn, "__name__", function_name(fn)), function_name(fn)
-
-
-def _candidates(traces: list[Any], region: str) -> list[str]:
-    """Returns the regions that serve a function with these traces; the first is used where they are not compared."""
-    if region != "auto" or not traces:
-        return ["whole" if region == "auto" else region]
-    has_segments = bool(naming.segments(traces[-1]))
-    if naming.num_loops(traces[-1]):
-        return ["loops", "segments"] if has_segments else ["loops"]
-    return ["segments", "whole"] if has_segments else ["whole"]
-
-
-def _narrowest(trials: dict[str, Trials], budget_bytes: int) -> str:
+def _narrowest(trials: Any, candidates: list[str], budget_bytes: int) -> str:
     """Returns the region to search: loops if they fit, else the one that takes the fewest bytes with nothing kept."""
-    if len(trials) == 1 or ("loops" in trials and trials["loops"](RematChoice())[0] <= budget_bytes):
-        return next(iter(trials))
-    return min(trials, key=lambda region: trials[region](RematChoice())[0])
-
-
-def _applied(fn: Callable, choice: RematChoice | None, *, region: str) -> Callable:
-    return fn if choice is None else regions(fn, choice, region=region)
-
-
-def _trace(args: tuple, *, called: Callable, step: Callable) -> Any:
-    """Returns the traced program of `step`."""
-    program = step(called)
-    program = program if hasattr(program, "trace") else jax.jit(program)
-    return program.trace(*args)
-
-
-def regions(fn: Callable, choice: RematChoice, *, region: str) -> Callable:
-    """Returns `fn` with a choice applied to each `RematOptions.region` of it, or a stock policy to all of it.
-
-    With auto, these are the regions that the names of the choice come from. For one without names: loops, or segments
-    where there are none, or all of it.
-    """
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        where = "whole" if choice.stock_policy else region
-        if where == "auto":
-            is_segmented = any(map(naming.is_of_segment, choice.saved))
-            where = "segments" if is_segmented else _candidates([_jaxpr(fn, args, kwargs)], "auto")[0]
-        if where == "whole":
-            return naming.checkpoint_named(fn, choice)(*args, **kwargs)
-        return naming.checkpointed(fn, choice, region=where)(*args, **kwargs)
-
-    _take_name(run, fn)
-    return run
+    first, *others = candidates
+    if not others or (first == "loops" and trials(first, RematChoice())[0] <= budget_bytes):
+        return first
+    return min(candidates, key=lambda region: trials(region, RematChoice())[0])
 
 
 def search(
@@ -263,45 +215,104 @@ def search(
     Raises:
       BudgetNotMet: no program tried fits.
     """
-    return _search(Trials(traced, options.measure), budget_bytes=budget_bytes, options=options)
+    trials = _trials(lambda _, choice: traced(choice), options.measure)
+    return _search(trials, "auto", budget_bytes=budget_bytes, options=options)
 
 
-def _search(trial: Trials, *, budget_bytes: int, options: RematOptions) -> RematPlan:
+def _trials(traced: Callable[[str, RematChoice | None], Any], measure: Callable[[Any], int]) -> Any:
+    """Returns region, choice -> (measured bytes, FLOPs of products, the traced program), each compiled once."""
+
+    @functools.cache
+    def trial(region: str, choice: RematChoice | None) -> tuple[int, float, Any]:
+        program = traced(region, choice)
+        return measure(program), total_flops(live_jaxpr(program)), program
+
+    return trial
+
+
+def _search(trials: Any, region: str, *, budget_bytes: int, options: RematOptions) -> RematPlan:
     began = time.monotonic()
+
+    def trial(choice: RematChoice | None) -> tuple[int, float, Any]:
+        return trials("" if choice is None else region, choice)
+
     plain = trial(None)
-    choice, full, predicted = None, None, None
+    choice, predicted = None, None
+    full: Any = None
     if plain[0] > budget_bytes:
         choice, full = RematChoice(), trial(RematChoice())
         if full[0] > budget_bytes:
             choice = _stock_choice(trial, budget_bytes)
         else:
-            graph = recompute_graph(live_jaxpr(trial.trace(choice)), min_bytes=options.min_bytes)
+            graph = recompute_graph(live_jaxpr(full[2]), min_bytes=options.min_bytes)
             if graph.sizes:
-                choice = search_choice(trial, graph, budget_bytes=budget_bytes, most=options.max_compilations)
+                tries = options.max_compilations - 2  # these two are compiled
+                choice = _search_choice(trial, graph, budget_bytes=budget_bytes, tries=tries)
             predicted = full[0] + graph.num_bytes(choice.saved), full[1] - graph.flops(()) + graph.flops(choice.saved)
     measured = trial(choice)
-    predicted = predicted or measured
+    predicted_bytes, predicted_flops = predicted or measured[:2]
     return RematPlan(
         choice,
         budget_bytes,
         measured_bytes=measured[0],
-        predicted_bytes=predicted[0],
+        predicted_bytes=predicted_bytes,
         flops=measured[1],
-        predicted_flops=predicted[1],
-        plain=plain,
-        full=full,
-        compilations=trial.count,
+        predicted_flops=predicted_flops,
+        plain=plain[:2],
+        full=full and full[:2],
+        compilations=trials.cache_info().currsize,
         seconds=time.monotonic() - began,
     )
 
 
-def _stock_choice(trial: Trials, budget_bytes: int) -> RematChoice:
+def _search_choice(trial: _Trial, graph: RecomputeGraph, *, budget_bytes: int, tries: int) -> RematChoice:
+    """Returns the cheapest choice found that fits, by a secant search for the bytes to save.
+
+    Near the budget, one more choice is tried nevertheless: saving more may need less working memory.
+    """
+    fits, kept, measured = RematChoice(), 0, trial(RematChoice())[0]
+    full = measured
+    above = graph.num_bytes(graph.cheapest()) + 1  # does not fit, or nothing more can be saved
+    above_measured = None
+    guess: float = budget_bytes - measured
+    for _ in range(tries):
+        is_close = kept > 0 and budget_bytes - measured < _CLOSE * budget_bytes
+        choice = _larger(graph, low=kept, high=above, guess=kept if is_close else guess)
+        if choice is None:
+            break
+        found_kept, found = graph.num_bytes(choice.saved), trial(choice)[0]
+        if found <= budget_bytes:
+            fits, kept, measured = choice, found_kept, found
+        elif is_close:
+            break
+        else:
+            above, above_measured = found_kept, found
+        if above_measured is None:
+            slope = min(4.0, max(1.0, kept / max(measured - full, 1)))  # bytes saved per additional measured byte
+        else:
+            slope = (above - kept) / max(above_measured - measured, 1)
+        guess = kept + slope * (budget_bytes - measured)
+    return fits
+
+
+def _larger(graph: RecomputeGraph, *, low: int, high: int, guess: float) -> RematChoice | None:
+    """Returns a choice near `guess` that saves more than `low` and fewer than `high` bytes; None if none is found."""
+    step = max(guess - low, 0.01 * (high - low))
+    for _ in range(8):
+        choice = RematChoice(graph.cheapest(budget_bytes=min(low + step, high - 1)))
+        if low < graph.num_bytes(choice.saved) < high:
+            return choice
+        step *= 2
+    return None
+
+
+def _stock_choice(trial: _Trial, budget_bytes: int) -> RematChoice:
     """Returns the stock policy that fits with the fewest FLOPs, for a program that takes more with nothing kept.
 
     What XLA allocates also depends on the order of its operations, which a policy changes.
     """
     results = {choice: trial(choice) for choice in (RematChoice(stock_policy=name) for name in STOCK_POLICIES)}
-    fitting = [choice for choice, (num_bytes, _) in results.items() if num_bytes <= budget_bytes]
+    fitting = [choice for choice, (num_bytes, *_) in results.items() if num_bytes <= budget_bytes]
     if fitting:
         return min(fitting, key=lambda choice: results[choice][1])
     full, plain = trial(RematChoice())[0], trial(None)[0]

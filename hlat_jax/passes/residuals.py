@@ -25,8 +25,9 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from hlat_jax.passes import fences
-from hlat_jax.passes.dataflow import Dataflow, Op, alive, numbers_of
+from hlat_jax.passes.dataflow import Dataflow, Op, alive
 from hlat_jax.passes.jaxpr import (
+    ELEMENTWISE,
     REDUCTIONS,
     TRANSCENDENTAL,
     bind_again,
@@ -34,12 +35,16 @@ from hlat_jax.passes.jaxpr import (
     called_jaxpr,
     equations,
     evaluate,
+    is_literal,
+    linearized_at,
     op_name,
     place_of,
     plain_call,
     primitives,
     rebind,
     trace_call,
+    values_of,
+    variables,
 )
 from hlat_jax.passes.products import PRODUCTS, product_flops
 from hlat_jax.passes.recompute import Node, RecomputeGraph
@@ -57,14 +62,7 @@ _MOVES = primitives(
     copy_p name stop_gradient convert_element_type reduce_precision saturated_cast pvary pcast
     """
 )
-_ELEMENTWISE = TRANSCENDENTAL | primitives(
-    """
-    neg abs sign floor ceil round is_finite expm1 tan asin acos atan atan2 sinh cosh asinh acosh atanh square
-    integer_pow add sub mul add_any rem max min clamp select_n eq ne lt le gt ge and or xor not nextafter
-    shift_left shift_right_arithmetic shift_right_logical real imag conj complex population_count clz
-    """
-)
-_CHEAP = _MOVES | _ELEMENTWISE | REDUCTIONS
+_CHEAP = _MOVES | (ELEMENTWISE - {"lgamma", "digamma"}) | REDUCTIONS
 
 
 def select_residuals(fn: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
@@ -113,8 +111,8 @@ def selected_jaxpr(eqn: Any) -> Any:
 
 def opened_call(eqn: Any) -> Any:
     """Returns the jaxpr of a call that only runs its function, or selects its residuals; None for other equations."""
-    inner = selected_jaxpr(eqn)
-    return plain_call(eqn) if inner is None else inner
+    closed = plain_call(eqn)
+    return selected_jaxpr(eqn) if closed is None or closed.consts else closed.jaxpr
 
 
 def select_again(eqn: Any, fn: Callable, args: Sequence[Any]) -> list[Any]:
@@ -135,7 +133,7 @@ def _evaluate(jaxpr: Any, args: Sequence[Any], free: set, is_body: bool) -> list
 
     def bind(eqn: Any, ins: list[Any]) -> Sequence[Any]:
         name, params = eqn.primitive.name, eqn.params
-        is_free = [isinstance(var, core.Literal) or var in free for var in eqn.invars]
+        is_free = [is_literal(var) or var in free for var in eqn.invars]
         changed: dict[str, Any] = {}
         with place_of(eqn):
             inner = inlined_call(eqn)
@@ -163,7 +161,8 @@ def _retrace(closed: Any, scope: _Scope) -> Any:
 
 def inlined_call(eqn: Any) -> Any:
     """Returns the jaxpr of a call that can be inlined; None for other equations."""
-    return None if _has_effects(eqn) else plain_call(eqn)
+    closed = None if _has_effects(eqn) else plain_call(eqn)
+    return None if closed is None or closed.consts else closed.jaxpr
 
 
 def _has_effects(eqn: Any) -> bool:
@@ -178,7 +177,7 @@ def _selected(fn: Callable, scope: _Scope) -> Callable:
         structures = []
 
         def with_held(*args: Any) -> list:
-            outs, pushforward = fences.linearized_at(fn, args, places)
+            outs, pushforward = linearized_at(fn, args, places)
             held, structure = jax.tree.flatten(pushforward)
             structures.append(structure)
             return [*outs, *held]
@@ -220,7 +219,7 @@ class _Forward(Dataflow):
         self.invariants = set(arguments[: scope.num_invariants]) if scope.trips > 1 else set()
         self.cheap = {op for op in self.ops if _is_cheap(op.eqn)}
         # what only the derivative reads is computed once, in the forward pass or in the backward pass
-        self.flops = {op: _flops(op.eqn) for op in alive(self.ops, numbers_of(self.results)) if op in self.cheap}
+        self.flops = {op: _flops(op.eqn) for op in alive(self.ops, variables(self.results)) if op in self.cheap}
         for op in self.ops:
             if self.invariants.issuperset(op.operands):
                 self.invariants.update(op.outs)
@@ -231,10 +230,10 @@ class _Forward(Dataflow):
         far = self._far()
         for rate in _RATES:
             kept = map(int, self._graph(rate * min(width, 4) / 4, far).cheapest(byte_cost=1.0))
-            self.again = alive(self.ops, numbers_of(self.held), given={*kept, *self.inputs})
+            self.again = alive(self.ops, variables(self.held), given={*kept, *self.inputs})
             if sum(self.flops.get(op, 0.0) for op in self.again) <= _SHARE * flops:
                 break
-        read = {value for op in self.again for value in op.operands} | {*numbers_of(self.held)}
+        read = {value for op in self.again for value in op.operands} | {*variables(self.held)}
         made = {value for op in self.again for value in op.outs}
         self.kept = sorted(read - made - self.constants.keys())
 
@@ -242,16 +241,16 @@ class _Forward(Dataflow):
         """Returns (the results, the values that are kept)."""
         env = self.constants | dict(zip(self.inputs[len(self.constants) :], args, strict=True))
         acting = [op for op in self.ops if _has_effects(op.eqn)]  # such as prints, which nothing depends on
-        wanted = [*numbers_of(self.results), *self.kept, *(value for op in acting for value in op.operands)]
+        wanted = [*variables(self.results), *self.kept, *(value for op in acting for value in op.operands)]
         found = {*acting, *alive(self.ops, wanted)}
         _compute((op for op in self.ops if op in found), env)
-        return _read(self.results, env), _read(self.kept, env)
+        return values_of(self.results, env), values_of(self.kept, env)
 
     def run_again(self, kept: Sequence[Any]) -> list:
         """Returns what the derivative holds."""
         env = self.constants | dict(zip(self.kept, kept, strict=True))
         _compute(self.again, env)
-        return _read(self.held, env)
+        return values_of(self.held, env)
 
     def _graph(self, rate: float, far: set[int]) -> RecomputeGraph:
         """Returns the graph of what the derivative depends on, with a node for each value.
@@ -260,7 +259,7 @@ class _Forward(Dataflow):
           rate: bytes to keep rather than to compute a FLOP again.
           far: values that are kept if they are needed.
         """
-        held = {value for value in numbers_of(self.held) if value not in self.free}
+        held = {value for value in variables(self.held) if value not in self.free}
         number = {value: place for place, value in enumerate(value for value in held if value not in self.producer)}
         nodes = [Node(0.0, math.inf, (), str(value), is_read=True) for value in number]
         for op in alive(self.ops, held, given=self.free):
@@ -313,11 +312,7 @@ def _compute(ops: Iterable[Op], env: dict[int, Any]) -> None:
         with contextlib.ExitStack() as places:
             for call in op.calls:
                 places.enter_context(place_of(call))
-            env.update(zip(op.outs, bind_again(op.eqn, _read(op.ins, env)), strict=True))
-
-
-def _read(atoms: Iterable[Any], env: dict[int, Any]) -> list[Any]:
-    return [atom.val if isinstance(atom, core.Literal) else env[atom] for atom in atoms]
+            env.update(zip(op.outs, bind_again(op.eqn, values_of(op.ins, env)), strict=True))
 
 
 def _is_cheap(eqn: Any) -> bool:

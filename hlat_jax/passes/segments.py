@@ -14,9 +14,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from jax.extend.core import Literal
 
-from hlat_jax.passes.jaxpr import aval_bytes, inner_jaxprs, inner_trips, is_inexact
+from hlat_jax.passes.jaxpr import aval_bytes, inner_jaxprs, inner_trips, is_inexact, variables
 from hlat_jax.passes.products import PRODUCTS
 
 # Segments must hold this share of the bytes that a function computes: fewer are parts of a layer, not its layers.
@@ -81,8 +80,8 @@ class _Level:
         self.core_labels = np.array([numbers.setdefault(products[at], len(numbers)) for at in self.cores], int)
         self.weights = np.cumsum([0.0, *map(_bytes, self.eqns)])
         self.made_at = {var: at for at, eqn in enumerate(self.eqns) for var in eqn.outvars}
-        self.last_read = {var: at for at, eqn in enumerate(self.eqns) for var in _variables(eqn.invars)}
-        self.last_read |= dict.fromkeys(_variables(jaxpr.outvars), len(self.eqns))
+        self.last_read = {var: at for at, eqn in enumerate(self.eqns) for var in variables(eqn.invars)}
+        self.last_read |= dict.fromkeys(variables(jaxpr.outvars), len(self.eqns))
         changes = np.zeros(len(self.eqns) + 2)
         for var, at in self.made_at.items():
             if var in self.last_read:
@@ -93,7 +92,7 @@ class _Level:
     def segment(self, start: int, stop: int) -> Segment:
         eqns = self.eqns[start:stop]
         made = {var for eqn in eqns for var in eqn.outvars}
-        read = dict.fromkeys(var for eqn in eqns for var in _variables(eqn.invars))
+        read = dict.fromkeys(var for eqn in eqns for var in variables(eqn.invars))
         outs = [var for eqn in eqns for var in eqn.outvars if self.last_read.get(var, -1) >= stop]
         return Segment(
             start, stop, eqns, tuple(v for v in read if v not in made), tuple(outs), tuple(self.labels[start:stop])
@@ -187,15 +186,11 @@ class _Level:
     def _follows(self, low: int, middle: int, high: int) -> bool:
         reached = {var for eqn in self.eqns[low:middle] for var in eqn.outvars}
         for at in range(middle, high):
-            if not reached.isdisjoint(_variables(self.eqns[at].invars)):
+            if not reached.isdisjoint(variables(self.eqns[at].invars)):
                 if self.num_products[at]:
                     return True
                 reached.update(self.eqns[at].outvars)
         return False
-
-
-def _variables(atoms: Sequence[Any]) -> Iterator[Any]:
-    return (atom for atom in atoms if not isinstance(atom, Literal))
 
 
 def _last_least(values: np.ndarray) -> int:

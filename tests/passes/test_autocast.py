@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from hlat_jax.model import init_params
 from hlat_jax.ops.choices import chosen_model
 from hlat_jax.passes import autocast as autocast_lib
-from hlat_jax.passes import remat
+from hlat_jax.passes import naming, remat
 from hlat_jax.passes.autocast import CastPolicy
 from hlat_jax.passes.casting import Cast
 from hlat_jax.passes.jaxpr import equations
@@ -314,7 +314,7 @@ def test_gradient_of_a_custom_vjp_closure_is_refused_instead_of_zero():
         return mixed(x).sum()
 
     assert distance(jax.grad(autocast(fn), argnums=1)(W, X), jnp.ones_like(X)) == 0.0
-    with pytest.raises(ValueError, match="closes over an array that you differentiate with respect to"):
+    with pytest.raises(Exception, match="with respect to a closed-over value"):
         jax.grad(autocast(fn))(W, X)
 
 
@@ -351,7 +351,7 @@ def test_op_rules_apply_in_a_rematerialized_function():
         return router(w, lax.scan(lambda x, w: (router(w, x), None), x, jnp.stack([w, w.T]))[0])
 
     for region in ("loops", "whole"):
-        planned = remat.regions(routed, remat.RematChoice(), region=region)
+        planned = naming.checkpointed(routed, remat.RematChoice(), region=region)
         assert set(products(autocast(planned, CastPolicy(rules={"router": "never"})), W, X)) == {"float32"}
         assert set(products(autocast(planned), W, X)) == {"bfloat16"}
     with pytest.raises(ValueError, match=r"routed calls no such op; it calls .*router"):

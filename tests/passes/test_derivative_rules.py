@@ -81,7 +81,9 @@ PASSES = {
     "rewrite": rewrite,
     "segments": lambda fn: naming.checkpointed(fn, RematChoice(), region="segments"),
     "loops": lambda fn: naming.checkpointed(fn, RematChoice(), region="loops"),
-    "all": lambda fn: naming.checkpoint_named(select_residuals(autocast(rewrite(jax.jit(fn)), NEVER)), RematChoice()),
+    "all": lambda fn: naming.checkpointed(
+        select_residuals(autocast(rewrite(jax.jit(fn)), NEVER)), RematChoice(), region="whole"
+    ),
 }
 
 

@@ -11,7 +11,7 @@ from foreign.models import MODELS
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
-from hlat_jax.passes import naming, remat
+from hlat_jax.passes import naming
 from hlat_jax.passes.autocast import autocast
 from hlat_jax.passes.residuals import select_residuals
 
@@ -193,8 +193,8 @@ def test_autocast_keeps_no_more_than_the_selection_of_fp32_where_work_is_mostly_
 def test_rematerialization_finds_the_blocks_of_a_selected_function_and_keeps_its_gradients(loss, region):
     if region == "segments":
         assert len(naming.segments(jax.make_jaxpr(select_residuals(loss))(*arguments()).jaxpr)) == 3
-    planned = remat.regions(select_residuals(loss), naming.RematChoice(), region=region)
-    plain = remat.regions(loss, naming.RematChoice(), region=region)
+    planned = naming.checkpointed(select_residuals(loss), naming.RematChoice(), region=region)
+    plain = naming.checkpointed(loss, naming.RematChoice(), region=region)
     found, wanted, least = (total_product_flops(fn, *arguments()) for fn in (planned, plain, loss))
     assert found == wanted > least
     close(jax.jit(jax.value_and_grad(planned)), jax.jit(jax.value_and_grad(loss)), *arguments(), rtol=1e-5)

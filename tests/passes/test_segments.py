@@ -9,13 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hlat_jax.passes import naming, remat
+from hlat_jax.passes import naming
 from hlat_jax.passes.autocast import autocast
 from hlat_jax.passes.naming import RematChoice
 from hlat_jax.passes.products import live_jaxpr, total_flops
 
 L, D, F, ROWS = 4, 16, 64, 32
 NOTHING = RematChoice()
+
+
+in_segments = functools.partial(naming.checkpointed, region="segments")
 
 
 def mlp_block(params, x):
@@ -113,11 +116,11 @@ def test_own_checkpoints_are_segments_and_are_not_nested():
     def flops(fn):
         return total_flops(live_jaxpr(jax.jit(jax.value_and_grad(fn)).trace(params, x)))
 
-    assert flops(naming.checkpointed(own, NOTHING, region="segments")) == flops(own) > flops(unrolled)
+    assert flops(in_segments(own, NOTHING)) == flops(own) > flops(unrolled)
     # a policy of its own stays
     dots = jax.checkpoint(mlp_block, policy=jax.checkpoint_policies.dots_saveable)
-    kept = naming.checkpointed(functools.partial(unrolled, block=dots), NOTHING, region="segments")
-    bare = naming.checkpointed(own, NOTHING, region="segments")
+    kept = in_segments(functools.partial(unrolled, block=dots), NOTHING)
+    bare = in_segments(own, NOTHING)
     nested, single = (str(jax.make_jaxpr(jax.grad(fn))(params, x)).count("prevent_cse=") for fn in (kept, bare))
     assert nested > single
 
@@ -140,7 +143,7 @@ def test_blocks_of_models_in_public_styles_are_found(names):
 
 
 def check_gradients(fn, *args, choice=NOTHING, rtol=2e-5, argnums=0):
-    planned = remat.regions(fn, choice, region="segments")
+    planned = in_segments(fn, choice)
     wanted, got = (jax.jit(jax.value_and_grad(one, argnums))(*args) for one in (fn, planned))
     assert_same(wanted, got, rtol=rtol)
 
@@ -177,7 +180,7 @@ def test_blocks_with_integers_keys_and_frozen_weights_have_the_same_gradients():
         return live_jaxpr(jax.jit(jax.grad(planned)).trace(blocks[0], blocks[1:], x))
 
     check_gradients(only_first, blocks[0], blocks[1:], x)
-    more = total_flops(frozen(remat.regions(only_first, NOTHING, region="segments"))) - total_flops(frozen(only_first))
+    more = total_flops(frozen(in_segments(only_first, NOTHING))) - total_flops(frozen(only_first))
     assert more == L * 2 * ROWS * D * F  # one product of each block, and no gradients of frozen weights
 
 
@@ -197,7 +200,7 @@ def test_forward_mode_higher_derivatives_and_vmap_pass_through_segments():
         (unrolled, lambda fn: jax.vmap(jax.grad(fn), in_axes=(None, 0))(params, both)),
         (averaged, lambda fn: jax.grad(functools.partial(summed, fn), argnums=(0, 1))(params, both)),
     ):
-        planned = remat.regions(plain, NOTHING, region="segments")
+        planned = in_segments(plain, NOTHING)
         wanted, got = (jax.jit(functools.partial(transform, fn))() for fn in (plain, planned))
         assert_same(wanted, got, rtol=1e-4)
 
@@ -214,13 +217,13 @@ def test_segments_run_inside_shard_map_and_under_autocast():
         specs = (jax.P(), jax.P("data"))
         return jax.jit(jax.grad(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=jax.P())))
 
-    planned = remat.regions(unrolled, NOTHING, region="segments")
+    planned = in_segments(unrolled, NOTHING)
     assert_same(mapped(unrolled)(params, x), mapped(planned)(params, x), rtol=1e-4)
     check_gradients(autocast(unrolled, "bf16"), params, x, rtol=2e-2)
 
 
 def test_the_order_is_a_loop_on_cpu_and_a_barrier_elsewhere():
-    planned = jax.jit(jax.grad(remat.regions(unrolled, NOTHING, region="segments"), argnums=(0, 1)))
+    planned = jax.jit(jax.grad(in_segments(unrolled, NOTHING), argnums=(0, 1)))
     for platform, loops, barriers in (("cpu", 2 * L, L), ("cuda", 0, 3 * L)):
         text = planned.trace(*arguments()).lower(lowering_platforms=(platform,)).as_text()
         counts = tuple(text.count(f"stablehlo.{op}") for op in ("while", "optimization_barrier"))
@@ -234,4 +237,4 @@ def test_recomputed_products_are_computed_twice_on_cpu():
 
     per_block = functools.partial(unrolled, block=jax.checkpoint(mlp_block))
     assert products(per_block) == products(unrolled)  # XLA merges them; if it no longer does, the loop can go
-    assert products(remat.regions(unrolled, NOTHING, region="segments")) == products(unrolled) + L
+    assert products(in_segments(unrolled, NOTHING)) == products(unrolled) + L

@@ -230,16 +230,13 @@ def _primitive(name, reference):
     primitive.reference = reference  # for what counts its work: passes.jaxpr.reference_jaxpr
 
     def abstract(*avals, scale):
-        return jax.tree.leaves(jax.eval_shape(functools.partial(reference, scale=scale), *avals))
+        outs = jax.eval_shape(functools.partial(reference, scale=scale), *avals)
+        return [jax.core.ShapedArray(out.shape, out.dtype) for out in outs]
 
     primitive.def_impl(lambda *args, scale: jax.jit(functools.partial(primitive.bind, scale=scale))(*args))
-    primitive.def_abstract_eval(lambda *avals, scale: [_shaped(out) for out in abstract(*avals, scale=scale)])
+    primitive.def_abstract_eval(abstract)
     mlir.register_lowering(primitive, mlir.lower_fun(reference, multiple_results=True))
     return primitive
-
-
-def _shaped(out):
-    return jax.core.ShapedArray(out.shape, out.dtype)
 
 
 _forward_p = _primitive("nki_attention_forward", _reference_forward)

@@ -27,13 +27,11 @@ from jax.extend import core
 
 from hlat_jax.facts.byte_sizes import parse_bytes
 from hlat_jax.ops.dialect import CallSpec, Op
-from hlat_jax.passes.jaxpr import CHECKPOINT, jax_function, op_name, trace_call, without_consts
+from hlat_jax.passes.jaxpr import CHECKPOINT, trace_call, without_consts, without_dead_code
 from hlat_jax.passes.rewrite import attention, chunks, mlp
 from hlat_jax.passes.rewrite.check import compare
-from hlat_jax.passes.rewrite.graph import Change, Choose, EquationGraph, Match, Refusal
+from hlat_jax.passes.rewrite.graph import Choose, EquationGraph, Match, Refusal
 
-# Functions of JAX with a derivative rule that is the derivative of their body.
-_KNOWN_RULES = frozenset({"softmax", "_softmax", "silu", "logsumexp", "log_softmax", "_log_softmax"})
 Matcher = Callable[[EquationGraph], Iterable[Match | Refusal]]
 # Each: graph -> a Match or a Refusal for each place that looks like its op.
 
@@ -153,16 +151,14 @@ class Rewriter:
           known: values of its inputs that are constant, by position.
         """
         graph = EquationGraph(closed, known)
-        changes = {}
-        for eqn in graph.eqns:
-            change = None if id(eqn) in graph.sealed else self._change_inside(graph, eqn)
-            if change is not None:
-                changes[id(eqn)] = change
+        eqns = {id(eqn): self._changed(graph, eqn) for eqn in graph.eqns}
+        changed = {number: eqn for number, eqn in eqns.items() if eqn is not None}
         used = self._select_matches(graph)
-        if not used and not changes:
+        if not used and not changed:
             return closed
-        steps = graph.steps(used, changes=changes)
-        return jax.make_jaxpr(lambda *args: graph.run(steps, args))(*closed.in_avals)
+        steps = graph.steps(used, changed=changed)
+        new = jax.make_jaxpr(lambda *args: graph.run(steps, args))(*closed.in_avals)
+        return core.ClosedJaxpr(without_dead_code(new.jaxpr), new.consts)
 
     def _select_matches(self, graph: EquationGraph) -> list[tuple[Match, Callable]]:
         """Returns the matches that are used, each with its replacement; records them and the refusals."""
@@ -203,7 +199,6 @@ class Rewriter:
           ValueError, TypeError: the match cannot be used.
         """
         _check_readers(graph, match)
-        _check_rules(graph, match)
         avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in match.inputs]
         outs = [(out.shape, out.dtype) for out in jax.eval_shape(replacement, *avals)]
         wanted = [(var.aval.shape, var.aval.dtype) for var in match.outputs]
@@ -226,31 +221,22 @@ class Rewriter:
 
         return choose
 
-    def _change_inside(self, graph: EquationGraph, eqn: Any) -> Change | None:
-        """Returns the change of an equation whose jaxprs have ops to replace; None if there are none."""
+    def _changed(self, graph: EquationGraph, eqn: Any) -> Any:
+        """Returns an equation with the ops in its jaxpr replaced; None if there are none."""
         name, params = eqn.primitive.name, eqn.params
-        if name == "scan":
-            return self._change_body(graph, eqn, "jaxpr", eqn.invars[: params["num_consts"]])
-        if name == "jit":  # not a plain call: it has shardings
-            return self._change_body(graph, eqn, "jaxpr", eqn.invars)
-        if name == CHECKPOINT:
-            closed = core.ClosedJaxpr(params["jaxpr"], [])
-            new = self.rewrite(closed, known=_known(graph, eqn.invars))
-            if new is closed:
-                return None
-            opened, consts = without_consts(new)
-            return Change({"jaxpr": opened}, consts)
-        return None
-
-    def _change_body(self, graph: EquationGraph, eqn: Any, key: str, consts: Sequence[Any]) -> Change | None:
-        new = self.rewrite(eqn.params[key], known=_known(graph, consts))
-        return None if new is eqn.params[key] else Change({key: new})
-
-
-def _known(graph: EquationGraph, atoms: Sequence[Any]) -> dict[int, np.ndarray]:
-    """Returns the values of the operands that are constant, by position."""
-    values = {number: graph.constant(atom) for number, atom in enumerate(atoms) if graph.is_constant(atom)}
-    return {number: value for number, value in values.items() if value is not None}
+        if name not in ("scan", "jit", CHECKPOINT):  # a jit that places arrays, which the graph does not inline
+            return None
+        closed = core.ClosedJaxpr(params["jaxpr"], []) if name == CHECKPOINT else params["jaxpr"]
+        fixed = eqn.invars[: params["num_consts"]] if name == "scan" else eqn.invars
+        values = {number: graph.constant(atom) for number, atom in enumerate(fixed)}
+        new = self.rewrite(closed, known={number: value for number, value in values.items() if value is not None})
+        if new is closed:
+            return None
+        if name != CHECKPOINT:
+            return eqn.replace(params={**params, "jaxpr": new})
+        opened, consts = without_consts(new)
+        literals = [core.Literal(const, jax.typeof(const)) for const in consts]
+        return eqn.replace(params={**params, "jaxpr": opened}, invars=[*literals, *eqn.invars])
 
 
 def _check_readers(graph: EquationGraph, match: Match) -> None:
@@ -264,10 +250,3 @@ def _check_readers(graph: EquationGraph, match: Match) -> None:
             for reader in graph.readers(var):
                 if id(reader) not in inside:
                     raise ValueError(f"{result} is also read at {graph.source(reader)}")
-
-
-def _check_rules(graph: EquationGraph, match: Match) -> None:
-    """Raises ValueError for a match with a call whose derivative rule need not be the derivative of its body."""
-    for call in graph.sealed_calls_of(match.eqns):
-        if jax_function(call) not in _KNOWN_RULES:
-            raise ValueError(f"{op_name(call)} has a derivative rule of its own")

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hlat_jax.ops import attention, chunked_attention
+from hlat_jax.passes.jaxpr import called_jaxpr, equations
 from hlat_jax.passes.rewrite.axes import (
     CASTS,
     VIEWS,
@@ -28,7 +29,7 @@ from hlat_jax.passes.rewrite.axes import (
     size_of,
     source_of,
 )
-from hlat_jax.passes.rewrite.graph import Choose, EquationGraph, Match, Refusal, is_literal
+from hlat_jax.passes.rewrite.graph import Choose, EquationGraph, Match, Refusal, own_rule
 from hlat_jax.passes.rewrite.pointwise import Flag, NotAttention, Pointwise, Refused, dropout, score_function
 
 _OP = "attention"
@@ -66,8 +67,16 @@ class _Attention:
     def __init__(self, graph: EquationGraph, last: Any, side: int):
         self.graph, self.last = graph, last
         probs = last.invars[side], new_layout(last.invars[side].aval.shape)
+        made_by = graph.producer(source_of(graph, probs, names=VIEWS | CASTS)[0])
+        if made_by is not None and (why := own_rule(made_by)):
+            inside = {eqn.primitive.name for eqn, _ in equations(called_jaxpr(made_by))}
+            raise Refused(why) if {"exp", "reduce_sum"} <= inside else NotAttention
         after = Pointwise(graph, probs, lambda eqn: eqn.primitive.name == "exp")
-        before = Pointwise(graph, self._softmax(after), _is_batched_product)
+        before = Pointwise(
+            graph,
+            self._softmax(after),
+            lambda eqn: eqn.primitive.name == "dot_general" and bool(eqn.params["dimension_numbers"][1][0]),
+        )
         self._find_operands(before.start, probs, side)
         self.keep, self.keep_factor = dropout(after)
         self.function = score_function(before)
@@ -200,7 +209,7 @@ class _Attention:
 
         return Match(
             op=_OP,
-            eqns=_between(self.graph, [self.q[0], self.k[0], self.v[0]], inputs, result),
+            eqns=self.graph.between([self.q[0], self.k[0], self.v[0]], [result], without=inputs),
             inputs=inputs,
             outputs=[result],
             replacement=replacement,
@@ -236,22 +245,3 @@ class _Attention:
         facts += ["dropout"] if self.keep else []
         sizes = map(size_of, (self.B, self.T, self.S, [*self.K, *self.G], self.K, self.H))
         return ", ".join(facts) + ", B {} T {} S {} N {} K {} H {}".format(*sizes)
-
-
-def _is_batched_product(eqn: Any) -> bool:
-    return eqn.primitive.name == "dot_general" and bool(eqn.params["dimension_numbers"][1][0])
-
-
-def _between(graph: EquationGraph, starts: Sequence[Any], stops: Sequence[Any], result: Any) -> list[Any]:
-    """Returns the equations on the ways from some variables to the result, in order, without those before `stops`."""
-    needed, above = {result}, []
-    for eqn in reversed(graph.eqns):
-        if needed & set(eqn.outvars):
-            needed |= {atom for atom in eqn.invars if not is_literal(atom) and atom not in stops}
-            above.append(eqn)
-    reached, between = set(starts), []
-    for eqn in reversed(above):
-        if any(not is_literal(atom) and atom in reached for atom in eqn.invars):
-            reached |= set(eqn.outvars)
-            between.append(eqn)
-    return between

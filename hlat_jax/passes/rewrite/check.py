@@ -6,7 +6,6 @@ computed alike. Which those are follows from the equations, see `_Cut`.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import math
@@ -19,8 +18,8 @@ import numpy as np
 
 from hlat_jax.ops.dialect import CallSpec, Op
 from hlat_jax.passes.independence import bind_part, links
-from hlat_jax.passes.jaxpr import place_of
-from hlat_jax.passes.rewrite.graph import EquationGraph, Match, is_literal
+from hlat_jax.passes.jaxpr import is_literal, perturbed_at, place_of, values_of
+from hlat_jax.passes.rewrite.graph import EquationGraph, Match
 
 # Largest difference from the original, relative to the norm of the value, by the narrowest float among the operands.
 TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
@@ -39,17 +38,9 @@ def compare(graph: EquationGraph, match: Match) -> tuple[float, float]:
     """
     floats = [var.aval.dtype for var in (*match.inputs, *match.outputs) if jnp.issubdtype(var.aval.dtype, jnp.floating)]
     tolerance = max((TOLERANCES.get(dtype.name, 1e-5) for dtype in floats), default=1e-5)
-    steps = graph.steps([], given=match.inputs, wanted=match.outputs)  # raises if it depends on another input
     cut = _Cut(graph, match)
-    if cut.sizes:
-        shapes = [cut.shape(var) for var in match.inputs]
-        resized = match.replacement if match.resized is None else match.resized(cut.shape)
-        return _compared(graph, dataclasses.replace(match, replacement=resized), cut.evaluate, shapes), tolerance
-    original = functools.partial(graph.run, steps, inputs=match.inputs, outputs=match.outputs)
-    return _compared(graph, match, original, [var.aval.shape for var in match.inputs]), tolerance
+    replacement = match.resized(cut.shape) if cut.sizes and match.resized else match.replacement
 
-
-def _compared(graph: EquationGraph, match: Match, original: Callable, shapes: Sequence[Sequence[int]]) -> float:
     def choose(op: Op, call: CallSpec) -> str:
         return op.choose("auto", "cpu", call=call).name
 
@@ -58,16 +49,14 @@ def _compared(graph: EquationGraph, match: Match, original: Callable, shapes: Se
     scale = 1.0 if match.resized is None else 0.3  # no product stands out: each chunk depends on all that it reads
     with jax.ensure_compile_time_eval(), jax.default_device(jax.local_devices(backend="cpu")[0]):
         inputs = [
-            _random(shape, var.aval.dtype, scale=scale, seed=seed) if number is None else number
-            for seed, (shape, var, number) in enumerate(zip(shapes, match.inputs, numbers, strict=True))
+            _random(cut.shape(var), var.aval.dtype, scale=scale, seed=seed) if number is None else number
+            for seed, (var, number) in enumerate(zip(match.inputs, numbers, strict=True))
         ]
-        is_float = [
-            number is None and jnp.issubdtype(x.dtype, jnp.floating) for number, x in zip(numbers, inputs, strict=True)
-        ]
-        both = (lambda *args: original(args)), functools.partial(match.replacement, choose)
+        places = [at for at, x in enumerate(inputs) if numbers[at] is None and jnp.issubdtype(x.dtype, jnp.floating)]
+        both = (lambda *args: cut.evaluate(args)), functools.partial(replacement, choose)
         digest = _digest([jax.make_jaxpr(one)(*inputs) for one in both])
         if digest not in _checked:
-            expected, found = (jax.jit(_with_gradients(one, is_float))(*inputs) for one in both)
+            expected, found = (jax.jit(_with_gradients(one, places))(*inputs) for one in both)
             num_outs = len(match.outputs)
             of_all = math.hypot(*(np.linalg.norm(np.asarray(grad, np.float64)) for grad in expected[num_outs:]))
             _checked[digest] = max(
@@ -75,7 +64,7 @@ def _compared(graph: EquationGraph, match: Match, original: Callable, shapes: Se
                 _relative(a, b, at_least=of_all if at >= num_outs and a.size == 1 else 0.0)
                 for at, (a, b) in enumerate(zip(expected, found, strict=True))
             )
-    return _checked[digest]
+    return _checked[digest], tolerance
 
 
 def _random(shape: Sequence[int], dtype: Any, *, scale: float, seed: int) -> np.ndarray:
@@ -89,29 +78,23 @@ def _random(shape: Sequence[int], dtype: Any, *, scale: float, seed: int) -> np.
     return (scale * generator.standard_normal(shape, np.float32)).astype(dtype)
 
 
-def _with_gradients(function: Callable, is_float: Sequence[bool]) -> Callable:
+def _with_gradients(function: Callable, places: Sequence[int]) -> Callable:
     """Returns a function to the results of another, and the gradients of their sum with random weights.
 
     Args:
       function: of arrays.
-      is_float: for each argument, whether there is a gradient with respect to it.
+      places: numbers of the arguments by which there are gradients.
     """
 
-    def run(*args):
-        floats = [arg for arg, yes in zip(args, is_float, strict=True) if yes]
-
-        def of_floats(*floats):
-            left = iter(floats)
-            return [*function(*(next(left) if yes else arg for arg, yes in zip(args, is_float, strict=True)))]
-
-        outs, pull = jax.vjp(of_floats, *floats)
+    def run(*args: Any) -> list[Any]:
+        outs, pull = jax.vjp(perturbed_at(function, args, places), *(args[at] for at in places))
         weights = [
             jnp.asarray(_random(out.shape, out.dtype, scale=1.0, seed=1000 + number))
             if jnp.issubdtype(out.dtype, jnp.floating)
             else np.zeros(out.shape, jax.dtypes.float0)
             for number, out in enumerate(outs)
         ]
-        return [*outs, *pull(weights)]
+        return [*outs, *pull(type(outs)(weights))]
 
     return run
 
@@ -144,6 +127,8 @@ class _Cut:
 
     Attributes:
       sizes: class -> size, of those that are cut; {} if the original is small.
+      eqns: the equations of the original.
+      constants: variables that they read and no input enters into -> their values.
     """
 
     def __init__(self, graph: EquationGraph, match: Match):
@@ -157,10 +142,10 @@ class _Cut:
             return
         for eqn in self.eqns:
             self._join(eqn)
-        for var in self.constants:
-            value = graph.constant(var)
+        for var, value in self.constants.items():
             for dim, size in enumerate(var.aval.shape):
-                if size > 1 and (value is None or not (value == value.take([0], axis=dim)).all()):
+                is_even = isinstance(value, np.ndarray) and (value == value.take([0], axis=dim)).all()
+                if size > 1 and not is_even:
                     self._fixed.add((var, dim))
         fixed = {self._root(one) for one in self._fixed}
         for var in {*match.inputs, *(var for eqn in self.eqns for var in eqn.outvars)}:
@@ -168,24 +153,27 @@ class _Cut:
                 if size > _CUT_TO and self._root((var, dim)) not in fixed:
                     self.sizes[self._root((var, dim))] = _CUT_TO
 
-    def _original(self) -> tuple[list[Any], list[Any]]:
+    def _original(self) -> tuple[list[Any], dict[Any, Any]]:
         graph, stop = self.graph, set(self.match.inputs)
-        found: dict[int, Any] = {}
-        constants: dict[Any, None] = {}
+        found: set[int] = set()
+        constants: dict[Any, Any] = {}
         todo = [graph.producer(var) for var in self.match.outputs]
         while todo:
             eqn = todo.pop()
             if id(eqn) in found:
                 continue
-            found[id(eqn)] = eqn
+            found.add(id(eqn))
             for atom in eqn.invars:
                 if is_literal(atom) or atom in stop:
                     continue
-                if self.match.resized is None and graph.is_constant(atom):
-                    constants[atom] = None
-                else:
+                value = graph.constant(atom) if self.match.resized is None else None
+                if value is None and graph.producer(atom) is not None:
                     todo.append(graph.producer(atom))
-        return [eqn for eqn in graph.eqns if id(eqn) in found], list(constants)
+                elif value is None and atom not in graph.values:
+                    raise ValueError("it also depends on an input that the op does not take")
+                else:
+                    constants[atom] = graph.values[atom] if value is None else value
+        return [eqn for eqn in graph.eqns if id(eqn) in found], constants
 
     def shape(self, var: Any) -> tuple[int, ...]:
         """Returns the shape of a variable after the cut."""
@@ -194,12 +182,12 @@ class _Cut:
     def evaluate(self, args: Sequence[Any]) -> list[Any]:
         """Returns the values of the outputs for inputs of the shapes that are cut."""
         env = dict(zip(self.match.inputs, args, strict=True))
-        for var in self.constants:
-            env[var] = self.graph.constant(var)[tuple(slice(size) for size in self.shape(var))]
+        for var, value in self.constants.items():
+            env[var] = value[tuple(slice(size) for size in self.shape(var))]
         for eqn in self.eqns:
             with place_of(eqn):
-                operands = [atom.val if is_literal(atom) else env[atom] for atom in eqn.invars]
-                env |= zip(eqn.outvars, bind_part(eqn, operands, list(map(self.shape, eqn.outvars))), strict=True)
+                results = bind_part(eqn, values_of(eqn.invars, env), list(map(self.shape, eqn.outvars)))
+                env |= zip(eqn.outvars, results, strict=True)
         return [env[var] for var in self.match.outputs]
 
     def _join(self, eqn: Any) -> None:

@@ -14,9 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from hlat_jax.passes.fences import checkpoint_in_order
-from hlat_jax.passes.independence import ELEMENTWISE
-from hlat_jax.passes.jaxpr import place_of, rebind
-from hlat_jax.passes.rewrite.graph import Choose, EquationGraph, Match, is_literal
+from hlat_jax.passes.jaxpr import ELEMENTWISE, bind_again, is_literal, values_of
+from hlat_jax.passes.rewrite.graph import Choose, EquationGraph, Match
 
 _MOST_ARRAYS = 2  # hidden ones
 _MOST_EQUATIONS = 40
@@ -29,7 +28,7 @@ _BILINEAR = frozenset({"mul", "div"})
 def matches(graph: EquationGraph) -> Iterator[Match]:
     """Yields a match for each product of an activation with weights."""
     for eqn in graph.eqns:
-        if eqn.primitive.name == "dot_general" and id(eqn) not in graph.sealed:  # with a derivative of its own
+        if eqn.primitive.name == "dot_general":
             for side, var in enumerate(eqn.invars):
                 inputs, between = _activation(graph, var)
                 is_new = eqn.invars[1 - side] not in {one for step in between for one in step.outvars}
@@ -72,7 +71,7 @@ def _is_elementwise(graph: EquationGraph, eqn: Any) -> bool:
     """Returns whether an equation is one of an activation: of arrays like its result, with JAX's derivative."""
     shape = eqn.outvars[0].aval.shape
     alike = all(atom.aval.shape in (shape, ()) for atom in eqn.invars)
-    return eqn.primitive.name in ELEMENTWISE and alike and id(eqn) not in graph.sealed and not eqn.effects
+    return eqn.primitive.name in ELEMENTWISE and alike and not eqn.effects
 
 
 def _is_kept(graph: EquationGraph, eqn: Any) -> bool:
@@ -85,13 +84,9 @@ def _match(graph: EquationGraph, eqn: Any, side: int, inputs: list[Any], between
     weights = eqn.invars[1 - side]
 
     def product(*args: jax.Array) -> list[jax.Array]:
-        env = dict(zip((*inputs, weights), args, strict=True))
+        env = {**graph.values, **dict(zip((*inputs, weights), args, strict=True))}
         for step in (*between, eqn):
-            with place_of(step):
-                operands = [
-                    atom.val if is_literal(atom) else env.get(atom, graph.values.get(atom)) for atom in step.invars
-                ]
-                env |= zip(step.outvars, rebind(step, operands), strict=True)
+            env |= zip(step.outvars, bind_again(step, values_of(step.invars, env)), strict=True)
         return [env[eqn.outvars[0]]]
 
     # recomputation does not wait for the weights

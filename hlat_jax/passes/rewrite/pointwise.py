@@ -15,10 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
 
-from hlat_jax.passes.independence import ELEMENTWISE
-from hlat_jax.passes.jaxpr import rebind, without_consts
+from hlat_jax.passes.jaxpr import ELEMENTWISE, is_literal, rebind, without_consts
 from hlat_jax.passes.rewrite.axes import VIEWS, Axis, Layout, Placed, arranged, operands_of
-from hlat_jax.passes.rewrite.graph import EquationGraph, is_literal
+from hlat_jax.passes.rewrite.graph import EquationGraph
 
 MASKED = -1e4  # a score with this or less in its place has no weight
 _POINTWISE = (ELEMENTWISE | VIEWS) - {"stop_gradient"}

@@ -1,0 +1,223 @@
+"""Loops over the chunks of a region: which there are, and what they compute.
+
+What is reduced over a loop is accumulated in fp32, in the order of the chunks; what depends on it is computed by
+another loop, which computes its chunks again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from hlat_jax.ops.cross_entropy import is_loss_scaled
+from hlat_jax.passes.independence import SUM, bind_part
+from hlat_jax.passes.jaxpr import place_of, values_of, variables, varying_axes
+from hlat_jax.passes.rewrite.graph import upstream
+
+ShapeOf = Callable[[Any], Sequence[int]]
+_REDUCED = {"reduce_max": jnp.max, "reduce_min": jnp.min, "reduce_and": jnp.all, "reduce_or": jnp.any}
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunks:
+    """Equations that are computed in chunks of one dimension.
+
+    Attributes:
+      eqns: the equations, in order.
+      dims: variable -> its dimension that is cut, of what differs from chunk to chunk.
+      reductions: variable -> how it is reduced over the chunks; "" of what is computed from reduced values alone.
+      outputs: variables that others read.
+    """
+
+    eqns: Sequence[Any]
+    dims: Mapping[Any, int]
+    reductions: Mapping[Any, str]
+    outputs: Sequence[Any]
+
+    def loops(self) -> list[Loop]:
+        """Returns the loops in order; each begins with what the ones before it have reduced."""
+        level: dict[Any, int] = {}
+        eqns_of: dict[int, list[Any]] = {}
+        for eqn in self.eqns:
+            now = max((level.get(atom, 0) for atom in variables(eqn.invars)), default=0)
+            eqns_of.setdefault(now, []).append(eqn)
+            level |= dict.fromkeys(eqn.outvars, now + bool(self.reductions.get(eqn.outvars[0])))
+        computed: set[Any] = set()
+        loops = []
+        for now in range(max(eqns_of) + 1):
+            eqns = eqns_of.get(now, [])
+            before = [eqn for eqn in eqns if self.reductions.get(eqn.outvars[0]) == ""]
+            computed |= {var for eqn in before for var in eqn.outvars}
+            made = [var for eqn in eqns for var in eqn.outvars]
+            goals = [v for v in made if self.reductions.get(v) or (v in self.dims and v in self.outputs)]
+            loops.append(self._loop(before, goals, computed))
+            computed |= set(goals)
+        return loops
+
+    def _loop(self, before: Sequence[Any], goals: Sequence[Any], computed: Collection[Any]) -> Loop:
+        eqns = upstream(self.eqns, goals, without=computed)
+        own = {var for eqn in eqns for var in eqn.outvars}
+        reads = list(dict.fromkeys(atom for eqn in eqns for atom in variables(eqn.invars) if atom not in own))
+        cut, whole = [v for v in reads if v in self.dims], [v for v in reads if v not in self.dims]
+        return Loop(before, goals, eqns, cut, whole, self._differentiated(eqns, goals, reads))
+
+    def _differentiated(self, eqns: Sequence[Any], goals: Sequence[Any], reads: Sequence[Any]) -> int | None:
+        """Returns which of the goals has a derivative if they are sums of numbers and one has; else None."""
+        has_derivative = {var for var in reads if _is_float(var.aval)}
+        for eqn in eqns:
+            if any(atom in has_derivative for atom in variables(eqn.invars)):
+                has_derivative |= {var for var in eqn.outvars if _is_float(var.aval)}
+        if any(jnp.issubdtype(var.aval.dtype, jnp.complexfloating) or var.aval.dtype == jnp.float16 for var in reads):
+            return None  # complex numbers are not sorted here; fp16 needs the scale of its loss in the loop
+        if any(varying_axes(var.aval) for var in reads):
+            return None  # of one device: inside shard_map JAX sums the gradients of what all devices have
+        places = [at for at, var in enumerate(goals) if var in has_derivative]
+        are_sums = all(self.reductions.get(var) == SUM and not var.aval.shape for var in goals)
+        return places[0] if are_sums and len(places) == 1 else None
+
+    def compute(self, env: dict[Any, Any], *, shape_of: ShapeOf, num_parts: int) -> list[Any]:
+        """Returns the values of the outputs from those of what the equations read, which `env` has.
+
+        Args:
+          env: variable -> value, to which others are added.
+          shape_of: shape of a variable.
+          num_parts: number of chunks.
+        """
+        for loop in self.loops():
+            for eqn in loop.before:
+                self._compute(env, eqn, shape_of)
+            if loop.goals:
+                self._run(env, loop, shape_of, num_parts)
+        return [env[var] for var in self.outputs]
+
+    def _compute(self, env: dict[Any, Any], eqn: Any, shape_of: ShapeOf, number: Any = None, parts: int = 1) -> None:
+        """Adds the results of an equation; of chunk `number` of `parts`, if it is one of several."""
+        shapes = [list(shape_of(var)) for var in eqn.outvars]
+        for var, shape in zip(eqn.outvars, shapes, strict=True):
+            if var in self.dims:
+                shape[self.dims[var]] //= parts
+        dim = self.dims.get(eqn.outvars[0])
+        begin = None if dim is None or number is None else (dim, number * shapes[0][dim])
+        with place_of(eqn):
+            results = bind_part(eqn, values_of(eqn.invars, env), shapes, start=begin)
+        if self.reductions.get(eqn.outvars[0]) == SUM and results[0].dtype in (jnp.bfloat16, jnp.float16):
+            results = [result.astype(jnp.float32) for result in results]  # partial sums
+        env |= zip(eqn.outvars, results, strict=True)
+
+    def _run(self, env: dict[Any, Any], loop: Loop, shape_of: ShapeOf, num_parts: int) -> None:
+        """Adds the goals of a loop."""
+
+        def part(number: Any, slices: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+            local = dict(zip((*loop.cut, *loop.whole), (*slices, *others), strict=True))
+            for eqn in loop.eqns:
+                self._compute(local, eqn, shape_of, number, num_parts)
+            return [local[var] for var in loop.goals]
+
+        run = _in_turn if loop.scalar is None else functools.partial(_with_gradients, loop.scalar)
+        slices = [_split(env[var], self.dims[var], num_parts) for var in loop.cut]
+        parts = run(part, slices, [env[var] for var in loop.whole], num_parts)
+        for var, values in zip(loop.goals, parts, strict=True):
+            reduction = self.reductions.get(var)
+            if var in self.dims:
+                env[var] = _join(values, self.dims[var])
+            elif reduction == SUM:
+                env[var] = values.sum(0).astype(var.aval.dtype)
+            else:
+                env[var] = _REDUCED[reduction](values, axis=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """One loop over chunks.
+
+    Attributes:
+      before: the equations of reduced values alone that are computed first.
+      goals: variables that it computes.
+      eqns: the equations that they need, in order.
+      cut: variables that a chunk reads a part of.
+      whole: variables that each chunk reads as they are.
+      scalar: which of the goals has a derivative, if all are sums of numbers and one alone has one; else None.
+    """
+
+    before: Sequence[Any]
+    goals: Sequence[Any]
+    eqns: Sequence[Any]
+    cut: Sequence[Any]
+    whole: Sequence[Any]
+    scalar: int | None
+
+
+def _in_turn(part: Callable, slices: Sequence[Any], others: Sequence[Any], num_parts: int) -> list[Any]:
+    """Returns the results of all chunks, stacked; the backward pass computes a chunk again."""
+    again = jax.checkpoint(part, prevent_cse=False)
+    numbered = jnp.arange(num_parts, dtype=jnp.int32), slices
+    return jax.lax.scan(lambda _, at: (None, again(*at, others)), None, numbered)[1]
+
+
+def _with_gradients(
+    scalar: int, part: Callable, slices: Sequence[Any], others: Sequence[Any], num_parts: int
+) -> list[Any]:
+    """Returns the results of all chunks, which are numbers, and sums their gradients in the same loop, in fp32 or more.
+
+    So the backward pass scales gradients, and computes no chunk again, but for a scaled loss, of which they would be
+    unscaled here: see `ops.loss_scale`. Result `scalar` alone has a derivative.
+    """
+
+    def in_turn(slices: Sequence[Any], others: Sequence[Any]) -> list[Any]:
+        return _in_turn(part, slices, others, num_parts)
+
+    def forward(slices: Sequence[Any], others: Sequence[Any]) -> tuple[list[Any], Any]:
+        if is_loss_scaled():
+            return in_turn(slices, others), ((slices, others), None)
+
+        def of_part(slices: Sequence[Any], others: Sequence[Any], number: Any) -> tuple[Any, list[Any]]:
+            values = part(number, slices, others)
+            return values[scalar], values
+
+        def step(total: Sequence[Any], at: Any) -> tuple[Any, Any]:
+            number, cut = at
+            grads_of = jax.value_and_grad(of_part, (0, 1), has_aux=True, allow_int=True)
+            (_, values), grads = grads_of(cut, others, number)
+            by_slice, by_other = ([grad for grad in each if grad.dtype != jax.dtypes.float0] for each in grads)
+            total = [old + new.astype(old.dtype) for old, new in zip(total, by_other, strict=True)]
+            return total, (values, by_slice)
+
+        zeros = [jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in others if _is_float(x)]
+        total, (values, grads) = jax.lax.scan(step, zeros, (np.arange(num_parts, dtype=np.int32), slices))
+        return values, (None, (grads, total))
+
+    def backward(kept: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
+        operands, found = kept
+        if operands is not None:
+            return jax.vjp(in_turn, *operands)[1](cotangents)
+        by_part = cotangents[scalar][0]  # all are equal: the parts are summed
+
+        def scaled(grads: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+            left = iter(grads)
+            return [(next(left) * by_part).astype(x.dtype) if _is_float(x) else None for x in arrays]
+
+        return scaled(found[0], slices), scaled(found[1], others)
+
+    sums = jax.custom_vjp(in_turn)
+    sums.defvjp(forward, backward)
+    return sums(slices, others)
+
+
+def _join(parts: Any, dim: int) -> Any:
+    whole = jnp.moveaxis(parts, 0, dim)
+    return whole.reshape(*whole.shape[:dim], -1, *whole.shape[dim + 2 :])
+
+
+def _split(x: Any, dim: int, num_parts: int) -> Any:
+    shape = (*x.shape[:dim], num_parts, x.shape[dim] // num_parts, *x.shape[dim + 1 :])
+    return jnp.moveaxis(x.reshape(shape), dim, 0)
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
