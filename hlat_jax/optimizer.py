@@ -24,14 +24,23 @@ _LEAST_SPREAD = 1e-4  # of the mean of a window: one of equal values would other
 def learning_rate(step: int, config: OptimizerConfig) -> float:
     """Returns the learning rate of update `step`, counted from 0; with warm-up, that of update 0 is 0.
 
-    Linear warm-up, then a cosine that runs to zero at the horizon and is clipped below at `min_lr_ratio` of the peak.
-    Source: HLAT's published scheduler (7b/scheduler.py), arXiv 2404.10630 III-A.
+    Linear warm-up, the peak until `config.decay_start`, then a decay to zero at the horizon, clipped below at
+    `min_lr_ratio` of the peak. After the horizon the rate stays where it is.
+    Source: HLAT's published scheduler (7b/scheduler.py), arXiv 2404.10630 III-A; cooldowns arXiv 2405.18392.
     """
     if step < config.warmup_steps:
         return config.peak_lr * step / config.warmup_steps
-    progress = (step - config.warmup_steps) / (config.horizon_steps - config.warmup_steps)
-    cosine = 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))
-    return config.peak_lr * max(config.min_lr_ratio, cosine)
+    if step < config.decay_start:
+        return config.peak_lr
+    decay_steps = config.horizon_steps - config.decay_start
+    progress = min((step - config.decay_start) / decay_steps, 1.0)
+    if config.schedule == "cosine":
+        share = 0.5 * (1.0 + math.cos(math.pi * config.num_cycles * 2.0 * progress))
+    else:
+        share = max(config.horizon_steps - step, 0) / decay_steps  # 1 - progress would lose digits near the end
+        if config.cooldown == "sqrt":
+            share /= 1.0 + math.sqrt(progress)  # 1 - sqrt(progress)
+    return config.peak_lr * max(config.min_lr_ratio, share)
 
 
 def global_norm(tree: Any, *, in_blocks: bool = False, replica_sync: ReplicaSync | None = None) -> jax.Array:

@@ -15,6 +15,7 @@ from hlat_jax.config import (
     SECTIONS,
     Config,
     ModelConfig,
+    OptimizerConfig,
     ParallelConfig,
     TrainConfig,
     check_bounds,
@@ -214,6 +215,43 @@ def held_out_share(validation: str) -> float:
     return share
 
 
+# Optimizer keys that one value of another key reads.
+_READ_UNDER = {
+    "plateau_ratio": ("schedule", "cosine"),
+    "num_cycles": ("schedule", "cosine"),
+    "cooldown_steps": ("schedule", "wsd"),
+    "cooldown": ("schedule", "wsd"),
+}
+
+
+def check_optimizer(o: OptimizerConfig) -> None:
+    """Raises ValueError for keys that the chosen schedule does not read, and for parts of it beyond the horizon."""
+    for field in dataclasses.fields(o):
+        key, wanted = _READ_UNDER.get(field.name, ("schedule", o.schedule))
+        value, chosen = getattr(o, field.name), getattr(o, key)
+        if value != field.default and chosen != wanted:
+            raise ValueError(
+                f"optimizer.{field.name}={value} has no effect with optimizer.{key}={chosen!r}: unset it, or set "
+                f"optimizer.{key}={wanted!r}."
+            )
+    if o.schedule == "wsd" and not o.cooldown_steps:
+        raise ValueError(
+            "optimizer.schedule='wsd' needs optimizer.cooldown_steps, such as a fifth of optimizer.horizon_steps; "
+            "without a decay the schedule is 'constant'."
+        )
+    warmup, horizon = f"optimizer.warmup_steps={o.warmup_steps}", f"optimizer.horizon_steps={o.horizon_steps}"
+    if o.horizon_steps <= o.warmup_steps and o.schedule != "constant":
+        raise ValueError(f"{horizon} must exceed {warmup}.")
+    if o.decay_start < o.warmup_steps:
+        raise ValueError(
+            f"{warmup} and optimizer.cooldown_steps={o.cooldown_steps} exceed {horizon}; shorten them, or raise it."
+        )
+    if o.horizon_steps <= o.decay_start < math.inf:
+        raise ValueError(
+            f"{warmup} and optimizer.plateau_ratio={o.plateau_ratio} leave no step of {horizon} to decay; lower them."
+        )
+
+
 def check_training(c: Config) -> None:
     """Raises ValueError for settings outside their range, and for settings that contradict each other."""
     o, d, t = c.optimizer, c.data, c.train
@@ -228,7 +266,7 @@ def check_training(c: Config) -> None:
         raise ValueError(f"train.spike_sigmas={t.spike_sigmas} must be above 0 and finite, such as 6.0.")
     if c.checkpoint.export_every_steps and (problem := export_problem(c.model)):
         raise ValueError(f"checkpoint.export_every_steps={c.checkpoint.export_every_steps}: {problem}.")
-    for name in ("beta1", "beta2", "min_lr_ratio"):
+    for name in ("beta1", "beta2", "min_lr_ratio", "plateau_ratio"):
         if not 0 <= getattr(o, name) < 1:
             raise ValueError(f"optimizer.{name}={getattr(o, name)} must lie in [0, 1).")
     if d.seq_len > c.model.max_positions:
@@ -242,10 +280,7 @@ def check_training(c: Config) -> None:
             f"data.batch_size={d.batch_size} does not divide into train.num_microbatches={t.num_microbatches}; "
             f"use one of {divisors}."
         )
-    if o.horizon_steps <= o.warmup_steps:
-        raise ValueError(
-            f"optimizer.horizon_steps={o.horizon_steps} must exceed optimizer.warmup_steps={o.warmup_steps}."
-        )
+    check_optimizer(o)
     profiled_steps(t)
     skipped_batches(t.skip_steps)
     branch_source(t)

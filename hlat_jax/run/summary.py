@@ -29,7 +29,9 @@ def describe(program: RunProgram) -> None:
         print(f"tokens per step  {step_tokens:,}, of which {counted:,} have a target")
     else:
         print(f"tokens per step  {step_tokens:,}, padding and ends of documents included")
-    print(f"steps            {config.train.num_steps:,} of a horizon of {config.optimizer.horizon_steps:,}")
+    has_decay = config.optimizer.schedule != "constant"
+    until = f"of a horizon of {config.optimizer.horizon_steps:,}" if has_decay else "at a constant rate after warm-up"
+    print(f"steps            {config.train.num_steps:,} {until}")
     if program.accumulate == "programs":
         print(f"microbatches     {config.train.num_microbatches:,}, each a program of its own (train.accumulate)")
     print(f"state            {format_bytes(state_bytes(program.abstract_state))} on the fullest device")

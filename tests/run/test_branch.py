@@ -74,6 +74,24 @@ def test_a_finished_schedule_is_extended_in_a_branch_and_the_refusal_says_how(tr
     assert (branch / KEPT / "config.json").read_text() == "{}"
 
 
+@pytest.mark.slow
+def test_cooldown_in_a_branch_off_the_stable_phase_is_the_wsd_run_itself(train, tmp_path):
+    each = {"train__eval_every_steps": 0, "checkpoint__every_steps": 0, "optimizer__min_lr_ratio": 0.0}
+    wsd = {"optimizer__schedule": "wsd", "optimizer__cooldown_steps": 40, "optimizer__horizon_steps": 200}
+    wsd |= {"train__num_steps": 200} | each
+    config, whole = train(tmp_path / "whole", train__branch_from="", **wsd)
+    constant = {"optimizer__schedule": "constant", "train__num_steps": 160} | each
+    _, trunk = train(tmp_path / "trunk", train__branch_from="", **constant)
+    _, branch = train(train__branch_from=f"{trunk}@160", **wsd)
+    assert [micro.exact(row) for row in micro.rows(branch)] == [micro.exact(row) for row in micro.rows(whole)]
+    rates = [row["learning_rate"] for row in micro.rows(branch)]
+    assert rates == [learning_rate(step, config.optimizer) for step in range(200)]
+    assert rates[4:161] == [1e-2] * 157
+    assert rates[199] == 1e-2 / 40
+    path = tmp_path / "micro.py"
+    assert micro.final_checkpoint(path, branch)[:3] == micro.final_checkpoint(path, whole)[:3]
+
+
 def test_a_branch_that_cannot_be_made_is_refused_and_leaves_no_folder(trained_run, train, tmp_path):
     copy = tmp_path / "copy"
     copy.mkdir()
