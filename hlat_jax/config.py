@@ -175,8 +175,13 @@ class PrecisionConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW, its learning-rate schedule, and clipping. Defaults are HLAT-7B's."""
+    """AdamW or Muon, the learning-rate schedule, and clipping. Defaults are HLAT-7B's."""
 
+    name: str = _key(
+        "adamw",
+        "AdamW; or muon: Muon for the matrices of the layers, and AdamW for all other parameters.",
+        choices=("adamw", "muon"),
+    )
     schedule: str = _key(
         "cosine",
         "Learning rate after warm-up: a cosine or linear decay, constant, or wsd: constant, then a cooldown.",
@@ -196,6 +201,13 @@ class OptimizerConfig:
     weight_decay: float = _key(0.1, "Decoupled weight decay, multiplied by the learning rate.", least=0)
     decay: str = _key("all", "Parameters that decay: all (HLAT) or matrices (no norms).", choices=("all", "matrices"))
     clip_norm: float = _key(1.0, "Maximum global gradient norm; 0: no clipping.", least=0)
+    muon_beta: float = _key(0.95, "Decay of Muon's momentum, which is Nesterov's.")
+    muon_scale: str = _key(
+        "rms",
+        "Size of Muon's updates: rms, of AdamW's size, for its learning rate; spectral: sqrt(max(1, out / in)).",
+        choices=("rms", "spectral"),
+    )
+    muon_lr_ratio: float = _key(1.0, "Learning rate of Muon's matrices over that of the others.", least=0)
 
     @property
     def decay_start(self) -> float:

@@ -215,19 +215,22 @@ def held_out_share(validation: str) -> float:
     return share
 
 
-# Optimizer keys that one value of another key reads.
-_READ_UNDER = {
+# Optimizer keys that only count with one value of another key.
+_ONLY_WITH = {
     "plateau_ratio": ("schedule", "cosine"),
     "num_cycles": ("schedule", "cosine"),
     "cooldown_steps": ("schedule", "wsd"),
     "cooldown": ("schedule", "wsd"),
+    "muon_beta": ("name", "muon"),
+    "muon_scale": ("name", "muon"),
+    "muon_lr_ratio": ("name", "muon"),
 }
 
 
 def check_optimizer(o: OptimizerConfig) -> None:
-    """Raises ValueError for keys that the chosen schedule does not read, and for parts of it beyond the horizon."""
+    """Raises ValueError for keys without effect, and for a schedule whose parts exceed its horizon."""
     for field in dataclasses.fields(o):
-        key, wanted = _READ_UNDER.get(field.name, ("schedule", o.schedule))
+        key, wanted = _ONLY_WITH.get(field.name, ("schedule", o.schedule))
         value, chosen = getattr(o, field.name), getattr(o, key)
         if value != field.default and chosen != wanted:
             raise ValueError(
@@ -266,7 +269,7 @@ def check_training(c: Config) -> None:
         raise ValueError(f"train.spike_sigmas={t.spike_sigmas} must be above 0 and finite, such as 6.0.")
     if c.checkpoint.export_every_steps and (problem := export_problem(c.model)):
         raise ValueError(f"checkpoint.export_every_steps={c.checkpoint.export_every_steps}: {problem}.")
-    for name in ("beta1", "beta2", "min_lr_ratio", "plateau_ratio"):
+    for name in ("beta1", "beta2", "muon_beta", "min_lr_ratio", "plateau_ratio"):
         if not 0 <= getattr(o, name) < 1:
             raise ValueError(f"optimizer.{name}={getattr(o, name)} must lie in [0, 1).")
     if d.seq_len > c.model.max_positions:

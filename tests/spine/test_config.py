@@ -209,6 +209,7 @@ TWO_SOURCES = {
     "data.mixture": "a=1,b=1",
 }
 SHORT_DOCUMENTS = {"data.train": "FOLDER/two.jsonl", "data.validation": ""}
+MUON = {"optimizer.name": "muon"}
 WSD = {"optimizer.schedule": "wsd", "optimizer.cooldown_steps": 5}
 DIVERGING = {"optimizer.peak_lr": 1e30, "optimizer.warmup_steps": 1, "train.num_steps": 7}
 FIELDS = {
@@ -251,6 +252,7 @@ FIELDS = {
     "parallel.sequence_parallel": Row(True, program_8, given={"parallel.tensor": 2}),
     "precision.policy": Row("mixed", program),
     "precision.stochastic_rounding": Row("software", refusal),
+    "optimizer.name": Row("muon", program),
     "optimizer.schedule": Row("linear", rates),
     "optimizer.peak_lr": Row(2e-2, rates),
     "optimizer.min_lr_ratio": Row(0.2, rates),
@@ -266,6 +268,9 @@ FIELDS = {
     "optimizer.weight_decay": Row(0.2, program),
     "optimizer.decay": Row("matrices", program),
     "optimizer.clip_norm": Row(2.0, program),
+    "optimizer.muon_beta": Row(0.9, program, given=MUON),
+    "optimizer.muon_scale": Row("spectral", program, given=MUON),
+    "optimizer.muon_lr_ratio": Row(2.0, program, given=MUON),
     "data.train": Row("package:austen_validation.jsonl", batches),
     "data.validation": Row("package:austen_train.jsonl", batches),
     "data.text_field": Row("body", batches, given={"data.train": "FOLDER/two.jsonl", "data.validation": ""}),

@@ -26,6 +26,7 @@ VALUES: dict[str, list] = {
     "accumulate": ["scan", "programs"],
     "z_loss_weight": [0.0, 1e-2],
     "spikes": ["off", "warn", "skip"],
+    "optimizer": ["adamw", "muon"],
     "policy": ["fp32", "autocast", "mixed", "bf16_sr", "bf16"],
     "packing": ["concat", "documents"],
     "layer_loop": ["scan", "unroll"],
@@ -47,7 +48,8 @@ QUICK: dict[str, Row] = {
     "tensor": FIRST
     | {"data": 2, "tensor": 4, "zero1": True, "sequence_parallel": True, "reduce_gradients": "layer"}
     | {"bucket_bytes": 4096, "num_microbatches": 2, "accumulate": "programs", "z_loss_weight": 1e-2, "spikes": "skip"}
-    | {"packing": "documents", "remat": "selective", "attention": "blocked", "tie_embeddings": True, "num_kv_heads": 2},
+    | {"packing": "documents", "remat": "selective", "attention": "blocked", "tie_embeddings": True, "num_kv_heads": 2}
+    | {"optimizer": "muon"},
 }
 # What is refused: the keys that it depends on, whether a row is, a row, and what the error says.
 REFUSED = {
