@@ -229,12 +229,11 @@ _ONLY_WITH = {
 
 def check_optimizer(o: OptimizerConfig) -> None:
     """Raises ValueError for keys without effect, and for a schedule whose parts exceed its horizon."""
-    for field in dataclasses.fields(o):
-        key, wanted = _ONLY_WITH.get(field.name, ("schedule", o.schedule))
-        value, chosen = getattr(o, field.name), getattr(o, key)
-        if value != field.default and chosen != wanted:
+    for name, (key, wanted) in _ONLY_WITH.items():
+        value, chosen = getattr(o, name), getattr(o, key)
+        if chosen != wanted and value != field_of("optimizer", name).default:
             raise ValueError(
-                f"optimizer.{field.name}={value} has no effect with optimizer.{key}={chosen!r}: unset it, or set "
+                f"optimizer.{name}={value} has no effect with optimizer.{key}={chosen!r}: unset it, or set "
                 f"optimizer.{key}={wanted!r}."
             )
     if o.schedule == "wsd" and not o.cooldown_steps:
@@ -242,16 +241,11 @@ def check_optimizer(o: OptimizerConfig) -> None:
             "optimizer.schedule='wsd' needs optimizer.cooldown_steps, such as a fifth of optimizer.horizon_steps; "
             "without a decay the schedule is 'constant'."
         )
-    warmup, horizon = f"optimizer.warmup_steps={o.warmup_steps}", f"optimizer.horizon_steps={o.horizon_steps}"
-    if o.horizon_steps <= o.warmup_steps and o.schedule != "constant":
-        raise ValueError(f"{horizon} must exceed {warmup}.")
-    if o.decay_start < o.warmup_steps:
+    if o.schedule != "constant" and not o.warmup_steps <= o.decay_start < o.horizon_steps:
+        names = ("warmup_steps", "plateau_ratio", "cooldown_steps")
+        parts = ", ".join(f"optimizer.{name}={getattr(o, name)}" for name in names)
         raise ValueError(
-            f"{warmup} and optimizer.cooldown_steps={o.cooldown_steps} exceed {horizon}; shorten them, or raise it."
-        )
-    if o.horizon_steps <= o.decay_start < math.inf:
-        raise ValueError(
-            f"{warmup} and optimizer.plateau_ratio={o.plateau_ratio} leave no step of {horizon} to decay; lower them."
+            f"optimizer.horizon_steps={o.horizon_steps} is too short for {parts}; raise it, or lower these."
         )
 
 

@@ -29,7 +29,7 @@ _MOST_GATHERED_BYTES = 3 << 30  # of whole matrices on one device: all layers of
 def is_hidden(axes: tuple[str, ...]) -> bool:
     """Returns whether a parameter with these logical axes holds hidden matrices."""
     others = set(axes) - {"layers", *_WIDTHS, *_FUSED}
-    return axes[0] == "layers" and not others.isdisjoint(axes) and not set(_WIDTHS).isdisjoint(axes)
+    return axes[0] == "layers" and bool(others) and any(axis in _WIDTHS for axis in axes)
 
 
 def orthogonalizers(param_axes: Any, layout: Layout, *, config: OptimizerConfig, dtype: Any, unroll: bool) -> Any:
@@ -77,19 +77,22 @@ def _of_matrices(
     The matrices of several layers are gathered at a time, and each device orthogonalizes one of them whole: the devices
     that hold a part of it, and replicas.
     """
-    from_width = axes[1] in _WIDTHS
-    matrices = stack.reshape(len(stack), *((stack.shape[1], -1) if from_width else (-1, stack.shape[-1])))
-    width, others = (axes[1:2], axes[2:]) if from_width else (axes[-1:], axes[1:-1])
-    # Of the width first: its axes reach over nodes, and what they gather is then still split over `tensor`. The order
-    # of columns that are split in two dims is not that of one device; their update is permuted as they are.
-    splits = [
-        (layout.wide([mesh_axis for axis in side for mesh_axis in layout.state_rules[axis]]), dim)
-        for side, dim in zip((width, others), (1, 2) if from_width else (2, 1), strict=True)
-    ]
+
+    def split_over(side: tuple[str, ...]) -> tuple[str, ...]:
+        return layout.wide([mesh_axis for axis in side for mesh_axis in layout.state_rules[axis]])
+
+    # Of the width first: its mesh axes reach over nodes, and what they gather is still split over `tensor`. A side
+    # split in two dims is gathered in another order than on one device; the update is permuted as the matrix is.
+    if axes[1] in _WIDTHS:
+        matrices = stack.reshape(*stack.shape[:2], -1)
+        splits = [(split_over(axes[1:2]), 1), (split_over(axes[2:]), 2)]
+    else:
+        matrices = stack.reshape(len(stack), -1, stack.shape[-1])
+        splits = [(split_over(axes[-1:]), 2), (split_over(axes[1:-1]), 1)]
     split = splits[0][0] + splits[1][0]
     replicas = tuple(axis for axis in layout.wide(layout.mesh.axis_names) if axis not in (*split, "pipe"))
     num_devices = layout.size(replicas + split)
-    whole_bytes = matrices[0].size * layout.size(split) * jnp.dtype(dtype).itemsize
+    whole_bytes = math.prod(matrices.shape[1:]) * layout.size(split) * jnp.dtype(dtype).itemsize
     most = min(num_devices, max(1, _MOST_GATHERED_BYTES // whole_bytes))
     num_at_once = max(num for num in range(1, most + 1) if len(stack) % num == 0)
 
