@@ -26,7 +26,6 @@ VALUES: dict[str, list] = {
     "accumulate": ["scan", "programs"],
     "z_loss_weight": [0.0, 1e-2],
     "spikes": ["off", "warn", "skip"],
-    "optimizer": ["adamw", "muon"],
     "policy": ["fp32", "autocast", "mixed", "bf16_sr", "bf16"],
     "packing": ["concat", "documents"],
     "layer_loop": ["scan", "unroll"],
@@ -39,6 +38,7 @@ VALUES: dict[str, list] = {
     "tie_embeddings": [False, True],
     "fuse_qkv": [False, True],
     "num_kv_heads": [4, 2, 1],  # of 4 heads
+    "optimizer": ["adamw", "muon"],
 }
 FIRST = {key: values[0] for key, values in VALUES.items()}
 # The rows that the quick suite runs, part of every array. A scan hands out its constants as residuals, and those are
