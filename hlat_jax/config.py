@@ -216,12 +216,26 @@ class PrecisionConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW, its learning-rate schedule, and clipping. Defaults are HLAT-7B's."""
+    """AdamW or Muon, the learning-rate schedule, and clipping. Defaults are HLAT-7B's."""
 
+    name: str = _key(
+        "adamw",
+        "AdamW; or muon: Muon for the matrices of the layers, and AdamW for all other parameters.",
+        choices=("adamw", "muon"),
+    )
+    schedule: str = _key(
+        "cosine",
+        "Learning rate after warm-up: a cosine or linear decay, constant, or wsd: constant, then a cooldown.",
+        choices=("cosine", "linear", "constant", "wsd"),
+    )
     peak_lr: float = _key(3e-4, "Learning rate at the end of warm-up.", least=0)
-    min_lr_ratio: float = _key(0.1, "The cosine decays to zero and is clipped below at this share of the peak.")
+    min_lr_ratio: float = _key(0.1, "Every decay goes to zero and is clipped below at this share of the peak.")
     warmup_steps: int = _key(2000, "Steps of linear warm-up from 0.", least=0)
-    horizon_steps: int = _key(500_000, "Step at which the cosine would reach zero; not where the run stops.")
+    horizon_steps: int = _key(500_000, "Step at which the decay would reach zero; not where the run stops.")
+    plateau_ratio: float = _key(0.0, "cosine: share of horizon_steps at the peak, between warm-up and decay.")
+    num_cycles: float = _key(0.5, "cosine: periods until horizon_steps; 0.5 decays once.", least=0)
+    cooldown_steps: int = _key(0, "wsd: steps of the decay that ends at horizon_steps.", least=0)
+    cooldown: str = _key("linear", "wsd: shape of the decay; sqrt: 1 - sqrt(progress).", choices=("linear", "sqrt"))
     beta1: float = _key(0.9, "Decay of the first moment.")
     beta2: float = _key(0.95, "Decay of the second moment.")
     eps: float = _key(1e-8, "Added to the root of the second moment.", least=0)
@@ -230,6 +244,22 @@ class OptimizerConfig:
         "all", "Parameters that decay: all (HLAT) or matrices, without norms and biases.", choices=("all", "matrices")
     )
     clip_norm: float = _key(1.0, "Maximum global gradient norm; 0: no clipping.", least=0)
+    muon_beta: float = _key(0.95, "Decay of Muon's momentum, which is Nesterov's.")
+    muon_scale: str = _key(
+        "rms",
+        "Size of Muon's updates: rms, of AdamW's size, for its learning rate; spectral: sqrt(max(1, out / in)).",
+        choices=("rms", "spectral"),
+    )
+    muon_lr_ratio: float = _key(1.0, "Learning rate of Muon's matrices over that of the others.", least=0)
+
+    @property
+    def decay_start(self) -> float:
+        """The step of the first update of the decay, which has the peak rate; infinite for a constant schedule."""
+        if self.schedule == "constant":
+            return math.inf
+        if self.schedule == "wsd":
+            return self.horizon_steps - self.cooldown_steps
+        return self.warmup_steps + int(self.plateau_ratio * self.horizon_steps)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""AdamW with clipping as one Optax transformation, the learning-rate schedule, and spikes, whose update may be masked.
+"""AdamW and Muon with clipping, as one Optax transformation with a maskable update; learning rates; and spikes.
 
 The learning rate is computed on the host and passed in, so that the compiled step does not depend on the horizon.
 """
@@ -24,14 +24,23 @@ _LEAST_SPREAD = 1e-4  # of the mean of a window: one of equal values would other
 def learning_rate(step: int, config: OptimizerConfig) -> float:
     """Returns the learning rate of update `step`, counted from 0; with warm-up, that of update 0 is 0.
 
-    Linear warm-up, then a cosine that runs to zero at the horizon and is clipped below at `min_lr_ratio` of the peak.
-    Source: HLAT's published scheduler (7b/scheduler.py), arXiv 2404.10630 III-A.
+    Linear warm-up, the peak until `config.decay_start`, then a decay to zero at the horizon, clipped below at
+    `min_lr_ratio` of the peak. After the horizon the rate stays where it is.
+    Source: HLAT's published scheduler (7b/scheduler.py), arXiv 2404.10630 III-A; cooldowns arXiv 2405.18392.
     """
     if step < config.warmup_steps:
         return config.peak_lr * step / config.warmup_steps
-    progress = (step - config.warmup_steps) / (config.horizon_steps - config.warmup_steps)
-    cosine = 0.5 * (1.0 + math.cos(math.pi * min(progress, 1.0)))
-    return config.peak_lr * max(config.min_lr_ratio, cosine)
+    if step < config.decay_start:
+        return config.peak_lr
+    decay_steps = config.horizon_steps - config.decay_start
+    progress = min((step - config.decay_start) / decay_steps, 1.0)
+    if config.schedule == "cosine":
+        share = 0.5 * (1.0 + math.cos(math.pi * config.num_cycles * 2.0 * progress))
+    else:
+        share = max(config.horizon_steps - step, 0) / decay_steps  # 1 - progress would lose digits near the end
+        if config.cooldown == "sqrt":
+            share /= 1.0 + math.sqrt(progress)  # 1 - sqrt(progress)
+    return config.peak_lr * max(config.min_lr_ratio, share)
 
 
 def global_norm(tree: Any, *, in_blocks: bool = False, replica_sync: ReplicaSync | None = None) -> jax.Array:
@@ -70,8 +79,8 @@ class MaskedTransformation(optax.GradientTransformationExtraArgs):
     """A transformation with the extra argument `finite`; its state is unchanged where that is False."""
 
 
-def adamw(config: OptimizerConfig, *, policy: Policy, decays: Any) -> MaskedTransformation:
-    """Returns clipping by global norm and AdamW, fused into one pass over the parameters.
+def adamw(config: OptimizerConfig, *, policy: Policy, decays: Any, orthogonalizers: Any = None) -> MaskedTransformation:
+    """Returns clipping by global norm and AdamW, fused into one pass over the parameters; Muon for some of them.
 
     The clip coefficient min(1, clip_norm / (norm + 1e-6)) scales each gradient where it is used: a separate clip
     would read and write every gradient once more. All arithmetic is fp32, moments are stored in `policy.moment`.
@@ -80,15 +89,21 @@ def adamw(config: OptimizerConfig, *, policy: Policy, decays: Any) -> MaskedTran
       config: betas, eps, decay, clip.
       policy: dtype of the moments.
       decays: tree of bools with the structure of the parameters; True: weight decay applies.
+      orthogonalizers: tree with the structure of the parameters: for those that Muon updates, the function momentum ->
+        update, see `ops.muon`; None for those of AdamW, by default all. Muon has no second moment.
 
     The update takes the extra arguments `learning_rate` (scalar), `grad_norm` (norm of the same gradients), `finite`
     (bool scalar; False: the moments are unchanged) and `rounding` (of the moments; default: to nearest).
-    Source: Loshchilov and Hutter, arXiv 1711.05101; decoupled decay as in torch.optim.AdamW.
+    Source: Loshchilov and Hutter, arXiv 1711.05101; decoupled decay as in torch.optim.AdamW. Muon's momentum, with bias
+    corrections, as in optax.contrib.muon.
     """
+    if orthogonalizers is None:
+        orthogonalizers = jax.tree.map(lambda _: None, decays)
 
     def init(params: Any) -> Any:
         zeros = jax.tree.map(lambda p: jnp.zeros_like(p, dtype=policy.moment), params)
-        return {"count": jnp.zeros((), jnp.int32), "mu": zeros, "nu": jax.tree.map(jnp.copy, zeros)}
+        nu = jax.tree.map(lambda zero, muon: None if muon else jnp.copy(zero), zeros, orthogonalizers)
+        return {"count": jnp.zeros((), jnp.int32), "mu": zeros, "nu": nu}
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         if "learning_rate" not in extra:
@@ -110,8 +125,8 @@ def adamw(config: OptimizerConfig, *, policy: Policy, decays: Any) -> MaskedTran
             grad = grad.astype(jnp.float32) * scale
             place = jax.tree_util.keystr(path)
             stored = (
-                decayed(mu, config.beta1, grad, name="mu" + place),
-                decayed(nu, config.beta2, jnp.square(grad), name="nu" + place),
+                decayed(mu, config.muon_beta if nu is None else config.beta1, grad, name="mu" + place),
+                nu if nu is None else decayed(nu, config.beta2, jnp.square(grad), name="nu" + place),
             )
             # otherwise XLA on CPU fuses the old moments into the weight update, and copies them for that
             return jax.lax.optimization_barrier(stored)
@@ -119,16 +134,26 @@ def adamw(config: OptimizerConfig, *, policy: Policy, decays: Any) -> MaskedTran
         # 1 - beta^n by expm1: at n = 1 the direct form loses half the digits of fp32
         corrections = _one_minus_power(config.beta1, steps), _one_minus_power(config.beta2, steps)
 
-        def step(mu, nu, param, decay):
-            mean, square = mu.astype(jnp.float32) / corrections[0], nu.astype(jnp.float32) / corrections[1]
-            direction = mean / (jnp.sqrt(square) + config.eps)
+        def nesterov(mu, grad):
+            beta = config.muon_beta
+            mean = beta * mu.astype(jnp.float32) / _one_minus_power(beta, steps + 1.0)
+            return mean + (1.0 - beta) * (grad.astype(jnp.float32) * scale) / _one_minus_power(beta, steps)
+
+        def step(mu, nu, param, decay, grad, orthogonalize):
+            rate = extra["learning_rate"]
+            if orthogonalize is not None:
+                direction, rate = orthogonalize(nesterov(mu, grad)), config.muon_lr_ratio * rate
+            else:
+                mean, square = mu.astype(jnp.float32) / corrections[0], nu.astype(jnp.float32) / corrections[1]
+                direction = mean / (jnp.sqrt(square) + config.eps)
             if decay:
                 direction = direction + config.weight_decay * param.astype(jnp.float32)
-            return -extra["learning_rate"] * direction
+            return -rate * direction
 
         pairs = jax.tree_util.tree_map_with_path(moments, grads, state["mu"], state["nu"])
-        mu, nu = jax.tree.transpose(jax.tree.structure(grads), jax.tree.structure((0, 0)), pairs)
-        return jax.tree.map(step, mu, nu, params, decays), {"count": count, "mu": mu, "nu": nu}
+        mu, nu = (jax.tree.map(lambda _, pair, i=i: pair[i], grads, pairs) for i in (0, 1))
+        updates = jax.tree.map(step, mu, nu, params, decays, grads, orthogonalizers)
+        return updates, {"count": count, "mu": mu, "nu": nu}
 
     return MaskedTransformation(init, update)
 

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from hlat_jax.batch import Batch, SumAndCount, abstract_batch
 from hlat_jax.config import Config, ModelConfig, select
 from hlat_jax.model import Decoder, abstract_params, bind, init_params, param_axes
+from hlat_jax.ops import muon
 from hlat_jax.ops.choices import choices, with_choices
 from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
 from hlat_jax.ops.dialect import Choice
@@ -144,7 +145,7 @@ def programs_of_run(config: Config, *, accumulate: str, pipe: int) -> list[str]:
 
 
 def make_program(config: Config, layout: Layout) -> RunProgram:
-    """Returns the program of a config: AdamW on the mean next-token loss over all counted tokens.
+    """Returns the program of a config: AdamW or Muon on the mean next-token loss over all counted tokens.
 
     Raises:
       ValueError: an implementation that cannot serve, see `choices.choices`, or hardware that does not round.
@@ -164,9 +165,14 @@ def make_program(config: Config, layout: Layout) -> RunProgram:
         replica_sync=ReplicaSync(layout, param_axes(config.model)),
     )
     loss = functools.partial(model_loss, model, layout, compute=policy.compute)
+    orthogonalizers = None
+    if config.optimizer.name == "muon":
+        numerics = {"config": config.optimizer, "dtype": policy.products, "unroll": model.layer_loop == "unroll"}
+        orthogonalizers = muon.orthogonalizers(param_axes(config.model), layout, **numerics)
+    decays = decay_mask(params, config.optimizer.decay)
     training = training_program(
         loss(z_loss_weight=train.z_loss_weight),
-        adamw(config.optimizer, policy=policy, decays=decay_mask(params, config.optimizer.decay)),
+        adamw(config.optimizer, policy=policy, decays=decays, orthogonalizers=orthogonalizers),
         options=options,
         params=params,
     ).train_step

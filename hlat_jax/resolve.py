@@ -15,6 +15,7 @@ from hlat_jax.config import (
     SECTIONS,
     Config,
     ModelConfig,
+    OptimizerConfig,
     ParallelConfig,
     TrainConfig,
     check_bounds,
@@ -203,6 +204,40 @@ def held_out_share(validation: str) -> float:
     return share
 
 
+# Optimizer keys that only count with one value of another key.
+_ONLY_WITH = {
+    "plateau_ratio": ("schedule", "cosine"),
+    "num_cycles": ("schedule", "cosine"),
+    "cooldown_steps": ("schedule", "wsd"),
+    "cooldown": ("schedule", "wsd"),
+    "muon_beta": ("name", "muon"),
+    "muon_scale": ("name", "muon"),
+    "muon_lr_ratio": ("name", "muon"),
+}
+
+
+def check_optimizer(o: OptimizerConfig) -> None:
+    """Raises ValueError for keys without effect, and for a schedule whose parts exceed its horizon."""
+    for name, (key, wanted) in _ONLY_WITH.items():
+        value, chosen = getattr(o, name), getattr(o, key)
+        if chosen != wanted and value != field_of("optimizer", name).default:
+            raise ValueError(
+                f"optimizer.{name}={value} has no effect with optimizer.{key}={chosen!r}: unset it, or set "
+                f"optimizer.{key}={wanted!r}."
+            )
+    if o.schedule == "wsd" and not o.cooldown_steps:
+        raise ValueError(
+            "optimizer.schedule='wsd' needs optimizer.cooldown_steps, such as a fifth of optimizer.horizon_steps; "
+            "without a decay the schedule is 'constant'."
+        )
+    if o.schedule != "constant" and not o.warmup_steps <= o.decay_start < o.horizon_steps:
+        names = ("warmup_steps", "plateau_ratio", "cooldown_steps")
+        parts = ", ".join(f"optimizer.{name}={getattr(o, name)}" for name in names)
+        raise ValueError(
+            f"optimizer.horizon_steps={o.horizon_steps} is too short for {parts}; raise it, or lower these."
+        )
+
+
 def check_training(c: Config) -> None:
     """Raises ValueError for settings outside their range, and for settings that contradict each other."""
     o, d, t = c.optimizer, c.data, c.train
@@ -217,7 +252,7 @@ def check_training(c: Config) -> None:
         raise ValueError(f"train.spike_sigmas={t.spike_sigmas} must be above 0 and finite, such as 6.0.")
     if c.checkpoint.export_every_steps and (problem := export_problem(c.model)):
         raise ValueError(f"checkpoint.export_every_steps={c.checkpoint.export_every_steps}: {problem}.")
-    for name in ("beta1", "beta2", "min_lr_ratio"):
+    for name in ("beta1", "beta2", "muon_beta", "min_lr_ratio", "plateau_ratio"):
         if not 0 <= getattr(o, name) < 1:
             raise ValueError(f"optimizer.{name}={getattr(o, name)} must lie in [0, 1).")
     if d.seq_len > c.model.max_positions:
@@ -231,10 +266,7 @@ def check_training(c: Config) -> None:
             f"data.batch_size={d.batch_size} does not divide into train.num_microbatches={t.num_microbatches}; "
             f"use one of {divisors}."
         )
-    if o.horizon_steps <= o.warmup_steps:
-        raise ValueError(
-            f"optimizer.horizon_steps={o.horizon_steps} must exceed optimizer.warmup_steps={o.warmup_steps}."
-        )
+    check_optimizer(o)
     profiled_steps(t)
     skipped_batches(t.skip_steps)
     branch_source(t)

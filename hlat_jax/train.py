@@ -174,6 +174,8 @@ def describe(config: config_lib.Config) -> str:
     """Returns the costs of a config, by formula: parameters, FLOPs, tokens, bytes of state."""
     model, data, train = config.model, config.data, config.train
     step_tokens = data.batch_size * data.seq_len
+    rate = config.optimizer
+    horizon = "constant rate" if rate.schedule == "constant" else f"schedule horizon {rate.horizon_steps:,}"
     return "\n".join(
         (
             f"parameters       {costs.num_params(model):,}",
@@ -181,8 +183,7 @@ def describe(config: config_lib.Config) -> str:
             f"{costs.flops_per_token(model, data.seq_len):.4g} with attention",
             f"tokens per step  {step_tokens:,} = {data.batch_size} x {data.seq_len}, "
             f"{train.num_microbatches} microbatch{'es' if train.num_microbatches > 1 else ''}",
-            f"steps            {train.num_steps:,} ({train.num_steps * step_tokens:,} tokens); "
-            f"schedule horizon {config.optimizer.horizon_steps:,}",
+            f"steps            {train.num_steps:,} ({train.num_steps * step_tokens:,} tokens); {horizon}",
             f"state            {costs.policy_state_bytes(model, config.precision.policy):,} bytes "
             f"({config.precision.policy}), before sharding",
         )

@@ -148,21 +148,18 @@ class ReplicaSync:
         """Returns the sharding of every leaf of a program's state.
 
         Args:
-          state: {"step", "params", "opt_state"[, "model_state"]}, arrays or their shapes. Subtrees of the optimizer's
-            state with the structure of the parameters are sharded by their axes; all other leaves are replicated.
+          state: {"step", "params", "opt_state"[, "model_state"]}, arrays or their shapes. A leaf of the optimizer's
+            state whose path ends in that of a parameter of its shape is sharded like it; all others are replicated.
         """
-        mirrors = self._map(self.layout.state_sharding)
+        replicated, leaves = self.layout.replicated_sharding(), jax.tree_util.tree_leaves_with_path(state["params"])
+        mirrors = jax.tree.leaves(self._map(self.layout.state_sharding))
+        of_param = {(path, leaf.shape): mirror for (path, leaf), mirror in zip(leaves, mirrors, strict=True)}
 
-        def shapes(tree: Any) -> tuple:
-            return jax.tree.structure(tree), [leaf.shape for leaf in jax.tree.leaves(tree)]
+        def sharding(path: tuple, leaf: Any) -> NamedSharding:
+            ends = ((path[start:], leaf.shape) for start in range(len(path) + 1))
+            return next((of_param[end] for end in ends if end in of_param), replicated)
 
-        def like_params(subtree: Any) -> bool:
-            return shapes(subtree) == shapes(state["params"])
-
-        replicated = self.layout.replicated_sharding()
-        opt_state = jax.tree.map(
-            lambda subtree: mirrors if like_params(subtree) else replicated, state["opt_state"], is_leaf=like_params
-        )
+        opt_state = jax.tree_util.tree_map_with_path(sharding, state["opt_state"])
         others = jax.tree.map(lambda _: replicated, state)
         return others | {"params": self._map(self.layout.param_sharding), "opt_state": opt_state}
 

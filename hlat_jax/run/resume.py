@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from hlat_jax.config import ROPE_SCALING, SECTIONS, Config, ModelConfig
+from hlat_jax.config import ROPE_SCALING, SECTIONS, Config, ModelConfig, OptimizerConfig
 from hlat_jax.data import kept_tokenizer, path_checks
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.streams import data_drift
@@ -40,7 +40,7 @@ EXPORTS = "huggingface"  # the folder of exports
 _GONE = {"data": {"shuffle_by": "document"}, "train": {"rewind_to": None}}
 # Settings that a branch may change: they affect neither the meaning of the state nor that of the data position.
 BRANCH_MAY_CHANGE = (
-    "optimizer.*",
+    *(f"optimizer.{field.name}" for field in dataclasses.fields(OptimizerConfig) if field.name != "name"),
     "train.*",
     "implementations.*",
     "jax.*",
@@ -172,7 +172,7 @@ def open_branch(program: RunProgram, workdir: pathlib.Path, *, settings: dict[st
         lines = "\n  ".join(drift)
         raise ValueError(
             f"{asked}: that run had settings that a branch must keep:\n  {lines}\nRestore these settings; a branch may "
-            "change optimizer, train, parallel, held-out text, implementations and JAX settings."
+            "change optimizer but its name, train, parallel, held-out text, implementations and JAX settings."
         )
     restored = read_checkpoint(checkpoint, program.abstract_state)
     if distributed.is_first():

@@ -5,12 +5,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 
+import jax
+
 from hlat_jax.data.held_out import HeldOut
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.sources import many_unknown, unknown_share
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.host import distributed
+from hlat_jax.model import param_axes
+from hlat_jax.ops.muon import is_hidden
 from hlat_jax.ops.registry import OPS
 from hlat_jax.program import RunProgram, state_bytes
 from hlat_jax.run import costs
@@ -29,13 +33,27 @@ def describe(program: RunProgram) -> None:
         print(f"tokens per step  {step_tokens:,}, of which {counted:,} have a target")
     else:
         print(f"tokens per step  {step_tokens:,}, padding and ends of documents included")
-    print(f"steps            {config.train.num_steps:,} of a horizon of {config.optimizer.horizon_steps:,}")
+    has_decay = config.optimizer.schedule != "constant"
+    until = f"of a horizon of {config.optimizer.horizon_steps:,}" if has_decay else "at a constant rate after warm-up"
+    print(f"steps            {config.train.num_steps:,} {until}")
     if program.accumulate == "programs":
         print(f"microbatches     {config.train.num_microbatches:,}, each a program of its own (train.accumulate)")
     print(f"state            {format_bytes(state_bytes(program.abstract_state))} on the fullest device")
+    if config.optimizer.name == "muon":
+        _describe_updates(program)
     chosen = [f"{key} {program.choices[key].name} ({program.choices[key].because})" for key in OPS]
     chosen += [f"remat {program.model.remat}", f"layer_loop {program.model.layer_loop}"]
     print(f"implementations  {', '.join(chosen)}")
+
+
+def _describe_updates(program: RunProgram) -> None:
+    """Prints a line for each parameter: its update rule, path and shape."""
+    params, title = program.abstract_state["params"], "optimizer"
+    paths, structure = jax.tree_util.tree_flatten_with_path(params)
+    for (path, leaf), axes in zip(paths, structure.flatten_up_to(param_axes(program.config.model)), strict=True):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        print(f"{title:<17}{'Muon' if is_hidden(axes) else 'AdamW':<6} {name} {list(leaf.shape)}")
+        title = ""
 
 
 def describe_data(

@@ -547,10 +547,10 @@ def test_permutes_must_be_rings_of_linked_chips_in_a_node():
 # Our programs.
 
 
-def check_shipped(name, target, neuron_here, report_file):
+def check_shipped(name, target, neuron_here, report_file, *, more=()):
     """Asserts that the lint of a shipped config has no error and no unexplained warning; returns what is explained."""
     validated = ("--config.data.validation=held_out.parquet",) if name == "70b" else ()  # it is not validated by itself
-    words = (f"--config={name}", f"--instance={target}", f"--json={report_file}", *validated)
+    words = (f"--config={name}", f"--instance={target}", f"--json={report_file}", *validated, *more)
     code, printed, error = neuron_here("lint", *words)
     assert (code, error) == (0, "")
     report = json.loads(report_file.read_text())
@@ -578,6 +578,12 @@ def test_lint_of_a_shipped_config_has_no_error_and_no_unexplained_warning(tmp_pa
     check_shipped("160m", "trn2", neuron_here, tmp_path / "found.json")
     code, _, error = neuron_here("lint", "--config=llama3_8b", "--instance=trn1")  # a recipe of trn2
     assert (code, "AWS documents NKI for trn2 and trn3 only" in error) == (2, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["tiny", "7b"])
+def test_lint_of_muon_has_no_error_and_no_unexplained_warning(name, tmp_path, neuron_here):
+    check_shipped(name, "trn1", neuron_here, tmp_path / "found.json", more=["--config.optimizer.name=muon"])
 
 
 @pytest.mark.slow

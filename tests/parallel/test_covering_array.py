@@ -32,8 +32,8 @@ METRICS = ("loss", "grad_norm", "param_norm")
 EXACT, NARROW, NARROW_SPIKE = (5e-6, 5e-6, 5e-6), (1e-3, 5e-3, 5e-4), (1e-3, 3e-2, 5e-4)
 # The options that change what one device computes; all others may change the order of sums alone.
 NUMERICS = (
-    *("policy", "packing", "z_loss_weight", "tie_embeddings", "fuse_qkv", "num_kv_heads", "qkv_bias", "qk_norm"),
-    *("sliding_window", "sliding_window_layers", "rope_scaling"),
+    *("optimizer", "policy", "packing", "z_loss_weight", "tie_embeddings", "fuse_qkv", "num_kv_heads"),
+    *("qkv_bias", "qk_norm", "sliding_window", "sliding_window_layers", "rope_scaling"),
 )
 PLAIN = {
     "layer_loop": "scan",
@@ -51,7 +51,9 @@ def configured(options):
     c.model.update(vocab_size=64, embed_dim=32, mlp_dim=48, num_heads=4, head_dim=8, max_positions=16)
     c.data.update(batch_size=32, seq_len=16)
     c.train.spike_window = 2 * SPIKE  # it decides from the step on that is one
-    for key, value in {"num_layers": 4 if options.get("pipe", 1) > 1 else 2, **options}.items():
+    rest = {"num_layers": 4 if options.get("pipe", 1) > 1 else 2, **options}
+    c.optimizer.name = rest.pop("optimizer", "adamw")
+    for key, value in rest.items():
         section = next(s for s in (c.parallel, c.model, c.data, c.train, c.precision) if key in s)
         section[key] = value
     return resolve(c)

@@ -76,3 +76,13 @@ def test_buckets_group_arrays_up_to_bucket_bytes():
         scatters = [c for c in collectives(text, mesh) if c.kind == "reduce-scatter"]
         assert len(scatters) == wanted
         assert all(c.payload_bytes <= max(bucket_bytes, 24 * 16 * 4) for c in scatters)
+
+
+def test_state_for_some_of_the_parameters_is_sharded_like_them():
+    loss, params = user_model("plain")
+    labels = jax.tree.map(lambda leaf: "adam" if np.ndim(leaf) > 1 else "sgd", params)
+    optimizer = optax.partition({"adam": optax.adam(1e-2), "sgd": optax.sgd(1e-2, momentum=0.9)}, labels)
+    options = {"policy": POLICIES["fp32"], "zero": 1}
+    state = training_program(loss, optimizer, options=options, params=params).init(params)
+    for leaf in jax.tree.leaves(state["opt_state"]["inner"]):
+        assert leaf.addressable_shards[0].data.size == (leaf.size // 8 if leaf.size % 8 == 0 else leaf.size)

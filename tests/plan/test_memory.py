@@ -19,6 +19,7 @@ LAYOUTS = [
     {"policy": "mixed", "data": 8, "zero1": True},
     {"policy": "bf16", "data": 2, "fsdp": 4},
     {"policy": "mixed", "fsdp": 2, "data": 2, "tensor": 2, "zero1": True},
+    {"policy": "mixed", "fsdp": 2, "data": 2, "tensor": 2, "zero1": True, "optimizer": "muon"},
     {"policy": "mixed", "tensor": 8, "zero1": True},
     {"policy": "fp32", "pipe": 2, "data": 2, "tensor": 2, "zero1": True, "m": 2},
 ]
@@ -44,7 +45,7 @@ def held(tree):
     return max(by_device.values())
 
 
-@pytest.mark.parametrize("rows", [LAYOUTS[3:4], pytest.param(LAYOUTS, marks=pytest.mark.slow)], ids=["one", "all"])
+@pytest.mark.parametrize("rows", [LAYOUTS[3:5], pytest.param(LAYOUTS, marks=pytest.mark.slow)], ids=["two", "all"])
 def test_planned_state_equals_the_bytes_of_real_arrays(rows):
     for changes in rows:
         config = small_config(**changes)
@@ -54,6 +55,16 @@ def test_planned_state_equals_the_bytes_of_real_arrays(rows):
         assert memory.params == held(state["params"]), changes
         assert memory.opt_state == held({"opt_state": state["opt_state"], "step": state["step"]}), changes
         assert checkpoint_bytes(program.abstract_state) == sum(leaf.nbytes for leaf in jax.tree.leaves(state)), changes
+
+
+def test_planned_muon_has_no_second_moment_of_matrices():
+    held_by = {}
+    for name in ("adamw", "muon"):
+        program, jaxpr = _planned(small_config(optimizer=name, data=1))
+        held_by[name] = device_bytes(program, jaxpr=jaxpr).opt_state
+    layers = program.abstract_state["params"]["layers"]
+    matrices = sum(leaf.size for part in ("attention", "mlp") for leaf in layers[part].values())
+    assert held_by["adamw"] - held_by["muon"] == 4 * matrices
 
 
 # Within 15 percent of what XLA on CPU allocates with its memory-minimising scheduler, fp32, layers in a scan.

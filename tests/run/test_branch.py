@@ -74,12 +74,33 @@ def test_a_finished_schedule_is_extended_in_a_branch_and_the_refusal_says_how(tr
     assert (branch / KEPT / "config.json").read_text() == "{}"
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_cooldown_in_a_branch_off_the_stable_phase_is_the_wsd_run_itself(optimizer, train, tmp_path):
+    each = {"optimizer__name": optimizer, "optimizer__min_lr_ratio": 0.0}
+    each |= {"train__eval_every_steps": 0, "checkpoint__every_steps": 0}
+    wsd = {"optimizer__schedule": "wsd", "optimizer__cooldown_steps": 40, "optimizer__horizon_steps": 200}
+    wsd |= {"train__num_steps": 200} | each
+    config, whole = train(tmp_path / "whole", train__branch_from="", **wsd)
+    constant = {"optimizer__schedule": "constant", "train__num_steps": 160} | each
+    _, trunk = train(tmp_path / "trunk", train__branch_from="", **constant)
+    _, branch = train(train__branch_from=f"{trunk}@160", **wsd)
+    assert [micro.exact(row) for row in micro.rows(branch)] == [micro.exact(row) for row in micro.rows(whole)]
+    rates = [row["learning_rate"] for row in micro.rows(branch)]
+    assert rates == [learning_rate(step, config.optimizer) for step in range(200)]
+    assert rates[4:161] == [1e-2] * 157
+    assert rates[199] == 1e-2 / 40
+    ends = [micro.final_checkpoint(tmp_path / "micro.py", run, optimizer=optimizer) for run in (whole, branch)]
+    assert ends[0][:3] == ends[1][:3]
+
+
 def test_a_branch_that_cannot_be_made_is_refused_and_leaves_no_folder(trained_run, train, tmp_path):
     copy = tmp_path / "copy"
     copy.mkdir()
     for keys, message in (
         ({"train__branch_from": f"{trained_run}@19"}, r"has no checkpoint of step 19; it has those of 20, 24\.$"),
         ({"train__branch_from": "/nowhere@19"}, r"/nowhere has no checkpoint of step 19; it has none\.$"),
+        ({"optimizer__name": "muon"}, r"a branch must keep:\n  optimizer\.name: 'adamw' in the checkpoint, 'muon' now"),
         ({"data__seq_len": 16}, r"a branch must keep:\n  data\.seq_len: 32 in the checkpoint, 16 now\nRestore these"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -201,6 +201,8 @@ TWO_SOURCES = {
     "data.mixture": "a=1,b=1",
 }
 SHORT_DOCUMENTS = {"data.train": "FOLDER/two.jsonl", "data.validation": ""}
+MUON = {"optimizer.name": "muon"}
+WSD = {"optimizer.schedule": "wsd", "optimizer.cooldown_steps": 5}
 DIVERGING = {"optimizer.peak_lr": 1e30, "optimizer.warmup_steps": 1, "train.num_steps": 7}
 FIELDS = {
     "model.vocab_size": Row(4096, program),
@@ -249,16 +251,25 @@ FIELDS = {
     "parallel.sequence_parallel": Row(True, program_8, given={"parallel.tensor": 2}),
     "precision.policy": Row("mixed", program),
     "precision.stochastic_rounding": Row("software", refusal),
+    "optimizer.name": Row("muon", program),
+    "optimizer.schedule": Row("linear", rates),
     "optimizer.peak_lr": Row(2e-2, rates),
     "optimizer.min_lr_ratio": Row(0.2, rates),
     "optimizer.warmup_steps": Row(5, rates),
     "optimizer.horizon_steps": Row(50, rates),
+    "optimizer.plateau_ratio": Row(0.3, rates),
+    "optimizer.num_cycles": Row(1.5, rates),
+    "optimizer.cooldown_steps": Row(10, rates, given=WSD),
+    "optimizer.cooldown": Row("sqrt", rates, given=WSD),
     "optimizer.beta1": Row(0.8, program),
     "optimizer.beta2": Row(0.9, program),
     "optimizer.eps": Row(1e-6, program),
     "optimizer.weight_decay": Row(0.2, program),
     "optimizer.decay": Row("matrices", program),
     "optimizer.clip_norm": Row(2.0, program),
+    "optimizer.muon_beta": Row(0.9, program, given=MUON),
+    "optimizer.muon_scale": Row("spectral", program, given=MUON),
+    "optimizer.muon_lr_ratio": Row(2.0, program, given=MUON),
     "data.train": Row("package:austen_validation.jsonl", batches),
     "data.validation": Row("package:austen_train.jsonl", batches),
     "data.text_field": Row("body", batches, given={"data.train": "FOLDER/two.jsonl", "data.validation": ""}),
@@ -392,6 +403,11 @@ def test_config_table_covers_every_field_exactly():
     assert {f.name for f in dataclasses.fields(config_lib.Config)} == {"name", *config_lib.SECTIONS}
     tree = config_lib.default().to_dict()
     assert {f"{section}.{key}" for section in config_lib.SECTIONS for key in tree[section]} == fields
+
+
+def test_schedules_share_one_program(observed):
+    schedules = {"optimizer.schedule": "linear"}, {"optimizer.schedule": "constant"}, WSD, {"optimizer.num_cycles": 1.5}
+    assert {observed(settings, program) for settings in schedules} == {observed({}, program)}
 
 
 @pytest.mark.slow

@@ -1,12 +1,16 @@
-"""The learning rate against HLAT's formula and the points that its paper and scripts give. All exact up to fp64."""
+"""The learning rate against HLAT's formula, points of its paper, and closed forms. All exact up to fp64."""
 
 import dataclasses
 import math
+from decimal import Decimal
 
+import numpy as np
 import pytest
 
+from hlat_jax import config as config_lib
 from hlat_jax.config import OptimizerConfig
 from hlat_jax.optimizer import learning_rate
+from hlat_jax.resolve import resolve
 
 HLAT_7B = OptimizerConfig(peak_lr=3e-4, min_lr_ratio=0.1, warmup_steps=2000, horizon_steps=500_000)
 HLAT_70B = dataclasses.replace(HLAT_7B, peak_lr=1.5e-4)
@@ -42,3 +46,90 @@ def test_floor_is_reached_at_1_669_trillion_tokens_and_70b_matches_figure_1d():
     assert first * TOKENS_PER_STEP / 1e12 == pytest.approx(1.669, abs=5e-4)
     # Half of the last digit that can be read off the figure.
     assert learning_rate(round(1.4e12 / TOKENS_PER_STEP), HLAT_70B) == pytest.approx(3.76e-5, abs=5e-8)
+
+
+def _hlat_published(s, *, cycles=0.5, plateau=0.0):
+    """HLAT's scheduler with the arguments that its own runs leave at their defaults."""
+    held = int(plateau * 300)
+    return np.where(s < 20 + held, 1.0, 0.5 * (1 + np.cos(np.pi * cycles * 2 * (s - 20 - held) / (280 - held))))
+
+
+# Schedule -> its keys, and its factor of the peak after a warm-up of 20 steps, at steps s up to the horizon of 300.
+CLOSED_FORMS = {
+    "constant": ({"schedule": "constant"}, lambda s: np.ones_like(s)),
+    "linear": ({"schedule": "linear"}, lambda s: 1 - (s - 20) / 280),
+    "cosine": ({}, _hlat_published),
+    "HLAT's plateau": ({"plateau_ratio": 0.3}, lambda s: _hlat_published(s, plateau=0.3)),
+    "HLAT's cycles": (
+        {"num_cycles": 1.5, "plateau_ratio": 0.103},  # 30.9 steps, of which HLAT keeps the whole ones
+        lambda s: _hlat_published(s, cycles=1.5, plateau=0.103),
+    ),
+    "wsd": ({"schedule": "wsd", "cooldown_steps": 60}, lambda s: np.minimum(1, (300 - s) / 60)),
+    "wsd, 1 - sqrt": (
+        {"schedule": "wsd", "cooldown_steps": 60, "cooldown": "sqrt"},
+        lambda s: 1 - np.sqrt(np.maximum(0, s - 240) / 60),
+    ),
+    "wsd without a stable phase": ({"schedule": "wsd", "cooldown_steps": 280}, lambda s: (300 - s) / 280),
+}
+
+
+@pytest.mark.parametrize("min_lr_ratio", [0.0, 0.1])
+@pytest.mark.parametrize("name", CLOSED_FORMS)
+def test_schedule_equals_its_closed_form_at_every_step(name, min_lr_ratio):
+    keys, factor = CLOSED_FORMS[name]
+    config = OptimizerConfig(peak_lr=7e-4, min_lr_ratio=min_lr_ratio, warmup_steps=20, horizon_steps=300, **keys)
+    steps = np.arange(300, dtype=np.float64)
+    wanted = 7e-4 * np.where(steps < 20, steps / 20, np.maximum(min_lr_ratio, factor(steps)))
+    got = np.array([learning_rate(step, config) for step in range(300)])
+    np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=1e-18)  # atol: of zeros of a cosine
+    at_horizon = 7e-4 * max(min_lr_ratio, float(factor(np.array([300.0]))[0]))
+    assert [learning_rate(step, config) for step in (300, 301, 10**6)] == pytest.approx([at_horizon] * 3, abs=1e-18)
+
+
+def test_last_steps_of_a_long_decay_keep_all_digits():
+    share = 1 - (1 - Decimal(1) / 100_000).sqrt()
+    for keys, wanted in (
+        ({"schedule": "linear", "warmup_steps": 0}, 1 / 500_000),
+        ({"schedule": "wsd", "cooldown_steps": 100_000, "cooldown": "sqrt"}, float(share)),
+    ):
+        config = dataclasses.replace(HLAT_7B, min_lr_ratio=0.0, **keys)
+        assert learning_rate(499_999, config) == pytest.approx(3e-4 * wanted, rel=1e-12, abs=0.0)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"schedule": "wsb"}, r"schedule='wsb' is not one of cosine, linear, constant, wsd\. Did you mean 'wsd'"),
+        ({"schedule": "wsd"}, r"'wsd' needs optimizer\.cooldown_steps, such as a fifth .* the schedule is 'constant'"),
+        (
+            {"schedule": "wsd", "warmup_steps": 50, "cooldown_steps": 51, "horizon_steps": 100},
+            r"horizon_steps=100 is too short for optimizer\.warmup_steps=50, .*cooldown_steps=51; raise it",
+        ),
+        (
+            {"warmup_steps": 50, "plateau_ratio": 0.5, "horizon_steps": 100},
+            r"horizon_steps=100 is too short for optimizer\.warmup_steps=50, .*plateau_ratio=0\.5, .*; raise it",
+        ),
+        ({"horizon_steps": 2000}, r"horizon_steps=2000 is too short for optimizer\.warmup_steps=2000, "),
+        ({"plateau_ratio": 1.0}, r"optimizer\.plateau_ratio=1\.0 must lie in \[0, 1\)"),
+        (
+            {"schedule": "constant", "cooldown_steps": 5},
+            r"cooldown_steps=5 has no effect with optimizer\.schedule='constant': .* set optimizer\.schedule='wsd'\.$",
+        ),
+        ({"cooldown": "sqrt"}, r"cooldown=sqrt has no effect with optimizer\.schedule='cosine'"),
+        (
+            {"schedule": "linear", "num_cycles": 1.0},
+            r"num_cycles=1\.0 has no effect with optimizer\.schedule='linear': .* set optimizer\.schedule='cosine'\.$",
+        ),
+    ],
+)
+def test_schedule_that_cannot_be_is_refused(keys, message):
+    c = config_lib.default()
+    c.optimizer.update(keys)
+    with pytest.raises(ValueError, match=message):
+        resolve(c)
+
+
+def test_constant_rate_needs_no_horizon():
+    c = config_lib.default()
+    c.optimizer.update(schedule="constant", warmup_steps=10, horizon_steps=1)
+    assert learning_rate(10**9, resolve(c).optimizer) == c.optimizer.peak_lr

@@ -43,6 +43,7 @@ VALUES: dict[str, list] = {
     "sliding_window": [16, 5],  # of 16 positions: no window, also with layers that have it
     "sliding_window_layers": ["", "2:2"],
     "rope_scaling": ["none", "linear", "llama3", "yarn"],
+    "optimizer": ["adamw", "muon"],
 }
 FIRST = {key: values[0] for key, values in VALUES.items()}
 # The rows that the quick suite runs, part of every array. A scan hands out its constants as residuals, and those are
@@ -55,7 +56,7 @@ QUICK: dict[str, Row] = {
     | {"data": 2, "tensor": 4, "zero1": True, "sequence_parallel": True, "reduce_gradients": "layer"}
     | {"bucket_bytes": 4096, "num_microbatches": 2, "accumulate": "programs", "z_loss_weight": 1e-2, "spikes": "skip"}
     | {"packing": "documents", "remat": "selective", "attention": "blocked", "tie_embeddings": True, "num_kv_heads": 2}
-    | {"qkv_bias": True, "qk_norm": True, "sliding_window": 5, "rope_scaling": "yarn"},
+    | {"optimizer": "muon", "qkv_bias": True, "qk_norm": True, "sliding_window": 5, "rope_scaling": "yarn"},
 }
 # What is refused: the keys that it depends on, whether a row is, a row, and what the error says.
 REFUSED = {

@@ -172,9 +172,13 @@ def reseal(folder: pathlib.Path, change: Callable[[dict], None]) -> None:
     seal(folder, json.loads((folder / INTEGRITY_FILE).read_text())["files"])
 
 
-def final_checkpoint(config: pathlib.Path, workdir: pathlib.Path) -> tuple[int, dict[str, bytes], list, dict]:
+def final_checkpoint(
+    config: pathlib.Path, workdir: pathlib.Path, *, optimizer: str = "adamw"
+) -> tuple[int, dict[str, bytes], list, dict]:
     """Returns (step, bytes and type of every array of the state, data position, metadata) of the newest checkpoint."""
-    resolved = resolve(config_files.load(str(config)))
+    c = config_files.load(str(config))
+    c.optimizer.name = optimizer
+    resolved = resolve(c)
     layout = make_layout(resolved.parallel, jax.devices()[:1])
     checkpointer = Checkpointer(workdir, config=resolved.checkpoint)
     step, state, position, metadata = checkpointer.restore(make_program(resolved, layout).abstract_state)

@@ -10,6 +10,8 @@ KEYS = {
     "policy": ("precision", "policy"),
     "m": ("train", "num_microbatches"),
     "rows": ("data", "batch_size"),
+    "optimizer": ("optimizer", "name"),
+    "schedule": ("optimizer", "schedule"),
     "segments": ("data", "packing"),
 }
 
