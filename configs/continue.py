@@ -13,6 +13,7 @@ def get_config():
     num_steps = c.train.get_ref("num_steps")  # a run of another length decays over that
     num_steps.set(100)
 
+    c.optimizer.schedule = "linear"
     c.optimizer.peak_lr = 1e-4
     c.optimizer.warmup_steps = num_steps // 10
     c.optimizer.horizon_steps = num_steps * 1

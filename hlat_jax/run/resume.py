@@ -229,11 +229,11 @@ def with_weights(state: Any, weights: Weights, *, config: Config) -> tuple[Any, 
     if "master" in state["opt_state"]:
         state["opt_state"] = state["opt_state"] | {"master": read(state["opt_state"]["master"])}
     rate, data = config.optimizer, config.data
+    end = "" if rate.schedule == "constant" else f" to {rate.peak_lr * rate.min_lr_ratio:g} at {rate.horizon_steps:,}"
     print(
         f"weights          from {weights.folder}, step {weights.step}; the optimizer state is new\n"
-        f"recipe           learning rate {rate.peak_lr:g} after {rate.warmup_steps:,} steps of warm-up, by a cosine to "
-        f"{rate.peak_lr * rate.min_lr_ratio:g} at step {rate.horizon_steps:,}; {config.train.num_steps:,} steps of "
-        f"{data.batch_size:,} x {data.seq_len:,} tokens"
+        f"recipe           {rate.name}, learning rate {rate.peak_lr:g} after {rate.warmup_steps:,} steps of warm-up, "
+        f"{rate.schedule}{end}; {config.train.num_steps:,} steps of {data.batch_size:,} x {data.seq_len:,} tokens"
     )
     return state, {"folder": str(weights.folder), "step": weights.step}
 

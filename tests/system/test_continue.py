@@ -61,7 +61,10 @@ def test_a_model_is_continued_by_one_command_and_exported_as_it_came(source, tmp
     keys |= {"train.num_steps": 4, "train.num_eval_batches": 0}
     words = [f"--config.{key}={value}" for key, value in keys.items()]
     assert train.main([f"--init_from={source}", *words, f"--workdir={run}"]) == 0
-    assert "recipe           learning rate 0.0001 after 0 steps of warm-up" in capsys.readouterr().out
+    recipe = (
+        "recipe           adamw, learning rate 0.0001 after 0 steps of warm-up, linear to 0 at 4; 4 steps of 8 x 32"
+    )
+    assert recipe in capsys.readouterr().out
     before = read_rows(run / ROWS_FILE)[0]
     loss, count = loss_of_transformers(source, HELD_OUT)
     assert (before["step"], before["eval_tokens"]) == (0, count)
