@@ -174,8 +174,10 @@ def describe(config: config_lib.Config) -> str:
     """Returns the costs of a config, by formula: parameters, FLOPs, tokens, bytes of state."""
     model, data, train = config.model, config.data, config.train
     step_tokens = data.batch_size * data.seq_len
-    rate = config.optimizer
-    horizon = "constant rate" if rate.schedule == "constant" else f"schedule horizon {rate.horizon_steps:,}"
+    optimizer = config.optimizer
+    state_bytes = costs.policy_state_bytes(model, config.precision.policy, optimizer=optimizer.name)
+    is_constant = optimizer.schedule == "constant"
+    horizon = "constant rate" if is_constant else f"schedule horizon {optimizer.horizon_steps:,}"
     return "\n".join(
         (
             f"parameters       {costs.num_params(model):,}",
@@ -184,8 +186,7 @@ def describe(config: config_lib.Config) -> str:
             f"tokens per step  {step_tokens:,} = {data.batch_size} x {data.seq_len}, "
             f"{train.num_microbatches} microbatch{'es' if train.num_microbatches > 1 else ''}",
             f"steps            {train.num_steps:,} ({train.num_steps * step_tokens:,} tokens); {horizon}",
-            f"state            {costs.policy_state_bytes(model, config.precision.policy):,} bytes "
-            f"({config.precision.policy}), before sharding",
+            f"state            {state_bytes:,} bytes ({config.precision.policy}), before sharding",
         )
     )
 

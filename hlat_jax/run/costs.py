@@ -8,12 +8,16 @@ from hlat_jax.facts.policies import POLICY_FACTS
 
 def num_params(m: ModelConfig) -> int:
     """Returns the number of parameters; a tied embedding counts once."""
-    attention = m.embed_dim * m.head_dim * (2 * m.num_heads + 2 * m.num_kv_heads)
-    mlp = 3 * m.embed_dim * m.mlp_dim
-    attention += m.qkv_bias * m.head_dim * (m.num_heads + 2 * m.num_kv_heads) + m.qk_norm * 2 * m.head_dim
-    layer = attention + mlp + 2 * m.embed_dim
+    norms = (2 * m.num_layers + 1) * m.embed_dim
+    of_heads = m.qkv_bias * (m.num_heads + 2 * m.num_kv_heads) + m.qk_norm * 2  # biases and norms
     tables = m.vocab_size * m.embed_dim * (1 if m.tie_embeddings else 2)
-    return m.num_layers * layer + tables + m.embed_dim
+    return num_hidden_params(m) + m.num_layers * m.head_dim * of_heads + norms + tables
+
+
+def num_hidden_params(m: ModelConfig) -> int:
+    """Returns the number of parameters in the matrices of the layers, which Muon updates."""
+    attention = m.embed_dim * m.head_dim * (2 * m.num_heads + 2 * m.num_kv_heads)
+    return m.num_layers * (attention + 3 * m.embed_dim * m.mlp_dim)
 
 
 def flops_per_token_6n(m: ModelConfig) -> float:
@@ -32,7 +36,9 @@ def flops_per_token(m: ModelConfig, seq_len: int) -> float:
     return flops_per_token_6n(m) + 12.0 * m.num_heads * m.head_dim * sum(m.windows(seq_len))
 
 
-def policy_state_bytes(m: ModelConfig, policy: str) -> int:
+def policy_state_bytes(m: ModelConfig, policy: str, *, optimizer: str) -> int:
     """Returns the bytes of the training state before sharding, with its two counters and, if kept, a seed."""
     facts = POLICY_FACTS[policy]
-    return facts.state_bytes_per_param * num_params(m) + (12 if facts.rounding == "stochastic" else 8)
+    second_moments = facts.moment_bytes * num_hidden_params(m) if optimizer == "muon" else 0  # which Muon does without
+    counters = 12 if facts.rounding == "stochastic" else 8
+    return facts.state_bytes_per_param * num_params(m) - second_moments + counters

@@ -28,7 +28,8 @@ def fitting_program(config: Config, devices: Sequence[Any]) -> RunProgram:
     memory = sum(device_memory(device) for device in devices)
     params = costs.num_params(config.model)
     gradients = params * jnp.dtype(POLICIES[config.precision.policy].accumulate).itemsize
-    needed = costs.policy_state_bytes(config.model, config.precision.policy) + gradients
+    state = costs.policy_state_bytes(config.model, config.precision.policy, optimizer=config.optimizer.name)
+    needed = state + gradients
     degrees = ", ".join(f"{axis}={getattr(config.parallel, axis)}" for axis in MESH_AXES)
     has = f"this machine has {len(devices)} {devices[0].device_kind} device(s) with {format_bytes(memory)} in all"
     if needed > memory:

@@ -590,7 +590,8 @@ def test_lint_of_muon_has_no_error_and_no_unexplained_warning(name, tmp_path, ne
 @pytest.mark.parametrize("target", ["trn1", "trn2"])
 def test_lint_of_every_shipped_config_has_no_error_and_every_explained_warning_occurs(target, tmp_path, neuron_here):
     found = tmp_path / "found.json"
-    names = set(config_files.shipped_configs()) - ({"llama3_8b"} if target == "trn1" else set())
+    without = {"continue"} | ({"llama3_8b"} if target == "trn1" else set())  # a recipe for the model of given weights
+    names = set(config_files.shipped_configs()) - without
     explained = set().union(*(check_shipped(name, target, neuron_here, found) for name in sorted(names)))
     if target == "trn2":
         neuron_here("lint", "--config=7b", "--program=generate", "--instance=trn2", f"--json={found}")

@@ -57,8 +57,12 @@ def test_policies_store_their_declared_dtypes(small, one_device):
         }
         if name in ("fp32", "autocast"):
             assert read == {jnp.dtype(jnp.float32 if name == "fp32" else jnp.bfloat16)}
-        assert state_bytes(state) == costs.policy_state_bytes(config.model, name)
+        assert state_bytes(state) == costs.policy_state_bytes(config.model, name, optimizer="adamw")
         assert state_bytes(program.init_state()) == state_bytes(state)
+        small.optimizer.name = "muon"
+        of_muon = make_program(resolve(small), one_device).abstract_state
+        assert state_bytes(of_muon) == costs.policy_state_bytes(config.model, name, optimizer="muon")
+        small.optimizer.name = "adamw"
 
 
 @pytest.mark.slow
