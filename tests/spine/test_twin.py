@@ -94,9 +94,10 @@ def our_log(config: Config, batches: list[Batch]) -> tuple[dict, dict[str, np.nd
 
 
 def twin_log(params: dict, config: Config, batches: list[Batch]) -> dict[str, np.ndarray]:
-    """Returns the twin's log of a config, every setting handed over by name."""
+    """Returns the twin's log of a config of AdamW and a cosine, every setting of these handed over by name."""
+    settings = dataclasses.asdict(config.optimizer)
     recipe = twin.Recipe(
-        **dataclasses.asdict(config.optimizer),
+        **{field.name: settings[field.name] for field in dataclasses.fields(twin.Recipe) if field.name in settings},
         num_microbatches=config.train.num_microbatches,
         z_loss_weight=config.train.z_loss_weight,
     )
