@@ -97,7 +97,7 @@ def ids_that_end_a_text(folder: pathlib.Path) -> tuple[int, ...]:
     """
     path = folder / "generation_config.json"
     path = path if path.is_file() else folder / "config.json"
-    named = read_json(path).get("eos_token_id")
+    named = _json_if_there(path).get("eos_token_id")
     ids = named if isinstance(named, list) else [] if named is None else [named]
     if any(type(token) is not int for token in ids):
         raise ValueError(f"{path}: eos_token_id={named!r} must be a token id or a list of token ids.")
