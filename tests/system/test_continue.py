@@ -67,6 +67,10 @@ def test_a_model_is_continued_by_one_command_and_exported_as_it_came(source, tmp
     loss, count = loss_of_transformers(source, HELD_OUT)
     assert (before["step"], before["eval_tokens"]) == (0, count)
     assert before["eval_loss"] == pytest.approx(loss, rel=1e-4)
+    other = shutil.copytree(source, tmp_path / "other")
+    with pytest.raises(ValueError, match=f"the run in {run} began with {source}, and would go on with those"):
+        train.main([f"--init_from={other}", *words, f"--workdir={run}"])
+    assert train.main([f"--init_from={source}", *words, f"--workdir={run}"]) == 0
     assert hf_command.main(["export", str(run), f"--out={out}"]) == 0
     assert same_but_for_weights(out, source)
     assert hf_command.main(["export", str(run), f"--out={tmp_path / 'whole'}", "--dtype=float32"]) == 0
