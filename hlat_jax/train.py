@@ -125,7 +125,7 @@ def _check_paths(config: config_lib.Config, workdir: pathlib.Path, *, given: Col
 
 
 def _check_starts(train: Any, workdir: pathlib.Path, *, given: Collection[str]) -> None:
-    """Raises ValueError for a path of weights to begin with that does not exist.
+    """Raises ValueError for a path of weights to begin with that does not exist, or is not what the run began with.
 
     A run that resumes does not read them, and they may be away; a path that it was not given before is still a mistake.
     """
@@ -135,8 +135,16 @@ def _check_starts(train: Any, workdir: pathlib.Path, *, given: Collection[str]) 
     resumes = any(workdir.glob("checkpoints/*"))
     for key in ("train.init_from", "train.branch_from"):
         value = train[key.removeprefix("train.")]
-        if value and not (resumes and (key not in given or recorded_value(workdir, key) == value)):
-            check_checkpoint(value.rpartition("@")[0] if key == "train.branch_from" else value, key=key)
+        recorded = recorded_value(workdir, key) if resumes else None
+        if not value or (resumes and (key not in given or recorded == value)):
+            continue
+        check_checkpoint(value.rpartition("@")[0] if key == "train.branch_from" else value, key=key)
+        before, now = (os.path.abspath(os.path.expanduser(path or "")) for path in (recorded, value))
+        if key == "train.init_from" and recorded is not None and before != now:
+            raise ValueError(
+                f"{key}={value}: the run in {workdir} began with {recorded or 'random weights'}, and would go on with "
+                "those; give this one a folder of its own with --workdir, or leave the key out to resume."
+            )
 
 
 def _set_environment(config: config_lib.Config, values: flags.FlagValues, *, workdir: pathlib.Path) -> None:

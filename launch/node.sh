@@ -59,8 +59,8 @@ for word in "$@"; do
     --num_processes=* | --process_id=*) fail "$word: give --nodes and --node; one process runs on each node." ;;
     *)
       passed+=("$word")
-      # also the value after `--config` or `--config.a.b`
-      if [[ $word =~ ^--config([.=]|$) || ($previous =~ ^--config(\.[^=]*)?$ && $word != --*) ]]; then
+      # also the value after `--config`, `--config.a.b` or `--init_from`
+      if [[ $word =~ ^--(config([.=]|$)|init_from(=|$)) || ($previous =~ ^--(config(\.[^=]*)?|init_from)$ && $word != --*) ]]; then
         config_words+=("$word")
       fi
       ;;

@@ -30,8 +30,8 @@ def parse(argv: Sequence[str], define: Callable[[flags.FlagValues], None] = lamb
       define: declares the command's own flags on the `absl` FlagValues it is given.
 
     Raises:
-      ValueError: no --config or two, an unknown config, key or flag (with the nearest valid one), or a value of a wrong
-        type.
+      ValueError: no --config or two, two --init_from, an unknown config, key or flag (with the nearest valid one), or a
+        value of a wrong type.
       SystemExit: with code 0, after `--help`.
     """
     values = flags.FlagValues()
@@ -41,10 +41,13 @@ def parse(argv: Sequence[str], define: Callable[[flags.FlagValues], None] = lamb
         sys.exit(0)
     named = flags.FlagValues()
     flags.DEFINE_multi_string("config", [], "Name or path of the config.", flag_values=named)
-    flags.DEFINE_string("init_from", "", "Initial weights.", flag_values=named)
+    flags.DEFINE_multi_string("init_from", [], "Initial weights.", flag_values=named)
     words = _parse_words(named, argv, known_only=True)
-    if named.init_from:
-        words.append(f"--config.train.init_from={named.init_from}")
+    starts = named.init_from + [word for word in words if re.match("--?config.train.init_from(=|$)", word)]
+    if named.init_from and len(starts) > 1:
+        raise ValueError(f"initial weights are given {len(starts)} times; a run begins with one --init_from.")
+    if any(named.init_from):
+        words.append(f"--config.train.init_from={named.init_from[0]}")
         named.config = named.config or ["continue"]
     if not named.config:
         likely = [word for word in words if word.endswith(".py") or word in config_files.shipped_configs()]
@@ -87,13 +90,13 @@ def given_keys(values: flags.FlagValues) -> set[str]:
 
 
 def config_words(argv: Sequence[str]) -> list[str]:
-    """Returns the words of a command line that choose and change the config, as --config=NAME and --config.a.b=VALUE.
+    """Returns the words of a command line that choose and change the config, as --flag=VALUE: config and init_from.
 
     `argv` is one that `parse` takes: a value may also be the word after its flag.
     """
     words = []
     for word, after in zip(argv, [*argv[1:], "--"], strict=True):
-        if re.match(r"--?(?:no)?config(?:[.=]|$)", word):
+        if re.match(r"--?(?:no)?(?:config(?:[.=]|$)|init_from(?:=|$))", word):
             is_value = "=" not in word and not re.match("--|-[a-z]", after)
             words.append(f"--{word.lstrip('-')}" + (f"={after}" if is_value else ""))
     return words

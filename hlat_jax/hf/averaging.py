@@ -45,7 +45,10 @@ def average(paths: Sequence[str | os.PathLike], out: pathlib.Path, *, status: St
 
     step = max(each.step for each in averaged)
     with whole_folder(out) as partial:
-        export_checkpoint(dataclasses.replace(averaged[0], step=step, read_leaf=mean_of), partial, status=status)
+        mean = dataclasses.replace(averaged[0], step=step, read_leaf=mean_of)
+        dtypes = [np.dtype(leaf.dtype) for leaf in jax.tree.leaves(mean.arrays)]
+        widest = max(dtypes, key=lambda each: each.itemsize).name
+        export_checkpoint(mean, partial, dtype=widest, status=status)
         seal_all(partial)
     return averaged
 

@@ -29,7 +29,7 @@ from hlat_jax.store.progress import Status
 from hlat_jax.store.typed_json import read_json
 from hlat_jax.weights import hf_names
 from hlat_jax.weights.description import describe_hugging_face
-from hlat_jax.weights.hf_config import architecture, config_json, model_config
+from hlat_jax.weights.hf_config import ARCHITECTURES, architecture, config_json, model_config
 from hlat_jax.weights.hf_files import DTYPES, INDEX_FILE, SINGLE_FILE, begins_texts_with_bos, companions
 from hlat_jax.weights.hf_reading import as_dtype, open_checkpoint
 from hlat_jax.weights.safetensors_file import Writer, bits
@@ -121,15 +121,17 @@ def save(
     Args:
       params: nested dicts of arrays, as of `init_params` or `hf.load`; one is copied to the host at a time.
       model: the config of the parameters.
-      tokenizer: a tokenizer file; or a Hugging Face folder, whose tokenizer, chat template and other files beside the
-        weights are copied; "" for none.
+      tokenizer: a tokenizer file; or a Hugging Face folder, of a model or of a tokenizer alone, whose tokenizer, chat
+        template and other files beside the weights are copied; "" for none.
       folder: must not exist, or be empty.
       dtype: float32 or bfloat16; "": that of the parameters.
 
     Raises:
       ValueError: parameters of another model, in another dtype than float32 and bfloat16, or of which this process
-        does not hold all shards; a model that transformers does not load; a folder that exists.
+        does not hold all shards; another `dtype`; a model that transformers does not load; a folder that exists.
     """
+    if dtype not in ("", *DTYPES):
+        raise ValueError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}, or '' for that of the parameters.")
     leaves, expected = leaves_by_name(params), leaves_by_name(abstract_params(model))
     for name in sorted(leaves.keys() | expected.keys()):
         theirs, ours = (tree[name].shape if name in tree else "absent" for tree in (leaves, expected))
@@ -249,12 +251,13 @@ def files_of(tokenizer: Tokenizer) -> dict[str, pathlib.Path]:
 def _write_companions(weights: Weights, folder: pathlib.Path, *, dtype: str) -> None:
     """Writes config.json, the files that came along with weights of Hugging Face, and otherwise the tokenizer."""
     beside, path = weights.companions, folder / "config.json"
-    came_along = companions(beside) if beside and (beside / path.name).is_file() else {}
+    came_along = companions(beside) if beside else {}
+    theirs = read_json(came_along[path.name]) if path.name in came_along else {}
     for name, source in came_along.items():
         shutil.copyfile(source, folder / name)
     has_tokenizer = not {_NATIVE, _TOKENIZER}.isdisjoint(came_along)
     ids: dict[str, int | None] = {}
-    if weights.tokenizer and (weights.step or not has_tokenizer):
+    if weights.tokenizer and (weights.step or not (has_tokenizer and theirs)):
         tokenizer = weights.open_tokenizer()
         ids = {"bos_token_id": tokenizer.bos_id if tokenizer.bos_id >= 0 else None, "eos_token_id": tokenizer.eos_id}
         for name, source in () if has_tokenizer else files_of(tokenizer).items():
@@ -265,8 +268,9 @@ def _write_companions(weights: Weights, folder: pathlib.Path, *, dtype: str) -> 
             _add_no_tokens(folder, tokenizer)
             if weights.begins_with_bos:
                 _add_bos(folder, tokenizer)
-    theirs = read_json(path) if came_along else {}
-    is_theirs = theirs and architecture(model_config(theirs, where=str(path))) == architecture(weights.model)
+    is_theirs = theirs.get("model_type") in ARCHITECTURES and (
+        architecture(model_config(theirs, where=str(came_along[path.name]))) == architecture(weights.model)
+    )
     if is_theirs:
         content = with_dtype(theirs, dtype)
     else:

@@ -19,7 +19,7 @@ from hlat_jax.weights.init_model import parse_config
 
 def main(argv: Sequence[str]) -> int:
     """Runs and prints every check, then a summary; returns 1 if a check failed, else 0."""
-    has_config = any(word.split("=")[0] in ("--config", "--help", "-h") for word in argv)
+    has_config = any(word.split("=")[0] in ("--config", "--init_from", "--help", "-h") for word in argv)
     config, values = parse_config(argv if has_config else ["--config=tiny", *argv], _define)
     flags_lib.check_output("--json", values.json)
     options = _prepare(config, values, os.environ, machine=neuron_topology.Machine())

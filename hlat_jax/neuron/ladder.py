@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hlat_jax.config import Config, count_text
+from hlat_jax.facts.number_ranges import parse_ranges
 from hlat_jax.host.neuron_compiler_flags import COMPILER_KILLED, compiler_killed
 from hlat_jax.host.neuron_topology import Topology
 from hlat_jax.neuron import partitioned, programs
@@ -90,6 +91,11 @@ def _rung(
     """Returns the rung of (layers, stages, microbatches of one replica, rows of one); `whole`: devices and degrees."""
     layers, stages, microbatches, rows = size
     changes = {"model.num_layers": layers, "parallel.pipe": stages, "train.num_microbatches": microbatches}
+    parts = parse_ranges("model.sliding_window_layers", config.model.sliding_window_layers, example="29:36")
+    if parts:
+        within = [f"{part.start}:{min(part.stop - 1, layers)}" for part in parts if part.start <= layers]
+        changes["model.sliding_window_layers"] = ",".join(within)
+        changes["model.sliding_window"] = config.model.sliding_window if within else 0
     replicas = max(1, num_devices // (stages * whole[1]["tensor"]))  # one where parallel.tensor takes all devices
     changes["data.batch_size"] = replicas * microbatches * rows
     if num_devices != whole[0] and -1 not in [getattr(config.parallel, axis) for axis in MESH_AXES]:

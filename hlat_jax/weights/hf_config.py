@@ -247,7 +247,7 @@ def _rope(values: dict[str, Any], *, where: str) -> dict[str, Any]:
     named: dict[str, str] = {}
 
     def take(name: str, key: str, value: Any) -> None:
-        if rope.setdefault(key, value) != value:
+        if rope.setdefault(key, value) not in (value,):  # NaN is itself
             raise ValueError(f"{where}: {name}={value!r} differs from {named[key]}={rope[key]!r}; keep one of them.")
         named.setdefault(key, name)
 
@@ -262,7 +262,7 @@ def _rope(values: dict[str, Any], *, where: str) -> dict[str, Any]:
             take(f"{place}.{key}", "rope_type" if key == "type" else key, value)
     kind = rope.pop("rope_type", "default")
     kinds = {"default": "none"} | {kind: kind for kind in ROPE_SCALING if kind != "none"}
-    if kind not in kinds:
+    if kind not in tuple(kinds):  # it may be unhashable
         raise ValueError(f"{where}: rope_type={kind!r} is not supported; supported are {', '.join(map(repr, kinds))}.")
     of_scaling = ROPE_SCALING[kinds[kind]]
     for key in ("rope_theta", *("original_max_position_embeddings" for key in of_scaling if key.endswith("positions"))):

@@ -72,12 +72,12 @@ def tokenizer_file(folder: pathlib.Path, *, vocab_size: int) -> str:
 def begins_texts_with_bos(folder: pathlib.Path) -> bool:
     """Returns whether transformers puts BOS before a text with the tokenizer of a folder, from its files.
 
+    A tokenizer.json decides alone, as by transformers 5, whatever `add_bos_token` beside it says.
+
     Raises:
       ValueError: a file is damaged; the message names it.
     """
     settings, path = _json_if_there(folder / "tokenizer_config.json"), folder / "tokenizer.json"
-    if isinstance(settings.get("add_bos_token"), bool):
-        return settings["add_bos_token"]
     if path.is_file():
         after = read_json(path).get("post_processor") or {}
         try:
@@ -85,6 +85,8 @@ def begins_texts_with_bos(folder: pathlib.Path) -> bool:
             return any("SpecialToken" in pieces[0] for pieces in templates)
         except (AttributeError, KeyError, TypeError):
             raise ValueError(f"{path}: its post_processor is {str(after)[:80]}; fetch that file again.") from None
+    if isinstance(settings.get("add_bos_token"), bool):
+        return settings["add_bos_token"]
     kind = settings.get("tokenizer_class")
     return isinstance(kind, str) and kind.startswith("Llama")  # its default
 
@@ -97,7 +99,7 @@ def ids_that_end_a_text(folder: pathlib.Path) -> tuple[int, ...]:
     """
     path = folder / "generation_config.json"
     path = path if path.is_file() else folder / "config.json"
-    named = read_json(path).get("eos_token_id")
+    named = _json_if_there(path).get("eos_token_id")
     ids = named if isinstance(named, list) else [] if named is None else [named]
     if any(type(token) is not int for token in ids):
         raise ValueError(f"{path}: eos_token_id={named!r} must be a token id or a list of token ids.")

@@ -347,6 +347,8 @@ def test_tokenizer_files_decide_whether_texts_begin_with_bos(tmp_path):
         ({"tokenizer_config.json": {"tokenizer_class": None}}, False),
         ({"tokenizer_config.json": {"tokenizer_class": "GPT2Tokenizer"}, "tokenizer.json": {}}, False),
         ({"tokenizer.json": {"post_processor": first_of_two}}, True),
+        ({"tokenizer_config.json": {"add_bos_token": False}, "tokenizer.json": {"post_processor": first_of_two}}, True),
+        ({"tokenizer_config.json": {"add_bos_token": True}, "tokenizer.json": {"post_processor": None}}, False),
         ({"tokenizer.json": {"post_processor": {"processors": [{}, first_of_two]}}}, True),
         ({"tokenizer.json": {"post_processor": {"single": [{"Sequence": {}}, {"SpecialToken": {}}]}}}, False),
     ]):  # fmt: skip

@@ -6,6 +6,7 @@ mistake tried there moves them by more than 2e-4.
 
 import dataclasses
 import json
+import math
 import pathlib
 import re
 import shutil
@@ -201,6 +202,8 @@ UNSUPPORTED = [
     ),
     ({"no_rope_layers": [1, 0]}, r"no_rope_layers=\[1, 0\] is not supported"),
     ({"quantization_config": {"bits": 4}}, r"quantization_config=.* is not supported; supported: {}"),
+    ({"rope_parameters": {"rope_type": ["yarn"]}}, r"rope_type=\['yarn'\] is not supported"),
+    ({"rope_parameters": {"rope_type": "linear", "factor": math.nan}}, r"rope_factor=nan must be above 0"),
     ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, r"rope_type='longrope' is not supported"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": ...}, r"'dynamic' .* 'linear', .* 'yarn'"),
     ({"rope_parameters": {"rope_type": "linear"}}, r"factor is missing in rope_type='linear'"),

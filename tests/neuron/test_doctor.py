@@ -321,6 +321,11 @@ def run_command(monkeypatch, outcomes, *words):
     return doctor_command.main(list(words))
 
 
+def test_the_command_checks_for_the_weights_that_a_run_begins_with(monkeypatch, tmp_path):
+    with pytest.raises(ValueError, match=f"train.init_from: {tmp_path} holds no weights"):
+        run_command(monkeypatch, {}, f"--init_from={tmp_path}")
+
+
 def test_report_ends_with_counts_of_passed_failed_and_not_testable(monkeypatch, capsys, tmp_path):
     outcomes = {
         "a": Outcome(PASSED, "fine"),

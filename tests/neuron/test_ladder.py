@@ -1,5 +1,6 @@
 """The ladder: rungs from one layer to the whole, the commands that run them, and the script that stops at a failure."""
 
+import dataclasses
 import itertools
 import json
 import os
@@ -44,6 +45,18 @@ def test_rungs_lead_from_one_layer_to_the_recipe():
         assert len(set(steps)) == len(steps) <= 12
         # each rung has more of something than the one before; 70b's first with stages has fewer layers than a stage
         assert all(any(new > old for new, old in zip(b, a, strict=True)) for a, b in itertools.pairwise(steps))
+
+
+def test_rungs_have_the_windows_of_their_layers():
+    config = resolve(config_files.load("qwen3_0_6b"))
+    model = dataclasses.replace(config.model, sliding_window=64, sliding_window_layers="3:5,8:28")
+    config = dataclasses.replace(config, model=model)
+    found = ladder.rungs(config, num_devices=programs.num_devices(config), node_devices=32)
+    assert {rung.config.model.num_layers for rung in found} >= {1, 2, 4, 28}
+    for rung in found:
+        ours, count = rung.config.model, rung.config.model.num_layers
+        assert ours.windows(512) == model.windows(512)[:count]
+    assert found[-1].config == config
 
 
 def command(rung, *words, folder="runs/x", place=TRN1):

@@ -25,6 +25,7 @@ from safetensors.numpy import save_file
 from hlat_jax import config as config_lib
 from hlat_jax import train
 from hlat_jax.cli import config_files
+from hlat_jax.cli.flags import config_words
 from hlat_jax.data import loader as loader_lib
 from hlat_jax.data.held_out import open_held_out
 from hlat_jax.data.loader import TrainBatches
@@ -420,6 +421,8 @@ COMMAND_LINE_ERRORS = [
     ([], "--config=NAME is missing"),
     (["--config=tinny"], "--config=tinny: no such config. Did you mean 'tiny'?"),
     (["--config=tiny", "--config", "7b"], "--config is given 2 times; a run has one config."),
+    (["--init_from=a", "--init_from=b"], "initial weights are given 2 times; a run begins with one --init_from."),
+    (["--init_from=a", "--config.train.init_from=b"], "initial weights are given 2 times"),
     (["--config=tiny", "--config.optimizer.peek_lr=1"], "no key --config.optimizer.peek_lr. Did you mean '--config.o"),
     (["--config=tiny", "--config.data=1"], "--config.data is a section; set one of its keys: "),
     (["--config=tiny", "--config.model.layer_loop=scam"], "is not one of auto, scan, unroll. Did you mean 'scan'?"),
@@ -439,6 +442,11 @@ def test_help_names_every_key_and_errors_the_nearest(train_here):
         code, _, err = train_here(*words)
         [line] = [line for line in err.splitlines() if line.startswith("error: ")]
         assert (code, message in line) == (2, True), (words, message, line)
+
+
+def test_words_of_the_config_include_the_weights_to_begin_with():
+    words = ["--config", "tiny", "--nodes=2", "--init_from", "runs/a", "-init_from=b"]
+    assert config_words(words) == ["--config=tiny", "--init_from=runs/a", "--init_from=b"]
 
 
 FILE_ERRORS = [

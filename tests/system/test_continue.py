@@ -1,6 +1,7 @@
 """A published model continued: in by one command, trained on, and out again as it came."""
 
 import json
+import shutil
 
 import hf_models
 import jax
@@ -69,6 +70,10 @@ def test_a_model_is_continued_by_one_command_and_exported_as_it_came(source, tmp
     loss, count = loss_of_transformers(source, HELD_OUT)
     assert (before["step"], before["eval_tokens"]) == (0, count)
     assert before["eval_loss"] == pytest.approx(loss, rel=1e-4)
+    other = shutil.copytree(source, tmp_path / "other")
+    with pytest.raises(ValueError, match=f"the run in {run} began with {source}, and would go on with those"):
+        train.main([f"--init_from={other}", *words, f"--workdir={run}"])
+    assert train.main([f"--init_from={source}", *words, f"--workdir={run}"]) == 0
     assert hf_command.main(["export", str(run), f"--out={out}"]) == 0
     assert same_but_for_weights(out, source)
     assert hf_command.main(["export", str(run), f"--out={tmp_path / 'whole'}", "--dtype=float32"]) == 0
@@ -92,6 +97,24 @@ def test_parameters_of_ones_own_are_saved_as_transformers_computes_them(source, 
     assert (tmp_path / "rounded/tokenizer.json").is_file()
 
 
+def test_parameters_are_saved_with_the_tokenizer_of_any_folder(source, tmp_path):
+    """Of what `save_pretrained` of a tokenizer writes, or of a model of another architecture."""
+    model, params = hf.load(source)
+    alone, other = tmp_path / "alone", tmp_path / "other"
+    shutil.copytree(source, alone, ignore=shutil.ignore_patterns("config.json", "generation_config.json", "*tensors"))
+    (alone / "chat_template.jinja").write_text("{{ messages }}")
+    shutil.copytree(alone, other)
+    (other / "config.json").write_text(json.dumps({"model_type": "gemma", "eos_token_id": 2}))
+    for folder in (alone, other):
+        out = tmp_path / f"{folder.name}-out"
+        hf.save(params, model, folder, out)
+        for path in folder.iterdir():
+            assert path.name == "config.json" or (out / path.name).read_bytes() == path.read_bytes()
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(out)
+        assert (type(theirs), theirs.config.eos_token_id) == (transformers.LlamaForCausalLM, 2)
+        assert theirs.generation_config.eos_token_id == 2
+
+
 def test_parameters_that_are_not_of_the_model_are_refused_by_name(source, tmp_path):
     model, params = hf.load(source)
     other, half = init_params(model, jax.random.key(0)), jax.tree.map(lambda leaf: leaf.astype("float16"), params)
@@ -103,6 +126,8 @@ def test_parameters_that_are_not_of_the_model_are_refused_by_name(source, tmp_pa
     ):
         with pytest.raises(ValueError, match=message):
             hf.save(given, model, "", tmp_path / "out")
+    with pytest.raises(ValueError, match="dtype='float16' must be one of float32, bfloat16"):
+        hf.save(params, model, "", tmp_path / "out", dtype="float16")
     with pytest.raises(ValueError, match="tokenizer=gone: no such file or folder"):
         hf.save(params, model, "gone", tmp_path / "out")
     assert not (tmp_path / "out").exists()

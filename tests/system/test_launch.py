@@ -176,6 +176,14 @@ def test_node_reads_precision_and_layout_only_from_the_config(dry_run):
     assert command[3:] == [*words, "--instance=trn1.32xlarge"]
 
 
+def test_node_takes_the_weights_to_begin_with_as_a_config(tmp_path):
+    words = [str(jobs.NODE), "--dry-run", "--instance=trn1.32xlarge"]
+    env = os.environ | {"PATH": PATH, "PYTHON": sys.executable, "JAX_PLATFORMS": ""}
+    for start in ([f"--init_from={tmp_path}"], ["--init_from", str(tmp_path)]):
+        done = subprocess.run([*words, *start], cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+        assert f"train.init_from: {tmp_path} holds no weights" in done.stderr  # of `neuron env`, which has read it
+
+
 def test_dry_run_anywhere_prints_every_node():
     num_nodes, instance = 64, "trn1.32xlarge"
     place = [f"--nodes={num_nodes}", f"--instance={instance}", "--coordinator=first"]

@@ -224,6 +224,14 @@ def test_averaging_checkpoints_of_a_run_uses_master_weights(trained, tmp_path):
     assert mean.open_tokenizer().vocab_size == 2048
 
 
+def test_the_average_of_masters_is_fp32_where_the_run_began_in_bfloat16(trained, tmp_path):
+    exporting.export_checkpoint(open_weights(trained[1]), tmp_path / "hf", dtype="bfloat16")
+    train(trained[0], tmp_path / "run", train__init_from=str(tmp_path / "hf"), precision__policy="mixed")
+    averaging.average([tmp_path / "run"] * 2, tmp_path / "mean")
+    masters = open_weights(tmp_path / "run", masters=True)
+    same_bits(read_all(tmp_path / "mean"), {name: masters.read(name) for name in leaves_by_name(masters.arrays)})
+
+
 @pytest.mark.slow
 def test_exported_tokenizer_adds_bos_as_the_run_was_trained(tmp_path):
     path = write_tokenizer_json(tmp_path, tokenizer_class="PreTrainedTokenizerFast").rename(tmp_path / "mine.json")
