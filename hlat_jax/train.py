@@ -11,7 +11,6 @@ import os
 import pathlib
 import sys
 from collections.abc import Collection, Sequence
-from typing import Any
 
 from absl import flags, logging
 
@@ -29,18 +28,18 @@ def main(argv: Sequence[str]) -> int:
     """Trains with the config and flags of a command line; returns the exit code."""
     mutable, values = flags_lib.parse(argv, _define)
     from hlat_jax.data.tokenizer import resolve_with_tokenizer  # not at the top: --help does not need it
-    from hlat_jax.weights.init_model import take_model
+    from hlat_jax.weights.init_model import check_starts, take_model
 
     workdir, given = pathlib.Path(values.workdir or f"runs/{mutable.name}"), flags_lib.given_keys(values)
     config_files.make_text_paths_absolute(mutable)  # the run records them
     if not values.coordinator:  # of several processes all end alike, with the reason, once they have joined
-        _check_starts(mutable.train, workdir, given=given)
+        check_starts(mutable.train, workdir, given=given)
     taken = take_model(mutable, given=given, workdir=workdir)
     named_tokenizer = mutable.data.tokenizer
     config = resolve_with_tokenizer(mutable, workdir=workdir)
     if values.print_config:
         print(json.dumps(config.to_dict(), indent=2))
-        print(describe(config))
+        print(costs.describe(config))
         return 0
     process.drop_unwritable()
     logging.set_verbosity(logging.ERROR)  # silences the INFO logs of libraries; ours are printed
@@ -124,29 +123,6 @@ def _check_paths(config: config_lib.Config, workdir: pathlib.Path, *, given: Col
         check_folder(config.train.eval_tasks_folder, key="train.eval_tasks_folder")
 
 
-def _check_starts(train: Any, workdir: pathlib.Path, *, given: Collection[str]) -> None:
-    """Raises ValueError for a path of weights to begin with that does not exist, or is not what the run began with.
-
-    A run that resumes does not read them, and they may be away; a path that it was not given before is still a mistake.
-    """
-    from hlat_jax.data.path_checks import recorded_value  # not at the top: --help does not need them
-    from hlat_jax.weights.path_checks import check_checkpoint
-
-    resumes = any(workdir.glob("checkpoints/*"))
-    for key in ("train.init_from", "train.branch_from"):
-        value = train[key.removeprefix("train.")]
-        recorded = recorded_value(workdir, key) if resumes else None
-        if not value or (resumes and (key not in given or recorded == value)):
-            continue
-        check_checkpoint(value.rpartition("@")[0] if key == "train.branch_from" else value, key=key)
-        before, now = (os.path.abspath(os.path.expanduser(path or "")) for path in (recorded, value))
-        if key == "train.init_from" and recorded is not None and before != now:
-            raise ValueError(
-                f"{key}={value}: the run in {workdir} began with {recorded or 'random weights'}, and would go on with "
-                "those; give this one a folder of its own with --workdir, or leave the key out to resume."
-            )
-
-
 def _set_environment(config: config_lib.Config, values: flags.FlagValues, *, workdir: pathlib.Path) -> None:
     """Sets the environment variables of Neuron's software if this process trains on its devices, else of JAX's cache.
 
@@ -176,27 +152,6 @@ def _set_environment(config: config_lib.Config, values: flags.FlagValues, *, wor
     os.environ.update(computed.variables)
     if rank == 0:
         print("\n".join((f"environment      for {nodes} x {instance}", *computed.notes)))
-
-
-def describe(config: config_lib.Config) -> str:
-    """Returns the costs of a config, by formula: parameters, FLOPs, tokens, bytes of state."""
-    model, data, train = config.model, config.data, config.train
-    step_tokens = data.batch_size * data.seq_len
-    optimizer = config.optimizer
-    state_bytes = costs.policy_state_bytes(model, config.precision.policy, optimizer=optimizer.name)
-    is_constant = optimizer.schedule == "constant"
-    horizon = "constant rate" if is_constant else f"schedule horizon {optimizer.horizon_steps:,}"
-    return "\n".join(
-        (
-            f"parameters       {costs.num_params(model):,}",
-            f"FLOPs per token  {costs.flops_per_token_6n(model):.4g} (6N), "
-            f"{costs.flops_per_token(model, data.seq_len):.4g} with attention",
-            f"tokens per step  {step_tokens:,} = {data.batch_size} x {data.seq_len}, "
-            f"{train.num_microbatches} microbatch{'es' if train.num_microbatches > 1 else ''}",
-            f"steps            {train.num_steps:,} ({train.num_steps * step_tokens:,} tokens); {horizon}",
-            f"state            {state_bytes:,} bytes ({config.precision.policy}), before sharding",
-        )
-    )
 
 
 def _define(values: flags.FlagValues) -> None:

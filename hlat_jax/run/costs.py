@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hlat_jax.config import ModelConfig
+from hlat_jax.config import Config, ModelConfig
 from hlat_jax.facts.policies import POLICY_FACTS
 
 
@@ -42,3 +42,24 @@ def policy_state_bytes(m: ModelConfig, policy: str, *, optimizer: str) -> int:
     second_moments = facts.moment_bytes * num_hidden_params(m) if optimizer == "muon" else 0  # which Muon does without
     counters = 12 if facts.rounding == "stochastic" else 8
     return facts.state_bytes_per_param * num_params(m) - second_moments + counters
+
+
+def describe(config: Config) -> str:
+    """Returns the costs of a config, by formula: parameters, FLOPs, tokens, bytes of state."""
+    model, data, train = config.model, config.data, config.train
+    step_tokens = data.batch_size * data.seq_len
+    optimizer = config.optimizer
+    state_bytes = policy_state_bytes(model, config.precision.policy, optimizer=optimizer.name)
+    is_constant = optimizer.schedule == "constant"
+    horizon = "constant rate" if is_constant else f"schedule horizon {optimizer.horizon_steps:,}"
+    return "\n".join(
+        (
+            f"parameters       {num_params(model):,}",
+            f"FLOPs per token  {flops_per_token_6n(model):.4g} (6N), "
+            f"{flops_per_token(model, data.seq_len):.4g} with attention",
+            f"tokens per step  {step_tokens:,} = {data.batch_size} x {data.seq_len}, "
+            f"{train.num_microbatches} microbatch{'es' if train.num_microbatches > 1 else ''}",
+            f"steps            {train.num_steps:,} ({train.num_steps * step_tokens:,} tokens); {horizon}",
+            f"state            {state_bytes:,} bytes ({config.precision.policy}), before sharding",
+        )
+    )

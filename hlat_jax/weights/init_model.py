@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import sys
 from collections.abc import Callable, Collection, Sequence
@@ -12,6 +13,7 @@ from absl import flags
 
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.config import ROPE_SCALING, Config
+from hlat_jax.data.path_checks import recorded_value
 from hlat_jax.data.tokenizer import Tokenizer, resolve_with_tokenizer
 from hlat_jax.weights.description import describe
 from hlat_jax.weights.hf_config import architecture
@@ -74,6 +76,26 @@ def take_model(mutable: Any, *, given: Collection[str], workdir: pathlib.Path | 
         lines.append(f"tokenizer        texts begin with{'out' * mutable.data.prepend_bos} BOS, as those of {folder}")
         mutable.data.prepend_bos = weights.begins_with_bos
     return lines
+
+
+def check_starts(train: Any, workdir: pathlib.Path, *, given: Collection[str]) -> None:
+    """Raises ValueError for a path of weights to begin with that does not exist, or is not what the run began with.
+
+    A run that resumes does not read them, and they may be away; a path that it was not given before is still a mistake.
+    """
+    resumes = any(workdir.glob("checkpoints/*"))
+    for key in ("train.init_from", "train.branch_from"):
+        value = train[key.removeprefix("train.")]
+        recorded = recorded_value(workdir, key) if resumes else None
+        if not value or (resumes and (key not in given or recorded == value)):
+            continue
+        check_checkpoint(value.rpartition("@")[0] if key == "train.branch_from" else value, key=key)
+        before, now = (os.path.abspath(os.path.expanduser(path or "")) for path in (recorded, value))
+        if key == "train.init_from" and recorded is not None and before != now:
+            raise ValueError(
+                f"{key}={value}: the run in {workdir} began with {recorded or 'random weights'}, and would go on with "
+                "those; give this one a folder of its own with --workdir, or leave the key out to resume."
+            )
 
 
 def parse_config(argv: Sequence[str], define: Callable[[flags.FlagValues], None]) -> tuple[Config, flags.FlagValues]:
