@@ -233,7 +233,7 @@ class OptimizerConfig:
     peak_lr: float = _key(3e-4, "Learning rate at the end of warm-up.", least=0)
     min_lr_ratio: float = _key(0.1, "Every decay goes to zero and is clipped below at this share of the peak.")
     warmup_steps: int = _key(2000, "Steps of linear warm-up from 0.", least=0)
-    horizon_steps: int = _key(500_000, "Step at which the decay would reach zero; not where the run stops.")
+    horizon_steps: int = _key(500_000, "Step at which the decay would reach zero; not where the run stops.", least=1)
     plateau_ratio: float = _key(0.0, "cosine: share of horizon_steps at the peak, between warm-up and decay.")
     num_cycles: float = _key(0.5, "cosine: periods until horizon_steps; 0.5 decays once.", least=0)
     cooldown_steps: int = _key(0, "wsd: steps of the decay that ends at horizon_steps.", least=0)
