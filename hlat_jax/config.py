@@ -119,8 +119,8 @@ class ModelConfig:
         for name in ("rope_theta", "rope_factor", "rope_low_freq_factor", "rope_beta_slow"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"model.{name}={getattr(self, name)} must be above 0.")
-        if self.rope_scaling == "yarn" and self.rope_theta == 1:
-            raise ValueError("model.rope_theta=1.0 gives YaRN no order of its pairs: all rotate alike; set it above 1.")
+        if self.rope_scaling == "yarn" and self.rope_theta <= 1:  # else its pairs have no order
+            raise ValueError(f"model.rope_theta={self.rope_theta} must be above 1 with model.rope_scaling='yarn'.")
         check_bounds("model", self)
         if self.num_heads % self.num_kv_heads:
             divisors = [d for d in range(1, self.num_heads + 1) if self.num_heads % d == 0]

@@ -80,9 +80,7 @@ class YarnScaling:
         return self.attention_factor or (0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0)
 
     def scaled(self, frequencies: np.ndarray, *, theta: float) -> np.ndarray:
-        """Returns the scaled frequencies of the rotated pairs [H/2]. Raises ValueError unless they fall."""
-        if theta <= 1:
-            raise ValueError(f"model.rope_theta={theta} must be above 1 with model.rope_scaling='yarn'.")
+        """Returns the scaled frequencies of the rotated pairs [H/2]; `theta` is above 1."""
         pairs = len(frequencies)
 
         def pair_of(rotations: float) -> float:

@@ -144,7 +144,6 @@ REFUSED = [
     ({"attention": "triton"}, "model.attention='triton' runs on cuda, not on cpu; use one of auto, einsum, blocked"),
     ({"rope": "pairs"}, "model.rope='pairs' is not one of auto, reference, paired. Did you mean 'paired'"),
     ({"rope_theta": 0.0}, "rope_theta=0.0 must be above 0"),
-    ({"rope_scaling": "yarn", "rope_theta": 1.0}, "rope_theta=1.0 gives YaRN no order"),
     ({"num_heads": 10**9 + 7}, "model.num_heads=1000000007 must be at most 65536"),  # not its divisors
 ]
 

@@ -100,7 +100,7 @@ def install(faults: Faults) -> None:
 
     before(TrainBatches, "__next__", lambda: faults.stick("loader", step=faults.step + 1))
     before(Validation, "__call__", lambda: begin("evaluation"))
-    before(Compilations, "compiled", lambda: begin("compile"))
+    before(Compilations, "compile", lambda: begin("compile"))
     before(Checkpointer, "restore", lambda: begin("restore"))
     before(Checkpointer, "_seal", lambda: faults.stick("the thread that saves"))
     before(Checkpointer, "save", lambda: begin("save"))
