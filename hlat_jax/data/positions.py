@@ -75,5 +75,7 @@ def _read_record(path: pathlib.Path, named: int) -> tuple[int, np.ndarray, str] 
             return None
         hashes = {key: metadata[key] for key in ("manifest", "tokenizer_sha256")}
         return num_batches, position, identity(metadata["config"]["data"], num_batches=num_batches, **hashes)
-    except (OSError, EOFError, ValueError, LookupError, TypeError, NotImplementedError, zipfile.BadZipFile, zlib.error):
+    except (OSError, EOFError, ValueError, LookupError, TypeError, AttributeError, NotImplementedError):
+        return None
+    except (zipfile.BadZipFile, zlib.error):
         return None

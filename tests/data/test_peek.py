@@ -129,6 +129,15 @@ def test_peek_refuses_positions_from_other_data(config, tmp_path, capsys):
     assert shown(resolve(config), tmp_path / "none", capsys, step=2, row=1)[0] == 0
 
 
+def test_a_checkpoint_whose_record_names_no_text_is_passed_over(config, tmp_path, monkeypatch):
+    data = dataclasses.asdict(resolve(config).data) | {"train": 10**39}
+    metadata = {"manifest": {"hash": "", "order": ""}, "tokenizer_sha256": "", "config": {"data": data}}
+    monkeypatch.setattr(positions, "saved_run", lambda _: {"metadata": metadata, "position": [[3]]})
+    (tmp_path / "checkpoints/3" / positions.RUN_ITEM).mkdir(parents=True)
+    (tmp_path / "checkpoints/3" / positions.RUN_ITEM / positions.RUN_FILE).touch()
+    assert positions.nearest_position(tmp_path, 3, data_identity=str) is None
+
+
 def test_identity_depends_only_on_what_determines_batches(config):
     data = dataclasses.asdict(resolve(config).data)
 
