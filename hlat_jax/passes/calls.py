@@ -184,7 +184,7 @@ def _custom_jvp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]
 def _custom_vjp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
     """The declared function is linearized by its rules; both halves are cast, and what is kept between them.
 
-    JAX raises for a gradient by an array that the function closes over, as it does without autocast.
+    A rule that closes over an array computed in the cast function is an error of JAX, as it is under `jit`.
     """
     closed, kinds = cast.retrace(eqn.params["call_jaxpr"], _kinds(operands))
     in_avals, out_avals = closed_avals(eqn)

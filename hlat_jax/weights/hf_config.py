@@ -225,12 +225,12 @@ def _window(values: dict[str, Any]) -> dict[str, Any]:
 
 def _ranges(types: Sequence[str]) -> list[str]:
     """Returns FIRST:LAST, from 1, of each run of layers with a window."""
-    found, number = [], 1
+    ranges, number = [], 1
     for kind, run in itertools.groupby(types):
         last = number + len(list(run)) - 1
-        found += [f"{number}:{last}"] if kind == _SLIDING else []
+        ranges += [f"{number}:{last}"] if kind == _SLIDING else []
         number = last + 1
-    return found
+    return ranges
 
 
 def _typed(values: dict[str, Any], theirs: str, ours: str, *, where: str) -> Any:
