@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -35,13 +36,13 @@ def apply_layers_with_cache(
     positions_BT: jax.Array,
     *,
     cache: KVCache | None = None,
-    distance_BS: jax.Array | None = None,
+    visible: Callable[[Any], jax.Array] | None = None,
     ctx: ParallelContext = SINGLE_DEVICE,
 ) -> tuple[jax.Array, KVCache]:
     """Returns `Decoder.apply_layers`, and the keys and values [L, B, T, K, H] of these tokens.
 
-    With a cache, T is 1 and the token attends to itself and to slots of its row: `distance_BS` is by how many positions
-    the token of a slot precedes it, and 0 for empty slots.
+    With a cache, T is 1 and the token attends to itself and to slots of its row: `visible` is a function of the window
+    of a layer, None without one, that returns which, bool [B, S].
     """
     num_keys = None if cache is None else cache.keys.shape[2]
     apply_layer, stacked = decoder.split_layers(positions_BT, num_keys=num_keys, ctx=ctx)
@@ -56,8 +57,7 @@ def apply_layers_with_cache(
             new = KVCache(k_BTKH, v_BTKH)
             if cached is None:
                 return attend_to_tokens(q_BTNH, k_BTKH, v_BTKH, window=window)[0], new
-            visible_BS = distance_BS > 0 if window is None else (distance_BS > 0) & (distance_BS < window)
-            return _attend_to_cache(q_BTNH, new, cached=cached, visible_BS=visible_BS), new
+            return _attend_to_cache(q_BTNH, new, cached=cached, visible_BS=visible(window)), new
 
         return apply_layer(of_layer, x_BTD, attend)
 

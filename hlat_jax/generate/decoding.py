@@ -111,9 +111,14 @@ def make_decode(cfg: ModelConfig, layout: Layout) -> Any:
         visible_BS = (slot_1S < rows.lengths[:, None]) | generated_1S
         positions_B = rows.lengths + slot - rows.prompt_slots
         tokens_B1, positions_B1 = tokens_B[:, None], positions_B[:, None]
-        distance_BS = jnp.where(generated_1S, slot - slot_1S, positions_B1 - slot_1S)
-        distance_BS = jnp.where(visible_BS, distance_BS, 0)
-        x_B1D, new = model.apply_layers(decoder, tokens_B1, positions_B1, cache=cache, distance_BS=distance_BS)
+
+        def visible(window: Any) -> jax.Array:
+            if window is None:
+                return visible_BS
+            distance_BS = jnp.where(generated_1S, slot - slot_1S, positions_B1 - slot_1S)
+            return visible_BS & (distance_BS < window)
+
+        x_B1D, new = model.apply_layers(decoder, tokens_B1, positions_B1, cache=cache, visible=visible)
         written = jax.tree.map(lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, slot, axis=2), cache, new)
         return written, model.next_tokens(decoder, x_B1D, rows, positions_B=positions_B + 1)
 
@@ -220,7 +225,7 @@ class ShardedDecoder:
         positions_BT: jax.Array,
         *,
         cache: KVCache | None = None,
-        distance_BS: jax.Array | None = None,
+        visible: Callable[[Any], jax.Array] | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """Returns [B, T, D] after all layers, on every stage, and the keys and values of this stage's.
 
@@ -229,12 +234,12 @@ class ShardedDecoder:
           tokens_BT: new tokens.
           positions_BT: int32.
           cache: the cache of earlier tokens; see `cache.apply_layers_with_cache`.
-          distance_BS: from the new token to that of each slot.
+          visible: function of a window that returns which slots the new token attends to.
         """
         ctx = self.ctx
 
         def stage(x_BTD: jax.Array) -> tuple[jax.Array, KVCache]:
-            return apply_layers_with_cache(decoder, x_BTD, positions_BT, cache=cache, distance_BS=distance_BS, ctx=ctx)
+            return apply_layers_with_cache(decoder, x_BTD, positions_BT, cache=cache, visible=visible, ctx=ctx)
 
         y_BTD, new = stage(decoder.embed_tokens(tokens_BT, ctx=ctx))
         if not ctx.pipe:
