@@ -111,12 +111,15 @@ def _check_paths(config: config_lib.Config, workdir: pathlib.Path, *, given: Col
     run, which first checks that the model fits this machine.
     """
     keys = given if config.name in config_files.shipped_configs() else config_files.PATH_KEYS
-    from hlat_jax.data import path_checks  # not at the top: --help does not need it
+    from hlat_jax.data import path_checks  # not at the top: --help does not need them
+    from hlat_jax.data.tokenizer import Tokenizer
 
     if not path_checks.was_opened(config.data, workdir):  # else the run waits for what is away
         path_checks.check_texts(config.data, keys=[key for key in ("train", "validation") if f"data.{key}" in keys])
     if "data.tokenizer" in keys:
         path_checks.check_tokenizer(config.data.tokenizer)
+    if {"data.tokenizer", "model.vocab_size"} & set(given):
+        Tokenizer(config.data.tokenizer, vocab_size=config.model.vocab_size)
     if config.model.ops_table:
         check_file(config.model.ops_table, key="model.ops_table")
     if config.train.eval_tasks_folder:

@@ -12,19 +12,11 @@ from absl import flags
 
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.config import Config
+from hlat_jax.facts import compiler_limits
 from hlat_jax.facts.core_groups import FINE, verdict_of_first
 from hlat_jax.facts.hardware import INSTANCES
 from hlat_jax.host.neuron_topology import Topology, lnc_of, resolve_topology
 from hlat_jax.neuron.rules import target_of
-from hlat_jax.parallel.degrees import passes
-from hlat_jax.plan.instructions import (
-    NOTE,
-    OPERATION_ADVICE,
-    operation_limit,
-    program_advice,
-    program_limit,
-    round_estimate,
-)
 from hlat_jax.store.progress import show_progress
 from hlat_jax.weights.init_model import parse_config
 
@@ -41,10 +33,10 @@ def main(argv: Sequence[str]) -> int:
     target = target_of(place.instance, lnc=place.lnc)
     count = _devices(config, place, values.nodes)
     rungs = ladder.rungs(config, num_devices=count, node_devices=place.devices_per_node, target=target)
-    limit = program_limit(config.train.compiler_flags)
-    limits = f"{limit:,} in a program and {operation_limit(target):,} in an operation"
+    limit = compiler_limits.program_limit(config.train.compiler_flags)
+    limits = f"{limit:,} in a program and {compiler_limits.operation_limit(target):,} in an operation"
     print(f"{config.name} on {place.instance} at LNC {place.lnc}: {len(rungs)} rungs, up to {count:,} devices")
-    print(f"Instructions are {NOTE}.")
+    print(f"Instructions are {compiler_limits.ESTIMATE_NOTE}.")
     print(f"Limits, of public logs or train.compiler_flags: {limits}.")
     config_words = flags_lib.config_words(argv)
     folder, rows, seen = f"runs/ladder/{config.name}", [], {}
@@ -58,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
         row = {"what": rung.what, "devices": rung.num_devices, "changes": rung.changes, "command": words}
         rows.append(row | {"programs": programs})
         nodes = math.ceil(rung.num_devices / place.devices_per_node)
-        print(_text(number, rows[-1], (limit, operation_limit(target)), nodes))
+        print(_text(number, rows[-1], (limit, compiler_limits.operation_limit(target)), nodes))
     whole = {"config": config.name, "instance": place.instance, "lnc": place.lnc, "rungs": rows}
     flags_lib.write_report(values.json, whole)
     if values.script:
@@ -72,6 +64,7 @@ def main(argv: Sequence[str]) -> int:
 def _devices(config: Config, place: Topology, nodes: int) -> int:
     """Returns the devices of the whole: of the nodes asked for, or of the recipe, as one job may take them."""
     from hlat_jax.neuron import programs
+    from hlat_jax.parallel.degrees import passes
 
     node, target = place.devices_per_node, target_of(place.instance, lnc=place.lnc)
     if nodes:
@@ -95,12 +88,12 @@ def _text(number: int, row: dict[str, Any], limits: tuple[int, int], nodes: int)
         if program["unrolled"] is None:
             lines.append(f"  {name:<12}{'cannot be lowered':>40}  {', '.join(program['errors'])}")
             continue
-        numbers = [round_estimate(program[key]) for key in ("unrolled", "looped", "largest")]
+        numbers = [compiler_limits.round_estimate(program[key]) for key in ("unrolled", "looped", "largest")]
         rules = ", ".join([f"{rule} (error)" for rule in program["errors"]] + program["warnings"]) or "no warning"
         since = f"; the program of rung {program['same_as_rung']}" if program["same_as_rung"] != number else ""
         lines.append(f"  {name:<12}{numbers[0]:>14}{numbers[1]:>14}{numbers[2]:>12}  {rules}{since}")
-        advice |= {program_advice([name])} if program["judged"] > limits[0] else set()
-        advice |= {OPERATION_ADVICE} if program["largest"] > limits[1] else set()
+        advice |= {compiler_limits.program_advice([name])} if program["judged"] > limits[0] else set()
+        advice |= {compiler_limits.OPERATION_ADVICE} if program["largest"] > limits[1] else set()
     lines += [f"  above a limit: {line}" for line in sorted(advice)]
     return "\n".join([*lines, f"  {row['command']}"])
 

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 from jax.extend.mlir import ir
 
+from hlat_jax.facts import compiler_limits
 from hlat_jax.host.jax_compat import mlir
 from hlat_jax.neuron import operators as operators_lib
 from hlat_jax.neuron import partitioned
@@ -175,17 +176,17 @@ def _instruction_hits(
     """Yields (rule, what, equation) of CG01 for a program, and of CG02 for each operation, above the public limits."""
     counts = list(instructions.counts(jaxpr, num_shards=num_shards))
     whole = instructions.total(counts)
-    most, limit = instructions.program_limit(compiler_flags), instructions.operation_limit(target)
+    most, limit = compiler_limits.program_limit(compiler_flags), compiler_limits.operation_limit(target)
     if whole.unrolled > most:
         eqn, tiles, trips = max(counts, key=lambda count: count[1] * count[2])
-        unrolled, looped = map(instructions.round_estimate, (whole.unrolled, whole.looped))
+        unrolled, looped = map(compiler_limits.round_estimate, (whole.unrolled, whole.looped))
         loops = f"about {unrolled} instructions with every loop unrolled, {looped} with none"
         share = f"{tiles * trips / whole.unrolled:.0%} of them in this operation"
-        yield "CG01", f"{loops}; {share} (limit {most:,}; {instructions.NOTE})", eqn
+        yield "CG01", f"{loops}; {share} (limit {most:,}; {compiler_limits.ESTIMATE_NOTE})", eqn
     for eqn, tiles, _ in counts:
         if tiles > limit:
-            what = f"about {instructions.round_estimate(tiles)} instructions (limit {limit:,}; {instructions.NOTE})"
-            yield "CG02", what, eqn
+            about = f"about {compiler_limits.round_estimate(tiles)} instructions"
+            yield "CG02", f"{about} (limit {limit:,}; {compiler_limits.ESTIMATE_NOTE})", eqn
 
 
 def _not_lowered(traced: Any, error: Exception) -> Finding:

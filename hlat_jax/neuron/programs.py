@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from hlat_jax.config import Config
-from hlat_jax.facts import hardware
+from hlat_jax.facts import compiler_limits, hardware
 from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.facts.core_groups import RULES as RULES_OF_GROUPS
 from hlat_jax.facts.core_groups import Server
@@ -16,7 +16,7 @@ from hlat_jax.parallel.degrees import passes
 from hlat_jax.parallel.sharding import MESH_AXES, Layout
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.passes.products import live_jaxpr
-from hlat_jax.plan.instructions import estimate_instructions, program_limit
+from hlat_jax.plan.instructions import estimate_instructions
 from hlat_jax.plan.memory import device_bytes
 from hlat_jax.program import RunProgram
 
@@ -70,7 +70,7 @@ def findings(name: str, traced: Any, *, program: RunProgram, target: str) -> lis
     hits = lint.check_traced(traced, target=target, recurring=name != "init", **options)
     if name == "eval":  # its loops are kept, see `Instructions.count_for_limit`
         count = estimate_instructions(live_jaxpr(traced), num_shards=1).count_for_limit(name)
-        hits = [finding for finding in hits if finding.rule != "CG01" or count > program_limit(flags)]
+        hits = [finding for finding in hits if finding.rule != "CG01" or count > compiler_limits.program_limit(flags)]
     if name not in ("train", "microbatch", "steady"):
         return hits
     memory = device_bytes(program, jaxpr=live_jaxpr(traced))

@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 
 from hlat_jax.facts import core_groups
+from hlat_jax.facts.compiler_limits import LIMIT_FLAG, OPERATION_ADVICE, PROGRAM_ADVICE, PROGRAMS_ADVICE
 from hlat_jax.facts.hardware import INSTANCES
-from hlat_jax.plan.instructions import LIMIT_FLAG, OPERATION_ADVICE, PROGRAM_ADVICE, PROGRAMS_ADVICE
 
 SEVERITIES = ("error", "warning", "info")
 LINTED = tuple(core_groups.RULES)  # what programs are checked for

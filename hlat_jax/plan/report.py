@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from hlat_jax.config import Config
-from hlat_jax.facts import hardware
+from hlat_jax.facts import compiler_limits, hardware
 from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.facts.core_groups import DISPUTED, Server, server_of_node
 from hlat_jax.parallel.degrees import verdicts
@@ -110,8 +110,8 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
                 name: dataclasses.asdict(count) | {"judged": count.count_for_limit(name)}
                 for name, count in step_instructions(program).items()
             },
-            "limit": instructions.program_limit(config.train.compiler_flags),
-            "operation_limit": instructions.operation_limit(site.target),
+            "limit": compiler_limits.program_limit(config.train.compiler_flags),
+            "operation_limit": compiler_limits.operation_limit(site.target),
         }
     if target.device.peak_flops:
         seconds = roofline.project(jaxpr, collectives, target=target, mesh=layout.mesh, state_bytes=memory.state)
@@ -286,18 +286,18 @@ def instruction_lines(estimates: dict[str, Any]) -> list[str]:
     programs, limit, operation_limit = (estimates[key] for key in ("programs", "limit", "operation_limit"))
     name, program = max(programs.items(), key=lambda item: item[1]["unrolled"])
     largest = max(counts["largest"] for counts in programs.values())
-    unrolled, looped, operation = map(instructions.round_estimate, (program["unrolled"], program["looped"], largest))
+    unrolled, looped, operation = map(compiler_limits.round_estimate, (program["unrolled"], program["looped"], largest))
     line = f"instructions     about {unrolled} in program {name} with every loop unrolled, {looped} with none; "
-    line += f"{operation} in the largest operation ({instructions.NOTE})"
-    is_public = limit == instructions.PROGRAM_LIMIT
-    whose = "public logs show" if is_public else f"{instructions.LIMIT_FLAG} and public logs give"
+    line += f"{operation} in the largest operation ({compiler_limits.ESTIMATE_NOTE})"
+    is_public = limit == compiler_limits.PROGRAM_LIMIT
+    whose = "public logs show" if is_public else f"{compiler_limits.LIMIT_FLAG} and public logs give"
     limits = f"{whose} {limit:,} per program and {operation_limit:,} per operation"
     advice = []
     above = [name for name, counts in programs.items() if counts["judged"] > limit]
     if above:
-        advice.append(f"  WARNING for {', '.join(above)}: {limits}; {instructions.program_advice(above)}")
+        advice.append(f"  WARNING for {', '.join(above)}: {limits}; {compiler_limits.program_advice(above)}")
     if largest > operation_limit:
-        advice.append(f"  WARNING: {limits}; {instructions.OPERATION_ADVICE}")
+        advice.append(f"  WARNING: {limits}; {compiler_limits.OPERATION_ADVICE}")
     return [line, *(advice or [f"  below the limits: {limits}"])]
 
 

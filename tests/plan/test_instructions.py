@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 from planned import planned_config, small_config
 
+from hlat_jax.facts import compiler_limits
 from hlat_jax.neuron import programs
 from hlat_jax.ops.nki import attention as nki
 from hlat_jax.parallel.pipeline import PHASES
@@ -87,7 +88,10 @@ def test_a_loop_over_microbatches_multiplies_the_unrolled_program_only():
 def plan_found(unrolled_count, largest, *, name="train"):
     program = {"unrolled": unrolled_count, "looped": 9, "largest": largest, "judged": unrolled_count}
     small = {"unrolled": 1, "looped": 1, "largest": 1, "judged": 1}
-    limits = {"limit": instructions.PROGRAM_LIMIT, "operation_limit": instructions.operation_limit("trn1n.32xlarge")}
+    limits = {
+        "limit": compiler_limits.PROGRAM_LIMIT,
+        "operation_limit": compiler_limits.operation_limit("trn1n.32xlarge"),
+    }
     return {"programs": {"update": small, name: program}} | limits
 
 
@@ -104,9 +108,9 @@ def test_plan_prints_the_estimate_the_limits_and_what_to_change():
 
 def test_the_limit_of_a_program_is_that_of_the_compilers_flag():
     flags = "-O1 --internal-max-instruction-limit=20000000 --internal-hlo2tensorizer-options='--tiled-inst-limit=7'"
-    assert instructions.program_limit(flags) == 20_000_000
-    assert instructions.program_limit("-O1") == 5_000_000
-    found = plan_found(15_000_000, 9, name="microbatch") | {"limit": instructions.program_limit(flags)}
+    assert compiler_limits.program_limit(flags) == 20_000_000
+    assert compiler_limits.program_limit("-O1") == 5_000_000
+    found = plan_found(15_000_000, 9, name="microbatch") | {"limit": compiler_limits.program_limit(flags)}
     assert (
         "below the limits: --internal-max-instruction-limit and public logs give 20,000,000"
         in (report.instruction_lines(found)[1])

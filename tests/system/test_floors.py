@@ -172,6 +172,8 @@ def loaded_after(statement: str) -> set[str]:
         "facts.sdk_releases",
         "neuron.env_command",
         "neuron.doctor_command",
+        "neuron.lint_command",
+        "neuron.ladder_command",
     ],
 )
 def test_modules_used_before_environment_setup_do_not_import_jax(module):
@@ -200,6 +202,7 @@ for area, *words in (line.split() for line in sys.stdin):
         "train --config=tiny --config.data.validation=/no/b": "data.validation: /no/b does not exist",
         "train --config=tiny --config.data.train=package:b": "package:b does not ship with hlat_jax",
         "train --config=tiny --config.data.tokenizer=/no.model": "data.tokenizer=/no.model: no such file",
+        "train --config=tiny --config.model.vocab_size=100": "data.tokenizer=package:austen_2k.model has 2048 tokens but",
         "train --config=tiny --config.train.branch_from=/no@3": "train.branch_from: /no holds no weights (no such",
         "train --config=tiny --config.train.init_from=/no": "train.init_from: /no holds no weights (no such folder",
         "plan --config=tiny --config.train.init_from=/no": "train.init_from: /no holds no weights (no such folder",
