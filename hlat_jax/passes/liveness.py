@@ -17,7 +17,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -60,8 +60,7 @@ def estimated_temporaries(jaxpr: Any, arguments: Any) -> Peak:
     return _peak(program, frozenset(owned))
 
 
-@dataclasses.dataclass(frozen=True)
-class Peak:
+class Peak(NamedTuple):
     """Peak memory of a program, in bytes on one device.
 
     Attributes:
@@ -190,7 +189,12 @@ def _peak(block: _Block, owned: frozenset[int]) -> Peak:
     live: dict[int, int] = {}
     looped: set[int] = set()
     kept = _kept_for_backward(ops, dying)
-    most = Peak(0, 0, 0)
+    most, held = Peak(0, 0, 0), Peak(0, 0, 0)  # held: of the live values, kept up to date
+
+    def of(values: dict[int, int]) -> Peak:
+        in_loops, in_backward = (sum(values[value] for value in values.keys() & part) for part in (looped, kept))
+        return Peak(sum(values.values()), in_loops, in_backward)
+
     for place, op in enumerate(ops):
         made = {value: sizes[value] for value in op.outs if sources[value] == (value,) and value not in owned}
         transient, reused = Peak(sum(sizes[value] for value in op.moved), 0, 0), {}
@@ -199,16 +203,16 @@ def _peak(block: _Block, owned: frozenset[int]) -> Peak:
             starts = {source for value in variables(op.ins[carry_of(op.eqn)[1]]) for source in sources.get(value, ())}
             reused = {value: live[value] for value in starts.intersection(dying[place], live)}
             looped.update(op.outs)
-        fresh = max(0, sum(made.values()) - sum(reused.values()))
-        loops = [size for value, size in (live | made).items() if value in looped - reused.keys()]
+        new, old = of(made), of(reused)
         most = Peak(
-            max(most.total, sum(live.values()) + fresh + transient.total),
-            max(most.in_loops, sum(loops) + transient.in_loops),
-            max(most.kept, sum(size for value, size in (live | made).items() if value in kept) + transient.kept),
+            max(most.total, held.total + max(0, new.total - old.total) + transient.total),
+            max(most.in_loops, held.in_loops + new.in_loops - old.in_loops + transient.in_loops),
+            max(most.kept, held.kept + new.kept + transient.kept),
         )
-        for value in dying[place]:
-            live.pop(value, None)
-        live |= {value: size for value, size in made.items() if value in used}
+        gone = of({value: live.pop(value) for value in dying[place] if value in live})
+        read = {value: size for value, size in made.items() if value in used}
+        live |= read
+        held = Peak(*(a + b - c for a, b, c in zip(held, of(read), gone, strict=True)))
     return most
 
 
