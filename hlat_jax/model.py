@@ -40,7 +40,7 @@ from hlat_jax.ops.registry import OPS
 from hlat_jax.ops.rope import SCALINGS, Scaling, apply_rope, rope_frequencies, rope_tables
 from hlat_jax.ops.swiglu import swiglu
 from hlat_jax.parallel.collectives import SINGLE_DEVICE, ParallelContext, axis_index
-from hlat_jax.parallel.sharding import PARAM_RULES, spec
+from hlat_jax.parallel.sharding import PARAM_RULES, Layout, spec
 
 # The names of axes of parameters; `parallel.sharding.PARAM_RULES` maps them to the mesh of a run.
 LOGICAL_AXES = tuple(PARAM_RULES)
@@ -443,9 +443,21 @@ def param_specs(cfg: ModelConfig, rules: Mapping[str, str | tuple[str, ...] | No
     )
 
 
-def abstract_params(cfg: ModelConfig) -> dict[str, Any]:
-    """Returns the shapes and dtypes of the fp32 parameters; allocates nothing."""
-    return nnx.to_pure_dict(_declaration(cfg)[1])
+def abstract_params(cfg: ModelConfig, *, layout: Layout | None = None) -> dict[str, Any]:
+    """Returns the shapes and dtypes of the fp32 parameters, as `layout` pads them if given; allocates nothing."""
+    params = nnx.to_pure_dict(_declaration(cfg)[1])
+    return params if layout is None else jax.eval_shape(lambda params: pad_vocabulary(params, cfg, layout), params)
+
+
+def pad_vocabulary(params: Any, cfg: ModelConfig, layout: Layout) -> Any:
+    """Returns parameters with rows of zeros after those of the tokens, as many as `layout` needs for whole parts.
+
+    They have no part in losses and samples, so their gradients are zeros and they remain so.
+    """
+    num_rows = layout.vocab_rows(cfg.vocab_size)
+    tables = {name: params[name] for name in ("embed", "head") if name in params}
+    short = {name: table for name, table in tables.items() if table.shape[0] < num_rows}
+    return params | {name: jnp.pad(table, ((0, num_rows - len(table)), (0, 0))) for name, table in short.items()}
 
 
 def select_implementations(cfg: ModelConfig, platform: str) -> ModelConfig:

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from hlat_jax.batch import Batch, SumAndCount, abstract_batch
 from hlat_jax.config import Config, ModelConfig, select
-from hlat_jax.model import Decoder, abstract_params, bind, init_params, param_axes
+from hlat_jax.model import Decoder, abstract_params, bind, init_params, pad_vocabulary, param_axes
 from hlat_jax.ops import muon
 from hlat_jax.ops.choices import choices, with_choices
 from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
@@ -86,7 +86,7 @@ class RunProgram:
         """The shapes, dtypes and shardings of (state, batch, learning rate); nothing is allocated."""
         data = self.config.data
         batch = abstract_batch(data.batch_size, data.seq_len, with_segments=data.packing == "documents")
-        return self.training.arguments(abstract_params(self.config.model), batch)
+        return self.training.arguments(abstract_params(self.config.model, layout=self.layout), batch)
 
     @property
     def abstract_state(self) -> State:
@@ -152,7 +152,7 @@ def make_program(config: Config, layout: Layout) -> RunProgram:
     """
     chosen = choices(config, layout)
     model = with_choices(config.model, chosen, platform=layout.platform)
-    precision, params = config.precision, abstract_params(config.model)
+    precision, params = config.precision, abstract_params(config.model, layout=layout)
     policy = policy_on(precision.policy, layout.platform, stochastic_rounding=precision.stochastic_rounding)
     train, spikes = config.train, None
     if train.spikes != "off":
@@ -183,7 +183,7 @@ def make_program(config: Config, layout: Layout) -> RunProgram:
         model=model,
         accumulate=select("accumulate", train.accumulate, layout.platform),
         training=training,
-        init=_init(config, training),
+        init=_init(config, layout, training),
         eval_step=_eval_step(loss(z_loss_weight=0.0), training.options, cast=policy.autocast),
         norms=_state_norms(layout, training),
     )
@@ -197,7 +197,7 @@ def model_loss(model: ModelConfig, layout: Layout, *, compute: Any, z_loss_weigh
     `model` is without `auto`, `compute` the dtype in which it computes; for `z_loss_weight` see `LossOptions`.
     """
     ctx = collectives.parallel_context(layout)
-    options = LossOptions(model.cross_entropy, z_loss_weight, ctx)
+    options = LossOptions(model.cross_entropy, z_loss_weight, ctx, model.vocab_size)
     checkpoint = None
     if model.remat.startswith("saved:"):
         checkpoint = functools.partial(naming.checkpointed, choice=naming.parse_choice(model.remat), region="whole")
@@ -238,12 +238,12 @@ def _eval_step(loss: Any, options: StepOptions, *, cast: str | None) -> Callable
     return jax.jit(eval_step)
 
 
-def _init(config: Config, training: TrainStep) -> Callable[..., Any]:
+def _init(config: Config, layout: Layout, training: TrainStep) -> Callable[..., Any]:
     # The key is made inside, as `jax.random.key` makes it: outside, that is three more programs to compile on Neuron.
     def initial(seed):
         high = jnp.zeros((), jnp.uint32)
         key = jax.random.wrap_key_data(jnp.stack([high, seed, high, seed]), impl="rbg")
-        return training.init(init_params(config.model, key), seed=seed)
+        return training.init(pad_vocabulary(init_params(config.model, key), config.model, layout), seed=seed)
 
     return jax.jit(initial, out_shardings=training.shardings)
 

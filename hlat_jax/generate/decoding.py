@@ -256,7 +256,7 @@ class ShardedDecoder:
         head_VD = decoder.gather_head(ctx=ctx)
         # of two axes: with three, XLA on CPU transposes the head before each product
         logits_BV = logits(decoder.apply_final_norm(x_B1D)[:, 0], head_VD)
-        logits_BV = collectives.all_gather(logits_BV, ctx.vocab, 1)
+        logits_BV = collectives.all_gather(logits_BV, ctx.vocab, 1)[:, : self.cfg.vocab_size]  # no padding
         tokens_B = sample(logits_BV, rows.sampling, draws=(rows.numbers, positions_B))
         return collectives.all_gather(tokens_B, self.layout.wide(ROWS), 0)
 

@@ -29,7 +29,7 @@ from hlat_jax.generate.decoding import (
     separate_layers,
 )
 from hlat_jax.generate.sampling import Sampling
-from hlat_jax.model import param_axes
+from hlat_jax.model import pad_vocabulary, param_axes
 from hlat_jax.parallel.sharding import Layout, make_layout
 
 GREEDY = Sampling()
@@ -59,7 +59,7 @@ class Generator:
         self.cfg = cfg
         self.layout = layout or make_layout(ParallelConfig(), jax.devices()[:1])
         self._compiled: dict[Any, Any] = {}
-        self.params = jax.device_put(params, param_shardings(cfg, self.layout))
+        self.params = place_params(params, cfg, self.layout)
 
     def __call__(
         self,
@@ -145,6 +145,11 @@ class Generator:
 def param_shardings(cfg: ModelConfig, layout: Layout) -> Any:
     """Returns the shardings of a model's parameters under a layout."""
     return jax.tree.map(layout.param_sharding, param_axes(cfg), is_leaf=lambda leaf: isinstance(leaf, tuple))
+
+
+def place_params(params: Any, cfg: ModelConfig, layout: Layout) -> Any:
+    """Returns parameters on the devices of a layout, with the rows that pad the vocabulary."""
+    return jax.device_put(pad_vocabulary(params, cfg, layout), param_shardings(cfg, layout))
 
 
 def stream(

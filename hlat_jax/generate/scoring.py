@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 from hlat_jax.config import ModelConfig
 from hlat_jax.generate.decoding import ShardedDecoder, serving
-from hlat_jax.generate.generator import padded_length, param_shardings
+from hlat_jax.generate.generator import padded_length, place_params
 from hlat_jax.model import bind
-from hlat_jax.ops.cross_entropy import CHUNK_POSITIONS, logits
+from hlat_jax.ops.cross_entropy import CHUNK_POSITIONS, Vocab, logits
 from hlat_jax.parallel import collectives
 from hlat_jax.parallel.sharding import ROWS, Layout
 from hlat_jax.store.progress import Status
@@ -61,7 +61,7 @@ class Scorer:
         """
         self.max_tokens = cfg.max_positions
         self._num_rows = num_rows * layout.row_degree
-        self.params = jax.device_put(params, param_shardings(cfg, layout))
+        self.params = place_params(params, cfg, layout)
         self._everywhere = functools.partial(jax.make_array_from_process_local_data, layout.replicated_sharding())
         self._score = make_score(cfg, layout)
 
@@ -116,6 +116,7 @@ def make_score(cfg: ModelConfig, layout: Layout) -> Callable[..., tuple[jax.Arra
     Both are over the counted targets, and replicated. The row degree of the layout divides B.
     """
     model = ShardedDecoder(serving(cfg, layout.platform), layout)
+    vocab = Vocab(model.ctx.vocab, cfg.vocab_size)
 
     def local(params: Any, batch: ScoringBatch) -> tuple[jax.Array, jax.Array]:
         decoder, shape = bind(params, model.cfg), batch.tokens.shape
@@ -123,7 +124,7 @@ def make_score(cfg: ModelConfig, layout: Layout) -> Callable[..., tuple[jax.Arra
         x_BTD, _ = model.apply_layers(decoder, batch.tokens, positions_BT)
         head_VD = decoder.gather_head(ctx=model.ctx)
         x_BTD = decoder.apply_final_norm(x_BTD)
-        log_likelihood_BT, greedy_BT = _score_targets(x_BTD, head_VD, batch.targets, axes=model.ctx.vocab)
+        log_likelihood_BT, greedy_BT = _score_targets(x_BTD, head_VD, batch.targets, vocab)
         sums_B = jnp.sum(jnp.where(batch.counted, log_likelihood_BT, 0.0), axis=1)
         num_wrong_B = jnp.sum((batch.counted & ~greedy_BT).astype(jnp.int32), axis=1)
         sums_B, num_wrong_B = (collectives.all_gather(part, layout.wide(ROWS), 0) for part in (sums_B, num_wrong_B))
@@ -136,12 +137,13 @@ def make_score(cfg: ModelConfig, layout: Layout) -> Callable[..., tuple[jax.Arra
 
 
 def _score_targets(
-    hidden_BTD: jax.Array, head_VD: jax.Array, targets_BT: jax.Array, *, axes: tuple[str, ...]
+    hidden_BTD: jax.Array, head_VD: jax.Array, targets_BT: jax.Array, vocab: Vocab
 ) -> tuple[jax.Array, jax.Array]:
     """Returns log-probabilities of targets, fp32 [B, T], and whether no token is more likely.
 
-    `head_VD` are this device's rows of the head, which is split over the mesh axes `axes`.
+    `head_VD` are this device's rows of the head.
     """
+    axes = vocab.axes
     num_rows, seq_len = targets_BT.shape
     chunk = min(CHUNK_POSITIONS, seq_len)
     num_chunks = -(-seq_len // chunk)
@@ -152,7 +154,7 @@ def _score_targets(
 
     def score_chunk(_: None, fields: tuple[jax.Array, jax.Array]) -> tuple[None, tuple[jax.Array, jax.Array]]:
         hidden_BtD, targets_Bt = fields
-        logits_BtV = logits(hidden_BtD, head_VD)
+        logits_BtV = logits(hidden_BtD, head_VD, vocab=vocab)
         largest_Bt = jnp.max(logits_BtV, axis=-1)
         if axes:
             largest_Bt = jax.lax.pmax(largest_Bt, axes)

@@ -38,7 +38,7 @@ def calls(config: Config, layout: Layout) -> dict[str, dict[str, Any]]:
         ),
         "cross_entropy": cross_entropy.describe_call(
             (rows, seq_len, model.embed_dim),
-            model.vocab_size // (degrees["pipe"] * degrees["tensor"]),
+            layout.vocab_rows(model.vocab_size) // (degrees["pipe"] * degrees["tensor"]),
             dtype=dtype,
         ),
         "rms_norm": describe_array((rows, seq_len_between_blocks, model.embed_dim), dtype=dtype),

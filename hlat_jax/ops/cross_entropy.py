@@ -20,8 +20,22 @@ from hlat_jax.parallel.collectives import SINGLE_DEVICE, ParallelContext
 CHUNK_POSITIONS = 256
 LEAST_POSITIONS = 128
 
+PADDING_LOGIT = -1e30  # finite, with an exponential of 0
 
 _is_scaled = jax.make_user_context(False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Vocab:
+    """How the rows of a head stand for a vocabulary.
+
+    Attributes:
+      axes: mesh axes that the rows are split over.
+      size: number of tokens; rows beyond it pad the vocabulary to whole parts. 0: every row is a token.
+    """
+
+    axes: tuple[str, ...] = ()
+    size: int = 0
 
 
 @contextlib.contextmanager
@@ -39,9 +53,18 @@ def is_loss_scaled() -> bool:
     return _is_scaled.value
 
 
-def logits(hidden: jax.Array, head_VD: jax.Array) -> jax.Array:
-    """Returns fp32 [..., V] from `hidden` [..., D]: products in the input dtype, accumulated and kept in fp32."""
-    return _product(hidden, head_VD, (hidden.ndim - 1, 1))
+def logits(hidden: jax.Array, head_VD: jax.Array, *, vocab: Vocab = Vocab()) -> jax.Array:
+    """Returns fp32 [..., V] from `hidden` [..., D]: products in the input dtype, accumulated and kept in fp32.
+
+    Those of rows that pad the vocabulary are `PADDING_LOGIT`, whatever the rows hold.
+    """
+    logits_V = _product(hidden, head_VD, (hidden.ndim - 1, 1))
+    num_rows = logits_V.shape[-1]
+    if not 0 < vocab.size < num_rows * (jax.lax.axis_size(vocab.axes) if vocab.axes else 1):
+        return logits_V
+    num_tokens = vocab.size - collectives.axis_index(vocab.axes) * num_rows
+    rows_V = jax.lax.broadcasted_iota(jnp.int32, logits_V.shape, logits_V.ndim - 1)
+    return jnp.where(rows_V < num_tokens, logits_V, PADDING_LOGIT)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,11 +77,13 @@ class LossOptions:
       z_loss_weight: of the squared log-normaliser; 0 is the plain cross-entropy.
       ctx: the axes that shard the rows of the head. Each device computes the logits of its own rows; their maximum,
         the sum of exponentials, the target's logit and the gradient of the hidden states are reduced over the axes.
+      vocab_size: number of tokens, as `Vocab.size`.
     """
 
     implementation: str
     z_loss_weight: float = 0.0
     ctx: ParallelContext = SINGLE_DEVICE
+    vocab_size: int = 0
 
 
 def cross_entropy(
@@ -88,9 +113,9 @@ def cross_entropy(
     ctx = options.ctx
     if ctx != SINGLE_DEVICE:
         hidden_BTD = collectives.copy_to_tensor_region(ctx.enter_tensor_region(hidden_BTD), ctx.pipe)
-    loss_sum = OP.run(
-        options.implementation, hidden_BTD, head_VD, targets_BT, weights_BT, options.z_loss_weight, ctx.vocab
-    )
+    vocab = Vocab(ctx.vocab, options.vocab_size)
+    arrays = hidden_BTD, head_VD, targets_BT, weights_BT
+    loss_sum = OP.run(options.implementation, *arrays, options.z_loss_weight, vocab)
     return SumAndCount(loss_sum, jnp.sum(weights_BT))
 
 
@@ -114,15 +139,15 @@ def _chunk(seq_len: int) -> int:
 def _in_chunks(chunk_of: Callable[[int], int]) -> Callable[..., jax.Array]:
     """Returns a function that sums the losses over chunks of `chunk_of(T)` positions of every row."""
 
-    def _loss(hidden_BTD, head_VD, targets_BT, weights_BT, z_loss_weight, axes):
-        static = (z_loss_weight, chunk_of(hidden_BTD.shape[1]), axes)
+    def _loss(hidden_BTD, head_VD, targets_BT, weights_BT, z_loss_weight, vocab):
+        static = (z_loss_weight, chunk_of(hidden_BTD.shape[1]), vocab)
         return _loss_sum(hidden_BTD, head_VD, targets_BT, weights_BT, static)
 
     return _loss
 
 
-def _reference(hidden_BTD, head_VD, targets_BT, weights_BT, z_loss_weight, axes):
-    logits_BTV = logits(hidden_BTD, head_VD)
+def _reference(hidden_BTD, head_VD, targets_BT, weights_BT, z_loss_weight, vocab):
+    logits_BTV, axes = logits(hidden_BTD, head_VD, vocab=vocab), vocab.axes
     largest_BT1 = jax.lax.stop_gradient(logits_BTV).max(axis=-1, keepdims=True)
     if axes:
         largest_BT1 = jax.lax.pmax(largest_BT1, axes)
@@ -149,17 +174,17 @@ OP.register(Implementation("reference", _reference, {"*": 1}))
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _loss_sum(hidden_BTD, head_VD, targets_BT, weights_BT, static):
-    z_loss_weight, chunk, axes = static
+    z_loss_weight, chunk, vocab = static
 
     def add(total, rows):
-        logits_RV = logits(rows[0], head_VD)
-        return total + _softmax_loss(logits_RV, rows[1], rows[2], z_loss_weight, axes)[0], None
+        logits_RV = logits(rows[0], head_VD, vocab=vocab)
+        return total + _softmax_loss(logits_RV, rows[1], rows[2], z_loss_weight, vocab.axes)[0], None
 
     return _over_chunks(add, jnp.float32(0.0), (hidden_BTD, targets_BT, weights_BT), chunk)[0]
 
 
 def _forward(hidden_BTD, head_VD, targets_BT, weights_BT, static):
-    z_loss_weight, chunk, axes = static
+    z_loss_weight, chunk, vocab = static
     precision = None
     if is_loss_scaled() and hidden_BTD.dtype == jnp.float32:
         precision = jax.lax.DotAlgorithmPreset.F32_F32_F32  # which autocast does not change
@@ -167,7 +192,8 @@ def _forward(hidden_BTD, head_VD, targets_BT, weights_BT, static):
     def add(sums, rows):
         hidden_RD, targets_R, weights_R = rows
         total, dhead_VD = sums
-        loss, dlogits_RV = _softmax_loss(logits(hidden_RD, head_VD), targets_R, weights_R, z_loss_weight, axes)
+        logits_RV = logits(hidden_RD, head_VD, vocab=vocab)
+        loss, dlogits_RV = _softmax_loss(logits_RV, targets_R, weights_R, z_loss_weight, vocab.axes)
         dlogits_RV = dlogits_RV.astype(hidden_RD.dtype)
         dhidden_RD = _product(dlogits_RV, head_VD, (1, 0), precision=precision).astype(hidden_RD.dtype)
         grad_VD = _product(dlogits_RV, hidden_RD, (0, 0), precision=precision)

@@ -224,7 +224,6 @@ def _check_model(model: ModelConfig, layout: Layout) -> None:
         )
     sizes = {
         "layers": ("model.num_layers", model.num_layers),
-        "vocab": ("model.vocab_size", model.vocab_size),
         "embed": ("model.embed_dim", model.embed_dim),
         "kv_heads": ("model.num_kv_heads", model.num_kv_heads),
         "heads": ("model.num_heads", model.num_heads),

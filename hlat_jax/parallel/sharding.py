@@ -103,6 +103,11 @@ class Layout:
         """Returns those of the mesh axes that are larger than 1."""
         return tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
 
+    def vocab_rows(self, vocab_size: int) -> int:
+        """Returns the rows of the embedding table and the head: those of the tokens, padded to whole parts."""
+        parts = self.size(self.param_rules["vocab"])
+        return -(-vocab_size // parts) * parts
+
     def param_sharding(self, axes: tuple) -> NamedSharding:
         """Returns the sharding of a parameter with these logical axes."""
         return NamedSharding(self.mesh, spec(axes, self.param_rules))

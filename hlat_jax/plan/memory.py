@@ -86,7 +86,7 @@ def device_bytes(program: RunProgram, *, jaxpr: Any) -> DeviceBytes:
     activations = min(kept, peak.total - gradients)
     params = state_bytes(state["params"])
     rows = config.data.batch_size // (config.train.num_microbatches * layout.row_degree)
-    vocab = config.model.vocab_size // layout.size(("pipe", *TENSOR))
+    vocab = layout.vocab_rows(config.model.vocab_size) // layout.size(("pipe", *TENSOR))
     return DeviceBytes(
         params=params,
         opt_state=state_bytes(state) - params,

@@ -28,6 +28,9 @@ def describe(program: RunProgram) -> None:
     step_tokens = config.data.batch_size * config.data.seq_len
     print(f"{config.name}: {layout.mesh.size} x {device.device_kind} ({device.platform}), {degrees}")
     print(f"parameters       {costs.num_params(config.model):,} ({config.precision.policy})")
+    vocab_size, num_rows = config.model.vocab_size, layout.vocab_rows(config.model.vocab_size)
+    if num_rows > vocab_size:
+        print(f"vocabulary       {vocab_size:,} tokens, padded to {num_rows:,} rows for the degrees of pipe and tensor")
     if config.data.packing == "concat":
         counted = step_tokens - config.data.batch_size  # the last token of a row has no target
         print(f"tokens per step  {step_tokens:,}, of which {counted:,} have a target")

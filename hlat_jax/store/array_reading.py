@@ -32,13 +32,18 @@ def aligned_empty(shape: tuple[int, ...], dtype: np.dtype, *, offset: int = 0) -
 
 
 def read_parts(
-    abstract: jax.ShapeDtypeStruct, fill: Callable[[dict[Bounds, np.ndarray]], None], *, donatable: bool = False
+    abstract: jax.ShapeDtypeStruct,
+    fill: Callable[[dict[Bounds, np.ndarray]], None],
+    *,
+    num_rows: int | None = None,
+    donatable: bool = False,
 ) -> Any:
     """Returns a NumPy array, or, where `abstract` has a sharding, a jax array.
 
     Args:
       abstract: shape, dtype and sharding.
       fill: writes the values of the parts that the devices of this process need, each once.
+      num_rows: of the first axis that are stored, all by default; rows beyond them are zeros.
       donatable: a program can reuse its memory; on CPU that is a copy, as memory that was taken over cannot be reused.
     """
     shape, sharding = abstract.shape, abstract.sharding
@@ -54,7 +59,14 @@ def read_parts(
         )
         for limits in map(bounds, indices)
     }
-    fill(parts)
+    stored = parts
+    if num_rows is not None and num_rows < shape[0]:
+        stored = {}
+        for ((start, stop), *rest), values in parts.items():
+            end = min(max(start, num_rows), stop)
+            values[end - start :] = 0
+            stored |= {((start, end), *rest): values[: end - start]} if end > start else {}
+    fill(stored)
     if sharding is None:
         return parts[bounds(whole)]
     array = jax.make_array_from_callback(shape, sharding, lambda index: parts[bounds(index)])
@@ -63,6 +75,8 @@ def read_parts(
 
 def read_chunked(spec: dict[str, Any], abstract: jax.ShapeDtypeStruct, *, donatable: bool = False) -> Any:
     """Returns an array that TensorStore opens, as `read_parts`; another dtype rounds to nearest.
+
+    Of the first axis `abstract` may have more rows than are stored, which are zeros, or fewer.
 
     Besides the result this takes the memory of a few chunks, stored and decoded: three times the array if it is one.
     INDEX_CACHE in `spec` is the cache for the nodes of a database.
@@ -86,7 +100,7 @@ def read_chunked(spec: dict[str, Any], abstract: jax.ShapeDtypeStruct, *, donata
         for read in reads:
             read.result()
 
-    return read_parts(abstract, fill, donatable=donatable)
+    return read_parts(abstract, fill, num_rows=stored.shape[0] if stored.shape else None, donatable=donatable)
 
 
 def _boxes(limits: Bounds, chunk: tuple[int, ...], itemsize: int) -> Iterator[tuple[slice, ...]]:

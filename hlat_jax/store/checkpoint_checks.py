@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import pathlib
+import re
 from collections.abc import Mapping
 from typing import Any, NotRequired, TypedDict
 
@@ -56,6 +57,15 @@ def saved_run(folder: pathlib.Path) -> dict[str, Any]:
     if "config" in run["metadata"]:  # else it was written by something other than a run
         check_kind(run["metadata"], _RunMetadata, where=str(path), field="metadata")
     return run
+
+
+def without_table_rows(arrays: Mapping[str, str]) -> dict[str, str]:
+    """Returns the text of arrays by path, `dtype[shape]`, without how many rows an embedding table or a head has.
+
+    A layout pads the vocabulary to whole parts with rows of zeros; the number of tokens is compared as a setting.
+    """
+    tables = ("['embed']", "['head']")
+    return {name: re.sub(r"\[\d+", "[V", text) if name.endswith(tables) else text for name, text in arrays.items()}
 
 
 def _is_step(name: str) -> bool:

@@ -60,7 +60,7 @@ class HFCheckpoint:
                     rows = [slice(*limit) for limit in limits[entry.stacked :]]
                     bits(part[layer - limits[0][0]] if entry.stacked else part)[...] = bits(slab)[tuple(rows)]
 
-        return read_parts(abstract, fill)
+        return read_parts(abstract, fill, num_rows=None if entry.stacked else entry.shape[0])
 
 
 class _Index(TypedDict):

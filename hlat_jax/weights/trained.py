@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import pathlib
 import re
@@ -24,7 +25,7 @@ from hlat_jax.config import ModelConfig
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.model import abstract_params
 from hlat_jax.store.checkpoint import find_saved, read_arrays
-from hlat_jax.store.checkpoint_checks import MASTERS, PARAMS, RUN_ITEM, saved_run
+from hlat_jax.store.checkpoint_checks import MASTERS, PARAMS, RUN_ITEM, saved_run, without_table_rows
 from hlat_jax.store.config_diff import differences
 from hlat_jax.store.integrity import INTEGRITY_FILE, damage
 from hlat_jax.weights.description import Description, describe_checkpoint, describe_hugging_face
@@ -50,7 +51,8 @@ class Weights(Description):
         """Returns the parameters as jax arrays; each process reads only the shards of its devices.
 
         Args:
-          shardings: a tree like the parameters, one sharding for all of them, or None for the default device.
+          shardings: a tree like the parameters, one sharding for all of them, or None for the default device. Rows of
+            the embedding table and the head that these do not divide are padded with zeros to whole parts.
           dtype: the dtype to which they are rounded on the host, or None for the stored one.
         """
         if shardings is None:
@@ -62,6 +64,8 @@ class Weights(Description):
             return jax.ShapeDtypeStruct(leaf.shape, dtype or leaf.dtype, sharding=sharding)
 
         leaves = leaves_by_name(jax.tree.map(target, self.arrays, shardings))
+        for name in {"embed", "head"} & leaves.keys():
+            leaves[name] = _in_whole_parts(leaves[name])
         # the largest first: a read takes host memory besides its result, and then least is in memory already
         order = sorted(leaves, key=lambda name: -leaves[name].size * leaves[name].dtype.itemsize)
         return nest({name: self.read_leaf(name, leaves[name]) for name in order})
@@ -181,6 +185,15 @@ def _of_hugging_face(folder: pathlib.Path, *, fuse_qkv: bool) -> Weights:
     return Weights(**vars(described), arrays=checkpoint.arrays(), read_leaf=checkpoint.read_param)
 
 
+def _in_whole_parts(table: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """Returns a table with as many rows as its sharding divides, at least its own."""
+    if not isinstance(table.sharding, jax.sharding.NamedSharding):
+        return table
+    [axes, *_] = table.sharding.spec or [()]
+    parts = math.prod(table.sharding.mesh.shape[axis] for axis in ((axes,) if isinstance(axes, str) else axes or ()))
+    return table.update(shape=(-(-table.shape[0] // parts) * parts, *table.shape[1:]))
+
+
 def _arrays(saved: dict[str, str], model: ModelConfig, *, folder: pathlib.Path) -> Any:
     """Returns the abstract parameters of a model in their saved dtypes; the shapes must be the model's.
 
@@ -190,7 +203,8 @@ def _arrays(saved: dict[str, str], model: ModelConfig, *, folder: pathlib.Path) 
     shapes = {name: re.sub(r"^\w+", "", text) for name, text in saved.items()}
     leaves, structure = jax.tree_util.tree_flatten_with_path(abstract_params(model))
     expected = {jax.tree_util.keystr(path): leaf.shape for path, leaf in leaves}
-    others = differences(shapes, {name: str(list(shape)) for name, shape in expected.items()})
+    now = {name: str(list(shape)) for name, shape in expected.items()}
+    others = differences(*map(without_table_rows, (shapes, now)))
     if others:
         raise ValueError(f"{folder} holds arrays that do not match its model:\n  " + "\n  ".join(others))
     dtypes = [jnp.dtype(saved[name].partition("[")[0]) for name in expected]

@@ -202,7 +202,7 @@ for area, *words in (line.split() for line in sys.stdin):
         "train --config=tiny --config.data.validation=/no/b": "data.validation: /no/b does not exist",
         "train --config=tiny --config.data.train=package:b": "package:b does not ship with hlat_jax",
         "train --config=tiny --config.data.tokenizer=/no.model": "data.tokenizer=/no.model: no such file",
-        "train --config=tiny --config.model.vocab_size=100": "data.tokenizer=package:austen_2k.model has 2048 tokens but",
+        "train --config=tiny --config.model.vocab_size=9": "data.tokenizer=package:austen_2k.model has 2048 tokens",
         "train --config=tiny --config.train.branch_from=/no@3": "train.branch_from: /no holds no weights (no such",
         "train --config=tiny --config.train.init_from=/no": "train.init_from: /no holds no weights (no such folder",
         "plan --config=tiny --config.train.init_from=/no": "train.init_from: /no holds no weights (no such folder",

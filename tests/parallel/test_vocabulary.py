@@ -1,0 +1,94 @@
+"""A vocabulary that the degrees do not divide: its rows of padding are in no loss, sample, checkpoint or export."""
+
+import jax
+import numpy as np
+import pytest
+
+from hlat_jax.batch import concat_batch
+from hlat_jax.config import ParallelConfig, default
+from hlat_jax.generate.generator import Generator, Sampling
+from hlat_jax.generate.scoring import Scorer
+from hlat_jax.model import init_params, pad_vocabulary
+from hlat_jax.parallel.degrees import layout_over
+from hlat_jax.parallel.sharding import Layout, abstract_layout, make_layout
+from hlat_jax.program import make_program
+from hlat_jax.resolve import resolve
+from hlat_jax.store.checkpoint import Checkpointer, read_checkpoint
+
+
+def configured(vocab_size, **parallel):
+    c = default()
+    c.model.update(vocab_size=vocab_size, embed_dim=32, mlp_dim=48, num_heads=4, num_kv_heads=2, head_dim=8)
+    c.data.update(batch_size=4, seq_len=16)
+    c.parallel.update(data=1, **parallel)
+    return resolve(c)
+
+
+def program_of(config):
+    degrees = config.parallel
+    return make_program(config, layout_over(config, jax.devices()[: degrees.pipe * degrees.tensor]))
+
+
+def trained(program, num_steps=3):
+    """Returns the losses and gradient norms of a few steps, and the state after them."""
+    state, rows = program.init_state(), []
+    for step in range(num_steps):
+        tokens = np.random.default_rng(step).integers(0, program.config.model.vocab_size, (4, 16))
+        state, metrics = program.run_step(state, program.shard(concat_batch(tokens)), np.float32(1e-2))
+        rows.append([float(metrics.loss), float(metrics.grad_norm)])
+    return rows, state
+
+
+def test_padding_changes_training_by_the_order_of_sums_alone(monkeypatch):
+    without, state = trained(program_of(configured(64)))
+    monkeypatch.setattr(Layout, "vocab_rows", lambda layout, vocab_size: 96)
+    padded, more = trained(program_of(configured(64)))
+    assert padded[0][0] == without[0][0]  # later losses depend on products that sum over the rows in other groups
+    np.testing.assert_allclose(padded, without, rtol=1e-6)
+    for name in ("embed", "head"):
+        table = np.asarray(more["params"][name])
+        assert table.shape == (96, 32)
+        assert not table[64:].any()
+        np.testing.assert_allclose(table[:64], state["params"][name], rtol=0, atol=1e-4 * np.abs(table).max())
+
+
+def test_a_checkpoint_opens_under_the_padding_of_any_layout(tmp_path):
+    programs = [program_of(configured(61, **degrees)) for degrees in ({}, {"tensor": 2}, {"pipe": 2, "tensor": 2})]
+
+    def of_tokens(state):
+        """Returns the state without padding, which must be zeros: the only arrays of 61 to 64 rows."""
+        leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(state)]
+        assert not any(leaf[61:].any() for leaf in leaves if leaf.ndim and 61 <= len(leaf) <= 64)
+        return [leaf[:61] if leaf.ndim else leaf for leaf in leaves]
+
+    for number, program in enumerate(programs):
+        _, state = trained(program, num_steps=2)
+        kept = of_tokens(state)
+        checkpointer = Checkpointer(tmp_path / str(number), config=program.config.checkpoint)
+        checkpointer.save(1, state, position=np.zeros((1, 2), np.int64), metadata={}, norms={})
+        checkpointer.wait()
+        for other in programs:
+            restored = read_checkpoint(tmp_path / str(number) / "checkpoints" / "1", other.abstract_state)
+            jax.tree.map(np.testing.assert_array_equal, of_tokens(restored.state), kept)
+        checkpointer.close()
+
+
+@pytest.mark.parametrize("degrees", [{"tensor": 2}, {"pipe": 2, "tensor": 2}], ids=str)
+def test_padding_is_never_sampled_or_scored_whatever_it_holds(degrees):
+    cfg = configured(61).model
+    params = init_params(cfg, jax.random.key(0, impl="rbg"))
+    layout = make_layout(ParallelConfig(data=1, **degrees), jax.devices()[: 2 * degrees.get("pipe", 1)])
+    padded = pad_vocabulary(params, cfg, layout)
+    padded |= {name: padded[name].at[61:].set(9.0) for name in ("embed", "head")}
+    prompts, wanted = [[1, 2, 3], [60]], {"max_tokens": 24, "sampling": Sampling(temperature=5.0, seed=2)}
+    assert Generator(cfg, padded, layout=layout)(prompts, **wanted) == Generator(cfg, params)(prompts, **wanted)
+    scores = [
+        Scorer(cfg, each, layout=on, num_rows=2)([([1, 2], [60, 4]), ([5], [7])])
+        for each, on in ((padded, layout), (params, make_layout(ParallelConfig(), jax.devices()[:1])))
+    ]
+    np.testing.assert_allclose(*([score.log_likelihood for score in each] for each in scores), rtol=1e-5)
+
+
+def test_the_vocabulary_of_qwen_3_is_planned_over_stages_of_many_shards():
+    parallel = ParallelConfig(pipe=8, data=1, tensor=32)
+    assert abstract_layout(parallel, 256, num_kv_heads=8).vocab_rows(151_936) == 152_064
