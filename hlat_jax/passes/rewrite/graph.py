@@ -136,15 +136,17 @@ class EquationGraph:
         self._from_inputs |= {var for var in self.invars if var not in self._folded}
         self._calls: dict[int, tuple[_Call, ...]] = {}  # of each equation, outermost first
         self.outvars = self._flatten(closed, self.invars, ())
+        for eqn in self.eqns:
+            if eqn.effects or not self._from_inputs.isdisjoint(variables(eqn.invars)):
+                self._from_inputs |= set(eqn.outvars)
+        self._producers = {var: eqn for eqn in self.eqns for var in eqn.outvars}
+        self.eqns = [each for eqn in self.eqns for each in self._batched(eqn)]
         self._producers = {var: eqn for eqn in self.eqns for var in eqn.outvars}
         self._readers: dict[Any, list[Any]] = {}
         for eqn in reversed(self.eqns):
             is_read = eqn.effects or any(var in self._readers or self.is_output(var) for var in eqn.outvars)
             for var in set(variables(eqn.invars)) if is_read else ():
                 self._readers.setdefault(var, []).append(eqn)
-        for eqn in self.eqns:
-            if eqn.effects or not self._from_inputs.isdisjoint(variables(eqn.invars)):
-                self._from_inputs |= set(eqn.outvars)
 
     def producer(self, atom: Any) -> Any:
         """Returns the equation that computes a variable; None for an input, a constant of the jaxpr, a literal."""
@@ -191,6 +193,49 @@ class EquationGraph:
             results = [np.asarray(out) for out in rebind(eqn, operands)]
         self._folded.update(zip(eqn.outvars, results, strict=True))
         return self._folded[atom]
+
+    def _batched(self, eqn: Any) -> list[Any]:
+        """Returns a gather as one with batch dimensions, where it reads index i of a dimension for index i of them.
+
+        z[arange(N), y] is then take_along_axis(z, y[:, None], 1), which computes every index alike. Any other equation
+        is returned as it is.
+        """
+        columns = self.producer(eqn.invars[1]) if eqn.primitive.name == "gather" else None
+        if columns is None or columns.primitive.name != "concatenate":
+            return [eqn]
+        numbers, (operand, indices) = eqn.params["dimension_numbers"], eqn.invars
+        last = indices.aval.ndim - 1
+        if columns.params["dimension"] != last or any(column.aval.shape[-1] != 1 for column in columns.invars):
+            return [eqn]
+        own = {}  # dimension of the operand -> dimension of the indices that counts it
+        for dim, column in zip(numbers.start_index_map, columns.invars, strict=True):
+            value = self.constant(column)
+            for place in range(last if value is not None and dim in numbers.collapsed_slice_dims else 0):
+                counts = np.arange(operand.aval.shape[dim]).reshape(
+                    [-1 if at == place else 1 for at in range(last + 1)]
+                )
+                if value.shape[place] == counts.size and np.array_equal(value, np.broadcast_to(counts, value.shape)):
+                    own.setdefault(dim, place)
+        left = [dim for dim in numbers.start_index_map if dim not in own]
+        first = numbers.start_index_map.index(left[0]) if left else 0
+        if not own or numbers.operand_batching_dims or numbers.start_index_map[first:] != tuple(left) or not left:
+            return [eqn]
+        batching = sorted(own)
+        changed = numbers._replace(
+            collapsed_slice_dims=tuple(dim for dim in numbers.collapsed_slice_dims if dim not in own),
+            start_index_map=tuple(left),
+            operand_batching_dims=tuple(batching),
+            start_indices_batching_dims=tuple(own[dim] for dim in batching),
+        )
+        cut = jax.make_jaxpr(lambda indices: jax.lax.slice_in_dim(indices, first, None, axis=last))(indices.aval).eqns[
+            0
+        ]
+        cut = cut.replace(invars=[indices], outvars=[core.Var(var.aval) for var in cut.outvars])
+        batched = eqn.replace(invars=[operand, *cut.outvars], params=eqn.params | {"dimension_numbers": changed})
+        for each in (cut, batched):
+            self._calls[id(each)] = self._calls[id(eqn)]
+        self._from_inputs |= set(cut.outvars)
+        return [cut, batched]
 
     def between(self, starts: Collection[Any], ends: Collection[Any], *, without: Collection[Any] = ()) -> list[Any]:
         """Returns the equations, in order, that some variables depend on and that depend on others.
