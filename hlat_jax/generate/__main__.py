@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
 import sys
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from absl import flags, logging
 
@@ -18,15 +20,19 @@ from hlat_jax.resolve import check_unicode
 from hlat_jax.store.progress import show_progress
 
 _USAGE = """Usage: python -m hlat_jax.generate --checkpoint=FOLDER --prompt=TEXT [--prompt=TEXT ...] [--FLAG=VALUE ...]
+       python -m hlat_jax.generate --checkpoint=FOLDER --chat [--FLAG=VALUE ...]
 
 Continuations are printed when their batch is done; several with their numbers.
 """
+_JSON_KEYS = ("completion", "num_tokens", "ended")  # `ended`: by eos, stop or length
 
 
 def main(argv: Sequence[str]) -> int:
     """Continues the prompts of the command line and prints them; returns 0."""
     values = flags_lib.parse_own(argv, _define, usage=_USAGE)
-    texts = _prompts(values)
+    if values.chat and (values.prompt or values.prompts_file or values.json or values.stop):
+        raise ValueError("--chat reads messages from its input: leave out --prompt, --prompts_file, --stop and --json.")
+    texts = [] if values.chat else _prompts(values)
     logging.set_verbosity(logging.ERROR)  # silence absl INFO logs of libraries
     inference.prepare(values)
     from hlat_jax.generate.generator import Generator, Sampling  # imports JAX, which --help does not need
@@ -37,20 +43,67 @@ def main(argv: Sequence[str]) -> int:
         trained = inference.trained_model(values)
     print(trained.described, file=sys.stderr, flush=True)
     how = {"bos": values.bos, "control_tokens": values.control_tokens}
+    options = {"max_tokens": values.max_tokens, "sampling": sampling}
+    if values.chat:
+        from hlat_jax.generate import chat
+
+        template = chat.open_template(trained)
+        chat.chat(trained, template, Generator(trained.model, trained.params, layout=trained.layout), **options)
+        return 0
     prompts = [_encode_prompt(trained, text, number, **how) for number, text in enumerate(texts)]
     generator = Generator(trained.model, trained.params, layout=trained.layout)
-    options = {"max_tokens": values.max_tokens, "sampling": sampling, "stop_ids": trained.tokenizer.stop_ids}
     for first in range(0, len(prompts), values.batch_size):
         batch = prompts[first : first + values.batch_size]
         began = time.monotonic()
         with show_progress("compiling and generating"):
-            new_ids = generator(batch, first_number=first, **options)
-        for number, (prompt, ids) in enumerate(zip(batch, new_ids, strict=True), first):
-            text = trained.tokenizer.decode([*prompt, *ids])
-            print(f"[{number}] {text}" if len(prompts) > 1 else text, flush=True)
-        num_tokens = count_text(sum(map(len, new_ids)), "new token")
+            done = _continue(generator, trained.tokenizer, batch, stop=values.stop, first_number=first, **options)
+        for number, (text, row) in enumerate(zip(texts[first:], done, strict=False), first):
+            if values.json:
+                line = {"number": number, "prompt": text} | {key: row[key] for key in _JSON_KEYS}
+                print(json.dumps(line, ensure_ascii=False), flush=True)
+            else:
+                print(f"[{number}] {row['text']}" if len(prompts) > 1 else row["text"], flush=True)
+        num_tokens = count_text(sum(row["num_tokens"] for row in done), "new token")
         print(f"{num_tokens} in {time.monotonic() - began:.1f} s, with compilation", file=sys.stderr, flush=True)
     return 0
+
+
+def _continue(
+    generator: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], *, stop: Sequence[str], **options: Any
+) -> list[dict[str, Any]]:
+    """Returns for each prompt the text, its completion, the number of new tokens, and why it ended."""
+    new: list[list[int]] = [[] for _ in prompts]
+    ended = ["length"] * len(prompts)
+    open_rows = set(range(len(prompts)))
+
+    def parts(number: int) -> tuple[str, str]:
+        """Returns the text of the prompt and its completion; a character may be of tokens of both."""
+        before, whole = (tokenizer.decode([*prompts[number], *ids]) for ids in ([], new[number]))
+        same = (length for length, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b)
+        length = next(same, min(len(before), len(whole)))
+        return whole[:length], whole[length:]
+
+    with contextlib.closing(generator.stream(prompts, stop_ids=tokenizer.stop_ids, **options)) as steps:
+        for step in steps:
+            for number in sorted(open_rows):
+                if step[number] is None:
+                    open_rows.remove(number)
+                elif step[number] in tokenizer.stop_ids:
+                    ended[number] = "eos"
+                    open_rows.remove(number)
+                else:
+                    new[number].append(step[number])
+                    if stop and any(word in parts(number)[1] for word in stop):
+                        ended[number] = "stop"
+                        open_rows.remove(number)
+            if not open_rows:
+                break
+    rows = []
+    for number, why in enumerate(ended):
+        prompt, text = parts(number)
+        text = text[: min([text.find(word) for word in stop if word in text], default=len(text))]
+        rows.append({"text": prompt + text, "completion": text, "num_tokens": len(new[number]), "ended": why})
+    return rows
 
 
 def _prompts(values: flags.FlagValues) -> list[str]:
@@ -110,6 +163,9 @@ def _define(values: flags.FlagValues) -> None:
         "seed", 0, "Seed of the random draws; the same seed gives the same text on any mesh.", **options
     )
     flags.DEFINE_integer("batch_size", 32, "Prompts of a batch.", 1, **options)
+    flags.DEFINE_bool("chat", False, "Talk: each line of input is a message, in the model's chat template.", **options)
+    flags.DEFINE_multi_string("stop", [], "Text that ends a completion, and is left out; may be repeated.", **options)
+    flags.DEFINE_bool("json", False, "Print each completion as a line of JSON, with why it ended.", **options)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ class TrainedModel:
       folder: from which the parameters were read.
       described: a line that describes them.
       begins_with_bos: whether texts begin with BOS, by an imported tokenizer or data.prepend_bos of the run.
+      companions: the folder of the files that Hugging Face's weights came with, or None.
     """
 
     model: ModelConfig
@@ -38,6 +39,7 @@ class TrainedModel:
     folder: pathlib.Path
     described: str
     begins_with_bos: bool = False
+    companions: pathlib.Path | None = None
 
     def first_ids(self, bos: bool | None) -> list[int]:
         """Returns [BOS] or [], where `bos` is None as the tokenizer is configured.
@@ -129,4 +131,13 @@ def open_model(checkpoint: str, parallel: ParallelConfig, *, tokenizer: str = ""
     dtype = params["embed"].dtype
     described = f"weights          {weights.folder}, step {weights.step}, {dtype}; {mesh}, {layout.platform}"
     described += "; texts begin with BOS" * weights.begins_with_bos
-    return TrainedModel(weights.model, params, layout, opened, weights.folder, described, weights.begins_with_bos)
+    return TrainedModel(
+        weights.model,
+        params,
+        layout,
+        opened,
+        weights.folder,
+        described,
+        weights.begins_with_bos,
+        weights.companions,
+    )

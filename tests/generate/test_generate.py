@@ -104,11 +104,10 @@ TEMPLATE = (
 )
 
 
-@pytest.mark.parametrize("kind", ["bytes", "pieces"])
-def test_control_tokens_in_prompts_give_what_transformers_gives(kind, generate_here, tmp_path):
-    """The prompts of apply_chat_template, on the command line and in JSONL with a BOM, then greedy tokens."""
-    config = transformers.LlamaConfig(**hf_models.SMALL | {"vocab_size": 640})
-    source = hf_models.save(hf_models.model(config), tmp_path / "hf")
+def chat_model(folder, kind, **changes):
+    """Returns the folder of a model that talks, its tokenizer.json, and both as transformers opens them."""
+    config = transformers.LlamaConfig(**hf_models.SMALL | {"vocab_size": 640} | changes)
+    source = hf_models.save(hf_models.model(config), folder)
     path = write_tokenizer_json(source, kind, tokenizer_class="PreTrainedTokenizerFast", chat_template=TEMPLATE)
     made = tokenizers.Tokenizer.from_file(str(path))
     made.add_special_tokens(["<|im_start|>", "<|im_end|>"])
@@ -118,6 +117,13 @@ def test_control_tokens_in_prompts_give_what_transformers_gives(kind, generate_h
     theirs, model = (
         auto.from_pretrained(source) for auto in (transformers.AutoTokenizer, transformers.LlamaForCausalLM)
     )
+    return source, path, theirs, model
+
+
+@pytest.mark.parametrize("kind", ["bytes", "pieces"])
+def test_control_tokens_in_prompts_give_what_transformers_gives(kind, generate_here, tmp_path):
+    """The prompts of apply_chat_template, on the command line and in JSONL with a BOM, then greedy tokens."""
+    source, path, theirs, model = chat_model(tmp_path / "hf", kind)
     prompts, expected = [], []
     for content in ("Is it a truth?", "naïve  —\n\n two", "</s>"):
         messages = [{"role": "user", "content": content}]
@@ -135,6 +141,54 @@ def test_control_tokens_in_prompts_give_what_transformers_gives(kind, generate_h
     assert generate_here(*words, "--max_tokens=12")[1] != printed
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
     assert "p.jsonl: each line must be a JSON object" in generate_here(*words)[2]
+
+
+def test_a_chat_keeps_its_turns_and_leaves_out_the_oldest(generate_here, tmp_path, monkeypatch):
+    source, _, theirs, model = chat_model(tmp_path / "hf", "bytes", max_position_embeddings=128)
+    most, messages, printed = model.config.max_position_embeddings, [], ""
+    lines = ["Is it a truth?", "naïve  —", "two" * 20, "and three"]
+    for content in lines:
+        messages.append({"role": "user", "content": content})
+        how = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+        while len(theirs.apply_chat_template(messages, **how)["input_ids"][0]) + 12 > most and len(messages) > 1:
+            del messages[:2]
+        ids = theirs.apply_chat_template(messages, **how)
+        continued = model.generate(**ids, max_new_tokens=12, do_sample=False, pad_token_id=0)[0]
+        before, text = (
+            theirs.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            for tokens in (ids["input_ids"][0], continued)
+        )
+        printed += text.removeprefix(before) + "\n"
+        messages.append({"role": "assistant", "content": text.removeprefix(before).strip()})
+    assert len(messages) < 2 * len(lines)
+    given = iter(lines)
+
+    def read(_):
+        if (line := next(given, None)) is None:
+            raise EOFError
+        return line
+
+    monkeypatch.setattr("builtins.input", read)
+    code, said, error = generate_here(f"--checkpoint={source}", "--chat", "--max_tokens=12")
+    assert code == 0, error
+    assert said == printed + "\n"
+    (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    assert "has no chat template" in generate_here(f"--checkpoint={source}", "--chat")[2]
+    assert "--chat reads messages" in generate_here(f"--checkpoint={source}", "--chat", "--prompt=a")[2]
+
+
+def test_completions_end_at_stop_texts_and_are_lines_of_json(trained_run, texts, generate_here):
+    run, stop = f"--checkpoint={trained_run}", texts[0][len(PROMPTS[0]) :].split()[1]
+    words = [run, *WORDS, *(f"--prompt={prompt}" for prompt in PROMPTS), f"--stop={stop}", "--stop=\n\n\n", "--json"]
+    code, printed, error = generate_here(*words)
+    assert code == 0, error
+    for number, (line, whole) in enumerate(zip(printed.splitlines(), texts, strict=True)):
+        row = json.loads(line)
+        assert (row["number"], row["prompt"]) == (number, PROMPTS[number])
+        completion = whole.removeprefix(PROMPTS[number])
+        assert row["completion"] == completion.partition(stop)[0]
+        assert row["ended"] == ("stop" if stop in completion else "length")
+        assert (row["num_tokens"] == 20) == (row["ended"] == "length")
 
 
 def test_control_tokens_of_a_native_model_are_those_of_transformers(tmp_path):

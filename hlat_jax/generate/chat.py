@@ -1,0 +1,81 @@
+"""A conversation in the terminal, with the chat template of the model."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+from hlat_jax.data.chat_template import ChatTemplate, Message
+from hlat_jax.generate.inference import TrainedModel
+
+
+def open_template(trained: TrainedModel) -> ChatTemplate:
+    """Returns the template of a model; raises ValueError without one, or without a place for the user's message."""
+    if trained.companions is None:
+        raise ValueError(
+            f"--chat: {trained.folder} has no chat template; a run has that of the Hugging Face folder it began with."
+        )
+    template = ChatTemplate(trained.companions)
+    template.render([{"role": "user", "content": "?"}], to_answer=True)
+    return template
+
+
+def ids_that_end_an_answer(template: ChatTemplate, tokenizer: Any) -> set[int]:
+    """Returns the control token that the template puts after an answer, if it does, and those that end any text."""
+    text, [(_, end)] = template.answers([{"role": "user", "content": "?"}, {"role": "assistant", "content": "Yes"}])
+    after = text[text.rindex("Yes", 0, end) + len("Yes") :]
+    first = tokenizer.encode_with_control_tokens(after)[:1].tolist() if after.strip() else []
+    return {*tokenizer.stop_ids, *(token for token in first if not tokenizer.decode([token]))}
+
+
+def chat(trained: TrainedModel, template: ChatTemplate, generator: Any, **options: Any) -> None:
+    """Answers each line of standard input until it ends; `options` are those of `Generator.stream`.
+
+    The oldest turns are left out where the conversation and an answer are longer than the model's positions.
+    """
+    tokenizer, most = trained.tokenizer, trained.model.max_positions
+    options["stop_ids"] = ids_that_end_an_answer(template, tokenizer)
+    messages: list[Message] = []
+    with contextlib.suppress(EOFError):
+        while True:
+            if not (line := input("> ").strip()):
+                continue
+            messages.append({"role": "user", "content": line})
+            ids = encode(template, tokenizer, messages)
+            while len(ids) + options["max_tokens"] > most and len(messages) > 1:
+                del messages[:2]
+                ids = encode(template, tokenizer, messages)
+            if len(ids) >= most:
+                print(f"(too long: {len(ids)} tokens, and model.max_positions={most})")
+                messages.pop()
+                continue
+            answer = ""
+            for piece in stream_text(generator, tokenizer, ids, **options):
+                print(piece, end="", flush=True)
+                answer += piece
+            print()
+            messages.append({"role": "assistant", "content": answer.strip()})
+    print()
+
+
+def encode(template: ChatTemplate, tokenizer: Any, messages: Sequence[Message]) -> list[int]:
+    """Returns the tokens of a conversation to which an answer follows."""
+    return tokenizer.encode_with_control_tokens(template.render(messages, to_answer=True)).tolist()
+
+
+def stream_text(
+    generator: Any, tokenizer: Any, prompt: Sequence[int], *, stop_ids: Collection[int], **options: Any
+) -> Iterator[str]:
+    """Yields the text that continues a prompt as its characters are complete."""
+    new, text = [], tokenizer.decode(prompt)
+    printed = len(text)
+    for [token] in generator.stream([prompt], stop_ids=stop_ids, **options):
+        if token is None or token in stop_ids:
+            continue
+        new.append(token)
+        text = tokenizer.decode([*prompt, *new])
+        if not text.endswith("\ufffd"):
+            yield text[printed:]
+            printed = len(text)
+    yield text[printed:]
