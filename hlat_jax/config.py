@@ -311,6 +311,9 @@ class TrainConfig:
     num_eval_batches: int = _key(
         8, "Batches of one validation, of each source, spread evenly over its documents; 0: all of the text.", least=0
     )
+    early_stop_evals: int = _key(
+        0, "Validations in a row without a lowest loss that end training; 0: none do.", least=0
+    )
     eval_tasks: str = _key("", "Tasks of the LM Evaluation Harness, NAME,NAME; needs the eval extra; empty: none.")
     eval_tasks_every_steps: int = _key(
         0, "Steps between them, and before the first and at the end; 0: these two.", least=0
@@ -332,6 +335,7 @@ class TrainConfig:
     eval_loss_low: float = _key(0.0, "Lower end of the expected final validation loss in nats; see eval_loss_high.")
     eval_loss_high: float = _key(0.0, "Upper end of the expected final validation loss in nats; 0: no expectation.")
     sample_prompt: str = _key("", "Text continued before and after training; empty: no sample.")
+    sample_every_steps: int = _key(0, "Also continue it every so many steps; 0: no.", least=0)
     sample_tokens: int = _key(64, "Tokens of that sample.", least=0)
     profile_steps: str = _key("", "Trace these steps, FIRST:LAST, such as 10:13 for four of them; empty: none.")
 
@@ -346,6 +350,7 @@ class CheckpointConfig:
     )
     keep_last: int = _key(3, "Newest checkpoints kept, permanent ones among them.", least=1)
     keep_every_steps: int = _key(0, "Also save at multiples of this, and keep these permanently; 0: none.", least=0)
+    keep_best: bool = _key(False, "Save at each lowest validation loss, and keep the last such checkpoint: RUN/best.")
     export_every_steps: int = _key(0, "Steps between exports for transformers; also at the end; 0: none.", least=0)
 
 

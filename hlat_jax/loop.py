@@ -11,7 +11,8 @@ After c updates, one iteration
    the newest checkpoint is from before these steps. Where the run ends (its last step, a signal, a batch that cannot be
    read) the state is saved all the same, as non-finite updates are skipped. A state with a norm that is not
    finite is never saved: it ends the run, which resumes from the newest checkpoint;
-3. stops, when c is the last step or a signal has come: after the save, so that no step is lost;
+3. stops, when c is the last step, validations do not improve (`train.early_stop_evals`) or a signal has come: after the
+   save, so that no step is lost;
 4. takes batch c + 1, once all processes have their rows of it;
 5. dispatches step c + 1, which donates the old state;
 6. logs the metrics of step c: the device already has its next work and never waits for the host, nor for the
@@ -63,11 +64,11 @@ def train(run: Run, progress: Progress) -> str:
         _loop(run, progress)
         during = signals.during("saving", unfinished=f"the checkpoint of step {progress.step}")
         with during, progress_bar(config, Status("saving")):
-            _note_saved(run, run.checkpointer.wait())
+            _note_saved(run, progress, run.checkpointer.wait())
             if run.exporter is not None:
                 run.exporter.wait()
                 run.checkpointer.release()
-        if progress.step < config.train.num_steps:
+        if not _is_last(run, progress):
             _show_goodput(run, progress)
             saved = f"saved in {run.workdir}; run the same command to resume"
             nothing = "before anything was saved; run the same command to start again"
@@ -75,6 +76,9 @@ def train(run: Run, progress: Progress) -> str:
             return run.sync.stop
         signals.doing, signals.saved_step = "drawing the results", progress.step
         signals.unfinished = "the summary" if jax.distributed.is_initialized() else ""  # nobody waits for one alone
+        if progress.step < config.train.num_steps:
+            best = f"{progress.best.eval_loss:.4f} of step {progress.best.step:,}"
+            print(f"ended early      {progress.best.num_since} validations in a row were not below {best}")
         _sample(run, progress, "after training")
         _show_goodput(run, progress)
         run.log.close()
@@ -119,11 +123,16 @@ def _evaluate(run: Run, progress: Progress) -> None:
     if run.validation is not None and (last or _due(step, train.eval_every_steps)):
         figures = _measure(run, progress, "evaluating", run.validation)
         run.log.eval_row({"step": step, **figures})
+        progress.best = progress.best.after({"step": step, **figures})
     # before the first step too: all programs are compiled then, and what fails has cost nothing
     if run.tasks is not None and (last or step == 0 or _due(step, train.eval_tasks_every_steps)):
         figures, shown = _measure(run, progress, "evaluating on tasks", run.tasks)
         if figures:
             run.log.tasks_row({"step": step, **figures}, shown=shown)
+    if step > 0 and not last and _due(step, train.sample_every_steps):
+        _write_rows(run, progress)
+        _sample(run, progress, f"after step {step:,}")
+        progress.timed_from_s = time.monotonic()
 
 
 def _measure(run: Run, progress: Progress, doing: str, evaluation: Validation | optional.TasksInTraining) -> Any:
@@ -141,6 +150,7 @@ def _save(run: Run, progress: Progress, *, stopping: bool) -> None:
     """Saves the state when due by steps or by the clock, when postponed, and when the run is stopping."""
     c, step = run.config.checkpoint, progress.step
     due = any(_due(step, every) for every in (c.every_steps, c.keep_every_steps, c.export_every_steps))
+    due = due or (c.keep_best and step == progress.best.step)
     if step > run.start_step and (stopping or due or progress.save_postponed or progress.save_overdue):
         _start_saving(run, progress, stopping=stopping)
         progress.saved_at_s = progress.timed_from_s = time.monotonic()
@@ -165,7 +175,7 @@ def _start_saving(run: Run, progress: Progress, *, stopping: bool) -> None:
         progress.save_postponed = True
         return
     norms = nonfinite.finite_norms(run, progress)
-    _note_saved(run, run.checkpointer.wait())  # the one before: it is recorded before anything else may fail
+    _note_saved(run, progress, run.checkpointer.wait())  # the one before: it is recorded before anything else may fail
     metadata = run.settings | {"tokens": progress.tokens, "num_nonfinite": progress.num_nonfinite, "remat": run.remat}
     if skipped := batch_of_step(progress.step, run.skipped) - progress.step:
         metadata["skipped_batches"] = skipped
@@ -181,13 +191,15 @@ def _save_and_wait(run: Run, progress: Progress) -> None:
     """Saves the state that the run stops with, unless it has made no step, and returns when that is on the disk."""
     if progress.step > run.start_step:
         _start_saving(run, progress, stopping=True)
-        _note_saved(run, run.checkpointer.wait())
+        _note_saved(run, progress, run.checkpointer.wait())
 
 
-def _note_saved(run: Run, step: int | None) -> None:
+def _note_saved(run: Run, progress: Progress, step: int | None) -> None:
     """Records the checkpoint that `run.checkpointer` has completed, if it has, and exports it when due."""
     if step is not None:
         run.ledger.event("saved", step=step)
+        if run.config.checkpoint.keep_best and step == progress.best.step:
+            run.checkpointer.keep_best(step)
         if run.exporter is not None:
             run.exporter.offer(step)
 
@@ -264,7 +276,7 @@ def _log(run: Run, progress: Progress) -> None:
             identity = run.batches.definition.identity(passed)
             positions.write(run.workdir, passed, position=position, data_identity=identity)
     run.check_folder()
-    _note_saved(run, run.checkpointer.check())
+    _note_saved(run, progress, run.checkpointer.check())
     if run.exporter is not None:
         run.exporter.check()
         if not run.exporter.reading:
@@ -338,7 +350,8 @@ def _sample(run: Run, progress: Progress, when: str) -> None:
 
 
 def _is_last(run: Run, progress: Progress) -> bool:
-    return progress.step >= run.config.train.num_steps
+    train = run.config.train
+    return progress.step >= train.num_steps or 0 < train.early_stop_evals <= progress.best.num_since
 
 
 def _due(step: int, every: int) -> bool:

@@ -455,9 +455,8 @@ def pad_vocabulary(params: Any, cfg: ModelConfig, layout: Layout) -> Any:
     They have no part in losses and samples, so their gradients are zeros and they remain so.
     """
     num_rows = layout.vocab_rows(cfg.vocab_size)
-    tables = {name: params[name] for name in ("embed", "head") if name in params}
-    short = {name: table for name, table in tables.items() if table.shape[0] < num_rows}
-    return params | {name: jnp.pad(table, ((0, num_rows - len(table)), (0, 0))) for name, table in short.items()}
+    short = [name for name in ("embed", "head") if name in params and params[name].shape[0] < num_rows]
+    return params | {name: jnp.pad(params[name], ((0, num_rows - len(params[name])), (0, 0))) for name in short}
 
 
 def select_implementations(cfg: ModelConfig, platform: str) -> ModelConfig:

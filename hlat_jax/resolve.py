@@ -278,6 +278,13 @@ def check_training(c: Config) -> None:
             raise ValueError(
                 f"train.eval_tasks_{name}={value} has no effect without train.eval_tasks: set that, or unset this key."
             )
+    if (c.checkpoint.keep_best or t.early_stop_evals) and not (d.validation and t.eval_every_steps):
+        raise ValueError(
+            "checkpoint.keep_best and train.early_stop_evals need validations while it trains: set data.validation and "
+            f"train.eval_every_steps (they are {d.validation!r} and {t.eval_every_steps})."
+        )
+    if t.sample_every_steps and not t.sample_prompt:
+        raise ValueError(f"train.sample_every_steps={t.sample_every_steps} needs a text: set train.sample_prompt.")
     if t.eval_loss_high < t.eval_loss_low:
         raise ValueError(
             f"train.eval_loss_high={t.eval_loss_high} is below train.eval_loss_low={t.eval_loss_low}; set it above."

@@ -19,7 +19,6 @@ from hlat_jax.parallel.collectives import SINGLE_DEVICE, ParallelContext
 # Most positions of each row whose logits "chunked" holds at once, and fewest for long rows.
 CHUNK_POSITIONS = 256
 LEAST_POSITIONS = 128
-
 PADDING_LOGIT = -1e30  # finite, with an exponential of 0
 
 _is_scaled = jax.make_user_context(False)
@@ -27,7 +26,7 @@ _is_scaled = jax.make_user_context(False)
 
 @dataclasses.dataclass(frozen=True)
 class Vocab:
-    """How the rows of a head stand for a vocabulary.
+    """What the rows of a head stand for.
 
     Attributes:
       axes: mesh axes that the rows are split over.
@@ -56,15 +55,14 @@ def is_loss_scaled() -> bool:
 def logits(hidden: jax.Array, head_VD: jax.Array, *, vocab: Vocab = Vocab()) -> jax.Array:
     """Returns fp32 [..., V] from `hidden` [..., D]: products in the input dtype, accumulated and kept in fp32.
 
-    Those of rows that pad the vocabulary are `PADDING_LOGIT`, whatever the rows hold.
+    Those of rows that pad the vocabulary are `PADDING_LOGIT`.
     """
     logits_V = _product(hidden, head_VD, (hidden.ndim - 1, 1))
     num_rows = logits_V.shape[-1]
     if not 0 < vocab.size < num_rows * (jax.lax.axis_size(vocab.axes) if vocab.axes else 1):
         return logits_V
-    num_tokens = vocab.size - collectives.axis_index(vocab.axes) * num_rows
     rows_V = jax.lax.broadcasted_iota(jnp.int32, logits_V.shape, logits_V.ndim - 1)
-    return jnp.where(rows_V < num_tokens, logits_V, PADDING_LOGIT)
+    return jnp.where(rows_V < vocab.size - collectives.axis_index(vocab.axes) * num_rows, logits_V, PADDING_LOGIT)
 
 
 @dataclasses.dataclass(frozen=True)

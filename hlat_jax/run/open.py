@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import json
 import pathlib
 import shutil
 from collections.abc import Collection
@@ -32,9 +34,9 @@ from hlat_jax.run.neuron_monitor import NeuronMonitor
 from hlat_jax.run.profiling import StepTrace
 from hlat_jax.run.state import Inputs, Progress, Run
 from hlat_jax.run.step_sync import FolderCheck, StepSync, only_job, require_same_settings
-from hlat_jax.run.validation import Validation
+from hlat_jax.run.validation import Best, Validation
 from hlat_jax.store.checkpoint import Checkpointer, Restored
-from hlat_jax.store.metrics import MetricsLog, Silent
+from hlat_jax.store.metrics import ROWS_FILE, MetricsLog, Silent, read_rows
 from hlat_jax.weights.hf_files import KEPT, keep_companions
 from hlat_jax.weights.trained import Weights
 
@@ -192,6 +194,12 @@ def compile_run(
         positions.rewind(workdir, int(progress.position[0, 0]))
         resume.set_exports_aside(workdir, progress.step)
     log = stack.enter_context(closing_quietly(_open_log(config, workdir, layout=layout, progress=progress)))
+    if config.checkpoint.keep_best or config.train.early_stop_evals:
+        rows = read_rows(workdir / ROWS_FILE) if distributed.is_first() else []
+        best = functools.reduce(Best.after, rows, Best())
+        progress.best = Best(**json.loads(distributed.exchange(json.dumps(vars(best)))[0]))
+        if config.checkpoint.keep_best and (inputs.checkpointer.folder / str(progress.best.step)).is_dir():
+            inputs.checkpointer.keep_best(progress.best.step)  # a kill may have come before the link
     monitored = config.metrics.neuron_monitor if distributed.is_first() else "off"
     monitor = NeuronMonitor(monitored, platform=layout.mesh.devices.flat[0].platform)
     stack.enter_context(contextlib.closing(monitor))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pathlib
 
 from hlat_jax.config import Config
+from hlat_jax.store.checkpoint import BEST_LINK
 from hlat_jax.store.loss_curve import plot_loss
 from hlat_jax.store.metrics import ROWS_FILE, read_rows
 
@@ -21,6 +22,8 @@ def show(config: Config, workdir: pathlib.Path, step: int) -> None:
     skipped = [row["skipped_records"] for row in rows if "skipped_records" in row]
     if skipped:
         print(f"bad records skipped: {skipped[-1]:,}")
+    if (workdir / BEST_LINK).is_dir():
+        print(f"best checkpoint: {workdir / BEST_LINK}, of step {(workdir / BEST_LINK).resolve().name}")
     evals = [row for row in rows if "eval_loss" in row and row["step"] == step]
     if not evals:
         return

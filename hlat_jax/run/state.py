@@ -22,7 +22,7 @@ from hlat_jax.run.goodput import Ledger
 from hlat_jax.run.neuron_monitor import NeuronMonitor
 from hlat_jax.run.profiling import StepTrace
 from hlat_jax.run.step_sync import FolderCheck, StepSync
-from hlat_jax.run.validation import Validation
+from hlat_jax.run.validation import Best, Validation
 from hlat_jax.store.checkpoint import Checkpointer
 from hlat_jax.store.metrics import MetricsLog, Silent
 from hlat_jax.train_step import State, StepMetrics
@@ -104,6 +104,7 @@ class Progress:
       saved_at_s: time.monotonic() at the start of the last save.
       timed_from_s: time.monotonic() from which the current step is timed.
       data_wait_s: time spent waiting for data since the last metrics row.
+      best: validation so far.
     """
 
     state: State
@@ -118,6 +119,7 @@ class Progress:
     saved_at_s: float = 0.0
     timed_from_s: float = 0.0
     data_wait_s: float = 0.0
+    best: Best = dataclasses.field(default_factory=Best)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -64,6 +64,28 @@ class Validation:
         return tuple(sums)
 
 
+@dataclasses.dataclass(frozen=True)
+class Best:
+    """The validation with the lowest loss so far.
+
+    Attributes:
+      step: its step; 0 without any.
+      num_since: validations since then.
+    """
+
+    step: int = 0
+    eval_loss: float = math.inf
+    num_since: int = 0
+
+    def after(self, row: Mapping[str, Any]) -> Best:
+        """Returns the best after a row of the metrics; a loss that is not finite is no lower one."""
+        if row.get("eval_loss") is None:
+            return self
+        if row["eval_loss"] < self.eval_loss:
+            return Best(row["step"], row["eval_loss"])
+        return dataclasses.replace(self, num_since=self.num_since + 1)
+
+
 def measures(nats: float, num_tokens: float, *, num_bytes: int) -> dict[str, float]:
     """Returns eval_loss, perplexity, bits_per_byte and eval_tokens from the sum of the losses in nats."""
     loss = nats / num_tokens

@@ -47,6 +47,7 @@ from hlat_jax.store.integrity import seal
 
 TESTED_VERSIONS = ("0.12.8",)
 STATE_ITEM = "state"
+BEST_LINK = "best"
 _CHUNK_BYTES = 1 << 22  # at most, if the shape allows; a reader holds a few chunks besides the array
 _MIN_CHUNK_BYTES = 1 << 18  # of an array that is larger: each chunk costs time, whatever its size
 _TMP_MARK = ".orbax-checkpoint-tmp"
@@ -69,8 +70,8 @@ class Restored(NamedTuple):
 
 
 @dataclasses.dataclass
-class Exported:
-    """Preserves the checkpoint of `step`, however old it is: an export reads it; 0: none."""
+class Pinned:
+    """Preserves the checkpoint of `step`, however old it is; 0: none."""
 
     step: int = 0
 
@@ -86,6 +87,7 @@ class Checkpointer:
 
     Attributes:
       exported: what keeps the checkpoint that an export reads; set in process 0, which removes the others.
+      best: what keeps the checkpoint of the lowest validation loss, if `config.keep_best`.
     """
 
     def __init__(self, workdir: str | os.PathLike, *, config: CheckpointConfig):
@@ -95,6 +97,7 @@ class Checkpointer:
         """
         self.folder = pathlib.Path(workdir).absolute() / "checkpoints"
         self._config = config
+        self._best_link = self.folder.parent / BEST_LINK
         self._saving: int | None = None
         self._saving_bytes = 0
         logging.getLogger("absl").addFilter(_not_orbax)  # drops its INFO logs; failures raise
@@ -111,8 +114,10 @@ class Checkpointer:
         arrays = ocp.PyTreeCheckpointHandler(use_ocdbt=True, use_zarr3=False)  # as _array_spec reads them
         handlers.add(STATE_ITEM, ocp.args.PyTreeSave, arrays)
         policies = ocp.checkpoint_managers
-        self.exported = Exported()
-        kept: list[Any] = [policies.LatestN(config.keep_last), self.exported]
+        self.exported, self.best = Pinned(), Pinned()
+        if config.keep_best and self._best_link.is_dir():
+            self.best.step = int(self._best_link.resolve().name)
+        kept: list[Any] = [policies.LatestN(config.keep_last), self.exported, self.best]
         if config.keep_every_steps:
             kept.append(policies.EveryNSteps(config.keep_every_steps))
         self._manager = _Manager(
@@ -188,9 +193,18 @@ class Checkpointer:
         """
         step, self.exported.step = self.exported.step, 0
         steps, every = sorted(self._manager.all_steps()), self._config.keep_every_steps
-        is_kept = step in steps[-self._config.keep_last :] or (every and step % every == 0)
+        is_kept = step in (*steps[-self._config.keep_last :], self.best.step) or (every and step % every == 0)
         if step in steps and not is_kept and self._saving is None:
             self._manager.drop(step)
+
+    def keep_best(self, step: int) -> None:
+        """Keeps a complete checkpoint in place of the best so far; BEST_LINK in the run folder leads to it."""
+        self.best.step = step
+        if jax.process_index() == 0:
+            new = self._best_link.with_name(f"{BEST_LINK}.partial")
+            new.unlink(missing_ok=True)
+            new.symlink_to(pathlib.Path(self.folder.name, str(step)))
+            os.replace(new, self._best_link)
 
     def check(self) -> int | None:
         """Returns as `wait` if the save in the background has ended or failed; does not wait."""

@@ -20,6 +20,7 @@ MAY_CHANGE = (
     "train.max_nonfinite_steps",
     "train.skip_steps",  # for the batches to come; resume.refuse_drift compares those that were passed
     "train.spike*",  # for the steps to come; a window that changes begins again, see store.checkpoint
+    "train.early_stop_evals",  # the losses of all validations are kept
     "train.eval_loss_*",
     "train.eval_tasks*",
     "train.sample_*",

@@ -1,0 +1,81 @@
+"""What validations decide while a run trains: the checkpoint that is kept, and an early end; and samples on the way."""
+
+import jax
+import micro
+import pytest
+
+from hlat_jax import loop
+from hlat_jax import train as train_lib
+from hlat_jax.cli import config_files
+from hlat_jax.generate.inference import open_model
+from hlat_jax.resolve import resolve
+
+
+def evals(workdir):
+    return {row["step"]: row["eval_loss"] for row in micro.rows(workdir) if "eval_loss" in row}
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """A function of a run folder and keys that trains at a rate at which the validation loss soon rises."""
+    one = jax.devices()[:1]
+    monkeypatch.setattr(loop.jax, "devices", lambda *_: one)
+
+    def run(workdir, **keys):
+        c = config_files.load(str(micro.write_config(tmp_path)))
+        c.optimizer.update(peak_lr=0.3, warmup_steps=8)
+        c.train.update(num_steps=40, eval_every_steps=2, num_eval_batches=1)
+        c.checkpoint.update(keep_last=1, keep_best=True)
+        for path, value in keys.items():
+            section, _, key = path.partition("__")
+            c[section][key] = value
+        assert train_lib.train(resolve(c), workdir) == 0
+        return workdir
+
+    return run
+
+
+def test_the_best_checkpoint_is_kept_and_training_ends_early_resumed_or_not(train, tmp_path, capsys):
+    whole = train(tmp_path / "whole", train__early_stop_evals=3)
+    losses = evals(whole)
+    best = min(losses, key=losses.get)
+    assert 0 < best == max(losses) - 6 < 34  # three validations after it
+    assert f"ended early      3 validations in a row were not below {losses[best]:.4f} of step {best}" in (
+        capsys.readouterr().out
+    )
+    assert micro.saved_steps(whole) == [best, max(losses)]
+    assert (whole / "best").resolve() == whole / "checkpoints" / str(best)
+    assert open_model(str(whole / "best"), resolve(config_files.load("tiny")).parallel).folder.name == str(best)
+    parts = train(tmp_path / "parts", train__num_steps=best + 2, train__early_stop_evals=3)
+    (parts / "best").unlink()  # as if the kill came before it
+    train(parts, train__early_stop_evals=3)
+    assert evals(parts) == losses
+    assert (micro.saved_steps(parts), (parts / "best").resolve().name) == (micro.saved_steps(whole), str(best))
+    train(parts, train__early_stop_evals=3)  # at its end, it ends again
+    assert evals(parts) == losses
+
+
+def test_samples_on_the_way_change_no_step(train, tmp_path, capsys):
+    keys = {"train__num_steps": 5, "train__sample_prompt": "It is", "train__sample_tokens": 4}
+    plain = train(tmp_path / "plain", **keys)
+    assert "sample after step" not in capsys.readouterr().out
+    sampled = train(tmp_path / "sampled", train__sample_every_steps=2, **keys)
+    out = capsys.readouterr().out
+    assert [line.split(":")[0] for line in out.splitlines() if line.startswith("sample after")] == [
+        *("sample after step 2", "sample after step 4"),
+        "sample after training",
+    ]
+    assert [micro.exact(row) for row in micro.rows(sampled)] == [micro.exact(row) for row in micro.rows(plain)]
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"checkpoint__keep_best": True, "train__eval_every_steps": 0}, "need validations while it trains"),
+        ({"train__early_stop_evals": 2, "checkpoint__keep_best": False, "data__validation": ""}, "need validations"),
+        ({"train__sample_every_steps": 2}, "train.sample_every_steps=2 needs a text: set train.sample_prompt"),
+    ],
+)
+def test_what_needs_validations_or_a_text_is_refused_without(train, tmp_path, keys, said):
+    with pytest.raises(ValueError, match=said):
+        train(tmp_path / "run", **keys)
