@@ -16,7 +16,7 @@ import numpy as np
 
 from hlat_jax import batch as batch_lib
 from hlat_jax.config import DataConfig, count_text
-from hlat_jax.data import packing
+from hlat_jax.data import answers, packing
 from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.data.mixture import UNNAMED
 from hlat_jax.data.order import evenly_spaced, evenly_spread
@@ -180,7 +180,7 @@ def _read(
             is_text = isinstance(document, str)
             num_bytes = len(document.encode("utf-8")) if is_text else source.documents.text_bytes(number)
             tokens = np.concatenate(list(encode(document)))
-            documents[number] = tokens, tokenizer.bytes_of(tokens, num_bytes)
+            documents[number] = tokens, tokenizer.bytes_of(answers.unmark(tokens)[0], num_bytes)
             num_tokens += len(tokens)
         num_read = wanted
         if limit is not None and num_tokens < limit:
@@ -198,8 +198,8 @@ def _batch(
         length = len(row.tokens)  # the last row of `concat` may be short
         tokens_BT[number, :length], bytes_BT[number] = row.tokens, bytes_T
         segment_ids_BT[number, :length] = 1 if row.segment_ids is None else row.segment_ids
-    batch = batch_lib.segmented_batch(tokens_BT, segment_ids_BT)
+    batch = answers.make_batch(tokens_BT, segment_ids_BT)
     if data.packing == "concat":
-        weights_BT, batch = batch.weights, batch_lib.concat_batch(tokens_BT)
+        weights_BT, batch = batch.weights, answers.make_batch(tokens_BT, None)
         batch.weights[:] = weights_BT
     return batch, bytes_BT

@@ -14,7 +14,7 @@ import numpy as np
 
 from hlat_jax import batch as batch_lib
 from hlat_jax.config import DataConfig
-from hlat_jax.data import packing
+from hlat_jax.data import answers, packing
 from hlat_jax.data.retries import Retries
 from hlat_jax.data.streams import Definition, RowStream
 from hlat_jax.data.tokenizer import Tokenizer
@@ -95,10 +95,8 @@ class TrainBatches(grain.DatasetIterator):
 
 def make_batch(rows: Sequence[packing.Row]) -> batch_lib.Batch:
     """Returns the Batch of packed rows, which all have the same packing."""
-    tokens_BT = np.stack([row.tokens for row in rows])
-    if rows[0].segment_ids is None:
-        return batch_lib.concat_batch(tokens_BT)
-    return batch_lib.segmented_batch(tokens_BT, np.stack([row.segment_ids for row in rows]))
+    segment_ids = [row.segment_ids for row in rows if row.segment_ids is not None]
+    return answers.make_batch(np.stack([row.tokens for row in rows]), np.stack(segment_ids) if segment_ids else None)
 
 
 class _RowPrefetcher:

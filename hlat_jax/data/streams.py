@@ -16,6 +16,7 @@ loader stacks those of its rows.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -29,6 +30,7 @@ import numpy as np
 
 from hlat_jax.config import DataConfig, count_text
 from hlat_jax.data import packing, sources
+from hlat_jax.data.answers import AnswerTokens
 from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.data.mixture import UNNAMED, Mixture, MixtureStage, first_stages, parse_sources, parse_stages
 from hlat_jax.data.order import Order, algorithm_hash
@@ -82,7 +84,12 @@ def open_sources(
     for name, paths in parse_sources(getattr(data, from_key.removeprefix("data.")), key=from_key).items():
         where = from_key if name == UNNAMED else f"{from_key} ({name})"
         sha256 = None if tokenizer is None else tokenizer.sha256
-        corpus = open_documents(paths, data, key=where, index_folder=index_folder, tokenizer_sha256=sha256)
+        answers = None if tokenizer is None else AnswerTokens(tokenizer, bos=data.prepend_bos)
+        options = {"index_folder": index_folder, "tokenizer_sha256": sha256, "answers": answers}
+        corpus = open_documents(paths, data, key=where, **options)
+        if corpus.manifest["files"][0]["kind"] == "jsonl":  # the only one with messages
+            with contextlib.suppress(BadRecord, OSError):
+                corpus[0]  # a chat template that refuses it is found before anything is compiled
         _check_stored(corpus.manifest, data, key=where)
         notes = [f"cut at paragraphs into {count_text(len(corpus), 'document')}"] if corpus.is_cut else []
         if share:

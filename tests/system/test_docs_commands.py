@@ -21,6 +21,10 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 NOT_RUN = "*not yet run*"
 _TRAIN, _NODE = "python -m hlat_jax.train", "launch/node.sh --dry-run"
 _SLURM = "scontrol() { echo n1; echo n2; }; export -f scontrol; SLURM_NNODES=2 SLURM_NODEID=1 SLURM_JOB_NODELIST=n"
+TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}] {{ m.content }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant] {% endif %}"
+)
 # What is run in place of a command: pattern, replacement, why. The first that fits counts.
 CHECKED = (
     (r"^(pip install|git clone|cd|pytest)\b.*", "true", ".ci/run begins with them"),
@@ -35,6 +39,7 @@ CHECKED = (
 # What is run is shorter than what is shown.
 SHORTER = (
     (rf"^({_TRAIN} --init_from=.*)", r"\1 --config.train.num_steps=2 --config.data.seq_len=64"),
+    (r"^(\S+ -m hlat_jax.data peek --init_from=.*)", r"\1 --config.data.seq_len=64"),
     (
         rf"^({_TRAIN} --config=tiny .*)",
         r"\1 --config.train.num_steps=12 --config.checkpoint.every_steps=6 --config.train.num_eval_batches=2"
@@ -112,8 +117,14 @@ def folder(tmp_path_factory):
     (path / "my_tasks").mkdir()
     local_tasks.write_tasks(path / "my_tasks")
     (path / "prompts.txt").write_text("It is a truth\nEmma\n")
-    for name in ("SmolLM2-135M", "SmolLM2-135M-Instruct"):
-        (path / name).symlink_to("my_book-hf")  # which the README's commands export
+    (path / "SmolLM2-135M").symlink_to("my_book-hf")  # which the README's commands export
+    (path / "SmolLM2-135M-Instruct").mkdir()
+    for name in ("config.json", "generation_config.json", "model.safetensors", "tokenizer.model"):
+        (path / "SmolLM2-135M-Instruct" / name).symlink_to(pathlib.Path("..", "my_book-hf", name))
+    settings = {"eos_token": "</s>", "chat_template": TEMPLATE, "tokenizer_class": "LlamaTokenizer"}
+    (path / "SmolLM2-135M-Instruct" / "tokenizer_config.json").write_text(json.dumps(settings))
+    talk = json.dumps({"messages": [{"role": role, "content": "It is a truth."} for role in ("user", "assistant")]})
+    (path / "talks.jsonl").write_text(f"{talk}\n" * 40)
     (path / "runs" / "7b").mkdir(parents=True)
     for name in ("doctor-7b.json", "runs/7b/config.json"):
         (path / name).write_text("{}")
@@ -129,7 +140,8 @@ def test_commands_of_a_page_run(command, folder):
     if "--instance=" in command:
         del env["JAX_PLATFORMS"]  # a run on Trainium's devices, which it would keep JAX off
     words = ["bash", "-c", command]
-    done = subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, timeout=600, check=False)
+    how = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "timeout": 600}
+    done = subprocess.run(words, cwd=folder, env=env, check=False, **how)
     assert done.returncode == 0, f"{command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
     assert "Traceback" not in done.stderr
 

@@ -28,7 +28,7 @@ from hlat_jax.data.build.shards import COUNTS
 from hlat_jax.data.formats.built import FORMAT, index_path
 from hlat_jax.data.formats.files import MANIFEST_NAME, SHARD_SUFFIX
 from hlat_jax.data.formats.paths import find_files
-from hlat_jax.data.formats.records import BadRecord
+from hlat_jax.data.formats.records import Answered, BadRecord
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.store.atomic_files import sync_folder
@@ -279,6 +279,10 @@ def _read(
             count += 1  # noqa: SIM113 - enumerate would keep a document while the next one is read
             if isinstance(document, BadRecord) and options.on_bad_record == "raise":
                 raise document.for_command()
+            if isinstance(document, Answered):
+                raise ValueError(
+                    f"{document.where}: a dataset has no place for what counts; train on the JSONL itself."
+                )
             num_chars += len(document) if isinstance(document, str) else 0
             status.share = (before_bytes + min(num_chars, input_.size)) / total_bytes
             if (number, count) > start:

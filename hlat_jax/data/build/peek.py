@@ -14,6 +14,7 @@ import numpy as np
 from hlat_jax import config as config_lib
 from hlat_jax.config import count_text
 from hlat_jax.data import packing, positions
+from hlat_jax.data.answers import unmark
 from hlat_jax.data.loader import TrainBatches, batch_hash, make_batch
 from hlat_jax.data.streams import Definition
 from hlat_jax.data.tokenizer import Tokenizer
@@ -82,11 +83,16 @@ def print_row(packed: packing.Row, *, row: int, source: int, definition: Definit
     padded = f", {count_text(padding, 'token')} of padding" if padding else ""
     print(f"\nrow {row}, source {opened.name}, documents or parts: {len(spans)}{padded}")
     for span, place in spans:
-        ids = packed.tokens[span.start : span.stop]
+        ids, is_target = unmark(packed.tokens[span.start : span.stop])
         last = span.token + len(ids) - 1
         print(
             f"--- document {span.document} ({place}), epoch {span.epoch}, tokens {span.token} to "
             f"{last}, at {span.start} to {span.stop - 1} of the row"
+            + ("" if is_target.all() else f"; {is_target.sum()} are trained on, the others in [[ ]]")
         )
-        ends = np.flatnonzero(ids == tokenizer.eos_id) + 1
-        print("</s>".join(map(tokenizer.decode, np.split(ids, ends))))  # U+FFFD where a character is not whole
+        turns = np.flatnonzero(np.diff(is_target)) + 1
+        for part, counts in zip(np.split(ids, turns), np.split(is_target, turns), strict=True):
+            ends = np.flatnonzero(part == tokenizer.eos_id) + 1
+            text = "</s>".join(map(tokenizer.decode, np.split(part, ends)))  # U+FFFD where a character is not whole
+            print(text if counts[0] else f"[[{text}]]", end="")
+        print()

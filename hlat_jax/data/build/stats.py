@@ -14,6 +14,7 @@ import numpy as np
 
 from hlat_jax.config import Config
 from hlat_jax.data import mixture, sources, streams
+from hlat_jax.data.answers import AnswerTokens, unmark
 from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.data.order import evenly_spread
 from hlat_jax.data.tokenizer import Tokenizer
@@ -27,7 +28,7 @@ _HEADER = ("source", "documents", "bytes", "tokens", "tokens/byte", "epochs in n
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """Documents, UTF-8 bytes of text, tokens (EOS counted), and how many of these are <unk>.
+    """Documents, UTF-8 bytes of text, tokens (EOS counted), how many of these are <unk>, and the share of targets.
 
     `is_estimate` says that all but the documents are estimated from a sample.
     """
@@ -36,6 +37,7 @@ class Counts:
     bytes: float
     tokens: float
     unknown: float
+    trained_share: float
     is_estimate: bool
 
 
@@ -57,7 +59,7 @@ def report(config: Config, *, sample_bytes: int, status: Status | None = None) -
     named = [("data.train", name, spec) for name, spec in train.items()]
     named += [("data.validation", name, spec) for name, spec in held_out.items()]
     taken = [step_tokens * batches for batches in rows_of_steps(stages, num_steps=num_steps)]
-    rows, shares, is_estimate = [_HEADER], {}, False
+    rows, shares, parts, is_estimate = [_HEADER], {}, [], False
     for number, (key, name, spec) in enumerate(named):
         counts = count(
             spec, config=config, key=key, tokenizer=tokenizer, sample_bytes=sample_bytes, status=status or Status()
@@ -74,10 +76,13 @@ def report(config: Config, *, sample_bytes: int, status: Status | None = None) -
         ))  # fmt: skip
         shares[f"{'validation ' * is_validation}source {name}"] = counts.unknown / max(counts.tokens, 1)
         is_estimate |= counts.is_estimate
+        if counts.trained_share < 1:
+            parts.append(f"{counts.trained_share:.1%} of the tokens of {name} are answers, which are trained on.")
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
     sizes = f"{step_tokens:,} tokens = {data.batch_size} x {data.seq_len}"
     lines += ["", f"A step takes {sizes}; train.num_steps={num_steps:,} takes {num_steps * step_tokens:,}."]
+    lines += parts
     if is_share:
         lines.append(
             f"{data.validation} of the documents of each source, at most {sources.MAX_HELD_OUT}, are held out."
@@ -105,21 +110,22 @@ def count(spec: str, *, config: Config, key: str, tokenizer: Tokenizer, sample_b
     """Returns the counts of one source, estimated from evenly spread documents of `sample_bytes` in all."""
     data = config.data
     status.share, status.text = 0.0, f"{key}: indexing documents"
-    documents = streams.open_documents(spec, data, key=key, tokenizer_sha256=tokenizer.sha256)
+    answers = AnswerTokens(tokenizer, bos=data.prepend_bos)
+    documents = streams.open_documents(spec, data, key=key, tokenizer_sha256=tokenizer.sha256, answers=answers)
     encode = streams.encoder(data, tokenizer)
 
-    def measure(index: int) -> tuple[int, int, int] | None:
+    def measure(index: int) -> tuple[int, int, int, int] | None:
         try:
             document = documents[index]
         except BadRecord:
             if data.on_bad_record == "raise":
                 raise
             return None
-        pieces = list(encode(document))
+        ids, is_target = unmark(np.concatenate(list(encode(document))))
         num_bytes = len(document.encode("utf-8")) if isinstance(document, str) else documents.text_bytes(index)
-        return num_bytes, sum(map(len, pieces)), sum(np.count_nonzero(ids == tokenizer.unk_id) for ids in pieces)
+        return num_bytes, len(ids), np.count_nonzero(ids == tokenizer.unk_id), np.count_nonzero(is_target)
 
-    sums, num_good, num_seen = np.zeros(3, np.int64), 0, 0
+    sums, num_good, num_seen = np.zeros(4, np.int64), 0, 0
     with concurrent.futures.ThreadPoolExecutor(max(data.num_threads, 1)) as pool:
         order = evenly_spread(len(documents))
         while indices := list(itertools.islice(order, _BATCH_DOCUMENTS)):
@@ -136,5 +142,6 @@ def count(spec: str, *, config: Config, key: str, tokenizer: Tokenizer, sample_b
         bytes=sums[0] * scale,
         tokens=sums[1] * scale,
         unknown=sums[2] * scale,
+        trained_share=sums[3] / max(sums[1], 1),
         is_estimate=num_seen < len(documents),
     )

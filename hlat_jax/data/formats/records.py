@@ -35,6 +35,27 @@ class BadRecord(ValueError):
         return ValueError(f"{self.problem} {remedy}")
 
 
+class Answered(str):
+    """A document of which only the answers are trained on; as a str, all of its text.
+
+    Attributes:
+      messages: of a conversation, dicts with role and content; None: a prompt, and its answer from `start`.
+      start: first character of the answer.
+      where: file and row, for errors.
+    """
+
+    messages: list[dict[str, str]] | None
+    start: int
+    where: str
+
+    def __new__(
+        cls, text: str, *, where: str, messages: list[dict[str, str]] | None = None, start: int = 0
+    ) -> Answered:
+        document = super().__new__(cls, text)
+        document.messages, document.start, document.where = messages, start, where
+        return document
+
+
 def starts(counts: Iterable[int]) -> np.ndarray:
     """Returns int64[n + 1]: the number of the first record of each of n consecutive parts, and the total."""
     return np.cumsum([0, *counts], dtype=np.int64)
@@ -112,6 +133,8 @@ def utf8_text(raw: bytes | bytearray, *, where: str, row: int | None) -> str:
 def json_text(line: bytes | bytearray, *, field: str, where: str, row: int) -> str:
     """Returns the text under the key `field` of one line of JSON.
 
+    It is `Answered` where `field` is PROMPT,ANSWER, or a list of messages is under it.
+
     Raises:
       BadRecord: invalid UTF-8, broken or truncated JSON, not an object, no such key, no text under it.
     """
@@ -123,8 +146,24 @@ def json_text(line: bytes | bytearray, *, field: str, where: str, row: int) -> s
         raise BadRecord(where, row, f"it is not JSON in UTF-8: {error}.") from None
     if not isinstance(record, dict):
         raise BadRecord(where, row, "not a JSON object.")
-    if field not in record:
+    fields = field.split(",")
+    for field in (name for name in fields if name not in record):
         keys = ", ".join(repr(key)[:_KEY_CHARS_SHOWN] for key in sorted(record)[:_KEYS_SHOWN])  # may be unprintable
         more = f" and {len(record) - _KEYS_SHOWN} more" if len(record) > _KEYS_SHOWN else ""
         raise BadRecord(where, row, f"no key {field!r}; its keys are {keys or 'none'}{more}.")
-    return check_text(record[field], field=field, where=where, row=row)
+    if len(fields) == 1 and isinstance(record[field], list):
+        return _conversation(record[field], field=field, where=where, row=row)
+    prompt, *answer = (check_text(record[name], field=name, where=where, row=row) for name in fields)
+    return Answered(prompt + answer[0], start=len(prompt), where=f"{where}, row {row}") if answer else prompt
+
+
+def _conversation(messages: list[Any], *, field: str, where: str, row: int) -> Answered:
+    for number, message in enumerate(messages, 1):
+        texts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
+        if not all(isinstance(text, str) for text in texts):
+            raise BadRecord(where, row, f"message {number} of {field!r} must have a role and a content, both text.")
+        check_text(texts[1] or " ", field=field, where=where, row=row)
+    if not any(message["role"] == "assistant" for message in messages):
+        raise BadRecord(where, row, f"{field!r} has no message of the role assistant, so nothing to train on.")
+    text = "\n".join(message["content"] for message in messages)
+    return Answered(text, messages=messages, where=f"{where}, row {row}")

@@ -1,0 +1,109 @@
+"""Documents of which only answers are trained on: prompts with answers, and conversations."""
+
+import json
+
+import numpy as np
+import pytest
+import transformers
+from test_chat_template import CHATML, MARKED, TALK, folder_with
+
+from hlat_jax.cli import config_files
+from hlat_jax.config import default
+from hlat_jax.data.answers import AnswerTokens, unmark
+from hlat_jax.data.formats import records
+from hlat_jax.data.loader import TrainBatches
+from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.resolve import resolve
+
+PAIRS = [(f"It is a truth number {n}, ", f"that a man {n * n} must want.") for n in range(12)]
+NATIVE = "package:austen_2k.model"
+
+
+def write_records(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def data_config(path, field, *, tokenizer=NATIVE, **changes):
+    c = default()
+    c.data.update(train=path, text_field=field, tokenizer=tokenizer, batch_size=2, seq_len=48, **changes)
+    return resolve(c).data
+
+
+@pytest.mark.parametrize("packing", ["concat", "documents"])
+@pytest.mark.parametrize("bos", [False, True])
+def test_of_prompts_and_answers_the_answers_and_their_end_are_targets(packing, bos, tmp_path):
+    rows = [{"prompt": prompt, "answer": answer} for prompt, answer in PAIRS]
+    data = data_config(write_records(tmp_path / "pairs.jsonl", rows), "prompt,answer", packing=packing, prepend_bos=bos)
+    rows = [{"text": prompt + answer} for prompt, answer in PAIRS]
+    plain = data_config(write_records(tmp_path / "texts.jsonl", rows), "text", packing=packing, prepend_bos=bos)
+    tokenizer, counted = Tokenizer(NATIVE), set()
+    marked, whole = (TrainBatches(each, tokenizer=tokenizer) for each in (data, plain))
+    for step in range(6):
+        if step == 3:
+            marked.set_state(marked.get_state())
+        (ours, _), (theirs, _) = next(marked), next(whole)
+        for name in ("tokens", "targets", "positions", "segment_ids"):
+            np.testing.assert_array_equal(getattr(ours, name), getattr(theirs, name))
+        assert (ours.weights <= theirs.weights).all()
+        for targets, weights in zip(ours.targets, ours.weights, strict=True):
+            for part in np.split(targets, np.flatnonzero(np.diff(weights)) + 1)[:-1]:
+                counted.add(tokenizer.decode(part).strip())
+    assert {answer for _, answer in PAIRS} < counted
+    assert any("a truth number" in text for text in counted)  # between two answers
+    marked.close()
+    whole.close()
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["chatml", "marked"])
+def test_of_a_conversation_the_tokens_and_answers_are_those_of_transformers(template, tmp_path):
+    folder = folder_with(tmp_path, template)
+    theirs, tokenizer = transformers.AutoTokenizer.from_pretrained(folder), Tokenizer(str(folder / "tokenizer.json"))
+    line = json.dumps({"messages": TALK}).encode()
+    document = records.json_text(line, field="messages", where="a.jsonl", row=1)
+    ids, is_target = unmark(AnswerTokens(tokenizer, bos=False)(document))
+    made = theirs.apply_chat_template(TALK, return_assistant_tokens_mask=template == MARKED, return_dict=True)
+    assert ids.tolist() == made["input_ids"]
+    if template == MARKED:
+        assert is_target.tolist() == list(map(bool, made["assistant_masks"]))
+    answers = "".join(message["content"] for message in TALK[1::2])
+    assert tokenizer.decode(ids[is_target]).replace("<|im_end|>\n", "") == answers
+
+
+def test_records_and_templates_that_do_not_serve_are_refused_with_their_row(tmp_path, data_here):
+    no_role = [*TALK[:1], {"role": "tool", "content": "3"}, *TALK[1:]]
+    folder = folder_with(tmp_path, MARKED)
+    path = write_records(tmp_path / "talks.jsonl", [{"messages": no_role}] * 4)
+    tokenizer = str(folder / "tokenizer.json")
+    with pytest.raises(ValueError, match=r"talks.jsonl, row 1: the chat template of .* no role tool"):  # when opened
+        TrainBatches(data_config(path, "messages", tokenizer=tokenizer), tokenizer=Tokenizer(tokenizer))
+    with pytest.raises(ValueError, match="has no chat template"):
+        TrainBatches(data_config(path, "messages"), tokenizer=Tokenizer(NATIVE))
+    for value, said in [
+        ([{"role": "user"}], "message 1 of 'messages' must have a role and a content"),
+        (["Hello"], "message 1 of 'messages' must"),
+        (TALK[:1], "has no message of the role assistant"),
+        (3, "'messages' is int, not text"),
+    ]:
+        with pytest.raises(records.BadRecord, match=said):
+            records.json_text(json.dumps({"messages": value}).encode(), field="messages", where="a", row=7)
+    with pytest.raises(records.BadRecord, match="no key 'answer'; its keys are 'prompt'"):
+        records.json_text(b'{"prompt": "a"}', field="prompt,answer", where="a", row=7)
+    code, _, error = data_here("build", path, f"--out={tmp_path / 'built'}", "--text_field=messages")
+    assert (code, "a dataset has no place for what counts" in error) == (2, True)
+
+
+def test_peek_and_stats_show_what_is_trained_on(tmp_path, data_here):
+    path = write_records(tmp_path / "pairs.jsonl", [{"q": prompt, "a": answer} for prompt, answer in PAIRS])
+    data = {"train": path, "text_field": "q,a", "validation": ""}
+    words = ["--config=tiny", *(f"--config.data.{key}={value}" for key, value in data.items())]
+    code, printed, error = data_here("peek", *words, "--step=1", "--row=0", f"--workdir={tmp_path / 'run'}")
+    assert code == 0, error
+    assert "[[It is a truth number 6,]] that a man 36 must want.</s>" in printed
+    code, printed, error = data_here("stats", *words)
+    assert code == 0, error
+    tokenizer = Tokenizer(NATIVE)
+    whole = sum(len(tokenizer.encode(prompt + answer)) + 1 for prompt, answer in PAIRS)
+    share = 1 - sum(len(tokenizer.encode(prompt.rstrip())) for prompt, _ in PAIRS) / whole  # the space is the answer's
+    assert f"{share:.1%} of the tokens of all are answers" in printed
+    assert config_files.load("tiny").data.text_field == "text"
