@@ -38,15 +38,15 @@ class AnswerTokens:
     """
 
     def __init__(self, tokenizer: Tokenizer, *, bos: bool):
-        self._tokenizer, self._bos = tokenizer, bos
+        self.tokenizer, self._bos = tokenizer, bos
 
     @functools.cached_property
     def _template(self) -> ChatTemplate:
-        return ChatTemplate(self._tokenizer.path.parent)
+        return ChatTemplate(self.tokenizer.path.parent)
 
     def __call__(self, document: Answered) -> np.ndarray:
         """Returns int32[n]. Raises ValueError, with the row, where the template refuses a conversation."""
-        tokenizer = self._tokenizer
+        tokenizer = self.tokenizer
         if document.messages is None:
             ids, counted = _counted(tokenizer.encode, document, [(document.start, len(document))])
             first = [tokenizer.bos_id] if self._bos else []

@@ -23,6 +23,7 @@ from hlat_jax.data.formats.files import DataFile, Snapshot
 from hlat_jax.data.formats.jsonl import jsonl_documents
 from hlat_jax.data.formats.paths import file_format, find_files
 from hlat_jax.data.formats.plain_text import TextDocuments
+from hlat_jax.data.formats.token_files import TokenDocuments, megatron_documents, npy_documents
 from hlat_jax.data.order import evenly_spaced, evenly_spread
 from hlat_jax.data.tokenizer import Tokenizer
 
@@ -86,6 +87,8 @@ class Corpus:
         part, number = self._place(index)
         if isinstance(self._parts[part], records.FileDocuments):
             return len(self._parts[part][number].encode())
+        if isinstance(self._parts[part], TokenDocuments):
+            return int(self._answers.tokenizer.token_bytes[self._parts[part][number]].sum())
         return self._parts[part].text_bytes(number)
 
     def _place(self, index: int) -> tuple[int, int]:
@@ -155,6 +158,8 @@ def open_corpus(
                 part = array_record_documents(Snapshot(file))
             elif kind == "jsonl":
                 part = jsonl_documents(Snapshot(file), field=text_field, index_folder=index_folder)
+            elif kind in ("megatron", "npy"):
+                part = token_documents(file, kind, tokenizer=answers and answers.tokenizer, key=key)
             elif kind == "arrow":
                 part = arrow_documents(Snapshot(file), field=text_field)
             else:
@@ -167,6 +172,15 @@ def open_corpus(
     digest = _digest([text_field] + [[entry[k] for k in ("bytes", "documents", "fingerprint")] for entry in entries])
     manifest = {"files": entries, "documents": num_documents, "text_field": text_field, "hash": digest}
     return Corpus([part for *_, part in opened], manifest, ignored=ignored, answers=answers)
+
+
+def token_documents(file: DataFile, kind: str, *, tokenizer: Tokenizer | None, key: str) -> TokenDocuments:
+    """Returns the documents of a file of token ids, which must be those of the tokenizer."""
+    if tokenizer is None:
+        raise ValueError(f"{key}: {file} holds token ids; give text, as its bytes are counted.")
+    if kind == "megatron":
+        return megatron_documents(Snapshot(file), vocab_size=tokenizer.vocab_size)
+    return npy_documents(Snapshot(file), vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id)
 
 
 def unknown_share(documents: Sequence[str | np.ndarray], tokenizer: Tokenizer) -> float:

@@ -132,7 +132,7 @@ def test_compressed_files_and_urls_are_read_in_order_and_refused_otherwise(tmp_p
     with pytest.raises(NotFound, match=r"none.jsonl cannot be read"):
         Snapshot(DataFile("memory://bucket/none.jsonl"))
     memory.pipe("/bucket/a.array_record", b"x")
-    assert "ArrayRecord is read from local disks only" in error_of("memory://bucket/a.array_record")
+    assert "ArrayRecord and token ids are read from local disks" in error_of("memory://bucket/a.array_record")
     signed = DataFile("https://host/d/a.jsonl?signature=b/c.x")
     assert (signed.name, signed.suffix) == ("a.jsonl", ".jsonl")
     memory.store.clear()

@@ -25,6 +25,8 @@ _FORMATS = {
     ".parquet": "parquet",
     **dict.fromkeys((".arrow", ".arrows", ".ipc", ".feather"), "arrow"),
     **dict.fromkeys((".txt", ".md"), "text"),
+    ".bin": "megatron",  # with an .idx beside it
+    ".npy": "npy",
     SHARD_SUFFIX: "array_record",
 }
 _COMPRESSED_SUFFIXES = (".gz", ".zst", ".xz", ".bz2")
@@ -197,7 +199,7 @@ def _remote_part(part: str, *, key: str, search: FoundFiles) -> list[DataFile]:
 
 
 def file_format(file: DataFile) -> str:
-    """Returns 'built', 'jsonl', 'text', 'arrow', 'array_record' or 'parquet'; '' of a file that find_files refuses."""
+    """Returns 'built', or a format of _FORMATS; '' of a file that find_files refuses."""
     return "built" if file.is_built else _FORMATS.get(_data_suffix(file.name), "")
 
 
@@ -211,10 +213,12 @@ def _check_suffix(file: DataFile, *, key: str, in_order: bool, text_field: str) 
             "by running its command again."
         )
     is_readable = not is_compressed or (file.suffix in STREAMED_SUFFIXES and kind in ("jsonl", "text"))
-    if not kind or not is_readable or (kind == "array_record" and file.is_remote):
+    if kind in ("megatron", "npy") and in_order:
+        raise ValueError(f"{key}: {file} holds token ids, which are trained on in place: data.train={file}.")
+    if not kind or not is_readable or (kind in ("array_record", "megatron", "npy") and file.is_remote):
         raise ValueError(
             f"{key}: {file} has the suffix {file.suffix!r}; known are {', '.join(_FORMATS)} and datasets that build "
-            "wrote, also .gz and .zst of JSONL and text for build; ArrayRecord is read from local disks only."
+            "wrote, also .gz and .zst of JSONL and text for build; ArrayRecord and token ids are read from local disks."
         )
     if not in_order and (is_compressed or file.is_remote):
         raise ValueError(

@@ -1,0 +1,93 @@
+"""Token ids made by other programs: the batches of the same documents given as text, and files that are refused."""
+
+import struct
+
+import numpy as np
+import pytest
+
+from hlat_jax.config import default
+from hlat_jax.data.loader import TrainBatches
+from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.resolve import resolve
+
+NATIVE = "package:austen_2k.model"
+TOKENIZER = Tokenizer(NATIVE)
+TEXTS = [f"Document {n} has {'more ' * n}words." for n in range(1, 13)]
+IDS = [[*TOKENIZER.encode(text), TOKENIZER.eos_id] for text in TEXTS]
+CODES = {np.uint16: 8, np.int32: 4, np.int64: 5}
+
+
+def write_megatron(path, sequences, *, dtype=np.uint16, boundaries=None):
+    """Writes a .bin and its .idx, byte by byte; `boundaries` are the first sequences of documents, and their number."""
+    path.write_bytes(b"".join(np.asarray(ids, dtype).tobytes() for ids in sequences))
+    lengths = np.asarray([len(ids) for ids in sequences])
+    offsets = np.append(0, np.cumsum(lengths))[:-1] * np.dtype(dtype).itemsize
+    boundaries = range(len(sequences) + 1) if boundaries is None else boundaries
+    content = b"MMIDIDX\x00\x00" + struct.pack("<Q", 1) + struct.pack("<B", CODES[dtype])
+    content += struct.pack("<Q", len(sequences)) + struct.pack("<Q", len(boundaries))
+    content += lengths.astype("<i4").tobytes() + offsets.astype("<i8").tobytes()
+    path.with_suffix(".idx").write_bytes(content + np.asarray(boundaries, "<i8").tobytes())
+
+
+def batches(path, num=8):
+    c = default()
+    c.data.update(train=str(path), tokenizer=NATIVE, batch_size=2, seq_len=32, validation="")
+    opened = TrainBatches(resolve(c).data, tokenizer=TOKENIZER)
+    made = [next(opened)[0] for _ in range(num)]
+    opened.close()
+    return [np.asarray([batch.tokens, batch.targets, batch.weights]) for batch in made]
+
+
+def test_batches_are_those_of_the_same_documents_as_text(tmp_path):
+    (tmp_path / "texts").mkdir()
+    for number, text in enumerate(TEXTS):
+        (tmp_path / "texts" / f"{number:02}.txt").write_text(text)
+    for dtype in CODES:
+        write_megatron(tmp_path / f"{dtype.__name__}.bin", IDS, dtype=dtype)
+    halves = [half for ids in IDS for half in (ids[:3], ids[3:])]  # two sequences a document, as of split sentences
+    write_megatron(tmp_path / "sentences.bin", halves, boundaries=range(0, 25, 2))
+    np.save(tmp_path / "one_axis.npy", np.concatenate(IDS).astype(np.uint16))
+    wanted = batches(tmp_path / "texts")
+    for name in ("uint16.bin", "int32.bin", "int64.bin", "sentences.bin", "one_axis.npy"):
+        np.testing.assert_array_equal(batches(tmp_path / name), wanted, err_msg=name)
+    np.save(tmp_path / "rows.npy", np.asarray([ids[:5] for ids in IDS], np.int32))
+    rows = {tuple(batch[0].astype(int).ravel()[:5]) for batch in batches(tmp_path / "rows.npy", num=40)}
+    assert rows & {tuple(ids[:5]) for ids in IDS}
+
+
+def test_commands_read_them_and_files_that_do_not_serve_are_refused(tmp_path, data_here):
+    good = tmp_path / "good.bin"
+    write_megatron(good, IDS)
+    words = ["--config=tiny", "--config.data.validation=", f"--config.data.train={good}"]
+    code, printed, error = data_here("peek", *words, "--step=1", "--row=0", f"--workdir={tmp_path / 'run'}")
+    assert (code, "Document 12 has more more" in printed or "Document 11 has more more" in printed) == (0, True), error
+    code, printed, error = data_here("stats", *words, "--sample_mb=0")
+    assert (code, f"{sum(map(len, IDS)):,}" in printed) == (0, True), error
+    index = good.with_suffix(".idx").read_bytes()
+    for change, said in [
+        (lambda path: path.with_suffix(".idx").unlink(), "its index .*bad.idx is missing"),
+        (lambda path: path.with_suffix(".idx").write_bytes(b"TNTIDX\0\0" + index[9:]), "does not begin as one"),
+        (lambda path: path.with_suffix(".idx").write_bytes(index[:17] + b"\x07" + index[18:]), "version 1 and dtype 7"),
+        (lambda path: path.with_suffix(".idx").write_bytes(index[:-200]), "bytes are too few for 12 sequences and 13"),
+        (lambda path: path.write_bytes(path.read_bytes()[:-2]), "ids of uint16 are not the .* bytes of .*bad.bin"),
+        (lambda path: write_megatron(path, [[5, 5000], *IDS]), "document 1 has the token id 5000, .* has 2048 tokens"),
+        (lambda path: write_megatron(path, IDS, boundaries=[0, 9, 3, 12]), "boundaries of documents are not in order"),
+    ]:
+        path = tmp_path / "bad.bin"
+        write_megatron(path, IDS)
+        change(path)
+        with pytest.raises(ValueError, match=said):
+            batches(path)
+    for name, array, said in [
+        ("floats.npy", np.zeros(9), "1 axes of float64; token ids are integers"),
+        ("cube.npy", np.zeros((2, 2, 2), np.int32), "3 axes of int32"),
+        ("minus.npy", np.full((4, 3), -1), "has the token id -1"),
+    ]:
+        np.save(tmp_path / name, array)
+        with pytest.raises(ValueError, match=said):
+            batches(tmp_path / name)
+    (tmp_path / "torn.npy").write_bytes((tmp_path / "minus.npy").read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"is not a whole \.npy file"):
+        batches(tmp_path / "torn.npy")
+    code, _, error = data_here("build", str(good), f"--out={tmp_path / 'built'}")
+    assert (code, "holds token ids, which are trained on in place" in error) == (2, True)
