@@ -89,7 +89,8 @@ def _run_tasks(values: flags.FlagValues) -> None:
     from hlat_jax.evaluate.tasks import Tasks, report
 
     os.environ.setdefault("TQDM_DISABLE", "1")  # read when tqdm is imported: one bar, which is ours
-    tasks = Tasks(values.tasks, num_fewshot=values.num_fewshot, limit=values.limit, folder=values.tasks_folder)
+    options = {"num_fewshot": values.num_fewshot, "limit": values.limit, "allow_code": values.allow_code}
+    tasks = Tasks(values.tasks, folder=values.tasks_folder, **options)
     tasks.load()  # first, so that it fails before the model is loaded, which takes longer
     trained = _open_model(values)
     from hlat_jax.evaluate.harness import HarnessModel
@@ -251,6 +252,7 @@ def _define(values: flags.FlagValues) -> None:
     flags.DEFINE_list("tasks", [], "Tasks of the LM Evaluation Harness; hlat: the paper's suite.", **options)
     flags.DEFINE_string("tasks_folder", "", "Folder with your own tasks, in YAML.", **options)
     flags.DEFINE_integer("num_fewshot", -1, "Solved examples before a question; -1: the task's number.", -1, **options)
+    flags.DEFINE_bool("allow_code", False, "Tasks may execute what the model writes, as humaneval does.", **options)
     flags.DEFINE_integer("limit", 0, "Most questions of each task, for a quick try; 0: all.", 0, **options)
     flags.DEFINE_string("text_field", "text", "JSONL key or column that holds the text.", **options)
     flags.DEFINE_bool("bos", None, "Begin texts with BOS; unset: as the tokenizer or run is configured.", **options)

@@ -8,6 +8,7 @@ the answer after `####` (`strict-match`).
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from collections.abc import Mapping
 from typing import Any
@@ -30,6 +31,14 @@ class Column:
         """Returns the figure from `results` of the harness."""
         return 100.0 * statistics.mean(results[task][metric] for task, metric in self.metrics.items())
 
+    def standard_error(self, results: Mapping[str, Mapping[str, Any]]) -> float | None:
+        """Returns that of the figure, of tasks that err independently; None where the harness gives none for one."""
+        keys = {task: metric.replace(",", "_stderr,") for task, metric in self.metrics.items()}
+        errors = [results[task].get(key) for task, key in keys.items()]
+        if not all(isinstance(error, float | int) for error in errors):  # "N/A", or a metric without
+            return None
+        return 100.0 * math.hypot(*errors) / len(errors)
+
 
 @dataclasses.dataclass(frozen=True)
 class Suite:
@@ -47,11 +56,13 @@ class Suite:
         return tasks_by_shots
 
     def table(self, results: Mapping[str, Mapping[str, Any]], *, name: str) -> str:
-        """Returns the figures of `results` in a row called `name`, above the paper's."""
-        rows = {name: [column.of(results) for column in self.columns], **self.published}
+        """Returns the figures of `results` in a row called `name`, with their standard errors, above the paper's."""
         cells = {"": [column.title for column in self.columns]}
         cells[" "] = [f"{column.num_fewshot}-shot" for column in self.columns]
-        cells |= {label: [f"{figure:.1f}" for figure in figures] for label, figures in rows.items()}
+        cells[name] = [f"{column.of(results):.1f}" for column in self.columns]
+        errors = [column.standard_error(results) for column in self.columns]
+        cells["standard error"] = ["–" if error is None else f"{error:.1f}" for error in errors]
+        cells |= {label: [f"{figure:.1f}" for figure in figures] for label, figures in self.published.items()}
         first, width = max(map(len, cells)), 2 + max(map(len, cells[""]))
         lines = [label.ljust(first) + "".join(cell.rjust(width) for cell in row) for label, row in cells.items()]
         return "\n".join((*lines, *self.notes))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import os
 import pathlib
 import random
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from hlat_jax.evaluate.suites import SUITES
 from hlat_jax.facts.names import nearest
 
 _BOOTSTRAP_SAMPLES = 100_000  # the harness's default
+_ALLOWS_CODE = "HF_ALLOW_CODE_EVAL"
 _SEED, _PYTHON_SEED = 1234, 0  # the harness's defaults
 
 
@@ -45,9 +47,12 @@ class Tasks:
         limit: int = 0,
         folder: str = "",
         standard_errors: bool = True,
+        allow_code: bool = False,
         key: str = "--tasks",
     ):
         """Looks the names up; fetches nothing. `key` is the flag or config key that gave them, for errors.
+
+        With `allow_code`, tasks may execute what the model writes, as HumanEval's do.
 
         Raises:
           ValueError: the harness is not installed, an unknown name, or `num_fewshot` with a suite, which has its own.
@@ -56,6 +61,7 @@ class Tasks:
         if folder:
             check_folder(folder, key=f"{key}_folder")
         self._names, self._key, self._limit, self._is_loaded = list(names), key, limit, False
+        self._allow_code = allow_code
         self._bootstrap_samples = _BOOTSTRAP_SAMPLES if standard_errors else 0
         self.suites = {name: SUITES[name] for name in names if name in SUITES}
         if self.suites and num_fewshot >= 0:
@@ -75,21 +81,34 @@ class Tasks:
         """Fetches the data of all tasks and keeps it in memory; a second call does nothing.
 
         Raises:
-          ValueError: data that cannot be fetched.
+          ValueError: data that cannot be fetched, or a task that executes code, which is not allowed.
         """
         if self._is_loaded:
             return
         self._is_loaded = True
+        if self._allow_code:
+            os.environ[_ALLOWS_CODE] = "1"  # which the metric of `evaluate` asks for
         try:
             with _seed():
                 self.plan = [(num_fewshot, self._load_tasks(names)) for num_fewshot, names in self.plan]
         except OSError as error:
             names, why = ", ".join(self._names), str(error).splitlines()[0]
             raise ValueError(f"{self._key}: data of {names} cannot be fetched: {why}") from None
+        except ValueError as error:  # some tasks try their metric when they are loaded
+            raise self._refused_code(", ".join(self._names)) if _ALLOWS_CODE in str(error) else error from None
+
+    def _refused_code(self, name: str) -> ValueError:
+        return ValueError(
+            f"{self._key}: {name} executes programs that the model writes, here and with your rights. Run it "
+            "in a container without anything of value, and give --allow_code."
+        )
 
     def _load_tasks(self, names: list[str]) -> list[Any]:
         """Returns the loaded tasks and groups of some names, which the harness accepts instead of names."""
         loaded = self._manager.load(names)
+        for name, task in loaded["tasks"].items():
+            if getattr(task, "UNSAFE_CODE", False) and not self._allow_code:
+                raise self._refused_code(name)
         groups = list(loaded["groups"].values())
         inner = {task.task_name for group in groups for task in group.get_all_tasks()}
         inner |= {below.name for group in groups for below in group.get_all_groups()}
@@ -113,6 +132,7 @@ class Tasks:
                     bootstrap_iters=self._bootstrap_samples,
                     log_samples=False,
                     fewshot_as_multiturn=True,
+                    confirm_run_unsafe_code=self._allow_code,
                 )
             for key, value in part.items():
                 results[key] = {**results.get(key, {}), **value} if isinstance(value, dict) else value

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import io
 import json
+import math
 import os
 import random
 import shutil
@@ -184,7 +185,20 @@ def test_evaluate_runs_a_suite_and_prints_the_published_results(folder, local_su
     assert rows["PAPER"] == ["12.3", "56.8"]
     bits = 100 * results["local_rolling"]["bits_per_byte,none"]
     assert rows[str(folder / "imported")] == [f"{mean:.1f}", f"{bits:.1f}"]
+    errors = [results["local_choice"]["acc_stderr,none"], results["local_generation"]["exact_match_stderr,none"]]
+    assert rows["standard error"] == [f"{50 * math.hypot(*errors):.1f}", "–"]  # of bits per byte the harness gives none
     assert "a note" in printed
+
+
+def test_a_task_that_executes_code_is_refused_without_its_flag(folder, evaluate_here, tmp_path):
+    write_tasks(tmp_path)
+    text = (tmp_path / "local_generation.yaml").read_text()
+    (tmp_path / "local_code.yaml").write_text(text.replace("local_generation", "local_code", 1) + "unsafe_code: true\n")
+    words = [f"--checkpoint={folder / 'imported'}", "--tasks=local_code", f"--tasks_folder={tmp_path}", "--limit=1"]
+    code, _, error = evaluate_here(*words)
+    assert (code, "local_code executes programs that the model writes" in error) == (2, True)
+    code, printed, error = evaluate_here(*words, "--allow_code")
+    assert (code, "local_code" in printed) == (0, True), error
 
 
 def test_evaluate_refuses_tasks_it_cannot_run(folder, local_suite, evaluate_here, monkeypatch):
