@@ -179,8 +179,8 @@ def token_documents(file: DataFile, kind: str, *, tokenizer: Tokenizer | None, k
     if tokenizer is None:
         raise ValueError(f"{key}: {file} holds token ids; give text, as its bytes are counted.")
     if kind == "megatron":
-        return megatron_documents(Snapshot(file), vocab_size=tokenizer.vocab_size)
-    return npy_documents(Snapshot(file), vocab_size=tokenizer.vocab_size, eos_id=tokenizer.eos_id)
+        return megatron_documents(Snapshot(file), tokenizer=tokenizer)
+    return npy_documents(Snapshot(file), tokenizer=tokenizer)
 
 
 def unknown_share(documents: Sequence[str | np.ndarray], tokenizer: Tokenizer) -> float:

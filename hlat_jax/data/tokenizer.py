@@ -28,6 +28,7 @@ class Tokenizer:
     Attributes:
       eos_id, bos_id: tokens that end and begin a text; bos_id is -1 if there is none.
       unk_id: the token of characters that no other token holds; -1: there is none, as bytes have tokens.
+      model_vocab_size: the argument `vocab_size`.
 
     Args:
       vocab_size: that of the model, which may exceed the number of tokens; None: not checked.
@@ -49,7 +50,7 @@ class Tokenizer:
         serialized = self.path.read_bytes()
         self.is_json = self.path.suffix == ".json"
         self._model = (JsonModel if self.is_json else _SentencePiece)(self.path, serialized)
-        self.vocab_size = self._model.vocab_size
+        self.vocab_size, self.model_vocab_size = self._model.vocab_size, vocab_size
         self.sha256 = hashlib.sha256(serialized).hexdigest()
         self.eos_id, self.bos_id, self.unk_id = self._model.eos_id, self._model.bos_id, self._model.unk_id
         if self.eos_id < 0:

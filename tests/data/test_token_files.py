@@ -4,9 +4,14 @@ import struct
 
 import numpy as np
 import pytest
+from data_files import write_jsonl
 
 from hlat_jax.config import default
-from hlat_jax.data.loader import TrainBatches
+from hlat_jax.data import sources
+from hlat_jax.data.answers import AnswerTokens
+from hlat_jax.data.formats import token_files
+from hlat_jax.data.held_out import open_held_out
+from hlat_jax.data.loader import TrainBatches, batch_hash
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.resolve import resolve
 
@@ -70,7 +75,7 @@ def test_commands_read_them_and_files_that_do_not_serve_are_refused(tmp_path, da
         (lambda path: path.with_suffix(".idx").write_bytes(index[:17] + b"\x07" + index[18:]), "version 1 and dtype 7"),
         (lambda path: path.with_suffix(".idx").write_bytes(index[:-200]), "bytes are too few for 12 sequences and 13"),
         (lambda path: path.write_bytes(path.read_bytes()[:-2]), "ids of uint16 are not the .* bytes of .*bad.bin"),
-        (lambda path: write_megatron(path, [[5, 5000], *IDS]), "document 1 has the token id 5000, .* has 2048 tokens"),
+        (lambda path: write_megatron(path, [[5, 5000], *IDS]), "bad.bin has the token id 5000, .* has 2048 tokens"),
         (lambda path: write_megatron(path, IDS, boundaries=[0, 9, 3, 12]), "boundaries of documents are not in order"),
     ]:
         path = tmp_path / "bad.bin"
@@ -82,6 +87,8 @@ def test_commands_read_them_and_files_that_do_not_serve_are_refused(tmp_path, da
         ("floats.npy", np.zeros(9), "1 axes of float64; token ids are integers"),
         ("cube.npy", np.zeros((2, 2, 2), np.int32), "3 axes of int32"),
         ("minus.npy", np.full((4, 3), -1), "has the token id -1"),
+        ("no_end.npy", np.arange(3, 40), f"has one axis and nowhere the id {TOKENIZER.eos_id}"),
+        ("fortran.npy", np.asfortranarray(np.ones((3, 2), int)), "is in Fortran order"),
     ]:
         np.save(tmp_path / name, array)
         with pytest.raises(ValueError, match=said):
@@ -91,3 +98,62 @@ def test_commands_read_them_and_files_that_do_not_serve_are_refused(tmp_path, da
         batches(tmp_path / "torn.npy")
     code, _, error = data_here("build", str(good), f"--out={tmp_path / 'built'}")
     assert (code, "holds token ids, which are trained on in place" in error) == (2, True)
+
+
+def test_ids_beyond_the_vocabulary_are_found_anywhere_in_a_file_before_training(tmp_path, monkeypatch):
+    path, tokenizer = tmp_path / "large.bin", Tokenizer(NATIVE, vocab_size=2304)
+    write_megatron(path, [*IDS[:7], [*IDS[7], 2048], *IDS[8:]])
+    c = default()
+    c.data.update(train=str(path), validation=str(path), tokenizer=NATIVE, batch_size=2, seq_len=32)
+    data = resolve(c).data
+    for opens in (TrainBatches, lambda *args, **given: open_held_out(*args, **given, num_batches=1)):
+        with pytest.raises(
+            ValueError, match=r"large\.bin has the token id 2048, .* 2048 tokens \(model.vocab_size=2304\)"
+        ):
+            opens(data, tokenizer=tokenizer)
+    monkeypatch.setattr(token_files, "_BLOCK_BYTES", 4)  # the blocks that are read first are now a part of the file
+    opened = sources.open_corpus(str(path), text_field="text", key="k", answers=AnswerTokens(tokenizer, bos=False))
+    assert opened[6].tolist() == IDS[6]
+    with pytest.raises(ValueError, match=r"large\.bin, document 8 has the token id 2048"):
+        opened[7]
+
+
+def test_an_index_names_its_ids_and_a_folder_gives_pairs_alone(tmp_path):
+    write_megatron(tmp_path / "a.bin", [[], *IDS, []])
+    expected = batches(tmp_path / "a.bin", num=3)
+    (tmp_path / "model.bin").write_bytes(b"weights of a model")
+    np.save(tmp_path / "embeddings.npy", np.zeros(3))
+    for name in (tmp_path / "a.idx", tmp_path / "a.*", tmp_path):
+        np.testing.assert_array_equal(batches(name, num=3), expected, err_msg=str(name))
+    opened = sources.open_corpus(str(tmp_path), text_field="text", key="k", answers=AnswerTokens(TOKENIZER, bos=False))
+    assert (len(opened), opened.ignored) == (len(IDS), "ignored 2 files: .bin 1, .npy 1")
+    (tmp_path / "a.bin").unlink()
+    with pytest.raises(ValueError, match=r"a\.bin cannot be read"):
+        batches(tmp_path / "a.idx")
+
+
+@pytest.mark.parametrize("packing", ["concat", "documents"])
+@pytest.mark.parametrize("kind", ["bin", "npy"])
+def test_resumed_batches_and_validation_are_those_of_text_in_both_packings(kind, packing, tmp_path):
+    write_jsonl(tmp_path / "texts.jsonl", TEXTS)
+    write_megatron(tmp_path / "ids.bin", IDS)
+    np.save(tmp_path / "ids.npy", np.concatenate(IDS))
+    pair = []
+    for name in (f"ids.{kind}", "texts.jsonl"):
+        c = default()
+        c.data.update(train=str(tmp_path / name), validation="20%", tokenizer=NATIVE)
+        c.data.update(batch_size=2, seq_len=32, packing=packing)
+        pair.append(resolve(c).data)
+    stored, tokenized = (TrainBatches(data, tokenizer=TOKENIZER) for data in pair)
+    for step in range(12):  # more than two epochs
+        if step == 5:
+            stored.set_state(stored.get_state())
+        (ours, position), (theirs, other) = next(stored), next(tokenized)
+        assert batch_hash(ours, rows=[0, 1]) == batch_hash(theirs, rows=[0, 1])
+        np.testing.assert_array_equal(position, other)
+    stored.close()
+    tokenized.close()
+    ours, theirs = (open_held_out(data, tokenizer=TOKENIZER, num_batches=0)[0]["all"] for data in pair)
+    assert (ours.num_bytes, ours.coverage) == (theirs.num_bytes, theirs.coverage)
+    hashes = [[batch_hash(batch, rows=[0, 1]) for batch in each.batches] for each in (ours, theirs)]
+    assert hashes[0] == hashes[1]

@@ -25,7 +25,7 @@ _FORMATS = {
     ".parquet": "parquet",
     **dict.fromkeys((".arrow", ".arrows", ".ipc", ".feather"), "arrow"),
     **dict.fromkeys((".txt", ".md"), "text"),
-    ".bin": "megatron",  # with an .idx beside it
+    **dict.fromkeys((".bin", ".idx"), "megatron"),  # beside each other
     ".npy": "npy",
     SHARD_SUFFIX: "array_record",
 }
@@ -110,7 +110,8 @@ def _local_part(part: str, *, key: str, search: FoundFiles) -> list[DataFile]:
     files, searched = [], set()
     for name in names:
         if name.is_file() and searched.isdisjoint(name.parents):
-            files.append(DataFile(name))
+            file = DataFile(name.with_suffix(".bin") if name.suffix == ".idx" else name)
+            files += [] if file.where in map(str, files) else [file]  # `ids.*` matches both
         elif name.is_dir() and searched.isdisjoint(name.parents):  # `**` matches a folder and its files
             searched.add(name)
             files += _in_folder(name, key=key, search=search)
@@ -162,8 +163,12 @@ def _data_paths(paths: Iterable[str], *, search: FoundFiles) -> Iterator[str]:
     """Yields the paths of data files; adds those that are neither data nor hidden to `search.ignored`."""
     for path in paths:
         name = path.rpartition("/")[2]
-        if not name.startswith(".") and _data_suffix(name) in _FORMATS:  # a.jsonl.gz is an error, and not ignored
-            yield path
+        kind = _FORMATS.get(_data_suffix(name), "npy")
+        is_pair = kind == "megatron" and all(os.path.isfile(path[:-4] + each) for each in (".bin", ".idx"))
+        # other .bin, and .npy, are ignored: beside text they hold anything; a.jsonl.gz is an error
+        if not name.startswith(".") and (is_pair or kind not in ("megatron", "npy")):
+            if not name.endswith(".idx"):
+                yield path
         elif not name.startswith((".", "_")):
             search.ignored.append(path)
 

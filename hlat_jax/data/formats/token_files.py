@@ -1,4 +1,4 @@
-"""Token ids that other programs made, read in place by memory maps: Megatron-LM's .bin beside its .idx, and .npy.
+"""Token ids that other programs made, read in place: Megatron-LM's .bin beside its .idx, and .npy.
 
 The index of Megatron-LM: the magic, a version of 8 bytes, a code of the ids' dtype in 1, the numbers of sequences and
 of document boundaries in 8 each; then int32 lengths and int64 offsets in bytes of the sequences, and int64 boundaries,
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import pathlib
 import struct
+from typing import Any
 
 import numpy as np
 
@@ -17,45 +18,74 @@ from hlat_jax.data.formats.files import DataFile, NotFound, Snapshot
 _MAGIC = b"MMIDIDX\x00\x00"
 _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 _REMEDY = "write it again"
+_BLOCK_BYTES, _NUM_BLOCKS = 1 << 24, 16
 
 
 class TokenDocuments:
     """The documents of a file of token ids by number: int32[n], as they are; nothing is added to them.
 
+    Ids are compared with the tokenizer of `data.tokenizer` when a file is opened, all of them up to 256 MiB and else 16
+    evenly spaced blocks of 16 MiB, and in each document that is read. They are read, not mapped: of a file that is cut
+    or away a map ends the process, and nothing tries it again.
+
     Args:
       snapshots: of the file, and of its index if it has one.
-      ids: all ids, one after another.
+      dtype: of the ids in the file.
+      offset: first byte of the ids.
       bounds: int64[n + 1]; document i has the ids from bounds[i] to bounds[i + 1].
-      vocab_size: ids must be below it; None: not checked.
+      tokenizer: the Tokenizer that must have made them.
     """
 
-    def __init__(self, snapshots: tuple[Snapshot, ...], *, ids: np.ndarray, bounds: np.ndarray, vocab_size: int | None):
-        self.snapshots, self._ids, self._bounds, self._vocab_size = snapshots, ids, bounds, vocab_size
-        if len(self):
-            self[0]  # ids of another tokenizer are found before anything is compiled
+    def __init__(
+        self, snapshots: tuple[Snapshot, ...], *, dtype: np.dtype, offset: int, bounds: np.ndarray, tokenizer: Any
+    ):
+        self.snapshots, self._dtype, self._offset, self._tokenizer = snapshots, dtype, offset, tokenizer
+        self._bounds = bounds if (np.diff(bounds) > 0).all() else np.unique(bounds)  # no empty documents
+        step, total = _BLOCK_BYTES // dtype.itemsize, int(bounds[-1])
+        blocks = np.arange(0, total, step)
+        if len(blocks) > _NUM_BLOCKS:
+            blocks = blocks[np.linspace(0, len(blocks) - 1, _NUM_BLOCKS, dtype=np.int64)]
+        for start in blocks.tolist():
+            self._check(self._read(start, min(start + step, total)), where=str(snapshots[0].file))
 
     def __len__(self) -> int:
         return len(self._bounds) - 1
 
     def __getitem__(self, index: int) -> np.ndarray:
-        for snapshot in self.snapshots:
-            snapshot.check()
-        ids = np.asarray(self._ids[self._bounds[index] : self._bounds[index + 1]], np.int64)
-        if self._vocab_size is not None and len(ids) and not 0 <= ids.min() <= ids.max() < self._vocab_size:
-            wrong = ids.min() if ids.min() < 0 else ids.max()
-            raise ValueError(
-                f"{self.locate(index)} has the token id {wrong}, and data.tokenizer has {self._vocab_size} tokens; "
-                "give the tokenizer that made these ids, and a model.vocab_size of at least its size."
-            )
+        ids = self._read(int(self._bounds[index]), int(self._bounds[index + 1]))
+        self._check(ids, where=self.locate(index))
         return ids.astype(np.int32)
 
+    def find(self, token: int) -> np.ndarray:
+        """Returns the places of a token among all ids, in order; memory holds a block of them."""
+        step, total = _BLOCK_BYTES // self._dtype.itemsize, int(self._bounds[-1])
+        places = (
+            start + np.flatnonzero(self._read(start, min(start + step, total)) == token)
+            for start in range(0, total, step)
+        )
+        return np.concatenate([np.zeros(0, np.int64), *places])
+
     def locate(self, index: int) -> str:
-        """Returns the file and the number of a document, from 1."""
+        """Returns the file and the number of a document, from 1; those without ids are not counted."""
         return f"{self.snapshots[0].file}, document {index + 1}"
 
+    def _check(self, ids: np.ndarray, *, where: str) -> None:
+        tokenizer, least, most = self._tokenizer, int(ids.min()), int(ids.max())
+        if least < 0 or most >= tokenizer.vocab_size:
+            model = "" if tokenizer.model_vocab_size is None else f" (model.vocab_size={tokenizer.model_vocab_size})"
+            raise ValueError(
+                f"{where} has the token id {least if least < 0 else most}, and data.tokenizer has "
+                f"{tokenizer.vocab_size} tokens{model}; give the tokenizer that made these ids, and a model.vocab_size "
+                "of at least its size."
+            )
 
-def npy_documents(snapshot: Snapshot, *, vocab_size: int | None, eos_id: int) -> TokenDocuments:
-    """Returns the rows of a .npy of two axes; of one axis what ends with `eos_id`, and the rest."""
+    def _read(self, start: int, stop: int) -> np.ndarray:
+        width = self._dtype.itemsize
+        return np.frombuffer(self.snapshots[0].read(self._offset + start * width, (stop - start) * width), self._dtype)
+
+
+def npy_documents(snapshot: Snapshot, *, tokenizer: Any) -> TokenDocuments:
+    """Returns the rows of a .npy of two axes; of one axis what ends with EOS, which is read whole, and the rest."""
     file = snapshot.file
     try:
         ids = np.load(file.where, mmap_mode="r", allow_pickle=False)
@@ -63,15 +93,22 @@ def npy_documents(snapshot: Snapshot, *, vocab_size: int | None, eos_id: int) ->
         raise ValueError(f"{file} is not a whole .npy file: {error}; {_REMEDY}.") from None
     if ids.ndim not in (1, 2) or ids.dtype.kind not in "iu":
         raise ValueError(f"{file} has {ids.ndim} axes of {ids.dtype}; token ids are integers in one axis or in rows.")
+    if not ids.flags.c_contiguous:
+        raise ValueError(f"{file} is in Fortran order; save numpy.ascontiguousarray of it.")
+    place = {"dtype": ids.dtype, "offset": ids.offset, "tokenizer": tokenizer}
     if ids.ndim == 2:
-        bounds = np.arange(len(ids) + 1, dtype=np.int64) * ids.shape[1]
-    else:
-        ends = np.flatnonzero(ids == eos_id) + 1
-        bounds = np.unique(np.concatenate([[0], ends, [len(ids)]]))
-    return TokenDocuments((snapshot,), ids=ids.reshape(-1), bounds=bounds, vocab_size=vocab_size)
+        return TokenDocuments((snapshot,), **place, bounds=np.arange(len(ids) + 1, dtype=np.int64) * ids.shape[1])
+    documents = TokenDocuments((snapshot,), **place, bounds=np.asarray([0, len(ids)]))
+    ends = documents.find(tokenizer.eos_id)
+    if not len(ends):
+        raise ValueError(
+            f"{file} has one axis and nowhere the id {tokenizer.eos_id}, EOS of data.tokenizer, which ends documents "
+            "there; give the tokenizer that made these ids, or save rows, each of which is a document."
+        )
+    return TokenDocuments((snapshot,), **place, bounds=np.concatenate([[0], ends + 1, [len(ids)]]))
 
 
-def megatron_documents(snapshot: Snapshot, *, vocab_size: int | None) -> TokenDocuments:
+def megatron_documents(snapshot: Snapshot, *, tokenizer: Any) -> TokenDocuments:
     """Returns the documents of a .bin, whose .idx lies beside it."""
     path = pathlib.Path(snapshot.file).with_suffix(".idx")
     if not path.is_file():
@@ -105,5 +142,4 @@ def megatron_documents(snapshot: Snapshot, *, vocab_size: int | None) -> TokenDo
         raise damaged("its boundaries of documents are not in order")
     ends = documents if len(documents) and documents[-1] == num_sequences else np.append(documents, num_sequences)
     bounds = starts[np.unique(np.append(0, ends))]
-    ids = np.memmap(snapshot.file.where, dtype, "r") if snapshot.size else np.zeros(0, dtype)
-    return TokenDocuments((snapshot, index), ids=ids, bounds=bounds, vocab_size=vocab_size)
+    return TokenDocuments((snapshot, index), dtype=dtype, offset=0, bounds=bounds, tokenizer=tokenizer)
