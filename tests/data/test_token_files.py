@@ -134,7 +134,8 @@ def test_an_index_names_its_ids_and_a_folder_gives_pairs_alone(tmp_path):
 
 @pytest.mark.parametrize("packing", ["concat", "documents"])
 @pytest.mark.parametrize("kind", ["bin", "npy"])
-def test_resumed_batches_and_validation_are_those_of_text_in_both_packings(kind, packing, tmp_path):
+def test_resumed_batches_and_validation_are_those_of_text_in_both_packings(kind, packing, tmp_path, monkeypatch):
+    monkeypatch.setattr(token_files, "_BLOCK_BYTES", 64)  # a file is then several blocks
     write_jsonl(tmp_path / "texts.jsonl", TEXTS)
     write_megatron(tmp_path / "ids.bin", IDS)
     np.save(tmp_path / "ids.npy", np.concatenate(IDS))
