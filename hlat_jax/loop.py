@@ -313,8 +313,12 @@ def _write_rows(run: Run, progress: Progress, *, in_flight: int = 0) -> None:
         progress.timed_from_s, progress.data_wait_s = now, 0.0
         run.log.train_row(row)
         run.sync.signals.watchdog.end_first_step()
-        progress.num_nonfinite = 0 if metrics.finite else progress.num_nonfinite + 1
-        if not metrics.finite:
+        if metrics.finite:
+            progress.num_nonfinite = 0
+        elif not metrics.num_tokens:  # a mean over nothing is no fault
+            print(f"step {pending.step}: no target in its batch, all of it prompts or padding; update skipped")
+        else:
+            progress.num_nonfinite += 1
             print(f"step {pending.step}: {nonfinite.describe(row)}; update skipped")
         if metrics.spike:
             skipped = run.config.train.spikes == "skip"
