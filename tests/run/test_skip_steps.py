@@ -1,6 +1,7 @@
 """Batches that are left out: exact, and resumable at any point."""
 
 import itertools
+import json
 
 import jax
 import micro
@@ -94,6 +95,9 @@ def test_a_run_that_leaves_out_batches_equals_one_that_is_fed_the_others(train, 
     rows = train("skipped", skip_steps="1:2,6:8")
     assert "step 4: 3 batches left out, 6:8 (train.skip_steps)" in capsys.readouterr().out
     assert batches_of(tmp_path / "skipped") == [3, 4, 5, *range(9, 18)]
+    events = map(json.loads, (tmp_path / "skipped" / "events.jsonl").read_text().splitlines())
+    left_out = [(row["step"], row["first"], row["last"]) for row in events if row["event"] == "skip_steps"]
+    assert left_out == [(1, 1, 2), (4, 6, 8)]
     with monkeypatch.context() as patch:
         next_batch, numbers = TrainBatches.__next__, itertools.count(1)
 

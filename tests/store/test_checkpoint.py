@@ -233,6 +233,18 @@ def test_retention_keeps_the_last_and_the_permanent_checkpoints(tmp_path):
         checkpointer.close()
 
 
+def test_what_an_export_has_read_goes_and_what_is_saved_later_still_makes_room(tmp_path):
+    c = Checkpointer(tmp_path, config=keep(1))
+    c.exported.step = 1
+    save(c, 1, 2)
+    assert steps_on_disk(tmp_path) == [1, 2]
+    c.release()
+    assert steps_on_disk(tmp_path) == [2]
+    save(c, 3)
+    assert steps_on_disk(tmp_path) == [3]
+    c.close()
+
+
 def test_a_state_whose_norms_are_not_finite_is_refused_and_removes_nothing(tmp_path):
     checkpointer = Checkpointer(tmp_path, config=keep(1))
     save(checkpointer, 1)

@@ -57,6 +57,14 @@ def test_resume_has_each_step_once_and_keeps_discarded_rows(tmp_path):
     assert [r["step"] for r in read(tmp_path / "metrics.discarded.jsonl")] == [4, 5]
 
 
+def test_results_of_tasks_are_printed_unless_the_console_is_off(tmp_path, capsys):
+    for console in ("on", "off"):
+        log = MetricsLog(tmp_path, config=quiet(console=console), num_steps=9)
+        log.tasks_row({"step": 3, "tasks/boolq/acc": 0.5}, shown=["tasks/boolq/acc"])
+        log.close()
+        assert ("boolq/acc 0.5000" in capsys.readouterr().out) == (console == "on")
+
+
 def test_truncated_last_line_is_moved_aside_even_if_it_parses(tmp_path):
     path, aside = tmp_path / "metrics.jsonl", tmp_path / "metrics.discarded.jsonl"
     for torn in ('{"step": 2, "loss": 4.', '{"step": 2}', "", "\0\0\0"):
