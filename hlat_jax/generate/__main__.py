@@ -44,6 +44,7 @@ def main(argv: Sequence[str]) -> int:
     print(trained.described, file=sys.stderr, flush=True)
     how = {"bos": values.bos, "control_tokens": values.control_tokens}
     options = {"max_tokens": values.max_tokens, "sampling": sampling}
+    options["repetition_penalty"] = values.repetition_penalty
     if values.chat:
         from hlat_jax.generate import chat
 
@@ -159,6 +160,7 @@ def _define(values: flags.FlagValues) -> None:
     flags.DEFINE_float("temperature", 0.0, "Divides the logits; 0: always the most likely token.", **options)
     flags.DEFINE_integer("top_k", 0, "Draw from the k most likely tokens; 0: from all.", **options)
     flags.DEFINE_float("top_p", 1.0, "Draw from the most likely tokens with this total probability.", **options)
+    flags.DEFINE_float("repetition_penalty", 1.0, "Above 1: tokens that the text has had are less likely.", **options)
     flags.DEFINE_integer(
         "seed", 0, "Seed of the random draws; the same seed gives the same text on any mesh.", **options
     )

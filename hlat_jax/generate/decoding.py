@@ -40,11 +40,28 @@ class GenerationShape(NamedTuple):
       num_rows: B; the row degree of the layout divides it.
       prompt_slots: T.
       slots: S; from T on they hold what is generated.
+      penalized: tokens of the vocabulary, under a repetition penalty; 0 without one.
     """
 
     num_rows: int
     prompt_slots: int
     slots: int
+    penalized: int = 0
+
+
+class Penalty(NamedTuple):
+    """The tokens that a row has had, bool [B, V], and the fp32 scalar that makes them less likely.
+
+    Source: Keskar et al. (CTRL), arXiv 1909.05858, section 4.1; negative logits are multiplied, as in transformers.
+    """
+
+    seen: Any
+    factor: Any
+
+    def __call__(self, logits_BV: jax.Array) -> jax.Array:
+        """Returns the logits with those of tokens seen moved down."""
+        lower_BV = jnp.where(logits_BV > 0, logits_BV / self.factor, logits_BV * self.factor)
+        return jnp.where(self.seen, lower_BV, logits_BV)
 
 
 @jax.tree_util.register_dataclass
@@ -57,12 +74,14 @@ class PromptRows:
       numbers: int32 [B]; the number of a row seeds its random draws.
       prompt_slots: int32 scalar, T.
       sampling: as `Sampling.arguments` gives it.
+      penalty: a Penalty, or None without one.
     """
 
     lengths: Any
     numbers: Any
     prompt_slots: Any
     sampling: Any
+    penalty: Any = None
 
 
 class DecodeInput(NamedTuple):
@@ -88,7 +107,7 @@ def make_prefill(cfg: ModelConfig, layout: Layout, *, slots: int) -> Any:
         return cache, model.next_tokens(decoder, x_B1D, rows, positions_B=rows.lengths)
 
     def prefill(params: Any, tokens_BT: jax.Array, rows: PromptRows) -> tuple[KVCache, jax.Array]:
-        return model.shard_map(local, (P(ROWS), _ROW_SPECS), _RESULT_SPECS)(params, tokens_BT, rows)
+        return model.shard_map(local, (P(ROWS), _row_specs(rows)), _RESULT_SPECS)(params, tokens_BT, rows)
 
     return jax.jit(prefill, out_shardings=model.out_shardings)
 
@@ -123,7 +142,7 @@ def make_decode(cfg: ModelConfig, layout: Layout) -> Any:
         return written, model.next_tokens(decoder, x_B1D, rows, positions_B=positions_B + 1)
 
     def decode(params: Any, cache: KVCache, given: DecodeInput) -> tuple[KVCache, jax.Array]:
-        specs = _CACHE_SPEC, DecodeInput(P(ROWS), P(), _ROW_SPECS)
+        specs = _CACHE_SPEC, DecodeInput(P(ROWS), P(), _row_specs(given.rows))
         return model.shard_map(local, specs, _RESULT_SPECS)(params, cache, given)
 
     return jax.jit(decode, out_shardings=model.out_shardings, donate_argnums=(1,))
@@ -192,8 +211,11 @@ def decode_arguments(cfg: ModelConfig, layout: Layout, *, dtype: Any, shape: Gen
 
 
 _CACHE_SPEC = P("pipe", ROWS, None, "tensor_kv", None)
-_ROW_SPECS = PromptRows(P(ROWS), P(ROWS), P(), P())
 _RESULT_SPECS = _CACHE_SPEC, P()
+
+
+def _row_specs(rows: PromptRows) -> PromptRows:
+    return PromptRows(P(ROWS), P(ROWS), P(), P(), rows.penalty and Penalty(P(ROWS), P()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,6 +279,7 @@ class ShardedDecoder:
         # of two axes: with three, XLA on CPU transposes the head before each product
         logits_BV = logits(decoder.apply_final_norm(x_B1D)[:, 0], head_VD)
         logits_BV = collectives.all_gather(logits_BV, ctx.vocab, 1)[:, : self.cfg.vocab_size]  # no padding
+        logits_BV = logits_BV if rows.penalty is None else rows.penalty(logits_BV)
         tokens_B = sample(logits_BV, rows.sampling, draws=(rows.numbers, positions_B))
         return collectives.all_gather(tokens_B, self.layout.wide(ROWS), 0)
 
@@ -266,7 +289,9 @@ def _int32(*dims: int) -> jax.ShapeDtypeStruct:
 
 
 def _abstract_rows(shape: GenerationShape) -> PromptRows:
-    return PromptRows(_int32(shape.num_rows), _int32(shape.num_rows), _int32(), abstract_sampling())
+    seen = jax.ShapeDtypeStruct((shape.num_rows, shape.penalized), jnp.bool)
+    penalty = Penalty(seen, jax.ShapeDtypeStruct((), jnp.float32)) if shape.penalized else None
+    return PromptRows(_int32(shape.num_rows), _int32(shape.num_rows), _int32(), abstract_sampling(), penalty)
 
 
 def _replicated(tree: Any, layout: Layout) -> Any:

@@ -14,12 +14,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from hlat_jax.config import Config, ModelConfig, ParallelConfig
 from hlat_jax.generate.decoding import (
     DecodeInput,
     GenerationShape,
+    Penalty,
     PromptRows,
     decode_arguments,
     has_separate_layers,
@@ -69,10 +71,12 @@ class Generator:
         sampling: Sampling = GREEDY,
         stop_ids: Collection[int] = (),
         first_number: int = 0,
+        repetition_penalty: float = 1.0,
     ) -> list[list[int]]:
         """Returns the new tokens of each prompt, without the one of `stop_ids` that ended it; see `stream`."""
         new_ids: list[list[int]] = [[] for _ in prompts]
         options: dict[str, Any] = {"sampling": sampling, "stop_ids": stop_ids, "first_number": first_number}
+        options["repetition_penalty"] = repetition_penalty
         for step in self.stream(prompts, max_tokens=max_tokens, **options):
             for ids, token in zip(new_ids, step, strict=True):
                 if token is not None and token not in stop_ids:
@@ -87,23 +91,30 @@ class Generator:
         sampling: Sampling = GREEDY,
         stop_ids: Collection[int] = (),
         first_number: int = 0,
+        repetition_penalty: float = 1.0,
     ) -> Iterator[list[int | None]]:
         """Returns an iterator over steps, each with the new token of every prompt, None where it has ended.
 
         A row ends with a token of `stop_ids`, after `max_tokens`, or at `model.max_positions`. Row i draws the random
-        numbers of (seed, `first_number` + i, position), so its text does not depend on how prompts are batched.
+        numbers of (seed, `first_number` + i, position), so its text does not depend on how prompts are batched. With a
+        `repetition_penalty` above 1, tokens of the prompt and of the text so far are less likely, see `Penalty`.
 
         Raises:
-          ValueError: no prompts, or one that is empty, has an id outside the vocabulary, or leaves no room.
+          ValueError: no prompts, or one that is empty, has an id outside the vocabulary, or leaves no room; a penalty
+            that is not above 0.
         """
+        if not 0 < repetition_penalty < float("inf"):
+            raise ValueError(f"repetition_penalty={repetition_penalty} must be above 0; 1 is none.")
         limits = [self._limit(number, prompt, max_tokens) for number, prompt in enumerate(prompts)]
         if not limits:
             raise ValueError("prompts is empty; give at least one.")
         separate = has_separate_layers(self.layout)
         of_decode = separate_layers(self.params, self.cfg, self.layout) if separate else self.params
         shape = self.shape(prompts, max_tokens=min(max_tokens, self.cfg.max_positions))
+        shape = shape._replace(penalized=self.cfg.vocab_size if repetition_penalty != 1 else 0)
         programs = self._programs(shape, of_decode, loop="unroll" if separate else self.cfg.layer_loop)
         options: dict[str, Any] = {"sampling": sampling, "stop_ids": stop_ids, "first_number": first_number}
+        options["repetition_penalty"] = repetition_penalty
         return stream(programs, self.params, prompts, limits=limits, of_decode=of_decode, **options)
 
     def shape(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> GenerationShape:
@@ -162,6 +173,7 @@ def stream(
     sampling: Sampling,
     stop_ids: Collection[int],
     of_decode: Any = None,
+    repetition_penalty: float = 1.0,
 ) -> Iterator[list[int | None]]:
     """Yields the new token of every prompt, None where it has ended: `Generator.stream` with compiled programs.
 
@@ -174,15 +186,24 @@ def stream(
       sampling: see `Sampling`; checked here.
       stop_ids: tokens that end a row.
       of_decode: parameters as decode takes them, by default the same.
+      repetition_penalty: read where the shape of the programs is `penalized`.
     """
     of_decode = params if of_decode is None else of_decode
     first_slot, left = programs.shape.prompt_slots, list(limits)
     tokens_BT, rows = _rows(prompts, programs.shape, sampling, first_number=first_number)
+    if programs.shape.penalized:
+        seen_BV = np.zeros((programs.shape.num_rows, programs.shape.penalized), bool)
+        for row, prompt in enumerate(prompts):
+            seen_BV[row, list(prompt)] = True
+        rows = dataclasses.replace(rows, penalty=Penalty(seen_BV, np.float32(repetition_penalty)))
     cache, tokens_B = programs.prefill(params, tokens_BT, rows)
     try:
         for slot in range(first_slot, first_slot + max(left)):
             following = None
             if max(left) > 1:  # dispatched before this token is read
+                if rows.penalty is not None:
+                    seen_BV = _add_seen(rows.penalty.seen, tokens_B)
+                    rows = dataclasses.replace(rows, penalty=rows.penalty._replace(seen=seen_BV))
                 cache, following = programs.decode(of_decode, cache, DecodeInput(tokens_B, np.int32(slot), rows))
             tokens = np.asarray(tokens_B)[: len(left)].tolist()
             yield [token if more else None for token, more in zip(tokens, left, strict=True)]
@@ -192,6 +213,11 @@ def stream(
             tokens_B = following
     finally:
         jax.block_until_ready(cache)  # programs over several processes must not overlap
+
+
+@jax.jit
+def _add_seen(seen_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
+    return seen_BV | (jax.lax.broadcasted_iota(jnp.int32, seen_BV.shape, 1) == tokens_B[:, None])
 
 
 def sample_text(programs: Programs, params: Any, tokenizer: Any, *, config: Config) -> str:

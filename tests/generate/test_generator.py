@@ -110,6 +110,23 @@ def test_generation_over_a_mesh_equals_one_device(name, parallel):
         assert found == wanted
 
 
+def test_a_repetition_penalty_is_that_of_transformers_on_any_mesh():
+    model, prompt = hugging_face(weights("gqa"), CASES["gqa"]), PROMPTS[0]
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        theirs = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NUM_TOKENS, do_sample=False,
+                                eos_token_id=None, pad_token_id=0, repetition_penalty=1.4)  # fmt: skip
+    layout = make_layout(ParallelConfig(data=2, tensor=2), jax.devices()[:4], num_kv_heads=GQA.num_kv_heads)
+    spread = Generator(MODELS["gqa"], weights("gqa"), layout=layout)
+    plain = generator("gqa")([prompt], max_tokens=NUM_TOKENS)[0]
+    for one in (generator("gqa"), spread):
+        ours = one([prompt, PROMPTS[1]], max_tokens=NUM_TOKENS, repetition_penalty=1.4)[0]
+        assert ours == theirs[0, ids.shape[1] :].tolist()
+        assert len(set(ours)) > len(set(plain))
+    with pytest.raises(ValueError, match="repetition_penalty=0 must be above 0"):
+        spread([prompt], max_tokens=1, repetition_penalty=0)
+
+
 def test_sampling_is_reproducible_and_depends_on_seed_and_row():
     run = functools.partial(generator("gqa"), [PROMPTS[0]] * 4, max_tokens=NUM_TOKENS)
     first = run(sampling=CREATIVE)
