@@ -195,8 +195,9 @@ def compile_run(
         resume.set_exports_aside(workdir, progress.step)
     log = stack.enter_context(closing_quietly(_open_log(config, workdir, layout=layout, progress=progress)))
     if config.checkpoint.keep_best or config.train.early_stop_evals:
+        _, first = branch_source(config.train) or ("", -1)  # the rows up to there are those of the other run
         rows = read_rows(workdir / ROWS_FILE) if distributed.is_first() else []
-        best = functools.reduce(Best.after, rows, Best())
+        best = functools.reduce(Best.after, [row for row in rows if row["step"] > first], Best())
         progress.best = Best(**json.loads(distributed.exchange(json.dumps(vars(best)))[0]))
         if config.checkpoint.keep_best and (inputs.checkpointer.folder / str(progress.best.step)).is_dir():
             inputs.checkpointer.keep_best(progress.best.step)  # a kill may have come before the link

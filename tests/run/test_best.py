@@ -53,6 +53,10 @@ def test_the_best_checkpoint_is_kept_and_training_ends_early_resumed_or_not(trai
     assert (micro.saved_steps(parts), (parts / "best").resolve().name) == (micro.saved_steps(whole), str(best))
     train(parts, train__early_stop_evals=3)  # at its end, it ends again
     assert evals(parts) == losses
+    last, lower = max(losses), {"optimizer__peak_lr": 1e-4, "train__num_steps": max(losses) + 4}
+    branch = train(tmp_path / "branch", train__branch_from=f"{whole}@{last}", train__early_stop_evals=3, **lower)
+    new = {step: loss for step, loss in evals(branch).items() if step > last}
+    assert (branch / "best").resolve().name == str(min(new, key=new.get))  # of its own validations alone
 
 
 def test_samples_on_the_way_change_no_step(train, tmp_path, capsys):
