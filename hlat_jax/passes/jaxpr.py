@@ -204,7 +204,7 @@ def rule_with_tracer(jaxpr: Any) -> tuple[str, str] | None:
         if not _holds_tracer(list(eqn.params.values())):
             continue  # rules are run below as if all operands were differentiated, so only where it may matter
 
-        def total(args: list[Any], eqn: Any = eqn) -> jax.Array:
+        def total(args: list[Any], *, eqn: Any = eqn) -> jax.Array:
             return sum(jnp.sum(out.real) for out in rebind(eqn, args) if is_inexact(out))
 
         try:
