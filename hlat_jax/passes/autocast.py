@@ -23,7 +23,16 @@ import jax.numpy as jnp
 
 from hlat_jax.passes.calls import HANDLERS
 from hlat_jax.passes.casting import Cast
-from hlat_jax.passes.jaxpr import COLLECTIVES, called_jaxpr, equations, op_name, primitives, stops_on_floats, trace_call
+from hlat_jax.passes.jaxpr import (
+    COLLECTIVES,
+    called_jaxpr,
+    equations,
+    op_name,
+    primitives,
+    stops_on_floats,
+    trace_call,
+    warn_of_rule_with_tracer,
+)
 
 # Matrix products: operands are cast to the narrow dtype.
 ALWAYS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "ragged_dot"})
@@ -106,6 +115,8 @@ def autocast(fn: Callable[_Args, _Result], policy: CastPolicy | str) -> Callable
     def cast(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
         closed, leaves, tree = trace_call(fn, args, kwargs)
         _check_names(policy.rules, closed.jaxpr, name)
+        if warn_of_rule_with_tracer(fn, closed.jaxpr):
+            return fn(*args, **kwargs)
         rebinding = Cast(
             jnp.dtype(policy.compute),
             functools.partial(_rule, policy.rules),

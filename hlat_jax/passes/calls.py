@@ -149,7 +149,8 @@ def _carry_kinds(cast: Any, body: Any, kinds: Sequence[Kind], carried: slice) ->
 
 def _custom_jvp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
     """The derivative of the declared function, by its rule, is traced and cast."""
-    closed, kinds = cast.retrace(eqn.params["call_jaxpr"], _kinds(operands), wide=wide)
+    given_kinds = _kinds(operands)  # rules hold no tracers
+    closed, kinds = cast.retrace(eqn.params["call_jaxpr"], given_kinds, wide=wide)
     in_avals, out_avals = closed_avals(eqn)
     call = jax.custom_jvp(_name(core.jaxpr_as_fun(closed), eqn))
 
@@ -167,7 +168,7 @@ def _custom_jvp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]
         )
         pushed = [at for at, aval in enumerate(out_avals) if is_inexact(aval)]
         pushed = list(itertools.compress(pushed, is_pushed))
-        in_kinds = [*_kinds(operands), *_gradient_kinds(_at(_kinds(operands), places))]
+        in_kinds = [*given_kinds, *_gradient_kinds(_at(given_kinds, places))]
         tangent_kinds = _gradient_kinds(_at(kinds, pushed))
         wide_outs = [*wide, *[False] * len(pushed)] if wide else ()
         narrow, _ = cast.retrace(traced, in_kinds, forced=[*kinds, *tangent_kinds], wide=wide_outs)
@@ -182,11 +183,9 @@ def _custom_jvp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]
 
 
 def _custom_vjp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
-    """The declared function is linearized by its rules; both halves are cast, and what is kept between them.
-
-    A rule that closes over an array computed in the cast function is an error of JAX, as it is under `jit`.
-    """
-    closed, kinds = cast.retrace(eqn.params["call_jaxpr"], _kinds(operands))
+    """The declared function is linearized by its rules; both halves are cast, and what is kept between them."""
+    given_kinds = _kinds(operands)  # rules hold no tracers
+    closed, kinds = cast.retrace(eqn.params["call_jaxpr"], given_kinds)
     in_avals, out_avals = closed_avals(eqn)
     call = jax.custom_vjp(_name(core.jaxpr_as_fun(closed), eqn))
 
@@ -202,7 +201,7 @@ def _custom_vjp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]
 
         traced = jax.make_jaxpr(declared)(*in_avals)
         forced = [*kinds, *[None] * (len(traced.out_avals) - len(kinds))]
-        narrow, found = cast.retrace(traced, _kinds(operands), forced=forced)
+        narrow, found = cast.retrace(traced, given_kinds, forced=forced)
         # what depends on no operand has its value, which a rule may read in Python
         leaves, structure = [None if _is_tracer(leaf) else leaf for leaf in kept[0]], kept[1]
         held_avals, held_kinds = traced.out_avals[len(kinds) :], found[len(kinds) :]
@@ -223,7 +222,7 @@ def _custom_vjp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]
             )
             wanted = list(itertools.compress(places, is_wanted))
             in_kinds = [*held_kinds, *_gradient_kinds(_at(kinds, given))]
-            narrow, _ = cast.retrace(traced, in_kinds, forced=_gradient_kinds(_at(_kinds(operands), wanted)))
+            narrow, _ = cast.retrace(traced, in_kinds, forced=_gradient_kinds(_at(given_kinds, wanted)))
             grads = dict(zip(wanted, core.jaxpr_as_fun(narrow)(*held, *_at(cotangents, given)), strict=True))
             return tuple(map(grads.get, range(len(in_avals))))
 

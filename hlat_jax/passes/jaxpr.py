@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import CellType, ModuleType
 from typing import Any
 
 import jax
@@ -26,6 +29,7 @@ def primitives(names: str) -> frozenset[str]:
 CHECKPOINT = "remat2"
 # Calls that do nothing but run their function.
 PLAIN_CALLS = {"jit", "closed_call", "core_call"}
+RULE_WITH_TRACER = "its derivative rule closes over a traced array; make the array an argument of the function"
 # Primitives that call one function on their operands and return its results -> the parameter that holds its jaxpr.
 CALL_JAXPRS = {
     "jit": "jaxpr",
@@ -186,6 +190,57 @@ def trace_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
 
     closed = jax.make_jaxpr(flat)(*leaves)
     return closed, leaves, trees[0]
+
+
+def rule_with_tracer(jaxpr: Any) -> tuple[str, str] | None:
+    """Returns the name of a function whose derivative rule closes over a traced array, and where it is called, if any.
+
+    Such a rule can run only while the trace of the array does: not from a jaxpr, nor under `jax.jit` or
+    `jax.checkpoint` around the function that computes the array.
+    """
+    for eqn, _ in equations(jaxpr):
+        if eqn.primitive.name not in ("custom_jvp_call", "custom_vjp_call") or jax_function(eqn) is not None:
+            continue
+        if not _holds_tracer(list(eqn.params.values())):
+            continue  # rules are run below as if all operands were differentiated, so only where it may matter
+
+        def total(args: list[Any], *, eqn: Any = eqn) -> jax.Array:
+            return sum(jnp.sum(out.real) for out in rebind(eqn, args) if is_inexact(out))
+
+        try:
+            closed = jax.make_jaxpr(jax.grad(total, allow_int=True))([var.aval for var in eqn.invars])
+        except Exception:  # an error of a rule is raised where the function is differentiated, if it is
+            continue
+        if any(isinstance(const, jax.core.Tracer) for const in closed.consts):
+            return op_name(eqn) or eqn.primitive.name, source_info_util.summarize(eqn.source_info)
+    return None
+
+
+def _holds_tracer(rules: list[Any]) -> bool:
+    """Returns whether a tracer can be reached from functions, by what they close over and the attributes of that."""
+    left, seen = list(rules), set()
+    while left:
+        one = left.pop()
+        if isinstance(one, jax.core.Tracer):
+            return True
+        if id(one) in seen or isinstance(one, (type, ModuleType, core.Jaxpr, core.ClosedJaxpr)):
+            continue
+        seen.add(id(one))
+        if isinstance(one, (tuple, list, dict, CellType, functools.partial)):
+            left += gc.get_referents(one)
+        else:
+            left += [*(getattr(one, "__closure__", None) or ()), *(getattr(one, "__defaults__", None) or ())]
+            left += [getattr(one, "f_transformed", None), *getattr(one, "__dict__", {}).values()]
+    return False
+
+
+def warn_of_rule_with_tracer(fn: Any, jaxpr: Any) -> tuple[str, str] | None:
+    """Returns the `rule_with_tracer` of a function, with a warning that passes leave the function as it is for it."""
+    rule = rule_with_tracer(jaxpr)
+    if rule is not None:
+        text = f"passes leave {function_name(fn)} as it is: {rule[0]} at {rule[1]}: {RULE_WITH_TRACER}"
+        warnings.warn(text, stacklevel=3)
+    return rule
 
 
 def _is_array(leaf: Any) -> bool:

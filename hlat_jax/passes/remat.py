@@ -24,7 +24,7 @@ import jax
 
 from hlat_jax.facts.byte_sizes import format_bytes, parse_bytes
 from hlat_jax.passes import naming
-from hlat_jax.passes.jaxpr import function_name, trace_call
+from hlat_jax.passes.jaxpr import RULE_WITH_TRACER, function_name, rule_with_tracer, trace_call
 from hlat_jax.passes.naming import RematChoice
 from hlat_jax.passes.products import live_jaxpr, total_flops
 from hlat_jax.passes.recompute import RecomputeGraph, recompute_graph
@@ -177,6 +177,11 @@ def fit(
 
     trials = _trials(traced, options.measure)
     plain_bytes = trials("", None)[0]
+    if plain_bytes > budget and traces and (rule := rule_with_tracer(traces[-1])) is not None:
+        raise BudgetNotMet(
+            f"{name}={budget_bytes!r}: {function_name(fn)} takes {format_bytes(plain_bytes)} and cannot be "
+            f"checkpointed: {rule[0]} at {rule[1]}: {RULE_WITH_TRACER}."
+        )
     candidates = [options.region]
     if options.region == "auto":
         candidates = naming.regions(traces[-1]) if traces else ["whole"]

@@ -45,6 +45,7 @@ from hlat_jax.passes.jaxpr import (
     trace_call,
     values_of,
     variables,
+    warn_of_rule_with_tracer,
 )
 from hlat_jax.passes.products import PRODUCTS, product_flops
 from hlat_jax.passes.recompute import Node, RecomputeGraph
@@ -77,6 +78,8 @@ def select_residuals(fn: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
 
     def selected(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
         closed, leaves, tree = trace_call(fn, args, kwargs)
+        if warn_of_rule_with_tracer(fn, closed.jaxpr):
+            return fn(*args, **kwargs)
         return jax.tree.unflatten(tree, _of_jaxpr(closed.jaxpr, _Scope())(*closed.consts, *leaves))
 
     selected.__name__ = getattr(fn, "__name__", type(fn).__name__)

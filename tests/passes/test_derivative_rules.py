@@ -1,14 +1,17 @@
 """Derivative rules of a user under the passes: those with `symbolic_zeros` are told what is differentiated."""
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.custom_derivatives import SymbolicZero
 
-from hlat_jax.passes import naming
+from hlat_jax.passes import compile as passes_compile
+from hlat_jax.passes import naming, remat
 from hlat_jax.passes.autocast import CastPolicy, autocast
 from hlat_jax.passes.chunk import chunk
 from hlat_jax.passes.naming import RematChoice
@@ -143,3 +146,71 @@ def test_a_rule_that_runs_a_solver_again_takes_the_steps_of_fp32():
 
     w = W[0] @ W[1].T
     np.testing.assert_allclose(jax.grad(autocast(loss, "bf16"))(w), jax.grad(loss)(w), rtol=1e-5)
+
+
+def _vjp_of_local(w, x):
+    scale = jnp.cos(x).sum()
+
+    @jax.custom_vjp
+    def own(y):
+        return 2 * y
+
+    own.defvjp(lambda y: (2 * y, None), lambda _, cotangent: (3 * cotangent * scale,))
+    return jnp.sum(own(x @ w) ** 2)
+
+
+def _jvp_of_local(w, x):
+    scale = jnp.cos(x).sum()
+
+    @jax.custom_jvp
+    def own(y):
+        return 2 * y
+
+    own.defjvp(lambda primals, tangents: (2 * primals[0], 3 * tangents[0] * scale))
+    return jnp.sum(own(x @ w) ** 2)
+
+
+@pytest.mark.parametrize("fn", [_vjp_of_local, _jvp_of_local])
+@pytest.mark.parametrize(
+    "pass_",
+    [
+        functools.partial(autocast, policy="bf16"),
+        rewrite,
+        functools.partial(chunk, max_bytes=4096),
+        select_residuals,
+        lambda fn: select_residuals(autocast(rewrite(fn), "bf16")),
+    ],
+    ids=["autocast", "rewrite", "chunk", "residuals", "all"],
+)
+def test_passes_leave_a_rule_that_closes_over_an_intermediate_as_it_is(pass_, fn):
+    w, x = W[0], jnp.sin(jnp.arange(128.0)).reshape(8, 16)
+    with pytest.warns(UserWarning, match=r"own at .*test_derivative_rules.py:\d+.*closes over a traced array"):
+        got = jax.grad(pass_(fn))(w, x)
+    np.testing.assert_array_equal(got, jax.grad(fn)(w, x))
+
+
+def test_rewrite_reports_the_rule_that_closes_over_an_intermediate():
+    left = rewrite(_vjp_of_local)
+    with pytest.warns(UserWarning, match="as it is"):
+        jax.eval_shape(left, W[0], X)
+    assert "not replaced: own at" in str(left.report())
+
+
+def test_fit_refuses_a_rule_that_closes_over_an_intermediate_only_where_it_must_save_less():
+    assert remat.fit(_vjp_of_local, W[0], X, budget_bytes="1GiB").choice is None
+    shapes = jax.ShapeDtypeStruct((256, 256), jnp.float32), jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    with pytest.raises(remat.BudgetNotMet, match=r"own at .*test_derivative_rules.py:\d+"):
+        remat.fit(_vjp_of_local, *shapes, budget_bytes=4096)
+
+
+def test_a_training_program_with_a_rule_that_closes_over_an_intermediate_trains_as_without_passes():
+    def loss(params, batch):
+        return _vjp_of_local(params["w"], batch["x"]) / 1e3
+
+    params, batch, results = {"w": W[0]}, {"x": jnp.sin(jnp.arange(128.0)).reshape(8, 16)}, []
+    for passes in ({}, {"rewrite": True, "autocast": "bf16", "residuals": True, "memory_budget": "1GiB"}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            program = passes_compile.training_program(loss, optax.sgd(0.1), params=params, batch=batch, **passes)
+            results.append(program.step(program.init(jax.tree.map(jnp.copy, params)), batch)[0]["params"]["w"])
+    np.testing.assert_allclose(*results, rtol=1e-6)

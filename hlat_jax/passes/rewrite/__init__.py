@@ -27,7 +27,14 @@ from jax.extend import core
 
 from hlat_jax.facts.byte_sizes import parse_bytes
 from hlat_jax.ops.dialect import CallSpec, Op
-from hlat_jax.passes.jaxpr import CHECKPOINT, trace_call, without_consts, without_dead_code
+from hlat_jax.passes.jaxpr import (
+    CHECKPOINT,
+    RULE_WITH_TRACER,
+    trace_call,
+    warn_of_rule_with_tracer,
+    without_consts,
+    without_dead_code,
+)
 from hlat_jax.passes.rewrite import attention, chunks, mlp
 from hlat_jax.passes.rewrite.check import compare
 from hlat_jax.passes.rewrite.graph import Choose, EquationGraph, Match, Refusal
@@ -91,6 +98,9 @@ class Rewritten(Generic[_Args, _Result]):
 
     def __call__(self, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
         closed, leaves, tree = trace_call(self._fn, args, kwargs)
+        if rule := warn_of_rule_with_tracer(self._fn, closed.jaxpr):
+            self._report = RewriteReport((), (Refusal(*rule, RULE_WITH_TRACER),))
+            return self._fn(*args, **kwargs)
         rewriter = self._rewriter()
         outs = core.jaxpr_as_fun(rewriter.rewrite(closed))(*leaves)
         self._report = RewriteReport(tuple(rewriter.replacements.values()), tuple(rewriter.refusals))
