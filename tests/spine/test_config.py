@@ -161,7 +161,7 @@ def run(c, folder):
         "losses": [row["loss"] for row in rows if "loss" in row][:3],
         "evaluations": [row["step"] for row in evaluated],
         "evaluated": [row["eval_tokens"] for row in evaluated[:1]],
-        "samples": [line for line in printed if line.startswith("sample before")],
+        "samples": [line for line in printed if line.startswith("sample ")],
         "range": [
             "expected" in line and "within" not in line for line in printed if line.startswith("validation loss")
         ],
