@@ -243,7 +243,12 @@ def _init(config: Config, layout: Layout, training: TrainStep) -> Callable[..., 
     def initial(seed):
         high = jnp.zeros((), jnp.uint32)
         key = jax.random.wrap_key_data(jnp.stack([high, seed, high, seed]), impl="rbg")
-        return training.init(pad_vocabulary(init_params(config.model, key), config.model, layout), seed=seed)
+        params = pad_vocabulary(init_params(config.model, key), config.model, layout)
+        is_padded = layout.vocab_rows(config.model.vocab_size) > config.model.vocab_size
+        for name in {"embed", "head"} & params.keys() if is_padded else ():
+            # padded whole on each device: a pad along a split dimension exchanges borders
+            params[name] = jax.lax.with_sharding_constraint(params[name], layout.replicated_sharding())
+        return training.init(params, seed=seed)
 
     return jax.jit(initial, out_shardings=training.shardings)
 
