@@ -245,7 +245,7 @@ def _init(config: Config, layout: Layout, training: TrainStep) -> Callable[..., 
         key = jax.random.wrap_key_data(jnp.stack([high, seed, high, seed]), impl="rbg")
         params = pad_vocabulary(init_params(config.model, key), config.model, layout)
         is_padded = layout.vocab_rows(config.model.vocab_size) > config.model.vocab_size
-        for name in {"embed", "head"} & params.keys() if is_padded else ():
+        for name in [table for table in ("embed", "head") if is_padded and table in params]:
             # padded whole on each device: a pad along a split dimension exchanges borders
             params[name] = jax.lax.with_sharding_constraint(params[name], layout.replicated_sharding())
         return training.init(params, seed=seed)
