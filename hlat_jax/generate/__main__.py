@@ -32,23 +32,26 @@ def main(argv: Sequence[str]) -> int:
     values = flags_lib.parse_own(argv, _define, usage=_USAGE)
     if values.chat and (values.prompt or values.prompts_file or values.json or values.stop):
         raise ValueError("--chat reads messages from its input: leave out --prompt, --prompts_file, --stop and --json.")
+    if "" in values.stop:
+        raise ValueError("--stop= would end every completion at once: give it a text, or leave it out.")
     texts = [] if values.chat else _prompts(values)
     logging.set_verbosity(logging.ERROR)  # silence absl INFO logs of libraries
     inference.prepare(values)
-    from hlat_jax.generate.generator import Generator, Sampling  # imports JAX, which --help does not need
+    # not at the top: they import JAX, which --help does not need
+    from hlat_jax.generate import chat
+    from hlat_jax.generate.generator import Generator, Sampling, check_repetition_penalty
 
     sampling = Sampling(values.temperature, values.top_k, values.top_p, values.seed)
     sampling.arguments()  # checked before anything is read
+    check_repetition_penalty(values.repetition_penalty)
+    template = chat.open_template(values.checkpoint) if values.chat else None
     with show_progress("opening the model"):
         trained = inference.trained_model(values)
     print(trained.described, file=sys.stderr, flush=True)
     how = {"bos": values.bos, "control_tokens": values.control_tokens}
     options = {"max_tokens": values.max_tokens, "sampling": sampling}
     options["repetition_penalty"] = values.repetition_penalty
-    if values.chat:
-        from hlat_jax.generate import chat
-
-        template = chat.open_template(trained)
+    if template is not None:
         chat.chat(trained, template, Generator(trained.model, trained.params, layout=trained.layout), **options)
         return 0
     prompts = [_encode_prompt(trained, text, number, **how) for number, text in enumerate(texts)]

@@ -3,28 +3,40 @@
 from __future__ import annotations
 
 import contextlib
+import pathlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from hlat_jax.data.chat_template import ChatTemplate, Message
 from hlat_jax.generate.inference import TrainedModel
+from hlat_jax.weights.description import describe
+from hlat_jax.weights.path_checks import no_weights
+
+_TALK = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Yes"}]
 
 
-def open_template(trained: TrainedModel) -> ChatTemplate:
-    """Returns the template of a model; raises ValueError without one, or without a place for the user's message."""
-    if trained.companions is None:
+def open_template(checkpoint: str) -> ChatTemplate:
+    """Returns the template of a model, of which no array is read.
+
+    Raises:
+      ValueError: there is none, or it has no place for the user's message or the answer.
+    """
+    folder = pathlib.Path(checkpoint).expanduser()
+    if (weights := describe(folder)) is None:
+        raise no_weights(folder)
+    if weights.companions is None:
         raise ValueError(
-            f"--chat: {trained.folder} has no chat template; a run has that of the Hugging Face folder it began with."
+            f"--chat: {folder} has no chat template; a run has that of the Hugging Face folder it began with."
         )
-    template = ChatTemplate(trained.companions)
-    template.render([{"role": "user", "content": "?"}], to_answer=True)
+    template = ChatTemplate(weights.companions)
+    template.render(_TALK[:1], to_answer=True)
+    template.render(_TALK)
     return template
 
 
 def ids_that_end_an_answer(template: ChatTemplate, tokenizer: Any) -> set[int]:
     """Returns the control token that the template puts after an answer, if it does, and those that end any text."""
-    text, [(_, end)] = template.answers([{"role": "user", "content": "?"}, {"role": "assistant", "content": "Yes"}])
-    after = text[text.rindex("Yes", 0, end) + len("Yes") :]
+    after = template.render(_TALK).rpartition("Yes")[2]  # not `answers`: a template may begin one with a thought
     first = tokenizer.encode_with_control_tokens(after)[:1].tolist() if after.strip() else []
     return {*tokenizer.stop_ids, *(token for token in first if not tokenizer.decode([token]))}
 

@@ -103,8 +103,7 @@ class Generator:
           ValueError: no prompts, or one that is empty, has an id outside the vocabulary, or leaves no room; a penalty
             that is not above 0.
         """
-        if not 0 < repetition_penalty < float("inf"):
-            raise ValueError(f"repetition_penalty={repetition_penalty} must be above 0; 1 is none.")
+        check_repetition_penalty(repetition_penalty)
         limits = [self._limit(number, prompt, max_tokens) for number, prompt in enumerate(prompts)]
         if not limits:
             raise ValueError("prompts is empty; give at least one.")
@@ -213,6 +212,12 @@ def stream(
             tokens_B = following
     finally:
         jax.block_until_ready(cache)  # programs over several processes must not overlap
+
+
+def check_repetition_penalty(factor: float) -> None:
+    """Raises ValueError if a factor cannot be one."""
+    if not 0 < factor < float("inf"):
+        raise ValueError(f"repetition_penalty={factor} must be above 0; 1 is none.")
 
 
 @jax.jit

@@ -29,7 +29,6 @@ class TrainedModel:
       folder: from which the parameters were read.
       described: a line that describes them.
       begins_with_bos: whether texts begin with BOS, by an imported tokenizer or data.prepend_bos of the run.
-      companions: the folder of the files that Hugging Face's weights came with, or None.
     """
 
     model: ModelConfig
@@ -39,7 +38,6 @@ class TrainedModel:
     folder: pathlib.Path
     described: str
     begins_with_bos: bool = False
-    companions: pathlib.Path | None = None
 
     def first_ids(self, bos: bool | None) -> list[int]:
         """Returns [BOS] or [], where `bos` is None as the tokenizer is configured.
@@ -139,5 +137,4 @@ def open_model(checkpoint: str, parallel: ParallelConfig, *, tokenizer: str = ""
         weights.folder,
         described,
         weights.begins_with_bos,
-        weights.companions,
     )

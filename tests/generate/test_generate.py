@@ -12,6 +12,7 @@ import transformers
 from tokenizer_files import train_model, write_tokenizer_json
 
 from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.generate.chat import ids_that_end_an_answer, open_template
 from hlat_jax.generate.generator import Generator, Sampling
 from hlat_jax.hf.importing import import_checkpoint
 from hlat_jax.weights.hf_reading import open_checkpoint
@@ -173,8 +174,31 @@ def test_a_chat_keeps_its_turns_and_leaves_out_the_oldest(generate_here, tmp_pat
     assert code == 0, error
     assert said == printed + "\n"
     (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-    assert "has no chat template" in generate_here(f"--checkpoint={source}", "--chat")[2]
+    (source / "model.safetensors").unlink()  # said before the weights are opened
+    words = [f"--checkpoint={source}"]
+    assert "has no chat template" in generate_here(*words, "--chat")[2]
+    assert "=0.0 must be above 0" in generate_here(*words, "--prompt=a", "--repetition_penalty=0")[2]
+    assert "--stop= would end" in generate_here(*words, "--prompt=a", "--stop=")[2]
     assert "--chat reads messages" in generate_here(f"--checkpoint={source}", "--chat", "--prompt=a")[2]
+
+
+@pytest.mark.parametrize(
+    ("begin", "answer"),
+    [
+        ("[A]<think>", "[A]{{ m.content }}<|im_end|>"),  # the text of a past answer is another
+        ("[A]", "[A]{% generation %}{{ m.content }}{% endgeneration %}{% generation %}<|im_end|>{% endgeneration %}"),
+    ],
+)
+def test_a_chat_ends_an_answer_at_the_token_after_it_however_it_begins(begin, answer, tmp_path):
+    source, path, theirs, _ = chat_model(tmp_path / "hf", "bytes")
+    (source / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m.role == 'user' %}[U]{{ m.content }}{% else %}" + answer + "{% endif %}"
+        "{% endfor %}{% if add_generation_prompt %}" + begin + "{% endif %}"
+    )
+    tokenizer, template = Tokenizer(str(path)), open_template(str(source))
+    end = theirs.convert_tokens_to_ids("<|im_end|>")
+    assert end not in tokenizer.stop_ids
+    assert ids_that_end_an_answer(template, tokenizer) == {*tokenizer.stop_ids, end}
 
 
 def test_completions_end_at_stop_texts_and_are_lines_of_json(trained_run, texts, generate_here):
