@@ -24,6 +24,8 @@ def show(config: Config, workdir: pathlib.Path, step: int) -> None:
         print(f"bad records skipped: {skipped[-1]:,}")
     if (workdir / BEST_LINK).is_dir():
         print(f"best checkpoint: {workdir / BEST_LINK}, of step {(workdir / BEST_LINK).resolve().name}")
+    elif config.checkpoint.keep_best:
+        print("best checkpoint: none was saved at a validation loss below that of the initial weights")
     evals = [row for row in rows if "eval_loss" in row and row["step"] == step]
     if not evals:
         return

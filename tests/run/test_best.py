@@ -59,6 +59,13 @@ def test_the_best_checkpoint_is_kept_and_training_ends_early_resumed_or_not(trai
     assert (branch / "best").resolve().name == str(min(new, key=new.get))  # of its own validations alone
 
 
+def test_the_results_say_that_no_step_was_better_than_none(train, tmp_path, capsys):
+    run = train(tmp_path / "run", optimizer__peak_lr=30.0, train__num_steps=4)
+    assert min(evals(run).items(), key=lambda row: row[1])[0] == 0
+    assert not (run / "best").exists()
+    assert "best checkpoint: none was saved" in capsys.readouterr().out
+
+
 def test_samples_on_the_way_change_no_step(train, tmp_path, capsys):
     keys = {"train__num_steps": 5, "train__sample_prompt": "It is", "train__sample_tokens": 4}
     plain = train(tmp_path / "plain", **keys)
