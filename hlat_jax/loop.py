@@ -124,6 +124,8 @@ def _evaluate(run: Run, progress: Progress) -> None:
         figures = _measure(run, progress, "evaluating", run.validation)
         run.log.eval_row({"step": step, **figures})
         progress.best = progress.best.after({"step": step, **figures})
+        if run.config.checkpoint.keep_best and 0 < progress.saved_step == progress.best.step == step:
+            run.checkpointer.keep_best(step)  # saved before the evaluation, as a signal has come
     # before the first step too: all programs are compiled then, and what fails has cost nothing
     if run.tasks is not None and (last or step == 0 or _due(step, train.eval_tasks_every_steps)):
         figures, shown = _measure(run, progress, "evaluating on tasks", run.tasks)

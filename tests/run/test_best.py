@@ -1,5 +1,8 @@
 """What validations decide while a run trains: the checkpoint that is kept, and an early end; and samples on the way."""
 
+import os
+import signal
+
 import jax
 import micro
 import pytest
@@ -64,6 +67,20 @@ def test_the_results_say_that_no_step_was_better_than_none(train, tmp_path, caps
     assert min(evals(run).items(), key=lambda row: row[1])[0] == 0
     assert not (run / "best").exists()
     assert "best checkpoint: none was saved" in capsys.readouterr().out
+
+
+def test_what_a_signal_saved_before_its_validation_is_the_best_too(train, tmp_path, monkeypatch):
+    step = loop._step
+
+    def step_and_stop(run, progress, batch):
+        step(run, progress, batch)
+        if progress.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(loop, "_step", step_and_stop)
+    stopped = train(tmp_path / "stopped")
+    assert evals(stopped)[2] < evals(stopped)[0]
+    assert (stopped / "best").resolve() == stopped / "checkpoints" / "2"
 
 
 def test_samples_on_the_way_change_no_step(train, tmp_path, capsys):
