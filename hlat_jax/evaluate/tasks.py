@@ -100,7 +100,7 @@ class Tasks:
     def _refused_code(self, name: str) -> ValueError:
         return ValueError(
             f"{self._key}: {name} executes programs that the model writes, here and with your rights. Run it "
-            "in a container without anything of value, and give --allow_code."
+            "in a container without anything of value, by `evaluate --allow_code`."
         )
 
     def _load_tasks(self, names: list[str]) -> list[Any]:
