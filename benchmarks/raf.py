@@ -1,8 +1,9 @@
-"""RAF's own evaluation, as far as a CPU goes: BERT and GPT-2 against PyTorch, and the largest batches, run.
+"""RAF's own evaluation on this CPU or a GPU: BERT and GPT-2 against PyTorch, and the largest batches, run.
 
     python benchmarks/raf.py step [--models=bert-base,gpt2] [--rounds=5] [--batch=2] [--seq_len=256]
     python benchmarks/raf.py batch [--models=bert-base,bert-large,gpt2] [--rounds=5] [--shrink=3] [--seq_len=128]
     python benchmarks/raf.py memory [--models=bert-base] [--batch=32] [--seq_len=128]
+    python benchmarks/raf.py step --gpu --batch=32 --seq_len=128 ; python benchmarks/raf.py batch --gpu --limit=16GiB
 
 `step`: a training step in fp32 (forward, backward, AdamW) of the masked language model and of GPT-2, written below in
 plain JAX, under `jax.jit` alone, with each pass, and with all; and of the same models of `transformers` in PyTorch,
@@ -17,6 +18,9 @@ Every contender has a process of its own and is compiled first; then all make on
 the rounds in which other processes took less than 0.15 of a core; the last line of a table says how many did. Peak
 memory is the largest resident set of a step after compilation, above that of the process with its libraries loaded;
 XLA's bytes are its own accounting of arguments, results that alias none, and temporaries.
+
+`--gpu` runs both on the GPU, fp32 with products in TF32, PyTorch under autocast to bf16 too; sizes are then RAF's own
+(`--shrink=1`), every round counts, and peak memory is that of PyTorch's allocations, blank for JAX.
 """
 
 from __future__ import annotations
@@ -43,6 +47,7 @@ MIB = 2**20
 RATE, DECAY = 1e-4, 0.01  # AdamW's betas and eps are those of both libraries: 0.9, 0.999, 1e-8
 TOLERANCE = 1e-4  # of losses in fp32, relative
 TORCH = {"PyTorch eager": False, "PyTorch torch.compile": True}
+TORCH_BF16 = {f"{name}, bf16": is_compiled for name, is_compiled in TORCH.items()}  # with --gpu
 PASSES = {
     "plain JAX": (),
     "rewrite": ("rewrite",),
@@ -258,14 +263,17 @@ def torch_step(job: dict):
     """Returns (tokens, targets -> loss, None, "") of a step in PyTorch."""
     import torch
 
-    model = Model(**job["model"])
-    net = torch_model(model, weights(model))
+    model, device = Model(**job["model"]), "cuda" if job["gpu"] else "cpu"
+    if job["gpu"]:
+        torch.set_float32_matmul_precision("high")  # TF32, which is JAX's default
+    net = torch_model(model, weights(model)).to(device)
     optimizer = torch.optim.AdamW(net.parameters(), lr=RATE, weight_decay=DECAY, fused=True)
-    forward = torch.compile(net) if TORCH[job["name"]] else net
+    forward = torch.compile(net) if (TORCH | TORCH_BF16)[job["name"]] else net
 
     def step(tokens, targets):
-        ids, labels = torch.from_numpy(tokens).long(), torch.from_numpy(tokens if model.is_causal else targets).long()
-        loss = forward(input_ids=ids, labels=labels).loss  # which shifts GPT-2's labels itself
+        ids, labels = (torch.from_numpy(x).long().to(device) for x in (tokens, tokens if model.is_causal else targets))
+        with torch.autocast(device, torch.bfloat16, enabled=job["name"] in TORCH_BF16):
+            loss = forward(input_ids=ids, labels=labels).loss  # which shifts GPT-2's labels itself
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -288,7 +296,7 @@ def optimized(optimizer, loss):
         return (optax.apply_updates(state[0], updates), opt_state), value
 
     options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
-    return jax.jit(step, donate_argnums=0, compiler_options=options)
+    return jax.jit(step, donate_argnums=0, compiler_options=options if jax.default_backend() == "cpu" else None)
 
 
 def jax_step(job: dict):
@@ -397,7 +405,7 @@ def work(job: dict) -> None:
         return
     load_libraries(job)
     model, libraries, began = Model(**job["model"]), resident("VmRSS"), time.monotonic()
-    step, xla_bytes, done = (torch_step if job["name"] in TORCH else jax_step)(job)
+    step, xla_bytes, done = (torch_step if job["name"] in TORCH | TORCH_BF16 else jax_step)(job)
     losses = [] if job["compile_only"] else [step(*drawn_batch(model, job["batch"], job["seq_len"], 0))]
     print(json.dumps({"bytes": xla_bytes, "done": done, "first_s": time.monotonic() - began}), flush=True)
     for number, _ in enumerate(sys.stdin, 1):
@@ -408,12 +416,22 @@ def work(job: dict) -> None:
         busy, cpu, began = busy_seconds(), time.process_time(), time.monotonic()
         losses.append(step(*batch))
         seconds, cpu = time.monotonic() - began, time.process_time() - cpu
-        found = {"seconds": seconds, "foreign": (busy_seconds() - busy - cpu) / seconds}
-        print(json.dumps(found | {"losses": losses, "peak": resident("VmHWM") - libraries}), flush=True)
+        found = {"seconds": seconds, "foreign": 0.0 if job["gpu"] else (busy_seconds() - busy - cpu) / seconds}
+        peak = gpu_peak(job) if job["gpu"] else resident("VmHWM") - libraries
+        print(json.dumps(found | {"losses": losses, "peak": peak}), flush=True)
+
+
+def gpu_peak(job: dict) -> int:
+    """Returns the largest bytes that PyTorch has allocated on the GPU; 0 of JAX, whose allocator reserves."""
+    if job["name"] not in TORCH | TORCH_BF16:
+        return 0
+    import torch
+
+    return torch.cuda.max_memory_allocated()
 
 
 def load_libraries(job: dict) -> None:
-    if job["name"] in TORCH:
+    if job["name"] in TORCH | TORCH_BF16:
         import torch
         import transformers  # noqa: F401
 
@@ -434,11 +452,12 @@ class Worker:
             "model": dataclasses.asdict(model),
             "passes": PASSES.get(name, ()),
             "compile_only": False,
+            "gpu": False,
             **job,
         }
         root = str(pathlib.Path(__file__).resolve().parents[1])
         env = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
-        env["TF_CPP_MIN_LOG_LEVEL"] = "3"
+        env |= {"TF_CPP_MIN_LOG_LEVEL": "3", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several share a GPU
         words = [sys.executable, __file__, "worker", json.dumps(job)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
         self.name, self.batch = name, job.get("batch")
@@ -472,7 +491,8 @@ def median_ratio(above: list[dict], below: list[dict]) -> float:
 def compare_steps(name: str, model: Model, args: argparse.Namespace) -> bool:
     """Prints the table of one model; returns whether all losses in fp32 agree."""
     job = {"optimizer": "adamw", "batch": args.batch, "seq_len": args.seq_len, "compilations": args.compilations}
-    names = [each for each in (*TORCH, *PASSES) if not args.only or each in args.only.split(",")]
+    job["gpu"], bf16 = args.gpu, TORCH_BF16 if args.gpu else {}
+    names = [each for each in (*TORCH, *bf16, *PASSES) if not args.only or each in args.only.split(";")]
     print(f"\n{name}: {args.batch} x {args.seq_len} tokens, {model}, {os.cpu_count()} cores")
     if TORCH.keys() & {*names} and not shutil.which("g++") and "PyTorch torch.compile" in names:
         print("PyTorch torch.compile: left out, there is no C++ compiler (g++)")
@@ -488,7 +508,7 @@ def compare_steps(name: str, model: Model, args: argparse.Namespace) -> bool:
     first = workers[0].name
     print("| | s/step | faster than PyTorch | than plain JAX | peak MiB | XLA's MiB | loss apart | first s | |")
     print("|---|---|---|---|---|---|---|---|---|")
-    agree = True
+    agree, tolerance = True, TOLERANCE * (10 if args.gpu else 1)  # TF32 has ten bits of mantissa
     for worker in workers:
         found = by_name[worker.name]
         ratios = [
@@ -497,10 +517,10 @@ def compare_steps(name: str, model: Model, args: argparse.Namespace) -> bool:
         ]
         pairs = zip(found[-1]["losses"], by_name[first][-1]["losses"], strict=True)
         apart = max(abs(a / b - 1) for a, b in pairs)
-        agree &= apart <= TOLERANCE or "autocast" in PASSES.get(worker.name, ())
+        agree &= apart <= tolerance or worker.name in TORCH_BF16 or "autocast" in PASSES.get(worker.name, ())
         cells = (
             worker.name,
-            f"{statistics.median(one['seconds'] for one in found):.2f}",
+            f"{statistics.median(one['seconds'] for one in found):.4f}",
             *ratios,
             f"{max(one['peak'] for one in found) / MIB:.0f}",
             "" if worker.ready["bytes"] is None else f"{worker.ready['bytes'] / MIB:.0f}",
@@ -512,13 +532,13 @@ def compare_steps(name: str, model: Model, args: argparse.Namespace) -> bool:
         worker.close()
     print(f"{num_quiet} of {args.rounds} rounds undisturbed{'' if num_quiet else ', all are counted'}")
     if not agree:
-        print(f"LOSSES in fp32 are more than {TOLERANCE:.0e} apart")
+        print(f"LOSSES in fp32 are more than {tolerance:.0e} apart")
     return agree
 
 
 def compare_batches(name: str, model: Model, args: argparse.Namespace) -> bool:
     """Prints the rows of one model: without rematerialization, at RAF's factor, and at the largest batch."""
-    job = {"optimizer": "sgd", "seq_len": args.seq_len, "compilations": args.compilations}
+    job = {"optimizer": "sgd", "seq_len": args.seq_len, "compilations": args.compilations, "gpu": args.gpu}
     found = Worker("largest batches", model, limit=args.limit, **job).ready
     if found is None:
         return False
@@ -551,7 +571,7 @@ def compare_batches(name: str, model: Model, args: argparse.Namespace) -> bool:
 def print_memory(name: str, model: Model, args: argparse.Namespace) -> bool:
     """Prints the bytes of a step of one model with each pass."""
     job = {"optimizer": "sgd", "batch": args.batch, "seq_len": args.seq_len, "compilations": args.compilations}
-    for each in (each for each in PASSES if not args.only or each in args.only.split(",")):
+    for each in (each for each in PASSES if not args.only or each in args.only.split(";")):
         worker = Worker(each, model, budget=args.budget_share, compile_only=True, **job)
         found = worker.ready or {"bytes": 0, "done": "failed"}
         print(f"| {name}, {each} | {found['bytes'] / MIB:.0f} | {found['done']} |", flush=True)
@@ -572,7 +592,8 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--width", type=int, help="a multiple of 64, the width of a head")
     parser.add_argument("--vocab", type=int)
-    parser.add_argument("--only", default="", help="contenders of step and memory, with commas")
+    parser.add_argument("--only", default="", help="contenders of step and memory, with semicolons")
+    parser.add_argument("--gpu", action="store_true", help="run on the GPU")
     parser.add_argument("--budget_share", type=float, default=0.8, help="of the temporaries of plain JAX")
     parser.add_argument("--compilations", type=int, default=4, help="most programs of a search under a budget")
     parser.add_argument("--shrink", type=int, default=3, help="of batch: divides heads, widths, vocabularies")
@@ -596,7 +617,7 @@ def main() -> None:
     compare = {"step": compare_steps, "batch": compare_batches, "memory": print_memory}[args.what]
     all_well = True
     for name in names:
-        model = MODELS[name].divided(args.shrink if args.what == "batch" else 1)
+        model = MODELS[name].divided(args.shrink if args.what == "batch" and not args.gpu else 1)
         sizes = {key: value for key in ("layers", "width", "vocab") if (value := getattr(args, key)) is not None}
         all_well &= compare(name, dataclasses.replace(model, **sizes), args)
     sys.exit(not all_well)

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import importlib
+import importlib.metadata
 import os
 import pathlib
 import subprocess
@@ -15,8 +16,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # steps in the jobs of tests/system, in the notebooks and in the commands of the pages.
 _FLAGS = (
     "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0 "
-    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    "--xla_cpu_parallel_codegen_split_count=1"
 )
+if tuple(map(int, importlib.metadata.version("jax").split(".")[:2])) < (0, 11):  # later ones have one generator
+    _FLAGS += " --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = f"{_FLAGS} {os.environ.get('XLA_FLAGS', '')}".strip()  # yours take precedence
 
 _REPOSITORY = pathlib.Path(__file__).resolve().parents[1]

@@ -1,20 +1,18 @@
 """XLA compiler options that overlap collectives with computation on GPUs; none elsewhere.
 
-Source: "GPU performance tips" of JAX and "Tips for High-Performance LLMs with JAX and XLA" of NVIDIA's JAX toolbox. Not
-yet run on several GPUs; tests check that XLA accepts each name.
+Source: "GPU performance tips" of JAX and "Tips for High-Performance LLMs with JAX and XLA" of NVIDIA's JAX toolbox; of
+theirs, those for pipelined collectives are gone from the XLA of JAX 0.11. Not yet run on several GPUs; tests check that
+XLA accepts each name.
 """
 
 from __future__ import annotations
 
 from hlat_jax.parallel.sharding import Layout
 
-# Collectives start as soon as their operands are ready and finish where their results are read; those in the loop over
-# layers move to the iteration before (gathers) or after (reductions), which double-buffers the loop's values.
+# Collectives start as soon as their operands are ready and finish where their results are read, also across iterations
+# of the loop over layers, which double-buffers the loop's values.
 _PRESET = {
     "xla_gpu_enable_latency_hiding_scheduler": True,
-    "xla_gpu_enable_pipelined_all_gather": True,
-    "xla_gpu_enable_pipelined_reduce_scatter": True,
-    "xla_gpu_enable_pipelined_all_reduce": True,
     "xla_gpu_enable_while_loop_double_buffering": True,
 }
 _COMBINED = (

@@ -82,7 +82,7 @@ def _scan(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> l
     closed, carried = carry_of(eqn)
     kinds = _kinds(operands)
     kinds[carried] = _carry_kinds(cast, closed, kinds, carried)
-    num_ys = len(eqn.outvars) - eqn.params["num_carry"]
+    num_ys = len(eqn.outvars) - (carried.stop - carried.start)
     wide = [*_stays_fp32(kinds[carried]), *[False] * num_ys]
     body, out_kinds = cast.retrace(closed, kinds, forced=[*kinds[carried], *[None] * num_ys], wide=wide)
     return cast.results(eqn, rebind(eqn, _as_kinds(cast, operands, kinds), jaxpr=body), out_kinds)

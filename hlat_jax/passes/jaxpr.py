@@ -382,7 +382,11 @@ def carry_of(eqn: Any) -> tuple[Any, slice]:
     """Returns the closed body of a `scan` or `while`, and which of its inputs are carried."""
     params = eqn.params
     if eqn.primitive.name == "scan":
-        return params["jaxpr"], slice(params["num_consts"], params["num_consts"] + params["num_carry"])
+        if "ft_in" in params:  # since JAX 0.11: what the loop reads, carries and walks through
+            num_consts, num_carry, _ = (len(list(part)) for part in params["ft_in"].unpack())
+        else:
+            num_consts, num_carry = params["num_consts"], params["num_carry"]
+        return params["jaxpr"], slice(num_consts, num_consts + num_carry)
     return params["body_jaxpr"], slice(params["body_nconsts"], len(params["body_jaxpr"].in_avals))
 
 

@@ -236,13 +236,13 @@ def _dying(ops: list[_Op], sources: dict[int, tuple[int, ...]], *, leaving: set[
 
 def _iteration_peak(op: _Op) -> Peak:
     """Returns the peak of one iteration of a loop, without what the loop reads, carries and stacks."""
-    body, num_carry = op.body, op.eqn.params["num_carry"]
+    body, carry = op.body, carry_of(op.eqn)[1]
     made_at = {value: place for place, inner in enumerate(body.ops) for value in inner.outs}
     last_read = {value: places[-1] for value, places in readers(body.ops).items()}
-    carried = zip(body.inputs[len(body.inputs) - len(op.ins) :][carry_of(op.eqn)[1]], body.outputs, strict=False)
+    carried = zip(body.inputs[len(body.inputs) - len(op.ins) :][carry], body.outputs, strict=False)
     owned = {new for old, new in carried
              if not is_literal(new) and made_at.get(new, -1) >= last_read.get(old, -1)}  # fmt: skip
-    return _peak(body, frozenset({*owned, *variables(body.outputs[num_carry:])}))
+    return _peak(body, frozenset({*owned, *variables(body.outputs[carry.stop - carry.start :])}))
 
 
 def _schedule(ops: list[_Op]) -> list[_Op]:

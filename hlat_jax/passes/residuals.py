@@ -33,6 +33,7 @@ from hlat_jax.passes.jaxpr import (
     bind_again,
     bind_shard_map,
     called_jaxpr,
+    carry_of,
     equations,
     evaluate,
     is_literal,
@@ -145,10 +146,10 @@ def _evaluate(jaxpr: Any, args: Sequence[Any], free: set, is_body: bool) -> list
             if name == "shard_map":  # selected where the axes of the mesh are bound
                 return bind_shard_map(eqn, _of_jaxpr(params["jaxpr"], _Scope(tuple(is_free), is_body)), ins)
             if name == "scan":
-                num_consts, num_carry = params["num_consts"], params["num_carry"]
-                in_body = [True] * num_consts + [False] * num_carry + is_free[num_consts + num_carry :]
-                scope = _Scope(tuple(in_body), is_body=True, num_invariants=num_consts, trips=params["length"])
-                changed["jaxpr"] = _retrace(params["jaxpr"], scope)
+                closed, carry = carry_of(eqn)
+                in_body = [True] * carry.start + [False] * (carry.stop - carry.start) + is_free[carry.stop :]
+                scope = _Scope(tuple(in_body), is_body=True, num_invariants=carry.start, trips=params["length"])
+                changed["jaxpr"] = _retrace(closed, scope)
             elif name == "cond":
                 scope = _Scope(tuple(is_free[1:]), is_body=True)
                 changed["branches"] = tuple(_retrace(branch, scope) for branch in params["branches"])

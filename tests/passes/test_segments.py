@@ -236,5 +236,6 @@ def test_recomputed_products_are_computed_twice_on_cpu():
         return len(re.findall(r" dot\(", compiled.as_text()))
 
     per_block = functools.partial(unrolled, block=jax.checkpoint(mlp_block))
-    assert products(per_block) == products(unrolled)  # XLA merges them; if it no longer does, the loop can go
+    # XLA merges them, but for that of JAX 0.11; once none of our versions does, the loop can go
+    assert products(per_block) in (products(unrolled), products(unrolled) + L)
     assert products(in_segments(unrolled, NOTHING)) == products(unrolled) + L

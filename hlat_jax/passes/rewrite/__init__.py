@@ -30,6 +30,7 @@ from hlat_jax.ops.dialect import CallSpec, Op
 from hlat_jax.passes.jaxpr import (
     CHECKPOINT,
     RULE_WITH_TRACER,
+    carry_of,
     trace_call,
     warn_of_rule_with_tracer,
     without_consts,
@@ -237,7 +238,7 @@ class Rewriter:
         if name not in ("scan", "jit", CHECKPOINT):  # a jit that places arrays, which the graph does not inline
             return None
         closed = core.ClosedJaxpr(params["jaxpr"], []) if name == CHECKPOINT else params["jaxpr"]
-        fixed = eqn.invars[: params["num_consts"]] if name == "scan" else eqn.invars
+        fixed = eqn.invars[: carry_of(eqn)[1].start] if name == "scan" else eqn.invars
         values = {number: graph.constant(atom) for number, atom in enumerate(fixed)}
         new = self.rewrite(closed, known={number: value for number, value in values.items() if value is not None})
         if new is closed:
