@@ -17,8 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from hlat_jax.host.jax_compat import pallas_gpu_attention
 
 _TRITON_MULTIPLE = 128  # of the sequence: a block of queries
-# dtype -> largest head: a block of queries and the accumulator are held on chip; in fp32 128 was too much for an H100
-_TRITON_MAX_HEAD_DIM = {"bfloat16": 128, "float16": 128, "float32": 64}
+_TRITON_MAX_HEAD_DIM = {"bfloat16": 128, "float16": 128, "float32": 64}  # held on chip: an H100 has no room for more
 
 
 def cudnn(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *, window: int | None) -> jax.Array:
