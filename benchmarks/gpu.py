@@ -55,7 +55,8 @@ def our_step(config):
     import jax
 
     from hlat_jax.batch import concat_batch
-    from hlat_jax.parallel.sharding import make_layout, shard_batch
+    from hlat_jax.parallel.rows import shard_batch
+    from hlat_jax.parallel.sharding import make_layout
     from hlat_jax.program import make_program
 
     layout = make_layout(config.parallel, jax.devices()[:1])

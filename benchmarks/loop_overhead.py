@@ -36,7 +36,7 @@ from hlat_jax.cli import config_files
 from hlat_jax.config import Config
 from hlat_jax.host import distributed
 from hlat_jax.host.watchdog import Watchdog
-from hlat_jax.parallel.sharding import shard_batch
+from hlat_jax.parallel.rows import shard_batch
 from hlat_jax.program import RunProgram
 from hlat_jax.resolve import resolve
 from hlat_jax.run.machine import fitting_program

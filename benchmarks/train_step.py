@@ -132,7 +132,8 @@ def our_step(size: dict, overrides: str):
 
     from hlat_jax import config as config_lib
     from hlat_jax.batch import concat_batch
-    from hlat_jax.parallel.sharding import make_layout, shard_batch
+    from hlat_jax.parallel.rows import shard_batch
+    from hlat_jax.parallel.sharding import make_layout
     from hlat_jax.program import make_program
     from hlat_jax.resolve import resolve
 

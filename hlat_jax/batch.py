@@ -1,4 +1,4 @@
-"""A batch of packed tokens, its shapes and dtypes, its microbatches, and partial means over it."""
+"""A batch of packed tokens, its shapes and dtypes, and partial means over it."""
 
 from __future__ import annotations
 
@@ -80,21 +80,6 @@ def segmented_batch(tokens_BT: np.ndarray, segment_ids_BT: np.ndarray) -> Batch:
 def take_rows(batch: Batch, rows: Any) -> Batch:
     """Returns the batch of the rows at these indices."""
     return jax.tree.map(lambda field: field[rows], batch)
-
-
-def microbatches(batch: Any, num_microbatches: int) -> Any:
-    """Returns fields [B, ...] as [M, B / M, ...]; part m has rows m, m + M, m + 2M, ...
-
-    Raises:
-      ValueError: M does not divide the number of rows, or a field is a scalar.
-    """
-    for path, field in jax.tree_util.tree_leaves_with_path(batch):
-        if not field.shape or num_microbatches < 1 or field.shape[0] % num_microbatches:
-            raise ValueError(
-                f"the batch's {jax.tree_util.keystr(path) or 'array'} of shape {field.shape} (on one device) does not "
-                f"divide into num_microbatches={num_microbatches}; make the leading axis of every field a multiple."
-            )
-    return jax.tree.map(lambda field: field.reshape(-1, num_microbatches, *field.shape[1:]).swapaxes(0, 1), batch)
 
 
 def abstract_batch(num_rows: int, seq_len: int, *, with_segments: bool = False) -> Batch:

@@ -188,6 +188,7 @@ class ParallelConfig:
     pipe: int = _key(1, "Pipeline stages.")
     data: int = _key(-1, "Replicas of the parameters.")
     fsdp: int = _key(1, "Shards of parameters and optimizer state, gathered for use.")
+    context: int = _key(1, "Parts of the sequence of each row; attention gathers keys and values.")
     tensor: int = _key(1, "Megatron tensor parallel degree.")
     zero1: bool = _key(False, "Shard optimizer state and master weights over data.")
     sequence_parallel: bool = _key(False, "Shard activations between blocks over tensor along the sequence.")

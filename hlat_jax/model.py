@@ -158,15 +158,16 @@ class Decoder(nnx.Module):
         *,
         segment_ids_BT: jax.Array | None = None,
         attention: AttentionFn | None = None,
+        attend: Attend | None = None,
         checkpoint: Callable[..., Callable] | None = None,
         ctx: ParallelContext = SINGLE_DEVICE,
     ) -> jax.Array:
-        """Returns [B, T, D] after this device's layers; `positions_BT` and `segment_ids_BT` are unsharded.
+        """Returns [B, T, D] after this device's layers; `positions_BT` and `segment_ids_BT` are unsharded over tensor.
 
-        With `checkpoint`, that decides what the backward pass saves, see `stack.run_layers`.
+        `checkpoint` decides what is kept, see `stack.run_layers`; `attend`, if given, is the attention.
         """
         apply_layer, stacked = self.split_layers(positions_BT, ctx=ctx)
-        attend = causal_attention(self.cfg, segment_ids_BT)
+        attend = attend or causal_attention(self.cfg, segment_ids_BT)
         if attention is not None:
             if self.cfg.sliding_window:
                 raise ValueError(
@@ -196,7 +197,7 @@ class Decoder(nnx.Module):
         cos, sin = rope_tables(positions_BT, frequencies=frequencies, scaling=scaling)
         rotate = functools.partial(apply_rope, cos=cos, sin=sin, implementation=cfg.rope)
         graphdef, stacked = nnx.split(self.layers)
-        num_keys = num_keys or positions_BT.shape[1]
+        num_keys = num_keys or positions_BT.shape[1] * ctx.context_degree
         common, windows_L = attention_op.common_window(cfg.windows(num_keys), num_keys), None
         if common == attention_op.BY_LAYER:
             num_layers = jax.tree.leaves(stacked)[0].shape[0]  # of this stage

@@ -18,14 +18,15 @@ from hlat_jax.config import Config, ModelConfig, select
 from hlat_jax.model import Decoder, abstract_params, bind, init_params, pad_vocabulary, param_axes
 from hlat_jax.ops import muon
 from hlat_jax.ops.choices import choices, with_choices
+from hlat_jax.ops.context_attention import attend_over
 from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
 from hlat_jax.ops.dialect import Choice
 from hlat_jax.optimizer import SpikePolicy, adamw, decay_mask, global_norm
 from hlat_jax.parallel import collectives
 from hlat_jax.parallel.pipeline import PHASES, StagedLoss, pipelined_loss, run_pipeline
 from hlat_jax.parallel.replica_sync import ReplicaSync
-from hlat_jax.parallel.rows import shard_microbatches
-from hlat_jax.parallel.sharding import Layout, shard_batch
+from hlat_jax.parallel.rows import shard_batch, shard_microbatches
+from hlat_jax.parallel.sharding import Layout
 from hlat_jax.passes import naming
 from hlat_jax.passes.autocast import autocast
 from hlat_jax.passes.compile import training_program
@@ -210,6 +211,8 @@ def model_loss(model: ModelConfig, layout: Layout, *, compute: Any, z_loss_weigh
 
     def stage(decoder: Decoder, x_BTD: jax.Array, batch: Batch) -> jax.Array:
         more = {"segment_ids_BT": batch.segment_ids, "checkpoint": checkpoint, "ctx": ctx}
+        if ctx.context_degree > 1:
+            more["attend"] = attend_over(layout, batch.segment_ids)
         return decoder.apply_layers(x_BTD, batch.positions, **more)
 
     def loss(decoder: Decoder, x_BTD: jax.Array, batch: Batch) -> SumAndCount:

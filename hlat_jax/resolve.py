@@ -74,7 +74,7 @@ def check_unicode(what: str, value: Any) -> None:
 
 def check_parallel(parallel: ParallelConfig, model: ModelConfig) -> None:
     """Raises ValueError for degrees that no number of devices allows; called again once a degree of -1 is resolved."""
-    degrees = {name: getattr(parallel, name) for name in ("pipe", "data", "fsdp", "tensor")}
+    degrees = {name: getattr(parallel, name) for name in ("pipe", "data", "fsdp", "context", "tensor")}
     for name, degree in degrees.items():
         if degree < 1 and degree != -1:
             raise ValueError(f"parallel.{name}={degree} must be positive, or -1 for all remaining devices.")

@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 
-from hlat_jax.batch import SumAndCount, microbatches
+from hlat_jax.batch import SumAndCount
 from hlat_jax.ops import loss_scale
 from hlat_jax.ops.cross_entropy import scaled_losses
 from hlat_jax.ops.loss_function import (
@@ -39,6 +40,7 @@ from hlat_jax.optimizer import (
 from hlat_jax.parallel import xla_options
 from hlat_jax.parallel.pipeline import PHASES, run_pipeline, run_tick, start_ticks
 from hlat_jax.parallel.replica_sync import ReplicaSync
+from hlat_jax.parallel.rows import microbatches
 from hlat_jax.parallel.sharding import ROWS
 from hlat_jax.parallel.zero import check_params, check_stage, make_replica_sync
 from hlat_jax.precision import NEAREST, POLICIES, Accumulation, Policy, Rounding, cast_tree
@@ -122,7 +124,7 @@ class MicrobatchStep:
     def __call__(
         self, state: State, microbatches: Iterable[Any], learning_rate: ArrayLike | None = None
     ) -> tuple[State, StepMetrics]:
-        """Returns the state after the step, and its metrics. Rows of microbatch m: see `batch.microbatches`.
+        """Returns the state after the step, and its metrics. Rows of microbatch m: see `rows.microbatches`.
 
         Raises:
           ValueError: no microbatch.
@@ -301,7 +303,8 @@ class TrainStep:
         def place(leaf: Any, sharding: Any) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
-        rows = replica_sync.layout.rows()
+        layout = replica_sync.layout
+        rows = NamedSharding(layout.mesh, layout.batch_spec)
         return jax.tree.map(place, state, self.shardings), jax.tree.map(lambda leaf: place(leaf, rows), batch), rate
 
 
@@ -704,7 +707,7 @@ def accumulate_grads(
 
     Args:
       rows: fields with rows in front.
-      sums: number of parts, see `batch.microbatches`, and how their gradients are summed.
+      sums: number of parts, see `rows.microbatches`, and how their gradients are summed.
       model_state: of the first part; each returns that of the next.
     """
     value_and_grad = jax.value_and_grad(loss_fn, has_aux=True)

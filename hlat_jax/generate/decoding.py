@@ -228,7 +228,7 @@ class ShardedDecoder:
     @property
     def ctx(self) -> ParallelContext:
         # a single token cannot be split along the sequence
-        return dataclasses.replace(parallel_context(self.layout), sequence_parallel=False)
+        return dataclasses.replace(parallel_context(self.layout), sequence_parallel=False, context_degree=1)
 
     @property
     def out_shardings(self) -> tuple[Any, Any]:

@@ -170,15 +170,16 @@ def _has_recognized_collectives(parallel: ParallelConfig, num_devices: int) -> b
     Microbatches and the update are programs of their own, unless train.accumulate=scan. `start`, which fills the
     sums with zeros once in a run, has no collective and runs on the host.
     """
-    degrees = {axis: getattr(parallel, axis) for axis in ("pipe", "data", "fsdp", "tensor")}
+    degrees = {axis: getattr(parallel, axis) for axis in ("pipe", "data", "fsdp", "context", "tensor")}
     fixed = 1
     for degree in degrees.values():
         fixed *= max(degree, 1)
     degrees = {axis: max(num_devices // fixed, 1) if degree == -1 else degree for axis, degree in degrees.items()}
-    update = parallel.zero1 and degrees["data"] > 1  # reduce-scatter, all-gather
+    update = parallel.zero1 and degrees["data"] * degrees["context"] > 1  # reduce-scatter, all-gather
     microbatch = (
         degrees["pipe"] > 1  # collective-permute or all-gather
         or degrees["fsdp"] > 1
+        or degrees["context"] > 1
         or (parallel.sequence_parallel and degrees["tensor"] > 1)
         or (update and parallel.reduce_gradients == "microbatch")
     )

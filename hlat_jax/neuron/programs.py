@@ -44,9 +44,9 @@ def num_devices(config: Config, *, target: str = "") -> int:
 
     With a target, these are at most so many, and as many as its groups of cores do not refuse.
     """
-    pipe, data, fsdp, tensor = (getattr(config.parallel, axis) for axis in MESH_AXES)
-    is_free = -1 in (pipe, data, fsdp, tensor)
-    inner = max(pipe, 1) * (config.model.num_heads if tensor == -1 else tensor)
+    pipe, data, fsdp, context, tensor = (getattr(config.parallel, axis) for axis in MESH_AXES)
+    is_free = -1 in (pipe, data, fsdp, context, tensor)
+    inner = max(pipe, 1) * max(context, 1) * (config.model.num_heads if tensor == -1 else tensor)
     rows = config.data.batch_size // config.train.num_microbatches
     most = inner * (max(rows, data, fsdp) if -1 in (data, fsdp) else data * fsdp)
     if not target or not is_free:

@@ -24,7 +24,8 @@ def calls(config: Config, layout: Layout) -> dict[str, dict[str, Any]]:
     For RMSNorm the call in a layer, which equals that before the head; for RoPE the call on the queries.
     """
     model, degrees = config.model, layout.degrees
-    rows, seq_len = config.data.batch_size // (layout.row_degree * config.train.num_microbatches), config.data.seq_len
+    rows = config.data.batch_size // (layout.row_degree * config.train.num_microbatches)
+    seq_len = config.data.seq_len // degrees["context"]
     seq_len_between_blocks = seq_len // degrees["tensor"] if layout.sequence_parallel else seq_len
     dtype = POLICIES[config.precision.policy].compute
     q_shape = rows, seq_len, model.num_heads // degrees["tensor"], model.head_dim
@@ -34,7 +35,7 @@ def calls(config: Config, layout: Layout) -> dict[str, dict[str, Any]]:
             max(1, model.num_kv_heads // degrees["tensor"]),
             dtype=dtype,
             has_segments=config.data.packing == "documents",
-            window=attention.common_window(model.windows(seq_len), seq_len),
+            window=attention.common_window(model.windows(config.data.seq_len), config.data.seq_len),
         ),
         "cross_entropy": cross_entropy.describe_call(
             (rows, seq_len, model.embed_dim),
@@ -68,6 +69,9 @@ def choices(config: Config, layout: Layout, *, platform: str | None = None) -> d
         times = table.read_for(config.model.ops_table, platform=platform or layout.platform, kind=known_kind)
         kind = kind or times.device_kind
     known, refused = calls(config, layout), exclusions(config.model, kind)
+    if (parts := layout.degrees["context"]) > 1:
+        reason = f"it needs the whole sequence, and parallel.context={parts} splits it"
+        refused["attention"] = {name: reason for name in OPS["attention"].names if name != "chunked"}
     return {
         key: op.choose(
             getattr(config.model, key),

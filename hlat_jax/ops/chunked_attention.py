@@ -58,10 +58,11 @@ def attention(
     segment_ids_BT: jax.Array | None,
     window: int | jax.Array | None,
     variant: Variant,
+    part: Any = None,
 ) -> jax.Array:
     """Returns [B, T, N, H]: `ops.attention`, also of models other than ours, in which S may differ from T.
 
-    Reverse mode only.
+    With a `context_attention.Part`, of a part of the queries of a row. Reverse mode only.
 
     Raises:
       ValueError: dropout in causal attention with a mask that may hide every key from a query.
@@ -70,15 +71,17 @@ def attention(
         raise ValueError("there is no dropout with a mask that may hide every key from a query.")
     t, h = q_BTNH.shape[1], q_BTNH.shape[3]
     s, kv_heads = k_BSKH.shape[1:3]
+    block = BLOCK if part is None else s // part.key_starts.shape[0]
     scale = 1 / math.sqrt(h) if variant.scale is None else variant.scale
     static = _Static(
         **vars(variant) | {"masks": (), "keep": None, "scale": scale},
         window=window if isinstance(window, int) else None,
         num_keys=s,
         kv_heads=kv_heads,
-        blocks=(min(BLOCK, t), min(BLOCK, s)),
+        blocks=(min(block, t), min(block, s)),
     )
     terms = {
+        "part": part,
         "masks": tuple(_pad(mask, static.blocks) for mask in variant.masks),
         "keep": None if variant.keep is None else _pad(variant.keep, static.blocks),
         "ids": None if segment_ids_BT is None else _pad(segment_ids_BT[:, None, :, None], static.blocks),
@@ -120,6 +123,7 @@ def _attention(static, q_BTNH, k_BSKH, v_BSKH, terms):
 def _forward(static, q_BTNH, k_BSKH, v_BSKH, terms):
     q_CXUGH, k_CXSH, v_CXSH = _cut_operands(static, q_BTNH, k_BSKH, v_BSKH)
     c, x, u, g, h = q_CXUGH.shape
+    pairs = static.pairs(q_BTNH.shape[1]) if terms["part"] is None else terms["part"].pairs
 
     def visit(sums, pair):
         i, j = pair
@@ -139,7 +143,7 @@ def _forward(static, q_BTNH, k_BSKH, v_BSKH, terms):
         jnp.zeros((c, x, u, g), jnp.float32),
         jnp.zeros((c, x, u, g, h), jnp.float32),
     )
-    (top_CXUG, total_CXUG, out_CXUGH), _ = jax.lax.scan(visit, start, static.pairs(q_BTNH.shape[1]))
+    (top_CXUG, total_CXUG, out_CXUGH), _ = jax.lax.scan(visit, start, pairs)
     out_CXUGH = out_CXUGH / total_CXUG[..., None]
     if _skips_masked_keys(static, terms):
         is_empty_CXUG = top_CXUG == MASKED
@@ -156,9 +160,10 @@ def _forward(static, q_BTNH, k_BSKH, v_BSKH, terms):
 def _backward(static, residuals, dout_BTNH):
     q_BTNH, k_BSKH, v_BSKH, terms, out_BTNH, top_CXUG, total_CXUG = residuals
     q_CXUGH, k_CXSH, v_CXSH = _cut_operands(static, q_BTNH, k_BSKH, v_BSKH)
-    dout_CXUGH = _cut(dout_BTNH, static.kv_heads)
+    pairs = static.pairs(q_BTNH.shape[1]) if terms["part"] is None else terms["part"].pairs
+    dout_CXUGH = _cut(dout_BTNH, static)
     inner_BTN1 = (dout_BTNH.astype(jnp.float32) * out_BTNH.astype(jnp.float32)).sum(axis=-1, keepdims=True)
-    inner_CXUG = _cut(inner_BTN1, static.kv_heads)[..., 0]
+    inner_CXUG = _cut(inner_BTN1, static)[..., 0]
 
     def visit(grads, pair):
         i, j = pair
@@ -181,7 +186,7 @@ def _backward(static, residuals, dout_BTNH):
         return (dq_CXUGH, dk_CXSH, dv_CXSH), None
 
     start = tuple(jnp.zeros(operand.shape, jnp.float32) for operand in (q_CXUGH, k_CXSH, v_CXSH))
-    (dq_CXUGH, dk_CXSH, dv_CXSH), _ = jax.lax.scan(visit, start, static.pairs(q_BTNH.shape[1]))
+    (dq_CXUGH, dk_CXSH, dv_CXSH), _ = jax.lax.scan(visit, start, pairs)
     if _skips_masked_keys(static, terms):
         dout_XUGH = jnp.where(jnp.isinf(total_CXUG)[..., None], dout_CXUGH.astype(jnp.float32), 0)
         dv_CXSH += (dout_XUGH.sum(axis=(0, 2, 3)) / static.num_keys)[:, None]
@@ -203,13 +208,12 @@ def _skips_masked_keys(static: _Static, terms: dict[str, Any]) -> bool:
 
 def _cut_operands(static, q_BTNH, k_BSKH, v_BSKH):
     """Returns blocks [C, X, ...]; X = B * K, and T and S are padded to whole blocks."""
-    k_CXSH, v_CXSH = (_cut(x, static.kv_heads)[:, :, :, 0] for x in (k_BSKH, v_BSKH))
-    return _cut(q_BTNH, static.kv_heads), k_CXSH, v_CXSH
+    k_CXSH, v_CXSH = (_cut(x, static, of_keys=True)[:, :, :, 0] for x in (k_BSKH, v_BSKH))
+    return _cut(q_BTNH, static), k_CXSH, v_CXSH
 
 
-def _cut(x_BTNH, kv_heads):
-    b, t, n, h = x_BTNH.shape
-    block = min(BLOCK, t)
+def _cut(x_BTNH, static, *, of_keys=False):
+    (b, t, n, h), block, kv_heads = x_BTNH.shape, static.blocks[of_keys], static.kv_heads
     num_blocks = -(-t // block)
     x_BTNH = jnp.pad(x_BTNH, ((0, 0), (0, num_blocks * block - t), (0, 0), (0, 0)))
     x_BCUKGH = x_BTNH.reshape(b, num_blocks, block, kv_heads, n // kv_heads, h)
@@ -250,8 +254,9 @@ def _scores(static, q_XUGH, k_XSH, terms, pair):
         tanh_XUGS = jnp.tanh(scores_XUGS / static.softcap)
         scores_XUGS, slope_XUGS = static.softcap * tanh_XUGS, 1 - jnp.square(tanh_XUGS)
     scores = scores_XUGS.reshape(-1, static.kv_heads, u, g, s)
-    queries = i * u + jax.lax.broadcasted_iota(jnp.int32, (u, 1, 1), 0)
-    keys = j * s + jax.lax.broadcasted_iota(jnp.int32, (1, 1, s), 2)
+    part = terms["part"]
+    queries = (i * u if part is None else part.query_starts[i]) + jax.lax.broadcasted_iota(jnp.int32, (u, 1, 1), 0)
+    keys = (j * s if part is None else part.key_starts[j]) + jax.lax.broadcasted_iota(jnp.int32, (1, 1, s), 2)
     masks = [_part(mask, static, pair) for mask in terms["masks"]]
     if static.causal:
         masks.append(queries >= keys)
@@ -259,8 +264,9 @@ def _scores(static, q_XUGH, k_XSH, terms, pair):
         if window is not None:
             masks.append(queries - keys < window)
     if terms["ids"] is not None:
+        of_keys = terms["ids"] if part is None else part.key_ids_BS[:, None, :, None]
         queries_ids = jax.lax.dynamic_slice_in_dim(terms["ids"], i * u, u, 2)[:, :, :, None]
-        keys_ids = jax.lax.dynamic_slice_in_dim(terms["ids"], j * s, s, 2)[:, :, None, None, :, 0]
+        keys_ids = jax.lax.dynamic_slice_in_dim(of_keys, j * s, s, 2)[:, :, None, None, :, 0]
         masks.append(queries_ids == keys_ids)
     mask = functools.reduce(jnp.logical_and, masks) if masks else None
     if mask is not None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import jax
 
-from hlat_jax.parallel.sharding import TENSOR, Layout
+from hlat_jax.parallel.sharding import CONTEXT, TENSOR, Layout
 
 # The four conjugate operations: identity and all-reduce, all-gather and reduce-scatter. Without axes, the identity.
 
@@ -73,6 +73,7 @@ class ParallelContext:
       fsdp_axes: the logical axes that fsdp splits.
       reduced: axes over which the gradients of matrices are summed inside the loop over layers.
       sequence_parallel: activations between blocks are split over `tensor` along T.
+      context_degree: into how many parts T is split everywhere, see `ops.context_attention`.
     """
 
     tensor: tuple[str, ...] = ()
@@ -81,6 +82,7 @@ class ParallelContext:
     fsdp_axes: tuple[str, ...] = ()
     reduced: tuple[str, ...] = ()
     sequence_parallel: bool = False
+    context_degree: int = 1
 
     @property
     def vocab(self) -> tuple[str, ...]:
@@ -117,4 +119,5 @@ def parallel_context(layout: Layout) -> ParallelContext:
         fsdp_axes=layout.fsdp_axes,
         reduced=layout.wide(("data",)) if layout.reduce_gradients == "layer" else (),
         sequence_parallel=layout.sequence_parallel,
+        context_degree=layout.size(CONTEXT),
     )

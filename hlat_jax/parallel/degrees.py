@@ -17,7 +17,16 @@ import numpy as np
 from hlat_jax.config import Config, ModelConfig, ParallelConfig
 from hlat_jax.facts import core_groups
 from hlat_jax.facts.core_groups import DISPUTED, REFUSED, Server
-from hlat_jax.parallel.sharding import MESH_AXES, ROWS, TENSOR, Layout, abstract_layout, make_layout, resolve_degrees
+from hlat_jax.parallel.sharding import (
+    CONTEXT,
+    MESH_AXES,
+    ROWS,
+    TENSOR,
+    Layout,
+    abstract_layout,
+    make_layout,
+    resolve_degrees,
+)
 from hlat_jax.resolve import check_parallel, check_policy
 
 
@@ -86,14 +95,17 @@ def sent_along(layout: Layout, model: ModelConfig, *, trains: bool = True) -> li
     `trains`: also those of gradients, the optimizer and the norms.
     """
     # stages, shards, rows, tensor, the vocabulary over stages
-    sent: list[tuple[str, ...]] = [("pipe",), ("fsdp",), ROWS, TENSOR, ("pipe", *TENSOR)]
+    sent: list[tuple[str, ...]] = [("pipe",), ("fsdp",), TENSOR, ("pipe", *TENSOR)]
+    sent += [(*ROWS, *CONTEXT), CONTEXT] if trains else [ROWS]  # losses; keys and values
     if trains:
         state = {axis for axes in layout.state_rules.values() for axis in axes}
-        copies = ("tensor_rep",) if layout.reduce_gradients == "layer" else ("data", "tensor_rep")
-        sent += [("data",), copies]  # gradients of matrices; those of copies of a KV head
-        sent += [("data", "tensor_rep")] * ("data" in state)  # ZeRO-1 gathers them
-        sent += [(*ROWS, *TENSOR)] * (layout.sequence_parallel or model.qk_norm)  # scales of norms
-        sent += [(*ROWS, "tensor_rep")] * model.qkv_bias
+        in_loop = ("data",) if layout.reduce_gradients == "layer" else ()
+        after = tuple(axis for axis in ("data", *CONTEXT) if axis not in in_loop)
+        sent += [in_loop, after, (*after, "tensor_rep")]  # gradients of matrices; those of copies of a KV head
+        # ZeRO-1 gathers them
+        sent += [("data", *CONTEXT), ("data", *CONTEXT, "tensor_rep")] * ("data" in state)
+        sent += [(*ROWS, *CONTEXT, *TENSOR)] * (layout.sequence_parallel or model.qk_norm)  # scales of norms
+        sent += [(*ROWS, *CONTEXT, "tensor_rep")] * model.qkv_bias
         sent += [tuple(axis for axis in layout.mesh.axis_names if axis in state)]  # norms of gradients and weights
         sent += [layout.mesh.axis_names]  # norms of the state before it is saved
     return list(filter(None, dict.fromkeys(map(layout.wide, sent))))
@@ -109,8 +121,8 @@ def check_degrees(config: Config, num_devices: int, *, server: Server | None = N
     check_policy(config.precision.policy, pipe=parallel.pipe)
     layout = abstract_layout(parallel, num_devices, num_kv_heads=config.model.num_kv_heads)
     _check_model(config.model, layout)
-    if layout.sequence_parallel:
-        _check_divisor("data.seq_len", config.data.seq_len, layout, TENSOR)
+    if layout.sequence_parallel or layout.wide(CONTEXT):
+        _check_seq_len(config.data.seq_len, layout)
     rows, num_microbatches = config.data.batch_size, config.train.num_microbatches
     parts = layout.row_degree * num_microbatches
     if rows % parts:
@@ -193,15 +205,18 @@ def nearest_degrees(config: Config, num_devices: int, *, server: Server | None =
         parallel = dataclasses.replace(config.parallel, **degrees)
         return passes(dataclasses.replace(config, parallel=parallel), num_devices, server=server)
 
-    return next(filter(is_allowed, sorted(all_degrees(num_devices), key=distance)), None)
+    context = max(1, config.parallel.context)
+    every = all_degrees(num_devices // context, context=context) if num_devices % context == 0 else ()
+    return next(filter(is_allowed, sorted(every, key=distance)), None)
 
 
-def all_degrees(num_devices: int) -> Iterator[dict[str, int]]:
-    """Yields all degrees that multiply to `num_devices`."""
+def all_degrees(num_devices: int, *, context: int = 1) -> Iterator[dict[str, int]]:
+    """Yields all degrees of which those but `context` multiply to `num_devices`."""
     divisors = [d for d in range(1, num_devices + 1) if num_devices % d == 0]
-    for outer in itertools.product(divisors, repeat=len(MESH_AXES) - 1):
-        if num_devices % math.prod(outer) == 0:
-            yield dict(zip(MESH_AXES, (*outer, num_devices // math.prod(outer)), strict=True))
+    for pipe, data, fsdp in itertools.product(divisors, repeat=3):
+        if num_devices % (pipe * data * fsdp) == 0:
+            degrees = (pipe, data, fsdp, context, num_devices // (pipe * data * fsdp))
+            yield dict(zip(MESH_AXES, degrees, strict=True))
 
 
 def _advice(config: Config, num_devices: int, server: Server | None) -> str:
@@ -233,6 +248,19 @@ def _check_model(model: ModelConfig, layout: Layout) -> None:
         sizes["kv_embed"] = sizes["embed"]
     for axis, (path, size) in sizes.items():
         _check_divisor(path, size, layout, layout.state_rules[axis])
+
+
+def _check_seq_len(seq_len: int, layout: Layout) -> None:
+    within = layout.size(TENSOR) if layout.sequence_parallel else 1
+    if not layout.wide(CONTEXT):
+        _check_divisor("data.seq_len", seq_len, layout, TENSOR)
+    elif seq_len % (2 * layout.size(CONTEXT)) or seq_len // layout.size(CONTEXT) % within:
+        parts = layout.size(CONTEXT) * math.lcm(2, within)
+        raise ValueError(
+            f"data.seq_len={seq_len} is not a multiple of {parts}, which parallel.context={layout.size(CONTEXT)} needs "
+            f"(two chunks a device{f', each part split over parallel.tensor={within}' * (within > 1)}); change one of "
+            "them."
+        )
 
 
 def _check_divisor(path: str, size: int, layout: Layout, mesh_axes: Sequence[str]) -> None:

@@ -31,9 +31,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from hlat_jax.batch import SumAndCount, microbatches
+from hlat_jax.batch import SumAndCount
 from hlat_jax.host.jax_compat import partial_eval
 from hlat_jax.parallel import collectives
+from hlat_jax.parallel.rows import microbatches
 from hlat_jax.precision import NEAREST, Accumulation, Rounding
 
 _PIPE = ("pipe",)

@@ -18,9 +18,10 @@ from jax.sharding import PartitionSpec as P
 
 from hlat_jax.parallel import buckets, collectives
 from hlat_jax.parallel.collectives import parallel_context
-from hlat_jax.parallel.sharding import ROWS, TENSOR, Layout, spec
+from hlat_jax.parallel.sharding import CONTEXT, ROWS, TENSOR, Layout, spec
 from hlat_jax.precision import Rounding, cast_tree
 
+_SPLIT = (*ROWS, *CONTEXT)  # mesh axes over which devices have other tokens
 # An all-gather and the layout operations after it, which a backward pass recomputes.
 _RECOMPUTED = ("all_gather", "reshape", "transpose", "slice", "squeeze", "convert_element_type", "copy")
 
@@ -56,7 +57,7 @@ class ReplicaSync:
             sums, grads = local(params, batch, self._own_rounding(rounding), reduce=reduce, **replicated)
             return self._psum_over_rows(sums), grads if reduce else self._reduce(grads, dtype)
 
-        run = self._shard_map(value_and_grad, (self._params, P(ROWS), P()), (P(), self._state))
+        run = self._shard_map(value_and_grad, (self._params, self.layout.batch_spec, P()), (P(), self._state))
         return lambda params, batch, rounding, **replicated: run(params, batch, (rounding, replicated))
 
     def start_sums(self, local: Callable, *, dtype: Any) -> Callable:
@@ -69,7 +70,7 @@ class ReplicaSync:
         def start(params: Any, batch: Any) -> Any:
             return _own_row(local(params, batch, reduce=self._reduce_microbatch(dtype)))
 
-        return self._shard_map(start, (self._params, P(ROWS)), self._per_device)
+        return self._shard_map(start, (self._params, self.layout.batch_spec), self._per_device)
 
     def add_to_sums(self, local: Callable, *, dtype: Any) -> Callable:
         """Returns (what `start_sums` returned, (params, microbatch), rounding, **replicated) -> the same after it.
@@ -81,7 +82,7 @@ class ReplicaSync:
             rounding, replicated = self._own_rounding(shared[0]), shared[1]
             return _own_row(local(_own(kept), of_device, rounding, reduce=self._reduce_microbatch(dtype), **replicated))
 
-        in_specs = self._per_device, (self._params, P(ROWS)), P()
+        in_specs = self._per_device, (self._params, self.layout.batch_spec), P()
         run = self._shard_map(add, in_specs, self._per_device)
         return lambda kept, of_device, rounding, **replicated: run(kept, of_device, (rounding, replicated))
 
@@ -104,7 +105,7 @@ class ReplicaSync:
 
         The mean of floats; of integers, which should not depend on the rows, the values of the first device.
         """
-        axes = self.layout.wide(ROWS)
+        axes = self.layout.wide(_SPLIT)
 
         def share(value: jax.Array) -> jax.Array:
             if jnp.issubdtype(value.dtype, jnp.floating):
@@ -137,7 +138,7 @@ class ReplicaSync:
         def reduce_loss(params: Any, batch: Any, more: tuple) -> Any:
             return self._psum_over_rows(local(params, batch, *more))
 
-        run = self._shard_map(reduce_loss, (self._params, P(ROWS), P()), P())
+        run = self._shard_map(reduce_loss, (self._params, self.layout.batch_spec, P()), P())
         return lambda params, batch, *more: run(params, batch, more)
 
     def forward(self, local: Callable, in_specs: tuple, out_specs: Any) -> Callable:
@@ -230,7 +231,7 @@ class ReplicaSync:
         rules = self.layout.param_rules
         partial = {mesh_axis for axis in axes for mesh_axis in self.layout.partial_gradients.get(axis, ())}
         done = {mesh_axis for axis in axes for mesh_axis in rules[axis]} | set(self._reduced_before(axes))
-        to_sum = [axis for axis in self.layout.wide((*ROWS, *TENSOR)) if axis in {*ROWS, *partial} - done]
+        to_sum = [axis for axis in self.layout.wide((*_SPLIT, *TENSOR)) if axis in {*_SPLIT, *partial} - done]
         dim, replicas = self._replicas(axes)
         replicas = tuple(axis for axis in replicas if axis not in self._reduced_before(axes))
         return (replicas, tuple(axis for axis in to_sum if axis not in replicas)), dim
@@ -273,7 +274,7 @@ class ReplicaSync:
         all devices, along the other axes or because they are reduced by then, have to stay so.
         """
         reduced = parallel_context(self.layout).reduced
-        own = [] if self._reduces_each else [axis for axis in self.layout.wide(ROWS) if axis not in reduced]
+        own = [] if self._reduces_each else [axis for axis in self.layout.wide(_SPLIT) if axis not in reduced]
         return rounding.at(collectives.axis_index(tuple(own)))
 
     @property
@@ -281,7 +282,7 @@ class ReplicaSync:
         return P(self.layout.mesh.axis_names)
 
     def _psum_over_rows(self, sums: Any) -> Any:
-        return jax.tree.map(lambda value: collectives.psum(value, self.layout.wide(ROWS)), sums)
+        return jax.tree.map(lambda value: collectives.psum(value, self.layout.wide(_SPLIT)), sums)
 
     def _map(self, fn: Callable, *trees: Any) -> Any:
         return jax.tree.map(fn, self.axes, *trees, is_leaf=_is_axes)

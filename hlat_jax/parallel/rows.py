@@ -1,25 +1,66 @@
-"""The rows of a batch that each process has: in microbatches on devices, and values of them gathered."""
+"""The rows of a batch that each process has: on devices, in microbatches, and values of them gathered."""
 
 from __future__ import annotations
 
 import functools
 import json
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from hlat_jax.batch import Batch
-from hlat_jax.parallel.sharding import Layout, shard_batch
+from hlat_jax.parallel.sharding import CONTEXT, Layout
+
+
+def shard_batch(batch: Batch, layout: Layout) -> Batch:
+    """Returns the global batch on devices, from this process's rows (NumPy, [B / num_processes, T]).
+
+    Where the sequence is split, the tokens of a row are in the order of `zigzag`.
+    """
+    sharding, degree = NamedSharding(layout.mesh, layout.batch_spec), layout.size(CONTEXT)
+
+    def place(rows: np.ndarray) -> jax.Array:
+        if degree == 1:
+            return jax.make_array_from_process_local_data(sharding, rows)
+        shape = rows.shape[0] * layout.row_degree // _num_parts(layout), rows.shape[1]
+        return jax.make_array_from_process_local_data(sharding, rows[:, zigzag(rows.shape[1], degree)], shape)
+
+    return jax.tree.map(place, batch)
+
+
+def zigzag(seq_len: int, degree: int) -> np.ndarray:
+    """Returns the places int64[T] of a row's tokens in the order of the devices: device i has chunks i and 2C - 1 - i.
+
+    Of 2C chunks of a row, so that under a causal mask all C devices have the same work.
+    """
+    chunks = np.arange(seq_len).reshape(2 * degree, -1)
+    return chunks[[chunk for i in range(degree) for chunk in (i, 2 * degree - 1 - i)]].reshape(-1)
+
+
+def microbatches(batch: Any, num_microbatches: int) -> Any:
+    """Returns fields [B, ...] as [M, B / M, ...]; part m has rows m, m + M, m + 2M, ...
+
+    Raises:
+      ValueError: M does not divide the number of rows, or a field is a scalar.
+    """
+    for path, field in jax.tree_util.tree_leaves_with_path(batch):
+        if not field.shape or num_microbatches < 1 or field.shape[0] % num_microbatches:
+            raise ValueError(
+                f"the batch's {jax.tree_util.keystr(path) or 'array'} of shape {field.shape} (on one device) does not "
+                f"divide into num_microbatches={num_microbatches}; make the leading axis of every field a multiple."
+            )
+    return jax.tree.map(lambda field: field.reshape(-1, num_microbatches, *field.shape[1:]).swapaxes(0, 1), batch)
 
 
 def shard_microbatches(batch: Batch, layout: Layout, *, num_microbatches: int) -> Iterator[Batch]:
     """Yields global microbatches on devices, from this process's rows as for `shard_batch`.
 
-    Their rows are those of `batch.microbatches` on each device.
+    Their rows are those of `microbatches` on each device.
     """
-    parts = layout.rows().addressable_devices_indices_map((layout.row_degree,)).values()
-    num_parts = len({str(part) for part in parts})
+    num_parts = _num_parts(layout)
 
     def rows_of(field: np.ndarray, number: int) -> np.ndarray:
         rows = field.reshape(num_parts, -1, *field.shape[1:])[:, number::num_microbatches]
@@ -49,3 +90,8 @@ def gather_rows(values: np.ndarray, rows: Sequence[int], num_rows: int) -> np.nd
         their_rows, their_values = json.loads(message)
         whole[their_rows] = their_values
     return whole
+
+
+def _num_parts(layout: Layout) -> int:
+    """Returns into how many parts this process's rows are split."""
+    return len({str(part) for part in layout.rows().addressable_devices_indices_map((layout.row_degree,)).values()})

@@ -12,17 +12,15 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from hlat_jax.batch import Batch
 from hlat_jax.config import ParallelConfig
 
-MESH_AXES = ("pipe", "data", "fsdp", "tensor")
+MESH_AXES = ("pipe", "data", "fsdp", "context", "tensor")
 # `tensor` is two axes of the mesh: KV heads are split over the second, and replicated over the first when there are
 # more tensor-parallel devices than KV heads. The copies of a KV head are then far apart, as Neuron's groups of 4 on
 # trn1 are: with TP 32 and 8 KV heads cores 0, 8, 16 and 24, and not four neighbors, see `facts.core_groups`.
 TENSOR = ("tensor_rep", "tensor_kv")
 ROWS = ("data", "fsdp")
-_MESH_NAMES = (*MESH_AXES[:3], *TENSOR)
-_AXIS_TYPES = (AxisType.Auto,) * len(_MESH_NAMES)
+CONTEXT = ("context",)  # an axis of the mesh only where it is above 1
 
 # Logical axis of a parameter -> mesh axes. Megatron column and row splits, embedding table and head also split over
 # pipeline stages, and FSDP on the residual width. `kv_embed` is the width of a KV matrix of its own.
@@ -42,9 +40,9 @@ PARAM_RULES: dict[str, tuple[str, ...]] = {
 }
 # ZeRO-1: optimizer state and master weights are also split over the replicas of the parameters.
 ZERO1_RULES = PARAM_RULES | {"embed": ("fsdp", "data"), "kv_embed": ("fsdp", "data", "tensor_rep")}
-# Mesh axes over which a gradient is a partial sum, beside ROWS and unless they split the parameter: what devices share
-# of the parameters of heads serves the heads that each has of its own, and under sequence parallelism a norm has a part
-# of the sequence.
+# Mesh axes over which a gradient is a partial sum, beside ROWS and CONTEXT and unless they split the parameter: what
+# devices share of the parameters of heads serves the heads that each has of its own, and under sequence parallelism a
+# norm has a part of the sequence.
 PARTIAL_GRADIENTS: dict[str, tuple[str, ...]] = {"head_dim": TENSOR}
 SEQUENCE_PARTIAL_GRADIENTS = PARTIAL_GRADIENTS | {"norm": TENSOR}
 
@@ -54,10 +52,10 @@ class Layout:
     """A mesh with its rule tables.
 
     Attributes:
-      mesh: axes pipe, data, fsdp, tensor_rep, tensor_kv; of devices, or abstract.
+      mesh: axes pipe, data, fsdp, context where it is split, tensor_rep, tensor_kv; of devices, or abstract.
       param_rules: logical axis -> mesh axes, for the parameters that the forward pass reads.
       state_rules: logical axis -> mesh axes, for optimizer state and master weights.
-      partial_gradients: logical axis -> mesh axes, beside ROWS, over which gradients are partial sums.
+      partial_gradients: logical axis -> mesh axes, beside ROWS and CONTEXT, over which gradients are partial sums.
       sequence_parallel: activations between blocks are split over `tensor` along the sequence.
       reduce_gradients: when gradients are summed over replicas, one of `REDUCE_GRADIENTS`.
       pipe_exchange: how pipeline stages exchange values, "permute" or "all_gather".
@@ -82,8 +80,7 @@ class Layout:
     @property
     def degrees(self) -> dict[str, int]:
         """The degrees of MESH_AXES, as `config.parallel` has them."""
-        outer = {axis: self.mesh.shape[axis] for axis in MESH_AXES[:3]}
-        return outer | {"tensor": self.size(TENSOR)}
+        return {axis: self.size(TENSOR if axis == "tensor" else (axis,)) for axis in MESH_AXES}
 
     @property
     def row_degree(self) -> int:
@@ -97,11 +94,11 @@ class Layout:
 
     def size(self, axes: Sequence[str]) -> int:
         """Returns the product of the sizes of mesh axes."""
-        return math.prod(self.mesh.shape[axis] for axis in axes)
+        return math.prod(self.mesh.shape.get(axis, 1) for axis in axes)
 
     def wide(self, axes: Sequence[str]) -> tuple[str, ...]:
         """Returns those of the mesh axes that are larger than 1."""
-        return tuple(axis for axis in axes if self.mesh.shape[axis] > 1)
+        return tuple(axis for axis in axes if self.mesh.shape.get(axis, 1) > 1)
 
     def vocab_rows(self, vocab_size: int) -> int:
         """Returns the rows of the embedding table and the head: those of the tokens, padded to whole parts."""
@@ -121,8 +118,13 @@ class Layout:
         return NamedSharding(self.mesh, P())
 
     def rows(self) -> NamedSharding:
-        """Returns the sharding of batch fields [B, ...]."""
+        """Returns the sharding of values of rows, [B]."""
         return NamedSharding(self.mesh, P(ROWS))
+
+    @property
+    def batch_spec(self) -> P:
+        """The partition spec of batch fields, [B, ...]; [B, T] where the sequence is split."""
+        return P(ROWS, *self.wide(CONTEXT))
 
 
 def make_layout(parallel: ParallelConfig, devices: Sequence[Any], *, num_kv_heads: int | None = None) -> Layout:
@@ -137,26 +139,34 @@ def make_layout(parallel: ParallelConfig, devices: Sequence[Any], *, num_kv_head
       ValueError: degrees that do not multiply to the number of devices.
     """
     shape = _mesh_shape(parallel, len(devices), num_kv_heads)
-    return _with_rules(Mesh(np.asarray(devices).reshape(shape), _MESH_NAMES, axis_types=_AXIS_TYPES), parallel)
+    places = np.asarray(devices).reshape(tuple(shape.values()))
+    return _with_rules(Mesh(places, tuple(shape), axis_types=(AxisType.Auto,) * len(shape)), parallel)
 
 
 def abstract_layout(parallel: ParallelConfig, num_devices: int, *, num_kv_heads: int | None = None) -> Layout:
     """Returns `make_layout` over an abstract mesh, which has shapes and shardings but no devices."""
     shape = _mesh_shape(parallel, num_devices, num_kv_heads)
-    return _with_rules(AbstractMesh(shape, _MESH_NAMES, axis_types=_AXIS_TYPES), parallel)
+    mesh = AbstractMesh(tuple(shape.values()), tuple(shape), axis_types=(AxisType.Auto,) * len(shape))
+    return _with_rules(mesh, parallel)
 
 
-def _mesh_shape(parallel: ParallelConfig, num_devices: int, num_kv_heads: int | None) -> tuple[int, ...]:
-    *outer, tensor = resolve_degrees(parallel, num_devices)
+def _mesh_shape(parallel: ParallelConfig, num_devices: int, num_kv_heads: int | None) -> dict[str, int]:
+    shape = dict(zip(MESH_AXES, resolve_degrees(parallel, num_devices), strict=True))
+    tensor = shape.pop("tensor")
     tensor_kv = tensor if num_kv_heads is None else min(tensor, num_kv_heads)
-    return (*outer, tensor // tensor_kv, tensor_kv)
+    if shape["context"] == 1:  # the programs of runs that do not split it do not name it
+        del shape["context"]
+    return shape | {"tensor_rep": tensor // tensor_kv, "tensor_kv": tensor_kv}
 
 
 def _with_rules(mesh: Any, parallel: ParallelConfig) -> Layout:
+    state_rules = ZERO1_RULES if parallel.zero1 else PARAM_RULES
+    if parallel.zero1 and "context" in mesh.shape:
+        state_rules = state_rules | {axis: (*state_rules[axis], *CONTEXT) for axis in ("embed", "kv_embed")}
     return Layout(
         mesh,
         param_rules=PARAM_RULES,
-        state_rules=ZERO1_RULES if parallel.zero1 else PARAM_RULES,
+        state_rules=state_rules,
         partial_gradients=SEQUENCE_PARTIAL_GRADIENTS if parallel.sequence_parallel else PARTIAL_GRADIENTS,
         sequence_parallel=parallel.sequence_parallel,
         reduce_gradients=parallel.reduce_gradients,
@@ -166,7 +176,7 @@ def _with_rules(mesh: Any, parallel: ParallelConfig) -> Layout:
 
 
 def resolve_degrees(parallel: ParallelConfig, num_devices: int) -> tuple[int, ...]:
-    """Returns (pipe, data, fsdp, tensor) with -1 replaced by the degree that remains for `num_devices`.
+    """Returns (pipe, data, fsdp, context, tensor) with -1 replaced by the degree that remains for `num_devices`.
 
     Raises:
       ValueError: the product is not `num_devices`.
@@ -187,9 +197,3 @@ def spec(axes: Sequence[str], rules: Mapping[str, str | tuple[str, ...] | None])
     if unknown:
         raise ValueError(f"logical axes {unknown} have no rule; known: {', '.join(rules)}.")
     return P(*(rules[axis] or None for axis in axes))
-
-
-def shard_batch(batch: Batch, layout: Layout) -> Batch:
-    """Returns the global batch on devices, from this process's rows (NumPy, [B / num_processes, T])."""
-    sharding = layout.rows()
-    return jax.tree.map(lambda rows: jax.make_array_from_process_local_data(sharding, rows), batch)

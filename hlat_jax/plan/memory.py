@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hlat_jax.parallel.sharding import TENSOR
+from hlat_jax.parallel.sharding import CONTEXT, TENSOR
 from hlat_jax.passes import liveness
 from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.precision import POLICIES
@@ -94,7 +94,7 @@ def device_bytes(program: RunProgram, *, jaxpr: Any) -> DeviceBytes:
         gradients=gradients,
         activations=activations,
         workspace=peak.total - gradients - activations,
-        logits=4 * rows * config.data.seq_len * vocab,
+        logits=4 * rows * config.data.seq_len // layout.size(CONTEXT) * vocab,
         temporaries_error=STAGES_ERROR if layout.size(("pipe",)) > 1 else TEMPORARIES_ERROR,
     )
 

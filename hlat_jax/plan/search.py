@@ -91,7 +91,8 @@ def candidates(config: Config, site: Site) -> Iterator[tuple[Estimate, Config]]:
     collectives support, see `core_groups`.
     """
     target = hardware.node(site.target)
-    for degrees in all_degrees(site.num_devices):
+    context = max(1, config.parallel.context)
+    for degrees in all_degrees(site.num_devices // context, context=context):
         replicas = degrees["data"] * degrees["fsdp"]
         if degrees["tensor"] > target.num_devices() or config.data.batch_size % replicas:
             continue
@@ -139,6 +140,7 @@ def estimate(config: Config, layout: Layout, *, target: hardware.Instance, state
     params, num_bytes = state_bytes(state["params"]), state_bytes(state)
     ticks, num_layers = num_microbatches + pipe - 1, model.num_layers // pipe
     tokens = config.data.batch_size // (layout.row_degree * num_microbatches) * config.data.seq_len
+    tokens //= layout.degrees["context"]
     itemsize = jnp.dtype(policy.products).itemsize
     gradients = params // jnp.dtype(policy.param).itemsize * jnp.dtype(policy.accumulate).itemsize
     if layout.reduce_gradients == "microbatch":

@@ -18,7 +18,8 @@ from hlat_jax.ops.choices import chosen_model
 from hlat_jax.ops.loss_function import check_loss
 from hlat_jax.parallel.degrees import layout_over
 from hlat_jax.parallel.replica_sync import ReplicaSync
-from hlat_jax.parallel.sharding import make_layout, shard_batch
+from hlat_jax.parallel.rows import shard_batch
+from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.parallel.xla_options import compiler_options
 from hlat_jax.passes.jaxpr import equations
 from hlat_jax.passes.products import live_jaxpr

@@ -16,7 +16,7 @@ from hlat_jax import train
 from hlat_jax.batch import concat_batch
 from hlat_jax.cli import config_files
 from hlat_jax.parallel.degrees import layout_over
-from hlat_jax.parallel.sharding import shard_batch
+from hlat_jax.parallel.rows import shard_batch
 from hlat_jax.passes import remat
 from hlat_jax.passes.naming import RematChoice
 from hlat_jax.passes.products import live_jaxpr, total_flops

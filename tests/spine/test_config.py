@@ -244,6 +244,7 @@ FIELDS = {
     "parallel.pipe": Row(2, placement),
     "parallel.data": Row(2, placement, given={"parallel.data": 1, "parallel.fsdp": -1}),
     "parallel.fsdp": Row(2, placement),
+    "parallel.context": Row(2, program_8),
     "parallel.tensor": Row(2, placement),
     "parallel.zero1": Row(True, placement),
     "parallel.reduce_gradients": Row("layer", program_8),

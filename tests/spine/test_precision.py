@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from hlat_jax import precision
 from hlat_jax.config import default
-from hlat_jax.parallel.sharding import shard_batch
+from hlat_jax.parallel.rows import shard_batch
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.precision import NEAREST, Rounding, policy_on, random_bits, stochastic_round
 from hlat_jax.program import make_program

@@ -14,7 +14,7 @@ from programs import training_program
 from hlat_jax.batch import SumAndCount
 from hlat_jax.optimizer import global_norm, learning_rate
 from hlat_jax.parallel.pipeline import run_pipeline
-from hlat_jax.parallel.sharding import shard_batch
+from hlat_jax.parallel.rows import shard_batch
 from hlat_jax.passes import remat
 from hlat_jax.passes.jaxpr import equations
 from hlat_jax.precision import POLICIES

@@ -22,7 +22,8 @@ import hlat_jax
 from hlat_jax.batch import Batch, concat_batch
 from hlat_jax.config import Config, default
 from hlat_jax.optimizer import learning_rate
-from hlat_jax.parallel.sharding import make_layout, shard_batch
+from hlat_jax.parallel.rows import shard_batch
+from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve
 
