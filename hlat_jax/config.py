@@ -272,7 +272,7 @@ class DataConfig:
     train: str = _key("", "Training text: PATHS or NAME=PATHS;NAME=PATHS. PATHS: files, folders or globs, by commas.")
     validation: str = _key("", "The same for held-out text, or a share of data.train to hold out: 5%; empty: none.")
     mixture: str = _key("", "Shares of the sources, by stages: 'A=3,B=1 until_step=9;A=1,B=1'. Also until_tokens=.")
-    text_field: str = _key("text", "JSONL key or column of the text; of JSONL also PROMPT,ANSWER, or of messages.")
+    text_field: str = _key("text", "JSONL key (no comma) or column of text; of JSONL also PROMPT,ANSWER, or messages.")
     tokenizer: str = _key("", "SentencePiece .model, or tokenizer.json. 'package:NAME' ships with hlat_jax.")
     batch_size: int = _key(8, "Sequences per step over the whole job.", least=1)
     seq_len: int = _key(256, "Tokens per sequence.", least=2)

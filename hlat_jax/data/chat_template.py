@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import os
 import pathlib
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -15,10 +16,16 @@ from hlat_jax.store.typed_json import read_json
 Message = dict[str, Any]  # with `role` and `content`
 # Enclose what a template marks with {% generation %}; of Unicode's private use, and removed from the text.
 _BEGIN, _END = "\ue0f0", "\ue0f1"
+# What `strftime_now` gives templates in training, which must not depend on the day; Llama 3's date without a clock.
+TRAINING_DAY = datetime.datetime(2024, 7, 26)
 
 
 class ChatTemplate:
     """The template of a folder: its chat_template.jinja, or chat_template in its tokenizer_config.json.
+
+    Args:
+      folder: of the template.
+      now: the time that the template's `strftime_now` writes.
 
     Attributes:
       folder: of the template.
@@ -28,8 +35,8 @@ class ChatTemplate:
       ValueError: the folder has none, or one that is not Jinja; jinja2 is not installed.
     """
 
-    def __init__(self, folder: pathlib.Path):
-        self.folder, self._roles = folder, set[str]()
+    def __init__(self, folder: pathlib.Path, *, now: datetime.datetime = TRAINING_DAY):
+        self.folder, self._placed = folder, set[tuple[str, bool]]()
         sandbox = import_optional(
             "jinja2.sandbox", missing="chat templates need jinja2: pip install 'hlat_jax[hf]', or pip install jinja2."
         )
@@ -37,8 +44,8 @@ class ChatTemplate:
         environment = sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation_tag()]
         )
-        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-        environment.globals["strftime_now"] = lambda format: datetime.datetime.now().strftime(format)
+        environment.filters["tojson"] = lambda value, **options: json.dumps(value, **{"ensure_ascii": False} | options)
+        environment.globals["strftime_now"] = now.strftime
 
         def raise_exception(message: str) -> None:
             raise jinja2.TemplateError(message)
@@ -50,6 +57,10 @@ class ChatTemplate:
             self._template = environment.from_string(text)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template of {folder} is not valid: {error}.") from None
+        self._as_parts = False  # whether contents are given as lists of parts, which some templates loop over
+        if self._leaves_out("user", ["user"]):
+            self._as_parts = True
+            self._as_parts = not self._leaves_out("user", ["user"])
 
     def render(self, messages: Sequence[Message], *, to_answer: bool = False) -> str:
         """Returns the text of a conversation, control tokens written out.
@@ -66,11 +77,11 @@ class ChatTemplate:
     def answers(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
         """Returns the text of a conversation and (first character, last + 1) of each part that is an answer.
 
-        What {% generation %} marks; without it, of each message of the assistant what it adds to the text of those
-        before it, which ends as an answer begins.
+        What {% generation %} marks; without it, of each message of the assistant what follows the beginning of an
+        answer, with what ends it.
 
         Raises:
-          ValueError: as `render`; the template changes the text of messages before, so that no part is an answer.
+          ValueError: as `render`; the template does not write an answer whole, or in another way where others follow.
         """
         marked, spans = self._render(messages), []
         if self.marks_answers:
@@ -84,28 +95,70 @@ class ChatTemplate:
             if message["role"] == "assistant":
                 before = self.render(messages[:number], to_answer=True)
                 after = self.render(messages[: number + 1])
-                if not (after.startswith(before) and marked.startswith(after)):
-                    raise ValueError(
-                        f"the chat template of {self.folder} writes the messages before an answer in another way after "
-                        "it; put {% generation %} and {% endgeneration %} around the answer in the template."
-                    )
-                spans.append((len(before), len(after)))
+                together = after.startswith(before) and marked.startswith(after)
+                spans.append((len(before), len(after)) if together else self._span(messages, number, marked))
         return marked, spans
 
+    def _span(self, messages: Sequence[Message], number: int, text: str) -> tuple[int, int]:
+        """Returns where answer `number` stands in a text that writes what is before it in another way after it.
+
+        It begins where what introduces an answer ends, or differs from the text, and ends with what ends it as the last
+        message. Marks around its content, and after that of the message before, show where these are; an answer of
+        which the template leaves out a part, such as a thought, loses a mark.
+        """
+
+        def parts(stop: int, *, to_answer: bool = False) -> list[str]:
+            marked = list(messages[:stop])
+            for each in range(number - 1, min(number + 1, stop)):
+                content = marked[each]["content"]
+                core = content.strip()  # marks stand within the white space, which a template may strip
+                marks = core.join((_BEGIN * (each == number), _BEGIN))
+                marked[each] = marked[each] | {"content": content.replace(core, marks, 1)}
+            return self._render(marked, to_answer=to_answer).split(_BEGIN)
+
+        if number:
+            whole, last, prompt = parts(len(messages)), parts(number + 1), parts(number, to_answer=True)
+            if (len(whole), len(last), len(prompt)) == (4, 4, 2) and "".join(whole) == text:
+                begin, between, content, rest = whole
+                same = os.path.commonprefix([prompt[-1], between])  # noqa: RUF071
+                ending, shorter = last[-1], last[-1].removesuffix(self._tokens.get("eos_token", ""))
+                if shorter and not rest.startswith(ending):  # EOS ends the conversation, not each answer
+                    ending = shorter
+                if rest.startswith(ending) and (same == prompt[-1] or not between.removeprefix(same).strip()):
+                    return len(begin + same), len(begin + between + content + ending)
+        raise ValueError(
+            f"the chat template of {self.folder} leaves out a part of message {number + 1}, such as a thought, or "
+            "writes it in another way where others follow, so that the answer cannot be told apart; put {% generation "
+            "%} and {% endgeneration %} around the answer in the template, or end the conversation with that message."
+        )
+
     def _render(self, messages: Sequence[Message], *, to_answer: bool = False) -> str:
+        for role, is_first in {(message["role"], each == 0) for each, message in enumerate(messages)} - self._placed:
+            talk = [role] if role == "user" else [role, "user", "assistant"] if is_first else ["user", role]
+            if self._leaves_out(role, talk):
+                where = "in front of the user's, before an answer" if is_first else "after another message"
+                raise ValueError(
+                    f"the chat template of {self.folder} has no place for the role {role!r} {where}; leave such "
+                    "messages out, or change the template."
+                )
+            self._placed.add((role, is_first))
         try:
-            text = self._template.render(messages=messages, add_generation_prompt=to_answer, **self._tokens)
+            return self._fill(messages, to_answer=to_answer)
         except (self._error, TypeError, KeyError) as error:
             raise ValueError(f"the chat template of {self.folder} refuses these messages: {error}") from None
-        for role in {message["role"] for message in messages} - self._roles:
-            self._roles.add(role)  # before it is tried, which renders too
-            talk = [{"role": each, "content": f"of the {each}"} for each in dict.fromkeys(("user", role))]
-            with contextlib.suppress(ValueError):  # it may want another order
-                if f"of the {role}" not in self._render(talk):
-                    self._roles.discard(role)
-            if role not in self._roles:
-                raise ValueError(f"the chat template of {self.folder} has no place for the role {role!r}.")
-        return text
+
+    def _leaves_out(self, role: str, roles: Sequence[str]) -> bool:
+        """Returns whether the message of a role is not in the text of a conversation that the template takes."""
+        with contextlib.suppress(self._error, TypeError, KeyError):  # it may want another order
+            return f"of the {role}" not in self._fill([{"role": each, "content": f"of the {each}"} for each in roles])
+        return False
+
+    def _fill(self, messages: Sequence[Message], *, to_answer: bool = False) -> str:
+        given = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        if self._as_parts:
+            given = [each | {"content": [{"type": "text", "text": each["content"]}]} for each in given]
+        absent = {"tools": None, "documents": None}  # as transformers passes them
+        return self._template.render(messages=given, add_generation_prompt=to_answer, **absent, **self._tokens)
 
 
 def _read(folder: pathlib.Path) -> tuple[str, dict[str, str]]:

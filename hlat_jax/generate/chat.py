@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import pathlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
@@ -28,7 +29,7 @@ def open_template(checkpoint: str) -> ChatTemplate:
         raise ValueError(
             f"--chat: {folder} has no chat template; a run has that of the Hugging Face folder it began with."
         )
-    template = ChatTemplate(weights.companions)
+    template = ChatTemplate(weights.companions, now=datetime.datetime.now())
     template.render(_TALK[:1], to_answer=True)
     template.render(_TALK)
     return template

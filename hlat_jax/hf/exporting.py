@@ -33,7 +33,7 @@ from hlat_jax.weights.hf_config import ARCHITECTURES, architecture, config_json,
 from hlat_jax.weights.hf_files import DTYPES, INDEX_FILE, SINGLE_FILE, begins_texts_with_bos, companions
 from hlat_jax.weights.hf_reading import as_dtype, open_checkpoint
 from hlat_jax.weights.safetensors_file import Writer, bits
-from hlat_jax.weights.trained import Weights, leaves_by_name
+from hlat_jax.weights.trained import Weights, leaves_by_name, nest
 
 _NATIVE, _TOKENIZER, _SETTINGS = "tokenizer.model", "tokenizer.json", "tokenizer_config.json"
 _OF_JSON = "PreTrainedTokenizerFast"
@@ -119,7 +119,8 @@ def save(
     """Writes parameters to a new folder that transformers loads, and compares it with them, bit by bit.
 
     Args:
-      params: nested dicts of arrays, as of `init_params` or `hf.load`; one is copied to the host at a time.
+      params: nested dicts of arrays, as of `init_params`, `hf.load` or a run, whose padding of the vocabulary is left
+        out; one is copied to the host at a time.
       model: the config of the parameters.
       tokenizer: a tokenizer file; or a Hugging Face folder, of a model or of a tokenizer alone, whose tokenizer, chat
         template and other files beside the weights are copied; "" for none.
@@ -135,7 +136,8 @@ def save(
     leaves, expected = leaves_by_name(params), leaves_by_name(abstract_params(model))
     for name in sorted(leaves.keys() | expected.keys()):
         theirs, ours = (tree[name].shape if name in tree else "absent" for tree in (leaves, expected))
-        if theirs != ours:
+        is_padded = name in ("embed", "head") and theirs[1:] == ours[1:] and theirs[0] > ours[0]
+        if theirs != ours and not is_padded:
             raise ValueError(f"params: {name} is {theirs}, and {ours} in the model; give the config of the parameters.")
     for name, leaf in leaves.items():
         if jnp.dtype(leaf.dtype).name not in DTYPES:
@@ -145,6 +147,11 @@ def save(
                 f"params: this process holds not all of {name}; save a checkpoint with Orbax, and restore it in one "
                 "process."
             )
+        if leaf.shape != expected[name].shape and np.asarray(leaf)[model.vocab_size :].any():
+            raise ValueError(
+                f"params: {name} has {leaf.shape[0]} rows, those from model.vocab_size={model.vocab_size} on not zeros "
+                "as padding is; give the config of the parameters."
+            )
     path = pathlib.Path(tokenizer).expanduser() if tokenizer else None
     if path and not path.exists():
         raise ValueError(f"tokenizer={tokenizer}: no such file or folder; give that of the model, or '' for none.")
@@ -152,8 +159,8 @@ def save(
     described = vars(came_with) if came_with else {"tokenizer": str(path or "")}
     weights = Weights(
         **described | {"folder": pathlib.Path("params"), "model": model},
-        arrays=jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params),
-        read_leaf=lambda name, _: np.asarray(leaves[name]),
+        arrays=nest({name: expected[name].update(dtype=leaf.dtype) for name, leaf in leaves.items()}),
+        read_leaf=lambda name, _: np.asarray(leaves[name])[: expected[name].shape[0]],
     )
     export_checkpoint(weights, pathlib.Path(folder).expanduser(), dtype=dtype)
 

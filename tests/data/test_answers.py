@@ -89,6 +89,9 @@ def test_records_and_templates_that_do_not_serve_are_refused_with_their_row(tmp_
             records.json_text(json.dumps({"messages": value}).encode(), field="messages", where="a", row=7)
     with pytest.raises(records.BadRecord, match="no key 'answer'; its keys are 'prompt'"):
         records.json_text(b'{"prompt": "a"}', field="prompt,answer", where="a", row=7)
+    path_of_three = write_records(tmp_path / "three.jsonl", [{"q": "a", "a": "b", "x": "c"}] * 4)
+    with pytest.raises(ValueError, match=r"three.jsonl: the text field 'q,a,x' names 3 keys; .*PROMPT,ANSWER"):
+        TrainBatches(data_config(path_of_three, "q,a,x", on_bad_record="skip"), tokenizer=Tokenizer(NATIVE))
     code, _, error = data_here("build", path, f"--out={tmp_path / 'built'}", "--text_field=messages")
     assert (code, "a dataset has no place for what counts" in error) == (2, True)
 

@@ -96,6 +96,10 @@ def test_commands_read_them_and_files_that_do_not_serve_are_refused(tmp_path, da
     (tmp_path / "torn.npy").write_bytes((tmp_path / "minus.npy").read_bytes()[:-9])
     with pytest.raises(ValueError, match=r"is not a whole \.npy file"):
         batches(tmp_path / "torn.npy")
+    np.savez(tmp_path / "zip", ids=np.arange(9))
+    (tmp_path / "zip.npz").rename(tmp_path / "zip.npy")
+    with pytest.raises(ValueError, match=r"zip.npy is not a whole \.npy file: .*magic.* write it .*numpy.save"):
+        batches(tmp_path / "zip.npy")
     code, _, error = data_here("build", str(good), f"--out={tmp_path / 'built'}")
     assert (code, "holds token ids, which are trained on in place" in error) == (2, True)
 

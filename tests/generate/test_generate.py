@@ -1,5 +1,6 @@
 """The command that continues text: what it prints, that batches and meshes change nothing of it, what it refuses."""
 
+import datetime
 import json
 import subprocess
 import sys
@@ -192,6 +193,7 @@ def test_a_chat_keeps_its_turns_and_leaves_out_the_oldest(generate_here, tmp_pat
 def test_a_chat_ends_an_answer_at_the_token_after_it_however_it_begins(begin, answer, tmp_path):
     source, path, theirs, _ = chat_model(tmp_path / "hf", "bytes")
     (source / "chat_template.jinja").write_text(
+        "{{ strftime_now('%Y') }}"
         "{% for m in messages %}{% if m.role == 'user' %}[U]{{ m.content }}{% else %}" + answer + "{% endif %}"
         "{% endfor %}{% if add_generation_prompt %}" + begin + "{% endif %}"
     )
@@ -199,6 +201,7 @@ def test_a_chat_ends_an_answer_at_the_token_after_it_however_it_begins(begin, an
     end = theirs.convert_tokens_to_ids("<|im_end|>")
     assert end not in tokenizer.stop_ids
     assert ids_that_end_an_answer(template, tokenizer) == {*tokenizer.stop_ids, end}
+    assert template.render([{"role": "user", "content": "?"}]).startswith(f"{datetime.date.today().year}[U]")
 
 
 def test_completions_end_at_stop_texts_and_are_lines_of_json(trained_run, texts, generate_here):

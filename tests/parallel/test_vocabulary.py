@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+import hlat_jax.hf
 from hlat_jax.batch import concat_batch
 from hlat_jax.config import ParallelConfig, default
 from hlat_jax.generate.generator import Generator, Sampling
@@ -87,6 +88,20 @@ def test_padding_is_never_sampled_or_scored_whatever_it_holds(degrees):
         for each, on in ((padded, layout), (params, make_layout(ParallelConfig(), jax.devices()[:1])))
     ]
     np.testing.assert_allclose(*([score.log_likelihood for score in each] for each in scores), rtol=1e-5)
+
+
+def test_padding_is_not_saved_and_rows_that_are_none_are_refused(tmp_path):
+    cfg = configured(61).model
+    params = init_params(cfg, jax.random.key(0, impl="rbg"))
+    padded = pad_vocabulary(params, cfg, make_layout(ParallelConfig(data=1, tensor=2), jax.devices()[:2]))
+    assert padded["embed"].shape == padded["head"].shape == (62, 32)
+    hlat_jax.hf.save(padded, cfg, "", tmp_path / "out")
+    jax.tree.map(np.testing.assert_array_equal, hlat_jax.hf.load(tmp_path / "out")[1], params)
+    padded["head"] = padded["head"].at[61].set(1e-9)
+    with pytest.raises(ValueError, match=r"head has 62 rows, those from model.vocab_size=61 on not zeros"):
+        hlat_jax.hf.save(padded, cfg, "", tmp_path / "other")
+    with pytest.raises(ValueError, match=r"final_norm.scale is \(33,\), and \(32,\) in the model"):
+        hlat_jax.hf.save(params | {"final_norm": {"scale": np.zeros(33)}}, cfg, "", tmp_path / "other")
 
 
 def test_the_vocabulary_of_qwen_3_is_planned_over_stages_of_many_shards():

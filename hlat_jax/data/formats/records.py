@@ -137,6 +137,7 @@ def json_text(line: bytes | bytearray, *, field: str, where: str, row: int) -> s
 
     Raises:
       BadRecord: invalid UTF-8, broken or truncated JSON, not an object, no such key, no text under it.
+      ValueError: `field` names more than two keys.
     """
     try:
         text = line.decode("utf-8-sig")
@@ -147,6 +148,11 @@ def json_text(line: bytes | bytearray, *, field: str, where: str, row: int) -> s
     if not isinstance(record, dict):
         raise BadRecord(where, row, "not a JSON object.")
     fields = field.split(",")
+    if len(fields) > 2:
+        raise ValueError(
+            f"{where}: the text field {field!r} names {len(fields)} keys; name one, or two as PROMPT,ANSWER, and "
+            "rename a key that has a comma."
+        )
     for field in (name for name in fields if name not in record):
         keys = ", ".join(repr(key)[:_KEY_CHARS_SHOWN] for key in sorted(record)[:_KEYS_SHOWN])  # may be unprintable
         more = f" and {len(record) - _KEYS_SHOWN} more" if len(record) > _KEYS_SHOWN else ""

@@ -88,9 +88,9 @@ def npy_documents(snapshot: Snapshot, *, tokenizer: Any) -> TokenDocuments:
     """Returns the rows of a .npy of two axes; of one axis what ends with EOS, which is read whole, and the rest."""
     file = snapshot.file
     try:
-        ids = np.load(file.where, mmap_mode="r", allow_pickle=False)
+        ids = np.lib.format.open_memmap(file.where, mode="r")  # np.load would open a .npz under this name too
     except (ValueError, EOFError) as error:
-        raise ValueError(f"{file} is not a whole .npy file: {error}; {_REMEDY}.") from None
+        raise ValueError(f"{file} is not a whole .npy file: {error}; {_REMEDY} with numpy.save.") from None
     if ids.ndim not in (1, 2) or ids.dtype.kind not in "iu":
         raise ValueError(f"{file} has {ids.ndim} axes of {ids.dtype}; token ids are integers in one axis or in rows.")
     if not ids.flags.c_contiguous:
