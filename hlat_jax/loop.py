@@ -115,17 +115,18 @@ def _evaluate(run: Run, progress: Progress) -> None:
 
     Where the run resumed, this was done before the checkpoint was written.
     """
-    train, step, last = run.config.train, progress.step, _is_last(run, progress)
+    train, step = run.config.train, progress.step
     if run.sync.stop:  # tasks may take longer than the sender of the signal waits
         _save_and_wait(run, progress)
     if step == run.start_step > 0:
         return
-    if run.validation is not None and (last or _due(step, train.eval_every_steps)):
+    if run.validation is not None and (_is_last(run, progress) or _due(step, train.eval_every_steps)):
         figures = _measure(run, progress, "evaluating", run.validation)
         run.log.eval_row({"step": step, **figures})
         progress.best = progress.best.after({"step": step, **figures})
         if run.config.checkpoint.keep_best and 0 < progress.saved_step == progress.best.step == step:
             run.checkpointer.keep_best(step)  # saved before the evaluation, as a signal has come
+    last = _is_last(run, progress)  # perhaps by this validation
     # before the first step too: all programs are compiled then, and what fails has cost nothing
     if run.tasks is not None and (last or step == 0 or _due(step, train.eval_tasks_every_steps)):
         figures, shown = _measure(run, progress, "evaluating on tasks", run.tasks)
@@ -289,7 +290,7 @@ def _write_rows(run: Run, progress: Progress, *, in_flight: int = 0) -> None:
     """Writes the rows of all dispatched steps but the `in_flight` newest, waiting for their metrics.
 
     Raises:
-      NonFiniteError: `train.max_nonfinite_steps` of them in a row were not finite.
+      NonFiniteError: `train.max_nonfinite_steps` of them in a row were not finite, or had no target.
     """
     while len(progress.pending) > in_flight:
         pending = progress.pending.pop(0)
@@ -315,9 +316,10 @@ def _write_rows(run: Run, progress: Progress, *, in_flight: int = 0) -> None:
         progress.timed_from_s, progress.data_wait_s = now, 0.0
         run.log.train_row(row)
         run.sync.signals.watchdog.end_first_step()
+        progress.num_without_target = 0 if metrics.num_tokens else progress.num_without_target + 1
         if metrics.finite:
             progress.num_nonfinite = 0
-        elif not metrics.num_tokens:  # a mean over nothing is no fault
+        elif not metrics.num_tokens:  # a mean over nothing says nothing about the state
             print(f"step {pending.step}: no target in its batch, all of it prompts or padding; update skipped")
         else:
             progress.num_nonfinite += 1
@@ -328,7 +330,7 @@ def _write_rows(run: Run, progress: Progress, *, in_flight: int = 0) -> None:
             facts = {key: row[key] for key in ("step", "loss", "grad_norm")}
             run.ledger.event("spike", **facts, skipped=skipped)
             print(f"step {pending.step}: a spike, {values}; {'update skipped' if skipped else 'trained on'}")
-        if progress.num_nonfinite >= run.config.train.max_nonfinite_steps:
+        if max(progress.num_nonfinite, progress.num_without_target) >= run.config.train.max_nonfinite_steps:
             nonfinite.stop(run, progress, row)
 
 

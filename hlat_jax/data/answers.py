@@ -44,6 +44,13 @@ class AnswerTokens:
     def _template(self) -> ChatTemplate:
         return ChatTemplate(self.tokenizer.path.parent)
 
+    @property
+    def template_sha256(self) -> str:
+        """Identifies the template and what reads its control tokens; "" as long as no conversation was written."""
+        if "_template" not in vars(self):
+            return ""
+        return f"{self._template.sha256[:16]}{self.tokenizer.control_tokens_sha256[:16]}"
+
     def __call__(self, document: Answered) -> np.ndarray:
         """Returns int32[n]. Raises ValueError, with the row, where the template refuses a conversation."""
         tokenizer = self.tokenizer

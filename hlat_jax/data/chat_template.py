@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import hashlib
 import json
 import os
 import pathlib
@@ -14,6 +15,7 @@ from hlat_jax.host.optional_import import import_optional
 from hlat_jax.store.typed_json import read_json
 
 Message = dict[str, Any]  # with `role` and `content`
+TEMPLATE_FILE = "chat_template.jinja"
 # Enclose what a template marks with {% generation %}; of Unicode's private use, and removed from the text.
 _BEGIN, _END = "\ue0f0", "\ue0f1"
 # What `strftime_now` gives templates in training, which must not depend on the day; Llama 3's date without a clock.
@@ -30,6 +32,7 @@ class ChatTemplate:
     Attributes:
       folder: of the template.
       marks_answers: whether the template marks them with {% generation %}.
+      sha256: of the template and the control tokens that it is given.
 
     Raises:
       ValueError: the folder has none, or one that is not Jinja; jinja2 is not installed.
@@ -52,6 +55,7 @@ class ChatTemplate:
 
         environment.globals["raise_exception"] = raise_exception
         text, self._tokens = _read(folder)
+        self.sha256 = hashlib.sha256(json.dumps([text, self._tokens]).encode()).hexdigest()
         self._error, self.marks_answers = jinja2.TemplateError, "endgeneration" in text
         try:
             self._template = environment.from_string(text)
@@ -166,7 +170,7 @@ def _read(folder: pathlib.Path) -> tuple[str, dict[str, str]]:
     settings: dict[str, Any] = {}
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         settings |= read_json(folder / name) if (folder / name).is_file() else {}
-    path, text = folder / "chat_template.jinja", settings.get("chat_template")
+    path, text = folder / TEMPLATE_FILE, settings.get("chat_template")
     if path.is_file():
         text = path.read_text(encoding="utf-8")
     if isinstance(text, list):  # several by name

@@ -6,6 +6,7 @@ import hashlib
 import os
 import pathlib
 
+from hlat_jax.data.chat_template import TEMPLATE_FILE
 from hlat_jax.data.path_checks import recorded_value
 from hlat_jax.data.tokenizer_json import EOS_FILES
 from hlat_jax.store.atomic_files import write_whole
@@ -15,18 +16,20 @@ _NAMES = ("tokenizer.model", "tokenizer.json")
 
 
 def keep_tokenizer(path: pathlib.Path, workdir: pathlib.Path) -> None:
-    """Copies the tokenizer at `path` into a run folder, unless the same one is there."""
-    if find_kept(workdir, sha256=file_sha256(path)) is not None:
-        return
-    content, is_json = path.read_bytes(), path.suffix == ".json"  # read before a file of that name is removed
-    folder = workdir / FOLDER
+    """Copies the tokenizer at `path`, with its chat template and the files that name its tokens, into a run folder."""
+    folder, is_json = workdir / FOLDER, path.suffix == ".json"
     folder.mkdir(exist_ok=True)
-    for name in (*_NAMES, *EOS_FILES):
+    beside = EOS_FILES if is_json else EOS_FILES[:2]  # of a native tokenizer those with a template's control tokens
+    if path.name == _NAMES[0]:
+        beside += _NAMES[1:]  # has its control tokens, see `Tokenizer.encode_with_control_tokens`
+    files = {name: path.with_name(name) for name in (*beside, TEMPLATE_FILE)} | {_NAMES[is_json]: path}
+    contents = {name: file.read_bytes() for name, file in files.items() if file.is_file()}
+    for name in {*_NAMES, *EOS_FILES, TEMPLATE_FILE} - contents.keys():
         (folder / name).unlink(missing_ok=True)  # of another tokenizer, by a run that had no checkpoint
-    for beside in (path.with_name(name) for name in EOS_FILES if is_json):
-        if beside.is_file():
-            write_whole(folder / beside.name, beside.read_bytes())
-    write_whole(folder / _NAMES[is_json], content)  # last: where it is, the others are
+    for name, content in contents.items():  # the tokenizer last: where it is, the others are
+        kept = folder / name
+        if not kept.is_file() or kept.read_bytes() != content:
+            write_whole(kept, content)
 
 
 def file_sha256(path: pathlib.Path) -> str:

@@ -54,8 +54,8 @@ def nearest_position(
         recorded_after, position, recorded_identity = record
         if recorded_identity != data_identity(recorded_after):
             raise ValueError(
-                f"{path} belongs to a run on other data (another text, tokenizer, seed, mixture or packing); use the "
-                "config it was trained with, which its run folder has, or another --workdir."
+                f"{path} belongs to a run on other data (another text, tokenizer, chat template, seed, mixture or "
+                "packing); use the config it was trained with, which its run folder has, or another --workdir."
             )
         if recorded_after <= num_batches:
             return recorded_after, position, path

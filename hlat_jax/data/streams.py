@@ -41,6 +41,7 @@ from hlat_jax.resolve import held_out_share
 NUM_FIELDS = 6  # per source in a position: four of its stream, see packing, and the next two
 EMITTED, OWED = slice(5, None, NUM_FIELDS), slice(6, None, NUM_FIELDS)
 _SKIPPED = slice(4, None, NUM_FIELDS)
+_MANY_BAD = 1000  # first records of a file among which one that is not bad is looked for
 _MANY_EPOCHS = 20  # a stream misses the only good document for this many epochs with probability exp(-20)
 
 # The settings that determine the batches, without data.mixture, of which only the stages so far count, and without the
@@ -87,9 +88,15 @@ def open_sources(
         answers = None if tokenizer is None else AnswerTokens(tokenizer, bos=data.prepend_bos)
         options = {"index_folder": index_folder, "tokenizer_sha256": sha256, "answers": answers}
         corpus = open_documents(paths, data, key=where, **options)
-        if corpus.manifest["files"][0]["kind"] == "jsonl":  # the only one with messages
-            with contextlib.suppress(BadRecord, OSError):
-                corpus[0]  # a chat template that refuses it is found before anything is compiled
+        first = 0
+        for entry in corpus.manifest["files"]:
+            numbers = range(first, first := first + entry["documents"])[:_MANY_BAD]
+            for number in numbers if entry["kind"] == "jsonl" else ():  # the only one with messages
+                with contextlib.suppress(BadRecord, OSError):
+                    corpus[number]  # a chat template that refuses it is found before anything is compiled
+                    break
+        if answers is not None and answers.template_sha256:
+            corpus.manifest["chat_template"] = answers.template_sha256
         _check_stored(corpus.manifest, data, key=where)
         notes = [f"cut at paragraphs into {count_text(len(corpus), 'document')}"] if corpus.is_cut else []
         if share:
@@ -152,12 +159,15 @@ def joint_manifest(opened: list[Source]) -> dict[str, Any]:
     if [source.name for source in opened] == [UNNAMED]:
         return opened[0].documents.manifest
     fields = [[source.name, len(source.documents), source.documents.manifest["hash"]] for source in opened]
+    manifests = [source.documents.manifest for source in opened]
+    templates = [each["chat_template"] for each in manifests if "chat_template" in each]
+    template = {"chat_template": templates[0]} if templates else {}  # all have that of data.tokenizer
     return {
         "files": [{"source": source.name} | entry for source in opened for entry in source.documents.manifest["files"]],
         "sources": fields,
         "documents": sum(len(source.documents) for source in opened),
         "hash": hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest(),
-    }
+    } | template
 
 
 def identity(data: Mapping[str, Any], *, manifest: Mapping[str, Any], tokenizer_sha256: str, num_batches: int) -> str:
@@ -169,18 +179,25 @@ def identity(data: Mapping[str, Any], *, manifest: Mapping[str, Any], tokenizer_
     fields = [data[key] for key in _DEFINING] + [manifest["hash"], manifest["order"], tokenizer_sha256]
     fields += [data["window_documents"]] if data["packing"] == "documents" else []
     fields += ["bos"] if data["prepend_bos"] else []
+    fields += [manifest["chat_template"]] if "chat_template" in manifest else []
     fields += [_first_stages(data, num_batches=num_batches)]
     return hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest()
 
 
 def data_drift(saved: Mapping[str, Any], current: Mapping[str, Any], *, num_batches: int) -> list[str]:
     """Returns a line for each difference between the data of two settings of a run after `num_batches` batches: changed
-    files, and a changed data.mixture of those batches.
+    files, a changed chat template, and a changed data.mixture of those batches.
 
     Later stages may be added, changed or removed.
     """
     lines = []
     for key in ("manifest", "validation_manifest"):
+        before, now = ((settings.get(key) or {}).get("chat_template") for settings in (saved, current))
+        if before not in (None, now):
+            lines.append(
+                f"{key}: the chat template beside data.tokenizer, or a control token, changed since the checkpoint; "
+                "the folder tokenizer/ of the run has those that it was trained with"
+            )
         before, now = ((settings.get(key) or {"files": []})["files"] for settings in (saved, current))
         if len(before) != len(now):
             lines.append(f"{key}: {count_text(len(before), 'file')} in the checkpoint, {len(now):,} now")

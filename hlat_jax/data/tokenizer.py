@@ -93,6 +93,13 @@ class Tokenizer:
         same = all(other.token(token) == self._model.token(token) for token in range(self.vocab_size))
         return other if same else self._model
 
+    @property
+    def control_tokens_sha256(self) -> str:
+        """The checksum of the file of which `encode_with_control_tokens` takes the tokens."""
+        if self._model_of_control_tokens is self._model:
+            return self.sha256
+        return hashlib.sha256(self.path.with_name("tokenizer.json").read_bytes()).hexdigest()
+
     def token(self, token: int) -> str:
         """Returns the piece of a token."""
         return self._model.token(token)

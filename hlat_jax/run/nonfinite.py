@@ -13,7 +13,7 @@ from hlat_jax.store.checkpoint_checks import not_finite
 
 
 class NonFiniteError(RuntimeError):
-    """Too many non-finite steps in a row, or a non-finite state that was due to be saved or exported."""
+    """Too many steps in a row not finite or without a target, or a non-finite state due to be saved or exported."""
 
 
 def finite_norms(run: Run, progress: Progress) -> dict[str, float]:
@@ -29,12 +29,18 @@ def finite_norms(run: Run, progress: Progress) -> dict[str, float]:
 
 
 def stop(run: Run, progress: Progress, row: dict[str, Any]) -> NoReturn:
-    """Raises NonFiniteError with the metrics of the last non-finite step; all processes call it together."""
+    """Raises NonFiniteError with what the last of too many such steps shows; all processes call it together."""
     run.log.sync()
     distributed.barrier()  # the rows are on the disk before any process ends the others
     batch = row.get("batch", row["step"])
     peek = f"python -m hlat_jax.data peek --config=... --workdir=... --step={batch}"
     advice = f"Look at that batch, {peek} with the flags of the run, raise train.max_nonfinite_steps"
+    if progress.num_without_target:
+        raise NonFiniteError(
+            f"the batches of {progress.num_without_target} steps in a row had no target, the last one that of step "
+            f"{row['step']}: all of it is prompts or padding, and updates nothing. {advice} where later batches "
+            "have answers, raise data.seq_len or data.batch_size, or give data.train shorter prompts."
+        )
     if not math.isfinite(row["param_norm"]):
         advice = f"The weights are damaged: run the same command again, which resumes from {_newest_saved(progress)}"
     raise NonFiniteError(

@@ -72,6 +72,10 @@ def settings_of(program: RunProgram, *, tokenizer: Tokenizer, batches: TrainBatc
         "config": program.config.to_dict(),
         "implementations": {key: getattr(program.model, key) for key in (*OPS, "remat", "layer_loop")},
         "tokenizer_sha256": tokenizer.sha256,
+        "tokenizer": {  # which files beside a tokenizer.json choose
+            "eos_id": tokenizer.eos_id,
+            "bos_id": tokenizer.bos_id if program.config.data.prepend_bos else None,
+        },
         "manifest": batches.manifest,
         "jax": in_jax | {"XLA_FLAGS": " ".join(flags)},
     }
@@ -96,11 +100,11 @@ def _drift(saved: dict[str, Any], current: dict[str, Any], *, step: int, branch:
     """Returns a line for each setting that differs and must not, or, of a `branch`, is not in BRANCH_MAY_CHANGE.
 
     A config key that is newer than the checkpoint counts as its default, an op as its current implementation, and a
-    setting of JAX as its current value.
+    setting of JAX or of the tokenizer as its current value.
     """
     saved = saved | {"config": _complete(saved["config"])}
-    for group in ("implementations", "jax"):
-        saved[group] = {name: saved[group].get(name, value) for name, value in current[group].items()}
+    for group in ("implementations", "jax", "tokenizer"):
+        saved[group] = {name: saved.get(group, {}).get(name, value) for name, value in current[group].items()}
     if branch:
         saved, current = (tree | {"validation_manifest": None} for tree in (saved, current))
     drift = config_drift(saved, current, also=BRANCH_MAY_CHANGE if branch else ())

@@ -98,6 +98,7 @@ class Progress:
       tokens: trained on, up to the last metrics row.
       saved_step: step of the newest checkpoint; 0 if there is none.
       num_nonfinite: non-finite steps in a row, up to the last metrics row.
+      num_without_target: steps in a row whose batches have no target, up to the last metrics row.
       save_postponed: a checkpoint was due after a non-finite step.
       save_overdue: a checkpoint is due by the clock.
       pending: dispatched steps whose metrics are still on the device, oldest first.
@@ -113,6 +114,7 @@ class Progress:
     tokens: int
     saved_step: int
     num_nonfinite: int
+    num_without_target: int = 0
     save_postponed: bool = False
     save_overdue: bool = False
     pending: list[Pending] = dataclasses.field(default_factory=list)

@@ -37,6 +37,7 @@ MAY_CHANGE = (
     "data.position_every_steps",
     "data.on_bad_record",
     "*manifest.files",
+    "*manifest.chat_template",  # streams.data_drift compares it
 )
 # Settings that may differ between the processes of a run: paths on their node, and use of its cores.
 MAY_DIFFER = (

@@ -41,6 +41,19 @@ def test_a_tokenizer_json_is_kept_with_the_files_that_name_its_tokens(tmp_path):
     assert files == {"tokenizer.json": "{}"} | beside
 
 
+def test_of_a_native_tokenizer_the_files_for_its_chat_template_are_kept(tmp_path):
+    names = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "tokenizer.json", "config.json")
+    for name in names:
+        (tmp_path / name).write_text(json.dumps({"in": name}))
+    for name, kept in (("tokenizer.model", names[:4]), ("mine.model", names[:3])):
+        (tmp_path / name).write_bytes(AUSTEN.read_bytes())
+        keep_tokenizer(tmp_path / name, tmp_path)
+        assert {path.name for path in (tmp_path / "tokenizer").iterdir()} == {"tokenizer.model", *kept}
+    (tmp_path / names[2]).write_text("another")
+    keep_tokenizer(tmp_path / "mine.model", tmp_path)
+    assert (tmp_path / "tokenizer" / names[2]).read_text() == "another"
+
+
 def test_another_tokenizer_replaces_the_one_that_was_kept(tmp_path):
     (tmp_path / "t.json").write_text("{}")
     (tmp_path / "config.json").write_text("{}")

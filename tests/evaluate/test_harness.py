@@ -282,6 +282,20 @@ def test_tasks_in_training_match_evaluate_compile_once_and_change_no_bit(folder,
     assert f"local_rolling/bits_per_byte {rows[2]['tasks/local_rolling/bits_per_byte']:.4f}" in line
 
 
+@pytest.mark.slow
+def test_tasks_are_evaluated_at_the_step_with_which_validations_end_a_run(folder, tmp_path, monkeypatch):
+    one, c = jax.devices("cpu")[:1], config_files.load(str(micro.write_config(tmp_path)))
+    monkeypatch.setattr(jax, "devices", lambda *_: one)
+    c.model.max_positions = 64
+    c.optimizer.update(peak_lr=0.3, warmup_steps=8)
+    c.train.update(eval_tasks="local_choice", eval_tasks_folder=str(folder), early_stop_evals=1, eval_every_steps=2)
+    c.train.num_eval_batches = 1
+    assert train_lib.train(resolve(c), tmp_path / "run") == 0
+    steps = [[row["step"] for row in micro.rows(tmp_path / "run") if key in row] for key in ("eval_loss", "loss")]
+    assert steps[0][-1] == steps[1][-1] < c.train.num_steps
+    assert [row["step"] for row in micro.rows(tmp_path / "run") if "tasks/local_choice/acc" in row] == [0, steps[0][-1]]
+
+
 def test_unknown_task_is_refused_before_creating_the_run_folder(folder, train_here, tmp_path):
     words = (f"--config={micro.write_config(tmp_path)}", f"--workdir={tmp_path / 'run'}")
     words += ("--config.train.eval_tasks=local_choise", f"--config.train.eval_tasks_folder={folder}")

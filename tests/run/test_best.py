@@ -62,6 +62,16 @@ def test_the_best_checkpoint_is_kept_and_training_ends_early_resumed_or_not(trai
     assert (branch / "best").resolve().name == str(min(new, key=new.get))  # of its own validations alone
 
 
+def test_where_validations_end_a_run_it_samples_once(train, tmp_path, capsys):
+    keys = {"train__early_stop_evals": 1, "train__sample_every_steps": 2, "train__sample_tokens": 4}
+    last = max(evals(train(tmp_path / "run", train__sample_prompt="It is", **keys)))
+    out = capsys.readouterr().out
+    assert "ended early" in out
+    assert f"sample after step {last - 2}:" in out
+    assert f"sample after step {last}:" not in out
+    assert out.count("sample after training") == 1
+
+
 def test_the_results_say_that_no_step_was_better_than_none(train, tmp_path, capsys):
     run = train(tmp_path / "run", optimizer__peak_lr=30.0, train__num_steps=4)
     assert min(evals(run).items(), key=lambda row: row[1])[0] == 0

@@ -107,9 +107,9 @@ def refused(monkeypatch):
 
 def test_key_missing_from_an_old_checkpoint_counts_as_its_default(refused):
     current = {"config": config_dict(), "implementations": {"attention": "blocked", "rope": "paired"}}
-    current |= {"tokenizer_sha256": "a", "manifest": {}, "jax": {"JAX_ENABLE_X64": True}}
+    current |= {"tokenizer_sha256": "a", "manifest": {}, "jax": {"JAX_ENABLE_X64": True}, "tokenizer": {"eos_id": 2}}
     saved = json.loads(json.dumps(current)) | {"jax": {}}
-    del saved["config"]["model"]["rope"], saved["implementations"]["rope"]
+    del saved["config"]["model"]["rope"], saved["implementations"]["rope"], saved["tokenizer"]
     saved["config"]["data"]["shuffle_by"], saved["config"]["train"]["rewind_to"] = "document", 1000  # gone since
     assert refused(saved, current) == ""
     saved["config"]["data"]["shuffle_by"] = "block"
@@ -123,7 +123,7 @@ def test_jax_settings_that_change_a_step_are_refused(monkeypatch, refused):
     monkeypatch.setenv("XLA_FLAGS", "--xla_a=1 --xla_cpu_enable_fast_math=false")
     inputs = {
         "program": types.SimpleNamespace(config=resolve(config_lib.default()), model=config_lib.default().model),
-        "tokenizer": types.SimpleNamespace(sha256="a"),
+        "tokenizer": types.SimpleNamespace(sha256="a", eos_id=2),
         "batches": types.SimpleNamespace(manifest={}),
     }
     saved = json.loads(json.dumps(resume.settings_of(**inputs)))

@@ -247,19 +247,36 @@ def test_run_with_a_flipped_weight_recovers_bitwise(micro, train, after_step, tm
     assert end_of(tmp_path / "run", micro) == expected
 
 
-def test_batches_of_prompts_alone_update_nothing_and_do_not_end_the_run(micro, train, tmp_path, capsys):
-    """Their mean loss is 0 / 0, which says nothing about the state, however many follow each other."""
+def test_batches_of_prompts_alone_update_nothing_and_end_the_run_where_many_follow_each_other(
+    micro, train, tmp_path, capsys
+):
+    """Their mean loss is 0 / 0, which says nothing about the state."""
     rows = ({"prompt": "It is a truth. " * 150, "answer": "Yes."} for _ in range(8))
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     micro.data.update(train=str(tmp_path / "pairs.jsonl"), text_field="prompt,answer", validation="")
     short(micro, 4)
     micro.train.update(eval_every_steps=0, max_nonfinite_steps=2)
+    with pytest.raises(NonFiniteError, match=r"2 steps in a row had no target, the last one that of step 2: .*seq_len"):
+        train(micro)
+    assert saved_steps(tmp_path / "run") == []
+    capsys.readouterr()
+    micro.train.max_nonfinite_steps = 13
     assert train(micro) == 0
     made = read_rows(tmp_path / "run" / ROWS_FILE)
     assert [row["tokens"] for row in made] == [0] * 12
     assert len({row["param_norm"] for row in made}) == 1
     assert capsys.readouterr().out.count("no target in its batch") == 12
     assert saved_steps(tmp_path / "run")[-1] == 12
+
+
+def test_batches_of_prompts_alone_between_others_do_not_end_the_run(micro, train, tmp_path, capsys):
+    rows = ({"prompt": "It is a truth. " * 11, "answer": "Yes."} for _ in range(8))  # an answer in every other row
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    micro.data.update(train=str(tmp_path / "pairs.jsonl"), text_field="prompt,answer", validation="", batch_size=1)
+    short(micro, 4)
+    micro.train.update(eval_every_steps=0, max_nonfinite_steps=2)
+    assert train(micro) == 0
+    assert capsys.readouterr().out.count("no target in its batch") > 2
 
 
 def test_non_finite_state_is_not_saved_even_if_all_steps_were_finite(micro, train, after_step, tmp_path):
