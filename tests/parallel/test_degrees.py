@@ -88,7 +88,7 @@ def _traces(config):
 def test_nearest_degrees_keep_valid_requested_degrees_and_plan_names_nodes(small):
     small.parallel.tensor, small.parallel.data = 2, 8
     config = resolve(small)
-    assert nearest_degrees(config, 8) == {"pipe": 1, "data": 4, "fsdp": 1, "tensor": 2}
+    assert nearest_degrees(config, 8) == {"pipe": 1, "data": 4, "fsdp": 1, "context": 1, "tensor": 2}
     check_degrees(config, 16)
 
 
