@@ -111,7 +111,7 @@ def test_two_processes_train_as_one_does_until_sigterm_on_one_saves_all(alone, s
     assert "sample before training: It is" in job.out(0)
     assert "micro: 4 x cpu" in job.out(0)
     # Gloo's threads print too, in pieces that may stand between one another
-    of_gloo = r"\[Gloo\] Rank |\d+ is connected to \d+ peer ranks\. Expected number of connected peer ranks is : \d+"
+    of_gloo = r"\[Gloo\]|Rank|is|connected|to|peer|ranks|Expected|number|of|[\d.:]"
     assert re.sub(of_gloo, "", job.out(1)).split() == []
     assert job.error_lines(0) == job.error_lines(1) == []
 
