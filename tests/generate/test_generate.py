@@ -43,7 +43,9 @@ def test_generated_texts_do_not_depend_on_batching_or_mesh(trained_run, texts, g
     words = [f"--checkpoint={trained_run / 'checkpoints' / '24'}", f"--prompt={PROMPTS[0]}", *WORDS]
     code, printed, told = generate_here(*words)
     assert (code, printed) == (0, texts[0] + "\n")
-    assert f"{trained_run}/checkpoints/24, step 24, float32; pipe 1 x data 1 x fsdp 1 x context 1 x tensor 1, cpu" in told
+    assert (
+        f"{trained_run}/checkpoints/24, step 24, float32; pipe 1 x data 1 x fsdp 1 x context 1 x tensor 1, cpu" in told
+    )
     assert "20 new tokens in " in told
     mesh = ["--config.parallel.tensor=2", "--config.parallel.data=-1", "--config.parallel.fsdp=2"]
     for more in (["--batch_size=2"], mesh):
