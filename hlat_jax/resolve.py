@@ -87,6 +87,11 @@ def check_parallel(parallel: ParallelConfig, model: ModelConfig) -> None:
             f"parallel.tensor={tensor} must divide model.num_kv_heads={kv}, or be a multiple of it that divides "
             f"model.num_heads={heads}; use one of {allowed}."
         )
+    if parallel.context > 1 and model.attention not in ("auto", "chunked"):
+        raise ValueError(
+            f"parallel.context={parallel.context} splits the sequence, and model.attention={model.attention!r} needs "
+            "whole rows: set model.attention='chunked' or 'auto', or parallel.context=1."
+        )
     if parallel.pipe > 1 and model.num_layers % parallel.pipe:
         divisors = [d for d in range(1, model.num_layers + 1) if model.num_layers % d == 0]
         raise ValueError(

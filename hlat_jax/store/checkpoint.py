@@ -115,7 +115,7 @@ class Checkpointer:
         handlers.add(STATE_ITEM, ocp.args.PyTreeSave, arrays)
         policies = ocp.checkpoint_managers
         self.exported, self.best = Pinned(), Pinned()
-        if config.keep_best and self._best_link.is_dir():
+        if self._best_link.is_dir():  # also of a run that no longer asks for it
             self.best.step = int(self._best_link.resolve().name)
         kept: list[Any] = [policies.LatestN(config.keep_last), self.exported, self.best]
         if config.keep_every_steps:

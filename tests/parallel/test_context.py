@@ -138,7 +138,6 @@ def test_devices_visit_every_pair_of_blocks_once(monkeypatch, window):
             {"parallel.context": 2, "data.seq_len": 46},
             r"data.seq_len=46 is not a multiple of 4, which parallel.context=2",
         ),
-        ({"parallel.context": 2, "model.attention": "einsum"}, r"whole sequence, and parallel.context=2 splits it"),
         ({"parallel.context": -2}, r"parallel.context=-2 must be positive, or -1"),
     ],
 )

@@ -56,6 +56,9 @@ def test_the_best_checkpoint_is_kept_and_training_ends_early_resumed_or_not(trai
     assert (micro.saved_steps(parts), (parts / "best").resolve().name) == (micro.saved_steps(whole), str(best))
     train(parts, train__early_stop_evals=3)  # at its end, it ends again
     assert evals(parts) == losses
+    train(parts, checkpoint__keep_best=False, train__num_steps=max(losses) + 2, checkpoint__every_steps=1)
+    assert (parts / "best").resolve() == parts / "checkpoints" / str(best)
+    assert (parts / "best").is_dir()  # though newer ones have been kept in its place
     last, lower = max(losses), {"optimizer__peak_lr": 1e-4, "train__num_steps": max(losses) + 4}
     branch = train(tmp_path / "branch", train__branch_from=f"{whole}@{last}", train__early_stop_evals=3, **lower)
     new = {step: loss for step, loss in evals(branch).items() if step > last}

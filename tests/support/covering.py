@@ -11,11 +11,12 @@ import covertable
 
 Row = dict[str, Any]
 NUM_DEVICES = 8
-DEGREES = ("pipe", "data", "fsdp", "tensor")
+DEGREES = ("pipe", "data", "fsdp", "context", "tensor")
 VALUES: dict[str, list] = {
     "pipe": [1, 2, 4],
     "data": [1, 2, 4],
     "fsdp": [1, 2, 4],
+    "context": [1, 2, 4],
     "tensor": [1, 2, 4],
     "zero1": [False, True],
     "sequence_parallel": [False, True],
@@ -30,7 +31,7 @@ VALUES: dict[str, list] = {
     "packing": ["concat", "documents"],
     "layer_loop": ["scan", "unroll"],
     "remat": ["none", "full", "selective", "products", "policy:everything_saveable"],
-    "attention": ["einsum", "blocked", "chunked"],
+    "attention": ["chunked", "einsum", "blocked"],
     "cross_entropy": ["dense", "chunked", "reference"],
     "rms_norm": ["reference", "recomputed"],
     "swiglu": ["reference", "recomputed"],
@@ -57,6 +58,9 @@ QUICK: dict[str, Row] = {
     | {"bucket_bytes": 4096, "num_microbatches": 2, "accumulate": "programs", "z_loss_weight": 1e-2, "spikes": "skip"}
     | {"packing": "documents", "remat": "selective", "attention": "blocked", "tie_embeddings": True, "num_kv_heads": 2}
     | {"optimizer": "muon", "qkv_bias": True, "qk_norm": True, "sliding_window": 5, "rope_scaling": "yarn"},
+    "context": FIRST
+    | {"pipe": 2, "context": 2, "tensor": 2, "zero1": True, "sequence_parallel": True, "num_microbatches": 2}
+    | {"packing": "documents", "remat": "full", "fuse_qkv": True, "sliding_window": 5, "sliding_window_layers": "2:2"},
 }
 # What is refused: the keys that it depends on, whether a row is, a row, and what the error says.
 REFUSED = {
@@ -65,6 +69,12 @@ REFUSED = {
         lambda row: num_devices(row) > NUM_DEVICES,
         {"pipe": 4, "data": 4},
         "need 16 devices and there are 8; use 16 devices, or change a degree",
+    ),
+    "attention of whole rows": (
+        ("context", "attention"),
+        lambda row: row["context"] > 1 and row["attention"] != "chunked",
+        {"context": 2, "attention": "einsum"},
+        "parallel.context=2 splits the sequence.* set model.attention='chunked' or 'auto', or parallel.context=1",
     ),
     "microbatches of stages": (
         ("pipe", "reduce_gradients"),
@@ -98,6 +108,16 @@ def covering_array(seed: int) -> list[Row]:
     constraints = [
         {"operator": "fn", "requires": list(keys), "evaluate": lambda row, is_refused=is_refused: not is_refused(row)}
         for keys, is_refused, _, _ in REFUSED.values()
+    ]
+    # too many devices already of some degrees: else the search goes far into rows that no value completes
+    constraints += [
+        {
+            "operator": "fn",
+            "requires": some,
+            "evaluate": lambda row, some=some: math.prod(map(row.get, some)) <= NUM_DEVICES,
+        }
+        for size in (2, 3, 4)
+        for some in map(list, itertools.combinations(DEGREES, size))
     ]
     return covertable.make(VALUES, constraints=constraints, presets=list(QUICK.values()), salt=str(seed))
 
