@@ -82,7 +82,7 @@ def test_single_device_module_has_per_device_shapes_and_collectives(computation)
     """Its parameters are the shards of JAX's own shardings; bf16 values are reduced as bf16."""
     config = small_config(data=4, tensor=2, policy="mixed")
     module, degrees = hlo.device_module("train", config, 8, max_devices=8)
-    assert degrees == {"pipe": 1, "data": 4, "fsdp": 1, "tensor": 2}
+    assert degrees == {"pipe": 1, "data": 4, "fsdp": 1, "context": 1, "tensor": 2}
     assert_ids_are_small_and_whole(module)
     text = computation(module).as_hlo_text()
     assert text.startswith("HloModule jit_train_step")
