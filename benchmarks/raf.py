@@ -47,7 +47,7 @@ MIB = 2**20
 RATE, DECAY = 1e-4, 0.01  # AdamW's betas and eps are those of both libraries: 0.9, 0.999, 1e-8
 TOLERANCE = 1e-4  # of losses in fp32, relative
 TORCH = {"PyTorch eager": False, "PyTorch torch.compile": True}
-TORCH_BF16 = {f"{name}, bf16": is_compiled for name, is_compiled in TORCH.items()}  # with --gpu
+TORCH_BF16 = {f"{name} bf16": is_compiled for name, is_compiled in TORCH.items()}  # with --gpu
 PASSES = {
     "plain JAX": (),
     "rewrite": ("rewrite",),
@@ -492,7 +492,7 @@ def compare_steps(name: str, model: Model, args: argparse.Namespace) -> bool:
     """Prints the table of one model; returns whether all losses in fp32 agree."""
     job = {"optimizer": "adamw", "batch": args.batch, "seq_len": args.seq_len, "compilations": args.compilations}
     job["gpu"], bf16 = args.gpu, TORCH_BF16 if args.gpu else {}
-    names = [each for each in (*TORCH, *bf16, *PASSES) if not args.only or each in args.only.split(";")]
+    names = [each for each in (*TORCH, *bf16, *PASSES) if not args.only or each in args.only.split(",")]
     print(f"\n{name}: {args.batch} x {args.seq_len} tokens, {model}, {os.cpu_count()} cores")
     if TORCH.keys() & {*names} and not shutil.which("g++") and "PyTorch torch.compile" in names:
         print("PyTorch torch.compile: left out, there is no C++ compiler (g++)")
@@ -571,7 +571,7 @@ def compare_batches(name: str, model: Model, args: argparse.Namespace) -> bool:
 def print_memory(name: str, model: Model, args: argparse.Namespace) -> bool:
     """Prints the bytes of a step of one model with each pass."""
     job = {"optimizer": "sgd", "batch": args.batch, "seq_len": args.seq_len, "compilations": args.compilations}
-    for each in (each for each in PASSES if not args.only or each in args.only.split(";")):
+    for each in (each for each in PASSES if not args.only or each in args.only.split(",")):
         worker = Worker(each, model, budget=args.budget_share, compile_only=True, **job)
         found = worker.ready or {"bytes": 0, "done": "failed"}
         print(f"| {name}, {each} | {found['bytes'] / MIB:.0f} | {found['done']} |", flush=True)
@@ -592,7 +592,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--width", type=int, help="a multiple of 64, the width of a head")
     parser.add_argument("--vocab", type=int)
-    parser.add_argument("--only", default="", help="contenders of step and memory, with semicolons")
+    parser.add_argument("--only", default="", help="contenders of step and memory, with commas")
     parser.add_argument("--gpu", action="store_true", help="run on the GPU")
     parser.add_argument("--budget_share", type=float, default=0.8, help="of the temporaries of plain JAX")
     parser.add_argument("--compilations", type=int, default=4, help="most programs of a search under a budget")

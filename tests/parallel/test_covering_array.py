@@ -31,6 +31,9 @@ METRICS = ("loss", "grad_norm", "param_norm")
 # Relative differences of loss, gradient norm and parameter norm from one device with the same policy: of fp32 sums in
 # another order, and of bf16, which rounds at 4e-3. Where all targets are one token, roundings do not average out.
 EXACT, NARROW, NARROW_SPIKE = (5e-6, 5e-6, 5e-6), (1e-3, 5e-3, 5e-4), (1e-3, 3e-2, 5e-4)
+# Adam magnifies the rounding of gradients near zero. In fp32 a row may differ by more than EXACT where one device does
+# with the row's microbatches and ops (measured: 1.6e-5 of a gradient norm, with one KV head, yarn and 4 microbatches).
+MAGNIFIED = 5e-5
 # The options that change what one device computes; all others may change the order of sums alone.
 NUMERICS = (
     *("optimizer", "policy", "packing", "z_loss_weight", "tie_embeddings", "fuse_qkv", "num_kv_heads"),
@@ -128,6 +131,11 @@ def assert_equals_one_device(row):
     bounds = [EXACT if is_exact else NARROW_SPIKE if spike else NARROW for spike in is_spike]
     without_padding(state["params"])
     errors = np.abs(got / wanted - 1)
+    if is_exact and not (errors <= bounds).all():
+        own_order = row | dict.fromkeys(covering.DEGREES, 1) | {"num_layers": config.model.num_layers}
+        by_order = np.abs(trained(configured(own_order), jax.devices()[:1])[1] / wanted - 1)
+        assert by_order.max() <= MAGNIFIED
+        bounds = np.maximum(bounds, 3 * by_order)
     assert (errors <= bounds).all(), errors
     if is_exact:  # gradients element by element, relative to the largest
         mu = without_padding(state["opt_state"]["inner"]["mu"])
