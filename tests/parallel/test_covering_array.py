@@ -24,6 +24,9 @@ from hlat_jax.program import make_program, state_bytes
 from hlat_jax.resolve import resolve
 
 NUM_STEPS = 5
+# Adam magnifies the rounding of gradients near zero in proportion to the rate: at 3e-3 microbatches on one device alone
+# changed a gradient norm by 1.6e-5, with one KV head and yarn.
+RATE = 5e-4
 VOCAB = 61  # which only padding splits into parts
 SPIKE = 3  # the step whose targets are all one token
 NUM_PARTS = 16  # of the array, a test each
@@ -31,9 +34,6 @@ METRICS = ("loss", "grad_norm", "param_norm")
 # Relative differences of loss, gradient norm and parameter norm from one device with the same policy: of fp32 sums in
 # another order, and of bf16, which rounds at 4e-3. Where all targets are one token, roundings do not average out.
 EXACT, NARROW, NARROW_SPIKE = (5e-6, 5e-6, 5e-6), (1e-3, 5e-3, 5e-4), (1e-3, 3e-2, 5e-4)
-# Adam magnifies the rounding of gradients near zero. In fp32 a row may differ by more than EXACT where one device does
-# with the row's microbatches and ops (measured: 1.6e-5 of a gradient norm, with one KV head, yarn and 4 microbatches).
-MAGNIFIED = 5e-5
 # The options that change what one device computes; all others may change the order of sums alone.
 NUMERICS = (
     *("optimizer", "policy", "packing", "z_loss_weight", "tie_embeddings", "fuse_qkv", "num_kv_heads"),
@@ -87,7 +87,7 @@ def trained(config, devices):
     initial, rows, spikes = jax.tree.map(np.array, state["params"]), [], []  # copies: the state is donated
     for step in range(NUM_STEPS):
         batch = program.shard(make_batch(step, config.data.packing))
-        state, metrics = step_fn(state, batch, np.float32(3e-3))
+        state, metrics = step_fn(state, batch, np.float32(RATE))
         rows.append([float(getattr(metrics, name)) for name in METRICS])
         spikes.append(metrics.spike if metrics.spike is None else bool(metrics.spike))
         assert float(metrics.num_tokens) == make_batch(step, config.data.packing).weights.sum()
@@ -131,11 +131,6 @@ def assert_equals_one_device(row):
     bounds = [EXACT if is_exact else NARROW_SPIKE if spike else NARROW for spike in is_spike]
     without_padding(state["params"])
     errors = np.abs(got / wanted - 1)
-    if is_exact and not (errors <= bounds).all():
-        own_order = row | dict.fromkeys(covering.DEGREES, 1) | {"num_layers": config.model.num_layers}
-        by_order = np.abs(trained(configured(own_order), jax.devices()[:1])[1] / wanted - 1)
-        assert by_order.max() <= MAGNIFIED
-        bounds = np.maximum(bounds, 3 * by_order)
     assert (errors <= bounds).all(), errors
     if is_exact:  # gradients element by element, relative to the largest
         mu = without_padding(state["opt_state"]["inner"]["mu"])
