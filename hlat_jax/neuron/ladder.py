@@ -68,12 +68,12 @@ def rungs(config: Config, *, num_devices: int, node_devices: int, target: str = 
     degrees = programs.layout_for_neuron(config, num_devices, target=target).degrees
     num_stages, num_layers = degrees["pipe"], config.model.num_layers
     rows = _rows(config, num_devices)
-    last = config.data.batch_size // (num_devices // (degrees["pipe"] * degrees["tensor"]) * rows)  # microbatches
+    last = config.data.batch_size // (num_devices // _replica_size(degrees) * rows)  # microbatches
     sizes = [(1, 1, 1, 1), (1, 1, 1, rows)]  # layers, stages, microbatches, rows of one
     sizes += [(layers, 1, 1, rows) for layers in _powers(2, num_layers // num_stages)]
     sizes += [(layers, num_stages, 1, rows) for layers in (num_stages, num_layers)]
     sizes += [(num_layers, num_stages, microbatches, rows) for microbatches in _powers(_MICROBATCH_FACTOR, last)]
-    shards = math.prod(max(1, getattr(config.parallel, axis)) for axis in ("fsdp", "tensor"))
+    shards = math.prod(max(1, getattr(config.parallel, axis)) for axis in ("fsdp", "context", "tensor"))
     # each on the fewest whole nodes that hold a replica
     runs = [(size, min(num_devices, math.ceil(size[1] * shards / node_devices) * node_devices)) for size in sizes]
     runs.append(((num_layers, num_stages, last, rows), num_devices))
@@ -96,7 +96,8 @@ def _rung(
         within = [f"{part.start}:{min(part.stop - 1, layers)}" for part in parts if part.start <= layers]
         changes["model.sliding_window_layers"] = ",".join(within)
         changes["model.sliding_window"] = config.model.sliding_window if within else 0
-    replicas = max(1, num_devices // (stages * whole[1]["tensor"]))  # one where parallel.tensor takes all devices
+    # one where parallel.tensor takes all devices
+    replicas = max(1, num_devices // _replica_size(whole[1] | {"pipe": stages}))
     changes["data.batch_size"] = replicas * microbatches * rows
     if num_devices != whole[0] and -1 not in [getattr(config.parallel, axis) for axis in MESH_AXES]:
         changes["parallel.data"] = -1
@@ -199,9 +200,14 @@ def _rows(config: Config, num_devices: int) -> int:
 
     def batches(count: int) -> int:
         degrees = programs.layout_for_neuron(config, count).degrees
-        return config.data.batch_size // (count // (degrees["pipe"] * degrees["tensor"]))
+        return config.data.batch_size // (count // _replica_size(degrees))
 
     return math.gcd(max(1, batches(recipe) // config.train.num_microbatches), batches(num_devices))
+
+
+def _replica_size(degrees: dict[str, int]) -> int:
+    """Returns the number of devices with the same rows."""
+    return degrees["pipe"] * degrees["context"] * degrees["tensor"]
 
 
 def _powers(factor: int, last: int) -> list[int]:

@@ -224,7 +224,8 @@ def _advice(config: Config, num_devices: int, server: Server | None) -> str:
     note = f" (parallel.{remains[0]}=-1 is the rest)" if remains else ""
     nearest = nearest_degrees(config, num_devices, server=server)
     if nearest is None:
-        return f"No degrees pass every check on {num_devices} device(s)."
+        kept = f" with parallel.context={config.parallel.context}" if config.parallel.context > 1 else ""
+        return f"No degrees pass every check on {num_devices} device(s){kept}."
     changed = [f"parallel.{axis}={d}" for axis, d in nearest.items() if getattr(config.parallel, axis) not in (d, -1)]
     return f"The nearest degrees that pass every check on {num_devices} devices: {', '.join(changed)}{note}."
 
@@ -251,15 +252,18 @@ def _check_model(model: ModelConfig, layout: Layout) -> None:
 
 
 def _check_seq_len(seq_len: int, layout: Layout) -> None:
-    within = layout.size(TENSOR) if layout.sequence_parallel else 1
-    if not layout.wide(CONTEXT):
+    degree = layout.size(CONTEXT)
+    if degree == 1:
         _check_divisor("data.seq_len", seq_len, layout, TENSOR)
-    elif seq_len % (2 * layout.size(CONTEXT)) or seq_len // layout.size(CONTEXT) % within:
-        parts = layout.size(CONTEXT) * math.lcm(2, within)
+        return
+    within = layout.size(TENSOR) if layout.sequence_parallel else 1
+    block = 64 if seq_len > 2 * degree * 256 else 1  # attention visits whole blocks of a chunk, of at most 256
+    parts = degree * math.lcm(2 * block, within)
+    if seq_len % parts:
         raise ValueError(
-            f"data.seq_len={seq_len} is not a multiple of {parts}, which parallel.context={layout.size(CONTEXT)} needs "
-            f"(two chunks a device{f', each part split over parallel.tensor={within}' * (within > 1)}); change one of "
-            "them."
+            f"data.seq_len={seq_len} is not a multiple of {parts}, which parallel.context={degree} needs: two chunks a "
+            f"device{f', of blocks of {block} positions' * (block > 1)}"
+            f"{f', each part split over parallel.tensor={within}' * (within > 1)}; change one of them."
         )
 
 

@@ -106,12 +106,13 @@ def _layout(config: config_lib.Config, num_devices: int, *, platform: str) -> An
     import jax
 
     from hlat_jax.parallel.degrees import layout_over
+    from hlat_jax.parallel.sharding import MESH_AXES
     from hlat_jax.parallel.virtual_devices import planned_layout
 
     if not num_devices and not platform:
         return layout_over(config, jax.devices())
     degrees = dataclasses.asdict(config.parallel)
-    fewest = math.prod(degrees[axis] for axis in ("pipe", "data", "fsdp", "tensor") if degrees[axis] != -1)
+    fewest = math.prod(degrees[axis] for axis in MESH_AXES if degrees[axis] != -1)
     return planned_layout(config, num_devices or fewest, platform=platform or jax.default_backend())
 
 

@@ -18,7 +18,7 @@ from hlat_jax.facts import hardware
 from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.ops.choices import chosen_model
 from hlat_jax.parallel.degrees import all_degrees, passes
-from hlat_jax.parallel.sharding import TENSOR, Layout, abstract_layout
+from hlat_jax.parallel.sharding import CONTEXT, TENSOR, Layout, abstract_layout
 from hlat_jax.plan import roofline
 from hlat_jax.plan.collectives import Collective
 from hlat_jax.plan.report import Site, make_plan
@@ -98,7 +98,10 @@ def candidates(config: Config, site: Site) -> Iterator[tuple[Estimate, Config]]:
             continue
         rows = config.data.batch_size // replicas
         tree = config.to_dict()
-        tree["parallel"] |= degrees | {"zero1": degrees["data"] > 1, "sequence_parallel": degrees["tensor"] > 1}
+        tree["parallel"] |= degrees | {
+            "zero1": degrees["data"] * context > 1,
+            "sequence_parallel": degrees["tensor"] > 1,
+        }
         tree["train"]["num_microbatches"] = rows
         tree["model"]["fuse_qkv"] &= degrees["tensor"] <= config.model.num_kv_heads
         try:
@@ -161,11 +164,15 @@ def estimate(config: Config, layout: Layout, *, target: hardware.Instance, state
     seconds /= roofline.efficiency(target)
     again, runs, x_bytes = model.remat != "none", ticks * num_layers, tokens * model.embed_dim * itemsize
     weights = params // num_layers * layout.size(("fsdp",))
+    kv_heads = max(1, model.num_kv_heads // tensor)
+    keys_and_values = 2 * tokens * layout.size(CONTEXT) * kv_heads * model.head_dim * itemsize
     for axes, kind, sent, trips in (
         (TENSOR, "all-reduce", x_bytes, (4 + again) * runs),
         (("fsdp",), "all-gather", weights, (1 + again) * runs),
         (("fsdp",), "reduce-scatter", weights, runs),
-        (("data",), "all-reduce", gradients, 1),
+        (CONTEXT, "all-gather", keys_and_values, (2 + again) * runs),
+        (CONTEXT, "reduce-scatter", keys_and_values, runs),
+        (("data", *CONTEXT), "all-reduce", gradients, 1),
         (("pipe",), "all-reduce", x_bytes // tensor, 3 * num_microbatches),
     ):
         if wide := layout.wide(axes):
@@ -185,6 +192,8 @@ def ranking_table(result: dict[str, Any], where: str) -> str:
         )
     by = "projected step" if result["by"] == "step_s" else "memory, as the speed of the device is unknown"
     title = f"Layouts that fit {where}, by {by}; {planned} of {layouts} planned"
+    if (context := result["rows"][0]["layout"]["context"]) > 1:
+        title += f"; parallel.context={context}"
     if any(row["disputed_groups"] for row in result["rows"]):
         title += "; of those marked ? pages contradict each other on the groups of cores or do not name them"
     lines = [

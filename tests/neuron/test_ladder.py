@@ -30,7 +30,7 @@ def rungs_of(name, num_devices=0, **options):
 
 def sizes(rung):
     c, degrees = rung.config, programs.layout_for_neuron(rung.config, rung.num_devices).degrees
-    replicas = rung.num_devices // (degrees["pipe"] * degrees["tensor"])
+    replicas = rung.num_devices // (degrees["pipe"] * degrees["context"] * degrees["tensor"])
     rows = c.data.batch_size // replicas // c.train.num_microbatches
     return c.model.num_layers, degrees["pipe"], c.train.num_microbatches, rows, rung.num_devices
 
@@ -45,6 +45,16 @@ def test_rungs_lead_from_one_layer_to_the_recipe():
         assert len(set(steps)) == len(steps) <= 12
         # each rung has more of something than the one before; 70b's first with stages has fewer layers than a stage
         assert all(any(new > old for new, old in zip(b, a, strict=True)) for a, b in itertools.pairwise(steps))
+
+
+def test_rungs_of_a_split_sequence_have_the_rows_of_the_recipe():
+    c = config_files.load("tiny")
+    c.parallel.update(context=4, data=2)
+    c.data.batch_size, c.train.num_microbatches = 8, 4
+    config = resolve(c)
+    rungs = ladder.rungs(config, num_devices=8, node_devices=2)
+    assert (rungs[-1].config, rungs[-1].changes) == (config, {})
+    assert (sizes(rungs[0]), sizes(rungs[-1])) == ((1, 1, 1, 1, 4), (6, 1, 4, 1, 8))
 
 
 def test_rungs_have_the_windows_of_their_layers():

@@ -138,6 +138,10 @@ def test_devices_visit_every_pair_of_blocks_once(monkeypatch, window):
             {"parallel.context": 2, "data.seq_len": 46},
             r"data.seq_len=46 is not a multiple of 4, which parallel.context=2",
         ),
+        (
+            {"parallel.context": 2, "data.seq_len": 2056, "model.max_positions": 2056},
+            r"data.seq_len=2056 is not a multiple of 256, .* of blocks of 64 positions",
+        ),
         ({"parallel.context": -2}, r"parallel.context=-2 must be positive, or -1"),
     ],
 )

@@ -200,6 +200,12 @@ ESTIMATED = [
 ]
 
 
+def test_search_keeps_the_context_and_splits_the_state_over_it():
+    config = small_config(rows=8, policy="mixed", context=2, kernel="chunked")
+    scored = list(search.candidates(config, Site("trn1.2xlarge", 1)))
+    assert {(c.parallel.context, c.parallel.data, c.parallel.zero1) for _, c in scored} == {(2, 1, True)}
+
+
 def test_estimates_of_the_search_are_near_the_plan():
     for changes in ESTIMATED:
         config = planned_config(**{"data": 1} | changes)

@@ -8,6 +8,7 @@ KEYS = {
     "fuse": ("model", "fuse_qkv"),
     "loop": ("model", "layer_loop"),
     "policy": ("precision", "policy"),
+    "kernel": ("model", "attention"),
     "m": ("train", "num_microbatches"),
     "rows": ("data", "batch_size"),
     "optimizer": ("optimizer", "name"),
@@ -64,7 +65,7 @@ def _resolved(c, changes):
 def num_devices(config):
     """Returns the product of a config's degrees, where -1 counts as 1."""
     p = config.parallel
-    return max(1, p.pipe) * max(1, p.data) * max(1, p.fsdp) * max(1, p.tensor)
+    return max(1, p.pipe) * max(1, p.data) * max(1, p.fsdp) * max(1, p.context) * max(1, p.tensor)
 
 
 def name(changes):
