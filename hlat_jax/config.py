@@ -10,7 +10,6 @@ import dataclasses
 import math
 from typing import Any, get_type_hints
 
-from hlat_jax.facts.byte_sizes import parse_bytes
 from hlat_jax.facts.names import nearest
 from hlat_jax.facts.number_ranges import parse_ranges
 from hlat_jax.facts.policies import POLICY_FACTS
@@ -146,9 +145,7 @@ class ModelConfig:
                 f"{self.num_layers}; end it there."
             )
         choices = ("auto", "none", "full", "selective", "products")
-        if self.remat.startswith(REMAT_BUDGET):
-            parse_bytes(self.remat.removeprefix(REMAT_BUDGET), name="model.remat: the budget")
-        elif self.remat not in choices and not self.remat.startswith(("names:", "saved:", "policy:")):
+        if self.remat not in choices and not self.remat.startswith(("names:", "saved:", "policy:", REMAT_BUDGET)):
             raise ValueError(
                 f"model.remat={self.remat!r} must be {', '.join(choices)}, names:A,B,..., saved:A,B,..., "
                 "policy:dots_saveable or the like, or budget:12GiB."
@@ -188,7 +185,7 @@ class ParallelConfig:
     pipe: int = _key(1, "Pipeline stages.")
     data: int = _key(-1, "Replicas of the parameters.")
     fsdp: int = _key(1, "Shards of parameters and optimizer state, gathered for use.")
-    context: int = _key(1, "Parts of the sequence of each row; attention gathers keys and values.")
+    context: int = _key(1, "Parts of the sequence of each row.")
     tensor: int = _key(1, "Megatron tensor parallel degree.")
     zero1: bool = _key(False, "Shard optimizer state and master weights over data.")
     sequence_parallel: bool = _key(False, "Shard activations between blocks over tensor along the sequence.")
@@ -201,6 +198,11 @@ class ParallelConfig:
         "permute",
         "Stages send to their neighbors by a permute, or gather the values of all stages and take the one they need.",
         choices=("permute", "all_gather"),
+    )
+    context_exchange: str = _key(
+        "all_gather",
+        "With context, attention gathers the keys and values of all devices, or they pass by in a ring of permutes.",
+        choices=("all_gather", "ring"),
     )
     bucket_bytes: int = _key(0, "Gradients share collectives of at most so many bytes a device; 0: one each.", least=0)
 

@@ -39,6 +39,29 @@ LAYOUTS = {
         "model.remat": "selective",
     },
     "window": {"parallel.context": 4, "model.sliding_window": 7},
+    "ring": {"parallel.context": 4, "parallel.context_exchange": "ring"},
+    "ring, rows, tensor, remat": {
+        "parallel.context": 2,
+        "parallel.data": 2,
+        "parallel.tensor": 2,
+        "parallel.context_exchange": "ring",
+        "parallel.zero1": True,
+        "model.remat": "full",
+    },
+    "ring, window shorter than a chunk": {
+        "parallel.context": 4,
+        "parallel.context_exchange": "ring",
+        "model.sliding_window": 3,
+    },
+    "ring, stages, windows that differ": {
+        "parallel.context": 2,
+        "parallel.pipe": 2,
+        "parallel.context_exchange": "ring",
+        "model.sliding_window": 7,
+        "model.sliding_window_layers": "1:2",
+        "train.num_microbatches": 2,
+        "model.remat": "selective",
+    },
     "windows that differ": {
         "parallel.context": 2,
         "parallel.fsdp": 2,
@@ -116,15 +139,17 @@ def test_a_document_does_not_reach_another_across_the_split():
     assert (before[:, :19] != after[:, :19]).any(axis=(2, 3)).all()
 
 
+@pytest.mark.parametrize("is_ring", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 9, 40])
-def test_devices_visit_every_pair_of_blocks_once(monkeypatch, window):
+def test_devices_visit_every_pair_of_blocks_once(monkeypatch, window, is_ring):
     monkeypatch.setattr(context_attention.chunked_attention, "BLOCK", 4)
-    context_attention.block_tables.cache_clear()
-    pairs, query_starts, key_starts = context_attention.block_tables(SEQ_LEN, 3, window)
-    context_attention.block_tables.cache_clear()
+    context_attention.tables.cache_clear()
+    turns, query_starts, key_starts = context_attention.tables(SEQ_LEN, 3, window, is_ring=is_ring)
+    context_attention.tables.cache_clear()
     visited = []
-    for own, starts in zip(pairs, query_starts, strict=True):
-        visited += [(starts[query], key_starts[key]) for query, key in own]
+    for turn, pairs in enumerate(turns):
+        for own, queries, keys in zip(pairs, query_starts, key_starts[:, turn], strict=True):
+            visited += [(queries[query], keys[key]) for query, key in own]
     unmasked = [(query, key) for query, key in visited if query >= key]
     wanted = {(q, k) for q in range(0, SEQ_LEN, 4) for k in range(0, q + 1, 4) if window is None or q - k - 3 < window}
     assert sorted(unmasked) == sorted(wanted)

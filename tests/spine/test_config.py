@@ -249,6 +249,7 @@ FIELDS = {
     "parallel.zero1": Row(True, placement),
     "parallel.reduce_gradients": Row("layer", program_8),
     "parallel.bucket_bytes": Row(4096, program_8),
+    "parallel.context_exchange": Row("ring", program_8, given={"parallel.context": 2}),
     "parallel.pipe_exchange": Row("all_gather", program_8, given={"parallel.pipe": 2}),
     "parallel.sequence_parallel": Row(True, program_8, given={"parallel.tensor": 2}),
     "precision.policy": Row("mixed", program),

@@ -22,6 +22,7 @@ VALUES: dict[str, list] = {
     "sequence_parallel": [False, True],
     "reduce_gradients": ["step", "microbatch", "layer"],
     "pipe_exchange": ["permute", "all_gather"],
+    "context_exchange": ["all_gather", "ring"],
     "bucket_bytes": [0, 4096],
     "num_microbatches": [1, 2, 4],
     "accumulate": ["scan", "programs"],
