@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 import os
 import pathlib
@@ -34,6 +36,7 @@ NAME is a task of the LM Evaluation Harness, or one of the paper's suites: hlat 
 `lm_eval ...` is the harness's own command with our model type registered; it takes everything that lm_eval takes.
 """
 
+_FIRST_RANGE = 64  # positions
 _KINDS = ("tasks", "text", "data", "validation")
 
 
@@ -116,24 +119,37 @@ def _run_text(values: flags.FlagValues) -> None:
     began = time.monotonic()
     with show_progress("reading the text") as status:
         documents = _documents(values, trained)
-        pairs = [pair for document in documents for pair in windows(document.ids, window)]
+        ranges = position_ranges(window) if values.by_position else []
+        cut = functools.partial(pieces, ranges=ranges) if ranges else functools.partial(windows, window=window)
+        pairs = [pair for document in documents for pair in cut(document.ids)]
         if not pairs:
             raise ValueError(f"no token to predict in {count_text(len(documents), 'document')}; give text.")
         num_rows = min(values.batch_size, -(-len(pairs) // trained.layout.row_degree))
         status.text = count_text(len(pairs), "window")
         scorer = Scorer(trained.model, trained.params, layout=trained.layout, num_rows=num_rows)
-        nats = -math.fsum(score.log_likelihood for score in scorer(pairs, status=status))
+        losses = [-score.log_likelihood for score in scorer(pairs, status=status)]
     sums = {
         "num_documents": len(documents),
         "num_bytes": sum(document.num_bytes for document in documents),
         "num_tokens": sum(len(document.ids) - 1 for document in documents),
-        "num_windows": len(pairs),
+        "num_windows": sum(len(context) == 1 for context, _ in pairs) if ranges else len(pairs),
     }
     sizes = ", ".join(count_text(number, name[4:-1]) for name, number in sums.items())
     rate = sums["num_tokens"] / (time.monotonic() - began)
     print(f"text             {sizes} of at most {window:,} tokens; {rate:,.0f} tokens/s, with compilation")
+    by_position = []
+    for first, stop in ranges:  # of a pair, the context ends at the first of its positions
+        there = [(loss, len(pair[1])) for pair, loss in zip(pairs, losses, strict=True) if len(pair[0]) == first + 1]
+        total, count = (math.fsum(column) for column in zip(*there, strict=True)) if there else (0.0, 0)
+        by_position.append({"first": first, "last": stop - 1, "nats": total, "num_tokens": int(count)})
+        if there:
+            print(
+                f"{f'{first:,}-{stop - 1:,}':16} {total / count:.4f} nats per token, {count_text(int(count), 'token')}"
+            )
+    nats = math.fsum(losses)
     measured = measures(nats, sums["num_tokens"], num_bytes=sums["num_bytes"])
-    _report(values, trained, measured, {**sums, "nats": nats, "window": window})
+    more = {"by_position": by_position} if ranges else {}
+    _report(values, trained, measured, {**sums, "nats": nats, "window": window, **more})
 
 
 def _run_validation(values: flags.FlagValues) -> None:
@@ -215,6 +231,23 @@ def windows(ids: np.ndarray, window: int) -> Iterator[tuple[np.ndarray, np.ndarr
         start, done = stop - window // 2, stop
 
 
+def position_ranges(window: int) -> list[tuple[int, int]]:
+    """Returns (first, stop) of ranges of positions, each as long as all before it, up to the end of the window."""
+    bounds = [0, *(_FIRST_RANGE << number for number in range(32) if _FIRST_RANGE << number < window), window]
+    return list(itertools.pairwise(bounds))
+
+
+def pieces(ids: np.ndarray, ranges: Sequence[tuple[int, int]]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields (context, continuation) of windows that do not overlap, and of each the positions of each range.
+
+    So each of `ids[1:]` is predicted once, from all tokens of its window before it.
+    """
+    for start in range(0, len(ids) - 1, ranges[-1][1]):
+        for first, stop in ranges:
+            if start + first + 1 < len(ids):
+                yield ids[start : start + first + 1], ids[start + first + 1 : start + stop + 1]
+
+
 def _documents(values: flags.FlagValues, trained: inference.TrainedModel) -> list[Document]:
     """Returns the documents of --data or --text; raises ValueError for files that are missing or not UTF-8."""
     from hlat_jax.data import sources
@@ -257,6 +290,7 @@ def _define(values: flags.FlagValues) -> None:
     flags.DEFINE_string("text_field", "text", "JSONL key or column that holds the text.", **options)
     flags.DEFINE_bool("bos", None, "Begin texts with BOS; unset: as the tokenizer or run is configured.", **options)
     flags.DEFINE_integer("window", 0, "Most tokens of a window; 0: model.max_positions.", 0, **options)
+    flags.DEFINE_bool("by_position", False, "Windows do not overlap; also the loss by position in them.", **options)
     flags.DEFINE_integer("batch_size", 8, "Windows, or questions, in a batch on each replica.", 1, **options)
     flags.DEFINE_string("json", "", "Also write the figures to this file.", **options)
 

@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import pathlib
+import re
 import shutil
 import types
 
@@ -27,7 +28,7 @@ from hlat_jax.batch import concat_batch
 from hlat_jax.cli import config_files
 from hlat_jax.data.formats.paths import asset_path
 from hlat_jax.evaluate import __main__ as evaluate
-from hlat_jax.evaluate.__main__ import windows
+from hlat_jax.evaluate.__main__ import pieces, position_ranges, windows
 from hlat_jax.generate.inference import TrainedModel
 from hlat_jax.generate.scoring import Scorer
 from hlat_jax.model import apply, init_params
@@ -81,6 +82,36 @@ def test_windows_predict_each_token_once_with_at_least_half_a_window_of_context(
             assert len(context) >= min(window // 2, continuation[0])
             predicted += continuation.tolist()
         assert predicted == list(range(1, length))
+
+
+def test_pieces_predict_each_token_once_from_all_before_it_in_its_window():
+    for window, length in itertools.product((2, 64, 200), (1, 2, 64, 65, 66, 500)):
+        ranges, predicted = position_ranges(window), []
+        assert [first for first, _ in ranges] == [first for first in (0, 64, 128) if first < window]
+        for context, continuation in pieces(np.arange(length), ranges):
+            np.testing.assert_array_equal(np.diff([*context, *continuation]), 1)
+            assert context[0] % window == 0
+            assert (len(context) - 1, len(context) - 1 + len(continuation)) in ranges or continuation[-1] == length - 1
+            predicted += continuation.tolist()
+        assert predicted == list(range(1, length))
+
+
+def test_loss_by_position_is_that_of_its_window_in_parts(trained_run, evaluate_here, tmp_path, monkeypatch):
+    path, out = tmp_path / "text.jsonl", tmp_path / "found.json"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    words = [f"--checkpoint={trained_run}", f"--data={path}", "--window=15", "--by_position", f"--json={out}"]
+    assert evaluate_here(*words)[0] == 0
+    whole = json.loads(out.read_text())
+    assert [(part["first"], part["last"]) for part in whole["by_position"]] == [(0, 14)]
+    monkeypatch.setattr("hlat_jax.evaluate.__main__._FIRST_RANGE", 4)
+    code, printed, _ = evaluate_here(*words)
+    parts = json.loads(out.read_text())
+    assert code == 0
+    assert [(part["first"], part["last"]) for part in parts["by_position"]] == [(0, 3), (4, 7), (8, 14)]
+    assert parts["num_windows"] == whole["num_windows"] < sum(part["num_tokens"] for part in parts["by_position"])
+    for key in ("nats", "num_tokens"):
+        assert sum(part[key] for part in parts["by_position"]) == pytest.approx(whole[key], rel=1e-6)
+    assert re.search(r"^8-14 +\d\.\d{4} nats per token, \d+ tokens$", printed, re.MULTILINE)
 
 
 def test_evaluate_equals_hugging_face_token_by_token(trained_run, oracle, evaluate_here, data_here, tmp_path):

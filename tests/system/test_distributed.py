@@ -140,6 +140,20 @@ def test_checkpoint_of_two_processes_resumes_on_another_number_and_mesh(alone, s
         assert (exported / path.name).read_bytes() == path.read_bytes(), path.name
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["all_gather", "ring"])
+def test_two_processes_share_rows_whose_sequence_is_split(alone, train_job, tmp_path, exchange):
+    split = ("parallel.data=1", "parallel.context=4", f"parallel.context_exchange={exchange}", "train.num_steps=2")
+    with train_job(tmp_path / "run", 2, *split, "train.eval_every_steps=0") as job:
+        assert job.wait() == [0, 0], job.err(0) + job.err(1)
+    same = ("step", "loss", "grad_norm", "param_norm", "tokens", "batch_hash")
+    rows, wanted = (
+        [{key: row[key] for key in same} for row in micro.rows(folder) if "loss" in row and row["step"] <= 2]
+        for folder in (tmp_path / "run", alone)
+    )
+    assert_same_rows(rows, wanted)
+
+
 def add_damaged_checkpoint(folder, step):
     """Copies the checkpoint of `step` as one of the next step and flips a bit of its largest file."""
     shutil.copytree(folder / str(step), folder / str(step + 1))
