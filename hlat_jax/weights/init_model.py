@@ -68,11 +68,8 @@ def take_model(mutable: Any, *, given: Collection[str], workdir: pathlib.Path | 
         if key in OF_FUNCTION and key not in taken
     ]
     mutable.model.update(taken)
-    if (
-        "model.rope_scaling" in given
-        and values["rope_scaling"] == "none"
-        and ("model.rope_original_positions" not in given)
-    ):
+    is_scaled = "model.rope_scaling" in given and values["rope_scaling"] == "none"
+    if is_scaled and "model.rope_original_positions" not in given:
         mutable.model.rope_original_positions = values["max_positions"]
         lines.append(f"model            rope_original_positions {values['max_positions']}, those of {folder}")
     if tokenizer and "data.tokenizer" not in given and not _fits(mutable.data.tokenizer, tokenizer):

@@ -322,6 +322,16 @@ def test_only_a_key_of_the_command_line_changes_what_given_weights_compute(kinds
         open_init(resolve(mutable), tokenizer, given=given)
 
 
+def test_a_scaling_of_rope_begins_at_the_positions_of_the_given_weights(kinds):
+    words = [f"train.init_from={kinds['run']}", "model.rope_scaling=yarn", "model.max_positions=128"]
+    mutable, given, lines = parsed(*words)
+    assert mutable.model.rope_original_positions == 32
+    assert lines[-1] == f"model            rope_original_positions 32, those of {kinds['run']}"
+    open_init(resolve(mutable), Tokenizer(mutable.data.tokenizer), given=given)
+    assert parsed(*words, "model.rope_original_positions=16")[0].model.rope_original_positions == 16
+    assert parsed(words[0])[0].model.rope_original_positions == config_files.load("tiny").model.rope_original_positions
+
+
 def test_a_run_that_resumes_takes_its_own_model_though_the_initial_weights_are_gone(kinds, tmp_path):
     for key in ("init_from", "branch_from"):
         mutable, _ = flags.parse(["--config=tiny", f"--config.train.{key}={tmp_path / 'gone'}@1"])
