@@ -188,7 +188,8 @@ def open_branch(program: RunProgram, workdir: pathlib.Path, *, settings: dict[st
 def open_init(config: Config, tokenizer: Tokenizer, *, given: Collection[str] = ()) -> Weights:
     """Opens the weights of `train.init_from`, fp32 masters if it has them; reads no arrays yet.
 
-    Keys of the command line, `given`, that are in `OF_FUNCTION` may differ from the model of the weights.
+    Keys of the command line, `given`, that are in `OF_FUNCTION` may differ from the model of the weights, and with
+    `model.rope_scaling` those that the scaling reads.
 
     Raises:
       ValueError: missing, damaged, or of another model or vocabulary; the message lists the differences.
@@ -198,7 +199,9 @@ def open_init(config: Config, tokenizer: Tokenizer, *, given: Collection[str] = 
         weights = open_weights(path, masters=True, fuse_qkv=config.model.fuse_qkv)
     except ValueError as error:
         raise ValueError(f"train.init_from: {error}") from None
-    changed = {key: getattr(config.model, key) for key in OF_FUNCTION if f"model.{key}" in given}
+    scaled = ROPE_SCALING[config.model.rope_scaling] if "model.rope_scaling" in given else ()
+    names = {key for key in OF_FUNCTION if f"model.{key}" in given} | set(scaled)
+    changed = {key: getattr(config.model, key) for key in names}
     expected = dataclasses.replace(weights.model, **changed)
     if others := differences(settings_of_weights(expected), settings_of_weights(config.model)):
         lines = "\n  ".join(others)
