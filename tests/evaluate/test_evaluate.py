@@ -15,16 +15,14 @@ import shutil
 import types
 
 import jax
+import micro
 import numpy as np
 import pytest
 import torch
 from hf_weights import hf_model
-from micro import write_config
 
 from hlat_jax import config as config_lib
-from hlat_jax import loop, train
 from hlat_jax.batch import concat_batch
-from hlat_jax.cli import config_files
 from hlat_jax.data.formats.paths import asset_path
 from hlat_jax.evaluate import __main__ as evaluate
 from hlat_jax.evaluate.__main__ import windows
@@ -117,13 +115,10 @@ def validated(tmp_path_factory):
         folder = tmp_path_factory.mktemp(packing)
         text = folder / "held_out.jsonl"
         shutil.copy(asset_path("austen_validation.jsonl"), text)
-        c = config_files.load(str(write_config(folder)))
-        c.data.update(packing=packing, validation=str(text))
+        c, printed = micro.config(folder, data__packing=packing, data__validation=str(text)), io.StringIO()
         c.train.update(num_steps=8, eval_every_steps=0, num_eval_batches=3)
-        one, printed = jax.devices()[:1], io.StringIO()
-        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
-            patch.setattr(loop.jax, "devices", lambda *_: one)
-            assert train.train(resolve(c), folder / "run") == 0
+        with contextlib.redirect_stdout(printed):
+            assert micro.train(c, folder / "run") == 0
         [said] = [line for line in printed.getvalue().splitlines() if line.startswith("validation  ")]
         return folder / "run", read_rows(folder / "run" / ROWS_FILE)[-1], said, text
 

@@ -349,10 +349,8 @@ def observed(tmp_path_factory):
 
 
 def _base(settings, folder):
-    c = config_files.load(str(micro.write_config(folder)))
-    c.data.batch_size = 8
+    c = micro.config(folder, data__batch_size=8, checkpoint__every_steps=1)
     c.train.update(num_steps=4, eval_every_steps=2, num_eval_batches=2, sample_tokens=2)
-    c.checkpoint.every_steps = 1
     c.metrics.update(console="on", log_every_steps=2, tensorboard=False)
     placed = {path: value.replace("FOLDER", str(folder)) for path, value in settings.items() if isinstance(value, str)}
     c.update_from_flattened_dict(settings | placed)
@@ -360,7 +358,7 @@ def _base(settings, folder):
 
 
 def _write_inputs(folder):
-    model = resolve(config_files.load(str(micro.write_config(folder)))).model
+    model = resolve(micro.config(folder)).model
     (folder / "start").mkdir()
     (folder / "start/config.json").write_text(json.dumps(config_json(model, dtype="float32", token_ids={})))
     tensors = {name: np.full(shape, 0.01, np.float32) for name, shape in expected_shapes(model).items()}
