@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from foreign.measured import step_for_memory
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 
@@ -334,12 +335,6 @@ def shapes_of_six_blocks():
     return [{"up": up, "down": down}] * 6, x
 
 
-def step_for_memory(fn):
-    """The step as XLA orders it on accelerators: on CPU it would run blocks side by side, whatever is kept."""
-    options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
-    return jax.jit(jax.value_and_grad(fn), compiler_options=options)
-
-
 def bytes_of_blocks(fn):
     return remat.temporaries(step_for_memory(fn).trace(*shapes_of_six_blocks()))
 
@@ -377,13 +372,10 @@ def test_unmet_budget_error_has_what_was_measured_and_what_to_change():
     assert fit_blocks(bytes_of_blocks(per_block), per_block).choice is None  # the function's own checkpoints count
 
 
-def test_a_budget_in_another_unit_is_refused_with_the_forms_that_are_taken():
+def test_a_budget_in_another_unit_or_an_unknown_region_is_refused_with_what_is_taken():
+    with pytest.raises(ValueError, match="region='loop' must be auto, loops, segments, whole"):
+        remat.RematOptions(region="loop")
     for size in (12, "12", "12 GB/s", "-1GiB", 1.5e9, True, "", None):
         said = r"^memory_budget=.* is not a size in bytes: give a size with its unit, such as '12GiB'.*an int"
         with pytest.raises(ValueError, match=said):
             remat.fit(loss, *arguments(), budget_bytes=size, name="memory_budget")
-
-
-def test_an_unknown_region_is_refused():
-    with pytest.raises(ValueError, match="region='loop' must be auto, loops, segments, whole"):
-        remat.RematOptions(region="loop")

@@ -301,11 +301,11 @@ NEURON_CASES = [
     {"attention": "einsum", "cross_entropy": "dense", "remat": "none"},  # what `auto` stands for there
     {"attention": "blocked", "cross_entropy": "chunked", "remat": "full"},
     {"attention": "einsum", "cross_entropy": "dense", "layer_loop": "unroll"},
-    {"rms_norm": "reference", "swiglu": "reference", "rope": "paired"},
+    {"rms_norm": "reference", "swiglu": "reference", "rope": "paired", "attention": "chunked"},
 ]
 
 
-@pytest.mark.quick_cases("einsum-dense-none", "einsum-dense-unroll", "reference-reference-paired")
+@pytest.mark.quick_cases("einsum-dense-none", "einsum-dense-unroll", "reference-reference-paired-chunked")
 @pytest.mark.parametrize("changes", NEURON_CASES, ids=lambda c: "-".join(c.values()))
 def test_step_lowers_for_neuron_without_forbidden_operations(small, one_device, changes):
     small.model.update(changes)
@@ -324,19 +324,6 @@ def test_step_on_one_cpu_device_updates_weights_without_copies(small, one_device
     text = make_program(config, one_device).trace_step().lower().compile().as_text()
     assert "%state__params____embed__" in text  # how XLA names the arguments that are looked for below
     assert not [line for line in text.splitlines() if " copy(%state__params" in line]
-
-
-def test_neuron_check_detects_forbidden_operations():
-    for bad in (
-        lambda x: jax.lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x),
-        lambda x: jnp.argmax(x),
-        lambda x: jax.lax.while_loop(lambda c: c.sum() < 10, lambda c: c + 1, x),
-        lambda x: jax.random.normal(jax.random.key(0), (3,)) + x,
-        lambda x: jnp.abs(jax.lax.complex(x, x)),
-    ):
-        text = jax.jit(bad).trace(jnp.ones(3)).lower(lowering_platforms=("neuron",)).as_text()
-        with pytest.raises(AssertionError):
-            assert_no_forbidden_operations(text)
 
 
 def test_per_run_settings_are_not_constants_of_the_program(small, one_device):
