@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import functools
 import io
-import itertools
 import json
 import math
 import pathlib
@@ -25,7 +24,6 @@ from hlat_jax import config as config_lib
 from hlat_jax.batch import concat_batch
 from hlat_jax.data.formats.paths import asset_path
 from hlat_jax.evaluate import __main__ as evaluate
-from hlat_jax.evaluate.__main__ import windows
 from hlat_jax.generate.inference import TrainedModel
 from hlat_jax.generate.scoring import Scorer
 from hlat_jax.model import apply, init_params
@@ -68,17 +66,6 @@ def oracle(trained_run):
         return total
 
     return nats, tokenizer
-
-
-def test_windows_predict_each_token_once_with_at_least_half_a_window_of_context():
-    for window, length in itertools.product((2, 5, 8), range(2, 40)):
-        ids, predicted = np.arange(length), []
-        for context, continuation in windows(ids, window):
-            assert len(context) + len(continuation) <= window + 1
-            np.testing.assert_array_equal(np.diff([*context, *continuation]), 1)
-            assert len(context) >= min(window // 2, continuation[0])
-            predicted += continuation.tolist()
-        assert predicted == list(range(1, length))
 
 
 def test_evaluate_equals_hugging_face_token_by_token(trained_run, oracle, evaluate_here, data_here, tmp_path):

@@ -93,17 +93,12 @@ def test_last_steps_of_a_long_decay_keep_all_digits():
             {"schedule": "wsd", "warmup_steps": 50, "cooldown_steps": 51, "horizon_steps": 100},
             r"horizon_steps=100 is too short for optimizer\.warmup_steps=50, .*cooldown_steps=51; raise it",
         ),
-        (
-            {"warmup_steps": 50, "plateau_ratio": 0.5, "horizon_steps": 100},
-            r"horizon_steps=100 is too short for optimizer\.warmup_steps=50, .*plateau_ratio=0\.5, .*; raise it",
-        ),
         ({"horizon_steps": 2000}, r"horizon_steps=2000 is too short for optimizer\.warmup_steps=2000, "),
         ({"plateau_ratio": 1.0}, r"optimizer\.plateau_ratio=1\.0 must lie in \[0, 1\)"),
         (
             {"schedule": "constant", "cooldown_steps": 5},
             r"cooldown_steps=5 has no effect with optimizer\.schedule='constant': .* set optimizer\.schedule='wsd'\.$",
         ),
-        ({"cooldown": "sqrt"}, r"cooldown=sqrt has no effect with optimizer\.schedule='cosine'"),
         (
             {"schedule": "linear", "num_cycles": 1.0},
             r"num_cycles=1\.0 has no effect with optimizer\.schedule='linear': .* set optimizer\.schedule='cosine'\.$",

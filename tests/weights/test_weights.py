@@ -205,16 +205,6 @@ def test_the_average_is_the_mean_rounded_once_and_that_of_a_checkpoint_with_itse
             assert np.mean(mean == exact.astype(np.float32).astype(jnp.bfloat16)) > 0.99
 
 
-def test_averaging_checkpoints_of_a_run_uses_master_weights(trained, tmp_path):
-    _, run, _ = trained
-    steps = [str(run / f"checkpoints/{step}") for step in (1, 2)]
-    assert hf.main(["average", *steps, f"--out={tmp_path / 'mean'}"]) == 0
-    first, second = (open_weights(step, masters=True).read("layers.mlp.down") for step in steps)
-    mean = open_weights(tmp_path / "mean")
-    np.testing.assert_allclose(mean.read("layers.mlp.down"), (first + second) / 2, rtol=1e-6, atol=1e-9)
-    assert mean.open_tokenizer().vocab_size == 2048
-
-
 def test_the_average_of_masters_is_fp32_where_the_run_began_in_bfloat16(trained, tmp_path):
     exporting.export_checkpoint(open_weights(trained[1]), tmp_path / "hf", dtype="bfloat16")
     train(trained[0], tmp_path / "run", train__init_from=str(tmp_path / "hf"), precision__policy="mixed")
