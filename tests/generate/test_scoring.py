@@ -61,15 +61,6 @@ def test_scorer_equals_a_float64_softmax_over_the_whole_forward_pass(model, alon
     assert [score.is_greedy for score in alone][-2:] == [False, True]
 
 
-def test_scores_on_a_mesh_equal_one_device(model, alone):
-    cfg, params, pairs = model
-    for degrees in ({"tensor": 2, "data": 2}, {"pipe": 2, "fsdp": 2}):
-        layout = layout_of_model(cfg, ParallelConfig(**degrees), jax.devices())
-        found = Scorer(cfg, params, layout=layout, num_rows=2)(pairs)
-        np.testing.assert_allclose([score[0] for score in found], [score[0] for score in alone], atol=1e-4)
-        assert [score.is_greedy for score in found] == [score.is_greedy for score in alone]
-
-
 def test_scorer_counts_ties_as_greedy_and_refuses_invalid_requests(model):
     cfg, params, pairs = model
     layout = layout_of_model(cfg, ParallelConfig(), jax.devices()[:1])

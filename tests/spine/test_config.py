@@ -457,7 +457,6 @@ FILE_ERRORS = [
     ("c.model.num_layers = True", "mine.py: model.num_layers=True is bool; it must be int."),
     ("print(c.data.trian)", "mine.py, line 5, `print(c.data.trian)`: "),
     ("c.model.num_layers = 'three'", "mine.py, line 5, `c.model.num_layers = 'three'`: TypeError: "),
-    ("c.model.num_layers = layers", "line 5, `c.model.num_layers = layers`: NameError: name 'layers' is not defined"),
     ("c.model.num_layers = (3", "mine.py, line 5, `c.model.num_layers = (3`: SyntaxError: '(' was never closed"),
     ("return", "get_config() returns None; end it with `return c`, the config it edits."),
 ]
