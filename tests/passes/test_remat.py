@@ -190,32 +190,8 @@ def test_pallas_kernel_flops_count_every_grid_program():
     assert flops(product, x, w) == flops(jnp.matmul, x, w)
 
 
-def lstm(params, xs, reverse=False):
-    def turn(carry, x):
-        h, c = carry
-        i, f, g, o = jnp.split(x @ params["w"] + h @ params["u"], 4, -1)
-        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
-        h = jax.nn.sigmoid(o) * jnp.tanh(c)
-        return (h, c), h
-
-    start = (jnp.zeros(xs.shape[1:]),) * 2
-    return jnp.mean(jax.lax.scan(turn, start, xs, reverse=reverse)[1] ** 2)
-
-
 def sizes_in(program):
     return recompute.recompute_graph(live_jaxpr(program), min_bytes=1).sizes
-
-
-def test_loop_values_are_sized_over_all_trips():
-    params = dict.fromkeys("wu", jax.ShapeDtypeStruct((256, 1024), jnp.float32))
-    xs = jax.ShapeDtypeStruct((128, 8, 256), jnp.float32)  # 8 KiB in each trip
-    fit = functools.partial(remat.fit, lstm, params, xs, step=jax.value_and_grad)
-    most = fit(budget_bytes="1GiB").measured_bytes
-    assert fit(budget_bytes=int(0.95 * most)).recompute_share < 0.01
-    for reverse in (False, True):
-        planned = naming.checkpointed(functools.partial(lstm, reverse=reverse), RematChoice(), region="auto")
-        sizes = sizes_in(jax.jit(jax.value_and_grad(planned)).trace(params, xs))
-        assert sizes["scan0.dot_general.0"] == 128 * 8 * 1024 * 4
 
 
 def test_a_loop_over_microbatches_keeps_the_values_of_one_microbatch_at_a_time():

@@ -23,6 +23,7 @@ ONE = {"pipe": 1, "data": 1, "fsdp": 1, "tensor": 1}
 PROGRAMS = ("train", "init", "norms", "eval", "prefill", "decode")
 # What changes between runs, of a seed, a schedule, a length or a folder: no program may depend on any of it.
 FREE = {
+    "optimizer.schedule": "linear",
     "optimizer.peak_lr": 1e-5,
     "optimizer.min_lr_ratio": 0.2,
     "optimizer.warmup_steps": 7,

@@ -408,11 +408,6 @@ def test_config_table_covers_every_field_exactly():
     assert {f"{section}.{key}" for section in config_lib.SECTIONS for key in tree[section]} == fields
 
 
-def test_schedules_share_one_program(observed):
-    schedules = {"optimizer.schedule": "linear"}, {"optimizer.schedule": "constant"}, WSD, {"optimizer.num_cycles": 1.5}
-    assert {observed(settings, program) for settings in schedules} == {observed({}, program)}
-
-
 @pytest.mark.slow
 def test_config_observations_are_deterministic(observed, tmp_path):
     for observer in (program, weights, batches, rates):

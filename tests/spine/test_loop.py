@@ -238,8 +238,12 @@ def test_batches_of_prompts_alone_update_nothing_and_end_the_run_where_many_foll
     micro, train, tmp_path, capsys
 ):
     """Their mean loss is 0 / 0, which says nothing about the state."""
-    rows = ({"prompt": "It is a truth. " * 150, "answer": "Yes."} for _ in range(8))
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def write_pairs(prompt):
+        line = json.dumps({"prompt": prompt, "answer": "Yes."}) + "\n"
+        (tmp_path / "pairs.jsonl").write_text(line * 8)
+
+    write_pairs("It is a truth. " * 150)
     micro.data.update(train=str(tmp_path / "pairs.jsonl"), text_field="prompt,answer", validation="")
     short(micro, 4)
     micro.train.update(eval_every_steps=0, max_nonfinite_steps=2)
@@ -254,14 +258,9 @@ def test_batches_of_prompts_alone_update_nothing_and_end_the_run_where_many_foll
     assert len({row["param_norm"] for row in made}) == 1
     assert capsys.readouterr().out.count("no target in its batch") == 12
     assert saved_steps(tmp_path / "run")[-1] == 12
-
-
-def test_batches_of_prompts_alone_between_others_do_not_end_the_run(micro, train, tmp_path, capsys):
-    rows = ({"prompt": "It is a truth. " * 11, "answer": "Yes."} for _ in range(8))  # an answer in every other row
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    micro.data.update(train=str(tmp_path / "pairs.jsonl"), text_field="prompt,answer", validation="", batch_size=1)
-    short(micro, 4)
-    micro.train.update(eval_every_steps=0, max_nonfinite_steps=2)
+    (tmp_path / "run").rename(tmp_path / "done")
+    write_pairs("It is a truth. " * 11)  # an answer in every other row: batches without a target between others
+    micro.data.batch_size, micro.train.max_nonfinite_steps = 1, 2
     assert train(micro) == 0
     assert capsys.readouterr().out.count("no target in its batch") > 2
 
