@@ -37,6 +37,11 @@ RELEASES_OF = {
 }
 
 
+def test_version_of_a_package_gives_its_releases():
+    for (package, version), releases in RELEASES_OF.items():
+        assert list(sdk_releases.releases_of(package, version)) == releases
+
+
 def test_extras_admit_the_sound_builds_of_their_series_and_no_others():
     """Lower bounds, because PyPI has placeholders of these names; upper bounds, because the next release differs."""
     extras = PROJECT["optional-dependencies"]

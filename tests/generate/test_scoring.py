@@ -39,15 +39,10 @@ def model():
     return cfg, params, [*pairs, (greedy[:5], greedy[5:])]
 
 
-@pytest.fixture(scope="module")
-def alone(model):
+def test_scorer_equals_a_float64_softmax_over_the_whole_forward_pass(model):
     cfg, params, pairs = model
     layout = layout_of_model(cfg, ParallelConfig(), jax.devices()[:1])
-    return Scorer(cfg, params, layout=layout, num_rows=3)(pairs)
-
-
-def test_scorer_equals_a_float64_softmax_over_the_whole_forward_pass(model, alone):
-    cfg, params, pairs = model
+    alone = Scorer(cfg, params, layout=layout, num_rows=3)(pairs)
     kept = [[*context, *continuation][-MAX_TOKENS - 1 :] for context, continuation in pairs]
     padded_BT = np.zeros((len(kept), MAX_TOKENS), np.int32)
     for row, ids in zip(padded_BT, kept, strict=True):

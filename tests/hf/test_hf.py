@@ -36,7 +36,6 @@ from hlat_jax.weights.hf_reading import open_checkpoint
 from hlat_jax.weights.safetensors_file import StoredTensor, Writer
 from hlat_jax.weights.trained import Weights, open_weights
 
-TOKENS_BT = np.random.default_rng(7).integers(0, 384, (1, 1024), dtype=np.int32)
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 

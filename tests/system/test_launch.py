@@ -155,7 +155,7 @@ def test_node_puts_the_compiler_of_its_interpreter_and_neurons_tools_on_the_path
     assert dry_run(JAX_PLATFORMS="cpu", **variables)[0] == {}
 
 
-def test_node_reads_precision_and_layout_only_from_the_config(dry_run):
+def test_node_reads_precision_and_layout_only_from_the_config():
     words = ("--config.parallel.zero1=true", "--config.train.seed", "3", "--workdir=/w", "--config", "7b")
     done = subprocess.run(
         [str(jobs.NODE), "--dry-run", "--instance=trn1.32xlarge", *words],
