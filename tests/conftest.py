@@ -40,13 +40,11 @@ with contextlib.suppress(ImportError):  # CI runs some tests without it
 
 os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # of what tests start, which would use the folder of this user
 
-from micro import command_runner
+import micro
 
 from hlat_jax import config as config_lib
 from hlat_jax.batch import concat_batch
-from hlat_jax.cli import config_files
 from hlat_jax.parallel.sharding import make_layout
-from hlat_jax.resolve import resolve
 
 gc.set_threshold(100_000, 20, 20)  # traces make millions of objects and few cycles: 7% of the time
 
@@ -149,17 +147,8 @@ def make_batch():
 @pytest.fixture(scope="session")
 def trained_run(tmp_path_factory):
     """The folder of a run of 24 steps: a model of two layers of 32, 32 positions, the tokenizer of `tiny`."""
-    from micro import write_config
-
-    from hlat_jax import loop, train
-
     folder = tmp_path_factory.mktemp("trained")
-    c = config_files.load(str(write_config(folder)))
-    c.data.validation = ""
-    one = jax.devices()[:1]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop.jax, "devices", lambda *_: one)
-        assert train.train(resolve(c), folder / "run") == 0
+    assert micro.train(micro.config(folder, data__validation=""), folder / "run") == 0
     return folder / "run"
 
 
@@ -168,7 +157,7 @@ def _here(room):
 
     @pytest.fixture
     def run_here(monkeypatch, capsys):
-        return command_runner(importlib.import_module(f"hlat_jax.{room}.__main__").main, monkeypatch, capsys)
+        return micro.command_runner(importlib.import_module(f"hlat_jax.{room}.__main__").main, monkeypatch, capsys)
 
     return run_here
 
@@ -181,7 +170,7 @@ def train_here(monkeypatch, capsys):
     """A function of the words of a training command that runs it in this process: (exit code, stdout, stderr)."""
     from hlat_jax import train
 
-    run = command_runner(train.main, monkeypatch, capsys)
+    run = micro.command_runner(train.main, monkeypatch, capsys)
 
     def run_on(*words, num_devices=1):
         devices = jax.devices("cpu")[:num_devices]

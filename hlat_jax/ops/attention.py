@@ -89,8 +89,8 @@ def _check(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT):
     is_fitting = k_BSKH.shape == v_BSKH.shape == (b, t, k, h) and n % k == 0 and is_one_dtype
     if not is_fitting or (segment_ids_BT is not None and segment_ids_BT.shape != (b, t)):
         given = {"queries": q_BTNH, "keys": k_BSKH, "values": v_BSKH, "segment ids": segment_ids_BT}
-        found = ", ".join(f"{name} {x.dtype}{list(x.shape)}" for name, x in given.items() if x is not None)
-        raise ValueError(f"{found}: must be [B, T, N, H], [B, T, K, H] twice, where K divides N, of one dtype; [B, T].")
+        args = ", ".join(f"{name} {x.dtype}{list(x.shape)}" for name, x in given.items() if x is not None)
+        raise ValueError(f"{args}: must be [B, T, N, H], [B, T, K, H] twice, where K divides N, of one dtype; [B, T].")
 
 
 def _einsum(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):

@@ -85,9 +85,9 @@ def check_model_state(model_state: Any, given: Sequence[str]) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(model_state):
         dtype = getattr(leaf, "dtype", None)
         if dtype is None or not (jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)):
-            found = type(leaf).__name__ if dtype is None else dtype
+            kind = type(leaf).__name__ if dtype is None else dtype
             raise ValueError(
-                f"model_state{jax.tree_util.keystr(path)} is {found}: give floating-point or integer arrays, and bind "
+                f"model_state{jax.tree_util.keystr(path)} is {kind}: give floating-point or integer arrays, and bind "
                 "other values with functools.partial. Random keys come as `keys`."
             )
 
@@ -160,9 +160,9 @@ def check_fields(batch: Any) -> None:
         is_number = isinstance(field, (bool, int, float, complex)) or hasattr(field, "__jax_array__")
         kinds = (np.number, np.bool_, jax.dtypes.extended)
         if not is_number and (dtype is None or not any(jnp.issubdtype(dtype, kind) for kind in kinds)):
-            found = f"a {type(field).__name__}" if dtype is None else f"an array of {dtype}"
+            kind = f"a {type(field).__name__}" if dtype is None else f"an array of {dtype}"
             raise ValueError(
-                f"the batch's {_name(path)} is {found}: a step takes arrays of numbers. Make numbers of it before the "
+                f"the batch's {_name(path)} is {kind}: a step takes arrays of numbers. Make numbers of it before the "
                 "step, such as token ids, or leave it out of the batch. Bind what is the same in every step to the "
                 "loss function with functools.partial."
             )
@@ -177,8 +177,8 @@ def num_rows(batch: Any) -> int:
     fields = jax.tree_util.tree_leaves_with_path(batch)
     sizes = {_name(path): jnp.shape(field)[:1] for path, field in fields}
     if len(set(sizes.values())) != 1 or () in sizes.values():
-        found = ", ".join(f"{name} has {size[0] if size else 'no rows'}" for name, size in sizes.items())
-        raise ValueError(f"loss_fn takes a key for each row, and the batch's fields differ in rows: {found}.")
+        rows_by_field = ", ".join(f"{name} has {size[0] if size else 'no rows'}" for name, size in sizes.items())
+        raise ValueError(f"loss_fn takes a key for each row, and the batch's fields differ in rows: {rows_by_field}.")
     return next(iter(sizes.values()))[0]
 
 

@@ -77,11 +77,11 @@ class Table:
         plain = as_json(call)
         return next((entry for entry in self.entries if entry.op == op_key and entry.call == plain), None)
 
-    def with_entries(self, found: tuple[Measurement, ...]) -> Table:
+    def with_entries(self, measured: tuple[Measurement, ...]) -> Table:
         """Returns the table with new entries appended; they replace those of the same calls."""
-        new = [(entry.op, entry.call) for entry in found]
+        new = [(entry.op, entry.call) for entry in measured]
         kept = tuple(entry for entry in self.entries if (entry.op, entry.call) not in new)
-        return dataclasses.replace(self, entries=kept + found)
+        return dataclasses.replace(self, entries=kept + measured)
 
 
 def device_kind(device: Any) -> str:

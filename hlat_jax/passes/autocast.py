@@ -130,8 +130,8 @@ def autocast(fn: Callable[_Args, _Result], policy: CastPolicy | str) -> Callable
 
 def is_fp16(policy: CastPolicy | str | None) -> bool:
     """Returns whether a policy casts to fp16, whose gradients need a loss scale; see `scaling`."""
-    found = POLICIES.get(policy) if isinstance(policy, str) else policy
-    return found is not None and jnp.dtype(found.compute) == jnp.float16
+    cast_policy = POLICIES.get(policy) if isinstance(policy, str) else policy
+    return cast_policy is not None and jnp.dtype(cast_policy.compute) == jnp.float16
 
 
 def _rule(rules: Mapping[str, str], eqn: Any) -> str:
@@ -173,9 +173,9 @@ def _check_names(rules: Mapping[str, str], jaxpr: Any, function: str) -> None:
     )
     if set(rules) <= known:
         return
-    found = [eqn for eqn, _ in equations(jaxpr)]
-    ops = {name for eqn in found if (name := op_name(eqn)) is not None}
-    for name in set(rules) - known - {eqn.primitive.name for eqn in found} - ops:
+    eqns = [eqn for eqn, _ in equations(jaxpr)]
+    ops = {name for eqn in eqns if (name := op_name(eqn)) is not None}
+    for name in set(rules) - known - {eqn.primitive.name for eqn in eqns} - ops:
         raise ValueError(
             f"autocast rule {name}={rules[name]!r}: no primitive has this name, and {function} calls no such op; it "
             f"calls {', '.join(sorted(ops)) or 'none'}."

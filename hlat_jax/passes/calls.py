@@ -172,8 +172,8 @@ def _custom_jvp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]
         tangent_kinds = _gradient_kinds(_at(kinds, pushed))
         wide_outs = [*wide, *[False] * len(pushed)] if wide else ()
         narrow, _ = cast.retrace(traced, in_kinds, forced=[*kinds, *tangent_kinds], wide=wide_outs)
-        found = core.jaxpr_as_fun(narrow)(*primals, *_at(tangents, places))
-        outs, given = found[: len(kinds)], dict(zip(pushed, found[len(kinds) :], strict=True))
+        results = core.jaxpr_as_fun(narrow)(*primals, *_at(tangents, places))
+        outs, given = results[: len(kinds)], dict(zip(pushed, results[len(kinds) :], strict=True))
         return outs, [
             given[at] if at in given else SymbolicZero(jax.typeof(out).to_tangent_aval()) for at, out in enumerate(outs)
         ]
@@ -201,10 +201,10 @@ def _custom_vjp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]
 
         traced = jax.make_jaxpr(declared)(*in_avals)
         forced = [*kinds, *[None] * (len(traced.out_avals) - len(kinds))]
-        narrow, found = cast.retrace(traced, given_kinds, forced=forced)
+        narrow, out_kinds = cast.retrace(traced, given_kinds, forced=forced)
         # what depends on no operand has its value, which a rule may read in Python
         leaves, structure = [None if _is_tracer(leaf) else leaf for leaf in kept[0]], kept[1]
-        held_avals, held_kinds = traced.out_avals[len(kinds) :], found[len(kinds) :]
+        held_avals, held_kinds = traced.out_avals[len(kinds) :], out_kinds[len(kinds) :]
 
         def pull(*arrays):
             held, cotangents = arrays[: len(held_avals)], arrays[len(held_avals) :]
@@ -231,8 +231,8 @@ def _custom_vjp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]
     def forward_rule(*args):
         is_differentiated = [arg.perturbed and is_inexact(aval) for arg, aval in zip(args, in_avals, strict=True)]
         forward, pull = halves(tuple(itertools.compress(range(len(args)), is_differentiated)))
-        found = forward(*(arg.value for arg in args))
-        return found[: len(kinds)], jax.tree_util.Partial(pull, *found[len(kinds) :])
+        outs_and_held = forward(*(arg.value for arg in args))
+        return outs_and_held[: len(kinds)], jax.tree_util.Partial(pull, *outs_and_held[len(kinds) :])
 
     call.defvjp(forward_rule, lambda pull, cotangents: pull(*cotangents), symbolic_zeros=True)
     return cast.results(eqn, call(*_arrays(cast, operands)), kinds)

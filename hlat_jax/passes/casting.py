@@ -91,12 +91,12 @@ class Cast:
         """
         key = id(closed.jaxpr), tuple(map(id, closed.consts)), tuple(kinds), tuple(forced), tuple(wide)
         if key not in self._traced:
-            found: list[Kind] = []
+            out_kinds: list[Kind] = []
 
             def traced(*arrays):
                 outs = self._run_closed(closed, arrays, kinds, wide)
                 wanted = [want or out.kind for want, out in zip(forced or [None] * len(outs), outs, strict=True)]
-                found[:] = wanted
+                out_kinds[:] = wanted
                 pairs = zip(outs, wanted, strict=True)
                 return [
                     out.narrow(self.low, saturate=True) if kind is Kind.LOW else out.declared() for out, kind in pairs
@@ -106,9 +106,9 @@ class Cast:
                 aval.update(dtype=self.low, weak_type=False) if kind is Kind.LOW else aval
                 for aval, kind in zip(closed.in_avals, kinds, strict=True)
             ]
-            self._traced[key] = jax.make_jaxpr(traced)(*avals), found, closed  # kept alive: the key is its id
-        jaxpr, found, _ = self._traced[key]
-        return jaxpr, list(found)
+            self._traced[key] = jax.make_jaxpr(traced)(*avals), out_kinds, closed  # kept alive: the key is its id
+        jaxpr, out_kinds, _ = self._traced[key]
+        return jaxpr, list(out_kinds)
 
     def run(self, jaxpr: Any, values: Sequence[Value], wide: Sequence[bool]) -> list[Value]:
         """Returns the results of an open jaxpr, its equations rebound under the current trace.
@@ -154,22 +154,24 @@ class Cast:
         cancelled = set()
         if self.wide_distances:
             cancelled = distances.cancelled_variables(jaxpr, [one == CANCELLED for one in wide])
-        found = {atom for atom, is_wide in zip(jaxpr.outvars, wide, strict=True) if not (is_wide or is_literal(atom))}
+        narrow_read = {
+            atom for atom, is_wide in zip(jaxpr.outvars, wide, strict=True) if not (is_wide or is_literal(atom))
+        }
         for eqn in reversed(jaxpr.eqns):
-            outs = [CANCELLED if var in cancelled else var not in found for var in eqn.outvars]
+            outs = [CANCELLED if var in cancelled else var not in narrow_read for var in eqn.outvars]
             read = self._wide_operands(eqn, outs)
             operands = zip(eqn.invars, read, strict=True)
-            found |= {atom for atom, is_wide in operands if not (is_wide or is_literal(atom))}
-        found -= cancelled
-        self._read[key] = (found, cancelled), jaxpr  # kept alive: the key is its id
-        return found, cancelled
+            narrow_read |= {atom for atom, is_wide in operands if not (is_wide or is_literal(atom))}
+        narrow_read -= cancelled
+        self._read[key] = (narrow_read, cancelled), jaxpr  # kept alive: the key is its id
+        return narrow_read, cancelled
 
     def _wide_operands(self, eqn: Any, wide: list[int]) -> list[int]:
         """Returns for each operand whether only `never` operations read it; `wide`: the same for each result."""
         name, rule = eqn.primitive.name, self.rule(eqn)
         if rule == "infer" and name in _OPEN_CALLS:
-            found, _ = self._narrow_read(called_jaxpr(eqn), wide)
-            return [var not in found for var in called_jaxpr(eqn).invars]
+            narrow_read, _ = self._narrow_read(called_jaxpr(eqn), wide)
+            return [var not in narrow_read for var in called_jaxpr(eqn).invars]
         if rule == "infer" and name in _PASSES and len(wide) == len(eqn.invars):
             return wide
         is_open = rule == "infer" and name in _ARITHMETIC | _MOVES and is_fp32(eqn.outvars[0].aval)
@@ -289,5 +291,5 @@ class Cast:
 
     def results(self, eqn: Any, outs: Sequence[Any], kinds: Sequence[Kind]) -> list[Value]:
         """Returns the results of an equation, which are held as these kinds."""
-        found = zip(outs, kinds, eqn.outvars, strict=True)
-        return [value(out, kind=kind, aval=var.aval, low=self.low) for out, kind, var in found]
+        typed_outs = zip(outs, kinds, eqn.outvars, strict=True)
+        return [value(out, kind=kind, aval=var.aval, low=self.low) for out, kind, var in typed_outs]

@@ -105,19 +105,19 @@ def _atom(var: Any, env: dict[Any, Any]) -> Any:
 
 def readers(ops: Sequence[Any]) -> dict[int, list[int]]:
     """Returns value -> places of the operations that read it, in order; the last one ends its lifetime."""
-    found = collections.defaultdict(list)
+    places_by_value = collections.defaultdict(list)
     for place, op in enumerate(ops):
         for value in op.operands:
-            found[value].append(place)
-    return found
+            places_by_value[value].append(place)
+    return places_by_value
 
 
 def alive(ops: Sequence[Any], wanted: Iterable[int], *, given: Iterable[int] = ()) -> list[Any]:
     """Returns the operations that some values depend on, up to those that are given."""
-    given, found = set(given), []
+    given, needed_ops = set(given), []
     needed = set(wanted) - given
     for op in reversed(ops):
         if needed.intersection(op.outs):
             needed.update(value for value in op.operands if value not in given)
-            found.append(op)
-    return found[::-1]
+            needed_ops.append(op)
+    return needed_ops[::-1]

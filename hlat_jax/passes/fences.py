@@ -87,18 +87,18 @@ def with_derivative(
 
     def derivative(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list, list]:
         places = [at for at, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
-        found = linearize(primals, places)
-        given = [*found.held, *(tangents[at] for at in places)]
-        num_held = len(found.held)
+        linearized = linearize(primals, places)
+        given = [*linearized.held, *(tangents[at] for at in places)]
+        num_held = len(linearized.held)
 
         def push_all(*args: Any) -> list:
-            return found.push(args[:num_held], args[num_held:])
+            return linearized.push(args[:num_held], args[num_held:])
 
         # No other output is perturbed, as it would not be without the checkpoint: later rules may be told which are.
         linear = jax.make_jaxpr(push_all)(*given).jaxpr
         reached = [
             at
-            for at, out in enumerate(found.outs)
+            for at, out in enumerate(linearized.outs)
             if is_inexact(jax.typeof(out)) and any(inputs_of(linear, at)[num_held:])
         ]
 
@@ -106,10 +106,10 @@ def with_derivative(
             pushed = push_all(*args)
             return [pushed[at] for at in reached]
 
-        order = {"after": found.after, "waits": found.waits, "entering": found.entering}
+        order = {"after": linearized.after, "waits": linearized.waits, "entering": linearized.entering}
         pushed = dict(zip(reached, _pushed.bind(*given, push=push, **order), strict=True))
-        zeros = [SymbolicZero(jax.typeof(out).to_tangent_aval()) for out in found.outs]
-        return found.outs, [pushed.get(at, zero) for at, zero in enumerate(zeros)]
+        zeros = [SymbolicZero(jax.typeof(out).to_tangent_aval()) for out in linearized.outs]
+        return linearized.outs, [pushed.get(at, zero) for at, zero in enumerate(zeros)]
 
     run.defjvp(derivative, symbolic_zeros=True)
     return run

@@ -176,14 +176,14 @@ def trace_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     Arguments without a dtype, such as Python numbers, strings, and functions among the leaves of a module, are passed
     to the function as they are.
     """
-    found, structure = jax.tree.flatten((args, kwargs))
-    places = [place for place, leaf in enumerate(found) if _is_array(leaf)]
-    leaves = [found[place] for place in places]
+    all_leaves, structure = jax.tree.flatten((args, kwargs))
+    places = [place for place, leaf in enumerate(all_leaves) if _is_array(leaf)]
+    leaves = [all_leaves[place] for place in places]
     trees = []
 
     def flat(*leaves):
         given = dict(zip(places, leaves, strict=True))
-        args, kwargs = jax.tree.unflatten(structure, [given.get(place, leaf) for place, leaf in enumerate(found)])
+        args, kwargs = jax.tree.unflatten(structure, [given.get(place, leaf) for place, leaf in enumerate(all_leaves)])
         outs, tree = jax.tree.flatten(fn(*args, **kwargs))
         trees.append(tree)
         return outs
@@ -346,12 +346,14 @@ def reaching(jaxpr: Any, is_end: Callable[[Any], bool], *, wanted: Sequence[bool
       is_end: selects equations.
       wanted: for each result, whether reaching it counts too; by default, no result does.
     """
-    found = {var for var, want in zip(jaxpr.outvars, wanted or (), strict=False) if want and not is_literal(var)}
+    reaching_vars = {
+        var for var, want in zip(jaxpr.outvars, wanted or (), strict=False) if want and not is_literal(var)
+    }
     for eqn in reversed(jaxpr.eqns):
-        outs = [var in found for var in eqn.outvars]
+        outs = [var in reaching_vars for var in eqn.outvars]
         reached = [True] * len(eqn.invars) if is_end(eqn) else _reached_operands(eqn, is_end, outs)
-        found |= {var for var, reach in zip(eqn.invars, reached, strict=True) if reach and not is_literal(var)}
-    return [var in found for var in jaxpr.invars]
+        reaching_vars |= {var for var, reach in zip(eqn.invars, reached, strict=True) if reach and not is_literal(var)}
+    return [var in reaching_vars for var in jaxpr.invars]
 
 
 def _reached_operands(eqn: Any, is_end: Callable[[Any], bool], outs: list[bool]) -> list[bool]:

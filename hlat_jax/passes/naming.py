@@ -114,8 +114,8 @@ def regions(jaxpr: Any) -> list[str]:
 
 def segments(jaxpr: Any) -> list[Segment]:
     """Returns the segments of a function, including those inside calls; none if they are not its layers."""
-    found = list(_segments(jaxpr))
-    return found if is_worthwhile(found, jaxpr) else []
+    candidates = list(_segments(jaxpr))
+    return candidates if is_worthwhile(candidates, jaxpr) else []
 
 
 def _segments(jaxpr: Any) -> Iterator[Segment]:
@@ -174,14 +174,14 @@ class _Namer:
         counts: collections.Counter[str] = collections.Counter()
 
         def names_of(eqn: Any) -> list[str | None]:
-            primitive, found = eqn.primitive.name, []
+            primitive, names = eqn.primitive.name, []
             for var in eqn.outvars:
                 is_float = jnp.issubdtype(getattr(var.aval, "dtype", bool), jnp.inexact)
                 is_named = is_float and primitive not in SAME_ELEMENTS
-                found.append(f"{prefix}{primitive}.{counts[primitive]}" if is_named else None)
+                names.append(f"{prefix}{primitive}.{counts[primitive]}" if is_named else None)
                 counts[primitive] += is_named
-            self.given.update(filter(None, found))
-            return found
+            self.given.update(filter(None, names))
+            return names
 
         return names_of
 

@@ -64,10 +64,10 @@ def _warnings(loss: Callable, params: Any, rows: Any, model_state: Any, *, num_p
         doubled = list(_draws(trace(2), "")) if draws else []
     except Exception:  # whatever the user's function raises for a size that it was not written for
         in_front = jax.tree.leaves(rows)[0].shape[:1]
-        found = [draw for draw in draws if draw[1][:1] == in_front]
+        dependent_draws = [draw for draw in draws if draw[1][:1] == in_front]
     else:
-        found = [draw for draw, other in zip(draws, doubled, strict=False) if draw[1] != other[1]]
-    for place, shape in dict.fromkeys(found):
+        dependent_draws = [draw for draw, other in zip(draws, doubled, strict=False) if draw[1] != other[1]]
+    for place, shape in dict.fromkeys(dependent_draws):
         yield (
             f"{place}: the loss draws random numbers of shape {shape} from one key for all rows of a part of the "
             f"batch. They depend on how it is split, here into {num_parts} parts over devices and microbatches, and a "

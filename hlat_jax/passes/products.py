@@ -38,11 +38,11 @@ def products(jaxpr: Any, *, trips: int = 1) -> Iterator[tuple[float, int, int]]:
 
 def products_by_dtype(jaxpr: Any) -> dict[str, int]:
     """Returns the number of products that a program executes, by the dtypes of their operands."""
-    found: collections.Counter[str] = collections.Counter()
+    counts: collections.Counter[str] = collections.Counter()
     for eqn, trips in equations(jaxpr):
         if eqn.primitive.name in PRODUCTS:
-            found[" x ".join(sorted({str(var.aval.dtype) for var in eqn.invars[:2]}))] += trips
-    return dict(found)
+            counts[" x ".join(sorted({str(var.aval.dtype) for var in eqn.invars[:2]}))] += trips
+    return dict(counts)
 
 
 def product_flops(eqn: Any) -> float:

@@ -138,16 +138,16 @@ class RecomputeGraph:
         rows, columns, values = zip(*entries, strict=True)
         shape = (len(lower), len(self.nodes) + len(names))
         most = max(costs.sum(), byte_cost * unit, 1.0)
-        found = milp(
+        solution = milp(
             np.concatenate((costs / most, sizes * max(byte_cost / most, 1e-6 / unit))),  # ties go to fewer bytes
             constraints=LinearConstraint(coo_array((values, (rows, columns)), shape=shape), lower, np.inf),
             bounds=Bounds(0, np.r_[is_possible, np.ones(len(names))]),
             integrality=np.r_[np.zeros(len(self.nodes)), np.full(len(names), has_budget)],
             options={"mip_rel_gap": 0.0},
         )
-        if found.x is None:
-            raise AssertionError(f"there is always a solution: {found.message}")
-        saved = [name for name in names if found.x[column[name]] > 0.5]
+        if solution.x is None:
+            raise AssertionError(f"there is always a solution: {solution.message}")
+        saved = [name for name in names if solution.x[column[name]] > 0.5]
         # the solver's tolerance admits some values that do not reduce the cost
         cost = self.cost(saved)
         for name in sorted(saved, key=self.sizes.get, reverse=True) if has_budget else ():

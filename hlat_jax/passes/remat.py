@@ -285,13 +285,13 @@ def _search_choice(trial: _Trial, graph: RecomputeGraph, *, budget_bytes: int, t
         choice = _larger(graph, low=kept, high=above, guess=kept if is_close else guess)
         if choice is None:
             break
-        found_kept, found = graph.num_bytes(choice.saved), trial(choice)[0]
-        if found <= budget_bytes:
-            fits, kept, measured = choice, found_kept, found
+        tried_kept, tried_measured = graph.num_bytes(choice.saved), trial(choice)[0]
+        if tried_measured <= budget_bytes:
+            fits, kept, measured = choice, tried_kept, tried_measured
         elif is_close:
             break
         else:
-            above, above_measured = found_kept, found
+            above, above_measured = tried_kept, tried_measured
         if above_measured is None:
             slope = min(4.0, max(1.0, kept / max(measured - full, 1)))  # bytes saved per additional measured byte
         else:

@@ -246,8 +246,8 @@ class _Forward(Dataflow):
         env = self.constants | dict(zip(self.inputs[len(self.constants) :], args, strict=True))
         acting = [op for op in self.ops if _has_effects(op.eqn)]  # such as prints, which nothing depends on
         wanted = [*variables(self.results), *self.kept, *(value for op in acting for value in op.operands)]
-        found = {*acting, *alive(self.ops, wanted)}
-        _compute((op for op in self.ops if op in found), env)
+        needed_ops = {*acting, *alive(self.ops, wanted)}
+        _compute((op for op in self.ops if op in needed_ops), env)
         return values_of(self.results, env), values_of(self.kept, env)
 
     def run_again(self, kept: Sequence[Any]) -> list:

@@ -74,8 +74,8 @@ class _Level:
         self.jaxpr, self.eqns = jaxpr, jaxpr.eqns
         self.labels = [_label(eqn) for eqn in self.eqns]
         products = [tuple(_products(eqn)) for eqn in self.eqns]
-        self.cores = [number for number, found in enumerate(products) if found]  # equations with products
-        self.num_products = [len(found) for found in products]
+        self.cores = [number for number, eqn_products in enumerate(products) if eqn_products]  # equations with products
+        self.num_products = [len(eqn_products) for eqn_products in products]
         numbers: dict[tuple, int] = {}
         self.core_labels = np.array([numbers.setdefault(products[at], len(numbers)) for at in self.cores], int)
         self.weights = np.cumsum([0.0, *map(_bytes, self.eqns)])
@@ -103,9 +103,9 @@ class _Level:
         waiting = [(0, len(self.cores))]
         while waiting:
             low, high = waiting.pop()
-            found = self._best(low, high)
-            if found is not None:
-                first, period, count, bounds = found
+            repeats = self._best(low, high)
+            if repeats is not None:
+                first, period, count, bounds = repeats
                 yield from itertools.pairwise(bounds)
                 waiting += [(low, first), (first + period * count, high)]
 
@@ -150,8 +150,8 @@ class _Level:
                 if count < 2 or held <= _GAIN * most:
                     continue
                 shifted = range(first, first + (length + period) % period + 1)
-                found = [(self._bounds(one, period, count), one) for one in shifted]
-                chained = [(bounds, one) for bounds, one in found if self._is_chain(bounds)]
+                candidates = [(self._bounds(one, period, count), one) for one in shifted]
+                chained = [(bounds, one) for bounds, one in candidates if self._is_chain(bounds)]
                 if chained:
                     bounds, one = min(chained, key=lambda each: sum(self.crossing[at] for at in each[0]))
                     best, most = (one, period, count, bounds), held

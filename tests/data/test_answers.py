@@ -2,14 +2,12 @@
 
 import json
 
-import jax
 import micro
 import numpy as np
 import pytest
 import transformers
 from test_chat_template import CHATML, MARKED, TALK, folder_with
 
-from hlat_jax import train as train_lib
 from hlat_jax.cli import config_files
 from hlat_jax.config import default
 from hlat_jax.data.answers import AnswerTokens, unmark
@@ -73,9 +71,8 @@ def test_of_a_conversation_the_tokens_and_answers_are_those_of_transformers(temp
     assert tokenizer.decode(ids[is_target]).replace("<|im_end|>\n", "") == answers
 
 
-def test_a_run_resumes_with_its_chat_template_alone_and_keeps_it(tmp_path, monkeypatch):
-    folder, one = folder_with(tmp_path, CHATML), jax.devices()[:1]
-    monkeypatch.setattr(jax, "devices", lambda *_: one)
+def test_a_run_resumes_with_its_chat_template_alone_and_keeps_it(tmp_path):
+    folder = folder_with(tmp_path, CHATML)
     path, settings = tmp_path / "chat_template.jinja", json.loads((folder / "tokenizer_config.json").read_text())
     texts = write_records(tmp_path / "text.jsonl", [{"messages": "no conversation"}] * 8)
     talks = write_records(tmp_path / "talks.jsonl", [{"messages": 3}, *[{"messages": TALK}] * 8])  # the first is bad
@@ -83,11 +80,11 @@ def test_a_run_resumes_with_its_chat_template_alone_and_keeps_it(tmp_path, monke
     def train(workdir, data, **settings):
         path.write_text(settings.pop("template", CHATML))
         (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-        c = config_files.load(str(micro.write_config(tmp_path)))
-        c.data.update(train=data, text_field="messages", tokenizer=str(folder / "tokenizer.json"), validation="")
+        c = micro.config(tmp_path, data__validation="", data__train=data, data__text_field="messages")
+        c.data.tokenizer = str(folder / "tokenizer.json")
         c.data.update(on_bad_record="skip", mixture="a=1,b=1" if ";" in data else "")
         c.train.update(num_steps=len(micro.saved_steps(workdir)) + 1, eval_every_steps=0)
-        return train_lib.train(resolve(c), workdir)
+        return micro.train(c, workdir)
 
     marked = CHATML.replace("<|im_start|>", "<|begin|>")
     for data in (talks, f"a={texts};b={talks}", f"{texts},{talks}"):

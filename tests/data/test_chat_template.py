@@ -70,24 +70,6 @@ def folder_with(tmp_path, template, **settings):
     return tmp_path
 
 
-@pytest.mark.parametrize("template", [CHATML, MARKED], ids=["chatml", "marked"])
-def test_text_and_answers_are_those_of_transformers(template, tmp_path):
-    folder = folder_with(tmp_path, template)
-    theirs, ours = transformers.AutoTokenizer.from_pretrained(folder), ChatTemplate(folder)
-    for messages in (TALK[:1], TALK[:2], TALK):
-        for to_answer in (False, True):
-            wanted = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=to_answer)
-            assert ours.render(messages, to_answer=to_answer) == wanted
-    text, spans = ours.answers(TALK)
-    assert text == ours.render(TALK)
-    ends = {CHATML: "<|im_end|>\n", MARKED: "</s>"}[template]
-    assert [text[first:last] for first, last in spans] == [m["content"] + ends for m in TALK[1::2]]
-    if ours.marks_answers:  # their mask is of tokens, here of bytes at most
-        made = theirs.apply_chat_template(TALK, return_assistant_tokens_mask=True, return_dict=True)
-        counted = [token for token, mask in zip(made["input_ids"], made["assistant_masks"], strict=True) if mask]
-        assert theirs.decode(counted) == "".join(text[first:last] for first, last in spans)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_answers_are_those_that_transformers_finds_where_a_family_is_marked(family, tmp_path):
     plain, marked = tmp_path / "plain", tmp_path / "marked"

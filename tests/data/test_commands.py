@@ -92,7 +92,7 @@ def test_trained_tokenizer_has_llama_special_ids_and_byte_tokens(trained):
     assert len(tokenizer.encode(text)) < 0.6 * len(text.encode())
 
 
-def test_tokenizer_command_refuses_existing_output_and_text_it_cannot_train_on(data_here, tmp_path, trained):
+def test_tokenizer_command_refuses_existing_output_and_text_it_cannot_train_on(data_here, tmp_path):
     out = tmp_path / "new" / "t.model"
     code, printed, _ = data_here("tokenizer", AUSTEN, "--vocab_size=500", f"--out={out}", "--sample_mb=1")
     assert (code, "500 tokens" in printed) == (0, True)

@@ -84,6 +84,8 @@ def assert_batches_are(batches, expected):
     assert len(batches) == len(expected)
     for batch, rows in zip(batches, expected, strict=True):
         tokens = np.asarray([tokens for tokens, _ in rows])
+        assert {field.dtype for field in (batch.tokens, batch.targets, batch.positions)} == {np.dtype(np.int32)}
+        assert batch.weights.dtype == np.float32
         np.testing.assert_array_equal(batch.tokens, tokens)
         segments = np.asarray([[1] * len(tokens) if segments is None else segments for tokens, segments in rows])
         if rows[0][1] is None:

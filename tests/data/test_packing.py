@@ -1,4 +1,7 @@
-"""Rows of every packing against the definitions, and resuming at every position."""
+"""Rows of every packing against the definitions, and resuming at every position.
+
+Their order, and batches of them, are compared with an independent packer in `test_loader`.
+"""
 
 import itertools
 
@@ -7,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hlat_jax.batch import segmented_batch
 from hlat_jax.data import packing
 
 
@@ -49,24 +51,6 @@ def stream_of(kind, texts, *, seq_len=4, max_chars=1000, position=(0, 0, 0, 0), 
 KINDS = ("concat", "documents")
 TEXTS = st.lists(st.text("abcdefgh", max_size=25), min_size=1, max_size=6)
 SOME_BAD = st.lists(st.none() | st.text("abcdefgh", max_size=25), min_size=1, max_size=7).filter(any)
-
-
-@settings(max_examples=50, deadline=None)
-@given(TEXTS, st.integers(2, 9), st.integers(1, 12))
-def test_concat_rows_are_exactly_the_concatenation(texts, seq_len, max_chars):
-    num_rows = 30
-    expected, epoch, begins = [], 0, []
-    while len(expected) < num_rows * seq_len:
-        for document in range(len(texts)):
-            begins.append((len(expected), epoch, document))
-            expected += tokens_of(texts[(document + epoch) % len(texts)], max_chars=max_chars)
-        epoch += 1
-    stream = stream_of("concat", texts, seq_len=seq_len, max_chars=max_chars)
-    for start in range(0, num_rows * seq_len, seq_len):
-        begin, epoch, document = max(place for place in begins if place[0] <= start)
-        assert stream.position.tolist() == [epoch, document, start - begin, 0]
-        tokens = stream.next_row().tokens
-        assert (tokens.dtype, tokens.tolist()) == (np.int32, expected[start : start + seq_len])
 
 
 @settings(max_examples=40, deadline=None)
@@ -142,21 +126,6 @@ def test_an_error_ahead_is_raised_with_the_first_row_of_its_window():
     assert stream.position.tolist() == [0, 6, 0, 0]
 
 
-def test_documents_rows_are_windows_packed_best_fit():
-    texts = ["a" * 3, "b" * 10, "c" * 5, "d" * 2, "e" * 4, "f" * 6, ""]
-    rows = list(packing.first_epoch(stream_of("documents", texts, seq_len=8, num_window=5)))
-    read = ["".join(chr(token) if token > 2 else "." for token in row.tokens) for row in rows]
-    # cuts of 8, 3 (b), 4 (a), 6 (c), 3 (d), 5 (e): b alone, c, then e and its best fit b's rest; a and d
-    assert read == ["bbbbbbbb", "ccccc...", "eeee.bb.", "aaa.dd..", "ffffff.."]
-    assert [row.segment_ids.tolist() for row in rows] == [
-        [1] * 8,
-        [1] * 6 + [0] * 2,
-        [1] * 5 + [2] * 3,
-        [1] * 4 + [2] * 3 + [0],
-        [1] * 7 + [2],  # the last window of the epoch is short
-    ]
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(["concat", "documents"]), TEXTS, st.integers(2, 9), st.integers(1, 4), st.integers(1, 12))
 def test_the_first_epoch_has_every_token_once(kind, texts, seq_len, num_window, max_chars):
@@ -167,17 +136,3 @@ def test_the_first_epoch_has_every_token_once(kind, texts, seq_len, num_window, 
             found.setdefault(span.document, {})[span.token] = row.tokens[span.start : span.stop].tolist()
     expected = {number: tokens_of(text, max_chars=max_chars) for number, text in enumerate(texts)}
     assert {n: [*itertools.chain(*(parts[k] for k in sorted(parts)))] for n, parts in found.items()} == expected
-
-
-def test_segmented_batch_restarts_positions_and_targets_per_segment():
-    tokens = np.asarray([[5, 6, 2, 7, 2, 9, 2, 2], [2, 2, 2, 2, 2, 2, 2, 2]])
-    segments = np.asarray([[1, 1, 1, 2, 2, 3, 0, 0], [0] * 8])
-    batch = segmented_batch(tokens, segments)
-    assert batch.positions.tolist() == [[0, 1, 2, 0, 1, 0, 0, 0], [0] * 8]
-    assert batch.targets.tolist() == [[6, 2, 0, 2, 0, 0, 0, 0], [0] * 8]
-    assert batch.weights.tolist() == [[1, 1, 0, 1, 0, 0, 0, 0], [0] * 8]
-    np.testing.assert_array_equal(batch.segment_ids, segments)
-    assert {batch.tokens.dtype, batch.targets.dtype, batch.positions.dtype, batch.segment_ids.dtype} == {
-        np.dtype(np.int32)
-    }
-    assert batch.weights.dtype == np.float32

@@ -3,13 +3,10 @@
 import dataclasses
 import json
 
-import jax
+import micro
 import numpy as np
 import pytest
-from micro import rows, saved_steps, write_config
 
-from hlat_jax import loop, train
-from hlat_jax.cli import config_files
 from hlat_jax.data import packing, positions
 from hlat_jax.data.build import peek
 from hlat_jax.data.formats.paths import asset_path
@@ -35,7 +32,7 @@ def texts():
 @pytest.fixture
 def config(tmp_path, texts):
     """A mutable config of both sources, in two stages."""
-    c = config_files.load(str(write_config(tmp_path)))
+    c = micro.config(tmp_path)
     for name, own in texts.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in own))
     c.data.train = f"web={tmp_path}/web.jsonl;code={tmp_path}/code.jsonl"
@@ -170,17 +167,16 @@ def test_identity_depends_only_on_what_determines_batches(config):
 
 
 @pytest.mark.slow
-def test_two_source_run_validates_each_source_and_supports_peek(config, tmp_path, capsys, monkeypatch):
-    run, one = tmp_path / "run", jax.devices()[:1]
-    monkeypatch.setattr(loop.jax, "devices", lambda: one)
+def test_two_source_run_validates_each_source_and_supports_peek(config, tmp_path, capsys):
+    run = tmp_path / "run"
     with open(tmp_path / "code.jsonl", "a") as file:
         file.write('{"text": null}\n' * 4)
     config.data.update(packing="documents", on_bad_record="skip", batch_size=4)
     resolved = resolve(config)
-    assert train.train(resolved, run) == 0
+    assert micro.train(config, run) == 0
     out = capsys.readouterr().out
     assert "sources          web 75.00%, code 25.00% until step 10; then web 50.00%, code 50.00%" in out
-    written = rows(run)
+    written = micro.rows(run)
     train_rows = [row for row in written if "loss" in row]
     batches, _ = batches_before(resolved.data, 1)
     for row in train_rows:
@@ -200,7 +196,7 @@ def test_two_source_run_validates_each_source_and_supports_peek(config, tmp_path
     assert {f"{key}/{name}" for key in ("perplexity", "bits_per_byte") for name in ("one", "two")} < set(last)
 
     assert sorted(path.name for path in (run / "positions").iterdir()) == ["12.npz", "4.npz", "8.npz"]
-    assert saved_steps(run) == [7, 12]
+    assert micro.saved_steps(run) == [7, 12]
     for step, begins in ((4, "the beginning"), (7, "after step 4"), (8, "after step 7"), (11, "after step 8")):
         code, shown_text = shown(resolved, run, capsys, step=step)
         assert code == 0

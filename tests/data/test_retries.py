@@ -115,7 +115,7 @@ def test_a_fault_that_lasts_is_an_oserror_in_each_call_until_the_file_is_back(da
     assert hashes(TrainBatches(data, tokenizer=TOKENIZER), 1) == expected
 
 
-def test_waiting_ends_at_once_by_a_signal_and_by_close(data, monkeypatch, tmp_path, capsys):
+def test_waiting_ends_at_once_by_a_signal_and_by_close(data, monkeypatch, tmp_path):
     monkeypatch.setattr(retries, "WAITS_S", (1200.0,))
     began_s, stopped, away = time.monotonic(), threading.Event(), tmp_path / "away"
     interrupted = retries.Retries(stopped.is_set)

@@ -116,8 +116,11 @@ def test_unknown_tokens_share_what_the_other_pieces_leave(tokenizer_of):
     np.testing.assert_allclose(found[ids == tokenizer.unk_id], [(6 + 3) / 2] * 2, rtol=1e-12)
 
 
-@pytest.mark.parametrize(("kind", "prepend_bos"), [("nfkc", True), ("bytes", False)])
-def test_stored_ids_have_the_bytes_and_batches_of_their_text(kind, prepend_bos, tokenizer_of, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "prepend_bos", "packing"),
+    [("nfkc", True, "concat"), ("bytes", False, "concat"), ("bytes", False, "documents")],
+)
+def test_stored_ids_have_the_bytes_and_batches_of_their_text(kind, prepend_bos, packing, tokenizer_of, tmp_path):
     tokenizer, texts = tokenizer_of(kind), ["the lazy \u6771\u4eac dog", "  fox ", "jumps\n" * 40, "\u6771"]
     write_jsonl(tmp_path / "a.jsonl", texts)
     options = build_lib.BuildOptions(tokenizer=str(tokenizer.path), max_document_chars=50, prepend_bos=prepend_bos)
@@ -127,13 +130,14 @@ def test_stored_ids_have_the_bytes_and_batches_of_their_text(kind, prepend_bos, 
     assert (" and --config.data.prepend_bos" in printed) == prepend_bos
     places, found = (tmp_path / "a.jsonl", tmp_path / "ids"), []
     for place in places:
-        data = config_of(place, tokenizer, seq_len=16, prepend_bos=prepend_bos)
+        data = config_of(place, tokenizer, seq_len=16, prepend_bos=prepend_bos, packing=packing)
         with contextlib.closing(loader.TrainBatches(data, tokenizer=tokenizer)) as batches:
             found.append([next(batches)[0].tokens for _ in range(20)])
         assert bytes_of_evaluation(place, tokenizer) == sum(len(text.encode()) for text in texts)
     np.testing.assert_array_equal(*found)
-    begins = np.concatenate(found[0], axis=None)[:-1] == tokenizer.eos_id
-    assert (np.concatenate(found[0], axis=None)[1:][begins] == tokenizer.bos_id).all() == prepend_bos
+    if packing == "concat":
+        begins = np.concatenate(found[0], axis=None)[:-1] == tokenizer.eos_id
+        assert (np.concatenate(found[0], axis=None)[1:][begins] == tokenizer.bos_id).all() == prepend_bos
     counts = [bytes_of_validation(config_of(place, tokenizer, prepend_bos=prepend_bos), tokenizer) for place in places]
     assert counts[0] == counts[1]
     other = config_of(tmp_path / "ids", tokenizer, prepend_bos=not prepend_bos)

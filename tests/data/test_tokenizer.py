@@ -1,41 +1,30 @@
-"""SentencePiece models: round trips, bytes per token, and what is refused."""
+"""Tokenizers of both kinds: ids and bytes as their libraries have them, an EOS that something names, what is refused.
+
+The round trip of a SentencePiece model is a property in `test_commands`, of one that the package trains.
+"""
+
+import json
+import sys
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from tokenizer_files import train_model
+import tokenizers
+import transformers
+from tokenizer_files import TEXTS, train_model, write_tokenizer_json
 
 from hlat_jax.data.tokenizer import Tokenizer
 
 ASSET = "package:austen_2k.model"
-TOKENIZER = Tokenizer(ASSET, vocab_size=2048)
-# U+2581 is SentencePiece's own sign for a space, the one character it cannot give back
-ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), max_size=80)
 
 
-def test_special_ids_follow_the_llama_layout():
-    assert (TOKENIZER.vocab_size, TOKENIZER.bos_id, TOKENIZER.eos_id) == (2048, 1, 2)
-    ids = TOKENIZER.encode("Emma Woodhouse")
-    assert ids.dtype == np.int32
-    assert ids.ndim == 1
-    assert not {0, 1, 2} & set(ids.tolist())
-    assert TOKENIZER.encode("").shape == (0,)
-
-
-@settings(max_examples=80, deadline=None)
-@given(ANY_TEXT)
-def test_encode_round_trips_and_token_bytes_sum_to_the_text_bytes(text):
-    ids = TOKENIZER.encode(text)
-    assert TOKENIZER.decode(ids) == text
-    assert TOKENIZER.token_bytes[ids].sum() == len(text.encode("utf-8"))
-
-
-def test_control_tokens_have_no_bytes_and_no_text_nor_have_padding_rows_beyond_the_vocabulary():
-    assert TOKENIZER.token_bytes.dtype == np.int32
-    assert TOKENIZER.token_bytes[:3].tolist() == [0, 0, 0]
-    assert TOKENIZER.token_bytes[3:].min() >= 1
-    assert Tokenizer(ASSET, vocab_size=4096).decode([2048, *TOKENIZER.encode("a b"), 2, 4095]) == "a b"
+def test_a_model_has_the_ids_of_llama_and_no_text_for_control_tokens_or_rows_beyond_it():
+    tokenizer = Tokenizer(ASSET, vocab_size=4096)
+    assert (tokenizer.vocab_size, tokenizer.bos_id, tokenizer.eos_id) == (2048, 1, 2)
+    assert (tokenizer.encode("").shape, tokenizer.encode("a b").dtype) == ((0,), np.int32)
+    assert tokenizer.token_bytes.dtype == np.int32
+    assert tokenizer.token_bytes[:3].tolist() == [0, 0, 0]
+    assert tokenizer.token_bytes[3:2048].min() >= 1
+    assert tokenizer.decode([2048, *tokenizer.encode("a b"), 2, 4095]) == "a b"
 
 
 def test_a_model_that_is_missing_foreign_too_large_or_without_eos_is_refused(tmp_path):
@@ -52,3 +41,61 @@ def test_a_model_that_is_missing_foreign_too_large_or_without_eos_is_refused(tmp
         (tmp_path / "tokenizer.model").write_bytes(content)
         with pytest.raises(ValueError, match=r"is not a SentencePiece model"):
             Tokenizer(str(tmp_path / "tokenizer.model"))
+
+
+@pytest.mark.parametrize("kind", ["bytes", "pieces"])
+def test_a_tokenizer_json_round_trips_and_its_bytes_are_those_of_the_text(kind, tmp_path):
+    ours = Tokenizer(str(write_tokenizer_json(tmp_path, kind)))
+    for text in TEXTS:
+        ids = ours.encode(text)
+        assert ours.decode([*ids, ours.vocab_size]) == text
+        assert ids.dtype == np.int32
+        assert ours.decode(ids) == text
+        assert ours.token_bytes[ids].sum() == len(text.encode())
+    assert ours.token_bytes[[0, 1, 2]].tolist() == [0, 0, 0]
+
+
+def test_ids_of_a_tokenizer_json_are_those_of_transformers_without_control_tokens(tmp_path):
+    path = write_tokenizer_json(tmp_path, tokenizer_class="PreTrainedTokenizerFast")
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    ours = Tokenizer(str(path))
+    for text in (*TEXTS[:2], TEXTS[3]):
+        assert ours.encode(text).tolist() == theirs.encode(text, add_special_tokens=False, truncation=False)
+    assert (ours.eos_id, ours.bos_id) == (theirs.eos_token_id, theirs.bos_token_id)
+    assert ours.vocab_size == tokenizers.Tokenizer.from_file(str(path)).get_vocab_size()
+    ids = ours.encode("a</s>b")  # a control token that is spelled in the text is plain text
+    assert (ours.eos_id in ids, ours.decode(ids)) == (False, "a</s>b")
+
+
+@pytest.mark.parametrize(
+    ("files", "eos"),
+    [
+        ({"tokenizer_config.json": {"eos_token": {"content": "<s>"}}}, 1),
+        ({"special_tokens_map.json": {"eos_token": "</s>"}}, 2),
+        ({"generation_config.json": {"eos_token_id": [2, 1]}}, 2),
+        ({"tokenizer_config.json": {"eos_token": None}, "config.json": {"eos_token_id": 1}}, 1),
+    ],
+)
+def test_eos_comes_from_the_files_next_to_the_tokenizer(files, eos, tmp_path):
+    path = write_tokenizer_json(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert Tokenizer(str(path)).eos_id == eos
+
+
+def test_unusable_files_of_a_tokenizer_json_are_refused_by_name(tmp_path, monkeypatch):
+    path = write_tokenizer_json(tmp_path)
+    with pytest.raises(ValueError, match=r"has \d+ tokens but model.vocab_size=7"):
+        Tokenizer(str(path), vocab_size=7)
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(ValueError, match=r"tokenizer.json has no EOS.*tokenizer_config.json beside it"):
+        Tokenizer(str(path))
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "tokenizers", None)
+        with pytest.raises(ValueError, match=r"tokenizer.json needs the library tokenizers: pip install 'hlat_jax\[hf"):
+            Tokenizer(str(path))
+    for content in (b"", b"{", b"[]", b'{"model": {}}', b"\xff"):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=r"is not a tokenizer.json"):
+            Tokenizer(str(path))

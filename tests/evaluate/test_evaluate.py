@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import functools
 import io
-import itertools
 import json
 import math
 import pathlib
@@ -16,19 +15,17 @@ import shutil
 import types
 
 import jax
+import micro
 import numpy as np
 import pytest
 import torch
 from hf_weights import hf_model
-from micro import write_config
 
 from hlat_jax import config as config_lib
-from hlat_jax import loop, train
 from hlat_jax.batch import concat_batch
-from hlat_jax.cli import config_files
 from hlat_jax.data.formats.paths import asset_path
 from hlat_jax.evaluate import __main__ as evaluate
-from hlat_jax.evaluate.__main__ import pieces, position_ranges, windows
+from hlat_jax.evaluate.__main__ import pieces, position_ranges
 from hlat_jax.generate.inference import TrainedModel
 from hlat_jax.generate.scoring import Scorer
 from hlat_jax.model import apply, init_params
@@ -71,17 +68,6 @@ def oracle(trained_run):
         return total
 
     return nats, tokenizer
-
-
-def test_windows_predict_each_token_once_with_at_least_half_a_window_of_context():
-    for window, length in itertools.product((2, 5, 8), range(2, 40)):
-        ids, predicted = np.arange(length), []
-        for context, continuation in windows(ids, window):
-            assert len(context) + len(continuation) <= window + 1
-            np.testing.assert_array_equal(np.diff([*context, *continuation]), 1)
-            assert len(context) >= min(window // 2, continuation[0])
-            predicted += continuation.tolist()
-        assert predicted == list(range(1, length))
 
 
 def test_pieces_predict_each_token_once_from_all_before_it_in_its_window():
@@ -148,13 +134,10 @@ def validated(tmp_path_factory):
         folder = tmp_path_factory.mktemp(packing)
         text = folder / "held_out.jsonl"
         shutil.copy(asset_path("austen_validation.jsonl"), text)
-        c = config_files.load(str(write_config(folder)))
-        c.data.update(packing=packing, validation=str(text))
+        c, printed = micro.config(folder, data__packing=packing, data__validation=str(text)), io.StringIO()
         c.train.update(num_steps=8, eval_every_steps=0, num_eval_batches=3)
-        one, printed = jax.devices()[:1], io.StringIO()
-        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(printed):
-            patch.setattr(loop.jax, "devices", lambda *_: one)
-            assert train.train(resolve(c), folder / "run") == 0
+        with contextlib.redirect_stdout(printed):
+            assert micro.train(c, folder / "run") == 0
         [said] = [line for line in printed.getvalue().splitlines() if line.startswith("validation  ")]
         return folder / "run", read_rows(folder / "run" / ROWS_FILE)[-1], said, text
 

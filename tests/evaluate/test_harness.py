@@ -33,7 +33,6 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 from local_tasks import NAMES, write_tasks
 
-from hlat_jax import train as train_lib
 from hlat_jax.cli import config_files
 from hlat_jax.config import ParallelConfig
 from hlat_jax.data.tokenizer import Tokenizer
@@ -227,7 +226,7 @@ def test_suites_name_existing_tasks_and_metrics(folder):
 
 @pytest.mark.slow
 def test_tasks_in_training_match_evaluate_compile_once_and_change_no_bit(folder, evaluate_here, tmp_path, monkeypatch):
-    path, devices, compiled, compiled_in_each = micro.write_config(tmp_path), jax.devices("cpu")[:2], [], []
+    compiled, compiled_in_each = [], []
 
     def on_compile_event(event, _, **about):
         if event == "/jax/core/compile/backend_compile_duration":
@@ -240,18 +239,15 @@ def test_tasks_in_training_match_evaluate_compile_once_and_change_no_bit(folder,
         return found
 
     def train(workdir, **settings):
-        c = config_files.load(str(path))
-        c.model.max_positions = 64
-        c.data.validation = ""
-        c.parallel.tensor = 2
+        c, printed = (
+            micro.config(tmp_path, model__max_positions=64, data__validation="", parallel__tensor=2),
+            io.StringIO(),
+        )
         c.train.update(num_steps=3, **settings)
-        c.checkpoint.every_steps = 2
-        c.metrics.console = "on"
-        printed = io.StringIO()
+        c.checkpoint.every_steps, c.metrics.console = 2, "on"
         with monkeypatch.context() as patch, contextlib.redirect_stdout(printed):
-            patch.setattr(jax, "devices", lambda *_: devices)
             patch.setattr(TasksInTraining, "__call__", evaluate)
-            assert train_lib.train(resolve(c), workdir) == 0
+            assert micro.train(c, workdir, num_devices=2) == 0
         return micro.rows(workdir), printed.getvalue()
 
     settings = {"eval_tasks": "local_choice,local_rolling", "eval_tasks_folder": str(folder)}
@@ -283,14 +279,11 @@ def test_tasks_in_training_match_evaluate_compile_once_and_change_no_bit(folder,
 
 
 @pytest.mark.slow
-def test_tasks_are_evaluated_at_the_step_with_which_validations_end_a_run(folder, tmp_path, monkeypatch):
-    one, c = jax.devices("cpu")[:1], config_files.load(str(micro.write_config(tmp_path)))
-    monkeypatch.setattr(jax, "devices", lambda *_: one)
-    c.model.max_positions = 64
-    c.optimizer.update(peak_lr=0.3, warmup_steps=8)
+def test_tasks_are_evaluated_at_the_step_with_which_validations_end_a_run(folder, tmp_path):
+    c = micro.config(tmp_path, model__max_positions=64, optimizer__peak_lr=0.3, optimizer__warmup_steps=8)
     c.train.update(eval_tasks="local_choice", eval_tasks_folder=str(folder), early_stop_evals=1, eval_every_steps=2)
     c.train.num_eval_batches = 1
-    assert train_lib.train(resolve(c), tmp_path / "run") == 0
+    assert micro.train(c, tmp_path / "run") == 0
     steps = [[row["step"] for row in micro.rows(tmp_path / "run") if key in row] for key in ("eval_loss", "loss")]
     assert steps[0][-1] == steps[1][-1] < c.train.num_steps
     assert [row["step"] for row in micro.rows(tmp_path / "run") if "tasks/local_choice/acc" in row] == [0, steps[0][-1]]

@@ -39,15 +39,10 @@ def model():
     return cfg, params, [*pairs, (greedy[:5], greedy[5:])]
 
 
-@pytest.fixture(scope="module")
-def alone(model):
+def test_scorer_equals_a_float64_softmax_over_the_whole_forward_pass(model):
     cfg, params, pairs = model
     layout = layout_of_model(cfg, ParallelConfig(), jax.devices()[:1])
-    return Scorer(cfg, params, layout=layout, num_rows=3)(pairs)
-
-
-def test_scorer_equals_a_float64_softmax_over_the_whole_forward_pass(model, alone):
-    cfg, params, pairs = model
+    alone = Scorer(cfg, params, layout=layout, num_rows=3)(pairs)
     kept = [[*context, *continuation][-MAX_TOKENS - 1 :] for context, continuation in pairs]
     padded_BT = np.zeros((len(kept), MAX_TOKENS), np.int32)
     for row, ids in zip(padded_BT, kept, strict=True):
@@ -59,15 +54,6 @@ def test_scorer_equals_a_float64_softmax_over_the_whole_forward_pass(model, alon
         assert score.log_likelihood == pytest.approx(expected, abs=1e-4)
         assert score.is_greedy == all(logits_TV[i].argmax() == ids[i + 1] for i in places)
     assert [score.is_greedy for score in alone][-2:] == [False, True]
-
-
-def test_scores_on_a_mesh_equal_one_device(model, alone):
-    cfg, params, pairs = model
-    for degrees in ({"tensor": 2, "data": 2}, {"pipe": 2, "fsdp": 2}):
-        layout = layout_of_model(cfg, ParallelConfig(**degrees), jax.devices())
-        found = Scorer(cfg, params, layout=layout, num_rows=2)(pairs)
-        np.testing.assert_allclose([score[0] for score in found], [score[0] for score in alone], atol=1e-4)
-        assert [score.is_greedy for score in found] == [score.is_greedy for score in alone]
 
 
 def test_scorer_counts_ties_as_greedy_and_refuses_invalid_requests(model):

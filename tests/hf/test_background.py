@@ -9,13 +9,11 @@ import jax
 import micro
 import pytest
 import transformers
+from micro import train
 
 from hlat_jax import loop
-from hlat_jax import train as train_lib
-from hlat_jax.cli import config_files
 from hlat_jax.hf import background
 from hlat_jax.hf.exporting import export_checkpoint
-from hlat_jax.resolve import resolve
 from hlat_jax.run.resume import EXPORTS
 from hlat_jax.store.checkpoint import find_saved
 from hlat_jax.weights.safetensors_file import Writer
@@ -27,25 +25,10 @@ EVERY, NUM_STEPS = 4, 8
 @pytest.fixture
 def mutable(tmp_path):
     """The micro config of a run of eight steps that saves and exports at 4 and 8, with fp32 masters, without a mesh."""
-    c = config_files.load(str(micro.write_config(tmp_path)))
-    c.precision.policy = "mixed"
-    c.data.validation = ""
-    c.train.num_steps = NUM_STEPS
+    c = micro.config(tmp_path, precision__policy="mixed", data__validation="", train__num_steps=NUM_STEPS)
     c.checkpoint.update(every_steps=EVERY, export_every_steps=EVERY)
     c.metrics.tensorboard = False
     return c
-
-
-@pytest.fixture
-def train(monkeypatch):
-    """A function that trains a mutable config in a folder, on one device or more."""
-
-    def run(c, workdir, *, num_devices=1):
-        devices = jax.devices("cpu")[:num_devices]
-        monkeypatch.setattr(jax, "devices", lambda *_: devices)
-        return train_lib.train(resolve(c), workdir)
-
-    return run
 
 
 def exports(workdir):
@@ -68,7 +51,7 @@ def assert_is_export_of(folder, checkpoint, *, scratch):
 
 
 @pytest.mark.slow
-def test_exports_from_a_mesh_match_checkpoints_and_load_in_transformers(mutable, train, tmp_path, capsys):
+def test_exports_from_a_mesh_match_checkpoints_and_load_in_transformers(mutable, tmp_path, capsys):
     mutable.parallel.update(data=2, tensor=2, zero1=True)
     assert train(mutable, tmp_path / "run", num_devices=4) == 0
     printed = capsys.readouterr().out
@@ -87,7 +70,7 @@ def test_exports_from_a_mesh_match_checkpoints_and_load_in_transformers(mutable,
 
 
 @pytest.mark.slow
-def test_exports_do_not_change_training_bitwise(mutable, train, tmp_path):
+def test_exports_do_not_change_training_bitwise(mutable, tmp_path):
     assert train(mutable, tmp_path / "with") == 0
     mutable.checkpoint.export_every_steps = 0
     assert train(mutable, tmp_path / "without") == 0
@@ -102,7 +85,7 @@ def test_exports_do_not_change_training_bitwise(mutable, train, tmp_path):
 
 
 @pytest.mark.slow
-def test_steps_do_not_wait_for_the_writer_and_weights_match_their_step(mutable, train, tmp_path, monkeypatch, capsys):
+def test_steps_do_not_wait_for_the_writer_and_weights_match_their_step(mutable, tmp_path, monkeypatch, capsys):
     """The writer of step 2 continues once step 7 is dispatched: a loop that waited for it would never get there.
 
     Meanwhile newer checkpoints are saved, and the one that it reads is kept beside the newest.
@@ -137,7 +120,7 @@ def test_steps_do_not_wait_for_the_writer_and_weights_match_their_step(mutable, 
 
 
 @pytest.mark.slow
-def test_failing_writer_ends_the_run_and_the_next_attempt_exports(mutable, train, tmp_path, monkeypatch):
+def test_failing_writer_ends_the_run_and_the_next_attempt_exports(mutable, tmp_path, monkeypatch):
     workdir, write = tmp_path / "run", Writer.write
 
     def full(self, name, values, **options):
@@ -163,7 +146,7 @@ def test_failing_writer_ends_the_run_and_the_next_attempt_exports(mutable, train
 
 
 @pytest.mark.slow
-def test_complete_run_exports_only_what_is_missing(mutable, train, tmp_path):
+def test_complete_run_exports_only_what_is_missing(mutable, tmp_path):
     workdir = tmp_path / "run"
     mutable.train.num_steps = EVERY
     assert train(mutable, workdir) == 0
@@ -177,7 +160,7 @@ def test_complete_run_exports_only_what_is_missing(mutable, train, tmp_path):
 
 
 @pytest.mark.slow
-def test_export_beyond_the_resumed_step_is_redone(mutable, train, tmp_path, capsys):
+def test_export_beyond_the_resumed_step_is_redone(mutable, tmp_path, capsys):
     workdir = tmp_path / "run"
     mutable.data.train = "a=package:austen_train.jsonl;b=package:austen_validation.jsonl"
     mutable.data.mixture = "a=1,b=0"

@@ -1,7 +1,6 @@
 """Weights from Hugging Face and to it, against transformers and the safetensors library.
 
-The tolerance of the logits is that of test_model_hf: 1e-4 absolute on logits of size 1 to 10, where the smallest
-mistake tried there moves them by more than 2e-4.
+Logits are compared in test_families.
 """
 
 import dataclasses
@@ -27,7 +26,6 @@ import hlat_jax.hf
 from hlat_jax.cli import config_files
 from hlat_jax.hf import __main__ as hf
 from hlat_jax.hf import exporting, verifying
-from hlat_jax.model import apply
 from hlat_jax.ops.registry import OPS
 from hlat_jax.resolve import resolve
 from hlat_jax.run import costs
@@ -38,7 +36,6 @@ from hlat_jax.weights.hf_reading import open_checkpoint
 from hlat_jax.weights.safetensors_file import StoredTensor, Writer
 from hlat_jax.weights.trained import Weights, open_weights
 
-TOKENS_BT = np.random.default_rng(7).integers(0, 384, (1, 1024), dtype=np.int32)
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
@@ -72,18 +69,6 @@ def same_bits(found, expected):
         assert found[name].dtype == tensor.dtype
         width = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
         assert torch.equal(found[name].view(width), tensor.view(width)), name
-
-
-@pytest.mark.quick_cases("llama3", "tied")
-@pytest.mark.parametrize("case", hf_models.CONFIGS)
-def test_logits_of_a_loaded_model_equal_transformers(case, tmp_path):
-    made = hf_models.model(hf_models.CONFIGS[case])
-    with torch.no_grad():
-        theirs = made(torch.from_numpy(TOKENS_BT).long()).logits.numpy()
-    cfg, params = hlat_jax.hf.load(hf_models.save(made, tmp_path))
-    ours = np.asarray(jax.jit(apply, static_argnums=1)(params, cfg, TOKENS_BT))
-    assert 1 < np.abs(theirs).max() < 10
-    assert np.abs(ours - theirs).max() <= 1e-4
 
 
 def test_loaded_parameters_match_an_independent_mapping(tmp_path):
@@ -194,7 +179,6 @@ UNSUPPORTED = [
     (MISTRAL | {"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types=.* each 'sliding_attention'"),
     (MISTRAL | {"sliding_window": 0}, r"sliding_window=0 must be null, or an int above 0"),
     (QWEN | {"layer_types": ["sliding_attention"]}, r"layer_types=\['sliding_attention'\] must have 2 values"),
-    (QWEN | {"layer_types": ["chunked_attention"] * 2}, r"layer_types=.* each 'full_attention' or 'sliding_attention'"),
     (QWEN | {"max_window_layers": "1"}, r"max_window_layers='1' must be an int"),
     (
         QWEN | {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 2},
@@ -204,20 +188,14 @@ UNSUPPORTED = [
     ({"quantization_config": {"bits": 4}}, r"quantization_config=.* is not supported; supported: {}"),
     ({"rope_parameters": {"rope_type": ["yarn"]}}, r"rope_type=\['yarn'\] is not supported"),
     ({"rope_parameters": {"rope_type": "linear", "factor": math.nan}}, r"rope_factor=nan must be above 0"),
-    ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, r"rope_type='longrope' is not supported"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": ...}, r"'dynamic' .* 'linear', .* 'yarn'"),
     ({"rope_parameters": {"rope_type": "linear"}}, r"factor is missing in rope_type='linear'"),
-    ({"rope_parameters": {"rope_type": "yarn"}}, r"factor is missing in rope_type='yarn'"),
     ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}, r"truncate=false is not supported"),
     ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_slow": 64}}, r"rope_beta_fast=32.0 must exceed"),
     # two values of one field: in either spelling, in both, and beside them
     (
         {"rope_scaling": {"type": "linear", "factor": 2.0}},
         r"rope_scaling.type='linear' differs from rope_parameters.rope_type='default'; keep one",
-    ),
-    (
-        {"rope_parameters": {"rope_type": "linear", "type": "yarn", "factor": 2.0}},
-        r"rope_parameters.type='yarn' differs from rope_parameters.rope_type='linear'",
     ),
     (
         {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}, "rope_scaling": {"type": "yarn", "factor": 4.0}},
@@ -330,19 +308,6 @@ def test_shipped_configs_have_the_models_of_published_config_files():
         assert costs.num_params(ours) == sum(parameter.numel() for parameter in theirs.parameters())
 
 
-@pytest.mark.quick_cases("Qwen3-0.6B")
-@pytest.mark.parametrize("name", ["Llama-3.2-1B", "Mistral-7B-v0.1", "Qwen2.5-0.5B", "Qwen3-0.6B"])
-def test_published_models_with_fewer_layers_are_verified_by_an_import(name, tmp_path, hf_here):
-    found = as_written_by_transformers_5(SAVED[name]) | {"num_hidden_layers": 1, "vocab_size": 512}
-    ids = {"bos_token_id": 1, "eos_token_id": 2}  # below the shrunk vocabulary
-    config = transformers.AutoConfig.for_model(**found | ids)
-    folder = hf_models.save(hf_models.model(config), tmp_path / "hf", dtype=torch.bfloat16)
-    (folder / "config.json").write_text(json.dumps(found | ids))
-    code, out, err = hf_here("import", folder, f"--out={tmp_path / 'ours'}", "--verify")
-    assert code == 0, err
-    assert "verified         the logits of 128 tokens" in out
-
-
 def test_fields_with_neutral_values_are_accepted():
     plain = config_json.model_config(SAVED["SmolLM-135M"], where="b")
     for neutral in (
@@ -433,7 +398,7 @@ def test_verify_prints_by_how_much_the_logits_differ_from_transformers(tmp_path,
     code, out, err = hf_here("import", source, f"--out={tmp_path / 'ours'}", "--verify", "--dtype=bfloat16")
     assert (code, err) == (0, "")
     line = r"verified +the logits of 128 tokens differ .* by at most (.*) of the largest logit, .*\nwrote "
-    assert 0 < float(re.search(line, out)[1]) < 2e-5  # as in test_logits_of_a_loaded_model_equal_transformers
+    assert 0 < float(re.search(line, out)[1]) < 2e-5  # fp32 sums in another order
     found, weights = open_checkpoint(source), open_weights(tmp_path / "ours")
     other = dataclasses.replace(weights, model=dataclasses.replace(weights.model, rope_factor=7.0), tokenizer="")
     message = r"--verify: the logits .* differ .*; at most 1e-03 is allowed, so the import"

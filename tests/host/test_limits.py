@@ -3,7 +3,6 @@
 import _thread
 import contextlib
 import errno
-import re
 import threading
 import time
 
@@ -37,13 +36,6 @@ def test_errors_that_mean_that_memory_was_refused_are_described_in_a_line(monkey
         assert (refused and limits.describe(refused)) == expected
         monkeypatch.setattr(limits, "_soft_limit", lambda kind: [1 << 30])
         assert refused is None or "(limits: 1.00 GiB of address space (ulimit -v)" in limits.describe(refused)
-
-
-def test_open_files_are_described_with_the_limit():
-    assert limits.too_many_files(errno.ENOSPC) == limits.too_many_files(None) == ""
-    assert re.fullmatch(
-        r"; the limit of open files is [\d,]+: raise it with ulimit -n \d+", limits.too_many_files(errno.EMFILE)
-    )
 
 
 def fail(error):

@@ -391,7 +391,7 @@ def env_here(monkeypatch, capsys):
 NODES = ("--instance=trn1.32xlarge", "--nodes=3", "--coordinator=first")
 
 
-def test_env_command_prints_shell_exports(env_here, tmp_path):
+def test_env_command_prints_shell_exports(env_here):
     printed = env_here(*NODES, "--node=2", NEURON_CC_FLAGS="--dump='/a b' --x=$HOME", MALLOC_ARENA_MAX="a\n'b")
     expected = environment(
         SEVEN_B.precision,

@@ -34,7 +34,6 @@ REFUSED = [
         {"parallel.pipe": -1, "parallel.data": 4, "model.num_layers": 4, "precision.policy": "autocast"},
         r"precision.policy=autocast with parallel.pipe=2: .* 8 devices: parallel.tensor=2 ",
     ),
-    ({"parallel.tensor": 3, "model.num_kv_heads": 3, "model.num_heads": 3}, r"are 8; .* parallel.tensor=1 "),
     ({"parallel.fsdp": 8, "model.embed_dim": 36}, r"model.embed_dim=36 does not divide into the 8 parts of p"),
 ]
 

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import micro
 import numpy as np
 import pytest
-from lowered import assert_no_forbidden_operations, lowered_for_neuron
 
 from hlat_jax.batch import abstract_batch, segmented_batch
 from hlat_jax.cli.config_files import load
@@ -32,7 +31,6 @@ from hlat_jax.train_step import accumulate_grads
 SEQUENCE, ZERO1 = {"sequence_parallel": True}, {"zero1": True}
 # name -> changes of parallel, model and train sections
 LAYOUTS = {
-    "kv-copies-sequence-zero1": {"data": 2, "tensor": 4, "num_microbatches": 4} | SEQUENCE | ZERO1,
     "fsdp-tensor-sequence": {"data": 2, "fsdp": 2, "tensor": 2, "num_microbatches": 2} | SEQUENCE | ZERO1,
     "pipe-all": {"pipe": 2, "data": 2, "tensor": 2, "num_microbatches": 4, "remat": "full"} | SEQUENCE | ZERO1,
 }
@@ -50,17 +48,6 @@ LAYOUTS = {
 #   more: the last stage's output, the largest logit, sum and target, the gradient of the head's input.
 # - two scalars for the norms of gradients and weights, over the axes that split the state.
 COLLECTIVES = {
-    "kv-copies-sequence-zero1": {
-        "all-gather data": 6,
-        "all-gather data*tensor_rep": 1,
-        "all-gather tensor_rep*tensor_kv": 104,
-        "all-reduce data": 2,
-        "all-reduce data*tensor_rep*tensor_kv": 5,
-        "all-reduce tensor_rep*tensor_kv": 8,
-        "reduce-scatter data": 6,
-        "reduce-scatter data*tensor_rep": 1,
-        "reduce-scatter tensor_rep*tensor_kv": 72,
-    },
     "fsdp-tensor-sequence": {
         "all-gather data": 7,
         "all-gather fsdp": 84,
@@ -119,7 +106,6 @@ def alone(**changes):
     return config, layout_of(config, jax.devices()[:1])
 
 
-@pytest.mark.quick_cases("fsdp-tensor-sequence", "pipe-all")
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_step_has_the_collectives_of_its_layout(name):
     config = configured(**LAYOUTS[name])
@@ -169,11 +155,6 @@ def test_each_core_computes_only_the_kv_heads_it_needs():
     assert products[tokens, key_and_value] >= 1
     assert products[40, key_and_value] + products[key_and_value, 40] == 1  # its gradient
     assert not {(tokens, 2 * key_and_value), (40, 2 * key_and_value), (2 * key_and_value, 40)} & products.keys()
-
-
-def test_step_over_a_mesh_lowers_for_neuron_without_forbidden_operations():
-    config = configured(attention="einsum", cross_entropy="dense", **LAYOUTS["pipe-all"])
-    assert_no_forbidden_operations(lowered_for_neuron(config, layout_of(config)))
 
 
 @pytest.mark.quick_cases("fp32-degrees0")

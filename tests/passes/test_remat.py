@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from foreign.measured import step_for_memory
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
+from test_segments import mlp_block, unrolled
 
 from hlat_jax.facts.byte_sizes import parse_bytes
 from hlat_jax.passes import naming, recompute, remat
@@ -188,53 +190,8 @@ def test_pallas_kernel_flops_count_every_grid_program():
     assert flops(product, x, w) == flops(jnp.matmul, x, w)
 
 
-def test_a_recomputed_ragged_product_costs_its_flops_in_the_graph():
-    def experts(params, x):
-        def turn(x, one):
-            sizes = jnp.full((2,), ROWS // 2, jnp.int32)
-            return x + jnp.tanh(jax.lax.ragged_dot(x, one, sizes)), None
-
-        return jnp.mean(jax.lax.scan(turn, x, params)[0] ** 2)
-
-    params, x = jnp.ones((L, 2, D, D)), arguments()[1]
-
-    def program(choice):
-        return live_jaxpr(
-            jax.jit(jax.value_and_grad(naming.checkpointed(experts, choice, region="auto"))).trace(params, x)
-        )
-
-    found = recompute.recompute_graph(program(RematChoice()), min_bytes=1)
-    assert found.flops(()) == 2 * L * ROWS * D * D
-    plain = total_flops(live_jaxpr(jax.jit(jax.value_and_grad(experts)).trace(params, x)))
-    assert total_flops(program(RematChoice())) - plain == found.flops(())
-
-
-def lstm(params, xs, reverse=False):
-    def turn(carry, x):
-        h, c = carry
-        i, f, g, o = jnp.split(x @ params["w"] + h @ params["u"], 4, -1)
-        c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
-        h = jax.nn.sigmoid(o) * jnp.tanh(c)
-        return (h, c), h
-
-    start = (jnp.zeros(xs.shape[1:]),) * 2
-    return jnp.mean(jax.lax.scan(turn, start, xs, reverse=reverse)[1] ** 2)
-
-
 def sizes_in(program):
     return recompute.recompute_graph(live_jaxpr(program), min_bytes=1).sizes
-
-
-def test_loop_values_are_sized_over_all_trips():
-    params = dict.fromkeys("wu", jax.ShapeDtypeStruct((256, 1024), jnp.float32))
-    xs = jax.ShapeDtypeStruct((128, 8, 256), jnp.float32)  # 8 KiB in each trip
-    fit = functools.partial(remat.fit, lstm, params, xs, step=jax.value_and_grad)
-    most = fit(budget_bytes="1GiB").measured_bytes
-    assert fit(budget_bytes=int(0.95 * most)).recompute_share < 0.01
-    for reverse in (False, True):
-        planned = naming.checkpointed(functools.partial(lstm, reverse=reverse), RematChoice(), region="auto")
-        sizes = sizes_in(jax.jit(jax.value_and_grad(planned)).trace(params, xs))
-        assert sizes["scan0.dot_general.0"] == 128 * 8 * 1024 * 4
 
 
 def test_a_loop_over_microbatches_keeps_the_values_of_one_microbatch_at_a_time():
@@ -301,43 +258,9 @@ def test_program_that_fits_is_unchanged():
     assert "everything: it fits without rematerialization" in plan.report()
 
 
-def with_own_checkpoint(params, x):
-    def head(y):
-        return jnp.sum(jnp.sin(checkpoint_name(jnp.cos(y @ params["up"][0]) * 3, "logits")))
-
-    return jax.checkpoint(head)(jax.lax.scan(lambda carry, one: (layer(one, carry), None), x, params)[0])
-
-
-def test_function_with_checkpoints_meets_a_budget():
-    fn = with_own_checkpoint
-    most, least = (remat.temporaries(traced(choice, fn)) for choice in (None, RematChoice()))
-    options = dataclasses.replace(SMALL, max_compilations=4)
-    half = (most + least) // 2
-    plan = remat.fit(fn, *arguments(), budget_bytes=half, step=jax.value_and_grad, options=options)
-    assert plan.measured_bytes <= half
-    wanted, got = (jax.jit(jax.value_and_grad(one))(*arguments()) for one in (fn, plan.fn))
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), wanted, got)  # another order
-
-
-def mlp_block(params, x):
-    return x + jax.nn.gelu(x @ params["up"]) @ params["down"]
-
-
-def unrolled(params, x, wrapped=mlp_block):
-    for one in params:
-        x = wrapped(one, x)
-    return jnp.mean(x**2)
-
-
 def shapes_of_six_blocks():
     up, down, x = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((256, 1024), (1024, 256), (1024, 256)))
     return [{"up": up, "down": down}] * 6, x
-
-
-def step_for_memory(fn):
-    """The step as XLA orders it on accelerators: on CPU it would run blocks side by side, whatever is kept."""
-    options = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
-    return jax.jit(jax.value_and_grad(fn), compiler_options=options)
 
 
 def bytes_of_blocks(fn):
@@ -373,17 +296,14 @@ def test_unmet_budget_error_has_what_was_measured_and_what_to_change():
     least = bytes_of_blocks(naming.checkpointed(unrolled, RematChoice(), region="segments"))
     assert f"the program takes {least:,} bytes" in str(refused.value)
     assert "lax.scan, or put jax.checkpoint around each" in str(refused.value)
-    per_block = functools.partial(unrolled, wrapped=jax.checkpoint(mlp_block))
+    per_block = functools.partial(unrolled, block=jax.checkpoint(mlp_block))
     assert fit_blocks(bytes_of_blocks(per_block), per_block).choice is None  # the function's own checkpoints count
 
 
-def test_a_budget_in_another_unit_is_refused_with_the_forms_that_are_taken():
+def test_a_budget_in_another_unit_or_an_unknown_region_is_refused_with_what_is_taken():
+    with pytest.raises(ValueError, match="region='loop' must be auto, loops, segments, whole"):
+        remat.RematOptions(region="loop")
     for size in (12, "12", "12 GB/s", "-1GiB", 1.5e9, True, "", None):
         said = r"^memory_budget=.* is not a size in bytes: give a size with its unit, such as '12GiB'.*an int"
         with pytest.raises(ValueError, match=said):
             remat.fit(loss, *arguments(), budget_bytes=size, name="memory_budget")
-
-
-def test_an_unknown_region_is_refused():
-    with pytest.raises(ValueError, match="region='loop' must be auto, loops, segments, whole"):
-        remat.RematOptions(region="loop")

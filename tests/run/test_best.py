@@ -3,15 +3,12 @@
 import os
 import signal
 
-import jax
 import micro
 import pytest
 
 from hlat_jax import loop
-from hlat_jax import train as train_lib
-from hlat_jax.cli import config_files
+from hlat_jax.config import ParallelConfig
 from hlat_jax.generate.inference import open_model
-from hlat_jax.resolve import resolve
 
 
 def evals(workdir):
@@ -19,20 +16,14 @@ def evals(workdir):
 
 
 @pytest.fixture
-def train(tmp_path, monkeypatch):
+def train(tmp_path):
     """A function of a run folder and keys that trains at a rate at which the validation loss soon rises."""
-    one = jax.devices()[:1]
-    monkeypatch.setattr(loop.jax, "devices", lambda *_: one)
+    rising = {"optimizer__peak_lr": 0.3, "optimizer__warmup_steps": 8, "train__num_steps": 40}
+    rising |= {"train__eval_every_steps": 2, "train__num_eval_batches": 1}
+    rising |= {"checkpoint__keep_last": 1, "checkpoint__keep_best": True}
 
     def run(workdir, **keys):
-        c = config_files.load(str(micro.write_config(tmp_path)))
-        c.optimizer.update(peak_lr=0.3, warmup_steps=8)
-        c.train.update(num_steps=40, eval_every_steps=2, num_eval_batches=1)
-        c.checkpoint.update(keep_last=1, keep_best=True)
-        for path, value in keys.items():
-            section, _, key = path.partition("__")
-            c[section][key] = value
-        assert train_lib.train(resolve(c), workdir) == 0
+        assert micro.train(micro.config(tmp_path, **rising | keys), workdir) == 0
         return workdir
 
     return run
@@ -48,7 +39,7 @@ def test_the_best_checkpoint_is_kept_and_training_ends_early_resumed_or_not(trai
     )
     assert micro.saved_steps(whole) == [best, max(losses)]
     assert (whole / "best").resolve() == whole / "checkpoints" / str(best)
-    assert open_model(str(whole / "best"), resolve(config_files.load("tiny")).parallel).folder.name == str(best)
+    assert open_model(str(whole / "best"), ParallelConfig()).folder.name == str(best)
     parts = train(tmp_path / "parts", train__num_steps=best + 2, train__early_stop_evals=3)
     (parts / "best").unlink()  # as if the kill came before it
     train(parts, train__early_stop_evals=3)

@@ -2,35 +2,23 @@
 
 import shutil
 
-import jax
 import micro
 import pytest
 
 from hlat_jax import config as config_lib
-from hlat_jax import loop
-from hlat_jax import train as train_lib
-from hlat_jax.cli import config_files
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.resolve import resolve
 from hlat_jax.weights.hf_files import KEPT
 
 
 @pytest.fixture
-def train(trained_run, tmp_path, monkeypatch):
+def train(trained_run, tmp_path):
     """A function of keys that trains the config of `trained_run` with them, in a folder of its own."""
-    one = jax.devices()[:1]
-    monkeypatch.setattr(loop.jax, "devices", lambda *_: one)
 
     def run(workdir=tmp_path / "branch", **keys):
-        c = config_files.load(str(micro.write_config(tmp_path)))
-        c.data.validation = ""
-        c.train.branch_from = f"{trained_run}@20"
-        for path, value in keys.items():
-            section, _, key = path.partition("__")
-            c[section][key] = value
-        config = resolve(c)
-        assert train_lib.train(config, workdir) == 0
-        return config, workdir
+        c = micro.config(tmp_path, **{"data__validation": "", "train__branch_from": f"{trained_run}@20"} | keys)
+        assert micro.train(c, workdir) == 0
+        return resolve(c), workdir
 
     return run
 

@@ -12,9 +12,7 @@ import numpy as np
 import planned
 import pytest
 
-from hlat_jax import train
 from hlat_jax.batch import concat_batch
-from hlat_jax.cli import config_files
 from hlat_jax.parallel.degrees import layout_over
 from hlat_jax.parallel.rows import shard_batch
 from hlat_jax.passes import remat
@@ -22,7 +20,6 @@ from hlat_jax.passes.naming import RematChoice
 from hlat_jax.passes.products import live_jaxpr, total_flops
 from hlat_jax.plan.report import Site, make_plan
 from hlat_jax.program import make_program, state_bytes
-from hlat_jax.resolve import resolve
 from hlat_jax.run import budget
 
 GATE = RematChoice(("gate",))
@@ -145,13 +142,9 @@ def test_a_run_that_resumes_hands_over_the_choice_of_its_checkpoint(trained_run,
 
     workdir = shutil.copytree(trained_run, tmp_path / "run")
     micro.reseal(workdir / "checkpoints/24", lambda run: run["metadata"].update(remat={"choice": "full"}))
-    one = jax.devices()[:1]
-    monkeypatch.setattr(jax, "devices", lambda *_: one)
     monkeypatch.setattr(budget, "choose_remat", resolved)
-    c = config_files.load(str(micro.write_config(tmp_path)))
-    c.data.validation, c.train.num_steps = "", 25
     with pytest.raises(ValueError, match=r"recorded: \{'choice': 'full'\}"):
-        train.train(resolve(c), workdir)
+        micro.train(micro.config(tmp_path, data__validation="", train__num_steps=25), workdir)
 
 
 def test_recorded_choice_is_reused_only_for_the_same_setup(searched):

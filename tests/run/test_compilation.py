@@ -9,13 +9,10 @@ import subprocess
 import sys
 
 import jax
+import micro
 import pytest
-from micro import write_config
 from planned import small_config
 
-from hlat_jax import loop
-from hlat_jax import train as train_lib
-from hlat_jax.cli import config_files
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve
@@ -26,6 +23,7 @@ ONE = {"pipe": 1, "data": 1, "fsdp": 1, "tensor": 1}
 PROGRAMS = ("train", "init", "norms", "eval", "prefill", "decode")
 # What changes between runs, of a seed, a schedule, a length or a folder: no program may depend on any of it.
 FREE = {
+    "optimizer.schedule": "linear",
     "optimizer.peak_lr": 1e-5,
     "optimizer.min_lr_ratio": 0.2,
     "optimizer.warmup_steps": 7,
@@ -125,21 +123,12 @@ def test_fingerprints_do_not_depend_on_hash_seed_folder_or_source_lines(tmp_path
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run(tmp_path):
     """A function that trains the micro config for some steps on one device: the programs that JAX compiled, by name."""
-    one = jax.devices()[:1]
-    monkeypatch.setattr(loop.jax, "devices", lambda: one)
-    path = write_config(tmp_path)
 
-    def train(**changed):
-        c = config_files.load(str(path))
-        c.train.num_eval_batches = 2
-        c.train.sample_prompt = "It is"
-        c.train.sample_tokens = 4
-        c.train.num_steps = 3
-        c.checkpoint.every_steps = 2
-        c.update_from_flattened_dict({key.replace("__", "."): value for key, value in changed.items()})
-        compiled = []
+    def train(num_steps):
+        c, compiled = micro.config(tmp_path, checkpoint__every_steps=2), []
+        c.train.update(num_steps=num_steps, num_eval_batches=2, sample_prompt="It is", sample_tokens=4)
 
         def on_compile_event(event, _, **about):
             if event == COMPILED:
@@ -147,7 +136,7 @@ def run(tmp_path, monkeypatch):
 
         jax.monitoring.register_event_duration_secs_listener(on_compile_event)
         try:
-            assert train_lib.train(resolve(c), tmp_path / "run") == 0
+            assert micro.train(c, tmp_path / "run") == 0
         finally:
             jax.monitoring.unregister_event_duration_listener(on_compile_event)
         return compiled, resolve(c), tmp_path / "run"
@@ -158,12 +147,12 @@ def run(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_run_compiles_its_programs_once_each_and_nothing_else(run):
     jax.clear_caches()
-    compiled, config, workdir = run()
+    compiled, config, workdir = run(3)
     names = ("decode", "eval_step", "initial", "prefill", "state_norms", "train_step")
     assert sorted(compiled) == [f"jit({name})" for name in names]
     before = {name: entry["sha256"] for name, entry in read_record(workdir).items()}
     assert before == {name: predicted(name, config, platform="cpu") for name in PROGRAMS}
-    compiled, _, _ = run(train__num_steps=7)  # resumed
+    compiled, _, _ = run(7)  # resumed
     assert sorted(compiled) == [f"jit({name})" for name in names if name != "initial"]
     assert {name: entry["sha256"] for name, entry in read_record(workdir).items()} == before
 

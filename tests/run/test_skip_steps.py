@@ -1,17 +1,15 @@
 """Batches that are left out: exact, and resumable at any point."""
 
+import contextlib
 import itertools
 import json
 
-import jax
 import micro
 import pytest
 
 from hlat_jax import loop
-from hlat_jax import train as train_lib
-from hlat_jax.cli import config_files
 from hlat_jax.data.loader import TrainBatches
-from hlat_jax.resolve import batch_of_step, resolve, skipped_batches
+from hlat_jax.resolve import batch_of_step, skipped_batches
 from hlat_jax.store import checkpoint
 
 
@@ -25,14 +23,10 @@ def train(tmp_path, monkeypatch):
 
     `killed_at` is a step that is never dispatched.
     """
-    one = jax.devices()[:1]
-    monkeypatch.setattr(loop.jax, "devices", lambda *_: one)
-    step = loop._step
+    step, files = loop._step, {"data__position_every_steps": 2, "checkpoint__every_steps": 4}
 
     def run(name="run", killed_at=0, **keys):
-        c = config_files.load(str(micro.write_config(tmp_path)))
-        c.data.update(validation="", position_every_steps=2)
-        c.checkpoint.update(every_steps=4, keep_last=9)
+        c = micro.config(tmp_path, data__validation="", checkpoint__keep_last=9, **files)
         c.train.update({"num_steps": 12, **keys})
 
         def step_or_end(run, progress, batch):
@@ -43,11 +37,8 @@ def train(tmp_path, monkeypatch):
 
         with monkeypatch.context() as patch:
             patch.setattr(loop, "_step", step_or_end)
-            if killed_at:
-                with pytest.raises(Killed):
-                    train_lib.train(resolve(c), tmp_path / name)
-            else:
-                assert train_lib.train(resolve(c), tmp_path / name) == 0
+            with pytest.raises(Killed) if killed_at else contextlib.nullcontext():
+                assert micro.train(c, tmp_path / name) == 0
         return [micro.exact(row) for row in micro.rows(tmp_path / name)]
 
     return run

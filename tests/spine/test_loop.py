@@ -13,39 +13,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from micro import exact, flip_exponent_bit, saved_steps, write_config
+from micro import config, exact, final_checkpoint, flip_exponent_bit, saved_steps
+from micro import train as train_in_process
 
 from hlat_jax import loop
-from hlat_jax import train as train_lib
-from hlat_jax.cli import config_files
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.host.process import LOCK_FILE, only_process
-from hlat_jax.resolve import resolve
 from hlat_jax.run import open as run_open
 from hlat_jax.run import step_sync
-from hlat_jax.run.machine import fitting_program
 from hlat_jax.run.nonfinite import NonFiniteError
 from hlat_jax.run.validation import Validation
 from hlat_jax.store import atomic_files
-from hlat_jax.store.checkpoint import Checkpointer
 from hlat_jax.store.checkpoint_checks import saved_run
 from hlat_jax.store.metrics import ROWS_FILE, read_rows
 
 
 @pytest.fixture
 def micro(tmp_path):
-    """A mutable micro config on one of the virtual devices."""
-    c = config_files.load(str(write_config(tmp_path)))
-    c.train.num_eval_batches = 1
-    return c
+    return config(tmp_path, train__num_eval_batches=1)
 
 
 @pytest.fixture
-def train(tmp_path, monkeypatch):
+def train(tmp_path):
     """A function that trains a mutable config in `tmp_path/run` on one device."""
-    one = jax.devices()[:1]
-    monkeypatch.setattr(loop.jax, "devices", lambda: one)
-    return lambda c: train_lib.train(resolve(c), tmp_path / "run")
+    return lambda c, **options: train_in_process(c, tmp_path / "run", **options)
 
 
 @pytest.mark.slow
@@ -63,7 +54,7 @@ def test_lost_checkpoints_are_refused_and_a_rewind_is_said(micro, train, tmp_pat
     with pytest.raises(ValueError, match="holds no checkpoint, but one of step 12 was saved"):
         train(micro)
     assert [exact(row) for row in read_rows(workdir / ROWS_FILE)] == whole
-    assert train_lib.train(resolve(micro), workdir, begin_again=True) == 0
+    assert train(micro, begin_again=True) == 0
     assert "beginning again  at step 0 (--begin_again)" in capsys.readouterr().out
     assert [exact(row) for row in read_rows(workdir / ROWS_FILE)] == whole
     assert saved_steps(workdir) == [10, 12]
@@ -217,14 +208,10 @@ def short(c, every):
     return c
 
 
-def end_of(workdir, micro):
+def end_of(workdir):
     """Returns the rows of a run, as far as a repetition has the same, and its last checkpoint."""
     rows = [exact(row) for row in read_rows(workdir / ROWS_FILE)]
-    resolved = resolve(micro)
-    checkpointer = Checkpointer(workdir, config=resolved.checkpoint)
-    step, state, position, metadata = checkpointer.restore(fitting_program(resolved, jax.devices()).abstract_state)
-    checkpointer.close()
-    return rows, step, [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)], position.tolist(), metadata
+    return rows, *final_checkpoint(workdir.parent / "micro.py", workdir)
 
 
 @pytest.mark.slow
@@ -232,7 +219,7 @@ def test_run_with_a_flipped_weight_recovers_bitwise(micro, train, after_step, tm
     """The flip makes steps 8 to 10 non-finite, among which a checkpoint is due at 8."""
     short(micro, 4)
     assert train(micro) == 0
-    expected = end_of(tmp_path / "run", micro)
+    expected = end_of(tmp_path / "run")
     (tmp_path / "run").rename(tmp_path / "left alone")
     after_step(7, flipped("params.embed"))
     with pytest.raises(NonFiniteError, match="3 steps in a row") as error:
@@ -244,15 +231,19 @@ def test_run_with_a_flipped_weight_recovers_bitwise(micro, train, after_step, tm
 
     assert train(micro) == 0
     assert "resuming from step 4 of 12" in capsys.readouterr().out
-    assert end_of(tmp_path / "run", micro) == expected
+    assert end_of(tmp_path / "run") == expected
 
 
 def test_batches_of_prompts_alone_update_nothing_and_end_the_run_where_many_follow_each_other(
     micro, train, tmp_path, capsys
 ):
     """Their mean loss is 0 / 0, which says nothing about the state."""
-    rows = ({"prompt": "It is a truth. " * 150, "answer": "Yes."} for _ in range(8))
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def write_pairs(prompt):
+        line = json.dumps({"prompt": prompt, "answer": "Yes."}) + "\n"
+        (tmp_path / "pairs.jsonl").write_text(line * 8)
+
+    write_pairs("It is a truth. " * 150)
     micro.data.update(train=str(tmp_path / "pairs.jsonl"), text_field="prompt,answer", validation="")
     short(micro, 4)
     micro.train.update(eval_every_steps=0, max_nonfinite_steps=2)
@@ -267,14 +258,9 @@ def test_batches_of_prompts_alone_update_nothing_and_end_the_run_where_many_foll
     assert len({row["param_norm"] for row in made}) == 1
     assert capsys.readouterr().out.count("no target in its batch") == 12
     assert saved_steps(tmp_path / "run")[-1] == 12
-
-
-def test_batches_of_prompts_alone_between_others_do_not_end_the_run(micro, train, tmp_path, capsys):
-    rows = ({"prompt": "It is a truth. " * 11, "answer": "Yes."} for _ in range(8))  # an answer in every other row
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    micro.data.update(train=str(tmp_path / "pairs.jsonl"), text_field="prompt,answer", validation="", batch_size=1)
-    short(micro, 4)
-    micro.train.update(eval_every_steps=0, max_nonfinite_steps=2)
+    (tmp_path / "run").rename(tmp_path / "done")
+    write_pairs("It is a truth. " * 11)  # an answer in every other row: batches without a target between others
+    micro.data.batch_size, micro.train.max_nonfinite_steps = 1, 2
     assert train(micro) == 0
     assert capsys.readouterr().out.count("no target in its batch") > 2
 
@@ -331,7 +317,7 @@ def test_run_stopped_at_a_non_finite_step_saves_its_count_and_resumes(
 ):
     short(micro, 0)
     assert train(micro) == 0
-    expected = end_of(tmp_path / "run", micro)
+    expected = end_of(tmp_path / "run")
     (tmp_path / "run").rename(tmp_path / "left alone")
     after_step(6, not_finite(1))
     with bad_seventh_batch, pytest.raises(ValueError, match="row 30"):
@@ -340,7 +326,7 @@ def test_run_stopped_at_a_non_finite_step_saves_its_count_and_resumes(
     assert saved_run(tmp_path / "run/checkpoints/6")["metadata"]["num_nonfinite"] == 1
     assert train(micro) == 0
     assert "resuming from step 6 of 12" in capsys.readouterr().out
-    rows, *end = end_of(tmp_path / "run", micro)
+    rows, *end = end_of(tmp_path / "run")
     assert end == list(expected[1:])
     assert [row["step"] for row in rows if row not in expected[0]] == [6]
 

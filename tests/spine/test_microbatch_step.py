@@ -13,7 +13,6 @@ import pytest
 from programs import training_program
 
 from hlat_jax.config import select
-from hlat_jax.neuron import programs
 from hlat_jax.ops.cross_entropy import SumAndCount
 from hlat_jax.parallel.degrees import layout_over
 from hlat_jax.parallel.pipeline import PHASES
@@ -124,16 +123,6 @@ def test_the_buffer_of_sums_is_updated_in_place(small, one_device):
 def test_auto_dispatches_microbatches_on_neuron():
     asked = (("auto", "neuron"), ("auto", "cpu"), ("scan", "neuron"), ("programs", "cpu"))
     assert [select("accumulate", *each) for each in asked] == ["programs", "scan", "scan", "programs"]
-
-
-def test_the_programs_of_a_microbatch_and_of_the_update_are_lowered_for_neuron_without_errors(small):
-    config = config_of(small, "auto", parallel={"data": 2, "tensor": 2, "zero1": True, "sequence_parallel": True})
-    program = make_program(config, planned_layout(config, 4, platform="neuron"))
-    traced = traced_programs(program)
-    for name in program.training.microbatch_step.programs:
-        found = programs.findings(name, traced[name](), program=program, target="trn2")
-        assert {finding.rule for finding in found if finding.severity == "error"} == set(), name
-        assert {finding.rule for finding in found} & {"DN01", "MEM1"} == set(), name
 
 
 def test_a_plain_mean_and_a_step_of_no_microbatches_are_refused():

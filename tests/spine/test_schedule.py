@@ -17,13 +17,6 @@ HLAT_70B = dataclasses.replace(HLAT_7B, peak_lr=1.5e-4)
 TOKENS_PER_STEP = 1024 * 4096
 
 
-def hlat_factor(step):
-    """HLAT's lambda, as published in 7b/scheduler.py, with its constants."""
-    if step < 2000:
-        return step / 2000
-    return max(0.1, 0.5 * (1.0 + math.cos(math.pi * (step - 2000) / (500_000 - 2000))))
-
-
 def test_learning_rate_of_7b_at_known_steps():
     assert OptimizerConfig() == HLAT_7B
     assert learning_rate(0, HLAT_7B) == 0.0
@@ -33,11 +26,6 @@ def test_learning_rate_of_7b_at_known_steps():
     assert learning_rate(900_000, HLAT_7B) == pytest.approx(3e-5, rel=1e-12)
     assert learning_rate(900_000, dataclasses.replace(HLAT_7B, min_lr_ratio=0.0)) == 0.0
     assert learning_rate(0, dataclasses.replace(HLAT_7B, warmup_steps=0)) == 3e-4
-
-
-def test_learning_rate_equals_the_published_formula_over_the_whole_horizon():
-    for step in [*range(0, 4000, 7), *range(4000, 500_001, 997)]:
-        assert learning_rate(step, HLAT_7B) == pytest.approx(3e-4 * hlat_factor(step), rel=1e-12), step
 
 
 def test_floor_is_reached_at_1_669_trillion_tokens_and_70b_matches_figure_1d():
@@ -105,17 +93,12 @@ def test_last_steps_of_a_long_decay_keep_all_digits():
             {"schedule": "wsd", "warmup_steps": 50, "cooldown_steps": 51, "horizon_steps": 100},
             r"horizon_steps=100 is too short for optimizer\.warmup_steps=50, .*cooldown_steps=51; raise it",
         ),
-        (
-            {"warmup_steps": 50, "plateau_ratio": 0.5, "horizon_steps": 100},
-            r"horizon_steps=100 is too short for optimizer\.warmup_steps=50, .*plateau_ratio=0\.5, .*; raise it",
-        ),
         ({"horizon_steps": 2000}, r"horizon_steps=2000 is too short for optimizer\.warmup_steps=2000, "),
         ({"plateau_ratio": 1.0}, r"optimizer\.plateau_ratio=1\.0 must lie in \[0, 1\)"),
         (
             {"schedule": "constant", "cooldown_steps": 5},
             r"cooldown_steps=5 has no effect with optimizer\.schedule='constant': .* set optimizer\.schedule='wsd'\.$",
         ),
-        ({"cooldown": "sqrt"}, r"cooldown=sqrt has no effect with optimizer\.schedule='cosine'"),
         (
             {"schedule": "linear", "num_cycles": 1.0},
             r"num_cycles=1\.0 has no effect with optimizer\.schedule='linear': .* set optimizer\.schedule='cosine'\.$",

@@ -242,11 +242,6 @@ ASKS_OTHERWISE = [
     (with_state, {"model_state": {"seed": jax.random.key(0)}}, r"model_state\['seed'\] is key<fry>: .*come as `keys`"),
     (with_state, {"model_state": STATS, "options": {"accumulate": run_pipeline}}, "model_state needs a single loss"),
     (
-        lambda params, batch, model_state: jnp.sum(params["w"]),
-        {"model_state": STATS},
-        r"returned float32\[\]; a loss function that takes model_state returns \(loss, new model state\)",
-    ),
-    (
         lambda params, batch, model_state: (jnp.sum(params["w"]), {"mean": jnp.zeros(4)}),
         {"model_state": STATS},
         r"was given the model state \{mean: float32\[8\]\} and returned \{mean: float32\[4\]\}; return arrays of",

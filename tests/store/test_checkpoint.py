@@ -225,14 +225,6 @@ def test_mismatched_shape_or_dtype_raises_and_is_not_damage(tmp_path, checkpoint
     assert steps_on_disk(tmp_path) == [1, 2]
 
 
-def test_retention_keeps_the_last_and_the_permanent_checkpoints(tmp_path):
-    for steps, kept in ((range(1, 11), [4, 8, 9, 10]), ((11, 12), [4, 8, 11, 12])):
-        checkpointer = Checkpointer(tmp_path, config=keep(2, 4))
-        save(checkpointer, *steps)
-        assert steps_on_disk(tmp_path) == kept
-        checkpointer.close()
-
-
 def test_what_an_export_has_read_goes_and_what_is_saved_later_still_makes_room(tmp_path):
     c = Checkpointer(tmp_path, config=keep(1))
     c.exported.step = 1

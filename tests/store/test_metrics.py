@@ -46,17 +46,6 @@ def test_rows_round_trip_exactly_and_in_order(tmp_path):
     assert validation == eval_row(5)
 
 
-def test_resume_has_each_step_once_and_keeps_discarded_rows(tmp_path):
-    log = run(tmp_path, range(1, 6))
-    log.eval_row(eval_row(3))
-    log.close()
-    run(tmp_path, range(4, 8), start_step=3).close()
-    rows = read(tmp_path / "metrics.jsonl")
-    assert [r["step"] for r in rows if "loss" in r] == [1, 2, 3, 4, 5, 6, 7]
-    assert [r["step"] for r in rows if "eval_loss" in r] == [3]
-    assert [r["step"] for r in read(tmp_path / "metrics.discarded.jsonl")] == [4, 5]
-
-
 def test_results_of_tasks_are_printed_unless_the_console_is_off(tmp_path, capsys):
     for console in ("on", "off"):
         log = MetricsLog(tmp_path, config=quiet(console=console), num_steps=9)

@@ -1,8 +1,6 @@
-"""Models in the shapes that Llama has had, their random weights, and the same models of transformers."""
+"""A small Llama, random weights of any such model, and the same model of transformers."""
 
 from __future__ import annotations
-
-import dataclasses
 
 import jax
 import numpy as np
@@ -12,20 +10,10 @@ from hf_weights import hf_model
 from hlat_jax.config import ModelConfig
 from hlat_jax.model import abstract_params
 
-MHA = ModelConfig(
-    vocab_size=384, num_layers=2, embed_dim=96, mlp_dim=160, num_heads=6, num_kv_heads=6, head_dim=16, norm_eps=1e-5
-)
-
-GQA = dataclasses.replace(MHA, num_kv_heads=2, rope_theta=500_000.0)
-
-CASES = {
-    "mha": MHA,
-    "gqa": GQA,
-    "gqa_with_q_apart_from_kv": dataclasses.replace(GQA, fuse_qkv=False),
-    "tied": dataclasses.replace(GQA, tie_embeddings=True),
-    # Stretched from 256 positions, so that 1,024 tokens see kept, interpolated and stretched wavelengths.
-    "llama3_scaled": dataclasses.replace(GQA, rope_scaling="llama3", rope_original_positions=256),
-}
+GQA = ModelConfig(
+    vocab_size=384, num_layers=2, embed_dim=96, mlp_dim=160, num_heads=6, num_kv_heads=2, head_dim=16, norm_eps=1e-5,
+    rope_theta=500_000.0,
+)  # fmt: skip
 
 
 def random_params(cfg: ModelConfig, seed: int = 0) -> dict:

@@ -50,9 +50,10 @@ _QWEN_WINDOWS = (
 
 
 def family(kind: str, seed: int):
-    """Returns a random small config of a family: "qwen2", "qwen3" or "mistral"; six seeds have every option of it."""
+    """Returns a random small config of a family, such as "llama" or "qwen2"; six seeds have every option of it."""
     rng, heads = random.Random(f"{kind} {seed}"), 8
-    window = {"sliding_window": (WINDOW, None)[seed // 2 % 2]} if kind == "mistral" else _QWEN_WINDOWS[seed % 4]
+    windows = {"llama": {}, "mistral": {"sliding_window": (WINDOW, None)[seed // 2 % 2]}}
+    window = windows.get(kind, _QWEN_WINDOWS[seed % 4])
     return transformers.AutoConfig.for_model(
         kind,
         vocab_size=rng.choice((200, 384)),

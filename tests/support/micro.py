@@ -8,9 +8,11 @@ import sys
 from collections.abc import Callable, Collection
 
 import jax
+import ml_collections
 import numpy as np
 import pytest
 
+from hlat_jax import train as train_lib
 from hlat_jax.cli import config_files
 from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.program import make_program
@@ -74,6 +76,21 @@ def write_config(folder: pathlib.Path) -> pathlib.Path:
     path = folder / "micro.py"
     path.write_text(CONFIG)
     return path
+
+
+def config(folder: pathlib.Path, **settings) -> ml_collections.ConfigDict:
+    """Returns the micro config, written to `folder`, with settings given as SECTION__KEY=VALUE."""
+    c = config_files.load(str(write_config(folder)))
+    c.update_from_flattened_dict({key.replace("__", "."): value for key, value in settings.items()})
+    return c
+
+
+def train(c: ml_collections.ConfigDict, workdir: pathlib.Path, *, num_devices: int = 1, **options) -> int:
+    """Trains a mutable config in this process, on the first virtual devices; returns the exit code."""
+    devices = jax.devices("cpu")[:num_devices]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(jax, "devices", lambda *_: devices)
+        return train_lib.train(resolve(c), workdir, **options)
 
 
 def environment(cache: pathlib.Path | None = None, *, num_devices: int = 1) -> dict[str, str]:
@@ -192,8 +209,6 @@ def final_checkpoint(
 
 def command_runner(command, monkeypatch, capsys):
     """Returns a function of the words of a command that runs it in this process: (exit code, stdout, stderr)."""
-
-    """Returns a function of the words of a command: (exit code, stdout, stderr)."""
 
     def run(*words):
         from hlat_jax.cli import flags

@@ -1,10 +1,11 @@
-"""Every command and example that the pages show is run here, in the order of the pages and in one folder, or checked
-without running it where it takes a cluster, the network, or too long: `CHECKED` has those, each with the reason. So is
-every `python ...` that stands in a sentence.
+"""The pages say what the code says, and every command and example that they show is run here, in the order of the pages
+and in one folder, or checked without running it where it takes a cluster, the network, or too long: `CHECKED` has
+those, each with the reason. So is every `python ...` that stands in a sentence.
 
 Blocks after the words *Not yet run* are read by bash and not run.
 """
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -16,8 +17,12 @@ import local_tasks
 import micro
 import pytest
 
+from hlat_jax.config import SECTIONS
+from tools import command_reference, config_reference
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINKED = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md")), ROOT / "notebooks" / "README.md"]
 NOT_RUN = "*not yet run*"
 _TRAIN, _NODE = "python -m hlat_jax.train", "launch/node.sh --dry-run"
 _SLURM = "scontrol() { echo n1; echo n2; }; export -f scontrol; SLURM_NNODES=2 SLURM_NODEID=1 SLURM_JOB_NODELIST=n"
@@ -167,3 +172,32 @@ def test_unexecuted_commands_are_valid_bash_on_one_page():
     assert [name for name, found in waiting.items() if found] == ["trainium.md"]
     for lines in waiting["trainium.md"]:
         subprocess.run(["bash", "-n", "-c", "\n".join(lines)], check=True)
+
+
+def test_config_reference_is_what_the_dataclasses_say():
+    assert config_reference.PAGE.read_text() == config_reference.reference(), "run python tools/config_reference.py"
+
+
+def test_command_reference_is_what_the_commands_print():
+    assert command_reference.PAGE.read_text() == command_reference.reference(), "run python tools/command_reference.py"
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_page_links_resolve(page):
+    text = page.read_text()
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)#?([^)]*)\)", text):
+        file = page.parent / target if target else page
+        assert file.exists(), f"{page.name} links to {target}"
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+            anchors = {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+            assert anchor in anchors, f"{page.name} links to {target}#{anchor}"
+
+
+def test_keys_that_other_trainers_settings_are_mapped_to_exist():
+    lines = (ROOT / "docs" / "coming-from.md").read_text().splitlines()
+    ours = "\n".join(line.split("|")[1] if line.startswith("|") else line for line in lines)
+    named = set(re.findall(rf"`({'|'.join(SECTIONS)})\.(\w+)`", ours))
+    known = {(name, field.name) for name, cls in SECTIONS.items() for field in dataclasses.fields(cls)}
+    assert named <= known, sorted(named - known)
+    assert len(named) > 50, "the first column of each table has our keys"

@@ -155,16 +155,7 @@ def test_node_puts_the_compiler_of_its_interpreter_and_neurons_tools_on_the_path
     assert dry_run(JAX_PLATFORMS="cpu", **variables)[0] == {}
 
 
-def test_node_keeps_caller_variables_and_refuses_a_contradicting_rank(dry_run):
-    place = ("--nodes=2", "--node=1", "--coordinator=first")
-    exports, _, said = dry_run(*place, neuron_devices=16, FI_LOG_LEVEL="info")
-    assert exports["FI_LOG_LEVEL"] == "info"
-    assert said == "FI_LOG_LEVEL: your value info replaces warn\n"
-    _, _, error = dry_run(*place, neuron_devices=16, NEURON_PJRT_PROCESS_INDEX="7")
-    assert error.startswith("error: NEURON_PJRT_PROCESS_INDEX=7 contradicts --node or --process_id, which gives 1")
-
-
-def test_node_reads_precision_and_layout_only_from_the_config(dry_run):
+def test_node_reads_precision_and_layout_only_from_the_config():
     words = ("--config.parallel.zero1=true", "--config.train.seed", "3", "--workdir=/w", "--config", "7b")
     done = subprocess.run(
         [str(jobs.NODE), "--dry-run", "--instance=trn1.32xlarge", *words],

@@ -16,8 +16,6 @@ from safetensors.numpy import load_file, save_file
 from tokenizer_files import write_tokenizer_json
 
 from hlat_jax import config as config_lib
-from hlat_jax import loop
-from hlat_jax import train as train_lib
 from hlat_jax.cli import config_files, flags
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.generate.inference import open_model
@@ -69,17 +67,10 @@ def same_bits(found, expected):
 
 def train(folder, workdir, **settings):
     """Trains the micro config on one device to step 2, edited by SECTION__KEY=VALUE, and returns the config."""
-    c = config_files.load(str(micro.write_config(folder)))
-    c.train.update(num_steps=2, eval_every_steps=0, num_eval_batches=1)
-    for key, value in settings.items():
-        section, name = key.split("__")
-        c[section][name] = value
-    config = resolve(c)
-    with pytest.MonkeyPatch.context() as patch:
-        one = jax.devices()[:1]
-        patch.setattr(loop.jax, "devices", lambda: one)
-        train_lib.train(config, workdir)
-    return config
+    short = {"train__num_steps": 2, "train__eval_every_steps": 0, "train__num_eval_batches": 1}
+    c = micro.config(folder, **short | settings)
+    micro.train(c, workdir)
+    return resolve(c)
 
 
 @pytest.fixture(scope="module")
@@ -212,16 +203,6 @@ def test_the_average_is_the_mean_rounded_once_and_that_of_a_checkpoint_with_itse
         np.testing.assert_allclose(mean.astype(np.float64), exact, rtol=tolerance, atol=tolerance)
         if mean.dtype == jnp.bfloat16:
             assert np.mean(mean == exact.astype(np.float32).astype(jnp.bfloat16)) > 0.99
-
-
-def test_averaging_checkpoints_of_a_run_uses_master_weights(trained, tmp_path):
-    _, run, _ = trained
-    steps = [str(run / f"checkpoints/{step}") for step in (1, 2)]
-    assert hf.main(["average", *steps, f"--out={tmp_path / 'mean'}"]) == 0
-    first, second = (open_weights(step, masters=True).read("layers.mlp.down") for step in steps)
-    mean = open_weights(tmp_path / "mean")
-    np.testing.assert_allclose(mean.read("layers.mlp.down"), (first + second) / 2, rtol=1e-6, atol=1e-9)
-    assert mean.open_tokenizer().vocab_size == 2048
 
 
 def test_the_average_of_masters_is_fp32_where_the_run_began_in_bfloat16(trained, tmp_path):

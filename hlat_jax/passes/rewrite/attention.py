@@ -41,13 +41,13 @@ def matches(graph: EquationGraph) -> Iterator[Match | Refusal]:
         for side in (0, 1) if eqn.primitive.name == "dot_general" else ():
             try:
                 with jax.ensure_compile_time_eval(), jax.default_device(jax.local_devices(backend="cpu")[0]):
-                    found = _Attention(graph, eqn, side)
+                    candidate = _Attention(graph, eqn, side)
             except NotAttention:
                 continue
             except (TypeError, ValueError) as error:
                 yield Refusal(_OP, graph.source(eqn), str(error))
             else:
-                yield found.match()
+                yield candidate.match()
             break
 
 

@@ -47,8 +47,8 @@ def linked(eqn: Any, known: Mapping[int, Layout]) -> list[Layout]:
     layouts: list[list[Axis | None]] = [[None] * len(shape) for shape in shapes]
     for link in links(eqn):
         ends = [(at, dim) for at, dim in enumerate((*link.operands, *link.results)) if dim is not None]
-        found = [known[at][dim] for at, dim in ends if at in known]
-        axis = found[0] if found else Axis(shapes[ends[0][0]][ends[0][1]])
+        known_axes = [known[at][dim] for at, dim in ends if at in known]
+        axis = known_axes[0] if known_axes else Axis(shapes[ends[0][0]][ends[0][1]])
         for at, dim in ends:
             if axis is not None and shapes[at][dim] == axis.size > 1:
                 layouts[at][dim] = axis

@@ -56,13 +56,13 @@ def compare(graph: EquationGraph, match: Match) -> tuple[float, float]:
         both = (lambda *args: cut.evaluate(args)), functools.partial(replacement, choose)
         digest = _digest([jax.make_jaxpr(one)(*inputs) for one in both])
         if digest not in _checked:
-            expected, found = (jax.jit(_with_gradients(one, places))(*inputs) for one in both)
+            expected, actual = (jax.jit(_with_gradients(one, places))(*inputs) for one in both)
             num_outs = len(match.outputs)
             of_all = math.hypot(*(np.linalg.norm(np.asarray(grad, np.float64)) for grad in expected[num_outs:]))
             _checked[digest] = max(
                 # the gradient of a single number is a sum over all others, which may nearly cancel
                 _relative(a, b, at_least=of_all if at >= num_outs and a.size == 1 else 0.0)
-                for at, (a, b) in enumerate(zip(expected, found, strict=True))
+                for at, (a, b) in enumerate(zip(expected, actual, strict=True))
             )
     return _checked[digest], tolerance
 
@@ -99,15 +99,15 @@ def _with_gradients(function: Callable, places: Sequence[int]) -> Callable:
     return run
 
 
-def _relative(expected: Any, found: Any, *, at_least: float = 0.0) -> float:
+def _relative(expected: Any, actual: Any, *, at_least: float = 0.0) -> float:
     """Returns the norm of the difference, relative to that of the first, or to `at_least` if that is more."""
-    expected, found = (np.asarray(x).astype(np.float64) for x in (expected, found))
-    if expected.shape != found.shape or not np.array_equal(np.isfinite(expected), np.isfinite(found)):
+    expected, actual = (np.asarray(x).astype(np.float64) for x in (expected, actual))
+    if expected.shape != actual.shape or not np.array_equal(np.isfinite(expected), np.isfinite(actual)):
         return np.inf
-    expected, found = (np.where(np.isfinite(x), x, 0) for x in (expected, found))
+    expected, actual = (np.where(np.isfinite(x), x, 0) for x in (expected, actual))
     norm = max(np.linalg.norm(expected), at_least if math.isfinite(at_least) else 0.0)
     # a gradient that is 0 but for rounding is compared with 1 per element
-    return float(np.linalg.norm(found - expected) / max(norm, 1e-3 * math.sqrt(expected.size) or 1.0))
+    return float(np.linalg.norm(actual - expected) / max(norm, 1e-3 * math.sqrt(expected.size) or 1.0))
 
 
 def _digest(traced: Sequence[Any]) -> str:
@@ -155,14 +155,14 @@ class _Cut:
 
     def _original(self) -> tuple[list[Any], dict[Any, Any]]:
         graph, stop = self.graph, set(self.match.inputs)
-        found: set[int] = set()
+        visited: set[int] = set()
         constants: dict[Any, Any] = {}
         todo = [graph.producer(var) for var in self.match.outputs]
         while todo:
             eqn = todo.pop()
-            if id(eqn) in found:
+            if id(eqn) in visited:
                 continue
-            found.add(id(eqn))
+            visited.add(id(eqn))
             for atom in eqn.invars:
                 if is_literal(atom) or atom in stop:
                     continue
@@ -173,7 +173,7 @@ class _Cut:
                     raise ValueError("it also depends on an input that the op does not take")
                 else:
                     constants[atom] = graph.values[atom] if value is None else value
-        return [eqn for eqn in graph.eqns if id(eqn) in found], constants
+        return [eqn for eqn in graph.eqns if id(eqn) in visited], constants
 
     def shape(self, var: Any) -> tuple[int, ...]:
         """Returns the shape of a variable after the cut."""

@@ -265,7 +265,7 @@ class _Region:
 
     def _neighbors(self, eqn: Any) -> list[Any]:
         """Returns the equations that compute large operands, or take none, and those that read large results."""
-        found = []
+        neighbors = []
         for atom in eqn.invars:
             source = self.graph.producer(atom)
             if source is None or id(source) in self._taken:
@@ -275,13 +275,13 @@ class _Region:
             elif self._is_included(atom, source):
                 with contextlib.suppress(Mixed):  # else it is computed before the loops
                     self._link_of(source)
-                    found.append(source)
+                    neighbors.append(source)
         for var in eqn.outvars:
             if var in self.dims and self._bounds.is_large(var):
                 if self.graph.is_output(var):
                     raise Mixed("it is a result of the function")
-                found += self.graph.readers(var)
-        return found
+                neighbors += self.graph.readers(var)
+        return neighbors
 
     def _is_included(self, var: Any, source: Any) -> bool:
         """Returns whether a value that differs from chunk to chunk is computed in the region if it can be."""

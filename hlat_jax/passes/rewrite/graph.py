@@ -245,18 +245,18 @@ class EquationGraph:
           ends: variables of which one depends on each equation.
           without: variables whose computation is left out.
         """
-        reached, found = set(starts), []
+        reached, connecting = set(starts), []
         for eqn in upstream(self.eqns, ends, without=without):
             if not reached.isdisjoint(variables(eqn.invars)):
                 reached |= set(eqn.outvars)
-                found.append(eqn)
-        return found
+                connecting.append(eqn)
+        return connecting
 
     def source(self, eqn: Any) -> str:
         """Returns "file.py:line (function)" of the user's line that an equation comes from."""
         text = source_info_util.summarize(eqn.source_info)
-        found = re.fullmatch(r"(.+?):(\d+)(?::\d+)? \((.*)\)", text)
-        return f"{pathlib.PurePath(found[1]).name}:{found[2]} ({found[3]})" if found else text
+        parts = re.fullmatch(r"(.+?):(\d+)(?::\d+)? \((.*)\)", text)
+        return f"{pathlib.PurePath(parts[1]).name}:{parts[2]} ({parts[3]})" if parts else text
 
     def run(self, steps: Sequence[_Step], values: Sequence[Any]) -> list[Any]:
         """Returns the results of the jaxpr for some values of its inputs, by what `steps` returns."""
@@ -331,12 +331,12 @@ class EquationGraph:
 
 def upstream(eqns: Sequence[Any], ends: Collection[Any], *, without: Collection[Any]) -> list[Any]:
     """Returns those of some equations, in order, that some variables depend on, up to variables that are given."""
-    needed, found = set(ends), []
+    needed, upstream_eqns = set(ends), []
     for eqn in reversed(eqns):
         if not needed.isdisjoint(eqn.outvars):
             needed |= set(variables(eqn.invars)).difference(without)
-            found.append(eqn)
-    return found[::-1]
+            upstream_eqns.append(eqn)
+    return upstream_eqns[::-1]
 
 
 def _is_foldable(aval: Any) -> bool:

@@ -193,7 +193,7 @@ def _with_gradients(
         return values, (None, (grads, total))
 
     def backward(kept: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
-        operands, found = kept
+        operands, saved_grads = kept
         if operands is not None:
             return jax.vjp(in_turn, *operands)[1](cotangents)
         by_part = cotangents[scalar][0]  # all are equal: the parts are summed
@@ -202,7 +202,7 @@ def _with_gradients(
             left = iter(grads)
             return [(next(left) * by_part).astype(x.dtype) if _is_float(x) else None for x in arrays]
 
-        return scaled(found[0], slices), scaled(found[1], others)
+        return scaled(saved_grads[0], slices), scaled(saved_grads[1], others)
 
     sums = jax.custom_vjp(in_turn)
     sums.defvjp(forward, backward)

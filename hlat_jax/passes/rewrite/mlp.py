@@ -42,7 +42,7 @@ def matches(graph: EquationGraph) -> Iterator[Match]:
 def _activation(graph: EquationGraph, var: Any) -> tuple[list[Any], list[Any]]:
     """Returns (arrays, equations) by which an operand is computed elementwise; nothing if there are too many."""
     inputs: dict[Any, None] = {}
-    found: dict[int, Any] = {}
+    elementwise: dict[int, Any] = {}
     todo = [] if is_literal(var) or not jnp.issubdtype(var.aval.dtype, jnp.floating) else [var]
     while todo:
         one = todo.pop()
@@ -51,12 +51,12 @@ def _activation(graph: EquationGraph, var: Any) -> tuple[list[Any], list[Any]]:
             continue
         if eqn is None or not _is_elementwise(graph, eqn):
             inputs[one] = None
-        elif id(eqn) not in found:
-            found[id(eqn)] = eqn
+        elif id(eqn) not in elementwise:
+            elementwise[id(eqn)] = eqn
             todo += eqn.invars
-        if len(found) > _MOST_EQUATIONS:
+        if len(elementwise) > _MOST_EQUATIONS:
             return [], []
-    eqns = [eqn for eqn in graph.eqns if id(eqn) in found]
+    eqns = [eqn for eqn in graph.eqns if id(eqn) in elementwise]
     for eqn in list(eqns):  # such as the sum with a bias, whose result is kept instead
         reads = {atom for atom in eqn.invars if not graph.is_constant(atom)}
         others = {atom for other in eqns if other is not eqn for atom in other.invars if not is_literal(atom)}

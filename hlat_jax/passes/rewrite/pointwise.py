@@ -113,8 +113,8 @@ class Pointwise:
         opened, consts = without_consts(jax.make_jaxpr(self.value)(np.float32(0), list(truths)))
         # one pass over large masks; what each layer does alike is compiled once
         run = _compiled.setdefault(str(opened), jax.jit(core.jaxpr_as_fun(core.ClosedJaxpr(opened, []))))
-        found = [np.asarray(*run(*consts, np.float32(number), *truths)) for number in numbers]
-        return [one.reshape(one.shape or [1] * len(self.axes)) for one in found]
+        arrays = [np.asarray(*run(*consts, np.float32(number), *truths)) for number in numbers]
+        return [one.reshape(one.shape or [1] * len(self.axes)) for one in arrays]
 
     def _value(self, one: Placed, known: dict[Placed, Any], at: Sequence[int]) -> Any:
         if is_literal(one[0]):
@@ -170,7 +170,7 @@ def score_function(region: Pointwise) -> ScoreFunction:
     refused = Refused("the scores go through more than a scale, a softcap and masks")
     if region.others or len(region.flags) > _MOST_FLAGS:
         raise refused
-    found, fills = [], set()
+    unmasked, fills = [], set()
     for truths in itertools.product(_TRUTHS, repeat=len(region.flags)):
         values = region.values(_SCORES, truths)
         allowed = ~(values[0] <= MASKED)
@@ -178,13 +178,13 @@ def score_function(region: Pointwise) -> ScoreFunction:
             raise refused
         fills |= {extreme for value in values for extreme in _extremes(value, ~allowed)}
         if allowed.any():
-            found.append((truths, allowed, [_extremes(value, allowed) for value in values]))
-    if len(found) != 1:
+            unmasked.append((truths, allowed, [_extremes(value, allowed) for value in values]))
+    if len(unmasked) != 1:
         whole = region.with_whole_masks()  # such as a prefix or what is causal
         if whole is None:
             raise refused
         return score_function(whole)
-    ((truths, allowed, shown),) = found
+    ((truths, allowed, shown),) = unmasked
     position = np.unravel_index(np.argmax(allowed), allowed.shape)
     line = np.asarray(region.value(_GRID, truths, at=position))
     hidden = [other for other in itertools.product(_TRUTHS, repeat=len(region.flags)) if other != truths]

@@ -96,4 +96,3 @@ UNCHANGED = {
     "equimo ViT": equimo_vit,
     "flax attention": flax_attention,
 }
-UNCHANGED_TRANSFORMERS = ("penzai Llama", "equimo ViT", "flax attention")

@@ -224,10 +224,6 @@ def heads_summed(q, k):
     return jnp.einsum("bnts,bsnh->bth", softmax(scores_of(q, k)), V)
 
 
-def weighted(q, k, factors):
-    return values_of(softmax(scores_of(q, k)) * factors, V)
-
-
 def rounded(q, k):
     return values_of(softmax(scores_of(q, k).astype(jnp.bfloat16).astype(jnp.float32)), V)
 
@@ -249,7 +245,6 @@ REFUSED = {
     "a softcap after the mask": (attend(lambda s: jnp.tanh(causal(s))), (), "more than a scale"),
     "one more in the sum": (one_more_in_the_sum, (), ""),
     "heads that are summed": (heads_summed, (), "summed with the keys"),
-    "probabilities that are weighted": (weighted, (normal(T, T),), ""),
     "probabilities that are doubled": (
         lambda q, k: values_of(2 * softmax(scores_of(q, k)), V),
         (),
@@ -279,17 +274,10 @@ REFUSED = {
         "neither causal nor a causal band",
     ),
     "only what is before": (attend(lambda s: jnp.where(is_behind(s.shape, by=1), s, -1e9)), (), "neither causal"),
-    "the next key too, added": (attend(lambda s: s + jnp.where(np.tri(T, k=1), 0, -1e9)), (), "neither causal"),
     "a mask in one head": (
         attend(lambda s: jnp.where(TRIL | (np.arange(N) > 0)[:, None, None], s, -1e9)),
         (),
         "neither",
-    ),
-    "numbers too small to hide": (attend(lambda s: s + jnp.where(TRIL, 0, -50.0)), (), "more than a scale"),
-    "a mask that leaves a row to its scores": (
-        attend(lambda s, m: s + jnp.where(m, 0, -1e5)[:, None, None, :]),
-        (IS_TOKEN,),
-        "added to the scores",
     ),
     "only the largest scores": (
         attend(lambda s: jnp.where(s >= s.max(axis=-1, keepdims=True) - 1, s, -1e9)),
