@@ -392,7 +392,12 @@ def train_step(
         step = _train_step(loss, optimizer, options, has_keys="keys" in given)
         if options.transform_step is not None:
             step = options.transform_step(step)
-        is_splittable = options.transform_step is None and not given and not has_aux and (options.accumulate is None or _has_stages(options))
+        is_splittable = (
+            options.transform_step is None
+            and not given
+            and not has_aux
+            and (options.accumulate is None or _has_stages(options))
+        )
         return TrainStep(
             init=_make_init(optimizer, options, given, shardings=shardings),
             step=_jit(step, options, None if shardings is None else (shardings, None)),

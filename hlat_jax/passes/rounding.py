@@ -1,35 +1,34 @@
-"""A simulator of a Neuron core's rounding: every cast and every result in bf16, to nearest or stochastically.
+"""A simulator of a Neuron core's rounding: every cast to bf16 and every bf16 result, to nearest or stochastically.
 
     simulated = simulate(train_step, SimulatedCore(stochastic_rounding=True))
     state, metrics = simulated((seed, step), state, batch, learning_rate)
 
-Apply it to the function that contains `jax.grad`, such as a whole training step. It is a simulator: what it does follows
-the documentation of Neuron, and it has not been compared with a device.
+Apply it to the function that contains `jax.grad`, such as a whole training step. It is a simulator: its rules follow
+Neuron's documentation, and have not been compared with a device.
 
-Rules. A value that is *simulated* is bf16: one declared bf16 and, with `auto_cast="all"`, one declared fp32 that was
-computed from a floating-point argument. What is computed from integers and constants alone (positions, bias corrections
-of Adam, tables of RoPE) is computed as declared, as a host would, and rounded to nearest where it meets other values.
+A value is *simulated*, as bf16, if it is declared bf16; with `auto_cast="all"` also if it is declared fp32 and computed
+from a floating-point argument. What is computed from integers and constants alone, such as positions, tables of RoPE
+and bias corrections of Adam, is computed as declared, as if on the host, and rounded to nearest where it meets others.
 
-- Each primitive of JAX reads bf16, computes in fp32, and rounds its result once. A core that fuses several primitives
-  into one instruction rounds less often.
-- Moves, selections, maxima, negations and comparisons do not round.
-- Matrix products, sums, scatter-adds and all-reduces accumulate in fp32 and round once. The order of their terms is
-  XLA's, not that of the 128 rows of a tensor engine: sums of fp32 in another order differ by about 2^-24 of their
-  terms, a bf16 result by 2^-9.
-- `jax.checkpoint` draws new bits where it computes again, so that a recomputed value may differ from the first one.
+- Each primitive of JAX reads simulated operands, computes in fp32, and rounds its result once. A core that fuses
+  several into one instruction rounds less often. Moves, selections, maxima and negations do not round.
+- Products, sums, scatter-adds and all-reduces accumulate in fp32 and round once. The order of the terms is XLA's, not
+  that of the tiles of 128 terms of a tensor engine: adding up such tiles in turn changes 2 in 10,000 bf16 results of
+  products of 512 terms, by one step of bf16, and takes up to 1.7 times as long.
+- `jax.checkpoint` draws new bits where it computes again, so a recomputed value may differ from the first one.
 
-Random bits are `precision.random_bits` of the words that a call is given, the number of the equation in the trace, the
-iterations of the loops around it, and the index of the element. The same words always give the same bits. Programs
-with other equations draw others, whether or not they compute the same values.
+The random bits are `precision.random_bits` of the words of the call, the number of the equation in the trace, the
+iterations of the loops around it, and the index of the element. The same words give the same bits. Another program
+draws other bits, even if it computes the same values.
 
-Meshes. Outside `shard_map` the index is that in the global array: the bits do not depend on the mesh, the number of
-processes, or how an array is sharded. Inside, the index is that in the device's part, with the position of the device
-along the mesh axes over which the value varies. So values that are replicated over an axis get the same bits on all its
-devices, parts of a sharded value get different ones, and the bits of a value that is sharded over an axis inside
-`shard_map` do depend on the size of this axis. Sums may differ from mesh to mesh by the order of their terms.
+Outside `shard_map` the index is that in the global array, so bits depend neither on the mesh nor on the number of
+processes nor on how arrays are sharded. Inside, it is the index in the device's part, with the position of the device
+along those mesh axes over which the value varies: replicas of a value get the same bits, its shards different ones, and
+the bits of a sharded value do depend on the number of shards. Sums over a sharded dimension may differ from mesh to
+mesh by the order of their terms, in fp32.
 
-Source: AWS Neuron documentation, neuronx-cc CLI reference (`--auto-cast`), and runtime configuration
-(`NEURON_RT_STOCHASTIC_ROUNDING_EN`, which rounds every cast from fp32 stochastically); HLAT, arXiv 2404.10630, 3.4.
+Source: AWS Neuron documentation: neuronx-cc CLI reference (`--auto-cast`), runtime configuration
+(`NEURON_RT_STOCHASTIC_ROUNDING_EN`, which applies to every cast from fp32); HLAT, arXiv 2404.10630, section III-D.
 """
 
 from __future__ import annotations
@@ -42,15 +41,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import source_info_util
-from jax.sharding import PartitionSpec
 
 from hlat_jax.passes.jaxpr import (
-    ALL_REDUCES,
     CALL_JAXPRS,
-    CHECKPOINT,
-    COLLECTIVES,
     bind_shard_map,
-    called_jaxpr,
     carry_of,
     inner_jaxprs,
     is_inexact,
@@ -59,6 +53,18 @@ from hlat_jax.passes.jaxpr import (
     primitives,
     rebind,
     trace_call,
+)
+from hlat_jax.passes.origins import (
+    DATA,
+    EACH,
+    NONE,
+    Labels,
+    label,
+    labels_in_loop,
+    labels_in_shard_map,
+    labels_of,
+    manual_axes,
+    opened,
 )
 from hlat_jax.passes.products import PRODUCTS
 from hlat_jax.precision import random_bits, stochastic_round
@@ -72,7 +78,7 @@ EXACT = primitives(
     broadcast_in_dim reshape transpose squeeze expand_dims slice dynamic_slice dynamic_update_slice pad rev concatenate
     split gather scatter scatter-min scatter-max reduce_max reduce_min reduce_window_max cummax cummin sort top_k
     argmax argmin is_finite eq ne lt le gt ge sharding_constraint reshard device_put pvary pcast pbroadcast
-    all_gather all_gather_invariant all_to_all ppermute pmax pmin
+    all_gather all_gather_invariant all_to_all ppermute pmax pmin reduce_precision
     """
 )
 # The result is rounded once.
@@ -82,18 +88,12 @@ ROUNDED = PRODUCTS | primitives(
     erf erfc erf_inv lgamma digamma sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh
     reduce_sum reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum select_and_scatter_add
     scatter-add scatter-sub scatter-mul psum psum_invariant reduce_scatter
-    convert_element_type reduce_precision iota saturated_cast bitcast_convert_type
+    convert_element_type iota saturated_cast bitcast_convert_type
     """
 )
 _SCATTERS = primitives("scatter scatter-add scatter-sub scatter-mul scatter-min scatter-max")
 _BF16, _FP32 = jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)
 _DTYPES = ("new_dtype", "preferred_element_type", "dtype", "low")  # parameters that may name the dtype of the result
-
-# What is known of a value before the program runs: the mesh axes over which it varies, inside `shard_map`, and whether
-# it was computed from a floating-point argument.
-_DATA = "(data)"
-_Labels = frozenset[str]
-_NONE: _Labels = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,11 +139,10 @@ def simulate(fn: Callable, core: SimulatedCore) -> Callable:
         if core.stochastic_rounding:
             word = random_bits(tuple(jnp.asarray(word).astype(jnp.uint32) for word in words), "simulate", ())
         site = _Site(word, "")
-        labels = [frozenset({_DATA}) if is_floating(aval) else _NONE for aval in closed.in_avals]
+        labels = [frozenset({DATA}) if is_inexact(aval) else NONE for aval in closed.in_avals]
         arrays = []
         for number, (leaf, aval, own) in enumerate(zip(leaves, closed.in_avals, labels, strict=True)):
-            array = _without_derivative(jnp.asarray(leaf)) if is_inexact(aval) else leaf
-            array = _carrier(array, aval)
+            array = _carrier(_without_derivative(jnp.asarray(leaf)) if is_inexact(aval) else leaf, aval)
             is_cast = simulation.is_simulated(aval, own) and aval.dtype != _BF16
             arrays.append(simulation.rounded(array, own, site.inside(f"argument {number}")) if is_cast else array)
         outs = simulation.call(closed, arrays, labels, site)
@@ -166,11 +165,6 @@ def simulate_step(step: Callable, *, core: SimulatedCore) -> Callable:
         return simulate(step, core)(words, state, batch, learning_rate)
 
     return simulated_step
-
-
-def is_floating(aval: Any) -> bool:
-    """Returns whether values of this type are floating-point numbers."""
-    return jnp.issubdtype(getattr(aval, "dtype", None), jnp.floating)
 
 
 @jax.custom_jvp
@@ -215,7 +209,7 @@ class _Site:
             return self
         return dataclasses.replace(self, word=random_bits((self.word, index.astype(jnp.uint32)), self.path, ()))
 
-    def bits(self, shape: tuple[int, ...], labels: _Labels) -> jax.Array:
+    def bits(self, shape: tuple[int, ...], labels: Labels) -> jax.Array:
         axes = tuple(axis for axis in self.axes if axis in labels)
         words = (self.word, jax.lax.axis_index(axes).astype(jnp.uint32)) if axes else (self.word,)
         return random_bits(words, self.path, shape)
@@ -227,48 +221,55 @@ class _Simulation:
     def __init__(self, core: SimulatedCore):
         self.core = core
 
-    def is_simulated(self, aval: Any, labels: _Labels) -> bool:
+    def is_simulated(self, aval: Any, labels: Labels) -> bool:
         """Returns whether a value of this type is bf16 on the core."""
         dtype = getattr(aval, "dtype", None)
-        return dtype == _BF16 or (self.core.auto_cast == "all" and dtype == _FP32 and _DATA in labels)
+        return dtype == _BF16 or (self.core.auto_cast == "all" and dtype == _FP32 and DATA in labels)
 
-    def rounded(self, array: Any, labels: _Labels, site: _Site) -> Any:
+    def rounded(self, array: Any, labels: Labels, site: _Site) -> Any:
         """Returns fp32 numbers rounded to bf16, held in fp32."""
         if not self.core.stochastic_rounding:
             return jax.lax.reduce_precision(array, exponent_bits=8, mantissa_bits=7)
         return stochastic_round(array, _BF16, bits=site.bits(array.shape, labels)).astype(_FP32)
 
-    def meets(self, array: Any, aval: Any, own: _Labels, wanted: _Labels) -> Any:
+    def meets(self, array: Any, aval: Any, own: Labels, wanted: Labels) -> Any:
         """Returns a value with the labels of those that it meets: rounded to nearest, if they are simulated."""
         if self.is_simulated(aval, wanted) and not self.is_simulated(aval, own):
             return jax.lax.reduce_precision(jnp.asarray(array), exponent_bits=8, mantissa_bits=7)
         return array
 
-    def call(self, closed: Any, args: Sequence[Any], labels: Sequence[_Labels], site: _Site) -> list[Any]:
-        """Returns the results of a jaxpr, closed, or open without constants."""
-        jaxpr, consts = _opened(closed)
+    def call(
+        self,
+        closed: Any,
+        args: Sequence[Any],
+        labels: Sequence[Labels],
+        site: _Site,
+        *,
+        wanted: Sequence[Labels] | None = None,
+    ) -> list[Any]:
+        """Returns the results of a jaxpr, closed, or open without constants, for operands with these labels.
+
+        With `wanted`, those of the results in what joins them with others: the carry of a loop, a branch.
+        """
+        jaxpr, consts = opened(closed)
         consts = [_carrier(const, var.aval) for const, var in zip(consts, jaxpr.constvars, strict=True)]
-        found = _labels_of(closed, labels)
+        found = labels_of(closed, labels)
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
         def read(atom: Any) -> Any:
             return _carrier(atom.val, atom.aval) if is_literal(atom) else env[atom]
 
         for number, eqn in enumerate(jaxpr.eqns):
-            operands, own = [read(atom) for atom in eqn.invars], [_label(atom, found) for atom in eqn.invars]
+            operands, own = [read(atom) for atom in eqn.invars], [label(atom, found) for atom in eqn.invars]
             run, outs = _CALLS.get(eqn.primitive.name, _operation), [found[var] for var in eqn.outvars]
             # JAX does not name its own code: then the line that called it
             here = site.inside(number, place=source_info_util.summarize(eqn.source_info))
             with place_of(eqn):
                 results = run(self, eqn, operands, own, outs, here)
             env.update(zip(eqn.outvars, results, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
-
-    def joined(self, closed: Any, outs: Sequence[Any], labels: Sequence[_Labels], wanted: Sequence[_Labels]) -> list:
-        """Returns the results of a jaxpr for operands with `labels` as results with the labels `wanted`."""
-        jaxpr, found = _opened(closed)[0], _labels_of(closed, labels)
-        parts = zip(outs, jaxpr.outvars, wanted, strict=True)
-        return [self.meets(out, atom.aval, _label(atom, found), want) for out, atom, want in parts]
+        own = [label(atom, found) for atom in jaxpr.outvars]
+        parts = zip(jaxpr.outvars, own, wanted or own, strict=True)
+        return [self.meets(read(atom), atom.aval, one, want) for atom, one, want in parts]
 
 
 def _operation(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list, site: _Site) -> list[Any]:
@@ -279,9 +280,8 @@ def _operation(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list
     if name not in EXACT | ROUNDED:
         if has_simulated or any(True for _ in inner_jaxprs(eqn)):
             raise ValueError(
-                f"{site.place}: the simulator does not know the operation {name}. "
-                "Compute it outside of the simulated function, or from integers; or add its rule to EXACT or ROUNDED "
-                "of hlat_jax.passes.rounding."
+                f"{site.place}: the simulator does not know the operation {name}. Compute it outside of the simulated "
+                "function, or add it to EXACT or ROUNDED of hlat_jax.passes.rounding, by how it rounds."
             )
         return rebind(eqn, operands)
     if name in PRODUCTS and sim.core.auto_cast == "matmult":
@@ -292,8 +292,10 @@ def _operation(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list
         ]
     if not has_simulated:
         return rebind(eqn, operands)
-    everything = frozenset().union(*own)
-    operands = [sim.meets(x, atom.aval, of, everything) for x, atom, of in zip(operands, eqn.invars, own, strict=True)]
+    if name not in EACH:
+        everything = frozenset().union(*own)
+        parts = zip(operands, eqn.invars, own, strict=True)
+        operands = [sim.meets(array, atom.aval, of, everything) for array, atom, of in parts]
     if name == "bitcast_convert_type":  # of the bits of bf16
         (array,), (atom,), (out,) = operands, eqn.invars, eqn.outvars
         return [_carrier(rebind(eqn, [jnp.asarray(array, atom.aval.dtype)])[0], out.aval)]
@@ -309,8 +311,7 @@ def _operation(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list
         if name in PRODUCTS:
             changed |= {"preferred_element_type": _FP32, "precision": jax.lax.Precision.HIGHEST}
         results = rebind(eqn, operands, **changed)
-    is_held = name == "convert_element_type" and sim.is_simulated(eqn.invars[0].aval, own[0])
-    if name in EXACT or is_held:
+    if name in EXACT or (name == "convert_element_type" and sim.is_simulated(eqn.invars[0].aval, own[0])):
         return results
     return [
         sim.rounded(result, of, site.inside(number)) if sim.is_simulated(var.aval, of) else result
@@ -331,12 +332,12 @@ def _call(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list, sit
 
 
 def _shard_map(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list, site: _Site) -> list[Any]:
-    mesh, manual, num = eqn.params["mesh"], _manual_axes(eqn), len(operands)
+    mesh, manual, num = eqn.params["mesh"], manual_axes(eqn), len(operands)
     axes = tuple(axis for axis in mesh.axis_names if axis in {*site.axes, *manual} and mesh.shape[axis] > 1)
 
     def local(*arrays: Any) -> list[Any]:
-        word = arrays[num] if site.word is not None else None
-        return sim.call(eqn.params["jaxpr"], arrays[:num], _labels_in(eqn, own), dataclasses.replace(site, word=word, axes=axes))
+        at = dataclasses.replace(site, word=None if site.word is None else arrays[num], axes=axes)
+        return sim.call(eqn.params["jaxpr"], arrays[:num], labels_in_shard_map(eqn, own), at)
 
     return bind_shard_map(eqn, local, operands, replicated=[] if site.word is None else [site.word])
 
@@ -346,7 +347,7 @@ def _cond(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list, sit
 
     def branch(number: int, closed: Any) -> Callable:
         def run(*args: Any) -> list[Any]:
-            return sim.joined(closed, sim.call(closed, args, own[1:], site.inside(number)), own[1:], outs)
+            return sim.call(closed, args, own[1:], site.inside(number), wanted=outs)
 
         return run
 
@@ -355,14 +356,13 @@ def _cond(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list, sit
 
 def _scan(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list, site: _Site) -> list[Any]:
     (closed, carried), params = carry_of(eqn), eqn.params
-    labels, num_carry = _labels_in_loop(closed, own, carried), carried.stop - carried.start
-    entering = zip(operands, closed.in_avals, own, labels, strict=True)
-    operands = [sim.meets(*one) for one in entering]
+    labels, num_carry = labels_in_loop(closed, own, carried), carried.stop - carried.start
+    operands = [sim.meets(*one) for one in zip(operands, closed.in_avals, own, labels, strict=True)]
 
     def body(carry: list, numbered: tuple) -> tuple[list, list]:
         number, walked = numbered
         args = [*operands[: carried.start], *carry, *walked]
-        results = sim.joined(closed, sim.call(closed, args, labels, site.iteration(number)), labels, outs)
+        results = sim.call(closed, args, labels, site.iteration(number), wanted=outs)
         return results[:num_carry], results[num_carry:]
 
     numbered = jnp.arange(params["length"], dtype=jnp.uint32), operands[carried.stop :]
@@ -375,7 +375,7 @@ def _while(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list, si
     condition, num_cond = eqn.params["cond_jaxpr"], eqn.params["cond_nconsts"]
     closed, carried = carry_of(eqn)
     read, operands, own = (operands[:num_cond], own[:num_cond]), operands[num_cond:], own[num_cond:]
-    labels = _labels_in_loop(closed, own, carried, condition=condition, read=read[1])
+    labels = labels_in_loop(closed, own, carried, condition=condition, read=read[1])
     operands = [sim.meets(*one) for one in zip(operands, closed.in_avals, own, labels, strict=True)]
 
     def goes_on(numbered: tuple) -> Any:
@@ -386,8 +386,7 @@ def _while(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list, si
     def body(numbered: tuple) -> tuple:
         number, carry = numbered
         args = [*operands[: carried.start], *carry]
-        results = sim.call(closed, args, labels, site.iteration(number))
-        return number + 1, sim.joined(closed, results, labels, outs)
+        return number + 1, sim.call(closed, args, labels, site.iteration(number), wanted=outs)
 
     return jax.lax.while_loop(goes_on, body, (jnp.uint32(0), operands[carried]))[1]
 
@@ -399,79 +398,3 @@ _CALLS: dict[str, Callable] = {
     "scan": _scan,
     "while": _while,
 }
-
-
-def _opened(closed: Any) -> tuple[Any, list[Any]]:
-    return (closed.jaxpr, closed.consts) if hasattr(closed, "consts") else (closed, [])
-
-
-def _label(atom: Any, found: dict[Any, _Labels]) -> _Labels:
-    return _NONE if is_literal(atom) else found[atom]
-
-
-def _labels_of(closed: Any, labels: Sequence[_Labels]) -> dict[Any, _Labels]:
-    """Returns the labels of every variable of a jaxpr for those of its inputs; constants have none."""
-    jaxpr, consts = _opened(closed)
-    of_consts = [frozenset({_DATA}) if isinstance(const, jax.core.Tracer) else _NONE for const in consts]
-    found = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*of_consts, *labels], strict=True))
-    for eqn in jaxpr.eqns:
-        of_results = _labels_of_results(eqn, [_label(atom, found) for atom in eqn.invars])
-        for var, of in zip(eqn.outvars, of_results, strict=True):
-            found[var] = of if is_floating(var.aval) else of - {_DATA}
-    return found
-
-
-def _labels_of_outs(closed: Any, labels: Sequence[_Labels]) -> list[_Labels]:
-    found = _labels_of(closed, labels)
-    return [_label(atom, found) for atom in _opened(closed)[0].outvars]
-
-
-def _labels_of_results(eqn: Any, own: list[_Labels]) -> list[_Labels]:
-    name, params = eqn.primitive.name, eqn.params
-    everything = frozenset().union(*own)
-    if name == "shard_map":
-        return [of - _manual_axes(eqn) for of in _labels_of_outs(params["jaxpr"], _labels_in(eqn, own))]
-    if called_jaxpr(eqn) is not None:
-        return _labels_of_outs(params[CALL_JAXPRS[name]], own)
-    if name == "cond":
-        branches = [_labels_of_outs(branch, own[1:]) for branch in params["branches"]]
-        return [own[0].union(*each) for each in zip(*branches, strict=True)]
-    if name == "scan":
-        closed, carried = carry_of(eqn)
-        labels = _labels_in_loop(closed, own, carried)
-        return [*labels[carried], *_labels_of_outs(closed, labels)[carried.stop - carried.start :]]
-    if name == "while":
-        (closed, carried), num_cond = carry_of(eqn), params["cond_nconsts"]
-        condition = {"condition": params["cond_jaxpr"], "read": own[:num_cond]}
-        return _labels_in_loop(closed, own[num_cond:], carried, **condition)[carried]
-    if name in COLLECTIVES or name == "axis_index":
-        axes = params["axes"] if "axes" in params else params["axis_name"]
-        axes = frozenset(axes if isinstance(axes, tuple) else [axes])
-        is_replicated = name in ALL_REDUCES | {"all_gather", "all_gather_invariant"}
-        is_whole = params.get("axis_index_groups") is None
-        everything = everything - axes if is_replicated and is_whole else everything | axes
-    return [everything] * len(eqn.outvars)
-
-
-def _labels_in_loop(
-    body: Any, own: Sequence[_Labels], carried: slice, *, condition: Any = None, read: Sequence[_Labels] = ()
-) -> list[_Labels]:
-    """Returns the labels of what the body of a loop reads in any iteration; those of the carry only grow."""
-    labels = list(own)
-    while True:
-        more = _NONE if condition is None else _labels_of_outs(condition, [*read, *labels[carried]])[0]
-        outs = _labels_of_outs(body, labels)
-        joined = [of.union(out, more) for of, out in zip(labels[carried], outs, strict=False)]
-        if joined == labels[carried]:
-            return labels
-        labels[carried] = joined
-
-
-def _manual_axes(eqn: Any) -> frozenset[str]:
-    return frozenset(eqn.params["newly_manual_axes" if "newly_manual_axes" in eqn.params else "manual_axes"])
-
-
-def _labels_in(eqn: Any, own: Sequence[_Labels]) -> list[_Labels]:
-    """Returns the labels of the inputs of the jaxpr of a `shard_map`."""
-    specs: Sequence[PartitionSpec] = eqn.params["in_specs"]
-    return [of | frozenset(jax.tree.leaves(tuple(spec))) for of, spec in zip(own, specs, strict=True)]
