@@ -23,9 +23,9 @@ draws other bits, even if it computes the same values.
 
 Outside `shard_map` the index is that in the global array, so bits depend neither on the mesh nor on the number of
 processes nor on how arrays are sharded. Inside, it is the index in the device's part, with the position of the device
-along those mesh axes over which the value varies: replicas of a value get the same bits, its shards different ones, and
-the bits of a sharded value do depend on the number of shards. Sums over a sharded dimension may differ from mesh to
-mesh by the order of their terms, in fp32.
+along those mesh axes over which the value varies, in any of its elements: replicas of a value get the same bits, its
+shards different ones, and the bits of a sharded value do depend on the number of shards. Sums over a sharded dimension
+may differ from mesh to mesh by the order of their terms, in fp32.
 
 Source: AWS Neuron documentation: neuronx-cc CLI reference (`--auto-cast`), runtime configuration
 (`NEURON_RT_STOCHASTIC_ROUNDING_EN`, which applies to every cast from fp32); HLAT, arXiv 2404.10630, section III-D.

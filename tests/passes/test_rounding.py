@@ -160,6 +160,28 @@ def test_constants_are_rounded_to_nearest_and_what_comes_from_integers_not_befor
     np.testing.assert_array_equal(met, to_bf16(np.asarray(table)))
 
 
+def test_constants_in_branches_and_loops_are_rounded_where_they_join_other_values():
+    def branch(x, number):
+        return jax.lax.cond(number > 0, lambda: x, lambda: jnp.full_like(x, 0.1))
+
+    def overwrite(x, number):
+        return jax.lax.scan(lambda carry, _: (jnp.full_like(carry, 0.1), carry), x, length=2)[0]
+
+    def accumulate(x, number):
+        return jax.lax.scan(lambda carry, term: (carry + term, None), jnp.zeros_like(x[0]), x)[0]
+
+    def never(x, number):  # no iteration: the start is the result
+        return jax.lax.while_loop(
+            lambda carry: carry[0] < number, lambda carry: (1, carry[1] + x), (0, 0.1 + 0 * number)
+        )[1]
+
+    x = jnp.full(8, 1.003, jnp.float32)
+    for fn in (branch, overwrite, accumulate, never):
+        value = x[0] if fn is never else x
+        found = draw(fn, STOCHASTIC, value, jnp.int32(0))
+        np.testing.assert_array_equal(found, to_bf16(found))
+
+
 def layer(x, w):
     return jnp.tanh(x @ w) + x, None
 
@@ -231,6 +253,8 @@ def test_gradients_are_those_of_fp32_in_the_mean_over_steps(fn):
     # of independent draws, an eighth of it, and a bias of second order
     assert np.linalg.norm(draws.mean(0) - exact) / np.linalg.norm(exact) < error / 4
     np.testing.assert_array_equal(at_step(np.uint32(3)), draws[3])
+    if core is STOCHASTIC:
+        np.testing.assert_array_equal(draws, to_bf16(draws))
     assert (draws[3] != draws[4]).mean() > 0.2
 
 
@@ -344,15 +368,22 @@ def test_training_program_draws_the_bits_of_its_seed_and_step():
     half, _ = run(0, 20)
     resumed, _ = run(0, 20, jax.tree.map(jnp.asarray, half))
     jax.tree.map(np.testing.assert_array_equal, resumed, whole)
-    assert (run(1, 40)[0]["params"]["w"] != whole["params"]["w"]).any()
+    weights, start = {}, program.init(params)
+    for seed, step in ((0, 0), (1, 0), (0, 1)):
+        opt_state = start["opt_state"] | {"seed": jnp.uint32(seed)}
+        state = jax.tree.map(jnp.copy, start | {"step": jnp.int32(step), "opt_state": opt_state})
+        weights[seed, step] = run(0, 1, state)[0]["params"]["w"]
+    for other in ((1, 0), (0, 1)):
+        assert (weights[0, 0] != weights[other]).any()
     assert losses[-1] < losses[0] / 2
     np.testing.assert_array_equal(losses, to_bf16(losses))
 
 
 @pytest.mark.quick_cases("bf16-2")
-@pytest.mark.parametrize(("policy", "num_devices"), [("bf16", 2), ("bf16_sr", 1), ("bf16_sr", 2)])
+@pytest.mark.parametrize(("policy", "num_devices"), [("bf16", 2), ("bf16_sr", 1), ("bf16_sr", 4)])
 def test_run_on_a_simulated_core_trains(policy, num_devices, small, make_batch):
     small.precision.update(policy=policy, simulate="neuron_all")
+    small.parallel.tensor = 2 if num_devices == 4 else 1
     config = resolve(small)
     program = make_program(config, make_layout(config.parallel, jax.devices()[:num_devices]))
     state, batch, losses = program.init_state(), program.shard(make_batch(0, config)), []
@@ -361,6 +392,11 @@ def test_run_on_a_simulated_core_trains(policy, num_devices, small, make_batch):
         losses.append(float(metrics.loss))
     assert losses[-1] < losses[0] - 0.2
     np.testing.assert_array_equal(losses, to_bf16(losses))
+    for leaf in jax.tree.leaves(state):
+        parts = {}
+        for shard in leaf.addressable_shards:
+            part = parts.setdefault(str(shard.index), np.asarray(shard.data))
+            np.testing.assert_array_equal(np.asarray(shard.data), part)  # on every device that holds it
 
 
 def test_run_that_cannot_be_simulated_is_refused(small, one_device):
