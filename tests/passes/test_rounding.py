@@ -151,11 +151,12 @@ def test_auto_cast_all_leaves_no_fp32_result():
 def test_constants_are_rounded_to_nearest_and_what_comes_from_integers_not_before_it_meets_others():
     def fn(x, count):
         table = jnp.cos(count * 0.37)
-        return x * 0.95, table, x * table
+        return x * 0.95, table, x * table, jnp.sum(x > 0).astype(jnp.float32)
 
-    ones, count = jnp.ones(1000), jnp.arange(1000)
-    scaled, table, met = simulate(fn, STOCHASTIC)((1,), ones, count)
-    np.testing.assert_array_equal(scaled, to_bf16(np.full(1000, np.float32(0.95))))
+    ones, count = jnp.ones(1001), jnp.arange(1001)
+    scaled, table, met, num_positive = simulate(fn, STOCHASTIC)((1,), ones, count)
+    assert num_positive == 1001  # which bf16 cannot represent
+    np.testing.assert_array_equal(scaled, to_bf16(np.full(1001, np.float32(0.95))))
     np.testing.assert_array_equal(table, jnp.cos(count * 0.37))
     np.testing.assert_array_equal(met, to_bf16(np.asarray(table)))
 
@@ -309,7 +310,8 @@ def test_inside_shard_map_replicas_share_their_bits_and_shards_do_not():
 
     def local(replicated, row):
         # the barrier must not mix what varies with what does not
-        replicated, row = jax.lax.optimization_barrier((replicated * replicated, row * row))
+        replicated, row = jax.lax.optimization_barrier((replicated, row * row))
+        replicated = replicated * replicated
         total = jax.lax.psum(row, "data")
         return replicated[None], row, (total * total)[None]
 
