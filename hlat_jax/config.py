@@ -212,6 +212,9 @@ class PrecisionConfig:
     """Dtypes of storage, compute and accumulation, and how stored values are rounded."""
 
     policy: str = _key("fp32", "Named policy, see hlat_jax.precision.", choices=tuple(POLICY_FACTS))
+    simulate: str = _key(
+        "none", "Simulate a Neuron core's rounding; neuron_all: of fp32 too.", choices=("none", "neuron", "neuron_all")
+    )
     stochastic_rounding: str = _key(
         "auto",
         "Stochastic rounding of bf16_sr; auto: hardware on Neuron, software elsewhere.",
@@ -314,9 +317,7 @@ class TrainConfig:
     num_eval_batches: int = _key(
         8, "Batches of one validation, of each source, spread evenly over its documents; 0: all of the text.", least=0
     )
-    early_stop_evals: int = _key(
-        0, "Validations in a row without a lowest loss that end training; 0: none do.", least=0
-    )
+    early_stop_evals: int = _key(0, "Validations in a row without a lowest loss that end training; 0: none.", least=0)
     eval_tasks: str = _key("", "Tasks of the LM Evaluation Harness, NAME,NAME; needs the eval extra; empty: none.")
     eval_tasks_every_steps: int = _key(
         0, "Steps between them, and before the first and at the end; 0: these two.", least=0

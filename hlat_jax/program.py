@@ -34,6 +34,8 @@ from hlat_jax.precision import cast_tree, policy_on
 from hlat_jax.train_step import State, StepOptions, TrainStep
 
 GENERATION = ("prefill", "decode")
+# precision.simulate -> `--auto-cast` of the simulated core
+SIMULATED = {"none": None, "neuron": "none", "neuron_all": "all"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,7 +156,9 @@ def make_program(config: Config, layout: Layout) -> RunProgram:
     chosen = choices(config, layout)
     model = with_choices(config.model, chosen, platform=layout.platform)
     precision, params = config.precision, abstract_params(config.model, layout=layout)
-    policy = policy_on(precision.policy, layout.platform, stochastic_rounding=precision.stochastic_rounding)
+    check_simulated(config, layout)
+    platform = layout.platform if precision.simulate == "none" else "neuron"
+    policy = policy_on(precision.policy, platform, stochastic_rounding=precision.stochastic_rounding)
     train, spikes = config.train, None
     if train.spikes != "off":
         spikes = SpikePolicy(skips=train.spikes == "skip", sigmas=train.spike_sigmas, window=train.spike_window)
@@ -174,6 +178,7 @@ def make_program(config: Config, layout: Layout) -> RunProgram:
     training = training_program(
         loss(z_loss_weight=train.z_loss_weight),
         adamw(config.optimizer, policy=policy, decays=decays, orthogonalizers=orthogonalizers),
+        simulate=SIMULATED[precision.simulate],
         options=options,
         params=params,
     ).train_step
@@ -188,6 +193,21 @@ def make_program(config: Config, layout: Layout) -> RunProgram:
         eval_step=_eval_step(loss(z_loss_weight=0.0), training.options, cast=policy.autocast),
         norms=_state_norms(layout, training),
     )
+
+
+def check_simulated(config: Config, layout: Layout) -> None:
+    """Raises ValueError for a simulated core on a real one, and for a step in several programs."""
+    simulate = config.precision.simulate
+    if simulate != "none" and layout.platform == "neuron":
+        raise ValueError(
+            f"precision.simulate={simulate!r} on a Neuron device, which rounds by itself; set it to 'none', or run on "
+            "a CPU or GPU."
+        )
+    if simulate != "none" and select("accumulate", config.train.accumulate, layout.platform) == "programs":
+        raise ValueError(
+            f"precision.simulate={simulate!r} with train.accumulate='programs': the simulator takes a step in one "
+            "program; set train.accumulate='scan'."
+        )
 
 
 def model_loss(model: ModelConfig, layout: Layout, *, compute: Any, z_loss_weight: float) -> StagedLoss:

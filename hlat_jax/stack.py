@@ -96,21 +96,20 @@ def rematerialize(layer: Callable, *, remat: str, prevent_cse: bool) -> Callable
         return jax.checkpoint(layer, prevent_cse=prevent_cse)
     elide_idle_roundings()
     if remat in _SAVED:
-        saved = _SAVED[remat]
+        policy = checkpoint_policies.save_only_these_names(*_SAVED[remat])
     elif remat.startswith("names:"):
         saved = tuple(name.strip() for name in remat.removeprefix("names:").split(",") if name.strip())
         unknown = set(saved) - set(SELECTIVE_SAVED)
         if unknown:
             raise ValueError(f"model.remat names {sorted(unknown)}; layers name {', '.join(SELECTIVE_SAVED)}.")
+        policy = checkpoint_policies.save_only_these_names(*saved)
     elif remat.removeprefix("policy:") in STOCK_POLICIES:
         policy = getattr(checkpoint_policies, remat.removeprefix("policy:"))
-        return jax.checkpoint(layer, policy=policy, prevent_cse=prevent_cse)
     else:
         raise ValueError(
             f"model.remat={remat!r} must be none, full, selective, products, names:A,B,..., saved:A,B,... or "
             f"policy:{', policy:'.join(STOCK_POLICIES)}."
         )
-    policy = checkpoint_policies.save_only_these_names(*saved)
     return jax.checkpoint(layer, policy=policy, prevent_cse=prevent_cse)
 
 

@@ -194,6 +194,8 @@ class StepOptions:
       spikes: policy by which steps are skipped or reported whose loss or gradient norm is far above those before, see
         `optimizer.SpikePolicy`; none by default.
       loss_scale: whether the loss is scaled, for gradients in fp16, see `ops.loss_scale`.
+      transform_step: function of the whole step, gradients and update included, before it is jitted, such as the
+        simulator of `passes.rounding`; the step then has no `microbatch_step`.
 
     Raises:
       ValueError: an invalid value, or options that exclude each other.
@@ -208,6 +210,7 @@ class StepOptions:
     replica_sync: ReplicaSync | None = None
     spikes: SpikePolicy | None = None
     loss_scale: bool = False
+    transform_step: Transform | None = None
 
     @property
     def active_replica_sync(self) -> ReplicaSync | None:
@@ -236,6 +239,7 @@ class StepOptions:
             ("replica_sync", isinstance(self.replica_sync, ReplicaSync | None), "a ReplicaSync"),
             ("spikes", isinstance(self.spikes, SpikePolicy | None), "a SpikePolicy"),
             ("loss_scale", isinstance(self.loss_scale, bool), "True or False"),
+            ("transform_step", self.transform_step is None or callable(self.transform_step), "a function"),
         ):
             if not is_valid:
                 raise ValueError(f"StepOptions.{name}={getattr(self, name)!r} must be {wanted}.")
@@ -386,7 +390,14 @@ def train_step(
 
     def build(loss: Callable, eval_loss: Callable | None) -> TrainStep:
         step = _train_step(loss, optimizer, options, has_keys="keys" in given)
-        is_splittable = not given and not has_aux and (options.accumulate is None or _has_stages(options))
+        if options.transform_step is not None:
+            step = options.transform_step(step)
+        is_splittable = (
+            options.transform_step is None
+            and not given
+            and not has_aux
+            and (options.accumulate is None or _has_stages(options))
+        )
         return TrainStep(
             init=_make_init(optimizer, options, given, shardings=shardings),
             step=_jit(step, options, None if shardings is None else (shardings, None)),

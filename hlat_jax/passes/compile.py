@@ -30,6 +30,7 @@ from hlat_jax.passes.remat import RematOptions, RematPlan
 from hlat_jax.passes.residuals import select_residuals
 from hlat_jax.passes.rewrite import Rewritten
 from hlat_jax.passes.rewrite import rewrite as rewrite_pass
+from hlat_jax.passes.rounding import SimulatedCore, simulate_step
 from hlat_jax.train_step import (
     FP32,
     EvalMetrics,
@@ -133,6 +134,7 @@ def training_program(
     residuals: bool = False,
     memory_budget: int | str | None = None,
     remat: RematOptions | None = None,
+    simulate: str | None = None,
     options: StepOptions = FP32,
     params: Any = None,
     batch: Any = None,
@@ -156,6 +158,8 @@ def training_program(
       memory_budget: limit for the temporaries of the step on one device, "12GiB" or bytes; the values that are saved
         for the backward pass are chosen to fit, see `passes.remat`. By default the loss function decides.
       remat: options of that choice: regions, least bytes, number of programs.
+      simulate: round the whole step as a Neuron core does by its documentation, with this `--auto-cast`, and
+        stochastically if `options.policy` rounds in hardware; see `passes.rounding`.
       options: precision, accumulation and devices; fp32 on one device by default.
       params: shapes of the parameters; needed with a memory budget, and as for `train_step.train_step`.
       batch: shapes of a batch; needed with a memory budget. With those of the parameters, the step is traced here.
@@ -179,6 +183,9 @@ def training_program(
         parse_bytes(memory_budget, name="memory_budget")
         if params is None or batch is None:
             raise ValueError("memory_budget is compared with the compiled step: give params=... and batch=...")
+    if simulate is not None:
+        core = SimulatedCore(simulate, stochastic_rounding=options.policy.rounding == "hardware")
+        options = dataclasses.replace(options, transform_step=functools.partial(simulate_step, core=core))
     passes: dict[str, Transform] = {}
     if rewrite:
         passes["rewrite"] = functools.partial(rewrite_pass, platform=options.platform)

@@ -285,18 +285,20 @@ def evaluate(
     return values_of(jaxpr.outvars, env)
 
 
-def bind_shard_map(eqn: Any, local: Callable[..., Sequence[Any]], args: Sequence[Any]) -> list[Any]:
-    """Returns the results of a `shard_map` equation with another function on each device."""
+def bind_shard_map(
+    eqn: Any, local: Callable[..., Sequence[Any]], args: Sequence[Any], *, replicated: Sequence[Any] = ()
+) -> list[Any]:
+    """Returns the results of a `shard_map` equation with another function on each device, of more arguments."""
     params = eqn.params
     mapped = jax.shard_map(
         lambda *arrays: tuple(local(*arrays)),
         mesh=params["mesh"],
-        in_specs=tuple(params["in_specs"]),
+        in_specs=(*params["in_specs"], *[jax.sharding.PartitionSpec()] * len(replicated)),
         out_specs=tuple(params["out_specs"]),
         axis_names=params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"],
         check_vma=params["check_vma"],
     )
-    return list(mapped(*args))
+    return list(mapped(*args, *replicated))
 
 
 def perturbed_at(fn: Callable, primals: Sequence[Any], places: Sequence[int]) -> Callable:

@@ -61,6 +61,7 @@ def traced_programs(program: RunProgram) -> dict[str, Callable[[], Any]]:
     config, layout = program.config, program.layout
     state, *_ = program.step_arguments
     params, shape, step = state["params"], sample_shape(config, layout), program.training.microbatch_step
+    names = () if step is None else step.programs
 
     def prefill() -> Any:
         arguments = prefill_arguments(layout, shape)
@@ -72,7 +73,7 @@ def traced_programs(program: RunProgram) -> dict[str, Callable[[], Any]]:
 
     return {
         "train": program.trace_step,
-        **{name: functools.partial(program.trace_microbatch_step, name) for name in step.programs},
+        **{name: functools.partial(program.trace_microbatch_step, name) for name in names},
         "init": lambda: program.init.trace(program.seed),
         "norms": lambda: program.norms.trace(state),
         "eval": program.trace_eval_step,

@@ -16,7 +16,7 @@ from hlat_jax.host import distributed
 from hlat_jax.model import param_axes
 from hlat_jax.ops.muon import is_hidden
 from hlat_jax.ops.registry import OPS
-from hlat_jax.program import RunProgram, state_bytes
+from hlat_jax.program import SIMULATED, RunProgram, state_bytes
 from hlat_jax.run import costs
 
 
@@ -41,6 +41,9 @@ def describe(program: RunProgram) -> None:
     print(f"steps            {config.train.num_steps:,} {until}")
     if program.accumulate == "programs":
         print(f"microbatches     {config.train.num_microbatches:,}, each a program of its own (train.accumulate)")
+    if (simulate := SIMULATED[config.precision.simulate]) is not None:
+        rounding = "stochastically" if program.training.options.policy.rounding == "hardware" else "to nearest"
+        print(f"simulator        Neuron core, --auto-cast={simulate}; values in bf16 are rounded {rounding}")
     print(f"state            {format_bytes(state_bytes(program.abstract_state))} on the fullest device")
     if config.optimizer.name == "muon":
         _describe_updates(program)

@@ -253,6 +253,7 @@ FIELDS = {
     "parallel.pipe_exchange": Row("all_gather", program_8, given={"parallel.pipe": 2}),
     "parallel.sequence_parallel": Row(True, program_8, given={"parallel.tensor": 2}),
     "precision.policy": Row("mixed", program),
+    "precision.simulate": Row("neuron", program, given={"precision.policy": "bf16"}),
     "precision.stochastic_rounding": Row("software", refusal),
     "optimizer.name": Row("muon", program),
     "optimizer.schedule": Row("linear", rates),
