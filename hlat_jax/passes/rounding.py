@@ -232,7 +232,7 @@ class _Simulation:
             return jax.lax.reduce_precision(array, exponent_bits=8, mantissa_bits=7)
         return stochastic_round(array, _BF16, bits=site.bits(array.shape, labels)).astype(_FP32)
 
-    def meets(self, array: Any, aval: Any, own: Labels, wanted: Labels) -> Any:
+    def meets(self, array: Any, aval: Any, own: Labels, *, wanted: Labels) -> Any:
         """Returns a value with the labels of those that it meets: rounded to nearest, if they are simulated."""
         if self.is_simulated(aval, wanted) and not self.is_simulated(aval, own):
             return jax.lax.reduce_precision(jnp.asarray(array), exponent_bits=8, mantissa_bits=7)
@@ -269,7 +269,7 @@ class _Simulation:
             env.update(zip(eqn.outvars, results, strict=True))
         own = [label(atom, found) for atom in jaxpr.outvars]
         parts = zip(jaxpr.outvars, own, wanted or own, strict=True)
-        return [self.meets(read(atom), atom.aval, one, want) for atom, one, want in parts]
+        return [self.meets(read(atom), atom.aval, one, wanted=want) for atom, one, want in parts]
 
 
 def _operation(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list, site: _Site) -> list[Any]:
@@ -295,7 +295,7 @@ def _operation(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list
     if name not in EACH:
         everything = frozenset().union(*own)
         parts = zip(operands, eqn.invars, own, strict=True)
-        operands = [sim.meets(array, atom.aval, of, everything) for array, atom, of in parts]
+        operands = [sim.meets(array, atom.aval, of, wanted=everything) for array, atom, of in parts]
     if name == "bitcast_convert_type":  # of the bits of bf16
         (array,), (atom,), (out,) = operands, eqn.invars, eqn.outvars
         return [_carrier(rebind(eqn, [jnp.asarray(array, atom.aval.dtype)])[0], out.aval)]
@@ -357,7 +357,8 @@ def _cond(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list, sit
 def _scan(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list, site: _Site) -> list[Any]:
     (closed, carried), params = carry_of(eqn), eqn.params
     labels, num_carry = labels_in_loop(closed, own, carried), carried.stop - carried.start
-    operands = [sim.meets(*one) for one in zip(operands, closed.in_avals, own, labels, strict=True)]
+    parts = zip(operands, closed.in_avals, own, labels, strict=True)
+    operands = [sim.meets(array, aval, of, wanted=joined) for array, aval, of, joined in parts]
 
     def body(carry: list, numbered: tuple) -> tuple[list, list]:
         number, walked = numbered
@@ -376,7 +377,8 @@ def _while(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list, si
     closed, carried = carry_of(eqn)
     read, operands, own = (operands[:num_cond], own[:num_cond]), operands[num_cond:], own[num_cond:]
     labels = labels_in_loop(closed, own, carried, condition=condition, read=read[1])
-    operands = [sim.meets(*one) for one in zip(operands, closed.in_avals, own, labels, strict=True)]
+    parts = zip(operands, closed.in_avals, own, labels, strict=True)
+    operands = [sim.meets(array, aval, of, wanted=joined) for array, aval, of, joined in parts]
 
     def goes_on(numbered: tuple) -> Any:
         number, carry = numbered
