@@ -145,7 +145,7 @@ def simulate(fn: Callable, core: SimulatedCore) -> Callable:
             array = _carrier(_without_derivative(jnp.asarray(leaf)) if is_inexact(aval) else leaf, aval)
             is_cast = simulation.is_simulated(aval, own) and aval.dtype != _BF16
             arrays.append(simulation.rounded(array, own, site.inside(f"argument {number}")) if is_cast else array)
-        outs = simulation.call(closed, arrays, labels, site)
+        outs = simulation.call(closed, arrays, labels, site=site)
         declared = [jnp.asarray(out, aval.dtype) for out, aval in zip(outs, closed.out_avals, strict=True)]
         return jax.tree.unflatten(tree, declared)
 
@@ -243,8 +243,8 @@ class _Simulation:
         closed: Any,
         args: Sequence[Any],
         labels: Sequence[Labels],
-        site: _Site,
         *,
+        site: _Site,
         wanted: Sequence[Labels] | None = None,
     ) -> list[Any]:
         """Returns the results of a jaxpr, closed, or open without constants, for operands with these labels.
@@ -323,7 +323,7 @@ def _call(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list, sit
     """Runs the function of a call; derivative rules have done their work in the trace of the gradient."""
     if eqn.params.get("differentiated"):  # `jax.checkpoint`: compilers must not find the values of the first pass again
         operands = jax.lax.optimization_barrier(operands)
-    results = sim.call(eqn.params[CALL_JAXPRS[eqn.primitive.name]], operands, own, site)
+    results = sim.call(eqn.params[CALL_JAXPRS[eqn.primitive.name]], operands, own, site=site)
     placed = eqn.params.get("out_shardings") or [None] * len(results)
     return [
         jax.lax.with_sharding_constraint(result, to) if isinstance(to, jax.sharding.Sharding) else result
@@ -337,7 +337,7 @@ def _shard_map(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list
 
     def local(*arrays: Any) -> list[Any]:
         at = dataclasses.replace(site, word=None if site.word is None else arrays[num], axes=axes)
-        return sim.call(eqn.params["jaxpr"], arrays[:num], labels_in_shard_map(eqn, own), at)
+        return sim.call(eqn.params["jaxpr"], arrays[:num], labels_in_shard_map(eqn, own), site=at)
 
     return bind_shard_map(eqn, local, operands, replicated=[] if site.word is None else [site.word])
 
@@ -347,7 +347,7 @@ def _cond(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list, sit
 
     def branch(number: int, closed: Any) -> Callable:
         def run(*args: Any) -> list[Any]:
-            return sim.call(closed, args, own[1:], site.inside(number), wanted=outs)
+            return sim.call(closed, args, own[1:], site=site.inside(number), wanted=outs)
 
         return run
 
@@ -363,7 +363,7 @@ def _scan(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list, sit
     def body(carry: list, numbered: tuple) -> tuple[list, list]:
         number, walked = numbered
         args = [*operands[: carried.start], *carry, *walked]
-        results = sim.call(closed, args, labels, site.iteration(number), wanted=outs)
+        results = sim.call(closed, args, labels, site=site.iteration(number), wanted=outs)
         return results[:num_carry], results[num_carry:]
 
     numbered = jnp.arange(params["length"], dtype=jnp.uint32), operands[carried.stop :]
@@ -383,12 +383,12 @@ def _while(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list, si
     def goes_on(numbered: tuple) -> Any:
         number, carry = numbered
         at = site.inside("condition").iteration(number)
-        return sim.call(condition, [*read[0], *carry], [*read[1], *labels[carried]], at)[0]
+        return sim.call(condition, [*read[0], *carry], [*read[1], *labels[carried]], site=at)[0]
 
     def body(numbered: tuple) -> tuple:
         number, carry = numbered
         args = [*operands[: carried.start], *carry]
-        return number + 1, sim.call(closed, args, labels, site.iteration(number), wanted=outs)
+        return number + 1, sim.call(closed, args, labels, site=site.iteration(number), wanted=outs)
 
     return jax.lax.while_loop(goes_on, body, (jnp.uint32(0), operands[carried]))[1]
 
