@@ -145,7 +145,7 @@ def simulate(fn: Callable, core: SimulatedCore) -> Callable:
             array = _carrier(_without_derivative(jnp.asarray(leaf)) if is_inexact(aval) else leaf, aval)
             is_cast = simulation.is_simulated(aval, own) and aval.dtype != _BF16
             arrays.append(simulation.rounded(array, own, site.inside(f"argument {number}")) if is_cast else array)
-        outs = simulation.call(closed, arrays, labels, site)
+        outs = simulation.call(closed, arrays, labels, site=site)
         declared = [jnp.asarray(out, aval.dtype) for out, aval in zip(outs, closed.out_avals, strict=True)]
         return jax.tree.unflatten(tree, declared)
 
@@ -232,21 +232,13 @@ class _Simulation:
             return jax.lax.reduce_precision(array, exponent_bits=8, mantissa_bits=7)
         return stochastic_round(array, _BF16, bits=site.bits(array.shape, labels)).astype(_FP32)
 
-    def meets(self, array: Any, aval: Any, own: Labels, wanted: Labels) -> Any:
+    def meets(self, array: Any, aval: Any, own: Labels, *, wanted: Labels) -> Any:
         """Returns a value with the labels of those that it meets: rounded to nearest, if they are simulated."""
         if self.is_simulated(aval, wanted) and not self.is_simulated(aval, own):
             return jax.lax.reduce_precision(jnp.asarray(array), exponent_bits=8, mantissa_bits=7)
         return array
 
-    def call(
-        self,
-        closed: Any,
-        args: Sequence[Any],
-        labels: Sequence[Labels],
-        site: _Site,
-        *,
-        wanted: Sequence[Labels] | None = None,
-    ) -> list[Any]:
+    def call(self, closed: Any, args: Sequence, labels: Sequence, *, site: _Site, wanted: Sequence = ()) -> list[Any]:
         """Returns the results of a jaxpr, closed, or open without constants, for operands with these labels.
 
         With `wanted`, those of the results in what joins them with others: the carry of a loop, a branch.
@@ -269,7 +261,7 @@ class _Simulation:
             env.update(zip(eqn.outvars, results, strict=True))
         own = [label(atom, found) for atom in jaxpr.outvars]
         parts = zip(jaxpr.outvars, own, wanted or own, strict=True)
-        return [self.meets(read(atom), atom.aval, one, want) for atom, one, want in parts]
+        return [self.meets(read(atom), atom.aval, one, wanted=want) for atom, one, want in parts]
 
 
 def _operation(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list, site: _Site) -> list[Any]:
@@ -295,7 +287,7 @@ def _operation(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list
     if name not in EACH:
         everything = frozenset().union(*own)
         parts = zip(operands, eqn.invars, own, strict=True)
-        operands = [sim.meets(array, atom.aval, of, everything) for array, atom, of in parts]
+        operands = [sim.meets(array, atom.aval, of, wanted=everything) for array, atom, of in parts]
     if name == "bitcast_convert_type":  # of the bits of bf16
         (array,), (atom,), (out,) = operands, eqn.invars, eqn.outvars
         return [_carrier(rebind(eqn, [jnp.asarray(array, atom.aval.dtype)])[0], out.aval)]
@@ -323,7 +315,7 @@ def _call(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list, sit
     """Runs the function of a call; derivative rules have done their work in the trace of the gradient."""
     if eqn.params.get("differentiated"):  # `jax.checkpoint`: compilers must not find the values of the first pass again
         operands = jax.lax.optimization_barrier(operands)
-    results = sim.call(eqn.params[CALL_JAXPRS[eqn.primitive.name]], operands, own, site)
+    results = sim.call(eqn.params[CALL_JAXPRS[eqn.primitive.name]], operands, own, site=site)
     placed = eqn.params.get("out_shardings") or [None] * len(results)
     return [
         jax.lax.with_sharding_constraint(result, to) if isinstance(to, jax.sharding.Sharding) else result
@@ -337,7 +329,7 @@ def _shard_map(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list
 
     def local(*arrays: Any) -> list[Any]:
         at = dataclasses.replace(site, word=None if site.word is None else arrays[num], axes=axes)
-        return sim.call(eqn.params["jaxpr"], arrays[:num], labels_in_shard_map(eqn, own), at)
+        return sim.call(eqn.params["jaxpr"], arrays[:num], labels_in_shard_map(eqn, own), site=at)
 
     return bind_shard_map(eqn, local, operands, replicated=[] if site.word is None else [site.word])
 
@@ -347,22 +339,28 @@ def _cond(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list, sit
 
     def branch(number: int, closed: Any) -> Callable:
         def run(*args: Any) -> list[Any]:
-            return sim.call(closed, args, own[1:], site.inside(number), wanted=outs)
+            return sim.call(closed, args, own[1:], site=site.inside(number), wanted=outs)
 
         return run
 
     return jax.lax.switch(index, [branch(number, one) for number, one in enumerate(eqn.params["branches"])], *rest)
 
 
+def _entering(sim: _Simulation, body: Any, operands: list, own: Sequence[Labels], labels: Sequence[Labels]) -> list:
+    """Returns what the body of a loop reads in its first iteration."""
+    parts = zip(operands, body.in_avals, own, labels, strict=True)
+    return [sim.meets(array, aval, of, wanted=want) for array, aval, of, want in parts]
+
+
 def _scan(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list, site: _Site) -> list[Any]:
     (closed, carried), params = carry_of(eqn), eqn.params
     labels, num_carry = labels_in_loop(closed, own, carried), carried.stop - carried.start
-    operands = [sim.meets(*one) for one in zip(operands, closed.in_avals, own, labels, strict=True)]
+    operands = _entering(sim, closed, operands, own, labels)
 
     def body(carry: list, numbered: tuple) -> tuple[list, list]:
         number, walked = numbered
         args = [*operands[: carried.start], *carry, *walked]
-        results = sim.call(closed, args, labels, site.iteration(number), wanted=outs)
+        results = sim.call(closed, args, labels, site=site.iteration(number), wanted=outs)
         return results[:num_carry], results[num_carry:]
 
     numbered = jnp.arange(params["length"], dtype=jnp.uint32), operands[carried.stop :]
@@ -376,17 +374,17 @@ def _while(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list, si
     closed, carried = carry_of(eqn)
     read, operands, own = (operands[:num_cond], own[:num_cond]), operands[num_cond:], own[num_cond:]
     labels = labels_in_loop(closed, own, carried, condition=condition, read=read[1])
-    operands = [sim.meets(*one) for one in zip(operands, closed.in_avals, own, labels, strict=True)]
+    operands = _entering(sim, closed, operands, own, labels)
 
     def goes_on(numbered: tuple) -> Any:
         number, carry = numbered
         at = site.inside("condition").iteration(number)
-        return sim.call(condition, [*read[0], *carry], [*read[1], *labels[carried]], at)[0]
+        return sim.call(condition, [*read[0], *carry], [*read[1], *labels[carried]], site=at)[0]
 
     def body(numbered: tuple) -> tuple:
         number, carry = numbered
         args = [*operands[: carried.start], *carry]
-        return number + 1, sim.call(closed, args, labels, site.iteration(number), wanted=outs)
+        return number + 1, sim.call(closed, args, labels, site=site.iteration(number), wanted=outs)
 
     return jax.lax.while_loop(goes_on, body, (jnp.uint32(0), operands[carried]))[1]
 
