@@ -238,15 +238,7 @@ class _Simulation:
             return jax.lax.reduce_precision(jnp.asarray(array), exponent_bits=8, mantissa_bits=7)
         return array
 
-    def call(
-        self,
-        closed: Any,
-        args: Sequence[Any],
-        labels: Sequence[Labels],
-        *,
-        site: _Site,
-        wanted: Sequence[Labels] | None = None,
-    ) -> list[Any]:
+    def call(self, closed: Any, args: Sequence, labels: Sequence, *, site: _Site, wanted: Sequence = ()) -> list[Any]:
         """Returns the results of a jaxpr, closed, or open without constants, for operands with these labels.
 
         With `wanted`, those of the results in what joins them with others: the carry of a loop, a branch.
@@ -354,11 +346,16 @@ def _cond(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list, sit
     return jax.lax.switch(index, [branch(number, one) for number, one in enumerate(eqn.params["branches"])], *rest)
 
 
+def _entering(sim: _Simulation, body: Any, operands: list, own: Sequence[Labels], labels: Sequence[Labels]) -> list:
+    """Returns what the body of a loop reads in its first iteration."""
+    parts = zip(operands, body.in_avals, own, labels, strict=True)
+    return [sim.meets(array, aval, of, wanted=want) for array, aval, of, want in parts]
+
+
 def _scan(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list, site: _Site) -> list[Any]:
     (closed, carried), params = carry_of(eqn), eqn.params
     labels, num_carry = labels_in_loop(closed, own, carried), carried.stop - carried.start
-    parts = zip(operands, closed.in_avals, own, labels, strict=True)
-    operands = [sim.meets(array, aval, of, wanted=joined) for array, aval, of, joined in parts]
+    operands = _entering(sim, closed, operands, own, labels)
 
     def body(carry: list, numbered: tuple) -> tuple[list, list]:
         number, walked = numbered
@@ -377,8 +374,7 @@ def _while(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list, si
     closed, carried = carry_of(eqn)
     read, operands, own = (operands[:num_cond], own[:num_cond]), operands[num_cond:], own[num_cond:]
     labels = labels_in_loop(closed, own, carried, condition=condition, read=read[1])
-    parts = zip(operands, closed.in_avals, own, labels, strict=True)
-    operands = [sim.meets(array, aval, of, wanted=joined) for array, aval, of, joined in parts]
+    operands = _entering(sim, closed, operands, own, labels)
 
     def goes_on(numbered: tuple) -> Any:
         number, carry = numbered

@@ -68,8 +68,9 @@ def take_model(mutable: Any, *, given: Collection[str], workdir: pathlib.Path | 
         if key in OF_FUNCTION and key not in taken
     ]
     mutable.model.update(taken)
-    is_scaled = "model.rope_scaling" in given and values["rope_scaling"] == "none"
-    if is_scaled and "model.rope_original_positions" not in given:
+    begins = "model.rope_scaling" in given and values["rope_scaling"] == "none"
+    reads = "rope_original_positions" in ROPE_SCALING.get(mutable.model.rope_scaling, ())
+    if begins and reads and "model.rope_original_positions" not in given:
         mutable.model.rope_original_positions = values["max_positions"]
         lines.append(f"model            rope_original_positions {values['max_positions']}, those of {folder}")
     if tokenizer and "data.tokenizer" not in given and not _fits(mutable.data.tokenizer, tokenizer):

@@ -171,13 +171,16 @@ def test_constants_in_branches_and_loops_are_rounded_where_they_join_other_value
     def accumulate(x, number):
         return jax.lax.scan(lambda carry, term: (carry + term, None), jnp.zeros_like(x[0]), x)[0]
 
+    def hand_over(x, number):  # the first carry comes from the second, which comes from x
+        return jax.lax.scan(lambda carry, term: ((carry[1], carry[1] + term), carry[0] * 1.7), (0.0, 0.0), x)[1]
+
     def never(x, number):  # no iteration: the start is the result
         return jax.lax.while_loop(
             lambda carry: carry[0] < number, lambda carry: (1, carry[1] + x), (0, 0.1 + 0 * number)
         )[1]
 
     x = jnp.full(8, 1.003, jnp.float32)
-    for fn in (branch, overwrite, accumulate, never):
+    for fn in (branch, overwrite, accumulate, hand_over, never):
         value = x[0] if fn is never else x
         found = draw(fn, STOCHASTIC, value, jnp.int32(0))
         np.testing.assert_array_equal(found, to_bf16(found))
