@@ -212,13 +212,13 @@ class PrecisionConfig:
     """Dtypes of storage, compute and accumulation, and how stored values are rounded."""
 
     policy: str = _key("fp32", "Named policy, see hlat_jax.precision.", choices=tuple(POLICY_FACTS))
-    simulate: str = _key(
-        "none", "Simulate a Neuron core's rounding; neuron_all: of fp32 too.", choices=("none", "neuron", "neuron_all")
-    )
     stochastic_rounding: str = _key(
         "auto",
         "Stochastic rounding of bf16_sr; auto: hardware on Neuron, software elsewhere.",
         choices=("auto", "hardware", "software"),
+    )
+    simulate: str = _key(
+        "none", "Simulate a Neuron core's rounding; neuron_all: of fp32 too.", choices=("none", "neuron", "neuron_all")
     )
 
 
