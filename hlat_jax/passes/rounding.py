@@ -119,7 +119,7 @@ class SimulatedCore:
 
 
 def simulate(fn: Callable, core: SimulatedCore) -> Callable:
-    """Returns a function of (words, *args, **kwargs) that computes `fn` of the arguments on the simulated core.
+    """Returns a function of `(words, *args, **kwargs)` that computes `fn` of the arguments on the simulated core.
 
     Results have the shapes and dtypes of those of `fn`. `words` are uint32 scalars from which the random bits are made,
     such as a seed and the number of a step; without stochastic rounding they have no effect.
