@@ -117,8 +117,10 @@ def test_a_split_sequence_trains_as_on_one_device(name):
     np.testing.assert_allclose(trained(configured(changes)), on_one_device(alone), rtol=5e-6)
 
 
-def test_a_document_does_not_reach_another_across_the_split():
-    layout = layout_over(configured({"parallel.context": 4}), jax.devices()[:4])
+@pytest.mark.parametrize("exchange", ["all_gather", "ring"])
+def test_a_document_does_not_reach_another_across_the_split(exchange):
+    config = configured({"parallel.context": 4, "parallel.context_exchange": exchange})
+    layout = layout_over(config, jax.devices()[:4])
     order = zigzag(SEQ_LEN, 4)
     back = np.argsort(order)
     ids = (np.arange(SEQ_LEN)[None] >= 19).astype(np.int32) + 1
