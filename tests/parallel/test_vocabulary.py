@@ -11,7 +11,7 @@ from hlat_jax.generate.generator import Generator, Sampling
 from hlat_jax.generate.scoring import Scorer
 from hlat_jax.model import init_params, pad_vocabulary
 from hlat_jax.parallel.degrees import layout_over
-from hlat_jax.parallel.sharding import abstract_layout, make_layout
+from hlat_jax.parallel.sharding import Layout, abstract_layout, make_layout
 from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve
 from hlat_jax.store.checkpoint import Checkpointer, read_checkpoint
@@ -38,6 +38,19 @@ def trained(program, num_steps=3):
         state, metrics = program.run_step(state, program.shard(concat_batch(tokens)), np.float32(1e-2))
         rows.append([float(metrics.loss), float(metrics.grad_norm)])
     return rows, state
+
+
+def test_padding_changes_training_by_the_order_of_sums_alone(monkeypatch):
+    without, state = trained(program_of(configured(64)))
+    monkeypatch.setattr(Layout, "vocab_rows", lambda layout, vocab_size: 96)
+    padded, more = trained(program_of(configured(64)))
+    assert padded[0][0] == without[0][0]  # later losses depend on products that sum over the rows in other groups
+    np.testing.assert_allclose(padded, without, rtol=1e-6)
+    for name in ("embed", "head"):
+        table = np.asarray(more["params"][name])
+        assert table.shape == (96, 32)
+        assert not table[64:].any()
+        np.testing.assert_allclose(table[:64], state["params"][name], rtol=0, atol=1e-4 * np.abs(table).max())
 
 
 def test_a_checkpoint_opens_under_the_padding_of_any_layout(tmp_path):
