@@ -137,7 +137,7 @@ def simulate(fn: Callable, core: SimulatedCore) -> Callable:
         closed, leaves, tree = trace_call(fn, args, kwargs)
         simulation, word = _Simulation(core), None
         if core.stochastic_rounding:
-            word = random_bits(tuple(jnp.asarray(word).astype(jnp.uint32) for word in words), "simulate", ())
+            word = _word(tuple(jnp.asarray(word).astype(jnp.uint32) for word in words), "simulate")
         site = _Site(word, "")
         labels = [frozenset({DATA}) if is_inexact(aval) else NONE for aval in closed.in_avals]
         arrays = []
@@ -207,12 +207,21 @@ class _Site:
     def iteration(self, index: jax.Array) -> _Site:
         if self.word is None:
             return self
-        return dataclasses.replace(self, word=random_bits((self.word, index.astype(jnp.uint32)), self.path, ()))
+        return dataclasses.replace(self, word=_word((self.word, index.astype(jnp.uint32)), self.path))
 
     def bits(self, shape: tuple[int, ...], labels: Labels) -> jax.Array:
         axes = tuple(axis for axis in self.axes if axis in labels)
         words = (self.word, jax.lax.axis_index(axes).astype(jnp.uint32)) if axes else (self.word,)
         return random_bits(words, self.path, shape)
+
+
+def _word(words: tuple[jax.Array, ...], name: str) -> jax.Array:
+    """Returns a uint32 scalar, a hash of the words and the name.
+
+    XLA never fuses a sort, so that no loop over the elements computes this hash. LLVM would look at each of its
+    operations 2^n times, where n is the number of those before it, and a chain of a few hashes would compile for ever.
+    """
+    return jax.lax.sort(random_bits(words, name, (2,)))[0]
 
 
 class _Simulation:

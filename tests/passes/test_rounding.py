@@ -5,6 +5,7 @@ import pathlib
 
 import jax
 import jax.numpy as jnp
+import micro
 import numpy as np
 import optax
 import pytest
@@ -402,6 +403,15 @@ def test_run_on_a_simulated_core_trains(policy, num_devices, small, make_batch):
         for shard in leaf.addressable_shards:
             part = parts.setdefault(str(shard.index), np.asarray(shard.data))
             np.testing.assert_array_equal(np.asarray(shard.data), part)  # on every device that holds it
+
+
+@pytest.mark.slow
+def test_one_layer_compiles_with_the_code_generator_of_users(tmp_path):
+    """LLVM looked at a chain of hashes 2^45 times: a loop of one layer is no loop, and the chain was in one kernel."""
+    env = dict(micro.environment(), XLA_FLAGS="")
+    settings = ("model.num_layers=1", "precision.policy=bf16_sr", "precision.simulate=neuron_all", "train.num_steps=1")
+    done = micro.run(micro.command(micro.write_config(tmp_path), tmp_path / "run", *settings), env, timeout_s=300)
+    assert done.returncode == 0, done.stderr
 
 
 def test_run_that_cannot_be_simulated_is_refused(small, one_device):
