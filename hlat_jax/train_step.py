@@ -194,8 +194,6 @@ class StepOptions:
       spikes: policy by which steps are skipped or reported whose loss or gradient norm is far above those before, see
         `optimizer.SpikePolicy`; none by default.
       loss_scale: whether the loss is scaled, for gradients in fp16, see `ops.loss_scale`.
-      transform_step: function of the whole step, gradients and update included, before it is jitted, such as the
-        simulator of `passes.rounding`; the step then has no `microbatch_step`.
 
     Raises:
       ValueError: an invalid value, or options that exclude each other.
@@ -210,7 +208,6 @@ class StepOptions:
     replica_sync: ReplicaSync | None = None
     spikes: SpikePolicy | None = None
     loss_scale: bool = False
-    transform_step: Transform | None = None
 
     @property
     def active_replica_sync(self) -> ReplicaSync | None:
@@ -239,7 +236,6 @@ class StepOptions:
             ("replica_sync", isinstance(self.replica_sync, ReplicaSync | None), "a ReplicaSync"),
             ("spikes", isinstance(self.spikes, SpikePolicy | None), "a SpikePolicy"),
             ("loss_scale", isinstance(self.loss_scale, bool), "True or False"),
-            ("transform_step", self.transform_step is None or callable(self.transform_step), "a function"),
         ):
             if not is_valid:
                 raise ValueError(f"StepOptions.{name}={getattr(self, name)!r} must be {wanted}.")
@@ -317,6 +313,7 @@ def train_step(
     optimizer: optax.GradientTransformation,
     *,
     transforms: Sequence[Transform] = (),
+    transform_step: Transform | None = None,
     options: StepOptions = FP32,
     params: Any = None,
     model_state: Any = None,
@@ -342,6 +339,8 @@ def train_step(
         `learning_rate` (where the step is given one), `grad_norm`, `finite`, and, as for a line search, `value`, `grad`
         and `value_fn`: the loss, those gradients, and weights -> loss of this batch, differentiable.
       transforms: functions from loss to loss, such as `functools.partial(autocast, policy="bf16")`, in their order.
+      transform_step: function of the whole step, gradients and update included, before it is jitted, such as the
+        simulator of `passes.rounding`; the step then has no `microbatch_step`.
       options: precision, accumulation and devices; fp32 on one device by default.
       params: shapes of the parameters; needed with `options.zero` or `options.replica_sync`, whose shardings follow
         from them.
@@ -390,10 +389,10 @@ def train_step(
 
     def build(loss: Callable, eval_loss: Callable | None) -> TrainStep:
         step = _train_step(loss, optimizer, options, has_keys="keys" in given)
-        if options.transform_step is not None:
-            step = options.transform_step(step)
+        if transform_step is not None:
+            step = transform_step(step)
         is_splittable = (
-            options.transform_step is None
+            transform_step is None
             and not given
             and not has_aux
             and (options.accumulate is None or _has_stages(options))

@@ -183,9 +183,10 @@ def training_program(
         parse_bytes(memory_budget, name="memory_budget")
         if params is None or batch is None:
             raise ValueError("memory_budget is compared with the compiled step: give params=... and batch=...")
+    transform_step = None
     if simulate is not None:
         core = SimulatedCore(simulate, stochastic_rounding=options.policy.rounding == "hardware")
-        options = dataclasses.replace(options, transform_step=functools.partial(simulate_step, core=core))
+        transform_step = functools.partial(simulate_step, core=core)
     passes: dict[str, Transform] = {}
     if rewrite:
         passes["rewrite"] = functools.partial(rewrite_pass, platform=options.platform)
@@ -195,7 +196,7 @@ def training_program(
     if residuals:
         passes["residuals"] = select_residuals
     shapes = {"params": params, "model_state": model_state, "has_aux": has_aux}
-    step = train_step(loss_fn, optimizer, options=options, **shapes)
+    step = train_step(loss_fn, optimizer, transform_step=transform_step, options=options, **shapes)
     num_parts = options.num_microbatches * step.options.row_degree
     if (
         options.replica_sync is None
