@@ -1,0 +1,222 @@
+"""Do the copies of norm weights on tensor-parallel ranks drift apart under stochastic rounding, and does it matter?
+
+    python benchmarks/replication/norm_drift.py [--seeds=3] [--steps=1000] [--results=FILE]
+
+A Llama on eight ranks, written out as on eight devices: each rank has its shards of the matrices and its own copy of
+what is replicated, and `jax.vmap` with an axis name stands for the ranks. Weights and moments are bf16 and rounded
+stochastically at each write, as under `bf16_sr`; arithmetic is fp32. The gradient of a replicated weight is summed over
+the ranks, so that all ranks compute the same update, and round it
+
+- "shared": with the same bits, as hlat_jax does (its bits are a hash of the index in the whole array);
+- "own": each with bits of its own, as cores do that round in hardware;
+- "resync": with bits of their own, and rank 0's copy is given to all every 100 steps.
+
+Writes a row for each arm and seed: the loss, and every 50 steps the spread of the copies (root of the mean over weights
+of the variance over ranks, and the widest difference), beside sqrt(ulp x sum of |updates|), a random walk's spread. An
+interrupted command goes on behind the last whole row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import json
+import pathlib
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from base import get_config
+
+from hlat_jax import precision
+from hlat_jax.data.loader import TrainBatches
+from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.resolve import resolve
+
+RESULTS = pathlib.Path(__file__).resolve().parent / "norm_drift.jsonl"
+ARMS = ("shared", "own", "resync")
+RANKS, LAYERS, DIM, HEAD, MLP = 8, 4, 128, 16, 352  # one head of 16 and 44 columns of the MLP on each rank
+RATE, WARMUP, HORIZON, FLOOR = 3e-3, 50, 1163, 0.1
+BETA1, BETA2, EPS, DECAY, CLIP = 0.9, 0.95, 1e-8, 0.1, 1.0
+RESYNC_STEPS = 100
+NUM_EVAL_BATCHES = 46  # nearly all of the held-out text
+SETTINGS = {name: value for name, value in vars().items() if name.isupper() and isinstance(value, (int, float))}
+
+REPLICATED = ("attention_norm", "mlp_norm", "final_norm")  # [ranks, ...]: a copy on each; of matrices, a shard
+
+
+def init_params(seed: int) -> dict[str, jax.Array]:
+    """Returns bf16 weights: [ranks, layers, ...], the embedding [vocabulary, width]."""
+    config = get_config().model
+    rng, down = np.random.default_rng(seed), 0.02 / np.sqrt(2 * LAYERS)
+    shapes = {
+        "qkv": ((LAYERS, DIM, 3, HEAD), 0.02),
+        "out": ((LAYERS, HEAD, DIM), down),
+        "gate_up": ((LAYERS, DIM, 2, MLP // RANKS), 0.02),
+        "down": ((LAYERS, MLP // RANKS, DIM), down),
+        "head": ((DIM, config.vocab_size // RANKS), 0.02),
+    }
+    params = {name: rng.normal(0, std, (RANKS, *shape)) for name, (shape, std) in shapes.items()}
+    params |= {name: np.ones((RANKS, LAYERS, DIM)) for name in REPLICATED[:2]} | {"final_norm": np.ones((RANKS, DIM))}
+    params["embed"] = rng.normal(0, 0.02, (config.vocab_size, DIM))
+    return {name: jnp.asarray(value, jnp.bfloat16) for name, value in params.items()}
+
+
+def _normalized(x: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-5)
+
+
+def _rotated(x_BTH: jax.Array) -> jax.Array:
+    """Returns queries or keys with RoPE."""
+    angles = jnp.arange(x_BTH.shape[1])[:, None] * 10000.0 ** (-jnp.arange(0, HEAD, 2) / HEAD)
+    left, right = jnp.split(x_BTH, 2, axis=-1)
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    return jnp.concatenate([left * cos - right * sin, right * cos + left * sin], axis=-1)
+
+
+def loss_of(params: dict[str, jax.Array], row_BT: jax.Array) -> jax.Array:
+    """Returns the mean loss in nats per token, in fp32, as eight ranks compute it together."""
+    own = {name: value.astype(jnp.float32) for name, value in params.items()}
+    embed, tokens_BT, targets_BT = own.pop("embed"), row_BT[:, :-1], row_BT[:, 1:]
+
+    def on_rank(rank: dict[str, jax.Array]) -> jax.Array:
+        x = embed[tokens_BT]
+        visible = jnp.tril(jnp.ones((tokens_BT.shape[1],) * 2, bool))
+        for at in range(LAYERS):
+            qkv = jnp.einsum("BTD,DcH->cBTH", _normalized(x) * rank["attention_norm"][at], rank["qkv"][at])
+            scores = jnp.einsum("BTH,BSH->BTS", _rotated(qkv[0]), _rotated(qkv[1])) / np.sqrt(HEAD)
+            weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf))
+            x += jax.lax.psum(weights @ qkv[2] @ rank["out"][at], "rank")
+            gate, up = jnp.einsum("BTD,DcF->cBTF", _normalized(x) * rank["mlp_norm"][at], rank["gate_up"][at])
+            x += jax.lax.psum(jax.nn.silu(gate) * up @ rank["down"][at], "rank")
+        logits_BTV = _normalized(x) * rank["final_norm"] @ rank["head"]
+        logits_BTV = jnp.concatenate(list(jax.lax.all_gather(logits_BTV, "rank")), axis=-1)
+        picked = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
+        return jnp.mean(jax.nn.logsumexp(logits_BTV, axis=-1) - picked)
+
+    return jax.vmap(on_rank, axis_name="rank", out_axes=None)(own)
+
+
+def rate_at(step: jax.Array) -> jax.Array:
+    """Returns the learning rate of update `step`, from 0: HLAT's schedule."""
+    cosine = 0.5 * (1 + jnp.cos(jnp.pi * (step - WARMUP) / (HORIZON - WARMUP)))
+    return RATE * jnp.where(step < WARMUP, step / WARMUP, jnp.maximum(FLOOR, cosine))
+
+
+@functools.partial(jax.jit, static_argnames="arm", donate_argnums=0)
+def train_step(state: dict, row_BT: jax.Array, words: tuple, arm: str) -> tuple[dict, jax.Array]:
+    """Returns (state, loss). State: params, mean, square, all bf16; travelled: sum of the updates' sizes of norms."""
+    step, seed = words
+    loss, grads = jax.value_and_grad(loss_of)(state["params"], row_BT)
+    grads = {name: grad.astype(jnp.float32) for name, grad in grads.items()}
+    for name in REPLICATED:  # each rank's part of the gradient, summed over the ranks
+        grads[name] = jnp.broadcast_to(grads[name].sum(0), grads[name].shape)
+    squares = [jnp.sum(grad[0] ** 2 if name in REPLICATED else grad**2) for name, grad in grads.items()]
+    scale = jnp.minimum(1.0, CLIP / jnp.sqrt(sum(squares)))
+    new: dict = {"params": {}, "mean": {}, "square": {}, "travelled": dict(state["travelled"])}
+    for name, grad in grads.items():
+
+        def write(value: jax.Array, part: str, name: str = name) -> jax.Array:
+            shared = arm == "shared" and name in REPLICATED
+            bits = precision.random_bits((seed, step), f"{part}/{name}", value.shape[1:] if shared else value.shape)
+            return precision.stochastic_round(value, jnp.bfloat16, bits=jnp.broadcast_to(bits, value.shape))
+
+        weight = state["params"][name].astype(jnp.float32)
+        mean = BETA1 * state["mean"][name].astype(jnp.float32) + (1 - BETA1) * scale * grad
+        square = BETA2 * state["square"][name].astype(jnp.float32) + (1 - BETA2) * (scale * grad) ** 2
+        count = step.astype(jnp.float32) + 1
+        corrected = mean / (1 - BETA1**count) / (jnp.sqrt(square / (1 - BETA2**count)) + EPS)
+        update = rate_at(step) * (corrected + DECAY * weight)
+        new["params"][name] = write(weight - update, "params")
+        new["mean"][name], new["square"][name] = write(mean, "mean"), write(square, "square")
+        if name in REPLICATED:
+            new["travelled"][name] += jnp.abs(update[0])
+    return new, loss
+
+
+def spread_of(state: dict) -> dict[str, float]:
+    """Returns how far the copies of the norms' weights are apart, and a random walk's expectation of it."""
+    copies = {name: np.asarray(state["params"][name], np.float64).reshape(RANKS, -1) for name in REPLICATED}
+    values = np.concatenate(list(copies.values()), axis=1)
+    travelled = np.concatenate([np.asarray(state["travelled"][name]).ravel() for name in REPLICATED])
+    ulp = 2.0 ** (np.floor(np.log2(np.abs(values.mean(0)))) - 7)
+    return {
+        "spread": float(np.sqrt(values.var(0, ddof=1).mean())),
+        "widest": float(np.ptp(values, axis=0).max()),
+        "walk": float(np.sqrt((ulp * travelled).mean())),
+    }
+
+
+def train(arm: str, seed: int, num_steps: int) -> dict:
+    """Returns the row of results of one run."""
+    config = get_config()
+    config.data.seed = 1234 + seed
+    settings = resolve(config).data
+    tokenizer = Tokenizer(settings.tokenizer)
+    params = init_params(seed)
+    zeros = {name: jnp.zeros_like(value) for name, value in params.items()}
+    travelled = {name: jnp.zeros(params[name].shape[1:]) for name in REPLICATED}
+    state = {"params": params, "mean": zeros, "square": dict(zeros), "travelled": travelled}
+    state, losses, spreads, began_s = jax.tree.map(jnp.copy, state), [], [], time.monotonic()
+    with contextlib.closing(TrainBatches(settings, tokenizer=tokenizer)) as batches:
+        for step in range(num_steps):
+            batch, _ = next(batches)
+            words = (np.uint32(step), np.uint32(seed))
+            state, loss = train_step(state, batch.tokens, words, arm)
+            losses.append(loss)
+            if (step + 1) % 50 == 0:
+                spreads.append(spread_of(state))
+            if arm == "resync" and (step + 1) % RESYNC_STEPS == 0:
+                for part in ("params", "mean", "square"):
+                    for name in REPLICATED:
+                        state[part][name] = jnp.broadcast_to(state[part][name][:1], state[part][name].shape)
+    held_out = dataclasses.replace(settings, train=settings.validation, shuffle=False)
+    with contextlib.closing(TrainBatches(held_out, tokenizer=tokenizer)) as batches:
+        evaluated = [next(batches)[0] for _ in range(NUM_EVAL_BATCHES)]
+    eval_loss = np.mean([float(jax.jit(loss_of)(state["params"], each.tokens)) for each in evaluated])
+    losses = np.asarray(losses, np.float64).reshape(-1, 20).mean(1)
+    return {
+        "arm": arm,
+        "seed": seed,
+        "steps": num_steps,
+        "settings": SETTINGS,
+        "eval_loss": float(eval_loss),
+        "loss": [round(float(loss), 4) for loss in losses],
+        **{key: [round(spread[key], 6) for spread in spreads] for key in spreads[0]},
+        "seconds": round(time.monotonic() - began_s),
+    }
+
+
+def read_results(path: pathlib.Path) -> dict[tuple[str, int], dict]:
+    """Returns (arm, seed) -> row. Raises ValueError for a row of other settings."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    for row in rows:
+        if row["settings"] != SETTINGS:
+            raise ValueError(f"{path}: {row['arm']}, seed {row['seed']} has other settings; give --results=FILE.")
+    return {(row["arm"], row["seed"]): row for row in rows}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--results", type=pathlib.Path, default=RESULTS)
+    values = parser.parse_args()
+    done = read_results(values.results)
+    for seed in range(values.seeds):
+        for arm in ARMS:
+            if (arm, seed) in done:
+                continue
+            row = train(arm, seed, values.steps)
+            with values.results.open("a") as out:
+                print(json.dumps(row), file=out)
+            print(
+                f"{arm}-{seed}: {row['eval_loss']:.4f}, spread {row['spread'][-1]:.4f}, {row['seconds']} s", flush=True
+            )
+
+
+if __name__ == "__main__":
+    main()
