@@ -1,0 +1,293 @@
+"""Writes docs/replication.md and its figures from the recorded results, which are all that it reads.
+
+    python benchmarks/replication/report.py [--results=FILE] [--drift=FILE] [--out=docs/replication.md]
+
+Numbers, verdicts and figures follow from `results.jsonl`, `norm_drift.jsonl` and the rules of `findings.py`; the text
+that judges them is `conclusions.md`. Refuses a grid that is not whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import pathlib
+import statistics
+import sys
+from typing import NamedTuple
+
+import matplotlib
+
+matplotlib.use("Agg")
+import norm_drift
+import run
+from base import NUM_STEPS
+from findings import (
+    AVERAGE,
+    AVERAGED,
+    AVERAGED_SEEDS,
+    AVERAGED_STEPS,
+    DRIFT,
+    FINDINGS,
+    MARGIN,
+    RATES,
+    Arm,
+    Finding,
+    runs,
+)
+from matplotlib import pyplot
+from scipy import stats
+
+FOLDER = pathlib.Path(__file__).resolve().parent
+ROOT = FOLDER.parents[1]
+SCHEDULES = {"fp32": "HLAT's schedule", "to_zero": "cosine to zero", "constant": "constant rate"}
+
+
+class Effect(NamedTuple):
+    """A mean of paired differences in nats per token, and half of its 95 % t interval."""
+
+    differences: list[float]
+
+    @property
+    def mean(self) -> float:
+        return statistics.mean(self.differences)
+
+    @property
+    def half(self) -> float:
+        if not math.isfinite(self.mean):
+            return 0.0
+        count = len(self.differences)
+        return float(stats.t.ppf(0.975, count - 1)) * statistics.stdev(self.differences) / math.sqrt(count)
+
+    def verdict(self, claim: str) -> str:
+        """Returns the verdict by the rule of `findings.py`."""
+        low, high = self.mean - self.half, self.mean + self.half
+        if claim == "equal":
+            confirmed, refuted = low >= -MARGIN and high <= MARGIN, low > MARGIN or high < -MARGIN
+        else:
+            confirmed, refuted = (low > 0, high < 0) if claim == "higher" else (high < 0, low > 0)
+        return "confirmed" if confirmed else "refuted" if refuted else "not visible at this size"
+
+    def __str__(self) -> str:
+        return f"{self.mean:+.4f} ± {self.half:.4f}"
+
+
+def final(row: dict) -> float:
+    """Returns the last validation loss of a run; infinite for one that diverged."""
+    return math.inf if "diverged" in row else row["eval_loss"][str(NUM_STEPS)]
+
+
+def losses_of(arm: Arm, results: dict[str, dict], seeds: int) -> list[float]:
+    return [final(results[f"{arm.name}-{seed}"]) for seed in range(seeds)]
+
+
+def best_arm(settings: str, finding: Finding, results: dict[str, dict]) -> Arm:
+    """Returns the arm of these settings at the rate with the lowest mean loss."""
+    arms = [arm for arm in finding.arms if arm.settings == settings]
+    return min(arms, key=lambda arm: statistics.mean(losses_of(arm, results, finding.seeds)))
+
+
+def effect_of(finding: Finding, results: dict[str, dict]) -> Effect:
+    pair = (best_arm(settings, finding, results) for settings in (finding.first, finding.second))
+    first, second = (losses_of(arm, results, finding.seeds) for arm in pair)
+    return Effect([one - other for one, other in zip(first, second, strict=True)])
+
+
+def average_effect(arm: Arm, results: dict[str, dict]) -> Effect:
+    """Returns the average's loss less that of the better one of its two checkpoints."""
+    rows = [results[f"{arm.name}-{seed}"]["average"] for seed in range(AVERAGED_SEEDS)]
+    return Effect([row["average"] - min(row[str(step)] for step in AVERAGED_STEPS) for row in rows])
+
+
+def drift_effect(drift: dict[tuple[str, int], dict], arm: str) -> Effect:
+    seeds = sorted({seed for _, seed in drift})
+    return Effect([drift[arm, seed]["eval_loss"] - drift["shared", seed]["eval_loss"] for seed in seeds])
+
+
+def section(name: str, finding: Finding, effect: Effect, body: list[str]) -> list[str]:
+    return [
+        f"## {finding.title}: {effect.verdict(finding.claim)}",
+        "",
+        f"**HLAT.** {finding.paper}",
+        "",
+        f"**Expected before the first run.** {finding.expected}",
+        "",
+        *body,
+        "",
+        f"![{finding.title}](images/replication-{name}.png)",
+        "",
+    ]
+
+
+def arms_table(finding: Finding, results: dict[str, dict], effect: Effect) -> list[str]:
+    """Returns the lines of a table of the arms, and the sentence with the effect."""
+    lines = ["| arm | peak rate | loss, mean | loss of each seed | spikes a run | weights that the last update left |"]
+    lines += ["|---|---|---|---|---|---|"]
+    for arm in finding.arms:
+        rows = [results[f"{arm.name}-{seed}"] for seed in range(finding.seeds)]
+        whole = [row for row in rows if "diverged" not in row]
+        losses = [final(row) for row in rows]
+        spikes = f"{statistics.mean(row['spikes'] for row in whole):.1f}" if whole else "-"
+        unchanged = f"{statistics.mean(row['unchanged'] for row in whole):.1%}" if whole else "-"
+        seeds = ", ".join("diverged" if math.isinf(loss) else f"{loss:.4f}" for loss in losses)
+        mean = statistics.mean(losses)
+        shown = "-" if math.isinf(mean) else f"{mean:.4f}"
+        lines += [f"| `{arm.settings}` | {RATES[arm.rate]:g} | {shown} | {seeds} | {spikes} | {unchanged} |"]
+    first, second = (best_arm(settings, finding, results) for settings in (finding.first, finding.second))
+    claim = "equal, within the margin" if finding.claim == "equal" else finding.claim
+    rates = (
+        f", each at its best rate ({RATES[first.rate]:g} and {RATES[second.rate]:g})" if len(finding.rates) > 1 else ""
+    )
+    text = f"`{first.settings}` less `{second.settings}`{rates}: **{effect}** nats per token; the claim is *{claim}*."
+    return [*lines, "", text]
+
+
+def draw_arms(finding: Finding, results: dict[str, dict], path: pathlib.Path) -> None:
+    """Draws the loss of each seed by rate, or for one rate the difference of the training losses over the steps."""
+    figure, axes = pyplot.subplots(figsize=(6, 3))
+    if len(finding.rates) > 1:
+        for settings, color in ((finding.first, "C0"), (finding.second, "C1")):
+            arms = [arm for arm in finding.arms if arm.settings == settings]
+            losses = [losses_of(arm, results, finding.seeds) for arm in arms]
+            rates = [RATES[arm.rate] for arm in arms]
+            axes.plot(rates, [statistics.mean(each) for each in losses], color=color, label=settings)
+            for rate, each in zip(rates, losses, strict=True):
+                axes.plot([rate] * len(each), each, "o", ms=4, color=color, alpha=0.6)
+        axes.set(xscale="log", xlabel="peak learning rate", ylabel="validation loss")
+        axes.legend()
+    else:
+        first, second = (arm for arm in finding.arms)
+        for seed in range(finding.seeds):
+            pair = [results[f"{arm.name}-{seed}"].get("loss") for arm in (first, second)]
+            if None not in pair:
+                differences = [one - other for one, other in zip(*pair, strict=True)]
+                axes.plot([20 * (at + 1) for at in range(len(differences))], differences, color="C0", alpha=0.6, lw=1)
+        axes.axhspan(-MARGIN, MARGIN, color="gray", alpha=0.2, lw=0)
+        axes.axhline(0, color="gray", lw=0.8)
+        axes.set(xlabel="step", ylabel=f"{first.settings} − {second.settings}", title="Training loss, each seed")
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
+
+
+def draw_average(results: dict[str, dict], path: pathlib.Path) -> None:
+    figure, axes = pyplot.subplots(figsize=(6, 3))
+    for at, arm in enumerate(AVERAGED):
+        for seed in range(AVERAGED_SEEDS):
+            row = results[f"{arm.name}-{seed}"]["average"]
+            lowest = min(row[str(step)] for step in AVERAGED_STEPS)
+            for key, color in (("average", "C0"), *((str(step), "C1") for step in AVERAGED_STEPS)):
+                label = (
+                    None
+                    if at or seed or key == str(AVERAGED_STEPS[0])
+                    else {"C0": "average", "C1": "checkpoints"}[color]
+                )
+                axes.plot(at + 0.1 * (seed - 1), row[key] - lowest, "o", ms=5, color=color, label=label)
+    axes.axhline(0, color="gray", lw=0.8)
+    axes.set_xticks(range(len(AVERAGED)), [SCHEDULES[arm.settings] for arm in AVERAGED])
+    axes.set(ylabel="loss less the better checkpoint's")
+    axes.legend()
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
+
+
+def draw_drift(drift: dict[tuple[str, int], dict], path: pathlib.Path) -> None:
+    figure, axes = pyplot.subplots(figsize=(6, 3))
+    for (arm, seed), row in drift.items():
+        steps = [50 * (at + 1) for at in range(len(row["spread"]))]
+        color = {"own": "C0", "shared": "C1", "resync": "C2"}[arm]
+        axes.plot(
+            steps, row["spread"], color=color, lw=1, label=None if seed else f"{arm} bits" if arm != "resync" else arm
+        )
+        if arm == "own":
+            axes.plot(steps, row["walk"], color="black", ls=":", lw=1, label=None if seed else "random walk")
+    axes.set(xlabel="step", ylabel="spread of the copies")
+    axes.legend()
+    figure.savefig(path, dpi=100)
+    pyplot.close(figure)
+
+
+def draw_summary(effects: dict[str, tuple[str, str, Effect]], path: pathlib.Path) -> None:
+    """Draws each effect with its interval; `effects` is name -> (title, claim, effect)."""
+    figure, axes = pyplot.subplots(figsize=(7.5, 0.45 * len(effects) + 1))
+    colors = {"confirmed": "C2", "refuted": "C3", "not visible at this size": "gray"}
+    for at, (_, claim, effect) in enumerate(effects.values()):
+        verdict = effect.verdict(claim)
+        axes.errorbar(effect.mean, -at, xerr=effect.half, fmt="o", color=colors[verdict], capsize=3)
+    axes.axvspan(-MARGIN, MARGIN, color="gray", alpha=0.2, lw=0)
+    axes.axvline(0, color="gray", lw=0.8)
+    axes.set_yticks(
+        [-at for at in range(len(effects))], [f"{title} (claim: {claim})" for title, claim, _ in effects.values()]
+    )
+    axes.set(xlabel="effect on the loss, nats per token; gray band: taken as equal")
+    axes.set_xscale("symlog", linthresh=2 * MARGIN)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=pathlib.Path, default=run.RESULTS)
+    parser.add_argument("--drift", type=pathlib.Path, default=norm_drift.RESULTS)
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "docs" / "replication.md")
+    values = parser.parse_args()
+    results, drift = run.read_results(values.results), norm_drift.read_results(values.drift)
+    missing = [name for name in runs() if name not in results]
+    missing += [f"{arm}-{seed}" for arm in norm_drift.ARMS for seed in range(3) if (arm, seed) not in drift]
+    if missing:
+        print(f"{len(missing)} runs are missing, make them with run.py and norm_drift.py: {', '.join(missing)}")
+        return 1
+    pyplot.style.use("hlat_jax.assets.plots")
+    images = values.out.parent / "images"
+    effects = {name: (finding.title, finding.claim, effect_of(finding, results)) for name, finding in FINDINGS.items()}
+    effects["average"] = (AVERAGE.title, AVERAGE.claim, average_effect(AVERAGED[0], results))
+    effects["drift"] = (DRIFT.title, DRIFT.claim, drift_effect(drift, "own"))
+    draw_summary(effects, images / "replication.png")
+    sections = []
+    for name, finding in FINDINGS.items():
+        effect = effects[name][2]
+        sections += section(name, finding, effect, arms_table(finding, results, effect))
+        draw_arms(finding, results, images / f"replication-{name}.png")
+    sections += section("average", AVERAGE, effects["average"][2], average_lines(results))
+    draw_average(results, images / "replication-average.png")
+    sections += section("drift", DRIFT, effects["drift"][2], drift_lines(drift))
+    draw_drift(drift, images / "replication-drift.png")
+    diverged = [f"`{name}`: {row['diverged']}" for name, row in results.items() if "diverged" in row]
+    hours = sum(row.get("seconds", 0) for row in (*results.values(), *drift.values())) / 3600
+    parts = (FOLDER / "conclusions.md").read_text().split("<!-- findings -->\n")
+    summary = ["| finding | claim | effect, nats per token | verdict |", "|---|---|---|---|"]
+    summary += [
+        f"| {title} | {claim} | {effect} | {effect.verdict(claim)} |" for title, claim, effect in effects.values()
+    ]
+    made = [
+        f"{len(results)} runs of the grid and {len(drift)} of `norm_drift.py`, {hours:.1f} core hours. "
+        f"Runs that diverged: {'; '.join(diverged) or 'none'}.",
+        "",
+    ]
+    values.out.write_text("\n".join([parts[0].rstrip(), "", *summary, "", *made, *sections, parts[1].strip(), ""]))
+    print("\n".join([*summary, *made]))
+    return 0
+
+
+def average_lines(results: dict[str, dict]) -> list[str]:
+    lines = ["| schedule | average less the better checkpoint | seeds |", "|---|---|---|"]
+    for arm in AVERAGED:
+        effect = average_effect(arm, results)
+        seeds = ", ".join(f"{difference:+.4f}" for difference in effect.differences)
+        lines += [f"| {SCHEDULES[arm.settings]} | {effect} | {seeds} |"]
+    steps = " and ".join(map(str, AVERAGED_STEPS))
+    return [*lines, "", f"Checkpoints of steps {steps}, loss per token of the held-out documents."]
+
+
+def drift_lines(drift: dict[tuple[str, int], dict]) -> list[str]:
+    lines = ["| arm | loss of each seed | less `shared` | spread at the end | random walk | widest difference |"]
+    lines += ["|---|---|---|---|---|---|"]
+    for arm in norm_drift.ARMS:
+        rows = [row for (name, _), row in sorted(drift.items()) if name == arm]
+        losses = ", ".join(f"{row['eval_loss']:.4f}" for row in rows)
+        last = (statistics.mean(row[key][-1] for row in rows) for key in ("spread", "walk", "widest"))
+        effect = "" if arm == "shared" else str(drift_effect(drift, arm))
+        lines += [f"| `{arm}` | {losses} | {effect} | " + " | ".join(f"{value:.4f}" for value in last) + " |"]
+    return [*lines, "", "The spread is the root mean square over all weights of the norms, which begin at 1."]
+
+
+if __name__ == "__main__":
+    sys.exit(main())
