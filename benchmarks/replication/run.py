@@ -49,13 +49,11 @@ def read_results(path: pathlib.Path) -> dict[str, dict]:
     return {row["run"]: row for row in rows}
 
 
-def command(module: str, *words: object, cores: set[int], log: pathlib.Path) -> None:
-    """Runs a command of the package on these cores."""
+def command(module: str, *words: object, log: pathlib.Path) -> None:
+    """Runs a command of the package, on the cores of this thread."""
     with log.open("a") as out:
         call = [sys.executable, "-m", f"hlat_jax.{module}", *map(str, words)]
-        done = subprocess.run(
-            call, stdout=out, stderr=out, check=False, preexec_fn=lambda: os.sched_setaffinity(0, cores)
-        )
+        done = subprocess.run(call, stdout=out, stderr=out, check=False)
     if done.returncode:
         raise RuntimeError(f"exit code {done.returncode}, see {log}: {log.read_text().splitlines()[-1]}")
 
@@ -70,19 +68,17 @@ def unchanged_share(run: pathlib.Path) -> float:
     return sum(int(part.sum()) for part in same) / sum(part.size for part in same)
 
 
-def average_losses(run: pathlib.Path, cores: set[int], log: pathlib.Path) -> dict[str, float]:
+def average_losses(run: pathlib.Path, log: pathlib.Path) -> dict[str, float]:
     """Returns the loss of two checkpoints and of their average, per token of the held-out documents."""
     single = [run / "checkpoints" / str(step) for step in AVERAGED_STEPS]
     mean = run / "average"
     shutil.rmtree(mean, ignore_errors=True)
-    command("hf", "average", *single, f"--out={mean}", cores=cores, log=log)
+    command("hf", "average", *single, f"--out={mean}", log=log)
     losses = {}
     for name, folder in (*zip(map(str, AVERAGED_STEPS), single, strict=True), ("average", mean)):
         out = run / f"{name}.json"
-        command(
-            "evaluate", f"--checkpoint={folder}", "--data=package:austen_validation.jsonl", f"--json={out}",
-            cores=cores, log=log,
-        )  # fmt: skip
+        text = "--data=package:austen_validation.jsonl"
+        command("evaluate", f"--checkpoint={folder}", text, f"--json={out}", log=log)
         losses[name] = json.loads(out.read_text())["eval_loss"]
     return losses
 
@@ -93,12 +89,12 @@ def spikes_in(norms: list[float]) -> int:
     return sum(norm > statistics.mean(norms[at : at + 20]) + threshold for at, norm in enumerate(norms[20:]))
 
 
-def record(name: str, overrides: dict[str, object], *, workdir: pathlib.Path, core: int) -> dict:
+def record(name: str, overrides: dict[str, object], *, workdir: pathlib.Path) -> dict:
     """Trains one run to its end, and returns its row of results; of a run that diverges, with the error."""
     run, log, began_s = workdir / name, workdir / f"{name}.log", time.monotonic()
     flags = [f"--config.{key}={value}" for key, value in overrides.items()]
     try:
-        command("train", f"--config={FOLDER / 'base.py'}", f"--workdir={run}", *flags, cores={core}, log=log)
+        command("train", f"--config={FOLDER / 'base.py'}", f"--workdir={run}", *flags, log=log)
     except RuntimeError as error:
         if "not finite" not in str(error):
             raise
@@ -120,7 +116,7 @@ def record(name: str, overrides: dict[str, object], *, workdir: pathlib.Path, co
     }
     arm, _, seed = name.rpartition("-")
     if arm in {arm.name for arm in AVERAGED} and int(seed) < AVERAGED_SEEDS:
-        row["average"] = average_losses(run, {core}, log)
+        row["average"] = average_losses(run, log)
     shutil.rmtree(run)
     return row
 
@@ -139,13 +135,14 @@ def main() -> int:
     failed, lock = {}, threading.Lock()
 
     def work(core: int) -> None:
+        os.sched_setaffinity(0, {core})  # of this thread and of the processes that it starts
         while True:
             with lock:
                 if not waiting:
                     return
                 name = waiting.pop(0)
             try:
-                row = record(name, grid[name], workdir=values.workdir, core=core)
+                row = record(name, grid[name], workdir=values.workdir)
             except (RuntimeError, OSError, ValueError) as error:
                 failed[name] = str(error)
                 print(f"{name}: {error}", flush=True)

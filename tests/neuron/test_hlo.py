@@ -14,6 +14,7 @@ from planned import small_config
 from hlat_jax.neuron import hlo, hlo_command, hlo_proto
 from hlat_jax.neuron.programs import layout_for_neuron
 from hlat_jax.parallel.degrees import layout_over
+from hlat_jax.parallel.virtual_devices import fewer_replicas
 from hlat_jax.program import make_program
 from hlat_jax.run.compilation import traced_programs
 
@@ -47,6 +48,14 @@ def assert_ids_are_small_and_whole(module):
         for instruction in one.instructions:
             assert {*instruction.operand_ids, *instruction.control_predecessor_ids} <= own
             assert set(instruction.called_computation_ids) <= set(computations)
+
+
+@pytest.mark.parametrize(("num_devices", "most", "data"), [(96, 64, 12), (96, 8, 2), (96, 2, 1), (8, 64, 2)])
+def test_a_module_is_partitioned_for_a_divisor_of_the_replicas(num_devices, most, data):
+    config = small_config(data=-1, tensor=4, rows=96)
+    small, count = fewer_replicas(config, num_devices, max_devices=most)
+    assert (small.parallel.data, count) == (data, 4 * data)
+    assert small.data.batch_size == 96 * 4 // num_devices * data  # as many rows on each device
 
 
 def test_a_renumbered_step_is_the_same_program(lowered, computation):

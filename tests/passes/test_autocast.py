@@ -420,12 +420,14 @@ def test_invalid_input_error_names_the_fix():
 
 
 def test_values_that_are_not_arrays_are_passed_as_they_are():
-    def loss(layer, x, heads, *, train, dtype):
+    def loss(layer, x, heads, *, train, dtype, mesh):
         w, activation = layer  # a function among the leaves, as in Equinox's modules
+        assert mesh.axis_names == ("data",)  # it has a shape and no dtype
         y = activation((x @ w).reshape(len(x), heads, -1))
         return jnp.sum(y * 0.5 if train else y).astype(dtype)
 
-    got, wanted = (fn((W, jnp.tanh), X, 2, train=True, dtype=jnp.float32) for fn in (autocast(loss), loss))
+    given = {"train": True, "dtype": jnp.float32, "mesh": jax.make_mesh((1,), ("data",))}
+    got, wanted = (fn((W, jnp.tanh), X, 2, **given) for fn in (autocast(loss), loss))
     np.testing.assert_allclose(got, wanted, rtol=1e-2)
     assert got != wanted
 

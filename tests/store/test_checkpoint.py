@@ -4,6 +4,7 @@ import errno
 import math
 import os
 import shutil
+import sys
 import time
 import types
 
@@ -362,6 +363,17 @@ def test_full_disk_raises_a_clear_error_and_keeps_the_previous_checkpoint(small_
     checkpointer.save(3, small, **KNOWN)
     checkpointer.close()
     assert steps_on_disk(disk) == [3]
+
+
+def test_of_errors_that_nothing_awaits_those_of_a_closed_event_loop_alone_are_silenced(monkeypatch):
+    shown = []
+    monkeypatch.setattr(sys, "unraisablehook", shown.append)
+    checkpoint.silence_orbax_retry_logs.__wrapped__()
+    closed = types.SimpleNamespace(exc_type=RuntimeError, exc_value=RuntimeError("Event loop is closed"))
+    others = [types.SimpleNamespace(exc_type=kind, exc_value=kind("another")) for kind in (RuntimeError, OSError)]
+    for each in (closed, *others):
+        sys.unraisablehook(each)
+    assert shown == others
 
 
 def test_a_disk_that_cannot_hold_a_checkpoint_is_refused(checkpointer, monkeypatch):

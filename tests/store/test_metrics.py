@@ -46,12 +46,15 @@ def test_rows_round_trip_exactly_and_in_order(tmp_path):
     assert validation == eval_row(5)
 
 
-def test_results_of_tasks_are_printed_unless_the_console_is_off(tmp_path, capsys):
+def test_steps_and_results_of_tasks_are_printed_unless_the_console_is_off(tmp_path, capsys):
     for console in ("on", "off"):
-        log = MetricsLog(tmp_path, config=quiet(console=console), num_steps=9)
+        log = MetricsLog(tmp_path, config=quiet(console=console, log_every_steps=1), num_steps=9)
+        log.train_row(row(3))
         log.tasks_row({"step": 3, "tasks/boolq/acc": 0.5}, shown=["tasks/boolq/acc"])
         log.close()
-        assert ("boolq/acc 0.5000" in capsys.readouterr().out) == (console == "on")
+        printed = capsys.readouterr().out
+        assert ("boolq/acc 0.5000" in printed) == (console == "on")
+        assert len(printed.splitlines()) == (3 if console == "on" else 0)  # with the header of the steps
 
 
 def test_truncated_last_line_is_moved_aside_even_if_it_parses(tmp_path):

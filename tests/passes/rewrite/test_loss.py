@@ -228,8 +228,16 @@ def of_the_token_before(p, t, w):
     return -jnp.mean(jax.nn.log_softmax(logits_of(p).reshape(-1, V))[jnp.arange(t.size) - 1, t.reshape(-1)])
 
 
+def of_transposed(p, t, w):  # the index that counts comes after the other one
+    return -jnp.mean(jax.nn.log_softmax(logits_of(p).reshape(-1, V)).T[t.reshape(-1), jnp.arange(t.size)])
+
+
 def test_what_is_not_computed_in_chunks_at_once_is_left_with_a_reason():
-    for loss, words in ((over_tokens, "does not end in one number"), (of_the_token_before, "mixes it")):
+    for loss, words in (
+        (over_tokens, "does not end in one number"),
+        (of_the_token_before, "mixes it"),
+        (of_transposed, "mixes it"),
+    ):
         ours = rewritten(loss)
         jax.eval_shape(ours, PARAMS, TARGETS, WEIGHTS)
         report = ours.report()
