@@ -1,6 +1,6 @@
 """Do the copies of norm weights on tensor-parallel ranks drift apart under stochastic rounding, and does it matter?
 
-    python benchmarks/replication/norm_drift.py [--seeds=3] [--steps=1000] [--results=FILE]
+    python -m benchmarks.replication.norm_drift [--seeds=3] [--steps=1000] [--results=FILE]
 
 A Llama on eight ranks, written out as on eight devices: each rank has its shards of the matrices and its own copy of
 what is replicated, and `jax.vmap` with an axis name stands for the ranks. Weights and moments are bf16 and rounded
@@ -29,8 +29,8 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
-from base import get_config
 
+from benchmarks.replication.base import get_config
 from hlat_jax import precision
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.tokenizer import Tokenizer

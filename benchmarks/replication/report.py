@@ -1,6 +1,6 @@
 """Writes docs/replication.md and its figures from the recorded results, which are all that it reads.
 
-    python benchmarks/replication/report.py [--results=FILE] [--drift=FILE] [--out=docs/replication.md]
+    python -m benchmarks.replication.report [--results=FILE] [--drift=FILE] [--out=docs/replication.md]
 
 Numbers, verdicts and figures follow from `results.jsonl`, `norm_drift.jsonl` and the rules of `findings.py`; the text
 that judges them is `conclusions.md`. Refuses a grid that is not whole.
@@ -18,10 +18,12 @@ from typing import NamedTuple
 import matplotlib
 
 matplotlib.use("Agg")
-import norm_drift
-import run
-from base import NUM_STEPS
-from findings import (
+from matplotlib import pyplot
+from scipy import stats
+
+from benchmarks.replication import norm_drift, run
+from benchmarks.replication.base import NUM_STEPS
+from benchmarks.replication.findings import (
     AVERAGE,
     AVERAGED,
     AVERAGED_SEEDS,
@@ -34,8 +36,6 @@ from findings import (
     Finding,
     runs,
 )
-from matplotlib import pyplot
-from scipy import stats
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]

@@ -1,6 +1,6 @@
 """Trains the grid of `findings.py`, each run an ordinary `train` command, and records it in `results.jsonl`.
 
-    python benchmarks/replication/run.py --workdir=FOLDER [--jobs=2] [--only=NAME,NAME] [--results=FILE]
+    python -m benchmarks.replication.run --workdir=FOLDER [--jobs=2] [--only=NAME,NAME] [--results=FILE]
 
 Runs that are recorded are not made again; an interrupted command goes on where it was, within a run too. Each run has
 one core, of those that this process may use. A recorded run's folder is deleted. Results of other settings than those
@@ -22,8 +22,9 @@ import threading
 import time
 
 import numpy as np
-from base import NUM_STEPS
-from findings import AVERAGED, AVERAGED_SEEDS, AVERAGED_STEPS, runs
+
+from benchmarks.replication.base import NUM_STEPS
+from benchmarks.replication.findings import AVERAGED, AVERAGED_SEEDS, AVERAGED_STEPS, runs
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 RESULTS = FOLDER / "results.jsonl"
@@ -129,7 +130,11 @@ def main() -> int:
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS)
     values = parser.parse_args()
     values.workdir.mkdir(parents=True, exist_ok=True)
-    grid, done = runs(), read_results(values.results)
+    grid = runs()
+    try:
+        done = read_results(values.results)
+    except ValueError as error:
+        parser.error(str(error))
     names = values.only.split(",") if values.only else list(grid)
     waiting = [name for name in names if name not in done]
     failed, lock = {}, threading.Lock()
