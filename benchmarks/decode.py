@@ -1,6 +1,7 @@
 """How many tokens a second does greedy decoding make on this CPU, against transformers?
 
     python benchmarks/decode.py [--folder HF_FOLDER] [--tokens 64] [--prompt 32] [--pairs 9] [--dtype float32]
+        [--json FILE]
 
 Both continue one prompt with the same weights: those of a Hugging Face folder, by default random ones in the shape of
 SmolLM-135M. Each has a process of its own, and they run in turn: one continuation of the one, one of the other, of
@@ -145,6 +146,9 @@ def compare(args) -> None:
         seconds = statistics.median(pair[side]["seconds"] for pair in kept)
         cores = statistics.median(pair[side]["cpu"] / pair[side]["seconds"] for pair in kept)
         print(f"{side:<14} {args.tokens / seconds:6.2f} tokens/s, {cores:.2f} cores")
+    if args.json:
+        ratios = [pair["transformers"]["seconds"] / pair["ours"]["seconds"] for pair in kept]
+        pathlib.Path(args.json).write_text(json.dumps({"ratios": ratios}))
     print(
         f"ratio {ratio:.2f}; {len(quiet)} of {len(pairs)} pairs were undisturbed{'' if quiet else ', all are counted'}"
     )
@@ -161,6 +165,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=32, help="tokens of it")
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--json", help="also write the ratio of each pair to this file")
     parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:

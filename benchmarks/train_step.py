@@ -1,12 +1,16 @@
 """How fast is one training step on this CPU, and how much memory does it take, against PyTorch and plain JAX?
 
-    python benchmarks/train_step.py [--size 25m|125m] [--pairs 9] [--compile] [--also "model.remat=full ..."] [--json F]
+    python benchmarks/train_step.py [--size tiny|25m|125m] [--pairs 9] [--compile] [--also "model.remat=full ..."]
+        [--json FILE]
 
-A step is forward, backward, clipping by the global norm and AdamW in fp32 on 2 x 512 fresh tokens. Every variant runs
-in a process of its own, with the default allocator, in turn with PyTorch (eager, default AdamW): one step of the one,
-one of the other. Ratios are medians over these pairs of (seconds of PyTorch / seconds of the variant). A pair counts
-when other processes used less than 0.15 of a core during both; the table says how many did. CPU seconds are user plus
-system time. Peak memory is the largest resident set of the process, compiling included.
+A step is forward, backward, clipping by the global norm and AdamW in fp32 on fresh tokens: 2 x 256 for the model of
+`tiny`, else 2 x 512. Every variant runs in a process of its own, with the default allocator, in turn with PyTorch
+(eager, default AdamW): one step of the one, one of the other. Ratios are medians over these pairs of (seconds of
+PyTorch / seconds of the variant). A pair counts when other processes used less than 0.15 of a core during both; the
+table says how many did. CPU seconds are user plus system time. Peak memory is the largest resident set of the process,
+compiling included. The share of peak is what the step's products would take at the speed of a large one in XLA, over
+what the step takes; products are 6 FLOPs a weight and token, the embedding left out, and attention over the causal
+half.
 """
 
 from __future__ import annotations
@@ -25,10 +29,13 @@ import time
 
 import numpy as np
 
-ROWS, SEQ_LEN, VOCAB_SIZE, HEAD_DIM = 2, 512, 32000, 64
+ROWS = 2
+LARGE = {"vocab_size": 32000, "head_dim": 64}
 SIZES = {
-    "25m": {"num_layers": 8, "embed_dim": 512, "mlp_dim": 1376, "num_heads": 8},
-    "125m": {"num_layers": 12, "embed_dim": 768, "mlp_dim": 2048, "num_heads": 12},
+    "tiny": {"num_layers": 6, "embed_dim": 192, "mlp_dim": 512, "num_heads": 6, "num_kv_heads": 2}
+    | {"vocab_size": 2048, "head_dim": 32},
+    "25m": {"num_layers": 8, "embed_dim": 512, "mlp_dim": 1376, "num_heads": 8, "num_kv_heads": 8} | LARGE,
+    "125m": {"num_layers": 12, "embed_dim": 768, "mlp_dim": 2048, "num_heads": 12, "num_kv_heads": 12} | LARGE,
 }
 BASELINE = "torch eager, default AdamW"
 OURS = {
@@ -39,6 +46,33 @@ MAX_FOREIGN_CORES = 0.15
 LEARNING_RATE, BETAS, EPS, DECAY = 3e-4, (0.9, 0.95), 1e-8, 0.1
 
 
+def seq_len_of(size: dict) -> int:
+    return 256 if size is SIZES["tiny"] else 512
+
+
+def flops_of(size: dict) -> float:
+    """Returns the FLOPs of the products that a step needs."""
+    attention = 2 * size["embed_dim"] * size["head_dim"] * (size["num_heads"] + size["num_kv_heads"])
+    layer = attention + 3 * size["embed_dim"] * size["mlp_dim"]
+    weights = size["num_layers"] * layer + size["embed_dim"] * size["vocab_size"]
+    scores = size["num_layers"] * size["num_heads"] * size["head_dim"] * seq_len_of(size)  # 12 / 2 of them a token
+    return 6.0 * (weights + scores) * ROWS * seq_len_of(size)
+
+
+def machine_flops() -> float:
+    """Returns FLOP/s of a large fp32 product in XLA."""
+    import jax
+
+    a = jax.numpy.ones((2048, 2048))
+    product = jax.jit(lambda a: a @ a).lower(a).compile()
+    spent_s = []
+    while sum(spent_s) < 3:
+        began = time.perf_counter()
+        product(a).block_until_ready()
+        spent_s.append(time.perf_counter() - began)
+    return 2 * 2048**3 / min(spent_s)
+
+
 def torch_step(size: dict, *, fused: bool, compiled: bool):
     """Returns the step of transformers' LlamaForCausalLM in PyTorch: tokens -> loss."""
     import torch
@@ -47,12 +81,13 @@ def torch_step(size: dict, *, fused: bool, compiled: bool):
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=VOCAB_SIZE,
+            vocab_size=size["vocab_size"],
             hidden_size=size["embed_dim"],
             intermediate_size=size["mlp_dim"],
             num_hidden_layers=size["num_layers"],
             num_attention_heads=size["num_heads"],
-            num_key_value_heads=size["num_heads"],
+            num_key_value_heads=size["num_kv_heads"],
+            head_dim=size["head_dim"],
             attn_implementation="sdpa",
             use_cache=False,
         )
@@ -81,9 +116,10 @@ def plain_jax_step(size: dict):
     import optax
 
     num_layers, d, f, n = (size[name] for name in ("num_layers", "embed_dim", "mlp_dim", "num_heads"))
-    shapes = dict.fromkeys(("q", "k", "v"), (num_layers, d, n, HEAD_DIM))
-    shapes |= {"out": (num_layers, n, HEAD_DIM, d), "gate": (num_layers, d, f), "up": (num_layers, d, f)}
-    shapes |= {"down": (num_layers, f, d), "embed": (VOCAB_SIZE, d), "head": (d, VOCAB_SIZE)}
+    seq_len, head_dim, num_kv, vocab = seq_len_of(size), size["head_dim"], size["num_kv_heads"], size["vocab_size"]
+    shapes = dict.fromkeys(("k", "v"), (num_layers, d, num_kv, head_dim)) | {"q": (num_layers, d, n, head_dim)}
+    shapes |= {"out": (num_layers, n, head_dim, d), "gate": (num_layers, d, f), "up": (num_layers, d, f)}
+    shapes |= {"down": (num_layers, f, d), "embed": (vocab, d), "head": (d, vocab)}
     keys = jax.random.split(jax.random.key(0), len(shapes))
     params = {name: 0.02 * jax.random.normal(key, shapes[name]) for name, key in zip(shapes, keys, strict=True)}
     params |= {name: jnp.ones((num_layers, d)) for name in ("attn_norm", "mlp_norm")} | {"final_norm": jnp.ones(d)}
@@ -95,7 +131,7 @@ def plain_jax_step(size: dict):
         return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * scale
 
     def rope(x_BTNH):
-        angles = jnp.arange(SEQ_LEN)[:, None] * 10000.0 ** -(jnp.arange(0, HEAD_DIM, 2) / HEAD_DIM)
+        angles = jnp.arange(seq_len)[:, None] * 10000.0 ** -(jnp.arange(0, head_dim, 2) / head_dim)
         cos, sin = jnp.cos(angles)[:, None], jnp.sin(angles)[:, None]
         a, b = jnp.split(x_BTNH, 2, axis=-1)
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
@@ -103,8 +139,9 @@ def plain_jax_step(size: dict):
     def layer(x_BTD, p):
         y_BTD = norm(x_BTD, p["attn_norm"])
         q, k, v = (jnp.einsum("BTD,DNH->BTNH", y_BTD, p[name]) for name in ("q", "k", "v"))
-        scores_BNTS = jnp.einsum("BTNH,BSNH->BNTS", rope(q), rope(k)) / HEAD_DIM**0.5
-        causal = jnp.tril(jnp.ones((SEQ_LEN, SEQ_LEN), bool))
+        k, v = (jnp.repeat(x, n // num_kv, axis=2) for x in (rope(k), v))
+        scores_BNTS = jnp.einsum("BTNH,BSNH->BNTS", rope(q), k) / head_dim**0.5
+        causal = jnp.tril(jnp.ones((seq_len, seq_len), bool))
         probs_BNTS = jax.nn.softmax(jnp.where(causal, scores_BNTS, -1e30))
         x_BTD += jnp.einsum("BTNH,NHD->BTD", jnp.einsum("BNTS,BSNH->BTNH", probs_BNTS, v), p["out"])
         y_BTD = norm(x_BTD, p["mlp_norm"])
@@ -138,9 +175,8 @@ def our_step(size: dict, overrides: str):
     from hlat_jax.resolve import resolve
 
     mutable = config_lib.default()
-    model = {**size, "vocab_size": VOCAB_SIZE, "num_kv_heads": size["num_heads"], "head_dim": HEAD_DIM}
-    mutable.model.update(model)
-    mutable.data.update({"batch_size": ROWS, "seq_len": SEQ_LEN})
+    mutable.model.update(size)
+    mutable.data.update({"batch_size": ROWS, "seq_len": seq_len_of(size)})
     for override in overrides.split():
         path, value = override.split("=")
         section, key = path.split(".")
@@ -170,7 +206,7 @@ def worker(name: str, size: dict, overrides: str) -> None:
     rng = np.random.default_rng(0)
 
     def tokens():
-        return rng.integers(0, VOCAB_SIZE, (ROWS, SEQ_LEN)).astype(np.int32)
+        return rng.integers(0, size["vocab_size"], (ROWS, seq_len_of(size))).astype(np.int32)
 
     if name.startswith("torch"):
         step = torch_step(size, fused="fused" in name, compiled="compile" in name)
@@ -226,7 +262,7 @@ class Variant:
         return json.loads(line)
 
 
-def measure(baseline: Variant, variant: Variant, num_pairs: int) -> dict:
+def measure(baseline: Variant, variant: Variant, num_pairs: int, num_tokens: int) -> dict:
     """Returns the medians over clean pairs of steps, and every sample."""
     pairs = [(baseline.sample(), variant.sample()) for _ in range(num_pairs)]
     clean = [pair for pair in pairs if max(sample["foreign_cores"] for sample in pair) < MAX_FOREIGN_CORES]
@@ -236,8 +272,9 @@ def measure(baseline: Variant, variant: Variant, num_pairs: int) -> dict:
     row["cpu_s"] = statistics.median(own["cpu_s"] for _, own in pairs)
     row["cpu_ratio"] = statistics.median(base["cpu_s"] / own["cpu_s"] for base, own in pairs)
     row["step_s"] = statistics.median([own["step_s"] for _, own in clean] or [math.nan])
-    row["tokens_per_s"] = ROWS * SEQ_LEN / row["step_s"]
+    row["tokens_per_s"] = num_tokens / row["step_s"]
     row["ratio"] = statistics.median([base["step_s"] / own["step_s"] for base, own in clean] or [math.nan])
+    row["ratios"] = [base["step_s"] / own["step_s"] for base, own in clean or pairs]
     row["samples"] = pairs
     return row
 
@@ -250,30 +287,40 @@ def main() -> None:
     parser.add_argument("--also", action="append", default=[], help="settings of one more variant of ours")
     parser.add_argument("--only", default="", help="measure only variants whose name holds one of these, by commas")
     parser.add_argument("--json", default="", help="write every sample to this file")
+    parser.add_argument("--gflops", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
     parser.add_argument("--overrides", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         worker(args.worker, SIZES[args.size], args.overrides)
         return
+    if args.gflops:
+        print(machine_flops())
+        return
+    flops, size = float(subprocess.check_output([sys.executable, __file__, "--gflops"])), SIZES[args.size]
     names = {"torch eager, fused AdamW": "", "plain JAX": "", **OURS}
     if args.compile:
         names["torch compile, default AdamW"] = ""
     names = {name: own for name, own in names.items() if any(word in name for word in args.only.split(","))}
     names |= {f"ours, {overrides}": overrides for overrides in args.also}
     width = max(map(len, [BASELINE, *names]))
-    print(f"{args.size}, {ROWS} x {SEQ_LEN} tokens, fp32, {os.cpu_count()} cores; ratios to {BASELINE}")
-    print(f"{'':{width}}  s/step   tok/s  ratio   CPU s  CPU ratio  peak GiB  first step s  clean pairs")
+    print(
+        f"{args.size}, {ROWS} x {seq_len_of(size)} tokens, fp32, {os.cpu_count()} cores of {flops / 1e9:.0f} GFLOP/s; "
+        f"ratios to {BASELINE}"
+    )
+    print(f"{'':{width}}  s/step   tok/s  ratio  of peak   CPU s  CPU ratio  peak GiB  first step s  clean pairs")
     baseline = Variant(BASELINE, args.size, "")
     rows = []
     for name, overrides in [(BASELINE, ""), *names.items()]:
         variant = baseline if name == BASELINE else Variant(name, args.size, overrides)
-        row = measure(baseline, variant, args.pairs)
+        row = measure(baseline, variant, args.pairs, ROWS * seq_len_of(size))
+        row["of_peak"] = flops_of(size) / flops / row["step_s"]
         if variant is not baseline:
             variant.close()
         rows.append(row)
         print(
-            f"{name:{width}}{row['step_s']:8.3f}{row['tokens_per_s']:8.0f}{row['ratio']:7.2f}{row['cpu_s']:8.2f}"
+            f"{name:{width}}{row['step_s']:8.3f}{row['tokens_per_s']:8.0f}{row['ratio']:7.2f}"
+            f"{row['of_peak']:9.0%}{row['cpu_s']:8.2f}"
             f"{row['cpu_ratio']:11.2f}{row['peak_rss_gib']:10.2f}{row['first_step_s']:14.1f}"
             f"{row['clean_pairs']:10}/{row['pairs']}",
             flush=True,
