@@ -98,7 +98,7 @@ def test_scopes_tell_blocks_whose_products_differ():
         for at, (w, v) in enumerate(params):
             with jax.named_scope(scope.format(at)):
                 x = jnp.tanh(jnp.tanh(x @ w) @ v)
-        return jnp.mean(x)
+        return jnp.mean(x @ jnp.ones((x.shape[1], 3)))  # a product in no scope
 
     widths = [(D, 48, 24), (24, 12, 36), (36, 60, 20)]
     params = [(jnp.ones((a, b)), jnp.ones((b, c))) for a, b, c in widths]
