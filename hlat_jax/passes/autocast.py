@@ -40,9 +40,9 @@ ALWAYS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general",
 # Always fp32: bf16 is too coarse, or the range of fp16 too small. So is every primitive that is in none of the lists.
 NEVER = primitives(
     """
-    exp exp2 expm1 log log1p pow integer_pow square sqrt rsqrt cbrt div rem tanh logistic erf erfc erf_inv
-    lgamma digamma sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh reduce_sum reduce_prod cumsum
-    cumprod cumlogsumexp reduce_window_sum select_and_scatter_add scatter-add scatter-mul pallas_call
+    exp exp2 expm1 log log1p log2 pow integer_pow square one_minus_square sqrt rsqrt cbrt div rem tanh logistic erf
+    erfc erf_inv lgamma digamma sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh reduce_sum reduce_prod
+    cumsum cumprod cumlogsumexp reduce_window_sum select_and_scatter_add scatter-add scatter-mul pallas_call
     """
 )
 
@@ -51,7 +51,7 @@ INFER = primitives(
     """
     add sub add_any mul neg abs sign stop_gradient max min clamp select_n floor ceil round copy copy_p name
     optimization_barrier broadcast_in_dim reshape transpose squeeze slice dynamic_slice dynamic_update_slice pad
-    rev concatenate split gather scatter reduce_max reduce_min reduce_window_max cummax cummin sort top_k
+    rev concatenate stack unstack split gather scatter reduce_max reduce_min reduce_window_max cummax cummin sort top_k
     sharding_constraint reshard device_put convert_element_type pvary pcast pbroadcast
     """
 ) | frozenset(COLLECTIVES)

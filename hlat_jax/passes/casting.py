@@ -37,7 +37,7 @@ _ARITHMETIC = _SUMS | {"mul"}
 _MOVES = primitives(
     """
     neg abs max min clamp select_n reduce_max reduce_min stop_gradient copy copy_p convert_element_type
-    broadcast_in_dim reshape transpose squeeze slice dynamic_slice pad rev concatenate split gather name
+    broadcast_in_dim reshape transpose squeeze slice dynamic_slice pad rev concatenate stack unstack split gather name
     sharding_constraint reshard
     """
 )

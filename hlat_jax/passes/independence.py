@@ -73,6 +73,10 @@ def links(eqn: Any) -> list[Link]:
         return _unchanged(eqn, [params["axis"]] if "axis" in params else [len(out) - 1])
     if name == "concatenate":
         return _unchanged(eqn, [params["dimension"]])
+    if name == "stack":
+        return [Link((dim,) * len(shapes), (dim + (dim >= params["axis"]),)) for dim in range(len(shapes[0]))]
+    if name == "unstack":
+        return _kept(shapes, [params["axis"]], len(eqn.outvars))
     if name == "rev":
         return _unchanged(eqn, params["dimensions"])
     if name == "pad":

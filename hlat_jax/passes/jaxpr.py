@@ -57,14 +57,14 @@ ALL_REDUCES = frozenset(name for name, kind in COLLECTIVES.items() if kind == "a
 SAME_ELEMENTS = primitives("name copy reshape squeeze expand_dims broadcast_in_dim stop_gradient iota")
 REDUCTIONS = primitives("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin")
 # Elementwise operations that cost several times as much as an addition.
-TRANSCENDENTAL = primitives("exp exp2 log log1p tanh logistic rsqrt sqrt cbrt pow sin cos div erf erfc erf_inv")
+TRANSCENDENTAL = primitives("exp exp2 log log1p log2 tanh logistic rsqrt sqrt cbrt pow sin cos div erf erfc erf_inv")
 # Of operands of one shape but for dimensions of size 1, or scalars.
 ELEMENTWISE = TRANSCENDENTAL | primitives(
     """
     neg abs sign floor ceil round is_finite expm1 tan asin acos atan atan2 sinh cosh asinh acosh atanh square
-    integer_pow add sub mul add_any rem max min clamp select_n eq ne lt le gt ge and or xor not nextafter
-    shift_left shift_right_arithmetic shift_right_logical real imag conj complex population_count clz lgamma digamma
-    stop_gradient copy copy_p name convert_element_type reduce_precision
+    one_minus_square integer_pow add sub mul add_any rem max min clamp select_n eq ne lt le gt ge and or xor not
+    nextafter shift_left shift_right_arithmetic shift_right_logical real imag conj complex population_count clz lgamma
+    digamma stop_gradient copy copy_p name convert_element_type reduce_precision
     """
 )
 

@@ -60,8 +60,8 @@ _SHARE = 0.1  # of forward products; a step has three times as many
 
 _MOVES = primitives(
     """
-    broadcast_in_dim reshape squeeze expand_dims transpose rev slice dynamic_slice pad concatenate split iota copy
-    copy_p name stop_gradient convert_element_type reduce_precision saturated_cast pvary pcast
+    broadcast_in_dim reshape squeeze expand_dims transpose rev slice dynamic_slice pad concatenate stack unstack split
+    iota copy copy_p name stop_gradient convert_element_type reduce_precision saturated_cast pvary pcast
     """
 )
 _CHEAP = _MOVES | (ELEMENTWISE - {"lgamma", "digamma"}) | REDUCTIONS

@@ -76,15 +76,16 @@ EXACT = primitives(
     """
     neg abs sign max min clamp select_n floor ceil round copy copy_p name stop_gradient optimization_barrier
     broadcast_in_dim reshape transpose squeeze expand_dims slice dynamic_slice dynamic_update_slice pad rev concatenate
-    split gather scatter scatter-min scatter-max reduce_max reduce_min reduce_window_max cummax cummin sort top_k
-    argmax argmin is_finite eq ne lt le gt ge sharding_constraint reshard device_put pvary pcast pbroadcast
+    stack unstack split gather scatter scatter-min scatter-max reduce_max reduce_min reduce_window_max cummax cummin
+    sort top_k argmax argmin is_finite eq ne lt le gt ge sharding_constraint reshard device_put pvary pcast pbroadcast
     all_gather all_gather_invariant all_to_all ppermute pmax pmin reduce_precision
     """
 )
 # The result is rounded once.
 ROUNDED = PRODUCTS | primitives(
     """
-    add sub add_any mul div rem pow integer_pow square sqrt rsqrt cbrt exp exp2 expm1 log log1p tanh logistic
+    add sub add_any mul div rem pow integer_pow square one_minus_square sqrt rsqrt cbrt exp exp2 expm1 log log1p log2
+    tanh logistic
     erf erfc erf_inv lgamma digamma sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh
     reduce_sum reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum select_and_scatter_add
     scatter-add scatter-sub scatter-mul psum psum_invariant reduce_scatter
