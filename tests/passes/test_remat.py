@@ -254,7 +254,9 @@ def test_fit_meets_every_budget_with_equal_gradients_and_recomputes_less_under_l
 
 def test_program_that_fits_is_unchanged():
     plan = remat.fit(loss, *arguments(), budget_bytes="1GiB", options=SMALL)
-    assert (plan.choice, plan.fn, plan.recompute_share, plan.compilations) == (None, loss, 0.0, 1)
+    exact = remat.fit(loss, *arguments(), budget_bytes=plan.plain[0], options=remat.RematOptions(min_bytes=0))
+    for one in (plan, exact):
+        assert (one.choice, one.fn, one.recompute_share, one.compilations) == (None, loss, 0.0, 1)
     assert "everything: it fits without rematerialization" in plan.report()
 
 

@@ -104,7 +104,10 @@ def test_scopes_tell_blocks_whose_products_differ():
     params = [(jnp.ones((a, b)), jnp.ones((b, c))) for a, b, c in widths]
     x = jnp.ones((ROWS, D))
     for scope in ("block_{}", "net/stage{}"):
-        assert kinds_in(functools.partial(pyramid, scope=scope), params, x) == [0, 1, 2]
+        fn = functools.partial(pyramid, scope=scope)
+        assert kinds_in(fn, params, x) == [0, 1, 2]
+        for one in naming.segments(jax.make_jaxpr(fn)(params, x).jaxpr):
+            assert len({str(eqn.source_info.name_stack) for eqn in one.eqns}) == 1  # nothing of what follows
     assert kinds_in(functools.partial(pyramid, scope="net"), params, x) == []
 
 
