@@ -160,7 +160,7 @@ def train(arm: str, seed: int, num_steps: int) -> dict:
     zeros = {name: jnp.zeros_like(value) for name, value in params.items()}
     travelled = {name: jnp.zeros(params[name].shape[1:]) for name in REPLICATED}
     state = {"params": params, "mean": zeros, "square": dict(zeros), "travelled": travelled}
-    state, losses, spreads, began_s = jax.tree.map(jnp.copy, state), [], [], time.monotonic()
+    state, losses, spreads, began_cpu_s = jax.tree.map(jnp.copy, state), [], [], time.process_time()
     with contextlib.closing(TrainBatches(settings, tokenizer=tokenizer)) as batches:
         for step in range(num_steps):
             batch, _ = next(batches)
@@ -186,7 +186,7 @@ def train(arm: str, seed: int, num_steps: int) -> dict:
         "eval_loss": float(eval_loss),
         "loss": [round(float(loss), 4) for loss in losses],
         **{key: [round(spread[key], 6) for spread in spreads] for key in spreads[0]},
-        "seconds": round(time.monotonic() - began_s),
+        "cpu_s": round(time.process_time() - began_cpu_s),
     }
 
 
@@ -214,7 +214,8 @@ def main() -> None:
             with values.results.open("a") as out:
                 print(json.dumps(row), file=out)
             print(
-                f"{arm}-{seed}: {row['eval_loss']:.4f}, spread {row['spread'][-1]:.4f}, {row['seconds']} s", flush=True
+                f"{arm}-{seed}: {row['eval_loss']:.4f}, spread {row['spread'][-1]:.4f}, {row['cpu_s']} CPU-s",
+                flush=True,
             )
 
 

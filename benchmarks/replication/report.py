@@ -251,14 +251,14 @@ def main() -> int:
     sections += section("drift", DRIFT, effects["drift"][2], drift_lines(drift))
     draw_drift(drift, images / "replication-drift.png")
     diverged = [f"`{name}`: {row['diverged']}" for name, row in results.items() if "diverged" in row]
-    hours = sum(row.get("seconds", 0) for row in (*results.values(), *drift.values())) / 3600
+    hours = sum(row.get("cpu_s", 0) for row in (*results.values(), *drift.values())) / 3600
     parts = (FOLDER / "conclusions.md").read_text().split("<!-- findings -->\n")
     summary = ["| finding | claim | effect, nats per token | verdict |", "|---|---|---|---|"]
     summary += [
         f"| {title} | {claim} | {effect} | {effect.verdict(claim)} |" for title, claim, effect in effects.values()
     ]
     made = [
-        f"{len(results)} runs of the grid and {len(drift)} of `norm_drift.py`, {hours:.1f} core hours. "
+        f"{len(results)} runs of the grid and {len(drift)} of `norm_drift.py`, {hours:.1f} CPU hours. "
         f"Runs that diverged: {'; '.join(diverged) or 'none'}.",
         "",
     ]

@@ -19,7 +19,6 @@ import statistics
 import subprocess
 import sys
 import threading
-import time
 
 import numpy as np
 
@@ -50,13 +49,16 @@ def read_results(path: pathlib.Path) -> dict[str, dict]:
     return {row["run"]: row for row in rows}
 
 
-def command(module: str, *words: object, log: pathlib.Path) -> None:
-    """Runs a command of the package, on the cores of this thread."""
+def command(module: str, *words: object, log: pathlib.Path) -> float:
+    """Runs a command of the package, on the cores of this thread; returns its CPU seconds."""
     with log.open("a") as out:
-        call = [sys.executable, "-m", f"hlat_jax.{module}", *map(str, words)]
-        done = subprocess.run(call, stdout=out, stderr=out, check=False)
-    if done.returncode:
-        raise RuntimeError(f"exit code {done.returncode}, see {log}: {log.read_text().splitlines()[-1]}")
+        process = subprocess.Popen(
+            [sys.executable, "-m", f"hlat_jax.{module}", *map(str, words)], stdout=out, stderr=out
+        )
+        _, status, usage = os.wait4(process.pid, 0)
+    if code := os.waitstatus_to_exitcode(status):
+        raise RuntimeError(f"exit code {code}, see {log}: {log.read_text().splitlines()[-1]}")
+    return usage.ru_utime + usage.ru_stime
 
 
 def unchanged_share(run: pathlib.Path) -> float:
@@ -92,10 +94,10 @@ def spikes_in(norms: list[float]) -> int:
 
 def record(name: str, overrides: dict[str, object], *, workdir: pathlib.Path) -> dict:
     """Trains one run to its end, and returns its row of results; of a run that diverges, with the error."""
-    run, log, began_s = workdir / name, workdir / f"{name}.log", time.monotonic()
+    run, log = workdir / name, workdir / f"{name}.log"
     flags = [f"--config.{key}={value}" for key, value in overrides.items()]
     try:
-        command("train", f"--config={FOLDER / 'base.py'}", f"--workdir={run}", *flags, log=log)
+        cpu_s = command("train", f"--config={FOLDER / 'base.py'}", f"--workdir={run}", *flags, log=log)
     except RuntimeError as error:
         if "not finite" not in str(error):
             raise
@@ -113,7 +115,7 @@ def record(name: str, overrides: dict[str, object], *, workdir: pathlib.Path) ->
         "spikes": spikes_in([row["grad_norm"] for row in steps]),
         "nonfinite": sum(bool(row.get("nonfinite")) for row in steps),
         "unchanged": round(unchanged_share(run), 5),
-        "seconds": round(time.monotonic() - began_s),
+        "cpu_s": round(cpu_s),
     }
     arm, _, seed = name.rpartition("-")
     if arm in {arm.name for arm in AVERAGED} and int(seed) < AVERAGED_SEEDS:
@@ -154,7 +156,7 @@ def main() -> int:
                 continue
             with lock, values.results.open("a") as out:
                 print(json.dumps(row), file=out)
-            ended = row.get("diverged") or f"{list(row['eval_loss'].values())[-1]:.4f}, {row['seconds']} s"
+            ended = row.get("diverged") or f"{list(row['eval_loss'].values())[-1]:.4f}, {row['cpu_s']} CPU-s"
             print(f"{name}: {ended}; {len(waiting)} wait", flush=True)
 
     cores = sorted(os.sched_getaffinity(0))[: values.jobs]
