@@ -41,7 +41,7 @@ def step(folder: pathlib.Path) -> dict[str, list[float]]:
     samples = {}
     for size in ("tiny", "25m"):
         out = folder / f"{size}.json"
-        run([FOLDER / "train_step.py", f"--size={size}", "--pairs=9", "--only=ours, default", f"--json={out}"])
+        run([FOLDER / "train_step.py", f"--size={size}", "--pairs=9", "--only=default", f"--json={out}"])
         torch, ours = json.loads(out.read_text())
         samples[f"step of {size}: speed, to PyTorch eager"] = ours["ratios"]
         samples[f"step of {size}: memory, to PyTorch eager"] = [torch["peak_rss_gib"] / ours["peak_rss_gib"]]
@@ -49,10 +49,10 @@ def step(folder: pathlib.Path) -> dict[str, list[float]]:
 
 
 def first_step(folder: pathlib.Path) -> dict[str, list[float]]:
-    """Returns the seconds of a bare JAX program over those to the end of the first step, without and with a cache."""
+    """Returns the seconds of a bare JAX program over those of a run of one step, without and with a cache."""
     samples: dict[str, list[float]] = {"without": [], "with": []}
     for repeat in range(3):
-        env = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(folder / f"cache-{repeat}")}
+        env = os.environ | {"XDG_CACHE_HOME": str(folder / f"cache-{repeat}")}
         for kind in samples:
             began = time.monotonic()
             run(["-c", BARE_JAX])
@@ -72,6 +72,7 @@ def decode(folder: pathlib.Path) -> dict[str, list[float]]:
 
 def data(_: pathlib.Path) -> dict[str, list[float]]:
     """Returns samples of tokens per second of batches from JSONL, to SentencePiece alone on as many threads."""
+    sys.path.append(str(FOLDER.parent))
     from benchmarks import data as benchmark
     from hlat_jax.config import DataConfig
     from hlat_jax.data.formats.paths import asset_path
@@ -107,6 +108,8 @@ def main() -> int:
     last = json.loads(values.release.read_text()) if values.release.exists() else {}
     parts = [step, first_step, decode, data]
     names = values.only.split(",") if values.only else [part.__name__ for part in parts]
+    if unknown := set(names) - {part.__name__ for part in parts}:
+        parser.error(f"--only={','.join(unknown)}: the parts are {', '.join(part.__name__ for part in parts)}")
     flops, began = (
         float(subprocess.check_output([sys.executable, FOLDER / "train_step.py", "--gflops"])),
         time.monotonic(),
@@ -131,7 +134,8 @@ def main() -> int:
                 print(line, flush=True)
     print(f"{time.monotonic() - began:.0f} s")
     if values.save:
-        values.release.write_text(json.dumps({"machine": machine, "figures": figures}, indent=1) + "\n")
+        kept = {"machine": machine, "figures": last.get("figures", {}) | figures}
+        values.release.write_text(json.dumps(kept, indent=1) + "\n")
     if "cuda" in subprocess.check_output([sys.executable, "-c", "import jax; print(jax.devices())"], text=True).lower():
         return subprocess.run([sys.executable, str(FOLDER / "gpu.py")], check=False).returncode
     return 0

@@ -1,7 +1,8 @@
-"""What all runs of the replication share: 0.8 M parameters, 1,000 steps of 1,024 tokens, HLAT's schedule to scale.
+"""What all runs of the replication share: 0.84 M parameters, 1,000 steps of 1,024 tokens, HLAT's schedule.
 
 HLAT stopped at 430,000 of the 500,000 steps after which its cosine would reach zero, and was at its floor of a tenth of
-the peak for the last 7 %; so are these runs. Each step's tokens are new to the model: 1.02 M of the text's 1.1 M.
+the peak for the last 7 %; so are these runs. Their warm-up is longer, 5 % of the run and not 0.5. One row of the eight
+reads its documents a second time in the last 50 steps.
 """
 
 from hlat_jax.config import default

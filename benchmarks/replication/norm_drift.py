@@ -2,17 +2,19 @@
 
     python -m benchmarks.replication.norm_drift [--seeds=3] [--steps=1000] [--results=FILE]
 
-A Llama on eight ranks, written out as on eight devices: each rank has its shards of the matrices and its own copy of
-what is replicated, and `jax.vmap` with an axis name stands for the ranks. Weights and moments are bf16 and rounded
-stochastically at each write, as under `bf16_sr`; arithmetic is fp32. The gradient of a replicated weight is summed over
-the ranks, so that all ranks compute the same update, and round it
+A Llama on eight ranks with sequence parallelism, as HLAT's, written out: each rank has its shards of the matrices and
+its own copy of the norms' weights, which it applies to its eighth of the sequence; `jax.vmap` with an axis name stands
+for the ranks. The embedding is held once. Weights and moments are bf16 and rounded stochastically at each write, as
+under `bf16_sr`; arithmetic is fp32. The gradient of a norm's weight is summed over the ranks, so that all ranks have
+the same one. Each rounds what it makes of it
 
 - "shared": with the same bits, as hlat_jax does (its bits are a hash of the index in the whole array);
 - "own": each with bits of its own, as cores do that round in hardware;
-- "resync": with bits of their own, and rank 0's copy is given to all every 100 steps.
+- "resync": with bits of its own, and rank 0's copy is given to all every 100 steps.
 
-Writes a row for each arm and seed: the loss, and every 50 steps the spread of the copies (root of the mean over weights
-of the variance over ranks, and the widest difference), beside sqrt(ulp x sum of |updates|), a random walk's spread. An
+Writes a row for each arm and seed: the loss, and every 50 steps, before a copy is given to all, the spread of the
+copies (root of the mean over weights of the variance over ranks), the widest difference, and the spread of a random
+walk of the roundings: root of the sum of f (1 - f) ulp^2, where an update ends f of an ulp above a number of bf16. An
 interrupted command goes on behind the last whole row.
 """
 
@@ -20,8 +22,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import functools
+import itertools
 import json
 import pathlib
 import time
@@ -30,22 +32,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.replication.base import get_config
+from benchmarks.replication.base import NUM_STEPS, get_config
 from hlat_jax import precision
+from hlat_jax.data.formats.paths import asset_path
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.resolve import resolve
 
 RESULTS = pathlib.Path(__file__).resolve().parent / "norm_drift.jsonl"
 ARMS = ("shared", "own", "resync")
-RANKS, LAYERS, DIM, HEAD, MLP = 8, 4, 128, 16, 352  # one head of 16 and 44 columns of the MLP on each rank
+RANKS, LAYERS, DIM, HEAD, MLP = 8, 4, 128, 16, 352  # a head of 16 and 44 columns of the MLP on each rank
 RATE, WARMUP, HORIZON, FLOOR = 3e-3, 50, 1163, 0.1
 BETA1, BETA2, EPS, DECAY, CLIP = 0.9, 0.95, 1e-8, 0.1, 1.0
 RESYNC_STEPS = 100
-NUM_EVAL_BATCHES = 46  # nearly all of the held-out text
 SETTINGS = {name: value for name, value in vars().items() if name.isupper() and isinstance(value, (int, float))}
+SETTINGS |= {"data": get_config().data.to_dict()}
+
 
 REPLICATED = ("attention_norm", "mlp_norm", "final_norm")  # [ranks, ...]: a copy on each; of matrices, a shard
+NORM_PARTS = ("params", "mean", "square")
 
 
 def init_params(seed: int) -> dict[str, jax.Array]:
@@ -78,23 +83,31 @@ def _rotated(x_BTH: jax.Array) -> jax.Array:
 
 
 def loss_of(params: dict[str, jax.Array], row_BT: jax.Array) -> jax.Array:
-    """Returns the mean loss in nats per token, in fp32, as eight ranks compute it together."""
-    own = {name: value.astype(jnp.float32) for name, value in params.items()}
-    embed, tokens_BT, targets_BT = own.pop("embed"), row_BT[:, :-1], row_BT[:, 1:]
+    """Returns the mean loss in nats per token of fp32 weights, as eight ranks compute it together."""
+    own = dict(params)
+    embed, num_tokens = own.pop("embed"), row_BT.shape[1]
 
     def on_rank(rank: dict[str, jax.Array]) -> jax.Array:
-        x = embed[tokens_BT]
-        visible = jnp.tril(jnp.ones((tokens_BT.shape[1],) * 2, bool))
+        part = num_tokens // RANKS
+        start = jax.lax.axis_index("rank") * part
+
+        def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
+            """Normalizes the rank's part of the sequence, and gathers those of all ranks."""
+            own_part = _normalized(jax.lax.dynamic_slice_in_dim(x, start, part, axis=1)) * scale
+            return jnp.concatenate(list(jax.lax.all_gather(own_part, "rank")), axis=1)
+
+        x = embed[row_BT]
+        visible = jnp.tril(jnp.ones((num_tokens, num_tokens), bool))
         for at in range(LAYERS):
-            qkv = jnp.einsum("BTD,DcH->cBTH", _normalized(x) * rank["attention_norm"][at], rank["qkv"][at])
+            qkv = jnp.einsum("BTD,DcH->cBTH", norm(x, rank["attention_norm"][at]), rank["qkv"][at])
             scores = jnp.einsum("BTH,BSH->BTS", _rotated(qkv[0]), _rotated(qkv[1])) / np.sqrt(HEAD)
             weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf))
             x += jax.lax.psum(weights @ qkv[2] @ rank["out"][at], "rank")
-            gate, up = jnp.einsum("BTD,DcF->cBTF", _normalized(x) * rank["mlp_norm"][at], rank["gate_up"][at])
+            gate, up = jnp.einsum("BTD,DcF->cBTF", norm(x, rank["mlp_norm"][at]), rank["gate_up"][at])
             x += jax.lax.psum(jax.nn.silu(gate) * up @ rank["down"][at], "rank")
-        logits_BTV = _normalized(x) * rank["final_norm"] @ rank["head"]
+        logits_BTV = norm(x, rank["final_norm"])[:, :-1] @ rank["head"]
         logits_BTV = jnp.concatenate(list(jax.lax.all_gather(logits_BTV, "rank")), axis=-1)
-        picked = jnp.take_along_axis(logits_BTV, targets_BT[..., None], axis=-1)[..., 0]
+        picked = jnp.take_along_axis(logits_BTV, row_BT[:, 1:, None], axis=-1)[..., 0]
         return jnp.mean(jax.nn.logsumexp(logits_BTV, axis=-1) - picked)
 
     return jax.vmap(on_rank, axis_name="rank", out_axes=None)(own)
@@ -108,15 +121,15 @@ def rate_at(step: jax.Array) -> jax.Array:
 
 @functools.partial(jax.jit, static_argnames="arm", donate_argnums=0)
 def train_step(state: dict, row_BT: jax.Array, words: tuple, arm: str) -> tuple[dict, jax.Array]:
-    """Returns (state, loss). State: params, mean, square, all bf16; travelled: sum of the updates' sizes of norms."""
+    """Returns (state, loss). State: params, mean, square, all bf16; walked: variance of the roundings of norms."""
     step, seed = words
-    loss, grads = jax.value_and_grad(loss_of)(state["params"], row_BT)
-    grads = {name: grad.astype(jnp.float32) for name, grad in grads.items()}
+    full = {name: value.astype(jnp.float32) for name, value in state["params"].items()}
+    loss, grads = jax.value_and_grad(loss_of)(full, row_BT)
     for name in REPLICATED:  # each rank's part of the gradient, summed over the ranks
         grads[name] = jnp.broadcast_to(grads[name].sum(0), grads[name].shape)
     squares = [jnp.sum(grad[0] ** 2 if name in REPLICATED else grad**2) for name, grad in grads.items()]
     scale = jnp.minimum(1.0, CLIP / jnp.sqrt(sum(squares)))
-    new: dict = {"params": {}, "mean": {}, "square": {}, "travelled": dict(state["travelled"])}
+    new: dict = {"params": {}, "mean": {}, "square": {}, "walked": dict(state["walked"])}
     for name, grad in grads.items():
 
         def write(value: jax.Array, part: str, name: str = name) -> jax.Array:
@@ -124,7 +137,7 @@ def train_step(state: dict, row_BT: jax.Array, words: tuple, arm: str) -> tuple[
             bits = precision.random_bits((seed, step), f"{part}/{name}", value.shape[1:] if shared else value.shape)
             return precision.stochastic_round(value, jnp.bfloat16, bits=jnp.broadcast_to(bits, value.shape))
 
-        weight = state["params"][name].astype(jnp.float32)
+        weight = full[name]
         mean = BETA1 * state["mean"][name].astype(jnp.float32) + (1 - BETA1) * scale * grad
         square = BETA2 * state["square"][name].astype(jnp.float32) + (1 - BETA2) * (scale * grad) ** 2
         count = step.astype(jnp.float32) + 1
@@ -133,7 +146,9 @@ def train_step(state: dict, row_BT: jax.Array, words: tuple, arm: str) -> tuple[
         new["params"][name] = write(weight - update, "params")
         new["mean"][name], new["square"][name] = write(mean, "mean"), write(square, "square")
         if name in REPLICATED:
-            new["travelled"][name] += jnp.abs(update[0])
+            ulp = 2.0 ** (jnp.floor(jnp.log2(jnp.abs(weight[0] - update[0]))) - 7)
+            above = (weight[0] - update[0]) / ulp % 1
+            new["walked"][name] += above * (1 - above) * ulp**2
     return new, loss
 
 
@@ -141,13 +156,21 @@ def spread_of(state: dict) -> dict[str, float]:
     """Returns how far the copies of the norms' weights are apart, and a random walk's expectation of it."""
     copies = {name: np.asarray(state["params"][name], np.float64).reshape(RANKS, -1) for name in REPLICATED}
     values = np.concatenate(list(copies.values()), axis=1)
-    travelled = np.concatenate([np.asarray(state["travelled"][name]).ravel() for name in REPLICATED])
-    ulp = 2.0 ** (np.floor(np.log2(np.abs(values.mean(0)))) - 7)
+    walked = np.concatenate([np.asarray(state["walked"][name]).ravel() for name in REPLICATED])
     return {
         "spread": float(np.sqrt(values.var(0, ddof=1).mean())),
         "widest": float(np.ptp(values, axis=0).max()),
-        "walk": float(np.sqrt((ulp * travelled).mean())),
+        "walk": float(np.sqrt(walked.mean())),
     }
+
+
+def held_out(tokenizer: Tokenizer, text: str) -> list[np.ndarray]:
+    """Returns the held-out documents, one after another, as batches of rows; the last tokens fill none."""
+    lines = asset_path(text.removeprefix("package:")).read_text(encoding="utf-8").splitlines()
+    ids = np.concatenate([[tokenizer.eos_id, *tokenizer.encode(json.loads(line)["text"])] for line in lines])
+    data = get_config().data
+    rows = ids[: len(ids) // data.seq_len * data.seq_len].astype(np.int32).reshape(-1, data.seq_len)
+    return np.array_split(rows, range(data.batch_size, len(rows), data.batch_size))
 
 
 def train(arm: str, seed: int, num_steps: int) -> dict:
@@ -158,8 +181,8 @@ def train(arm: str, seed: int, num_steps: int) -> dict:
     tokenizer = Tokenizer(settings.tokenizer)
     params = init_params(seed)
     zeros = {name: jnp.zeros_like(value) for name, value in params.items()}
-    travelled = {name: jnp.zeros(params[name].shape[1:]) for name in REPLICATED}
-    state = {"params": params, "mean": zeros, "square": dict(zeros), "travelled": travelled}
+    walked = {name: jnp.zeros(params[name].shape[1:]) for name in REPLICATED}
+    state = {"params": params, "mean": zeros, "square": dict(zeros), "walked": walked}
     state, losses, spreads, began_cpu_s = jax.tree.map(jnp.copy, state), [], [], time.process_time()
     with contextlib.closing(TrainBatches(settings, tokenizer=tokenizer)) as batches:
         for step in range(num_steps):
@@ -170,31 +193,32 @@ def train(arm: str, seed: int, num_steps: int) -> dict:
             if (step + 1) % 50 == 0:
                 spreads.append(spread_of(state))
             if arm == "resync" and (step + 1) % RESYNC_STEPS == 0:
-                for part in ("params", "mean", "square"):
-                    for name in REPLICATED:
-                        state[part][name] = jnp.broadcast_to(state[part][name][:1], state[part][name].shape)
-    held_out = dataclasses.replace(settings, train=settings.validation, shuffle=False)
-    with contextlib.closing(TrainBatches(held_out, tokenizer=tokenizer)) as batches:
-        evaluated = [next(batches)[0] for _ in range(NUM_EVAL_BATCHES)]
-    eval_loss = np.mean([float(jax.jit(loss_of)(state["params"], each.tokens)) for each in evaluated])
+                state["walked"] = {name: jnp.zeros_like(value) for name, value in state["walked"].items()}
+                for part, name in itertools.product(NORM_PARTS, REPLICATED):
+                    state[part][name] = jnp.broadcast_to(state[part][name][:1], state[part][name].shape)
+    evaluate = jax.jit(loss_of)
+    full = {name: value.astype(jnp.float32) for name, value in state["params"].items()}
+    evaluated = held_out(tokenizer, config.data.validation)
+    sums = [float(evaluate(full, rows)) * len(rows) for rows in evaluated]
+    eval_loss = sum(sums) / sum(map(len, evaluated))
     losses = np.asarray(losses, np.float64).reshape(-1, 20).mean(1)
     return {
         "arm": arm,
         "seed": seed,
         "steps": num_steps,
         "settings": SETTINGS,
-        "eval_loss": float(eval_loss),
+        "eval_loss": eval_loss,
         "loss": [round(float(loss), 4) for loss in losses],
         **{key: [round(spread[key], 6) for spread in spreads] for key in spreads[0]},
         "cpu_s": round(time.process_time() - began_cpu_s),
     }
 
 
-def read_results(path: pathlib.Path) -> dict[tuple[str, int], dict]:
-    """Returns (arm, seed) -> row. Raises ValueError for a row of other settings."""
+def read_results(path: pathlib.Path, num_steps: int = NUM_STEPS) -> dict[tuple[str, int], dict]:
+    """Returns (arm, seed) -> row. Raises ValueError for a row of other settings or steps."""
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
     for row in rows:
-        if row["settings"] != SETTINGS:
+        if (row["settings"], row["steps"]) != (SETTINGS, num_steps):
             raise ValueError(f"{path}: {row['arm']}, seed {row['seed']} has other settings; give --results=FILE.")
     return {(row["arm"], row["seed"]): row for row in rows}
 
@@ -202,10 +226,15 @@ def read_results(path: pathlib.Path) -> dict[tuple[str, int], dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=NUM_STEPS, help="a multiple of 100")
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS)
     values = parser.parse_args()
-    done = read_results(values.results)
+    if values.steps % RESYNC_STEPS:
+        parser.error(f"--steps={values.steps} must be a multiple of {RESYNC_STEPS}.")
+    try:
+        done = read_results(values.results, values.steps)
+    except ValueError as error:
+        parser.error(str(error))
     for seed in range(values.seeds):
         for arm in ARMS:
             if (arm, seed) in done:

@@ -43,9 +43,13 @@ SCHEDULES = {"fp32": "HLAT's schedule", "to_zero": "cosine to zero", "constant":
 
 
 class Effect(NamedTuple):
-    """A mean of paired differences in nats per token, and half of its 95 % t interval."""
+    """Paired differences in nats per token: mean and half of the 95 % t interval; infinite where a run diverged."""
 
     differences: list[float]
+
+    @property
+    def num_diverged(self) -> int:
+        return sum(not math.isfinite(difference) for difference in self.differences)
 
     @property
     def mean(self) -> float:
@@ -53,13 +57,15 @@ class Effect(NamedTuple):
 
     @property
     def half(self) -> float:
-        if not math.isfinite(self.mean):
-            return 0.0
         count = len(self.differences)
         return float(stats.t.ppf(0.975, count - 1)) * statistics.stdev(self.differences) / math.sqrt(count)
 
     def verdict(self, claim: str) -> str:
         """Returns the verdict by the rule of `findings.py`."""
+        if set(self.differences) == {math.inf}:
+            return "confirmed" if claim == "higher" else "refuted"
+        if self.num_diverged:
+            return "no verdict"
         low, high = self.mean - self.half, self.mean + self.half
         if claim == "equal":
             confirmed, refuted = low >= -MARGIN and high <= MARGIN, low > MARGIN or high < -MARGIN
@@ -68,6 +74,8 @@ class Effect(NamedTuple):
         return "confirmed" if confirmed else "refuted" if refuted else "not visible at this size"
 
     def __str__(self) -> str:
+        if self.num_diverged:
+            return f"diverged in {self.num_diverged} of {len(self.differences)} pairs"
         return f"{self.mean:+.4f} ± {self.half:.4f}"
 
 
@@ -94,12 +102,17 @@ def effect_of(finding: Finding, results: dict[str, dict]) -> Effect:
 
 def average_effect(arm: Arm, results: dict[str, dict]) -> Effect:
     """Returns the average's loss less that of the better one of its two checkpoints."""
-    rows = [results[f"{arm.name}-{seed}"]["average"] for seed in range(AVERAGED_SEEDS)]
-    return Effect([row["average"] - min(row[str(step)] for step in AVERAGED_STEPS) for row in rows])
+    rows = [results[f"{arm.name}-{seed}"].get("average") for seed in range(AVERAGED_SEEDS)]
+    return Effect([math.nan if row is None else row["average"] - lowest_of(row) for row in rows])
+
+
+def lowest_of(row: dict[str, float]) -> float:
+    """Returns the lower loss of the two checkpoints that are averaged."""
+    return min(row[str(step)] for step in AVERAGED_STEPS)
 
 
 def drift_effect(drift: dict[tuple[str, int], dict], arm: str) -> Effect:
-    seeds = sorted({seed for _, seed in drift})
+    seeds = sorted(seed for name, seed in drift if name == arm and ("shared", seed) in drift)
     return Effect([drift[arm, seed]["eval_loss"] - drift["shared", seed]["eval_loss"] for seed in seeds])
 
 
@@ -172,8 +185,10 @@ def draw_average(results: dict[str, dict], path: pathlib.Path) -> None:
     figure, axes = pyplot.subplots(figsize=(6, 3))
     for at, arm in enumerate(AVERAGED):
         for seed in range(AVERAGED_SEEDS):
-            row = results[f"{arm.name}-{seed}"]["average"]
-            lowest = min(row[str(step)] for step in AVERAGED_STEPS)
+            row = results[f"{arm.name}-{seed}"].get("average")
+            if row is None:
+                continue
+            lowest = lowest_of(row)
             for key, color in (("average", "C0"), *((str(step), "C1") for step in AVERAGED_STEPS)):
                 label = (
                     None
@@ -210,8 +225,11 @@ def draw_summary(effects: dict[str, tuple[str, str, Effect]], path: pathlib.Path
     figure, axes = pyplot.subplots(figsize=(7.5, 0.45 * len(effects) + 1))
     colors = {"confirmed": "C2", "refuted": "C3", "not visible at this size": "gray"}
     for at, (_, claim, effect) in enumerate(effects.values()):
-        verdict = effect.verdict(claim)
-        axes.errorbar(effect.mean, -at, xerr=effect.half, fmt="o", color=colors[verdict], capsize=3)
+        if effect.num_diverged:
+            axes.text(2 * MARGIN, -at, str(effect), va="center")
+            continue
+        color = colors[effect.verdict(claim)]
+        axes.errorbar(effect.mean, -at, xerr=effect.half, fmt="o", color=color, capsize=3)
     axes.axvspan(-MARGIN, MARGIN, color="gray", alpha=0.2, lw=0)
     axes.axvline(0, color="gray", lw=0.8)
     axes.set_yticks(
@@ -229,7 +247,10 @@ def main() -> int:
     parser.add_argument("--drift", type=pathlib.Path, default=norm_drift.RESULTS)
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "docs" / "replication.md")
     values = parser.parse_args()
-    results, drift = run.read_results(values.results), norm_drift.read_results(values.drift)
+    try:
+        results, drift = run.read_results(values.results), norm_drift.read_results(values.drift)
+    except ValueError as error:
+        parser.error(str(error))
     missing = [name for name in runs() if name not in results]
     missing += [f"{arm}-{seed}" for arm in norm_drift.ARMS for seed in range(3) if (arm, seed) not in drift]
     if missing:
@@ -283,10 +304,13 @@ def drift_lines(drift: dict[tuple[str, int], dict]) -> list[str]:
     for arm in norm_drift.ARMS:
         rows = [row for (name, _), row in sorted(drift.items()) if name == arm]
         losses = ", ".join(f"{row['eval_loss']:.4f}" for row in rows)
-        last = (statistics.mean(row[key][-1] for row in rows) for key in ("spread", "walk", "widest"))
-        effect = "" if arm == "shared" else str(drift_effect(drift, arm))
-        lines += [f"| `{arm}` | {losses} | {effect} | " + " | ".join(f"{value:.4f}" for value in last) + " |"]
-    return [*lines, "", "The spread is the root mean square over all weights of the norms, which begin at 1."]
+        last = [f"{statistics.mean(row[key][-1] for row in rows):.4f}" for key in ("spread", "walk", "widest")]
+        effect = str(drift_effect(drift, arm))
+        lines += [f"| `{arm}` | {losses} | " + " | ".join(["-"] * 4 if arm == "shared" else [effect, *last]) + " |"]
+    text = (
+        "The spread is the root mean square over all weights of the norms, which begin at 1; that of `resync`, before "
+    )
+    return [*lines, "", text + "the last time that one copy was given to all."]
 
 
 if __name__ == "__main__":

@@ -46,6 +46,8 @@ def links(eqn: Any) -> list[Link]:
     """
     name, params = eqn.primitive.name, eqn.params
     shapes = [atom.aval.shape for atom in eqn.invars]
+    if not eqn.outvars:  # `unstack` of nothing
+        return []
     out = eqn.outvars[0].aval.shape
     if name in ELEMENTWISE or is_rectifier(eqn):
         alike = [[len(shape) == len(out) and shape[dim] == out[dim] for shape in shapes] for dim in range(len(out))]

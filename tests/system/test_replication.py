@@ -16,7 +16,9 @@ from benchmarks.replication import findings, norm_drift, report, run
         ([0.001, 0.002, 0.003], {"equal": "confirmed", "higher": "not visible at this size"}),
         ([0.10, -0.10, 0.05], dict.fromkeys(("higher", "lower", "equal"), "not visible at this size")),
         ([0.012, 0.018, 0.015], {"equal": "not visible at this size", "higher": "confirmed"}),
-        ([math.inf] * 3, {"higher": "confirmed", "equal": "refuted"}),
+        ([math.inf] * 3, {"higher": "confirmed", "lower": "refuted", "equal": "refuted"}),
+        ([math.inf, 0.1, 0.1], {"higher": "no verdict", "equal": "no verdict"}),
+        ([math.nan, 0.1, 0.1], {"higher": "no verdict", "lower": "no verdict"}),
     ],
 )
 def test_a_verdict_follows_from_the_interval_alone(differences, verdicts):
@@ -38,7 +40,8 @@ def test_results_of_other_settings_are_refused(tmp_path, monkeypatch):
     path.write_text(json.dumps(row | {"settings": run.digest_of(overrides | {"train.seed": 7})}) + "\n")
     with pytest.raises(ValueError, match=f"{name} was trained with other settings than those of base.py"):
         run.read_results(path)
-    path.write_text(json.dumps({"arm": "own", "seed": 0, "settings": norm_drift.SETTINGS | {"RATE": 1.0}}) + "\n")
+    path.write_text(json.dumps({"arm": "own", "seed": 0, "steps": 100, "settings": norm_drift.SETTINGS}) + "\n")
+    assert norm_drift.read_results(path, 100)
     with pytest.raises(ValueError, match=r"own, seed 0 has other settings; give --results=FILE"):
         norm_drift.read_results(path)
 

@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 
 from hlat_jax.passes.fences import checkpoint_in_order
-from hlat_jax.passes.jaxpr import ELEMENTWISE, bind_again, is_literal, values_of
+from hlat_jax.passes.jaxpr import ELEMENTWISE, bind_again, is_literal, primitives, values_of
 from hlat_jax.passes.rewrite.graph import Choose, EquationGraph, Match
 
 _MOST_ARRAYS = 2  # hidden ones
 _MOST_EQUATIONS = 40
 _LEAST_KEPT = 2  # arrays that the backward pass keeps of an activation which is worth it
 # Of these the derivative reads an operand or the result; of a product and a quotient where both operands vary.
-_CURVED = frozenset({"tanh", "logistic", "exp", "log", "log1p", "erf", "erfc", "integer_pow", "pow", "sqrt", "square"})
+_CURVED = primitives("tanh logistic exp exp2 log log1p log2 erf erfc integer_pow pow sqrt square one_minus_square")
 _BILINEAR = frozenset({"mul", "div"})
 
 
