@@ -695,5 +695,6 @@ def test_other_products_beside_sums_of_squares_are_narrow():
         lambda x, w: jnp.sum((x @ w) ** 2) + jnp.sum(w**2),  # a penalty
         lambda x, w: (lambda y: (_squares(y)[:, None] + y, y))(x @ w),  # read elsewhere too
         lambda x, w: jnp.exp(x @ w) / _squares(x)[:, None],
+        lambda x, w: x @ w - jnp.sum(x * jnp.roll(x, 1, 0), -1, keepdims=True),  # no squares
     ):
         assert products(autocast(fn), X, W) == ["bfloat16"] * 2

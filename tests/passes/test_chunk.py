@@ -1,11 +1,14 @@
 """Large intermediates in chunks: any loss, any attention, none wrongly, and the memory of a chunk."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from hlat_jax.passes.chunk import chunk
+from hlat_jax.passes.independence import Link, links
 
 B, T, D, V, N, H = 2, 256, 16, 640, 2, 8
 LIMIT = 64 * 1024
@@ -203,6 +206,14 @@ def test_a_random_program_keeps_its_values_and_gradients(seed):
 
     ours = chunk(loss, max_bytes=LIMIT)
     assert difference(loss, ours, PARAMS, BATCH) < 3e-5, (*chosen, str(ours.report()))
+
+
+def test_a_convolution_computes_each_row_alike_unless_rows_are_grouped():
+    x, kernel = jnp.ones((4, 2, 8)), jnp.ones((6, 2, 3))
+    for groups, linked in ((1, [Link((0, None), (0,))]), (2, [])):
+        conv = functools.partial(jax.lax.conv_general_dilated, window_strides=(1,), padding="SAME")
+        [eqn] = jax.make_jaxpr(functools.partial(conv, batch_group_count=groups))(x, kernel).eqns
+        assert links(eqn) == linked
 
 
 def test_what_cannot_be_computed_in_chunks_is_left_with_a_reason():

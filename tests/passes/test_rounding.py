@@ -16,6 +16,7 @@ from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.passes.autocast import autocast
 from hlat_jax.passes.compile import training_program
+from hlat_jax.passes.kinds import saturated
 from hlat_jax.passes.rounding import SimulatedCore, simulate
 from hlat_jax.precision import policy_on
 from hlat_jax.program import make_program
@@ -123,6 +124,13 @@ def test_moves_selections_and_maxima_do_not_round():
 
     found = simulate(moves, SimulatedCore(stochastic_rounding=True))((1,), x)
     jax.tree.map(np.testing.assert_array_equal, found, moves(x))
+
+
+def test_a_saturated_cast_ends_at_the_largest_number():
+    cast = simulate(lambda x: saturated(x, jnp.bfloat16), SimulatedCore())
+    found = cast((), jnp.asarray([3.4e38, -3.4e38, jnp.inf, 1.003], jnp.float32)).astype(jnp.float32)
+    largest = float(jnp.finfo(jnp.bfloat16).max)
+    np.testing.assert_array_equal(found, [largest, -largest, np.inf, to_bf16(1.003)])
 
 
 def test_without_auto_cast_fp32_is_unchanged():
