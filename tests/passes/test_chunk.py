@@ -216,6 +216,11 @@ def test_a_convolution_computes_each_row_alike_unless_rows_are_grouped():
         assert links(eqn) == linked
 
 
+def test_a_slice_at_a_traced_index_computes_alike_where_it_takes_all():
+    [*_, eqn] = jax.make_jaxpr(lambda x, at: jax.lax.dynamic_slice_in_dim(x, at, 2, axis=1))(jnp.ones((4, 3)), 1).eqns
+    assert (eqn.primitive.name, links(eqn)) == ("dynamic_slice", [Link((0, None, None), (0,))])
+
+
 def test_what_cannot_be_computed_in_chunks_is_left_with_a_reason():
     def returned(params, batch):
         logits = logits_of(params, batch)
