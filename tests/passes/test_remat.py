@@ -247,7 +247,7 @@ def test_fit_meets_every_budget_with_equal_gradients_and_recomputes_less_under_l
         assert plan.flops == plan.predicted_flops == total_flops(live_jaxpr(program))
         assert plan.choice is not None
         assert plan.predicted_bytes >= plan.full[0]
-        assert plan.recompute_share == plan.flops / plan.plain[1] - 1 > 0
+        assert plan.recompute_share == plan.flops / plan.plain[1] - 1
         assert plan.compilations <= options.max_compilations
         assert_same_gradients(plan.fn)
         costs.append(graph().cost(plan.choice.saved))
