@@ -106,6 +106,10 @@ def one_layer():
     return jax.tree.map(lambda leaf: leaf[0], params), x
 
 
+def test_loops_inside_calls_are_the_first_regions():
+    assert naming.regions(jax.make_jaxpr(jax.jit(loss))(*arguments()).jaxpr)[0] == "loops"
+
+
 def test_saved_value_inside_a_user_checkpoint_is_not_recomputed():
     assert number_of("sin", RematChoice()) == number_of("sin", RematChoice(("scan0.sin.0",))) + 2
 

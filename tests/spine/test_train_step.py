@@ -21,6 +21,7 @@ from hlat_jax.precision import POLICIES
 from hlat_jax.program import make_program, state_bytes
 from hlat_jax.resolve import resolve
 from hlat_jax.run import costs
+from hlat_jax.train_step import StepOptions
 
 
 def run(config, layout, batches, num_steps=4):
@@ -162,6 +163,10 @@ def test_fp16_trains_a_sum_loss_whose_gradients_overflow_unscaled():
     assert not metrics.finite
     assert state.pop("step") == before.pop("step") + 1
     jax.tree.map(np.testing.assert_array_equal, before, state)
+
+
+def test_options_name_the_platform_of_one_device():
+    assert StepOptions(zero=0, devices=jax.devices()[:1]).platform == "cpu"
 
 
 def test_invalid_options_and_arguments_are_refused_with_the_fix():

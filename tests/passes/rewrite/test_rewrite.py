@@ -372,6 +372,13 @@ def test_a_replacement_that_is_wrong_is_not_used(monkeypatch):
     assert re.search(r"differs from it by \S+, more than 1e-05", report.refusals[0].reason)
 
 
+def test_a_replacement_is_compared_on_a_machine_with_one_device(monkeypatch):
+    monkeypatch.setattr(check, "_checked", {})
+    devices = jax.local_devices(backend="cpu")[:1]
+    monkeypatch.setattr(jax, "local_devices", lambda **_: devices)
+    assert report_of(functools.partial(jax_attention, is_causal=True), *QKV).replacements
+
+
 @pytest.mark.slow
 def test_attention_inside_loops_and_checkpoints_is_replaced():
     mask = jnp.tril(jnp.ones((T, T), bool))
