@@ -110,10 +110,8 @@ def main() -> int:
     names = values.only.split(",") if values.only else [part.__name__ for part in parts]
     if unknown := set(names) - {part.__name__ for part in parts}:
         parser.error(f"--only={','.join(unknown)}: the parts are {', '.join(part.__name__ for part in parts)}")
-    flops, began = (
-        float(subprocess.check_output([sys.executable, FOLDER / "train_step.py", "--gflops"])),
-        time.monotonic(),
-    )
+    began = time.monotonic()
+    flops = float(subprocess.check_output([sys.executable, FOLDER / "train_step.py", "--gflops"]))
     machine = f"{os.cpu_count()} cores, {flops / 1e9:.0f} GFLOP/s of fp32 products"
     print(f"{machine}; the last release: {last.get('machine', 'none')}")
     print(f"{'':64}{'ratio':>7}{'noise':>7}{'last':>7}")

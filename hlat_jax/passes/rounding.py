@@ -85,8 +85,7 @@ EXACT = primitives(
 ROUNDED = PRODUCTS | primitives(
     """
     add sub add_any mul div rem pow integer_pow square one_minus_square sqrt rsqrt cbrt exp exp2 expm1 log log1p log2
-    tanh logistic
-    erf erfc erf_inv lgamma digamma sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh
+    tanh logistic erf erfc erf_inv lgamma digamma sin cos tan asin acos atan atan2 sinh cosh asinh acosh atanh
     reduce_sum reduce_prod cumsum cumprod cumlogsumexp reduce_window_sum select_and_scatter_add
     scatter-add scatter-sub scatter-mul psum psum_invariant reduce_scatter
     convert_element_type iota saturated_cast bitcast_convert_type
