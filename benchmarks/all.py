@@ -3,10 +3,10 @@
     python benchmarks/all.py [--save] [--release FILE]
 
 Each figure is a ratio to something else that this machine does in turn: PyTorch eager, transformers, bare
-SentencePiece, bare JAX; above 1 is better than it. `release.json` holds those of the last release, and a figure has
-moved if it differs from there by more than the noise of either: half of the range between the quartiles of its samples,
-and 2 % at least. `--save` writes the figures as those of a release. Run it alone on the machine. With a GPU, the table
-of `gpu.py` follows.
+SentencePiece, bare JAX; above 1 is better than it. `release.json` holds those of the last release, on a machine that it
+names. A figure has moved if it differs from there by more than the noise of both: of each, half of the range between
+the quartiles of its samples, and 2 % at least. `--save` writes the figures as those of a release. Run it alone on the
+machine. With a GPU, the table of `gpu.py` follows.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def main() -> int:
                 before = last.get("figures", {}).get(what)
                 line = f"{what:64}{median:7.2f}{own:7.2f}"
                 if before:
-                    change, allowed = median - before["ratio"], max(own, before["noise"])
+                    change, allowed = median - before["ratio"], own + before["noise"]
                     moved = "" if abs(change) <= allowed else "  better" if change > 0 else "  WORSE"
                     line += f"{before['ratio']:7.2f}{moved}"
                 print(line, flush=True)
