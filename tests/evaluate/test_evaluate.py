@@ -83,6 +83,7 @@ def test_pieces_predict_each_token_once_from_all_before_it_in_its_window():
         assert predicted == list(range(1, length))
 
 
+@pytest.mark.slow
 def test_loss_by_position_is_that_of_its_window_in_parts(trained_run, evaluate_here, tmp_path, monkeypatch):
     path, out = tmp_path / "text.jsonl", tmp_path / "found.json"
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))

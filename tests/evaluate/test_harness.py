@@ -37,7 +37,7 @@ from hlat_jax.cli import config_files
 from hlat_jax.config import ParallelConfig
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.evaluate import __main__ as evaluate_command
-from hlat_jax.evaluate import lm_eval_compat, suites, tasks
+from hlat_jax.evaluate import lm_eval_compat, suites
 from hlat_jax.evaluate.harness import HarnessModel
 from hlat_jax.evaluate.in_training import TasksInTraining
 from hlat_jax.evaluate.model_type import ModelType
@@ -52,6 +52,12 @@ from hlat_jax.weights.trained import open_weights
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 TOKENIZER = "package:austen_2k.model"
+
+
+@pytest.fixture(autouse=True)
+def local_tasks_alone(monkeypatch):
+    """Listing the thousands that come with the harness takes seconds."""
+    monkeypatch.setattr(lm_eval_compat, "TaskManager", functools.partial(TaskManager, include_defaults=False))
 
 
 @pytest.fixture(scope="module")
@@ -212,8 +218,8 @@ def test_evaluate_refuses_tasks_it_cannot_run(folder, local_suite, evaluate_here
 
 
 @pytest.mark.slow
-def test_suites_name_existing_tasks_and_metrics(folder):
-    index = tasks.manager(str(folder)).task_index
+def test_suites_name_existing_tasks_and_metrics():
+    index = TaskManager().task_index
     for suite in suites.SUITES.values():
         for column in suite.columns:
             for task, figure in column.metrics.items():

@@ -90,6 +90,7 @@ def test_the_group_of_the_norms_is_checked():
         assert len(found[REFUSED]) == refused
 
 
+@pytest.mark.slow
 def test_the_groups_that_are_checked_are_those_that_a_run_sends():
     for changes in (
         {"pipe": 2, "data": 2, "fsdp": 2, "tensor": 8, "sequence_parallel": True},

@@ -123,6 +123,7 @@ def chat_model(folder, kind, **changes):
     return source, path, theirs, model
 
 
+@pytest.mark.quick_cases("pieces")
 @pytest.mark.parametrize("kind", ["bytes", "pieces"])
 def test_control_tokens_in_prompts_give_what_transformers_gives(kind, generate_here, tmp_path):
     """The prompts of apply_chat_template, on the command line and in JSONL with a BOM, then greedy tokens."""

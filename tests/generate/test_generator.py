@@ -103,6 +103,7 @@ def test_generation_over_a_mesh_equals_one_device(name, parallel):
         assert found == wanted
 
 
+@pytest.mark.slow
 def test_a_repetition_penalty_is_that_of_transformers_on_any_mesh():
     model, prompt = hugging_face(weights("gqa"), GQA), PROMPTS[0]
     ids = torch.tensor([prompt])

@@ -3,6 +3,8 @@
 import os
 import pathlib
 
+import pytest
+
 from hlat_jax import loop
 from hlat_jax.host import compile_cache
 
@@ -43,6 +45,7 @@ def test_programs_that_were_used_least_recently_are_removed(tmp_path, monkeypatc
     assert sorted(path.name for path in folder.iterdir()) == ["a", "d", "e"]
 
 
+@pytest.mark.slow
 def test_training_of_one_process_uses_it_before_it_imports_jax(train_here, tmp_path, monkeypatch):
     for name, value in {DIR: "", "JAX_ENABLE_COMPILATION_CACHE": "", "XDG_CACHE_HOME": tmp_path / "c"}.items():
         monkeypatch.setenv(name, str(value))

@@ -43,6 +43,7 @@ def unstacked(params, cfg):
     return matrices, {key: value for key, value in params.items() if key != "layers"} | norms
 
 
+@pytest.mark.quick_cases("True-rms-0.2")
 @pytest.mark.parametrize(("fuse_qkv", "scale", "consistent_rms"), [(True, "rms", 0.2), (False, "spectral", None)])
 def test_twenty_updates_equal_optax_on_unstacked_matrices(fuse_qkv, scale, consistent_rms):
     model = dataclasses.replace(MODEL, fuse_qkv=fuse_qkv)

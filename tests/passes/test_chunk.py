@@ -148,6 +148,7 @@ def temporaries(loss, *args):
     return jax.jit(jax.grad(loss)).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
+@pytest.mark.quick_cases("of_both_sides", "with_accuracy", "attention.<locals>.loss1", "focal")
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__qualname__)
 def test_any_loss_is_computed_in_chunks_with_its_gradients_and_a_third_of_its_memory(loss):
     ours = chunk(loss, max_bytes=LIMIT)
@@ -193,6 +194,7 @@ STEPS = {
 }
 
 
+@pytest.mark.quick_cases("2", "8")
 @pytest.mark.parametrize("seed", range(10))
 def test_a_random_program_keeps_its_values_and_gradients(seed):
     """Also where dimensions are mixed, and what would be chunked is not, or in several loops."""

@@ -192,6 +192,7 @@ DRAWN = {
 }
 
 
+@pytest.mark.quick_cases("split", "rows", "constant key")
 @pytest.mark.parametrize("drawn", DRAWN)
 def test_noise_that_depends_on_the_split_is_warned_of_once_with_its_line(drawn):
     draw, depends = DRAWN[drawn]

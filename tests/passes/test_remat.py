@@ -283,6 +283,7 @@ def test_blocks_that_just_fit_are_compiled_once():
     assert (plan.choice, plan.compilations) == (None, 1)
 
 
+@pytest.mark.slow
 def test_unrolled_blocks_meet_the_budgets_of_their_scan_and_recompute_no_more():
     budget = "43MiB"
     blocks, x = shapes_of_six_blocks()

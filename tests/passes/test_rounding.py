@@ -255,6 +255,7 @@ ARGS = tuple(
 )
 
 
+@pytest.mark.quick_cases("through_scan", "through_remat")
 @pytest.mark.parametrize("fn", FUNCTIONS)
 def test_gradients_are_those_of_fp32_in_the_mean_over_steps(fn):
     exact = np.asarray(jax.grad(through_remat if fn is through_autocast else fn)(*ARGS))
@@ -304,6 +305,7 @@ def test_equations_and_elements_draw_bits_of_their_own():
         assert abs(np.corrcoef(a, b)[0, 1]) < 5 / np.sqrt(NUM_DRAWS)
 
 
+@pytest.mark.quick_cases("spec2")
 @pytest.mark.parametrize("spec", [P("data"), P(None, "tensor"), P("tensor", "data"), P()])
 def test_bits_do_not_depend_on_how_arrays_are_sharded(spec):
     def update(w, x):

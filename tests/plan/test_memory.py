@@ -57,6 +57,7 @@ def test_planned_state_equals_the_bytes_of_real_arrays(rows):
         assert checkpoint_bytes(program.abstract_state) == sum(leaf.nbytes for leaf in jax.tree.leaves(state)), changes
 
 
+@pytest.mark.slow
 def test_planned_muon_has_no_second_moment_of_matrices():
     held_by = {}
     for name in ("adamw", "muon"):
@@ -134,6 +135,7 @@ def _estimated_and_allocated(changes):
     return found
 
 
+@pytest.mark.slow
 def test_planned_pipeline_activations_do_not_grow_with_microbatches():
     def planned(m):
         program, jaxpr = _planned(planned_config(remat="selective", pipe=2, m=m, rows=m))

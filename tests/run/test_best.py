@@ -56,6 +56,7 @@ def test_the_best_checkpoint_is_kept_and_training_ends_early_resumed_or_not(trai
     assert (branch / "best").resolve().name == str(min(new, key=new.get))  # of its own validations alone
 
 
+@pytest.mark.slow
 def test_where_validations_end_a_run_it_samples_once(train, tmp_path, capsys):
     keys = {"train__early_stop_evals": 1, "train__sample_every_steps": 2, "train__sample_tokens": 4}
     last = max(evals(train(tmp_path / "run", train__sample_prompt="It is", **keys)))
@@ -66,6 +67,7 @@ def test_where_validations_end_a_run_it_samples_once(train, tmp_path, capsys):
     assert out.count("sample after training") == 1
 
 
+@pytest.mark.slow
 def test_the_results_say_that_no_step_was_better_than_none(train, tmp_path, capsys):
     run = train(tmp_path / "run", optimizer__peak_lr=30.0, train__num_steps=4)
     assert min(evals(run).items(), key=lambda row: row[1])[0] == 0
@@ -87,6 +89,7 @@ def test_what_a_signal_saved_before_its_validation_is_the_best_too(train, tmp_pa
     assert (stopped / "best").resolve() == stopped / "checkpoints" / "2"
 
 
+@pytest.mark.slow
 def test_samples_on_the_way_change_no_step(train, tmp_path, capsys):
     keys = {"train__num_steps": 5, "train__sample_prompt": "It is", "train__sample_tokens": 4}
     plain = train(tmp_path / "plain", **keys)

@@ -234,6 +234,7 @@ def test_run_with_a_flipped_weight_recovers_bitwise(micro, train, after_step, tm
     assert end_of(tmp_path / "run") == expected
 
 
+@pytest.mark.slow
 def test_batches_of_prompts_alone_update_nothing_and_end_the_run_where_many_follow_each_other(
     micro, train, tmp_path, capsys
 ):
@@ -312,6 +313,7 @@ def bad_seventh_batch():
     return patched()
 
 
+@pytest.mark.slow
 def test_run_stopped_at_a_non_finite_step_saves_its_count_and_resumes(
     micro, train, after_step, bad_seventh_batch, tmp_path, capsys
 ):

@@ -257,6 +257,7 @@ with step_sync.only_job(pathlib.Path(sys.argv[5]) / "run"):
 """
 
 
+@pytest.mark.slow
 def test_process_with_other_settings_or_run_folder_is_refused(small_job, tmp_path):
     with small_job(DIFFERENT, DIFFERENT) as job:
         assert job.wait() == [0, 0], job.err(0) + job.err(1)
