@@ -1,5 +1,6 @@
 """Built datasets: the same bytes from the same text, whatever the workers, the kills and the disks on the way."""
 
+import contextlib
 import gzip
 import json
 import os
@@ -9,12 +10,9 @@ import sys
 import time
 
 import numpy as np
-import pyarrow
-import pyarrow.ipc
-import pyarrow.parquet
 import pytest
 from array_record.python import array_record_module
-from data_files import write_jsonl
+from data_files import write_arrow, write_compressed, write_jsonl, write_parquet
 
 from hlat_jax.data import packing, sources
 from hlat_jax.data.build import build as build_lib
@@ -149,13 +147,11 @@ def test_output_does_not_depend_on_num_workers(tmp_path):
 
 
 def test_content_hash_depends_only_on_documents_and_their_order(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), tmp_path / "a.parquet", row_group_size=7)
-    with pyarrow.ipc.new_stream(tmp_path / "a.arrow", pyarrow.schema([("text", pyarrow.string())])) as writer:
-        writer.write_table(pyarrow.table({"text": TEXTS}), max_chunksize=5)
-    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(path.read_bytes()))
-    with pyarrow.CompressedOutputStream(str(tmp_path / "b.jsonl.zst"), "zstd") as stream:
-        stream.write(path.read_bytes())
+    raw = write_jsonl(tmp_path / "a.jsonl", TEXTS).read_bytes()
+    write_parquet(tmp_path / "a.parquet", TEXTS, rows_in_group=7)
+    write_arrow(tmp_path / "a.arrow", TEXTS, rows_in_batch=5)
+    for name in ("a.jsonl.gz", "b.jsonl.zst"):
+        write_compressed(tmp_path / name, raw)
     (tmp_path / "texts").mkdir()
     for index, text in enumerate(TEXTS):
         (tmp_path / "texts" / f"{index:03d}.txt").write_bytes(text.encode())
@@ -176,17 +172,11 @@ def test_manifest_counts_each_input(tmp_path):
         (tmp_path / "t" / f"{name}.txt").write_text(name * 10)
     write_jsonl(tmp_path / "z.jsonl", ["é", "b", ""])
     built = build(tmp_path / "out", tmp_path / "t", tmp_path / "z.jsonl", tokenizer=AUSTEN, on_bad_record="skip")
-    counts = ("name", "documents", "bytes", "bad_records")
-    assert [tuple(source[key] for key in counts) for source in built.manifest["sources"]] == [
-        ("a.txt", 1, 10, 0),
-        ("b.txt", 1, 10, 0),
-        ("z.jsonl", 2, 3, 1),
-    ]
+    keys = ("name", "documents", "bytes", "bad_records")
+    counts = [tuple(source[key] for key in keys) for source in built.manifest["sources"]]
+    assert counts == [("a.txt", 1, 10, 0), ("b.txt", 1, 10, 0), ("z.jsonl", 2, 3, 1)]
     assert sum(source["tokens"] for source in built.manifest["sources"]) == built.manifest["tokens"]
-    assert built.notes == [
-        "skipped 1 bad record, such as",
-        f"  {tmp_path}/z.jsonl, row 3: 'text' is empty.",
-    ]
+    assert built.notes == ["skipped 1 bad record, such as", f"  {tmp_path}/z.jsonl, row 3: 'text' is empty."]
     (tmp_path / "u").mkdir()
     write_jsonl(tmp_path / "u" / "z.jsonl", ["c"])
     manifest = build(tmp_path / "two", tmp_path / "u", tmp_path / "z.jsonl", on_bad_record="skip").manifest
@@ -267,10 +257,7 @@ def test_kill_while_shards_are_moved_into_place_loses_nothing(tmp_path, monkeypa
 
         with monkeypatch.context() as patch:
             patch.setattr(os, "replace", killed)
-            if num_renames < 5:
-                with pytest.raises(KeyboardInterrupt):
-                    build(out, path, shard_bytes=2000, tokenizer=AUSTEN)
-            else:
+            with pytest.raises(KeyboardInterrupt) if num_renames < 5 else contextlib.nullcontext():
                 build(out, path, shard_bytes=2000, tokenizer=AUSTEN)
         assert (out / "manifest.json").exists() == (num_renames == 5)
         assert "was built from other inputs" in error_of(ValueError, out, other)

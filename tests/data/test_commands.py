@@ -133,8 +133,7 @@ def test_sample_is_bounded_and_uniform_over_whole_pieces():
 
 def tiny(**changes):
     mutable = config_files.load("tiny")
-    for key, value in changes.items():
-        mutable.data[key] = value
+    mutable.data.update(changes)
     return resolve(mutable)
 
 
@@ -174,10 +173,8 @@ def test_stats_of_a_sample_are_marked_and_close():
 
 
 def test_stats_have_a_row_per_source_with_epochs_by_weight(tmp_path):
-    a, b = (
-        write_jsonl(tmp_path / "a.jsonl", ["some words " * 100]),
-        write_jsonl(tmp_path / "b.jsonl", ["more " * 500] * 2),
-    )
+    a = write_jsonl(tmp_path / "a.jsonl", ["some words " * 100])
+    b = write_jsonl(tmp_path / "b.jsonl", ["more " * 500] * 2)
     train, weights = f"short={a};long={b}", "short=3,long=1 until_step=100;short=0,long=1"
     report = stats.report(tiny(train=train, mixture=weights, validation=""), sample_bytes=0)
     short, long = cells(report, "short"), cells(report, "long")
@@ -195,11 +192,6 @@ def test_stats_skip_bad_records_only_if_the_config_does(tmp_path):
     assert cells(report, "all")[:2] == [2, 8]
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
 def shown_on(stream, **options):
     asked = []
 
@@ -214,7 +206,9 @@ def shown_on(stream, **options):
 
 
 def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere():
-    bar = shown_on(Terminal())
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    bar = shown_on(terminal)
     assert "\n" not in bar
     assert "[######.................." in bar
     assert bar.endswith("\r\x1b[K")

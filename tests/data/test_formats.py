@@ -8,13 +8,13 @@ import numpy as np
 import pyarrow
 import pyarrow.ipc
 import pytest
-from array_record.python import array_record_module
 from data_files import (
     TEXTS,
     error_of,
     open_all,
     read_all,
     read_in_order,
+    write_array_record,
     write_arrow,
     write_built,
     write_jsonl,
@@ -33,9 +33,8 @@ IDS = [[5, 6, 7, 2], [2], [9] * 30 + [2], [1, 2], [3, 2], [4, 4, 4, 4, 2], [2]]
 
 def test_arrow_files_and_streams_round_trip_documents(tmp_path):
     order = [(index * 3) % len(TEXTS) for index in range(2 * len(TEXTS))]
-    for is_file, compression, rows_in_batch, kind in itertools.product(
-        (False, True), (None, "zstd"), (3, 100), ("string", "large_string", "string_view")
-    ):
+    kinds = ("string", "large_string", "string_view")
+    for is_file, compression, rows_in_batch, kind in itertools.product((False, True), (None, "zstd"), (3, 100), kinds):
         column = pyarrow.array(TEXTS, kind)
         options = {"is_file": is_file, "compression": compression, "rows_in_batch": rows_in_batch}
         documents = open_all(write_arrow(tmp_path / "a.arrow", column, **options))
@@ -85,7 +84,7 @@ def test_arrow_offsets_outside_the_batch_are_file_damage_not_a_bad_record(tmp_pa
     ends = np.cumsum([len(text.encode()) for text in TEXTS]).astype("<i4").tobytes()
     for damaged in (ends[:4] + b"\xff\xff\xff\x7f" + ends[8:], ends[:4] + b"\xff\xff\xff\xff" + ends[8:]):
         path.write_bytes(path.read_bytes().replace(ends, damaged))
-        for read in (lambda: open_all(path)[1], lambda: list(read_in_order(path))):
+        for read in (lambda: open_all(path)[1], lambda: read_in_order(path)):
             with pytest.raises(ValueError, match=r"a\.arrow.* cannot be decoded .*offset") as caught:
                 read()
             assert not isinstance(caught.value, BadRecord)
@@ -107,7 +106,7 @@ def test_bad_column_is_named_by_file_row_and_reason(tmp_path):
         path = write(path, ["a"], field="body")
         assert "must have one column 'text'; it has " in error_of(path)
         with pytest.raises(ValueError, match="must have one column 'text'"):
-            list(read_in_order(path))
+            read_in_order(path)
         path.write_bytes(b"neither of them")
         assert f"{path}: it cannot be decoded" in error_of(path)
     coded = write_arrow(tmp_path / "f.arrow", pyarrow.array(["a", "b", "a"]).dictionary_encode())
@@ -261,20 +260,12 @@ def test_foreign_manifest_json_does_not_hide_sibling_files(tmp_path):
         assert read_all(tmp_path) == ["x"]
 
 
-def write_array_record(path, records, *, options="group_size:3,zstd"):
-    writer = array_record_module.ArrayRecordWriter(str(path), options)
-    for record in records:
-        writer.write(record)
-    writer.close()
-    return path
-
-
 def test_foreign_array_record_has_one_text_per_record(tmp_path):
     path = write_array_record(tmp_path / "texts.array_record", [text.encode() for text in TEXTS])
     corpus = sources.open_corpus(str(tmp_path), text_field="any", key="data.train")
     assert [corpus[index] for index in (*range(len(TEXTS)), 2)] == [*TEXTS, TEXTS[2]]
     assert corpus.locate(3) == f"{path}, row 4"
-    assert list(read_in_order(path, text_field="any")) == [(text, i + 1) for i, text in enumerate(TEXTS)]
+    assert read_in_order(path, text_field="any") == [(text, i + 1) for i, text in enumerate(TEXTS)]
     assert corpus.manifest["files"][0]["kind"] == "array_record"
 
 

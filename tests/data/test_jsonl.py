@@ -1,7 +1,10 @@
 """The index of lines: where they lie, kept between runs, and never used for another file."""
 
+import contextlib
+import errno
 import json
 import os
+from unittest import mock
 
 import pytest
 from data_files import open_all, read_all
@@ -35,10 +38,8 @@ def test_index_does_not_depend_on_the_size_of_pieces(tmp_path_factory, lines, en
     path.write_bytes(raw)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(jsonl, "_PIECE_BYTES", piece_bytes)
-        new, kept, again = (
-            jsonl.line_index(Snapshot(DataFile(path)), folder=folder)
-            for folder in (None, path.parent / "index", path.parent / "index")
-        )
+        folders = (None, path.parent / "index", path.parent / "index")
+        new, kept, again = (jsonl.line_index(Snapshot(DataFile(path)), folder=folder) for folder in folders)
     for found in (new, kept, again):
         assert list(map(tuple, found.lines.tolist())) == lines_by_python(raw)
         assert found.content_hash == new.content_hash
@@ -78,21 +79,14 @@ def test_damaged_cached_index_is_noticed_and_made_again(tmp_path, capsys):
         assert read_all(path, index_folder=folder) == ["a", "b"], at
 
 
-def test_an_index_that_cannot_be_written_is_an_error_unless_the_folder_is_read_only(tmp_path, monkeypatch):
+def test_an_index_that_cannot_be_written_is_an_error_unless_the_folder_is_read_only(tmp_path):
     path, folder = tmp_path / "a.jsonl", tmp_path / "index"
     path.write_text('{"text": "a"}\n')
-    for number, text in ((28, "No space left on device"), (30, "Read-only file system")):
-
-        def fail(_, number=number, text=text):
-            raise OSError(number, text)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(os, "fsync", fail)
-            if number == 30:
-                assert read_all(path, index_folder=folder) == ["a"]
-            else:
-                with pytest.raises(OSError, match="No space left"):
-                    read_all(path, index_folder=folder)
+    for number in (errno.ENOSPC, errno.EROFS):
+        failing = mock.patch.object(os, "fsync", side_effect=OSError(number, os.strerror(number)))
+        refused = pytest.raises(OSError, match="No space left") if number == errno.ENOSPC else contextlib.nullcontext()
+        with failing, refused:
+            assert read_all(path, index_folder=folder) == ["a"]
         assert list(folder.iterdir()) == []
 
 

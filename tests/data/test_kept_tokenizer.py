@@ -39,6 +39,8 @@ def test_a_tokenizer_json_is_kept_with_the_files_that_name_its_tokens(tmp_path):
     files = {path.name: path.read_text() for path in (tmp_path / "tokenizer").iterdir()}
     beside = {name: json.dumps({"in": name}) for name in ("tokenizer_config.json", "config.json")}
     assert files == {"tokenizer.json": "{}"} | beside
+    keep_tokenizer(AUSTEN, tmp_path)  # another one replaces it
+    assert [path.name for path in (tmp_path / "tokenizer").iterdir()] == ["tokenizer.model"]
 
 
 def test_of_a_native_tokenizer_the_files_for_its_chat_template_are_kept(tmp_path):
@@ -52,14 +54,6 @@ def test_of_a_native_tokenizer_the_files_for_its_chat_template_are_kept(tmp_path
     (tmp_path / names[2]).write_text("another")
     keep_tokenizer(tmp_path / "mine.model", tmp_path)
     assert (tmp_path / "tokenizer" / names[2]).read_text() == "another"
-
-
-def test_another_tokenizer_replaces_the_one_that_was_kept(tmp_path):
-    (tmp_path / "t.json").write_text("{}")
-    (tmp_path / "config.json").write_text("{}")
-    keep_tokenizer(tmp_path / "t.json", tmp_path)
-    keep_tokenizer(AUSTEN, tmp_path)
-    assert [path.name for path in (tmp_path / "tokenizer").iterdir()] == ["tokenizer.model"]
 
 
 def test_the_kept_tokenizer_stands_in_only_for_the_file_that_the_run_opened(tmp_path):

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.config import DataConfig
 from hlat_jax.data import sources
+from hlat_jax.data.build import build as build_lib
 from hlat_jax.data.held_out import open_held_out
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.streams import open_sources
@@ -27,13 +28,7 @@ def book(num_paragraphs, *, words=40):
 
 
 def data_config(path, **changes):
-    small = {
-        "batch_size": 4,
-        "seq_len": 16,
-        "num_threads": 0,
-        "validation": "5%",
-        "tokenizer": "package:austen_2k.model",
-    }
+    small = {"batch_size": 4, "seq_len": 16, "num_threads": 0, "validation": "5%", "tokenizer": str(TOKENIZER.path)}
     return dataclasses.replace(DataConfig(), train=str(path), **(small | changes))
 
 
@@ -140,8 +135,6 @@ def test_held_out_documents_are_spread_over_the_text_and_in_no_training_batch(tm
 
 
 def test_a_share_is_held_out_of_each_source_and_of_stored_ids(tmp_path):
-    from hlat_jax.data.build import build as build_lib
-
     (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "text {n}"}}\n' for n in range(40)))
     options = build_lib.BuildOptions(tokenizer=str(TOKENIZER.path))
     build_lib.build([str(tmp_path / "a.jsonl")], out=tmp_path / "ids", options=options)

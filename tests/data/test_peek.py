@@ -6,6 +6,7 @@ import json
 import micro
 import numpy as np
 import pytest
+from data_files import write_jsonl
 
 from hlat_jax.data import packing, positions
 from hlat_jax.data.build import peek
@@ -34,7 +35,7 @@ def config(tmp_path, texts):
     """A mutable config of both sources, in two stages."""
     c = micro.config(tmp_path)
     for name, own in texts.items():
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in own))
+        write_jsonl(tmp_path / f"{name}.jsonl", own)
     c.data.train = f"web={tmp_path}/web.jsonl;code={tmp_path}/code.jsonl"
     c.data.validation = "one=package:austen_validation.jsonl;two=package:austen_train.jsonl"
     c.data.mixture = "web=3,code=1 until_step=10;web=1,code=1"
@@ -142,12 +143,7 @@ def test_identity_depends_only_on_what_determines_batches(config):
         facts = {"manifest": {"hash": "m", "order": "o"}, "tokenizer_sha256": "t", "num_batches": 12}
         return identity(data | {key: changes.pop(key) for key in [*changes] if key in data}, **facts | changes)
 
-    for same in (
-        {"num_threads": 9},
-        {"on_bad_record": "skip"},
-        {"train": "web=here;code=there"},
-        {"window_documents": 9},
-    ):
+    for same in ({"num_threads": 9}, {"on_bad_record": "skip"}, {"train": "web=a;code=b"}, {"window_documents": 9}):
         assert of(**same) == of()
     weights = data["mixture"]  # web=3,code=1 until_step=10;web=1,code=1
     for same in (
@@ -217,10 +213,8 @@ def test_future_mixture_stages_may_change_on_resume(config):
 
     def drift(weights):
         data = dataclasses.asdict(resolve(config).data)
-        settings = [
-            {"manifest": {"files": []}, "config": {"data": data | {"mixture": mixture}}} for mixture in (first, weights)
-        ]
-        return data_drift(*settings, num_batches=7)
+        configs = [{"data": data | {"mixture": mixture}} for mixture in (first, weights)]
+        return data_drift(*({"manifest": {"files": []}, "config": each} for each in configs), num_batches=7)
 
     for weights in ("web=3,code=1 until_step=6;web=1,code=1", "web=3,code=1 until_step=5;web=2,code=1", "web=3,code=1"):
         [line] = drift(weights)

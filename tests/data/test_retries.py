@@ -2,10 +2,12 @@
 
 import collections
 import contextlib
+import dataclasses
 import errno
 import os
 import threading
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from hlat_jax.config import DataConfig
 from hlat_jax.data import held_out, retries
 from hlat_jax.data.formats import files
 from hlat_jax.data.formats.files import DataFile, Unreadable
+from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.data.loader import TrainBatches, batch_hash
 from hlat_jax.data.tokenizer import Tokenizer
 
@@ -55,10 +58,8 @@ def faulty(monkeypatch):
 
 
 def test_batches_after_faults_are_those_of_an_undisturbed_run(data, faulty, capsys):
-    configs = [
-        DataConfig(**{**vars(data), "packing": packing, "num_threads": threads})
-        for packing, threads in (("concat", 0), ("documents", 3))
-    ]
+    kinds = (("concat", 0), ("documents", 3))
+    configs = [dataclasses.replace(data, packing=packing, num_threads=threads) for packing, threads in kinds]
 
     def open_held_out():
         return held_out.open_held_out(data, tokenizer=TOKENIZER, num_batches=2)[0]["all"].num_bytes
@@ -105,7 +106,7 @@ def test_a_fault_that_lasts_is_an_oserror_in_each_call_until_the_file_is_back(da
     path, away = tmp_path / "a.jsonl", tmp_path / "away"
     expected = hashes(TrainBatches(data, tokenizer=TOKENIZER), 1)
     for changes in ({"num_threads": 2}, {"num_threads": 1, "batch_size": 8, "packing": "documents"}):
-        with contextlib.closing(TrainBatches(DataConfig(**vars(data) | changes), tokenizer=TOKENIZER)) as batches:
+        with contextlib.closing(TrainBatches(dataclasses.replace(data, **changes), tokenizer=TOKENIZER)) as batches:
             path.rename(away)
             with pytest.raises(Unreadable):
                 collections.deque(batches, maxlen=0)
@@ -120,7 +121,7 @@ def test_waiting_ends_at_once_by_a_signal_and_by_close(data, monkeypatch, tmp_pa
     began_s, stopped, away = time.monotonic(), threading.Event(), tmp_path / "away"
     interrupted = retries.Retries(stopped.is_set)
     for num_threads in (0, 2):
-        data = DataConfig(**{**vars(data), "num_threads": num_threads, "prefetch_batches": 1})
+        data = dataclasses.replace(data, num_threads=num_threads, prefetch_batches=1)
         batches = TrainBatches(data, tokenizer=TOKENIZER, retries=interrupted)
         path = tmp_path / "a.jsonl"
         path.rename(away)
@@ -154,7 +155,7 @@ WRITERS = {
 }
 
 
-def test_a_file_that_is_away_for_a_while_is_unreadable_and_then_the_same(tmp_path):
+def test_a_file_that_is_away_is_unreadable_until_it_is_back_and_one_that_was_resized_is_refused(tmp_path):
     for name, write in WRITERS.items():
         path = tmp_path / name
         write(path, TEXTS)
@@ -166,6 +167,14 @@ def test_a_file_that_is_away_for_a_while_is_unreadable_and_then_the_same(tmp_pat
                 documents[0]
         (tmp_path / "away").rename(path)
         assert [np.asarray(documents[index]).tolist() for index in range(len(documents))] == expected
+        for change in (["fi", "xy"], [TEXTS[0] + "more", "more"]) if path.is_file() else ():
+            write(path, TEXTS)
+            documents = open_all(path)
+            write(path, change)
+            for _ in range(2):
+                with pytest.raises(ValueError, match="changed its size") as caught:
+                    documents[0]
+                assert not isinstance(caught.value, BadRecord)  # never skipped
 
 
 def break_open_files(folder):
@@ -193,12 +202,8 @@ def test_a_failed_read_of_an_array_record_is_no_damage_and_the_file_is_opened_ag
 
 def test_a_fault_while_a_file_is_opened_is_no_mistake_and_a_missing_file_is(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
-
-    def fail(*_):
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
     with monkeypatch.context() as patch:
-        patch.setattr(DataFile, "read_range", fail)
+        patch.setattr(DataFile, "read_range", mock.Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
         with pytest.raises(Unreadable, match=r"a\.jsonl cannot be read: Input/output error"):
             open_all(path)
     path.unlink()

@@ -12,11 +12,6 @@ from hlat_jax.data.formats import records, streaming
 from hlat_jax.data.formats.records import BadRecord
 
 
-def stream(path, *, text_field="text"):
-    """Returns [(text or BadRecord, row)]."""
-    return list(read_in_order(path, text_field=text_field))
-
-
 @settings(max_examples=20, deadline=None)
 @given(
     st.lists(st.sampled_from([b"", b" \r", b'{"text": "a"}', b'{"text": "%s"}' % (b"z" * 300), b"{}"]), max_size=30),
@@ -26,11 +21,9 @@ def stream(path, *, text_field="text"):
 def test_jsonl_streaming_matches_random_access_for_any_chunk_size(tmp_path_factory, lines, ended, chunk_bytes):
     path = tmp_path_factory.mktemp("lines") / "a.jsonl"
     path.write_bytes(b'{"text": "head"}\n' + b"\n".join(lines) + (b"\n" if ended else b""))
-    before, streaming._CHUNK_BYTES = streaming._CHUNK_BYTES, chunk_bytes
-    try:
-        found = stream(path)
-    finally:
-        streaming._CHUNK_BYTES = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streaming, "_CHUNK_BYTES", chunk_bytes)
+        found = read_in_order(path)
     corpus = sources.open_corpus(str(path), text_field="text", key="k")
     assert len(found) == len(corpus)
     for index, (text, row) in enumerate(found):
@@ -55,11 +48,11 @@ def test_truncated_files_yield_complete_records_and_then_raise(tmp_path):
         for content in (path.read_bytes()[:-cut], b"neither of these"):
             path.write_bytes(content)
             with pytest.raises(ValueError, match=f"{path.name}: it cannot be decoded") as caught:
-                stream(path)
+                read_in_order(path)
             assert not isinstance(caught.value, BadRecord)
     ids = write_built(tmp_path / "ids", [[1, 2], [2]], kind="tokens")
     with pytest.raises(ValueError, match="token ids, not text; give the text it was built from"):
-        stream(ids)
+        read_in_order(ids)
 
 
 def test_line_and_text_over_the_limit_are_bad_records(tmp_path, monkeypatch):
@@ -68,7 +61,7 @@ def test_line_and_text_over_the_limit_are_bad_records(tmp_path, monkeypatch):
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"x" * 5000))
     for chunk_bytes in (64, 1 << 20):
         monkeypatch.setattr(streaming, "_CHUNK_BYTES", chunk_bytes)
-        [first, (bad, row), last] = stream(path)
+        [first, (bad, row), last] = read_in_order(path)
         assert (first[0], row, last[0]) == ("a", 2, "b")
         assert "row 2: more than 1000 bytes in one line" in str(bad)
-        assert "more than 1000 bytes in one document" in str(stream(tmp_path / "a.txt.gz")[0][0])
+        assert "more than 1000 bytes in one document" in str(read_in_order(tmp_path / "a.txt.gz")[0][0])

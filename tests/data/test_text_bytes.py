@@ -25,18 +25,13 @@ from hlat_jax.evaluate.__main__ import _document
 from hlat_jax.resolve import resolve
 from hlat_jax.run import summary
 
-LOSSLESS = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "add_dummy_prefix": False}
 NATIVE = {
     "nfkc": {},
-    "unigram": {"model_type": "unigram", "hard_vocab_limit": False},
-    "unknown": LOSSLESS,
+    "unknown": {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "add_dummy_prefix": False},
     "byte fallback": {"byte_fallback": True, "vocab_size": 320},
-    "lossless": {"byte_fallback": True, "vocab_size": 320, **LOSSLESS},
 }
 JSON = {
-    "words": (models.WordLevel(unk_token="<unk>"), trainers.WordLevelTrainer),
     "word pieces": (models.WordPiece(unk_token="<unk>"), trainers.WordPieceTrainer),
-    "BPE": (models.BPE(unk_token="<unk>"), trainers.BpeTrainer),
     "unigram of a library": (models.Unigram(), functools.partial(trainers.UnigramTrainer, unk_token="<unk>")),
 }
 KINDS = [*NATIVE, *JSON, "bytes", "pieces"]
@@ -45,26 +40,24 @@ KINDS = [*NATIVE, *JSON, "bytes", "pieces"]
 @pytest.fixture(scope="module")
 def tokenizer_of(tmp_path_factory):
     """A function of a kind that returns its tokenizer."""
-    made = {}
 
+    @functools.cache
     def make(kind):
-        if kind not in made:
-            folder = tmp_path_factory.mktemp("tokenizer")
-            if kind in NATIVE:
-                path = train_model(folder / "a.model", **NATIVE[kind])
-            elif kind in JSON:
-                kind_of_model, trainer = JSON[kind]
-                model = tokenizers.Tokenizer(kind_of_model)
-                model.pre_tokenizer = pre_tokenizers.Whitespace()
-                trainer = trainer(special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
-                model.train_from_iterator(TEXTS[:1] * 5, trainer)
-                path = folder / "tokenizer.json"
-                model.save(str(path))
-                (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
-            else:
-                path = write_tokenizer_json(folder, kind)
-            made[kind] = Tokenizer(str(path))
-        return made[kind]
+        folder = tmp_path_factory.mktemp("tokenizer")
+        if kind in NATIVE:
+            path = train_model(folder / "a.model", **NATIVE[kind])
+        elif kind in JSON:
+            kind_of_model, trainer = JSON[kind]
+            model = tokenizers.Tokenizer(kind_of_model)
+            model.pre_tokenizer = pre_tokenizers.Whitespace()
+            trainer = trainer(special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
+            model.train_from_iterator(TEXTS[:1] * 5, trainer)
+            path = folder / "tokenizer.json"
+            model.save(str(path))
+            (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>"}')
+        else:
+            path = write_tokenizer_json(folder, kind)
+        return Tokenizer(str(path))
 
     return make
 
@@ -124,8 +117,7 @@ def test_stored_ids_have_the_bytes_and_batches_of_their_text(kind, prepend_bos, 
     tokenizer, texts = tokenizer_of(kind), ["the lazy \u6771\u4eac dog", "  fox ", "jumps\n" * 40, "\u6771"]
     write_jsonl(tmp_path / "a.jsonl", texts)
     options = build_lib.BuildOptions(tokenizer=str(tokenizer.path), max_document_chars=50, prepend_bos=prepend_bos)
-    how = {"options": options}
-    built = build_lib.build([str(tmp_path / "a.jsonl")], out=tmp_path / "ids", **how)
+    built = build_lib.build([str(tmp_path / "a.jsonl")], out=tmp_path / "ids", options=options)
     printed = build_lib.summary(built, out=tmp_path / "ids", elapsed_s=1.0)
     assert (" and --config.data.prepend_bos" in printed) == prepend_bos
     places, found = (tmp_path / "a.jsonl", tmp_path / "ids"), []

@@ -47,13 +47,12 @@ def test_batches_are_those_of_the_same_documents_as_text(tmp_path):
     (tmp_path / "texts").mkdir()
     for number, text in enumerate(TEXTS):
         (tmp_path / "texts" / f"{number:02}.txt").write_text(text)
-    for dtype in CODES:
+    for dtype in (np.int32, np.int64):  # and uint16 below, in every packing
         write_megatron(tmp_path / f"{dtype.__name__}.bin", IDS, dtype=dtype)
     halves = [half for ids in IDS for half in (ids[:3], ids[3:])]  # two sequences a document, as of split sentences
     write_megatron(tmp_path / "sentences.bin", halves, boundaries=range(0, 25, 2))
-    np.save(tmp_path / "one_axis.npy", np.concatenate(IDS).astype(np.uint16))
     wanted = batches(tmp_path / "texts")
-    for name in ("uint16.bin", "int32.bin", "int64.bin", "sentences.bin", "one_axis.npy"):
+    for name in ("int32.bin", "int64.bin", "sentences.bin"):
         np.testing.assert_array_equal(batches(tmp_path / name), wanted, err_msg=name)
     np.save(tmp_path / "rows.npy", np.asarray([ids[:5] for ids in IDS], np.int32))
     rows = {tuple(batch[0].astype(int).ravel()[:5]) for batch in batches(tmp_path / "rows.npy", num=40)}
@@ -111,9 +110,7 @@ def test_ids_beyond_the_vocabulary_are_found_anywhere_in_a_file_before_training(
     c.data.update(train=str(path), validation=str(path), tokenizer=NATIVE, batch_size=2, seq_len=32)
     data = resolve(c).data
     for opens in (TrainBatches, lambda *args, **given: open_held_out(*args, **given, num_batches=1)):
-        with pytest.raises(
-            ValueError, match=r"large\.bin has the token id 2048, .* 2048 tokens \(model.vocab_size=2304\)"
-        ):
+        with pytest.raises(ValueError, match=r"large\.bin has the token id 2048, .* 2048 .*\(model.vocab_size=2304\)"):
             opens(data, tokenizer=tokenizer)
     monkeypatch.setattr(token_files, "_BLOCK_BYTES", 4)  # the blocks that are read first are now a part of the file
     opened = sources.open_corpus(str(path), text_field="text", key="k", answers=AnswerTokens(tokenizer, bos=False))
@@ -142,7 +139,7 @@ def test_resumed_batches_and_validation_are_those_of_text_in_both_packings(kind,
     monkeypatch.setattr(token_files, "_BLOCK_BYTES", 64)  # a file is then several blocks
     write_jsonl(tmp_path / "texts.jsonl", TEXTS)
     write_megatron(tmp_path / "ids.bin", IDS)
-    np.save(tmp_path / "ids.npy", np.concatenate(IDS))
+    np.save(tmp_path / "ids.npy", np.concatenate(IDS).astype(np.uint16))
     pair = []
     for name in (f"ids.{kind}", "texts.jsonl"):
         c = default()

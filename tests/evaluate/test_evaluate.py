@@ -20,9 +20,9 @@ import micro
 import numpy as np
 import pytest
 import torch
-from hf_weights import hf_model
+from data_files import write_jsonl
+from hf_cases import hugging_face
 
-from hlat_jax import config as config_lib
 from hlat_jax.batch import concat_batch
 from hlat_jax.data.formats.paths import asset_path
 from hlat_jax.evaluate import __main__ as evaluate
@@ -30,7 +30,6 @@ from hlat_jax.evaluate.__main__ import pieces, position_ranges
 from hlat_jax.generate.inference import TrainedModel
 from hlat_jax.generate.scoring import Scorer
 from hlat_jax.model import apply, init_params
-from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.resolve import resolve
 from hlat_jax.run.resume import saved_config
 from hlat_jax.store.metrics import ROWS_FILE, read_rows
@@ -39,9 +38,6 @@ from hlat_jax.weights.trained import open_weights
 TEXTS = ["It is a truth universally acknowledged, that a single man — in possession of a good fortune — must be in "
          "want of a wife. However little known the feelings of such a man may be on his first entering a place.",
          "x", "Emma Woodhouse, handsome, clever, and rich."]  # fmt: skip
-MODEL = config_lib.ModelConfig(
-    vocab_size=64, num_layers=2, embed_dim=32, mlp_dim=64, num_heads=4, num_kv_heads=2, head_dim=8, max_positions=256
-)
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
@@ -49,12 +45,7 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 def oracle(trained_run):
     """A function of (text, window, first token) -> sum of the losses in nats, by Hugging Face's model."""
     weights = open_weights(trained_run)
-    cfg, tokenizer = weights.model, weights.open_tokenizer()
-    sizes = {"vocab_size": cfg.vocab_size, "hidden_size": cfg.embed_dim, "intermediate_size": cfg.mlp_dim,
-             "num_hidden_layers": cfg.num_layers, "num_attention_heads": cfg.num_heads,
-             "num_key_value_heads": cfg.num_kv_heads, "head_dim": cfg.head_dim, "rms_norm_eps": cfg.norm_eps,
-             "rope_parameters": {"rope_type": "default", "rope_theta": cfg.rope_theta}}  # fmt: skip
-    model = hf_model(weights.restore(None), **sizes)
+    tokenizer, model = weights.open_tokenizer(), hugging_face(weights.restore(None), weights.model)
 
     def nats(text, window, first):
         ids, total = [first, *tokenizer.encode(text).tolist()], 0.0
@@ -85,8 +76,7 @@ def test_pieces_predict_each_token_once_from_all_before_it_in_its_window():
 
 @pytest.mark.slow
 def test_loss_by_position_is_that_of_its_window_in_parts(trained_run, evaluate_here, tmp_path, monkeypatch):
-    path, out = tmp_path / "text.jsonl", tmp_path / "found.json"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    path, out = write_jsonl(tmp_path / "text.jsonl", TEXTS), tmp_path / "found.json"
     words = [f"--checkpoint={trained_run}", f"--data={path}", "--window=15", "--by_position", f"--json={out}"]
     assert evaluate_here(*words)[0] == 0
     whole = json.loads(out.read_text())
@@ -104,8 +94,7 @@ def test_loss_by_position_is_that_of_its_window_in_parts(trained_run, evaluate_h
 
 def test_evaluate_equals_hugging_face_token_by_token(trained_run, oracle, evaluate_here, data_here, tmp_path):
     nats, tokenizer = oracle
-    path, out = tmp_path / "text.jsonl", tmp_path / "found.json"
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    path, out = write_jsonl(tmp_path / "text.jsonl", TEXTS), tmp_path / "found.json"
     (tmp_path / "text.txt").write_text(TEXTS[0])
     built = [path, f"--out={tmp_path / 'built'}", f"--tokenizer={tokenizer.path}", "--workers=1"]
     assert data_here("build", *built)[0] == 0
@@ -185,8 +174,7 @@ def test_validation_matches_a_loss_computed_by_hand(validated):
     folder, row, _, text = validated("concat")
     weights = open_weights(folder)
     tokenizer, params = weights.open_tokenizer(), weights.restore(None)
-    lines = text.read_text(encoding="utf-8").splitlines()
-    texts = [json.loads(line)["text"] for line in lines]
+    texts = [json.loads(line)["text"] for line in text.read_text(encoding="utf-8").splitlines()]
     pieces = [text[start : start + 2000] for text in texts for start in range(0, len(text), 2000)]
     tokens = np.concatenate([[*tokenizer.encode(piece), tokenizer.eos_id] for piece in pieces])
     starts = range(0, len(tokens), 32)
@@ -237,17 +225,14 @@ def test_non_finite_metrics_are_null_in_the_json(trained_run, evaluate_here, mon
     assert found["num_documents"] == 1
 
 
-def test_evaluation_does_not_depend_on_training_time_model_options():
-    how = {"ops_table": "nowhere.json", "attention": "nki", "remat": "saved:dot_general.6"}
-    layout = make_layout(config_lib.ParallelConfig(), jax.devices()[:1])
-    params, run = init_params(MODEL, jax.random.key(0)), config_lib.default()
-    run.model.update(dataclasses.asdict(MODEL))
-    run.data.seq_len = 64
+def test_evaluation_does_not_depend_on_training_time_model_options(small, one_device):
+    how, run = {"ops_table": "nowhere.json", "attention": "nki", "remat": "saved:dot_general.6"}, resolve(small)
+    params = init_params(run.model, jax.random.key(0))
 
     def found(model):
-        trained = TrainedModel(model, params, layout, None, pathlib.Path(), "")
-        eval_step = evaluate._eval_step(trained, resolve(run), num_rows=2)
-        [score] = Scorer(model, params, layout=layout, num_rows=2)([([1], [2, 3])])
-        return *eval_step(params, concat_batch(np.zeros((2, 64), int))), score.log_likelihood
+        trained = TrainedModel(model, params, one_device, None, pathlib.Path(), "")
+        eval_step = evaluate._eval_step(trained, run, num_rows=2)
+        [score] = Scorer(model, params, layout=one_device, num_rows=2)([([1], [2, 3])])
+        return *eval_step(params, concat_batch(np.zeros((2, 16), int))), score.log_likelihood
 
-    np.testing.assert_allclose(found(dataclasses.replace(MODEL, **how)), found(MODEL), rtol=1e-5)
+    np.testing.assert_allclose(found(dataclasses.replace(run.model, **how)), found(run.model), rtol=1e-5)

@@ -13,6 +13,7 @@ import os
 import random
 import shutil
 import types
+from unittest import mock
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -116,7 +117,7 @@ def test_harness_model_matches_the_hugging_face_backend(degrees, folder, of_hugg
         assert of_task[0] == of_task[1]
 
 
-def test_generation_ends_before_the_first_stop_sequence(folder):
+def test_generation_ends_before_the_first_stop_sequence_and_refuses_unsupported_arguments(folder):
     model = ours(folder)
     eos = model.eot_token_id
 
@@ -128,10 +129,6 @@ def test_generation_ends_before_the_first_stop_sequence(folder):
     for stops, text in ((["four", "."], "one two"), (["ee f", "zzz"], "one two. thr")):
         asked = {"until": stops, "max_gen_toks": 32}
         assert model._continue_texts([[5], [6]], asked, first_number=0)[0] == text
-
-
-def test_generation_refuses_unsupported_arguments(folder):
-    model = ours(folder)
     for asked, message in [
         ({"until": [], "max_gen_toks": 64}, "max_gen_toks=64 leaves no room for a prompt: model.max_positions=64"),
         ({"until": [], "max_gen_toks": 8, "num_beams": 2}, "generation_kwargs has 'num_beams'"),
@@ -245,10 +242,8 @@ def test_tasks_in_training_match_evaluate_compile_once_and_change_no_bit(folder,
         return found
 
     def train(workdir, **settings):
-        c, printed = (
-            micro.config(tmp_path, model__max_positions=64, data__validation="", parallel__tensor=2),
-            io.StringIO(),
-        )
+        c = micro.config(tmp_path, model__max_positions=64, data__validation="", parallel__tensor=2)
+        printed = io.StringIO()
         c.train.update(num_steps=3, **settings)
         c.checkpoint.every_steps, c.metrics.console = 2, "on"
         with monkeypatch.context() as patch, contextlib.redirect_stdout(printed):
@@ -305,9 +300,7 @@ def test_unknown_task_is_refused_before_creating_the_run_folder(folder, train_he
 
 
 def test_metric_failure_gives_no_results(folder, monkeypatch, capsys):
-    def overflow(*_):
-        raise OverflowError("math range error")
-
+    overflow = mock.Mock(side_effect=OverflowError("math range error"))
     monkeypatch.setattr("hlat_jax.evaluate.tasks.Tasks.__call__", overflow)
     config = config_files.load("tiny")
     config.train.update(eval_tasks="local_choice", eval_tasks_folder=str(folder))
@@ -320,9 +313,8 @@ def test_metric_failure_gives_no_results(folder, monkeypatch, capsys):
 @pytest.mark.slow
 def test_shuffling_task_is_repeatable_and_leaves_global_rng_state_unchanged(folder, tmp_path):
     write_tasks(tmp_path)
-    (tmp_path / "local_rolling.yaml").write_text(
-        (tmp_path / "local_rolling.yaml").read_text() + "process_docs: !function shuffled.shuffled\n"
-    )
+    with open(tmp_path / "local_rolling.yaml", "a") as file:
+        file.write("process_docs: !function shuffled.shuffled\n")
     (tmp_path / "shuffled.py").write_text(
         "import random, numpy\n"
         "def shuffled(docs):\n"
@@ -340,29 +332,21 @@ def test_shuffling_task_is_repeatable_and_leaves_global_rng_state_unchanged(fold
     assert len(set(found)) == 1
 
 
-@pytest.fixture
-def with_bos(folder, tmp_path):
-    """The imported folder, whose tokenizer says that texts begin with BOS, and its export."""
-    shutil.copytree(folder / "source", tmp_path / "source")
-    path = tmp_path / "source/tokenizer_config.json"
+@pytest.mark.slow
+def test_bos_handling_matches_the_hugging_face_backend(folder, tmp_path):
+    path = shutil.copytree(folder / "source", tmp_path / "source") / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"add_bos_token": True}))
     import_checkpoint(open_checkpoint(tmp_path / "source"), tmp_path / "imported")
     export_checkpoint(open_weights(tmp_path / "imported"), tmp_path / "exported")
-    return tmp_path
-
-
-@pytest.mark.slow
-def test_bos_handling_matches_the_hugging_face_backend(folder, with_bos):
-    theirs = results(HFLM(str(with_bos / "exported"), device="cpu", batch_size=3), folder)
-    model = ours(with_bos)
+    theirs = results(HFLM(str(tmp_path / "exported"), device="cpu", batch_size=3), folder)
+    model = ours(tmp_path)
     found = results(model, folder)
     assert model.tok_encode("It")[0] == model.prefix_token_id == Tokenizer(TOKENIZER).bos_id
     for task in NAMES[:2]:
         scores = [[np.ravel(score)[0] for score in one] for one in answers(found, task)]
-        assert scores == [
-            pytest.approx([np.ravel(score)[0] for score in one], abs=1e-3) for one in answers(theirs, task)
-        ]
-    plain = results(HarnessModel(open_model(str(with_bos / "imported"), ParallelConfig()), bos=False), folder)
+        wanted = [[np.ravel(score)[0] for score in one] for one in answers(theirs, task)]
+        assert scores == [pytest.approx(one, abs=1e-3) for one in wanted]
+    plain = results(HarnessModel(open_model(str(tmp_path / "imported"), ParallelConfig()), bos=False), folder)
     assert answers(plain, NAMES[1]) != answers(found, NAMES[1])
 
 

@@ -4,6 +4,7 @@ import datetime
 import json
 import subprocess
 import sys
+from unittest import mock
 
 import hf_models
 import pytest
@@ -43,9 +44,8 @@ def test_generated_texts_do_not_depend_on_batching_or_mesh(trained_run, texts, g
     words = [f"--checkpoint={trained_run / 'checkpoints' / '24'}", f"--prompt={PROMPTS[0]}", *WORDS]
     code, printed, told = generate_here(*words)
     assert (code, printed) == (0, texts[0] + "\n")
-    assert (
-        f"{trained_run}/checkpoints/24, step 24, float32; pipe 1 x data 1 x fsdp 1 x context 1 x tensor 1, cpu" in told
-    )
+    mesh = "pipe 1 x data 1 x fsdp 1 x context 1 x tensor 1, cpu"
+    assert f"{trained_run}/checkpoints/24, step 24, float32; {mesh}" in told
     assert "20 new tokens in " in told
     mesh = ["--config.parallel.tensor=2", "--config.parallel.data=-1", "--config.parallel.fsdp=2"]
     for more in (["--batch_size=2"], mesh):
@@ -165,14 +165,7 @@ def test_a_chat_keeps_its_turns_and_leaves_out_the_oldest(generate_here, tmp_pat
         printed += text.removeprefix(before) + "\n"
         messages.append({"role": "assistant", "content": text.removeprefix(before).strip()})
     assert len(messages) < 2 * len(lines)
-    given = iter(lines)
-
-    def read(_):
-        if (line := next(given, None)) is None:
-            raise EOFError
-        return line
-
-    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr("builtins.input", mock.Mock(side_effect=[*lines, EOFError]))
     code, said, error = generate_here(f"--checkpoint={source}", "--chat", "--max_tokens=12")
     assert code == 0, error
     assert said == printed + "\n"

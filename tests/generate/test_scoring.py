@@ -12,10 +12,8 @@ import numpy as np
 import pytest
 
 from hlat_jax import config as config_lib
-from hlat_jax.config import ParallelConfig
 from hlat_jax.generate.scoring import Scorer
 from hlat_jax.model import apply, init_params
-from hlat_jax.parallel.degrees import layout_of_model
 from hlat_jax.resolve import resolve
 
 MAX_TOKENS = 300  # more than a chunk of 256, and no multiple of it
@@ -39,10 +37,9 @@ def model():
     return cfg, params, [*pairs, (greedy[:5], greedy[5:])]
 
 
-def test_scorer_equals_a_float64_softmax_over_the_whole_forward_pass(model):
+def test_scorer_equals_a_float64_softmax_over_the_whole_forward_pass(model, one_device):
     cfg, params, pairs = model
-    layout = layout_of_model(cfg, ParallelConfig(), jax.devices()[:1])
-    alone = Scorer(cfg, params, layout=layout, num_rows=3)(pairs)
+    alone = Scorer(cfg, params, layout=one_device, num_rows=3)(pairs)
     kept = [[*context, *continuation][-MAX_TOKENS - 1 :] for context, continuation in pairs]
     padded_BT = np.zeros((len(kept), MAX_TOKENS), np.int32)
     for row, ids in zip(padded_BT, kept, strict=True):
@@ -56,10 +53,9 @@ def test_scorer_equals_a_float64_softmax_over_the_whole_forward_pass(model):
     assert [score.is_greedy for score in alone][-2:] == [False, True]
 
 
-def test_scorer_counts_ties_as_greedy_and_refuses_invalid_requests(model):
+def test_scorer_counts_ties_as_greedy_and_refuses_invalid_requests(model, one_device):
     cfg, params, pairs = model
-    layout = layout_of_model(cfg, ParallelConfig(), jax.devices()[:1])
-    scorer = Scorer(cfg, params, layout=layout, num_rows=1)
+    scorer = Scorer(cfg, params, layout=one_device, num_rows=1)
     for pair, message in [
         (([], [1]), "pair 1 has 0 tokens of context and 1 of continuation"),
         (([1], []), "pair 1 has 1 tokens of context and 0 of continuation"),
@@ -69,7 +65,7 @@ def test_scorer_counts_ties_as_greedy_and_refuses_invalid_requests(model):
             scorer([pairs[0], pair])
 
     flat = jax.tree.map(np.zeros_like, params)  # tied tokens all count as greedy
-    [score] = Scorer(cfg, flat, layout=layout, num_rows=1)(pairs[1:2])
+    [score] = Scorer(cfg, flat, layout=one_device, num_rows=1)(pairs[1:2])
     assert score.log_likelihood == pytest.approx(-3 * np.log(64), abs=1e-5)
     assert score.is_greedy
 

@@ -70,22 +70,7 @@ def test_exports_from_a_mesh_match_checkpoints_and_load_in_transformers(mutable,
 
 
 @pytest.mark.slow
-def test_exports_do_not_change_training_bitwise(mutable, tmp_path):
-    assert train(mutable, tmp_path / "with") == 0
-    mutable.checkpoint.export_every_steps = 0
-    assert train(mutable, tmp_path / "without") == 0
-    assert not (tmp_path / "without/huggingface").exists()
-    one, other = ([micro.exact(row) for row in micro.rows(tmp_path / name)] for name in ("with", "without"))
-    assert one == other
-    for name in ("with", "without"):
-        assert_is_export_of(
-            tmp_path / f"with/huggingface/{NUM_STEPS}", tmp_path / f"{name}/checkpoints/{NUM_STEPS}",
-            scratch=tmp_path / "scratch",
-        )  # fmt: skip
-
-
-@pytest.mark.slow
-def test_steps_do_not_wait_for_the_writer_and_weights_match_their_step(mutable, tmp_path, monkeypatch, capsys):
+def test_no_step_waits_or_changes_and_weights_match_their_step(mutable, tmp_path, monkeypatch, capsys):
     """The writer of step 2 continues once step 7 is dispatched: a loop that waited for it would never get there.
 
     Meanwhile newer checkpoints are saved, and the one that it reads is kept beside the newest.
@@ -114,6 +99,9 @@ def test_steps_do_not_wait_for_the_writer_and_weights_match_their_step(mutable, 
     assert micro.saved_steps(tmp_path / "run") == [8]  # what was read is not kept
     mutable.checkpoint.update(every_steps=2, export_every_steps=0, keep_last=9)
     assert train(mutable, tmp_path / "plain") == 0
+    assert not (tmp_path / "plain" / EXPORTS).exists()
+    one, other = ([micro.exact(row) for row in micro.rows(tmp_path / name)] for name in ("run", "plain"))
+    assert one == other
     for step in (2, 8):
         folder = tmp_path / f"run/huggingface/{step}"
         assert_is_export_of(folder, tmp_path / f"plain/checkpoints/{step}", scratch=tmp_path / "scratch")
@@ -146,25 +134,12 @@ def test_failing_writer_ends_the_run_and_the_next_attempt_exports(mutable, tmp_p
 
 
 @pytest.mark.slow
-def test_complete_run_exports_only_what_is_missing(mutable, tmp_path):
-    workdir = tmp_path / "run"
-    mutable.train.num_steps = EVERY
-    assert train(mutable, workdir) == 0
-    (workdir / "huggingface/4/mark").touch()
-    mutable.train.num_steps = NUM_STEPS
-    assert train(mutable, workdir) == 0
-    assert (workdir / "huggingface/4/mark").exists()
-    shutil.rmtree(workdir / "huggingface/8")  # as if killed between the last checkpoint and its export
-    assert train(mutable, workdir) == 0
-    assert_is_export_of(workdir / "huggingface/8", workdir / "checkpoints/8", scratch=tmp_path / "scratch")
-
-
-@pytest.mark.slow
-def test_export_beyond_the_resumed_step_is_redone(mutable, tmp_path, capsys):
+def test_an_export_beyond_the_resumed_step_is_redone_and_of_others_what_is_missing(mutable, tmp_path, capsys):
     workdir = tmp_path / "run"
     mutable.data.train = "a=package:austen_train.jsonl;b=package:austen_validation.jsonl"
     mutable.data.mixture = "a=1,b=0"
     assert train(mutable, workdir) == 0
+    (workdir / "huggingface/4/mark").touch()
     shutil.rmtree(workdir / "checkpoints/8")
     mutable.data.mixture = "a=1,b=0 until_step=4;a=0.1,b=0.9"  # of steps that are not trained yet
     assert train(mutable, workdir) == 0
@@ -173,3 +148,7 @@ def test_export_beyond_the_resumed_step_is_redone(mutable, tmp_path, capsys):
     assert_is_export_of(workdir / "huggingface/8", workdir / "checkpoints/8", scratch=tmp_path / "scratch")
     discarded, made = (content(workdir / "huggingface" / name) for name in ("8.discarded", "8"))
     assert discarded["model.safetensors"] != made["model.safetensors"]
+    shutil.rmtree(workdir / "huggingface/8")  # as if killed between the last checkpoint and its export
+    assert train(mutable, workdir) == 0
+    assert_is_export_of(workdir / "huggingface/8", workdir / "checkpoints/8", scratch=tmp_path / "scratch")
+    assert (workdir / "huggingface/4/mark").exists()

@@ -14,6 +14,7 @@ import weakref
 import hf_models
 import jax
 import jax.numpy as jnp
+import micro
 import numpy as np
 import pytest
 import torch
@@ -42,9 +43,7 @@ pytestmark = pytest.mark.usefixtures("one_torch_thread")
 @pytest.fixture
 def hf_here(monkeypatch, capsys):
     """A function of the words of an hf command that runs it in this process: (exit code, stdout, stderr)."""
-    from micro import command_runner
-
-    return command_runner(hf.main, monkeypatch, capsys)
+    return micro.command_runner(hf.main, monkeypatch, capsys)
 
 
 @pytest.fixture(scope="module")
@@ -126,10 +125,7 @@ def test_weights_are_read_into_shardings_and_cast_while_reading(gqa):
 
 
 def test_an_export_takes_a_given_tokenizer_where_the_folder_has_none_and_refuses_another(gqa, tmp_path, hf_here):
-    own, other = (
-        train_model(tmp_path / f"{n}.model", byte_fallback=True, vocab_size=n, hard_vocab_limit=False)
-        for n in (320, 310)
-    )
+    own, other = (train_model(tmp_path / f"{n}.model", byte_fallback=True, vocab_size=n) for n in (320, 310))
     for has_own in (False, True):
         folder = shutil.copytree(gqa, tmp_path / f"hf{has_own}")
         if has_own:
@@ -180,46 +176,33 @@ UNSUPPORTED = [
     (MISTRAL | {"sliding_window": 0}, r"sliding_window=0 must be null, or an int above 0"),
     (QWEN | {"layer_types": ["sliding_attention"]}, r"layer_types=\['sliding_attention'\] must have 2 values"),
     (QWEN | {"max_window_layers": "1"}, r"max_window_layers='1' must be an int"),
-    (
-        QWEN | {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 2},
-        r"layer_types=.* each 'full_attention', for a qwen2 with sliding_window=None",
-    ),
+    (QWEN | {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 2},
+     r"layer_types=.* each 'full_attention', for a qwen2 with sliding_window=None"),
     ({"no_rope_layers": [1, 0]}, r"no_rope_layers=\[1, 0\] is not supported"),
     ({"quantization_config": {"bits": 4}}, r"quantization_config=.* is not supported; supported: {}"),
     ({"rope_parameters": {"rope_type": ["yarn"]}}, r"rope_type=\['yarn'\] is not supported"),
     ({"rope_parameters": {"rope_type": "linear", "factor": math.nan}}, r"rope_factor=nan must be above 0"),
     ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": ...}, r"'dynamic' .* 'linear', .* 'yarn'"),
-    ({"rope_parameters": {"rope_type": "linear"}}, r"factor is missing in rope_type='linear'"),
     ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}, r"truncate=false is not supported"),
     ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_slow": 64}}, r"rope_beta_fast=32.0 must exceed"),
     # two values of one field: in either spelling, in both, and beside them
-    (
-        {"rope_scaling": {"type": "linear", "factor": 2.0}},
-        r"rope_scaling.type='linear' differs from rope_parameters.rope_type='default'; keep one",
-    ),
-    (
-        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}, "rope_scaling": {"type": "yarn", "factor": 4.0}},
-        r"rope_scaling.factor=4.0 differs from rope_parameters.factor=2.0",
-    ),
-    (
-        {
-            "rope_parameters": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64},
-            "original_max_position_embeddings": 128,
-        },
-        r"original_max_position_embeddings=128 differs from rope_parameters.original_max_position_embeddings=64",
-    ),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0}},
+     r"rope_scaling.type='linear' differs from rope_parameters.rope_type='default'; keep one"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64},
+      "original_max_position_embeddings": 128},
+     r"original_max_position_embeddings=128 differs from rope_parameters.original_max_position_embeddings=64"),
     ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, r"is missing in rope_type='llama3'"),
     ({"rope_parameters": {"rope_type": "default", "factor": 2.0}}, r"factor is not a field of rope_type='default'"),
     ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, r"partial_rotary_factor=0.5"),
     ({"rope_parameters": {"rope_theta": "1e4"}}, r"rope_theta='1e4' is str; it must be float"),
     ({"rope_theta": 1e6}, r"rope_theta=1000000.0 differs from rope_parameters"),
     ({"model_type": ["llama"]}, r"model_type=\['llama'\].*supported are llama"),
+    ({"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"]}, r"model_type='olmo2', architectures=\['Olmo2For"),
     ({"hidden_size": ...}, r"hidden_size is missing"),
-    ({"num_hidden_layers": 0}, r"num_layers=0"),
     ({"num_hidden_layers": 10**7}, r"num_layers=10000000 must be at most"),
     ({"num_attention_heads": 5, "head_dim": None}, r"hidden_size=96 does not divide"),
     ({"num_key_value_heads": 4}, r"num_kv_heads=4 must divide"),
-]
+]  # fmt: skip
 
 
 def test_an_unsupported_config_is_refused_naming_the_field(gqa, tmp_path, hf_here):
@@ -235,100 +218,98 @@ def test_an_unsupported_config_is_refused_naming_the_field(gqa, tmp_path, hf_her
     assert not (tmp_path / "ours").exists()
 
 
-SAVED = json.loads((pathlib.Path(__file__).parents[1] / "support" / "hf_configs.json").read_text())
-# embed_dim, mlp_dim, num_layers, num_heads, num_kv_heads, head_dim, vocab_size, rope_theta, norm_eps, max_positions,
-# tie_embeddings
-SUPPORTED = {
-    "SmolLM-135M": (576, 1536, 30, 9, 3, 64, 49152, 1e4, 1e-5, 2048, True),
-    "Llama-3-8B": (4096, 14336, 32, 32, 8, 128, 128256, 5e5, 1e-5, 8192, False),
-    "Llama-3.1-8B-Instruct": (4096, 14336, 32, 32, 8, 128, 128256, 5e5, 1e-5, 131072, False),
-    "Llama-3.2-3B, saved again by others": (3072, 8192, 28, 24, 8, 128, 128256, 5e5, 1e-5, 131072, True),
-    "TinyLlama-1.1B": (2048, 5632, 22, 32, 4, 64, 32000, 1e4, 1e-5, 2048, False),
-    "a Llama of 2023 with every default of its base class": (2048, 5632, 22, 32, 32, 64, 32000, 1e4, 1e-6, 2048, False),
-    "Mistral-7B-v0.3": (4096, 14336, 32, 32, 8, 128, 32768, 1e6, 1e-5, 32768, False),
-    "a Llama with windows switched off": (896, 4864, 24, 14, 2, 64, 151936, 1e6, 1e-6, 32768, True),
-    "Mistral-7B-v0.1": (4096, 14336, 32, 32, 8, 128, 32000, 1e4, 1e-5, 32768, False),
-    "Qwen2.5-0.5B": (896, 4864, 24, 14, 2, 64, 151936, 1e6, 1e-6, 32768, True),
-    "Qwen3-0.6B": (1024, 3072, 28, 16, 8, 128, 151936, 1e6, 1e-6, 40960, True),
-}
-REFUSED = {
-    "SmolLM3-3B": r"model_type='smollm3'",
-    "OLMo-2-7B": r"model_type='olmo2'",
-}
+SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+         "head_dim", "vocab_size", "rope_theta", "rms_norm_eps", "max_position_embeddings",
+         "tie_word_embeddings")  # fmt: skip
+PUBLISHED = {  # the sizes of the model, of which a file may leave some out (...), and its other fields
+    "SmolLM-135M": ((576, 1536, 30, 9, 3, 64, 49152, 1e4, 1e-5, 2048, True), {
+        "head_dim": ..., "rope_scaling": None, "attention_bias": False, "mlp_bias": False, "pretraining_tp": 1}),
+    "Llama-3-8B": ((4096, 14336, 32, 32, 8, 128, 128256, 5e5, 1e-5, 8192, False), {
+        "head_dim": ..., "rope_scaling": None, "attention_bias": False, "attention_dropout": 0.0}),
+    "Llama-3.2-1B": ((2048, 8192, 16, 32, 8, 64, 128256, 5e5, 1e-5, 131072, True), {
+        "rope_scaling": {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3",
+                         "original_max_position_embeddings": 8192}, "eos_token_id": [128001, 128008]}),
+    "a Llama of 2023 with the defaults of its base class": (
+        (2048, 5632, 22, 32, 32, 64, 32000, 1e4, 1e-6, 2048, False), {
+        "num_key_value_heads": ..., "head_dim": ..., "rope_theta": ..., "max_sequence_length": 2048,
+        "pruned_heads": {}, "is_decoder": False, "id2label": {"0": "LABEL_0"}, "tokenizer_class": None}),
+    "a Llama with windows switched off": ((896, 4864, 4, 14, 2, 64, 151936, 1e6, 1e-6, 32768, True), {
+        "head_dim": ..., "use_sliding_window": False, "max_window_layers": 4, "sliding_window": 4096,
+        "layer_types": ["full_attention"] * 4}),
+    "Mistral-7B-v0.1": ((4096, 14336, 32, 32, 8, 128, 32000, 1e4, 1e-5, 32768, False), {
+        "head_dim": ..., "sliding_window": 4096}),
+    "Qwen2.5-0.5B": ((896, 4864, 24, 14, 2, 64, 151936, 1e6, 1e-6, 32768, True), {
+        "head_dim": ..., "use_sliding_window": False, "max_window_layers": 24, "sliding_window": 32768,
+        "use_mrope": False}),
+    "Qwen3-0.6B": ((1024, 3072, 28, 16, 8, 128, 151936, 1000000, 1e-6, 40960, True), {
+        "attention_bias": False, "use_sliding_window": False, "max_window_layers": 28, "sliding_window": None}),
+    "Qwen3-8B": ((4096, 12288, 36, 32, 8, 128, 151936, 1e6, 1e-6, 40960, False), {
+        "attention_bias": False, "use_sliding_window": False, "max_window_layers": 36, "sliding_window": None}),
+}  # fmt: skip
+KINDS = {"Mistral": "mistral", "Qwen2.5": "qwen2", "Qwen3": "qwen3"}
+
+
+def published(name):
+    """Returns the config.json that was published with a model."""
+    sizes, others = PUBLISHED[name]
+    kind = KINDS.get(name.partition("-")[0], "llama")
+    found = {"model_type": kind, "architectures": [f"{kind.capitalize()}ForCausalLM"], "hidden_act": "silu"}
+    found |= {"initializer_range": 0.02, "use_cache": True, "torch_dtype": "bfloat16", "transformers_version": "4.42.3"}
+    found |= {"bos_token_id": 1, "eos_token_id": 2} | dict(zip(SIZES, sizes, strict=True)) | others
+    return {key: value for key, value in found.items() if value is not ...}
 
 
 def as_written_by_transformers_5(found):
     """Returns the same config.json in the spelling of transformers 5."""
-    old = ("rope_theta", "rope_scaling", "torch_dtype")
-    rope = {"rope_type": "default", "rope_theta": 10000.0} | (
-        {"rope_theta": found["rope_theta"]} if "rope_theta" in found else {}
-    )
-    rope |= found.get("rope_scaling") or {}
-    new = {"dtype": found["torch_dtype"], "rope_parameters": rope}
-    return {key: value for key, value in found.items() if key not in old} | new
+    new = {key: value for key, value in found.items() if key not in ("rope_theta", "rope_scaling", "torch_dtype")}
+    rope = {"rope_type": "default", "rope_theta": found.get("rope_theta", 10000.0)} | (found.get("rope_scaling") or {})
+    return new | {"dtype": found["torch_dtype"], "rope_parameters": rope}
 
 
-def test_published_config_files_are_understood_or_refused():
-    for name, sizes in SUPPORTED.items():
-        for found in (SAVED[name], as_written_by_transformers_5(SAVED[name])):
+def test_published_config_files_are_understood():
+    for name, (sizes, _) in PUBLISHED.items():
+        for found in (published(name), as_written_by_transformers_5(published(name))):
             m = config_json.model_config(found, where=name)
             read = (m.embed_dim, m.mlp_dim, m.num_layers, m.num_heads, m.num_kv_heads, m.head_dim, m.vocab_size)
             assert (*read, m.rope_theta, m.norm_eps, m.max_positions, m.tie_embeddings) == sizes
-            factor = {"Llama-3.1-8B-Instruct": 8.0}.get(name, 32.0 if "3.2" in name else None)
-            assert (m.rope_scaling == "llama3") == (factor is not None)
-            assert factor is None or (m.rope_factor, m.rope_original_positions) == (factor, 8192)
+            assert (m.rope_scaling == "llama3") == ("3.2" in name)
+            assert m.rope_scaling == "none" or (m.rope_factor, m.rope_original_positions) == (32, 8192)
             kind = found["model_type"]
             assert (m.qkv_bias, m.qk_norm) == (kind == "qwen2", kind == "qwen3")
             assert (m.sliding_window, m.sliding_window_layers) == (4096 * name.endswith("v0.1"), "")
-            if kind != "llama" or name in ("SmolLM-135M", "Llama-3.1-8B-Instruct", "TinyLlama-1.1B"):
-                assert config_json.unknown_fields(found) == []
-    for name, message in REFUSED.items():
-        with pytest.raises(ValueError, match=message):
-            config_json.model_config(SAVED[name], where=name)
-
-
-# Shipped config -> the model whose sizes it has, and its number of parameters as transformers counts it.
-SHIPPED = {
-    "llama3_1b": "Llama-3.2-1B",
-    "llama3_8b": "Llama-3-8B",
-    "qwen3_0_6b": "Qwen3-0.6B",
-    "qwen3_8b": "Qwen3-8B",
-    "mistral_7b": "Mistral-7B-v0.1",
-}
+            assert (config_json.unknown_fields(found) == []) == ("2023" not in name)
 
 
 def test_shipped_configs_have_the_models_of_published_config_files():
-    for shipped, name in SHIPPED.items():
-        ours = resolve(config_files.load(shipped)).model
-        assert config_json.architecture(ours) == config_json.architecture(
-            config_json.model_config(SAVED[name], where="")
-        )
+    """And their numbers of parameters, as transformers counts them."""
+    names = {"llama3_1b": "Llama-3.2-1B", "llama3_8b": "Llama-3-8B", "mistral_7b": "Mistral-7B-v0.1"}
+    names |= {"qwen3_0_6b": "Qwen3-0.6B", "qwen3_8b": "Qwen3-8B"}
+    for shipped, name in names.items():
+        ours, saved = resolve(config_files.load(shipped)).model, published(name)
+        assert config_json.architecture(ours) == config_json.architecture(config_json.model_config(saved, where=""))
         with torch.device("meta"):
-            theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**SAVED[name]))
+            theirs = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**saved))
         assert costs.num_params(ours) == sum(parameter.numel() for parameter in theirs.parameters())
 
 
 def test_fields_with_neutral_values_are_accepted():
-    plain = config_json.model_config(SAVED["SmolLM-135M"], where="b")
+    plain = config_json.model_config(published("SmolLM-135M"), where="b")
     for neutral in (
         {"no_rope_layer_interval": 4, "no_rope_layers": [1] * 30},
         {"quantization_config": {}, "num_experts": 0, "logit_softcap": 0.0, "final_logit_softcapping": None},
         {"hidden_act": "swish", "logits_scaling": 1, "sliding_window": 2048},  # as long as the context
     ):
-        assert config_json.model_config(SAVED["SmolLM-135M"] | neutral, where="a") == plain
+        assert config_json.model_config(published("SmolLM-135M") | neutral, where="a") == plain
     for kind in ("llama", "mistral"):
         found = hf_models.SMALL | {"model_type": kind, "num_key_value_heads": None, "sliding_window": None}
-        assert config_json.model_config(found, where=kind).num_kv_heads == found["num_attention_heads"]
-
-
-EXTRA = {"unk_token_id": 0, "_model_name_or_path": "a/b", "trained_by": {"hours": 3}, "a_field_without_a_value": None}
+        model = config_json.model_config(found, where=kind)
+        assert (model.num_kv_heads, model.sliding_window) == (found["num_attention_heads"], 0)
 
 
 def test_unknown_fields_are_listed_and_preserved(gqa, tmp_path, hf_here):
     folder = shutil.copytree(gqa, tmp_path / "hf")
-    edit_json(folder / "config.json", **EXTRA)
-    path = folder / "config.json"
-
+    path, extra = folder / "config.json", {"unk_token_id": 0, "a_field_without_a_value": None}
+    edit_json(path, **extra, _model_name_or_path="a/b", trained_by={"hours": 3})
     code, out, err = hf_here("import", folder, f"--out={tmp_path / 'ours'}")
     assert (code, err.count("\n")) == (0, 1), err
     assert err.startswith(f"warning: {path}: _model_name_or_path, trained_by are unknown")
@@ -543,11 +524,8 @@ def test_an_export_holds_one_parameter_at_a_time(gqa, tmp_path, monkeypatch):
 
 
 def test_every_model_field_in_config_json_is_compared_after_export():
-    models = (dataclasses.replace(hf_config(), rope_scaling=scaling) for scaling in ("llama3", "yarn"))
+    model = config_json.model_config(hf_models.SMALL | {"model_type": "llama"}, where="small")
+    models = (dataclasses.replace(model, rope_scaling=scaling) for scaling in ("llama3", "yarn"))
     told = {key: value for model in models for key, value in config_json.architecture(model).items()}
     theirs_only = {"fuse_qkv", "depth_scaled_init", "layer_loop", "remat", "ops_table", "allow_nki_on_trn1", *OPS}
-    assert told.keys() | theirs_only == {field.name for field in dataclasses.fields(hf_config())}
-
-
-def hf_config():
-    return config_json.model_config(hf_models.SMALL | {"model_type": "llama"}, where="small")
+    assert told.keys() | theirs_only == {field.name for field in dataclasses.fields(model)}

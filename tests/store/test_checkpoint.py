@@ -7,6 +7,7 @@ import shutil
 import sys
 import time
 import types
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import optax
 import pytest
 import tensorstore
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from micro import reseal
+from micro import reseal, saved_steps
 
 from hlat_jax import config as config_lib
 from hlat_jax.store import array_reading, checkpoint
@@ -33,10 +34,8 @@ def keep(last=3, every=0):
 
 def make_state(seed=0):
     rng = np.random.default_rng(seed)
-    params = {
-        "w": jnp.asarray(rng.standard_normal((16, 24)), jnp.float32),
-        "b": jnp.asarray(rng.standard_normal(24), jnp.bfloat16),
-    }
+    w, b = rng.standard_normal((16, 24)), rng.standard_normal(24)
+    params = {"w": jnp.asarray(w, jnp.float32), "b": jnp.asarray(b, jnp.bfloat16)}
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
     return {"step": jnp.int32(seed), "params": params, "opt_state": optimizer.init(params)}
 
@@ -63,10 +62,6 @@ def save(checkpointer, *steps):
     for step in steps:
         checkpointer.save(step, make_state(step), **KNOWN | {"position": POSITION + step})
     checkpointer.wait()
-
-
-def steps_on_disk(folder):
-    return sorted(int(path.name) for path in (folder / "checkpoints").iterdir() if path.name.isdigit())
 
 
 def files_of(folder, step):
@@ -223,18 +218,18 @@ def test_mismatched_shape_or_dtype_raises_and_is_not_damage(tmp_path, checkpoint
         wrong["params"]["w"] = jax.ShapeDtypeStruct(shape, dtype, sharding=wrong["params"]["w"].sharding)
         with pytest.raises(ValueError, match=r"\['w'\]: 'float32\[16, 24\]' in the checkpoint"):
             checkpointer.restore(wrong)
-    assert steps_on_disk(tmp_path) == [1, 2]
+    assert saved_steps(tmp_path) == [1, 2]
 
 
 def test_what_an_export_has_read_goes_and_what_is_saved_later_still_makes_room(tmp_path):
     c = Checkpointer(tmp_path, config=keep(1))
     c.exported.step = 1
     save(c, 1, 2)
-    assert steps_on_disk(tmp_path) == [1, 2]
+    assert saved_steps(tmp_path) == [1, 2]
     c.release()
-    assert steps_on_disk(tmp_path) == [2]
+    assert saved_steps(tmp_path) == [2]
     save(c, 3)
-    assert steps_on_disk(tmp_path) == [3]
+    assert saved_steps(tmp_path) == [3]
     c.close()
 
 
@@ -242,12 +237,11 @@ def test_a_state_whose_norms_are_not_finite_is_refused_and_removes_nothing(tmp_p
     checkpointer = Checkpointer(tmp_path, config=keep(1))
     save(checkpointer, 1)
     norms = {"params": float("inf"), "opt_state.mu": 1.0, "opt_state.nu": float("nan")}
-    with pytest.raises(
-        ValueError, match=r"step 2 was not saved: .*norm of params is inf, the norm of opt_state.nu is n"
-    ):
+    said = r"step 2 was not saved: .*norm of params is inf, the norm of opt_state.nu is n"
+    with pytest.raises(ValueError, match=said):
         checkpointer.save(2, make_state(2), **KNOWN | {"norms": norms})
     checkpointer.close()
-    assert steps_on_disk(tmp_path) == [1]
+    assert saved_steps(tmp_path) == [1]
 
 
 DATA = {"batch_size": 2, "seq_len": 8, "packing": "concat"}
@@ -362,7 +356,7 @@ def test_full_disk_raises_a_clear_error_and_keeps_the_previous_checkpoint(small_
     small = {"w": jnp.ones(8)}
     checkpointer.save(3, small, **KNOWN)
     checkpointer.close()
-    assert steps_on_disk(disk) == [3]
+    assert saved_steps(disk) == [3]
 
 
 def test_of_errors_that_nothing_awaits_those_of_a_closed_event_loop_alone_are_silenced(monkeypatch):
@@ -388,11 +382,8 @@ def test_a_disk_that_cannot_hold_a_checkpoint_is_refused(checkpointer, monkeypat
 
 def test_check_raises_after_a_failed_background_save(tmp_path, checkpointer, monkeypatch):
     save(checkpointer, 1)
-
-    def fail(*_, **__):
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-
-    monkeypatch.setattr("hlat_jax.store.integrity.size_and_crc", fail)
+    failing = mock.Mock(side_effect=OSError(errno.EMFILE, os.strerror(errno.EMFILE)))
+    monkeypatch.setattr("hlat_jax.store.integrity.size_and_crc", failing)
     checkpointer.save(2, make_state(2), **KNOWN)
     deadline = time.monotonic() + 600
     said = r"Too many open files; the limit of open files is [\d,]+: raise it with ulimit -n"
@@ -400,4 +391,4 @@ def test_check_raises_after_a_failed_background_save(tmp_path, checkpointer, mon
         while time.monotonic() < deadline:
             checkpointer.check()
             time.sleep(0.01)
-    assert steps_on_disk(tmp_path) == [1]
+    assert saved_steps(tmp_path) == [1]

@@ -99,13 +99,8 @@ def test_rewind_is_idempotent_and_interrupted_loses_and_duplicates_nothing(tmp_p
 
 def test_throughput_is_tokens_over_time_also_right_after_a_resume(tmp_path):
     known = {"num_steps": 9, "flops_per_token": (10.0, 15.0), "peak_flops": 1e4}
-    log = MetricsLog(tmp_path, config=quiet(), **known)
-    log.train_row(row(1))
-    log.train_row(row(2))
-    log.close()
-    log = MetricsLog(tmp_path, config=quiet(), start_step=1, **known)
-    log.train_row(row(2))
-    log.close()
+    run(tmp_path, [1, 2], **known).close()
+    run(tmp_path, [2], start_step=1, **known).close()
     for r in read(tmp_path / "metrics.jsonl"):
         # 100 tokens in 0.5 s
         assert (r["tokens_per_s"], r["mfu_6n"], r["mfu"]) == (200.0, 0.2, 0.3)
@@ -189,12 +184,9 @@ def test_wandb_continues_the_same_run_after_a_resume_and_is_asked_for_where_it_i
     with pytest.raises(ValueError, match=r"metrics\.wandb_project='p' .*pip install wandb"):
         MetricsLog(tmp_path, config=quiet(wandb_project="p"), num_steps=1)
     calls = []
-    fake = types.SimpleNamespace(
-        define_metric=lambda *_, **__: None, log=lambda values: calls.append(values), finish=lambda: None
-    )
-    monkeypatch.setitem(
-        sys.modules, "wandb", types.SimpleNamespace(init=lambda **options: calls.append(options) or fake)
-    )
+    fake = types.SimpleNamespace(define_metric=lambda *_, **__: None, log=calls.append, finish=lambda: None)
+    wandb = types.SimpleNamespace(init=lambda **options: calls.append(options) or fake)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
     for start_step in (0, 1):
         options = {"config": quiet(wandb_project="p"), "hyperparameters": {"model": {"num_layers": 2}}}
         run(tmp_path, [start_step + 1], start_step=start_step, **options).close()

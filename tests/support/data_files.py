@@ -47,54 +47,55 @@ def write_compressed(path, raw):
     return path
 
 
-def write_built(folder, documents, *, kind="text", num_shards=2, ids_in_record=10, width=2, **facts):
-    """Writes a dataset of str, or of lists of ids; `facts` go into the manifest."""
+def write_array_record(path, records, *, options="group_size:3,zstd"):
+    writer = array_record_module.ArrayRecordWriter(str(path), options)
+    for record in records:
+        writer.write(record)
+    writer.close()
+    return path
+
+
+def write_built(folder, documents, *, kind="text", num_shards=2, width=2, **facts):
+    """Writes a dataset of str, or of lists of ids, about 10 in a record; `facts` go into the manifest."""
     folder.mkdir(parents=True)
-    shards = []
+    has_ids, shards = kind == "tokens", []
     for number, part in enumerate(np.array_split(np.arange(len(documents)), num_shards)):
-        shard = [documents[index] for index in part]
-        path = folder / f"shard-{number:05d}-of-{num_shards:05d}.array_record"
-        options = "group_size:1,zstd" if kind == "text" else "group_size:1,uncompressed"
-        writer = array_record_module.ArrayRecordWriter(str(path), options)
-        for record in [text.encode() for text in shard] if kind == "text" else _blocks(shard, ids_in_record, width):
-            writer.write(record)
-        writer.close()
-        if kind == "tokens":
-            first = np.cumsum([0] + [len(block) for block in _grouped(shard, ids_in_record)])[:-1].astype(np.int64)
+        shard, stem = [documents[index] for index in part], f"shard-{number:05d}-of-{num_shards:05d}"
+        path, blocks = folder / f"{stem}.array_record", _grouped(shard) if has_ids else []
+        records = [_block(block, width) for block in blocks] if has_ids else [text.encode() for text in shard]
+        write_array_record(path, records, options=f"group_size:1,{'uncompressed' if has_ids else 'zstd'}")
+        if has_ids:
+            first = np.cumsum([0, *map(len, blocks)])[:-1].astype(np.int64)
             lengths = np.asarray([len(ids) for ids in shard], np.int32)
-            arrays = {"first_document": first, "lengths": lengths, "bytes": 3 * lengths}
-            np.savez(path.with_name(path.name.replace(".array_record", ".index.npz")), **arrays)
-        num_tokens = sum(len(ids) for ids in shard) if kind == "tokens" else None
+            np.savez(folder / f"{stem}.index.npz", first_document=first, lengths=lengths, bytes=3 * lengths)
+        num_tokens = sum(map(len, shard)) if has_ids else None
         shards.append({"name": path.name, "documents": len(shard), "bytes": 0, "tokens": num_tokens, "long": []})
     manifest = {"format": 2, "kind": kind, "documents": len(documents), "bytes": 0, "content_hash": "00"}
-    manifest |= {"tokens": sum(s["tokens"] for s in shards) if kind == "tokens" else None}
-    manifest |= dict.fromkeys(("tokenizer_sha256", "eos_id", "max_document_chars"))
-    manifest |= {"vocab_size": 1 << 16 if kind == "tokens" else None}
+    manifest |= dict.fromkeys(("tokens", "tokenizer_sha256", "eos_id", "max_document_chars", "vocab_size"))
+    manifest |= {"tokens": sum(map(len, documents)), "vocab_size": 1 << 16} if has_ids else {}
     sources = [{"name": "one.txt", "documents": 1}, {"name": "rest.jsonl", "documents": len(documents) - 1}]
     (folder / "manifest.json").write_text(json.dumps(manifest | {"sources": sources, "shards": shards} | facts))
     return folder
 
 
-def _grouped(documents, ids_in_record):
+def _grouped(documents):
     blocks = []
     for ids in documents:
-        if blocks and sum(map(len, blocks[-1])) + len(ids) <= ids_in_record:
+        if blocks and sum(map(len, blocks[-1])) + len(ids) <= 10:
             blocks[-1].append(ids)
         else:
             blocks.append([ids])
     return blocks
 
 
-def _blocks(documents, ids_in_record, width):
-    for block in _grouped(documents, ids_in_record):
-        header = np.asarray([len(block), width, *map(len, block)], "<u4")
-        yield header.tobytes() + np.asarray([i for ids in block for i in ids], f"<u{width}").tobytes()
+def _block(documents, width):
+    header = np.asarray([len(documents), width, *map(len, documents)], "<u4")
+    return header.tobytes() + np.asarray([i for ids in documents for i in ids], f"<u{width}").tobytes()
 
 
 def open_all(spec, *, text_field="text", **options):
     documents = sources.open_corpus(str(spec), text_field=text_field, key="data.train", **options)
-    manifest = documents.manifest
-    assert manifest["documents"] == len(documents)
+    assert documents.manifest["documents"] == len(documents)
     return documents
 
 
@@ -104,9 +105,9 @@ def read_all(spec, **options):
 
 
 def read_in_order(path, *, text_field="text"):
-    """Yields (text or BadRecord, row) of the documents that a path names."""
-    for file in find_files([str(path)], key="IN", in_order=True).files:
-        yield from iter_documents(file, text_field=text_field)
+    """Returns [(text or BadRecord, row)] of the documents that a path names."""
+    files = find_files([str(path)], key="IN", in_order=True).files
+    return [found for file in files for found in iter_documents(file, text_field=text_field)]
 
 
 def error_of(spec, **options):
