@@ -2,7 +2,7 @@
 
     PYTHONPATH=. python tests/host/test_neuron_env.py
 
-writes `tests/support/golden/env/*.json` again after an intended change.
+writes `tests/support/golden/env.json` again after an intended change.
 """
 
 import dataclasses
@@ -30,10 +30,10 @@ from hlat_jax.neuron import env_command as command
 from hlat_jax.resolve import resolve
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-GOLDEN = ROOT / "tests" / "support" / "golden" / "env"
+GOLDEN = ROOT / "tests" / "support" / "golden" / "env.json"
 TARGETS = {
-    "trn1.2xlarge": ("trn1.2xlarge", 1),
     "trn1.32xlarge": ("trn1.32xlarge", 1),
+    "trn1.2xlarge": ("trn1.2xlarge", 1),
     "trn1n.32xlarge": ("trn1n.32xlarge", 1),
     "trn2.3xlarge": ("trn2.3xlarge", 2),
     "trn2.48xlarge": ("trn2.48xlarge", 2),
@@ -45,20 +45,27 @@ HLAT = ParallelConfig(tensor=8, sequence_parallel=True, zero1=True)
 PLACE = Topology("trn1.32xlarge", nodes=4, rank=1, coordinator="first")
 
 
-def golden_of(target):
-    """Returns the environments of a job of 1 and of 64 nodes under mixed precision, and under bf16_sr on one."""
-    instance, lnc = TARGETS[target]
-    one, last = Topology(instance, lnc=lnc), Topology(instance, lnc=lnc, nodes=64, rank=63, coordinator="trn-1")
-    runs = {"1 node": (MIXED, one), "64 nodes, rank 63": (MIXED, last), "bf16_sr, 1 node": (BF16_SR, one)}
-    return {
-        name: environment(precision, HLAT, place, current={}).variables for name, (precision, place) in runs.items()
-    }
+def golden_runs():
+    """Returns the environments of a job of 1 and of 64 nodes under mixed precision, and under bf16_sr on one.
+
+    Of the first target's job of one node all of it; of its other runs what differs from that, of the other targets what
+    differs from the same run of the first. A variable that is not set there is None.
+    """
+    found, first = {}, {}
+    for target, (instance, lnc) in TARGETS.items():
+        one, last = Topology(instance, lnc=lnc), Topology(instance, lnc=lnc, nodes=64, rank=63, coordinator="trn-1")
+        for run, precision, place in (("1 node", MIXED, one), ("64 nodes", MIXED, last), ("bf16_sr", BF16_SR, one)):
+            variables = environment(precision, HLAT, place, current={}).variables
+            base = first.get(run) or first.get("1 node", {})
+            names = sorted({name for name, _ in variables.items() ^ base.items()})
+            found[f"{target}, {run}"] = {name: variables.get(name) for name in names}
+            first.setdefault(run, variables)
+    return found
 
 
-def test_environments_match_the_golden_files():
-    for target in TARGETS:
-        golden = json.loads((GOLDEN / f"{target}.json").read_text())
-        assert golden_of(target) == golden, "If that is meant: PYTHONPATH=. python tests/host/test_neuron_env.py"
+def test_environments_match_the_golden_file():
+    golden = json.loads(GOLDEN.read_text())
+    assert golden_runs() == golden, "If that is meant: PYTHONPATH=. python tests/host/test_neuron_env.py"
 
 
 # What must hold for every run: reference/neuron.md, 8.2(1)
@@ -439,6 +446,4 @@ def test_train_records_the_devices_of_process_0_where_steps_are_profiled(monkeyp
 
 
 if __name__ == "__main__":
-    GOLDEN.mkdir(parents=True, exist_ok=True)
-    for name in TARGETS:
-        (GOLDEN / f"{name}.json").write_text(json.dumps(golden_of(name), indent=1) + "\n")
+    GOLDEN.write_text(json.dumps(golden_runs(), indent=1) + "\n")

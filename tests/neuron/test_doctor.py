@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 import pathlib
-import re
 import tomllib
 import types
 
@@ -12,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from hlat_jax.cli import config_files
 from hlat_jax.config import ParallelConfig, PrecisionConfig
@@ -35,21 +36,12 @@ def assert_failed(outcome, *words):
 # versions
 
 
-def requirements(words):
-    """Returns {package: (lowest supported, first unsupported)} of requirements that have a lower bound."""
-    found = {}
-    for word in words:
-        name, low, high = re.fullmatch(r"([\w-]+)(?:\[.*\])?(?:[>=]=([\d.]+))?(?:,<([\d.]+))?", word).groups()
-        if low:
-            found[name] = (low, high or "")
-    return found
-
-
 def test_supported_versions_match_the_package_metadata():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    declared = requirements(project["dependencies"])
-    declared["python"] = requirements([f"python{project['requires-python']}"])["python"]
-    assert {name: declared[name] for name in probes.SUPPORTED} == probes.SUPPORTED
+    declared = {one.name: one.specifier for one in map(Requirement, project["dependencies"])}
+    declared["python"] = SpecifierSet(project["requires-python"])
+    for name, (low, high) in probes.SUPPORTED.items():
+        assert declared[name] == SpecifierSet(f">={low}" + (f",<{high}" if high else "")), name
 
 
 def test_versions_are_compared_with_their_range():

@@ -7,6 +7,7 @@ rewrites the table of docs/neuron-lint.md after an intended change of the rules.
 
 import json
 import pathlib
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -92,11 +93,12 @@ def rounded(bits):
 
 
 def power(kind):
-    return module(
-        f"%0 = stablehlo.power %x, %x : tensor<4x{kind}> return %0 : tensor<4x{kind}>",
-        f"%x: tensor<4x{kind}>",
-        f"tensor<4x{kind}>",
-    )
+    result = f"tensor<4x{kind}>"
+    return module(f"%0 = stablehlo.power %x, %x : {result} return %0 : {result}", f"%x: {result}", result)
+
+
+def random_bits(x, **options):
+    return jax.lax.rng_bit_generator(jnp.zeros(4, jnp.uint32), (4,), **options)[1]
 
 
 def keyed(impl, draw):
@@ -144,12 +146,7 @@ CASES = {
     "RED02": (lambda x: jnp.cumsum(x, axis=0), lambda x: jax.lax.associative_scan(jnp.add, x)),
     "RED03": (windows(window_dilation=(2, 2)), windows()),
     "RNG01": (keyed("threefry2x32", jax.random.normal), keyed("rbg", jax.random.normal)),
-    "RNG02": (
-        lambda x: jax.lax.rng_bit_generator(
-            jnp.zeros(4, jnp.uint32), (4,), algorithm=jax.lax.RandomAlgorithm.RNG_THREE_FRY
-        )[1],
-        lambda x: jax.lax.rng_bit_generator(jnp.zeros(4, jnp.uint32), (4,))[1],
-    ),
+    "RNG02": (partial(random_bits, algorithm=jax.lax.RandomAlgorithm.RNG_THREE_FRY), random_bits),
     "RNG04": (keyed("rbg", lambda key: jax.random.randint(key, (4,), 0, 9)), keyed("rbg", jax.random.uniform)),
     "RP01": (rounded("e8m7"), lambda x: x.astype(jnp.bfloat16)),
     "RP02": (rounded("e8m23"), rounded("e8m7")),
@@ -162,10 +159,7 @@ CASES = {
         (lambda i: jax.lax.shift_right_arithmetic(i, i), shape(4, dtype=jnp.int8)),
         (lambda i: jax.lax.shift_right_arithmetic(i, i), I),
     ),
-    "OP08": (
-        convolution(window_strides=(2, 2), lhs_dilation=(2, 2)),
-        convolution(window_strides=(2, 2)),
-    ),
+    "OP08": (convolution(window_strides=(2, 2), lhs_dilation=(2, 2)), convolution(window_strides=(2, 2))),
     "DT01": (lambda x: jax.lax.complex(x, x), lambda x: x),
     "DT02": (lambda x: x.astype(jnp.float8_e4m3fn), lambda x: x.astype(jnp.float8_e4m3)),
     "DT03": (lambda x: x.astype(jnp.float8_e4m3fnuz), lambda x: x.astype(jnp.float8_e5m2)),
@@ -177,10 +171,7 @@ CASES = {
     "DT07": (constant("ui64", 2**32), constant("ui64", 2**32 - 1)),
     "INT01": ((lambda i: i @ i, I), lambda x: x @ x),
     "INT02": ((lambda i: jnp.zeros(9, jnp.int32).at[i].add(1), I), (lambda i: jnp.zeros(9).at[i].add(1.0), I)),
-    "INT03": (
-        over_mesh(lambda x: jax.lax.psum(x, "a"), dtype=jnp.int32),
-        over_mesh(lambda x: jax.lax.psum(x, "a")),
-    ),
+    "INT03": (over_mesh(lambda x: jax.lax.psum(x, "a"), dtype=jnp.int32), over_mesh(lambda x: jax.lax.psum(x, "a"))),
     "INT04": (power("i64"), power("i32")),
     "GS01": ((lambda x: doc_scatter(x, 10), shape(3, 4)), (lambda x: doc_scatter(x, 3), shape(3, 4))),
     "GS02": (
@@ -189,10 +180,7 @@ CASES = {
     ),
     "SH01": (typed("?xf32"), typed("4xf32")),
     "SH03": (argless(129), argless(128)),
-    "DN01": (
-        (lambda x: x * 2, shape(2**18)),
-        (jax.jit(lambda x: (x * 2, x + 1), donate_argnums=0), shape(2**18)),
-    ),
+    "DN01": ((lambda x: x * 2, shape(2**18)), (jax.jit(lambda x: (x * 2, x + 1), donate_argnums=0), shape(2**18))),
     "DA01": (lambda x: jax.lax.dot(x, x, precision="BF16_BF16_F32"), lambda x: x @ x),
     "DG01": (
         (lambda x, w: jnp.einsum("tk,nk->tn", x, w), shape(127, 1024), shape(1024, 1024)),

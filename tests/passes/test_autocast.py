@@ -3,7 +3,6 @@
 import itertools
 import math
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import jax.scipy.optimize
@@ -97,16 +96,6 @@ def doubled(x):
 doubled.defvjp(lambda x: (doubled(x), None), lambda _, g: (2.0 * g,))
 
 
-class Linen(nn.Module):
-    @nn.compact
-    def __call__(self, x):
-        return nn.Dense(4)(nn.LayerNorm()(nn.relu(nn.Dense(16)(x))))
-
-
-LINEN = Linen()
-LINEN_PARAMS = LINEN.init(jax.random.key(0), X)
-
-
 def scanned(w, x):
     return lax.scan(lambda x, w: (x + jax.nn.relu(x @ w), x[0]), x, jnp.stack([w, w.T, w]))[0].sum()
 
@@ -130,11 +119,6 @@ def checked_sharded(w, x):
     return jax.shard_map(local, mesh=mesh, in_specs=(P(), P("a")), out_specs=P())(w, x)
 
 
-def attended(w, x):
-    q = (x @ w).reshape(1, 4, 2, 4)
-    return (jax.nn.dot_product_attention(q, q, q, is_causal=True) * q).sum()
-
-
 def grad_inside(w, x):
     step = jax.grad(lambda w: jnp.square(x @ w).sum())(w)
     return jnp.square(x @ (w - 0.1 * step)).sum()
@@ -152,14 +136,12 @@ FUNCTIONS = {
     "checkpoint": checkpointed,
     "conv": lambda w, x: lax.conv(x.reshape(1, 1, 4, 8), w[:3, :3].reshape(1, 1, 3, 3), (1, 1), "SAME").sum(),
     "einsum": lambda w, x: jnp.square(jnp.einsum("ab,bc,dc->ad", x, w, x)).sum(),
-    "attention": attended,
     "ragged_dot": lambda w, x: lax.ragged_dot(x, jnp.stack([w, w.T]), jnp.array([1, 3], jnp.int32)).sum(),
     "scatter": lambda w, x: (x @ w).at[jnp.array([0, 2])].add(x[:2]).at[1].set(x[0]).sum(),
     "qr": lambda w, x: jnp.abs(jnp.linalg.qr(w + 3 * jnp.eye(8))[1]).sum() + (x @ w).sum(),
     "dropout": lambda w, x: jnp.where(jax.random.bernoulli(jax.random.key(0), 0.5, x.shape), x @ w, 0.0).sum(),
     "embedding": lambda w, x: jnp.square(w[jnp.array([1, 5, 1])] @ w).sum(),
     "grad_inside": grad_inside,
-    "linen": lambda w, x: jnp.square(LINEN.apply(LINEN_PARAMS, x @ w)).sum(),
     "shard_map_vma": checked_sharded,
     "pallas": lambda w, x: (doubled(x @ w) @ w).sum(),
 }

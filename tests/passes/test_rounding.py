@@ -150,13 +150,6 @@ def test_auto_cast_matmult_rounds_the_operands_of_products_alone():
     assert (to_bf16(found) != found).any()
 
 
-def test_auto_cast_all_leaves_no_fp32_result():
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(16, 16)), jnp.float32)
-    for core in (NEAREST, STOCHASTIC):
-        found = draw(jax.grad(lambda x: jnp.mean(jax.nn.log_softmax(x @ x) ** 2)), core, x)
-        np.testing.assert_array_equal(found, to_bf16(found))
-
-
 def test_constants_are_rounded_to_nearest_and_what_comes_from_integers_not_before_it_meets_others():
     def fn(x, count):
         table = jnp.cos(count * 0.37)
@@ -240,15 +233,8 @@ def through_shard_map(w, x):
     return jax.shard_map(local, mesh=on_mesh((4,)), in_specs=(P(), P("data")), out_specs=P())(w, x)
 
 
-FUNCTIONS = (
-    through_scan,
-    through_remat,
-    through_cond,
-    through_fori,
-    through_custom_vjp,
-    through_autocast,
-    through_shard_map,
-)
+FUNCTIONS = (through_scan, through_remat, through_cond, through_fori)
+FUNCTIONS += (through_custom_vjp, through_autocast, through_shard_map)
 ARGS = tuple(
     jnp.asarray(np.random.default_rng(seed).normal(size=shape) / scale, jnp.float32)
     for seed, shape, scale in ((0, (3, 16, 16), 4), (1, (8, 16), 1))
