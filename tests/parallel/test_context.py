@@ -1,39 +1,25 @@
 """A sequence split over devices is the same training as on one."""
 
-import functools
-
 import jax
 import numpy as np
 import pytest
+import steps
 from jax.sharding import PartitionSpec as P
 
-from hlat_jax.batch import segmented_batch
 from hlat_jax.config import default
 from hlat_jax.ops import context_attention
 from hlat_jax.parallel.degrees import layout_over
-from hlat_jax.parallel.rows import shard_batch, zigzag
-from hlat_jax.program import make_program
+from hlat_jax.parallel.rows import zigzag
 from hlat_jax.resolve import resolve
 
 SEQ_LEN = 48
-# What the rows of the covering array are too short for: windows over several parts, and shorter than one.
+RING = {"parallel.context_exchange": "ring"}
+# Windows shorter than a part of the sequence, and over several of them: rows of the covering array are too short.
 LAYOUTS = {
-    "window": {"parallel.context": 4, "model.sliding_window": 7},
-    "ring, window shorter than a chunk": {
-        "parallel.context": 4,
-        "parallel.context_exchange": "ring",
-        "model.sliding_window": 3,
-    },
-    "ring, rows, tensor, windows that differ": {
-        "parallel.context": 2,
-        "parallel.data": 2,
-        "parallel.tensor": 2,
-        "parallel.context_exchange": "ring",
-        "parallel.zero1": True,
-        "model.sliding_window": 7,
-        "model.sliding_window_layers": "1:2",
-        "model.remat": "full",
-    },
+    "window shorter than a chunk": RING | {"parallel.context": 4, "model.sliding_window": 3},
+    "rows, tensor, windows that differ": RING
+    | {"parallel.context": 2, "parallel.data": 2, "parallel.tensor": 2, "parallel.zero1": True, "model.remat": "full"}
+    | {"model.sliding_window": 7, "model.sliding_window_layers": "1:2"},
 }
 
 
@@ -43,42 +29,23 @@ def configured(changes):
     c.model.update(num_layers=2, fuse_qkv=False, init_std=0.2, **sizes)
     c.data.update(batch_size=4, seq_len=SEQ_LEN, packing="documents")
     c.parallel.data = 1
-    for path, value in changes.items():
-        section, key = path.split(".")
-        c[section][key] = value
+    c.update_from_flattened_dict(changes)
     return resolve(c)
 
 
-def drawn(seed):
-    """Returns rows of up to four documents with padding at the end."""
-    rng = np.random.default_rng(seed)
-    ids = np.sort(rng.integers(1, 5, (4, SEQ_LEN)), axis=1)
-    ids[:, -3:] = 0
-    return segmented_batch(rng.integers(0, 64, (4, SEQ_LEN)), ids)
-
-
-def trained(config, num_steps=4):
-    degrees = config.parallel
-    count = degrees.pipe * degrees.data * degrees.fsdp * degrees.context * degrees.tensor
-    program = make_program(config, layout_over(config, jax.devices()[:count]))
-    state, rows = program.init_state(), []
-    for step in range(num_steps):
-        state, metrics = program.run_step(state, program.shard(drawn(step)), np.float32(1e-3))
-        rows.append([float(metrics.loss), float(metrics.grad_norm), float(metrics.num_tokens)])
-    total, count = program.eval_step(state["params"], shard_batch(drawn(99), program.layout))
-    return [*np.ravel(rows), float(total), float(count)]
-
-
-@functools.cache
-def on_one_device(changes):
-    return trained(configured({path: value for path, value in changes if not path.startswith("parallel.")}))
+def trained(changes):
+    """Returns losses, gradient norms and numbers of targets of four steps, and the sums of an evaluation."""
+    config = configured(changes)
+    program, state, rows = steps.trained(config, [steps.documents(seed, config) for seed in range(4)])
+    sums = program.eval_step(state["params"], program.shard(steps.documents(99, config)))
+    found = [value for row in rows for value in (row.loss, row.grad_norm, row.num_tokens)]
+    return np.array([*found, *sums], np.float64)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_split_sequence_trains_as_on_one_device(name):
-    changes = LAYOUTS[name]
-    alone = tuple((path, value) for path, value in changes.items() if path.startswith("model."))
-    np.testing.assert_allclose(trained(configured(changes)), on_one_device(alone), rtol=5e-6)
+    alone = {path: value for path, value in LAYOUTS[name].items() if path.startswith("model.")}
+    np.testing.assert_allclose(trained(LAYOUTS[name]), trained(alone), rtol=5e-6)
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "ring"])
@@ -138,4 +105,4 @@ def test_devices_visit_every_pair_of_blocks_once(monkeypatch, window, is_ring):
 )
 def test_what_cannot_be_split_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        trained(configured(changes))
+        trained(changes)

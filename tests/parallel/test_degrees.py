@@ -22,10 +22,7 @@ REFUSED = [
         {"parallel.tensor": 4},
         r"set model.fuse_qkv=False, or lower parallel.tensor to at most 2. The nearest .* devices: parallel.tensor=2 ",
     ),
-    (
-        {"train.num_microbatches": 4},
-        r"make data.batch_size a multiple of 32, .* divisor of 1. No degrees pass every",
-    ),
+    ({"train.num_microbatches": 4}, r"make data.batch_size a multiple of 32, .* divisor of 1. No degrees pass every"),
     (
         {"parallel.tensor": -1, "parallel.data": 1, "model.num_heads": 12, "model.num_kv_heads": 3},
         r"parallel.tensor=8 must divide .* 8 devices: parallel.data=8 \(parallel.tensor=-1 is the rest\)",

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import micro
 import numpy as np
 import pytest
+from steps import documents, trained
 
-from hlat_jax.batch import abstract_batch, segmented_batch
+from hlat_jax.batch import abstract_batch
 from hlat_jax.cli.config_files import load
 from hlat_jax.config import ParallelConfig, default
 from hlat_jax.model import param_axes
@@ -17,7 +18,6 @@ from hlat_jax.ops.choices import chosen_model
 from hlat_jax.ops.loss_function import check_loss
 from hlat_jax.parallel.degrees import layout_over
 from hlat_jax.parallel.replica_sync import ReplicaSync
-from hlat_jax.parallel.rows import shard_batch
 from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.parallel.xla_options import compiler_options
 from hlat_jax.passes.jaxpr import equations
@@ -72,7 +72,6 @@ COLLECTIVES = {
         "reduce-scatter tensor_kv": 59,
     },
 }
-MODEL_ONLY = ("fuse_qkv", "tie_embeddings")
 
 
 def configured(**changes):
@@ -86,24 +85,8 @@ def configured(**changes):
     return resolve(c)
 
 
-def make_segments(seed, config):
-    """Returns rows of three documents and padding, a different number of counted targets in each."""
-    rng = np.random.default_rng(seed)
-    shape = (config.data.batch_size, config.data.seq_len)
-    ends = np.sort(rng.integers(1, shape[1], (shape[0], 3)), axis=1)
-    places = np.arange(shape[1])
-    ids = 1 + (places >= ends[:, :1]) + (places >= ends[:, 1:2])
-    return segmented_batch(rng.integers(0, config.model.vocab_size, shape), np.where(places >= ends[:, 2:], 0, ids))
-
-
-def layout_of(config, devices=None):
-    return make_layout(config.parallel, devices or jax.devices(), num_kv_heads=config.model.num_kv_heads)
-
-
-def alone(**changes):
-    """Returns the config of the same model on one device, and its layout."""
-    config = configured(data=1, **{key: value for key, value in changes.items() if key in MODEL_ONLY})
-    return config, layout_of(config, jax.devices()[:1])
+def layout_of(config):
+    return make_layout(config.parallel, jax.devices(), num_kv_heads=config.model.num_kv_heads)
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
@@ -117,14 +100,11 @@ def test_step_has_the_collectives_of_its_layout(name):
 
 
 def test_evaluation_over_a_mesh_equals_one_device():
-    config = configured(**LAYOUTS["pipe-all"])
-    for other, layout in ((config, layout_of(config)), alone()):
-        program = make_program(other, layout)
-        params = program.init_state()["params"]
-        sums = program.eval_step(params, shard_batch(make_segments(9, other), layout))
-        if layout.mesh.size > 1:
-            got = np.asarray(sums)
-    np.testing.assert_allclose(got, np.asarray(sums), rtol=1e-6)
+    config, sums = configured(**LAYOUTS["pipe-all"]), []
+    for other in (config, configured(data=1)):
+        program, state, _ = trained(other, [])
+        sums.append(np.asarray(program.eval_step(state["params"], program.shard(documents(9, other)))))
+    np.testing.assert_allclose(*sums, rtol=1e-6)
 
 
 def test_each_core_computes_only_the_kv_heads_it_needs():
@@ -201,10 +181,8 @@ def test_state_norms_match_numpy_and_use_one_all_reduce(policy, degrees, tmp_pat
 
 
 def test_compiler_options_are_for_several_gpus_and_known_to_xla():
-    everywhere, alone = (
-        make_layout(ParallelConfig(bucket_bytes=1 << 24), jax.devices()),
-        make_layout(ParallelConfig(), jax.devices()[:1]),
-    )
+    everywhere = make_layout(ParallelConfig(bucket_bytes=1 << 24), jax.devices())
+    alone = make_layout(ParallelConfig(), jax.devices()[:1])
     assert compiler_options(everywhere) == compiler_options(everywhere, platform="neuron") == {}
     assert compiler_options(alone, platform="gpu") == {}
     options = compiler_options(everywhere, platform="gpu")

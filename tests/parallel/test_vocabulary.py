@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+import steps
 
 import hlat_jax.hf
 from hlat_jax.batch import concat_batch
@@ -10,9 +11,7 @@ from hlat_jax.config import ParallelConfig, default
 from hlat_jax.generate.generator import Generator, Sampling
 from hlat_jax.generate.scoring import Scorer
 from hlat_jax.model import init_params, pad_vocabulary
-from hlat_jax.parallel.degrees import layout_over
 from hlat_jax.parallel.sharding import Layout, abstract_layout, make_layout
-from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve
 from hlat_jax.store.checkpoint import Checkpointer, read_checkpoint
 
@@ -25,25 +24,17 @@ def configured(vocab_size, **parallel):
     return resolve(c)
 
 
-def program_of(config):
-    degrees = config.parallel
-    return make_program(config, layout_over(config, jax.devices()[: degrees.pipe * degrees.tensor]))
-
-
-def trained(program, num_steps=3):
-    """Returns the losses and gradient norms of a few steps, and the state after them."""
-    state, rows = program.init_state(), []
-    for step in range(num_steps):
-        tokens = np.random.default_rng(step).integers(0, program.config.model.vocab_size, (4, 16))
-        state, metrics = program.run_step(state, program.shard(concat_batch(tokens)), np.float32(1e-2))
-        rows.append([float(metrics.loss), float(metrics.grad_norm)])
-    return rows, state
+def trained(config, num_steps=3):
+    """Returns the program, losses and gradient norms of a few steps, and the state after them."""
+    draws = [np.random.default_rng(step).integers(0, config.model.vocab_size, (4, 16)) for step in range(num_steps)]
+    program, state, rows = steps.trained(config, [concat_batch(tokens) for tokens in draws], rate=1e-2)
+    return program, [[row.loss, row.grad_norm] for row in rows], state
 
 
 def test_padding_changes_training_by_the_order_of_sums_alone(monkeypatch):
-    without, state = trained(program_of(configured(64)))
+    _, without, state = trained(configured(64))
     monkeypatch.setattr(Layout, "vocab_rows", lambda layout, vocab_size: 96)
-    padded, more = trained(program_of(configured(64)))
+    _, padded, more = trained(configured(64))
     assert padded[0][0] == without[0][0]  # later losses depend on products that sum over the rows in other groups
     np.testing.assert_allclose(padded, without, rtol=1e-6)
     for name in ("embed", "head"):
@@ -54,7 +45,7 @@ def test_padding_changes_training_by_the_order_of_sums_alone(monkeypatch):
 
 
 def test_a_checkpoint_opens_under_the_padding_of_any_layout(tmp_path):
-    programs = [program_of(configured(61, **degrees)) for degrees in ({}, {"pipe": 2, "tensor": 2})]
+    found = [trained(configured(61, **degrees), num_steps=2) for degrees in ({}, {"pipe": 2, "tensor": 2})]
 
     def of_tokens(state):
         """Returns the state without padding, which must be zeros: the only arrays of 61 to 64 rows."""
@@ -62,13 +53,12 @@ def test_a_checkpoint_opens_under_the_padding_of_any_layout(tmp_path):
         assert not any(leaf[61:].any() for leaf in leaves if leaf.ndim and 61 <= len(leaf) <= 64)
         return [leaf[:61] if leaf.ndim else leaf for leaf in leaves]
 
-    for number, program in enumerate(programs):
-        _, state = trained(program, num_steps=2)
+    for number, (program, _, state) in enumerate(found):
         kept = of_tokens(state)
         checkpointer = Checkpointer(tmp_path / str(number), config=program.config.checkpoint)
         checkpointer.save(1, state, position=np.zeros((1, 2), np.int64), metadata={}, norms={})
         checkpointer.wait()
-        for other in programs:
+        for other, _, _ in found:
             restored = read_checkpoint(tmp_path / str(number) / "checkpoints" / "1", other.abstract_state)
             jax.tree.map(np.testing.assert_array_equal, of_tokens(restored.state), kept)
         checkpointer.close()

@@ -9,7 +9,7 @@ import pytest
 from foreign_models import batch, user_model
 from programs import training_program
 
-from hlat_jax.batch import SumAndCount, abstract_batch
+from hlat_jax.batch import SumAndCount
 from hlat_jax.parallel import xla_options
 from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.passes.compile import TrainingProgram
@@ -55,13 +55,8 @@ def test_gradients_are_reduced_where_configured(small, when, where):
     small.parallel.update(data=8, reduce_gradients=when)
     small.data.batch_size = 8
     config = resolve(small)
-    layout = make_layout(config.parallel, jax.devices())
-    rows = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout.rows()),
-        abstract_batch(8, config.data.seq_len, with_segments=False),
-    )
-    program = make_program(config, layout)
-    found = report(TrainingProgram({"loss": program.training}), program.abstract_state, rows)
+    program = make_program(config, make_layout(config.parallel, jax.devices()))
+    found = report(TrainingProgram({"loss": program.training}), *program.step_arguments[:2])
     carried = collections.Counter()
     for collective in found.collectives:
         assert collective.axes == ("data",)

@@ -25,9 +25,9 @@ EIGHT_ROWS = "--config.data.batch_size=8"  # one for each device of the tests
 TWO_OPS = "--ops=attention,cross_entropy"
 
 
-def resolved(path, **model):
+def resolved(path, rows=8, **model):
     c = config_files.load(str(path))
-    c.data.batch_size = 8
+    c.data.batch_size = rows
     c.model.update(model)
     return resolve(c)
 
@@ -97,9 +97,7 @@ def test_call_or_op_without_times_falls_back_to_levels_with_a_reason(tuned):
     assert found["attention"].because.endswith(f"the fastest in {out}")
     for key in ("swiglu", "rope"):
         assert found[key].because == f"level 10 on cpu; {out} has no times for this call"
-    c = config_files.load(str(path))
-    c.model.ops_table, c.data.batch_size = str(out), 16
-    one = resolve(c)
+    one = resolved(path, rows=16, ops_table=str(out))
     choice = choices.choices(one, here(one))["attention"]
     assert choice.because == f"level 20 on cpu; {out} has no times for this call"
 

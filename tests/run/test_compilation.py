@@ -122,37 +122,31 @@ def test_fingerprints_do_not_depend_on_hash_seed_folder_or_source_lines(tmp_path
     assert found[0] == found[1]
 
 
-@pytest.fixture
-def run(tmp_path):
-    """A function that trains the micro config for some steps on one device: the programs that JAX compiled, by name."""
+@pytest.mark.slow
+def test_a_run_compiles_its_programs_once_each_and_nothing_else(tmp_path):
+    c, compiled, workdir = micro.config(tmp_path, checkpoint__every_steps=2), [], tmp_path / "run"
+    c.train.update(num_eval_batches=2, sample_prompt="It is", sample_tokens=4)
+
+    def on_compile_event(event, _, **about):
+        if event == COMPILED:
+            compiled.append(about["fun_name"])
 
     def train(num_steps):
-        c, compiled = micro.config(tmp_path, checkpoint__every_steps=2), []
-        c.train.update(num_steps=num_steps, num_eval_batches=2, sample_prompt="It is", sample_tokens=4)
-
-        def on_compile_event(event, _, **about):
-            if event == COMPILED:
-                compiled.append(about["fun_name"])
-
+        compiled.clear()
+        c.train.num_steps = num_steps
         jax.monitoring.register_event_duration_secs_listener(on_compile_event)
         try:
-            assert micro.train(c, tmp_path / "run") == 0
+            assert micro.train(c, workdir) == 0
         finally:
             jax.monitoring.unregister_event_duration_listener(on_compile_event)
-        return compiled, resolve(c), tmp_path / "run"
 
-    return train
-
-
-@pytest.mark.slow
-def test_a_run_compiles_its_programs_once_each_and_nothing_else(run):
     jax.clear_caches()
-    compiled, config, workdir = run(3)
+    train(3)
     names = ("decode", "eval_step", "initial", "prefill", "state_norms", "train_step")
     assert sorted(compiled) == [f"jit({name})" for name in names]
     before = {name: entry["sha256"] for name, entry in read_record(workdir).items()}
-    assert before == {name: predicted(name, config, platform="cpu") for name in PROGRAMS}
-    compiled, _, _ = run(7)  # resumed
+    assert before == {name: predicted(name, resolve(c), platform="cpu") for name in PROGRAMS}
+    train(7)  # resumed
     assert sorted(compiled) == [f"jit({name})" for name in names if name != "initial"]
     assert {name: entry["sha256"] for name, entry in read_record(workdir).items()} == before
 

@@ -11,44 +11,31 @@ import jax
 import pytest
 
 from hlat_jax import config as config_lib
+from hlat_jax.host.watchdog import Watchdog
 from hlat_jax.resolve import resolve
 from hlat_jax.run import resume
-from hlat_jax.run.goodput import EVENTS_FILE
+from hlat_jax.run.goodput import Ledger
 from hlat_jax.store.config_diff import MAY_CHANGE, config_drift
 from hlat_jax.store.metrics import ROWS_FILE
-
-START = {"pid": 1, "host": "n", "began": 0.0}
-SAVED = [("start", None), ("saved", 10), ("saved", 20)]
-
-
-class Events:
-    """The part of a ledger that a start needs."""
-
-    def __init__(self, folder):
-        self._path = folder / EVENTS_FILE
-
-    def event(self, name, **fields):
-        with open(self._path, "a") as file:
-            file.write(json.dumps({"event": name, "time": 0, **fields}) + "\n")
 
 
 @pytest.fixture
 def folder(tmp_path):
-    """A function of the steps of its rows and its events: (run folder, its ledger)."""
+    """A function of the steps of its rows, and of those that were saved: (run folder, its ledger)."""
+    with Ledger(tmp_path, Watchdog()) as ledger:
 
-    def make(steps=(), events=()):
-        rows = [{"step": step, "loss": 1.0, "tokens": 7, "nonfinite": 0} for step in steps]
-        (tmp_path / ROWS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
-        ledger = Events(tmp_path)
-        for name, step in events:
-            ledger.event(name, **(START if name == "start" else {"step": step}))
-        return tmp_path, ledger
+        def make(steps, saved=()):
+            rows = [{"step": step, "loss": 1.0, "tokens": 7, "nonfinite": 0} for step in steps]
+            (tmp_path / ROWS_FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
+            for step in saved:
+                ledger.event("saved", step=step)
+            return tmp_path, ledger
 
-    return make
+        yield make
 
 
 def test_a_rewind_to_an_older_checkpoint_is_said_once(folder, capsys):
-    workdir, ledger = folder(range(1, 26), SAVED)
+    workdir, ledger = folder(range(1, 26), saved=(10, 20))
     resume.report_losses(workdir, 10, ledger=ledger)
     said = "the checkpoint of step 20 is gone or damaged, and the rows reach step 25: the newest one is of step 10"
     assert said in capsys.readouterr().out

@@ -1,6 +1,5 @@
 """The loop where runs go wrong: a signal at a bad moment, a bad record, a second process, a damaged state."""
 
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -8,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -166,30 +166,21 @@ def test_ctrl_c_after_the_last_step_of_several_processes_ends_with_130(micro, tr
 @pytest.fixture
 def after_step(monkeypatch):
     """A function that has `change(state, metrics)`, which returns both, called once: after a step of the next run."""
+    compiled, pending = run_open.compiled_step, []
 
-    def install(step, change):
-        def compiled_step(*args):
-            program, pending = compiled(*args), [step]
+    def compiled_step(*args):
+        program = compiled(*args)
 
-            def train_step(state, *rest):
-                state, metrics = program(state, *rest)
-                if pending and int(state["step"]) >= pending[0]:
-                    pending.clear()
-                    compiled_once.undo()
-                    state, metrics = change(state, metrics)
-                return state, metrics
+        def train_step(state, *rest):
+            state, metrics = program(state, *rest)
+            if pending and int(state["step"]) >= pending[0][0]:
+                state, metrics = pending.pop()[1](state, metrics)
+            return state, metrics
 
-            return train_step
+        return train_step
 
-        compiled = run_open.compiled_step
-        compiled_once = pytest.MonkeyPatch()
-        compiled_once.setattr(run_open, "compiled_step", compiled_step)
-        undo.append(compiled_once.undo)
-
-    undo = []
-    yield install
-    for each in undo:
-        each()
+    monkeypatch.setattr(run_open, "compiled_step", compiled_step)
+    return lambda step, change: pending.append((step, change))
 
 
 def flipped(name):
@@ -304,13 +295,7 @@ def bad_seventh_batch():
             raise ValueError("row 30 cannot be read")
         return next_batch(self)
 
-    @contextlib.contextmanager
-    def patched():
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(TrainBatches, "__next__", next_but_the_seventh)
-            yield
-
-    return patched()
+    return mock.patch.object(TrainBatches, "__next__", next_but_the_seventh)
 
 
 @pytest.mark.slow

@@ -11,10 +11,10 @@ import numpy as np
 import optax
 import pytest
 from programs import training_program
+from steps import trained
 
 from hlat_jax.config import select
 from hlat_jax.ops.cross_entropy import SumAndCount
-from hlat_jax.parallel.degrees import layout_over
 from hlat_jax.parallel.pipeline import PHASES
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.program import make_program
@@ -47,18 +47,6 @@ def ragged(make_batch, config, *, number=0):
     return dataclasses.replace(batch, weights=batch.weights * counted.astype(np.float32))
 
 
-def trained(config, batches):
-    """Returns (state, metrics of every step) after the run's own step on these batches, as NumPy."""
-    degrees = config.parallel
-    count = degrees.pipe * degrees.data * degrees.fsdp * degrees.tensor
-    program = make_program(config, layout_over(config, jax.devices()[:count]))
-    state, rows = program.init_state(), []
-    for batch in batches:
-        state, metrics = program.run_step(state, program.shard(batch), np.float32(1e-2))
-        rows.append(metrics)
-    return jax.device_get((state, rows))
-
-
 def assert_same_bits(a, b):
     same = jax.tree.map(lambda x, y: np.asarray(x).tobytes() == np.asarray(y).tobytes(), a, b)
     assert [jax.tree_util.keystr(path) for path, leaf in jax.tree_util.tree_leaves_with_path(same) if not leaf] == []
@@ -75,7 +63,7 @@ def test_dispatched_step_equals_the_scanned_step_bit_for_bit(small, make_batch, 
         batches = [ragged(make_batch, config, number=number) for number in range(5)]
         for batch, value in ((batches[3], np.nan), (batches[4], 1e4)):
             batch.weights[-1, 0] = value
-        found[accumulate] = trained(config, batches)
+        _, *found[accumulate] = trained(config, batches, rate=1e-2)
     state, rows = found["programs"]
     assert int(state["step"]) == 5
     assert [bool(row.finite) for row in rows] == [True, True, True, False, True]

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from steps import trained
 
 from hlat_jax import precision
 from hlat_jax.config import default
-from hlat_jax.parallel.rows import shard_batch
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.precision import NEAREST, Rounding, policy_on, random_bits, stochastic_round
 from hlat_jax.program import make_program
@@ -104,44 +104,31 @@ def test_gradient_accumulation_over_microbatches_is_unbiased():
     assert (total(NEAREST) == 1).all()
 
 
-def small(**parallel):
-    c = default()
-    c.model.update(vocab_size=64, num_layers=2, embed_dim=32, mlp_dim=48, num_heads=4, num_kv_heads=2, head_dim=8)
-    c.model.fuse_qkv = False
-    c.data.update(batch_size=16, seq_len=16)
-    c.optimizer.update(peak_lr=1e-3, warmup_steps=1, horizon_steps=100)
-    c.precision.policy = "bf16_sr"
-    c.parallel.update(parallel)
-    c.train.num_microbatches = 2
-    return c
-
-
-def trained(config, layout, make_batch, *, num_steps=3):
-    program = make_program(config, layout)
-    state, step = program.init_state(), program.step
-    for number in range(num_steps):
-        state, metrics = step(state, shard_batch(make_batch(number, config), layout), np.float32(1e-3))
-    return state, float(metrics.loss)
+def config_of(small, **parallel):
+    small.model.fuse_qkv = False
+    small.precision.policy = "bf16_sr"
+    small.parallel.update(parallel)
+    small.train.num_microbatches = 2
+    return resolve(small)
 
 
 @pytest.mark.slow
-def test_bf16_sr_is_reproducible_and_depends_on_the_seed_in_the_state(one_device, make_batch):
-    config = resolve(small(data=1))
-    (first, _), (again, _) = (trained(config, one_device, make_batch) for _ in range(2))
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), first, again)
-    step = make_program(config, one_device).step
-    batch = make_batch(9, config)
+def test_bf16_sr_is_reproducible_and_depends_on_the_seed_in_the_state(small, make_batch):
+    config = config_of(small, data=1)
+    batches = [make_batch(number, config) for number in range(3)]
+    (program, first, _), (_, again, _) = (trained(config, batches) for _ in range(2))
+    jax.tree.map(np.testing.assert_array_equal, first, again)
+    step, batch = program.step, make_batch(9, config)
     moved = jax.device_get(step(jax.tree.map(jnp.copy, first), batch, np.float32(1e-3))[0]["params"])
     first["opt_state"]["seed"] = first["opt_state"]["seed"] + 1
     other = jax.device_get(step(first, batch, np.float32(1e-3))[0]["params"])
     assert any((a != b).any() for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(other), strict=True))
 
 
-def test_neuron_uses_hardware_rounding_unless_software_is_requested():
+def test_neuron_uses_hardware_rounding_unless_software_is_requested(small):
     for who, platform, in_program in (("auto", "neuron", False), ("software", "neuron", True), ("auto", "cpu", True)):
-        c = small(data=2, tensor=2)
-        c.precision.stochastic_rounding = who
-        config = resolve(c)
+        small.precision.stochastic_rounding = who
+        config = config_of(small, data=2, tensor=2)
         layout = planned_layout(config, 4, platform=platform)
         assert ("shift_right_logical" in str(make_program(config, layout).trace_step().jaxpr)) == in_program
 

@@ -18,15 +18,13 @@ from hlat_jax.run import open as run_open
 from hlat_jax.run.goodput import read_events
 from hlat_jax.store.metrics import ROWS_FILE, read_rows
 
-POLICY = SpikePolicy(window=4)
+POLICY, WINDOW_POLICY = SpikePolicy(window=4), SpikePolicy(sigmas=6.0, window=16)
 
 
-WINDOW_POLICY = SpikePolicy(sigmas=6.0, window=16)
-
-
-def decisions(series, policy=WINDOW_POLICY):
+def decisions(series):
     """Returns for each step of [steps, 2] values whether it is a spike, and the last window."""
-    state, spikes, detect = empty_spike_window(policy), [], jax.jit(functools.partial(detect_spike, policy=policy))
+    detect = jax.jit(functools.partial(detect_spike, policy=WINDOW_POLICY))
+    state, spikes = empty_spike_window(WINDOW_POLICY), []
     for loss, norm in np.float32(series):
         finite = np.isfinite([loss, norm]).all()
         spike, state = detect(state, loss=loss, grad_norm=norm, finite=finite)
@@ -34,9 +32,9 @@ def decisions(series, policy=WINDOW_POLICY):
     return spikes, state
 
 
-def by_numpy(series, policy=WINDOW_POLICY):
+def by_numpy(series):
     """The same with lists and float64."""
-    window, spikes = [], []
+    window, spikes, policy = [], [], WINDOW_POLICY
     for value in series:
         if not np.isfinite(value).all():
             spikes.append(False)
@@ -85,29 +83,17 @@ def linear(params, batch):
     return SumAndCount(jnp.sum(jnp.square(error)), 1.0 * error.size)
 
 
-def program_and_batch(policy, **options):
-    x = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32)
-    program = training_program(
-        linear, optax.adam(1e-3), options=dict(spikes=policy, **options), params={"w": jnp.zeros((16, 1))}
-    )
-    return program, {"x": x, "y": 0.0002 * x.sum(1)}
-
-
-def after_four_steps(program, batch):
-    state = program.init({"w": jnp.zeros((16, 1))})
-    for _ in range(4):
-        state, metrics = program.step(state, batch)
-        assert not metrics.spike
-    return state
-
-
 @pytest.mark.quick_cases("one")
 @pytest.mark.parametrize(
     "options", [{}, {"num_microbatches": 2, "zero": 1}, {"autocast": "fp16"}], ids=["one", "zero1", "fp16"]
 )
 def test_a_skipped_spike_changes_nothing_but_step_and_window(options):
-    program, batch = program_and_batch(POLICY, **options)
-    state = after_four_steps(program, batch)
+    x, params = np.random.default_rng(0).normal(size=(16, 16)).astype(np.float32), {"w": jnp.zeros((16, 1))}
+    program = training_program(linear, optax.adam(1e-3), options={"spikes": POLICY, **options}, params=params)
+    state, batch = program.init(params), {"x": x, "y": 0.0002 * x.sum(1)}
+    for _ in range(4):
+        state, metrics = program.step(state, batch)
+        assert not metrics.spike
     state, metrics = program.step(state, {"x": batch["x"], "y": batch["y"] * np.nan})
     assert (bool(metrics.finite), bool(metrics.spike)) == (False, False)  # no spike, and hides none
     before = jax.device_get(state)

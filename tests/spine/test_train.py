@@ -13,7 +13,7 @@ import micro
 import pytest
 
 from hlat_jax import train
-from hlat_jax.cli import config_files
+from hlat_jax.cli import config_files, flags
 from hlat_jax.data.loader import TrainBatches, batch_hash
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.optimizer import learning_rate
@@ -33,13 +33,11 @@ def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("train")
     config = micro.write_config(folder)
     shows = ("console=on", "log_every_steps=6", "tensorboard=True", "plot=True")
-    words = micro.command(config, folder / "run", *(f"metrics.{word}" for word in shows))
-    words += [f"--config.train.{word}" for word in ("sample_prompt=It is", "sample_tokens=4")]
+    samples = ("train.sample_prompt=It is", "train.sample_tokens=4")
+    words = micro.command(config, folder / "run", *(f"metrics.{word}" for word in shows), *samples)
     done = micro.run(words, micro.environment())
     assert done.returncode == 0, done.stderr
-    mutable = config_files.load(str(config))
-    mutable.metrics.update(console="on", log_every_steps=6, tensorboard=True, plot=True)
-    mutable.train.update(sample_prompt="It is", sample_tokens=4)
+    mutable, _ = flags.parse([word for word in words if word.startswith("--config")])
     return resolve(mutable), folder / "run", done.stdout
 
 

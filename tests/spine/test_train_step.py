@@ -10,11 +10,11 @@ import optax
 import pytest
 from lowered import assert_no_forbidden_operations, lowered_for_neuron
 from programs import training_program
+from steps import trained
 
 from hlat_jax.batch import SumAndCount
-from hlat_jax.optimizer import global_norm, learning_rate
+from hlat_jax.optimizer import global_norm
 from hlat_jax.parallel.pipeline import run_pipeline
-from hlat_jax.parallel.rows import shard_batch
 from hlat_jax.passes import remat
 from hlat_jax.passes.jaxpr import equations
 from hlat_jax.precision import POLICIES
@@ -22,17 +22,6 @@ from hlat_jax.program import make_program, state_bytes
 from hlat_jax.resolve import resolve
 from hlat_jax.run import costs
 from hlat_jax.train_step import StepOptions
-
-
-def run(config, layout, batches, num_steps=4):
-    program = make_program(config, layout)
-    state, step = program.init_state(), program.step
-    rows = []
-    for index in range(num_steps):
-        batch = shard_batch(batches[index % len(batches)], layout)
-        state, metrics = step(state, batch, learning_rate(index, config.optimizer))
-        rows.append(jax.device_get(metrics))
-    return state, rows
 
 
 @pytest.mark.slow
@@ -67,13 +56,12 @@ def test_policies_store_their_declared_dtypes(small, one_device):
 
 
 @pytest.mark.slow
-def test_mixed_follows_fp32_and_keeps_updates_that_bf16_loses(small, one_device, make_batch):
-    small.optimizer.peak_lr = 1e-4
+def test_mixed_follows_fp32_and_keeps_updates_that_bf16_loses(small, make_batch):
     losses = {}
     for policy in ("fp32", "mixed", "bf16"):
         small.precision.policy = policy
         config = resolve(small)
-        state, rows = run(config, one_device, [make_batch(0, config)], num_steps=30)
+        _, state, rows = trained(config, [make_batch(0, config)] * 30, rate=1e-4)
         losses[policy] = float(rows[-1].loss)
         losses[policy, "norms"] = np.asarray(state["params"]["final_norm"]["scale"], np.float32)
     # bf16 activations: the field's rule of thumb, 5e-3 of the loss
@@ -85,22 +73,21 @@ def test_mixed_follows_fp32_and_keeps_updates_that_bf16_loses(small, one_device,
 
 @pytest.mark.quick_cases("fp32-2")
 @pytest.mark.parametrize(("policy", "microbatches"), [("fp32", 2), ("mixed", 1)])
-def test_a_non_finite_step_changes_nothing_but_the_count(small, one_device, make_batch, policy, microbatches):
+def test_a_non_finite_step_changes_nothing_but_the_count(small, make_batch, policy, microbatches):
     small.precision.policy = policy
     small.train.num_microbatches = microbatches
     config = resolve(small)
-    step = make_program(config, one_device).step
     good = make_batch(0, config)
     weights = good.weights.copy()
     weights[1, 1] = np.inf
-    state, _ = run(config, one_device, [good], num_steps=2)
+    program, state, _ = trained(config, [good, good])
     before = jax.device_get(state)
-    state, metrics = step(state, dataclasses.replace(good, weights=weights), 1e-2)
+    state, metrics = program.step(state, dataclasses.replace(good, weights=weights), 1e-2)
     assert not metrics.finite
     after = jax.device_get(state)
     assert after.pop("step") == before.pop("step") + 1
     jax.tree.map(np.testing.assert_array_equal, before, after)
-    state, metrics = step(state, good, 1e-2)
+    state, metrics = program.step(state, good, 1e-2)
     assert metrics.finite
     assert not np.array_equal(state["params"]["embed"], before["params"]["embed"])
 
@@ -112,11 +99,11 @@ def test_eval_step_equals_the_training_loss_before_the_update_without_z_loss(sma
     program = make_program(plain, one_device)
     params = program.init_state()["params"]
     loss_sum, num_tokens = program.eval_step(params, batch)
-    _, rows = run(plain, one_device, [batch], num_steps=1)
+    _, _, rows = trained(plain, [batch])
     np.testing.assert_allclose(loss_sum / num_tokens, rows[0].loss, rtol=1e-6)
     small.train.z_loss_weight = 0.1
     config = resolve(small)
-    assert run(config, one_device, [batch], num_steps=1)[1][0].loss > rows[0].loss
+    assert trained(config, [batch])[2][0].loss > rows[0].loss
     assert make_program(config, one_device).eval_step(params, batch)[0] == loss_sum
 
 

@@ -63,21 +63,11 @@ def parts_of(batch, *, num_devices, num_microbatches):
 @pytest.mark.parametrize("options", EVERY_PATH, ids=str)
 def test_batch_norm_statistics_are_carried_over_microbatches_and_averaged_over_devices(options):
     (params, stats), batch = variables(), rows()
-    program = training_program(
-        normalized_loss,
-        optax.adam(1e-2),
-        options=options,
-        params=params,
-        batch=batch,
-        model_state=stats,
-    )
+    given = {"options": options, "params": params, "batch": batch, "model_state": stats}
+    program = training_program(normalized_loss, optax.adam(1e-2), **given)
     state, metrics = program.step(program.init(params, model_state=stats), batch)
     wanted, losses = [], []
-    for device in parts_of(
-        batch,
-        num_devices=8 if "zero" in options else 1,
-        num_microbatches=options.get("num_microbatches", 1),
-    ):
+    for device in parts_of(batch, num_devices=8, num_microbatches=options["num_microbatches"]):
         carried = stats
         for part in device:
             loss, carried = normalized_loss(params, part, carried, True)
@@ -232,11 +222,7 @@ def with_state(params, batch, model_state):
 
 # (loss, what is given, what is said)
 ASKS_OTHERWISE = [
-    (
-        lambda params, batch, key: 0.0,
-        {},
-        "takes 'key': .*gives model_state, keys, train by name. Did you mean 'keys'",
-    ),
+    (lambda params, batch, key: 0.0, {}, "takes 'key': .*gives model_state, keys, train by name. Did you mean 'keys'"),
     (with_state, {}, r"loss_fn takes a model_state: give its shapes as model_state="),
     (quadratic, {"model_state": STATS}, r"takes no model_state: define it as loss\(params, batch, \*, model_state"),
     (with_state, {"model_state": {"seed": jax.random.key(0)}}, r"model_state\['seed'\] is key<fry>: .*come as `keys`"),
@@ -265,7 +251,6 @@ def test_a_loss_function_that_asks_for_or_returns_something_else_is_refused():
 
 
 def test_a_step_donates_no_array_of_the_caller_or_the_optimizer():
-    policy = "mixed"
     table, key = jnp.ones((8, 1)), jax.random.key(0)
 
     def init(weights):
@@ -279,7 +264,7 @@ def test_a_step_donates_no_array_of_the_caller_or_the_optimizer():
 
     given = {"w": jnp.ones((8, 1), jnp.float32)}, {"seen": jnp.ones(())}, jnp.uint32(7)
     params, model_state, seed = given
-    program = training_program(loss, optax.GradientTransformation(init, update), options={"policy": POLICIES[policy]})
+    program = training_program(loss, optax.GradientTransformation(init, update), options={"policy": POLICIES["mixed"]})
     losses = []
     for _ in range(2):
         _, metrics = program.step(program.init(params, model_state=model_state, seed=seed), rows())

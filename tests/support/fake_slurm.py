@@ -10,6 +10,7 @@ the first step of that run, so that a slow machine has trained by then.
 
 import os
 import pathlib
+import re
 import shlex
 import signal
 import subprocess
@@ -50,9 +51,11 @@ def _sbatch(folder: pathlib.Path, words: list[str]) -> int:
     if "time" in options and "signal" in options:
         name, _, lead = options["signal"].partition("@")
         assert name == "TERM"
+        parts = map(int, reversed(re.split("[-:]", options["time"])))  # DAYS-HOURS:MINUTES:SECONDS, or the last of them
+        seconds = sum(unit * part for unit, part in zip((1, 60, 3600, 86400), parts, strict=False))
         _wait_for_clock(folder, batch)
         try:
-            return batch.wait(seconds(options["time"]) - int(lead))
+            return batch.wait(seconds - int(lead))
         except subprocess.TimeoutExpired:
             (folder / "signal").touch()  # for srun
     return batch.wait()
@@ -65,14 +68,6 @@ def _wait_for_clock(folder: pathlib.Path, batch: subprocess.Popen) -> None:
         order.unlink()
         while batch.poll() is None and not (rows.exists() and '"loss"' in rows.read_text()):
             time.sleep(0.05)
-
-
-def seconds(limit: str) -> int:
-    """Returns the seconds of one of Slurm's limits: MINUTES, MINUTES:SECONDS, HOURS:MINUTES:SECONDS, DAYS-HOURS:..."""
-    days, is_days, clock = limit.rpartition("-")
-    numbers = [int(part) for part in clock.split(":")]
-    units = (3600, 60, 1) if is_days or len(numbers) == 3 else (60, 1)
-    return int(days or 0) * 86400 + sum(number * unit for number, unit in zip(numbers, units, strict=False))
 
 
 def _srun(folder: pathlib.Path, words: list[str]) -> int:

@@ -130,11 +130,7 @@ _BACKWARD = Contract(
 )
 # SDK release -> (attention_cte, attention_bwd). What the library of 2.33 changes in these two was not readable: its
 # notes name new kernels only.
-CONTRACTS = {
-    "2.32.0": (_FORWARD, _BACKWARD),
-    "2.33.0": (_FORWARD, _BACKWARD),
-    "2.33.1": (_FORWARD, _BACKWARD),
-}
+CONTRACTS = dict.fromkeys(("2.32.0", "2.33.0", "2.33.1"), (_FORWARD, _BACKWARD))
 
 
 def fake_modules(contracts: tuple[Contract, Contract], grids: list[int]) -> dict[str, Any]:

@@ -19,6 +19,16 @@ PATH = f"{SCRIPTS}{os.pathsep}{os.environ['PATH']}"
 TRAIN = [sys.executable, "-m", "hlat_jax.train", "--config=tiny", "--config.train.num_steps=3"]
 
 
+ROOT = jobs.NODE.parent.parent
+
+
+def dry(*words, **variables):
+    """Returns the finished process of the script's dry run."""
+    env = {"PATH": PATH, "PYTHON": sys.executable, **variables}
+    words = [str(jobs.NODE), "--dry-run", *words]
+    return subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False)
+
+
 @pytest.fixture
 def dry_run(tmp_path):
     """A function of the script's flags and the variables of a node: (exports, command, the error on stderr)."""
@@ -30,10 +40,8 @@ def dry_run(tmp_path):
         product = tmp_path / "sys/devices/virtual/dmi/id/product_name"
         product.parent.mkdir(parents=True, exist_ok=True)
         product.write_text(f"{instance}\n")
-        env = {"PATH": PATH, "DEV": str(tmp_path / "dev"), "SYS": str(tmp_path / "sys")}
-        env |= {"PYTHON": sys.executable, **variables}
-        words = [str(jobs.NODE), "--dry-run", *flags, *TRAIN[3:]]
-        done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False)
+        variables = {"DEV": str(tmp_path / "dev"), "SYS": str(tmp_path / "sys"), **variables}
+        done = dry(*flags, *TRAIN[3:], **variables)
         if done.returncode:
             assert done.returncode == 2, done.stderr
             assert done.stdout == ""
@@ -62,9 +70,6 @@ def computed(instance="trn1.32xlarge", **fields):
     """Returns the variables of `tiny`, as the package computes them."""
     tiny = resolve(config_files.load("tiny"))
     return environment(tiny.precision, tiny.parallel, Topology(instance, **fields), current={}).variables
-
-
-ROOT = jobs.NODE.parent.parent
 
 
 def of_job(coordinator, num_processes, process_id):
@@ -155,32 +160,20 @@ def test_node_puts_the_compiler_of_its_interpreter_and_neurons_tools_on_the_path
     assert dry_run(JAX_PLATFORMS="cpu", **variables)[0] == {}
 
 
-def test_node_reads_precision_and_layout_only_from_the_config():
+def test_node_reads_precision_layout_and_the_weights_to_begin_with_only_from_the_config(tmp_path):
     words = ("--config.parallel.zero1=true", "--config.train.seed", "3", "--workdir=/w", "--config", "7b")
-    done = subprocess.run(
-        [str(jobs.NODE), "--dry-run", "--instance=trn1.32xlarge", *words],
-        cwd=ROOT, env=os.environ | {"PATH": PATH, "PYTHON": sys.executable, "JAX_PLATFORMS": ""},
-        capture_output=True, text=True, timeout=600, check=True,
-    )  # fmt: skip
-    [(exports, command)] = nodes_of(done.stdout)
+    [(exports, command)] = nodes_of(dry("--instance=trn1.32xlarge", *words).stdout)
     assert exports["NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU"] == "1"
     assert command[3:] == [*words, "--instance=trn1.32xlarge"]
-
-
-def test_node_takes_the_weights_to_begin_with_as_a_config(tmp_path):
-    words = [str(jobs.NODE), "--dry-run", "--instance=trn1.32xlarge"]
-    env = os.environ | {"PATH": PATH, "PYTHON": sys.executable, "JAX_PLATFORMS": ""}
     for start in ([f"--init_from={tmp_path}"], ["--init_from", str(tmp_path)]):
-        done = subprocess.run([*words, *start], cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
-        assert f"train.init_from: {tmp_path} holds no weights" in done.stderr  # of `neuron env`, which has read it
+        said = dry("--instance=trn1.32xlarge", *start).stderr
+        assert f"train.init_from: {tmp_path} holds no weights" in said  # of `neuron env`, which has read it
 
 
 def test_dry_run_anywhere_prints_every_node():
     num_nodes, instance = 64, "trn1.32xlarge"
     place = [f"--nodes={num_nodes}", f"--instance={instance}", "--coordinator=first"]
-    env = {"PATH": PATH, "PYTHON": sys.executable}
-    words = [str(jobs.NODE), "--dry-run", *place, "--port=5000", *TRAIN[3:]]
-    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=True)
+    done = dry(*place, "--port=5000", *TRAIN[3:])
     nodes = nodes_of(done.stdout)
     assert len(nodes) == num_nodes
     for rank, (exports, command) in enumerate(nodes):

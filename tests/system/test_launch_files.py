@@ -10,7 +10,7 @@ import jobs
 import kubernetes_validate
 import pytest
 import yaml
-from test_launch import PATH, nodes_of
+from test_launch import dry, nodes_of
 
 from hlat_jax.cli import config_files
 from hlat_jax.cli import flags as flags_lib
@@ -122,17 +122,13 @@ def test_manifests_get_the_nodes_that_the_template_makes():
 
 def test_run_manifest_starts_valid_commands():
     _, spec, _, container = loaded(LAUNCH / "eks" / "train.yaml")
-    config = resolve(config_files.load("7b"))
-    for node in range(spec["completions"]):
-        command = [word.replace("$(NODE)", str(node)) for word in container["command"]]
-        env = {"PATH": PATH, "PYTHON": sys.executable}
-        done = subprocess.run(
-            [*command, "--dry-run"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=True
-        )
-        [(exports, words)] = nodes_of(done.stdout)
-        place = Topology("trn1.32xlarge", nodes=4, rank=node, coordinator="hlat-node-0-0.hlat")
-        assert exports == environment(config.precision, config.parallel, place, current={}).variables
-        assert f"--process_id={node}" in words
+    config, node = resolve(config_files.load("7b")), spec["completions"] - 1
+    script, *command = [word.replace("$(NODE)", str(node)) for word in container["command"]]
+    assert (ROOT / script).resolve() == jobs.NODE
+    [(exports, words)] = nodes_of(dry(*command).stdout)
+    place = Topology("trn1.32xlarge", nodes=4, rank=node, coordinator="hlat-node-0-0.hlat")
+    assert exports == environment(config.precision, config.parallel, place, current={}).variables
+    assert f"--process_id={node}" in words
 
 
 def test_configured_node_loses_its_own_name_and_no_other(tmp_path):

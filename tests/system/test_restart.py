@@ -28,6 +28,12 @@ sys.exit(int(code))
 """
 
 
+def restart(*words):
+    """Returns the finished process of restart.sh, which does not wait between starts."""
+    words = [str(LAUNCH / "restart.sh"), "--wait_s=0", *map(str, words)]
+    return subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
+
+
 @pytest.fixture
 def restarted(tmp_path):
     """A function of a plan of exit codes and the flags of the script: (exit code, number of starts, stderr)."""
@@ -35,9 +41,7 @@ def restarted(tmp_path):
     def run(plan, *flags):
         (tmp_path / "starts").unlink(missing_ok=True)
         (tmp_path / "plan").write_text(plan)
-        player = [sys.executable, "-c", PLAYER, f"--workdir={tmp_path}"]
-        words = [str(LAUNCH / "restart.sh"), "--wait_s=0", *flags, *player]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
+        done = restart(*flags, sys.executable, "-c", PLAYER, f"--workdir={tmp_path}")
         return done.returncode, len((tmp_path / "starts").read_text()), done.stderr
 
     return run
@@ -85,8 +89,7 @@ os.kill(os.getpid(), signal.SIGSTOP)
 @pytest.mark.slow
 def test_restart_ends_a_frozen_command_and_what_it_started_and_repeats_it(tmp_path):
     (tmp_path / "alive.json").write_text("of an earlier process")
-    words = [str(LAUNCH / "restart.sh"), "--wait_s=0", "--stale_s=2", sys.executable, "-c", FREEZES]
-    done = subprocess.run([*words, f"--workdir={tmp_path}"], capture_output=True, text=True, timeout=600, check=False)
+    done = restart("--stale_s=2", sys.executable, "-c", FREEZES, f"--workdir={tmp_path}")
     assert done.returncode == 0
     assert (tmp_path / "starts").read_text() == "xx"
     frozen, again = [line for line in done.stderr.splitlines() if not line.startswith(str(LAUNCH))]
@@ -99,10 +102,8 @@ def test_restart_ends_a_frozen_command_and_what_it_started_and_repeats_it(tmp_pa
 @pytest.mark.slow
 def test_restart_leaves_a_command_alone_that_is_slow_to_begin_or_to_end(tmp_path):
     (tmp_path / "alive.json").write_text("of an earlier process")
-    words = [str(LAUNCH / "restart.sh"), "--wait_s=0", "--stale_s=1", sys.executable, "-c"]
     for program in ("import time; time.sleep(4)", FREEZES):
-        words_of = [*words, program, f"--workdir={tmp_path}", "ends"]
-        done = subprocess.run(words_of, capture_output=True, text=True, timeout=600, check=False)
+        done = restart("--stale_s=1", sys.executable, "-c", program, f"--workdir={tmp_path}", "ends")
         assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -121,7 +122,7 @@ def test_restart_and_job_refuse_what_is_no_number_by_name_without_evaluating_it(
         (["true"], "--workdir=DIR is missing in the command"),
         (["--max_restarts=08", "true", "--workdir=a"], "--max_restarts=08 must be a whole number"),
     ):
-        done = subprocess.run([str(LAUNCH / "restart.sh"), *words], capture_output=True, text=True, check=False)
+        done = restart(*words)
         assert done.returncode == 2
         assert message in done.stderr
     for name, value in (("SLURM_RESTART_COUNT", "PATH[$(touch x)]"), ("MAX_RESTARTS", "08")):
@@ -142,10 +143,8 @@ def submit(tmp_path):
 
     def run(*words, **more):
         env = variables | {name: str(value) for name, value in more.items()}
-        words = [str(tmp_path / "bin" / "sbatch"), *map(str, words)]
-        return subprocess.run(
-            words, cwd=micro.REPOSITORY, env=env, capture_output=True, text=True, timeout=600, check=False
-        )
+        words, how = [str(tmp_path / "bin" / "sbatch"), *map(str, words)], {"cwd": micro.REPOSITORY, "env": env}
+        return subprocess.run(words, **how, capture_output=True, text=True, timeout=600, check=False)
 
     return run
 

@@ -13,6 +13,13 @@ import pytest
 pytestmark = pytest.mark.xdist_group("wheel")  # its fixtures are costly: one process
 
 
+def run(words, **how):
+    """Returns what a command printed that succeeds."""
+    done = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False, **how)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """The wheel of this checkout, built from a copy of it: building leaves folders behind."""
@@ -25,9 +32,7 @@ def wheel(tmp_path_factory):
         shutil.copytree(micro.REPOSITORY / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
     # with the setuptools that is here, so that no network is needed
     isolation = ["--no-build-isolation"] if importlib.util.find_spec("setuptools") else []
-    words = [sys.executable, "-m", "pip", "wheel", str(copy), "--no-deps", *isolation, "-w", str(folder / "dist"), "-q"]
-    built = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
-    assert built.returncode == 0, built.stderr
+    run([sys.executable, "-m", "pip", "wheel", str(copy), "--no-deps", *isolation, "-w", str(folder / "dist"), "-q"])
     [path] = (folder / "dist").glob("hlat_jax-*.whl")
     return path
 
@@ -48,27 +53,19 @@ def test_wheel_holds_all_modules_configs_and_assets_and_no_tests(wheel):
 @pytest.mark.slow
 def test_installed_wheel_trains_tiny_outside_the_repository(wheel, tmp_path):
     target = tmp_path / "site"
-    words = [sys.executable, "-m", "pip", "install", str(wheel), "--no-deps", "--target", str(target), "-q"]
-    installed = subprocess.run(words, capture_output=True, text=True, timeout=600, check=False)
-    assert installed.returncode == 0, installed.stderr
-    env = micro.environment() | {"PYTHONPATH": str(target)}
+    run([sys.executable, "-m", "pip", "install", str(wheel), "--no-deps", "--target", str(target), "-q"])
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
+    how = {"cwd": elsewhere, "env": micro.environment() | {"PYTHONPATH": str(target)}}
 
     where = [sys.executable, "-c", "import hlat_jax.cli.config_files as c; print(c.__file__, c.config_folder())"]
-    found = subprocess.run(where, cwd=elsewhere, env=env, capture_output=True, text=True, timeout=600, check=True)
-    for path in found.stdout.split():
+    for path in run(where, **how).split():
         assert os.path.commonpath([path, target]) == str(target)
 
-    script = [target / "bin" / "hlat", "plan", "choices", "--config=tiny", "--platform=cpu"]
-    done = subprocess.run(script, cwd=elsewhere, env=env, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
-
+    run([target / "bin" / "hlat", "plan", "choices", "--config=tiny", "--platform=cpu"], **how)
     short = ("train.num_steps=2", "train.eval_every_steps=2", "train.num_eval_batches=1", "train.sample_prompt=")
     words = [sys.executable, "-m", "hlat_jax.train", "--config=tiny", *(f"--config.{word}" for word in short)]
-    done = subprocess.run(words, cwd=elsewhere, env=env, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "validation loss" in done.stdout
+    assert "validation loss" in run(words, **how)
     workdir = elsewhere / "runs" / "tiny"
     assert [row["step"] for row in micro.rows(workdir) if "loss" in row] == [1, 2]
     assert micro.saved_steps(workdir) == [2]

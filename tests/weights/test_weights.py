@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 import transformers
 from safetensors.numpy import load_file, save_file
-from tokenizer_files import write_tokenizer_json
+from tokenizer_files import train_model, write_tokenizer_json
 
 from hlat_jax import config as config_lib
 from hlat_jax.cli import config_files, flags
+from hlat_jax.data.formats.paths import asset_path
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.generate.inference import open_model
 from hlat_jax.hf import __main__ as hf
 from hlat_jax.hf import averaging, exporting
 from hlat_jax.model import apply
-from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.program import make_program
 from hlat_jax.resolve import export_problem, resolve
 from hlat_jax.run.resume import open_init, with_weights
@@ -81,7 +81,7 @@ def trained(tmp_path_factory):
     return folder, folder / "run", train(folder, folder / "run", **settings)
 
 
-def test_parameters_are_the_rounded_master_weights(trained):
+def test_parameters_and_an_export_in_bfloat16_are_the_rounded_master_weights(trained, tmp_path):
     _, run, _ = trained
     masters, params = open_weights(run, masters=True), open_weights(run)
     for name in leaves_by_name(params.arrays):
@@ -90,6 +90,10 @@ def test_parameters_are_the_rounded_master_weights(trained):
         np.testing.assert_array_equal(params.read(name), fp32.astype(jnp.bfloat16))
     rounded = masters.restore(None, dtype=jnp.bfloat16)
     jax.tree.map(np.testing.assert_array_equal, rounded, params.restore(None))
+    assert hf.main(["export", str(run), f"--out={tmp_path / 'hf'}", "--dtype=bfloat16"]) == 0
+    found = load_file(tmp_path / "hf/model.safetensors")["model.embed_tokens.weight"]
+    np.testing.assert_array_equal(found, params.read("embed"))
+    assert json.loads((tmp_path / "hf/config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
 COMMANDS = {  # each of them opens a checkpoint that was asked for by name
@@ -180,14 +184,6 @@ def test_of_a_run_the_weights_alone_are_read_one_at_a_time_the_largest_first(tra
     assert len(sizes) == len(jax.tree.leaves(params))
 
 
-def test_export_in_bfloat16_rounds_the_masters(trained, tmp_path):
-    _, run, _ = trained
-    assert hf.main(["export", str(run), f"--out={tmp_path / 'hf'}", "--dtype=bfloat16"]) == 0
-    found = load_file(tmp_path / "hf/model.safetensors")["model.embed_tokens.weight"]
-    np.testing.assert_array_equal(found, open_weights(run).read("embed"))
-    assert json.loads((tmp_path / "hf/config.json").read_text())["torch_dtype"] == "bfloat16"
-
-
 @pytest.mark.parametrize("dtype", [np.float32, jnp.bfloat16])
 def test_the_average_is_the_mean_rounded_once_and_that_of_a_checkpoint_with_itself_has_its_bits(dtype, tmp_path):
     values = write_weights(tmp_path / "w", dtype=dtype, first=(-0.0, 1e-40, 3e38, 1 / 3, 0))
@@ -268,7 +264,7 @@ def kinds(trained, tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["run", "checkpoint", "hf"])
 def test_a_run_takes_the_model_and_tokenizer_of_its_initial_weights(kind, kinds, tmp_path):
-    write_tokenizer(tmp_path / "other.model", 300)
+    train_model(tmp_path / "other.model")
     shipped = config_files.load("tiny").model
     mutable, given, lines = parsed(f"train.init_from={kinds[kind]}", "optimizer.clip_norm=0.5")
     config, weights = resolve(mutable), open_weights(kinds[kind])
@@ -290,10 +286,8 @@ def test_only_a_key_of_the_command_line_changes_what_given_weights_compute(kinds
     config = resolve(mutable)
     model = config.model
     assert (model.rope_theta, model.max_positions, model.attention, model.fuse_qkv) == (1e6, 512, "einsum", False)
-    assert (
-        lines[1]
-        == f"warning: model.rope_theta=1000000.0 changes what the weights of {kinds['hf']} compute: it was 50000.0"
-    )
+    changed = f"model.rope_theta=1000000.0 changes what the weights of {kinds['hf']} compute: it was 50000.0"
+    assert lines[1] == f"warning: {changed}"
     tokenizer = Tokenizer(config.data.tokenizer)
     assert "q" in open_init(config, tokenizer, given=given).arrays["layers"]["attention"]
     with pytest.raises(ValueError, match=r"model.rope_theta: 50000.0 in the checkpoint, 1000000.0 now\nSet these keys"):
@@ -369,12 +363,11 @@ def test_what_an_export_refuses_is_what_transformers_refuses(tmp_path):
     assert not (tmp_path / "hf").exists()
 
 
-def test_init_from_copies_only_the_weights(trained):
+def test_init_from_copies_only_the_weights(trained, one_device):
     _, run, config = trained
     train_config = dataclasses.replace(config.train, init_from=str(run), seed=5)
     config = dataclasses.replace(config, train=train_config, precision=config_lib.PrecisionConfig("mixed"))
-    layout = make_layout(config.parallel, jax.devices()[:1])
-    drawn = make_program(config, layout).init_state()
+    drawn = make_program(config, one_device).init_state()
     moments = jax.tree.map(np.asarray, drawn["opt_state"]["inner"])
     expected = jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), drawn)
     state, origin = with_weights(drawn, open_init(config, Tokenizer(config.data.tokenizer)), config=config)
@@ -397,9 +390,8 @@ def test_init_from_is_used_at_the_start_and_ignored_on_resume(trained, kinds, tm
     assert f"weights          from {run / 'checkpoints/2'}, step 2" in capsys.readouterr().out
     [first, *_] = read_rows(begun / ROWS_FILE)
     weights = open_weights(run, masters=True)
-    norm = np.sqrt(
-        sum(np.sum(np.square(weights.read(name), dtype=np.float64)) for name in leaves_by_name(weights.arrays))
-    )
+    masters = map(weights.read, leaves_by_name(weights.arrays))
+    norm = np.sqrt(sum(np.sum(np.square(values, dtype=np.float64)) for values in masters))
     assert (first["step"], first["learning_rate"]) == (1, 0.0)
     assert first["param_norm"] == pytest.approx(norm, rel=1e-6)
     assert json.loads((begun / "config.json").read_text())["train"]["init_from"] == config.train.init_from == str(run)
@@ -415,22 +407,10 @@ def test_init_from_is_used_at_the_start_and_ignored_on_resume(trained, kinds, tm
 
 def test_another_tokenizer_of_the_same_size_is_refused_by_name(trained, tmp_path):
     folder, run, _ = trained
-    write_tokenizer(tmp_path / "other.model", 2048)
+    tokenizer = asset_path("austen_2k.model").read_bytes()
+    (tmp_path / "other.model").write_bytes(tokenizer.replace("▁truth".encode(), "▁tooth".encode()))
     with pytest.raises(ValueError, match=r"other.model is not the tokenizer of train.init_from, .*tokenizer.model: "):
         train(folder, tmp_path / "run", train__init_from=str(run), data__tokenizer=str(tmp_path / "other.model"))
-
-
-def write_tokenizer(path, vocab_size):
-    import sentencepiece
-
-    rng = np.random.default_rng(0)
-    letters = np.array(list("abcdefghijklmnop"))
-    texts = [" ".join("".join(rng.choice(letters, rng.integers(2, 9))) for _ in range(20)) for _ in range(100)]
-    with open(path, "wb") as file:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(texts), model_writer=file, vocab_size=vocab_size, model_type="bpe",
-            byte_fallback=True, minloglevel=2,
-        )  # fmt: skip
 
 
 def test_a_damaged_safetensors_file_is_refused_by_its_name(tmp_path):
