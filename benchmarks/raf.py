@@ -20,12 +20,14 @@ memory is the largest resident set of a step after compilation, above that of th
 XLA's bytes are its own accounting of arguments, results that alias none, and temporaries.
 
 `--gpu` runs both on the GPU, fp32 with products in TF32, PyTorch under autocast to bf16 too; sizes are then RAF's own
-(`--shrink=1`), every round counts, and peak memory is that of PyTorch's allocations, blank for JAX.
+(`--shrink=1`), contenders compile beside each other, every round counts, and peak memory is that of PyTorch's
+allocations, blank for JAX.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import ctypes
 import dataclasses
 import functools
@@ -476,6 +478,16 @@ class Worker:
         self.process.wait()
 
 
+def started(jobs: list[dict], *, at_once: bool) -> list[Worker]:
+    """Returns the workers of these jobs that are ready; they compile one after another or all beside each other."""
+    with concurrent.futures.ThreadPoolExecutor(len(jobs) if at_once else 1) as pool:
+        workers = list(pool.map(lambda job: Worker(**job), jobs))
+    for worker in workers:
+        if worker.ready is None:
+            print(f"{worker.name}: failed", flush=True)
+    return [worker for worker in workers if worker.ready is not None]
+
+
 def in_turn(workers: list[Worker], num_rounds: int) -> tuple[list[list[dict]], int]:
     """Returns (samples by worker and round, how many rounds were undisturbed); these alone if there are any."""
     rounds = [[worker.sample() for worker in workers] for _ in range(num_rounds)]
@@ -497,12 +509,8 @@ def compare_steps(name: str, model: Model, args: argparse.Namespace) -> bool:
     if TORCH.keys() & {*names} and not shutil.which("g++") and "PyTorch torch.compile" in names:
         print("PyTorch torch.compile: left out, there is no C++ compiler (g++)")
         names.remove("PyTorch torch.compile")
-    workers = []
-    for each in names:
-        workers.append(Worker(each, model, budget=args.budget_share, **job))
-        if workers[-1].ready is None:
-            print(f"{each}: failed", flush=True)
-            workers.pop()
+    job |= {"model": model, "budget": args.budget_share}
+    workers = started([{"name": each, **job} for each in names], at_once=args.gpu)
     samples, num_quiet = in_turn(workers, args.rounds)
     by_name = dict(zip([worker.name for worker in workers], samples, strict=True))
     first = workers[0].name
@@ -536,18 +544,28 @@ def compare_steps(name: str, model: Model, args: argparse.Namespace) -> bool:
     return agree
 
 
-def compare_batches(name: str, model: Model, args: argparse.Namespace) -> bool:
-    """Prints the rows of one model: without rematerialization, at RAF's factor, and at the largest batch."""
+def compare_batches(models: dict[str, Model], args: argparse.Namespace) -> bool:
+    """Prints the rows of each model: without rematerialization, at RAF's factor, and at the largest batch."""
     job = {"optimizer": "sgd", "seq_len": args.seq_len, "compilations": args.compilations, "gpu": args.gpu}
-    found = Worker("largest batches", model, limit=args.limit, **job).ready
-    if found is None:
+    jobs = [{"name": "largest batches", "model": model, "limit": args.limit} | job for model in models.values()]
+    searches = started(jobs, at_once=args.gpu)
+    if len(searches) < len(jobs):
         return False
+    for (name, model), search in zip(models.items(), searches, strict=True):
+        print_batches(name, model, search.ready, job, args)
+    return True
+
+
+def print_batches(name: str, model: Model, found: dict, job: dict, args: argparse.Namespace) -> None:
+    """Prints the rows of one model, of which these are the limit and the largest batches."""
     limit, without, most = (found[key] for key in ("limit", "without", "most"))
     batches = {"plain JAX": [without], "budget": sorted({min(without * model.raf[1] // model.raf[0], most), most})}
-    workers = [
-        Worker(each, model, batch=batch, budget=limit, **job) for each, sizes in batches.items() for batch in sizes
+    jobs = [
+        {"name": each, "model": model, "batch": batch, "budget": limit} | job
+        for each, sizes in batches.items()
+        for batch in sizes
     ]
-    workers = [worker for worker in workers if worker.ready is not None]
+    workers = started(jobs, at_once=args.gpu)
     samples, num_quiet = in_turn(workers, args.rounds)
     raf = f"RAF {model.raf[0]} to {model.raf[1]} at {model.raf[2]:.1%}"
     for worker, own in zip(workers, samples, strict=True):
@@ -565,7 +583,6 @@ def compare_batches(name: str, model: Model, args: argparse.Namespace) -> bool:
         )
         print("| " + " | ".join(cells) + " |", flush=True)
         worker.close()
-    return True
 
 
 def print_memory(name: str, model: Model, args: argparse.Namespace) -> bool:
@@ -614,13 +631,14 @@ def main() -> None:
         print(f"fp32, SGD, {args.batch} x {args.seq_len} tokens, by XLA's accounting")
         print("| | MiB | |")
         print("|---|---|---|")
-    compare = {"step": compare_steps, "batch": compare_batches, "memory": print_memory}[args.what]
-    all_well = True
-    for name in names:
-        model = MODELS[name].divided(args.shrink if args.what == "batch" and not args.gpu else 1)
-        sizes = {key: value for key in ("layers", "width", "vocab") if (value := getattr(args, key)) is not None}
-        all_well &= compare(name, dataclasses.replace(model, **sizes), args)
-    sys.exit(not all_well)
+    sizes = {key: value for key in ("layers", "width", "vocab") if (value := getattr(args, key)) is not None}
+    shrink = args.shrink if args.what == "batch" and not args.gpu else 1
+    models = {name: dataclasses.replace(MODELS[name].divided(shrink), **sizes) for name in names}
+    if args.what == "batch":
+        sys.exit(not compare_batches(models, args))
+    compare = compare_steps if args.what == "step" else print_memory
+    are_well = [compare(name, model, args) for name, model in models.items()]
+    sys.exit(not all(are_well))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ compiled once, and its seconds count for each of them. That gradients stay equal
 import argparse
 import dataclasses
 import functools
+import math
 import os
 import time
 
@@ -175,19 +176,25 @@ def batches(names, limit):
 def largest_batch(make_step, limit, *, step, keeps_nothing=False):
     """Returns the largest batch whose program takes at most `limit` bytes; `make_step`: batch -> (fn, args)."""
 
-    def fits(batch):
+    def taken(batch):
         fn, args = make_step(batch)
         fn = naming.checkpointed(fn, RematChoice(), region="auto") if keeps_nothing else fn
         program = step(fn)
         program = program if hasattr(program, "trace") else jax.jit(program)
-        return remat.total_bytes(program.trace(*args)) <= parse_bytes(limit, name="limit")
+        return remat.total_bytes(program.trace(*args))
 
-    low, high = 0, 1
-    while fits(high):
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
+    limit = parse_bytes(limit, name="limit")
+    low, high, batch = 0, None, 1
+    measured = {}
+    while high is None or high - low > 1:  # bytes grow about linearly: a line through two of them gives the next batch
+        measured[batch] = taken(batch)
+        low, high = (batch, high) if measured[batch] <= limit else (low, batch)
+        batch = 2 * low if high is None else (low + high) // 2
+        if len(measured) > 1 and len(measured) % 3:  # a third of the steps halve, whatever the line says
+            (one, its), (other, their) = sorted(measured.items(), key=lambda pair: abs(pair[1] - limit))[:2]
+            slope = (their - its) / (other - one)
+            guess = one + math.floor((limit - its) / slope) if slope > 0 else batch
+            batch = max(low + 1, guess) if high is None else min(max(low + 1, guess), high - 1)
     return low
 
 
