@@ -17,6 +17,8 @@ from hlat_jax.parallel.sharding import Layout
 from hlat_jax.parallel.virtual_devices import PlannedDevice
 from hlat_jax.precision import POLICIES
 
+_KERNELS = ("cudnn", "triton", "nki")  # of attention
+
 
 def calls(config: Config, layout: Layout) -> dict[str, dict[str, Any]]:
     """Returns key of ModelConfig -> CallSpec of the op in one microbatch of training, on one device.
@@ -69,6 +71,9 @@ def choices(config: Config, layout: Layout, *, platform: str | None = None) -> d
         times = table.read_for(config.model.ops_table, platform=platform or layout.platform, kind=known_kind)
         kind = kind or times.device_kind
     known, refused = calls(config, layout), exclusions(config.model, kind)
+    if config.precision.simulate != "none":
+        reason = "precision.simulate reads every operation, and those of a kernel are not seen"
+        refused["attention"] = dict.fromkeys(_KERNELS, reason) | refused.get("attention", {})
     if (parts := layout.degrees["context"]) > 1:
         reason = f"it needs the whole sequence, and parallel.context={parts} splits it"
         refused["attention"] = {name: reason for name in OPS["attention"].names if name != "chunked"}

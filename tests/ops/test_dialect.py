@@ -100,3 +100,14 @@ def test_a_window_that_an_attention_does_not_have_is_refused_before_anything_is_
                         choices(of_run, layout, platform=platform)
                 else:
                     assert choices(of_run, layout, platform=platform)["attention"].name == name
+
+
+def test_a_simulated_core_sees_no_kernel_of_attention():
+    """On an H100 `auto` took cuDNN's, which the simulator refused."""
+    config = small_config()
+    model, data = dataclasses.replace(config.model, attention="auto"), dataclasses.replace(config.data, seq_len=512)
+    config = dataclasses.replace(config, model=model, data=data)
+    layout = planned_layout(config, 1, platform="neuron")
+    for simulate, name in (("none", "triton"), ("neuron", "einsum")):  # cuDNN is not here
+        of_run = dataclasses.replace(config, precision=dataclasses.replace(config.precision, simulate=simulate))
+        assert choices(of_run, layout, platform="cuda")["attention"].name == name
