@@ -206,6 +206,9 @@ def test_scalars_and_sums_that_exponentials_or_fp32_values_enter_are_fp32():
     jaxpr = jax.make_jaxpr(autocast(lambda w, x: jax.nn.softmax(x @ w)))(W, X)
     (subtraction,) = (eqn for eqn, _ in equations(jaxpr.jaxpr) if eqn.primitive.name == "sub")
     assert subtraction.outvars[0].aval.dtype == jnp.float32
+    barrier = autocast(lambda w, x: lax.optimization_barrier((x @ w, jax.nn.logsumexp(x, axis=-1))))
+    (eqn,) = (eqn for eqn, _ in equations(jax.make_jaxpr(barrier)(W, X).jaxpr) if "barrier" in eqn.primitive.name)
+    assert [str(var.aval.dtype) for var in eqn.outvars] == ["bfloat16", "float32"]
 
 
 def test_effects_are_kept_and_happen_once(capsys):

@@ -1,5 +1,6 @@
 """Attention in functions that nobody wrote for us is found, replaced by the op, and left alone where it is another."""
 
+import dataclasses
 import functools
 import re
 
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hlat_jax.ops import attention
+from hlat_jax.ops import attention, chunked_attention
 from hlat_jax.passes.rewrite import check, rewrite
 
 B, T, N, H = 2, 8, 4, 6
@@ -348,6 +349,17 @@ def test_a_replacement_that_is_wrong_is_not_used(monkeypatch):
     report = report_of(fn, *QKV)
     assert not report.replacements
     assert re.search(r"differs from it by \S+, more than 1e-05", report.refusals[0].reason)
+
+    fn = attend(lambda scores, allowed: jnp.where(allowed, scores, -1e9))
+    right_of_variant = chunked_attention.attention
+
+    def maskless(*args, variant, **rest):
+        return right_of_variant(*args, variant=dataclasses.replace(variant, masks=()), **rest)
+
+    assert report_of(fn, Q, K, KEYS).replacements
+    monkeypatch.setattr(check, "_checked", {})
+    monkeypatch.setattr(chunked_attention, "attention", maskless)
+    assert not report_of(fn, Q, K, KEYS).replacements
 
 
 def test_a_replacement_is_compared_on_a_machine_with_one_device(monkeypatch):
