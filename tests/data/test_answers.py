@@ -71,6 +71,7 @@ def test_of_a_conversation_the_tokens_and_answers_are_those_of_transformers(temp
     assert tokenizer.decode(ids[is_target]).replace("<|im_end|>\n", "") == answers
 
 
+@pytest.mark.slow
 def test_a_run_resumes_with_its_chat_template_alone_and_keeps_it(tmp_path):
     folder = folder_with(tmp_path, CHATML)
     path, settings = tmp_path / "chat_template.jinja", json.loads((folder / "tokenizer_config.json").read_text())

@@ -122,7 +122,7 @@ def test_mixtures_match_the_reference_packer(three, kind, seed, batch_size, seq_
 STAGES = "a=1,b=0 until_tokens=100_000;a=1,b=2 until_step=150;a=0,b=1 until_step=170;a=2,b=1"
 
 
-@pytest.mark.quick_cases("a=1,b=9")
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", ["a=1,b=9", STAGES])
 def test_token_share_of_each_source_follows_its_weight_despite_padding(tmp_path, stages):
     """Rows of `a` hold one document of 139 tokens and rows of `b` are full: by rows, a's share was 38.5 %."""

@@ -135,6 +135,7 @@ def validated(tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 def test_evaluate_of_the_validation_rows_equals_the_validation_of_the_run(validated, evaluate_here, tmp_path):
     """1e-5: fp32 sums over batches of another size, and another mesh."""
     out, mesh = tmp_path / "found.json", ["--config.parallel.tensor=2", "--config.parallel.data=2", "--batch_size=1"]

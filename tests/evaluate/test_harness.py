@@ -99,7 +99,7 @@ def answers(found, task):
     return [[answer for [answer] in row["resps"]] for row in rows]
 
 
-@pytest.mark.quick_cases("mesh")
+@pytest.mark.slow
 @pytest.mark.parametrize("degrees", [{}, {"tensor": 2, "data": 2}], ids=["one device", "mesh"])
 def test_harness_model_matches_the_hugging_face_backend(degrees, folder, of_hugging_face):
     found = results(ours(folder, name="source" if degrees else "imported", **degrees), folder)

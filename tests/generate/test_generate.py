@@ -147,6 +147,7 @@ def test_control_tokens_in_prompts_give_what_transformers_gives(kind, generate_h
     assert "p.jsonl: each line must be a JSON object" in generate_here(*words)[2]
 
 
+@pytest.mark.slow
 def test_a_chat_keeps_its_turns_and_leaves_out_the_oldest(generate_here, tmp_path, monkeypatch):
     source, _, theirs, model = chat_model(tmp_path / "hf", "bytes", max_position_embeddings=128)
     most, messages, printed = model.config.max_position_embeddings, [], ""

@@ -76,7 +76,7 @@ MESHES = {
 }
 
 
-@pytest.mark.quick_cases("sequence-parallel")
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "parallel"), MESHES.values(), ids=MESHES)
 def test_generation_over_a_mesh_equals_one_device(name, parallel):
     num_devices = parallel.pipe * parallel.data * parallel.fsdp * parallel.tensor

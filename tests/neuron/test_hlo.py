@@ -120,6 +120,7 @@ def test_fewer_replicas_keep_the_rows_of_a_device_and_one_has_no_collectives(com
     assert "all-reduce" not in computation(module).as_hlo_text()
 
 
+@pytest.mark.slow
 def test_command_writes_modules_and_a_compile_script(tmp_path, monkeypatch, neuron_here):
     out = tmp_path / "hlo"
     words = ["hlo", "--config=tiny", "--devices=2", "--program=eval", "--instance=trn2.48xlarge", f"--out={out}"]

@@ -42,6 +42,7 @@ def trained(changes):
     return np.array([*found, *sums], np.float64)
 
 
+@pytest.mark.quick_cases("rows, tensor, windows that differ")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_split_sequence_trains_as_on_one_device(name):
     alone = {path: value for path, value in LAYOUTS[name].items() if path.startswith("model.")}

@@ -145,6 +145,7 @@ def assert_equals_one_device(row):
             np.testing.assert_array_equal(first, np.asarray(shard.data))
 
 
+@pytest.mark.quick_cases("stages", "tensor")
 @pytest.mark.parametrize("name", covering.QUICK)
 def test_row_trains_like_one_device(name):
     assert_equals_one_device(covering.QUICK[name])
@@ -153,7 +154,8 @@ def test_row_trains_like_one_device(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_rows_of_the_covering_array_train_like_one_device(part, request):
-    for row in covering.covering_array(request.config.getoption("--seed"))[part::NUM_PARTS]:
+    rows = covering.covering_array(request.config.getoption("--seed"))
+    for row in [row for row in rows if row not in covering.QUICK.values()][part::NUM_PARTS]:
         print(row)
         assert_equals_one_device(row)
 

@@ -99,6 +99,7 @@ def test_step_has_the_collectives_of_its_layout(name):
     assert arrays == COLLECTIVES[name]
 
 
+@pytest.mark.slow
 def test_evaluation_over_a_mesh_equals_one_device():
     config, sums = configured(**LAYOUTS["pipe-all"]), []
     for other in (config, configured(data=1)):

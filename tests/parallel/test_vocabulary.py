@@ -31,6 +31,7 @@ def trained(config, num_steps=3):
     return program, [[row.loss, row.grad_norm] for row in rows], state
 
 
+@pytest.mark.slow
 def test_padding_changes_training_by_the_order_of_sums_alone(monkeypatch):
     _, without, state = trained(configured(64))
     monkeypatch.setattr(Layout, "vocab_rows", lambda layout, vocab_size: 96)
@@ -44,6 +45,7 @@ def test_padding_changes_training_by_the_order_of_sums_alone(monkeypatch):
         np.testing.assert_allclose(table[:64], state["params"][name], rtol=0, atol=1e-4 * np.abs(table).max())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_opens_under_the_padding_of_any_layout(tmp_path):
     found = [trained(configured(61, **degrees), num_steps=2) for degrees in ({}, {"pipe": 2, "tensor": 2})]
 
@@ -64,6 +66,7 @@ def test_a_checkpoint_opens_under_the_padding_of_any_layout(tmp_path):
         checkpointer.close()
 
 
+@pytest.mark.slow
 def test_padding_is_never_sampled_or_scored_whatever_it_holds():
     cfg = configured(61).model
     params = init_params(cfg, jax.random.key(0, impl="rbg"))

@@ -203,6 +203,7 @@ def test_search_keeps_the_context_and_splits_the_state_over_it():
     assert {(c.parallel.context, c.parallel.data, c.parallel.zero1) for _, c in scored} == {(2, 1, True)}
 
 
+@pytest.mark.slow
 def test_estimates_of_the_search_are_near_the_plan():
     for changes in ESTIMATED:
         config = planned_config(**{"data": 1} | changes)
@@ -216,6 +217,7 @@ def test_estimates_of_the_search_are_near_the_plan():
         assert 0.4 < estimate.step_s / plan["projection"]["step_s"] < 1.5, changes
 
 
+@pytest.mark.slow
 def test_memory_within_the_error_of_temporaries_is_not_called_a_fit(monkeypatch):
     parts = {"opt_state": 10, "batch": 0, "gradients": 10, "activations": 20, "workspace": 30, "logits": 1}
     memory = DeviceBytes(params=20, **parts)  # 60 of 90 may be 71: 101 in all

@@ -29,6 +29,7 @@ def train(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_the_best_checkpoint_is_kept_and_training_ends_early_resumed_or_not(train, tmp_path, capsys):
     whole = train(tmp_path / "whole", train__early_stop_evals=3)
     losses = evals(whole)

@@ -116,6 +116,7 @@ def test_validation_text_without_targets_or_another_on_resume_is_refused(micro, 
         train(micro)
 
 
+@pytest.mark.slow
 def test_permanent_checkpoints_are_saved_at_their_own_multiples(micro, train, tmp_path):
     micro.checkpoint.every_steps = 5
     micro.checkpoint.keep_every_steps = 7
@@ -275,6 +276,7 @@ def test_non_finite_state_is_not_saved_even_if_all_steps_were_finite(micro, trai
     assert saved_steps(tmp_path / "run") == [12]
 
 
+@pytest.mark.slow
 def test_checkpoint_and_export_due_in_a_non_finite_window_are_delayed(micro, train, after_step, tmp_path, capsys):
     short(micro, 5)
     micro.checkpoint.update(export_every_steps=5, keep_last=3)

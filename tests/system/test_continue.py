@@ -77,6 +77,7 @@ def test_a_model_is_continued_by_one_command_and_exported_as_it_came(source, tmp
     assert json.loads((tmp_path / "whole/config.json").read_text())["dtype"] == "float32"
 
 
+@pytest.mark.slow
 def test_parameters_of_ones_own_are_saved_as_transformers_computes_them(source, tmp_path):
     model, params = hf.load(source, dtype="float32")
     tokens_BT = np.random.default_rng(0).integers(0, 640, (2, 24))

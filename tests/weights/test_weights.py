@@ -166,6 +166,7 @@ def test_exported_run_loads_in_transformers_without_warnings(trained, tmp_path, 
     np.testing.assert_allclose(logits_BTV, theirs, atol=1e-5)  # fp32, sums in another order; measured 1e-6
 
 
+@pytest.mark.slow
 def test_of_a_run_the_weights_alone_are_read_one_at_a_time_the_largest_first(trained, monkeypatch):
     """The state holds 14 bytes a parameter: fp32 masters and both moments, and the bf16 parameters that are read."""
     weights, sizes = open_weights(trained[1]), []
@@ -201,6 +202,7 @@ def test_the_average_is_the_mean_rounded_once_and_that_of_a_checkpoint_with_itse
             assert np.mean(mean == exact.astype(np.float32).astype(jnp.bfloat16)) > 0.99
 
 
+@pytest.mark.slow
 def test_the_average_of_masters_is_fp32_where_the_run_began_in_bfloat16(trained, tmp_path):
     exporting.export_checkpoint(open_weights(trained[1]), tmp_path / "hf", dtype="bfloat16")
     train(trained[0], tmp_path / "run", train__init_from=str(tmp_path / "hf"), precision__policy="mixed")

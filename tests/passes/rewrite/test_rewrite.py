@@ -170,9 +170,11 @@ def test_attention_is_recognized_in_every_form():
         assert not report.refusals, (name, report)
 
 
+@pytest.mark.quick_cases("causal", "both")
 @pytest.mark.parametrize(
     ("forms", "facts", "more"),
     [(CAUSAL, "causal, scale", ()), (PADDED, "bidir.* masks", (IS_TOKEN,)), (BOTH, "causal, .*1 masks", (IS_TOKEN,))],
+    ids=["causal", "padded", "both"],
 )
 def test_a_mask_is_recognized_in_every_spelling(forms, facts, more):
     for name, change in forms.items():
@@ -287,6 +289,7 @@ def reversed_gradient(x):
 reversed_gradient.defvjp(lambda x: (x, None), lambda _, cotangent: (-cotangent,))
 
 
+@pytest.mark.slow
 def test_a_rule_of_a_function_that_returns_its_operand_is_kept_with_attention():
     def after(q):
         return jnp.sum(jnp.sin(reversed_gradient(values_of(softmax(scores_of(q, K)), V))))
