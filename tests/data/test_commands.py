@@ -148,6 +148,7 @@ def exact_counts(texts):
     return len(texts), sum(len(text.encode()) for text in texts), num_tokens
 
 
+@pytest.mark.slow
 def test_stats_are_exact_when_the_sample_covers_all_text(data_here, trained, tmp_path):
     documents, num_bytes, num_tokens = exact_counts(austen_texts())
     data_here("build", AUSTEN, f"--out={tmp_path}/ids", "--tokenizer=package:austen_2k.model")
@@ -163,6 +164,7 @@ def test_stats_are_exact_when_the_sample_covers_all_text(data_here, trained, tmp
         stats.report(tiny(train=f"{tmp_path}/ids", tokenizer=str(trained)), sample_bytes=1)
 
 
+@pytest.mark.slow
 def test_stats_of_a_sample_are_marked_and_close():
     report = stats.report(tiny(), sample_bytes=1_000_000)
     documents, num_bytes, num_tokens = exact_counts(austen_texts())

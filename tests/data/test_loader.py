@@ -179,6 +179,7 @@ def test_skipped_records_match_the_reference_packer_and_are_counted(three, tmp_p
         take(data, 1)
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(st.sampled_from(KINDS), st.integers(1, 8), st.integers(1, 7), st.integers(0, 2**32 - 1), st.integers(2, 40))
 def test_any_split_of_the_rows_gives_the_same_batches(corpus, three, kind, num_processes, batch_size, seed, seq_len):

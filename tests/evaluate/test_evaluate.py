@@ -151,6 +151,7 @@ def test_evaluate_of_the_validation_rows_equals_the_validation_of_the_run(valida
         assert found["coverage"]["all"]["all_documents"] == 13
 
 
+@pytest.mark.slow
 def test_evaluate_on_validation_rows_uses_the_precision_policy_of_the_run(validated, monkeypatch, evaluate_here):
     """Its parameters are float32, which alone would mean fp32."""
     folder, _, _, _ = validated("concat")

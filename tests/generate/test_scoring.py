@@ -53,6 +53,7 @@ def test_scorer_equals_a_float64_softmax_over_the_whole_forward_pass(model, one_
     assert [score.is_greedy for score in alone][-2:] == [False, True]
 
 
+@pytest.mark.slow
 def test_scorer_counts_ties_as_greedy_and_refuses_invalid_requests(model, one_device):
     cfg, params, pairs = model
     scorer = Scorer(cfg, params, layout=one_device, num_rows=1)

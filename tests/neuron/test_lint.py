@@ -422,7 +422,7 @@ def test_a_shared_function_is_checked_at_each_call():
 # What the partitioner does.
 
 
-@pytest.mark.quick_cases("{'data': 2, 'fsdp': 2, 'tensor': 2}")
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "degrees",
     [{"data": 2, "fsdp": 2, "tensor": 2}, {"data": 4, "tensor": 2, "zero1": True}, {"pipe": 2, "data": 2, "tensor": 2}],

@@ -59,6 +59,7 @@ def packed(shape, *lengths):
     return jnp.asarray(np.stack(rows))
 
 
+@pytest.mark.slow
 def test_bf16_matches_the_reference_up_to_rounding():
     arrays = inputs("gqa")
     for mine, theirs in zip(value_and_grads(nki.attention, *arrays), value_and_grads(einsum, *arrays), strict=True):

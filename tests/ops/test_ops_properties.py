@@ -310,6 +310,7 @@ def test_chunked_cross_entropy_never_holds_all_logits(monkeypatch):
     assert temp_bytes("chunked") < all_logits_bytes
 
 
+@pytest.mark.slow
 def test_fp16_gradient_reaches_every_row_of_the_head(monkeypatch):
     monkeypatch.setattr(cross_entropy, "CHUNK_POSITIONS", 24)
     hidden, head = normal(1, 64, 16, seed=1), 4 * normal(512, 16, seed=2)

@@ -629,6 +629,7 @@ def test_nested_calls_are_analyzed_once_each(monkeypatch):
     assert len(read) < 10 * 10
 
 
+@pytest.mark.slow
 def test_integer_derived_tables_and_weights_keep_matmuls_narrow():
     def fn(w, x, mask):
         angles = jnp.arange(4.0)[:, None] / 100.0 ** (jnp.arange(4.0) / 4)

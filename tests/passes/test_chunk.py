@@ -141,7 +141,7 @@ def temporaries(loss, *args):
     return jax.jit(jax.grad(loss)).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.quick_cases("of_both_sides", "with_accuracy", "attention.<locals>.loss0", "focal")
+@pytest.mark.quick_cases("with_accuracy", "attention.<locals>.loss0")
 @pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__qualname__)
 def test_any_loss_is_computed_in_chunks_with_its_gradients_and_a_third_of_its_memory(loss):
     ours = chunk(loss, max_bytes=LIMIT)
@@ -187,7 +187,7 @@ STEPS = {
 }
 
 
-@pytest.mark.quick_cases("2", "8")
+@pytest.mark.quick_cases("2")
 @pytest.mark.parametrize("seed", range(10))
 def test_a_random_program_keeps_its_values_and_gradients(seed):
     """Also where dimensions are mixed, and what would be chunked is not, or in several loops."""
@@ -245,6 +245,7 @@ def test_sums_over_chunks_and_gradients_of_weights_are_in_fp32():
     assert ours.report().replacements
 
 
+@pytest.mark.slow
 def test_layers_in_a_loop_and_under_checkpoints_are_computed_in_chunks():
     attend = attention(softmax=plain)
 

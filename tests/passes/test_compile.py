@@ -85,6 +85,7 @@ def test_recipe_for_nnx_takes_the_steps_of_a_plain_loop(recipe, options, split, 
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=close), state["params"], params)
 
 
+@pytest.mark.slow
 def test_recipe_for_nnx_computes_what_the_module_does_on_all_rows():
     names = recipe_of("nnx.Dropout(0.1", "nnx.Dropout(0.0")
     given = {"model_state": names["stats"], "keys": jax.random.split(jax.random.key(0), names["rows"])}

@@ -90,6 +90,7 @@ PASSES = {
 }
 
 
+@pytest.mark.quick_cases("scan")
 @pytest.mark.parametrize(("loss", "others"), [(in_blocks, {"loops"}), (in_scan, {"segments"})], ids=["blocks", "scan"])
 def test_rules_are_told_what_is_differentiated_as_without_the_pass(loss, others):
     def told_by(fn):

@@ -176,6 +176,7 @@ def test_regions_inside_shard_map_are_selected_too():
     assert residual_bytes(select_residuals(fn), *arguments()) < 0.6 * residual_bytes(fn, *arguments())
 
 
+@pytest.mark.slow
 def test_autocast_keeps_no_more_than_the_selection_of_fp32_where_work_is_mostly_elementwise():
     loss, params, batch = MODELS["unet"](small=True)
     narrow, wide = (residual_bytes(select_residuals(one), params, batch) for one in (autocast(loss, "bf16"), loss))

@@ -114,6 +114,7 @@ def test_casts_and_arguments_are_rounded_stochastically():
         assert found.mean() == pytest.approx(1.003, abs=5 * 0.004 / np.sqrt(NUM_DRAWS))
 
 
+@pytest.mark.slow
 def test_moves_selections_and_maxima_do_not_round():
     x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 6)), jnp.bfloat16)
 
@@ -351,6 +352,7 @@ def test_unknown_auto_cast_is_refused():
         SimulatedCore("some")
 
 
+@pytest.mark.slow
 def test_training_program_draws_the_bits_of_its_seed_and_step():
     params = {"w": jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)), jnp.float32)}
     rows = jnp.asarray(np.random.default_rng(1).normal(size=(16, 8)), jnp.float32)

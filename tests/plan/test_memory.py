@@ -43,9 +43,9 @@ def held(tree):
     return max(by_device.values())
 
 
-@pytest.mark.parametrize("rows", [LAYOUTS[3:5], pytest.param(LAYOUTS, marks=pytest.mark.slow)], ids=["two", "all"])
-def test_planned_state_equals_the_bytes_of_real_arrays(rows):
-    for changes in rows:
+@pytest.mark.slow
+def test_planned_state_equals_the_bytes_of_real_arrays():
+    for changes in LAYOUTS:
         config = small_config(**changes)
         state = make_program(config, _on_devices(config)).init_state()
         program, jaxpr = _planned(config)

@@ -97,6 +97,7 @@ def test_a_bad_record_is_named_and_the_steps_before_it_are_saved(micro, train, t
     assert done[-1] > 1
 
 
+@pytest.mark.slow
 def test_validation_text_without_targets_or_another_on_resume_is_refused(micro, train, tmp_path):
     held_out = tmp_path / "held_out.jsonl"
     micro.data.validation = str(held_out)
@@ -320,6 +321,7 @@ def test_run_stopped_at_a_non_finite_step_saves_its_count_and_resumes(
     assert [row["step"] for row in rows if row not in expected[0]] == [6]
 
 
+@pytest.mark.slow
 def test_run_stopped_with_a_non_finite_state_resumes_from_an_earlier_step(
     micro, train, after_step, bad_seventh_batch, tmp_path
 ):

@@ -71,6 +71,7 @@ def test_dispatched_step_equals_the_scanned_step_bit_for_bit(small, make_batch, 
     assert_same_bits(found["scan"], found["programs"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pipe", [1, 3])
 def test_the_programs_of_a_run_do_not_depend_on_the_number_of_microbatches(small, pipe):
     """Were one of them to, a run with more of them would compile it again."""

@@ -90,6 +90,7 @@ def test_node_reads_its_rank_from_flags_slurm_or_open_mpi(dry_run, tmp_path):
     assert dry_run("--coordinator=a", "--nodes=2", "--node=1", **inside)[1] == TRAIN + of_job("a:41001", 2, 1)
 
 
+@pytest.mark.slow
 def test_every_node_takes_the_address_that_slurms_controller_has_of_the_first(dry_run, tmp_path):
     for shown, coordinator in [
         ("NodeName=trn1-dy-1 Arch=x86_64 NodeAddr=10.0.3.17 NodeHostName=trn1-dy-1", "10.0.3.17"),
@@ -128,6 +129,7 @@ def test_node_with_neuron_devices_exports_its_computed_environment(dry_run):
         assert exports["NEURON_PJRT_PROCESSES_NUM_DEVICES"] == f"{cores},{cores}"
 
 
+@pytest.mark.slow
 def test_node_finds_tcmalloc_and_the_efa_libraries_of_its_image(dry_run, tmp_path):
     for number, (there, folder) in enumerate(
         [

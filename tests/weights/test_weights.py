@@ -81,6 +81,7 @@ def trained(tmp_path_factory):
     return folder, folder / "run", train(folder, folder / "run", **settings)
 
 
+@pytest.mark.slow
 def test_parameters_and_an_export_in_bfloat16_are_the_rounded_master_weights(trained, tmp_path):
     _, run, _ = trained
     masters, params = open_weights(run, masters=True), open_weights(run)
@@ -264,6 +265,7 @@ def kinds(trained, tmp_path_factory):
     return {"run": run, "checkpoint": run / "checkpoints/1", "hf": folder / "hf"}
 
 
+@pytest.mark.quick_cases("checkpoint", "hf")
 @pytest.mark.parametrize("kind", ["run", "checkpoint", "hf"])
 def test_a_run_takes_the_model_and_tokenizer_of_its_initial_weights(kind, kinds, tmp_path):
     train_model(tmp_path / "other.model")

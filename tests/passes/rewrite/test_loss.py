@@ -136,6 +136,7 @@ def test_indices_outside_the_vocabulary_mean_what_they_did():
             assert_close(ours, expected)
 
 
+@pytest.mark.slow
 def test_a_loss_is_found_before_and_after_autocast():
     loss = LOSSES["optax integers"]
     exact = jax.grad(loss)(PARAMS, TARGETS, WEIGHTS)["head"]
@@ -186,6 +187,7 @@ def test_a_derivative_rule_is_kept_even_where_random_inputs_do_not_show_it():
         assert len(ours.report().replacements) == num_replaced
 
 
+@pytest.mark.slow
 def test_rows_that_have_no_equal_parts_are_left_whole_and_callbacks_stay():
     def loss(hidden):
         jax.debug.callback(lambda _: None, hidden)
