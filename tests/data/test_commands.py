@@ -69,6 +69,7 @@ def trained(tmp_path_factory):
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"))
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(texts=st.lists(st.one_of(texts, st.text(" \n\tab<s>/")), min_size=1))
 def test_trained_tokenizer_round_trips(trained, texts):

@@ -153,7 +153,7 @@ def test_token_share_of_each_source_follows_its_weight_despite_padding(tmp_path,
     assert (np.asarray(sources_of)[150:170] == 1).all()
 
 
-@pytest.mark.quick_cases("documents")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["concat", "documents"])
 def test_skipped_records_match_the_reference_packer_and_are_counted(three, tmp_path, kind):
     _, texts = three

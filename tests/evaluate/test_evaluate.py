@@ -227,6 +227,7 @@ def test_non_finite_metrics_are_null_in_the_json(trained_run, evaluate_here, mon
     assert found["num_documents"] == 1
 
 
+@pytest.mark.slow
 def test_evaluation_does_not_depend_on_training_time_model_options(small, one_device):
     how, run = {"ops_table": "nowhere.json", "attention": "nki", "remat": "saved:dot_general.6"}, resolve(small)
     params = init_params(run.model, jax.random.key(0))

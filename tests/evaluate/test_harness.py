@@ -192,6 +192,7 @@ def test_evaluate_runs_a_suite_and_prints_the_published_results(folder, local_su
     assert "a note" in printed
 
 
+@pytest.mark.slow
 def test_a_task_that_executes_code_is_refused_without_its_flag(folder, evaluate_here, tmp_path):
     write_tasks(tmp_path)
     text = (tmp_path / "local_generation.yaml").read_text()

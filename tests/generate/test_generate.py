@@ -123,7 +123,7 @@ def chat_model(folder, kind, **changes):
     return source, path, theirs, model
 
 
-@pytest.mark.quick_cases("pieces")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bytes", "pieces"])
 def test_control_tokens_in_prompts_give_what_transformers_gives(kind, generate_here, tmp_path):
     """The prompts of apply_chat_template, on the command line and in JSONL with a BOM, then greedy tokens."""
@@ -250,6 +250,7 @@ def test_a_folder_of_hugging_face_without_one_of_its_files_is_refused_by_name(pa
         assert message in error
 
 
+@pytest.mark.slow
 def test_a_tokenizer_is_given_where_the_folder_has_none(padded, generate_here, evaluate_here, tmp_path):
     for name in ("config.json", "generation_config.json", "model.safetensors"):
         (tmp_path / name).symlink_to(padded[0] / name)

@@ -106,6 +106,7 @@ def test_a_repetition_penalty_is_that_of_transformers_on_any_mesh():
         spread([prompt], max_tokens=1, repetition_penalty=0)
 
 
+@pytest.mark.slow
 def test_sampling_is_reproducible_and_depends_on_seed_and_row():
     run = functools.partial(generator("gqa"), [PROMPTS[0]] * 4, max_tokens=NUM_TOKENS)
     first = run(sampling=CREATIVE)

@@ -355,6 +355,7 @@ def test_training_sets_the_environment_before_jax_is_imported():
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_commands_without_neuron_leave_the_environment_unchanged(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     checkpoint, off = f"--checkpoint={tmp_path}", {"JAX_ENABLE_COMPILATION_CACHE": "false"}

@@ -183,6 +183,7 @@ def test_autocast_keeps_no_more_than_the_selection_of_fp32_where_work_is_mostly_
     assert narrow <= 0.6 * wide
 
 
+@pytest.mark.quick_cases("scanned")
 @pytest.mark.parametrize(("loss", "region"), [(unrolled, "segments"), (scanned, "loops")], ids=["unrolled", "scanned"])
 def test_rematerialization_finds_the_blocks_of_a_selected_function_and_keeps_its_gradients(loss, region):
     if region == "segments":

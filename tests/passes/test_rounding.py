@@ -151,6 +151,7 @@ def test_auto_cast_matmult_rounds_the_operands_of_products_alone():
     assert (to_bf16(found) != found).any()
 
 
+@pytest.mark.slow
 def test_constants_are_rounded_to_nearest_and_what_comes_from_integers_not_before_it_meets_others():
     def fn(x, count):
         table = jnp.cos(count * 0.37)

@@ -291,6 +291,7 @@ def when_met(job):
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_sigterm_that_a_stuck_process_does_not_answer_ends_it(small_job):
     """Signal handlers of Python do not run while the main thread is in C++ code."""
     stuck = f"""

@@ -172,6 +172,7 @@ def test_node_reads_precision_layout_and_the_weights_to_begin_with_only_from_the
         assert f"train.init_from: {tmp_path} holds no weights" in said  # of `neuron env`, which has read it
 
 
+@pytest.mark.slow
 def test_dry_run_anywhere_prints_every_node():
     num_nodes, instance = 64, "trn1.32xlarge"
     place = [f"--nodes={num_nodes}", f"--instance={instance}", "--coordinator=first"]

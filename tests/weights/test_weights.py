@@ -106,6 +106,7 @@ COMMANDS = {  # each of them opens a checkpoint that was asked for by name
 }
 
 
+@pytest.mark.slow
 def test_every_command_refuses_a_damaged_checkpoint_and_a_run_opens_its_newest_usable_one(trained, tmp_path, capsys):
     run = shutil.copytree(trained[1], tmp_path / "run")
     shutil.copytree(run / "checkpoints/2", run / "checkpoints/5")
