@@ -30,6 +30,8 @@ from foreign.unchanged import UNCHANGED
 from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.passes import remat
 from hlat_jax.passes.autocast import autocast
+from hlat_jax.passes.chunk import chunk
+from hlat_jax.passes.compile import CHUNKS_OF_BUDGET
 from hlat_jax.passes.residuals import select_residuals
 from hlat_jax.passes.rewrite import rewrite
 
@@ -109,13 +111,16 @@ def budget(name, *, small, share):
     """Prints what `remat.fit` finds for a share of the temporaries of an fp32 step."""
     loss, params, batch = ALL[name](small=small)
     plain = remat.temporaries(step_for_memory(loss).trace(params, batch))
-    began = time.monotonic()
-    try:
-        plan = remat.fit(loss, params, batch, budget_bytes=int(share * plain), step=step_for_memory)
-    except remat.BudgetNotMet as refused:
-        least = str(refused).split("the program takes ")[1].split(" bytes")[0].replace(",", "")
-        found = f"not met: {int(least) / plain:.0%}", "", "", f"{time.monotonic() - began:.0f}"
-    else:
+    in_chunks = chunk(loss, max_bytes=int(share * plain) // CHUNKS_OF_BUDGET)
+    for moves, fn in (("", loss), (", in chunks", in_chunks)):
+        began = time.monotonic()
+        try:
+            plan = remat.fit(fn, params, batch, budget_bytes=int(share * plain), step=step_for_memory)
+        except remat.BudgetNotMet as refused:
+            least = str(refused).split("the program takes ")[1].split(" bytes")[0].replace(",", "")
+            found = f"not met: {int(least) / plain:.0%}", "", "", f"{time.monotonic() - began:.0f}"
+            print_row(name + moves, format_bytes(plain), *found)
+            continue
         regions = f"{sum(plan.segments)} segments" if plan.segments else plan.region
         found = (
             f"{plan.measured_bytes / plain:.0%}",
@@ -123,7 +128,8 @@ def budget(name, *, small, share):
             regions,
             f"{plan.seconds:.0f} ({plan.compilations})",
         )
-    print_row(name, format_bytes(plain), *found)
+        print_row(name + moves, format_bytes(plain), *found)
+        break
 
 
 def rewritten(name, *, small):

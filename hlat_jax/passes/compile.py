@@ -23,12 +23,12 @@ from hlat_jax.ops.loss_function import check_fields, given_names
 from hlat_jax.passes import autocast as autocast_pass
 from hlat_jax.passes import remat as remat_pass
 from hlat_jax.passes.autocast import CastPolicy
+from hlat_jax.passes.chunk import chunk
 from hlat_jax.passes.liveness import estimated_temporaries
 from hlat_jax.passes.noise import warn_of_shared_keys
 from hlat_jax.passes.products import live_jaxpr, products_by_dtype
 from hlat_jax.passes.remat import RematOptions, RematPlan
 from hlat_jax.passes.residuals import select_residuals
-from hlat_jax.passes.rewrite import Rewritten
 from hlat_jax.passes.rewrite import rewrite as rewrite_pass
 from hlat_jax.passes.rounding import SimulatedCore, simulate_step
 from hlat_jax.train_step import (
@@ -61,20 +61,21 @@ class BatchFunction:
         return getattr(self._jitted, name)
 
 
+# Where no choice of what is saved meets a budget, intermediates above this part of it are computed in chunks.
+CHUNKS_OF_BUDGET = 32
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainingProgram:
     """A training step, and what each pass made of it.
 
     Attributes:
       steps: name of a pass -> the step after it, in their order; "loss" before all of them.
-      rewritten: the loss after `rewrite`, whose `report()` lists what was replaced when it was last traced; None
-        without that pass.
       plan: the choice that meets the memory budget; None without one.
       arguments: shapes, dtypes and shardings of what the step takes; None where they were not given.
     """
 
     steps: Mapping[str, TrainStep]
-    rewritten: Rewritten | None = None
     plan: RematPlan | None = None
     arguments: tuple[Any, Any, Any] | None = None
 
@@ -110,8 +111,8 @@ class TrainingProgram:
         for name, step in self.steps.items():
             jaxpr = live_jaxpr(step.step.trace(*self.arguments))
             products = [f"{count:,} {dtypes}" for dtypes, count in sorted(products_by_dtype(jaxpr).items())]
-            done = {"rewrite": self.rewritten, "remat": self.plan}.get(name)
-            lines = [] if done is None else str(done.report()).splitlines()
+            done: Any = self.plan if name == "remat" else step.loss
+            lines = str(done.report()).splitlines() if name in ("rewrite", "chunk", "remat") else []
             temporaries = ""
             if name != "remat":
                 held = estimated_temporaries(jaxpr, self.arguments).total
@@ -156,7 +157,8 @@ def training_program(
       residuals: recompute cheap intermediates in the backward pass where that keeps fewer bytes, see
         `passes.residuals`.
       memory_budget: limit for the temporaries of the step on one device, "12GiB" or bytes; the values that are saved
-        for the backward pass are chosen to fit, see `passes.remat`. By default the loss function decides.
+        for the backward pass are chosen to fit, see `passes.remat`; where no choice does, large intermediates are
+        computed in chunks first, see `passes.chunk`. By default the loss function decides.
       remat: options of that choice: regions, least bytes, number of programs.
       simulate: round the whole step as a Neuron core does by its documentation, with this `--auto-cast`, and
         stochastically if `options.policy` rounds in hardware; see `passes.rounding`.
@@ -204,24 +206,41 @@ def training_program(
         and (num_parts > 1 or "keys" in given_names(loss_fn))
     ):
         step = step.transform(functools.partial(warn_of_shared_keys, num_parts=num_parts))
-    steps = {"loss": step}
-    for name, transform in passes.items():
-        steps[name] = step = step.transform(transform)
-    after_rewrite: Any = steps["rewrite"].loss if rewrite else None
+    steps = _transformed(step, passes)
     plan, arguments = None, None
     if params is not None and batch is not None:
         check_fields(batch)
-        arguments = step.arguments(params, batch, model_state=model_state)
+        arguments = steps["loss"].arguments(params, batch, model_state=model_state)
         if memory_budget is None:
-            step.step.trace(*arguments)  # raises for a loss function that returns anything else
+            list(steps.values())[-1].step.trace(*arguments)  # raises for a loss function that returns anything else
         else:
-            plan = remat_pass.fit(
-                step.loss,
-                *arguments,
-                budget_bytes=memory_budget,
-                step=lambda loss: step.with_loss(loss).step,
-                options=remat or RematOptions(),
-                name="memory_budget",
-            )
-            steps["remat"] = step.with_loss(plan.fn)
-    return TrainingProgram(steps, after_rewrite, plan, arguments)
+            fit = functools.partial(_fit, arguments=arguments, budget=memory_budget, options=remat or RematOptions())
+            try:
+                plan = fit(steps)
+            except remat_pass.BudgetNotMet:
+                size = max(4096, parse_bytes(memory_budget, name="memory_budget") // CHUNKS_OF_BUDGET)
+                early = {"rewrite": passes.pop("rewrite")} if rewrite else {}
+                steps = _transformed(step, early | {"chunk": functools.partial(chunk, max_bytes=size)} | passes)
+                plan = fit(steps)
+            steps["remat"] = list(steps.values())[-1].with_loss(plan.fn)
+    return TrainingProgram(steps, plan, arguments)
+
+
+def _transformed(step: TrainStep, passes: Mapping[str, Transform]) -> dict[str, TrainStep]:
+    """Returns the step, as "loss", and that after each of the passes in turn."""
+    steps = {"loss": step}
+    for name, transform in passes.items():
+        steps[name] = step = step.transform(transform)
+    return steps
+
+
+def _fit(steps: Mapping[str, TrainStep], *, arguments: Any, budget: int | str, options: RematOptions) -> RematPlan:
+    step = list(steps.values())[-1]
+    return remat_pass.fit(
+        step.loss,
+        *arguments,
+        budget_bytes=budget,
+        step=lambda loss: step.with_loss(loss).step,
+        options=options,
+        name="memory_budget",
+    )

@@ -326,7 +326,8 @@ def _stock_choice(trial: _Trial, budget_bytes: int) -> RematChoice:
         f"a budget of {budget_bytes:,} bytes ({format_bytes(budget_bytes)}) is not met: the program takes {full:,} "
         f"bytes ({format_bytes(full)}) with nothing kept, {format_bytes(plain)} without rematerialization and "
         f"{format_bytes(results[best][0])} under {best.stock_policy}. Write blocks in a Python loop as a lax.scan, or "
-        "put jax.checkpoint around each. Or raise the budget, or reduce the batch or microbatch of a device."
+        "put jax.checkpoint around each; or compute large intermediates in parts, see passes.chunk. Or raise the "
+        "budget, or reduce the batch or microbatch of a device."
     )
 
 
