@@ -192,6 +192,11 @@ def _with_gradients(
         total, (values, grads) = jax.lax.scan(step, zeros, (np.arange(num_parts, dtype=np.int32), slices))
         return values, (None, (grads, total))
 
+    # A remat policy, as that of weights that are gathered again, does not look into a function with a rule of its own;
+    # in the loop it would keep the sums as they are after each chunk.
+    opaque = jax.custom_vjp(forward)
+    opaque.defvjp(lambda *operands: jax.vjp(forward, *operands), lambda pull_back, cotangents: pull_back(cotangents))
+
     def backward(kept: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
         operands, saved_grads = kept
         if operands is not None:
@@ -205,7 +210,7 @@ def _with_gradients(
         return scaled(saved_grads[0], slices), scaled(saved_grads[1], others)
 
     sums = jax.custom_vjp(in_turn)
-    sums.defvjp(forward, backward)
+    sums.defvjp(opaque, backward)
     return sums(slices, others)
 
 
