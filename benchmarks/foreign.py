@@ -31,7 +31,7 @@ from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.passes import remat
 from hlat_jax.passes.autocast import autocast
 from hlat_jax.passes.chunk import chunk
-from hlat_jax.passes.compile import CHUNKS_OF_BUDGET
+from hlat_jax.passes.compile import chunk_bytes
 from hlat_jax.passes.residuals import select_residuals
 from hlat_jax.passes.rewrite import rewrite
 
@@ -111,7 +111,7 @@ def budget(name, *, small, share):
     """Prints what `remat.fit` finds for a share of the temporaries of an fp32 step."""
     loss, params, batch = ALL[name](small=small)
     plain = remat.temporaries(step_for_memory(loss).trace(params, batch))
-    in_chunks = chunk(loss, max_bytes=int(share * plain) // CHUNKS_OF_BUDGET)
+    in_chunks = chunk(loss, max_bytes=chunk_bytes(int(share * plain)))
     for moves, fn in (("", loss), (", in chunks", in_chunks)):
         began = time.monotonic()
         try:

@@ -462,7 +462,7 @@ class Worker:
         env |= {"TF_CPP_MIN_LOG_LEVEL": "3", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # several share a GPU
         words = [sys.executable, __file__, "worker", json.dumps(job)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
-        self.name, self.batch = name, job.get("batch")
+        self.name, self.model, self.batch = name, model, job.get("batch")
         self.process = subprocess.Popen(words, env=env, **pipes)
         line = self.process.stdout.readline()
         self.ready = json.loads(line) if line else None  # None: its error is on stderr
@@ -480,11 +480,11 @@ class Worker:
 
 def started(jobs: list[dict], *, at_once: bool) -> list[Worker]:
     """Returns the workers of these jobs that are ready; they compile one after another or all beside each other."""
-    with concurrent.futures.ThreadPoolExecutor(len(jobs) if at_once else 1) as pool:
+    with concurrent.futures.ThreadPoolExecutor(max(1, len(jobs)) if at_once else 1) as pool:
         workers = list(pool.map(lambda job: Worker(**job), jobs))
     for worker in workers:
         if worker.ready is None:
-            print(f"{worker.name}: failed", flush=True)
+            print(f"{worker.name} of {worker.model}: failed", flush=True)
     return [worker for worker in workers if worker.ready is not None]
 
 
@@ -511,6 +511,8 @@ def compare_steps(name: str, model: Model, args: argparse.Namespace) -> bool:
         names.remove("PyTorch torch.compile")
     job |= {"model": model, "budget": args.budget_share}
     workers = started([{"name": each, **job} for each in names], at_once=args.gpu)
+    if not workers:
+        return False
     samples, num_quiet = in_turn(workers, args.rounds)
     by_name = dict(zip([worker.name for worker in workers], samples, strict=True))
     first = workers[0].name
@@ -549,11 +551,13 @@ def compare_batches(models: dict[str, Model], args: argparse.Namespace) -> bool:
     job = {"optimizer": "sgd", "seq_len": args.seq_len, "compilations": args.compilations, "gpu": args.gpu}
     jobs = [{"name": "largest batches", "model": model, "limit": args.limit} | job for model in models.values()]
     searches = started(jobs, at_once=args.gpu)
-    if len(searches) < len(jobs):
-        return False
-    for (name, model), search in zip(models.items(), searches, strict=True):
-        print_batches(name, model, search.ready, job, args)
-    return True
+    found = {search.model: search.ready for search in searches}
+    for search in searches:
+        search.close()
+    for name, model in models.items():
+        if model in found:
+            print_batches(name, model, found[model], job, args)
+    return len(found) == len(models)
 
 
 def print_batches(name: str, model: Model, found: dict, job: dict, args: argparse.Namespace) -> None:

@@ -194,7 +194,7 @@ def largest_batch(make_step, limit, *, step, keeps_nothing=False):
             (one, its), (other, their) = sorted(measured.items(), key=lambda pair: abs(pair[1] - limit))[:2]
             slope = (their - its) / (other - one)
             guess = one + math.floor((limit - its) / slope) if slope > 0 else batch
-            batch = max(low + 1, guess) if high is None else min(max(low + 1, guess), high - 1)
+            batch = min(max(low + 1, guess), 8 * batch if high is None else high - 1)
     return low
 
 

@@ -61,8 +61,9 @@ class BatchFunction:
         return getattr(self._jitted, name)
 
 
-# Where no choice of what is saved meets a budget, intermediates above this part of it are computed in chunks.
-CHUNKS_OF_BUDGET = 32
+def chunk_bytes(budget_bytes: int) -> int:
+    """Returns the size of intermediates that are computed in chunks where no choice of what is saved meets a budget."""
+    return max(4096, budget_bytes // 32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,11 +218,15 @@ def training_program(
             fit = functools.partial(_fit, arguments=arguments, budget=memory_budget, options=remat or RematOptions())
             try:
                 plan = fit(steps)
-            except remat_pass.BudgetNotMet:
-                size = max(4096, parse_bytes(memory_budget, name="memory_budget") // CHUNKS_OF_BUDGET)
+            except remat_pass.BudgetNotMet as refused:
+                size = chunk_bytes(parse_bytes(memory_budget, name="memory_budget"))
                 early = {"rewrite": passes.pop("rewrite")} if rewrite else {}
                 steps = _transformed(step, early | {"chunk": functools.partial(chunk, max_bytes=size)} | passes)
-                plan = fit(steps)
+                try:
+                    plan = fit(steps)
+                except remat_pass.BudgetNotMet:
+                    tried = f"With intermediates above {format_bytes(size)} in chunks no choice fits either."
+                    raise remat_pass.BudgetNotMet(f"{refused} {tried}") from None
             steps["remat"] = list(steps.values())[-1].with_loss(plan.fn)
     return TrainingProgram(steps, plan, arguments)
 
