@@ -478,7 +478,7 @@ class Worker:
         self.process.wait()
 
 
-def started(jobs: list[dict], *, at_once: bool) -> list[Worker]:
+def start_workers(jobs: list[dict], *, at_once: bool) -> list[Worker]:
     """Returns the workers of these jobs that are ready; they compile one after another or all beside each other."""
     with concurrent.futures.ThreadPoolExecutor(max(1, len(jobs)) if at_once else 1) as pool:
         workers = list(pool.map(lambda job: Worker(**job), jobs))
@@ -510,7 +510,7 @@ def compare_steps(name: str, model: Model, args: argparse.Namespace) -> bool:
         print("PyTorch torch.compile: left out, there is no C++ compiler (g++)")
         names.remove("PyTorch torch.compile")
     job |= {"model": model, "budget": args.budget_share}
-    workers = started([{"name": each, **job} for each in names], at_once=args.gpu)
+    workers = start_workers([{"name": each, **job} for each in names], at_once=args.gpu)
     if not workers:
         return False
     samples, num_quiet = in_turn(workers, args.rounds)
@@ -550,14 +550,14 @@ def compare_batches(models: dict[str, Model], args: argparse.Namespace) -> bool:
     """Prints the rows of each model: without rematerialization, at RAF's factor, and at the largest batch."""
     job = {"optimizer": "sgd", "seq_len": args.seq_len, "compilations": args.compilations, "gpu": args.gpu}
     jobs = [{"name": "largest batches", "model": model, "limit": args.limit} | job for model in models.values()]
-    searches = started(jobs, at_once=args.gpu)
-    found = {search.model: search.ready for search in searches}
+    searches = start_workers(jobs, at_once=args.gpu)
+    batches_of = {search.model: search.ready for search in searches}
     for search in searches:
         search.close()
     for name, model in models.items():
-        if model in found:
-            print_batches(name, model, found[model], job, args)
-    return len(found) == len(models)
+        if model in batches_of:
+            print_batches(name, model, batches_of[model], job, args)
+    return len(batches_of) == len(models)
 
 
 def print_batches(name: str, model: Model, found: dict, job: dict, args: argparse.Namespace) -> None:
@@ -569,7 +569,7 @@ def print_batches(name: str, model: Model, found: dict, job: dict, args: argpars
         for each, sizes in batches.items()
         for batch in sizes
     ]
-    workers = started(jobs, at_once=args.gpu)
+    workers = start_workers(jobs, at_once=args.gpu)
     samples, num_quiet = in_turn(workers, args.rounds)
     raf = f"RAF {model.raf[0]} to {model.raf[1]} at {model.raf[2]:.1%}"
     for worker, own in zip(workers, samples, strict=True):

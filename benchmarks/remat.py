@@ -176,7 +176,7 @@ def batches(names, limit):
 def largest_batch(make_step, limit, *, step, keeps_nothing=False):
     """Returns the largest batch whose program takes at most `limit` bytes; `make_step`: batch -> (fn, args)."""
 
-    def taken(batch):
+    def total_bytes(batch):
         fn, args = make_step(batch)
         fn = naming.checkpointed(fn, RematChoice(), region="auto") if keeps_nothing else fn
         program = step(fn)
@@ -187,7 +187,7 @@ def largest_batch(make_step, limit, *, step, keeps_nothing=False):
     low, high, batch = 0, None, 1
     measured = {}
     while high is None or high - low > 1:  # bytes grow about linearly: a line through two of them gives the next batch
-        measured[batch] = taken(batch)
+        measured[batch] = total_bytes(batch)
         low, high = (batch, high) if measured[batch] <= limit else (low, batch)
         batch = 2 * low if high is None else (low + high) // 2
         if len(measured) > 1 and len(measured) % 3:  # a third of the steps halve, whatever the line says

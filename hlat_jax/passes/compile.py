@@ -207,7 +207,7 @@ def training_program(
         and (num_parts > 1 or "keys" in given_names(loss_fn))
     ):
         step = step.transform(functools.partial(warn_of_shared_keys, num_parts=num_parts))
-    steps = _transformed(step, passes)
+    steps = _apply_passes(step, passes)
     plan, arguments = None, None
     if params is not None and batch is not None:
         check_fields(batch)
@@ -221,7 +221,10 @@ def training_program(
             except remat_pass.BudgetNotMet as refused:
                 size = chunk_bytes(parse_bytes(memory_budget, name="memory_budget"))
                 early = {"rewrite": passes.pop("rewrite")} if rewrite else {}
-                steps = _transformed(step, early | {"chunk": functools.partial(chunk, max_bytes=size)} | passes)
+                steps = _apply_passes(step, early | {"chunk": functools.partial(chunk, max_bytes=size)} | passes)
+                list(steps.values())[-1].step.trace(*arguments)
+                if not steps["chunk"].loss.report().replacements:
+                    raise
                 try:
                     plan = fit(steps)
                 except remat_pass.BudgetNotMet:
@@ -231,7 +234,7 @@ def training_program(
     return TrainingProgram(steps, plan, arguments)
 
 
-def _transformed(step: TrainStep, passes: Mapping[str, Transform]) -> dict[str, TrainStep]:
+def _apply_passes(step: TrainStep, passes: Mapping[str, Transform]) -> dict[str, TrainStep]:
     """Returns the step, as "loss", and that after each of the passes in turn."""
     steps = {"loss": step}
     for name, transform in passes.items():

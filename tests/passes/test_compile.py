@@ -254,3 +254,12 @@ def test_a_budget_that_no_choice_of_saved_values_meets_is_met_in_chunks(split):
     np.testing.assert_allclose(one["params"]["w"], other["params"]["w"], atol=1e-6)
     with pytest.raises(BudgetNotMet, match=r"a budget of 65,536 bytes .* is not met.* 4.00 KiB in chunks no choice"):
         training_program(loss, OPTIMIZER, options={**split, "memory_budget": 65536}, **shapes)
+
+
+def test_a_budget_is_refused_at_once_where_nothing_can_be_computed_in_chunks():
+    def loss(params, batch):
+        return jnp.sort(jnp.sin(params["w"]).ravel())[7] * jnp.sum(batch["x"])
+
+    shapes = {"params": {"w": jnp.ones((16, 2048))}, "batch": {"x": jnp.ones(4)}}
+    with pytest.raises(BudgetNotMet, match=r"or microbatch of a device\.$"):  # and no word of chunks that were tried
+        training_program(loss, OPTIMIZER, options={"memory_budget": 16384}, **shapes)
