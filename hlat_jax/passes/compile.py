@@ -223,7 +223,8 @@ def training_program(
                 early = {"rewrite": passes.pop("rewrite")} if rewrite else {}
                 steps = _apply_passes(step, early | {"chunk": functools.partial(chunk, max_bytes=size)} | passes)
                 list(steps.values())[-1].step.trace(*arguments)
-                if not steps["chunk"].loss.report().replacements:
+                in_chunks: Any = steps["chunk"].loss
+                if not in_chunks.report().replacements:
                     raise
                 try:
                     plan = fit(steps)
