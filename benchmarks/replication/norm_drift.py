@@ -1,6 +1,6 @@
 """Do the copies of norm weights on tensor-parallel ranks drift apart under stochastic rounding, and does it matter?
 
-    python -m benchmarks.replication.norm_drift [--seeds=3] [--steps=1000] [--results=FILE]
+    python -m benchmarks.replication.norm_drift [--seeds=3] [--steps=1000] [--jobs=2] [--results=FILE]
 
 A Llama on eight ranks with sequence parallelism, as HLAT's, written out: each rank has its shards of the matrices and
 its own copy of the norms' weights, which it applies to its eighth of the sequence; `jax.vmap` with an axis name stands
@@ -14,8 +14,8 @@ the same one. Each rounds what it makes of it
 
 Writes a row for each arm and seed: the loss, and every 50 steps, before a copy is given to all, the spread of the
 copies (root of the mean over weights of the variance over ranks), the widest difference, and the spread of a random
-walk of the roundings: root of the sum of f (1 - f) ulp^2, where an update ends f of an ulp above a number of bf16. An
-interrupted command goes on behind the last whole row.
+walk of the roundings: root of the sum of f (1 - f) ulp^2, where an update ends f of an ulp above a number of bf16. Each
+run has one core. An interrupted command makes the runs anew that are not recorded.
 """
 
 from __future__ import annotations
@@ -25,8 +25,11 @@ import contextlib
 import functools
 import itertools
 import json
+import multiprocessing
+import os
 import pathlib
 import time
+from concurrent import futures
 
 import jax
 import jax.numpy as jnp
@@ -227,6 +230,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help="a multiple of 100")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="runs at once, one a core")
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS)
     values = parser.parse_args()
     if values.steps % RESYNC_STEPS:
@@ -235,17 +239,22 @@ def main() -> None:
         done = read_results(values.results, values.steps)
     except ValueError as error:
         parser.error(str(error))
-    for seed in range(values.seeds):
-        for arm in ARMS:
-            if (arm, seed) in done:
-                continue
-            row = train(arm, seed, values.steps)
+    waiting = [one for one in itertools.product(ARMS, range(values.seeds)) if one not in done]
+    context, cores = multiprocessing.get_context("spawn"), sorted(os.sched_getaffinity(0))[: values.jobs]
+    queue = context.SimpleQueue()
+    for core in cores:
+        queue.put(core)
+    with futures.ProcessPoolExecutor(len(cores), context, initializer=_take_core, initargs=(queue,)) as pool:
+        for future in futures.as_completed([pool.submit(train, *one, values.steps) for one in waiting]):
+            row = future.result()
             with values.results.open("a") as out:
                 print(json.dumps(row), file=out)
-            print(
-                f"{arm}-{seed}: {row['eval_loss']:.4f}, spread {row['spread'][-1]:.4f}, {row['cpu_s']} CPU-s",
-                flush=True,
-            )
+            name, end = f"{row['arm']}-{row['seed']}", f"{row['eval_loss']:.4f}, spread {row['spread'][-1]:.4f}"
+            print(f"{name}: {end}, {row['cpu_s']} CPU-s", flush=True)
+
+
+def _take_core(queue: multiprocessing.queues.SimpleQueue) -> None:
+    os.sched_setaffinity(0, {queue.get()})  # before JAX makes its threads
 
 
 if __name__ == "__main__":
