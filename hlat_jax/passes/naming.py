@@ -137,7 +137,7 @@ def _with_names(fn: Callable, choice: RematChoice, region: str) -> Callable:
                 f"{function_name(fn)} has no lax.scan at its top level or inside jit; give the layer itself."
             )
         if region == "segments" and not segments(jaxpr):
-            raise ValueError(f"{function_name(fn)} has no blocks that repeat; set region='whole'.")
+            raise ValueError(f"{function_name(fn)} has no blocks; set region='whole'.")
         if region == "whole":
             outs = _emit(jaxpr, operands, namer.names(""))
         else:
