@@ -253,7 +253,7 @@ def unrolled(num_blocks=6):
             own = functools.partial(looped, one=jax.checkpoint(one)) if form == "loop" else None
             nothing = taken(naming.checkpointed(fn, RematChoice(), region="auto"))
             whole = taken(naming.checkpointed(fn, RematChoice(), region="whole"))
-            budgets = budgets or [int(1.1 * nothing), 2 * nothing]
+            budgets = budgets or [int(1.2 * nothing), 2 * nothing]
             row = [taken(fn), *([taken(own)] if own else []), whole, nothing]
             print(f"{name:8} {form:5}", *(f"{each / 2**20:10.2f}" for each in row), end="")
             for budget in budgets:

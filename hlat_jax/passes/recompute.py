@@ -31,7 +31,8 @@ from hlat_jax.passes.jaxpr import (
 from hlat_jax.passes.products import PRODUCTS, product_flops
 
 _FREE = SAME_ELEMENTS | {"optimization_barrier"}
-
+# For 937 variables these take 2.5 s, and the choice costs 0.2 % more than the cheapest, which takes 57 s to prove.
+_MOST_NODES = 1000
 
 # Costs of other work, in FLOPs of products that take as long; only their proportions matter: of an element of
 # elementwise work and reductions, of an exponential, root or quotient, and of a byte of a collective. They approximate
@@ -97,7 +98,8 @@ class RecomputeGraph:
         """Returns the names of the values with which recomputation is cheapest, by a mixed-integer program.
 
         Variables: for each value s = 1 if saved; for each node c = 1 if recomputed. What gradients and recomputed nodes
-        read must be saved or recomputed. If s are integers, so are the optimal c; without a budget, both are.
+        read must be saved or recomputed. If s are integers, so are the optimal c; without a budget, both are. After so
+        many nodes of the search tree that it takes seconds, the best choice found is returned.
 
         Args:
           budget_bytes: most bytes of the values.
@@ -143,10 +145,10 @@ class RecomputeGraph:
             constraints=LinearConstraint(coo_array((values, (rows, columns)), shape=shape), lower, np.inf),
             bounds=Bounds(0, np.r_[is_possible, np.ones(len(names))]),
             integrality=np.r_[np.zeros(len(self.nodes)), np.full(len(names), has_budget)],
-            options={"mip_rel_gap": 0.0},
+            options={"mip_rel_gap": 0.0, "node_limit": _MOST_NODES},
         )
-        if solution.x is None:
-            raise AssertionError(f"there is always a solution: {solution.message}")
+        if solution.x is None:  # none found among these nodes
+            return ()
         saved = [name for name in names if solution.x[column[name]] > 0.5]
         # the solver's tolerance admits some values that do not reduce the cost
         cost = self.cost(saved)
