@@ -28,6 +28,7 @@ import json
 import multiprocessing
 import os
 import pathlib
+import signal
 import time
 from concurrent import futures
 
@@ -230,9 +231,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help="a multiple of 100")
-    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="runs at once, one a core")
+    parser.add_argument(
+        "--jobs", type=int, default=len(os.sched_getaffinity(0)), help="runs at once, at most one a core"
+    )
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS)
     values = parser.parse_args()
+    if values.jobs < 1:
+        parser.error(f"--jobs={values.jobs} must be at least 1.")
     if values.steps % RESYNC_STEPS:
         parser.error(f"--steps={values.steps} must be a multiple of {RESYNC_STEPS}.")
     try:
@@ -245,16 +250,21 @@ def main() -> None:
     for core in cores:
         queue.put(core)
     with futures.ProcessPoolExecutor(len(cores), context, initializer=_take_core, initargs=(queue,)) as pool:
-        for future in futures.as_completed([pool.submit(train, *one, values.steps) for one in waiting]):
-            row = future.result()
-            with values.results.open("a") as out:
-                print(json.dumps(row), file=out)
-            name, end = f"{row['arm']}-{row['seed']}", f"{row['eval_loss']:.4f}, spread {row['spread'][-1]:.4f}"
-            print(f"{name}: {end}, {row['cpu_s']} CPU-s", flush=True)
+        try:
+            for future in futures.as_completed([pool.submit(train, *one, values.steps) for one in waiting]):
+                row = future.result()
+                with values.results.open("a") as out:
+                    print(json.dumps(row), file=out)
+                name, end = f"{row['arm']}-{row['seed']}", f"{row['eval_loss']:.4f}, spread {row['spread'][-1]:.4f}"
+                print(f"{name}: {end}, {row['cpu_s']} CPU-s", flush=True)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
 
 
 def _take_core(queue: multiprocessing.queues.SimpleQueue) -> None:
     os.sched_setaffinity(0, {queue.get()})  # before JAX makes its threads
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # ends the run, and begins no other
 
 
 if __name__ == "__main__":

@@ -136,10 +136,19 @@ def _transposed(
     places = [at for at, wait in enumerate(waits) if wait]
     for at, value in zip(places, after([held[at] for at in places], nonzero)[0], strict=True):
         held[at] = value
-    pull = jax.linear_transpose(functools.partial(push, *held), *(tangent.aval for tangent in tangents))
-    grads = list(pull([ad.instantiate_zeros(cotangent) for cotangent in cotangents]))
-    first = [at for at, enters in enumerate(entering) if enters]
-    last = [at for at, enters in enumerate(entering) if not enters]
+
+    def push_to_nonzero(*tangents: Any) -> list:  # what the others are computed by may have no transpose
+        outs = zip(push(*held, *tangents), cotangents, strict=True)
+        return [out for out, cotangent in outs if not isinstance(cotangent, ad.Zero)]
+
+    avals = [tangent.aval for tangent in tangents]
+    linear = jax.make_jaxpr(push_to_nonzero)(*avals).jaxpr
+    read = [inputs_of(linear, at) for at in range(len(nonzero))]
+    grads = list(jax.linear_transpose(push_to_nonzero, *avals)(nonzero))
+    grads = [grad if any(reads) else ad.Zero(aval) for grad, aval, *reads in zip(grads, avals, *read, strict=True)]
+    reached = [at for at, grad in enumerate(grads) if not isinstance(grad, ad.Zero)]
+    first = [at for at in reached if entering[at]]
+    last = [at for at in reached if not entering[at]]
     ordered = after([grads[at] for at in first], [grads[at] for at in last])
     for at, grad in zip((*first, *last), (*ordered[0], *ordered[1]), strict=True):
         grads[at] = grad

@@ -30,10 +30,10 @@ from hlat_jax.passes.jaxpr import (
     place_of,
     trace_call,
 )
-from hlat_jax.passes.residuals import opened_call, select_again, selected_jaxpr
-from hlat_jax.passes.segments import Segment, cut, is_worthwhile
+from hlat_jax.passes.residuals import has_effects, opened_call, select_again, selected_jaxpr
+from hlat_jax.passes.segments import Segment, best_limit, cut, is_worthwhile
 
-_SEGMENT = "segment"  # begins the names of values in segments
+_SEGMENT, _LOOP = "segment", "scan"  # begin the names of values in segments, and of those in loops
 _PREFIX = "saved:"
 
 
@@ -97,11 +97,19 @@ def checkpointed(fn: Callable, choice: RematChoice, *, region: str, prevent_cse:
     def run(*args: Any, **kwargs: Any) -> Any:
         where = region
         if where == "auto":
-            is_segmented = any(name.startswith(_SEGMENT) and "." in name for name in choice.saved)
-            where = "segments" if is_segmented else regions(trace_call(fn, args, kwargs)[0].jaxpr)[0]
+            where = _region_of(choice) or regions(trace_call(fn, args, kwargs)[0].jaxpr)[0]
         return (whole if where == "whole" else _with_names(fn, choice, where))(*args, **kwargs)
 
     return _with_name_of(fn, run)
+
+
+def _region_of(choice: RematChoice) -> str:
+    """Returns the region that the names of a choice come from; "" if they do not say."""
+    numbered = [name.split(".") for name in choice.saved if "." in name]
+    if not numbered:
+        return ""
+    prefix = numbered[0][0].rstrip("0123456789") if len(numbered[0]) > 2 else ""
+    return {_SEGMENT: "segments", _LOOP: "loops"}.get(prefix, "whole")
 
 
 def regions(jaxpr: Any) -> list[str]:
@@ -109,21 +117,23 @@ def regions(jaxpr: Any) -> list[str]:
     has_segments = bool(segments(jaxpr))
     if num_loops(jaxpr):
         return ["loops", "segments"] if has_segments else ["loops"]
-    return ["segments", "whole"] if has_segments else ["whole"]
+    if has_segments:
+        return ["segments"] if has_effects(jaxpr) else ["segments", "whole"]  # a checkpoint takes few effects
+    return ["whole"]
 
 
 def segments(jaxpr: Any) -> list[Segment]:
-    """Returns the segments of a function, including those inside calls; none if they are not its layers."""
-    candidates = list(_segments(jaxpr))
+    """Returns the segments of a function, including those inside calls; none if they compute too little of it."""
+    candidates = list(_segments(jaxpr, best_limit(jaxpr)))
     return candidates if is_worthwhile(candidates, jaxpr) else []
 
 
-def _segments(jaxpr: Any) -> Iterator[Segment]:
-    for part in _parts(jaxpr, has_segments=True):
+def _segments(jaxpr: Any, limit: float) -> Iterator[Segment]:
+    for part in _parts(jaxpr, limit):
         if isinstance(part, Segment):
             yield part
         elif (inner := opened_call(part)) is not None:
-            yield from _segments(inner)
+            yield from _segments(inner, limit)
 
 
 def _with_names(fn: Callable, choice: RematChoice, region: str) -> Callable:
@@ -137,11 +147,15 @@ def _with_names(fn: Callable, choice: RematChoice, region: str) -> Callable:
                 f"{function_name(fn)} has no lax.scan at its top level or inside jit; give the layer itself."
             )
         if region == "segments" and not segments(jaxpr):
-            raise ValueError(f"{function_name(fn)} has no blocks; set region='whole'.")
+            raise ValueError(
+                f"{function_name(fn)} has no segments: few of its operations are outside of loops, or compute floats; "
+                "set region='loops' or 'whole'."
+            )
         if region == "whole":
             outs = _emit(jaxpr, operands, namer.names(""))
         else:
-            outs = _emit_regions(jaxpr, operands, namer, has_segments=region == "segments", weights=jaxpr.invars)
+            limit = best_limit(jaxpr) if region == "segments" else None
+            outs = _emit_regions(jaxpr, operands, namer, limit=limit, weights=jaxpr.invars)
         namer.check(fn)
         return jax.tree.unflatten(tree, outs)
 
@@ -227,10 +241,10 @@ def _called_again(eqn: Any, fn: Callable, ins: list) -> list:
         return jax.jit(fn, inline=eqn.params["inline"])(*ins)
 
 
-def _parts(jaxpr: Any, *, has_segments: bool) -> Iterator[Any]:
-    """Yields the segments of a jaxpr and the equations between them, in order."""
+def _parts(jaxpr: Any, limit: float | None) -> Iterator[Any]:
+    """Yields the segments of a jaxpr, if there is a limit for them, and the equations between them, in order."""
     at = 0
-    for segment in cut(jaxpr) if has_segments else ():
+    for segment in () if limit is None else cut(jaxpr, limit):
         yield from jaxpr.eqns[at : segment.start]
         yield segment
         at = segment.stop
@@ -238,7 +252,7 @@ def _parts(jaxpr: Any, *, has_segments: bool) -> Iterator[Any]:
 
 
 def _emit_regions(
-    jaxpr: Any, args: Sequence[Any], namer: _Namer, *, has_segments: bool, weights: Sequence[Any]
+    jaxpr: Any, args: Sequence[Any], namer: _Namer, *, limit: float | None, weights: Sequence[Any]
 ) -> list:
     """Returns the results of a jaxpr, its segments or else its loops checkpointed.
 
@@ -246,11 +260,11 @@ def _emit_regions(
       jaxpr: open.
       args: its constants and inputs.
       namer: of the function.
-      has_segments: whether the regions are segments.
+      limit: of the bytes that a segment computes; None if the regions are loops.
       weights: inputs that are not computed.
     """
     weights = {*weights, *jaxpr.constvars}
-    parts = list(_parts(jaxpr, has_segments=has_segments))
+    parts = list(_parts(jaxpr, limit))
     computed: dict[tuple, set[int]] = {}  # kind of segment -> operands that are computed, in any segment of the kind
     for part in parts:
         if isinstance(part, Segment):
@@ -261,7 +275,7 @@ def _emit_regions(
         if isinstance(part, Segment):
             waiting = [at in computed[part.kind] for at in range(len(ins))]
             return _checkpointed_segment(part, ins, namer, waiting=waiting)
-        if not has_segments and part.primitive.name == "scan":
+        if limit is None and part.primitive.name == "scan":
             return _checkpointed_loop(part, ins, namer)
         inner = opened_call(part)
         if inner is None:
@@ -271,7 +285,7 @@ def _emit_regions(
         passed = [own for own, var in operands if is_literal(var) or var in weights]
 
         def run(*ins: Any) -> list:
-            return _emit_regions(inner, ins, namer, has_segments=has_segments, weights=passed)
+            return _emit_regions(inner, ins, namer, limit=limit, weights=passed)
 
         return _called_again(part, run, ins)
 
@@ -293,7 +307,7 @@ def _checkpointed_segment(segment: Segment, ins: list, namer: _Namer, *, waiting
 
 
 def _checkpointed_loop(eqn: Any, ins: list, namer: _Namer) -> list:
-    closed, prefix = eqn.params["jaxpr"], f"scan{namer.num_loops}."
+    closed, prefix = eqn.params["jaxpr"], f"{_LOOP}{namer.num_loops}."
     namer.num_loops += 1
 
     def body(*args: Any) -> list:

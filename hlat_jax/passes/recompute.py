@@ -31,7 +31,8 @@ from hlat_jax.passes.jaxpr import (
 from hlat_jax.passes.products import PRODUCTS, product_flops
 
 _FREE = SAME_ELEMENTS | {"optimization_barrier"}
-# For 937 variables these take 2.5 s, and the choice costs 0.2 % more than the cheapest, which takes 57 s to prove.
+# Nodes of the search tree. One program of the Gemma in tests/passes/foreign takes 2.5 s with so many, for a choice that
+# costs 0.2 % more than the cheapest, and 57 s with all.
 _MOST_NODES = 1000
 
 # Costs of other work, in FLOPs of products that take as long; only their proportions matter: of an element of
@@ -95,11 +96,11 @@ class RecomputeGraph:
         return sum(self.sizes[name] for name in saved)
 
     def cheapest(self, *, budget_bytes: float = math.inf, byte_cost: float = 0.0) -> tuple[str, ...]:
-        """Returns the names of the values with which recomputation is cheapest, by a mixed-integer program.
+        """Returns the names of the values with which recomputation is cheapest, or nearly: a mixed-integer program.
 
         Variables: for each value s = 1 if saved; for each node c = 1 if recomputed. What gradients and recomputed nodes
-        read must be saved or recomputed. If s are integers, so are the optimal c; without a budget, both are. After so
-        many nodes of the search tree that it takes seconds, the best choice found is returned.
+        read must be saved or recomputed. If s are integers, so are the optimal c; without a budget, both are. After
+        `_MOST_NODES` nodes of the search tree the best choice found is returned.
 
         Args:
           budget_bytes: most bytes of the values.
@@ -147,7 +148,8 @@ class RecomputeGraph:
             integrality=np.r_[np.zeros(len(self.nodes)), np.full(len(names), has_budget)],
             options={"mip_rel_gap": 0.0, "node_limit": _MOST_NODES},
         )
-        if solution.x is None:  # none found among these nodes
+        if solution.x is None:
+            assert solution.status in (1, 4), solution.message  # none was found among these nodes
             return ()
         saved = [name for name in names if solution.x[column[name]] > 0.5]
         # the solver's tolerance admits some values that do not reduce the cost

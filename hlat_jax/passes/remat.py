@@ -55,8 +55,8 @@ class RematOptions:
 
     Attributes:
       region: what one checkpoint covers: the body of every outermost `lax.scan` of the function (loops), each of its
-        blocks (segments), the function (whole), or what serves (auto): loops where there are any and
-        the program fits, else whichever of these takes fewer bytes with nothing kept.
+        segments (segments), the function (whole), or what serves (auto): loops where there are any and the program
+        fits, else whichever of these takes fewer bytes with nothing kept.
       min_bytes: smallest size of a value that may be saved: on one device under `shard_map`, over all trips of the
         loops and all calls that keep the value at one time.
       measure: traced program -> bytes, which are compared with the budget.

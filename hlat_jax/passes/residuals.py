@@ -165,12 +165,12 @@ def _retrace(closed: Any, scope: _Scope) -> Any:
 
 def inlined_call(eqn: Any) -> Any:
     """Returns the jaxpr of a call that can be inlined; None for other equations."""
-    closed = None if _has_effects(eqn) else plain_call(eqn)
+    closed = None if has_effects(eqn) else plain_call(eqn)
     return None if closed is None or closed.consts else closed.jaxpr
 
 
-def _has_effects(eqn: Any) -> bool:
-    """Returns whether an equation does more than compute its results; that it reads a mesh axis does not count."""
+def has_effects(eqn: Any) -> bool:
+    """Returns whether an equation or a jaxpr does more than compute its results; reading a mesh axis does not count."""
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
 
@@ -244,7 +244,7 @@ class _Forward(Dataflow):
     def run(self, args: Sequence[Any]) -> tuple[list, list]:
         """Returns (the results, the values that are kept)."""
         env = self.constants | dict(zip(self.inputs[len(self.constants) :], args, strict=True))
-        acting = [op for op in self.ops if _has_effects(op.eqn)]  # such as prints, which nothing depends on
+        acting = [op for op in self.ops if has_effects(op.eqn)]  # such as prints, which nothing depends on
         wanted = [*variables(self.results), *self.kept, *(value for op in acting for value in op.operands)]
         needed_ops = {*acting, *alive(self.ops, wanted)}
         _compute((op for op in self.ops if op in needed_ops), env)
@@ -321,9 +321,9 @@ def _compute(ops: Iterable[Op], env: dict[int, Any]) -> None:
 
 def _is_cheap(eqn: Any) -> bool:
     """Returns whether an equation is done again rather than its results kept."""
-    if eqn.primitive.name == "custom_jvp_call" and not _has_effects(eqn):
+    if eqn.primitive.name == "custom_jvp_call" and not has_effects(eqn):
         return all(_is_cheap(one) or inlined_call(one) is not None for one, _ in equations(called_jaxpr(eqn)))
-    return eqn.primitive.name in _CHEAP and not _has_effects(eqn)
+    return eqn.primitive.name in _CHEAP and not has_effects(eqn)
 
 
 def _flops(eqn: Any) -> float:

@@ -1,22 +1,25 @@
 """Cuts the trace of a function into segments, for a checkpoint around each: the blocks of a function without a loop.
 
-Segments lie between places that few bytes cross, as between the layers of a residual network, and compute about as much
-each. Source: Chen et al., arXiv 1604.06174, whose segments are of equal length.
+Segments lie between places that few bytes cross, as between the layers of a residual network, and none computes much
+more than the others. Source: Chen et al., arXiv 1604.06174, whose segments are of equal length.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from hlat_jax.passes.jaxpr import aval_bytes, inner_jaxprs, inner_trips, is_inexact, variables
+from hlat_jax.passes.residuals import has_effects, opened_call
 
 _LEAST_SHARE = 0.25  # of the bytes that a function computes, for its segments to be worth their checkpoints
-_EVEN = 0.001  # of the bytes of segments as large as allowed: so small that it decides among bounds that are as good
+_LITTLE = 0.1  # of the limit of a segment: less than this between two walls is in none
+_EVEN = 0.001  # weight of evenness: it decides where as many bytes cross
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,29 +45,102 @@ class Segment:
     constvars: tuple[Any, ...] = ()
 
 
-def cut(jaxpr: Any) -> list[Segment]:
+def cut(jaxpr: Any, limit: float) -> list[Segment]:
     """Returns the segments of the equations of a jaxpr, in order, without those inside its calls.
 
-    There are none if one equation computes most: a loop, or a call, which may have segments.
+    Equations that compute more than `limit` bytes, or have effects, are in none: a call has segments of its own.
     """
-    weights = np.cumsum([0.0, *map(_bytes, jaxpr.eqns)])
-    if np.diff(weights).max(initial=0.0) > weights[-1] / 2 or not weights[-1]:
-        return []
-    last_read = {var: at for at, eqn in enumerate(jaxpr.eqns) for var in variables(eqn.invars)}
-    last_read |= dict.fromkeys(variables(jaxpr.outvars), len(jaxpr.eqns))
-    crossing = _crossing(jaxpr, last_read)
-    limits = weights[-1] * np.geomspace(0.02, 0.5, 12)
-    _, bounds = min((_bounds(weights, crossing, limit) for limit in limits), key=lambda each: each[0])
-    return [_segment(jaxpr.eqns[start:stop], start, stop, last_read) for start, stop in itertools.pairwise(bounds)]
+    level = _Level(jaxpr)
+    return [level.segment(start, stop) for start, stop in level.bounds(limit)]
 
 
-def _segment(eqns: Sequence[Any], start: int, stop: int, last_read: dict[Any, int]) -> Segment:
-    made = {var for eqn in eqns for var in eqn.outvars}
-    read = dict.fromkeys(var for eqn in eqns for var in variables(eqn.invars))
-    outs = [var for eqn in eqns for var in eqn.outvars if last_read.get(var, -1) >= stop]
-    return Segment(
-        start, stop, eqns, tuple(var for var in read if var not in made), tuple(outs), tuple(map(_label, eqns))
-    )
+def best_limit(jaxpr: Any) -> float:
+    """Returns the most bytes that a segment of a function should compute.
+
+    It is that of twelve between 2 and 50 % of the function for which what is kept between segments and what the largest
+    computes, which a backward pass holds at one time, are least in sum.
+    """
+    level = _Level(jaxpr)
+
+    def num_bytes(limit: float) -> float:
+        kept, most = level.bytes(limit)
+        return kept + most
+
+    return min(map(float, level.weights[-1] * np.geomspace(0.02, 0.5, 12)), key=num_bytes)
+
+
+class _Level:
+    """The equations of one jaxpr, without those inside its calls.
+
+    Attributes:
+      weights: bytes of floats that the equations before each compute.
+      crossing: bytes that they compute, and that it or a later one reads.
+    """
+
+    def __init__(self, jaxpr: Any):
+        self.eqns = jaxpr.eqns
+        self.weights = np.cumsum([0.0, *map(_bytes, self.eqns)])
+        self.last_read = {var: at for at, eqn in enumerate(self.eqns) for var in variables(eqn.invars)}
+        self.last_read |= dict.fromkeys(variables(jaxpr.outvars), len(self.eqns))
+        changes = np.zeros(len(self.eqns) + 2)
+        for at, eqn in enumerate(self.eqns):
+            for var in eqn.outvars:
+                if var in self.last_read:
+                    changes[at + 1] += aval_bytes(var.aval)
+                    changes[self.last_read[var] + 1] -= aval_bytes(var.aval)
+        self.crossing = np.cumsum(changes)[:-1]
+        self.effects = np.array([has_effects(eqn) for eqn in self.eqns], bool)
+
+    @functools.cached_property
+    def opened(self) -> dict[int, _Level]:
+        """Number of an equation -> the level inside it, for calls."""
+        inner = {at: opened_call(eqn) for at, eqn in enumerate(self.eqns)}
+        return {at: _Level(jaxpr) for at, jaxpr in inner.items() if jaxpr is not None}
+
+    def walls(self, limit: float) -> list[int]:
+        """Returns the numbers of the equations that are in no segment."""
+        return [int(at) for at in np.flatnonzero(self.effects | (np.diff(self.weights) > limit))]
+
+    def bounds(self, limit: float) -> Iterator[tuple[int, int]]:
+        """Yields where each segment starts, and the number after its last equation."""
+        walls = self.walls(limit)
+        for low, high in zip([0, *(at + 1 for at in walls)], [*walls, len(self.eqns)], strict=True):
+            if self.weights[high] - self.weights[low] >= _LITTLE * limit > 0:
+                yield from itertools.pairwise(self._bounds(low, high, limit))
+
+    def bytes(self, limit: float) -> tuple[float, float]:
+        """Returns (bytes that are kept: they cross bounds or are in no segment, most that a segment computes)."""
+        bounds = list(self.bounds(limit))
+        kept = sum(self.crossing[stop] for _, stop in bounds)
+        most = max((self.weights[stop] - self.weights[start] for start, stop in bounds), default=0.0)
+        for at in self.walls(limit):
+            computed = self.weights[at + 1] - self.weights[at]
+            inner_kept, inner_most = self.opened[at].bytes(limit) if at in self.opened else (computed, 0.0)
+            kept, most = kept + inner_kept, max(most, inner_most)
+        return float(kept), float(most)
+
+    def segment(self, start: int, stop: int) -> Segment:
+        eqns = self.eqns[start:stop]
+        made = {var for eqn in eqns for var in eqn.outvars}
+        read = dict.fromkeys(var for eqn in eqns for var in variables(eqn.invars))
+        outs = [var for eqn in eqns for var in eqn.outvars if self.last_read.get(var, -1) >= stop]
+        ins = tuple(var for var in read if var not in made)
+        return Segment(start, stop, eqns, ins, tuple(outs), tuple(map(_label, eqns)))
+
+    def _bounds(self, low: int, high: int, limit: float) -> list[int]:
+        """Returns the bounds of segments of a range that the fewest bytes cross, and of these the most even."""
+        weights, crossing = self.weights[low : high + 1], self.crossing[low : high + 1]
+        starts = np.searchsorted(weights, weights - limit)
+        sums, before = np.zeros(len(weights)), [0] * len(weights)  # of the best segments up to an equation
+        for stop in range(1, len(weights)):
+            start = min(int(starts[stop]), stop - 1)
+            costs = sums[start:stop] + _EVEN / limit * (weights[stop] - weights[start:stop]) ** 2
+            before[stop] = start + int(np.argmin(costs))
+            sums[stop] = costs[before[stop] - start] + crossing[stop]
+        bounds = [high - low]
+        while bounds[-1]:
+            bounds.append(before[bounds[-1]])
+        return [low + bound for bound in reversed(bounds)]
 
 
 def computed_bytes(jaxpr: Any) -> float:
@@ -76,36 +152,6 @@ def is_worthwhile(segments: Sequence[Segment], jaxpr: Any) -> bool:
     """Returns whether segments of a function, at any level of its calls, hold enough of it."""
     covered = sum(_bytes(eqn) for segment in segments for eqn in segment.eqns)
     return covered >= _LEAST_SHARE * computed_bytes(jaxpr)
-
-
-def _bounds(weights: np.ndarray, crossing: np.ndarray, limit: float) -> tuple[float, list[int]]:
-    """Returns (bytes, bounds) of segments that compute at most `limit` bytes each, or are one equation.
-
-    The bounds are those that the fewest bytes cross, and of these the most even. The bytes returned cross them or are
-    computed by the largest segment: what is kept, and what a backward pass holds at one time.
-    """
-    starts = np.searchsorted(weights, weights - limit)
-    sums, before = np.zeros(len(weights)), [0] * len(weights)  # of the best segments up to an equation
-    for stop in range(1, len(weights)):
-        start = min(int(starts[stop]), stop - 1)
-        costs = sums[start:stop] + _EVEN / limit * (weights[stop] - weights[start:stop]) ** 2
-        before[stop] = start + int(np.argmin(costs))
-        sums[stop] = costs[before[stop] - start] + crossing[stop]
-    bounds = [len(weights) - 1]
-    while bounds[-1]:
-        bounds.append(before[bounds[-1]])
-    return sums[-1] - np.diff(weights[bounds]).min(), bounds[::-1]
-
-
-def _crossing(jaxpr: Any, last_read: dict[Any, int]) -> np.ndarray:
-    """Returns the bytes computed before each equation and read by it or later."""
-    changes = np.zeros(len(jaxpr.eqns) + 2)
-    for at, eqn in enumerate(jaxpr.eqns):
-        for var in eqn.outvars:
-            if var in last_read:
-                changes[at + 1] += aval_bytes(var.aval)
-                changes[last_read[var] + 1] -= aval_bytes(var.aval)
-    return np.cumsum(changes)[:-1]
 
 
 def _label(eqn: Any) -> tuple:

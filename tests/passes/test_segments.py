@@ -26,10 +26,14 @@ def mlp_block(params, x):
     return x + jax.nn.gelu(x @ params["up"]) @ params["down"]
 
 
-def unrolled(params, x, block=mlp_block):
+def blocks(params, x, block=mlp_block):
     for one in params:
         x = block(one, x)
-    return jnp.mean(x**2)
+    return x
+
+
+def unrolled(params, x, block=mlp_block):
+    return jnp.mean(blocks(params, x, block) ** 2)
 
 
 def scanned(params, x, block=mlp_block):
@@ -68,7 +72,7 @@ def assert_same(wanted, got, rtol=2e-5):
 # Where a function is cut
 
 
-def test_blocks_that_repeat_are_cut_where_one_array_crosses():
+def test_blocks_are_cut_where_one_array_crosses():
     found = found_in(unrolled, *arguments())
     assert [kind for kind, _, _ in found] == KINDS_OF_BLOCKS
     assert all(stop == start for (_, _, stop), (_, start, _) in itertools.pairwise(found))
@@ -116,6 +120,44 @@ def test_blocks_whose_products_differ_are_cut_where_few_bytes_cross():
     )
     assert planned < 0.7 * plain
     check_gradients(pyramid, params, x)
+
+
+def test_large_operations_and_effects_lie_between_segments_and_calls_have_their_own():
+    params, x = arguments()
+    head = jnp.ones((D, 3000))
+    seen = []
+
+    def large_head(params, x):
+        return jnp.mean(blocks(params, x) @ head)  # computes more than the blocks
+
+    def printing(params, x):
+        x = blocks(params[:2], x)
+        jax.debug.callback(lambda value: seen.append(float(value)), x[0, 0])
+        return jnp.mean(blocks(params[2:], x) ** 2)
+
+    def two_calls(params, x):
+        return jnp.mean(jax.jit(blocks)(params[2:], jax.jit(blocks)(params[:2], x)) ** 2)
+
+    assert len(kinds_in(large_head, params, x)) == len(kinds_in(two_calls, params, x)) == L
+    assert len(kinds_in(printing, params, x)) >= L
+    for fn in (large_head, printing, two_calls):
+        check_gradients(fn, params, x)
+    jax.effects_barrier()
+    assert len(seen) == 2  # once by each of the two, and not again in a backward pass
+
+
+def test_names_say_which_regions_they_come_from():
+    for name in ("segment0.tanh.0", "tanh.0"):
+        planned = naming.checkpointed(unrolled, RematChoice((name,)), region="auto")
+        assert name in str(jax.make_jaxpr(planned)(*arguments()))
+
+
+def test_what_no_gradient_passes_is_not_transposed():
+    def stopped(params, x):
+        steps = jax.lax.while_loop(lambda c: jnp.max(c) > 1, lambda c: c / 2, x @ x.T)[0, 0]
+        return jnp.mean(blocks(params, x) ** 2) + jax.lax.stop_gradient(steps)
+
+    check_gradients(stopped, *arguments())
 
 
 def test_own_checkpoints_are_segments_and_are_not_nested():
