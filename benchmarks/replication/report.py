@@ -18,7 +18,7 @@ from typing import NamedTuple
 import matplotlib
 
 matplotlib.use("Agg")
-from matplotlib import pyplot
+from matplotlib import pyplot, ticker
 from scipy import stats
 
 from benchmarks.replication import norm_drift, run
@@ -166,6 +166,8 @@ def draw_arms(finding: Finding, results: dict[str, dict], path: pathlib.Path) ->
             for rate, each in zip(rates, losses, strict=True):
                 axes.plot([rate] * len(each), each, "o", ms=4, color=color, alpha=0.6)
         axes.set(xscale="log", xlabel="peak learning rate", ylabel="validation loss")
+        axes.set_xticks(rates, [f"{rate:g}" for rate in rates])
+        axes.xaxis.set_minor_locator(ticker.NullLocator())
         axes.legend()
     else:
         first, second = (arm for arm in finding.arms)
@@ -222,7 +224,7 @@ def draw_drift(drift: dict[tuple[str, int], dict], path: pathlib.Path) -> None:
 
 def draw_summary(effects: dict[str, tuple[str, str, Effect]], path: pathlib.Path) -> None:
     """Draws each effect with its interval; `effects` is name -> (title, claim, effect)."""
-    figure, axes = pyplot.subplots(figsize=(7.5, 0.45 * len(effects) + 1))
+    figure, axes = pyplot.subplots(figsize=(9, 0.45 * len(effects) + 1), layout="constrained")
     colors = {"confirmed": "C2", "refuted": "C3", "not visible at this size": "gray"}
     for at, (_, claim, effect) in enumerate(effects.values()):
         if effect.num_diverged:
@@ -235,8 +237,11 @@ def draw_summary(effects: dict[str, tuple[str, str, Effect]], path: pathlib.Path
     axes.set_yticks(
         [-at for at in range(len(effects))], [f"{title} (claim: {claim})" for title, claim, _ in effects.values()]
     )
-    axes.set(xlabel="effect on the loss, nats per token; gray band: taken as equal")
-    axes.set_xscale("symlog", linthresh=2 * MARGIN)
+    axes.set_xscale("symlog", linthresh=2 * MARGIN, linscale=1.5)
+    ticks = [-0.1, -0.04, -0.02, 0, 0.02, 0.04, 0.1, 0.4]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.xaxis.set_minor_locator(ticker.NullLocator())
+    axes.set(xlabel="effect, nats per token", xlim=(-0.15, 0.6))
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 

@@ -50,3 +50,14 @@ def test_a_spike_is_a_norm_far_above_the_twenty_before():
     assert run.spikes_in([1.0] * 30) == 0
     assert run.spikes_in([1.0] * 25 + [2.5] + [1.0] * 5) == 1
     assert run.spikes_in([1.0] * 25 + [1.9] + [1.0] * 5) == 0
+
+
+@pytest.mark.slow
+def test_the_page_is_what_the_recorded_results_give(tmp_path, monkeypatch):
+    (tmp_path / "images").mkdir()
+    monkeypatch.setattr("sys.argv", ["report", f"--out={tmp_path / 'replication.md'}"])
+    assert report.main() == 0
+    page = report.ROOT / "docs" / "replication.md"
+    assert (tmp_path / "replication.md").read_text() == page.read_text()
+    drawn = {path.name for path in (tmp_path / "images").iterdir()}
+    assert drawn == {path.name for path in (page.parent / "images").glob("replication*.png")}
