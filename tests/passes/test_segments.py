@@ -140,6 +140,8 @@ def test_large_operations_and_effects_lie_between_segments_and_calls_have_their_
 
     assert len(kinds_in(large_head, params, x)) == len(kinds_in(two_calls, params, x)) == L
     assert len(kinds_in(printing, params, x)) >= L
+    assert naming.regions(jax.make_jaxpr(printing)(params, x).jaxpr) == ["segments"]
+    assert naming.regions(jax.make_jaxpr(two_calls)(params, x).jaxpr) == ["segments", "whole"]
     for fn in (large_head, printing, two_calls):
         check_gradients(fn, params, x)
     jax.effects_barrier()
