@@ -367,15 +367,20 @@ class _Watch:
 
     def _leave(self, line: str, code: int, *, absent: list[int] | None = None) -> NoReturn:
         """Prints and exits; process 0, which runs the service, waits a few seconds for the others to leave."""
-        with contextlib.suppress(Exception):
-            self._client.key_value_set(f"{_LEFT}/{self._job.process_id}", "-")
-            others = self._job.num_processes - len(absent or [])
-            until = time.monotonic() + 5 * _GRACE_S
-            while self._job.process_id == 0 and time.monotonic() < until:
-                if len(self._client.key_value_dir_get(f"{_LEFT}/")) >= others:
-                    break
-                time.sleep(0.05)
-        exit_with(line, code)
+        exit_with(line, code, last=lambda: self._say_left(self._job.num_processes - len(absent or [])))
+
+    def _say_left(self, awaited: int) -> None:
+        """Tells that this process ends now; in process 0, waits until so many do.
+
+        JAX aborts a process with a C++ stack when the service is gone, so between this and its end there is nothing.
+        """
+        self._client.key_value_set(f"{_LEFT}/{self._job.process_id}", "-")
+        until = time.monotonic() + 5 * _GRACE_S
+        while self._job.process_id == 0 and time.monotonic() < until:
+            left = len(self._client.key_value_dir_get(f"{_LEFT}/"))
+            time.sleep(_GRACE_S / 4)  # after the last one too: it may not have had the answer yet
+            if left >= awaited:
+                break
 
 
 def _runtime_error(error: BaseException | None) -> str:

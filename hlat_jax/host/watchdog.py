@@ -222,8 +222,11 @@ def record_stuck(watchdog: Watchdog, *, stuck_s: float, stacks: pathlib.Path | N
     _call_within(_DUMP_S, write)
 
 
-def exit_with(line: str, code: int) -> NoReturn:
-    """Ends the process without cleaning up, which might wait for what hangs, such as the reader of its output."""
+def exit_with(line: str, code: int, *, last: Callable[[], Any] = lambda: None) -> NoReturn:
+    """Ends the process without cleaning up, which might wait for what hangs, such as the reader of its output.
+
+    `last` is called when all is said, and may take some seconds.
+    """
     if not _exiting.acquire(blocking=False):
         time.sleep(_DUMP_S)  # another thread ends the process, with a line of its own
     rest, until_s = f"{line}\n".encode(errors="replace"), time.monotonic() + _SAY_S
@@ -231,16 +234,19 @@ def exit_with(line: str, code: int) -> NoReturn:
         while rest and select.select([], [2], [], max(until_s - time.monotonic(), 0.0))[1]:
             rest = rest[os.write(2, rest[: select.PIPE_BUF]) :]  # so many bytes do not block
     _call_within(_SAY_S, lambda: sys.stdout.flush())
+    if not _call_within(_DUMP_S, last):
+        with contextlib.suppress(Exception):
+            last()
     os._exit(code)
 
 
 _exiting = _thread.allocate_lock()
 
 
-def _call_within(longest_s: float, work: Callable[[], Any]) -> None:
+def _call_within(longest_s: float, work: Callable[[], Any]) -> bool:
     """Calls a function in another thread, and waits for it or, if the disk or a reader hangs, for some seconds.
 
-    `threading.Thread.start` would wait for ever for a thread that has no memory to start.
+    Returns whether it was called: a thread may have no memory to start. `threading.Thread.start` would wait for ever.
     """
     done = _thread.allocate_lock()
     done.acquire()
@@ -250,6 +256,9 @@ def _call_within(longest_s: float, work: Callable[[], Any]) -> None:
             work()
         done.release()
 
-    with contextlib.suppress(RuntimeError):  # no thread can be started
+    try:
         _thread.start_new_thread(call, ())
-        done.acquire(timeout=longest_s)
+    except RuntimeError:
+        return False
+    done.acquire(timeout=longest_s)
+    return True

@@ -227,6 +227,15 @@ def test_error_in_one_process_ends_all_with_its_code_and_message(small_job, erro
     assert ("Traceback" in job.err(1)) == ("bug" in line)
 
 
+def test_process_0_ends_after_one_that_is_slow_to_end(small_job):
+    """Else JAX would abort the slow one, with a C++ stack, as soon as the service is gone."""
+    slow = "sys.stdout.flush = lambda: time.sleep(1.5); "  # as where nobody reads a pipe
+    error = "raise OSError('no such disk')"
+    with small_job(error, slow + error) as job:
+        assert job.wait() == [1, 1], job.err(1)
+    assert job.error_lines(0) == job.error_lines(1) == ["error: no such disk"]
+
+
 # Process 1 alone raises at each difference; process 0 continues with the next one.
 DIFFERENT = """
 from hlat_jax import config
