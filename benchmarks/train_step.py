@@ -1,7 +1,7 @@
 """How fast is one training step on this CPU, and how much memory does it take, against PyTorch and plain JAX?
 
     python benchmarks/train_step.py [--size tiny|25m|125m] [--pairs 9] [--compile] [--also "model.remat=full ..."]
-        [--json FILE]
+        [--json FILE] [--profile]
 
 A step is forward, backward, clipping by the global norm and AdamW in fp32 on fresh tokens: 2 x 256 for the model of
 `tiny`, else 2 x 512. Every variant runs in a process of its own, with the default allocator, in turn with PyTorch
@@ -10,21 +10,25 @@ PyTorch / seconds of the variant). A pair counts when other processes used less 
 table says how many did. CPU seconds are user plus system time. Peak memory is the largest resident set of the process,
 compiling included. The share of peak is what the step's products would take at the speed of a large one in XLA, over
 what the step takes; products are 6 FLOPs a weight and token, the embedding left out, and attention over the causal
-half.
+half. `--profile` measures our step alone, on one core, where operations follow one another, and prints where its time
+goes: the kinds of operations, then the longest.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import functools
 import json
 import math
 import os
 import pathlib
+import re
 import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 
 import numpy as np
@@ -163,13 +167,11 @@ def plain_jax_step(size: dict):
     return _threaded((params, optimizer.init(params)), train_step)
 
 
-def our_step(size: dict, overrides: str):
-    """Returns the step that `python -m hlat_jax.train` runs, with `section.key=value` settings, blank-separated."""
+def our_program(size: dict, overrides: str):
+    """Returns the program of `python -m hlat_jax.train`, with blank-separated `section.key=value`, and its layout."""
     import jax
 
     from hlat_jax import config as config_lib
-    from hlat_jax.batch import concat_batch
-    from hlat_jax.parallel.rows import shard_batch
     from hlat_jax.parallel.sharding import make_layout
     from hlat_jax.program import make_program
     from hlat_jax.resolve import resolve
@@ -183,7 +185,15 @@ def our_step(size: dict, overrides: str):
         mutable[section][key] = type(mutable[section][key])(value)
     config = resolve(mutable)
     layout = make_layout(config.parallel, jax.devices()[:1])
-    program = make_program(config, layout)
+    return make_program(config, layout), layout
+
+
+def our_step(size: dict, overrides: str):
+    """Returns the step of `our_program`: tokens -> loss."""
+    from hlat_jax.batch import concat_batch
+    from hlat_jax.parallel.rows import shard_batch
+
+    program, layout = our_program(size, overrides)
 
     def train_step(state, tokens_BT):
         state, metrics = program.step(state, shard_batch(concat_batch(tokens_BT), layout), np.float32(LEARNING_RATE))
@@ -199,6 +209,59 @@ def _threaded(state, train_step):
         return float(loss)
 
     return step
+
+
+def profile(size: dict, overrides: str, *, num_steps: int = 10, num_longest: int = 24) -> None:
+    """Prints what our step does with its time on one core, from a trace of JAX's profiler and the compiled program."""
+    os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])  # before the threads of XLA
+    import jax
+
+    from hlat_jax.batch import concat_batch
+    from hlat_jax.parallel.rows import shard_batch
+
+    program, layout = our_program(size, overrides)
+    compiled = program.trace_step().lower().compile()
+    lines = (re.match(r"\s*(?:ROOT )?%?([\w.-]+) = (.*)", line) for line in compiled.as_text().splitlines())
+    defined = {line[1]: line[2] for line in lines if line}
+    batch = shard_batch(concat_batch(np.zeros((ROWS, seq_len_of(size)), np.int32)), layout)
+    state, spent_s = program.init_state(), []
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(num_steps + 3):
+            if number == 3:
+                jax.profiler.start_trace(folder)
+            began = time.perf_counter()
+            state, metrics = compiled(state, batch, np.float32(LEARNING_RATE))
+            metrics.loss.block_until_ready()
+            spent_s.append(time.perf_counter() - began)
+        jax.profiler.stop_trace()
+        [path] = pathlib.Path(folder).rglob("*.xplane.pb")
+        planes = jax.profiler.ProfileData.from_file(str(path)).planes
+    ms, times, kinds = collections.Counter(), collections.Counter(), collections.Counter()
+    for event in (event for plane in planes for line in plane.lines for event in line.events):
+        if event.name in defined and " while(" not in defined[event.name] and "hlo_op" in dict(event.stats):
+            ms[event.name] += event.duration_ns / 1e6 / num_steps
+            times[event.name] += 1 / num_steps
+    whole_ms = 1e3 * statistics.median(spent_s[3:])
+    print(f"one core: {whole_ms:.1f} ms/step\n      ms times  GFLOP/s")
+    for name, spent in ms.most_common():
+        shape, flops = defined[name].split("{")[0], _dot_flops(name, defined) * times[name]
+        kind = "products" if flops else "zeros to write into" if "broadcast" in name else "other loops and copies"
+        kinds["squares of norms" if "square" in defined[name] and "multiply" in name else kind] += spent
+        if (num_longest := num_longest - 1) >= 0:
+            source = re.search(r'op_name="([^"]*)"', defined[name])
+            speed = f"{flops / spent / 1e6:8.0f}" if flops else " " * 8
+            print(f"{spent:8.2f}{times[name]:6.0f}{speed}  {name} {shape}  {source[1][-60:] if source else ''}")
+    kinds["between operations"] = whole_ms - sum(ms.values())
+    print(*(f"{spent:8.1f} ms {spent / whole_ms:4.0%}  {kind}" for kind, spent in kinds.most_common()), sep="\n")
+
+
+def _dot_flops(name: str, defined: dict[str, str]) -> float:
+    """Returns the FLOPs of a product of a compiled program; 0 for other operations."""
+    found = re.search(r" dot\(%?([\w.-]+),.*lhs_contracting_dims={([\d,]+)}", defined[name])
+    if not found:
+        return 0.0
+    out, left = ([int(n) for n in re.search(r"\[([\d,]*)\]", defined[each])[1].split(",")] for each in (name, found[1]))
+    return 2.0 * math.prod(out) * math.prod(left[int(dim)] for dim in found[2].split(","))
 
 
 def worker(name: str, size: dict, overrides: str) -> None:
@@ -287,12 +350,16 @@ def main() -> None:
     parser.add_argument("--also", action="append", default=[], help="settings of one more variant of ours")
     parser.add_argument("--only", default="", help="measure only variants whose name holds one of these, by commas")
     parser.add_argument("--json", default="", help="write every sample to this file")
+    parser.add_argument("--profile", action="store_true", help="where the time of our step goes, on one core")
     parser.add_argument("--gflops", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
     parser.add_argument("--overrides", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.worker:
         worker(args.worker, SIZES[args.size], args.overrides)
+        return
+    if args.profile:
+        profile(SIZES[args.size], "")
         return
     if args.gflops:
         print(machine_flops())
