@@ -211,27 +211,36 @@ def _threaded(state, train_step):
     return step
 
 
-def profile(size: dict, overrides: str, *, num_steps: int = 10, num_longest: int = 24) -> None:
-    """Prints what our step does with its time on one core, from a trace of JAX's profiler and the compiled program."""
+def profile(size: dict, overrides: str) -> None:
+    """Prints the profile of our step on one core."""
     os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])  # before the threads of XLA
-    import jax
-
     from hlat_jax.batch import concat_batch
     from hlat_jax.parallel.rows import shard_batch
 
     program, layout = our_program(size, overrides)
-    compiled = program.trace_step().lower().compile()
-    lines = (re.match(r"\s*(?:ROOT )?%?([\w.-]+) = (.*)", line) for line in compiled.as_text().splitlines())
-    defined = {line[1]: line[2] for line in lines if line}
+    compiled, state = program.trace_step().lower().compile(), program.init_state()
     batch = shard_batch(concat_batch(np.zeros((ROWS, seq_len_of(size)), np.int32)), layout)
-    state, spent_s = program.init_state(), []
+
+    def step():
+        nonlocal state
+        state, metrics = compiled(state, batch, np.float32(LEARNING_RATE))
+        metrics.loss.block_until_ready()
+
+    print_profile(compiled, step)
+
+
+def print_profile(compiled, step, *, num_steps: int = 10, num_longest: int = 24) -> None:
+    """Prints what `step`, which runs a compiled program once, does with its time, from a trace of JAX's profiler."""
+    import jax
+
+    lines = (re.match(r"\s*(?:ROOT )?%?([\w.-]+) = (.*)", line) for line in compiled.as_text().splitlines())
+    defined, spent_s = {line[1]: line[2] for line in lines if line}, []
     with tempfile.TemporaryDirectory() as folder:
         for number in range(num_steps + 3):
             if number == 3:
                 jax.profiler.start_trace(folder)
             began = time.perf_counter()
-            state, metrics = compiled(state, batch, np.float32(LEARNING_RATE))
-            metrics.loss.block_until_ready()
+            step()
             spent_s.append(time.perf_counter() - began)
         jax.profiler.stop_trace()
         [path] = pathlib.Path(folder).rglob("*.xplane.pb")
