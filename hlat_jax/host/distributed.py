@@ -26,10 +26,21 @@ from hlat_jax.host.jax_compat import global_state
 from hlat_jax.host.limits import UnawaitedErrors, describe, out_of_memory
 from hlat_jax.host.process import seconds_since_sigterm
 from hlat_jax.host.rendezvous import RendezvousError, meet
-from hlat_jax.host.watchdog import GAP_S, STUCK_CODE, TERMINATED_CODE, Watchdog, exit_with, record_stuck, stuck_line
+from hlat_jax.host.watchdog import (
+    DUMP_S,
+    GAP_S,
+    STUCK_CODE,
+    TERMINATED_CODE,
+    Watchdog,
+    call_within,
+    exit_with,
+    record_stuck,
+    stuck_line,
+)
 
 _EXCHANGE, _ALIVE, _FAILED, _LEFT = "hlat_jax/exchange", "hlat_jax/alive", "hlat_jax/failed", "hlat_jax/left"
 _NO_TIMEOUT_MS = 2**31 - 1  # of an exchange: the watch ends a process whose peers have died
+_REPORT_S = 5.0  # for a request to a service that may be frozen
 _GRACE_S = 1.0  # for a process to report an error of its own rather than that of another
 _OWN_ERRORS = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")  # no other process can have caused these
 _exchange_numbers = itertools.count()
@@ -293,9 +304,7 @@ class _Watch:
                 self.errors.raise_out_of_memory()
             if failure is not None:
                 if not self._ending.wait(_GRACE_S):  # else this process is about to report a reason of its own
-                    stacks = self._stacks if failure["code"] == STUCK_CODE else None
-                    self._record_stuck(failure["stuck_s"], stacks=stacks)
-                    self._leave(f"error: {failure['line']}", failure["code"])
+                    self._leave(**failure | {"line": f"error: {failure['line']}"})
                 return
             self._check_heartbeats(last_seen, now)
             self._check_progress({int(name): json.loads(text) for name, (text, _) in last_seen.items()})
@@ -325,8 +334,7 @@ class _Watch:
                 self._leave(f"error: {problem}", 2)
             stuck_s = max(seen["for_s"] for seen in snapshots.values())
             self._report(STUCK_CODE, line, stuck_s=stuck_s)
-            self._record_stuck(stuck_s, stacks=self._stacks)
-            self._leave(f"error: {line}", STUCK_CODE)
+            self._leave(f"error: {line}", STUCK_CODE, stuck_s=stuck_s)
 
     def _failure(self) -> dict[str, Any] | None:
         """Waits for one period; returns the failure that another process reported, or None."""
@@ -348,9 +356,8 @@ class _Watch:
             "the same command to resume from the last checkpoint."
         )
         silent_s = max(now - since for _, since in last_seen.values())
-        self._report(1, line, stuck_s=silent_s)
-        self._record_stuck(silent_s, stacks=None)
-        self._leave(f"error: {line}", 1, absent=silent)
+        self._report(1, line, stuck_s=silent_s, absent=len(silent))
+        self._leave(f"error: {line}", 1, stuck_s=silent_s, absent=len(silent))
 
     def _lost_coordinator(self, error: Exception) -> None:
         if not self._ending.is_set():
@@ -358,29 +365,31 @@ class _Watch:
             where = f"process 0 of {self._job.num_processes} at {self._job.coordinator}"
             exit_with(f"error: {where} does not answer: {first}", 1)
 
-    def _report(self, code: int, line: str, *, stuck_s: float = 0.0) -> None:
-        with contextlib.suppress(Exception):  # another process was first, or process 0 has ended
-            self._client.key_value_set(_FAILED, json.dumps({"code": code, "line": line, "stuck_s": stuck_s}))
+    def _report(self, code: int, line: str, *, stuck_s: float = 0.0, absent: int = 0) -> None:
+        report = json.dumps({"code": code, "line": line, "stuck_s": stuck_s, "absent": absent})
+        # fails where another process was first; hangs where process 0 is frozen
+        call_within(_REPORT_S, lambda: self._client.key_value_set(_FAILED, report))
 
-    def _record_stuck(self, stuck_s: float, *, stacks: pathlib.Path | None) -> None:
-        record_stuck(self._watchdog, stuck_s=stuck_s, stacks=stacks, process=self._job.process_id)
+    def _leave(self, line: str, code: int, *, stuck_s: float | None = None, absent: int = 0) -> NoReturn:
+        """Prints, records the time without progress, if any is given, and exits; process 0 after those not absent.
 
-    def _leave(self, line: str, code: int, *, absent: list[int] | None = None) -> NoReturn:
-        """Prints and exits; process 0, which runs the service, waits a few seconds for the others to leave."""
-        exit_with(line, code, last=lambda: self._say_left(self._job.num_processes - len(absent or [])))
-
-    def _say_left(self, awaited: int) -> None:
-        """Tells that this process ends now; in process 0, waits until so many do.
-
-        JAX aborts a process with a C++ stack when the service is gone, so between this and its end there is nothing.
+        JAX aborts a process with a C++ stack as soon as its service is gone, which process 0 runs.
         """
-        self._client.key_value_set(f"{_LEFT}/{self._job.process_id}", "-")
-        until = time.monotonic() + 5 * _GRACE_S
-        while self._job.process_id == 0 and time.monotonic() < until:
-            left = len(self._client.key_value_dir_get(f"{_LEFT}/"))
-            time.sleep(_GRACE_S / 4)  # after the last one too: it may not have had the answer yet
-            if left >= awaited:
-                break
+
+        def end() -> None:
+            if stuck_s is not None:
+                stacks = self._stacks if code == STUCK_CODE else None
+                record_stuck(self._watchdog, stuck_s=stuck_s, stacks=stacks, process=self._job.process_id)
+            key = f"{_LEFT}/{self._job.process_id}"
+            call_within(_REPORT_S, lambda: self._client.key_value_set(key, "-"))
+            until = time.monotonic() + DUMP_S + 3 * _GRACE_S  # a disk may hang for one of them
+            while self._job.process_id == 0 and time.monotonic() < until:
+                left = len(self._client.key_value_dir_get(f"{_LEFT}/"))
+                time.sleep(_GRACE_S / 4)  # after the last one too: it may not have had the answer yet
+                if left >= self._job.num_processes - absent:
+                    break
+
+        exit_with(line, code, last=end)
 
 
 def _runtime_error(error: BaseException | None) -> str:

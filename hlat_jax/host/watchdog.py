@@ -26,7 +26,7 @@ TERMINATED_CODE = 143  # of a process that SIGTERM ended, to the shell
 WAITING = "waiting for the other processes"
 GAP_S = 5.0  # of a time without a look, this much counts: the whole process may have been stopped, as by Ctrl-Z
 _TERM_S, _TERM_FACTOR = 60.0, 3  # after SIGTERM, which is followed by SIGKILL
-_DUMP_S, _SAY_S = 10.0, 2.0
+DUMP_S, _SAY_S = 10.0, 2.0
 _MOST_NAMED = 4  # processes in a line
 
 
@@ -150,7 +150,7 @@ class Watchdog:
     def cause(self) -> str:
         """Returns what is wrong with the run folder, or "" if nothing is or a disk that hangs does not tell."""
         problems: list[str] = []
-        _call_within(_DUMP_S, lambda: problems.append(self.problem()))
+        call_within(DUMP_S, lambda: problems.append(self.problem()))
         return problems[0] if problems else ""
 
     @contextlib.contextmanager
@@ -219,34 +219,34 @@ def record_stuck(watchdog: Watchdog, *, stuck_s: float, stacks: pathlib.Path | N
                 print(time.strftime("%Y-%m-%d %H:%M:%S"), socket.gethostname(), os.getpid(), file=file, flush=True)
                 faulthandler.dump_traceback(file, all_threads=True)
 
-    _call_within(_DUMP_S, write)
+    call_within(DUMP_S, write)
 
 
 def exit_with(line: str, code: int, *, last: Callable[[], Any] = lambda: None) -> NoReturn:
     """Ends the process without cleaning up, which might wait for what hangs, such as the reader of its output.
 
-    `last` is called when all is said, and may take some seconds.
+    `last`, which takes some seconds at most, is called when all is said.
     """
     if not _exiting.acquire(blocking=False):
-        time.sleep(_DUMP_S)  # another thread ends the process, with a line of its own
-    rest, until_s = f"{line}\n".encode(errors="replace"), time.monotonic() + _SAY_S
-    with contextlib.suppress(OSError):
-        while rest and select.select([], [2], [], max(until_s - time.monotonic(), 0.0))[1]:
-            rest = rest[os.write(2, rest[: select.PIPE_BUF]) :]  # so many bytes do not block
-    _call_within(_SAY_S, lambda: sys.stdout.flush())
-    if not _call_within(_DUMP_S, last):
-        with contextlib.suppress(Exception):
-            last()
-    os._exit(code)
+        time.sleep(6 * DUMP_S)  # another thread ends the process, with a line of its own
+    try:
+        rest, until_s = f"{line}\n".encode(errors="replace"), time.monotonic() + _SAY_S
+        with contextlib.suppress(OSError):
+            while rest and select.select([], [2], [], max(until_s - time.monotonic(), 0.0))[1]:
+                rest = rest[os.write(2, rest[: select.PIPE_BUF]) :]  # so many bytes do not block
+        call_within(_SAY_S, lambda: sys.stdout.flush())
+        last()
+    finally:
+        os._exit(code)
 
 
 _exiting = _thread.allocate_lock()
 
 
-def _call_within(longest_s: float, work: Callable[[], Any]) -> bool:
-    """Calls a function in another thread, and waits for it or, if the disk or a reader hangs, for some seconds.
+def call_within(longest_s: float, work: Callable[[], Any]) -> None:
+    """Calls a function in another thread, and waits for it or, if what it asks hangs, for some seconds.
 
-    Returns whether it was called: a thread may have no memory to start. `threading.Thread.start` would wait for ever.
+    `threading.Thread.start` would wait for ever for a thread that has no memory to start.
     """
     done = _thread.allocate_lock()
     done.acquire()
@@ -256,9 +256,6 @@ def _call_within(longest_s: float, work: Callable[[], Any]) -> bool:
             work()
         done.release()
 
-    try:
+    with contextlib.suppress(RuntimeError):  # no thread can be started
         _thread.start_new_thread(call, ())
-    except RuntimeError:
-        return False
-    done.acquire(timeout=longest_s)
-    return True
+        done.acquire(timeout=longest_s)

@@ -131,7 +131,7 @@ def test_a_stuck_run_says_whether_its_folder_is_gone_and_does_not_wait_for_a_dis
         return "late"
 
     monkeypatch.setattr(distributed, "exit_with", end)
-    monkeypatch.setattr(watchdog, "_DUMP_S", 0.5)
+    monkeypatch.setattr(watchdog, "DUMP_S", 0.5)
     (tmp_path / "file").touch()  # no folder for the stacks can be made there
     for problem, stacks, code, said in (
         (str, tmp_path / "stuck", 124, "stuck: process 0 of 1"),

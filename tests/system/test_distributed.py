@@ -236,6 +236,15 @@ def test_process_0_ends_after_one_that_is_slow_to_end(small_job):
     assert job.error_lines(0) == job.error_lines(1) == ["error: no such disk"]
 
 
+@pytest.mark.slow
+def test_process_0_ends_after_one_whose_disk_hangs(small_job, tmp_path):
+    stuck = f"pathlib.Path.mkdir = lambda *_, **__: {SLEEP}; watchdog.begin('waiting for data'); {SLEEP}"
+    with small_job(f"watchdog.begin(WAITING); {WAIT}", stuck) as job:
+        assert job.wait() == [124, 124], job.err(1)
+    assert job.error_lines(0) == job.error_lines(1) != []
+    assert (tmp_path / "stuck/process-0.txt").exists()
+
+
 # Process 1 alone raises at each difference; process 0 continues with the next one.
 DIFFERENT = """
 from hlat_jax import config
