@@ -3,6 +3,7 @@
     python benchmarks/raf.py step [--models=bert-base,gpt2] [--rounds=5] [--batch=2] [--seq_len=256]
     python benchmarks/raf.py batch [--models=bert-base,bert-large,gpt2] [--rounds=5] [--shrink=3] [--seq_len=128]
     python benchmarks/raf.py memory [--models=bert-base] [--batch=32] [--seq_len=128]
+    python benchmarks/raf.py profile [--models=bert-base,gpt2] [--only="plain JAX,rewrite"]
     python benchmarks/raf.py step --gpu --batch=32 --seq_len=128 ; python benchmarks/raf.py batch --gpu --limit=16GiB
 
 `step`: a training step in fp32 (forward, backward, AdamW) of the masked language model and of GPT-2, written below in
@@ -13,6 +14,8 @@ with the same weights, eager and under `torch.compile`. `--layers`, `--width` an
 or `--limit`. Widths, heads and vocabularies are divided by `--shrink`. SGD, as RAF had.
 
 `memory`: what a step with SGD takes by XLA's accounting, compiled and not run; RAF's wiki has one such figure.
+
+`profile`: where the time of a step in JAX goes, on one core, as `train_step.py --profile` has it.
 
 Every contender has a process of its own and is compiled first; then all make one step in turn. Ratios are medians over
 the rounds in which other processes took less than 0.15 of a core; the last line of a table says how many did. Peak
@@ -302,7 +305,7 @@ def optimized(optimizer, loss):
 
 
 def jax_step(job: dict):
-    """Returns (tokens, targets -> loss, XLA's bytes, what the passes did) of a step in JAX."""
+    """Returns (tokens, targets -> loss, the compiled program, what the passes did) of a step in JAX."""
     import jax
     import jax.numpy as jnp
     import optax
@@ -343,16 +346,20 @@ def jax_step(job: dict):
             kept = "fits as it is" if plan.choice is None else f"{plan.region}, products {plan.recompute_share:+.1%}"
         done.append(f"budget {budget / MIB:.0f} MiB: {kept}")
     compiled = step_of(loss).trace(*args).lower().compile()
-    memory = compiled.memory_analysis()
-    taken = memory.argument_size_in_bytes + memory.temp_size_in_bytes
-    taken += memory.output_size_in_bytes - memory.alias_size_in_bytes
 
     def step(tokens, targets):
         nonlocal state
         state, value = compiled(state, (jnp.asarray(tokens), jnp.asarray(targets)))
         return float(value)
 
-    return step, taken, "; ".join(done)
+    return step, compiled, "; ".join(done)
+
+
+def bytes_of(compiled) -> int:
+    """Returns the arguments, results that alias none, and temporaries of a compiled program."""
+    memory = compiled.memory_analysis()
+    taken = memory.argument_size_in_bytes + memory.temp_size_in_bytes
+    return taken + memory.output_size_in_bytes - memory.alias_size_in_bytes
 
 
 def largest_batches(job: dict) -> dict:
@@ -407,8 +414,9 @@ def work(job: dict) -> None:
         return
     load_libraries(job)
     model, libraries, began = Model(**job["model"]), resident("VmRSS"), time.monotonic()
-    step, xla_bytes, done = (torch_step if job["name"] in TORCH | TORCH_BF16 else jax_step)(job)
+    step, compiled, done = (torch_step if job["name"] in TORCH | TORCH_BF16 else jax_step)(job)
     losses = [] if job["compile_only"] else [step(*drawn_batch(model, job["batch"], job["seq_len"], 0))]
+    xla_bytes = None if compiled is None else bytes_of(compiled)
     print(json.dumps({"bytes": xla_bytes, "done": done, "first_s": time.monotonic() - began}), flush=True)
     for number, _ in enumerate(sys.stdin, 1):
         batch = drawn_batch(model, job["batch"], job["seq_len"], number)
@@ -600,29 +608,45 @@ def print_memory(name: str, model: Model, args: argparse.Namespace) -> bool:
     return True
 
 
+def profile(name: str, model: Model, args: argparse.Namespace) -> bool:
+    """Prints where the time of a step of one model goes, with each pass."""
+    os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])  # before the threads of XLA
+    from train_step import print_profile
+
+    job = {"optimizer": "adamw", "batch": args.batch, "seq_len": args.seq_len, "compilations": args.compilations}
+    job |= {"model": dataclasses.asdict(model), "budget": args.budget_share}
+    batch = drawn_batch(model, args.batch, args.seq_len, 0)
+    for each in (each for each in PASSES if each in (args.only or "plain JAX").split(",")):
+        step, compiled, _ = jax_step({"passes": PASSES[each], **job})
+        print(f"\n{name}, {each}: {args.batch} x {args.seq_len} tokens")
+        print_profile(compiled, functools.partial(step, *batch), num_steps=3)
+    return True
+
+
 def main() -> None:
     if sys.argv[1:2] == ["worker"]:
         work(json.loads(sys.argv[2]))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("step", "batch", "memory"))
+    parser.add_argument("what", choices=("step", "batch", "memory", "profile"))
     parser.add_argument("--models", help="names, with commas")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--batch", type=int, help="rows; default: 2 for step, 32 for memory")
-    parser.add_argument("--seq_len", type=int, help="default: 256 for step, else 128")
+    parser.add_argument("--batch", type=int, help="rows; default: 2 for step and profile, 32 for memory")
+    parser.add_argument("--seq_len", type=int, help="default: 256 for step and profile, else 128")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--width", type=int, help="a multiple of 64, the width of a head")
     parser.add_argument("--vocab", type=int)
-    parser.add_argument("--only", default="", help="contenders of step and memory, with commas")
+    parser.add_argument("--only", default="", help="contenders, with commas")
     parser.add_argument("--gpu", action="store_true", help="run on the GPU")
     parser.add_argument("--budget_share", type=float, default=0.8, help="of the temporaries of plain JAX")
     parser.add_argument("--compilations", type=int, default=4, help="most programs of a search under a budget")
     parser.add_argument("--shrink", type=int, default=3, help="of batch: divides heads, widths, vocabularies")
     parser.add_argument("--limit", default="", help="of batch, such as 1GiB")
     args = parser.parse_args()
-    args.seq_len = args.seq_len or (256 if args.what == "step" else 128)
-    args.batch = args.batch or (2 if args.what == "step" else 32)
-    names = {"step": ["bert-base", "gpt2"], "batch": list(MODELS), "memory": ["bert-base"]}[args.what]
+    is_timed = args.what in ("step", "profile")
+    args.seq_len = args.seq_len or (256 if is_timed else 128)
+    args.batch = args.batch or (2 if is_timed else 32)
+    names = ["bert-base", "gpt2"] if is_timed else {"batch": list(MODELS), "memory": ["bert-base"]}[args.what]
     names = args.models.split(",") if args.models else names
     unknown = sorted({*names} - {*MODELS})
     if unknown:
@@ -640,7 +664,7 @@ def main() -> None:
     models = {name: dataclasses.replace(MODELS[name].divided(shrink), **sizes) for name in names}
     if args.what == "batch":
         sys.exit(not compare_batches(models, args))
-    compare = compare_steps if args.what == "step" else print_memory
+    compare = {"step": compare_steps, "memory": print_memory, "profile": profile}[args.what]
     are_well = [compare(name, model, args) for name, model in models.items()]
     sys.exit(not all(are_well))
 

@@ -10,8 +10,7 @@ PyTorch / seconds of the variant). A pair counts when other processes used less 
 table says how many did. CPU seconds are user plus system time. Peak memory is the largest resident set of the process,
 compiling included. The share of peak is what the step's products would take at the speed of a large one in XLA, over
 what the step takes; products are 6 FLOPs a weight and token, the embedding left out, and attention over the causal
-half. `--profile` measures our step alone, on one core, where operations follow one another, and prints where its time
-goes: the kinds of operations, then the longest.
+half. `--profile` prints where the time of our step alone goes, on one core: the longest operations, then their kinds.
 """
 
 from __future__ import annotations
@@ -230,37 +229,50 @@ def profile(size: dict, overrides: str) -> None:
 
 
 def print_profile(compiled, step, *, num_steps: int = 10, num_longest: int = 24) -> None:
-    """Prints what `step`, which runs a compiled program once, does with its time, from a trace of JAX's profiler."""
+    """Prints what `step`, which runs a compiled program once, does with its time, from a trace of JAX's profiler.
+
+    Operations that run beside each other share the time. Products that XLA has fused count as other loops.
+    """
     import jax
 
     lines = (re.match(r"\s*(?:ROOT )?%?([\w.-]+) = (.*)", line) for line in compiled.as_text().splitlines())
-    defined, spent_s = {line[1]: line[2] for line in lines if line}, []
+    defined = {line[1]: line[2] for line in lines if line and not re.search(r" (while|conditional|call)\(", line[2])}
+    for _ in range(3):
+        step()
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(num_steps + 3):
-            if number == 3:
-                jax.profiler.start_trace(folder)
+        with jax.profiler.trace(folder):
             began = time.perf_counter()
-            step()
-            spent_s.append(time.perf_counter() - began)
-        jax.profiler.stop_trace()
+            for _ in range(num_steps):
+                step()
+            whole_ms = 1e3 * (time.perf_counter() - began) / num_steps
         [path] = pathlib.Path(folder).rglob("*.xplane.pb")
         planes = jax.profiler.ProfileData.from_file(str(path)).planes
-    ms, times, kinds = collections.Counter(), collections.Counter(), collections.Counter()
-    for event in (event for plane in planes for line in plane.lines for event in line.events):
-        if event.name in defined and " while(" not in defined[event.name] and "hlo_op" in dict(event.stats):
-            ms[event.name] += event.duration_ns / 1e6 / num_steps
-            times[event.name] += 1 / num_steps
-    whole_ms = 1e3 * statistics.median(spent_s[3:])
-    print(f"one core: {whole_ms:.1f} ms/step\n      ms times  GFLOP/s")
+    events = [event for plane in planes for line in plane.lines for event in line.events]
+    events = [event for event in events if event.name in defined and "hlo_op" in dict(event.stats)]
+    ms, times = collections.Counter(), collections.Counter(event.name for event in events)
+    edges = sorted(
+        (at, change, event.name) for event in events for at, change in ((event.start_ns, 1), (event.end_ns, -1))
+    )
+    running, before_ns = collections.Counter(), 0.0
+    for at_ns, change, name in edges:
+        for each, count in running.items():
+            ms[each] += (at_ns - before_ns) * count / running.total() / 1e6 / num_steps
+        running[name] += change
+        running, before_ns = +running, at_ns
+    kinds = collections.Counter()
+    print("      ms times  GFLOP/s")
     for name, spent in ms.most_common():
-        shape, flops = defined[name].split("{")[0], _dot_flops(name, defined) * times[name]
-        kind = "products" if flops else "zeros to write into" if "broadcast" in name else "other loops and copies"
-        kinds["squares of norms" if "square" in defined[name] and "multiply" in name else kind] += spent
+        shape, flops = defined[name].split("{")[0], _dot_flops(name, defined) * times[name] / num_steps
+        is_zeros, is_square = name.startswith("wrapped_broadcast"), "/square" in defined[name] and "multiply" in name
+        kind = "zeros to write into" if is_zeros else "squares to be summed" if is_square else "other loops and copies"
+        kinds["products" if flops else kind] += spent
         if (num_longest := num_longest - 1) >= 0:
             source = re.search(r'op_name="([^"]*)"', defined[name])
             speed = f"{flops / spent / 1e6:8.0f}" if flops else " " * 8
-            print(f"{spent:8.2f}{times[name]:6.0f}{speed}  {name} {shape}  {source[1][-60:] if source else ''}")
-    kinds["between operations"] = whole_ms - sum(ms.values())
+            source = source[1][-60:] if source else ""
+            print(f"{spent:8.2f}{times[name] / num_steps:6.0f}{speed}  {name} {shape}  {source}")
+    kinds["between operations"] = whole_ms - ms.total()
+    print(f"{whole_ms:8.1f} ms a step, on {len(os.sched_getaffinity(0))} of the cores")
     print(*(f"{spent:8.1f} ms {spent / whole_ms:4.0%}  {kind}" for kind, spent in kinds.most_common()), sep="\n")
 
 
@@ -269,8 +281,8 @@ def _dot_flops(name: str, defined: dict[str, str]) -> float:
     found = re.search(r" dot\(%?([\w.-]+),.*lhs_contracting_dims={([\d,]+)}", defined[name])
     if not found:
         return 0.0
-    out, left = ([int(n) for n in re.search(r"\[([\d,]*)\]", defined[each])[1].split(",")] for each in (name, found[1]))
-    return 2.0 * math.prod(out) * math.prod(left[int(dim)] for dim in found[2].split(","))
+    out, left = (re.findall(r"\d+", re.search(r"\[([\d,]*)\]", defined[each])[1]) for each in (name, found[1]))
+    return 2.0 * math.prod(map(int, out)) * math.prod(int(left[int(dim)]) for dim in found[2].split(","))
 
 
 def worker(name: str, size: dict, overrides: str) -> None:
@@ -368,7 +380,7 @@ def main() -> None:
         worker(args.worker, SIZES[args.size], args.overrides)
         return
     if args.profile:
-        profile(SIZES[args.size], "")
+        profile(SIZES[args.size], " ".join(args.also))
         return
     if args.gflops:
         print(machine_flops())
