@@ -42,6 +42,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import source_info_util
 
+from hlat_jax.passes import origins
 from hlat_jax.passes.jaxpr import (
     CALL_JAXPRS,
     bind_shard_map,
@@ -53,18 +54,6 @@ from hlat_jax.passes.jaxpr import (
     primitives,
     rebind,
     trace_call,
-)
-from hlat_jax.passes.origins import (
-    DATA,
-    EACH,
-    NONE,
-    Labels,
-    label,
-    labels_in_loop,
-    labels_in_shard_map,
-    labels_of,
-    manual_axes,
-    opened,
 )
 from hlat_jax.passes.products import PRODUCTS
 from hlat_jax.precision import random_bits, stochastic_round
@@ -139,7 +128,7 @@ def simulate(fn: Callable, core: SimulatedCore) -> Callable:
         if core.stochastic_rounding:
             word = _word(tuple(jnp.asarray(word).astype(jnp.uint32) for word in words), "simulate")
         site = _Site(word, "")
-        labels = [frozenset({DATA}) if is_inexact(aval) else NONE for aval in closed.in_avals]
+        labels = [frozenset({origins.DATA}) if is_inexact(aval) else origins.NONE for aval in closed.in_avals]
         arrays = []
         for number, (leaf, aval, own) in enumerate(zip(leaves, closed.in_avals, labels, strict=True)):
             array = _carrier(_without_derivative(jnp.asarray(leaf)) if is_inexact(aval) else leaf, aval)
@@ -209,7 +198,7 @@ class _Site:
             return self
         return dataclasses.replace(self, word=_word((self.word, index.astype(jnp.uint32)), self.path))
 
-    def bits(self, shape: tuple[int, ...], labels: Labels) -> jax.Array:
+    def bits(self, shape: tuple[int, ...], labels: origins.Labels) -> jax.Array:
         axes = tuple(axis for axis in self.axes if axis in labels)
         words = (self.word, jax.lax.axis_index(axes).astype(jnp.uint32)) if axes else (self.word,)
         return random_bits(words, self.path, shape)
@@ -230,18 +219,18 @@ class _Simulation:
     def __init__(self, core: SimulatedCore):
         self.core = core
 
-    def is_simulated(self, aval: Any, labels: Labels) -> bool:
+    def is_simulated(self, aval: Any, labels: origins.Labels) -> bool:
         """Returns whether a value of this type is bf16 on the core."""
         dtype = getattr(aval, "dtype", None)
-        return dtype == _BF16 or (self.core.auto_cast == "all" and dtype == _FP32 and DATA in labels)
+        return dtype == _BF16 or (self.core.auto_cast == "all" and dtype == _FP32 and origins.DATA in labels)
 
-    def rounded(self, array: Any, labels: Labels, site: _Site) -> Any:
+    def rounded(self, array: Any, labels: origins.Labels, site: _Site) -> Any:
         """Returns fp32 numbers rounded to bf16, held in fp32."""
         if not self.core.stochastic_rounding:
             return jax.lax.reduce_precision(array, exponent_bits=8, mantissa_bits=7)
         return stochastic_round(array, _BF16, bits=site.bits(array.shape, labels)).astype(_FP32)
 
-    def meets(self, array: Any, aval: Any, own: Labels, *, wanted: Labels) -> Any:
+    def meets(self, array: Any, aval: Any, own: origins.Labels, *, wanted: origins.Labels) -> Any:
         """Returns a value with the labels of those that it meets: rounded to nearest, if they are simulated."""
         if self.is_simulated(aval, wanted) and not self.is_simulated(aval, own):
             return jax.lax.reduce_precision(jnp.asarray(array), exponent_bits=8, mantissa_bits=7)
@@ -252,23 +241,23 @@ class _Simulation:
 
         With `wanted`, those of the results in what joins them with others: the carry of a loop, a branch.
         """
-        jaxpr, consts = opened(closed)
+        jaxpr, consts = origins.opened(closed)
         consts = [_carrier(const, var.aval) for const, var in zip(consts, jaxpr.constvars, strict=True)]
-        found = labels_of(closed, labels)
+        found = origins.labels_of(closed, labels)
         env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
         def read(atom: Any) -> Any:
             return _carrier(atom.val, atom.aval) if is_literal(atom) else env[atom]
 
         for number, eqn in enumerate(jaxpr.eqns):
-            operands, own = [read(atom) for atom in eqn.invars], [label(atom, found) for atom in eqn.invars]
+            operands, own = [read(atom) for atom in eqn.invars], [origins.label(atom, found) for atom in eqn.invars]
             run, outs = _CALLS.get(eqn.primitive.name, _operation), [found[var] for var in eqn.outvars]
             # JAX does not name its own code: then the line that called it
             here = site.inside(number, place=source_info_util.summarize(eqn.source_info))
             with place_of(eqn):
                 results = run(self, eqn, operands, own, outs, here)
             env.update(zip(eqn.outvars, results, strict=True))
-        own = [label(atom, found) for atom in jaxpr.outvars]
+        own = [origins.label(atom, found) for atom in jaxpr.outvars]
         parts = zip(jaxpr.outvars, own, wanted or own, strict=True)
         return [self.meets(read(atom), atom.aval, one, wanted=want) for atom, one, want in parts]
 
@@ -293,7 +282,7 @@ def _operation(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list
         ]
     if not has_simulated:
         return rebind(eqn, operands)
-    if name not in EACH:
+    if name not in origins.EACH:
         everything = frozenset().union(*own)
         parts = zip(operands, eqn.invars, own, strict=True)
         operands = [sim.meets(array, atom.aval, of, wanted=everything) for array, atom, of in parts]
@@ -333,12 +322,12 @@ def _call(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list, sit
 
 
 def _shard_map(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list, site: _Site) -> list[Any]:
-    mesh, manual, num = eqn.params["mesh"], manual_axes(eqn), len(operands)
+    mesh, manual, num = eqn.params["mesh"], origins.manual_axes(eqn), len(operands)
     axes = tuple(axis for axis in mesh.axis_names if axis in {*site.axes, *manual} and mesh.shape[axis] > 1)
 
     def local(*arrays: Any) -> list[Any]:
         at = dataclasses.replace(site, word=None if site.word is None else arrays[num], axes=axes)
-        return sim.call(eqn.params["jaxpr"], arrays[:num], labels_in_shard_map(eqn, own), site=at)
+        return sim.call(eqn.params["jaxpr"], arrays[:num], origins.labels_in_shard_map(eqn, own), site=at)
 
     return bind_shard_map(eqn, local, operands, replicated=[] if site.word is None else [site.word])
 
@@ -355,7 +344,9 @@ def _cond(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list, sit
     return jax.lax.switch(index, [branch(number, one) for number, one in enumerate(eqn.params["branches"])], *rest)
 
 
-def _entering(sim: _Simulation, body: Any, operands: list, own: Sequence[Labels], labels: Sequence[Labels]) -> list:
+def _entering(
+    sim: _Simulation, body: Any, operands: list, own: Sequence[origins.Labels], labels: Sequence[origins.Labels]
+) -> list:
     """Returns what the body of a loop reads in its first iteration."""
     parts = zip(operands, body.in_avals, own, labels, strict=True)
     return [sim.meets(array, aval, of, wanted=want) for array, aval, of, want in parts]
@@ -363,7 +354,7 @@ def _entering(sim: _Simulation, body: Any, operands: list, own: Sequence[Labels]
 
 def _scan(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list, site: _Site) -> list[Any]:
     (closed, carried), params = carry_of(eqn), eqn.params
-    labels, num_carry = labels_in_loop(closed, own, carried), carried.stop - carried.start
+    labels, num_carry = origins.labels_in_loop(closed, own, carried), carried.stop - carried.start
     operands = _entering(sim, closed, operands, own, labels)
 
     def body(carry: list, numbered: tuple) -> tuple[list, list]:
@@ -382,7 +373,7 @@ def _while(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list, si
     condition, num_cond = eqn.params["cond_jaxpr"], eqn.params["cond_nconsts"]
     closed, carried = carry_of(eqn)
     read, operands, own = (operands[:num_cond], own[:num_cond]), operands[num_cond:], own[num_cond:]
-    labels = labels_in_loop(closed, own, carried, condition=condition, read=read[1])
+    labels = origins.labels_in_loop(closed, own, carried, condition=condition, read=read[1])
     operands = _entering(sim, closed, operands, own, labels)
 
     def goes_on(numbered: tuple) -> Any:
