@@ -366,9 +366,13 @@ class _Watch:
             exit_with(f"error: {where} does not answer: {first}", 1)
 
     def _report(self, code: int, line: str, *, stuck_s: float = 0.0, absent: int = 0) -> None:
-        report = json.dumps({"code": code, "line": line, "stuck_s": stuck_s, "absent": absent})
-        # fails where another process was first; hangs where process 0 is frozen
-        call_within(_REPORT_S, lambda: self._client.key_value_set(_FAILED, report))
+        self._tell(_FAILED, json.dumps({"code": code, "line": line, "stuck_s": stuck_s, "absent": absent}))
+
+    def _tell(self, key: str, value: str) -> None:
+        """Sets a key; fails where another process was first, and gives up where process 0 is frozen."""
+        with contextlib.suppress(Exception):
+            if not call_within(_REPORT_S, lambda: self._client.key_value_set(key, value)):
+                self._client.key_value_set(key, value)
 
     def _leave(self, line: str, code: int, *, stuck_s: float | None = None, absent: int = 0) -> NoReturn:
         """Prints, records the time without progress, if any is given, and exits; process 0 after those not absent.
@@ -380,8 +384,7 @@ class _Watch:
             if stuck_s is not None:
                 stacks = self._stacks if code == STUCK_CODE else None
                 record_stuck(self._watchdog, stuck_s=stuck_s, stacks=stacks, process=self._job.process_id)
-            key = f"{_LEFT}/{self._job.process_id}"
-            call_within(_REPORT_S, lambda: self._client.key_value_set(key, "-"))
+            self._tell(f"{_LEFT}/{self._job.process_id}", "-")
             until = time.monotonic() + DUMP_S + 3 * _GRACE_S  # a disk may hang for one of them
             while self._job.process_id == 0 and time.monotonic() < until:
                 left = len(self._client.key_value_dir_get(f"{_LEFT}/"))

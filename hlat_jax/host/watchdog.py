@@ -243,10 +243,10 @@ def exit_with(line: str, code: int, *, last: Callable[[], Any] = lambda: None) -
 _exiting = _thread.allocate_lock()
 
 
-def call_within(longest_s: float, work: Callable[[], Any]) -> None:
+def call_within(longest_s: float, work: Callable[[], Any]) -> bool:
     """Calls a function in another thread, and waits for it or, if what it asks hangs, for some seconds.
 
-    `threading.Thread.start` would wait for ever for a thread that has no memory to start.
+    Returns whether a thread could be started. `threading.Thread.start` would wait for ever for one without memory.
     """
     done = _thread.allocate_lock()
     done.acquire()
@@ -256,6 +256,9 @@ def call_within(longest_s: float, work: Callable[[], Any]) -> None:
             work()
         done.release()
 
-    with contextlib.suppress(RuntimeError):  # no thread can be started
+    try:
         _thread.start_new_thread(call, ())
-        done.acquire(timeout=longest_s)
+    except RuntimeError:
+        return False
+    done.acquire(timeout=longest_s)
+    return True
