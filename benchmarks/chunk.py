@@ -170,7 +170,7 @@ def main() -> None:
         if not args.only or fn.__name__ in args.only.split(","):
             name, ours = ("rewrite", rewrite(fn)) if fn in REWRITTEN else ("chunk", chunk(fn, max_bytes="16MiB"))
             if fn is clip:
-                ours = chunk(fn, max_bytes="4MiB")  # of 16 MiB
+                ours = chunk(fn, max_bytes="8MiB")  # of 16 MiB
             print_row(fn.__name__, name, (fn, ours), p, t, pairs=args.pairs)
     print_row("by_label", "by hand", (rewrite(by_label), by_hand), p, t, pairs=args.pairs)
 

@@ -9,6 +9,7 @@ import pytest
 
 from hlat_jax.passes.chunk import chunk
 from hlat_jax.passes.independence import Link, links
+from hlat_jax.passes.products import live_jaxpr, total_flops
 
 B, T, D, V, N, H = 2, 256, 16, 640, 2, 8
 LIMIT = 64 * 1024
@@ -148,6 +149,33 @@ def test_any_loss_is_computed_in_chunks_with_its_gradients_and_a_third_of_its_me
     assert difference(loss, ours, PARAMS, BATCH) < 1e-5  # the sums are in another order
     assert ours.report().replacements, ours.report()
     assert 3 * temporaries(ours, PARAMS, BATCH) < temporaries(loss, PARAMS, BATCH)
+
+
+def test_several_loops_have_one_backward_pass():
+    def flops(loss):
+        return total_flops(live_jaxpr(jax.jit(jax.value_and_grad(loss)).trace(PARAMS, BATCH)))
+
+    ours = chunk(of_both_sides, max_bytes=LIMIT)
+    assert flops(ours) <= 2 * flops(of_both_sides)  # scores in three loops and again, and two gradients; of 3 products
+    assert "in 3 loops" in str(ours.report())
+
+
+def test_reductions_that_depend_on_one_another_have_their_gradients():
+    """Each row's weight depends on a sum over rows that depends on another one, and on a largest and a count."""
+
+    def loss(params, batch):
+        x = jnp.sort(jnp.tanh(batch["x"][:1] @ params["head"]), axis=-1)  # only the tokens are not mixed
+        x = x * (1 + jnp.mean(x, axis=1, keepdims=True))
+        x = x * jax.lax.rsqrt(0.1 + jnp.mean(x**2, axis=(1, 2), keepdims=True))
+        x = x / jax.lax.stop_gradient(1 + jnp.max(jnp.abs(x), axis=1, keepdims=True))
+        x = x * jnp.tanh(jnp.sum(jnp.exp(x) * batch["weights"][:1, :, None], axis=1, keepdims=True) / T)
+        return jnp.mean(x**3) * jnp.mean(jnp.abs(x)), jnp.sum(x > 0)
+
+    ours = chunk(loss, max_bytes=LIMIT)
+    results = [jax.jit(jax.value_and_grad(one, has_aux=True))(PARAMS, BATCH) for one in (loss, ours)]
+    for expected, found in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+    assert "in 5 loops" in str(ours.report())
 
 
 def test_one_value_taken_twice_is_no_chunk():

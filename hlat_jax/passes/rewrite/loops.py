@@ -1,7 +1,7 @@
 """Loops over the chunks of a region: which there are, and what they compute.
 
 What is reduced over a loop is accumulated in fp32, in the order of the chunks; what depends on it is computed by
-another loop, which computes its chunks again.
+another loop, which computes its chunks again. The backward pass of several loops is one loop.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import numpy as np
 
 from hlat_jax.ops.cross_entropy import is_loss_scaled
 from hlat_jax.passes.independence import SUM, bind_part
-from hlat_jax.passes.jaxpr import place_of, values_of, variables, varying_axes
+from hlat_jax.passes.jaxpr import is_inexact, place_of, values_of, variables, varying_axes
 from hlat_jax.passes.rewrite.graph import upstream
 
 ShapeOf = Callable[[Any], Sequence[int]]
+_Sizes = tuple[ShapeOf, int]  # shapes of variables, and the number of chunks
 _REDUCED = {"reduce_max": jnp.max, "reduce_min": jnp.min, "reduce_and": jnp.all, "reduce_or": jnp.any}
 
 
@@ -62,7 +63,7 @@ class Chunks:
 
     def _loop(self, before: Sequence[Any], goals: Sequence[Any], computed: Collection[Any]) -> Loop:
         eqns = upstream(self.eqns, goals, without=computed)
-        own = {var for eqn in eqns for var in eqn.outvars}
+        own = {var for eqn in eqns for var in eqn.outvars}.difference(computed)
         reads = list(dict.fromkeys(atom for eqn in eqns for atom in variables(eqn.invars) if atom not in own))
         cut, whole = [v for v in reads if v in self.dims], [v for v in reads if v not in self.dims]
         return Loop(before, goals, eqns, cut, whole, self._differentiated(eqns, goals, reads))
@@ -82,54 +83,121 @@ class Chunks:
         return places[0] if are_sums and len(places) == 1 else None
 
     def compute(self, env: dict[Any, Any], *, shape_of: ShapeOf, num_parts: int) -> list[Any]:
-        """Returns the values of the outputs from those of what the equations read, which `env` has.
+        """Returns the values of the outputs from those of what the equations read.
 
         Args:
-          env: variable -> value, to which others are added.
+          env: variable -> value.
           shape_of: shape of a variable.
           num_parts: number of chunks.
         """
-        for loop in self.loops():
-            for eqn in loop.before:
-                self._compute(env, eqn, shape_of)
-            if loop.goals:
-                self._run(env, loop, shape_of, num_parts)
-        return [env[var] for var in self.outputs]
+        loops, sizes = self.loops(), (shape_of, num_parts)
+        if sum(bool(loop.goals) for loop in loops) > 1:
+            return self._with_one_backward_pass(loops, env, sizes)
+        return _values(self._run_all(loops, env, sizes), self.outputs)
 
-    def _compute(self, env: dict[Any, Any], eqn: Any, shape_of: ShapeOf, number: Any = None, parts: int = 1) -> None:
-        """Adds the results of an equation; of chunk `number` of `parts`, if it is one of several."""
+    def _run_all(self, loops: Sequence[Loop], env: dict[Any, Any], sizes: _Sizes) -> dict[Any, Any]:
+        """Returns `env` with the goals of the loops, and what is computed before them."""
+        for loop in loops:
+            for eqn in loop.before:
+                env = env | self._results(env, eqn, sizes)
+            env = env | self._run(env, loop, sizes)
+        return env
+
+    def _with_one_backward_pass(self, loops: Sequence[Loop], env: dict[Any, Any], sizes: _Sizes) -> list[Any]:
+        """Returns the outputs of several loops, whose backward pass computes each chunk once for all of them.
+
+        What is reduced, r, is a function of what is read, x, and of r itself: r = f(x, r), where each loop reads what
+        the ones before it have reduced. So the derivative of f by r is applied to the cotangents of r as often as one
+        reduced value depends on another; then one loop has the gradients by x.
+        """
+        before = [eqn for loop in loops for eqn in loop.before]
+        reduced = [var for var, reduction in self.reductions.items() if reduction]
+        numbers = self._num_reductions()
+        totals = [var for var in reduced if var in numbers]
+        known = {*reduced, *(var for eqn in before for var in eqn.outvars)}
+        joint = self._loop(before, [*totals, *(var for var in self.outputs if var in self.dims)], known)
+        reads = [var for var in env if var not in known]
+
+        def forward(x: Sequence[Any]) -> tuple[list[Any], Any]:
+            values = self._run_all(loops, dict(zip(reads, x, strict=True)), sizes)
+            return _values(values, self.outputs), (x, _values(values, reduced))
+
+        def backward(kept: Any, cotangents: Sequence[Any]) -> tuple[Any]:
+            x, fixed = kept[0], dict(zip(reduced, kept[1], strict=True))
+
+            def again(x: Sequence[Any], r: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+                """Returns the outputs and f(x, r)."""
+                values = fixed | dict(zip((*reads, *totals), (*x, *r), strict=True))
+                for eqn in before:
+                    values |= self._results(values, eqn, sizes)
+                made = self._run(values, joint, sizes)
+                return _values(made | values, self.outputs), _values(made, totals)
+
+            r = _values(fixed, totals)
+            (direct,) = jax.vjp(lambda r: again(x, r)[0], r)[1](cotangents)
+            of_r = direct
+            for _ in range(max(numbers.values(), default=0) - 1):
+                (through,) = jax.vjp(lambda r: again(x, r)[1], r)[1](of_r)
+                of_r = [a + b for a, b in zip(direct, through, strict=True)]
+            return jax.vjp(lambda x: again(x, r), x)[1]((cotangents, of_r))
+
+        run = jax.custom_vjp(lambda x: forward(x)[0])
+        run.defvjp(forward, backward)
+        return run(_values(env, reads))
+
+    def _num_reductions(self) -> dict[Any, int]:
+        """Returns variable -> how many reductions follow one another from it on, in the derivative of the outputs."""
+        numbers = {var: 0 for var in self.outputs if is_inexact(var.aval)}
+        for eqn in reversed(self.eqns):
+            own = [var for var in eqn.outvars if var in numbers]
+            for var in own:
+                numbers[var] += bool(self.reductions.get(var))
+            for var in variables(eqn.invars) if own and eqn.primitive.name != "stop_gradient" else ():
+                if is_inexact(var.aval):
+                    numbers[var] = max(numbers.get(var, 0), *(numbers[one] for one in own))
+        return numbers
+
+    def _results(self, env: Mapping[Any, Any], eqn: Any, sizes: _Sizes, number: Any = None) -> dict[Any, Any]:
+        """Returns the results of an equation; of chunk `number`, if it is one of several."""
+        shape_of, num_parts = sizes
         shapes = [list(shape_of(var)) for var in eqn.outvars]
         for var, shape in zip(eqn.outvars, shapes, strict=True):
-            if var in self.dims:
-                shape[self.dims[var]] //= parts
+            if var in self.dims and number is not None:
+                shape[self.dims[var]] //= num_parts
         dim = self.dims.get(eqn.outvars[0])
         begin = None if dim is None or number is None else (dim, number * shapes[0][dim])
         with place_of(eqn):
             results = bind_part(eqn, values_of(eqn.invars, env), shapes, start=begin)
         if self.reductions.get(eqn.outvars[0]) == SUM and results[0].dtype in (jnp.bfloat16, jnp.float16):
             results = [result.astype(jnp.float32) for result in results]  # partial sums
-        env |= zip(eqn.outvars, results, strict=True)
+        return dict(zip(eqn.outvars, results, strict=True))
 
-    def _run(self, env: dict[Any, Any], loop: Loop, shape_of: ShapeOf, num_parts: int) -> None:
-        """Adds the goals of a loop."""
+    def _run(self, env: Mapping[Any, Any], loop: Loop, sizes: _Sizes) -> dict[Any, Any]:
+        """Returns the goals of a loop."""
+        if not loop.goals:
+            return {}
+        num_parts = sizes[1]
 
         def part(number: Any, slices: Sequence[Any], others: Sequence[Any]) -> list[Any]:
             local = dict(zip((*loop.cut, *loop.whole), (*slices, *others), strict=True))
+            made: dict[Any, Any] = {}
             for eqn in loop.eqns:
-                self._compute(local, eqn, shape_of, number, num_parts)
-            return [local[var] for var in loop.goals]
+                made |= self._results(made | local, eqn, sizes, number)
+            return _values(made, loop.goals)
 
         run = _in_turn if loop.scalar is None else functools.partial(_with_gradients, loop.scalar)
         slices = [_split(env[var], self.dims[var], num_parts) for var in loop.cut]
         parts = run(part, slices, [env[var] for var in loop.whole], num_parts)
+        goals = {}
         for var, values in zip(loop.goals, parts, strict=True):
             reduction = self.reductions.get(var)
             if var in self.dims:
-                env[var] = _join(values, self.dims[var])
+                goals[var] = _join(values, self.dims[var])
             elif reduction == SUM:
-                env[var] = values.sum(0).astype(var.aval.dtype)
+                goals[var] = values.sum(0).astype(var.aval.dtype)
             else:
-                env[var] = _REDUCED[reduction](values, axis=0)
+                goals[var] = _REDUCED[reduction](values, axis=0)
+        return goals
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,6 +280,10 @@ def _with_gradients(
     sums = jax.custom_vjp(in_turn)
     sums.defvjp(opaque, backward)
     return sums(slices, others)
+
+
+def _values(env: Mapping[Any, Any], names: Sequence[Any]) -> list[Any]:
+    return [env[var] for var in names]
 
 
 def _join(parts: Any, dim: int) -> Any:
