@@ -33,7 +33,6 @@ from hlat_jax.passes.compile import training_program
 from hlat_jax.precision import cast_tree, policy_on
 from hlat_jax.train_step import State, StepOptions, TrainStep
 
-GENERATION = ("prefill", "decode")
 # precision.simulate -> `--auto-cast` of the simulated core
 SIMULATED = {"none": None, "neuron": "none", "neuron_all": "all"}
 
@@ -144,7 +143,7 @@ def programs_of_run(config: Config, *, accumulate: str, pipe: int) -> list[str]:
     ticks = PHASES if pipe > 1 else ("microbatch",)
     names = [*(("start", *ticks, "update") if accumulate == "programs" else ["train"]), "init", "norms"]
     names += ["eval"] if config.data.validation else []
-    return names + (list(GENERATION) if config.train.sample_prompt else [])
+    return names + (["decode"] if config.train.sample_prompt else [])  # which reads the prompt of a sample too
 
 
 def make_program(config: Config, layout: Layout) -> RunProgram:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hlat_jax.config import Config, ModelConfig, ParallelConfig
+from hlat_jax.generate.cache import KVCache
 from hlat_jax.generate.decoding import (
     DecodeInput,
     GenerationShape,
@@ -40,7 +41,7 @@ _PREFIX_TOKENS = 4  # of a sample: BOS, and the marker of a word's beginning, in
 
 
 class Programs(NamedTuple):
-    """`decoding.prefill` and `decoding.decode`, compiled for one shape."""
+    """`decoding.prefill`, or `prefill_by`, and `decoding.decode`, compiled for one shape."""
 
     prefill: Callable[..., Any]
     decode: Callable[..., Any]
@@ -212,6 +213,32 @@ def stream(
             tokens_B = following
     finally:
         jax.block_until_ready(cache)  # programs over several processes must not overlap
+
+
+def prefill_by(decode: Callable[..., Any], cache: KVCache) -> Callable[..., Any]:
+    """Returns a function like `decoding.prefill`, of one prompt, that reads it token by token with `decode`.
+
+    So a run that prints short samples has one program less to compile.
+
+    Args:
+      decode: compiled.
+      cache: shapes, dtypes and shardings of its cache.
+    """
+
+    def zeros(part: jax.ShapeDtypeStruct) -> jax.Array:
+        return jax.make_array_from_callback(
+            part.shape, part.sharding, lambda index: np.zeros(part.sharding.shard_shape(part.shape), part.dtype)
+        )
+
+    def prefill(params: Any, tokens_BT: np.ndarray, rows: PromptRows) -> tuple[KVCache, jax.Array]:
+        own: KVCache = jax.tree.map(zeros, cache)
+        tokens_B: Any = None
+        read = dataclasses.replace(rows, lengths=np.zeros_like(rows.lengths), prompt_slots=np.int32(0))
+        for slot in range(rows.lengths.max()):
+            own, tokens_B = decode(params, own, DecodeInput(tokens_BT[:, slot], np.int32(slot), read))
+        return own, tokens_B
+
+    return prefill
 
 
 def check_repetition_penalty(factor: float) -> None:

@@ -16,11 +16,11 @@ from typing import Any, TypedDict
 import jax
 
 from hlat_jax.facts.byte_sizes import format_bytes
-from hlat_jax.generate.decoding import decode_arguments, make_decode, make_prefill, prefill_arguments
-from hlat_jax.generate.generator import Programs, sample_shape
+from hlat_jax.generate.decoding import GenerationShape, decode_arguments, make_decode, make_prefill, prefill_arguments
+from hlat_jax.generate.generator import Programs, prefill_by, sample_shape
 from hlat_jax.host.neuron_compiler_flags import compiler_killed
 from hlat_jax.parallel import xla_options
-from hlat_jax.program import GENERATION, RunProgram, programs_of_run, state_bytes
+from hlat_jax.program import RunProgram, programs_of_run, state_bytes
 from hlat_jax.run.machine import device_memory
 from hlat_jax.run.optional import short_plan
 from hlat_jax.store.atomic_files import write_json
@@ -50,7 +50,7 @@ def named_programs(program: RunProgram, word: str) -> list[str]:
     if word == "all":
         pipe = program.layout.size(("pipe",))
         return programs_of_run(program.config, accumulate=program.accumulate, pipe=pipe)
-    return list(GENERATION) if word == "generate" else [word]
+    return ["prefill", "decode"] if word == "generate" else [word]
 
 
 def traced_programs(program: RunProgram) -> dict[str, Callable[[], Any]]:
@@ -68,8 +68,7 @@ def traced_programs(program: RunProgram) -> dict[str, Callable[[], Any]]:
         return make_prefill(config.model, layout, slots=shape.slots).trace(params, *arguments)
 
     def decode() -> Any:
-        arguments = decode_arguments(config.model, layout, dtype=params["embed"].dtype, shape=shape)
-        return make_decode(config.model, layout).trace(params, *arguments)
+        return make_decode(config.model, layout).trace(params, *_decode_arguments(program)[0])
 
     return {
         "train": program.trace_step,
@@ -135,9 +134,16 @@ def compiled_step(compilations: Compilations) -> Any:
 
 
 def compiled_sampler(compilations: Compilations) -> Programs:
-    """Returns the two compiled programs of the run's samples."""
-    shape = sample_shape(compilations.program.config, compilations.program.layout)
-    return Programs(prefill=compilations.compile("prefill"), decode=compilations.compile("decode"), shape=shape)
+    """Returns the programs of the run's samples: `decode`, which reads the prompt too."""
+    decode, (cache, _), shape = compilations.compile("decode"), *_decode_arguments(compilations.program)
+    return Programs(prefill=prefill_by(decode, cache), decode=decode, shape=shape)
+
+
+def _decode_arguments(program: RunProgram) -> tuple[tuple[Any, Any], GenerationShape]:
+    """Returns the arguments of `decode` after the parameters, abstract, and the shape of the run's samples."""
+    config, layout = program.config, program.layout
+    shape, dtype = sample_shape(config, layout), program.step_arguments[0]["params"]["embed"].dtype
+    return decode_arguments(config.model, layout, dtype=dtype, shape=shape), shape
 
 
 def read_record(workdir: pathlib.Path) -> dict[str, dict[str, Any]]:

@@ -17,8 +17,14 @@ import torch
 from hf_cases import GQA, hugging_face, random_params
 
 from hlat_jax.config import ParallelConfig
-from hlat_jax.generate.decoding import make_prefill, prefill_arguments, separate_layers
-from hlat_jax.generate.generator import GenerationShape, Generator, Sampling
+from hlat_jax.generate.decoding import (
+    decode_arguments,
+    make_decode,
+    make_prefill,
+    prefill_arguments,
+    separate_layers,
+)
+from hlat_jax.generate.generator import GenerationShape, Generator, Programs, Sampling, prefill_by, stream
 from hlat_jax.model import apply
 from hlat_jax.parallel.sharding import make_layout
 
@@ -68,6 +74,19 @@ def test_greedy_generation_equals_uncached_forward_passes():
         assert ours == rerun(MODELS[name], weights(name), PROMPTS[2])
 
 
+def by_decode(generator, prompt):
+    """Returns the greedy continuation of a prompt that `decode` reads token by token, as in a run's samples."""
+    shape = generator.shape([prompt], max_tokens=NUM_TOKENS)
+    cache, given = decode_arguments(generator.cfg, generator.layout, dtype=np.float32, shape=shape)
+    decode = make_decode(generator.cfg, generator.layout).lower(generator.params, cache, given).compile()
+    programs, options = Programs(prefill_by(decode, cache), decode, shape), {"sampling": Sampling(), "stop_ids": ()}
+    return [id for [id] in stream(programs, generator.params, [prompt], limits=[NUM_TOKENS], first_number=0, **options)]
+
+
+def test_a_prompt_read_token_by_token_continues_alike():
+    assert by_decode(generator("qwens"), PROMPTS[0]) == alone("qwens")[0]
+
+
 MESHES = {
     "data-fsdp-tensor": ("qwens", ParallelConfig(data=2, fsdp=2, tensor=2)),
     "pipe-tensor": ("qwens", ParallelConfig(pipe=2, data=1, tensor=2)),
@@ -86,6 +105,7 @@ def test_generation_over_a_mesh_equals_one_device(name, parallel):
         options = {"max_tokens": NUM_TOKENS, "sampling": sampling}
         wanted, found = (itertools.islice(one.stream(PROMPTS, **options), 32) for one in (generator(name), spread))
         assert list(found) == list(wanted)
+    assert by_decode(spread, PROMPTS[0]) == alone(name)[0]
 
 
 @pytest.mark.slow

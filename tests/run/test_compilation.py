@@ -20,7 +20,7 @@ from hlat_jax.run.compilation import Compilations, fingerprint, read_record, tra
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 ONE = {"pipe": 1, "data": 1, "fsdp": 1, "tensor": 1}
-PROGRAMS = ("train", "init", "norms", "eval", "prefill", "decode")
+PROGRAMS = ("train", "init", "norms", "eval", "decode")
 # What changes between runs, of a seed, a schedule, a length or a folder: no program may depend on any of it.
 FREE = {
     "optimizer.schedule": "linear",
@@ -47,17 +47,17 @@ TABLE = [
     ("data.packing", "documents", ("train", "eval")),
     ("train.num_microbatches", 2, ("train", "eval")),
     ("train.z_loss_weight", 1e-4, ("train",)),
-    ("train.sample_tokens", 400, ("prefill", "decode")),
+    ("train.sample_tokens", 400, ("decode",)),
     ("optimizer.weight_decay", 0.2, ("train",)),
     ("precision.policy", "mixed", PROGRAMS),
     ("model.init_std", 0.01, ("init",)),
-    ("model.rope_theta", 500.0, ("train", "eval", "prefill", "decode")),
+    ("model.rope_theta", 500.0, ("train", "eval", "decode")),
     ("model.remat", "full", ("train", "eval")),
 ]
 
 
 def config_with(changed=()):
-    """Returns a small config with all six programs; `changed` has values by the paths of their keys."""
+    """Returns a small config with all five programs; `changed` has values by the paths of their keys."""
     tree = small_config().to_dict()
     tree["model"]["max_positions"] = 1024
     tree["data"]["validation"] = "held_out.jsonl"
@@ -142,7 +142,7 @@ def test_a_run_compiles_its_programs_once_each_and_nothing_else(tmp_path):
 
     jax.clear_caches()
     train(3)
-    names = ("decode", "eval_step", "initial", "prefill", "state_norms", "train_step")
+    names = ("decode", "eval_step", "initial", "state_norms", "train_step")
     assert sorted(compiled) == [f"jit({name})" for name in names]
     before = {name: entry["sha256"] for name, entry in read_record(workdir).items()}
     assert before == {name: predicted(name, resolve(c), platform="cpu") for name in PROGRAMS}
