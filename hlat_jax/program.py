@@ -33,6 +33,8 @@ from hlat_jax.passes.compile import training_program
 from hlat_jax.precision import cast_tree, policy_on
 from hlat_jax.train_step import State, StepOptions, TrainStep
 
+# A sample's prompt of no more bytes is read by `decode`, in less time than `prefill` takes to compile.
+_SHORT_PROMPT_BYTES = 64
 # precision.simulate -> `--auto-cast` of the simulated core
 SIMULATED = {"none": None, "neuron": "none", "neuron_all": "all"}
 
@@ -143,7 +145,13 @@ def programs_of_run(config: Config, *, accumulate: str, pipe: int) -> list[str]:
     ticks = PHASES if pipe > 1 else ("microbatch",)
     names = [*(("start", *ticks, "update") if accumulate == "programs" else ["train"]), "init", "norms"]
     names += ["eval"] if config.data.validation else []
-    return names + (["decode"] if config.train.sample_prompt else [])  # which reads the prompt of a sample too
+    return names + sample_programs(config.train.sample_prompt)
+
+
+def sample_programs(prompt: str) -> list[str]:
+    """Returns the names of the programs of a run's samples, by their prompt."""
+    num_bytes = len(prompt.encode())
+    return ["prefill"] * (num_bytes > _SHORT_PROMPT_BYTES) + ["decode"] * (num_bytes > 0)
 
 
 def make_program(config: Config, layout: Layout) -> RunProgram:

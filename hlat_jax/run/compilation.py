@@ -20,7 +20,7 @@ from hlat_jax.generate.decoding import GenerationShape, decode_arguments, make_d
 from hlat_jax.generate.generator import Programs, prefill_by, sample_shape
 from hlat_jax.host.neuron_compiler_flags import compiler_killed
 from hlat_jax.parallel import xla_options
-from hlat_jax.program import RunProgram, programs_of_run, state_bytes
+from hlat_jax.program import RunProgram, programs_of_run, sample_programs, state_bytes
 from hlat_jax.run.machine import device_memory
 from hlat_jax.run.optional import short_plan
 from hlat_jax.store.atomic_files import write_json
@@ -134,9 +134,11 @@ def compiled_step(compilations: Compilations) -> Any:
 
 
 def compiled_sampler(compilations: Compilations) -> Programs:
-    """Returns the programs of the run's samples: `decode`, which reads the prompt too."""
-    decode, (cache, _), shape = compilations.compile("decode"), *_decode_arguments(compilations.program)
-    return Programs(prefill=prefill_by(decode, cache), decode=decode, shape=shape)
+    """Returns the compiled programs of the run's samples, see `program.sample_programs`."""
+    names = sample_programs(compilations.program.config.train.sample_prompt)
+    programs = {name: compilations.compile(name) for name in names}
+    (cache, _), shape = _decode_arguments(compilations.program)
+    return Programs(**({"prefill": prefill_by(programs["decode"], cache)} | programs), shape=shape)
 
 
 def _decode_arguments(program: RunProgram) -> tuple[tuple[Any, Any], GenerationShape]:

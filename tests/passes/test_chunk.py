@@ -151,7 +151,7 @@ def test_any_loss_is_computed_in_chunks_with_its_gradients_and_a_third_of_its_me
     assert 3 * temporaries(ours, PARAMS, BATCH) < temporaries(loss, PARAMS, BATCH)
 
 
-def test_several_loops_have_one_backward_pass():
+def test_one_loop_has_the_gradients_of_several():
     def flops(loss):
         return total_flops(live_jaxpr(jax.jit(jax.value_and_grad(loss)).trace(PARAMS, BATCH)))
 
@@ -176,6 +176,23 @@ def test_reductions_that_depend_on_one_another_have_their_gradients():
     for expected, found in zip(*map(jax.tree.leaves, results), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
     assert "in 5 loops" in str(ours.report())
+
+
+@pytest.mark.parametrize("is_read", [False, True], ids=["auxiliary", "read by its sign"])
+def test_an_infinite_derivative_that_no_gradient_passes_leaves_them_finite(is_read):
+    def loss(params, batch):
+        rows = batch["x"].reshape(-1, D)
+        scores = (rows @ params["q"]) @ (rows @ params["k"]).T
+        roots = jnp.sum(jnp.sqrt(jax.nn.softmax(100 * scores, axis=0)))  # of exponentials that are 0
+        scores = scores * jnp.sign(roots) if is_read else scores
+        losses = [jnp.sum(jax.nn.log_softmax(scores, axis) * jnp.eye(B * T), axis) for axis in (0, 1)]
+        return -sum(map(jnp.mean, losses)), roots
+
+    ours = chunk(loss, max_bytes=LIMIT)
+    (expected, _), (found, _) = (jax.jit(jax.grad(one, has_aux=True))(PARAMS, BATCH) for one in (loss, ours))
+    for key in "qk":
+        np.testing.assert_allclose(found[key], expected[key], atol=1e-5 * np.abs(expected[key]).max())
+    assert "loops" in str(ours.report())
 
 
 def test_one_value_taken_twice_is_no_chunk():

@@ -123,9 +123,10 @@ def test_fingerprints_do_not_depend_on_hash_seed_folder_or_source_lines(tmp_path
 
 
 @pytest.mark.slow
-def test_a_run_compiles_its_programs_once_each_and_nothing_else(tmp_path):
+@pytest.mark.parametrize(("prompt", "more"), [("It is", []), ("It is " * 20, ["prefill"])], ids=["short", "long"])
+def test_a_run_compiles_its_programs_once_each_and_nothing_else(prompt, more, tmp_path):
     c, compiled, workdir = micro.config(tmp_path, checkpoint__every_steps=2), [], tmp_path / "run"
-    c.train.update(num_eval_batches=2, sample_prompt="It is", sample_tokens=4)
+    c.train.update(num_eval_batches=2, sample_prompt=prompt, sample_tokens=4)
 
     def on_compile_event(event, _, **about):
         if event == COMPILED:
@@ -142,10 +143,10 @@ def test_a_run_compiles_its_programs_once_each_and_nothing_else(tmp_path):
 
     jax.clear_caches()
     train(3)
-    names = ("decode", "eval_step", "initial", "state_norms", "train_step")
+    names = sorted(["decode", "eval_step", "initial", "state_norms", "train_step", *more])
     assert sorted(compiled) == [f"jit({name})" for name in names]
     before = {name: entry["sha256"] for name, entry in read_record(workdir).items()}
-    assert before == {name: predicted(name, resolve(c), platform="cpu") for name in PROGRAMS}
+    assert before == {name: predicted(name, resolve(c), platform="cpu") for name in (*PROGRAMS, *more)}
     train(7)  # resumed
     assert sorted(compiled) == [f"jit({name})" for name in names if name != "initial"]
     assert {name: entry["sha256"] for name, entry in read_record(workdir).items()} == before

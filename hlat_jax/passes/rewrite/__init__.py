@@ -186,7 +186,7 @@ class Rewriter:
                 try:
                     difference = self._examine(graph, *pair)
                     graph.steps([*used, pair])
-                except (TypeError, ValueError, AssertionError) as error:
+                except (TypeError, ValueError, AssertionError, NameError) as error:  # NameError: of a mesh axis
                     self.refusals.append(Refusal(candidate.op, candidate.source, " ".join(str(error).split())))
                     continue
                 used.append(pair)

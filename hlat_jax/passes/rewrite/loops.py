@@ -1,27 +1,29 @@
 """Loops over the chunks of a region: which there are, and what they compute.
 
 What is reduced over a loop is accumulated in fp32, in the order of the chunks; what depends on it is computed by
-another loop, which computes its chunks again. The backward pass of several loops is one loop.
+another loop, which computes its chunks again. Where more than two have a derivative, one loop has all gradients.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero
 
 from hlat_jax.ops.cross_entropy import is_loss_scaled
 from hlat_jax.passes.independence import SUM, bind_part
-from hlat_jax.passes.jaxpr import is_inexact, place_of, values_of, variables, varying_axes
+from hlat_jax.passes.jaxpr import is_inexact, place_of, primitives, values_of, variables, varying_axes
 from hlat_jax.passes.rewrite.graph import upstream
 
 ShapeOf = Callable[[Any], Sequence[int]]
 _Sizes = tuple[ShapeOf, int]  # shapes of variables, and the number of chunks
+_FLAT = primitives("stop_gradient sign floor ceil round nextafter")  # without a derivative
 _REDUCED = {"reduce_max": jnp.max, "reduce_min": jnp.min, "reduce_and": jnp.all, "reduce_or": jnp.any}
 
 
@@ -63,7 +65,7 @@ class Chunks:
 
     def _loop(self, before: Sequence[Any], goals: Sequence[Any], computed: Collection[Any]) -> Loop:
         eqns = upstream(self.eqns, goals, without=computed)
-        own = {var for eqn in eqns for var in eqn.outvars}.difference(computed)
+        own = {var for eqn in eqns for var in eqn.outvars}.difference(computed)  # a goal may be read as it was computed
         reads = list(dict.fromkeys(atom for eqn in eqns for atom in variables(eqn.invars) if atom not in own))
         cut, whole = [v for v in reads if v in self.dims], [v for v in reads if v not in self.dims]
         return Loop(before, goals, eqns, cut, whole, self._differentiated(eqns, goals, reads))
@@ -91,8 +93,9 @@ class Chunks:
           num_parts: number of chunks.
         """
         loops, sizes = self.loops(), (shape_of, num_parts)
-        if sum(bool(loop.goals) for loop in loops) > 1:
-            return self._with_one_backward_pass(loops, env, sizes)
+        numbers = self._num_reductions([var for var in self.outputs if is_inexact(var.aval)])
+        if sum(any(var in numbers for var in loop.goals) for loop in loops) > 2:  # for two, JAX's takes no more time
+            return self._with_one_derivative(loops, env, sizes)
         return _values(self._run_all(loops, env, sizes), self.outputs)
 
     def _run_all(self, loops: Sequence[Loop], env: dict[Any, Any], sizes: _Sizes) -> dict[Any, Any]:
@@ -103,56 +106,64 @@ class Chunks:
             env = env | self._run(env, loop, sizes)
         return env
 
-    def _with_one_backward_pass(self, loops: Sequence[Loop], env: dict[Any, Any], sizes: _Sizes) -> list[Any]:
-        """Returns the outputs of several loops, whose backward pass computes each chunk once for all of them.
+    def _with_one_derivative(self, loops: Sequence[Loop], env: dict[Any, Any], sizes: _Sizes) -> list[Any]:
+        """Returns the outputs of several loops, of which one loop computes the gradients.
 
         What is reduced, r, is a function of what is read, x, and of r itself: r = f(x, r), where each loop reads what
-        the ones before it have reduced. So the derivative of f by r is applied to the cotangents of r as often as one
-        reduced value depends on another; then one loop has the gradients by x.
+        the ones before it have reduced. So the derivative of f by r is applied to the cotangents of r once less than
+        reductions follow one another; then the derivative by x to the cotangents that result.
         """
         before = [eqn for loop in loops for eqn in loop.before]
         reduced = [var for var, reduction in self.reductions.items() if reduction]
-        numbers = self._num_reductions()
-        totals = [var for var in reduced if var in numbers]
-        known = {*reduced, *(var for eqn in before for var in eqn.outvars)}
-        joint = self._loop(before, [*totals, *(var for var in self.outputs if var in self.dims)], known)
-        reads = [var for var in env if var not in known]
 
         def forward(x: Sequence[Any]) -> tuple[list[Any], Any]:
-            values = self._run_all(loops, dict(zip(reads, x, strict=True)), sizes)
+            values = self._run_all(loops, dict(zip(env, x, strict=True)), sizes)
             return _values(values, self.outputs), (x, _values(values, reduced))
 
         def backward(kept: Any, cotangents: Sequence[Any]) -> tuple[Any]:
-            x, fixed = kept[0], dict(zip(reduced, kept[1], strict=True))
+            # an output without a cotangent has no derivative here: zeros times an infinite one were NaN
+            given = {
+                var: cotangent
+                for var, cotangent in zip(self.outputs, cotangents, strict=True)
+                if is_inexact(var.aval) and not isinstance(cotangent, SymbolicZero)
+            }
+            numbers = self._num_reductions(given)
+            totals = [var for var in reduced if var in numbers]
+            known = {*reduced, *(var for eqn in before for var in eqn.outvars)}
+            joint = self._loop(before, [*totals, *(var for var in given if var in self.dims)], known)
+            x, values_of_reduced = kept[0], dict(zip(reduced, kept[1], strict=True))
 
             def again(x: Sequence[Any], r: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-                """Returns the outputs and f(x, r)."""
-                values = fixed | dict(zip((*reads, *totals), (*x, *r), strict=True))
+                """Returns the outputs that have a cotangent, and f(x, r)."""
+                values = values_of_reduced | dict(zip((*env, *totals), (*x, *r), strict=True))
                 for eqn in before:
                     values |= self._results(values, eqn, sizes)
                 made = self._run(values, joint, sizes)
-                return _values(made | values, self.outputs), _values(made, totals)
+                return _values(made | values, list(given)), _values(made, totals)  # values: r is an output as it is
 
-            r = _values(fixed, totals)
-            (direct,) = jax.vjp(lambda r: again(x, r)[0], r)[1](cotangents)
+            r = _values(values_of_reduced, totals)
+            (direct,) = jax.vjp(lambda r: again(x, r)[0], r)[1](list(given.values()))
             of_r = direct
             for _ in range(max(numbers.values(), default=0) - 1):
                 (through,) = jax.vjp(lambda r: again(x, r)[1], r)[1](of_r)
                 of_r = [a + b for a, b in zip(direct, through, strict=True)]
-            return jax.vjp(lambda x: again(x, r), x)[1]((cotangents, of_r))
+            return jax.vjp(lambda x: again(x, r), x)[1]((list(given.values()), of_r))
 
         run = jax.custom_vjp(lambda x: forward(x)[0])
-        run.defvjp(forward, backward)
-        return run(_values(env, reads))
+        run.defvjp(lambda x: forward([one.value for one in x]), backward, symbolic_zeros=True)
+        return run(list(env.values()))
 
-    def _num_reductions(self) -> dict[Any, int]:
-        """Returns variable -> how many reductions follow one another from it on, in the derivative of the outputs."""
-        numbers = {var: 0 for var in self.outputs if is_inexact(var.aval)}
+    def _num_reductions(self, outputs: Iterable[Any]) -> dict[Any, int]:
+        """Returns variable -> the most reductions on a path with a derivative from it, its own included, to an output.
+
+        Variables without such a path are left out.
+        """
+        numbers = dict.fromkeys(outputs, 0)
         for eqn in reversed(self.eqns):
             own = [var for var in eqn.outvars if var in numbers]
             for var in own:
                 numbers[var] += bool(self.reductions.get(var))
-            for var in variables(eqn.invars) if own and eqn.primitive.name != "stop_gradient" else ():
+            for var in variables(eqn.invars) if own and eqn.primitive.name not in _FLAT else ():
                 if is_inexact(var.aval):
                     numbers[var] = max(numbers.get(var, 0), *(numbers[one] for one in own))
         return numbers
@@ -181,7 +192,7 @@ class Chunks:
         def part(number: Any, slices: Sequence[Any], others: Sequence[Any]) -> list[Any]:
             local = dict(zip((*loop.cut, *loop.whole), (*slices, *others), strict=True))
             made: dict[Any, Any] = {}
-            for eqn in loop.eqns:
+            for eqn in loop.eqns:  # what is given is read as it is, although its part is made too
                 made |= self._results(made | local, eqn, sizes, number)
             return _values(made, loop.goals)
 
