@@ -168,7 +168,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|---|")
     for fn in (*REWRITTEN, *CHUNKED):
         if not args.only or fn.__name__ in args.only.split(","):
-            name, ours = ("rewrite", rewrite(fn)) if fn in REWRITTEN else ("chunk", chunk(fn, max_bytes="16MiB"))
+            name, ours = ("rewrite", rewrite(fn)) if fn in REWRITTEN else ("chunk", chunk(fn))
             if fn is clip:
                 ours = chunk(fn, max_bytes="8MiB")  # of 16 MiB
             print_row(fn.__name__, name, (fn, ours), read_by(fn, p, t), t, pairs=args.pairs)
