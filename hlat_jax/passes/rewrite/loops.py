@@ -17,8 +17,16 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from hlat_jax.ops.cross_entropy import is_loss_scaled
-from hlat_jax.passes.independence import SUM, bind_part
-from hlat_jax.passes.jaxpr import is_inexact, place_of, primitives, values_of, variables, varying_axes
+from hlat_jax.passes.independence import SUM, bind_part, is_rectifier
+from hlat_jax.passes.jaxpr import (
+    inner_jaxprs,
+    is_inexact,
+    place_of,
+    primitives,
+    values_of,
+    variables,
+    varying_axes,
+)
 from hlat_jax.passes.rewrite.graph import upstream
 
 ShapeOf = Callable[[Any], Sequence[int]]
@@ -94,7 +102,8 @@ class Chunks:
         """
         loops, sizes = self.loops(), (shape_of, num_parts)
         numbers = self._num_reductions([var for var in self.outputs if is_inexact(var.aval)])
-        if sum(any(var in numbers for var in loop.goals) for loop in loops) > 2:  # for two, JAX's takes no more time
+        num_loops = sum(any(var in numbers for var in loop.goals) for loop in loops)
+        if num_loops > 2 and all(map(_links_all, self.eqns)):  # for two, JAX's derivative takes no more time
             return self._with_one_derivative(loops, env, sizes)
         return _values(self._run_all(loops, env, sizes), self.outputs)
 
@@ -291,6 +300,14 @@ def _with_gradients(
     sums = jax.custom_vjp(in_turn)
     sums.defvjp(opaque, backward)
     return sums(slices, others)
+
+
+def _links_all(eqn: Any) -> bool:
+    """Returns whether, as far as its name says, each result of an equation has a derivative by each operand."""
+    is_own = any(inner_jaxprs(eqn)) and not is_rectifier(eqn)  # a branch, a loop, a rule that was written by hand
+    num_operands = sum(is_inexact(atom.aval) for atom in eqn.invars)
+    is_each = len(eqn.outvars) > 1 and num_operands > 1  # as of arrays that are sorted together
+    return not (is_own or is_each or eqn.primitive.name == "bitcast_convert_type")
 
 
 def _values(env: Mapping[Any, Any], names: Sequence[Any]) -> list[Any]:
