@@ -236,6 +236,7 @@ def prefill_by(decode: Callable[..., Any], cache: KVCache) -> Callable[..., Any]
         read = dataclasses.replace(rows, lengths=np.zeros_like(rows.lengths), prompt_slots=np.int32(0))
         for slot in range(rows.lengths.max()):
             own, tokens_B = decode(params, own, DecodeInput(tokens_BT[:, slot], np.int32(slot), read))
+            jax.block_until_ready(tokens_B)  # on CPUs, many programs at once may wait for each other in collectives
         return own, tokens_B
 
     return prefill
