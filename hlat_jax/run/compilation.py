@@ -135,10 +135,10 @@ def compiled_step(compilations: Compilations) -> Any:
 
 def compiled_sampler(compilations: Compilations) -> Programs:
     """Returns the compiled programs of the run's samples, see `program.sample_programs`."""
-    names = sample_programs(compilations.program.config.train.sample_prompt)
-    programs = {name: compilations.compile(name) for name in names}
     (cache, _), shape = _decode_arguments(compilations.program)
-    return Programs(**({"prefill": prefill_by(programs["decode"], cache)} | programs), shape=shape)
+    decode = compilations.compile("decode")
+    has_prefill = "prefill" in sample_programs(compilations.program.config.train.sample_prompt)
+    return Programs(compilations.compile("prefill") if has_prefill else prefill_by(decode, cache), decode, shape)
 
 
 def _decode_arguments(program: RunProgram) -> tuple[tuple[Any, Any], GenerationShape]:

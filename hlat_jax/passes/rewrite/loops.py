@@ -105,7 +105,7 @@ class Chunks:
         num_loops = sum(any(var in numbers for var in loop.goals) for loop in loops)
         if num_loops > 2 and all(map(_links_all, self.eqns)):  # for two, JAX's derivative takes no more time
             return self._with_one_derivative(loops, env, sizes)
-        return _values(self._run_all(loops, env, sizes), self.outputs)
+        return values_of(self.outputs, self._run_all(loops, env, sizes))
 
     def _run_all(self, loops: Sequence[Loop], env: dict[Any, Any], sizes: _Sizes) -> dict[Any, Any]:
         """Returns `env` with the goals of the loops, and what is computed before them."""
@@ -127,7 +127,7 @@ class Chunks:
 
         def forward(x: Sequence[Any]) -> tuple[list[Any], Any]:
             values = self._run_all(loops, dict(zip(env, x, strict=True)), sizes)
-            return _values(values, self.outputs), (x, _values(values, reduced))
+            return values_of(self.outputs, values), (x, values_of(reduced, values))
 
         def backward(kept: Any, cotangents: Sequence[Any]) -> tuple[Any]:
             # an output without a cotangent has no derivative here: zeros times an infinite one were NaN
@@ -148,9 +148,9 @@ class Chunks:
                 for eqn in before:
                     values |= self._results(values, eqn, sizes)
                 made = self._run(values, joint, sizes)
-                return _values(made | values, list(given)), _values(made, totals)  # values: r is an output as it is
+                return values_of(given, made | values), values_of(totals, made)  # values: r is an output as it is
 
-            r = _values(values_of_reduced, totals)
+            r = values_of(totals, values_of_reduced)
             (direct,) = jax.vjp(lambda r: again(x, r)[0], r)[1](list(given.values()))
             of_r = direct
             for _ in range(max(numbers.values(), default=0) - 1):
@@ -203,7 +203,7 @@ class Chunks:
             made: dict[Any, Any] = {}
             for eqn in loop.eqns:  # what is given is read as it is, although its part is made too
                 made |= self._results(made | local, eqn, sizes, number)
-            return _values(made, loop.goals)
+            return values_of(loop.goals, made)
 
         run = _in_turn if loop.scalar is None else functools.partial(_with_gradients, loop.scalar)
         slices = [_split(env[var], self.dims[var], num_parts) for var in loop.cut]
@@ -308,10 +308,6 @@ def _links_all(eqn: Any) -> bool:
     num_operands = sum(is_inexact(atom.aval) for atom in eqn.invars)
     is_each = len(eqn.outvars) > 1 and num_operands > 1  # as of arrays that are sorted together
     return not (is_own or is_each or eqn.primitive.name == "bitcast_convert_type")
-
-
-def _values(env: Mapping[Any, Any], names: Sequence[Any]) -> list[Any]:
-    return [env[var] for var in names]
 
 
 def _join(parts: Any, dim: int) -> Any:
