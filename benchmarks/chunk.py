@@ -83,12 +83,33 @@ def two_targets(p, t):
     return -jnp.mean(jnp.sum(labels * jax.nn.log_softmax(p["hidden"] @ p["head"]), axis=-1))
 
 
+def scores_of(p):
+    rows = p["hidden"].reshape(-1, p["hidden"].shape[-1])
+    return (rows @ p["q"]) @ (rows @ p["k"]).T / 16
+
+
 def clip(p, t):
     """Both sides: a softmax over the rows and one over the columns."""
-    rows = p["hidden"].reshape(-1, p["hidden"].shape[-1])
-    scores = (rows @ p["q"]) @ (rows @ p["k"]).T / 16
-    is_own = jnp.eye(len(rows))  # a label by index mixes the columns
+    scores, loss = scores_of(p), optax.softmax_cross_entropy_with_integer_labels
+    labels = jnp.arange(len(scores))
+    return (jnp.mean(loss(scores, labels)) + jnp.mean(loss(scores.T, labels))) / 2
+
+
+def clip_of_diagonal(p, t):
+    scores = scores_of(p)
+    return -sum(jnp.mean(jnp.diagonal(jax.nn.log_softmax(scores, axis))) for axis in (0, 1)) / 2
+
+
+def clip_by_mask(p, t):
+    scores = scores_of(p)
+    is_own = jnp.eye(len(scores))
     return -sum(jnp.mean(jnp.sum(jax.nn.log_softmax(scores, axis) * is_own, axis)) for axis in (0, 1)) / 2
+
+
+def siglip(p, t):
+    """A sigmoid for each pair."""
+    scores = scores_of(p)
+    return -jnp.mean(jnp.sum(jax.nn.log_sigmoid((2 * jnp.eye(len(scores)) - 1) * scores), axis=-1))
 
 
 def attention(p, softmax, change=lambda scores: scores):
@@ -146,7 +167,8 @@ def by_hand(p, t):
 
 
 REWRITTEN = (by_label, smoothed_with_bias, softcapped, with_z_loss)  # what `rewrite` always found
-CHUNKED = (with_accuracy, soft_labels, mixup, distillation, focal, two_targets, clip)
+CONTRASTIVE = (clip, clip_of_diagonal, clip_by_mask, siglip)
+CHUNKED = (with_accuracy, soft_labels, mixup, distillation, focal, two_targets, *CONTRASTIVE)
 CHUNKED += (with_sinks, by_learned_scale, plus_one, by_distance, additive)
 
 
@@ -169,7 +191,7 @@ def main() -> None:
     for fn in (*REWRITTEN, *CHUNKED):
         if not args.only or fn.__name__ in args.only.split(","):
             name, ours = ("rewrite", rewrite(fn)) if fn in REWRITTEN else ("chunk", chunk(fn))
-            if fn is clip:
+            if fn in CONTRASTIVE:
                 ours = chunk(fn, max_bytes="8MiB")  # of 16 MiB
             print_row(fn.__name__, name, (fn, ours), read_by(fn, p, t), t, pairs=args.pairs)
     print_row("by_label", "by hand", (rewrite(by_label), by_hand), read_by(by_label, p, t), t, pairs=args.pairs)

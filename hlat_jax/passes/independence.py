@@ -19,9 +19,14 @@ REDUCTIONS = ("reduce_sum", "reduce_max", "reduce_min", "reduce_and", "reduce_or
 SUM = "reduce_sum"
 _CUMULATIVE = ("cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp")
 
-
-# With derivatives of their own, which at 0 and 6 are not those of their bodies.
-_RECTIFIERS = {"relu": jax.nn.relu, "relu6": jax.nn.relu6}
+# Functions of JAX that compute every index alike, with derivative rules that are not the derivatives of their bodies.
+_ELEMENTWISE_CALLS = {
+    "relu": jax.nn.relu,
+    "relu6": jax.nn.relu6,
+    "logaddexp": jnp.logaddexp,  # softplus and log_sigmoid call it
+    "xlogy": jax.scipy.special.xlogy,
+    "xlog1py": jax.scipy.special.xlog1py,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +54,7 @@ def links(eqn: Any) -> list[Link]:
     if not eqn.outvars:  # `unstack` of nothing
         return []
     out = eqn.outvars[0].aval.shape
-    if name in ELEMENTWISE or is_rectifier(eqn):
+    if name in ELEMENTWISE or is_elementwise_call(eqn):
         alike = [[len(shape) == len(out) and shape[dim] == out[dim] for shape in shapes] for dim in range(len(out))]
         return [Link(tuple(dim if same else None for same in each), (dim,)) for dim, each in enumerate(alike)]
     if name == "iota":
@@ -100,19 +105,20 @@ def links(eqn: Any) -> list[Link]:
     return []
 
 
-def is_rectifier(eqn: Any) -> bool:
-    """Returns whether an equation calls `jax.nn.relu` or `jax.nn.relu6`."""
-    return eqn.primitive.name == "custom_jvp_call" and jax_function(eqn) in _RECTIFIERS
+def is_elementwise_call(eqn: Any) -> bool:
+    """Returns whether an equation calls a function of JAX such as `jax.nn.relu`, which has a derivative rule."""
+    return eqn.primitive.name == "custom_jvp_call" and jax_function(eqn) in _ELEMENTWISE_CALLS
 
 
 def bind_part(eqn: Any, operands: Sequence[Any], shapes: Sequence[Sequence[int]], *, start: Any = None) -> list[Any]:
     """Returns the results of an equation for operands with linked dimensions cut, which have these `shapes`.
 
-    `start` is (dimension, index) where the part of an iota begins.
+    `start` is (dimension, index, size of the whole) where the part of an iota begins, or of what a gather takes single
+    indices from. Such a gather returns 0 for the indices of other parts: their sum is the whole result.
     """
     name, params, changed = eqn.primitive.name, eqn.params, {}
-    if is_rectifier(eqn):
-        return [_RECTIFIERS[op_name(eqn)](*operands)]
+    if is_elementwise_call(eqn):
+        return [_ELEMENTWISE_CALLS[op_name(eqn)](*operands)]
     if name == "iota":
         if start is None or start[0] != params["dimension"]:
             return [jax.lax.broadcasted_iota(params["dtype"], shapes[0], params["dimension"])]
@@ -125,6 +131,8 @@ def bind_part(eqn: Any, operands: Sequence[Any], shapes: Sequence[Sequence[int]]
         key = "limit_indices" if name == "slice" else "slice_sizes"
         whole = zip(params[key], eqn.invars[0].aval.shape, operands[0].shape, strict=True)
         changed = {key: tuple(new if taken == old else taken for taken, old, new in whole)}
+        if name == "gather" and start is not None:
+            return [_gathered_from_part(eqn, *operands, *start, **changed)]
     return rebind(eqn, operands, **changed)
 
 
@@ -171,3 +179,19 @@ def _links_of_gather(params: Any, shapes: Sequence[Sequence[int]], out: Sequence
     for dim, new in zip(whole, numbers.offset_dims, strict=True):
         if dim not in numbers.start_index_map and params["slice_sizes"][dim] == shapes[0][dim]:
             yield Link((dim, None), (new,))
+    for dim in set(numbers.start_index_map) & set(numbers.collapsed_slice_dims):
+        yield Link((dim, None), (None,), SUM)
+
+
+def _gathered_from_part(eqn: Any, operand: Any, indices: Any, dim: int, first: Any, size: int, **changed: Any) -> Any:
+    numbers, num_own = eqn.params["dimension_numbers"], operand.shape[dim]
+    column = numbers.start_index_map.index(dim)
+    index = indices[..., column].astype(int)
+    if eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP:
+        index = jnp.clip(index, 0, size - 1)
+    is_own = (index >= first) & (index < first + num_own)
+    is_own |= ((index < 0) | (index >= size)) & (first == 0)  # the first part returns what is for indices of no part
+    local = indices.at[..., column].set(jnp.clip(index - first, -1, num_own).astype(indices.dtype))
+    changed |= {"indices_are_sorted": False, "unique_indices": False}
+    (taken,) = rebind(eqn, [operand, local], **changed)
+    return jnp.where(jnp.expand_dims(is_own, numbers.offset_dims), taken, jnp.zeros_like(taken))

@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from hlat_jax.passes.chunk import chunk
@@ -26,6 +27,8 @@ BATCH = {
     "x": normal(B, T, D, scale=1),
     "y": rng.integers(0, V, (B, T)).astype(np.int32),
     "weights": (rng.random((B, T)) < 0.8).astype(np.float32),
+    "other": rng.permutation(B * T).astype(np.int32),
+    "segments": np.sort(rng.integers(0, 6, (B, T))).astype(np.int32),
 }
 
 
@@ -67,9 +70,56 @@ def in_two_steps(params, batch):
 
 def of_both_sides(params, batch):
     """CLIP's: a softmax over the rows and one over the columns."""
-    rows = batch["x"].reshape(-1, D)
-    scores, same = (rows @ params["q"]) @ (rows @ params["k"]).T, jnp.eye(B * T)
+    scores, same = scores_of(params, batch), jnp.eye(B * T)
     return -sum(jnp.mean(jnp.sum(jax.nn.log_softmax(scores, axis) * same, axis)) for axis in (0, 1))
+
+
+def scores_of(params, batch):
+    rows = batch["x"].reshape(-1, D)
+    return (rows @ params["q"]) @ (rows @ params["k"]).T
+
+
+def both_by_index(params, batch):
+    """CLIP's as it is written most."""
+    scores, labels = scores_of(params, batch), jnp.arange(B * T)
+    loss = optax.softmax_cross_entropy_with_integer_labels
+    return jnp.mean(loss(scores, labels)) + jnp.mean(loss(scores.T, labels))
+
+
+def both_by_given_index(params, batch):
+    scores, labels = scores_of(params, batch), batch["other"]
+    loss = optax.softmax_cross_entropy_with_integer_labels
+    return jnp.mean(loss(scores, labels)) + jnp.mean(loss(scores.T, labels))
+
+
+def both_of_diagonal(params, batch):
+    scores = scores_of(params, batch)
+    return -sum(jnp.mean(jnp.diagonal(jax.nn.log_softmax(each))) for each in (scores, scores.T))
+
+
+def both_of_pairs(params, batch):
+    scores, labels = scores_of(params, batch), jnp.arange(B * T)
+    return -sum(jnp.mean(jax.nn.log_softmax(scores, axis)[labels, labels]) for axis in (0, 1))
+
+
+def both_by_one_mask(params, batch):
+    scores, same = scores_of(params, batch), jnp.eye(B * T)
+    loss = optax.softmax_cross_entropy
+    return jnp.mean(loss(scores, same)) + jnp.mean(loss(scores.T, same))
+
+
+def of_other_views(params, batch):
+    """SimCLR's: each row has its label at another one, and not itself among the others."""
+    rows = batch["x"].reshape(-1, D) @ params["q"]
+    scores = jnp.where(jnp.eye(B * T, dtype=bool), -1e9, rows @ rows.T)
+    labels = (jnp.arange(B * T) + T) % (B * T)
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(scores, labels))
+
+
+def by_sigmoid(params, batch):
+    """SigLIP's: softplus has a derivative rule of its own."""
+    scores = scores_of(params, batch)
+    return -jnp.mean(jnp.sum(jax.nn.log_sigmoid((2 * jnp.eye(B * T) - 1) * scores), axis=-1))
 
 
 def with_itself(params, batch):
@@ -112,6 +162,15 @@ def by_distance(scores, params):
     return scores - params["temperature"][:, None, None] * jnp.abs(jnp.arange(T)[:, None] - jnp.arange(T))
 
 
+def of_segments(params, batch):
+    """Packed documents, masked by -inf: each query has itself among its keys."""
+    segments = batch["segments"]
+    mask = (segments[:, None, :, None] == segments[:, None, None]) & jnp.tril(jnp.ones((T, T), bool))
+    q, k, v = ((batch["x"] @ params[key]).reshape(B, T, N, H) for key in "qkv")
+    scores = jnp.where(mask, jnp.einsum("btnh,bsnh->bnts", q, k), -jnp.inf)
+    return jnp.mean(jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores, axis=-1), v) ** 2)
+
+
 def additive(params, batch):
     q, k = (batch["x"] @ params[key] for key in "qk")
     scores = jnp.tanh(q[:, :, None] + k[:, None]) @ params["u"]
@@ -124,6 +183,8 @@ def gated_mlp(params, batch):
 
 
 LOSSES = [with_accuracy, distillation, focal, in_two_steps, of_both_sides, with_itself, additive, gated_mlp]
+LOSSES += [both_by_index, both_by_given_index, both_of_diagonal, both_of_pairs, both_by_one_mask]
+LOSSES += [of_other_views, by_sigmoid, of_segments]
 LOSSES += [attention(softmax=with_sinks), attention(softmax=softmax_plus_one)]
 LOSSES += [attention(by_temperature, plain), attention(by_distance, plain)]
 
@@ -155,9 +216,22 @@ def test_one_loop_has_the_gradients_of_several():
     def flops(loss):
         return total_flops(live_jaxpr(jax.jit(jax.value_and_grad(loss)).trace(PARAMS, BATCH)))
 
-    ours = chunk(of_both_sides, max_bytes=LIMIT)
-    assert flops(ours) <= 2 * flops(of_both_sides)  # scores in three loops and again, and two gradients; of 3 products
-    assert "in 3 loops" in str(ours.report())
+    def of_small_values(params, batch):
+        scores = scores_of(params, batch)
+        normalizers = [jax.nn.logsumexp(scores, axis) for axis in (0, 1)]
+        return jnp.mean(sum(normalizers) - 2 * jnp.diagonal(scores))
+
+    def of_parts(params, batch):
+        """Each row reads its part of what is reduced over all rows."""
+        scores = scores_of(params, batch)
+        return jnp.mean(jnp.sum(scores**2, 0) * jnp.sum(jnp.tanh(scores), 1))
+
+    # scores in three loops, or in two, and again, and two gradients; of 3 products
+    for loss, products in ((of_both_sides, 6), (both_by_index, 5), (of_small_values, 5), (of_parts, 5)):
+        ours = chunk(loss, max_bytes=LIMIT)
+        assert flops(ours) <= 1.02 * products / 3 * flops(loss), (loss, str(ours.report()))
+        assert difference(loss, ours, PARAMS, BATCH) < 1e-5
+        assert "loops" in str(ours.report())
 
 
 def test_reductions_that_depend_on_one_another_have_their_gradients():
@@ -229,6 +303,9 @@ STEPS = {
     "shifted": shifted_back,
     "reversed": lambda x: x[:, ::-1],
     "every other": lambda x: x.at[:, ::2].multiply(0.5),
+    "of others": lambda x: x - jnp.take_along_axis(x, (x > 0).sum(-1, keepdims=True) % T, axis=-1),
+    "of other rows": lambda x: x - jnp.take_along_axis(x, (7 * jnp.arange(x.shape[2])[None, None]) % T, axis=1),
+    "of pairs": lambda x: x - x[:, jnp.arange(T), jnp.arange(T)][..., None],
     "taken": lambda x: x[:, (3 * jnp.arange(x.shape[1])) % x.shape[1]],
     "by position": lambda x: x * jnp.sin(jnp.arange(x.shape[1]))[:, None],
     "below the diagonal": lambda x: jnp.where(jnp.arange(x.shape[1])[:, None] >= jnp.arange(x.shape[2]) - 1, x, 0.1),
@@ -268,7 +345,126 @@ def test_a_slice_at_a_traced_index_computes_alike_where_it_takes_all():
     assert (eqn.primitive.name, links(eqn)) == ("dynamic_slice", [Link((0, None, None), (0,))])
 
 
+@pytest.mark.parametrize(("mode", "fill"), [("fill", 0.5), ("fill", None), ("clip", None)])
+@pytest.mark.parametrize("dtype", ["int32", "uint16"])
+def test_an_index_of_another_chunk_or_of_none_means_what_it_did(mode, fill, dtype):
+    labels = BATCH["other"].copy()
+    labels[:4] = B * T, B * T + 3, 60_000, 60_000 if dtype == "uint16" else -1
+
+    def loss(params, labels):
+        scores = scores_of(params, BATCH)
+        numbers = jax.lax.GatherDimensionNumbers((), (1,), (1,), (0,), (0,))
+        take = functools.partial(jax.lax.gather, dimension_numbers=numbers, slice_sizes=(1, 1))
+        taken = sum(take(each, labels[:, None], mode=mode, fill_value=fill) for each in (scores, scores.T))
+        is_inside = (labels >= 0) & (labels < B * T)
+        losses = jax.nn.logsumexp(scores, 0) - taken
+        return jnp.sum(losses if mode == "clip" or fill else jnp.where(is_inside, losses, 0)), jnp.sum(taken)
+
+    ours = chunk(loss, max_bytes=LIMIT)
+    results = [jax.jit(jax.value_and_grad(one, has_aux=True))(PARAMS, labels.astype(dtype)) for one in (loss, ours)]
+    for expected, found in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+    assert np.isnan(results[1][0][1]) == (mode == "fill" and fill is None)
+    assert ours.report().replacements
+
+
+def test_what_is_read_before_the_loops_may_be_cut_in_two_ways():
+    """A mask and a bias that are given, of the rows and of the columns."""
+
+    def loss(params, batch):
+        scores, bias = scores_of(params, batch), params["bias"]
+        masked = [jnp.where(batch["same"], each, 0) + bias for each in (scores, scores.T)]
+        return sum(jnp.mean(jax.nn.logsumexp(each, -1) * bias) for each in masked)
+
+    params = PARAMS | {"bias": normal(B * T)}
+    batch = BATCH | {"same": rng.random((B * T, B * T)) < 0.8}
+    ours = chunk(loss, max_bytes=LIMIT)
+    assert difference(loss, ours, params, batch) < 1e-5
+    assert len(ours.report().replacements) == 1
+    assert 2 * temporaries(ours, params, batch) < temporaries(loss, params, batch)
+
+
+def test_a_mask_that_others_read_too_is_computed_for_each():
+    def loss(params, batch):
+        mask = jnp.tril(jnp.ones((B * T, B * T), bool))
+        scores, losses = scores_of(params, batch), jnp.sum(mask)
+        for each in (scores, scores.T, jnp.tanh(scores) @ scores):
+            losses += jnp.mean(jax.nn.logsumexp(jnp.where(mask, each, -jnp.inf), -1))
+        return losses, mask
+
+    ours = chunk(loss, max_bytes=LIMIT)
+    (expected, mask), (found, same) = (jax.jit(jax.grad(one, has_aux=True))(PARAMS, BATCH) for one in (loss, ours))
+    for key in "qk":
+        np.testing.assert_allclose(found[key], expected[key], atol=1e-5 * np.abs(expected[key]).max())
+    np.testing.assert_array_equal(mask, same)
+    assert ours.report().replacements
+
+
+def test_numbers_that_others_read_too_are_checked_as_they_are():
+    """As the slopes of ALiBi, and a weight by position; and a mask that is made of one array twice."""
+
+    def loss(params, batch):
+        positions, rows = jnp.arange(B * T, dtype=jnp.float32), jax.lax.broadcasted_iota(jnp.int32, (B * T, B * T), 0)
+        scores = scores_of(params, batch) - jnp.abs(positions[:, None] - positions)
+        losses = jax.nn.logsumexp(jnp.where(rows >= rows.T, scores, -9.0), -1)
+        return jnp.sum(losses / (positions + 1)) / jnp.sum(1 / (positions + 1)), rows
+
+    ours = chunk(loss, max_bytes=LIMIT)
+    (expected, _), (found, _) = (jax.jit(jax.grad(one, has_aux=True))(PARAMS, BATCH) for one in (loss, ours))
+    for key in "qk":
+        np.testing.assert_allclose(found[key], expected[key], atol=1e-5 * np.abs(expected[key]).max())
+    assert len(ours.report().replacements) == 1, str(ours.report())
+
+
+def test_equal_maxima_of_what_is_reduced_share_their_gradient():
+    def loss(w, x, labels):
+        x = (x @ w).T
+        for axis in (0, 1):  # after the first, the largest of each column is 0
+            x = x - jnp.max(x.T, 1 - axis, keepdims=True).T
+        x = x - jax.lax.stop_gradient(jnp.max(x, 0, keepdims=True))
+        return jnp.sum(jnp.sin(x[jnp.arange(48), labels]))
+
+    with jax.enable_x64(True):
+        generator = np.random.default_rng(0)
+        w, x = generator.standard_normal((4, 48)), generator.standard_normal((48, 4))
+        args = jnp.asarray(0.4 * w), jnp.asarray(x), generator.integers(0, 48, 48)
+        ours = chunk(loss, max_bytes=2**12)
+        expected, found = (jax.jit(jax.grad(one))(*args) for one in (loss, ours))
+        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
+    assert "loops" in str(ours.report())
+
+
+def test_results_without_a_derivative_are_computed_in_chunks():
+    def correct(params, batch):
+        return jnp.sum(jnp.argmax(logits_of(params, batch), -1) == batch["y"])
+
+    def several(params, batch):  # each index counts rows
+        products, rows = jnp.einsum("bi,bj,bk->ijk", *[batch["x"].reshape(-1, D)] * 3), jnp.arange(D)
+        return correct(params, batch), products[rows, rows, rows] > products[rows, rows, 0]
+
+    for fn in (correct, several):
+        ours = chunk(fn, max_bytes=LIMIT)
+        for expected, found in zip(*map(jax.tree.leaves, (fn(PARAMS, BATCH), ours(PARAMS, BATCH))), strict=True):
+            np.testing.assert_array_equal(expected, found)
+        assert ours.report().replacements
+
+
+def test_functions_of_positive_numbers_are_checked_and_what_is_never_a_number_is_not_replaced():
+    def loss(offset, params, batch):
+        return jnp.mean(jnp.sqrt(logits_of(params, batch) + offset) ** 3)
+
+    params, batch = jax.tree.map(np.abs, (PARAMS, BATCH))
+    for offset, words in ((0.0, " parts of dimension "), (-99.0, "it is NaN for random inputs")):
+        ours = chunk(functools.partial(loss, offset), max_bytes=LIMIT)
+        jax.eval_shape(ours, params, batch)
+        assert words in str(ours.report())
+
+
 def test_what_cannot_be_computed_in_chunks_is_left_with_a_reason():
+    def sorted_whole(params, batch):
+        logits = logits_of(params, batch)
+        return jnp.mean(logits * jnp.sort(logits.reshape(-1)).reshape(logits.shape))
+
     def returned(params, batch):
         logits = logits_of(params, batch)
         return jnp.mean(logits**2), logits
@@ -278,7 +474,8 @@ def test_what_cannot_be_computed_in_chunks_is_left_with_a_reason():
         jax.debug.callback(lambda _: None, logits)
         return jnp.mean(logits**2)
 
-    for loss, words in [(returned, "result of the function"), (printed, "debug_callback")]:
+    inside = "sort at test_chunk.py"  # in a function of JAX
+    for loss, words in [(returned, "result of the function"), (printed, "debug_callback"), (sorted_whole, inside)]:
         ours = chunk(loss, max_bytes=LIMIT)
         jax.eval_shape(ours, PARAMS, BATCH)
         report = ours.report()

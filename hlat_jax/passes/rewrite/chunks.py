@@ -10,10 +10,13 @@ maximum of a softmax over it.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
+
+from jax.extend import core
 
 from hlat_jax.passes.independence import Link, links
 from hlat_jax.passes.jaxpr import aval_bytes, is_literal, variables
@@ -44,13 +47,13 @@ def matches(graph: EquationGraph, *, max_bytes: int = MAX_BYTES) -> Iterator[Mat
         bounds = _Bounds(
             parts, False, lambda var: _PARTS * aval_bytes(var.aval) > max_bytes, aval_bytes(seed.aval) // 64
         )
-        regions, reason = _regions(graph, seed, bounds, taken)
+        regions, reasons = _regions(graph, seed, bounds, taken)
         if regions:
             region = min(regions, key=lambda one: one.cost)
             taken |= {id(eqn) for eqn in region.eqns}
             yield region.match()
         else:
-            yield Refusal("chunk", graph.source(eqn), reason)
+            yield Refusal("chunk", graph.source(eqn), f"{seed.aval.str_short()}: {'; '.join(reasons)}")
 
 
 def losses(graph: EquationGraph, *, max_bytes: int = LOSS_BYTES) -> Iterator[Match | Refusal]:
@@ -59,7 +62,7 @@ def losses(graph: EquationGraph, *, max_bytes: int = LOSS_BYTES) -> Iterator[Mat
     No other product depends on it, and the region ends in one number. The backward pass computes none of its chunks
     again, so that they cost no time.
     """
-    for eqn in graph.eqns:
+    for eqn in list(graph.eqns):
         if eqn.primitive.name != "dot_general" or id(eqn) in graph.taken:
             continue
         seed = eqn.outvars[0]
@@ -70,16 +73,15 @@ def losses(graph: EquationGraph, *, max_bytes: int = LOSS_BYTES) -> Iterator[Mat
             continue
         num_bytes = aval_bytes(seed.aval)
         bounds = _Bounds(parts, True, lambda var, size=seed.aval.size: 2 * var.aval.size > size, num_bytes)
-        regions, reason = _regions(graph, seed, bounds, graph.taken)
+        regions, reasons = _regions(graph, seed, bounds, graph.taken)
         ends = [region for region in regions if region.is_loss]
         if ends:
             yield min(ends, key=lambda one: one.cost).match(name="loss")
-        else:
-            in_turn = (
-                f"{seed.aval.str_short()}: it does not end in one number, of fp32 or bf16, that is not of one device"
-            )
-            in_turn += "; `passes.chunk` computes its chunks, each twice"
-            yield Refusal("loss", graph.source(eqn), in_turn if regions else reason)
+            continue
+        if regions:
+            reasons.append("it does not end in one number, of fp32 or bf16, that is not of one device")
+            reasons.append("`passes.chunk` computes its chunks, each twice")
+        yield Refusal("loss", graph.source(eqn), f"{seed.aval.str_short()}: {'; '.join(reasons)}")
 
 
 def _is_of_loss(graph: EquationGraph, seed: Any) -> bool:
@@ -101,7 +103,9 @@ def _num_rows(product: Any) -> int:
     return product.outvars[0].aval.size // max(columns, 1)
 
 
-def _regions(graph: EquationGraph, seed: Any, bounds: _Bounds, taken: Collection[int]) -> tuple[list[_Region], str]:
+def _regions(
+    graph: EquationGraph, seed: Any, bounds: _Bounds, taken: Collection[int]
+) -> tuple[list[_Region], list[str]]:
     """Returns the regions around a variable, one for each dimension, and why there are no others."""
     regions, reasons = [], []
     for dim in range(seed.aval.ndim):
@@ -113,7 +117,7 @@ def _regions(graph: EquationGraph, seed: Any, bounds: _Bounds, taken: Collection
                 reason = str(why)
         else:
             reasons.append(reason)
-    return regions, f"{seed.aval.str_short()}: {'; '.join(dict.fromkeys(reasons))}"
+    return regions, list(dict.fromkeys(reasons))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,12 +168,17 @@ class _Region:
         self.dims: dict[Any, int] = {seed: dim}
         self.reductions: dict[Any, str] = {}
         self._whole: set[Any] = set()  # operands that every chunk takes as a whole
+        self._copies: dict[tuple[Any, int | None], Any] = {}  # of what is read before the loops: read in a second way
+        self._reading: dict[int, Any] = {}  # id of an equation -> it, reading copies
         self._bounds, self._taken = bounds, taken
         self.links: dict[int, Link | None] = {}
         self._grow([graph.producer(seed)])
         self._extend()
         self.eqns = [eqn for eqn in graph.eqns if id(eqn) in self.links]
-        self.chunks = Chunks(self.eqns, self.dims, self.reductions, self._outputs())
+        if any(id(graph.producer(var)) in self.links for var, _ in self._copies):
+            raise Mixed("it is read along two dimensions")
+        reading = [self._reading.get(id(eqn), eqn) for eqn in self.eqns]
+        self.chunks = Chunks(reading, self.dims, self.reductions, self._outputs(), bounds.tiny_bytes)
         loops = self.chunks.loops()
         self.is_loss = len(loops) == 1 and loops[0].scalar is not None
         self._again = f", in {len(loops)} loops" if len(loops) > 1 else ""
@@ -181,16 +190,16 @@ class _Region:
     def match(self, *, name: str = "chunk") -> Match:
         """Returns the region as what `rewrite` replaces."""
         made = {var for eqn in self.eqns for var in eqn.outvars}
-        inputs = [
-            var for var in dict.fromkeys(a for eqn in self.eqns for a in variables(eqn.invars)) if var not in made
-        ]
-        dim = self.dims[self.seed]
+        originals = self.graph.copied | {copy: var for (var, _), copy in self._copies.items()}
+        reads = [var for eqn in self.chunks.eqns for var in variables(eqn.invars) if var not in made]
+        inputs, dim = list(dict.fromkeys(originals.get(var, var) for var in reads)), self.dims[self.seed]
 
         def replacement_at(shape_of: ShapeOf) -> Callable[..., list[Any]]:
             num_parts = self.num_parts if shape_of(self.seed)[dim] == self.seed.aval.shape[dim] else 2
 
             def replacement(choose: Any, *values: Any) -> list[Any]:
                 env = dict(zip(inputs, values, strict=True))
+                env |= {var: env[originals[var]] for var in reads if var in originals}
                 return self.chunks.compute(env, shape_of=shape_of, num_parts=num_parts)
 
             return replacement
@@ -208,7 +217,8 @@ class _Region:
 
     def _extend(self) -> None:
         """Adds what is computed from tiny results, such as losses of tokens, where all of it ends in sums."""
-        before = dict(self.links), dict(self.dims), dict(self.reductions), set(self._whole)
+        names = ("links", "dims", "reductions", "_whole", "_copies", "_reading")
+        before = {name: copy.copy(getattr(self, name)) for name in names}
         try:
             while True:
                 self.eqns = [eqn for eqn in self.graph.eqns if id(eqn) in self.links]
@@ -220,7 +230,7 @@ class _Region:
                         raise Mixed("it does not end in sums")
                     self._grow(self.graph.readers(var))
         except Mixed:
-            self.links, self.dims, self.reductions, self._whole = before
+            vars(self).update(before)
 
     def _grow(self, first: Sequence[Any]) -> None:
         waiting = list(first)
@@ -238,35 +248,54 @@ class _Region:
         """Adds an equation by the link that the dimensions known so far name, and sets those of its other variables."""
         link = self._link_of(eqn)
         self.links[id(eqn)] = link
-        self.dims |= _ends(eqn, link)
+        self._reading[id(eqn)] = eqn = self._with_copies(eqn, link)
+        self.dims |= dict(_ends(eqn, link))
         self._whole |= set(variables(eqn.invars)) - self.dims.keys()
         if link.reduction:
             self.reductions |= dict.fromkeys(eqn.outvars, link.reduction)
 
     def _link_of(self, eqn: Any) -> Link:
-        """Returns the link of an equation that the dimensions known so far name. Raises Mixed if there is none."""
+        """Returns the link of an equation that the dimensions known so far name; if several, that of fewest copies.
+
+        Raises:
+          Mixed: there is none.
+        """
         name = f"{eqn.primitive.name} at {self.graph.source(eqn)}"
+        fitting = []
         for link in () if eqn.effects else links(eqn):
-            ends = _ends(eqn, link)
-            known = {var: dim for var, dim in ends.items() if var in self.dims}
-            results = [var for var in eqn.outvars if var in self.dims]
-            if not known or any(var not in known for var in results) or any(self.dims[v] != known[v] for v in known):
-                continue
-            for var, dim in ends.items():
-                if var.aval.shape[dim] % self.num_parts:
-                    raise Mixed(f"{self.num_parts} parts do not divide {var.aval.str_short()}, {name}")
-            operands = [pair for pair in zip(eqn.invars, link.operands, strict=True) if not is_literal(pair[0])]
-            whole = {atom for atom, dim in operands if dim is None}
-            is_taken_twice = len(set(operands)) > len({atom for atom, _ in operands})  # as in x @ x.T
-            if is_taken_twice or whole & set(self.dims) or self._whole & set(ends):
-                raise Mixed(f"{name} takes all of it at each index")
-            return link
-        raise Mixed(own_rule(eqn) or f"{name} mixes it, or has no rule")
+            known = {var for var, dim in _ends(eqn, link) if self.dims.get(var) == dim}
+            if known and known.issuperset(var for var in eqn.outvars if var in self.dims):
+                fitting.append(link)
+        if not fitting:
+            raise Mixed(own_rule(eqn) or f"{name} mixes it, or has no rule")
+        link = min(fitting, key=lambda one: len(self._in_two_ways(eqn, one)))
+        ends = _ends(eqn, link)
+        for var, dim in ends:
+            if var.aval.shape[dim] % self.num_parts:
+                raise Mixed(f"{self.num_parts} parts do not divide {var.aval.str_short()}, {name}")
+        made = {var for var, _ in self._in_two_ways(eqn, link) if id(self.graph.producer(var)) in self.links}
+        if made or self._whole.intersection(var for var, _ in ends if var in eqn.outvars):
+            raise Mixed(f"{name} takes all of it at each index")
+        return link
+
+    def _in_two_ways(self, eqn: Any, link: Link) -> set[tuple[Any, int | None]]:
+        """Returns the operands that a link cuts along another dimension than they are cut already, each with it."""
+        pairs = [pair for pair in zip(eqn.invars, link.operands, strict=True) if not is_literal(pair[0])]
+        ways = dict(reversed(pairs)) | dict.fromkeys(self._whole) | self.dims
+        return {(atom, dim) for atom, dim in pairs if ways[atom] != dim}
+
+    def _with_copies(self, eqn: Any, link: Link) -> Any:
+        """Returns an equation with constants of its own, and copies of what is cut along another dimension already."""
+        invars = [atom if is_literal(atom) else self.graph.copy_of_constant(atom, eqn) for atom in eqn.invars]
+        eqn = eqn.replace(invars=invars)
+        self._copies = {pair: core.Var(pair[0].aval) for pair in self._in_two_ways(eqn, link)} | self._copies
+        pairs = zip(invars, link.operands, strict=True)
+        return eqn.replace(invars=[one if is_literal(one) else self._copies.get((one, dim), one) for one, dim in pairs])
 
     def _neighbors(self, eqn: Any) -> list[Any]:
         """Returns the equations that compute large operands, or take none, and those that read large results."""
         neighbors = []
-        for atom in eqn.invars:
+        for atom in self._reading.get(id(eqn), eqn).invars:
             source = self.graph.producer(atom)
             if source is None or id(source) in self._taken:
                 continue
@@ -326,7 +355,7 @@ class _Region:
         return sum(aval_bytes(var.aval) for var in ends) + self.num_parts * sum(aval_bytes(var.aval) for var in parts)
 
 
-def _ends(eqn: Any, link: Link) -> dict[Any, int]:
+def _ends(eqn: Any, link: Link) -> list[tuple[Any, int]]:
     """Returns the variables of an equation that a link cuts, and along which dimension."""
     atoms = *zip(eqn.invars, link.operands, strict=True), *zip(eqn.outvars, link.results, strict=True)
-    return {atom: dim for atom, dim in atoms if dim is not None and not is_literal(atom)}
+    return [(atom, dim) for atom, dim in atoms if dim is not None and not is_literal(atom)]

@@ -13,8 +13,10 @@ import numpy as np
 from jax.extend import core, source_info_util
 
 from hlat_jax.ops.dialect import CallSpec, Op
-from hlat_jax.passes.independence import is_rectifier
+from hlat_jax.passes.independence import is_elementwise_call
 from hlat_jax.passes.jaxpr import (
+    ELEMENTWISE,
+    SAME_ELEMENTS,
     aval_bytes,
     is_literal,
     jax_function,
@@ -28,6 +30,7 @@ from hlat_jax.passes.jaxpr import (
 
 # Functions of JAX with a derivative rule that is the derivative of their body.
 _KNOWN_RULES = frozenset({"softmax", "_softmax", "silu", "logsumexp", "log_softmax", "_log_softmax"})
+CHEAP = ELEMENTWISE | SAME_ELEMENTS | {"transpose", "concatenate"}  # computed again for each who reads it
 # Not folded above: an array of 16,384 x 16,384 int32.
 MAX_FOLDED_BYTES = 2**30
 
@@ -122,11 +125,13 @@ class EquationGraph:
       invars: inputs.
       outvars: results: variables or literals.
       taken: ids of the equations that are replaced already.
+      copied: a variable of `copy_of_constant` -> the one that it is a copy of.
     """
 
     def __init__(self, closed: Any, known: Mapping[int, np.ndarray] | None = None):
         self.eqns: list[Any] = []
         self.taken: set[int] = set()
+        self.copied: dict[Any, Any] = {}
         self.values: dict[Any, Any] = {}  # constants of the jaxpr, arrays
         self._folded: dict[Any, np.ndarray] = {}
         self._from_inputs: set[Any] = set()
@@ -142,6 +147,7 @@ class EquationGraph:
         self._producers = {var: eqn for eqn in self.eqns for var in eqn.outvars}
         self.eqns = [each for eqn in self.eqns for each in self._batched(eqn)]
         self._producers = {var: eqn for eqn in self.eqns for var in eqn.outvars}
+        self._copies: dict[tuple[int, Any], Any] = {}  # (id of an equation, a constant that it reads) -> its own
         self._readers: dict[Any, list[Any]] = {}
         for eqn in reversed(self.eqns):
             is_read = eqn.effects or any(var in self._readers or self.is_output(var) for var in eqn.outvars)
@@ -214,7 +220,8 @@ class EquationGraph:
                 counts = np.arange(operand.aval.shape[dim]).reshape(
                     [-1 if at == place else 1 for at in range(last + 1)]
                 )
-                if value.shape[place] == counts.size and np.array_equal(value, np.broadcast_to(counts, value.shape)):
+                is_counted = value.shape[place] == counts.size and not (value - counts).any()
+                if is_counted and place not in own.values():
                     own.setdefault(dim, place)
         left = [dim for dim in numbers.start_index_map if dim not in own]
         first = numbers.start_index_map.index(left[0]) if left else 0
@@ -227,15 +234,44 @@ class EquationGraph:
             operand_batching_dims=tuple(batching),
             start_indices_batching_dims=tuple(own[dim] for dim in batching),
         )
-        cut = jax.make_jaxpr(lambda indices: jax.lax.slice_in_dim(indices, first, None, axis=last))(indices.aval).eqns[
-            0
-        ]
+        [cut] = jax.make_jaxpr(lambda indices: jax.lax.slice_in_dim(indices, first, None, axis=last))(indices.aval).eqns
         cut = cut.replace(invars=[indices], outvars=[core.Var(var.aval) for var in cut.outvars])
         batched = eqn.replace(invars=[operand, *cut.outvars], params=eqn.params | {"dimension_numbers": changed})
         for each in (cut, batched):
             self._calls[id(each)] = self._calls[id(eqn)]
+        for call in self._calls[id(eqn)]:
+            call.own |= set(cut.outvars)
         self._from_inputs |= set(cut.outvars)
         return [cut, batched]
+
+    def copy_of_constant(self, atom: Any, reader: Any) -> Any:
+        """Returns a mask or an index as one that is computed for one reader alone, who may cut it as others do not.
+
+        Returns it as it is if it depends on an input, if no other reads it, and if to compute it again would cost much.
+        """
+        copy = self._copies.get((id(reader), atom))
+        if copy is not None or not self.is_constant(atom) or self.producer(atom) is None:
+            return atom if copy is None else copy
+        chain = upstream(self.eqns, [atom], without=())
+        own = {id(eqn) for eqn in (*chain, reader)}
+        made = [var for one in chain for var in one.outvars]
+        is_shared = any(self.is_output(var) or any(id(eqn) not in own for eqn in self.readers(var)) for var in made)
+        if not is_shared or any(one.primitive.name not in CHEAP for one in chain):
+            return atom
+        names = {var: core.Var(var.aval) for var in made}
+        self.copied |= {copy: self.copied.get(var, var) for var, copy in names.items()}
+        at = next(number for number, eqn in enumerate(self.eqns) if eqn is reader)
+        for one in chain:
+            invars = [each if is_literal(each) else names.get(each, each) for each in one.invars]
+            new = one.replace(invars=invars, outvars=[names[var] for var in one.outvars])
+            self.eqns.insert(at, new)
+            at += 1
+            self._calls[id(new)] = ()
+            self._producers |= dict.fromkeys(new.outvars, new)
+            for var in variables(invars):
+                self._readers.setdefault(var, []).append(new)
+        self._readers[names[atom]] = [reader]
+        return self._copies.setdefault((id(reader), atom), names[atom])
 
     def between(self, starts: Collection[Any], ends: Collection[Any], *, without: Collection[Any] = ()) -> list[Any]:
         """Returns the equations, in order, that some variables depend on and that depend on others.
@@ -253,8 +289,9 @@ class EquationGraph:
         return connecting
 
     def source(self, eqn: Any) -> str:
-        """Returns "file.py:line (function)" of the user's line that an equation comes from."""
-        text = source_info_util.summarize(eqn.source_info)
+        """Returns "file.py:line (function)" of the user's line that an equation, or a call around it, comes from."""
+        around = (call.eqn for call in reversed(self._calls.get(id(eqn), ())))
+        text = next(filter(None, (source_info_util.summarize(one.source_info) for one in (eqn, *around))), "")
         parts = re.fullmatch(r"(.+?):(\d+)(?::\d+)? \((.*)\)", text)
         return f"{pathlib.PurePath(parts[1]).name}:{parts[2]} ({parts[3]})" if parts else text
 
@@ -323,7 +360,8 @@ class EquationGraph:
                 self._calls[id(self.eqns[-1])] = calls
             else:
                 call, first = _Call(eqn.replace(invars=invars)), len(self.eqns)
-                call.results = outvars = self._flatten(body, invars, (*calls, call))
+                operands = invars[1:] if eqn.primitive.name == "cond" else invars
+                call.results = outvars = self._flatten(body, operands, (*calls, call))
                 call.own = frozenset(var for inner in self.eqns[first:] for var in inner.outvars)
             env.update(zip(eqn.outvars, outvars, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
@@ -346,12 +384,14 @@ def _is_foldable(aval: Any) -> bool:
 
 def own_rule(eqn: Any) -> str:
     """Returns why a call is not inlined that has a derivative rule; "" for other equations."""
-    is_own = eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call") and not is_rectifier(eqn)
+    is_own = eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call") and not is_elementwise_call(eqn)
     return f"{op_name(eqn)} has a derivative rule of its own" if is_own else ""
 
 
 def _inlined(eqn: Any) -> Any:
     """Returns the closed jaxpr of a call that is part of the view; None for any other equation."""
+    if eqn.params.get("branches_platforms") == (("mosaic",), None):  # a kernel of Pallas is not traced here
+        return eqn.params["branches"][-1]
     is_known = own_rule(eqn) and jax_function(eqn) in _KNOWN_RULES
     return eqn.params["call_jaxpr"] if is_known else plain_call(eqn)
 

@@ -17,8 +17,9 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from hlat_jax.ops.cross_entropy import is_loss_scaled
-from hlat_jax.passes.independence import SUM, bind_part, is_rectifier
+from hlat_jax.passes.independence import SUM, bind_part, is_elementwise_call
 from hlat_jax.passes.jaxpr import (
+    aval_bytes,
     inner_jaxprs,
     is_inexact,
     place_of,
@@ -32,6 +33,7 @@ from hlat_jax.passes.rewrite.graph import upstream
 ShapeOf = Callable[[Any], Sequence[int]]
 _Sizes = tuple[ShapeOf, int]  # shapes of variables, and the number of chunks
 _FLAT = primitives("stop_gradient sign floor ceil round nextafter")  # without a derivative
+_OF_LARGEST = primitives("reduce_max reduce_min max min")
 _REDUCED = {"reduce_max": jnp.max, "reduce_min": jnp.min, "reduce_and": jnp.all, "reduce_or": jnp.any}
 
 
@@ -42,23 +44,30 @@ class Chunks:
     Attributes:
       eqns: the equations, in order.
       dims: variable -> its dimension that is cut, of what differs from chunk to chunk.
-      reductions: variable -> how it is reduced over the chunks; "" of what is computed from reduced values alone.
+      reductions: variable -> how it is reduced over the chunks; "" of what is computed from reduced values alone. Parts
+        of both may be read too, along `dims`.
       outputs: variables that others read.
+      tiny_bytes: the size up to which a later loop reads a value, such as the losses of tokens, as it was computed.
     """
 
     eqns: Sequence[Any]
     dims: Mapping[Any, int]
     reductions: Mapping[Any, str]
     outputs: Sequence[Any]
+    tiny_bytes: int
 
     def loops(self) -> list[Loop]:
         """Returns the loops in order; each begins with what the ones before it have reduced."""
         level: dict[Any, int] = {}
         eqns_of: dict[int, list[Any]] = {}
+        read_later = set(self.outputs)
         for eqn in self.eqns:
             now = max((level.get(atom, 0) for atom in variables(eqn.invars)), default=0)
             eqns_of.setdefault(now, []).append(eqn)
             level |= dict.fromkeys(eqn.outvars, now + bool(self.reductions.get(eqn.outvars[0])))
+            before = [atom for atom in variables(eqn.invars) if level.get(atom, now) < now]
+            read_later |= {atom for atom in before if aval_bytes(atom.aval) <= self.tiny_bytes}
+        read_later -= self.reductions.keys()
         computed: set[Any] = set()
         loops = []
         for now in range(max(eqns_of) + 1):
@@ -66,7 +75,7 @@ class Chunks:
             before = [eqn for eqn in eqns if self.reductions.get(eqn.outvars[0]) == ""]
             computed |= {var for eqn in before for var in eqn.outvars}
             made = [var for eqn in eqns for var in eqn.outvars]
-            goals = [v for v in made if self.reductions.get(v) or (v in self.dims and v in self.outputs)]
+            goals = [var for var in made if self.reductions.get(var) or (var in self.dims and var in read_later)]
             loops.append(self._loop(before, goals, computed))
             computed |= set(goals)
         return loops
@@ -102,10 +111,26 @@ class Chunks:
         """
         loops, sizes = self.loops(), (shape_of, num_parts)
         numbers = self._num_reductions([var for var in self.outputs if is_inexact(var.aval)])
-        num_loops = sum(any(var in numbers for var in loop.goals) for loop in loops)
-        if num_loops > 2 and all(map(_links_all, self.eqns)):  # for two, JAX's derivative takes no more time
+        if self._is_cheaper_with_one(loops, numbers) and self._have_one(numbers):
             return self._with_one_derivative(loops, env, sizes)
         return values_of(self.outputs, self._run_all(loops, env, sizes))
+
+    def _is_cheaper_with_one(self, loops: Sequence[Loop], numbers: Mapping[Any, int]) -> bool:
+        """Returns whether one derivative of all loops takes fewer products than that of each; see `_num_reductions`."""
+        differentiated = [loop for loop in loops if any(var in numbers for var in loop.goals)]
+        # each: a product again, unless its gradients are summed with it, and two for the gradients
+        by_each = sum(_num_products(loop.eqns) * (2 + (loop.scalar is None)) for loop in differentiated)
+        eqns = {id(eqn): eqn for loop in differentiated for eqn in loop.eqns}
+        return _num_products(eqns.values()) * (2 + max([1, *numbers.values()])) < by_each
+
+    def _have_one(self, numbers: Collection[Any]) -> bool:
+        """Returns whether the loops have one derivative; see `_num_reductions`.
+
+        Not if the largest of some values has a derivative. Which values are equal to it would be found again beside
+        what was reduced before, from which they may then differ in the last bit.
+        """
+        largest = [eqn for eqn in self.eqns if eqn.primitive.name in _OF_LARGEST and eqn.outvars[0] in numbers]
+        return not largest and all(map(_links_all, self.eqns))
 
     def _run_all(self, loops: Sequence[Loop], env: dict[Any, Any], sizes: _Sizes) -> dict[Any, Any]:
         """Returns `env` with the goals of the loops, and what is computed before them."""
@@ -139,7 +164,8 @@ class Chunks:
             numbers = self._num_reductions(given)
             totals = [var for var in reduced if var in numbers]
             known = {*reduced, *(var for eqn in before for var in eqn.outvars)}
-            joint = self._loop(before, [*totals, *(var for var in given if var in self.dims)], known)
+            goals = dict.fromkeys([*totals, *(var for var in given if var in self.dims)])
+            joint = self._loop(before, list(goals), known)
             x, values_of_reduced = kept[0], dict(zip(reduced, kept[1], strict=True))
 
             def again(x: Sequence[Any], r: Sequence[Any]) -> tuple[list[Any], list[Any]]:
@@ -184,13 +210,21 @@ class Chunks:
         for var, shape in zip(eqn.outvars, shapes, strict=True):
             if var in self.dims and number is not None:
                 shape[self.dims[var]] //= num_parts
-        dim = self.dims.get(eqn.outvars[0])
-        begin = None if dim is None or number is None else (dim, number * shapes[0][dim])
         with place_of(eqn):
-            results = bind_part(eqn, values_of(eqn.invars, env), shapes, start=begin)
+            results = bind_part(eqn, values_of(eqn.invars, env), shapes, start=self._start(eqn, sizes, number))
         if self.reductions.get(eqn.outvars[0]) == SUM and results[0].dtype in (jnp.bfloat16, jnp.float16):
             results = [result.astype(jnp.float32) for result in results]  # partial sums
         return dict(zip(eqn.outvars, results, strict=True))
+
+    def _start(self, eqn: Any, sizes: _Sizes, number: Any) -> tuple[int, Any, int] | None:
+        """Returns where chunk `number` begins, for an iota and a gather of single indices; see `bind_part`."""
+        is_taken = eqn.primitive.name == "gather" and self.reductions.get(eqn.outvars[0])
+        counted = eqn.outvars[0] if eqn.primitive.name == "iota" else eqn.invars[0] if is_taken else None
+        if number is None or counted not in self.dims:
+            return None
+        dim, (shape_of, num_parts) = self.dims[counted], sizes
+        size = shape_of(counted)[dim]
+        return dim, number * (size // num_parts), size
 
     def _run(self, env: Mapping[Any, Any], loop: Loop, sizes: _Sizes) -> dict[Any, Any]:
         """Returns the goals of a loop."""
@@ -211,7 +245,7 @@ class Chunks:
         goals = {}
         for var, values in zip(loop.goals, parts, strict=True):
             reduction = self.reductions.get(var)
-            if var in self.dims:
+            if not reduction:
                 goals[var] = _join(values, self.dims[var])
             elif reduction == SUM:
                 goals[var] = values.sum(0).astype(var.aval.dtype)
@@ -302,9 +336,13 @@ def _with_gradients(
     return sums(slices, others)
 
 
+def _num_products(eqns: Iterable[Any]) -> int:
+    return sum(eqn.primitive.name in ("dot_general", "conv_general_dilated") for eqn in eqns)
+
+
 def _links_all(eqn: Any) -> bool:
     """Returns whether, as far as its name says, each result of an equation has a derivative by each operand."""
-    is_own = any(inner_jaxprs(eqn)) and not is_rectifier(eqn)  # a branch, a loop, a rule that was written by hand
+    is_own = any(inner_jaxprs(eqn)) and not is_elementwise_call(eqn)  # a branch, a loop, a rule of a user
     num_operands = sum(is_inexact(atom.aval) for atom in eqn.invars)
     is_each = len(eqn.outvars) > 1 and num_operands > 1  # as of arrays that are sorted together
     return not (is_own or is_each or eqn.primitive.name == "bitcast_convert_type")

@@ -213,8 +213,8 @@ def of_transposed(p, t, w):  # the index that counts comes after the other one
 def test_what_is_not_computed_in_chunks_at_once_is_left_with_a_reason():
     for loss, words in (
         (over_tokens, "does not end in one number"),
-        (of_the_token_before, "mixes it"),
-        (of_transposed, "mixes it"),
+        (of_the_token_before, "`passes.chunk` computes its chunks"),
+        (of_transposed, "`passes.chunk` computes its chunks"),
     ):
         ours = rewritten(loss)
         jax.eval_shape(ours, PARAMS, TARGETS, WEIGHTS)
