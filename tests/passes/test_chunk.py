@@ -226,7 +226,7 @@ def test_one_loop_has_the_gradients_of_several():
         scores = scores_of(params, batch)
         return jnp.mean(jnp.sum(scores**2, 0) * jnp.sum(jnp.tanh(scores), 1))
 
-    # scores in three loops, or in two, and again, and two gradients; of 3 products
+    # scores in three loops, or in two, and again, and two gradients; of 3 products, and small ones of the rows
     for loss, products in ((of_both_sides, 6), (both_by_index, 5), (of_small_values, 5), (of_parts, 5)):
         ours = chunk(loss, max_bytes=LIMIT)
         assert flops(ours) <= 1.02 * products / 3 * flops(loss), (loss, str(ours.report()))
@@ -432,6 +432,17 @@ def test_equal_maxima_of_what_is_reduced_share_their_gradient():
         expected, found = (jax.jit(jax.grad(one))(*args) for one in (loss, ours))
         np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-9)
     assert "loops" in str(ours.report())
+
+
+def test_functions_of_jax_with_derivative_rules_are_computed_in_chunks():
+    def loss(params, batch):
+        x = jax.nn.relu(logits_of(params, batch))  # 0 and more: the rules differ from the bodies at 0
+        values = jnp.logaddexp(x, 0) + jax.scipy.special.xlogy(x, x) + jax.scipy.special.xlog1py(x, x)
+        return jnp.mean(values * jax.nn.relu6(x))
+
+    ours = chunk(loss, max_bytes=LIMIT)
+    assert difference(loss, ours, PARAMS, BATCH) < 1e-5
+    assert len(ours.report().replacements) == 1, str(ours.report())
 
 
 def test_results_without_a_derivative_are_computed_in_chunks():

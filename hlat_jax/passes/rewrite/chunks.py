@@ -10,7 +10,6 @@ maximum of a softmax over it.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -190,7 +189,7 @@ class _Region:
     def match(self, *, name: str = "chunk") -> Match:
         """Returns the region as what `rewrite` replaces."""
         made = {var for eqn in self.eqns for var in eqn.outvars}
-        originals = self.graph.copied | {copy: var for (var, _), copy in self._copies.items()}
+        originals = self.graph.copied | {new: var for (var, _), new in self._copies.items()}
         reads = [var for eqn in self.chunks.eqns for var in variables(eqn.invars) if var not in made]
         inputs, dim = list(dict.fromkeys(originals.get(var, var) for var in reads)), self.dims[self.seed]
 
@@ -218,7 +217,7 @@ class _Region:
     def _extend(self) -> None:
         """Adds what is computed from tiny results, such as losses of tokens, where all of it ends in sums."""
         names = ("links", "dims", "reductions", "_whole", "_copies", "_reading")
-        before = {name: copy.copy(getattr(self, name)) for name in names}
+        before = {name: getattr(self, name).copy() for name in names}
         try:
             while True:
                 self.eqns = [eqn for eqn in self.graph.eqns if id(eqn) in self.links]

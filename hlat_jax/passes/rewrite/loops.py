@@ -33,7 +33,7 @@ from hlat_jax.passes.rewrite.graph import upstream
 ShapeOf = Callable[[Any], Sequence[int]]
 _Sizes = tuple[ShapeOf, int]  # shapes of variables, and the number of chunks
 _FLAT = primitives("stop_gradient sign floor ceil round nextafter")  # without a derivative
-_OF_LARGEST = primitives("reduce_max reduce_min max min")
+_EXTREMA = primitives("reduce_max reduce_min max min")
 _REDUCED = {"reduce_max": jnp.max, "reduce_min": jnp.min, "reduce_and": jnp.all, "reduce_or": jnp.any}
 
 
@@ -111,11 +111,11 @@ class Chunks:
         """
         loops, sizes = self.loops(), (shape_of, num_parts)
         numbers = self._num_reductions([var for var in self.outputs if is_inexact(var.aval)])
-        if self._is_cheaper_with_one(loops, numbers) and self._have_one(numbers):
+        if self._is_joint_cheaper(loops, numbers) and self._has_joint_derivative(numbers):
             return self._with_one_derivative(loops, env, sizes)
         return values_of(self.outputs, self._run_all(loops, env, sizes))
 
-    def _is_cheaper_with_one(self, loops: Sequence[Loop], numbers: Mapping[Any, int]) -> bool:
+    def _is_joint_cheaper(self, loops: Sequence[Loop], numbers: Mapping[Any, int]) -> bool:
         """Returns whether one derivative of all loops takes fewer products than that of each; see `_num_reductions`."""
         differentiated = [loop for loop in loops if any(var in numbers for var in loop.goals)]
         # each: a product again, unless its gradients are summed with it, and two for the gradients
@@ -123,14 +123,14 @@ class Chunks:
         eqns = {id(eqn): eqn for loop in differentiated for eqn in loop.eqns}
         return _num_products(eqns.values()) * (2 + max([1, *numbers.values()])) < by_each
 
-    def _have_one(self, numbers: Collection[Any]) -> bool:
-        """Returns whether the loops have one derivative; see `_num_reductions`.
+    def _has_joint_derivative(self, numbers: Collection[Any]) -> bool:
+        """Returns whether one derivative of all loops is that of each; see `_num_reductions`.
 
         Not if the largest of some values has a derivative. Which values are equal to it would be found again beside
         what was reduced before, from which they may then differ in the last bit.
         """
-        largest = [eqn for eqn in self.eqns if eqn.primitive.name in _OF_LARGEST and eqn.outvars[0] in numbers]
-        return not largest and all(map(_links_all, self.eqns))
+        extrema = [eqn for eqn in self.eqns if eqn.primitive.name in _EXTREMA and eqn.outvars[0] in numbers]
+        return not extrema and all(map(_links_all, self.eqns))
 
     def _run_all(self, loops: Sequence[Loop], env: dict[Any, Any], sizes: _Sizes) -> dict[Any, Any]:
         """Returns `env` with the goals of the loops, and what is computed before them."""
