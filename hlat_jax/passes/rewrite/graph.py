@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import pathlib
 import re
@@ -27,6 +28,7 @@ from hlat_jax.passes.jaxpr import (
     values_of,
     variables,
 )
+from hlat_jax.passes.rewrite.rows import rows_first
 
 # Functions of JAX with a derivative rule that is the derivative of their body.
 _KNOWN_RULES = frozenset({"softmax", "_softmax", "silu", "logsumexp", "log_softmax", "_log_softmax"})
@@ -56,6 +58,7 @@ class Match:
       resized: takes shapes of variables and returns the replacement at these, for the check. Without it, dimensions
         that are summed, or along which a constant differs, are not cut.
       uncut: (variable, dimension) that the check must leave at its size, although nothing is mixed along it.
+      cut_to: the size to which it cuts others.
     """
 
     op: str
@@ -67,6 +70,7 @@ class Match:
     facts: str = ""
     resized: Callable[[Callable[[Any], Sequence[int]]], Callable[..., Sequence[Any]]] | None = None
     uncut: Sequence[tuple[Any, int]] = ()
+    cut_to: int = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,6 +151,8 @@ class EquationGraph:
         self._producers = {var: eqn for eqn in self.eqns for var in eqn.outvars}
         self.eqns = [each for eqn in self.eqns for each in self._batched(eqn)]
         self._producers = {var: eqn for eqn in self.eqns for var in eqn.outvars}
+        self._read_early: set[Any] = set()  # by rows of products
+        self._take_rows_first()
         self._copies: dict[tuple[int, Any], Any] = {}  # (id of an equation, a constant that it reads) -> its own
         self._readers: dict[Any, list[Any]] = {}
         for eqn in reversed(self.eqns):
@@ -237,12 +243,36 @@ class EquationGraph:
         [cut] = jax.make_jaxpr(lambda indices: jax.lax.slice_in_dim(indices, first, None, axis=last))(indices.aval).eqns
         cut = cut.replace(invars=[indices], outvars=[core.Var(var.aval) for var in cut.outvars])
         batched = eqn.replace(invars=[operand, *cut.outvars], params=eqn.params | {"dimension_numbers": changed})
-        for each in (cut, batched):
-            self._calls[id(each)] = self._calls[id(eqn)]
+        return self._in_place_of(eqn, [cut, batched])
+
+    def _take_rows_first(self) -> None:
+        """Takes rows of products, such as all logits but the last, before these are computed."""
+        reads = collections.Counter(atom for eqn in self.eqns for atom in variables(eqn.invars))
+        reads.update(variables(self.outvars))
+
+        def producer(atom: Any) -> Any:
+            return None if is_literal(atom) or reads[atom] > 1 else self._producers.get(atom)
+
+        eqns: list[Any] = []
+        for eqn in self.eqns:
+            taken = rows_first(eqn, producer)
+            if taken != [eqn]:
+                self._read_early |= {atom for one in taken for atom in variables(one.invars)}
+                taken = self._in_place_of(eqn, taken)
+            eqns += taken
+        self.eqns = eqns
+
+    def _in_place_of(self, eqn: Any, new: list[Any]) -> list[Any]:
+        """Returns equations that compute the results of another one, entered in its place."""
+        made = {var for one in new for var in one.outvars}
+        for one in new:
+            self._calls[id(one)] = self._calls[id(eqn)]
+            if not self._from_inputs.isdisjoint(variables(one.invars)):
+                self._from_inputs |= set(one.outvars)
+            self._producers |= dict.fromkeys(one.outvars, one)
         for call in self._calls[id(eqn)]:
-            call.own |= set(cut.outvars)
-        self._from_inputs |= set(cut.outvars)
-        return [cut, batched]
+            call.own |= made
+        return new
 
     def copy_of_constant(self, atom: Any, reader: Any) -> Any:
         """Returns a mask or an index as one that is computed for one reader alone, who may cut it as others do not.
@@ -321,7 +351,7 @@ class EquationGraph:
         """
         changed = changed or {}
         claimed = {var for match, _ in matches for var in match.outputs}
-        ends = claimed.union(*(match.inputs for match, _ in matches))
+        ends = claimed.union(self._read_early, *(match.inputs for match, _ in matches))
         opened = {call for calls in self._calls.values() for call in calls if call.is_open_by(ends)}
         opened = opened.union(*(self._calls[number] for number in changed))
         order = {id(eqn): number for number, eqn in enumerate(self.eqns)}
