@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -110,19 +110,37 @@ def is_elementwise_call(eqn: Any) -> bool:
     return eqn.primitive.name == "custom_jvp_call" and jax_function(eqn) in _ELEMENTWISE_CALLS
 
 
-def bind_part(eqn: Any, operands: Sequence[Any], shapes: Sequence[Sequence[int]], *, start: Any = None) -> list[Any]:
+class Start(NamedTuple):
+    """Where a part of a dimension begins.
+
+    Attributes:
+      dim: the dimension.
+      first: its first index in the whole.
+      new: the first index that the part before has not.
+      size: of the whole.
+    """
+
+    dim: int
+    first: Any
+    new: Any
+    size: int
+
+
+def bind_part(
+    eqn: Any, operands: Sequence[Any], shapes: Sequence[Sequence[int]], *, start: Start | None = None
+) -> list[Any]:
     """Returns the results of an equation for operands with linked dimensions cut, which have these `shapes`.
 
-    `start` is (dimension, index, size of the whole) where the part of an iota begins, or of what a gather takes single
-    indices from. Such a gather returns 0 for the indices of other parts: their sum is the whole result.
+    `start` is where the part of an iota begins, or of what a gather takes single indices from. Such a gather returns 0
+    for the indices of other parts: their sum is the whole result.
     """
     name, params, changed = eqn.primitive.name, eqn.params, {}
     if is_elementwise_call(eqn):
         return [_ELEMENTWISE_CALLS[op_name(eqn)](*operands)]
     if name == "iota":
-        if start is None or start[0] != params["dimension"]:
+        if start is None or start.dim != params["dimension"]:
             return [jax.lax.broadcasted_iota(params["dtype"], shapes[0], params["dimension"])]
-        return [(jax.lax.broadcasted_iota(jnp.int32, shapes[0], start[0]) + start[1]).astype(params["dtype"])]
+        return [(jax.lax.broadcasted_iota(jnp.int32, shapes[0], start.dim) + start.first).astype(params["dtype"])]
     if name == "broadcast_in_dim":
         changed = {"shape": tuple(shapes[0]), "sharding": None}
     elif name == "reshape":
@@ -132,7 +150,7 @@ def bind_part(eqn: Any, operands: Sequence[Any], shapes: Sequence[Sequence[int]]
         whole = zip(params[key], eqn.invars[0].aval.shape, operands[0].shape, strict=True)
         changed = {key: tuple(new if taken == old else taken for taken, old, new in whole)}
         if name == "gather" and start is not None:
-            return [_gathered_from_part(eqn, *operands, *start, **changed)]
+            return [_gathered_from_part(eqn, *operands, start, **changed)]
     return rebind(eqn, operands, **changed)
 
 
@@ -183,14 +201,15 @@ def _links_of_gather(params: Any, shapes: Sequence[Sequence[int]], out: Sequence
         yield Link((dim, None), (None,), SUM)
 
 
-def _gathered_from_part(eqn: Any, operand: Any, indices: Any, dim: int, first: Any, size: int, **changed: Any) -> Any:
+def _gathered_from_part(eqn: Any, operand: Any, indices: Any, start: Start, **changed: Any) -> Any:
+    dim, first, new, size = start
     numbers, num_own = eqn.params["dimension_numbers"], operand.shape[dim]
     column = numbers.start_index_map.index(dim)
     index = indices[..., column].astype(int)
     if eqn.params["mode"] == jax.lax.GatherScatterMode.CLIP:
         index = jnp.clip(index, 0, size - 1)
-    is_own = (index >= first) & (index < first + num_own)
-    is_own |= ((index < 0) | (index >= size)) & (first == 0)  # the first part returns what is for indices of no part
+    is_own = (index >= new) & (index < first + num_own)
+    is_own |= ((index < 0) | (index >= size)) & (new == 0)  # the first part returns what is for indices of no part
     local = indices.at[..., column].set(jnp.clip(index - first, -1, num_own).astype(indices.dtype))
     changed |= {"indices_are_sorted": False, "unique_indices": False}
     (taken,) = rebind(eqn, [operand, local], **changed)

@@ -1,7 +1,7 @@
 """Compares a replacement with the equations it replaces, by values and gradients on random inputs.
 
-Where the original is large, dimensions along which nothing is mixed are cut to 4: batch, and heads of which each is
-computed alike. Which those are follows from the equations, see `_Cut`.
+Where the original is large, dimensions along which nothing is mixed are cut to 4 or 5: batch, and heads of which each
+is computed alike. Which those are follows from the equations, see `_Cut`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from hlat_jax.passes.rewrite.graph import CHEAP, EquationGraph, Match
 # Largest difference from the original, relative to the norm of the value, by the narrowest float among the operands.
 TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 CUT_ABOVE = 2**20  # elements of the largest intermediate, above which dimensions are cut
-_CUT_TO = 4
 _checked: dict[str, float] = {}  # digest of (original, replacement) -> difference, of this process
 
 
@@ -168,8 +167,8 @@ class _Cut:
         fixed = {self._root(one) for one in self._fixed}
         for var in {*self.roots, *(var for eqn in (*self.before, *self.eqns) for var in eqn.outvars)}:
             for dim, size in enumerate(var.aval.shape):
-                if size > _CUT_TO and self._root((var, dim)) not in fixed:
-                    self.sizes[self._root((var, dim))] = _CUT_TO
+                if size > match.cut_to and self._root((var, dim)) not in fixed:
+                    self.sizes[self._root((var, dim))] = match.cut_to
 
     def _original(self) -> tuple[list[Any], dict[Any, Any]]:
         graph, stop = self.graph, set(self.match.inputs)

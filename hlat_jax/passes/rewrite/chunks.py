@@ -18,7 +18,8 @@ from typing import Any
 from jax.extend import core
 
 from hlat_jax.passes.independence import Link, links
-from hlat_jax.passes.jaxpr import aval_bytes, is_literal, variables
+from hlat_jax.passes.jaxpr import aval_bytes, is_literal, primitives, variables
+from hlat_jax.passes.products import PRODUCTS
 from hlat_jax.passes.rewrite.graph import EquationGraph, Match, Refusal, own_rule
 from hlat_jax.passes.rewrite.loops import Chunks, ShapeOf
 
@@ -26,7 +27,9 @@ MAX_BYTES = 32 * 2**20
 LOSS_BYTES = 2 * 2**20
 LEAST_ROWS = 128  # of a chunk of a loss: each chunk adds to the gradient of the whole head
 _PARTS = 4  # of `max_bytes`: several values of a chunk are held at a time
-_LEAST_GAIN = 2.0  # the largest intermediate must be so many times what a region reads and returns in chunks
+_LEAST_GAIN = 2.0  # the largest intermediate must be so many times what a region keeps, see `_Region._kept_bytes`
+_RESHAPES = primitives("reshape squeeze expand_dims")
+_FEW = 16  # chunks
 _OF_WHOLE = Link((None,), (None,))  # of an equation that each chunk computes alike
 
 
@@ -37,16 +40,17 @@ class Mixed(ValueError):
 def matches(graph: EquationGraph, *, max_bytes: int = MAX_BYTES) -> Iterator[Match | Refusal]:
     """Yields a match or a refusal for each intermediate of more than `max_bytes`, the largest first."""
     taken: set[int] = set()
+    failed: dict[Any, str] = {}
     large = [var for eqn in graph.eqns for var in eqn.outvars if aval_bytes(var.aval) > max_bytes]
     for seed in sorted(large, key=lambda var: aval_bytes(var.aval), reverse=True):
         eqn = graph.producer(seed)
-        if id(eqn) in taken or graph.is_constant(seed) or not graph.readers(seed):
+        if id(eqn) in taken or graph.is_constant(seed) or _is_given(graph, seed) or not graph.readers(seed):
             continue
         parts = -(-_PARTS * aval_bytes(seed.aval) // max_bytes)
         bounds = _Bounds(
             parts, False, lambda var: _PARTS * aval_bytes(var.aval) > max_bytes, aval_bytes(seed.aval) // 64
         )
-        regions, reasons = _regions(graph, seed, bounds, taken)
+        regions, reasons = _regions(graph, seed, bounds, taken, failed)
         if regions:
             region = min(regions, key=lambda one: one.cost)
             taken |= {id(eqn) for eqn in region.eqns}
@@ -103,17 +107,29 @@ def _num_rows(product: Any) -> int:
 
 
 def _regions(
-    graph: EquationGraph, seed: Any, bounds: _Bounds, taken: Collection[int]
+    graph: EquationGraph, seed: Any, bounds: _Bounds, taken: Collection[int], failed: dict[Any, str] | None = None
 ) -> tuple[list[_Region], list[str]]:
-    """Returns the regions around a variable, one for each dimension, and why there are no others."""
+    """Returns the regions around a variable, one for each dimension, and why there are no others.
+
+    Those of other large variables in a region that is none are the same: `failed` has their reasons, and gets more.
+    """
     regions, reasons = [], []
-    for dim in range(seed.aval.ndim):
+    failed = {} if failed is None else failed
+    for dim in (dim for dim, size in enumerate(seed.aval.shape) if size > 1):
         for is_eager in (True, False):
+            reason = failed.get((seed, dim, is_eager), "")
+            if reason:
+                continue
+            region = _Region(graph, seed, dim, dataclasses.replace(bounds, is_eager=is_eager), taken)
             try:
-                regions.append(_Region(graph, seed, dim, dataclasses.replace(bounds, is_eager=is_eager), taken))
-                break
+                region.find()
             except Mixed as why:
                 reason = str(why)
+                large = [pair for pair in region.dims.items() if bounds.is_large(pair[0])]
+                failed |= dict.fromkeys([(*pair, is_eager) for pair in large], reason)
+            else:
+                regions.append(region)
+                break
         else:
             reasons.append(reason)
     return regions, list(dict.fromkeys(reasons))
@@ -124,8 +140,8 @@ class _Bounds:
     """How far a region reaches.
 
     Attributes:
-      parts: number of chunks, or the nearest one that divides the dimension.
-      is_most: whether there are no more chunks than that; otherwise no fewer, and up to eight times as many.
+      parts: number of chunks, unless one near it divides the dimension.
+      is_most: whether there are then fewer chunks, down to half as many; otherwise more, up to twice or `_FEW`.
       is_large: takes a variable, and returns whether it is computed in the region if it can be.
       is_eager: whether a large operand is computed in the region although others read it, who are then part of it.
       tiny_bytes: the bytes of results up to which the region goes on through them if all of it then ends in sums.
@@ -152,18 +168,12 @@ class _Region:
     """
 
     def __init__(self, graph: EquationGraph, seed: Any, dim: int, bounds: _Bounds, taken: Collection[int]):
-        """Finds the region around `seed`.
-
-        Raises:
-          Mixed: there is none along the dimension.
-        """
         self.graph, self.seed = graph, seed
-        size, num_bytes = seed.aval.shape[dim], aval_bytes(seed.aval)
+        size = seed.aval.shape[dim]
         first = min(bounds.parts, size)
-        numbers = range(first, 1, -1) if bounds.is_most else range(first, min(8 * first, size) + 1)
-        self.num_parts = next((number for number in numbers if size % number == 0), 1)
-        if self.num_parts < 2:
-            raise Mixed(f"dimension {dim} of {size} has no {first} equal parts, nor about as many")
+        numbers = range(first, first // 2, -1) if bounds.is_most else range(first, min(max(2 * first, _FEW), size) + 1)
+        num_rows = -(-size // next((number for number in numbers if size % number == 0), first))
+        self.num_parts = -(-size // num_rows)
         self.dims: dict[Any, int] = {seed: dim}
         self.reductions: dict[Any, str] = {}
         self._whole: set[Any] = set()  # operands that every chunk takes as a whole
@@ -171,7 +181,15 @@ class _Region:
         self._reading: dict[int, Any] = {}  # id of an equation -> it, reading copies
         self._bounds, self._taken = bounds, taken
         self.links: dict[int, Link | None] = {}
-        self._grow([graph.producer(seed)])
+
+    def find(self) -> None:
+        """Finds the region.
+
+        Raises:
+          Mixed: there is none along the dimension.
+        """
+        graph, bounds, num_bytes = self.graph, self._bounds, aval_bytes(self.seed.aval)
+        self._grow([graph.producer(self.seed)])
         self._extend()
         self.eqns = [eqn for eqn in graph.eqns if id(eqn) in self.links]
         if any(id(graph.producer(var)) in self.links for var, _ in self._copies):
@@ -212,6 +230,7 @@ class _Region:
             source=self.graph.source(self.graph.producer(self.seed)),
             facts=f"{self.seed.aval.str_short()} in {self.num_parts} parts of dimension {dim}{self._again}",
             resized=replacement_at,
+            cut_to=5 if self.seed.aval.shape[dim] % self.num_parts else 4,
         )
 
     def _extend(self) -> None:
@@ -270,7 +289,8 @@ class _Region:
         link = min(fitting, key=lambda one: len(self._in_two_ways(eqn, one)))
         ends = _ends(eqn, link)
         for var, dim in ends:
-            if var.aval.shape[dim] % self.num_parts:
+            own, size = var.aval.shape[dim], self.seed.aval.shape[self.dims[self.seed]]
+            if own != size and (own % self.num_parts or size % self.num_parts):
                 raise Mixed(f"{self.num_parts} parts do not divide {var.aval.str_short()}, {name}")
         made = {var for var, _ in self._in_two_ways(eqn, link) if id(self.graph.producer(var)) in self.links}
         if made or self._whole.intersection(var for var, _ in ends if var in eqn.outvars):
@@ -308,7 +328,7 @@ class _Region:
             if var in self.dims and self._bounds.is_large(var):
                 if self.graph.is_output(var):
                     raise Mixed("it is a result of the function")
-                neighbors += self.graph.readers(var)
+                neighbors += [eqn for eqn in self.graph.readers(var) if id(eqn) not in self._taken]
         return neighbors
 
     def _is_included(self, var: Any, source: Any) -> bool:
@@ -346,12 +366,24 @@ class _Region:
         return [var for eqn in self.eqns for var in eqn.outvars if is_read(var)]
 
     def _kept_bytes(self) -> int:
-        """Returns the bytes of what the loops read and return in chunks, and of what is reduced over them."""
+        """Returns the bytes of what the loops read and return in chunks, and of what is reduced over them.
+
+        What is given is held in any case, and counts for elementwise equations alone, which a compiler fuses.
+        """
         made = {var for eqn in self.eqns for var in eqn.outvars}
-        ends = [var for var in {atom for eqn in self.eqns for atom in variables(eqn.invars)} - made if var in self.dims]
+        reads = {atom for eqn in self.eqns for atom in variables(eqn.invars)}
+        if any(eqn.primitive.name in PRODUCTS for eqn in self.eqns):
+            reads = {atom for atom in reads if not _is_given(self.graph, atom)}
+        ends = [var for var in reads - made if var in self.dims]
         ends += [var for var in self.chunks.outputs if var in self.dims]
         parts = [var for var in self.chunks.outputs if self.reductions.get(var)]
         return sum(aval_bytes(var.aval) for var in ends) + self.num_parts * sum(aval_bytes(var.aval) for var in parts)
+
+
+def _is_given(graph: EquationGraph, atom: Any) -> bool:
+    """Returns whether a value is an argument or a constant, but for its shape."""
+    source = graph.producer(atom)
+    return source is None or (source.primitive.name in _RESHAPES and _is_given(graph, source.invars[0]))
 
 
 def _ends(eqn: Any, link: Link) -> list[tuple[Any, int]]:

@@ -17,11 +17,12 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from hlat_jax.ops.cross_entropy import is_loss_scaled
-from hlat_jax.passes.independence import SUM, bind_part, is_elementwise_call
+from hlat_jax.passes.independence import SUM, Start, bind_part, is_elementwise_call
 from hlat_jax.passes.jaxpr import (
     aval_bytes,
     inner_jaxprs,
     is_inexact,
+    is_literal,
     place_of,
     primitives,
     values_of,
@@ -209,14 +210,29 @@ class Chunks:
         shapes = [list(shape_of(var)) for var in eqn.outvars]
         for var, shape in zip(eqn.outvars, shapes, strict=True):
             if var in self.dims and number is not None:
-                shape[self.dims[var]] //= num_parts
+                shape[self.dims[var]] = _rows(shape[self.dims[var]], num_parts)
         with place_of(eqn):
-            results = bind_part(eqn, values_of(eqn.invars, env), shapes, start=self._start(eqn, sizes, number))
+            operands = self._new_rows(eqn, values_of(eqn.invars, env), sizes, number)
+            results = bind_part(eqn, operands, shapes, start=self._start(eqn, sizes, number))
         if self.reductions.get(eqn.outvars[0]) == SUM and results[0].dtype in (jnp.bfloat16, jnp.float16):
             results = [result.astype(jnp.float32) for result in results]  # partial sums
         return dict(zip(eqn.outvars, results, strict=True))
 
-    def _start(self, eqn: Any, sizes: _Sizes, number: Any) -> tuple[int, Any, int] | None:
+    def _new_rows(self, eqn: Any, operands: list[Any], sizes: _Sizes, number: Any) -> list[Any]:
+        """Returns the operands of a reduction without rows that the chunk before has too, as the last one may."""
+        reduction, (shape_of, num_parts) = self.reductions.get(eqn.outvars[0]), sizes
+        if not reduction or number is None or eqn.primitive.name == "gather":
+            return operands
+        for at, var in enumerate(eqn.invars):
+            dim = None if is_literal(var) else self.dims.get(var)
+            if dim is not None and shape_of(var)[dim] % num_parts:
+                x = operands[at]
+                rows = jax.lax.broadcasted_iota(jnp.int32, x.shape, dim)
+                is_new = rows + _first_row(shape_of(var)[dim], num_parts, number) >= number * x.shape[dim]
+                operands[at] = jnp.where(is_new, x, _neutral(reduction, x.dtype))
+        return operands
+
+    def _start(self, eqn: Any, sizes: _Sizes, number: Any) -> Start | None:
         """Returns where chunk `number` begins, for an iota and a gather of single indices; see `bind_part`."""
         is_taken = eqn.primitive.name == "gather" and self.reductions.get(eqn.outvars[0])
         counted = eqn.outvars[0] if eqn.primitive.name == "iota" else eqn.invars[0] if is_taken else None
@@ -224,7 +240,7 @@ class Chunks:
             return None
         dim, (shape_of, num_parts) = self.dims[counted], sizes
         size = shape_of(counted)[dim]
-        return dim, number * (size // num_parts), size
+        return Start(dim, _first_row(size, num_parts, number), number * _rows(size, num_parts), size)
 
     def _run(self, env: Mapping[Any, Any], loop: Loop, sizes: _Sizes) -> dict[Any, Any]:
         """Returns the goals of a loop."""
@@ -232,21 +248,28 @@ class Chunks:
             return {}
         num_parts = sizes[1]
 
-        def part(number: Any, slices: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-            local = dict(zip((*loop.cut, *loop.whole), (*slices, *others), strict=True))
+        def part(number: Any, tangents: Sequence[Any], others: Sequence[Any], *, arrays: Sequence[Any]) -> list[Any]:
+            local = dict(zip(loop.whole, others, strict=True))
+            for var, array, tangent in zip(loop.cut, arrays, tangents, strict=True):
+                dim, size = self.dims[var], array.shape[self.dims[var]]
+                first = _first_row(size, num_parts, number)
+                rows = jax.lax.dynamic_slice_in_dim(array, first, _rows(size, num_parts), dim)
+                local[var] = _with_tangent(rows, tangent)
             made: dict[Any, Any] = {}
             for eqn in loop.eqns:  # what is given is read as it is, although its part is made too
                 made |= self._results(made | local, eqn, sizes, number)
             return values_of(loop.goals, made)
 
         run = _in_turn if loop.scalar is None else functools.partial(_with_gradients, loop.scalar)
-        slices = [_split(env[var], self.dims[var], num_parts) for var in loop.cut]
-        parts = run(part, slices, [env[var] for var in loop.whole], num_parts)
+        # An array of all chunks would be a copy of what they are cut from: only their tangents are in one.
+        arrays = [jax.lax.stop_gradient(env[var]) for var in loop.cut]
+        tangents = [_split_tangent(env[var], self.dims[var], num_parts) for var in loop.cut]
+        parts = run(part, tangents, [env[var] for var in loop.whole], arrays, num_parts)
         goals = {}
         for var, values in zip(loop.goals, parts, strict=True):
             reduction = self.reductions.get(var)
             if not reduction:
-                goals[var] = _join(values, self.dims[var])
+                goals[var] = _join(values, self.dims[var], sizes[0](var)[self.dims[var]])
             elif reduction == SUM:
                 goals[var] = values.sum(0).astype(var.aval.dtype)
             else:
@@ -275,31 +298,41 @@ class Loop:
     scalar: int | None
 
 
-def _in_turn(part: Callable, slices: Sequence[Any], others: Sequence[Any], num_parts: int) -> list[Any]:
-    """Returns the results of all chunks, stacked; the backward pass computes a chunk again."""
+def _in_turn(
+    part: Callable, tangents: Sequence[Any], others: Sequence[Any], arrays: Sequence[Any], num_parts: int
+) -> list[Any]:
+    """Returns the results of all chunks, stacked; the backward pass computes a chunk again.
+
+    Args:
+      part: (number of a chunk, its tangents, others, arrays=arrays) -> its results.
+      tangents: of the arrays that are cut, in chunks; see `_split_tangent`.
+      others: arrays that each chunk reads as they are.
+      arrays: those that are cut.
+      num_parts: number of chunks.
+    """
     again = jax.checkpoint(part, prevent_cse=False)
-    numbered = jnp.arange(num_parts, dtype=jnp.int32), slices
-    return jax.lax.scan(lambda _, at: (None, again(*at, others)), None, numbered)[1]
+    numbered = jnp.arange(num_parts, dtype=jnp.int32), tangents
+    return jax.lax.scan(lambda _, at: (None, again(*at, others, arrays=arrays)), None, numbered)[1]
 
 
 def _with_gradients(
-    scalar: int, part: Callable, slices: Sequence[Any], others: Sequence[Any], num_parts: int
+    scalar: int, part: Callable, tangents: Sequence[Any], others: Sequence[Any], arrays: Sequence[Any], num_parts: int
 ) -> list[Any]:
     """Returns the results of all chunks, which are numbers, and sums their gradients in the same loop, in fp32 or more.
 
     So the backward pass scales gradients, and computes no chunk again, but for a scaled loss, of which they would be
-    unscaled here: see `ops.loss_scale`. Result `scalar` alone has a derivative.
+    unscaled here: see `ops.loss_scale`. Result `scalar` alone has a derivative. Other arguments as for `_in_turn`.
     """
 
-    def in_turn(slices: Sequence[Any], others: Sequence[Any]) -> list[Any]:
-        return _in_turn(part, slices, others, num_parts)
+    def in_turn(tangents: Sequence[Any], others: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+        return _in_turn(part, tangents, others, arrays, num_parts)
 
-    def forward(slices: Sequence[Any], others: Sequence[Any]) -> tuple[list[Any], Any]:
+    def forward(tangents: Sequence[Any], others: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], Any]:
         if is_loss_scaled():
-            return in_turn(slices, others), ((slices, others), None)
+            return in_turn(tangents, others, arrays), ((tangents, others, arrays), None)
 
-        def of_part(slices: Sequence[Any], others: Sequence[Any], number: Any) -> tuple[Any, list[Any]]:
-            values = part(number, slices, others)
+        def of_part(tangents: Sequence[Any], others: Sequence[Any], number: Any) -> tuple[Any, list[Any]]:
+            values = part(number, tangents, others, arrays=arrays)
             return values[scalar], values
 
         def step(total: Sequence[Any], at: Any) -> tuple[Any, Any]:
@@ -311,7 +344,7 @@ def _with_gradients(
             return total, (values, by_slice)
 
         zeros = [jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in others if _is_float(x)]
-        total, (values, grads) = jax.lax.scan(step, zeros, (np.arange(num_parts, dtype=np.int32), slices))
+        total, (values, grads) = jax.lax.scan(step, zeros, (np.arange(num_parts, dtype=np.int32), tangents))
         return values, (None, (grads, total))
 
     # A remat policy, as that of weights that are gathered again, does not look into a function with a rule of its own;
@@ -320,20 +353,20 @@ def _with_gradients(
     opaque.defvjp(lambda *operands: jax.vjp(forward, *operands), lambda pull_back, cotangents: pull_back(cotangents))
 
     def backward(kept: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
-        operands, saved_grads = kept
-        if operands is not None:
-            return jax.vjp(in_turn, *operands)[1](cotangents)
+        given, saved_grads = kept
+        if given is not None:
+            return jax.vjp(in_turn, *given)[1](cotangents)
         by_part = cotangents[scalar][0]  # all are equal: the parts are summed
 
-        def scaled(grads: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+        def scaled(grads: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
             left = iter(grads)
-            return [(next(left) * by_part).astype(x.dtype) if _is_float(x) else None for x in arrays]
+            return [(next(left) * by_part).astype(x.dtype) if _is_float(x) else None for x in operands]
 
-        return scaled(saved_grads[0], slices), scaled(saved_grads[1], others)
+        return scaled(saved_grads[0], tangents), scaled(saved_grads[1], others), [None] * len(arrays)
 
     sums = jax.custom_vjp(in_turn)
     sums.defvjp(opaque, backward)
-    return sums(slices, others)
+    return sums(tangents, others, arrays)
 
 
 def _num_products(eqns: Iterable[Any]) -> int:
@@ -348,14 +381,71 @@ def _links_all(eqn: Any) -> bool:
     return not (is_own or is_each or eqn.primitive.name == "bitcast_convert_type")
 
 
-def _join(parts: Any, dim: int) -> Any:
+def _rows(size: int, num_parts: int) -> int:
+    """Returns the rows of a chunk; the last one begins earlier where they do not divide the size."""
+    return -(-size // num_parts)
+
+
+def _first_row(size: int, num_parts: int, number: Any) -> Any:
+    num_rows = _rows(size, num_parts)
+    return jnp.minimum(number * num_rows, size - num_rows) if size % num_parts else number * num_rows
+
+
+def _neutral(reduction: str, dtype: Any) -> np.ndarray:
+    """Returns what adds nothing to a sum, a product of matrices or another reduction."""
+    if reduction in (SUM, "reduce_or"):
+        return np.zeros((), dtype)
+    if reduction == "reduce_and":
+        return np.ones((), dtype)
+    is_max = reduction == "reduce_max"
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return np.asarray(not is_max)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return np.asarray(jnp.iinfo(dtype).min if is_max else jnp.iinfo(dtype).max, dtype)
+    return np.asarray(-np.inf if is_max else np.inf, dtype)
+
+
+def _join(parts: Any, dim: int, size: int) -> Any:
+    """Returns an array of its chunks, which are stacked."""
+    num_parts, num_rows = parts.shape[0], parts.shape[1 + dim]
     whole = jnp.moveaxis(parts, 0, dim)
-    return whole.reshape(*whole.shape[:dim], -1, *whole.shape[dim + 2 :])
+    whole = whole.reshape(*whole.shape[:dim], -1, *whole.shape[dim + 2 :])
+    if size == num_parts * num_rows:
+        return whole
+    before = (num_parts - 1) * num_rows
+    last = jax.lax.slice_in_dim(whole, num_parts * num_rows - (size - before), None, axis=dim)
+    return jnp.concatenate([jax.lax.slice_in_dim(whole, 0, before, axis=dim), last], dim)
 
 
 def _split(x: Any, dim: int, num_parts: int) -> Any:
-    shape = (*x.shape[:dim], num_parts, x.shape[dim] // num_parts, *x.shape[dim + 1 :])
-    return jnp.moveaxis(x.reshape(shape), dim, 0)
+    """Returns the chunks of an array, stacked."""
+    size, num_rows = x.shape[dim], _rows(x.shape[dim], num_parts)
+    if size % num_parts:
+        first = jax.lax.slice_in_dim(x, 0, (num_parts - 1) * num_rows, axis=dim)
+        x = jnp.concatenate([first, jax.lax.slice_in_dim(x, size - num_rows, None, axis=dim)], dim)
+    return jnp.moveaxis(x.reshape(*x.shape[:dim], num_parts, num_rows, *x.shape[dim + 1 :]), dim, 0)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _split_tangent(x: Any, dim: int, num_parts: int) -> Any:
+    """Returns zeros whose tangent is that of the chunks of an array, stacked; nothing reads the zeros."""
+    return jnp.zeros_like(_split(x, dim, num_parts))
+
+
+@_split_tangent.defjvp
+def _(dim: int, num_parts: int, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    return _split_tangent(*primals, dim, num_parts), _split(*tangents, dim, num_parts)
+
+
+@jax.custom_jvp
+def _with_tangent(x: Any, tangent_of: Any) -> Any:
+    """Returns an array with the tangent of another one."""
+    return x
+
+
+@_with_tangent.defjvp
+def _(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
+    return _with_tangent(*primals), tangents[1]
 
 
 def _is_float(x: Any) -> bool:

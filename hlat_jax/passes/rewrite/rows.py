@@ -46,7 +46,7 @@ def rows_first(eqn: Any, producer: Callable[[Any], Any]) -> list[Any]:
         return names[traced.outvars[0]]
 
     def taken(atom: Any) -> Any:
-        if is_literal(atom) or not atom.aval.shape:
+        if not atom.aval.shape:
             return atom
         if not rows.are_of_product(atom, producer):
             return emit(lambda x: rows.take(x, rows.first), atom)
@@ -86,7 +86,7 @@ class _Rows:
     def are_of_product(self, atom: Any, producer: Callable[[Any], Any], *, depth: int = 16) -> bool:
         """Returns whether they are rows of an operand of a product, `depth` elementwise equations before at most."""
         eqn = producer(atom)
-        if eqn is None or eqn.effects or not depth:
+        if eqn is None or eqn.effects or not depth or any(is_literal(one) and one.aval.shape for one in eqn.invars):
             return False
         if eqn.primitive.name == "dot_general":
             return self._place(eqn) is not None
@@ -132,7 +132,7 @@ def _rows_of(eqn: Any) -> _Rows | None:
         taken = [dim for dim, size in enumerate(old) if slices[dim] != (0, size, 1)]
         first, stop = (taken[0], taken[-1] + 1) if taken else (0, 0)
         return _Rows(first, old[first:stop], tuple(slices[first:stop])) if taken else None
-    if name == "reshape" and params["dimensions"] is None:
+    if name == "reshape" and params["dimensions"] is None and params.get("sharding") is None:
         old, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
         num_merged = len(old) - len(new) + 1
         for first in range(len(new)) if num_merged > 1 else ():

@@ -51,7 +51,9 @@ OPS = {
     "vit": (2, 0),
     "penzai Llama": (2, 1),
     "equimo ViT": (2, 0),
-    "flax attention": (1, 0),
+    "flax attention": (1, 1),
+    "gnn": (0, 1),
+    "odeint": (0, 1),
 }
 
 
