@@ -116,7 +116,7 @@ class Start(NamedTuple):
     Attributes:
       dim: the dimension.
       first: its first index in the whole.
-      new: the first index that the part before has not.
+      new: the first index that is not in the part before, which the last part may overlap.
       size: of the whole.
     """
 

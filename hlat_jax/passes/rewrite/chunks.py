@@ -29,7 +29,7 @@ LEAST_ROWS = 128  # of a chunk of a loss: each chunk adds to the gradient of the
 _PARTS = 4  # of `max_bytes`: several values of a chunk are held at a time
 _LEAST_GAIN = 2.0  # the largest intermediate must be so many times what a region keeps, see `_Region._kept_bytes`
 _RESHAPES = primitives("reshape squeeze expand_dims")
-_FEW = 16  # chunks
+_FEW = 16  # chunks that are never too many, if they divide the dimension
 _OF_WHOLE = Link((None,), (None,))  # of an equation that each chunk computes alike
 
 
@@ -141,7 +141,7 @@ class _Bounds:
 
     Attributes:
       parts: number of chunks, unless one near it divides the dimension.
-      is_most: whether there are then fewer chunks, down to half as many; otherwise more, up to twice or `_FEW`.
+      is_most: whether there are then fewer chunks, down to half as many; else more, up to twice as many, or `_FEW`.
       is_large: takes a variable, and returns whether it is computed in the region if it can be.
       is_eager: whether a large operand is computed in the region although others read it, who are then part of it.
       tiny_bytes: the bytes of results up to which the region goes on through them if all of it then ends in sums.

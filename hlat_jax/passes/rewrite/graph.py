@@ -257,7 +257,8 @@ class EquationGraph:
         for eqn in self.eqns:
             taken = rows_first(eqn, producer)
             if taken != [eqn]:
-                self._read_early |= {atom for one in taken for atom in variables(one.invars)}
+                made = {var for one in taken for var in one.outvars}
+                self._read_early |= {atom for one in taken for atom in variables(one.invars)} - made
                 taken = self._in_place_of(eqn, taken)
             eqns += taken
         self.eqns = eqns
