@@ -291,7 +291,8 @@ def test_a_row_of_two_chunks_is_counted_once():
         counts = jnp.sum(x > 0), jnp.sum(order)
         largest, rows = jnp.max(x, axis=1), jnp.arange(0, 300, 4)
         taken = largest[rows[:62]], largest.at[rows].get(mode="fill", fill_value=7)
-        return jnp.sum(x**2) + sum(map(jnp.sum, extrema[:2])), (extrema, truths, counts, taken)
+        ranked = jnp.sum(jnp.sort(jax.nn.logsumexp(x, axis=1)) * jnp.arange(len(x)))  # of all rows, joined
+        return jnp.sum(x**2) + ranked + sum(map(jnp.sum, extrema[:2])), (extrema, truths, counts, taken, largest)
 
     batch = batch_of(251)
     ours = chunk(loss, max_bytes=LIMIT)
