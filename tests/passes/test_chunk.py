@@ -235,7 +235,7 @@ def test_any_loss_is_computed_in_chunks_with_its_gradients_and_a_third_of_its_me
     monkeypatch.setattr(sys.modules[__name__], "T", num_tokens)
     ours, batch = chunk(loss, max_bytes=LIMIT), batch_of(num_tokens)
     # the sums are in another order; of `additive` the plain gradient is itself 1e-5 from the one in float64
-    assert difference(loss, ours, PARAMS, batch) < 2e-5
+    assert difference(loss, ours, PARAMS, batch) < (2e-5 if loss is additive else 1e-5)
     assert ours.report().replacements, ours.report()
     assert 3 * temporaries(ours, PARAMS, batch) < temporaries(loss, PARAMS, batch)
 
