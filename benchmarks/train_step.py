@@ -190,8 +190,10 @@ def our_program(size: dict, overrides: str):
 def our_step(size: dict, overrides: str):
     """Returns the step of `our_program`: tokens -> loss."""
     from hlat_jax.batch import concat_batch
+    from hlat_jax.host import allocator
     from hlat_jax.parallel.rows import shard_batch
 
+    allocator.keep_freed_memory()  # as the command does
     program, layout = our_program(size, overrides)
 
     def train_step(state, tokens_BT):
@@ -214,8 +216,10 @@ def profile(size: dict, overrides: str) -> None:
     """Prints the profile of our step on one core."""
     os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])  # before the threads of XLA
     from hlat_jax.batch import concat_batch
+    from hlat_jax.host import allocator
     from hlat_jax.parallel.rows import shard_batch
 
+    allocator.keep_freed_memory()
     program, layout = our_program(size, overrides)
     compiled, state = program.trace_step().lower().compile(), program.init_state()
     batch = shard_batch(concat_batch(np.zeros((ROWS, seq_len_of(size)), np.int32)), layout)

@@ -6,7 +6,9 @@ The learning rate is computed on the host and passed in, so that the compiled st
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,7 +19,7 @@ from hlat_jax.config import OptimizerConfig
 from hlat_jax.parallel.replica_sync import ReplicaSync
 from hlat_jax.precision import NEAREST, Policy
 
-_NORM_BLOCK = 1 << 20  # elements: 4 MiB of fp32
+_SUM_BLOCK = 1 << 15  # elements: 128 KiB of fp32
 _LEAST_SPREAD = 1e-4  # of the mean of a window: one of equal values would otherwise never take a new level
 
 
@@ -48,31 +50,41 @@ def global_norm(tree: Any, *, in_blocks: bool = False, replica_sync: ReplicaSync
 
     Args:
       tree: arrays of any float dtype.
-      in_blocks: sum cache-sized blocks one after another, for arrays on one device. XLA on CPU otherwise materializes
-        the squares and adds them in one long sum, which is seven times slower and has an error of 1e-5.
+      in_blocks: see `sum_in_blocks`; for arrays on one CPU.
       replica_sync: the mesh and the shardings of the arrays; on one device, None.
     """
-    of_leaf = _blockwise_sum_of_squares if in_blocks else _sum_of_squares
+    if in_blocks:
+        return jnp.sqrt(sum_in_blocks(jnp.square, tree))
     if replica_sync is not None:
-        return jnp.sqrt(replica_sync.global_sum(of_leaf, tree))
-    return jnp.sqrt(sum(of_leaf(leaf) for leaf in jax.tree.leaves(tree)))
+        return jnp.sqrt(replica_sync.global_sum(_sum_of_squares, tree))
+    return jnp.sqrt(sum(_sum_of_squares(leaf) for leaf in jax.tree.leaves(tree)))
 
 
 def _sum_of_squares(x: jax.Array) -> jax.Array:
     return jnp.sum(jnp.square(x.astype(jnp.float32)))
 
 
-def _blockwise_sum_of_squares(x: jax.Array) -> jax.Array:
-    flat = x.reshape(-1)
-    num_blocks = flat.size // _NORM_BLOCK
-    if not num_blocks or flat.size >= 2**31:  # block offsets are int32
-        return _sum_of_squares(flat)
+def sum_in_blocks(term: Callable[[jax.Array], jax.Array], tree: Any) -> jax.Array:
+    """Returns the sum of `term`, elementwise and in fp32, over every element of every leaf.
 
-    def add(total, start):
-        return total + _sum_of_squares(jax.lax.dynamic_slice(flat, (start,), (_NORM_BLOCK,))), None
+    One cache-sized block of partial sums takes all leaves, block by block. XLA on CPU otherwise writes the terms of a
+    leaf to memory and compiles a tree of sums for it: the norm of `tiny`'s gradients takes half as long so, and a third
+    of the time to compile.
+    """
+    sums, rest = jnp.zeros(_SUM_BLOCK, jnp.float32), []
+    for leaf in jax.tree.leaves(tree):
+        flat = leaf.reshape(-1)
+        num_blocks = flat.size // _SUM_BLOCK if flat.size < 2**31 else 0  # offsets of blocks are int32
+        if num_blocks:
+            starts = _SUM_BLOCK * jnp.arange(num_blocks, dtype=jnp.int32)
+            sums, _ = jax.lax.scan(functools.partial(_add_block, term, flat), sums, starts)
+        rest.append(term(flat[num_blocks * _SUM_BLOCK :].astype(jnp.float32)))
+    return jnp.sum(jnp.concatenate([sums, *rest]))
 
-    starts = _NORM_BLOCK * jnp.arange(num_blocks, dtype=jnp.int32)
-    return jax.lax.scan(add, _sum_of_squares(flat[num_blocks * _NORM_BLOCK :]), starts)[0]
+
+def _add_block(term: Callable[[jax.Array], jax.Array], flat: jax.Array, sums: jax.Array, start: jax.Array) -> Any:
+    block = jax.lax.dynamic_slice(flat, (start,), (_SUM_BLOCK,))
+    return sums + term(block.astype(jnp.float32)), None
 
 
 class MaskedTransformation(optax.GradientTransformationExtraArgs):

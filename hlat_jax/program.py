@@ -21,7 +21,7 @@ from hlat_jax.ops.choices import choices, with_choices
 from hlat_jax.ops.context_attention import attend_over
 from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
 from hlat_jax.ops.dialect import Choice
-from hlat_jax.optimizer import SpikePolicy, adamw, decay_mask, global_norm
+from hlat_jax.optimizer import SpikePolicy, adamw, decay_mask, sum_in_blocks
 from hlat_jax.parallel import collectives
 from hlat_jax.parallel.pipeline import PHASES, StagedLoss, pipelined_loss, run_pipeline
 from hlat_jax.parallel.replica_sync import ReplicaSync
@@ -298,13 +298,14 @@ def _state_norms(layout: Layout, training: TrainStep) -> Callable[..., Any]:
     def copies(spec: PartitionSpec) -> int:
         return layout.size(set(layout.mesh.axis_names) - set(jax.tree.leaves(tuple(spec))))
 
-    def squares(held: list[tuple[jax.Array, int]]) -> jax.Array:
-        return sum(jnp.square(global_norm(leaf, in_blocks=in_blocks)) / num for leaf, num in held)
+    def total(term: Callable[[jax.Array], jax.Array], held: list[tuple[jax.Array, int]]) -> jax.Array:
+        if in_blocks:  # one device: no copies
+            return sum_in_blocks(term, [leaf for leaf, _ in held])
+        return sum(jnp.sum(term(leaf.astype(jnp.float32))) / num for leaf, num in held)
 
-    def magnitudes(held: list[tuple[jax.Array, int]]) -> jax.Array:
+    def magnitude(held: list[tuple[jax.Array, int]]) -> jax.Array:
         size = sum(leaf.size * layout.mesh.size // num for leaf, num in held)
-        # divided one by one, finite elements have a finite sum
-        return sum(jnp.sum(jnp.abs(leaf.astype(jnp.float32)) / float(size * num)) for leaf, num in held)
+        return total(lambda x: jnp.abs(x) / float(size), held)  # divided one by one, finite elements have a finite sum
 
     def local(state: State) -> dict[str, jax.Array]:
         params = jax.tree.structure(state["params"])
@@ -317,7 +318,7 @@ def _state_norms(layout: Layout, training: TrainStep) -> Callable[..., Any]:
                 name = jax.tree_util.keystr(path, simple=True, separator=".")
                 nums = jax.tree.leaves(jax.tree.map(lambda _, of: copies(of), part, spec))
                 held = list(zip(jax.tree.leaves(part), nums, strict=True))
-                sums[name] = (squares if name in weights else magnitudes)(held)
+                sums[name] = total(jnp.square, held) if name in weights else magnitude(held)
         whole = collectives.psum(jnp.stack(list(sums.values())), layout.wide(layout.mesh.axis_names))
         return {name: jnp.sqrt(x) if name in weights else x for name, x in zip(sums, whole, strict=True)}
 

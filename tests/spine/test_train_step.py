@@ -112,7 +112,7 @@ def test_blockwise_norm_is_accurate_to_fp32_rounding():
         x = np.random.default_rng(0).normal(size=shape).astype(np.float32) + 1
         tree = {"a": jnp.asarray(x), "b": jnp.full((5,), 2.0, jnp.bfloat16)}
         exact = np.sqrt(np.sum(np.square(x, dtype=np.float64)) + 20)
-        # a block of 2**20 is summed as a tree: a few roundings of 6e-8
+        # 2**15 partial sums, summed as a tree: a few roundings of 6e-8
         assert float(jax.jit(functools.partial(global_norm, in_blocks=True))(tree)) == pytest.approx(exact, rel=3e-7)
         assert float(jax.jit(global_norm)(tree)) == pytest.approx(exact, rel=1e-4)
 
