@@ -4,13 +4,14 @@
         [--json FILE] [--profile]
 
 A step is forward, backward, clipping by the global norm and AdamW in fp32 on fresh tokens: 2 x 256 for the model of
-`tiny`, else 2 x 512. Every variant runs in a process of its own, with the default allocator, in turn with PyTorch
-(eager, default AdamW): one step of the one, one of the other. Ratios are medians over these pairs of (seconds of
-PyTorch / seconds of the variant). A pair counts when other processes used less than 0.15 of a core during both; the
-table says how many did. CPU seconds are user plus system time. Peak memory is the largest resident set of the process,
-compiling included. The share of peak is what the step's products would take at the speed of a large one in XLA, over
-what the step takes; products are 6 FLOPs a weight and token, the embedding left out, and attention over the causal
-half. `--profile` prints where the time of our step alone goes, on one core: the longest operations, then their kinds.
+`tiny`, else 2 x 512. Every variant runs in a process of its own, with the default allocator, ours as `train` sets it
+(`host/allocator.py`), in turn with PyTorch (eager, default AdamW): one step of the one, one of the other. Ratios are
+medians over these pairs of (seconds of PyTorch / seconds of the variant). A pair counts when other processes used less
+than 0.15 of a core during both; the table says how many did. CPU seconds are user plus system time. Peak memory is the
+largest resident set of the process, compiling included. The share of peak is what the step's products would take at the
+speed of a large one in XLA, over what the step takes; products are 6 FLOPs a weight and token, the embedding left out,
+and attention over the causal half. `--profile` prints where the time of our step alone goes, on one core: the longest
+operations, then their kinds.
 """
 
 from __future__ import annotations

@@ -50,13 +50,13 @@ def global_norm(tree: Any, *, in_blocks: bool = False, replica_sync: ReplicaSync
 
     Args:
       tree: arrays of any float dtype.
-      in_blocks: see `sum_in_blocks`; for arrays on one CPU.
-      replica_sync: the mesh and the shardings of the arrays; on one device, None.
+      in_blocks: sum as `sum_in_blocks` does, for arrays on one CPU.
+      replica_sync: the mesh and the shardings of the arrays, which are then not summed in blocks; on one device, None.
     """
-    if in_blocks:
-        return jnp.sqrt(sum_in_blocks(jnp.square, tree))
     if replica_sync is not None:
         return jnp.sqrt(replica_sync.global_sum(_sum_of_squares, tree))
+    if in_blocks:
+        return jnp.sqrt(sum_in_blocks(jnp.square, tree))
     return jnp.sqrt(sum(_sum_of_squares(leaf) for leaf in jax.tree.leaves(tree)))
 
 
@@ -67,9 +67,10 @@ def _sum_of_squares(x: jax.Array) -> jax.Array:
 def sum_in_blocks(term: Callable[[jax.Array], jax.Array], tree: Any) -> jax.Array:
     """Returns the sum of `term`, elementwise and in fp32, over every element of every leaf.
 
-    One cache-sized block of partial sums takes all leaves, block by block. XLA on CPU otherwise writes the terms of a
-    leaf to memory and compiles a tree of sums for it: the norm of `tiny`'s gradients takes half as long so, and a third
-    of the time to compile.
+    One cache-sized block of partial sums takes the whole blocks of all leaves, one after another. XLA on CPU otherwise
+    writes the terms of a leaf to memory and compiles a tree of sums for it: the norm of `tiny`'s gradients takes half
+    as long so, and a third of the time to compile. Two hundred leaves of as many shapes compile 1.4 to 1.8 times as
+    long.
     """
     sums, rest = jnp.zeros(_SUM_BLOCK, jnp.float32), []
     for leaf in jax.tree.leaves(tree):

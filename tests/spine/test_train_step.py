@@ -110,8 +110,8 @@ def test_eval_step_equals_the_training_loss_before_the_update_without_z_loss(sma
 def test_blockwise_norm_is_accurate_to_fp32_rounding():
     for shape in ((3,), (1 << 20,), (1031, 2053), (7, 300, 4, 257)):
         x = np.random.default_rng(0).normal(size=shape).astype(np.float32) + 1
-        tree = {"a": jnp.asarray(x), "b": jnp.full((5,), 2.0, jnp.bfloat16)}
-        exact = np.sqrt(np.sum(np.square(x, dtype=np.float64)) + 20)
+        tree = {"a": jnp.asarray(x), "b": jnp.full((1 << 17,), 2.0, jnp.bfloat16)}
+        exact = np.sqrt(np.sum(np.square(x, dtype=np.float64)) + (1 << 19))
         # 2**15 partial sums, summed as a tree: a few roundings of 6e-8
         assert float(jax.jit(functools.partial(global_norm, in_blocks=True))(tree)) == pytest.approx(exact, rel=3e-7)
         assert float(jax.jit(global_norm)(tree)) == pytest.approx(exact, rel=1e-4)
