@@ -81,6 +81,8 @@ def train(
       begin_again: whether to train from step 0 where the checkpoints are lost.
       given: keys of the command line, as `resume.open_init` takes them.
 
+    On CPU, glibc's allocator then keeps freed memory in this process, see `allocator.keep_freed_memory`.
+
     Raises:
       ValueError: a config, data, machine or folder that cannot be trained with; nothing was changed.
       OSError: the disk failed; the last complete checkpoint is intact.
