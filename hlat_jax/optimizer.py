@@ -68,9 +68,8 @@ def sum_in_blocks(term: Callable[[jax.Array], jax.Array], tree: Any) -> jax.Arra
     """Returns the sum of `term`, elementwise and in fp32, over every element of every leaf.
 
     One cache-sized block of partial sums takes the whole blocks of all leaves, one after another. XLA on CPU otherwise
-    writes the terms of a leaf to memory and compiles a tree of sums for it: the norm of `tiny`'s gradients takes half
-    as long so, and a third of the time to compile. Two hundred leaves of as many shapes compile 1.4 to 1.8 times as
-    long.
+    writes the terms of a leaf to memory and compiles a tree of sums for it. The rest of each leaf is written to memory
+    here too; hundreds of leaves of as many shapes take longer to compile.
     """
     sums, rest = jnp.zeros(_SUM_BLOCK, jnp.float32), []
     for leaf in jax.tree.leaves(tree):
