@@ -6,7 +6,8 @@ import ctypes
 import os
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of glibc's <malloc.h>
-_KEPT_BYTES = 64 << 20  # at the end of each of its heaps; those of threads are of this size
+# What may stay free at the end of a heap: glibc returns all of more. The heaps of threads are of this size.
+_KEPT_BYTES = 64 << 20
 _YOURS = ("MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_")
 
 
