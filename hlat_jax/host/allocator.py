@@ -8,7 +8,7 @@ import os
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # M_TRIM_THRESHOLD and M_MMAP_MAX of glibc's <malloc.h>
 # What may stay free at the end of a heap: glibc returns all of more. The heaps of threads are of this size.
 _KEPT_BYTES = 64 << 20
-_YOURS = ("MALLOC_MMAP_MAX_", "MALLOC_TRIM_THRESHOLD_")
+_YOURS = ("MALLOC_MMAP_MAX_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 
 
 def keep_freed_memory() -> None:
@@ -19,7 +19,8 @@ def keep_freed_memory() -> None:
     thread's block that does not fit one heap of 64 MiB beside its other data is mapped in any case. Freed memory below
     a block in use stays resident: a run of `tiny` has 2 to 15 % more.
 
-    Does nothing without glibc, or where the environment sets what this would.
+    Does nothing without glibc, or where the environment sets MALLOC_MMAP_MAX_, MALLOC_MMAP_THRESHOLD_,
+    MALLOC_TRIM_THRESHOLD_ or any tunable of glibc.malloc.
     """
     libc = ctypes.CDLL(None)
     is_set = any(map(os.environ.get, _YOURS)) or "glibc.malloc" in os.environ.get("GLIBC_TUNABLES", "")

@@ -67,8 +67,18 @@ def test_freed_blocks_are_reused_without_page_faults_and_what_was_free_is_return
     assert held - left > 15 << 20  # of 20 MiB
 
 
-def test_the_environment_comes_first():
-    _, faults, _, faults_after = counted(GLIBC_TUNABLES="glibc.malloc.trim_threshold=1")
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=1"},
+        {"MALLOC_MMAP_MAX_": "65536"},
+        {"MALLOC_MMAP_THRESHOLD_": "100000"},
+        {"MALLOC_TRIM_THRESHOLD_": "1"},
+    ],
+    ids=lambda environment: next(iter(environment)),
+)
+def test_the_environment_comes_first(environment):
+    _, faults, _, faults_after = counted(**environment)
     assert faults_after > faults / 2
 
 
