@@ -10,6 +10,7 @@ import dataclasses
 import math
 from typing import Any, get_type_hints
 
+from hlat_jax.facts.local_paths import check_local
 from hlat_jax.facts.names import nearest
 from hlat_jax.facts.number_ranges import parse_ranges
 from hlat_jax.facts.policies import POLICY_FACTS
@@ -42,8 +43,17 @@ def check_bounds(section: str, values: Any) -> None:
             raise ValueError(f"{path}={value} must be at most {most}.")
 
 
-def _key(default: Any, doc: str, *, choices: tuple = (), least: float | None = None, most: int | None = None) -> Any:
-    return dataclasses.field(default=default, metadata={"doc": doc, "choices": choices, "least": least, "most": most})
+def _key(
+    default: Any,
+    doc: str,
+    *,
+    choices: tuple = (),
+    least: float | None = None,
+    most: int | None = None,
+    is_path: bool = False,
+) -> Any:
+    metadata = {"doc": doc, "choices": choices, "least": least, "most": most, "is_path": is_path}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 # The keys that each scaling of the rotary frequencies reads.
@@ -109,7 +119,9 @@ class ModelConfig:
     rms_norm: str = _key("auto", "RMSNorm implementation.", choices=_FUSIBLE)
     swiglu: str = _key("auto", "SwiGLU implementation.", choices=_FUSIBLE)
     rope: str = _key("auto", "Rotary embedding implementation.", choices=("auto", "reference", "paired"))
-    ops_table: str = _key("", "Measured times by which auto chooses, see hlat_jax.plan tune; empty: by level.")
+    ops_table: str = _key(
+        "", "Measured times by which auto chooses, see hlat_jax.plan tune; empty: by level.", is_path=True
+    )
 
     def check(self) -> None:
         """Raises ValueError for a model that cannot be built; called by `resolve` and by `Decoder`."""
@@ -278,7 +290,9 @@ class DataConfig:
     validation: str = _key("", "The same for held-out text, or a share of data.train to hold out: 5%; empty: none.")
     mixture: str = _key("", "Shares of the sources, by stages: 'A=3,B=1 until_step=9;A=1,B=1'. Also until_tokens=.")
     text_field: str = _key("text", "JSONL key (no comma) or column of text; of JSONL also PROMPT,ANSWER, or messages.")
-    tokenizer: str = _key("", "SentencePiece .model, or tokenizer.json. 'package:NAME' ships with hlat_jax.")
+    tokenizer: str = _key(
+        "", "SentencePiece .model, or tokenizer.json. 'package:NAME' ships with hlat_jax.", is_path=True
+    )
     batch_size: int = _key(8, "Sequences per step over the whole job.", least=1)
     seq_len: int = _key(256, "Tokens per sequence.", least=2)
     packing: str = _key("concat", "How documents fill rows.", choices=("concat", "documents"))
@@ -300,10 +314,14 @@ class TrainConfig:
     num_steps: int = _key(100, "The run stops after this many optimizer steps.", least=0)
     seed: int = _key(0, "Seed of the initial weights.")
     init_from: str = _key(
-        "", "Initial weights, with their model and tokenizer: a run, checkpoint or Hugging Face folder; empty: random."
+        "",
+        "Initial weights, with their model and tokenizer: a run, checkpoint or Hugging Face folder; empty: random.",
+        is_path=True,
     )
     branch_from: str = _key(
-        "", "RUN@STEP: start from this checkpoint of another run, with its optimizer and data position; empty: no."
+        "",
+        "RUN@STEP: start from this checkpoint of another run, with its optimizer and data position; empty: no.",
+        is_path=True,
     )
     num_microbatches: int = _key(1, "Gradient accumulation: parts of a batch, run one after another.", least=1)
     accumulate: str = _key(
@@ -323,7 +341,7 @@ class TrainConfig:
         0, "Steps between them, and before the first and at the end; 0: these two.", least=0
     )
     eval_tasks_limit: int = _key(0, "Questions of each task, the first ones; 0: all.", least=0)
-    eval_tasks_folder: str = _key("", "Folder with your own tasks, as YAML; empty: none.")
+    eval_tasks_folder: str = _key("", "Folder with your own tasks, as YAML; empty: none.", is_path=True)
     max_nonfinite_steps: int = _key(3, "So many steps in a row not finite, or without a target, end the run.", least=1)
     spikes: str = _key(
         "off",
@@ -398,6 +416,13 @@ class Config:
 
 
 SECTIONS: dict[str, type] = {name: kind for name, kind in get_type_hints(Config).items() if name != "name"}
+# Keys with one path of this machine; those of data.train and data.validation may be URLs.
+PATH_KEYS = tuple(
+    f"{section}.{field.name}"
+    for section, cls in SECTIONS.items()
+    for field in dataclasses.fields(cls)
+    if field.metadata["is_path"]
+)
 
 
 def default() -> Any:
@@ -425,10 +450,10 @@ def field_of(section: str, key: str) -> dataclasses.Field:
 
 
 def convert_value(path: str, field: dataclasses.Field, value: Any) -> Any:
-    """Returns the value of a key converted to the type of its default.
+    """Returns the value of a key converted to the type of its default; a path without `file://`.
 
     Raises:
-      ValueError: a wrong type, or a value outside the key's choices; the message begins with `path`.
+      ValueError: a wrong type, a value outside the key's choices, or a URL for a path; the message begins with `path`.
     """
     kind = type(field.default)
     if kind is float and type(value) is int and abs(value) < 1 << 1023:  # within the range of float
@@ -436,4 +461,4 @@ def convert_value(path: str, field: dataclasses.Field, value: Any) -> Any:
     if type(value) is not kind:
         raise ValueError(f"{path}={repr(value)[:100]} is {type(value).__name__}; it must be {kind.__name__}.")
     check_choice(path, field, value)
-    return value
+    return check_local(value, key=path) if field.metadata["is_path"] else value

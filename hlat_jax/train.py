@@ -18,6 +18,7 @@ from hlat_jax import config as config_lib
 from hlat_jax.cli import config_files
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.cli.path_checks import check_file, check_folder
+from hlat_jax.facts.local_paths import local_path
 from hlat_jax.host import compile_cache, neuron_env, neuron_topology, process
 from hlat_jax.host.limits import too_many_files
 from hlat_jax.host.watchdog import Watchdog
@@ -88,6 +89,7 @@ def train(
       OSError: the disk failed; the last complete checkpoint is intact.
       NonFiniteError: see `train.max_nonfinite_steps`.
     """
+    workdir = local_path(workdir, key="workdir", use="run")
     import jax  # in here: the environment is set before
 
     from hlat_jax import loop
@@ -114,7 +116,7 @@ def _check_paths(config: config_lib.Config, workdir: pathlib.Path, *, given: Col
     Text and tokenizer that a shipped config sets, and not the command line, whose keys are `given`, are left to the
     run, which first checks that the model fits this machine.
     """
-    keys = given if config.name in config_files.shipped_configs() else config_files.PATH_KEYS
+    keys = given if config.name in config_files.shipped_configs() else config_files.ANCHORED_KEYS
     from hlat_jax.data import path_checks  # not at the top: --help does not need them
     from hlat_jax.data.tokenizer import Tokenizer
 
@@ -163,7 +165,7 @@ def _set_environment(config: config_lib.Config, values: flags.FlagValues, *, wor
 
 def _define(values: flags.FlagValues) -> None:
     options = {"flag_values": values}
-    flags.DEFINE_string("workdir", "", "Run folder; default runs/NAME.", **options)
+    flags_lib.define_path(values, "workdir", "Run folder; default runs/NAME.", use="run")
     flags.DEFINE_bool("print_config", False, "Print the resolved config and its costs, then stop.", **options)
     flags.DEFINE_bool("begin_again", False, "Train from step 0 where the checkpoints of the run are lost.", **options)
     flags.DEFINE_string("coordinator", "", "HOST:PORT of process 0; for several processes.", **options)

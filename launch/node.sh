@@ -68,6 +68,10 @@ for word in "$@"; do
   previous=$word
 done
 
+for pair in "--cache=$shared_cache" "--fill_cache=$fill_cache" "LOCAL_CACHE=$local_cache"; do
+  [[ ! ${pair#*=} =~ ^[A-Za-z][A-Za-z0-9+.-]+:/ ]] || fail "$pair is a URL; give a local folder."
+done
+
 is_address() {
   [[ $1 =~ ^[0-9]+\.[0-9]+\.[0-9]+\.[0-9]+$ ]]
 }

@@ -36,6 +36,8 @@ for word in "$@"; do
   [[ $word != --workdir=* ]] || workdir=${word#*=}
 done
 [[ -n $workdir ]] || fail "--workdir=DIR is missing in the command: a folder that all nodes share."
+workdir=${workdir#file://}
+[[ ! $workdir =~ ^[A-Za-z][A-Za-z0-9+.-]+:/ ]] || fail "--workdir=$workdir is a URL; give a folder that all nodes share."
 
 newest_checkpoint() { # prints its step; unfinished checkpoints have other names
   local path step=0

@@ -12,12 +12,13 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hlat_jax.config import check_section, convert_value, field_of
+from hlat_jax.config import PATH_KEYS, check_section, convert_value, field_of
+from hlat_jax.facts.local_paths import local_path
 from hlat_jax.facts.names import nearest
 
 # Paths in a config file are relative to it, those in a shipped one to the working directory.
 _TEXT_KEYS = ("data.train", "data.validation", "data.tokenizer")
-PATH_KEYS = (*_TEXT_KEYS, "model.ops_table", "train.init_from", "train.branch_from", "train.eval_tasks_folder")
+ANCHORED_KEYS = (*_TEXT_KEYS[:2], *PATH_KEYS)
 
 
 def load(name_or_path: str) -> Any:
@@ -29,7 +30,7 @@ def load(name_or_path: str) -> Any:
     """
     names = shipped_configs()
     is_path = name_or_path.endswith(".py")
-    path = pathlib.Path(name_or_path) if is_path else names.get(name_or_path)
+    path = local_path(name_or_path, key="--config") if is_path else names.get(name_or_path)
     if path is None:
         raise ValueError(f"--config={name_or_path}: no such config. {nearest(name_or_path, names)} Paths end in .py.")
     if not path.is_file():
@@ -51,7 +52,7 @@ def load(name_or_path: str) -> Any:
     except Exception as error:  # anything may go wrong in a user's file
         raise ValueError(_file_error(path, error)) from error
     if path.resolve().parent != config_folder().resolve():
-        _anchor_paths(config, path.parent.resolve(), keys=PATH_KEYS)
+        _anchor_paths(config, path.parent.resolve(), keys=ANCHORED_KEYS)
     config.name = path.stem
     return config
 

@@ -17,6 +17,7 @@ from ml_collections import config_flags
 
 from hlat_jax import config as config_lib
 from hlat_jax.cli import config_files
+from hlat_jax.facts.local_paths import check_local
 from hlat_jax.facts.names import nearest
 from hlat_jax.host import limits, process
 
@@ -65,8 +66,34 @@ def parse(argv: Sequence[str], define: Callable[[flags.FlagValues], None] = lamb
     rest = _parse_words(values, words, keys=list(_config_keys()))
     if rest:
         raise ValueError(f"unexpected argument {rest[0]!r}; every argument is --flag=value.")
+    for path in config_lib.PATH_KEYS:
+        section, key = path.split(".")
+        if (value := values.config[section][key]) is not None:  # left to `resolve`
+            values.config[section][key] = config_lib.convert_value(path, config_lib.field_of(section, key), value)
     _drop_settings_of_replaced_text(values.config, before, given=given_keys(values))
     return values.config, values
+
+
+class _PathParser(flags.ArgumentParser):
+    """Parses a path of this machine; its arguments are `check_local`'s."""
+
+    def __init__(self, *, key: str, use: str):
+        self.key, self._use = key, use
+
+    def parse(self, argument: str) -> str:
+        return os.path.expanduser(check_local(argument, key=self.key, use=self._use))
+
+    def flag_type(self) -> str:
+        return "string"
+
+
+def define_path(values: flags.FlagValues, name: str, about: str, *, default: str = "", use: str = "read") -> None:
+    """Declares a flag for a path of this machine: its value has `~` expanded, and a URL is a ValueError.
+
+    `use` is as `facts.local_paths.check_local` takes it.
+    """
+    parser = _PathParser(key=f"--{name}", use=use)
+    flags.DEFINE(parser, name, default, about, values, flags.ArgumentSerializer())
 
 
 def _drop_settings_of_replaced_text(mutable: Any, before: Any, *, given: Collection[str]) -> None:
@@ -209,6 +236,8 @@ def _wrong_value(message: str, values: flags.FlagValues) -> str:
         return message
     name, value = given["name"], given["value"]
     flag, keys = values[name], _config_keys()
+    if isinstance(flag.parser, _PathParser):
+        return message[message.rindex(f" {flag.parser.key}=") + 1 :]  # what `check_local` says
     if isinstance(flag, flags.EnumFlag):
         return f"--{name}={value}: no such value. {nearest(value, filter(None, flag.parser.enum_values))}"
     kind = type(keys[name].default).__name__ if name in keys else flag.flag_type()

@@ -60,8 +60,8 @@ def _define_reading(values: flags.FlagValues) -> None:
 
 def _build(argv: Sequence[str]) -> int:
     values = flags.FlagValues()
-    flags.DEFINE_string("out", "", "Folder to write.", flag_values=values)
-    flags.DEFINE_string("tokenizer", "", "SentencePiece model; stores token ids. Empty: text.", flag_values=values)
+    flags_lib.define_path(values, "out", "Folder to write.", use="write")
+    flags_lib.define_path(values, "tokenizer", "SentencePiece model; stores token ids. Empty: text.")
     about = "As data.max_document_chars, with --tokenizer."
     flags.DEFINE_integer("max_document_chars", 500_000, about, 1, flag_values=values)
     flags.DEFINE_bool("prepend_bos", False, "As data.prepend_bos, with --tokenizer.", flag_values=values)
@@ -76,7 +76,7 @@ def _build(argv: Sequence[str]) -> int:
     same = ("text_field", "tokenizer", "max_document_chars", "on_bad_record", "prepend_bos", "batch_size")
     named = {name: values[name].value for name in same}
     options = build.BuildOptions(shard_bytes=values.shard_mb * 1_000_000, **named)
-    start_s, out = time.monotonic(), pathlib.Path(values.out).expanduser()
+    start_s, out = time.monotonic(), pathlib.Path(values.out)
     num_workers = values.workers or os.cpu_count() or 1
     with show_progress("opening the inputs") as status:
         result = build.build(words, out=out, options=options, num_workers=num_workers, status=status)
@@ -86,7 +86,7 @@ def _build(argv: Sequence[str]) -> int:
 
 def _tokenizer(argv: Sequence[str]) -> int:
     values = flags.FlagValues()
-    flags.DEFINE_string("out", "", "The .model file to write.", flag_values=values)
+    flags_lib.define_path(values, "out", "The .model file to write.", use="write")
     about = "Tokens of the vocabulary, with 3 controls and 256 bytes."
     flags.DEFINE_integer("vocab_size", 32_000, about, flag_values=values)
     flags.DEFINE_integer("sample_mb", 100, "Text to train on at most, in 10**6 bytes.", 1, flag_values=values)
@@ -97,7 +97,7 @@ def _tokenizer(argv: Sequence[str]) -> int:
     with show_progress("opening the inputs") as status:
         summary = tokenizer_training.train(
             words,
-            out=pathlib.Path(values.out).expanduser(),
+            out=pathlib.Path(values.out),
             vocab_size=values.vocab_size,
             sample_bytes=values.sample_mb * 1_000_000,
             text_field=values.text_field,
@@ -126,7 +126,7 @@ def _peek(argv: Sequence[str]) -> int:
     def define(values: flags.FlagValues) -> None:
         flags.DEFINE_integer("step", None, "The step, at least 1, whose batch is shown.", flag_values=values)
         flags.DEFINE_integer("row", None, "Only this row of the batch.", flag_values=values)
-        flags.DEFINE_string("workdir", "", "Run folder; default runs/NAME.", flag_values=values)
+        flags_lib.define_path(values, "workdir", "Run folder; default runs/NAME.")
 
     config, values = _parse_config(argv, define)
     if values.step is None or values.step < 1:

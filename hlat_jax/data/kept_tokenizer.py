@@ -9,6 +9,7 @@ import pathlib
 from hlat_jax.data.chat_template import TEMPLATE_FILE
 from hlat_jax.data.path_checks import recorded_value
 from hlat_jax.data.tokenizer_json import EOS_FILES
+from hlat_jax.facts.local_paths import local_path
 from hlat_jax.store.atomic_files import write_whole
 
 FOLDER = "tokenizer"
@@ -47,7 +48,7 @@ def find_kept(workdir: pathlib.Path, *, sha256: str) -> pathlib.Path | None:
 
 def resolve_tokenizer_path(tokenizer: str, workdir: pathlib.Path) -> str:
     """Returns `data.tokenizer`, or, if that file is gone since the run in `workdir` opened it, the path of its copy."""
-    if not tokenizer or tokenizer.startswith("package:") or pathlib.Path(tokenizer).expanduser().is_file():
+    if not tokenizer or tokenizer.startswith("package:") or local_path(tokenizer, key="data.tokenizer").is_file():
         return tokenizer
     kept, opened = find_kept(workdir, sha256=""), recorded_value(workdir, "data.tokenizer")
     # the copy of any other file would be another tokenizer than the one that is asked for

@@ -9,13 +9,13 @@ from typing import Any
 
 from hlat_jax.cli.config_files import exists
 from hlat_jax.config import DataConfig
-from hlat_jax.data.formats.paths import asset_path, nothing_at, tokenizer_file
+from hlat_jax.data.formats.paths import asset_path, is_url, nothing_at, refuse_url, tokenizer_file
 from hlat_jax.data.mixture import parse_sources
 from hlat_jax.store.typed_json import read_json
 
 
 def check_texts(data: DataConfig, *, keys: Collection[str] = ("train", "validation")) -> None:
-    """Raises ValueError for a local path in `data.train` or `data.validation` that does not exist.
+    """Raises ValueError for a path in `data.train` or `data.validation` that is a URL or does not exist.
 
     Lists no folders and makes no network requests.
     """
@@ -23,16 +23,18 @@ def check_texts(data: DataConfig, *, keys: Collection[str] = ("train", "validati
         spec = vars(data)[key]
         sources = parse_sources(spec, key=f"data.{key}") if spec else {}
         for part in (part.strip() for paths in sources.values() for part in paths.split(",")):
-            check_text_path(part, key=f"data.{key}")
+            check_text_path(part, key=f"data.{key}", text_field=data.text_field)
 
 
-def check_text_path(path: str, *, key: str) -> None:
-    """Raises ValueError for a local file or folder that does not exist, or a glob without a match."""
+def check_text_path(path: str, *, key: str, text_field: str = "text") -> None:
+    """Raises ValueError for a URL, a local file or folder that does not exist, or a glob without a match."""
     if path.startswith("package:"):
         asset_path(path.removeprefix("package:"))
         return
+    if is_url(path):
+        refuse_url(path, key=key, text_field=text_field)
     path = path.removeprefix("file://")
-    if not path or "://" in path or path.endswith("%"):  # a share of data.train
+    if not path or path.endswith("%"):  # a share of data.train
         return
     if not exists(os.path.expanduser(path)):
         raise nothing_at(path, key=key)

@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
     if values.tasks_folder:
         check_folder(values.tasks_folder, key="--tasks_folder")
     for part in values.data.split(","):
-        check_text_path(part.strip(), key="--data")
+        check_text_path(part.strip(), key="--data", text_field=values.text_field)
     inference.prepare(values)
     run = {"tasks": _run_tasks, "validation": _run_validation}.get(kinds[0], _run_text)
     run(values)
@@ -259,7 +259,7 @@ def _documents(values: flags.FlagValues, trained: inference.TrainedModel) -> lis
         corpus: Any = sources.open_corpus(values.data, key="--data", **options)
     else:
         try:
-            corpus = [pathlib.Path(values.text).expanduser().read_bytes().decode("utf-8-sig")]
+            corpus = [pathlib.Path(values.text).read_bytes().decode("utf-8-sig")]
         except UnicodeDecodeError as error:
             raise ValueError(f"--text={values.text} is not UTF-8: {error}.") from None
     return [_document(corpus, number, tokenizer, first=first) for number in range(len(corpus))]
@@ -279,11 +279,11 @@ def _document(documents: Any, number: int, tokenizer: Any, *, first: int) -> Doc
 def _define(values: flags.FlagValues) -> None:
     inference.define(values)
     options = {"flag_values": values}
-    flags.DEFINE_string("text", "", "File to evaluate as one document.", **options)
+    flags_lib.define_path(values, "text", "File to evaluate as one document.")
     flags.DEFINE_string("data", "", "Files, folders or globs whose records are documents.", **options)
     flags.DEFINE_bool("validation", False, "Evaluate the validation rows of the run.", **options)
     flags.DEFINE_list("tasks", [], "Tasks of the LM Evaluation Harness; hlat: the paper's suite.", **options)
-    flags.DEFINE_string("tasks_folder", "", "Folder with your own tasks, in YAML.", **options)
+    flags_lib.define_path(values, "tasks_folder", "Folder with your own tasks, in YAML.")
     flags.DEFINE_integer("num_fewshot", -1, "Solved examples before a question; -1: the task's number.", -1, **options)
     flags.DEFINE_bool("allow_code", False, "Tasks may execute what the model writes, as humaneval does.", **options)
     flags.DEFINE_integer("limit", 0, "Most questions of each task, for a quick try; 0: all.", 0, **options)
@@ -292,7 +292,7 @@ def _define(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("window", 0, "Most tokens of a window; 0: model.max_positions.", 0, **options)
     flags.DEFINE_bool("by_position", False, "Windows do not overlap; also the loss by position in them.", **options)
     flags.DEFINE_integer("batch_size", 8, "Windows, or questions, in a batch on each replica.", 1, **options)
-    flags.DEFINE_string("json", "", "Also write the figures to this file.", **options)
+    flags_lib.define_path(values, "json", "Also write the figures to this file.", use="write")
 
 
 if __name__ == "__main__":

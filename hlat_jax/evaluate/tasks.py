@@ -6,7 +6,6 @@ import contextlib
 import functools
 import importlib.util
 import os
-import pathlib
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 
 from hlat_jax.cli.path_checks import check_folder
 from hlat_jax.evaluate.suites import SUITES
+from hlat_jax.facts.local_paths import local_path
 from hlat_jax.facts.names import nearest
 
 _BOOTSTRAP_SAMPLES = 100_000  # the harness's default
@@ -66,7 +66,7 @@ class Tasks:
         self.suites = {name: SUITES[name] for name in names if name in SUITES}
         if self.suites and num_fewshot >= 0:
             raise ValueError(f"--num_fewshot: the suite {min(self.suites)} has shot counts of its own; leave it out.")
-        self._manager = manager(folder and str(pathlib.Path(folder).expanduser()))
+        self._manager = manager(folder and str(local_path(folder)))
         known = {*self._manager.all_tasks, *SUITES}
         for name in names:
             if name not in known:

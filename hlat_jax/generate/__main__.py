@@ -118,7 +118,7 @@ def _prompts(values: flags.FlagValues) -> list[str]:
     if name:
         check_file(name, key="--prompts_file")
         try:
-            text = pathlib.Path(name).expanduser().read_bytes().decode("utf-8-sig")
+            text = pathlib.Path(name).read_bytes().decode("utf-8-sig")
             lines = [line for line in text.split("\n") if line.strip()]
             prompts += [json.loads(line)["text"] for line in lines] if name.endswith(".jsonl") else lines
         except UnicodeDecodeError as error:
@@ -149,9 +149,8 @@ def _define(values: flags.FlagValues) -> None:
     inference.define(values)
     options = {"flag_values": values}
     flags.DEFINE_multi_string("prompt", None, "Text to continue; may be repeated.", **options)
-    flags.DEFINE_string(
-        "prompts_file", "", "File with a prompt in each line that is not blank, or .jsonl with texts.", **options
-    )
+    about = "File with a prompt in each line that is not blank, or .jsonl with texts."
+    flags_lib.define_path(values, "prompts_file", about)
     flags.DEFINE_bool(
         "control_tokens",
         False,

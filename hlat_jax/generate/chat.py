@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import pathlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from hlat_jax.data.chat_template import ChatTemplate, Message
+from hlat_jax.facts.local_paths import local_path
 from hlat_jax.generate.inference import TrainedModel
 from hlat_jax.weights.description import describe
 from hlat_jax.weights.path_checks import no_weights
@@ -22,7 +22,7 @@ def open_template(checkpoint: str) -> ChatTemplate:
     Raises:
       ValueError: there is none, or it has no place for the user's message or the answer.
     """
-    folder = pathlib.Path(checkpoint).expanduser()
+    folder = local_path(checkpoint, key="--checkpoint")
     if (weights := describe(folder)) is None:
         raise no_weights(folder)
     if weights.companions is None:

@@ -10,6 +10,7 @@ from typing import Any
 
 from absl import flags
 
+from hlat_jax.cli import flags as flags_lib
 from hlat_jax.config import ModelConfig, ParallelConfig, PrecisionConfig
 from hlat_jax.host import neuron_env, neuron_topology
 from hlat_jax.weights.path_checks import check_checkpoint
@@ -52,10 +53,8 @@ class TrainedModel:
 
 def define(values: flags.FlagValues) -> None:
     """Declares the flags that `trained_model` reads."""
-    flags.DEFINE_string(
-        "checkpoint", "", "Run folder, one of its checkpoints, or a Hugging Face folder.", flag_values=values
-    )
-    flags.DEFINE_string("tokenizer", "", "Tokenizer file, for a folder whose own is missing.", flag_values=values)
+    flags_lib.define_path(values, "checkpoint", "Run folder, one of its checkpoints, or a Hugging Face folder.")
+    flags_lib.define_path(values, "tokenizer", "Tokenizer file, for a folder whose own is missing.")
     for axis, what in DEGREES.items():
         flags.DEFINE_integer(
             f"config.parallel.{axis}", 1, f"{what} of the mesh; -1: all devices that remain.", flag_values=values

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from absl import flags, logging
 
 from hlat_jax.cli import flags as flags_lib
+from hlat_jax.facts.local_paths import local_path
 from hlat_jax.store.progress import show_progress
 from hlat_jax.weights.hf_files import DTYPES
 from hlat_jax.weights.path_checks import check_checkpoint, check_hugging_face
@@ -96,7 +97,7 @@ def _import(argv: Sequence[str]) -> None:
 
 def _export(argv: Sequence[str]) -> None:
     values = _flags("of the tensors; empty: as stored, of the fp32 masters where there are any")
-    flags.DEFINE_string("tokenizer", "", "Tokenizer file, for a folder whose own is missing.", flag_values=values)
+    flags_lib.define_path(values, "tokenizer", "Tokenizer file, for a folder whose own is missing.")
     path, out = _paths(argv, values, usage=_EXPORT, what="a checkpoint")
     from hlat_jax.data.path_checks import check_tokenizer  # not at the top: --help does not need it
 
@@ -123,7 +124,7 @@ def _average(argv: Sequence[str]) -> None:
     from hlat_jax.hf.averaging import average
 
     with show_progress("averaging") as status:
-        averaged = average(paths, pathlib.Path(values.out).expanduser(), status=status)
+        averaged = average(paths, pathlib.Path(values.out), status=status)
     for weights in averaged:
         print(f"step {weights.step:>8,}  {weights.folder}")
     print(f"wrote their mean to {values.out}")
@@ -132,7 +133,7 @@ def _average(argv: Sequence[str]) -> None:
 def _flags(dtype: str = "") -> flags.FlagValues:
     """Returns --out and, with its help, --dtype."""
     values = flags.FlagValues()
-    flags.DEFINE_string("out", "", "Folder to write.", flag_values=values)
+    flags_lib.define_path(values, "out", "Folder to write.", use="write")
     if dtype:
         flags.DEFINE_enum("dtype", "", ["", *DTYPES], f"One of {', '.join(DTYPES)}, {dtype}.", flag_values=values)
     return values
@@ -145,7 +146,7 @@ def _paths(
     words = flags_lib.parse_inputs(argv, values, usage=usage, missing=f"no input; name {what}.")
     if len(words) > 1:
         raise ValueError(f"{len(words)} inputs ({', '.join(words)}); name {what}, one.")
-    return pathlib.Path(words[0]).expanduser(), pathlib.Path(values.out).expanduser()
+    return local_path(words[0]), pathlib.Path(values.out)
 
 
 if __name__ == "__main__":

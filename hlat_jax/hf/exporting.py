@@ -19,6 +19,7 @@ import numpy as np
 
 from hlat_jax.config import ModelConfig
 from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.facts.local_paths import local_path
 from hlat_jax.host import process
 from hlat_jax.model import abstract_params
 from hlat_jax.resolve import export_problem
@@ -131,6 +132,7 @@ def save(
       ValueError: parameters of another model, in another dtype than float32 and bfloat16, or of which this process
         does not hold all shards; another `dtype`; a model that transformers does not load; a folder that exists.
     """
+    out = local_path(folder, key="folder", use="write")
     if dtype not in ("", *DTYPES):
         raise ValueError(f"dtype={dtype!r} must be one of {', '.join(DTYPES)}, or '' for that of the parameters.")
     leaves, expected = leaves_by_name(params), leaves_by_name(abstract_params(model))
@@ -152,7 +154,7 @@ def save(
                 f"params: {name} has {leaf.shape[0]} rows, those from model.vocab_size={model.vocab_size} on not zeros "
                 "as padding is; give the config of the parameters."
             )
-    path = pathlib.Path(tokenizer).expanduser() if tokenizer else None
+    path = local_path(tokenizer, key="tokenizer") if tokenizer else None
     if path and not path.exists():
         raise ValueError(f"tokenizer={tokenizer}: no such file or folder; give that of the model, or '' for none.")
     came_with = describe_hugging_face(path, model) if path and path.is_dir() else None
@@ -162,7 +164,7 @@ def save(
         arrays=nest({name: expected[name].update(dtype=leaf.dtype) for name, leaf in leaves.items()}),
         read_leaf=lambda name, _: np.asarray(leaves[name])[: expected[name].shape[0]],
     )
-    export_checkpoint(weights, pathlib.Path(folder).expanduser(), dtype=dtype)
+    export_checkpoint(weights, out, dtype=dtype)
 
 
 def _dtype_of(companions: pathlib.Path | None) -> str:

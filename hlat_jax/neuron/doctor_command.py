@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pathlib
 import tempfile
 from collections.abc import MutableMapping, Sequence
 from typing import Any
@@ -12,6 +11,7 @@ from absl import flags, logging
 
 from hlat_jax import config as config_lib
 from hlat_jax.cli import flags as flags_lib
+from hlat_jax.facts.local_paths import local_path
 from hlat_jax.host import neuron_env, neuron_topology
 from hlat_jax.neuron.probes import FAILED, NOT_HERE, PASSED
 from hlat_jax.weights.init_model import parse_config
@@ -68,12 +68,13 @@ def _prepare(
         # with it, checks that need one device would run on the host's CPU
         environ.pop("NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU", None)
         num_devices = neuron_topology.resolve_topology(wanted).devices_per_node
-    cache = pathlib.Path(environ.get("JAX_COMPILATION_CACHE_DIR") or tempfile.gettempdir())
+    folder = environ.get("JAX_COMPILATION_CACHE_DIR") or tempfile.gettempdir()
+    cache = local_path(folder, key="JAX_COMPILATION_CACHE_DIR", use="write")
     return {"instance": instance, "num_devices": num_devices, "cache": cache}
 
 
 def _define(values: flags.FlagValues) -> None:
     options = {"flag_values": values}
-    flags.DEFINE_string("json", "", "Also write the report to this file.", **options)
+    flags_lib.define_path(values, "json", "Also write the report to this file.", use="write")
     flags.DEFINE_string("instance", "", "Trainium instance type; default: detected.", **options)
     flags.DEFINE_integer("cores", 0, "Number of JAX devices of this instance to check; 0: all.", **options)

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from absl import flags
 
+from hlat_jax.cli import flags as flags_lib
 from hlat_jax.host.neuron_env import environment
 from hlat_jax.host.neuron_topology import CACHE, INSTANCES, JAX_PORT, Topology, lnc_of
 from hlat_jax.weights.init_model import parse_config
@@ -52,5 +53,7 @@ def _define(values: flags.FlagValues) -> None:
         "lnc", 0, "Physical cores per JAX device; 0: NEURON_LOGICAL_NC_CONFIG, else 2 on trn2.", **options
     )
     flags.DEFINE_integer("cores", 0, "JAX devices per node that the run uses; 0: all.", **options)
-    flags.DEFINE_string("cache", CACHE, "Folder for compiled programs on the node's local disk.", **options)
-    flags.DEFINE_string("profile", "", "Folder for JAX's profile of the devices; empty: none is taken.", **options)
+    about = "Folder for compiled programs on the node's local disk."
+    flags_lib.define_path(values, "cache", about, default=CACHE, use="write")
+    about = "Folder for JAX's profile of the devices; empty: none is taken."
+    flags_lib.define_path(values, "profile", about, use="write")

@@ -9,6 +9,7 @@ from typing import Any
 
 from absl import flags
 
+from hlat_jax.cli import flags as flags_lib
 from hlat_jax.config import Config
 from hlat_jax.facts.hardware import INSTANCES
 from hlat_jax.host.neuron_compiler_flags import compiler_flags, with_config
@@ -104,9 +105,9 @@ def _write_modules(
 
 def _define(values: flags.FlagValues) -> None:
     about = "Folder for the modules and compile.sh; by default nothing is written."
-    flags.DEFINE_string("out", "", about, flag_values=values)
+    flags_lib.define_path(values, "out", about, use="write")
     about = "Run folder whose last programs to compare with; default runs/NAME."
-    flags.DEFINE_string("workdir", "", about, flag_values=values)
+    flags_lib.define_path(values, "workdir", about)
     flags.DEFINE_enum(
         "instance", "trn1", [*_CHIPS, *INSTANCES], "Device that the programs are for.", flag_values=values
     )

@@ -59,7 +59,7 @@ def _define(values: flags.FlagValues) -> None:
     flags.DEFINE_enum("instance", "trn1", [*LINTED, *INSTANCES], "Device or instance to check for.", flag_values=values)
     flags.DEFINE_enum("program", "all", [*PROGRAMS, "all"], "Program to check.", flag_values=values)
     flags.DEFINE_integer("devices", 0, "Number of devices in the mesh; 0: the recipe's.", 0, flag_values=values)
-    flags.DEFINE_string("json", "", "Also write the findings to this file.", flag_values=values)
+    flags_lib.define_path(values, "json", "Also write the findings to this file.", use="write")
 
 
 def _text(name: str, report: dict[str, Any]) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from hlat_jax.facts.local_paths import local_path
 from hlat_jax.ops.dialect import CallSpec
 from hlat_jax.ops.registry import OPS
 from hlat_jax.store.typed_json import read_json
@@ -109,7 +110,8 @@ def read(path: str) -> Table:
         float.
     """
     try:
-        tree = read_json(pathlib.Path(path).expanduser(), allow_nan=True)  # `_check` rejects NaN, naming the entry
+        # `_check` rejects NaN, naming the entry
+        tree = read_json(local_path(path, key="model.ops_table"), allow_nan=True)
         entries = tuple(Measurement(**entry) for entry in tree.pop("entries"))
         for number, entry in enumerate(entries):
             _check(entry, f"entry {number}, {entry.op} at {dict(entry.call)},")

@@ -57,7 +57,7 @@ def _define(values: flags.FlagValues) -> None:
     names = ", ".join([*hardware.NODES, "cpu"])
     flags.DEFINE_string("instance", "trn1.32xlarge", f"Node to plan for: {names}.", flag_values=values)
     flags.DEFINE_integer("nodes", 1, "Number of nodes.", 1, flag_values=values)
-    flags.DEFINE_string("json", "", "Also write the plan to this file.", flag_values=values)
+    flags_lib.define_path(values, "json", "Also write the plan to this file.", use="write")
     flags.DEFINE_bool("search", False, "Try other layouts on the same nodes.", flag_values=values)
     flags.DEFINE_float("price_per_hour", 0.0, "Price of one node; 0: unknown.", 0, flag_values=values)
     flags.DEFINE_float("disk_gb_per_s", 1.0, "Bandwidth of one node to the checkpoint's disk.", flag_values=values)

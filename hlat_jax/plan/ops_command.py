@@ -119,7 +119,8 @@ def _layout(config: config_lib.Config, num_devices: int, *, platform: str) -> An
 def _define_tune(values: flags.FlagValues) -> None:
     options = {"flag_values": values}
     flags.DEFINE_integer("devices", 0, "Number of devices of the run; 0: those of this machine.", 0, **options)
-    flags.DEFINE_string("out", "tuned.json", "Table to write; entries for the same calls are replaced.", **options)
+    about = "Table to write; entries for the same calls are replaced."
+    flags_lib.define_path(values, "out", about, default="tuned.json", use="write")
     flags.DEFINE_string("ops", "", "Ops to time, such as rms_norm,rope; empty: all.", **options)
     flags.DEFINE_integer("rounds", 7, "Number of times of each implementation; the median counts.", 1, **options)
     flags.DEFINE_integer("rows", 0, "Rows of the batch to time, where all do not fit in memory; 0: all.", 0, **options)

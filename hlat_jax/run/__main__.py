@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import pathlib
 from collections.abc import Sequence
 
 from absl import flags
 
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.cli.path_checks import check_folder
+from hlat_jax.facts.local_paths import local_path
 from hlat_jax.run.goodput import goodput
 
 USAGE = """Usage: python -m hlat_jax.run goodput RUN [flags]
@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     if len(words) != 1:
         raise ValueError(f"goodput takes one run folder, not {len(words)}.")
     check_folder(words[0], key="RUN")
-    account = goodput(pathlib.Path(words[0]))
+    account = goodput(local_path(words[0]))
     print(json.dumps(account.seconds, indent=2) if values.json else account)
     return 0
 

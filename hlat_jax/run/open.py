@@ -21,6 +21,7 @@ from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.retries import Retries
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.facts import hardware
+from hlat_jax.facts.local_paths import local_path
 from hlat_jax.host import compile_cache, distributed
 from hlat_jax.host.process import INDEX_FOLDER, StopSignals, closing_quietly
 from hlat_jax.parallel.rows import process_rows
@@ -187,7 +188,7 @@ def compile_run(
             resume.report_losses(workdir, progress.step, ledger=inputs.ledger)
         else:
             branch = branch_source(config.train)
-            of_branch = pathlib.Path(branch[0]).expanduser() / KEPT if branch else None
+            of_branch = local_path(branch[0]) / KEPT if branch else None
             keep_companions(of_branch if start.weights is None else start.weights.companions, workdir)
         resume.write_settings(config, workdir, remat=remat)
         kept_tokenizer.keep_tokenizer(inputs.tokenizer.path, workdir)

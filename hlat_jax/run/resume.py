@@ -20,6 +20,7 @@ from hlat_jax.data import kept_tokenizer, path_checks
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.streams import data_drift
 from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.facts.local_paths import local_path
 from hlat_jax.host import distributed, neuron_env
 from hlat_jax.ops.registry import OPS
 from hlat_jax.program import RunProgram
@@ -163,7 +164,7 @@ def open_branch(program: RunProgram, workdir: pathlib.Path, *, settings: dict[st
       ValueError: there is no such checkpoint, it is damaged, or its run had another model, data or precision.
     """
     source, step = branch_source(program.config.train)
-    asked, folder = f"train.branch_from={program.config.train.branch_from}", pathlib.Path(source).expanduser()
+    asked, folder = f"train.branch_from={program.config.train.branch_from}", local_path(source)
     if folder.absolute().resolve() == workdir.absolute().resolve():
         raise ValueError(f"{asked} is the run folder itself; give the branch another one with --workdir.")
     steps, checkpoint = saved_steps(folder / "checkpoints"), folder.absolute() / "checkpoints" / str(step)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pathlib
 
+from hlat_jax.facts.local_paths import local_path
+
 # Each is in one of: a run folder, a checkpoint, a Hugging Face folder.
 _MARKS = ("checkpoints", "state", "config.json", "model.safetensors", "model.safetensors.index.json")
 
 
 def check_checkpoint(path: str, *, key: str = "") -> None:
     """Raises ValueError if a path holds no trained parameters; `key` is the config key that has it, if any."""
-    folder = pathlib.Path(path).expanduser()
+    folder = local_path(path, key=key)
     if not any((folder / mark).exists() for mark in _MARKS):
         raise no_weights(folder, key=key)
 

@@ -23,6 +23,7 @@ import numpy as np
 
 from hlat_jax.config import ModelConfig
 from hlat_jax.data.tokenizer import Tokenizer
+from hlat_jax.facts.local_paths import local_path
 from hlat_jax.model import abstract_params
 from hlat_jax.store.checkpoint import find_saved, read_arrays
 from hlat_jax.store.checkpoint_checks import MASTERS, PARAMS, RUN_ITEM, saved_run, without_table_rows
@@ -114,7 +115,7 @@ def open_weights(
     Raises:
       ValueError: no weights there, damage, arrays that do not match the model, or another tokenizer than theirs.
     """
-    path = pathlib.Path(path).expanduser()
+    path = local_path(path, key="checkpoint")
     if is_hugging_face(path):
         weights = _of_hugging_face(path, fuse_qkv=fuse_qkv)
     else:

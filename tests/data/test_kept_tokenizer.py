@@ -67,10 +67,11 @@ def test_the_kept_tokenizer_stands_in_only_for_the_file_that_the_run_opened(tmp_
     assert resolve_tokenizer_path("/gone.model", tmp_path / "other") == "/gone.model"
 
 
-def test_paths_where_there_is_nothing_are_refused_and_those_on_other_machines_pass(tmp_path):
+def test_text_paths_with_nothing_there_and_urls_are_refused(tmp_path):
     (tmp_path / "a.txt").write_text("a")
     for path, message in (
-        *((good, "") for good in ("{0}/a.txt", "{0}/*.txt", "{0}", "file://{0}/a.txt", "s3://bucket/x", "")),
+        *((good, "") for good in ("{0}/a.txt", "{0}/*.txt", "{0}", "file://{0}/a.txt", "")),
+        ("s3://bucket/x", "data build s3://bucket/x --out x"),
         ("{0}/b.txt", r"data.train: .*/b.txt does not exist \(looked from "),
         ("{0}/*.md", r"data.train: .*/\*.md matches no file"),
         ("file://{0}/b.txt", "b.txt does not exist"),

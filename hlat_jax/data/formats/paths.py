@@ -13,11 +13,13 @@ import pathlib
 import re
 import shlex
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NoReturn
 
 import hlat_jax
 from hlat_jax.cli.path_checks import check_file
 from hlat_jax.config import count_text
 from hlat_jax.data.formats.files import MANIFEST_NAME, SHARD_SUFFIX, DataFile, NotFound, filesystem_of, reason
+from hlat_jax.facts.local_paths import local_path
 from hlat_jax.store.typed_json import read_json
 
 _FORMATS = {
@@ -49,7 +51,7 @@ def tokenizer_file(path: str, *, key: str) -> pathlib.Path:
     if path.startswith("package:"):
         return asset_path(path.removeprefix("package:"))
     check_file(path, key=key)
-    return pathlib.Path(path).expanduser()
+    return local_path(path, key=key)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +85,9 @@ def find_files(spec: str | Sequence[str], *, key: str, in_order: bool = False, t
     spec = spec if isinstance(spec, str) else " ".join(spec)
     search = FoundFiles([], [], [])
     for part in filter(None, parts):
-        is_remote = "://" in part.removeprefix("file://")
+        is_remote = is_url(part)
+        if is_remote and not in_order:
+            refuse_url(part, key=key, text_field=text_field)
         files = _remote_part(part, key=key, search=search) if is_remote else _local_part(part, key=key, search=search)
         if not files:
             ignored = f" ({search.describe_ignored()})" if search.ignored else ""
@@ -225,11 +229,28 @@ def _check_suffix(file: DataFile, *, key: str, in_order: bool, text_field: str) 
             f"{key}: {file} has the suffix {file.suffix!r}; known are {', '.join(_FORMATS)} and datasets that build "
             "wrote, also .gz and .zst of JSONL and text for build; ArrayRecord and token ids are read from local disks."
         )
-    if not in_order and (is_compressed or file.is_remote):
-        raise ValueError(
-            f"{key}: {file} cannot be read by number, as it is compressed or behind a URL. Convert it and train on "
-            f"that: {build_command(file, text_field=text_field)}"
-        )
+    if not in_order and is_compressed:
+        raise _not_by_number(file, key=key, text_field=text_field)
+
+
+def is_url(path: str) -> bool:
+    """Returns whether a path of text is a URL, and not a local one."""
+    return "://" in path.removeprefix("file://")
+
+
+def refuse_url(url: str, *, key: str, text_field: str = "text") -> NoReturn:
+    """Raises ValueError for a URL of text to train on or to evaluate; makes no network request."""
+    file = DataFile(url)
+    if _data_suffix(file.name):
+        _check_suffix(file, key=key, in_order=False, text_field=text_field)
+    raise _not_by_number(file, key=key, text_field=text_field)
+
+
+def _not_by_number(file: DataFile, *, key: str, text_field: str) -> ValueError:
+    return ValueError(
+        f"{key}: {file} cannot be read by number, as it is compressed or behind a URL. Convert it and train on "
+        f"that: {build_command(file, text_field=text_field)}"
+    )
 
 
 def build_command(file: DataFile, *, text_field: str) -> str:

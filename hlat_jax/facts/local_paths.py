@@ -1,0 +1,54 @@
+"""Paths on this machine, as users give them: `file://` is left out, and a URL is refused.
+
+`pathlib` would fold s3://bucket/run to s3:/bucket/run, a folder of the working directory.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import shlex
+
+# s3://, simplecache::s3://, and s3:/ as pathlib folds it; not C:/
+_URL = re.compile(r"\s*([a-z][a-z0-9+.-]*::)*([a-z][a-z0-9+.-]*://|[a-z][a-z0-9+.-]+:/)", re.IGNORECASE)
+_WHY = {
+    "read": "only local paths are read here. Copy it to one first",
+    "write": "only local paths are written here. Copy the result afterwards",
+    "run": "give a folder on a file system that all nodes see, such as FSx for Lustre. Mountpoint for S3 is not "
+    "enough: a run renames and locks files. Copy the run afterwards",
+}
+
+
+def check_local(path: str | os.PathLike, *, key: str = "", use: str = "read") -> str:
+    """Returns the text of a path without `file://`.
+
+    Args:
+      key: the flag, config key or argument that has the path, for the error.
+      use: "read", "write", or "run" for a run folder to write.
+
+    Raises:
+      ValueError: the path is a URL.
+    """
+    text = os.fspath(path)
+    local = text.removeprefix("file://") or text
+    if _URL.match(local) is None:
+        return local
+    asked = f"{key}={text}" if key else text
+    raise ValueError(f"{asked} is a URL; {_WHY[use]}{_copy_command(text, is_source=use == 'read')}")
+
+
+def local_path(path: str | os.PathLike, *, key: str = "", use: str = "read") -> pathlib.Path:
+    """Returns a path without `file://`, with `~` expanded; arguments and errors as `check_local`."""
+    return pathlib.Path(os.path.expanduser(check_local(path, key=key, use=use)))
+
+
+def _copy_command(url: str, *, is_source: bool) -> str:
+    """Returns ": aws s3 cp ..." for a URL of S3, else "."."""
+    match = re.match(r"\s*s3:/+(.*?)(@\d+)?\s*$", url, re.IGNORECASE | re.DOTALL)  # RUN@STEP of train.branch_from
+    if match is None:
+        return "."
+    bucket = shlex.quote(f"s3://{match[1]}")
+    is_file = bool(pathlib.PurePosixPath(match[1]).suffix)
+    local, flag = ("FILE", "") if is_file else ("FOLDER", "--recursive ")
+    return f": aws s3 cp {flag}{bucket} {local}" if is_source else f": aws s3 cp {flag}{local} {bucket}"

@@ -1,0 +1,55 @@
+"""URLs given for paths: all are refused, in any spelling, and no local path is."""
+
+import pathlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hlat_jax.facts.local_paths import check_local, local_path
+
+LETTERS = "abcXYZ"
+SCHEMES = st.builds(str.__add__, st.sampled_from(LETTERS), st.text(f"{LETTERS}09+.-", min_size=1, max_size=8))
+RESTS = st.text("ab/. *{}é", max_size=12)
+
+
+@given(SCHEMES, RESTS, st.sampled_from(["", " ", "\t"]))
+def test_every_scheme_is_refused_also_as_pathlib_folds_it(scheme, rest, blank):
+    url = f"{scheme}://{rest}"
+    for path in (blank + url, f"simplecache::{url}", pathlib.Path(url) / "x"):
+        with pytest.raises(ValueError, match="is a URL; "):
+            check_local(path, key="--out")
+
+
+@given(RESTS, st.sampled_from(["", "/", "//", "./", "../a//", "runs/a:/", "a:b/", "**/*.{x}//"]))
+def test_paths_without_a_scheme_and_globs_stay_as_they_are(rest, start):
+    assert check_local(start + rest) == start + rest
+
+
+def test_file_urls_are_the_paths_in_them_and_the_home_is_expanded(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    for given_path, path in (
+        ("file:///a/b", "/a/b"),
+        ("file://a", "a"),
+        ("~/a", "/home/me/a"),
+        ("file://~/a", "/home/me/a"),
+    ):
+        assert local_path(given_path) == pathlib.Path(path)
+    for url in ("file://", "file:/a"):
+        with pytest.raises(ValueError, match="is a URL"):
+            check_local(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "use", "command"),
+    [
+        ("s3://b/run", "run", "aws s3 cp --recursive FOLDER s3://b/run"),
+        ("S3:/b/run@30", "read", "aws s3 cp --recursive s3://b/run FOLDER"),
+        ("s3://b/my table.json", "write", "aws s3 cp FILE 's3://b/my table.json'"),
+    ],
+)
+def test_refusal_of_an_s3_url_ends_with_the_command_that_copies(url, use, command):
+    with pytest.raises(ValueError, match="is a URL") as caught:
+        check_local(url, key="--x", use=use)
+    assert str(caught.value).startswith(f"--x={url} is a URL; ")
+    assert str(caught.value).endswith(f": {command}")
