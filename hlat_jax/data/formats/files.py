@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import pathlib
-from collections.abc import Iterator
 from typing import Any, BinaryIO
+
+from hlat_jax.data.formats import remote
 
 SHARD_SUFFIX = ".array_record"
 MANIFEST_NAME = "manifest.json"
@@ -63,26 +63,13 @@ class DataFile:
         """Returns the file opened for sequential reading."""
         if not self.is_remote:
             return open(self.where, "rb")
-        filesystem, path = filesystem_of(self.where)
-        with client_errors():
-            return filesystem.open(path, "rb")
+        return remote.open_url(self.where)
 
     def read_range(self, start: int, length: int) -> bytes:
         """Returns `length` bytes from `start` of a local file, fewer at its end."""
         with open(self.where, "rb") as file:
             file.seek(start)
             return file.read(length)
-
-
-@contextlib.contextmanager
-def client_errors() -> Iterator[None]:
-    """Converts exceptions of a client library, such as missing credentials, to Unreadable."""
-    try:
-        yield
-    except OSError:
-        raise
-    except Exception as error:
-        raise Unreadable(f"{type(error).__name__}: {reason(error)}") from error
 
 
 class Snapshot:
@@ -107,10 +94,10 @@ class Snapshot:
         self.file, self.content_hash = file, None
         try:
             if file.is_remote:
-                filesystem, path = filesystem_of(file.where)
-                with client_errors():
-                    info = filesystem.info(path)
-                    version = next((str(info[name]) for name in _VERSIONS if name in info), filesystem.ukey(path))
+                filesystem, path = remote.filesystem_of(file.where)
+                info = remote.retried(lambda: filesystem.info(path), file.where)
+                version = next((str(info[name]) for name in _VERSIONS if name in info), None)
+                version = version or remote.retried(lambda: filesystem.ukey(path), file.where)
                 self.size, self._written_ns = int(info["size"] or 0), 0
                 self.state = self.fingerprint = f"{self.size} {version}"
                 return
@@ -172,16 +159,6 @@ def unreadable(file: DataFile | os.PathLike, error: Exception) -> Unreadable:
 def reason(error: Exception) -> str:
     """Returns the message of an error without its file name, in one line."""
     return " ".join(str(getattr(error, "strerror", None) or error or type(error).__name__).split())
-
-
-def filesystem_of(url: str) -> tuple[Any, str]:
-    """Returns fsspec's file system for a URL and the path in it."""
-    import fsspec.core
-
-    try:
-        return fsspec.core.url_to_fs(url)
-    except (ImportError, ValueError) as error:
-        raise ValueError(f"{url}: {error}; install what fsspec needs for it, or give a local path.") from None
 
 
 def content_hash(file: DataFile) -> str:

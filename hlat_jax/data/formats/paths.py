@@ -18,7 +18,8 @@ from typing import NoReturn
 import hlat_jax
 from hlat_jax.cli.path_checks import check_file
 from hlat_jax.config import count_text
-from hlat_jax.data.formats.files import MANIFEST_NAME, SHARD_SUFFIX, DataFile, NotFound, filesystem_of, reason
+from hlat_jax.data.formats import remote
+from hlat_jax.data.formats.files import MANIFEST_NAME, SHARD_SUFFIX, DataFile, NotFound, Unreadable, reason
 from hlat_jax.facts.local_paths import local_path
 from hlat_jax.store.typed_json import read_json
 
@@ -194,16 +195,17 @@ def _data_suffix(name: str) -> str:
 
 def _remote_part(part: str, *, key: str, search: FoundFiles) -> list[DataFile]:
     """Returns the file at a URL, those that its glob matches, or those in its folder."""
-    filesystem, path = filesystem_of(part)
+    filesystem, path = remote.filesystem_of(part)
     try:
         if any(sign in path for sign in "*["):  # not `?`, which begins the query of a URL
-            names = sorted(filesystem.glob(path))
+            names = sorted(remote.retried(lambda: filesystem.glob(path), part))
         elif _data_suffix(DataFile(part).name):
             names = [path]
         else:
-            names = sorted(_data_paths(filesystem.find(path), search=search))
-    except Exception as error:  # of any client library
-        raise NotFound(f"{key}: {part} cannot be listed: {reason(error)}.") from None
+            names = sorted(_data_paths(remote.retried(lambda: filesystem.find(path), part), search=search))
+    except OSError as error:
+        kind = Unreadable if isinstance(error, remote.RemoteError) else NotFound
+        raise kind(f"{key}: {part} cannot be listed: {reason(error)}.") from None
     return [DataFile(filesystem.unstrip_protocol(name)) for name in names]
 
 

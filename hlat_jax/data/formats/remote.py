@@ -1,0 +1,140 @@
+"""Files behind URLs, read with fsspec: each request has a time limit, and is tried again only for so long."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, BinaryIO, TypeVar
+
+CONNECT_TIMEOUT_S, READ_TIMEOUT_S = 10, 20  # of S3 and HTTP; other clients have their own
+# No request is tried again later than this after it began: at a first contact, where most faults are mistakes, and of a
+# file that is being read.
+OPENING_S, READING_S = 10, 60
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 1.0, 15.0
+# Errors of clients that are no OSError, by name, as the clients may not be installed.
+_NETWORK_ERRORS = {"aiohttp.ClientError", "botocore.ConnectionError", "botocore.HTTPClientError"}
+_PASSING_STATUS = (408, 429)  # and from 500 on
+_LASTING = (FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError)
+
+T = TypeVar("T")
+
+
+class RemoteError(OSError):
+    """A request for a URL that failed, after all tries; the message does not have the URL."""
+
+
+def filesystem_of(url: str) -> tuple[Any, str]:
+    """Returns fsspec's file system for a URL and the path in it."""
+    import fsspec.core
+
+    protocol = url.partition("://")[0]
+    try:
+        filesystem, path = fsspec.core.url_to_fs(url, **_timeouts(protocol))
+    except ImportError as error:
+        if protocol in ("s3", "s3a", "http", "https"):
+            raise ValueError(f"{url}: {error}. Run pip install 'hlat_jax[s3]', or give a local path.") from None
+        raise ValueError(f"{url}: {error}; install what fsspec needs for it, or give a local path.") from None
+    except ValueError as error:
+        raise ValueError(f"{url}: {error}; install what fsspec needs for it, or give a local path.") from None
+    if protocol in ("s3", "s3a"):
+        filesystem.retries = 1  # else it multiplies the tries of `retried`
+    return filesystem, path
+
+
+def _timeouts(protocol: str) -> dict[str, Any]:
+    """Returns the options of fsspec that limit the time of one request; those of fsspec's own config come first."""
+    from fsspec.config import conf
+
+    if protocol in ("s3", "s3a"):
+        name, ours = "config_kwargs", {"connect_timeout": CONNECT_TIMEOUT_S, "read_timeout": READ_TIMEOUT_S}
+        ours["retries"] = {"total_max_attempts": 1, "mode": "standard"}
+    elif protocol in ("http", "https"):
+        import aiohttp
+
+        limit = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S, sock_read=READ_TIMEOUT_S)
+        name, ours = "client_kwargs", {"timeout": limit}
+    else:
+        return {}
+    return {name: ours | conf.get(protocol, {}).get(name, {})}
+
+
+def retried(ask: Callable[[], T], url: str, *, for_s: float | None = None) -> T:
+    """Returns `ask()`, which is called again after a fault of the network, at the latest `for_s` after it began.
+
+    `for_s` is OPENING_S by default. The first fault is a line on stderr.
+
+    Raises:
+      OSError: a RemoteError for what may pass, or a subclass such as FileNotFoundError for what does not.
+    """
+    began_s, wait_s = time.monotonic(), _FIRST_WAIT_S
+    for_s = OPENING_S if for_s is None else for_s
+    while True:
+        try:
+            return ask()
+        except Exception as error:
+            # fsspec's HTTP says "not found" of every fault, and has the fault as the cause
+            cause = error.__cause__ if isinstance(error, FileNotFoundError) and error.__cause__ else error
+            what = _describe(cause)
+            if not _may_pass(cause):
+                raise type(error)(what) if isinstance(error, _LASTING) else RemoteError(what) from None
+            left_s = began_s + for_s - time.monotonic() - wait_s
+            if left_s < 0:
+                raise RemoteError(f"{what}, tried for {time.monotonic() - began_s:.0f} s") from None
+        if wait_s == _FIRST_WAIT_S:
+            print(f"warning: {url}: {what}. Trying again for up to {left_s:.0f} s.", file=sys.stderr, flush=True)
+        time.sleep(wait_s)
+        wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+
+
+def _may_pass(error: BaseException) -> bool:
+    status = getattr(error, "status", None)  # of aiohttp's errors about an answer
+    if isinstance(status, int) and status:
+        return status >= 500 or status in _PASSING_STATUS
+    names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(error).__mro__}
+    return not isinstance(error, _LASTING) and (isinstance(error, OSError) or bool(names & _NETWORK_ERRORS))
+
+
+def _describe(error: BaseException) -> str:
+    """Returns the message of an error in one line, with its class where that says more."""
+    text = " ".join(str(getattr(error, "strerror", None) or error).split()).rstrip(".")
+    return text if isinstance(error, OSError) and text else f"{type(error).__name__}{text and f': {text}'}"
+
+
+def open_url(url: str) -> BinaryIO:
+    """Returns a file behind a URL opened for reading in order, whose reads are tried again; raises as `retried`."""
+    filesystem, path = filesystem_of(url)
+    return io.BufferedReader(_RetriedReads(retried(lambda: filesystem.open(path, "rb"), url), url))
+
+
+class _RetriedReads(io.RawIOBase):
+    """A file of fsspec whose reads are repeated when they fail, if it is read in ranges.
+
+    A server that knows no size knows no ranges: what is left of its broken answer would look like the end.
+    """
+
+    def __init__(self, file: Any, url: str):
+        self._file, self._url = file, url
+        self._has_ranges = isinstance(getattr(file, "size", None), int)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return self._has_ranges
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def readinto(self, buffer: Any) -> int:
+        content = retried(lambda: self._file.read(len(buffer)), self._url, for_s=READING_S * self._has_ranges)
+        buffer[: len(content)] = content
+        return len(content)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
