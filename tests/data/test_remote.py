@@ -16,7 +16,7 @@ from hlat_jax.data.formats.files import DataFile, NotFound, Snapshot, Unreadable
 
 pytest.importorskip("aiohttp")
 
-TEXTS = [f"{i} {'word ' * 1000}" for i in range(2500)]  # 12 MB: three ranges of HTTP
+TEXTS = [f"{i} {'word ' * 1000}" for i in range(1300)]  # 6.5 MB: two ranges of HTTP
 CONTENT = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in TEXTS)
 
 
@@ -28,6 +28,7 @@ def url_of(request, monkeypatch):
     if request.param == "http":
         return lambda port: f"http://127.0.0.1:{port}{faulty_server.FILE}"
     s3fs = pytest.importorskip("s3fs", reason="pip install 'hlat_jax[s3]'")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     for name, value in (("ACCESS_KEY_ID", "a"), ("SECRET_ACCESS_KEY", "b"), ("DEFAULT_REGION", "us-east-1")):
         monkeypatch.setenv(f"AWS_{name}", value)
 

@@ -107,6 +107,7 @@ def test_what_cannot_be_read_is_named_with_a_fix(tmp_path):
         *((tmp_path / name, f"{name} has the suffix") for name in ("a.jsonl.xz", "a.parquet.gz", "a.csv", "noend")),
         (tmp_path, "has the suffix '.xz'"),  # a folder does not skip compressed text silently
         ("s3://bucket/texts", "data build s3://bucket/texts --out texts"),  # without a request
+        ("s3://bucket/*.jsonl", "data build 's3://bucket/*.jsonl' --out dataset"),
     ):
         assert message in error_of(spec), spec
     with pytest.raises(ValueError, match="Protocol not known: nowhere"):

@@ -258,5 +258,6 @@ def _not_by_number(file: DataFile, *, key: str, text_field: str) -> ValueError:
 def build_command(file: DataFile, *, text_field: str) -> str:
     """Returns the shell command that converts a file to a dataset."""
     field = "" if text_field == "text" else f" --text_field={shlex.quote(text_field)}"
-    out = file.name.partition(".")[0] or "dataset"
+    out = file.name.partition(".")[0]
+    out = "dataset" if not out or glob.has_magic(out) else out
     return f"python -m hlat_jax.data build {shlex.quote(file.where)} --out {shlex.quote(out)}{field}"
