@@ -22,9 +22,8 @@ CONTENT = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in TEXTS
 
 @pytest.fixture(params=["http", "s3"])
 def url_of(request, monkeypatch):
-    """A function of a port that returns the URL of the server's file there; waits and limits are short."""
+    """A function of a port that returns the URL of the server's file there; waits are short."""
     monkeypatch.setattr(remote, "_FIRST_WAIT_S", 0.01)
-    monkeypatch.setattr(remote, "READ_TIMEOUT_S", 0.5)
     if request.param == "http":
         return lambda port: f"http://127.0.0.1:{port}{faulty_server.FILE}"
     s3fs = pytest.importorskip("s3fs", reason="pip install 'hlat_jax[s3]'")
@@ -41,7 +40,9 @@ def url_of(request, monkeypatch):
 
 
 @pytest.mark.parametrize("fault", ["slow", "cut", "hang"])
-def test_text_is_whole_after_faults_of_the_server_that_pass(url_of, fault, capsys):
+def test_text_is_whole_after_faults_of_the_server_that_pass(url_of, fault, capsys, monkeypatch):
+    if fault == "hang":
+        monkeypatch.setattr(remote, "READ_TIMEOUT_S", 0.5)
     with faulty_server.serve(CONTENT, fault=fault, failing={0, 2}, methods=["GET"]) as (port, requests):
         url = url_of(port)
         assert [text for text, _ in read_in_order(url)] == TEXTS
@@ -53,7 +54,7 @@ def test_text_is_whole_after_faults_of_the_server_that_pass(url_of, fault, capsy
 
 @pytest.mark.parametrize("fault", ["refused", "unresolved", "slow", "hang", "cut"])
 def test_lasting_fault_ends_the_command_with_one_line(url_of, fault, capsys, monkeypatch, tmp_path):
-    for name in ("OPENING_S", "READING_S", "READ_TIMEOUT_S"):
+    for name in ("OPENING_S", "READING_S", *["READ_TIMEOUT_S"] * (fault == "hang")):
         monkeypatch.setattr(remote, name, 0.2)
 
     def unresolved(*_, **__):

@@ -77,6 +77,7 @@ def serve(content, *, fault="", failing=range(10**9), methods=("GET", "HEAD"), r
 
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
+    server.handle_error = lambda *_: None  # of a client that gave up
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
         yield server.server_address[1], requests
