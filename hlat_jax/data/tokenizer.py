@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
 import pathlib
 import re
 import sys
@@ -69,7 +70,14 @@ class Tokenizer:
 
     def decode(self, ids: np.ndarray) -> str:
         """Returns the text of token ids, without control tokens and ids beyond the vocabulary."""
-        return self._model.decode([int(token) for token in np.asarray(ids) if token < self.vocab_size])
+        return self._model.decode(self._known(ids))
+
+    def decode_with_control_tokens(self, ids: np.ndarray) -> str:
+        """Returns the text of token ids with control tokens written out, as in '<s>It is'."""
+        return self._model.decode_with_control_tokens(self._known(ids))
+
+    def _known(self, ids: np.ndarray) -> list[int]:
+        return [int(token) for token in np.asarray(ids) if token < self.vocab_size]
 
     def require_bos(self, wanted: bool, *, key: str) -> None:
         """Raises ValueError if BOS is `wanted`, by the setting that `key` names, and there is none."""
@@ -198,6 +206,11 @@ class _SentencePiece:
             else:
                 ids += self.encode(part)
         return ids
+
+    def decode_with_control_tokens(self, ids: list[int]) -> str:
+        """Returns the text of token ids with control tokens written out."""
+        runs = itertools.groupby(ids, key=self._processor.is_control)
+        return "".join("".join(map(self.token, run)) if control else self.decode(list(run)) for control, run in runs)
 
     @functools.cached_property
     def adds_space(self) -> bool:

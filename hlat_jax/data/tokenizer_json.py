@@ -55,6 +55,10 @@ class JsonModel:
     def decode(self, ids: list[int]) -> str:
         return self._model.decode(ids, skip_special_tokens=True)
 
+    def decode_with_control_tokens(self, ids: list[int]) -> str:
+        """Returns the text of token ids with control tokens written out."""
+        return self._model.decode(ids, skip_special_tokens=False)
+
     def token_bytes(self) -> np.ndarray:
         """Returns int32[V]: bytes of text of each token, see `tokenizer.Tokenizer.token_bytes`."""
         kinds = _kinds(self._content.get("decoder"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -48,11 +49,12 @@ def chat(trained: TrainedModel, template: ChatTemplate, generator: Any, **option
     The oldest turns are left out where the conversation and an answer are longer than the model's positions.
     """
     tokenizer, most = trained.tokenizer, trained.model.max_positions
+    prompt = "> " if sys.stdin.isatty() and sys.stdout.isatty() else ""  # a file or pipe gets the answers only
     options["stop_ids"] = ids_that_end_an_answer(template, tokenizer)
     messages: list[Message] = []
     with contextlib.suppress(EOFError):
         while True:
-            if not (line := input("> ").strip()):
+            if not (line := input(prompt).strip()):
                 continue
             messages.append({"role": "user", "content": line})
             ids = encode(template, tokenizer, messages)
@@ -69,7 +71,8 @@ def chat(trained: TrainedModel, template: ChatTemplate, generator: Any, **option
                 answer += piece
             print()
             messages.append({"role": "assistant", "content": answer.strip()})
-    print()
+    if prompt:
+        print()
 
 
 def encode(template: ChatTemplate, tokenizer: Any, messages: Sequence[Message]) -> list[int]:

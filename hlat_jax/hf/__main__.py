@@ -78,7 +78,7 @@ def _import(argv: Sequence[str]) -> None:
         verifying.require_transformers()  # before any work
     began = time.monotonic()
     checkpoint = open_checkpoint(folder, dtype=values.dtype)
-    if checkpoint.warning and not values.verify:  # which opens what was written, and warns of it
+    if checkpoint.warning:
         print(f"warning: {checkpoint.warning}", file=sys.stderr)
     with whole_folder(out) as partial:
         with show_progress("importing") as status:

@@ -66,6 +66,8 @@ _SERVED: dict[str, tuple] = {
 }
 # Fields of every file that do not change what the model computes, beside token ids.
 _DESCRIPTIVE = (
+    "_model_name_or_path",
+    "_name_or_path",
     "architectures",
     "model_type",
     "dtype",

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hlat_jax.config import ModelConfig
+from hlat_jax.config import ModelConfig, count_text
 from hlat_jax.model import abstract_params
 from hlat_jax.store.array_reading import Bounds, read_parts
+from hlat_jax.store.integrity import INTEGRITY_FILE
 from hlat_jax.store.typed_json import check_name, read_json
 from hlat_jax.weights import hf_names, path_checks
 from hlat_jax.weights.hf_config import model_config, unknown_fields
@@ -29,7 +30,7 @@ class HFCheckpoint:
 
     Attributes:
       dtype: of our parameters.
-      warning: a line on the unknown fields of config.json; "" without any.
+      warning: a line on the unknown fields of config.json; "" without any, and for a folder that was imported.
     """
 
     folder: pathlib.Path
@@ -83,7 +84,8 @@ def open_checkpoint(folder: pathlib.Path, *, dtype: str = "", fuse_qkv: bool = T
     content = read_json(path)
     model = model_config(content, where=str(path), fuse_qkv=fuse_qkv)
     unknown = unknown_fields(content)
-    warning = f"{path}: {_some(unknown)} are unknown to this converter and assumed to change no result."
+    is_imported = (folder / INTEGRITY_FILE).is_file()  # its import has warned
+    warning = f"{path} has {count_text(len(unknown), 'unknown field')}, assumed to change no result: {_some(unknown)}."
     tensors = {name: stored for name, stored in _tensors(folder).items() if not name.endswith(hf_names.DERIVED)}
     for name, stored in tensors.items():
         if stored.code not in DTYPES:
@@ -102,7 +104,8 @@ def open_checkpoint(folder: pathlib.Path, *, dtype: str = "", fuse_qkv: bool = T
     ]
     if wrong:
         raise ValueError(
-            f"{folder} has {len(wrong)} tensors that do not match its config.json:\n  " + "\n  ".join(wrong[:_SHOWN])
+            f"{folder}: {count_text(len(wrong), 'difference')} between the tensors and config.json:\n  "
+            + "\n  ".join(wrong[:_SHOWN])
         )
     kept = _dtype(tensors, dtype, folder=folder)
     embedding = tensors[hf_names.EMBEDDING]
@@ -111,7 +114,7 @@ def open_checkpoint(folder: pathlib.Path, *, dtype: str = "", fuse_qkv: bool = T
             f"{head.path}: {hf_names.HEAD} differs from {hf_names.EMBEDDING}, but config.json has "
             "tie_word_embeddings=true; set it to false to keep both."
         )
-    return HFCheckpoint(folder, model, tensors, kept, warning if unknown else "")
+    return HFCheckpoint(folder, model, tensors, kept, warning if unknown and not is_imported else "")
 
 
 def as_dtype(values: np.ndarray, dtype: np.dtype) -> np.ndarray:

@@ -5,6 +5,7 @@ import json
 import micro
 import numpy as np
 import pytest
+import tokenizers
 import transformers
 from test_chat_template import CHATML, MARKED, TALK, folder_with
 
@@ -126,6 +127,24 @@ def test_records_and_templates_that_do_not_serve_are_refused_with_their_row(tmp_
         TrainBatches(data_config(path_of_three, "q,a,x", on_bad_record="skip"), tokenizer=Tokenizer(NATIVE))
     code, _, error = data_here("build", path, f"--out={tmp_path / 'built'}", "--text_field=messages")
     assert (code, "a dataset has no place for what counts" in error) == (2, True)
+
+
+def test_peek_spells_control_tokens_as_the_tokenizer_does(tmp_path, data_here):
+    folder = folder_with(tmp_path, CHATML)
+    made = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    made.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    made.save(str(folder / "tokenizer.json"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "<|im_end|>"}))
+    talk = [{"role": "user", "content": "A man?"}, {"role": "assistant", "content": "A truth."}]
+    path = write_records(tmp_path / "talks.jsonl", [{"messages": talk}] * 4)
+    data = {"train": path, "text_field": "messages", "validation": "", "tokenizer": folder / "tokenizer.json"}
+    words = ["--config=tiny", *(f"--config.data.{key}={value}" for key, value in data.items())]
+    code, printed, error = data_here("peek", *words, "--step=1", "--row=0", f"--workdir={tmp_path / 'run'}")
+    assert code == 0, error
+    whole = "[[<|im_start|>user\nA man?<|im_end|>\n<|im_start|>assistant\n]]A truth.<|im_end|>\n"
+    assert whole in printed
+    assert "</s>" not in printed
 
 
 def test_peek_and_stats_show_what_is_trained_on(tmp_path, data_here):

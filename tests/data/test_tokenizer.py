@@ -55,6 +55,12 @@ def test_a_tokenizer_json_round_trips_and_its_bytes_are_those_of_the_text(kind, 
     assert ours.token_bytes[[0, 1, 2]].tolist() == [0, 0, 0]
 
 
+def test_control_tokens_are_written_out_by_both_kinds(tmp_path):
+    for tokenizer in (Tokenizer(ASSET), Tokenizer(str(write_tokenizer_json(tmp_path)))):
+        ids = [1, *tokenizer.encode("It is"), 2, *tokenizer.encode("a truth"), 2, tokenizer.vocab_size]
+        assert tokenizer.decode_with_control_tokens(ids) == "<s>It is</s>a truth</s>"
+
+
 def test_ids_of_a_tokenizer_json_are_those_of_transformers_without_control_tokens(tmp_path):
     path = write_tokenizer_json(tmp_path, tokenizer_class="PreTrainedTokenizerFast")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)

@@ -1,9 +1,11 @@
 """The command that continues text: what it prints, that batches and meshes change nothing of it, what it refuses."""
 
 import datetime
+import io
 import json
 import subprocess
 import sys
+import types
 from unittest import mock
 
 import hf_models
@@ -13,8 +15,9 @@ import torch
 import transformers
 from tokenizer_files import train_model, write_tokenizer_json
 
+from hlat_jax.data.chat_template import ChatTemplate
 from hlat_jax.data.tokenizer import Tokenizer
-from hlat_jax.generate.chat import ids_that_end_an_answer, open_template
+from hlat_jax.generate.chat import chat, ids_that_end_an_answer, open_template
 from hlat_jax.generate.generator import Generator, Sampling
 from hlat_jax.hf.importing import import_checkpoint
 from hlat_jax.weights.hf_reading import open_checkpoint
@@ -147,6 +150,19 @@ def test_control_tokens_in_prompts_give_what_transformers_gives(kind, generate_h
     assert "p.jsonl: each line must be a JSON object" in generate_here(*words)[2]
 
 
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_chat_writes_its_prompt_to_a_terminal_only(is_terminal, tmp_path, monkeypatch, capsys):
+    path = write_tokenizer_json(tmp_path, tokenizer_class="PreTrainedTokenizerFast", chat_template=TEMPLATE)
+    tokenizer = Tokenizer(str(path))
+    trained = types.SimpleNamespace(tokenizer=tokenizer, model=types.SimpleNamespace(max_positions=512))
+    answers = types.SimpleNamespace(stream=lambda *_, **__: ([token] for token in tokenizer.encode("truth").tolist()))
+    monkeypatch.setattr("sys.stdin", io.StringIO("a man\na fortune\n"))
+    for name in ("stdin", "stdout"):
+        monkeypatch.setattr(getattr(sys, name), "isatty", lambda: is_terminal)
+    chat(trained, ChatTemplate(tmp_path), answers, max_tokens=9)
+    assert capsys.readouterr().out == ("> truth\n> truth\n> \n" if is_terminal else "truth\ntruth\n")
+
+
 @pytest.mark.slow
 def test_a_chat_keeps_its_turns_and_leaves_out_the_oldest(generate_here, tmp_path, monkeypatch):
     source, _, theirs, model = chat_model(tmp_path / "hf", "bytes", max_position_embeddings=128)
@@ -169,7 +185,7 @@ def test_a_chat_keeps_its_turns_and_leaves_out_the_oldest(generate_here, tmp_pat
     monkeypatch.setattr("builtins.input", mock.Mock(side_effect=[*lines, EOFError]))
     code, said, error = generate_here(f"--checkpoint={source}", "--chat", "--max_tokens=12")
     assert code == 0, error
-    assert said == printed + "\n"
+    assert said == printed
     (source / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     (source / "model.safetensors").unlink()  # said before the weights are opened
     words = [f"--checkpoint={source}"]

@@ -306,18 +306,20 @@ def test_fields_with_neutral_values_are_accepted():
         assert (model.num_kv_heads, model.sliding_window) == (found["num_attention_heads"], 0)
 
 
-def test_unknown_fields_are_listed_and_preserved(gqa, tmp_path, hf_here):
+def test_import_alone_warns_of_unknown_fields_and_keeps_them(gqa, tmp_path, hf_here, capsys):
     folder = shutil.copytree(gqa, tmp_path / "hf")
     path, extra = folder / "config.json", {"unk_token_id": 0, "a_field_without_a_value": None}
     edit_json(path, **extra, _model_name_or_path="a/b", trained_by={"hours": 3})
-    code, out, err = hf_here("import", folder, f"--out={tmp_path / 'ours'}")
-    assert (code, err.count("\n")) == (0, 1), err
-    assert err.startswith(f"warning: {path}: _model_name_or_path, trained_by are unknown")
-    assert "unk_token_id" not in out + err
+    warning = f"{path} has 1 unknown field, assumed to change no result: trained_by."
+    code, _, err = hf_here("import", folder, f"--out={tmp_path / 'ours'}")
+    assert (code, err) == (0, f"warning: {warning}\n")
+    assert hf_here("import", folder, f"--out={tmp_path / 'verified'}", "--verify")[2] == f"warning: {warning}\n"
 
-    with pytest.warns(UserWarning, match="_model_name_or_path, trained_by are unknown") as warned:
+    with pytest.warns(UserWarning, match=re.escape(warning)) as warned:
         hlat_jax.hf.load(folder)
     assert len(warned) == 1
+    open_weights(tmp_path / "ours")  # a command on the imported folder
+    assert not capsys.readouterr().err
 
     assert hf_here("export", tmp_path / "ours", f"--out={tmp_path / 'back'}")[0] == 0
     assert json.loads((tmp_path / "back/config.json").read_text()) == json.loads(path.read_text())

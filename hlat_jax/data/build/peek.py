@@ -73,7 +73,7 @@ def peek(config: config_lib.Config, workdir: pathlib.Path, *, step: int, row: in
 
 
 def print_row(packed: packing.Row, *, row: int, source: int, definition: Definition, tokenizer: Tokenizer) -> None:
-    """Prints one row: for each document, or part of one, a line about it and its text with EOS as </s>."""
+    """Prints one row: for each document, or part of one, a line about it and its text with control tokens."""
     opened = definition.sources[source]
     padding = len(packed.tokens) - sum(span.stop - span.start for span in packed.spans)
     spans = []
@@ -92,7 +92,6 @@ def print_row(packed: packing.Row, *, row: int, source: int, definition: Definit
         )
         turns = np.flatnonzero(np.diff(is_target)) + 1
         for part, counts in zip(np.split(ids, turns), np.split(is_target, turns), strict=True):
-            ends = np.flatnonzero(part == tokenizer.eos_id) + 1
-            text = "</s>".join(map(tokenizer.decode, np.split(part, ends)))  # U+FFFD where a character is not whole
+            text = tokenizer.decode_with_control_tokens(part)  # U+FFFD where a character is not whole
             print(text if counts[0] else f"[[{text}]]", end="")
         print()
