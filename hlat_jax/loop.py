@@ -78,7 +78,7 @@ def train(run: Run, progress: Progress) -> str:
         signals.unfinished = "the summary" if jax.distributed.is_initialized() else ""  # nobody waits for one alone
         if progress.step < config.train.num_steps:
             best = f"{progress.best.eval_loss:.4f} of step {progress.best.step:,}"
-            print(f"ended early      {progress.best.num_since} validations in a row were not below {best}")
+            print(f"ended early      {count_text(progress.best.num_since, 'validation')} in a row not below {best}")
         _sample(run, progress, "after training")
         _show_goodput(run, progress)
         run.log.close()

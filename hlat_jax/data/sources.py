@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from hlat_jax.config import count_text
 from hlat_jax.data.answers import AnswerTokens, unmark
 from hlat_jax.data.formats import records
 from hlat_jax.data.formats.array_record import array_record_documents
@@ -168,7 +169,7 @@ def open_corpus(
     entries = [_manifest_entry(*each) for each in opened]
     num_documents = sum(entry["documents"] for entry in entries)
     if num_documents == 0:
-        raise ValueError(f"{key}={spec!r}: {len(entries)} file(s) hold no documents.")
+        raise ValueError(f"{key}={spec!r}: no documents in {count_text(len(entries), 'file')}.")
     digest = _digest([text_field] + [[entry[k] for k in ("bytes", "documents", "fingerprint")] for entry in entries])
     manifest = {"files": entries, "documents": num_documents, "text_field": text_field, "hash": digest}
     return Corpus([part for *_, part in opened], manifest, ignored=ignored, answers=answers)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from hlat_jax.config import count_text
 from hlat_jax.evaluate import lm_eval_compat
 from hlat_jax.generate.generator import Generator
 from hlat_jax.generate.inference import TrainedModel
@@ -75,7 +76,7 @@ class HarnessModel(lm_eval_compat.TemplateLM):
 
     def _loglikelihood_tokens(self, requests: Sequence[tuple], **_: Any) -> list[tuple[float, bool]]:
         """Returns (log-likelihood, whether greedy) of requests (texts, context ids, continuation ids)."""
-        self._status.text = f"{len(requests):,} continuations"
+        self._status.text = count_text(len(requests), "continuation")
         pairs = [(context, continuation) for _, context, continuation in requests]
         scores = self._scorer(pairs, status=self._status)
         for (texts, _, _), score in zip(requests, scores, strict=True):
@@ -95,7 +96,7 @@ class HarnessModel(lm_eval_compat.TemplateLM):
             rolling = lm_eval_compat.get_rolling_token_windows(ids, self.prefix_token_id, self.max_length, 1)
             pairs += map(lm_eval_compat.make_disjoint_window, rolling)
             ends.append(len(pairs))
-        self._status.text = f"{len(pairs):,} windows of texts"
+        self._status.text = f"{count_text(len(pairs), 'window')} of texts"
         scores, totals = self._scorer(pairs, status=self._status), []
         for request, start, end in zip(requests, [0, *ends], ends, strict=False):
             totals.append(sum(score.log_likelihood for score in scores[start:end]))
@@ -108,7 +109,7 @@ class HarnessModel(lm_eval_compat.TemplateLM):
         for number, request in enumerate(requests):
             alike.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
         texts_of_all = [""] * len(requests)
-        self._status.share, self._status.text = 0.0, f"{len(requests):,} generated texts"
+        self._status.share, self._status.text = 0.0, count_text(len(requests), "generated text")
         for numbers in alike.values():
             ids = {number: self.tok_encode(requests[number].args[0]) for number in numbers}
             numbers = sorted(numbers, key=lambda number: -len(ids[number]))

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from hlat_jax.config import ModelConfig
+from hlat_jax.config import ModelConfig, count_text
 from hlat_jax.generate.decoding import ShardedDecoder, serving
 from hlat_jax.generate.generator import padded_length, place_params
 from hlat_jax.model import bind
@@ -92,8 +92,8 @@ class Scorer:
         """Returns the tokens, of which the last is only a target, and the number of targets that are scored."""
         if not len(context) or not 0 < len(continuation) <= self.max_tokens:
             raise ValueError(
-                f"pair {number} has {len(context)} tokens of context and {len(continuation)} of continuation; both "
-                f"need at least one, and the second at most model.max_positions={self.max_tokens}."
+                f"pair {number} has {count_text(len(context), 'token')} of context and {len(continuation)} of "
+                f"continuation; both need at least one, and the second at most model.max_positions={self.max_tokens}."
             )
         return np.asarray([*context, *continuation][-self.max_tokens - 1 :], np.int32), len(continuation)
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from absl import flags, logging
 
 from hlat_jax.cli import flags as flags_lib
+from hlat_jax.config import count_text
 from hlat_jax.facts.local_paths import local_path
 from hlat_jax.store.progress import show_progress
 from hlat_jax.weights.hf_files import DTYPES
@@ -91,7 +92,7 @@ def _import(argv: Sequence[str]) -> None:
             except ValueError as error:
                 raise ValueError(f"{error} Removed {out}; an import without --verify is kept.") from None
     counted = f"{costs.num_params(checkpoint.model):,} parameters in {checkpoint.dtype.name}"
-    print(f"{counted} from {len(checkpoint.tensors)} tensors; with {', '.join(companions(folder))}")
+    print(f"{counted} from {count_text(len(checkpoint.tensors), 'tensor')}; with {', '.join(companions(folder))}")
     print(f"{verified}wrote {out} in {time.monotonic() - began:.1f} s")
 
 

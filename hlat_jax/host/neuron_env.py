@@ -13,7 +13,7 @@ import shlex
 import sys
 from collections.abc import Mapping
 
-from hlat_jax.config import ParallelConfig, PrecisionConfig, check_choice
+from hlat_jax.config import ParallelConfig, PrecisionConfig, check_choice, count_text
 from hlat_jax.facts.core_groups import DISPUTED, verdict_of_first
 from hlat_jax.facts.policies import POLICY_FACTS
 from hlat_jax.host.neuron_compiler_flags import compiler_flags, merge_flags, with_config
@@ -242,7 +242,7 @@ def _check_visible(topology: Topology, current: Mapping[str, str]) -> None:
     value = current[name]
     visible = _num_visible(value) if name == "NEURON_RT_VISIBLE_CORES" else int(value) if value.isdecimal() else None
     if visible != topology.devices_per_node:
-        what = "not a list of cores" if visible is None else f"{visible} cores"
+        what = "not a list of cores" if visible is None else count_text(visible, "core")
         change = f", or give --cores={visible}" if visible else ""
         raise ValueError(f"{name}={value}: {what}, but the run uses {topology.devices_per_node}; unset it{change}.")
 

@@ -10,7 +10,7 @@ from typing import Any
 from absl import flags
 
 from hlat_jax.cli import flags as flags_lib
-from hlat_jax.config import Config
+from hlat_jax.config import Config, count_text
 from hlat_jax.facts.hardware import INSTANCES
 from hlat_jax.host.neuron_compiler_flags import compiler_flags, with_config
 from hlat_jax.host.neuron_topology import Topology, lnc_of, resolve_topology
@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
     count = values.devices or programs.num_devices(config, target=target)
     program = make_program(config, programs.layout_for_neuron(config, count, target=target))
     traced, last = traced_programs(program), read_record(workdir)
-    print(f"{config.name} for {target}, {count:,} devices: {mesh_text(program.layout.degrees)}")
+    print(f"{config.name} for {target}, {count_text(count, 'device')}: {mesh_text(program.layout.degrees)}")
     print(f"compared with {f'the last run in {workdir}' if last else f'nothing: {workdir} has no {RECORD_FILE}'}\n")
     print(f"{'program':<11}{'fingerprint':<18}since the last run")
     names = named_programs(program, values.program)

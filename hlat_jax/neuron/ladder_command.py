@@ -11,7 +11,7 @@ from typing import Any
 from absl import flags
 
 from hlat_jax.cli import flags as flags_lib
-from hlat_jax.config import Config
+from hlat_jax.config import Config, count_text
 from hlat_jax.facts import compiler_limits
 from hlat_jax.facts.core_groups import FINE, verdict_of_first
 from hlat_jax.facts.hardware import INSTANCES
@@ -35,7 +35,8 @@ def main(argv: Sequence[str]) -> int:
     rungs = ladder.rungs(config, num_devices=count, node_devices=place.devices_per_node, target=target)
     limit = compiler_limits.program_limit(config.train.compiler_flags)
     limits = f"{limit:,} in a program and {compiler_limits.operation_limit(target):,} in an operation"
-    print(f"{config.name} on {place.instance} at LNC {place.lnc}: {len(rungs)} rungs, up to {count:,} devices")
+    counts = f"{count_text(len(rungs), 'rung')}, up to {count_text(count, 'device')}"
+    print(f"{config.name} on {place.instance} at LNC {place.lnc}: {counts}")
     print(f"Instructions are {compiler_limits.ESTIMATE_NOTE}.")
     print(f"Limits, of public logs or train.compiler_flags: {limits}.")
     config_words = flags_lib.config_words(argv)
@@ -80,7 +81,7 @@ def _devices(config: Config, place: Topology, nodes: int) -> int:
 
 
 def _text(number: int, row: dict[str, Any], limits: tuple[int, int], nodes: int) -> str:
-    places = f"{row['devices']:,} devices of {nodes:,} node{'s' if nodes > 1 else ''}"
+    places = f"{count_text(row['devices'], 'device')} of {count_text(nodes, 'node')}"
     lines = [f"\nrung {number}: {row['what']}, {places}"]
     lines.append(f"  {'program':<12}{'unrolled':>14}{'loops kept':>14}{'largest op':>12}  lint")
     advice = set()

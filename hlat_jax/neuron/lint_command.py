@@ -11,6 +11,7 @@ from typing import Any
 from absl import flags
 
 from hlat_jax.cli import flags as flags_lib
+from hlat_jax.config import count_text
 from hlat_jax.facts.hardware import INSTANCES
 from hlat_jax.host.neuron_topology import Topology, lnc_of, resolve_topology
 from hlat_jax.neuron.rules import LINTED, target_of
@@ -37,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     count = values.devices or programs.num_devices(config, target=values.instance)
     program = make_program(config, programs.layout_for_neuron(config, count, target=values.instance))
     traced = traced_programs(program)
-    print(f"{config.name} for {values.instance}, {count:,} devices: {mesh_text(program.layout.degrees)}")
+    print(f"{config.name} for {values.instance}, {count_text(count, 'device')}: {mesh_text(program.layout.degrees)}")
     reports = {}
     for name in named_programs(program, values.program):
         began = time.monotonic()

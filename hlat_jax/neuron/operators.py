@@ -10,6 +10,7 @@ from typing import Any
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
+from hlat_jax.config import count_text
 from hlat_jax.neuron import indices
 from hlat_jax.neuron.module import (
     Program,
@@ -214,7 +215,7 @@ def _top_k(op: Any, _: Program) -> Iterator[Hit]:
 def _sort(op: Any, _: Program) -> Iterator[Hit]:
     members = body_ops(op)
     if len(members) != 1 or members[0].name != "stablehlo.compare":
-        yield "OP04", f"a comparator of {len(members)} operations"
+        yield "OP04", f"a comparator of {count_text(len(members), 'operation')}"
     elif not re.search(r"\b(LT|LE|GT|GE)\b", str(attribute(members[0], "comparison_direction"))):
         yield "OP04", "a comparison other than LT, LE, GT, GE"
 

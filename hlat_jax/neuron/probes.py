@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hlat_jax.config import count_text
 from hlat_jax.facts import hardware
 from hlat_jax.facts.sdk_releases import numbers
 
@@ -190,9 +191,9 @@ def collectives(run: Callable[[str, np.ndarray], np.ndarray], *, size: int, perm
         except Exception as error:  # of the compiler or the runtime; the next collective still runs
             wrong.append(f"{name}: {first_line(error)}")
     if wrong:
-        what = f"on {size} devices {'; '.join(wrong)}"
+        what = f"on {count_text(size, 'device')} {'; '.join(wrong)}"
         return Outcome(FAILED, what, "run nccom-test on these cores, or try other degrees in --config.parallel")
-    return Outcome(PASSED, f"{', '.join(right)} on {size} devices are exact")
+    return Outcome(PASSED, f"{', '.join(right)} on {count_text(size, 'device')} are exact")
 
 
 def donation(step: Callable[[Any], Any], state: Any) -> Outcome:

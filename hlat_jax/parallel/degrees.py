@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from hlat_jax.config import Config, ModelConfig, ParallelConfig
+from hlat_jax.config import Config, ModelConfig, ParallelConfig, count_text
 from hlat_jax.facts import core_groups
 from hlat_jax.facts.core_groups import DISPUTED, REFUSED, Server
 from hlat_jax.parallel.sharding import (
@@ -128,7 +128,7 @@ def check_degrees(config: Config, num_devices: int, *, server: Server | None = N
     if rows % parts:
         per_part, is_rest = divmod(rows, layout.row_degree)
         raise ValueError(
-            f"data.batch_size={rows} does not divide into {layout.row_degree} data-parallel parts x "
+            f"data.batch_size={rows} does not divide into {count_text(layout.row_degree, 'data-parallel part')} x "
             f"train.num_microbatches={num_microbatches}; make data.batch_size a multiple of {parts}"
             + ("." if is_rest else f", or train.num_microbatches a divisor of {per_part}.")
         )
@@ -159,7 +159,7 @@ def layout_of_model(model: ModelConfig, parallel: ParallelConfig, devices: Seque
     count = len(devices) if -1 in wanted else math.prod(wanted)
     if count > len(devices):
         named = " x ".join(f"parallel.{axis}={degree}" for axis, degree in zip(MESH_AXES, wanted, strict=True))
-        raise ValueError(f"{named} needs {count} devices and there are {len(devices)}; lower a degree.")
+        raise ValueError(f"{named} needs {count_text(count, 'device')}, not {len(devices)}; lower a degree.")
     parallel = _without_rest(parallel, count)
     check_parallel(parallel, model)
     server = core_groups.server_of(devices[:count])
@@ -225,9 +225,11 @@ def _advice(config: Config, num_devices: int, server: Server | None) -> str:
     nearest = nearest_degrees(config, num_devices, server=server)
     if nearest is None:
         kept = f" with parallel.context={config.parallel.context}" if config.parallel.context > 1 else ""
-        return f"No degrees pass every check on {num_devices} device(s){kept}."
+        return f"No degrees pass every check on {count_text(num_devices, 'device')}{kept}."
     changed = [f"parallel.{axis}={d}" for axis, d in nearest.items() if getattr(config.parallel, axis) not in (d, -1)]
-    return f"The nearest degrees that pass every check on {num_devices} devices: {', '.join(changed)}{note}."
+    return (
+        f"The nearest degrees that pass every check on {count_text(num_devices, 'device')}: {', '.join(changed)}{note}."
+    )
 
 
 def _check_model(model: ModelConfig, layout: Layout) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from hlat_jax.config import ParallelConfig
+from hlat_jax.config import ParallelConfig, count_text
 
 MESH_AXES = ("pipe", "data", "fsdp", "context", "tensor")
 # `tensor` is two axes of the mesh: KV heads are split over the second, and replicated over the first when there are
@@ -189,8 +189,8 @@ def resolve_degrees(parallel: ParallelConfig, num_devices: int) -> tuple[int, ..
     degrees = tuple(num_devices // fixed if d == -1 else d for d in wanted)
     if math.prod(degrees) != num_devices:
         named = ", ".join(f"parallel.{axis}={d}" for axis, d in zip(MESH_AXES, wanted, strict=True))
-        many = f"{'a multiple of ' if -1 in wanted else ''}{fixed} devices"
-        raise ValueError(f"{named} need {many} and there are {num_devices}; use {many}, or change a degree.")
+        many = f"{'a multiple of ' if -1 in wanted else ''}{count_text(fixed, 'device')}"
+        raise ValueError(f"{named} need {many}, not {num_devices}; use {many}, or change a degree.")
     return degrees
 
 

@@ -13,6 +13,7 @@ from absl import flags
 
 from hlat_jax import config as config_lib
 from hlat_jax.cli import flags as flags_lib
+from hlat_jax.config import count_text
 from hlat_jax.facts.names import nearest
 from hlat_jax.weights.init_model import parse_config
 
@@ -51,7 +52,7 @@ def _tune(argv: Sequence[str]) -> int:
             num_rows=values.rows,
             excluded=refused.get(key),
         )
-        print(f"{entry.op}: {_call_text(entry.call)}; {entry.rows_measured} row(s) timed")
+        print(f"{entry.op}: {_call_text(entry.call)}; {count_text(entry.rows_measured, 'row')} timed")
         for name, seconds in sorted(entry.times.items(), key=lambda item: item[1]):
             print(f"  {name:<10}{1e3 * seconds:10.2f}  {seconds / entry.times[entry.winner]:5.2f}")
         print("".join(f"  {name:<10}{'':>10}  {why}\n" for name, why in entry.passed_over.items()), end="", flush=True)

@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from hlat_jax.config import Config
+from hlat_jax.config import Config, count_text
 from hlat_jax.facts import compiler_limits, hardware
 from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.facts.core_groups import DISPUTED, Server, server_of_node
@@ -190,7 +190,9 @@ def _collectives(collectives: list[Collective], *, target: hardware.Instance, me
     rows = []
     for (kind, axes), count in count_collectives(collectives).items():
         nodes, members = roofline.spread_over_nodes(axes, mesh=mesh, node_size=target.num_devices())
-        over = "inside a node" if nodes == 1 else f"{nodes} nodes, {members} devices in each"
+        over = (
+            "inside a node" if nodes == 1 else f"{count_text(nodes, 'node')}, {count_text(members, 'device')} in each"
+        )
         group = math.prod(mesh.shape[axis] for axis in axes)
         row = {"kind": kind, "axes": list(axes), "group": group, "over": over, "count": count.executions}
         rows.append(row | {"payload_bytes": count.payload_bytes, "sent_bytes": round(count.wire_bytes)})
@@ -257,15 +259,16 @@ def as_text(plan: dict[str, Any]) -> str:
         bubble = f"(p - 1) / (m + p - 1) = {p - 1} / {m + p - 1} = {schedule['bubble']:.1%} of the ticks"
         pipeline = [f"pipeline         {p} stages, bubble {bubble}"]
     degrees = " x ".join(f"{axis} {layout[axis]}" for axis in MESH_AXES if layout[axis] > 1) or "one device"
+    devices = count_text(layout["devices"], "device")
     splits = ", ZeRO-1" * layout["zero1"] + ", sequence parallel" * layout["sequence_parallel"]
     host = f" of {format_bytes(saving['host_memory_bytes'])}" if saving["host_memory_bytes"] else ""
     return "\n".join([
-        f"{plan['config']} on {plan['nodes']} x {plan['target']}: {layout['devices']:,} devices, {degrees}{splits}",
+        f"{plan['config']} on {plan['nodes']} x {plan['target']}: {devices}, {degrees}{splits}",
         f"parameters       {run['params']:,}",
         f"FLOPs per token  {run['flops_per_token_6n']:.4g} (6N), {run['flops_per_token']:.4g} with attention",
         f"steps            {run['steps']:,} of {run['tokens_per_step']:,} tokens: {run['tokens']:,} tokens, "
         f"{run['flops']:.3g} FLOPs",
-        f"microbatches     {m} of {schedule['rows']} sequence(s) per device, remat {schedule['remat']}",
+        f"microbatches     {m} of {count_text(schedule['rows'], 'sequence')} per device, remat {schedule['remat']}",
         *pipeline,
         f"programs         {run['programs']} to compile",
         *(instruction_lines(plan["instructions"]) if "instructions" in plan else []),

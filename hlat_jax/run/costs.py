@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hlat_jax.config import Config, ModelConfig
+from hlat_jax.config import Config, ModelConfig, count_text
 from hlat_jax.facts.policies import POLICY_FACTS
 
 
@@ -58,7 +58,7 @@ def describe(config: Config) -> str:
             f"FLOPs per token  {flops_per_token_6n(model):.4g} (6N), "
             f"{flops_per_token(model, data.seq_len):.4g} with attention",
             f"tokens per step  {step_tokens:,} = {data.batch_size} x {data.seq_len}, "
-            f"{train.num_microbatches} microbatch{'es' if train.num_microbatches > 1 else ''}",
+            f"{count_text(train.num_microbatches, 'microbatch')}",
             f"steps            {train.num_steps:,} ({train.num_steps * step_tokens:,} tokens); {horizon}",
             f"state            {state_bytes:,} bytes ({config.precision.policy}), before sharding",
         )

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hlat_jax.config import Config
+from hlat_jax.config import Config, count_text
 from hlat_jax.facts import hardware
 from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.parallel.degrees import layout_over
@@ -31,7 +31,8 @@ def fitting_program(config: Config, devices: Sequence[Any]) -> RunProgram:
     state = costs.policy_state_bytes(config.model, config.precision.policy, optimizer=config.optimizer.name)
     needed = state + gradients
     degrees = ", ".join(f"{axis}={getattr(config.parallel, axis)}" for axis in MESH_AXES)
-    has = f"this machine has {len(devices)} {devices[0].device_kind} device(s) with {format_bytes(memory)} in all"
+    counted = count_text(len(devices), f"{devices[0].device_kind} device")
+    has = f"this machine has {counted} with {format_bytes(memory)} in all"
     if needed > memory:
         raise ValueError(
             f"config {config.name}: {params:,} parameters need {format_bytes(needed)} for state and gradients before "
@@ -49,7 +50,7 @@ def fitting_program(config: Config, devices: Sequence[Any]) -> RunProgram:
 
 
 def device_memory(device: Any) -> int:
-    """Returns the memory of a device in bytes: from the backend, the table in `cost`, or its share of host memory."""
+    """Returns the memory of a device in bytes: its backend's, that of `facts.hardware`, or a share of host memory."""
     if device.process_index != jax.process_index():  # another node's: only its own process can read the statistics
         device = jax.local_devices(backend=device.platform)[0]
     stats = device.memory_stats() or {}

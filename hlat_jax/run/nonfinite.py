@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import jax
 
+from hlat_jax.config import count_text
 from hlat_jax.host import distributed
 from hlat_jax.run.state import Progress, Run
 from hlat_jax.store.checkpoint_checks import not_finite
@@ -36,15 +37,16 @@ def stop(run: Run, progress: Progress, row: dict[str, Any]) -> NoReturn:
     peek = f"python -m hlat_jax.data peek --config=... --workdir=... --step={batch}"
     advice = f"Look at that batch, {peek} with the flags of the run, raise train.max_nonfinite_steps"
     if progress.num_without_target:
+        steps = count_text(progress.num_without_target, "step")
         raise NonFiniteError(
-            f"the batches of {progress.num_without_target} steps in a row had no target, the last one that of step "
-            f"{row['step']}: all of it is prompts or padding, and updates nothing. {advice} where later batches "
-            "have answers, raise data.seq_len or data.batch_size, or give data.train shorter prompts."
+            f"the batches of {steps} in a row had no target, the last one that of step {row['step']}: all of it is "
+            f"prompts or padding, and updates nothing. {advice} where later batches have answers, raise "
+            "data.seq_len or data.batch_size, or give data.train shorter prompts."
         )
     if not math.isfinite(row["param_norm"]):
         advice = f"The weights are damaged: run the same command again, which resumes from {_newest_saved(progress)}"
     raise NonFiniteError(
-        f"{progress.num_nonfinite} steps in a row were not finite, the last one step {row['step']} (batch "
+        f"{count_text(progress.num_nonfinite, 'step')} in a row not finite, the last one step {row['step']} (batch "
         f"{row['batch_hash']}): {describe(row)}. Their updates were skipped. {advice}, or start again with a lower "
         "optimizer.peak_lr in another --workdir."
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from hlat_jax.config import ROPE_SCALING, SECTIONS, Config, ModelConfig, OptimizerConfig
+from hlat_jax.config import ROPE_SCALING, SECTIONS, Config, ModelConfig, OptimizerConfig, count_text
 from hlat_jax.data import kept_tokenizer, path_checks
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.streams import data_drift
@@ -238,10 +238,11 @@ def with_weights(state: Any, weights: Weights, *, config: Config) -> tuple[Any, 
         state["opt_state"] = state["opt_state"] | {"master": read(state["opt_state"]["master"])}
     rate, data = config.optimizer, config.data
     end = "" if rate.schedule == "constant" else f" to {rate.peak_lr * rate.min_lr_ratio:g} at {rate.horizon_steps:,}"
+    warmup, steps = (count_text(number, "step") for number in (rate.warmup_steps, config.train.num_steps))
     print(
         f"weights          from {weights.folder}, step {weights.step}; the optimizer state is new\n"
-        f"recipe           {rate.name}, learning rate {rate.peak_lr:g} after {rate.warmup_steps:,} steps of warm-up, "
-        f"{rate.schedule}{end}; {config.train.num_steps:,} steps of {data.batch_size:,} x {data.seq_len:,} tokens"
+        f"recipe           {rate.name}, learning rate {rate.peak_lr:g} after {warmup} of warm-up, {rate.schedule}{end}"
+        f"; {steps} of {data.batch_size:,} x {data.seq_len:,} tokens"
     )
     return state, {"folder": str(weights.folder), "step": weights.step}
 
@@ -287,8 +288,8 @@ def report_losses(workdir: pathlib.Path, step: int, *, ledger: Ledger | Silent) 
     print_missing_rows(workdir, step)
     if damaged := damaged_lines(workdir / ROWS_FILE):
         print(
-            f"{ROWS_FILE} has {len(damaged):,} damaged lines, which move to {DISCARDED_FILE}: their rows are missing "
-            f"({damaged[0]})"
+            f"{ROWS_FILE} has {count_text(len(damaged), 'damaged line')}, moved to {DISCARDED_FILE}; such rows stay "
+            f"missing ({damaged[0]})"
         )
 
 
@@ -297,8 +298,8 @@ def print_missing_rows(workdir: pathlib.Path, step: int) -> None:
     there = {row["step"] for row in read_rows(workdir / ROWS_FILE) if "loss" in row}
     if missing := [each for each in range(1, step + 1) if each not in there]:
         print(
-            f"{ROWS_FILE} lacks the rows of {len(missing):,} of the {step:,} steps up to the checkpoint (the first is "
-            f"step {missing[0]}); they stay missing"
+            f"{ROWS_FILE} lacks {count_text(len(missing), 'row')} of the {step:,} steps up to the checkpoint (the "
+            f"first is of step {missing[0]}); such rows stay missing"
         )
 
 

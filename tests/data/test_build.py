@@ -318,8 +318,8 @@ def test_unusable_inputs_are_refused(tmp_path):
     paths["d"].mkdir()
     (paths["d"] / "manifest.json").write_text('{"shards": [], "kind": "text"}')
     for word, message in (
-        (paths["empty.jsonl"], "hold no documents (0 bad records)"),
-        (paths["blank.jsonl"], "hold no documents (3 bad records)"),
+        (paths["empty.jsonl"], "no documents in 1 input file (0 bad records)"),
+        (paths["blank.jsonl"], "no documents in 1 input file (3 bad records)"),
         (paths["cut.jsonl.gz"], "cut.jsonl.gz"),  # never skipped
         (paths["no.jsonl"], "does not exist"),
         (tmp_path / "ids", "token ids"),

@@ -161,7 +161,7 @@ def test_files_are_cut_only_if_they_leave_fewer_than_the_rows(tmp_path):
 def test_text_that_cannot_be_trained_on_is_refused_in_one_line(tmp_path):
     for content, message in (
         (b"", "it is empty"),
-        (b" \n\n \n", "hold no documents"),
+        (b" \n\n \n", "no documents in 1 file"),
         (b"one paragraph of text " * 500, "holds 1 document, fewer than data.batch_size=4 and 1 to hold out"),
         (b"\x7fELF\x02\x01\xff\xfe\n\n" * 50, "invalid UTF-8: invalid start byte at byte 6; iconv -t UTF-8 converts"),
         ("text\n\n".encode("utf-16-le") * 50, "holds NUL bytes, so it is not text in UTF-8"),

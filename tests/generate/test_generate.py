@@ -68,7 +68,7 @@ def test_generate_refuses_invalid_flags(trained_run, generate_here, tmp_path):
         ([run, f"--prompts_file={tmp_path / 'latin'}"], "/latin is not UTF-8: "),
         ([run, "--prompt=a\udcff"], r"--prompt='a\udcff' is not UTF-8."),
         ([run, "--prompt=a", "--temperature=-1"], "temperature=-1.0 must be"),
-        ([run, "--prompt=a", "--config.parallel.tensor=16"], "needs 16 devices and there are 8"),
+        ([run, "--prompt=a", "--config.parallel.tensor=16"], "needs 16 devices, not 8"),
         ([run, "--parallel.tensor=2"], "unknown flag --parallel.tensor. Known: --batch_size, "),
     ]:
         code, printed, error = generate_here(*words)

@@ -59,7 +59,7 @@ def test_scorer_counts_ties_as_greedy_and_refuses_invalid_requests(model, one_de
     scorer = Scorer(cfg, params, layout=one_device, num_rows=1)
     for pair, message in [
         (([], [1]), "pair 1 has 0 tokens of context and 1 of continuation"),
-        (([1], []), "pair 1 has 1 tokens of context and 0 of continuation"),
+        (([1], []), "pair 1 has 1 token of context and 0 of continuation"),
         (([1], [1] * 301), "the second at most model.max_positions=300"),
     ]:
         with pytest.raises(ValueError, match=message):

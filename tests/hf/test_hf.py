@@ -402,8 +402,11 @@ Q0, Q0_BIAS = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_att
 
 MISMATCHED = [
     (lambda found: found.pop("lm_head.weight"), r"lm_head.weight is missing, config.json makes it \[384, 96\]"),
-    (lambda found: found.update({Q0_BIAS: found.pop(Q0)}), rf"(?s)2 tensors .*{Q0} is missing, .*bias is \[96, 96\]"),
-    (added(Q0_BIAS, 96), r"q_proj.bias is \[96\], config.json makes it missing"),
+    (
+        lambda found: found.update({Q0_BIAS: found.pop(Q0)}),
+        rf"(?s)2 differences .*{Q0} is missing, .*bias is \[96, 96\]",
+    ),
+    (added(Q0_BIAS, 96), r"(?s)hf: 1 difference between .*q_proj.bias is \[96\], config.json makes it missing"),
     (changed(Q0, lambda q: q[:48]), rf"{Q0} is \[48, 96\], config.json makes it \[96, 96\]"),
     (changed("model.norm.weight", torch.Tensor.bfloat16), r"mixes dtypes: 1 BF16 .*20 F32 .*--dtype=float32"),
     (changed(Q0, torch.Tensor.double), rf"{Q0} is F64; supported are F32, F16, BF16"),

@@ -35,6 +35,12 @@ REFUSED = [
 ]
 
 
+def test_a_single_device_is_written_without_a_plural(small):
+    small.parallel.data = 4
+    with pytest.raises(ValueError, match=r"need 4 devices, not 1; .* every check on 1 device: parallel.data=1\."):
+        layout_over(resolve(small), jax.devices()[:1])
+
+
 @pytest.mark.parametrize(("changes", "message"), REFUSED, ids=range(len(REFUSED)))
 def test_layout_is_refused_by_train_and_plan_and_the_suggested_degrees_train(small, changes, message):
     small.update_from_flattened_dict(changes)

@@ -35,7 +35,7 @@ def test_the_best_checkpoint_is_kept_and_training_ends_early_resumed_or_not(trai
     losses = evals(whole)
     best = min(losses, key=losses.get)
     assert 0 < best == max(losses) - 6 < 34  # three validations after it
-    assert f"ended early      3 validations in a row were not below {losses[best]:.4f} of step {best}" in (
+    assert f"ended early      3 validations in a row not below {losses[best]:.4f} of step {best}" in (
         capsys.readouterr().out
     )
     assert micro.saved_steps(whole) == [best, max(losses)]

@@ -50,9 +50,9 @@ def test_missing_and_damaged_rows_are_said_when_a_run_resumes(folder, capsys):
         rows.write(b'{"step": 10, "eval_loss\xa2: 5.0}\n{"step": 15, "lo')  # the last one was cut short by a kill
     resume.report_losses(workdir, 12, ledger=ledger)
     missing, damaged = capsys.readouterr().out.splitlines()
-    said = "metrics.jsonl lacks the rows of 3 of the 12 steps up to the checkpoint (the first is step 3); they stay "
+    said = "metrics.jsonl lacks 3 rows of the 12 steps up to the checkpoint (the first is of step 3); such rows stay "
     assert missing == said + "missing"
-    said = "metrics.jsonl has 1 damaged lines, which move to metrics.discarded.jsonl: their rows are missing ("
+    said = "metrics.jsonl has 1 damaged line, moved to metrics.discarded.jsonl; such rows stay missing ("
     assert damaged.startswith(f"{said}{workdir / ROWS_FILE}, line 12 is not JSON: 'utf-8' codec can't")
 
 

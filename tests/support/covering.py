@@ -69,7 +69,7 @@ REFUSED = {
         DEGREES,
         lambda row: num_devices(row) > NUM_DEVICES,
         {"pipe": 4, "data": 4},
-        "need 16 devices and there are 8; use 16 devices, or change a degree",
+        "need 16 devices, not 8; use 16 devices, or change a degree",
     ),
     "attention of whole rows": (
         ("context", "attention"),

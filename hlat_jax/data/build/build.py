@@ -258,7 +258,7 @@ def _write_shards(
                 position = record.position
                 shard.add(position[0], record.document)
             totals.update(documents=len(block), bytes=sum(getattr(record.document, "num_bytes", 0) for record in block))
-            status.text = f"{totals['documents']:,} documents  {format_bytes(totals['bytes'])}"
+            status.text = f"{count_text(totals['documents'], 'document')}  {format_bytes(totals['bytes'])}"
         close(shard)
     finally:
         shard.discard()
@@ -341,7 +341,7 @@ def _manifest(
     totals = {name: sum(part[name] for part in parts) for name in COUNTS}
     if totals["documents"] == 0:
         bad = count_text(totals["bad_records"], "bad record")
-        raise ValueError(f"the {len(input_files)} input file(s) hold no documents ({bad}).")
+        raise ValueError(f"no documents in {count_text(len(input_files), 'input file')} ({bad}).")
     sources = [{"name": name} | dict.fromkeys(COUNTS, 0) for name in inputs.names(input_files)]
     for part in parts:
         for number, counts in part["sources"].items():

@@ -41,7 +41,8 @@ def peek(config: config_lib.Config, workdir: pathlib.Path, *, step: int, row: in
     index = workdir / INDEX_FOLDER
     batches = TrainBatches(data, tokenizer=tokenizer, rows=rows, index_folder=index if index.is_dir() else None)
     try:
-        print(f"step {step} of {config.name}: {data.batch_size} rows of {data.seq_len} tokens, packing {data.packing}")
+        size = f"{count_text(data.batch_size, 'row')} of {count_text(data.seq_len, 'token')}"
+        print(f"step {step} of {config.name}: {size}, packing {data.packing}")
         kept = positions.nearest_position(workdir, step - 1, data_identity=batches.definition.identity)
         at, begins = 0, f"the beginning (none is recorded in {workdir})"
         if kept is not None:
@@ -53,7 +54,7 @@ def peek(config: config_lib.Config, workdir: pathlib.Path, *, step: int, row: in
         with show_progress("replaying") as status:
             for number in range(replayed):
                 batches.next_rows()
-                status.share, status.text = (number + 1) / replayed, f"{number + 1:,} batches"
+                status.share, status.text = (number + 1) / replayed, count_text(number + 1, "batch")
         made = batches.next_rows()
     finally:
         batches.close()

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hlat_jax.config import Config
+from hlat_jax.config import Config, count_text
 from hlat_jax.data import mixture, sources, streams
 from hlat_jax.data.answers import AnswerTokens, unmark
 from hlat_jax.data.formats.records import BadRecord
@@ -133,7 +133,7 @@ def count(spec: str, *, config: Config, key: str, tokenizer: Tokenizer, sample_b
             sums += np.sum(measured, axis=0, dtype=np.int64) if measured else 0
             num_good, num_seen = num_good + len(measured), num_seen + len(indices)
             status.share = max(num_seen / len(documents), min(sums[0] / sample_bytes, 1.0) if sample_bytes else 0.0)
-            status.text = f"tokenizing, {num_seen:,} documents  {format_bytes(int(sums[0]))}"
+            status.text = f"tokenizing, {count_text(num_seen, 'document')}  {format_bytes(int(sums[0]))}"
             if sample_bytes and sums[0] >= sample_bytes:
                 break
     scale = len(documents) / num_seen

@@ -63,7 +63,7 @@ def train(
             num_documents += 1
             sample.add(document)
             status.share = min(sample.seen_bytes / total_bytes, 1.0)  # compressed inputs reach 1 early
-            status.text = f"reading, {num_documents:,} documents  {format_bytes(sample.seen_bytes)}"
+            status.text = f"reading, {count_text(num_documents, 'document')}  {format_bytes(sample.seen_bytes)}"
     documents, pieces = count_text(num_documents, "document"), sample.pieces()
     if not any(piece.strip() for piece in pieces):
         raise ValueError(f"the inputs hold no text ({documents}); check --text_field={text_field}.")

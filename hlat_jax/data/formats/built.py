@@ -23,6 +23,7 @@ from typing import Annotated, Literal, TypedDict
 
 import numpy as np
 
+from hlat_jax.config import count_text
 from hlat_jax.data.formats import records
 from hlat_jax.data.formats.array_record import open_reader
 from hlat_jax.data.formats.decoding import decode_errors
@@ -143,7 +144,7 @@ class _Built:
             with decode_errors(file, remedy=_REMEDY):
                 num_records = self._reader(shard).num_records()
             if num_records != expected:
-                raise _damage(file, f"it holds {num_records} records instead of {expected}")
+                raise _damage(file, f"it holds {count_text(num_records, 'record')} instead of {expected}")
 
 
 class BuiltTexts(_Built):
