@@ -37,8 +37,10 @@ def check_bounds(section: str, values: Any) -> None:
     for field in dataclasses.fields(values):
         path, value = f"{section}.{field.name}", getattr(values, field.name)
         least, most = field.metadata["least"], field.metadata["most"]
-        if least is not None and not least <= value < math.inf:
-            raise ValueError(f"{path}={value} must be {'finite' if value == math.inf else f'at least {least}'}.")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{path}={value} must be finite.")
+        if least is not None and value < least:
+            raise ValueError(f"{path}={value} must be at least {least}.")
         if most is not None and value > most:  # far beyond any model: a mistake, or made to exhaust a machine
             raise ValueError(f"{path}={value} must be at most {most}.")
 

@@ -7,7 +7,17 @@ from typing import Any
 
 
 def nearest(word: str, candidates: Any) -> str:
-    """Returns "Did you mean 'x'?" with the closest candidate, or the list of all when none is close."""
+    """Returns "Did you mean 'x'?" with the closest candidate, or the list of all when none is close.
+
+    One that has the word between its underscores, as peak_lr has lr, is close too.
+    """
+    named = with_part(word, candidates)
     candidates = sorted(candidates)
-    close = difflib.get_close_matches(word, candidates, n=1, cutoff=0.6)
+    close = difflib.get_close_matches(word, candidates, n=1, cutoff=0.6) or named
     return f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(candidates)}."
+
+
+def with_part(word: str, candidates: Any) -> list[str]:
+    """Returns the candidates with `word` between their underscores, first those that end with it and are short."""
+    named = [name for name in candidates if word in name.split("_")]
+    return sorted(named, key=lambda name: (not name.endswith(word), name.count("_")))

@@ -400,6 +400,14 @@ COMMAND_LINE_ERRORS = [
     (["--init_from=a", "--init_from=b"], "initial weights are given 2 times; a run begins with one --init_from."),
     (["--init_from=a", "--config.train.init_from=b"], "initial weights are given 2 times"),
     (["--config=tiny", "--config.optimizer.peek_lr=1"], "no key --config.optimizer.peek_lr. Did you mean '--config.o"),
+    (
+        ["--config=tiny", "--config.optimizer.lr=1"],
+        "optimizer.lr. Did you mean '--config.optimizer.peak_lr'?",
+    ),
+    (["--config=tiny", "--config.train.steps=1"], "Did you mean '--config.train.num_steps'?"),
+    (["--config=tiny", "--lr=1"], "unknown flag --lr. Did you mean '--config.optimizer.peak_lr'?"),
+    (["--config=tiny", "--config.optimizer.peak_lr=nan"], "optimizer.peak_lr=nan must be finite."),
+    (["--config=tiny", "--config.train.eval_loss_low=nan"], "train.eval_loss_low=nan must be finite."),
     (["--config=tiny", "--config.data=1"], "--config.data is a section; set one of its keys: "),
     (["--config=tiny", "--config.model.layer_loop=scam"], "is not one of auto, scan, unroll. Did you mean 'scan'?"),
     (["--config=tiny", "--config.optimizer.peak_lr=fast"], "peak_lr=fast must be a number, such as 0.1 or 3e-4."),
@@ -427,6 +435,7 @@ def test_words_of_the_config_include_the_weights_to_begin_with():
 
 FILE_ERRORS = [
     ("c.model.num_layer = 3", "mine.py: config has no key model.num_layer. Did you mean 'num_layers'?"),
+    ("c.optimizer.lr = 1e-3", "mine.py: config has no key optimizer.lr. Did you mean 'peak_lr'?"),
     ("c.modle = 3", "mine.py: config has no section 'modle'. Did you mean 'model'?"),
     ("c.model.num_layers = True", "mine.py: model.num_layers=True is bool; it must be int."),
     ("print(c.data.trian)", "mine.py, line 5, `print(c.data.trian)`: "),
