@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import pathlib
+import re
 
 from hlat_jax.facts.local_paths import local_path
 
 
-def check_file(path: str, *, key: str) -> None:
-    """Raises ValueError unless there is a file at `path`, which the flag or config key `key` has."""
+def check_file(path: str, *, key: str, advice: str = "") -> None:
+    """Raises ValueError, which ends with `advice`, unless there is a file at `path`, the value of the key `key`."""
     if not local_path(path, key=key).is_file():
-        raise ValueError(f"{key}={path}: no such file (looked from {pathlib.Path.cwd()}).")
+        raise ValueError(f"{key}={path}: no such file (looked from {pathlib.Path.cwd()}).{advice}")
 
 
 def check_folder(path: str, *, key: str) -> None:
     """Raises ValueError unless there is a folder at `path`, which the flag or config key `key` has."""
     if not local_path(path, key=key).is_dir():
         raise ValueError(f"{key}={path}: no such folder (looked from {pathlib.Path.cwd()}).")
+
+
+def fetch_first(path: str, *, options: str = "") -> str:
+    """Returns how to fetch what a path names if it looks like a name of the Hugging Face hub, else "".
+
+    Such a path is ORG/NAME, where the working directory has no folder ORG. `options` are those of `hf download`.
+    """
+    here = str(pathlib.Path.cwd())
+    name = path.removeprefix(f"{here}/")  # a key of the config may have been made absolute
+    looks_like_name = re.fullmatch(r"[A-Za-z0-9][\w-]*/[\w.-]+", name) and not pathlib.Path(name).suffix[1:].isalpha()
+    organization, _, last = name.partition("/")
+    if not looks_like_name or organization == "runs" or pathlib.Path(organization).exists():
+        return ""
+    return (
+        f" Names of the Hugging Face hub are not fetched: run `hf download {name}{options} --local-dir {last}` first."
+    )

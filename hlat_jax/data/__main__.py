@@ -144,7 +144,9 @@ def _parse_config(argv: Sequence[str], define: Callable[[flags.FlagValues], None
     from hlat_jax.weights.init_model import parse_config
 
     config, values = parse_config(argv, define)
-    path_checks.check_texts(config.data)  # before JAX is imported
+    path_checks.check_mixture(config.data)  # before JAX is imported
+    path_checks.check_texts(config.data)
+    path_checks.check_records(config.data)
     path_checks.check_tokenizer(config.data.tokenizer)
     return config, values
 

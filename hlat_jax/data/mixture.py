@@ -18,7 +18,8 @@ import fractions
 import itertools
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from hlat_jax.facts.names import nearest
 
@@ -97,6 +98,12 @@ def parse_stages(
         stages.append(MixtureStage(until, shares, amount if unit == "tokens" and has_padding else None))
         before = until
     return tuple(stages)
+
+
+def stages_of(data: Mapping[str, Any], names: Sequence[str]) -> tuple[MixtureStage, ...]:
+    """Returns the stages of a DataConfig as a dict, for the sources `names` of its data.train."""
+    batch_tokens, has_padding = data["batch_size"] * data["seq_len"], data["packing"] == "documents"
+    return parse_stages(data["mixture"], names=names, batch_tokens=batch_tokens, has_padding=has_padding)
 
 
 def first_stages(stages: Sequence[MixtureStage], *, num_batches: int) -> list[tuple[int, list[str]]]:

@@ -1,7 +1,8 @@
-"""Checks that the files of a config exist, before JAX is imported. The readers check everything else."""
+"""Checks of the data that a config names, before JAX is imported. The readers check everything else."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 from collections.abc import Collection
@@ -9,8 +10,17 @@ from typing import Any
 
 from hlat_jax.cli.config_files import exists
 from hlat_jax.config import DataConfig
-from hlat_jax.data.formats.paths import asset_path, is_url, nothing_at, refuse_url, tokenizer_file
-from hlat_jax.data.mixture import parse_sources
+from hlat_jax.data.formats.paths import (
+    asset_path,
+    file_format,
+    find_files,
+    is_url,
+    nothing_at,
+    refuse_url,
+    tokenizer_file,
+)
+from hlat_jax.data.mixture import parse_sources, stages_of
+from hlat_jax.resolve import held_out_share
 from hlat_jax.store.typed_json import read_json
 
 
@@ -24,6 +34,28 @@ def check_texts(data: DataConfig, *, keys: Collection[str] = ("train", "validati
         sources = parse_sources(spec, key=f"data.{key}") if spec else {}
         for part in (part.strip() for paths in sources.values() for part in paths.split(",")):
             check_text_path(part, key=f"data.{key}", text_field=data.text_field)
+
+
+def check_records(data: DataConfig, *, keys: Collection[str] = ("train", "validation")) -> None:
+    """Raises ValueError if the first local file of a source has no usable text under `data.text_field`.
+
+    Reads JSONL, Parquet and Arrow files, and reads no files if bad records are skipped.
+    """
+    from hlat_jax.data.formats.streaming import check_first  # not at the top: `train --help` does not need pyarrow
+
+    for key in sorted(keys):
+        spec = vars(data)[key]
+        is_read = spec and not held_out_share(spec) and "://" not in spec and data.on_bad_record == "raise"
+        for paths in parse_sources(spec, key=f"data.{key}").values() if is_read else ():
+            file = find_files(paths, key=f"data.{key}", text_field=data.text_field).files[0]
+            if file_format(file) in ("jsonl", "parquet", "arrow"):
+                with contextlib.suppress(OSError):  # which may pass: the run tries again
+                    check_first(file, text_field=data.text_field)
+
+
+def check_mixture(data: DataConfig) -> None:
+    """Raises ValueError if `data.mixture` does not describe stages of the sources of `data.train`."""
+    stages_of(vars(data), list(parse_sources(data.train, key="data.train")))
 
 
 def check_text_path(path: str, *, key: str, text_field: str = "text") -> None:

@@ -16,7 +16,6 @@ loader stacks those of its rows.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import json
@@ -32,7 +31,8 @@ from hlat_jax.config import DataConfig, count_text
 from hlat_jax.data import packing, sources
 from hlat_jax.data.answers import AnswerTokens
 from hlat_jax.data.formats.records import BadRecord
-from hlat_jax.data.mixture import UNNAMED, Mixture, MixtureStage, first_stages, parse_sources, parse_stages
+from hlat_jax.data.formats.streaming import MANY_BAD
+from hlat_jax.data.mixture import UNNAMED, Mixture, first_stages, parse_sources, stages_of
 from hlat_jax.data.order import Order, algorithm_hash
 from hlat_jax.data.retries import Retries
 from hlat_jax.data.tokenizer import Tokenizer
@@ -41,7 +41,6 @@ from hlat_jax.resolve import held_out_share
 NUM_FIELDS = 6  # per source in a position: four of its stream, see packing, and the next two
 EMITTED, OWED = slice(5, None, NUM_FIELDS), slice(6, None, NUM_FIELDS)
 _SKIPPED = slice(4, None, NUM_FIELDS)
-_MANY_BAD = 1000  # first records of a file among which one that is not bad is looked for
 _MANY_EPOCHS = 20  # a stream misses the only good document for this many epochs with probability exp(-20)
 
 # The settings that determine the batches, without data.mixture, of which only the stages so far count, and without the
@@ -88,13 +87,20 @@ def open_sources(
         answers = None if tokenizer is None else AnswerTokens(tokenizer, bos=data.prepend_bos)
         options = {"index_folder": index_folder, "tokenizer_sha256": sha256, "answers": answers}
         corpus = open_documents(paths, data, key=where, **options)
-        first = 0
+        end = 0
         for entry in corpus.manifest["files"]:
-            numbers = range(first, first := first + entry["documents"])[:_MANY_BAD]
+            numbers, first_bad = range(end, end := end + entry["documents"])[:MANY_BAD], None
             for number in numbers if entry["kind"] == "jsonl" else ():  # the only one with messages
-                with contextlib.suppress(BadRecord, OSError):
+                try:
                     corpus[number]  # a chat template that refuses it is found before anything is compiled
                     break
+                except BadRecord as error:
+                    first_bad = first_bad or error
+                except OSError:
+                    pass
+            else:
+                if first_bad is not None and data.on_bad_record == "raise":
+                    raise first_bad  # row 1, and not the first that the shuffled order reads
         if answers is not None and answers.template_sha256:
             corpus.manifest["chat_template"] = answers.template_sha256
         _check_stored(corpus.manifest, data, key=where)
@@ -226,12 +232,7 @@ def data_drift(saved: Mapping[str, Any], current: Mapping[str, Any], *, num_batc
 
 def _first_stages(data: Mapping[str, Any], *, num_batches: int) -> list[tuple[int, list[str]]]:
     names = list(parse_sources(data["train"], key="data.train"))
-    return first_stages(_stages(data, names), num_batches=num_batches)
-
-
-def _stages(data: Mapping[str, Any], names: Sequence[str]) -> tuple[MixtureStage, ...]:
-    batch_tokens, has_padding = data["batch_size"] * data["seq_len"], data["packing"] == "documents"
-    return parse_stages(data["mixture"], names=names, batch_tokens=batch_tokens, has_padding=has_padding)
+    return first_stages(stages_of(data, names), num_batches=num_batches)
 
 
 def encoder(data: DataConfig, tokenizer: Tokenizer) -> packing.Encode:
@@ -265,7 +266,7 @@ class Definition:
         """Opens `data.train`; `index_folder` keeps the indices of JSONL files between runs, `retries` reads again."""
         # check data.mixture before reading any file
         names = list(parse_sources(data.train, key="data.train"))
-        stages = _stages(dataclasses.asdict(data), names)
+        stages = stages_of(dataclasses.asdict(data), names)
         self.mixture = Mixture(names, stages=stages, num_rows=data.batch_size, row_tokens=data.seq_len)
         self.sources = open_sources(data, key="data.train", tokenizer=tokenizer, index_folder=index_folder)
         self._data, self._tokenizer, self._retries = data, tokenizer, retries or Retries()

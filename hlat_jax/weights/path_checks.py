@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pathlib
 
+from hlat_jax.cli.path_checks import fetch_first
 from hlat_jax.facts.local_paths import local_path
 
 # Each is in one of: a run folder, a checkpoint, a Hugging Face folder.
@@ -22,6 +23,7 @@ def check_hugging_face(folder: pathlib.Path) -> None:
     if not (folder / "config.json").is_file():
         raise ValueError(
             f"{folder} has no config.json (working directory {pathlib.Path.cwd()}); give the folder of a model."
+            f"{fetch_first(str(folder))}"
         )
 
 
@@ -31,5 +33,5 @@ def no_weights(path: pathlib.Path, *, key: str = "") -> ValueError:
     return ValueError(
         f"{key and f'{key}: '}{path} holds no weights ({missing}working directory {pathlib.Path.cwd()}); give a run "
         "folder, such as runs/tiny, one of its checkpoints, runs/tiny/checkpoints/STEP, or a Hugging Face folder with "
-        "config.json and safetensors."
+        f"config.json and safetensors.{fetch_first(str(path))}"
     )

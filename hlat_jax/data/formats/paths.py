@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NoReturn
 
 import hlat_jax
-from hlat_jax.cli.path_checks import check_file
+from hlat_jax.cli.path_checks import check_file, fetch_first
 from hlat_jax.config import count_text
 from hlat_jax.data.formats import remote
 from hlat_jax.data.formats.files import MANIFEST_NAME, SHARD_SUFFIX, DataFile, NotFound, Unreadable, reason
@@ -51,7 +51,7 @@ def tokenizer_file(path: str, *, key: str) -> pathlib.Path:
     """Returns the file of a tokenizer, which may be 'package:NAME'. Raises ValueError if there is none."""
     if path.startswith("package:"):
         return asset_path(path.removeprefix("package:"))
-    check_file(path, key=key)
+    check_file(path, key=key, advice=fetch_first(path))
     return local_path(path, key=key)
 
 
@@ -142,7 +142,8 @@ def _matches(pattern: pathlib.Path) -> list[pathlib.Path]:
 def nothing_at(path: str, *, key: str) -> NotFound:
     """Returns the error for a local path of text that does not exist, or a glob without a match."""
     what = "matches no file" if glob.has_magic(path) else "does not exist"
-    return NotFound(f"{key}: {path} {what} (looked from {pathlib.Path.cwd()}).")
+    advice = fetch_first(path, options=" --repo-type dataset")
+    return NotFound(f"{key}: {path} {what} (looked from {pathlib.Path.cwd()}).{advice}")
 
 
 def _in_folder(folder: pathlib.Path, *, key: str, search: FoundFiles) -> list[DataFile]:
