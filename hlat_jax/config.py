@@ -19,6 +19,10 @@ REMAT_BUDGET = "budget:"
 HELD_OUT = "5%"  # of a user's own text, where the config has validation text of another
 
 
+# The keys of a model that choose an implementation; `ops.registry` has the ops.
+OP_KEYS = ("attention", "cross_entropy", "rms_norm", "swiglu", "rope")
+
+
 def count_text(count: int, noun: str) -> str:
     """Returns "1 document", "0 documents" or "1,200 batches"."""
     plural = "es" if noun.endswith("ch") else "s"

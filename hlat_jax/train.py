@@ -119,7 +119,9 @@ def _check_paths(config: config_lib.Config, workdir: pathlib.Path, *, given: Col
     keys = given if config.name in config_files.shipped_configs() else config_files.ANCHORED_KEYS
     from hlat_jax.data import path_checks  # not at the top: --help does not need them
     from hlat_jax.data.tokenizer import Tokenizer
+    from hlat_jax.run.drift import check_settings
 
+    check_settings(config, workdir)
     path_checks.check_mixture(config.data)
     if not path_checks.was_opened(config.data, workdir):  # else the run waits for what is away
         given_texts = [key for key in ("train", "validation") if {f"data.{key}", "data.text_field"} & set(keys)]

@@ -20,6 +20,12 @@ def check_folder(path: str, *, key: str) -> None:
         raise ValueError(f"{key}={path}: no such folder (looked from {pathlib.Path.cwd()}).")
 
 
+def check_new_folder(path: pathlib.Path, *, key: str) -> None:
+    """Raises ValueError if there is anything at `path`, the value of the flag `key`, but an empty folder."""
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise ValueError(f"{key}={path} exists already; give another folder, or remove it.")
+
+
 def fetch_first(path: str, *, options: str = "") -> str:
     """Returns how to fetch what a path names if it looks like a name of the Hugging Face hub, else "".
 

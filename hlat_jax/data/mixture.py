@@ -106,6 +106,12 @@ def stages_of(data: Mapping[str, Any], names: Sequence[str]) -> tuple[MixtureSta
     return parse_stages(data["mixture"], names=names, batch_tokens=batch_tokens, has_padding=has_padding)
 
 
+def first_stages_of(data: Mapping[str, Any], *, num_batches: int) -> list[tuple[int, list[str]]]:
+    """Returns `first_stages` of a DataConfig as a dict."""
+    names = list(parse_sources(data["train"], key="data.train"))
+    return first_stages(stages_of(data, names), num_batches=num_batches)
+
+
 def first_stages(stages: Sequence[MixtureStage], *, num_batches: int) -> list[tuple[int, list[str]]]:
     """Returns (end, exact shares) of the stages of the first `num_batches` batches, in a canonical form.
 

@@ -20,7 +20,6 @@ import dataclasses
 import hashlib
 import json
 import pathlib
-import shlex
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -32,7 +31,7 @@ from hlat_jax.data import packing, sources
 from hlat_jax.data.answers import AnswerTokens
 from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.data.formats.streaming import MANY_BAD
-from hlat_jax.data.mixture import UNNAMED, Mixture, first_stages, parse_sources, stages_of
+from hlat_jax.data.mixture import UNNAMED, Mixture, first_stages_of, parse_sources, stages_of
 from hlat_jax.data.order import Order, algorithm_hash
 from hlat_jax.data.retries import Retries
 from hlat_jax.data.tokenizer import Tokenizer
@@ -186,53 +185,8 @@ def identity(data: Mapping[str, Any], *, manifest: Mapping[str, Any], tokenizer_
     fields += [data["window_documents"]] if data["packing"] == "documents" else []
     fields += ["bos"] if data["prepend_bos"] else []
     fields += [manifest["chat_template"]] if "chat_template" in manifest else []
-    fields += [_first_stages(data, num_batches=num_batches)]
+    fields += [first_stages_of(data, num_batches=num_batches)]
     return hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest()
-
-
-def data_drift(saved: Mapping[str, Any], current: Mapping[str, Any], *, num_batches: int) -> list[str]:
-    """Returns a line for each difference between the data of two settings of a run after `num_batches` batches: changed
-    files, a changed chat template, and a changed data.mixture of those batches.
-
-    Later stages may be added, changed or removed.
-    """
-    lines = []
-    for key in ("manifest", "validation_manifest"):
-        before, now = ((settings.get(key) or {}).get("chat_template") for settings in (saved, current))
-        if before not in (None, now):
-            lines.append(
-                f"{key}: the chat template beside data.tokenizer, or a control token, changed since the checkpoint; "
-                "the folder tokenizer/ of the run has those that it was trained with"
-            )
-        before, now = ((settings.get(key) or {"files": []})["files"] for settings in (saved, current))
-        if len(before) != len(now):
-            lines.append(f"{key}: {count_text(len(before), 'file')} in the checkpoint, {len(now):,} now")
-            continue
-        facts = [[(e["bytes"], e["documents"], e["fingerprint"]) for e in entries] for entries in (before, now)]
-        changed = [entry["name"] for entry, old, new in zip(now, *facts, strict=True) if old != new]
-        if changed:
-            lines.append(
-                f"{key}: {', '.join(changed[:3])} changed since the checkpoint ({len(changed):,} of {len(now):,})"
-            )
-    before, now = saved["config"]["data"], current["config"]["data"]
-    if held_out_share(before["validation"]) != held_out_share(now["validation"]):
-        lines.append(
-            f"data.validation: {before['validation']!r} in the checkpoint, {now['validation']!r} now, and a share is "
-            f"held out of data.train: give --config.data.validation={shlex.quote(before['validation'])}"
-        )
-    if before["mixture"] != now["mixture"]:
-        stages = [_first_stages(data, num_batches=num_batches) for data in (before, now)]
-        if stages[0] != stages[1]:
-            lines.append(
-                f"data.mixture: {before['mixture']!r} in the checkpoint, {now['mixture']!r} now, which differ before "
-                f"step {num_batches + 1:,}; only stages that start after it may change"
-            )
-    return lines
-
-
-def _first_stages(data: Mapping[str, Any], *, num_batches: int) -> list[tuple[int, list[str]]]:
-    names = list(parse_sources(data["train"], key="data.train"))
-    return first_stages(stages_of(data, names), num_batches=num_batches)
 
 
 def encoder(data: DataConfig, tokenizer: Tokenizer) -> packing.Encode:

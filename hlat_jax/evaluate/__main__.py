@@ -154,8 +154,8 @@ def _run_text(values: flags.FlagValues) -> None:
 
 def _run_validation(values: flags.FlagValues) -> None:
     """Evaluates the rows that the training loop evaluates, under the run's precision policy."""
+    from hlat_jax.data.drift import data_drift
     from hlat_jax.data.held_out import open_held_out
-    from hlat_jax.data.streams import data_drift
     from hlat_jax.run.resume import saved_config
     from hlat_jax.run.validation import Validation
     from hlat_jax.store.checkpoint_checks import RUN_ITEM, saved_run

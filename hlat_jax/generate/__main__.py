@@ -18,6 +18,7 @@ from hlat_jax.config import count_text
 from hlat_jax.generate import inference
 from hlat_jax.resolve import check_unicode
 from hlat_jax.store.progress import show_progress
+from hlat_jax.weights.description import describe
 
 _USAGE = """Usage: python -m hlat_jax.generate --checkpoint=FOLDER --prompt=TEXT [--prompt=TEXT ...] [--FLAG=VALUE ...]
        python -m hlat_jax.generate --checkpoint=FOLDER --chat [--FLAG=VALUE ...]
@@ -37,6 +38,8 @@ def main(argv: Sequence[str]) -> int:
     texts = [] if values.chat else _prompts(values)
     logging.set_verbosity(logging.ERROR)  # silence absl INFO logs of libraries
     inference.prepare(values)
+    how = {"bos": values.bos, "control_tokens": values.control_tokens}
+    _check_blank(texts, values, **how)
     # not at the top: they import JAX, which --help does not need
     from hlat_jax.generate import chat
     from hlat_jax.generate.generator import Generator, Sampling, check_repetition_penalty
@@ -48,7 +51,6 @@ def main(argv: Sequence[str]) -> int:
     with show_progress("opening the model"):
         trained = inference.trained_model(values)
     print(trained.described, file=sys.stderr, flush=True)
-    how = {"bos": values.bos, "control_tokens": values.control_tokens}
     options = {"max_tokens": values.max_tokens, "sampling": sampling}
     options["repetition_penalty"] = values.repetition_penalty
     if template is not None:
@@ -128,6 +130,20 @@ def _prompts(values: flags.FlagValues) -> list[str]:
     if not prompts:
         raise ValueError("no prompt was given; use --prompt=TEXT, or --prompts_file=FILE with a prompt in each line.")
     return prompts
+
+
+def _check_blank(texts: Sequence[str], values: flags.FlagValues, **how: Any) -> None:
+    """Raises ValueError for a blank prompt that encodes to no tokens, before JAX is imported."""
+    blank = {number: text for number, text in enumerate(texts) if not text.strip()}
+    weights = describe(pathlib.Path(values.checkpoint).expanduser()) if blank else None
+    if weights is None or not (path := values.tokenizer or weights.tokenizer):
+        return  # what opens the model says so
+    from hlat_jax.data.tokenizer import Tokenizer
+
+    begins_with_bos = weights.begins_with_bos
+    unread = inference.TrainedModel(weights.model, None, None, Tokenizer(path), weights.folder, "", begins_with_bos)
+    for number, text in blank.items():
+        _encode_prompt(unread, text, number, **how)
 
 
 def _encode_prompt(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from absl import flags, logging
 
 from hlat_jax.cli import flags as flags_lib
+from hlat_jax.cli.path_checks import check_new_folder
 from hlat_jax.config import count_text
 from hlat_jax.facts.local_paths import local_path
 from hlat_jax.store.progress import show_progress
@@ -120,12 +121,15 @@ def _export(argv: Sequence[str]) -> None:
 def _average(argv: Sequence[str]) -> None:
     values = _flags()
     paths = flags_lib.parse_inputs(argv, values, usage=_AVERAGE, missing="no checkpoints; name two or more.")
-    for path in paths if len(paths) > 1 else ():  # that one is too few is the first thing to say
-        check_checkpoint(path)
+    out = pathlib.Path(values.out)
+    if len(paths) > 1:  # else `average` says that one is too few
+        for path in paths:
+            check_checkpoint(path)
+        check_new_folder(out, key="--out")
     from hlat_jax.hf.averaging import average
 
     with show_progress("averaging") as status:
-        averaged = average(paths, pathlib.Path(values.out), status=status)
+        averaged = average(paths, out, status=status)
     for weights in averaged:
         print(f"step {weights.step:>8,}  {weights.folder}")
     print(f"wrote their mean to {values.out}")
@@ -147,7 +151,9 @@ def _paths(
     words = flags_lib.parse_inputs(argv, values, usage=usage, missing=f"no input; name {what}.")
     if len(words) > 1:
         raise ValueError(f"{len(words)} inputs ({', '.join(words)}); name {what}, one.")
-    return local_path(words[0]), pathlib.Path(values.out)
+    out = pathlib.Path(values.out)
+    check_new_folder(out, key="--out")
+    return local_path(words[0]), out
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hlat_jax.cli.path_checks import check_new_folder
 from hlat_jax.config import ModelConfig
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.facts.local_paths import local_path
@@ -48,8 +49,7 @@ def whole_folder(out: pathlib.Path) -> Iterator[pathlib.Path]:
     Raises:
       ValueError: `out` exists already and is not empty, or cannot be made.
     """
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ValueError(f"--out={out} exists already; give another folder, or remove it.")
+    check_new_folder(out, key="--out")
     partial = out.with_name(f"{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
     try:

@@ -29,6 +29,7 @@ from hlat_jax.parallel.sharding import Layout
 from hlat_jax.resolve import branch_source, skipped_batches
 from hlat_jax.run import budget, costs, optional, results, resume, summary
 from hlat_jax.run.compilation import Compilations, compiled_sampler, compiled_step
+from hlat_jax.run.drift import refuse_drift
 from hlat_jax.run.goodput import Ledger
 from hlat_jax.run.machine import fitting_program
 from hlat_jax.run.neuron_monitor import NeuronMonitor
@@ -146,7 +147,7 @@ def choose_start(inputs: Inputs, *, signals: StopSignals, begin_again: bool, giv
             inputs.tasks.load()
     if saved is not None:
         signals.saved_step, signals.doing = saved[0], "restoring the checkpoint"
-        resume.refuse_drift(saved[1], inputs.settings, step=saved[0], workdir=workdir)
+        refuse_drift(saved[1], inputs.settings, step=saved[0], workdir=workdir)
     if not is_complete:
         ledger.begin()  # a start that is refused, or finds the run complete, changes nothing
     restored = None if saved is None else inputs.checkpointer.restore(inputs.program.abstract_state)

@@ -15,38 +15,28 @@ from typing import Any
 
 import jax
 
-from hlat_jax.config import ROPE_SCALING, SECTIONS, Config, ModelConfig, OptimizerConfig, count_text
+from hlat_jax.config import ROPE_SCALING, Config, ModelConfig, count_text
 from hlat_jax.data import kept_tokenizer, path_checks
 from hlat_jax.data.loader import TrainBatches
-from hlat_jax.data.streams import data_drift
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.facts.local_paths import local_path
 from hlat_jax.host import distributed, neuron_env
 from hlat_jax.ops.registry import OPS
 from hlat_jax.program import RunProgram
-from hlat_jax.resolve import batch_of_step, branch_source, resolve, skipped_batches
+from hlat_jax.resolve import branch_source, resolve
 from hlat_jax.run import budget
+from hlat_jax.run.drift import complete, drift_of
 from hlat_jax.run.goodput import EVENTS_FILE, Ledger, read_events
 from hlat_jax.store import atomic_files
 from hlat_jax.store.checkpoint import Restored, read_checkpoint
-from hlat_jax.store.checkpoint_checks import problem_on_disk, saved_run, saved_steps
-from hlat_jax.store.config_diff import config_drift, differences
+from hlat_jax.store.checkpoint_checks import problem_on_disk, saved_run
+from hlat_jax.store.config_diff import differences
 from hlat_jax.store.metrics import DISCARDED_FILE, ROWS_FILE, Silent, copy_rows, damaged_lines, read_rows
 from hlat_jax.weights.init_model import OF_FUNCTION, same_ids
+from hlat_jax.weights.path_checks import check_step
 from hlat_jax.weights.trained import Weights, open_weights
 
 EXPORTS = "huggingface"  # the folder of exports
-
-# Keys that checkpoints have from before they went, at the values that changed nothing; None: at any.
-_GONE = {"data": {"shuffle_by": "document"}, "train": {"rewind_to": None}}
-# Settings that a branch may change: they affect neither the meaning of the state nor that of the data position.
-BRANCH_MAY_CHANGE = (
-    *(f"optimizer.{field.name}" for field in dataclasses.fields(OptimizerConfig) if field.name != "name"),
-    "train.*",
-    "implementations.*",
-    "jax.*",
-    *(f"model.{key}" for key in (*OPS, "remat", "layer_loop")),
-)
 
 # JAX settings that change the numbers of a step: as settings of the run, they are compared. Others are not recorded.
 _JAX_NUMERICS = (
@@ -82,65 +72,9 @@ def settings_of(program: RunProgram, *, tokenizer: Tokenizer, batches: TrainBatc
     }
 
 
-def refuse_drift(saved: dict[str, Any], current: dict[str, Any], *, step: int, workdir: pathlib.Path) -> None:
-    """Raises ValueError if the settings of the checkpoint at `step` in `workdir` differ from those of the run."""
-    if drift := _drift(saved, current, step=step):
-        lines = "\n  ".join(drift)
-        remedy = "give the changed run another folder with --workdir."
-        if not _drift(saved, current, step=step, branch=True):
-            remedy = (
-                "continue with the new ones in another folder: --workdir=NEW_FOLDER "
-                f"--config.train.branch_from={workdir}@{step}"
-            )
-        raise ValueError(
-            f"this run folder was trained with other settings:\n  {lines}\nRestore these settings, or {remedy}"
-        )
-
-
-def _drift(saved: dict[str, Any], current: dict[str, Any], *, step: int, branch: bool = False) -> list[str]:
-    """Returns a line for each setting that differs and must not, or, of a `branch`, is not in BRANCH_MAY_CHANGE.
-
-    A config key that is newer than the checkpoint counts as its default, an op as its current implementation, and a
-    setting of JAX or of the tokenizer as its current value.
-    """
-    saved = saved | {"config": _complete(saved["config"])}
-    for group in ("implementations", "jax", "tokenizer"):
-        saved[group] = {name: saved.get(group, {}).get(name, value) for name, value in current[group].items()}
-    if branch:
-        saved, current = (tree | {"validation_manifest": None} for tree in (saved, current))
-    drift = config_drift(saved, current, also=BRANCH_MAY_CHANGE if branch else ())
-    passed = batch_of_step(step, skipped_batches(saved["config"]["train"]["skip_steps"]))
-    return drift + _skip_drift(saved, current, step=step) + data_drift(saved, current, num_batches=passed)
-
-
-def _skip_drift(saved: dict[str, Any], current: dict[str, Any], *, step: int) -> list[str]:
-    """Returns a line if two settings of a run leave out other batches among those that it has passed after `step`."""
-    before, now = (tree["config"]["train"]["skip_steps"] for tree in (saved, current))
-    end = batch_of_step(step, skipped_batches(before)) + 1
-
-    def batches_passed(skip_steps: str) -> list[range]:
-        return [range(part.start, min(part.stop, end)) for part in skipped_batches(skip_steps) if part.start < end]
-
-    if batches_passed(before) == batches_passed(now):
-        return []
-    return [
-        f"train.skip_steps: {before!r} in the checkpoint, {now!r} now, which differ before batch {end:,}; only later "
-        "batches may be added or removed; those before it in a branch of an earlier checkpoint, see train.branch_from"
-    ]
-
-
 def saved_config(saved: dict[str, Any]) -> Config:
     """Returns the config in the settings of a checkpoint; keys newer than the checkpoint have their defaults."""
-    return resolve(_complete(saved["config"]))
-
-
-def _complete(kept: dict[str, Any]) -> dict[str, Any]:
-    """Returns recorded sections with new keys at their defaults, without those that are gone and changed nothing."""
-    for section, gone in _GONE.items():
-        left = {key: value for key, value in kept[section].items() if gone.get(key, ()) not in (value, None)}
-        kept = kept | {section: left}
-    defaults = {name: {f.name: f.default for f in dataclasses.fields(section)} for name, section in SECTIONS.items()}
-    return kept | {name: keys | kept.get(name, {}) for name, keys in defaults.items()}
+    return resolve(complete(saved["config"]))
 
 
 def write_settings(config: Config, workdir: pathlib.Path, *, remat: dict[str, Any] | None) -> None:
@@ -167,13 +101,11 @@ def open_branch(program: RunProgram, workdir: pathlib.Path, *, settings: dict[st
     asked, folder = f"train.branch_from={program.config.train.branch_from}", local_path(source)
     if folder.absolute().resolve() == workdir.absolute().resolve():
         raise ValueError(f"{asked} is the run folder itself; give the branch another one with --workdir.")
-    steps, checkpoint = saved_steps(folder / "checkpoints"), folder.absolute() / "checkpoints" / str(step)
-    if step not in steps:
-        there = f"it has those of {', '.join(map(str, steps))}" if steps else "it has none"
-        raise ValueError(f"{asked}: {folder} has no checkpoint of step {step}; {there}.")
+    check_step(source, step, key=asked)
+    checkpoint = folder.absolute() / "checkpoints" / str(step)
     if why := problem_on_disk(checkpoint, deep=True):
         raise ValueError(f"{asked}: the checkpoint of step {step} is damaged ({why}); use another one.")
-    if drift := _drift(saved_run(checkpoint)["metadata"], settings, step=step, branch=True):
+    if drift := drift_of(saved_run(checkpoint)["metadata"], settings, step=step, branch=True):
         lines = "\n  ".join(drift)
         raise ValueError(
             f"{asked}: that run had settings that a branch must keep:\n  {lines}\nRestore these settings; a branch may "

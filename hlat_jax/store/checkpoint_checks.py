@@ -13,7 +13,6 @@ import re
 from collections.abc import Mapping
 from typing import Any, NotRequired, TypedDict
 
-from hlat_jax.host import distributed
 from hlat_jax.store.integrity import damage
 from hlat_jax.store.typed_json import Count, check_kind, read_json
 
@@ -89,6 +88,8 @@ def newest_usable(folder: pathlib.Path, *, deep: bool) -> tuple[int, dict[int, s
 
     Every process calls it at the same point. With `deep` large files are summed too, see integrity.damage.
     """
+    from hlat_jax.host import distributed  # imports JAX, which other checks of this module do not need
+
     unusable: dict[int, str] = {}
     [steps, *_] = distributed.exchange(json.dumps(saved_steps(folder)[::-1]))
     for step in json.loads(steps):

@@ -18,7 +18,7 @@ MAY_CHANGE = (
     "train.init_from",  # read at step 0 alone
     "train.branch_from",  # read at the first step alone
     "train.max_nonfinite_steps",
-    "train.skip_steps",  # for the batches to come; resume.refuse_drift compares those that were passed
+    "train.skip_steps",  # for the batches to come; run.drift compares those that were passed
     "train.spike*",  # for the steps to come; a window that changes begins again, see store.checkpoint
     "train.early_stop_evals",  # the losses of all validations are kept
     "train.eval_loss_*",
@@ -31,13 +31,13 @@ MAY_CHANGE = (
     "data.train",
     "data.validation",
     "data.tokenizer",
-    "data.mixture",  # for the steps to come; streams.data_drift compares the steps already trained
+    "data.mixture",  # for the steps to come; data.drift compares the steps already trained
     "data.num_threads",
     "data.prefetch_batches",
     "data.position_every_steps",
     "data.on_bad_record",
     "*manifest.files",
-    "*manifest.chat_template",  # streams.data_drift compares it
+    "*manifest.chat_template",  # data.drift compares it
 )
 # Settings that may differ between the processes of a run: paths on their node, and use of its cores.
 MAY_DIFFER = (

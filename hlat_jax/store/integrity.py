@@ -13,9 +13,6 @@ import zlib
 from collections.abc import Iterable
 from typing import Annotated, TypedDict
 
-import jax
-
-from hlat_jax.host import distributed
 from hlat_jax.store import atomic_files
 from hlat_jax.store.typed_json import Count, read_json
 
@@ -41,6 +38,10 @@ def damage(folder: pathlib.Path, *, deep: bool) -> str:
 
     Compares all sizes, and the sums of small files; with `deep` the sums of all files.
     """
+    import jax  # not at the top: checks before it is imported use this module
+
+    from hlat_jax.host import distributed
+
     try:
         sums = read_json(folder / INTEGRITY_FILE, kind=_Sums)["files"]
         shared = sorted(sums.items())[jax.process_index() :: jax.process_count()]

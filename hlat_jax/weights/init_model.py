@@ -18,7 +18,7 @@ from hlat_jax.data.tokenizer import Tokenizer, resolve_with_tokenizer
 from hlat_jax.facts.local_paths import local_path
 from hlat_jax.weights.description import describe
 from hlat_jax.weights.hf_config import architecture
-from hlat_jax.weights.path_checks import check_checkpoint
+from hlat_jax.weights.path_checks import check_checkpoint, check_step
 
 # Keys of a model that change what the same weights compute.
 OF_FUNCTION = (
@@ -95,7 +95,10 @@ def check_starts(train: Any, workdir: pathlib.Path, *, given: Collection[str]) -
         recorded = recorded_value(workdir, key) if resumes else None
         if not value or (resumes and (key not in given or recorded == value)):
             continue
-        check_checkpoint(value.rpartition("@")[0] if key == "train.branch_from" else value, key=key)
+        path, _, step = value.rpartition("@") if key == "train.branch_from" else (value, "", "")
+        check_checkpoint(path, key=key)
+        if step.isdecimal():
+            check_step(path, int(step), key=f"{key}={value}")
         before, now = (os.path.abspath(os.path.expanduser(path or "")) for path in (recorded, value))
         if key == "train.init_from" and recorded is not None and before != now:
             raise ValueError(

@@ -6,6 +6,7 @@ import pathlib
 
 from hlat_jax.cli.path_checks import fetch_first
 from hlat_jax.facts.local_paths import local_path
+from hlat_jax.store.checkpoint_checks import saved_steps
 
 # Each is in one of: a run folder, a checkpoint, a Hugging Face folder.
 _MARKS = ("checkpoints", "state", "config.json", "model.safetensors", "model.safetensors.index.json")
@@ -16,6 +17,14 @@ def check_checkpoint(path: str, *, key: str = "") -> None:
     folder = local_path(path, key=key)
     if not any((folder / mark).exists() for mark in _MARKS):
         raise no_weights(folder, key=key)
+
+
+def check_step(path: str, step: int, *, key: str) -> None:
+    """Raises ValueError if a run folder has no checkpoint of this step; `key` begins the message."""
+    steps = saved_steps(pathlib.Path(path).expanduser() / "checkpoints")
+    if step not in steps:
+        there = f"it has those of {', '.join(map(str, steps))}" if steps else "it has none"
+        raise ValueError(f"{key}: {path} has no checkpoint of step {step}; {there}.")
 
 
 def check_hugging_face(folder: pathlib.Path) -> None:

@@ -129,6 +129,16 @@ def test_records_and_templates_that_do_not_serve_are_refused_with_their_row(tmp_
     assert (code, "a dataset has no place for what counts" in error) == (2, True)
 
 
+def test_a_wrong_text_field_is_found_at_row_1_of_the_file(tmp_path):
+    rows = [{"text": f"It is a truth {number}"} for number in range(40)]
+    path, tokenizer = write_records(tmp_path / "a.jsonl", rows), Tokenizer(NATIVE)
+    with pytest.raises(records.BadRecord, match=r"a.jsonl, row 1: no key 'body'; its keys are 'text'"):
+        TrainBatches(data_config(path, "body"), tokenizer=tokenizer)
+    TrainBatches(data_config(path, "body", on_bad_record="skip"), tokenizer=tokenizer).close()
+    rows[0] = {"body": "It is"}  # one bad record is found as it is read
+    TrainBatches(data_config(write_records(tmp_path / "b.jsonl", rows), "text"), tokenizer=tokenizer).close()
+
+
 def test_peek_spells_control_tokens_as_the_tokenizer_does(tmp_path, data_here):
     folder = folder_with(tmp_path, CHATML)
     made = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))

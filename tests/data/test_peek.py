@@ -10,9 +10,10 @@ from data_files import write_jsonl
 
 from hlat_jax.data import packing, positions
 from hlat_jax.data.build import peek
+from hlat_jax.data.drift import data_drift
 from hlat_jax.data.formats.paths import asset_path
 from hlat_jax.data.loader import TrainBatches, batch_hash, make_batch
-from hlat_jax.data.streams import data_drift, identity
+from hlat_jax.data.streams import identity
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.resolve import resolve
 

@@ -5,8 +5,10 @@ import dataclasses
 import pytest
 from planned import small_config
 
+from hlat_jax.config import OP_KEYS
 from hlat_jax.ops.choices import choices
 from hlat_jax.ops.dialect import Implementation, Op
+from hlat_jax.ops.registry import OPS
 from hlat_jax.parallel.virtual_devices import planned_layout
 
 
@@ -111,3 +113,7 @@ def test_a_simulated_core_sees_no_kernel_of_attention():
     for simulate, name in (("none", "triton"), ("neuron", "einsum")):  # cuDNN is not here
         of_run = dataclasses.replace(config, precision=dataclasses.replace(config.precision, simulate=simulate))
         assert choices(of_run, layout, platform="cuda")["attention"].name == name
+
+
+def test_the_config_names_the_keys_of_all_ops():
+    assert set(OP_KEYS) == set(OPS)

@@ -13,7 +13,7 @@ import pytest
 from hlat_jax import config as config_lib
 from hlat_jax.host.watchdog import Watchdog
 from hlat_jax.resolve import resolve
-from hlat_jax.run import resume
+from hlat_jax.run import drift, resume
 from hlat_jax.run.goodput import Ledger
 from hlat_jax.store.config_diff import MAY_CHANGE, config_drift
 from hlat_jax.store.metrics import ROWS_FILE
@@ -80,11 +80,11 @@ def test_every_key_of_a_config_is_compared_unless_it_may_change():
 @pytest.fixture
 def refused(monkeypatch):
     """A function of saved and current settings that returns why a run at step 1 cannot resume with them."""
-    monkeypatch.setattr(resume, "data_drift", lambda *_, **__: [])
+    monkeypatch.setattr(drift, "data_drift", lambda *_, **__: [])
 
     def why(saved, current):
         try:
-            resume.refuse_drift(saved, current, step=1, workdir=pathlib.Path("runs/x"))
+            drift.refuse_drift(saved, current, step=1, workdir=pathlib.Path("runs/x"))
         except ValueError as error:
             return str(error)
         return ""
@@ -104,6 +104,21 @@ def test_key_missing_from_an_old_checkpoint_counts_as_its_default(refused):
     del saved["config"]["data"]["shuffle_by"]
     current["config"]["model"]["rope"] = "reference"
     assert "model.rope: 'auto' in the checkpoint, 'reference' now" in refused(saved, current)
+
+
+def manifest(*, fingerprint="a", digest="1"):
+    entry = {"name": "a.jsonl", "bytes": 9, "documents": 3, "fingerprint": fingerprint}
+    return {"files": [entry], "documents": 3, "text_field": "text", "hash": digest}
+
+
+def test_changed_data_is_named_by_key_and_file_and_not_by_hash():
+    saved = {"config": config_dict(), "manifest": manifest(), "validation_manifest": manifest()}
+    other = manifest(fingerprint="b", digest="2")
+    lines = drift.drift_of(saved, saved | {"manifest": other, "validation_manifest": other}, step=1)
+    assert lines == ["data.train: a.jsonl changed since the checkpoint (1 of 1 file)"]
+    # a hash without another line is never passed over
+    [line] = drift.drift_of(saved, saved | {"manifest": manifest(digest="2")}, step=1)
+    assert line.startswith("manifest.hash: '1' in the checkpoint")
 
 
 def test_jax_settings_that_change_a_step_are_refused(monkeypatch, refused):

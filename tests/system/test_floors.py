@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from hlat_jax.cli.path_checks import fetch_first
 from hlat_jax.data.formats.paths import asset_path
 from hlat_jax.data.kept_tokenizer import keep_tokenizer
 
@@ -158,12 +159,8 @@ def test_modules_used_before_environment_setup_do_not_import_jax():
     assert "jax" not in loaded_after("import " + ", ".join(f"hlat_jax.{module}" for module in BEFORE_JAX.split()))
 
 
-def test_a_wrong_path_is_answered_before_jax_is_imported(tmp_path):
-    (tmp_path / "config.json").touch()  # of a Hugging Face folder
-    run = tmp_path / "runs" / "tiny"  # of the same name, with a tokenizer and a checkpoint of its own
-    (run / "checkpoints" / "2").mkdir(parents=True)
-    (run / "config.json").write_text('{"data": {"tokenizer": "package:austen_2k.model"}, "train": {"init_from": ""}}')
-    keep_tokenizer(asset_path("austen_2k.model"), run)
+def errors_without_jax(asked, *, cwd):
+    """Returns the error of each command, in one line, after a check that none of them has imported JAX."""
     code = """
 import importlib, sys
 for area, *words in (line.split() for line in sys.stdin):
@@ -171,9 +168,21 @@ for area, *words in (line.split() for line in sys.stdin):
     try:
         module.main(words)
     except ValueError as error:
-        print(error)
+        print(*str(error).split())
     assert "jax" not in sys.modules, (area, words)
 """
+    words = [sys.executable, "-c", code]
+    done = subprocess.run(words, input="\n".join(asked), capture_output=True, text=True, cwd=cwd, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_wrong_path_is_answered_before_jax_is_imported(tmp_path):
+    (tmp_path / "config.json").touch()  # of a Hugging Face folder
+    run = tmp_path / "runs" / "tiny"  # of the same name, with a tokenizer and a checkpoint of its own
+    (run / "checkpoints" / "2").mkdir(parents=True)
+    (run / "config.json").write_text('{"data": {"tokenizer": "package:austen_2k.model"}, "train": {"init_from": ""}}')
+    keep_tokenizer(asset_path("austen_2k.model"), run)
     asked = {
         "train --config=tiny --config.data.train=/no/a.txt,/no/b": "data.train: /no/a.txt does not exist",
         "train --config=tiny --config.data.train=a=/no/*.txt": "data.train: /no/*.txt matches no file",
@@ -200,11 +209,45 @@ for area, *words in (line.split() for line in sys.stdin):
         "data stats --config=tiny --config.data.train=/no": "data.train: /no does not exist",
         "data peek --config=tiny --step=1 --config.data.train=/no": "data.train: /no does not exist",
     }
-    words = [sys.executable, "-c", code]
-    done = subprocess.run(words, input="\n".join(asked), capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert done.returncode == 0, done.stderr
-    for answer, message in zip(done.stdout.splitlines(), asked.values(), strict=True):
+    for answer, message in zip(errors_without_jax(asked, cwd=tmp_path), asked.values(), strict=True):
         assert answer.startswith(message)
+
+
+def test_a_mistake_that_needs_no_device_is_answered_before_jax(trained_run, tmp_path):
+    texts, other = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    texts.write_text('{"body": "It is a truth"}\n' * 9)
+    other.write_text('{"text": "It is a truth"}\n' * 9)
+    (tmp_path / "taken" / "file").mkdir(parents=True)
+    tiny, resumed = "train --config=tiny", f"train --config={trained_run.parent}/micro.py --workdir={trained_run}"
+    asked = {
+        f"{tiny} --config.data.train=a=a.jsonl;b=b.jsonl": "data.mixture is empty, but data.train has 2 sources",
+        f"{tiny} --config.data.train=a=a.jsonl;b=b.jsonl --config.data.mixture=a=1,c=1": "'c=1' is not NAME=WEIGHT",
+        f"{tiny} --config.data.train=a.jsonl": "a.jsonl, row 1: no key 'text'; its keys are 'body'",
+        f"{tiny} --config.data.text_field=body": "austen_train.jsonl, row 1: no key 'body'",
+        "data stats --config=tiny --config.data.train=a.jsonl": "a.jsonl, row 1: no key 'text'",
+        f"{tiny} --config.train.branch_from={trained_run}@7": f"{trained_run} has no checkpoint of step 7; it has",
+        f"{resumed} --config.optimizer.peak_lr=0.5": "optimizer.peak_lr: 0.01 in the checkpoint, 0.5 now",
+        f"{resumed} --config.data.train=b.jsonl": "data.train: b.jsonl changed since the checkpoint (1 of 1 file)",
+        f"generate --checkpoint={trained_run} --prompt=": "prompt 0 is '', which encodes to no tokens",
+        f"hf export {trained_run} --out=taken": "--out=taken exists already",
+        f"hf average {trained_run} {trained_run} --out=taken": "--out=taken exists already",
+        "hf import none --out=taken": "--out=taken exists already",
+        "data build b.jsonl --out=taken": "--out=taken is a file or is not empty",
+        "hf import org/Name-3.2-1B --out=new": "run `hf download org/Name-3.2-1B --local-dir Name-3.2-1B` first",
+        "train --init_from=org/name": "run `hf download org/name --local-dir name` first",
+        "generate --checkpoint=org/name --prompt=a": "run `hf download org/name --local-dir name` first",
+        f"{tiny} --config.data.tokenizer=org/name": "run `hf download org/name --local-dir name` first",
+        f"{tiny} --config.data.train=org/name": "run `hf download org/name --repo-type dataset --local-dir name` first",
+    }
+    for answer, message in zip(errors_without_jax(asked, cwd=tmp_path), asked.values(), strict=True):
+        assert message in answer
+
+
+def test_a_path_of_a_run_is_no_name_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models").mkdir()
+    for path in ("runs/tiny", "models/tiny", "/org/name", "org/name/more", "texts/a.jsonl", "name", "~/name"):
+        assert fetch_first(path) == "", path
 
 
 def test_no_module_imports_torch_or_similar():

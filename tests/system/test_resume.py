@@ -71,7 +71,7 @@ def test_a_command_on_a_finished_run_changes_none_of_its_files(trained_run, trai
         "optimizer.peak_lr=0.02": "optimizer.peak_lr: 0.01 in the checkpoint, 0.02 now",
         "model.norm_eps=1e-6": "model.norm_eps: 1e-05 in the checkpoint, 1e-06 now",
         "data.seed=5": "data.seed: 1234 in the checkpoint, 5 now",
-        f"data.train={text}": "manifest.documents: 257 in the checkpoint, 9 now",
+        f"data.train={text}": "data.train: other.jsonl changed since the checkpoint (1 of 1 file)",
         f"data.tokenizer={other}": "tokenizer_sha256",
         "data.train=/nowhere.jsonl": "/nowhere.jsonl does not exist",
         "model.vocab_size=1024": "set model.vocab_size=2048 or more",

@@ -1,0 +1,101 @@
+"""Settings of a run compared with those of its checkpoint, which it must keep. Imports no JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import re
+from typing import Any
+
+from hlat_jax.config import OP_KEYS, SECTIONS, Config, OptimizerConfig
+from hlat_jax.data.drift import data_drift, with_sizes_now
+from hlat_jax.resolve import batch_of_step, skipped_batches
+from hlat_jax.store.checkpoint_checks import saved_run, saved_steps
+from hlat_jax.store.config_diff import config_drift
+
+# Keys that checkpoints have from before they went, at the values that changed nothing; None: at any.
+_GONE = {"data": {"shuffle_by": "document"}, "train": {"rewind_to": None}}
+# Settings that a branch may change: they affect neither the meaning of the state nor that of the data position.
+BRANCH_MAY_CHANGE = (
+    *(f"optimizer.{field.name}" for field in dataclasses.fields(OptimizerConfig) if field.name != "name"),
+    "train.*",
+    "implementations.*",
+    "jax.*",
+    *(f"model.{key}" for key in (*OP_KEYS, "remat", "layer_loop")),
+)
+
+_OF_MANIFEST = re.compile(r"(validation_)?manifest\.(hash|text_field): ")
+
+
+def check_settings(config: Config, workdir: pathlib.Path) -> None:
+    """Raises ValueError if config or sizes of files differ from the newest checkpoint's, before JAX is imported.
+
+    The run compares implementations and the content of files, which it has to open first.
+    """
+    folder = workdir / "checkpoints"
+    for step in reversed(saved_steps(folder)):
+        try:
+            saved = saved_run(folder / str(step))["metadata"]
+        except (OSError, ValueError):  # damaged: the run says so, and resumes from an older one
+            continue
+        now = with_sizes_now(saved, config.data) | {"config": config.to_dict()}
+        refuse_drift(saved, now, step=step, workdir=workdir)
+        return
+
+
+def refuse_drift(saved: dict[str, Any], current: dict[str, Any], *, step: int, workdir: pathlib.Path) -> None:
+    """Raises ValueError if the settings of the checkpoint at `step` in `workdir` differ from those of the run."""
+    if drift := drift_of(saved, current, step=step):
+        lines = "\n  ".join(drift)
+        remedy = "give the changed run another folder with --workdir."
+        if not drift_of(saved, current, step=step, branch=True):
+            remedy = (
+                "continue with the new ones in another folder: --workdir=NEW_FOLDER "
+                f"--config.train.branch_from={workdir}@{step}"
+            )
+        raise ValueError(
+            f"this run folder was trained with other settings:\n  {lines}\nRestore these settings, or {remedy}"
+        )
+
+
+def drift_of(saved: dict[str, Any], current: dict[str, Any], *, step: int, branch: bool = False) -> list[str]:
+    """Returns a line for each setting that differs and must not, or, of a `branch`, is not in BRANCH_MAY_CHANGE.
+
+    A config key that is newer than the checkpoint counts as its default, an op as its current implementation, and a
+    setting of JAX or of the tokenizer as its current value.
+    """
+    saved = saved | {"config": complete(saved["config"])}
+    for group in ("implementations", "jax", "tokenizer"):
+        saved[group] = {name: saved.get(group, {}).get(name, value) for name, value in current.get(group, {}).items()}
+    if branch:
+        saved, current = (tree | {"validation_manifest": None} for tree in (saved, current))
+    drift = config_drift(saved, current, also=BRANCH_MAY_CHANGE if branch else ())
+    passed = batch_of_step(step, skipped_batches(saved["config"]["train"]["skip_steps"]))
+    drift += _skip_drift(saved, current, step=step) + data_drift(saved, current, num_batches=passed)
+    # the hash of the data tells a reader nothing if another line names what changed
+    return [line for line in drift if not _OF_MANIFEST.match(line)] or drift
+
+
+def _skip_drift(saved: dict[str, Any], current: dict[str, Any], *, step: int) -> list[str]:
+    """Returns a line if two settings of a run leave out other batches among those that it has passed after `step`."""
+    before, now = (tree["config"]["train"]["skip_steps"] for tree in (saved, current))
+    end = batch_of_step(step, skipped_batches(before)) + 1
+
+    def batches_passed(skip_steps: str) -> list[range]:
+        return [range(part.start, min(part.stop, end)) for part in skipped_batches(skip_steps) if part.start < end]
+
+    if batches_passed(before) == batches_passed(now):
+        return []
+    return [
+        f"train.skip_steps: {before!r} in the checkpoint, {now!r} now, which differ before batch {end:,}; only later "
+        "batches may be added or removed; those before it in a branch of an earlier checkpoint, see train.branch_from"
+    ]
+
+
+def complete(kept: dict[str, Any]) -> dict[str, Any]:
+    """Returns recorded sections with new keys at their defaults, without those that are gone and changed nothing."""
+    for section, gone in _GONE.items():
+        left = {key: value for key, value in kept[section].items() if gone.get(key, ()) not in (value, None)}
+        kept = kept | {section: left}
+    defaults = {name: {f.name: f.default for f in dataclasses.fields(section)} for name, section in SECTIONS.items()}
+    return kept | {name: keys | kept.get(name, {}) for name, keys in defaults.items()}
