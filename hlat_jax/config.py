@@ -348,7 +348,7 @@ class TrainConfig:
     )
     eval_tasks_limit: int = _key(0, "Questions of each task, the first ones; 0: all.", least=0)
     eval_tasks_folder: str = _key("", "Folder with your own tasks, as YAML; empty: none.", is_path=True)
-    max_nonfinite_steps: int = _key(3, "So many steps in a row not finite, or without a target, end the run.", least=1)
+    max_nonfinite_steps: int = _key(3, "Consecutive non-finite (or target-less) steps that end the run.", least=1)
     spikes: str = _key(
         "off",
         "Steps whose loss or gradient norm is far above those before: warn prints them, skip masks their update.",

@@ -27,7 +27,7 @@ class Retries:
     """
 
     def __init__(self, interrupted: Callable[[], bool] = lambda: False):
-        """`interrupted`: whether all waiting ends at once, and the error is raised."""
+        """`interrupted`: returns True when waiting should stop and the error be raised."""
         self._interrupted = interrupted
         self._lock = threading.Lock()
         self._count, self._said_s, self._waits_until_s, self._tries_once_until_s = 0, -math.inf, 0.0, 0.0

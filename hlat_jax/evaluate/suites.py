@@ -32,7 +32,7 @@ class Column:
         return 100.0 * statistics.mean(results[task][metric] for task, metric in self.metrics.items())
 
     def standard_error(self, results: Mapping[str, Mapping[str, Any]]) -> float | None:
-        """Returns that of the figure, of tasks that err independently; None where the harness gives none for one."""
+        """Returns the standard error of a figure over independent tasks; None if the harness gives none for a task."""
         keys = {task: metric.replace(",", "_stderr,") for task, metric in self.metrics.items()}
         errors = [results[task].get(key) for task, key in keys.items()]
         if not all(isinstance(error, float | int) for error in errors):  # "N/A", or a metric without

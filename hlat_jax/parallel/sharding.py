@@ -57,7 +57,7 @@ class Layout:
       state_rules: logical axis -> mesh axes, for optimizer state and master weights.
       partial_gradients: logical axis -> mesh axes, beside ROWS and CONTEXT, over which gradients are partial sums.
       sequence_parallel: activations between blocks are split over `tensor` along the sequence.
-      reduce_gradients: when gradients are summed over replicas, one of `REDUCE_GRADIENTS`.
+      reduce_gradients: when gradients are summed over replicas: "step", "layer" or "microbatch".
       pipe_exchange: how pipeline stages exchange values, "permute" or "all_gather".
       context_exchange: how attention gets the keys of other devices, "all_gather" or "ring".
       bucket_bytes: capacity, on a device, of the buckets of gradients or of parameters that share a collective; 0: one

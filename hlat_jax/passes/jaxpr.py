@@ -314,7 +314,7 @@ def perturbed_at(fn: Callable, primals: Sequence[Any], places: Sequence[int]) ->
 
 
 def linearized_at(fn: Callable, primals: Sequence[Any], places: Sequence[int]) -> tuple[list, Callable]:
-    """Returns `jax.linearize` of a function of many arguments by those of these numbers."""
+    """Linearizes `fn` with respect to the arguments at these positions, as `jax.linearize` does."""
     return jax.linearize(perturbed_at(fn, primals, places), *(primals[at] for at in places))
 
 

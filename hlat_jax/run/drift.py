@@ -13,7 +13,7 @@ from hlat_jax.resolve import batch_of_step, skipped_batches
 from hlat_jax.store.checkpoint_checks import saved_run, saved_steps
 from hlat_jax.store.config_diff import config_drift
 
-# Keys that checkpoints have from before they went, at the values that changed nothing; None: at any.
+# Keys that older checkpoints contain but that no longer exist, at the values that changed nothing; None: at any.
 _GONE = {"data": {"shuffle_by": "document"}, "train": {"rewind_to": None}}
 # Settings that a branch may change: they affect neither the meaning of the state nor that of the data position.
 BRANCH_MAY_CHANGE = (

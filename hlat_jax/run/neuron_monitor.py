@@ -1,7 +1,7 @@
 """Utilization, memory and errors of the Neuron devices of this node, read from neuron-monitor while a run trains.
 
 neuron-monitor writes one JSON object per line and period. A group of metrics may be missing, or have an `error` text in
-place of values. Source: AWS Neuron docs, neuron-monitor user guide, of which the names of the fields are.
+place of values. Source: AWS Neuron docs, neuron-monitor user guide. Field names follow that guide.
 """
 
 from __future__ import annotations

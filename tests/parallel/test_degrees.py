@@ -35,6 +35,13 @@ REFUSED = [
 ]
 
 
+def test_7b_resumes_on_powers_of_two_nodes_as_its_page_says():
+    config = resolve(config_files.load("7b"))
+    assert [nodes for nodes in (1, 2, 4, 8, 16, 32, 48, 62, 63, 64) if passes(config, 32 * nodes)] == [
+        *(1, 2, 4, 8, 16, 32, 64)
+    ]
+
+
 def test_a_single_device_is_written_without_a_plural(small):
     small.parallel.data = 4
     with pytest.raises(ValueError, match=r"need 4 devices, not 1; .* every check on 1 device: parallel.data=1\."):

@@ -399,7 +399,7 @@ class EquationGraph:
 
 
 def upstream(eqns: Sequence[Any], ends: Collection[Any], *, without: Collection[Any]) -> list[Any]:
-    """Returns those of some equations, in order, that some variables depend on, up to variables that are given."""
+    """Returns, in order, the equations that `ends` depend on, stopping at the variables in `without`."""
     needed, upstream_eqns = set(ends), []
     for eqn in reversed(eqns):
         if not needed.isdisjoint(eqn.outvars):

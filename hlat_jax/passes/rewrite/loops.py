@@ -89,7 +89,7 @@ class Chunks:
         return Loop(before, goals, eqns, cut, whole, self._differentiated(eqns, goals, reads))
 
     def _differentiated(self, eqns: Sequence[Any], goals: Sequence[Any], reads: Sequence[Any]) -> int | None:
-        """Returns which of the goals has a derivative if they are sums of numbers and one has; else None."""
+        """Returns the index of the only differentiable goal if all goals are scalar sums; else None."""
         has_derivative = {var for var in reads if _is_float(var.aval)}
         for eqn in eqns:
             if any(atom in has_derivative for atom in variables(eqn.invars)):
