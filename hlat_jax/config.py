@@ -99,6 +99,7 @@ class ModelConfig:
         0.0, "yarn scaling: factor of rotated queries and keys; 0: 0.1 ln(rope_factor) + 1.", least=0
     )
     qkv_bias: bool = _key(False, "Queries, keys and values have biases (Qwen 2).")
+    out_bias: bool = _key(False, "Attention's output has a bias (Llama and Qwen 3 with attention_bias).")
     qk_norm: bool = _key(False, "RMSNorm on every head of queries and keys, before the rotation (Qwen 3).")
     sliding_window: int = _key(
         0, "Keys that a query attends to, the last of them its own (Mistral); 0: all.", least=0, most=1 << 30

@@ -276,6 +276,8 @@ class Attention(nnx.Module):
         if cfg.qk_norm:
             self.q_norm, self.k_norm = RMSNorm(cfg, of_heads=True), RMSNorm(cfg, of_heads=True)
         self.out = _normal(rngs, (cfg.num_heads, h, d), _output_std(cfg), axes=("heads", "head_dim", "embed"))
+        if cfg.out_bias:  # added to the whole sum of the heads, as a norm's scale multiplies it
+            self.out_bias = _param(jnp.zeros((d,)), axes=("norm",))
 
     def __call__(self, x_BTD: jax.Array, rotate: Rotate, attend: Attend, ctx: ParallelContext) -> tuple[jax.Array, Any]:
         """Returns what the block adds [B, T, D], and the auxiliary result of `attend`."""
@@ -287,7 +289,8 @@ class Attention(nnx.Module):
             q_BTNH, k_BTKH = checkpoint_name(rotate(q_BTNH), "q"), checkpoint_name(rotate(k_BTKH), "k")
         attended_BTNH, aux = attend(q_BTNH, k_BTKH, checkpoint_name(v_BTKH, "v"))
         attended_BTNH = checkpoint_name(attended_BTNH, "attn_out")
-        return row_parallel("BTNH,NHD->BTD", attended_BTNH, self.out, ctx), aux
+        out_BTD = row_parallel("BTNH,NHD->BTD", attended_BTNH, self.out, ctx)
+        return out_BTD + self.out_bias[...] if self.cfg.out_bias else out_BTD, aux
 
     def project(self, x_BTD: jax.Array, ctx: ParallelContext) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns this device's queries [B, T, N, H], keys and values [B, T, K, H], before norms and rotation."""

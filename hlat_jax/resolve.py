@@ -113,10 +113,14 @@ def export_problem(model: ModelConfig) -> str:
 
     Source: transformers 5, the configurations and models of llama, mistral, qwen2 and qwen3.
     """
-    if model.qkv_bias and model.qk_norm:
-        return "transformers has no model with model.qkv_bias and model.qk_norm; it loads one of them"
-    if model.qkv_bias or model.qk_norm:  # a Qwen
+    if model.out_bias and not model.qkv_bias:
+        return "transformers has model.out_bias only with model.qkv_bias; set both, or neither"
+    if model.qkv_bias and model.qk_norm and not model.out_bias:
+        return "transformers has model.qkv_bias with model.qk_norm only with model.out_bias; set it, or one of the two"
+    if model.qk_norm or (model.qkv_bias and not model.out_bias):  # a Qwen
         return ""
+    if model.out_bias and model.sliding_window:
+        return "transformers has model.out_bias with model.sliding_window only with model.qk_norm; set that too"
     if model.sliding_window_layers:
         return "transformers has model.sliding_window_layers only with model.qk_norm or model.qkv_bias"
     if model.sliding_window:  # a Mistral

@@ -8,7 +8,7 @@ from hlat_jax.facts.policies import POLICY_FACTS
 
 def num_params(m: ModelConfig) -> int:
     """Returns the number of parameters; a tied embedding counts once."""
-    norms = (2 * m.num_layers + 1) * m.embed_dim
+    norms = ((2 + m.out_bias) * m.num_layers + 1) * m.embed_dim  # and the bias of the attention's output
     of_heads = m.qkv_bias * (m.num_heads + 2 * m.num_kv_heads) + m.qk_norm * 2  # biases and norms
     tables = m.vocab_size * m.embed_dim * (1 if m.tie_embeddings else 2)
     return num_hidden_params(m) + m.num_layers * m.head_dim * of_heads + norms + tables

@@ -49,7 +49,7 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 _SERVED: dict[str, tuple] = {
     "hidden_act": ("silu", "swish"),
     "attention_dropout": (0.0,),
-    **dict.fromkeys(("attention_bias", "mlp_bias", "qkv_bias", "use_bias"), (False,)),
+    **dict.fromkeys(("mlp_bias", "qkv_bias", "use_bias"), (False,)),
     "partial_rotary_factor": (1.0,),
     "rope_interleaved": (False,),
     "no_rope_layers": (1,),
@@ -76,7 +76,7 @@ _DESCRIPTIVE = (
     "use_cache",
     "pretraining_tp",
 )
-_KNOWN = {*_SAME.values(), *_ROPE, *_WINDOW, *_SERVED, *_DESCRIPTIVE}
+_KNOWN = {*_SAME.values(), *_ROPE, *_WINDOW, *_SERVED, *_DESCRIPTIVE, "attention_bias"}
 # Ours -> theirs, in the scalings of `ROPE_SCALING` that read them.
 _OF_SCALING = {
     "rope_factor": "factor",
@@ -123,7 +123,9 @@ def model_config(content: dict[str, Any], *, where: str, fuse_qkv: bool = True) 
     if "head_dim" not in fields and (heads < 1 or width % heads):
         raise ValueError(f"{where}: hidden_size={width} does not divide into num_attention_heads={heads}.")
     defaults = {"num_kv_heads": heads, "head_dim": width // max(heads, 1)}
-    fields |= {"qkv_bias": kind == "qwen2", "qk_norm": kind == "qwen3", "fuse_qkv": fuse_qkv}
+    biased = _attention_bias(values, where=where)
+    fields |= {"qkv_bias": biased or kind == "qwen2", "out_bias": biased}
+    fields |= {"qk_norm": kind == "qwen3", "fuse_qkv": fuse_qkv}
     model = ModelConfig(**defaults | fields | _rope(values, where=where))
     try:
         model.check()
@@ -136,14 +138,17 @@ def model_config(content: dict[str, Any], *, where: str, fuse_qkv: bool = True) 
 
 def config_json(m: ModelConfig, *, dtype: str, token_ids: dict[str, int | None]) -> dict[str, Any]:
     """Returns the content of config.json, in the spelling of RoPE that transformers 4 and 5 both read."""
-    kind = "qwen2" if m.qkv_bias else "qwen3" if m.qk_norm else "mistral" if m.sliding_window else "llama"
+    if m.out_bias:
+        kind = "qwen3" if m.qk_norm else "llama"
+    else:
+        kind = "qwen2" if m.qkv_bias else "qwen3" if m.qk_norm else "mistral" if m.sliding_window else "llama"
     scaling = None
     if m.rope_scaling != "none":
         scaling = {_OF_SCALING[key]: getattr(m, key) for key in ROPE_SCALING[m.rope_scaling]}
         if not scaling.get("attention_factor", 1):  # transformers has null for its default
             del scaling["attention_factor"]
         scaling = {"rope_type": m.rope_scaling} | scaling
-    of_kind: dict[str, Any] = {"attention_bias": False} if kind in ("llama", "qwen3") else {}
+    of_kind: dict[str, Any] = {"attention_bias": m.out_bias} if kind in ("llama", "qwen3") else {}
     of_kind |= {"mlp_bias": False} if kind == "llama" else {"sliding_window": m.sliding_window or None}
     if m.sliding_window and kind != "mistral":
         windows = m.windows(m.sliding_window + 1)
@@ -168,13 +173,36 @@ def config_json(m: ModelConfig, *, dtype: str, token_ids: dict[str, int | None])
 
 def architecture(m: ModelConfig) -> dict[str, Any]:
     """Returns the fields of a model that config.json holds: those that an export and import must preserve."""
-    keys = [*_SAME, "qkv_bias", "qk_norm", "sliding_window", "sliding_window_layers", "rope_theta", "rope_scaling"]
+    keys = [
+        *_SAME,
+        "qkv_bias",
+        "out_bias",
+        "qk_norm",
+        "sliding_window",
+        "sliding_window_layers",
+        "rope_theta",
+        "rope_scaling",
+    ]
     return {key: getattr(m, key) for key in (*keys, *ROPE_SCALING[m.rope_scaling])}
 
 
 def unknown_fields(content: dict[str, Any]) -> list[str]:
     """Returns the fields of a config.json that have a value and are unknown here: they may change the computation."""
     return [key for key, value in content.items() if value is not None and key not in _KNOWN and "token_id" not in key]
+
+
+def _attention_bias(values: dict[str, Any], *, where: str) -> bool:
+    """Returns whether all projections of the attention have biases; transformers reads the field in two families.
+
+    Raises:
+      ValueError: it is no bool, or true in another family.
+    """
+    value, kind = values.get("attention_bias", False), values["model_type"]
+    allowed = (False, True) if kind in ("llama", "qwen3") else (False,)
+    if type(value) is not bool or value not in allowed:
+        supported = " or ".join(map(repr, allowed))
+        raise ValueError(f"{where}: attention_bias={value!r} is not supported; supported in a {kind}: {supported}.")
+    return value
 
 
 def _refuse_unsupported(values: dict[str, Any], *, where: str) -> None:

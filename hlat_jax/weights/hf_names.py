@@ -57,6 +57,8 @@ def table(m: ModelConfig) -> list[ParamMapping]:
         attention += [
             _same(f"layers.attention.{name}_norm.scale", f"self_attn.{name}_norm.weight", (h,)) for name in "qk"
         ]
+    if m.out_bias:
+        attention.append(_same("layers.attention.out_bias", "self_attn.o_proj.bias", (d,)))
     entries = [
         _same("embed", EMBEDDING, (v, d)),
         _same("layers.attention_norm.scale", "input_layernorm.weight", (d,)),

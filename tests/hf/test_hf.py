@@ -167,7 +167,8 @@ MISTRAL = {"model_type": "mistral", "architectures": None, "sliding_window": 8}
 QWEN = {"model_type": "qwen2", "architectures": None, "use_sliding_window": True, "sliding_window": 8}
 # Changes of the config of a small GQA model of transformers -> what is refused.
 UNSUPPORTED = [
-    ({"attention_bias": True}, r"attention_bias=True is not supported"),
+    (MISTRAL | {"attention_bias": True}, r"attention_bias=True is not supported; supported in a mistral: False"),
+    ({"attention_bias": 1}, r"attention_bias=1 is not supported; supported in a llama: False or True"),
     ({"sliding_window": 2047}, r"sliding_window=2047 must be null, or an int of at least max_position_embeddings=2048"),
     ({"sliding_window": "4096"}, r"sliding_window='4096' must be null, or an int"),
     ({"use_sliding_window": True}, r"sliding_window=None must be null, .* a Llama has no sliding window"),

@@ -37,7 +37,7 @@ EXACT, NARROW, NARROW_SPIKE = (5e-6, 5e-6, 5e-6), (1e-3, 5e-3, 5e-4), (1e-3, 3e-
 # The options that change what one device computes; all others may change the order of sums alone.
 NUMERICS = (
     *("optimizer", "policy", "packing", "z_loss_weight", "tie_embeddings", "fuse_qkv", "num_kv_heads"),
-    *("qkv_bias", "qk_norm", "sliding_window", "sliding_window_layers", "rope_scaling"),
+    *("qkv_bias", "out_bias", "qk_norm", "sliding_window", "sliding_window_layers", "rope_scaling"),
 )
 PLAIN = {
     "layer_loop": "scan",

@@ -208,6 +208,7 @@ FIELDS = {
     "model.rope_beta_slow": Row(4.0, program, given=YARN),
     "model.rope_attention_factor": Row(2.0, program, given=YARN),
     "model.qkv_bias": Row(True, program),
+    "model.out_bias": Row(True, program),
     "model.qk_norm": Row(True, program),
     "model.sliding_window": Row(8, program),
     "model.sliding_window_layers": Row("2:2", program, given={"model.sliding_window": 8}),

@@ -20,7 +20,7 @@ def tokens(shape=(2, 12), seed=0):
     return jnp.asarray(np.random.default_rng(seed).integers(0, 64, shape), jnp.int32)
 
 
-QWENS = {"qkv_bias": True, "qk_norm": True}  # what Qwen 2 and Qwen 3 add
+QWENS = {"qkv_bias": True, "out_bias": True, "qk_norm": True}  # what Qwen 2 and Qwen 3 add
 
 
 @pytest.mark.slow
@@ -54,7 +54,7 @@ def test_weight_decay_of_matrices_leaves_out_every_norm_and_bias():
         decays = jax.tree_util.tree_leaves_with_path(decay_mask(params, "matrices"))
         left_out = {jax.tree_util.keystr(path, simple=True, separator=".") for path, decay in decays if not decay}
         names = ("qkv_bias",) if fuse_qkv else ("q_bias", "kv_bias")
-        of_layers = {f"layers.attention.{name}" for name in (*names, "q_norm.scale", "k_norm.scale")}
+        of_layers = {f"layers.attention.{name}" for name in (*names, "out_bias", "q_norm.scale", "k_norm.scale")}
         assert left_out == of_layers | {"layers.attention_norm.scale", "layers.mlp_norm.scale", "final_norm.scale"}
 
 

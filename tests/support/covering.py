@@ -41,6 +41,7 @@ VALUES: dict[str, list] = {
     "fuse_qkv": [False, True],
     "num_kv_heads": [4, 2, 1],  # of 4 heads
     "qkv_bias": [False, True],
+    "out_bias": [False, True],
     "qk_norm": [False, True],
     "sliding_window": [16, 5],  # of 16 positions: no window, also with layers that have it
     "sliding_window_layers": ["", "2:2"],
@@ -58,7 +59,14 @@ QUICK: dict[str, Row] = {
     | {"data": 2, "tensor": 4, "zero1": True, "sequence_parallel": True, "reduce_gradients": "layer"}
     | {"bucket_bytes": 4096, "num_microbatches": 2, "accumulate": "programs", "z_loss_weight": 1e-2, "spikes": "skip"}
     | {"packing": "documents", "remat": "selective", "attention": "blocked", "tie_embeddings": True, "num_kv_heads": 2}
-    | {"optimizer": "muon", "qkv_bias": True, "qk_norm": True, "sliding_window": 5, "rope_scaling": "yarn"},
+    | {
+        "optimizer": "muon",
+        "qkv_bias": True,
+        "out_bias": True,
+        "qk_norm": True,
+        "sliding_window": 5,
+        "rope_scaling": "yarn",
+    },
     "context": FIRST
     | {"pipe": 2, "context": 2, "tensor": 2, "zero1": True, "sequence_parallel": True, "num_microbatches": 2}
     | {"packing": "documents", "remat": "full", "fuse_qkv": True, "sliding_window": 5, "sliding_window_layers": "2:2"},

@@ -54,6 +54,7 @@ def family(kind: str, seed: int):
     rng, heads = random.Random(f"{kind} {seed}"), 8
     windows = {"llama": {}, "mistral": {"sliding_window": (WINDOW, None)[seed // 2 % 2]}}
     window = windows.get(kind, _QWEN_WINDOWS[seed % 4])
+    biases = {"attention_bias": seed % 4 in (1, 2)} if kind in ("llama", "qwen3") else {}
     return transformers.AutoConfig.for_model(
         kind,
         vocab_size=rng.choice((200, 384)),
@@ -68,6 +69,7 @@ def family(kind: str, seed: int):
         rms_norm_eps=rng.choice((1e-5, 1e-6)),
         rope_parameters=dict(ROPES[(seed + seed // 3) % 3]),
         **window,
+        **biases,
     )
 
 
