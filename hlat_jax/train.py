@@ -111,7 +111,7 @@ def train(
 
 
 def _check_paths(config: config_lib.Config, workdir: pathlib.Path, *, given: Collection[str]) -> None:
-    """Raises ValueError for a path that does not exist, before the seconds that importing JAX takes.
+    """Raises ValueError for a path that does not exist, or settings that are wrong, before JAX is imported.
 
     Text and tokenizer that a shipped config sets, and not the command line, whose keys are `given`, are left to the
     run, which first checks that the model fits this machine.
@@ -121,7 +121,6 @@ def _check_paths(config: config_lib.Config, workdir: pathlib.Path, *, given: Col
     from hlat_jax.data.tokenizer import Tokenizer
     from hlat_jax.run.drift import check_settings
 
-    check_settings(config, workdir)
     path_checks.check_mixture(config.data)
     if not path_checks.was_opened(config.data, workdir):  # else the run waits for what is away
         given_texts = [key for key in ("train", "validation") if {f"data.{key}", "data.text_field"} & set(keys)]
@@ -135,6 +134,7 @@ def _check_paths(config: config_lib.Config, workdir: pathlib.Path, *, given: Col
         check_file(config.model.ops_table, key="model.ops_table")
     if config.train.eval_tasks_folder:
         check_folder(config.train.eval_tasks_folder, key="train.eval_tasks_folder")
+    check_settings(config, workdir)
 
 
 def _set_environment(config: config_lib.Config, values: flags.FlagValues, *, workdir: pathlib.Path) -> None:
