@@ -11,10 +11,9 @@ def nearest(word: str, candidates: Any) -> str:
 
     One that has the word between its underscores, as peak_lr has lr, is close too.
     """
-    named = with_part(word, candidates)
-    candidates = sorted(candidates)
-    close = difflib.get_close_matches(word, candidates, n=1, cutoff=0.6) or named
-    return f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(candidates)}."
+    candidates = list(candidates)
+    close = difflib.get_close_matches(word, sorted(candidates), n=1, cutoff=0.6) or with_part(word, candidates)
+    return f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(sorted(candidates))}."
 
 
 def with_part(word: str, candidates: Any) -> list[str]:
