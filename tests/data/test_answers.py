@@ -93,7 +93,7 @@ def test_a_run_resumes_with_its_chat_template_alone_and_keeps_it(tmp_path):
         run = tmp_path / f"run {len(data)}"
         assert train(run, data, **settings) == 0
         for changed in (settings | {"template": marked}, settings | {"unk_token": "<s>"}):
-            with pytest.raises(ValueError, match=r"manifest: the chat template beside data.tokenizer, or a control"):
+            with pytest.raises(ValueError, match=r"data.train: the chat template beside data.tokenizer, or a control"):
                 train(run, data, **changed)
         assert (run / "tokenizer" / path.name).read_text() == CHATML
     assert train(run, data, **settings) == 0
