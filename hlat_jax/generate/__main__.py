@@ -15,6 +15,7 @@ from absl import flags, logging
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.cli.path_checks import check_file
 from hlat_jax.config import count_text
+from hlat_jax.facts.local_paths import local_path
 from hlat_jax.generate import inference
 from hlat_jax.resolve import check_unicode
 from hlat_jax.store.progress import show_progress
@@ -135,7 +136,7 @@ def _prompts(values: flags.FlagValues) -> list[str]:
 def _check_blank(texts: Sequence[str], values: flags.FlagValues, **how: Any) -> None:
     """Raises ValueError for a blank prompt that encodes to no tokens, before JAX is imported."""
     blank = {number: text for number, text in enumerate(texts) if not text.strip()}
-    weights = describe(pathlib.Path(values.checkpoint).expanduser()) if blank else None
+    weights = describe(local_path(values.checkpoint)) if blank else None
     if weights is None or not (path := values.tokenizer or weights.tokenizer):
         return  # what opens the model says so
     from hlat_jax.data.tokenizer import Tokenizer
