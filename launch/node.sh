@@ -153,14 +153,8 @@ export JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES=none" # else the folder's path is 
 fi
 
 host_exports() { # what the loader of this machine reads before Python starts
-  local base library folder found="" root=${IMAGE_ROOT:-} efa=${LD_LIBRARY_PATH:-} path=$PATH scripts
+  local base library folder found="" root=${IMAGE_ROOT:-} efa=${LD_LIBRARY_PATH:-}
   [[ -n $instance ]] || return 0
-  # the compiler, neuronx-cc, lies beside the interpreter and is called by its name, as are Neuron's tools
-  scripts=$("$python" -c 'import sysconfig; print(sysconfig.get_path("scripts"))')
-  folder=$root/opt/aws/neuron/bin
-  [[ ! -d $folder || ":$path:" == *":$folder:"* ]] || path=$folder:$path
-  [[ $path == "$scripts:"* ]] || path=$scripts:$path # before that of another environment
-  [[ $path == "$PATH" ]] || printf 'export PATH=%q\n' "$path"
   # with glibc's allocator host memory was seen to grow without bound in long runs
   for base in lib lib/x86_64-linux-gnu lib64; do # a link of the user's; Ubuntu; Amazon Linux
     for library in "$root/usr/$base"/libtcmalloc{,_minimal}.so{,.4}; do

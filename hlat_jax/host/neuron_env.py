@@ -1,8 +1,9 @@
 """The environment variables of a run on Trainium, computed from its precision, mesh and topology.
 
 They are set before JAX is imported, which reads some of them then. Undocumented variables are never set here; the user
-may. LD_PRELOAD, LD_LIBRARY_PATH and `ulimit` depend on the host: launch/node.sh sets them. Source: AWS Neuron docs (JAX
-environment variables, runtime configuration, neuronx-cc CLI reference, EFA set-up); HLAT's scripts where named.
+may. LD_PRELOAD, LD_LIBRARY_PATH and `ulimit` take effect when a process starts: launch/node.sh sets them. Source: AWS
+Neuron docs (JAX environment variables, runtime configuration, neuronx-cc CLI reference, EFA set-up); HLAT's scripts
+where named.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
+import shutil
 import sys
+import sysconfig
 from collections.abc import Mapping
 
 from hlat_jax.config import ParallelConfig, PrecisionConfig, check_choice, count_text
@@ -43,6 +46,8 @@ FIXED = {
     "NEURON_PJRT_PROCESSES_NUM_DEVICES": "--nodes and --cores",
 }
 PROFILE_FOLDER = "neuron_profile"  # in a run folder
+COMPILER = "neuronx-cc"  # JAX's plugin starts it by this name
+TOOLS_FOLDER = "/opt/aws/neuron/bin"  # of aws-neuronx-tools
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +108,7 @@ def environment(
         if name != "NEURON_CC_FLAGS" and yours != value:
             variables[name] = yours
             notes.append(f"{name}: your value {yours} replaces {value}")
+    variables["PATH"] = _search_path(current.get("PATH", ""))
     level, why = verdict_of_first(topology.devices_per_node, instance=topology.instance, lnc=topology.lnc)
     notes += [f"--cores={topology.devices_per_node} is disputed: {why}"] * (level == DISPUTED)
     return Environment(variables, tuple(notes))
@@ -114,22 +120,39 @@ def prepare(precision: PrecisionConfig, parallel: ParallelConfig, *, machine: Ma
     For notebooks and code that imports the package; the commands call it themselves.
 
     Raises:
-      ValueError: as `environment`; or JAX, which reads the environment when imported, is imported already.
+      ValueError: as `environment`; or JAX, which reads the environment when imported, was imported without it.
     """
     instance = instance_to_serve("", os.environ.get("JAX_PLATFORMS", ""), machine=machine)
     if not instance:
         return "environment: nothing to set, as no Neuron device is used"
-    if "jax" in sys.modules:
-        raise ValueError(f"{instance}: JAX is imported already; start Python again and call this first.")
     computed = environment(precision, parallel, Topology(instance, lnc=lnc_of(os.environ)), current=os.environ)
+    late = [name for name, value in computed.variables.items() if os.environ.get(name) != value]
+    if late and "jax" in sys.modules:
+        raise ValueError(
+            f"{instance}: JAX was imported before {late[0]} was set. Start Python again, in a notebook its kernel, and "
+            "call this before you import JAX."
+        )
     os.environ.update(computed.variables)
-    return "\n".join((f"environment: set for {instance}", *computed.notes))
+    notes = computed.notes
+    if not shutil.which(COMPILER):
+        notes += (f"{COMPILER} is not installed beside {sys.executable}: choose the Python or kernel that has it",)
+    return "\n".join((f"environment: set for {instance}", *notes))
 
 
 def variables_to_record(environ: Mapping[str, str]) -> dict[str, str]:
     """Returns the variables that can change what a run does or how fast, for the record in the run folder."""
     prefixes = ("FI_", "JAX_", "LD_", "MALLOC_", "NEURON_", "XLA_")
     return {name: environ[name] for name in sorted(environ) if name.startswith(prefixes)}
+
+
+def _search_path(path: str) -> str:
+    """Returns PATH with two folders first: the commands of this interpreter, such as the compiler, and Neuron's tools.
+
+    An empty PATH, as a notebook's kernel may have, becomes the system's default.
+    """
+    first = [sysconfig.get_path("scripts"), TOOLS_FOLDER]
+    others = [folder for folder in (path or os.defpath).split(os.pathsep) if folder not in first]
+    return os.pathsep.join([*first, *others])
 
 
 def _compute(precision: PrecisionConfig, parallel: ParallelConfig, topology: Topology) -> dict[str, str]:

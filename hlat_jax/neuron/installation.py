@@ -5,11 +5,12 @@ from __future__ import annotations
 import pathlib
 import shutil
 import subprocess
-import sysconfig
+import sys
 from collections.abc import Mapping
 
 from hlat_jax.facts import sdk_releases
 from hlat_jax.facts.sdk_releases import PYTHON_PACKAGES, RECOMMENDED, RELEASES, SYSTEM_PACKAGES, Release, numbers
+from hlat_jax.host import neuron_env
 from hlat_jax.neuron.probes import FAILED, NOT_HERE, PASSED, Outcome
 
 # what no release is without; nki is needed by model.attention=nki only
@@ -21,7 +22,6 @@ _QUERIES = (
     ("dpkg-query", "-W", "-f", "${Package} ${Version} ${db:Status-Status}\n", *SYSTEM_PACKAGES),
     ("rpm", "-q", "--qf", "%{NAME} %{VERSION} installed\n", *SYSTEM_PACKAGES),
 )
-_TOOLS = pathlib.Path("/opt/aws/neuron/bin")  # of aws-neuronx-tools
 
 
 def system_versions(*, driver: pathlib.Path = DRIVER_VERSION) -> dict[str, str]:
@@ -73,27 +73,16 @@ def one_release(installed: Mapping[str, str]) -> Outcome:
     return Outcome(FAILED, what + warning, _advice()) if warning else Outcome(PASSED, what)
 
 
-def tools_on_path(*, scripts: pathlib.Path | None = None, tools: pathlib.Path = _TOOLS) -> Outcome:
-    """Checks that PATH leads to the compiler of this environment and to Neuron's tools, which are started by name.
-
-    Args:
-      scripts: folder of the interpreter's commands; None: that of this one.
-      tools: folder of aws-neuronx-tools.
-    """
-    scripts = scripts or pathlib.Path(sysconfig.get_path("scripts"))
-    wrong, paths = [], []
-    for name, folder in (("neuronx-cc", scripts), ("neuron-ls", tools)):
-        at = shutil.which(name)
-        if at is None:
-            wrong.append(f"{name} is not on PATH")
-        elif (folder / name).exists() and not (folder / name).samefile(at):
-            wrong.append(f"{name} on PATH is {at}, not {folder / name}")
-        else:
-            paths.append(at)
-    if wrong:
-        advice = f"export PATH={scripts}:{tools}:$PATH; launch/node.sh does, for the interpreter that PYTHON names"
-        return Outcome(FAILED, "; ".join(wrong), advice)
-    return Outcome(PASSED, ", ".join(paths))
+def tools_on_path() -> Outcome:
+    """Checks that PATH, which `neuron_env` has set, leads to the compiler and to Neuron's tools, started by name."""
+    advice = {
+        neuron_env.COMPILER: f"install the extra `neuron` for {sys.executable}, or use a Python that has it",
+        "neuron-ls": "install aws-neuronx-tools",
+    }
+    found = {name: shutil.which(name) for name in advice}
+    if missing := [name for name, at in found.items() if at is None]:
+        return Outcome(FAILED, f"not on PATH: {', '.join(missing)}", "; ".join(advice[name] for name in missing))
+    return Outcome(PASSED, ", ".join(str(at) for at in found.values()))
 
 
 def _advice() -> str:

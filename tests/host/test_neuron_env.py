@@ -11,6 +11,7 @@ import os
 import pathlib
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -56,6 +57,7 @@ def golden_runs():
         one, last = Topology(instance, lnc=lnc), Topology(instance, lnc=lnc, nodes=64, rank=63, coordinator="trn-1")
         for run, precision, place in (("1 node", MIXED, one), ("64 nodes", MIXED, last), ("bf16_sr", BF16_SR, one)):
             variables = environment(precision, HLAT, place, current={}).variables
+            del variables["PATH"]  # of this machine
             base = first.get(run) or first.get("1 node", {})
             names = sorted({name for name, _ in variables.items() ^ base.items()})
             found[f"{target}, {run}"] = {name: variables.get(name) for name in names}
@@ -293,16 +295,46 @@ def trn1_node(tmp_path, monkeypatch):
     return neuron_topology.Machine(tmp_path, tmp_path / "product_name")
 
 
+def fake_compiler(folder, monkeypatch):
+    """Makes `folder` that of this interpreter's commands, with a neuronx-cc in it."""
+    folder.mkdir()
+    (folder / neuron_env.COMPILER).touch(0o755)
+    monkeypatch.setattr(neuron_env.sysconfig, "get_path", lambda _: str(folder))
+
+
+def test_path_begins_with_the_compiler_of_this_interpreter(tmp_path, monkeypatch):
+    scripts, other = tmp_path / "scripts", tmp_path / "other"
+    other.mkdir()
+    (other / neuron_env.COMPILER).touch(0o755)  # of another environment
+    fake_compiler(scripts, monkeypatch)
+    for path, rest in (
+        (f"{other}:{scripts}:/usr/bin", f"{other}:/usr/bin"),
+        (f"{neuron_env.TOOLS_FOLDER}:/usr/bin", "/usr/bin"),
+        ("", os.defpath),
+    ):
+        found = with_current(PATH=path)
+        assert found.variables["PATH"] == f"{scripts}:{neuron_env.TOOLS_FOLDER}:{rest}"
+        assert found.notes == ()
+        assert with_current(**found.variables) == found
+        assert shutil.which(neuron_env.COMPILER, path=found.variables["PATH"]) == f"{scripts / neuron_env.COMPILER}"
+
+
 def test_prepare_sets_the_node_environment_before_importing_jax(trn1_node, monkeypatch, tmp_path):
     precision, parallel = PrecisionConfig("bf16_sr"), ParallelConfig(data=1, tensor=-1)
+    fake_compiler(tmp_path / "scripts", monkeypatch)
     before = dict(os.environ)
-    with pytest.raises(ValueError, match=r"trn1\.32xlarge: JAX is imported already; start Python again"):
+    with pytest.raises(ValueError, match=r"trn1\.32xlarge: JAX was imported before \w+ was set\. Start Python again"):
         neuron_env.prepare(precision, parallel, machine=trn1_node)
     assert os.environ == before
+    jax = sys.modules["jax"]
     monkeypatch.delitem(sys.modules, "jax")
-    expected = environment(precision, parallel, Topology("trn1.32xlarge"), current={}).variables
+    expected = environment(precision, parallel, Topology("trn1.32xlarge"), current=os.environ).variables
     assert neuron_env.prepare(precision, parallel, machine=trn1_node) == "environment: set for trn1.32xlarge"
     assert expected.items() <= os.environ.items()
+    monkeypatch.setitem(sys.modules, "jax", jax)  # the first cell of a notebook runs again
+    assert neuron_env.prepare(precision, parallel, machine=trn1_node) == "environment: set for trn1.32xlarge"
+    (tmp_path / "scripts" / neuron_env.COMPILER).unlink()
+    assert "neuronx-cc is not installed" in neuron_env.prepare(precision, parallel, machine=trn1_node)
     (tmp_path / "neuron0").unlink()
     os.environ.pop("JAX_PLATFORMS")
     assert "nothing to set" in neuron_env.prepare(precision, parallel, machine=trn1_node)
@@ -346,7 +378,7 @@ def at_import(command, *words, **variables):
 def test_training_sets_the_environment_before_jax_is_imported():
     place = ("--coordinator=first:5000", "--num_processes=4", "--process_id=1", "--instance=trn1.32xlarge")
     found, printed = environment_at_import(*place, NEURON_RT_EXEC_TIMEOUT="600")
-    expected = with_current(NEURON_RT_EXEC_TIMEOUT="600")
+    expected = with_current(NEURON_RT_EXEC_TIMEOUT="600", PATH=os.environ["PATH"])
     assert printed == ""  # of process 0 alone
     assert found.items() >= expected.variables.items()
     _, printed = environment_at_import("--instance=trn1.32xlarge", NEURON_RT_EXEC_TIMEOUT="600")

@@ -91,21 +91,12 @@ def test_system_versions_are_those_of_the_package_manager_and_of_the_loaded_driv
     assert loaded == found | {"aws-neuronx-dkms": "2.31.7.0"}
 
 
-def test_tools_are_those_of_this_environment_and_on_the_path(tmp_path, monkeypatch):
-    mine, tools, other = (tmp_path / name for name in ("mine", "tools", "other"))
-    for folder in (mine, tools, other):
-        folder.mkdir()
-
-    def checked(*folders):
-        monkeypatch.setenv("PATH", ":".join(map(str, folders)))
-        return installation.tools_on_path(scripts=mine, tools=tools)
-
-    fake_command(tools, "neuron-ls", "x")
-    fake_command(mine, "neuronx-cc", "x")
-    missing = checked(tools)
-    assert (missing.verdict, missing.found) == (FAILED, "neuronx-cc is not on PATH")
-    assert missing.advice.startswith(f"export PATH={mine}:{tools}:$PATH; ")
-    fake_command(other, "neuronx-cc", "x")
-    assert checked(other, mine, tools).found == f"neuronx-cc on PATH is {other}/neuronx-cc, not {mine}/neuronx-cc"
-    assert checked(mine).found == "neuron-ls is not on PATH"
-    assert checked(mine, tools, other) == (PASSED, f"{mine}/neuronx-cc, {tools}/neuron-ls", "")
+def test_tools_are_found_by_name_or_named_with_what_to_install(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    missing = installation.tools_on_path()
+    assert (missing.verdict, missing.found) == (FAILED, "not on PATH: neuronx-cc, neuron-ls")
+    fake_command(tmp_path, "neuronx-cc", "x")
+    missing = installation.tools_on_path()
+    assert (missing.found, missing.advice) == ("not on PATH: neuron-ls", "install aws-neuronx-tools")
+    fake_command(tmp_path, "neuron-ls", "x")
+    assert installation.tools_on_path() == (PASSED, f"{tmp_path}/neuronx-cc, {tmp_path}/neuron-ls", "")

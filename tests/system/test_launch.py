@@ -69,7 +69,7 @@ def nodes_of(printed):
 def computed(instance="trn1.32xlarge", **fields):
     """Returns the variables of `tiny`, as the package computes them."""
     tiny = resolve(config_files.load("tiny"))
-    return environment(tiny.precision, tiny.parallel, Topology(instance, **fields), current={}).variables
+    return environment(tiny.precision, tiny.parallel, Topology(instance, **fields), current={"PATH": PATH}).variables
 
 
 def of_job(coordinator, num_processes, process_id):
@@ -148,18 +148,13 @@ def test_node_finds_tcmalloc_and_the_efa_libraries_of_its_image(dry_run, tmp_pat
         assert "LD_PRELOAD" not in dry_run(neuron_devices=16, IMAGE_ROOT=str(image), LD_PRELOAD="/mine.so")[0]
 
 
-def test_node_puts_the_compiler_of_its_interpreter_and_neurons_tools_on_the_path(dry_run, tmp_path):
-    other, image = tmp_path / "other", tmp_path / "image"
-    tools = image / "opt/aws/neuron/bin"
-    for folder in (other, tools):
-        folder.mkdir(parents=True)
-    (other / "neuronx-cc").touch(0o755)  # of another environment
-    path = f"{other}:/usr/bin:/bin"
-    variables = {"IMAGE_ROOT": str(image), "PATH": path}
-    exports, _, _ = dry_run(neuron_devices=16, **variables)
-    assert exports["PATH"] == f"{SCRIPTS}:{tools}:{path}"
-    assert "PATH" not in dry_run(neuron_devices=16, **variables | {"PATH": exports["PATH"]})[0]
-    assert dry_run(JAX_PLATFORMS="cpu", **variables)[0] == {}
+def test_node_puts_the_compiler_of_its_interpreter_first_on_the_path(dry_run, tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "neuronx-cc").touch(0o755)  # of another environment
+    path = f"{tmp_path / 'other'}:/usr/bin:/bin"
+    exports, _, _ = dry_run(neuron_devices=16, PATH=path)
+    assert exports["PATH"] == f"{SCRIPTS}:/opt/aws/neuron/bin:{path}"
+    assert dry_run(JAX_PLATFORMS="cpu", PATH=path)[0] == {}
 
 
 def test_node_reads_precision_layout_and_the_weights_to_begin_with_only_from_the_config(tmp_path):

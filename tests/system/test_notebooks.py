@@ -1,13 +1,20 @@
-"""The notebooks: what they may hold, what they show, and that they run as they stand, with programs for Trainium."""
+"""The notebooks: what they may hold, what they show, and that they run as they stand, with programs for Trainium.
+
+A kernel that was not started from its virtual environment finds the compiler there.
+"""
 
 import ast
 import json
 import os
 import re
 import shutil
+import sys
+import venv
 
 import nbformat
 import pytest
+from jupyter_client import KernelManager
+from jupyter_client.kernelspec import KernelSpecManager
 
 from hlat_jax.cli import config_files
 from hlat_jax.neuron import lint, programs
@@ -37,6 +44,18 @@ inside = list(itertools.chain.from_iterable(inside))
 configs = [value.to_dict() for value in named + inside if isinstance(value, Config)]
 findings = [(value.severity, value.rule) for value in inside if isinstance(value, Finding)]
 print(json.dumps({"configs": configs, "findings": findings}))
+"""
+
+
+IN_KERNEL = """
+import os, pathlib, subprocess, sys
+print(repr(os.environ["PATH"]))
+from hlat_jax.config import ParallelConfig, PrecisionConfig
+from hlat_jax.host import neuron_env
+node = neuron_env.Machine(pathlib.Path("node"), pathlib.Path("node/product_name"))
+print(neuron_env.prepare(PrecisionConfig("mixed"), ParallelConfig(), machine=node))
+print(subprocess.run(["neuronx-cc"], capture_output=True, text=True).stdout.strip())
+print("jax" in sys.modules)
 """
 
 
@@ -158,3 +177,31 @@ def test_programs_of_a_notebook_fit_a_trn1_node_and_lint_clean(name, ran):
             if program in ("train", "init"):
                 found = lint.check_traced(traced(), recurring=program != "init")
                 assert not [f for f in found if f.severity == "error"]
+
+
+def test_kernel_with_an_empty_path_finds_the_compiler_of_its_venv(tmp_path):
+    venv.create(tmp_path / "venv")
+    scripts, node = tmp_path / "venv" / "bin", tmp_path / "node"
+    (scripts / "neuronx-cc").write_text('#!/bin/sh\necho "called as $0"\n')
+    (scripts / "neuronx-cc").chmod(0o755)
+    node.mkdir()
+    (node / "neuron0").touch()
+    (node / "product_name").write_text("trn1.2xlarge\n")
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "NEURON_", "MALLOC_"))}
+    environ["PYTHONPATH"] = os.pathsep.join(map(str, [FOLDER.parent, *sys.path]))
+    environ["IPYTHONDIR"] = str(tmp_path / "ipython")
+    manager, printed = KernelManager(kernel_spec_manager=KernelSpecManager(kernel_dirs=[])), []
+    manager.kernel_spec.argv[0] = str(scripts / "python")
+    manager.kernel_spec.env["PATH"] = ""
+    manager.start_kernel(cwd=str(tmp_path), env=environ)
+    try:
+        client = manager.blocking_client()
+        client.start_channels()
+        client.wait_for_ready(timeout=300)
+        client.execute_interactive(IN_KERNEL, output_hook=lambda message: printed.append(message["content"]))
+        client.stop_channels()
+    finally:
+        manager.shutdown_kernel(now=True)
+    assert "".join(content.get("text", "") for content in printed).splitlines() == [
+        "''", "environment: set for trn1.2xlarge", f"called as {scripts}/neuronx-cc", "False",
+    ], printed  # fmt: skip
