@@ -15,13 +15,31 @@ _MOST_BYTES = 1 << 30
 _LEAST_COMPILE_S = "0.2"  # shorter compilations are done again
 
 
-def use_default_folder(environ: MutableMapping[str, str]) -> None:
-    """Sets the variables of JAX's compilation cache to a folder of this user, bounded in size.
+def prepare(environ: MutableMapping[str, str], *, is_alone: bool) -> None:
+    """Sets the variables of JAX's compilation cache for a process that uses no Neuron device.
 
-    Changes nothing where a variable names a folder or turns the cache off, or where the folder cannot be written.
+    A process that `is_alone` gets a folder of this user, bounded in size, if no variable names a folder and it can be
+    written. Processes of one job would write the same entries; their launcher may name a folder for each. Changes
+    nothing if a variable turns the cache off.
     """
-    if environ.get(FOLDER) or environ.get(_ENABLED, "1").lower() in ("0", "n", "no", "f", "false", "off"):
+    if environ.get(_ENABLED, "1").lower() in ("0", "n", "no", "f", "false", "off"):
         return
+    if is_alone and not environ.get(FOLDER):
+        _use_default_folder(environ)
+    if environ.get(FOLDER) and (is_alone or environ.get("JAX_PLATFORMS") == "cpu"):
+        # for each program that it reads on CPU, XLA logs two of its own tuning hints as errors, with 3 kB of features
+        environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+
+def describe(folder: str | None, *, platform: str) -> str:
+    """Returns what a start prints about the folder of JAX's compilation cache, if there is one."""
+    if not folder:  # on CPU a program compiles in seconds
+        return "none" + f"; with {FOLDER}=FOLDER the next start does not compile again" * (platform != "cpu")
+    home = os.path.expanduser("~")
+    return f"~{folder.removeprefix(home)}" if folder.startswith(f"{home}/") else folder
+
+
+def _use_default_folder(environ: MutableMapping[str, str]) -> None:
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: this user has no home
         caches = pathlib.Path(environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
         folder = caches / "hlat_jax" / "compiled" / _processor()
@@ -30,16 +48,6 @@ def use_default_folder(environ: MutableMapping[str, str]) -> None:
             _remove_oldest(folder)
             environ[FOLDER] = str(folder.absolute())
             environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", _LEAST_COMPILE_S)
-            # for each program that it reads, XLA logs as an error that two of its own tuning hints are not instructions
-            environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-
-
-def describe(folder: str | None) -> str:
-    """Returns what a start prints about the folder of JAX's compilation cache, if there is one."""
-    if not folder:
-        return f"none; with {FOLDER}=FOLDER the next start does not compile again"
-    home = os.path.expanduser("~")
-    return f"~{folder.removeprefix(home)}" if folder.startswith(f"{home}/") else folder
 
 
 def _processor() -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # every command imports this first, and until then Ctrl-C gives a traceback
     import pathlib
     from collections.abc import Callable, Iterator
-    from typing import Any, NoReturn
+    from typing import Any, NoReturn, TextIO
 
     from hlat_jax.host.watchdog import Watchdog
 
@@ -114,6 +114,12 @@ class _LossyOutput(io.RawIOBase):
                 return len(data)
 
 
+def is_terminal(stream: TextIO | int) -> bool:
+    """Returns whether a stream, or a descriptor, is a terminal that knows control sequences: TERM=dumb says not."""
+    is_tty = os.isatty(stream) if isinstance(stream, int) else stream.isatty()
+    return is_tty and os.environ.get("TERM") != "dumb"
+
+
 def _leave_signals_alone() -> None:
     signal.set_wakeup_fd(-1)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
@@ -143,7 +149,7 @@ def _end_on_interrupt(_number: int, _frame: Any) -> None:
 
 def _say(line: str) -> None:
     with contextlib.suppress(OSError):
-        erased = "\r\x1b[K" * os.isatty(2)  # a progress bar
+        erased = "\r\x1b[K" * is_terminal(2)  # a progress bar
         os.write(2, f"{erased}{line}\n".encode())
 
 

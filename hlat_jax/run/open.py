@@ -179,7 +179,7 @@ def compile_run(
     config, workdir, restored = inputs.config, inputs.workdir, start.restored
     signals.doing = "compiling"
     kept_in = jax.config.jax_compilation_cache_dir if jax.config.jax_enable_compilation_cache else None
-    print(f"compile cache    {compile_cache.describe(kept_in)}")
+    print(f"compile cache    {compile_cache.describe(kept_in, platform=jax.default_backend())}")
     print("compiling        the programs of this run")
     program, remat = budget.choose_remat(inputs.program, recorded=restored and restored.metadata.get("remat"))
     layout, compilations = program.layout, Compilations(program)

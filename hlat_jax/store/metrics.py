@@ -20,6 +20,7 @@ from typing import Any, NotRequired, TypedDict
 
 from hlat_jax.config import MetricsConfig
 from hlat_jax.facts.byte_sizes import UNITS
+from hlat_jax.host import process
 from hlat_jax.host.optional_import import import_optional
 from hlat_jax.store.atomic_files import sync_folder, to_disk, write_whole
 from hlat_jax.store.config_diff import flat
@@ -176,7 +177,7 @@ class MetricsLog:
         step, every = row["step"], self._config.log_every_steps
         if self._config.console == "off":
             return False
-        if every == 0 and (self._config.console == "on" or sys.stdout.isatty()):
+        if every == 0 and (self._config.console == "on" or process.is_terminal(sys.stdout)):
             every = _TERMINAL_STEPS
         every = every or math.ceil((self._num_steps - self._start_step) / _BATCH_LINES)
         # the next row comes about one step from now

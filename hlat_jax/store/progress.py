@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TextIO
 
+from hlat_jax.host import process
 from hlat_jax.store.metrics import duration
 
 _BAR_CHARS = 24
@@ -51,7 +52,7 @@ class ProgressBar:
         in_place: bool = True,
     ):
         self._read, self._stream = read, stream
-        self._is_terminal = in_place and stream.isatty()
+        self._is_terminal = in_place and process.is_terminal(stream)
         self._every_s = _REDRAW_S if self._is_terminal else line_s or _LINE_S
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._show, daemon=True)

@@ -208,9 +208,13 @@ def shown_on(stream, **options):
     return stream.getvalue()
 
 
-def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere():
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(monkeypatch):
     terminal = io.StringIO()
     terminal.isatty = lambda: True
+    monkeypatch.setenv("TERM", "dumb")  # of Emacs and of consoles of CI
+    assert not set("\r\x1b") & set(shown_on(terminal, line_s=0.02))
+    monkeypatch.setenv("TERM", "xterm")
+    terminal.truncate(0)
     bar = shown_on(terminal)
     assert "\n" not in bar
     assert "[######.................." in bar

@@ -50,3 +50,12 @@ def test_a_run_waits_for_a_reader_of_a_non_blocking_pipe(monkeypatch):
         print("x" * 1_000_000)  # more than a pipe holds
         os.close(descriptor)
         assert counting.stdout.read() == b"1000001\n"
+
+
+def test_dumb_terminal_is_no_terminal(monkeypatch):
+    ours, theirs = os.openpty()
+    with open(theirs, "w") as stream, open(ours, "rb", buffering=0):
+        for term, expected in (("xterm", True), ("dumb", False)):
+            monkeypatch.setenv("TERM", term)
+            assert (process.is_terminal(stream), process.is_terminal(theirs)) == (expected, expected)
+    assert not process.is_terminal(io.StringIO())
