@@ -18,7 +18,9 @@ AREAS = {
     "hf": "import, export, average: weights from Hugging Face and to it",
     "plan": "memory, traffic and time of a run, before it is started",
     "neuron": "lint, ladder, hlo, doctor, env: checks for Trainium",
+    "launch": "node.sh, restart.sh and the files for Slurm and EKS",
 }
+_MODULES = {"launch": "cli.launch_files"}  # of areas that are not named as their module
 
 
 def main() -> None:
@@ -29,7 +31,7 @@ def main() -> None:
         sys.exit(_without_area(name))
     sys.argv = [f"hlat {name}", *words]
     # by name, so that nothing but the area is imported
-    runpy.run_module(f"{hlat_jax.__name__}.{name}", run_name="__main__", alter_sys=True)
+    runpy.run_module(f"{hlat_jax.__name__}.{_MODULES.get(name, name)}", run_name="__main__", alter_sys=True)
 
 
 def _without_area(word: str) -> int:

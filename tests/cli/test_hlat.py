@@ -1,6 +1,7 @@
 """The console command: `hlat AREA` is `python -m hlat_jax.AREA`, and costs no more."""
 
 import importlib
+import os
 import pathlib
 import subprocess
 import sys
@@ -39,7 +40,7 @@ def test_the_script_of_the_package_is_this_command():
 
 def test_every_command_of_the_package_is_an_area():
     rooms = {path.parent.name for path in (ROOT / "hlat_jax").glob("*/__main__.py")}
-    assert set(hlat.AREAS) == rooms | {"train"}
+    assert set(hlat.AREAS) == rooms | {"launch", "train"}
 
 
 def test_help_has_a_line_for_each_area(hlat_here):
@@ -62,3 +63,22 @@ def test_an_area_gets_its_words_and_nothing_else_is_imported():
     alone = [sys.executable, "-m", "hlat_jax.train", "--config=tiny", "--print_config"]
     assert printed == subprocess.run(alone, env=micro.environment(), capture_output=True, text=True).stdout.splitlines()
     assert not {"jax", "hlat_jax.plan", "hlat_jax.evaluate", "hlat_jax.neuron", "hlat_jax.hf"} & set(modules.split())
+
+
+def test_launch_files_are_listed_printed_and_copied(hlat_here, tmp_path):
+    launch, out = ROOT / "launch", tmp_path / "launch"
+    files = sorted(path.relative_to(launch).as_posix() for path in launch.rglob("*") if path.is_file())
+    assert hlat_here("launch") == (0, "\n".join(files) + "\n", "")
+    assert hlat_here("launch", "slurm/train.sbatch") == (0, (launch / "slurm" / "train.sbatch").read_text(), "")
+    assert hlat_here("launch", f"--out={out}")[0] == 0
+    for name in files:
+        assert (out / name).read_bytes() == (launch / name).read_bytes()
+        assert os.access(out / name, os.X_OK) == os.access(launch / name, os.X_OK)
+    for words, message in (
+        (["nod.sh"], "nod.sh: no such launch file. Did you mean 'node.sh'?"),
+        (["node.sh", "restart.sh"], "unexpected argument 'restart.sh'; give one FILE"),
+        ([f"--out={out}"], f"--out={out} exists; give the path of a new folder"),
+    ):
+        code, printed, error = hlat_here("launch", *words)
+        assert (code, printed) == (2, "")
+        assert error.startswith(f"error: {message}")
