@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 import venv
 
@@ -28,7 +29,8 @@ from tools.run_notebooks import FOLDER, executed
 pytestmark = pytest.mark.xdist_group("notebooks")  # they run one after another
 TRAIN, OWN_CODE, PLAN = "01_train_a_tiny_model", "02_model_in_your_own_jax_code", "03_sharding_and_memory_of_7b"
 PRECISION, EVALUATE = "04_precision_and_stochastic_rounding", "05_evaluate_and_generate"
-NAMES = (TRAIN, OWN_CODE, PLAN, PRECISION, EVALUATE)
+OWN_TEXT = "06_train_on_your_own_text"
+NAMES = (TRAIN, OWN_CODE, PLAN, PRECISION, EVALUATE, OWN_TEXT)
 AGAIN = "run: python tools/run_notebooks.py notebooks/{}.ipynb"
 MOST_CELLS, MOST_BYTES = 15, 700_000
 PATHS = r"(?:^|[\s\"'(=:])(/(?:tmp|home|root|usr|opt|work|var|mnt|Users)/\S*)"
@@ -114,6 +116,12 @@ def perplexity(notebook):
     return int(told)
 
 
+def bits_per_byte(notebook):
+    """Returns those of the held-out text before and after the training of notebook 06."""
+    told = re.findall(r" validation: .*? (\S+) bits per byte", printed(notebook))
+    return float(told[0]), float(told[-1])
+
+
 def difference_over_the_mesh(notebook):
     """Returns the largest difference of a loss in nats between the mesh and one device, in 20 steps."""
     [told] = re.findall(r"differ from those of one device by at most (\S+)", printed(notebook))
@@ -158,6 +166,9 @@ def test_notebook_run_reproduces_the_committed_figures(name, ran):
     elif name == EVALUATE:
         assert ": within the expected" in printed(notebook)
         assert perplexity(notebook) < 300  # of 2,048 tokens; 335 after the run of 01
+    elif name == OWN_TEXT:
+        before, after = bits_per_byte(notebook)
+        assert after < 0.8 * before  # 0.73 as committed
 
 
 @pytest.mark.slow
@@ -177,6 +188,42 @@ def test_programs_of_a_notebook_fit_a_trn1_node_and_lint_clean(name, ran):
             if program in ("train", "init"):
                 found = lint.check_traced(traced(), recurring=program != "init")
                 assert not [f for f in found if f.severity == "error"]
+
+
+@pytest.mark.slow
+def test_notebook_trains_on_a_text_of_the_reader(tmp_path):
+    text = tmp_path / "mein text.txt"  # as an editor under Windows writes it
+    paragraphs = [f"Kapitel {number}: 他说。 " + "Es war einmal ein König. " * 20 for number in range(120)]
+    text.write_bytes(b"\xef\xbb\xbf" + "\r\n\r\n".join(paragraphs).encode())
+    written, notebook = text.read_bytes(), read(OWN_TEXT)
+    first = code_cells(notebook)[0]
+    first.source = first.source.replace("austen.txt", str(text), 1)
+    first.source = first.source.replace("\nconfig = ", "\nchoices.train.num_steps = 30\nconfig = ")
+    nbformat.write(notebook, tmp_path / "own.ipynb")
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "--xla_backend_optimization_level=0"}
+    ran_on_it = executed(tmp_path / "own.ipynb", tmp_path, env=env)
+    before, after = bits_per_byte(ran_on_it)
+    assert after < 0.5 * before  # the paragraphs differ in a number
+    assert "temperature 1.0: Kapitel 0" in printed(ran_on_it)
+    assert (text.read_bytes(), (tmp_path / "runs" / "mein text").is_dir()) == (written, True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in NAMES if name != PLAN])
+def test_first_cell_sets_the_environment_before_jax_is_imported(name, tmp_path):
+    cell = code_cells(read(name))[0].source
+    (tmp_path / "neuron0").touch()
+    (tmp_path / "product_name").write_text("trn1.2xlarge\n")
+    on_node = """
+import pathlib
+from hlat_jax.host import neuron_env
+neuron_env.prepare.__kwdefaults__["machine"] = neuron_env.Machine(pathlib.Path("."), pathlib.Path("product_name"))
+"""
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(FOLDER.parent)}
+    words = [sys.executable, "-c", on_node + cell]
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "environment: set for trn1.2xlarge" in done.stdout
 
 
 def test_kernel_with_an_empty_path_finds_the_compiler_of_its_venv(tmp_path):
