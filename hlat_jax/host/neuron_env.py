@@ -63,8 +63,10 @@ class Environment:
     notes: tuple[str, ...] = ()
 
     def shell(self) -> str:
-        """Returns the shell commands that set it: `eval "$(...)"`."""
-        return "\n".join(f"export {name}={shlex.quote(value)}" for name, value in self.variables.items())
+        """Returns the shell commands that set it: `eval "$(...)"`. They extend the PATH of the shell that runs them."""
+        values = {name: shlex.quote(value) for name, value in self.variables.items()}
+        values["PATH"] = shlex.quote(os.pathsep.join(_first_folders())) + os.pathsep + '"$PATH"'
+        return "\n".join(f"export {name}={value}" for name, value in values.items())
 
 
 def environment(
@@ -146,13 +148,15 @@ def variables_to_record(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _search_path(path: str) -> str:
-    """Returns PATH with two folders first: the commands of this interpreter, such as the compiler, and Neuron's tools.
-
-    An empty PATH, as a notebook's kernel may have, becomes the system's default.
-    """
-    first = [sysconfig.get_path("scripts"), TOOLS_FOLDER]
+    """Returns a PATH that begins with the `_first_folders`; an empty one becomes the default of the system before."""
+    first = _first_folders()
     others = [folder for folder in (path or os.defpath).split(os.pathsep) if folder not in first]
     return os.pathsep.join([*first, *others])
+
+
+def _first_folders() -> list[str]:
+    """Returns the folders of this interpreter's commands, such as the compiler, and of Neuron's tools."""
+    return [sysconfig.get_path("scripts"), TOOLS_FOLDER]
 
 
 def _compute(precision: PrecisionConfig, parallel: ParallelConfig, topology: Topology) -> dict[str, str]:

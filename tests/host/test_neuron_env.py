@@ -440,9 +440,13 @@ def test_env_command_prints_shell_exports(env_here):
         current={"NEURON_CC_FLAGS": "--dump='/a b' --x=$HOME", "MALLOC_ARENA_MAX": "a\n'b"},
     )
     show = f"import json, os; print(json.dumps({{n: os.environ[n] for n in {list(expected.variables)}}}))"
-    words = ["bash", "-c", 'eval "$1" && "$2" -c "$3"', "-", printed.out, sys.executable, show]
-    done = subprocess.run(words, capture_output=True, text=True, env={}, check=True)
-    assert json.loads(done.stdout) == expected.variables
+    words = [shutil.which("bash"), "-c", 'eval "$1" && "$2" -c "$3"', "-", printed.out, sys.executable, show]
+    done = subprocess.run(words, capture_output=True, text=True, env={"PATH": "/of/the/shell"}, check=True)
+    found = json.loads(done.stdout)
+    first, rest = expected.variables["PATH"].split(neuron_env.TOOLS_FOLDER)
+    assert found.pop("PATH") == f"{first}{neuron_env.TOOLS_FOLDER}:/of/the/shell"  # not of the process that printed it
+    assert rest != ":/of/the/shell"
+    assert found == {name: value for name, value in expected.variables.items() if name != "PATH"}
     assert printed.err == "MALLOC_ARENA_MAX: your value a\n'b replaces 64\n"
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+import sysconfig
 import tomllib
 import types
 
@@ -381,5 +382,6 @@ def test_environment_on_a_trainium_node_is_that_of_the_run_and_keeps_computation
     cache = pathlib.Path(environ["JAX_COMPILATION_CACHE_DIR"])
     assert options == {"instance": "trn1.32xlarge", "num_devices": 32, "cache": cache}
     assert environ["JAX_PLATFORMS"] == "neuron,cpu"
+    assert environ["PATH"].startswith(sysconfig.get_path("scripts"))
     assert environ["NEURON_RT_STOCHASTIC_ROUNDING_EN"] == "1"  # 7b is bf16_sr
     assert "NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU" not in environ

@@ -16,6 +16,7 @@ from hlat_jax.resolve import resolve
 
 SCRIPTS = sysconfig.get_path("scripts")
 PATH = f"{SCRIPTS}{os.pathsep}{os.environ['PATH']}"
+EXPORTED_PATH = f"{SCRIPTS}:/opt/aws/neuron/bin:$PATH"
 TRAIN = [sys.executable, "-m", "hlat_jax.train", "--config=tiny", "--config.train.num_steps=3"]
 
 
@@ -69,7 +70,8 @@ def nodes_of(printed):
 def computed(instance="trn1.32xlarge", **fields):
     """Returns the variables of `tiny`, as the package computes them."""
     tiny = resolve(config_files.load("tiny"))
-    return environment(tiny.precision, tiny.parallel, Topology(instance, **fields), current={"PATH": PATH}).variables
+    variables = environment(tiny.precision, tiny.parallel, Topology(instance, **fields), current={}).variables
+    return variables | {"PATH": EXPORTED_PATH}
 
 
 def of_job(coordinator, num_processes, process_id):
@@ -149,12 +151,9 @@ def test_node_finds_tcmalloc_and_the_efa_libraries_of_its_image(dry_run, tmp_pat
 
 
 def test_node_puts_the_compiler_of_its_interpreter_first_on_the_path(dry_run, tmp_path):
-    (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "neuronx-cc").touch(0o755)  # of another environment
-    path = f"{tmp_path / 'other'}:/usr/bin:/bin"
-    exports, _, _ = dry_run(neuron_devices=16, PATH=path)
-    assert exports["PATH"] == f"{SCRIPTS}:/opt/aws/neuron/bin:{path}"
-    assert dry_run(JAX_PLATFORMS="cpu", PATH=path)[0] == {}
+    exports, _, _ = dry_run(neuron_devices=16)
+    assert exports["PATH"] == EXPORTED_PATH
+    assert dry_run(JAX_PLATFORMS="cpu")[0] == {}
 
 
 def test_node_reads_precision_layout_and_the_weights_to_begin_with_only_from_the_config(tmp_path):
