@@ -138,11 +138,15 @@ def _check_paths(config: config_lib.Config, workdir: pathlib.Path, *, given: Col
 
 
 def _set_environment(config: config_lib.Config, values: flags.FlagValues, *, workdir: pathlib.Path) -> None:
-    """Sets the variables of Neuron's software if this process trains on its devices, else those of JAX's cache."""
+    """Sets the environment variables of Neuron's software if this process trains on its devices, else of JAX's cache.
+
+    Processes of one job would write the same entries of the cache; their launcher may name a folder for each.
+    """
     platforms = os.environ.get("JAX_PLATFORMS", "")
     instance = neuron_topology.instance_to_serve(values.instance, platforms, machine=neuron_topology.Machine())
     if not instance:
-        compile_cache.prepare(os.environ, is_alone=not values.coordinator)
+        if not values.coordinator:
+            compile_cache.use_default_folder(os.environ)
         return
     nodes, rank = values.num_processes or 1, values.process_id or 0
     host, _, port = values.coordinator.rpartition(":")

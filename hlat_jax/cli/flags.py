@@ -19,7 +19,7 @@ from hlat_jax import config as config_lib
 from hlat_jax.cli import config_files
 from hlat_jax.facts.local_paths import check_local
 from hlat_jax.facts.names import nearest, with_part
-from hlat_jax.host import limits, process
+from hlat_jax.host import compile_cache, limits, process
 
 
 def parse(argv: Sequence[str], define: Callable[[flags.FlagValues], None] = lambda _: None) -> tuple[Any, Any]:
@@ -253,6 +253,7 @@ def main(command: Callable[[Sequence[str]], int]) -> None:
     Not `absl.app.run`, which parses flags of its own, prints usage errors over several lines and exits with 1.
     """
     process.replace_unprintable()
+    compile_cache.silence_tuning_hints(os.environ)
     try:
         try:
             code = command(sys.argv[1:])

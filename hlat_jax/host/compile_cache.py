@@ -13,33 +13,16 @@ FOLDER = "JAX_COMPILATION_CACHE_DIR"
 _ENABLED = "JAX_ENABLE_COMPILATION_CACHE"
 _MOST_BYTES = 1 << 30
 _LEAST_COMPILE_S = "0.2"  # shorter compilations are done again
+_ACCELERATORS = ("neuron0", "nvidiactl", "kfd", "accel0")  # device files of Trainium, NVIDIA, AMD and TPU
 
 
-def prepare(environ: MutableMapping[str, str], *, is_alone: bool) -> None:
-    """Sets the variables of JAX's compilation cache for a process that uses no Neuron device.
+def use_default_folder(environ: MutableMapping[str, str]) -> None:
+    """Sets the variables of JAX's compilation cache to a folder of this user, bounded in size.
 
-    A process that `is_alone` gets a folder of this user, bounded in size, if no variable names a folder and it can be
-    written. Processes of one job would write the same entries; their launcher may name a folder for each. Changes
-    nothing if a variable turns the cache off.
+    Changes nothing where a variable names a folder or turns the cache off, or where the folder cannot be written.
     """
-    if environ.get(_ENABLED, "1").lower() in ("0", "n", "no", "f", "false", "off"):
+    if environ.get(FOLDER) or environ.get(_ENABLED, "1").lower() in ("0", "n", "no", "f", "false", "off"):
         return
-    if is_alone and not environ.get(FOLDER):
-        _use_default_folder(environ)
-    if environ.get(FOLDER) and (is_alone or environ.get("JAX_PLATFORMS") == "cpu"):
-        # for each program that it reads on CPU, XLA logs two of its own tuning hints as errors, with 3 kB of features
-        environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-
-
-def describe(folder: str | None, *, platform: str) -> str:
-    """Returns what a start prints about the folder of JAX's compilation cache, if there is one."""
-    if not folder:  # on CPU a program compiles in seconds
-        return "none" + f"; with {FOLDER}=FOLDER the next start does not compile again" * (platform != "cpu")
-    home = os.path.expanduser("~")
-    return f"~{folder.removeprefix(home)}" if folder.startswith(f"{home}/") else folder
-
-
-def _use_default_folder(environ: MutableMapping[str, str]) -> None:
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: this user has no home
         caches = pathlib.Path(environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
         folder = caches / "hlat_jax" / "compiled" / _processor()
@@ -48,6 +31,26 @@ def _use_default_folder(environ: MutableMapping[str, str]) -> None:
             _remove_oldest(folder)
             environ[FOLDER] = str(folder.absolute())
             environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", _LEAST_COMPILE_S)
+            environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # as in silence_tuning_hints
+
+
+def silence_tuning_hints(environ: MutableMapping[str, str], *, devices: pathlib.Path = pathlib.Path("/dev")) -> None:
+    """Makes XLA log no errors of C++ if a variable names a folder of compiled programs and they are for the CPU.
+
+    For each program that it reads, XLA logs two of its own tuning hints as errors, with 2 kB of the CPU's features.
+    """
+    platforms = environ.get("JAX_PLATFORMS", "")
+    is_cpu = platforms == "cpu" or not (platforms or any((devices / name).exists() for name in _ACCELERATORS))
+    if environ.get(FOLDER) and is_cpu:
+        environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+
+def describe(folder: str | None, *, platform: str) -> str:
+    """Returns what a start prints about the folder of JAX's compilation cache, if there is one."""
+    if not folder:  # a CPU compiles in seconds
+        return "none" + f"; with {FOLDER}=FOLDER the next start does not compile again" * (platform != "cpu")
+    home = os.path.expanduser("~")
+    return f"~{folder.removeprefix(home)}" if folder.startswith(f"{home}/") else folder
 
 
 def _processor() -> str:
