@@ -30,8 +30,6 @@ from foreign.unchanged import UNCHANGED
 from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.passes import remat
 from hlat_jax.passes.autocast import autocast
-from hlat_jax.passes.chunk import chunk
-from hlat_jax.passes.compile import chunk_bytes
 from hlat_jax.passes.residuals import select_residuals
 from hlat_jax.passes.rewrite import rewrite
 
@@ -111,25 +109,22 @@ def budget(name, *, small, share):
     """Prints what `remat.fit` finds for a share of the temporaries of an fp32 step."""
     loss, params, batch = ALL[name](small=small)
     plain = remat.temporaries(step_for_memory(loss).trace(params, batch))
-    in_chunks = chunk(loss, max_bytes=chunk_bytes(int(share * plain)))
-    for moves, fn in (("", loss), (", in chunks", in_chunks)):
-        began = time.monotonic()
-        try:
-            plan = remat.fit(fn, params, batch, budget_bytes=int(share * plain), step=step_for_memory)
-        except remat.BudgetNotMet as refused:
-            least = str(refused).split("the program takes ")[1].split(" bytes")[0].replace(",", "")
-            found = f"not met: {int(least) / plain:.0%}", "", "", f"{time.monotonic() - began:.0f}"
-            print_row(name + moves, format_bytes(plain), *found)
-            continue
-        regions = f"{sum(plan.segments)} segments" if plan.segments else plan.region
-        found = (
-            f"{plan.measured_bytes / plain:.0%}",
-            f"{plan.recompute_share:+.1%}",
-            regions,
-            f"{plan.seconds:.0f} ({plan.compilations})",
-        )
-        print_row(name + moves, format_bytes(plain), *found)
-        break
+    began = time.monotonic()
+    try:
+        plan = remat.fit(loss, params, batch, budget_bytes=int(share * plain), step=step_for_memory)
+    except remat.BudgetNotMet as refused:
+        least = str(refused).split("the program takes ")[1].split(" bytes")[0].replace(",", "")
+        found = f"not met: {int(least) / plain:.0%}", "", "", f"{time.monotonic() - began:.0f}"
+        print_row(name, format_bytes(plain), *found)
+        return
+    regions = f"{sum(plan.segments)} segments" if plan.segments else plan.region
+    found = (
+        f"{plan.measured_bytes / plain:.0%}",
+        f"{plan.recompute_share:+.1%}",
+        regions,
+        f"{plan.seconds:.0f} ({plan.compilations})",
+    )
+    print_row(" + ".join((name, *plan.passes)), format_bytes(plain), *found)
 
 
 def rewritten(name, *, small):

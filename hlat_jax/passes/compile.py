@@ -23,7 +23,6 @@ from hlat_jax.ops.loss_function import check_fields, given_names
 from hlat_jax.passes import autocast as autocast_pass
 from hlat_jax.passes import remat as remat_pass
 from hlat_jax.passes.autocast import CastPolicy
-from hlat_jax.passes.chunk import chunk
 from hlat_jax.passes.liveness import estimated_temporaries
 from hlat_jax.passes.noise import warn_of_shared_keys
 from hlat_jax.passes.products import live_jaxpr, products_by_dtype
@@ -59,11 +58,6 @@ class BatchFunction:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._jitted, name)
-
-
-def chunk_bytes(budget_bytes: int) -> int:
-    """Returns the size of intermediates that are computed in chunks where no choice of what is saved meets a budget."""
-    return max(4096, budget_bytes // 32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +107,7 @@ class TrainingProgram:
             jaxpr = live_jaxpr(step.step.trace(*self.arguments))
             products = [f"{count:,} {dtypes}" for dtypes, count in sorted(products_by_dtype(jaxpr).items())]
             done: Any = self.plan if name == "remat" else step.loss
-            lines = str(done.report()).splitlines() if name in ("rewrite", "chunk", "remat") else []
+            lines = str(done.report()).splitlines() if name in ("rewrite", "nest", "chunk", "remat") else []
             temporaries = ""
             if name != "remat":
                 held = estimated_temporaries(jaxpr, self.arguments).total
@@ -158,8 +152,8 @@ def training_program(
       residuals: recompute cheap intermediates in the backward pass where that keeps fewer bytes, see
         `passes.residuals`.
       memory_budget: limit for the temporaries of the step on one device, "12GiB" or bytes; the values that are saved
-        for the backward pass are chosen to fit, see `passes.remat`; where no choice does, large intermediates are
-        computed in chunks first, see `passes.chunk`. By default the loss function decides.
+        for the backward pass are chosen to fit, see `passes.remat`. If no choice fits, long scans are split in two and
+        large intermediates are computed in chunks, before autocast. By default the loss function decides.
       remat: options of that choice: regions, least bytes, number of programs.
       simulate: round the whole step as a Neuron core does by its documentation, with this `--auto-cast`, and
         stochastically if `options.policy` rounds in hardware; see `passes.rounding`.
@@ -190,9 +184,10 @@ def training_program(
     if simulate is not None:
         core = SimulatedCore(simulate, stochastic_rounding=options.policy.rounding == "hardware")
         transform_step = functools.partial(simulate_step, core=core)
+    first: dict[str, Transform] = {}  # nested scans and chunks come after it
     passes: dict[str, Transform] = {}
     if rewrite:
-        passes["rewrite"] = functools.partial(rewrite_pass, platform=options.platform)
+        first["rewrite"] = functools.partial(rewrite_pass, platform=options.platform)
     if autocast is not None:
         passes["autocast"] = functools.partial(autocast_pass.autocast, policy=autocast)
         options = dataclasses.replace(options, loss_scale=options.loss_scale or autocast_pass.is_fp16(autocast))
@@ -207,7 +202,7 @@ def training_program(
         and (num_parts > 1 or "keys" in given_names(loss_fn))
     ):
         step = step.transform(functools.partial(warn_of_shared_keys, num_parts=num_parts))
-    steps = _apply_passes(step, passes)
+    steps = _apply_passes(step, first | passes)
     plan, arguments = None, None
     if params is not None and batch is not None:
         check_fields(batch)
@@ -215,23 +210,19 @@ def training_program(
         if memory_budget is None:
             list(steps.values())[-1].step.trace(*arguments)  # raises for a loss function that returns anything else
         else:
-            fit = functools.partial(_fit, arguments=arguments, budget=memory_budget, options=remat or RematOptions())
-            try:
-                plan = fit(steps)
-            except remat_pass.BudgetNotMet as refused:
-                size = chunk_bytes(parse_bytes(memory_budget, name="memory_budget"))
-                early = {"rewrite": passes.pop("rewrite")} if rewrite else {}
-                steps = _apply_passes(step, early | {"chunk": functools.partial(chunk, max_bytes=size)} | passes)
-                list(steps.values())[-1].step.trace(*arguments)
-                in_chunks: Any = steps["chunk"].loss
-                if not in_chunks.report().replacements:
-                    raise
-                try:
-                    plan = fit(steps)
-                except remat_pass.BudgetNotMet:
-                    tried = f"With intermediates above {format_bytes(size)} in chunks no choice fits either."
-                    raise remat_pass.BudgetNotMet(f"{refused} {tried}") from None
+            before = list(_apply_passes(step, first).values())[-1]
+            plan = remat_pass.fit(
+                before.loss,
+                *arguments,
+                budget_bytes=memory_budget,
+                step=lambda loss: before.with_loss(loss).step,
+                options=remat or RematOptions(),
+                name="memory_budget",
+                passes=tuple(passes.values()),
+            )
+            steps = _apply_passes(step, {**first, **plan.passes, **passes})
             steps["remat"] = list(steps.values())[-1].with_loss(plan.fn)
+            plan = dataclasses.replace(plan, changes=())  # the rows of these passes have them
     return TrainingProgram(steps, plan, arguments)
 
 
@@ -241,15 +232,3 @@ def _apply_passes(step: TrainStep, passes: Mapping[str, Transform]) -> dict[str,
     for name, transform in passes.items():
         steps[name] = step = step.transform(transform)
     return steps
-
-
-def _fit(steps: Mapping[str, TrainStep], *, arguments: Any, budget: int | str, options: RematOptions) -> RematPlan:
-    step = list(steps.values())[-1]
-    return remat_pass.fit(
-        step.loss,
-        *arguments,
-        budget_bytes=budget,
-        step=lambda loss: step.with_loss(loss).step,
-        options=options,
-        name="memory_budget",
-    )

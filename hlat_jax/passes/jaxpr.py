@@ -7,6 +7,8 @@ import functools
 import gc
 import math
 import os
+import pathlib
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import CellType, ModuleType
@@ -157,6 +159,13 @@ def op_name(eqn: Any) -> str | None:
         return eqn.params["name"] if "name" in eqn.params else eqn.params["jaxpr"].debug_info.func_name
     inner = called_jaxpr(eqn)
     return None if inner is None else inner.debug_info.func_name
+
+
+def source_of(eqn: Any) -> str:
+    """Returns "file.py:line (function)" of the user's line that an equation comes from; "" if it is not known."""
+    text = source_info_util.summarize(eqn.source_info)
+    parts = re.fullmatch(r"(.+?):(\d+)(?::\d+)? \((.*)\)", text)
+    return f"{pathlib.PurePath(parts[1]).name}:{parts[2]} ({parts[3]})" if parts else text
 
 
 def jax_function(eqn: Any) -> str | None:

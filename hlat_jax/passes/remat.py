@@ -6,7 +6,7 @@
 
 `segments` finds the blocks of a function without a scan, `naming` names the values, `recompute` has their costs. Here a
 set of them is selected, the program compiled, and the bytes of the set corrected until XLA's allocation is within the
-budget.
+budget. If no set serves, the function is changed first: `scan_segments` splits long scans, `chunk` cuts intermediates.
 
 Source: RAF, arXiv 2303.04759, which compares the budget with an estimate.
 """
@@ -16,24 +16,28 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from hlat_jax.facts.byte_sizes import format_bytes, parse_bytes
 from hlat_jax.passes import naming
+from hlat_jax.passes.chunk import chunk
 from hlat_jax.passes.jaxpr import RULE_WITH_TRACER, function_name, rule_with_tracer, trace_call
 from hlat_jax.passes.naming import RematChoice
 from hlat_jax.passes.products import live_jaxpr, total_flops
 from hlat_jax.passes.recompute import RecomputeGraph, recompute_graph
+from hlat_jax.passes.scan_segments import nest_scans
 from hlat_jax.stack import STOCK_POLICIES
 
 _Trial = Callable[[RematChoice | None], tuple[int, float, Any]]  # of one region, see `_trials`
 _REGIONS = ("loops", "segments", "whole")
 # After a choice that leaves less than this share of the budget unused, only the next larger one is tried.
 _CLOSE = 0.02
+_LAST_ADVICE = "Raise the budget, or reduce the batch or microbatch of a device."
 
 
 def temporaries(traced: Any) -> int:
@@ -78,6 +82,15 @@ class BudgetNotMet(ValueError):
     """None of the programs tried fits the budget; others may."""
 
 
+class _NoChoiceFits(BudgetNotMet):
+    """No choice of what a function saves fits; the text has the bytes measured, and no advice."""
+
+
+def chunk_bytes(budget_bytes: int) -> int:
+    """Returns the size of intermediates that are computed in chunks where no choice of what is saved meets a budget."""
+    return max(4096, budget_bytes // 32)
+
+
 @dataclasses.dataclass(frozen=True)
 class RematPlan:
     """A choice of values to save, and the figures behind it.
@@ -96,6 +109,8 @@ class RematPlan:
       fn: the function with the choice applied.
       region: what the choice is applied to, as in `RematOptions`; auto if the caller of `search` decides that.
       segments: number of segments of each kind, if these are the regions.
+      passes: name -> pass that changed the function before the choice: "nest" (`scan_segments.nest_scans`), "chunk".
+      changes: what they changed, in lines.
     """
 
     choice: RematChoice | None
@@ -111,6 +126,8 @@ class RematPlan:
     fn: Any = None
     region: str = "auto"
     segments: tuple[int, ...] = ()
+    passes: Mapping[str, Callable] = dataclasses.field(default_factory=dict)
+    changes: tuple[str, ...] = ()
 
     @property
     def recompute_share(self) -> float:
@@ -119,7 +136,7 @@ class RematPlan:
 
     def report(self) -> str:
         """Returns a summary in a few lines."""
-        kept = "everything: it fits without rematerialization"
+        kept = "everything" if self.passes else "everything: it fits without rematerialization"
         if self.choice is not None:
             policy = self.choice.stock_policy
             kept = f"what {policy} saves" if policy else ", ".join(self.choice.saved) or "nothing"
@@ -129,6 +146,7 @@ class RematPlan:
             kept += f"\nsegments   {sum(self.segments)} of {kinds}, a checkpoint around each"
         return "\n".join(
             (
+                *(f"changed    {line}" for line in self.changes),
                 f"kept       {kept}",
                 f"bytes      {format_bytes(self.measured_bytes)} measured, "
                 f"{format_bytes(self.predicted_bytes)} predicted, of {format_bytes(self.budget_bytes)}; "
@@ -146,8 +164,12 @@ def fit(
     step: Callable[[Callable], Callable] = jax.value_and_grad,
     options: RematOptions = RematOptions(),
     name: str = "budget_bytes",
+    passes: Sequence[Callable[[Callable], Callable]] = (),
 ) -> RematPlan:
     """Returns a plan, with `fn` transformed, whose program takes at most `budget_bytes` of temporaries per device.
+
+    If no choice of what is saved fits, long scans of `fn` are split in two nested ones, and large intermediates are
+    computed in chunks; `RematPlan.changes` says which.
 
     Args:
       fn: the function to rematerialize: a layer, or a forward function with loops over layers.
@@ -157,46 +179,167 @@ def fit(
         and gradients.
       options: options of the search.
       name: name of the budget's setting, for errors.
+      passes: passes that `fn` goes through after its scans are split and before the choice, such as autocast.
 
     Raises:
       ValueError: a budget that is not a size, or (BudgetNotMet) that no program tried fits.
     """
     budget = parse_bytes(budget_bytes, name=name)
     began = time.monotonic()
-    traces: list[Any] = []
-
-    def observed(*args: Any, **kwargs: Any) -> Any:
-        traces.append(trace_call(fn, args, kwargs)[0].jaxpr)
-        return fn(*args, **kwargs)
-
-    observed.__name__, observed.__qualname__ = getattr(fn, "__name__", function_name(fn)), function_name(fn)
-
-    def traced(region: str, choice: RematChoice | None) -> Any:
-        program = step(observed if choice is None else naming.checkpointed(fn, choice, region=region))
-        return (program if hasattr(program, "trace") else jax.jit(program)).trace(*args)
-
-    trials = _trials(traced, options.measure)
-    plain_bytes = trials("", None)[0]
-    if plain_bytes > budget and traces and (rule := rule_with_tracer(traces[-1])) is not None:
+    own = _Form(fn, step, args, options, tuple(passes))
+    plain_bytes = own.trial("", None)[0]
+    if plain_bytes > budget and own.jaxprs and (rule := rule_with_tracer(own.jaxprs[-1])) is not None:
         raise BudgetNotMet(
             f"{name}={budget_bytes!r}: {function_name(fn)} takes {format_bytes(plain_bytes)} and cannot be "
             f"checkpointed: {rule[0]} at {rule[1]}: {RULE_WITH_TRACER}."
         )
-    candidates = [options.region]
-    if options.region == "auto":
-        candidates = naming.regions(traces[-1]) if traces else ["whole"]
-    region = candidates[0] if plain_bytes <= budget else _narrowest(trials, candidates, budget)
-    plan = _search(trials, region, budget_bytes=budget, options=options)
-    if plan.choice is None or plan.choice.stock_policy:
-        region = "whole"
-    kinds = collections.Counter(segment.kind for segment in naming.segments(traces[-1])) if region == "segments" else {}
+    tried: list[_Form] = []
+    for form, policies in _forms(own, budget):
+        tried.append(form)
+        try:
+            plan = form.plan(budget, policies=policies)
+            break
+        except _NoChoiceFits as error:
+            refused = error
+    else:
+        raise BudgetNotMet(f"{refused}{_other_figures(tried, budget)}. {_advice(tried)}")
     return dataclasses.replace(
         plan,
-        fn=fn if plan.choice is None else naming.checkpointed(fn, plan.choice, region=region),
-        region=region,
-        segments=tuple(kinds.values()),
+        plain=own.trial("", None)[:2],
+        passes=form.changing,
+        changes=form.changes(),
+        compilations=sum(each.trial.cache_info().currsize for each in {*tried}),
         seconds=time.monotonic() - began,
     )
+
+
+@dataclasses.dataclass(eq=False)
+class _Form:
+    """A function whose program must fit: as it is given, or changed by passes so that it keeps fewer bytes.
+
+    Attributes:
+      given: the function as it is given.
+      step, args, options: as for `fit`.
+      later: passes after those that change it.
+      changing: name -> pass that changes it.
+      changed: the function after each of these.
+      fn: the function after all passes.
+      jaxprs: traces of `fn`.
+      trial: see `_trials`.
+      measured: the bytes of each trial.
+    """
+
+    given: Callable
+    step: Callable
+    args: Sequence[Any]
+    options: RematOptions
+    later: Sequence[Callable]
+    changing: Mapping[str, Callable] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self):
+        self.changed: list[Any] = [*itertools.accumulate(self.changing.values(), _applied, initial=self.given)][1:]
+        self.fn = functools.reduce(_applied, self.later, [self.given, *self.changed][-1])
+        self.jaxprs: list[Any] = []
+        self.measured: list[int] = []
+        self.traced = functools.cache(self._traced)
+        self.trial = _trials(self.traced, self._measured)
+
+    def idle(self) -> set[str]:
+        """Returns the names of the passes that find nothing to change."""
+        self.traced("", None)
+        reports = zip(self.changing, self.changed, strict=True)
+        return {name for name, fn in reports if not fn.report().replacements}
+
+    def changes(self) -> tuple[str, ...]:
+        """Returns a line for each change."""
+        lines = [line for fn in self.changed for line in str(fn.report()).splitlines()]
+        return tuple(line for line in lines if not line.startswith("not replaced"))
+
+    def regions(self) -> list[str]:
+        """Returns the regions that serve the function."""
+        if self.options.region != "auto":
+            return [self.options.region]
+        return naming.regions(self.jaxprs[-1]) if self.jaxprs else ["whole"]
+
+    def plan(self, budget: int, *, policies: Sequence[str] = STOCK_POLICIES) -> RematPlan:
+        """Returns the plan of the function.
+
+        Raises:
+          _NoChoiceFits: no choice fits, nor one of the stock policies.
+        """
+        candidates = self.regions()
+        is_met = self.trial("", None)[0] <= budget
+        region = candidates[0] if is_met else _narrowest(self.trial, candidates, budget)
+        plan = _search(self.trial, region, budget_bytes=budget, options=self.options, policies=policies)
+        if plan.choice is None or plan.choice.stock_policy:
+            region = "whole"
+        segments = naming.segments(self.jaxprs[-1]) if region == "segments" else []
+        return dataclasses.replace(
+            plan,
+            fn=self.fn if plan.choice is None else naming.checkpointed(self.fn, plan.choice, region=region),
+            region=region,
+            segments=tuple(collections.Counter(segment.kind for segment in segments).values()),
+        )
+
+    def _traced(self, region: str, choice: RematChoice | None) -> Any:
+        fn = self.fn
+
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            self.jaxprs.append(trace_call(fn, args, kwargs)[0].jaxpr)
+            return fn(*args, **kwargs)
+
+        observed.__name__, observed.__qualname__ = getattr(fn, "__name__", function_name(fn)), function_name(fn)
+        program = self.step(observed if choice is None else naming.checkpointed(fn, choice, region=region))
+        return (program if hasattr(program, "trace") else jax.jit(program)).trace(*self.args)
+
+    def _measured(self, traced: Any) -> int:
+        self.measured.append(self.options.measure(traced))
+        return self.measured[-1]
+
+
+def _applied(fn: Callable, change: Callable) -> Callable:
+    return change(fn)
+
+
+def _forms(own: _Form, budget: int) -> Iterator[tuple[_Form, Sequence[str]]]:
+    """Yields the forms of a function in the order in which they are tried, each with the stock policies that are too.
+
+    They are the function, then with long scans split, with large intermediates in chunks, and with both, if a pass
+    finds any; last, under the stock policies, which are four programs and keep more than nothing.
+    """
+    yield own, ()
+    share = budget / own.trial("", None)[0] / 2  # half, since other values are kept too
+    nest = functools.partial(nest_scans, share=share)
+    in_chunks = functools.partial(chunk, max_bytes=chunk_bytes(budget))
+    idle: set[str] = set()
+    passes: list[dict[str, Callable]] = [{"nest": nest}, {"chunk": in_chunks}, {"nest": nest, "chunk": in_chunks}]
+    for changing in passes:
+        form = dataclasses.replace(own, changing=changing)
+        if idle.isdisjoint(changing):
+            idle |= form.idle()
+        if idle.isdisjoint(changing):
+            yield form, ()
+    yield own, STOCK_POLICIES
+
+
+def _other_figures(tried: Sequence[_Form], budget: int) -> str:
+    """Returns the fewest bytes of each changed form, as a part of a sentence."""
+    size = format_bytes(chunk_bytes(budget))
+    names = {"nest": "long scans split in two", "chunk": f"intermediates above {size} in chunks"}
+    changed = [
+        (min(form.measured), " and ".join(names[each] for each in form.changing)) for form in tried if form.changing
+    ]
+    return "".join(f", {format_bytes(least)} with {change}" for least, change in changed)
+
+
+def _advice(tried: Sequence[_Form]) -> str:
+    """Returns what else to try than what was tried."""
+    advice = []
+    if "loops" not in tried[0].regions():  # no scan
+        advice.append("Write blocks in a Python loop as a lax.scan, or put jax.checkpoint around each.")
+    if not any("chunk" in form.changing for form in tried):
+        advice.append("No large intermediate was found that passes.chunk can compute in chunks.")
+    return " ".join((*advice, _LAST_ADVICE))
 
 
 def _narrowest(trials: Any, candidates: list[str], budget_bytes: int) -> str:
@@ -221,7 +364,11 @@ def search(
       BudgetNotMet: no program tried fits.
     """
     trials = _trials(lambda _, choice: traced(choice), options.measure)
-    return _search(trials, "auto", budget_bytes=budget_bytes, options=options)
+    try:
+        return _search(trials, "auto", budget_bytes=budget_bytes, options=options)
+    except _NoChoiceFits as refused:
+        advice = "Checkpoint smaller parts, or compute large intermediates in chunks, see passes.chunk."
+        raise BudgetNotMet(f"{refused}. {advice} {_LAST_ADVICE}") from None
 
 
 def _trials(traced: Callable[[str, RematChoice | None], Any], measure: Callable[[Any], int]) -> Any:
@@ -235,7 +382,14 @@ def _trials(traced: Callable[[str, RematChoice | None], Any], measure: Callable[
     return trial
 
 
-def _search(trials: Any, region: str, *, budget_bytes: int, options: RematOptions) -> RematPlan:
+def _search(
+    trials: Any,
+    region: str,
+    *,
+    budget_bytes: int,
+    options: RematOptions,
+    policies: Sequence[str] = STOCK_POLICIES,
+) -> RematPlan:
     began = time.monotonic()
 
     def trial(choice: RematChoice | None) -> tuple[int, float, Any]:
@@ -247,7 +401,7 @@ def _search(trials: Any, region: str, *, budget_bytes: int, options: RematOption
     if plain[0] > budget_bytes:
         choice, full = RematChoice(), trial(RematChoice())
         if full[0] > budget_bytes:
-            choice = _stock_choice(trial, budget_bytes)
+            choice = _stock_choice(trial, budget_bytes, policies)
         else:
             graph = recompute_graph(live_jaxpr(full[2]), min_bytes=options.min_bytes)
             if graph.sizes:
@@ -311,23 +465,29 @@ def _larger(graph: RecomputeGraph, *, low: int, high: int, guess: float) -> Rema
     return None
 
 
-def _stock_choice(trial: _Trial, budget_bytes: int) -> RematChoice:
+def _stock_choice(trial: _Trial, budget_bytes: int, policies: Sequence[str]) -> RematChoice:
     """Returns the stock policy that fits with the fewest FLOPs, for a program that takes more with nothing kept.
 
     What XLA allocates also depends on the order of its operations, which a policy changes.
+
+    Raises:
+      _NoChoiceFits: none fits.
     """
-    results = {choice: trial(choice) for choice in (RematChoice(stock_policy=name) for name in STOCK_POLICIES)}
+    results = {choice: trial(choice) for choice in (RematChoice(stock_policy=name) for name in policies)}
     fitting = [choice for choice, (num_bytes, *_) in results.items() if num_bytes <= budget_bytes]
     if fitting:
         return min(fitting, key=lambda choice: results[choice][1])
     full, plain = trial(RematChoice())[0], trial(None)[0]
-    best = min(results, key=lambda choice: results[choice][0])
-    raise BudgetNotMet(
-        f"a budget of {budget_bytes:,} bytes ({format_bytes(budget_bytes)}) is not met: the program takes {full:,} "
-        f"bytes ({format_bytes(full)}) with nothing kept, {format_bytes(plain)} without rematerialization and "
-        f"{format_bytes(results[best][0])} under {best.stock_policy}. Write blocks in a Python loop as a lax.scan, or "
-        "put jax.checkpoint around each; or compute large intermediates in parts, see passes.chunk. Or raise the "
-        "budget, or reduce the batch or microbatch of a device."
+    figures = [
+        f"{full:,} bytes ({format_bytes(full)}) with nothing kept",
+        f"{format_bytes(plain)} without rematerialization",
+    ]
+    if results:
+        best = min(results, key=lambda choice: results[choice][0])
+        figures.append(f"{format_bytes(results[best][0])} under {best.stock_policy}")
+    raise _NoChoiceFits(
+        f"a budget of {budget_bytes:,} bytes ({format_bytes(budget_bytes)}) is not met: the program takes "
+        + ", ".join(figures)
     )
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import pathlib
-import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.extend import core, source_info_util
+from jax.extend import core
 
 from hlat_jax.ops.dialect import CallSpec, Op
 from hlat_jax.passes.independence import is_elementwise_call
@@ -25,6 +23,7 @@ from hlat_jax.passes.jaxpr import (
     place_of,
     plain_call,
     rebind,
+    source_of,
     values_of,
     variables,
 )
@@ -322,9 +321,7 @@ class EquationGraph:
     def source(self, eqn: Any) -> str:
         """Returns "file.py:line (function)" of the user's line that an equation, or a call around it, comes from."""
         around = (call.eqn for call in reversed(self._calls.get(id(eqn), ())))
-        text = next(filter(None, (source_info_util.summarize(one.source_info) for one in (eqn, *around))), "")
-        parts = re.fullmatch(r"(.+?):(\d+)(?::\d+)? \((.*)\)", text)
-        return f"{pathlib.PurePath(parts[1]).name}:{parts[2]} ({parts[3]})" if parts else text
+        return next(filter(None, map(source_of, (eqn, *around))), "")
 
     def run(self, steps: Sequence[_Step], values: Sequence[Any]) -> list[Any]:
         """Returns the results of the jaxpr for some values of its inputs, by what `steps` returns."""

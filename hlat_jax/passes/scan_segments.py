@@ -1,0 +1,264 @@
+"""Splits each long `lax.scan` into two nested ones, with a checkpoint around the inner one.
+
+    loss = nest_scans(loss)
+    value, grads = jax.jit(jax.value_and_grad(loss))(params, batch)
+    print(loss.report())
+
+The derivative of a scan keeps values of every step. Two nested scans keep the carry before each segment of steps, and
+the values of one segment at a time, which the backward pass computes again. Results and derivatives are the same.
+
+Source: Chen et al., arXiv 1604.06174, section 4.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core
+
+from hlat_jax.passes.jaxpr import (
+    CHECKPOINT,
+    aval_bytes,
+    bind_again,
+    called_jaxpr,
+    carry_of,
+    evaluate,
+    is_inexact,
+    linearized_at,
+    place_of,
+    plain_call,
+    source_of,
+    trace_call,
+    variables,
+)
+from hlat_jax.passes.residuals import has_effects
+
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
+
+_LEAST_STEPS = 16  # fewer are not split
+_MOST_LEFT = 0.7  # of the bytes that a scan keeps, or keeps under a checkpoint around each step: more is no gain
+_UNEVEN = 1.2  # a number of steps that divides the length may keep so many times what the best number keeps
+
+
+@dataclasses.dataclass(frozen=True)
+class NestedScan:
+    """How a scan is split.
+
+    Attributes:
+      source: "file:line".
+      length: number of its steps.
+      segment: number of steps of a segment; the last segment has fewer if they do not divide the length.
+      has_checkpointed_steps: whether a checkpoint is around each step too, which is then computed three times.
+    """
+
+    source: str
+    length: int
+    segment: int
+    has_checkpointed_steps: bool
+
+    def __str__(self) -> str:
+        num_segments = -(-self.length // self.segment)
+        around = "each and around each step" if self.has_checkpointed_steps else "each"
+        return (
+            f"scan at {self.source}: {self.length} steps in {num_segments} segments of "
+            f"{'at most ' if self.length % self.segment else ''}{self.segment}, a checkpoint around {around}"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class NestReport:
+    """The scans that a trace split; `str` prints them."""
+
+    replacements: tuple[NestedScan, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.replacements)) or "no scan is split"
+
+
+class Nested(Generic[_Args, _Result]):
+    """A function whose long scans are split; see `nest_scans`."""
+
+    def __init__(self, fn: Callable[_Args, _Result], share: float):
+        functools.update_wrapper(self, fn, updated=())
+        self._fn, self._share, self._report = fn, share, None
+
+    def __call__(self, *args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        closed, leaves, tree = trace_call(self._fn, args, kwargs)
+        splitter = _Splitter(self._share)
+        outs = splitter.run(closed.jaxpr, (*closed.consts, *leaves))
+        self._report = NestReport(tuple(dict.fromkeys(splitter.scans)))
+        return jax.tree.unflatten(tree, outs)
+
+    def report(self) -> NestReport:
+        """Returns which scans the last trace split.
+
+        Raises:
+          ValueError: the function was not yet called or traced.
+        """
+        if self._report is None:
+            raise ValueError("nest_scans: call the function, or trace it with jax.eval_shape, before its report.")
+        return self._report
+
+
+def nest_scans(fn: Callable[_Args, _Result], *, share: float = 0.5) -> Nested[_Args, _Result]:
+    """Returns a function with the same results and derivatives whose long scans keep fewer bytes.
+
+    Scans inside `jit`, `jax.checkpoint` and other scans are split too. Forward mode and `vmap` work. A scan is left as
+    it is if it has fewer than 16 steps, has effects, or would keep about as much.
+
+    Args:
+      fn: a function that JAX can trace; arguments as for `autocast`.
+      share: the share of its bytes that a scan may keep. If segments alone keep more, each step gets a checkpoint too.
+    """
+    return Nested(fn, share)
+
+
+class _Splitter:
+    """Splits scans, and records which.
+
+    Attributes:
+      share: see `nest_scans`.
+      scans: those that are split.
+    """
+
+    def __init__(self, share: float):
+        self.share = share
+        self.scans: list[NestedScan] = []
+
+    def run(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+        """Returns the results of a jaxpr for its constants and operands, its scans split."""
+        return evaluate(jaxpr, args, self._bind)
+
+    def _bind(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
+        if eqn.primitive.name == "scan":
+            return self._scan(eqn, ins)
+        inner = called_jaxpr(eqn) if eqn.primitive.name == CHECKPOINT or _is_jit(eqn) else None
+        if inner is None or not _has_scan(inner):
+            return bind_again(eqn, ins)
+
+        def run(*ins: Any) -> list[Any]:
+            return self.run(inner, ins)
+
+        if eqn.primitive.name == CHECKPOINT:
+            again = jax.checkpoint(run, policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"])
+        else:
+            run.__name__ = run.__qualname__ = eqn.params["name"]  # other passes know ops by it
+            again = jax.jit(run, inline=eqn.params["inline"])
+        with place_of(eqn):
+            return again(*ins)
+
+    def _scan(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
+        closed, _ = carry_of(eqn)
+        changed = {}
+        if _has_scan(closed.jaxpr):
+            closed = jax.make_jaxpr(lambda *args: self.run(closed.jaxpr, (*closed.consts, *args)))(*closed.in_avals)
+            changed["jaxpr"] = closed
+        split = _split(eqn, self.share)
+        if split is None:
+            return bind_again(eqn, ins, **changed)
+        self.scans.append(split)
+        pairs = zip(ins, eqn.invars, strict=True)  # a literal is a number without a dtype
+        arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x, var.aval.dtype) for x, var in pairs]
+        with place_of(eqn):
+            return _in_segments(eqn, closed, arrays, split)
+
+
+def _is_jit(eqn: Any) -> bool:
+    closed = plain_call(eqn)
+    return closed is not None and not closed.consts and eqn.primitive.name == "jit"
+
+
+def _has_scan(jaxpr: Any) -> bool:
+    inside = [carry_of(eqn)[0].jaxpr if eqn.primitive.name == "scan" else called_jaxpr(eqn) for eqn in jaxpr.eqns]
+    return any(eqn.primitive.name == "scan" for eqn in jaxpr.eqns) or any(
+        _has_scan(inner) for inner in inside if inner is not None
+    )
+
+
+def _split(eqn: Any, share: float) -> NestedScan | None:
+    """Returns how a scan is split; None if it is not."""
+    length = eqn.params["length"]
+    if length < _LEAST_STEPS or has_effects(eqn):
+        return None
+    carry, kept = _bytes_of_step(eqn)
+    if not kept:
+        return None  # nothing is differentiated
+    before = length * min(kept, carry) + kept  # of the scan under a checkpoint around each step, or without
+
+    def least(num_bytes: Callable[[int], float]) -> tuple[float, int]:
+        sizes = range(2, length // 2 + 1)
+        even = min((num_bytes(size), size) for size in sizes if length % size == 0) if _is_even(length) else None
+        best = min((num_bytes(size), size) for size in sizes)
+        return even if even is not None and even[0] <= _UNEVEN * best[0] else best
+
+    plain = least(lambda size: math.ceil(length / size) * carry + size * kept)
+    stepped = least(lambda size: (math.ceil(length / size) + size) * carry + kept)
+    is_enough = plain[0] <= share * length * kept or plain[0] <= stepped[0]
+    num_bytes, size = plain if is_enough else stepped
+    if num_bytes > _MOST_LEFT * before:
+        return None
+    return NestedScan(source_of(eqn), length, size, not is_enough)
+
+
+def _is_even(length: int) -> bool:
+    return any(length % size == 0 for size in range(2, math.isqrt(length) + 1))
+
+
+def _bytes_of_step(eqn: Any) -> tuple[int, int]:
+    """Returns (bytes of the floats that a scan carries, bytes that the derivative of one step keeps).
+
+    What all steps read, or a step reads of the scan's operands, is not counted: it is kept in any case.
+    """
+    closed, carried = carry_of(eqn)
+    places = [at for at, aval in enumerate(closed.in_avals) if hasattr(aval, "dtype") and is_inexact(aval)]
+
+    def kept(*args: Any) -> list[Any]:
+        return jax.tree.leaves(linearized_at(core.jaxpr_as_fun(closed), args, places)[1])
+
+    jaxpr = jax.make_jaxpr(kept)(*closed.in_avals).jaxpr
+    given = {*jaxpr.constvars, *jaxpr.invars[: carried.start], *jaxpr.invars[carried.stop :]}
+    floats = [aval for aval in closed.in_avals[carried] if hasattr(aval, "dtype") and is_inexact(aval)]
+    return sum(map(aval_bytes, floats)), sum(aval_bytes(var.aval) for var in {*variables(jaxpr.outvars)} - given)
+
+
+def _in_segments(eqn: Any, closed: Any, ins: list[Any], split: NestedScan) -> list[Any]:
+    """Returns the results of a scan with the steps of `closed`, in segments."""
+    carried, reverse = carry_of(eqn)[1], eqn.params["reverse"]
+    consts, carry, xs = ins[: carried.start], ins[carried], ins[carried.stop :]
+    num_carry, size = len(carry), split.segment
+
+    def step(carry: Any, xs: Any) -> tuple[Any, Any]:
+        outs = core.jaxpr_as_fun(closed)(*consts, *carry, *xs)
+        return outs[:num_carry], outs[num_carry:]
+
+    if split.has_checkpointed_steps:
+        step = jax.checkpoint(step, prevent_cse=False)
+
+    def segment(length: int, carry: Any, xs: Any) -> tuple[Any, Any]:
+        return jax.lax.scan(step, carry, xs, length=length, reverse=reverse, unroll=eqn.params["unroll"])
+
+    def checkpointed(length: int, *, prevent_cse: bool) -> Callable:
+        return jax.checkpoint(functools.partial(segment, length), prevent_cse=prevent_cse)
+
+    num_rest = split.length % size
+    num_whole = split.length // size
+    # the rest is run last, so that in a scan from the end it is at the start
+    rest, whole = (slice(0, num_rest), slice(num_rest, None)) if reverse else (slice(-num_rest, None), slice(-num_rest))
+    if not num_rest:
+        whole = slice(None)
+    in_segments = [x[whole].reshape(num_whole, size, *x.shape[1:]) for x in xs]
+    carry, ys = jax.lax.scan(
+        checkpointed(size, prevent_cse=False), carry, in_segments, length=num_whole, reverse=reverse
+    )
+    ys = [y.reshape(num_whole * size, *y.shape[2:]) for y in ys]
+    if num_rest:
+        carry, last = checkpointed(num_rest, prevent_cse=True)(carry, [x[rest] for x in xs])
+        ys = [jnp.concatenate((b, a) if reverse else (a, b)) for a, b in zip(ys, last, strict=True)]
+    return [*carry, *ys]
