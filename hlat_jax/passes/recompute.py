@@ -108,6 +108,8 @@ class RecomputeGraph:
 
         Source: Jain et al. (Checkmate), arXiv 1910.02653, without the order of execution, which the compiler chooses.
         """
+        if not any(node.is_read for node in self.nodes):
+            return ()  # as of a linear function; the program below would have no constraint
         from scipy.optimize import Bounds, LinearConstraint, milp  # not at the top: slow to import
         from scipy.sparse import coo_array
 

@@ -252,8 +252,29 @@ def test_a_budget_that_no_choice_of_saved_values_meets_is_met_in_chunks(split):
     (one, first), (other, second) = (each.step(each.init(params), batch) for each in (program, plain))
     np.testing.assert_allclose(first.loss, second.loss, rtol=1e-6)
     np.testing.assert_allclose(one["params"]["w"], other["params"]["w"], atol=1e-6)
-    with pytest.raises(BudgetNotMet, match=r"a budget of 65,536 bytes .* is not met.* 4.00 KiB in chunks no choice"):
+    with pytest.raises(BudgetNotMet, match=r"a budget of 65,536 bytes .* is not met.* above 4.00 KiB in chunks"):
         training_program(loss, OPTIMIZER, options={**split, "memory_budget": 65536}, **shapes)
+
+
+def test_a_scan_over_time_is_split_before_the_other_passes_to_meet_a_budget():
+    def loss(params, batch):
+        def step(state, x):
+            state = jnp.tanh(jnp.sin(state @ params["w"]) * jnp.cos(x))
+            return state, jnp.exp(state)
+
+        return jnp.mean(jax.lax.scan(step, jnp.zeros((4, 16)), batch["x"].swapaxes(0, 1))[1])
+
+    shapes = {"params": {"w": jnp.eye(16)}, "batch": {"x": jnp.ones((4, 256, 16))}}
+    options = {"autocast": "bf16", "residuals": True, "memory_budget": "165KiB"}
+    program = training_program(loss, OPTIMIZER, options=options, **shapes)
+    assert list(program.steps) == ["loss", "nest", "autocast", "residuals", "remat"]
+    assert program.plan.measured_bytes <= 165 * 1024
+    assert temporaries(program.step.trace(*program.arguments)) == program.plan.measured_bytes
+    table = str(program)
+    assert re.search(r"^nest .*scan at test_compile.py:\d+ .*: 256 steps in \d+ segments", table, re.MULTILINE)
+    assert table.count("256 steps in") == 1
+    metrics = program.step(program.init(shapes["params"]), shapes["batch"])[1]
+    np.testing.assert_allclose(metrics.loss, loss(shapes["params"], shapes["batch"]), rtol=1e-2)
 
 
 def test_a_budget_is_refused_at_once_where_nothing_can_be_computed_in_chunks():
@@ -261,5 +282,5 @@ def test_a_budget_is_refused_at_once_where_nothing_can_be_computed_in_chunks():
         return jnp.sort(jnp.sin(params["w"]).ravel())[7] * jnp.sum(batch["x"])
 
     shapes = {"params": {"w": jnp.ones((16, 2048))}, "batch": {"x": jnp.ones(4)}}
-    with pytest.raises(BudgetNotMet, match=r"or microbatch of a device\.$"):  # and no word of chunks that were tried
+    with pytest.raises(BudgetNotMet, match=r"No large intermediate was found that passes\.chunk can"):
         training_program(loss, OPTIMIZER, options={"memory_budget": 16384}, **shapes)
