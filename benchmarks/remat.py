@@ -3,6 +3,7 @@
     python benchmarks/remat.py goals [--config=160m] [--shares=80,60,45,35]   # the whole training step of a config
     python benchmarks/remat.py batch [--models=bert-base,bert-large,gpt2] [--limit=13GB]
     python benchmarks/remat.py unrolled   # six blocks in a Python loop, beside the same blocks in a lax.scan
+    python benchmarks/remat.py changed    # losses that no choice of saved values fits: nested scans, chunks
 
 All compile and run nothing: bytes are XLA's own accounting, FLOPs those of the products that the program executes,
 counted in its trace. On CPU the first flag below makes XLA order the program for memory, as it does on accelerators,
@@ -15,6 +16,8 @@ import dataclasses
 import functools
 import math
 import os
+import pathlib
+import sys
 import time
 
 _FLAGS = "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED --xla_backend_optimization_level=0"
@@ -22,6 +25,10 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
 
 import jax
 import jax.numpy as jnp
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1] / "tests" / "support"))
+
+from losses_over_budget import ARGUMENTS, gru, recurrent_arguments, retention, ssm
 
 from hlat_jax import config as config_lib
 from hlat_jax import stack
@@ -267,9 +274,37 @@ def unrolled(num_blocks=6):
             print()
 
 
+def changed(shares=(0.6, 0.2)):
+    """Prints what a budget comes to for losses whose scans are split or whose intermediates are cut."""
+    print("loss              MiB   nothing kept  budgets: share of plain, changed, FLOPs more, programs, CPU-s")
+    recurrent = recurrent_arguments(num_steps=1000, rows=8, width=32)  # two nested scans of 31 or 32 steps
+    for fn, args in (ARGUMENTS | dict.fromkeys((retention, gru, ssm), recurrent)).items():
+        plain, nothing = (
+            remat.temporaries(jax.jit(jax.value_and_grad(each)).trace(*args))
+            for each in (fn, naming.checkpointed(fn, RematChoice(), region="auto"))
+        )
+        print(f"{fn.__name__:16} {plain / 2**20:5.2f} {nothing / plain:8.2f}      ", end="")
+        for share in shares:
+            began = time.process_time()
+            try:
+                plan = remat.fit(fn, *args, budget_bytes=int(share * plain))
+            except remat.BudgetNotMet:
+                print(f"   {share}: not met", end="", flush=True)
+                continue
+            spent = time.process_time() - began
+            how = "+".join(plan.passes) or "saving"
+            print(
+                f"   {share}: {plan.measured_bytes / plain:.2f} {how} {plan.recompute_share:+.0%} "
+                f"{plan.compilations} {spent:.0f} s",
+                end="",
+                flush=True,
+            )
+        print()
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("goals", "batch", "unrolled"))
+    parser.add_argument("what", choices=("goals", "batch", "unrolled", "changed"))
     parser.add_argument("--config", default="160m")
     parser.add_argument("--attention", default="einsum", help="of the config's model")
     parser.add_argument("--shares", default="80,60,45,35")
@@ -281,6 +316,9 @@ def main():
         return
     if args.what == "unrolled":
         unrolled()
+        return
+    if args.what == "changed":
+        changed()
         return
     mutable = config_files.load(args.config)
     mutable.model.attention = args.attention

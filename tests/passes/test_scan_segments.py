@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from losses_over_budget import STEPS, B, D, gru, recurrent_arguments, retention, ssm
 
 from hlat_jax.neuron import lint
 from hlat_jax.passes.autocast import autocast
@@ -15,53 +16,8 @@ from hlat_jax.passes.remat import temporaries
 from hlat_jax.passes.residuals import select_residuals
 from hlat_jax.passes.scan_segments import nest_scans
 
-B, D, N = 2, 16, 4  # rows, width, states of a channel
-STEPS = 256
 PRIME = 251  # steps that no segments divide
-rng = np.random.default_rng(0)
-
-
-def normal(*shape, scale=1.0):
-    return (scale * rng.standard_normal(shape)).astype(np.float32)
-
-
-PARAMS = {name: normal(D, D, scale=0.25) for name in ("q", "k", "v", "w")}
-PARAMS |= {name: normal(D, 3 * D, scale=0.25) for name in ("of_x", "of_state")}
-PARAMS |= {name: normal(D, N, scale=0.25) for name in ("rates", "b", "c")}
-X = normal(STEPS, B, D)
-
-
-def retention(params, x, reverse=False):
-    def step(state, heads):
-        q, k, v = heads
-        state = 0.9 * state + k[:, :, None] * v[:, None, :]
-        return state, jnp.einsum("bd,bde->be", q, state)
-
-    heads = [x @ params[name] for name in "qkv"]
-    return jnp.mean(jax.lax.scan(step, jnp.zeros((B, D, D)), heads, reverse=reverse)[1] ** 2)
-
-
-def gru(params, x, reverse=False):
-    def step(state, x):
-        (z, r, n), (uz, ur, un) = (jnp.split(a, 3, -1) for a in (x @ params["of_x"], state @ params["of_state"]))
-        z, r = jax.nn.sigmoid(z + uz), jax.nn.sigmoid(r + ur)
-        return (1 - z) * jnp.tanh(n + r * un) + z * state, None
-
-    return jnp.mean(jax.lax.scan(step, jnp.zeros((B, D)), x, reverse=reverse)[0] ** 2)
-
-
-def ssm(params, x, reverse=False):
-    def step(state, x):
-        dt = jax.nn.softplus(x @ params["w"])
-        state = (
-            jnp.exp(-dt[..., None] * jnp.exp(params["rates"])) * state
-            + (dt * x)[..., None] * (x @ params["b"])[:, None]
-        )
-        return state, jnp.einsum("bdn,bn->bd", state, x @ params["c"])
-
-    return jnp.mean(jax.lax.scan(step, jnp.zeros((B, D, N)), x, reverse=reverse)[1] ** 2)
-
-
+PARAMS, X = recurrent_arguments()
 MODELS = {"retention": retention, "gru": gru, "ssm": ssm}
 # Temporaries that are left of plain: the operands of a scan, which stay, are most of them for retention.
 MOST = {"retention": 0.55, "gru": 0.25, "ssm": 0.25}
@@ -87,7 +43,7 @@ def test_a_split_scan_takes_fewer_bytes_and_gives_equal_gradients(name):
     found, expected = (each.lower().compile()(PARAMS, X) for each in (step, plain))
     np.testing.assert_allclose(found[0], expected[0], rtol=1e-6)
     assert_equal(found, expected)
-    assert str(nested.report()).startswith("scan at test_scan_segments.py:")
+    assert str(nested.report()).startswith("scan at losses_over_budget.py:")
 
 
 @pytest.mark.parametrize("share", [1.0, 0.0], ids=["segments", "segments and steps"])
@@ -125,7 +81,7 @@ def test_forward_mode_vmap_and_second_derivatives_are_those_of_the_scan():
     def of_state(fn, state):
         return fn(PARAMS | {"of_state": state}, x)
 
-    state = jnp.asarray(PARAMS["of_state"])
+    state = PARAMS["of_state"]
     for transform in (
         lambda fn: jax.jvp(functools.partial(of_state, fn), (state,), (jnp.ones_like(state),)),
         lambda fn: jax.vmap(jax.grad(functools.partial(of_state, fn)))(jnp.stack([state, 2 * state])),
