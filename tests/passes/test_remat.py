@@ -315,7 +315,8 @@ def test_unmet_budget_error_has_what_was_measured_and_what_to_change():
     assert fit_blocks(bytes_of_blocks(per_block), per_block).choice is None  # the function's own checkpoints count
 
 
-@pytest.mark.parametrize("fn", [biased_attention, pytest.param(dpo, marks=pytest.mark.slow), poisson_residual])
+@pytest.mark.slow
+@pytest.mark.parametrize("fn", [biased_attention, dpo, poisson_residual])
 def test_a_budget_that_saving_cannot_meet_is_met_in_chunks(fn):
     args = ARGUMENTS[fn]
     plain = remat.temporaries(jax.jit(jax.value_and_grad(fn)).trace(*args))
