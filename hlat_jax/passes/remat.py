@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.extend import core
 
 from hlat_jax.facts.byte_sizes import format_bytes, parse_bytes
 from hlat_jax.passes import naming
@@ -285,7 +286,10 @@ class _Form:
         fn = self.fn
 
         def observed(*args: Any, **kwargs: Any) -> Any:
-            self.jaxprs.append(trace_call(fn, args, kwargs)[0].jaxpr)
+            closed, leaves, tree = trace_call(fn, args, kwargs)
+            self.jaxprs.append(closed.jaxpr)
+            if self.changing:  # finding chunks takes seconds: not twice
+                return jax.tree.unflatten(tree, core.jaxpr_as_fun(closed)(*leaves))
             return fn(*args, **kwargs)
 
         observed.__name__, observed.__qualname__ = getattr(fn, "__name__", function_name(fn)), function_name(fn)
