@@ -15,9 +15,11 @@ from hlat_jax.host.optional_import import import_optional
 from hlat_jax.store.typed_json import read_json
 
 Message = dict[str, Any]  # with `role` and `content`
-TEMPLATE_FILE = "chat_template.jinja"
+TEMPLATE_FILE, NAMED_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
+_DEFAULT = "default"  # transformers' name for the template that is taken where none is named
 # Enclose what a template marks with {% generation %}; of Unicode's private use, and removed from the text.
 _BEGIN, _END = "\ue0f0", "\ue0f1"
+_CUT = "\ue0f2 "  # ends a message that is to be continued; the space shows whether the template strips contents
 # What `strftime_now` gives templates in training, which must not depend on the day; Llama 3's date without a clock.
 TRAINING_DAY = datetime.datetime(2024, 7, 26)
 
@@ -28,17 +30,19 @@ class ChatTemplate:
     Args:
       folder: of the template.
       now: the time that the template's `strftime_now` writes.
+      name: of a template, where the folder has several; "": the default one.
 
     Attributes:
       folder: of the template.
+      text: the template itself, in Jinja.
       marks_answers: whether the template marks them with {% generation %}.
       sha256: of the template and the control tokens that it is given.
 
     Raises:
-      ValueError: the folder has none, or one that is not Jinja; jinja2 is not installed.
+      ValueError: the folder has none, none of that name, or one that is not Jinja; jinja2 is not installed.
     """
 
-    def __init__(self, folder: pathlib.Path, *, now: datetime.datetime = TRAINING_DAY):
+    def __init__(self, folder: pathlib.Path, *, now: datetime.datetime = TRAINING_DAY, name: str = ""):
         self.folder, self._placed = folder, set[tuple[str, bool]]()
         sandbox = import_optional(
             "jinja2.sandbox", missing="chat templates need jinja2: pip install 'hlat_jax[hf]', or pip install jinja2."
@@ -54,11 +58,11 @@ class ChatTemplate:
             raise jinja2.TemplateError(message)
 
         environment.globals["raise_exception"] = raise_exception
-        text, self._tokens = _read(folder)
-        self.sha256 = hashlib.sha256(json.dumps([text, self._tokens]).encode()).hexdigest()
-        self._error, self.marks_answers = jinja2.TemplateError, "endgeneration" in text
+        self.text, self._tokens = _read(folder, name or _DEFAULT)
+        self.sha256 = hashlib.sha256(json.dumps([self.text, self._tokens]).encode()).hexdigest()
+        self._error, self.marks_answers = jinja2.TemplateError, "endgeneration" in self.text
         try:
-            self._template = environment.from_string(text)
+            self._template = environment.from_string(self.text)
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template of {folder} is not valid: {error}.") from None
         self._as_parts = False  # whether contents are given as lists of parts, which some templates loop over
@@ -77,6 +81,18 @@ class ChatTemplate:
           ValueError: the template refuses them, or has no place for the role of one.
         """
         return self._render(messages, to_answer=to_answer).replace(_BEGIN, "").replace(_END, "")
+
+    def render_open(self, messages: Sequence[Message]) -> str:
+        """Returns the text of a conversation up to the end of the last message's content, for a model to continue.
+
+        Raises:
+          ValueError: as `render`, or the template leaves out the end of that message.
+        """
+        *before, last = messages
+        text, cut, rest = self.render([*before, last | {"content": last["content"] + _CUT}]).rpartition(_CUT.strip())
+        if not cut:
+            raise ValueError(f"the chat template of {self.folder} leaves out the end of the message to be continued.")
+        return text if rest.startswith(" ") else text.rstrip()  # as transformers: a template that strips contents
 
     def answers(self, messages: Sequence[Message]) -> tuple[str, list[tuple[int, int]]]:
         """Returns the text of a conversation and (first character, last + 1) of each part that is an answer.
@@ -165,24 +181,28 @@ class ChatTemplate:
         return self._template.render(messages=given, add_generation_prompt=to_answer, **absent, **self._tokens)
 
 
-def _read(folder: pathlib.Path) -> tuple[str, dict[str, str]]:
-    """Returns the template of a folder, and the control tokens by the names that templates have for them."""
+def _read(folder: pathlib.Path, name: str) -> tuple[str, dict[str, str]]:
+    """Returns a template of a folder, and the control tokens by the names that templates have for them."""
     settings: dict[str, Any] = {}
-    for name in ("special_tokens_map.json", "tokenizer_config.json"):
-        settings |= read_json(folder / name) if (folder / name).is_file() else {}
-    path, text = folder / TEMPLATE_FILE, settings.get("chat_template")
-    if path.is_file():
-        text = path.read_text(encoding="utf-8")
-    if isinstance(text, list):  # several by name
-        text = {each["name"]: each["template"] for each in text}.get("default")
-    if not isinstance(text, str):
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        settings |= read_json(folder / file) if (folder / file).is_file() else {}
+    given = settings.get("chat_template")
+    texts = {each["name"]: each["template"] for each in given} if isinstance(given, list) else {_DEFAULT: given}
+    paths = {path.stem: path for path in (folder / NAMED_TEMPLATES).glob("*.jinja")}
+    for key, path in (paths | {_DEFAULT: folder / TEMPLATE_FILE}).items():
+        if path.is_file():
+            texts[key] = path.read_text(encoding="utf-8")
+    known = sorted(key for key, text in texts.items() if isinstance(text, str))
+    if not known:
         raise ValueError(
             f"{folder} has no chat template: neither a chat_template.jinja nor chat_template in tokenizer_config.json. "
             "Put that of the model there; a base model has none."
         )
+    if name not in known:
+        raise ValueError(f"{folder} has no chat template called {name!r}; it has {', '.join(known)}.")
     tokens = {key: settings.get(key) for key in ("bos_token", "eos_token", "unk_token", "pad_token")}
-    texts = {key: token["content"] if isinstance(token, dict) else token for key, token in tokens.items()}
-    return text, {key: token for key, token in texts.items() if token is not None}
+    contents = {key: token["content"] if isinstance(token, dict) else token for key, token in tokens.items()}
+    return texts[name], {key: token for key, token in contents.items() if token is not None}
 
 
 def _generation_tag() -> type:

@@ -195,12 +195,10 @@ class _SentencePiece:
 
     def encode_with_control_tokens(self, text: str) -> list[int]:
         """Returns the ids of a text in which control tokens are written out; see Tokenizer."""
-        processor, ids = self._processor, []
-        control = {self.token(each): each for each in filter(processor.is_control, range(self.vocab_size))}
-        pattern = "|".join(map(re.escape, sorted(control, key=len, reverse=True)))
-        for number, part in enumerate(re.split(f"({pattern})", text) if control else [text]):
+        ids = []
+        for number, part in enumerate(self._control_pattern.split(text) if self._control_ids else [text]):
             if number % 2:
-                ids.append(control[part])
+                ids.append(self._control_ids[part])
             elif number and self.adds_space:  # a space is added to the beginning of the text alone
                 ids += self.encode(f"\n{part}")[len(self.encode("\n")) :] if part else []
             else:
@@ -211,6 +209,16 @@ class _SentencePiece:
         """Returns the text of token ids with control tokens written out."""
         runs = itertools.groupby(ids, key=self._processor.is_control)
         return "".join("".join(map(self.token, run)) if control else self.decode(list(run)) for control, run in runs)
+
+    @functools.cached_property
+    def _control_ids(self) -> dict[str, int]:
+        """Text of each control token -> its id."""
+        return {self.token(each): each for each in filter(self._processor.is_control, range(self.vocab_size))}
+
+    @functools.cached_property
+    def _control_pattern(self) -> re.Pattern[str]:
+        longest_first = sorted(self._control_ids, key=len, reverse=True)
+        return re.compile(f"({'|'.join(map(re.escape, longest_first))})")
 
     @functools.cached_property
     def adds_space(self) -> bool:

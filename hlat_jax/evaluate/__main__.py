@@ -56,9 +56,9 @@ def main(argv: Sequence[str]) -> int:
         from hlat_jax.evaluate.tasks import require_harness
 
         require_harness()
-        from hlat_jax.evaluate import lm_eval_compat
+        from hlat_jax.evaluate import lm_eval_compat, model_type
 
-        lm_eval_compat.run_command(argv[1:])
+        lm_eval_compat.run_command(argv[1:], check_template=model_type.check_template)
         return 0
     values = flags_lib.parse_own(argv, _define, usage=_USAGE)
     kinds = [kind for kind in _KINDS if values[kind].value]

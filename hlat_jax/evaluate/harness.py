@@ -3,6 +3,8 @@
     python -m hlat_jax.evaluate --checkpoint=runs/tiny --tasks=hellaswag,arc_easy
     python -m hlat_jax.evaluate lm_eval --model hlat_jax --model_args checkpoint=runs/tiny --tasks hellaswag
 
+As in the harness's other models, a control token that a text spells, as in '<s>It is', is that token.
+
 Source of the interface: `lm_eval.api.model.LM`, version 0.4.13.
 """
 
@@ -10,13 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from hlat_jax.config import count_text
+from hlat_jax.data.chat_template import ChatTemplate, Message
 from hlat_jax.evaluate import lm_eval_compat
+from hlat_jax.generate.chat import open_template
 from hlat_jax.generate.generator import Generator
 from hlat_jax.generate.inference import TrainedModel
 from hlat_jax.generate.sampling import Sampling
@@ -25,6 +30,7 @@ from hlat_jax.store.progress import Status
 
 MAX_NEW_TOKENS = 256  # where a task gives no number; the default of the harness's other models
 _SAMPLING = ("temperature", "top_k", "top_p")
+TEMPLATE_FLAG = "--apply_chat_template"  # of the harness, for errors
 
 
 class HarnessModel(lm_eval_compat.TemplateLM):
@@ -46,6 +52,7 @@ class HarnessModel(lm_eval_compat.TemplateLM):
         super().__init__()
         self._status = status or Status()
         self._tokenizer, self._first = trained.tokenizer, trained.first_ids(bos)
+        self._folder, self._template, self._left_out = trained.folder, None, False
         self.max_length = trained.model.max_positions
         self._num_rows = batch_size * trained.layout.row_degree
         self._scorer = Scorer(trained.model, trained.params, layout=trained.layout, num_rows=batch_size)
@@ -67,12 +74,62 @@ class HarnessModel(lm_eval_compat.TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """The key of this tokenizer in the harness's caches."""
-        return self._tokenizer.sha256
+        """The key of tokenizer and chat template in the harness's cache of rendered requests."""
+        return f"{self._tokenizer.sha256}-{self._opened_template().sha256}"
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """Returns the chat template in Jinja and applies it from now on; None for False.
+
+        Args:
+          chat_template: the name of one of the folder's templates; True: the default one.
+
+        Raises:
+          ValueError: there is no such template.
+        """
+        if not chat_template:
+            return None
+        name = chat_template if isinstance(chat_template, str) else ""
+        self._template = open_template(str(self._folder), key=TEMPLATE_FLAG, name=name)
+        return self._template.text
+
+    def apply_chat_template(self, chat_history: Sequence[Message], add_generation_prompt: bool = True) -> str:
+        """Returns the text of a conversation, to which an answer follows or whose last message is to be continued.
+
+        If the template has no place for a system message, it is left out with a warning, as in the harness's backend
+        for Hugging Face.
+
+        Raises:
+          ValueError: there is no template, or it refuses the other messages.
+        """
+        template = self._opened_template()
+
+        def render(messages: Sequence[Message]) -> str:
+            if add_generation_prompt:
+                return template.render(messages, to_answer=True)
+            return template.render_open(messages)
+
+        try:
+            return render(chat_history)
+        except ValueError as error:
+            others = [message for message in chat_history if message["role"] != "system"]
+            if len(others) == len(chat_history):
+                raise
+            if not self._left_out:
+                self._left_out = True
+                print(f"warning: system messages are left out: {error}", file=sys.stderr, flush=True)
+            return render(others)
+
+    def _opened_template(self) -> ChatTemplate:
+        if self._template is None:
+            self.chat_template(True)
+        return self._template
 
     def tok_encode(self, string: str, *, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Returns token ids, with BOS before them where texts begin with it."""
-        return self._first * (add_special_tokens is not False) + self._tokenizer.encode(string).tolist()
+        """Returns token ids, with BOS before them where texts begin with it, unless this one spells it."""
+        ids = self._tokenizer.encode_with_control_tokens(string).tolist()
+        if add_special_tokens is False or ids[:1] == self._first:
+            return ids
+        return self._first + ids
 
     def _loglikelihood_tokens(self, requests: Sequence[tuple], **_: Any) -> list[tuple[float, bool]]:
         """Returns (log-likelihood, whether greedy) of requests (texts, context ids, continuation ids)."""
@@ -127,6 +184,7 @@ class HarnessModel(lm_eval_compat.TemplateLM):
         """Returns the text generated after each prompt; prompts that leave no room for it lose their beginning."""
         options = lm_eval_compat.normalize_gen_kwargs(asked, MAX_NEW_TOKENS)
         stop = lm_eval_compat.handle_stop_sequences(options.pop("until"), eos=None)
+        stop_ids = {*self._tokenizer.stop_ids, *self._control_tokens(stop)}
         max_tokens, do_sample = options.pop("max_gen_toks"), options.pop("do_sample")
         unknown = sorted(options.keys() - set(_SAMPLING))
         if unknown:
@@ -147,7 +205,7 @@ class HarnessModel(lm_eval_compat.TemplateLM):
             prompts,
             max_tokens=max_tokens,
             sampling=sampling,
-            stop_ids=self._tokenizer.stop_ids,
+            stop_ids=stop_ids,
             first_number=first_number,
         )
         with contextlib.closing(steps):
@@ -162,6 +220,11 @@ class HarnessModel(lm_eval_compat.TemplateLM):
                 if all(ended):
                     break
         return [lm_eval_compat.postprocess_generated_text(self._text(row), stop, None) for row in ids]
+
+    def _control_tokens(self, terms: Sequence[str]) -> list[int]:
+        """Returns the ids of the terms that are control tokens, which no decoded text contains."""
+        ids = [self._tokenizer.encode_with_control_tokens(term).tolist() for term in terms if term]
+        return [token for [token, *more] in filter(None, ids) if not more and not self._text([token])]
 
     def _text(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(np.asarray(ids, np.int32))

@@ -12,6 +12,7 @@ from absl import flags
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.evaluate.lm_eval_compat import LM
 from hlat_jax.generate import inference
+from hlat_jax.generate.chat import open_template
 from hlat_jax.generate.inference import DEGREES
 
 
@@ -39,20 +40,31 @@ class ModelType(LM):
           ValueError: an unknown argument, an invalid value, no checkpoint, or an error of `inference.open_model`.
         """
         of_command = additional_config or {}
-        asked = {"batch_size": of_command.get("batch_size")} | arg_dict
-        words = [
-            f"--config.parallel.{key}={value}" if key in DEGREES else f"--{key}={value}"
-            for key, value in asked.items()
-            if value is not None and key != "trust_remote_code"  # that one is for data sets
-        ]
-        try:
-            values = flags_lib.parse_own(words, _define, usage="")
-            inference.prepare(values)
-        except ValueError as error:
-            raise ValueError(f"model_args: {error}") from None
+        values = _parse({"batch_size": of_command.get("batch_size")} | arg_dict)
         from hlat_jax.evaluate.harness import HarnessModel
 
         return HarnessModel(inference.trained_model(values), batch_size=values.batch_size, bos=values.bos)
+
+
+def check_template(arg_dict: dict[str, Any], template: bool | str) -> None:
+    """Raises ValueError if the checkpoint of `--model_args` has no chat template, or none called `template`."""
+    values = _parse(arg_dict)
+    open_template(values.checkpoint, key="--apply_chat_template", name=template if isinstance(template, str) else "")
+
+
+def _parse(arg_dict: dict[str, Any]) -> flags.FlagValues:
+    """Returns the checked model arguments, after Neuron's environment is set for them."""
+    words = [
+        f"--config.parallel.{key}={value}" if key in DEGREES else f"--{key}={value}"
+        for key, value in arg_dict.items()
+        if value is not None and key != "trust_remote_code"  # that one is for data sets
+    ]
+    try:
+        values = flags_lib.parse_own(words, _define, usage="")
+        inference.prepare(values)
+    except ValueError as error:
+        raise ValueError(f"model_args: {error}") from None
+    return values
 
 
 def _define(values: flags.FlagValues) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import importlib.util
 import os
+import pathlib
 import random
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,11 +18,11 @@ import numpy as np
 from hlat_jax.cli.path_checks import check_folder
 from hlat_jax.evaluate.suites import SUITES
 from hlat_jax.facts.local_paths import local_path
-from hlat_jax.facts.names import nearest
 
 _BOOTSTRAP_SAMPLES = 100_000  # the harness's default
 _ALLOWS_CODE = "HF_ALLOW_CODE_EVAL"
 _SEED, _PYTHON_SEED = 1234, 0  # the harness's defaults
+_NAME_LINE = re.compile(rb"""^(?:task|group|tag):[ \t]*["']?([\w.-]+)["']?[ \t]*$""", re.MULTILINE)
 
 
 def require_harness() -> None:
@@ -28,7 +31,7 @@ def require_harness() -> None:
         raise ValueError("tasks need the LM Evaluation Harness: pip install 'hlat_jax[eval]'.")
 
 
-@functools.cache  # listing all tasks takes seconds
+@functools.cache  # listing all tasks takes 8 CPU-s
 def manager(folder: str) -> Any:
     """Returns the harness's tasks, and those in `folder` unless that is ""."""
     from hlat_jax.evaluate import lm_eval_compat
@@ -66,15 +69,17 @@ class Tasks:
         self.suites = {name: SUITES[name] for name in names if name in SUITES}
         if self.suites and num_fewshot >= 0:
             raise ValueError(f"--num_fewshot: the suite {min(self.suites)} has shot counts of its own; leave it out.")
-        self._manager = manager(folder and str(local_path(folder)))
-        known = {*self._manager.all_tasks, *SUITES}
-        for name in names:
-            if name not in known:
-                raise ValueError(f"{key}: there is no task {name!r}. {nearest(name, known)}")
+        folder = folder and str(local_path(folder))
+        others = [name for name in names if name not in SUITES]
+        _check_spelled(others, folder=folder, key=key)
+        self._manager = manager(folder)
+        for name in others:
+            if name not in self._manager.task_index:
+                raise _unknown(name, self._manager.all_tasks, folder=folder, key=key)
         self.plan: list[tuple[int | None, list[Any]]] = []
         for suite in self.suites.values():
             self.plan += suite.plan().items()
-        if others := [name for name in names if name not in SUITES]:
+        if others:
             self.plan.append((num_fewshot if num_fewshot >= 0 else None, others))
 
     def load(self) -> None:
@@ -137,6 +142,42 @@ class Tasks:
             for key, value in part.items():
                 results[key] = {**results.get(key, {}), **value} if isinstance(value, dict) else value
         return results
+
+
+def _check_spelled(names: Sequence[str], *, folder: str, key: str) -> None:
+    """Raises ValueError for a name that is no task of `folder` and that no file of the harness's tasks contains.
+
+    Reading these files takes a twentieth of the time in which the harness lists their tasks.
+    """
+    own = set(_own_tasks(folder)) if folder else set[str]()
+    left, spelled = {name.encode() for name in names if name not in own}, set[bytes]()
+    [package] = importlib.util.find_spec("lm_eval").submodule_search_locations
+    for parent, _, files in os.walk(f"{package}/tasks"):
+        if not left:
+            return
+        for file in files:
+            if file.endswith(".yaml") or "." not in file:  # those to be included have no suffix
+                content = pathlib.Path(parent, file).read_bytes()
+                left = {name for name in left if name not in content}
+                spelled.update(_NAME_LINE.findall(content))
+    for name in names:
+        if name.encode() in left:
+            raise _unknown(name, own.union(map(bytes.decode, spelled)), folder=folder, key=key)
+
+
+def _own_tasks(folder: str) -> Any:
+    from hlat_jax.evaluate import lm_eval_compat
+
+    return lm_eval_compat.TaskManager(include_path=folder, include_defaults=False).all_tasks
+
+
+def _unknown(name: str, known: Iterable[str], *, folder: str, key: str) -> ValueError:
+    near = difflib.get_close_matches(name, sorted({*known, *SUITES}), n=5, cutoff=0.0)
+    path = f" --include_path {folder}" if folder else ""
+    return ValueError(
+        f"{key}: there is no task {name!r}. The nearest names are {', '.join(near)}; "
+        f"`python -m hlat_jax.evaluate lm_eval ls tasks{path}` lists all."
+    )
 
 
 @contextlib.contextmanager

@@ -17,22 +17,25 @@ from hlat_jax.weights.path_checks import no_weights
 _TALK = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Yes"}]
 
 
-def open_template(checkpoint: str) -> ChatTemplate:
-    """Returns the template of a model, of which no array is read.
+def open_template(checkpoint: str, *, key: str = "--chat", name: str = "") -> ChatTemplate:
+    """Returns the template of a model, of which no array is read; `name` is as `ChatTemplate`'s.
 
     Raises:
-      ValueError: there is none, or it has no place for the user's message or the answer.
+      ValueError: there is none, or it has no place for the user's message or the answer; `key` is the flag to name.
     """
     folder = local_path(checkpoint, key="--checkpoint")
     if (weights := describe(folder)) is None:
         raise no_weights(folder)
     if weights.companions is None:
         raise ValueError(
-            f"--chat: {folder} has no chat template; a run has that of the Hugging Face folder it began with."
+            f"{key}: {folder} has no chat template; a run has that of the Hugging Face folder it began with."
         )
-    template = ChatTemplate(weights.companions, now=datetime.datetime.now())
-    template.render(_TALK[:1], to_answer=True)
-    template.render(_TALK)
+    try:
+        template = ChatTemplate(weights.companions, now=datetime.datetime.now(), name=name)
+        template.render(_TALK[:1], to_answer=True)
+        template.render(_TALK)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None
     return template
 
 

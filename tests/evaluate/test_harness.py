@@ -38,7 +38,7 @@ from hlat_jax.cli import config_files
 from hlat_jax.config import ParallelConfig
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.evaluate import __main__ as evaluate_command
-from hlat_jax.evaluate import lm_eval_compat, suites
+from hlat_jax.evaluate import lm_eval_compat, suites, tasks
 from hlat_jax.evaluate.harness import HarnessModel
 from hlat_jax.evaluate.in_training import TasksInTraining
 from hlat_jax.evaluate.model_type import ModelType
@@ -207,12 +207,30 @@ def test_a_task_that_executes_code_is_refused_without_its_flag(folder, evaluate_
 def test_evaluate_refuses_tasks_it_cannot_run(folder, local_suite, evaluate_here, monkeypatch):
     monkeypatch.setattr(lm_eval_compat, "evaluate", lambda **_: pytest.fail("scored"))
     for words, message in [
-        (["--tasks=local_choise"], "there is no task 'local_choise'. Did you mean 'local_choice'?"),
+        (["--tasks=local_choise"], "there is no task 'local_choise'. The nearest names are local_choice, "),
+        (["--tasks=local_choic"], "there is no task 'local_choic'. The nearest names are local_choice, "),
+        (["--tasks=nosuch_task"], "`python -m hlat_jax.evaluate lm_eval ls tasks --include_path "),
         (["--tasks=hlat", "--num_fewshot=3"], "--num_fewshot: the suite hlat has shot counts of its own"),
     ]:
         code, _, error = evaluate_here(f"--checkpoint={folder / 'imported'}", f"--tasks_folder={folder}", *words)
         assert code == 2
         assert message in error
+
+
+def test_an_unknown_task_is_refused_in_a_short_line_without_listing_all(folder, evaluate_here, monkeypatch):
+    monkeypatch.setattr(lm_eval_compat, "TaskManager", lambda **_: pytest.fail("listed"))
+    code, _, error = evaluate_here(f"--checkpoint={folder / 'imported'}", "--tasks=arc_easy,hellaswg")
+    assert code == 2
+    assert "there is no task 'hellaswg'. The nearest names are hellaswag, " in error
+    assert error.count(", ") == 4
+    assert len(error) < 300
+
+
+@pytest.mark.slow
+def test_files_of_the_harness_spell_the_names_of_all_its_tasks():
+    names = TaskManager().all_tasks
+    assert len(names) > 10_000
+    tasks._check_spelled(names[::100], folder="", key="")  # all of them were seen to pass, in 3 CPU-minutes
 
 
 @pytest.mark.slow
@@ -296,7 +314,7 @@ def test_unknown_task_is_refused_before_creating_the_run_folder(folder, train_he
     words += ("--config.train.eval_tasks=local_choise", f"--config.train.eval_tasks_folder={folder}")
     code, _, error = train_here(*words)
     assert code == 2
-    assert "error: train.eval_tasks: there is no task 'local_choise'. Did you mean 'local_choice'?" in error
+    assert "error: train.eval_tasks: there is no task 'local_choise'. The nearest names are local_choice, " in error
     assert not (tmp_path / "run").exists()
 
 

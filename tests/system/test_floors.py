@@ -26,6 +26,7 @@ PRODUCTS = ("column_parallel", "row_parallel")
 
 # Functions whose arguments are for others to say: Optax, a command line, files, the evaluation harness.
 OF_OTHERS = ("update", "parse", "seek", "create_from_arg_string", "create_from_arg_obj")
+OF_OTHERS += ("chat_template", "apply_chat_template")
 
 # From the ground up, as docs/design.md has them: its table is the only list. A room is a folder, or a single module of
 # the spine; data/ is four rooms. A module imports rooms of lower floors, and modules of its own room.
