@@ -22,9 +22,9 @@ class LinearScaling:
 
     factor: float
 
-    def scaled(self, frequencies: np.ndarray, *, theta: float) -> np.ndarray:
-        """Returns the scaled frequencies of the rotated pairs [H/2]."""
-        return frequencies / self.factor
+    def frequencies(self, periods_R: np.ndarray, *, theta: float) -> np.ndarray:
+        """Returns the scaled frequencies of the rotated pairs [H/2]; periods are in positions per radian."""
+        return 1 / periods_R / self.factor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,13 +45,13 @@ class Llama3Scaling:
     high_freq_factor: float
     original_positions: int
 
-    def scaled(self, frequencies: np.ndarray, *, theta: float) -> np.ndarray:
-        """Returns the scaled frequencies of the rotated pairs [H/2]."""
-        wavelengths = 2 * math.pi / frequencies
-        share_kept = (self.original_positions / wavelengths - self.low_freq_factor) / (
-            self.high_freq_factor - self.low_freq_factor
-        )
-        return _interpolated(frequencies, self.factor, share_kept)
+    def frequencies(self, periods_R: np.ndarray, *, theta: float) -> np.ndarray:
+        """Returns the scaled frequencies of the rotated pairs [H/2]; periods are in positions per radian."""
+        kept_R = 1 / periods_R
+        turns_R = 1 / (1 / kept_R * (2 * math.pi)) * self.original_positions
+        share_R = (turns_R - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        between_R = (1 - share_R) * kept_R / self.factor + share_R * kept_R
+        return np.where(share_R <= 0, kept_R / self.factor, np.where(share_R >= 1, kept_R, between_R))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,9 +79,9 @@ class YarnScaling:
         """The factor of cos and sin, and so of rotated queries and keys."""
         return self.attention_factor or (0.1 * math.log(self.factor) + 1 if self.factor > 1 else 1.0)
 
-    def scaled(self, frequencies: np.ndarray, *, theta: float) -> np.ndarray:
-        """Returns the scaled frequencies of the rotated pairs [H/2]; `theta` is above 1."""
-        pairs = len(frequencies)
+    def frequencies(self, periods_R: np.ndarray, *, theta: float) -> np.ndarray:
+        """Returns the scaled frequencies of the rotated pairs [H/2]; periods are in positions per radian, theta > 1."""
+        pairs = len(periods_R)
 
         def pair_of(rotations: float) -> float:
             return pairs * math.log(self.original_positions / (rotations * 2 * math.pi)) / math.log(theta)
@@ -91,7 +91,8 @@ class YarnScaling:
             min(math.ceil(pair_of(self.beta_slow)), 2 * pairs - 1),
         )
         width = last - first or 1e-3  # as transformers, where both bounds are one pair
-        return _interpolated(frequencies, self.factor, 1 - (np.arange(pairs) - first) / width)
+        share_R = 1 - np.clip((np.arange(pairs, dtype=np.float32) - first) / width, 0, 1)
+        return 1 / (self.factor * periods_R) * (1 - share_R) + 1 / periods_R * share_R
 
 
 SCALINGS = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
@@ -101,17 +102,15 @@ Scaling = LinearScaling | Llama3Scaling | YarnScaling
 def rope_frequencies(head_dim: int, *, theta: float, scaling: Scaling | None = None) -> np.ndarray:
     """Returns float32 [H/2]: radians per position of each rotated pair.
 
-    Computed on the host in float64 and rounded once, as a constant of the program.
+    Computed on the host in fp32 in the order of transformers, as a constant of the program. So nearly all have the bits
+    with which published models were trained.
 
     Source: arXiv 2104.09864, section 3.2.2.
     """
-    frequencies = theta ** -(np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    return (frequencies if scaling is None else scaling.scaled(frequencies, theta=theta)).astype(np.float32)
-
-
-def _interpolated(frequencies: np.ndarray, factor: float, share_kept: np.ndarray) -> np.ndarray:
-    share_kept = np.clip(share_kept, 0.0, 1.0)
-    return (1 - share_kept) * frequencies / factor + share_kept * frequencies
+    exponents_R = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    # NumPy's power in fp32 is often off by a bit; this one is rounded correctly, as PyTorch's mostly is
+    periods_R = (float(theta) ** exponents_R.astype(np.float64)).astype(np.float32)
+    return 1 / periods_R if scaling is None else scaling.frequencies(periods_R, theta=theta)
 
 
 def rope_tables(

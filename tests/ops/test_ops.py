@@ -5,7 +5,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
 
 from hlat_jax import model as model_lib
 from hlat_jax.ops import norm, rope
@@ -32,23 +32,36 @@ def test_rms_norm_of_bf16_rounds_before_the_scale():
     np.testing.assert_allclose(np.asarray(actual, np.float32), expected, rtol=2**-7)
 
 
-def test_rope_frequencies_of_llama3_equal_transformers():
+def assert_bits(actual, expected):
+    """Nine of ten are equal; PyTorch rounds a few powers wrongly, by up to three bits."""
+    assert actual.dtype == expected.dtype == np.float32
+    bits = np.abs(actual.view(np.int32) - expected.view(np.int32))
+    assert np.mean(bits == 0) > 0.9
+    assert bits.max() <= 3
+
+
+def test_rope_frequencies_of_llama3_have_the_bits_of_transformers():
     for original_positions in (32, 8192):
         scaling = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
         scaling |= {"high_freq_factor": 4.0, "original_max_position_embeddings": original_positions}
         config = LlamaConfig(hidden_size=256, num_attention_heads=2, rope_parameters=scaling)
         expected, attention_factor = ROPE_INIT_FUNCTIONS["llama3"](config, "cpu")
         stretch = rope.Llama3Scaling(8.0, 1.0, 4.0, original_positions)
-        actual = rope.rope_frequencies(128, theta=500000.0, scaling=stretch)
         assert attention_factor == 1.0
-        assert actual.dtype == np.float32
-        np.testing.assert_allclose(actual, expected, rtol=1e-6)  # transformers computes in fp32, this in float64
+        assert_bits(rope.rope_frequencies(128, theta=500000.0, scaling=stretch), expected.numpy())
+
+
+def test_rope_frequencies_without_scaling_have_the_bits_of_transformers():
+    for theta in (1e4, 5e5):
+        config = LlamaConfig(num_attention_heads=2, hidden_size=256, rope_parameters={"rope_theta": theta})
+        expected = LlamaRotaryEmbedding(config).inv_freq.numpy()
+        assert_bits(rope.rope_frequencies(128, theta=theta), expected)
 
 
 YARN = {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768}
 
 
-def test_rope_tables_of_linear_and_yarn_scaling_equal_transformers():
+def test_rope_tables_of_linear_and_yarn_have_the_bits_of_transformers():
     """Frequencies and the factor of both tables, by the import of a config.json."""
     for given in (
         {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
@@ -63,7 +76,7 @@ def test_rope_tables_of_linear_and_yarn_scaling_equal_transformers():
         model = model_config(config.to_dict() | {"architectures": None}, where="config.json")
         scaling = model_lib._scaling(model)
         actual = rope.rope_frequencies(128, theta=model.rope_theta, scaling=scaling)
-        np.testing.assert_allclose(actual, expected, rtol=1e-5, err_msg=str(given))  # theirs are fp32
+        assert_bits(actual, expected.numpy())
         cos, sin = rope.rope_tables(np.zeros((1, 1), np.int32), frequencies=actual, scaling=scaling)
         np.testing.assert_allclose(cos, factor, rtol=1e-6)
         assert not np.any(sin)
