@@ -33,8 +33,9 @@ Reads config.json and model.safetensors, or the files that model.safetensors.ind
 shape and dtype. Copies them with tokenizer and generation config, and adds checksums. Supports Llama 1, 2 and 3,
 SmolLM2, TinyLlama, OpenLLaMA, Mistral, Qwen 2, 2.5 and 3 (dense). A field of config.json that is known to change the
 computation must have a supported value; unknown fields are named in a warning and kept. --verify then compares the
-logits of both models for 128 tokens, in float32, one model in memory at a time. A difference above 1e-3 of the largest
-logit is an error, and nothing is left at --out.
+logits of both models for 128 random tokens and for 128 of a text, in float32, one model in memory at a time. If a
+difference is above 16 times the rounding error of transformers' own float32, it is an error and nothing is left at
+--out.
 """
 _EXPORT = """Usage: python -m hlat_jax.hf export CKPT --out=DIR [flags]
 
