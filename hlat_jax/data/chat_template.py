@@ -192,17 +192,17 @@ def _read(folder: pathlib.Path, name: str) -> tuple[str, dict[str, str]]:
     for key, path in (paths | {_DEFAULT: folder / TEMPLATE_FILE}).items():
         if path.is_file():
             texts[key] = path.read_text(encoding="utf-8")
-    known = sorted(key for key, text in texts.items() if isinstance(text, str))
+    known = {key: text for key, text in texts.items() if isinstance(text, str)}
     if not known:
         raise ValueError(
             f"{folder} has no chat template: neither a chat_template.jinja nor chat_template in tokenizer_config.json. "
             "Put that of the model there; a base model has none."
         )
     if name not in known:
-        raise ValueError(f"{folder} has no chat template called {name!r}; it has {', '.join(known)}.")
+        raise ValueError(f"{folder} has no chat template called {name!r}; it has {', '.join(sorted(known))}.")
     tokens = {key: settings.get(key) for key in ("bos_token", "eos_token", "unk_token", "pad_token")}
     contents = {key: token["content"] if isinstance(token, dict) else token for key, token in tokens.items()}
-    return texts[name], {key: token for key, token in contents.items() if token is not None}
+    return known[name], {key: token for key, token in contents.items() if token is not None}
 
 
 def _generation_tag() -> type:

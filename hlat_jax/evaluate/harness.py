@@ -52,7 +52,8 @@ class HarnessModel(lm_eval_compat.TemplateLM):
         super().__init__()
         self._status = status or Status()
         self._tokenizer, self._first = trained.tokenizer, trained.first_ids(bos)
-        self._folder, self._template, self._left_out = trained.folder, None, False
+        self._folder, self._left_out = trained.folder, False
+        self._template: ChatTemplate | None = None
         self.max_length = trained.model.max_positions
         self._num_rows = batch_size * trained.layout.row_degree
         self._scorer = Scorer(trained.model, trained.params, layout=trained.layout, num_rows=batch_size)
@@ -89,8 +90,8 @@ class HarnessModel(lm_eval_compat.TemplateLM):
         if not chat_template:
             return None
         name = chat_template if isinstance(chat_template, str) else ""
-        self._template = open_template(str(self._folder), key=TEMPLATE_FLAG, name=name)
-        return self._template.text
+        self._template = template = open_template(str(self._folder), key=TEMPLATE_FLAG, name=name)
+        return template.text
 
     def apply_chat_template(self, chat_history: Sequence[Message], add_generation_prompt: bool = True) -> str:
         """Returns the text of a conversation, to which an answer follows or whose last message is to be continued.
@@ -121,7 +122,7 @@ class HarnessModel(lm_eval_compat.TemplateLM):
 
     def _opened_template(self) -> ChatTemplate:
         if self._template is None:
-            self.chat_template(True)
+            self._template = open_template(str(self._folder), key=TEMPLATE_FLAG)
         return self._template
 
     def tok_encode(self, string: str, *, add_special_tokens: bool | None = None, **_: Any) -> list[int]:

@@ -151,8 +151,8 @@ def _check_spelled(names: Sequence[str], *, folder: str, key: str) -> None:
     """
     own = set(_own_tasks(folder)) if folder else set[str]()
     left, spelled = {name.encode() for name in names if name not in own}, set[bytes]()
-    [package] = importlib.util.find_spec("lm_eval").submodule_search_locations
-    for parent, _, files in os.walk(f"{package}/tasks"):
+    harness: Any = importlib.util.find_spec("lm_eval")
+    for parent, _, files in os.walk(pathlib.Path(harness.origin).parent / "tasks"):
         if not left:
             return
         for file in files:
