@@ -50,7 +50,7 @@ from hlat_jax.store.progress import ProgressBar, Status
 
 
 def train(run: Run, progress: Progress) -> str:
-    """Trains an opened run to `train.num_steps` or to a signal; returns the name of that signal, or "".
+    """Trains an opened run to its last step or to a signal; returns the name of a signal that left steps over, or "".
 
     Raises what `hlat_jax.train.train` does.
     """
@@ -84,7 +84,7 @@ def train(run: Run, progress: Progress) -> str:
         run.log.close()
         if distributed.is_first():
             results.show(config, run.workdir, progress.step)
-    return run.sync.stop
+    return ""
 
 
 def _loop(run: Run, progress: Progress) -> None:

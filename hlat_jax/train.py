@@ -21,7 +21,7 @@ from hlat_jax.cli.path_checks import check_file, check_folder
 from hlat_jax.facts.local_paths import local_path
 from hlat_jax.host import compile_cache, neuron_env, neuron_topology, process
 from hlat_jax.host.limits import too_many_files
-from hlat_jax.host.watchdog import Watchdog
+from hlat_jax.host.watchdog import TERMINATED_CODE, Watchdog
 from hlat_jax.run import costs
 
 
@@ -60,8 +60,11 @@ def main(argv: Sequence[str]) -> int:
     job = distributed.resolve_job(values.coordinator, values.num_processes, values.process_id, **timeouts)
     try:
         watchdog = Watchdog(least_s=values.stuck_timeout_s, began_s=process.began_s())
-        with distributed.join(job, watchdog=watchdog, stacks=workdir / "stuck"):
-            return train(config, workdir, watchdog=watchdog, begin_again=values.begin_again, given=given)
+        with contextlib.ExitStack() as stack:
+            with process.ending_on_sigterm(values.stopped_code or TERMINATED_CODE):  # it may wait long for the others
+                stack.enter_context(distributed.join(job, watchdog=watchdog, stacks=workdir / "stuck"))
+            options = {"begin_again": values.begin_again, "stopped_code": values.stopped_code, "given": given}
+            return train(config, workdir, watchdog=watchdog, **options)
     except (OSError, NonFiniteError) as error:  # the run failed, not the command: code 1
         print(f"error: {error}{too_many_files(getattr(error, 'errno', None))}", file=sys.stderr)
         return 1
@@ -73,6 +76,7 @@ def train(
     *,
     watchdog: Watchdog | None = None,
     begin_again: bool = False,
+    stopped_code: int = 0,
     given: Collection[str] = (),
 ) -> int:
     """Trains to `train.num_steps`, or resumes the run in `workdir`; returns the exit code: 130 after a Ctrl-C, else 0.
@@ -80,6 +84,7 @@ def train(
     Args:
       watchdog: is kept up to date, for who watches it.
       begin_again: whether to train from step 0 where the checkpoints are lost.
+      stopped_code: the exit code if another signal than that of Ctrl-C leaves steps over.
       given: keys of the command line, as `resume.open_init` takes them.
 
     On CPU, glibc's allocator then keeps freed memory in this process, see `allocator.keep_freed_memory`.
@@ -107,7 +112,9 @@ def train(
                 stop = loop.train(*opened)
         distributed.barrier()  # the others wait here while process 0 draws the results
         names = distributed.exchange(signals.name)  # of signals after the last step too
-    return 130 if "SIGINT" in (stop, *names, signals.name) else 0  # so that `train && evaluate` stops
+    if "SIGINT" in (stop, *names, signals.name):
+        return 130  # so that `train && evaluate` stops
+    return stopped_code if stop else 0
 
 
 def _check_paths(config: config_lib.Config, workdir: pathlib.Path, *, given: Collection[str]) -> None:
@@ -173,6 +180,14 @@ def _define(values: flags.FlagValues) -> None:
     flags_lib.define_path(values, "workdir", "Run folder; default runs/NAME.", use="run")
     flags.DEFINE_bool("print_config", False, "Print the resolved config and its costs, then stop.", **options)
     flags.DEFINE_bool("begin_again", False, "Train from step 0 where the checkpoints of the run are lost.", **options)
+    flags.DEFINE_integer(
+        "stopped_code",
+        0,
+        "Exit code of a run that a signal, such as SIGTERM, stopped before its last step; it is saved.",
+        lower_bound=0,
+        upper_bound=255,
+        **options,
+    )
     flags.DEFINE_string("coordinator", "", "HOST:PORT of process 0; for several processes.", **options)
     flags.DEFINE_integer("num_processes", None, "Number of processes of the job, one per node.", **options)
     flags.DEFINE_integer("process_id", None, "Index of this process, from 0.", **options)

@@ -225,7 +225,16 @@ for shared in "$shared_cache" "$fill_cache"; do
 done
 command_of "$node"
 [[ -n $fill_cache ]] || exec "${command[@]}"
-code=0
-"${command[@]}" || code=$?
+trap 'kill -TERM "$child" 2> /dev/null || true' TERM # as process 1 of a container bash would ignore it
+trap 'kill -USR1 "$child" 2> /dev/null || true' USR1
+trap : INT # Ctrl-C reaches the command too, which a background command would ignore
+child="" code=0
+env --default-signal=INT "${command[@]}" &
+child=$!
+wait "$child" || code=$?
+while kill -0 "$child" 2> /dev/null; do # a trapped signal ended the wait, not the command
+  code=0
+  wait "$child" || code=$?
+done
 copy_cache "$local_cache" "$fill_cache"
 exit "$code"

@@ -24,7 +24,7 @@ import jax
 
 from hlat_jax.host.jax_compat import global_state
 from hlat_jax.host.limits import UnawaitedErrors, describe, out_of_memory
-from hlat_jax.host.process import seconds_since_sigterm
+from hlat_jax.host.process import seconds_since_stop_signal
 from hlat_jax.host.rendezvous import RendezvousError, meet
 from hlat_jax.host.watchdog import (
     DUMP_S,
@@ -228,12 +228,12 @@ def _without_memory(error: BaseException, watchdog: Watchdog) -> str:
 
 
 def _end_terminated(watchdog: Watchdog, stacks: pathlib.Path | None, process: int) -> None:
-    """Ends this process if it got SIGTERM and its step has made no progress since."""
-    idle_s = watchdog.unanswered_s(seconds_since_sigterm())
+    """Ends this process if it got a signal to stop and its step has made no progress since."""
+    idle_s = watchdog.unanswered_s(seconds_since_stop_signal())
     if idle_s:
         record_stuck(watchdog, stuck_s=idle_s, stacks=stacks, process=process)
         where = f"while {watchdog.doing}, after step {watchdog.step}"
-        line = f"error: no progress for {idle_s:.0f} s after SIGTERM {where}."
+        line = f"error: no progress for {idle_s:.0f} s after a signal to stop, {where}."
         exit_with(line if stacks is None else f"{line} Stacks of all threads: {stacks}.", TERMINATED_CODE)
 
 

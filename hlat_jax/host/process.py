@@ -29,7 +29,7 @@ _PATIENCE_S = 0.2
 _partial: list[pathlib.Path] = []  # folders that an interrupt removes
 _pipe: tuple[int, int] | None = None  # gets a byte for each signal; None outside of commands
 _ending = threading.Event()
-_terminated_s = 0.0  # time.monotonic() of the first SIGTERM, whether or not the main thread answered it
+_terminated_s = 0.0  # time.monotonic() of the first SIGTERM or SIGUSR1, whether or not the main thread answered it
 
 
 def exit_on_interrupt() -> None:
@@ -128,6 +128,24 @@ def _leave_signals_alone() -> None:
             signal.signal(number, signal.SIG_DFL)
 
 
+@contextlib.contextmanager
+def ending_on_sigterm(code: int) -> Iterator[None]:
+    """Makes SIGTERM end this process at once with a code, in a block before there is anything to save.
+
+    The first process of a container would ignore it by default.
+    """
+
+    def end(*_: Any) -> NoReturn:
+        _say("stopped by SIGTERM before the run was opened: nothing to save")
+        os._exit(code)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def end_interrupted(*, line: str = "interrupted") -> NoReturn:
     """Ends this process at once with code 130, after `line` on stderr; a second call does not wait for the first."""
     if _ending.is_set():  # which may wait for a pipe that nobody reads
@@ -179,8 +197,8 @@ def began_s() -> float:
     return now_s
 
 
-def seconds_since_sigterm() -> float:
-    """Returns the time since the first SIGTERM, also of one that the main thread does not handle; 0: there is none."""
+def seconds_since_stop_signal() -> float:
+    """Returns the time since the first SIGTERM or SIGUSR1, handled by the main thread or not; 0 if there is none."""
     return time.monotonic() - _terminated_s if _terminated_s else 0.0
 
 
@@ -193,7 +211,7 @@ def _take_interrupt() -> bool:
         while number := os.read(_pipe[0], 1):
             if number[0] == signal.SIGINT:
                 return True
-            if number[0] == signal.SIGTERM:
+            if number[0] in (signal.SIGTERM, signal.SIGUSR1):
                 _terminated_s = _terminated_s or time.monotonic()
     if threading.current_thread() is not threading.main_thread():
         return False

@@ -80,6 +80,22 @@ def test_state_is_saved_before_a_due_evaluation_after_a_signal(micro, train, tmp
     assert len(saved_before[-1]) == 1
 
 
+def test_a_signal_gives_the_stopped_code_only_while_steps_are_left(micro, train, monkeypatch):
+    micro.train.eval_every_steps = micro.checkpoint.every_steps = 0
+    step, last, when = loop._step, micro.train.num_steps, 6
+
+    def step_and_signal(run, progress, batch):
+        step(run, progress, batch)
+        if progress.step == when:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(loop, "_step", step_and_signal)
+    assert train(micro, stopped_code=75) == 75
+    when = last
+    assert train(micro, stopped_code=75) == 0
+    assert train(micro, stopped_code=75) == 0  # the run is complete
+
+
 @pytest.mark.slow
 def test_a_bad_record_is_named_and_the_steps_before_it_are_saved(micro, train, tmp_path):
     text = tmp_path / "text.jsonl"

@@ -3,6 +3,7 @@
 import re
 import shutil
 import signal
+import socket
 import sys
 import time
 
@@ -78,12 +79,12 @@ def alone(folder, train_job):
 def stopped(folder, train_job):
     """(run folder, Job) of two processes, of which the second got SIGTERM soon after the first step."""
     workdir = folder / "stopped"
-    with train_job(workdir, 2, *SPLIT, launcher="slurm") as job:
+    with train_job(workdir, 2, *SPLIT, launcher="slurm", flags=("--stopped_code=75",)) as job:
         while not micro.has_trained(workdir):
             assert all(process.poll() is None for process in job.processes), job.err(0) + job.err(1)
             time.sleep(0.01)
         job.processes[1].send_signal(signal.SIGTERM)
-        assert job.wait() == [0, 0], job.err(0) + job.err(1)
+        assert job.wait() == [75, 75], job.err(0) + job.err(1)
         return workdir, job
 
 
@@ -310,7 +311,8 @@ def when_met(job):
 
 
 @pytest.mark.slow
-def test_sigterm_that_a_stuck_process_does_not_answer_ends_it(small_job):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_that_a_stuck_process_does_not_answer_ends_it(small_job, number):
     """Signal handlers of Python do not run while the main thread is in C++ code."""
     stuck = f"""
 import hlat_jax.host.watchdog
@@ -321,9 +323,26 @@ with process.StopSignals(watchdog, alone=False):
 """
     with small_job(stuck, SLEEP) as job:
         when_met(job)
-        job.processes[0].send_signal(signal.SIGTERM)
+        job.processes[0].send_signal(number)
         assert job.processes[0].wait(600) == 143
     assert job.error_lines(0)[0].startswith("error: no progress for ")
+
+
+@pytest.mark.slow
+def test_sigterm_ends_a_process_that_waits_for_the_others_at_once(folder, train_job, tmp_path):
+    """As process 1 of a container, which ignores a signal that it has no handler for."""
+    address = jobs.free_address()
+    host, _, port = address.rpartition(":")
+    words = [*micro.command(folder / "micro.py", tmp_path / "run"), f"--coordinator={address}", "--num_processes=2"]
+    words += ["--process_id=0", "--stopped_code=75", "--join_timeout_s=300"]
+    with jobs.run_job([words], [micro.environment()], tmp_path / "logs") as job:
+        [process] = job.processes
+        while socket.socket().connect_ex((host, int(port))):
+            assert process.poll() is None, job.err(0)
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(100) == 75
+    assert job.err(0).endswith("stopped by SIGTERM before the run was opened: nothing to save\n")
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -209,3 +210,26 @@ def test_node_refuses_non_numbers_by_name_without_evaluating_them(dry_run, tmp_p
             _, _, error = dry_run(*(f"{flag}={word}" for flag, word in flags.items()), **variables)
             assert error.startswith(f"error: {name}={value} must be a whole number of at least ")
     assert not (ROOT / "x").exists()
+
+
+# Writes a program into the cache, and ends with 75 after a signal.
+STOPPED = """#!/usr/bin/env bash
+trap 'echo "$1" > "$JAX_COMPILATION_CACHE_DIR/program"; exit 75' USR1 TERM
+mkdir -p "$JAX_COMPILATION_CACHE_DIR"
+echo started
+while true; do sleep 0.05; done
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_node_that_fills_a_cache_passes_a_signal_on_and_copies_then(tmp_path, number):
+    python = tmp_path / "python"
+    python.write_text(STOPPED)
+    python.chmod(0o755)
+    env = {"PATH": PATH, "PYTHON": str(python), "LOCAL_CACHE": str(tmp_path / "local")}
+    words = [str(jobs.NODE), f"--fill_cache={tmp_path / 'shared'}", "--config=tiny"]
+    with subprocess.Popen(words, env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "started\n"
+        process.send_signal(number)
+        assert process.wait(600) == 75
+    assert (tmp_path / "shared" / "jax" / "program").exists()

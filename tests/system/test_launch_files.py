@@ -16,7 +16,7 @@ from hlat_jax.cli import config_files
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.facts import hardware
-from hlat_jax.host import neuron_topology
+from hlat_jax.host import neuron_topology, watchdog
 from hlat_jax.host.neuron_env import environment
 from hlat_jax.host.neuron_topology import INSTANCES, Topology
 from hlat_jax.neuron import rules
@@ -57,8 +57,16 @@ def test_manifests_follow_their_schemas():
         job_set, spec, _, _ = loaded(path)
         assert (job_set["apiVersion"], job_set["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
         assert set(job_set["spec"]) <= {"failurePolicy", "network", "replicatedJobs"}
+        # Source: JobSet v0.6.0 to v0.12.0, pkg/webhooks/jobset_webhook.go, ruleNameFmt
+        names = [rule["name"] for rule in job_set["spec"]["failurePolicy"]["rules"]]
+        assert all(re.fullmatch(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?", name) for name in names)
         job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, "spec": spec}
-        kubernetes_validate.validate(job, "1.32", strict=True)
+        [lowest] = re.findall(r"Kubernetes (\d\.\d+) or later", path.read_text())
+        assert f"Kubernetes {lowest}" in (ROOT / "docs" / "trainium.md").read_text()
+        for version in (lowest, "1.33", "1.37"):
+            kubernetes_validate.validate(job, version, strict=True)
+        with pytest.raises(kubernetes_validate.ValidationError, match="onPodConditions"):
+            kubernetes_validate.validate(job, f"1.{int(lowest[2:]) - 1}", strict=True)
 
 
 def test_manifests_are_consistent_with_the_instance():
@@ -75,10 +83,72 @@ def test_manifests_are_consistent_with_the_instance():
         mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
         assert mounts["programs"] == neuron_topology.CACHE
         assert set(mounts) == {volume["name"] for volume in pods["volumes"]}
-        assert spec["podFailurePolicy"]["rules"][0]["onExitCodes"]["containerName"] == container["name"]
+        rules = {rule["action"]: rule["onExitCodes"] for rule in spec["podFailurePolicy"]["rules"]}
+        assert all(codes["containerName"] == container["name"] for codes in rules.values())
+        stopped = int(flags["stopped_code"])
+        assert {action: codes["values"] for action, codes in rules.items()} == {"FailJob": [2], "Ignore": [stopped]}
+        assert stopped not in (0, 1, watchdog.STUCK_CODE, watchdog.TERMINATED_CODE)
         assert set(re.findall(r"\$\((\w+)\)", " ".join(container["command"]))) <= {
             one["name"] for one in container["env"]
         }
+
+
+def test_pods_of_the_manifests_have_no_rights_of_root():
+    dockerfile = (LAUNCH / "eks" / "Dockerfile").read_text()
+    assert re.findall("(?m)^USER (.*)", dockerfile)[-1] == re.search(r"useradd --uid (\d+)", dockerfile)[1]
+    for path in MANIFESTS:
+        _, _, pods, container = loaded(path)
+        user = int(re.search("(?m)^USER (.*)", dockerfile)[1])
+        security = pods["securityContext"]
+        assert (security["runAsNonRoot"], security["runAsUser"], security["runAsGroup"]) == (True, user, user)
+        assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+        flags = dict(word.removeprefix("--").split("=", 1) for word in container["command"][1:])
+        shared = flags.get("cache") or flags["fill_cache"]
+        written = {os.path.dirname(flags["workdir"]), shared, neuron_topology.CACHE}
+        [first] = pods["initContainers"]
+        [folders] = first["env"]
+        assert set(folders["value"].split()) == written
+        assert f"chown {user}:{user} $FOLDERS" in first["command"][-1]
+        assert first["image"] == container["image"]
+        assert first["volumeMounts"] == [one for one in container["volumeMounts"] if one["name"] != "shm"]
+        assert {one["name"] for one in pods["volumes"] if "sizeLimit" in one.get("emptyDir", {})} == {"shm"}
+
+
+def test_image_is_built_from_its_own_files_alone():
+    dockerfile = (LAUNCH / "eks" / "Dockerfile").read_text()
+    copied = {word for line in re.findall("(?m)^COPY (.*)", dockerfile) for word in line.split()[:-1]}
+    everything, *rest = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line[0] != "#"]
+    assert everything == "*"
+    assert {line.removeprefix("!") for line in rest if line[0] == "!"} == copied
+    assert all((ROOT / name).exists() for name in copied)
+
+
+def test_probe_fails_where_alive_json_no_longer_changes(tmp_path):
+    _, _, _, container = loaded(LAUNCH / "eks" / "train.yaml")
+    probe = container["livenessProbe"]
+    script, folder = probe["exec"]["command"]
+    assert f"--workdir={folder}" in container["command"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] == 600  # as --stale_s of restart.sh
+    words = [str(ROOT / pathlib.Path(script).relative_to(container["workingDir"])), str(tmp_path)]
+    alive = tmp_path / "alive.json"
+
+    def look():
+        env = os.environ | {"SEEN": str(tmp_path / "seen")}
+        return subprocess.run(words, env=env, capture_output=True, text=True, timeout=600).returncode
+
+    def beat():
+        (tmp_path / "new").write_text("{}")
+        os.replace(tmp_path / "new", alive)  # as the ledger does
+
+    assert [look(), look()] == [0, 0]  # the run is being opened
+    beat()
+    assert [look(), look(), look()] == [0, 0, 0]  # perhaps of an earlier process
+    beat()
+    assert [look(), look(), look()] == [0, 1, 1]
+    beat()
+    assert look() == 0
+    alive.unlink()
+    assert [look(), look()] == [0, 0]  # the run has ended
 
 
 class Template(yaml.SafeLoader):
@@ -109,7 +179,7 @@ def test_manifests_get_the_nodes_that_the_template_makes():
     for path in MANIFESTS:
         _, spec, pods, container = loaded(path)
         ports = f"{neuron_topology.COLLECTIVES_PORT},{neuron_topology.JAX_PORT}"
-        assert pods["securityContext"] == {"sysctls": [{"name": "net.ipv4.ip_local_reserved_ports", "value": ports}]}
+        assert pods["securityContext"]["sysctls"] == [{"name": "net.ipv4.ip_local_reserved_ports", "value": ports}]
         resource = container["resources"]
         assert pods["nodeSelector"]["node.kubernetes.io/instance-type"] == data["InstanceType"]
         assert spec["completions"] <= resources["Nodes"]["Properties"]["ScalingConfig"]["MaxSize"]
