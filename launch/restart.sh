@@ -1,24 +1,31 @@
 #!/usr/bin/env bash
 # Runs a command again when it fails; it resumes from its last checkpoint:
 #
-#   launch/restart.sh [--max_restarts=10] [--wait_s=10] [--stale_s=600] \
+#   launch/restart.sh [--max_restarts=10] [--wait_s=10] [--stale_s=600] [--requeue=JOB] [--requeued=N] \
 #     srun launch/node.sh --config=7b --workdir=/fsx/runs/7b
 #
 # A failure is any exit code but 0, 2 and 130; with 2 the command, the config or the data is wrong, and a restart would
 # fail again; 130 follows SIGINT. The limit is on restarts in a row without a new checkpoint in the --workdir of the
-# command. SIGTERM, SIGINT, SIGHUP and SIGUSR1 are passed to the command as SIGTERM: it saves and ends, and is not
-# restarted. Exits with the last code of the command.
+# command. A signal that reaches the command from elsewhere, as where a node shuts down, ends it with --stopped_code; if
+# that is not 0 it is started again. Exits with the last code of the command.
+#
+# SIGTERM, SIGINT, SIGHUP and SIGUSR1 to this script stop the command: it saves and ends, and is not started again. The
+# command gets SIGUSR1 each time, as srun passes that on, and kills its tasks after SIGTERM.
+# With --requeue=JOB, SIGUSR1 also puts that Slurm job back into the queue, unless the code is 0, 2 or 130: the limit of
+# the job is near. --requeued=N says how often the job has started again (SLURM_RESTART_COUNT), which the limit counts.
 #
 # The command replaces alive.json in its --workdir each second. Where it did and then does not for --stale_s seconds, it
 # is frozen and cannot end by itself: its process group is ended, which counts as exit code 124; with 0 it never is.
 set -uo pipefail
 
-max_restarts=10 wait_s=10 stale_s=600
+max_restarts=10 wait_s=10 stale_s=600 requeue="" requeued=0
 while (($# > 0)); do
   case $1 in
     --max_restarts=*) max_restarts=${1#*=} ;;
     --wait_s=*) wait_s=${1#*=} ;;
     --stale_s=*) stale_s=${1#*=} ;;
+    --requeue=*) requeue=${1#*=} ;;
+    --requeued=*) requeued=${1#*=} ;;
     *) break ;;
   esac
   shift
@@ -28,7 +35,7 @@ fail() {
   echo "error: $*" >&2
   exit 2
 }
-for pair in "--max_restarts=$max_restarts" "--wait_s=$wait_s" "--stale_s=$stale_s"; do
+for pair in "--max_restarts=$max_restarts" "--wait_s=$wait_s" "--stale_s=$stale_s" "--requeued=$requeued"; do
   [[ ${pair#*=} =~ ^(0|[1-9][0-9]{0,8})$ ]] || fail "$pair must be a whole number."
 done
 workdir=""
@@ -89,16 +96,50 @@ end_when_frozen() { # pid of the command, alive.json before it began
   done < <(beats "$period")
 }
 
-stopped=false child=""
-stop() {
-  stopped=true
-  [[ -z $child ]] || kill -TERM "$child" 2> /dev/null
+stopped="" child=""
+stop() { # signal
+  [[ $stopped == TERM ]] || stopped=$1
+  [[ -z $child ]] || kill -USR1 "$child" 2> /dev/null
 }
-trap stop TERM INT HUP USR1
+trap 'stop TERM' TERM INT HUP
+trap 'stop USR1' USR1
 
-restarts=0 # since the last new checkpoint
-while true; do
+is_failure() { # exit code
+  (($1 != 0 && $1 != 2 && $1 != 130))
+}
+
+end() { # exit code, after a signal
+  if [[ $stopped == USR1 && -n $requeue ]] && is_failure "$1"; then
+    echo "exit code $1; job $requeue is put back into the queue, to resume from step $(newest_checkpoint)" >&2
+    scontrol requeue "$requeue" || echo "error: Slurm does not requeue job $requeue; submit it again to resume." >&2
+  fi
+  exit "$1"
+}
+
+# Counts a restart, in a file as well, for the job that is requeued; false after too many without a new checkpoint.
+count_restart() {
+  local now
+  now=$(newest_checkpoint)
+  ((now <= step)) || restarts=0
+  step=$now
+  ((restarts < max_restarts)) || return 1
+  restarts=$((restarts + 1))
+  { echo "$step $restarts" > "$workdir/.restarts"; } 2> /dev/null || true
+}
+
+step=0 restarts=0 # newest checkpoint at the last restart; restarts since the last new one
+if ((requeued == 0)); then
   step=$(newest_checkpoint)
+  rm -f "$workdir/.restarts"
+else
+  counted=$(cat "$workdir/.restarts" 2> /dev/null)
+  [[ ! $counted =~ ^(0|[1-9][0-9]{0,17})\ [0-9]{1,6}$ ]] || read -r step restarts <<< "$counted"
+  if ! count_restart; then
+    echo "error: requeued after $restarts restarts without a new checkpoint after step $step; not tried again." >&2
+    exit 1
+  fi
+fi
+while true; do
   before=$(stat --format="%i %y" "$workdir/alive.json" 2> /dev/null)
   set -m # a process group of its own
   "$@" < /dev/null &
@@ -121,19 +162,16 @@ while true; do
     wait "$watch"
     (($? != 124)) || code=124
   fi
-  ! $stopped || exit "$code"
-  ((code != 0 && code != 2 && code != 130)) || exit "$code"
-  now=$(newest_checkpoint)
-  ((now <= step)) || restarts=0
-  if ((restarts >= max_restarts)); then
-    echo "error: exit code $code after $restarts restarts without a new checkpoint after step $now; not tried again." >&2
+  [[ -z $stopped ]] || end "$code"
+  is_failure "$code" || exit "$code"
+  if ! count_restart; then
+    echo "error: exit code $code after $restarts restarts without a new checkpoint after step $step; not tried again." >&2
     exit "$code"
   fi
-  restarts=$((restarts + 1))
-  echo "exit code $code; restart $restarts of $max_restarts, from step $now, in $wait_s s" >&2
+  echo "exit code $code; restart $restarts of $max_restarts, from step $step, in $wait_s s" >&2
   sleep "$wait_s" &
   child=$!
   wait "$child"
   child=""
-  ! $stopped || exit "$code"
+  [[ -z $stopped ]] || end "$code"
 done

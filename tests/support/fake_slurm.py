@@ -1,11 +1,12 @@
 """A Slurm of this machine, for tests: `sbatch`, `srun` and `scontrol` in a folder that goes first on PATH.
 
 `sbatch` runs a batch script at once, from a spool folder as Slurm does, with what its #SBATCH lines and its own flags
-ask for. `srun` starts the command once for each node, all of them here, and ends the others when one fails. A file
-`lose` in the folder, with `RANK STEP RUN_FOLDER`, makes it kill that rank when a checkpoint of that step is there: a
-lost node. As in Slurm, a job whose --time is nearly over gets the signal of `--signal=TERM@SECONDS`, in its steps and
-not in the batch script, and one without --time never does. With a file `clock`, with `RUN_FOLDER`, the time counts from
-the first step of that run, so that a slow machine has trained by then.
+ask for. `scontrol requeue` writes the number of the job into a file `requeued`. `srun` starts the command once for each
+node, all of them here, and waits for all. A file `lose` in the folder, with `RANK STEP RUN_FOLDER`, makes it kill that
+rank when a checkpoint of that step is there: a lost node. As in Slurm, a job whose --time is nearly over gets the
+signal of `--signal=B:USR1@SECONDS`, in the batch script and not in its steps, and one without --time never does; srun
+kills its tasks after SIGTERM. With a file `clock`, with `RUN_FOLDER`, the time counts from the first step of that run,
+so that a slow machine has trained by then.
 """
 
 import os
@@ -50,14 +51,14 @@ def _sbatch(folder: pathlib.Path, words: list[str]) -> int:
     batch = subprocess.Popen(["bash", str(spool), *rest], env=os.environ | variables, cwd="/")
     if "time" in options and "signal" in options:
         name, _, lead = options["signal"].partition("@")
-        assert name == "TERM"
+        assert name == "B:USR1"
         parts = map(int, reversed(re.split("[-:]", options["time"])))  # DAYS-HOURS:MINUTES:SECONDS, or the last of them
         seconds = sum(unit * part for unit, part in zip((1, 60, 3600, 86400), parts, strict=False))
         _wait_for_clock(folder, batch)
         try:
             return batch.wait(seconds - int(lead))
         except subprocess.TimeoutExpired:
-            (folder / "signal").touch()  # for srun
+            batch.send_signal(signal.SIGUSR1)
     return batch.wait()
 
 
@@ -80,19 +81,11 @@ def _srun(folder: pathlib.Path, words: list[str]) -> int:
     nodes = range(int(os.environ["SLURM_NNODES"]))
     places = [{"SLURM_NODEID": str(node), "SLURM_PROCID": str(node)} for node in nodes]
     tasks = [subprocess.Popen(words, env=os.environ | place) for place in places]
-    signal.signal(signal.SIGTERM, lambda *_: [task.terminate() for task in tasks])
-    failed_at = None
+    signal.signal(signal.SIGTERM, lambda *_: [task.kill() for task in tasks])
+    signal.signal(signal.SIGUSR1, lambda *_: [task.send_signal(signal.SIGUSR1) for task in tasks])
     while any(task.poll() is None for task in tasks):
         time.sleep(0.05)
         _kill_requested_task(folder, tasks)
-        if (folder / "signal").exists():
-            (folder / "signal").unlink()
-            for task in tasks:
-                task.terminate()
-        if "--kill-on-bad-exit=1" in flags and any(task.poll() for task in tasks):
-            failed_at = failed_at or time.monotonic()
-            for task in tasks if time.monotonic() - failed_at > 2 else ():
-                task.kill()
     return max(128 - task.returncode if task.returncode < 0 else task.returncode for task in tasks)
 
 
@@ -105,7 +98,10 @@ def _kill_requested_task(folder: pathlib.Path, tasks: list[subprocess.Popen]) ->
             tasks[int(rank)].kill()
 
 
-def _scontrol(_: pathlib.Path, words: list[str]) -> int:
+def _scontrol(folder: pathlib.Path, words: list[str]) -> int:
+    if words[0] == "requeue":
+        (folder / "requeued").write_text(words[1])
+        return 0
     assert words[:2] == ["show", "hostnames"], words
     assert words[2].startswith("node[0-"), words
     print("\n".join(["127.0.0.1"] * (int(words[2][7:-1]) + 1)))

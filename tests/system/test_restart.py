@@ -42,7 +42,8 @@ def restarted(tmp_path):
         (tmp_path / "starts").unlink(missing_ok=True)
         (tmp_path / "plan").write_text(plan)
         done = restart(*flags, sys.executable, "-c", PLAYER, f"--workdir={tmp_path}")
-        return done.returncode, len((tmp_path / "starts").read_text()), done.stderr
+        starts = tmp_path / "starts"
+        return done.returncode, len(starts.read_text()) if starts.exists() else 0, done.stderr
 
     return run
 
@@ -108,13 +109,50 @@ def test_restart_leaves_a_command_alone_that_is_slow_to_begin_or_to_end(tmp_path
 
 
 def test_restart_forwards_a_signal_and_does_not_restart(tmp_path):
-    saves = "trap 'sleep 0.3; echo saved; exit 5' TERM; echo ready; while true; do sleep 0.05; done"
+    saves = "trap 'sleep 0.3; echo saved; exit 5' USR1; echo ready; while true; do sleep 0.05; done"
     words = [str(LAUNCH / "restart.sh"), "--wait_s=0", "bash", "-c", saves, f"--workdir={tmp_path}"]
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signal.SIGTERM)
         assert process.wait(600) == 5
         assert (process.stdout.read(), process.stderr.read()) == ("saved\n", "")
+
+
+def test_restart_counts_requeues_without_a_new_checkpoint(restarted):
+    assert restarted("1", "--max_restarts=3")[:2] == (1, 4)
+    code, starts, said = restarted("0", "--max_restarts=3", "--requeued=1")
+    assert (code, starts) == (1, 0)
+    assert said == "error: requeued after 3 restarts without a new checkpoint after step 0; not tried again.\n"
+    assert restarted("1:5 0", "--max_restarts=3")[:2] == (0, 2)  # another job, which nothing of before ends
+    for count in range(1, 6):  # as after each --time, with a new checkpoint
+        assert restarted(f"0:{5 + count}", "--max_restarts=3", f"--requeued={count}")[:2] == (0, 1)
+    assert [restarted("0", "--max_restarts=3", f"--requeued={count}")[0] for count in range(6, 10)] == [0, 0, 0, 1]
+    assert restarted("0:20", "--max_restarts=0")[:2] == (0, 1)
+    assert restarted("0", "--max_restarts=0", "--requeued=1")[:2] == (1, 0)
+
+
+def test_restart_requeues_an_unfinished_job_near_its_time_limit_alone(tmp_path):
+    scontrol = tmp_path / "scontrol"
+    env = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+
+    def stopped(number, code):
+        """Returns what restart.sh said and exited with after a signal that its command answered with a code."""
+        saves = f"trap 'exit {code}' USR1; echo ready; while true; do sleep 0.05; done"
+        words = [str(LAUNCH / "restart.sh"), "--requeue=7", "bash", "-c", saves, f"--workdir={tmp_path}"]
+        with subprocess.Popen(words, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            assert process.stdout.readline() == "ready\n"
+            process.send_signal(number)
+            assert process.wait(600) == code
+            return process.stdout.read() + process.stderr.read()
+
+    for does, rest in (("echo", ""), ("false", "error: Slurm does not requeue job 7; submit it again to resume.\n")):
+        scontrol.write_text(f'#!/bin/sh\n{does} "$@"\n')
+        scontrol.chmod(0o755)
+        for code in (75, 137):
+            line = f"exit code {code}; job 7 is put back into the queue, to resume from step 0\n"
+            assert stopped(signal.SIGUSR1, code) == ("" if rest else "requeue 7\n") + line + rest
+    for number, code in ((signal.SIGUSR1, 0), (signal.SIGUSR1, 2), (signal.SIGTERM, 75)):
+        assert stopped(number, code) == ""
 
 
 def test_restart_and_job_refuse_what_is_no_number_by_name_without_evaluating_it(tmp_path):
@@ -155,6 +193,7 @@ def test_job_that_loses_a_node_resumes_from_its_last_checkpoint(submit, tmp_path
     (tmp_path / "bin" / "lose").write_text(f"1 10 {workdir}")
     port = jobs.free_address().rpartition(":")[2]
     words = (f"--config={config}", f"--workdir={workdir}", f"--port={port}", "--config.train.num_eval_batches=1")
+    words += ("--peer_timeout_s=15",)
     done = submit("--nodes=2", LAUNCH / "slurm/train.sbatch", *words)
     assert done.returncode == 0, done.stderr
     assert re.search(r"exit code \d+; restart 1 of 10, from step 1\d, in 0 s", done.stderr), done.stderr
@@ -170,13 +209,17 @@ def test_job_saves_before_its_time_is_over_and_the_same_command_continues_it(sub
     endless = (*words, "--config.train.num_steps=1000000", "--config.checkpoint.every_steps=100000")
     (tmp_path / "bin" / "clock").write_text(str(workdir))  # the signal comes 1 s after the first step
     first = submit("--nodes=1", "--time=10:01", LAUNCH / "slurm/train.sbatch", *endless)
-    assert first.returncode == 0, first.stderr
+    assert first.returncode == 75, first.stderr
     assert "restart" not in first.stderr
+    requeued = tmp_path / "bin" / "requeued"
+    assert requeued.read_text() == "7"
+    requeued.unlink()
     [saved] = [int(path.name) for path in (workdir / "checkpoints").iterdir() if path.name.isdecimal()]
     assert 0 < saved < 100000
     second = submit("--nodes=1", LAUNCH / "slurm/train.sbatch", *words, f"--config.train.num_steps={saved + 1}")
     assert second.returncode == 0, second.stderr
     assert f"resuming from step {saved} of {saved + 1}" in second.stdout
+    assert not requeued.exists()
 
 
 def test_job_with_a_wrong_config_is_not_tried_again(submit, tmp_path):
