@@ -49,7 +49,6 @@ MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerParameters=sched_interval=2,bf_interval=2
-AccountingStorageType=accounting_storage/none
 NodeName=fake1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=1
 NodeName=fake2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=1
 PartitionName=all Nodes=fake1,fake2 Default=YES MaxTime=INFINITE State=UP
