@@ -33,10 +33,11 @@ COMMANDS = (
     "neuron hlo",
     "neuron doctor",
     "neuron env",
+    "launch",
 )
 MODULES = {
     area: f"hlat_jax.{area}.__main__" for area in ("data", "run", "generate", "evaluate", "hf", "plan", "neuron")
-}
+} | {"launch": "hlat_jax.cli.launch_files"}
 
 
 def reference() -> str:
@@ -71,7 +72,7 @@ def help_of(command: str) -> str:
 def _parts(text: str) -> tuple[list[str], list[tuple[str, str]]]:
     """Returns the usages of a command without a config, and (flag, meaning) of each flag but the keys of a config."""
     before, _, after = text.partition("Flags:\n")
-    usages = [] if "--config=NAME" in before else re.findall(r"python -m hlat_jax\.(.*)", before)
+    usages = [] if "--config=NAME" in before else re.findall(r"(?:python -m hlat_jax\.|Usage: hlat )(.*)", before)
     # absl ends the meaning of a flag that may be repeated with a semicolon
     flags = re.findall(r"^  --(?!config\.)(\S+) +(.*?)(?: Default: ''\.|;)?$", after, re.MULTILINE)
     return usages, flags

@@ -11,7 +11,7 @@ from absl import flags
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.facts.names import nearest
 
-USAGE = """Usage: python -m hlat_jax.cli.launch_files [FILE | --out=FOLDER]
+USAGE = """Usage: hlat launch [FILE | --out=FOLDER]
 
 Lists the files that start a job on several nodes, by hand, under Slurm or on EKS. With FILE, such as node.sh, prints
 that file; with --out, copies all of them.
@@ -56,7 +56,7 @@ def _copy(files: dict[str, pathlib.Path], out: str) -> None:
 
 
 def _define(values: flags.FlagValues) -> None:
-    flags.DEFINE_string("out", "", "New folder for the files; the examples in them name launch.", flag_values=values)
+    flags_lib.define_path(values, "out", "New folder for the files; the examples in them name launch.", use="write")
 
 
 if __name__ == "__main__":

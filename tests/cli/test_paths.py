@@ -41,6 +41,7 @@ COMMANDS = {
     "neuron hlo": (["--config=tiny"], []),
     "neuron doctor": (["--config=tiny"], []),
     "neuron env": (["--config=tiny", "--instance=trn1.32xlarge"], []),
+    "launch": ([], []),
 }
 # Texts that look like a path in the help and are none, or that may be a URL and have an answer of their own.
 NO_PATHS = ("--data", "--text_field")
@@ -53,6 +54,7 @@ import contextlib, importlib, io, json, os, sys
 from absl import flags
 from hlat_jax.cli import flags as flags_lib
 
+MODULES = {"train": "train", "launch": "cli.launch_files"}
 declared, define_path, define_string = {}, flags_lib.define_path, flags.DEFINE_string
 def record_path(values, name, about, **options):
     declared[f"--{name}"] = "path"
@@ -63,7 +65,7 @@ def record_string(name, default, about, **options):
 flags_lib.define_path, flags.DEFINE_string = record_path, record_string
 
 def ran(area, words):
-    module = importlib.import_module(f"hlat_jax.{area}" if area == "train" else f"hlat_jax.{area}.__main__")
+    module = importlib.import_module("hlat_jax." + MODULES.get(area, f"{area}.__main__"))
     out, err, sys.argv = io.StringIO(), io.StringIO(), [area, *words]
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import re
 import shutil
 import weakref
 
