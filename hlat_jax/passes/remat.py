@@ -28,6 +28,7 @@ from hlat_jax.facts.byte_sizes import format_bytes, parse_bytes
 from hlat_jax.passes import naming
 from hlat_jax.passes.chunk import chunk
 from hlat_jax.passes.jaxpr import RULE_WITH_TRACER, function_name, rule_with_tracer, trace_call
+from hlat_jax.passes.liveness import estimated_temporaries
 from hlat_jax.passes.naming import RematChoice
 from hlat_jax.passes.products import live_jaxpr, total_flops
 from hlat_jax.passes.recompute import RecomputeGraph, recompute_graph
@@ -38,6 +39,11 @@ _Trial = Callable[[RematChoice | None], tuple[int, float, Any]]  # of one region
 _REGIONS = ("loops", "segments", "whole")
 # After a choice that leaves less than this share of the budget unused, only the next larger one is tried.
 _CLOSE = 0.02
+# Another choice is compiled only if it saves more than this share of the step's work, of which recomputing everything
+# is a third: a forward pass, beside one and a backward pass of twice its work.
+_LEAST_GAIN = 0.005
+_PREDICTION_ERROR = 1.05  # bytes that are predicted to be this many times the budget are not measured
+_ESTIMATE_ERROR = 1.25  # an estimate of temporaries this much larger is that of a larger program
 _LAST_ADVICE = "Raise the budget, or reduce the batch or microbatch of a device."
 
 
@@ -242,12 +248,11 @@ class _Form:
         self.fn = functools.reduce(_applied, self.later, [self.given, *self.changed][-1])
         self.jaxprs: list[Any] = []
         self.measured: list[int] = []
-        self.traced = functools.cache(self._traced)
-        self.trial = _trials(self.traced, self._measured)
+        self.trial = _trials(self._traced, self._measured)
 
     def idle(self) -> set[str]:
         """Returns the names of the passes that find nothing to change."""
-        self.traced("", None)
+        self.trial.traced("", None)
         reports = zip(self.changing, self.changed, strict=True)
         return {name for name, fn in reports if not fn.report().replacements}
 
@@ -347,11 +352,23 @@ def _advice(tried: Sequence[_Form]) -> str:
 
 
 def _narrowest(trials: Any, candidates: list[str], budget_bytes: int) -> str:
-    """Returns the region to search: loops if they fit, else the one that takes the fewest bytes with nothing kept."""
+    """Returns the region to search: the first if it fits, else the one that takes the fewest bytes with nothing kept.
+
+    A region is compiled only if its estimate does not rule it out.
+    """
     first, *others = candidates
-    if not others or (first == "loops" and trials(first, RematChoice())[0] <= budget_bytes):
+    nothing = RematChoice()
+    if not others or trials(first, nothing)[0] <= budget_bytes:
         return first
-    return min(candidates, key=lambda region: trials(region, RematChoice())[0])
+    most = _ESTIMATE_ERROR * _estimated_bytes(trials.traced(first, nothing))
+    others = [region for region in others if _estimated_bytes(trials.traced(region, nothing)) < most]
+    return min([first, *others], key=lambda region: trials(region, nothing)[0])
+
+
+def _estimated_bytes(traced: Any) -> int:
+    """Returns the estimated bytes of temporaries of a traced program, as if each array were whole on one device."""
+    jaxpr = live_jaxpr(traced)
+    return estimated_temporaries(jaxpr, [var.aval.update(sharding=None) for var in jaxpr.invars]).total
 
 
 def search(
@@ -376,14 +393,20 @@ def search(
 
 
 def _trials(traced: Callable[[str, RematChoice | None], Any], measure: Callable[[Any], int]) -> Any:
-    """Returns region, choice -> (measured bytes, FLOPs of products, the traced program), each compiled once."""
+    """Returns region, choice -> (measured bytes, FLOPs of products, the traced program), each compiled once.
+
+    Its attribute `traced` is region, choice -> the traced program, which is not compiled.
+    """
+    traced_once = functools.cache(traced)
 
     @functools.cache
     def trial(region: str, choice: RematChoice | None) -> tuple[int, float, Any]:
-        program = traced(region, choice)
+        program = traced_once(region, choice)
         return measure(program), total_flops(live_jaxpr(program)), program
 
-    return trial
+    trials: Any = trial
+    trials.traced = traced_once
+    return trials
 
 
 def _search(
@@ -410,7 +433,8 @@ def _search(
             graph = recompute_graph(live_jaxpr(full[2]), min_bytes=options.min_bytes)
             if graph.sizes:
                 tries = options.max_compilations - 2  # these two are compiled
-                choice = _search_choice(trial, graph, budget_bytes=budget_bytes, tries=tries)
+                predict = _prediction(trials, region)
+                choice = _search_choice(trial, graph, budget_bytes=budget_bytes, tries=tries, predict=predict)
             predicted = full[0] + graph.num_bytes(choice.saved), full[1] - graph.flops(()) + graph.flops(choice.saved)
     measured = trial(choice)
     predicted_bytes, predicted_flops = predicted or measured[:2]
@@ -428,22 +452,41 @@ def _search(
     )
 
 
-def _search_choice(trial: _Trial, graph: RecomputeGraph, *, budget_bytes: int, tries: int) -> RematChoice:
+def _prediction(trials: Any, region: str) -> Callable[[RematChoice], float]:
+    """Returns choice -> predicted bytes: estimates on a line through the programs that keep everything and nothing."""
+    (most, *_, everything), (least, *_, nothing) = trials("", None), trials(region, RematChoice())
+    low = _estimated_bytes(nothing)
+    slope = (most - least) / max(1, _estimated_bytes(everything) - low)
+    return lambda choice: least + slope * (_estimated_bytes(trials.traced(region, choice)) - low)
+
+
+def _search_choice(
+    trial: _Trial,
+    graph: RecomputeGraph,
+    *,
+    budget_bytes: int,
+    tries: int,
+    predict: Callable[[RematChoice], float],
+) -> RematChoice:
     """Returns the cheapest choice found that fits, by a secant search for the bytes to save.
 
-    Near the budget, one more choice is tried nevertheless: saving more may need less working memory.
+    A choice that is predicted to exceed the budget by far is not compiled. Near the budget one more choice is tried,
+    since saving more may need less working memory.
     """
     fits, kept, measured = RematChoice(), 0, trial(RematChoice())[0]
     full = measured
     above = graph.num_bytes(graph.cheapest()) + 1  # does not fit, or nothing more can be saved
     above_measured = None
     guess: float = budget_bytes - measured
+    least_gain = _LEAST_GAIN * 3 * graph.cost(())
     for _ in range(tries):
         is_close = kept > 0 and budget_bytes - measured < _CLOSE * budget_bytes
         choice = _larger(graph, low=kept, high=above, guess=kept if is_close else guess)
-        if choice is None:
+        if choice is None or graph.cost(fits.saved) - graph.cost(choice.saved) < least_gain:
             break
-        tried_kept, tried_measured = graph.num_bytes(choice.saved), trial(choice)[0]
+        tried_kept, tried_measured = graph.num_bytes(choice.saved), predict(choice)
+        if tried_measured <= _PREDICTION_ERROR * budget_bytes:
+            tried_measured = trial(choice)[0]
         if tried_measured <= budget_bytes:
             fits, kept, measured = choice, tried_kept, tried_measured
         elif is_close:

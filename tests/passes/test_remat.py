@@ -286,6 +286,25 @@ def test_blocks_that_just_fit_are_compiled_once():
 
 
 @pytest.mark.slow
+def test_a_budget_for_blocks_in_a_loop_compiles_few_programs():
+    compiled = []
+
+    def measure(traced):
+        compiled.append(traced)
+        return remat.temporaries(traced)
+
+    blocks = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((32, 32), leaf.dtype), shapes_of_six_blocks()[0]) * 2
+    arguments = blocks, jax.ShapeDtypeStruct((256, 32), jnp.float32)
+    most = remat.temporaries(step_for_memory(unrolled).trace(*arguments))
+    for share in (0.6, 0.75):
+        compiled.clear()
+        options = remat.RematOptions(measure=measure, min_bytes=1024)
+        plan = remat.fit(unrolled, *arguments, budget_bytes=int(share * most), step=step_for_memory, options=options)
+        assert plan.measured_bytes <= share * most
+        assert len(compiled) == plan.compilations <= 4
+
+
+@pytest.mark.slow
 def test_unrolled_blocks_meet_the_budgets_of_their_scan_and_recompute_no_more():
     budget = "43MiB"
     blocks, x = shapes_of_six_blocks()
