@@ -465,7 +465,10 @@ def _make_update(optimizer: optax.GradientTransformation, options: StepOptions) 
         # The norm of the sums, and a product instead of a division: XLA on CPU then scales each gradient where the
         # update reads it, and writes no scaled copy of them all.
         per_token = 1.0 / (loss_aux.count if scale is None else loss_aux.count * scale)
-        grad_norm = norm(grads) * per_token
+        # A backward pass makes the gradients of the last layers first. Summed in the other order, the first sum waits
+        # for the whole pass, and XLA puts off every gradient of weights, with the recomputed activations that it reads.
+        in_order = grads if replica_sync is not None else jax.tree.leaves(grads)[::-1]
+        grad_norm = norm(in_order) * per_token
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) * per_token, grads)
         weights = state["opt_state"].get("master", state["params"])
         weights = weights if replica_sync is None else replica_sync.shard_like_state(weights)
