@@ -170,10 +170,11 @@ def adamw(config: OptimizerConfig, *, policy: Policy, decays: Any, orthogonalize
     return MaskedTransformation(init, update)
 
 
-def with_mask(optimizer: optax.GradientTransformation) -> MaskedTransformation:
-    """Returns the transformation with its state unchanged where `finite` is False; `adamw` is returned as it is.
+def with_extra_args(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """Returns the transformation with the extra arguments of a program; `adamw` is returned as it is.
 
-    Selects with `where`; `optax.apply_if_finite` uses `cond`, which Neuron does not support.
+    The state of others is not masked where `finite` is False. The caller selects with `where`, because
+    `optax.apply_if_finite` uses `cond`, which Neuron does not support.
     """
     if isinstance(optimizer, MaskedTransformation):
         return optimizer
@@ -181,15 +182,14 @@ def with_mask(optimizer: optax.GradientTransformation) -> MaskedTransformation:
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         try:
-            updates, new = inner.update(grads, state, params, **extra)
+            return inner.update(grads, state, params, **extra)
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"the optimizer's update raised {type(error).__name__}: {error} A program gives it the extra "
                 f"arguments {', '.join(extra)}."
             ) from error
-        return updates, jax.tree.map(lambda a, b: jnp.where(extra["finite"], a, b), new, state)
 
-    return MaskedTransformation(inner.init, update)
+    return optax.GradientTransformationExtraArgs(inner.init, update)
 
 
 def decay_mask(params: Any, decay: str) -> Any:

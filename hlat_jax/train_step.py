@@ -35,7 +35,7 @@ from hlat_jax.optimizer import (
     detect_spike,
     empty_spike_window,
     global_norm,
-    with_mask,
+    with_extra_args,
 )
 from hlat_jax.parallel import xla_options
 from hlat_jax.parallel.pipeline import PHASES, run_pipeline, run_tick, start_ticks
@@ -452,8 +452,8 @@ def _make_update(optimizer: optax.GradientTransformation, options: StepOptions) 
 
     The gradients are those of `_value_and_grad`, which `of_params` computes at other parameters.
     """
-    policy, replica_sync, update = options.policy, options.active_replica_sync, with_mask(optimizer).update
-    is_given_value = not isinstance(optimizer, MaskedTransformation)
+    policy, replica_sync, update = options.policy, options.active_replica_sync, with_extra_args(optimizer).update
+    masks_itself = isinstance(optimizer, MaskedTransformation)
 
     def update_state(
         state: State, computed: tuple[tuple, Any], *, learning_rate: Any, of_params: Callable
@@ -490,11 +490,14 @@ def _make_update(optimizer: optax.GradientTransformation, options: StepOptions) 
         extra = {"grad_norm": grad_norm, "finite": applies, "rounding": rounding}
         if learning_rate is not None:
             extra["learning_rate"] = learning_rate
-        if is_given_value:
+        if not masks_itself:
             value_fn = _value_fn(lambda weights: of_params(_params_of(weights, options)), scale)
             extra |= {"value": loss_sum * per_token, "grad": grads, "value_fn": value_fn}
         updates, inner = update(grads, state["opt_state"]["inner"], weights, **extra)
         weights = _apply_updates(weights, updates, applies=applies, rounding=rounding)
+        if not masks_itself:
+            before, stores = state["opt_state"]["inner"], _known_after(applies, weights) if in_blocks else applies
+            inner = jax.tree.map(lambda new, old: jnp.where(stores, new, old), inner, before)
         opt_state = state["opt_state"] | {"inner": inner}
         if policy.master is not None:
             opt_state["master"] = weights
@@ -757,6 +760,19 @@ def _apply_updates(weights: Any, updates: Any, *, applies: jax.Array, rounding: 
         return jnp.where(applies, written, weight)
 
     return jax.tree_util.tree_map_with_path(apply, weights, exact)
+
+
+def _known_after(flag: jax.Array, arrays: Any) -> jax.Array:
+    """Returns the bool scalar, computed so that XLA knows it only when the arrays exist.
+
+    What it selects is then written after the arrays. XLA on CPU otherwise copies the old state of an optimizer before
+    it writes over it, because the new weights may read it later: of Adam, two arrays of the size of the weights.
+    """
+    for leaf in filter(jnp.size, jax.tree.leaves(arrays)):
+        first = jax.lax.slice(leaf, (0,) * leaf.ndim, (1,) * leaf.ndim).reshape(())
+        bits = jax.lax.bitcast_convert_type(first, f"uint{8 * leaf.dtype.itemsize}")
+        flag &= jax.lax.population_count(bits) <= 64  # a word has no more, which XLA does not see
+    return flag
 
 
 def _make_init(
