@@ -21,6 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
+from hlat_jax.ops.own_backward import with_backward
+
 MASKED = -1e30  # finite, so that a masked score minus the row's maximum is never inf - inf
 BLOCK = 256  # of queries, and of keys: one pair's scores are B x N x 256 x 256
 _LOWEST = float(np.finfo(np.float32).min)  # of the maximum so far: finite, and not above any finite score
@@ -64,7 +66,6 @@ def attention(
     """Returns [B, T, N, H]: `ops.attention`, also of models other than ours, in which S may differ from T.
 
     With a `context_attention.Part`, of the queries of a row that a device has, whose pairs `visit_all` visits.
-    Reverse mode only.
 
     Raises:
       ValueError: dropout in causal attention with a mask that may hide every key from a query.
@@ -102,7 +103,7 @@ def block_pairs(num_blocks: int, *, block: int, window: int | None) -> np.ndarra
 
 @dataclasses.dataclass(frozen=True)
 class _Static(Variant):
-    """A variant without its arrays, and with its scale, which `custom_vjp` takes as a static argument."""
+    """A variant without its arrays, and with its scale."""
 
     window: int | None = None
     num_keys: int = 0  # S, without padding
@@ -123,9 +124,20 @@ class _Static(Variant):
         return np.asarray([(i, j) for i in range(num_blocks) for j in range(num_key_blocks)], np.int32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(static, q_BTNH, k_BSKH, v_BSKH, terms):
-    return _forward(static, q_BTNH, k_BSKH, v_BSKH, terms)[0]
+    leaves, tree = jax.tree.flatten(terms)
+
+    def attention(q_BTNH, k_BSKH, v_BSKH, *terms):
+        return forward((q_BTNH, k_BSKH, v_BSKH, *terms), ())[0]
+
+    def forward(args, places):
+        out_BTNH, kept = _forward(static, *args[:3], jax.tree.unflatten(tree, args[3:]))
+        return [out_BTNH], kept
+
+    def backward(kept, cotangents):
+        return dict(enumerate(_backward(static, kept, cotangents[0])))
+
+    return with_backward(attention, forward, backward)(q_BTNH, k_BSKH, v_BSKH, *leaves)[0]
 
 
 def _forward(static, q_BTNH, k_BSKH, v_BSKH, terms):
@@ -205,10 +217,7 @@ def _backward(static, residuals, dout_BTNH):
         _join(grad[:, :, :, None], like.shape).astype(like.dtype)
         for grad, like in ((dk_CXSH, k_BSKH), (dv_CXSH, v_BSKH))
     )
-    return dq_BTNH, dk_BSKH, dv_BSKH, None
-
-
-_attention.defvjp(_forward, _backward)
+    return dq_BTNH, dk_BSKH, dv_BSKH
 
 
 def _skips_masked_keys(static: _Static, terms: dict[str, Any]) -> bool:

@@ -21,6 +21,7 @@ import jax
 import jax.extend.core.primitives
 import jax.numpy as jnp
 
+from hlat_jax.ops.own_backward import has_own_backward
 from hlat_jax.passes.calls import HANDLERS
 from hlat_jax.passes.casting import Cast
 from hlat_jax.passes.jaxpr import (
@@ -52,7 +53,7 @@ INFER = primitives(
     add sub add_any mul neg abs sign stop_gradient max min clamp select_n floor ceil round copy copy_p name
     optimization_barrier broadcast_in_dim reshape transpose squeeze slice dynamic_slice dynamic_update_slice pad
     rev concatenate stack unstack split gather scatter reduce_max reduce_min reduce_window_max cummax cummin sort top_k
-    sharding_constraint reshard device_put convert_element_type pvary pcast pbroadcast
+    sharding_constraint reshard device_put convert_element_type pvary pcast pbroadcast split_tangent with_tangent
     """
 ) | frozenset(COLLECTIVES)
 
@@ -145,7 +146,7 @@ def _rule(rules: Mapping[str, str], eqn: Any) -> str:
     is_square = name == "mul" and eqn.invars[0] is eqn.invars[1]
     if is_square or (name == "while" and stops_on_floats(eqn)):
         return "never"
-    inside = equations(called_jaxpr(eqn)) if name == "custom_vjp_call" else ()
+    inside = equations(called_jaxpr(eqn)) if has_own_backward(eqn) else ()
     if any(inner.primitive.name == "while" and _rule(rules, inner) == "never" for inner, _ in inside):
         return "never"  # its derivative rule may run the loop again, which must take the same steps
     return "infer" if name in INFER or name in _CALLS else "never"

@@ -15,6 +15,7 @@ from jax.custom_derivatives import SymbolicZero
 from jax.extend import core
 
 from hlat_jax.host.jax_compat import partial_eval
+from hlat_jax.ops.own_backward import has_own_backward, with_backward
 from hlat_jax.passes.jaxpr import (
     bind_shard_map,
     carry_of,
@@ -149,6 +150,8 @@ def _carry_kinds(cast: Any, body: Any, kinds: Sequence[Kind], carried: slice) ->
 
 def _custom_jvp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
     """The derivative of the declared function, by its rule, is traced and cast."""
+    if has_own_backward(eqn):
+        return _own_backward(cast, eqn, operands, wide)
     given_kinds = _kinds(operands)  # rules hold no tracers
     closed, kinds = cast.retrace(eqn.params["call_jaxpr"], given_kinds, wide=wide)
     in_avals, out_avals = closed_avals(eqn)
@@ -182,16 +185,15 @@ def _custom_jvp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]
     return cast.results(eqn, call(*_arrays(cast, operands)), kinds)
 
 
-def _custom_vjp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
+def _own_backward(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
     """The declared function is linearized by its rules; both halves are cast, and what is kept between them."""
     given_kinds = _kinds(operands)  # rules hold no tracers
     closed, kinds = cast.retrace(eqn.params["call_jaxpr"], given_kinds)
     in_avals, out_avals = closed_avals(eqn)
-    call = jax.custom_vjp(_name(core.jaxpr_as_fun(closed), eqn))
 
     @functools.cache
     def halves(places):
-        """Returns (the cast forward half, the backward half) for operands that are differentiated."""
+        """Returns the cast forward half, backward half and derivative for operands that are differentiated."""
         kept: list[Any] = []
 
         def declared(*arrays):
@@ -206,35 +208,67 @@ def _custom_vjp(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[bool]
         leaves, structure = [None if _is_tracer(leaf) else leaf for leaf in kept[0]], kept[1]
         held_avals, held_kinds = traced.out_avals[len(kinds) :], out_kinds[len(kinds) :]
 
-        def pull(*arrays):
-            held, cotangents = arrays[: len(held_avals)], arrays[len(held_avals) :]
-            nonzero = [at for at, cotangent in enumerate(cotangents) if not isinstance(cotangent, SymbolicZero)]
-            given = [at for at in nonzero if is_inexact(out_avals[at])]
+        def linear(of_tangents, arrays, avals, kinds_of_args, kinds_of_outs):
+            """Returns number -> result of a function of the derivative and the last of the arrays, cast."""
 
             def declared(*arrays):
                 left = iter(arrays)
                 push = jax.tree.unflatten(structure, [next(left) if leaf is None else leaf for leaf in leaves])
-                of_given = jax.linear_transpose(lambda *args: _at(push(*args), given), *_at(in_avals, places))
-                return of_given(list(left))
+                return of_tangents(push, list(left))
 
-            traced, is_wanted = _without_zeros(
-                jax.make_jaxpr(declared)(*held_avals, *_at(out_avals, given)), 0, num_linear=len(given)
+            traced, is_wanted = _without_zeros(jax.make_jaxpr(declared)(*held_avals, *avals), 0, num_linear=len(avals))
+            wanted = list(itertools.compress(kinds_of_outs, is_wanted))
+            in_kinds = [*held_kinds, *_gradient_kinds(kinds_of_args)]
+            forced = _gradient_kinds([kinds_of_outs[at] for at in wanted])
+            narrow, _ = cast.retrace(traced, in_kinds, forced=forced)
+            return dict(zip(wanted, core.jaxpr_as_fun(narrow)(*arrays), strict=True))
+
+        def pull(*held_and_cotangents):
+            *held, cotangents = held_and_cotangents
+            given = [at for at in cotangents if is_inexact(out_avals[at])]
+
+            def of_cotangents(push, cotangents):
+                return jax.linear_transpose(lambda *args: _at(push(*args), given), *_at(in_avals, places))(cotangents)
+
+            arrays = [*held, *(cotangents[at] for at in given)]
+            kinds_of_outs = {at: given_kinds[at] for at in places}
+            return linear(of_cotangents, arrays, _at(out_avals, given), _at(kinds, given), kinds_of_outs)
+
+        def push(*held_and_tangents):
+            *held, tangents = held_and_tangents
+            pushed = [at for at, aval in enumerate(out_avals) if is_inexact(aval)]
+            arrays = [*held, *(tangents[at] for at in places)]
+            kinds_of_outs = {at: kinds[at] for at in pushed}
+            return linear(
+                lambda push, tangents: _at(push(*tangents), pushed),
+                arrays,
+                _at(in_avals, places),
+                _at(given_kinds, places),
+                kinds_of_outs,
             )
-            wanted = list(itertools.compress(places, is_wanted))
-            in_kinds = [*held_kinds, *_gradient_kinds(_at(kinds, given))]
-            narrow, _ = cast.retrace(traced, in_kinds, forced=_gradient_kinds(_at(given_kinds, wanted)))
-            grads = dict(zip(wanted, core.jaxpr_as_fun(narrow)(*held, *_at(cotangents, given)), strict=True))
-            return tuple(map(grads.get, range(len(in_avals))))
 
-        return core.jaxpr_as_fun(narrow), pull
+        return core.jaxpr_as_fun(narrow), pull, push
+
+    def forward(args, places):
+        run, *linear = halves(tuple(at for at in places if is_inexact(in_avals[at])))
+        results = run(*args)
+        return results[: len(kinds)], [jax.tree_util.Partial(half, *results[len(kinds) :]) for half in linear]
+
+    function = _name(core.jaxpr_as_fun(closed), eqn)
+    if eqn.primitive.name == "custom_jvp_call":
+        call = with_backward(function, forward, lambda kept, given: kept[0](given), push=lambda kept, t: kept[1](t))
+        return cast.results(eqn, call(*_arrays(cast, operands)), kinds)
+    call = jax.custom_vjp(function)
 
     def forward_rule(*args):
-        is_differentiated = [arg.perturbed and is_inexact(aval) for arg, aval in zip(args, in_avals, strict=True)]
-        forward, pull = halves(tuple(itertools.compress(range(len(args)), is_differentiated)))
-        outs_and_held = forward(*(arg.value for arg in args))
-        return outs_and_held[: len(kinds)], jax.tree_util.Partial(pull, *outs_and_held[len(kinds) :])
+        outs, (pull, _) = forward([arg.value for arg in args], [at for at, arg in enumerate(args) if arg.perturbed])
+        return outs, pull
 
-    call.defvjp(forward_rule, lambda pull, cotangents: pull(*cotangents), symbolic_zeros=True)
+    def backward_rule(pull, cotangents):
+        given = {at: one for at, one in enumerate(cotangents) if not isinstance(one, SymbolicZero)}
+        return tuple(map(pull(given).get, range(len(in_avals))))
+
+    call.defvjp(forward_rule, backward_rule, symbolic_zeros=True)
     return cast.results(eqn, call(*_arrays(cast, operands)), kinds)
 
 
@@ -285,5 +319,5 @@ HANDLERS = {
     "scan": _scan,
     "while": _while,
     "custom_jvp_call": _custom_jvp,
-    "custom_vjp_call": _custom_vjp,
+    "custom_vjp_call": _own_backward,
 }

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from hlat_jax.ops.own_backward import has_own_backward
 from hlat_jax.passes import distances
 from hlat_jax.passes.calls import HANDLERS
 from hlat_jax.passes.jaxpr import (
@@ -43,8 +44,6 @@ _MOVES = primitives(
 )
 # ... through these, whose result i is operand i, ...
 _PASSES = frozenset({"optimization_barrier", "device_put", "pvary", "pcast"})
-# ... and through calls; not `custom_vjp`, which may keep its operands for the backward pass.
-_OPEN_CALLS = CALL_JAXPRS.keys() - {"custom_vjp_call"}
 
 # On integers, their results are accurate enough when narrow: the tables of RoPE, a softmax of distances.
 _BOUNDED = frozenset({"sin", "cos", "tanh", "logistic", "erf", "erfc", "exp"})
@@ -169,7 +168,8 @@ class Cast:
     def _wide_operands(self, eqn: Any, wide: list[int]) -> list[int]:
         """Returns for each operand whether only `never` operations read it; `wide`: the same for each result."""
         name, rule = eqn.primitive.name, self.rule(eqn)
-        if rule == "infer" and name in _OPEN_CALLS:
+        # ... and through calls; those with a backward pass of their own may keep operands for it
+        if rule == "infer" and name in CALL_JAXPRS and not has_own_backward(eqn):
             narrow_read, _ = self._narrow_read(called_jaxpr(eqn), wide)
             return [var not in narrow_read for var in called_jaxpr(eqn).invars]
         if rule == "infer" and name in _PASSES and len(wide) == len(eqn.invars):

@@ -28,8 +28,8 @@ def chunk(
 ) -> Rewritten[_Args, _Result]:
     """Returns a function with the same arguments and results that computes large intermediates in chunks.
 
-    Apply it before `jax.grad`; forward mode is not supported. Each call traces `fn` again: wrap the result, or its
-    caller, in `jax.jit`. `report()` says what is computed in chunks, and of what is not, why.
+    Apply it before `jax.grad` or `jax.jvp`. Each call traces `fn` again: wrap the result, or its caller, in `jax.jit`.
+    `report()` says what is computed in chunks, and of what is not, why.
 
     Args:
       fn: a function that JAX can trace; arguments as for `autocast`.

@@ -56,7 +56,7 @@ COLLECTIVES = {
 }
 ALL_REDUCES = frozenset(name for name, kind in COLLECTIVES.items() if kind == "all-reduce")
 # Primitives whose results have the elements of their operand, or that have no operand.
-SAME_ELEMENTS = primitives("name copy reshape squeeze expand_dims broadcast_in_dim stop_gradient iota")
+SAME_ELEMENTS = primitives("name copy reshape squeeze expand_dims broadcast_in_dim stop_gradient iota with_tangent")
 REDUCTIONS = primitives("reduce_sum reduce_max reduce_min reduce_prod reduce_and reduce_or argmax argmin")
 # Elementwise operations that cost several times as much as an addition.
 TRANSCENDENTAL = primitives("exp exp2 log log1p log2 tanh logistic rsqrt sqrt cbrt pow sin cos div erf erfc erf_inv")

@@ -62,6 +62,7 @@ _MOVES = primitives(
     """
     broadcast_in_dim reshape squeeze expand_dims transpose rev slice dynamic_slice pad concatenate stack unstack split
     iota copy copy_p name stop_gradient convert_element_type reduce_precision saturated_cast pvary pcast
+    split_tangent with_tangent
     """
 )
 _CHEAP = _MOVES | (ELEMENTWISE - {"lgamma", "digamma"}) | REDUCTIONS

@@ -127,8 +127,8 @@ def rewrite(
 ) -> Rewritten[_Args, _Result]:
     """Returns a function with the same arguments and results that runs our implementations of ops.
 
-    Apply it before `jax.grad`. Each call traces `fn` again: wrap the result, or its caller, in `jax.jit`. Forward mode
-    is not supported where an implementation is a `custom_vjp`.
+    Apply it before `jax.grad` or `jax.jvp`. Each call traces `fn` again: wrap the result, or its caller, in `jax.jit`.
+    The attention kernels for GPUs and Neuron have no forward mode.
 
     Args:
       fn: a function that JAX can trace; arguments as for `autocast`.

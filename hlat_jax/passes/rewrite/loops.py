@@ -15,14 +15,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
+from jax.extend import core
 
+from hlat_jax.host.jax_compat import ad, batching, mlir
 from hlat_jax.ops.cross_entropy import is_loss_scaled
+from hlat_jax.ops.own_backward import with_backward
 from hlat_jax.passes.independence import SUM, Start, bind_part, is_elementwise_call
 from hlat_jax.passes.jaxpr import (
     aval_bytes,
     inner_jaxprs,
     is_inexact,
     is_literal,
+    perturbed_at,
     place_of,
     primitives,
     values_of,
@@ -148,20 +152,19 @@ class Chunks:
         the ones before it have reduced. So the derivative of f by r is applied to the cotangents of r once less than
         reductions follow one another; then the derivative by x to the cotangents that result.
         """
-        before = [eqn for loop in loops for eqn in loop.before]
+        before, names = [eqn for loop in loops for eqn in loop.before], list(env)
         reduced = [var for var, reduction in self.reductions.items() if reduction]
 
-        def forward(x: Sequence[Any]) -> tuple[list[Any], Any]:
-            values = self._run_all(loops, dict(zip(env, x, strict=True)), sizes)
+        def in_loops(*x: Any) -> list[Any]:
+            return values_of(self.outputs, self._run_all(loops, dict(zip(names, x, strict=True)), sizes))
+
+        def forward(x: Sequence[Any], places: Sequence[int]) -> tuple[list[Any], Any]:
+            values = self._run_all(loops, dict(zip(names, x, strict=True)), sizes)
             return values_of(self.outputs, values), (x, values_of(reduced, values))
 
-        def backward(kept: Any, cotangents: Sequence[Any]) -> tuple[Any]:
+        def backward(kept: Any, cotangents: Mapping[int, Any]) -> dict[int, Any]:
             # an output without a cotangent has no derivative here: zeros times an infinite one were NaN
-            given = {
-                var: cotangent
-                for var, cotangent in zip(self.outputs, cotangents, strict=True)
-                if is_inexact(var.aval) and not isinstance(cotangent, SymbolicZero)
-            }
+            given = {self.outputs[at]: cotangent for at, cotangent in cotangents.items()}
             numbers = self._num_reductions(given)
             totals = [var for var in reduced if var in numbers]
             known = {*reduced, *(var for eqn in before for var in eqn.outvars)}
@@ -171,7 +174,7 @@ class Chunks:
 
             def again(x: Sequence[Any], r: Sequence[Any]) -> tuple[list[Any], list[Any]]:
                 """Returns the outputs that have a cotangent, and f(x, r)."""
-                values = values_of_reduced | dict(zip((*env, *totals), (*x, *r), strict=True))
+                values = values_of_reduced | dict(zip((*names, *totals), (*x, *r), strict=True))
                 for eqn in before:
                     values |= self._results(values, eqn, sizes)
                 made = self._run(values, joint, sizes)
@@ -183,11 +186,10 @@ class Chunks:
             for _ in range(max(numbers.values(), default=0) - 1):
                 (through,) = jax.vjp(lambda r: again(x, r)[1], r)[1](of_r)
                 of_r = [a + b for a, b in zip(direct, through, strict=True)]
-            return jax.vjp(lambda x: again(x, r), x)[1]((list(given.values()), of_r))
+            (grads,) = jax.vjp(lambda x: again(x, r), x)[1]((list(given.values()), of_r))
+            return dict(enumerate(grads))
 
-        run = jax.custom_vjp(lambda x: forward(x)[0])
-        run.defvjp(lambda x: forward([one.value for one in x]), backward, symbolic_zeros=True)
-        return run(list(env.values()))
+        return with_backward(in_loops, forward, backward)(*env.values())
 
     def _num_reductions(self, outputs: Iterable[Any]) -> dict[Any, int]:
         """Returns variable -> the most reductions on a path with a derivative from it, its own included, to an output.
@@ -324,12 +326,17 @@ def _with_gradients(
     unscaled here: see `ops.loss_scale`. Result `scalar` alone has a derivative. Other arguments as for `_in_turn`.
     """
 
-    def in_turn(tangents: Sequence[Any], others: Sequence[Any], arrays: Sequence[Any]) -> list[Any]:
+    if is_loss_scaled():
         return _in_turn(part, tangents, others, arrays, num_parts)
+    num_cut, num_read = len(tangents), len(tangents) + len(others)
+    dtypes = {at: x.dtype for at, x in enumerate((*tangents, *others)) if _is_float(x)}  # of what has a gradient
 
-    def forward(tangents: Sequence[Any], others: Sequence[Any], arrays: Sequence[Any]) -> tuple[list[Any], Any]:
-        if is_loss_scaled():
-            return in_turn(tangents, others, arrays), ((tangents, others, arrays), None)
+    def in_turn(*args: Any) -> list[Any]:
+        return _in_turn(part, args[:num_cut], args[num_cut:num_read], args[num_read:], num_parts)
+
+    def with_sums(*args: Any) -> list[Any]:
+        """Returns the results, and then the gradients by each float."""
+        tangents, others, arrays = args[:num_cut], args[num_cut:num_read], args[num_read:]
 
         def of_part(tangents: Sequence[Any], others: Sequence[Any], number: Any) -> tuple[Any, list[Any]]:
             values = part(number, tangents, others, arrays=arrays)
@@ -345,28 +352,34 @@ def _with_gradients(
 
         zeros = [jnp.zeros(x.shape, jnp.promote_types(x.dtype, jnp.float32)) for x in others if _is_float(x)]
         total, (values, grads) = jax.lax.scan(step, zeros, (np.arange(num_parts, dtype=np.int32), tangents))
-        return values, (None, (grads, total))
+        return [*values, *grads, *total]
 
     # A remat policy, as that of weights that are gathered again, does not look into a function with a rule of its own;
     # in the loop it would keep the sums as they are after each chunk.
-    opaque = jax.custom_vjp(forward)
-    opaque.defvjp(lambda *operands: jax.vjp(forward, *operands), lambda pull_back, cotangents: pull_back(cotangents))
+    opaque = jax.custom_jvp(with_sums)
 
-    def backward(kept: Any, cotangents: Sequence[Any]) -> tuple[Any, ...]:
-        given, saved_grads = kept
-        if given is not None:
-            return jax.vjp(in_turn, *given)[1](cotangents)
+    @functools.partial(opaque.defjvp, symbolic_zeros=True)
+    def _(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        places = [at for at, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
+        given = [primals[at] for at in places], [tangents[at] for at in places]
+        return jax.jvp(perturbed_at(with_sums, primals, places), *given)
+
+    def forward(args: Sequence[Any], places: Sequence[int]) -> tuple[list[Any], list[Any]]:
+        results = opaque(*args)
+        num_goals = len(results) - len(dtypes)
+        return results[:num_goals], results[num_goals:]
+
+    def backward(grads: Sequence[Any], cotangents: Mapping[int, Any]) -> dict[int, Any]:
+        if scalar not in cotangents:
+            return {}
         by_part = cotangents[scalar][0]  # all are equal: the parts are summed
+        return {at: (grad * by_part).astype(dtype) for (at, dtype), grad in zip(dtypes.items(), grads, strict=True)}
 
-        def scaled(grads: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
-            left = iter(grads)
-            return [(next(left) * by_part).astype(x.dtype) if _is_float(x) else None for x in operands]
+    def push(grads: Sequence[Any], tangents: Mapping[int, Any]) -> dict[int, Any]:
+        slopes = [jnp.sum(grad * tangents[at]) for at, grad in zip(dtypes, grads, strict=True) if at in tangents]
+        return {scalar: jnp.pad(sum(slopes)[None], (0, num_parts - 1))} if slopes else {}
 
-        return scaled(saved_grads[0], tangents), scaled(saved_grads[1], others), [None] * len(arrays)
-
-    sums = jax.custom_vjp(in_turn)
-    sums.defvjp(opaque, backward)
-    return sums(tangents, others, arrays)
+    return with_backward(in_turn, forward, backward, push=push)(*tangents, *others, *arrays)
 
 
 def _num_products(eqns: Iterable[Any]) -> int:
@@ -426,26 +439,59 @@ def _split(x: Any, dim: int, num_parts: int) -> Any:
     return jnp.moveaxis(x.reshape(*x.shape[:dim], num_parts, num_rows, *x.shape[dim + 1 :]), dim, 0)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
 def _split_tangent(x: Any, dim: int, num_parts: int) -> Any:
     """Returns zeros whose tangent is that of the chunks of an array, stacked; nothing reads the zeros."""
-    return jnp.zeros_like(_split(x, dim, num_parts))
+    return _split_tangent_p.bind(x, dim=dim, num_parts=num_parts)
 
 
-@_split_tangent.defjvp
-def _(dim: int, num_parts: int, primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    return _split_tangent(*primals, dim, num_parts), _split(*tangents, dim, num_parts)
-
-
-@jax.custom_jvp
 def _with_tangent(x: Any, tangent_of: Any) -> Any:
     """Returns an array with the tangent of another one."""
+    return _with_tangent_p.bind(x, tangent_of)
+
+
+# Primitives, for of a `jax.custom_jvp` in a scan JAX may keep the body alone, and lose second derivatives.
+_split_tangent_p, _with_tangent_p = core.Primitive("split_tangent"), core.Primitive("with_tangent")
+
+
+def _define(primitive: Any, like: Callable, run: Callable, tangent: Callable, batch: Callable) -> None:
+    """Defines a primitive of one result.
+
+    Args:
+      primitive: the primitive.
+      like: a function of its operands whose result has the type of its own.
+      run: what it computes.
+      tangent: tangents of its operands -> tangent of its result.
+      batch: its batching rule.
+    """
+
+    def aval_of(*avals: Any, **params: Any) -> Any:
+        return jax.make_jaxpr(functools.partial(like, **params))(*avals).out_avals[0]
+
+    def derivative(primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> tuple[Any, Any]:
+        return primitive.bind(*primals, **params), tangent(*tangents, **params)
+
+    primitive.def_impl(run)
+    primitive.def_abstract_eval(aval_of)
+    mlir.register_lowering(primitive, mlir.lower_fun(run, multiple_results=False))
+    ad.primitive_jvps[primitive] = derivative
+    batching.primitive_batchers[primitive] = batch
+
+
+def _batch_split(args: Sequence[Any], dims: Sequence[int], *, dim: int, num_parts: int) -> tuple[Any, int]:
+    return _split_tangent(jnp.moveaxis(args[0], dims[0], 0), dim + 1, num_parts), 1
+
+
+def _batch_with(args: Sequence[Any], dims: Sequence[Any]) -> tuple[Any, int]:
+    size = next(x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None)
+    return _with_tangent(*(batching.bdim_at_front(x, dim, size) for x, dim in zip(args, dims, strict=True))), 0
+
+
+def _first(x: Any, tangent_of: Any) -> Any:
     return x
 
 
-@_with_tangent.defjvp
-def _(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    return _with_tangent(*primals), tangents[1]
+_define(_split_tangent_p, _split, lambda x, **how: jnp.zeros_like(_split(x, **how)), _split, _batch_split)
+_define(_with_tangent_p, _first, _first, lambda _, tangent: tangent, _batch_with)
 
 
 def _is_float(x: Any) -> bool:
