@@ -316,6 +316,23 @@ def test_second_derivatives_are_those_of_the_function(num_tokens):
     assert ours.report().replacements
 
 
+def test_second_derivatives_of_several_loops_are_those_of_the_function():
+    """Of two softmaxes of the same scores, in a loop for each reduction that another one depends on."""
+
+    def loss(x):
+        scores = x @ x.T / 4
+        losses = (jax.nn.logsumexp(scores, axis=axis) - jnp.diagonal(scores) for axis in (0, 1))
+        return sum(map(jnp.sum, losses))
+
+    def by_both(fn):
+        return jax.jit(jax.grad(lambda x: jnp.sum(jnp.sin(jax.grad(fn)(x)))))
+
+    ours, x = chunk(loss, max_bytes=LIMIT), batch_of(64)["x"].reshape(-1, D)
+    expected, found = by_both(loss)(x), by_both(ours)(x)
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+    assert "loops" in str(ours.report())
+
+
 READ = {
     "not": lambda root: 1.0,
     "by its sign": jnp.sign,

@@ -19,6 +19,7 @@ from hlat_jax.passes.rewrite import rewrite
 MOST_STEPS = 6
 # Relative to the largest element of a result, or to 1e-2 of the largest of all: sums in another order.
 FP32 = 2e-5
+BF16 = 5e-2  # a dozen roundings of 2^-9 in a row
 
 
 @jax.custom_vjp
@@ -69,7 +70,7 @@ def narrow_and_back(x):
     return x.astype(jnp.bfloat16).astype(jnp.float32)
 
 
-# function -> whether it takes the operands; those that jump are left out for autocast
+# function -> whether it takes some operands
 SMOOTH = {
     jnp.tanh: is_float,
     jnp.sin: is_float,
@@ -86,6 +87,7 @@ SMOOTH = {
     lambda flags, x: jnp.where(flags, x, 1.0): lambda flags, x: flags.dtype == bool and fit(flags, x),
     lambda x, y: x @ y.T: lambda x, y: x.ndim == y.ndim == 2 and x.shape[1] == y.shape[1] and x.size,
     lambda x, y: jnp.einsum("td,sd->ts", x, y): lambda x, y: x.ndim == y.ndim == 2 and x.shape[1] == y.shape[1],
+    lambda x, y: jax.nn.logsumexp(x @ y, -1): lambda x, y: x.ndim == y.ndim == 2 and x.shape[1] == len(y) and x.size,
     jnp.sum: is_float,
     lambda x: x.mean(-1): lambda x: has_rows(x) and is_float(x) and x.shape[-1],
     lambda x: x.sum(0): lambda x: has_rows(x) and is_float(x),
@@ -119,7 +121,7 @@ SMOOTH = {
     lambda at: at + 1: lambda at: jnp.issubdtype(at.dtype, jnp.integer),
     lambda x: jnp.ones(x.shape): lambda x: True,
 }
-JUMPING = {
+JUMPING = {  # a rounding may change their results by more than itself
     jax.nn.relu: is_float,
     jnp.abs: is_float,
     jnp.floor: is_float,
@@ -148,13 +150,14 @@ class RandomFunction:
 
     def __post_init__(self):
         rng = np.random.default_rng(self.seed)
-        rows, width = rng.choice([1, 4, 256], p=[0.1, 0.7, 0.2]), 6
+        rows, width = rng.choice([1, 4, 256], p=[0.1, 0.6, 0.3]), 6
         normal = rng.standard_normal
         self.floats = {
             "w": normal((5, width), np.float32),
             "x": normal((rows, width), np.float32),
             "v": normal(width, np.float32),
             "s": np.float32(normal()),
+            "head": normal((width, 40), np.float32) / 2,
         }
         self.others = {"at": rng.integers(0, 4, rows).astype(np.int32), "flags": rng.random((rows, width)) < 0.5}
         functions = SMOOTH if self.smooth else SMOOTH | JUMPING
@@ -174,7 +177,9 @@ class RandomFunction:
             values.append(np.zeros(shape.shape, shape.dtype))
         inexact = [at for at, value in enumerate(values) if is_float(value)]
         self.ends = list(rng.choice(inexact[-3:], rng.integers(1, 3)))
-        self.kind = rng.choice(["square", "mean", "linear", "constant", "argument"], p=[0.3, 0.3, 0.3, 0.05, 0.05])
+        self.kind = rng.choice(
+            ["square", "mean", "linear", "logits", "constant", "argument"], p=[0.2, 0.2, 0.3, 0.2, 0.05, 0.05]
+        )
         self.aux = [int(at) for at in rng.choice(len(values), 2)]
 
     def __call__(self, floats, others):
@@ -187,6 +192,9 @@ class RandomFunction:
             return jnp.float32(2.0), aux
         if self.kind == "argument":
             return floats["s"], aux
+        if self.kind == "logits":
+            logits = (floats["x"] + sum(jnp.sum(end) / max(end.size, 1) for end in ends)) @ floats["head"]
+            return jnp.mean(jax.nn.logsumexp(logits, -1) - logits[:, 0]), aux
         if self.kind == "square":
             return sum(jnp.sum(end**2) for end in ends), aux
         if self.kind == "mean":
@@ -200,10 +208,10 @@ def checkpointed(fn):
 
 PASSES = {
     "rewrite": functools.partial(rewrite, max_bytes="256B"),
-    "chunk": functools.partial(chunk, max_bytes="64B"),
+    "chunk": functools.partial(chunk, max_bytes="1KiB"),
     "select_residuals": select_residuals,
     "checkpointed": checkpointed,
-    "all": lambda fn: checkpointed(select_residuals(chunk(rewrite(fn, max_bytes="256B"), max_bytes="64B"))),
+    "all": lambda fn: checkpointed(select_residuals(chunk(rewrite(fn, max_bytes="256B"), max_bytes="1KiB"))),
 }
 NARROW = {
     "autocast": lambda fn: autocast(fn, "bf16"),
@@ -234,6 +242,16 @@ def check(seeds, passes, tolerance, *, smooth):
             assert difference(results(pass_(random), random), wanted) <= tolerance, (seed, name)
 
 
-@pytest.mark.parametrize("seeds", [range(10), pytest.param(range(200), marks=pytest.mark.slow)], ids=["some", "all"])
+SEEDS = pytest.mark.parametrize(
+    "seeds", [range(8), pytest.param(range(200), marks=pytest.mark.slow)], ids=["some", "all"]
+)
+
+
+@SEEDS
 def test_random_functions_run_under_every_pass_as_without(seeds):
     check(seeds, PASSES, FP32, smooth=False)
+
+
+@SEEDS
+def test_random_smooth_functions_run_under_autocast_nearly_so(seeds):
+    check(seeds, NARROW, BF16, smooth=True)

@@ -155,12 +155,15 @@ class Chunks:
         before, names = [eqn for loop in loops for eqn in loop.before], list(env)
         reduced = [var for var, reduction in self.reductions.items() if reduction]
 
+        def with_reduced(*x: Any) -> list[Any]:
+            return values_of([*self.outputs, *reduced], self._run_all(loops, dict(zip(names, x, strict=True)), sizes))
+
         def in_loops(*x: Any) -> list[Any]:
-            return values_of(self.outputs, self._run_all(loops, dict(zip(names, x, strict=True)), sizes))
+            return with_reduced(*x)[: len(self.outputs)]
 
         def forward(x: Sequence[Any], places: Sequence[int]) -> tuple[list[Any], Any]:
-            values = self._run_all(loops, dict(zip(names, x, strict=True)), sizes)
-            return values_of(self.outputs, values), (x, values_of(reduced, values))
+            values = _as_one(with_reduced)(*x)
+            return values[: len(self.outputs)], (list(x), values[len(self.outputs) :])
 
         def backward(kept: Any, cotangents: Mapping[int, Any]) -> dict[int, Any]:
             # an output without a cotangent has no derivative here: zeros times an infinite one were NaN
@@ -354,15 +357,7 @@ def _with_gradients(
         total, (values, grads) = jax.lax.scan(step, zeros, (np.arange(num_parts, dtype=np.int32), tangents))
         return [*values, *grads, *total]
 
-    # A remat policy, as that of weights that are gathered again, does not look into a function with a rule of its own;
-    # in the loop it would keep the sums as they are after each chunk.
-    opaque = jax.custom_jvp(with_sums)
-
-    @functools.partial(opaque.defjvp, symbolic_zeros=True)
-    def _(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        places = [at for at, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
-        given = [primals[at] for at in places], [tangents[at] for at in places]
-        return jax.jvp(perturbed_at(with_sums, primals, places), *given)
+    opaque = _as_one(with_sums)
 
     def forward(args: Sequence[Any], places: Sequence[int]) -> tuple[list[Any], list[Any]]:
         results = opaque(*args)
@@ -380,6 +375,23 @@ def _with_gradients(
         return {scalar: jnp.pad(sum(slopes)[None], (0, num_parts - 1))} if slopes else {}
 
     return with_backward(in_turn, forward, backward, push=push)(*tangents, *others, *arrays)
+
+
+def _as_one(fn: Callable) -> Callable:
+    """Returns a function of arrays as one operation, which nothing looks into before it is compiled.
+
+    A remat policy, as that of weights that are gathered again, would keep the sums as they are after each chunk; and
+    linearization would compute before a loop what every chunk computes alike.
+    """
+    run = jax.custom_jvp(fn)
+
+    @functools.partial(run.defjvp, symbolic_zeros=True)
+    def _(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        places = [at for at, tangent in enumerate(tangents) if not isinstance(tangent, SymbolicZero)]
+        given = [primals[at] for at in places], [tangents[at] for at in places]
+        return jax.jvp(perturbed_at(fn, primals, places), *given)
+
+    return run
 
 
 def _num_products(eqns: Iterable[Any]) -> int:
