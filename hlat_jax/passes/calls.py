@@ -208,20 +208,22 @@ def _own_backward(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[boo
         leaves, structure = [None if _is_tracer(leaf) else leaf for leaf in kept[0]], kept[1]
         held_avals, held_kinds = traced.out_avals[len(kinds) :], out_kinds[len(kinds) :]
 
-        def linear(of_tangents, arrays, avals, kinds_of_args, kinds_of_outs):
-            """Returns number -> result of a function of the derivative and the last of the arrays, cast."""
+        def linear(of_push, arrays, *, avals, given, wanted):
+            """Returns number -> result of a function of the derivative and the last arrays, cast.
+
+            Types and kinds of these are `avals` and `given`; `wanted` has the kind of each result.
+            """
 
             def declared(*arrays):
                 left = iter(arrays)
                 push = jax.tree.unflatten(structure, [next(left) if leaf is None else leaf for leaf in leaves])
-                return of_tangents(push, list(left))
+                return of_push(push, list(left))
 
             traced, is_wanted = _without_zeros(jax.make_jaxpr(declared)(*held_avals, *avals), 0, num_linear=len(avals))
-            wanted = list(itertools.compress(kinds_of_outs, is_wanted))
-            in_kinds = [*held_kinds, *_gradient_kinds(kinds_of_args)]
-            forced = _gradient_kinds([kinds_of_outs[at] for at in wanted])
+            places = list(itertools.compress(wanted, is_wanted))
+            in_kinds, forced = [*held_kinds, *_gradient_kinds(given)], _gradient_kinds(_at(wanted, places))
             narrow, _ = cast.retrace(traced, in_kinds, forced=forced)
-            return dict(zip(wanted, core.jaxpr_as_fun(narrow)(*arrays), strict=True))
+            return dict(zip(places, core.jaxpr_as_fun(narrow)(*arrays), strict=True))
 
         def pull(*held_and_cotangents):
             *held, cotangents = held_and_cotangents
@@ -231,20 +233,19 @@ def _own_backward(cast: Any, eqn: Any, operands: list[Value], wide: Sequence[boo
                 return jax.linear_transpose(lambda *args: _at(push(*args), given), *_at(in_avals, places))(cotangents)
 
             arrays = [*held, *(cotangents[at] for at in given)]
-            kinds_of_outs = {at: given_kinds[at] for at in places}
-            return linear(of_cotangents, arrays, _at(out_avals, given), _at(kinds, given), kinds_of_outs)
+            wanted = {at: given_kinds[at] for at in places}
+            return linear(of_cotangents, arrays, avals=_at(out_avals, given), given=_at(kinds, given), wanted=wanted)
 
         def push(*held_and_tangents):
             *held, tangents = held_and_tangents
             pushed = [at for at, aval in enumerate(out_avals) if is_inexact(aval)]
             arrays = [*held, *(tangents[at] for at in places)]
-            kinds_of_outs = {at: kinds[at] for at in pushed}
             return linear(
                 lambda push, tangents: _at(push(*tangents), pushed),
                 arrays,
-                _at(in_avals, places),
-                _at(given_kinds, places),
-                kinds_of_outs,
+                avals=_at(in_avals, places),
+                given=_at(given_kinds, places),
+                wanted={at: kinds[at] for at in pushed},
             )
 
         return core.jaxpr_as_fun(narrow), pull, push
