@@ -423,7 +423,7 @@ class Config:
 
 
 SECTIONS: dict[str, type] = {name: kind for name, kind in get_type_hints(Config).items() if name != "name"}
-# Keys with one path of this machine; those of data.train and data.validation may be URLs.
+# Keys with one path of this machine. data.train and data.validation, which hold several, have checks of their own.
 PATH_KEYS = tuple(
     f"{section}.{field.name}"
     for section, cls in SECTIONS.items()

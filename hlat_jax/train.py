@@ -11,6 +11,7 @@ import os
 import pathlib
 import sys
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from absl import flags, logging
 
@@ -28,6 +29,13 @@ from hlat_jax.run import costs
 def main(argv: Sequence[str]) -> int:
     """Trains with the config and flags of a command line; returns the exit code."""
     mutable, values = flags_lib.parse(argv, _define)
+    with contextlib.ExitStack() as opening:
+        opening.enter_context(process.ending_when_stopped(values.stopped_code or TERMINATED_CODE))
+        return _run(mutable, values, opening=opening)
+
+
+def _run(mutable: Any, values: flags.FlagValues, *, opening: contextlib.ExitStack) -> int:
+    """Prepares this process and trains; closes `opening` when `train` takes the signals."""
     from hlat_jax.data.tokenizer import resolve_with_tokenizer  # not at the top: --help does not need it
     from hlat_jax.weights.init_model import check_starts, take_model
 
@@ -60,9 +68,8 @@ def main(argv: Sequence[str]) -> int:
     job = distributed.resolve_job(values.coordinator, values.num_processes, values.process_id, **timeouts)
     try:
         watchdog = Watchdog(least_s=values.stuck_timeout_s, began_s=process.began_s())
-        with contextlib.ExitStack() as stack:
-            with process.ending_on_sigterm(values.stopped_code or TERMINATED_CODE):  # it may wait long for the others
-                stack.enter_context(distributed.join(job, watchdog=watchdog, stacks=workdir / "stuck"))
+        with distributed.join(job, watchdog=watchdog, stacks=workdir / "stuck"):
+            opening.close()
             options = {"begin_again": values.begin_again, "stopped_code": values.stopped_code, "given": given}
             return train(config, workdir, watchdog=watchdog, **options)
     except (OSError, NonFiniteError) as error:  # the run failed, not the command: code 1
@@ -79,12 +86,14 @@ def train(
     stopped_code: int = 0,
     given: Collection[str] = (),
 ) -> int:
-    """Trains to `train.num_steps`, or resumes the run in `workdir`; returns the exit code: 130 after a Ctrl-C, else 0.
+    """Trains to `train.num_steps`, or resumes the run in `workdir`; returns the exit code.
+
+    It is 0 after the last step, 130 after Ctrl-C, else `stopped_code`.
 
     Args:
       watchdog: is kept up to date, for who watches it.
       begin_again: whether to train from step 0 where the checkpoints are lost.
-      stopped_code: the exit code if another signal than that of Ctrl-C leaves steps over.
+      stopped_code: the exit code if a signal other than SIGINT ends the run before its last step.
       given: keys of the command line, as `resume.open_init` takes them.
 
     On CPU, glibc's allocator then keeps freed memory in this process, see `allocator.keep_freed_memory`.

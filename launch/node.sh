@@ -29,6 +29,7 @@ set -euo pipefail
 python=${PYTHON:-python}
 local_cache=${LOCAL_CACHE:-/var/tmp/hlat-compile-cache}
 coordinator="" num_nodes="" node="" port=41001 cores="" instance="" shared_cache="" fill_cache="" dry_run=false
+stopped_code=143
 passed=() config_words=()
 
 fail() {
@@ -58,6 +59,7 @@ for word in "$@"; do
     --rank=* | --num_nodes=* | --target=* | --dry_run) fail "$word: give --node, --nodes, --instance or --dry-run." ;;
     --num_processes=* | --process_id=*) fail "$word: give --nodes and --node; one process runs on each node." ;;
     *)
+      [[ $word != --stopped_code=[1-9]* ]] || stopped_code=${word#*=}
       passed+=("$word")
       # also the value after `--config`, `--config.a.b` or `--init_from`
       if [[ $word =~ ^--(config([.=]|$)|init_from(=|$)) || ($previous =~ ^--(config(\.[^=]*)?|init_from)$ && $word != --*) ]]; then
@@ -140,6 +142,9 @@ if [[ -z $instance ]] && has_neuron; then
   instance=$(cat "${SYS:-/sys}/devices/virtual/dmi/id/product_name" 2> /dev/null || true)
   [[ -n $instance ]] || fail "this machine has Neuron devices and an unknown instance type: give --instance=TYPE."
 fi
+
+# before the training process takes signals; as process 1 of a container bash would ignore them
+trap 'exit "$stopped_code"' TERM USR1
 
 exports="" # lines of `export NAME=VALUE`, of one node or of all
 if [[ -n $instance ]]; then

@@ -43,7 +43,7 @@ for word in "$@"; do
   [[ $word != --workdir=* ]] || workdir=${word#*=}
 done
 [[ -n $workdir ]] || fail "--workdir=DIR is missing in the command: a folder that all nodes share."
-workdir=${workdir#file://}
+[[ ! $workdir =~ ^file://(localhost)?(/.*)$ ]] || workdir=${BASH_REMATCH[2]}
 [[ ! $workdir =~ ^[A-Za-z][A-Za-z0-9+.-]+:/ ]] || fail "--workdir=$workdir is a URL; give a folder that all nodes share."
 
 newest_checkpoint() { # prints its step; unfinished checkpoints have other names
@@ -130,7 +130,7 @@ count_restart() {
 step=0 restarts=0 # newest checkpoint at the last restart; restarts since the last new one
 if ((requeued == 0)); then
   step=$(newest_checkpoint)
-  rm -f "$workdir/.restarts"
+  rm -f "$workdir/.restarts" 2> /dev/null
 else
   counted=$(cat "$workdir/.restarts" 2> /dev/null)
   [[ ! $counted =~ ^(0|[1-9][0-9]{0,17})\ [0-9]{1,6}$ ]] || read -r step restarts <<< "$counted"

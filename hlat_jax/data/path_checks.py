@@ -20,6 +20,7 @@ from hlat_jax.data.formats.paths import (
     tokenizer_file,
 )
 from hlat_jax.data.mixture import parse_sources, stages_of
+from hlat_jax.facts.local_paths import check_local
 from hlat_jax.resolve import held_out_share
 from hlat_jax.store.typed_json import read_json
 
@@ -65,7 +66,7 @@ def check_text_path(path: str, *, key: str, text_field: str = "text") -> None:
         return
     if is_url(path):
         refuse_url(path, key=key, text_field=text_field)
-    path = path.removeprefix("file://")
+    path = check_local(path, key=key)
     if not path or path.endswith("%"):  # a share of data.train
         return
     if not exists(os.path.expanduser(path)):

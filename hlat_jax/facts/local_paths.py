@@ -1,4 +1,4 @@
-"""Paths on this machine, as users give them: `file://` is left out, and a URL is refused.
+"""Paths on this machine, as users give them: file:///a is the path /a, and any other URL is refused.
 
 `pathlib` would fold s3://bucket/run to s3:/bucket/run, a folder of the working directory.
 """
@@ -10,8 +10,9 @@ import pathlib
 import re
 import shlex
 
+_LOCAL = re.compile(r"file://(localhost(?=/)|(?=[/~]))", re.IGNORECASE)  # what follows is a path
 # s3://, simplecache::s3://, and s3:/ as pathlib folds it; not C:/
-_URL = re.compile(r"\s*([a-z][a-z0-9+.-]*::)*([a-z][a-z0-9+.-]*://|[a-z][a-z0-9+.-]+:/)", re.IGNORECASE)
+_URL = re.compile(r"[^/]*://|\s*([a-z][a-z0-9+.-]*::)*[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
 _WHY = {
     "read": "only local paths are read here. Copy it to one first",
     "write": "only local paths are written here. Copy the result afterwards",
@@ -31,7 +32,7 @@ def check_local(path: str | os.PathLike, *, key: str = "", use: str = "read") ->
       ValueError: the path is a URL.
     """
     text = os.fspath(path)
-    local = text.removeprefix("file://") or text
+    local = _LOCAL.sub("", text, count=1) if _LOCAL.match(text) else text
     if _URL.match(local) is None:
         return local
     asked = f"{key}={text}" if key else text
@@ -49,6 +50,6 @@ def _copy_command(url: str, *, is_source: bool) -> str:
     if match is None:
         return "."
     bucket = shlex.quote(f"s3://{match[1]}")
-    is_file = bool(pathlib.PurePosixPath(match[1]).suffix)
+    is_file = not match[1].endswith("/") and pathlib.PurePosixPath(match[1]).suffix[1:].isalpha()
     local, flag = ("FILE", "") if is_file else ("FOLDER", "--recursive ")
     return f": aws s3 cp {flag}{bucket} {local}" if is_source else f": aws s3 cp {flag}{local} {bucket}"

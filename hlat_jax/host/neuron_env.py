@@ -128,7 +128,7 @@ def prepare(precision: PrecisionConfig, parallel: ParallelConfig, *, machine: Ma
     if not instance:
         return "environment: nothing to set, as no Neuron device is used"
     computed = environment(precision, parallel, Topology(instance, lnc=lnc_of(os.environ)), current=os.environ)
-    late = [name for name, value in computed.variables.items() if os.environ.get(name) != value]
+    late = [name for name, value in computed.variables.items() if os.environ.get(name) != value and name != "PATH"]
     if late and "jax" in sys.modules:
         raise ValueError(
             f"{instance}: JAX was imported before {late[0]} was set. Start Python again, in a notebook its kernel, and "

@@ -129,21 +129,22 @@ def _leave_signals_alone() -> None:
 
 
 @contextlib.contextmanager
-def ending_on_sigterm(code: int) -> Iterator[None]:
-    """Makes SIGTERM end this process at once with a code, in a block before there is anything to save.
+def ending_when_stopped(code: int) -> Iterator[None]:
+    """Makes SIGTERM and SIGUSR1 end this process at once with a code, in a block before there is anything to save.
 
-    The first process of a container would ignore it by default.
+    The first process of a container would ignore them by default.
     """
 
-    def end(*_: Any) -> NoReturn:
-        _say("stopped by SIGTERM before the run was opened: nothing to save")
+    def end(number: int, _: Any) -> NoReturn:
+        _say(f"stopped by {signal.Signals(number).name} before the run was opened: nothing to save")
         os._exit(code)
 
-    before = signal.signal(signal.SIGTERM, end)
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGUSR1)}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def end_interrupted(*, line: str = "interrupted") -> NoReturn:

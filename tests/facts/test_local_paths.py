@@ -30,12 +30,12 @@ def test_file_urls_are_the_paths_in_them_and_the_home_is_expanded(monkeypatch):
     monkeypatch.setenv("HOME", "/home/me")
     for given_path, path in (
         ("file:///a/b", "/a/b"),
-        ("file://a", "a"),
+        ("file://localhost/a", "/a"),
         ("~/a", "/home/me/a"),
         ("file://~/a", "/home/me/a"),
     ):
         assert local_path(given_path) == pathlib.Path(path)
-    for url in ("file://", "file:/a"):
+    for url in ("file://", "file:/a", "file://a", "file://host/a", "file://localhost"):
         with pytest.raises(ValueError, match="is a URL"):
             check_local(url)
 
@@ -46,6 +46,7 @@ def test_file_urls_are_the_paths_in_them_and_the_home_is_expanded(monkeypatch):
         ("s3://b/run", "run", "aws s3 cp --recursive FOLDER s3://b/run"),
         ("S3:/b/run@30", "read", "aws s3 cp --recursive s3://b/run FOLDER"),
         ("s3://b/my table.json", "write", "aws s3 cp FILE 's3://b/my table.json'"),
+        ("s3://b/Llama-3.2-1B", "read", "aws s3 cp --recursive s3://b/Llama-3.2-1B FOLDER"),
     ],
 )
 def test_refusal_of_an_s3_url_ends_with_the_command_that_copies(url, use, command):

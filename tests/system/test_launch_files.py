@@ -108,7 +108,7 @@ def test_pods_of_the_manifests_have_no_rights_of_root():
         [first] = pods["initContainers"]
         [folders] = first["env"]
         assert set(folders["value"].split()) == written
-        assert f"chown {user}:{user} $FOLDERS" in first["command"][-1]
+        assert f"find $FOLDERS -maxdepth 0 -user root -exec chown {user}:{user} {{}} +" in first["command"][-1]
         assert first["image"] == container["image"]
         assert first["volumeMounts"] == [one for one in container["volumeMounts"] if one["name"] != "shm"]
         assert {one["name"] for one in pods["volumes"] if "sizeLimit" in one.get("emptyDir", {})} == {"shm"}

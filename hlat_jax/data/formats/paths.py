@@ -108,7 +108,7 @@ def find_files(spec: str | Sequence[str], *, key: str, in_order: bool = False, t
 def _local_part(part: str, *, key: str, search: FoundFiles) -> list[DataFile]:
     if part.startswith("package:"):
         return [DataFile(asset_path(part.removeprefix("package:")))]
-    path = pathlib.Path(part.removeprefix("file://")).expanduser()
+    path = local_path(part, key=key)
     names = [path] if path.exists() else _matches(path)
     if not names:
         raise nothing_at(part, key=key)
@@ -238,7 +238,7 @@ def _check_suffix(file: DataFile, *, key: str, in_order: bool, text_field: str) 
 
 def is_url(path: str) -> bool:
     """Returns whether a path of text is a URL, and not a local one."""
-    return "://" in path.removeprefix("file://")
+    return "://" in path and not path.lower().startswith("file://")
 
 
 def refuse_url(url: str, *, key: str, text_field: str = "text") -> NoReturn:
