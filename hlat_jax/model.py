@@ -290,21 +290,21 @@ class Attention(nnx.Module):
         attended_BTNH, aux = attend(q_BTNH, k_BTKH, checkpoint_name(v_BTKH, "v"))
         attended_BTNH = checkpoint_name(attended_BTNH, "attn_out")
         out_BTD = row_parallel("BTNH,NHD->BTD", attended_BTNH, self.out, ctx)
-        return out_BTD + self.out_bias[...] if self.cfg.out_bias else out_BTD, aux
+        return _add_bias(out_BTD, self.out_bias[...]) if self.cfg.out_bias else out_BTD, aux
 
     def project(self, x_BTD: jax.Array, ctx: ParallelContext) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Returns this device's queries [B, T, N, H], keys and values [B, T, K, H], before norms and rotation."""
         cfg = self.cfg
         if cfg.fuse_qkv:
             qkv_BTKXH = column_parallel("BTD,DKXH->BTKXH", x_BTD, self.qkv, ctx)
-            qkv_BTKXH = qkv_BTKXH + self.qkv_bias[...] if cfg.qkv_bias else qkv_BTKXH
+            qkv_BTKXH = _add_bias(qkv_BTKXH, self.qkv_bias[...]) if cfg.qkv_bias else qkv_BTKXH
             q_BTKGH, k_BTK1H, v_BTK1H = jax.lax.split(qkv_BTKXH, (cfg.num_heads // cfg.num_kv_heads, 1, 1), axis=3)
             k_BTKH, v_BTKH = k_BTK1H[:, :, :, 0], v_BTK1H[:, :, :, 0]
         else:
             equations = "BTD,DKGH->BTKGH", "BTD,DCKH->BTCKH"
             q_BTKGH, kv_BTCKH = column_parallel_products(equations, x_BTD, (self.q, self.kv), ctx=ctx)
             if cfg.qkv_bias:
-                q_BTKGH, kv_BTCKH = q_BTKGH + self.q_bias[...], kv_BTCKH + self.kv_bias[...]
+                q_BTKGH, kv_BTCKH = _add_bias(q_BTKGH, self.q_bias[...]), _add_bias(kv_BTCKH, self.kv_bias[...])
             k_BTKH, v_BTKH = kv_BTCKH[:, :, 0], kv_BTCKH[:, :, 1]
         return q_BTKGH.reshape(*q_BTKGH.shape[:2], -1, cfg.head_dim), k_BTKH, v_BTKH
 
@@ -508,6 +508,11 @@ def _stacked_layers(cfg: ModelConfig, key: jax.Array) -> DecoderLayer:
 
 def _normal(rngs: nnx.Rngs, shape: tuple[int, ...], std: float, *, axes: tuple[str, ...]) -> nnx.Param:
     return _param(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
+
+
+def _add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
+    """Returns x + bias in the dtype of x, added in fp32: the gradient of a bias is a sum over all tokens."""
+    return (x.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
 
 
 def _param(value: jax.Array, *, axes: tuple[str, ...]) -> nnx.Param:

@@ -29,7 +29,7 @@ def check_new_folder(path: pathlib.Path, *, key: str) -> None:
 def fetch_first(path: str, *, options: str = "") -> str:
     """Returns how to fetch what a path names if it looks like a name of the Hugging Face hub, else "".
 
-    Such a path is ORG/NAME, where the working directory has no folder ORG. `options` are those of `hf download`.
+    Such a path is ORG/NAME, where the working directory has no folder ORG. `options` go to `hf download`.
     """
     here = str(pathlib.Path.cwd())
     name = path.removeprefix(f"{here}/")  # a key of the config may have been made absolute

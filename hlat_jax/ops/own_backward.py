@@ -87,7 +87,7 @@ def has_own_backward(eqn: Any) -> bool:
 
 
 def _jvp_at(fn: Callable, primals: Sequence[Any], tangents: Mapping[int, Any]) -> tuple[list, list]:
-    """Returns the results of a function of many arguments, and their tangents by those of some arguments."""
+    """Returns the results of a function of many arguments, and their tangents, given the tangents of some arguments."""
 
     def of_perturbed(*perturbed: Any) -> list:
         return fn(*(dict(enumerate(primals)) | dict(zip(tangents, perturbed, strict=True))).values())

@@ -44,7 +44,8 @@ _CLOSE = 0.02
 _LEAST_GAIN = 0.005
 _PREDICTION_ERROR = 1.05  # bytes that are predicted to be this many times the budget are not measured
 _ESTIMATE_ERROR = 1.25  # an estimate of temporaries this much larger is that of a larger program
-_LAST_ADVICE = "Raise the budget, or reduce the batch or microbatch of a device."
+_CHUNK_DIVISORS = (32, 8, 3)  # of the budget: chunks of the first size that changes anything are tried
+_GENERAL_ADVICE = "Raise the budget, or reduce the batch or microbatch of a device."
 
 
 def temporaries(traced: Any) -> int:
@@ -91,11 +92,6 @@ class BudgetNotMet(ValueError):
 
 class _NoChoiceFits(BudgetNotMet):
     """No choice of what a function saves fits; the text has the bytes measured, and no advice."""
-
-
-def chunk_bytes(budget_bytes: int) -> int:
-    """Returns the size of intermediates that are computed in chunks where no choice of what is saved meets a budget."""
-    return max(4096, budget_bytes // 32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,7 +205,7 @@ def fit(
         except _NoChoiceFits as error:
             refused = error
     else:
-        raise BudgetNotMet(f"{refused}{_other_figures(tried, budget)}. {_advice(tried)}")
+        raise BudgetNotMet(f"{refused}{_other_figures(tried)}. {_advice(tried)}")
     return dataclasses.replace(
         plan,
         plain=own.trial("", None)[:2],
@@ -250,11 +246,10 @@ class _Form:
         self.measured: list[int] = []
         self.trial = _trials(self._traced, self._measured)
 
-    def idle(self) -> set[str]:
-        """Returns the names of the passes that find nothing to change."""
+    def is_changed(self) -> bool:
+        """Returns whether each of the changing passes finds something to change."""
         self.trial.traced("", None)
-        reports = zip(self.changing, self.changed, strict=True)
-        return {name for name, fn in reports if not fn.report().replacements}
+        return all(fn.report().replacements for fn in self.changed)
 
     def changes(self) -> tuple[str, ...]:
         """Returns a line for each change."""
@@ -318,37 +313,49 @@ def _forms(own: _Form, budget: int) -> Iterator[tuple[_Form, Sequence[str]]]:
     """
     yield own, ()
     share = budget / own.trial("", None)[0] / 2  # half, since other values are kept too
-    nest = functools.partial(nest_scans, share=share)
-    in_chunks = functools.partial(chunk, max_bytes=chunk_bytes(budget))
-    idle: set[str] = set()
-    passes: list[dict[str, Callable]] = [{"nest": nest}, {"chunk": in_chunks}, {"nest": nest, "chunk": in_chunks}]
-    for changing in passes:
-        form = dataclasses.replace(own, changing=changing)
-        if idle.isdisjoint(changing):
-            idle |= form.idle()
-        if idle.isdisjoint(changing):
-            yield form, ()
+    nest = {"nest": functools.partial(nest_scans, share=share)}
+    nested = dataclasses.replace(own, changing=nest)
+    has_scans = nested.is_changed()
+    if has_scans:
+        yield nested, ()
+    for divisor in _CHUNK_DIVISORS:
+        in_chunks = {"chunk": functools.partial(chunk, max_bytes=max(4096, budget // divisor))}
+        chunked = dataclasses.replace(own, changing=in_chunks)
+        if chunked.is_changed():
+            yield chunked, ()
+            both = dataclasses.replace(own, changing=nest | in_chunks)
+            if has_scans and both.is_changed():
+                yield both, ()
+            break
     yield own, STOCK_POLICIES
 
 
-def _other_figures(tried: Sequence[_Form], budget: int) -> str:
+def _other_figures(tried: Sequence[_Form]) -> str:
     """Returns the fewest bytes of each changed form, as a part of a sentence."""
-    size = format_bytes(chunk_bytes(budget))
-    names = {"nest": "long scans split in two", "chunk": f"intermediates above {size} in chunks"}
-    changed = [
-        (min(form.measured), " and ".join(names[each] for each in form.changing)) for form in tried if form.changing
-    ]
-    return "".join(f", {format_bytes(least)} with {change}" for least, change in changed)
+
+    def describe(name: str, change: Any) -> str:
+        if name == "nest":
+            return "long scans split in two"
+        return f"intermediates above {format_bytes(change.keywords['max_bytes'])} in chunks"
+
+    return "".join(
+        f", {format_bytes(min(form.measured))} with {' and '.join(itertools.starmap(describe, form.changing.items()))}"
+        for form in tried
+        if form.changing
+    )
 
 
 def _advice(tried: Sequence[_Form]) -> str:
     """Returns what else to try than what was tried."""
-    advice = []
-    if "loops" not in tried[0].regions():  # no scan
+    own, advice = tried[0], []
+    plain, *others = own.measured
+    if min(others, default=plain) >= plain:
+        advice.append("What is saved for the backward pass is not what takes the memory.")
+    elif own.jaxprs and not naming.num_loops(own.jaxprs[-1]):
         advice.append("Write blocks in a Python loop as a lax.scan, or put jax.checkpoint around each.")
     if not any("chunk" in form.changing for form in tried):
         advice.append("No large intermediate was found that passes.chunk can compute in chunks.")
-    return " ".join((*advice, _LAST_ADVICE))
+    return " ".join((*advice, _GENERAL_ADVICE))
 
 
 def _narrowest(trials: Any, candidates: list[str], budget_bytes: int) -> str:
@@ -389,7 +396,7 @@ def search(
         return _search(trials, "auto", budget_bytes=budget_bytes, options=options)
     except _NoChoiceFits as refused:
         advice = "Checkpoint smaller parts, or compute large intermediates in chunks, see passes.chunk."
-        raise BudgetNotMet(f"{refused}. {advice} {_LAST_ADVICE}") from None
+        raise BudgetNotMet(f"{refused}. {advice} {_GENERAL_ADVICE}") from None
 
 
 def _trials(traced: Callable[[str, RematChoice | None], Any], measure: Callable[[Any], int]) -> Any:

@@ -5,7 +5,8 @@
     print(loss.report())
 
 The derivative of a scan keeps values of every step. Two nested scans keep the carry before each segment of steps, and
-the values of one segment at a time, which the backward pass computes again. Results and derivatives are the same.
+the values of one segment at a time, which the backward pass computes again. Results are the same to the last bit, and
+gradients up to the order of their sums.
 
 Source: Chen et al., arXiv 1604.06174, section 4.
 """
@@ -125,7 +126,7 @@ class _Splitter:
 
     Attributes:
       share: see `nest_scans`.
-      scans: those that are split.
+      scans: the scans that were split.
     """
 
     def __init__(self, share: float):

@@ -1,4 +1,4 @@
-"""Settings of a run compared with those of its checkpoint, which it must keep. Imports no JAX."""
+"""Compares the settings of a run with the settings in its checkpoint, which it must keep. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from hlat_jax.data.drift import data_drift, with_sizes_now
 from hlat_jax.resolve import batch_of_step, skipped_batches
 from hlat_jax.store.checkpoint_checks import saved_run, saved_steps
 from hlat_jax.store.config_diff import config_drift
+from hlat_jax.store.integrity import damage_of_share
 
 # Keys that older checkpoints contain but that no longer exist, at the values that changed nothing; None: at any.
 _GONE = {"data": {"shuffle_by": "document"}, "train": {"rewind_to": None}}
@@ -35,8 +36,10 @@ def check_settings(config: Config, workdir: pathlib.Path) -> None:
     folder = workdir / "checkpoints"
     for step in reversed(saved_steps(folder)):
         try:
+            if damage_of_share(folder / str(step), slice(None), deep=False):
+                continue  # the run says so, and resumes from an older one
             saved = saved_run(folder / str(step))["metadata"]
-        except (OSError, ValueError):  # damaged: the run says so, and resumes from an older one
+        except (OSError, ValueError):
             continue
         now = with_sizes_now(saved, config.data) | {"config": config.to_dict()}
         refuse_drift(saved, now, step=step, workdir=workdir)

@@ -50,7 +50,7 @@ def fitting_program(config: Config, devices: Sequence[Any]) -> RunProgram:
 
 
 def device_memory(device: Any) -> int:
-    """Returns the memory of a device in bytes: its backend's, that of `facts.hardware`, or a share of host memory."""
+    """Returns the memory of a device in bytes: from the backend, `facts.hardware`, or a share of host memory."""
     if device.process_index != jax.process_index():  # another node's: only its own process can read the statistics
         device = jax.local_devices(backend=device.platform)[0]
     stats = device.memory_stats() or {}

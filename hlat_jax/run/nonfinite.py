@@ -39,7 +39,7 @@ def stop(run: Run, progress: Progress, row: dict[str, Any]) -> NoReturn:
     if progress.num_without_target:
         steps = count_text(progress.num_without_target, "step")
         raise NonFiniteError(
-            f"the batches of {steps} in a row had no target, the last one that of step {row['step']}: all of it is "
+            f"the batches of {steps} in a row had no target, the last one at step {row['step']}: all of it is "
             f"prompts or padding, and updates nothing. {advice} where later batches have answers, raise "
             "data.seq_len or data.batch_size, or give data.train shorter prompts."
         )

@@ -36,23 +36,29 @@ def seal(folder: pathlib.Path, names: Iterable[str]) -> None:
 def damage(folder: pathlib.Path, *, deep: bool) -> str:
     """Returns what is wrong with a sealed folder, "" when nothing is.
 
-    Compares all sizes, and the sums of small files; with `deep` the sums of all files.
+    Compares all sizes, and the sums of small files; with `deep` the sums of all files. Processes share the files.
     """
     import jax  # not at the top: checks before it is imported use this module
 
     from hlat_jax.host import distributed
 
+    share = slice(jax.process_index(), None, jax.process_count())
+    problem = json.dumps(damage_of_share(folder, share, deep=deep))
+    return next(filter(None, json.loads(f"[{','.join(distributed.exchange(problem))}]")), "")
+
+
+def damage_of_share(folder: pathlib.Path, share: slice, *, deep: bool) -> str:
+    """Returns what is wrong with a share of the sorted files of a sealed folder; see `damage`. Imports no JAX."""
     try:
         sums = read_json(folder / INTEGRITY_FILE, kind=_Sums)["files"]
-        shared = sorted(sums.items())[jax.process_index() :: jax.process_count()]
         with concurrent.futures.ThreadPoolExecutor(_num_threads()) as pool:
-            problems = pool.map(lambda item: _file_damage(folder, item[0], item[1], deep=deep), shared)
-            problem = next(filter(None, problems), "")
+            items = sorted(sums.items())[share]
+            problems = pool.map(lambda item: _file_damage(folder, item[0], item[1], deep=deep), items)
+            return next(filter(None, problems), "")
     except PermissionError:
         raise  # not readable by this user, which is not damage
     except (OSError, ValueError) as error:  # a file is missing, or stands where the folder should be
-        problem = str(error).rstrip(".")
-    return next(filter(None, json.loads(f"[{','.join(distributed.exchange(json.dumps(problem)))}]")), "")
+        return str(error).rstrip(".")
 
 
 def size_and_crc(path: pathlib.Path, *, flush: bool = False) -> list[int]:

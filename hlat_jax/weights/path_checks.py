@@ -23,7 +23,7 @@ def check_step(path: str, step: int, *, key: str) -> None:
     """Raises ValueError if a run folder has no checkpoint of this step; `key` begins the message."""
     steps = saved_steps(local_path(path) / "checkpoints")
     if step not in steps:
-        there = f"it has those of {', '.join(map(str, steps))}" if steps else "it has none"
+        there = f"it has {', '.join(map(str, steps))}" if steps else "it has none"
         raise ValueError(f"{key}: {path} has no checkpoint of step {step}; {there}.")
 
 

@@ -12,7 +12,7 @@ import pytest
 from foreign.measured import step_for_memory
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
-from losses_over_budget import ARGUMENTS, biased_attention, dpo, gru, poisson_residual, retention
+from losses_over_budget import ARGUMENTS, biased_attention, contrastive, dpo, gru, poisson_residual, retention
 from test_segments import mlp_block, unrolled
 
 from hlat_jax.facts.byte_sizes import parse_bytes
@@ -335,7 +335,7 @@ def test_unmet_budget_error_has_what_was_measured_and_what_to_change():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fn", [biased_attention, dpo, poisson_residual])
+@pytest.mark.parametrize("fn", [biased_attention, dpo, poisson_residual, contrastive])
 def test_a_budget_that_saving_cannot_meet_is_met_in_chunks(fn):
     args = ARGUMENTS[fn]
     plain = remat.temporaries(jax.jit(jax.value_and_grad(fn)).trace(*args))

@@ -86,7 +86,7 @@ def test_a_branch_that_cannot_be_made_is_refused_and_leaves_no_folder(trained_ru
     copy = tmp_path / "copy"
     copy.mkdir()
     for keys, message in (
-        ({"train__branch_from": f"{trained_run}@19"}, r"has no checkpoint of step 19; it has those of 20, 24\.$"),
+        ({"train__branch_from": f"{trained_run}@19"}, r"has no checkpoint of step 19; it has 20, 24\.$"),
         ({"train__branch_from": "/nowhere@19"}, r"/nowhere has no checkpoint of step 19; it has none\.$"),
         ({"optimizer__name": "muon"}, r"a branch must keep:\n  optimizer\.name: 'adamw' in the checkpoint, 'muon' now"),
         ({"data__seq_len": 16}, r"a branch must keep:\n  data\.seq_len: 32 in the checkpoint, 16 now\nRestore these"),

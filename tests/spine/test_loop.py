@@ -257,7 +257,7 @@ def test_batches_of_prompts_alone_update_nothing_and_end_the_run_where_many_foll
     micro.data.update(train=str(tmp_path / "pairs.jsonl"), text_field="prompt,answer", validation="")
     short(micro, 4)
     micro.train.update(eval_every_steps=0, max_nonfinite_steps=2)
-    with pytest.raises(NonFiniteError, match=r"2 steps in a row had no target, the last one that of step 2: .*seq_len"):
+    with pytest.raises(NonFiniteError, match=r"2 steps in a row had no target, the last one at step 2: .*seq_len"):
         train(micro)
     assert saved_steps(tmp_path / "run") == []
     capsys.readouterr()

@@ -6,6 +6,7 @@ Each takes (params, batch), and `ARGUMENTS` has small ones.
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 B, D, N, HEADS, VOCAB = 2, 16, 4, 2, 1024  # rows, width, states of a channel
 STEPS = 256
@@ -74,6 +75,15 @@ def dpo(params, tokens):
     return -jnp.mean(jax.nn.log_sigmoid(0.1 * (chosen - rejected)))
 
 
+def contrastive(params, pairs):
+    """Returns the loss of CLIP, of which chunks of few rows keep as much as the whole."""
+    images, texts = (jnp.tanh(x @ w) for x, w in zip(pairs, params["towers"], strict=True))
+    images, texts = (x / jnp.linalg.norm(x, axis=-1, keepdims=True) for x in (images, texts))
+    logits = images @ texts.T * jnp.exp(params["scale"])
+    labels, loss = jnp.arange(len(logits)), optax.softmax_cross_entropy_with_integer_labels
+    return (loss(logits, labels).mean() + loss(logits.T, labels).mean()) / 2
+
+
 def poisson_residual(params, points):
     """Returns the loss of a network that solves a Poisson equation: the trace of its Hessian."""
 
@@ -98,6 +108,10 @@ def _arguments():
         biased_attention: (attention, _normal(rng, B, 256, D)),
         dpo: (adapters, tokens),
         poisson_residual: (network, _normal(rng, 512, 2)),
+        contrastive: (
+            {"towers": _normal(rng, 2, D, D, scale=D**-0.5), "scale": jnp.float32(1)},
+            _normal(rng, 2, 256, D),
+        ),
     }
 
 

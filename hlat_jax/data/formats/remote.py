@@ -44,7 +44,7 @@ def filesystem_of(url: str) -> tuple[Any, str]:
 
 
 def _timeouts(protocol: str) -> dict[str, Any]:
-    """Returns the options of fsspec that limit the time of one request; those of fsspec's own config come first."""
+    """Returns the options of fsspec that limit the time of one request; the user's config of fsspec comes first."""
     from fsspec.config import conf
 
     if protocol in ("s3", "s3a"):

@@ -461,7 +461,7 @@ def _with_tangent(x: Any, tangent_of: Any) -> Any:
     return _with_tangent_p.bind(x, tangent_of)
 
 
-# Primitives, for of a `jax.custom_jvp` in a scan JAX may keep the body alone, and lose second derivatives.
+# These are primitives: in a scan, JAX may keep only the body of a `jax.custom_jvp`. Second derivatives are then lost.
 _split_tangent_p, _with_tangent_p = core.Primitive("split_tangent"), core.Primitive("with_tangent")
 
 
