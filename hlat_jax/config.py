@@ -468,4 +468,4 @@ def convert_value(path: str, field: dataclasses.Field, value: Any) -> Any:
     if type(value) is not kind:
         raise ValueError(f"{path}={repr(value)[:100]} is {type(value).__name__}; it must be {kind.__name__}.")
     check_choice(path, field, value)
-    return check_local(value, key=path) if field.metadata["is_path"] else value
+    return check_local(str(value), key=path) if field.metadata["is_path"] else value

@@ -313,13 +313,13 @@ def _forms(own: _Form, budget: int) -> Iterator[tuple[_Form, Sequence[str]]]:
     """
     yield own, ()
     share = budget / own.trial("", None)[0] / 2  # half, since other values are kept too
-    nest = {"nest": functools.partial(nest_scans, share=share)}
+    nest: dict[str, Callable] = {"nest": functools.partial(nest_scans, share=share)}
     nested = dataclasses.replace(own, changing=nest)
     has_scans = nested.is_changed()
     if has_scans:
         yield nested, ()
     for divisor in _CHUNK_DIVISORS:
-        in_chunks = {"chunk": functools.partial(chunk, max_bytes=max(4096, budget // divisor))}
+        in_chunks: dict[str, Callable] = {"chunk": functools.partial(chunk, max_bytes=max(4096, budget // divisor))}
         chunked = dataclasses.replace(own, changing=in_chunks)
         if chunked.is_changed():
             yield chunked, ()
@@ -480,7 +480,8 @@ def _search_choice(
     A choice that is predicted to exceed the budget by far is not compiled. Near the budget one more choice is tried,
     since saving more may need less working memory.
     """
-    fits, kept, measured = RematChoice(), 0, trial(RematChoice())[0]
+    fits, kept = RematChoice(), 0
+    measured: float = trial(RematChoice())[0]
     full = measured
     above = graph.num_bytes(graph.cheapest()) + 1  # does not fit, or nothing more can be saved
     above_measured = None
@@ -491,7 +492,8 @@ def _search_choice(
         choice = _larger(graph, low=kept, high=above, guess=kept if is_close else guess)
         if choice is None or graph.cost(fits.saved) - graph.cost(choice.saved) < least_gain:
             break
-        tried_kept, tried_measured = graph.num_bytes(choice.saved), predict(choice)
+        tried_kept = graph.num_bytes(choice.saved)
+        tried_measured: float = predict(choice)
         if tried_measured <= _PREDICTION_ERROR * budget_bytes:
             tried_measured = trial(choice)[0]
         if tried_measured <= budget_bytes:

@@ -129,7 +129,7 @@ def test_validation_text_without_targets_or_another_on_resume_is_refused(micro, 
     assert train(micro) == 0
     held_out.write_text(json.dumps({"text": "another text " * 200}) + "\n")
     micro.train.num_steps = 4
-    with pytest.raises(ValueError, match="validation_manifest"):
+    with pytest.raises(ValueError, match=r"data\.validation: held_out\.jsonl changed"):
         train(micro)
 
 

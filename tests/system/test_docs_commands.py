@@ -131,7 +131,7 @@ def folder(tmp_path_factory):
     (path / "SmolLM2-135M-Instruct" / "tokenizer_config.json").write_text(json.dumps(settings))
     talk = json.dumps({"messages": [{"role": role, "content": "It is a truth."} for role in ("user", "assistant")]})
     (path / "talks.jsonl").write_text(f"{talk}\n" * 40)
-    (path / "runs" / "7b").mkdir(parents=True)
+    (path / "runs" / "7b" / "checkpoints" / "1000").mkdir(parents=True)
     for name in ("doctor-7b.json", "runs/7b/config.json"):
         (path / name).write_text("{}")
     (path / "mine.py").write_text((ROOT / "configs" / "tiny.py").read_text())
