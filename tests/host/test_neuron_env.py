@@ -333,6 +333,9 @@ def test_prepare_sets_the_node_environment_before_importing_jax(trn1_node, monke
     assert expected.items() <= os.environ.items()
     monkeypatch.setitem(sys.modules, "jax", jax)  # the first cell of a notebook runs again
     assert neuron_env.prepare(precision, parallel, machine=trn1_node) == "environment: set for trn1.32xlarge"
+    monkeypatch.setenv("PATH", f"{tmp_path / 'other'}:{os.environ['PATH']}")  # which JAX reads only when it compiles
+    assert neuron_env.prepare(precision, parallel, machine=trn1_node) == "environment: set for trn1.32xlarge"
+    assert os.environ["PATH"].startswith(str(tmp_path / "scripts"))
     (tmp_path / "scripts" / neuron_env.COMPILER).unlink()
     assert "neuronx-cc is not installed" in neuron_env.prepare(precision, parallel, machine=trn1_node)
     (tmp_path / "neuron0").unlink()

@@ -15,6 +15,7 @@ from hlat_jax.host.watchdog import Watchdog
 from hlat_jax.resolve import resolve
 from hlat_jax.run import drift, resume
 from hlat_jax.run.goodput import Ledger
+from hlat_jax.store import integrity
 from hlat_jax.store.config_diff import MAY_CHANGE, config_drift
 from hlat_jax.store.metrics import ROWS_FILE
 
@@ -139,3 +140,17 @@ def test_jax_settings_that_change_a_step_are_refused(monkeypatch, refused):
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
     with jax.threefry_partitionable(False):
         assert refused(saved, resume.settings_of(**inputs)) == ""
+
+
+def test_settings_are_compared_with_the_newest_whole_checkpoint(tmp_path, monkeypatch):
+    record, compared = {"position": [], "metadata": {}, "arrays": {}, "norms": {}}, []
+    for step in (5, 6):
+        file = tmp_path / "checkpoints" / str(step) / "run" / "metadata"
+        file.parent.mkdir(parents=True)
+        file.write_text(json.dumps(record | {"step": step}))
+        (file.parent / "state").write_bytes(b"state")
+        integrity.seal(file.parent.parent, ["run/metadata", "run/state"])
+    (file.parent / "state").write_bytes(b"torn")
+    monkeypatch.setattr(drift, "refuse_drift", lambda *_, step, **__: compared.append(step))
+    drift.check_settings(resolve(config_lib.default()), tmp_path)
+    assert compared == [5]

@@ -282,3 +282,13 @@ def test_ctrl_c_and_the_signals_that_stop_a_run_are_answered_with_a_line(tmp_pat
         assert len(lines) == len(said)
         assert all(line.startswith(start) for line, start in zip(lines, said, strict=True)), done.stderr
         assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+def test_signal_while_jax_is_imported_gives_the_stopped_code(name, tmp_path):
+    (tmp_path / "jax.py").write_text(f"import os, signal; os.kill(os.getpid(), signal.{name})\n")
+    env = micro.environment()
+    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), env["PYTHONPATH"]])
+    words = ["--config=tiny", "--stopped_code=75", f"--workdir={tmp_path / 'run'}"]
+    done = micro.run([sys.executable, "-m", "hlat_jax.train", *words], env)
+    assert (done.returncode, done.stderr) == (75, f"stopped by {name} before the run was opened: nothing to save\n")

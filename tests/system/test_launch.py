@@ -233,3 +233,16 @@ def test_node_that_fills_a_cache_passes_a_signal_on_and_copies_then(tmp_path, nu
         process.send_signal(number)
         assert process.wait(600) == 75
     assert (tmp_path / "shared" / "jax" / "program").exists()
+
+
+def test_signal_before_the_run_ends_node_with_the_stopped_code(tmp_path):
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho $3 >&2\nsleep 0.5\n")  # computes the environment for a while
+    python.chmod(0o755)
+    words = [str(jobs.NODE), "--instance=trn1.32xlarge", "--stopped_code=75", "--config=tiny"]
+    env = {"PATH": PATH, "PYTHON": str(python)}
+    with subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr.readline() == "env\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(600) == 75
+        assert process.stderr.read() == ""  # the run was not started
