@@ -194,6 +194,8 @@ class StepOptions:
       spikes: policy by which steps are skipped or reported whose loss or gradient norm is far above those before, see
         `optimizer.SpikePolicy`; none by default.
       loss_scale: whether the loss is scaled, for gradients in fp16, see `ops.loss_scale`.
+      state_in_place: whether XLA on one CPU writes the state of an Optax optimizer after the weights, without a copy of
+        the old state. It takes less memory and more time. A `training_program` with a memory budget sets it.
 
     Raises:
       ValueError: an invalid value, or options that exclude each other.
@@ -208,6 +210,7 @@ class StepOptions:
     replica_sync: ReplicaSync | None = None
     spikes: SpikePolicy | None = None
     loss_scale: bool = False
+    state_in_place: bool = False
 
     @property
     def active_replica_sync(self) -> ReplicaSync | None:
@@ -236,6 +239,7 @@ class StepOptions:
             ("replica_sync", isinstance(self.replica_sync, ReplicaSync | None), "a ReplicaSync"),
             ("spikes", isinstance(self.spikes, SpikePolicy | None), "a SpikePolicy"),
             ("loss_scale", isinstance(self.loss_scale, bool), "True or False"),
+            ("state_in_place", isinstance(self.state_in_place, bool), "True or False"),
         ):
             if not is_valid:
                 raise ValueError(f"StepOptions.{name}={getattr(self, name)!r} must be {wanted}.")
@@ -496,7 +500,8 @@ def _make_update(optimizer: optax.GradientTransformation, options: StepOptions) 
         updates, inner = update(grads, state["opt_state"]["inner"], weights, **extra)
         weights = _apply_updates(weights, updates, applies=applies, rounding=rounding)
         if not masks_itself:
-            before, stores = state["opt_state"]["inner"], _known_after(applies, weights) if in_blocks else applies
+            before = state["opt_state"]["inner"]
+            stores = _known_after(applies, weights) if in_blocks and options.state_in_place else applies
             inner = jax.tree.map(lambda new, old: jnp.where(stores, new, old), inner, before)
         opt_state = state["opt_state"] | {"inner": inner}
         if policy.master is not None:

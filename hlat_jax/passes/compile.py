@@ -180,6 +180,7 @@ def training_program(
         parse_bytes(memory_budget, name="memory_budget")
         if params is None or batch is None:
             raise ValueError("memory_budget is compared with the compiled step: give params=... and batch=...")
+        options = dataclasses.replace(options, state_in_place=True)
     transform_step = None
     if simulate is not None:
         core = SimulatedCore(simulate, stochastic_rounding=options.policy.rounding == "hardware")

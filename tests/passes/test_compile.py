@@ -16,7 +16,7 @@ from programs import training_program
 from hlat_jax.ops.loss_function import row_keys
 from hlat_jax.passes.remat import BudgetNotMet, RematOptions, temporaries
 from hlat_jax.plan.program_report import report
-from hlat_jax.train_step import train_step
+from hlat_jax.train_step import StepOptions, train_step
 
 PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "passes.md"
 ZERO = {"zero": 3, "num_microbatches": 2, "devices": jax.devices()[:4]}
@@ -292,7 +292,7 @@ def test_a_budget_is_refused_at_once_where_nothing_can_be_computed_in_chunks():
 
 
 def bytes_of_step(loss, optimizer, arguments, **compiler_options):
-    built = train_step(loss, optimizer)
+    built = train_step(loss, optimizer, options=StepOptions(state_in_place=True))
     lowered = built.step.trace(*built.arguments(*arguments)).lower()
     return lowered.compile(compiler_options=compiler_options).memory_analysis().temp_size_in_bytes
 
