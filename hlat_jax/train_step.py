@@ -773,11 +773,14 @@ def _known_after(flag: jax.Array, arrays: Any) -> jax.Array:
     What it selects is then written after the arrays. XLA on CPU otherwise copies the old state of an optimizer before
     it writes over it, because the new weights may read it later: of Adam, two arrays of the size of the weights.
     """
-    for leaf in filter(jnp.size, jax.tree.leaves(arrays)):
+
+    def num_bits(leaf: jax.Array) -> jax.Array:  # in its first number, at most 64
         first = jax.lax.slice(leaf, (0,) * leaf.ndim, (1,) * leaf.ndim).reshape(())
         bits = jax.lax.bitcast_convert_type(first, f"uint{8 * leaf.dtype.itemsize}")
-        flag &= jax.lax.population_count(bits) <= 64  # a word has no more, which XLA does not see
-    return flag
+        return jax.lax.population_count(bits).astype(jnp.float32)
+
+    counts = jnp.array([num_bits(leaf) for leaf in jax.tree.leaves(arrays) if leaf.size], jnp.float32)
+    return flag & (counts @ counts <= 64**2 * counts.size)  # true; a product is computed once, not in every reader
 
 
 def _make_init(

@@ -35,15 +35,16 @@ from hlat_jax.passes.recompute import RecomputeGraph, recompute_graph
 from hlat_jax.passes.scan_segments import nest_scans
 from hlat_jax.stack import STOCK_POLICIES
 
+_Program = tuple[str, RematChoice]  # region, choice
 _Trial = Callable[[RematChoice | None], tuple[int, float, Any]]  # of one region, see `_trials`
 _REGIONS = ("loops", "segments", "whole")
 # After a choice that leaves less than this share of the budget unused, only the next larger one is tried.
 _CLOSE = 0.02
 # Another choice is compiled only if it saves more than this share of the step's work, of which recomputing everything
 # is a third: a forward pass, beside one and a backward pass of twice its work.
-_LEAST_GAIN = 0.005
+_LEAST_GAIN = 0.01
 _PREDICTION_ERROR = 1.05  # bytes that are predicted to be this many times the budget are not measured
-_ESTIMATE_ERROR = 1.25  # an estimate of temporaries this much larger is that of a larger program
+_ESTIMATE_ERROR = 1.25  # a program is larger than another if its estimated temporaries are this many times larger
 _CHUNK_DIVISORS = (32, 8, 3)  # of the budget: chunks of the first size that changes anything are tried
 _GENERAL_ADVICE = "Raise the budget, or reduce the batch or microbatch of a device."
 
@@ -73,7 +74,8 @@ class RematOptions:
         loops and all calls that keep the value at one time.
       measure: traced program -> bytes, which are compared with the budget.
       max_compilations: most programs compiled, and one more for the comparison of regions; more of them come closer to
-        the budget. Where nothing kept does not fit, the four `stack.STOCK_POLICIES` are compiled in addition.
+        the budget. Where nothing kept does not fit, each of the four `stack.STOCK_POLICIES` is compiled in addition
+        if its estimate is not much larger.
     """
 
     region: str = "auto"
@@ -256,6 +258,11 @@ class _Form:
         lines = [line for fn in self.changed for line in str(fn.report()).splitlines()]
         return tuple(line for line in lines if not line.startswith("not replaced"))
 
+    def estimate(self) -> int:
+        """Returns the estimated bytes with nothing kept, in the region with the fewest."""
+        traced = (self.trial.traced(region, RematChoice()) for region in self.regions())
+        return min(map(_estimated_bytes, traced))
+
     def regions(self) -> list[str]:
         """Returns the regions that serve the function."""
         if self.options.region != "auto":
@@ -320,6 +327,10 @@ def _forms(own: _Form, budget: int) -> Iterator[tuple[_Form, Sequence[str]]]:
         yield nested, ()
     for divisor in _CHUNK_DIVISORS:
         in_chunks: dict[str, Callable] = {"chunk": functools.partial(chunk, max_bytes=max(4096, budget // divisor))}
+        unchecked = {"chunk": functools.partial(in_chunks["chunk"], check=False)}  # a check compiles what it compares
+        expected = dataclasses.replace(own, changing=unchecked)
+        if not expected.is_changed() or expected.estimate() >= _ESTIMATE_ERROR * own.estimate():
+            continue
         chunked = dataclasses.replace(own, changing=in_chunks)
         if chunked.is_changed():
             yield chunked, ()
@@ -354,22 +365,28 @@ def _advice(tried: Sequence[_Form]) -> str:
     elif own.jaxprs and not naming.num_loops(own.jaxprs[-1]):
         advice.append("Write blocks in a Python loop as a lax.scan, or put jax.checkpoint around each.")
     if not any("chunk" in form.changing for form in tried):
-        advice.append("No large intermediate was found that passes.chunk can compute in chunks.")
+        advice.append("passes.chunk finds nothing whose chunks would take fewer bytes.")
     return " ".join((*advice, _GENERAL_ADVICE))
 
 
 def _narrowest(trials: Any, candidates: list[str], budget_bytes: int) -> str:
     """Returns the region to search: the first if it fits, else the one that takes the fewest bytes with nothing kept.
 
-    A region is compiled only if its estimate does not rule it out.
+    A region is compiled only if its estimate is not much larger than the estimate of the first.
     """
-    first, *others = candidates
-    nothing = RematChoice()
-    if not others or trials(first, nothing)[0] <= budget_bytes:
-        return first
-    most = _ESTIMATE_ERROR * _estimated_bytes(trials.traced(first, nothing))
-    others = [region for region in others if _estimated_bytes(trials.traced(region, nothing)) < most]
-    return min([first, *others], key=lambda region: trials(region, nothing)[0])
+    nothing = [(region, RematChoice()) for region in candidates]
+    if len(candidates) == 1 or trials(*nothing[0])[0] <= budget_bytes:
+        return candidates[0]
+    return min(_not_much_larger(trials, nothing), key=lambda program: trials(*program)[0])[0]
+
+
+def _not_much_larger(trials: Any, programs: Sequence[_Program]) -> list[_Program]:
+    """Returns the first program and the others whose estimates are not much larger; none is compiled."""
+    first, *others = programs
+    if not others:
+        return [first]
+    most = _ESTIMATE_ERROR * _estimated_bytes(trials.traced(*first))
+    return [first, *(program for program in others if _estimated_bytes(trials.traced(*program)) < most)]
 
 
 def _estimated_bytes(traced: Any) -> int:
@@ -435,7 +452,9 @@ def _search(
     if plain[0] > budget_bytes:
         choice, full = RematChoice(), trial(RematChoice())
         if full[0] > budget_bytes:
-            choice = _stock_choice(trial, budget_bytes, policies)
+            stock = [(region, RematChoice(stock_policy=name)) for name in policies]
+            others = _not_much_larger(trials, [(region, choice), *stock])[1:]
+            choice = _stock_choice(trial, budget_bytes, [choice for _, choice in others])
         else:
             graph = recompute_graph(live_jaxpr(full[2]), min_bytes=options.min_bytes)
             if graph.sizes:
@@ -521,7 +540,7 @@ def _larger(graph: RecomputeGraph, *, low: int, high: int, guess: float) -> Rema
     return None
 
 
-def _stock_choice(trial: _Trial, budget_bytes: int, policies: Sequence[str]) -> RematChoice:
+def _stock_choice(trial: _Trial, budget_bytes: int, choices: Sequence[RematChoice]) -> RematChoice:
     """Returns the stock policy that fits with the fewest FLOPs, for a program that takes more with nothing kept.
 
     What XLA allocates also depends on the order of its operations, which a policy changes.
@@ -529,7 +548,7 @@ def _stock_choice(trial: _Trial, budget_bytes: int, policies: Sequence[str]) -> 
     Raises:
       _NoChoiceFits: none fits.
     """
-    results = {choice: trial(choice) for choice in (RematChoice(stock_policy=name) for name in policies)}
+    results = {choice: trial(choice) for choice in choices}
     fitting = [choice for choice, (num_bytes, *_) in results.items() if num_bytes <= budget_bytes]
     if fitting:
         return min(fitting, key=lambda choice: results[choice][1])

@@ -576,6 +576,18 @@ def test_functions_of_positive_numbers_are_checked_and_what_is_never_a_number_is
         assert words in str(ours.report())
 
 
+def test_chunks_of_a_function_that_amplifies_rounding_are_used():
+    def deep(w, x):
+        for _ in range(4):
+            x = jnp.sin(jnp.einsum("btd,bsd->bts", x, x) @ x / 8) @ w
+        return jnp.sum(x * x)
+
+    ours = chunk(deep, max_bytes=4096)
+    jax.eval_shape(ours, jnp.ones((32, 32)), jnp.ones((4, 32, 32)))
+    (one,) = ours.report().replacements
+    assert one.difference > 1e-5  # as much as one more rounding of each input changes
+
+
 def test_what_cannot_be_computed_in_chunks_is_left_with_a_reason():
     def sorted_whole(params, batch):
         logits = logits_of(params, batch)

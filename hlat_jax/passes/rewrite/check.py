@@ -24,13 +24,17 @@ from hlat_jax.passes.rewrite.graph import CHEAP, EquationGraph, Match
 # Largest difference from the original, relative to the norm of the value, by the narrowest float among the operands.
 TOLERANCES = {"float64": 1e-12, "float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}
 CUT_ABOVE = 2**20  # elements of the largest intermediate, above which dimensions are cut
-_checked: dict[str, float] = {}  # digest of (original, replacement) -> difference, of this process
+_FAST_COMPILE = {"xla_backend_optimization_level": 0}  # half the time: what is compared runs once or twice
+_ROUNDINGS = 4.0  # a replacement may differ by this many times what one more rounding of each input changes
+_MOST = 100.0  # and by no more than this many times the tolerance, however sensitive the function is
+_checked: dict[str, tuple[float, float]] = {}  # digest of (original, replacement) -> `_differences`, of this process
 
 
 def compare(graph: EquationGraph, match: Match) -> tuple[float, float]:
     """Returns (the largest relative difference of a replacement from the original, the tolerance).
 
-    Both run on the CPU, in values and gradients; the replacement by the implementation chosen for a CPU.
+    Both run on the CPU, in values and gradients; the replacement by the implementation chosen for a CPU. The tolerance
+    is at least four times the difference that the original shows if its inputs are rounded once more.
 
     Raises:
       ValueError: the match lacks an input of the original, or the two cannot be run, or are NaN.
@@ -40,14 +44,17 @@ def compare(graph: EquationGraph, match: Match) -> tuple[float, float]:
     for cuts_taken in (True, False):
         cut = _Cut(graph, match, cuts_taken=cuts_taken)
         for change in (np.asarray, np.abs):  # some functions are of positive numbers
-            difference = _difference(graph, match, cut, change)
+            difference, of_rounding = _differences(graph, match, cut, change)
             if not math.isnan(difference):
-                return difference, tolerance
+                return difference, max(tolerance, min(_ROUNDINGS * of_rounding, _MOST * tolerance))
     raise ValueError("it is NaN for random inputs, so it cannot be checked")
 
 
-def _difference(graph: EquationGraph, match: Match, cut: _Cut, change: Callable[[Any], Any]) -> float:
-    """Returns the largest relative difference for random inputs, changed; NaN if the original is."""
+def _differences(graph: EquationGraph, match: Match, cut: _Cut, change: Callable[[Any], Any]) -> tuple[float, float]:
+    """Returns the largest relative differences from the original for random inputs, changed; NaN if the original is.
+
+    The first is of the replacement, the second of the original for inputs that are rounded once more.
+    """
     replacement = match.resized(cut.shape) if cut.sizes and match.resized else match.replacement
 
     def choose(op: Op, call: CallSpec) -> str:
@@ -67,17 +74,29 @@ def _difference(graph: EquationGraph, match: Match, cut: _Cut, change: Callable[
         both = (lambda *args: cut.evaluate(args)), functools.partial(replacement, choose)
         digest = _digest([jax.make_jaxpr(one)(*inputs) for one in both]) + change.__name__
         if digest not in _checked:
-            expected, actual = (jax.jit(_with_gradients(one, places))(*inputs) for one in both)
-            num_outs = len(match.outputs)
+            original, replaced = (jax.jit(_with_gradients(one, places), compiler_options=_FAST_COMPILE) for one in both)
+            expected, num_outs = original(*inputs), len(match.outputs)
             of_all = math.hypot(*(np.linalg.norm(np.asarray(grad, np.float64)) for grad in expected[num_outs:]))
-            _checked[digest] = max(
-                # the gradient of a single number is a sum over all others, which may nearly cancel
-                _relative(a, b, at_least=of_all if at >= num_outs and a.size == 1 else 0.0)
-                for at, (a, b) in enumerate(zip(expected, actual, strict=True))
-            )
+
+            def largest(actual: Sequence[Any]) -> float:
+                return max(
+                    # the gradient of a single number is a sum over all others, which may nearly cancel
+                    _relative(a, b, at_least=of_all if at >= num_outs and a.size == 1 else 0.0)
+                    for at, (a, b) in enumerate(zip(expected, actual, strict=True))
+                )
+
+            rounded = [_rounded_once_more(x) if at in places else x for at, x in enumerate(inputs)]
+            _checked[digest] = largest(replaced(*inputs)), largest(original(*rounded))
             if any(np.isnan(np.asarray(x, np.float64)).any() for x in expected):
-                _checked[digest] = math.nan
+                _checked[digest] = math.nan, math.nan
     return _checked[digest]
+
+
+def _rounded_once_more(array: Any) -> Any:
+    """Returns floats that differ from an array by at most one unit in the last place, at random."""
+    shares = np.random.default_rng(0).uniform(-1, 1, array.shape)
+    exact = np.asarray(array).astype(np.float64)
+    return (exact * (1 + float(jnp.finfo(array.dtype).eps) * shares)).astype(array.dtype)
 
 
 def _random(shape: Sequence[int], dtype: Any, *, scale: float, seed: int) -> np.ndarray:
