@@ -26,7 +26,7 @@ def data_drift(saved: Mapping[str, Any], current: Mapping[str, Any], *, num_batc
         if before not in (None, now):
             lines.append(
                 f"{name}: the chat template beside data.tokenizer, or a control token, changed since the checkpoint; "
-                "the folder tokenizer/ of the run has those that it was trained with"
+                "the folder tokenizer/ of the run has the files of its training"
             )
         before, now = ((settings.get(key) or {"files": []})["files"] for settings in (saved, current))
         if len(before) != len(now):

@@ -178,7 +178,7 @@ def _run_validation(values: flags.FlagValues) -> None:
         raise ValueError(f"--validation: the run of {trained.folder} has no data.validation; give --data=SOURCE.")
     changed = data_drift(settings, settings | {"validation_manifest": manifest}, num_batches=0)
     if changed:
-        raise ValueError("--validation: the held-out text differs from that of the run:\n  " + "\n  ".join(changed))
+        raise ValueError("--validation: the held-out text differs from the run's:\n  " + "\n  ".join(changed))
     for name, source in held_out.items():
         print(f"validation       {source.describe(name)}")
     eval_step = _eval_step(trained, run, num_rows=num_rows)

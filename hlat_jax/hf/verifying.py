@@ -82,12 +82,12 @@ def _compare(name: str, ours_TV: np.ndarray, theirs_TV: np.ndarray, exact_TV: np
     sizes = f"{difference:.1e} of the largest, {largest:.3g}"
     if not difference <= allowed:  # NaN too
         raise ValueError(
-            f"--verify: the logits of {len(ours_TV)} {name} differ from those of transformers by {sizes}; at most "
+            f"--verify: the logits of {len(ours_TV)} {name} differ from transformers by {sizes}. At most "
             f"{allowed:.1e} is allowed for these tokens, so the import is not the model of the folder."
         )
     return (
-        f"verified         the logits of {len(ours_TV)} {name} differ from those of transformers by {sizes}; its own "
-        f"fp32 differs from float64 by {rounding:.1e}"
+        f"verified         the logits of {len(ours_TV)} {name} differ from transformers by {sizes}; "
+        f"transformers in fp32 differs from float64 by {rounding:.1e}"
     )
 
 

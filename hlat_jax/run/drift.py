@@ -16,7 +16,7 @@ from hlat_jax.store.integrity import damage_of_share
 
 # Keys that older checkpoints contain but that no longer exist, at the values that changed nothing; None: at any.
 _GONE = {"data": {"shuffle_by": "document"}, "train": {"rewind_to": None}}
-# Settings that a branch may change: they affect neither the meaning of the state nor that of the data position.
+# Settings that a branch may change: the state and the data position keep their meaning.
 BRANCH_MAY_CHANGE = (
     *(f"optimizer.{field.name}" for field in dataclasses.fields(OptimizerConfig) if field.name != "name"),
     "train.*",
@@ -90,8 +90,8 @@ def _skip_drift(saved: dict[str, Any], current: dict[str, Any], *, step: int) ->
     if batches_passed(before) == batches_passed(now):
         return []
     return [
-        f"train.skip_steps: {before!r} in the checkpoint, {now!r} now, which differ before batch {end:,}; only later "
-        "batches may be added or removed; those before it in a branch of an earlier checkpoint, see train.branch_from"
+        f"train.skip_steps: {before!r} in the checkpoint, {now!r} now, which differ before batch {end:,}. You may add "
+        "or remove later batches only. For earlier ones branch from an earlier checkpoint, see train.branch_from"
     ]
 
 

@@ -197,7 +197,7 @@ def test_evaluate_refuses_changed_held_out_text(validated, evaluate_here):
     finally:
         text.write_bytes(kept)
     assert code == 2
-    assert "--validation: the held-out text differs from that of the run" in error
+    assert "--validation: the held-out text differs from the run's" in error
     assert "held_out.jsonl changed since the checkpoint" in error
 
 
