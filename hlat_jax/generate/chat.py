@@ -28,7 +28,7 @@ def open_template(checkpoint: str, *, key: str = "--chat", name: str = "") -> Ch
         raise no_weights(folder)
     if weights.companions is None:
         raise ValueError(
-            f"{key}: {folder} has no chat template. A run copies the template of the Hugging Face folder that it starts from."
+            f"{key}: {folder} has no chat template. A run copies one from the Hugging Face folder that it starts from."
         )
     try:
         template = ChatTemplate(weights.companions, now=datetime.datetime.now(), name=name)

@@ -378,7 +378,7 @@ def test_a_budget_far_below_every_estimate_is_refused_after_two_programs():
         measured.append(remat.temporaries(traced))
         return measured[-1]
 
-    with pytest.raises(remat.BudgetNotMet, match="with nothing kept, .* without rematerialization"):
+    with pytest.raises(remat.BudgetNotMet, match=r"with nothing kept, .* without rematerialization"):
         remat.fit(blocks, weights, x, budget_bytes=65536, options=dataclasses.replace(SMALL, measure=measure))
     assert len(measured) == 2  # everything kept, nothing kept: estimates rule out the stock policies
 
