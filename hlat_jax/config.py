@@ -126,9 +126,6 @@ class ModelConfig:
     rms_norm: str = _key("auto", "RMSNorm implementation.", choices=_FUSIBLE)
     swiglu: str = _key("auto", "SwiGLU implementation.", choices=_FUSIBLE)
     rope: str = _key("auto", "Rotary embedding implementation.", choices=("auto", "reference", "paired"))
-    ops_table: str = _key(
-        "", "Measured times by which auto chooses, see hlat_jax.plan tune; empty: by level.", is_path=True
-    )
 
     def check(self) -> None:
         """Raises ValueError for a model that cannot be built; called by `resolve` and by `Decoder`."""

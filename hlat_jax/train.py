@@ -18,7 +18,7 @@ from absl import flags, logging
 from hlat_jax import config as config_lib
 from hlat_jax.cli import config_files
 from hlat_jax.cli import flags as flags_lib
-from hlat_jax.cli.path_checks import check_file, check_folder
+from hlat_jax.cli.path_checks import check_folder
 from hlat_jax.facts.local_paths import local_path
 from hlat_jax.host import compile_cache, neuron_env, neuron_topology, process
 from hlat_jax.host.limits import too_many_files
@@ -146,8 +146,6 @@ def _check_paths(config: config_lib.Config, workdir: pathlib.Path, *, given: Col
         path_checks.check_tokenizer(config.data.tokenizer)
     if {"data.tokenizer", "model.vocab_size"} & set(given):
         Tokenizer(config.data.tokenizer, vocab_size=config.model.vocab_size)
-    if config.model.ops_table:
-        check_file(config.model.ops_table, key="model.ops_table")
     if config.train.eval_tasks_folder:
         check_folder(config.train.eval_tasks_folder, key="train.eval_tasks_folder")
     check_settings(config, workdir)

@@ -27,7 +27,6 @@ COMMANDS = (
     "hf average",
     "plan",
     "plan choices",
-    "plan tune",
     "neuron lint",
     "neuron ladder",
     "neuron hlo",

@@ -196,7 +196,7 @@ def _eval_step(
     from hlat_jax.program import make_program
 
     # implementations for these devices, not from the ops table of the machine that trained; no backward pass: no remat
-    model = dataclasses.replace(serving(trained.model, trained.layout.platform), ops_table="", remat="none")
+    model = dataclasses.replace(serving(trained.model, trained.layout.platform), remat="none")
     config = config_lib.default()
     config.model.update(dataclasses.asdict(model))
     config.parallel.update(trained.layout.degrees)

@@ -9,7 +9,7 @@ from typing import Any
 from jax.sharding import AbstractMesh
 
 from hlat_jax.config import Config, ModelConfig, select
-from hlat_jax.ops import attention, cross_entropy, rope, table
+from hlat_jax.ops import attention, cross_entropy, rope
 from hlat_jax.ops.dialect import Choice, describe_array
 from hlat_jax.ops.nki.chips import exclusions
 from hlat_jax.ops.registry import OPS
@@ -59,17 +59,12 @@ def choices(config: Config, layout: Layout, *, platform: str | None = None) -> d
       platform: of the devices; None: that of the layout.
 
     Raises:
-      ValueError: an implementation that cannot serve the run's calls or is excluded on these devices, or a
-        `model.ops_table` of another device kind.
+      ValueError: an implementation that cannot serve the run's calls or is excluded on these devices.
     """
     device = None if platform is not None or isinstance(layout.mesh, AbstractMesh) else layout.mesh.devices.flat[0]
-    times, kind = None, ""
+    kind = ""
     if device is not None:  # "" too of a virtual device of no known chip, see `chips.chip_of`
         kind = device.chip if isinstance(device, PlannedDevice) else device.device_kind
-    if config.model.ops_table:
-        known_kind = table.PLANNED if device is None else table.device_kind(device)
-        times = table.read_for(config.model.ops_table, platform=platform or layout.platform, kind=known_kind)
-        kind = kind or times.device_kind
     known, refused = calls(config, layout), exclusions(config.model, kind)
     if config.precision.simulate != "none":
         reason = "precision.simulate reads every operation, and those of a kernel are not seen"
@@ -82,7 +77,6 @@ def choices(config: Config, layout: Layout, *, platform: str | None = None) -> d
             getattr(config.model, key),
             platform or layout.platform,
             call=known[key],
-            times=times,
             excluded=refused.get(key),
         )
         for key, op in OPS.items()

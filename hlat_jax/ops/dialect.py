@@ -1,7 +1,7 @@
 """Operator dialects: an op is a contract with several implementations, of which one is chosen, for stated reasons.
 
 Nothing falls back silently. `auto` is resolved once, before tracing, from the platform and the specs of the calls
-(shapes, dtypes): by measured times if there are any, otherwise by level. An explicit name is used for every call,
+(shapes, dtypes), by level. An explicit name is used for every call,
 or raises an error with the reasons.
 Source: RAF, arXiv 2303.04759, where the choice is by priority alone and a kernel that fails is skipped.
 """
@@ -103,17 +103,15 @@ class Op:
         platform: str,
         *,
         call: CallSpec | None = None,
-        times: Any = None,
         excluded: Mapping[str, str] | None = None,
     ) -> Choice:
         """Returns the choice for a configured name on a platform.
 
         Args:
-          wanted: a name, or "auto": of the implementations that can serve the call, the fastest measured one; without
-            measured times the one with the highest level; ties go to the one registered first.
+          wanted: a name, or "auto" for the highest level among the implementations that can serve the call; ties go
+            to the first registered.
           platform: JAX's name, such as "cpu" or "neuron".
           call: None if not known: `auto` then takes only implementations that serve every call.
-          times: a `table.Table` that was measured on a device of this kind.
           excluded: name -> why it is not to be used on this device, whatever the call.
 
         Raises:
@@ -131,19 +129,10 @@ class Op:
         if not able:
             reasons = "; ".join(f"{name}: {why}" for name, why in refusals.items())
             raise ValueError(f"{self.key} has no implementation that serves this call on {platform}: {reasons}.")
-        timed = times.entry(self.key, call) if times and call is not None else None
-        if timed and any(name in timed.times for name in able):
-            seconds = timed.times
-            best = min((name for name in able if name in seconds), key=seconds.get)
-            why_not = {name: _slower(name, best, seconds) for name in able}
-            because = f"{1e3 * seconds[best]:.4g} ms, the fastest in {times.source}{timed.extent}"
-        else:
-            levels = {name: self._implementations[name].level_on(platform) for name in able}
-            best = max(able, key=levels.get)
-            why_not = {name: f"level {levels[name]} on {platform}, where {best} has {levels[best]}" for name in able}
-            because = f"level {levels[best]} on {platform}"
-            if times:
-                because += f"; {times.source} has no times for this call"
+        levels = {name: self._implementations[name].level_on(platform) for name in able}
+        best = max(able, key=levels.get)
+        why_not = {name: f"level {levels[name]} on {platform}, where {best} has {levels[best]}" for name in able}
+        because = f"level {levels[best]} on {platform}"
         return Choice(best, because, {name: refusals[name] or why_not[name] for name in refusals if name != best})
 
     def refusals(
@@ -194,9 +183,3 @@ class Op:
         if why_not:
             others = ", ".join(other for other in self.names if other != name)
             raise ValueError(f"{self.key}={name!r} cannot serve this call: {why_not}. Use one of auto, {others}.")
-
-
-def _slower(name: str, best: str, seconds: Mapping[str, float]) -> str:
-    if name not in seconds:
-        return "not measured"
-    return f"{1e3 * seconds[name]:.4g} ms, {seconds[name] / seconds[best]:.2f} times as long as {best}"

@@ -1,7 +1,7 @@
 """`python -m hlat_jax.plan --config=NAME --instance=trn1.32xlarge --nodes=64`: memory, collectives and speed of a run.
 
-Needs no accelerator: the training step is traced for virtual devices. `plan tune` and `plan choices` time and choose
-implementations of ops, see `plan.ops_command`.
+Needs no accelerator: the training step is traced for virtual devices. `plan choices` shows the
+implementation of each op, see `plan.ops_command`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from hlat_jax.weights.init_model import parse_config
 
 
 def main(argv: Sequence[str]) -> int:
-    """Prints the plan that the command line asks for, or runs the verb `tune` or `choices`.
+    """Prints the plan that the command line asks for, or runs the verb `choices`.
 
     Returns the exit code, which is 3 for a plan that does not fit.
     """
     if argv and not argv[0].startswith("-"):
         return ops_command.main(argv)
     if any(word in ("--help", "-h") for word in argv):
-        print("Usage: plan --config=NAME [flags], or plan tune|choices --config=NAME: times and choices of each op.\n")
+        print("Usage: plan --config=NAME [flags], or plan choices --config=NAME: the implementation of each op.\n")
     config, values = parse_config(argv, _define)
     hardware.node(values.instance)
     if not 0 < values.disk_gb_per_s < math.inf:

@@ -49,7 +49,7 @@ _XLA_NUMERICS = ("fast_math", "fast_min_max", "excess_precision", "denormal")  #
 
 # Keys that may differ from the model of given weights: implementations, initialization, and the sequence length.
 _FREE = (
-    *("max_positions", "init_std", "depth_scaled_init", "layer_loop", "remat", "ops_table", "allow_nki_on_trn1"),
+    *("max_positions", "init_std", "depth_scaled_init", "layer_loop", "remat", "allow_nki_on_trn1"),
     *OPS,
 )
 

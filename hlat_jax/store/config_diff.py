@@ -9,7 +9,7 @@ from typing import Any
 # Settings that a resumed run may change: they affect no update so far. Hashes compare the content behind the paths.
 MAY_CHANGE = (
     "name",
-    "model.ops_table",  # the choice itself is compared as `implementations`
+    "model.ops_table",  # of older runs; the choice itself is compared as `implementations`
     "model.allow_nki_on_trn1",
     "model.layer_loop",  # the layers are the same
     "train.num_steps",

@@ -34,7 +34,6 @@ COMMANDS = {
     "hf export": (["--out=b"], ["s3://bucket/x"]),
     "hf average": (["--out=b"], ["s3://bucket/x", "s3://bucket/y"]),
     "plan": (["--config=tiny"], []),
-    "plan tune": (["--config=tiny"], []),
     "plan choices": (["--config=tiny"], []),
     "neuron lint": (["--config=tiny"], []),
     "neuron ladder": (["--config=tiny"], []),

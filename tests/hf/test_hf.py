@@ -519,5 +519,5 @@ def test_every_model_field_in_config_json_is_compared_after_export():
     model = config_json.model_config(hf_models.SMALL | {"model_type": "llama"}, where="small")
     models = (dataclasses.replace(model, rope_scaling=scaling) for scaling in ("llama3", "yarn"))
     told = {key: value for model in models for key, value in config_json.architecture(model).items()}
-    theirs_only = {"fuse_qkv", "depth_scaled_init", "layer_loop", "remat", "ops_table", "allow_nki_on_trn1", *OPS}
+    theirs_only = {"fuse_qkv", "depth_scaled_init", "layer_loop", "remat", "allow_nki_on_trn1", *OPS}
     assert told.keys() | theirs_only == {field.name for field in dataclasses.fields(model)}

@@ -33,8 +33,7 @@ from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.host import neuron_env
 from hlat_jax.host.neuron_topology import Topology
-from hlat_jax.ops import table
-from hlat_jax.ops.choices import calls, choices
+from hlat_jax.ops.choices import choices
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.parallel.virtual_devices import planned_layout
@@ -224,7 +223,6 @@ FIELDS = {
     "model.swiglu": Row("reference", program),
     "model.rope": Row("paired", program),
     "model.allow_nki_on_trn1": Row(True, refusal_on_trn1, given=LONG_ROWS | {"model.attention": "nki"}),
-    "model.ops_table": Row("FOLDER/tuned.json", program),
     "parallel.pipe": Row(2, placement),
     "parallel.data": Row(2, placement, given={"parallel.data": 1, "parallel.fsdp": -1}),
     "parallel.fsdp": Row(2, placement),
@@ -353,12 +351,6 @@ def _write_inputs(folder):
     rows = [json.dumps({"text": text, "body": text[::-1]}) for text in texts]
     (folder / "two.jsonl").write_text("\n".join(rows) + "\n")
     (folder / "bad.jsonl").write_text("\n".join([*rows, '{"text": null}']) + "\n")
-    # times by which `einsum`, which levels pass over here, serves the attention of one device's run
-    config, device = resolve(_base({}, folder)), jax.devices()[0]
-    call = table.as_json(calls(config, make_layout(config.parallel, [device]))["attention"])
-    entry = table.Measurement("model.attention", call, {"einsum": 1.0, "blocked": 2.0}, "einsum", {}, 1)
-    kind, path = table.device_kind(device), str(folder / "tuned.json")
-    table.write(table.Table(path, "cpu", kind, jax.__version__, (entry,)))
     with open(folder / "other.model", "wb") as file:
         sentencepiece.SentencePieceTrainer.train(
             sentence_iterator=iter(texts), model_writer=file, vocab_size=300, byte_fallback=True,
@@ -467,7 +459,6 @@ def test_paths_of_a_config_file_are_relative_to_it_and_else_to_the_working_direc
             f"a={beside}/one.txt,{here};b={pattern},{beside}/no.txt,/an/absolute.txt"
         ),
         ("data.tokenizer", "package:austen_2k.model"): "package:austen_2k.model",
-        ("model.ops_table", "no.json"): f"{beside}/no.json",
         ("train.init_from", "runs/a"): f"{tmp_path}/runs/a",
         ("train.branch_from", "runs/b@300"): f"{beside}/runs/b@300",
         ("train.eval_tasks_folder", "~/tasks"): "~/tasks",

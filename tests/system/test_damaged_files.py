@@ -33,7 +33,6 @@ from hlat_jax.data.build import build
 from hlat_jax.data.streams import identity
 from hlat_jax.hf import __main__ as hf_commands
 from hlat_jax.host.process import StopSignals
-from hlat_jax.ops import table
 from hlat_jax.resolve import resolve
 from hlat_jax.run import __main__ as run_commands
 from hlat_jax.run import open as run_open
@@ -47,8 +46,7 @@ from hlat_jax.weights.trained import open_weights
 
 # Files of which most is read, and so damaged most often.
 _HOT = (ROWS_FILE, EVENTS_FILE, ALIVE_FILE, "metadata", "manifest.json", "integrity.json")
-_HOT += ("_CHECKPOINT_METADATA", "table.json", "config.json")
-_MEASURED = {"op": "model.rms_norm", "call": {"x_shape": [2, 3, 4]}, "times": {"reference": 1.0, "recomputed": 2.0}}
+_HOT += ("_CHECKPOINT_METADATA", "config.json")
 Probe = Callable[[pathlib.Path], object]
 
 
@@ -66,7 +64,7 @@ class _NotCompiled:
 
 
 def prepare(run: pathlib.Path, work: pathlib.Path) -> None:
-    """Writes a folder of each kind to `work`: a run, datasets, weights, a Hugging Face folder, a table of times."""
+    """Writes a folder of each kind to `work`: a run, datasets, weights, a Hugging Face folder."""
     shutil.copytree(run, work / "run")
     run = work / "run"
     with open(run / ROWS_FILE, "a") as rows:
@@ -87,10 +85,6 @@ def prepare(run: pathlib.Path, work: pathlib.Path) -> None:
         build.build([str(text)], out=work / name, options=options)
     assert hf_commands.main(["export", str(run), f"--out={work}/hf"]) == 0
     assert hf_commands.main(["import", f"{work}/hf", f"--out={work}/weights"]) == 0
-    (work / "table").mkdir()
-    entry = table.Measurement(**_MEASURED, winner="reference", passed_over={}, rows_measured=2)
-    measured = {"platform": "cpu", "device_kind": "x", "jax": jax.__version__, "entries": (entry, entry)}
-    table.write(table.Table(path=str(work / "table/table.json"), **measured))
 
 
 def probes(config: pathlib.Path) -> dict[str, dict[str, Probe]]:
@@ -151,7 +145,6 @@ def probes(config: pathlib.Path) -> dict[str, dict[str, Probe]]:
         "tokens": {"read": read},
         "weights": {"weights": weights},
         "hf": {"weights": weights, "import": imported},
-        "table": {"table": lambda folder: table.read(str(folder / "table.json"))},
     }
 
 

@@ -195,7 +195,6 @@ def test_a_wrong_path_is_answered_before_jax_is_imported(tmp_path):
         "generate --checkpoint=/no --prompt=a": "/no holds no weights (no such folder; working directory",
         "generate --prompt=a": "--checkpoint=FOLDER is missing",
         "evaluate --checkpoint=/no --tasks=a": "/no holds no weights",
-        "train --config=tiny --config.model.ops_table=/no.json": "model.ops_table=/no.json: no such file",
         "train --config=tiny --config.train.eval_tasks=a --config.train.eval_tasks_folder=/no": (
             "train.eval_tasks_folder=/no: no such folder"
         ),
