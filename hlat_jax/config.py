@@ -256,8 +256,6 @@ class OptimizerConfig:
     min_lr_ratio: float = _key(0.1, "Every decay goes to zero and is clipped below at this share of the peak.")
     warmup_steps: int = _key(2000, "Steps of linear warm-up from 0.", least=0)
     horizon_steps: int = _key(500_000, "Step at which the decay would reach zero; not where the run stops.", least=1)
-    plateau_ratio: float = _key(0.0, "cosine: share of horizon_steps at the peak, between warm-up and decay.")
-    num_cycles: float = _key(0.5, "cosine: periods until horizon_steps; 0.5 decays once.", least=0)
     cooldown_steps: int = _key(0, "wsd: steps of the decay that ends at horizon_steps.", least=0)
     cooldown: str = _key("linear", "wsd: shape of the decay; sqrt: 1 - sqrt(progress).", choices=("linear", "sqrt"))
     beta1: float = _key(0.9, "Decay of the first moment.")
@@ -269,11 +267,6 @@ class OptimizerConfig:
     )
     clip_norm: float = _key(1.0, "Maximum global gradient norm; 0: no clipping.", least=0)
     muon_beta: float = _key(0.95, "Decay of Muon's momentum, which is Nesterov's.")
-    muon_scale: str = _key(
-        "rms",
-        "Size of Muon's updates: rms, of AdamW's size, for its learning rate; spectral: sqrt(max(1, out / in)).",
-        choices=("rms", "spectral"),
-    )
     muon_lr_ratio: float = _key(1.0, "Learning rate of Muon's matrices over that of the others.", least=0)
 
     @property
@@ -283,7 +276,7 @@ class OptimizerConfig:
             return math.inf
         if self.schedule == "wsd":
             return self.horizon_steps - self.cooldown_steps
-        return self.warmup_steps + int(self.plateau_ratio * self.horizon_steps)
+        return self.warmup_steps
 
 
 @dataclasses.dataclass(frozen=True)

@@ -37,7 +37,7 @@ def learning_rate(step: int, config: OptimizerConfig) -> float:
     decay_steps = config.horizon_steps - config.decay_start
     progress = min((step - config.decay_start) / decay_steps, 1.0)
     if config.schedule == "cosine":
-        share = 0.5 * (1.0 + math.cos(math.pi * config.num_cycles * 2.0 * progress))
+        share = 0.5 * (1.0 + math.cos(math.pi * progress))
     else:
         share = max(config.horizon_steps - step, 0) / decay_steps  # 1 - progress would lose digits near the end
         if config.cooldown == "sqrt":

@@ -219,12 +219,9 @@ def held_out_share(validation: str) -> float:
 
 # Optimizer keys that only count with one value of another key.
 _ONLY_WITH = {
-    "plateau_ratio": ("schedule", "cosine"),
-    "num_cycles": ("schedule", "cosine"),
     "cooldown_steps": ("schedule", "wsd"),
     "cooldown": ("schedule", "wsd"),
     "muon_beta": ("name", "muon"),
-    "muon_scale": ("name", "muon"),
     "muon_lr_ratio": ("name", "muon"),
 }
 
@@ -244,7 +241,7 @@ def check_optimizer(o: OptimizerConfig) -> None:
             "without a decay the schedule is 'constant'."
         )
     if o.schedule != "constant" and not o.warmup_steps <= o.decay_start < o.horizon_steps:
-        names = ("warmup_steps", "plateau_ratio", "cooldown_steps")
+        names = ("warmup_steps", "cooldown_steps")
         parts = ", ".join(f"optimizer.{name}={getattr(o, name)}" for name in names)
         raise ValueError(
             f"optimizer.horizon_steps={o.horizon_steps} is too short for {parts}; raise it, or lower these."
@@ -265,7 +262,7 @@ def check_training(c: Config) -> None:
         raise ValueError(f"train.spike_sigmas={t.spike_sigmas} must be above 0 and finite, such as 6.0.")
     if c.checkpoint.export_every_steps and (problem := export_problem(c.model)):
         raise ValueError(f"checkpoint.export_every_steps={c.checkpoint.export_every_steps}: {problem}.")
-    for name in ("beta1", "beta2", "muon_beta", "min_lr_ratio", "plateau_ratio"):
+    for name in ("beta1", "beta2", "muon_beta", "min_lr_ratio"):
         if not 0 <= getattr(o, name) < 1:
             raise ValueError(f"optimizer.{name}={getattr(o, name)} must lie in [0, 1).")
     if d.seq_len > c.model.max_positions:

@@ -35,13 +35,13 @@ def is_hidden(axes: tuple[str, ...]) -> bool:
 def orthogonalizers(param_axes: Any, layout: Layout, *, config: OptimizerConfig, dtype: Any, unroll: bool) -> Any:
     """Returns for each parameter momentum -> update, or None for one without hidden matrices.
 
-    The update of a matrix is its nearest semi-orthogonal one, roughly, times `config.muon_scale`. Momentum and update
-    are fp32, of the shape of the parameter and sharded like the optimizer's state.
+    The update of a matrix is roughly its nearest semi-orthogonal one, scaled to AdamW's size. Momentum and update are
+    fp32, of the shape of the parameter and sharded like the optimizer's state.
 
     Args:
       param_axes: logical axes of every parameter.
       layout: the mesh.
-      config: scale and eps.
+      config: eps.
       dtype: dtype of the matrix products.
       unroll: no loop over the layers, but a copy for each.
     """
@@ -100,7 +100,7 @@ def _of_matrices(
         x = x.astype(dtype)
         for mesh_axes, dim in splits:
             x = collectives.all_gather(x, mesh_axes, dim)
-        scale = _scale(*x.shape[1:], kind=config.muon_scale)
+        scale = 0.2 * math.sqrt(max(x.shape[1:]))  # elements of about 0.2
         if num_devices == 1:
             return scale * orthogonalize(x, eps=config.eps).astype(jnp.float32)
         index = collectives.axis_index(replicas + split)
@@ -130,10 +130,3 @@ def orthogonalize(x: jax.Array, *, eps: float) -> jax.Array:
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x.mT if is_tall else x
-
-
-def _scale(num_rows: int, num_columns: int, *, kind: str) -> float:
-    """Returns the factor of the update of a matrix [in, out]."""
-    if kind == "rms":  # elements of about 0.2, as AdamW's
-        return 0.2 * math.sqrt(max(num_rows, num_columns))
-    return math.sqrt(max(1.0, num_columns / num_rows))

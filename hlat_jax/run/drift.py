@@ -15,7 +15,11 @@ from hlat_jax.store.config_diff import config_drift
 from hlat_jax.store.integrity import damage_of_share
 
 # Keys that older checkpoints contain but that no longer exist, at the values that changed nothing; None: at any.
-_GONE = {"data": {"shuffle_by": "document"}, "train": {"rewind_to": None}}
+_GONE = {
+    "data": {"shuffle_by": "document"},
+    "optimizer": {"plateau_ratio": 0.0, "num_cycles": 0.5, "muon_scale": "rms"},
+    "train": {"rewind_to": None},
+}
 # Settings that a branch may change: the state and the data position keep their meaning.
 BRANCH_MAY_CHANGE = (
     *(f"optimizer.{field.name}" for field in dataclasses.fields(OptimizerConfig) if field.name != "name"),

@@ -43,17 +43,17 @@ def unstacked(params, cfg):
     return matrices, {key: value for key, value in params.items() if key != "layers"} | norms
 
 
-@pytest.mark.quick_cases("True-rms-0.2")
-@pytest.mark.parametrize(("fuse_qkv", "scale", "consistent_rms"), [(True, "rms", 0.2), (False, "spectral", None)])
-def test_twenty_updates_equal_optax_on_unstacked_matrices(fuse_qkv, scale, consistent_rms):
+@pytest.mark.quick_cases("True")
+@pytest.mark.parametrize("fuse_qkv", [True, False])
+def test_twenty_updates_equal_optax_on_unstacked_matrices(fuse_qkv):
     model = dataclasses.replace(MODEL, fuse_qkv=fuse_qkv)
-    config = OptimizerConfig(name="muon", muon_scale=scale, muon_lr_ratio=2.0, clip_norm=0.0)
+    config = OptimizerConfig(name="muon", muon_lr_ratio=2.0, clip_norm=0.0)
     layout = make_layout(ParallelConfig(), jax.devices()[:1])
     functions = muon.orthogonalizers(param_axes(model), layout, config=config, dtype=jnp.float32, unroll=False)
     params = init_params(model, jax.random.key(0))
     decays = decay_mask(params, config.decay)
     ours = adamw(config, policy=POLICIES["fp32"], decays=decays, orthogonalizers=functions)
-    of_matrices = optax.contrib.muon(2 * RATE, consistent_rms=consistent_rms, weight_decay=0.1)
+    of_matrices = optax.contrib.muon(2 * RATE, consistent_rms=0.2, weight_decay=0.1)
     theirs = of_matrices, optax.adamw(RATE, 0.9, 0.95, eps=1e-8, weight_decay=0.1)
     their_params = unstacked(params, model)
     states = ours.init(params), *(each.init(part) for each, part in zip(theirs, their_params, strict=True))

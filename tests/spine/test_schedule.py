@@ -36,22 +36,11 @@ def test_floor_is_reached_at_1_669_trillion_tokens_and_70b_matches_figure_1d():
     assert learning_rate(round(1.4e12 / TOKENS_PER_STEP), HLAT_70B) == pytest.approx(3.76e-5, abs=5e-8)
 
 
-def _hlat_published(s, *, cycles=0.5, plateau=0.0):
-    """HLAT's scheduler with the arguments that its own runs leave at their defaults."""
-    held = int(plateau * 300)
-    return np.where(s < 20 + held, 1.0, 0.5 * (1 + np.cos(np.pi * cycles * 2 * (s - 20 - held) / (280 - held))))
-
-
 # Schedule -> its keys, and its factor of the peak after a warm-up of 20 steps, at steps s up to the horizon of 300.
 CLOSED_FORMS = {
     "constant": ({"schedule": "constant"}, lambda s: np.ones_like(s)),
     "linear": ({"schedule": "linear"}, lambda s: 1 - (s - 20) / 280),
-    "cosine": ({}, _hlat_published),
-    "HLAT's plateau": ({"plateau_ratio": 0.3}, lambda s: _hlat_published(s, plateau=0.3)),
-    "HLAT's cycles": (
-        {"num_cycles": 1.5, "plateau_ratio": 0.103},  # 30.9 steps, of which HLAT keeps the whole ones
-        lambda s: _hlat_published(s, cycles=1.5, plateau=0.103),
-    ),
+    "cosine": ({}, lambda s: 0.5 * (1 + np.cos(np.pi * (s - 20) / 280))),
     "wsd": ({"schedule": "wsd", "cooldown_steps": 60}, lambda s: np.minimum(1, (300 - s) / 60)),
     "wsd, 1 - sqrt": (
         {"schedule": "wsd", "cooldown_steps": 60, "cooldown": "sqrt"},
@@ -94,14 +83,10 @@ def test_last_steps_of_a_long_decay_keep_all_digits():
             r"horizon_steps=100 is too short for optimizer\.warmup_steps=50, .*cooldown_steps=51; raise it",
         ),
         ({"horizon_steps": 2000}, r"horizon_steps=2000 is too short for optimizer\.warmup_steps=2000, "),
-        ({"plateau_ratio": 1.0}, r"optimizer\.plateau_ratio=1\.0 must lie in \[0, 1\)"),
+        ({"min_lr_ratio": 1.0}, r"optimizer\.min_lr_ratio=1\.0 must lie in \[0, 1\)"),
         (
             {"schedule": "constant", "cooldown_steps": 5},
             r"cooldown_steps=5 has no effect with optimizer\.schedule='constant': .* set optimizer\.schedule='wsd'\.$",
-        ),
-        (
-            {"schedule": "linear", "num_cycles": 1.0},
-            r"num_cycles=1\.0 has no effect with optimizer\.schedule='linear': .* set optimizer\.schedule='cosine'\.$",
         ),
     ],
 )
