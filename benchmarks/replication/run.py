@@ -34,8 +34,6 @@ def digest_of(overrides: dict[str, object]) -> str:
     """Returns a hash of all settings of a run, defaults too: another one is another experiment."""
     config = get_config()
     config.update_from_flattened_dict(overrides)
-    if not config.model.out_bias:  # the recorded runs are older than this key
-        del config.model.out_bias
     return hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
 
 
