@@ -20,7 +20,7 @@ from hlat_jax.cli import config_files
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.cli.path_checks import check_folder
 from hlat_jax.facts.local_paths import local_path
-from hlat_jax.host import compile_cache, neuron_env, neuron_topology, process
+from hlat_jax.host import compile_cache, neuron_env, neuron_start, neuron_topology, process
 from hlat_jax.host.limits import too_many_files
 from hlat_jax.host.watchdog import TERMINATED_CODE, Watchdog
 from hlat_jax.run import costs
@@ -156,8 +156,8 @@ def _set_environment(config: config_lib.Config, values: flags.FlagValues, *, wor
 
     Processes of one job would write the same entries of the cache; their launcher may name a folder for each.
     """
-    platforms = os.environ.get("JAX_PLATFORMS", "")
-    instance = neuron_topology.instance_to_serve(values.instance, platforms, machine=neuron_topology.Machine())
+    machine, platforms = neuron_topology.HERE, os.environ.get("JAX_PLATFORMS", "")
+    instance = neuron_topology.instance_to_serve(values.instance, platforms, machine=machine)
     if not instance:
         if not values.coordinator:
             compile_cache.use_default_folder(os.environ)
@@ -178,6 +178,7 @@ def _set_environment(config: config_lib.Config, values: flags.FlagValues, *, wor
     options = {"profile": profile, "config_flags": config.train.compiler_flags}
     computed = neuron_env.environment(config.precision, config.parallel, place, current=os.environ, **options)
     os.environ.update(computed.variables)
+    neuron_start.clear_way(os.environ, place, neuron_topology.HERE)
     if rank == 0:
         print("\n".join((f"environment      for {nodes} x {instance}", *computed.notes)))
 

@@ -17,9 +17,13 @@
 #   --cores=N            NeuronCores of a node to train on, as JAX sees them; default all
 #   --cache=DIR          copy the compiled programs of a shared folder to this node before the run
 #   --fill_cache=DIR     the same, and copy those of this node to the folder after the run
+#   --local_disk=DIR     make one file system of the NVMe disks of this instance, mount it at DIR, and put the caches there;
+#                        a disk with a file system, or in use, is refused. Needs root or sudo, and mdadm
 #   --dry-run            print what would be exported and run, and stop: for this node if --node or the launcher names
 #                        it, else for every node
 #
+# On Neuron the command first waits for a former run to end, removes what killed compiles have left, and tries JAX's
+# cache in a process of its own; without it, it says so and goes on.
 # PYTHON names the interpreter, by default `python`; LOCAL_CACHE the folder of compiled programs on the node's own disk;
 # IMAGE_ROOT another place to look for the libraries of the image, for tests.
 # This script handles nodes and paths only. The recipe is in the config; `python -m hlat_jax.neuron env` computes the
@@ -27,7 +31,7 @@
 set -euo pipefail
 
 python=${PYTHON:-python}
-local_cache=${LOCAL_CACHE:-/var/tmp/hlat-compile-cache}
+local_cache=${LOCAL_CACHE:-} local_disk=""
 coordinator="" num_nodes="" node="" port=41001 cores="" instance="" shared_cache="" fill_cache="" dry_run=false
 stopped_code=143
 passed=() config_words=()
@@ -55,6 +59,7 @@ for word in "$@"; do
     --instance=*) instance=${word#*=} ;;
     --cache=*) shared_cache=${word#*=} ;;
     --fill_cache=*) fill_cache=${word#*=} ;;
+    --local_disk=*) local_disk=${word#*=} ;;
     --dry-run) dry_run=true ;;
     --rank=* | --num_nodes=* | --target=* | --dry_run) fail "$word: give --node, --nodes, --instance or --dry-run." ;;
     --num_processes=* | --process_id=*) fail "$word: give --nodes and --node; one process runs on each node." ;;
@@ -70,6 +75,8 @@ for word in "$@"; do
   previous=$word
 done
 
+[[ -z $local_disk || $local_disk == /* ]] || fail "--local_disk=$local_disk must be an absolute path, such as /mnt/nvme."
+: "${local_cache:=${local_disk:-/var/tmp}/hlat-compile-cache}"
 for pair in "--cache=$shared_cache" "--fill_cache=$fill_cache" "LOCAL_CACHE=$local_cache"; do
   [[ ! ${pair#*=} =~ ^[A-Za-z][A-Za-z0-9+.-]+:/ ]] || fail "$pair is a URL; give a local folder."
 done
@@ -143,6 +150,51 @@ if [[ -z $instance ]] && has_neuron; then
   [[ -n $instance ]] || fail "this machine has Neuron devices and an unknown instance type: give --instance=TYPE."
 fi
 
+as_root() { # runs a command as root; in a dry run prints it
+  if $dry_run; then
+    printf '# sudo'
+    printf ' %q' "$@"
+    echo
+  elif ((EUID == 0)); then
+    "$@"
+  else
+    sudo -n "$@"
+  fi
+}
+
+# The images leave the instance's disks without a file system. EC2 names their model; EBS volumes have another.
+mount_local_disk() {
+  local label=hlat-local device disk disks=() found signature=""
+  ! mountpoint -q "$local_disk" || return 0
+  device=$(blkid -L "$label" 2> /dev/null || true) # of an earlier start
+  if [[ -z $device ]]; then
+    mapfile -t disks < <(lsblk -dnpo NAME,MODEL | sed -n 's/ *Amazon EC2 NVMe Instance Storage *$//p')
+    if ((${#disks[@]} == 0)); then
+      $dry_run || fail "--local_disk=$local_disk: this machine has no NVMe disk of an instance; leave the flag out."
+      echo "# --local_disk=$local_disk: this machine has no NVMe disk of an instance"
+      return 0
+    fi
+    for disk in "${disks[@]}"; do
+      found=$(lsblk -nrpo NAME,FSTYPE,MOUNTPOINT "$disk" | sed 's/ *$//')
+      $dry_run || signature=$(as_root wipefs --noheadings "$disk") # which reads the disk itself, and erases nothing
+      found+=${signature:+ $signature}
+      [[ $found == "$disk" ]] || fail "--local_disk=$local_disk: $disk is in use (${found//$'\n'/, }); mount or empty it yourself."
+    done
+    device=${disks[0]}
+    if ((${#disks[@]} > 1)); then
+      device=/dev/md/$label
+      as_root mdadm --create "$device" --run --level=0 "--raid-devices=${#disks[@]}" "${disks[@]}"
+    fi
+    as_root mkfs.ext4 -q -m 0 -L "$label" "$device"
+  fi
+  as_root mkdir -p "$local_disk"
+  as_root mount "$device" "$local_disk"
+  as_root chmod 1777 "$local_disk"
+}
+if [[ -n $local_disk ]]; then
+  mount_local_disk
+fi
+
 # before the training process takes signals; as process 1 of a container bash would ignore them
 trap 'exit "$stopped_code"' TERM USR1
 
@@ -207,7 +259,7 @@ copy_cache() { # from to: existing files stay; each file is moved into place whe
     mkdir -p "$(dirname "$2/$file")"
     cp "$1/$file" "$partial/file"
     mv "$partial/file" "$2/$file"
-  done < <(cd "$1" && find . -type f -not -path './.partial.*' -print0)
+  done < <(cd "$1" && find . -type f -not -path './.partial.*' -not -name '*.lock' -print0) # locks of killed compiles
   rm -r "$partial"
 }
 

@@ -1,7 +1,7 @@
-"""Which groups of cores Neuron's collectives are documented to support inside a server, and in which order.
+"""Which groups of cores Neuron's collectives support inside a server, and in which order.
 
-One table, for the layout of a run, the search over layouts, the lint and `--cores`. Nothing here ran on a device: where
-pages contradict each other, both sides are kept, and the group is disputed.
+One table, for the layout of a run, the search over layouts, the lint and `--cores`. We ran nothing on a device. What
+others measured wins over documents; where pages contradict each other, the group is disputed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ class Rules:
       server: number of devices of the largest server of this kind.
       sizes: sizes of groups of consecutive devices that pages list without contradiction.
       orders: size -> all groups of that size, for sizes that work only in an order of their own.
+      seen: sizes of groups of consecutive devices that others ran with right sums, and no page lists.
+      seen_worlds: numbers of first devices that others ran alone, all in one group.
       strides: (size, stride) of other groups that a page has.
+      no_strided_all_to_all: what was seen of an all-to-all in a group of every n-th device.
       disputed: size -> what pages say.
       refused: size -> why, for sizes that a page excludes.
     """
@@ -36,7 +39,10 @@ class Rules:
     server: int
     sizes: tuple[int, ...]
     orders: Mapping[int, Orders] = dataclasses.field(default_factory=dict)
+    seen: tuple[int, ...] = ()
+    seen_worlds: tuple[int, ...] = ()
     strides: tuple[tuple[int, int], ...] = ()
+    no_strided_all_to_all: str = ""
     disputed: Mapping[int, str] = dataclasses.field(default_factory=dict)
     refused: Mapping[int, str] = dataclasses.field(default_factory=dict)
     source: str = ""
@@ -44,7 +50,7 @@ class Rules:
     @property
     def sizes_with_group(self) -> list[int]:
         """The sizes for which there is a group."""
-        return sorted({*self.sizes, *self.orders, *self.disputed})
+        return sorted({*self.sizes, *self.seen, *self.orders, *self.disputed})
 
 
 def _fold(quarter: int) -> Orders:
@@ -55,23 +61,27 @@ def _fold(quarter: int) -> Orders:
 
 _FEATURES = "nxd-inference feature guide (tensor parallel degrees)"
 _STATE = "NxD's parallel_layers/parallel_state.py (order of the groups)"
+# Groups of 2 and 8 at once, worlds of 2 to 64 at LNC 2; on trn1 worlds of 2, 8, 16 and 32, while 4 cores failed to load
+_KILN = "foxl-ai/kiln, docs/neuron-notes.md (3 October 2026, SDK 2.32, PyTorch)"
+_SPECTRAL = "aws-samples/sample-spectral-dns-on-aws-neuron, docs/neuron-rules.md, rule 5 (SDK 2.32, no framework)"
 # Keys of hardware.DEVICES.
 RULES = {
     "trn1": Rules(
         server=32,
         sizes=(1, 2, 8, 16, 32),
+        # other collectives of these groups are documented, and HLAT's own: the replicas beside its degree 8
         orders={4: tuple(tuple(range(first, 32, 8)) for first in range(8))},
-        source=f"{_FEATURES}; {_STATE}",
+        no_strided_all_to_all="an all-to-all over cores 0, 8, 16, 24 of trn1.32xlarge was refused at load",
+        source=f"{_FEATURES}; {_STATE}; {_KILN}; {_SPECTRAL}",
     ),
     "trn2": Rules(
         server=64,
         sizes=(1, 2, 4, 16, 64),
         orders={32: _fold(16)},
+        seen=(8,),  # the NxD Inference guide lists degree 8, parallel_state.py has no such groups
+        seen_worlds=(2, 4, 8, 16, 32, 64),
         strides=((4, 4),),
-        disputed={
-            8: "the NxD Inference guide lists degree 8 on trn2, NxD's parallel_state.py has no groups of 8 there"
-        },
-        source=f"{_FEATURES}; {_STATE}",
+        source=f"{_FEATURES}; {_STATE}; {_KILN}",
     ),
     "trn2-lnc1": Rules(
         server=128,
@@ -119,8 +129,7 @@ def server_of_node(node: hardware.Instance, *, num_devices: int) -> Server | Non
 
 def verdict_of_first(count: int, *, instance: str, lnc: int) -> tuple[str, str]:
     """Returns the `verdict` on the first devices of an instance."""
-    kind = hardware.INSTANCES[instance]
-    return verdict(np.arange(count)[None], Server(kind.device_key(lnc=lnc), kind.num_devices(lnc=lnc)))
+    return verdict(np.arange(count)[None], Server(hardware.INSTANCES[instance].device_key(lnc=lnc), count))
 
 
 def order(server: Server | None, tensor: int) -> list[int] | None:
@@ -134,10 +143,11 @@ def order(server: Server | None, tensor: int) -> list[int] | None:
     return [device for group in groups for device in group]
 
 
-def verdict(groups: np.ndarray, server: Server) -> tuple[str, str]:
+def verdict(groups: np.ndarray, server: Server, *, all_to_all: bool = False) -> tuple[str, str]:
     """Returns (FINE, DISPUTED or REFUSED; why) for the groups [n, size] of one collective, the worst of them.
 
     Devices are numbered over all servers. Each server's part of a group is judged, and has to be the same in all.
+    `all_to_all` names the kind of the collective.
     """
     if groups.shape[1] == 1:
         return FINE, ""
@@ -148,7 +158,10 @@ def verdict(groups: np.ndarray, server: Server) -> tuple[str, str]:
         parts = places.reshape(len(groups), spanned, -1)
         is_even = (servers.reshape(parts.shape) == servers.reshape(parts.shape)[:, :, :1]).all()
         if is_even and (parts == parts[:, :1]).all():
-            verdicts = [_verdict_inside(tuple(map(int, part)), server) for part in np.unique(parts[:, 0], axis=0)]
+            inside = np.unique(parts[:, 0], axis=0)
+            if all_to_all and server.rules.no_strided_all_to_all and (np.diff(inside) > 1).any():
+                return REFUSED, server.rules.no_strided_all_to_all
+            verdicts = [_verdict_inside(tuple(map(int, part)), server) for part in inside]
             return max(verdicts, key=lambda verdict: VERDICTS.index(verdict[0]))
     return REFUSED, "its groups do not have the same cores of every server (internode-collective-comm)"
 
@@ -166,6 +179,8 @@ def _verdict_inside(part: tuple[int, ...], server: Server) -> tuple[str, str]:
     own = (group for orders in rules.orders.values() for group in (*orders, *zip(*orders, strict=True)))
     if part in {tuple(sorted(group)) for group in own} or (size, stride) in rules.strides:
         return FINE, ""
+    if size == server.size and size in rules.seen_worlds:
+        return FINE, ""
     if stride in rules.sizes and stride > 1 and stride * size == rules.server == server.size:
         return FINE, ""  # the replicas beside a listed degree
     if size not in rules.sizes_with_group:
@@ -173,7 +188,7 @@ def _verdict_inside(part: tuple[int, ...], server: Server) -> tuple[str, str]:
         *others, last = rules.sizes_with_group
         return REFUSED, f"{named}: {why}; sizes with a group: {', '.join(map(str, others))} and {last}"
     if stride == 1 and part[0] % size == 0:
-        if size in rules.sizes:
+        if size in (*rules.sizes, *rules.seen):
             return FINE, ""
         if size in rules.disputed:
             return DISPUTED, f"{named}: {rules.disputed[size]}"

@@ -4,15 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.metadata
+import json
 import os
 import pathlib
 import platform
-from collections.abc import MutableMapping
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, MutableMapping, Sequence
 
 FOLDER = "JAX_COMPILATION_CACHE_DIR"
 _ENABLED = "JAX_ENABLE_COMPILATION_CACHE"
+_OFF = ("0", "n", "no", "f", "false", "off")
 _MOST_BYTES = 1 << 30
 _LEAST_COMPILE_S = "0.2"  # shorter compilations are done again
+_TRIAL_FILE = "hlat-trial.json"  # in the folder: the result of the last `trial`
+_TRIAL = """
+import jax, numpy
+total = float(jax.jit(lambda x: (x @ x).sum())(numpy.ones((128, 128), "float32")))
+assert total == 2.0**21, f"a small program computes {total}"
+"""
+# a program of one device, which does not wait for other processes, and runs on the device
+_NOT_IN_TRIAL = (
+    "NEURON_PJRT_PROCESSES_NUM_DEVICES",
+    "NEURON_PJRT_PROCESS_INDEX",
+    "NEURON_RT_INSPECT_DEVICE_PROFILE",
+    "NEURON_RT_ROOT_COMM_ID",
+    "NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU",
+)
+_PACKAGES = ("jax", "jaxlib", "jax-neuronx", "libneuronxla", "neuronx-cc")  # write and read compiled programs
 _ACCELERATORS = ("neuron0", "nvidiactl", "kfd", "accel0")  # device files of Trainium, NVIDIA, AMD and TPU
 
 
@@ -21,7 +43,7 @@ def use_default_folder(environ: MutableMapping[str, str]) -> None:
 
     Changes nothing where a variable names a folder or turns the cache off, or where the folder cannot be written.
     """
-    if environ.get(FOLDER) or environ.get(_ENABLED, "1").lower() in ("0", "n", "no", "f", "false", "off"):
+    if environ.get(FOLDER) or environ.get(_ENABLED, "1").lower() in _OFF:
         return
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: this user has no home
         caches = pathlib.Path(environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
@@ -45,8 +67,92 @@ def silence_tuning_hints(environ: MutableMapping[str, str], *, devices: pathlib.
         environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
+def leave_out_faulty(environ: MutableMapping[str, str]) -> list[str]:
+    """Removes the variable of JAX's cache if the cache does not work on this machine; returns lines that say so.
+
+    The result of a trial is kept in the folder, for the next start with the same packages.
+    """
+    folder = environ.get(FOLDER)
+    if not folder or environ.get(_ENABLED, "1").lower() in _OFF:
+        return []
+    packages, kept = installed(_PACKAGES), pathlib.Path(folder) / _TRIAL_FILE
+    fault = None
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        last = json.loads(kept.read_text())
+        fault = last["fault"] if last["packages"] == packages else None
+    if fault is None:
+        fault, is_of_cache = trial(environ)
+        if fault and not is_of_cache:
+            return [f"compile cache    not tried, because a small program fails without it too: {fault}"]
+        if "://" not in folder:
+            with contextlib.suppress(OSError):
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                kept.write_text(json.dumps({"packages": packages, "fault": fault}))
+    if not fault:
+        return []
+    del environ[FOLDER]
+    return [f"compile cache    JAX's is left out, because it fails here: {fault}. The compiler's own is used"]
+
+
+def trial(environ: Mapping[str, str], *, timeout_s: float = 300.0) -> tuple[str, bool]:
+    """Returns (the fault of JAX's cache, or ""; whether a program runs without it), by a small program in processes.
+
+    One process compiles and writes it, a second one reads it. On jax 0.9.2 with SDK 2.31 each start crashed
+    (`RET_CHECK ... has_host_program_shape`), and on jax 0.6.2 none. Source: xbill9/tpu-jax-inf2, 2 August 2026, inf2.
+    """
+    plain = {name: value for name, value in environ.items() if name not in (*_NOT_IN_TRIAL, FOLDER)}
+    if not plain.get("NEURON_RT_VISIBLE_CORES"):
+        plain["NEURON_RT_NUM_CORES"] = "1"  # claims one core
+    with tempfile.TemporaryDirectory() as folder:
+        cached = plain | {
+            FOLDER: folder,
+            _ENABLED: "true",
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            "JAX_RAISE_PERSISTENT_CACHE_ERRORS": "true",
+        }
+        fault = _run_trial(cached, timeout_s)
+        written = set(os.listdir(folder))
+        if not fault and not written:
+            fault = "nothing was written"
+        fault = fault or _run_trial(cached, timeout_s)
+        if not fault and set(os.listdir(folder)) != written:
+            fault = "a second process does not find the program of the first"
+    if not fault:
+        return "", True
+    without = _run_trial(plain, timeout_s)
+    return without or fault, not without
+
+
+def _run_trial(environ: Mapping[str, str], timeout_s: float) -> str:
+    """Returns how the small program fails in a process, or ""."""
+    words = [sys.executable, "-c", _TRIAL]
+    try:
+        done = subprocess.run(
+            words, env=environ, capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return f"no end after {timeout_s:g} s"
+    if not done.returncode:
+        return ""
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    named = [line for line in lines if any(word in line for word in ("RET_CHECK", "NCC_", "Error", "Check failed"))]
+    ended = f"signal {signal.Signals(-done.returncode).name}" if done.returncode < 0 else f"code {done.returncode}"
+    return f"{(named or lines or ['no message'])[-1][:200]} ({ended})"
+
+
+def installed(names: Sequence[str]) -> dict[str, str]:
+    """Returns name -> version of the packages that are installed."""
+    found = {}
+    for name in names:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
 def describe(folder: str | None, *, platform: str) -> str:
     """Returns what a start prints about the folder of JAX's compilation cache, if there is one."""
+    if not folder and platform == "neuron" and (compilers := os.environ.get("NEURON_COMPILE_CACHE_URL")):
+        return f"neuronx-cc's alone, {compilers}"
     if not folder:  # a CPU compiles in seconds
         return "none" + f"; with {FOLDER}=FOLDER the next start does not compile again" * (platform != "cpu")
     home = os.path.expanduser("~")

@@ -33,9 +33,6 @@ def compiler_flags(topology: Topology) -> Flags:
         flags["--native-int64"] = "disabled"  # trn2 only: int64 as on trn1
     else:
         flags["--distribution-strategy"] = "llm-training"  # HLAT's scripts, on trn1
-    # with NEURON_COMPILE_CACHE_URL the folder stayed empty under JAX; this flag takes precedence over it, and worked
-    flags["--cache_dir"] = f"{topology.cache}/neuronx-cc"
-    flags["--retry_failed_compilation"] = None  # otherwise a cached failure is raised again at every restart
     return flags
 
 
@@ -108,6 +105,8 @@ def _check(name: str, value: str | None, topology: Topology) -> None:
             f"{name}={value} rounds values that precision.policy keeps; set {name}=none and choose "
             "another --config.precision.policy."
         )
+    if name == "--cache_dir":
+        raise ValueError(f"neuronx-cc refuses {name} (NCC_EARG002); set NEURON_COMPILE_CACHE_URL={value}.")
     if name == "--target" and (value or "")[:4] != topology.kind.target[:4]:
         raise ValueError(f"{name}={value} does not match {topology.instance}; set {name}={topology.kind.target}.")
 

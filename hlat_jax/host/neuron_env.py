@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from hlat_jax.config import ParallelConfig, PrecisionConfig, check_choice, count_text
 from hlat_jax.facts.core_groups import DISPUTED, verdict_of_first
 from hlat_jax.facts.policies import POLICY_FACTS
+from hlat_jax.host import compile_cache, neuron_start
 from hlat_jax.host.neuron_compiler_flags import compiler_flags, merge_flags, with_config
 from hlat_jax.host.neuron_topology import (
     COLLECTIVES_PORT,
@@ -38,6 +39,9 @@ REMOVED = {
     "XLA_DOWNCAST_BF16": "a variable of PyTorch/XLA: set --config.precision.policy=mixed, HLAT-70B's recipe",
     "NEURON_EXTRACT_GRAPHS_ONLY": "for neuron_parallel_compile, a tool of PyTorch: use launch/slurm/precompile.sbatch",
 }
+# Without it, runs deadlocked within 250 launches, or computed wrong numbers without an error. Source: foxl-ai/kiln,
+# docs/neuron-notes.md, October 2026, SDK 2.32 under PyTorch. Other projects set it for speed.
+NO_BARRIER = "NEURON_RT_DISABLE_EXECUTION_BARRIER"
 # Variables that the config and the rank of a process determine, and the setting to change instead.
 FIXED = {
     "NEURON_RT_STOCHASTIC_ROUNDING_EN": "precision.policy and precision.stochastic_rounding",
@@ -127,17 +131,23 @@ def prepare(precision: PrecisionConfig, parallel: ParallelConfig, *, machine: Ma
     instance = instance_to_serve("", os.environ.get("JAX_PLATFORMS", ""), machine=machine)
     if not instance:
         return "environment: nothing to set, as no Neuron device is used"
-    computed = environment(precision, parallel, Topology(instance, lnc=lnc_of(os.environ)), current=os.environ)
-    late = [name for name, value in computed.variables.items() if os.environ.get(name) != value and name != "PATH"]
-    if late and "jax" in sys.modules:
+    topology = Topology(instance, lnc=lnc_of(os.environ))
+    computed = environment(precision, parallel, topology, current=os.environ)
+    variables, is_late = computed.variables, "jax" in sys.modules
+    if is_late:  # the first call may have left out JAX's cache
+        variables = {name: value for name, value in variables.items() if name != compile_cache.FOLDER}
+    late = [name for name, value in variables.items() if os.environ.get(name) != value and name != "PATH"]
+    if late and is_late:
         raise ValueError(
             f"{instance}: JAX was imported before {late[0]} was set. Start Python again, in a notebook its kernel, and "
             "call this before you import JAX."
         )
-    os.environ.update(computed.variables)
-    notes = computed.notes
+    os.environ.update(variables)
+    notes = list(computed.notes)
+    if not is_late:
+        neuron_start.clear_way(os.environ, topology, machine, say=notes.append)
     if not shutil.which(COMPILER):
-        notes += (f"{COMPILER} is not installed beside {sys.executable}: choose the Python or kernel that has it",)
+        notes.append(f"{COMPILER} is not installed beside {sys.executable}: choose the Python or kernel that has it")
     return "\n".join((f"environment: set for {instance}", *notes))
 
 
@@ -172,7 +182,10 @@ def _compute(precision: PrecisionConfig, parallel: ParallelConfig, topology: Top
         **({"NEURON_RT_STOCHASTIC_ROUNDING_SEED": "0"} if rounds_by_device else {}),
         # seconds; the docs give 2, 30 and 600 as default. HLAT: 4000. A run must not end while a peer still compiles
         "NEURON_RT_EXEC_TIMEOUT": "4000",
-        "JAX_COMPILATION_CACHE_DIR": f"{topology.cache}/jax",
+        "JAX_COMPILATION_CACHE_DIR": f"{topology.cache}/jax",  # `neuron_start` tries it before a run
+        # neuronx-cc refuses --cache_dir (NCC_EARG002), and fills this folder under JAX. Source: xbill9/tpu-jax-inf2,
+        # 2 August 2026, jax 0.9.2 and neuronx-cc 2.26
+        "NEURON_COMPILE_CACHE_URL": f"{topology.cache}/neuronx-cc",
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",  # small programs too: each takes seconds to compile
         # else the options of a program contain a path inside the cache's folder, and with it the key of its entry
         "JAX_PERSISTENT_CACHE_ENABLE_XLA_CACHES": "none",
@@ -234,6 +247,10 @@ def _check_contradictions(ours: Mapping[str, str], topology: Topology, current: 
     platforms = current.get("JAX_PLATFORMS", "")
     if platforms and "neuron" not in platforms.split(","):
         raise ValueError(f"JAX_PLATFORMS={platforms} keeps JAX off the devices of {topology.instance}; unset it.")
+    if current.get(NO_BARRIER, "0") not in ("", "0"):
+        raise ValueError(
+            f"{NO_BARRIER}={current[NO_BARRIER]} gave deadlocks, and wrong numbers without an error; unset it."
+        )
     if current.get("NEURON_RT_INSPECT_DEVICE_PROFILE") == "1":
         _check_profile(current)
     # of one process, which sets neither: they may be left of a larger job

@@ -92,6 +92,11 @@ def resolve_topology(topology: Topology) -> Topology:
         raise ValueError(f"--nodes={t.nodes} must be at least 1.")
     if not 0 <= t.rank < t.nodes:
         raise ValueError(f"--node={t.rank} must lie in 0 .. {t.nodes - 1}, which is --nodes - 1.")
+    if t.nodes > 1 and not kind.num_efa:  # aws-neuron-sdk issue 742: "NEFF is invalid" on two trn1.2xlarge
+        raise ValueError(
+            f"--nodes={t.nodes}: {t.instance} has no EFA, and AWS does not support several nodes of it; "
+            "use --nodes=1, or a larger instance."
+        )
     if t.nodes > 1:
         check_host(t.coordinator, "--coordinator")
     if not 0 < t.port < 65536:

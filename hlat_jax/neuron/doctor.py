@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import pathlib
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,9 @@ import numpy as np
 from hlat_jax.config import Config
 from hlat_jax.facts import sdk_releases
 from hlat_jax.facts.core_groups import REFUSED, groups_along, server_of, verdict
+from hlat_jax.host import neuron_start
 from hlat_jax.host.neuron_compiler_flags import compiler_killed
+from hlat_jax.host.neuron_topology import HERE
 from hlat_jax.neuron import exercises, installation, probes
 from hlat_jax.neuron.probes import FAILED, NOT_HERE, Outcome
 from hlat_jax.parallel.sharding import Layout
@@ -40,6 +43,13 @@ def checks(
     yield "versions for Neuron", lambda: neuron_versions() if instance else _NO_NEURON
     yield "tools on PATH", lambda: installation.tools_on_path() if instance else _NO_NEURON
     yield "compile cache", lambda: probes.cache(cache)
+    yield "compiler's cache", lambda: installation.compiler_cache(os.environ) if instance else _NO_NEURON
+    yield "former run", lambda: installation.former_run(HERE) if instance else _NO_NEURON
+    if instance and neuron_start.missing_plugin():
+        what = "JAX finds no device without the packages that `versions for Neuron` names"
+        yield "devices", lambda: Outcome(NOT_HERE, what)
+        return
+    yield "JAX's cache", jax_cache
     yield "devices", lambda: probes.devices(jax.local_devices(), platform=platform, count=num_devices)
     yield "random numbers", lambda: probes.random_numbers(exercises.draw)
     yield "bf16 products", lambda: probes.matmul_accumulation(exercises.multiply)
@@ -69,6 +79,14 @@ def neuron_versions() -> Outcome:
     """Checks that the Neuron software of this machine belongs to one release."""
     python = exercises.installed_versions(("python", "jax", "numpy", *sdk_releases.PYTHON_PACKAGES))
     return installation.one_release(python | installation.system_versions())
+
+
+def jax_cache() -> Outcome:
+    """Checks JAX's cache of compiled programs, and turns it off for the later checks if they would fail with it."""
+    outcome = installation.jax_cache(os.environ)
+    if outcome.verdict == FAILED:
+        jax.config.update("jax_enable_compilation_cache", False)
+    return outcome
 
 
 def expected_rounding(config: Config) -> str:

@@ -19,7 +19,7 @@ from hlat_jax.neuron.rules import target_of
 from hlat_jax.store.progress import show_progress
 from hlat_jax.weights.init_model import parse_config
 
-_PLUGIN_FLAGS = ("--cache_dir", "--retry_failed_compilation")  # flags of JAX's Neuron plugin, not of the compiler
+_PLUGIN_FLAGS = ("--retry_failed_compilation",)  # flags of Neuron's plugins, not of the compiler
 _CHIPS = {"trn1": "trn1.32xlarge", "trn2": "trn2.48xlarge"}  # chip -> instance type that its programs are for
 _SCRIPT = """#!/usr/bin/env bash
 # Compiles these programs of {config} with neuronx-cc, without a device. NOT YET RUN: neuronx-cc was not available.

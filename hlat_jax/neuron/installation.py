@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from hlat_jax.facts import sdk_releases
 from hlat_jax.facts.sdk_releases import PYTHON_PACKAGES, RECOMMENDED, RELEASES, SYSTEM_PACKAGES, Release, numbers
-from hlat_jax.host import neuron_env
+from hlat_jax.host import compile_cache, neuron_env, neuron_start, neuron_topology
 from hlat_jax.neuron.probes import FAILED, NOT_HERE, PASSED, Outcome
 
 # what no release is without; nki is needed by model.attention=nki only
@@ -49,10 +49,12 @@ def one_release(installed: Mapping[str, str]) -> Outcome:
     missing = [name for name in _REQUIRED if name not in installed]
     if missing:
         return Outcome(FAILED, f"missing: {', '.join(missing)}", _advice())
-    compiler = installed["neuronx-cc"]
-    if numbers(compiler) >= sdk_releases.bounds("neuronx-cc", RELEASES[-1])[1]:
-        what = f"neuronx-cc {compiler} is newer than SDK {RELEASES[-1].version}, the newest in the table"
-        return Outcome(NOT_HERE, what, "add its row to hlat_jax/facts/sdk_releases.py from AWS's release notes")
+    newest = RELEASES[-1]
+    for name in PYTHON_PACKAGES:  # builds of the next release may fit the bounds of this one
+        if name in installed and numbers(installed[name]) > numbers(newest.packages[name]):
+            what = f"{name} {installed[name]} is newer than SDK {newest.version}, the newest in the table"
+            advice = "install the extra `neuron`, or add the release to hlat_jax/facts/sdk_releases.py"
+            return Outcome(NOT_HERE, what, advice)
     packages = [name for name in (*PYTHON_PACKAGES, *SYSTEM_PACKAGES) if name in installed]
     rows = {name: sdk_releases.releases_of(name, installed[name]) for name in packages}
     num_members = {one.version: sum(one.version in row for row in rows.values()) for one in RELEASES}
@@ -83,6 +85,44 @@ def tools_on_path() -> Outcome:
     if missing := [name for name, at in found.items() if at is None]:
         return Outcome(FAILED, f"not on PATH: {', '.join(missing)}", "; ".join(advice[name] for name in missing))
     return Outcome(PASSED, ", ".join(str(at) for at in found.values()))
+
+
+def compiler_cache(environ: Mapping[str, str], *, processes: pathlib.Path = neuron_start.PROCESSES) -> Outcome:
+    """Checks that killed and failed compiles have left nothing in neuronx-cc's cache."""
+    folder = neuron_start.compiler_cache(environ)
+    found = neuron_start.leftovers(folder, processes=processes)
+    if found is None:
+        return Outcome(PASSED, f"{folder or 'no folder'}: no lock, no failed compile")
+    what = f"{found}, as {(*found.locks, *found.failures)[0]}"
+    if found.doubt:
+        return Outcome(NOT_HERE, f"{what}; {found.doubt}", neuron_start.how_to_remove(folder))
+    return Outcome(FAILED, what, f"start a run, which removes them. {neuron_start.how_to_remove(folder)}")
+
+
+def former_run(
+    machine: neuron_topology.Machine,
+    *,
+    port: int = neuron_topology.COLLECTIVES_PORT,
+    processes: pathlib.Path = neuron_start.PROCESSES,
+) -> Outcome:
+    """Checks that no process of a former run holds the devices, or the port of the collectives."""
+    obstacle = neuron_start.in_use(machine, port, processes=processes)
+    if obstacle:
+        return Outcome(FAILED, obstacle, "end that process; the kernel keeps a port for 60 s after its last connection")
+    return Outcome(PASSED, "no process that this user can see holds NeuronCores, and the port is free")
+
+
+def jax_cache(environ: Mapping[str, str]) -> Outcome:
+    """Checks that a process writes a program to JAX's cache, and that a second one reads it."""
+    fault, is_of_cache = compile_cache.trial(environ)
+    if not fault:
+        return Outcome(PASSED, "one process wrote a program, a second one read it")
+    if is_of_cache:
+        advice = "nothing for a run, which leaves JAX's cache out; for other code unset JAX_COMPILATION_CACHE_DIR"
+        return Outcome(FAILED, f"JAX's cache fails: {fault}", advice)
+    return Outcome(
+        FAILED, f"a small program fails without JAX's cache too: {fault}", "fix this first, or no run starts"
+    )
 
 
 def _advice() -> str:

@@ -68,19 +68,21 @@ def group_findings(
     Also yields INT03 for added collectives; `operators` checks the program's own. `placement` has the device at each
     place of the mesh, and is empty if they are in their order.
     """
-    seen: dict[bytes, Any] = {}
+    seen: dict[tuple[bytes, bool], Any] = {}
     placed = np.asarray(placement, np.int64) if len(placement) else None
     for op, groups in replica_groups(program, sharded):
-        key = np.asarray(groups, np.int32).tobytes() + str(groups.shape).encode()
+        exchanges = op.name.endswith("all_to_all")
+        key = np.asarray(groups, np.int32).tobytes() + str(groups.shape).encode(), exchanges
         if groups.shape[1] > 1 and key not in seen:
             seen[key] = op
             groups = groups if placed is None else placed[groups]
             server = Server(target, min(groups.size, core_groups.RULES[target].server))  # all devices are in a group
-            level, why = core_groups.verdict(groups, server)
+            level, why = core_groups.verdict(groups, server, all_to_all=exchanges)
             if level != FINE:
                 yield {REFUSED: "CC04", DISPUTED: "CC05"}[level], why, op
-    if len(seen) > MAX_GROUP_SETS:
-        yield "CC01", f"{len(seen)} sets of replica groups", list(seen.values())[-1]
+    num_sets = len({groups for groups, _ in seen})
+    if num_sets > MAX_GROUP_SETS:
+        yield "CC01", f"{num_sets} sets of replica groups", list(seen.values())[-1]
     for op in program.operations:
         if op.name == "stablehlo.collective_permute":
             pairs = attribute_numbers(op.attributes["source_target_pairs"])

@@ -29,7 +29,7 @@ def level(server, *groups):
 # Source: reference page, section 4: nxd-inference feature guide, NxD's parallel_state.py, archive/nxd-training/mlp.
 CONSECUTIVE = {
     TRN1: {1: FINE, 2: FINE, 4: REFUSED, 8: FINE, 16: FINE, 32: FINE},
-    TRN2: {1: FINE, 2: FINE, 4: FINE, 8: DISPUTED, 16: FINE, 32: REFUSED, 64: FINE},
+    TRN2: {1: FINE, 2: FINE, 4: FINE, 8: FINE, 16: FINE, 32: REFUSED, 64: FINE},
     LNC1: {1: FINE, 2: DISPUTED, 4: FINE, 8: FINE, 16: REFUSED, 32: FINE, 64: REFUSED, 128: FINE},
 }
 
@@ -49,6 +49,28 @@ def test_groups_of_special_order_are_listed():
     assert level(TRN1, [0, 2, 4, 6]) == level(TRN1, range(4, 12)) == DISPUTED
     assert level(TRN2, [*range(16), *range(63, 47, -1)], [*range(16, 32), *range(47, 31, -1)]) == FINE
     assert level(TRN2, [0, 4, 8, 12]) == level(TRN2, [0, 16, 32, 48]) == FINE  # 4 x 4 x 4 in parallel_state.py
+
+
+def test_worlds_that_others_ran_are_not_refused():
+    """Source: foxl-ai/kiln, Collectives on trn2 and across chips, 3 October 2026: sums were right; 4 of trn1 failed."""
+    for kind, levels in {
+        "trn1": {2: FINE, 4: REFUSED, 8: FINE, 16: FINE, 32: FINE},
+        "trn2": {2: FINE, 4: FINE, 8: FINE, 16: FINE, 32: FINE, 48: REFUSED, 64: FINE},
+    }.items():
+        assert {count: level(Server(kind, count), range(count)) for count in levels} == levels
+    # seen alone, not as one of two groups, and not as the replicas beside degree 8
+    assert level(TRN2, range(32), range(32, 64)) == REFUSED
+    assert level(TRN2, range(0, 64, 8)) == DISPUTED
+
+
+def test_all_to_all_over_every_eighth_core_of_trn1_is_refused():
+    """Source: aws-samples/sample-spectral-dns-on-aws-neuron, rule 5, on trn1.32xlarge."""
+    strided, whole = np.asarray([[0, 8, 16, 24]]), np.arange(32)[None]
+    assert verdict(strided, TRN1) == (FINE, "")
+    assert verdict(whole, TRN1, all_to_all=True) == (FINE, "")
+    found, why = verdict(strided, TRN1, all_to_all=True)
+    assert (found, "an all-to-all over cores 0, 8, 16, 24 of trn1.32xlarge" in why) == (REFUSED, True)
+    assert verdict(np.asarray([[0, 16, 32, 48]]), TRN2, all_to_all=True) == (FINE, "")  # nobody has tried
 
 
 def test_groups_between_servers_need_the_same_cores_of_each():
@@ -118,7 +140,7 @@ def test_search_leaves_out_refused_layouts():
 CORES = {
     ("trn1.32xlarge", 1): ({1, 2, 8, 16, 32}, set()),
     ("trn2.3xlarge", 2): ({1, 2, 4}, set()),
-    ("trn2.48xlarge", 2): ({1, 2, 4, 8, 16, 64}, {8}),
+    ("trn2.48xlarge", 2): ({1, 2, 4, 8, 16, 32, 64}, set()),
     ("trn2.48xlarge", 1): ({1, 2, 4, 8, 32, 128}, {2}),
 }
 

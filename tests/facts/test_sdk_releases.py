@@ -43,7 +43,7 @@ def test_version_of_a_package_gives_its_releases():
 
 
 def test_extras_admit_the_sound_builds_of_their_series_and_no_others():
-    """Lower bounds, because PyPI has placeholders of these names; upper bounds, because the next release differs."""
+    """Pinned: PyPI has placeholders of these names, and builds of the next release keep the first numbers."""
     extras = PROJECT["optional-dependencies"]
     for series, extra in (("2.32", "neuron-2-32"), ("2.33", "neuron")):
         words = [re.match(r"([\w-]+)(.*)", word).groups() for word in extras[extra]]
@@ -52,6 +52,11 @@ def test_extras_admit_the_sound_builds_of_their_series_and_no_others():
         for one in RELEASES:
             is_meant = one.series == series and not one.avoid
             assert all(one.packages[name] in admitted[name] for name in PYTHON_PACKAGES) == is_meant, (extra, one)
+            if is_meant:
+                assert {name: str(admitted[name]) for name in PYTHON_PACKAGES} == {
+                    name: f"=={one.packages[name]}" for name in PYTHON_PACKAGES
+                }
+                assert all(f"{one.packages[name]}+1a2b3c4d" in admitted[name] for name in PYTHON_PACKAGES)
         assert str(admitted["jax"]) == f"=={RECOMMENDED.jax}"
         assert all(low in admitted["numpy"] and high not in admitted["numpy"] for low, high in [RECOMMENDED.numpy])
 

@@ -4,6 +4,7 @@ import os
 import pathlib
 
 import micro
+import neuron_machine
 import pytest
 
 from hlat_jax import loop
@@ -85,3 +86,73 @@ def test_restart_that_reads_compiled_programs_writes_no_errors(tmp_path):
         done = micro.run(micro.command(config, tmp_path / run, "train.num_steps=2"), env)
         assert (done.returncode, done.stderr) == (0, "")
     assert any((tmp_path / "cache").iterdir())
+
+
+# The trial of a start on Trainium, whose processes run on the CPU here
+
+
+@pytest.mark.slow  # the doctor's test has it too
+def test_trial_passes_where_a_second_process_reads_the_program_of_the_first():
+    assert compile_cache.trial(dict(os.environ)) == ("", True)
+
+
+@pytest.mark.parametrize("crash", [False, True])
+def test_trial_tells_a_fault_of_the_cache_from_one_of_the_machine(tmp_path, crash):
+    for when, is_of_cache in (("cached", True), ("always", False)):
+        path = neuron_machine.breaking_cache(tmp_path / when, when=when, crash=crash)
+        fault, found = compile_cache.trial(dict(os.environ) | {"PYTHONPATH": path})
+        assert found == is_of_cache
+        assert "RET_CHECK" in fault
+        assert ("signal SIGABRT" in fault) == crash
+
+
+def test_trial_runs_one_device_without_the_variables_of_a_job(monkeypatch):
+    seen = []
+    monkeypatch.setattr(compile_cache, "_run_trial", lambda environ, _: seen.append(environ) or "")
+    job = {"NEURON_RT_ROOT_COMM_ID": "a:41000", "NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU": "1", DIR: "/mine"}
+    assert compile_cache.trial(job) == ("nothing was written", True)
+    cached, plain = seen
+    assert plain == {"NEURON_RT_NUM_CORES": "1"}
+    assert cached.items() > plain.items()
+    assert cached[DIR] != "/mine"
+    compile_cache.trial({"NEURON_RT_VISIBLE_CORES": "8-15"})
+    assert "NEURON_RT_NUM_CORES" not in seen[-1]
+
+
+def test_trial_that_does_not_end_is_a_fault():
+    assert compile_cache._run_trial(dict(os.environ), 0.01) == "no end after 0.01 s"
+
+
+def test_result_of_a_trial_is_kept_until_a_package_changes(tmp_path, monkeypatch):
+    tried = []
+    monkeypatch.setattr(compile_cache, "trial", lambda environ: tried.append(1) or ("RET_CHECK", True))
+    monkeypatch.setattr(compile_cache, "installed", lambda names: {"jax": "0.10.0"})
+    for _ in range(2):
+        environ = {DIR: str(tmp_path / "jax")}
+        [line] = compile_cache.leave_out_faulty(environ)
+        assert (environ, "fails here: RET_CHECK" in line, len(tried)) == ({}, True, 1)
+    monkeypatch.setattr(compile_cache, "installed", lambda names: {"jax": "0.10.2"})
+    compile_cache.leave_out_faulty({DIR: str(tmp_path / "jax")})
+    assert len(tried) == 2
+    next((tmp_path / "jax").iterdir()).write_text("[]")
+    compile_cache.leave_out_faulty({DIR: str(tmp_path / "jax")})
+    assert len(tried) == 3
+
+
+def test_cache_is_kept_where_it_works_is_off_or_cannot_be_judged(tmp_path, monkeypatch):
+    for environ, result, num_lines in (
+        ({DIR: str(tmp_path)}, ("no device", False), 1),
+        ({DIR: str(tmp_path)}, ("", True), 0),
+        ({DIR: "/mine", "JAX_ENABLE_COMPILATION_CACHE": "false"}, ("RET_CHECK", True), 0),
+        ({}, ("RET_CHECK", True), 0),
+    ):
+        monkeypatch.setattr(compile_cache, "trial", lambda environ, result=result: result)
+        found = dict(environ)
+        assert len(compile_cache.leave_out_faulty(found)) == num_lines
+        assert found == environ
+
+
+def test_start_on_neuron_names_the_compilers_cache_where_it_is_alone(monkeypatch):
+    monkeypatch.setenv("NEURON_COMPILE_CACHE_URL", "/var/tmp/x")
+    assert compile_cache.describe(None, platform="neuron") == "neuronx-cc's alone, /var/tmp/x"
+    assert compile_cache.describe(None, platform="cpu") == "none"

@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 
+import neuron_machine
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +25,7 @@ from hlat_jax.cli import config_files
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.config import ParallelConfig, PrecisionConfig
 from hlat_jax.facts.policies import POLICY_FACTS
-from hlat_jax.host import neuron_env, neuron_topology
+from hlat_jax.host import compile_cache, neuron_env, neuron_topology
 from hlat_jax.host.neuron_env import FIXED, REMOVED, environment
 from hlat_jax.host.neuron_topology import INSTANCES, Topology
 from hlat_jax.neuron import env_command as command
@@ -56,6 +57,8 @@ def golden_runs():
     for target, (instance, lnc) in TARGETS.items():
         one, last = Topology(instance, lnc=lnc), Topology(instance, lnc=lnc, nodes=64, rank=63, coordinator="trn-1")
         for run, precision, place in (("1 node", MIXED, one), ("64 nodes", MIXED, last), ("bf16_sr", BF16_SR, one)):
+            if place is last and not INSTANCES[instance].num_efa:
+                continue
             variables = environment(precision, HLAT, place, current={}).variables
             del variables["PATH"]  # of this machine
             base = first.get(run) or first.get("1 node", {})
@@ -78,7 +81,7 @@ def runs(draw):
     """A precision, a layout and a topology that can be."""
     instance = draw(st.sampled_from(sorted(INSTANCES)))
     lnc = draw(st.sampled_from(INSTANCES[instance].lncs))
-    nodes = draw(st.integers(1, 300))
+    nodes = draw(st.integers(1, 300 if INSTANCES[instance].num_efa else 1))
     whole = INSTANCES[instance].chips * INSTANCES[instance].physical_cores // lnc
     place = Topology(
         instance,
@@ -107,6 +110,9 @@ def test_environment_is_complete_and_consistent(run):
 
     assert f"--logical-nc-config={of['NEURON_LOGICAL_NC_CONFIG']}" in words
     assert "--auto-cast=none" in words
+    # JAX's plugin passes them on to neuronx-cc, which refuses them
+    assert not [word for word in words if word.startswith(("--cache_dir", "--retry_failed_compilation"))]
+    assert of["NEURON_COMPILE_CACHE_URL"] == f"{place.cache}/neuronx-cc"
     assert not set(of) & set(REMOVED)
     assert not found.notes
     assert environment(precision, parallel, place, current=of) == found
@@ -118,7 +124,7 @@ def test_environment_is_complete_and_consistent(run):
         assert of["NEURON_PJRT_PROCESSES_NUM_DEVICES"] == ",".join([str(place.devices_per_node)] * place.nodes)
         host, port = of["NEURON_RT_ROOT_COMM_ID"].split(":")
         assert (host, int(port) != place.port) == (place.coordinator, True)
-        assert ("FI_PROVIDER" in of) == (place.instance not in ("trn1.2xlarge", "trn2.3xlarge"))
+        assert of["FI_PROVIDER"] == "efa"
         first = environment(precision, parallel, dataclasses.replace(place, rank=0), current={}).variables
         assert of == first | {"NEURON_PJRT_PROCESS_INDEX": str(place.rank)}
 
@@ -202,7 +208,14 @@ def test_compiler_flags_of_the_config_and_the_user_replace_others_flag_by_flag()
         flags_with(text="--target=trn2")
 
 
-def test_a_run_and_the_env_command_set_the_flags_of_the_config(env_here, tmp_path):
+@pytest.fixture
+def with_plugin(tmp_path, monkeypatch):
+    """Neuron's plugin looks installed, and JAX's cache is not tried."""
+    monkeypatch.syspath_prepend(neuron_machine.installed(tmp_path / "site"))
+    monkeypatch.setattr(compile_cache, "leave_out_faulty", lambda environ: [])
+
+
+def test_a_run_and_the_env_command_set_the_flags_of_the_config(env_here, with_plugin, tmp_path):
     flag = "--internal-max-instruction-limit=7"
     words = [f"--config.train.compiler_flags={flag}", "--instance=trn2.48xlarge"]
     assert flag in env_here(*words).out
@@ -222,6 +235,8 @@ CONTRADICTIONS = {
     "16 cores, but the run uses 32; unset it, or give --cores=16": {"NEURON_RT_VISIBLE_CORES": "0-15"},
     "not a list of cores": {"NEURON_RT_VISIBLE_CORES": "all"},
     "exclude each other": {"NEURON_RT_INSPECT_ENABLE": "1", "NEURON_RT_INSPECT_DEVICE_PROFILE": "1"},
+    "NEURON_RT_DISABLE_EXECUTION_BARRIER=1 gave deadlocks": {"NEURON_RT_DISABLE_EXECUTION_BARRIER": "1"},
+    "refuses --cache_dir (NCC_EARG002); set NEURON_COMPILE_CACHE_URL=/x": {"NEURON_CC_FLAGS": "--cache_dir=/x"},
     "JAX_PLATFORMS=cpu keeps JAX off the devices of trn1.32xlarge": {"JAX_PLATFORMS": "cpu"},
     **{f"{name}=1 is set; it is {instead}": {name: "1"} for name, instead in REMOVED.items()},
 }
@@ -255,6 +270,7 @@ INVALID = [
     ({"instance": "trn1.32xlrge"}, "no such instance type. Did you mean 'trn1.32xlarge'?"),
     ({"cores": 4}, "4 cores [0, 1, 2, 3]: groups of 4 work in an order of their own"),
     ({"lnc": 2}, "--lnc=2 (or NEURON_LOGICAL_NC_CONFIG): trn1.32xlarge takes 1,"),
+    ({"instance": "trn1.2xlarge"}, "--nodes=4: trn1.2xlarge has no EFA"),
     ({"coordinator": ""}, "--coordinator=HOST is missing"),
     ({"coordinator": "a" * 64}, "has 64 characters; Neuron takes 63"),
     ({"coordinator": "first:41000"}, "without a port"),
@@ -319,7 +335,7 @@ def test_path_begins_with_the_compiler_of_this_interpreter(tmp_path, monkeypatch
         assert shutil.which(neuron_env.COMPILER, path=found.variables["PATH"]) == f"{scripts / neuron_env.COMPILER}"
 
 
-def test_prepare_sets_the_node_environment_before_importing_jax(trn1_node, monkeypatch, tmp_path):
+def test_prepare_sets_the_node_environment_before_importing_jax(trn1_node, with_plugin, monkeypatch, tmp_path):
     precision, parallel = PrecisionConfig("bf16_sr"), ParallelConfig(data=1, tensor=-1)
     fake_compiler(tmp_path / "scripts", monkeypatch)
     before = dict(os.environ)
@@ -333,6 +349,9 @@ def test_prepare_sets_the_node_environment_before_importing_jax(trn1_node, monke
     assert expected.items() <= os.environ.items()
     monkeypatch.setitem(sys.modules, "jax", jax)  # the first cell of a notebook runs again
     assert neuron_env.prepare(precision, parallel, machine=trn1_node) == "environment: set for trn1.32xlarge"
+    del os.environ["JAX_COMPILATION_CACHE_DIR"]  # as the first call does where JAX's cache fails
+    assert neuron_env.prepare(precision, parallel, machine=trn1_node) == "environment: set for trn1.32xlarge"
+    assert "JAX_COMPILATION_CACHE_DIR" not in os.environ
     monkeypatch.setenv("PATH", f"{tmp_path / 'other'}:{os.environ['PATH']}")  # which JAX reads only when it compiles
     assert neuron_env.prepare(precision, parallel, machine=trn1_node) == "environment: set for trn1.32xlarge"
     assert os.environ["PATH"].startswith(str(tmp_path / "scripts"))
@@ -378,13 +397,15 @@ def at_import(command, *words, **variables):
     return json.loads(found), printed
 
 
-def test_training_sets_the_environment_before_jax_is_imported():
+def test_training_sets_the_environment_before_jax_is_imported(tmp_path):
+    plugin = {"PYTHONPATH": os.pathsep.join([str(ROOT), neuron_machine.installed(tmp_path / "site")])}
+    plugin["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # so it is not tried
     place = ("--coordinator=first:5000", "--num_processes=4", "--process_id=1", "--instance=trn1.32xlarge")
-    found, printed = environment_at_import(*place, NEURON_RT_EXEC_TIMEOUT="600")
+    found, printed = environment_at_import(*place, NEURON_RT_EXEC_TIMEOUT="600", **plugin)
     expected = with_current(NEURON_RT_EXEC_TIMEOUT="600", PATH=os.environ["PATH"])
     assert printed == ""  # of process 0 alone
     assert found.items() >= expected.variables.items()
-    _, printed = environment_at_import("--instance=trn1.32xlarge", NEURON_RT_EXEC_TIMEOUT="600")
+    _, printed = environment_at_import("--instance=trn1.32xlarge", NEURON_RT_EXEC_TIMEOUT="600", **plugin)
     assert printed.splitlines() == [
         "environment      for 1 x trn1.32xlarge", "NEURON_RT_EXEC_TIMEOUT: your value 600 replaces 4000",
     ]  # fmt: skip
@@ -472,7 +493,14 @@ def test_profile_of_the_devices_is_recorded_by_jax_profiler_alone():
         environment(MIXED, HLAT, PLACE, current={"NEURON_RT_INSPECT_ENABLE": "1"}, profile="/run/p")
 
 
-def test_train_records_the_devices_of_process_0_where_steps_are_profiled(monkeypatch, tmp_path):
+def test_training_without_the_plugin_ends_with_one_line():
+    found, error = environment_at_import("--instance=trn1.32xlarge")
+    assert found is None
+    refused = f"error: jax-neuronx and libneuronxla are not installed in {sys.executable}: install the extra"
+    assert (error.startswith(refused), error.count("\n")) == (True, 1)
+
+
+def test_train_records_the_devices_of_process_0_where_steps_are_profiled(monkeypatch, with_plugin, tmp_path):
     for steps, process_id, recorded in (("2:3", 0, True), ("2:3", 1, False), ("", 0, False)):
         environ = {}
         monkeypatch.setattr(os, "environ", environ)

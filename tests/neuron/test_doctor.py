@@ -362,7 +362,8 @@ def test_checks_on_cpu_pass_or_are_not_testable(monkeypatch, tmp_path):
     rows = {name: doctor.run_check(probe)[0] for name, probe in doctor.checks(config, **machine)}
     assert [name for name, outcome in rows.items() if outcome.verdict == FAILED] == []
     not_here = [name for name, outcome in rows.items() if outcome.verdict == NOT_HERE]
-    assert not_here == ["versions for Neuron", "tools on PATH"]
+    assert not_here == ["versions for Neuron", "tools on PATH", "compiler's cache", "former run"]
+    assert rows["JAX's cache"].found == "one process wrote a program, a second one read it"
     assert list(rows)[-2:] == ["donation", "along data"]
     monkeypatch.setattr(jax, "local_devices", no_memory)  # the other checks still run
     probe = dict(doctor.checks(TINY, **machine))["devices"]
@@ -370,6 +371,20 @@ def test_checks_on_cpu_pass_or_are_not_testable(monkeypatch, tmp_path):
     monkeypatch.setattr(doctor.installation, "system_versions", lambda: {"aws-neuronx-dkms": "2.31.8.0"})
     checks = dict(doctor.checks(TINY, **machine | {"instance": "trn1.32xlarge"}))
     assert_failed(checks["versions for Neuron"](), "missing: jax-neuronx, libneuronxla, neuronx-cc")
+    assert list(checks)[-1] == "devices"  # which a plugin finds; without it each later check would fail alike
+    assert checks["devices"]().verdict == NOT_HERE
+
+
+def test_later_checks_do_not_use_a_cache_of_jax_that_fails(monkeypatch):
+    monkeypatch.setattr(jax.config, "update", lambda name, value: changed.append((name, value)))
+    for outcome, expected in (
+        (Outcome(PASSED, ""), []),
+        (Outcome(FAILED, "crashed", "unset"), [("jax_enable_compilation_cache", False)]),
+    ):
+        changed = []
+        monkeypatch.setattr(doctor.installation, "jax_cache", lambda environ, outcome=outcome: outcome)
+        assert doctor.jax_cache() == outcome
+        assert changed == expected
 
 
 def test_environment_on_a_trainium_node_is_that_of_the_run_and_keeps_computations_off_the_host(tmp_path):

@@ -1,9 +1,14 @@
 """The doctor's check that the Neuron software is one release."""
 
+import os
+import socket
 import stat
+
+import neuron_machine
 
 from hlat_jax.facts import sdk_releases
 from hlat_jax.facts.sdk_releases import SYSTEM_PACKAGES
+from hlat_jax.host.neuron_topology import Machine
 from hlat_jax.neuron import installation
 from hlat_jax.neuron.probes import FAILED, NOT_HERE, PASSED
 
@@ -61,11 +66,17 @@ def test_mixed_installation_names_the_part_that_does_not_belong():
     assert "Python 3.14.1 is not >=3.11,<3.14" in older.found
 
 
-def test_a_compiler_that_is_newer_than_the_table_is_not_judged():
-    outcome = installation.one_release(of_release("2.33.1", neuronx_cc="2.29.1.0", aws_neuronx_dkms="2.32.1.0"))
-    assert outcome.verdict == NOT_HERE
-    assert "neuronx-cc 2.29.1.0 is newer than SDK 2.33.1" in outcome.found
-    assert outcome.advice.startswith("add its row")
+def test_package_that_is_newer_than_the_table_is_not_judged():
+    """Also one within the bounds of the newest row: 2.30 to 2.33 all have libneuronxla 3.0."""
+    for changed, what in (
+        ({"neuronx_cc": "2.29.1.0", "aws_neuronx_dkms": "2.32.1.0"}, "neuronx-cc 2.29.1.0"),
+        ({"jax_neuronx": "0.10.0.1.0.20000"}, "jax-neuronx 0.10.0.1.0.20000"),
+        ({"libneuronxla": "3.0.20000.0+ab"}, "libneuronxla 3.0.20000.0+ab"),
+    ):
+        outcome = installation.one_release(of_release("2.33.1", **changed))
+        assert (outcome.verdict, outcome.found.split(",")[0]) == (NOT_HERE, f"{what} is newer than SDK 2.33.1")
+        assert outcome.advice == "install the extra `neuron`, or add the release to hlat_jax/facts/sdk_releases.py"
+    assert installation.one_release(of_release("2.33.1", libneuronxla="3.0.12293.0+ab")).verdict == PASSED
 
 
 def fake_command(folder, name, lines, *, code=0):
@@ -100,3 +111,42 @@ def test_tools_are_found_by_name_or_named_with_what_to_install(tmp_path, monkeyp
     assert (missing.found, missing.advice) == ("not on PATH: neuron-ls", "install aws-neuronx-tools")
     fake_command(tmp_path, "neuron-ls", "x")
     assert installation.tools_on_path() == (PASSED, f"{tmp_path}/neuronx-cc, {tmp_path}/neuron-ls", "")
+
+
+def test_leftovers_in_the_compilers_cache_fail_or_cannot_be_judged(tmp_path):
+    cache, processes = tmp_path / "cache", neuron_machine.mounted(tmp_path / "proc", "ext4")
+    environ = {"NEURON_COMPILE_CACHE_URL": str(cache)}
+    neuron_machine.compiled(cache, "sound", "model.neff", "model.done")
+    assert installation.compiler_cache(environ, processes=processes).verdict == PASSED
+    assert installation.compiler_cache({}, processes=processes).verdict == PASSED
+    lock = neuron_machine.compiled(cache, "killed", "model.hlo_module.pb.lock") / "model.hlo_module.pb.lock"
+    outcome = installation.compiler_cache(environ, processes=processes)
+    assert (outcome.verdict, str(lock) in outcome.found) == (FAILED, True)
+    assert f"find {cache} -name '*.lock' -delete" in outcome.advice
+    neuron_machine.process(processes, 7, "neuronx-cc compile")
+    outcome = installation.compiler_cache(environ, processes=processes)
+    assert (outcome.verdict, "process 7 may compile" in outcome.found) == (NOT_HERE, True)
+    assert lock.exists(), "the doctor removes nothing"
+
+
+def test_former_run_that_holds_cores_or_the_port_fails(tmp_path):
+    processes, machine = neuron_machine.mounted(tmp_path / "proc", "ext4"), Machine(devices=tmp_path / "dev")
+    with socket.socket() as server:
+        server.bind(("", 0))
+        options = {"port": server.getsockname()[1], "processes": processes}
+        assert "collectives is taken" in installation.former_run(machine, **options).found
+    assert installation.former_run(machine, **options).verdict == PASSED
+    neuron_machine.process(processes, 9, "python train.py", opened=[f"{machine.devices}/neuron0"])
+    outcome = installation.former_run(machine, **options)
+    assert (outcome.verdict, "process 9 holds NeuronCores" in outcome.found) == (FAILED, True)
+
+
+def test_crash_of_jaxs_cache_is_a_failed_check_with_a_way_around(tmp_path):
+    for when, words in (
+        ("cached", "JAX's cache fails: XlaRuntimeError: RET_CHECK has_host_program_shape (signal SIGABRT)"),
+        ("always", "a small program fails without JAX's cache too: XlaRuntimeError"),
+    ):
+        path = neuron_machine.breaking_cache(tmp_path / when, when=when, crash=True)
+        outcome = installation.jax_cache(dict(os.environ) | {"PYTHONPATH": path})
+        assert (outcome.verdict, outcome.found.startswith(words)) == (FAILED, True)
+        assert ("unset JAX_COMPILATION_CACHE_DIR" in outcome.advice) == (when == "cached")

@@ -8,6 +8,7 @@ import sys
 import sysconfig
 
 import jobs
+import neuron_machine
 import pytest
 
 from hlat_jax.cli import config_files
@@ -212,10 +213,119 @@ def test_node_refuses_non_numbers_by_name_without_evaluating_them(dry_run, tmp_p
     assert not (ROOT / "x").exists()
 
 
+AT_EXIT = """
+if sys.argv[0] == "-c":  # the trial, on the CPU, as there is no plugin
+    os.environ["JAX_PLATFORMS"] = "cpu"
+elif "hlat_jax.train" in sys.orig_argv:
+    import atexit
+    atexit.register(lambda: print("LAST", os.environ.get("JAX_COMPILATION_CACHE_DIR")))
+"""
+
+
+@pytest.mark.slow
+def test_node_goes_on_without_a_cache_of_jax_that_crashes(tmp_path):
+    site, path = neuron_machine.installed(tmp_path / "site"), neuron_machine.breaking_cache(tmp_path / "b", crash=True)
+    with (tmp_path / "b" / "sitecustomize.py").open("a") as file:
+        file.write(AT_EXIT)
+    env = {"PATH": PATH, "PYTHON": sys.executable, "LOCAL_CACHE": str(tmp_path / "cache")}
+    env["PYTHONPATH"] = os.pathsep.join([path, site])
+    words = [str(jobs.NODE), "--instance=trn1.32xlarge", "--config=tiny", f"--workdir={tmp_path / 'run'}"]
+    for _ in range(2):  # the second start reads the result of the first
+        done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=600, check=False)
+        first, second, *_, last = done.stdout.splitlines()
+        assert first.startswith("compile cache    JAX's is left out, because it fails here: XlaRuntimeError: RET_CHECK")
+        assert second == "environment      for 1 x trn1.32xlarge"
+        assert last == "LAST None"
+        assert "Unable to initialize backend 'neuron'" in done.stderr  # it went on to the devices
+
+
+def test_node_without_the_plugin_ends_with_one_line(tmp_path):
+    env = {"PATH": PATH, "PYTHON": sys.executable, "LOCAL_CACHE": str(tmp_path)}
+    words = [str(jobs.NODE), "--instance=trn1.32xlarge", "--config=tiny", f"--workdir={tmp_path / 'run'}"]
+    done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith(f"error: jax-neuronx and libneuronxla are not installed in {sys.executable}: install")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.fixture
+def disks(tmp_path):
+    """A function that sets up disks and runs node.sh --local_disk: (process, the commands that changed the machine)."""
+    folder, log = tmp_path / "bin", tmp_path / "log"
+    folder.mkdir()
+
+    def tool(name, body):
+        (folder / name).write_text(f"#!/bin/sh\n{body}\n")
+        (folder / name).chmod(0o755)
+
+    def run(listed, *, partitions="", signature="", labelled="", mounted=False, flags=()):
+        log.write_text("")
+        tool("mountpoint", f"exit {0 if mounted else 32}")
+        tool("blkid", f"[ -z '{labelled}' ] || echo '{labelled}'")
+        tool("lsblk", f"case $1 in -dnpo) printf '{listed}' ;; *) printf '%s {partitions}\\n' $3 ;; esac")
+        tool("wipefs", f"printf '{signature}'")
+        for name in ("mdadm", "mkfs.ext4", "mkdir", "mount", "chmod"):
+            tool(name, f'echo {name} "$@" >> {log}')
+        tool("sudo", '[ "$1" = -n ] && shift; exec "$@"')
+        tool("python", "exit 0")
+        env = {"PATH": f"{folder}:{PATH}", "PYTHON": "python"}
+        words = [str(jobs.NODE), "--local_disk=/mnt/nvme", "--config=tiny", *flags]
+        done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False)
+        return done, log.read_text().splitlines()
+
+    return run
+
+
+EBS, NVME = "Amazon Elastic Block Store", "Amazon EC2 NVMe Instance Storage"
+TWO = f"/dev/nvme0n1 {EBS}\\n/dev/nvme1n1 {NVME}\\n/dev/nvme2n1 {NVME}   \\n"
+MOUNT = ["mkdir -p /mnt/nvme", "mount /dev/md/hlat-local /mnt/nvme", "chmod 1777 /mnt/nvme"]
+MADE = [
+    "mdadm --create /dev/md/hlat-local --run --level=0 --raid-devices=2 /dev/nvme1n1 /dev/nvme2n1",
+    "mkfs.ext4 -q -m 0 -L hlat-local /dev/md/hlat-local",
+    *MOUNT,
+]
+
+
+def test_local_disk_is_made_of_the_disks_of_the_instance_once(disks):
+    done, commands = disks(TWO)
+    assert (done.returncode, commands) == (0, MADE), done.stderr
+    one = f"/dev/nvme1n1 {NVME}\\n"
+    assert disks(one)[1] == ["mkfs.ext4 -q -m 0 -L hlat-local /dev/nvme1n1", *(
+        line.replace("/dev/md/hlat-local", "/dev/nvme1n1") for line in MOUNT
+    )]  # fmt: skip
+    assert disks(TWO, labelled="/dev/md/hlat-local")[1] == MOUNT  # after a reboot
+    assert disks(TWO, mounted=True)[1] == []
+
+
+def test_local_disk_that_is_in_use_is_refused_and_left_alone(disks):
+    for options, said in (
+        ({"partitions": "ext4 "}, "/dev/nvme1n1 is in use (/dev/nvme1n1 ext4)"),
+        ({"partitions": " /data"}, "/dev/nvme1n1 is in use (/dev/nvme1n1  /data)"),
+        ({"partitions": "\\n/dev/nvme1n1p1"}, "/dev/nvme1n1 is in use ("),
+        ({"signature": "0x438 ext4"}, "/dev/nvme1n1 is in use (/dev/nvme1n1 0x438 ext4)"),
+    ):
+        done, commands = disks(TWO, **options)
+        assert (done.returncode, commands) == (2, []), done.stderr
+        assert said in done.stderr
+    done, commands = disks(f"/dev/nvme0n1 {EBS}\\n")
+    assert (done.returncode, commands) == (2, [])
+    assert "this machine has no NVMe disk of an instance" in done.stderr
+
+
+def test_dry_run_prints_the_commands_for_the_local_disk(disks):
+    done, commands = disks(TWO, flags=("--dry-run",))
+    assert (done.returncode, commands) == (0, [])
+    assert done.stdout.splitlines()[:-1] == [f"# sudo {line}" for line in MADE]
+    printed = dry("--local_disk=/mnt/nvme", "--instance=trn1.32xlarge", "--config=tiny").stdout
+    assert "export NEURON_COMPILE_CACHE_URL=/mnt/nvme/hlat-compile-cache/neuronx-cc\n" in printed
+    assert "must be an absolute path" in dry("--local_disk=nvme", "--config=tiny").stderr
+
+
 # Writes a program into the cache, and ends with 75 after a signal.
 STOPPED = """#!/usr/bin/env bash
 trap 'echo "$1" > "$JAX_COMPILATION_CACHE_DIR/program"; exit 75' USR1 TERM
 mkdir -p "$JAX_COMPILATION_CACHE_DIR"
+touch "$JAX_COMPILATION_CACHE_DIR/x.lock"
 echo started
 while true; do sleep 0.05; done
 """
@@ -232,7 +342,7 @@ def test_node_that_fills_a_cache_passes_a_signal_on_and_copies_then(tmp_path, nu
         assert process.stdout.readline() == "started\n"
         process.send_signal(number)
         assert process.wait(600) == 75
-    assert (tmp_path / "shared" / "jax" / "program").exists()
+    assert [path.name for path in (tmp_path / "shared" / "jax").iterdir()] == ["program"]  # and not the lock
 
 
 def test_signal_before_the_run_ends_node_with_the_stopped_code(tmp_path):
