@@ -507,15 +507,26 @@ def test_sizes_and_instructions_are_those_of_one_device():
 
 
 def test_groups_and_permutes_are_compared_with_the_wiring_of_the_target():
-    eight = over_mesh(lambda x: jax.lax.psum(x, "b"), sizes=(2, 8))
-    found = {target: rules_of(eight, target=target) & {"CC04", "CC05"} for target in LINTED}
-    assert found == {"trn1": set(), "trn2": {"CC05"}, "trn2-lnc1": set()}
+    for sizes, axis, disputed in (((2, 8), "b", set()), ((8, 4), "a", {*LINTED})):
+        eight = over_mesh(lambda x, axis=axis: jax.lax.psum(x, axis), sizes=sizes)
+        found = {target: rules_of(eight, target=target) & {"CC04", "CC05"} for target in LINTED}
+        assert found == {target: {"CC05"} if target in disputed else set() for target in LINTED}
     text = over_mesh(lambda x: jax.lax.psum(x, "b"), sizes=(8, 4))
     placed = [first + step for first in range(8) for step in (0, 8, 16, 24)]
     assert "CC04" in rules_of(text)
     assert not rules_of(text, placement=placed) & {"CC04", "CC05"}
     for count, hops, severity in ((96, 32, "error"), (32, 10, "warning")):  # between nodes, and inside of one
         assert {f.severity for f in lint.check_module(ring(count, hops)) if f.rule == "CC02"} == {severity}
+
+
+def test_all_to_all_over_cores_apart_is_refused_beside_an_equal_sum():
+    def exchange(x):
+        return jax.lax.all_to_all(jnp.pad(jax.lax.psum(x, "a"), (0, 1)), "a", 0, 0, tiled=True)
+
+    four = over_mesh(exchange, sizes=(4, 8))  # cores 0, 8, 16, 24
+    assert rules_of(four) & {"CC04", "CC05"} == {"CC04"}
+    sums = over_mesh(lambda x: jax.lax.psum(jax.lax.psum(x, "a") * 2, "a"), sizes=(4, 8))
+    assert not rules_of(sums) & {"CC04", "CC05"}
 
 
 def test_permutes_must_be_rings_of_linked_chips_in_a_node():

@@ -13,6 +13,7 @@ import sys
 import venv
 
 import nbformat
+import neuron_machine
 import pytest
 from jupyter_client import KernelManager
 from jupyter_client.kernelspec import KernelSpecManager
@@ -219,7 +220,9 @@ import pathlib
 from hlat_jax.host import neuron_env
 neuron_env.prepare.__kwdefaults__["machine"] = neuron_env.Machine(pathlib.Path("."), pathlib.Path("product_name"))
 """
-    env = {"PATH": os.environ["PATH"], "PYTHONPATH": str(FOLDER.parent)}
+    path = [str(FOLDER.parent), neuron_machine.installed(tmp_path / "site")]
+    env = {"PATH": os.environ["PATH"], "PYTHONPATH": os.pathsep.join(path)}
+    env["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # so it is not tried
     words = [sys.executable, "-c", on_node + cell]
     done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
@@ -235,7 +238,10 @@ def test_kernel_with_an_empty_path_finds_the_compiler_of_its_venv(tmp_path):
     (node / "neuron0").touch()
     (node / "product_name").write_text("trn1.2xlarge\n")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "NEURON_", "MALLOC_"))}
-    environ["PYTHONPATH"] = os.pathsep.join(map(str, [FOLDER.parent, *sys.path]))
+    environ["PYTHONPATH"] = os.pathsep.join(
+        map(str, [FOLDER.parent, neuron_machine.installed(tmp_path / "site"), *sys.path])
+    )
+    environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # so it is not tried
     environ["IPYTHONDIR"] = str(tmp_path / "ipython")
     manager, printed = KernelManager(kernel_spec_manager=KernelSpecManager(kernel_dirs=[])), []
     manager.kernel_spec.argv[0] = str(scripts / "python")
