@@ -94,7 +94,7 @@ def leave_out_faulty(environ: MutableMapping[str, str]) -> list[str]:
     return [f"compile cache    JAX's is left out, because it fails here: {fault}. The compiler's own is used"]
 
 
-def trial(environ: Mapping[str, str], *, timeout_s: float = 300.0) -> tuple[str, bool]:
+def trial(environ: Mapping[str, str], *, timeout_s: float = 120.0) -> tuple[str, bool]:
     """Returns (the fault of JAX's cache, or ""; whether a program runs without it), by a small program in processes.
 
     One process compiles and writes it, a second one reads it. On jax 0.9.2 with SDK 2.31 each start crashed

@@ -9,6 +9,7 @@ where named.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import shlex
 import shutil
@@ -145,7 +146,7 @@ def prepare(precision: PrecisionConfig, parallel: ParallelConfig, *, machine: Ma
     os.environ.update(variables)
     notes = list(computed.notes)
     if not is_late:
-        neuron_start.clear_way(os.environ, topology, machine, say=notes.append)
+        neuron_start.clear_way(os.environ, topology, machine, say=functools.partial(print, file=sys.stderr, flush=True))
     if not shutil.which(COMPILER):
         notes.append(f"{COMPILER} is not installed beside {sys.executable}: choose the Python or kernel that has it")
     return "\n".join((f"environment: set for {instance}", *notes))

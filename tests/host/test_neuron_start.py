@@ -1,5 +1,6 @@
 """What a start on a Trainium machine finds in its way, by stand-ins for its processes and its caches."""
 
+import os
 import socket
 import sys
 
@@ -66,8 +67,10 @@ def test_file_system_is_that_of_the_longest_mount(tmp_path):
     (tmp_path / "self").mkdir()
     inner = tmp_path / "fsx"
     inner.mkdir()
-    (tmp_path / "self" / "mounts").write_text(f"a / ext4 rw 0 0\nb {inner} lustre rw 0 0\nc {inner}x nfs rw 0 0\n")
-    assert neuron_start._file_system(inner / "cache", tmp_path) == "lustre"
+    mounts = ["a / ext4 rw 0 0", f"b {inner} lustre rw 0 0", f"c {inner}x nfs rw 0 0"]
+    for lines in (mounts, mounts[::-1]):
+        (tmp_path / "self" / "mounts").write_text("\n".join(lines))
+        assert neuron_start._file_system(inner / "cache", tmp_path) == "lustre"
     assert neuron_start._file_system(tmp_path, tmp_path) == "ext4"
     assert neuron_start._file_system(tmp_path, tmp_path / "none") == ""
 
@@ -84,6 +87,7 @@ def test_compilers_cache_is_a_folder_or_none():
 def test_start_waits_for_processes_that_hold_devices(tmp_path, processes):
     machine = Machine(devices=tmp_path / "dev")
     neuron_machine.process(processes, 8, "python serve.py", opened=["/dev/null"])
+    neuron_machine.process(processes, os.getpid(), "python -m hlat_jax.train", opened=[f"{tmp_path}/dev/neuron0"])
     wait = {"timeout_s": 0.02, "period_s": 0.01, "processes": processes}
     assert lines_of(neuron_start.wait_for_former_run, machine, 0, **wait) == []
     held = neuron_machine.process(processes, 9, "python -m hlat_jax.train", opened=[f"{tmp_path}/dev/neuron3"])
