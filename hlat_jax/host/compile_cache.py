@@ -9,18 +9,18 @@ import json
 import os
 import pathlib
 import platform
-import signal
+import re
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, MutableMapping, Sequence
+from typing import Any
 
 FOLDER = "JAX_COMPILATION_CACHE_DIR"
 _ENABLED = "JAX_ENABLE_COMPILATION_CACHE"
 _OFF = ("0", "n", "no", "f", "false", "off")
 _MOST_BYTES = 1 << 30
 _LEAST_COMPILE_S = "0.2"  # shorter compilations are done again
-_TRIAL_FILE = "hlat-trial.json"  # in the folder: the result of the last `trial`
 _TRIAL = """
 import jax, numpy
 total = float(jax.jit(lambda x: (x @ x).sum())(numpy.ones((128, 128), "float32")))
@@ -67,77 +67,67 @@ def silence_tuning_hints(environ: MutableMapping[str, str], *, devices: pathlib.
         environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
-def leave_out_faulty(environ: MutableMapping[str, str]) -> list[str]:
-    """Removes the variable of JAX's cache if the cache does not work on this machine; returns lines that say so.
+def leave_out_faulty(environ: MutableMapping[str, str]) -> str:
+    """Removes the variable of JAX's cache if the cache does not work on this machine; returns a line that says so.
 
-    The result of a trial is kept in the folder, for the next start with the same packages.
+    The fault is kept in the folder for the next start with the same packages.
     """
     folder = environ.get(FOLDER)
     if not folder or environ.get(_ENABLED, "1").lower() in _OFF:
-        return []
-    packages, kept = installed(_PACKAGES), pathlib.Path(folder) / _TRIAL_FILE
-    fault = None
-    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        return ""
+    packages, kept, last = installed(_PACKAGES), pathlib.Path(folder) / "hlat-trial.json", []
+    with contextlib.suppress(OSError, ValueError):
         last = json.loads(kept.read_text())
-        fault = last["fault"] if last["packages"] == packages else None
-    if fault is None:
-        fault, is_of_cache = trial(environ)
-        if fault and not is_of_cache:
-            return [f"compile cache    not tried, because a small program fails without it too: {fault}"]
-        if "://" not in folder:
-            with contextlib.suppress(OSError):
-                kept.parent.mkdir(parents=True, exist_ok=True)
-                kept.write_text(json.dumps({"packages": packages, "fault": fault}))
-    if not fault:
-        return []
-    del environ[FOLDER]
-    return [f"compile cache    JAX's is left out, because it fails here: {fault}. The compiler's own is used"]
+    if last[:1] != [packages]:
+        try:
+            last = [packages, fault_of_cache(environ)]
+        except RuntimeError as error:
+            return f"compile cache    not tried: {error}"
+        with contextlib.suppress(OSError):
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            kept.write_text(json.dumps(last))
+    if last[1]:
+        del environ[FOLDER]
+    return (
+        last[1] and f"compile cache    JAX's is left out, because it fails here: {last[1]}. The compiler's own is used"
+    )
 
 
-def trial(environ: Mapping[str, str], *, timeout_s: float = 120.0) -> tuple[str, bool]:
-    """Returns (the fault of JAX's cache, or ""; whether a program runs without it), by a small program in processes.
+def fault_of_cache(environ: Mapping[str, str], *, timeout_s: float = 120.0) -> str:
+    """Returns how JAX's cache fails, or "": one process writes a small program, a second one reads it.
 
-    One process compiles and writes it, a second one reads it. On jax 0.9.2 with SDK 2.31 each start crashed
-    (`RET_CHECK ... has_host_program_shape`), and on jax 0.6.2 none. Source: xbill9/tpu-jax-inf2, 2 August 2026, inf2.
+    On jax 0.9.2 with SDK 2.31 each start with it crashed (`RET_CHECK ... has_host_program_shape`), and on jax 0.6.2
+    none. Source: xbill9/tpu-jax-inf2, 2 August 2026, inf2.
+
+    Raises:
+      RuntimeError: the program fails without the cache too.
     """
     plain = {name: value for name, value in environ.items() if name not in (*_NOT_IN_TRIAL, FOLDER)}
     if not plain.get("NEURON_RT_VISIBLE_CORES"):
-        plain["NEURON_RT_NUM_CORES"] = "1"  # claims one core
+        plain["NEURON_RT_NUM_CORES"] = "1"
+    always = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_RAISE_PERSISTENT_CACHE_ERRORS": "true"}
     with tempfile.TemporaryDirectory() as folder:
-        cached = plain | {
-            FOLDER: folder,
-            _ENABLED: "true",
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "JAX_RAISE_PERSISTENT_CACHE_ERRORS": "true",
-        }
+        cached = plain | always | {FOLDER: folder, _ENABLED: "true"}
         fault = _run_trial(cached, timeout_s)
         written = set(os.listdir(folder))
-        if not fault and not written:
-            fault = "nothing was written"
-        fault = fault or _run_trial(cached, timeout_s)
+        fault = fault or ("" if written else "nothing was written") or _run_trial(cached, timeout_s)
         if not fault and set(os.listdir(folder)) != written:
             fault = "a second process does not find the program of the first"
-    if not fault:
-        return "", True
-    without = _run_trial(plain, timeout_s)
-    return without or fault, not without
+    if fault and (without := _run_trial(plain, timeout_s)):
+        raise RuntimeError(f"a small program fails without JAX's cache too: {without}")
+    return fault
 
 
 def _run_trial(environ: Mapping[str, str], timeout_s: float) -> str:
     """Returns how the small program fails in a process, or ""."""
-    words = [sys.executable, "-c", _TRIAL]
+    options: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace", "timeout": timeout_s}
     try:
-        done = subprocess.run(
-            words, env=environ, capture_output=True, text=True, errors="replace", timeout=timeout_s, check=False
-        )
+        done = subprocess.run([sys.executable, "-c", _TRIAL], env=environ, check=False, **options)
     except subprocess.TimeoutExpired:
         return f"no end after {timeout_s:g} s"
-    if not done.returncode:
-        return ""
-    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    named = [line for line in lines if any(word in line for word in ("RET_CHECK", "NCC_", "Error", "Check failed"))]
-    ended = f"signal {signal.Signals(-done.returncode).name}" if done.returncode < 0 else f"code {done.returncode}"
-    return f"{(named or lines or ['no message'])[-1][:200]} ({ended})"
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["no message"]
+    named = [line for line in lines if re.search("RET_CHECK|NCC_|Error|Check failed", line)] or lines
+    return f"{named[-1][:200]} (exit code {done.returncode})" if done.returncode else ""
 
 
 def installed(names: Sequence[str]) -> dict[str, str]:

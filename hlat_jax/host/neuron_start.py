@@ -13,8 +13,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, MutableMapping
 
 from hlat_jax.host import compile_cache
 from hlat_jax.host.neuron_topology import COLLECTIVES_PORT, Machine, Topology
@@ -22,15 +21,13 @@ from hlat_jax.host.neuron_topology import COLLECTIVES_PORT, Machine, Topology
 PROCESSES = pathlib.Path("/proc")
 _COMPILERS = ("neuronx-cc", "walrus_driver")  # in command lines
 _LOCAL = ("btrfs", "ext2", "ext3", "ext4", "overlay", "tmpfs", "xfs")  # file systems of one machine alone
-_RELEASE_S = 90.0  # the kernel keeps the port of a killed run for 60 s
 
 
 def missing_plugin() -> str:
     """Returns which packages JAX lacks to find Neuron devices, in words; "" if it has them."""
     needed = ("jax-neuronx", "libneuronxla")
     missing = [name for name in needed if name not in compile_cache.installed(needed)]
-    are = "is" if len(missing) == 1 else "are"
-    return f"{' and '.join(missing)} {are} not installed in {sys.executable}" if missing else ""
+    return f"not installed in {sys.executable}: {', '.join(missing)}" if missing else ""
 
 
 def clear_way(
@@ -44,12 +41,13 @@ def clear_way(
       ValueError: this Python has no plugin for Neuron devices, for which JAX would print a traceback.
     """
     if missing := missing_plugin():
-        raise ValueError(f"{missing}: install the extra `neuron`, or set PYTHON to an interpreter that has it.")
+        raise ValueError(f"{missing}. Install the extra `neuron`, or set PYTHON to an interpreter that has it.")
     # with part of the cores, another process may train on the others
     whole = not topology.cores and not environ.get("NEURON_RT_VISIBLE_CORES")
     port = COLLECTIVES_PORT if topology.nodes > 1 and topology.rank == 0 else 0
     wait_for_former_run(machine if whole else None, port, say=say)
-    for line in (*remove_leftovers(compiler_cache(environ)), *compile_cache.leave_out_faulty(environ)):
+    remove_leftovers(compiler_cache(environ), say=say)
+    if line := compile_cache.leave_out_faulty(environ):
         say(line)
 
 
@@ -59,82 +57,59 @@ def compiler_cache(environ: Mapping[str, str]) -> pathlib.Path | None:
     return pathlib.Path(url) if url and "://" not in url else None
 
 
-class Leftovers(NamedTuple):
-    """Lock files of killed compiles, folders of failed compiles, and why a process may still use them, or "".
+def leftovers(folder: pathlib.Path | None, *, processes: pathlib.Path = PROCESSES) -> tuple[list[pathlib.Path], str]:
+    """Returns (lock files of killed compiles and folders of failed ones, why a process may still use them, or "").
 
     Each process that needs a locked program waits for ever ("Another process must be compiling"). A failure is raised
     again at every start. Source of the names: huggingface/optimum-neuron, optimum/neuron/cache/cleanup.py.
     """
-
-    locks: list[pathlib.Path]
-    failures: list[pathlib.Path]
-    doubt: str
-
-    def __str__(self) -> str:
-        return f"locks of killed compiles: {len(self.locks)}, failed compiles: {len(self.failures)}"
-
-
-def leftovers(folder: pathlib.Path | None, *, processes: pathlib.Path = PROCESSES) -> Leftovers | None:
-    """Returns the leftovers in the folder of neuronx-cc's cache, or None."""
     entries = list(folder.glob("neuronxcc-*/MODULE_*")) if folder else []
     locks = [lock for entry in entries for lock in entry.glob("*.lock")]
     failures = [one for one in entries if (one / "model.log").exists() and not (one / "model.neff").exists()]
     if not locks and not failures:
-        return None
-    kind, doubt = _file_system(entries[0], processes), ""
+        return [], ""
+    kind = _file_system(entries[0], processes)
     if kind not in _LOCAL:
-        doubt = f"other machines may compile there (file system: {kind or 'unknown'})"
-    elif any(lock.stat().st_uid != os.getuid() for lock in locks):  # whose processes this user cannot look into
-        doubt = "another user owns a lock"
-    else:
-        doubt = next((f"process {pid} may compile ({command})" for pid, command in _compiling(processes)), "")
-    return Leftovers(locks, failures, doubt)
+        return locks + failures, f"other machines may compile there (file system: {kind or 'unknown'})"
+    if any(lock.stat().st_uid != os.getuid() for lock in locks):  # whose processes this user cannot look into
+        return locks + failures, "another user owns a lock"
+    compiler = _first_other(
+        processes,
+        lambda path, command: (
+            any(word in command for word in _COMPILERS) or b"libneuronpjrt" in (path / "maps").read_bytes()
+        ),  # the plugin, which starts it
+    )
+    return locks + failures, f"{compiler} may compile" if compiler else ""
 
 
-def remove_leftovers(folder: pathlib.Path | None, *, processes: pathlib.Path = PROCESSES) -> list[str]:
-    """Removes leftovers that no process can use; returns what was done, in at most one line."""
-    found = leftovers(folder, processes=processes)
-    if found is None:
-        return []
-    if found.doubt:
-        return [f"compiler cache   {found}, kept: {found.doubt}. {how_to_remove(folder)}"]
-    for lock in found.locks:
-        lock.unlink(missing_ok=True)
-    for failure in found.failures:
-        shutil.rmtree(failure, ignore_errors=True)
-    return [f"compiler cache   {found}, removed from {folder}"]
+def remove_leftovers(
+    folder: pathlib.Path | None, *, say: Callable[[str], object], processes: pathlib.Path = PROCESSES
+) -> None:
+    """Removes leftovers that no process can use, and says so."""
+    found, doubt = leftovers(folder, processes=processes)
+    if not found:
+        return
+    say(f"compiler cache   {'kept' if doubt else 'removed'} {describe(found)}{doubt and f': {doubt}. {REMOVE}'}")
+    for path in () if doubt else found:
+        path.unlink(missing_ok=True) if path.is_file() else shutil.rmtree(path, ignore_errors=True)
 
 
-def how_to_remove(folder: pathlib.Path | None) -> str:
-    """Returns when to remove locks, and the command."""
-    return f"If compiles wait and no neuronx-cc runs: find {folder} -name '*.lock' -delete"
+REMOVE = "If compiles wait and no neuronx-cc runs, delete the files *.lock"
 
 
-def _compiling(processes: pathlib.Path) -> Iterator[tuple[int, str]]:
-    """Yields (id, command) of other processes that run the compiler, or have loaded the plugin that starts it."""
-    for path, command in _others(processes):
-        maps = b""
-        with contextlib.suppress(OSError):
-            maps = (path / "maps").read_bytes()
-        if b"libneuronpjrt" in maps or any(word in command for word in _COMPILERS):
-            yield int(path.name), command
+def describe(found: list[pathlib.Path]) -> str:
+    """Returns leftovers in words."""
+    return f"{len(found)} of killed or failed compiles, such as {found[0]}"
 
 
-def holders(machine: Machine, *, processes: pathlib.Path = PROCESSES) -> Iterator[tuple[int, str]]:
-    """Yields (id, command) of other processes with open Neuron devices, as far as this user may see them."""
-    for path, command in _others(processes):
-        with contextlib.suppress(OSError):
-            if any(os.readlink(one).startswith(f"{machine.devices}/neuron") for one in (path / "fd").iterdir()):
-                yield int(path.name), command
-
-
-def _others(processes: pathlib.Path) -> Iterator[tuple[pathlib.Path, str]]:
-    """Yields (folder, start of the command line) of all processes but this one."""
+def _first_other(processes: pathlib.Path, is_meant: Callable[[pathlib.Path, str], bool]) -> str:
+    """Returns the id and the command of a process, but this one, whose (folder, command line) is meant, or ""."""
     for path in processes.glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            command = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            if int(path.name) != os.getpid():
-                yield path, command[:100].strip()
+        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+            command = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            if int(path.name) != os.getpid() and is_meant(path, command):
+                return f"process {path.name} ({command[:100]})"
+    return ""
 
 
 def _file_system(path: pathlib.Path, processes: pathlib.Path) -> str:
@@ -158,19 +133,27 @@ def is_taken(port: int) -> bool:
     return False
 
 
+def in_use(machine: Machine | None, port: int, *, processes: pathlib.Path = PROCESSES) -> str:
+    """Returns which process holds devices of `machine`, or that `port` is taken; "" if nothing is, or None and 0."""
+    prefix = f"{machine.devices}/neuron" if machine else ""
+    holder = prefix and _first_other(
+        processes, lambda path, _: any(os.readlink(one).startswith(prefix) for one in (path / "fd").iterdir())
+    )
+    if holder:
+        return f"{holder} holds NeuronCores"
+    return f"port {port} of Neuron's collectives is taken" if port and is_taken(port) else ""
+
+
 def wait_for_former_run(
     machine: Machine | None,
     port: int,
     *,
     say: Callable[[str], object],
-    timeout_s: float = _RELEASE_S,
+    timeout_s: float = 90.0,  # the kernel keeps the port of a killed run for 60 s
     period_s: float = 1.0,
     processes: pathlib.Path = PROCESSES,
 ) -> None:
-    """Returns once no process holds the devices of `machine` and `port` is free, or after a time, and says so.
-
-    The runtime would fail at once. `machine` is None where others may use part of the devices, `port` 0 for none.
-    """
+    """Returns once nothing is `in_use`, or after a time, and says for what it waits; the runtime would fail at once."""
     until, is_waiting = time.monotonic() + timeout_s, False
     while obstacle := in_use(machine, port, processes=processes):
         if time.monotonic() >= until:
@@ -180,10 +163,3 @@ def wait_for_former_run(
             say(f"start            waits up to {timeout_s:g} s: {obstacle}")
         is_waiting = True
         time.sleep(period_s)
-
-
-def in_use(machine: Machine | None, port: int, *, processes: pathlib.Path = PROCESSES) -> str:
-    """Returns who holds the devices of a machine, or that a port is taken; "" if nothing is."""
-    for pid, command in holders(machine, processes=processes) if machine else ():
-        return f"process {pid} holds NeuronCores ({command})"
-    return f"port {port} of Neuron's collectives is taken" if port and is_taken(port) else ""

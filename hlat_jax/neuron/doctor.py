@@ -17,7 +17,7 @@ from hlat_jax.facts import sdk_releases
 from hlat_jax.facts.core_groups import REFUSED, groups_along, server_of, verdict
 from hlat_jax.host import neuron_start
 from hlat_jax.host.neuron_compiler_flags import compiler_killed
-from hlat_jax.host.neuron_topology import HERE
+from hlat_jax.host.neuron_topology import COLLECTIVES_PORT, HERE
 from hlat_jax.neuron import exercises, installation, probes
 from hlat_jax.neuron.probes import FAILED, NOT_HERE, Outcome
 from hlat_jax.parallel.sharding import Layout
@@ -44,7 +44,7 @@ def checks(
     yield "tools on PATH", lambda: installation.tools_on_path() if instance else _NO_NEURON
     yield "compile cache", lambda: probes.cache(cache)
     yield "compiler's cache", lambda: installation.compiler_cache(os.environ) if instance else _NO_NEURON
-    yield "former run", lambda: installation.former_run(HERE) if instance else _NO_NEURON
+    yield "former run", lambda: installation.former_run(HERE, port=COLLECTIVES_PORT) if instance else _NO_NEURON
     if instance and neuron_start.missing_plugin():
         what = "JAX finds no device without the packages that `versions for Neuron` names"
         yield "devices", lambda: Outcome(NOT_HERE, what)

@@ -92,31 +92,44 @@ def test_restart_that_reads_compiled_programs_writes_no_errors(tmp_path):
 
 
 @pytest.mark.slow  # the doctor's test has it too
-def test_trial_passes_where_a_second_process_reads_the_program_of_the_first():
-    assert compile_cache.trial(dict(os.environ)) == ("", True)
+def test_cache_works_where_a_second_process_reads_the_program_of_the_first():
+    assert compile_cache.fault_of_cache(dict(os.environ)) == ""
 
 
 @pytest.mark.parametrize("crash", [False, True])
-def test_trial_tells_a_fault_of_the_cache_from_one_of_the_machine(tmp_path, crash):
-    for when, is_of_cache in (("cached", True), ("always", False)):
+def test_fault_of_the_cache_is_told_from_one_of_the_machine(tmp_path, crash):
+    def environ(when):
         path = neuron_machine.breaking_cache(tmp_path / when, when=when, crash=crash)
-        fault, found = compile_cache.trial(dict(os.environ) | {"PYTHONPATH": path})
-        assert found == is_of_cache
-        assert "RET_CHECK" in fault
-        assert ("signal SIGABRT" in fault) == crash
+        return dict(os.environ) | {"PYTHONPATH": path}
+
+    fault = compile_cache.fault_of_cache(environ("cached"))
+    assert ("RET_CHECK" in fault, fault.endswith("(exit code -6)")) == (True, crash)
+    with pytest.raises(RuntimeError, match=r"a small program fails without JAX's cache too: .*RET_CHECK"):
+        compile_cache.fault_of_cache(environ("always"))
 
 
 def test_trial_runs_one_device_without_the_variables_of_a_job(monkeypatch):
     seen = []
     monkeypatch.setattr(compile_cache, "_run_trial", lambda environ, _: seen.append(environ) or "")
     job = {"NEURON_RT_ROOT_COMM_ID": "a:41000", "NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU": "1", DIR: "/mine"}
-    assert compile_cache.trial(job) == ("nothing was written", True)
+    assert compile_cache.fault_of_cache(job) == "nothing was written"
     cached, plain = seen
     assert plain == {"NEURON_RT_NUM_CORES": "1"}
     assert cached.items() > plain.items()
     assert cached[DIR] != "/mine"
-    compile_cache.trial({"NEURON_RT_VISIBLE_CORES": "8-15"})
+    compile_cache.fault_of_cache({"NEURON_RT_VISIBLE_CORES": "8-15"})
     assert "NEURON_RT_NUM_CORES" not in seen[-1]
+
+
+def test_second_process_that_writes_again_is_a_fault(monkeypatch):
+    def write(environ, _):
+        if DIR in environ:
+            folder = pathlib.Path(environ[DIR])
+            (folder / str(len(list(folder.iterdir())))).touch()
+        return ""
+
+    monkeypatch.setattr(compile_cache, "_run_trial", write)
+    assert compile_cache.fault_of_cache({}) == "a second process does not find the program of the first"
 
 
 def test_trial_that_does_not_end_is_a_fault():
@@ -125,30 +138,34 @@ def test_trial_that_does_not_end_is_a_fault():
 
 def test_result_of_a_trial_is_kept_until_a_package_changes(tmp_path, monkeypatch):
     tried = []
-    monkeypatch.setattr(compile_cache, "trial", lambda environ: tried.append(1) or ("RET_CHECK", True))
+    monkeypatch.setattr(compile_cache, "fault_of_cache", lambda environ: tried.append(1) or "RET_CHECK")
     monkeypatch.setattr(compile_cache, "installed", lambda names: {"jax": "0.10.0"})
     for _ in range(2):
         environ = {DIR: str(tmp_path / "jax")}
-        [line] = compile_cache.leave_out_faulty(environ)
+        line = compile_cache.leave_out_faulty(environ)
         assert (environ, "fails here: RET_CHECK" in line, len(tried)) == ({}, True, 1)
     monkeypatch.setattr(compile_cache, "installed", lambda names: {"jax": "0.10.2"})
     compile_cache.leave_out_faulty({DIR: str(tmp_path / "jax")})
     assert len(tried) == 2
-    next((tmp_path / "jax").iterdir()).write_text("[]")
-    compile_cache.leave_out_faulty({DIR: str(tmp_path / "jax")})
-    assert len(tried) == 3
+    for damaged in ("[]", "{"):
+        next((tmp_path / "jax").iterdir()).write_text(damaged)
+        compile_cache.leave_out_faulty({DIR: str(tmp_path / "jax")})
+    assert len(tried) == 4
 
 
 def test_cache_is_kept_where_it_works_is_off_or_cannot_be_judged(tmp_path, monkeypatch):
-    for environ, result, num_lines in (
-        ({DIR: str(tmp_path)}, ("no device", False), 1),
-        ({DIR: str(tmp_path)}, ("", True), 0),
-        ({DIR: "/mine", "JAX_ENABLE_COMPILATION_CACHE": "false"}, ("RET_CHECK", True), 0),
-        ({}, ("RET_CHECK", True), 0),
+    def fails(environ):
+        raise RuntimeError("no device")
+
+    for environ, trial, line in (
+        ({DIR: str(tmp_path)}, fails, "compile cache    not tried: no device"),
+        ({DIR: str(tmp_path)}, lambda environ: "", ""),
+        ({DIR: "/mine", "JAX_ENABLE_COMPILATION_CACHE": "false"}, fails, ""),
+        ({}, fails, ""),
     ):
-        monkeypatch.setattr(compile_cache, "trial", lambda environ, result=result: result)
+        monkeypatch.setattr(compile_cache, "fault_of_cache", trial)
         found = dict(environ)
-        assert len(compile_cache.leave_out_faulty(found)) == num_lines
+        assert compile_cache.leave_out_faulty(found) == line
         assert found == environ
 
 

@@ -37,29 +37,29 @@ def test_lock_and_failure_of_a_local_cache_are_removed_and_said(cache, processes
     locked = neuron_machine.compiled(cache, "locked", "model.hlo_module.pb.lock")
     failed = neuron_machine.compiled(cache, "failed", "model.log")
     neuron_machine.process(processes, 7, "python serve.py")
-    [line] = neuron_start.remove_leftovers(cache, processes=processes)
-    assert "locks of killed compiles: 1, failed compiles: 1, removed" in line
+    [line] = lines_of(neuron_start.remove_leftovers, cache, processes=processes)
+    assert "removed 2 of killed or failed compiles, such as " in line
     assert [path.name for path in locked.iterdir()] == ["model.hlo_module.pb"]
     assert not failed.exists()
     assert len(list(sound.iterdir())) == 3
-    assert neuron_start.remove_leftovers(cache, processes=processes) == []
-    assert neuron_start.remove_leftovers(None, processes=processes) == []
+    assert lines_of(neuron_start.remove_leftovers, cache, processes=processes) == []
+    assert lines_of(neuron_start.remove_leftovers, None, processes=processes) == []
 
 
 def test_lock_that_may_be_in_use_is_kept_with_the_reason(cache, processes, monkeypatch):
     lock = neuron_machine.compiled(cache, "locked", "model.hlo_module.pb.lock") / "model.hlo_module.pb.lock"
     for pid, command, maps in ((7, "neuronx-cc compile x.hlo", ""), (8, "python x.py", "r-xp /a/libneuronpjrt.so\n")):
         folder = neuron_machine.process(processes, pid, command, maps=maps)
-        [line] = neuron_start.remove_leftovers(cache, processes=processes)
-        assert f"kept: process {pid} may compile ({command})" in line
+        [line] = lines_of(neuron_start.remove_leftovers, cache, processes=processes)
+        assert f"such as {lock}: process {pid} ({command}) may compile" in line
         (folder / "cmdline").unlink()
     monkeypatch.setattr(neuron_start.os, "getuid", lambda: lock.stat().st_uid + 1)
-    assert "another user owns a lock" in neuron_start.remove_leftovers(cache, processes=processes)[0]
+    assert "another user owns a lock" in lines_of(neuron_start.remove_leftovers, cache, processes=processes)[0]
     monkeypatch.undo()
     neuron_machine.mounted(processes, "lustre")
-    [line] = neuron_start.remove_leftovers(cache, processes=processes)
+    [line] = lines_of(neuron_start.remove_leftovers, cache, processes=processes)
     assert "other machines may compile there (file system: lustre)" in line
-    assert line.endswith(f"no neuronx-cc runs: find {cache} -name '*.lock' -delete")
+    assert line.endswith("If compiles wait and no neuronx-cc runs, delete the files *.lock")
     assert lock.exists()
 
 
@@ -92,7 +92,7 @@ def test_start_waits_for_processes_that_hold_devices(tmp_path, processes):
     assert lines_of(neuron_start.wait_for_former_run, machine, 0, **wait) == []
     held = neuron_machine.process(processes, 9, "python -m hlat_jax.train", opened=[f"{tmp_path}/dev/neuron3"])
     first, last = lines_of(neuron_start.wait_for_former_run, machine, 0, **wait)
-    assert first.endswith("waits up to 0.02 s: process 9 holds NeuronCores (python -m hlat_jax.train)")
+    assert first.endswith("waits up to 0.02 s: process 9 (python -m hlat_jax.train) holds NeuronCores")
     assert last.endswith("still after 0.02 s: the run may fail")
     assert lines_of(neuron_start.wait_for_former_run, None, 0, **wait) == []
     said = []
@@ -143,11 +143,11 @@ def start(tmp_path, monkeypatch):
 
 
 def test_start_without_the_plugin_is_refused_in_one_line(start, tmp_path, monkeypatch):
-    refused = f"jax-neuronx and libneuronxla are not installed in {sys.executable}: install the extra `neuron`, or"
+    refused = f"not installed in {sys.executable}: jax-neuronx, libneuronxla. Install the extra `neuron`, or"
     with pytest.raises(ValueError, match=refused):
         start({})
     monkeypatch.syspath_prepend(neuron_machine.installed(tmp_path / "one", "libneuronxla"))
-    with pytest.raises(ValueError, match=r"^jax-neuronx is not installed in "):
+    with pytest.raises(ValueError, match=r"not installed in .*: jax-neuronx\. Install"):
         start({})
 
 
@@ -168,9 +168,9 @@ def test_start_removes_leftovers_and_leaves_out_a_cache_that_fails(start, tmp_pa
     monkeypatch.syspath_prepend(neuron_machine.installed(tmp_path / "site"))
     monkeypatch.setattr(neuron_start, "_LOCAL", (neuron_start._file_system(tmp_path, neuron_start.PROCESSES),))
     neuron_machine.compiled(cache, "failed", "model.log")
-    monkeypatch.setattr(compile_cache, "trial", lambda environ: ("RET_CHECK", True))
+    monkeypatch.setattr(compile_cache, "fault_of_cache", lambda environ: "RET_CHECK")
     environ = {DIR: str(tmp_path / "jax"), "NEURON_COMPILE_CACHE_URL": str(cache)}
     [leftovers, faulty], _, _ = start(environ)
-    assert "failed compiles: 1, removed" in leftovers
+    assert "removed 1 of killed or failed" in leftovers
     assert "JAX's is left out, because it fails here: RET_CHECK" in faulty
     assert DIR not in environ

@@ -122,10 +122,10 @@ def test_leftovers_in_the_compilers_cache_fail_or_cannot_be_judged(tmp_path):
     lock = neuron_machine.compiled(cache, "killed", "model.hlo_module.pb.lock") / "model.hlo_module.pb.lock"
     outcome = installation.compiler_cache(environ, processes=processes)
     assert (outcome.verdict, str(lock) in outcome.found) == (FAILED, True)
-    assert f"find {cache} -name '*.lock' -delete" in outcome.advice
+    assert "delete the files *.lock" in outcome.advice
     neuron_machine.process(processes, 7, "neuronx-cc compile")
     outcome = installation.compiler_cache(environ, processes=processes)
-    assert (outcome.verdict, "process 7 may compile" in outcome.found) == (NOT_HERE, True)
+    assert (outcome.verdict, "process 7 (neuronx-cc compile) may compile" in outcome.found) == (NOT_HERE, True)
     assert lock.exists(), "the doctor removes nothing"
 
 
@@ -138,15 +138,12 @@ def test_former_run_that_holds_cores_or_the_port_fails(tmp_path):
     assert installation.former_run(machine, **options).verdict == PASSED
     neuron_machine.process(processes, 9, "python train.py", opened=[f"{machine.devices}/neuron0"])
     outcome = installation.former_run(machine, **options)
-    assert (outcome.verdict, "process 9 holds NeuronCores" in outcome.found) == (FAILED, True)
+    assert (outcome.verdict, "process 9 (python train.py) holds NeuronCores" in outcome.found) == (FAILED, True)
 
 
 def test_crash_of_jaxs_cache_is_a_failed_check_with_a_way_around(tmp_path):
-    for when, words in (
-        ("cached", "JAX's cache fails: XlaRuntimeError: RET_CHECK has_host_program_shape (signal SIGABRT)"),
-        ("always", "a small program fails without JAX's cache too: XlaRuntimeError"),
-    ):
-        path = neuron_machine.breaking_cache(tmp_path / when, when=when, crash=True)
-        outcome = installation.jax_cache(dict(os.environ) | {"PYTHONPATH": path})
-        assert (outcome.verdict, outcome.found.startswith(words)) == (FAILED, True)
-        assert ("unset JAX_COMPILATION_CACHE_DIR" in outcome.advice) == (when == "cached")
+    path = neuron_machine.breaking_cache(tmp_path / "site", crash=True)
+    outcome = installation.jax_cache(dict(os.environ) | {"PYTHONPATH": path})
+    assert outcome.verdict == FAILED
+    assert outcome.found == "JAX's cache fails: XlaRuntimeError: RET_CHECK has_host_program_shape (exit code -6)"
+    assert "unset JAX_COMPILATION_CACHE_DIR" in outcome.advice
