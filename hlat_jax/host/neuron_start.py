@@ -19,6 +19,7 @@ from hlat_jax.host import compile_cache
 from hlat_jax.host.neuron_topology import COLLECTIVES_PORT, Machine, Topology
 
 PROCESSES = pathlib.Path("/proc")
+REMOVE = "If compiles wait and no neuronx-cc runs, delete the files *.lock"
 _COMPILERS = ("neuronx-cc", "walrus_driver")  # in command lines
 _LOCAL = ("btrfs", "ext2", "ext3", "ext4", "overlay", "tmpfs", "xfs")  # file systems of one machine alone
 
@@ -94,12 +95,9 @@ def remove_leftovers(
         path.unlink(missing_ok=True) if path.is_file() else shutil.rmtree(path, ignore_errors=True)
 
 
-REMOVE = "If compiles wait and no neuronx-cc runs, delete the files *.lock"
-
-
 def describe(found: list[pathlib.Path]) -> str:
     """Returns leftovers in words."""
-    return f"{len(found)} of killed or failed compiles, such as {found[0]}"
+    return f"{len(found)} leftovers of killed or failed compiles, such as {found[0]}"
 
 
 def _first_other(processes: pathlib.Path, is_meant: Callable[[pathlib.Path, str], bool]) -> str:
@@ -136,9 +134,12 @@ def is_taken(port: int) -> bool:
 def in_use(machine: Machine | None, port: int, *, processes: pathlib.Path = PROCESSES) -> str:
     """Returns which process holds devices of `machine`, or that `port` is taken; "" if nothing is, or None and 0."""
     prefix = f"{machine.devices}/neuron" if machine else ""
-    holder = prefix and _first_other(
-        processes, lambda path, _: any(os.readlink(one).startswith(prefix) for one in (path / "fd").iterdir())
-    )
+
+    def holds(path: pathlib.Path, command: str) -> bool:
+        is_tool = command.partition(" ")[0].rpartition("/")[2].startswith("neuron-")  # neuron-monitor only reads
+        return not is_tool and any(os.readlink(one).startswith(prefix) for one in (path / "fd").iterdir())
+
+    holder = _first_other(processes, holds) if machine else ""
     if holder:
         return f"{holder} holds NeuronCores"
     return f"port {port} of Neuron's collectives is taken" if port and is_taken(port) else ""

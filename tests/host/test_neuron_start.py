@@ -38,7 +38,7 @@ def test_lock_and_failure_of_a_local_cache_are_removed_and_said(cache, processes
     failed = neuron_machine.compiled(cache, "failed", "model.log")
     neuron_machine.process(processes, 7, "python serve.py")
     [line] = lines_of(neuron_start.remove_leftovers, cache, processes=processes)
-    assert "removed 2 of killed or failed compiles, such as " in line
+    assert "removed 2 leftovers of killed or failed compiles, such as " in line
     assert [path.name for path in locked.iterdir()] == ["model.hlo_module.pb"]
     assert not failed.exists()
     assert len(list(sound.iterdir())) == 3
@@ -88,6 +88,7 @@ def test_start_waits_for_processes_that_hold_devices(tmp_path, processes):
     machine = Machine(devices=tmp_path / "dev")
     neuron_machine.process(processes, 8, "python serve.py", opened=["/dev/null"])
     neuron_machine.process(processes, os.getpid(), "python -m hlat_jax.train", opened=[f"{tmp_path}/dev/neuron0"])
+    neuron_machine.process(processes, 6, "/opt/aws/bin/neuron-monitor -c x", opened=[f"{tmp_path}/dev/neuron0"])
     wait = {"timeout_s": 0.02, "period_s": 0.01, "processes": processes}
     assert lines_of(neuron_start.wait_for_former_run, machine, 0, **wait) == []
     held = neuron_machine.process(processes, 9, "python -m hlat_jax.train", opened=[f"{tmp_path}/dev/neuron3"])
@@ -171,6 +172,6 @@ def test_start_removes_leftovers_and_leaves_out_a_cache_that_fails(start, tmp_pa
     monkeypatch.setattr(compile_cache, "fault_of_cache", lambda environ: "RET_CHECK")
     environ = {DIR: str(tmp_path / "jax"), "NEURON_COMPILE_CACHE_URL": str(cache)}
     [leftovers, faulty], _, _ = start(environ)
-    assert "removed 1 of killed or failed" in leftovers
+    assert "removed 1 leftovers of killed or failed" in leftovers
     assert "JAX's is left out, because it fails here: RET_CHECK" in faulty
     assert DIR not in environ
