@@ -22,9 +22,12 @@ _OFF = ("0", "n", "no", "f", "false", "off")
 _MOST_BYTES = 1 << 30
 _LEAST_COMPILE_S = "0.2"  # shorter compilations are done again
 _TRIAL = """
-import jax, numpy
+import jax, numpy, sys
+read = []
+jax.monitoring.register_event_listener(lambda name, **_: read.append(name.endswith("/cache_hits")))
 total = float(jax.jit(lambda x: (x @ x).sum())(numpy.ones((128, 128), "float32")))
 assert total == 2.0**21, f"a small program computes {total}"
+assert sys.argv[1] == "write" or any(read), "the program that another process wrote is not found"
 """
 # a program of one device, which does not wait for other processes, and runs on the device
 _NOT_IN_TRIAL = (
@@ -108,21 +111,17 @@ def fault_of_cache(environ: Mapping[str, str], *, timeout_s: float = 120.0) -> s
     always = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_RAISE_PERSISTENT_CACHE_ERRORS": "true"}
     with tempfile.TemporaryDirectory() as folder:
         cached = plain | always | {FOLDER: folder, _ENABLED: "true"}
-        fault = _run_trial(cached, timeout_s)
-        written = set(os.listdir(folder))
-        fault = fault or ("" if written else "nothing was written") or _run_trial(cached, timeout_s)
-        if not fault and set(os.listdir(folder)) != written:
-            fault = "a second process does not find the program of the first"
-    if fault and (without := _run_trial(plain, timeout_s)):
+        fault = _run_trial("write", cached, timeout_s) or _run_trial("read", cached, timeout_s)
+    if fault and (without := _run_trial("write", plain, timeout_s)):
         raise RuntimeError(f"a small program fails without JAX's cache too: {without}")
     return fault
 
 
-def _run_trial(environ: Mapping[str, str], timeout_s: float) -> str:
+def _run_trial(use: str, environ: Mapping[str, str], timeout_s: float) -> str:
     """Returns how the small program fails in a process, or ""."""
     options: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace", "timeout": timeout_s}
     try:
-        done = subprocess.run([sys.executable, "-c", _TRIAL], env=environ, check=False, **options)
+        done = subprocess.run([sys.executable, "-c", _TRIAL, use], env=environ, check=False, **options)
     except subprocess.TimeoutExpired:
         return f"no end after {timeout_s:g} s"
     lines = [line.strip() for line in done.stderr.splitlines() if line.strip()] or ["no message"]
