@@ -17,7 +17,7 @@
 #   --cores=N            NeuronCores of a node to train on, as JAX sees them; default all
 #   --cache=DIR          copy the compiled programs of a shared folder to this node before the run
 #   --fill_cache=DIR     the same, and copy those of this node to the folder after the run
-#   --local_disk=DIR     make one file system of the NVMe disks of this instance, mount it at DIR, and put the caches there;
+#   --local_disk=DIR     make one file system of this instance's NVMe disks, mount it at DIR, and put the caches there;
 #                        a disk with a file system, or in use, is refused. Needs root or sudo, and mdadm
 #   --dry-run            print what would be exported and run, and stop: for this node if --node or the launcher names
 #                        it, else for every node
