@@ -1,0 +1,115 @@
+"""Runs checks in a child process, so that a fault which kills or stops the process ends one check only."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+
+from hlat_jax.neuron.probes import FAILED, NOT_HERE, Outcome, first_line
+
+
+def outcomes(
+    checks: Sequence[str], *, environ: Mapping[str, str] | None = None, timeout_s: float = 300.0
+) -> Iterator[tuple[str, Outcome, float]]:
+    """Yields (check, outcome, seconds) of each check in order, as each ends.
+
+    One child runs the checks one after another. If it dies or stops, the check that it ran has failed, and another
+    child runs the rest. A Neuron core belongs to one process at a time: call this before JAX starts in this process.
+
+    Args:
+      checks: functions without arguments that return an `Outcome`, as "module:function".
+      environ: environment of the child; None for the environment of this process.
+      timeout_s: limit of one check, and of the start of JAX.
+    """
+    left = list(checks)
+    while left:
+        ran = 0
+        for outcome, seconds in _one_child(left, environ, timeout_s):
+            yield left[ran], outcome, seconds
+            ran += 1
+        left = left[ran:]
+
+
+def _one_child(
+    checks: list[str], environ: Mapping[str, str] | None, timeout_s: float
+) -> Iterator[tuple[Outcome, float]]:
+    """Yields (outcome, seconds) of the checks up to one that kills the child, and of all of them if JAX cannot start."""
+    receive, send = os.pipe()
+    with tempfile.TemporaryFile() as output, os.fdopen(receive) as lines:
+        command = [sys.executable, "-m", "hlat_jax.neuron.child", str(send), *checks]
+        options = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, "start_new_session": True}
+        child = subprocess.Popen(command, env=None if environ is None else dict(environ), pass_fds=[send], **options)
+        os.close(send)
+        try:
+            for done in range(-1, len(checks)):  # -1: the start of JAX
+                began = time.monotonic()
+                timer = threading.Timer(timeout_s, _kill, [child])
+                timer.start()
+                line = lines.readline()
+                timer.cancel()
+                seconds = time.monotonic() - began
+                if line and done >= 0:
+                    yield Outcome(*json.loads(line)), seconds
+                elif line and json.loads(line):
+                    missing = Outcome(NOT_HERE, f"JAX does not start: {json.loads(line)}", "see the check `devices`")
+                    yield from [(missing, seconds)] * len(checks)
+                    return
+                elif not line:
+                    ended = Outcome(FAILED, _end(child, output, seconds, timeout_s), "do not train on this machine")
+                    yield from [(ended, seconds)] * (1 if done >= 0 else len(checks))
+                    return
+        finally:
+            _kill(child)
+
+
+def _end(child: subprocess.Popen, output, seconds: float, timeout_s: float) -> str:
+    """Returns why a child gave no answer, with the last line that it printed."""
+    if seconds >= timeout_s:
+        return f"no answer within {timeout_s:g} s"
+    code = child.wait()
+    output.seek(0)
+    last = (output.read().decode(errors="replace").strip().splitlines() or ["it printed nothing"])[-1]
+    how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
+    return f"the process ended {how}: {last[:200]}"
+
+
+def _kill(child: subprocess.Popen) -> None:
+    """Ends a child and the compilers that it started."""
+    try:
+        os.killpg(child.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    child.wait()
+
+
+def _serve(send: int, checks: Sequence[str]) -> None:
+    """Runs checks in the child; writes to `send` one JSON line for the start of JAX, and one for each outcome."""
+    os.set_inheritable(send, False)  # a compiler that outlives this process must not keep the pipe open
+    import jax  # not at the top: the parent must not start it
+
+    with os.fdopen(send, "w", buffering=1) as answers:
+        try:
+            jax.local_devices()
+        except RuntimeError as error:
+            print(json.dumps(first_line(error)), file=answers)
+            return
+        print(json.dumps(""), file=answers)
+        for check in checks:
+            module, _, function = check.partition(":")
+            try:
+                outcome = getattr(importlib.import_module(module), function)()
+            except Exception as error:  # whatever the error, the later checks still run
+                outcome = Outcome(FAILED, first_line(error), "do not train on this machine")
+            print(json.dumps(outcome), file=answers)
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]), sys.argv[2:])
