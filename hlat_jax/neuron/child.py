@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -41,7 +42,7 @@ def outcomes(
 def _one_child(
     checks: list[str], environ: Mapping[str, str] | None, timeout_s: float
 ) -> Iterator[tuple[Outcome, float]]:
-    """Yields (outcome, seconds) of the checks up to one that kills the child, and of all of them if JAX cannot start."""
+    """Yields (outcome, seconds) of the checks up to one that kills the child; of all of them if JAX cannot start."""
     receive, send = os.pipe()
     with tempfile.TemporaryFile() as output, os.fdopen(receive) as lines:
         command = [sys.executable, "-m", "hlat_jax.neuron.child", str(send), *checks]
@@ -83,10 +84,8 @@ def _end(child: subprocess.Popen, output, seconds: float, timeout_s: float) -> s
 
 def _kill(child: subprocess.Popen) -> None:
     """Ends a child and the compilers that it started."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     child.wait()
 
 

@@ -215,10 +215,16 @@ def _comparison_result(condition: Any, program: Program, calls: tuple, depth: in
     op, known = defining_op(condition), index_range(condition, program, calls, depth=depth)
     if known.is_number:
         return bool(known.low)
-    direction = re.search(r"\b(LT|LE|GT|GE)\b", str(attribute(op, "comparison_direction"))) if op is not None else None
+    direction = (
+        re.search(r"\b(LT|LE|GT|GE|EQ|NE)\b", str(attribute(op, "comparison_direction"))) if op is not None else None
+    )
     if direction is None:
         return None
     left, right = (index_range(operand, program, calls, depth=depth + 1) for operand in op.operands)
+    if direction[1] in ("EQ", "NE"):
+        are_apart = left.high < right.low or right.high < left.low
+        are_equal = left.is_number and right.is_number and left.low == right.low
+        return are_equal == (direction[1] == "EQ") if are_apart or are_equal else None
     if direction[1] in ("GT", "LE"):
         left, right = right, left
     is_less = True if left.high < right.low else False if left.low >= right.high else None

@@ -165,6 +165,8 @@ def _hits(program: Program, sharded: Program | None, *, target: str, placement: 
         (program, partitioned.group_findings(program, sharded, target=target, placement=placement)),
         (per_device, partitioned.shift_findings(per_device)),
         (per_device, partitioned.lookup_findings(per_device)),
+        (per_device, partitioned.payload_findings(per_device)),
+        (per_device, partitioned.size_findings(per_device, target=target)),
     ):
         for rule, what, op in hits:
             yield rule, what, op, owner

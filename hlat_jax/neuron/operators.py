@@ -19,6 +19,7 @@ from hlat_jax.neuron.module import (
     callee,
     constant,
     defining_op,
+    enclosing_function,
     is_constant,
     tensor,
 )
@@ -118,7 +119,7 @@ def _static_limit(loop: Any, program: Program) -> int | None:
 
     None if the condition is anything else, or if the start or step of the counter, or the limit, is not a constant.
     """
-    compare = defining_op(list(loop.regions[0].blocks[0].operations)[-1].operation.operands[0])
+    compare = defining_op(_skip_true(list(loop.regions[0].blocks[0].operations)[-1].operation.operands[0], program))
     if compare is None or compare.name != "stablehlo.compare":
         return None
     operands = [_skip_conversion(operand) for operand in compare.operands]
@@ -128,6 +129,18 @@ def _static_limit(loop: Any, program: Program) -> int | None:
     if len(constants) != 1 or defining_op(counters[0]) is not None:
         return None
     return constants[0] if _counts_by_constants(loop, counters[0], program) else None
+
+
+def _skip_true(condition: Any, program: Program) -> Any:
+    """Returns a condition without an `and` with a constant true, and without a comparison with a constant false."""
+    condition = _skip_conversion(condition)
+    op = defining_op(condition)
+    if op is None or len(op.operands) != 2 or tensor(op.operands[0]).dtype != "i1":
+        return condition
+    is_unequal = op.name == "stablehlo.compare" and "NE" in str(op.attributes["comparison_direction"])
+    neutral = 1 if op.name == "stablehlo.and" else 0 if is_unequal else None
+    others = [one for one in op.operands if _exact(one, program) != neutral]
+    return _skip_true(others[0], program) if neutral is not None and len(others) == 1 else condition
 
 
 def _skip_conversion(value: Any) -> Any:
@@ -274,6 +287,73 @@ def _reduction(op: Any, _: Program) -> Iterator[Hit]:
         yield "INT03", str(kind)
 
 
+def _division(op: Any, program: Program) -> Iterator[Hit]:
+    """Yields KB05 for a division of integers by anything but a power of two, at each call of its function."""
+    if not tensor(op.results[0]).is_integer:
+        return
+    for call in program.callers(enclosing_function(op)) or [None]:
+        divisor = indices.index_range(op.operands[1], program, () if call is None else (call,))
+        size = abs(int(divisor.low)) if divisor.is_number else 0
+        if size == 0 or size & (size - 1):
+            yield "KB05", f"{tensor(op.results[0])} by {size or 'a number from data'}", call or op
+
+
+def _cast(op: Any, program: Program) -> Iterator[Hit]:
+    """Yields KB06 for the second of two casts of floats that only round."""
+    kind, narrow = tensor(op.results[0]).dtype, tensor(op.operands[0]).dtype
+    value, calls = op.operands[0], ()
+    while (first := defining_op(value)) is not None and first.name in _MOVES:
+        value, calls = indices.source(first.operands[0], program, calls)
+    value, _ = indices.source(value, program, calls)
+    first = defining_op(value)
+    if first is None or first.name != "stablehlo.convert" or not {kind, narrow} <= set(_FLOAT_BITS):
+        return
+    if tensor(first.operands[0]).dtype == kind and _FLOAT_BITS[narrow] < _FLOAT_BITS[kind]:
+        yield "KB06", f"{kind} to {narrow} and back"
+
+
+def row_shift(op: Any) -> str:
+    """Returns what an operation shifts along a dimension other than the last, the rows; "" for any other operation."""
+    opcode, kind = op.name.removeprefix("stablehlo."), tensor(op.results[0]) if op.results else None
+    if opcode == "convolution":
+        numbers = stablehlo.ConvDimensionNumbers(op.attributes["dimension_numbers"])
+        sizes = [tensor(op.operands[1]).dims[dim] for dim in numbers.kernel_spatial_dimensions]
+        return f"a convolution with a window of {sizes}" if any(size > 1 for size in sizes) else ""
+    if opcode == "pad":
+        low, high = (list(ir.DenseI64ArrayAttr(op.attributes[f"edge_padding_{side}"])) for side in ("low", "high"))
+        cut = [defining_slice(use.owner) for use in op.results[0].uses]
+        dims = [
+            dim for dim in range(len(low) - 1) if low[dim] > 0 and (high[dim] < 0 or any(dim in one for one in cut))
+        ]
+        return f"{kind} by {low[dims[0]]} along dimension {dims[0]}" if dims else ""
+    if opcode == "concatenate":
+        dim = ir.IntegerAttr(op.attributes["dimension"]).value
+        parts = [first for first in map(defining_op, op.operands) if first is not None and dim in defining_slice(first)]
+        moved = any(tensor(one.operands[0]).dims[dim] == kind.dims[dim] for one in parts)
+        return f"{kind} along dimension {dim}" if moved and dim < len(kind.dims) - 1 else ""
+    return ""
+
+
+def defining_slice(op: Any) -> set[int]:
+    """Returns the dimensions of which a slice takes a part; none for any other operation."""
+    op = getattr(op, "operation", op)
+    if op.name != "stablehlo.slice":
+        return set()
+    before, after = tensor(op.operands[0]).dims, tensor(op.results[0]).dims
+    return {dim for dim, (whole, part) in enumerate(zip(before, after, strict=True)) if whole != part}
+
+
+def _exchange(op: Any, program: Program) -> Iterator[Hit]:
+    kind = tensor(op.operands[0])
+    if kind.is_integer:
+        yield "KB10", str(kind)
+    value, _ = indices.source(op.operands[0], program, ())
+    while (first := defining_op(value)) is not None and first.name == "stablehlo.reshape":
+        value = first.operands[0]
+    if first is not None and first.name == "stablehlo.broadcast_in_dim":
+        yield "CC08", str(kind)
+
+
 def _scatter(op: Any, program: Program) -> Iterator[Hit]:
     kind = tensor(op.operands[0])
     if body_ops(op) and (kind.is_integer or kind.dtype == "i1"):
@@ -282,6 +362,7 @@ def _scatter(op: Any, program: Program) -> Iterator[Hit]:
     yield from indices.assignment_findings(op, program)
 
 
+_MOVES = {f"stablehlo.{name}" for name in ("broadcast_in_dim", "reshape", "transpose", "slice", "reverse")}
 _BRANCHES = ("stablehlo.case", "stablehlo.if")
 
 
@@ -308,6 +389,10 @@ _FINDERS: dict[str, Callable[[Any, Program], Iterator[Hit]]] = {
     "stablehlo.power": _power,
     "stablehlo.all_reduce": _reduction,
     "stablehlo.reduce_scatter": _reduction,
+    "stablehlo.all_to_all": _exchange,
+    "stablehlo.convert": _cast,
+    "stablehlo.divide": _division,
+    "stablehlo.remainder": _division,
     "stablehlo.gather": indices.findings,
     "stablehlo.scatter": _scatter,
     "chlo.top_k": _top_k,

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 from jax.extend.mlir import ir, passmanager
+from jax.extend.mlir.dialects import stablehlo
 
 from hlat_jax.facts import core_groups, hardware
 from hlat_jax.facts.byte_sizes import format_bytes
@@ -29,10 +30,15 @@ from hlat_jax.neuron.module import (
     enclosing_op,
     tensor,
 )
+from hlat_jax.neuron.operators import row_shift
 
 MAX_GROUP_SETS = 16  # 12 before SDK 2.32
 MAX_ARGUMENTS = 128
 DONATED_BYTES = 2**20
+_ROW = 128  # elements
+_TABLE_BYTES = 1_610_000_000  # the largest table from which a gather has been seen to be right
+_TOO_LARGE_BYTES = 2**32
+_NEVER_STORED = {f"stablehlo.{name}" for name in ("broadcast_in_dim", "iota", "constant", "reshape")}
 OF_A_NODE = "leave their node"  # of a permute
 _GROUPED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_broadcast")
 _SUMS_ADDED, _PERMUTE_ADDED = ("sdy.all_reduce", "sdy.reduce_scatter"), "sdy.collective_permute"
@@ -97,6 +103,26 @@ def group_findings(
             yield "CC02", f"{kind}, added by the partitioner: a device sends to itself", _with_python_line(op, sharded)
         elif kind is not None and kind.is_integer:
             yield "INT03", f"{kind}, added by the partitioner", op
+
+
+def payload_findings(owner: Program) -> Iterator[tuple[str, str, Any]]:
+    """Yields (rule, what, operation) of CC07 for the collectives of a program whose rows have a length to avoid."""
+    for op in owner.operations:
+        if op.name.partition(".")[2] in (*_GROUPED, "collective_permute"):
+            kind = _local_value(op.operands[0], owner)
+            if len(kind.dims) > 1 and (kind.dims[-1] or 0) > _ROW and kind.dims[-1] % _ROW:
+                yield "CC07", str(kind), op
+
+
+def size_findings(owner: Program, *, target: str) -> Iterator[tuple[str, str, Any]]:
+    """Yields (rule, what, operation) of KB08 and, on cores of two, KB09 for what a device computes."""
+    for op in owner.operations:
+        kinds = [_local_value(value, owner) for value in op.results if tensor(value) is not None]
+        if op.name not in _NEVER_STORED and any(kind.num_bytes >= _TOO_LARGE_BYTES for kind in kinds):
+            yield "KB08", f"{kinds[0]}, {format_bytes(kinds[0].num_bytes)}", _with_python_line(op, owner)
+        shift = row_shift(op) if target == "trn2" else ""
+        if shift:
+            yield "KB09", shift, _with_python_line(op, owner)
 
 
 def replica_groups(program: Program, sharded: Program | None) -> Iterator[tuple[Any, np.ndarray]]:
@@ -237,6 +263,12 @@ def _moved_dims(op: Any) -> set[int]:
         return list(ir.DenseI64ArrayAttr(op.attributes[key])) if key in op.attributes else []
 
     opcode = op.name.removeprefix("stablehlo.")
+    if opcode == "convolution":
+        numbers = stablehlo.ConvDimensionNumbers(op.attributes["dimension_numbers"])
+        windows = [tensor(op.operands[1]).dims[dim] for dim in numbers.kernel_spatial_dimensions]
+        strides = numbers_of("window_strides") or [1] * len(windows)
+        moves = zip(numbers.output_spatial_dimensions, windows, strides, strict=True)
+        return {dim for dim, window, stride in moves if window > 1 or stride > 1}
     if opcode == "slice":
         parts = zip(*(numbers_of(key) for key in ("start_indices", "limit_indices", "strides")), strict=True)
         sizes = tensor(op.operands[0]).dims
@@ -254,7 +286,7 @@ def _moved_dims(op: Any) -> set[int]:
 
 
 def lookup_findings(sharded: Program) -> Iterator[tuple[str, str, Any]]:
-    """Yields (rule, what, operation) of KB01 and KB02 for gathers and scatters that shardings split over devices."""
+    """Yields (rule, what, operation) of KB01, KB02 and KB07 for the gathers and scatters of a device."""
     for op in sharded.operations:
         if op.name == "stablehlo.gather" or (op.name == "stablehlo.scatter" and body_ops(op)):
             split = [value for value in (*op.operands, *op.results) if split_dims(value, sharded)]
@@ -262,6 +294,9 @@ def lookup_findings(sharded: Program) -> Iterator[tuple[str, str, Any]]:
                 rule = "KB01" if op.name == "stablehlo.gather" else "KB02"
                 whole, local = tensor(split[0]), _local_value(split[0], sharded)
                 yield rule, f"{whole}, of which a device has {local}", _with_python_line(op, sharded)
+        if op.name == "stablehlo.gather" and _local_value(op.operands[0], sharded).num_bytes > _TABLE_BYTES:
+            table = _local_value(op.operands[0], sharded)
+            yield "KB07", f"{table}, {format_bytes(table.num_bytes)}", _with_python_line(op, sharded)
 
 
 def sharding_of(attrs: str) -> str:

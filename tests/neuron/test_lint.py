@@ -51,14 +51,26 @@ def typed(kind):
     return module(f"return %x : tensor<{kind}>", f"%x: tensor<{kind}>", f"tensor<{kind}>")
 
 
-def over_mesh(fn, *, sizes=(8,), dtype=jnp.float32):
+def over_mesh(fn, *, sizes=(8,), dtype=jnp.float32, length=480):
     """Returns the text of a shard_map of `fn` over a mesh of virtual devices."""
     names = tuple("abcdefgh"[: len(sizes)])
     mesh = AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes))
     mapped = jax.shard_map(fn, mesh=mesh, in_specs=P(names), out_specs=P(names), check_vma=False)
-    argument = shape(480, dtype=dtype)
+    argument = shape(length, dtype=dtype)
     lowered = jax.jit(mapped).trace(argument).lower(lowering_platforms=("neuron",))
     return lowered.as_text(debug_info=True)
+
+
+def exchange(x, axis="a"):
+    return jax.lax.all_to_all(x, axis, 0, 0, tiled=True)
+
+
+def exchanged(axis=("a", "b"), **options):
+    return over_mesh(partial(exchange, axis=axis), sizes=(4, 8), length=2048, **options)
+
+
+def wide_sum(length):
+    return over_mesh(lambda x: jax.lax.psum(jnp.ones((2, length)) * x[0], "a")[0, :60])
 
 
 def ring(num_devices, stride):
@@ -143,7 +155,7 @@ CASES = {
     ),
     "CF04": (lambda x: jax.lax.scan(lambda c, _: (c + 1, None), x, length=3)[0], lambda x: x + 3),
     "RED01": (lambda x: jnp.argmax(x), lambda x: jnp.max(x)),
-    "RED02": (lambda x: jnp.cumsum(x, axis=0), lambda x: jax.lax.associative_scan(jnp.add, x)),
+    "RED02": (lambda x: jnp.cumsum(x, axis=0), lambda x: jnp.tril(jnp.ones((4, 4))) @ x),
     "RED03": (windows(window_dilation=(2, 2)), windows()),
     "RNG01": (keyed("threefry2x32", jax.random.normal), keyed("rbg", jax.random.normal)),
     "RNG02": (partial(random_bits, algorithm=jax.lax.RandomAlgorithm.RNG_THREE_FRY), random_bits),
@@ -204,6 +216,21 @@ CASES = {
         (lambda x, i: x.at[i].set(jnp.flip(x[i], -1)), X, I),
         (lambda x, y, i: x.at[np.array([0, 1])].set(x[np.array([1, 0])]).at[i].set(y[i] * 2), X, X, I),
     ),
+    "KB05": ((lambda i: i // 6284, I), (lambda i: i // 4096 + i % 8 + jax.lax.shift_right_logical(i, 3), I)),
+    "KB06": (
+        lambda x: jnp.sin(x.astype(jnp.bfloat16).T.astype(jnp.float32)),
+        lambda x: x.astype(jnp.bfloat16) @ x.astype(jnp.bfloat16).T + x.astype(jnp.bfloat16).astype(jnp.float16),
+    ),
+    "KB07": (
+        (partial(jnp.take, axis=0, mode="clip"), shape(128 * 1024, 8192), I),  # fp32, on one device
+        (partial(jnp.take, axis=0, mode="clip"), shape(128 * 1024, 8192, dtype=jnp.int8), I),
+    ),
+    "KB08": ((lambda x: x * 2, shape(2**15, 2**15)), (lambda x: x * 2, shape(2**15, 2**15 - 1))),
+    "KB10": (exchanged(dtype=jnp.int32), exchanged()),
+    "KB11": (exchanged("a"), exchanged("b")),  # cores 0, 8, 16, 24, and cores 0 to 7
+    "CC07": (wide_sum(4096 + 24), wide_sum(4096)),
+    "CC08": (over_mesh(lambda x: exchange(jnp.broadcast_to(x, (8, *x.shape)))), exchanged()),
+    "KB09": (lambda x: jnp.roll(x, 1, 0), lambda x: jnp.roll(x, 1, 1)),
     "CC01": (summed_over(17), summed_over(16)),
     "CC02": (ring(32, 10), ring(8, 1)),
     "CC04": (
@@ -239,11 +266,12 @@ def findings_of(program, **options):
 def test_lint_flags_the_bad_program_of_each_rule_but_not_the_clean_one():
     assert set(CASES) == set(RULES)
     for rule, (bad, clean) in CASES.items():
-        found = [finding for finding in findings_of(bad) if finding.rule == rule]
+        target = "trn2" if rule == "KB09" else "trn1"
+        found = [finding for finding in findings_of(bad, target=target) if finding.rule == rule]
         severities = {finding.severity for finding in found}
-        assert severities == {RULES[rule].severity_in(recurring=True, target="trn1")}, rule
+        assert severities == {RULES[rule].severity_in(recurring=True, target=target)}, rule
         assert all((finding.why, finding.source) == (RULES[rule].why, RULES[rule].source) for finding in found)
-        assert rule not in rules_of(clean), rule
+        assert rule not in rules_of(clean, target=target), rule
 
 
 def test_severities_depend_on_the_target_the_mesh_and_whether_a_program_recurs():
