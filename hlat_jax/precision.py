@@ -163,9 +163,11 @@ def stochastic_round(value: jax.Array, dtype: Any, *, bits: jax.Array) -> jax.Ar
     if jnp.dtype(dtype) != jnp.bfloat16:
         raise ValueError(f"stochastic rounding to {jnp.dtype(dtype).name} is not supported; round to bfloat16.")
     raw = jax.lax.bitcast_convert_type(value, jnp.uint32)
-    carried = (raw + (bits >> 16)) >> 16
-    rounded = jax.lax.bitcast_convert_type(carried.astype(jnp.uint16), jnp.bfloat16)
-    return jnp.where(jnp.isfinite(value), rounded, value.astype(jnp.bfloat16))
+    # no cast, not even of NaN: compilers, neuronx-cc too, remove a cast to bf16 and back
+    nan = (raw & jnp.uint32(0x80000000)) | jnp.uint32(0x7FC00000)
+    kept = jnp.where(jnp.isnan(value), nan, raw)
+    upper = jnp.where(jnp.isfinite(value), raw + (bits >> 16), kept) >> 16
+    return jax.lax.bitcast_convert_type(upper.astype(jnp.uint16), jnp.bfloat16)
 
 
 def random_bits(words: tuple[jax.Array, ...], name: str, shape: tuple[int, ...]) -> jax.Array:

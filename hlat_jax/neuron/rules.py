@@ -420,7 +420,7 @@ RULES: dict[str, Rule] = {
         "a cast to a narrower float and back",
         "the compiler removes the pair between elementwise operations, and the value stays as it was; wrong only where "
         "the rounding itself is wanted",
-        "precision.round_to_bf16, which rounds the bits",
+        "arithmetic on the bits, as in precision.stochastic_round",
         f"{_KILN}, layer-graph spill",
         seen="trn1 and trn2, SDK 2.32, October 2026 (PyTorch)",
     ),

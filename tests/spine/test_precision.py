@@ -1,13 +1,17 @@
 """Stochastic rounding: unbiased, the same on every mesh, computed on each shard; and which policies use it."""
 
+import dataclasses
 import math
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cast_pairs import cast_pairs
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from planned import small_config
 from steps import trained
 
 from hlat_jax import precision
@@ -142,3 +146,60 @@ def test_hardware_without_stochastic_rounding_is_refused():
     c.precision.stochastic_rounding = "software"
     with pytest.raises(ValueError, match="which rounds to nearest; set the policy to 'bf16_sr'"):
         resolve(c)
+
+
+# Casts to bf16 and back, which neuronx-cc removes between elementwise operations.
+
+OF_PRODUCTS = {"attention.py", "cross_entropy.py", "rope.py"}  # fp32 results of bf16 products, kept if they are removed
+# (policy, simulate, stochastic_rounding on Neuron, optimizer) -> files with casts that may be removed.
+# "precision.py": the gradient of a microbatch before it is added. "optimizer.py": moments, after they are stored.
+# "muon.py": the momentum before it is orthogonalized.
+REMOVABLE = {
+    ("fp32", "none", "auto", "adamw"): set(),
+    ("mixed", "neuron", "auto", "adamw"): set(),
+    ("bf16_sr", "none", "software", "adamw"): OF_PRODUCTS | {"precision.py"},
+    ("bf16_sr", "neuron", "auto", "adamw"): set(),
+}
+MORE_REMOVABLE = {
+    ("autocast", "none", "auto", "adamw"): set(),
+    ("mixed", "none", "auto", "adamw"): OF_PRODUCTS | {"precision.py"},
+    ("bf16", "none", "auto", "adamw"): OF_PRODUCTS | {"optimizer.py"},
+    ("bf16_sr", "none", "auto", "adamw"): OF_PRODUCTS | {"optimizer.py"},  # by the hardware
+    ("bf16_sr", "none", "software", "muon"): OF_PRODUCTS | {"precision.py", "muon.py"},
+    **{
+        (policy, simulate, "auto", optimizer): set()
+        for policy in ("fp32", "autocast", "mixed", "bf16", "bf16_sr")
+        for simulate in ("neuron", "neuron_all")
+        for optimizer in ("adamw", "muon")
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*REMOVABLE, *(pytest.param(case, marks=pytest.mark.slow) for case in MORE_REMOVABLE if case not in REMOVABLE)],
+)
+def test_no_rounding_of_a_step_is_a_cast_that_may_be_removed(case):
+    policy, simulate, stochastic, optimizer = case
+    c = small_config(policy=policy, optimizer=optimizer, m=2)
+    c = dataclasses.replace(
+        c,
+        precision=dataclasses.replace(c.precision, simulate=simulate, stochastic_rounding=stochastic),
+        train=dataclasses.replace(c.train, accumulate="scan"),
+    )
+    platform = "neuron" if simulate == "none" else "cpu"
+    found = cast_pairs(make_program(c, planned_layout(c, 1, platform=platform)).trace_step().jaxpr)
+    assert {pathlib.PurePath(place.split(":")[0]).name for place in found} == (REMOVABLE | MORE_REMOVABLE)[case], found
+
+
+def test_sums_rounded_in_software_hold_no_cast_that_may_be_removed():
+    def twice(sums, term):
+        rounding = Rounding(WORDS)
+        return rounding.at(1).add(rounding.at(0).add(sums, term), term)
+
+    def by_casts(sums, term):
+        return NEAREST.write(NEAREST.write(sums + term, jnp.bfloat16, name="") + term, jnp.bfloat16, name="")
+
+    bf16 = jax.ShapeDtypeStruct((8,), jnp.bfloat16)
+    assert cast_pairs(jax.make_jaxpr(twice)({"w": bf16}, {"w": bf16})) == []
+    assert cast_pairs(jax.make_jaxpr(by_casts)(jnp.ones(8), jnp.ones(8)))
