@@ -26,7 +26,7 @@ def outcomes(
     child runs the rest. A Neuron core belongs to one process at a time: call this before JAX starts in this process.
 
     Args:
-      checks: functions without arguments that return an `Outcome`, as "module:function".
+      checks: functions that return an `Outcome`, as "module:function", or "module:function:argument" for one string.
       environ: environment of the child; None for the environment of this process.
       timeout_s: limit of one check, and of the start of JAX.
     """
@@ -102,9 +102,9 @@ def _serve(send: int, checks: Sequence[str]) -> None:
             return
         print(json.dumps(""), file=answers)
         for check in checks:
-            module, _, function = check.partition(":")
+            module, function, *argument = check.split(":")
             try:
-                outcome = getattr(importlib.import_module(module), function)()
+                outcome = getattr(importlib.import_module(module), function)(*argument)
             except Exception as error:  # whatever the error, the later checks still run
                 outcome = Outcome(FAILED, first_line(error), "do not train on this machine")
             print(json.dumps(outcome), file=answers)

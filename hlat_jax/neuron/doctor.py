@@ -18,8 +18,8 @@ from hlat_jax.facts.core_groups import REFUSED, groups_along, server_of, verdict
 from hlat_jax.host import neuron_start
 from hlat_jax.host.neuron_compiler_flags import compiler_killed
 from hlat_jax.host.neuron_topology import COLLECTIVES_PORT, HERE
-from hlat_jax.neuron import exercises, installation, probes
-from hlat_jax.neuron.probes import FAILED, NOT_HERE, Outcome
+from hlat_jax.neuron import child, exercises, installation, numerics, probes
+from hlat_jax.neuron.probes import FAILED, NOT_HERE, UNUSED, Outcome
 from hlat_jax.parallel.sharding import Layout
 from hlat_jax.precision import policy_on
 
@@ -31,7 +31,8 @@ def checks(
 ) -> Iterator[tuple[str, Callable[[], Outcome]]]:
     """Yields (name, probe) of the checks for a run of a config on this machine, in the order to run them.
 
-    Collectives come last, because a faulty runtime is most likely to end the process in them.
+    Programs that may end the process run in a child. They come before JAX starts in this process: a core belongs to one
+    process at a time. Collectives come last, because a faulty runtime is most likely to end the process in them.
 
     Args:
       instance: type of the Trainium instance; "" for any other machine.
@@ -50,6 +51,10 @@ def checks(
         yield "devices", lambda: Outcome(NOT_HERE, what)
         return
     yield "JAX's cache", jax_cache
+    alone = functools.partial(
+        _in_child, {}, child.outcomes([f"{numerics.__name__}:check:{n}" for n in numerics.PROGRAMS])
+    )
+    yield from ((name, functools.partial(alone, name)) for name in numerics.PROGRAMS)
     yield "devices", lambda: probes.devices(jax.local_devices(), platform=platform, count=num_devices)
     yield "random numbers", lambda: probes.random_numbers(exercises.draw)
     yield "bf16 products", lambda: probes.matmul_accumulation(exercises.multiply)
@@ -62,6 +67,18 @@ def checks(
         return
     for layout, axis in layouts:
         yield f"along {axis}", functools.partial(collectives, layout, axis)
+
+
+def _in_child(ended: dict[str, Outcome], running: Iterator[tuple[str, Outcome, float]], name: str) -> Outcome:
+    """Returns the outcome of one of `numerics.PROGRAMS`, as soon as the child process that runs them has it."""
+    while name not in ended:
+        check, outcome, _ = next(running)
+        ended[check.rpartition(":")[2]] = outcome
+    outcome, rules = ended[name], numerics.PROGRAMS[name][1]
+    if outcome.verdict != FAILED or not rules:
+        return outcome
+    advice = f"no shipped config has such a program; for others see {rules} of `python -m hlat_jax.neuron lint`"
+    return Outcome(UNUSED, outcome.found, advice)
 
 
 def run_check(probe: Callable[[], Outcome]) -> tuple[Outcome, float]:

@@ -13,7 +13,7 @@ from hlat_jax import config as config_lib
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.facts.local_paths import local_path
 from hlat_jax.host import neuron_env, neuron_topology
-from hlat_jax.neuron.probes import FAILED, NOT_HERE, PASSED
+from hlat_jax.neuron.probes import FAILED, NOT_HERE, PASSED, UNUSED
 from hlat_jax.weights.init_model import parse_config
 
 
@@ -38,9 +38,10 @@ def main(argv: Sequence[str]) -> int:
         if outcome.advice:
             print(f"{'':<18} to do: {outcome.advice}", flush=True)
     print()
-    for verdict in (PASSED, FAILED, NOT_HERE):
+    for verdict in (PASSED, FAILED, UNUSED, NOT_HERE):
         names = [row["check"] for row in rows if row["verdict"] == verdict]
-        print(f"{verdict:<18} {len(names):>3}  {', '.join(names)}".rstrip())
+        if names or verdict != UNUSED:
+            print(f"{verdict:<18} {len(names):>3}  {', '.join(names)}".rstrip())
     if not options["instance"]:
         print("No Trainium device was checked.")
     flags_lib.write_report(values.json, {"config": config.name, "instance": options["instance"], "checks": rows})

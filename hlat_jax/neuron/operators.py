@@ -312,35 +312,37 @@ def _cast(op: Any, program: Program) -> Iterator[Hit]:
         yield "KB06", f"{kind} to {narrow} and back"
 
 
-def row_shift(op: Any) -> str:
-    """Returns what an operation shifts along a dimension other than the last, the rows; "" for any other operation."""
-    opcode, kind = op.name.removeprefix("stablehlo."), tensor(op.results[0]) if op.results else None
+def row_shift(op: Any, program: Program) -> str:
+    """Returns what an operation shifts along a dimension other than the last, the rows; "" for any other operation.
+
+    A shift keeps the number of rows: a convolution, a slice of what was padded, or slices that are joined again.
+    """
+    opcode = op.name.removeprefix("stablehlo.")
     if opcode == "convolution":
         numbers = stablehlo.ConvDimensionNumbers(op.attributes["dimension_numbers"])
         sizes = [tensor(op.operands[1]).dims[dim] for dim in numbers.kernel_spatial_dimensions]
         return f"a convolution with a window of {sizes}" if any(size > 1 for size in sizes) else ""
-    if opcode == "pad":
-        low, high = (list(ir.DenseI64ArrayAttr(op.attributes[f"edge_padding_{side}"])) for side in ("low", "high"))
-        cut = [defining_slice(use.owner) for use in op.results[0].uses]
-        dims = [
-            dim for dim in range(len(low) - 1) if low[dim] > 0 and (high[dim] < 0 or any(dim in one for one in cut))
-        ]
-        return f"{kind} by {low[dims[0]]} along dimension {dims[0]}" if dims else ""
-    if opcode == "concatenate":
+    shifted: set[int] = set()
+    if opcode == "slice":
+        padding = defining_op(indices.source(op.operands[0], program, ())[0])
+        if padding is not None and padding.name == "stablehlo.pad":
+            low = list(ir.DenseI64ArrayAttr(padding.attributes["edge_padding_low"]))
+            shifted = {dim for dim in _cut_dims(op) if low[dim] > 0}
+    elif opcode == "concatenate":
         dim = ir.IntegerAttr(op.attributes["dimension"]).value
-        parts = [first for first in map(defining_op, op.operands) if first is not None and dim in defining_slice(first)]
-        moved = any(tensor(one.operands[0]).dims[dim] == kind.dims[dim] for one in parts)
-        return f"{kind} along dimension {dim}" if moved and dim < len(kind.dims) - 1 else ""
-    return ""
+        parts = [part for part in map(defining_op, op.operands) if part is not None and dim in _cut_dims(part)]
+        sizes = {tensor(part.operands[0]).dims[dim] for part in parts}
+        shifted = {dim} if tensor(op.results[0]).dims[dim] in sizes else set()
+    rows = shifted - {len(tensor(op.results[0]).dims) - 1} if shifted else shifted
+    return f"{tensor(op.results[0])} along dimension {min(rows)}" if rows else ""
 
 
-def defining_slice(op: Any) -> set[int]:
+def _cut_dims(op: Any) -> set[int]:
     """Returns the dimensions of which a slice takes a part; none for any other operation."""
-    op = getattr(op, "operation", op)
     if op.name != "stablehlo.slice":
         return set()
-    before, after = tensor(op.operands[0]).dims, tensor(op.results[0]).dims
-    return {dim for dim, (whole, part) in enumerate(zip(before, after, strict=True)) if whole != part}
+    sizes = zip(tensor(op.operands[0]).dims, tensor(op.results[0]).dims, strict=True)
+    return {dim for dim, (whole, part) in enumerate(sizes) if whole != part}
 
 
 def _exchange(op: Any, program: Program) -> Iterator[Hit]:

@@ -42,6 +42,7 @@ _NEVER_STORED = {f"stablehlo.{name}" for name in ("broadcast_in_dim", "iota", "c
 OF_A_NODE = "leave their node"  # of a permute
 _GROUPED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_broadcast")
 _SUMS_ADDED, _PERMUTE_ADDED = ("sdy.all_reduce", "sdy.reduce_scatter"), "sdy.collective_permute"
+_ADDED = (*_SUMS_ADDED, _PERMUTE_ADDED, "sdy.all_to_all")
 _SHARDING = re.compile(r"<@\w+, \[.*?\](?:, replicated=\{.*?\})?>")
 _SHARDINGS = ("sdy.sharding", "out_shardings", "out_sharding")  # of an operation, a region, a collective
 _SHARDY = (
@@ -98,11 +99,12 @@ def group_findings(
             if problem:
                 yield "CC02", problem, op
     for op in sharded.operations if sharded else ():
-        kind = tensor(op.results[0]) if op.name in (*_SUMS_ADDED, _PERMUTE_ADDED) else None
+        kind = tensor(op.results[0]) if op.name in _ADDED else None
         if op.name == _PERMUTE_ADDED:  # a permutation of mesh axes, in which device 0 keeps its shard
             yield "CC02", f"{kind}, added by the partitioner: a device sends to itself", _with_python_line(op, sharded)
         elif kind is not None and kind.is_integer:
-            yield "INT03", f"{kind}, added by the partitioner", op
+            rule = "INT03" if op.name in _SUMS_ADDED else "KB10"
+            yield rule, f"{kind}, added by the partitioner", _with_python_line(op, sharded)
 
 
 def payload_findings(owner: Program) -> Iterator[tuple[str, str, Any]]:
@@ -120,7 +122,7 @@ def size_findings(owner: Program, *, target: str) -> Iterator[tuple[str, str, An
         kinds = [_local_value(value, owner) for value in op.results if tensor(value) is not None]
         if op.name not in _NEVER_STORED and any(kind.num_bytes >= _TOO_LARGE_BYTES for kind in kinds):
             yield "KB08", f"{kinds[0]}, {format_bytes(kinds[0].num_bytes)}", _with_python_line(op, owner)
-        shift = row_shift(op) if target == "trn2" else ""
+        shift = row_shift(op, owner) if target == "trn2" else ""
         if shift:
             yield "KB09", shift, _with_python_line(op, owner)
 
@@ -267,8 +269,10 @@ def _moved_dims(op: Any) -> set[int]:
         numbers = stablehlo.ConvDimensionNumbers(op.attributes["dimension_numbers"])
         windows = [tensor(op.operands[1]).dims[dim] for dim in numbers.kernel_spatial_dimensions]
         strides = numbers_of("window_strides") or [1] * len(windows)
-        moves = zip(numbers.output_spatial_dimensions, windows, strides, strict=True)
-        return {dim for dim, window, stride in moves if window > 1 or stride > 1}
+        padding = attribute(op, "padding")
+        edges = np.zeros((len(windows), 2)) if padding is None else attribute_numbers(padding)
+        parts = zip(numbers.output_spatial_dimensions, windows, strides, edges, strict=True)
+        return {dim for dim, window, stride, edge in parts if window > stride or edge.any()}
     if opcode == "slice":
         parts = zip(*(numbers_of(key) for key in ("start_indices", "limit_indices", "strides")), strict=True)
         sizes = tensor(op.operands[0]).dims

@@ -19,6 +19,7 @@ from hlat_jax.facts import hardware
 from hlat_jax.facts.sdk_releases import numbers
 
 PASSED, FAILED, NOT_HERE = "passed", "failed", "not testable here"
+UNUSED = "wrong, not used"  # by any program of a shipped config
 
 # package -> (lowest supported, first unsupported; "" for none). A test compares this with pyproject.toml.
 SUPPORTED = {
@@ -33,7 +34,7 @@ _SIGMAS = 6.0  # bound on random quantities: a correct device fails with a proba
 
 
 class Outcome(NamedTuple):
-    """Result of a probe: PASSED, FAILED or NOT_HERE, what was found, and what to do unless it passed."""
+    """Result of a probe: PASSED, FAILED, UNUSED or NOT_HERE, what was found, and what to do unless it passed."""
 
     verdict: str
     found: str

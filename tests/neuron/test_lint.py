@@ -297,6 +297,8 @@ CONTROL_FLOW = {
     "not": (lambda x: x + jax.lax.while_loop(lambda c: ~(c[0] < 10), **COUNT)[1], "CF03"),
     "and_data": (lambda x: x + jax.lax.while_loop(lambda c: (c[0] < 10) & (c[1][0] < 9), **COUNT)[1], "CF03"),
     "limit_from_data": (lambda x: jax.lax.fori_loop(0, x.sum().astype(jnp.int32), lambda _, c: c + 1, x), "CF03"),
+    "and_true": (lambda x: x + jax.lax.while_loop(lambda c: (c[0] < 10) & True, **COUNT)[1], "CF04"),
+    "and_false": (lambda x: x + jax.lax.while_loop(lambda c: (c[0] < 10) & False, **COUNT)[1], "CF03"),
     "convergence": (lambda x: jax.lax.while_loop(lambda e: e > 1e-3, lambda e: e * x.mean(), 1.0), "CF03"),
     "constant_index": (lambda x: jax.lax.switch(1, [jnp.sin, jnp.cos], x), None),
     "platform": (lambda x: jax.lax.platform_dependent(x, cpu=jnp.sin, default=jnp.cos), None),
@@ -495,6 +497,12 @@ def test_collectives_added_by_the_partitioner_are_found():
     assert (finding.rule, finding.severity, finding.line) == ("CC02", "warning", line_in(moved))
 
 
+def convolved(window, stride=1, dim=16):
+    kernel, numbers = jnp.ones((window, 1, dim)), ("NHC", "HIO", "NHC")
+    options = {"feature_group_count": dim, "dimension_numbers": numbers}
+    return lambda x: jax.lax.conv_general_dilated(x[None], kernel, (stride,), "SAME", **options)[0]
+
+
 # functions of f32[64,16] whose first dimension is split, and whether XLA's partitioner adds permutes to them
 SHIFTS = {
     "roll": (lambda x: jnp.roll(x, 1, 0), True),
@@ -503,6 +511,11 @@ SHIFTS = {
     "halves": (lambda x: x[:32] * x[32:], True),
     "padding": (lambda x: jnp.pad(x, ((8, 0), (0, 0)))[:64], True),
     "windows": (lambda x: jax.lax.reduce_window(x, 0.0, jax.lax.add, (3, 1), (1, 1), "SAME"), True),
+    "convolution": (convolved(3), True),
+    "convolution_of_patches": (convolved(2, stride=2), False),
+    "strided_convolution": (convolved(3, stride=2), True),
+    "convolution_of_points": (convolved(1), False),
+    "convolution_of_columns": (lambda x: convolved(3, dim=64)(x.T).T, False),
     "other_dimension": (lambda x: jnp.roll(x, 1, 1) + x[:, ::-1], False),
     "elementwise": (lambda x: x * 2 + jnp.arange(64.0)[:, None], False),
 }
@@ -519,6 +532,53 @@ def test_shifts_along_a_split_dimension_are_found_where_xla_adds_permutes():
         for finding in found:
             assert finding.line.startswith(f"{__file__}:{fn.__code__.co_firstlineno} ")
             assert ", of which a device has " in finding.what
+
+
+ROWS_MOVED = {
+    "roll": (lambda x: jnp.roll(x, 1, 0), True),
+    "padding": (lambda x: jnp.pad(x, ((3, 0), (0, 0)))[:64], True),
+    "convolution": (convolved(4), True),
+    "zeros_first": (lambda x: jnp.concatenate([jnp.zeros((1, 16)), x[:-1]]), True),
+    "columns": (lambda x: jnp.roll(x, 1, 1), False),
+    "halves": (lambda x: x[:32] * x[32:], False),
+    "appended": (lambda x: jnp.concatenate([x, x[:1]]), False),
+    "gradient_of_a_part": (jax.grad(lambda x: jnp.sin(x[3:5]).sum()), False),
+}
+
+
+def test_shifts_along_rows_are_found_where_a_core_is_two():
+    for case, (fn, is_shift) in ROWS_MOVED.items():
+        assert ("KB09" in rules_of((fn, shape(64, 16)), target="trn2")) == is_shift, case
+        assert "KB09" not in rules_of((fn, shape(64, 16)), target="trn2-lnc1"), case
+
+
+def test_tables_are_measured_on_one_device():
+    mesh = AbstractMesh((32,), ("a",), axis_types=(AxisType.Auto,))
+
+    def local(table, ids):
+        return jnp.take(table, ids, axis=0, mode="clip")
+
+    table = jax.ShapeDtypeStruct((128 * 1024, 8192), jnp.float32, sharding=NamedSharding(mesh, P("a")))
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(P("a"), P()), out_specs=P(), check_vma=False)
+    assert "KB07" in rules_of((local, shape(128 * 1024, 8192), I))
+    assert not {"KB07", "KB08"} & rules_of((mapped, table, I))
+
+
+def test_exchanges_added_by_the_partitioner_are_found():
+    mesh = AbstractMesh((8,), ("a",), axis_types=(AxisType.Auto,))
+    for dtype, found in ((jnp.int32, {"KB10"}), (jnp.float32, set())):
+        x = jax.ShapeDtypeStruct((64, 1024), dtype, sharding=NamedSharding(mesh, P("a")))
+        constrained = jax.jit(lambda x: jax.lax.with_sharding_constraint(x * 2, NamedSharding(mesh, P(None, "a"))))
+        assert rules_of((constrained, x)) & {"KB10"} == found
+
+
+def test_unequal_splits_and_float_literals_lower_to_slices_and_the_type_of_the_array():
+    def qkv(x):
+        return jnp.split(x, [3, 5], axis=-1), x > 0.5
+
+    text = jax.jit(qkv).trace(jnp.ones((4, 9), jnp.bfloat16)).lower(lowering_platforms=("neuron",)).as_text()
+    assert text.count("stablehlo.slice") == 3
+    assert "f64" not in text
 
 
 def test_sizes_and_instructions_are_those_of_one_device():
