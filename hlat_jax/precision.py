@@ -170,6 +170,19 @@ def stochastic_round(value: jax.Array, dtype: Any, *, bits: jax.Array) -> jax.Ar
     return jax.lax.bitcast_convert_type(upper.astype(jnp.uint16), jnp.bfloat16)
 
 
+def remainder(index: jax.Array, divisor: int) -> jax.Array:
+    """Returns index % divisor of int32 between -2^24 and 2^24, without a division of integers.
+
+    Trainium was seen to divide integers by an fp32 reciprocal, off by one; here the quotient may be off by one.
+    Source: rule KB05 of docs/neuron-lint.md.
+    """
+    # half a number away from multiples, so that the product need not be exact
+    quotient = jnp.floor((index.astype(jnp.float32) + 0.5) * (1.0 / divisor)).astype(jnp.int32)
+    rest = index - quotient * divisor
+    rest = jnp.where(rest < 0, rest + divisor, rest)
+    return jnp.where(rest >= divisor, rest - divisor, rest)
+
+
 def random_bits(words: tuple[jax.Array, ...], name: str, shape: tuple[int, ...]) -> jax.Array:
     """Returns uint32 random bits: a hash of the words, a name and each element's 64-bit index.
 

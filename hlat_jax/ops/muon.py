@@ -104,7 +104,7 @@ def _of_matrices(
         if num_devices == 1:
             return scale * orthogonalize(x, eps=config.eps).astype(jnp.float32)
         index = collectives.axis_index(replicas + split)
-        own = jax.lax.dynamic_slice_in_dim(x, index % num_at_once, 1)
+        own = jax.lax.dynamic_slice_in_dim(x, jnp.minimum(index, num_at_once - 1), 1)
         is_own = (jnp.arange(num_at_once) == index)[:, None, None]  # of devices beyond their number, none
         x = jnp.where(is_own, orthogonalize(own, eps=config.eps), 0)
         for mesh_axes, dim in reversed(splits):

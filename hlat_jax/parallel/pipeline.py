@@ -35,7 +35,7 @@ from hlat_jax.batch import SumAndCount
 from hlat_jax.host.jax_compat import partial_eval
 from hlat_jax.parallel import collectives
 from hlat_jax.parallel.rows import microbatches
-from hlat_jax.precision import NEAREST, Accumulation, Rounding
+from hlat_jax.precision import NEAREST, Accumulation, Rounding, remainder
 
 _PIPE = ("pipe",)
 # The phases of a step, and what each carries from tick to tick.
@@ -129,10 +129,12 @@ def run_tick(
     """
     params, rows = of_device
 
-    def shift(old: jax.Array, new: jax.Array) -> jax.Array:
-        return jnp.where(tick == 0, new[None], jnp.concatenate([old[1:], new[None]]))
+    def write(old: jax.Array, new: jax.Array) -> jax.Array:
+        # in a slot and not shifted: at LNC 2 shifts along rows have lost the row between the two cores
+        slot = remainder(tick, len(old))
+        return jnp.where(tick == 0, new[None], jax.lax.dynamic_update_index_in_dim(old, new, slot, 0))
 
-    window = jax.tree.map(shift, kept["window"], rows)  # of the microbatches that are in some stage
+    window = jax.tree.map(write, kept["window"], rows)  # of the microbatches that are in some stage
     stage = _Stage(staged, params, window, num_microbatches=num_microbatches, rounding=rounding)
     stage.first = tick - 2 * (stage.num_stages - 1)
     if phase == "cool_down":
@@ -167,7 +169,7 @@ class _Stage:
 
     def __init__(self, staged: StagedLoss, params: Any, fields: Any, *, num_microbatches: Any, rounding: Rounding):
         self.staged, self.fields, self.num_microbatches, self.rounding = staged, fields, num_microbatches, rounding
-        self.first: Any = None  # the number of the microbatch that the fields begin with; without it, 0
+        self.first: Any = None  # the lowest number of a microbatch in the fields, each in a slot; without it, all are
         self.layers, self.rest = _split_layers(params)
         self.num_stages = jax.lax.axis_size("pipe")
         self.stage = collectives.axis_index(_PIPE)
@@ -186,8 +188,11 @@ class _Stage:
 
     def microbatch(self, index: jax.Array) -> Any:
         """Returns a microbatch; the nearest one where the index is outside their range."""
-        index = index if self.first is None else index - self.first
-        index = jnp.clip(index, 0, len(jax.tree.leaves(self.fields)[0]) - 1)
+        size = len(jax.tree.leaves(self.fields)[0])
+        if self.first is None:
+            index = jnp.clip(index, 0, size - 1)
+        else:
+            index = remainder(jnp.clip(index, self.first, self.first + size - 1), size)
         return jax.tree.map(lambda field: jax.lax.dynamic_index_in_dim(field, index, keepdims=False), self.fields)
 
     def first_carry(self, dtype: Any) -> dict[str, Any]:
@@ -247,7 +252,7 @@ class _Stage:
     def backward(self, tick: jax.Array, dy: jax.Array, *, ring: list, grads: dict) -> tuple[jax.Array, dict]:
         """Returns the gradient of this stage's input, and the sums with the gradients of its parameters."""
         index = tick - 2 * (self.num_stages - 1) + self.stage
-        slot = index % (2 * self.num_stages - 1)
+        slot = remainder(index, 2 * self.num_stages - 1)
         residuals = [jax.lax.dynamic_index_in_dim(buffer, slot, keepdims=False) for buffer in ring]
         # Without a microbatch the residuals are zeros, or those of an input of zeros: 0 / 0 in a pullback is NaN, so
         # its results are masked, and not what it takes.
@@ -265,7 +270,7 @@ class _Stage:
         Ticks without a microbatch write too: before the first one into slots that are written again before they are
         read, after the last one into slots that have been read.
         """
-        slot = (tick - self.stage) % (2 * self.num_stages - 1)
+        slot = remainder(tick - self.stage, 2 * self.num_stages - 1)
         update = jax.lax.dynamic_update_index_in_dim
         return [update(buffer, leaf, slot, 0) for buffer, leaf in zip(ring, residuals, strict=True)]
 
@@ -284,7 +289,7 @@ class _Stage:
     def _shift(self, x: jax.Array, shift: int) -> jax.Array:
         if self.staged.exchange == "all_gather":
             whole = jax.lax.all_gather(x, "pipe")
-            return jax.lax.dynamic_index_in_dim(whole, (self.stage - shift) % self.num_stages, keepdims=False)
+            return jax.lax.dynamic_index_in_dim(whole, remainder(self.stage - shift, self.num_stages), keepdims=False)
         pairs = [(s, (s + shift) % self.num_stages) for s in range(self.num_stages)]
         return jax.lax.ppermute(x, "pipe", pairs)
 

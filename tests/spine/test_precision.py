@@ -203,3 +203,14 @@ def test_sums_rounded_in_software_hold_no_cast_that_may_be_removed():
     bf16 = jax.ShapeDtypeStruct((8,), jnp.bfloat16)
     assert cast_pairs(jax.make_jaxpr(twice)({"w": bf16}, {"w": bf16})) == []
     assert cast_pairs(jax.make_jaxpr(by_casts)(jnp.ones(8), jnp.ones(8)))
+
+
+def test_remainder_is_exact_even_where_a_quotient_is_off_by_one(monkeypatch):
+    near, far = np.arange(-9000, 9000, dtype=np.int32), np.random.default_rng(0).integers(-(2**24), 2**24, 2**16)
+    floor = jnp.floor
+    for divisor in (1, 3, 7, 15, 63, 6284):
+        for error, indices in ((0, far.astype(np.int32)), (-1, near), (1, near)):
+            with monkeypatch.context() as patched:
+                patched.setattr(precision.jnp, "floor", lambda x, error=error: floor(x) + error)
+                found = precision.remainder(jnp.asarray(indices), divisor)
+            np.testing.assert_array_equal(found, indices % divisor)
