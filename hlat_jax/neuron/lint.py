@@ -165,8 +165,7 @@ def _hits(program: Program, sharded: Program | None, *, target: str, placement: 
         (program, partitioned.group_findings(program, sharded, target=target, placement=placement)),
         (per_device, partitioned.shift_findings(per_device)),
         (per_device, partitioned.lookup_findings(per_device)),
-        (per_device, partitioned.payload_findings(per_device)),
-        (per_device, partitioned.size_findings(per_device, target=target)),
+        (per_device, partitioned.local_findings(per_device, target=target)),
     ):
         for rule, what, op in hits:
             yield rule, what, op, owner

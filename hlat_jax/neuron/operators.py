@@ -322,19 +322,19 @@ def row_shift(op: Any, program: Program) -> str:
         numbers = stablehlo.ConvDimensionNumbers(op.attributes["dimension_numbers"])
         sizes = [tensor(op.operands[1]).dims[dim] for dim in numbers.kernel_spatial_dimensions]
         return f"a convolution with a window of {sizes}" if any(size > 1 for size in sizes) else ""
-    shifted: set[int] = set()
+    rows: set[int] = set()
     if opcode == "slice":
         padding = defining_op(indices.source(op.operands[0], program, ())[0])
         if padding is not None and padding.name == "stablehlo.pad":
             low = list(ir.DenseI64ArrayAttr(padding.attributes["edge_padding_low"]))
-            shifted = {dim for dim in _cut_dims(op) if low[dim] > 0}
+            rows = {dim for dim in _cut_dims(op) if low[dim] > 0}
     elif opcode == "concatenate":
         dim = ir.IntegerAttr(op.attributes["dimension"]).value
         parts = [part for part in map(defining_op, op.operands) if part is not None and dim in _cut_dims(part)]
         sizes = {tensor(part.operands[0]).dims[dim] for part in parts}
-        shifted = {dim} if tensor(op.results[0]).dims[dim] in sizes else set()
-    rows = shifted - {len(tensor(op.results[0]).dims) - 1} if shifted else shifted
-    return f"{tensor(op.results[0])} along dimension {min(rows)}" if rows else ""
+        rows = {dim} if tensor(op.results[0]).dims[dim] in sizes else set()
+    is_last = rows and min(rows) == len(tensor(op.results[0]).dims) - 1
+    return f"{tensor(op.results[0])} along dimension {min(rows)}" if rows and not is_last else ""
 
 
 def _cut_dims(op: Any) -> set[int]:

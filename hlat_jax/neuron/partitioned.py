@@ -38,7 +38,7 @@ DONATED_BYTES = 2**20
 _ROW = 128  # elements
 _TABLE_BYTES = 1_610_000_000  # the largest table from which a gather has been seen to be right
 _TOO_LARGE_BYTES = 2**32
-_NEVER_STORED = {f"stablehlo.{name}" for name in ("broadcast_in_dim", "iota", "constant", "reshape")}
+_NEVER_STORED = ("broadcast_in_dim", "iota", "constant", "reshape")
 OF_A_NODE = "leave their node"  # of a permute
 _GROUPED = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "collective_broadcast")
 _SUMS_ADDED, _PERMUTE_ADDED = ("sdy.all_reduce", "sdy.reduce_scatter"), "sdy.collective_permute"
@@ -107,24 +107,26 @@ def group_findings(
             yield rule, f"{kind}, added by the partitioner", _with_python_line(op, sharded)
 
 
-def payload_findings(owner: Program) -> Iterator[tuple[str, str, Any]]:
-    """Yields (rule, what, operation) of CC07 for the collectives of a program whose rows have a length to avoid."""
+def local_findings(owner: Program, *, target: str) -> Iterator[tuple[str, str, Any]]:
+    """Yields (rule, what, operation) of CC07, KB07, KB08, and KB09 on cores of two, by what a device has of arrays."""
     for op in owner.operations:
-        if op.name.partition(".")[2] in (*_GROUPED, "collective_permute"):
-            kind = _local_value(op.operands[0], owner)
-            if len(kind.dims) > 1 and (kind.dims[-1] or 0) > _ROW and kind.dims[-1] % _ROW:
-                yield "CC07", str(kind), op
-
-
-def size_findings(owner: Program, *, target: str) -> Iterator[tuple[str, str, Any]]:
-    """Yields (rule, what, operation) of KB08 and, on cores of two, KB09 for what a device computes."""
-    for op in owner.operations:
+        opcode, hits = op.name.partition(".")[2], []
         kinds = [_local_value(value, owner) for value in op.results if tensor(value) is not None]
-        if op.name not in _NEVER_STORED and any(kind.num_bytes >= _TOO_LARGE_BYTES for kind in kinds):
-            yield "KB08", f"{kinds[0]}, {format_bytes(kinds[0].num_bytes)}", _with_python_line(op, owner)
-        shift = row_shift(op, owner) if target == "trn2" else ""
-        if shift:
-            yield "KB09", shift, _with_python_line(op, owner)
+        if op == owner.main:
+            kinds = [local for _, local in _types(owner, "arg_attrs") if local is not None]
+        if opcode in ("gather", *_GROUPED, "collective_permute"):
+            given = _local_value(op.operands[0], owner)
+            if opcode == "gather":
+                hits += [("KB07", given)] if given.num_bytes > _TABLE_BYTES else []
+            elif len(given.dims) > 1 and (given.dims[-1] or 0) > _ROW and given.dims[-1] % _ROW:
+                hits += [("CC07", given)]
+        if opcode not in _NEVER_STORED:
+            hits += [("KB08", kind) for kind in kinds if kind.num_bytes >= _TOO_LARGE_BYTES]
+        if target == "trn2" and (shift := row_shift(op, owner)):
+            hits += [("KB09", shift)]
+        for rule, what in hits:
+            size = f", {format_bytes(what.num_bytes)}" if rule in ("KB07", "KB08") else ""
+            yield rule, f"{what}{size}", op if op == owner.main else _with_python_line(op, owner)
 
 
 def replica_groups(program: Program, sharded: Program | None) -> Iterator[tuple[Any, np.ndarray]]:
@@ -290,7 +292,7 @@ def _moved_dims(op: Any) -> set[int]:
 
 
 def lookup_findings(sharded: Program) -> Iterator[tuple[str, str, Any]]:
-    """Yields (rule, what, operation) of KB01, KB02 and KB07 for the gathers and scatters of a device."""
+    """Yields (rule, what, operation) of KB01 and KB02 for gathers and scatters that shardings split over devices."""
     for op in sharded.operations:
         if op.name == "stablehlo.gather" or (op.name == "stablehlo.scatter" and body_ops(op)):
             split = [value for value in (*op.operands, *op.results) if split_dims(value, sharded)]
@@ -298,9 +300,6 @@ def lookup_findings(sharded: Program) -> Iterator[tuple[str, str, Any]]:
                 rule = "KB01" if op.name == "stablehlo.gather" else "KB02"
                 whole, local = tensor(split[0]), _local_value(split[0], sharded)
                 yield rule, f"{whole}, of which a device has {local}", _with_python_line(op, sharded)
-        if op.name == "stablehlo.gather" and _local_value(op.operands[0], sharded).num_bytes > _TABLE_BYTES:
-            table = _local_value(op.operands[0], sharded)
-            yield "KB07", f"{table}, {format_bytes(table.num_bytes)}", _with_python_line(op, sharded)
 
 
 def sharding_of(attrs: str) -> str:

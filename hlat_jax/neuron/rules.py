@@ -409,7 +409,7 @@ RULES: dict[str, Rule] = {
     ),
     "KB05": Rule(
         "warning",
-        "division or remainder of integers by a number that is not a power of two",
+        "division or remainder of integers by a number that is not a power of two, or not known",
         "the quotient is computed with an fp32 reciprocal and was off by one; powers of two are exact",
         "a power of two, a comparison with products of the divisor, or the host",
         f"{_KILN}, Integer division",

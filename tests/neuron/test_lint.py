@@ -562,6 +562,8 @@ def test_tables_are_measured_on_one_device():
     mapped = jax.shard_map(local, mesh=mesh, in_specs=(P("a"), P()), out_specs=P(), check_vma=False)
     assert "KB07" in rules_of((local, shape(128 * 1024, 8192), I))
     assert not {"KB07", "KB08"} & rules_of((mapped, table, I))
+    assert "KB08" in rules_of((lambda x: x[0], shape(128 * 1024, 8192)))  # an argument
+    assert "KB08" not in rules_of((lambda x: x[0] + jnp.ones((2**16, 2**16))[0, 0], shape(2)))  # never stored
 
 
 def test_exchanges_added_by_the_partitioner_are_found():
