@@ -51,9 +51,10 @@ def checks(
         yield "devices", lambda: Outcome(NOT_HERE, what)
         return
     yield "JAX's cache", jax_cache
-    alone = functools.partial(
-        _in_child, {}, child.outcomes([f"{numerics.__name__}:check:{n}" for n in numerics.PROGRAMS])
-    )
+    # without JAX's cache, which may end the process by itself
+    environ = {key: value for key, value in os.environ.items() if key != "JAX_COMPILATION_CACHE_DIR"}
+    in_child = child.outcomes([f"{numerics.__name__}:check:{name}" for name in numerics.PROGRAMS], environ=environ)
+    alone = functools.partial(_in_child, {}, in_child)
     yield from ((name, functools.partial(alone, name)) for name in numerics.PROGRAMS)
     yield "devices", lambda: probes.devices(jax.local_devices(), platform=platform, count=num_devices)
     yield "random numbers", lambda: probes.random_numbers(exercises.draw)

@@ -23,7 +23,7 @@ _TABLE_BYTES = {"cpu": 2**26}  # by platform; elsewhere more than the 1.61 GB th
 _TABLE_COLUMNS = 8192
 
 
-def check(name: str, run: Callable[..., dict[str, Any]] | None = None) -> Outcome:
+def check(name: str, *, run: Callable[..., dict[str, Any]] | None = None) -> Outcome:
     """Checks the results of one of `PROGRAMS` on the first device; `run` takes the place of its function in tests."""
     program, arguments, expected = PROGRAMS[name][0]()
     results = (run or jax.jit(program))(*arguments)
@@ -43,10 +43,10 @@ def _integer_division() -> Program:
     factors = np.random.default_rng(0).integers(1, 2**31 // max(_DIVISORS), 512)
     x = np.concatenate([factors * c + offset for c in _DIVISORS for offset in (-1, 0, 1)]).astype(np.int32)
 
-    def divide(x, stack=jnp.stack):
+    def divide(x, *, stack=jnp.stack):
         return {f"by {c}": stack([x // c, x % c]) for c in _DIVISORS}
 
-    return divide, (x,), divide(x, np.stack)
+    return divide, (x,), divide(x, stack=np.stack)
 
 
 def _casts() -> Program:
@@ -97,7 +97,7 @@ def _row_shift() -> Program:
     rng, (t, d, k) = np.random.default_rng(0), (1024, 256, 4)
     x_TD, taps_KD = (rng.integers(-8, 9, shape) for shape in ((t, d), (k, d)))
 
-    def by_slices(x_TD, taps_KD, pad=jnp.pad):
+    def by_slices(x_TD, taps_KD, *, pad=jnp.pad):
         padded = pad(x_TD, ((k - 1, 0), (0, 0)))
         return sum(padded[k - 1 - i : k - 1 - i + t] * taps_KD[i] for i in range(k))
 

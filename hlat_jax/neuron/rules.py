@@ -458,14 +458,6 @@ RULES: dict[str, Rule] = {
         _THREAD + "1142",
         seen="an open thread, found in November 2026",
     ),
-    "KB11": Rule(
-        "warning",
-        "`all_to_all` among devices that are not in sequence",
-        "trn1 refused {r, r + 8, r + 16, r + 24} when it loaded the program, and took all 32 cores",
-        "a mesh whose axis of the all_to_all is innermost, or all devices of the node",
-        f"{_DNS}, rules 4 and 5",
-        seen="trn1.32xlarge and inf2, SDK 2.32, September 2026 (NKI)",
-    ),
     "MEM1": Rule(
         "error",
         "more memory than a device has",

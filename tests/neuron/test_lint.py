@@ -227,7 +227,6 @@ CASES = {
     ),
     "KB08": ((lambda x: x * 2, shape(2**15, 2**15)), (lambda x: x * 2, shape(2**15, 2**15 - 1))),
     "KB10": (exchanged(dtype=jnp.int32), exchanged()),
-    "KB11": (exchanged("a"), exchanged("b")),  # cores 0, 8, 16, 24, and cores 0 to 7
     "CC07": (wide_sum(4096 + 24), wide_sum(4096)),
     "CC08": (over_mesh(lambda x: exchange(jnp.broadcast_to(x, (8, *x.shape)))), exchanged()),
     "KB09": (lambda x: jnp.roll(x, 1, 0), lambda x: jnp.roll(x, 1, 1)),

@@ -77,7 +77,7 @@ FAULTS = {
 def test_numbers_are_right_here_and_a_fault_seen_on_trainium_is_found(name):
     assert numerics.check(name).verdict == PASSED
     run, found = FAULTS[name]
-    assert numerics.check(name, run)[:2] == (FAILED, f"wrong: {found}")
+    assert numerics.check(name, run=run)[:2] == (FAILED, f"wrong: {found}")
 
 
 def test_rules_by_which_lint_finds_such_programs_exist():
