@@ -36,7 +36,7 @@ def check(name: str, *, run: Callable[..., dict[str, Any]] | None = None) -> Out
             wrong.append(part)
     if wrong:
         return Outcome(FAILED, f"wrong: {', '.join(wrong)}", "do not train on this machine; see docs/neuron-doctor.md")
-    return Outcome(PASSED, f"{', '.join(expected)} right")
+    return Outcome(PASSED, f"{', '.join(expected)}: right")
 
 
 def _integer_division() -> Program:

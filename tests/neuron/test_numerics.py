@@ -1,5 +1,6 @@
 """Programs that others have seen compute wrong numbers: right on CPU, and each fault is found."""
 
+import os
 import subprocess
 import sys
 
@@ -8,9 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hlat_jax.cli import config_files
 from hlat_jax.neuron import child, doctor, numerics
 from hlat_jax.neuron.probes import FAILED, PASSED, UNUSED, Outcome
 from hlat_jax.neuron.rules import RULES
+from hlat_jax.resolve import resolve
 
 
 def by_reciprocal(x):
@@ -116,6 +119,15 @@ def test_a_fault_that_no_shipped_program_meets_does_not_fail_the_doctor():
     for name, (_, rules) in numerics.PROGRAMS.items():
         assert found[name].verdict == (UNUSED if rules else FAILED), name
         assert rules in found[name].advice
+
+
+def test_the_child_runs_without_the_cache_of_jax(monkeypatch, tmp_path):
+    given = {}
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(child, "outcomes", lambda checks, *, environ: given.update(environ) or iter(()))
+    config = resolve(config_files.load("tiny"))
+    next(name for name, _ in doctor.checks(config, instance="", num_devices=0, cache=tmp_path) if name == "devices")
+    assert set(os.environ) - set(given) == {"JAX_COMPILATION_CACHE_DIR"}
 
 
 @pytest.mark.slow  # a process that starts another
