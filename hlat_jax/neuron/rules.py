@@ -456,7 +456,7 @@ RULES: dict[str, Rule] = {
         "the compiler has stopped at the attributes of the operation",
         "float32 values below 2^24, or all_gather and a slice",
         _THREAD + "1142",
-        seen="an open thread, found in November 2026",
+        seen="an unknown version, open in November 2026",
     ),
     "MEM1": Rule(
         "error",
