@@ -174,7 +174,7 @@ def remainder(index: jax.Array, divisor: int) -> jax.Array:
     """Returns index % divisor of int32 between -2^24 and 2^24, without a division of integers.
 
     Trainium was seen to divide integers by an fp32 reciprocal, off by one; here the quotient may be off by one.
-    Source: rule KB05 of docs/neuron-lint.md.
+    Source: rule KB09 of docs/neuron-lint.md.
     """
     # half a number away from multiples, so that the product need not be exact
     quotient = jnp.floor((index.astype(jnp.float32) + 0.5) * (1.0 / divisor)).astype(jnp.int32)

@@ -157,11 +157,11 @@ def _fp32_products() -> Program:
 
 # check of the doctor -> its program, and the rules by which `lint` finds such programs; "" if runs depend on it
 PROGRAMS: dict[str, tuple[Callable[[], Program], str]] = {
-    "integer division": (_integer_division, "KB05"),
+    "integer division": (_integer_division, "KB09"),
     "casts to bf16 and back": (_casts, ""),
     "index of NaN": (_index_of_nan, ""),
-    "large table": (_large_table, "KB07"),
-    "shift of rows": (_row_shift, "KB09"),
+    "large table": (_large_table, "KB11"),
+    "shift of rows": (_row_shift, "KB13"),
     "cumulative sums": (_cumulative_sums, "RED02"),
     "masked softmax": (_masked_softmax, ""),
     "fp32 products": (_fp32_products, ""),

@@ -288,18 +288,18 @@ def _reduction(op: Any, _: Program) -> Iterator[Hit]:
 
 
 def _division(op: Any, program: Program) -> Iterator[Hit]:
-    """Yields KB05 for a division of integers by anything but a power of two, at each call of its function."""
+    """Yields KB09 for a division of integers by anything but a power of two, at each call of its function."""
     if not tensor(op.results[0]).is_integer:
         return
     for call in program.callers(enclosing_function(op)) or [None]:
         divisor = indices.index_range(op.operands[1], program, () if call is None else (call,))
         size = abs(int(divisor.low)) if divisor.is_number else 0
         if size == 0 or size & (size - 1):
-            yield "KB05", f"{tensor(op.results[0])} by {size or 'a number from data'}", call or op
+            yield "KB09", f"{tensor(op.results[0])} by {size or 'a number from data'}", call or op
 
 
 def _cast(op: Any, program: Program) -> Iterator[Hit]:
-    """Yields KB06 for the second of two casts of floats that only round."""
+    """Yields KB10 for the second of two casts of floats that only round."""
     kind, narrow = tensor(op.results[0]).dtype, tensor(op.operands[0]).dtype
     value, calls = op.operands[0], ()
     while (first := defining_op(value)) is not None and first.name in _MOVES:
@@ -309,7 +309,7 @@ def _cast(op: Any, program: Program) -> Iterator[Hit]:
     if first is None or first.name != "stablehlo.convert" or not {kind, narrow} <= set(_FLOAT_BITS):
         return
     if tensor(first.operands[0]).dtype == kind and _FLOAT_BITS[narrow] < _FLOAT_BITS[kind]:
-        yield "KB06", f"{kind} to {narrow} and back"
+        yield "KB10", f"{kind} to {narrow} and back"
 
 
 def row_shift(op: Any, program: Program) -> str:
@@ -348,7 +348,7 @@ def _cut_dims(op: Any) -> set[int]:
 def _exchange(op: Any, program: Program) -> Iterator[Hit]:
     kind = tensor(op.operands[0])
     if kind.is_integer:
-        yield "KB10", str(kind)
+        yield "KB14", str(kind)
     value, _ = indices.source(op.operands[0], program, ())
     while (first := defining_op(value)) is not None and first.name == "stablehlo.reshape":
         value = first.operands[0]

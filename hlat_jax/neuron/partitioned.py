@@ -103,12 +103,12 @@ def group_findings(
         if op.name == _PERMUTE_ADDED:  # a permutation of mesh axes, in which device 0 keeps its shard
             yield "CC02", f"{kind}, added by the partitioner: a device sends to itself", _with_python_line(op, sharded)
         elif kind is not None and kind.is_integer:
-            rule = "INT03" if op.name in _SUMS_ADDED else "KB10"
+            rule = "INT03" if op.name in _SUMS_ADDED else "KB14"
             yield rule, f"{kind}, added by the partitioner", _with_python_line(op, sharded)
 
 
 def local_findings(owner: Program, *, target: str) -> Iterator[tuple[str, str, Any]]:
-    """Yields (rule, what, operation) of CC07, KB07, KB08, and KB09 on cores of two, by what a device has of arrays."""
+    """Yields (rule, what, operation) of CC07, KB11, KB12, and KB13 on cores of two, by what a device has of arrays."""
     for op in owner.operations:
         opcode, hits = op.name.partition(".")[2], []
         kinds = [_local_value(value, owner) for value in op.results if tensor(value) is not None]
@@ -117,15 +117,15 @@ def local_findings(owner: Program, *, target: str) -> Iterator[tuple[str, str, A
         if opcode in ("gather", *_GROUPED, "collective_permute"):
             given = _local_value(op.operands[0], owner)
             if opcode == "gather":
-                hits += [("KB07", given)] if given.num_bytes > _TABLE_BYTES else []
+                hits += [("KB11", given)] if given.num_bytes > _TABLE_BYTES else []
             elif len(given.dims) > 1 and (given.dims[-1] or 0) > _ROW and given.dims[-1] % _ROW:
                 hits += [("CC07", given)]
         if opcode not in _NEVER_STORED:
-            hits += [("KB08", kind) for kind in kinds if kind.num_bytes >= _TOO_LARGE_BYTES]
+            hits += [("KB12", kind) for kind in kinds if kind.num_bytes >= _TOO_LARGE_BYTES]
         if target == "trn2" and (shift := row_shift(op, owner)):
-            hits += [("KB09", shift)]
+            hits += [("KB13", shift)]
         for rule, what in hits:
-            size = f", {format_bytes(what.num_bytes)}" if rule in ("KB07", "KB08") else ""
+            size = f", {format_bytes(what.num_bytes)}" if rule in ("KB11", "KB12") else ""
             yield rule, f"{what}{size}", op if op == owner.main else _with_python_line(op, owner)
 
 

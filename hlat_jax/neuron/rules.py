@@ -407,7 +407,7 @@ RULES: dict[str, Rule] = {
         _THREAD + "1381",
         seen="neuronx-cc 2.26, open",
     ),
-    "KB05": Rule(
+    "KB09": Rule(
         "warning",
         "division or remainder of integers by a number that is not a power of two, or not known",
         "the quotient is computed with an fp32 reciprocal and was off by one; powers of two are exact",
@@ -415,7 +415,7 @@ RULES: dict[str, Rule] = {
         f"{_KILN}, Integer division",
         seen="trn1.32xlarge, SDK 2.32, October 2026 (PyTorch)",
     ),
-    "KB06": Rule(
+    "KB10": Rule(
         "info",
         "a cast to a narrower float and back",
         "the compiler removes the pair between elementwise operations, and the value stays as it was; wrong only where "
@@ -424,7 +424,7 @@ RULES: dict[str, Rule] = {
         f"{_KILN}, layer-graph spill",
         seen="trn1 and trn2, SDK 2.32, October 2026 (PyTorch)",
     ),
-    "KB07": Rule(
+    "KB11": Rule(
         "warning",
         "gather from more than 1.61 GB on a device",
         "a gather from 4.70 GB returned zeros in a program; up to 1.61 GB it was right",
@@ -433,7 +433,7 @@ RULES: dict[str, Rule] = {
         _TPU_JAX,
         seen="inf2, jax 0.6.2, neuronx-cc 2.24, July 2026",
     ),
-    "KB08": Rule(
+    "KB12": Rule(
         "warning",
         "an array of 4 GiB or more on a device",
         "offsets of a DMA have 32 bits: 4 GiB ended the run with a DMA abort, 2 and 3 GB did not",
@@ -441,7 +441,7 @@ RULES: dict[str, Rule] = {
         f"{_DNS}, rule 10",
         seen="trn1 and inf2, SDK 2.32, September 2026 (NKI)",
     ),
-    "KB09": Rule(
+    "KB13": Rule(
         "warning",
         "a shift along rows, such as a causal convolution, at LNC 2",
         "the two cores of a logical core each take half of the rows; some lowerings lost the rows at the border, and "
@@ -450,7 +450,7 @@ RULES: dict[str, Rule] = {
         f"{_KILN}, trn2 G1 prefill",
         seen="trn2, neuronx-cc 2.27, October 2026 (PyTorch)",
     ),
-    "KB10": Rule(
+    "KB14": Rule(
         "warning",
         "`all_to_all` of integers",
         "the compiler has stopped at the attributes of the operation",
