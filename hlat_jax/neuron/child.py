@@ -13,68 +13,63 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from typing import IO
 
 from hlat_jax.neuron.probes import FAILED, NOT_HERE, Outcome, first_line
 
 
 def outcomes(
-    checks: Sequence[str], *, environ: Mapping[str, str] | None = None, timeout_s: float = 300.0
-) -> Iterator[tuple[str, Outcome, float]]:
-    """Yields (check, outcome, seconds) of each check in order, as each ends.
+    checks: Sequence[str], *, environ: Mapping[str, str], timeout_s: float = 300.0
+) -> Iterator[tuple[str, Outcome]]:
+    """Yields (check, outcome) of each check in order, as each ends.
 
     One child runs the checks one after another. If it dies or stops, the check that it ran has failed, and another
     child runs the rest. A Neuron core belongs to one process at a time: call this before JAX starts in this process.
 
     Args:
       checks: functions that return an `Outcome`, as "module:function", or "module:function:argument" for one string.
-      environ: environment of the child; None for the environment of this process.
+      environ: environment of the child.
       timeout_s: limit of one check, and of the start of JAX.
     """
     left = list(checks)
     while left:
-        ran = 0
-        for outcome, seconds in _one_child(left, environ, timeout_s):
-            yield left[ran], outcome, seconds
-            ran += 1
-        left = left[ran:]
+        for outcome in _one_child(tuple(left), environ, timeout_s):
+            yield left.pop(0), outcome
 
 
-def _one_child(
-    checks: list[str], environ: Mapping[str, str] | None, timeout_s: float
-) -> Iterator[tuple[Outcome, float]]:
-    """Yields (outcome, seconds) of the checks up to one that kills the child; of all of them if JAX cannot start."""
+def _one_child(checks: Sequence[str], environ: Mapping[str, str], timeout_s: float) -> Iterator[Outcome]:
+    """Yields the outcomes of the checks up to one that kills the child; of all of them if JAX cannot start."""
     receive, send = os.pipe()
-    with tempfile.TemporaryFile() as output, os.fdopen(receive) as lines:
+    with tempfile.TemporaryFile() as output, os.fdopen(receive) as answers:
         command = [sys.executable, "-m", "hlat_jax.neuron.child", str(send), *checks]
-        options = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output, "start_new_session": True}
-        child = subprocess.Popen(command, env=None if environ is None else dict(environ), pass_fds=[send], **options)
+        streams = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": output}
+        child = subprocess.Popen(command, env=dict(environ), pass_fds=[send], start_new_session=True, **streams)
         os.close(send)
         try:
-            for done in range(-1, len(checks)):  # -1: the start of JAX
+            for number in range(-1, len(checks)):  # -1: the start of JAX
                 began = time.monotonic()
                 timer = threading.Timer(timeout_s, _kill, [child])
                 timer.start()
-                line = lines.readline()
+                answer = answers.readline()
                 timer.cancel()
-                seconds = time.monotonic() - began
-                if line and done >= 0:
-                    yield Outcome(*json.loads(line)), seconds
-                elif line and json.loads(line):
-                    missing = Outcome(NOT_HERE, f"JAX does not start: {json.loads(line)}", "see the check `devices`")
-                    yield from [(missing, seconds)] * len(checks)
+                if not answer:
+                    is_late = time.monotonic() - began >= timeout_s
+                    why = f"no answer within {timeout_s:g} s" if is_late else _end(child, output)
+                    ended = Outcome(FAILED, why, "do not train on this machine")
+                    yield from [ended] * (1 if number >= 0 else len(checks))
                     return
-                elif not line:
-                    ended = Outcome(FAILED, _end(child, output, seconds, timeout_s), "do not train on this machine")
-                    yield from [(ended, seconds)] * (1 if done >= 0 else len(checks))
+                if number >= 0:
+                    yield Outcome(*json.loads(answer))
+                elif error := json.loads(answer):
+                    missing = Outcome(NOT_HERE, f"JAX does not start: {error}", "see the check `devices`")
+                    yield from [missing] * len(checks)
                     return
         finally:
             _kill(child)
 
 
-def _end(child: subprocess.Popen, output, seconds: float, timeout_s: float) -> str:
-    """Returns why a child gave no answer, with the last line that it printed."""
-    if seconds >= timeout_s:
-        return f"no answer within {timeout_s:g} s"
+def _end(child: subprocess.Popen, output: IO[bytes]) -> str:
+    """Returns how a child ended, with the last line that it printed."""
     code = child.wait()
     output.seek(0)
     last = (output.read().decode(errors="replace").strip().splitlines() or ["it printed nothing"])[-1]

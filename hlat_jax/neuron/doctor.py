@@ -70,10 +70,10 @@ def checks(
         yield f"along {axis}", functools.partial(collectives, layout, axis)
 
 
-def _in_child(ended: dict[str, Outcome], running: Iterator[tuple[str, Outcome, float]], name: str) -> Outcome:
+def _in_child(ended: dict[str, Outcome], running: Iterator[tuple[str, Outcome]], name: str) -> Outcome:
     """Returns the outcome of one of `numerics.PROGRAMS`, as soon as the child process that runs them has it."""
     while name not in ended:
-        check, outcome, _ = next(running)
+        check, outcome = next(running)
         ended[check.rpartition(":")[2]] = outcome
     outcome, rules = ended[name], numerics.PROGRAMS[name][1]
     if outcome.verdict != FAILED or not rules:

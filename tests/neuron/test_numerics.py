@@ -90,7 +90,7 @@ def test_rules_by_which_lint_finds_such_programs_exist():
 def test_a_check_that_ends_its_process_or_raises_does_not_end_the_others():
     sound = f"{numerics.__name__}:check:fp32 products"
     checks = [sound, "os:abort", "os:getcwd:argument", sound]
-    found = [(check, outcome.verdict, outcome.found) for check, outcome, _ in child.outcomes(checks)]
+    found = [(check, outcome.verdict, outcome.found) for check, outcome in child.outcomes(checks, environ=os.environ)]
     assert [(check, verdict) for check, verdict, _ in found] == list(
         zip(checks, [PASSED, FAILED, FAILED, PASSED], strict=True)
     )
@@ -101,20 +101,20 @@ def test_a_check_that_ends_its_process_or_raises_does_not_end_the_others():
 @pytest.mark.slow  # waits
 def test_a_check_that_stops_is_ended_at_its_limit():
     checks = ["signal:pause", f"{numerics.__name__}:check:fp32 products"]
-    found = [outcome for _, outcome, _ in child.outcomes(checks, timeout_s=20)]
+    found = [outcome for _, outcome in child.outcomes(checks, environ=os.environ, timeout_s=20)]
     assert [outcome.verdict for outcome in found] == [FAILED, PASSED]
     assert found[0].found == "no answer within 20 s"
 
 
-def test_without_a_backend_no_check_runs_and_one_line_says_why(monkeypatch):
-    monkeypatch.setenv("JAX_PLATFORMS", "neuron")
-    found = [outcome for _, outcome, _ in child.outcomes(["os:abort", "os:abort"])]
+def test_without_a_backend_no_check_runs_and_one_line_says_why():
+    environ = os.environ | {"JAX_PLATFORMS": "neuron"}
+    found = [outcome for _, outcome in child.outcomes(["os:abort", "os:abort"], environ=environ)]
     assert [outcome.verdict for outcome in found] == ["not testable here"] * 2
     assert "Unable to initialize backend 'neuron'" in found[0].found
 
 
 def test_a_fault_that_no_shipped_program_meets_does_not_fail_the_doctor():
-    wrong = [(f"x:check:{name}", Outcome(FAILED, "wrong", "stop"), 0.0) for name in numerics.PROGRAMS]
+    wrong = [(f"x:check:{name}", Outcome(FAILED, "wrong", "stop")) for name in numerics.PROGRAMS]
     found = {name: doctor._in_child({}, iter(wrong), name) for name in numerics.PROGRAMS}
     for name, (_, rules) in numerics.PROGRAMS.items():
         assert found[name].verdict == (UNUSED if rules else FAILED), name
