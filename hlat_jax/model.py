@@ -387,6 +387,14 @@ def init_params(cfg: ModelConfig, key: jax.Array) -> dict[str, Any]:
     return nnx.to_pure_dict(nnx.split(Decoder(cfg, rngs=nnx.Rngs(key)))[1])
 
 
+def init_layer(cfg: ModelConfig, key: jax.Array, layer: Any) -> dict[str, Any]:
+    """Returns the fp32 parameters of one layer, as `init_params` draws them; `layer` may be traced."""
+    rngs = nnx.Rngs(key)
+    rngs.params()  # the key of the embedding table
+    layer_key = jax.random.split(rngs.params(), cfg.num_layers)[layer]
+    return nnx.to_pure_dict(nnx.split(DecoderLayer(cfg, rngs=nnx.Rngs(layer_key)))[1])
+
+
 def bind(params: dict[str, Any], cfg: ModelConfig) -> Decoder:
     """Returns the Decoder that computes with `params`, of any float dtype."""
     graphdef, state = _declaration(cfg)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -15,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from hlat_jax.batch import Batch, SumAndCount, abstract_batch
 from hlat_jax.config import Config, ModelConfig, select
-from hlat_jax.model import Decoder, abstract_params, bind, init_params, pad_vocabulary, param_axes
+from hlat_jax.model import Decoder, abstract_params, bind, init_layer, init_params, pad_vocabulary, param_axes
 from hlat_jax.ops import muon
 from hlat_jax.ops.choices import choices, with_choices
 from hlat_jax.ops.context_attention import attend_over
@@ -23,6 +24,7 @@ from hlat_jax.ops.cross_entropy import LossOptions, cross_entropy
 from hlat_jax.ops.dialect import Choice
 from hlat_jax.optimizer import SpikePolicy, adamw, decay_mask, sum_in_blocks
 from hlat_jax.parallel import collectives
+from hlat_jax.parallel.host_arrays import place_constant, place_values
 from hlat_jax.parallel.pipeline import PHASES, StagedLoss, pipelined_loss, run_pipeline
 from hlat_jax.parallel.replica_sync import ReplicaSync
 from hlat_jax.parallel.rows import shard_batch, shard_microbatches
@@ -132,18 +134,27 @@ class RunProgram:
         """Returns the trace of one of `training.microbatch_step.programs`."""
         return self.training.microbatch_step.programs[name].trace(*self.microbatch_arguments[name])
 
+    @property
+    def inits_on_host(self) -> bool:
+        """Whether the host draws the initial weights: on Neuron, whose compiler took over 280 GB for 305 M of them.
+
+        Source: a public script for a 9.7B Llama on 224 cores of trn1, see docs/trainium.md.
+        """
+        return self.layout.platform == "neuron"
+
     def init_state(self) -> State:
-        """Returns the state before the first step, drawn on the devices that will hold it."""
-        return self.init(self.seed)
+        """Returns the state before the first step, drawn on the devices that hold it, or on the host for Neuron."""
+        return host_state(self) if self.inits_on_host else self.init(self.seed)
 
 
-def programs_of_run(config: Config, *, accumulate: str, pipe: int) -> list[str]:
-    """Returns the names of the programs that training compiles; `accumulate` is "scan" or "programs".
+def programs_of_run(program: RunProgram) -> list[str]:
+    """Returns the names of the programs that training compiles for its devices.
 
     Reading data, writing files and plotting happen on the host and compile nothing.
     """
-    ticks = PHASES if pipe > 1 else ("microbatch",)
-    names = [*(("start", *ticks, "update") if accumulate == "programs" else ["train"]), "init", "norms"]
+    config, ticks = program.config, PHASES if program.layout.size(("pipe",)) > 1 else ("microbatch",)
+    names = ["start", *ticks, "update"] if program.accumulate == "programs" else ["train"]
+    names += ["norms"] if program.inits_on_host else ["init", "norms"]
     names += ["eval"] if config.data.validation else []
     return names + sample_programs(config.train.sample_prompt)
 
@@ -268,12 +279,61 @@ def _eval_step(loss: Any, options: StepOptions, *, cast: str | None) -> Callable
     return jax.jit(eval_step)
 
 
+def host_state(program: RunProgram, *, draws: bool = True) -> State:
+    """Returns the state before the first step, bitwise that of `init` on CPU; nothing is compiled for its devices.
+
+    One parameter after another is drawn on the CPU of this process, each layer by itself, in the dtypes of the state.
+
+    Args:
+      program: of any platform.
+      draws: whether to draw the weights; else these are the jax.ShapeDtypeStruct of `abstract_state`.
+    """
+    state, cpu, seed = program.abstract_state, jax.local_devices(backend="cpu")[0], program.seed
+    trees = [state["params"], *([state["opt_state"]["master"]] if "master" in state["opt_state"] else [])]
+    weights = jax.tree.structure(trees[0])
+    if draws:
+        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(trees[0])]
+        drawn = []
+        with jax.default_device(cpu):
+            for path, *targets in zip(paths, *map(jax.tree.leaves, trees), strict=True):
+                names = [entry.key for entry in path]
+                draw = functools.partial(_host_draw(program.config.model, names, targets), seed)
+                drawn.append(place_values(targets, draw, is_stacked=names[0] == "layers"))
+        trees = [jax.tree.unflatten(weights, leaves) for leaves in zip(*drawn, strict=True)]
+    rest = {name: part for name, part in state.items() if name != "params"}
+    rest["opt_state"] = {name: part for name, part in rest["opt_state"].items() if name != "master"}
+
+    def constant(path: Any, target: jax.ShapeDtypeStruct) -> jax.Array:
+        return place_constant(target, seed if path[-1].key == "seed" else 0)
+
+    placed = jax.tree_util.tree_map_with_path(constant, rest)
+    placed["opt_state"] |= dict(zip(["master"], trees[1:], strict=False))
+    return placed | {"params": trees[0]}
+
+
+def _host_draw(model: ModelConfig, names: list[str], targets: list[jax.ShapeDtypeStruct]) -> Callable[..., Any]:
+    """Returns (seed, layer) -> values of one parameter in the dtype of each target, NumPy; `names` is its path."""
+
+    @jax.jit
+    def draw(seed: jax.Array, layer: jax.Array) -> list[jax.Array]:
+        key = _init_key(seed)
+        is_of_layer = names[0] == "layers"
+        params = init_layer(model, key, layer) if is_of_layer else init_params(model, key)
+        value = functools.reduce(operator.getitem, names[is_of_layer:], params)
+        return [value.astype(target.dtype) for target in targets]
+
+    return lambda seed, layer: jax.device_get(draw(seed, np.int32(layer)))
+
+
+def _init_key(seed: jax.Array) -> jax.Array:
+    """Returns the key that `jax.random.key` makes of a uint32 seed, inside a program."""
+    high = jnp.zeros((), jnp.uint32)
+    return jax.random.wrap_key_data(jnp.stack([high, seed, high, seed]), impl="rbg")
+
+
 def _init(config: Config, layout: Layout, training: TrainStep) -> Callable[..., Any]:
-    # The key is made inside, as `jax.random.key` makes it: outside, that is three more programs to compile on Neuron.
     def initial(seed):
-        high = jnp.zeros((), jnp.uint32)
-        key = jax.random.wrap_key_data(jnp.stack([high, seed, high, seed]), impl="rbg")
-        params = pad_vocabulary(init_params(config.model, key), config.model, layout)
+        params = pad_vocabulary(init_params(config.model, _init_key(seed)), config.model, layout)
         is_padded = layout.vocab_rows(config.model.vocab_size) > config.model.vocab_size
         for name in [table for table in ("embed", "head") if is_padded and table in params]:
             # padded whole on each device: a pad along a split dimension exchanges borders

@@ -252,6 +252,10 @@ def _check_contradictions(ours: Mapping[str, str], topology: Topology, current: 
         raise ValueError(
             f"{NO_BARRIER}={current[NO_BARRIER]} gave deadlocks, and wrong numbers without an error; unset it."
         )
+    if platforms and "cpu" not in platforms.split(","):
+        raise ValueError(
+            f"JAX_PLATFORMS={platforms} leaves out the CPU, which draws the initial weights; set neuron,cpu or unset it."
+        )
     if current.get("NEURON_RT_INSPECT_DEVICE_PROFILE") == "1":
         _check_profile(current)
     # of one process, which sets neither: they may be left of a larger job

@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         with show_progress(f"lowering {name}"):
             now = fingerprint(traced[name]().lower(lowering_platforms=("neuron",)))
         print(f"{name:<11}{now:<18}{_since(now, last.get(name), has_record=bool(last))}")
-    print("\nHost work (data, files, plots) compiles nothing.")
+    print("\nHost work (initial weights, data, files, plots) compiles nothing.")
     if folder is not None:
         _write_modules(names, config, place, folder=folder, num_devices=count, max_devices=values.max_devices)
     return 0

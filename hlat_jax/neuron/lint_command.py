@@ -19,7 +19,7 @@ from hlat_jax.store.progress import show_progress
 from hlat_jax.weights.init_model import parse_config
 
 _STEP = ("train", "start", "microbatch", "warm_up", "steady", "cool_down", "update")
-PROGRAMS = (*_STEP, "eval", "init", "norms", "prefill", "decode", "generate")
+PROGRAMS = (*_STEP, "eval", "norms", "prefill", "decode", "generate")
 
 
 def main(argv: Sequence[str]) -> int:

@@ -22,15 +22,10 @@ from hlat_jax.program import RunProgram
 
 # Warnings accepted in shipped configs: (program, rule) -> reason.
 EXPLAINED = {
-    ("init", "RNG01"): "runs once, before the first step; drawing each layer with its own rbg key needs a split, which "
-    "JAX does by Threefry for every kind of key. Neuron lists Threefry as incomplete, but others have compiled it; "
-    "NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU=1 draws the weights on the host if init has no collective (70b's has)",
+    (name, "CC05"): "the recipe's groups are listed on trn1; on trn2 take degrees of 4, 16 or 64 in a node, as "
+    "llama3_8b does"
+    for name in ("microbatch", "update", "eval", "norms", "prefill", "decode")
 }
-EXPLAINED[("init", "DT06")] = "the counters of the split are below 2^32, so a cast to 32 bits drops only zeros"
-for _name in ("microbatch", "update", "eval", "init", "norms", "prefill", "decode"):
-    EXPLAINED[(_name, "CC05")] = (
-        "the recipe's groups are listed on trn1; on trn2 take degrees of 4, 16 or 64 in a node, as llama3_8b does"
-    )
 for _name in ("prefill", "decode"):
     EXPLAINED[(_name, "DG01")] = (
         "the head is stored [V, D], as the embedding that it may share; one row of logits is computed for samples "
@@ -67,7 +62,7 @@ def findings(name: str, traced: Any, *, program: RunProgram, target: str) -> lis
     """
     flags = f"{program.config.train.compiler_flags} {os.environ.get('NEURON_CC_FLAGS', '')}"
     options = {"compiler_flags": flags, "placement": [device.id for device in program.layout.mesh.devices.flat]}
-    hits = lint.check_traced(traced, target=target, recurring=name != "init", **options)
+    hits = lint.check_traced(traced, target=target, **options)
     if name == "eval":  # its loops are kept, see `Instructions.count_for_limit`
         count = estimate_instructions(live_jaxpr(traced), num_shards=1).count_for_limit(name)
         hits = [finding for finding in hits if finding.rule != "CG01" or count > compiler_limits.program_limit(flags)]

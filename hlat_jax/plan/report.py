@@ -143,7 +143,6 @@ def _run(program: RunProgram) -> dict[str, Any]:
     model, data, train = config.model, config.data, config.train
     step_tokens = data.batch_size * data.seq_len
     tokens = step_tokens * train.num_steps
-    programs = programs_of_run(config, accumulate=program.accumulate, pipe=program.layout.size(("pipe",)))
     return {
         "params": costs.num_params(model),
         "flops_per_token_6n": costs.flops_per_token_6n(model),
@@ -152,7 +151,7 @@ def _run(program: RunProgram) -> dict[str, Any]:
         "steps": train.num_steps,
         "tokens": tokens,
         "flops": costs.flops_per_token(model, data.seq_len) * tokens,
-        "programs": len(programs),
+        "programs": len(programs_of_run(program)),
     }
 
 

@@ -48,8 +48,7 @@ def fingerprint(lowered: Any) -> str:
 def named_programs(program: RunProgram, word: str) -> list[str]:
     """Returns the names of programs: "all" stands for those of a run, "generate" for prefill and decode."""
     if word == "all":
-        pipe = program.layout.size(("pipe",))
-        return programs_of_run(program.config, accumulate=program.accumulate, pipe=pipe)
+        return programs_of_run(program)
     return ["prefill", "decode"] if word == "generate" else [word]
 
 
@@ -73,7 +72,7 @@ def traced_programs(program: RunProgram) -> dict[str, Callable[[], Any]]:
     return {
         "train": program.trace_step,
         **{name: functools.partial(program.trace_microbatch_step, name) for name in names},
-        "init": lambda: program.init.trace(program.seed),
+        **({} if program.inits_on_host else {"init": lambda: program.init.trace(program.seed)}),
         "norms": lambda: program.norms.trace(state),
         "eval": program.trace_eval_step,
         "prefill": prefill,

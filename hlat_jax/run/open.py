@@ -8,6 +8,7 @@ import functools
 import json
 import pathlib
 import shutil
+import time
 from collections.abc import Collection
 from typing import Any
 
@@ -26,6 +27,7 @@ from hlat_jax.host import compile_cache, distributed
 from hlat_jax.host.process import INDEX_FOLDER, StopSignals, closing_quietly
 from hlat_jax.parallel.rows import process_rows
 from hlat_jax.parallel.sharding import Layout
+from hlat_jax.program import host_state
 from hlat_jax.resolve import branch_source, skipped_batches
 from hlat_jax.run import budget, costs, optional, results, resume, summary
 from hlat_jax.run.compilation import Compilations, compiled_sampler, compiled_step
@@ -237,7 +239,7 @@ def _progress(inputs: Inputs, start: Start, compilations: Compilations) -> tuple
     """Returns the progress that a run starts with, and the settings that say where it comes from."""
     restored, batches = start.restored, inputs.batches
     if restored is None:
-        state = compilations.compile("init")(compilations.program.seed)
+        state = _initial_state(compilations, draws=start.weights is None)
         origin: dict[str, Any] = {}
         if start.weights is not None:
             state, origin["init_from"] = resume.with_weights(state, start.weights, config=inputs.config)
@@ -257,6 +259,16 @@ def _progress(inputs: Inputs, start: Start, compilations: Compilations) -> tuple
         num_nonfinite=metadata["num_nonfinite"],
     )
     return progress, origin
+
+
+def _initial_state(compilations: Compilations, *, draws: bool) -> Any:
+    """Returns the state before the first step; on Neuron with the shapes of the weights alone if not `draws`."""
+    program, began = compilations.program, time.monotonic()
+    if not program.inits_on_host:
+        return compilations.compile("init")(program.seed)
+    state = host_state(program, draws=draws)
+    print(f"initial state    made on the host's CPU in {time.monotonic() - began:.1f} s; no program for the devices")
+    return state
 
 
 def _finish(inputs: Inputs, restored: Restored) -> None:

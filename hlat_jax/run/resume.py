@@ -155,14 +155,15 @@ def open_init(config: Config, tokenizer: Tokenizer, *, given: Collection[str] = 
 def with_weights(state: Any, weights: Weights, *, config: Config) -> tuple[Any, dict[str, Any]]:
     """Returns a new run's state with these weights, and the record of where they come from; prints the recipe.
 
-    Dtypes and shardings are those of the randomly initialized weights, which are deleted.
+    Dtypes and shardings are those of the weights in `state`, which are deleted if they are arrays.
     """
 
     def read(drawn: Any) -> Any:
         [dtype] = {leaf.dtype for leaf in jax.tree.leaves(drawn)}
         shardings = jax.tree.map(lambda leaf: leaf.sharding, drawn)
         for leaf in jax.tree.leaves(drawn):
-            leaf.delete()  # before the weights that replace them are read
+            if isinstance(leaf, jax.Array):
+                leaf.delete()  # before the weights that replace them are read
         return weights.restore(shardings, dtype=dtype)
 
     state = state | {"params": read(state["params"])}

@@ -238,6 +238,7 @@ CONTRADICTIONS = {
     "NEURON_RT_DISABLE_EXECUTION_BARRIER=1 gave deadlocks": {"NEURON_RT_DISABLE_EXECUTION_BARRIER": "1"},
     "refuses --cache_dir (NCC_EARG002); set NEURON_COMPILE_CACHE_URL=/x": {"NEURON_CC_FLAGS": "--cache_dir=/x"},
     "JAX_PLATFORMS=cpu keeps JAX off the devices of trn1.32xlarge": {"JAX_PLATFORMS": "cpu"},
+    "JAX_PLATFORMS=neuron leaves out the CPU": {"JAX_PLATFORMS": "neuron"},
     **{f"{name}=1 is set; it is {instead}": {name: "1"} for name, instead in REMOVED.items()},
 }
 

@@ -82,8 +82,8 @@ def test_the_programs_of_a_run_do_not_depend_on_the_number_of_microbatches(small
         small.parallel.update(data=2, tensor=2, pipe=pipe)
         small.model.update(vocab_size=96)
         config = resolve(small)
-        traced = traced_programs(make_program(config, planned_layout(config, 4 * pipe, platform="neuron")))
-        names = programs_of_run(config, accumulate="programs", pipe=pipe)[: 3 if pipe == 1 else 5]
+        program = make_program(config, planned_layout(config, 4 * pipe, platform="neuron"))
+        traced, names = traced_programs(program), programs_of_run(program)[: 3 if pipe == 1 else 5]
         assert names == ["start", *(["microbatch"] if pipe == 1 else PHASES), "update"]
         return [fingerprint(traced[name]().lower(lowering_platforms=("neuron",))) for name in names]
 
