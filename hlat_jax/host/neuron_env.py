@@ -254,7 +254,7 @@ def _check_contradictions(ours: Mapping[str, str], topology: Topology, current: 
         )
     if platforms and "cpu" not in platforms.split(","):
         raise ValueError(
-            f"JAX_PLATFORMS={platforms} leaves out the CPU, which draws the initial weights; set neuron,cpu or unset it."
+            f"JAX_PLATFORMS={platforms} leaves out the CPU, which draws the initial weights; set neuron,cpu."
         )
     if current.get("NEURON_RT_INSPECT_DEVICE_PROFILE") == "1":
         _check_profile(current)

@@ -15,7 +15,7 @@ from typing import Any
 
 from hlat_jax.config import Config, count_text
 from hlat_jax.facts.number_ranges import parse_ranges
-from hlat_jax.host.neuron_compiler_flags import COMPILER_KILLED, compiler_killed
+from hlat_jax.host.neuron_compiler_flags import COMPILER_KILLED, compiler_flags, compiler_killed, with_config
 from hlat_jax.host.neuron_topology import Topology
 from hlat_jax.neuron import partitioned, programs
 from hlat_jax.neuron.module import Program
@@ -34,6 +34,8 @@ _STEPS = {"train.num_steps": 2, "checkpoint.every_steps": 0}
 _TEXT = {"data.train": "package:austen_train.jsonl", "data.tokenizer": "package:austen_2k.model"}
 _VALIDATION = {"data.validation": "package:austen_validation.jsonl"}
 _MOST_ROWS = 256
+# An extended regular expression of what a log has if the compiler failed, of our own messages and of JAX's plugin.
+_COMPILER_FAILED = rf"NCC_[A-Z]+[0-9]+|RunNeuronCC|neuronx-cc.*(failed|killed|error)|{COMPILER_KILLED}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,29 +161,63 @@ def command(rung: Rung, config_words: Sequence[str], *, place: Topology, workdir
     return " ".join(words + [f"--config.{path}={shlex.quote(str(value))}" for path, value in changes.items()])
 
 
-def script(name: str, commands: Sequence[tuple[str, str]], *, folder: str) -> str:
+@dataclasses.dataclass(frozen=True)
+class Levels:
+    """The optimization levels of the compiler that a rung is tried at: -O1 fails where -O2 passes, and the reverse.
+
+    Attributes:
+      own: level of the config.
+      other: level to try where the compiler refuses the first.
+      override: flag of a command that sets the other.
+    """
+
+    own: int
+    other: int
+    override: str
+
+
+def optimization_levels(config: Config, place: Topology) -> Levels:
+    """Returns the levels of a config on an instance type."""
+    given = config.train.compiler_flags
+    own = int(with_config(compiler_flags(place), given, place)["--optlevel"] or 1)
+    other = 2 if own == 1 else 1
+    return Levels(own, other, f"--config.train.compiler_flags={f'{given} -O{other}'.strip()}")
+
+
+def script(name: str, commands: Sequence[tuple[str, str]], *, folder: str, levels: Levels) -> str:
     """Returns a Bash script that runs (sizes, command) of each rung in turn and stops at the first one that fails.
 
-    Output goes to FOLDER/rung-NN.log, results to FOLDER/ladder.jsonl.
+    A rung that neuronx-cc refuses runs once more at the other optimization level; the next rungs begin with the level
+    that compiled. Output goes to FOLDER/rung-NN-ON.log, results to FOLDER/ladder.jsonl.
     """
-    total = len(commands)
+    total, own = len(commands), levels.own
     lines = [
         "#!/usr/bin/env bash",
         f"# The ladder of {name}: {total} runs of two steps, from the smallest program to the whole. It stops at the",
         f"# first rung that fails and names it. FROM=N begins at rung N. Logs and ladder.jsonl: {folder}",
         "set -uo pipefail",
-        f"folder={shlex.quote(folder)} from=${{FROM:-1}}",
+        f"folder={shlex.quote(folder)} from=${{FROM:-1}} own={own} level={own} other={levels.other}",
+        f"override={shlex.quote(levels.override)}",
         '[[ $from =~ ^[1-9][0-9]{0,3}$ ]] || { echo "error: FROM=$from must be the number of a rung." >&2; exit 2; }',
         'mkdir -p "$folder"',
         "rung() { # number, sizes, command ...",
-        "  local number=$1 sizes=$2 code=0 began=$SECONDS log",
+        "  local number=$1 sizes=$2 code=0 began log tried more",
         "  shift 2",
         "  ((number >= from)) || return 0",
-        '  log=$(printf "%s/rung-%02d.log" "$folder" "$number")',
         f'  echo "rung $number of {total}: $sizes"',
-        '  "$@" > "$log" 2>&1 || code=$?',
-        '  printf \'{"rung": %d, "what": "%s", "code": %d, "seconds": %d}\\n\' \\',
-        '    "$number" "$sizes" "$code" "$((SECONDS - began))" >> "$folder/ladder.jsonl"',
+        '  for tried in "$level" "$other"; do',
+        "    code=0 began=$SECONDS more=()",
+        '    ((tried == own)) || more=("$override")',
+        '    log=$(printf "%s/rung-%02d-O%d.log" "$folder" "$number" "$tried")',
+        '    "$@" "${more[@]}" > "$log" 2>&1 || code=$?',
+        '    printf \'{"rung": %d, "what": "%s", "optlevel": %d, "code": %d, "seconds": %d}\\n\' \\',
+        '      "$number" "$sizes" "$tried" "$code" "$((SECONDS - began))" >> "$folder/ladder.jsonl"',
+        "    if ((code == 0 && tried != level)); then",
+        "      other=$level level=$tried",
+        '      echo "rung $number: neuronx-cc compiles it at -O$level, and not at -O$other"',
+        "    fi",
+        f'    ((code != 0)) && grep -Eq {shlex.quote(_COMPILER_FAILED)} "$log" || break',
+        "  done",
         "  ((code == 0)) || {",
         '    tail -n 20 "$log" >&2',
         f'    ! grep -Eq {shlex.quote(COMPILER_KILLED)} "$log" || echo "{compiler_killed("F137")}" >&2',
@@ -191,7 +227,8 @@ def script(name: str, commands: Sequence[tuple[str, str]], *, folder: str) -> st
         "}",
     ]
     lines += [f"rung {number} {shlex.quote(sizes)} {words}" for number, (sizes, words) in enumerate(commands, 1)]
-    return "\n".join([*lines, f'echo "all {total} rungs ran"']) + "\n"
+    lines += [f'echo "all {total} rungs ran at -O$level"', '((level == own)) || echo "train with $override"']
+    return "\n".join(lines) + "\n"
 
 
 def _rows(config: Config, num_devices: int) -> int:

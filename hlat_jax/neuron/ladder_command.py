@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import pathlib
+import shlex
 from collections.abc import Sequence
 from typing import Any
 
@@ -39,6 +40,9 @@ def main(argv: Sequence[str]) -> int:
     print(f"{config.name} on {place.instance} at LNC {place.lnc}: {counts}")
     print(f"Instructions are {compiler_limits.ESTIMATE_NOTE}.")
     print(f"Limits, of public logs or train.compiler_flags: {limits}.")
+    levels = ladder.optimization_levels(config, place)
+    again = shlex.quote(levels.override)
+    print(f"If neuronx-cc refuses a rung at -O{levels.own}, run it again with {again}; --script does.")
     config_words = flags_lib.config_words(argv)
     folder, rows, seen = f"runs/ladder/{config.name}", [], {}
     for number, rung in enumerate(rungs, 1):
@@ -56,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     flags_lib.write_report(values.json, whole)
     if values.script:
         commands = [(row["what"], row["command"]) for row in rows]
-        pathlib.Path(values.script).write_text(ladder.script(config.name, commands, folder=folder))
+        pathlib.Path(values.script).write_text(ladder.script(config.name, commands, folder=folder, levels=levels))
         pathlib.Path(values.script).chmod(0o755)
     print("\nLowered for Neuron and linted here; not compiled by neuronx-cc and not yet run.")
     return 1 if any(program["errors"] for row in rows for program in row["programs"].values()) else 0

@@ -1,9 +1,9 @@
 """Estimates how many instructions neuronx-cc makes of a program, from the tiles of its operations.
 
-An order of magnitude, not calibrated: no program has been compiled, and the one public count of the compiler to compare
-with, of SmolLM2-360M, is 1.4 to 3.8 times higher than the estimate. A product is counted as the tensor
-engine's instructions, any other operation as one instruction of another engine per tile of its elements; broadcasts and
-reshapes count nothing, and neither does the fusion of elementwise operations. A kernel counts as its reference.
+An order of magnitude, not calibrated: no program has been compiled, and no public count of the compiler can be compared
+with it, see `compiler_limits.ESTIMATE_NOTE`. A product is counted as the tensor engine's instructions. Any other
+operation counts as one instruction of another engine per tile of its elements. Broadcasts and reshapes count nothing,
+and neither does the fusion of elementwise operations. A kernel counts as its reference.
 """
 
 from __future__ import annotations

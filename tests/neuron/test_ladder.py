@@ -13,6 +13,7 @@ import pytest
 
 from hlat_jax.cli import config_files, flags
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
+from hlat_jax.host import neuron_topology
 from hlat_jax.host.neuron_topology import Topology
 from hlat_jax.neuron import ladder, programs
 from hlat_jax.parallel.degrees import passes
@@ -102,34 +103,71 @@ def test_a_command_names_its_data_cores_and_job():
     assert command(rungs_of("7b")[1][-1], "--config=7b").startswith(f"{job} --config=7b ")
 
 
-def test_script_stops_at_the_first_rung_that_fails_and_names_it(tmp_path):
+@pytest.fixture
+def run_script(tmp_path):
+    """A function of what a stub of launch/node.sh does that runs the ladder of 7b on one node: its process."""
     (tmp_path / "launch").mkdir()
     node = tmp_path / "launch" / "node.sh"
-    node.write_text(
-        '#!/usr/bin/env bash\necho "ran $*"\n[[ $* != *num_layers=4* ]] || { echo "[F137] killed"; exit 70; }\n'
-    )
-    node.chmod(0o755)
-    _, found = rungs_of("7b")
+    config, found = rungs_of("7b", 32)
     commands = [(rung.what, command(rung, "--config=7b")) for rung in found]
-    (tmp_path / "ladder.sh").write_text(ladder.script("7b", commands, folder="runs/ladder/7b"))
 
-    def run(**variables):
-        words = ["bash", "ladder.sh"]
-        return subprocess.run(
-            words, cwd=tmp_path, env=os.environ | variables, capture_output=True, text=True, check=False
-        )
+    def run(body, *, compiler_flags="", **variables):
+        changed = dataclasses.replace(config, train=dataclasses.replace(config.train, compiler_flags=compiler_flags))
+        levels = ladder.optimization_levels(changed, neuron_topology.resolve_topology(TRN1))
+        (tmp_path / "ladder.sh").write_text(ladder.script("7b", commands, folder="runs/ladder/7b", levels=levels))
+        node.write_text(f'#!/usr/bin/env bash\necho "ran $*"\n{body}\n')
+        node.chmod(0o755)
+        (tmp_path / "runs/ladder/7b/ladder.jsonl").unlink(missing_ok=True)
+        words, env = ["bash", "ladder.sh"], os.environ | variables
+        return subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
 
-    done = run()
+    return run
+
+
+def attempts(folder, key="code"):
+    """Returns (rung, level, code) of each run of a script, in turn."""
+    rows = [json.loads(line) for line in (folder / "runs/ladder/7b/ladder.jsonl").read_text().splitlines()]
+    return [(row["rung"], row["optlevel"], row[key]) for row in rows]
+
+
+def test_script_keeps_the_level_at_which_a_rung_compiled(run_script, tmp_path):
+    refused = "[[ $* != *num_layers=4* || $* == *-O2* ]] || { echo '[NCC_INAS001] IGAA901'; exit 70; }"
+    done = run_script(refused, compiler_flags="--internal-max-instruction-limit=7")
+    assert (done.returncode, done.stderr) == (0, "")
+    last = [(number, 2, 0) for number in range(4, attempts(tmp_path)[-1][0] + 1)]
+    assert attempts(tmp_path) == [(1, 1, 0), (2, 1, 0), (3, 1, 70), (3, 2, 0), *last]
+    assert "rung 3: neuronx-cc compiles it at -O2, and not at -O1\n" in done.stdout
+    assert done.stdout.endswith(
+        f"all {last[-1][0]} rungs ran at -O2\n"
+        "train with --config.train.compiler_flags=--internal-max-instruction-limit=7 -O2\n"
+    )
+    logs = tmp_path / "runs/ladder/7b"
+    assert "compiler_flags" not in (logs / "rung-03-O1.log").read_text()  # the program of the run itself
+    assert (logs / "rung-03-O2.log").read_text().strip().endswith("=--internal-max-instruction-limit=7 -O2")
+
+
+def test_script_begins_with_the_level_of_the_config(run_script, tmp_path):
+    done = run_script("[[ $* == *-O1* ]] || { echo 'RunNeuronCC: error'; exit 1; }", compiler_flags="-O2")
+    assert attempts(tmp_path)[:3] == [(1, 2, 1), (1, 1, 0), (2, 1, 0)]
+    assert "train with --config.train.compiler_flags=-O2 -O1" in done.stdout
+
+
+def test_script_tries_no_other_level_if_the_compiler_did_not_fail(run_script, tmp_path):
+    done = run_script("echo 'error: data.train: no such file'; echo cache /var/tmp/neuronx-cc; exit 2")
+    assert (done.returncode, attempts(tmp_path)) == (1, [(1, 1, 2)])
+
+
+def test_script_stops_at_the_first_rung_that_fails_and_names_it(run_script, tmp_path):
+    killed = '[[ $* != *num_layers=4* ]] || { echo "[F137] killed"; exit 70; }'
+    done = run_script(killed)
     assert done.returncode == 1
     assert "[F137] killed" in done.stderr
     assert "neuronx-cc was killed, as a rule because the host has too little memory" in done.stderr
-    assert "error: rung 3 of 8 (4 layers x 1 microbatch x 1 row) ended with code 70" in done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "runs/ladder/7b/ladder.jsonl").read_text().splitlines()]
-    assert [(row["rung"], row["code"]) for row in rows] == [(1, 0), (2, 0), (3, 70)]
-    assert "ran --config=7b" in (tmp_path / "runs/ladder/7b/rung-01.log").read_text()
-    other = run(FROM="4").stderr
-    assert ("sbatch" in other, "neuronx-cc was killed" in other) == (True, False)  # this machine does not have it
-    assert "FROM=x must be the number of a rung" in run(FROM="x").stderr
+    assert "error: rung 3 of 10 (4 layers x 1 microbatch x 1 row) ended with code 70" in done.stderr
+    assert attempts(tmp_path) == [(1, 1, 0), (2, 1, 0), (3, 1, 70), (3, 2, 70)]
+    assert "ran --config=7b" in (tmp_path / "runs/ladder/7b/rung-01-O1.log").read_text()
+    assert (run_script(killed, FROM="4").returncode, attempts(tmp_path)[0]) == (0, (4, 1, 0))
+    assert "FROM=x must be the number of a rung" in run_script(killed, FROM="x").stderr
 
 
 def test_ladder_lowers_and_lints_every_rung(neuron_here, tmp_path):
@@ -142,20 +180,21 @@ def test_ladder_lowers_and_lints_every_rung(neuron_here, tmp_path):
     for row in found:
         assert row["command"] in printed
         assert all(word in row["command"] for word in (*words, *quiet))
-        assert list(row["programs"]) == ["start", "microbatch", "update", "init", "norms"]
+        assert list(row["programs"]) == ["start", "microbatch", "update", "norms"]
         assert all(program["errors"] == [] for program in row["programs"].values())
-        assert all(row["programs"][name]["unrolled"] > 0 for name in ("microbatch", "update", "init", "norms"))
+        assert all(row["programs"][name]["unrolled"] > 0 for name in ("microbatch", "update", "norms"))
     four = found[1]["programs"]
     assert {four[name]["same_as_rung"] for name in four} == {1}  # each microbatch is dispatched by itself
-    assert "the one public count of the compiler is 1.4 to 3.8 times higher" in printed
+    assert "no public count of the compiler can be compared with it" in printed
+    assert "run it again with --config.train.compiler_flags=-O2" in printed
     assert "not yet run" in printed
 
 
 def test_ladder_takes_the_lnc_of_the_environment_and_exits_with_1_after_an_error(neuron_here, monkeypatch):
     refused = {"sha256": "", "unrolled": None, "errors": ["LW01"], "warnings": []}
-    monkeypatch.setattr(ladder, "check_programs", lambda rung, target: {"init": dict(refused)})
+    monkeypatch.setattr(ladder, "check_programs", lambda rung, target: {"norms": dict(refused)})
     code, printed, _ = neuron_here("ladder", "--config=tiny")
-    assert (code, "init        " in printed, "cannot be lowered  LW01" in printed) == (1, True, True)
+    assert (code, "norms       " in printed, "cannot be lowered  LW01" in printed) == (1, True, True)
     monkeypatch.setattr(ladder, "check_programs", lambda rung, target: {})
     words = ("--config=llama3_8b", "--instance=trn2.48xlarge", "--nodes=1")
     printed = neuron_here("ladder", *words)[1]
