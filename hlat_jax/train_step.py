@@ -129,14 +129,14 @@ class MicrobatchStep:
         Raises:
           ValueError: no microbatch.
         """
-        names, idle, count = list(self.ticks), self.num_stages - 1, 0
+        idle, count = self.num_stages - 1, 0
         if idle:
             parts = list(microbatches)
             count = len(parts)
-            in_turn = [names[0]] * idle + [names[1]] * count + [names[2]] * idle
+            in_turn = [name for name, times in self.num_dispatches(count).items() for _ in range(times)]
             dispatches = zip(in_turn, parts + 2 * idle * parts[-1:], strict=False)
         else:  # each is on the devices no sooner than it is dispatched
-            dispatches = zip(itertools.repeat(names[0]), microbatches, strict=False)
+            dispatches = zip(itertools.repeat(*self.ticks), microbatches, strict=False)
         inputs, shapes, buffer = self.inputs(state, num_microbatches=np.int32(count)), None, None
         for name, part in dispatches:
             if buffer is None:
@@ -150,6 +150,11 @@ class MicrobatchStep:
             raise ValueError("microbatches is empty: give a step one or more of them.")
         state, metrics, self._held[shapes] = self.update(state, buffer, learning_rate)
         return state, metrics
+
+    def num_dispatches(self, num_microbatches: int) -> dict[str, int]:
+        """Returns how often a step dispatches each of `ticks`, in their order."""
+        idle = self.num_stages - 1
+        return dict(zip(self.ticks, (idle, num_microbatches, idle) if idle else (num_microbatches,), strict=True))
 
     @property
     def programs(self) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.plan import instructions, roofline
 from hlat_jax.plan.collectives import Collective, count_collectives, traced_collectives
+from hlat_jax.plan.launches import count_launches, launch_lines
 from hlat_jax.plan.memory import DeviceBytes, checkpoint_bytes, device_bytes, host_bytes
 from hlat_jax.program import RunProgram, make_program, programs_of_run, state_bytes
 from hlat_jax.run import budget as budget_lib
@@ -113,8 +114,10 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
             "limit": compiler_limits.program_limit(config.train.compiler_flags),
             "operation_limit": compiler_limits.operation_limit(site.target),
         }
+        plan["launches"] = count_launches(program, target)
     if target.device.peak_flops:
         seconds = roofline.project(jaxpr, collectives, target=target, mesh=layout.mesh, state_bytes=memory.state)
+        seconds = dataclasses.replace(seconds, launch=plan.get("launches", {}).get("seconds") or 0.0)
         plan["projection"] = _projection(config, site, seconds)
     return plan
 
@@ -271,6 +274,7 @@ def as_text(plan: dict[str, Any]) -> str:
         *pipeline,
         f"programs         {run['programs']} to compile",
         *(instruction_lines(plan["instructions"]) if "instructions" in plan else []),
+        *(launch_lines(plan["launches"]) if "launches" in plan else []),
         "\nBytes of one device",
         *_memory_lines(plan["device_bytes"], num_microbatches=m),
         "\nCollectives of one step, per device",
@@ -349,7 +353,8 @@ def _projection_lines(projection: dict[str, Any]) -> list[str]:
         f"MFU {projection['mfu_6n']:.1%} (6N) ({projection['label']}: products at {basis}, nothing overlapped)",
         f"  {error}",
         f"  at full speed products {projection['products']:.3f} s, update {projection['update']:.3f} s, collectives in "
-        f"a node {projection['link']:.3f} s, between nodes {projection['network']:.3f} s; the step with all "
+        f"a node {projection['link']:.3f} s, between nodes {projection['network']:.3f} s; launches "
+        f"{projection['launch']:.3f} s; the step with all "
         f"collectives overlapped {projection['step_overlapped_s']:.3f} s",
         f"  executed FLOPs are {projection['executed_over_model_flops']:.2f} of the model's: recomputation, idle "
         "ticks, copies of KV heads",

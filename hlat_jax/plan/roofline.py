@@ -56,6 +56,7 @@ class Seconds:
       network: collectives between nodes.
       flops: FLOPs of the products on one device, including recomputation and idle ticks.
       efficiency: speed of products and update relative to the roofline.
+      launch: fixed cost of the launches of a step, see `launches`; 0 where it is unknown.
     """
 
     products: float
@@ -64,11 +65,12 @@ class Seconds:
     network: float
     flops: float
     efficiency: float = 1.0
+    launch: float = 0.0
 
     @property
     def step(self) -> float:
         """Time of a step with nothing overlapped."""
-        return (self.products + self.update) / self.efficiency + self.link + self.network
+        return (self.products + self.update) / self.efficiency + self.link + self.network + self.launch
 
     @property
     def roofline(self) -> float:
@@ -78,7 +80,7 @@ class Seconds:
     @property
     def overlapped_step(self) -> float:
         """Time of a step with all collectives overlapped by the products and the update."""
-        return max((self.products + self.update) / self.efficiency, self.link + self.network)
+        return max((self.products + self.update) / self.efficiency, self.link + self.network) + self.launch
 
 
 def efficiency(target: Instance) -> float:

@@ -1,0 +1,68 @@
+"""Launches of a step and the arrays of each, counted from the traces of its programs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from hlat_jax.facts import launch_costs
+from hlat_jax.facts.hardware import Instance
+from hlat_jax.passes.products import live_jaxpr
+from hlat_jax.plan.collectives import traced_collectives
+from hlat_jax.program import RunProgram
+
+
+def count_launches(program: RunProgram, target: Instance) -> dict[str, Any]:
+    """Returns the arrays and launches of the programs of a step, of norms and evaluation, and what launches cost.
+
+    The result is JSON-serializable. `programs` has for each name `inputs` and `outputs`, the numbers of arrays, and
+    `per_step`, its launches in a step. Donated arrays count in both. `seconds` is None where nobody has measured them.
+    """
+    config, mesh = program.config, program.layout.mesh
+    traced: dict[str, Callable[[], Any]] = {"train": program.trace_step}
+    per_step = {"train": 1}
+    if program.accumulate == "programs":
+        step = program.training.microbatch_step
+        traced = {name: functools.partial(program.trace_microbatch_step, name) for name in step.programs}
+        per_step = step.num_dispatches(config.train.num_microbatches) | {"update": 1}
+    traced["norms"] = functools.partial(program.norms.trace, program.abstract_state)
+    if config.data.validation:
+        traced["eval"] = program.trace_eval_step
+    counts, seconds = {}, 0.0
+    collective_ms = launch_costs.collective_launch_ms(target.device_key(), mesh.size)
+    for name, make_trace in traced.items():
+        trace = make_trace()
+        times = per_step.get(name, 0)
+        counts[name] = {
+            "inputs": len(trace.jaxpr.in_avals),
+            "outputs": len(trace.jaxpr.out_avals),
+            "per_step": times,
+        }
+        if times and collective_ms is not None:
+            has_collective = bool(traced_collectives(live_jaxpr(trace), mesh))
+            seconds += times * (collective_ms if has_collective else launch_costs.PLAIN_LAUNCH_MS) / 1e3
+    is_known = collective_ms is not None
+    return {
+        "programs": counts,
+        "per_step": sum(per_step.values()),
+        "seconds": seconds if is_known else None,
+        "collective_launch_ms": collective_ms,
+        "is_lower_bound": is_known and mesh.size > max(launch_costs.COLLECTIVE_LAUNCH_MS[target.device_key()]),
+    }
+
+
+def launch_lines(launches: dict[str, Any]) -> list[str]:
+    """Returns the launches of a step and their arrays, and a warning where a launch has too many."""
+    programs, cost = launches["programs"], "their fixed cost has not been measured on this device"
+    if launches["seconds"] is not None:
+        least = "at least " * launches["is_lower_bound"]
+        cost = f"{least}{launches['seconds'] * 1e3:.1f} ms in all, as others measured (facts/launch_costs.py)"
+    dispatched = " + ".join(f"{row['per_step']} x {name}" for name, row in programs.items() if row["per_step"])
+    name, most = max(programs.items(), key=lambda item: max(item[1]["inputs"], item[1]["outputs"]))
+    arrays = f"at most {most['inputs']} into and {most['outputs']} out of a launch ({name})"
+    limit = launch_costs.MOST_ARRAYS
+    above = [name for name, row in programs.items() if max(row["inputs"], row["outputs"]) > limit]
+    if above:
+        arrays += f"; WARNING for {', '.join(above)}: above {limit}, a launch of 512 took 50 times as long elsewhere"
+    return [f"launches         {launches['per_step']} per step ({dispatched}); {cost}", f"arrays           {arrays}"]
