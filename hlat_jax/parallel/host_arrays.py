@@ -41,10 +41,8 @@ def place_values(
 
 def place_constant(target: jax.ShapeDtypeStruct, value: Any) -> jax.Array:
     """Returns an array with the shape, dtype and sharding of `target`, equal to `value` everywhere."""
-    shards = _empty_shards(target)
-    for shard in shards.values() if value else ():  # zeros that nobody writes take no memory
-        shard[...] = value
-    return _on_devices(target, shards)
+    shard = np.full(target.sharding.shard_shape(target.shape), value, target.dtype)
+    return jax.make_array_from_callback(target.shape, target.sharding, lambda _: shard)
 
 
 def _copy(values: np.ndarray, index: Index, shard: np.ndarray) -> None:

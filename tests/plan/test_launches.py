@@ -98,7 +98,9 @@ def test_a_plan_adds_the_launches_to_the_step():
     # gradients are summed in the update alone
     assert launches["seconds"] == projection["launch"] == pytest.approx(2 * 0.15e-3 + 5.10e-3)
     parts = (projection["products"] + projection["update"]) / projection["efficiency"]
-    assert projection["step_s"] == pytest.approx(parts + projection["link"] + projection["network"] + projection["launch"])
+    assert projection["step_s"] == pytest.approx(
+        parts + projection["link"] + projection["network"] + projection["launch"]
+    )
     text = report.as_text(plan)
     assert "launches         3 per step (2 x microbatch + 1 x update); at least 5.4 ms in all" in text
     assert ", between nodes " in text
