@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import operator
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -288,41 +289,35 @@ def host_state(program: RunProgram, *, draws: bool = True) -> State:
       program: of any platform.
       draws: whether to draw the weights; else these are the jax.ShapeDtypeStruct of `abstract_state`.
     """
-    state, cpu, seed = program.abstract_state, jax.local_devices(backend="cpu")[0], program.seed
-    trees = [state["params"], *([state["opt_state"]["master"]] if "master" in state["opt_state"] else [])]
-    weights = jax.tree.structure(trees[0])
-    if draws:
-        paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(trees[0])]
-        drawn = []
-        with jax.default_device(cpu):
-            for path, *targets in zip(paths, *map(jax.tree.leaves, trees), strict=True):
-                names = [entry.key for entry in path]
-                draw = functools.partial(_host_draw(program.config.model, names, targets), seed)
-                drawn.append(place_values(targets, draw, is_stacked=names[0] == "layers"))
-        trees = [jax.tree.unflatten(weights, leaves) for leaves in zip(*drawn, strict=True)]
-    rest = {name: part for name, part in state.items() if name != "params"}
-    rest["opt_state"] = {name: part for name, part in rest["opt_state"].items() if name != "master"}
-
-    def constant(path: Any, target: jax.ShapeDtypeStruct) -> jax.Array:
-        return place_constant(target, seed if path[-1].key == "seed" else 0)
-
-    placed = jax.tree_util.tree_map_with_path(constant, rest)
-    placed["opt_state"] |= dict(zip(["master"], trees[1:], strict=False))
-    return placed | {"params": trees[0]}
+    leaves, structure = jax.tree_util.tree_flatten_with_path(program.abstract_state)
+    placed, weights = [target for _, target in leaves], {}
+    for number, (path, target) in enumerate(leaves):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        if weight := re.fullmatch(r"(?:params|opt_state\.master)\.(.+)", name):
+            weights.setdefault(weight[1], []).append(number)
+        else:
+            placed[number] = place_constant(target, program.seed if name == "opt_state.seed" else 0)
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        for name, numbers in weights.items() if draws else ():
+            targets = [placed[number] for number in numbers]
+            arrays = place_values(targets, _host_draw(program, name, targets), is_stacked=name.startswith("layers."))
+            for number, array in zip(numbers, arrays, strict=True):
+                placed[number] = array
+    return jax.tree.unflatten(structure, placed)
 
 
-def _host_draw(model: ModelConfig, names: list[str], targets: list[jax.ShapeDtypeStruct]) -> Callable[..., Any]:
-    """Returns (seed, layer) -> values of one parameter in the dtype of each target, NumPy; `names` is its path."""
+def _host_draw(program: RunProgram, name: str, targets: list[jax.ShapeDtypeStruct]) -> Callable[[int], Any]:
+    """Returns layer -> values of the parameter `name` in the dtype of each target, NumPy."""
+    model, (first, *rest) = program.config.model, name.split(".")
 
     @jax.jit
     def draw(seed: jax.Array, layer: jax.Array) -> list[jax.Array]:
         key = _init_key(seed)
-        is_of_layer = names[0] == "layers"
-        params = init_layer(model, key, layer) if is_of_layer else init_params(model, key)
-        value = functools.reduce(operator.getitem, names[is_of_layer:], params)
+        params = {first: init_layer(model, key, layer)} if first == "layers" else init_params(model, key)
+        value = functools.reduce(operator.getitem, rest, params[first])
         return [value.astype(target.dtype) for target in targets]
 
-    return lambda seed, layer: jax.device_get(draw(seed, np.int32(layer)))
+    return lambda layer: jax.device_get(draw(program.seed, np.int32(layer)))
 
 
 def _init_key(seed: jax.Array) -> jax.Array:

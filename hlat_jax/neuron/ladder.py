@@ -11,7 +11,7 @@ import math
 import operator
 import shlex
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from hlat_jax.config import Config, count_text
 from hlat_jax.facts.number_ranges import parse_ranges
@@ -161,14 +161,10 @@ def command(rung: Rung, config_words: Sequence[str], *, place: Topology, workdir
     return " ".join(words + [f"--config.{path}={shlex.quote(str(value))}" for path, value in changes.items()])
 
 
-@dataclasses.dataclass(frozen=True)
-class Levels:
-    """The optimization levels of the compiler that a rung is tried at: -O1 fails where -O2 passes, and the reverse.
+class Levels(NamedTuple):
+    """Optimization levels of the compiler: the config's, another one, and the flag of a command that sets that.
 
-    Attributes:
-      own: level of the config.
-      other: level to try where the compiler refuses the first.
-      override: flag of a command that sets the other.
+    -O1 fails where -O2 passes, and the reverse.
     """
 
     own: int

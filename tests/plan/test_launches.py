@@ -86,7 +86,6 @@ def test_only_programs_with_a_collective_cost_milliseconds():
     assert (alone["per_step"], alone["seconds"]) == (3, pytest.approx(3 * 0.15e-3))
     together = launches_on(8, "trn1.32xlarge", data=2, tensor=4)
     assert together["seconds"] == pytest.approx(3 * 2.45e-3)
-    assert (alone["is_lower_bound"], together["is_lower_bound"]) == (False, False)
     assert launches_on(8, "trn2.48xlarge-lnc1", data=2, tensor=4)["seconds"] is None
 
 
@@ -94,7 +93,6 @@ def test_a_plan_adds_the_launches_to_the_step():
     config = planned_config(m=2, data=-1, rows=128)
     plan = report.make_plan(config, report.Site("trn1.32xlarge", 2))
     launches, projection = plan["launches"], plan["projection"]
-    assert launches["is_lower_bound"]  # two nodes have not been measured
     # gradients are summed in the update alone
     assert launches["seconds"] == projection["launch"] == pytest.approx(2 * 0.15e-3 + 5.10e-3)
     parts = (projection["products"] + projection["update"]) / projection["efficiency"]
@@ -102,14 +100,14 @@ def test_a_plan_adds_the_launches_to_the_step():
         parts + projection["link"] + projection["network"] + projection["launch"]
     )
     text = report.as_text(plan)
-    assert "launches         3 per step (2 x microbatch + 1 x update); at least 5.4 ms in all" in text
+    assert "launches         3 per step (2 x microbatch + 1 x update); at least 5.4 ms, as others" in text
     assert ", between nodes " in text
     assert "; launches 0.005 s; " in text
 
 
 def test_a_launch_of_more_arrays_than_were_fast_is_a_warning():
     row = {"inputs": 7, "outputs": 8, "per_step": 1}
-    found = {"per_step": 2, "seconds": None, "is_lower_bound": False}
+    found = {"per_step": 2, "seconds": None}
     lines = launch_lines(found | {"programs": {"train": row | {"inputs": 129}, "norms": row}})
     assert lines[0].endswith("(1 x train + 1 x norms); their fixed cost has not been measured on this device")
     assert "at most 129 into and 8 out of a launch (train); WARNING for train: above 128" in lines[1]
