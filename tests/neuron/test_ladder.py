@@ -133,6 +133,7 @@ def attempts(folder, key="code"):
 def test_script_keeps_the_level_at_which_a_rung_compiled(run_script, tmp_path):
     refused = "[[ $* != *num_layers=4* || $* == *-O2* ]] || { echo '[NCC_INAS001] IGAA901'; exit 70; }"
     done = run_script(refused, compiler_flags="--internal-max-instruction-limit=7")
+    subprocess.run(["shellcheck", tmp_path / "ladder.sh"], check=True)
     assert (done.returncode, done.stderr) == (0, "")
     last = [(number, 2, 0) for number in range(4, attempts(tmp_path)[-1][0] + 1)]
     assert attempts(tmp_path) == [(1, 1, 0), (2, 1, 0), (3, 1, 70), (3, 2, 0), *last]
