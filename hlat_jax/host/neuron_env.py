@@ -252,10 +252,6 @@ def _check_contradictions(ours: Mapping[str, str], topology: Topology, current: 
         raise ValueError(
             f"{NO_BARRIER}={current[NO_BARRIER]} gave deadlocks, and wrong numbers without an error; unset it."
         )
-    if platforms and "cpu" not in platforms.split(","):
-        raise ValueError(
-            f"JAX_PLATFORMS={platforms} leaves out the CPU, which draws the initial weights; set neuron,cpu."
-        )
     if current.get("NEURON_RT_INSPECT_DEVICE_PROFILE") == "1":
         _check_profile(current)
     # of one process, which sets neither: they may be left of a larger job
@@ -273,6 +269,10 @@ def _check_contradictions(ours: Mapping[str, str], topology: Topology, current: 
             "CPU, as it has no collectives; unset it, or use more than --cores=1."
         )
     _check_visible(topology, current)
+    if platforms and "cpu" not in platforms.split(","):
+        raise ValueError(
+            f"JAX_PLATFORMS={platforms} leaves out the CPU, which draws the initial weights; set neuron,cpu."
+        )
 
 
 def _check_profile(current: Mapping[str, str]) -> None:

@@ -20,9 +20,8 @@ from hlat_jax.parallel.degrees import verdicts
 from hlat_jax.parallel.sharding import MESH_AXES, Layout
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.passes.products import live_jaxpr
-from hlat_jax.plan import instructions, roofline
+from hlat_jax.plan import instructions, launches, roofline
 from hlat_jax.plan.collectives import Collective, count_collectives, traced_collectives
-from hlat_jax.plan.launches import count_launches, launch_lines
 from hlat_jax.plan.memory import DeviceBytes, checkpoint_bytes, device_bytes, host_bytes
 from hlat_jax.program import RunProgram, make_program, programs_of_run, state_bytes
 from hlat_jax.run import budget as budget_lib
@@ -114,7 +113,7 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
             "limit": compiler_limits.program_limit(config.train.compiler_flags),
             "operation_limit": compiler_limits.operation_limit(site.target),
         }
-        plan["launches"] = count_launches(program, target)
+        plan["launches"] = launches.count_launches(program, target)
     if target.device.peak_flops:
         seconds = roofline.project(jaxpr, collectives, target=target, mesh=layout.mesh, state_bytes=memory.state)
         seconds = dataclasses.replace(seconds, launch=plan.get("launches", {}).get("seconds") or 0.0)
@@ -274,7 +273,7 @@ def as_text(plan: dict[str, Any]) -> str:
         *pipeline,
         f"programs         {run['programs']} to compile",
         *(instruction_lines(plan["instructions"]) if "instructions" in plan else []),
-        *(launch_lines(plan["launches"]) if "launches" in plan else []),
+        *(launches.launch_lines(plan["launches"]) if "launches" in plan else []),
         "\nBytes of one device",
         *_memory_lines(plan["device_bytes"], num_microbatches=m),
         "\nCollectives of one step, per device",
