@@ -74,8 +74,8 @@ class RematOptions:
         loops and all calls that keep the value at one time.
       measure: traced program -> bytes, which are compared with the budget.
       max_compilations: most programs compiled, and one more for the comparison of regions; more of them come closer to
-        the budget. Where nothing kept does not fit, each of the four `stack.STOCK_POLICIES` is compiled in addition
-        if its estimate is not much larger.
+        the budget. Where nothing kept does not fit, the four `stack.STOCK_POLICIES` are compiled in addition, unless
+        the estimate of one checkpoint around the whole function is much larger.
     """
 
     region: str = "auto"
@@ -452,9 +452,9 @@ def _search(
     if plain[0] > budget_bytes:
         choice, full = RematChoice(), trial(RematChoice())
         if full[0] > budget_bytes:
-            stock = [(region, RematChoice(stock_policy=name)) for name in policies]
-            others = _not_much_larger(trials, [(region, choice), *stock])[1:]
-            choice = _stock_choice(trial, budget_bytes, [choice for _, choice in others])
+            # a policy is of the function as a whole, and keeps no less than nothing
+            whole = _not_much_larger(trials, [(region, choice), ("whole", choice)])[1:] if policies else []
+            choice = _stock_choice(trial, budget_bytes, policies if whole else ())
         else:
             graph = recompute_graph(live_jaxpr(full[2]), min_bytes=options.min_bytes)
             if graph.sizes:
@@ -540,7 +540,7 @@ def _larger(graph: RecomputeGraph, *, low: int, high: int, guess: float) -> Rema
     return None
 
 
-def _stock_choice(trial: _Trial, budget_bytes: int, choices: Sequence[RematChoice]) -> RematChoice:
+def _stock_choice(trial: _Trial, budget_bytes: int, policies: Sequence[str]) -> RematChoice:
     """Returns the stock policy that fits with the fewest FLOPs, for a program that takes more with nothing kept.
 
     What XLA allocates also depends on the order of its operations, which a policy changes.
@@ -548,7 +548,7 @@ def _stock_choice(trial: _Trial, budget_bytes: int, choices: Sequence[RematChoic
     Raises:
       _NoChoiceFits: none fits.
     """
-    results = {choice: trial(choice) for choice in choices}
+    results = {choice: trial(choice) for choice in (RematChoice(stock_policy=name) for name in policies)}
     fitting = [choice for choice, (num_bytes, *_) in results.items() if num_bytes <= budget_bytes]
     if fitting:
         return min(fitting, key=lambda choice: results[choice][1])
