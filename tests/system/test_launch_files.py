@@ -237,7 +237,7 @@ def first_commands():
     commands = [
         (instance, [word for word in words.split() if word.startswith("--config")]) for instance, words in found
     ]
-    assert [words[0] for _, words in commands] == ["--config=7b", "--config=llama3_8b"]
+    assert [words[0] for _, words in commands] == ["--config=llama3_8b", "--config=7b"]
     return commands
 
 
