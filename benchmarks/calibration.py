@@ -90,7 +90,9 @@ class Configuration:
         return "NxD" if self.policy == "mixed" else "NeMo Megatron"
 
 
-# Source: general/benchmarks/trn1/*.csv of aws-neuron-sdk, SDK 2.3 to 2.24, every version of every table.
+# Source: general/benchmarks/trn1/*.csv of aws-neuron-sdk, SDK 2.3 to 2.24, every version of every table. The page is
+# awsdocs-neuron.readthedocs-hosted.com/en/v2.29.1/about-neuron/benchmarks/trn1/trn1-training-performance.html; later
+# releases archive it.
 _COST = "published with the cost of the 13B model"
 _NODES = "the same rate is published for 16 and for 32 nodes"
 CONFIGURATIONS = (

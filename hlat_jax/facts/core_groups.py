@@ -59,7 +59,7 @@ def _fold(quarter: int) -> Orders:
     return tuple(first + fourth[::-1]), tuple(second + third[::-1])
 
 
-_FEATURES = "nxd-inference feature guide (tensor parallel degrees)"
+_FEATURES = "en/v2.29.1/libraries/nxd-inference/developer_guides/feature-guide (tensor parallel degrees)"
 _STATE = "NxD's parallel_layers/parallel_state.py (order of the groups)"
 # Groups of 2 and 8 at once, worlds of 2 to 64 at LNC 2; on trn1 worlds of 2, 8, 16 and 32, while 4 cores failed to load
 _KILN = "foxl-ai/kiln, docs/neuron-notes.md (3 October 2026, SDK 2.32, PyTorch)"

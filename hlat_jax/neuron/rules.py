@@ -43,7 +43,7 @@ class Rule:
         "info": worth knowing.
       matches: the part of a program that breaks the rule.
       why: what happens on the device.
-      source: page of the Neuron documentation (awsdocs-neuron.readthedocs-hosted.com), or who found it.
+      source: page of the Neuron documentation below awsdocs-neuron.readthedocs-hosted.com/en/v2.32.0, or who found it.
       once: severity in a program that runs once, such as initialization; None: the same.
       many: severity in a program for several devices; None: the same.
       trn1: severity on trn1; None: the same.
@@ -342,7 +342,7 @@ RULES: dict[str, Rule] = {
         "replica groups of a size or in an order for which Neuron lists no group of cores",
         "NxD's groups of this size have another order, or no page lists the size: it may crash or hang",
         "degrees whose groups are listed, see docs/parallelism.md; plan --search ranks only those",
-        "nxd-inference feature guide; NxD's parallel_layers/parallel_state.py; "
+        "en/v2.29.1/libraries/nxd-inference/developer_guides/feature-guide; NxD's parallel_layers/parallel_state.py; "
         "neuron-runtime/explore/internode-collective-comm",
     ),
     "CC05": Rule(
@@ -350,7 +350,7 @@ RULES: dict[str, Rule] = {
         "replica groups on which pages contradict each other, or in a pattern that none names",
         "it may work; nothing documents it",
         "degrees whose groups are listed, see docs/parallelism.md; plan --search ranks them first",
-        "nxd-inference feature guide; NxD's parallel_layers/parallel_state.py",
+        "en/v2.29.1/libraries/nxd-inference/developer_guides/feature-guide; NxD's parallel_layers/parallel_state.py",
     ),
     "CC06": Rule(
         "warning",
