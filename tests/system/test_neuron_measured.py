@@ -52,7 +52,7 @@ def test_ledger_has_every_entry_once():
 def test_entry_has_its_source_and_what_we_do(entry):
     seen, source, _ = LEDGER[entry]
     sources = {key for cells in rows_below("key") for key in cells[0].split(", ")}
-    given = re.findall(r"\b[A-Z]{1,2}\d?\b(?=[,;]|$)", source)
+    given = re.findall(r"\b[A-Z]{1,2}\d?\b(?=[,;:]|$)", source)
     assert given
     assert set(given) <= sources | {"JAX"}, "a source of the first table"
     assert re.search(r"\b2026\b|undated", source), "the date"
