@@ -71,7 +71,8 @@ def blocks(page):
     for block in re.finditer(r"```bash\n(.*?)```", text, re.DOTALL):
         before = text[: block.start()].rstrip().rsplit("\n\n", 1)[-1]
         lines = re.sub(r"(^|\s)#.*$", "", block[1].replace("\\\n", " "), flags=re.MULTILINE).splitlines()
-        found.append(([" ".join(line.split()) for line in lines if line.strip()], NOT_RUN not in before.lower()))
+        is_run = NOT_RUN not in " ".join(before.lower().split())  # which may stand on two lines
+        found.append(([" ".join(line.split()) for line in lines if line.strip()], is_run))
     return found
 
 
