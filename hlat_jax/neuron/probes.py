@@ -102,7 +102,7 @@ def random_numbers(draw: Callable[[int], tuple[np.ndarray, np.ndarray]]) -> Outc
     if not (u.min() >= 0 and u.max() < 1):
         wrong.append(f"uniform numbers from {u.min():.3g} to {u.max():.3g}")
     if wrong:
-        return Outcome(FAILED, "; ".join(wrong), "draw initial weights on the CPU, and report this to the Neuron team")
+        return Outcome(FAILED, "; ".join(wrong), "draw none in code of your own, and report this to the Neuron team")
     return Outcome(PASSED, f"mean, variance, fourth moment and correlations of {n:,} numbers within {_SIGMAS:g} sigma")
 
 
