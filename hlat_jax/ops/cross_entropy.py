@@ -110,7 +110,8 @@ def cross_entropy(
     """
     ctx = options.ctx
     if ctx != SINGLE_DEVICE:
-        hidden_BTD = collectives.copy_to_tensor_region(ctx.enter_tensor_region(hidden_BTD), ctx.pipe)
+        # backward the sum over stages, on other nodes, comes last, when each device holds only its part of T
+        hidden_BTD = ctx.enter_tensor_region(collectives.copy_to_tensor_region(hidden_BTD, ctx.pipe))
     vocab = Vocab(ctx.vocab, options.vocab_size)
     arrays = hidden_BTD, head_VD, targets_BT, weights_BT
     loss_sum = OP.run(options.implementation, *arrays, options.z_loss_weight, vocab)
