@@ -4,16 +4,16 @@
         --config.data.validation=/fsx/text/validation.parquet --config.data.tokenizer=/fsx/llama3/tokenizer.model
     python -m hlat_jax.plan --config=llama3_8b --instance=trn2.48xlarge --nodes=16
 
-Not yet run on Trainium: planned (9.2 of 23.7 GiB a device), linted for trn2, and partitioned for 1,024 virtual devices,
-its whole mesh. Attention is NKI's, documented for trn2 and later only. A microbatch, one sequence of 8,192 tokens on a
-chip, is estimated at 15 million instructions; the one public count of the compiler is 1.4 to 3.8 times higher than the
-estimate. In public logs it stops at 5 million, so the config raises the limit to 20 million by an undocumented
-flag, as public launch scripts of AXLearn for trn2 do. If it does not compile, take --config.parallel.tensor=16
+Not yet run on Trainium: planned (10.7 of 22.6 GiB a device), linted for trn2, and partitioned for 1,024 virtual
+devices, its whole mesh. Attention is NKI's, documented for trn2 and later only. A microbatch, one sequence of 8,192
+tokens on a chip, is estimated at 15 million instructions, an order of magnitude. In public logs the compiler stops at 5
+million. The config raises the limit to 60 million, four times the estimate, by an undocumented flag; a public launch
+script of AXLearn for trn2 raises it to 20 million. If it does not compile, take --config.parallel.tensor=16
 --config.model.fuse_qkv=False --config.train.num_microbatches=8: 4.2 million, and a projected step 1.5 times as long;
-public pages differ on which groups of 16 devices are served, as its plan says. At LNC 1 the config takes 8 nodes and
-9.2 of 11.9 GiB. The model, the sequences and the learning rate are those of Llama 3 8B; its data is not public, so the
-horizon is ours: 1 T tokens. The degrees are those of AXLearn's rule for trn2, tensor 4 x fsdp; the replica groups are a
-chip, and one core of every chip.
+public pages differ on which groups of 16 devices are served, as its plan says. At LNC 1 the config
+takes 8 nodes and 10.7 of 11.3 GiB, which may not fit. The model, the sequences and the learning rate are those of Llama
+3 8B; its data is not public, so the horizon is ours: 1 T tokens. The degrees are those of AXLearn's rule for trn2,
+tensor 4 x fsdp; the replica groups are a chip, and one core of every chip.
 Source: arXiv 2407.21783, table 3 and section 3.4; AXLearn, mesh rule neuron-trn2.48xlarge-64.
 """
 
@@ -51,7 +51,7 @@ def get_config():
     c.data.seq_len = 8192
 
     c.train.num_steps = 238_419  # 1 T tokens
-    c.train.compiler_flags = "--internal-max-instruction-limit=20000000"  # undocumented
+    c.train.compiler_flags = "--internal-max-instruction-limit=60000000"  # undocumented
     c.train.num_microbatches = 2  # one sequence per chip at 256 chips
     c.train.eval_every_steps = 1000
     c.train.num_eval_batches = 1

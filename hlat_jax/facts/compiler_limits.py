@@ -24,6 +24,9 @@ OPERATION_ADVICE = (
 # an MoE prefill (39,723,713). They mark the compiler's modular split, above 2e11 multiplications, and measure none.
 ESTIMATE_NOTE = "an order of magnitude: no public count of the compiler can be compared with it"
 
+# An estimate within this factor of a limit may exceed it.
+ROOM = 1.4
+
 
 def program_limit(compiler_flags: str) -> int:
     """Returns the instructions of a program at which the compiler stops, under flags such as NEURON_CC_FLAGS."""

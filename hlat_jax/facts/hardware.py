@@ -29,12 +29,15 @@ class Device:
 # Per physical core: about 96 MB of microcode, and since SDK 2.33 64 MB for profiling copies, on by default. Source: AWS
 # Neuron docs, runtime memory and the runtime notes of 2.33.0.
 _RESERVED = (96 + 64) * 10**6
+# Of a logical core of trn2, at LNC 2, programs and tensors get 24.26 GB. Source: foxl-ai/kiln, docs/neuron-notes.md,
+# October 2026, SDK 2.32; at LNC 1 half of the rest is assumed.
+_RESERVED_TRN2 = 24 * GIB - 24_260_000_000
 # Source: AWS Neuron docs, the architectures of Trainium, 2 and 3, which have rates and memory of a chip; trn2 is at LNC
 # 2 where no other is named, as is trn3. NVIDIA's data sheets of H200 and H100 SXM.
 DEVICES = {
     "trn1": Device(190e12 / 2, 16 * GIB, 820e9 / 2, _RESERVED),
-    "trn2": Device(667e12 / 4, 24 * GIB, 2.9e12 / 4, 2 * _RESERVED),
-    "trn2-lnc1": Device(667e12 / 8, 12 * GIB, 2.9e12 / 8, _RESERVED),
+    "trn2": Device(667e12 / 4, 24 * GIB, 2.9e12 / 4, _RESERVED_TRN2),
+    "trn2-lnc1": Device(667e12 / 8, 12 * GIB, 2.9e12 / 8, _RESERVED_TRN2 // 2),
     "trn3": Device(671e12 / 4, 36 * GIB, 4.9e12 / 4, 2 * _RESERVED),
     "h200": Device(989e12, 141 * 10**9, 4.8e12),
     "h100": Device(989e12, 80 * 10**9, 3.35e12),
@@ -92,13 +95,14 @@ class Instance:
 
 _TRN2_48XLARGE = Instance("trn2", 16, 8, (2, 1), 16, 1024e9, 3200e9 / 8, 2048 * GIB)
 # Source: AWS Neuron docs, architectures of Trn1 and Trn2 (NeuronLink per chip, EFA per instance), and "EC2 instance
-# types with EFA". No page has a row for trn2.3xlarge: it is one chip of trn2.48xlarge, its network and host unknown.
+# types with EFA". No page has a row for trn2.3xlarge: it is one chip of trn2.48xlarge, its network unknown. Source
+# of its host: alpharomercoma/torchneuronx, REPORT-EXTENSIONS.md 15.5, August 2026.
 # trn2u.48xlarge is without the links of its UltraServer. No page names an EC2 instance type with trn3.
 INSTANCES = {
     "trn1.2xlarge": Instance("trn1", 1, 2, (1,), 0, 384e9, 25e9 / 8, 32 * GIB),
     "trn1.32xlarge": Instance("trn1", 16, 2, (1,), 8, 384e9, 800e9 / 8, 512 * GIB),
     "trn1n.32xlarge": Instance("trn1n", 16, 2, (1,), 16, 768e9, 1600e9 / 8, 512 * GIB),
-    "trn2.3xlarge": Instance("trn2", 1, 8, (2, 1), 0, 1024e9, 0, 0),
+    "trn2.3xlarge": Instance("trn2", 1, 8, (2, 1), 0, 1024e9, 0, 124 * GIB),
     "trn2.48xlarge": _TRN2_48XLARGE,
     "trn2u.48xlarge": _TRN2_48XLARGE,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ from jax.sharding import AbstractMesh
 from hlat_jax.config import Config, ModelConfig, select
 from hlat_jax.ops import attention, cross_entropy, rope
 from hlat_jax.ops.dialect import Choice, describe_array
-from hlat_jax.ops.nki.chips import exclusions
+from hlat_jax.ops.nki.chips import exclusions, preferences
 from hlat_jax.ops.registry import OPS
 from hlat_jax.parallel.sharding import Layout
 from hlat_jax.parallel.virtual_devices import PlannedDevice
@@ -66,6 +67,10 @@ def choices(config: Config, layout: Layout, *, platform: str | None = None) -> d
     if device is not None:  # "" too of a virtual device of no known chip, see `chips.chip_of`
         kind = device.chip if isinstance(device, PlannedDevice) else device.device_kind
     known, refused = calls(config, layout), exclusions(config.model, kind)
+    preferred = preferences(known["attention"]["q_shape"][1], kind)
+    is_real = device is not None and not isinstance(device, PlannedDevice)
+    if is_real and device.platform == "neuron" and importlib.util.find_spec("nkilib") is None:
+        refused["attention"] = {"nki": "nkilib is not installed"} | refused.get("attention", {})
     if config.precision.simulate != "none":
         reason = "precision.simulate reads every operation, and those of a kernel are not seen"
         refused["attention"] = dict.fromkeys(_KERNELS, reason) | refused.get("attention", {})
@@ -78,6 +83,7 @@ def choices(config: Config, layout: Layout, *, platform: str | None = None) -> d
             platform or layout.platform,
             call=known[key],
             excluded=refused.get(key),
+            preferred=preferred.get(key),
         )
         for key, op in OPS.items()
     }

@@ -104,6 +104,7 @@ class Op:
         *,
         call: CallSpec | None = None,
         excluded: Mapping[str, str] | None = None,
+        preferred: Mapping[str, str] | None = None,
     ) -> Choice:
         """Returns the choice for a configured name on a platform.
 
@@ -113,6 +114,7 @@ class Op:
           platform: JAX's name, such as "cpu" or "neuron".
           call: None if not known: `auto` then takes only implementations that serve every call.
           excluded: name -> why it is not to be used on this device, whatever the call.
+          preferred: name -> why "auto" takes it before levels, where it can serve.
 
         Raises:
           ValueError: an unknown name, an implementation that does not run there or cannot serve the call, or no
@@ -129,10 +131,14 @@ class Op:
         if not able:
             reasons = "; ".join(f"{name}: {why}" for name, why in refusals.items())
             raise ValueError(f"{self.key} has no implementation that serves this call on {platform}: {reasons}.")
-        levels = {name: self._implementations[name].level_on(platform) for name in able}
-        best = max(able, key=levels.get)
-        why_not = {name: f"level {levels[name]} on {platform}, where {best} has {levels[best]}" for name in able}
-        because = f"level {levels[best]} on {platform}"
+        if best := next((name for name in preferred or {} if name in able), ""):
+            because = preferred[best]
+            why_not = dict.fromkeys(able, f"{best} is preferred: {because}")
+        else:
+            levels = {name: self._implementations[name].level_on(platform) for name in able}
+            best = max(able, key=levels.get)
+            why_not = {name: f"level {levels[name]} on {platform}, where {best} has {levels[best]}" for name in able}
+            because = f"level {levels[best]} on {platform}"
         return Choice(best, because, {name: refusals[name] or why_not[name] for name in refusals if name != best})
 
     def refusals(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hlat_jax.facts import measured_rates
 from hlat_jax.parallel.sharding import CONTEXT, TENSOR
 from hlat_jax.passes import liveness
 from hlat_jax.passes.products import live_jaxpr
@@ -37,6 +39,8 @@ class DeviceBytes:
       workspace: the rest of the temporaries; estimated.
       logits: logits of one microbatch on this device in fp32, for information; part of the workspace if the loss is
         dense.
+      programs: what the loaded programs of a step take of a Neuron device: code by the estimate of their instructions,
+        and rings; 0 elsewhere, and where it is not asked for.
       temporaries_error: how much lower the estimate of temporaries may be than what is allocated, as a share of that.
     """
 
@@ -47,6 +51,7 @@ class DeviceBytes:
     activations: int
     workspace: int
     logits: int
+    programs: int = 0
     temporaries_error: float = TEMPORARIES_ERROR
 
     @property
@@ -59,12 +64,12 @@ class DeviceBytes:
 
     @property
     def total(self) -> int:
-        return self.state + self.batch + self.temporaries
+        return self.state + self.batch + self.temporaries + self.programs
 
     @property
     def upper(self) -> int:
         """The total if the estimate of temporaries is too low by its error."""
-        return self.state + self.batch + round(self.temporaries / (1 - self.temporaries_error))
+        return self.total - self.temporaries + round(self.temporaries / (1 - self.temporaries_error))
 
 
 def device_bytes(program: RunProgram, *, jaxpr: Any) -> DeviceBytes:
@@ -110,6 +115,11 @@ def _dispatched_peak(program: RunProgram) -> liveness.Peak:
     in_loops, kept = (max(getattr(peak, key) for peak in peaks) for key in ("in_loops", "kept"))
     total = held + max(peak.total for peak in peaks)
     return liveness.Peak(total, in_loops=held + in_loops, kept=held - sums + kept)
+
+
+def program_bytes(counts: Iterable[int]) -> int:
+    """Returns what programs of so many instructions reserve of a Neuron device: their code, and rings."""
+    return measured_rates.INSTRUCTION_BYTES * sum(counts) + measured_rates.RING_BYTES
 
 
 def checkpoint_bytes(state: Any) -> int:

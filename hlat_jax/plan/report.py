@@ -13,8 +13,9 @@ from typing import Any
 import jax
 
 from hlat_jax.config import Config, count_text
-from hlat_jax.facts import compiler_limits, hardware
+from hlat_jax.facts import compiler_limits, hardware, measured_rates
 from hlat_jax.facts.byte_sizes import format_bytes
+from hlat_jax.facts.chips import chip_of
 from hlat_jax.facts.core_groups import DISPUTED, Server, server_of_node
 from hlat_jax.parallel.degrees import verdicts
 from hlat_jax.parallel.sharding import MESH_AXES, Layout
@@ -22,7 +23,7 @@ from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.plan import instructions, launches, roofline
 from hlat_jax.plan.collectives import Collective, count_collectives, traced_collectives
-from hlat_jax.plan.memory import DeviceBytes, checkpoint_bytes, device_bytes, host_bytes
+from hlat_jax.plan.memory import DeviceBytes, checkpoint_bytes, device_bytes, host_bytes, program_bytes
 from hlat_jax.program import RunProgram, make_program, programs_of_run, state_bytes
 from hlat_jax.run import budget as budget_lib
 from hlat_jax.run import costs
@@ -78,7 +79,11 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
     config, layout = program.config, program.layout
     target = hardware.node(site.target)
     jaxpr = live_jaxpr(program.trace_step())
-    memory = device_bytes(program, jaxpr=jaxpr)
+    memory, counts = device_bytes(program, jaxpr=jaxpr), {}
+    if target.platform == "neuron":
+        counts = step_instructions(program)
+        judged = {name: count.count_for_limit(name) for name, count in counts.items()}
+        memory = dataclasses.replace(memory, programs=program_bytes(judged.values()))
     collectives = traced_collectives(jaxpr, layout.mesh)
     budget = target.device.memory_bytes - target.device.reserved_bytes
     saved_bytes = checkpoint_bytes(program.abstract_state)
@@ -92,6 +97,7 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
         "device_bytes": dataclasses.asdict(memory)
         | {"state": memory.state, "temporaries": memory.temporaries, "total": memory.total}
         | {"upper": memory.upper, "budget": budget},
+        "attention": _attention(program, target),
         "fits": memory.total <= budget,
         "fits_surely": memory.upper <= budget,
         "collectives": _collectives(collectives, target=target, mesh=layout.mesh),
@@ -106,10 +112,7 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
     }
     if target.platform == "neuron":
         plan["instructions"] = {
-            "programs": {
-                name: dataclasses.asdict(count) | {"judged": count.count_for_limit(name)}
-                for name, count in step_instructions(program).items()
-            },
+            "programs": {name: dataclasses.asdict(count) | {"judged": judged[name]} for name, count in counts.items()},
             "limit": compiler_limits.program_limit(config.train.compiler_flags),
             "operation_limit": compiler_limits.operation_limit(site.target),
         }
@@ -119,6 +122,17 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
         seconds = dataclasses.replace(seconds, launch=plan.get("launches", {}).get("seconds") or 0.0)
         plan["projection"] = _projection(config, site, seconds)
     return plan
+
+
+def _attention(program: RunProgram, target: hardware.Instance) -> dict[str, Any]:
+    """Returns the choice of attention, and where a kernel is much faster on this chip, what others measured."""
+    choice, config = program.choices["attention"], program.config
+    found: dict[str, Any] = {"implementation": choice.name, "because": choice.because}
+    seq_len = config.data.seq_len // program.layout.degrees["context"]
+    if chip_of(target.target) == "trn2" and choice.name != "nki" and seq_len >= measured_rates.LONG_ROW:
+        keys = ("measured_row", "measured_share", "kernel_share")
+        found |= dict(zip(keys, measured_rates.attention_shares(seq_len), strict=True))
+    return found
 
 
 def layout_dict(config: Config, layout: Layout) -> dict[str, Any]:
@@ -201,19 +215,23 @@ def _collectives(collectives: list[Collective], *, target: hardware.Instance, me
 
 
 def _calibration(site: Site, seconds: roofline.Seconds) -> dict[str, Any] | None:
-    """Returns the range of the step over all stacks, if the projection is calibrated."""
-    if seconds.efficiency == 1.0:
+    """Returns the range of the step over all stacks of the chip, if the projection is calibrated."""
+    target = hardware.node(site.target)
+    names = roofline.stacks_of(target)
+    if not names:
         return None
-    stacks = roofline.STACKS
+    stacks = {name: roofline.STACKS[name] for name in names}
     steps = {name: dataclasses.replace(seconds, efficiency=stack.efficiency).step for name, stack in stacks.items()}
     ends = [factor * steps[name] for name, stack in stacks.items() for factor in stack.step_range]
+    chip = stacks[names[0]].chip
     return {
-        "stack": roofline.STACK,
+        "stack": names[0],
+        "chip": chip,
         "efficiency": seconds.efficiency,
-        "other_stacks": {name: step for name, step in steps.items() if name != roofline.STACK},
+        "other_stacks": {name: steps[name] for name in names[1:]},
         "step_low_s": min(ends),
         "step_high_s": max(ends),
-        "is_extrapolated": hardware.node(site.target).device != hardware.DEVICES[roofline.CALIBRATED_DEVICE],
+        "is_extrapolated": target.device != hardware.DEVICES[chip],
     }
 
 
@@ -272,6 +290,7 @@ def as_text(plan: dict[str, Any]) -> str:
         f"microbatches     {m} of {count_text(schedule['rows'], 'sequence')} per device, remat {schedule['remat']}",
         *pipeline,
         f"programs         {run['programs']} to compile",
+        *_attention_lines(plan["attention"]),
         *(instruction_lines(plan["instructions"]) if "instructions" in plan else []),
         *(launches.launch_lines(plan["launches"]) if "launches" in plan else []),
         "\nBytes of one device",
@@ -286,6 +305,17 @@ def as_text(plan: dict[str, Any]) -> str:
     ])  # fmt: skip
 
 
+def _attention_lines(attention: dict[str, Any]) -> list[str]:
+    lines = [f"attention        {attention['implementation']} ({attention['because']})"]
+    if "measured_row" in attention:
+        row, share, kernel = (attention[key] for key in ("measured_row", "measured_share", "kernel_share"))
+        lines.append(
+            f"  SLOW: its scores go through memory. With rows of {row:,}, others reached {share:.1%} of a trn2 chip's "
+            f"peak in a forward pass,\n  and {kernel:.0%} with a kernel. Set model.attention=nki, or auto."
+        )
+    return lines
+
+
 def instruction_lines(estimates: dict[str, Any]) -> list[str]:
     """Returns the estimated instructions of the programs, and a warning with what to change if a limit is below."""
     programs, limit, operation_limit = (estimates[key] for key in ("programs", "limit", "operation_limit"))
@@ -297,12 +327,15 @@ def instruction_lines(estimates: dict[str, Any]) -> list[str]:
     is_public = limit == compiler_limits.PROGRAM_LIMIT
     whose = "public logs show" if is_public else f"{compiler_limits.LIMIT_FLAG} and public logs give"
     limits = f"{whose} {limit:,} per program and {operation_limit:,} per operation"
-    advice = []
-    above = [name for name, counts in programs.items() if counts["judged"] > limit]
+    advice, room = [], compiler_limits.ROOM
+    above = [name for name, counts in programs.items() if room * counts["judged"] > limit]
     if above:
-        advice.append(f"  WARNING for {', '.join(above)}: {limits}; {compiler_limits.program_advice(above)}")
-    if largest > operation_limit:
-        advice.append(f"  WARNING: {limits}; {compiler_limits.OPERATION_ADVICE}")
+        exceeds = any(programs[name]["judged"] > limit for name in above)
+        word = "WARNING" if exceeds else f"MAY EXCEED a limit, being within {room} of it,"
+        advice.append(f"  {word} for {', '.join(above)}: {limits}; {compiler_limits.program_advice(above)}")
+    if room * largest > operation_limit:
+        word = "WARNING" if largest > operation_limit else f"MAY EXCEED a limit, being within {room} of it"
+        advice.append(f"  {word}: {limits}; {compiler_limits.OPERATION_ADVICE}")
     return [line, *(advice or [f"  below the limits: {limits}"])]
 
 
@@ -312,11 +345,14 @@ def _memory_lines(memory: dict[str, Any], *, num_microbatches: int) -> list[str]
         "gradients": sums,
         "activations": "kept for the backward pass; estimated",
         "workspace": f"the rest of the peak; estimated. Logits of a microbatch {format_bytes(memory['logits'])}",
+        "programs": "code and rings of the loaded programs; estimated",
         "total": f"of a budget of {format_bytes(memory['budget'])}",
     }
+    if not memory["programs"]:
+        del notes["programs"]
     verdict = "fits"
     if memory["total"] > memory["budget"]:
-        largest = max(("params", "opt_state", "gradients", "activations", "workspace"), key=memory.get)
+        largest = max(("params", "opt_state", "gradients", "activations", "workspace", "programs"), key=memory.get)
         verdict = f"DOES NOT FIT; the largest part is {largest}; --search plans other layouts"
     elif memory["upper"] > memory["budget"]:
         error, upper = memory["temporaries_error"], format_bytes(memory["upper"])
@@ -335,22 +371,41 @@ def _collective_lines(plan: dict[str, Any]) -> list[str]:
     return lines if plan["collectives"] else ["  none"]
 
 
+def _measured_lines(calibration: dict[str, Any] | None) -> list[str]:
+    if calibration is None:
+        return []
+    chip = calibration["chip"]
+    low, high = (f"{share:.0%}" for share in measured_rates.PRODUCT_SHARES[chip])
+    slowest, fastest = (f"{rate / 1e9:g}" for rate in measured_rates.STEP_MEMORY_BYTES_PER_S[chip])
+    shares = low if low == high else f"{low} to {high}"
+    rates = slowest if slowest == fastest else f"{slowest} to {fastest}"
+    rate = hardware.DEVICES[chip].memory_bytes_per_s / 1e9
+    return [
+        f"  others measured on {chip}: products alone {shares} of peak, memory within a step {rates} of {rate:.0f} GB/s"
+    ]
+
+
 def _projection_lines(projection: dict[str, Any]) -> list[str]:
     basis, error = "full speed", "not calibrated: no published rows for this kind of device; a real step is slower"
     if calibration := projection["calibration"]:
-        basis = f"{calibration['efficiency']:.0%} of full speed, as published for {calibration['stack']}"
-        where = ", extrapolated to this device, for which none are published" * calibration["is_extrapolated"]
+        chip = calibration["chip"]
+        source = {"trn1": "published for", "trn2": "others measured with"}[chip]
+        basis = f"{calibration['efficiency']:.0%} of full speed, as {source} {calibration['stack']}"
+        rows = {"trn1": "published rows of trn1", "trn2": "rows that others measured on one chip of trn2"}[chip]
+        where = ", extrapolated to this device" * calibration["is_extrapolated"]
+        median, worst = roofline.ERRORS[chip]
         others = "".join(f"; as for {name} {step:.3f} s" for name, step in calibration["other_stacks"].items())
+        low, high = calibration["step_low_s"], calibration["step_high_s"]
         error = (
-            f"range {calibration['step_low_s']:.3f} to {calibration['step_high_s']:.3f} s, by held-out published rows "
-            f"of {roofline.CALIBRATED_DEVICE}{where}; error on them median {roofline.MEDIAN_ERROR:.0%}, worst "
-            f"{roofline.WORST_ERROR:.0%}{others}; at full speed {projection['step_roofline_s']:.3f} s"
+            f"range {low:.3f} to {high:.3f} s, by held-out {rows}{where}; error on them median {median:.0%}, worst "
+            f"{worst:.0%}{others}; at full speed {projection['step_roofline_s']:.3f} s"
         )
     price = "" if projection["price"] is None else f", price {projection['price']:,.0f}"
     return [
         f"step             {projection['step_s']:.3f} s, {projection['tokens_per_s']:,.0f} tokens/s, "
         f"MFU {projection['mfu_6n']:.1%} (6N) ({projection['label']}: products at {basis}, nothing overlapped)",
         f"  {error}",
+        *_measured_lines(projection["calibration"]),
         f"  at full speed products {projection['products']:.3f} s, update {projection['update']:.3f} s, collectives in "
         f"a node {projection['link']:.3f} s, between nodes {projection['network']:.3f} s; launches "
         f"{projection['launch']:.3f} s; the step with all "

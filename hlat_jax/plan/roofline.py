@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from hlat_jax.facts.chips import chip_of
 from hlat_jax.facts.hardware import Instance
 from hlat_jax.passes.products import products
 from hlat_jax.plan.collectives import Collective
@@ -28,21 +29,27 @@ class Calibration:
     """An efficiency that was fitted on the published steps of one training library.
 
     Attributes:
+      chip: that the steps ran on.
       efficiency: speed of products and update relative to the roofline.
-      step_range: smallest and largest published step over the projected one, on held-out models.
+      step_range: smallest and largest published step over the projected one, each model held out.
     """
 
+    chip: str
     efficiency: float
     step_range: tuple[float, float]
 
 
-# Fitted by benchmarks/calibration.py, whose split of the models is older than the fit; a test fits it again. The first
-# is that of a projection. Its rows are newer (SDK 2.18 to 2.21), and it is the library of HLAT.
-STACKS = {"NxD": Calibration(0.58, (0.887, 1.034)), "NeMo Megatron": Calibration(0.44, (0.866, 1.198))}
-STACK = "NxD"
-# Of |published step / projected - 1| on held-out models, each under the efficiency of its library.
-MEDIAN_ERROR, WORST_ERROR = 0.088, 0.198
-CALIBRATED_DEVICE = "trn1"  # of the published rows; on others it is an extrapolation
+# Fitted by benchmarks/calibration.py; a test fits them again. NxD's rows are newer than NeMo Megatron's, and it is the
+# library of HLAT. Those of Optimum Neuron are fine-tuning runs on one chip, by third parties.
+STACKS = {
+    "NxD": Calibration("trn1", 0.53, (0.851, 1.213)),
+    "NeMo Megatron": Calibration("trn1", 0.44, (0.886, 1.198)),
+    "Optimum Neuron": Calibration("trn2", 0.24, (0.591, 2.074)),
+}
+# chip -> the stack of a projection, then others that it is compared with.
+STACKS_OF = {"trn1": ("NxD", "NeMo Megatron"), "trn2": ("Optimum Neuron", "NxD")}
+# chip -> median and largest |published step / projected - 1|, each model held out.
+ERRORS = {"trn1": (0.027, 0.213), "trn2": (0.314, 1.073)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,9 +90,14 @@ class Seconds:
         return max((self.products + self.update) / self.efficiency, self.link + self.network) + self.launch
 
 
+def stacks_of(target: Instance) -> tuple[str, ...]:
+    """Returns the training libraries that a projection on a target is calibrated by, its own first; () without any."""
+    return STACKS_OF.get(chip_of(target.target), STACKS_OF["trn2"]) if target.platform == "neuron" else ()
+
+
 def efficiency(target: Instance) -> float:
     """Returns the efficiency of products and update on a target; 1.0 on targets without published rows of its kind."""
-    return STACKS[STACK].efficiency if target.platform == "neuron" else 1.0
+    return next((STACKS[name].efficiency for name in stacks_of(target)), 1.0)
 
 
 def project(jaxpr: Any, collectives: list[Collective], *, target: Instance, mesh: Any, state_bytes: int) -> Seconds:

@@ -1,7 +1,8 @@
 """Other layouts for the same nodes that fit, ranked by projected step time.
 
 A step takes seconds to trace, so an estimate by arithmetic chooses which layouts to trace: of the bytes it leaves out
-temporaries other than gradients and kept activations, and of the time elementwise work and small collectives.
+loaded programs, and temporaries other than gradients and kept activations, and of the time elementwise work and small
+collectives.
 """
 
 from __future__ import annotations
@@ -173,7 +174,7 @@ def estimate(config: Config, layout: Layout, *, target: hardware.Instance, state
         (CONTEXT, "all-gather", keys_and_values, (2 + again) * runs),
         (CONTEXT, "reduce-scatter", keys_and_values, runs),
         (("data", *CONTEXT), "all-reduce", gradients, 1),
-        (("pipe",), "all-reduce", x_bytes // tensor, 3 * num_microbatches),
+        (("pipe",), "all-reduce", x_bytes // (tensor if layout.sequence_parallel else 1), 4 * num_microbatches),
     ):
         if wide := layout.wide(axes):
             collective = Collective(kind, wide, layout.size(wide), sent)

@@ -200,9 +200,9 @@ def test_compiler_flags_of_the_config_and_the_user_replace_others_flag_by_flag()
     for yours in ("--dump=/x", "-lnc 1", "--auto-cast none", "--target trn1"):  # added or repeated
         words, notes = flags_with(yours)
         assert (words.endswith(yours), notes) == (True, ())
-    assert flags_with(text=config.train.compiler_flags) == (f"{before} {limit}=20000000", ())
+    assert flags_with(text=config.train.compiler_flags) == (f"{before} {limit}=60000000", ())
     words, notes = flags_with(f"{limit}=7", config.train.compiler_flags)
-    assert (words, notes) == (f"{before} {limit}=7", (f"NEURON_CC_FLAGS: your value replaces {limit}=20000000",))
+    assert (words, notes) == (f"{before} {limit}=7", (f"NEURON_CC_FLAGS: your value replaces {limit}=60000000",))
     assert "--optlevel=2" in flags_with(text="-O2")[0]
     with pytest.raises(ValueError, match=r"train\.compiler_flags='--target=trn2': --target=trn2 does not match trn1"):
         flags_with(text="--target=trn2")

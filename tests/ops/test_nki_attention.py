@@ -1,5 +1,6 @@
 """NKI attention without a device: its values and layouts, what it refuses, and its place in a program for Neuron."""
 
+import dataclasses
 import functools
 import importlib.util
 import itertools
@@ -203,3 +204,36 @@ def test_trn1_refuses_the_kernels_with_the_page_unless_the_user_insists():
         assert "AWS documents NKI for trn2 and trn3 only" in choice.passed_over["nki"]
     for chip in ("trn2", "trn2.48xlarge", "trn2-ultraserver", "trn3-gen1", ""):
         assert choice_on(one, chip).name == "nki"
+
+
+def test_auto_takes_the_kernel_for_long_rows_on_trn2_with_the_reason():
+    def on(chip, seq_len, attention="auto", **model):
+        config = with_nki(attention=attention, max_positions=seq_len, **model)
+        return choice_on(dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=seq_len)), chip)
+
+    for chip in ("trn2", "trn2.48xlarge", "NC_v3d"):
+        choice = on(chip, 16384)
+        assert choice.name == "nki"
+        assert choice.because.startswith("others measured trn2 at 33% of peak with a kernel and 10% without")
+        assert choice.passed_over["einsum"].startswith("nki is preferred: others measured")
+    assert on("trn2", 4096).name == "einsum"
+    assert on("trn1", 16384).name == "einsum"
+    assert on("", 16384).name == "einsum"
+    assert on("trn2", 16384, "einsum").because == "requested"
+    assert on("trn2", 8192 + 128).name == "einsum"  # not a multiple of 512
+
+
+@pytest.mark.skipif(importlib.util.find_spec("nkilib") is not None, reason="nkilib is installed")
+def test_device_without_nkilib_refuses_the_kernel_by_name():
+    config = with_nki(attention="auto", max_positions=8192)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, seq_len=8192))
+    planned = planned_layout(config, 1, platform="neuron", chip="trn2")
+    device = types.SimpleNamespace(device_kind="NC_v3d", platform="neuron")
+    keys = ("degrees", "row_degree", "sequence_parallel", "vocab_rows", "platform")
+    layout = types.SimpleNamespace(**{key: getattr(planned, key) for key in keys})
+    layout.mesh = types.SimpleNamespace(devices=np.array([device]))
+    choice = choices.choices(config, layout)["attention"]
+    assert (choice.name, choice.passed_over["nki"]) == ("einsum", "nkilib is not installed")
+    asked = dataclasses.replace(config, model=dataclasses.replace(config.model, attention="nki"))
+    with pytest.raises(ValueError, match=r"model.attention='nki' cannot serve this call: nkilib is not installed"):
+        choices.choices(asked, layout)

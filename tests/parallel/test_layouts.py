@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import micro
 import numpy as np
 import pytest
+from compiled_collectives import collectives
+from planned import small_config
 from steps import documents, trained
 
 from hlat_jax.batch import abstract_batch
@@ -97,6 +99,19 @@ def test_step_has_the_collectives_of_its_layout(name):
     for found in traced_collectives(live_jaxpr(make_program(config, layout).trace_step()), layout.mesh):
         arrays[f"{found.kind} {'*'.join(found.axes)}"] += found.num_arrays * found.trips
     assert arrays == COLLECTIVES[name]
+
+
+@pytest.mark.slow
+def test_stages_send_each_other_only_their_part_of_the_sequence():
+    """Stages lie on other nodes. The gradient of the head's input was once summed over them for the whole sequence."""
+    config = small_config(pipe=2, tensor=4, sequence_parallel=True, m=2, policy="fp32")
+    program = make_program(config, layout_over(config, jax.devices()))
+    traced, mesh = program.trace_step(), program.layout.mesh
+    part_bytes = config.data.batch_size // 2 * config.data.seq_len // 4 * config.model.embed_dim * 4
+    for found in (traced_collectives(live_jaxpr(traced), mesh), collectives(traced.lower().compile().as_text(), mesh)):
+        between_stages = [one.payload_bytes for one in found if one.axes == ("pipe",)]
+        assert len(between_stages) > 4
+        assert max(between_stages) == part_bytes
 
 
 @pytest.mark.slow
