@@ -655,10 +655,7 @@ def check_shipped(name, target, neuron_here, report_file, *, more=()):
         explained |= {(program, row["rule"]) for row in rows if row["explained"]}
     devices = {"tiny": 2, "node": 32, "160m": 8, "1b": 8, "7b": 2048, "70b": 8192, "llama3_8b": 1024}
     devices |= {"llama3_1b": 128, "qwen3_0_6b": 128, "qwen3_8b": 512, "mistral_7b": 512}
-    devices = devices[name]
-    # the largest number at most this whose groups of cores are not refused
-    devices = {("node", "trn2"): 16}.get((name, target), devices)
-    assert f"{name} for {target}, {devices:,} devices" in printed
+    assert f"{name} for {target}, {devices[name]:,} devices" in printed
     return explained
 
 
