@@ -16,11 +16,12 @@ import numpy as np
 
 from hlat_jax import batch as batch_lib
 from hlat_jax.config import DataConfig, count_text
-from hlat_jax.data import answers, packing
+from hlat_jax.data import packing
 from hlat_jax.data.formats.records import BadRecord
+from hlat_jax.data.loader import make_batch
 from hlat_jax.data.mixture import UNNAMED
 from hlat_jax.data.order import evenly_spaced, evenly_spread
-from hlat_jax.data.streams import Source, encoder, joint_manifest, open_sources, packing_stream
+from hlat_jax.data.streams import Encoder, Source, joint_manifest, open_sources, packing_stream
 from hlat_jax.data.tokenizer import Tokenizer
 
 READ_TOKENS = 2_000_000  # rows are sampled from about this many tokens at most, which takes seconds
@@ -102,12 +103,13 @@ def open_held_out(
     """
     if not data.validation:
         return {}, None
-    opened = open_sources(data, key="data.validation", tokenizer=tokenizer, index_folder=index_folder)
+    encode = Encoder(data, tokenizer)
+    opened = open_sources(data, key="data.validation", encode=encode, index_folder=index_folder)
     num_together = rows_per_batch or data.batch_size
     own = list(range(num_together) if rows is None else rows)
     held_out = {}
     for source in opened:
-        packed, coverage, num_skipped = _rows(source, data, tokenizer=tokenizer, num_rows=num_batches * data.batch_size)
+        packed, coverage, num_skipped = _rows(source, data, encode=encode, num_rows=num_batches * data.batch_size)
         num_bytes, batches = 0.0, []
         for start in range(0, len(packed), num_together):
             batch, bytes_BT = _batch(packed[start : start + num_together], num_together, data, pad_id=tokenizer.eos_id)
@@ -123,17 +125,17 @@ def open_held_out(
 
 
 def _rows(
-    source: Source, data: DataConfig, *, tokenizer: Tokenizer, num_rows: int
+    source: Source, data: DataConfig, *, encode: Encoder, num_rows: int
 ) -> tuple[list[tuple[packing.Row, np.ndarray]], Coverage, int]:
     """Returns `num_rows` rows of a source (0: all) with the bytes of text of each token, their coverage, and the number
     of bad records skipped.
     """
     total = len(source.documents)
     limit = max(READ_TOKENS, 2 * num_rows * data.seq_len) if num_rows else None
-    documents, num_documents, num_skipped = _read(source, data, tokenizer=tokenizer, limit=limit)
+    documents, num_documents, num_skipped = _read(source, data, encode=encode, limit=limit)
     options = {"num_documents": len(documents), "position": np.zeros(4, np.int64)}
     options["encode"] = lambda document: iter([document[0]])
-    stream = packing_stream(data, tokenizer, lambda _, number: documents[number], **options)
+    stream = packing_stream(data, encode.tokenizer, lambda _, number: documents[number], **options)
     made = list(packing.first_epoch(stream)) if documents else []
     is_sample = 0 < num_rows < len(made)
     taken = [made[index] for index in evenly_spaced(len(made), num_rows)] if is_sample else made
@@ -158,16 +160,16 @@ def _rows(
 
 
 def _read(
-    source: Source, data: DataConfig, *, tokenizer: Tokenizer, limit: int | None
-) -> tuple[list[tuple[np.ndarray, np.ndarray]], int, int]:
+    source: Source, data: DataConfig, *, encode: Encoder, limit: int | None
+) -> tuple[list[tuple[packing.Tokens, np.ndarray]], int, int]:
     """Returns (tokens, bytes of text of each token) of documents in the order of the source, the number of documents
     read, bad ones counted, and the number of bad ones.
 
     Evenly spread documents are read until they hold `limit` tokens, or all if it is None.
     """
-    encode, total = encoder(data, tokenizer), len(source.documents)
+    total = len(source.documents)
     order, wanted = evenly_spread(total), total if limit is None else min(total, _FIRST_DOCUMENTS)
-    documents: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+    documents: dict[int, tuple[packing.Tokens, np.ndarray]] = {}
     num_read = num_tokens = 0
     while num_read < wanted:
         for number in sorted(itertools.islice(order, wanted - num_read)):  # ascending: a row group is read once
@@ -179,8 +181,8 @@ def _read(
                 continue
             is_text = isinstance(document, str)
             num_bytes = len(document.encode("utf-8")) if is_text else source.documents.text_bytes(number)
-            tokens = np.concatenate(list(encode(document)))
-            documents[number] = tokens, tokenizer.bytes_of(answers.unmark(tokens)[0], num_bytes)
+            tokens = packing.concatenate(list(encode(document)))
+            documents[number] = tokens, encode.tokenizer.bytes_of(tokens.ids, num_bytes)
             num_tokens += len(tokens)
         num_read = wanted
         if limit is not None and num_tokens < limit:
@@ -192,14 +194,10 @@ def _batch(
     packed: list[tuple[packing.Row, np.ndarray]], num_rows: int, data: DataConfig, *, pad_id: int
 ) -> tuple[batch_lib.Batch, np.ndarray]:
     """Returns a batch of `num_rows` rows, the last ones empty, and the bytes of text of each token."""
-    tokens_BT, bytes_BT = (np.zeros((num_rows, data.seq_len), kind) for kind in (np.int32, np.float64))
-    segment_ids_BT, tokens_BT[:] = np.zeros_like(tokens_BT), pad_id
+    padding = packing.Tokens(np.full(data.seq_len, pad_id, np.int32), np.zeros(data.seq_len, bool))
+    segment_ids_T = None if data.packing == "concat" else np.zeros(data.seq_len, np.int32)
+    rows, bytes_BT = [packing.Row(padding, segment_ids_T, ())] * num_rows, np.zeros((num_rows, data.seq_len))
     for number, (row, bytes_T) in enumerate(packed):
-        length = len(row.tokens)  # the last row of `concat` may be short
-        tokens_BT[number, :length], bytes_BT[number] = row.tokens, bytes_T
-        segment_ids_BT[number, :length] = 1 if row.segment_ids is None else row.segment_ids
-    batch = answers.make_batch(tokens_BT, segment_ids_BT)
-    if data.packing == "concat":
-        weights_BT, batch = batch.weights, answers.make_batch(tokens_BT, None)
-        batch.weights[:] = weights_BT
-    return batch, bytes_BT
+        tokens = packing.concatenate([row.tokens, padding[len(row.tokens) :]])  # the last row of `concat` may be short
+        rows[number], bytes_BT[number] = dataclasses.replace(row, tokens=tokens), bytes_T
+    return make_batch(rows), bytes_BT

@@ -14,7 +14,7 @@ import numpy as np
 
 from hlat_jax import batch as batch_lib
 from hlat_jax.config import DataConfig
-from hlat_jax.data import answers, packing
+from hlat_jax.data import packing
 from hlat_jax.data.retries import Retries
 from hlat_jax.data.streams import Definition, RowStream
 from hlat_jax.data.tokenizer import Tokenizer
@@ -94,9 +94,14 @@ class TrainBatches(grain.DatasetIterator):
 
 
 def make_batch(rows: Sequence[packing.Row]) -> batch_lib.Batch:
-    """Returns the Batch of packed rows, which all have the same packing."""
-    segment_ids = [row.segment_ids for row in rows if row.segment_ids is not None]
-    return answers.make_batch(np.stack([row.tokens for row in rows]), np.stack(segment_ids) if segment_ids else None)
+    """Returns the Batch of packed rows, which all have the same packing. What is no target has weight 0."""
+    tokens = packing.concatenate([row.tokens for row in rows])
+    ids_BT, segment_ids = tokens.ids.reshape(len(rows), -1), [row.segment_ids for row in rows]
+    is_concat = segment_ids[0] is None
+    batch = batch_lib.concat_batch(ids_BT) if is_concat else batch_lib.segmented_batch(ids_BT, np.stack(segment_ids))
+    if tokens.is_target is not None:
+        batch.weights[:, :-1] *= tokens.is_target.reshape(ids_BT.shape)[:, 1:]
+    return batch
 
 
 class _RowPrefetcher:

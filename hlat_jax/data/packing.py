@@ -9,7 +9,7 @@ is cut into pieces, EOS after each, in order (HLAT's script put the tail pieces 
 number of documents at a time, a window, which ends with the epoch, and packs it best-fit. Every cut is a segment: no
 attention and no target crosses its ends. The rest of a row is padding.
 
-A stream calls `read(epoch, document)` for its documents by number and `encode(document)` for int32 arrays of tokens.
+A stream calls `read(epoch, document)` for its documents by number and `encode(document)` for pieces of `Tokens`.
 `read` returns None for a bad record to be skipped, which the stream counts.
 """
 
@@ -23,8 +23,39 @@ from typing import Any
 
 import numpy as np
 
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Tokens:
+    """Consecutive tokens, which can be sliced.
+
+    Attributes:
+      ids: int32 [n].
+      is_target: bool [n], which of them the loss counts as targets; None: all of them.
+    """
+
+    ids: np.ndarray
+    is_target: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, part: slice) -> Tokens:
+        return Tokens(self.ids[part], None if self.is_target is None else self.is_target[part])
+
+    def mask(self) -> np.ndarray:
+        """Returns bool [n]: which tokens are targets."""
+        return np.ones(len(self), bool) if self.is_target is None else self.is_target
+
+
+def concatenate(parts: Sequence[Tokens]) -> Tokens:
+    """Returns the tokens of all parts in order; without a part that has `is_target`, the result has none."""
+    has_mask = any(part.is_target is not None for part in parts)
+    mask = np.concatenate([part.mask() for part in parts]) if has_mask else None
+    return Tokens(np.concatenate([part.ids for part in parts]), mask)
+
+
 Read = Callable[[int, int], Any]
-Encode = Callable[[Any], Iterator[np.ndarray]]
+Encode = Callable[[Any], Iterator[Tokens]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +80,12 @@ class Row:
     """One row of a batch.
 
     Attributes:
-      tokens: int32 [T].
+      tokens: of T.
       segment_ids: int32 [T], from 1, 0 for padding; None: one segment fills the row.
       spans: where the tokens come from, in order; padding has none.
     """
 
-    tokens: np.ndarray
+    tokens: Tokens
     segment_ids: np.ndarray | None
     spans: tuple[Span, ...]
 
@@ -88,8 +119,8 @@ class ConcatStream:
         self._read, self._encode = read, encode
         self._num_documents, self._seq_len = num_documents, seq_len
         self._epoch, self._document, self._token, self._skipped = (int(value) for value in position)
-        self._rest = np.zeros(0, np.int32)  # tokens of the current piece that are in no row yet
-        self._pieces: Iterator[np.ndarray] | None = None  # later pieces of the current document
+        self._rest = Tokens(np.zeros(0, np.int32))  # of the current piece, in no row yet
+        self._pieces: Iterator[Tokens] | None = None  # later pieces of the current document
         self._skip = self._token
 
     @property
@@ -115,7 +146,7 @@ class ConcatStream:
             self._token += len(part)
         if len(self._rest) == 0:
             self._next_piece()  # so that the position is canonical
-        return Row(np.concatenate(parts), None, tuple(spans))
+        return Row(concatenate(parts), None, tuple(spans))
 
     def _next_piece(self) -> None:
         """Loads the next piece of this document, or moves to the next document."""
@@ -151,7 +182,7 @@ class _Window:
     first: int
     num_documents: int
     num_read: int = 0
-    documents: list[tuple[int, np.ndarray]] = dataclasses.field(default_factory=list)
+    documents: list[tuple[int, Tokens]] = dataclasses.field(default_factory=list)
     num_bad: int = 0
 
 
@@ -229,7 +260,7 @@ class DocumentsStream:
         if document is None:
             window.num_bad += 1
         else:
-            window.documents.append((number, np.concatenate(list(self._encode(document)))))
+            window.documents.append((number, concatenate(list(self._encode(document)))))
         window.num_read += 1
 
     def _pack(self, window: _Window) -> list[Row]:
@@ -240,14 +271,15 @@ class DocumentsStream:
         ]
         rows = []
         for numbers in best_fit([len(tokens) for *_, tokens in cuts], capacity=self._seq_len):
-            tokens_T = np.full(self._seq_len, self._pad_id, np.int32)
-            segment_ids_T, start, spans = np.zeros(self._seq_len, np.int32), 0, []
+            segment_ids_T, start, parts, spans = np.zeros(self._seq_len, np.int32), 0, [], []
             for segment, (document, token, tokens) in enumerate((cuts[number] for number in numbers), 1):
                 stop = start + len(tokens)
-                tokens_T[start:stop], segment_ids_T[start:stop] = tokens, segment
+                segment_ids_T[start:stop] = segment
+                parts.append(tokens)
                 spans.append(Span(window.epoch, document, token, start, stop))
                 start = stop
-            rows.append(Row(tokens_T, segment_ids_T, tuple(spans)))
+            parts.append(Tokens(np.full(self._seq_len - start, self._pad_id, np.int32)))
+            rows.append(Row(concatenate(parts), segment_ids_T, tuple(spans)))
         return rows
 
 

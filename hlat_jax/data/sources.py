@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from hlat_jax.config import count_text
-from hlat_jax.data.answers import AnswerTokens, unmark
 from hlat_jax.data.formats import records
 from hlat_jax.data.formats.array_record import array_record_documents
 from hlat_jax.data.formats.built import manifest_fingerprint, open_built
@@ -36,17 +35,16 @@ MAX_HELD_OUT = 256  # documents held out of each source: about a megabyte of tex
 class Corpus:
     """The documents of several files and datasets in one sequence: str, or int32[n] where token ids are stored.
 
+    A str is `records.Answered` where only the answers are trained on.
+
     Attributes:
       ignored: a description of the files in its folders that are not read, see paths.FoundFiles.
       can_cut: whether it has plain-text files that open_corpus can cut at paragraphs.
       num_held_out: the number of documents that `split` holds out.
     """
 
-    def __init__(
-        self, parts: Sequence[Any], manifest: dict[str, Any], *, ignored: str = "", answers: AnswerTokens | None = None
-    ):
-        """`answers` makes the tokens of documents of which only answers count; without it they raise ValueError."""
-        self._parts, self.manifest, self.ignored, self._answers = list(parts), manifest, ignored, answers
+    def __init__(self, parts: Sequence[Any], manifest: dict[str, Any], *, ignored: str = ""):
+        self._parts, self.manifest, self.ignored = list(parts), manifest, ignored
         self._starts = records.starts(len(part) for part in self._parts)
         is_cut = {part.is_cut for part in parts if isinstance(part, TextDocuments)}
         self.can_cut, self.is_cut = False in is_cut, True in is_cut
@@ -58,7 +56,7 @@ class Corpus:
         num_documents = count if held_out else total - count
         digest = _digest([self.manifest["hash"], total, count, held_out])
         manifest = self.manifest | {"documents": num_documents, "hash": digest}
-        part = Corpus(self._parts, manifest, ignored=self.ignored, answers=self._answers)
+        part = Corpus(self._parts, manifest, ignored=self.ignored)
         part._held_out, part._is_held_out = np.asarray(evenly_spaced(total, count)), held_out
         return part
 
@@ -71,12 +69,7 @@ class Corpus:
 
     def __getitem__(self, index: int) -> str | np.ndarray:
         part, number = self._place(index)
-        document = self._parts[part][number]
-        if not isinstance(document, records.Answered):
-            return document
-        if self._answers is None:
-            raise ValueError(f"{document.where}: records of prompts, answers or messages are for training alone.")
-        return self._answers(document)
+        return self._parts[part][number]
 
     def locate(self, index: int) -> str:
         """Returns the file and row of a document without reading it, as in 'books/a.jsonl, row 17'."""
@@ -86,10 +79,6 @@ class Corpus:
     def text_bytes(self, index: int) -> int:
         """Returns the UTF-8 bytes of the text of a document of token ids."""
         part, number = self._place(index)
-        if isinstance(self._parts[part], records.FileDocuments):
-            return len(self._parts[part][number].encode())
-        if isinstance(self._parts[part], TokenDocuments):
-            return int(self._answers.tokenizer.token_bytes[self._parts[part][number]].sum())
         return self._parts[part].text_bytes(number)
 
     def _place(self, index: int) -> tuple[int, int]:
@@ -121,7 +110,7 @@ def open_corpus(
     index_folder: pathlib.Path | None = None,
     tokenizer_sha256: str | None = None,
     cut_text: bool = False,
-    answers: AnswerTokens | None = None,
+    tokenizer: Tokenizer | None = None,
 ) -> Corpus:
     """Returns the documents that `spec` names, by number, with their manifest.
 
@@ -140,7 +129,7 @@ def open_corpus(
       index_folder: a folder that keeps the indices of JSONL files between runs.
       tokenizer_sha256: the tokenizer that must have made stored ids, by default any.
       cut_text: whether plain-text files are cut into documents at paragraphs.
-      answers: see Corpus.
+      tokenizer: the tokenizer of files of token ids, which need one.
     """
     ignored = ""
     if files is None:
@@ -160,7 +149,7 @@ def open_corpus(
             elif kind == "jsonl":
                 part = jsonl_documents(Snapshot(file), field=text_field, index_folder=index_folder)
             elif kind in ("megatron", "npy"):
-                part = token_documents(file, kind, tokenizer=answers and answers.tokenizer, key=key)
+                part = token_documents(file, kind, tokenizer=tokenizer, key=key)
             elif kind == "arrow":
                 part = arrow_documents(Snapshot(file), field=text_field)
             else:
@@ -172,7 +161,7 @@ def open_corpus(
         raise ValueError(f"{key}={spec!r}: no documents in {count_text(len(entries), 'file')}.")
     digest = _digest([text_field] + [[entry[k] for k in ("bytes", "documents", "fingerprint")] for entry in entries])
     manifest = {"files": entries, "documents": num_documents, "text_field": text_field, "hash": digest}
-    return Corpus([part for *_, part in opened], manifest, ignored=ignored, answers=answers)
+    return Corpus([part for *_, part in opened], manifest, ignored=ignored)
 
 
 def token_documents(file: DataFile, kind: str, *, tokenizer: Tokenizer | None, key: str) -> TokenDocuments:
@@ -194,7 +183,7 @@ def unknown_share(documents: Sequence[str | np.ndarray], tokenizer: Tokenizer) -
             document = documents[number][:_SAMPLE_CHARS]
         except (ValueError, OSError):  # raised in training, or skipped
             continue
-        ids = tokenizer.encode(document) if isinstance(document, str) else unmark(document)[0]
+        ids = tokenizer.encode(document) if isinstance(document, str) else document
         num_unknown += np.count_nonzero(ids == tokenizer.unk_id)
         num_tokens += len(ids)
     return num_unknown / max(num_tokens, 1)

@@ -17,6 +17,7 @@ loader stacks those of its rows.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import pathlib
@@ -29,7 +30,7 @@ import numpy as np
 from hlat_jax.config import DataConfig, count_text
 from hlat_jax.data import packing, sources
 from hlat_jax.data.answers import AnswerTokens
-from hlat_jax.data.formats.records import BadRecord
+from hlat_jax.data.formats.records import Answered, BadRecord
 from hlat_jax.data.formats.streaming import MANY_BAD
 from hlat_jax.data.mixture import UNNAMED, Mixture, first_stages_of, parse_sources, stages_of
 from hlat_jax.data.order import Order, algorithm_hash
@@ -53,7 +54,7 @@ class Source:
 
     Attributes:
       name: "all" when data.train gives none.
-      documents: a str each, or int32 token ids with EOS.
+      documents: of text, or of token ids with EOS.
       order: the permutation of each epoch, or None without shuffling.
       notes: what a user must know about the documents, such as ignored files; "" for nothing.
     """
@@ -69,7 +70,7 @@ class Source:
 
 
 def open_sources(
-    data: DataConfig, *, key: str, tokenizer: Tokenizer | None = None, index_folder: pathlib.Path | None = None
+    data: DataConfig, *, key: str, encode: Encoder, index_folder: pathlib.Path | None = None
 ) -> list[Source]:
     """Opens the sources of `data.train` or `data.validation`; `key` is one of these two.
 
@@ -82,16 +83,15 @@ def open_sources(
     from_key = "data.train" if share else key
     for name, paths in parse_sources(getattr(data, from_key.removeprefix("data.")), key=from_key).items():
         where = from_key if name == UNNAMED else f"{from_key} ({name})"
-        sha256 = None if tokenizer is None else tokenizer.sha256
-        answers = None if tokenizer is None else AnswerTokens(tokenizer, bos=data.prepend_bos)
-        options = {"index_folder": index_folder, "tokenizer_sha256": sha256, "answers": answers}
-        corpus = open_documents(paths, data, key=where, **options)
+        corpus = open_documents(paths, data, key=where, tokenizer=encode.tokenizer, index_folder=index_folder)
         end = 0
         for entry in corpus.manifest["files"]:
             numbers, first_bad = range(end, end := end + entry["documents"])[:MANY_BAD], None
             for number in numbers if entry["kind"] == "jsonl" else ():  # the only one with messages
                 try:
-                    corpus[number]  # a chat template that refuses it is found before anything is compiled
+                    document = corpus[number]
+                    if isinstance(document, Answered):
+                        encode.answers(document)  # a chat template that refuses it is found before anything is compiled
                     break
                 except BadRecord as error:
                     first_bad = first_bad or error
@@ -100,8 +100,8 @@ def open_sources(
             else:
                 if first_bad is not None and data.on_bad_record == "raise":
                     raise first_bad  # row 1, and not the first that the shuffled order reads
-        if answers is not None and answers.template_sha256:
-            corpus.manifest["chat_template"] = answers.template_sha256
+        if encode.answers.template_sha256:
+            corpus.manifest["chat_template"] = encode.answers.template_sha256
         _check_stored(corpus.manifest, data, key=where)
         notes = [f"cut at paragraphs into {count_text(len(corpus), 'document')}"] if corpus.is_cut else []
         if share:
@@ -119,11 +119,14 @@ def open_sources(
     return opened
 
 
-def open_documents(spec: str, data: DataConfig, *, key: str, **options: Any) -> sources.Corpus:
+def open_documents(
+    spec: str, data: DataConfig, *, key: str, tokenizer: Tokenizer, index_folder: pathlib.Path | None = None
+) -> sources.Corpus:
     """Returns sources.open_corpus of one source, `key` beginning with the key of the config that names it.
 
     Plain-text files of data.train are cut into documents at paragraphs if there would be too few documents.
     """
+    options = {"tokenizer": tokenizer, "tokenizer_sha256": tokenizer.sha256, "index_folder": index_folder}
     documents = sources.open_corpus(spec, text_field=data.text_field, key=key, **options)
     share, total = held_out_share(data.validation), len(documents)
     num_left = total - (sources.num_held_out(total, share=share) if share else 0)
@@ -189,17 +192,24 @@ def identity(data: Mapping[str, Any], *, manifest: Mapping[str, Any], tokenizer_
     return hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest()
 
 
-def encoder(data: DataConfig, tokenizer: Tokenizer) -> packing.Encode:
-    """Returns a function from a document to its tokens; stored ids are returned as they are."""
-    tokenizer.require_bos(data.prepend_bos, key="data.prepend_bos=True")
+class Encoder:
+    """Makes the tokens of documents: of a text in pieces, of answers with a mask, of stored ids as they are.
 
-    def encode(document: str | np.ndarray) -> Iterator[np.ndarray]:
-        if isinstance(document, np.ndarray):
-            return iter((document,))
-        options = {"max_chars": data.max_document_chars, "bos": data.prepend_bos}
-        return packing.document_tokens(document, tokenizer=tokenizer, **options)
+    Attributes:
+      tokenizer: that of the texts.
+      answers: makes the tokens of `records.Answered`, and identifies their chat template.
+    """
 
-    return encode
+    def __init__(self, data: DataConfig, tokenizer: Tokenizer):
+        tokenizer.require_bos(data.prepend_bos, key="data.prepend_bos=True")
+        options = {"tokenizer": tokenizer, "max_chars": data.max_document_chars, "bos": data.prepend_bos}
+        self._pieces = functools.partial(packing.document_tokens, **options)
+        self.tokenizer, self.answers = tokenizer, AnswerTokens(tokenizer, bos=data.prepend_bos)
+
+    def __call__(self, document: str | np.ndarray) -> Iterator[packing.Tokens]:
+        if isinstance(document, Answered):
+            return iter([self.answers(document)])
+        return map(packing.Tokens, [document] if isinstance(document, np.ndarray) else self._pieces(document))
 
 
 class Definition:
@@ -222,9 +232,9 @@ class Definition:
         names = list(parse_sources(data.train, key="data.train"))
         stages = stages_of(dataclasses.asdict(data), names)
         self.mixture = Mixture(names, stages=stages, num_rows=data.batch_size, row_tokens=data.seq_len)
-        self.sources = open_sources(data, key="data.train", tokenizer=tokenizer, index_folder=index_folder)
+        self._encode = Encoder(data, tokenizer)
+        self.sources = open_sources(data, key="data.train", encode=self._encode, index_folder=index_folder)
         self._data, self._tokenizer, self._retries = data, tokenizer, retries or Retries()
-        self._encode = encoder(data, tokenizer)
         self.manifest = joint_manifest(self.sources) | {"order": algorithm_hash() if data.shuffle else None}
 
     def identity(self, num_batches: int) -> str:

@@ -19,6 +19,7 @@ from hlat_jax import config as config_lib
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.cli.path_checks import check_file, check_folder
 from hlat_jax.config import count_text
+from hlat_jax.data.formats.records import Answered
 from hlat_jax.generate import inference
 from hlat_jax.resolve import resolve
 from hlat_jax.store.progress import show_progress
@@ -268,6 +269,8 @@ def _documents(values: flags.FlagValues, trained: inference.TrainedModel) -> lis
 def _document(documents: Any, number: int, tokenizer: Any, *, first: int) -> Document:
     """Returns a document of a text, or of stored token ids without their BOS and EOS."""
     record = documents[number]
+    if isinstance(record, Answered):
+        raise ValueError(f"{record.where}: records of prompts, answers or messages are for training alone.")
     if isinstance(record, str):
         ids, num_bytes = tokenizer.encode(record), len(record.encode("utf-8"))
     else:

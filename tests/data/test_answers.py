@@ -11,7 +11,7 @@ from test_chat_template import CHATML, MARKED, TALK, folder_with
 
 from hlat_jax.cli import config_files
 from hlat_jax.config import default
-from hlat_jax.data.answers import AnswerTokens, unmark
+from hlat_jax.data.answers import AnswerTokens
 from hlat_jax.data.formats import records
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.tokenizer import Tokenizer
@@ -63,7 +63,8 @@ def test_of_a_conversation_the_tokens_and_answers_are_those_of_transformers(temp
     theirs, tokenizer = transformers.AutoTokenizer.from_pretrained(folder), Tokenizer(str(folder / "tokenizer.json"))
     line = json.dumps({"messages": TALK}).encode()
     document = records.json_text(line, field="messages", where="a.jsonl", row=1)
-    ids, is_target = unmark(AnswerTokens(tokenizer, bos=False)(document))
+    tokens = AnswerTokens(tokenizer, bos=False)(document)
+    ids, is_target = tokens.ids, tokens.is_target
     made = theirs.apply_chat_template(TALK, return_assistant_tokens_mask=template == MARKED, return_dict=True)
     assert ids.tolist() == made["input_ids"]
     if template == MARKED:

@@ -166,6 +166,8 @@ def test_dataset_of_ids_gives_each_document_its_length_and_its_bytes(tmp_path):
 def test_ids_of_another_tokenizer_or_vocabulary_are_refused(tmp_path):
     folder = write_built(tmp_path / "ids", IDS, kind="tokens", tokenizer_sha256="ab" * 32, vocab_size=9)
     assert "it holds id 9 of a vocabulary of 9 tokens" in error_of(folder)
+    marked = write_built(tmp_path / "marked", [[3, ~4 % 2**32]], kind="tokens", width=4, vocab_size=9)
+    assert "it holds id 4294967291 of a vocabulary of 9 tokens" in error_of(marked)
     message = error_of(folder, tokenizer_sha256="cd" * 32)
     assert "SHA-256 abababababab…, but data.tokenizer has cdcdcdcdcdcd…" in message
     assert "--tokenizer MODEL" in message

@@ -15,7 +15,7 @@ from hlat_jax.data import sources
 from hlat_jax.data.build import build as build_lib
 from hlat_jax.data.held_out import open_held_out
 from hlat_jax.data.loader import TrainBatches
-from hlat_jax.data.streams import open_sources
+from hlat_jax.data.streams import Encoder, open_sources
 from hlat_jax.data.tokenizer import Tokenizer, resolve_with_tokenizer
 from hlat_jax.resolve import resolve
 
@@ -35,9 +35,13 @@ def data_config(path, **changes):
 def documents(data):
     """Returns (training documents, held-out documents) as their text."""
     return tuple(
-        [source.documents[n] for source in open_sources(data, key=key) for n in range(len(source.documents))]
+        [source.documents[n] for source in sources_of(data, key=key) for n in range(len(source.documents))]
         for key in ("data.train", "data.validation")
     )
+
+
+def sources_of(data, *, key="data.train"):
+    return open_sources(data, key=key, encode=Encoder(data, TOKENIZER))
 
 
 def parse(*words):
@@ -101,7 +105,7 @@ def test_build_cuts_few_texts_as_training_does(tmp_path, data_here):
     for name, size in (("a", 400), ("b", 30)):
         (folder / f"{name}.txt").write_text(book(size))
         write_compressed(packed / f"{name}.md.gz", book(size).encode())
-    [source] = open_sources(data_config(folder, validation="", batch_size=8), key="data.train")
+    [source] = sources_of(data_config(folder, validation="", batch_size=8))
     expected = [source.documents[number] for number in range(len(source.documents))]
     assert len(expected) > 64
     for texts in (folder, packed):
@@ -119,7 +123,7 @@ def test_held_out_documents_are_spread_over_the_text_and_in_no_training_batch(tm
     (tmp_path / "book.txt").write_text(book(400))
     data = data_config(tmp_path / "book.txt", validation="10%")
     train, held_out = documents(data)
-    hashes = {open_sources(data_config(data.train, validation=share), key="data.train")[0].documents.manifest["hash"]
+    hashes = {sources_of(data_config(data.train, validation=share))[0].documents.manifest["hash"]
               for share in ("", "5%", "10%")}  # fmt: skip
     assert len(hashes) == 3  # the share is part of the identity of the data
     numbers = [int(text.split()[0]) for text in held_out]

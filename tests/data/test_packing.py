@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hlat_jax.data import packing
+from hlat_jax.data.loader import make_batch
 
 
 class LetterTokenizer:
@@ -32,6 +33,11 @@ def tokens_of(text, *, max_chars=1000):
             return tokens
 
 
+def is_target(tokens):
+    """Of a document with an "a" its letters before "e" are no targets."""
+    return [token >= ord("e") or token == 2 or ord("a") not in tokens for token in tokens]
+
+
 def order(texts):
     return lambda epoch, document: texts[(document + epoch) % len(texts)]  # another in every epoch
 
@@ -40,7 +46,11 @@ def stream_of(kind, texts, *, seq_len=4, max_chars=1000, position=(0, 0, 0, 0), 
     """A stream of "concat" or "documents"."""
 
     def encode(text):
-        return packing.document_tokens(text, tokenizer=LetterTokenizer(), max_chars=max_chars)
+        pieces = packing.document_tokens(text, tokenizer=LetterTokenizer(), max_chars=max_chars)
+        if "a" not in text:
+            return map(packing.Tokens, pieces)
+        ids = np.concatenate([*pieces])  # whole, as answers are
+        return iter([packing.Tokens(ids, np.asarray(is_target(ids.tolist())))])
 
     options = {"num_documents": len(texts), "encode": encode, "position": np.asarray(position), "seq_len": seq_len}
     if kind == "concat":
@@ -66,17 +76,37 @@ def test_rows_name_their_documents_skip_bad_ones_and_resume_at_every_position(ki
         for span in rows[-1].spans:
             tokens = tokens_of(read(span.epoch, span.document), max_chars=max_chars)
             assert span.start == covered < span.stop
-            assert rows[-1].tokens[span.start : span.stop].tolist() == tokens[span.token :][: span.stop - span.start]
+            part, stop = rows[-1].tokens[span.start : span.stop], span.token + span.stop - span.start
+            assert part.ids.tolist() == tokens[span.token : stop]
+            assert part.mask().tolist() == is_target(tokens)[span.token : stop]
             covered = span.stop
+        has_mask = any("a" in read(span.epoch, span.document) for span in rows[-1].spans)
+        assert (rows[-1].tokens.is_target is not None) == has_mask  # plain text pays for none
         assert covered == (seq_len if rows[-1].segment_ids is None else np.count_nonzero(rows[-1].segment_ids))
     for start, position in enumerate(positions[:-1]):
         resumed = stream_of(kind, texts, position=position, **options)
         for row, after in zip(rows[start : start + 4], positions[start + 1 :], strict=False):
             found = resumed.next_row()
-            np.testing.assert_array_equal(found.tokens, row.tokens)
+            np.testing.assert_array_equal(found.tokens.ids, row.tokens.ids)
+            np.testing.assert_array_equal(found.tokens.mask(), row.tokens.mask())
             np.testing.assert_array_equal(found.segment_ids, row.segment_ids)
             assert found.spans == row.spans
             np.testing.assert_array_equal(resumed.position, after)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(KINDS), TEXTS, st.integers(2, 9))
+def test_a_weight_is_0_where_the_next_token_is_no_target(kind, texts, seq_len):
+    stream = stream_of(kind, texts, seq_len=seq_len)
+    rows = [stream.next_row() for _ in range(5)]
+    batch = make_batch(rows)
+    for row, weights in zip(rows, batch.weights.tolist(), strict=True):
+        counts = [False] * seq_len
+        for span in row.spans:
+            targets = is_target(tokens_of(order(texts)(span.epoch, span.document)))
+            counts[span.start : span.stop] = targets[span.token : span.token + span.stop - span.start]
+            counts[span.start] &= kind == "concat"  # the first token of a segment is given
+        assert weights == [*map(float, counts[1:]), 0.0]
 
 
 @settings(max_examples=30, deadline=None)
@@ -101,7 +131,7 @@ def test_resuming_reads_one_document_or_window_and_the_next_window_is_read_ahead
         return "abcdefgh"
 
     stream = stream_of("concat", range(1000), seq_len=2, read=note, position=[7, 900, 3, 0])
-    assert stream.next_row().tokens.tolist() == [ord("d"), ord("e")]
+    assert stream.next_row().tokens.ids.tolist() == [ord("d"), ord("e")]
     assert read == [(7, 900)]
     read.clear()
     stream = stream_of("documents", range(1000), seq_len=20, num_window=6, read=note, position=[7, 900, 0, 0])
@@ -133,6 +163,6 @@ def test_the_first_epoch_has_every_token_once(kind, texts, seq_len, num_window, 
     for row in packing.first_epoch(stream):
         for span in row.spans:
             assert kind == "concat" or span.token % seq_len == 0  # whole cuts
-            found.setdefault(span.document, {})[span.token] = row.tokens[span.start : span.stop].tolist()
+            found.setdefault(span.document, {})[span.token] = row.tokens.ids[span.start : span.stop].tolist()
     expected = {number: tokens_of(text, max_chars=max_chars) for number, text in enumerate(texts)}
     assert {n: [*itertools.chain(*(parts[k] for k in sorted(parts)))] for n, parts in found.items()} == expected

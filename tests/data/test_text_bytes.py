@@ -78,6 +78,13 @@ def bytes_of_evaluation(path, tokenizer):
     return sum(each.num_bytes for each in found)
 
 
+def test_evaluation_refuses_a_record_of_a_prompt_and_an_answer(tmp_path, tokenizer_of):
+    (tmp_path / "a.jsonl").write_text('{"q": "It is", "a": " a truth"}')
+    documents = sources.open_corpus(str(tmp_path / "a.jsonl"), text_field="q,a", key="--data")
+    with pytest.raises(ValueError, match=r"a\.jsonl, row 1: "):
+        _document(documents, 0, tokenizer_of("bytes"), first=1)
+
+
 @pytest.mark.quick_cases("nfkc", "byte fallback", "word pieces", "bytes")
 @pytest.mark.parametrize("kind", KINDS)
 def test_validation_and_evaluation_count_the_bytes_of_the_text(kind, tokenizer_of, tmp_path_factory):

@@ -8,7 +8,6 @@ from data_files import write_jsonl
 
 from hlat_jax.config import default
 from hlat_jax.data import sources
-from hlat_jax.data.answers import AnswerTokens
 from hlat_jax.data.formats import token_files
 from hlat_jax.data.held_out import open_held_out
 from hlat_jax.data.loader import TrainBatches, batch_hash
@@ -113,7 +112,7 @@ def test_ids_beyond_the_vocabulary_are_found_anywhere_in_a_file_before_training(
         with pytest.raises(ValueError, match=r"large\.bin has the token id 2048, .* 2048 .*\(model.vocab_size=2304\)"):
             opens(data, tokenizer=tokenizer)
     monkeypatch.setattr(token_files, "_BLOCK_BYTES", 4)  # the blocks that are read first are now a part of the file
-    opened = sources.open_corpus(str(path), text_field="text", key="k", answers=AnswerTokens(tokenizer, bos=False))
+    opened = sources.open_corpus(str(path), text_field="text", key="k", tokenizer=tokenizer)
     assert opened[6].tolist() == IDS[6]
     with pytest.raises(ValueError, match=r"large\.bin, document 8 has the token id 2048"):
         opened[7]
@@ -126,7 +125,7 @@ def test_an_index_names_its_ids_and_a_folder_gives_pairs_alone(tmp_path):
     np.save(tmp_path / "embeddings.npy", np.zeros(3))
     for name in (tmp_path / "a.idx", tmp_path / "a.*", tmp_path):
         np.testing.assert_array_equal(batches(name, num=3), expected, err_msg=str(name))
-    opened = sources.open_corpus(str(tmp_path), text_field="text", key="k", answers=AnswerTokens(TOKENIZER, bos=False))
+    opened = sources.open_corpus(str(tmp_path), text_field="text", key="k", tokenizer=TOKENIZER)
     assert (len(opened), opened.ignored) == (len(IDS), "ignored 2 files: .bin 1, .npy 1")
     (tmp_path / "a.bin").unlink()
     with pytest.raises(ValueError, match=r"a\.bin cannot be read"):

@@ -14,7 +14,6 @@ import numpy as np
 from hlat_jax import config as config_lib
 from hlat_jax.config import count_text
 from hlat_jax.data import packing, positions
-from hlat_jax.data.answers import unmark
 from hlat_jax.data.loader import TrainBatches, batch_hash, make_batch
 from hlat_jax.data.streams import Definition
 from hlat_jax.data.tokenizer import Tokenizer
@@ -84,7 +83,8 @@ def print_row(packed: packing.Row, *, row: int, source: int, definition: Definit
     padded = f", {count_text(padding, 'token')} of padding" if padding else ""
     print(f"\nrow {row}, source {opened.name}, documents or parts: {len(spans)}{padded}")
     for span, place in spans:
-        ids, is_target = unmark(packed.tokens[span.start : span.stop])
+        tokens = packed.tokens[span.start : span.stop]
+        ids, is_target = tokens.ids, tokens.mask()
         last = span.token + len(ids) - 1
         print(
             f"--- document {span.document} ({place}), epoch {span.epoch}, tokens {span.token} to "

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hlat_jax.config import Config, count_text
-from hlat_jax.data import mixture, sources, streams
-from hlat_jax.data.answers import AnswerTokens, unmark
+from hlat_jax.data import mixture, packing, sources, streams
 from hlat_jax.data.formats.records import BadRecord
 from hlat_jax.data.order import evenly_spread
 from hlat_jax.data.tokenizer import Tokenizer
@@ -110,9 +109,8 @@ def count(spec: str, *, config: Config, key: str, tokenizer: Tokenizer, sample_b
     """Returns the counts of one source, estimated from evenly spread documents of `sample_bytes` in all."""
     data = config.data
     status.share, status.text = 0.0, f"{key}: indexing documents"
-    answers = AnswerTokens(tokenizer, bos=data.prepend_bos)
-    documents = streams.open_documents(spec, data, key=key, tokenizer_sha256=tokenizer.sha256, answers=answers)
-    encode = streams.encoder(data, tokenizer)
+    documents = streams.open_documents(spec, data, key=key, tokenizer=tokenizer)
+    encode = streams.Encoder(data, tokenizer)
 
     def measure(index: int) -> tuple[int, int, int, int] | None:
         try:
@@ -121,9 +119,9 @@ def count(spec: str, *, config: Config, key: str, tokenizer: Tokenizer, sample_b
             if data.on_bad_record == "raise":
                 raise
             return None
-        ids, is_target = unmark(np.concatenate(list(encode(document))))
+        tokens = packing.concatenate(list(encode(document)))
         num_bytes = len(document.encode("utf-8")) if isinstance(document, str) else documents.text_bytes(index)
-        return num_bytes, len(ids), np.count_nonzero(ids == tokenizer.unk_id), np.count_nonzero(is_target)
+        return num_bytes, len(tokens), np.count_nonzero(tokens.ids == tokenizer.unk_id), np.count_nonzero(tokens.mask())
 
     sums, num_good, num_seen = np.zeros(4, np.int64), 0, 0
     with concurrent.futures.ThreadPoolExecutor(max(data.num_threads, 1)) as pool:

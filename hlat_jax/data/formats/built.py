@@ -187,8 +187,9 @@ class BuiltTokens(_Built):
         end = first[record + 1] if record + 1 < len(first) else self.manifest.shards[shard]["documents"]
         where, block = f"{self.snapshots[shard].file}, record {record + 1}", self._read(shard, record)
         tokens = block_tokens(block, number_in_record, num_documents=int(end - first[record]), where=where)
-        if len(tokens) and tokens.max() >= self.manifest.vocab_size:
-            raise _damage(where, f"it holds id {tokens.max()} of a vocabulary of {self.manifest.vocab_size} tokens")
+        most = int(tokens.view(np.uint32).max(initial=0))  # as stored: a negative id is one of the largest
+        if most >= self.manifest.vocab_size:
+            raise _damage(where, f"it holds id {most} of a vocabulary of {self.manifest.vocab_size} tokens")
         return tokens
 
     def text_bytes(self, index: int) -> int:

@@ -56,6 +56,10 @@ class TokenDocuments:
         self._check(ids, where=self.locate(index))
         return ids.astype(np.int32)
 
+    def text_bytes(self, index: int) -> int:
+        """Returns the UTF-8 bytes of the pieces of a document."""
+        return int(self._tokenizer.token_bytes[self[index]].sum())
+
     def find(self, token: int) -> np.ndarray:
         """Returns the places of a token among all ids, in order; memory holds a block of them."""
         step, total = _BLOCK_BYTES // self._dtype.itemsize, int(self._bounds[-1])
