@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class Tokens:
     """Consecutive tokens, which can be sliced.
 
@@ -119,7 +119,7 @@ class ConcatStream:
         self._read, self._encode = read, encode
         self._num_documents, self._seq_len = num_documents, seq_len
         self._epoch, self._document, self._token, self._skipped = (int(value) for value in position)
-        self._rest = Tokens(np.zeros(0, np.int32))  # of the current piece, in no row yet
+        self._piece, self._num_taken = Tokens(np.zeros(0, np.int32)), 0  # how many of its tokens are in a row
         self._pieces: Iterator[Tokens] | None = None  # later pieces of the current document
         self._skip = self._token
 
@@ -132,10 +132,11 @@ class ConcatStream:
         """Returns the next row; raises what `read` and `encode` raise."""
         parts, spans, filled = [], [], 0
         while filled < self._seq_len:
-            if len(self._rest) == 0:
+            if self._num_taken == len(self._piece):
                 self._next_piece()
                 continue
-            part, self._rest = self._rest[: self._seq_len - filled], self._rest[self._seq_len - filled :]
+            part = self._piece[self._num_taken : self._num_taken + self._seq_len - filled]
+            self._num_taken += len(part)
             last = spans[-1] if spans else None
             if last and (last.epoch, last.document) == (self._epoch, self._document):  # the next piece of it
                 spans[-1] = dataclasses.replace(last, stop=filled + len(part))
@@ -144,7 +145,7 @@ class ConcatStream:
             parts.append(part)
             filled += len(part)
             self._token += len(part)
-        if len(self._rest) == 0:
+        if self._num_taken == len(self._piece):
             self._next_piece()  # so that the position is canonical
         return Row(concatenate(parts), None, tuple(spans))
 
@@ -157,9 +158,8 @@ class ConcatStream:
             self._pieces = iter(()) if document is None else self._encode(document)
         piece = next(self._pieces, None)
         if piece is not None:
-            dropped = min(self._skip, len(piece))
-            self._skip -= dropped
-            self._rest = piece[dropped:]
+            self._piece, self._num_taken = piece, min(self._skip, len(piece))
+            self._skip -= self._num_taken
             return
         assert not self._skip, "the position is beyond the end of its document"
         self._pieces, self._token = None, 0
