@@ -20,7 +20,7 @@ HELD_OUT = "5%"  # of a user's own text, where the config has validation text of
 
 
 # The keys of a model that choose an implementation; `ops.registry` has the ops.
-OP_KEYS = ("attention", "cross_entropy", "rms_norm", "swiglu", "rope")
+OP_KEYS = ("attention", "cross_entropy")
 
 
 def count_text(count: int, noun: str) -> str:
@@ -69,7 +69,6 @@ ROPE_SCALING = {
     "llama3": ("rope_factor", "rope_low_freq_factor", "rope_high_freq_factor", "rope_original_positions"),
     "yarn": ("rope_factor", "rope_original_positions", "rope_beta_fast", "rope_beta_slow", "rope_attention_factor"),
 }
-_FUSIBLE = ("auto", "reference", "recomputed")
 _CROSS_ENTROPY = ("auto", "dense", "chunked", "reference")
 _ATTENTION = ("auto", "einsum", "blocked", "chunked", "cudnn", "triton", "nki")
 
@@ -123,9 +122,6 @@ class ModelConfig:
         False, "attention=nki on trn1 too, which AWS documents up to SDK 2.28 only; auto never chooses it there."
     )
     cross_entropy: str = _key("auto", "Cross-entropy implementation.", choices=_CROSS_ENTROPY)
-    rms_norm: str = _key("auto", "RMSNorm implementation.", choices=_FUSIBLE)
-    swiglu: str = _key("auto", "SwiGLU implementation.", choices=_FUSIBLE)
-    rope: str = _key("auto", "Rotary embedding implementation.", choices=("auto", "reference", "paired"))
 
     def check(self) -> None:
         """Raises ValueError for a model that cannot be built; called by `resolve` and by `Decoder`."""
@@ -301,7 +297,6 @@ class DataConfig:
     seed: int = _key(1234, "Seed of the document order.")
     num_threads: int = _key(2, "Threads that read and tokenize ahead; 0: none. Does not affect the batches.", least=0)
     prefetch_batches: int = _key(4, "Batches prepared ahead. Does not affect the batches.", least=1)
-    position_every_steps: int = _key(1000, "Keep the data position every so many steps, for peek; 0: never.", least=0)
 
 
 @dataclasses.dataclass(frozen=True)

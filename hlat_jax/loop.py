@@ -272,7 +272,7 @@ def _step(run: Run, progress: Progress, batch: NextBatch) -> None:
 def _log(run: Run, progress: Progress) -> None:
     """Writes the row of the step before, and the data position when due; raises what failed in the background."""
     _write_rows(run, progress, in_flight=1)
-    if _due(progress.step, run.config.data.position_every_steps):
+    if _due(progress.step, positions.EVERY_STEPS):
         position = run.global_position(progress.position)
         passed = int(position[0, 0])
         if distributed.is_first():

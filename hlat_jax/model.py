@@ -195,7 +195,7 @@ class Decoder(nnx.Module):
         cfg, scaling = self.cfg, _scaling(self.cfg)
         frequencies = rope_frequencies(cfg.head_dim, theta=cfg.rope_theta, scaling=scaling)
         cos, sin = rope_tables(positions_BT, frequencies=frequencies, scaling=scaling)
-        rotate = functools.partial(apply_rope, cos=cos, sin=sin, implementation=cfg.rope)
+        rotate = functools.partial(apply_rope, cos=cos, sin=sin)
         graphdef, stacked = nnx.split(self.layers)
         num_keys = num_keys or positions_BT.shape[1] * ctx.context_degree
         common, windows_L = attention_op.common_window(cfg.windows(num_keys), num_keys), None
@@ -322,7 +322,7 @@ class MLP(nnx.Module):
         gate_up_BTCF = column_parallel("BTD,DCF->BTCF", x_BTD, self.gate_up, ctx)
         gate_BTF, up_BTF = (part[:, :, 0] for part in jax.lax.split(gate_up_BTCF, (1, 1), axis=2))
         gate_BTF, up_BTF = checkpoint_name(gate_BTF, "gate"), checkpoint_name(up_BTF, "up")
-        hidden_BTF = swiglu(gate_BTF, up=up_BTF, implementation=self.cfg.swiglu)
+        hidden_BTF = swiglu(gate_BTF, up_BTF)
         return row_parallel("BTF,FD->BTD", hidden_BTF, self.down, ctx)
 
 
@@ -330,12 +330,12 @@ class RMSNorm(nnx.Module):
     """`x / rms(x) * scale` with fp32 statistics, over the residual stream or over each head."""
 
     def __init__(self, cfg: ModelConfig, *, of_heads: bool = False):
-        self.eps, self.implementation = cfg.norm_eps, cfg.rms_norm
+        self.eps = cfg.norm_eps
         width, axis = (cfg.head_dim, "head_dim") if of_heads else (cfg.embed_dim, "norm")
         self.scale = _param(jnp.ones((width,)), axes=(axis,))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        return rms_norm(x, scale=self.scale[...], eps=self.eps, implementation=self.implementation)
+        return rms_norm(x, scale=self.scale[...], eps=self.eps)
 
 
 def _with_auto_axes(fn: Callable[..., jax.Array], decoder: Decoder, fields: dict[str, Any]) -> jax.Array:

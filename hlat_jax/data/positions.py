@@ -19,6 +19,7 @@ from hlat_jax.store.atomic_files import write_whole
 from hlat_jax.store.checkpoint_checks import RUN_FILE, RUN_ITEM, saved_run
 
 FOLDER = "positions"
+EVERY_STEPS = 1000  # between positions in that folder: `peek` reads at most so many batches before the one it shows
 
 Identity = Callable[[int], str]  # of the data, up to a step
 

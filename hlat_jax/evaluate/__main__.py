@@ -196,7 +196,7 @@ def _eval_step(
     from hlat_jax.generate.decoding import serving
     from hlat_jax.program import make_program
 
-    # implementations for these devices, not from the ops table of the machine that trained; no backward pass: no remat
+    # no remat: there is no backward pass
     model = dataclasses.replace(serving(trained.model, trained.layout.platform), remat="none")
     config = config_lib.default()
     config.model.update(dataclasses.asdict(model))

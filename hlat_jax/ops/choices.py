@@ -10,8 +10,8 @@ from typing import Any
 from jax.sharding import AbstractMesh
 
 from hlat_jax.config import Config, ModelConfig, select
-from hlat_jax.ops import attention, cross_entropy, rope
-from hlat_jax.ops.dialect import Choice, describe_array
+from hlat_jax.ops import attention, cross_entropy
+from hlat_jax.ops.dialect import Choice
 from hlat_jax.ops.nki.chips import exclusions, preferences
 from hlat_jax.ops.registry import OPS
 from hlat_jax.parallel.sharding import Layout
@@ -22,14 +22,10 @@ _KERNELS = ("cudnn", "triton", "nki")  # of attention
 
 
 def calls(config: Config, layout: Layout) -> dict[str, dict[str, Any]]:
-    """Returns key of ModelConfig -> CallSpec of the op in one microbatch of training, on one device.
-
-    For RMSNorm the call in a layer, which equals that before the head; for RoPE the call on the queries.
-    """
+    """Returns key of ModelConfig -> CallSpec of the op in one microbatch of training, on one device."""
     model, degrees = config.model, layout.degrees
     rows = config.data.batch_size // (layout.row_degree * config.train.num_microbatches)
     seq_len = config.data.seq_len // degrees["context"]
-    seq_len_between_blocks = seq_len // degrees["tensor"] if layout.sequence_parallel else seq_len
     dtype = POLICIES[config.precision.policy].compute
     q_shape = rows, seq_len, model.num_heads // degrees["tensor"], model.head_dim
     return {
@@ -45,9 +41,6 @@ def calls(config: Config, layout: Layout) -> dict[str, dict[str, Any]]:
             layout.vocab_rows(model.vocab_size) // (degrees["pipe"] * degrees["tensor"]),
             dtype=dtype,
         ),
-        "rms_norm": describe_array((rows, seq_len_between_blocks, model.embed_dim), dtype=dtype),
-        "swiglu": describe_array((rows, seq_len, model.mlp_dim // degrees["tensor"]), dtype=dtype),
-        "rope": rope.describe_call(q_shape, dtype=dtype),
     }
 
 

@@ -12,17 +12,10 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax.numpy as jnp
-
 # The platform of a JAX device -> the name of its lowering platform, which is used here.
 _LOWERED_AS = {"gpu": "cuda"}
 # Description of an op's call, known before tracing: shapes, dtypes. See `describe_call` of each op.
 CallSpec = Mapping[str, Any]
-
-
-def describe_array(x_shape: tuple[int, ...], *, dtype: Any) -> CallSpec:
-    """Returns the spec of a call on arrays of one shape on one device and of one dtype."""
-    return {"x_shape": tuple(x_shape), "dtype": jnp.dtype(dtype).name}
 
 
 def _serves_every_call(**_: Any) -> list[str]:

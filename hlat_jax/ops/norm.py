@@ -1,14 +1,14 @@
-"""RMSNorm: contract and two XLA implementations."""
+"""RMSNorm in plain JAX."""
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.numpy as jnp
 
-from hlat_jax.ops.dialect import Implementation, Op, describe_array
 
-
-def rms_norm(x: jax.Array, *, scale: jax.Array, eps: float, implementation: str) -> jax.Array:
+def rms_norm(x: jax.Array, *, scale: jax.Array, eps: float) -> jax.Array:
     """Returns `x / rms(x) * scale` over the last axis, in the dtype of `x`.
 
     Statistics and normalisation are fp32; the quotient is rounded to `x.dtype` before the product with the
@@ -18,23 +18,15 @@ def rms_norm(x: jax.Array, *, scale: jax.Array, eps: float, implementation: str)
       x: [..., D], any float dtype.
       scale: [D], cast to `x.dtype`.
       eps: added to the mean square.
-      implementation: a name that `OP.choose` returns.
-
-    Raises:
-      ValueError: the implementation cannot serve these arguments.
 
     Source: HLAT-70B `modeling_llama_nxd.py` (arXiv 2404.10630) and `LlamaRMSNorm` of Hugging Face, in the same order.
     """
-    return OP.run(implementation, x, scale, eps, **describe_array(x.shape, dtype=x.dtype))
+    return _normalized(x, scale, eps)
 
 
-def _reference(x, scale, eps):
+# The backward pass recomputes from x: otherwise the fp32 intermediates of every layer would be kept.
+@functools.partial(jax.checkpoint, static_argnums=2)
+def _normalized(x, scale, eps):
     x_fp32 = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(x_fp32), axis=-1, keepdims=True)
     return (x_fp32 * jax.lax.rsqrt(mean_square + eps)).astype(x.dtype) * scale.astype(x.dtype)
-
-
-OP = Op("model.rms_norm")
-OP.register(Implementation("reference", _reference, {"*": 5}))
-# the backward pass recomputes from x: otherwise the fp32 intermediates of every layer would be kept
-OP.register(Implementation("recomputed", jax.checkpoint(_reference, static_argnums=2), {"*": 10}))

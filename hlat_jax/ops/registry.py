@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from hlat_jax.ops import attention, cross_entropy, norm, rope, swiglu
+from hlat_jax.ops import attention, cross_entropy
 from hlat_jax.ops.dialect import Op
 
 OPS: dict[str, Op] = {
     "attention": attention.OP,
     "cross_entropy": cross_entropy.OP,
-    "rms_norm": norm.OP,
-    "swiglu": swiglu.OP,
-    "rope": rope.OP,
 }

@@ -1,4 +1,4 @@
-"""Rotary position embeddings in the half-rotation layout of Hugging Face: contract and two XLA implementations.
+"""Rotary position embeddings in the half-rotation layout of Hugging Face, in plain JAX.
 
 R is H/2, the number of rotated pairs of a head.
 """
@@ -7,13 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-from hlat_jax.ops.dialect import CallSpec, Implementation, Op, describe_array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,7 +128,7 @@ def rope_tables(
     return cos, sin
 
 
-def apply_rope(x_BTNH: jax.Array, *, cos: jax.Array, sin: jax.Array, implementation: str) -> jax.Array:
+def apply_rope(x_BTNH: jax.Array, *, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Returns `x_BTNH` with each pair (i, i + H/2) of a head rotated by its angle, in the dtype of `x_BTNH`.
 
     The rotation is computed in fp32, the dtype of the tables, and rounded once.
@@ -140,49 +137,17 @@ def apply_rope(x_BTNH: jax.Array, *, cos: jax.Array, sin: jax.Array, implementat
       x_BTNH: queries or keys.
       cos: [B, T, H/2] from `rope_tables`.
       sin: [B, T, H/2] from `rope_tables`.
-      implementation: a name that `OP.choose` returns.
 
     Raises:
-      ValueError: the implementation cannot serve these arguments, H is odd, or the tables have another width.
+      ValueError: H is odd, or the tables have another width.
     """
-    call = describe_call(x_BTNH.shape, dtype=x_BTNH.dtype)
     h = x_BTNH.shape[3]
+    if h % 2:
+        raise ValueError(f"model.head_dim={h} must be even: rotary embeddings rotate pairs.")
     if not cos.shape[-1] == sin.shape[-1] == h // 2:
         widths = f"cos has width {cos.shape[-1]} and sin {sin.shape[-1]}"
         raise ValueError(f"{widths}; head_dim={h} has {h // 2} pairs. Compute both with rope_tables for that head_dim.")
-    return OP.run(implementation, x_BTNH, cos, sin, **call)
-
-
-def describe_call(x_shape: tuple[int, ...], *, dtype: Any) -> CallSpec:
-    """Returns the spec of a call: the shape (B, T, N, H) of queries or keys on one device, and their dtype.
-
-    Raises:
-      ValueError: H is odd.
-    """
-    if x_shape[-1] % 2:
-        raise ValueError(f"model.head_dim={x_shape[-1]} must be even: rotary embeddings rotate pairs.")
-    return describe_array(x_shape, dtype=dtype)
-
-
-def _reference(x_BTNH, cos_BTR, sin_BTR):
-    return _rotate(x_BTNH.astype(jnp.float32), cos_BTR, sin_BTR, axis=-1).astype(x_BTNH.dtype)
-
-
-def _paired(x_BTNH, cos_BTR, sin_BTR):
-    """Puts each pair on an axis of its own: halves are concatenated along that axis, not within a head."""
-    x_BTN2R = x_BTNH.reshape(*x_BTNH.shape[:3], 2, -1).astype(jnp.float32)
-    return _rotate(x_BTN2R, cos_BTR, sin_BTR, axis=-2).astype(x_BTNH.dtype).reshape(x_BTNH.shape)
-
-
-def _rotate(x, cos_BTR, sin_BTR, *, axis):
-    first, second = jnp.split(x, 2, axis=axis)
-    heads = (slice(None), slice(None), *(None,) * (x.ndim - 3))  # heads, and the axis of pairs
-    cos, sin = cos_BTR[heads], sin_BTR[heads]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=axis)
-
-
-OP = Op("model.rope")
-OP.register(Implementation("reference", _reference, {"*": 10}))
-# the same arithmetic, but in large calls XLA on cpu does not write its fp32 halves to memory, as for "reference"; its
-# level is lower, so that only an explicit name or a measured table changes the program of a run
-OP.register(Implementation("paired", _paired, {"*": 5}))
+    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, :, None], sin[:, :, None]  # for all heads
+    rotated_BTNH = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return rotated_BTNH.astype(x_BTNH.dtype)

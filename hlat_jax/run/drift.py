@@ -11,15 +11,9 @@ from hlat_jax.config import OP_KEYS, SECTIONS, Config, OptimizerConfig
 from hlat_jax.data.drift import data_drift, with_sizes_now
 from hlat_jax.resolve import batch_of_step, skipped_batches
 from hlat_jax.store.checkpoint_checks import saved_run, saved_steps
-from hlat_jax.store.config_diff import config_drift
+from hlat_jax.store.config_diff import config_drift, without_gone
 from hlat_jax.store.integrity import damage_of_share
 
-# Keys that older checkpoints contain but that no longer exist, at the values that changed nothing; None: at any.
-_GONE = {
-    "data": {"shuffle_by": "document"},
-    "optimizer": {"plateau_ratio": 0.0, "num_cycles": 0.5, "muon_scale": "rms"},
-    "train": {"rewind_to": None},
-}
 # Settings that a branch may change: the state and the data position keep their meaning.
 BRANCH_MAY_CHANGE = (
     *(f"optimizer.{field.name}" for field in dataclasses.fields(OptimizerConfig) if field.name != "name"),
@@ -101,8 +95,5 @@ def _skip_drift(saved: dict[str, Any], current: dict[str, Any], *, step: int) ->
 
 def complete(kept: dict[str, Any]) -> dict[str, Any]:
     """Returns recorded sections with new keys at their defaults, without those that are gone and changed nothing."""
-    for section, gone in _GONE.items():
-        left = {key: value for key, value in kept[section].items() if gone.get(key, ()) not in (value, None)}
-        kept = kept | {section: left}
     defaults = {name: {f.name: f.default for f in dataclasses.fields(section)} for name, section in SECTIONS.items()}
-    return kept | {name: keys | kept.get(name, {}) for name, keys in defaults.items()}
+    return kept | {name: keys | without_gone(name, kept.get(name, {})) for name, keys in defaults.items()}

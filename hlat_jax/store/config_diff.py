@@ -6,10 +6,17 @@ import fnmatch
 import json
 from typing import Any
 
+# Keys that older records contain but that no longer exist, at the values that changed nothing; None: at any.
+_GONE: dict[str, dict[str, Any]] = {
+    "data": {"position_every_steps": None, "shuffle_by": "document"},
+    # all implementations of an op compute the same function; of ops that remain, `implementations` has the choice
+    "model": {"ops_table": None, "rms_norm": None, "rope": None, "swiglu": None},
+    "optimizer": {"plateau_ratio": 0.0, "num_cycles": 0.5, "muon_scale": "rms"},
+    "train": {"rewind_to": None},
+}
 # Settings that a resumed run may change: they affect no update so far. Hashes compare the content behind the paths.
 MAY_CHANGE = (
     "name",
-    "model.ops_table",  # of older runs; the choice itself is compared as `implementations`
     "model.allow_nki_on_trn1",
     "model.layer_loop",  # the layers are the same
     "train.num_steps",
@@ -34,7 +41,6 @@ MAY_CHANGE = (
     "data.mixture",  # for the steps to come; data.drift compares the steps already trained
     "data.num_threads",
     "data.prefetch_batches",
-    "data.position_every_steps",
     "data.on_bad_record",
     "*manifest.files",
     "*manifest.chat_template",  # data.drift compares it
@@ -49,6 +55,12 @@ MAY_DIFFER = (
     "data.prefetch_batches",
     "*manifest.files",
 )
+
+
+def without_gone(section: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Returns the recorded values of a section without the keys that are gone and changed nothing."""
+    gone = _GONE.get(section, {})
+    return {key: value for key, value in values.items() if gone.get(key, ()) not in (value, None)}
 
 
 def config_drift(saved: dict[str, Any], current: dict[str, Any], *, also: tuple[str, ...] = ()) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from hlat_jax.config import ModelConfig, convert_value
 from hlat_jax.data import kept_tokenizer
+from hlat_jax.store.config_diff import without_gone
 from hlat_jax.store.typed_json import read_json
 from hlat_jax.weights.hf_config import model_config
 from hlat_jax.weights.hf_files import (
@@ -106,6 +107,7 @@ def stored_model(values: dict[str, Any], *, where: str) -> ModelConfig:
     Raises:
       ValueError: an unknown key, or an invalid value.
     """
+    values = without_gone("model", values)
     fields = {field.name: field for field in dataclasses.fields(ModelConfig)}
     if unknown := values.keys() - fields.keys():
         raise ValueError(

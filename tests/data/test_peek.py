@@ -40,7 +40,7 @@ def config(tmp_path, texts):
     c.data.train = f"web={tmp_path}/web.jsonl;code={tmp_path}/code.jsonl"
     c.data.validation = "one=package:austen_validation.jsonl;two=package:austen_train.jsonl"
     c.data.mixture = "web=3,code=1 until_step=10;web=1,code=1"
-    c.data.update(max_document_chars=300, window_documents=5, position_every_steps=4, num_threads=0)
+    c.data.update(max_document_chars=300, window_documents=5, num_threads=0)
     c.train.update(num_steps=12, eval_every_steps=0, num_eval_batches=2)
     c.checkpoint.update(every_steps=7, keep_last=9)
     return c
@@ -164,7 +164,8 @@ def test_identity_depends_only_on_what_determines_batches(config):
 
 
 @pytest.mark.slow
-def test_two_source_run_validates_each_source_and_supports_peek(config, tmp_path, capsys):
+def test_two_source_run_validates_each_source_and_supports_peek(config, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(positions, "EVERY_STEPS", 4)
     run = tmp_path / "run"
     with open(tmp_path / "code.jsonl", "a") as file:
         file.write('{"text": null}\n' * 4)

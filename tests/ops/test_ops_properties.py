@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from hlat_jax.ops import attention, chunked_attention, cross_entropy, dialect, norm, rope, swiglu
+from hlat_jax.ops import attention, chunked_attention, cross_entropy, norm, rope, swiglu
 from hlat_jax.ops import loss_scale as scaling
 from hlat_jax.ops.gpu import attention as gpu
 from hlat_jax.ops.registry import OPS
@@ -340,18 +340,14 @@ PLACES = 2**16 - 3 + 7 * np.arange(38)
 FREQUENCIES = rope.rope_frequencies(8, theta=1e4)
 
 
-def run_rms_norm(name, x, scale, eps=EPS):
-    return norm.rms_norm(x, scale=scale, eps=eps, implementation=name)
+def run_rms_norm(x, scale, eps=EPS):
+    return norm.rms_norm(x, scale=scale, eps=eps)
 
 
-def run_swiglu(name, gate, up):
-    return swiglu.swiglu(gate, up=up, implementation=name)
-
-
-def run_rope(name, x, places=PLACES):
+def run_rope(x, places=PLACES):
     places_BT = jnp.broadcast_to(jnp.asarray(places[: x.shape[1]], jnp.int32), x.shape[:2])
     cos, sin = rope.rope_tables(places_BT, frequencies=FREQUENCIES)
-    return rope.apply_rope(x, cos=cos, sin=sin, implementation=name)
+    return rope.apply_rope(x, cos=cos, sin=sin)
 
 
 def float64_rms_norm(x, scale, dout):
@@ -384,8 +380,7 @@ def float64_rope(x, dout, *, angles=None):
 class LayerOp(NamedTuple):
     """An op that a decoder layer has beside attention."""
 
-    op: dialect.Op
-    run: Callable  # (name, *operands) -> output, of the first operand's shape
+    run: Callable  # (*operands) -> output, of the first operand's shape
     exact: Callable  # (*operands, cotangent) -> output and gradients, in NumPy
     shapes: tuple  # of the operands; no power of two, and more than one block of a kernel
     shapes_bf16: tuple  # others, for bf16
@@ -400,7 +395,6 @@ class LayerOp(NamedTuple):
 SPLIT = P("data", None, "tensor")
 LAYER_OPS = {
     "rms_norm": LayerOp(
-        norm.OP,
         run_rms_norm,
         float64_rms_norm,
         ((2, 38, 48), (48,)),
@@ -408,14 +402,14 @@ LAYER_OPS = {
         2,
         (P("data", "tensor"), P()),
     ),
-    "swiglu": LayerOp(swiglu.OP, run_swiglu, float64_swiglu, ((2, 38, 40),) * 2, ((1, 3, 700),) * 2, 3, (SPLIT, SPLIT)),
-    "rope": LayerOp(rope.OP, run_rope, float64_rope, ((2, 38, 4, 8),), ((2, 38, 4, 8),), 1, (SPLIT,)),
+    "swiglu": LayerOp(swiglu.swiglu, float64_swiglu, ((2, 38, 40),) * 2, ((1, 3, 700),) * 2, 3, (SPLIT, SPLIT)),
+    "rope": LayerOp(run_rope, float64_rope, ((2, 38, 4, 8),), ((2, 38, 4, 8),), 1, (SPLIT,)),
 }
 
 
 @functools.cache
-def compiled(key, name):
-    return value_and_grads(functools.partial(LAYER_OPS[key].run, name))
+def compiled(key):
+    return value_and_grads(LAYER_OPS[key].run)
 
 
 def layer_op_is_float64(one, both):
@@ -460,17 +454,16 @@ LAYER_PROPERTIES = (
     layer_op_keeps_rows_apart,
     layer_op_is_the_same_over_devices,
 )
-LAYER_SUBJECTS = [(key, name) for key, one in LAYER_OPS.items() for name in one.op.names]
 
 
-@pytest.mark.parametrize(("key", "name"), LAYER_SUBJECTS)
-def test_layer_op_satisfies_the_properties(key, name):
+@pytest.mark.parametrize("key", LAYER_OPS)
+def test_layer_op_satisfies_the_properties(key):
     for holds in LAYER_PROPERTIES:
-        holds(LAYER_OPS[key], compiled(key, name))
+        holds(LAYER_OPS[key], compiled(key))
 
 
 def test_every_registered_op_is_tested():
-    assert set(OPS) == {"attention", "cross_entropy", *LAYER_OPS}
+    assert set(OPS) == {"attention", "cross_entropy"}
 
 
 def test_rope_is_accurate_at_positions_above_65536():
@@ -479,31 +472,26 @@ def test_rope_is_accurate_at_positions_above_65536():
     arrays = op.arrays(op.shapes)
     angles = PLACES[:, None] * 1e4 ** -(np.arange(4) / 4)
     assert angles.max() > 2**16
-    for name in rope.OP.names:
-        results = compiled("rope", name)(*arrays)
-        for mine, exact, x in zip(results, op.exact(*arrays, angles=angles), arrays, strict=True):
-            # of a pair no longer than twice its larger half; the frequency is rounded as well
-            np.testing.assert_allclose(mine, exact, rtol=0, atol=2 * 2.0**-24 * angles.max() * 2 * np.abs(x).max())
+    results = compiled("rope")(*arrays)
+    for mine, exact, x in zip(results, op.exact(*arrays, angles=angles), arrays, strict=True):
+        # of a pair no longer than twice its larger half; the frequency is rounded as well
+        np.testing.assert_allclose(mine, exact, rtol=0, atol=2 * 2.0**-24 * angles.max() * 2 * np.abs(x).max())
 
 
 def test_layer_op_saves_only_its_inputs_for_the_backward_pass():
-    for key, name in LAYER_SUBJECTS:
-        if key == "rope":
-            continue
+    for key in ("rms_norm", "swiglu"):
         op = LAYER_OPS[key]
         operands = op.arrays(op.shapes_bf16, jnp.bfloat16)[:-1]
-        run = functools.partial(op.run, name)
-        kept = jax.eval_shape(lambda *x, run=run: jax.tree.leaves(jax.vjp(run, *x)[1]), *operands)
-        kept_bytes = sum(x.size * x.dtype.itemsize for x in kept)
-        assert (kept_bytes > sum(x.nbytes for x in operands)) == (name == "reference"), (key, name)
+        kept = jax.eval_shape(lambda *x, run=op.run: jax.tree.leaves(jax.vjp(run, *x)[1]), *operands)
+        assert sum(x.size * x.dtype.itemsize for x in kept) <= sum(x.nbytes for x in operands), key
 
 
 def test_mismatched_operands_are_refused_with_their_shapes():
     x, cos = jnp.ones((1, 3, 2, 8)), jnp.ones((1, 3, 4))
     with pytest.raises(ValueError, match=r"model.head_dim=7 must be even: rotary embeddings rotate pairs"):
-        rope.apply_rope(x[..., :7], cos=cos, sin=cos, implementation="reference")
+        rope.apply_rope(x[..., :7], cos=cos, sin=cos)
     with pytest.raises(ValueError, match=r"cos has width 1 and sin 4; head_dim=8 has 4 pairs"):
-        rope.apply_rope(x, cos=cos[..., :1], sin=cos, implementation="reference")
+        rope.apply_rope(x, cos=cos[..., :1], sin=cos)
 
 
 def test_triton_kernels_are_in_the_program_for_cuda():

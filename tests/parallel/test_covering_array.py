@@ -44,9 +44,6 @@ PLAIN = {
     "remat": "none",
     "attention": "einsum",
     "cross_entropy": "dense",
-    "rms_norm": "reference",
-    "swiglu": "reference",
-    "rope": "reference",
 }
 
 

@@ -94,17 +94,18 @@ def refused(monkeypatch):
 
 
 def test_key_missing_from_an_old_checkpoint_counts_as_its_default(refused):
-    current = {"config": config_dict(), "implementations": {"attention": "blocked", "rope": "paired"}}
+    current = {"config": config_dict(), "implementations": {"attention": "blocked", "cross_entropy": "dense"}}
     current |= {"tokenizer_sha256": "a", "manifest": {}, "jax": {"JAX_ENABLE_X64": True}, "tokenizer": {"eos_id": 2}}
     saved = json.loads(json.dumps(current)) | {"jax": {}}
-    del saved["config"]["model"]["rope"], saved["implementations"]["rope"], saved["tokenizer"]
+    del saved["config"]["model"]["cross_entropy"], saved["implementations"]["cross_entropy"], saved["tokenizer"]
     saved["config"]["data"]["shuffle_by"], saved["config"]["train"]["rewind_to"] = "document", 1000  # gone since
+    saved["config"]["model"]["rope"] = saved["implementations"]["rope"] = "paired"  # gone too
     assert refused(saved, current) == ""
     saved["config"]["data"]["shuffle_by"] = "block"
     assert "data.shuffle_by: 'block' in the checkpoint, 'absent' now" in refused(saved, current)
     del saved["config"]["data"]["shuffle_by"]
-    current["config"]["model"]["rope"] = "reference"
-    assert "model.rope: 'auto' in the checkpoint, 'reference' now" in refused(saved, current)
+    current["config"]["model"]["cross_entropy"] = "dense"
+    assert "model.cross_entropy: 'auto' in the checkpoint, 'dense' now" in refused(saved, current)
 
 
 def manifest(*, fingerprint="a", digest="1"):

@@ -8,6 +8,7 @@ import micro
 import pytest
 
 from hlat_jax import loop
+from hlat_jax.data import positions
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.resolve import batch_of_step, skipped_batches
 from hlat_jax.store import checkpoint
@@ -23,10 +24,11 @@ def train(tmp_path, monkeypatch):
 
     `killed_at` is a step that is never dispatched.
     """
-    step, files = loop._step, {"data__position_every_steps": 2, "checkpoint__every_steps": 4}
+    monkeypatch.setattr(positions, "EVERY_STEPS", 2)
+    step = loop._step
 
     def run(name="run", killed_at=0, **keys):
-        c = micro.config(tmp_path, data__validation="", checkpoint__keep_last=9, **files)
+        c = micro.config(tmp_path, data__validation="", checkpoint__every_steps=4, checkpoint__keep_last=9)
         c.train.update({"num_steps": 12, **keys})
 
         def step_or_end(run, progress, batch):

@@ -142,7 +142,7 @@ REFUSED = [
     ({"remat": "names:nothing"}, "names .*nothing.*; layers name"),
     ({"remat": "ful"}, "must be auto, none, full, selective"),
     ({"attention": "triton"}, "model.attention='triton' runs on cuda, not on cpu; use one of auto, einsum, blocked"),
-    ({"rope": "pairs"}, "model.rope='pairs' is not one of auto, reference, paired. Did you mean 'paired'"),
+    ({"cross_entropy": "chunks"}, "model.cross_entropy='chunks' is not one of auto, .*Did you mean 'chunked'"),
     ({"rope_theta": 0.0}, "rope_theta=0.0 must be above 0"),
     ({"num_heads": 10**9 + 7}, "model.num_heads=1000000007 must be at most 65536"),  # not its divisors
 ]

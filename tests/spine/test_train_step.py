@@ -289,17 +289,17 @@ NEURON_CASES = [
     {"attention": "einsum", "cross_entropy": "dense", "remat": "none"},  # what `auto` stands for there
     {"attention": "blocked", "cross_entropy": "chunked", "remat": "full"},
     {"attention": "einsum", "cross_entropy": "dense", "layer_loop": "unroll"},
-    {"rms_norm": "reference", "swiglu": "reference", "rope": "paired", "attention": "chunked"},
+    {"attention": "chunked"},
 ]
 
 
-@pytest.mark.quick_cases("einsum-dense-none", "einsum-dense-unroll", "reference-reference-paired-chunked")
+@pytest.mark.quick_cases("einsum-dense-none", "einsum-dense-unroll", "chunked")
 @pytest.mark.parametrize("changes", NEURON_CASES, ids=lambda c: "-".join(c.values()))
 def test_step_lowers_for_neuron_without_forbidden_operations(small, one_device, changes):
     small.model.update(changes)
     small.precision.policy = "mixed" if changes.get("layer_loop") else "fp32"
     small.train.num_microbatches = 2
-    small.data.packing = "documents" if changes.get("rope") else "concat"
+    small.data.packing = "documents" if changes["attention"] == "chunked" else "concat"
     text = lowered_for_neuron(resolve(small), one_device)
     assert_no_forbidden_operations(text)
     if changes.get("layer_loop") != "unroll":

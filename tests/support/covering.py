@@ -34,9 +34,6 @@ VALUES: dict[str, list] = {
     "remat": ["none", "full", "selective", "products", "policy:everything_saveable"],
     "attention": ["chunked", "einsum", "blocked"],
     "cross_entropy": ["dense", "chunked", "reference"],
-    "rms_norm": ["reference", "recomputed"],
-    "swiglu": ["reference", "recomputed"],
-    "rope": ["reference", "paired"],
     "tie_embeddings": [False, True],
     "fuse_qkv": [False, True],
     "num_kv_heads": [4, 2, 1],  # of 4 heads

@@ -9,6 +9,7 @@ import time
 
 import jobs
 import micro
+import numpy as np
 import pytest
 
 from hlat_jax.hf.exporting import export_checkpoint
@@ -32,7 +33,6 @@ SETTINGS = (
     "data.train=a=package:austen_train.jsonl;b=package:austen_validation.jsonl",
     "data.validation=a=package:austen_train.jsonl;b=package:austen_validation.jsonl",
     "data.mixture=a=2,b=1",
-    "data.position_every_steps=4",
     "metrics.tensorboard=True",
 )
 SPLIT = ("parallel.data=2", "parallel.tensor=2")  # with four processes, two bring the same rows
@@ -42,7 +42,8 @@ SPLIT = ("parallel.data=2", "parallel.tensor=2")  # with four processes, two bri
 def folder(tmp_path_factory):
     """A folder with the config and a compile cache."""
     folder = tmp_path_factory.mktemp("distributed")
-    micro.write_config(folder)
+    path = micro.write_config(folder)
+    path.write_text(f"from hlat_jax.data import positions\n\npositions.EVERY_STEPS = 2\n{path.read_text()}")
     return folder
 
 
@@ -152,6 +153,9 @@ def test_two_processes_share_rows_whose_sequence_is_split(alone, train_job, tmp_
         for folder in (tmp_path / "run", alone)
     )
     assert_same_rows(rows, wanted)
+    kept, as_one = (np.load(of / "positions/2.npz") for of in (tmp_path / "run", alone))
+    assert kept["identity"] == as_one["identity"]
+    np.testing.assert_array_equal(kept["position"], as_one["position"])
 
 
 def add_damaged_checkpoint(folder, step):

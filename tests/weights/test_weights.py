@@ -30,6 +30,7 @@ from hlat_jax.store.checkpoint_checks import saved_run
 from hlat_jax.store.metrics import ROWS_FILE, read_rows
 from hlat_jax.weights import hf_config, hf_names
 from hlat_jax.weights import trained as trained_weights
+from hlat_jax.weights.description import stored_model
 from hlat_jax.weights.hf_files import keep_companions
 from hlat_jax.weights.init_model import take_model
 from hlat_jax.weights.safetensors_file import read_header
@@ -416,6 +417,14 @@ def test_another_tokenizer_of_the_same_size_is_refused_by_name(trained, tmp_path
     (tmp_path / "other.model").write_bytes(tokenizer.replace("▁truth".encode(), "▁tooth".encode()))
     with pytest.raises(ValueError, match=r"other.model is not the tokenizer of train.init_from, .*tokenizer.model: "):
         train(folder, tmp_path / "run", train__init_from=str(run), data__tokenizer=str(tmp_path / "other.model"))
+
+
+def test_a_recorded_model_may_have_keys_that_are_gone():
+    now = config_lib.ModelConfig(num_layers=3)
+    gone = {"ops_table": "a.json", "rms_norm": "reference", "swiglu": "auto", "rope": "paired"}
+    assert stored_model(dataclasses.asdict(now) | gone, where="runs/a") == now
+    with pytest.raises(ValueError, match="runs/a: the model has the unknown key 'rpoe'"):
+        stored_model(dataclasses.asdict(now) | {"rpoe": "paired"}, where="runs/a")
 
 
 def test_a_damaged_safetensors_file_is_refused_by_its_name(tmp_path):
