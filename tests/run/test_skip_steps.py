@@ -113,12 +113,10 @@ def test_a_run_that_leaves_out_batches_equals_one_that_is_fed_the_others(train, 
 def test_batches_that_are_not_passed_may_be_left_out_at_a_resume(train, tmp_path):
     train(num_steps=4)
     whole = train("whole", num_steps=8, skip_steps="6:6")
-    with pytest.raises(
-        ValueError, match=r"skip_steps: '' in the checkpoint, '4:6' now, which differ before batch 5; only"
-    ):
+    with pytest.raises(ValueError, match=r"skip_steps: '' in the checkpoint, '4:6' now, which differ before batch 5\."):
         train(num_steps=8, skip_steps="4:6")
     assert train(num_steps=8, skip_steps="6:6") == whole
-    with pytest.raises(ValueError, match=r"'6:6' in the checkpoint, '' now, which differ before batch 10;"):
+    with pytest.raises(ValueError, match=r"'6:6' in the checkpoint, '' now, which differ before batch 10\."):
         train()
     train(skip_steps="6:6,10:12")
     assert batches_of(tmp_path / "run") == [None] * 4 + [5, 7, 8, 9, *range(13, 17)]
