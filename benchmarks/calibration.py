@@ -109,7 +109,7 @@ class Configuration:
 # releases archive it.
 _COST = "published with the cost of the 13B model"
 _NODES = "the same rate is published for 16 and for 32 nodes"
-# Both scripts of Llama 3 use a flash-attention kernel; for rows of 8,192 tokens that of 70B recomputes the MLP too.
+# Both scripts of Llama 3 use a flash-attention kernel. The script of 70B recomputes the MLP of rows of 8,192 too.
 # Source: run_llama_nxd.py, run_llama3_70B_tp_pp.sh, tp_zero1_llama3_8B_hf_pretrain.sh of neuronx-distributed, 0598cd8.
 _NO_MLP = "names:attn_norm,q,k,v,attn_out,residual,mlp_norm"
 CONFIGURATIONS = (

@@ -11,8 +11,8 @@ million. The config raises the limit to 60 million, four times the estimate, by 
 script of AXLearn for trn2 raises it to 20 million. If it does not compile, take --config.parallel.tensor=16
 --config.model.fuse_qkv=False --config.train.num_microbatches=8: 4.2 million, and a projected step 1.5 times as long;
 public pages differ on which groups of 16 devices are served, as its plan says. At LNC 1 the config
-takes 8 nodes and 10.7 of 11.3 GiB, which may not fit. The model, the sequences and the learning rate are those of Llama
-3 8B; its data is not public, so the horizon is ours: 1 T tokens. The degrees are those of AXLearn's rule for trn2,
+takes 8 nodes and 10.7 of 11.3 GiB, which may not fit. The model, the sequences and the learning rate come from Llama
+3 8B. Its data is not public, so the horizon is ours: 1 T tokens. The degrees come from AXLearn's rule for trn2,
 tensor 4 x fsdp; the replica groups are a chip, and one core of every chip.
 Source: arXiv 2407.21783, table 3 and section 3.4; AXLearn, mesh rule neuron-trn2.48xlarge-64.
 """

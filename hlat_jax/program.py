@@ -281,7 +281,7 @@ def _eval_step(loss: Any, options: StepOptions, *, cast: str | None) -> Callable
 
 
 def host_state(program: RunProgram, *, draws: bool = True) -> State:
-    """Returns the state before the first step, bitwise that of `init` on CPU; nothing is compiled for its devices.
+    """Returns the state before the first step, bitwise as `init` makes it on CPU; nothing is compiled for its devices.
 
     One parameter after another is drawn on the CPU of this process, each layer by itself, in the dtypes of the state.
 

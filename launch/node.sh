@@ -17,8 +17,8 @@
 #   --cores=N            NeuronCores of a node to train on, as JAX sees them; default all
 #   --cache=DIR          copy the compiled programs of a shared folder to this node before the run
 #   --fill_cache=DIR     the same, and copy those of this node to the folder after the run
-#   --local_disk=DIR     make one file system of this instance's NVMe disks, mount it at DIR, and put the caches there;
-#                        a disk with a file system, or in use, is refused. Needs root or sudo, and mdadm
+#   --local_disk=DIR     make one file system of this instance's NVMe disks, mount it at DIR, and put the caches there,
+#                        if LOCAL_CACHE names no folder; a disk with a file system, or in use, is refused. Needs root or sudo, and mdadm
 #   --dry-run            print what would be exported and run, and stop: for this node if --node or the launcher names
 #                        it, else for every node
 #
@@ -75,7 +75,7 @@ for word in "$@"; do
   previous=$word
 done
 
-[[ -z $local_disk || $local_disk == /* ]] || fail "--local_disk=$local_disk must be an absolute path, such as /mnt/nvme."
+[[ -z $local_disk || $local_disk == /?* ]] || fail "--local_disk=$local_disk must be an absolute path, such as /mnt/nvme."
 : "${local_cache:=${local_disk:-/var/tmp}/hlat-compile-cache}"
 for pair in "--cache=$shared_cache" "--fill_cache=$fill_cache" "LOCAL_CACHE=$local_cache"; do
   [[ ! ${pair#*=} =~ ^[A-Za-z][A-Za-z0-9+.-]+:/ ]] || fail "$pair is a URL; give a local folder."

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 # KILN below is foxl-ai/kiln, docs/neuron-notes.md: 2 to 8 October 2026, SDK 2.32, neuronx-cc 2.27, PyTorch.
 # chip -> share of its peak that bf16 products alone reach: of trn2 by XLA, from 1024 x 4096 x 4096 to 1024 x 4096 x
-# 16384, 8 in a program; of trn1 by its tensor engine. Source: KILN, "FP8 in XLA dots" and "decode kernels".
+# 16384, 8 in a program; of trn1 by its tensor engine, derived from its time per
+# column. Source: KILN, "FP8 in XLA dots" and "decode kernels".
 PRODUCT_SHARES = {"trn1": (0.84, 0.84), "trn2": (0.64, 0.74)}
 # chip -> bytes/s of a device's memory within a step, at the default LNC; alone it reaches its documented rate on trn2.
 # Source: KILN, profiles of prefill and decode steps.

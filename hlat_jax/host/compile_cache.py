@@ -78,22 +78,23 @@ def leave_out_faulty(environ: MutableMapping[str, str]) -> str:
     folder = environ.get(FOLDER)
     if not folder or environ.get(_ENABLED, "1").lower() in _OFF:
         return ""
-    packages, kept, last = installed(_PACKAGES), pathlib.Path(folder) / "hlat-trial.json", []
-    with contextlib.suppress(OSError, ValueError):
+    packages, kept, fault = installed(_PACKAGES), pathlib.Path(folder) / "hlat-trial.json", None
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # a file that another program wrote too
         last = json.loads(kept.read_text())
-    if last[:1] != [packages]:
+        fault = last["fault"] if last["packages"] == packages else None
+    if fault is None:
         try:
-            last = [packages, fault_of_cache(environ)]
+            fault = fault_of_cache(environ)
         except RuntimeError as error:
             return f"compile cache    not tried: {error}"
-        with contextlib.suppress(OSError):
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            kept.write_text(json.dumps(last))
-    if last[1]:
-        del environ[FOLDER]
-    return (
-        last[1] and f"compile cache    JAX's is left out, because it fails here: {last[1]}. The compiler's own is used"
-    )
+        if "://" not in folder:
+            with contextlib.suppress(OSError):
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                kept.write_text(json.dumps({"packages": packages, "fault": fault}))
+    if not fault:
+        return ""
+    del environ[FOLDER]
+    return f"compile cache    JAX's is left out, because it fails here: {fault}. The compiler's own is used"
 
 
 def fault_of_cache(environ: Mapping[str, str], *, timeout_s: float = 120.0) -> str:

@@ -20,7 +20,7 @@ from hlat_jax.host.neuron_topology import COLLECTIVES_PORT, Machine, Topology
 
 PROCESSES = pathlib.Path("/proc")
 REMOVE = "If compiles wait and no neuronx-cc runs, delete the files *.lock"
-_COMPILERS = ("neuronx-cc", "walrus_driver")  # in command lines
+_COMPILERS = ("neuronx-cc", "walrus_driver")  # names of programs
 _LOCAL = ("btrfs", "ext2", "ext3", "ext4", "overlay", "tmpfs", "xfs")  # file systems of one machine alone
 
 
@@ -77,7 +77,8 @@ def leftovers(folder: pathlib.Path | None, *, processes: pathlib.Path = PROCESSE
     compiler = _first_other(
         processes,
         lambda path, command: (
-            any(word in command for word in _COMPILERS) or b"libneuronpjrt" in (path / "maps").read_bytes()
+            any(word.rpartition("/")[2] in _COMPILERS for word in command.split()[:2])  # the second, of an interpreter
+            or b"libneuronpjrt" in (path / "maps").read_bytes()
         ),  # the plugin, which starts it
     )
     return locks + failures, f"{compiler} may compile" if compiler else ""

@@ -364,7 +364,10 @@ def _scatter(op: Any, program: Program) -> Iterator[Hit]:
     yield from indices.assignment_findings(op, program)
 
 
-_MOVES = {f"stablehlo.{name}" for name in ("broadcast_in_dim", "reshape", "transpose", "slice", "reverse")}
+_MOVES = {  # the result has the digits of an operand
+    f"stablehlo.{name}"
+    for name in ("broadcast_in_dim", "reshape", "transpose", "slice", "reverse", "abs", "negate", "maximum", "minimum")
+}
 _BRANCHES = ("stablehlo.case", "stablehlo.if")
 
 

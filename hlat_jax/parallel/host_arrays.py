@@ -22,7 +22,7 @@ def place_values(
       targets: what to return.
       compute: function of a layer that returns its values for each target, without the leading axis. It is called for
         the layers that a device of this process holds.
-      is_stacked: whether the leading axis is that of the layers. Otherwise `compute(0)` returns whole values; rows that
+      is_stacked: whether the leading axis counts layers. Otherwise `compute(0)` returns whole values; rows that
         they lack are zeros.
     """
     held = [_empty_shards(target) for target in targets]

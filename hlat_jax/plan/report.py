@@ -128,10 +128,10 @@ def _attention(program: RunProgram, target: hardware.Instance) -> dict[str, Any]
     """Returns the choice of attention, and where a kernel is much faster on this chip, what others measured."""
     choice, config = program.choices["attention"], program.config
     found: dict[str, Any] = {"implementation": choice.name, "because": choice.because}
-    seq_len = config.data.seq_len // program.layout.degrees["context"]
-    if chip_of(target.target) == "trn2" and choice.name != "nki" and seq_len >= measured_rates.LONG_ROW:
+    if chip_of(target.target) == "trn2" and choice.name != "nki" and config.data.seq_len >= measured_rates.LONG_ROW:
         keys = ("measured_row", "measured_share", "kernel_share")
-        found |= dict(zip(keys, measured_rates.attention_shares(seq_len), strict=True))
+        found |= dict(zip(keys, measured_rates.attention_shares(config.data.seq_len), strict=True))
+        found["against_kernel"] = choice.passed_over["nki"]
     return found
 
 
@@ -311,7 +311,7 @@ def _attention_lines(attention: dict[str, Any]) -> list[str]:
         row, share, kernel = (attention[key] for key in ("measured_row", "measured_share", "kernel_share"))
         lines.append(
             f"  SLOW: its scores go through memory. With rows of {row:,}, others reached {share:.1%} of a trn2 chip's "
-            f"peak in a forward pass,\n  and {kernel:.0%} with a kernel. Set model.attention=nki, or auto."
+            f"peak in a forward pass,\n  and {kernel:.0%} with a kernel. Not nki: {attention['against_kernel']}."
         )
     return lines
 

@@ -155,7 +155,7 @@ def open_init(config: Config, tokenizer: Tokenizer, *, given: Collection[str] = 
 def with_weights(state: Any, weights: Weights, *, config: Config) -> tuple[Any, dict[str, Any]]:
     """Returns a new run's state with these weights, and the record of where they come from; prints the recipe.
 
-    Dtypes and shardings are those of the weights in `state`, which are deleted if they are arrays.
+    Dtypes and shardings come from the weights in `state`, which are deleted if they are arrays.
     """
 
     def read(drawn: Any) -> Any:
