@@ -40,9 +40,12 @@ REMOVED = {
     "XLA_DOWNCAST_BF16": "a variable of PyTorch/XLA: set --config.precision.policy=mixed, HLAT-70B's recipe",
     "NEURON_EXTRACT_GRAPHS_ONLY": "for neuron_parallel_compile, a tool of PyTorch: use launch/slurm/precompile.sbatch",
 }
-# Without it, runs deadlocked within 250 launches, or computed wrong numbers without an error. Source: foxl-ai/kiln,
-# docs/neuron-notes.md, October 2026, SDK 2.32 under PyTorch. Other projects set it for speed.
-NO_BARRIER = "NEURON_RT_DISABLE_EXECUTION_BARRIER"
+# Variables of the runtime that change numbers without an error -> what they do. Source: foxl-ai/kiln,
+# docs/neuron-notes.md, October 2026, SDK 2.32 under PyTorch. Other projects set the first for speed.
+WRONG_NUMBERS = {
+    "NEURON_RT_DISABLE_EXECUTION_BARRIER": "gave deadlocks, and wrong numbers without an error",
+    "NEURON_RT_DBG_CC_NOP": "removes all collectives, so that each device trains by itself",
+}
 # Variables that the config and the rank of a process determine, and the setting to change instead.
 FIXED = {
     "NEURON_RT_STOCHASTIC_ROUNDING_EN": "precision.policy and precision.stochastic_rounding",
@@ -248,10 +251,9 @@ def _check_contradictions(ours: Mapping[str, str], topology: Topology, current: 
     platforms = current.get("JAX_PLATFORMS", "")
     if platforms and "neuron" not in platforms.split(","):
         raise ValueError(f"JAX_PLATFORMS={platforms} keeps JAX off the devices of {topology.instance}; unset it.")
-    if current.get(NO_BARRIER, "0") not in ("", "0"):
-        raise ValueError(
-            f"{NO_BARRIER}={current[NO_BARRIER]} gave deadlocks, and wrong numbers without an error; unset it."
-        )
+    for name, fault in WRONG_NUMBERS.items():
+        if current.get(name, "0") not in ("", "0"):
+            raise ValueError(f"{name}={current[name]} {fault}; unset it.")
     if current.get("NEURON_RT_INSPECT_DEVICE_PROFILE") == "1":
         _check_profile(current)
     # of one process, which sets neither: they may be left of a larger job

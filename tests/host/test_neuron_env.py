@@ -236,6 +236,7 @@ CONTRADICTIONS = {
     "not a list of cores": {"NEURON_RT_VISIBLE_CORES": "all"},
     "exclude each other": {"NEURON_RT_INSPECT_ENABLE": "1", "NEURON_RT_INSPECT_DEVICE_PROFILE": "1"},
     "NEURON_RT_DISABLE_EXECUTION_BARRIER=1 gave deadlocks": {"NEURON_RT_DISABLE_EXECUTION_BARRIER": "1"},
+    "NEURON_RT_DBG_CC_NOP=1 removes all collectives": {"NEURON_RT_DBG_CC_NOP": "1"},
     "refuses --cache_dir (NCC_EARG002); set NEURON_COMPILE_CACHE_URL=/x": {"NEURON_CC_FLAGS": "--cache_dir=/x"},
     "JAX_PLATFORMS=cpu keeps JAX off the devices of trn1.32xlarge": {"JAX_PLATFORMS": "cpu"},
     "JAX_PLATFORMS=neuron leaves out the CPU": {"JAX_PLATFORMS": "neuron"},

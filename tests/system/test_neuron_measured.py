@@ -16,7 +16,7 @@ from hlat_jax.resolve import resolve
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "neuron-measured.md"
 ENTRIES = pathlib.Path(__file__).with_name("neuron_measured_entries.txt").read_text().split()
-ACTION = re.compile(r"\*(lint rule|doctor check|default|term of the plan|docs|does not concern us|not done)\*")
+ACTION = re.compile(r"\*(lint rule|doctor check|default|term of the plan|docs|does not concern us)\*")
 
 
 def rows_below(header):
