@@ -24,7 +24,7 @@ from hlat_jax.program import RunProgram
 EXPLAINED = {
     (name, "CC05"): "the recipe's groups are listed on trn1; on trn2 take degrees of 4, 16 or 64 in a node, as "
     "llama3_8b does"
-    for name in ("microbatch", "update", "eval", "norms", "prefill", "decode")
+    for name in ("update", "eval", "prefill", "decode")
 }
 for _name in ("prefill", "decode"):
     EXPLAINED[(_name, "DG01")] = (
