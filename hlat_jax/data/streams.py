@@ -196,7 +196,7 @@ class Encoder:
     """Makes the tokens of documents: of a text in pieces, of answers with a mask, of stored ids as they are.
 
     Attributes:
-      tokenizer: that of the texts.
+      tokenizer: the tokenizer of the texts.
       answers: makes the tokens of `records.Answered`, and identifies their chat template.
     """
 

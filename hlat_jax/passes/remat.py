@@ -74,8 +74,8 @@ class RematOptions:
         loops and all calls that keep the value at one time.
       measure: traced program -> bytes, which are compared with the budget.
       max_compilations: most programs compiled, and one more for the comparison of regions; more of them come closer to
-        the budget. Where nothing kept does not fit, the four `stack.STOCK_POLICIES` are compiled in addition, unless
-        the estimate of one checkpoint around the whole function is much larger.
+        the budget. If keeping nothing does not fit, the four `stack.STOCK_POLICIES` are compiled too. They are not
+        if one checkpoint around the whole function is estimated to be much larger.
     """
 
     region: str = "auto"
