@@ -300,7 +300,8 @@ def test_checkpoint_and_export_due_in_a_non_finite_window_are_delayed(micro, tra
     after_step(5, not_finite(1))
     assert train(micro) == 0
     assert saved_steps(tmp_path / "run") == [6, 10, 12]  # those of step 5 are made after the window
-    assert sorted(path.name for path in (tmp_path / "run/huggingface").iterdir()) == ["10", "12", "6"]
+    exported = {int(path.name) for path in (tmp_path / "run/huggingface").iterdir()}
+    assert {6, 12} <= exported <= {6, 10, 12}  # that of step 10 is skipped if that of step 6 is still being written
     assert "checkpoint of step 5 postponed" in capsys.readouterr().out
 
 
