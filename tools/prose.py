@@ -34,7 +34,7 @@ HABITS = {
     "of its own": (r"\bof (?:its|their|one's) own\b", 0.3),
     "Of X, Y is": (r"(?:^|[.;] )Of (?!course)", 0.3),
     "anew, so long as, is to be": (r"\banew\b|\bso long as\b|\b(?:is|are) to be\b|\bstays? away\b", 0.3),
-    "semicolon, colon": (r"[;:](?=\s|$)", 11.8),
+    "semicolon, colon": (r"[;:](?=\s)", 11.8),
 }
 
 
@@ -96,7 +96,7 @@ def _text(node: ast.expr) -> str:
 
 def plain(paragraph: str) -> str:
     """Returns a paragraph without markup: code and figures are one word, links are their text."""
-    text = re.sub(r"`[^`]*`|\$[^$]*\$", "X", paragraph)
+    text = re.sub(r"`[^`]*`|\$[^$]*\$|\"[^\"]*\"", "X", paragraph)
     return re.sub(r"[*_]{2}|<[^>]*>", "", re.sub(r"\]\([^)]*\)", "", text).replace("[", ""))
 
 
