@@ -1,7 +1,7 @@
 """All settings of a run: frozen dataclasses with the name, type, unit, meaning and default of each. Imports no JAX.
 
-`default()` returns an `ml_collections.ConfigDict` with every key; a config module edits and returns it, and
-`resolve.resolve` checks it and turns it into a `Config`, the only form that the rest of the package uses.
+`default()` returns an `ml_collections.ConfigDict` with every key. A config module edits it. `resolve.resolve` checks it
+and returns a `Config`, the form that the rest of the package uses.
 """
 
 from __future__ import annotations
@@ -77,41 +77,39 @@ _ATTENTION = ("auto", "einsum", "blocked", "chunked", "cudnn", "triton", "nki")
 class ModelConfig:
     """A Llama-architecture decoder; self-contained: `Decoder(ModelConfig(...))` needs no other section."""
 
-    vocab_size: int = _key(32000, "Token ids are below it; 0: as many as data.tokenizer has.", least=1, most=1 << 24)
+    vocab_size: int = _key(32000, "Number of token ids. 0 takes data.tokenizer's.", least=1, most=1 << 24)
     num_layers: int = _key(2, "Decoder layers.", least=1, most=10_000)
     embed_dim: int = _key(64, "Width of the residual stream.", least=1, most=1 << 20)
     mlp_dim: int = _key(176, "Hidden width of the SwiGLU block.", least=1, most=1 << 22)
     num_heads: int = _key(4, "Query heads.", least=1, most=1 << 16)
-    num_kv_heads: int = _key(4, "Key and value heads; divides num_heads.", least=1, most=1 << 16)
-    head_dim: int = _key(16, "Width of one head; even.", least=1, most=1 << 16)
+    num_kv_heads: int = _key(4, "Key and value heads. It must divide num_heads.", least=1, most=1 << 16)
+    head_dim: int = _key(16, "Width of one head, an even number.", least=1, most=1 << 16)
     max_positions: int = _key(4096, "Longest sequence that the model supports, in tokens.", least=1, most=1 << 30)
     norm_eps: float = _key(1e-5, "Added to the mean square inside RMSNorm.", least=0)
     rope_theta: float = _key(10000.0, "Base of the rotary frequencies.")
     rope_scaling: str = _key("none", "Scaling of the rotary frequencies.", choices=tuple(ROPE_SCALING))
-    rope_factor: float = _key(8.0, "Scaling: divisor of the low frequencies, or of all if it is linear.")
-    rope_low_freq_factor: float = _key(1.0, "llama3 scaling: full above wavelengths of original positions / this.")
-    rope_high_freq_factor: float = _key(4.0, "llama3 scaling: none below wavelengths of original positions / this.")
-    rope_original_positions: int = _key(8192, "llama3 and yarn scaling: positions before scaling.", least=1)
-    rope_beta_fast: float = _key(32.0, "yarn scaling: none of pairs with more rotations in the original positions.")
-    rope_beta_slow: float = _key(1.0, "yarn scaling: full of pairs with fewer rotations in the original positions.")
+    rope_factor: float = _key(8.0, "Divisor of all rotary frequencies (linear) or of the low ones.")
+    rope_low_freq_factor: float = _key(1.0, "llama3: full scaling above wavelengths of original positions / this.")
+    rope_high_freq_factor: float = _key(4.0, "llama3: no scaling below wavelengths of original positions / this.")
+    rope_original_positions: int = _key(8192, "Positions before llama3 or yarn scaling.", least=1)
+    rope_beta_fast: float = _key(32.0, "yarn: no scaling of pairs with more rotations in the original positions.")
+    rope_beta_slow: float = _key(1.0, "yarn: full scaling of pairs with fewer rotations in the original positions.")
     rope_attention_factor: float = _key(
-        0.0, "yarn scaling: factor of rotated queries and keys; 0: 0.1 ln(rope_factor) + 1.", least=0
+        0.0, "yarn: factor of rotated queries and keys. 0 means 0.1 ln(rope_factor) + 1.", least=0
     )
-    qkv_bias: bool = _key(False, "Queries, keys and values have biases (Qwen 2).")
-    out_bias: bool = _key(False, "Attention's output has a bias (Llama and Qwen 3 with attention_bias).")
-    qk_norm: bool = _key(False, "RMSNorm on every head of queries and keys, before the rotation (Qwen 3).")
+    qkv_bias: bool = _key(False, "Queries, keys and values have biases, as in Qwen 2.")
+    out_bias: bool = _key(False, "Attention's output has a bias, as in Llama and Qwen 3 with attention_bias.")
+    qk_norm: bool = _key(False, "RMSNorm on every head of queries and keys, before the rotation, as in Qwen 3.")
     sliding_window: int = _key(
-        0, "Keys that a query attends to, the last of them its own (Mistral); 0: all.", least=0, most=1 << 30
+        0, "Keys that a query attends to, its key included (Mistral). 0 means all.", least=0, most=1 << 30
     )
-    sliding_window_layers: str = _key(
-        "", "Layers with the sliding window, FIRST:LAST,FIRST:LAST, counted from 1; empty: all."
-    )
+    sliding_window_layers: str = _key("", "Layers with the window, FIRST:LAST,FIRST:LAST, from 1. Empty means all.")
     tie_embeddings: bool = _key(False, "The output head shares the embedding table.")
-    fuse_qkv: bool = _key(True, "One QKV projection (HLAT-7B); False: Q and KV are separate (HLAT-70B).")
+    fuse_qkv: bool = _key(True, "One projection for Q, K and V (HLAT-7B). False separates Q from KV (HLAT-70B).")
     init_std: float = _key(0.02, "Standard deviation of initial weights.", least=0)
     depth_scaled_init: bool = _key(True, "Output projections start at init_std / sqrt(2 * num_layers).")
     layer_loop: str = _key(
-        "auto", "Layers run in a scan, or unrolled; auto: unroll on Neuron.", choices=("auto", "scan", "unroll")
+        "auto", "Scan or unroll the layers. auto unrolls on Neuron.", choices=("auto", "scan", "unroll")
     )
     remat: str = _key(
         "auto",
@@ -119,7 +117,7 @@ class ModelConfig:
     )
     attention: str = _key("auto", "Attention implementation.", choices=_ATTENTION)
     allow_nki_on_trn1: bool = _key(
-        False, "attention=nki on trn1 too, which AWS documents up to SDK 2.28 only; auto never chooses it there."
+        False, "Allow attention=nki on trn1, documented to SDK 2.28. auto does not choose it there."
     )
     cross_entropy: str = _key("auto", "Cross-entropy implementation.", choices=_CROSS_ENTROPY)
 
@@ -185,7 +183,7 @@ _AUTO = {
 
 
 def select(key: str, value: str, platform: str) -> str:
-    """Returns a value of `model.remat`, `model.layer_loop` or `train.accumulate`; `auto` is that of the platform."""
+    """Returns a value of `model.remat`, `model.layer_loop` or `train.accumulate`; `auto` becomes the platform's default."""
     named, there, elsewhere = _AUTO[key]
     return value if value != "auto" else there if platform == named else elsewhere
 
@@ -216,21 +214,23 @@ class ParallelConfig:
         "With context, attention gathers the keys and values of all devices, or they pass by in a ring of permutes.",
         choices=("all_gather", "ring"),
     )
-    bucket_bytes: int = _key(0, "Gradients share collectives of at most so many bytes a device; 0: one each.", least=0)
+    bucket_bytes: int = _key(0, "Largest collective that gradients share, per device. 0 means one for each.", least=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionConfig:
     """Dtypes of storage, compute and accumulation, and how stored values are rounded."""
 
-    policy: str = _key("fp32", "Named policy, see hlat_jax.precision.", choices=tuple(POLICY_FACTS))
+    policy: str = _key("fp32", "Dtypes and rounding by name, see hlat_jax.precision.", choices=tuple(POLICY_FACTS))
     stochastic_rounding: str = _key(
         "auto",
-        "Stochastic rounding of bf16_sr; auto: hardware on Neuron, software elsewhere.",
+        "Unit that rounds for bf16_sr. auto means hardware on Neuron, software elsewhere.",
         choices=("auto", "hardware", "software"),
     )
     simulate: str = _key(
-        "none", "Simulate a Neuron core's rounding; neuron_all: of fp32 too.", choices=("none", "neuron", "neuron_all")
+        "none",
+        "Simulate the rounding of a Neuron core. neuron_all also rounds fp32.",
+        choices=("none", "neuron", "neuron_all"),
     )
 
 
@@ -240,30 +240,32 @@ class OptimizerConfig:
 
     name: str = _key(
         "adamw",
-        "AdamW; or muon: Muon for the matrices of the layers, and AdamW for all other parameters.",
+        "Optimizer. muon is for the matrices of layers, with AdamW for the rest.",
         choices=("adamw", "muon"),
     )
     schedule: str = _key(
         "cosine",
-        "Learning rate after warm-up: a cosine or linear decay, constant, or wsd: constant, then a cooldown.",
+        "Learning rate after warm-up. wsd is constant and ends with a cooldown.",
         choices=("cosine", "linear", "constant", "wsd"),
     )
     peak_lr: float = _key(3e-4, "Learning rate at the end of warm-up.", least=0)
-    min_lr_ratio: float = _key(0.1, "Every decay goes to zero and is clipped below at this share of the peak.")
+    min_lr_ratio: float = _key(0.1, "Share of the peak at which every decay, which goes to zero, is clipped.")
     warmup_steps: int = _key(2000, "Steps of linear warm-up from 0.", least=0)
-    horizon_steps: int = _key(500_000, "Step at which the decay would reach zero; not where the run stops.", least=1)
-    cooldown_steps: int = _key(0, "wsd: steps of the decay that ends at horizon_steps.", least=0)
-    cooldown: str = _key("linear", "wsd: shape of the decay; sqrt: 1 - sqrt(progress).", choices=("linear", "sqrt"))
+    horizon_steps: int = _key(500_000, "Step at which the decay would reach zero. train.num_steps ends a run.", least=1)
+    cooldown_steps: int = _key(0, "Steps of the decay of wsd, which ends at horizon_steps.", least=0)
+    cooldown: str = _key("linear", "Shape of the decay of wsd. sqrt is 1 - sqrt(progress).", choices=("linear", "sqrt"))
     beta1: float = _key(0.9, "Decay of the first moment.")
     beta2: float = _key(0.95, "Decay of the second moment.")
     eps: float = _key(1e-8, "Added to the root of the second moment.", least=0)
-    weight_decay: float = _key(0.1, "Decoupled weight decay, multiplied by the learning rate.", least=0)
+    weight_decay: float = _key(0.1, "Decoupled weight decay, times the learning rate.", least=0)
     decay: str = _key(
-        "all", "Parameters that decay: all (HLAT) or matrices, without norms and biases.", choices=("all", "matrices")
+        "all",
+        "Parameters that decay. matrices excludes norms and biases; HLAT decays all.",
+        choices=("all", "matrices"),
     )
-    clip_norm: float = _key(1.0, "Maximum global gradient norm; 0: no clipping.", least=0)
-    muon_beta: float = _key(0.95, "Decay of Muon's momentum, which is Nesterov's.")
-    muon_lr_ratio: float = _key(1.0, "Learning rate of Muon's matrices over that of the others.", least=0)
+    clip_norm: float = _key(1.0, "Maximum global gradient norm. 0 turns clipping off.", least=0)
+    muon_beta: float = _key(0.95, "Decay of Muon's Nesterov momentum.")
+    muon_lr_ratio: float = _key(1.0, "Learning rate of Muon's matrices relative to the others.", least=0)
 
     @property
     def decay_start(self) -> float:
@@ -277,26 +279,28 @@ class OptimizerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DataConfig:
-    """Where text comes from and how it becomes batches."""
+    """Sources of text, and how text becomes batches."""
 
-    train: str = _key("", "Training text: PATHS or NAME=PATHS;NAME=PATHS. PATHS: files, folders or globs, by commas.")
-    validation: str = _key("", "The same for held-out text, or a share of data.train to hold out: 5%; empty: none.")
-    mixture: str = _key("", "Shares of the sources, by stages: 'A=3,B=1 until_step=9;A=1,B=1'. Also until_tokens=.")
-    text_field: str = _key("text", "JSONL key (no comma) or column of text; of JSONL also PROMPT,ANSWER, or messages.")
-    tokenizer: str = _key(
-        "", "SentencePiece .model, or tokenizer.json. 'package:NAME' ships with hlat_jax.", is_path=True
+    train: str = _key(
+        "", "Training text: PATHS, or NAME=PATHS;NAME=PATHS. PATHS are files, folders or globs, by commas."
     )
-    batch_size: int = _key(8, "Sequences per step over the whole job.", least=1)
+    validation: str = _key("", "Held-out text like data.train, or a share of data.train such as 5%. Empty means none.")
+    mixture: str = _key("", "Shares of sources by stage: 'A=3,B=1 until_step=9;A=1,B=1'. until_tokens= works too.")
+    text_field: str = _key("text", "Column or JSONL key (no comma) of text. For JSONL also PROMPT,ANSWER or messages.")
+    tokenizer: str = _key(
+        "", "A SentencePiece .model or a tokenizer.json. 'package:NAME' ships with hlat_jax.", is_path=True
+    )
+    batch_size: int = _key(8, "Sequences in a step of the whole job.", least=1)
     seq_len: int = _key(256, "Tokens per sequence.", least=2)
     packing: str = _key("concat", "How documents fill rows.", choices=("concat", "documents"))
-    window_documents: int = _key(256, "With documents packing: documents packed at a time for a row.", least=1)
-    prepend_bos: bool = _key(False, "Begin every document with BOS, and texts of generation and evaluation.")
-    max_document_chars: int = _key(500_000, "Longer documents are cut every so many characters, in order.", least=1)
-    on_bad_record: str = _key("raise", "What to do with a record without usable text.", choices=("raise", "skip"))
-    shuffle: bool = _key(True, "Visit documents in a seeded order that is new in every epoch.")
+    window_documents: int = _key(256, "Documents that packing=documents packs together.", least=1)
+    prepend_bos: bool = _key(False, "Begin every document with BOS, in evaluation and generation too.")
+    max_document_chars: int = _key(500_000, "Longer documents are cut into pieces of this many characters.", least=1)
+    on_bad_record: str = _key("raise", "Action for a record without usable text.", choices=("raise", "skip"))
+    shuffle: bool = _key(True, "Visit documents in a seeded order, another in every epoch.")
     seed: int = _key(1234, "Seed of the document order.")
-    num_threads: int = _key(2, "Threads that read and tokenize ahead; 0: none. Does not affect the batches.", least=0)
-    prefetch_batches: int = _key(4, "Batches prepared ahead. Does not affect the batches.", least=1)
+    num_threads: int = _key(2, "Threads that read and tokenize ahead. Batches do not depend on it.", least=0)
+    prefetch_batches: int = _key(4, "Batches prepared ahead. Batches do not depend on it.", least=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -307,65 +311,69 @@ class TrainConfig:
     seed: int = _key(0, "Seed of the initial weights.")
     init_from: str = _key(
         "",
-        "Initial weights, with their model and tokenizer: a run, checkpoint or Hugging Face folder; empty: random.",
+        "Run, checkpoint or Hugging Face folder with weights, model and tokenizer. Empty means random.",
         is_path=True,
     )
     branch_from: str = _key(
         "",
-        "RUN@STEP: start from this checkpoint of another run, with its optimizer and data position; empty: no.",
+        "RUN@STEP: start from this checkpoint of another run, with optimizer and data position.",
         is_path=True,
     )
-    num_microbatches: int = _key(1, "Gradient accumulation: parts of a batch, run one after another.", least=1)
+    num_microbatches: int = _key(1, "Parts of a batch for gradient accumulation.", least=1)
     accumulate: str = _key(
         "auto",
-        "Microbatches run in a loop of one program, or are dispatched as one program each; auto: programs on Neuron.",
+        "Run microbatches in a loop of one program, or as one program each. auto uses programs on Neuron.",
         choices=("auto", "scan", "programs"),
     )
-    compiler_flags: str = _key("", "Flags for neuronx-cc on Neuron; those of NEURON_CC_FLAGS take precedence.")
+    compiler_flags: str = _key("", "Flags for neuronx-cc. NEURON_CC_FLAGS takes precedence.")
     z_loss_weight: float = _key(0.0, "Weight of the squared log-normaliser in the loss.", least=0)
-    eval_every_steps: int = _key(0, "Validate every so many steps and at the end; 0: at the end only.", least=0)
+    eval_every_steps: int = _key(0, "Steps between validations; one is at the end. 0 means only that one.", least=0)
     num_eval_batches: int = _key(
-        8, "Batches of one validation, of each source, spread evenly over its documents; 0: all of the text.", least=0
+        8, "Batches of a validation of each source, spread over its documents. 0 means all text.", least=0
     )
-    early_stop_evals: int = _key(0, "Validations in a row without a lowest loss that end training; 0: none.", least=0)
-    eval_tasks: str = _key("", "Tasks of the LM Evaluation Harness, NAME,NAME; needs the eval extra; empty: none.")
+    early_stop_evals: int = _key(
+        0, "Validations in a row without a lowest loss that end training. 0 means never.", least=0
+    )
+    eval_tasks: str = _key("", "Tasks of the LM Evaluation Harness, NAME,NAME. They need the eval extra.")
     eval_tasks_every_steps: int = _key(
-        0, "Steps between them, and before the first and at the end; 0: these two.", least=0
+        0, "Steps between runs of the tasks; two are before the first step and at the end.", least=0
     )
-    eval_tasks_limit: int = _key(0, "Questions of each task, the first ones; 0: all.", least=0)
-    eval_tasks_folder: str = _key("", "Folder with your own tasks, as YAML; empty: none.", is_path=True)
-    max_nonfinite_steps: int = _key(3, "Consecutive non-finite (or target-less) steps that end the run.", least=1)
+    eval_tasks_limit: int = _key(0, "Number of questions of each task, from the first. 0 means all.", least=0)
+    eval_tasks_folder: str = _key("", "Folder with your tasks, as YAML files.", is_path=True)
+    max_nonfinite_steps: int = _key(3, "Steps in a row, not finite or without targets, that end the run.", least=1)
     spikes: str = _key(
         "off",
-        "Steps whose loss or gradient norm is far above those before: warn prints them, skip masks their update.",
+        "Reaction to a loss or gradient norm far above the steps before. skip masks the update.",
         choices=("off", "warn", "skip"),
     )
-    spike_sigmas: float = _key(6.0, "A spike is this many standard deviations above the mean of the steps before it.")
-    spike_window: int = _key(128, "Steps before it that count; there must be half of them.", least=2)
+    spike_sigmas: float = _key(6.0, "A spike is this many standard deviations above the mean of earlier steps.")
+    spike_window: int = _key(128, "Earlier steps that count. Half of them must exist.", least=2)
     skip_steps: str = _key(
         "",
-        "Batches to leave out, FIRST:LAST,FIRST:LAST, by the steps that would train them if none were; empty: none.",
+        "Batches to leave out, FIRST:LAST,FIRST:LAST, numbered as in a run that leaves none out.",
     )
-    eval_loss_low: float = _key(0.0, "Lower end of the expected final validation loss in nats; see eval_loss_high.")
-    eval_loss_high: float = _key(0.0, "Upper end of the expected final validation loss in nats; 0: no expectation.")
-    sample_prompt: str = _key("", "Text continued before and after training; empty: no sample.")
-    sample_every_steps: int = _key(0, "Also continue it every so many steps; 0: no.", least=0)
-    sample_tokens: int = _key(64, "Tokens of that sample.", least=0)
-    profile_steps: str = _key("", "Trace these steps, FIRST:LAST, such as 10:13 for four of them; empty: none.")
+    eval_loss_low: float = _key(0.0, "Lower end of the expected final validation loss in nats.")
+    eval_loss_high: float = _key(0.0, "Upper end of the expected final validation loss in nats. 0 means none.")
+    sample_prompt: str = _key("", "Text that the model continues before and after training. Empty means no sample.")
+    sample_every_steps: int = _key(0, "Steps between further samples. 0 means none.", least=0)
+    sample_tokens: int = _key(64, "Tokens of each sample.", least=0)
+    profile_steps: str = _key("", "Steps to trace, FIRST:LAST, such as 10:13 for four.")
 
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
     """When checkpoints and exports are written, and how many are kept."""
 
-    every_steps: int = _key(0, "Save every so many steps; 0: by time, for exports and at the end only.", least=0)
-    every_minutes: float = _key(
-        0.0, "Save when so many minutes have passed since the last one; 0: never by time.", least=0
+    every_steps: int = _key(
+        0, "Steps between saves. A run also saves for exports and at its end. 0 means no others.", least=0
     )
-    keep_last: int = _key(3, "Newest checkpoints kept, permanent ones among them.", least=1)
-    keep_every_steps: int = _key(0, "Also save at multiples of this, and keep these permanently; 0: none.", least=0)
-    keep_best: bool = _key(False, "Save at each lowest validation loss, and keep the last such checkpoint: RUN/best.")
-    export_every_steps: int = _key(0, "Steps between exports for transformers; also at the end; 0: none.", least=0)
+    every_minutes: float = _key(0.0, "Minutes between saves. 0 means none by time.", least=0)
+    keep_last: int = _key(3, "Number of newest checkpoints to keep, permanent ones included.", least=1)
+    keep_every_steps: int = _key(
+        0, "Save at multiples of this too, and keep these saves permanently. 0 means none.", least=0
+    )
+    keep_best: bool = _key(False, "Save at each lowest validation loss, and keep the last of these as RUN/best.")
+    export_every_steps: int = _key(0, "Steps between exports for transformers, one at the end. 0 means none.", least=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -374,23 +382,23 @@ class MetricsConfig:
 
     log_every_steps: int = _key(
         0,
-        "Steps between progress lines, with one a minute at least; 0: 10, and a tenth of a run without a terminal.",
+        "Steps between progress lines, one a minute at least. 0 means 10, or 10% of a run without a terminal.",
         least=0,
     )
-    console: str = _key("auto", "Progress lines; on: as on a terminal, also in a file.", choices=("auto", "on", "off"))
+    console: str = _key("auto", "Progress lines. on prints to a file as to a terminal.", choices=("auto", "on", "off"))
     tensorboard: bool = _key(True, "Write TensorBoard event files into the run folder.")
-    wandb_project: str = _key("", "Weights & Biases project; empty: not used.")
+    wandb_project: str = _key("", "Weights & Biases project. Empty turns it off.")
     plot: bool = _key(True, "Draw loss.png at the end.")
     neuron_monitor: str = _key(
         "auto",
-        "Utilization and memory of the devices from neuron-monitor; auto: on Neuron.",
+        "Record utilization and memory of devices with neuron-monitor. auto does so on Neuron.",
         choices=("auto", "on", "off"),
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """All settings of a run. `name` is that of the config module; the others are sections."""
+    """All settings of a run. `name` is the name of the config module. The others are sections."""
 
     name: str
     model: ModelConfig
@@ -434,7 +442,7 @@ def check_section(name: str, values: Any) -> None:
 
 
 def field_of(section: str, key: str) -> dataclasses.Field:
-    """Returns the field of a key. Raises ValueError with the nearest one, where there is none of this name."""
+    """Returns the field of a key. If it does not exist, raises ValueError with the nearest key."""
     fields = {field.name: field for field in dataclasses.fields(SECTIONS[section])}
     if key not in fields:
         raise ValueError(f"config has no key {section}.{key}. {nearest(key, fields)}")
