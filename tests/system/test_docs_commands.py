@@ -47,7 +47,7 @@ SHORTER = (
     (rf"^({_TRAIN} --init_from=.*)", r"\1 --config.train.num_steps=2 --config.data.seq_len=64"),
     (r"^(\S+ -m hlat_jax.data peek --init_from=.*)", r"\1 --config.data.seq_len=64"),
     (
-        rf"^({_TRAIN} --config=tiny .*)",
+        rf"^((?:launch/restart.sh )?{_TRAIN} --config=tiny .*)",
         r"\1 --config.train.num_steps=12 --config.checkpoint.every_steps=6 --config.train.num_eval_batches=2"
         r" --config.model.num_layers=1",
     ),
