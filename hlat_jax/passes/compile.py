@@ -24,12 +24,12 @@ from hlat_jax.passes import autocast as autocast_pass
 from hlat_jax.passes import remat as remat_pass
 from hlat_jax.passes.autocast import CastPolicy
 from hlat_jax.passes.liveness import estimated_temporaries
+from hlat_jax.passes.neuron_simulator import SimulatedCore, simulate_step
 from hlat_jax.passes.noise import warn_of_shared_keys
 from hlat_jax.passes.products import live_jaxpr, products_by_dtype
 from hlat_jax.passes.remat import RematOptions, RematPlan
 from hlat_jax.passes.residuals import select_residuals
 from hlat_jax.passes.rewrite import rewrite as rewrite_pass
-from hlat_jax.passes.rounding import SimulatedCore, simulate_step
 from hlat_jax.train_step import (
     FP32,
     EvalMetrics,
@@ -156,7 +156,7 @@ def training_program(
         large intermediates are computed in chunks, before autocast. By default the loss function decides.
       remat: options of that choice: regions, least bytes, number of programs.
       simulate: round the whole step as a Neuron core does by its documentation, with this `--auto-cast`, and
-        stochastically if `options.policy` rounds in hardware; see `passes.rounding`.
+        stochastically if `options.policy` rounds in hardware; see `passes.neuron_simulator`.
       options: precision, accumulation and devices; fp32 on one device by default.
       params: shapes of the parameters; needed with a memory budget, and as for `train_step.train_step`.
       batch: shapes of a batch; needed with a memory budget. With those of the parameters, the step is traced here.

@@ -281,35 +281,6 @@ def bind_again(eqn: Any, args: Sequence[Any], **changed: Any) -> list[Any]:
         return rebind(eqn, args, **changed)
 
 
-def evaluate(
-    jaxpr: Any, args: Sequence[Any], bind: Callable[[Any, list[Any]], Sequence[Any]], *, parts: Sequence[Any] = ()
-) -> list[Any]:
-    """Returns the results of a jaxpr for its constants and operands; `bind` is (equation, operands) -> results.
-
-    `parts` stand for the equations, if given; they have `invars` and `outvars` too.
-    """
-    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), args, strict=True))
-    for eqn in parts or jaxpr.eqns:
-        env.update(zip(eqn.outvars, bind(eqn, values_of(eqn.invars, env)), strict=True))
-    return values_of(jaxpr.outvars, env)
-
-
-def bind_shard_map(
-    eqn: Any, local: Callable[..., Sequence[Any]], args: Sequence[Any], *, replicated: Sequence[Any] = ()
-) -> list[Any]:
-    """Returns the results of a `shard_map` equation with another function on each device, of more arguments."""
-    params = eqn.params
-    mapped = jax.shard_map(
-        lambda *arrays: tuple(local(*arrays)),
-        mesh=params["mesh"],
-        in_specs=(*params["in_specs"], *[jax.sharding.PartitionSpec()] * len(replicated)),
-        out_specs=tuple(params["out_specs"]),
-        axis_names=params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"],
-        check_vma=params["check_vma"],
-    )
-    return list(mapped(*args, *replicated))
-
-
 def perturbed_at(fn: Callable, primals: Sequence[Any], places: Sequence[int]) -> Callable:
     """Returns a function of many arguments as one of those of these numbers."""
 
@@ -349,48 +320,6 @@ def without_consts(closed: Any) -> tuple[Any, list[Any]]:
     return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]), list(closed.consts)
 
 
-def reaching(jaxpr: Any, is_end: Callable[[Any], bool], *, wanted: Sequence[bool] | None = None) -> list[bool]:
-    """Returns for each input of a jaxpr whether a value computed from it is an operand of a selected equation.
-
-    Args:
-      jaxpr: open.
-      is_end: selects equations.
-      wanted: for each result, whether reaching it counts too; by default, no result does.
-    """
-    reaching_vars = {
-        var for var, want in zip(jaxpr.outvars, wanted or (), strict=False) if want and not is_literal(var)
-    }
-    for eqn in reversed(jaxpr.eqns):
-        outs = [var in reaching_vars for var in eqn.outvars]
-        reached = [True] * len(eqn.invars) if is_end(eqn) else _reached_operands(eqn, is_end, outs)
-        reaching_vars |= {var for var, reach in zip(eqn.invars, reached, strict=True) if reach and not is_literal(var)}
-    return [var in reaching_vars for var in jaxpr.invars]
-
-
-def _reached_operands(eqn: Any, is_end: Callable[[Any], bool], outs: list[bool]) -> list[bool]:
-    name, inner = eqn.primitive.name, called_jaxpr(eqn)
-    if inner is not None:
-        return reaching(inner, is_end, wanted=outs)
-    if name in ("scan", "while"):
-        body, carry = carry_of(eqn)
-        return [False] * eqn.params.get("cond_nconsts", 0) + _reached_in_loop(body.jaxpr, is_end, outs, carry)
-    if name == "cond":
-        branches = [reaching(branch.jaxpr, is_end, wanted=outs) for branch in eqn.params["branches"]]
-        return [False, *(any(each) for each in zip(*branches, strict=True))]
-    return [any(outs)] * len(eqn.invars)
-
-
-def _reached_in_loop(body: Any, is_end: Callable[[Any], bool], outs: list[bool], carry: slice) -> list[bool]:
-    wanted = list(outs)
-    while True:
-        reached = reaching(body, is_end, wanted=wanted)
-        num_carry = carry.stop - carry.start
-        again = [a or b for a, b in zip(wanted, reached[carry], strict=False)] + wanted[num_carry:]
-        if again == wanted:
-            return reached
-        wanted = again
-
-
 def carry_of(eqn: Any) -> tuple[Any, slice]:
     """Returns the closed body of a `scan` or `while`, and which of its inputs are carried."""
     params = eqn.params
@@ -401,19 +330,6 @@ def carry_of(eqn: Any) -> tuple[Any, slice]:
             num_consts, num_carry = params["num_consts"], params["num_carry"]
         return params["jaxpr"], slice(num_consts, num_consts + num_carry)
     return params["body_jaxpr"], slice(params["body_nconsts"], len(params["body_jaxpr"].in_avals))
-
-
-def stops_on_floats(eqn: Any) -> bool:
-    """Returns whether floats that a `while` carries enter into its condition, in any of its trips.
-
-    They do not enter into that of a `fori_loop`, which counts.
-    """
-    body, carry = carry_of(eqn)
-    condition, num_consts = eqn.params["cond_jaxpr"].jaxpr, eqn.params["cond_nconsts"]
-    wanted = reaching(condition, lambda eqn: False, wanted=[True])[num_consts:]
-    read = _reached_in_loop(body.jaxpr, lambda eqn: False, wanted, carry)[carry]
-    carried = zip(body.in_avals[carry], wanted, read, strict=True)
-    return any(is_inexact(aval) and (is_wanted or is_read) for aval, is_wanted, is_read in carried)
 
 
 def is_inexact(aval: Any) -> bool:

@@ -26,16 +26,14 @@ from jax.extend import core
 
 from hlat_jax.passes import fences
 from hlat_jax.passes.dataflow import Dataflow, Op, alive
+from hlat_jax.passes.interpret import compound, evaluate
 from hlat_jax.passes.jaxpr import (
     ELEMENTWISE,
     REDUCTIONS,
     TRANSCENDENTAL,
     bind_again,
-    bind_shard_map,
     called_jaxpr,
-    carry_of,
     equations,
-    evaluate,
     is_literal,
     linearized_at,
     op_name,
@@ -65,6 +63,8 @@ _MOVES = primitives(
     split_tangent with_tangent
     """
 )
+# A `while` has no backward pass, and a checkpoint or a derivative rule already says what is kept.
+_SELECTED_BODIES = primitives("shard_map scan cond")
 _CHEAP = _MOVES | (ELEMENTWISE - {"lgamma", "digamma"}) | REDUCTIONS
 
 
@@ -82,7 +82,7 @@ def select_residuals(fn: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
         closed, leaves, tree = trace_call(fn, args, kwargs)
         if warn_of_rule_with_tracer(fn, closed.jaxpr):
             return fn(*args, **kwargs)
-        return jax.tree.unflatten(tree, _of_jaxpr(closed.jaxpr, _Scope())(*closed.consts, *leaves))
+        return jax.tree.unflatten(tree, _of_jaxpr(closed, _Scope())(*leaves))
 
     selected.__name__ = getattr(fn, "__name__", type(fn).__name__)
     return selected
@@ -108,69 +108,62 @@ class _Scope:
 _NAME = "select_residuals_of"
 
 
-def selected_jaxpr(eqn: Any) -> Any:
+def selected_jaxpr(eqn: core.JaxprEqn) -> Any:
     """Returns the jaxpr of a function whose residuals are selected; None for other equations."""
     is_ours = eqn.primitive.name == "custom_jvp_call" and (op_name(eqn) or "").startswith(_NAME)
     return called_jaxpr(eqn) if is_ours else None
 
 
-def opened_call(eqn: Any) -> Any:
+def opened_call(eqn: core.JaxprEqn) -> Any:
     """Returns the jaxpr of a call that only runs its function, or selects its residuals; None for other equations."""
     closed = plain_call(eqn)
     return selected_jaxpr(eqn) if closed is None or closed.consts else closed.jaxpr
 
 
-def select_again(eqn: Any, fn: Callable, args: Sequence[Any]) -> list[Any]:
+def select_again(eqn: core.JaxprEqn, fn: Callable, args: Sequence[Any]) -> list[Any]:
     """Returns the results of `fn`, arrays -> list of arrays, with residuals selected as those of an equation are."""
     run = core.jaxpr_as_fun(jax.make_jaxpr(fn)(*args))  # so that it is traced once
     return _selected(run, _Scope(is_body=op_name(eqn) != _NAME))(*args)
 
 
-def _of_jaxpr(jaxpr: Any, scope: _Scope) -> Callable:
-    """Returns a jaxpr as a function of its constants and inputs, with the residuals of its loops selected too."""
+def _of_jaxpr(closed: core.ClosedJaxpr, scope: _Scope) -> Callable[..., list[Any]]:
+    """Returns a jaxpr as a function of its inputs, with the residuals of its bodies selected too."""
+    jaxpr, num_consts = closed.jaxpr, len(closed.consts)
     inputs = [*jaxpr.constvars, *jaxpr.invars]
-    free = {*itertools.compress(inputs, scope.free or [True] * len(inputs))}
-    return _selected(lambda *args: _evaluate(jaxpr, args, free, scope.is_body), scope)
+    scope = dataclasses.replace(scope, free=(True,) * num_consts + (scope.free or (True,) * len(jaxpr.invars)))
+    free = {*itertools.compress(inputs, scope.free)}
+    selected = _selected(lambda *args: _evaluate(jaxpr, args, free, scope.is_body), scope)
+    return functools.partial(selected, *closed.consts)
 
 
-def _evaluate(jaxpr: Any, args: Sequence[Any], free: set, is_body: bool) -> list[Any]:
-    """Returns the results of a jaxpr, its loops selected; `free` has the inputs that are held in any case."""
+def _evaluate(jaxpr: core.Jaxpr, args: Sequence[Any], free: set, is_body: bool) -> list[Any]:
+    """Returns the results of a jaxpr, its bodies selected; `free` has the inputs that are held in any case."""
 
-    def bind(eqn: Any, ins: list[Any]) -> Sequence[Any]:
-        name, params = eqn.primitive.name, eqn.params
+    def on_equation(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
         is_free = [is_literal(var) or var in free for var in eqn.invars]
-        changed: dict[str, Any] = {}
+        inner, inside = inlined_call(eqn), compound(eqn)
         with place_of(eqn):
-            inner = inlined_call(eqn)
             if inner is not None:
                 return _evaluate(inner, ins, {*itertools.compress(inner.invars, is_free)}, is_body)
-            if name == "shard_map":  # selected where the axes of the mesh are bound
-                return bind_shard_map(eqn, _of_jaxpr(params["jaxpr"], _Scope(tuple(is_free), is_body)), ins)
-            if name == "scan":
-                closed, carry = carry_of(eqn)
-                in_body = [True] * carry.start + [False] * (carry.stop - carry.start) + is_free[carry.stop :]
-                scope = _Scope(tuple(in_body), is_body=True, num_invariants=carry.start, trips=params["length"])
-                changed["jaxpr"] = _retrace(closed, scope)
-            elif name == "cond":
-                scope = _Scope(tuple(is_free[1:]), is_body=True)
-                changed["branches"] = tuple(_retrace(branch, scope) for branch in params["branches"])
-            return rebind(eqn, ins, **changed)
+            if inside is None or inside.name not in _SELECTED_BODIES:
+                return rebind(eqn, ins)
+            own = {"is_body": is_body or inside.name != "shard_map"}
+            if inside.carried is not None:
+                start, stop = inside.carried.start, inside.carried.stop
+                is_free[:stop] = [True] * start + [False] * (stop - start)
+                own |= {"num_invariants": start, "trips": eqn.params["length"]}
+            return inside.bind(ins, lambda body: _of_jaxpr(body.closed, _Scope(tuple(body.inputs(is_free)), **own)))
 
-    return evaluate(jaxpr, args, bind)
+    return evaluate(jaxpr, args, on_equation)
 
 
-def _retrace(closed: Any, scope: _Scope) -> Any:
-    scope = dataclasses.replace(scope, free=(True,) * len(closed.consts) + scope.free)
-    return jax.make_jaxpr(functools.partial(_of_jaxpr(closed.jaxpr, scope), *closed.consts))(*closed.in_avals)
-
-
-def inlined_call(eqn: Any) -> Any:
+def inlined_call(eqn: core.JaxprEqn) -> Any:
     """Returns the jaxpr of a call that can be inlined; None for other equations."""
     closed = None if has_effects(eqn) else plain_call(eqn)
     return None if closed is None or closed.consts else closed.jaxpr
 
 
-def has_effects(eqn: Any) -> bool:
+def has_effects(eqn: core.JaxprEqn) -> bool:
     """Returns whether an equation or a jaxpr does more than compute its results; reading a mesh axis does not count."""
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
@@ -320,14 +313,14 @@ def _compute(ops: Iterable[Op], env: dict[int, Any]) -> None:
             env.update(zip(op.outs, bind_again(op.eqn, values_of(op.ins, env)), strict=True))
 
 
-def _is_cheap(eqn: Any) -> bool:
+def _is_cheap(eqn: core.JaxprEqn) -> bool:
     """Returns whether an equation is done again rather than its results kept."""
     if eqn.primitive.name == "custom_jvp_call" and not has_effects(eqn):
         return all(_is_cheap(one) or inlined_call(one) is not None for one, _ in equations(called_jaxpr(eqn)))
     return eqn.primitive.name in _CHEAP and not has_effects(eqn)
 
 
-def _flops(eqn: Any) -> float:
+def _flops(eqn: core.JaxprEqn) -> float:
     """Returns the FLOPs of a cheap equation; an exponential counts as four, and moving elements or casting as none."""
     name = eqn.primitive.name
     if name == "custom_jvp_call":

@@ -20,9 +20,9 @@ from hlat_jax.ops.choices import chosen_model
 from hlat_jax.passes import autocast as autocast_lib
 from hlat_jax.passes import naming, remat
 from hlat_jax.passes.autocast import CastPolicy
-from hlat_jax.passes.casting import Cast
+from hlat_jax.passes.autocast_equations import Cast
+from hlat_jax.passes.autocast_kinds import saturated
 from hlat_jax.passes.jaxpr import carry_of, equations
-from hlat_jax.passes.kinds import saturated
 from hlat_jax.program import model_loss
 from hlat_jax.resolve import resolve
 
