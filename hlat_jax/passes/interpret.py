@@ -92,17 +92,6 @@ class Body:
         """Returns the operands that are inputs of the body."""
         return [operands[at] for at in self.reads]
 
-    def avals(self, operands: Sequence[Any]) -> list[Any]:
-        """Returns the types of the inputs for operands that may have other dtypes than declared."""
-        pairs = zip(self.closed.in_avals, self.inputs(operands), strict=True)
-        return [_with_dtype(aval, getattr(operand, "dtype", None)) for aval, operand in pairs]
-
-
-def _with_dtype(aval: Any, dtype: Any) -> Any:
-    if dtype is None or getattr(aval, "dtype", dtype) == dtype:
-        return aval
-    return aval.update(dtype=dtype, weak_type=False)
-
 
 @dataclasses.dataclass(frozen=True)
 class Compound:
@@ -187,7 +176,7 @@ class Compound:
         """Returns the results of the equation with other bodies.
 
         Args:
-          operands: values of the operands. Bodies are traced for the dtypes that these have.
+          operands: values of the operands.
           replacement: body -> a closed jaxpr, or a function from the inputs of the body to the list of its results. It
             may not read values of the surrounding trace; see `bind_numbered`.
         """
@@ -198,7 +187,7 @@ class Compound:
             is_closed = isinstance(new, core.ClosedJaxpr)
             if self.name == "shard_map":  # traced where the axes of the mesh are bound
                 return bind_shard_map(self.eqn, core.jaxpr_as_fun(new) if is_closed else new, operands)
-            closed = new if is_closed else jax.make_jaxpr(new)(*body.avals(operands))
+            closed = new if is_closed else jax.make_jaxpr(new)(*body.closed.in_avals)
             if self.has_branches:
                 changed[body.param] = (*changed.get(body.param, ()), closed)
             elif hasattr(self.eqn.params[body.param], "consts"):
@@ -248,6 +237,11 @@ def compound(eqn: core.JaxprEqn) -> Compound | None:
     """Returns the bodies of an equation; None for an equation without bodies."""
     read = _READ.get(eqn.primitive.name)
     return None if read is None else read(eqn)
+
+
+def called(eqn: core.JaxprEqn) -> core.ClosedJaxpr | None:
+    """Returns the jaxpr of the one function that an equation calls with its operands; None if it calls none."""
+    return _call(eqn).bodies[0].closed if eqn.primitive.name in CALL_JAXPRS else None
 
 
 def _call(eqn: core.JaxprEqn) -> Compound:
