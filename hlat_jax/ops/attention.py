@@ -180,7 +180,7 @@ def _nki(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, _):
 
 
 def _cudnn(q_BTNH, k_BSKH, v_BSKH, _, window):
-    return _imported(_GPU, "cudnn")(q_BTNH, k_BSKH, v_BSKH, window=window)
+    return _imported(_GPU, "dot_product_attention")(q_BTNH, k_BSKH, v_BSKH, window=window)
 
 
 def _triton(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, _):
