@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from jax.extend import core
 
+from hlat_jax.passes.interpret import Body
 from hlat_jax.passes.jaxpr import aval_bytes, is_literal, variables
 
 Atom = core.Var | core.Literal
@@ -23,12 +24,14 @@ class Call:
     """A call whose body is part of a program's data flow.
 
     Attributes:
-      eqn: the call.
+      eqn: the call, with the variables of its own jaxpr.
+      invars: the values that it reads.
       results: the values that its body returns.
       own: the values that its body, and the calls in it, write.
     """
 
     eqn: core.JaxprEqn
+    invars: list[Atom]
     results: list[Atom] = dataclasses.field(default_factory=list)
     own: frozenset[core.Var] = frozenset()
 
@@ -74,7 +77,7 @@ class Dataflow(Generic[_Op]):
 
     Args:
       jaxpr: open.
-      inlined: equation -> closed jaxpr of a call that is read as if its equations stood in its place, or None.
+      inlined: equation -> the body of a call, which is read as if its equations stood in its place, or None.
       consts: values of the constants, if they are known.
       op: the type of the operations.
 
@@ -91,7 +94,7 @@ class Dataflow(Generic[_Op]):
         self,
         jaxpr: core.Jaxpr,
         *,
-        inlined: Callable[[core.JaxprEqn], core.ClosedJaxpr | None],
+        inlined: Callable[[core.JaxprEqn], Body | None],
         consts: Sequence[Any] = (),
         op: type[_Op] = Op,
     ):
@@ -121,10 +124,10 @@ class Dataflow(Generic[_Op]):
                 outs: Sequence[Atom] = [core.Var(var.aval) for var in eqn.outvars]
                 self.ops.append(self._op(eqn, calls, invars, outs))
             else:
-                call, first = Call(eqn), len(self.ops)
-                consts = [core.Var(var.aval) for var in inner.jaxpr.constvars]
-                self.constants.update(zip(consts, inner.consts, strict=True))
-                outs = call.results = self._read(inner.jaxpr, [*consts, *invars], (*calls, call), {})
+                call, first, closed = Call(eqn, invars), len(self.ops), inner.closed
+                consts = [core.Var(var.aval) for var in closed.jaxpr.constvars]
+                self.constants.update(zip(consts, closed.consts, strict=True))
+                outs = call.results = self._read(closed.jaxpr, [*consts, *inner.inputs(invars)], (*calls, call), {})
                 call.own = frozenset(value for op in self.ops[first:] for value in op.outvars)
             env.update(zip(eqn.outvars, outs, strict=True))
         return [_atom(var, env) for var in jaxpr.outvars]

@@ -239,9 +239,9 @@ def compound(eqn: core.JaxprEqn) -> Compound | None:
     return None if read is None else read(eqn)
 
 
-def called(eqn: core.JaxprEqn) -> core.ClosedJaxpr | None:
-    """Returns the jaxpr of the one function that an equation calls with its operands; None if it calls none."""
-    return _call(eqn).bodies[0].closed if eqn.primitive.name in CALL_JAXPRS else None
+def called(eqn: core.JaxprEqn) -> Body | None:
+    """Returns the one function that an equation calls with its operands; None if it calls none."""
+    return _call(eqn).bodies[0] if eqn.primitive.name in CALL_JAXPRS else None
 
 
 def _call(eqn: core.JaxprEqn) -> Compound:

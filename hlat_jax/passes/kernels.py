@@ -26,6 +26,7 @@ import numpy as np
 from hlat_jax.facts.chips import DOCUMENTED, chip_of
 from hlat_jax.ops.gpu import attention as gpu
 from hlat_jax.ops.nki import attention as nki
+from hlat_jax.passes.dataflow import upstream
 from hlat_jax.passes.jaxpr import is_inexact, is_literal, variables
 from hlat_jax.passes.rewrite import Rewritten
 from hlat_jax.passes.rewrite.axes import (
@@ -40,7 +41,7 @@ from hlat_jax.passes.rewrite.axes import (
     size_of,
     source_of,
 )
-from hlat_jax.passes.rewrite.graph import EquationGraph, Match, Refusal, upstream
+from hlat_jax.passes.rewrite.graph import EquationGraph, Match, Refusal
 
 MASKED = -1e4  # a key whose score is this or less has no weight
 _OP = "attention"
@@ -345,7 +346,7 @@ def _conjuncts(graph: EquationGraph, mask: Placed, when: bool) -> list[_Mask]:
 
 def _has_derivative(graph: EquationGraph, var: Any) -> bool:
     """Returns whether a float input of the function enters into a value."""
-    eqns = upstream(graph.eqns, [var], without=())
+    eqns = upstream(graph.eqns, [var])
     reads = {var, *(atom for eqn in eqns for atom in variables(eqn.invars))}
     return any(graph.producer(one) is None and is_inexact(one.aval) and not graph.is_constant(one) for one in reads)
 

@@ -26,7 +26,7 @@ from jax.extend import core
 
 from hlat_jax.passes import fences
 from hlat_jax.passes.dataflow import Dataflow, Op, num_bytes, upstream
-from hlat_jax.passes.interpret import compound, evaluate
+from hlat_jax.passes.interpret import Body, called, compound, evaluate
 from hlat_jax.passes.jaxpr import (
     ELEMENTWISE,
     REDUCTIONS,
@@ -144,7 +144,9 @@ def _evaluate(jaxpr: core.Jaxpr, args: Sequence[Any], free: set, is_body: bool) 
         inner, inside = _inlined(eqn), compound(eqn)
         with place_of(eqn):
             if inner is not None:
-                return _evaluate(inner.jaxpr, ins, {*itertools.compress(inner.jaxpr.invars, is_free)}, is_body)
+                return _evaluate(
+                    inner.closed.jaxpr, ins, {*itertools.compress(inner.closed.jaxpr.invars, is_free)}, is_body
+                )
             if inside is None or inside.name not in _SELECTED_BODIES:
                 return rebind(eqn, ins)
             own = {"is_body": is_body or inside.name != "shard_map"}
@@ -157,10 +159,10 @@ def _evaluate(jaxpr: core.Jaxpr, args: Sequence[Any], free: set, is_body: bool) 
     return evaluate(jaxpr, args, on_equation)
 
 
-def _inlined(eqn: core.JaxprEqn) -> core.ClosedJaxpr | None:
-    """Returns the jaxpr, without constants, of a call that can be inlined; None for other equations."""
+def _inlined(eqn: core.JaxprEqn) -> Body | None:
+    """Returns the body, without constants, of a call that can be inlined; None for other equations."""
     closed = None if has_effects(eqn) else plain_call(eqn)
-    return None if closed is None or closed.consts else closed
+    return None if closed is None or closed.consts else called(eqn)
 
 
 def has_effects(eqn: core.JaxprEqn) -> bool:

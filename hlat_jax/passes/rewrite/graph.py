@@ -11,7 +11,9 @@ import jax
 import numpy as np
 from jax.extend import core
 
+from hlat_jax.passes.dataflow import Dataflow, upstream
 from hlat_jax.passes.independence import is_elementwise_call
+from hlat_jax.passes.interpret import Body, called, compound
 from hlat_jax.passes.jaxpr import (
     ELEMENTWISE,
     SAME_ELEMENTS,
@@ -84,25 +86,6 @@ class Refusal:
     reason: str
 
 
-@dataclasses.dataclass(eq=False)
-class _Call:
-    """A call whose body is part of the view.
-
-    Attributes:
-      eqn: the call.
-      results: atoms that its body returns.
-      own: variables that its body and the calls in it compute.
-    """
-
-    eqn: Any
-    results: list[Any] = dataclasses.field(default_factory=list)
-    own: frozenset[Any] = frozenset()
-
-    def is_open_by(self, ends: set[Any]) -> bool:
-        """Returns whether one of some variables is computed in the call and not returned by it."""
-        return any(var not in self.results for var in self.own & ends)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Step:
     reads: Sequence[Any]
@@ -128,19 +111,17 @@ class EquationGraph:
       copied: a variable of `copy_of_constant` -> the one that it is a copy of.
     """
 
-    def __init__(self, closed: Any, known: Mapping[int, np.ndarray] | None = None):
-        self.eqns: list[Any] = []
+    def __init__(self, closed: core.ClosedJaxpr, known: Mapping[int, np.ndarray] | None = None):
+        flow = Dataflow(closed.jaxpr, inlined=_inlined, consts=closed.consts)
+        self.eqns = [op.eqn.replace(invars=op.invars, outvars=op.outvars) for op in flow.ops]
+        self._calls = {id(eqn): op.calls for eqn, op in zip(self.eqns, flow.ops, strict=True)}  # outermost first
+        self.invars, self.outvars = flow.inputs[len(closed.consts) :], flow.outputs
         self.taken: set[int] = set()
-        self.copied: dict[Any, Any] = {}
-        self.values: dict[Any, Any] = {}  # constants of the jaxpr, arrays
-        self._folded: dict[Any, np.ndarray] = {}
-        self._from_inputs: set[Any] = set()
-        self.invars = [core.Var(aval) for aval in closed.in_avals]
-        for number, array in (known or {}).items():
-            self._folded[self.invars[number]] = self.values[self.invars[number]] = array
-        self._from_inputs |= {var for var in self.invars if var not in self._folded}
-        self._calls: dict[int, tuple[_Call, ...]] = {}  # of each equation, outermost first
-        self.outvars = self._flatten(closed, self.invars, ())
+        self.copied: dict[core.Var, core.Var] = {}
+        self._folded = {self.invars[number]: array for number, array in (known or {}).items()}
+        self.values = flow.constants | self._folded  # of constants of the jaxpr, arrays
+        tracers = {var for var, value in flow.constants.items() if isinstance(value, jax.core.Tracer)}
+        self._from_inputs = {*self.invars, *tracers} - self._folded.keys()
         for eqn in self.eqns:
             if eqn.effects or not self._from_inputs.isdisjoint(variables(eqn.invars)):
                 self._from_inputs |= set(eqn.outvars)
@@ -279,7 +260,7 @@ class EquationGraph:
         copy = self._copies.get((id(reader), atom))
         if copy is not None or not self.is_constant(atom) or self.producer(atom) is None:
             return atom if copy is None else copy
-        chain = upstream(self.eqns, [atom], without=())
+        chain = upstream(self.eqns, [atom])
         own = {id(eqn) for eqn in (*chain, reader)}
         made = [var for one in chain for var in one.outvars]
         is_shared = any(self.is_output(var) or any(id(eqn) not in own for eqn in self.readers(var)) for var in made)
@@ -342,7 +323,13 @@ class EquationGraph:
         changed = changed or {}
         claimed = {var for match in matches for var in match.outputs}
         ends = claimed.union(self._read_early, *(match.inputs for match in matches))
-        opened = {call for calls in self._calls.values() for call in calls if call.is_open_by(ends)}
+        # calls of which a value inside is read, that they do not return
+        opened = {
+            call
+            for calls in self._calls.values()
+            for call in calls
+            if (call.own & ends).difference(variables(call.results))
+        }
         opened = opened.union(*(self._calls[number] for number in changed))
         order = {id(eqn): number for number, eqn in enumerate(self.eqns)}
         replacing = {max(order[id(eqn)] for eqn in match.eqns): match for match in matches}
@@ -353,48 +340,10 @@ class EquationGraph:
                 steps.append(_binding(changed.get(id(eqn), eqn), eqn.outvars, set(eqn.outvars) - claimed))
             elif call not in whole:
                 whole.add(call)
-                steps.append(_binding(call.eqn, call.results, call.own - claimed))
+                steps.append(_binding(call.eqn.replace(invars=call.invars), call.results, call.own - claimed))
             if number in replacing:
                 steps.append(_replacing(replacing[number], eqn))
         return _ordered(steps, {*self.invars, *self.values})
-
-    def _flatten(self, closed: Any, operands: Sequence[Any], calls: tuple[_Call, ...]) -> list[Any]:
-        """Adds the equations of a jaxpr that these calls enclose, and returns its results."""
-        jaxpr = closed.jaxpr
-        env = dict(zip(jaxpr.invars, operands, strict=True))
-        for var, value in zip(jaxpr.constvars, closed.consts, strict=True):
-            env[var] = core.Var(var.aval)
-            self.values[env[var]] = value
-            if isinstance(value, jax.core.Tracer):
-                self._from_inputs.add(env[var])
-
-        def read(atom: Any) -> Any:
-            return atom if is_literal(atom) else env[atom]
-
-        for eqn in jaxpr.eqns:
-            invars = [read(atom) for atom in eqn.invars]
-            body = _inlined(eqn)
-            if body is None:
-                outvars = [core.Var(var.aval) for var in eqn.outvars]
-                self.eqns.append(eqn.replace(invars=invars, outvars=outvars))
-                self._calls[id(self.eqns[-1])] = calls
-            else:
-                call, first = _Call(eqn.replace(invars=invars)), len(self.eqns)
-                operands = invars[1:] if eqn.primitive.name == "cond" else invars
-                call.results = outvars = self._flatten(body, operands, (*calls, call))
-                call.own = frozenset(var for inner in self.eqns[first:] for var in inner.outvars)
-            env.update(zip(eqn.outvars, outvars, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
-
-
-def upstream(eqns: Sequence[Any], ends: Collection[Any], *, without: Collection[Any]) -> list[Any]:
-    """Returns, in order, the equations that `ends` depend on, stopping at the variables in `without`."""
-    needed, upstream_eqns = set(ends), []
-    for eqn in reversed(eqns):
-        if not needed.isdisjoint(eqn.outvars):
-            needed |= set(variables(eqn.invars)).difference(without)
-            upstream_eqns.append(eqn)
-    return upstream_eqns[::-1]
 
 
 def _is_foldable(aval: Any) -> bool:
@@ -408,12 +357,12 @@ def own_rule(eqn: Any) -> str:
     return f"{op_name(eqn)} has a derivative rule of its own" if is_own else ""
 
 
-def _inlined(eqn: Any) -> Any:
-    """Returns the closed jaxpr of a call that is part of the view; None for any other equation."""
+def _inlined(eqn: core.JaxprEqn) -> Body | None:
+    """Returns the body of a call that is part of the view; None for any other equation."""
     if eqn.params.get("branches_platforms") == (("mosaic",), None):  # a kernel of Pallas is not traced here
-        return eqn.params["branches"][-1]
+        return compound(eqn).bodies[-1]
     is_known = own_rule(eqn) and jax_function(eqn) in _KNOWN_RULES
-    return eqn.params["call_jaxpr"] if is_known else plain_call(eqn)
+    return called(eqn) if is_known or plain_call(eqn) is not None else None
 
 
 def _binding(eqn: Any, results: Sequence[Any], wanted: Collection[Any]) -> _Step:

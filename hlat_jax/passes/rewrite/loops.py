@@ -20,6 +20,7 @@ from jax.extend import core
 from hlat_jax.host.jax_compat import ad, batching, mlir
 from hlat_jax.ops.cross_entropy import is_loss_scaled
 from hlat_jax.ops.own_backward import with_backward
+from hlat_jax.passes.dataflow import upstream
 from hlat_jax.passes.independence import SUM, Start, bind_part, is_elementwise_call
 from hlat_jax.passes.jaxpr import (
     aval_bytes,
@@ -33,7 +34,6 @@ from hlat_jax.passes.jaxpr import (
     variables,
     varying_axes,
 )
-from hlat_jax.passes.rewrite.graph import upstream
 
 ShapeOf = Callable[[Any], Sequence[int]]
 _Sizes = tuple[ShapeOf, int]  # shapes of variables, and the number of chunks
