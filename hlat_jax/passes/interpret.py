@@ -201,8 +201,8 @@ class Compound:
 
         Args:
           operands: values of the operands.
-          run: (body or condition, number, inputs) -> results. The number is that of the branch, or of the trip: 0 for
-            the trip that runs first.
+          run: (body or condition, number, inputs) -> results. The number is the number of the branch, of the row that
+            a trip of a `scan` reads, or of the trip of a `while`.
         """
         if self.has_branches:
             return jax.lax.switch(operands[0], [_branch(run, body) for body in self.bodies], *operands[1:])
