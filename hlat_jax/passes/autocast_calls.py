@@ -177,7 +177,7 @@ def _at(items: Any, places: Sequence[int]) -> list[Any]:
     return [items[at] for at in places]
 
 
-def _without_zeros(closed: Any, num_outs: int, *, num_linear: int) -> tuple[Any, list[bool]]:
+def _without_zeros(closed: core.ClosedJaxpr, num_outs: int, *, num_linear: int) -> tuple[core.ClosedJaxpr, list[bool]]:
     """Returns a jaxpr without the results after `num_outs` that are zero, and which of them are not.
 
     They are linear in the last `num_linear` inputs, so they are zero where they depend on none of them.

@@ -85,7 +85,7 @@ class Cast:
         *,
         forced: Sequence[Kind | None] = (),
         wide: Sequence[bool] = (),
-    ) -> tuple[Any, list]:
+    ) -> tuple[core.ClosedJaxpr, list[Kind]]:
         """Returns (the jaxpr for operands of the given kinds, the kinds of its results).
 
         Args:
@@ -155,7 +155,7 @@ class Cast:
         """Returns whether the rule for an equation is `always`."""
         return self.rule(eqn) == "always"
 
-    def _narrow_read(self, jaxpr: core.Jaxpr, wide: Sequence[int]) -> tuple[set[Any], set[Any]]:
+    def _narrow_read(self, jaxpr: core.Jaxpr, wide: Sequence[int]) -> tuple[set[core.Var], set[core.Var]]:
         """Returns the variables that operations other than `never` read, and those that sums of squares cancel.
 
         Narrowing others than the former would only lose bits.

@@ -21,7 +21,7 @@ _SCALES = primitives("mul div")
 _MOVES = primitives("neg copy convert_element_type broadcast_in_dim reshape transpose squeeze name")
 
 
-def cancelled_variables(jaxpr: core.Jaxpr, wanted: Sequence[bool]) -> set[Any]:
+def cancelled_variables(jaxpr: core.Jaxpr, wanted: Sequence[bool]) -> set[core.Var]:
     """Returns the variables of a jaxpr that are only added to sums of squares, after moves and scales by a number.
 
     Args:

@@ -283,7 +283,7 @@ COMPOUND = frozenset(_READ)  # the names of the primitives with bodies
 
 
 def bind_shard_map(
-    eqn: Any, local: Callable[..., Sequence[Any]], args: Sequence[Any], *, replicated: Sequence[Any] = ()
+    eqn: core.JaxprEqn, local: Callable[..., Sequence[Any]], args: Sequence[Any], *, replicated: Sequence[Any] = ()
 ) -> list[Any]:
     """Returns the results of a `shard_map` equation with another function on each device, of more arguments."""
     params = eqn.params
@@ -298,7 +298,9 @@ def bind_shard_map(
     return list(mapped(*args, *replicated))
 
 
-def reaching(jaxpr: Any, is_end: Callable[[Any], bool], *, wanted: Sequence[bool] | None = None) -> list[bool]:
+def reaching(
+    jaxpr: core.Jaxpr, is_end: Callable[[core.JaxprEqn], bool], *, wanted: Sequence[bool] | None = None
+) -> list[bool]:
     """Returns for each input of a jaxpr whether a value computed from it is an operand of a selected equation.
 
     Args:

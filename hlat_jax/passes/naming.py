@@ -210,7 +210,9 @@ class _Namer:
             )
 
 
-def _emit(jaxpr: core.Jaxpr, args: Sequence[Any], names_of: Callable[[core.JaxprEqn], list[str | None]]) -> list:
+def _emit(
+    jaxpr: core.Jaxpr | Segment, args: Sequence[Any], names_of: Callable[[core.JaxprEqn], list[str | None]]
+) -> list:
     """Returns the results of a jaxpr for its constants and operands, with its values named."""
 
     def on_equation(eqn: core.JaxprEqn, ins: list) -> list:

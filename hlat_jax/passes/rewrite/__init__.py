@@ -18,13 +18,12 @@ import jax
 import numpy as np
 from jax.extend import core
 
+from hlat_jax.passes.interpret import compound
 from hlat_jax.passes.jaxpr import (
     CHECKPOINT,
     RULE_WITH_TRACER,
-    carry_of,
     trace_call,
     warn_of_rule_with_tracer,
-    without_consts,
     without_dead_code,
 )
 from hlat_jax.passes.rewrite.check import compare
@@ -137,7 +136,7 @@ class Rewriter:
         self.replacements: dict[Any, Replacement] = {}
         self.refusals: list[Refusal] = []
 
-    def rewrite(self, closed: Any, *, known: Mapping[int, np.ndarray] | None = None) -> Any:
+    def rewrite(self, closed: core.ClosedJaxpr, *, known: Mapping[int, np.ndarray] | None = None) -> core.ClosedJaxpr:
         """Returns the closed jaxpr with matches replaced, also in the jaxprs inside it; itself if there are none.
 
         Args:
@@ -145,8 +144,8 @@ class Rewriter:
           known: values of its inputs that are constant, by position.
         """
         graph = EquationGraph(closed, known)
-        eqns = {id(eqn): self._changed(graph, eqn) for eqn in graph.eqns}
-        changed = {number: eqn for number, eqn in eqns.items() if eqn is not None}
+        bodies = {id(eqn): self._changed_body(graph, eqn) for eqn in graph.eqns}
+        changed = {number: body for number, body in bodies.items() if body is not None}
         used = self._select_matches(graph)
         if not used and not changed:
             return closed
@@ -204,22 +203,16 @@ class Rewriter:
             raise ValueError(f"the replacement differs from it by {difference:.1e}, more than {tolerance:.0e}")
         return difference
 
-    def _changed(self, graph: EquationGraph, eqn: Any) -> Any:
-        """Returns an equation with the matches in its jaxpr replaced; None if there are none."""
-        name, params = eqn.primitive.name, eqn.params
-        if name not in ("scan", "jit", CHECKPOINT):  # a jit that places arrays, which the graph does not inline
+    def _changed_body(self, graph: EquationGraph, eqn: core.JaxprEqn) -> core.ClosedJaxpr | None:
+        """Returns the body of an equation with matches replaced; None if there are none."""
+        if eqn.primitive.name not in ("scan", "jit", CHECKPOINT):  # a jit that the graph does not inline places arrays
             return None
-        closed = core.ClosedJaxpr(params["jaxpr"], []) if name == CHECKPOINT else params["jaxpr"]
-        fixed = eqn.invars[: carry_of(eqn)[1].start] if name == "scan" else eqn.invars
+        inside = compound(eqn)
+        fixed = eqn.invars if inside.carried is None else eqn.invars[: inside.carried.start]
         values = {number: graph.constant(atom) for number, atom in enumerate(fixed)}
+        closed = inside.bodies[0].closed
         new = self.rewrite(closed, known={number: value for number, value in values.items() if value is not None})
-        if new is closed:
-            return None
-        if name != CHECKPOINT:
-            return eqn.replace(params={**params, "jaxpr": new})
-        opened, consts = without_consts(new)
-        literals = [core.Literal(const, jax.typeof(const)) for const in consts]
-        return eqn.replace(params={**params, "jaxpr": opened}, invars=[*literals, *eqn.invars])
+        return None if new is closed else new
 
 
 def _check_readers(graph: EquationGraph, match: Match) -> None:

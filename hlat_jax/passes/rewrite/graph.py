@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from hlat_jax.passes.dataflow import Dataflow, upstream
+from hlat_jax.passes.dataflow import Atom, Dataflow, upstream
 from hlat_jax.passes.independence import is_elementwise_call
 from hlat_jax.passes.interpret import Body, called, compound
 from hlat_jax.passes.jaxpr import (
@@ -137,23 +137,23 @@ class EquationGraph:
             for var in set(variables(eqn.invars)) if is_read else ():
                 self._readers.setdefault(var, []).append(eqn)
 
-    def producer(self, atom: Any) -> Any:
+    def producer(self, atom: Atom) -> core.JaxprEqn | None:
         """Returns the equation that computes a variable; None for an input, a constant of the jaxpr, a literal."""
         return None if is_literal(atom) else self._producers.get(atom)
 
-    def readers(self, var: Any) -> list[Any]:
+    def readers(self, var: core.Var) -> list[core.JaxprEqn]:
         """Returns the equations that have the variable as an operand and whose results are read; see `is_output`."""
         return self._readers.get(var, [])
 
-    def is_output(self, var: Any) -> bool:
+    def is_output(self, var: core.Var) -> bool:
         """Returns whether the variable is a result of the jaxpr."""
         return any(var is atom for atom in self.outvars)
 
-    def is_constant(self, atom: Any) -> bool:
+    def is_constant(self, atom: Atom) -> bool:
         """Returns whether no input enters into the computation of a value."""
         return is_literal(atom) or atom not in self._from_inputs
 
-    def constant(self, atom: Any) -> np.ndarray | None:
+    def constant(self, atom: Atom) -> np.ndarray | None:
         """Returns the value of what depends on no input; None if it does, or is not folded: too large, a key."""
         if is_literal(atom):
             return np.asarray(atom.val)
@@ -164,7 +164,7 @@ class EquationGraph:
                 self._fold(atom)
         return self._folded[atom]
 
-    def _fold(self, atom: Any) -> np.ndarray | None:
+    def _fold(self, atom: Atom) -> np.ndarray | None:
         if is_literal(atom):
             return np.asarray(atom.val)
         if atom in self._folded:
@@ -183,7 +183,7 @@ class EquationGraph:
         self._folded.update(zip(eqn.outvars, results, strict=True))
         return self._folded[atom]
 
-    def _batched(self, eqn: Any) -> list[Any]:
+    def _batched(self, eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
         """Returns a gather as one with batch dimensions, where it reads index i of a dimension for index i of them.
 
         z[arange(N), y] is then take_along_axis(z, y[:, None], 1), which computes every index alike. Any other equation
@@ -240,7 +240,7 @@ class EquationGraph:
             eqns += taken
         self.eqns = eqns
 
-    def _in_place_of(self, eqn: Any, new: list[Any]) -> list[Any]:
+    def _in_place_of(self, eqn: core.JaxprEqn, new: list[core.JaxprEqn]) -> list[core.JaxprEqn]:
         """Returns equations that compute the results of another one, entered in its place."""
         made = {var for one in new for var in one.outvars}
         for one in new:
@@ -252,7 +252,7 @@ class EquationGraph:
             call.own |= made
         return new
 
-    def copy_of_constant(self, atom: Any, reader: Any) -> Any:
+    def copy_of_constant(self, atom: Atom, reader: core.JaxprEqn) -> Atom:
         """Returns a mask or an index as one that is computed for one reader alone, who may cut it as others do not.
 
         Returns it as it is if it depends on an input, if no other reads it, and if to compute it again would cost much.
@@ -296,7 +296,7 @@ class EquationGraph:
                 connecting.append(eqn)
         return connecting
 
-    def source(self, eqn: Any) -> str:
+    def source(self, eqn: core.JaxprEqn) -> str:
         """Returns "file.py:line (function)" of the user's line that an equation, or a call around it, comes from."""
         around = (call.eqn for call in reversed(self._calls.get(id(eqn), ())))
         return next(filter(None, map(source_of, (eqn, *around))), "")
@@ -308,14 +308,14 @@ class EquationGraph:
             env.update(zip(step.defines, step.run(env), strict=True))
         return values_of(self.outvars, env)
 
-    def steps(self, matches: Sequence[Match], *, changed: Mapping[int, Any] | None = None) -> list[_Step]:
+    def steps(self, matches: Sequence[Match], *, changed: Mapping[int, core.ClosedJaxpr] | None = None) -> list[_Step]:
         """Returns the program with replacements in it, in an order in which it can run.
 
         Calls remain, but for those that a replacement is in. What is replaced is computed too: it is dead code.
 
         Args:
           matches: the parts that are replaced.
-          changed: id of an equation -> the one that is bound in its place.
+          changed: id of an equation -> the body that it runs in place of its own.
 
         Raises:
           ValueError: replacements that need each other's results.
@@ -337,7 +337,7 @@ class EquationGraph:
         for number, eqn in enumerate(self.eqns):
             call = next((call for call in self._calls[id(eqn)] if call not in opened), None)
             if call is None:
-                steps.append(_binding(changed.get(id(eqn), eqn), eqn.outvars, set(eqn.outvars) - claimed))
+                steps.append(_binding(eqn, eqn.outvars, set(eqn.outvars) - claimed, body=changed.get(id(eqn))))
             elif call not in whole:
                 whole.add(call)
                 steps.append(_binding(call.eqn.replace(invars=call.invars), call.results, call.own - claimed))
@@ -351,7 +351,7 @@ def _is_foldable(aval: Any) -> bool:
     return is_number and aval_bytes(aval) <= MAX_FOLDED_BYTES
 
 
-def own_rule(eqn: Any) -> str:
+def own_rule(eqn: core.JaxprEqn) -> str:
     """Returns why a call is not inlined that has a derivative rule; "" for other equations."""
     is_own = eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call") and not is_elementwise_call(eqn)
     return f"{op_name(eqn)} has a derivative rule of its own" if is_own else ""
@@ -365,12 +365,16 @@ def _inlined(eqn: core.JaxprEqn) -> Body | None:
     return called(eqn) if is_known or plain_call(eqn) is not None else None
 
 
-def _binding(eqn: Any, results: Sequence[Any], wanted: Collection[Any]) -> _Step:
+def _binding(
+    eqn: core.JaxprEqn, results: Sequence[Any], wanted: Collection[Any], *, body: core.ClosedJaxpr | None = None
+) -> _Step:
+    """Returns a step that binds an equation, with another body if one is given, and defines its wanted results."""
     places = {atom: at for at, atom in enumerate(results) if not is_literal(atom) and atom in wanted}
 
     def run(env: Mapping[Any, Any]) -> list[Any]:
         with place_of(eqn):
-            outs = rebind(eqn, values_of(eqn.invars, env))
+            ins = values_of(eqn.invars, env)
+            outs = rebind(eqn, ins) if body is None else compound(eqn).bind(ins, lambda _: body)
         return [outs[at] for at in places.values()]
 
     return _Step(variables(eqn.invars), list(places), run, bool(eqn.effects))
