@@ -24,15 +24,13 @@ from jax.extend import core
 
 from hlat_jax.ops.own_backward import has_own_backward
 from hlat_jax.passes.autocast_equations import Cast
-from hlat_jax.passes.interpret import COMPOUND, compound, stops_on_floats
+from hlat_jax.passes.interpret import COMPOUND, compound, map_jaxpr, stops_on_floats
 from hlat_jax.passes.jaxpr import (
     COLLECTIVES,
     called_jaxpr,
     equations,
     op_name,
     primitives,
-    trace_call,
-    warn_of_rule_with_tracer,
 )
 
 # Matrix products: operands are cast to the narrow dtype.
@@ -110,22 +108,14 @@ def autocast(fn: Callable[_Args, _Result], policy: CastPolicy | str) -> Callable
         policy = POLICIES[policy]
     if not isinstance(policy, CastPolicy):
         raise ValueError(f"autocast policy {policy!r}: give {' or '.join(POLICIES)}, or a CastPolicy of your own.")
-    name = getattr(fn, "__name__", type(fn).__name__)
+    rules = policy.rules
 
-    def cast(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-        closed, leaves, tree = trace_call(fn, args, kwargs)
-        _check_names(policy.rules, closed.jaxpr, name)
-        if warn_of_rule_with_tracer(fn, closed.jaxpr):
-            return fn(*args, **kwargs)
-        rebinding = Cast(
-            jnp.dtype(policy.compute),
-            functools.partial(_rule, policy.rules),
-            wide_distances="dot_general" not in policy.rules,
-        )
-        return jax.tree.unflatten(tree, rebinding.outputs(closed, leaves))
+    def run(closed: core.ClosedJaxpr, leaves: list[Any]) -> list[Any]:
+        _check_names(rules, closed.jaxpr, getattr(fn, "__name__", type(fn).__name__))
+        rule, low = functools.partial(_rule, rules), jnp.dtype(policy.compute)
+        return Cast(low, rule, wide_distances="dot_general" not in rules).outputs(closed, leaves)
 
-    cast.__name__ = name
-    return cast
+    return map_jaxpr(fn, run)
 
 
 def is_fp16(policy: CastPolicy | str | None) -> bool:

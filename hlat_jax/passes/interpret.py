@@ -1,8 +1,8 @@
 """The one interpreter of jaxprs: what an equation with bodies runs, and how a pass goes on into it.
 
-`evaluate` runs the equations of a jaxpr in order. A pass gives it a function of one equation and its operands: values,
-or facts on values such as labels. If the equation has bodies, `compound` returns them, and the pass goes on in one of
-these ways:
+`map_jaxpr` traces a function and hands its jaxpr to a pass. `evaluate` runs the equations of a jaxpr in order: the pass
+gives it a function of one equation and its operands, which are values, or facts on values such as labels. If the
+equation has bodies, `compound` returns them, and the pass goes on in one of these ways:
 
 | method of `Compound` | what it does | used to |
 |---|---|---|
@@ -20,29 +20,62 @@ these ways:
 | `scan` | one step |
 | `while` | one step, and a condition |
 
-A new primitive of JAX needs an entry in `_READ` and, if it is no call, how `bind_numbered` runs it. Reducers of
-scatters and bodies of kernels are no bodies here: they run on single elements and on blocks. `jaxpr.equations` counts
-their equations too. `Compound.bind` keeps the derivative rule of a custom rule as it is: a pass that changes what such
-a function computes makes a new rule, as `autocast_calls` does.
+A new call of JAX needs its name in `jaxpr.CALL_JAXPRS`. Another primitive with a body needs a function in `_READ`, and
+a case in `bind_numbered`. Reducers of scatters and bodies of kernels are no bodies here: they run on single elements
+and on blocks. `jaxpr.equations` counts their equations too. `Compound.bind` keeps a derivative rule as it is: a pass
+that changes what such a function computes makes a new rule, as `autocast_calls` does.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
 
-from hlat_jax.passes.jaxpr import CALL_JAXPRS, is_inexact, is_literal, rebind, without_consts
+from hlat_jax.passes.jaxpr import (
+    CALL_JAXPRS,
+    function_name,
+    is_inexact,
+    is_literal,
+    rebind,
+    trace_call,
+    warn_of_rule_with_tracer,
+    without_consts,
+)
 
 _T = TypeVar("_T")
+_Args = ParamSpec("_Args")
+_Result = TypeVar("_Result")
 # (a jaxpr, facts on its inputs) -> facts on its results
 OfBody = Callable[[core.ClosedJaxpr, list], Sequence]
 # (facts on some values on each path that leads to them, facts on what selects the path) -> facts on the values
 Join = Callable[[Sequence[Sequence], Sequence], list]
+
+
+def map_jaxpr(
+    fn: Callable[_Args, _Result], run: Callable[[core.ClosedJaxpr, list[Any]], Sequence[Any]]
+) -> Callable[_Args, _Result]:
+    """Returns a function that traces `fn` in each call, and returns what `run` makes of the jaxpr and its inputs.
+
+    If a derivative rule closes over a traced array, the function warns and calls `fn` as it is.
+
+    Args:
+      fn: a function that JAX can trace; arguments as for `jaxpr.trace_call`.
+      run: (jaxpr, inputs) -> results, which usually calls `evaluate`.
+    """
+
+    def mapped(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
+        closed, leaves, tree = trace_call(fn, args, kwargs)
+        if warn_of_rule_with_tracer(fn, closed.jaxpr):
+            return fn(*args, **kwargs)
+        return jax.tree.unflatten(tree, run(closed, leaves))
+
+    mapped.__name__, mapped.__qualname__ = getattr(fn, "__name__", type(fn).__name__), function_name(fn)
+    return mapped
 
 
 def evaluate(

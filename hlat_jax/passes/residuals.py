@@ -26,7 +26,7 @@ from jax.extend import core
 
 from hlat_jax.passes import fences
 from hlat_jax.passes.dataflow import Dataflow, Op, num_bytes, upstream
-from hlat_jax.passes.interpret import Body, called, compound, evaluate
+from hlat_jax.passes.interpret import Body, called, compound, evaluate, map_jaxpr
 from hlat_jax.passes.jaxpr import (
     ELEMENTWISE,
     REDUCTIONS,
@@ -41,10 +41,8 @@ from hlat_jax.passes.jaxpr import (
     plain_call,
     primitives,
     rebind,
-    trace_call,
     values_of,
     variables,
-    warn_of_rule_with_tracer,
 )
 from hlat_jax.passes.products import PRODUCTS, product_flops
 from hlat_jax.passes.recompute import Node, RecomputeGraph
@@ -77,15 +75,7 @@ def select_residuals(fn: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     Args:
       fn: a function that JAX can trace; arguments as for `autocast`.
     """
-
-    def selected(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-        closed, leaves, tree = trace_call(fn, args, kwargs)
-        if warn_of_rule_with_tracer(fn, closed.jaxpr):
-            return fn(*args, **kwargs)
-        return jax.tree.unflatten(tree, _of_jaxpr(closed, _Scope())(*leaves))
-
-    selected.__name__ = getattr(fn, "__name__", type(fn).__name__)
-    return selected
+    return map_jaxpr(fn, lambda closed, leaves: _of_jaxpr(closed, _Scope())(*leaves))
 
 
 @dataclasses.dataclass(frozen=True)
