@@ -67,7 +67,6 @@ def attend_over(layout: Layout, segment_ids_BT: jax.Array | None) -> Callable[..
             v_BSKH,
             segment_ids_BT=segment_ids_BT,
             window=window,
-            variant=chunked_attention.Variant(),
             part=Part(pairs, query_starts, key_starts, ids_BS),
             visit_all=in_turns,
         )

@@ -1,7 +1,7 @@
 """Automatic mixed precision: runs an fp32 function with its matrix products in bf16 or fp16.
 
 Apply it to the forward function, before `jax.grad`: the backward pass inherits the dtypes, and fp32 parameters receive
-fp32 gradients. `casting` applies the rules given here; `scaling` is the loss scaling that fp16 needs.
+fp32 gradients. `autocast_equations` applies the rules given here; `scaling` is the loss scaling that fp16 needs.
 
     loss = autocast(loss_fp32, "bf16")
     value, grads = jax.value_and_grad(loss)(params_fp32, batch)
@@ -20,19 +20,17 @@ from typing import Any, ParamSpec, TypeVar
 import jax
 import jax.extend.core.primitives
 import jax.numpy as jnp
+from jax.extend import core
 
 from hlat_jax.ops.own_backward import has_own_backward
-from hlat_jax.passes.calls import HANDLERS
-from hlat_jax.passes.casting import Cast
+from hlat_jax.passes.autocast_equations import Cast
+from hlat_jax.passes.interpret import COMPOUND, compound, map_jaxpr, stops_on_floats
 from hlat_jax.passes.jaxpr import (
     COLLECTIVES,
     called_jaxpr,
     equations,
     op_name,
     primitives,
-    stops_on_floats,
-    trace_call,
-    warn_of_rule_with_tracer,
 )
 
 # Matrix products: operands are cast to the narrow dtype.
@@ -57,8 +55,7 @@ INFER = primitives(
     """
 ) | frozenset(COLLECTIVES)
 
-# Calls are cast inside. A rule for the primitive can only be `never`; one for the called function also `always`.
-_CALLS = frozenset(HANDLERS)
+# The bodies of `COMPOUND` are cast. A rule for the primitive can only be `never`; one for a function also `always`.
 _RULES = ("always", "never", "infer")
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -111,22 +108,14 @@ def autocast(fn: Callable[_Args, _Result], policy: CastPolicy | str) -> Callable
         policy = POLICIES[policy]
     if not isinstance(policy, CastPolicy):
         raise ValueError(f"autocast policy {policy!r}: give {' or '.join(POLICIES)}, or a CastPolicy of your own.")
-    name = getattr(fn, "__name__", type(fn).__name__)
+    rules = policy.rules
 
-    def cast(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-        closed, leaves, tree = trace_call(fn, args, kwargs)
-        _check_names(policy.rules, closed.jaxpr, name)
-        if warn_of_rule_with_tracer(fn, closed.jaxpr):
-            return fn(*args, **kwargs)
-        rebinding = Cast(
-            jnp.dtype(policy.compute),
-            functools.partial(_rule, policy.rules),
-            wide_distances="dot_general" not in policy.rules,
-        )
-        return jax.tree.unflatten(tree, rebinding.outputs(closed, leaves))
+    def run(closed: core.ClosedJaxpr, leaves: list[Any]) -> list[Any]:
+        _check_names(rules, closed.jaxpr, getattr(fn, "__name__", type(fn).__name__))
+        rule, low = functools.partial(_rule, rules), jnp.dtype(policy.compute)
+        return Cast(low, rule, wide_distances="dot_general" not in rules).outputs(closed, leaves)
 
-    cast.__name__ = name
-    return cast
+    return map_jaxpr(fn, run)
 
 
 def is_fp16(policy: CastPolicy | str | None) -> bool:
@@ -135,7 +124,7 @@ def is_fp16(policy: CastPolicy | str | None) -> bool:
     return cast_policy is not None and jnp.dtype(cast_policy.compute) == jnp.float16
 
 
-def _rule(rules: Mapping[str, str], eqn: Any) -> str:
+def _rule(rules: Mapping[str, str], eqn: core.JaxprEqn) -> str:
     """Returns the rule for an equation: that for its function or primitive, else by its operands, else by the lists."""
     name = eqn.primitive.name
     named = rules.get(op_name(eqn) or name) or rules.get(name)
@@ -144,15 +133,15 @@ def _rule(rules: Mapping[str, str], eqn: Any) -> str:
     if name in ALWAYS:
         return _product_rule(eqn)
     is_square = name == "mul" and eqn.invars[0] is eqn.invars[1]
-    if is_square or (name == "while" and stops_on_floats(eqn)):
+    if is_square or (name == "while" and stops_on_floats(compound(eqn))):
         return "never"
     inside = equations(called_jaxpr(eqn)) if has_own_backward(eqn) else ()
     if any(inner.primitive.name == "while" and _rule(rules, inner) == "never" for inner, _ in inside):
         return "never"  # its derivative rule may run the loop again, which must take the same steps
-    return "infer" if name in INFER or name in _CALLS else "never"
+    return "infer" if name in INFER or name in COMPOUND else "never"
 
 
-def _product_rule(eqn: Any) -> str:
+def _product_rule(eqn: core.JaxprEqn) -> str:
     """Returns the rule for a matrix product: "always" if it may be narrow."""
     precision = eqn.params["precision"]
     if jax.lax.Precision.HIGHEST in (precision if isinstance(precision, tuple) else (precision,)):
@@ -166,11 +155,11 @@ def _product_rule(eqn: Any) -> str:
     return "always"
 
 
-def _check_names(rules: Mapping[str, str], jaxpr: Any, function: str) -> None:
+def _check_names(rules: Mapping[str, str], jaxpr: core.Jaxpr, function: str) -> None:
     """Raises ValueError for a rule whose name is neither that of a primitive of JAX nor of an op of the function."""
     listed = jax.extend.core.primitives
     known = (
-        {getattr(listed, name).name for name in dir(listed) if name.endswith("_p")} | ALWAYS | NEVER | INFER | _CALLS
+        {getattr(listed, name).name for name in dir(listed) if name.endswith("_p")} | ALWAYS | NEVER | INFER | COMPOUND
     )
     if set(rules) <= known:
         return

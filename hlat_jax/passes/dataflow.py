@@ -1,7 +1,7 @@
-"""A program as data flow: operations, and values with their bytes and readers.
+"""A program as data flow: the operations of a jaxpr, whose calls are inlined, and the values that they read and write.
 
 `residuals` chooses among these values, `recompute` weighs what a backward pass computes again, and `liveness` adds up
-what lives at one time.
+what lives at one time. In `rewrite.graph` parts of the program are replaced.
 """
 
 from __future__ import annotations
@@ -9,9 +9,31 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+from jax.extend import core
+
+from hlat_jax.passes.interpret import Body
 from hlat_jax.passes.jaxpr import aval_bytes, is_literal, variables
+
+Atom = core.Var | core.Literal
+
+
+@dataclasses.dataclass(eq=False)
+class Call:
+    """A call whose body is part of a program's data flow.
+
+    Attributes:
+      eqn: the call, with the variables of its own jaxpr.
+      invars: the values that it reads.
+      results: the values that its body returns.
+      own: the values that its body, and the calls in it, write.
+    """
+
+    eqn: core.JaxprEqn
+    invars: list[Atom]
+    results: list[Atom] = dataclasses.field(default_factory=list)
+    own: frozenset[core.Var] = frozenset()
 
 
 @dataclasses.dataclass(eq=False)
@@ -19,16 +41,16 @@ class Op:
     """One equation of a program whose calls are inlined.
 
     Attributes:
-      eqn: the equation.
+      eqn: the equation, with the variables of its own jaxpr.
       calls: the inlined calls around it, outermost first.
-      ins: what it reads: numbers of values, and `Literal`s.
-      outs: the values that it writes.
+      invars: the values that it reads.
+      outvars: the values that it writes.
     """
 
-    eqn: Any
-    calls: tuple
-    ins: list
-    outs: list[int]
+    eqn: core.JaxprEqn
+    calls: tuple[Call, ...]
+    invars: list[Atom]
+    outvars: list[core.Var]
 
     @property
     def name(self) -> str:
@@ -36,74 +58,91 @@ class Op:
         return self.eqn.primitive.name
 
     @property
-    def operands(self) -> list[int]:
-        """The values that it reads."""
-        return variables(self.ins)
+    def operands(self) -> list[core.Var]:
+        """The values that it reads, without literals."""
+        return variables(self.invars)
 
     @property
-    def enclosing(self) -> tuple:
+    def enclosing(self) -> tuple[core.JaxprEqn, ...]:
         """The calls around it, and the equation itself."""
-        return (*self.calls, self.eqn)
+        return (*(call.eqn for call in self.calls), self.eqn)
 
 
-class Dataflow:
-    """The operations of a jaxpr, in order; values are numbered.
+_Op = TypeVar("_Op", bound=Op)
+_Part = TypeVar("_Part", Op, core.JaxprEqn)  # anything with `invars` and `outvars`
+
+
+class Dataflow(Generic[_Op]):
+    """The operations of a jaxpr, in order. Each value is a variable of its own, also if a jaxpr is called twice.
 
     Args:
       jaxpr: open.
-      inlined: equation -> jaxpr of a call that is read as if its equations stood in its place, or None.
+      inlined: equation -> the body of a call, which is read as if its equations stood in its place, or None.
+      consts: values of the constants, if they are known.
       op: the type of the operations.
 
     Attributes:
       ops: the operations.
-      avals: the type of each value.
       inputs: the constants and inputs.
-      outputs: the results: numbers of values, and `Literal`s.
+      outputs: the results.
+      constants: the values of constants that are known, of inlined calls too.
       producer: value -> the operation that writes it, for values that are no inputs.
+      number: value -> its place in the order in which values are written.
     """
 
-    def __init__(self, jaxpr: Any, *, inlined: Callable[[Any], Any], op: type = Op):
-        self.avals: list[Any] = []
-        self.ops: list[Any] = []
+    def __init__(
+        self,
+        jaxpr: core.Jaxpr,
+        *,
+        inlined: Callable[[core.JaxprEqn], Body | None],
+        consts: Sequence[Any] = (),
+        op: type[_Op] = Op,
+    ):
+        self.ops: list[_Op] = []
+        self.inputs = [core.Var(var.aval) for var in (*jaxpr.constvars, *jaxpr.invars)]
+        self.constants: dict[core.Var, Any] = dict(zip(self.inputs, consts, strict=False))
         self._inlined, self._op = inlined, op
-        self._env = {var: self._new(var.aval) for var in (*jaxpr.constvars, *jaxpr.invars)}
-        self.inputs = list(self._env.values())
-        self._read(jaxpr, self._env, ())
-        self.outputs = [self.atom(var) for var in jaxpr.outvars]
-        self.producer = {value: op for op in self.ops for value in op.outs}
+        self._env: dict[core.Var, Atom] = {}  # variable of the jaxpr -> its value
+        self.outputs = self._read(jaxpr, self.inputs, (), self._env)
+        self.producer = {value: op for op in self.ops for value in op.outvars}
+        values = dict.fromkeys([*self.inputs, *self.constants, *self.producer])
+        self.number = {value: number for number, value in enumerate(values)}
 
-    def num_bytes(self, value: int) -> int:
-        """Returns the bytes of a value, by its type."""
-        return aval_bytes(self.avals[value])
-
-    def atom(self, var: Any) -> Any:
-        """Returns the value of a variable of the jaxpr; a `Literal` stays itself."""
+    def atom(self, var: Atom) -> Atom:
+        """Returns the value of a variable of the jaxpr; a literal stays itself."""
         return _atom(var, self._env)
 
-    def _new(self, aval: Any) -> int:
-        self.avals.append(aval)
-        return len(self.avals) - 1
-
-    def _read(self, jaxpr: Any, env: dict[Any, Any], calls: tuple) -> None:
+    def _read(
+        self, jaxpr: core.Jaxpr, args: Sequence[Atom], calls: tuple[Call, ...], env: dict[core.Var, Atom]
+    ) -> list[Atom]:
+        """Adds the operations of a jaxpr that these calls enclose, and returns its results."""
+        env.update(zip((*jaxpr.constvars, *jaxpr.invars), args, strict=True))
         for eqn in jaxpr.eqns:
-            ins = [_atom(var, env) for var in eqn.invars]
+            invars = [_atom(var, env) for var in eqn.invars]
             inner = self._inlined(eqn)
             if inner is None:
-                outs = [self._new(var.aval) for var in eqn.outvars]
-                self.ops.append(self._op(eqn, calls, ins, outs))
+                outs: Sequence[Atom] = [core.Var(var.aval) for var in eqn.outvars]
+                self.ops.append(self._op(eqn, calls, invars, outs))
             else:
-                inside = {var: self._new(var.aval) for var in inner.constvars}
-                inside |= dict(zip(inner.invars, ins, strict=True))
-                self._read(inner, inside, (*calls, eqn))
-                outs = [_atom(var, inside) for var in inner.outvars]
+                call, first, closed = Call(eqn, invars), len(self.ops), inner.closed
+                consts = [core.Var(var.aval) for var in closed.jaxpr.constvars]
+                self.constants.update(zip(consts, closed.consts, strict=True))
+                outs = call.results = self._read(closed.jaxpr, [*consts, *inner.inputs(invars)], (*calls, call), {})
+                call.own = frozenset(value for op in self.ops[first:] for value in op.outvars)
             env.update(zip(eqn.outvars, outs, strict=True))
+        return [_atom(var, env) for var in jaxpr.outvars]
 
 
-def _atom(var: Any, env: dict[Any, Any]) -> Any:
+def num_bytes(value: core.Var) -> int:
+    """Returns the bytes of a value, by its type."""
+    return aval_bytes(value.aval)
+
+
+def _atom(var: Atom, env: dict[core.Var, Atom]) -> Atom:
     return var if is_literal(var) else env[var]
 
 
-def readers(ops: Sequence[Any]) -> dict[int, list[int]]:
+def readers(ops: Sequence[Op]) -> dict[core.Var, list[int]]:
     """Returns value -> places of the operations that read it, in order; the last one ends its lifetime."""
     places_by_value = collections.defaultdict(list)
     for place, op in enumerate(ops):
@@ -112,12 +151,11 @@ def readers(ops: Sequence[Any]) -> dict[int, list[int]]:
     return places_by_value
 
 
-def alive(ops: Sequence[Any], wanted: Iterable[int], *, given: Iterable[int] = ()) -> list[Any]:
-    """Returns the operations that some values depend on, up to those that are given."""
-    given, needed_ops = set(given), []
-    needed = set(wanted) - given
-    for op in reversed(ops):
-        if needed.intersection(op.outs):
-            needed.update(value for value in op.operands if value not in given)
-            needed_ops.append(op)
-    return needed_ops[::-1]
+def upstream(parts: Sequence[_Part], ends: Iterable[core.Var], *, without: Iterable[core.Var] = ()) -> list[_Part]:
+    """Returns, in order, the operations or equations that `ends` depend on, stopping at the values in `without`."""
+    given, needed, found = set(without), set(ends), []
+    for part in reversed(parts):
+        if not needed.isdisjoint(part.outvars):
+            needed.update(value for value in variables(part.invars) if value not in given)
+            found.append(part)
+    return found[::-1]

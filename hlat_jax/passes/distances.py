@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from jax.extend import core
+
 from hlat_jax.passes.dataflow import Dataflow, Op
-from hlat_jax.passes.jaxpr import called_jaxpr, is_literal, primitives
+from hlat_jax.passes.interpret import called
+from hlat_jax.passes.jaxpr import is_literal, primitives
 from hlat_jax.passes.products import is_dot_of_vectors
 
 _ADDS = primitives("add sub add_any")
@@ -18,17 +21,17 @@ _SCALES = primitives("mul div")
 _MOVES = primitives("neg copy convert_element_type broadcast_in_dim reshape transpose squeeze name")
 
 
-def cancelled_variables(jaxpr: Any, wanted: Sequence[bool]) -> set[Any]:
+def cancelled_variables(jaxpr: core.Jaxpr, wanted: Sequence[bool]) -> set[core.Var]:
     """Returns the variables of a jaxpr that are only added to sums of squares, after moves and scales by a number.
 
     Args:
       jaxpr: open.
       wanted: for each result, whether the caller only does that with it.
     """
-    flow = Dataflow(jaxpr, inlined=called_jaxpr)
-    tags: dict[int, str] = {}
+    flow = Dataflow(jaxpr, inlined=called)
+    tags: dict[core.Var, str] = {}
     for op in flow.ops:
-        tags |= dict.fromkeys(op.outs, _tag(op, tags))
+        tags |= dict.fromkeys(op.outvars, _tag(op, tags))
     added = {var for var, want in zip(jaxpr.outvars, wanted, strict=True) if want and not is_literal(var)}
     others = {var for var, want in zip(jaxpr.outvars, wanted, strict=True) if not want and not is_literal(var)}
     for eqn in reversed(jaxpr.eqns):
@@ -43,14 +46,14 @@ def cancelled_variables(jaxpr: Any, wanted: Sequence[bool]) -> set[Any]:
     return added - others
 
 
-def _tag_of(atom: Any, tags: dict[int, str]) -> str:
+def _tag_of(atom: Any, tags: dict[core.Var, str]) -> str:
     return "" if is_literal(atom) else tags.get(atom, "")
 
 
-def _tag(op: Op, tags: dict[int, str]) -> str:
+def _tag(op: Op, tags: dict[core.Var, str]) -> str:
     """Returns whether the result of an operation is a square or a sum of squares; else ""."""
-    name, operands = op.name, [_tag_of(atom, tags) for atom in op.ins]
-    is_same = len(op.operands) == len(op.ins) == 2 and op.ins[0] == op.ins[1]
+    name, operands = op.name, [_tag_of(atom, tags) for atom in op.invars]
+    is_same = len(op.operands) == len(op.invars) == 2 and op.invars[0] == op.invars[1]
     if name == "square" or (name == "integer_pow" and op.eqn.params["y"] == 2) or (name == "mul" and is_same):
         return "square"
     if name == "dot_general" and is_same and is_dot_of_vectors(op.eqn):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 
 from hlat_jax.passes.jaxpr import ELEMENTWISE, jax_function, op_name, rebind
 
@@ -44,7 +45,7 @@ class Link:
     reduction: str = ""
 
 
-def links(eqn: Any) -> list[Link]:
+def links(eqn: core.JaxprEqn) -> list[Link]:
     """Returns the links of an equation. A dimension in none of them is mixed, or is of a primitive that has no rule.
 
     The link of a reshape holds for equal blocks of the dimension, as many as divide the sizes on both sides.
@@ -105,7 +106,7 @@ def links(eqn: Any) -> list[Link]:
     return []
 
 
-def is_elementwise_call(eqn: Any) -> bool:
+def is_elementwise_call(eqn: core.JaxprEqn) -> bool:
     """Returns whether an equation calls a function of JAX such as `jax.nn.relu`, which has a derivative rule."""
     return eqn.primitive.name == "custom_jvp_call" and jax_function(eqn) in _ELEMENTWISE_CALLS
 
@@ -127,7 +128,7 @@ class Start(NamedTuple):
 
 
 def bind_part(
-    eqn: Any, operands: Sequence[Any], shapes: Sequence[Sequence[int]], *, start: Start | None = None
+    eqn: core.JaxprEqn, operands: Sequence[Any], shapes: Sequence[Sequence[int]], *, start: Start | None = None
 ) -> list[Any]:
     """Returns the results of an equation for operands with linked dimensions cut, which have these `shapes`.
 
@@ -159,7 +160,7 @@ def _kept(shapes: Sequence[Sequence[int]], removed: Sequence[int], num_results: 
     return [Link((dim,), (new,) * num_results) for new, dim in enumerate(left)]
 
 
-def _unchanged(eqn: Any, mixed: Sequence[int]) -> list[Link]:
+def _unchanged(eqn: core.JaxprEqn, mixed: Sequence[int]) -> list[Link]:
     dims = [dim for dim in range(len(eqn.outvars[0].aval.shape)) if dim not in mixed]
     return [Link((dim,) * len(eqn.invars), (dim,) * len(eqn.outvars)) for dim in dims]
 
@@ -201,7 +202,7 @@ def _links_of_gather(params: Any, shapes: Sequence[Sequence[int]], out: Sequence
         yield Link((dim, None), (None,), SUM)
 
 
-def _gathered_from_part(eqn: Any, operand: Any, indices: Any, start: Start, **changed: Any) -> Any:
+def _gathered_from_part(eqn: core.JaxprEqn, operand: Any, indices: Any, start: Start, **changed: Any) -> Any:
     dim, first, new, size = start
     numbers, num_own = eqn.params["dimension_numbers"], operand.shape[dim]
     column = numbers.start_index_map.index(dim)

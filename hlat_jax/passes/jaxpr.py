@@ -86,7 +86,7 @@ def values_of(atoms: Iterable[Any], env: Mapping[Any, Any]) -> list[Any]:
     return [atom.val if is_literal(atom) else env[atom] for atom in atoms]
 
 
-def inner_jaxprs(eqn: Any) -> Iterator[Any]:
+def inner_jaxprs(eqn: core.JaxprEqn) -> Iterator[core.Jaxpr]:
     """Yields the (open) jaxprs among the parameters of an equation: of the function called, of branches, of kernels."""
     for value in eqn.params.values():
         for item in value if isinstance(value, (tuple, list)) else (value,):
@@ -95,7 +95,7 @@ def inner_jaxprs(eqn: Any) -> Iterator[Any]:
                 yield inner
 
 
-def reference_jaxpr(eqn: Any) -> Any:
+def reference_jaxpr(eqn: core.JaxprEqn) -> core.Jaxpr | None:
     """Returns the jaxpr of what a kernel computes, where its primitive has a `reference`; None for other equations."""
     reference = getattr(eqn.primitive, "reference", None)
     if reference is None:
@@ -103,7 +103,7 @@ def reference_jaxpr(eqn: Any) -> Any:
     return jax.make_jaxpr(functools.partial(reference, **eqn.params))(*(var.aval for var in eqn.invars)).jaxpr
 
 
-def equations(jaxpr: Any, *, trips: int = 1) -> Iterator[tuple[Any, int]]:
+def equations(jaxpr: core.Jaxpr, *, trips: int = 1) -> Iterator[tuple[core.JaxprEqn, int]]:
     """Yields (equation, number of executions) for every equation of a jaxpr, each followed by the equations inside it.
 
     A `while` counts as one trip, and every branch of a `cond` as taken. The derivative rules of `custom_vjp` are not
@@ -115,7 +115,7 @@ def equations(jaxpr: Any, *, trips: int = 1) -> Iterator[tuple[Any, int]]:
             yield from equations(inner, trips=trips * inner_trips(eqn))
 
 
-def inner_trips(eqn: Any) -> int:
+def inner_trips(eqn: core.JaxprEqn) -> int:
     """Returns how often an equation runs the jaxprs inside it: the length of a scan, the grid of a kernel, else 1."""
     if eqn.primitive.name == "scan":
         return eqn.params["length"]
@@ -124,13 +124,13 @@ def inner_trips(eqn: Any) -> int:
     return 1
 
 
-def called_jaxpr(eqn: Any) -> Any:
+def called_jaxpr(eqn: core.JaxprEqn) -> core.Jaxpr | None:
     """Returns the open jaxpr of the one function that an equation calls with its operands; None if it calls none."""
     key = CALL_JAXPRS.get(eqn.primitive.name)
     return None if key is None else getattr(eqn.params[key], "jaxpr", eqn.params[key])
 
 
-def plain_call(eqn: Any) -> Any:
+def plain_call(eqn: core.JaxprEqn) -> core.ClosedJaxpr | None:
     """Returns the closed jaxpr of a call that only runs its function, and places no arrays; None for others."""
     if eqn.primitive.name not in PLAIN_CALLS:
         return None
@@ -146,12 +146,12 @@ def aval_bytes(aval: Any) -> int:
     return math.prod(getattr(aval, "shape", ())) * getattr(getattr(aval, "dtype", None), "itemsize", 0)
 
 
-def is_transposed(eqn: Any) -> bool:
+def is_transposed(eqn: core.JaxprEqn) -> bool:
     """Returns whether an equation belongs to the backward pass of a differentiated function."""
     return "transpose(" in str(eqn.source_info.name_stack)
 
 
-def op_name(eqn: Any) -> str | None:
+def op_name(eqn: core.JaxprEqn) -> str | None:
     """Returns the name of the function that an equation calls, as in its `def`; None if it calls none."""
     if eqn.primitive.name == "jit":
         return eqn.params["name"]
@@ -161,14 +161,14 @@ def op_name(eqn: Any) -> str | None:
     return None if inner is None else inner.debug_info.func_name
 
 
-def source_of(eqn: Any) -> str:
+def source_of(eqn: core.JaxprEqn) -> str:
     """Returns "file.py:line (function)" of the user's line that an equation comes from; "" if it is not known."""
     text = source_info_util.summarize(eqn.source_info)
     parts = re.fullmatch(r"(.+?):(\d+)(?::\d+)? \((.*)\)", text)
     return f"{pathlib.PurePath(parts[1]).name}:{parts[2]} ({parts[3]})" if parts else text
 
 
-def jax_function(eqn: Any) -> str | None:
+def jax_function(eqn: core.JaxprEqn) -> str | None:
     """Returns the name of the function of JAX itself that an equation calls, as `op_name`; None if it calls none."""
     inner = called_jaxpr(eqn)
     return op_name(eqn) if inner is not None and (inner.debug_info.func_filename or "").startswith(_JAX) else None
@@ -201,7 +201,7 @@ def trace_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str,
     return closed, leaves, trees[0]
 
 
-def rule_with_tracer(jaxpr: Any) -> tuple[str, str] | None:
+def rule_with_tracer(jaxpr: core.Jaxpr) -> tuple[str, str] | None:
     """Returns the name of a function whose derivative rule closes over a traced array, and where it is called, if any.
 
     Such a rule can run only while the trace of the array does: not from a jaxpr, nor under `jax.jit` or
@@ -213,7 +213,7 @@ def rule_with_tracer(jaxpr: Any) -> tuple[str, str] | None:
         if not _holds_tracer(list(eqn.params.values())):
             continue  # rules are run below as if all operands were differentiated, so only where it may matter
 
-        def total(args: list[Any], *, eqn: Any = eqn) -> jax.Array:
+        def total(args: list[Any], *, eqn: core.JaxprEqn = eqn) -> jax.Array:
             return sum(jnp.sum(out.real) for out in rebind(eqn, args) if is_inexact(out))
 
         try:
@@ -243,7 +243,7 @@ def _holds_tracer(rules: list[Any]) -> bool:
     return False
 
 
-def warn_of_rule_with_tracer(fn: Any, jaxpr: Any) -> tuple[str, str] | None:
+def warn_of_rule_with_tracer(fn: Any, jaxpr: core.Jaxpr) -> tuple[str, str] | None:
     """Returns the `rule_with_tracer` of a function, with a warning that passes leave the function as it is for it."""
     rule = rule_with_tracer(jaxpr)
     if rule is not None:
@@ -259,7 +259,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 @contextlib.contextmanager
-def place_of(eqn: Any) -> Iterator[None]:
+def place_of(eqn: core.JaxprEqn) -> Iterator[None]:
     """Context manager in which new equations get the name stack, source line and context of `eqn`."""
     source = eqn.source_info
     stack = source_info_util.current_name_stack() + source.name_stack
@@ -267,7 +267,7 @@ def place_of(eqn: Any) -> Iterator[None]:
         yield
 
 
-def rebind(eqn: Any, args: Sequence[Any], **changed: Any) -> list[Any]:
+def rebind(eqn: core.JaxprEqn, args: Sequence[Any], **changed: Any) -> list[Any]:
     """Returns the results of binding an equation's primitive to other operands, with some parameters changed."""
     bound = eqn.primitive.get_bind_params({**eqn.params, **changed})
     functions, params = bound if isinstance(bound, tuple) else ((), bound)  # JAX 0.9 returns the functions separately
@@ -275,39 +275,10 @@ def rebind(eqn: Any, args: Sequence[Any], **changed: Any) -> list[Any]:
     return list(results) if eqn.primitive.multiple_results else [results]
 
 
-def bind_again(eqn: Any, args: Sequence[Any], **changed: Any) -> list[Any]:
+def bind_again(eqn: core.JaxprEqn, args: Sequence[Any], **changed: Any) -> list[Any]:
     """Returns the results of `rebind` under the equation's name stack and source line."""
     with place_of(eqn):
         return rebind(eqn, args, **changed)
-
-
-def evaluate(
-    jaxpr: Any, args: Sequence[Any], bind: Callable[[Any, list[Any]], Sequence[Any]], *, parts: Sequence[Any] = ()
-) -> list[Any]:
-    """Returns the results of a jaxpr for its constants and operands; `bind` is (equation, operands) -> results.
-
-    `parts` stand for the equations, if given; they have `invars` and `outvars` too.
-    """
-    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), args, strict=True))
-    for eqn in parts or jaxpr.eqns:
-        env.update(zip(eqn.outvars, bind(eqn, values_of(eqn.invars, env)), strict=True))
-    return values_of(jaxpr.outvars, env)
-
-
-def bind_shard_map(
-    eqn: Any, local: Callable[..., Sequence[Any]], args: Sequence[Any], *, replicated: Sequence[Any] = ()
-) -> list[Any]:
-    """Returns the results of a `shard_map` equation with another function on each device, of more arguments."""
-    params = eqn.params
-    mapped = jax.shard_map(
-        lambda *arrays: tuple(local(*arrays)),
-        mesh=params["mesh"],
-        in_specs=(*params["in_specs"], *[jax.sharding.PartitionSpec()] * len(replicated)),
-        out_specs=tuple(params["out_specs"]),
-        axis_names=params["newly_manual_axes" if "newly_manual_axes" in params else "manual_axes"],
-        check_vma=params["check_vma"],
-    )
-    return list(mapped(*args, *replicated))
 
 
 def perturbed_at(fn: Callable, primals: Sequence[Any], places: Sequence[int]) -> Callable:
@@ -333,87 +304,20 @@ def varying_axes(aval: Any) -> frozenset[str]:
     return getattr(aval, "vma", frozenset()) if axes is None else axes.varying  # JAX 0.9 has vma
 
 
-def inputs_of(jaxpr: Any, at: int) -> list[bool]:
+def inputs_of(jaxpr: core.Jaxpr, at: int) -> list[bool]:
     """Returns for each input of a jaxpr whether its result number `at` depends on it."""
     return partial_eval.dce_jaxpr(jaxpr, [number == at for number in range(len(jaxpr.outvars))])[1]
 
 
-def without_dead_code(jaxpr: Any) -> Any:
+def without_dead_code(jaxpr: core.Jaxpr) -> core.Jaxpr:
     """Returns an open jaxpr without what nothing depends on; its inputs and results are the same."""
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
-def without_consts(closed: Any) -> tuple[Any, list[Any]]:
+def without_consts(closed: core.ClosedJaxpr) -> tuple[core.Jaxpr, list[Any]]:
     """Returns (open jaxpr, constants) of a closed jaxpr; the open one takes the constants before its operands."""
     jaxpr = closed.jaxpr
     return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars]), list(closed.consts)
-
-
-def reaching(jaxpr: Any, is_end: Callable[[Any], bool], *, wanted: Sequence[bool] | None = None) -> list[bool]:
-    """Returns for each input of a jaxpr whether a value computed from it is an operand of a selected equation.
-
-    Args:
-      jaxpr: open.
-      is_end: selects equations.
-      wanted: for each result, whether reaching it counts too; by default, no result does.
-    """
-    reaching_vars = {
-        var for var, want in zip(jaxpr.outvars, wanted or (), strict=False) if want and not is_literal(var)
-    }
-    for eqn in reversed(jaxpr.eqns):
-        outs = [var in reaching_vars for var in eqn.outvars]
-        reached = [True] * len(eqn.invars) if is_end(eqn) else _reached_operands(eqn, is_end, outs)
-        reaching_vars |= {var for var, reach in zip(eqn.invars, reached, strict=True) if reach and not is_literal(var)}
-    return [var in reaching_vars for var in jaxpr.invars]
-
-
-def _reached_operands(eqn: Any, is_end: Callable[[Any], bool], outs: list[bool]) -> list[bool]:
-    name, inner = eqn.primitive.name, called_jaxpr(eqn)
-    if inner is not None:
-        return reaching(inner, is_end, wanted=outs)
-    if name in ("scan", "while"):
-        body, carry = carry_of(eqn)
-        return [False] * eqn.params.get("cond_nconsts", 0) + _reached_in_loop(body.jaxpr, is_end, outs, carry)
-    if name == "cond":
-        branches = [reaching(branch.jaxpr, is_end, wanted=outs) for branch in eqn.params["branches"]]
-        return [False, *(any(each) for each in zip(*branches, strict=True))]
-    return [any(outs)] * len(eqn.invars)
-
-
-def _reached_in_loop(body: Any, is_end: Callable[[Any], bool], outs: list[bool], carry: slice) -> list[bool]:
-    wanted = list(outs)
-    while True:
-        reached = reaching(body, is_end, wanted=wanted)
-        num_carry = carry.stop - carry.start
-        again = [a or b for a, b in zip(wanted, reached[carry], strict=False)] + wanted[num_carry:]
-        if again == wanted:
-            return reached
-        wanted = again
-
-
-def carry_of(eqn: Any) -> tuple[Any, slice]:
-    """Returns the closed body of a `scan` or `while`, and which of its inputs are carried."""
-    params = eqn.params
-    if eqn.primitive.name == "scan":
-        if "ft_in" in params:  # since JAX 0.11: what the loop reads, carries and walks through
-            num_consts, num_carry, _ = (len(list(part)) for part in params["ft_in"].unpack())
-        else:
-            num_consts, num_carry = params["num_consts"], params["num_carry"]
-        return params["jaxpr"], slice(num_consts, num_consts + num_carry)
-    return params["body_jaxpr"], slice(params["body_nconsts"], len(params["body_jaxpr"].in_avals))
-
-
-def stops_on_floats(eqn: Any) -> bool:
-    """Returns whether floats that a `while` carries enter into its condition, in any of its trips.
-
-    They do not enter into that of a `fori_loop`, which counts.
-    """
-    body, carry = carry_of(eqn)
-    condition, num_consts = eqn.params["cond_jaxpr"].jaxpr, eqn.params["cond_nconsts"]
-    wanted = reaching(condition, lambda eqn: False, wanted=[True])[num_consts:]
-    read = _reached_in_loop(body.jaxpr, lambda eqn: False, wanted, carry)[carry]
-    carried = zip(body.in_avals[carry], wanted, read, strict=True)
-    return any(is_inexact(aval) and (is_wanted or is_read) for aval, is_wanted, is_read in carried)
 
 
 def is_inexact(aval: Any) -> bool:

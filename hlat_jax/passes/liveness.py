@@ -20,15 +20,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax.extend import core
 
-from hlat_jax.passes.dataflow import Dataflow, Op, alive, readers
+from hlat_jax.passes.dataflow import Dataflow, Op, num_bytes, readers, upstream
+from hlat_jax.passes.interpret import called, compound
 from hlat_jax.passes.jaxpr import (
     COLLECTIVES,
     REDUCTIONS,
     TRANSCENDENTAL,
     aval_bytes,
-    called_jaxpr,
-    carry_of,
     is_literal,
     is_transposed,
     primitives,
@@ -45,7 +45,7 @@ _OPAQUE = COLLECTIVES.keys() | primitives(
 _VIEWS = primitives("reshape squeeze expand_dims copy name stop_gradient transpose sharding_constraint")
 
 
-def estimated_temporaries(jaxpr: Any, arguments: Any) -> Peak:
+def estimated_temporaries(jaxpr: core.Jaxpr, arguments: Any) -> Peak:
     """Returns the peak of temporaries of a program on one device.
 
     Args:
@@ -55,7 +55,7 @@ def estimated_temporaries(jaxpr: Any, arguments: Any) -> Peak:
     program = _Block(jaxpr, [_share_of(leaf) for leaf in jax.tree.leaves(arguments)])
     owned = set(variables(program.outputs))
     for op in reversed(program.ops):
-        if op.name in (*_VIEWS, "optimization_barrier") and not owned.isdisjoint(op.outs):
+        if op.name in (*_VIEWS, "optimization_barrier") and not owned.isdisjoint(op.outvars):
             owned.update(op.operands[:1])
     return _peak(program, frozenset(owned))
 
@@ -84,12 +84,12 @@ class _Op(Op):
       is_backward: whether it belongs to a backward pass, recomputation included.
     """
 
-    moved: set[int] = dataclasses.field(default_factory=set)
+    moved: set[core.Var] = dataclasses.field(default_factory=set)
     body: _Block | None = None
     is_backward: bool = False
 
 
-class _Block(Dataflow):
+class _Block(Dataflow[_Op]):
     """A program or the body of a loop, and the bytes of each of its values on one device.
 
     Args:
@@ -103,35 +103,38 @@ class _Block(Dataflow):
       sizes: value -> bytes on one device.
     """
 
-    def __init__(self, jaxpr: Any, shares: Sequence[float], *, is_local: bool = False, is_backward: bool = False):
-        super().__init__(jaxpr, inlined=called_jaxpr, op=_Op)
-        self.shares = dict.fromkeys(range(len(self.avals)), 1.0)
+    def __init__(
+        self, jaxpr: core.Jaxpr, shares: Sequence[float], *, is_local: bool = False, is_backward: bool = False
+    ):
+        super().__init__(jaxpr, inlined=called, op=_Op)
+        self.shares = dict.fromkeys(self.number, 1.0)
         self.shares |= dict(zip(self.inputs[len(jaxpr.constvars) :], shares, strict=True))
         self.is_local = is_local
         for op in self.ops:
             op.is_backward = is_backward or any(map(is_transposed, op.enclosing))
-            self.shares |= dict.fromkeys(op.outs, self._share_of_results(op))
+            self.shares |= dict.fromkeys(op.outvars, self._share_of_results(op))
             if op.name == "dot_general":
                 op.moved = _moved_operands(op)
             elif op.name == "scan":
-                body, carry = carry_of(op.eqn)
-                inside = [self._share(op, at) if at < carry.start else 1.0 for at in range(len(op.ins))]
-                op.body = _Block(body.jaxpr, inside, is_local=self._is_local(op), is_backward=op.is_backward)
-        self.sizes = [round(self.num_bytes(value) * self.shares[value]) for value in range(len(self.avals))]
+                loop = compound(op.eqn)
+                inside = [self._share(op, at) if at < loop.carried.start else 1.0 for at in range(len(op.invars))]
+                body, is_local = loop.bodies[0].closed.jaxpr, self._is_local(op)
+                op.body = _Block(body, inside, is_local=is_local, is_backward=op.is_backward)
+        self.sizes = {value: round(num_bytes(value) * share) for value, share in self.shares.items()}
         self.ops = [part for op in self.ops for part in _split(op)]
 
     def _is_local(self, op: _Op) -> bool:
-        return self.is_local or any(call.primitive.name == "shard_map" for call in op.calls)
+        return self.is_local or any(call.eqn.primitive.name == "shard_map" for call in op.calls)
 
     def _share(self, op: _Op, at: int) -> float:
         """Returns the share of operand number `at` on one device, relative to its shape where `op` reads it."""
-        value = op.ins[at]
+        value = op.invars[at]
         if is_literal(value):
             return 1.0
         producer = self.producer.get(value)
         if producer is None or self._is_local(op) or not self._is_local(producer):
             return self.shares[value]
-        return self.num_bytes(value) / max(1, aval_bytes(op.eqn.invars[at].aval))  # a result of a `shard_map`
+        return num_bytes(value) / max(1, aval_bytes(op.eqn.invars[at].aval))  # a result of a `shard_map`
 
     def _share_of_results(self, op: _Op) -> float:
         """Returns the share of the results on one device: by a sharding constraint, or as of the largest operand."""
@@ -141,8 +144,8 @@ class _Block(Dataflow):
             return _share_of(
                 jax.ShapeDtypeStruct(op.eqn.outvars[0].aval.shape, bool, sharding=op.eqn.params["sharding"])
             )
-        atoms = zip(op.eqn.invars, op.ins, strict=True)
-        sized = [(aval_bytes(var.aval), math.inf if is_literal(atom) else atom) for var, atom in atoms]
+        atoms = zip(op.eqn.invars, op.invars, strict=True)
+        sized = [(aval_bytes(var.aval), math.inf if is_literal(atom) else self.number[atom]) for var, atom in atoms]
         largest = max(range(len(sized)), key=sized.__getitem__, default=None)
         return 1.0 if largest is None else self._share(op, largest)
 
@@ -152,8 +155,8 @@ def _split(op: _Op) -> Iterator[_Op]:
     if op.name != "optimization_barrier":
         yield op
         return
-    for read, written in zip(op.ins, op.outs, strict=True):
-        yield dataclasses.replace(op, ins=[read], outs=[written])
+    for read, written in zip(op.invars, op.outvars, strict=True):
+        yield dataclasses.replace(op, invars=[read], outvars=[written])
 
 
 def _share_of(leaf: Any) -> float:
@@ -162,14 +165,14 @@ def _share_of(leaf: Any) -> float:
     return math.prod(leaf.sharding.shard_shape(leaf.shape)) / max(1, math.prod(leaf.shape))
 
 
-def _moved_operands(op: _Op) -> set[int]:
+def _moved_operands(op: _Op) -> set[core.Var]:
     """Returns the operands that a product copies: it reads [batch, free, contracted] by [batch, contracted, free].
 
     Without batch dims, it reads free and contracted dims in either order.
     """
     contracted, batch = op.eqn.params["dimension_numbers"]
     moved = []
-    for side, (value, var) in enumerate(zip(op.ins, op.eqn.invars, strict=True)):
+    for side, (value, var) in enumerate(zip(op.invars, op.eqn.invars, strict=True)):
         lead = tuple(range(len(batch[side])))
         is_contracted = [dim in contracted[side] for dim in range(len(lead), var.aval.ndim)]
         changes = sum(a != b for a, b in itertools.pairwise(is_contracted))
@@ -179,30 +182,32 @@ def _moved_operands(op: _Op) -> set[int]:
     return set(variables(moved))
 
 
-def _peak(block: _Block, owned: frozenset[int]) -> Peak:
+def _peak(block: _Block, owned: frozenset[core.Var]) -> Peak:
     """Returns the peak of the values of a block, without its inputs and those that its caller owns (`owned`)."""
     sizes, results = block.sizes, set(variables(block.outputs))
-    ops = _schedule(alive(block.ops, results))
+    ops = _schedule(upstream(block.ops, results))
     sources = _sources(ops, results)
     dying = _dying(ops, sources, leaving=results - owned)
     used = {value for values in dying.values() for value in values}
-    live: dict[int, int] = {}
-    looped: set[int] = set()
+    live: dict[core.Var, int] = {}
+    looped: set[core.Var] = set()
     kept = _kept_for_backward(ops, dying)
     most, held = Peak(0, 0, 0), Peak(0, 0, 0)  # held: of the live values, kept up to date
 
-    def of(values: dict[int, int]) -> Peak:
+    def of(values: dict[core.Var, int]) -> Peak:
         in_loops, in_backward = (sum(values[value] for value in values.keys() & part) for part in (looped, kept))
         return Peak(sum(values.values()), in_loops, in_backward)
 
     for place, op in enumerate(ops):
-        made = {value: sizes[value] for value in op.outs if sources[value] == (value,) and value not in owned}
+        made = {value: sizes[value] for value in op.outvars if sources[value] == (value,) and value not in owned}
         transient, reused = Peak(sum(sizes[value] for value in op.moved), 0, 0), {}
         if op.body is not None:
             transient = _iteration_peak(op)
-            starts = {source for value in variables(op.ins[carry_of(op.eqn)[1]]) for source in sources.get(value, ())}
+            starts = {
+                source for value in variables(op.invars[compound(op.eqn).carried]) for source in sources.get(value, ())
+            }
             reused = {value: live[value] for value in starts.intersection(dying[place], live)}
-            looped.update(op.outs)
+            looped.update(op.outvars)
         new, old = of(made), of(reused)
         most = Peak(
             max(most.total, held.total + max(0, new.total - old.total) + transient.total),
@@ -216,16 +221,18 @@ def _peak(block: _Block, owned: frozenset[int]) -> Peak:
     return most
 
 
-def _kept_for_backward(ops: list[_Op], dying: dict[int, list[int]]) -> set[int]:
+def _kept_for_backward(ops: list[_Op], dying: dict[int, list[core.Var]]) -> set[core.Var]:
     """Returns the values that are written in the forward pass and last read in the backward pass."""
-    forward = {value for op in ops if not op.is_backward for value in op.outs}
+    forward = {value for op in ops if not op.is_backward for value in op.outvars}
     backward = [values for place, values in dying.items() if place < len(ops) and ops[place].is_backward]
     return forward & set().union(*backward)
 
 
-def _dying(ops: list[_Op], sources: dict[int, tuple[int, ...]], *, leaving: set[int]) -> dict[int, list[int]]:
+def _dying(
+    ops: list[_Op], sources: dict[core.Var, tuple[core.Var, ...]], *, leaving: set[core.Var]
+) -> dict[int, list[core.Var]]:
     """Returns number of an operation -> the buffers that it is the last to read."""
-    last_use: dict[int, int] = {}
+    last_use: dict[core.Var, int] = {}
     for place, values in [(place, op.operands) for place, op in enumerate(ops)] + [(len(ops), leaving)]:
         last_use |= {source: place for value in values for source in sources.get(value, ())}
     dying = collections.defaultdict(list)
@@ -236,10 +243,10 @@ def _dying(ops: list[_Op], sources: dict[int, tuple[int, ...]], *, leaving: set[
 
 def _iteration_peak(op: _Op) -> Peak:
     """Returns the peak of one iteration of a loop, without what the loop reads, carries and stacks."""
-    body, carry = op.body, carry_of(op.eqn)[1]
-    made_at = {value: place for place, inner in enumerate(body.ops) for value in inner.outs}
+    body, carry = op.body, compound(op.eqn).carried
+    made_at = {value: place for place, inner in enumerate(body.ops) for value in inner.outvars}
     last_read = {value: places[-1] for value, places in readers(body.ops).items()}
-    carried = zip(body.inputs[len(body.inputs) - len(op.ins) :][carry], body.outputs, strict=False)
+    carried = zip(body.inputs[len(body.inputs) - len(op.invars) :][carry], body.outputs, strict=False)
     owned = {new for old, new in carried
              if not is_literal(new) and made_at.get(new, -1) >= last_read.get(old, -1)}  # fmt: skip
     return _peak(body, frozenset({*owned, *variables(body.outputs[carry.stop - carry.start :])}))
@@ -247,30 +254,30 @@ def _iteration_peak(op: _Op) -> Peak:
 
 def _schedule(ops: list[_Op]) -> list[_Op]:
     """Returns the operations with each product or elementwise one moved to just before its first reader."""
-    needed_at: dict[int, float] = {}
+    needed_at: dict[core.Var, float] = {}
     places = []
     for number, op in reversed(list(enumerate(ops))):
         place = float(number)
         if op.name == "dot_general" or op.name not in _OPAQUE | REDUCTIONS:
-            place = max(place, min(needed_at.get(value, len(ops)) for value in op.outs) - 0.5)
+            place = max(place, min(needed_at.get(value, len(ops)) for value in op.outvars) - 0.5)
         places.append((place, number))
         for value in op.operands:
             needed_at[value] = min(needed_at.get(value, len(ops)), place)
     return [ops[number] for _, number in sorted(places)]
 
 
-def _sources(ops: list[_Op], results: set[int]) -> dict[int, tuple[int, ...]]:
+def _sources(ops: list[_Op], results: set[core.Var]) -> dict[core.Var, tuple[core.Var, ...]]:
     """Returns for each value computed here the buffers that it is read from: itself if it is a buffer.
 
     If a product copies an elementwise value, all products that read it do: it is added to their `moved`.
     """
     readers_of = {value: [ops[place] for place in places] for value, places in readers(ops).items()}
-    sources: dict[int, tuple[int, ...]] = {}
-    costly: set[int] = set()  # fused values that are costly to compute
+    sources: dict[core.Var, tuple[core.Var, ...]] = {}
+    costly: set[core.Var] = set()  # fused values that are costly to compute
     for op in ops:
         below = tuple(dict.fromkeys(source for value in op.operands for source in sources.get(value, ())))
         is_costly = op.name in TRANSCENDENTAL or not costly.isdisjoint(op.operands)
-        for out in op.outs:
+        for out in op.outvars:
             is_buffer = op.name not in _VIEWS and (op.name in _OPAQUE | REDUCTIONS or out in results)
             if op.name not in _VIEWS and not is_buffer:
                 ends = list(_ends(out, readers_of))
@@ -289,10 +296,10 @@ def _sources(ops: list[_Op], results: set[int]) -> dict[int, tuple[int, ...]]:
     return sources
 
 
-def _ends(value: int, readers_of: dict[int, list[_Op]]) -> Iterator[tuple[_Op, int]]:
+def _ends(value: core.Var, readers_of: dict[core.Var, list[_Op]]) -> Iterator[tuple[_Op, core.Var]]:
     """Yields (reader of a value, the value it reads), looking through views."""
     for op in readers_of.get(value, ()):
         if op.name in _VIEWS:
-            yield from (end for out in op.outs for end in _ends(out, readers_of))
+            yield from (end for out in op.outvars for end in _ends(out, readers_of))
         else:
             yield op, value

@@ -16,15 +16,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name, checkpoint_policies
+from jax.extend import core
 
 from hlat_jax.host.neuron_lowering import elide_idle_roundings
 from hlat_jax.passes import fences
+from hlat_jax.passes.interpret import Body, compound, evaluate
 from hlat_jax.passes.jaxpr import (
     CHECKPOINT,
     SAME_ELEMENTS,
     bind_again,
     called_jaxpr,
-    evaluate,
     function_name,
     is_literal,
     place_of,
@@ -112,7 +113,7 @@ def _region_of(choice: RematChoice) -> str:
     return {_SEGMENT: "segments", _LOOP: "loops"}.get(prefix, "whole")
 
 
-def regions(jaxpr: Any) -> list[str]:
+def regions(jaxpr: core.Jaxpr) -> list[str]:
     """Returns the regions that serve a function; the first is used where they are not compared."""
     has_segments = bool(segments(jaxpr))
     if num_loops(jaxpr):
@@ -122,13 +123,13 @@ def regions(jaxpr: Any) -> list[str]:
     return ["whole"]
 
 
-def segments(jaxpr: Any) -> list[Segment]:
+def segments(jaxpr: core.Jaxpr) -> list[Segment]:
     """Returns the segments of a function, including those inside calls; none if they compute too little of it."""
     candidates = list(_segments(jaxpr, best_limit(jaxpr)))
     return candidates if is_worthwhile(candidates, jaxpr) else []
 
 
-def _segments(jaxpr: Any, limit: float) -> Iterator[Segment]:
+def _segments(jaxpr: core.Jaxpr, limit: float) -> Iterator[Segment]:
     for part in _parts(jaxpr, limit):
         if isinstance(part, Segment):
             yield part
@@ -167,7 +168,7 @@ def _with_name_of(fn: Callable, run: Callable) -> Callable:
     return run
 
 
-def num_loops(jaxpr: Any) -> int:
+def num_loops(jaxpr: core.Jaxpr) -> int:
     """Returns the number of outermost scans, including those inside calls."""
     inner = [call for eqn in jaxpr.eqns if (call := opened_call(eqn)) is not None]
     return sum(eqn.primitive.name == "scan" for eqn in jaxpr.eqns) + sum(map(num_loops, inner))
@@ -183,11 +184,11 @@ class _Namer:
         self.kinds: dict[tuple, int] = {}  # of segments
         self.selection: Any = None  # the call that selects residuals around the segments
 
-    def names(self, prefix: str) -> Callable[[Any], list[str | None]]:
+    def names(self, prefix: str) -> Callable[[core.JaxprEqn], list[str | None]]:
         """Returns a function that names the results of the equations of a region, which is called for each in turn."""
         counts: collections.Counter[str] = collections.Counter()
 
-        def names_of(eqn: Any) -> list[str | None]:
+        def names_of(eqn: core.JaxprEqn) -> list[str | None]:
             primitive, names = eqn.primitive.name, []
             for var in eqn.outvars:
                 is_float = jnp.issubdtype(getattr(var.aval, "dtype", bool), jnp.inexact)
@@ -209,10 +210,12 @@ class _Namer:
             )
 
 
-def _emit(jaxpr: Any, args: Sequence[Any], names_of: Callable[[Any], list[str | None]]) -> list:
+def _emit(
+    jaxpr: core.Jaxpr | Segment, args: Sequence[Any], names_of: Callable[[core.JaxprEqn], list[str | None]]
+) -> list:
     """Returns the results of a jaxpr for its constants and operands, with its values named."""
 
-    def bind(eqn: Any, ins: list) -> list:
+    def on_equation(eqn: core.JaxprEqn, ins: list) -> list:
         inner = called_jaxpr(eqn) if eqn.primitive.name == CHECKPOINT else opened_call(eqn)
         if inner is None:
             outs = zip(bind_again(eqn, ins), names_of(eqn), strict=True)
@@ -222,26 +225,21 @@ def _emit(jaxpr: Any, args: Sequence[Any], names_of: Callable[[Any], list[str | 
             return _emit(inner, ins, names_of)
 
         is_replaced = isinstance(jaxpr, Segment) and eqn.params.get("policy") is None  # by our own around all
-        if eqn.primitive.name != CHECKPOINT or is_replaced:
-            return _called_again(eqn, run, ins)
-        return jax.checkpoint(run, policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"])(*ins)
+        is_kept = eqn.primitive.name == CHECKPOINT and not is_replaced
+        return compound(eqn).bind(ins, lambda body: run) if is_kept else _called_again(eqn, run, ins)
 
-    return evaluate(jaxpr, args, bind)
+    return evaluate(jaxpr, args, on_equation)
 
 
-def _called_again(eqn: Any, fn: Callable, ins: list) -> list:
+def _called_again(eqn: core.JaxprEqn, fn: Callable, ins: list) -> list:
     """Returns the results of a call with `fn` as its function, under the same name, by which other passes know ops."""
-    if selected_jaxpr(eqn) is not None:
-        with place_of(eqn):
-            return select_again(eqn, fn, ins)
-    if eqn.primitive.name != "jit":
-        return fn(*ins)
-    fn.__name__ = fn.__qualname__ = eqn.params["name"]
     with place_of(eqn):
-        return jax.jit(fn, inline=eqn.params["inline"])(*ins)
+        if selected_jaxpr(eqn) is not None:
+            return select_again(eqn, fn, ins)
+        return compound(eqn).bind(ins, lambda body: fn) if eqn.primitive.name == "jit" else fn(*ins)
 
 
-def _parts(jaxpr: Any, limit: float | None) -> Iterator[Any]:
+def _parts(jaxpr: core.Jaxpr, limit: float | None) -> Iterator[Any]:
     """Yields the segments of a jaxpr, if there is a limit for them, and the equations between them, in order."""
     at = 0
     for segment in () if limit is None else cut(jaxpr, limit):
@@ -252,7 +250,7 @@ def _parts(jaxpr: Any, limit: float | None) -> Iterator[Any]:
 
 
 def _emit_regions(
-    jaxpr: Any, args: Sequence[Any], namer: _Namer, *, limit: float | None, weights: Sequence[Any]
+    jaxpr: core.Jaxpr, args: Sequence[Any], namer: _Namer, *, limit: float | None, weights: Sequence[Any]
 ) -> list:
     """Returns the results of a jaxpr, its segments or else its loops checkpointed.
 
@@ -271,7 +269,7 @@ def _emit_regions(
             places = {place for place, var in enumerate(part.invars) if var not in weights}
             computed[part.kind] = computed.get(part.kind, set()) | places
 
-    def bind(part: Any, ins: list) -> list:
+    def on_equation(part: Any, ins: list) -> list:
         if isinstance(part, Segment):
             waiting = [at in computed[part.kind] for at in range(len(ins))]
             return _checkpointed_segment(part, ins, namer, waiting=waiting)
@@ -289,7 +287,7 @@ def _emit_regions(
 
         return _called_again(part, run, ins)
 
-    return evaluate(jaxpr, args, bind, parts=parts)
+    return evaluate(jaxpr, args, on_equation, parts=parts)
 
 
 def _checkpointed_segment(segment: Segment, ins: list, namer: _Namer, *, waiting: list[bool]) -> list:
@@ -306,12 +304,15 @@ def _checkpointed_segment(segment: Segment, ins: list, namer: _Namer, *, waiting
     return fences.checkpoint_in_order(run, policy=namer.choice.policy, waiting=waiting)(*ins)
 
 
-def _checkpointed_loop(eqn: Any, ins: list, namer: _Namer) -> list:
-    closed, prefix = eqn.params["jaxpr"], f"{_LOOP}{namer.num_loops}."
+def _checkpointed_loop(eqn: core.JaxprEqn, ins: list, namer: _Namer) -> list:
+    names_of = namer.names(f"{_LOOP}{namer.num_loops}.")
     namer.num_loops += 1
 
-    def body(*args: Any) -> list:
-        return _emit(closed.jaxpr, (*closed.consts, *args), namer.names(prefix))
+    def checkpointed(body: Body) -> Callable[..., list]:
+        def step(*args: Any) -> list:
+            return _emit(body.closed.jaxpr, (*body.closed.consts, *args), names_of)
 
-    checkpointed = jax.checkpoint(body, policy=namer.choice.policy, prevent_cse=False)
-    return bind_again(eqn, ins, jaxpr=jax.make_jaxpr(checkpointed)(*closed.in_avals))
+        return jax.checkpoint(step, policy=namer.choice.policy, prevent_cse=False)
+
+    with place_of(eqn):
+        return compound(eqn).bind(ins, checkpointed)

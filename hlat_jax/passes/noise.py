@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend import source_info_util
+from jax.extend import core, source_info_util
 
 from hlat_jax.passes.jaxpr import inner_jaxprs, primitives
 
@@ -76,7 +76,7 @@ def _warnings(loss: Callable, params: Any, rows: Any, model_state: Any, *, num_p
         )
 
 
-def _draws(jaxpr: Any, called_at: str) -> Iterator[tuple[str, tuple]]:
+def _draws(jaxpr: core.Jaxpr, called_at: str) -> Iterator[tuple[str, tuple]]:
     """Yields (place, shape) of what a jaxpr draws from single keys; a place is "file:line:column (function)"."""
     for eqn in jaxpr.eqns:
         place = source_info_util.summarize(eqn.source_info) or called_at  # JAX does not name its own code

@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+from jax.extend import core
+
 from hlat_jax.passes.jaxpr import aval_bytes, equations, reference_jaxpr, without_dead_code
 
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general", "scaled_dot"})
@@ -20,12 +22,12 @@ def live_jaxpr(traced: Any) -> Any:
     return without_dead_code(traced.jaxpr.jaxpr)
 
 
-def total_flops(jaxpr: Any) -> float:
+def total_flops(jaxpr: core.Jaxpr) -> float:
     """Returns the FLOPs of all products of a program, on one device; every branch of a `cond` counts."""
     return sum(trips * count for count, _, trips in products(jaxpr))
 
 
-def products(jaxpr: Any, *, trips: int = 1) -> Iterator[tuple[float, int, int]]:
+def products(jaxpr: core.Jaxpr, *, trips: int = 1) -> Iterator[tuple[float, int, int]]:
     """Yields (FLOPs, bytes read and written, executions) of every product of a program, on one device."""
     for eqn, times in equations(jaxpr, trips=trips):
         if eqn.primitive.name in PRODUCTS:
@@ -36,7 +38,7 @@ def products(jaxpr: Any, *, trips: int = 1) -> Iterator[tuple[float, int, int]]:
             yield total_flops(reference), sum(map(aval_bytes, operands)), times
 
 
-def products_by_dtype(jaxpr: Any) -> dict[str, int]:
+def products_by_dtype(jaxpr: core.Jaxpr) -> dict[str, int]:
     """Returns the number of products that a program executes, by the dtypes of their operands."""
     counts: collections.Counter[str] = collections.Counter()
     for eqn, trips in equations(jaxpr):
@@ -45,7 +47,7 @@ def products_by_dtype(jaxpr: Any) -> dict[str, int]:
     return dict(counts)
 
 
-def product_flops(eqn: Any) -> float:
+def product_flops(eqn: core.JaxprEqn) -> float:
     """Returns the FLOPs of one product: two for each element of the result and each term of its sum.
 
     Groups of a ragged product count as if they cover the ragged dimension, each index in one group; zeros that
@@ -66,7 +68,7 @@ def product_flops(eqn: Any) -> float:
     return 2.0 * math.prod(left.shape) * math.prod(size for dim, size in enumerate(right.shape) if dim not in shared)
 
 
-def is_dot_of_vectors(eqn: Any) -> bool:
+def is_dot_of_vectors(eqn: core.JaxprEqn) -> bool:
     """Returns whether a product only contracts pairs of vectors, with one result each."""
     if eqn.primitive.name != "dot_general":
         return all(var.aval.size <= 1 for var in eqn.outvars)

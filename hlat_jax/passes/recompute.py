@@ -15,15 +15,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+from jax.extend import core
 
-from hlat_jax.passes.dataflow import Dataflow
+from hlat_jax.passes.dataflow import Dataflow, num_bytes
+from hlat_jax.passes.interpret import called
 from hlat_jax.passes.jaxpr import (
     CHECKPOINT,
     COLLECTIVES,
     SAME_ELEMENTS,
     TRANSCENDENTAL,
     aval_bytes,
-    called_jaxpr,
     inner_jaxprs,
     inner_trips,
     is_transposed,
@@ -163,7 +164,7 @@ class RecomputeGraph:
         return tuple(saved)
 
 
-def recompute_graph(jaxpr: Any, *, min_bytes: int) -> RecomputeGraph:
+def recompute_graph(jaxpr: core.Jaxpr, *, min_bytes: int) -> RecomputeGraph:
     """Returns the recompute graph of a program.
 
     Args:
@@ -203,25 +204,25 @@ class _Region:
       sizes: bytes of each named value.
     """
 
-    def __init__(self, jaxpr: Any, *, trips: int, copies: int):
+    def __init__(self, jaxpr: core.Jaxpr, *, trips: int, copies: int):
         self.trips, self.copies = trips, copies
         self.nodes: list[Node] = []
         self.sizes: dict[str, int] = {}
-        flow = Dataflow(jaxpr, inlined=lambda eqn: None if eqn.primitive.name == "shard_map" else called_jaxpr(eqn))
-        node_of: dict[int, int] = {}
+        flow = Dataflow(jaxpr, inlined=lambda eqn: None if eqn.primitive.name == "shard_map" else called(eqn))
+        node_of: dict[core.Var, int] = {}
         for op in flow.ops:
             parents = {node_of[value] for value in op.operands if value in node_of}
             if any(map(_is_recomputed, op.enclosing)):
                 name = op.eqn.params["name"] if op.name == "name" else ""
-                node_of |= dict.fromkeys(op.outs, len(self.nodes))
+                node_of |= dict.fromkeys(op.outvars, len(self.nodes))
                 self.nodes.append(Node(*_work(op.eqn), tuple(parents), name, is_read=False))
-                self.sizes |= {name: flow.num_bytes(op.outs[0])} if name else {}
+                self.sizes |= {name: num_bytes(op.outvars[0])} if name else {}
             else:
                 for parent in parents:
                     self.nodes[parent] = dataclasses.replace(self.nodes[parent], is_read=True)
 
 
-def _regions(jaxpr: Any, *, trips: int, copies: int, is_backward: bool = False) -> Iterator[_Region]:
+def _regions(jaxpr: core.Jaxpr, *, trips: int, copies: int, is_backward: bool = False) -> Iterator[_Region]:
     for eqn in jaxpr.eqns:
         # name stacks start empty inside a call or a loop
         is_inside = is_backward or is_transposed(eqn)
@@ -239,11 +240,11 @@ def _regions(jaxpr: Any, *, trips: int, copies: int, is_backward: bool = False) 
             yield from _regions(each, trips=trips * length, copies=copies * stacked, is_backward=is_inside)
 
 
-def _is_recomputed(eqn: Any) -> bool:
+def _is_recomputed(eqn: core.JaxprEqn) -> bool:
     return "rematted_computation" in str(eqn.source_info.name_stack)
 
 
-def _work(eqn: Any) -> tuple[float, float]:
+def _work(eqn: core.JaxprEqn) -> tuple[float, float]:
     """Returns (FLOPs in products, cost) of one execution of an equation."""
     name = eqn.primitive.name
     if name in _FREE:

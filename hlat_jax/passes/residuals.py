@@ -25,17 +25,15 @@ import jax.numpy as jnp
 from jax.extend import core
 
 from hlat_jax.passes import fences
-from hlat_jax.passes.dataflow import Dataflow, Op, alive
+from hlat_jax.passes.dataflow import Dataflow, Op, num_bytes, upstream
+from hlat_jax.passes.interpret import Body, called, compound, evaluate, map_jaxpr
 from hlat_jax.passes.jaxpr import (
     ELEMENTWISE,
     REDUCTIONS,
     TRANSCENDENTAL,
     bind_again,
-    bind_shard_map,
     called_jaxpr,
-    carry_of,
     equations,
-    evaluate,
     is_literal,
     linearized_at,
     op_name,
@@ -43,10 +41,8 @@ from hlat_jax.passes.jaxpr import (
     plain_call,
     primitives,
     rebind,
-    trace_call,
     values_of,
     variables,
-    warn_of_rule_with_tracer,
 )
 from hlat_jax.passes.products import PRODUCTS, product_flops
 from hlat_jax.passes.recompute import Node, RecomputeGraph
@@ -65,6 +61,8 @@ _MOVES = primitives(
     split_tangent with_tangent
     """
 )
+# A `while` has no backward pass, and a checkpoint or a derivative rule already says what is kept.
+_SELECTED_BODIES = primitives("shard_map scan cond")
 _CHEAP = _MOVES | (ELEMENTWISE - {"lgamma", "digamma"}) | REDUCTIONS
 
 
@@ -77,15 +75,7 @@ def select_residuals(fn: Callable[_Args, _Result]) -> Callable[_Args, _Result]:
     Args:
       fn: a function that JAX can trace; arguments as for `autocast`.
     """
-
-    def selected(*args: _Args.args, **kwargs: _Args.kwargs) -> _Result:
-        closed, leaves, tree = trace_call(fn, args, kwargs)
-        if warn_of_rule_with_tracer(fn, closed.jaxpr):
-            return fn(*args, **kwargs)
-        return jax.tree.unflatten(tree, _of_jaxpr(closed.jaxpr, _Scope())(*closed.consts, *leaves))
-
-    selected.__name__ = getattr(fn, "__name__", type(fn).__name__)
-    return selected
+    return map_jaxpr(fn, lambda closed, leaves: _of_jaxpr(closed, _Scope())(*leaves))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,69 +98,64 @@ class _Scope:
 _NAME = "select_residuals_of"
 
 
-def selected_jaxpr(eqn: Any) -> Any:
+def selected_jaxpr(eqn: core.JaxprEqn) -> Any:
     """Returns the jaxpr of a function whose residuals are selected; None for other equations."""
     is_ours = eqn.primitive.name == "custom_jvp_call" and (op_name(eqn) or "").startswith(_NAME)
     return called_jaxpr(eqn) if is_ours else None
 
 
-def opened_call(eqn: Any) -> Any:
+def opened_call(eqn: core.JaxprEqn) -> Any:
     """Returns the jaxpr of a call that only runs its function, or selects its residuals; None for other equations."""
     closed = plain_call(eqn)
     return selected_jaxpr(eqn) if closed is None or closed.consts else closed.jaxpr
 
 
-def select_again(eqn: Any, fn: Callable, args: Sequence[Any]) -> list[Any]:
+def select_again(eqn: core.JaxprEqn, fn: Callable, args: Sequence[Any]) -> list[Any]:
     """Returns the results of `fn`, arrays -> list of arrays, with residuals selected as those of an equation are."""
     run = core.jaxpr_as_fun(jax.make_jaxpr(fn)(*args))  # so that it is traced once
     return _selected(run, _Scope(is_body=op_name(eqn) != _NAME))(*args)
 
 
-def _of_jaxpr(jaxpr: Any, scope: _Scope) -> Callable:
-    """Returns a jaxpr as a function of its constants and inputs, with the residuals of its loops selected too."""
+def _of_jaxpr(closed: core.ClosedJaxpr, scope: _Scope) -> Callable[..., list[Any]]:
+    """Returns a jaxpr as a function of its inputs, with the residuals of its bodies selected too."""
+    jaxpr, num_consts = closed.jaxpr, len(closed.consts)
     inputs = [*jaxpr.constvars, *jaxpr.invars]
-    free = {*itertools.compress(inputs, scope.free or [True] * len(inputs))}
-    return _selected(lambda *args: _evaluate(jaxpr, args, free, scope.is_body), scope)
+    scope = dataclasses.replace(scope, free=(True,) * num_consts + (scope.free or (True,) * len(jaxpr.invars)))
+    free = {*itertools.compress(inputs, scope.free)}
+    selected = _selected(lambda *args: _evaluate(jaxpr, args, free, scope.is_body), scope)
+    return functools.partial(selected, *closed.consts)
 
 
-def _evaluate(jaxpr: Any, args: Sequence[Any], free: set, is_body: bool) -> list[Any]:
-    """Returns the results of a jaxpr, its loops selected; `free` has the inputs that are held in any case."""
+def _evaluate(jaxpr: core.Jaxpr, args: Sequence[Any], free: set, is_body: bool) -> list[Any]:
+    """Returns the results of a jaxpr, its bodies selected; `free` has the inputs that are held in any case."""
 
-    def bind(eqn: Any, ins: list[Any]) -> Sequence[Any]:
-        name, params = eqn.primitive.name, eqn.params
+    def on_equation(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
         is_free = [is_literal(var) or var in free for var in eqn.invars]
-        changed: dict[str, Any] = {}
+        inner, inside = _inlined(eqn), compound(eqn)
         with place_of(eqn):
-            inner = inlined_call(eqn)
             if inner is not None:
-                return _evaluate(inner, ins, {*itertools.compress(inner.invars, is_free)}, is_body)
-            if name == "shard_map":  # selected where the axes of the mesh are bound
-                return bind_shard_map(eqn, _of_jaxpr(params["jaxpr"], _Scope(tuple(is_free), is_body)), ins)
-            if name == "scan":
-                closed, carry = carry_of(eqn)
-                in_body = [True] * carry.start + [False] * (carry.stop - carry.start) + is_free[carry.stop :]
-                scope = _Scope(tuple(in_body), is_body=True, num_invariants=carry.start, trips=params["length"])
-                changed["jaxpr"] = _retrace(closed, scope)
-            elif name == "cond":
-                scope = _Scope(tuple(is_free[1:]), is_body=True)
-                changed["branches"] = tuple(_retrace(branch, scope) for branch in params["branches"])
-            return rebind(eqn, ins, **changed)
+                return _evaluate(
+                    inner.closed.jaxpr, ins, {*itertools.compress(inner.closed.jaxpr.invars, is_free)}, is_body
+                )
+            if inside is None or inside.name not in _SELECTED_BODIES:
+                return rebind(eqn, ins)
+            own = {"is_body": is_body or inside.name != "shard_map"}
+            if inside.carried is not None:
+                start, stop = inside.carried.start, inside.carried.stop
+                is_free[:stop] = [True] * start + [False] * (stop - start)
+                own |= {"num_invariants": start, "trips": eqn.params["length"]}
+            return inside.bind(ins, lambda body: _of_jaxpr(body.closed, _Scope(tuple(body.inputs(is_free)), **own)))
 
-    return evaluate(jaxpr, args, bind)
-
-
-def _retrace(closed: Any, scope: _Scope) -> Any:
-    scope = dataclasses.replace(scope, free=(True,) * len(closed.consts) + scope.free)
-    return jax.make_jaxpr(functools.partial(_of_jaxpr(closed.jaxpr, scope), *closed.consts))(*closed.in_avals)
+    return evaluate(jaxpr, args, on_equation)
 
 
-def inlined_call(eqn: Any) -> Any:
-    """Returns the jaxpr of a call that can be inlined; None for other equations."""
+def _inlined(eqn: core.JaxprEqn) -> Body | None:
+    """Returns the body, without constants, of a call that can be inlined; None for other equations."""
     closed = None if has_effects(eqn) else plain_call(eqn)
-    return None if closed is None or closed.consts else closed.jaxpr
+    return None if closed is None or closed.consts else called(eqn)
 
 
-def has_effects(eqn: Any) -> bool:
+def has_effects(eqn: core.JaxprEqn) -> bool:
     """Returns whether an equation or a jaxpr does more than compute its results; reading a mesh axis does not count."""
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
 
@@ -213,41 +198,40 @@ class _Forward(Dataflow):
     """
 
     def __init__(self, closed: Any, num_held: int, scope: _Scope):
-        super().__init__(closed.jaxpr, inlined=inlined_call)
+        super().__init__(closed.jaxpr, inlined=_inlined, consts=closed.consts)
         self.trips = scope.trips
         split = len(self.outputs) - num_held
         self.results, self.held = self.outputs[:split], self.outputs[split:]
         num_consts = len(closed.jaxpr.constvars)
         arguments = self.inputs[num_consts:]
-        self.constants = dict(zip(self.inputs, closed.consts, strict=False))
         self.free = {*self.constants, *itertools.compress(arguments, scope.free or [True] * len(arguments))}
         self.invariants = set(arguments[: scope.num_invariants]) if scope.trips > 1 else set()
         self.cheap = {op for op in self.ops if _is_cheap(op.eqn)}
         # what only the derivative reads is computed once, in the forward pass or in the backward pass
-        self.flops = {op: _flops(op.eqn) for op in alive(self.ops, variables(self.results)) if op in self.cheap}
+        self.flops = {op: _flops(op.eqn) for op in upstream(self.ops, variables(self.results)) if op in self.cheap}
         for op in self.ops:
             if self.invariants.issuperset(op.operands):
-                self.invariants.update(op.outs)
+                self.invariants.update(op.outvars)
         products = [op for op in self.ops if op.name in PRODUCTS]
         flops = sum(product_flops(op.eqn) for op in products)
-        dtypes = [self.avals[value].dtype for op in products for value in op.outs]
+        dtypes = [value.aval.dtype for op in products for value in op.outvars]
         width = min((dtype.itemsize for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)), default=4)
         far = self._far()
         for rate in _RATES:
-            kept = map(int, self._graph(rate * min(width, 4) / 4, far).cheapest(byte_cost=1.0))
-            self.again = alive(self.ops, variables(self.held), given={*kept, *self.inputs})
+            kept = self._cheapest(rate * min(width, 4) / 4, far)
+            self.again = upstream(self.ops, {*variables(self.held)} - kept, without=kept)
             if sum(self.flops.get(op, 0.0) for op in self.again) <= _SHARE * flops:
                 break
         read = {value for op in self.again for value in op.operands} | {*variables(self.held)}
-        made = {value for op in self.again for value in op.outs}
-        self.kept = sorted(read - made - self.constants.keys())
+        made = {value for op in self.again for value in op.outvars}
+        self.kept = sorted(read - made - self.constants.keys(), key=self.number.__getitem__)
 
     def run(self, args: Sequence[Any]) -> tuple[list, list]:
         """Returns (the results, the values that are kept)."""
-        env = self.constants | dict(zip(self.inputs[len(self.constants) :], args, strict=True))
+        env = self.constants | dict(zip(self.inputs[len(self.inputs) - len(args) :], args, strict=True))
         acting = [op for op in self.ops if has_effects(op.eqn)]  # such as prints, which nothing depends on
         wanted = [*variables(self.results), *self.kept, *(value for op in acting for value in op.operands)]
-        needed_ops = {*acting, *alive(self.ops, wanted)}
+        needed_ops = {*acting, *upstream(self.ops, wanted)}
         _compute((op for op in self.ops if op in needed_ops), env)
         return values_of(self.results, env), values_of(self.kept, env)
 
@@ -257,34 +241,38 @@ class _Forward(Dataflow):
         _compute(self.again, env)
         return values_of(self.held, env)
 
-    def _graph(self, rate: float, far: set[int]) -> RecomputeGraph:
-        """Returns the graph of what the derivative depends on, with a node for each value.
+    def _cheapest(self, rate: float, far: set[core.Var]) -> set[core.Var]:
+        """Returns the values that are kept: those of a minimum cut of what the derivative depends on.
 
         Args:
           rate: bytes to keep rather than to compute a FLOP again.
           far: values that are kept if they are needed.
         """
-        held = {value for value in variables(self.held) if value not in self.free}
-        number = {value: place for place, value in enumerate(value for value in held if value not in self.producer)}
-        nodes = [Node(0.0, math.inf, (), str(value), is_read=True) for value in number]
-        for op in alive(self.ops, held, given=self.free):
+        held = {value: None for value in variables(self.held) if value not in self.free}
+        node = {value: at for at, value in enumerate(value for value in held if value not in self.producer)}
+        nodes = [Node(0.0, math.inf, (), str(at), is_read=True) for at in node.values()]
+        for op in upstream(self.ops, held, without=self.free):
             for value in op.operands:
-                if value not in number and value not in self.free:  # what a loop carries
-                    number[value] = len(nodes)
-                    nodes.append(Node(0.0, math.inf, (), str(value), is_read=False))
-            parents = tuple({number[value] for value in op.operands if value not in self.free})
+                if value not in node and value not in self.free:  # what a loop carries
+                    node[value] = len(nodes)
+                    nodes.append(Node(0.0, math.inf, (), str(node[value]), is_read=False))
+            parents = tuple({node[value] for value in op.operands if value not in self.free})
             # a tiny cost for moves too, so that chains are short; work that a loop would repeat counts more
-            cost = rate * self.flops.get(op, 0.0) + 0.001 * sum(map(self.num_bytes, op.outs))
-            cost *= 8 if self.invariants.issuperset(op.outs) else 1
-            for value in op.outs:
-                number[value] = len(nodes)
+            cost = rate * self.flops.get(op, 0.0) + 0.001 * sum(map(num_bytes, op.outvars))
+            cost *= 8 if self.invariants.issuperset(op.outvars) else 1
+            for value in op.outvars:
+                node[value] = len(nodes)
                 is_kept = op not in self.cheap or value in far
                 above = () if is_kept else parents
-                nodes.append(Node(0.0, math.inf if is_kept else cost, above, str(value), value in held))
-        sizes = {value: self.num_bytes(value) / (self.trips if value in self.invariants else 1) for value in number}
-        return RecomputeGraph(tuple(nodes), {str(value): max(1, size) for value, size in sizes.items()})
+                nodes.append(Node(0.0, math.inf if is_kept else cost, above, str(node[value]), value in held))
+        sizes = {
+            str(at): max(1, num_bytes(value) / (self.trips if value in self.invariants else 1))
+            for value, at in node.items()
+        }
+        saved = {int(name) for name in RecomputeGraph(tuple(nodes), sizes).cheapest(byte_cost=1.0)}
+        return {value for value, at in node.items() if at in saved}
 
-    def _far(self) -> set[int]:
+    def _far(self) -> set[core.Var]:
         """Returns cheap values that are kept if they are needed, so that no chain of recomputation is long.
 
         Such chains pass products: each state of a residual stream could be recomputed from all results added to it. A
@@ -292,42 +280,42 @@ class _Forward(Dataflow):
         """
         level = dict.fromkeys(self.inputs, 0)  # products before a value
         hops = dict.fromkeys(self.inputs, 0)  # products that the chain to a value passes
-        far = set()
+        far: set[core.Var] = set()
         for op in self.ops:
             top = max((level[value] for value in op.operands), default=0)
-            size = max(map(self.num_bytes, op.outs), default=0)
+            size = max(map(num_bytes, op.outvars), default=0)
             hop = 0
             for value in op.operands:
                 before = self.producer.get(value)
                 is_chained = before is not None and before in self.cheap and value not in far
-                is_passed = is_chained and level[value] < top and 8 * self.num_bytes(value) >= size
+                is_passed = is_chained and level[value] < top and 8 * num_bytes(value) >= size
                 hop = max(hop, hops[value] + is_passed)
             if op not in self.cheap:
                 top, hop = top + 1, 0
             elif hop > 1:
-                far |= set(op.outs)
+                far |= set(op.outvars)
                 hop = 0
-            level.update(dict.fromkeys(op.outs, top))
-            hops.update(dict.fromkeys(op.outs, hop))
+            level.update(dict.fromkeys(op.outvars, top))
+            hops.update(dict.fromkeys(op.outvars, hop))
         return far
 
 
-def _compute(ops: Iterable[Op], env: dict[int, Any]) -> None:
+def _compute(ops: Iterable[Op], env: dict[core.Var, Any]) -> None:
     for op in ops:
         with contextlib.ExitStack() as places:
             for call in op.calls:
-                places.enter_context(place_of(call))
-            env.update(zip(op.outs, bind_again(op.eqn, values_of(op.ins, env)), strict=True))
+                places.enter_context(place_of(call.eqn))
+            env.update(zip(op.outvars, bind_again(op.eqn, values_of(op.invars, env)), strict=True))
 
 
-def _is_cheap(eqn: Any) -> bool:
+def _is_cheap(eqn: core.JaxprEqn) -> bool:
     """Returns whether an equation is done again rather than its results kept."""
     if eqn.primitive.name == "custom_jvp_call" and not has_effects(eqn):
-        return all(_is_cheap(one) or inlined_call(one) is not None for one, _ in equations(called_jaxpr(eqn)))
+        return all(_is_cheap(one) or _inlined(one) is not None for one, _ in equations(called_jaxpr(eqn)))
     return eqn.primitive.name in _CHEAP and not has_effects(eqn)
 
 
-def _flops(eqn: Any) -> float:
+def _flops(eqn: core.JaxprEqn) -> float:
     """Returns the FLOPs of a cheap equation; an exponential counts as four, and moving elements or casting as none."""
     name = eqn.primitive.name
     if name == "custom_jvp_call":

@@ -23,13 +23,12 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core
 
+from hlat_jax.passes.interpret import Body, Compound, compound, evaluate
 from hlat_jax.passes.jaxpr import (
     CHECKPOINT,
     aval_bytes,
     bind_again,
     called_jaxpr,
-    carry_of,
-    evaluate,
     is_inexact,
     linearized_at,
     place_of,
@@ -133,57 +132,54 @@ class _Splitter:
         self.share = share
         self.scans: list[NestedScan] = []
 
-    def run(self, jaxpr: Any, args: Sequence[Any]) -> list[Any]:
+    def run(self, jaxpr: core.Jaxpr, args: Sequence[Any]) -> list[Any]:
         """Returns the results of a jaxpr for its constants and operands, its scans split."""
         return evaluate(jaxpr, args, self._bind)
 
-    def _bind(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
+    def _bind(self, eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
         if eqn.primitive.name == "scan":
             return self._scan(eqn, ins)
-        inner = called_jaxpr(eqn) if eqn.primitive.name == CHECKPOINT or _is_jit(eqn) else None
-        if inner is None or not _has_scan(inner):
+        inside = compound(eqn)
+        if (
+            inside is None
+            or not (inside.name == CHECKPOINT or _is_jit(eqn))
+            or not _has_scan(inside.bodies[0].closed.jaxpr)
+        ):
             return bind_again(eqn, ins)
-
-        def run(*ins: Any) -> list[Any]:
-            return self.run(inner, ins)
-
-        if eqn.primitive.name == CHECKPOINT:
-            again = jax.checkpoint(run, policy=eqn.params["policy"], prevent_cse=eqn.params["prevent_cse"])
-        else:
-            run.__name__ = run.__qualname__ = eqn.params["name"]  # other passes know ops by it
-            again = jax.jit(run, inline=eqn.params["inline"])
         with place_of(eqn):
-            return again(*ins)
+            return inside.bind(ins, self._of_body)
 
-    def _scan(self, eqn: Any, ins: list[Any]) -> Sequence[Any]:
-        closed, _ = carry_of(eqn)
-        changed = {}
+    def _of_body(self, body: Body) -> Callable[..., list[Any]]:
+        return lambda *args: self.run(body.closed.jaxpr, (*body.closed.consts, *args))
+
+    def _scan(self, eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
+        loop, split = compound(eqn), _split(eqn, self.share)
+        (body,) = loop.bodies
+        closed = body.closed
         if _has_scan(closed.jaxpr):
-            closed = jax.make_jaxpr(lambda *args: self.run(closed.jaxpr, (*closed.consts, *args)))(*closed.in_avals)
-            changed["jaxpr"] = closed
-        split = _split(eqn, self.share)
+            closed = jax.make_jaxpr(self._of_body(body))(*closed.in_avals)
         if split is None:
-            return bind_again(eqn, ins, **changed)
+            with place_of(eqn):
+                return loop.bind(ins, lambda body: closed)
         self.scans.append(split)
         pairs = zip(ins, eqn.invars, strict=True)  # a literal is a number without a dtype
         arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x, var.aval.dtype) for x, var in pairs]
         with place_of(eqn):
-            return _in_segments(eqn, closed, arrays, split)
+            return _in_segments(loop, closed, arrays, split)
 
 
-def _is_jit(eqn: Any) -> bool:
+def _is_jit(eqn: core.JaxprEqn) -> bool:
     closed = plain_call(eqn)
     return closed is not None and not closed.consts and eqn.primitive.name == "jit"
 
 
-def _has_scan(jaxpr: Any) -> bool:
-    inside = [carry_of(eqn)[0].jaxpr if eqn.primitive.name == "scan" else called_jaxpr(eqn) for eqn in jaxpr.eqns]
-    return any(eqn.primitive.name == "scan" for eqn in jaxpr.eqns) or any(
-        _has_scan(inner) for inner in inside if inner is not None
-    )
+def _has_scan(jaxpr: core.Jaxpr) -> bool:
+    if any(eqn.primitive.name == "scan" for eqn in jaxpr.eqns):
+        return True
+    return any(_has_scan(inner) for eqn in jaxpr.eqns if (inner := called_jaxpr(eqn)) is not None)
 
 
-def _split(eqn: Any, share: float) -> NestedScan | None:
+def _split(eqn: core.JaxprEqn, share: float) -> NestedScan | None:
     """Returns how a scan is split; None if it is not."""
     length = eqn.params["length"]
     if length < _LEAST_STEPS or has_effects(eqn):
@@ -212,12 +208,13 @@ def _is_even(length: int) -> bool:
     return any(length % size == 0 for size in range(2, math.isqrt(length) + 1))
 
 
-def _bytes_of_step(eqn: Any) -> tuple[int, int]:
+def _bytes_of_step(eqn: core.JaxprEqn) -> tuple[int, int]:
     """Returns (bytes of the floats that a scan carries, bytes that the derivative of one step keeps).
 
     What all steps read, or a step reads of the scan's operands, is not counted: it is kept in any case.
     """
-    closed, carried = carry_of(eqn)
+    loop = compound(eqn)
+    closed, carried = loop.bodies[0].closed, loop.carried
     places = [at for at, aval in enumerate(closed.in_avals) if hasattr(aval, "dtype") and is_inexact(aval)]
 
     def kept(*args: Any) -> list[Any]:
@@ -229,9 +226,10 @@ def _bytes_of_step(eqn: Any) -> tuple[int, int]:
     return sum(map(aval_bytes, floats)), sum(aval_bytes(var.aval) for var in {*variables(jaxpr.outvars)} - given)
 
 
-def _in_segments(eqn: Any, closed: Any, ins: list[Any], split: NestedScan) -> list[Any]:
+def _in_segments(loop: Compound, closed: core.ClosedJaxpr, ins: list[Any], split: NestedScan) -> list[Any]:
     """Returns the results of a scan with the steps of `closed`, in segments."""
-    carried, reverse = carry_of(eqn)[1], eqn.params["reverse"]
+    carried, params = loop.carried, loop.eqn.params
+    reverse = params["reverse"]
     consts, carry, xs = ins[: carried.start], ins[carried], ins[carried.stop :]
     num_carry, size = len(carry), split.segment
 
@@ -243,7 +241,7 @@ def _in_segments(eqn: Any, closed: Any, ins: list[Any], split: NestedScan) -> li
         step = jax.checkpoint(step, prevent_cse=False)
 
     def segment(length: int, carry: Any, xs: Any) -> tuple[Any, Any]:
-        return jax.lax.scan(step, carry, xs, length=length, reverse=reverse, unroll=eqn.params["unroll"])
+        return jax.lax.scan(step, carry, xs, length=length, reverse=reverse, unroll=params["unroll"])
 
     def checkpointed(length: int, *, prevent_cse: bool) -> Callable:
         return jax.checkpoint(functools.partial(segment, length), prevent_cse=prevent_cse)

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from jax.extend import core
 
 from hlat_jax.passes.jaxpr import aval_bytes, inner_jaxprs, inner_trips, is_inexact, variables
 from hlat_jax.passes.residuals import has_effects, opened_call
@@ -45,7 +46,7 @@ class Segment:
     constvars: tuple[Any, ...] = ()
 
 
-def cut(jaxpr: Any, limit: float) -> list[Segment]:
+def cut(jaxpr: core.Jaxpr, limit: float) -> list[Segment]:
     """Returns the segments of the equations of a jaxpr, in order, without those inside its calls.
 
     Equations that compute more than `limit` bytes, or have effects, are in none: a call has segments of its own.
@@ -54,7 +55,7 @@ def cut(jaxpr: Any, limit: float) -> list[Segment]:
     return [level.segment(start, stop) for start, stop in level.bounds(limit)]
 
 
-def best_limit(jaxpr: Any) -> float:
+def best_limit(jaxpr: core.Jaxpr) -> float:
     """Returns the most bytes that a segment of a function should compute.
 
     It is that of twelve between 2 and 50 % of the function for which what is kept between segments and what the largest
@@ -77,7 +78,7 @@ class _Level:
       crossing: bytes that they compute, and that it or a later one reads.
     """
 
-    def __init__(self, jaxpr: Any):
+    def __init__(self, jaxpr: core.Jaxpr):
         self.eqns = jaxpr.eqns
         self.weights = np.cumsum([0.0, *map(_bytes, self.eqns)])
         self.last_read = {var: at for at, eqn in enumerate(self.eqns) for var in variables(eqn.invars)}
@@ -143,18 +144,18 @@ class _Level:
         return [low + bound for bound in reversed(bounds)]
 
 
-def computed_bytes(jaxpr: Any) -> float:
+def computed_bytes(jaxpr: core.Jaxpr) -> float:
     """Returns the bytes of all float results of the equations of a jaxpr, of those inside calls and loops too."""
     return sum(_bytes(eqn) for eqn in jaxpr.eqns)
 
 
-def is_worthwhile(segments: Sequence[Segment], jaxpr: Any) -> bool:
+def is_worthwhile(segments: Sequence[Segment], jaxpr: core.Jaxpr) -> bool:
     """Returns whether segments of a function, at any level of its calls, hold enough of it."""
     covered = sum(_bytes(eqn) for segment in segments for eqn in segment.eqns)
     return covered >= _LEAST_SHARE * computed_bytes(jaxpr)
 
 
-def _label(eqn: Any) -> tuple:
+def _label(eqn: core.JaxprEqn) -> tuple:
     """Returns what makes an equation equal to another: primitive, shapes, the equations inside."""
     inside = tuple(tuple(map(_label, inner.eqns)) for inner in inner_jaxprs(eqn))
     avals = [var.aval for var in (*eqn.invars, *eqn.outvars)]
@@ -162,7 +163,7 @@ def _label(eqn: Any) -> tuple:
     return eqn.primitive.name, shapes, inside, inner_trips(eqn) if inside else 1
 
 
-def _bytes(eqn: Any) -> float:
+def _bytes(eqn: core.JaxprEqn) -> float:
     inside = [computed_bytes(inner) for inner in inner_jaxprs(eqn)]
     if inside:
         return inner_trips(eqn) * sum(inside)

@@ -20,9 +20,10 @@ from hlat_jax.ops.choices import chosen_model
 from hlat_jax.passes import autocast as autocast_lib
 from hlat_jax.passes import naming, remat
 from hlat_jax.passes.autocast import CastPolicy
-from hlat_jax.passes.casting import Cast
-from hlat_jax.passes.jaxpr import carry_of, equations
-from hlat_jax.passes.kinds import saturated
+from hlat_jax.passes.autocast_equations import Cast
+from hlat_jax.passes.autocast_kinds import saturated
+from hlat_jax.passes.interpret import compound
+from hlat_jax.passes.jaxpr import equations
 from hlat_jax.program import model_loss
 from hlat_jax.resolve import resolve
 
@@ -169,8 +170,7 @@ def test_autocast_runs_matmuls_narrow_and_keeps_output_dtypes(names):
 def carries(fn, *args):
     """The dtypes that the first scan of a trace carries."""
     loop = next(eqn for eqn, _ in equations(jax.make_jaxpr(fn)(*args).jaxpr) if eqn.primitive.name == "scan")
-    closed, carry = carry_of(loop)
-    return [str(aval.dtype) for aval in closed.in_avals[carry]]
+    return [str(atom.aval.dtype) for atom in loop.invars[compound(loop).carried]]
 
 
 def stream_and_sums(w, x):

@@ -11,8 +11,9 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from hlat_jax.ops.dialect import CallSpec, Op
+from hlat_jax.passes.dataflow import Atom, Dataflow, upstream
 from hlat_jax.passes.independence import is_elementwise_call
+from hlat_jax.passes.interpret import Body, called, compound
 from hlat_jax.passes.jaxpr import (
     ELEMENTWISE,
     SAME_ELEMENTS,
@@ -35,29 +36,26 @@ CHEAP = ELEMENTWISE | SAME_ELEMENTS | {"transpose", "concatenate"}  # computed a
 # Not folded above: an array of 16,384 x 16,384 int32.
 MAX_FOLDED_BYTES = 2**30
 
-# Returns the name of the implementation of an op for a call, as the op chooses it.
-Choose = Callable[[Op, CallSpec], str]
-
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """Equations that compute what one of our ops computes.
+    """Equations that a pass computes in another way.
 
     Attributes:
-      op: name of the op, for the report.
-      eqns: the equations of `EquationGraph.eqns` that the op replaces. Nobody else may read their results, except
-        `outputs`. What several ops share, such as the construction of a mask, is left out: what nobody reads is not
-        computed.
-      inputs: variables that the op takes.
+      op: name for the report, such as "attention".
+      eqns: the equations of `EquationGraph.eqns` that are replaced. Only they may read their results, except for
+        `outputs`. Equations that others need too, such as those of a mask, are left out.
+      inputs: variables that the replacement takes.
       outputs: variables that it computes.
-      replacement: takes a `Choose` and the values of `inputs`; returns those of `outputs`, a sequence, in the same
-        shapes and dtypes. It reads sizes from its arguments: the check may cut batch dimensions.
+      replacement: function from the values of `inputs` to the values of `outputs`, in the same shapes and dtypes. It
+        reads sizes from its arguments, since the check may cut batch dimensions.
       source: "file:line" for the report; see `EquationGraph.source`.
-      facts: what was recognized, for the report: "causal, scale 0.125".
-      resized: takes shapes of variables and returns the replacement at these, for the check. Without it, dimensions
-        that are summed, or along which a constant differs, are not cut.
+      facts: the properties that were found, for the report: "causal, scale 0.125".
+      on_cpu: the same function without a kernel, which the check runs in place of `replacement`.
+      resized: function from shapes of variables to the replacement at these shapes, for the check. Without it,
+        dimensions that are summed, or along which a constant differs, are not cut.
       uncut: (variable, dimension) that the check must leave at its size, although nothing is mixed along it.
-      cut_to: the size to which it cuts others.
+      cut_to: the size to which the check cuts other dimensions.
     """
 
     op: str
@@ -66,7 +64,8 @@ class Match:
     outputs: Sequence[Any]
     replacement: Callable[..., Sequence[Any]]
     source: str
-    facts: str = ""
+    facts: str
+    on_cpu: Callable[..., Sequence[Any]] | None = None
     resized: Callable[[Callable[[Any], Sequence[int]]], Callable[..., Sequence[Any]]] | None = None
     uncut: Sequence[tuple[Any, int]] = ()
     cut_to: int = 4
@@ -74,36 +73,17 @@ class Match:
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """Equations that look like one of our ops and are left as they are.
+    """Equations that a pass leaves as they are.
 
     Attributes:
-      op: name of the op.
+      op: as for `Match`.
       source: "file:line".
-      reason: why it does not apply.
+      reason: why the pass does not apply.
     """
 
     op: str
     source: str
     reason: str
-
-
-@dataclasses.dataclass(eq=False)
-class _Call:
-    """A call whose body is part of the view.
-
-    Attributes:
-      eqn: the call.
-      results: atoms that its body returns.
-      own: variables that its body and the calls in it compute.
-    """
-
-    eqn: Any
-    results: list[Any] = dataclasses.field(default_factory=list)
-    own: frozenset[Any] = frozenset()
-
-    def is_open_by(self, ends: set[Any]) -> bool:
-        """Returns whether one of some variables is computed in the call and not returned by it."""
-        return any(var not in self.results for var in self.own & ends)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -131,19 +111,17 @@ class EquationGraph:
       copied: a variable of `copy_of_constant` -> the one that it is a copy of.
     """
 
-    def __init__(self, closed: Any, known: Mapping[int, np.ndarray] | None = None):
-        self.eqns: list[Any] = []
+    def __init__(self, closed: core.ClosedJaxpr, known: Mapping[int, np.ndarray] | None = None):
+        flow = Dataflow(closed.jaxpr, inlined=_inlined, consts=closed.consts)
+        self.eqns = [op.eqn.replace(invars=op.invars, outvars=op.outvars) for op in flow.ops]
+        self._calls = {id(eqn): op.calls for eqn, op in zip(self.eqns, flow.ops, strict=True)}  # outermost first
+        self.invars, self.outvars = flow.inputs[len(closed.consts) :], flow.outputs
         self.taken: set[int] = set()
-        self.copied: dict[Any, Any] = {}
-        self.values: dict[Any, Any] = {}  # constants of the jaxpr, arrays
-        self._folded: dict[Any, np.ndarray] = {}
-        self._from_inputs: set[Any] = set()
-        self.invars = [core.Var(aval) for aval in closed.in_avals]
-        for number, array in (known or {}).items():
-            self._folded[self.invars[number]] = self.values[self.invars[number]] = array
-        self._from_inputs |= {var for var in self.invars if var not in self._folded}
-        self._calls: dict[int, tuple[_Call, ...]] = {}  # of each equation, outermost first
-        self.outvars = self._flatten(closed, self.invars, ())
+        self.copied: dict[core.Var, core.Var] = {}
+        self._folded = {self.invars[number]: array for number, array in (known or {}).items()}
+        self.values = flow.constants | self._folded  # of constants of the jaxpr, arrays
+        tracers = {var for var, value in flow.constants.items() if isinstance(value, jax.core.Tracer)}
+        self._from_inputs = {*self.invars, *tracers} - self._folded.keys()
         for eqn in self.eqns:
             if eqn.effects or not self._from_inputs.isdisjoint(variables(eqn.invars)):
                 self._from_inputs |= set(eqn.outvars)
@@ -159,23 +137,23 @@ class EquationGraph:
             for var in set(variables(eqn.invars)) if is_read else ():
                 self._readers.setdefault(var, []).append(eqn)
 
-    def producer(self, atom: Any) -> Any:
+    def producer(self, atom: Atom) -> core.JaxprEqn | None:
         """Returns the equation that computes a variable; None for an input, a constant of the jaxpr, a literal."""
         return None if is_literal(atom) else self._producers.get(atom)
 
-    def readers(self, var: Any) -> list[Any]:
+    def readers(self, var: core.Var) -> list[core.JaxprEqn]:
         """Returns the equations that have the variable as an operand and whose results are read; see `is_output`."""
         return self._readers.get(var, [])
 
-    def is_output(self, var: Any) -> bool:
+    def is_output(self, var: core.Var) -> bool:
         """Returns whether the variable is a result of the jaxpr."""
         return any(var is atom for atom in self.outvars)
 
-    def is_constant(self, atom: Any) -> bool:
+    def is_constant(self, atom: Atom) -> bool:
         """Returns whether no input enters into the computation of a value."""
         return is_literal(atom) or atom not in self._from_inputs
 
-    def constant(self, atom: Any) -> np.ndarray | None:
+    def constant(self, atom: Atom) -> np.ndarray | None:
         """Returns the value of what depends on no input; None if it does, or is not folded: too large, a key."""
         if is_literal(atom):
             return np.asarray(atom.val)
@@ -186,7 +164,7 @@ class EquationGraph:
                 self._fold(atom)
         return self._folded[atom]
 
-    def _fold(self, atom: Any) -> np.ndarray | None:
+    def _fold(self, atom: Atom) -> np.ndarray | None:
         if is_literal(atom):
             return np.asarray(atom.val)
         if atom in self._folded:
@@ -205,7 +183,7 @@ class EquationGraph:
         self._folded.update(zip(eqn.outvars, results, strict=True))
         return self._folded[atom]
 
-    def _batched(self, eqn: Any) -> list[Any]:
+    def _batched(self, eqn: core.JaxprEqn) -> list[core.JaxprEqn]:
         """Returns a gather as one with batch dimensions, where it reads index i of a dimension for index i of them.
 
         z[arange(N), y] is then take_along_axis(z, y[:, None], 1), which computes every index alike. Any other equation
@@ -262,7 +240,7 @@ class EquationGraph:
             eqns += taken
         self.eqns = eqns
 
-    def _in_place_of(self, eqn: Any, new: list[Any]) -> list[Any]:
+    def _in_place_of(self, eqn: core.JaxprEqn, new: list[core.JaxprEqn]) -> list[core.JaxprEqn]:
         """Returns equations that compute the results of another one, entered in its place."""
         made = {var for one in new for var in one.outvars}
         for one in new:
@@ -274,7 +252,7 @@ class EquationGraph:
             call.own |= made
         return new
 
-    def copy_of_constant(self, atom: Any, reader: Any) -> Any:
+    def copy_of_constant(self, atom: Atom, reader: core.JaxprEqn) -> Atom:
         """Returns a mask or an index as one that is computed for one reader alone, who may cut it as others do not.
 
         Returns it as it is if it depends on an input, if no other reads it, and if to compute it again would cost much.
@@ -282,7 +260,7 @@ class EquationGraph:
         copy = self._copies.get((id(reader), atom))
         if copy is not None or not self.is_constant(atom) or self.producer(atom) is None:
             return atom if copy is None else copy
-        chain = upstream(self.eqns, [atom], without=())
+        chain = upstream(self.eqns, [atom])
         own = {id(eqn) for eqn in (*chain, reader)}
         made = [var for one in chain for var in one.outvars]
         is_shared = any(self.is_output(var) or any(id(eqn) not in own for eqn in self.readers(var)) for var in made)
@@ -318,7 +296,7 @@ class EquationGraph:
                 connecting.append(eqn)
         return connecting
 
-    def source(self, eqn: Any) -> str:
+    def source(self, eqn: core.JaxprEqn) -> str:
         """Returns "file.py:line (function)" of the user's line that an equation, or a call around it, comes from."""
         around = (call.eqn for call in reversed(self._calls.get(id(eqn), ())))
         return next(filter(None, map(source_of, (eqn, *around))), "")
@@ -330,79 +308,42 @@ class EquationGraph:
             env.update(zip(step.defines, step.run(env), strict=True))
         return values_of(self.outvars, env)
 
-    def steps(
-        self,
-        matches: Sequence[tuple[Match, Callable[..., Sequence[Any]]]],
-        *,
-        changed: Mapping[int, Any] | None = None,
-    ) -> list[_Step]:
+    def steps(self, matches: Sequence[Match], *, changed: Mapping[int, core.ClosedJaxpr] | None = None) -> list[_Step]:
         """Returns the program with replacements in it, in an order in which it can run.
 
         Calls remain, but for those that a replacement is in. What is replaced is computed too: it is dead code.
 
         Args:
-          matches: each with the function from the values of its inputs to those of its outputs.
-          changed: id of an equation -> the one that is bound in its place.
+          matches: the parts that are replaced.
+          changed: id of an equation -> the body that it runs in place of its own.
 
         Raises:
           ValueError: replacements that need each other's results.
         """
         changed = changed or {}
-        claimed = {var for match, _ in matches for var in match.outputs}
-        ends = claimed.union(self._read_early, *(match.inputs for match, _ in matches))
-        opened = {call for calls in self._calls.values() for call in calls if call.is_open_by(ends)}
+        claimed = {var for match in matches for var in match.outputs}
+        ends = claimed.union(self._read_early, *(match.inputs for match in matches))
+        # calls of which a value inside is read, that they do not return
+        opened = {
+            call
+            for calls in self._calls.values()
+            for call in calls
+            if (call.own & ends).difference(variables(call.results))
+        }
         opened = opened.union(*(self._calls[number] for number in changed))
         order = {id(eqn): number for number, eqn in enumerate(self.eqns)}
-        replacing = {max(order[id(eqn)] for eqn in match.eqns): (match, function) for match, function in matches}
+        replacing = {max(order[id(eqn)] for eqn in match.eqns): match for match in matches}
         steps, whole = [], set()
         for number, eqn in enumerate(self.eqns):
             call = next((call for call in self._calls[id(eqn)] if call not in opened), None)
             if call is None:
-                steps.append(_binding(changed.get(id(eqn), eqn), eqn.outvars, set(eqn.outvars) - claimed))
+                steps.append(_binding(eqn, eqn.outvars, set(eqn.outvars) - claimed, body=changed.get(id(eqn))))
             elif call not in whole:
                 whole.add(call)
-                steps.append(_binding(call.eqn, call.results, call.own - claimed))
+                steps.append(_binding(call.eqn.replace(invars=call.invars), call.results, call.own - claimed))
             if number in replacing:
-                steps.append(_replacing(*replacing[number], eqn))
+                steps.append(_replacing(replacing[number], eqn))
         return _ordered(steps, {*self.invars, *self.values})
-
-    def _flatten(self, closed: Any, operands: Sequence[Any], calls: tuple[_Call, ...]) -> list[Any]:
-        """Adds the equations of a jaxpr that these calls enclose, and returns its results."""
-        jaxpr = closed.jaxpr
-        env = dict(zip(jaxpr.invars, operands, strict=True))
-        for var, value in zip(jaxpr.constvars, closed.consts, strict=True):
-            env[var] = core.Var(var.aval)
-            self.values[env[var]] = value
-            if isinstance(value, jax.core.Tracer):
-                self._from_inputs.add(env[var])
-
-        def read(atom: Any) -> Any:
-            return atom if is_literal(atom) else env[atom]
-
-        for eqn in jaxpr.eqns:
-            invars = [read(atom) for atom in eqn.invars]
-            body = _inlined(eqn)
-            if body is None:
-                outvars = [core.Var(var.aval) for var in eqn.outvars]
-                self.eqns.append(eqn.replace(invars=invars, outvars=outvars))
-                self._calls[id(self.eqns[-1])] = calls
-            else:
-                call, first = _Call(eqn.replace(invars=invars)), len(self.eqns)
-                operands = invars[1:] if eqn.primitive.name == "cond" else invars
-                call.results = outvars = self._flatten(body, operands, (*calls, call))
-                call.own = frozenset(var for inner in self.eqns[first:] for var in inner.outvars)
-            env.update(zip(eqn.outvars, outvars, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
-
-
-def upstream(eqns: Sequence[Any], ends: Collection[Any], *, without: Collection[Any]) -> list[Any]:
-    """Returns, in order, the equations that `ends` depend on, stopping at the variables in `without`."""
-    needed, upstream_eqns = set(ends), []
-    for eqn in reversed(eqns):
-        if not needed.isdisjoint(eqn.outvars):
-            needed |= set(variables(eqn.invars)).difference(without)
-            upstream_eqns.append(eqn)
-    return upstream_eqns[::-1]
 
 
 def _is_foldable(aval: Any) -> bool:
@@ -410,35 +351,39 @@ def _is_foldable(aval: Any) -> bool:
     return is_number and aval_bytes(aval) <= MAX_FOLDED_BYTES
 
 
-def own_rule(eqn: Any) -> str:
+def own_rule(eqn: core.JaxprEqn) -> str:
     """Returns why a call is not inlined that has a derivative rule; "" for other equations."""
     is_own = eqn.primitive.name in ("custom_jvp_call", "custom_vjp_call") and not is_elementwise_call(eqn)
     return f"{op_name(eqn)} has a derivative rule of its own" if is_own else ""
 
 
-def _inlined(eqn: Any) -> Any:
-    """Returns the closed jaxpr of a call that is part of the view; None for any other equation."""
+def _inlined(eqn: core.JaxprEqn) -> Body | None:
+    """Returns the body of a call that is part of the view; None for any other equation."""
     if eqn.params.get("branches_platforms") == (("mosaic",), None):  # a kernel of Pallas is not traced here
-        return eqn.params["branches"][-1]
+        return compound(eqn).bodies[-1]
     is_known = own_rule(eqn) and jax_function(eqn) in _KNOWN_RULES
-    return eqn.params["call_jaxpr"] if is_known else plain_call(eqn)
+    return called(eqn) if is_known or plain_call(eqn) is not None else None
 
 
-def _binding(eqn: Any, results: Sequence[Any], wanted: Collection[Any]) -> _Step:
+def _binding(
+    eqn: core.JaxprEqn, results: Sequence[Any], wanted: Collection[Any], *, body: core.ClosedJaxpr | None = None
+) -> _Step:
+    """Returns a step that binds an equation, with another body if one is given, and defines its wanted results."""
     places = {atom: at for at, atom in enumerate(results) if not is_literal(atom) and atom in wanted}
 
     def run(env: Mapping[Any, Any]) -> list[Any]:
         with place_of(eqn):
-            outs = rebind(eqn, values_of(eqn.invars, env))
+            ins = values_of(eqn.invars, env)
+            outs = rebind(eqn, ins) if body is None else compound(eqn).bind(ins, lambda _: body)
         return [outs[at] for at in places.values()]
 
     return _Step(variables(eqn.invars), list(places), run, bool(eqn.effects))
 
 
-def _replacing(match: Match, function: Callable[..., Sequence[Any]], place: Any) -> _Step:
+def _replacing(match: Match, place: Any) -> _Step:
     def run(env: Mapping[Any, Any]) -> Sequence[Any]:
         with place_of(place):
-            return function(*(env[var] for var in match.inputs))
+            return match.replacement(*(env[var] for var in match.inputs))
 
     return _Step(match.inputs, match.outputs, run)
 

@@ -35,26 +35,18 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core as jax_core
 from jax.extend import source_info_util
 
 from hlat_jax.passes import origins
-from hlat_jax.passes.jaxpr import (
-    CALL_JAXPRS,
-    bind_shard_map,
-    carry_of,
-    inner_jaxprs,
-    is_inexact,
-    is_literal,
-    place_of,
-    primitives,
-    rebind,
-    trace_call,
-)
+from hlat_jax.passes.interpret import Body, Compound, bind_shard_map, compound, evaluate
+from hlat_jax.passes.jaxpr import inner_jaxprs, is_inexact, place_of, primitives, rebind, trace_call
 from hlat_jax.passes.products import PRODUCTS
 from hlat_jax.precision import random_bits, stochastic_round
 
@@ -128,14 +120,15 @@ def simulate(fn: Callable, core: SimulatedCore) -> Callable:
         if core.stochastic_rounding:
             word = _word(tuple(jnp.asarray(word).astype(jnp.uint32) for word in words), "simulate")
         site = _Site(word, "")
-        labels = [frozenset({origins.DATA}) if is_inexact(aval) else origins.NONE for aval in closed.in_avals]
-        arrays = []
-        for number, (leaf, aval, own) in enumerate(zip(leaves, closed.in_avals, labels, strict=True)):
+        values = []
+        for number, (leaf, aval) in enumerate(zip(leaves, closed.in_avals, strict=True)):
+            labels = frozenset({origins.DATA}) if is_inexact(aval) else origins.NONE
             array = _carrier(_without_derivative(jnp.asarray(leaf)) if is_inexact(aval) else leaf, aval)
-            is_cast = simulation.is_simulated(aval, own) and aval.dtype != _BF16
-            arrays.append(simulation.rounded(array, own, site.inside(f"argument {number}")) if is_cast else array)
-        outs = simulation.call(closed, arrays, labels, site=site)
-        declared = [jnp.asarray(out, aval.dtype) for out, aval in zip(outs, closed.out_avals, strict=True)]
+            if simulation.is_simulated(aval, labels) and aval.dtype != _BF16:
+                array = simulation.rounded(array, labels, site.inside(f"argument {number}"))
+            values.append(_Value(array, labels))
+        outs = simulation.call(closed, values, site)
+        declared = [jnp.asarray(out.array, aval.dtype) for out, aval in zip(outs, closed.out_avals, strict=True)]
         return jax.tree.unflatten(tree, declared)
 
     return simulated
@@ -172,6 +165,13 @@ def _refuse(primals, tangents):
 def _carrier(array: Any, aval: Any) -> Any:
     """Returns what holds a value of this type: bf16 numbers are held in fp32, so that XLA adds no roundings."""
     return jnp.asarray(array, _FP32) if getattr(aval, "dtype", None) == _BF16 else array
+
+
+class _Value(NamedTuple):
+    """A value of the simulated program, and its labels, see `origins`."""
+
+    array: Any
+    labels: origins.Labels
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,48 +230,56 @@ class _Simulation:
             return jax.lax.reduce_precision(array, exponent_bits=8, mantissa_bits=7)
         return stochastic_round(array, _BF16, bits=site.bits(array.shape, labels)).astype(_FP32)
 
-    def meets(self, array: Any, aval: Any, own: origins.Labels, *, wanted: origins.Labels) -> Any:
-        """Returns a value with the labels of those that it meets: rounded to nearest, if they are simulated."""
-        if self.is_simulated(aval, wanted) and not self.is_simulated(aval, own):
-            return jax.lax.reduce_precision(jnp.asarray(array), exponent_bits=8, mantissa_bits=7)
-        return array
+    def meets(self, value: _Value, aval: Any, wanted: origins.Labels) -> Any:
+        """Returns the array of a value that joins others with these labels: if they are simulated, it is rounded."""
+        if self.is_simulated(aval, wanted) and not self.is_simulated(aval, value.labels):
+            return jax.lax.reduce_precision(jnp.asarray(value.array), exponent_bits=8, mantissa_bits=7)
+        return value.array
 
-    def call(self, closed: Any, args: Sequence, labels: Sequence, *, site: _Site, wanted: Sequence = ()) -> list[Any]:
-        """Returns the results of a jaxpr, closed, or open without constants, for operands with these labels.
+    def call(self, closed: jax_core.ClosedJaxpr, values: Sequence[_Value], site: _Site) -> list[_Value]:
+        """Returns the results of a jaxpr."""
+        numbers = itertools.count()
 
-        With `wanted`, those of the results in what joins them with others: the carry of a loop, a branch.
-        """
-        jaxpr, consts = origins.opened(closed)
-        consts = [_carrier(const, var.aval) for const, var in zip(consts, jaxpr.constvars, strict=True)]
-        found = origins.labels_of(closed, labels)
-        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-
-        def read(atom: Any) -> Any:
-            return _carrier(atom.val, atom.aval) if is_literal(atom) else env[atom]
-
-        for number, eqn in enumerate(jaxpr.eqns):
-            operands, own = [read(atom) for atom in eqn.invars], [origins.label(atom, found) for atom in eqn.invars]
-            run, outs = _CALLS.get(eqn.primitive.name, _operation), [found[var] for var in eqn.outvars]
+        def on_equation(eqn: jax_core.JaxprEqn, values: list[_Value]) -> list[_Value]:
             # JAX does not name its own code: then the line that called it
-            here = site.inside(number, place=source_info_util.summarize(eqn.source_info))
+            here = site.inside(next(numbers), place=source_info_util.summarize(eqn.source_info))
+            labels, inside = origins.labels_of_results(eqn, [value.labels for value in values]), compound(eqn)
             with place_of(eqn):
-                results = run(self, eqn, operands, own, outs, here)
-            env.update(zip(eqn.outvars, results, strict=True))
-        own = [origins.label(atom, found) for atom in jaxpr.outvars]
-        parts = zip(jaxpr.outvars, own, wanted or own, strict=True)
-        return [self.meets(read(atom), atom.aval, one, wanted=want) for atom, one, want in parts]
+                if inside is None:
+                    arrays = _operation(self, eqn, values, labels, here)
+                else:
+                    arrays = _compound(self, inside, values, labels, here)
+            return list(map(_Value, arrays, labels))
+
+        consts = zip(closed.consts, closed.jaxpr.constvars, strict=True)
+        consts = [_Value(_carrier(const, var.aval), origins.constant_labels(const)) for const, var in consts]
+        return evaluate(closed.jaxpr, [*consts, *values], on_equation, on_literal=_literal)
+
+    def body(self, body: Body, arrays: Sequence[Any], labels: Sequence, site: _Site, *, wanted: Sequence = ()) -> list:
+        """Returns the arrays of the results of a body for inputs with these labels.
+
+        With `wanted`, the labels of what joins them with others: the carry of a loop, the result of a `cond`.
+        """
+        outs = self.call(body.closed, list(map(_Value, arrays, labels)), site)
+        wanted = wanted or [out.labels for out in outs]
+        return [self.meets(out, *each) for out, *each in zip(outs, body.closed.out_avals, wanted, strict=True)]
 
 
-def _operation(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list, site: _Site) -> list[Any]:
-    """Runs an equation that calls no function."""
+def _literal(literal: jax_core.Literal) -> _Value:
+    return _Value(_carrier(literal.val, literal.aval), origins.NONE)
+
+
+def _operation(sim: _Simulation, eqn: jax_core.JaxprEqn, values: list[_Value], outs: list, site: _Site) -> list[Any]:
+    """Returns the results of an equation without bodies."""
     name, changed = eqn.primitive.name, {}
+    operands, own = [value.array for value in values], [value.labels for value in values]
     atoms = [*eqn.invars, *eqn.outvars]
     has_simulated = any(sim.is_simulated(atom.aval, of) for atom, of in zip(atoms, [*own, *outs], strict=True))
     if name not in EXACT | ROUNDED:
         if has_simulated or any(True for _ in inner_jaxprs(eqn)):
             raise ValueError(
                 f"{site.place}: the simulator does not know the operation {name}. Compute it outside of the simulated "
-                "function, or add it to EXACT or ROUNDED of hlat_jax.passes.rounding, by how it rounds."
+                "function, or add it to EXACT or ROUNDED of hlat_jax.passes.neuron_simulator, by how it rounds."
             )
         return rebind(eqn, operands)
     if name in PRODUCTS and sim.core.auto_cast == "matmult":
@@ -284,8 +292,8 @@ def _operation(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list
         return rebind(eqn, operands)
     if name not in origins.EACH:
         everything = frozenset().union(*own)
-        parts = zip(operands, eqn.invars, own, strict=True)
-        operands = [sim.meets(array, atom.aval, of, wanted=everything) for array, atom, of in parts]
+        parts = zip(map(_Value, operands, own), eqn.invars, strict=True)
+        operands = [sim.meets(value, atom.aval, everything) for value, atom in parts]
     if name == "bitcast_convert_type":  # of the bits of bf16
         (array,), (atom,), (out,) = operands, eqn.invars, eqn.outvars
         return [_carrier(rebind(eqn, [jnp.asarray(array, atom.aval.dtype)])[0], out.aval)]
@@ -309,11 +317,30 @@ def _operation(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list
     ]
 
 
-def _call(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list, site: _Site) -> list[Any]:
-    """Runs the function of a call; derivative rules have done their work in the trace of the gradient."""
+def _compound(sim: _Simulation, inside: Compound, values: list[_Value], outs: list, site: _Site) -> list[Any]:
+    """Returns the results of an equation with bodies, each of which runs on the simulated core."""
+    eqn, (body, *_) = inside.eqn, inside.bodies
+    arrays, labels = [value.array for value in values], [value.labels for value in values]
+    if inside.name == "shard_map":
+        return _shard_map(sim, inside, arrays, labels, site)
+    if inside.has_branches:
+        return inside.bind_numbered(
+            arrays, lambda body, number, inputs: sim.body(body, inputs, labels[1:], site.inside(number), wanted=outs)
+        )
+    if inside.carried is not None:
+        joined = origins.labels_in_loop(inside, labels)
+        arrays = [sim.meets(*each) for each in zip(values, (atom.aval for atom in eqn.invars), joined, strict=True)]
+
+        def trip(body: Body, number: Any, inputs: list[Any]) -> list[Any]:
+            if body is inside.condition:
+                return sim.body(body, inputs, body.inputs(joined), site.inside("condition").iteration(number))
+            return sim.body(body, inputs, body.inputs(joined), site.iteration(number), wanted=outs)
+
+        return inside.bind_numbered(arrays, trip)
+    # derivative rules have done their work in the trace of the gradient
     if eqn.params.get("differentiated"):  # `jax.checkpoint`: compilers must not find the values of the first pass again
-        operands = jax.lax.optimization_barrier(operands)
-    results = sim.call(eqn.params[CALL_JAXPRS[eqn.primitive.name]], operands, own, site=site)
+        arrays = jax.lax.optimization_barrier(arrays)
+    results = sim.body(body, arrays, labels, site)
     placed = eqn.params.get("out_shardings") or [None] * len(results)
     return [
         jax.lax.with_sharding_constraint(result, to) if isinstance(to, jax.sharding.Sharding) else result
@@ -321,78 +348,13 @@ def _call(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list, sit
     ]
 
 
-def _shard_map(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list, site: _Site) -> list[Any]:
-    mesh, manual, num = eqn.params["mesh"], origins.manual_axes(eqn), len(operands)
-    axes = tuple(axis for axis in mesh.axis_names if axis in {*site.axes, *manual} and mesh.shape[axis] > 1)
+def _shard_map(sim: _Simulation, inside: Compound, arrays: list, labels: list, site: _Site) -> list[Any]:
+    (body,), mesh, num = inside.bodies, inside.eqn.params["mesh"], len(arrays)
+    manual = {*site.axes, *origins.manual_axes(inside.eqn)}
+    axes = tuple(axis for axis in mesh.axis_names if axis in manual and mesh.shape[axis] > 1)
 
     def local(*arrays: Any) -> list[Any]:
         at = dataclasses.replace(site, word=None if site.word is None else arrays[num], axes=axes)
-        return sim.call(eqn.params["jaxpr"], arrays[:num], origins.labels_in_shard_map(eqn, own), site=at)
+        return sim.body(body, arrays[:num], origins.labels_in_shard_map(inside.eqn, labels), at)
 
-    return bind_shard_map(eqn, local, operands, replicated=[] if site.word is None else [site.word])
-
-
-def _cond(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list, site: _Site) -> list[Any]:
-    index, *rest = operands
-
-    def branch(number: int, closed: Any) -> Callable:
-        def run(*args: Any) -> list[Any]:
-            return sim.call(closed, args, own[1:], site=site.inside(number), wanted=outs)
-
-        return run
-
-    return jax.lax.switch(index, [branch(number, one) for number, one in enumerate(eqn.params["branches"])], *rest)
-
-
-def _entering(
-    sim: _Simulation, body: Any, operands: list, own: Sequence[origins.Labels], labels: Sequence[origins.Labels]
-) -> list:
-    """Returns what the body of a loop reads in its first iteration."""
-    parts = zip(operands, body.in_avals, own, labels, strict=True)
-    return [sim.meets(array, aval, of, wanted=want) for array, aval, of, want in parts]
-
-
-def _scan(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list, site: _Site) -> list[Any]:
-    (closed, carried), params = carry_of(eqn), eqn.params
-    labels, num_carry = origins.labels_in_loop(closed, own, carried), carried.stop - carried.start
-    operands = _entering(sim, closed, operands, own, labels)
-
-    def body(carry: list, numbered: tuple) -> tuple[list, list]:
-        number, walked = numbered
-        args = [*operands[: carried.start], *carry, *walked]
-        results = sim.call(closed, args, labels, site=site.iteration(number), wanted=outs)
-        return results[:num_carry], results[num_carry:]
-
-    numbered = jnp.arange(params["length"], dtype=jnp.uint32), operands[carried.stop :]
-    order = {key: params[key] for key in ("length", "reverse", "unroll")}
-    carry, stacked = jax.lax.scan(body, operands[carried], numbered, **order)
-    return [*carry, *stacked]
-
-
-def _while(sim: _Simulation, eqn: Any, operands: list, own: list, outs: list, site: _Site) -> list[Any]:
-    condition, num_cond = eqn.params["cond_jaxpr"], eqn.params["cond_nconsts"]
-    closed, carried = carry_of(eqn)
-    read, operands, own = (operands[:num_cond], own[:num_cond]), operands[num_cond:], own[num_cond:]
-    labels = origins.labels_in_loop(closed, own, carried, condition=condition, read=read[1])
-    operands = _entering(sim, closed, operands, own, labels)
-
-    def goes_on(numbered: tuple) -> Any:
-        number, carry = numbered
-        at = site.inside("condition").iteration(number)
-        return sim.call(condition, [*read[0], *carry], [*read[1], *labels[carried]], site=at)[0]
-
-    def body(numbered: tuple) -> tuple:
-        number, carry = numbered
-        args = [*operands[: carried.start], *carry]
-        return number + 1, sim.call(closed, args, labels, site=site.iteration(number), wanted=outs)
-
-    return jax.lax.while_loop(goes_on, body, (jnp.uint32(0), operands[carried]))[1]
-
-
-_CALLS: dict[str, Callable] = {
-    **dict.fromkeys(CALL_JAXPRS.keys() - {"shard_map"}, _call),
-    "shard_map": _shard_map,
-    "cond": _cond,
-    "scan": _scan,
-    "while": _while,
-}
+    return bind_shard_map(inside.eqn, local, arrays, replicated=[] if site.word is None else [site.word])

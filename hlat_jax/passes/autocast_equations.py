@@ -1,6 +1,6 @@
 """Autocast of a traced function: rebinds each equation at dtypes that follow from the rules and its operands.
 
-`calls` handles the equations that call functions.
+Equations with bodies are rebound with bodies for the kinds of their operands. `autocast_calls` casts derivative rules.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core
 
 from hlat_jax.ops.own_backward import has_own_backward
-from hlat_jax.passes import distances
-from hlat_jax.passes.calls import HANDLERS
+from hlat_jax.passes import autocast_calls, distances
+from hlat_jax.passes.autocast_kinds import Kind, Value, is_fp32, kind_of_constant, mix, saturated, value
+from hlat_jax.passes.interpret import Body, Compound, compound, evaluate, reaching
 from hlat_jax.passes.jaxpr import (
     ALL_REDUCES,
     CALL_JAXPRS,
@@ -24,7 +26,6 @@ from hlat_jax.passes.jaxpr import (
     primitives,
     rebind,
 )
-from hlat_jax.passes.kinds import Kind, Value, is_fp32, kind_of_constant, mix, saturated, value
 from hlat_jax.passes.products import is_dot_of_vectors
 
 _ADDS = frozenset({"add", "sub", "add_any"})
@@ -64,12 +65,12 @@ class Cast:
       wide_distances: whether products that sums of squares cancel are fp32.
     """
 
-    def __init__(self, low: Any, rule: Callable[[Any], str], *, wide_distances: bool):
+    def __init__(self, low: Any, rule: Callable[[core.JaxprEqn], str], *, wide_distances: bool):
         self.low, self.rule, self.wide_distances = low, rule, wide_distances
         self._traced: dict[Any, Any] = {}
         self._read: dict[Any, Any] = {}
 
-    def outputs(self, closed: Any, args: Sequence[Any]) -> list[Any]:
+    def outputs(self, closed: core.ClosedJaxpr, args: Sequence[Any]) -> list[Any]:
         """Returns the results of a jaxpr in their declared dtypes."""
         kinds = [Kind.SOFT if is_fp32(aval) else Kind.FIXED for aval in closed.in_avals]
         # wide, because they are returned in fp32 in any case: an updated weight, a moment
@@ -78,8 +79,13 @@ class Cast:
         return [out if isinstance(out, jax.Array) else jnp.asarray(out) for out in outs]  # a literal
 
     def retrace(
-        self, closed: Any, kinds: Sequence[Kind], *, forced: Sequence[Kind | None] = (), wide: Sequence[bool] = ()
-    ) -> tuple[Any, list]:
+        self,
+        closed: core.ClosedJaxpr,
+        kinds: Sequence[Kind],
+        *,
+        forced: Sequence[Kind | None] = (),
+        wide: Sequence[bool] = (),
+    ) -> tuple[core.ClosedJaxpr, list[Kind]]:
         """Returns (the jaxpr for operands of the given kinds, the kinds of its results).
 
         Args:
@@ -91,25 +97,38 @@ class Cast:
         key = id(closed.jaxpr), tuple(map(id, closed.consts)), tuple(kinds), tuple(forced), tuple(wide)
         if key not in self._traced:
             out_kinds: list[Kind] = []
-
-            def traced(*arrays):
-                outs = self._run_closed(closed, arrays, kinds, wide)
-                wanted = [want or out.kind for want, out in zip(forced or [None] * len(outs), outs, strict=True)]
-                out_kinds[:] = wanted
-                pairs = zip(outs, wanted, strict=True)
-                return [
-                    out.narrow(self.low, saturate=True) if kind is Kind.LOW else out.declared() for out, kind in pairs
-                ]
-
             avals = [
                 aval.update(dtype=self.low, weak_type=False) if kind is Kind.LOW else aval
                 for aval, kind in zip(closed.in_avals, kinds, strict=True)
             ]
-            self._traced[key] = jax.make_jaxpr(traced)(*avals), out_kinds, closed  # kept alive: the key is its id
+            traced = jax.make_jaxpr(self._function(closed, kinds, forced, wide, out_kinds))(*avals)
+            self._traced[key] = traced, out_kinds, closed  # kept alive: the key is its id
         jaxpr, out_kinds, _ = self._traced[key]
         return jaxpr, list(out_kinds)
 
-    def run(self, jaxpr: Any, values: Sequence[Value], wide: Sequence[bool]) -> list[Value]:
+    def _function(
+        self,
+        closed: core.ClosedJaxpr,
+        kinds: Sequence[Kind],
+        forced: Sequence[Kind | None],
+        wide: Sequence[bool],
+        out_kinds: list[Kind],
+    ) -> Callable[..., list[Any]]:
+        """Returns the function of arrays that `retrace` traces; each call sets `out_kinds`."""
+
+        def run(*arrays: Any) -> list[Any]:
+            outs = self._run_closed(closed, arrays, kinds, wide)
+            out_kinds[:] = [want or out.kind for want, out in zip(forced or [None] * len(outs), outs, strict=True)]
+            return self._arrays(outs, out_kinds)
+
+        return run
+
+    def _arrays(self, values: Sequence[Value], kinds: Sequence[Kind]) -> list[Any]:
+        """Returns the arrays of values, held as these kinds."""
+        pairs = zip(values, kinds, strict=True)
+        return [one.narrow(self.low, saturate=True) if kind is Kind.LOW else one.declared() for one, kind in pairs]
+
+    def run(self, jaxpr: core.Jaxpr, values: Sequence[Value], wide: Sequence[bool]) -> list[Value]:
         """Returns the results of an open jaxpr, its equations rebound under the current trace.
 
         Args:
@@ -117,32 +136,26 @@ class Cast:
           values: its inputs.
           wide: for each result, whether only `never` operations read it; empty: False for all.
         """
-        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], values, strict=True))
-
-        def read(atom: Any) -> Value:
-            if is_literal(atom):
-                kind = kind_of_constant(atom.val, atom.aval, self.low)
-                return value(atom.val, kind=kind, aval=atom.aval, low=self.low)
-            return env[atom]
-
         narrow_read, cancelled = self._narrow_read(jaxpr, wide or [False] * len(jaxpr.outvars))
-        for eqn in jaxpr.eqns:
-            operands = [read(atom) for atom in eqn.invars]
+
+        def on_equation(eqn: core.JaxprEqn, operands: list[Value]) -> list[Value]:
             with place_of(eqn):
                 wide_outs = [CANCELLED if var in cancelled else var not in narrow_read for var in eqn.outvars]
                 if eqn.primitive.name in _ARITHMETIC and wide_outs[0] and self.rule(eqn) == "infer":
                     kind = mix(operand.kind for operand in operands)
-                    outs = self._declared(eqn, operands, max(Kind.WIDE, kind))
-                else:
-                    outs = self._equation(eqn, operands, wide_outs)
-            env.update(zip(eqn.outvars, outs, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
+                    return self._declared(eqn, operands, max(Kind.WIDE, kind))
+                return self._equation(eqn, operands, wide_outs)
 
-    def is_product(self, eqn: Any) -> bool:
+        return evaluate(jaxpr, values, on_equation, on_literal=lambda literal: self._constant(literal.val, literal))
+
+    def _constant(self, array: Any, atom: core.Literal | core.Var) -> Value:
+        return value(array, kind=kind_of_constant(array, atom.aval, self.low), aval=atom.aval, low=self.low)
+
+    def is_product(self, eqn: core.JaxprEqn) -> bool:
         """Returns whether the rule for an equation is `always`."""
         return self.rule(eqn) == "always"
 
-    def _narrow_read(self, jaxpr: Any, wide: Sequence[int]) -> tuple[set[Any], set[Any]]:
+    def _narrow_read(self, jaxpr: core.Jaxpr, wide: Sequence[int]) -> tuple[set[core.Var], set[core.Var]]:
         """Returns the variables that operations other than `never` read, and those that sums of squares cancel.
 
         Narrowing others than the former would only lose bits.
@@ -165,7 +178,7 @@ class Cast:
         self._read[key] = (narrow_read, cancelled), jaxpr  # kept alive: the key is its id
         return narrow_read, cancelled
 
-    def _wide_operands(self, eqn: Any, wide: list[int]) -> list[int]:
+    def _wide_operands(self, eqn: core.JaxprEqn, wide: list[int]) -> list[int]:
         """Returns for each operand whether only `never` operations read it; `wide`: the same for each result."""
         name, rule = eqn.primitive.name, self.rule(eqn)
         # ... and through calls; those with a backward pass of their own may keep operands for it
@@ -179,27 +192,24 @@ class Cast:
         return [is_wide or (is_open and all(wide))] * len(eqn.invars)
 
     def _run_closed(
-        self, closed: Any, args: Sequence[Any], kinds: Sequence[Kind], wide: Sequence[bool] = ()
+        self, closed: core.ClosedJaxpr, args: Sequence[Any], kinds: Sequence[Kind], wide: Sequence[bool] = ()
     ) -> list[Value]:
-        consts = zip(closed.consts, closed.jaxpr.constvars, strict=True)
-        values = [
-            value(const, kind=kind_of_constant(const, var.aval, self.low), aval=var.aval, low=self.low)
-            for const, var in consts
-        ]
+        values = [self._constant(*each) for each in zip(closed.consts, closed.jaxpr.constvars, strict=True)]
         for arg, kind, var in zip(args, kinds, closed.jaxpr.invars, strict=True):
             values.append(value(arg, kind=kind, aval=var.aval, low=self.low))
         return self.run(closed.jaxpr, values, wide)
 
-    def _equation(self, eqn: Any, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
+    def _equation(self, eqn: core.JaxprEqn, operands: list[Value], wide: Sequence[bool]) -> list[Value]:
         name, rule = eqn.primitive.name, self.rule(eqn)
         is_array = all(isinstance(var.aval, jax.core.ShapedArray) for var in [*eqn.invars, *eqn.outvars])
         if rule == "never" or not is_array:
             are_integers = name == "iota" or mix(operand.kind for operand in operands) is Kind.INTEGER
             return self._declared(eqn, operands, Kind.INTEGER if are_integers and name not in _BOUNDED else Kind.WIDE)
-        if name in HANDLERS:
+        inside = compound(eqn)
+        if inside is not None:
             if rule == "always":
                 operands = [self._narrowed(operand) for operand in operands]
-            return HANDLERS[name](self, eqn, operands, wide)
+            return self.results(eqn, *self._compound(inside, operands, wide))
         if name == "pallas_call":
             raise ValueError(
                 f"autocast rule {op_name(eqn)}={rule!r}: a Pallas kernel runs in its declared dtypes only."
@@ -208,13 +218,82 @@ class Cast:
             return self._product(eqn, operands) if wide[0] != CANCELLED else self._declared(eqn, operands, Kind.WIDE)
         return self._infer(eqn, operands)
 
-    def _declared(self, eqn: Any, operands: list[Value], kind: Kind) -> list[Value]:
+    def _compound(
+        self, inside: Compound, operands: list[Value], wide: Sequence[bool]
+    ) -> tuple[Sequence[Any], Sequence[Kind]]:
+        """Returns the results of an equation with bodies, which are cast, and the kinds of the results."""
+        eqn, kinds = inside.eqn, [operand.kind for operand in operands]
+        if has_own_backward(eqn):
+            return autocast_calls.own_backward(self.retrace, eqn, self._arrays(operands, kinds), kinds)
+        if inside.name == "custom_jvp_call":
+            return autocast_calls.custom_jvp(self.retrace, eqn, self._arrays(operands, kinds), kinds, wide)
+        forced: list[Kind | None] = []
+        if inside.has_branches:  # each result is narrow if it is in every branch, and otherwise as declared
+            forced, wide = inside.forward(kinds, self._out_kinds, _joined), ()
+        elif inside.carried is not None:
+            kinds = self._kinds_in_loop(inside, kinds)
+            carry = kinds[inside.carried]
+            num_stacked = len(eqn.outvars) - len(carry)
+            forced = [*carry, *[None] * num_stacked]
+            wide = [*(kind >= Kind.KEPT for kind in carry), *[False] * num_stacked]
+        out_kinds: list[Kind] = []
+
+        def replacement(body: Body) -> core.ClosedJaxpr | Callable:
+            if inside.name == "shard_map":
+                return self._function(body.closed, kinds, forced, wide, out_kinds)
+            if body is inside.condition:
+                return self.retrace(body.closed, body.inputs(kinds))[0]
+            closed, out_kinds[:] = self.retrace(body.closed, body.inputs(kinds), forced=forced, wide=wide)
+            return closed
+
+        return inside.bind(self._arrays(operands, kinds), replacement), out_kinds
+
+    def _out_kinds(self, closed: core.ClosedJaxpr, kinds: Sequence[Kind]) -> list[Kind]:
+        return self.retrace(closed, kinds)[1]
+
+    def _kinds_in_loop(self, loop: Compound, kinds: Sequence[Kind]) -> list[Kind]:
+        """Returns the kinds in which the bodies of a loop hold its operands.
+
+        A carry that matrix products read, such as the activations of layers, is narrow if the body's result is. One
+        that they never read is an accumulator: it stays fp32, and so does the arithmetic on it. The kinds are a fixed
+        point: each only moves up in SOFT < LOW < WIDE < KEPT < HUGE, so the iteration ends. An INTEGER stays one while
+        the body's result is INTEGER; otherwise it restarts from the kind that it would have had.
+        """
+        (body,) = loop.bodies
+        feeds = dict(zip(body.reads, reaching(body.closed.jaxpr, self.is_product), strict=True))
+        order = [Kind.FIXED, Kind.SOFT, Kind.LOW, Kind.WIDE, Kind.KEPT, Kind.HUGE]
+
+        def start(kind: Kind, is_read: bool) -> Kind:
+            if kind in (Kind.FIXED, Kind.HUGE):
+                return kind
+            if not is_read:
+                return Kind.KEPT
+            return kind if kind is Kind.LOW else Kind.SOFT
+
+        def joined(old: Kind, new: Kind, first: Kind) -> Kind:
+            if old is Kind.LOW and new is not Kind.LOW:
+                new = Kind.WIDE  # narrow on entry but fp32 on exit: fp32
+            if old is Kind.FIXED or new is Kind.FREE or old is new:
+                return old
+            if old is Kind.INTEGER:
+                return first
+            return max(old, Kind.KEPT if new is Kind.INTEGER else new, key=order.index)
+
+        carried = range(len(kinds))[loop.carried]
+        firsts = [start(kinds[at], feeds[at]) for at in carried]
+        kinds = list(kinds)
+        kinds[loop.carried] = [
+            kinds[at] if kinds[at] is Kind.INTEGER else first for at, first in zip(carried, firsts, strict=True)
+        ]
+        return loop.in_any_trip(kinds, self._out_kinds, lambda paths, _: list(map(joined, *paths, firsts)))
+
+    def _declared(self, eqn: core.JaxprEqn, operands: list[Value], kind: Kind) -> list[Value]:
         """Runs the equation as declared; fp32 results get the given kind."""
         outs = rebind(eqn, [operand.declared() for operand in operands])
         kinds = [kind if is_fp32(var.aval) else Kind.FIXED for var in eqn.outvars]
         return self.results(eqn, outs, kinds)
 
-    def _product(self, eqn: Any, operands: list[Value]) -> list[Value]:
+    def _product(self, eqn: core.JaxprEqn, operands: list[Value]) -> list[Value]:
         fp32 = [operand for operand in operands if operand.kind is not Kind.FIXED]
         floats = [operand for operand in operands if jnp.issubdtype(operand.dtype, jnp.floating)]
         is_user_choice = isinstance(eqn.params.get("precision"), (jax.lax.DotAlgorithm, jax.lax.DotAlgorithmPreset))
@@ -228,7 +307,7 @@ class Cast:
         return self._narrow(eqn, operands, keep_result=is_vector_dot)
 
     def _narrow(
-        self, eqn: Any, operands: list[Value], *, keep_result: bool = False, saturate: bool = False
+        self, eqn: core.JaxprEqn, operands: list[Value], *, keep_result: bool = False, saturate: bool = False
     ) -> list[Value]:
         changed = {}
         if eqn.params.get("preferred_element_type") == jnp.float32:
@@ -240,7 +319,7 @@ class Cast:
         ]
         return self.results(eqn, outs, kinds)
 
-    def _infer(self, eqn: Any, operands: list[Value]) -> list[Value]:
+    def _infer(self, eqn: core.JaxprEqn, operands: list[Value]) -> list[Value]:
         name = eqn.primitive.name
         if name == "convert_element_type":
             return self._convert(eqn, operands)
@@ -256,7 +335,7 @@ class Cast:
             return self.results(eqn, [saturated(out, self.low)], [Kind.LOW])
         return self._narrow(eqn, operands, saturate=True)
 
-    def _inferred_kind(self, eqn: Any, operands: list[Value]) -> Kind:
+    def _inferred_kind(self, eqn: core.JaxprEqn, operands: list[Value]) -> Kind:
         kinds = [operand.kind for operand in operands]
         highest = mix(kinds)
         size = max((var.aval.size for var in eqn.outvars if is_fp32(var.aval)), default=0)
@@ -273,7 +352,7 @@ class Cast:
             return Kind.LOW
         return max(highest, Kind.SOFT)
 
-    def _convert(self, eqn: Any, operands: list[Value]) -> list[Value]:
+    def _convert(self, eqn: core.JaxprEqn, operands: list[Value]) -> list[Value]:
         (operand,), new = operands, eqn.params["new_dtype"]
         if operand.kind is Kind.LOW and new in (self.low, jnp.float32):
             return self.results(eqn, [operand.narrow(self.low)], [Kind.FIXED if new == self.low else Kind.LOW])
@@ -289,7 +368,18 @@ class Cast:
             return operand
         return Value(Kind.LOW, operand.dtype, operand.size, {self.low: operand.narrow(self.low, saturate=True)})
 
-    def results(self, eqn: Any, outs: Sequence[Any], kinds: Sequence[Kind]) -> list[Value]:
+    def results(self, eqn: core.JaxprEqn, outs: Sequence[Any], kinds: Sequence[Kind]) -> list[Value]:
         """Returns the results of an equation, which are held as these kinds."""
         typed_outs = zip(outs, kinds, eqn.outvars, strict=True)
         return [value(out, kind=kind, aval=var.aval, low=self.low) for out, kind, var in typed_outs]
+
+
+def _joined(branches: Sequence[Sequence[Kind]], _: Sequence[Kind]) -> list[Kind]:
+    """Returns the kinds of the results of a `cond`."""
+
+    def join(kinds: Sequence[Kind]) -> Kind:
+        if set(kinds) == {Kind.LOW} or Kind.FIXED in kinds:
+            return kinds[0]
+        return max(Kind.SOFT, mix(kinds))
+
+    return list(map(join, zip(*branches, strict=True)))
