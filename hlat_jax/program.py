@@ -34,7 +34,7 @@ from hlat_jax.passes import naming
 from hlat_jax.passes.autocast import autocast
 from hlat_jax.passes.compile import training_program
 from hlat_jax.precision import cast_tree, policy_on
-from hlat_jax.train_step import State, StepOptions, TrainStep
+from hlat_jax.step import State, StepOptions, TrainStep
 
 # A sample's prompt of no more bytes is read by `decode`, in less time than `prefill` takes to compile.
 _SHORT_PROMPT_BYTES = 64

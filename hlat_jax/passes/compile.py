@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import optax
 
 from hlat_jax.facts.byte_sizes import format_bytes, parse_bytes
-from hlat_jax.ops.loss_function import check_fields, given_names
 from hlat_jax.passes import autocast as autocast_pass
 from hlat_jax.passes import remat as remat_pass
 from hlat_jax.passes.autocast import CastPolicy
@@ -30,7 +29,7 @@ from hlat_jax.passes.remat import RematOptions, RematPlan
 from hlat_jax.passes.residuals import select_residuals
 from hlat_jax.passes.rewrite import rewrite as rewrite_pass
 from hlat_jax.passes.rounding import SimulatedCore, simulate_step
-from hlat_jax.train_step import (
+from hlat_jax.step import (
     FP32,
     EvalMetrics,
     LossFn,
@@ -41,6 +40,8 @@ from hlat_jax.train_step import (
     Transform,
     train_step,
 )
+from hlat_jax.step.batch_rows import check_fields
+from hlat_jax.step.loss_signature import signature_of
 
 
 class BatchFunction:
@@ -143,12 +144,12 @@ def training_program(
     the narrow dtypes that autocast chooses.
 
     Args:
-      loss_fn: loss as for `train_step.train_step`.
-      optimizer: an Optax transformation, as for `train_step.train_step`.
+      loss_fn: loss as for `step.train_step`.
+      optimizer: an Optax transformation, as for `step.train_step`.
       rewrite: run our implementations of ops in place of what the loss function computes otherwise, such as attention
         and cross-entropy, see `passes.rewrite`.
       autocast: cast policy for a loss function in fp32 and an `options.policy` that computes in fp32, see
-        `passes.autocast`; that of the policy by default. float16 adds a loss scale, see `ops.loss_scale`.
+        `passes.autocast`; that of the policy by default. float16 adds a loss scale, see `step.loss_scale`.
       residuals: recompute cheap intermediates in the backward pass where that keeps fewer bytes, see
         `passes.residuals`.
       memory_budget: limit for the temporaries of the step on one device, "12GiB" or bytes; the values that are saved
@@ -158,13 +159,13 @@ def training_program(
       simulate: round the whole step as a Neuron core does by its documentation, with this `--auto-cast`, and
         stochastically if `options.policy` rounds in hardware; see `passes.rounding`.
       options: precision, accumulation and devices; fp32 on one device by default.
-      params: shapes of the parameters; needed with a memory budget, and as for `train_step.train_step`.
+      params: shapes of the parameters; needed with a memory budget, and as for `step.train_step`.
       batch: shapes of a batch; needed with a memory budget. With those of the parameters, the step is traced here.
-      model_state: shapes of the model state, as for `train_step.train_step`.
-      has_aux: whether the loss function returns auxiliary values, as for `train_step.train_step`.
+      model_state: shapes of the model state, as for `step.train_step`.
+      has_aux: whether the loss function returns auxiliary values, as for `step.train_step`.
 
     Raises:
-      ValueError: as `train_step.train_step`; an invalid pass; no program that was tried fits the budget.
+      ValueError: as `step.train_step`; an invalid pass; no program that was tried fits the budget.
     """
     autocast = options.policy.autocast if autocast is None else autocast
     if autocast is not None and options.policy.compute != jnp.float32:
@@ -200,7 +201,7 @@ def training_program(
     if (
         options.replica_sync is None
         and options.accumulate is None
-        and (num_parts > 1 or "keys" in given_names(loss_fn))
+        and (num_parts > 1 or signature_of(loss_fn).has_keys)
     ):
         step = step.transform(functools.partial(warn_of_shared_keys, num_parts=num_parts))
     steps = _apply_passes(step, first | passes)

@@ -23,9 +23,9 @@ from hlat_jax.run.neuron_monitor import NeuronMonitor
 from hlat_jax.run.profiling import StepTrace
 from hlat_jax.run.step_sync import FolderCheck, StepSync
 from hlat_jax.run.validation import Best, Validation
+from hlat_jax.step import State, StepMetrics
 from hlat_jax.store.checkpoint import Checkpointer
 from hlat_jax.store.metrics import MetricsLog, Silent
-from hlat_jax.train_step import State, StepMetrics
 
 if TYPE_CHECKING:
     from hlat_jax.program import RunProgram
