@@ -23,7 +23,7 @@ from hlat_jax.step.options import StepOptions
 from hlat_jax.step.state import State, jit_donating, rounding_of, scale_of
 from hlat_jax.step.update import StepMetrics, make_update
 
-Program = Callable[..., Any]  # jitted or compiled
+Program = Any  # a jax.stages.Wrapped, or compiled
 
 
 @dataclasses.dataclass(frozen=True)
