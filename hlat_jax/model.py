@@ -179,8 +179,8 @@ class Decoder(nnx.Module):
         def layer(of_layer: Any, x_BTD: jax.Array) -> jax.Array:
             return apply_layer(of_layer, x_BTD, attend)[0]
 
-        cfg = self.cfg
-        return stack.run_layers(layer, stacked, x_BTD, loop=cfg.layer_loop, remat=cfg.remat, checkpoint=checkpoint)
+        loop, remat = self.cfg.layer_loop, self.cfg.parsed_remat
+        return stack.run_layers(layer, stacked, x_BTD, loop=loop, remat=remat, checkpoint=checkpoint)
 
     def split_layers(
         self, positions_BT: jax.Array, *, num_keys: int | None = None, ctx: ParallelContext

@@ -246,9 +246,9 @@ def model_loss(model: ModelConfig, layout: Layout, *, compute: Any, z_loss_weigh
     """
     ctx = collectives.parallel_context(layout)
     options = LossOptions(model.cross_entropy, z_loss_weight, ctx, model.vocab_size)
-    checkpoint = None
-    if model.remat.startswith("saved:"):
-        checkpoint = functools.partial(naming.checkpointed, choice=naming.parse_choice(model.remat), region="whole")
+    checkpoint, remat = None, model.parsed_remat
+    if remat.kind == "saved":
+        checkpoint = functools.partial(naming.checkpointed, choice=naming.RematChoice(remat.saved), region="whole")
 
     def cast_and_bind(params: Any) -> Decoder:
         return bind(cast_tree(params, compute), model)
