@@ -156,6 +156,14 @@ def test_invalid_model_config_raises_with_the_reason():
             Decoder(dataclasses.replace(CFG, **changes), rngs=nnx.Rngs(0))(tokens())
 
 
+def test_a_call_does_not_ask_for_the_platform(monkeypatch):
+    decoder, asked = Decoder(CFG, rngs=nnx.Rngs(0)), []
+    for name in ("default_backend", "devices"):
+        monkeypatch.setattr(jax, name, lambda *_, name=name: asked.append(name))
+    jax.make_jaxpr(decoder)(tokens())
+    assert not asked
+
+
 def test_ids_outside_the_vocabulary_are_refused_where_they_are_known():
     decoder = bind(abstract_params(CFG), CFG)  # without values: nothing is computed before the check
     for ids, message in (([[3, 64]], "tokens run from 3 to 64, "), ([[-1, 3]], "tokens run from -1 to 3, ")):
