@@ -274,11 +274,10 @@ def model_loss(model: ModelConfig, layout: Layout, *, compute: Any, z_loss_weigh
     return StagedLoss(bind=cast_and_bind, embed=embed, stage=stage, loss=loss, exchange=layout.pipe_exchange)
 
 
-def _eval_step(loss: Any, options: StepOptions, *, cast: str | None) -> jax.stages.Wrapped:
-    if cast is not None:
-        loss = autocast(loss, cast)
+def _eval_step(staged: StagedLoss, options: StepOptions, *, cast: str | None) -> jax.stages.Wrapped:
+    loss: Callable[..., SumAndCount] = staged if cast is None else autocast(staged, cast)
     if options.accumulate is run_pipeline:
-        loss = functools.partial(pipelined_loss, loss, num_microbatches=options.num_microbatches)
+        loss = functools.partial(pipelined_loss, staged, num_microbatches=options.num_microbatches)
     if options.active_replica_sync is not None:
         loss = options.active_replica_sync.loss(loss)
 

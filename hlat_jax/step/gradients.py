@@ -16,6 +16,7 @@ from hlat_jax.step.loss_signature import CheckedLossFn, LossAux
 from hlat_jax.step.options import StepOptions
 
 Sums = tuple[jax.Array, LossAux]  # of losses, and of what else they return
+Reduce = Callable[[Any], Any]  # of the gradients of a microbatch, over devices
 
 
 def value_and_grad(loss_fn: Callable, options: StepOptions) -> Callable[..., tuple[Sums, Any]]:
@@ -38,7 +39,13 @@ def local_value_and_grad(loss_fn: Callable, options: StepOptions) -> Callable[..
     loss_fn = loss_fn if replica_sync is None else replica_sync.with_gathered_params(loss_fn)
 
     def local(
-        params: Any, rows: Any, rounding: Rounding, *, scale: Any, model_state: Any, reduce: Any = None
+        params: Any,
+        rows: Any,
+        rounding: Rounding,
+        *,
+        scale: jax.Array | None,
+        model_state: Any,
+        reduce: Reduce | None = None,
     ) -> tuple[Sums, Any]:
         def scaled_loss(params: Any, *args: Any) -> Sums:
             loss_sum, loss_aux = loss_fn(params, *args)

@@ -17,7 +17,7 @@ from hlat_jax.batch import SumAndCount
 from hlat_jax.parallel.pipeline import PHASES, StagedLoss, run_tick, start_ticks
 from hlat_jax.precision import Rounding
 from hlat_jax.step.batch_rows import check_divides
-from hlat_jax.step.gradients import local_value_and_grad
+from hlat_jax.step.gradients import Reduce, local_value_and_grad
 from hlat_jax.step.loss_signature import CheckedLossFn, LossAux
 from hlat_jax.step.options import StepOptions
 from hlat_jax.step.state import State, jit_donating, rounding_of, scale_of
@@ -125,17 +125,25 @@ class MicrobatchStep:
 
 
 def make_microbatch_step(
-    loss_fn: Any, optimizer: optax.GradientTransformation, options: StepOptions, *, shardings: Any
+    loss_fn: CheckedLossFn | StagedLoss,
+    optimizer: optax.GradientTransformation,
+    options: StepOptions,
+    *,
+    shardings: Any,
 ) -> MicrobatchStep:
     """Returns the step in programs of one microbatch, or of one tick of a pipeline.
 
     Args:
-      loss_fn: a CheckedLossFn; with stages, what `pipeline.run_pipeline` takes.
+      loss_fn: for the rows of one device; with stages, a StagedLoss.
       optimizer: an Optax transformation.
       options: of the step.
       shardings: of the state; None without a `replica_sync`.
     """
-    work = _tick_work(loss_fn, options) if options.num_stages > 1 else _sum_work(loss_fn, options)
+    if options.num_stages > 1:
+        assert isinstance(loss_fn, StagedLoss)  # the one that `pipeline.run_pipeline` takes
+        work = _tick_work(loss_fn, options)
+    else:
+        work = _sum_work(loss_fn, options)
     replica_sync, start_kept = options.active_replica_sync, work.start
     if replica_sync is not None:
         start_kept = replica_sync.start_sums(work.start, dtype=options.policy.accumulate)
@@ -178,13 +186,19 @@ def _sum_work(loss_fn: CheckedLossFn, options: StepOptions) -> _DeviceWork:
     """Returns the work without stages: adds the loss and the gradients of a microbatch to the sums."""
     value_and_grad = local_value_and_grad(loss_fn, dataclasses.replace(options, num_microbatches=1))
 
-    def start(params: Any, rows: Any, *, reduce: Any = None) -> dict[str, Any]:
+    def start(params: Any, rows: Any, *, reduce: Reduce | None = None) -> dict[str, Any]:
         shapes = params if reduce is None else jax.eval_shape(reduce, params)
         grads = jax.tree.map(lambda p: jnp.zeros(p.shape, options.policy.accumulate), shapes)
         return {"totals": SumAndCount(jnp.float32(0.0), jnp.float32(0.0)), "grads": grads}
 
     def add(
-        kept: dict[str, Any], of_device: tuple, rounding: Rounding, *, number: Any, scale: Any, reduce: Any = None
+        kept: dict[str, Any],
+        of_device: tuple,
+        rounding: Rounding,
+        *,
+        number: jax.Array,
+        scale: jax.Array | None,
+        reduce: Reduce | None = None,
     ) -> dict[str, Any]:
         params, rows = of_device
         computed = value_and_grad(params, rows, rounding, scale=scale, model_state=None, reduce=reduce)
@@ -200,7 +214,7 @@ def _sum_work(loss_fn: CheckedLossFn, options: StepOptions) -> _DeviceWork:
 def _tick_work(staged: StagedLoss, options: StepOptions) -> _DeviceWork:
     """Returns the work of a stage: a tick of each phase of `pipeline`."""
 
-    def start(params: Any, rows: Any, *, reduce: Any = None) -> dict[str, Any]:
+    def start(params: Any, rows: Any, *, reduce: Reduce | None = None) -> dict[str, Any]:
         return start_ticks(staged, params, rows, dtype=options.policy.accumulate)
 
     def add_in(phase: str) -> Callable[..., dict[str, Any]]:
@@ -209,12 +223,19 @@ def _tick_work(staged: StagedLoss, options: StepOptions) -> _DeviceWork:
             of_device: tuple,
             rounding: Rounding,
             *,
-            number: Any,
-            num_microbatches: Any,
-            reduce: Any = None,
+            number: jax.Array,
+            num_microbatches: jax.Array,
+            reduce: Reduce | None = None,
         ) -> dict[str, Any]:
-            scalars = {"tick": number, "num_microbatches": num_microbatches}
-            return run_tick(staged, kept, of_device, phase=phase, rounding=rounding, **scalars)
+            return run_tick(
+                staged,
+                kept,
+                of_device,
+                phase=phase,
+                tick=number,
+                num_microbatches=num_microbatches,
+                rounding=rounding,
+            )
 
         return add
 

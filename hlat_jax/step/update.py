@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import optax
 
 from hlat_jax.optimizer import MaskedTransformation, detect_spike, global_norm, with_extra_args
-from hlat_jax.precision import Rounding, cast_tree
+from hlat_jax.precision import NEAREST, Rounding, cast_tree
 from hlat_jax.step import loss_scale
 from hlat_jax.step.gradients import Sums
 from hlat_jax.step.loss_signature import LossAux, mean_aux
@@ -198,7 +198,12 @@ def _value_fn(value_and_grad: Callable, scale: jax.Array | None) -> Callable[[An
 
     # Optax's line searches refuse extra arguments that the function does not name.
     def value_fn(
-        weights: Any, *, learning_rate: Any = None, grad_norm: Any = None, finite: Any = None, rounding: Any = None
+        weights: Any,
+        *,
+        learning_rate: Any = None,
+        grad_norm: Any = None,
+        finite: Any = None,
+        rounding: Rounding = NEAREST,
     ) -> jax.Array:
         return value(weights)
 
