@@ -342,7 +342,7 @@ def jax_step(job: dict):
         try:
             plan = remat.fit(loss, *args, budget_bytes=int(budget), step=step_of, options=options)
         except remat.BudgetNotMet:
-            loss = naming.checkpointed(loss, naming.parse_choice("saved:"), region="auto")
+            loss = naming.checkpointed(loss, naming.RematChoice(), region="auto")
             kept = "NOT MET, nothing kept"
         else:
             loss = plan.fn

@@ -10,12 +10,12 @@ import dataclasses
 import math
 from typing import Any, get_type_hints
 
+from hlat_jax.facts.byte_sizes import parse_bytes
 from hlat_jax.facts.local_paths import check_local
 from hlat_jax.facts.names import nearest
 from hlat_jax.facts.number_ranges import parse_ranges
 from hlat_jax.facts.policies import POLICY_FACTS
 
-REMAT_BUDGET = "budget:"
 HELD_OUT = "5%"  # of a user's own text, where the config has validation text of another
 
 
@@ -71,6 +71,59 @@ ROPE_SCALING = {
 }
 _CROSS_ENTROPY = ("auto", "dense", "chunked", "reference")
 _ATTENTION = ("auto", "einsum", "blocked", "chunked", "cudnn", "triton", "nki")
+
+
+# Values that layers name and a backward pass may keep. HLAT recomputes core attention and the SwiGLU product and saves
+# every linear's input and RoPE's results. Source: arXiv 2404.10630 III-D and its published modeling code.
+_SELECTIVE = ("attn_norm", "q", "k", "v", "attn_out", "residual", "mlp_norm", "gate", "up")
+# The results of products and of attention; norms, activations and core attention are recomputed. On cpu that costs less
+# than the fresh memory that they would fill.
+_PRODUCTS = ("q", "k", "v", "attn_out", "residual", "gate", "up")
+# Of `jax.checkpoint_policies`, by how much they save.
+STOCK_POLICIES = ("everything_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveable")
+
+
+@dataclasses.dataclass(frozen=True)
+class Remat:
+    """What the backward pass recomputes: a value of `model.remat`, parsed.
+
+    Attributes:
+      kind: "auto" (chosen by platform), "none", "full" (only the inputs of layers are saved), "names" (those and the
+        values that layers name), "saved" (those and values of any name, chosen for a budget), "policy" (what a policy
+        of `jax.checkpoint` saves), or "budget" (to be chosen).
+      saved: names of the values of kinds "names" and "saved".
+      policy: one of `STOCK_POLICIES`, for kind "policy".
+      budget_bytes: bytes for the temporaries of a step on one device, for kind "budget".
+    """
+
+    kind: str
+    saved: tuple[str, ...] = ()
+    policy: str = ""
+    budget_bytes: int = 0
+
+
+def parse_remat(text: str) -> Remat:
+    """Returns a value of `model.remat`, parsed. Raises ValueError for any other text."""
+    if text in ("auto", "none", "full"):
+        return Remat(text)
+    if text in ("selective", "products"):
+        return Remat("names", _SELECTIVE if text == "selective" else _PRODUCTS)
+    kind, colon, rest = text.partition(":")
+    names = tuple(name.strip() for name in rest.split(",") if name.strip())
+    if kind == "names" and colon:
+        if unknown := set(names) - set(_SELECTIVE):
+            raise ValueError(f"model.remat={text!r} has {', '.join(sorted(unknown))}; use {', '.join(_SELECTIVE)}.")
+        return Remat(kind, names)
+    if kind == "saved" and colon:
+        return Remat(kind, names)
+    if kind == "policy" and rest in STOCK_POLICIES:
+        return Remat(kind, policy=rest)
+    if kind == "budget" and colon:
+        return Remat(kind, budget_bytes=parse_bytes(rest, name="model.remat: the budget"))
+    raise ValueError(
+        f"model.remat={text!r} must be auto, none, full, selective, products, names:A,B,..., saved:A,B,..., "
+        f"policy:{', policy:'.join(STOCK_POLICIES)} or budget:12GiB."
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,12 +207,12 @@ class ModelConfig:
                 f"model.sliding_window_layers={self.sliding_window_layers!r} goes beyond model.num_layers="
                 f"{self.num_layers}; end it there."
             )
-        choices = ("auto", "none", "full", "selective", "products")
-        if self.remat not in choices and not self.remat.startswith(("names:", "saved:", "policy:", REMAT_BUDGET)):
-            raise ValueError(
-                f"model.remat={self.remat!r} must be {', '.join(choices)}, names:A,B,..., saved:A,B,..., "
-                "policy:dots_saveable or the like, or budget:12GiB."
-            )
+        parse_remat(self.remat)
+
+    @property
+    def parsed_remat(self) -> Remat:
+        """The parsed value of `remat`."""
+        return parse_remat(self.remat)
 
     def windows(self, num_keys: int) -> tuple[int, ...]:
         """Returns for each layer how many of `num_keys` keys a query attends to at most."""
@@ -183,7 +236,7 @@ _AUTO = {
 
 
 def select(key: str, value: str, platform: str) -> str:
-    """Returns a value of `model.remat`, `model.layer_loop` or `train.accumulate`; `auto` becomes the platform's default."""
+    """Returns a value of `model.remat`, `model.layer_loop` or `train.accumulate`; `auto` becomes its default."""
     named, there, elsewhere = _AUTO[key]
     return value if value != "auto" else there if platform == named else elsewhere
 

@@ -14,7 +14,6 @@ the heads of a group with its key and value, and C = 2: key and value, or gate a
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import math
@@ -29,14 +28,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
 
 from hlat_jax import stack
-from hlat_jax.config import ROPE_SCALING, ModelConfig, select
+from hlat_jax.config import ROPE_SCALING, ModelConfig
 from hlat_jax.facts.names import nearest
 from hlat_jax.ops import attention as attention_op
 from hlat_jax.ops import cross_entropy as cross_entropy_op
 from hlat_jax.ops.embedding import lookup
 from hlat_jax.ops.linear import column_parallel, column_parallel_products, materialize, row_parallel
 from hlat_jax.ops.norm import rms_norm
-from hlat_jax.ops.registry import OPS
+from hlat_jax.ops.registry import refusal_here, select_implementations
 from hlat_jax.ops.rope import SCALINGS, Scaling, apply_rope, rope_frequencies, rope_tables
 from hlat_jax.ops.swiglu import swiglu
 from hlat_jax.parallel.collectives import SINGLE_DEVICE, ParallelContext, axis_index
@@ -71,8 +70,9 @@ class Decoder(nnx.Module):
 
     def __init__(self, cfg: ModelConfig, *, rngs: nnx.Rngs):
         cfg.check()
-        # Implementations are chosen once, here: nothing below asks for the platform.
-        self.cfg = select_implementations(cfg, jax.default_backend())
+        # Implementations are chosen once, here: nothing below asks for the platform. One that is named may be for a
+        # program that is lowered for another platform, so its refusal is kept for a call on this one.
+        self.cfg, self.refusal = select_implementations(cfg, jax.default_backend()), refusal_here(cfg)
         self.embed = _normal(rngs, (cfg.vocab_size, cfg.embed_dim), cfg.init_std, axes=("vocab", "embed"))
         self.layers = _stacked_layers(self.cfg, rngs.params())
         self.final_norm = RMSNorm(self.cfg)
@@ -102,14 +102,13 @@ class Decoder(nnx.Module):
             implementation is named that does not run on the default backend; `attention` returns another shape or
             dtype, or is given for a model with a sliding window.
         """
-        from hlat_jax.ops.nki.chips import exclusions
-
-        refused = exclusions(self.cfg, jax.devices()[0].device_kind)
-        for key, op in OPS.items():
-            op.choose(getattr(self.cfg, key), jax.default_backend(), excluded=refused.get(key))
+        if self.refusal:
+            raise ValueError(self.refusal)
+        _check_tokens(tokens_BT, self.cfg)
 
         def logits(decoder: Decoder, fields: dict[str, Any]) -> jax.Array:
-            return cross_entropy_op.logits(decoder.hidden_states(**fields, attention=attention), decoder.gather_head())
+            hidden_BTD = decoder._hidden(fields, attention=attention, ctx=SINGLE_DEVICE)
+            return cross_entropy_op.logits(hidden_BTD, decoder.gather_head())
 
         fields = {"tokens_BT": tokens_BT, "positions_BT": positions_BT, "segment_ids_BT": segment_ids_BT}
         return _with_auto_axes(logits, self, fields)
@@ -123,29 +122,25 @@ class Decoder(nnx.Module):
         attention: AttentionFn | None = None,
         ctx: ParallelContext = SINGLE_DEVICE,
     ) -> jax.Array:
-        """Returns the input of the head [B, T, D], in the dtype of the parameters; arguments and errors as a call's.
+        """Returns the input of the head [B, T, D], in the dtype of the parameters; arguments and errors as of a call.
 
-        Args:
-          tokens_BT: int32 ids below V.
-          positions_BT: int32; 0..T-1 in every row by default.
-          segment_ids_BT: int32; a row is one segment by default.
-          attention: as of `__call__`; `cfg.attention` by default.
-          ctx: how the parameters, and [B, T, D] between blocks, are sharded; see `collectives`.
+        `ctx` says how the parameters, and [B, T, D] between blocks, are sharded; see `collectives`.
         """
         _check_tokens(tokens_BT, self.cfg)
-
-        def hidden(decoder: Decoder, fields: dict[str, Any]) -> jax.Array:
-            fields = jax.tree.map(jnp.asarray, fields)
-            tokens_BT = fields.pop("tokens_BT")
-            if fields["positions_BT"] is None:
-                positions_T = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
-                fields["positions_BT"] = jnp.broadcast_to(positions_T, tokens_BT.shape)
-            x_BTD = decoder.embed_tokens(tokens_BT, ctx=ctx)
-            x_BTD = decoder.apply_layers(x_BTD, **fields, attention=attention, ctx=ctx)
-            return decoder.apply_final_norm(x_BTD)
-
         fields = {"tokens_BT": tokens_BT, "positions_BT": positions_BT, "segment_ids_BT": segment_ids_BT}
+        hidden = functools.partial(Decoder._hidden, attention=attention, ctx=ctx)
         return _with_auto_axes(hidden, self, fields)
+
+    def _hidden(self, fields: dict[str, Any], *, attention: AttentionFn | None, ctx: ParallelContext) -> jax.Array:
+        """Returns `hidden_states` of the fields of a batch, whose shardings are automatic."""
+        fields = jax.tree.map(jnp.asarray, fields)
+        tokens_BT = fields.pop("tokens_BT")
+        if fields["positions_BT"] is None:
+            positions_T = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)
+            fields["positions_BT"] = jnp.broadcast_to(positions_T, tokens_BT.shape)
+        x_BTD = self.embed_tokens(tokens_BT, ctx=ctx)
+        x_BTD = self.apply_layers(x_BTD, **fields, attention=attention, ctx=ctx)
+        return self.apply_final_norm(x_BTD)
 
     def embed_tokens(self, tokens_BT: jax.Array, *, ctx: ParallelContext = SINGLE_DEVICE) -> jax.Array:
         """Returns the token vectors [B, T, D]."""
@@ -179,8 +174,8 @@ class Decoder(nnx.Module):
         def layer(of_layer: Any, x_BTD: jax.Array) -> jax.Array:
             return apply_layer(of_layer, x_BTD, attend)[0]
 
-        cfg = self.cfg
-        return stack.run_layers(layer, stacked, x_BTD, loop=cfg.layer_loop, remat=cfg.remat, checkpoint=checkpoint)
+        loop, remat = self.cfg.layer_loop, self.cfg.parsed_remat
+        return stack.run_layers(layer, stacked, x_BTD, loop=loop, remat=remat, checkpoint=checkpoint)
 
     def split_layers(
         self, positions_BT: jax.Array, *, num_keys: int | None = None, ctx: ParallelContext
@@ -412,18 +407,9 @@ def apply(
     segment_ids_BT: Ids | None = None,
     attention: AttentionFn | None = None,
 ) -> jax.Array:
-    """Returns fp32 logits [B, T, V] of pure parameters.
+    """Returns fp32 logits [B, T, V] of pure parameters: nested dicts as from `init_params`, of any float dtype.
 
-    Args:
-      params: nested dicts as `init_params` returns them, of any float dtype.
-      cfg: the model.
-      tokens_BT: int32 ids below V.
-      positions_BT: int32; 0..T-1 in every row by default.
-      segment_ids_BT: int32; a token attends only within its segment. By default a row is one segment.
-      attention: an attention of the caller's own, see `Decoder.__call__`; `cfg.attention` by default.
-
-    Raises:
-      ValueError: as `Decoder` and a call of it.
+    Other arguments are those of a call of `Decoder`. Raises ValueError as `Decoder` and a call of it.
     """
     return bind(params, cfg)(tokens_BT, positions_BT, segment_ids_BT=segment_ids_BT, attention=attention)
 
@@ -469,19 +455,6 @@ def pad_vocabulary(params: Any, cfg: ModelConfig, layout: Layout) -> Any:
     num_rows = layout.vocab_rows(cfg.vocab_size)
     short = [name for name in ("embed", "head") if name in params and params[name].shape[0] < num_rows]
     return params | {name: jnp.pad(params[name], ((0, num_rows - len(params[name])), (0, 0))) for name in short}
-
-
-def select_implementations(cfg: ModelConfig, platform: str) -> ModelConfig:
-    """Returns the config with every `auto` replaced by an implementation that serves any call on a platform.
-
-    An explicit name is kept even if it does not run on this machine: a program may be lowered for another platform. For
-    the calls of a run, `ops.choices` makes better choices.
-    """
-    chosen: dict[str, Any] = {
-        key: op.choose("auto", platform).name for key, op in OPS.items() if getattr(cfg, key) == "auto"
-    }
-    chosen |= {key: select(key, getattr(cfg, key), platform) for key in ("remat", "layer_loop")}
-    return dataclasses.replace(cfg, **chosen)
 
 
 @functools.lru_cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
@@ -34,7 +35,7 @@ from hlat_jax.passes import naming
 from hlat_jax.passes.autocast import autocast
 from hlat_jax.passes.compile import training_program
 from hlat_jax.precision import cast_tree, policy_on
-from hlat_jax.train_step import State, StepOptions, TrainStep
+from hlat_jax.step import MicrobatchStep, State, StepOptions, TrainStep
 
 # A sample's prompt of no more bytes is read by `decode`, in less time than `prefill` takes to compile.
 _SHORT_PROMPT_BYTES = 64
@@ -63,19 +64,26 @@ class RunProgram:
     model: ModelConfig
     accumulate: str
     training: TrainStep
-    init: Callable[..., Any]
-    eval_step: Callable[..., Any]
-    norms: Callable[..., Any]
+    init: jax.stages.Wrapped
+    eval_step: jax.stages.Wrapped
+    norms: jax.stages.Wrapped
 
     @property
-    def step(self) -> Any:
+    def step(self) -> jax.stages.Wrapped:
         """The jitted (state, batch, learning_rate) -> (state, StepMetrics), one program. The state is donated."""
         return self.training.step
 
     @property
     def run_step(self) -> Callable[..., Any]:
         """The step of the run: (state, what `shard` returns, learning_rate) -> (state, StepMetrics)."""
-        return self.training.microbatch_step if self.accumulate == "programs" else self.training.step
+        return self.microbatch_step if self.accumulate == "programs" else self.training.step
+
+    @property
+    def microbatch_step(self) -> MicrobatchStep:
+        """The step in programs of one microbatch; a run that simulates a core has none."""
+        step = self.training.microbatch_step
+        assert step is not None  # `check_simulated` refuses a run that would dispatch it
+        return step
 
     def shard(self, batch: Batch) -> Batch | Iterator[Batch]:
         """Returns what `run_step` takes of this process's rows: the batch on devices, or its microbatches in turn."""
@@ -109,7 +117,7 @@ class RunProgram:
     def microbatch_arguments(self) -> dict[str, tuple]:
         """The shapes, dtypes and shardings of what the programs of `training.microbatch_step` take, by their names."""
         state, batch, learning_rate = self.step_arguments
-        step, num_microbatches = self.training.microbatch_step, self.config.train.num_microbatches
+        step, num_microbatches = self.microbatch_step, self.config.train.num_microbatches
         part = jax.tree.map(
             lambda field: field.update(shape=(field.shape[0] // num_microbatches, *field.shape[1:])), batch
         )
@@ -133,7 +141,7 @@ class RunProgram:
 
     def trace_microbatch_step(self, name: str) -> Any:
         """Returns the trace of one of `training.microbatch_step.programs`."""
-        return self.training.microbatch_step.programs[name].trace(*self.microbatch_arguments[name])
+        return self.microbatch_step.programs[name].trace(*self.microbatch_arguments[name])
 
     @property
     def inits_on_host(self) -> bool:
@@ -238,9 +246,9 @@ def model_loss(model: ModelConfig, layout: Layout, *, compute: Any, z_loss_weigh
     """
     ctx = collectives.parallel_context(layout)
     options = LossOptions(model.cross_entropy, z_loss_weight, ctx, model.vocab_size)
-    checkpoint = None
-    if model.remat.startswith("saved:"):
-        checkpoint = functools.partial(naming.checkpointed, choice=naming.parse_choice(model.remat), region="whole")
+    checkpoint, remat = None, model.parsed_remat
+    if remat.kind == "saved":
+        checkpoint = functools.partial(naming.checkpointed, choice=naming.RematChoice(remat.saved), region="whole")
 
     def cast_and_bind(params: Any) -> Decoder:
         return bind(cast_tree(params, compute), model)
@@ -266,11 +274,10 @@ def model_loss(model: ModelConfig, layout: Layout, *, compute: Any, z_loss_weigh
     return StagedLoss(bind=cast_and_bind, embed=embed, stage=stage, loss=loss, exchange=layout.pipe_exchange)
 
 
-def _eval_step(loss: Any, options: StepOptions, *, cast: str | None) -> Callable[..., Any]:
-    if cast is not None:
-        loss = autocast(loss, cast)
+def _eval_step(staged: StagedLoss, options: StepOptions, *, cast: str | None) -> jax.stages.Wrapped:
+    loss: Callable[..., SumAndCount] = staged if cast is None else autocast(staged, cast)
     if options.accumulate is run_pipeline:
-        loss = functools.partial(pipelined_loss, loss, num_microbatches=options.num_microbatches)
+        loss = functools.partial(pipelined_loss, staged, num_microbatches=options.num_microbatches)
     if options.active_replica_sync is not None:
         loss = options.active_replica_sync.loss(loss)
 
@@ -290,19 +297,19 @@ def host_state(program: RunProgram, *, draws: bool = True) -> State:
       draws: whether to draw the weights; else these are the jax.ShapeDtypeStruct of `abstract_state`.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(program.abstract_state)
-    placed, weights = [target for _, target in leaves], {}
-    for number, (path, target) in enumerate(leaves):
+    placed, indices_by_weight = [target for _, target in leaves], collections.defaultdict[str, list[int]](list)
+    for index, (path, target) in enumerate(leaves):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         if weight := re.fullmatch(r"(?:params|opt_state\.master)\.(.+)", name):
-            weights.setdefault(weight[1], []).append(number)
+            indices_by_weight[weight[1]].append(index)
         else:
-            placed[number] = place_constant(target, program.seed if name == "opt_state.seed" else 0)
+            placed[index] = place_constant(target, program.seed if name == "opt_state.seed" else 0)
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        for name, numbers in weights.items() if draws else ():
-            targets = [placed[number] for number in numbers]
+        for name, indices in indices_by_weight.items() if draws else ():
+            targets = [placed[index] for index in indices]
             arrays = place_values(targets, _host_draw(program, name, targets), is_stacked=name.startswith("layers."))
-            for number, array in zip(numbers, arrays, strict=True):
-                placed[number] = array
+            for index, array in zip(indices, arrays, strict=True):
+                placed[index] = array
     return jax.tree.unflatten(structure, placed)
 
 
@@ -314,7 +321,7 @@ def _host_draw(program: RunProgram, name: str, targets: list[jax.ShapeDtypeStruc
     def draw(seed: jax.Array, layer: jax.Array) -> list[jax.Array]:
         key = _init_key(seed)
         params = {first: init_layer(model, key, layer)} if first == "layers" else init_params(model, key)
-        value = functools.reduce(operator.getitem, rest, params[first])
+        value: Any = functools.reduce(operator.getitem, rest, params[first])
         return [value.astype(target.dtype) for target in targets]
 
     return lambda layer: jax.device_get(draw(program.seed, np.int32(layer)))
@@ -326,7 +333,7 @@ def _init_key(seed: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(jnp.stack([high, seed, high, seed]), impl="rbg")
 
 
-def _init(config: Config, layout: Layout, training: TrainStep) -> Callable[..., Any]:
+def _init(config: Config, layout: Layout, training: TrainStep) -> jax.stages.Wrapped:
     def initial(seed):
         params = pad_vocabulary(init_params(config.model, _init_key(seed)), config.model, layout)
         is_padded = layout.vocab_rows(config.model.vocab_size) > config.model.vocab_size
@@ -338,44 +345,23 @@ def _init(config: Config, layout: Layout, training: TrainStep) -> Callable[..., 
     return jax.jit(initial, out_shardings=training.shardings)
 
 
-def _state_norms(layout: Layout, training: TrainStep) -> Callable[..., Any]:
-    """Returns the jitted state -> norms, fp32, by part: the parameters, and whatever the optimizer keeps of them.
+_L2_PARTS = ("params", "opt_state.master")
 
-    Of the parameters and of fp32 masters the L2 norm, which a step masks on; of Adam's moments the mean magnitude,
-    which is finite wherever every element is (the L2 norm of squared gradients overflows in a healthy state). A part
-    has the structure of the parameters, or is a floating-point array by itself. A state of which a norm is not finite
-    cannot be trained on, and is not worth saving. Each device sums what it holds; then one all-reduce.
+
+def _state_norms(layout: Layout, training: TrainStep) -> jax.stages.Wrapped:
+    """Returns the jitted state -> fp32 norm by part: parameters, masters, moments, window of spikes.
+
+    Of `_L2_PARTS` it is the L2 norm, which a step masks on. Of the others it is the mean magnitude, which is finite
+    wherever every element is: the L2 norm of squared gradients overflows in a healthy state. A state of which a norm is
+    not finite cannot be trained on, and is not worth saving. Each device sums what it holds; then one all-reduce.
     """
     specs = jax.tree.map(lambda sharding: sharding.spec, training.shardings)
-    in_blocks = layout.mesh.size == 1 and layout.platform == "cpu"
-    weights = ("params", "opt_state.master")
-
-    def copies(spec: PartitionSpec) -> int:
-        return layout.size(set(layout.mesh.axis_names) - set(jax.tree.leaves(tuple(spec))))
-
-    def total(term: Callable[[jax.Array], jax.Array], held: list[tuple[jax.Array, int]]) -> jax.Array:
-        if in_blocks:  # one device: no copies
-            return sum_in_blocks(term, [leaf for leaf, _ in held])
-        return sum(jnp.sum(term(leaf.astype(jnp.float32))) / num for leaf, num in held)
-
-    def magnitude(held: list[tuple[jax.Array, int]]) -> jax.Array:
-        size = sum(leaf.size * layout.mesh.size // num for leaf, num in held)
-        return total(lambda x: jnp.abs(x) / float(size), held)  # divided one by one, finite elements have a finite sum
 
     def local(state: State) -> dict[str, jax.Array]:
-        params = jax.tree.structure(state["params"])
-        parts, structure = jax.tree_util.tree_flatten_with_path(
-            state, is_leaf=lambda tree: jax.tree.structure(tree) == params
-        )
-        sums = {}
-        for (path, part), spec in zip(parts, structure.flatten_up_to(specs), strict=True):
-            if jnp.issubdtype(jax.tree.leaves(part)[0].dtype, jnp.floating):
-                name = jax.tree_util.keystr(path, simple=True, separator=".")
-                nums = jax.tree.leaves(jax.tree.map(lambda _, of: copies(of), part, spec))
-                held = list(zip(jax.tree.leaves(part), nums, strict=True))
-                sums[name] = total(jnp.square, held) if name in weights else magnitude(held)
+        of_parts = _state_parts(specs)
+        sums = {name: _share_of_norm(name, part, of_parts[name], layout) for name, part in _state_parts(state).items()}
         whole = collectives.psum(jnp.stack(list(sums.values())), layout.wide(layout.mesh.axis_names))
-        return {name: jnp.sqrt(x) if name in weights else x for name, x in zip(sums, whole, strict=True)}
+        return {name: jnp.sqrt(x) if name in _L2_PARTS else x for name, x in zip(sums, whole, strict=True)}
 
     def state_norms(state: State) -> dict[str, jax.Array]:
         return jax.shard_map(local, mesh=layout.mesh, in_specs=(specs,), out_specs=PartitionSpec(), check_vma=False)(
@@ -383,6 +369,35 @@ def _state_norms(layout: Layout, training: TrainStep) -> Callable[..., Any]:
         )
 
     return jax.jit(state_norms, out_shardings=layout.replicated_sharding())
+
+
+def _state_parts(state: State) -> dict[str, Any]:
+    """Returns the floating-point parts of the state of a run by name; of their shardings, if it is a state of these."""
+    opt_state = state["opt_state"]
+    parts = {"opt_state.inner.mu": opt_state["inner"]["mu"], "opt_state.inner.nu": opt_state["inner"]["nu"]}
+    parts |= {"opt_state.master": opt_state["master"]} if "master" in opt_state else {}
+    parts |= {"params": state["params"]}
+    return parts | ({"spikes.values": state["spikes"]["values"]} if "spikes" in state else {})
+
+
+def _share_of_norm(name: str, part: Any, specs: Any, layout: Layout) -> jax.Array:
+    """Returns what this device adds to the sum of squares of a part, or to its mean magnitude."""
+    leaves, num_devices = jax.tree.leaves(part), layout.mesh.size
+    split_axes = [set(jax.tree.leaves(tuple(spec))) for spec in jax.tree.leaves(specs)]
+    num_copies = [layout.size(tuple(set(layout.mesh.axis_names) - axes)) for axes in split_axes]
+    num_elements = sum(leaf.size * num_devices // num for leaf, num in zip(leaves, num_copies, strict=True))
+
+    def term(x: jax.Array) -> jax.Array:
+        if name in _L2_PARTS:
+            return jnp.square(x)
+        return jnp.abs(x) / float(num_elements)  # divided one by one, finite elements have a finite sum
+
+    if num_devices == 1 and layout.platform == "cpu":
+        return sum_in_blocks(term, leaves)
+    share: Any = sum(
+        jnp.sum(term(leaf.astype(jnp.float32))) / num for leaf, num in zip(leaves, num_copies, strict=True)
+    )
+    return share
 
 
 def state_bytes(state: State) -> int:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from hlat_jax.config import (
-    REMAT_BUDGET,
     SECTIONS,
     Config,
     ModelConfig,
@@ -24,7 +23,6 @@ from hlat_jax.config import (
     convert_value,
     field_of,
 )
-from hlat_jax.facts.byte_sizes import parse_bytes
 from hlat_jax.facts.number_ranges import parse_ranges
 from hlat_jax.facts.policies import POLICY_FACTS
 
@@ -50,8 +48,6 @@ def resolve(mutable: Any) -> Config:
     for name in SECTIONS:
         check_bounds(name, getattr(config, name))
     config.model.check()
-    if config.model.remat.startswith(REMAT_BUDGET):
-        parse_bytes(config.model.remat.removeprefix(REMAT_BUDGET), name="model.remat: the budget")
     check_parallel(config.parallel, config.model)
     check_training(config)
     return config

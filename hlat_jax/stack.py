@@ -12,19 +12,8 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_policies
 
-from hlat_jax.config import REMAT_BUDGET
+from hlat_jax.config import Remat
 from hlat_jax.host.neuron_lowering import elide_idle_roundings
-
-# HLAT recomputes core attention and the SwiGLU product and saves every linear's input and RoPE's results; the names are
-# those of a decoder layer. Source: arXiv 2404.10630 III-D and its published modeling code.
-SELECTIVE_SAVED = ("attn_norm", "q", "k", "v", "attn_out", "residual", "mlp_norm", "gate", "up")
-
-# The results of products and of attention; norms, activations and core attention are recomputed. On cpu that costs less
-# than the fresh memory that they would fill.
-PRODUCTS_SAVED = ("q", "k", "v", "attn_out", "residual", "gate", "up")
-# Of `jax.checkpoint_policies`, by how much they save.
-STOCK_POLICIES = ("everything_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "nothing_saveable")
-_SAVED = {"selective": SELECTIVE_SAVED, "products": PRODUCTS_SAVED}
 
 
 def run_layers(
@@ -33,7 +22,7 @@ def run_layers(
     x: jax.Array,
     *,
     loop: str,
-    remat: str,
+    remat: Remat,
     checkpoint: Callable[..., Callable] | None = None,
 ) -> jax.Array:
     """Returns `x` after every layer in turn.
@@ -76,40 +65,24 @@ def collect_layers(
     return x, jax.tree.map(lambda *leaves: jax.numpy.stack(leaves), *auxs)
 
 
-def rematerialize(layer: Callable, *, remat: str, prevent_cse: bool) -> Callable:
-    """Returns the layer with its backward pass rematerialized by a remat choice.
+def rematerialize(layer: Callable, *, remat: Remat, prevent_cse: bool) -> Callable:
+    """Returns the layer with its backward pass rematerialized.
 
     Args:
       layer: function of one layer.
-      remat: what is saved: everything (none), the layer's input alone (full), `SELECTIVE_SAVED` (selective),
-        `PRODUCTS_SAVED` (products), the named values (names:A,B), or what a policy of `jax.checkpoint` saves
-        (policy:dots_saveable). A budget (budget:12GiB), and the values chosen for one (saved:A,B), are those of a
-        training step, which gives `run_layers` a `checkpoint`; in other programs they are full.
+      remat: what is saved. A budget, and the values chosen for one, are for a training step, which gives `run_layers` a
+        `checkpoint`; in other programs they save the layer's input alone.
       prevent_cse: keep the compiler from merging the recomputation with the forward pass. Needed outside a loop.
-
-    Raises:
-      ValueError: another choice.
     """
-    if remat == "none":
+    if remat.kind == "none":
         return layer
-    if remat == "full" or remat.startswith((REMAT_BUDGET, "saved:")):
+    if remat.kind in ("full", "budget", "saved"):
         return jax.checkpoint(layer, prevent_cse=prevent_cse)
+    assert remat.kind in ("names", "policy"), f"{remat} is not resolved"
     elide_idle_roundings()
-    if remat in _SAVED:
-        policy = checkpoint_policies.save_only_these_names(*_SAVED[remat])
-    elif remat.startswith("names:"):
-        saved = tuple(name.strip() for name in remat.removeprefix("names:").split(",") if name.strip())
-        unknown = set(saved) - set(SELECTIVE_SAVED)
-        if unknown:
-            raise ValueError(f"model.remat names {sorted(unknown)}; layers name {', '.join(SELECTIVE_SAVED)}.")
-        policy = checkpoint_policies.save_only_these_names(*saved)
-    elif remat.removeprefix("policy:") in STOCK_POLICIES:
-        policy = getattr(checkpoint_policies, remat.removeprefix("policy:"))
-    else:
-        raise ValueError(
-            f"model.remat={remat!r} must be none, full, selective, products, names:A,B,..., saved:A,B,... or "
-            f"policy:{', policy:'.join(STOCK_POLICIES)}."
-        )
+    policy = checkpoint_policies.save_only_these_names(*remat.saved)
+    if remat.kind == "policy":
+        policy = getattr(checkpoint_policies, remat.policy)
     return jax.checkpoint(layer, policy=policy, prevent_cse=prevent_cse)
 
 

@@ -24,13 +24,14 @@ import tempfile
 import time
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-FILES = ("*.py", "parallel/*.py", "data/packing.py", "store/*.py", "passes/**/*.py")
+FILES = ("*.py", "parallel/*.py", "step/*.py", "data/packing.py", "store/*.py", "passes/**/*.py")
 NEXT = {
     "parallel": ("tests/parallel", "tests/spine"),
     "passes": ("tests/passes",),
     "store": ("tests/store", "tests/run", "tests/spine/test_loop.py"),
     "data": ("tests/data",),
-    "": ("tests/spine", "tests/parallel"),
+    "step": ("tests/step", "tests/spine", "tests/parallel"),
+    "": ("tests/spine", "tests/step", "tests/parallel"),
 }
 COMPARED = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq}
 COMPARED |= {ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is}

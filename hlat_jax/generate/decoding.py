@@ -24,9 +24,9 @@ from jax.sharding import PartitionSpec as P
 from hlat_jax.config import ModelConfig
 from hlat_jax.generate.cache import KVCache, apply_layers_with_cache
 from hlat_jax.generate.sampling import abstract_sampling, sample
-from hlat_jax.model import Decoder, abstract_params, bind, param_axes, select_implementations
+from hlat_jax.model import Decoder, abstract_params, bind, param_axes
 from hlat_jax.ops.cross_entropy import logits
-from hlat_jax.ops.registry import OPS
+from hlat_jax.ops.registry import OPS, select_implementations
 from hlat_jax.parallel import collectives
 from hlat_jax.parallel.collectives import ParallelContext, parallel_context
 from hlat_jax.parallel.replica_sync import ReplicaSync

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import optax
 
 from hlat_jax.facts.byte_sizes import format_bytes, parse_bytes
-from hlat_jax.ops.loss_function import check_fields, given_names
 from hlat_jax.passes import autocast as autocast_pass
 from hlat_jax.passes import chunk as chunk_pass
 from hlat_jax.passes import kernels as kernels_pass
@@ -31,7 +30,7 @@ from hlat_jax.passes.noise import warn_of_shared_keys
 from hlat_jax.passes.products import live_jaxpr, products_by_dtype
 from hlat_jax.passes.remat import RematOptions, RematPlan
 from hlat_jax.passes.residuals import select_residuals
-from hlat_jax.train_step import (
+from hlat_jax.step import (
     FP32,
     EvalMetrics,
     LossFn,
@@ -42,6 +41,8 @@ from hlat_jax.train_step import (
     Transform,
     train_step,
 )
+from hlat_jax.step.batch_rows import check_fields
+from hlat_jax.step.loss_signature import signature_of
 
 
 class Pass(NamedTuple):
@@ -162,10 +163,10 @@ def training_program(
     chooses; chunks are made of what no kernel computes.
 
     Args:
-      loss_fn: loss as for `train_step.train_step`.
-      optimizer: an Optax transformation, as for `train_step.train_step`.
+      loss_fn: loss as for `step.train_step`.
+      optimizer: an Optax transformation, as for `step.train_step`.
       autocast: cast policy for a loss function in fp32 and an `options.policy` that computes in fp32, see
-        `passes.autocast`; by default the policy's own. float16 adds a loss scale, see `ops.loss_scale`.
+        `passes.autocast`; by default the policy's own. float16 adds a loss scale, see `step.loss_scale`.
       kernels: call the platform's attention kernel where it takes the call, see `passes.kernels`.
       chunk: "64MiB" or bytes: compute intermediates above this size in chunks, see `passes.chunk`.
       residuals: recompute cheap intermediates in the backward pass where that keeps fewer bytes, see
@@ -177,13 +178,13 @@ def training_program(
       simulate: round the whole step as a Neuron core does by its documentation, with this `--auto-cast`, and
         stochastically if `options.policy` rounds in hardware; see `passes.neuron_simulator`.
       options: precision, accumulation and devices; fp32 on one device by default.
-      params: shapes of the parameters; needed with a memory budget, and as for `train_step.train_step`.
+      params: shapes of the parameters; needed with a memory budget, and as for `step.train_step`.
       batch: shapes of a batch; needed with a memory budget. With `params`, the step is traced here.
-      model_state: shapes of the model state, as for `train_step.train_step`.
-      has_aux: whether the loss function returns auxiliary values, as for `train_step.train_step`.
+      model_state: shapes of the model state, as for `step.train_step`.
+      has_aux: whether the loss function returns auxiliary values, as for `step.train_step`.
 
     Raises:
-      ValueError: as `train_step.train_step`; an invalid pass; no program that was tried fits the budget.
+      ValueError: as `step.train_step`; an invalid pass; no program that was tried fits the budget.
     """
     autocast = options.policy.autocast if autocast is None else autocast
     before = _passes(autocast=autocast, kernels=kernels, chunk=chunk, platform=options.platform)
@@ -192,7 +193,7 @@ def training_program(
     shapes = {"params": params, "model_state": model_state, "has_aux": has_aux}
     options = _step_options(options, autocast, memory_budget)
     step = train_step(loss_fn, optimizer, transform_step=_simulation(simulate, options), options=options, **shapes)
-    stages = _apply_passes([Stage("loss", _warned_of_shared_keys(step, loss_fn), str)], before)
+    stages = _apply_passes([Stage("loss", _warned_of_shared_keys(step, loss_fn, options), str)], before)
     if params is None or batch is None:
         if memory_budget is not None:
             raise ValueError("memory_budget is compared with the compiled step: give params=... and batch=...")
@@ -257,11 +258,11 @@ def _simulation(simulate: str | None, options: StepOptions) -> Callable | None:
     return functools.partial(simulate_step, core=core)
 
 
-def _warned_of_shared_keys(step: TrainStep, loss_fn: LossFn) -> TrainStep:
+def _warned_of_shared_keys(step: TrainStep, loss_fn: LossFn, options: StepOptions) -> TrainStep:
     """Returns the step with a loss that is warned of if rows in several parts draw from one key."""
-    options, num_parts = step.options, step.options.num_microbatches * step.options.row_degree
-    is_whole = options.replica_sync is None and options.accumulate is None
-    if not is_whole or (num_parts == 1 and "keys" not in given_names(loss_fn)):
+    num_parts = options.num_microbatches * step.options.row_degree
+    has_own_split = options.replica_sync is not None or options.accumulate is not None
+    if has_own_split or (num_parts == 1 and not signature_of(loss_fn).has_keys):
         return step
     return step.transform(functools.partial(warn_of_shared_keys, num_parts=num_parts))
 

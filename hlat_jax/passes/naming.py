@@ -35,7 +35,6 @@ from hlat_jax.passes.residuals import has_effects, opened_call, select_again, se
 from hlat_jax.passes.segments import Segment, best_limit, cut, is_worthwhile
 
 _SEGMENT, _LOOP = "segment", "scan"  # begin the names of values in segments, and of those in loops
-_PREFIX = "saved:"
 
 
 class MissingValues(ValueError):
@@ -48,7 +47,7 @@ class RematChoice:
 
     Attributes:
       saved: their names.
-      stock_policy: one of `stack.STOCK_POLICIES`, used instead of names.
+      stock_policy: one of `config.STOCK_POLICIES`, used instead of names.
     """
 
     saved: tuple[str, ...] = ()
@@ -57,7 +56,7 @@ class RematChoice:
     def __str__(self) -> str:
         if self.stock_policy:
             return f"policy:{self.stock_policy}"
-        return _PREFIX + ",".join(self.saved)
+        return "saved:" + ",".join(self.saved)
 
     @property
     def policy(self) -> Callable:
@@ -69,11 +68,6 @@ class RematChoice:
         # JAX 0.10.1, then a frozen dataclass whose class JAX checks: it cannot be wrapped or assigned to.
         object.__setattr__(policy, "is_choice", True)
         return policy
-
-
-def parse_choice(text: str) -> RematChoice:
-    """Returns the `RematChoice` of names with this `str`."""
-    return RematChoice(tuple(name for name in text.removeprefix(_PREFIX).split(",") if name))
 
 
 def checkpointed(fn: Callable, choice: RematChoice, *, region: str, prevent_cse: bool = True) -> Callable:

@@ -24,6 +24,7 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from hlat_jax.config import STOCK_POLICIES
 from hlat_jax.facts.byte_sizes import format_bytes, parse_bytes
 from hlat_jax.passes import naming
 from hlat_jax.passes.chunk import chunk
@@ -45,7 +46,6 @@ from hlat_jax.passes.remat_search import search as search
 from hlat_jax.passes.remat_search import temporaries as temporaries
 from hlat_jax.passes.remat_search import total_bytes as total_bytes
 from hlat_jax.passes.scan_segments import nest_scans
-from hlat_jax.stack import STOCK_POLICIES
 
 _DEFAULT = RematOptions()
 _CHUNK_DIVISORS = (32, 8, 3)  # of the budget: chunks of the first size that changes anything are tried

@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 
 import jax
 
+from hlat_jax.config import STOCK_POLICIES
 from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.passes.liveness import estimated_temporaries
 from hlat_jax.passes.naming import RematChoice
 from hlat_jax.passes.products import live_jaxpr, total_flops
 from hlat_jax.passes.recompute import RecomputeGraph, recompute_graph
-from hlat_jax.stack import STOCK_POLICIES
 
 _Program = tuple[str, RematChoice]  # region, choice
 _REGIONS = ("loops", "segments", "whole")
@@ -60,7 +60,7 @@ class RematOptions:
         loops and all calls that keep the value at one time.
       measure: traced program -> bytes, which are compared with the budget.
       max_compilations: most programs compiled, and one more for the comparison of regions; more of them come closer to
-        the budget. If keeping nothing does not fit, the four `stack.STOCK_POLICIES` are compiled too. They are not
+        the budget. If keeping nothing does not fit, the four `config.STOCK_POLICIES` are compiled too. They are not
         if one checkpoint around the whole function is estimated to be much larger.
     """
 

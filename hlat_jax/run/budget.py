@@ -16,8 +16,8 @@ from typing import Any
 
 import jax
 
-from hlat_jax.config import REMAT_BUDGET, Config
-from hlat_jax.facts.byte_sizes import format_bytes, parse_bytes
+from hlat_jax.config import Config
+from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.host.distributed import exchange, is_first
 from hlat_jax.passes import remat
 from hlat_jax.passes.liveness import estimated_temporaries
@@ -90,12 +90,11 @@ def choose_by_estimate(program: RunProgram) -> RunProgram:
 
 def has_budget(config: Config) -> bool:
     """Returns whether `model.remat` is a budget."""
-    return config.model.remat.startswith(REMAT_BUDGET)
+    return config.model.parsed_remat.kind == "budget"
 
 
 def _search(program: RunProgram, measure: Callable[[Any, tuple], int]) -> remat.RematPlan:
     """Returns the plan of the search; `measure`: (traced program, what it takes) -> bytes of its temporaries."""
-    budget = parse_bytes(program.config.model.remat.removeprefix(REMAT_BUDGET), name="model.remat: the budget")
     arguments: dict[Any, tuple] = {}
 
     def trace_choice(choice: RematChoice | None) -> Any:
@@ -109,7 +108,7 @@ def _search(program: RunProgram, measure: Callable[[Any, tuple], int]) -> remat.
         return held + measure(trace, arguments[trace])
 
     options = remat.RematOptions(measure=measure_whole, min_bytes=1024)
-    return remat.search(trace_choice, budget_bytes=budget, options=options)
+    return remat.search(trace_choice, budget_bytes=program.config.model.parsed_remat.budget_bytes, options=options)
 
 
 def _trace(program: RunProgram) -> tuple[Any, tuple]:

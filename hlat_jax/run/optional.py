@@ -10,11 +10,11 @@ from hlat_jax.config import Config
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.host import distributed
 from hlat_jax.parallel.sharding import Layout
-from hlat_jax.program import RunProgram
 
 if TYPE_CHECKING:
     from hlat_jax.evaluate.in_training import TasksInTraining
     from hlat_jax.hf.background import Exporter
+    from hlat_jax.program import RunProgram
 
 
 def open_tasks(config: Config, *, layout: Layout, tokenizer: Tokenizer) -> TasksInTraining | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -23,9 +23,12 @@ from hlat_jax.run.neuron_monitor import NeuronMonitor
 from hlat_jax.run.profiling import StepTrace
 from hlat_jax.run.step_sync import FolderCheck, StepSync
 from hlat_jax.run.validation import Best, Validation
+from hlat_jax.step import State, StepMetrics
 from hlat_jax.store.checkpoint import Checkpointer
 from hlat_jax.store.metrics import MetricsLog, Silent
-from hlat_jax.train_step import State, StepMetrics
+
+if TYPE_CHECKING:
+    from hlat_jax.program import RunProgram
 
 DeviceBatch = Batch | Iterator[Batch]  # on devices: a batch, or its microbatches in turn
 
@@ -45,7 +48,7 @@ class Inputs:
 
     config: Config
     workdir: pathlib.Path
-    program: Any  # a RunProgram; its module, with all passes, is not for the loop to import
+    program: RunProgram
     tokenizer: Tokenizer
     tasks: optional.TasksInTraining | None
     ledger: Ledger | Silent

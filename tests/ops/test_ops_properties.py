@@ -17,11 +17,11 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from hlat_jax.ops import attention, chunked_attention, cross_entropy, norm, rope, swiglu
-from hlat_jax.ops import loss_scale as scaling
 from hlat_jax.ops.gpu import attention as gpu
 from hlat_jax.ops.registry import OPS
 from hlat_jax.parallel.collectives import ParallelContext
 from hlat_jax.passes.autocast import autocast
+from hlat_jax.step import loss_scale as scaling
 
 # One fp32 rounding is 6e-8 of a value; a few hundred of them add up in any order in these sums.
 FP32 = {"rtol": 2e-5, "atol": 5e-6}

@@ -17,7 +17,6 @@ from hlat_jax.cli.config_files import load
 from hlat_jax.config import ParallelConfig, default
 from hlat_jax.model import param_axes
 from hlat_jax.ops.choices import chosen_model
-from hlat_jax.ops.loss_function import check_loss
 from hlat_jax.parallel.degrees import layout_over
 from hlat_jax.parallel.replica_sync import ReplicaSync
 from hlat_jax.parallel.sharding import make_layout
@@ -28,7 +27,8 @@ from hlat_jax.plan.collectives import traced_collectives
 from hlat_jax.precision import NEAREST, Accumulation
 from hlat_jax.program import make_program, model_loss
 from hlat_jax.resolve import resolve
-from hlat_jax.train_step import accumulate_grads
+from hlat_jax.step.gradients import accumulate_grads
+from hlat_jax.step.loss_signature import checked_loss, signature_of
 
 SEQUENCE, ZERO1 = {"sequence_parallel": True}, {"zero1": True}
 # name -> changes of parallel, model and train sections
@@ -135,7 +135,7 @@ def test_each_core_computes_only_the_kv_heads_it_needs():
     def local(params, batch, rounding, *, scale, reduce):
         assert scale is reduce is None
         loss = model_loss(chosen_model(config, layout), layout, compute="float32", z_loss_weight=0.0)
-        loss_fn = check_loss(loss, has_aux=False)
+        loss_fn = checked_loss(loss, signature_of(loss))
         return accumulate_grads(loss_fn, params, batch, sums=Accumulation(1, "float32", rounding))
 
     everywhere = ReplicaSync(layout, param_axes(config.model)).value_and_grad(local, dtype="float32")

@@ -13,10 +13,10 @@ import pytest
 from flax import nnx
 from programs import training_program
 
-from hlat_jax.ops.loss_function import row_keys
 from hlat_jax.passes.remat import BudgetNotMet, RematOptions, temporaries
 from hlat_jax.plan.program_report import report
-from hlat_jax.train_step import StepOptions, train_step
+from hlat_jax.step import StepOptions, train_step
+from hlat_jax.step.batch_rows import row_keys
 
 PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs" / "passes.md"
 ZERO = {"zero": 3, "num_microbatches": 2, "devices": jax.devices()[:4]}

@@ -17,7 +17,7 @@ from hlat_jax.passes.autocast import autocast
 from hlat_jax.passes.compile import training_program
 from hlat_jax.passes.kernels import kernels
 from hlat_jax.passes.rewrite import check
-from hlat_jax.train_step import StepOptions
+from hlat_jax.step import StepOptions
 
 B, T, N, H = 2, 8, 4, 6
 TRIL = np.tril(np.ones((T, T), bool))

@@ -21,7 +21,7 @@ from hlat_jax.passes.neuron_simulator import SimulatedCore, simulate
 from hlat_jax.precision import policy_on
 from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve
-from hlat_jax.train_step import StepOptions
+from hlat_jax.step import StepOptions
 
 NEAREST, STOCHASTIC = SimulatedCore("all"), SimulatedCore("all", stochastic_rounding=True)
 NUM_DRAWS = 100_000

@@ -139,8 +139,10 @@ REFUSED = [
     ({"rope_beta_fast": 1.0}, r"rope_beta_fast=1.0 must exceed model.rope_beta_slow=1.0"),
     ({"num_kv_heads": 3}, r"num_kv_heads=3 must divide model.num_heads=4; use one of \[1, 2, 4\]"),
     ({"head_dim": 7}, "head_dim=7 must be even"),
-    ({"remat": "names:nothing"}, "names .*nothing.*; layers name"),
+    ({"remat": "names:q,nothing"}, "has nothing; use attn_norm, q"),
     ({"remat": "ful"}, "must be auto, none, full, selective"),
+    ({"remat": "policy:dots"}, "policy:dots_saveable"),
+    ({"remat": "budget:12"}, "the budget='12' is not a size"),
     ({"attention": "triton"}, "model.attention='triton' runs on cuda, not on cpu; use one of auto, einsum, blocked"),
     ({"cross_entropy": "chunks"}, "model.cross_entropy='chunks' is not one of auto, .*Did you mean 'chunked'"),
     ({"rope_theta": 0.0}, "rope_theta=0.0 must be above 0"),
@@ -152,6 +154,14 @@ def test_invalid_model_config_raises_with_the_reason():
     for changes, message in REFUSED:
         with pytest.raises(ValueError, match=message):
             Decoder(dataclasses.replace(CFG, **changes), rngs=nnx.Rngs(0))(tokens())
+
+
+def test_a_call_does_not_ask_for_the_platform(monkeypatch):
+    decoder, asked = Decoder(CFG, rngs=nnx.Rngs(0)), []
+    for name in ("default_backend", "devices"):
+        monkeypatch.setattr(jax, name, lambda *_, name=name: asked.append(name))
+    jax.make_jaxpr(decoder)(tokens())
+    assert not asked
 
 
 def test_ids_outside_the_vocabulary_are_refused_where_they_are_known():

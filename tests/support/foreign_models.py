@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hlat_jax.train_step import SumAndCount
+from hlat_jax.batch import SumAndCount
 
 
 class Tower(nn.Module):

@@ -1,7 +1,7 @@
 """Training programs from one dict of options, of the passes and of the step."""
 
 from hlat_jax.passes import compile as compile_pass
-from hlat_jax.train_step import StepOptions
+from hlat_jax.step import StepOptions
 
 PASSES = ("autocast", "kernels", "chunk", "residuals", "memory_budget", "remat")
 

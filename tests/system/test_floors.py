@@ -113,10 +113,6 @@ def test_loop_imports_no_leaf_and_no_data_build():
     assert not [module for module in found if room(module) in LEAVES or module.startswith("data.build")]
 
 
-def test_top_level_of_the_package_is_at_most_eleven_files():
-    assert len(set(PACKAGE.glob("*.py")) - {PACKAGE / "__init__.py"}) <= 11
-
-
 def functions() -> list[tuple[str, ast.FunctionDef]]:
     return [(m, node) for m, path in MODULES.items() for node in nodes_of(path) if isinstance(node, ast.FunctionDef)]
 
@@ -260,13 +256,17 @@ def test_importing_the_model_imports_no_trainer_config_or_data_library():
     assert not loaded & {"ml_collections", "grain", "sentencepiece", "tensorboardX", "matplotlib"}
 
 
-# The lines of ours that an import reaches, with the imports inside functions: module -> most.
-REACH = {"model": 3800, "train_step": 9000, "loop": 18000}
+# The lines of ours that an import loads: module -> most. A count along the graph above follows imports for types and
+# inside functions, which cost nothing, and stops at `OPTIONAL`, whose own imports do cost.
+REACH = {"model": 3500, "step": 4700, "loop": 16500}
 
 
 @pytest.mark.parametrize("module", REACH)
-def test_an_import_reaches_few_lines_of_the_package(module):
-    lines = {name: len(MODULES[name].read_text().splitlines()) for name in {module, *reached_from(module)}}
+def test_an_import_loads_few_lines_of_the_package(module):
+    code = f"import sys, hlat_jax.{module}; print(*(name for name in sys.modules if name.startswith('hlat_jax.')))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    names = {name.removeprefix("hlat_jax.") for name in done.stdout.split()}
+    lines = {name: len(MODULES[name].read_text().splitlines()) for name in names & set(MODULES)}
     assert sum(lines.values()) <= REACH[module], (sum(lines.values()), lines)
 
 

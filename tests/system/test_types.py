@@ -27,7 +27,7 @@ from hlat_jax.passes import remat
 from hlat_jax.passes.autocast import autocast
 from hlat_jax.precision import POLICIES
 from hlat_jax.passes.compile import training_program
-from hlat_jax.train_step import StepOptions
+from hlat_jax.step import StepOptions
 
 cfg = ModelConfig(vocab_size=64, num_layers=2)
 ModelConfig(vocab_size="64")  # arg-type

@@ -233,7 +233,7 @@ def _with_gradients(
     """Returns the results of all chunks, which are numbers, and sums their gradients in the same loop, in fp32 or more.
 
     So the backward pass scales gradients, and computes no chunk again, but for a scaled loss, of which they would be
-    unscaled here: see `ops.loss_scale`. Result `scalar` alone has a derivative. Other arguments as for `_in_turn`.
+    unscaled here: see `step.loss_scale`. Result `scalar` alone has a derivative. Other arguments as for `_in_turn`.
     """
 
     if is_loss_scaled():

@@ -73,7 +73,7 @@ def test_dispatched_step_equals_the_scanned_step_bit_for_bit(small, make_batch, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pipe", [1, 3])
-def test_the_programs_of_a_run_do_not_depend_on_the_number_of_microbatches(small, pipe):
+def test_programs_do_not_depend_on_the_number_of_microbatches(small, pipe):
     """Were one of them to, a run with more of them would compile it again."""
 
     def fingerprints(num_microbatches):
@@ -106,7 +106,7 @@ def test_auto_dispatches_microbatches_on_neuron():
     assert [select("accumulate", *each) for each in asked] == ["programs", "scan", "scan", "programs"]
 
 
-def test_a_plain_mean_and_a_step_of_no_microbatches_are_refused():
+def test_a_plain_mean_and_no_microbatches_are_refused():
     def mean(params, batch):
         return (params["w"] * batch["x"]).mean()
 
@@ -124,7 +124,7 @@ def mean_of_products(params, batch):
     return SumAndCount((params["w"] * batch["x"]).sum(), batch["x"].size)
 
 
-def test_a_microbatch_is_asked_for_when_the_one_before_is_dispatched_and_other_shapes_take_a_new_buffer():
+def test_each_microbatch_is_read_when_it_is_dispatched():
     program, seen = training_program(mean_of_products, optax.sgd(0.1)), []
     step, params = program.train_step.microbatch_step, {"w": np.ones(3, np.float32)}
 
@@ -146,7 +146,7 @@ def test_a_microbatch_is_asked_for_when_the_one_before_is_dispatched_and_other_s
     assert (metrics.loss, metrics.num_tokens, seen.count("start")) == (1.0, 2, 2)
 
 
-def test_a_sum_of_gradients_of_ones_own_has_a_step_and_none_of_single_microbatches():
+def test_ones_own_accumulate_has_no_step_of_microbatches():
     def summed(loss_fn, params, rows, *, sums):
         assert sums.num_microbatches == 2
         loss, pullback = jax.vjp(lambda params: loss_fn(params, rows).total, params)

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from hlat_jax.ops import loss_scale as scaling
 from hlat_jax.passes.autocast import autocast
 from hlat_jax.passes.jaxpr import equations
+from hlat_jax.step import loss_scale as scaling
 
 
 def tiny_gradient(params, x):
