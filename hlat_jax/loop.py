@@ -39,6 +39,7 @@ from hlat_jax.config import Config, count_text
 from hlat_jax.data import positions
 from hlat_jax.generate.generator import sample_text
 from hlat_jax.host import distributed
+from hlat_jax.host.console import say
 from hlat_jax.host.watchdog import WAITING
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.resolve import batch_of_step
@@ -78,7 +79,7 @@ def train(run: Run, progress: Progress) -> str:
         signals.unfinished = "the summary" if jax.distributed.is_initialized() else ""  # nobody waits for one alone
         if progress.step < config.train.num_steps:
             best = f"{progress.best.eval_loss:.4f} of step {progress.best.step:,}"
-            print(f"ended early      {count_text(progress.best.num_since, 'validation')} in a row not below {best}")
+            say("ended early", f"{count_text(progress.best.num_since, 'validation')} in a row not below {best}")
         _sample(run, progress, "after training")
         _show_goodput(run, progress)
         run.log.close()
@@ -346,7 +347,7 @@ def progress_bar(
 def _show_goodput(run: Run, progress: Progress) -> None:
     if distributed.is_first():
         goodput = run.ledger.goodput()
-        print(f"time             {goodput.line()}")
+        say("time", goodput.line())
         run.log.goodput_row(progress.step, goodput.shares)
 
 

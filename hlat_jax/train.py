@@ -21,6 +21,7 @@ from hlat_jax.cli import flags as flags_lib
 from hlat_jax.cli.path_checks import check_folder
 from hlat_jax.facts.local_paths import local_path
 from hlat_jax.host import compile_cache, neuron_env, neuron_start, neuron_topology, process
+from hlat_jax.host.console import say
 from hlat_jax.host.limits import too_many_files
 from hlat_jax.host.watchdog import TERMINATED_CODE, Watchdog
 from hlat_jax.run import costs
@@ -57,7 +58,7 @@ def _run(mutable: Any, values: flags.FlagValues, *, opening: contextlib.ExitStac
     if not values.coordinator:
         _check_paths(config, workdir, given=given)
     if config.data.tokenizer != named_tokenizer and not values.process_id:
-        print(f"tokenizer        {config.data.tokenizer}: {named_tokenizer} is missing")
+        say("tokenizer", f"{config.data.tokenizer}: {named_tokenizer} is missing")
     _set_environment(config, values, workdir=workdir)
     from hlat_jax.host import distributed  # imports JAX, which must see the environment as it is now
     from hlat_jax.run.nonfinite import NonFiniteError
@@ -180,7 +181,9 @@ def _set_environment(config: config_lib.Config, values: flags.FlagValues, *, wor
     os.environ.update(computed.variables)
     neuron_start.clear_way(os.environ, place, neuron_topology.HERE)
     if rank == 0:
-        print("\n".join((f"environment      for {nodes} x {instance}", *computed.notes)))
+        say("environment", f"for {nodes} x {instance}")
+        for note in computed.notes:
+            print(note)
 
 
 def _define(values: flags.FlagValues) -> None:

@@ -21,6 +21,7 @@ from hlat_jax.cli.path_checks import check_file, check_folder
 from hlat_jax.config import count_text
 from hlat_jax.data.formats.records import Answered
 from hlat_jax.generate import inference
+from hlat_jax.host.console import say
 from hlat_jax.resolve import resolve
 from hlat_jax.store.progress import show_progress
 
@@ -137,16 +138,14 @@ def _run_text(values: flags.FlagValues) -> None:
     }
     sizes = ", ".join(count_text(number, name[4:-1]) for name, number in sums.items())
     rate = sums["num_tokens"] / (time.monotonic() - began)
-    print(f"text             {sizes} of at most {window:,} tokens; {rate:,.0f} tokens/s, with compilation")
+    say("text", f"{sizes} of at most {window:,} tokens; {rate:,.0f} tokens/s, with compilation")
     by_position = []
     for first, stop in ranges:  # of a pair, the context ends at the first of its positions
         there = [(loss, len(pair[1])) for pair, loss in zip(pairs, losses, strict=True) if len(pair[0]) == first + 1]
         total, count = (math.fsum(column) for column in zip(*there, strict=True)) if there else (0.0, 0)
         by_position.append({"first": first, "last": stop - 1, "nats": total, "num_tokens": int(count)})
         if there:
-            print(
-                f"{f'{first:,}-{stop - 1:,}':16} {total / count:.4f} nats per token, {count_text(int(count), 'token')}"
-            )
+            say(f"{first:,}-{stop - 1:,}", f"{total / count:.4f} nats per token, {count_text(int(count), 'token')}")
     nats = math.fsum(losses)
     measured = measures(nats, sums["num_tokens"], num_bytes=sums["num_bytes"])
     more = {"by_position": by_position} if ranges else {}
@@ -181,7 +180,7 @@ def _run_validation(values: flags.FlagValues) -> None:
     if changed:
         raise ValueError("--validation: the held-out text differs from the run's:\n  " + "\n  ".join(changed))
     for name, source in held_out.items():
-        print(f"validation       {source.describe(name)}")
+        say("validation", source.describe(name))
     eval_step = _eval_step(trained, run, num_rows=num_rows)
     with show_progress("compiling") as status:
         measured = Validation(held_out, eval_step, trained.layout, status)(trained.params)
@@ -210,11 +209,9 @@ def _report(
     values: flags.FlagValues, trained: inference.TrainedModel, measured: dict[str, float], more: dict[str, Any]
 ) -> None:
     """Prints loss, perplexity and bits per byte, and writes them and `more` to --json."""
-    print(
-        f"loss             {measured['eval_loss']:.6f} nats per token\n"
-        f"perplexity       {measured['perplexity']:.4f}\n"
-        f"bits per byte    {measured['bits_per_byte']:.6f}"
-    )
+    say("loss", f"{measured['eval_loss']:.6f} nats per token")
+    say("perplexity", f"{measured['perplexity']:.4f}")
+    say("bits per byte", f"{measured['bits_per_byte']:.6f}")
     numbers = {key: value if math.isfinite(value) else None for key, value in measured.items()}
     flags_lib.write_report(values.json, more | numbers | {"checkpoint": trained.folder})
 

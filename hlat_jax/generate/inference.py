@@ -13,6 +13,7 @@ from absl import flags
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.config import ModelConfig, ParallelConfig, PrecisionConfig
 from hlat_jax.host import neuron_env, neuron_topology
+from hlat_jax.host.console import labelled
 from hlat_jax.weights.path_checks import check_checkpoint
 
 DEGREES = {"pipe": "Pipeline stages", "data": "Replicas", "fsdp": "Shards of each matrix", "tensor": "Tensor degree"}
@@ -126,14 +127,14 @@ def open_model(checkpoint: str, parallel: ParallelConfig, *, tokenizer: str = ""
     params = weights.restore(param_shardings(weights.model, layout))
     mesh = " x ".join(f"{axis} {degree}" for axis, degree in layout.degrees.items())
     dtype = params["embed"].dtype
-    described = f"weights          {weights.folder}, step {weights.step}, {dtype}; {mesh}, {layout.platform}"
-    described += "; texts begin with BOS" * weights.begins_with_bos
+    begins = "; texts begin with BOS" * weights.begins_with_bos
+    described = f"{weights.folder}, step {weights.step}, {dtype}; {mesh}, {layout.platform}{begins}"
     return TrainedModel(
         weights.model,
         params,
         layout,
         opened,
         weights.folder,
-        described,
+        labelled("weights", described),
         weights.begins_with_bos,
     )

@@ -18,7 +18,8 @@ import jax
 
 from hlat_jax.config import REMAT_BUDGET, Config
 from hlat_jax.facts.byte_sizes import format_bytes, parse_bytes
-from hlat_jax.host.distributed import exchange, is_first
+from hlat_jax.host.console import say
+from hlat_jax.host.distributed import exchange
 from hlat_jax.passes import remat
 from hlat_jax.passes.liveness import estimated_temporaries
 from hlat_jax.passes.naming import MissingValues, RematChoice
@@ -56,20 +57,20 @@ def choose_remat(program: RunProgram, *, recorded: dict[str, Any] | None) -> tup
             again = _with(program, recorded["choice"])
             _trace(again)
         except MissingValues:
-            _print_first("remat            chosen again: the step no longer has the values of the checkpoint's choice")
+            say("remat", "chosen again: the step no longer has the values of the checkpoint's choice")
         else:
-            _print_first(f"remat            {recorded['choice']}, from the checkpoint, for {facts['asked']}")
+            say("remat", f"{recorded['choice']}, from the checkpoint, for {facts['asked']}")
             return again, recorded
 
     plan = _search(program, lambda traced, _: max(map(int, exchange(str(remat.temporaries(traced))))))
     record = facts | {"choice": _remat_text(plan.choice)}
     keys = ("budget_bytes", "measured_bytes", "predicted_bytes", "flops", "predicted_flops", "plain", "full")
     record |= json.loads(json.dumps({key: getattr(plan, key) for key in keys}))
-    _print_first(
-        f"remat            {record['choice']}\n"
-        f"                 for {facts['asked']}: {format_bytes(plan.measured_bytes)} measured, "
+    say(
+        "remat",
+        f"{record['choice']}\nfor {facts['asked']}: {format_bytes(plan.measured_bytes)} measured, "
         f"{format_bytes(plan.plain[0])} without remat; {plan.recompute_share:+.1%} FLOPs; {plan.compilations} "
-        f"compilations in {plan.seconds:.0f} s"
+        f"compilations in {plan.seconds:.0f} s",
     )
     return _with(program, record["choice"]), record
 
@@ -127,8 +128,3 @@ def _remat_text(choice: RematChoice | None) -> str:
 def _with(program: RunProgram, choice: str) -> RunProgram:
     model = dataclasses.replace(program.config.model, remat=choice)
     return make_program(dataclasses.replace(program.config, model=model), program.layout)
-
-
-def _print_first(line: str) -> None:
-    if is_first():
-        print(line)

@@ -14,6 +14,8 @@ import subprocess
 import threading
 from typing import Any
 
+from hlat_jax.host.console import say
+
 COMMAND = "neuron-monitor"
 FIELDS = (
     "device_utilization",  # mean over the JAX devices that this process uses, in percent
@@ -93,7 +95,7 @@ class NeuronMonitor:
             return
         path = shutil.which(COMMAND) or shutil.which(COMMAND, path="/opt/aws/neuron/bin")
         if path is None:
-            print(f"{COMMAND}   not found: no utilization of the devices in metrics.jsonl (metrics.neuron_monitor)")
+            say(COMMAND, "not found: no utilization of the devices in metrics.jsonl (metrics.neuron_monitor)")
             return
         try:  # in a session of its own: Ctrl-C is for the run
             self._process = subprocess.Popen(
@@ -101,7 +103,7 @@ class NeuronMonitor:
                 start_new_session=True,
             )  # fmt: skip
         except OSError as error:
-            print(f"{COMMAND}   not started: {error}")
+            say(COMMAND, f"not started: {error}")
             return
         self._thread = threading.Thread(target=self._read, args=(self._process,), name=COMMAND, daemon=True)
         self._thread.start()
@@ -137,4 +139,4 @@ class NeuronMonitor:
             self._newest = fields
         self._newest = {}  # what ended knows nothing of the steps that follow
         if self._process is not None:
-            print(f"{COMMAND}   ended with code {process.wait()}: no utilization of the devices from here on")
+            say(COMMAND, f"ended with code {process.wait()}: no utilization of the devices from here on")

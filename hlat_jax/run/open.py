@@ -24,6 +24,7 @@ from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.facts import hardware
 from hlat_jax.facts.local_paths import local_path
 from hlat_jax.host import compile_cache, distributed
+from hlat_jax.host.console import say
 from hlat_jax.host.process import INDEX_FOLDER, StopSignals, closing_quietly
 from hlat_jax.parallel.rows import process_rows
 from hlat_jax.parallel.sharding import Layout
@@ -160,9 +161,9 @@ def choose_start(inputs: Inputs, *, signals: StopSignals, begin_again: bool, giv
     if restored is not None:
         for key in ("init_from", "branch_from"):
             if getattr(config.train, key):
-                print(f"train.{key}  ignored: resuming from this run's own checkpoint")
+                say(f"train.{key}", "ignored: resuming from this run's own checkpoint")
         if begin_again:
-            print("--begin_again    ignored: resuming from this run's own checkpoint")
+            say("--begin_again", "ignored: resuming from this run's own checkpoint")
         print(f"resuming from step {restored.step} of {config.train.num_steps}")
         return Start(restored=restored, is_own=True)
     if config.train.branch_from:
@@ -181,8 +182,8 @@ def compile_run(
     config, workdir, restored = inputs.config, inputs.workdir, start.restored
     signals.doing = "compiling"
     kept_in = jax.config.jax_compilation_cache_dir if jax.config.jax_enable_compilation_cache else None
-    print(f"compile cache    {compile_cache.describe(kept_in, platform=jax.default_backend())}")
-    print("compiling        the programs of this run")
+    say("compile cache", compile_cache.describe(kept_in, platform=jax.default_backend()))
+    say("compiling", "the programs of this run")
     program, remat = budget.choose_remat(inputs.program, recorded=restored and restored.metadata.get("remat"))
     layout, compilations = program.layout, Compilations(program)
     progress, origin = _progress(inputs, start, compilations)
@@ -267,7 +268,7 @@ def _initial_state(compilations: Compilations, *, draws: bool) -> Any:
     if not program.inits_on_host:
         return compilations.compile("init")(program.seed)
     state = host_state(program, draws=draws)
-    print(f"initial state    made on the host's CPU in {time.monotonic() - began:.1f} s; no program for the devices")
+    say("initial state", f"made on the host's CPU in {time.monotonic() - began:.1f} s; no program for the devices")
     return state
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from hlat_jax.data.formats import records
 from hlat_jax.data.formats.decoding import decode_errors
 from hlat_jax.data.formats.files import Snapshot, new_content_hash
+from hlat_jax.host.console import say
 from hlat_jax.store.atomic_files import write_whole
 
 _PIECE_BYTES = 1 << 24  # of a long line
@@ -94,7 +95,7 @@ def _read_index(path: pathlib.Path, *, snapshot: Snapshot) -> LineIndex | None:
     except FileNotFoundError:
         return None
     except _DAMAGE:
-        print(f"index            {path} is damaged: it is made again")
+        say("index", f"{path} is damaged: it is made again")
         return None
 
 
