@@ -109,18 +109,19 @@ def train(
 
     from hlat_jax import loop
     from hlat_jax.host import allocator, distributed
+    from hlat_jax.run.machine import fitting_program
     from hlat_jax.run.open import open_run
 
     with process.StopSignals(watchdog, alone=not jax.distributed.is_initialized()) as signals:
         stop = ""
         with contextlib.ExitStack() as stack, signals.watchdog.ending_without_memory():
             with loop.progress_bar(config, lambda: (0.0, signals.doing), in_place=False):  # lines are printed meanwhile
-                opened = open_run(config, workdir, signals=signals, stack=stack, begin_again=begin_again, given=given)
+                program = fitting_program(config, jax.devices())
+                opened = open_run(program, workdir, signals=signals, stack=stack, begin_again=begin_again, given=given)
             if opened is not None:
                 if jax.default_backend() == "cpu":
                     allocator.keep_freed_memory()
                 stop = loop.train(*opened)
-        distributed.barrier()  # the others wait here while process 0 draws the results
         names = distributed.exchange(signals.name)  # of signals after the last step too
     if "SIGINT" in (stop, *names, signals.name):
         return 130  # so that `train && evaluate` stops

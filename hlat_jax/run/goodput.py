@@ -35,6 +35,7 @@ _CATEGORIES = {
     "compiling": "compile",
     "evaluating": "evaluation",
     "evaluating on tasks": "evaluation",
+    "sampling": "evaluation",
     "starting to save": "blocked on save",
     "saving": "blocked on save",
     "restoring the checkpoint": "restore",

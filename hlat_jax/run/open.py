@@ -28,13 +28,12 @@ from hlat_jax.host.console import say
 from hlat_jax.host.process import INDEX_FOLDER, StopSignals, closing_quietly
 from hlat_jax.parallel.rows import process_rows
 from hlat_jax.parallel.sharding import Layout
-from hlat_jax.program import host_state
+from hlat_jax.program import RunProgram, host_state
 from hlat_jax.resolve import branch_source, skipped_batches
 from hlat_jax.run import budget, costs, optional, results, resume, summary
 from hlat_jax.run.compilation import Compilations, compiled_sampler, compiled_step
 from hlat_jax.run.drift import refuse_drift
 from hlat_jax.run.goodput import Ledger
-from hlat_jax.run.machine import fitting_program
 from hlat_jax.run.neuron_monitor import NeuronMonitor
 from hlat_jax.run.profiling import StepTrace
 from hlat_jax.run.state import Inputs, Progress, Run
@@ -62,7 +61,7 @@ class Start:
 
 
 def open_run(
-    config: Config,
+    program: RunProgram,
     workdir: pathlib.Path,
     *,
     signals: StopSignals,
@@ -73,6 +72,7 @@ def open_run(
     """Returns a run and its progress, ready for the next step; None if the run is complete.
 
     Args:
+      program: of the run, over the devices of this job.
       workdir: the run folder; locked, and created if missing.
       begin_again: whether to train from step 0 where all checkpoints of the run are lost.
       given: keys of the command line, see `resume.open_init`.
@@ -80,18 +80,21 @@ def open_run(
     Raises:
       ValueError: a config, data, machine or folder that cannot be trained with; nothing was changed.
     """
-    inputs = open_inputs(config, workdir, signals=signals, stack=stack)
+    inputs = open_inputs(program, workdir, signals=signals, stack=stack)
     start = choose_start(inputs, signals=signals, begin_again=begin_again, given=given)
     if start.restored is not None and start.restored.step >= inputs.config.train.num_steps:
-        with signals.during("finishing a complete run", unfinished="the export and the summary"):
+        with signals.phase("finishing a complete run", unfinished="the export and the summary"):
             _finish(inputs, start.restored)
         return None
-    return compile_run(inputs, start, signals=signals, stack=stack)
+    with signals.phase("compiling"):
+        return compile_run(inputs, start, signals=signals, stack=stack)
 
 
-def open_inputs(config: Config, workdir: pathlib.Path, *, signals: StopSignals, stack: contextlib.ExitStack) -> Inputs:
+def open_inputs(
+    program: RunProgram, workdir: pathlib.Path, *, signals: StopSignals, stack: contextlib.ExitStack
+) -> Inputs:
     """Locks the run folder, opens what the run reads and writes, and prints what it is; see `open_run`."""
-    program = fitting_program(config, jax.devices())
+    config = program.config
     tokenizer = Tokenizer(config.data.tokenizer, vocab_size=config.model.vocab_size)
     tasks = optional.open_tasks(config, layout=program.layout, tokenizer=tokenizer)
     stack.enter_context(only_job(workdir))
@@ -146,14 +149,15 @@ def choose_start(inputs: Inputs, *, signals: StopSignals, begin_again: bool, giv
         resume.check_new_run(workdir, ledger=ledger, begin_again=begin_again)
     is_complete = saved is not None and saved[0] >= config.train.num_steps
     if inputs.tasks is not None and not is_complete:
-        with signals.during("fetching the data of the tasks", unfinished=""):
+        with signals.phase("fetching the data of the tasks"):
             inputs.tasks.load()
     if saved is not None:
-        signals.saved_step, signals.doing = saved[0], "restoring the checkpoint"
+        signals.saved_step = saved[0]
         refuse_drift(saved[1], inputs.settings, step=saved[0], workdir=workdir)
     if not is_complete:
         ledger.begin()  # a start that is refused, or finds the run complete, changes nothing
-    restored = None if saved is None else inputs.checkpointer.restore(inputs.program.abstract_state)
+    with signals.phase("restoring the checkpoint"):
+        restored = None if saved is None else inputs.checkpointer.restore(inputs.program.abstract_state)
     if restored is not None and restored.step >= config.train.num_steps:
         return Start(restored=restored, is_own=True)
     if distributed.is_first():
@@ -167,11 +171,11 @@ def choose_start(inputs: Inputs, *, signals: StopSignals, begin_again: bool, giv
         print(f"resuming from step {restored.step} of {config.train.num_steps}")
         return Start(restored=restored, is_own=True)
     if config.train.branch_from:
-        signals.doing = "restoring the checkpoint"
-        return Start(restored=resume.open_branch(inputs.program, workdir, settings=inputs.settings))
+        with signals.phase("restoring the checkpoint"):
+            return Start(restored=resume.open_branch(inputs.program, workdir, settings=inputs.settings))
     if config.train.init_from:
-        signals.doing = "opening the initial weights"
-        return Start(weights=resume.open_init(config, inputs.tokenizer, given=given))
+        with signals.phase("opening the initial weights"):
+            return Start(weights=resume.open_init(config, inputs.tokenizer, given=given))
     return Start()
 
 
@@ -180,7 +184,6 @@ def compile_run(
 ) -> tuple[Run, Progress]:
     """Returns the run with its programs compiled, and the progress with which it starts; see `open_run`."""
     config, workdir, restored = inputs.config, inputs.workdir, start.restored
-    signals.doing = "compiling"
     kept_in = jax.config.jax_compilation_cache_dir if jax.config.jax_enable_compilation_cache else None
     say("compile cache", compile_cache.describe(kept_in, platform=jax.default_backend()))
     say("compiling", "the programs of this run")
