@@ -183,34 +183,22 @@ def compile_run(
     inputs: Inputs, start: Start, *, signals: StopSignals, stack: contextlib.ExitStack
 ) -> tuple[Run, Progress]:
     """Returns the run with its programs compiled, and the progress with which it starts; see `open_run`."""
-    config, workdir, restored = inputs.config, inputs.workdir, start.restored
+    config, workdir, restored, is_first = inputs.config, inputs.workdir, start.restored, distributed.is_first()
     kept_in = jax.config.jax_compilation_cache_dir if jax.config.jax_enable_compilation_cache else None
     say("compile cache", compile_cache.describe(kept_in, platform=jax.default_backend()))
     say("compiling", "the programs of this run")
     program, remat = budget.choose_remat(inputs.program, recorded=restored and restored.metadata.get("remat"))
     layout, compilations = program.layout, Compilations(program)
     progress, origin = _progress(inputs, start, compilations)
-    if distributed.is_first():
-        if start.is_own:
-            resume.report_losses(workdir, progress.step, ledger=inputs.ledger)
-        else:
-            branch = branch_source(config.train)
-            of_branch = local_path(branch[0]) / KEPT if branch else None
-            keep_companions(of_branch if start.weights is None else start.weights.companions, workdir)
+    if is_first:
+        _rewind_folder(inputs, start, progress)
         resume.write_settings(config, workdir, remat=remat)
-        kept_tokenizer.keep_tokenizer(inputs.tokenizer.path, workdir)
-        positions.rewind(workdir, int(progress.position[0, 0]))
-        resume.set_exports_aside(workdir, progress.step)
     log = stack.enter_context(closing_quietly(_open_log(config, workdir, layout=layout, progress=progress)))
     if config.checkpoint.keep_best or config.train.early_stop_evals:
-        _, first = branch_source(config.train) or ("", -1)  # the rows up to there are those of the other run
-        rows = read_rows(workdir / ROWS_FILE) if distributed.is_first() else []
-        best = functools.reduce(Best.after, [row for row in rows if row["step"] > first], Best())
-        progress.best = Best(**json.loads(distributed.exchange(json.dumps(vars(best)))[0]))
+        progress.best = _best_validation(config, workdir)
         if config.checkpoint.keep_best and (inputs.checkpointer.folder / str(progress.best.step)).is_dir():
             inputs.checkpointer.keep_best(progress.best.step)  # a kill may have come before the link
-    monitored = config.metrics.neuron_monitor if distributed.is_first() else "off"
-    monitor = NeuronMonitor(monitored, platform=layout.mesh.devices.flat[0].platform)
+    monitor = NeuronMonitor(config.metrics.neuron_monitor if is_first else "off", platform=layout.platform)
     stack.enter_context(contextlib.closing(monitor))
     step_trace = stack.enter_context(closing_quietly(StepTrace(config, workdir, start_step=progress.step)))
     check_folder = FolderCheck(workdir)
@@ -220,7 +208,17 @@ def compile_run(
         evaluate = compilations.compile("eval")
         validation = Validation(inputs.held_out, evaluate, layout, num_parts=program.num_eval_parts)
     run = Run(
-        **(vars(inputs) | {"program": program, "settings": inputs.settings | origin}),
+        config=config,
+        workdir=workdir,
+        program=program,
+        tokenizer=inputs.tokenizer,
+        tasks=inputs.tasks,
+        ledger=inputs.ledger,
+        batches=inputs.batches,
+        held_out=inputs.held_out,
+        settings=inputs.settings | origin,
+        checkpointer=inputs.checkpointer,
+        exporter=inputs.exporter,
         check_folder=check_folder,
         sync=StepSync(config, inputs.batches.rows, signals),
         validation=validation,
@@ -234,9 +232,31 @@ def compile_run(
         start_step=progress.step,
         skipped=skipped_batches(config.train.skip_steps),
     )
-    if distributed.is_first():
+    if is_first:
         compilations.write(workdir)
     return run, progress
+
+
+def _rewind_folder(inputs: Inputs, start: Start, progress: Progress) -> None:
+    """Puts the run folder into the state of the step at which the run starts; process 0 calls it."""
+    config, workdir = inputs.config, inputs.workdir
+    if start.is_own:
+        resume.report_losses(workdir, progress.step, ledger=inputs.ledger)
+    else:
+        branch = branch_source(config.train)
+        of_branch = local_path(branch[0]) / KEPT if branch else None
+        keep_companions(of_branch if start.weights is None else start.weights.companions, workdir)
+    kept_tokenizer.keep_tokenizer(inputs.tokenizer.path, workdir)
+    positions.rewind(workdir, int(progress.position[0, 0]))
+    resume.set_exports_aside(workdir, progress.step)
+
+
+def _best_validation(config: Config, workdir: pathlib.Path) -> Best:
+    """Returns the best validation in the rows of the run, which process 0 reads for all."""
+    _, first = branch_source(config.train) or ("", -1)  # the rows up to there are those of the other run
+    rows = read_rows(workdir / ROWS_FILE) if distributed.is_first() else []
+    best = functools.reduce(Best.after, [row for row in rows if row["step"] > first], Best())
+    return Best(**json.loads(distributed.exchange(json.dumps(vars(best)))[0]))
 
 
 def _progress(inputs: Inputs, start: Start, compilations: Compilations) -> tuple[Progress, dict[str, Any]]:
