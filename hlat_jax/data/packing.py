@@ -227,7 +227,8 @@ class DocumentsStream:
         self._row += 1
         self._num_taken += 1
         share = self._num_taken / (self._num_taken + len(self._rows) - self._row)
-        with contextlib.suppress(Exception):  # errors are left to the first row of the next window
+        # the first row of the next window reads that document again, and raises
+        with contextlib.suppress(ValueError, OSError):
             while self._next.num_read < share * self._next.num_documents:
                 self._tokenize_one()
         if self._row == len(self._rows):

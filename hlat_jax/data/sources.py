@@ -5,6 +5,7 @@ A document is a text, or token ids where a dataset stores them. Files are read i
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -17,7 +18,7 @@ import numpy as np
 from hlat_jax.config import count_text
 from hlat_jax.data.formats import records
 from hlat_jax.data.formats.array_record import array_record_documents
-from hlat_jax.data.formats.built import manifest_fingerprint, open_built
+from hlat_jax.data.formats.built import BuiltTexts, BuiltTokens, manifest_fingerprint, open_built
 from hlat_jax.data.formats.columns import ColumnCache, arrow_documents, parquet_documents
 from hlat_jax.data.formats.files import DataFile, Snapshot
 from hlat_jax.data.formats.jsonl import jsonl_documents
@@ -31,6 +32,8 @@ _SAMPLE_DOCUMENTS, _SAMPLE_CHARS = 16, 1 << 14
 _MANY_UNKNOWN = 0.01
 MAX_HELD_OUT = 256  # documents held out of each source: about a megabyte of text that was cut at paragraphs
 
+Documents = records.FileDocuments | TextDocuments | TokenDocuments | BuiltTexts | BuiltTokens
+
 
 class Corpus:
     """The documents of several files and datasets in one sequence: str, or int32[n] where token ids are stored.
@@ -43,7 +46,7 @@ class Corpus:
       num_held_out: the number of documents that `split` holds out.
     """
 
-    def __init__(self, parts: Sequence[Any], manifest: dict[str, Any], *, ignored: str = ""):
+    def __init__(self, parts: Sequence[Documents], manifest: dict[str, Any], *, ignored: str = ""):
         self._parts, self.manifest, self.ignored = list(parts), manifest, ignored
         self._starts = records.starts(len(part) for part in self._parts)
         is_cut = {part.is_cut for part in parts if isinstance(part, TextDocuments)}
@@ -106,7 +109,6 @@ def open_corpus(
     *,
     text_field: str,
     key: str,
-    files: Sequence[DataFile] | None = None,
     index_folder: pathlib.Path | None = None,
     tokenizer_sha256: str | None = None,
     cut_text: bool = False,
@@ -125,52 +127,67 @@ def open_corpus(
     Args:
       spec: paths separated by commas.
       key: the config path of `spec`, for errors.
-      files: the files of `spec` to open, by default all that find_files returns.
       index_folder: a folder that keeps the indices of JSONL files between runs.
       tokenizer_sha256: the tokenizer that must have made stored ids, by default any.
       cut_text: whether plain-text files are cut into documents at paragraphs.
       tokenizer: the tokenizer of files of token ids, which need one.
     """
-    ignored = ""
-    if files is None:
-        searched = find_files(spec, key=key, text_field=text_field)
-        files, ignored = searched.files, searched.describe_ignored()
-    opened, cache = [], ColumnCache()  # (kind, files, their documents)
-    for kind, run in itertools.groupby(files, key=file_format):
+    searched = find_files(spec, key=key, text_field=text_field)
+    open_file = functools.partial(
+        _open_file,
+        key=key,
+        text_field=text_field,
+        index_folder=index_folder,
+        tokenizer=tokenizer,
+        tokenizer_sha256=tokenizer_sha256,
+        cache=ColumnCache(),
+    )
+    opened: list[tuple[str, list[DataFile], Documents]] = []
+    for kind, group in itertools.groupby(searched.files, key=file_format):
         if kind == "text":
-            texts = list(run)
+            texts = list(group)
             opened.append((kind, texts, TextDocuments(texts, cut=cut_text)))
-            continue
-        for file in run:
-            if kind == "built":
-                part = open_built(file, key=key, tokenizer_sha256=tokenizer_sha256)
-            elif kind == "array_record":
-                part = array_record_documents(Snapshot(file))
-            elif kind == "jsonl":
-                part = jsonl_documents(Snapshot(file), field=text_field, index_folder=index_folder)
-            elif kind in ("megatron", "npy"):
-                part = token_documents(file, kind, tokenizer=tokenizer, key=key)
-            elif kind == "arrow":
-                part = arrow_documents(Snapshot(file), field=text_field)
-            else:
-                part = parquet_documents(Snapshot(file), field=text_field, cache=cache)
-            opened.append((kind, [file], part))
+        else:
+            opened += [(kind, [file], open_file(kind, file)) for file in group]
     entries = [_manifest_entry(*each) for each in opened]
     num_documents = sum(entry["documents"] for entry in entries)
     if num_documents == 0:
         raise ValueError(f"{key}={spec!r}: no documents in {count_text(len(entries), 'file')}.")
     digest = _digest([text_field] + [[entry[k] for k in ("bytes", "documents", "fingerprint")] for entry in entries])
     manifest = {"files": entries, "documents": num_documents, "text_field": text_field, "hash": digest}
-    return Corpus([part for *_, part in opened], manifest, ignored=ignored)
+    return Corpus([part for *_, part in opened], manifest, ignored=searched.describe_ignored())
 
 
-def token_documents(file: DataFile, kind: str, *, tokenizer: Tokenizer | None, key: str) -> TokenDocuments:
-    """Returns the documents of a file of token ids, which must be those of the tokenizer."""
-    if tokenizer is None:
+def _open_file(
+    kind: str,
+    file: DataFile,
+    *,
+    key: str,
+    text_field: str,
+    index_folder: pathlib.Path | None,
+    tokenizer: Tokenizer | None,
+    tokenizer_sha256: str | None,
+    cache: ColumnCache,
+) -> Documents:
+    """Returns the documents of one file, or one dataset, by number; see `open_corpus`."""
+    if kind == "built":
+        return open_built(file, key=key, tokenizer_sha256=tokenizer_sha256)
+    if kind in ("megatron", "npy") and tokenizer is None:
         raise ValueError(f"{key}: {file} holds token ids; give text, as its bytes are counted.")
-    if kind == "megatron":
-        return megatron_documents(Snapshot(file), tokenizer=tokenizer)
-    return npy_documents(Snapshot(file), tokenizer=tokenizer)
+    snapshot = Snapshot(file)
+    match kind:
+        case "array_record":
+            return array_record_documents(snapshot)
+        case "jsonl":
+            return jsonl_documents(snapshot, field=text_field, index_folder=index_folder)
+        case "arrow":
+            return arrow_documents(snapshot, field=text_field)
+        case "parquet":
+            return parquet_documents(snapshot, field=text_field, cache=cache)
+        case "megatron":
+            return megatron_documents(snapshot, tokenizer=tokenizer)
+        case _:
+            return npy_documents(snapshot, tokenizer=tokenizer)
 
 
 def unknown_share(documents: Sequence[str | np.ndarray], tokenizer: Tokenizer) -> float:
@@ -200,7 +217,7 @@ def many_unknown(name: str, share: float) -> str:
     )
 
 
-def _manifest_entry(kind: str, files: list[DataFile], part: Any) -> dict[str, Any]:
+def _manifest_entry(kind: str, files: list[DataFile], part: Documents) -> dict[str, Any]:
     prints = [snapshot.content_hash or snapshot.fingerprint for snapshot in part.snapshots]
     joined = prints[0] if len(prints) == 1 else hashlib.blake2b("".join(prints).encode(), digest_size=16).hexdigest()
     entry = {
@@ -210,7 +227,7 @@ def _manifest_entry(kind: str, files: list[DataFile], part: Any) -> dict[str, An
         "documents": len(part),
         "fingerprint": joined,
     }
-    if kind == "built":
+    if isinstance(part, BuiltTexts | BuiltTokens):
         manifest = part.manifest
         entry["kind"] = manifest.kind
         entry["fingerprint"] = manifest_fingerprint(manifest, part.snapshots)
