@@ -31,7 +31,6 @@ from hlat_jax.config import DataConfig, count_text
 from hlat_jax.data import packing, sources
 from hlat_jax.data.answers import AnswerTokens
 from hlat_jax.data.formats.records import Answered, BadRecord
-from hlat_jax.data.formats.streaming import MANY_BAD
 from hlat_jax.data.mixture import UNNAMED, Mixture, first_stages_of, parse_sources, stages_of
 from hlat_jax.data.order import Order, algorithm_hash
 from hlat_jax.data.retries import Retries
@@ -41,6 +40,7 @@ from hlat_jax.resolve import held_out_share
 NUM_FIELDS = 6  # per source in a position: four of its stream, see packing, and the next two
 EMITTED, OWED = slice(5, None, NUM_FIELDS), slice(6, None, NUM_FIELDS)
 _SKIPPED = slice(4, None, NUM_FIELDS)
+_MANY_BAD = 1000  # first records of a file among which one that is not bad is looked for
 _MANY_EPOCHS = 20  # a stream misses the only good document for this many epochs with probability exp(-20)
 
 # The settings that determine the batches, without data.mixture, of which only the stages so far count, and without the
@@ -84,22 +84,7 @@ def open_sources(
     for name, paths in parse_sources(getattr(data, from_key.removeprefix("data.")), key=from_key).items():
         where = from_key if name == UNNAMED else f"{from_key} ({name})"
         corpus = open_documents(paths, data, key=where, tokenizer=encode.tokenizer, index_folder=index_folder)
-        end = 0
-        for entry in corpus.manifest["files"]:
-            numbers, first_bad = range(end, end := end + entry["documents"])[:MANY_BAD], None
-            for number in numbers if entry["kind"] == "jsonl" else ():  # the only one with messages
-                try:
-                    document = corpus[number]
-                    if isinstance(document, Answered):
-                        encode.answers(document)  # a chat template that refuses it is found before anything is compiled
-                    break
-                except BadRecord as error:
-                    first_bad = first_bad or error
-                except OSError:
-                    pass
-            else:
-                if first_bad is not None and data.on_bad_record == "raise":
-                    raise first_bad  # row 1, and not the first that the shuffled order reads
+        _check_first_records(corpus, encode, is_bad_skipped=data.on_bad_record == "skip")
         if encode.answers.template_sha256:
             corpus.manifest["chat_template"] = encode.answers.template_sha256
         _check_stored(corpus.manifest, data, key=where)
@@ -117,6 +102,33 @@ def open_sources(
             order = Order(len(corpus), seed=(data.seed + offset) % 2**32)
         opened.append(Source(name, corpus, order, ", ".join(notes)))
     return opened
+
+
+def _check_first_records(corpus: sources.Corpus, encode: Encoder, *, is_bad_skipped: bool) -> None:
+    """Tries the first record of each JSONL file, before anything is compiled; only these may hold conversations.
+
+    Raises:
+      ValueError: the chat template refuses it.
+      BadRecord: the first thousand records of a file are bad, and bad ones are not skipped: row 1, and not the first
+        that the shuffled order reads.
+    """
+    end = 0
+    for entry in corpus.manifest["files"]:
+        start, end = end, end + entry["documents"]
+        first_bad: BadRecord | None = None
+        for index in range(start, end)[:_MANY_BAD] if entry["kind"] == "jsonl" else ():
+            try:
+                document = corpus[index]
+                if isinstance(document, Answered):
+                    encode.answers(document)
+                first_bad = None
+                break
+            except BadRecord as error:
+                first_bad = first_bad or error
+            except OSError:
+                pass  # which may pass: the run tries again
+        if first_bad is not None and not is_bad_skipped:
+            raise first_bad
 
 
 def open_documents(

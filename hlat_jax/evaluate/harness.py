@@ -10,7 +10,6 @@ Source of the interface: `lm_eval.api.model.LM`, version 0.4.13.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from hlat_jax.config import count_text
 from hlat_jax.data.chat_template import ChatTemplate, Message
 from hlat_jax.evaluate import lm_eval_compat
 from hlat_jax.generate.chat import open_template
-from hlat_jax.generate.generator import Generator
+from hlat_jax.generate.generator import Generator, collect_tokens
 from hlat_jax.generate.inference import TrainedModel
 from hlat_jax.generate.sampling import Sampling
 from hlat_jax.generate.scoring import Pair, Scorer
@@ -200,8 +199,6 @@ class HarnessModel(lm_eval_compat.TemplateLM):
                 "set it below that in the task, or by the harness's --gen_kwargs."
             )
         prompts = [prompt[-room:] or [self.prefix_token_id] for prompt in prompts]
-        ids: list[list[int]] = [[] for _ in prompts]
-        ended = [False] * len(prompts)
         steps = self._generator.stream(
             prompts,
             max_tokens=max_tokens,
@@ -209,17 +206,12 @@ class HarnessModel(lm_eval_compat.TemplateLM):
             stop_ids=stop_ids,
             first_number=first_number,
         )
-        with contextlib.closing(steps):
-            for step in steps:
-                for row, token in enumerate(step):
-                    if ended[row] or token is None or token == self.eot_token_id:
-                        ended[row] = True
-                        continue
-                    ids[row].append(token)
-                    text = self._text(ids[row])
-                    ended[row] = any(term in text for term in stop if term)
-                if all(ended):
-                    break
+
+        def is_stopped(_: int, ids: Sequence[int]) -> bool:
+            text = self._text(ids)
+            return any(term in text for term in stop if term)
+
+        ids, _ = collect_tokens(steps, num_prompts=len(prompts), stop_ids=stop_ids, is_stopped=is_stopped)
         return [lm_eval_compat.postprocess_generated_text(self._text(row), stop, None) for row in ids]
 
     def _control_tokens(self, terms: Sequence[str]) -> list[int]:

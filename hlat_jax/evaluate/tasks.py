@@ -7,7 +7,6 @@ import difflib
 import functools
 import importlib.util
 import os
-import pathlib
 import random
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -71,7 +70,6 @@ class Tasks:
             raise ValueError(f"--num_fewshot: the suite {min(self.suites)} has shot counts of its own; leave it out.")
         folder = folder and str(local_path(folder))
         others = [name for name in names if name not in SUITES]
-        _check_spelled(others, folder=folder, key=key)
         self._manager = manager(folder)
         for name in others:
             if name not in self._manager.task_index:
@@ -142,33 +140,6 @@ class Tasks:
             for key, value in part.items():
                 results[key] = {**results.get(key, {}), **value} if isinstance(value, dict) else value
         return results
-
-
-def _check_spelled(names: Sequence[str], *, folder: str, key: str) -> None:
-    """Raises ValueError for a name that is no task of `folder` and that no file of the harness's tasks contains.
-
-    Reading these files takes a twentieth of the time in which the harness lists their tasks.
-    """
-    own = set(_own_tasks(folder)) if folder else set[str]()
-    left, spelled = {name.encode() for name in names if name not in own}, set[bytes]()
-    harness: Any = importlib.util.find_spec("lm_eval")
-    for parent, _, files in os.walk(pathlib.Path(harness.origin).parent / "tasks"):
-        if not left:
-            return
-        for file in files:
-            if file.endswith(".yaml") or "." not in file:  # those to be included have no suffix
-                content = pathlib.Path(parent, file).read_bytes()
-                left = {name for name in left if name not in content}
-                spelled.update(_NAME_LINE.findall(content))
-    for name in names:
-        if name.encode() in left:
-            raise _unknown(name, own.union(map(bytes.decode, spelled)), folder=folder, key=key)
-
-
-def _own_tasks(folder: str) -> Any:
-    from hlat_jax.evaluate import lm_eval_compat
-
-    return lm_eval_compat.TaskManager(include_path=folder, include_defaults=False).all_tasks
 
 
 def _unknown(name: str, known: Iterable[str], *, folder: str, key: str) -> ValueError:

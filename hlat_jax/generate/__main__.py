@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import pathlib
 import sys
@@ -15,11 +14,9 @@ from absl import flags, logging
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.cli.path_checks import check_file
 from hlat_jax.config import count_text
-from hlat_jax.facts.local_paths import local_path
 from hlat_jax.generate import inference
 from hlat_jax.resolve import check_unicode
 from hlat_jax.store.progress import show_progress
-from hlat_jax.weights.description import describe
 
 _USAGE = """Usage: python -m hlat_jax.generate --checkpoint=FOLDER --prompt=TEXT [--prompt=TEXT ...] [--FLAG=VALUE ...]
        python -m hlat_jax.generate --checkpoint=FOLDER --chat [--FLAG=VALUE ...]
@@ -40,7 +37,6 @@ def main(argv: Sequence[str]) -> int:
     logging.set_verbosity(logging.ERROR)  # silence absl INFO logs of libraries
     inference.prepare(values)
     how = {"bos": values.bos, "control_tokens": values.control_tokens}
-    _check_blank(texts, values, **how)
     # not at the top: they import JAX, which --help does not need
     from hlat_jax.generate import chat
     from hlat_jax.generate.generator import Generator, Sampling, check_repetition_penalty
@@ -79,37 +75,25 @@ def _continue(
     generator: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], *, stop: Sequence[str], **options: Any
 ) -> list[dict[str, Any]]:
     """Returns for each prompt the text, its completion, the number of new tokens, and why it ended."""
-    new: list[list[int]] = [[] for _ in prompts]
-    ended = ["length"] * len(prompts)
-    open_rows = set(range(len(prompts)))
+    from hlat_jax.generate.generator import collect_tokens
 
-    def parts(number: int) -> tuple[str, str]:
+    def parts(row: int, ids: Sequence[int]) -> tuple[str, str]:
         """Returns the text of the prompt and its completion; a character may be of tokens of both."""
-        before, whole = (tokenizer.decode([*prompts[number], *ids]) for ids in ([], new[number]))
+        before, whole = (tokenizer.decode([*prompts[row], *more]) for more in ([], ids))
         same = (length for length, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b)
         length = next(same, min(len(before), len(whole)))
         return whole[:length], whole[length:]
 
-    with contextlib.closing(generator.stream(prompts, stop_ids=tokenizer.stop_ids, **options)) as steps:
-        for step in steps:
-            for number in sorted(open_rows):
-                if step[number] is None:
-                    open_rows.remove(number)
-                elif step[number] in tokenizer.stop_ids:
-                    ended[number] = "eos"
-                    open_rows.remove(number)
-                else:
-                    new[number].append(step[number])
-                    if stop and any(word in parts(number)[1] for word in stop):
-                        ended[number] = "stop"
-                        open_rows.remove(number)
-            if not open_rows:
-                break
+    def is_stopped(row: int, ids: Sequence[int]) -> bool:
+        return bool(stop) and any(word in parts(row, ids)[1] for word in stop)
+
+    steps = generator.stream(prompts, stop_ids=tokenizer.stop_ids, **options)
+    new_ids, ended = collect_tokens(steps, num_prompts=len(prompts), stop_ids=tokenizer.stop_ids, is_stopped=is_stopped)
     rows = []
-    for number, why in enumerate(ended):
-        prompt, text = parts(number)
+    for row, (ids, reason) in enumerate(zip(new_ids, ended, strict=True)):
+        prompt, text = parts(row, ids)
         text = text[: min([text.find(word) for word in stop if word in text], default=len(text))]
-        rows.append({"text": prompt + text, "completion": text, "num_tokens": len(new[number]), "ended": why})
+        rows.append({"text": prompt + text, "completion": text, "num_tokens": len(ids), "ended": reason})
     return rows
 
 
@@ -131,20 +115,6 @@ def _prompts(values: flags.FlagValues) -> list[str]:
     if not prompts:
         raise ValueError("no prompt was given; use --prompt=TEXT, or --prompts_file=FILE with a prompt in each line.")
     return prompts
-
-
-def _check_blank(texts: Sequence[str], values: flags.FlagValues, **how: Any) -> None:
-    """Raises ValueError for a blank prompt that encodes to no tokens, before JAX is imported."""
-    blank = {number: text for number, text in enumerate(texts) if not text.strip()}
-    weights = describe(local_path(values.checkpoint)) if blank else None
-    if weights is None or not (path := values.tokenizer or weights.tokenizer):
-        return  # what opens the model says so
-    from hlat_jax.data.tokenizer import Tokenizer
-
-    begins_with_bos = weights.begins_with_bos
-    unread = inference.TrainedModel(weights.model, None, None, Tokenizer(path), weights.folder, "", begins_with_bos)
-    for number, text in blank.items():
-        _encode_prompt(unread, text, number, **how)
 
 
 def _encode_prompt(

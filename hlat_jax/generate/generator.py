@@ -9,6 +9,7 @@ reads the tokens of the previous one. The programs on the device are in `decodin
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -75,14 +76,16 @@ class Generator:
         repetition_penalty: float = 1.0,
     ) -> list[list[int]]:
         """Returns the new tokens of each prompt, without the one of `stop_ids` that ended it; see `stream`."""
-        new_ids: list[list[int]] = [[] for _ in prompts]
-        options: dict[str, Any] = {"sampling": sampling, "stop_ids": stop_ids, "first_number": first_number}
-        options["repetition_penalty"] = repetition_penalty
-        for step in self.stream(prompts, max_tokens=max_tokens, **options):
-            for ids, token in zip(new_ids, step, strict=True):
-                if token is not None and token not in stop_ids:
-                    ids.append(token)
-        return new_ids
+        steps = self.stream(
+            prompts,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            stop_ids=stop_ids,
+            first_number=first_number,
+            repetition_penalty=repetition_penalty,
+        )
+        ids, _ = collect_tokens(steps, num_prompts=len(prompts), stop_ids=stop_ids)
+        return ids
 
     def stream(
         self,
@@ -151,6 +154,37 @@ class Generator:
                 shape,
             )
         return self._compiled[shape]
+
+
+def collect_tokens(
+    steps: Iterator[list[int | None]],
+    *,
+    num_prompts: int,
+    stop_ids: Collection[int],
+    is_stopped: Callable[[int, list[int]], bool] = lambda _row, _ids: False,
+) -> tuple[list[list[int]], list[str]]:
+    """Returns the new tokens of each prompt, without the one that ended it, and why it ended: eos, stop or length.
+
+    Args:
+      steps: as `Generator.stream` returns them; closed as soon as every prompt has ended.
+      is_stopped: (row, its tokens so far) -> whether the row ends here.
+    """
+    ids: list[list[int]] = [[] for _ in range(num_prompts)]
+    ended = [""] * num_prompts
+    with contextlib.closing(steps):
+        for step in steps:
+            for row in (row for row, reason in enumerate(ended) if not reason):
+                token = step[row]
+                if token is None:
+                    ended[row] = "length"
+                elif token in stop_ids:
+                    ended[row] = "eos"
+                else:
+                    ids[row].append(token)
+                    ended[row] = "stop" if is_stopped(row, ids[row]) else ""
+            if all(ended):
+                break
+    return ids, [reason or "length" for reason in ended]
 
 
 def param_shardings(cfg: ModelConfig, layout: Layout) -> Any:
