@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -96,7 +97,7 @@ class Generator:
         stop_ids: Collection[int] = (),
         first_number: int = 0,
         repetition_penalty: float = 1.0,
-    ) -> Iterator[list[int | None]]:
+    ) -> abc.Generator[list[int | None], None, None]:
         """Returns an iterator over steps, each with the new token of every prompt, None where it has ended.
 
         A row ends with a token of `stop_ids`, after `max_tokens`, or at `model.max_positions`. Row i draws the random
@@ -157,7 +158,7 @@ class Generator:
 
 
 def collect_tokens(
-    steps: Iterator[list[int | None]],
+    steps: abc.Generator[list[int | None], None, None],
     *,
     num_prompts: int,
     stop_ids: Collection[int],
@@ -208,7 +209,7 @@ def stream(
     stop_ids: Collection[int],
     of_decode: Any = None,
     repetition_penalty: float = 1.0,
-) -> Iterator[list[int | None]]:
+) -> abc.Generator[list[int | None], None, None]:
     """Yields the new token of every prompt, None where it has ended: `Generator.stream` with compiled programs.
 
     Args:
