@@ -141,7 +141,9 @@ def _check_paths(config: config_lib.Config, workdir: pathlib.Path, *, given: Col
 
     path_checks.check_mixture(config.data)
     if not path_checks.was_opened(config.data, workdir):  # else the run waits for what is away
-        path_checks.check_texts(config.data, keys=[key for key in ("train", "validation") if f"data.{key}" in keys])
+        given_texts = [key for key in ("train", "validation") if {f"data.{key}", "data.text_field"} & set(keys)]
+        path_checks.check_texts(config.data, keys=given_texts)
+        path_checks.check_records(config.data, keys=given_texts)
     if "data.tokenizer" in keys:
         path_checks.check_tokenizer(config.data.tokenizer)
     if {"data.tokenizer", "model.vocab_size"} & set(given):

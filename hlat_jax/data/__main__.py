@@ -146,6 +146,7 @@ def _parse_config(argv: Sequence[str], define: Callable[[flags.FlagValues], None
     config, values = parse_config(argv, define)
     path_checks.check_mixture(config.data)  # before JAX is imported
     path_checks.check_texts(config.data)
+    path_checks.check_records(config.data)
     path_checks.check_tokenizer(config.data.tokenizer)
     return config, values
 

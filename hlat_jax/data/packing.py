@@ -19,9 +19,12 @@ import bisect
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from hlat_jax.data.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(slots=True)
@@ -96,7 +99,7 @@ def pieces(text: str, *, max_chars: int) -> Iterator[str]:
         yield text[start : start + max_chars]
 
 
-def document_tokens(text: str, *, tokenizer: Any, max_chars: int, bos: bool = False) -> Iterator[np.ndarray]:
+def document_tokens(text: str, *, tokenizer: Tokenizer, max_chars: int, bos: bool = False) -> Iterator[np.ndarray]:
     """Yields the int32 tokens of a document, one piece at a time, each ending in EOS; memory holds one piece.
 
     With `bos` each piece begins with BOS.

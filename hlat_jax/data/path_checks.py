@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 from collections.abc import Collection
@@ -11,6 +12,8 @@ from hlat_jax.cli.config_files import exists
 from hlat_jax.config import DataConfig
 from hlat_jax.data.formats.paths import (
     asset_path,
+    file_format,
+    find_files,
     is_url,
     nothing_at,
     refuse_url,
@@ -18,6 +21,7 @@ from hlat_jax.data.formats.paths import (
 )
 from hlat_jax.data.mixture import parse_sources, stages_of
 from hlat_jax.facts.local_paths import check_local
+from hlat_jax.resolve import held_out_share
 from hlat_jax.store.typed_json import read_json
 
 
@@ -31,6 +35,23 @@ def check_texts(data: DataConfig, *, keys: Collection[str] = ("train", "validati
         sources = parse_sources(spec, key=f"data.{key}") if spec else {}
         for part in (part.strip() for paths in sources.values() for part in paths.split(",")):
             check_text_path(part, key=f"data.{key}", text_field=data.text_field)
+
+
+def check_records(data: DataConfig, *, keys: Collection[str] = ("train", "validation")) -> None:
+    """Raises ValueError if the first local file of a source has no usable text under `data.text_field`.
+
+    Reads JSONL, Parquet and Arrow files, and reads no files if bad records are skipped.
+    """
+    from hlat_jax.data.formats.streaming import check_first  # not at the top: `train --help` does not need pyarrow
+
+    for key in sorted(keys):
+        spec = vars(data)[key]
+        is_read = spec and not held_out_share(spec) and "://" not in spec and data.on_bad_record == "raise"
+        for paths in parse_sources(spec, key=f"data.{key}").values() if is_read else ():
+            file = find_files(paths, key=f"data.{key}", text_field=data.text_field).files[0]
+            if file_format(file) in ("jsonl", "parquet", "arrow"):
+                with contextlib.suppress(OSError):  # which may pass: the run tries again
+                    check_first(file, text_field=data.text_field)
 
 
 def check_mixture(data: DataConfig) -> None:

@@ -31,6 +31,7 @@ from hlat_jax.config import DataConfig, count_text
 from hlat_jax.data import packing, sources
 from hlat_jax.data.answers import AnswerTokens
 from hlat_jax.data.formats.records import Answered, BadRecord
+from hlat_jax.data.formats.streaming import MANY_BAD
 from hlat_jax.data.mixture import UNNAMED, Mixture, first_stages_of, parse_sources, stages_of
 from hlat_jax.data.order import Order, algorithm_hash
 from hlat_jax.data.retries import Retries
@@ -40,7 +41,6 @@ from hlat_jax.resolve import held_out_share
 NUM_FIELDS = 6  # per source in a position: four of its stream, see packing, and the next two
 EMITTED, OWED = slice(5, None, NUM_FIELDS), slice(6, None, NUM_FIELDS)
 _SKIPPED = slice(4, None, NUM_FIELDS)
-_MANY_BAD = 1000  # first records of a file among which one that is not bad is looked for
 _MANY_EPOCHS = 20  # a stream misses the only good document for this many epochs with probability exp(-20)
 
 # The settings that determine the batches, without data.mixture, of which only the stages so far count, and without the
@@ -116,7 +116,7 @@ def _check_first_records(corpus: sources.Corpus, encode: Encoder, *, is_bad_skip
     for entry in corpus.manifest["files"]:
         start, end = end, end + entry["documents"]
         first_bad: BadRecord | None = None
-        for index in range(start, end)[:_MANY_BAD] if entry["kind"] == "jsonl" else ():
+        for index in range(start, end)[:MANY_BAD] if entry["kind"] == "jsonl" else ():
             try:
                 document = corpus[index]
                 if isinstance(document, Answered):
@@ -276,7 +276,7 @@ class Definition:
         """Returns the number, within its source, of the document at entry `entry` of a stream in an epoch."""
         return self.sources[source].number(epoch, row + entry * self._data.batch_size)
 
-    def _stream(self, row: int, source: int, *, position: np.ndarray) -> Any:
+    def _stream(self, row: int, source: int, *, position: np.ndarray) -> packing.Stream:
         data, documents = self._data, self.sources[source].documents
         num_own = len(range(row, len(documents), data.batch_size))  # in each epoch
         # with shuffling, a stream reads other documents in every epoch; without, the same ones

@@ -10,7 +10,7 @@ import os
 import pathlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from absl import flags, logging
@@ -24,6 +24,10 @@ from hlat_jax.generate import inference
 from hlat_jax.host.console import say
 from hlat_jax.resolve import resolve
 from hlat_jax.store.progress import show_progress
+
+if TYPE_CHECKING:
+    from hlat_jax.data.sources import Corpus
+    from hlat_jax.data.tokenizer import Tokenizer
 
 _USAGE = """Usage: python -m hlat_jax.evaluate --checkpoint=FOLDER --text=FILE [--FLAG=VALUE ...]
        python -m hlat_jax.evaluate --checkpoint=FOLDER --data=SOURCE [--FLAG=VALUE ...]
@@ -254,7 +258,7 @@ def _documents(values: flags.FlagValues, trained: inference.TrainedModel) -> lis
     [first] = trained.first_ids(values.bos) or [tokenizer.eos_id]
     if values.data:
         options = {"text_field": values.text_field, "tokenizer_sha256": tokenizer.sha256}
-        corpus: Any = sources.open_corpus(values.data, key="--data", **options)
+        corpus: Corpus | list[str] = sources.open_corpus(values.data, key="--data", **options)
     else:
         try:
             corpus = [pathlib.Path(values.text).read_bytes().decode("utf-8-sig")]
@@ -263,7 +267,7 @@ def _documents(values: flags.FlagValues, trained: inference.TrainedModel) -> lis
     return [_document(corpus, number, tokenizer, first=first) for number in range(len(corpus))]
 
 
-def _document(documents: Any, number: int, tokenizer: Any, *, first: int) -> Document:
+def _document(documents: Corpus | list[str], number: int, tokenizer: Tokenizer, *, first: int) -> Document:
     """Returns a document of a text, or of stored token ids without their BOS and EOS."""
     record = documents[number]
     if isinstance(record, Answered):

@@ -7,7 +7,7 @@ import pathlib
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import flags, logging
 
@@ -17,6 +17,10 @@ from hlat_jax.config import count_text
 from hlat_jax.generate import inference
 from hlat_jax.resolve import check_unicode
 from hlat_jax.store.progress import show_progress
+
+if TYPE_CHECKING:
+    from hlat_jax.data.tokenizer import Tokenizer
+    from hlat_jax.generate.generator import Generator
 
 _USAGE = """Usage: python -m hlat_jax.generate --checkpoint=FOLDER --prompt=TEXT [--prompt=TEXT ...] [--FLAG=VALUE ...]
        python -m hlat_jax.generate --checkpoint=FOLDER --chat [--FLAG=VALUE ...]
@@ -72,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _continue(
-    generator: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], *, stop: Sequence[str], **options: Any
+    generator: Generator, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], *, stop: Sequence[str], **options: Any
 ) -> list[dict[str, Any]]:
     """Returns for each prompt the text, its completion, the number of new tokens, and why it ended."""
     from hlat_jax.generate.generator import collect_tokens

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from hlat_jax.config import ModelConfig
 from hlat_jax.generate.cache import KVCache, apply_layers_with_cache
-from hlat_jax.generate.sampling import abstract_sampling, sample
+from hlat_jax.generate.sampling import Sampling, abstract_sampling, sample
 from hlat_jax.model import Decoder, abstract_params, bind, param_axes, select_implementations
 from hlat_jax.ops.cross_entropy import logits
 from hlat_jax.ops.registry import OPS
@@ -74,14 +74,14 @@ class PromptRows:
       numbers: int32 [B]; the number of a row seeds its random draws.
       prompt_slots: int32 scalar, T.
       sampling: as `Sampling.arguments` gives it.
-      penalty: a Penalty, or None without one.
+      penalty: of tokens that a row has had.
     """
 
     lengths: Any
     numbers: Any
     prompt_slots: Any
-    sampling: Any
-    penalty: Any = None
+    sampling: Sampling
+    penalty: Penalty | None = None
 
 
 class DecodeInput(NamedTuple):
@@ -89,7 +89,7 @@ class DecodeInput(NamedTuple):
 
     tokens: Any
     slot: Any
-    rows: Any
+    rows: PromptRows
 
 
 def make_prefill(cfg: ModelConfig, layout: Layout, *, slots: int) -> Any:

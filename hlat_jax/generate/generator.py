@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hlat_jax.config import Config, ModelConfig, ParallelConfig
+from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.generate.cache import KVCache
 from hlat_jax.generate.decoding import (
     DecodeInput,
@@ -288,7 +289,7 @@ def _add_seen(seen_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
     return seen_BV | (jax.lax.broadcasted_iota(jnp.int32, seen_BV.shape, 1) == tokens_B[:, None])
 
 
-def sample_text(programs: Programs, params: Any, tokenizer: Any, *, config: Config) -> str:
+def sample_text(programs: Programs, params: Any, tokenizer: Tokenizer, *, config: Config) -> str:
     """Returns `train.sample_prompt` and its continuation, sampled at temperature 0.8 until EOS or `sample_tokens`.
 
     The programs are of `sample_shape`; the same `train.seed` gives the same text.

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import pathlib
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
@@ -15,6 +15,10 @@ from hlat_jax.config import ModelConfig, ParallelConfig, PrecisionConfig
 from hlat_jax.host import neuron_env, neuron_topology
 from hlat_jax.host.console import labelled
 from hlat_jax.weights.path_checks import check_checkpoint
+
+if TYPE_CHECKING:
+    from hlat_jax.data.tokenizer import Tokenizer
+    from hlat_jax.parallel.sharding import Layout
 
 DEGREES = {"pipe": "Pipeline stages", "data": "Replicas", "fsdp": "Shards of each matrix", "tensor": "Tensor degree"}
 
@@ -27,7 +31,7 @@ class TrainedModel:
       model: its config.
       params: jax arrays sharded by `layout`, in the dtype that is stored.
       layout: of the devices.
-      tokenizer: a `data.tokenizer.Tokenizer`, the one of the training run.
+      tokenizer: of the training run.
       folder: from which the parameters were read.
       described: a line that describes them.
       begins_with_bos: whether texts begin with BOS, by an imported tokenizer or data.prepend_bos of the run.
@@ -35,8 +39,8 @@ class TrainedModel:
 
     model: ModelConfig
     params: Any
-    layout: Any
-    tokenizer: Any
+    layout: Layout
+    tokenizer: Tokenizer
     folder: pathlib.Path
     described: str
     begins_with_bos: bool = False

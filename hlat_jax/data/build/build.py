@@ -74,7 +74,7 @@ class _Record(NamedTuple):
     """One record of the inputs: `position` is (number of its input, records of that input read so far)."""
 
     position: tuple[int, int]
-    document: Any  # text, then an EncodedDocument; or a BadRecord
+    document: str | shards.EncodedDocument | BadRecord  # text, then encoded
 
 
 class _FinishedShard(TypedDict):
@@ -201,9 +201,9 @@ def _shard_path(folder: pathlib.Path, number: int) -> pathlib.Path:
     return folder / f"shard-{number:05d}{SHARD_SUFFIX}"
 
 
-def _finished_shards(folder: pathlib.Path, *, plan: str, out: pathlib.Path) -> list[dict[str, Any]]:
+def _finished_shards(folder: pathlib.Path, *, plan: str, out: pathlib.Path) -> list[_FinishedShard]:
     """Returns the metadata of the shards that an earlier run finished, up to the first that is not whole."""
-    finished: list[dict[str, Any]] = []
+    finished: list[_FinishedShard] = []
     while (path := _shard_path(folder, len(finished))).with_suffix(".json").exists():
         metadata = _require_plan(read_json(path.with_suffix(".json"), kind=_FinishedShard), plan, out=out)
         if not path.exists() or path.stat().st_size != metadata["file_bytes"]:
@@ -214,7 +214,7 @@ def _finished_shards(folder: pathlib.Path, *, plan: str, out: pathlib.Path) -> l
 
 def _write_shards(
     input_files: Sequence[inputs.Input],
-    finished: Sequence[dict[str, Any]],
+    finished: Sequence[_FinishedShard],
     *,
     folder: pathlib.Path,
     plan: str,
@@ -222,9 +222,9 @@ def _write_shards(
     tokenizer: Tokenizer | None,
     num_threads: int,
     status: Status,
-) -> list[dict[str, Any]]:
+) -> list[_FinishedShard]:
     """Writes the shards after the finished ones; returns their metadata, the last maybe of bad records alone."""
-    written: list[dict[str, Any]] = []
+    written: list[_FinishedShard] = []
     position = tuple(finished[-1]["position"]) if finished else (0, 0)
     totals = collections.Counter({name: sum(shard[name] for shard in finished) for name in ("documents", "bytes")})
     encode: Callable[[str], shards.EncodedDocument] = shards.encode_text
@@ -330,7 +330,7 @@ def _encode_block(block: list[_Record], encode: Callable[[str], shards.EncodedDo
 
 
 def _manifest(
-    parts: Sequence[dict[str, Any]],
+    parts: Sequence[_FinishedShard],
     *,
     input_files: Sequence[inputs.Input],
     plan: str,

@@ -22,6 +22,7 @@ from array_record.python import array_record_module
 from hlat_jax.data import packing
 from hlat_jax.data.formats.built import index_path
 from hlat_jax.data.formats.records import BadRecord
+from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.store import atomic_files
 
 RECORD_IDS = 32_768
@@ -48,7 +49,7 @@ def encode_text(text: str) -> EncodedDocument:
     return EncodedDocument(*_digest(records), records)
 
 
-def encode_tokens(text: str, *, tokenizer: Any, max_chars: int, bos: bool = False) -> EncodedDocument:
+def encode_tokens(text: str, *, tokenizer: Tokenizer, max_chars: int, bos: bool = False) -> EncodedDocument:
     """Returns a document of a dataset of kind "tokens": the ids that packing.document_tokens yields, with EOS."""
     dtype, stored = id_dtype(tokenizer.vocab_size), bytearray()  # grows in place
     for ids in packing.document_tokens(text, tokenizer=tokenizer, max_chars=max_chars, bos=bos):

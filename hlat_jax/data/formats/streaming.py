@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
@@ -22,6 +23,7 @@ from hlat_jax.data.formats.files import DataFile, Snapshot
 from hlat_jax.data.formats.paths import STREAMED_SUFFIXES, file_format
 from hlat_jax.data.formats.plain_text import paragraph_parts
 
+MANY_BAD = 1000  # first records of a file among which one that is not bad is looked for
 _CHUNK_BYTES = 1 << 20
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
 
@@ -49,6 +51,17 @@ def iter_documents(file: DataFile, *, text_field: str, cut_text: bool = False) -
         if not isinstance(documents, BuiltTexts):
             raise ValueError(f"{file} holds token ids, not text; give the text it was built from.")
         yield from _by_number(documents)
+
+
+def check_first(file: DataFile, *, text_field: str) -> None:
+    """Raises BadRecord for the first document of a file if the first thousand are all unusable."""
+    first = None
+    for document, _ in itertools.islice(iter_documents(file, text_field=text_field), MANY_BAD):
+        if not isinstance(document, records.BadRecord):
+            return
+        first = first or document
+    if first is not None:
+        raise first
 
 
 def _or_bad(read: Callable[[], str]) -> str | records.BadRecord:

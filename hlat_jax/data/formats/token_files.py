@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pathlib
 import struct
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 
@@ -19,6 +19,17 @@ _MAGIC = b"MMIDIDX\x00\x00"
 _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
 _REMEDY = "write it again"
 _BLOCK_BYTES, _NUM_BLOCKS = 1 << 24, 16
+
+
+class Vocabulary(Protocol):
+    """What is asked of a tokenizer here; see `data.tokenizer.Tokenizer`."""
+
+    vocab_size: int
+    model_vocab_size: int | None
+    eos_id: int
+
+    @property
+    def token_bytes(self) -> np.ndarray: ...
 
 
 class TokenDocuments:
@@ -33,11 +44,17 @@ class TokenDocuments:
       dtype: of the ids in the file.
       offset: first byte of the ids.
       bounds: int64[n + 1]; document i has the ids from bounds[i] to bounds[i + 1].
-      tokenizer: the Tokenizer that must have made them.
+      tokenizer: the tokenizer that must have made them.
     """
 
     def __init__(
-        self, snapshots: tuple[Snapshot, ...], *, dtype: np.dtype, offset: int, bounds: np.ndarray, tokenizer: Any
+        self,
+        snapshots: tuple[Snapshot, ...],
+        *,
+        dtype: np.dtype,
+        offset: int,
+        bounds: np.ndarray,
+        tokenizer: Vocabulary,
     ):
         self.snapshots, self._dtype, self._offset, self._tokenizer = snapshots, dtype, offset, tokenizer
         self._bounds = bounds if (np.diff(bounds) > 0).all() else np.unique(bounds)  # no empty documents
@@ -88,7 +105,7 @@ class TokenDocuments:
         return np.frombuffer(self.snapshots[0].read(self._offset + start * width, (stop - start) * width), self._dtype)
 
 
-def npy_documents(snapshot: Snapshot, *, tokenizer: Any) -> TokenDocuments:
+def npy_documents(snapshot: Snapshot, *, tokenizer: Vocabulary) -> TokenDocuments:
     """Returns the rows of a .npy of two axes; of one axis what ends with EOS, which is read whole, and the rest."""
     file = snapshot.file
     try:
@@ -112,7 +129,7 @@ def npy_documents(snapshot: Snapshot, *, tokenizer: Any) -> TokenDocuments:
     return TokenDocuments((snapshot,), **place, bounds=np.concatenate([[0], ends + 1, [len(ids)]]))
 
 
-def megatron_documents(snapshot: Snapshot, *, tokenizer: Any) -> TokenDocuments:
+def megatron_documents(snapshot: Snapshot, *, tokenizer: Vocabulary) -> TokenDocuments:
     """Returns the documents of a .bin, whose .idx lies beside it."""
     path = pathlib.Path(snapshot.file).with_suffix(".idx")
     if not path.is_file():
