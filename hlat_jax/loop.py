@@ -190,7 +190,7 @@ def _start_saving(run: Run, progress: Progress, *, stopping: bool) -> None:
     if skipped := batch_of_step(progress.step, run.skipped) - progress.step:
         metadata["skipped_batches"] = skipped
     position = run.global_position(progress.position)
-    run.checkpointer.exported.step = run.exporter.reading if run.exporter is not None else 0
+    run.checkpointer.exported.step = run.exporter.reading_step if run.exporter is not None else 0
     run.checkpointer.save(progress.step, progress.state, position=position, metadata=metadata, norms=norms)
     progress.saved_step, progress.save_postponed = progress.step, False
     if distributed.is_first():
@@ -290,7 +290,7 @@ def _log(run: Run, progress: Progress) -> None:
     _note_saved(run, progress, run.checkpointer.check())
     if run.exporter is not None:
         run.exporter.check()
-        if not run.exporter.reading:
+        if not run.exporter.reading_step:
             run.checkpointer.release()
 
 

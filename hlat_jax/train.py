@@ -166,7 +166,7 @@ def _set_environment(config: config_lib.Config, values: flags.FlagValues, *, wor
         return
     nodes, rank = values.num_processes or 1, values.process_id or 0
     host, _, port = values.coordinator.rpartition(":")
-    place = neuron_topology.Topology(
+    topology = neuron_topology.Topology(
         instance,
         nodes=nodes,
         rank=rank,
@@ -178,9 +178,9 @@ def _set_environment(config: config_lib.Config, values: flags.FlagValues, *, wor
     # process 0 alone takes the trace
     profile = str((workdir / neuron_env.PROFILE_FOLDER).absolute()) if config.train.profile_steps and not rank else ""
     options = {"profile": profile, "config_flags": config.train.compiler_flags}
-    computed = neuron_env.environment(config.precision, config.parallel, place, current=os.environ, **options)
+    computed = neuron_env.environment(config.precision, config.parallel, topology, current=os.environ, **options)
     os.environ.update(computed.variables)
-    neuron_start.clear_way(os.environ, place, neuron_topology.HERE)
+    neuron_start.clear_way(os.environ, topology, neuron_topology.HERE)
     if rank == 0:
         say("environment", f"for {nodes} x {instance}")
         for note in computed.notes:

@@ -78,7 +78,7 @@ class TrainBatches:
         position = self.definition.position(state, num_rows=len(self.rows))
         self.close()
         self._position = position
-        streams = [self.definition.row(row, position=place) for row, place in zip(self.rows, position, strict=True)]
+        streams = [self.definition.row(row, position=of_row) for row, of_row in zip(self.rows, position, strict=True)]
         self._workers = _RowPrefetcher(
             streams, num_threads=self._data.num_threads, max_rows_ahead=self._data.prefetch_batches
         )
@@ -86,7 +86,7 @@ class TrainBatches:
     def close(self) -> None:
         """Stops the threads and waits for them to finish the document they are tokenizing."""
         if self._workers is not None:
-            with self.retries.without_waits():
+            with self.retries.stop_waiting():
                 self._workers.close()
             self._workers = None
 

@@ -259,12 +259,12 @@ class DocumentsStream:
 
     def _tokenize_one(self) -> None:
         window = self._next
-        number = window.first + window.num_read
-        document = self._read(window.epoch, number)
+        document_index = window.first + window.num_read
+        document = self._read(window.epoch, document_index)
         if document is None:
             window.num_bad += 1
         else:
-            window.documents.append((number, concatenate(list(self._encode(document)))))
+            window.documents.append((document_index, concatenate(list(self._encode(document)))))
         window.num_read += 1
 
     def _pack(self, window: _Window) -> list[Row]:
@@ -310,12 +310,12 @@ def best_fit(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:
     room: list[tuple[int, int]] = []  # sorted (free tokens, row) of rows that are not full
     for piece in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         length = lengths[piece]
-        at = bisect.bisect_left(room, (length, -1))
-        if at == len(room):
+        slot = bisect.bisect_left(room, (length, -1))
+        if slot == len(room):
             rows.append([])
             free, row = capacity, len(rows) - 1
         else:
-            free, row = room.pop(at)
+            free, row = room.pop(slot)
         rows[row].append(piece)
         if free > length:
             bisect.insort(room, (free - length, row))

@@ -71,18 +71,18 @@ class Corpus:
         return self.manifest["documents"]
 
     def __getitem__(self, index: int) -> str | np.ndarray:
-        part, number = self._place(index)
-        return self._parts[part][number]
+        part, document = self._place(index)
+        return self._parts[part][document]
 
     def locate(self, index: int) -> str:
         """Returns the file and row of a document without reading it, as in 'books/a.jsonl, row 17'."""
-        part, number = self._place(index)
-        return self._parts[part].locate(number)
+        part, document = self._place(index)
+        return self._parts[part].locate(document)
 
     def text_bytes(self, index: int) -> int:
         """Returns the UTF-8 bytes of the text of a document of token ids."""
-        part, number = self._place(index)
-        return self._parts[part].text_bytes(number)
+        part, document = self._place(index)
+        return self._parts[part].text_bytes(document)
 
     def _place(self, index: int) -> tuple[int, int]:
         """Returns the part that holds a document, and its number there."""
@@ -195,9 +195,9 @@ def unknown_share(documents: Sequence[str | np.ndarray], tokenizer: Tokenizer) -
     if tokenizer.unk_id < 0:
         return 0.0
     num_unknown = num_tokens = 0
-    for number in itertools.islice(evenly_spread(len(documents)), _SAMPLE_DOCUMENTS):
+    for index in itertools.islice(evenly_spread(len(documents)), _SAMPLE_DOCUMENTS):
         try:
-            document = documents[number][:_SAMPLE_CHARS]
+            document = documents[index][:_SAMPLE_CHARS]
         except (ValueError, OSError):  # raised in training, or skipped
             continue
         ids = tokenizer.encode(document) if isinstance(document, str) else document

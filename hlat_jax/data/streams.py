@@ -285,9 +285,9 @@ class Definition:
 
         def read(epoch: int, entry: int) -> str | np.ndarray | None:
             nonlocal bad_in_a_row
-            number = self.document(source, row=row, epoch=epoch, entry=entry)
+            document_index = self.document(source, row=row, epoch=epoch, entry=entry)
             try:
-                document = self._retries(lambda: documents[number])
+                document = self._retries(lambda: documents[document_index])
             except BadRecord:
                 bad_in_a_row += 1
                 if data.on_bad_record == "skip" and bad_in_a_row < most_bad:

@@ -140,7 +140,7 @@ def _run_text(values: flags.FlagValues) -> None:
         "num_tokens": sum(len(document.ids) - 1 for document in documents),
         "num_windows": sum(len(context) == 1 for context, _ in pairs) if ranges else len(pairs),
     }
-    sizes = ", ".join(count_text(number, name[4:-1]) for name, number in sums.items())
+    sizes = ", ".join(count_text(count, name[4:-1]) for name, count in sums.items())
     rate = sums["num_tokens"] / (time.monotonic() - began)
     say("text", f"{sizes} of at most {window:,} tokens; {rate:,.0f} tokens/s, with compilation")
     by_position = []
@@ -235,7 +235,7 @@ def windows(ids: np.ndarray, window: int) -> Iterator[tuple[np.ndarray, np.ndarr
 
 def position_ranges(window: int) -> list[tuple[int, int]]:
     """Returns (first, stop) of ranges of positions, each as long as all before it, up to the end of the window."""
-    bounds = [0, *(_FIRST_RANGE << number for number in range(32) if _FIRST_RANGE << number < window), window]
+    bounds = [0, *(_FIRST_RANGE << power for power in range(32) if _FIRST_RANGE << power < window), window]
     return list(itertools.pairwise(bounds))
 
 
@@ -264,19 +264,19 @@ def _documents(values: flags.FlagValues, trained: inference.TrainedModel) -> lis
             corpus = [pathlib.Path(values.text).read_bytes().decode("utf-8-sig")]
         except UnicodeDecodeError as error:
             raise ValueError(f"--text={values.text} is not UTF-8: {error}.") from None
-    return [_document(corpus, number, tokenizer, first=first) for number in range(len(corpus))]
+    return [_document(corpus, index, tokenizer, first=first) for index in range(len(corpus))]
 
 
-def _document(documents: Corpus | list[str], number: int, tokenizer: Tokenizer, *, first: int) -> Document:
+def _document(documents: Corpus | list[str], index: int, tokenizer: Tokenizer, *, first: int) -> Document:
     """Returns a document of a text, or of stored token ids without their BOS and EOS."""
-    record = documents[number]
+    record = documents[index]
     if isinstance(record, Answered):
         raise ValueError(f"{record.where}: records of prompts, answers or messages are for training alone.")
     if isinstance(record, str):
         ids, num_bytes = tokenizer.encode(record), len(record.encode("utf-8"))
     else:
         ids = record[~np.isin(record, [tokenizer.bos_id, tokenizer.eos_id])]
-        num_bytes = round(tokenizer.bytes_of(record, documents.text_bytes(number)).sum())
+        num_bytes = round(tokenizer.bytes_of(record, documents.text_bytes(index)).sum())
     return Document(np.concatenate([[first], ids]).astype(np.int32), num_bytes)
 
 

@@ -95,12 +95,12 @@ class Tasks:
             with _seed():
                 self.plan = [(num_fewshot, self._load_tasks(names)) for num_fewshot, names in self.plan]
         except OSError as error:
-            names, why = ", ".join(self._names), str(error).splitlines()[0]
-            raise ValueError(f"{self._key}: data of {names} cannot be fetched: {why}") from None
+            names, reason = ", ".join(self._names), str(error).splitlines()[0]
+            raise ValueError(f"{self._key}: data of {names} cannot be fetched: {reason}") from None
         except ValueError as error:  # some tasks try their metric when they are loaded
-            raise self._refused_code(", ".join(self._names)) if _ALLOWS_CODE in str(error) else error from None
+            raise self._code_refusal(", ".join(self._names)) if _ALLOWS_CODE in str(error) else error from None
 
-    def _refused_code(self, name: str) -> ValueError:
+    def _code_refusal(self, name: str) -> ValueError:
         return ValueError(
             f"{self._key}: {name} executes programs that the model writes, here and with your rights. Run it "
             "in a container without anything of value, by `evaluate --allow_code`."
@@ -111,7 +111,7 @@ class Tasks:
         loaded = self._manager.load(names)
         for name, task in loaded["tasks"].items():
             if getattr(task, "UNSAFE_CODE", False) and not self._allow_code:
-                raise self._refused_code(name)
+                raise self._code_refusal(name)
         groups = list(loaded["groups"].values())
         inner = {task.task_name for group in groups for task in group.get_all_tasks()}
         inner |= {below.name for group in groups for below in group.get_all_groups()}

@@ -57,19 +57,19 @@ def main(argv: Sequence[str]) -> int:
     if template is not None:
         chat.chat(trained, template, Generator(trained.model, trained.params, layout=trained.layout), **options)
         return 0
-    prompts = [_encode_prompt(trained, text, number, **how) for number, text in enumerate(texts)]
+    prompts = [_encode_prompt(trained, text, index, **how) for index, text in enumerate(texts)]
     generator = Generator(trained.model, trained.params, layout=trained.layout)
     for first in range(0, len(prompts), values.batch_size):
         batch = prompts[first : first + values.batch_size]
         began = time.monotonic()
         with show_progress("compiling and generating"):
             done = _continue(generator, trained.tokenizer, batch, stop=values.stop, first_number=first, **options)
-        for number, (text, row) in enumerate(zip(texts[first:], done, strict=False), first):
+        for index, (text, row) in enumerate(zip(texts[first:], done, strict=False), first):
             if values.json:
-                line = {"number": number, "prompt": text} | {key: row[key] for key in _JSON_KEYS}
+                line = {"number": index, "prompt": text} | {key: row[key] for key in _JSON_KEYS}
                 print(json.dumps(line, ensure_ascii=False), flush=True)
             else:
-                print(f"[{number}] {row['text']}" if len(prompts) > 1 else row["text"], flush=True)
+                print(f"[{index}] {row['text']}" if len(prompts) > 1 else row["text"], flush=True)
         num_tokens = count_text(sum(row["num_tokens"] for row in done), "new token")
         print(f"{num_tokens} in {time.monotonic() - began:.1f} s, with compilation", file=sys.stderr, flush=True)
     return 0
@@ -122,7 +122,7 @@ def _prompts(values: flags.FlagValues) -> list[str]:
 
 
 def _encode_prompt(
-    trained: inference.TrainedModel, prompt: str, number: int, *, bos: bool | None, control_tokens: bool = False
+    trained: inference.TrainedModel, prompt: str, index: int, *, bos: bool | None, control_tokens: bool = False
 ) -> list[int]:
     """Returns the tokens of a prompt; with `control_tokens`, BOS too has to be written in it, or asked for."""
     if control_tokens:
@@ -131,7 +131,7 @@ def _encode_prompt(
         ids = trained.first_ids(bos) + trained.tokenizer.encode(prompt).tolist()
     if not ids:
         raise ValueError(
-            f"prompt {number} is {prompt!r}, which encodes to no tokens; give a word, or --bos to start from BOS."
+            f"prompt {index} is {prompt!r}, which encodes to no tokens; give a word, or --bos to start from BOS."
         )
     return ids
 

@@ -123,7 +123,7 @@ def make_decode(cfg: ModelConfig, layout: Layout) -> Any:
     def local(params: Any, cache: KVCache, given: DecodeInput) -> tuple[KVCache, jax.Array]:
         tokens_B, slot, rows = given
         if isinstance(params["layers"], list):
-            params = params | {"layers": _stacked(params["layers"], model.cfg)}
+            params = params | {"layers": _stack_layers(params["layers"], model.cfg)}
         decoder = bind(params, model.cfg)
         slot_1S = jax.lax.broadcasted_iota(jnp.int32, (1, cache.keys.shape[2]), 1)
         generated_1S = (slot_1S >= rows.prompt_slots) & (slot_1S < slot)
@@ -178,7 +178,7 @@ def separate_layers(params: Any, cfg: ModelConfig, layout: Layout) -> Any:
     return params | {"layers": layers}
 
 
-def _stacked(layers: list[Any], cfg: ModelConfig) -> Any:
+def _stack_layers(layers: list[Any], cfg: ModelConfig) -> Any:
     """Returns what `separate_layers` took apart. Under `layer_loop="unroll"` XLA neither stacks nor takes apart."""
 
     def stack(declared: jax.ShapeDtypeStruct, *of_layers: jax.Array) -> jax.Array:
@@ -193,13 +193,13 @@ def serving(cfg: ModelConfig, platform: str) -> ModelConfig:
     An implementation that was chosen for training and does not serve every length is replaced by the choice of `auto`.
     """
     refused = {key: op.refusals(platform, None).get(getattr(cfg, key)) for key, op in OPS.items()}
-    cfg = dataclasses.replace(cfg, **{key: "auto" for key, why in refused.items() if why})
+    cfg = dataclasses.replace(cfg, **{key: "auto" for key, reason in refused.items() if reason})
     return select_implementations(cfg, platform)
 
 
 def prefill_arguments(layout: Layout, shape: GenerationShape) -> tuple[Any, PromptRows]:
     """Returns shapes, dtypes and shardings of the arguments of `prefill` after the parameters."""
-    return _replicated((_int32(shape.num_rows, shape.prompt_slots), _abstract_rows(shape)), layout)
+    return _replicate((_int32(shape.num_rows, shape.prompt_slots), _abstract_rows(shape)), layout)
 
 
 def decode_arguments(cfg: ModelConfig, layout: Layout, *, dtype: Any, shape: GenerationShape) -> tuple[Any, Any]:
@@ -207,7 +207,7 @@ def decode_arguments(cfg: ModelConfig, layout: Layout, *, dtype: Any, shape: Gen
     dims = (cfg.num_layers, shape.num_rows, shape.slots, cfg.num_kv_heads, cfg.head_dim)
     part = jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(layout.mesh, _CACHE_SPEC))
     given = DecodeInput(_int32(shape.num_rows), _int32(), _abstract_rows(shape))
-    return KVCache(part, part), _replicated(given, layout)
+    return KVCache(part, part), _replicate(given, layout)
 
 
 _CACHE_SPEC = P("pipe", ROWS, None, "tensor_kv", None)
@@ -267,9 +267,9 @@ class ShardedDecoder:
         if not ctx.pipe:
             return y_BTD, new
         index = collectives.axis_index(ctx.pipe)
-        for number in range(1, self.layout.size(ctx.pipe)):
-            y_BTD, of_stage = stage(collectives.psum(jnp.where(index == number - 1, y_BTD, 0), ctx.pipe))
-            new = jax.tree.map(lambda own, old, number=number: jnp.where(index == number, own, old), of_stage, new)
+        for turn in range(1, self.layout.size(ctx.pipe)):
+            y_BTD, of_stage = stage(collectives.psum(jnp.where(index == turn - 1, y_BTD, 0), ctx.pipe))
+            new = jax.tree.map(lambda own, old, turn=turn: jnp.where(index == turn, own, old), of_stage, new)
         return collectives.psum(jnp.where(index == self.layout.size(ctx.pipe) - 1, y_BTD, 0), ctx.pipe), new
 
     def next_tokens(self, decoder: Decoder, x_B1D: jax.Array, rows: PromptRows, *, positions_B: jax.Array) -> jax.Array:
@@ -294,6 +294,6 @@ def _abstract_rows(shape: GenerationShape) -> PromptRows:
     return PromptRows(_int32(shape.num_rows), _int32(shape.num_rows), _int32(), abstract_sampling(), penalty)
 
 
-def _replicated(tree: Any, layout: Layout) -> Any:
+def _replicate(tree: Any, layout: Layout) -> Any:
     sharding = layout.replicated_sharding()
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)

@@ -129,18 +129,18 @@ class Generator:
         replicas = self.layout.row_degree
         return GenerationShape(replicas * _power_of_two(-(-len(prompts) // replicas)), prompt_slots, slots)
 
-    def _limit(self, number: int, prompt: Sequence[int], max_tokens: int) -> int:
+    def _limit(self, index: int, prompt: Sequence[int], max_tokens: int) -> int:
         """Returns the maximum of new tokens of a prompt."""
         if max_tokens < 1:
             raise ValueError(f"max_tokens={max_tokens} must be at least 1.")
         if not 0 < len(prompt) < self.cfg.max_positions:
             raise ValueError(
-                f"prompt {number} has {len(prompt)} tokens; model.max_positions={self.cfg.max_positions} leaves room "
+                f"prompt {index} has {len(prompt)} tokens; model.max_positions={self.cfg.max_positions} leaves room "
                 f"for prompts of 1 to {self.cfg.max_positions - 1}."
             )
         if not 0 <= min(prompt) <= max(prompt) < self.cfg.vocab_size:
             raise ValueError(
-                f"prompt {number} has ids from {min(prompt)} to {max(prompt)}; with model.vocab_size="
+                f"prompt {index} has ids from {min(prompt)} to {max(prompt)}; with model.vocab_size="
                 f"{self.cfg.vocab_size} they must be below that: encode it with the model's own tokenizer."
             )
         return min(max_tokens, self.cfg.max_positions - len(prompt))
@@ -335,5 +335,5 @@ def padded_length(num_tokens: int, max_positions: int) -> int:
     return min(_power_of_two(num_tokens, fewest=_FEWEST_SLOTS), max_positions)
 
 
-def _power_of_two(number: int, *, fewest: int = 1) -> int:
-    return max(fewest, 1 << max(number - 1, 0).bit_length())
+def _power_of_two(value: int, *, fewest: int = 1) -> int:
+    return max(fewest, 1 << max(value - 1, 0).bit_length())

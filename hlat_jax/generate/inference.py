@@ -60,9 +60,9 @@ def define(values: flags.FlagValues) -> None:
     """Declares the flags that `trained_model` reads."""
     flags_lib.define_path(values, "checkpoint", "Run folder, one of its checkpoints, or a Hugging Face folder.")
     flags_lib.define_path(values, "tokenizer", "Tokenizer file, for a folder whose own is missing.")
-    for axis, what in DEGREES.items():
+    for axis, about in DEGREES.items():
         flags.DEFINE_integer(
-            f"config.parallel.{axis}", 1, f"{what} of the mesh; -1: all devices that remain.", flag_values=values
+            f"config.parallel.{axis}", 1, f"{about} of the mesh; -1: all devices that remain.", flag_values=values
         )
 
 

@@ -97,8 +97,8 @@ def _above(keys_BV: jax.Array, holds: Callable[[jax.Array], jax.Array]) -> jax.A
       holds: mask of the tokens at or above a threshold -> bool [B]; monotonic, and true for the mask of all tokens.
     """
 
-    def set_bit(number, threshold_B):
-        tried_B = threshold_B | (jnp.uint32(1 << 31) >> number.astype(jnp.uint32))
+    def set_bit(bit_index, threshold_B):
+        tried_B = threshold_B | (jnp.uint32(1 << 31) >> bit_index.astype(jnp.uint32))
         return jnp.where(holds(keys_BV >= tried_B[:, None]), tried_B, threshold_B)
 
     threshold_B = jax.lax.fori_loop(0, 32, set_bit, jnp.zeros(keys_BV.shape[:1], jnp.uint32))

@@ -78,7 +78,7 @@ def verify(source: HFCheckpoint, weights: Weights) -> str:
 
 def _compare(name: str, ours_TV: np.ndarray, theirs_TV: np.ndarray, exact_TV: np.ndarray) -> str:
     largest = np.abs(theirs_TV).max()
-    difference, rounding = (np.abs(one - theirs_TV).max() / largest for one in (ours_TV, exact_TV))
+    difference, rounding = (np.abs(logits_TV - theirs_TV).max() / largest for logits_TV in (ours_TV, exact_TV))
     allowed = min(_MOST_ROUNDINGS * max(rounding, _LEAST_ROUNDING), _MOST)
     sizes = f"{difference:.1e} of the largest, {largest:.3g}"
     if not difference <= allowed:  # NaN too

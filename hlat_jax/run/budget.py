@@ -54,7 +54,7 @@ def choose_remat(program: RunProgram, *, recorded: dict[str, Any] | None) -> tup
     }
     if recorded is not None and recorded.items() >= facts.items():
         try:
-            again = _with(program, recorded["choice"])
+            again = _with_remat(program, recorded["choice"])
             _trace(again)
         except MissingValues:
             say("remat", "chosen again: the step no longer has the values of the checkpoint's choice")
@@ -72,7 +72,7 @@ def choose_remat(program: RunProgram, *, recorded: dict[str, Any] | None) -> tup
         f"{format_bytes(plan.plain[0])} without remat; {plan.recompute_share:+.1%} FLOPs; {plan.compilations} "
         f"compilations in {plan.seconds:.0f} s",
     )
-    return _with(program, record["choice"]), record
+    return _with_remat(program, record["choice"]), record
 
 
 def choose_by_estimate(program: RunProgram) -> RunProgram:
@@ -85,8 +85,8 @@ def choose_by_estimate(program: RunProgram) -> RunProgram:
     try:
         plan = _search(program, lambda traced, args: estimated_temporaries(live_jaxpr(traced), args).total)
     except remat.BudgetNotMet:
-        return _with(program, "full")
-    return _with(program, _remat_text(plan.choice))
+        return _with_remat(program, "full")
+    return _with_remat(program, _remat_text(plan.choice))
 
 
 def has_budget(config: Config) -> bool:
@@ -100,7 +100,7 @@ def _search(program: RunProgram, measure: Callable[[Any, tuple], int]) -> remat.
     arguments: dict[Any, tuple] = {}
 
     def trace_choice(choice: RematChoice | None) -> Any:
-        trace, taken = _trace(_with(program, _remat_text(choice)))
+        trace, taken = _trace(_with_remat(program, _remat_text(choice)))
         arguments[trace] = taken
         return trace
 
@@ -125,6 +125,6 @@ def _remat_text(choice: RematChoice | None) -> str:
     return "none" if choice is None else str(choice)
 
 
-def _with(program: RunProgram, choice: str) -> RunProgram:
+def _with_remat(program: RunProgram, choice: str) -> RunProgram:
     model = dataclasses.replace(program.config.model, remat=choice)
     return make_program(dataclasses.replace(program.config, model=model), program.layout)

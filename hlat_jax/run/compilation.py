@@ -98,8 +98,8 @@ class Compilations:
         try:
             program = lowered.compile(compiler_options=self._options or None)
         except jax.errors.JaxRuntimeError as error:
-            if why := compiler_killed(str(error)):
-                raise OSError(f"the program {name!r} was not compiled: {why}.") from error
+            if reason := compiler_killed(str(error)):
+                raise OSError(f"the program {name!r} was not compiled: {reason}.") from error
             raise
         self._entries[name] = {
             "sha256": sha256,

@@ -20,9 +20,9 @@ class NonFiniteError(RuntimeError):
 def finite_norms(run: Run, progress: Progress) -> dict[str, float]:
     """Returns the norms of the parts of the state. Raises NonFiniteError if one of them is not finite."""
     norms = {part: float(norm) for part, norm in jax.device_get(run.state_norms(progress.state)).items()}
-    if why := not_finite(norms):
+    if problem := not_finite(norms):
         raise NonFiniteError(
-            f"after step {progress.step} {why}; nothing was saved or exported. The same command resumes from "
+            f"after step {progress.step} {problem}; nothing was saved or exported. The same command resumes from "
             f"{_newest_saved(progress)}. If it ends here again, start again with a lower optimizer.peak_lr in another "
             "--workdir."
         )

@@ -104,8 +104,8 @@ def open_branch(program: RunProgram, workdir: pathlib.Path, *, settings: dict[st
         raise ValueError(f"{asked} is the run folder itself; give the branch another one with --workdir.")
     check_step(source, step, key=asked)
     checkpoint = folder.absolute() / "checkpoints" / str(step)
-    if why := problem_on_disk(checkpoint, deep=True):
-        raise ValueError(f"{asked}: the checkpoint of step {step} is damaged ({why}); use another one.")
+    if problem := problem_on_disk(checkpoint, deep=True):
+        raise ValueError(f"{asked}: the checkpoint of step {step} is damaged ({problem}); use another one.")
     if drift := drift_of(saved_run(checkpoint)["metadata"], settings, step=step, branch=True):
         lines = "\n  ".join(drift)
         raise ValueError(
@@ -172,7 +172,7 @@ def with_weights(state: Any, weights: Weights, *, config: Config) -> tuple[Any, 
         state["opt_state"] = state["opt_state"] | {"master": read(state["opt_state"]["master"])}
     rate, data = config.optimizer, config.data
     end = "" if rate.schedule == "constant" else f" to {rate.peak_lr * rate.min_lr_ratio:g} at {rate.horizon_steps:,}"
-    warmup, steps = (count_text(number, "step") for number in (rate.warmup_steps, config.train.num_steps))
+    warmup, steps = (count_text(count, "step") for count in (rate.warmup_steps, config.train.num_steps))
     say("weights", f"from {weights.folder}, step {weights.step}; the optimizer state is new")
     say(
         "recipe",
@@ -205,8 +205,8 @@ def check_new_run(workdir: pathlib.Path, *, ledger: Ledger | Silent, begin_again
     if step:
         ledger.event("rewound", step=0)
     if last:
-        why = "--begin_again" if step else "no checkpoint was saved"
-        say("beginning again", f"at step 0 ({why}): rows up to step {last} move to {DISCARDED_FILE}")
+        reason = "--begin_again" if step else "no checkpoint was saved"
+        say("beginning again", f"at step 0 ({reason}): rows up to step {last} move to {DISCARDED_FILE}")
 
 
 def report_losses(workdir: pathlib.Path, step: int, *, ledger: Ledger | Silent) -> None:

@@ -28,11 +28,11 @@ Seconds = Annotated[float, "a number of seconds", lambda value: abs(value) < 1e1
 
 
 class Line(NamedTuple):
-    """A line of a log: `row` is None where `why` says what is wrong with it, or where a kill cut it."""
+    """A line of a log: `row` is None where `problem` says what is wrong with it, or where a kill cut it."""
 
     raw: bytes
     row: Any
-    why: str
+    problem: str
 
 
 def read_json(path: pathlib.Path, *, kind: Any = dict, allow_nan: bool = False) -> Any:
@@ -52,16 +52,16 @@ def read_lines(path: str | os.PathLike, kind_of: Callable[[dict], Any], *, allow
     if not os.path.exists(path):
         return
     with open(path, "rb") as lines:
-        for number, raw in enumerate(lines, 1):
-            row, why = None, ""
+        for line_number, raw in enumerate(lines, 1):
+            row, problem = None, ""
             if raw.endswith(b"\n"):
-                where = f"{path}, line {number}"
+                where = f"{path}, line {line_number}"
                 try:
                     row = parse_json(raw, where=where, allow_nan=allow_nan)
                     row = check_kind(row, kind_of(row), where=where)
                 except ValueError as error:
-                    row, why = None, str(error).rstrip(".")
-            yield Line(raw, row, why)
+                    row, problem = None, str(error).rstrip(".")
+            yield Line(raw, row, problem)
 
 
 def parse_json(raw: bytes, *, where: str, kind: Any = dict, allow_nan: bool = False) -> Any:
@@ -71,9 +71,9 @@ def parse_json(raw: bytes, *, where: str, kind: Any = dict, allow_nan: bool = Fa
       ValueError: not UTF-8, not JSON, nested too deeply, a key that appears twice, another kind, or, without
         `allow_nan`, a number that is not finite; the message begins with `where`.
     """
-    number = float if allow_nan else _finite
+    parse = float if allow_nan else _finite
     try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=number, parse_float=number)
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=parse, parse_float=parse)
     except ValueError as error:
         raise ValueError(f"{where} is not JSON: {error}.") from None
     except RecursionError:

@@ -51,17 +51,17 @@ class HFCheckpoint:
         [entry] = [entry for entry in hf_names.table(self.model) if entry.leaf == name]
 
         def fill(parts: dict[Bounds, np.ndarray]) -> None:
-            for layer in range(self.model.num_layers if entry.stacked else 1):
-                wanted = {box: part for box, part in parts.items() if not entry.stacked or layer in range(*box[0])}
+            for layer in range(self.model.num_layers if entry.is_stacked else 1):
+                wanted = {box: part for box, part in parts.items() if not entry.is_stacked or layer in range(*box[0])}
                 if not wanted:
                     continue
                 tensors = [as_dtype(self.tensors[name].read(), self.dtype) for name in entry.names(layer)]
                 slab = as_dtype(entry.join([bits(tensor) for tensor in tensors]).view(self.dtype), abstract.dtype)
                 for limits, part in wanted.items():
-                    rows = [slice(*limit) for limit in limits[entry.stacked :]]
-                    bits(part[layer - limits[0][0]] if entry.stacked else part)[...] = bits(slab)[tuple(rows)]
+                    rows = [slice(*limit) for limit in limits[entry.is_stacked :]]
+                    bits(part[layer - limits[0][0]] if entry.is_stacked else part)[...] = bits(slab)[tuple(rows)]
 
-        return read_parts(abstract, fill, num_rows=None if entry.stacked else entry.shape[0])
+        return read_parts(abstract, fill, num_rows=None if entry.is_stacked else entry.shape[0])
 
 
 class _Index(TypedDict):

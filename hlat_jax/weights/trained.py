@@ -66,7 +66,7 @@ class Weights(Description):
 
         leaves = leaves_by_name(jax.tree.map(target, self.arrays, shardings))
         for name in {"embed", "head"} & leaves.keys():
-            leaves[name] = _in_whole_parts(leaves[name])
+            leaves[name] = _pad_rows(leaves[name])
         # the largest first: a read takes host memory besides its result, and then least is in memory already
         order = sorted(leaves, key=lambda name: -leaves[name].size * leaves[name].dtype.itemsize)
         return nest({name: self.read_leaf(name, leaves[name]) for name in order})
@@ -117,7 +117,7 @@ def open_weights(
     """
     path = local_path(path, key="checkpoint")
     if is_hugging_face(path):
-        weights = _of_hugging_face(path, fuse_qkv=fuse_qkv)
+        weights = _open_hugging_face(path, fuse_qkv=fuse_qkv)
     else:
         folder = find_saved(path)
         if folder is None:
@@ -176,9 +176,9 @@ def weights_of_run(folder: pathlib.Path, *, masters: bool) -> Weights:
     return Weights(**vars(described), arrays=_arrays(saved, described.model, folder=folder), read_leaf=read)
 
 
-def _of_hugging_face(folder: pathlib.Path, *, fuse_qkv: bool) -> Weights:
-    if (folder / INTEGRITY_FILE).is_file() and (why := damage(folder, deep=True)):
-        raise ValueError(f"{folder} is damaged ({why}); import or average it again.")
+def _open_hugging_face(folder: pathlib.Path, *, fuse_qkv: bool) -> Weights:
+    if (folder / INTEGRITY_FILE).is_file() and (problem := damage(folder, deep=True)):
+        raise ValueError(f"{folder} is damaged ({problem}); import or average it again.")
     checkpoint = open_checkpoint(folder, fuse_qkv=fuse_qkv)
     if checkpoint.warning:
         print(f"warning: {checkpoint.warning}", file=sys.stderr, flush=True)
@@ -186,7 +186,7 @@ def _of_hugging_face(folder: pathlib.Path, *, fuse_qkv: bool) -> Weights:
     return Weights(**vars(described), arrays=checkpoint.arrays(), read_leaf=checkpoint.read_param)
 
 
-def _in_whole_parts(table: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+def _pad_rows(table: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """Returns a table with as many rows as its sharding divides, at least its own."""
     if not isinstance(table.sharding, jax.sharding.NamedSharding):
         return table

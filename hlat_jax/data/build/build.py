@@ -131,7 +131,7 @@ def build(
         manifest = _require_plan(read_json(out / MANIFEST_NAME), plan, out=out)
         shutil.rmtree(out / _BUILDING, ignore_errors=True)
         return BuildResult(manifest, True, notes)
-    with _locked_folder(out) as folder:
+    with _lock_folder(out) as folder:
         if not (folder / MANIFEST_NAME).exists():
             parts = _finished_shards(folder, plan=plan, out=out)
             parts += _write_shards(
@@ -176,7 +176,7 @@ def _require_plan(made: dict[str, Any], plan: str, *, out: pathlib.Path) -> dict
 
 
 @contextlib.contextmanager
-def _locked_folder(out: pathlib.Path) -> Iterator[pathlib.Path]:
+def _lock_folder(out: pathlib.Path) -> Iterator[pathlib.Path]:
     """Yields DIR/.building, locked, without the partial files of a killed process."""
     folder = out / _BUILDING
     if out.exists() and (not out.is_dir() or (not folder.exists() and any(out.iterdir()))):
@@ -196,9 +196,9 @@ def _locked_folder(out: pathlib.Path) -> Iterator[pathlib.Path]:
         yield folder
 
 
-def _shard_path(folder: pathlib.Path, number: int) -> pathlib.Path:
+def _shard_path(folder: pathlib.Path, shard_index: int) -> pathlib.Path:
     """Returns where a shard is while the build is incomplete."""
-    return folder / f"shard-{number:05d}{SHARD_SUFFIX}"
+    return folder / f"shard-{shard_index:05d}{SHARD_SUFFIX}"
 
 
 def _finished_shards(folder: pathlib.Path, *, plan: str, out: pathlib.Path) -> list[_FinishedShard]:
@@ -270,8 +270,8 @@ def _read(
 ) -> Iterator[_Record]:
     """Yields the records after `start`; raises ValueError at a bad one with on_bad_record="raise"."""
     total_bytes, before_bytes = max(sum(input_.size for input_ in input_files), 1), 0
-    for number, input_ in enumerate(input_files):
-        if number < start[0]:
+    for input_index, input_ in enumerate(input_files):
+        if input_index < start[0]:
             before_bytes += input_.size
             continue
         count = num_chars = 0
@@ -285,8 +285,8 @@ def _read(
                 )
             num_chars += len(document) if isinstance(document, str) else 0
             status.share = (before_bytes + min(num_chars, input_.size)) / total_bytes
-            if (number, count) > start:
-                yield _Record((number, count), document)
+            if (input_index, count) > start:
+                yield _Record((input_index, count), document)
             del document
         before_bytes += input_.size
 
@@ -374,8 +374,8 @@ def _manifest(
 
 def _put_in_place(out: pathlib.Path, folder: pathlib.Path, manifest: dict[str, Any]) -> None:
     """Renames the shards and then the manifest into DIR; may have done a part of it before it was killed."""
-    for number, shard in enumerate(manifest["shards"]):
-        source, target = _shard_path(folder, number), out / shard["name"]
+    for shard_index, shard in enumerate(manifest["shards"]):
+        source, target = _shard_path(folder, shard_index), out / shard["name"]
         for old, new in ((index_path(source), index_path(target)), (source, target)):
             if old.exists():
                 os.replace(old, new)
@@ -388,13 +388,13 @@ def _put_in_place(out: pathlib.Path, folder: pathlib.Path, manifest: dict[str, A
 def summary(result: BuildResult, *, out: pathlib.Path, elapsed_s: float) -> str:
     """Returns the lines that the command prints at the end."""
     manifest = result.manifest
-    what = f"{count_text(manifest['documents'], 'document')}, {format_bytes(manifest['bytes'])} of text"
+    contents = f"{count_text(manifest['documents'], 'document')}, {format_bytes(manifest['bytes'])} of text"
     hint = f"train on it with --config.data.train={out}"
     if manifest["kind"] == "tokens":
         per_byte = manifest["tokens"] / manifest["bytes"]
-        what += f", {count_text(manifest['tokens'], 'token')} ({per_byte:.3f} per byte)"
+        contents += f", {count_text(manifest['tokens'], 'token')} ({per_byte:.3f} per byte)"
         hint += f" --config.model.vocab_size={manifest['vocab_size']} and the same tokenizer"
         hint += ", and --config.data.prepend_bos" * manifest["prepend_bos"]
-    what += f", {count_text(len(manifest['shards']), 'shard')}"
+    contents += f", {count_text(len(manifest['shards']), 'shard')}"
     how = "is complete" if result.was_complete else f"built in {duration(elapsed_s)}"
-    return "\n".join([f"{out} {how}: {what}", *result.notes, hint])
+    return "\n".join([f"{out} {how}: {contents}", *result.notes, hint])

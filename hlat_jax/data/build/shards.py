@@ -178,9 +178,9 @@ class ShardWriter:
 
     def _count(self, source: int, **numbers: int) -> None:
         of_source = self._sources.setdefault(source, dict.fromkeys(COUNTS, 0))
-        for name, number in numbers.items():
-            of_source[name] += number
-            self.counts[name] += number
+        for name, count in numbers.items():
+            of_source[name] += count
+            self.counts[name] += count
 
     def _write(self, record: bytes) -> None:
         try:

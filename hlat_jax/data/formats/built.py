@@ -85,8 +85,8 @@ def read_manifest(folder: str | os.PathLike) -> BuiltManifest:
     return manifest
 
 
-def _damage(path: object, what: str) -> ValueError:
-    return ValueError(f"{path} is damaged: {what}; {_REMEDY}.")
+def _damage(path: object, problem: str) -> ValueError:
+    return ValueError(f"{path} is damaged: {problem}; {_REMEDY}.")
 
 
 def _require_file(path: pathlib.Path) -> pathlib.Path:
@@ -115,9 +115,9 @@ class _Built:
 
     def locate(self, index: int) -> str:
         """Returns the dataset and number of a document, and the file it was built from."""
-        source, number = records.find_part(self._source_starts, index)
+        source, document = records.find_part(self._source_starts, index)
         name = self.manifest.sources[source]["name"]
-        return f"{self._folder}, document {index + 1} (document {number + 1} of {name})"
+        return f"{self._folder}, document {index + 1} (document {document + 1} of {name})"
 
     def _read(self, shard: int, record: int) -> bytes:
         """Returns one record.
@@ -153,18 +153,18 @@ class BuiltTexts(_Built):
     def __init__(self, folder: pathlib.Path, manifest: BuiltManifest):
         super().__init__(folder, manifest)
         shards = enumerate(manifest.shards)
-        self._check_records(self._first_record(number, shard["documents"]) for number, shard in shards)
+        self._check_records(self._first_record(index, shard["documents"]) for index, shard in shards)
 
     def __getitem__(self, index: int) -> str:
-        shard, number = records.find_part(self._starts, index)
-        numbers = range(self._first_record(shard, number), self._first_record(shard, number + 1))
+        shard, document = records.find_part(self._starts, index)
+        numbers = range(self._first_record(shard, document), self._first_record(shard, document + 1))
         raw = b"".join(self._read(shard, record) for record in numbers)
-        return records.utf8_text(raw, where=self.snapshots[shard].file.where, row=number + 1)
+        return records.utf8_text(raw, where=self.snapshots[shard].file.where, row=document + 1)
 
-    def _first_record(self, shard: int, number: int) -> int:
+    def _first_record(self, shard: int, document: int) -> int:
         """Returns the first record of a document; for number = documents of the shard, its number of records."""
         long = self.manifest.shards[shard]["long"]
-        return number + sum(num_records - 1 for document, num_records in long if document < number)
+        return document + sum(num_records - 1 for earlier, num_records in long if earlier < document)
 
 
 class BuiltTokens(_Built):
@@ -181,9 +181,9 @@ class BuiltTokens(_Built):
         self._bytes = functools.cache(lambda shard: self._index(shard, "bytes"))
 
     def __getitem__(self, index: int) -> np.ndarray:
-        shard, number = records.find_part(self._starts, index)
+        shard, document = records.find_part(self._starts, index)
         first = self._first_documents[shard]
-        record, number_in_record = records.find_part(first, number)
+        record, number_in_record = records.find_part(first, document)
         end = first[record + 1] if record + 1 < len(first) else self.manifest.shards[shard]["documents"]
         where, block = f"{self.snapshots[shard].file}, record {record + 1}", self._read(shard, record)
         tokens = block_tokens(block, number_in_record, num_documents=int(end - first[record]), where=where)
@@ -194,8 +194,8 @@ class BuiltTokens(_Built):
 
     def text_bytes(self, index: int) -> int:
         """Returns the UTF-8 bytes of the text of a document."""
-        shard, number = records.find_part(self._starts, index)
-        return int(self._bytes(shard)[number])
+        shard, document = records.find_part(self._starts, index)
+        return int(self._bytes(shard)[document])
 
     def _index(self, shard: int, name: str) -> np.ndarray:
         path = _require_file(index_path(self.snapshots[shard].file))
@@ -210,7 +210,7 @@ def index_path(shard: str | os.PathLike) -> pathlib.Path:
     return path.with_name(path.name.removesuffix(SHARD_SUFFIX) + ".index.npz")
 
 
-def block_tokens(block: bytes, number: int, *, num_documents: int, where: str) -> np.ndarray:
+def block_tokens(block: bytes, document: int, *, num_documents: int, where: str) -> np.ndarray:
     """Returns int32[n]: the ids of document `number` of a block that must hold `num_documents`."""
     header = np.frombuffer(block, "<u4", count=min(len(block) // 4, 2 + num_documents))
     if len(header) < 2 + num_documents or header[0] != num_documents or header[1] not in (2, 4):
@@ -219,7 +219,7 @@ def block_tokens(block: bytes, number: int, *, num_documents: int, where: str) -
     width, begin = int(header[1]), 4 * len(header)
     if len(block) != begin + width * int(ends[-1]):
         raise _damage(where, f"its {len(block)} bytes do not match its header")
-    start, length = int(ends[number]) - int(header[2 + number]), int(header[2 + number])
+    start, length = int(ends[document]) - int(header[2 + document]), int(header[2 + document])
     ids = np.frombuffer(block, f"<u{width}", count=length, offset=begin + width * start)
     return ids.astype(np.int32)
 

@@ -66,16 +66,16 @@ def paragraph_parts(raw: bytes | bytearray, file: DataFile) -> Iterator[tuple[in
         )
     least = min(_PART_BYTES, len(raw) // _MIN_PARTS)
     begin = len(codecs.BOM_UTF8) if raw.startswith(codecs.BOM_UTF8) else 0
-    for start, stop in _cut(raw, begin, len(raw), at=_BLANK_LINES, least=least):
+    for start, stop in _cut(raw, begin, len(raw), separator=_BLANK_LINES, least=least):
         if stop - start > _LONGEST_IN_PARTS * least:
-            yield from _cut(raw, start, stop, at=_LINE_ENDS, least=least)
+            yield from _cut(raw, start, stop, separator=_LINE_ENDS, least=least)
         else:
             yield start, stop
 
 
-def _cut(raw: bytes, start: int, end: int, *, at: re.Pattern[bytes], least: int) -> Iterator[tuple[int, int]]:
-    """Yields (start, stop) of parts of raw[start:end] that end at matches of `at` and have at least `least` bytes."""
-    for match in at.finditer(raw, start, end):
+def _cut(raw: bytes, start: int, end: int, *, separator: re.Pattern[bytes], least: int) -> Iterator[tuple[int, int]]:
+    """Yields (start, stop) of parts of raw[start:end], of at least `least` bytes, ended by `separator`."""
+    for match in separator.finditer(raw, start, end):
         if match.start() - start >= least and raw[start : match.start()].strip():
             yield start, match.start()
             start = match.end()

@@ -39,7 +39,7 @@ def filesystem_of(url: str) -> tuple[Any, str]:
     except ValueError as error:
         raise ValueError(f"{url}: {error}; install what fsspec needs for it, or give a local path.") from None
     if protocol in ("s3", "s3a"):
-        filesystem.retries = 1  # else it multiplies the tries of `retried`
+        filesystem.retries = 1  # else it multiplies the tries of `retry`
     return filesystem, path
 
 
@@ -60,7 +60,7 @@ def _timeouts(protocol: str) -> dict[str, Any]:
     return {name: ours | conf.get(protocol, {}).get(name, {})}
 
 
-def retried(ask: Callable[[], T], url: str, *, for_s: float | None = None) -> T:
+def retry(ask: Callable[[], T], url: str, *, for_s: float | None = None) -> T:
     """Returns `ask()`, which is called again after a fault of the network, at the latest `for_s` after it began.
 
     `for_s` is OPENING_S by default. The first fault is a line on stderr.
@@ -103,9 +103,9 @@ def _describe(error: BaseException) -> str:
 
 
 def open_url(url: str) -> BinaryIO:
-    """Returns a file behind a URL opened for reading in order, whose reads are tried again; raises as `retried`."""
+    """Returns a file behind a URL opened for reading in order, whose reads are tried again; raises as `retry`."""
     filesystem, path = filesystem_of(url)
-    return io.BufferedReader(_RetriedReads(retried(lambda: filesystem.open(path, "rb"), url), url))
+    return io.BufferedReader(_RetriedReads(retry(lambda: filesystem.open(path, "rb"), url), url))
 
 
 class _RetriedReads(io.RawIOBase):
@@ -131,7 +131,7 @@ class _RetriedReads(io.RawIOBase):
         return self._file.tell()
 
     def readinto(self, buffer: Any) -> int:
-        content = retried(lambda: self._file.read(len(buffer)), self._url, for_s=READING_S * self._has_ranges)
+        content = retry(lambda: self._file.read(len(buffer)), self._url, for_s=READING_S * self._has_ranges)
         buffer[: len(content)] = content
         return len(content)
 

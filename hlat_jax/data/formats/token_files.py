@@ -116,17 +116,17 @@ def npy_documents(snapshot: Snapshot, *, tokenizer: Vocabulary) -> TokenDocument
         raise ValueError(f"{file} has {ids.ndim} axes of {ids.dtype}; token ids are integers in one axis or in rows.")
     if not ids.flags.c_contiguous:
         raise ValueError(f"{file} is in Fortran order; save numpy.ascontiguousarray of it.")
-    place = {"dtype": ids.dtype, "offset": ids.offset, "tokenizer": tokenizer}
+    options = {"dtype": ids.dtype, "offset": ids.offset, "tokenizer": tokenizer}
     if ids.ndim == 2:
-        return TokenDocuments((snapshot,), **place, bounds=np.arange(len(ids) + 1, dtype=np.int64) * ids.shape[1])
-    documents = TokenDocuments((snapshot,), **place, bounds=np.asarray([0, len(ids)]))
+        return TokenDocuments((snapshot,), **options, bounds=np.arange(len(ids) + 1, dtype=np.int64) * ids.shape[1])
+    documents = TokenDocuments((snapshot,), **options, bounds=np.asarray([0, len(ids)]))
     ends = documents.find(tokenizer.eos_id)
     if not len(ends):
         raise ValueError(
             f"{file} has one axis and nowhere the id {tokenizer.eos_id}, EOS of data.tokenizer, which ends documents "
             "there; give the tokenizer that made these ids, or save rows, each of which is a document."
         )
-    return TokenDocuments((snapshot,), **place, bounds=np.concatenate([[0], ends + 1, [len(ids)]]))
+    return TokenDocuments((snapshot,), **options, bounds=np.concatenate([[0], ends + 1, [len(ids)]]))
 
 
 def megatron_documents(snapshot: Snapshot, *, tokenizer: Vocabulary) -> TokenDocuments:
@@ -136,8 +136,8 @@ def megatron_documents(snapshot: Snapshot, *, tokenizer: Vocabulary) -> TokenDoc
         raise NotFound(f"{snapshot.file}: its index {path} is missing; a .bin alone does not say what its ids are.")
     index, raw = Snapshot(DataFile(path)), path.read_bytes()
 
-    def damaged(what: str) -> ValueError:
-        return ValueError(f"{path} is not an index of Megatron-LM: {what}; {_REMEDY}, with its .bin.")
+    def damaged(problem: str) -> ValueError:
+        return ValueError(f"{path} is not an index of Megatron-LM: {problem}; {_REMEDY}, with its .bin.")
 
     header = struct.Struct("<QBQQ")
     if raw[: len(_MAGIC)] != _MAGIC or len(raw) < len(_MAGIC) + header.size:
