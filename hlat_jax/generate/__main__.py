@@ -43,17 +43,15 @@ def main(argv: Sequence[str]) -> int:
     how = {"bos": values.bos, "control_tokens": values.control_tokens}
     # not at the top: they import JAX, which --help does not need
     from hlat_jax.generate import chat
-    from hlat_jax.generate.generator import Generator, Sampling, check_repetition_penalty
+    from hlat_jax.generate.generator import Generator, Sampling
 
-    sampling = Sampling(values.temperature, values.top_k, values.top_p, values.seed)
+    sampling = Sampling(values.temperature, values.top_k, values.top_p, values.seed, values.repetition_penalty)
     sampling.arguments()  # checked before anything is read
-    check_repetition_penalty(values.repetition_penalty)
     template = chat.open_template(values.checkpoint) if values.chat else None
     with show_progress("opening the model"):
         trained = inference.trained_model(values)
     print(trained.described, file=sys.stderr, flush=True)
     options = {"max_tokens": values.max_tokens, "sampling": sampling}
-    options["repetition_penalty"] = values.repetition_penalty
     if template is not None:
         chat.chat(trained, template, Generator(trained.model, trained.params, layout=trained.layout), **options)
         return 0

@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from hlat_jax.config import ModelConfig
 from hlat_jax.generate.cache import KVCache, apply_layers_with_cache
-from hlat_jax.generate.sampling import Sampling, abstract_sampling, sample
+from hlat_jax.generate.sampling import Sampling, abstract_sampling, penalize_repetition, sample
 from hlat_jax.model import Decoder, abstract_params, bind, param_axes, select_implementations
 from hlat_jax.ops.cross_entropy import logits
 from hlat_jax.ops.registry import OPS
@@ -49,21 +49,6 @@ class GenerationShape(NamedTuple):
     penalized: int = 0
 
 
-class Penalty(NamedTuple):
-    """The tokens that a row has had, bool [B, V], and the fp32 scalar that makes them less likely.
-
-    Source: Keskar et al. (CTRL), arXiv 1909.05858, section 4.1; negative logits are multiplied, as in transformers.
-    """
-
-    seen: Any
-    factor: Any
-
-    def __call__(self, logits_BV: jax.Array) -> jax.Array:
-        """Returns the logits with those of tokens seen moved down."""
-        lower_BV = jnp.where(logits_BV > 0, logits_BV / self.factor, logits_BV * self.factor)
-        return jnp.where(self.seen, lower_BV, logits_BV)
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PromptRows:
@@ -74,14 +59,14 @@ class PromptRows:
       numbers: int32 [B]; the number of a row seeds its random draws.
       prompt_slots: int32 scalar, T.
       sampling: as `Sampling.arguments` gives it.
-      penalty: of tokens that a row has had.
+      seen: bool [B, V], the tokens that a row has had, under a repetition penalty; None without one.
     """
 
     lengths: Any
     numbers: Any
     prompt_slots: Any
     sampling: Sampling
-    penalty: Penalty | None = None
+    seen: Any = None
 
 
 class DecodeInput(NamedTuple):
@@ -215,7 +200,7 @@ _RESULT_SPECS = _CACHE_SPEC, P()
 
 
 def _row_specs(rows: PromptRows) -> PromptRows:
-    return PromptRows(P(ROWS), P(ROWS), P(), P(), rows.penalty and Penalty(P(ROWS), P()))
+    return PromptRows(P(ROWS), P(ROWS), P(), P(), None if rows.seen is None else P(ROWS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,7 +264,8 @@ class ShardedDecoder:
         # of two axes: with three, XLA on CPU transposes the head before each product
         logits_BV = logits(decoder.apply_final_norm(x_B1D)[:, 0], head_VD)
         logits_BV = collectives.all_gather(logits_BV, ctx.vocab, 1)[:, : self.cfg.vocab_size]  # no padding
-        logits_BV = logits_BV if rows.penalty is None else rows.penalty(logits_BV)
+        if rows.seen is not None:
+            logits_BV = penalize_repetition(logits_BV, rows.seen, rows.sampling.repetition_penalty)
         tokens_B = sample(logits_BV, rows.sampling, draws=(rows.numbers, positions_B))
         return collectives.all_gather(tokens_B, self.layout.wide(ROWS), 0)
 
@@ -289,9 +275,9 @@ def _int32(*dims: int) -> jax.ShapeDtypeStruct:
 
 
 def _abstract_rows(shape: GenerationShape) -> PromptRows:
-    seen = jax.ShapeDtypeStruct((shape.num_rows, shape.penalized), jnp.bool)
-    penalty = Penalty(seen, jax.ShapeDtypeStruct((), jnp.float32)) if shape.penalized else None
-    return PromptRows(_int32(shape.num_rows), _int32(shape.num_rows), _int32(), abstract_sampling(), penalty)
+    sampling = abstract_sampling(is_penalized=shape.penalized > 0)
+    seen = jax.ShapeDtypeStruct((shape.num_rows, shape.penalized), jnp.bool) if shape.penalized else None
+    return PromptRows(_int32(shape.num_rows), _int32(shape.num_rows), _int32(), sampling, seen)
 
 
 def _replicate(tree: Any, layout: Layout) -> Any:

@@ -25,7 +25,6 @@ from hlat_jax.generate.cache import KVCache
 from hlat_jax.generate.decoding import (
     DecodeInput,
     GenerationShape,
-    Penalty,
     PromptRows,
     decode_arguments,
     has_separate_layers,
@@ -75,7 +74,6 @@ class Generator:
         sampling: Sampling = GREEDY,
         stop_ids: Collection[int] = (),
         first_number: int = 0,
-        repetition_penalty: float = 1.0,
     ) -> list[list[int]]:
         """Returns the new tokens of each prompt, without the one of `stop_ids` that ended it; see `stream`."""
         steps = self.stream(
@@ -84,7 +82,6 @@ class Generator:
             sampling=sampling,
             stop_ids=stop_ids,
             first_number=first_number,
-            repetition_penalty=repetition_penalty,
         )
         ids, _ = collect_tokens(steps, num_prompts=len(prompts), stop_ids=stop_ids)
         return ids
@@ -97,30 +94,33 @@ class Generator:
         sampling: Sampling = GREEDY,
         stop_ids: Collection[int] = (),
         first_number: int = 0,
-        repetition_penalty: float = 1.0,
     ) -> abc.Generator[list[int | None], None, None]:
         """Returns an iterator over steps, each with the new token of every prompt, None where it has ended.
 
         A row ends with a token of `stop_ids`, after `max_tokens`, or at `model.max_positions`. Row i draws the random
-        numbers of (seed, `first_number` + i, position), so its text does not depend on how prompts are batched. With a
-        `repetition_penalty` above 1, tokens of the prompt and of the text so far are less likely, see `Penalty`.
+        numbers of (seed, `first_number` + i, position), so its text does not depend on how prompts are batched.
 
         Raises:
-          ValueError: no prompts, or one that is empty, has an id outside the vocabulary, or leaves no room; a penalty
-            that is not above 0.
+          ValueError: no prompts, or one that is empty, has an id outside the vocabulary, or leaves no room.
         """
-        check_repetition_penalty(repetition_penalty)
         limits = [self._limit(number, prompt, max_tokens) for number, prompt in enumerate(prompts)]
         if not limits:
             raise ValueError("prompts is empty; give at least one.")
         separate = has_separate_layers(self.layout)
         of_decode = separate_layers(self.params, self.cfg, self.layout) if separate else self.params
         shape = self.shape(prompts, max_tokens=min(max_tokens, self.cfg.max_positions))
-        shape = shape._replace(penalized=self.cfg.vocab_size if repetition_penalty != 1 else 0)
+        shape = shape._replace(penalized=self.cfg.vocab_size if sampling.repetition_penalty != 1 else 0)
         programs = self._programs(shape, of_decode, loop="unroll" if separate else self.cfg.layer_loop)
-        options: dict[str, Any] = {"sampling": sampling, "stop_ids": stop_ids, "first_number": first_number}
-        options["repetition_penalty"] = repetition_penalty
-        return stream(programs, self.params, prompts, limits=limits, of_decode=of_decode, **options)
+        return stream(
+            programs,
+            self.params,
+            prompts,
+            limits=limits,
+            first_number=first_number,
+            sampling=sampling,
+            stop_ids=stop_ids,
+            of_decode=of_decode,
+        )
 
     def shape(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> GenerationShape:
         """Returns the shape that prompts are padded to: powers of two, so that few programs are compiled."""
@@ -209,7 +209,6 @@ def stream(
     sampling: Sampling,
     stop_ids: Collection[int],
     of_decode: Any = None,
-    repetition_penalty: float = 1.0,
 ) -> abc.Generator[list[int | None], None, None]:
     """Yields the new token of every prompt, None where it has ended: `Generator.stream` with compiled programs.
 
@@ -222,24 +221,17 @@ def stream(
       sampling: see `Sampling`; checked here.
       stop_ids: tokens that end a row.
       of_decode: parameters as decode takes them, by default the same.
-      repetition_penalty: read where the shape of the programs is `penalized`.
     """
     of_decode = params if of_decode is None else of_decode
     first_slot, left = programs.shape.prompt_slots, list(limits)
     tokens_BT, rows = _rows(prompts, programs.shape, sampling, first_number=first_number)
-    if programs.shape.penalized:
-        seen_BV = np.zeros((programs.shape.num_rows, programs.shape.penalized), bool)
-        for row, prompt in enumerate(prompts):
-            seen_BV[row, list(prompt)] = True
-        rows = dataclasses.replace(rows, penalty=Penalty(seen_BV, np.float32(repetition_penalty)))
     cache, tokens_B = programs.prefill(params, tokens_BT, rows)
     try:
         for slot in range(first_slot, first_slot + max(left)):
             following = None
             if max(left) > 1:  # dispatched before this token is read
-                if rows.penalty is not None:
-                    seen_BV = _add_seen(rows.penalty.seen, tokens_B)
-                    rows = dataclasses.replace(rows, penalty=rows.penalty._replace(seen=seen_BV))
+                if rows.seen is not None:
+                    rows = dataclasses.replace(rows, seen=_add_seen(rows.seen, tokens_B))
                 cache, following = programs.decode(of_decode, cache, DecodeInput(tokens_B, np.int32(slot), rows))
             tokens = np.asarray(tokens_B)[: len(left)].tolist()
             yield [token if more else None for token, more in zip(tokens, left, strict=True)]
@@ -276,12 +268,6 @@ def prefill_by(decode: Callable[..., Any], cache: KVCache) -> Callable[..., Any]
         return own, tokens_B
 
     return prefill
-
-
-def check_repetition_penalty(factor: float) -> None:
-    """Raises ValueError if a factor cannot be one."""
-    if not 0 < factor < float("inf"):
-        raise ValueError(f"repetition_penalty={factor} must be above 0; 1 is none.")
 
 
 @jax.jit
@@ -324,10 +310,13 @@ def _rows(
     """Returns tokens [B, T] and the rows; those without a prompt have one token, whose results are ignored."""
     tokens_BT = np.zeros((shape.num_rows, shape.prompt_slots), np.int32)
     lengths_B, numbers_B = np.ones(shape.num_rows, np.int32), np.zeros(shape.num_rows, np.int32)
+    seen_BV = np.zeros((shape.num_rows, shape.penalized), bool) if shape.penalized else None
     for row, prompt in enumerate(prompts):
         tokens_BT[row, : len(prompt)] = prompt
         lengths_B[row], numbers_B[row] = len(prompt), first_number + row
-    return tokens_BT, PromptRows(lengths_B, numbers_B, np.int32(shape.prompt_slots), sampling.arguments())
+        if seen_BV is not None:
+            seen_BV[row, list(prompt)] = True
+    return tokens_BT, PromptRows(lengths_B, numbers_B, np.int32(shape.prompt_slots), sampling.arguments(), seen_BV)
 
 
 def padded_length(num_tokens: int, max_positions: int) -> int:

@@ -360,16 +360,15 @@ def read_checkpoint(folder: pathlib.Path, abstract_state: Any) -> Restored:
     return Restored(run["step"], state, np.asarray(run["position"], np.int64), run["metadata"])
 
 
-def read_arrays(folder: pathlib.Path, abstract: Any, *, donatable: bool = False) -> Any:
+def read_arrays(folder: pathlib.Path, abstract: Any) -> Any:
     """Returns the part of one checkpoint's state that `abstract` names, and reads no other.
 
     Args:
       abstract: like the state, of jax.ShapeDtypeStruct: with a sharding, only the shards of this process are read;
         without, the array is NumPy. Another dtype than that of the checkpoint rounds to nearest.
-      donatable: a program can reuse the memory of the arrays, on CPU too.
     """
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: _read_array(folder, path, leaf, donatable=donatable), abstract
+        lambda path, leaf: _read_array(folder, path, leaf, donatable=False), abstract
     )
 
 
