@@ -46,10 +46,6 @@ class TrainBatches:
         self._workers: _RowPrefetcher | None = None
         self._data, self.retries = data, retries or Retries()
         self.rows = tuple(range(data.batch_size) if rows is None else rows)
-        if not self.rows or min(self.rows) < 0 or max(self.rows) >= data.batch_size:
-            raise ValueError(
-                f"rows={self.rows} must be a non-empty subset of 0 .. data.batch_size - 1 = {data.batch_size - 1}."
-            )
         self.definition = Definition(data, tokenizer=tokenizer, index_folder=index_folder, retries=self.retries)
         self.manifest = self.definition.manifest
         self.num_documents = sum(len(source.documents) for source in self.definition.sources)

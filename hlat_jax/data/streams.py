@@ -260,11 +260,9 @@ class Definition:
 
     def position(self, position: np.ndarray | None, *, num_rows: int) -> np.ndarray:
         """Returns int64[num_rows, 1 + 6 S], a copy of a position; without one, that before the first batch."""
-        shape = (num_rows, 1 + NUM_FIELDS * len(self.sources))
-        position = np.zeros(shape, np.int64) if position is None else np.array(position, np.int64)
-        if position.shape != shape:
-            raise ValueError(f"position has shape {position.shape}; these rows and sources have positions of {shape}.")
-        return position
+        if position is not None:
+            return np.array(position, np.int64)
+        return np.zeros((num_rows, 1 + NUM_FIELDS * len(self.sources)), np.int64)
 
     def row(self, row: int, *, position: np.ndarray) -> RowStream:
         """Returns the stream of row `row` of every batch, starting at a position int64[1 + 6 S]."""
