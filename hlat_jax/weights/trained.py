@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import pathlib
@@ -20,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import traverse_util
 
 from hlat_jax.config import ModelConfig
 from hlat_jax.data.tokenizer import Tokenizer
@@ -33,6 +35,10 @@ from hlat_jax.weights.description import Description, describe_checkpoint, descr
 from hlat_jax.weights.hf_files import is_hugging_face
 from hlat_jax.weights.hf_reading import open_checkpoint
 from hlat_jax.weights.path_checks import no_weights
+
+# Nested dicts -> leaves by their path, such as `layers.mlp.down`, and back.
+leaves_by_name = functools.partial(traverse_util.flatten_dict, sep=".")
+nest = functools.partial(traverse_util.unflatten_dict, sep=".")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,25 +141,6 @@ def _with_tokenizer(weights: Weights, path: str) -> Weights:
     if theirs not in ("", given):
         raise ValueError(f"--tokenizer={path} is not the tokenizer of {weights.folder}; leave the flag out.")
     return dataclasses.replace(weights, tokenizer=path)
-
-
-def leaves_by_name(tree: Any) -> dict[str, Any]:
-    """Returns path, such as `layers.mlp.down` -> leaf of nested dicts, in tree order."""
-    return {
-        ".".join(str(entry.key) for entry in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
-
-
-def nest(leaves: dict[str, Any]) -> dict[str, Any]:
-    """Returns nested dicts from leaves by their path: the inverse of `leaves_by_name`."""
-    tree: dict[str, Any] = {}
-    for name, leaf in leaves.items():
-        *above, last = name.split(".")
-        node = tree
-        for key in above:
-            node = node.setdefault(key, {})
-        node[last] = leaf
-    return tree
 
 
 def weights_of_run(folder: pathlib.Path, *, masters: bool) -> Weights:
