@@ -85,6 +85,7 @@ def open_run(
     if start.restored is not None and start.restored.step >= inputs.config.train.num_steps:
         with signals.phase("finishing a complete run", unfinished="the export and the summary"):
             _finish(inputs, start.restored)
+            distributed.barrier()  # the others wait here while process 0 draws the results
         return None
     with signals.phase("compiling"):
         return compile_run(inputs, start, signals=signals, stack=stack)
