@@ -72,6 +72,7 @@ def train(run: Run, progress: Progress) -> str:
             if run.exporter is not None:
                 run.exporter.wait()
                 run.checkpointer.release()
+        signals.unfinished = ""
         if not _is_last(run, progress):
             _show_goodput(run, progress)
             saved = f"saved in {run.workdir}; run the same command to resume"
