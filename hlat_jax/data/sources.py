@@ -5,6 +5,7 @@ A document is a text, or token ids where a dataset stores them. Files are read i
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import itertools
@@ -18,21 +19,19 @@ import numpy as np
 from hlat_jax.config import count_text
 from hlat_jax.data.formats import records
 from hlat_jax.data.formats.array_record import array_record_documents
-from hlat_jax.data.formats.built import BuiltTexts, BuiltTokens, manifest_fingerprint, open_built
+from hlat_jax.data.formats.built import open_built
 from hlat_jax.data.formats.columns import ColumnCache, arrow_documents, parquet_documents
 from hlat_jax.data.formats.files import DataFile, Snapshot
 from hlat_jax.data.formats.jsonl import jsonl_documents
 from hlat_jax.data.formats.paths import file_format, find_files
-from hlat_jax.data.formats.plain_text import TextDocuments
-from hlat_jax.data.formats.token_files import TokenDocuments, megatron_documents, npy_documents
+from hlat_jax.data.formats.plain_text import text_documents
+from hlat_jax.data.formats.token_files import megatron_documents, npy_documents
 from hlat_jax.data.order import evenly_spaced, evenly_spread
 from hlat_jax.data.tokenizer import Tokenizer
 
 _SAMPLE_DOCUMENTS, _SAMPLE_CHARS = 16, 1 << 14
 _MANY_UNKNOWN = 0.01
 MAX_HELD_OUT = 256  # documents held out of each source: about a megabyte of text that was cut at paragraphs
-
-Documents = records.FileDocuments | TextDocuments | TokenDocuments | BuiltTexts | BuiltTokens
 
 
 class Corpus:
@@ -42,15 +41,15 @@ class Corpus:
 
     Attributes:
       ignored: a description of the files in its folders that are not read, see paths.FoundFiles.
-      can_cut: whether it has plain-text files that open_corpus can cut at paragraphs.
+      has_text: whether it has plain-text files, which can be cut at paragraphs.
+      is_cut: whether these are cut.
       num_held_out: the number of documents that `split` holds out.
     """
 
-    def __init__(self, parts: Sequence[Documents], manifest: dict[str, Any], *, ignored: str = ""):
+    def __init__(self, parts: Sequence[records.Documents], manifest: dict[str, Any], *, ignored: str, is_cut: bool):
         self._parts, self.manifest, self.ignored = list(parts), manifest, ignored
         self._starts = records.starts(len(part) for part in self._parts)
-        is_cut = {part.is_cut for part in parts if isinstance(part, TextDocuments)}
-        self.can_cut, self.is_cut = False in is_cut, True in is_cut
+        self.has_text, self.is_cut = "text" in {entry["kind"] for entry in manifest["files"]}, is_cut
         self._held_out, self._is_held_out = np.zeros(0, np.int64), False
 
     def split(self, *, share: float, held_out: bool) -> Corpus:
@@ -58,8 +57,8 @@ class Corpus:
         total, count = len(self), num_held_out(len(self), share=share)
         num_documents = count if held_out else total - count
         digest = _digest([self.manifest["hash"], total, count, held_out])
-        manifest = self.manifest | {"documents": num_documents, "hash": digest}
-        part = Corpus(self._parts, manifest, ignored=self.ignored)
+        part = copy.copy(self)
+        part.manifest = self.manifest | {"documents": num_documents, "hash": digest}
         part._held_out, part._is_held_out = np.asarray(evenly_spaced(total, count)), held_out
         return part
 
@@ -142,11 +141,11 @@ def open_corpus(
         tokenizer_sha256=tokenizer_sha256,
         cache=ColumnCache(),
     )
-    opened: list[tuple[str, list[DataFile], Documents]] = []
+    opened: list[tuple[str, list[DataFile], records.Documents]] = []
     for kind, group in itertools.groupby(searched.files, key=file_format):
         if kind == "text":
             texts = list(group)
-            opened.append((kind, texts, TextDocuments(texts, cut=cut_text)))
+            opened.append((kind, texts, text_documents(texts, cut=cut_text)))
         else:
             opened += [(kind, [file], open_file(kind, file)) for file in group]
     entries = [_manifest_entry(*each) for each in opened]
@@ -155,7 +154,7 @@ def open_corpus(
         raise ValueError(f"{key}={spec!r}: no documents in {count_text(len(entries), 'file')}.")
     digest = _digest([text_field] + [[entry[k] for k in ("bytes", "documents", "fingerprint")] for entry in entries])
     manifest = {"files": entries, "documents": num_documents, "text_field": text_field, "hash": digest}
-    return Corpus([part for *_, part in opened], manifest, ignored=searched.describe_ignored())
+    return Corpus([part for *_, part in opened], manifest, ignored=searched.describe_ignored(), is_cut=cut_text)
 
 
 def _open_file(
@@ -168,7 +167,7 @@ def _open_file(
     tokenizer: Tokenizer | None,
     tokenizer_sha256: str | None,
     cache: ColumnCache,
-) -> Documents:
+) -> records.Documents:
     """Returns the documents of one file, or one dataset, by number; see `open_corpus`."""
     if kind == "built":
         return open_built(file, key=key, tokenizer_sha256=tokenizer_sha256)
@@ -217,21 +216,14 @@ def many_unknown(name: str, share: float) -> str:
     )
 
 
-def _manifest_entry(kind: str, files: list[DataFile], part: Documents) -> dict[str, Any]:
+def _manifest_entry(kind: str, files: list[DataFile], part: records.Documents) -> dict[str, Any]:
     prints = [snapshot.content_hash or snapshot.fingerprint for snapshot in part.snapshots]
     joined = prints[0] if len(prints) == 1 else hashlib.blake2b("".join(prints).encode(), digest_size=16).hexdigest()
-    entry = {
+    return {
         "name": files[0].name if len(files) == 1 else f"{files[0].name} and {len(files) - 1} more",
         "kind": kind,
         "bytes": sum(snapshot.size for snapshot in part.snapshots),
         "documents": len(part),
         "fingerprint": joined,
+        **part.facts,
     }
-    if isinstance(part, BuiltTexts | BuiltTokens):
-        manifest = part.manifest
-        entry["kind"] = manifest.kind
-        entry["fingerprint"] = manifest_fingerprint(manifest, part.snapshots)
-        fields = ("tokens", "tokenizer_sha256", "vocab_size", "eos_id", "max_document_chars")
-        entry |= {name: getattr(manifest, name) for name in fields if manifest.kind == "tokens"}
-        entry |= {"prepend_bos": True} if manifest.prepend_bos else {}
-    return entry

@@ -142,7 +142,7 @@ def open_documents(
     documents = sources.open_corpus(spec, text_field=data.text_field, key=key, **options)
     share, total = held_out_share(data.validation), len(documents)
     num_left = total - (sources.num_held_out(total, share=share) if share else 0)
-    if key.startswith("data.train") and documents.can_cut and num_left < data.batch_size:
+    if key.startswith("data.train") and documents.has_text and num_left < data.batch_size:
         documents = sources.open_corpus(spec, text_field=data.text_field, key=key, cut_text=True, **options)
     return documents
 

@@ -35,7 +35,6 @@ _CATEGORIES = {
     "compiling": "compile",
     "evaluating": "evaluation",
     "evaluating on tasks": "evaluation",
-    "sampling": "evaluation",
     "starting to save": "blocked on save",
     "saving": "blocked on save",
     "restoring the checkpoint": "restore",

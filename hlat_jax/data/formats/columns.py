@@ -93,7 +93,7 @@ def check_size(file: DataFile, part: str, *, field: str, num_bytes: int) -> None
 
 def column_documents(
     snapshot: Snapshot, *, rows: Sequence[int], load: Callable[[int], pyarrow.ChunkedArray], field: str
-) -> records.FileDocuments:
+) -> records.Documents:
     """Returns the texts of a file in parts by number; `rows` of each part, whose column `load` returns."""
     starts = records.starts(rows)
 
@@ -103,7 +103,7 @@ def column_documents(
         with decode_errors(snapshot.file, part=f"row {index + 1}"):
             return cell(load(part), row, field=field, where=snapshot.file.where, row=index + 1)
 
-    return records.FileDocuments(snapshot, num_documents=int(starts[-1]), read=read)
+    return records.texts_of_rows(snapshot, num_documents=int(starts[-1]), read=read)
 
 
 @contextlib.contextmanager
@@ -117,7 +117,7 @@ def _open_parquet(
         yield opened
 
 
-def parquet_documents(snapshot: Snapshot, *, field: str, cache: ColumnCache) -> records.FileDocuments:
+def parquet_documents(snapshot: Snapshot, *, field: str, cache: ColumnCache) -> records.Documents:
     """Returns the texts of a Parquet file by number."""
     file, rows = snapshot.file, []
     with decode_errors(file), _open_parquet(file) as opened:
@@ -148,7 +148,7 @@ def iter_parquet(file: DataFile, field: str) -> Iterator[pyarrow.Array]:
             yield batch.column(0)
 
 
-def arrow_documents(snapshot: Snapshot, *, field: str) -> records.FileDocuments:
+def arrow_documents(snapshot: Snapshot, *, field: str) -> records.Documents:
     """Returns the texts of an Arrow IPC file or stream by number; uncompressed ones take no memory."""
     file, batches, decoded_bytes = snapshot.file, [], 0
     with decode_errors(file), pyarrow.memory_map(os.fsencode(file)) as mapped:

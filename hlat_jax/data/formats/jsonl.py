@@ -99,9 +99,7 @@ def _read_index(path: pathlib.Path, *, snapshot: Snapshot) -> LineIndex | None:
         return None
 
 
-def jsonl_documents(
-    snapshot: Snapshot, *, field: str, index_folder: pathlib.Path | None = None
-) -> records.FileDocuments:
+def jsonl_documents(snapshot: Snapshot, *, field: str, index_folder: pathlib.Path | None = None) -> records.Documents:
     """Returns the texts of a JSONL file by number. Rows are counted over all lines; blank ones are not documents."""
     lines, snapshot.content_hash = line_index(snapshot, folder=index_folder)
     where = snapshot.file.where
@@ -114,6 +112,6 @@ def jsonl_documents(
             raise records.BadRecord(where, row, reason)
         return records.json_text(snapshot.read(start, end - start), field=field, where=where, row=row)
 
-    return records.FileDocuments(
+    return records.texts_of_rows(
         snapshot, num_documents=len(lines), read=read, row_of=lambda index: int(lines[index, 2])
     )
