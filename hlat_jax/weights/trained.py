@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import traverse_util
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from hlat_jax.config import ModelConfig
 from hlat_jax.data.tokenizer import Tokenizer
@@ -37,8 +37,8 @@ from hlat_jax.weights.hf_reading import open_checkpoint
 from hlat_jax.weights.path_checks import no_weights
 
 # Nested dicts -> leaves by their path, such as `layers.mlp.down`, and back.
-leaves_by_name = functools.partial(traverse_util.flatten_dict, sep=".")
-nest = functools.partial(traverse_util.unflatten_dict, sep=".")
+leaves_by_name = functools.partial(flatten_dict, sep=".")
+nest = functools.partial(unflatten_dict, sep=".")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
