@@ -10,13 +10,16 @@ import os
 import random
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hlat_jax.cli.path_checks import check_folder
 from hlat_jax.evaluate.suites import SUITES
 from hlat_jax.facts.local_paths import local_path
+
+if TYPE_CHECKING:
+    from hlat_jax.evaluate.harness import HarnessModel
 
 _BOOTSTRAP_SAMPLES = 100_000  # the harness's default
 _ALLOWS_CODE = "HF_ALLOW_CODE_EVAL"
@@ -117,8 +120,8 @@ class Tasks:
         inner |= {below.name for group in groups for below in group.get_all_groups()}
         return [loaded[kind][name] for kind in ("groups", "tasks") for name in loaded[kind] if name not in inner]
 
-    def __call__(self, model: Any) -> dict[str, Any]:
-        """Returns the harness's report on a `harness.HarnessModel`: results, groups, versions and so on, by task."""
+    def __call__(self, model: HarnessModel) -> dict[str, Any]:
+        """Returns the harness's report on a model: results, groups, versions and so on, by task."""
         from hlat_jax.evaluate import lm_eval_compat
 
         self.load()
