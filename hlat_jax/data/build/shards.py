@@ -1,10 +1,8 @@
 """Writes the shards of a built dataset, ArrayRecord files, and counts what is in them.
 
-kind "text": a record is one document in UTF-8; a document of more than 4 Mi characters is cut into several, because
-writing or reading a record holds several copies of it. kind "tokens": a record is a block of whole consecutive
-documents of about 32,768 ids: little-endian uint32 (number of documents n, bytes per id 2 or 4, n lengths), then the
-ids. Which documents share a record depends on their lengths alone, so the bytes of a shard do not depend on the number
-of workers.
+`formats.built` has the format. A text of more than 4 Mi characters is cut into several records, because writing or
+reading a record holds several copies of it. Which documents of ids share a record, about 32,768 ids, depends on their
+lengths alone: the bytes of a shard do not depend on the number of workers.
 """
 
 from __future__ import annotations
