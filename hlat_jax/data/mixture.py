@@ -82,11 +82,11 @@ def parse_stages(
         example = ",".join(f"{name}=1" for name in names)
         raise ValueError(f"data.mixture is empty, but data.train has {len(names)} sources; set it, as to {example}")
     stages, before = [], 0
-    for number, part in enumerate(parts, 1):
-        where = f"data.mixture, stage {number} ({part.strip()})"
+    for stage_number, part in enumerate(parts, 1):
+        where = f"data.mixture, stage {stage_number} ({part.strip()})"
         weights, unit, count = _UNTIL.fullmatch(part).groups()
         shares = _shares(weights, names=names, where=where)
-        if (unit is None) != (number == len(parts)):
+        if (unit is None) != (stage_number == len(parts)):
             raise ValueError(f"{where}: each stage but the last must have an until_step or until_tokens.")
         if unit is None:
             stages.append(MixtureStage(None, shares))

@@ -269,14 +269,14 @@ class DocumentsStream:
 
     def _pack(self, window: _Window) -> list[Row]:
         cuts = [
-            (number, token, tokens[token : token + self._seq_len])
-            for number, tokens in window.documents
+            (document, token, tokens[token : token + self._seq_len])
+            for document, tokens in window.documents
             for token in range(0, len(tokens), self._seq_len)
         ]
         rows = []
-        for numbers in best_fit([len(tokens) for *_, tokens in cuts], capacity=self._seq_len):
+        for in_row in best_fit([len(tokens) for *_, tokens in cuts], capacity=self._seq_len):
             segment_ids_T, start, parts, spans = np.zeros(self._seq_len, np.int32), 0, [], []
-            for segment, (document, token, tokens) in enumerate((cuts[number] for number in numbers), 1):
+            for segment, (document, token, tokens) in enumerate((cuts[cut] for cut in in_row), 1):
                 stop = start + len(tokens)
                 segment_ids_T[start:stop] = segment
                 parts.append(tokens)

@@ -103,7 +103,7 @@ class Generator:
         Raises:
           ValueError: no prompts, or one that is empty, has an id outside the vocabulary, or leaves no room.
         """
-        limits = [self._limit(number, prompt, max_tokens) for number, prompt in enumerate(prompts)]
+        limits = [self._limit(index, prompt, max_tokens) for index, prompt in enumerate(prompts)]
         if not limits:
             raise ValueError("prompts is empty; give at least one.")
         separate = has_separate_layers(self.layout)

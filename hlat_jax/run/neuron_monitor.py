@@ -39,7 +39,7 @@ def fields_of(report: Any, *, pid: int) -> dict[str, float]:
     values: dict[str, list[float]] = {name: [] for name in FIELDS}
 
     def add(name: str, *numbers: Any) -> None:
-        values[name] += [number for number in numbers if type(number) in (int, float)]
+        values[name] += [value for value in numbers if type(value) in (int, float)]
 
     runtimes = [runtime for runtime in _list(_get(report, "neuron_runtime_data")) if not _get(runtime, "error")]
     for runtime in [runtime for runtime in runtimes if _get(runtime, "pid") == pid] or runtimes:

@@ -92,16 +92,16 @@ def check_kind(value: Any, kind: Any, *, where: str, field: str = "") -> Any:
     return value
 
 
-def check_name(name: Any, what: str) -> str:
+def check_name(name: Any, subject: str) -> str:
     """Returns `name`, a file name read from another file, after checking that it stays in that file's folder.
 
     Raises:
       ValueError: not text, empty, "." or "..", with "/" or unprintable characters, or longer than file systems allow;
-        the message begins with `what`, the file and field that hold the name.
+        the message begins with `subject`, the file and field that hold the name.
     """
     is_plain = isinstance(name, str) and name.isprintable() and "/" not in name and name not in ("", ".", "..")
     if not is_plain or len(name.encode()) > _MAX_NAME_BYTES:
-        raise ValueError(f"{what}={_short_repr(name)} must be a plain name without '/'.")
+        raise ValueError(f"{subject}={_short_repr(name)} must be a plain name without '/'.")
     return name
 
 

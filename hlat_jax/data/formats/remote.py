@@ -76,14 +76,14 @@ def retry(ask: Callable[[], T], url: str, *, for_s: float | None = None) -> T:
         except Exception as error:
             # fsspec's HTTP says "not found" of every fault, and has the fault as the cause
             cause = error.__cause__ if isinstance(error, FileNotFoundError) and error.__cause__ else error
-            what = _describe(cause)
+            fault = _describe(cause)
             if not _may_pass(cause):
-                raise type(error)(what) if isinstance(error, _LASTING) else RemoteError(what) from None
+                raise type(error)(fault) if isinstance(error, _LASTING) else RemoteError(fault) from None
             left_s = began_s + for_s - time.monotonic() - wait_s
             if left_s < 0:
-                raise RemoteError(f"{what}, tried for {time.monotonic() - began_s:.0f} s") from None
+                raise RemoteError(f"{fault}, tried for {time.monotonic() - began_s:.0f} s") from None
         if wait_s == _FIRST_WAIT_S:
-            print(f"warning: {url}: {what}. Trying again for up to {left_s:.0f} s.", file=sys.stderr, flush=True)
+            print(f"warning: {url}: {fault}. Trying again for up to {left_s:.0f} s.", file=sys.stderr, flush=True)
         time.sleep(wait_s)
         wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 

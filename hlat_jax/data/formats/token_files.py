@@ -134,14 +134,14 @@ def megatron_documents(snapshot: Snapshot, *, tokenizer: Vocabulary) -> Document
     version, code, num_sequences, num_bounds = header.unpack_from(raw, len(_MAGIC))
     if version != 1 or code not in _DTYPES:
         raise damaged(f"version {version} and dtype {code} are not 1 and one of {sorted(_DTYPES)}")
-    place = len(_MAGIC) + header.size
-    if len(raw) < place + 12 * num_sequences + 8 * num_bounds:
+    offset = len(_MAGIC) + header.size
+    if len(raw) < offset + 12 * num_sequences + 8 * num_bounds:
         raise damaged(f"{len(raw)} bytes are too few for {num_sequences} sequences and {num_bounds} boundaries")
 
     def read(dtype: str, count: int) -> np.ndarray:
-        nonlocal place
-        values = np.frombuffer(raw, dtype, count, place)
-        place += values.nbytes
+        nonlocal offset
+        values = np.frombuffer(raw, dtype, count, offset)
+        offset += values.nbytes
         return values.astype(np.int64)
 
     lengths, offsets, documents = read("<i4", num_sequences), read("<i8", num_sequences), read("<i8", num_bounds)
