@@ -314,7 +314,7 @@ def _write_rows(run: Run, progress: Progress, *, in_flight: int = 0) -> None:
         row = _row(run, progress, pending, metrics)
         run.log.train_row(row)
         run.sync.signals.watchdog.end_first_step()
-        _judge(run, progress, metrics, row)
+        nonfinite.judge(run, progress, metrics, row)
 
 
 def _row(run: Run, progress: Progress, pending: Pending, metrics: StepMetrics) -> dict[str, Any]:
@@ -339,26 +339,6 @@ def _row(run: Run, progress: Progress, pending: Pending, metrics: StepMetrics) -
         row["spike"] = int(metrics.spike)
     progress.timed_from_s, progress.data_wait_s = now, 0.0
     return row
-
-
-def _judge(run: Run, progress: Progress, metrics: StepMetrics, row: dict[str, Any]) -> None:
-    """Counts and prints a step that was not finite, had no target or is a spike; raises if it is one too many."""
-    step = row["step"]
-    progress.num_without_target = 0 if metrics.num_tokens else progress.num_without_target + 1
-    if metrics.finite:
-        progress.num_nonfinite = 0
-    elif not metrics.num_tokens:  # a mean over nothing says nothing about the state
-        print(f"step {step}: no target in its batch, all of it prompts or padding; update skipped")
-    else:
-        progress.num_nonfinite += 1
-        print(f"step {step}: {nonfinite.describe(row)}; update skipped")
-    if metrics.spike:
-        skipped = run.config.train.spikes == "skip"
-        run.ledger.event("spike", step=step, loss=row["loss"], grad_norm=row["grad_norm"], skipped=skipped)
-        values = f"loss {row['loss']:.4f}, gradient norm {row['grad_norm']:.3g}"
-        print(f"step {step}: a spike, {values}; {'update skipped' if skipped else 'trained on'}")
-    if max(progress.num_nonfinite, progress.num_without_target) >= run.config.train.max_nonfinite_steps:
-        nonfinite.stop(run, progress, row)
 
 
 def progress_bar(
