@@ -16,8 +16,6 @@ import hashlib
 import json
 import os
 import pathlib
-import zipfile
-import zlib
 from collections.abc import Callable, Iterable
 from typing import Annotated, Literal, TypedDict
 
@@ -26,7 +24,7 @@ import numpy as np
 from hlat_jax.config import count_text
 from hlat_jax.data.formats import records
 from hlat_jax.data.formats.array_record import open_reader
-from hlat_jax.data.formats.decoding import decode_errors
+from hlat_jax.data.formats.decoding import NPZ_DAMAGE, decode_errors
 from hlat_jax.data.formats.files import MANIFEST_NAME, SHARD_SUFFIX, DataFile, NotFound, Snapshot
 from hlat_jax.store.typed_json import Count, check_kind, check_name, read_json
 
@@ -225,8 +223,7 @@ def _token_ids(shards: _Shards) -> records.Documents:
 def _index(snapshot: Snapshot, name: str) -> np.ndarray:
     """Returns an array of the index beside a shard of token ids."""
     path = _require_file(index_path(snapshot.file))
-    damage = (ValueError, KeyError, NotImplementedError, zipfile.BadZipFile, zlib.error)
-    with decode_errors(path, remedy=_REMEDY, errors=damage), np.load(path, allow_pickle=False) as arrays:
+    with decode_errors(path, remedy=_REMEDY, errors=NPZ_DAMAGE), np.load(path, allow_pickle=False) as arrays:
         return arrays[name]
 
 

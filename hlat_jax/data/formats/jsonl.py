@@ -11,21 +11,18 @@ import hashlib
 import io
 import os
 import pathlib
-import zipfile
-import zlib
 from typing import NamedTuple
 
 import numpy as np
 
 from hlat_jax.data.formats import records
-from hlat_jax.data.formats.decoding import decode_errors
+from hlat_jax.data.formats.decoding import NPZ_DAMAGE, decode_errors
 from hlat_jax.data.formats.files import Snapshot, new_content_hash
 from hlat_jax.host.console import say
 from hlat_jax.store.atomic_files import write_whole
 
 _PIECE_BYTES = 1 << 24  # of a long line
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
-_DAMAGE = (ValueError, LookupError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error)
 
 
 class LineIndex(NamedTuple):
@@ -94,7 +91,7 @@ def _read_index(path: pathlib.Path, *, snapshot: Snapshot) -> LineIndex | None:
             return LineIndex(arrays["lines"], content_hash=str(arrays["content_hash"]))
     except FileNotFoundError:
         return None
-    except _DAMAGE:
+    except NPZ_DAMAGE:
         say("index", f"{path} is damaged: it is made again")
         return None
 
