@@ -39,6 +39,7 @@ from hlat_jax.config import Config, count_text
 from hlat_jax.data import positions
 from hlat_jax.generate.generator import sample_text
 from hlat_jax.host import distributed
+from hlat_jax.host.console import say
 from hlat_jax.host.watchdog import WAITING
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.resolve import batch_of_step
@@ -47,6 +48,9 @@ from hlat_jax.run.profiling import peak_memory
 from hlat_jax.run.state import NextBatch, Pending, Progress, Run
 from hlat_jax.run.validation import Validation
 from hlat_jax.store.progress import ProgressBar, Status
+from hlat_jax.train_step import StepMetrics
+
+_BETWEEN_STEPS = "preparing the next step"
 
 
 def train(run: Run, progress: Progress) -> str:
@@ -56,34 +60,37 @@ def train(run: Run, progress: Progress) -> str:
     """
     config, signals = run.config, run.sync.signals
     with run.check_folder.as_cause():
-        signals.watchdog.begin(WAITING)  # not in a collective of the evaluation: others may compile for much longer
-        distributed.barrier()
-        signals.doing = "starting"
-        if progress.step == 0:
-            _sample(run, progress, "before training")
-        _loop(run, progress)
-        during = signals.during("saving", unfinished=f"the checkpoint of step {progress.step}")
-        with during, progress_bar(config, Status("saving")):
+        with signals.phase(WAITING):  # not in a collective of the evaluation: others may compile for much longer
+            distributed.barrier()
+        with signals.phase(_BETWEEN_STEPS):
+            if progress.step == 0:
+                _sample(run, progress, "before training")
+            _loop(run, progress)
+        saving = signals.phase("saving", unfinished=f"the checkpoint of step {progress.step}")
+        with saving, progress_bar(config, Status("saving")):
             _note_saved(run, progress, run.checkpointer.wait())
             if run.exporter is not None:
                 run.exporter.wait()
                 run.checkpointer.release()
+        signals.unfinished = ""
         if not _is_last(run, progress):
             _show_goodput(run, progress)
             saved = f"saved in {run.workdir}; run the same command to resume"
             nothing = "before anything was saved; run the same command to start again"
             print(f"stopped by {run.sync.stop} after step {progress.step}, {saved if progress.saved_step else nothing}")
             return run.sync.stop
-        signals.doing, signals.saved_step = "drawing the results", progress.step
-        signals.unfinished = "the summary" if jax.distributed.is_initialized() else ""  # nobody waits for one alone
-        if progress.step < config.train.num_steps:
-            best = f"{progress.best.eval_loss:.4f} of step {progress.best.step:,}"
-            print(f"ended early      {count_text(progress.best.num_since, 'validation')} in a row not below {best}")
-        _sample(run, progress, "after training")
-        _show_goodput(run, progress)
-        run.log.close()
-        if distributed.is_first():
-            results.show(config, run.workdir, progress.step)
+        signals.saved_step = progress.step
+        unfinished = "the summary" if jax.distributed.is_initialized() else ""  # nobody waits for one alone
+        with signals.phase("drawing the results", unfinished=unfinished):
+            if progress.step < config.train.num_steps:
+                best = f"{progress.best.eval_loss:.4f} of step {progress.best.step:,}"
+                say("ended early", f"{count_text(progress.best.num_since, 'validation')} in a row not below {best}")
+            _sample(run, progress, "after training")
+            _show_goodput(run, progress)
+            run.log.close()
+            if distributed.is_first():
+                results.show(config, run.workdir, progress.step)
+            distributed.barrier()  # the others wait here while process 0 draws the results
     return ""
 
 
@@ -104,8 +111,9 @@ def _loop(run: Run, progress: Progress) -> None:
         batch = _next_batch(run, progress)
         if batch is None:
             return
-        _step(run, progress, batch)
-        _log(run, progress)
+        with run.sync.signals.phase("training"):
+            _step(run, progress, batch)
+            _log(run, progress)
         if progress.step == run.step_trace.last:
             _trace(run, progress, "writing the trace", run.step_trace.close)
 
@@ -133,17 +141,17 @@ def _evaluate(run: Run, progress: Progress) -> None:
         if figures:
             run.log.tasks_row({"step": step, **figures}, shown=shown)
     if step > 0 and not last and _due(step, train.sample_every_steps):
-        _write_rows(run, progress)
+        _finish_steps(run, progress)
         _sample(run, progress, f"after step {step:,}")
         progress.timed_from_s = time.monotonic()
 
 
 def _measure(run: Run, progress: Progress, doing: str, evaluation: Validation | optional.TasksInTraining) -> Any:
     """Returns the evaluation of the state, with its progress shown; what it takes counts into no step's time."""
-    _write_rows(run, progress)
+    _finish_steps(run, progress)
     unfinished = "this evaluation, then saving a checkpoint" if progress.step > run.start_step else ""
-    during = run.sync.signals.during(doing, unfinished=unfinished, status=evaluation.status)
-    with during, progress_bar(run.config, evaluation.status):
+    evaluating = run.sync.signals.phase(doing, unfinished=unfinished, status=evaluation.status)
+    with evaluating, progress_bar(run.config, evaluation.status):
         result = evaluation(progress.state["params"])
     progress.timed_from_s = time.monotonic()
     return result
@@ -155,12 +163,14 @@ def _save(run: Run, progress: Progress, *, stopping: bool) -> None:
     due = any(_due(step, every) for every in (c.every_steps, c.keep_every_steps, c.export_every_steps))
     due = due or (c.keep_best and step == progress.best.step)
     if step > run.start_step and (stopping or due or progress.save_postponed or progress.save_overdue):
-        _start_saving(run, progress, stopping=stopping)
+        _finish_steps(run, progress)
+        with run.sync.signals.phase("starting to save"):
+            _start_saving(run, progress, stopping=stopping)
         progress.saved_at_s = progress.timed_from_s = time.monotonic()
 
 
 def _start_saving(run: Run, progress: Progress, *, stopping: bool) -> None:
-    """Writes every row up to this step to the disk, then starts to save the state.
+    """Writes every row up to this step, all of which are known, to the disk, then starts to save the state.
 
     After a non-finite step the save is postponed until a step is finite. Where the run is `stopping` the state is saved
     all the same: it is that of the finite step before, as the update was skipped.
@@ -168,8 +178,6 @@ def _start_saving(run: Run, progress: Progress, *, stopping: bool) -> None:
     Raises:
       NonFiniteError: the state is not finite.
     """
-    _write_rows(run, progress)
-    run.sync.signals.doing = "starting to save"
     run.check_folder(now=True)
     run.log.sync()
     if progress.num_nonfinite and not stopping:
@@ -183,7 +191,7 @@ def _start_saving(run: Run, progress: Progress, *, stopping: bool) -> None:
     if skipped := batch_of_step(progress.step, run.skipped) - progress.step:
         metadata["skipped_batches"] = skipped
     position = run.global_position(progress.position)
-    run.checkpointer.exported.step = run.exporter.reading if run.exporter is not None else 0
+    run.checkpointer.exported.step = run.exporter.reading_step if run.exporter is not None else 0
     run.checkpointer.save(progress.step, progress.state, position=position, metadata=metadata, norms=norms)
     progress.saved_step, progress.save_postponed = progress.step, False
     if distributed.is_first():
@@ -193,8 +201,10 @@ def _start_saving(run: Run, progress: Progress, *, stopping: bool) -> None:
 def _save_and_wait(run: Run, progress: Progress) -> None:
     """Saves the state that the run stops with, unless it has made no step, and returns when that is on the disk."""
     if progress.step > run.start_step:
-        _start_saving(run, progress, stopping=True)
-        _note_saved(run, progress, run.checkpointer.wait())
+        _finish_steps(run, progress)
+        with run.sync.signals.phase("starting to save"):
+            _start_saving(run, progress, stopping=True)
+            _note_saved(run, progress, run.checkpointer.wait())
 
 
 def _note_saved(run: Run, progress: Progress, step: int | None) -> None:
@@ -209,10 +219,10 @@ def _note_saved(run: Run, progress: Progress, step: int | None) -> None:
 
 def _trace(run: Run, progress: Progress, doing: str, change: Callable[[], None]) -> None:
     """Starts or writes the trace, once all steps so far are complete; what it takes counts into no step's time."""
-    _write_rows(run, progress)
-    jax.block_until_ready(progress.state)
-    run.sync.signals.doing = doing
-    change()
+    _finish_steps(run, progress)
+    with run.sync.signals.phase(doing):
+        jax.block_until_ready(progress.state)
+        change()
     progress.timed_from_s = time.monotonic()
 
 
@@ -227,24 +237,24 @@ def _next_batch(run: Run, progress: Progress) -> NextBatch | None:
     """
     asked_at_s = time.monotonic()
     overdue = 0 < run.config.checkpoint.every_minutes <= (asked_at_s - progress.saved_at_s) / 60
-    watchdog, retries = run.sync.signals.watchdog, run.batches.retries
-    passed, number = (batch_of_step(progress.step + ahead, run.skipped) for ahead in (0, 1))
-    if number > passed + 1:
-        skipped = f"{count_text(number - passed - 1, 'batch')} left out, {passed + 1}:{number - 1}"
+    signals, retries = run.sync.signals, run.batches.retries
+    passed, wanted = (batch_of_step(progress.step + ahead, run.skipped) for ahead in (0, 1))
+    if wanted > passed + 1:
+        skipped = f"{count_text(wanted - passed - 1, 'batch')} left out, {passed + 1}:{wanted - 1}"
         print(f"step {progress.step + 1}: {skipped} (train.skip_steps)")
-        run.ledger.event("skip_steps", step=progress.step + 1, first=passed + 1, last=number - 1)
+        run.ledger.event("skip_steps", step=progress.step + 1, first=passed + 1, last=wanted - 1)
     batch, position, error = None, progress.position, None
     try:
-        for each in range(passed + 1, number + 1):
-            watchdog.begin("waiting for data", status=lambda: retries.progress)
-            batch, position = next(run.batches)
-            if each < number and run.sync.signals.name:
+        for batch_index in range(passed + 1, wanted + 1):
+            with signals.phase("waiting for data", status=lambda: retries.progress):
+                batch, position = next(run.batches)
+            if batch_index < wanted and signals.name:
                 raise InterruptedError("stopped while batches were left out")
     except (ValueError, OSError) as caught:
         error = caught
     progress.data_wait_s += time.monotonic() - asked_at_s
-    watchdog.begin(WAITING)
-    synced = run.sync.sync_step(batch, position, error=error, save=overdue, num_retries=retries.take_count())
+    with signals.phase(WAITING):
+        synced = run.sync.sync_step(batch, position, error=error, save=overdue, num_retries=retries.take_count())
     if synced.error is not None:
         _save_and_wait(run, progress)
         if run.sync.stop and isinstance(synced.error, OSError):
@@ -252,18 +262,17 @@ def _next_batch(run: Run, progress: Progress) -> NextBatch | None:
         raise synced.error
     assert batch is not None
     progress.save_overdue = synced.save
-    row_fields = synced.row_fields | ({"batch": number} if run.skipped else {})
+    row_fields = synced.row_fields | ({"batch": wanted} if run.skipped else {})
     return NextBatch(batch=batch, position=position, row_fields=row_fields)
 
 
 def _step(run: Run, progress: Progress, batch: NextBatch) -> None:
     """Dispatches the next step and returns at once; its metrics stay on the device."""
     rate = learning_rate(progress.step, run.config.optimizer)
-    signals = run.sync.signals
-    signals.doing, signals.watchdog.step = "training", progress.step + 1
+    run.sync.signals.watchdog.step = progress.step + 1
     with jax.profiler.StepTraceAnnotation("train", step_num=progress.step + 1):
         progress.state, metrics = run.train_step(progress.state, run.program.shard(batch.batch), np.float32(rate))
-    signals.unfinished = "this step, then saving a checkpoint"
+    run.sync.signals.unfinished = "this step, then saving a checkpoint"
     progress.step += 1
     progress.position = batch.position
     progress.pending.append(Pending(step=progress.step, metrics=metrics, learning_rate=rate, batch=batch))
@@ -282,8 +291,15 @@ def _log(run: Run, progress: Progress) -> None:
     _note_saved(run, progress, run.checkpointer.check())
     if run.exporter is not None:
         run.exporter.check()
-        if not run.exporter.reading:
+        if not run.exporter.reading_step:
             run.checkpointer.release()
+
+
+def _finish_steps(run: Run, progress: Progress) -> None:
+    """Waits for the steps that are dispatched, and writes their rows."""
+    if progress.pending:
+        with run.sync.signals.phase("training"):
+            _write_rows(run, progress)
 
 
 def _write_rows(run: Run, progress: Progress, *, in_flight: int = 0) -> None:
@@ -295,43 +311,34 @@ def _write_rows(run: Run, progress: Progress, *, in_flight: int = 0) -> None:
     while len(progress.pending) > in_flight:
         pending = progress.pending.pop(0)
         metrics = jax.device_get(pending.metrics)
-        now = time.monotonic()
-        progress.tokens += int(metrics.num_tokens)
-        row = {
-            "step": pending.step,
-            "loss": float(metrics.loss),
-            "tokens": progress.tokens,
-            "grad_norm": float(metrics.grad_norm),
-            "param_norm": float(metrics.param_norm),
-            "learning_rate": pending.learning_rate,
-            "step_s": now - progress.timed_from_s,
-            "data_wait_s": progress.data_wait_s,  # part of step_s, which ends now: mostly for the next step's batch
-            "peak_memory_bytes": peak_memory(run.program.layout),
-            **run.monitor.row_fields(),
-            "nonfinite": int(not metrics.finite),
-            **pending.batch.row_fields,
-        }
-        if metrics.spike is not None:
-            row["spike"] = int(metrics.spike)
-        progress.timed_from_s, progress.data_wait_s = now, 0.0
+        row = _row(run, progress, pending, metrics)
         run.log.train_row(row)
         run.sync.signals.watchdog.end_first_step()
-        progress.num_without_target = 0 if metrics.num_tokens else progress.num_without_target + 1
-        if metrics.finite:
-            progress.num_nonfinite = 0
-        elif not metrics.num_tokens:  # a mean over nothing says nothing about the state
-            print(f"step {pending.step}: no target in its batch, all of it prompts or padding; update skipped")
-        else:
-            progress.num_nonfinite += 1
-            print(f"step {pending.step}: {nonfinite.describe(row)}; update skipped")
-        if metrics.spike:
-            skipped = run.config.train.spikes == "skip"
-            values = f"loss {row['loss']:.4f}, gradient norm {row['grad_norm']:.3g}"
-            facts = {key: row[key] for key in ("step", "loss", "grad_norm")}
-            run.ledger.event("spike", **facts, skipped=skipped)
-            print(f"step {pending.step}: a spike, {values}; {'update skipped' if skipped else 'trained on'}")
-        if max(progress.num_nonfinite, progress.num_without_target) >= run.config.train.max_nonfinite_steps:
-            nonfinite.stop(run, progress, row)
+        nonfinite.judge(run, progress, metrics, row)
+
+
+def _row(run: Run, progress: Progress, pending: Pending, metrics: StepMetrics) -> dict[str, Any]:
+    """Returns the row of a step whose metrics have just arrived; the time and the tokens of the next begin here."""
+    now = time.monotonic()
+    progress.tokens += int(metrics.num_tokens)
+    row = {
+        "step": pending.step,
+        "loss": float(metrics.loss),
+        "tokens": progress.tokens,
+        "grad_norm": float(metrics.grad_norm),
+        "param_norm": float(metrics.param_norm),
+        "learning_rate": pending.learning_rate,
+        "step_s": now - progress.timed_from_s,
+        "data_wait_s": progress.data_wait_s,  # part of step_s, which ends now: mostly for the next step's batch
+        "peak_memory_bytes": peak_memory(run.program.layout),
+        **run.monitor.row_fields(),
+        "nonfinite": int(not metrics.finite),
+        **pending.batch.row_fields,
+    }
+    if metrics.spike is not None:
+        row["spike"] = int(metrics.spike)
+    progress.timed_from_s, progress.data_wait_s = now, 0.0
+    return row
 
 
 def progress_bar(
@@ -346,13 +353,14 @@ def progress_bar(
 def _show_goodput(run: Run, progress: Progress) -> None:
     if distributed.is_first():
         goodput = run.ledger.goodput()
-        print(f"time             {goodput.line()}")
+        say("time", goodput.line())
         run.log.goodput_row(progress.step, goodput.shares)
 
 
 def _sample(run: Run, progress: Progress, when: str) -> None:
     if run.sampler is not None:
-        text = sample_text(run.sampler, progress.state["params"], run.tokenizer, config=run.config)
+        with run.sync.signals.phase("sampling"):
+            text = sample_text(run.sampler, progress.state["params"], run.tokenizer, config=run.config)
         print(f"sample {when}: {text}")
         run.log.sample(progress.step, text)
 

@@ -21,6 +21,7 @@ from hlat_jax.cli import flags as flags_lib
 from hlat_jax.cli.path_checks import check_folder
 from hlat_jax.facts.local_paths import local_path
 from hlat_jax.host import compile_cache, neuron_env, neuron_start, neuron_topology, process
+from hlat_jax.host.console import say
 from hlat_jax.host.limits import too_many_files
 from hlat_jax.host.watchdog import TERMINATED_CODE, Watchdog
 from hlat_jax.run import costs
@@ -57,7 +58,7 @@ def _run(mutable: Any, values: flags.FlagValues, *, opening: contextlib.ExitStac
     if not values.coordinator:
         _check_paths(config, workdir, given=given)
     if config.data.tokenizer != named_tokenizer and not values.process_id:
-        print(f"tokenizer        {config.data.tokenizer}: {named_tokenizer} is missing")
+        say("tokenizer", f"{config.data.tokenizer}: {named_tokenizer} is missing")
     _set_environment(config, values, workdir=workdir)
     from hlat_jax.host import distributed  # imports JAX, which must see the environment as it is now
     from hlat_jax.run.nonfinite import NonFiniteError
@@ -108,18 +109,19 @@ def train(
 
     from hlat_jax import loop
     from hlat_jax.host import allocator, distributed
+    from hlat_jax.run.machine import fitting_program
     from hlat_jax.run.open import open_run
 
     with process.StopSignals(watchdog, alone=not jax.distributed.is_initialized()) as signals:
         stop = ""
         with contextlib.ExitStack() as stack, signals.watchdog.ending_without_memory():
             with loop.progress_bar(config, lambda: (0.0, signals.doing), in_place=False):  # lines are printed meanwhile
-                opened = open_run(config, workdir, signals=signals, stack=stack, begin_again=begin_again, given=given)
+                program = fitting_program(config, jax.devices())
+                opened = open_run(program, workdir, signals=signals, stack=stack, begin_again=begin_again, given=given)
             if opened is not None:
                 if jax.default_backend() == "cpu":
                     allocator.keep_freed_memory()
                 stop = loop.train(*opened)
-        distributed.barrier()  # the others wait here while process 0 draws the results
         names = distributed.exchange(signals.name)  # of signals after the last step too
     if "SIGINT" in (stop, *names, signals.name):
         return 130  # so that `train && evaluate` stops
@@ -164,7 +166,7 @@ def _set_environment(config: config_lib.Config, values: flags.FlagValues, *, wor
         return
     nodes, rank = values.num_processes or 1, values.process_id or 0
     host, _, port = values.coordinator.rpartition(":")
-    place = neuron_topology.Topology(
+    topology = neuron_topology.Topology(
         instance,
         nodes=nodes,
         rank=rank,
@@ -176,11 +178,13 @@ def _set_environment(config: config_lib.Config, values: flags.FlagValues, *, wor
     # process 0 alone takes the trace
     profile = str((workdir / neuron_env.PROFILE_FOLDER).absolute()) if config.train.profile_steps and not rank else ""
     options = {"profile": profile, "config_flags": config.train.compiler_flags}
-    computed = neuron_env.environment(config.precision, config.parallel, place, current=os.environ, **options)
+    computed = neuron_env.environment(config.precision, config.parallel, topology, current=os.environ, **options)
     os.environ.update(computed.variables)
-    neuron_start.clear_way(os.environ, place, neuron_topology.HERE)
+    neuron_start.clear_way(os.environ, topology, neuron_topology.HERE)
     if rank == 0:
-        print("\n".join((f"environment      for {nodes} x {instance}", *computed.notes)))
+        say("environment", f"for {nodes} x {instance}")
+        for note in computed.notes:
+            print(note)
 
 
 def _define(values: flags.FlagValues) -> None:

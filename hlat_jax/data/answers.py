@@ -38,7 +38,7 @@ class AnswerTokens:
         """Returns the tokens. Raises ValueError, with the row, where the template refuses a conversation."""
         tokenizer = self._tokenizer
         if document.messages is None:
-            ids, is_target = _counted(tokenizer.encode, document, [(document.start, len(document))])
+            ids, is_target = _encode_with_targets(tokenizer.encode, document, [(document.start, len(document))])
             first = [tokenizer.bos_id] if self._bos else []
             ids = np.asarray([*first, *ids, tokenizer.eos_id], np.int32)
             return Tokens(ids, np.asarray([False] * len(first) + [*is_target, True]))
@@ -46,10 +46,10 @@ class AnswerTokens:
             text, spans = self._template.answers(document.messages)
         except ValueError as error:
             raise ValueError(f"{document.where}: {error}") from None
-        return Tokens(*_counted(tokenizer.encode_with_control_tokens, text, spans))
+        return Tokens(*_encode_with_targets(tokenizer.encode_with_control_tokens, text, spans))
 
 
-def _counted(
+def _encode_with_targets(
     encode: Callable[[str], np.ndarray], text: str, spans: Sequence[tuple[int, int]]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns the tokens of a text, and which lie in a span; a token across the beginning of one is in it."""

@@ -111,15 +111,15 @@ class ChatTemplate:
                 spans += [(len(text), len(text) + len(answer))] if end else []
                 text += answer + rest
             return text, spans
-        for number, message in enumerate(messages):
+        for index, message in enumerate(messages):
             if message["role"] == "assistant":
-                before = self.render(messages[:number], to_answer=True)
-                after = self.render(messages[: number + 1])
+                before = self.render(messages[:index], to_answer=True)
+                after = self.render(messages[: index + 1])
                 together = after.startswith(before) and marked.startswith(after)
-                spans.append((len(before), len(after)) if together else self._span(messages, number, marked))
+                spans.append((len(before), len(after)) if together else self._span(messages, index, marked))
         return marked, spans
 
-    def _span(self, messages: Sequence[Message], number: int, text: str) -> tuple[int, int]:
+    def _span(self, messages: Sequence[Message], index: int, text: str) -> tuple[int, int]:
         """Returns where answer `number` stands in a text that writes what is before it in another way after it.
 
         It begins where what introduces an answer ends, or differs from the text, and ends with what ends it as the last
@@ -129,15 +129,15 @@ class ChatTemplate:
 
         def parts(stop: int, *, to_answer: bool = False) -> list[str]:
             marked = list(messages[:stop])
-            for each in range(number - 1, min(number + 1, stop)):
+            for each in range(index - 1, min(index + 1, stop)):
                 content = marked[each]["content"]
                 core = content.strip()  # marks stand within the white space, which a template may strip
-                marks = core.join((_BEGIN * (each == number), _BEGIN))
+                marks = core.join((_BEGIN * (each == index), _BEGIN))
                 marked[each] = marked[each] | {"content": content.replace(core, marks, 1)}
             return self._render(marked, to_answer=to_answer).split(_BEGIN)
 
-        if number:
-            whole, last, prompt = parts(len(messages)), parts(number + 1), parts(number, to_answer=True)
+        if index:
+            whole, last, prompt = parts(len(messages)), parts(index + 1), parts(index, to_answer=True)
             if (len(whole), len(last), len(prompt)) == (4, 4, 2) and "".join(whole) == text:
                 begin, between, content, rest = whole
                 same = os.path.commonprefix([prompt[-1], between])  # noqa: RUF071
@@ -147,7 +147,7 @@ class ChatTemplate:
                 if rest.startswith(ending) and (same == prompt[-1] or not between.removeprefix(same).strip()):
                     return len(begin + same), len(begin + between + content + ending)
         raise ValueError(
-            f"the chat template of {self.folder} leaves out a part of message {number + 1}, such as a thought, or "
+            f"the chat template of {self.folder} leaves out a part of message {index + 1}, such as a thought, or "
             "writes it in another way where others follow, so that the answer cannot be told apart; put {% generation "
             "%} and {% endgeneration %} around the answer in the template, or end the conversation with that message."
         )

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-import os
 import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from hlat_jax.config import DataConfig, count_text
-from hlat_jax.data.formats.paths import file_format, find_files
-from hlat_jax.data.mixture import first_stages_of, parse_sources
+from hlat_jax.config import count_text
+from hlat_jax.data.mixture import first_stages_of
 from hlat_jax.resolve import held_out_share
 
 
@@ -54,35 +51,3 @@ def data_drift(saved: Mapping[str, Any], current: Mapping[str, Any], *, num_batc
                 f"step {num_batches + 1:,}; only stages that start after it may change"
             )
     return lines
-
-
-def with_sizes_now(settings: Mapping[str, Any], data: DataConfig) -> dict[str, Any]:
-    """Returns the settings of a checkpoint with the sizes that the local files of `data` have now.
-
-    Text behind a URL, files that are away and other formats than JSONL, Parquet, Arrow and plain text keep their sizes.
-    """
-    now = dict(settings)
-    for key, spec in (("manifest", data.train), ("validation_manifest", data.validation)):
-        entries = (settings.get(key) or {}).get("files", [])
-        try:
-            found = [] if "://" in spec or held_out_share(spec) else _sizes(spec, key=key)
-        except (OSError, ValueError):  # the run says so, or waits
-            continue
-        if len(found) == len(entries) > 0:
-            pairs = zip(entries, found, strict=True)
-            now[key] = settings[key] | {"files": [entry | facts for entry, facts in pairs]}
-    return now
-
-
-def _sizes(spec: str, *, key: str) -> list[dict[str, Any]]:
-    """Returns for each entry that the manifest of these files has its name and bytes; {} for other formats."""
-    found: list[dict[str, Any]] = []
-    for paths in parse_sources(spec, key=key).values() if spec else ():
-        for kind, run in itertools.groupby(find_files(paths, key=key).files, key=file_format):
-            files = list(run)
-            if kind == "text":
-                found.append({"bytes": sum(os.stat(file).st_size for file in files)})
-            else:
-                is_file = kind in ("jsonl", "parquet", "arrow")
-                found += [{"bytes": os.stat(file).st_size, "name": file.name} if is_file else {} for file in files]
-    return found

@@ -135,7 +135,7 @@ def _rows(
     documents, num_documents, num_skipped = _read(source, data, encode=encode, limit=limit)
     options = {"num_documents": len(documents), "position": np.zeros(4, np.int64)}
     options["encode"] = lambda document: iter([document[0]])
-    stream = packing_stream(data, encode.tokenizer, lambda _, number: documents[number], **options)
+    stream = packing_stream(data, encode.tokenizer, lambda _, document_index: documents[document_index], **options)
     made = list(packing.first_epoch(stream)) if documents else []
     is_sample = 0 < num_rows < len(made)
     taken = [made[index] for index in evenly_spaced(len(made), num_rows)] if is_sample else made
@@ -172,22 +172,22 @@ def _read(
     documents: dict[int, tuple[packing.Tokens, np.ndarray]] = {}
     num_read = num_tokens = 0
     while num_read < wanted:
-        for number in sorted(itertools.islice(order, wanted - num_read)):  # ascending: a row group is read once
+        for document_index in sorted(itertools.islice(order, wanted - num_read)):  # ascending: a row group is read once
             try:
-                document = source.documents[number]
+                document = source.documents[document_index]
             except BadRecord:
                 if data.on_bad_record != "skip":
                     raise
                 continue
             is_text = isinstance(document, str)
-            num_bytes = len(document.encode("utf-8")) if is_text else source.documents.text_bytes(number)
+            num_bytes = len(document.encode("utf-8")) if is_text else source.documents.text_bytes(document_index)
             tokens = packing.concatenate(list(encode(document)))
-            documents[number] = tokens, encode.tokenizer.bytes_of(tokens.ids, num_bytes)
+            documents[document_index] = tokens, encode.tokenizer.bytes_of(tokens.ids, num_bytes)
             num_tokens += len(tokens)
         num_read = wanted
         if limit is not None and num_tokens < limit:
             wanted = min(total, _GROWTH * num_read, num_read * limit // max(num_tokens, 1) + 1)
-    return [documents[number] for number in sorted(documents)], num_read, num_read - len(documents)
+    return [documents[document_index] for document_index in sorted(documents)], num_read, num_read - len(documents)
 
 
 def _batch(
@@ -197,7 +197,7 @@ def _batch(
     padding = packing.Tokens(np.full(data.seq_len, pad_id, np.int32), np.zeros(data.seq_len, bool))
     segment_ids_T = None if data.packing == "concat" else np.zeros(data.seq_len, np.int32)
     rows, bytes_BT = [packing.Row(padding, segment_ids_T, ())] * num_rows, np.zeros((num_rows, data.seq_len))
-    for number, (row, bytes_T) in enumerate(packed):
+    for row_index, (row, bytes_T) in enumerate(packed):
         tokens = packing.concatenate([row.tokens, padding[len(row.tokens) :]])  # the last row of `concat` may be short
-        rows[number], bytes_BT[number] = dataclasses.replace(row, tokens=tokens), bytes_T
+        rows[row_index], bytes_BT[row_index] = dataclasses.replace(row, tokens=tokens), bytes_T
     return make_batch(rows), bytes_BT

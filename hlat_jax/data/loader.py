@@ -9,7 +9,6 @@ import pathlib
 import threading
 from collections.abc import Sequence
 
-import grain
 import numpy as np
 
 from hlat_jax import batch as batch_lib
@@ -20,8 +19,8 @@ from hlat_jax.data.streams import Definition, RowStream
 from hlat_jax.data.tokenizer import Tokenizer
 
 
-class TrainBatches(grain.DatasetIterator):
-    """An endless Grain iterator of (Batch, position) over `rows` of the global batch; None: all of them.
+class TrainBatches:
+    """An endless iterator of (Batch, position) over `rows` of the global batch; None: all of them.
 
     Batch: NumPy, [len(rows), seq_len]. position: int64[len(rows), 1 + 6 S] (see streams), that of those rows after the
     batch; a new TrainBatches with that position continues with the next batch. Batches do not depend on the
@@ -44,25 +43,24 @@ class TrainBatches(grain.DatasetIterator):
         index_folder: pathlib.Path | None = None,
         retries: Retries | None = None,
     ):
-        super().__init__()
-        self._workers: _RowPrefetcher | None = None  # first: Grain calls close() on collection, even if __init__ raised
+        self._workers: _RowPrefetcher | None = None
         self._data, self.retries = data, retries or Retries()
         self.rows = tuple(range(data.batch_size) if rows is None else rows)
-        if not self.rows or min(self.rows) < 0 or max(self.rows) >= data.batch_size:
-            raise ValueError(
-                f"rows={self.rows} must be a non-empty subset of 0 .. data.batch_size - 1 = {data.batch_size - 1}."
-            )
         self.definition = Definition(data, tokenizer=tokenizer, index_folder=index_folder, retries=self.retries)
         self.manifest = self.definition.manifest
         self.num_documents = sum(len(source.documents) for source in self.definition.sources)
         self.set_state(position)
+
+    def __iter__(self) -> TrainBatches:
+        return self
 
     def __next__(self) -> tuple[batch_lib.Batch, np.ndarray]:
         return make_batch([row for _, row in self.next_rows()]), self._position.copy()
 
     def next_rows(self) -> list[tuple[int, packing.Row]]:
         """Returns the rows of the next batch: (number of its source, row) for each of `rows`."""
-        self._assert_not_closed()
+        if self._workers is None:
+            raise ValueError("these batches are closed.")
         made = self._workers.next_rows()
         self._position = np.stack([position for _, _, position in made])
         return [(source, row) for source, row, _ in made]
@@ -74,23 +72,19 @@ class TrainBatches(grain.DatasetIterator):
     def set_state(self, state: np.ndarray | None) -> None:
         """Moves to a position, or to the beginning; tokenizes at most a document or window per row and source again."""
         position = self.definition.position(state, num_rows=len(self.rows))
-        self._close_workers()
+        self.close()
         self._position = position
-        streams = [self.definition.row(row, position=place) for row, place in zip(self.rows, position, strict=True)]
+        streams = [self.definition.row(row, position=of_row) for row, of_row in zip(self.rows, position, strict=True)]
         self._workers = _RowPrefetcher(
             streams, num_threads=self._data.num_threads, max_rows_ahead=self._data.prefetch_batches
         )
 
     def close(self) -> None:
         """Stops the threads and waits for them to finish the document they are tokenizing."""
-        super().close()
-        self._close_workers()
-
-    def _close_workers(self) -> None:
         if self._workers is not None:
-            with self.retries.without_waits():
+            with self.retries.stop_waiting():
                 self._workers.close()
-            self._workers = None  # Grain closes again on collection, perhaps at interpreter exit
+            self._workers = None
 
 
 def make_batch(rows: Sequence[packing.Row]) -> batch_lib.Batch:

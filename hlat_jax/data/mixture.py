@@ -82,11 +82,11 @@ def parse_stages(
         example = ",".join(f"{name}=1" for name in names)
         raise ValueError(f"data.mixture is empty, but data.train has {len(names)} sources; set it, as to {example}")
     stages, before = [], 0
-    for number, part in enumerate(parts, 1):
-        where = f"data.mixture, stage {number} ({part.strip()})"
+    for stage_number, part in enumerate(parts, 1):
+        where = f"data.mixture, stage {stage_number} ({part.strip()})"
         weights, unit, count = _UNTIL.fullmatch(part).groups()
         shares = _shares(weights, names=names, where=where)
-        if (unit is None) != (number == len(parts)):
+        if (unit is None) != (stage_number == len(parts)):
             raise ValueError(f"{where}: each stage but the last must have an until_step or until_tokens.")
         if unit is None:
             stages.append(MixtureStage(None, shares))
@@ -158,12 +158,12 @@ def _shares(text: str, *, names: Sequence[str], where: str) -> tuple[fractions.F
 def _count(text: str, *, where: str) -> int:
     """Returns a positive integer, which may be written 1.4e12 or 1_400_000."""
     try:
-        number = fractions.Fraction(text)
+        count = fractions.Fraction(text)
     except (ValueError, ZeroDivisionError):
-        number = fractions.Fraction(0)
-    if number <= 0 or number.denominator != 1:
+        count = fractions.Fraction(0)
+    if count <= 0 or count.denominator != 1:
         raise ValueError(f"{where}: {text!r} is not a positive integer.")
-    return int(number)
+    return int(count)
 
 
 class Mixture:
@@ -203,10 +203,10 @@ class Mixture:
         emitted, owed = list(emitted), self._credit(stage, row, batch=batch, owed=owed)
         emitted[source] += num_tokens
         owed[source] -= num_tokens
-        for number, bound in enumerate(itertools.accumulate(self.stages[stage].shares)):
+        for index, bound in enumerate(itertools.accumulate(self.stages[stage].shares)):
             # cumulative sums are rounded, so that errors do not accumulate
             until = math.floor(bound * padding_after) - math.floor(bound * padding)
-            owed[number] -= until - paid
+            owed[index] -= until - paid
             paid = until
         return emitted, owed
 
@@ -218,9 +218,9 @@ class Mixture:
 
     def _stage(self, batch: int, emitted: Sequence[int]) -> int:
         num_tokens = sum(emitted) * self.num_rows
-        for number, stage in enumerate(self.stages[:-1]):
+        for index, stage in enumerate(self.stages[:-1]):
             if batch < stage.until_step if stage.until_tokens is None else num_tokens < stage.until_tokens:
-                return number
+                return index
         return len(self.stages) - 1
 
     def describe(self) -> str:

@@ -19,9 +19,12 @@ import bisect
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from hlat_jax.data.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(slots=True)
@@ -96,7 +99,7 @@ def pieces(text: str, *, max_chars: int) -> Iterator[str]:
         yield text[start : start + max_chars]
 
 
-def document_tokens(text: str, *, tokenizer: Any, max_chars: int, bos: bool = False) -> Iterator[np.ndarray]:
+def document_tokens(text: str, *, tokenizer: Tokenizer, max_chars: int, bos: bool = False) -> Iterator[np.ndarray]:
     """Yields the int32 tokens of a document, one piece at a time, each ending in EOS; memory holds one piece.
 
     With `bos` each piece begins with BOS.
@@ -227,7 +230,8 @@ class DocumentsStream:
         self._row += 1
         self._num_taken += 1
         share = self._num_taken / (self._num_taken + len(self._rows) - self._row)
-        with contextlib.suppress(Exception):  # errors are left to the first row of the next window
+        # the first row of the next window reads that document again, and raises
+        with contextlib.suppress(ValueError, OSError):
             while self._next.num_read < share * self._next.num_documents:
                 self._tokenize_one()
         if self._row == len(self._rows):
@@ -255,24 +259,24 @@ class DocumentsStream:
 
     def _tokenize_one(self) -> None:
         window = self._next
-        number = window.first + window.num_read
-        document = self._read(window.epoch, number)
+        document_index = window.first + window.num_read
+        document = self._read(window.epoch, document_index)
         if document is None:
             window.num_bad += 1
         else:
-            window.documents.append((number, concatenate(list(self._encode(document)))))
+            window.documents.append((document_index, concatenate(list(self._encode(document)))))
         window.num_read += 1
 
     def _pack(self, window: _Window) -> list[Row]:
         cuts = [
-            (number, token, tokens[token : token + self._seq_len])
-            for number, tokens in window.documents
+            (document, token, tokens[token : token + self._seq_len])
+            for document, tokens in window.documents
             for token in range(0, len(tokens), self._seq_len)
         ]
         rows = []
-        for numbers in best_fit([len(tokens) for *_, tokens in cuts], capacity=self._seq_len):
+        for in_row in best_fit([len(tokens) for *_, tokens in cuts], capacity=self._seq_len):
             segment_ids_T, start, parts, spans = np.zeros(self._seq_len, np.int32), 0, [], []
-            for segment, (document, token, tokens) in enumerate((cuts[number] for number in numbers), 1):
+            for segment, (document, token, tokens) in enumerate((cuts[cut] for cut in in_row), 1):
                 stop = start + len(tokens)
                 segment_ids_T[start:stop] = segment
                 parts.append(tokens)
@@ -306,12 +310,12 @@ def best_fit(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:
     room: list[tuple[int, int]] = []  # sorted (free tokens, row) of rows that are not full
     for piece in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
         length = lengths[piece]
-        at = bisect.bisect_left(room, (length, -1))
-        if at == len(room):
+        slot = bisect.bisect_left(room, (length, -1))
+        if slot == len(room):
             rows.append([])
             free, row = capacity, len(rows) - 1
         else:
-            free, row = room.pop(at)
+            free, row = room.pop(slot)
         rows[row].append(piece)
         if free > length:
             bisect.insort(room, (free - length, row))

@@ -15,7 +15,7 @@ from hlat_jax.data.formats.paths import (
     file_format,
     find_files,
     is_url,
-    nothing_at,
+    not_found,
     refuse_url,
     tokenizer_file,
 )
@@ -70,7 +70,7 @@ def check_text_path(path: str, *, key: str, text_field: str = "text") -> None:
     if not path or path.endswith("%"):  # a share of data.train
         return
     if not exists(os.path.expanduser(path)):
-        raise nothing_at(path, key=key)
+        raise not_found(path, key=key)
 
 
 def was_opened(data: DataConfig, workdir: pathlib.Path) -> bool:

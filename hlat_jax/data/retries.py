@@ -44,7 +44,7 @@ class Retries:
         return count
 
     @contextlib.contextmanager
-    def without_waits(self) -> Iterator[None]:
+    def stop_waiting(self) -> Iterator[None]:
         """Ends all waiting, for the length of the block."""
         self._tries_once_until_s = math.inf
         try:

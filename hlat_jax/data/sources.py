@@ -5,6 +5,8 @@ A document is a text, or token ids where a dataset stores them. Files are read i
 
 from __future__ import annotations
 
+import copy
+import functools
 import hashlib
 import itertools
 import json
@@ -17,13 +19,13 @@ import numpy as np
 from hlat_jax.config import count_text
 from hlat_jax.data.formats import records
 from hlat_jax.data.formats.array_record import array_record_documents
-from hlat_jax.data.formats.built import manifest_fingerprint, open_built
+from hlat_jax.data.formats.built import open_built
 from hlat_jax.data.formats.columns import ColumnCache, arrow_documents, parquet_documents
 from hlat_jax.data.formats.files import DataFile, Snapshot
 from hlat_jax.data.formats.jsonl import jsonl_documents
 from hlat_jax.data.formats.paths import file_format, find_files
-from hlat_jax.data.formats.plain_text import TextDocuments
-from hlat_jax.data.formats.token_files import TokenDocuments, megatron_documents, npy_documents
+from hlat_jax.data.formats.plain_text import text_documents
+from hlat_jax.data.formats.token_files import megatron_documents, npy_documents
 from hlat_jax.data.order import evenly_spaced, evenly_spread
 from hlat_jax.data.tokenizer import Tokenizer
 
@@ -39,15 +41,15 @@ class Corpus:
 
     Attributes:
       ignored: a description of the files in its folders that are not read, see paths.FoundFiles.
-      can_cut: whether it has plain-text files that open_corpus can cut at paragraphs.
+      has_text: whether it has plain-text files, which can be cut at paragraphs.
+      is_cut: whether these are cut.
       num_held_out: the number of documents that `split` holds out.
     """
 
-    def __init__(self, parts: Sequence[Any], manifest: dict[str, Any], *, ignored: str = ""):
+    def __init__(self, parts: Sequence[records.Documents], manifest: dict[str, Any], *, ignored: str, is_cut: bool):
         self._parts, self.manifest, self.ignored = list(parts), manifest, ignored
         self._starts = records.starts(len(part) for part in self._parts)
-        is_cut = {part.is_cut for part in parts if isinstance(part, TextDocuments)}
-        self.can_cut, self.is_cut = False in is_cut, True in is_cut
+        self.has_text, self.is_cut = "text" in {entry["kind"] for entry in manifest["files"]}, is_cut
         self._held_out, self._is_held_out = np.zeros(0, np.int64), False
 
     def split(self, *, share: float, held_out: bool) -> Corpus:
@@ -55,8 +57,8 @@ class Corpus:
         total, count = len(self), num_held_out(len(self), share=share)
         num_documents = count if held_out else total - count
         digest = _digest([self.manifest["hash"], total, count, held_out])
-        manifest = self.manifest | {"documents": num_documents, "hash": digest}
-        part = Corpus(self._parts, manifest, ignored=self.ignored)
+        part = copy.copy(self)
+        part.manifest = self.manifest | {"documents": num_documents, "hash": digest}
         part._held_out, part._is_held_out = np.asarray(evenly_spaced(total, count)), held_out
         return part
 
@@ -68,18 +70,18 @@ class Corpus:
         return self.manifest["documents"]
 
     def __getitem__(self, index: int) -> str | np.ndarray:
-        part, number = self._place(index)
-        return self._parts[part][number]
+        part, document = self._place(index)
+        return self._parts[part][document]
 
     def locate(self, index: int) -> str:
         """Returns the file and row of a document without reading it, as in 'books/a.jsonl, row 17'."""
-        part, number = self._place(index)
-        return self._parts[part].locate(number)
+        part, document = self._place(index)
+        return self._parts[part].locate(document)
 
     def text_bytes(self, index: int) -> int:
         """Returns the UTF-8 bytes of the text of a document of token ids."""
-        part, number = self._place(index)
-        return self._parts[part].text_bytes(number)
+        part, document = self._place(index)
+        return self._parts[part].text_bytes(document)
 
     def _place(self, index: int) -> tuple[int, int]:
         """Returns the part that holds a document, and its number there."""
@@ -106,7 +108,6 @@ def open_corpus(
     *,
     text_field: str,
     key: str,
-    files: Sequence[DataFile] | None = None,
     index_folder: pathlib.Path | None = None,
     tokenizer_sha256: str | None = None,
     cut_text: bool = False,
@@ -125,52 +126,67 @@ def open_corpus(
     Args:
       spec: paths separated by commas.
       key: the config path of `spec`, for errors.
-      files: the files of `spec` to open, by default all that find_files returns.
       index_folder: a folder that keeps the indices of JSONL files between runs.
       tokenizer_sha256: the tokenizer that must have made stored ids, by default any.
       cut_text: whether plain-text files are cut into documents at paragraphs.
       tokenizer: the tokenizer of files of token ids, which need one.
     """
-    ignored = ""
-    if files is None:
-        searched = find_files(spec, key=key, text_field=text_field)
-        files, ignored = searched.files, searched.describe_ignored()
-    opened, cache = [], ColumnCache()  # (kind, files, their documents)
-    for kind, run in itertools.groupby(files, key=file_format):
+    searched = find_files(spec, key=key, text_field=text_field)
+    open_file = functools.partial(
+        _open_file,
+        key=key,
+        text_field=text_field,
+        index_folder=index_folder,
+        tokenizer=tokenizer,
+        tokenizer_sha256=tokenizer_sha256,
+        cache=ColumnCache(),
+    )
+    opened: list[tuple[str, list[DataFile], records.Documents]] = []
+    for kind, group in itertools.groupby(searched.files, key=file_format):
         if kind == "text":
-            texts = list(run)
-            opened.append((kind, texts, TextDocuments(texts, cut=cut_text)))
-            continue
-        for file in run:
-            if kind == "built":
-                part = open_built(file, key=key, tokenizer_sha256=tokenizer_sha256)
-            elif kind == "array_record":
-                part = array_record_documents(Snapshot(file))
-            elif kind == "jsonl":
-                part = jsonl_documents(Snapshot(file), field=text_field, index_folder=index_folder)
-            elif kind in ("megatron", "npy"):
-                part = token_documents(file, kind, tokenizer=tokenizer, key=key)
-            elif kind == "arrow":
-                part = arrow_documents(Snapshot(file), field=text_field)
-            else:
-                part = parquet_documents(Snapshot(file), field=text_field, cache=cache)
-            opened.append((kind, [file], part))
+            texts = list(group)
+            opened.append((kind, texts, text_documents(texts, cut=cut_text)))
+        else:
+            opened += [(kind, [file], open_file(kind, file)) for file in group]
     entries = [_manifest_entry(*each) for each in opened]
     num_documents = sum(entry["documents"] for entry in entries)
     if num_documents == 0:
         raise ValueError(f"{key}={spec!r}: no documents in {count_text(len(entries), 'file')}.")
     digest = _digest([text_field] + [[entry[k] for k in ("bytes", "documents", "fingerprint")] for entry in entries])
     manifest = {"files": entries, "documents": num_documents, "text_field": text_field, "hash": digest}
-    return Corpus([part for *_, part in opened], manifest, ignored=ignored)
+    return Corpus([part for *_, part in opened], manifest, ignored=searched.describe_ignored(), is_cut=cut_text)
 
 
-def token_documents(file: DataFile, kind: str, *, tokenizer: Tokenizer | None, key: str) -> TokenDocuments:
-    """Returns the documents of a file of token ids, which must be those of the tokenizer."""
-    if tokenizer is None:
+def _open_file(
+    kind: str,
+    file: DataFile,
+    *,
+    key: str,
+    text_field: str,
+    index_folder: pathlib.Path | None,
+    tokenizer: Tokenizer | None,
+    tokenizer_sha256: str | None,
+    cache: ColumnCache,
+) -> records.Documents:
+    """Returns the documents of one file, or one dataset, by number; see `open_corpus`."""
+    if kind == "built":
+        return open_built(file, key=key, tokenizer_sha256=tokenizer_sha256)
+    if kind in ("megatron", "npy") and tokenizer is None:
         raise ValueError(f"{key}: {file} holds token ids; give text, as its bytes are counted.")
-    if kind == "megatron":
-        return megatron_documents(Snapshot(file), tokenizer=tokenizer)
-    return npy_documents(Snapshot(file), tokenizer=tokenizer)
+    snapshot = Snapshot(file)
+    match kind:
+        case "array_record":
+            return array_record_documents(snapshot)
+        case "jsonl":
+            return jsonl_documents(snapshot, field=text_field, index_folder=index_folder)
+        case "arrow":
+            return arrow_documents(snapshot, field=text_field)
+        case "parquet":
+            return parquet_documents(snapshot, field=text_field, cache=cache)
+        case "megatron":
+            return megatron_documents(snapshot, tokenizer=tokenizer)
+        case _:
+            return npy_documents(snapshot, tokenizer=tokenizer)
 
 
 def unknown_share(documents: Sequence[str | np.ndarray], tokenizer: Tokenizer) -> float:
@@ -178,9 +194,9 @@ def unknown_share(documents: Sequence[str | np.ndarray], tokenizer: Tokenizer) -
     if tokenizer.unk_id < 0:
         return 0.0
     num_unknown = num_tokens = 0
-    for number in itertools.islice(evenly_spread(len(documents)), _SAMPLE_DOCUMENTS):
+    for index in itertools.islice(evenly_spread(len(documents)), _SAMPLE_DOCUMENTS):
         try:
-            document = documents[number][:_SAMPLE_CHARS]
+            document = documents[index][:_SAMPLE_CHARS]
         except (ValueError, OSError):  # raised in training, or skipped
             continue
         ids = tokenizer.encode(document) if isinstance(document, str) else document
@@ -200,21 +216,14 @@ def many_unknown(name: str, share: float) -> str:
     )
 
 
-def _manifest_entry(kind: str, files: list[DataFile], part: Any) -> dict[str, Any]:
+def _manifest_entry(kind: str, files: list[DataFile], part: records.Documents) -> dict[str, Any]:
     prints = [snapshot.content_hash or snapshot.fingerprint for snapshot in part.snapshots]
     joined = prints[0] if len(prints) == 1 else hashlib.blake2b("".join(prints).encode(), digest_size=16).hexdigest()
-    entry = {
+    return {
         "name": files[0].name if len(files) == 1 else f"{files[0].name} and {len(files) - 1} more",
         "kind": kind,
         "bytes": sum(snapshot.size for snapshot in part.snapshots),
         "documents": len(part),
         "fingerprint": joined,
+        **part.facts,
     }
-    if kind == "built":
-        manifest = part.manifest
-        entry["kind"] = manifest.kind
-        entry["fingerprint"] = manifest_fingerprint(manifest, part.snapshots)
-        fields = ("tokens", "tokenizer_sha256", "vocab_size", "eos_id", "max_document_chars")
-        entry |= {name: getattr(manifest, name) for name in fields if manifest.kind == "tokens"}
-        entry |= {"prepend_bos": True} if manifest.prepend_bos else {}
-    return entry

@@ -84,22 +84,7 @@ def open_sources(
     for name, paths in parse_sources(getattr(data, from_key.removeprefix("data.")), key=from_key).items():
         where = from_key if name == UNNAMED else f"{from_key} ({name})"
         corpus = open_documents(paths, data, key=where, tokenizer=encode.tokenizer, index_folder=index_folder)
-        end = 0
-        for entry in corpus.manifest["files"]:
-            numbers, first_bad = range(end, end := end + entry["documents"])[:MANY_BAD], None
-            for number in numbers if entry["kind"] == "jsonl" else ():  # the only one with messages
-                try:
-                    document = corpus[number]
-                    if isinstance(document, Answered):
-                        encode.answers(document)  # a chat template that refuses it is found before anything is compiled
-                    break
-                except BadRecord as error:
-                    first_bad = first_bad or error
-                except OSError:
-                    pass
-            else:
-                if first_bad is not None and data.on_bad_record == "raise":
-                    raise first_bad  # row 1, and not the first that the shuffled order reads
+        _check_first_records(corpus, encode, is_bad_skipped=data.on_bad_record == "skip")
         if encode.answers.template_sha256:
             corpus.manifest["chat_template"] = encode.answers.template_sha256
         _check_stored(corpus.manifest, data, key=where)
@@ -119,6 +104,33 @@ def open_sources(
     return opened
 
 
+def _check_first_records(corpus: sources.Corpus, encode: Encoder, *, is_bad_skipped: bool) -> None:
+    """Tries the first record of each JSONL file, before anything is compiled; only these may hold conversations.
+
+    Raises:
+      ValueError: the chat template refuses it.
+      BadRecord: the first thousand records of a file are bad, and bad ones are not skipped: row 1, and not the first
+        that the shuffled order reads.
+    """
+    end = 0
+    for entry in corpus.manifest["files"]:
+        start, end = end, end + entry["documents"]
+        first_bad: BadRecord | None = None
+        for index in range(start, end)[:MANY_BAD] if entry["kind"] == "jsonl" else ():
+            try:
+                document = corpus[index]
+                if isinstance(document, Answered):
+                    encode.answers(document)
+                first_bad = None
+                break
+            except BadRecord as error:
+                first_bad = first_bad or error
+            except OSError:
+                pass  # which may pass: the run tries again
+        if first_bad is not None and not is_bad_skipped:
+            raise first_bad
+
+
 def open_documents(
     spec: str, data: DataConfig, *, key: str, tokenizer: Tokenizer, index_folder: pathlib.Path | None = None
 ) -> sources.Corpus:
@@ -130,7 +142,7 @@ def open_documents(
     documents = sources.open_corpus(spec, text_field=data.text_field, key=key, **options)
     share, total = held_out_share(data.validation), len(documents)
     num_left = total - (sources.num_held_out(total, share=share) if share else 0)
-    if key.startswith("data.train") and documents.can_cut and num_left < data.batch_size:
+    if key.startswith("data.train") and documents.has_text and num_left < data.batch_size:
         documents = sources.open_corpus(spec, text_field=data.text_field, key=key, cut_text=True, **options)
     return documents
 
@@ -248,11 +260,9 @@ class Definition:
 
     def position(self, position: np.ndarray | None, *, num_rows: int) -> np.ndarray:
         """Returns int64[num_rows, 1 + 6 S], a copy of a position; without one, that before the first batch."""
-        shape = (num_rows, 1 + NUM_FIELDS * len(self.sources))
-        position = np.zeros(shape, np.int64) if position is None else np.array(position, np.int64)
-        if position.shape != shape:
-            raise ValueError(f"position has shape {position.shape}; these rows and sources have positions of {shape}.")
-        return position
+        if position is not None:
+            return np.array(position, np.int64)
+        return np.zeros((num_rows, 1 + NUM_FIELDS * len(self.sources)), np.int64)
 
     def row(self, row: int, *, position: np.ndarray) -> RowStream:
         """Returns the stream of row `row` of every batch, starting at a position int64[1 + 6 S]."""
@@ -264,7 +274,7 @@ class Definition:
         """Returns the number, within its source, of the document at entry `entry` of a stream in an epoch."""
         return self.sources[source].number(epoch, row + entry * self._data.batch_size)
 
-    def _stream(self, row: int, source: int, *, position: np.ndarray) -> Any:
+    def _stream(self, row: int, source: int, *, position: np.ndarray) -> packing.Stream:
         data, documents = self._data, self.sources[source].documents
         num_own = len(range(row, len(documents), data.batch_size))  # in each epoch
         # with shuffling, a stream reads other documents in every epoch; without, the same ones
@@ -273,9 +283,9 @@ class Definition:
 
         def read(epoch: int, entry: int) -> str | np.ndarray | None:
             nonlocal bad_in_a_row
-            number = self.document(source, row=row, epoch=epoch, entry=entry)
+            document_index = self.document(source, row=row, epoch=epoch, entry=entry)
             try:
-                document = self._retries(lambda: documents[number])
+                document = self._retries(lambda: documents[document_index])
             except BadRecord:
                 bad_in_a_row += 1
                 if data.on_bad_record == "skip" and bad_in_a_row < most_bad:

@@ -196,10 +196,10 @@ class _SentencePiece:
     def encode_with_control_tokens(self, text: str) -> list[int]:
         """Returns the ids of a text in which control tokens are written out; see Tokenizer."""
         ids = []
-        for number, part in enumerate(self._control_pattern.split(text) if self._control_ids else [text]):
-            if number % 2:
+        for index, part in enumerate(self._control_pattern.split(text) if self._control_ids else [text]):
+            if index % 2:
                 ids.append(self._control_ids[part])
-            elif number and self.adds_space:  # a space is added to the beginning of the text alone
+            elif index and self.adds_space:  # a space is added to the beginning of the text alone
                 ids += self.encode(f"\n{part}")[len(self.encode("\n")) :] if part else []
             else:
                 ids += self.encode(part)

@@ -44,10 +44,10 @@ class JsonModel:
 
     def encode_with_control_tokens(self, text: str) -> list[int]:
         """Returns the ids of a text in which control tokens are written out; see tokenizer.Tokenizer."""
-        return self._of_control_tokens.encode(text, add_special_tokens=False).ids
+        return self._control_token_model.encode(text, add_special_tokens=False).ids
 
     @functools.cached_property
-    def _of_control_tokens(self) -> Any:
+    def _control_token_model(self) -> Any:
         copy = type(self._model).from_str(self._model.to_str())
         copy.encode_special_tokens = False
         return copy
@@ -85,12 +85,12 @@ class JsonModel:
                 content = read_json(folder / file)
             except (OSError, ValueError):
                 continue
-            token, number = content.get(f"{name}_token"), content.get(f"{name}_token_id")
+            token, token_id = content.get(f"{name}_token"), content.get(f"{name}_token_id")
             token = token.get("content") if isinstance(token, dict) else token
-            number = number[0] if isinstance(number, list) and number else number
-            number = self._vocab.get(token) if isinstance(token, str) else number
-            if type(number) is int and 0 <= number < self.vocab_size:
-                return number
+            token_id = token_id[0] if isinstance(token_id, list) and token_id else token_id
+            token_id = self._vocab.get(token) if isinstance(token, str) else token_id
+            if type(token_id) is int and 0 <= token_id < self.vocab_size:
+                return token_id
         return -1
 
 

@@ -10,7 +10,7 @@ import os
 import pathlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from absl import flags, logging
@@ -21,8 +21,13 @@ from hlat_jax.cli.path_checks import check_file, check_folder
 from hlat_jax.config import count_text
 from hlat_jax.data.formats.records import Answered
 from hlat_jax.generate import inference
+from hlat_jax.host.console import say
 from hlat_jax.resolve import resolve
 from hlat_jax.store.progress import show_progress
+
+if TYPE_CHECKING:
+    from hlat_jax.data.sources import Corpus
+    from hlat_jax.data.tokenizer import Tokenizer
 
 _USAGE = """Usage: python -m hlat_jax.evaluate --checkpoint=FOLDER --text=FILE [--FLAG=VALUE ...]
        python -m hlat_jax.evaluate --checkpoint=FOLDER --data=SOURCE [--FLAG=VALUE ...]
@@ -135,18 +140,16 @@ def _run_text(values: flags.FlagValues) -> None:
         "num_tokens": sum(len(document.ids) - 1 for document in documents),
         "num_windows": sum(len(context) == 1 for context, _ in pairs) if ranges else len(pairs),
     }
-    sizes = ", ".join(count_text(number, name[4:-1]) for name, number in sums.items())
+    sizes = ", ".join(count_text(count, name[4:-1]) for name, count in sums.items())
     rate = sums["num_tokens"] / (time.monotonic() - began)
-    print(f"text             {sizes} of at most {window:,} tokens; {rate:,.0f} tokens/s, with compilation")
+    say("text", f"{sizes} of at most {window:,} tokens; {rate:,.0f} tokens/s, with compilation")
     by_position = []
     for first, stop in ranges:  # of a pair, the context ends at the first of its positions
         there = [(loss, len(pair[1])) for pair, loss in zip(pairs, losses, strict=True) if len(pair[0]) == first + 1]
         total, count = (math.fsum(column) for column in zip(*there, strict=True)) if there else (0.0, 0)
         by_position.append({"first": first, "last": stop - 1, "nats": total, "num_tokens": int(count)})
         if there:
-            print(
-                f"{f'{first:,}-{stop - 1:,}':16} {total / count:.4f} nats per token, {count_text(int(count), 'token')}"
-            )
+            say(f"{first:,}-{stop - 1:,}", f"{total / count:.4f} nats per token, {count_text(int(count), 'token')}")
     nats = math.fsum(losses)
     measured = measures(nats, sums["num_tokens"], num_bytes=sums["num_bytes"])
     more = {"by_position": by_position} if ranges else {}
@@ -181,7 +184,7 @@ def _run_validation(values: flags.FlagValues) -> None:
     if changed:
         raise ValueError("--validation: the held-out text differs from the run's:\n  " + "\n  ".join(changed))
     for name, source in held_out.items():
-        print(f"validation       {source.describe(name)}")
+        say("validation", source.describe(name))
     eval_step = _eval_step(trained, run, num_rows=num_rows)
     with show_progress("compiling") as status:
         measured = Validation(held_out, eval_step, trained.layout, status)(trained.params)
@@ -210,11 +213,9 @@ def _report(
     values: flags.FlagValues, trained: inference.TrainedModel, measured: dict[str, float], more: dict[str, Any]
 ) -> None:
     """Prints loss, perplexity and bits per byte, and writes them and `more` to --json."""
-    print(
-        f"loss             {measured['eval_loss']:.6f} nats per token\n"
-        f"perplexity       {measured['perplexity']:.4f}\n"
-        f"bits per byte    {measured['bits_per_byte']:.6f}"
-    )
+    say("loss", f"{measured['eval_loss']:.6f} nats per token")
+    say("perplexity", f"{measured['perplexity']:.4f}")
+    say("bits per byte", f"{measured['bits_per_byte']:.6f}")
     numbers = {key: value if math.isfinite(value) else None for key, value in measured.items()}
     flags_lib.write_report(values.json, more | numbers | {"checkpoint": trained.folder})
 
@@ -234,7 +235,7 @@ def windows(ids: np.ndarray, window: int) -> Iterator[tuple[np.ndarray, np.ndarr
 
 def position_ranges(window: int) -> list[tuple[int, int]]:
     """Returns (first, stop) of ranges of positions, each as long as all before it, up to the end of the window."""
-    bounds = [0, *(_FIRST_RANGE << number for number in range(32) if _FIRST_RANGE << number < window), window]
+    bounds = [0, *(_FIRST_RANGE << power for power in range(32) if _FIRST_RANGE << power < window), window]
     return list(itertools.pairwise(bounds))
 
 
@@ -257,25 +258,25 @@ def _documents(values: flags.FlagValues, trained: inference.TrainedModel) -> lis
     [first] = trained.first_ids(values.bos) or [tokenizer.eos_id]
     if values.data:
         options = {"text_field": values.text_field, "tokenizer_sha256": tokenizer.sha256}
-        corpus: Any = sources.open_corpus(values.data, key="--data", **options)
+        corpus: Corpus | list[str] = sources.open_corpus(values.data, key="--data", **options)
     else:
         try:
             corpus = [pathlib.Path(values.text).read_bytes().decode("utf-8-sig")]
         except UnicodeDecodeError as error:
             raise ValueError(f"--text={values.text} is not UTF-8: {error}.") from None
-    return [_document(corpus, number, tokenizer, first=first) for number in range(len(corpus))]
+    return [_document(corpus, index, tokenizer, first=first) for index in range(len(corpus))]
 
 
-def _document(documents: Any, number: int, tokenizer: Any, *, first: int) -> Document:
+def _document(documents: Corpus | list[str], index: int, tokenizer: Tokenizer, *, first: int) -> Document:
     """Returns a document of a text, or of stored token ids without their BOS and EOS."""
-    record = documents[number]
+    record = documents[index]
     if isinstance(record, Answered):
         raise ValueError(f"{record.where}: records of prompts, answers or messages are for training alone.")
     if isinstance(record, str):
         ids, num_bytes = tokenizer.encode(record), len(record.encode("utf-8"))
     else:
         ids = record[~np.isin(record, [tokenizer.bos_id, tokenizer.eos_id])]
-        num_bytes = round(tokenizer.bytes_of(record, documents.text_bytes(number)).sum())
+        num_bytes = round(tokenizer.bytes_of(record, documents.text_bytes(index)).sum())
     return Document(np.concatenate([[first], ids]).astype(np.int32), num_bytes)
 
 

@@ -10,7 +10,6 @@ Source of the interface: `lm_eval.api.model.LM`, version 0.4.13.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -22,7 +21,7 @@ from hlat_jax.config import count_text
 from hlat_jax.data.chat_template import ChatTemplate, Message
 from hlat_jax.evaluate import lm_eval_compat
 from hlat_jax.generate.chat import open_template
-from hlat_jax.generate.generator import Generator
+from hlat_jax.generate.generator import Generator, collect_tokens
 from hlat_jax.generate.inference import TrainedModel
 from hlat_jax.generate.sampling import Sampling
 from hlat_jax.generate.scoring import Pair, Scorer
@@ -76,7 +75,7 @@ class HarnessModel(lm_eval_compat.TemplateLM):
     @property
     def tokenizer_name(self) -> str:
         """The key of tokenizer and chat template in the harness's cache of rendered requests."""
-        return f"{self._tokenizer.sha256}-{self._opened_template().sha256}"
+        return f"{self._tokenizer.sha256}-{self._get_template().sha256}"
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Returns the chat template in Jinja and applies it from now on; None for False.
@@ -102,7 +101,7 @@ class HarnessModel(lm_eval_compat.TemplateLM):
         Raises:
           ValueError: there is no template, or it refuses the other messages.
         """
-        template = self._opened_template()
+        template = self._get_template()
 
         def render(messages: Sequence[Message]) -> str:
             if add_generation_prompt:
@@ -120,7 +119,7 @@ class HarnessModel(lm_eval_compat.TemplateLM):
                 print(f"warning: system messages are left out: {error}", file=sys.stderr, flush=True)
             return render(others)
 
-    def _opened_template(self) -> ChatTemplate:
+    def _get_template(self) -> ChatTemplate:
         if self._template is None:
             self._template = open_template(str(self._folder), key=TEMPLATE_FLAG)
         return self._template
@@ -164,20 +163,20 @@ class HarnessModel(lm_eval_compat.TemplateLM):
     def generate_until(self, requests: Sequence[Any], **_: Any) -> list[str]:
         """Returns the text generated after each context, up to a stop sequence, EOS, or `max_gen_toks` tokens."""
         alike: dict[str, list[int]] = {}
-        for number, request in enumerate(requests):
-            alike.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
+        for index, request in enumerate(requests):
+            alike.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(index)
         texts_of_all = [""] * len(requests)
         self._status.share, self._status.text = 0.0, count_text(len(requests), "generated text")
         for numbers in alike.values():
-            ids = {number: self.tok_encode(requests[number].args[0]) for number in numbers}
-            numbers = sorted(numbers, key=lambda number: -len(ids[number]))
+            ids = {index: self.tok_encode(requests[index].args[0]) for index in numbers}
+            numbers = sorted(numbers, key=lambda index: -len(ids[index]))
             for start in range(0, len(numbers), self._num_rows):
                 batch = numbers[start : start + self._num_rows]
                 asked = requests[batch[0]].args[1]
-                texts = self._continue_texts([ids[number] for number in batch], asked, first_number=start)
-                for number, text in zip(batch, texts, strict=True):
-                    texts_of_all[number] = text
-                    self.cache_hook.add_partial("generate_until", requests[number].args, text)
+                texts = self._continue_texts([ids[index] for index in batch], asked, first_number=start)
+                for index, text in zip(batch, texts, strict=True):
+                    texts_of_all[index] = text
+                    self.cache_hook.add_partial("generate_until", requests[index].args, text)
                 self._status.share += len(batch) / len(requests)
         return texts_of_all
 
@@ -200,8 +199,6 @@ class HarnessModel(lm_eval_compat.TemplateLM):
                 "set it below that in the task, or by the harness's --gen_kwargs."
             )
         prompts = [prompt[-room:] or [self.prefix_token_id] for prompt in prompts]
-        ids: list[list[int]] = [[] for _ in prompts]
-        ended = [False] * len(prompts)
         steps = self._generator.stream(
             prompts,
             max_tokens=max_tokens,
@@ -209,17 +206,12 @@ class HarnessModel(lm_eval_compat.TemplateLM):
             stop_ids=stop_ids,
             first_number=first_number,
         )
-        with contextlib.closing(steps):
-            for step in steps:
-                for row, token in enumerate(step):
-                    if ended[row] or token is None or token == self.eot_token_id:
-                        ended[row] = True
-                        continue
-                    ids[row].append(token)
-                    text = self._text(ids[row])
-                    ended[row] = any(term in text for term in stop if term)
-                if all(ended):
-                    break
+
+        def is_stopped(_: int, ids: Sequence[int]) -> bool:
+            text = self._text(ids)
+            return any(term in text for term in stop if term)
+
+        ids, _ = collect_tokens(steps, num_prompts=len(prompts), stop_ids=stop_ids, is_stopped=is_stopped)
         return [lm_eval_compat.postprocess_generated_text(self._text(row), stop, None) for row in ids]
 
     def _control_tokens(self, terms: Sequence[str]) -> list[int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import pathlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hlat_jax.config import Config
 from hlat_jax.data.tokenizer import Tokenizer
@@ -18,6 +18,9 @@ from hlat_jax.evaluate.tasks import Tasks, require_harness
 from hlat_jax.generate.inference import TrainedModel
 from hlat_jax.parallel.sharding import Layout
 from hlat_jax.store.progress import Status
+
+if TYPE_CHECKING:
+    from hlat_jax.evaluate.harness import HarnessModel
 
 
 class TasksInTraining:
@@ -38,7 +41,7 @@ class TasksInTraining:
         options = {"limit": t.eval_tasks_limit, "folder": t.eval_tasks_folder, "key": "train.eval_tasks"}
         self._tasks = Tasks(t.eval_tasks.split(","), standard_errors=False, **options)
         self._config, self._layout, self._tokenizer = config, layout, tokenizer
-        self._model: Any = None
+        self._model: HarnessModel | None = None
         self.status = Status()
 
     def load(self) -> None:

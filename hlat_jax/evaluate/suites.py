@@ -27,7 +27,7 @@ class Column:
     num_fewshot: int
     metrics: Mapping[str, str]
 
-    def of(self, results: Mapping[str, Mapping[str, Any]]) -> float:
+    def mean(self, results: Mapping[str, Mapping[str, Any]]) -> float:
         """Returns the figure from `results` of the harness."""
         return 100.0 * statistics.mean(results[task][metric] for task, metric in self.metrics.items())
 
@@ -59,7 +59,7 @@ class Suite:
         """Returns the figures of `results` in a row called `name`, with their standard errors, above the paper's."""
         cells = {"": [column.title for column in self.columns]}
         cells[" "] = [f"{column.num_fewshot}-shot" for column in self.columns]
-        cells[name] = [f"{column.of(results):.1f}" for column in self.columns]
+        cells[name] = [f"{column.mean(results):.1f}" for column in self.columns]
         errors = [column.standard_error(results) for column in self.columns]
         cells["standard error"] = ["–" if error is None else f"{error:.1f}" for error in errors]
         cells |= {label: [f"{figure:.1f}" for figure in figures] for label, figures in self.published.items()}

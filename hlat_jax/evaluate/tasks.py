@@ -7,17 +7,19 @@ import difflib
 import functools
 import importlib.util
 import os
-import pathlib
 import random
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from hlat_jax.cli.path_checks import check_folder
 from hlat_jax.evaluate.suites import SUITES
 from hlat_jax.facts.local_paths import local_path
+
+if TYPE_CHECKING:
+    from hlat_jax.evaluate.harness import HarnessModel
 
 _BOOTSTRAP_SAMPLES = 100_000  # the harness's default
 _ALLOWS_CODE = "HF_ALLOW_CODE_EVAL"
@@ -71,7 +73,6 @@ class Tasks:
             raise ValueError(f"--num_fewshot: the suite {min(self.suites)} has shot counts of its own; leave it out.")
         folder = folder and str(local_path(folder))
         others = [name for name in names if name not in SUITES]
-        _check_spelled(others, folder=folder, key=key)
         self._manager = manager(folder)
         for name in others:
             if name not in self._manager.task_index:
@@ -97,12 +98,12 @@ class Tasks:
             with _seed():
                 self.plan = [(num_fewshot, self._load_tasks(names)) for num_fewshot, names in self.plan]
         except OSError as error:
-            names, why = ", ".join(self._names), str(error).splitlines()[0]
-            raise ValueError(f"{self._key}: data of {names} cannot be fetched: {why}") from None
+            names, reason = ", ".join(self._names), str(error).splitlines()[0]
+            raise ValueError(f"{self._key}: data of {names} cannot be fetched: {reason}") from None
         except ValueError as error:  # some tasks try their metric when they are loaded
-            raise self._refused_code(", ".join(self._names)) if _ALLOWS_CODE in str(error) else error from None
+            raise self._code_refusal(", ".join(self._names)) if _ALLOWS_CODE in str(error) else error from None
 
-    def _refused_code(self, name: str) -> ValueError:
+    def _code_refusal(self, name: str) -> ValueError:
         return ValueError(
             f"{self._key}: {name} executes programs that the model writes, here and with your rights. Run it "
             "in a container without anything of value, by `evaluate --allow_code`."
@@ -113,14 +114,14 @@ class Tasks:
         loaded = self._manager.load(names)
         for name, task in loaded["tasks"].items():
             if getattr(task, "UNSAFE_CODE", False) and not self._allow_code:
-                raise self._refused_code(name)
+                raise self._code_refusal(name)
         groups = list(loaded["groups"].values())
         inner = {task.task_name for group in groups for task in group.get_all_tasks()}
         inner |= {below.name for group in groups for below in group.get_all_groups()}
         return [loaded[kind][name] for kind in ("groups", "tasks") for name in loaded[kind] if name not in inner]
 
-    def __call__(self, model: Any) -> dict[str, Any]:
-        """Returns the harness's report on a `harness.HarnessModel`: results, groups, versions and so on, by task."""
+    def __call__(self, model: HarnessModel) -> dict[str, Any]:
+        """Returns the harness's report on a model: results, groups, versions and so on, by task."""
         from hlat_jax.evaluate import lm_eval_compat
 
         self.load()
@@ -142,33 +143,6 @@ class Tasks:
             for key, value in part.items():
                 results[key] = {**results.get(key, {}), **value} if isinstance(value, dict) else value
         return results
-
-
-def _check_spelled(names: Sequence[str], *, folder: str, key: str) -> None:
-    """Raises ValueError for a name that is no task of `folder` and that no file of the harness's tasks contains.
-
-    Reading these files takes a twentieth of the time in which the harness lists their tasks.
-    """
-    own = set(_own_tasks(folder)) if folder else set[str]()
-    left, spelled = {name.encode() for name in names if name not in own}, set[bytes]()
-    harness: Any = importlib.util.find_spec("lm_eval")
-    for parent, _, files in os.walk(pathlib.Path(harness.origin).parent / "tasks"):
-        if not left:
-            return
-        for file in files:
-            if file.endswith(".yaml") or "." not in file:  # those to be included have no suffix
-                content = pathlib.Path(parent, file).read_bytes()
-                left = {name for name in left if name not in content}
-                spelled.update(_NAME_LINE.findall(content))
-    for name in names:
-        if name.encode() in left:
-            raise _unknown(name, own.union(map(bytes.decode, spelled)), folder=folder, key=key)
-
-
-def _own_tasks(folder: str) -> Any:
-    from hlat_jax.evaluate import lm_eval_compat
-
-    return lm_eval_compat.TaskManager(include_path=folder, include_defaults=False).all_tasks
 
 
 def _unknown(name: str, known: Iterable[str], *, folder: str, key: str) -> ValueError:

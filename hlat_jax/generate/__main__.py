@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import pathlib
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import flags, logging
 
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.cli.path_checks import check_file
 from hlat_jax.config import count_text
-from hlat_jax.facts.local_paths import local_path
 from hlat_jax.generate import inference
 from hlat_jax.resolve import check_unicode
 from hlat_jax.store.progress import show_progress
-from hlat_jax.weights.description import describe
+
+if TYPE_CHECKING:
+    from hlat_jax.data.tokenizer import Tokenizer
+    from hlat_jax.generate.generator import Generator
 
 _USAGE = """Usage: python -m hlat_jax.generate --checkpoint=FOLDER --prompt=TEXT [--prompt=TEXT ...] [--FLAG=VALUE ...]
        python -m hlat_jax.generate --checkpoint=FOLDER --chat [--FLAG=VALUE ...]
@@ -40,76 +41,61 @@ def main(argv: Sequence[str]) -> int:
     logging.set_verbosity(logging.ERROR)  # silence absl INFO logs of libraries
     inference.prepare(values)
     how = {"bos": values.bos, "control_tokens": values.control_tokens}
-    _check_blank(texts, values, **how)
     # not at the top: they import JAX, which --help does not need
     from hlat_jax.generate import chat
-    from hlat_jax.generate.generator import Generator, Sampling, check_repetition_penalty
+    from hlat_jax.generate.generator import Generator, Sampling
 
-    sampling = Sampling(values.temperature, values.top_k, values.top_p, values.seed)
+    sampling = Sampling(values.temperature, values.top_k, values.top_p, values.seed, values.repetition_penalty)
     sampling.arguments()  # checked before anything is read
-    check_repetition_penalty(values.repetition_penalty)
     template = chat.open_template(values.checkpoint) if values.chat else None
     with show_progress("opening the model"):
         trained = inference.trained_model(values)
     print(trained.described, file=sys.stderr, flush=True)
     options = {"max_tokens": values.max_tokens, "sampling": sampling}
-    options["repetition_penalty"] = values.repetition_penalty
     if template is not None:
         chat.chat(trained, template, Generator(trained.model, trained.params, layout=trained.layout), **options)
         return 0
-    prompts = [_encode_prompt(trained, text, number, **how) for number, text in enumerate(texts)]
+    prompts = [_encode_prompt(trained, text, index, **how) for index, text in enumerate(texts)]
     generator = Generator(trained.model, trained.params, layout=trained.layout)
     for first in range(0, len(prompts), values.batch_size):
         batch = prompts[first : first + values.batch_size]
         began = time.monotonic()
         with show_progress("compiling and generating"):
             done = _continue(generator, trained.tokenizer, batch, stop=values.stop, first_number=first, **options)
-        for number, (text, row) in enumerate(zip(texts[first:], done, strict=False), first):
+        for index, (text, row) in enumerate(zip(texts[first:], done, strict=False), first):
             if values.json:
-                line = {"number": number, "prompt": text} | {key: row[key] for key in _JSON_KEYS}
+                line = {"number": index, "prompt": text} | {key: row[key] for key in _JSON_KEYS}
                 print(json.dumps(line, ensure_ascii=False), flush=True)
             else:
-                print(f"[{number}] {row['text']}" if len(prompts) > 1 else row["text"], flush=True)
+                print(f"[{index}] {row['text']}" if len(prompts) > 1 else row["text"], flush=True)
         num_tokens = count_text(sum(row["num_tokens"] for row in done), "new token")
         print(f"{num_tokens} in {time.monotonic() - began:.1f} s, with compilation", file=sys.stderr, flush=True)
     return 0
 
 
 def _continue(
-    generator: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], *, stop: Sequence[str], **options: Any
+    generator: Generator, tokenizer: Tokenizer, prompts: Sequence[Sequence[int]], *, stop: Sequence[str], **options: Any
 ) -> list[dict[str, Any]]:
     """Returns for each prompt the text, its completion, the number of new tokens, and why it ended."""
-    new: list[list[int]] = [[] for _ in prompts]
-    ended = ["length"] * len(prompts)
-    open_rows = set(range(len(prompts)))
+    from hlat_jax.generate.generator import collect_tokens
 
-    def parts(number: int) -> tuple[str, str]:
+    def parts(row: int, ids: Sequence[int]) -> tuple[str, str]:
         """Returns the text of the prompt and its completion; a character may be of tokens of both."""
-        before, whole = (tokenizer.decode([*prompts[number], *ids]) for ids in ([], new[number]))
+        before, whole = (tokenizer.decode([*prompts[row], *more]) for more in ([], ids))
         same = (length for length, (a, b) in enumerate(zip(before, whole, strict=False)) if a != b)
         length = next(same, min(len(before), len(whole)))
         return whole[:length], whole[length:]
 
-    with contextlib.closing(generator.stream(prompts, stop_ids=tokenizer.stop_ids, **options)) as steps:
-        for step in steps:
-            for number in sorted(open_rows):
-                if step[number] is None:
-                    open_rows.remove(number)
-                elif step[number] in tokenizer.stop_ids:
-                    ended[number] = "eos"
-                    open_rows.remove(number)
-                else:
-                    new[number].append(step[number])
-                    if stop and any(word in parts(number)[1] for word in stop):
-                        ended[number] = "stop"
-                        open_rows.remove(number)
-            if not open_rows:
-                break
+    def is_stopped(row: int, ids: Sequence[int]) -> bool:
+        return bool(stop) and any(word in parts(row, ids)[1] for word in stop)
+
+    steps = generator.stream(prompts, stop_ids=tokenizer.stop_ids, **options)
+    new_ids, ended = collect_tokens(steps, num_prompts=len(prompts), stop_ids=tokenizer.stop_ids, is_stopped=is_stopped)
     rows = []
-    for number, why in enumerate(ended):
-        prompt, text = parts(number)
+    for row, (ids, reason) in enumerate(zip(new_ids, ended, strict=True)):
+        prompt, text = parts(row, ids)
         text = text[: min([text.find(word) for word in stop if word in text], default=len(text))]
-        rows.append({"text": prompt + text, "completion": text, "num_tokens": len(new[number]), "ended": why})
+        rows.append({"text": prompt + text, "completion": text, "num_tokens": len(ids), "ended": reason})
     return rows
 
 
@@ -133,22 +119,8 @@ def _prompts(values: flags.FlagValues) -> list[str]:
     return prompts
 
 
-def _check_blank(texts: Sequence[str], values: flags.FlagValues, **how: Any) -> None:
-    """Raises ValueError for a blank prompt that encodes to no tokens, before JAX is imported."""
-    blank = {number: text for number, text in enumerate(texts) if not text.strip()}
-    weights = describe(local_path(values.checkpoint)) if blank else None
-    if weights is None or not (path := values.tokenizer or weights.tokenizer):
-        return  # what opens the model says so
-    from hlat_jax.data.tokenizer import Tokenizer
-
-    begins_with_bos = weights.begins_with_bos
-    unread = inference.TrainedModel(weights.model, None, None, Tokenizer(path), weights.folder, "", begins_with_bos)
-    for number, text in blank.items():
-        _encode_prompt(unread, text, number, **how)
-
-
 def _encode_prompt(
-    trained: inference.TrainedModel, prompt: str, number: int, *, bos: bool | None, control_tokens: bool = False
+    trained: inference.TrainedModel, prompt: str, index: int, *, bos: bool | None, control_tokens: bool = False
 ) -> list[int]:
     """Returns the tokens of a prompt; with `control_tokens`, BOS too has to be written in it, or asked for."""
     if control_tokens:
@@ -157,7 +129,7 @@ def _encode_prompt(
         ids = trained.first_ids(bos) + trained.tokenizer.encode(prompt).tolist()
     if not ids:
         raise ValueError(
-            f"prompt {number} is {prompt!r}, which encodes to no tokens; give a word, or --bos to start from BOS."
+            f"prompt {index} is {prompt!r}, which encodes to no tokens; give a word, or --bos to start from BOS."
         )
     return ids
 

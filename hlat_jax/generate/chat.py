@@ -6,13 +6,17 @@ import contextlib
 import datetime
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hlat_jax.data.chat_template import ChatTemplate, Message
+from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.facts.local_paths import local_path
 from hlat_jax.generate.inference import TrainedModel
 from hlat_jax.weights.description import describe
 from hlat_jax.weights.path_checks import no_weights
+
+if TYPE_CHECKING:
+    from hlat_jax.generate.generator import Generator
 
 _TALK = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Yes"}]
 
@@ -39,14 +43,14 @@ def open_template(checkpoint: str, *, key: str = "--chat", name: str = "") -> Ch
     return template
 
 
-def ids_that_end_an_answer(template: ChatTemplate, tokenizer: Any) -> set[int]:
+def ids_that_end_an_answer(template: ChatTemplate, tokenizer: Tokenizer) -> set[int]:
     """Returns the control token that the template puts after an answer, if it does, and those that end any text."""
     after = template.render(_TALK).rpartition("Yes")[2]  # not `answers`: a template may begin one with a thought
     first = tokenizer.encode_with_control_tokens(after)[:1].tolist() if after.strip() else []
     return {*tokenizer.stop_ids, *(token for token in first if not tokenizer.decode([token]))}
 
 
-def chat(trained: TrainedModel, template: ChatTemplate, generator: Any, **options: Any) -> None:
+def chat(trained: TrainedModel, template: ChatTemplate, generator: Generator, **options: Any) -> None:
     """Answers each line of standard input until it ends; `options` are those of `Generator.stream`.
 
     The oldest turns are left out where the conversation and an answer are longer than the model's positions.
@@ -78,13 +82,13 @@ def chat(trained: TrainedModel, template: ChatTemplate, generator: Any, **option
         print()
 
 
-def encode(template: ChatTemplate, tokenizer: Any, messages: Sequence[Message]) -> list[int]:
+def encode(template: ChatTemplate, tokenizer: Tokenizer, messages: Sequence[Message]) -> list[int]:
     """Returns the tokens of a conversation to which an answer follows."""
     return tokenizer.encode_with_control_tokens(template.render(messages, to_answer=True)).tolist()
 
 
 def stream_text(
-    generator: Any, tokenizer: Any, prompt: Sequence[int], *, stop_ids: Collection[int], **options: Any
+    generator: Generator, tokenizer: Tokenizer, prompt: Sequence[int], *, stop_ids: Collection[int], **options: Any
 ) -> Iterator[str]:
     """Yields the text that continues a prompt as its characters are complete."""
     new, text = [], tokenizer.decode(prompt)

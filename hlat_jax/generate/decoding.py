@@ -23,7 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from hlat_jax.config import ModelConfig
 from hlat_jax.generate.cache import KVCache, apply_layers_with_cache
-from hlat_jax.generate.sampling import abstract_sampling, sample
+from hlat_jax.generate.sampling import Sampling, abstract_sampling, penalize_repetition, sample
 from hlat_jax.model import Decoder, abstract_params, bind, param_axes
 from hlat_jax.ops.cross_entropy import logits
 from hlat_jax.ops.registry import OPS, select_implementations
@@ -49,21 +49,6 @@ class GenerationShape(NamedTuple):
     penalized: int = 0
 
 
-class Penalty(NamedTuple):
-    """The tokens that a row has had, bool [B, V], and the fp32 scalar that makes them less likely.
-
-    Source: Keskar et al. (CTRL), arXiv 1909.05858, section 4.1; negative logits are multiplied, as in transformers.
-    """
-
-    seen: Any
-    factor: Any
-
-    def __call__(self, logits_BV: jax.Array) -> jax.Array:
-        """Returns the logits with those of tokens seen moved down."""
-        lower_BV = jnp.where(logits_BV > 0, logits_BV / self.factor, logits_BV * self.factor)
-        return jnp.where(self.seen, lower_BV, logits_BV)
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class PromptRows:
@@ -74,14 +59,14 @@ class PromptRows:
       numbers: int32 [B]; the number of a row seeds its random draws.
       prompt_slots: int32 scalar, T.
       sampling: as `Sampling.arguments` gives it.
-      penalty: a Penalty, or None without one.
+      seen: bool [B, V], the tokens that a row has had, under a repetition penalty; None without one.
     """
 
     lengths: Any
     numbers: Any
     prompt_slots: Any
-    sampling: Any
-    penalty: Any = None
+    sampling: Sampling
+    seen: Any = None
 
 
 class DecodeInput(NamedTuple):
@@ -89,7 +74,7 @@ class DecodeInput(NamedTuple):
 
     tokens: Any
     slot: Any
-    rows: Any
+    rows: PromptRows
 
 
 def make_prefill(cfg: ModelConfig, layout: Layout, *, slots: int) -> Any:
@@ -123,7 +108,7 @@ def make_decode(cfg: ModelConfig, layout: Layout) -> Any:
     def local(params: Any, cache: KVCache, given: DecodeInput) -> tuple[KVCache, jax.Array]:
         tokens_B, slot, rows = given
         if isinstance(params["layers"], list):
-            params = params | {"layers": _stacked(params["layers"], model.cfg)}
+            params = params | {"layers": _stack_layers(params["layers"], model.cfg)}
         decoder = bind(params, model.cfg)
         slot_1S = jax.lax.broadcasted_iota(jnp.int32, (1, cache.keys.shape[2]), 1)
         generated_1S = (slot_1S >= rows.prompt_slots) & (slot_1S < slot)
@@ -178,7 +163,7 @@ def separate_layers(params: Any, cfg: ModelConfig, layout: Layout) -> Any:
     return params | {"layers": layers}
 
 
-def _stacked(layers: list[Any], cfg: ModelConfig) -> Any:
+def _stack_layers(layers: list[Any], cfg: ModelConfig) -> Any:
     """Returns what `separate_layers` took apart. Under `layer_loop="unroll"` XLA neither stacks nor takes apart."""
 
     def stack(declared: jax.ShapeDtypeStruct, *of_layers: jax.Array) -> jax.Array:
@@ -193,13 +178,13 @@ def serving(cfg: ModelConfig, platform: str) -> ModelConfig:
     An implementation that was chosen for training and does not serve every length is replaced by the choice of `auto`.
     """
     refused = {key: op.refusals(platform, None).get(getattr(cfg, key)) for key, op in OPS.items()}
-    cfg = dataclasses.replace(cfg, **{key: "auto" for key, why in refused.items() if why})
+    cfg = dataclasses.replace(cfg, **{key: "auto" for key, reason in refused.items() if reason})
     return select_implementations(cfg, platform)
 
 
 def prefill_arguments(layout: Layout, shape: GenerationShape) -> tuple[Any, PromptRows]:
     """Returns shapes, dtypes and shardings of the arguments of `prefill` after the parameters."""
-    return _replicated((_int32(shape.num_rows, shape.prompt_slots), _abstract_rows(shape)), layout)
+    return _replicate((_int32(shape.num_rows, shape.prompt_slots), _abstract_rows(shape)), layout)
 
 
 def decode_arguments(cfg: ModelConfig, layout: Layout, *, dtype: Any, shape: GenerationShape) -> tuple[Any, Any]:
@@ -207,7 +192,7 @@ def decode_arguments(cfg: ModelConfig, layout: Layout, *, dtype: Any, shape: Gen
     dims = (cfg.num_layers, shape.num_rows, shape.slots, cfg.num_kv_heads, cfg.head_dim)
     part = jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(layout.mesh, _CACHE_SPEC))
     given = DecodeInput(_int32(shape.num_rows), _int32(), _abstract_rows(shape))
-    return KVCache(part, part), _replicated(given, layout)
+    return KVCache(part, part), _replicate(given, layout)
 
 
 _CACHE_SPEC = P("pipe", ROWS, None, "tensor_kv", None)
@@ -215,7 +200,7 @@ _RESULT_SPECS = _CACHE_SPEC, P()
 
 
 def _row_specs(rows: PromptRows) -> PromptRows:
-    return PromptRows(P(ROWS), P(ROWS), P(), P(), rows.penalty and Penalty(P(ROWS), P()))
+    return PromptRows(P(ROWS), P(ROWS), P(), P(), None if rows.seen is None else P(ROWS))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,9 +252,9 @@ class ShardedDecoder:
         if not ctx.pipe:
             return y_BTD, new
         index = collectives.axis_index(ctx.pipe)
-        for number in range(1, self.layout.size(ctx.pipe)):
-            y_BTD, of_stage = stage(collectives.psum(jnp.where(index == number - 1, y_BTD, 0), ctx.pipe))
-            new = jax.tree.map(lambda own, old, number=number: jnp.where(index == number, own, old), of_stage, new)
+        for turn in range(1, self.layout.size(ctx.pipe)):
+            y_BTD, of_stage = stage(collectives.psum(jnp.where(index == turn - 1, y_BTD, 0), ctx.pipe))
+            new = jax.tree.map(lambda own, old, turn=turn: jnp.where(index == turn, own, old), of_stage, new)
         return collectives.psum(jnp.where(index == self.layout.size(ctx.pipe) - 1, y_BTD, 0), ctx.pipe), new
 
     def next_tokens(self, decoder: Decoder, x_B1D: jax.Array, rows: PromptRows, *, positions_B: jax.Array) -> jax.Array:
@@ -279,7 +264,8 @@ class ShardedDecoder:
         # of two axes: with three, XLA on CPU transposes the head before each product
         logits_BV = logits(decoder.apply_final_norm(x_B1D)[:, 0], head_VD)
         logits_BV = collectives.all_gather(logits_BV, ctx.vocab, 1)[:, : self.cfg.vocab_size]  # no padding
-        logits_BV = logits_BV if rows.penalty is None else rows.penalty(logits_BV)
+        if rows.seen is not None:
+            logits_BV = penalize_repetition(logits_BV, rows.seen, rows.sampling.repetition_penalty)
         tokens_B = sample(logits_BV, rows.sampling, draws=(rows.numbers, positions_B))
         return collectives.all_gather(tokens_B, self.layout.wide(ROWS), 0)
 
@@ -289,11 +275,11 @@ def _int32(*dims: int) -> jax.ShapeDtypeStruct:
 
 
 def _abstract_rows(shape: GenerationShape) -> PromptRows:
-    seen = jax.ShapeDtypeStruct((shape.num_rows, shape.penalized), jnp.bool)
-    penalty = Penalty(seen, jax.ShapeDtypeStruct((), jnp.float32)) if shape.penalized else None
-    return PromptRows(_int32(shape.num_rows), _int32(shape.num_rows), _int32(), abstract_sampling(), penalty)
+    sampling = abstract_sampling(is_penalized=shape.penalized > 0)
+    seen = jax.ShapeDtypeStruct((shape.num_rows, shape.penalized), jnp.bool) if shape.penalized else None
+    return PromptRows(_int32(shape.num_rows), _int32(shape.num_rows), _int32(), sampling, seen)
 
 
-def _replicated(tree: Any, layout: Layout) -> Any:
+def _replicate(tree: Any, layout: Layout) -> Any:
     sharding = layout.replicated_sharding()
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)

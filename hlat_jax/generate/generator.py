@@ -9,8 +9,10 @@ reads the tokens of the previous one. The programs on the device are in `decodin
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import abc
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,11 +20,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from hlat_jax.config import Config, ModelConfig, ParallelConfig
+from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.generate.cache import KVCache
 from hlat_jax.generate.decoding import (
     DecodeInput,
     GenerationShape,
-    Penalty,
     PromptRows,
     decode_arguments,
     has_separate_layers,
@@ -72,17 +74,17 @@ class Generator:
         sampling: Sampling = GREEDY,
         stop_ids: Collection[int] = (),
         first_number: int = 0,
-        repetition_penalty: float = 1.0,
     ) -> list[list[int]]:
         """Returns the new tokens of each prompt, without the one of `stop_ids` that ended it; see `stream`."""
-        new_ids: list[list[int]] = [[] for _ in prompts]
-        options: dict[str, Any] = {"sampling": sampling, "stop_ids": stop_ids, "first_number": first_number}
-        options["repetition_penalty"] = repetition_penalty
-        for step in self.stream(prompts, max_tokens=max_tokens, **options):
-            for ids, token in zip(new_ids, step, strict=True):
-                if token is not None and token not in stop_ids:
-                    ids.append(token)
-        return new_ids
+        steps = self.stream(
+            prompts,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            stop_ids=stop_ids,
+            first_number=first_number,
+        )
+        ids, _ = collect_tokens(steps, num_prompts=len(prompts), stop_ids=stop_ids)
+        return ids
 
     def stream(
         self,
@@ -92,30 +94,33 @@ class Generator:
         sampling: Sampling = GREEDY,
         stop_ids: Collection[int] = (),
         first_number: int = 0,
-        repetition_penalty: float = 1.0,
-    ) -> Iterator[list[int | None]]:
+    ) -> abc.Generator[list[int | None], None, None]:
         """Returns an iterator over steps, each with the new token of every prompt, None where it has ended.
 
         A row ends with a token of `stop_ids`, after `max_tokens`, or at `model.max_positions`. Row i draws the random
-        numbers of (seed, `first_number` + i, position), so its text does not depend on how prompts are batched. With a
-        `repetition_penalty` above 1, tokens of the prompt and of the text so far are less likely, see `Penalty`.
+        numbers of (seed, `first_number` + i, position), so its text does not depend on how prompts are batched.
 
         Raises:
-          ValueError: no prompts, or one that is empty, has an id outside the vocabulary, or leaves no room; a penalty
-            that is not above 0.
+          ValueError: no prompts, or one that is empty, has an id outside the vocabulary, or leaves no room.
         """
-        check_repetition_penalty(repetition_penalty)
-        limits = [self._limit(number, prompt, max_tokens) for number, prompt in enumerate(prompts)]
+        limits = [self._limit(index, prompt, max_tokens) for index, prompt in enumerate(prompts)]
         if not limits:
             raise ValueError("prompts is empty; give at least one.")
         separate = has_separate_layers(self.layout)
         of_decode = separate_layers(self.params, self.cfg, self.layout) if separate else self.params
         shape = self.shape(prompts, max_tokens=min(max_tokens, self.cfg.max_positions))
-        shape = shape._replace(penalized=self.cfg.vocab_size if repetition_penalty != 1 else 0)
+        shape = shape._replace(penalized=self.cfg.vocab_size if sampling.repetition_penalty != 1 else 0)
         programs = self._programs(shape, of_decode, loop="unroll" if separate else self.cfg.layer_loop)
-        options: dict[str, Any] = {"sampling": sampling, "stop_ids": stop_ids, "first_number": first_number}
-        options["repetition_penalty"] = repetition_penalty
-        return stream(programs, self.params, prompts, limits=limits, of_decode=of_decode, **options)
+        return stream(
+            programs,
+            self.params,
+            prompts,
+            limits=limits,
+            first_number=first_number,
+            sampling=sampling,
+            stop_ids=stop_ids,
+            of_decode=of_decode,
+        )
 
     def shape(self, prompts: Sequence[Sequence[int]], *, max_tokens: int) -> GenerationShape:
         """Returns the shape that prompts are padded to: powers of two, so that few programs are compiled."""
@@ -124,18 +129,18 @@ class Generator:
         replicas = self.layout.row_degree
         return GenerationShape(replicas * _power_of_two(-(-len(prompts) // replicas)), prompt_slots, slots)
 
-    def _limit(self, number: int, prompt: Sequence[int], max_tokens: int) -> int:
+    def _limit(self, index: int, prompt: Sequence[int], max_tokens: int) -> int:
         """Returns the maximum of new tokens of a prompt."""
         if max_tokens < 1:
             raise ValueError(f"max_tokens={max_tokens} must be at least 1.")
         if not 0 < len(prompt) < self.cfg.max_positions:
             raise ValueError(
-                f"prompt {number} has {len(prompt)} tokens; model.max_positions={self.cfg.max_positions} leaves room "
+                f"prompt {index} has {len(prompt)} tokens; model.max_positions={self.cfg.max_positions} leaves room "
                 f"for prompts of 1 to {self.cfg.max_positions - 1}."
             )
         if not 0 <= min(prompt) <= max(prompt) < self.cfg.vocab_size:
             raise ValueError(
-                f"prompt {number} has ids from {min(prompt)} to {max(prompt)}; with model.vocab_size="
+                f"prompt {index} has ids from {min(prompt)} to {max(prompt)}; with model.vocab_size="
                 f"{self.cfg.vocab_size} they must be below that: encode it with the model's own tokenizer."
             )
         return min(max_tokens, self.cfg.max_positions - len(prompt))
@@ -151,6 +156,37 @@ class Generator:
                 shape,
             )
         return self._compiled[shape]
+
+
+def collect_tokens(
+    steps: abc.Generator[list[int | None], None, None],
+    *,
+    num_prompts: int,
+    stop_ids: Collection[int],
+    is_stopped: Callable[[int, list[int]], bool] = lambda _row, _ids: False,
+) -> tuple[list[list[int]], list[str]]:
+    """Returns the new tokens of each prompt, without the one that ended it, and why it ended: eos, stop or length.
+
+    Args:
+      steps: as `Generator.stream` returns them; closed as soon as every prompt has ended.
+      is_stopped: (row, its tokens so far) -> whether the row ends here.
+    """
+    ids: list[list[int]] = [[] for _ in range(num_prompts)]
+    ended = [""] * num_prompts
+    with contextlib.closing(steps):
+        for step in steps:
+            for row in (row for row, reason in enumerate(ended) if not reason):
+                token = step[row]
+                if token is None:
+                    ended[row] = "length"
+                elif token in stop_ids:
+                    ended[row] = "eos"
+                else:
+                    ids[row].append(token)
+                    ended[row] = "stop" if is_stopped(row, ids[row]) else ""
+            if all(ended):
+                break
+    return ids, [reason or "length" for reason in ended]
 
 
 def param_shardings(cfg: ModelConfig, layout: Layout) -> Any:
@@ -173,8 +209,7 @@ def stream(
     sampling: Sampling,
     stop_ids: Collection[int],
     of_decode: Any = None,
-    repetition_penalty: float = 1.0,
-) -> Iterator[list[int | None]]:
+) -> abc.Generator[list[int | None], None, None]:
     """Yields the new token of every prompt, None where it has ended: `Generator.stream` with compiled programs.
 
     Args:
@@ -186,24 +221,17 @@ def stream(
       sampling: see `Sampling`; checked here.
       stop_ids: tokens that end a row.
       of_decode: parameters as decode takes them, by default the same.
-      repetition_penalty: read where the shape of the programs is `penalized`.
     """
     of_decode = params if of_decode is None else of_decode
     first_slot, left = programs.shape.prompt_slots, list(limits)
     tokens_BT, rows = _rows(prompts, programs.shape, sampling, first_number=first_number)
-    if programs.shape.penalized:
-        seen_BV = np.zeros((programs.shape.num_rows, programs.shape.penalized), bool)
-        for row, prompt in enumerate(prompts):
-            seen_BV[row, list(prompt)] = True
-        rows = dataclasses.replace(rows, penalty=Penalty(seen_BV, np.float32(repetition_penalty)))
     cache, tokens_B = programs.prefill(params, tokens_BT, rows)
     try:
         for slot in range(first_slot, first_slot + max(left)):
             following = None
             if max(left) > 1:  # dispatched before this token is read
-                if rows.penalty is not None:
-                    seen_BV = _add_seen(rows.penalty.seen, tokens_B)
-                    rows = dataclasses.replace(rows, penalty=rows.penalty._replace(seen=seen_BV))
+                if rows.seen is not None:
+                    rows = dataclasses.replace(rows, seen=_add_seen(rows.seen, tokens_B))
                 cache, following = programs.decode(of_decode, cache, DecodeInput(tokens_B, np.int32(slot), rows))
             tokens = np.asarray(tokens_B)[: len(left)].tolist()
             yield [token if more else None for token, more in zip(tokens, left, strict=True)]
@@ -242,18 +270,12 @@ def prefill_by(decode: Callable[..., Any], cache: KVCache) -> Callable[..., Any]
     return prefill
 
 
-def check_repetition_penalty(factor: float) -> None:
-    """Raises ValueError if a factor cannot be one."""
-    if not 0 < factor < float("inf"):
-        raise ValueError(f"repetition_penalty={factor} must be above 0; 1 is none.")
-
-
 @jax.jit
 def _add_seen(seen_BV: jax.Array, tokens_B: jax.Array) -> jax.Array:
     return seen_BV | (jax.lax.broadcasted_iota(jnp.int32, seen_BV.shape, 1) == tokens_B[:, None])
 
 
-def sample_text(programs: Programs, params: Any, tokenizer: Any, *, config: Config) -> str:
+def sample_text(programs: Programs, params: Any, tokenizer: Tokenizer, *, config: Config) -> str:
     """Returns `train.sample_prompt` and its continuation, sampled at temperature 0.8 until EOS or `sample_tokens`.
 
     The programs are of `sample_shape`; the same `train.seed` gives the same text.
@@ -288,10 +310,13 @@ def _rows(
     """Returns tokens [B, T] and the rows; those without a prompt have one token, whose results are ignored."""
     tokens_BT = np.zeros((shape.num_rows, shape.prompt_slots), np.int32)
     lengths_B, numbers_B = np.ones(shape.num_rows, np.int32), np.zeros(shape.num_rows, np.int32)
+    seen_BV = np.zeros((shape.num_rows, shape.penalized), bool) if shape.penalized else None
     for row, prompt in enumerate(prompts):
         tokens_BT[row, : len(prompt)] = prompt
         lengths_B[row], numbers_B[row] = len(prompt), first_number + row
-    return tokens_BT, PromptRows(lengths_B, numbers_B, np.int32(shape.prompt_slots), sampling.arguments())
+        if seen_BV is not None:
+            seen_BV[row, list(prompt)] = True
+    return tokens_BT, PromptRows(lengths_B, numbers_B, np.int32(shape.prompt_slots), sampling.arguments(), seen_BV)
 
 
 def padded_length(num_tokens: int, max_positions: int) -> int:
@@ -299,5 +324,5 @@ def padded_length(num_tokens: int, max_positions: int) -> int:
     return min(_power_of_two(num_tokens, fewest=_FEWEST_SLOTS), max_positions)
 
 
-def _power_of_two(number: int, *, fewest: int = 1) -> int:
-    return max(fewest, 1 << max(number - 1, 0).bit_length())
+def _power_of_two(value: int, *, fewest: int = 1) -> int:
+    return max(fewest, 1 << max(value - 1, 0).bit_length())

@@ -6,14 +6,19 @@ import dataclasses
 import os
 import pathlib
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.config import ModelConfig, ParallelConfig, PrecisionConfig
 from hlat_jax.host import neuron_env, neuron_topology
+from hlat_jax.host.console import labelled
 from hlat_jax.weights.path_checks import check_checkpoint
+
+if TYPE_CHECKING:
+    from hlat_jax.data.tokenizer import Tokenizer
+    from hlat_jax.parallel.sharding import Layout
 
 DEGREES = {"pipe": "Pipeline stages", "data": "Replicas", "fsdp": "Shards of each matrix", "tensor": "Tensor degree"}
 
@@ -26,7 +31,7 @@ class TrainedModel:
       model: its config.
       params: jax arrays sharded by `layout`, in the dtype that is stored.
       layout: of the devices.
-      tokenizer: a `data.tokenizer.Tokenizer`, the one of the training run.
+      tokenizer: of the training run.
       folder: from which the parameters were read.
       described: a line that describes them.
       begins_with_bos: whether texts begin with BOS, by an imported tokenizer or data.prepend_bos of the run.
@@ -34,8 +39,8 @@ class TrainedModel:
 
     model: ModelConfig
     params: Any
-    layout: Any
-    tokenizer: Any
+    layout: Layout
+    tokenizer: Tokenizer
     folder: pathlib.Path
     described: str
     begins_with_bos: bool = False
@@ -55,9 +60,9 @@ def define(values: flags.FlagValues) -> None:
     """Declares the flags that `trained_model` reads."""
     flags_lib.define_path(values, "checkpoint", "Run folder, one of its checkpoints, or a Hugging Face folder.")
     flags_lib.define_path(values, "tokenizer", "Tokenizer file, for a folder whose own is missing.")
-    for axis, what in DEGREES.items():
+    for axis, about in DEGREES.items():
         flags.DEFINE_integer(
-            f"config.parallel.{axis}", 1, f"{what} of the mesh; -1: all devices that remain.", flag_values=values
+            f"config.parallel.{axis}", 1, f"{about} of the mesh; -1: all devices that remain.", flag_values=values
         )
 
 
@@ -126,14 +131,14 @@ def open_model(checkpoint: str, parallel: ParallelConfig, *, tokenizer: str = ""
     params = weights.restore(param_shardings(weights.model, layout))
     mesh = " x ".join(f"{axis} {degree}" for axis, degree in layout.degrees.items())
     dtype = params["embed"].dtype
-    described = f"weights          {weights.folder}, step {weights.step}, {dtype}; {mesh}, {layout.platform}"
-    described += "; texts begin with BOS" * weights.begins_with_bos
+    begins = "; texts begin with BOS" * weights.begins_with_bos
+    described = f"{weights.folder}, step {weights.step}, {dtype}; {mesh}, {layout.platform}{begins}"
     return TrainedModel(
         weights.model,
         params,
         layout,
         opened,
         weights.folder,
-        described,
+        labelled("weights", described),
         weights.begins_with_bos,
     )

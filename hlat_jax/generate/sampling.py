@@ -29,12 +29,15 @@ class Sampling:
       top_k: tokens are drawn from the k most likely ones and their ties; 0: from all.
       top_p: of these, from the most likely ones whose probabilities add up to it, and their ties; 1: from all.
       seed: of the random draws.
+      repetition_penalty: above 1, tokens of the prompt and of the text so far are less likely; 1: no penalty, and in
+        `arguments` None, as the programs then know no such tokens.
     """
 
     temperature: Any = 0.0
     top_k: Any = 0
     top_p: Any = 1.0
     seed: Any = 0
+    repetition_penalty: Any = 1.0
 
     def arguments(self) -> Sampling:
         """Returns the same as NumPy scalars, the arguments of a program.
@@ -48,15 +51,30 @@ class Sampling:
             raise ValueError(f"top_k={self.top_k} must be at least 0; 0 allows every token.")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p={self.top_p} must lie above 0 and at most at 1; 1 allows every token.")
-        seed = np.uint32(self.seed & 0xFFFFFFFF)
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise ValueError(f"repetition_penalty={self.repetition_penalty} must be above 0; 1 is none.")
         return Sampling(
-            np.float32(self.temperature), np.int32(min(self.top_k, 2**31 - 1)), np.float32(self.top_p), seed
+            np.float32(self.temperature),
+            np.int32(min(self.top_k, 2**31 - 1)),
+            np.float32(self.top_p),
+            np.uint32(self.seed & 0xFFFFFFFF),
+            None if self.repetition_penalty == 1 else np.float32(self.repetition_penalty),
         )
 
 
-def abstract_sampling() -> Sampling:
-    """Returns the shapes and dtypes of `Sampling.arguments`."""
-    return jax.tree.map(lambda value: jax.ShapeDtypeStruct((), value.dtype), Sampling().arguments())
+def abstract_sampling(*, is_penalized: bool = False) -> Sampling:
+    """Returns the shapes and dtypes of `Sampling.arguments`, with a repetition penalty or without."""
+    arguments = Sampling(repetition_penalty=2 if is_penalized else 1).arguments()
+    return jax.tree.map(lambda value: jax.ShapeDtypeStruct((), value.dtype), arguments)
+
+
+def penalize_repetition(logits_BV: jax.Array, seen_BV: jax.Array, factor: jax.Array) -> jax.Array:
+    """Returns the logits with those of tokens that a row has had moved down.
+
+    Source: Keskar et al. (CTRL), arXiv 1909.05858, section 4.1; negative logits are multiplied, as in transformers.
+    """
+    lower_BV = jnp.where(logits_BV > 0, logits_BV / factor, logits_BV * factor)
+    return jnp.where(seen_BV, lower_BV, logits_BV)
 
 
 def sample(logits_BV: jax.Array, sampling: Sampling, *, draws: tuple[jax.Array, jax.Array]) -> jax.Array:
@@ -97,8 +115,8 @@ def _above(keys_BV: jax.Array, holds: Callable[[jax.Array], jax.Array]) -> jax.A
       holds: mask of the tokens at or above a threshold -> bool [B]; monotonic, and true for the mask of all tokens.
     """
 
-    def set_bit(number, threshold_B):
-        tried_B = threshold_B | (jnp.uint32(1 << 31) >> number.astype(jnp.uint32))
+    def set_bit(bit_index, threshold_B):
+        tried_B = threshold_B | (jnp.uint32(1 << 31) >> bit_index.astype(jnp.uint32))
         return jnp.where(holds(keys_BV >= tried_B[:, None]), tried_B, threshold_B)
 
     threshold_B = jax.lax.fori_loop(0, 32, set_bit, jnp.zeros(keys_BV.shape[:1], jnp.uint32))

@@ -74,25 +74,25 @@ class Scorer:
         Raises:
           ValueError: an empty context or continuation, or a continuation longer than `max_tokens`.
         """
-        rows = [self._row(number, context, continuation) for number, (context, continuation) in enumerate(pairs)]
+        rows = [self._row(index, context, continuation) for index, (context, continuation) in enumerate(pairs)]
         scores: list[Any] = [None] * len(rows)
         status = status or Status()
         status.share = 0.0
-        longest_first = sorted(range(len(rows)), key=lambda number: -len(rows[number][0]))
+        longest_first = sorted(range(len(rows)), key=lambda index: -len(rows[index][0]))
         for start in range(0, len(rows), self._num_rows):
             numbers = longest_first[start : start + self._num_rows]
             # read before the next one starts: unordered programs over several devices may deadlock
             sums_B, greedy_B = jax.device_get(self._score(self.params, self._batch([rows[i] for i in numbers])))
-            for row, number in enumerate(numbers):
-                scores[number] = Score(float(sums_B[row]), bool(greedy_B[row]))
+            for row, index in enumerate(numbers):
+                scores[index] = Score(float(sums_B[row]), bool(greedy_B[row]))
             status.share += len(numbers) / len(rows)
         return scores
 
-    def _row(self, number: int, context: Sequence[int], continuation: Sequence[int]) -> tuple[np.ndarray, int]:
+    def _row(self, index: int, context: Sequence[int], continuation: Sequence[int]) -> tuple[np.ndarray, int]:
         """Returns the tokens, of which the last is only a target, and the number of targets that are scored."""
         if not len(context) or not 0 < len(continuation) <= self.max_tokens:
             raise ValueError(
-                f"pair {number} has {count_text(len(context), 'token')} of context and {len(continuation)} of "
+                f"pair {index} has {count_text(len(context), 'token')} of context and {len(continuation)} of "
                 f"continuation; both need at least one, and the second at most model.max_positions={self.max_tokens}."
             )
         return np.asarray([*context, *continuation][-self.max_tokens - 1 :], np.int32), len(continuation)

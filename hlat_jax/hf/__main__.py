@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
 def _import(argv: Sequence[str]) -> None:
     values = _flags("of the parameters; empty: as in the files, with float16 as float32")
     flags.DEFINE_bool("verify", False, "Compare logits with those of transformers.", flag_values=values)
-    folder, out = _paths(argv, values, usage=_IMPORT, what="a folder of Hugging Face")
+    folder, out = _paths(argv, values, usage=_IMPORT, expected="a folder of Hugging Face")
     check_hugging_face(folder)  # before JAX is imported
     from hlat_jax.hf import verifying
     from hlat_jax.hf.exporting import whole_folder
@@ -101,7 +101,7 @@ def _import(argv: Sequence[str]) -> None:
 def _export(argv: Sequence[str]) -> None:
     values = _flags("of the tensors; empty: as stored, of the fp32 masters where there are any")
     flags_lib.define_path(values, "tokenizer", "Tokenizer file, for a folder whose own is missing.")
-    path, out = _paths(argv, values, usage=_EXPORT, what="a checkpoint")
+    path, out = _paths(argv, values, usage=_EXPORT, expected="a checkpoint")
     from hlat_jax.data.path_checks import check_tokenizer  # not at the top: --help does not need it
 
     check_checkpoint(str(path))
@@ -146,12 +146,12 @@ def _flags(dtype: str = "") -> flags.FlagValues:
 
 
 def _paths(
-    argv: Sequence[str], values: flags.FlagValues, *, usage: str, what: str
+    argv: Sequence[str], values: flags.FlagValues, *, usage: str, expected: str
 ) -> tuple[pathlib.Path, pathlib.Path]:
     """Returns the one input and the output of a command line."""
-    words = flags_lib.parse_inputs(argv, values, usage=usage, missing=f"no input; name {what}.")
+    words = flags_lib.parse_inputs(argv, values, usage=usage, missing=f"no input; name {expected}.")
     if len(words) > 1:
-        raise ValueError(f"{len(words)} inputs ({', '.join(words)}); name {what}, one.")
+        raise ValueError(f"{len(words)} inputs ({', '.join(words)}); name {expected}, one.")
     out = pathlib.Path(values.out)
     check_new_folder(out, key="--out")
     return local_path(words[0]), out

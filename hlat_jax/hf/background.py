@@ -30,7 +30,7 @@ class Exporter:
         self._written: concurrent.futures.Future[str] | None = None  # the export under way, which returns its dtype
 
     @property
-    def reading(self) -> int:
+    def reading_step(self) -> int:
         """The step of the checkpoint that an export under way reads; 0 without one."""
         return 0 if self._written is None or self._written.done() else self._step
 
@@ -52,7 +52,7 @@ class Exporter:
         is_due, self._offered = step // every > self._offered // every, step
         if not (is_due or is_last) or self._folder(step).exists():
             return
-        if self.reading and not is_last:
+        if self.reading_step and not is_last:
             print(
                 f"export of step {step} skipped: that of step {self._step} is still being written; raise "
                 f"checkpoint.export_every_steps={every}, or export a checkpoint of that step"
@@ -63,7 +63,7 @@ class Exporter:
 
     def check(self) -> None:
         """Raises ExportError if the export in the background has failed; does not wait."""
-        if not self.reading:
+        if not self.reading_step:
             self.wait()
 
     def wait(self) -> None:

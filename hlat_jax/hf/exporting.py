@@ -210,8 +210,8 @@ def _tensors(weights: Weights) -> Iterator[tuple[str, np.ndarray]]:
     """Yields (name, tensor) for all tensors; one of our parameters is in memory at a time."""
     for entry in hf_names.table(weights.model):
         ours = weights.read(entry.leaf)
-        for layer in range(weights.model.num_layers if entry.stacked else 1):
-            slab = ours[layer] if entry.stacked else ours
+        for layer in range(weights.model.num_layers if entry.is_stacked else 1):
+            slab = ours[layer] if entry.is_stacked else ours
             for name, tensor in zip(entry.names(layer), entry.split(bits(slab)), strict=True):
                 yield name, np.ascontiguousarray(tensor).view(ours.dtype)
         del ours, slab, tensor  # before the next one is read
@@ -303,7 +303,7 @@ def _add_no_tokens(folder: pathlib.Path, tokenizer: Tokenizer) -> None:
         return
     content = read_json(path)
     after = content.get("post_processor")
-    content["post_processor"] = _without_templates(after)
+    content["post_processor"] = _drop_templates(after)
     if content["post_processor"] != after:
         atomic_files.write_json(path, content)
 
@@ -329,9 +329,9 @@ def _add_bos(folder: pathlib.Path, tokenizer: Tokenizer) -> None:
     atomic_files.write_json(path, content)
 
 
-def _without_templates(after: dict[str, Any] | None) -> dict[str, Any] | None:
+def _drop_templates(after: dict[str, Any] | None) -> dict[str, Any] | None:
     """Returns a post-processor without the parts that add tokens; of the library's kinds only ByteLevel adds none."""
     if after is None or after["type"] == "ByteLevel":
         return after
-    left = [part for part in map(_without_templates, after.get("processors", [])) if part]
+    left = [part for part in map(_drop_templates, after.get("processors", [])) if part]
     return after | {"processors": left} if left else None

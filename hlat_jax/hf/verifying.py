@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from hlat_jax.host.console import labelled
 from hlat_jax.host.optional_import import import_optional
 from hlat_jax.model import apply
 from hlat_jax.weights.hf_reading import HFCheckpoint
@@ -77,7 +78,7 @@ def verify(source: HFCheckpoint, weights: Weights) -> str:
 
 def _compare(name: str, ours_TV: np.ndarray, theirs_TV: np.ndarray, exact_TV: np.ndarray) -> str:
     largest = np.abs(theirs_TV).max()
-    difference, rounding = (np.abs(one - theirs_TV).max() / largest for one in (ours_TV, exact_TV))
+    difference, rounding = (np.abs(logits_TV - theirs_TV).max() / largest for logits_TV in (ours_TV, exact_TV))
     allowed = min(_MOST_ROUNDINGS * max(rounding, _LEAST_ROUNDING), _MOST)
     sizes = f"{difference:.1e} of the largest, {largest:.3g}"
     if not difference <= allowed:  # NaN too
@@ -85,9 +86,10 @@ def _compare(name: str, ours_TV: np.ndarray, theirs_TV: np.ndarray, exact_TV: np
             f"--verify: the logits of {len(ours_TV)} {name} differ from transformers by {sizes}. At most "
             f"{allowed:.1e} is allowed for these tokens, so the import is not the model of the folder."
         )
-    return (
-        f"verified         the logits of {len(ours_TV)} {name} differ from transformers by {sizes}; "
-        f"transformers in fp32 differs from float64 by {rounding:.1e}"
+    return labelled(
+        "verified",
+        f"the logits of {len(ours_TV)} {name} differ from transformers by {sizes}; transformers in fp32 differs from "
+        f"float64 by {rounding:.1e}",
     )
 
 
@@ -98,7 +100,7 @@ def _tokens(weights: Weights) -> tuple[dict[str, np.ndarray], list[str]]:
     try:
         tokenizer = weights.open_tokenizer()
     except ValueError as error:
-        return tokens, [f"not verified     the logits of a text: {error}"]
+        return tokens, [labelled("not verified", f"the logits of a text: {error}")]
     first = [tokenizer.bos_id] * (weights.begins_with_bos and tokenizer.bos_id >= 0)
     tokens["tokens of a text"] = np.resize(np.concatenate([first, tokenizer.encode(_TEXT)]), num_ids).astype(np.int32)
     return tokens, []

@@ -300,12 +300,8 @@ class StopSignals:
 
     @property
     def doing(self) -> str:
-        """What the run is doing, as in "compiling"; to set it begins that phase, perhaps again."""
+        """What the run is doing, as in "compiling"."""
         return self.watchdog.doing
-
-    @doing.setter
-    def doing(self, phase: str) -> None:
-        self.watchdog.begin(phase)
 
     def __enter__(self):
         numbers = [signal.SIGTERM, signal.SIGUSR1]
@@ -321,17 +317,26 @@ class StopSignals:
             signal.signal(number, handler)
 
     @contextlib.contextmanager
-    def during(
-        self, doing: str, *, unfinished: str, status: Callable[[], tuple[float, str]] | None = None
+    def phase(
+        self, doing: str, *, unfinished: str | None = None, status: Callable[[], Any] | None = None
     ) -> Iterator[None]:
-        """Sets both attributes for the length of the block, which makes progress while `status()` changes."""
-        before = self.doing, self.unfinished
+        """Says what the run does in the block: to the watchdog, to the ledger, and to whoever presses Ctrl-C.
+
+        After an error the phase stays, so that messages name the one in which it was raised.
+
+        Args:
+          doing: the phase, as in "compiling"; the phase before it begins again after the block.
+          unfinished: the attribute for the length of the block; by default it stays.
+          status: function whose result changes while the block makes progress.
+        """
+        doing_before, unfinished_before = self.doing, self.unfinished
         self.watchdog.begin(doing, status=status)
-        self.unfinished = unfinished
-        try:
-            yield
-        finally:
-            self.doing, self.unfinished = before
+        if unfinished is not None:
+            self.unfinished = unfinished
+        yield
+        self.watchdog.begin(doing_before)
+        if unfinished is not None:
+            self.unfinished = unfinished_before
 
     def _ask(self, number, _frame):
         if number != signal.SIGINT:

@@ -18,7 +18,8 @@ import jax
 
 from hlat_jax.config import Config
 from hlat_jax.facts.byte_sizes import format_bytes
-from hlat_jax.host.distributed import exchange, is_first
+from hlat_jax.host.console import say
+from hlat_jax.host.distributed import exchange
 from hlat_jax.passes import remat
 from hlat_jax.passes.liveness import estimated_temporaries
 from hlat_jax.passes.naming import MissingValues, RematChoice
@@ -53,25 +54,25 @@ def choose_remat(program: RunProgram, *, recorded: dict[str, Any] | None) -> tup
     }
     if recorded is not None and recorded.items() >= facts.items():
         try:
-            again = _with(program, recorded["choice"])
+            again = _with_remat(program, recorded["choice"])
             _trace(again)
         except MissingValues:
-            _print_first("remat            chosen again: the step no longer has the values of the checkpoint's choice")
+            say("remat", "chosen again: the step no longer has the values of the checkpoint's choice")
         else:
-            _print_first(f"remat            {recorded['choice']}, from the checkpoint, for {facts['asked']}")
+            say("remat", f"{recorded['choice']}, from the checkpoint, for {facts['asked']}")
             return again, recorded
 
     plan = _search(program, lambda traced, _: max(map(int, exchange(str(remat.temporaries(traced))))))
     record = facts | {"choice": _remat_text(plan.choice)}
     keys = ("budget_bytes", "measured_bytes", "predicted_bytes", "flops", "predicted_flops", "plain", "full")
     record |= json.loads(json.dumps({key: getattr(plan, key) for key in keys}))
-    _print_first(
-        f"remat            {record['choice']}\n"
-        f"                 for {facts['asked']}: {format_bytes(plan.measured_bytes)} measured, "
+    say(
+        "remat",
+        f"{record['choice']}\nfor {facts['asked']}: {format_bytes(plan.measured_bytes)} measured, "
         f"{format_bytes(plan.plain[0])} without remat; {plan.recompute_share:+.1%} FLOPs; {plan.compilations} "
-        f"compilations in {plan.seconds:.0f} s"
+        f"compilations in {plan.seconds:.0f} s",
     )
-    return _with(program, record["choice"]), record
+    return _with_remat(program, record["choice"]), record
 
 
 def choose_by_estimate(program: RunProgram) -> RunProgram:
@@ -84,8 +85,8 @@ def choose_by_estimate(program: RunProgram) -> RunProgram:
     try:
         plan = _search(program, lambda traced, args: estimated_temporaries(live_jaxpr(traced), args).total)
     except remat.BudgetNotMet:
-        return _with(program, "full")
-    return _with(program, _remat_text(plan.choice))
+        return _with_remat(program, "full")
+    return _with_remat(program, _remat_text(plan.choice))
 
 
 def has_budget(config: Config) -> bool:
@@ -98,7 +99,7 @@ def _search(program: RunProgram, measure: Callable[[Any, tuple], int]) -> remat.
     arguments: dict[Any, tuple] = {}
 
     def trace_choice(choice: RematChoice | None) -> Any:
-        trace, taken = _trace(_with(program, _remat_text(choice)))
+        trace, taken = _trace(_with_remat(program, _remat_text(choice)))
         arguments[trace] = taken
         return trace
 
@@ -123,11 +124,6 @@ def _remat_text(choice: RematChoice | None) -> str:
     return "none" if choice is None else str(choice)
 
 
-def _with(program: RunProgram, choice: str) -> RunProgram:
+def _with_remat(program: RunProgram, choice: str) -> RunProgram:
     model = dataclasses.replace(program.config.model, remat=choice)
     return make_program(dataclasses.replace(program.config, model=model), program.layout)
-
-
-def _print_first(line: str) -> None:
-    if is_first():
-        print(line)

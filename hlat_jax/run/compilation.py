@@ -18,6 +18,7 @@ import jax
 from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.generate.decoding import GenerationShape, decode_arguments, make_decode, make_prefill, prefill_arguments
 from hlat_jax.generate.generator import Programs, prefill_by, sample_shape
+from hlat_jax.host.console import say
 from hlat_jax.host.neuron_compiler_flags import compiler_killed
 from hlat_jax.parallel import xla_options
 from hlat_jax.program import RunProgram, programs_of_run, sample_programs, state_bytes
@@ -97,8 +98,8 @@ class Compilations:
         try:
             program = lowered.compile(compiler_options=self._options or None)
         except jax.errors.JaxRuntimeError as error:
-            if why := compiler_killed(str(error)):
-                raise OSError(f"the program {name!r} was not compiled: {why}.") from error
+            if reason := compiler_killed(str(error)):
+                raise OSError(f"the program {name!r} was not compiled: {reason}.") from error
             raise
         self._entries[name] = {
             "sha256": sha256,
@@ -128,7 +129,7 @@ def compiled_step(compilations: Compilations) -> Any:
         parts = {"train": compiled}
     temporary += max(getattr(part.memory_analysis(), "temp_size_in_bytes", 0) for part in parts.values())
     needs = f"the step needs {format_bytes(temporary)} in addition to the state"
-    print(f"compiled         {time.monotonic() - began:.1f} s; {needs}")
+    say("compiled", f"{time.monotonic() - began:.1f} s; {needs}")
     return compiled
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hlat_jax.config import Config, ModelConfig, count_text
 from hlat_jax.facts.policies import POLICY_FACTS
+from hlat_jax.host.console import labelled
 
 
 def num_params(m: ModelConfig) -> int:
@@ -52,14 +55,13 @@ def describe(config: Config) -> str:
     state_bytes = policy_state_bytes(model, config.precision.policy, optimizer=optimizer.name)
     is_constant = optimizer.schedule == "constant"
     horizon = "constant rate" if is_constant else f"schedule horizon {optimizer.horizon_steps:,}"
-    return "\n".join(
-        (
-            f"parameters       {num_params(model):,}",
-            f"FLOPs per token  {flops_per_token_6n(model):.4g} (6N), "
-            f"{flops_per_token(model, data.seq_len):.4g} with attention",
-            f"tokens per step  {step_tokens:,} = {data.batch_size} x {data.seq_len}, "
-            f"{count_text(train.num_microbatches, 'microbatch')}",
-            f"steps            {train.num_steps:,} ({train.num_steps * step_tokens:,} tokens); {horizon}",
-            f"state            {state_bytes:,} bytes ({config.precision.policy}), before sharding",
-        )
-    )
+    flops_6n, flops = flops_per_token_6n(model), flops_per_token(model, data.seq_len)
+    microbatches = count_text(train.num_microbatches, "microbatch")
+    texts = {
+        "parameters": f"{num_params(model):,}",
+        "FLOPs per token": f"{flops_6n:.4g} (6N), {flops:.4g} with attention",
+        "tokens per step": f"{step_tokens:,} = {data.batch_size} x {data.seq_len}, {microbatches}",
+        "steps": f"{train.num_steps:,} ({train.num_steps * step_tokens:,} tokens); {horizon}",
+        "state": f"{state_bytes:,} bytes ({config.precision.policy}), before sharding",
+    }
+    return "\n".join(itertools.starmap(labelled, texts.items()))

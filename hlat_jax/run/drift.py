@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from hlat_jax.config import OP_KEYS, SECTIONS, Config, OptimizerConfig
-from hlat_jax.data.drift import data_drift, with_sizes_now
+from hlat_jax.data.drift import data_drift
 from hlat_jax.resolve import batch_of_step, skipped_batches
 from hlat_jax.store.checkpoint_checks import saved_run, saved_steps
 from hlat_jax.store.config_diff import config_drift, without_gone
@@ -27,9 +27,9 @@ _OF_MANIFEST = re.compile(r"(validation_)?manifest\.(hash|text_field): ")
 
 
 def check_settings(config: Config, workdir: pathlib.Path) -> None:
-    """Raises ValueError if config or sizes of files differ from the newest checkpoint's, before JAX is imported.
+    """Raises ValueError if the config differs from the newest checkpoint's, before JAX is imported.
 
-    The run compares implementations and the content of files, which it has to open first.
+    The run compares implementations and files, which it has to open first.
     """
     folder = workdir / "checkpoints"
     for step in reversed(saved_steps(folder)):
@@ -39,8 +39,7 @@ def check_settings(config: Config, workdir: pathlib.Path) -> None:
             saved = saved_run(folder / str(step))["metadata"]
         except (OSError, ValueError):
             continue
-        now = with_sizes_now(saved, config.data) | {"config": config.to_dict()}
-        refuse_drift(saved, now, step=step, workdir=workdir)
+        refuse_drift(saved, saved | {"config": config.to_dict()}, step=step, workdir=workdir)
         return
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,7 @@ from hlat_jax.program import RunProgram, make_program, state_bytes
 from hlat_jax.run import costs
 
 
-def fitting_program(config: Config, devices: Sequence[Any]) -> RunProgram:
+def fitting_program(config: Config, devices: Sequence[jax.Device]) -> RunProgram:
     """Returns the program of the config over `devices`, after checks of memory and batch size.
 
     Raises:
@@ -49,7 +48,7 @@ def fitting_program(config: Config, devices: Sequence[Any]) -> RunProgram:
     return program
 
 
-def device_memory(device: Any) -> int:
+def device_memory(device: jax.Device) -> int:
     """Returns the memory of a device in bytes: from the backend, `facts.hardware`, or a share of host memory."""
     if device.process_index != jax.process_index():  # another node's: only its own process can read the statistics
         device = jax.local_devices(backend=device.platform)[0]

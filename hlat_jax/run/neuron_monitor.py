@@ -14,6 +14,8 @@ import subprocess
 import threading
 from typing import Any
 
+from hlat_jax.host.console import say
+
 COMMAND = "neuron-monitor"
 FIELDS = (
     "device_utilization",  # mean over the JAX devices that this process uses, in percent
@@ -37,31 +39,31 @@ def fields_of(report: Any, *, pid: int) -> dict[str, float]:
     values: dict[str, list[float]] = {name: [] for name in FIELDS}
 
     def add(name: str, *numbers: Any) -> None:
-        values[name] += [number for number in numbers if type(number) in (int, float)]
+        values[name] += [value for value in numbers if type(value) in (int, float)]
 
-    runtimes = [runtime for runtime in _list(_at(report, "neuron_runtime_data")) if not _at(runtime, "error")]
-    for runtime in [runtime for runtime in runtimes if _at(runtime, "pid") == pid] or runtimes:
-        for core in _dict(_at(runtime, "report", "neuroncore_counters", "neuroncores_in_use")).values():
-            physical = _dict(_at(core, "v3d")).values() or [core]
-            add("device_utilization", _at(core, "neuroncore_utilization"))
-            add("device_utilization_min", *(_at(part, "neuroncore_utilization") for part in physical))
-        used = _at(runtime, "report", "memory_used", "neuron_runtime_used_bytes")
-        add("device_memory_bytes", _at(used, "neuron_device"))
-        add("device_host_memory_bytes", _at(used, "host"))
-        executions = _at(runtime, "report", "execution_stats")
-        add("device_errors", *_dict(_at(executions, "error_summary")).values())
+    runtimes = [runtime for runtime in _list(_get(report, "neuron_runtime_data")) if not _get(runtime, "error")]
+    for runtime in [runtime for runtime in runtimes if _get(runtime, "pid") == pid] or runtimes:
+        for core in _dict(_get(runtime, "report", "neuroncore_counters", "neuroncores_in_use")).values():
+            physical = _dict(_get(core, "v3d")).values() or [core]
+            add("device_utilization", _get(core, "neuroncore_utilization"))
+            add("device_utilization_min", *(_get(part, "neuroncore_utilization") for part in physical))
+        used = _get(runtime, "report", "memory_used", "neuron_runtime_used_bytes")
+        add("device_memory_bytes", _get(used, "neuron_device"))
+        add("device_host_memory_bytes", _get(used, "host"))
+        executions = _get(runtime, "report", "execution_stats")
+        add("device_errors", *_dict(_get(executions, "error_summary")).values())
         for name in ("numerical", "numeric"):  # the guide's text says numeric, its example numerical
-            add("device_numerical_errors", _at(executions, "error_summary", name))
-        latencies = _at(executions, "latency_stats")
-        add("device_latency_s", _at(_at(latencies, "device_latency") or _at(latencies, "total_latency"), "p50"))
-    for device in _list(_at(report, "system_data", "neuron_hw_counters", "neuron_devices")):
+            add("device_numerical_errors", _get(executions, "error_summary", name))
+        latencies = _get(executions, "latency_stats")
+        add("device_latency_s", _get(_get(latencies, "device_latency") or _get(latencies, "total_latency"), "p50"))
+    for device in _list(_get(report, "system_data", "neuron_hw_counters", "neuron_devices")):
         for name in ("corrected", "uncorrected"):
-            add(f"ecc_{name}", _at(device, f"mem_ecc_{name}"), _at(device, f"sram_ecc_{name}"))
+            add(f"ecc_{name}", _get(device, f"mem_ecc_{name}"), _get(device, f"sram_ecc_{name}"))
     combine = {"device_utilization": statistics.fmean, "device_utilization_min": min, "device_latency_s": max}
     return {name: combine.get(name, sum)(numbers) for name, numbers in values.items() if numbers}
 
 
-def _at(value: Any, *path: str) -> Any:
+def _get(value: Any, *path: str) -> Any:
     """Returns the part of a report at a path; None where there is none, or a group of metrics has an error."""
     for name in path:
         value = value.get(name) if isinstance(value, dict) else None
@@ -93,7 +95,7 @@ class NeuronMonitor:
             return
         path = shutil.which(COMMAND) or shutil.which(COMMAND, path="/opt/aws/neuron/bin")
         if path is None:
-            print(f"{COMMAND}   not found: no utilization of the devices in metrics.jsonl (metrics.neuron_monitor)")
+            say(COMMAND, "not found: no utilization of the devices in metrics.jsonl (metrics.neuron_monitor)")
             return
         try:  # in a session of its own: Ctrl-C is for the run
             self._process = subprocess.Popen(
@@ -101,7 +103,7 @@ class NeuronMonitor:
                 start_new_session=True,
             )  # fmt: skip
         except OSError as error:
-            print(f"{COMMAND}   not started: {error}")
+            say(COMMAND, f"not started: {error}")
             return
         self._thread = threading.Thread(target=self._read, args=(self._process,), name=COMMAND, daemon=True)
         self._thread.start()
@@ -137,4 +139,4 @@ class NeuronMonitor:
             self._newest = fields
         self._newest = {}  # what ended knows nothing of the steps that follow
         if self._process is not None:
-            print(f"{COMMAND}   ended with code {process.wait()}: no utilization of the devices from here on")
+            say(COMMAND, f"ended with code {process.wait()}: no utilization of the devices from here on")

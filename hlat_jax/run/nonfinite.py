@@ -1,4 +1,4 @@
-"""Non-finite steps and states: their description in messages, and the end of a run."""
+"""Steps that are not finite, have no target or are spikes, and states that are not finite: they may end a run."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from hlat_jax.config import count_text
 from hlat_jax.host import distributed
 from hlat_jax.run.state import Progress, Run
 from hlat_jax.store.checkpoint_checks import not_finite
+from hlat_jax.train_step import StepMetrics
 
 
 class NonFiniteError(RuntimeError):
@@ -20,16 +21,40 @@ class NonFiniteError(RuntimeError):
 def finite_norms(run: Run, progress: Progress) -> dict[str, float]:
     """Returns the norms of the parts of the state. Raises NonFiniteError if one of them is not finite."""
     norms = {part: float(norm) for part, norm in jax.device_get(run.state_norms(progress.state)).items()}
-    if why := not_finite(norms):
+    if problem := not_finite(norms):
         raise NonFiniteError(
-            f"after step {progress.step} {why}; nothing was saved or exported. The same command resumes from "
+            f"after step {progress.step} {problem}; nothing was saved or exported. The same command resumes from "
             f"{_newest_saved(progress)}. If it ends here again, start again with a lower optimizer.peak_lr in another "
             "--workdir."
         )
     return norms
 
 
-def stop(run: Run, progress: Progress, row: dict[str, Any]) -> NoReturn:
+def judge(run: Run, progress: Progress, metrics: StepMetrics, row: dict[str, Any]) -> None:
+    """Counts and prints a step that was not finite, had no target or is a spike.
+
+    Raises:
+      NonFiniteError: `train.max_nonfinite_steps` steps in a row were not finite, or had no target.
+    """
+    step = row["step"]
+    progress.num_without_target = 0 if metrics.num_tokens else progress.num_without_target + 1
+    if metrics.finite:
+        progress.num_nonfinite = 0
+    elif not metrics.num_tokens:  # a mean over nothing says nothing about the state
+        print(f"step {step}: no target in its batch, all of it prompts or padding; update skipped")
+    else:
+        progress.num_nonfinite += 1
+        print(f"step {step}: {_describe(row)}; update skipped")
+    if metrics.spike:
+        skipped = run.config.train.spikes == "skip"
+        run.ledger.event("spike", step=step, loss=row["loss"], grad_norm=row["grad_norm"], skipped=skipped)
+        values = f"loss {row['loss']:.4f}, gradient norm {row['grad_norm']:.3g}"
+        print(f"step {step}: a spike, {values}; {'update skipped' if skipped else 'trained on'}")
+    if max(progress.num_nonfinite, progress.num_without_target) >= run.config.train.max_nonfinite_steps:
+        _stop(run, progress, row)
+
+
+def _stop(run: Run, progress: Progress, row: dict[str, Any]) -> NoReturn:
     """Raises NonFiniteError with what the last of too many such steps shows; all processes call it together."""
     run.log.sync()
     distributed.barrier()  # the rows are on the disk before any process ends the others
@@ -47,12 +72,12 @@ def stop(run: Run, progress: Progress, row: dict[str, Any]) -> NoReturn:
         advice = f"The weights are damaged: run the same command again, which resumes from {_newest_saved(progress)}"
     raise NonFiniteError(
         f"{count_text(progress.num_nonfinite, 'step')} in a row not finite, the last one step {row['step']} (batch "
-        f"{row['batch_hash']}): {describe(row)}. Their updates were skipped. {advice}, or start again with a lower "
+        f"{row['batch_hash']}): {_describe(row)}. Their updates were skipped. {advice}, or start again with a lower "
         "optimizer.peak_lr in another --workdir."
     )
 
 
-def describe(row: dict[str, Any]) -> str:
+def _describe(row: dict[str, Any]) -> str:
     """Describes a step that was not finite by its loss and norms."""
     return f"loss {row['loss']:.4g}, gradient norm {row['grad_norm']:.4g}, norm of the weights {row['param_norm']:.4g}"
 

@@ -24,16 +24,16 @@ from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.facts import hardware
 from hlat_jax.facts.local_paths import local_path
 from hlat_jax.host import compile_cache, distributed
+from hlat_jax.host.console import say
 from hlat_jax.host.process import INDEX_FOLDER, StopSignals, closing_quietly
 from hlat_jax.parallel.rows import process_rows
 from hlat_jax.parallel.sharding import Layout
-from hlat_jax.program import host_state
+from hlat_jax.program import RunProgram, host_state
 from hlat_jax.resolve import branch_source, skipped_batches
 from hlat_jax.run import budget, costs, optional, results, resume, summary
 from hlat_jax.run.compilation import Compilations, compiled_sampler, compiled_step
 from hlat_jax.run.drift import refuse_drift
 from hlat_jax.run.goodput import Ledger
-from hlat_jax.run.machine import fitting_program
 from hlat_jax.run.neuron_monitor import NeuronMonitor
 from hlat_jax.run.profiling import StepTrace
 from hlat_jax.run.state import Inputs, Progress, Run
@@ -61,7 +61,7 @@ class Start:
 
 
 def open_run(
-    config: Config,
+    program: RunProgram,
     workdir: pathlib.Path,
     *,
     signals: StopSignals,
@@ -72,6 +72,7 @@ def open_run(
     """Returns a run and its progress, ready for the next step; None if the run is complete.
 
     Args:
+      program: of the run, over the devices of this job.
       workdir: the run folder; locked, and created if missing.
       begin_again: whether to train from step 0 where all checkpoints of the run are lost.
       given: keys of the command line, see `resume.open_init`.
@@ -79,18 +80,22 @@ def open_run(
     Raises:
       ValueError: a config, data, machine or folder that cannot be trained with; nothing was changed.
     """
-    inputs = open_inputs(config, workdir, signals=signals, stack=stack)
+    inputs = open_inputs(program, workdir, signals=signals, stack=stack)
     start = choose_start(inputs, signals=signals, begin_again=begin_again, given=given)
     if start.restored is not None and start.restored.step >= inputs.config.train.num_steps:
-        with signals.during("finishing a complete run", unfinished="the export and the summary"):
+        with signals.phase("finishing a complete run", unfinished="the export and the summary"):
             _finish(inputs, start.restored)
+            distributed.barrier()  # the others wait here while process 0 draws the results
         return None
-    return compile_run(inputs, start, signals=signals, stack=stack)
+    with signals.phase("compiling"):
+        return compile_run(inputs, start, signals=signals, stack=stack)
 
 
-def open_inputs(config: Config, workdir: pathlib.Path, *, signals: StopSignals, stack: contextlib.ExitStack) -> Inputs:
+def open_inputs(
+    program: RunProgram, workdir: pathlib.Path, *, signals: StopSignals, stack: contextlib.ExitStack
+) -> Inputs:
     """Locks the run folder, opens what the run reads and writes, and prints what it is; see `open_run`."""
-    program = fitting_program(config, jax.devices())
+    config = program.config
     tokenizer = Tokenizer(config.data.tokenizer, vocab_size=config.model.vocab_size)
     tasks = optional.open_tasks(config, layout=program.layout, tokenizer=tokenizer)
     stack.enter_context(only_job(workdir))
@@ -145,14 +150,15 @@ def choose_start(inputs: Inputs, *, signals: StopSignals, begin_again: bool, giv
         resume.check_new_run(workdir, ledger=ledger, begin_again=begin_again)
     is_complete = saved is not None and saved[0] >= config.train.num_steps
     if inputs.tasks is not None and not is_complete:
-        with signals.during("fetching the data of the tasks", unfinished=""):
+        with signals.phase("fetching the data of the tasks"):
             inputs.tasks.load()
     if saved is not None:
-        signals.saved_step, signals.doing = saved[0], "restoring the checkpoint"
+        signals.saved_step = saved[0]
         refuse_drift(saved[1], inputs.settings, step=saved[0], workdir=workdir)
     if not is_complete:
         ledger.begin()  # a start that is refused, or finds the run complete, changes nothing
-    restored = None if saved is None else inputs.checkpointer.restore(inputs.program.abstract_state)
+    with signals.phase("restoring the checkpoint"):
+        restored = None if saved is None else inputs.checkpointer.restore(inputs.program.abstract_state)
     if restored is not None and restored.step >= config.train.num_steps:
         return Start(restored=restored, is_own=True)
     if distributed.is_first():
@@ -160,17 +166,17 @@ def choose_start(inputs: Inputs, *, signals: StopSignals, begin_again: bool, giv
     if restored is not None:
         for key in ("init_from", "branch_from"):
             if getattr(config.train, key):
-                print(f"train.{key}  ignored: resuming from this run's own checkpoint")
+                say(f"train.{key}", "ignored: resuming from this run's own checkpoint")
         if begin_again:
-            print("--begin_again    ignored: resuming from this run's own checkpoint")
+            say("--begin_again", "ignored: resuming from this run's own checkpoint")
         print(f"resuming from step {restored.step} of {config.train.num_steps}")
         return Start(restored=restored, is_own=True)
     if config.train.branch_from:
-        signals.doing = "restoring the checkpoint"
-        return Start(restored=resume.open_branch(inputs.program, workdir, settings=inputs.settings))
+        with signals.phase("restoring the checkpoint"):
+            return Start(restored=resume.open_branch(inputs.program, workdir, settings=inputs.settings))
     if config.train.init_from:
-        signals.doing = "opening the initial weights"
-        return Start(weights=resume.open_init(config, inputs.tokenizer, given=given))
+        with signals.phase("opening the initial weights"):
+            return Start(weights=resume.open_init(config, inputs.tokenizer, given=given))
     return Start()
 
 
@@ -178,35 +184,22 @@ def compile_run(
     inputs: Inputs, start: Start, *, signals: StopSignals, stack: contextlib.ExitStack
 ) -> tuple[Run, Progress]:
     """Returns the run with its programs compiled, and the progress with which it starts; see `open_run`."""
-    config, workdir, restored = inputs.config, inputs.workdir, start.restored
-    signals.doing = "compiling"
+    config, workdir, restored, is_first = inputs.config, inputs.workdir, start.restored, distributed.is_first()
     kept_in = jax.config.jax_compilation_cache_dir if jax.config.jax_enable_compilation_cache else None
-    print(f"compile cache    {compile_cache.describe(kept_in, platform=jax.default_backend())}")
-    print("compiling        the programs of this run")
+    say("compile cache", compile_cache.describe(kept_in, platform=jax.default_backend()))
+    say("compiling", "the programs of this run")
     program, remat = budget.choose_remat(inputs.program, recorded=restored and restored.metadata.get("remat"))
     layout, compilations = program.layout, Compilations(program)
     progress, origin = _progress(inputs, start, compilations)
-    if distributed.is_first():
-        if start.is_own:
-            resume.report_losses(workdir, progress.step, ledger=inputs.ledger)
-        else:
-            branch = branch_source(config.train)
-            of_branch = local_path(branch[0]) / KEPT if branch else None
-            keep_companions(of_branch if start.weights is None else start.weights.companions, workdir)
+    if is_first:
+        _rewind_folder(inputs, start, progress)
         resume.write_settings(config, workdir, remat=remat)
-        kept_tokenizer.keep_tokenizer(inputs.tokenizer.path, workdir)
-        positions.rewind(workdir, int(progress.position[0, 0]))
-        resume.set_exports_aside(workdir, progress.step)
     log = stack.enter_context(closing_quietly(_open_log(config, workdir, layout=layout, progress=progress)))
     if config.checkpoint.keep_best or config.train.early_stop_evals:
-        _, first = branch_source(config.train) or ("", -1)  # the rows up to there are those of the other run
-        rows = read_rows(workdir / ROWS_FILE) if distributed.is_first() else []
-        best = functools.reduce(Best.after, [row for row in rows if row["step"] > first], Best())
-        progress.best = Best(**json.loads(distributed.exchange(json.dumps(vars(best)))[0]))
+        progress.best = _best_validation(config, workdir)
         if config.checkpoint.keep_best and (inputs.checkpointer.folder / str(progress.best.step)).is_dir():
             inputs.checkpointer.keep_best(progress.best.step)  # a kill may have come before the link
-    monitored = config.metrics.neuron_monitor if distributed.is_first() else "off"
-    monitor = NeuronMonitor(monitored, platform=layout.mesh.devices.flat[0].platform)
+    monitor = NeuronMonitor(config.metrics.neuron_monitor if is_first else "off", platform=layout.platform)
     stack.enter_context(contextlib.closing(monitor))
     step_trace = stack.enter_context(closing_quietly(StepTrace(config, workdir, start_step=progress.step)))
     check_folder = FolderCheck(workdir)
@@ -216,7 +209,17 @@ def compile_run(
         evaluate = compilations.compile("eval")
         validation = Validation(inputs.held_out, evaluate, layout, num_parts=program.num_eval_parts)
     run = Run(
-        **(vars(inputs) | {"program": program, "settings": inputs.settings | origin}),
+        config=config,
+        workdir=workdir,
+        program=program,
+        tokenizer=inputs.tokenizer,
+        tasks=inputs.tasks,
+        ledger=inputs.ledger,
+        batches=inputs.batches,
+        held_out=inputs.held_out,
+        settings=inputs.settings | origin,
+        checkpointer=inputs.checkpointer,
+        exporter=inputs.exporter,
         check_folder=check_folder,
         sync=StepSync(config, inputs.batches.rows, signals),
         validation=validation,
@@ -230,9 +233,31 @@ def compile_run(
         start_step=progress.step,
         skipped=skipped_batches(config.train.skip_steps),
     )
-    if distributed.is_first():
+    if is_first:
         compilations.write(workdir)
     return run, progress
+
+
+def _rewind_folder(inputs: Inputs, start: Start, progress: Progress) -> None:
+    """Puts the run folder into the state of the step at which the run starts; process 0 calls it."""
+    config, workdir = inputs.config, inputs.workdir
+    if start.is_own:
+        resume.report_losses(workdir, progress.step, ledger=inputs.ledger)
+    else:
+        branch = branch_source(config.train)
+        of_branch = local_path(branch[0]) / KEPT if branch else None
+        keep_companions(of_branch if start.weights is None else start.weights.companions, workdir)
+    kept_tokenizer.keep_tokenizer(inputs.tokenizer.path, workdir)
+    positions.rewind(workdir, int(progress.position[0, 0]))
+    resume.set_exports_aside(workdir, progress.step)
+
+
+def _best_validation(config: Config, workdir: pathlib.Path) -> Best:
+    """Returns the best validation in the rows of the run, which process 0 reads for all."""
+    _, first = branch_source(config.train) or ("", -1)  # the rows up to there are those of the other run
+    rows = read_rows(workdir / ROWS_FILE) if distributed.is_first() else []
+    best = functools.reduce(Best.after, [row for row in rows if row["step"] > first], Best())
+    return Best(**json.loads(distributed.exchange(json.dumps(vars(best)))[0]))
 
 
 def _progress(inputs: Inputs, start: Start, compilations: Compilations) -> tuple[Progress, dict[str, Any]]:
@@ -267,7 +292,7 @@ def _initial_state(compilations: Compilations, *, draws: bool) -> Any:
     if not program.inits_on_host:
         return compilations.compile("init")(program.seed)
     state = host_state(program, draws=draws)
-    print(f"initial state    made on the host's CPU in {time.monotonic() - began:.1f} s; no program for the devices")
+    say("initial state", f"made on the host's CPU in {time.monotonic() - began:.1f} s; no program for the devices")
     return state
 
 

@@ -11,6 +11,7 @@ import jax
 
 from hlat_jax.config import Config
 from hlat_jax.host import distributed
+from hlat_jax.host.console import say
 from hlat_jax.parallel.sharding import Layout
 from hlat_jax.resolve import profiled_steps
 from hlat_jax.store.metrics import TENSORBOARD_FOLDER
@@ -31,7 +32,7 @@ class StepTrace:
         steps = profiled_steps(config.train)
         left = steps[max(start_step + 1 - steps.start, 0) :]
         self.first, self.last = (left[0], left[-1]) if left else (0, 0)
-        if steps and not left and distributed.is_first():
+        if steps and not left:
             print(f"train.profile_steps={config.train.profile_steps} ignored: the run resumes after step {start_step}")
 
     def start(self) -> None:
@@ -44,7 +45,7 @@ class StepTrace:
             jax.profiler.start_trace(self._folder, profiler_options=options)
             self._tracing = True
         except (OSError, RuntimeError) as error:
-            print(f"trace            not started: {error}")
+            say("trace", f"not started: {error}")
 
     def close(self) -> None:
         """Writes the trace and prints where it is and what opens it; does nothing if none was started."""
@@ -56,14 +57,15 @@ class StepTrace:
             jax.profiler.stop_trace()
             [*_, trace] = sorted(self._traces() - before)
         except (OSError, RuntimeError, ValueError) as error:
-            print(f"trace            not written to {self._folder}: {error}")
+            say("trace", f"not written to {self._folder}: {error}")
             return
-        print(
-            f"trace            from step {self.first}: {trace}; open that file in https://ui.perfetto.dev, or run "
-            f"tensorboard --logdir={self._folder} (pip install tensorboard xprof)"
+        say(
+            "trace",
+            f"from step {self.first}: {trace}; open that file in https://ui.perfetto.dev, or run "
+            f"tensorboard --logdir={self._folder} (pip install tensorboard xprof)",
         )
         if profile := os.environ.get("NEURON_RT_INSPECT_OUTPUT_DIR"):
-            print(f"profile          of the devices: neuron-explorer view -d {profile}")
+            say("profile", f"of the devices: neuron-explorer view -d {profile}")
 
     def _traces(self) -> set[pathlib.Path]:
         return set(self._folder.glob("plugins/profile/*/*.trace.json.gz"))

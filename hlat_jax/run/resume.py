@@ -21,6 +21,7 @@ from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.facts.local_paths import local_path
 from hlat_jax.host import distributed, neuron_env
+from hlat_jax.host.console import say
 from hlat_jax.ops.registry import OPS
 from hlat_jax.program import RunProgram
 from hlat_jax.resolve import branch_source, resolve
@@ -103,8 +104,8 @@ def open_branch(program: RunProgram, workdir: pathlib.Path, *, settings: dict[st
         raise ValueError(f"{asked} is the run folder itself; give the branch another one with --workdir.")
     check_step(source, step, key=asked)
     checkpoint = folder.absolute() / "checkpoints" / str(step)
-    if why := problem_on_disk(checkpoint, deep=True):
-        raise ValueError(f"{asked}: the checkpoint of step {step} is damaged ({why}); use another one.")
+    if problem := problem_on_disk(checkpoint, deep=True):
+        raise ValueError(f"{asked}: the checkpoint of step {step} is damaged ({problem}); use another one.")
     if drift := drift_of(saved_run(checkpoint)["metadata"], settings, step=step, branch=True):
         lines = "\n  ".join(drift)
         raise ValueError(
@@ -114,7 +115,7 @@ def open_branch(program: RunProgram, workdir: pathlib.Path, *, settings: dict[st
     restored = read_checkpoint(checkpoint, program.abstract_state)
     if distributed.is_first():
         copy_rows(folder, workdir, last_step=restored.step)
-    print(f"branch           from step {step} of {folder.absolute()}: its state, optimizer and data position")
+    say("branch", f"from step {step} of {folder.absolute()}: its state, optimizer and data position")
     return restored
 
 
@@ -171,11 +172,12 @@ def with_weights(state: Any, weights: Weights, *, config: Config) -> tuple[Any, 
         state["opt_state"] = state["opt_state"] | {"master": read(state["opt_state"]["master"])}
     rate, data = config.optimizer, config.data
     end = "" if rate.schedule == "constant" else f" to {rate.peak_lr * rate.min_lr_ratio:g} at {rate.horizon_steps:,}"
-    warmup, steps = (count_text(number, "step") for number in (rate.warmup_steps, config.train.num_steps))
-    print(
-        f"weights          from {weights.folder}, step {weights.step}; the optimizer state is new\n"
-        f"recipe           {rate.name}, learning rate {rate.peak_lr:g} after {warmup} of warm-up, {rate.schedule}{end}"
-        f"; {steps} of {data.batch_size:,} x {data.seq_len:,} tokens"
+    warmup, steps = (count_text(count, "step") for count in (rate.warmup_steps, config.train.num_steps))
+    say("weights", f"from {weights.folder}, step {weights.step}; the optimizer state is new")
+    say(
+        "recipe",
+        f"{rate.name}, learning rate {rate.peak_lr:g} after {warmup} of warm-up, {rate.schedule}{end}; {steps} of "
+        f"{data.batch_size:,} x {data.seq_len:,} tokens",
     )
     return state, {"folder": str(weights.folder), "step": weights.step}
 
@@ -203,8 +205,8 @@ def check_new_run(workdir: pathlib.Path, *, ledger: Ledger | Silent, begin_again
     if step:
         ledger.event("rewound", step=0)
     if last:
-        why = "--begin_again" if step else "no checkpoint was saved"
-        print(f"beginning again  at step 0 ({why}): rows up to step {last} move to {DISCARDED_FILE}")
+        reason = "--begin_again" if step else "no checkpoint was saved"
+        say("beginning again", f"at step 0 ({reason}): rows up to step {last} move to {DISCARDED_FILE}")
 
 
 def report_losses(workdir: pathlib.Path, step: int, *, ledger: Ledger | Silent) -> None:

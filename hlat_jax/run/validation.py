@@ -58,7 +58,7 @@ class Validation:
         """
         sums = [0.0, 0.0]
         for part in shard_microbatches(batch, self.layout, num_microbatches=self.num_parts):
-            sums = [total + float(one) for total, one in zip(sums, self.eval_step(params, part), strict=True)]
+            sums = [total + float(added) for total, added in zip(sums, self.eval_step(params, part), strict=True)]
         self.status.share += 1 / sum(len(held_out.batches) for held_out in self.sources.values())
         self.status.text = "evaluating"
         return tuple(sums)

@@ -168,8 +168,8 @@ class Checkpointer:
           ValueError: a norm is not finite; nothing was written, and no earlier checkpoint was removed.
           SaveError: this save could not start, or the one before it failed.
         """
-        if why := not_finite(norms):
-            raise ValueError(f"the state of step {step} was not saved: {why}.")
+        if problem := not_finite(norms):
+            raise ValueError(f"the state of step {step} was not saved: {problem}.")
         self.wait()
         if step in self._manager.all_steps():
             return False
@@ -279,7 +279,7 @@ class Checkpointer:
 
     def _set_aside(self, steps: Iterable[int]) -> None:
         for step in steps if jax.process_index() == 0 else ():
-            asides = (self.folder / f"{step}.damaged-{number}" for number in itertools.count(1))
+            asides = (self.folder / f"{step}.damaged-{index}" for index in itertools.count(1))
             os.replace(self.folder / str(step), next(path for path in asides if not os.path.lexists(path)))
         distributed.barrier()
         self._manager.reload()
@@ -318,8 +318,8 @@ def find_saved(path: str | os.PathLike) -> pathlib.Path | None:
     path = pathlib.Path(path).absolute()
     if (path / STATE_ITEM).is_dir():
         path = path.resolve()  # the step is in the name of the folder that a link points to
-        if why := problem_on_disk(path, deep=True):
-            raise ValueError(f"checkpoint {path} is damaged ({why}); use another one in {path.parent}.")
+        if problem := problem_on_disk(path, deep=True):
+            raise ValueError(f"checkpoint {path} is damaged ({problem}); use another one in {path.parent}.")
         return path
     folder = path / "checkpoints"
     newest = newest_usable(folder, deep=True)
@@ -360,16 +360,15 @@ def read_checkpoint(folder: pathlib.Path, abstract_state: Any) -> Restored:
     return Restored(run["step"], state, np.asarray(run["position"], np.int64), run["metadata"])
 
 
-def read_arrays(folder: pathlib.Path, abstract: Any, *, donatable: bool = False) -> Any:
+def read_arrays(folder: pathlib.Path, abstract: Any) -> Any:
     """Returns the part of one checkpoint's state that `abstract` names, and reads no other.
 
     Args:
       abstract: like the state, of jax.ShapeDtypeStruct: with a sharding, only the shards of this process are read;
         without, the array is NumPy. Another dtype than that of the checkpoint rounds to nearest.
-      donatable: a program can reuse the memory of the arrays, on CPU too.
     """
     return jax.tree_util.tree_map_with_path(
-        lambda path, leaf: _read_array(folder, path, leaf, donatable=donatable), abstract
+        lambda path, leaf: _read_array(folder, path, leaf, donatable=False), abstract
     )
 
 
@@ -420,7 +419,7 @@ def _chunk_bytes(array: jax.Array) -> int:
     """
     part = array.sharding.shard_shape(array.shape)
     num_bytes, longest = math.prod(part) * array.dtype.itemsize, max(part, default=1)
-    sizes = (num_bytes // number for number in range(1, longest + 1) if longest % number == 0)
+    sizes = (num_bytes // divisor for divisor in range(1, longest + 1) if longest % divisor == 0)
     divides = any(_MIN_CHUNK_BYTES <= size <= _CHUNK_BYTES for size in sizes)
     return _CHUNK_BYTES if divides else max(num_bytes, _CHUNK_BYTES)
 
@@ -441,8 +440,9 @@ def _reason(error: BaseException) -> str:
 
 
 def _warn_of(unusable: Mapping[int, str], folder: pathlib.Path, instead: str) -> None:
-    for step, why in unusable.items() if jax.process_index() == 0 else ():
-        print(f"WARNING: checkpoint {folder / str(step)} is damaged ({why}); {instead}.", file=sys.stderr, flush=True)
+    for step, problem in unusable.items() if jax.process_index() == 0 else ():
+        warning = f"WARNING: checkpoint {folder / str(step)} is damaged ({problem}); {instead}."
+        print(warning, file=sys.stderr, flush=True)
 
 
 def _not_orbax(record: logging.LogRecord) -> bool:

@@ -93,13 +93,13 @@ def newest_usable(folder: pathlib.Path, *, deep: bool) -> tuple[int, dict[int, s
     unusable: dict[int, str] = {}
     [steps, *_] = distributed.exchange(json.dumps(saved_steps(folder)[::-1]))
     for step in json.loads(steps):
-        why = problem_on_disk(folder / str(step), deep=deep)
-        if not why:
+        problem = problem_on_disk(folder / str(step), deep=deep)
+        if not problem:
             return step, unusable
-        unusable[step] = why
+        unusable[step] = problem
     if not unusable:
         return None
-    lines = "".join(f"\n  {folder / str(step)}: {why}" for step, why in unusable.items())
+    lines = "".join(f"\n  {folder / str(step)}: {problem}" for step, problem in unusable.items())
     raise ValueError(
         f"every checkpoint is damaged:{lines}\nRestore one from a backup, or move {folder} elsewhere to start again."
     )
@@ -107,8 +107,8 @@ def newest_usable(folder: pathlib.Path, *, deep: bool) -> tuple[int, dict[int, s
 
 def problem_on_disk(folder: pathlib.Path, *, deep: bool) -> str:
     """Returns why a checkpoint cannot be used; "" when nothing speaks against it. Reads no arrays but to sum them."""
-    if why := damage(folder, deep=deep):
-        return why
+    if problem := damage(folder, deep=deep):
+        return problem
     try:
         run = saved_run(folder)
     except ValueError as error:

@@ -348,7 +348,7 @@ def read_rows(path: str | os.PathLike) -> list[dict[str, Any]]:
 
 def damaged_lines(path: pathlib.Path) -> list[str]:
     """Returns what is wrong with each line that ends, so that no kill has cut it short, and is not a row."""
-    return [line.why for line in _lines(path) if line.why]
+    return [line.problem for line in _lines(path) if line.problem]
 
 
 def _lines(path: str | os.PathLike) -> Iterator[Line]:

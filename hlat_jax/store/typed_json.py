@@ -28,22 +28,20 @@ Seconds = Annotated[float, "a number of seconds", lambda value: abs(value) < 1e1
 
 
 class Line(NamedTuple):
-    """A line of a log: `row` is None where `why` says what is wrong with it, or where a kill cut it."""
+    """A line of a log: `row` is None where `problem` says what is wrong with it, or where a kill cut it."""
 
     raw: bytes
     row: Any
-    why: str
+    problem: str
 
 
 def read_json(path: pathlib.Path, *, kind: Any = dict, allow_nan: bool = False) -> Any:
     """Returns the JSON in a file, as `parse_json` does.
 
     Raises:
-      ValueError: it is not a regular file, or not of that kind; the message names the file.
+      ValueError: it is not of that kind; the message names the file.
       OSError: it cannot be read.
     """
-    if path.exists() and not path.is_file():  # to open a FIFO would block
-        raise ValueError(f"{path} is not a regular file.")
     return parse_json(path.read_bytes(), where=str(path), kind=kind, allow_nan=allow_nan)
 
 
@@ -52,32 +50,30 @@ def read_lines(path: str | os.PathLike, kind_of: Callable[[dict], Any], *, allow
     if not os.path.exists(path):
         return
     with open(path, "rb") as lines:
-        for number, raw in enumerate(lines, 1):
-            row, why = None, ""
+        for line_number, raw in enumerate(lines, 1):
+            row, problem = None, ""
             if raw.endswith(b"\n"):
-                where = f"{path}, line {number}"
+                where = f"{path}, line {line_number}"
                 try:
                     row = parse_json(raw, where=where, allow_nan=allow_nan)
                     row = check_kind(row, kind_of(row), where=where)
                 except ValueError as error:
-                    row, why = None, str(error).rstrip(".")
-            yield Line(raw, row, why)
+                    row, problem = None, str(error).rstrip(".")
+            yield Line(raw, row, problem)
 
 
 def parse_json(raw: bytes, *, where: str, kind: Any = dict, allow_nan: bool = False) -> Any:
     """Returns the JSON value in `raw`, of the given kind.
 
     Raises:
-      ValueError: not UTF-8, not JSON, nested too deeply, a key that appears twice, another kind, or, without
-        `allow_nan`, a number that is not finite; the message begins with `where`.
+      ValueError: not UTF-8, not JSON, another kind, or, without `allow_nan`, a number that is not finite; the message
+        begins with `where`.
     """
-    number = float if allow_nan else _finite
+    parse = float if allow_nan else _finite
     try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=number, parse_float=number)
+        value = json.loads(raw.decode("utf-8"), parse_constant=parse, parse_float=parse)
     except ValueError as error:
         raise ValueError(f"{where} is not JSON: {error}.") from None
-    except RecursionError:
-        raise ValueError(f"{where} is nested too deeply.") from None
     return check_kind(value, kind, where=where)
 
 
@@ -92,16 +88,16 @@ def check_kind(value: Any, kind: Any, *, where: str, field: str = "") -> Any:
     return value
 
 
-def check_name(name: Any, what: str) -> str:
+def check_name(name: Any, subject: str) -> str:
     """Returns `name`, a file name read from another file, after checking that it stays in that file's folder.
 
     Raises:
       ValueError: not text, empty, "." or "..", with "/" or unprintable characters, or longer than file systems allow;
-        the message begins with `what`, the file and field that hold the name.
+        the message begins with `subject`, the file and field that hold the name.
     """
     is_plain = isinstance(name, str) and name.isprintable() and "/" not in name and name not in ("", ".", "..")
     if not is_plain or len(name.encode()) > _MAX_NAME_BYTES:
-        raise ValueError(f"{what}={_short_repr(name)} must be a plain name without '/'.")
+        raise ValueError(f"{subject}={_short_repr(name)} must be a plain name without '/'.")
     return name
 
 
@@ -170,15 +166,6 @@ def _must_be(words: str, value: Any, field: str) -> str:
 
 def _short_repr(value: Any) -> str:
     return repr(value)[:_SHOWN]
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise ValueError(f"key {_short_repr(twice)} appears twice")
-    return values
 
 
 def _finite(text: str) -> float:

@@ -118,7 +118,7 @@ def model_config(content: dict[str, Any], *, where: str, fuse_qkv: bool = True) 
     missing = [key for key in _SAME.values() if key not in values and key not in ("num_key_value_heads", "head_dim")]
     if missing:
         raise ValueError(f"{where}: {missing[0]} is missing; fetch that file again.")
-    fields = {ours: _typed(values, theirs, ours, where=where) for ours, theirs in _SAME.items() if theirs in values}
+    fields = {ours: _convert(values, theirs, ours, where=where) for ours, theirs in _SAME.items() if theirs in values}
     heads, width = fields["num_heads"], fields["embed_dim"]
     if "head_dim" not in fields and (heads < 1 or width % heads):
         raise ValueError(f"{where}: hidden_size={width} does not divide into num_attention_heads={heads}.")
@@ -211,7 +211,7 @@ def _refuse_unsupported(values: dict[str, Any], *, where: str) -> None:
             continue
         value = values[key]
         each = value if key == "no_rope_layers" and isinstance(value, list) else [value]  # one for each layer
-        if not all(one is None or one in served for one in each):
+        if not all(item is None or item in served for item in each):
             supported = ", ".join(map(repr, served)) or "null"
             raise ValueError(f"{where}: {key}={value!r} is not supported; supported: {supported}.")
 
@@ -239,7 +239,7 @@ def _window(values: dict[str, Any]) -> dict[str, Any]:
     first = values["max_window_layers"] if by_layers else 0
     if type(first) is not int:
         raise ValueError(f"max_window_layers={first!r} must be an int.")
-    types = [_SLIDING if window and number >= first else _FULL for number in range(num_layers)]
+    types = [_SLIDING if window and layer >= first else _FULL for layer in range(num_layers)]
     given = values.get("layer_types", types)
     allowed = [_FULL, _SLIDING] if window and by_layers else types[:1]
     if not isinstance(given, list) or len(given) != num_layers or not all(each in allowed for each in given):
@@ -255,15 +255,15 @@ def _window(values: dict[str, Any]) -> dict[str, Any]:
 
 def _ranges(types: Sequence[str]) -> list[str]:
     """Returns FIRST:LAST, from 1, of each run of layers with a window."""
-    ranges, number = [], 1
+    ranges, layer = [], 1
     for kind, run in itertools.groupby(types):
-        last = number + len(list(run)) - 1
-        ranges += [f"{number}:{last}"] if kind == _SLIDING else []
-        number = last + 1
+        last = layer + len(list(run)) - 1
+        ranges += [f"{layer}:{last}"] if kind == _SLIDING else []
+        layer = last + 1
     return ranges
 
 
-def _typed(values: dict[str, Any], theirs: str, ours: str, *, where: str) -> Any:
+def _convert(values: dict[str, Any], theirs: str, ours: str, *, where: str) -> Any:
     return convert_value(f"{where}: {theirs}", field_of("model", ours), values[theirs])
 
 
@@ -281,15 +281,15 @@ def _rope(values: dict[str, Any], *, where: str) -> dict[str, Any]:
             raise ValueError(f"{where}: {name}={value!r} differs from {named[key]}={rope[key]!r}; keep one of them.")
         named.setdefault(key, name)
 
-    for place in ("rope_parameters", "rope_scaling"):
-        given = values.get(place, {})
+    for spelling in ("rope_parameters", "rope_scaling"):
+        given = values.get(spelling, {})
         if not isinstance(given, dict):
-            raise ValueError(f"{where}: {place}={given!r} must be an object.")
+            raise ValueError(f"{where}: {spelling}={given!r} must be an object.")
         given = {key: value for key, value in given.items() if value is not None}
         if given and given.keys().isdisjoint(("rope_type", "type")):
             given["rope_type"] = "default"
         for key, value in given.items():
-            take(f"{place}.{key}", "rope_type" if key == "type" else key, value)
+            take(f"{spelling}.{key}", "rope_type" if key == "type" else key, value)
     kind = rope.pop("rope_type", "default")
     kinds = {"default": "none"} | {kind: kind for kind in ROPE_SCALING if kind != "none"}
     if kind not in tuple(kinds):  # it may be unhashable
@@ -298,15 +298,15 @@ def _rope(values: dict[str, Any], *, where: str) -> dict[str, Any]:
     for key in ("rope_theta", *("original_max_position_embeddings" for key in of_scaling if key.endswith("positions"))):
         if key in values:
             take(key, key, values[key])
-    fields = {"rope_theta": _typed({"rope_theta": 10000.0} | rope, "rope_theta", "rope_theta", where=where)}
+    fields = {"rope_theta": _convert({"rope_theta": 10000.0} | rope, "rope_theta", "rope_theta", where=where)}
     _refuse_unsupported({key: rope[key] for key in rope if key == "partial_rotary_factor"}, where=where)
     given = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")}
     if kind == "yarn":
         given = _with_yarn_defaults(given, values["max_position_embeddings"], where=where)
     for key in given.keys() ^ {_OF_SCALING[key] for key in of_scaling}:
-        what = "not a field of" if key in given else "missing in"
-        raise ValueError(f"{where}: {key} is {what} rope_type={kind!r}.")
-    fields |= {ours: _typed(given, _OF_SCALING[ours], ours, where=where) for ours in of_scaling}
+        problem = "not a field of" if key in given else "missing in"
+        raise ValueError(f"{where}: {key} is {problem} rope_type={kind!r}.")
+    fields |= {ours: _convert(given, _OF_SCALING[ours], ours, where=where) for ours in of_scaling}
     return fields | {"rope_scaling": kinds[kind]}
 
 
@@ -316,8 +316,10 @@ def _with_yarn_defaults(rope: dict[str, Any], max_positions: int, *, where: str)
     rope = defaults | {"attention_factor": 0.0} | rope
     if rope.pop("truncate", True) is not True:
         raise ValueError(f"{where}: truncate=false is not supported in rope_type='yarn'; supported: true.")
-    factor = _typed(rope, "factor", "rope_factor", where=where) if "factor" in rope else 1.0
-    scales = {key: _typed(rope, key, "rope_factor", where=where) for key in ("mscale", "mscale_all_dim") if key in rope}
+    factor = _convert(rope, "factor", "rope_factor", where=where) if "factor" in rope else 1.0
+    scales = {
+        key: _convert(rope, key, "rope_factor", where=where) for key in ("mscale", "mscale_all_dim") if key in rope
+    }
     if len(scales) == 2 and all(scales.values()) and not rope["attention_factor"] and factor > 1:
         above, below = (0.1 * scale * math.log(factor) + 1 for scale in scales.values())
         rope["attention_factor"] = above / below

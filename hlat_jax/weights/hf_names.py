@@ -39,12 +39,12 @@ class ParamMapping:
     split: Callable[[np.ndarray], Sequence[np.ndarray]]
 
     @property
-    def stacked(self) -> bool:
+    def is_stacked(self) -> bool:
         return self.leaf.startswith("layers.")
 
     def names(self, layer: int) -> list[str]:
         """Returns the full names of the tensors; `layer` is that of a stacked parameter."""
-        return [f"{_LAYER}{layer}.{name}" if self.stacked else name for name in self.tensors]
+        return [f"{_LAYER}{layer}.{name}" if self.is_stacked else name for name in self.tensors]
 
 
 def table(m: ModelConfig) -> list[ParamMapping]:
@@ -95,7 +95,7 @@ def expected_shapes(m: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every tensor of a checkpoint, by name, in the order of the layers."""
     first, layered, last = {}, {}, {}
     for entry in table(m):
-        where = layered if entry.stacked else first if entry.leaf == "embed" else last
+        where = layered if entry.is_stacked else first if entry.leaf == "embed" else last
         where |= entry.tensors
     of_layers = {f"{_LAYER}{i}.{name}": shape for i in range(m.num_layers) for name, shape in layered.items()}
     return first | of_layers | last

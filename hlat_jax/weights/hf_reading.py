@@ -51,17 +51,17 @@ class HFCheckpoint:
         [entry] = [entry for entry in hf_names.table(self.model) if entry.leaf == name]
 
         def fill(parts: dict[Bounds, np.ndarray]) -> None:
-            for layer in range(self.model.num_layers if entry.stacked else 1):
-                wanted = {box: part for box, part in parts.items() if not entry.stacked or layer in range(*box[0])}
+            for layer in range(self.model.num_layers if entry.is_stacked else 1):
+                wanted = {box: part for box, part in parts.items() if not entry.is_stacked or layer in range(*box[0])}
                 if not wanted:
                     continue
                 tensors = [as_dtype(self.tensors[name].read(), self.dtype) for name in entry.names(layer)]
                 slab = as_dtype(entry.join([bits(tensor) for tensor in tensors]).view(self.dtype), abstract.dtype)
                 for limits, part in wanted.items():
-                    rows = [slice(*limit) for limit in limits[entry.stacked :]]
-                    bits(part[layer - limits[0][0]] if entry.stacked else part)[...] = bits(slab)[tuple(rows)]
+                    rows = [slice(*limit) for limit in limits[entry.is_stacked :]]
+                    bits(part[layer - limits[0][0]] if entry.is_stacked else part)[...] = bits(slab)[tuple(rows)]
 
-        return read_parts(abstract, fill, num_rows=None if entry.stacked else entry.shape[0])
+        return read_parts(abstract, fill, num_rows=None if entry.is_stacked else entry.shape[0])
 
 
 class _Index(TypedDict):
@@ -91,11 +91,6 @@ def open_checkpoint(folder: pathlib.Path, *, dtype: str = "", fuse_qkv: bool = T
         if stored.code not in DTYPES:
             raise ValueError(f"{folder}: tensor {_some([name])} is {stored.code}; supported are {', '.join(DTYPES)}.")
     head = tensors.pop(hf_names.HEAD, None) if model.tie_embeddings else None
-    if model.num_layers > len(tensors):  # before their names are listed
-        raise ValueError(
-            f"{path}: num_hidden_layers={model.num_layers}, but the folder has only "
-            f"{count_text(len(tensors), 'tensor')}."
-        )
     expected = hf_names.expected_shapes(model)
     shapes = {name: stored.shape for name, stored in tensors.items()}
     wrong = [

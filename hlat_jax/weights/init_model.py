@@ -16,6 +16,7 @@ from hlat_jax.config import ROPE_SCALING, Config
 from hlat_jax.data.path_checks import recorded_value
 from hlat_jax.data.tokenizer import Tokenizer, resolve_with_tokenizer
 from hlat_jax.facts.local_paths import local_path
+from hlat_jax.host.console import labelled
 from hlat_jax.weights.description import describe
 from hlat_jax.weights.hf_config import architecture
 from hlat_jax.weights.path_checks import check_checkpoint, check_step
@@ -62,24 +63,25 @@ def take_model(mutable: Any, *, given: Collection[str], workdir: pathlib.Path | 
     others = {key: value for key, value in values.items() if value != mutable.model[key]}
     taken = {key: value for key, value in others.items() if f"model.{key}" not in given}
     changes = ", ".join(f"{key} {value} ({mutable.model[key]})" for key, value in taken.items())
-    lines = [f"model            of {folder}; in parentheses, of config {mutable.name}: {changes}"] if changes else []
+    lines = [labelled("model", f"of {folder}; in parentheses, of config {mutable.name}: {changes}")] if changes else []
     lines += [
         f"warning: model.{key}={mutable.model[key]} changes what the weights of {folder} compute: it was {value}"
         for key, value in others.items()
         if key in OF_FUNCTION and key not in taken
     ]
     mutable.model.update(taken)
-    begins = "model.rope_scaling" in given and values["rope_scaling"] == "none"
+    begins_scaling = "model.rope_scaling" in given and values["rope_scaling"] == "none"
     reads = "rope_original_positions" in ROPE_SCALING.get(mutable.model.rope_scaling, ())
-    if begins and reads and "model.rope_original_positions" not in given:
+    if begins_scaling and reads and "model.rope_original_positions" not in given:
         mutable.model.rope_original_positions = values["max_positions"]
-        lines.append(f"model            rope_original_positions {values['max_positions']}, those of {folder}")
+        lines.append(labelled("model", f"rope_original_positions {values['max_positions']}, those of {folder}"))
     if tokenizer and "data.tokenizer" not in given and not _fits(mutable.data.tokenizer, tokenizer):
         other = f"; that of config {mutable.name} has other ids" if mutable.data.tokenizer else ""
-        lines.append(f"tokenizer        {tokenizer}{other}")
+        lines.append(labelled("tokenizer", f"{tokenizer}{other}"))
         mutable.data.tokenizer = tokenizer
     if tokenizer and "data.prepend_bos" not in given and weights.begins_with_bos != mutable.data.prepend_bos:
-        lines.append(f"tokenizer        texts begin with{'out' * mutable.data.prepend_bos} BOS, as those of {folder}")
+        begins = f"texts begin with{'out' * mutable.data.prepend_bos} BOS, as those of {folder}"
+        lines.append(labelled("tokenizer", begins))
         mutable.data.prepend_bos = weights.begins_with_bos
     return lines
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 import os
 import pathlib
@@ -20,6 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from hlat_jax.config import ModelConfig
 from hlat_jax.data.tokenizer import Tokenizer
@@ -33,6 +35,10 @@ from hlat_jax.weights.description import Description, describe_checkpoint, descr
 from hlat_jax.weights.hf_files import is_hugging_face
 from hlat_jax.weights.hf_reading import open_checkpoint
 from hlat_jax.weights.path_checks import no_weights
+
+# Nested dicts -> leaves by their path, such as `layers.mlp.down`, and back.
+leaves_by_name = functools.partial(flatten_dict, sep=".")
+nest = functools.partial(unflatten_dict, sep=".")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,7 +72,7 @@ class Weights(Description):
 
         leaves = leaves_by_name(jax.tree.map(target, self.arrays, shardings))
         for name in {"embed", "head"} & leaves.keys():
-            leaves[name] = _in_whole_parts(leaves[name])
+            leaves[name] = _pad_rows(leaves[name])
         # the largest first: a read takes host memory besides its result, and then least is in memory already
         order = sorted(leaves, key=lambda name: -leaves[name].size * leaves[name].dtype.itemsize)
         return nest({name: self.read_leaf(name, leaves[name]) for name in order})
@@ -117,7 +123,7 @@ def open_weights(
     """
     path = local_path(path, key="checkpoint")
     if is_hugging_face(path):
-        weights = _of_hugging_face(path, fuse_qkv=fuse_qkv)
+        weights = _open_hugging_face(path, fuse_qkv=fuse_qkv)
     else:
         folder = find_saved(path)
         if folder is None:
@@ -135,25 +141,6 @@ def _with_tokenizer(weights: Weights, path: str) -> Weights:
     if theirs not in ("", given):
         raise ValueError(f"--tokenizer={path} is not the tokenizer of {weights.folder}; leave the flag out.")
     return dataclasses.replace(weights, tokenizer=path)
-
-
-def leaves_by_name(tree: Any) -> dict[str, Any]:
-    """Returns path, such as `layers.mlp.down` -> leaf of nested dicts, in tree order."""
-    return {
-        ".".join(str(entry.key) for entry in path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
-
-
-def nest(leaves: dict[str, Any]) -> dict[str, Any]:
-    """Returns nested dicts from leaves by their path: the inverse of `leaves_by_name`."""
-    tree: dict[str, Any] = {}
-    for name, leaf in leaves.items():
-        *above, last = name.split(".")
-        node = tree
-        for key in above:
-            node = node.setdefault(key, {})
-        node[last] = leaf
-    return tree
 
 
 def weights_of_run(folder: pathlib.Path, *, masters: bool) -> Weights:
@@ -176,9 +163,9 @@ def weights_of_run(folder: pathlib.Path, *, masters: bool) -> Weights:
     return Weights(**vars(described), arrays=_arrays(saved, described.model, folder=folder), read_leaf=read)
 
 
-def _of_hugging_face(folder: pathlib.Path, *, fuse_qkv: bool) -> Weights:
-    if (folder / INTEGRITY_FILE).is_file() and (why := damage(folder, deep=True)):
-        raise ValueError(f"{folder} is damaged ({why}); import or average it again.")
+def _open_hugging_face(folder: pathlib.Path, *, fuse_qkv: bool) -> Weights:
+    if (folder / INTEGRITY_FILE).is_file() and (problem := damage(folder, deep=True)):
+        raise ValueError(f"{folder} is damaged ({problem}); import or average it again.")
     checkpoint = open_checkpoint(folder, fuse_qkv=fuse_qkv)
     if checkpoint.warning:
         print(f"warning: {checkpoint.warning}", file=sys.stderr, flush=True)
@@ -186,7 +173,7 @@ def _of_hugging_face(folder: pathlib.Path, *, fuse_qkv: bool) -> Weights:
     return Weights(**vars(described), arrays=checkpoint.arrays(), read_leaf=checkpoint.read_param)
 
 
-def _in_whole_parts(table: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+def _pad_rows(table: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     """Returns a table with as many rows as its sharding divides, at least its own."""
     if not isinstance(table.sharding, jax.sharding.NamedSharding):
         return table

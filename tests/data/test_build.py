@@ -284,7 +284,7 @@ def test_out_with_other_content_is_refused(tmp_path, monkeypatch):
     out, path = interrupted(tmp_path / "half", monkeypatch, num_shards=1)
     for words in ((other, {}), (path, {"text_field": "body"})):
         assert refusal in error_of(ValueError, out, words[0], **{"shard_bytes": 50} | words[1])
-    with build_lib._locked_folder(out):
+    with build_lib._lock_folder(out):
         assert "another process is building" in error_of(ValueError, out, path)
 
 

@@ -119,11 +119,11 @@ def test_a_repetition_penalty_is_that_of_transformers_on_any_mesh():
     spread = Generator(MODELS["gqa"], weights("gqa"), layout=layout)
     plain = generator("gqa")([prompt], max_tokens=NUM_TOKENS)[0]
     for one in (generator("gqa"), spread):
-        ours = one([prompt, PROMPTS[1]], max_tokens=NUM_TOKENS, repetition_penalty=1.4)[0]
+        ours = one([prompt, PROMPTS[1]], max_tokens=NUM_TOKENS, sampling=Sampling(repetition_penalty=1.4))[0]
         assert ours == theirs[0, ids.shape[1] :].tolist()
         assert len(set(ours)) > len(set(plain))
     with pytest.raises(ValueError, match="repetition_penalty=0 must be above 0"):
-        spread([prompt], max_tokens=1, repetition_penalty=0)
+        spread([prompt], max_tokens=1, sampling=Sampling(repetition_penalty=0))
 
 
 @pytest.mark.slow

@@ -56,8 +56,8 @@ def of_hugging_face(grads, cfg):
     """Returns gradients under the names of transformers, by the mapping of weights, which logits have shown right."""
     named, found = leaves_by_name(jax.tree.map(np.asarray, grads)), {}
     for entry in hf_names.table(cfg):
-        for layer in range(cfg.num_layers if entry.stacked else 1):
-            ours = named[entry.leaf][layer] if entry.stacked else named[entry.leaf]
+        for layer in range(cfg.num_layers if entry.is_stacked else 1):
+            ours = named[entry.leaf][layer] if entry.is_stacked else named[entry.leaf]
             found |= dict(zip(entry.names(layer), entry.split(ours), strict=True))
     return found
 

@@ -59,3 +59,15 @@ def test_dumb_terminal_is_no_terminal(monkeypatch):
             monkeypatch.setenv("TERM", term)
             assert (process.is_terminal(stream), process.is_terminal(theirs)) == (expected, expected)
     assert not process.is_terminal(io.StringIO())
+
+
+def test_a_phase_ends_with_its_block_and_stays_after_an_error():
+    signals = process.StopSignals()
+    with signals.phase("compiling"):
+        with signals.phase("evaluating", unfinished="this evaluation"):
+            assert (signals.doing, signals.unfinished) == ("evaluating", "this evaluation")
+        assert (signals.doing, signals.unfinished) == ("compiling", "")
+    assert signals.doing == "opening the run"
+    with pytest.raises(KeyError), signals.phase("saving"):
+        raise KeyError
+    assert signals.doing == "saving"

@@ -122,7 +122,7 @@ def test_the_budget_is_for_a_program_of_a_microbatch_and_the_buffer_where_they_a
     monkeypatch.setattr(remat, "search", search)
     monkeypatch.setattr(remat, "temporaries", lambda traced: 9)
     again, record = budget.choose_remat(program, recorded=None)
-    kept = [state_bytes(p.microbatch_arguments[name][0]) for p in (budget._with(program, "none"), again)]
+    kept = [state_bytes(p.microbatch_arguments[name][0]) for p in (budget._with_remat(program, "none"), again)]
     traced = program.training.microbatch_step.ticks[name].__name__
     assert seen == [(9 + num_bytes, traced) for num_bytes in kept]
     assert (kept[0] > kept[1]) == (pipe > 1)

@@ -264,7 +264,7 @@ def test_ctrl_c_and_the_signals_that_stop_a_run_are_answered_with_a_line(tmp_pat
             ["interrupted while opening the run: nothing to save; there is no checkpoint yet"],
         ),
         (
-            WAITS.format("stop.doing, stop.saved_step = 'a', 40", False),
+            WAITS.format("stop.watchdog.begin('a'); stop.saved_step = 40", False),
             130,
             ["interrupted while a: nothing to save; the last checkpoint is step 40"],
         ),

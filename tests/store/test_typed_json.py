@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 import pytest
@@ -63,18 +62,21 @@ def test_lines_of_a_log_are_rows_or_say_why_not(tmp_path):
     path.write_bytes(b"".join(json.dumps(row).encode() + b"\n" for row in rows) + b'{"step')
     lines = list(typed_json.read_lines(path, lambda row: Whole))
     assert [line.row for line in lines] == [VALID, None, VALID, None]
-    assert [line.why for line in lines] == ["", f"{path}, line 2: step='x' must be an integer of at least 0", "", ""]
+    assert [line.problem for line in lines] == [
+        "",
+        f"{path}, line 2: step='x' must be an integer of at least 0",
+        "",
+        "",
+    ]
     assert b"".join(line.raw for line in lines) == path.read_bytes()
     assert list(typed_json.read_lines(tmp_path / "none.jsonl", lambda row: Whole)) == []
 
 
-def test_json_that_is_malformed_or_ambiguous_is_refused_naming_the_file(tmp_path):
+def test_json_that_is_malformed_is_refused_naming_the_file(tmp_path):
     path = tmp_path / "a.json"
     for content, message in (
-        (b"[" * 100_000, "nested too deeply"),
         (b"[]", r"\[\] must be an object"),
         (b"", "is not JSON: Expecting value"),
-        (b'{"a": 1, "a": 2}', "is not JSON: key 'a' appears twice"),
         (b'{"a": NaN}', "is not JSON: NaN is not a finite number"),
         (b'{"a": 1e999}', "is not JSON: 1e999 is not a finite number"),
         (b'{"a": ' + b"9" * 10_000 + b"}", "is not JSON: Exceeds the limit"),
@@ -84,12 +86,6 @@ def test_json_that_is_malformed_or_ambiguous_is_refused_naming_the_file(tmp_path
         with pytest.raises(ValueError, match=message) as caught:
             typed_json.read_json(path)
         assert str(caught.value).startswith(str(path))
-
-
-def test_json_from_a_fifo_is_refused_without_blocking(tmp_path):
-    os.mkfifo(tmp_path / "a.json")
-    with pytest.raises(ValueError, match=r"a\.json is not a regular file"):
-        typed_json.read_json(tmp_path / "a.json")
 
 
 def test_names_that_lead_out_of_a_folder_are_refused():

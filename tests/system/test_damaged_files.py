@@ -39,6 +39,7 @@ from hlat_jax.run import open as run_open
 from hlat_jax.run import results
 from hlat_jax.run.compilation import read_record
 from hlat_jax.run.goodput import ALIVE_FILE, EVENTS_FILE
+from hlat_jax.run.machine import fitting_program
 from hlat_jax.store.checkpoint_checks import saved_run
 from hlat_jax.store.metrics import ROWS_FILE
 from hlat_jax.store.typed_json import read_lines
@@ -99,7 +100,8 @@ def probes(config: pathlib.Path) -> dict[str, dict[str, Probe]]:
     def resume(folder: pathlib.Path, *, num_steps: int = 30, begin_again: bool = False) -> None:
         with contextlib.ExitStack() as stack:
             signals = stack.enter_context(StopSignals())
-            run_open.open_run(settings(num_steps), folder, signals=signals, stack=stack, begin_again=begin_again)
+            program = fitting_program(settings(num_steps), jax.devices())
+            run_open.open_run(program, folder, signals=signals, stack=stack, begin_again=begin_again)
 
     def begin(folder: pathlib.Path, *, begin_again: bool) -> None:
         shutil.rmtree(folder / "checkpoints", ignore_errors=True)

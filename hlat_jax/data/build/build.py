@@ -62,6 +62,27 @@ class BuildOptions:
     batch_size: int = 1
 
 
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """All that determines the bytes of a build."""
+
+    input_files: Sequence[inputs.Input]
+    options: BuildOptions
+    tokenizer: Tokenizer | None
+
+    @functools.cached_property
+    def hash(self) -> str:
+        """Identifies the plan; `on_bad_record` is not part of it, as it may change when a build is resumed."""
+        options, tokenizer = self.options, self.tokenizer
+        fields = [
+            FORMAT,
+            [[input_.file.name, input_.size, input_.fingerprint, input_.is_cut] for input_ in self.input_files],
+            [options.text_field, options.shard_bytes, options.prepend_bos],
+            [tokenizer.sha256, options.max_document_chars] if tokenizer else None,
+        ]
+        return hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest()
+
+
 class BuildResult(NamedTuple):
     """The manifest of a finished build, whether an earlier run of the command finished it, and notes about inputs."""
 
@@ -74,7 +95,7 @@ class _Record(NamedTuple):
     """One record of the inputs: `position` is (number of its input, records of that input read so far)."""
 
     position: tuple[int, int]
-    document: Any  # text, then an EncodedDocument; or a BadRecord
+    document: str | shards.EncodedDocument | BadRecord  # text, then encoded
 
 
 class _FinishedShard(TypedDict):
@@ -119,32 +140,23 @@ def build(
     input_files = inputs.open_inputs(searched, batch_size=options.batch_size)
     notes = [searched.describe_ignored()] if searched.ignored else []
     if num_cut := sum(input_.is_cut for input_ in input_files):
-        what = f"{count_text(num_cut, 'text')}, fewer than --batch_size, cut at paragraphs as training would"
-        notes.append(f"{what}; --batch_size=1 keeps texts whole")
+        cut = f"{count_text(num_cut, 'text')}, fewer than --batch_size, cut at paragraphs as training would"
+        notes.append(f"{cut}; --batch_size=1 keeps texts whole")
     tokenizer = Tokenizer(options.tokenizer) if options.tokenizer else None
     if options.prepend_bos and tokenizer is None:
         raise ValueError("--prepend_bos needs --tokenizer; of a dataset of texts, set data.prepend_bos=True to train.")
     if tokenizer is not None:
         tokenizer.require_bos(options.prepend_bos, key="--prepend_bos")
-    plan = _plan_hash(input_files, options=options, tokenizer=tokenizer)
+    plan = _Plan(input_files, options, tokenizer)
     if (out / MANIFEST_NAME).exists():
         manifest = _require_plan(read_json(out / MANIFEST_NAME), plan, out=out)
         shutil.rmtree(out / _BUILDING, ignore_errors=True)
         return BuildResult(manifest, True, notes)
-    with _locked_folder(out) as folder:
+    with _lock_folder(out) as folder:
         if not (folder / MANIFEST_NAME).exists():
             parts = _finished_shards(folder, plan=plan, out=out)
-            parts += _write_shards(
-                input_files,
-                parts,
-                folder=folder,
-                plan=plan,
-                options=options,
-                tokenizer=tokenizer,
-                num_threads=num_workers,
-                status=status or Status(),
-            )
-            manifest = _manifest(parts, input_files=input_files, plan=plan, options=options, tokenizer=tokenizer)
+            parts += _write_shards(plan, parts, folder=folder, num_threads=num_workers, status=status or Status())
+            manifest = _manifest(plan, parts)
             shards.write_whole(folder / MANIFEST_NAME, json.dumps(manifest, indent=1).encode() + b"\n")
             if manifest["bad_records"]:
                 notes.append(f"skipped {count_text(manifest['bad_records'], 'bad record')}, such as")
@@ -154,20 +166,9 @@ def build(
     return BuildResult(manifest, False, notes)
 
 
-def _plan_hash(input_files: Sequence[inputs.Input], *, options: BuildOptions, tokenizer: Tokenizer | None) -> str:
-    """Returns a hash of all that determines the bytes of a build; `on_bad_record` may change when it is resumed."""
-    plan = [
-        FORMAT,
-        [[input_.file.name, input_.size, input_.fingerprint, input_.is_cut] for input_ in input_files],
-        [options.text_field, options.shard_bytes, options.prepend_bos],
-        [tokenizer.sha256, options.max_document_chars] if tokenizer else None,
-    ]
-    return hashlib.blake2b(json.dumps(plan).encode(), digest_size=16).hexdigest()
-
-
-def _require_plan(made: dict[str, Any], plan: str, *, out: pathlib.Path) -> dict[str, Any]:
+def _require_plan(made: dict[str, Any], plan: _Plan, *, out: pathlib.Path) -> dict[str, Any]:
     """Returns `made`, a manifest or finished shard in `out`; raises ValueError if it is of another build."""
-    if made.get("plan") != plan:
+    if made.get("plan") != plan.hash:
         raise ValueError(
             f"--out={out} was built from other inputs or options, or its inputs changed since; choose another folder, "
             "or remove this one."
@@ -176,7 +177,7 @@ def _require_plan(made: dict[str, Any], plan: str, *, out: pathlib.Path) -> dict
 
 
 @contextlib.contextmanager
-def _locked_folder(out: pathlib.Path) -> Iterator[pathlib.Path]:
+def _lock_folder(out: pathlib.Path) -> Iterator[pathlib.Path]:
     """Yields DIR/.building, locked, without the partial files of a killed process."""
     folder = out / _BUILDING
     if out.exists() and (not out.is_dir() or (not folder.exists() and any(out.iterdir()))):
@@ -196,14 +197,14 @@ def _locked_folder(out: pathlib.Path) -> Iterator[pathlib.Path]:
         yield folder
 
 
-def _shard_path(folder: pathlib.Path, number: int) -> pathlib.Path:
+def _shard_path(folder: pathlib.Path, shard_index: int) -> pathlib.Path:
     """Returns where a shard is while the build is incomplete."""
-    return folder / f"shard-{number:05d}{SHARD_SUFFIX}"
+    return folder / f"shard-{shard_index:05d}{SHARD_SUFFIX}"
 
 
-def _finished_shards(folder: pathlib.Path, *, plan: str, out: pathlib.Path) -> list[dict[str, Any]]:
+def _finished_shards(folder: pathlib.Path, *, plan: _Plan, out: pathlib.Path) -> list[_FinishedShard]:
     """Returns the metadata of the shards that an earlier run finished, up to the first that is not whole."""
-    finished: list[dict[str, Any]] = []
+    finished: list[_FinishedShard] = []
     while (path := _shard_path(folder, len(finished))).with_suffix(".json").exists():
         metadata = _require_plan(read_json(path.with_suffix(".json"), kind=_FinishedShard), plan, out=out)
         if not path.exists() or path.stat().st_size != metadata["file_bytes"]:
@@ -213,18 +214,11 @@ def _finished_shards(folder: pathlib.Path, *, plan: str, out: pathlib.Path) -> l
 
 
 def _write_shards(
-    input_files: Sequence[inputs.Input],
-    finished: Sequence[dict[str, Any]],
-    *,
-    folder: pathlib.Path,
-    plan: str,
-    options: BuildOptions,
-    tokenizer: Tokenizer | None,
-    num_threads: int,
-    status: Status,
-) -> list[dict[str, Any]]:
+    plan: _Plan, finished: Sequence[_FinishedShard], *, folder: pathlib.Path, num_threads: int, status: Status
+) -> list[_FinishedShard]:
     """Writes the shards after the finished ones; returns their metadata, the last maybe of bad records alone."""
-    written: list[dict[str, Any]] = []
+    options, tokenizer = plan.options, plan.tokenizer
+    written: list[_FinishedShard] = []
     position = tuple(finished[-1]["position"]) if finished else (0, 0)
     totals = collections.Counter({name: sum(shard[name] for shard in finished) for name in ("documents", "bytes")})
     encode: Callable[[str], shards.EncodedDocument] = shards.encode_text
@@ -241,14 +235,14 @@ def _write_shards(
         )
 
     def close(shard: shards.ShardWriter) -> None:
-        metadata = shard.close() | {"plan": plan, "position": list(position)}
+        metadata = shard.close() | {"plan": plan.hash, "position": list(position)}
         if metadata["documents"]:
             shards.write_whole(shard.path.with_suffix(".json"), json.dumps(metadata).encode())
         written.append(metadata)
 
     shard = open_shard()
     try:
-        records = _read(input_files, start=position, options=options, status=status)
+        records = _read(plan.input_files, start=position, options=options, status=status)
         for block in _encode_in_order(records, encode, num_threads=num_threads):
             for record in block:
                 # before the next record: after the last one a shard may have no documents, and is then no file
@@ -270,8 +264,8 @@ def _read(
 ) -> Iterator[_Record]:
     """Yields the records after `start`; raises ValueError at a bad one with on_bad_record="raise"."""
     total_bytes, before_bytes = max(sum(input_.size for input_ in input_files), 1), 0
-    for number, input_ in enumerate(input_files):
-        if number < start[0]:
+    for input_index, input_ in enumerate(input_files):
+        if input_index < start[0]:
             before_bytes += input_.size
             continue
         count = num_chars = 0
@@ -285,8 +279,8 @@ def _read(
                 )
             num_chars += len(document) if isinstance(document, str) else 0
             status.share = (before_bytes + min(num_chars, input_.size)) / total_bytes
-            if (number, count) > start:
-                yield _Record((number, count), document)
+            if (input_index, count) > start:
+                yield _Record((input_index, count), document)
             del document
         before_bytes += input_.size
 
@@ -329,29 +323,23 @@ def _encode_block(block: list[_Record], encode: Callable[[str], shards.EncodedDo
     return encoded
 
 
-def _manifest(
-    parts: Sequence[dict[str, Any]],
-    *,
-    input_files: Sequence[inputs.Input],
-    plan: str,
-    options: BuildOptions,
-    tokenizer: Tokenizer | None,
-) -> dict[str, Any]:
+def _manifest(plan: _Plan, parts: Sequence[_FinishedShard]) -> dict[str, Any]:
     """Returns the manifest of a dataset; raises ValueError if it has no documents."""
+    input_files, options, tokenizer = plan.input_files, plan.options, plan.tokenizer
     totals = {name: sum(part[name] for part in parts) for name in COUNTS}
     if totals["documents"] == 0:
         bad = count_text(totals["bad_records"], "bad record")
         raise ValueError(f"no documents in {count_text(len(input_files), 'input file')} ({bad}).")
     sources = [{"name": name} | dict.fromkeys(COUNTS, 0) for name in inputs.names(input_files)]
     for part in parts:
-        for number, counts in part["sources"].items():
+        for index, counts in part["sources"].items():
             for key in COUNTS:
-                sources[int(number)][key] += counts[key]
+                sources[int(index)][key] += counts[key]
     filled = [part for part in parts if part["documents"]]
     listed = [
-        {"name": f"shard-{number:05d}-of-{len(filled):05d}{SHARD_SUFFIX}"}
+        {"name": f"shard-{index:05d}-of-{len(filled):05d}{SHARD_SUFFIX}"}
         | {key: part[key] for key in ("documents", "bytes", "tokens", "long")}
-        for number, part in enumerate(filled)
+        for index, part in enumerate(filled)
     ]
     if tokenizer is None:
         for counts in (totals, *sources, *listed):
@@ -366,7 +354,7 @@ def _manifest(
         "eos_id": tokenizer and tokenizer.eos_id,
         "max_document_chars": tokenizer and options.max_document_chars,
         "prepend_bos": options.prepend_bos,
-        "plan": plan,
+        "plan": plan.hash,
         "sources": sources,
         "shards": listed,
     }
@@ -374,8 +362,8 @@ def _manifest(
 
 def _put_in_place(out: pathlib.Path, folder: pathlib.Path, manifest: dict[str, Any]) -> None:
     """Renames the shards and then the manifest into DIR; may have done a part of it before it was killed."""
-    for number, shard in enumerate(manifest["shards"]):
-        source, target = _shard_path(folder, number), out / shard["name"]
+    for shard_index, shard in enumerate(manifest["shards"]):
+        source, target = _shard_path(folder, shard_index), out / shard["name"]
         for old, new in ((index_path(source), index_path(target)), (source, target)):
             if old.exists():
                 os.replace(old, new)
@@ -388,13 +376,13 @@ def _put_in_place(out: pathlib.Path, folder: pathlib.Path, manifest: dict[str, A
 def summary(result: BuildResult, *, out: pathlib.Path, elapsed_s: float) -> str:
     """Returns the lines that the command prints at the end."""
     manifest = result.manifest
-    what = f"{count_text(manifest['documents'], 'document')}, {format_bytes(manifest['bytes'])} of text"
+    contents = f"{count_text(manifest['documents'], 'document')}, {format_bytes(manifest['bytes'])} of text"
     hint = f"train on it with --config.data.train={out}"
     if manifest["kind"] == "tokens":
         per_byte = manifest["tokens"] / manifest["bytes"]
-        what += f", {count_text(manifest['tokens'], 'token')} ({per_byte:.3f} per byte)"
+        contents += f", {count_text(manifest['tokens'], 'token')} ({per_byte:.3f} per byte)"
         hint += f" --config.model.vocab_size={manifest['vocab_size']} and the same tokenizer"
         hint += ", and --config.data.prepend_bos" * manifest["prepend_bos"]
-    what += f", {count_text(len(manifest['shards']), 'shard')}"
+    contents += f", {count_text(len(manifest['shards']), 'shard')}"
     how = "is complete" if result.was_complete else f"built in {duration(elapsed_s)}"
-    return "\n".join([f"{out} {how}: {what}", *result.notes, hint])
+    return "\n".join([f"{out} {how}: {contents}", *result.notes, hint])

@@ -43,22 +43,22 @@ def peek(config: config_lib.Config, workdir: pathlib.Path, *, step: int, row: in
         size = f"{count_text(data.batch_size, 'row')} of {count_text(data.seq_len, 'token')}"
         print(f"step {step} of {config.name}: {size}, packing {data.packing}")
         kept = positions.nearest_position(workdir, step - 1, data_identity=batches.definition.identity)
-        at, begins = 0, f"the beginning (none is recorded in {workdir})"
+        num_passed, begins = 0, f"the beginning (none is recorded in {workdir})"
         if kept is not None:
-            at, position, path = kept
+            num_passed, position, path = kept
             batches.set_state(position[list(batches.rows)])
-            begins = f"after step {at} ({path})"
-        replayed = step - 1 - at
+            begins = f"after step {num_passed} ({path})"
+        replayed = step - 1 - num_passed
         print(f"position: {begins}, replaying {count_text(replayed, 'batch')}", flush=True)
         with show_progress("replaying") as status:
-            for number in range(replayed):
+            for count in range(1, replayed + 1):
                 batches.next_rows()
-                status.share, status.text = (number + 1) / replayed, count_text(number + 1, "batch")
+                status.share, status.text = count / replayed, count_text(count, "batch")
         made = batches.next_rows()
     finally:
         batches.close()
-    for number, (source, packed) in zip(rows, made, strict=True):
-        print_row(packed, row=number, source=source, definition=batches.definition, tokenizer=tokenizer)
+    for row_index, (source, packed) in zip(rows, made, strict=True):
+        print_row(packed, row=row_index, source=source, definition=batches.definition, tokenizer=tokenizer)
     if row is not None:
         return 0  # the hash of a step covers all its rows
     own_hash, path = batch_hash(make_batch([packed for _, packed in made]), rows=rows), workdir / ROWS_FILE
@@ -78,16 +78,16 @@ def print_row(packed: packing.Row, *, row: int, source: int, definition: Definit
     padding = len(packed.tokens) - sum(span.stop - span.start for span in packed.spans)
     spans = []
     for span in packed.spans:
-        number = definition.document(source, row=row, epoch=span.epoch, entry=span.document)
-        spans.append((dataclasses.replace(span, document=number), opened.documents.locate(number)))
+        document = definition.document(source, row=row, epoch=span.epoch, entry=span.document)
+        spans.append((dataclasses.replace(span, document=document), opened.documents.locate(document)))
     padded = f", {count_text(padding, 'token')} of padding" if padding else ""
     print(f"\nrow {row}, source {opened.name}, documents or parts: {len(spans)}{padded}")
-    for span, place in spans:
+    for span, location in spans:
         tokens = packed.tokens[span.start : span.stop]
         ids, is_target = tokens.ids, tokens.mask()
         last = span.token + len(ids) - 1
         print(
-            f"--- document {span.document} ({place}), epoch {span.epoch}, tokens {span.token} to "
+            f"--- document {span.document} ({location}), epoch {span.epoch}, tokens {span.token} to "
             f"{last}, at {span.start} to {span.stop - 1} of the row"
             + ("" if is_target.all() else f"; {is_target.sum()} are trained on, the others in [[ ]]")
         )

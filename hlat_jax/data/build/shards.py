@@ -1,10 +1,8 @@
 """Writes the shards of a built dataset, ArrayRecord files, and counts what is in them.
 
-kind "text": a record is one document in UTF-8; a document of more than 4 Mi characters is cut into several, because
-writing or reading a record holds several copies of it. kind "tokens": a record is a block of whole consecutive
-documents of about 32,768 ids: little-endian uint32 (number of documents n, bytes per id 2 or 4, n lengths), then the
-ids. Which documents share a record depends on their lengths alone, so the bytes of a shard do not depend on the number
-of workers.
+`formats.built` has the format. A text of more than 4 Mi characters is cut into several records, because writing or
+reading a record holds several copies of it. Which documents of ids share a record, about 32,768 ids, depends on their
+lengths alone: the bytes of a shard do not depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -22,6 +20,7 @@ from array_record.python import array_record_module
 from hlat_jax.data import packing
 from hlat_jax.data.formats.built import index_path
 from hlat_jax.data.formats.records import BadRecord
+from hlat_jax.data.tokenizer import Tokenizer
 from hlat_jax.store import atomic_files
 
 RECORD_IDS = 32_768
@@ -48,7 +47,7 @@ def encode_text(text: str) -> EncodedDocument:
     return EncodedDocument(*_digest(records), records)
 
 
-def encode_tokens(text: str, *, tokenizer: Any, max_chars: int, bos: bool = False) -> EncodedDocument:
+def encode_tokens(text: str, *, tokenizer: Tokenizer, max_chars: int, bos: bool = False) -> EncodedDocument:
     """Returns a document of a dataset of kind "tokens": the ids that packing.document_tokens yields, with EOS."""
     dtype, stored = id_dtype(tokenizer.vocab_size), bytearray()  # grows in place
     for ids in packing.document_tokens(text, tokenizer=tokenizer, max_chars=max_chars, bos=bos):
@@ -177,9 +176,9 @@ class ShardWriter:
 
     def _count(self, source: int, **numbers: int) -> None:
         of_source = self._sources.setdefault(source, dict.fromkeys(COUNTS, 0))
-        for name, number in numbers.items():
-            of_source[name] += number
-            self.counts[name] += number
+        for name, count in numbers.items():
+            of_source[name] += count
+            self.counts[name] += count
 
     def _write(self, record: bytes) -> None:
         try:

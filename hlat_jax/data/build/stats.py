@@ -59,7 +59,7 @@ def report(config: Config, *, sample_bytes: int, status: Status | None = None) -
     named += [("data.validation", name, spec) for name, spec in held_out.items()]
     taken = [step_tokens * batches for batches in rows_of_steps(stages, num_steps=num_steps)]
     rows, shares, parts, is_estimate = [_HEADER], {}, [], False
-    for number, (key, name, spec) in enumerate(named):
+    for index, (key, name, spec) in enumerate(named):
         counts = count(
             spec, config=config, key=key, tokenizer=tokenizer, sample_bytes=sample_bytes, status=status or Status()
         )
@@ -71,7 +71,7 @@ def report(config: Config, *, sample_bytes: int, status: Status | None = None) -
             f"{about}{counts.bytes:,.0f}",
             f"{about}{counts.tokens:,.0f}",
             f"{about}{counts.tokens / max(counts.bytes, 1):.4f}",
-            "" if is_validation else f"{about}{taken[number] / max(counts.tokens, 1):,.3g}",
+            "" if is_validation else f"{about}{taken[index] / max(counts.tokens, 1):,.3g}",
         ))  # fmt: skip
         shares[f"{'validation ' * is_validation}source {name}"] = counts.unknown / max(counts.tokens, 1)
         is_estimate |= counts.is_estimate

@@ -21,7 +21,7 @@ def open_reader(path: str | os.PathLike) -> array_record_module.ArrayRecordReade
     return array_record_module.ArrayRecordReader(os.fspath(path), options=options, file_reader_buffer_size=1 << 15)
 
 
-def array_record_documents(snapshot: Snapshot) -> records.FileDocuments:
+def array_record_documents(snapshot: Snapshot) -> records.Documents:
     """Returns the texts of an ArrayRecord file by number."""
     file = snapshot.file
     with decode_errors(file):
@@ -41,4 +41,4 @@ def array_record_documents(snapshot: Snapshot) -> records.FileDocuments:
             raise
         return records.utf8_text(raw, where=file.where, row=index + 1)
 
-    return records.FileDocuments(snapshot, num_documents=num_records, read=read)
+    return records.texts_of_rows(snapshot, num_documents=num_records, read=read)

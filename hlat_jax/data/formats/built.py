@@ -16,9 +16,7 @@ import hashlib
 import json
 import os
 import pathlib
-import zipfile
-import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Annotated, Literal, TypedDict
 
 import numpy as np
@@ -26,7 +24,7 @@ import numpy as np
 from hlat_jax.config import count_text
 from hlat_jax.data.formats import records
 from hlat_jax.data.formats.array_record import open_reader
-from hlat_jax.data.formats.decoding import decode_errors
+from hlat_jax.data.formats.decoding import NPZ_DAMAGE, decode_errors
 from hlat_jax.data.formats.files import MANIFEST_NAME, SHARD_SUFFIX, DataFile, NotFound, Snapshot
 from hlat_jax.store.typed_json import Count, check_kind, check_name, read_json
 
@@ -85,8 +83,8 @@ def read_manifest(folder: str | os.PathLike) -> BuiltManifest:
     return manifest
 
 
-def _damage(path: object, what: str) -> ValueError:
-    return ValueError(f"{path} is damaged: {what}; {_REMEDY}.")
+def _damage(path: object, problem: str) -> ValueError:
+    return ValueError(f"{path} is damaged: {problem}; {_REMEDY}.")
 
 
 def _require_file(path: pathlib.Path) -> pathlib.Path:
@@ -96,8 +94,8 @@ def _require_file(path: pathlib.Path) -> pathlib.Path:
     return path
 
 
-class _Built:
-    """The documents of a dataset by number, with a bounded number of open shards; thread-safe."""
+class _Shards:
+    """The shards of a dataset, of which a bounded number is open; thread-safe."""
 
     def __init__(self, folder: pathlib.Path, manifest: BuiltManifest):
         self.manifest, self._folder = manifest, folder
@@ -110,16 +108,30 @@ class _Built:
         files = [snapshot.file for snapshot in self.snapshots]
         self._reader = functools.lru_cache(_MAX_OPEN_SHARDS)(lambda shard: open_reader(files[shard]))
 
-    def __len__(self) -> int:
-        return self.manifest.documents
+    def find(self, index: int) -> tuple[int, int]:
+        """Returns (the shard of a document, its number there)."""
+        return records.find_part(self._starts, index)
 
-    def locate(self, index: int) -> str:
-        """Returns the dataset and number of a document, and the file it was built from."""
-        source, number = records.find_part(self._source_starts, index)
-        name = self.manifest.sources[source]["name"]
-        return f"{self._folder}, document {index + 1} (document {number + 1} of {name})"
+    def documents(
+        self, read: Callable[[int], str | np.ndarray], *, text_bytes: Callable[[int], int] | None = None
+    ) -> records.Documents:
+        """Returns the documents that `read` returns by their number in the dataset."""
+        manifest = self.manifest
+        facts = {"kind": manifest.kind, "fingerprint": self._fingerprint()}
+        if manifest.kind == "tokens":
+            fields = ("tokens", "tokenizer_sha256", "vocab_size", "eos_id", "max_document_chars")
+            facts |= {name: getattr(manifest, name) for name in fields}
+        facts |= {"prepend_bos": True} if manifest.prepend_bos else {}
+        return records.Documents(
+            snapshots=self.snapshots,
+            num_documents=manifest.documents,
+            read=read,
+            locate=self._locate,
+            text_bytes=text_bytes,
+            facts=facts,
+        )
 
-    def _read(self, shard: int, record: int) -> bytes:
+    def read(self, shard: int, record: int) -> bytes:
         """Returns one record.
 
         Raises:
@@ -137,7 +149,7 @@ class _Built:
                 self._reader.cache_clear()  # a reader that has failed stays so, and one keeps its last record
         return raw
 
-    def _check_records(self, counts: Iterable[int]) -> None:
+    def check_records(self, counts: Iterable[int]) -> None:
         """Raises ValueError unless the shards hold these numbers of records; a truncated shard reads as empty."""
         for shard, expected in enumerate(counts):
             file = self.snapshots[shard].file
@@ -146,62 +158,73 @@ class _Built:
             if num_records != expected:
                 raise _damage(file, f"it holds {count_text(num_records, 'record')} instead of {expected}")
 
+    def _locate(self, index: int) -> str:
+        """Returns the dataset and number of a document, and the file it was built from."""
+        source, document = records.find_part(self._source_starts, index)
+        name = self.manifest.sources[source]["name"]
+        return f"{self._folder}, document {index + 1} (document {document + 1} of {name})"
 
-class BuiltTexts(_Built):
-    """The texts of a dataset of kind text: str."""
-
-    def __init__(self, folder: pathlib.Path, manifest: BuiltManifest):
-        super().__init__(folder, manifest)
-        shards = enumerate(manifest.shards)
-        self._check_records(self._first_record(number, shard["documents"]) for number, shard in shards)
-
-    def __getitem__(self, index: int) -> str:
-        shard, number = records.find_part(self._starts, index)
-        numbers = range(self._first_record(shard, number), self._first_record(shard, number + 1))
-        raw = b"".join(self._read(shard, record) for record in numbers)
-        return records.utf8_text(raw, where=self.snapshots[shard].file.where, row=number + 1)
-
-    def _first_record(self, shard: int, number: int) -> int:
-        """Returns the first record of a document; for number = documents of the shard, its number of records."""
-        long = self.manifest.shards[shard]["long"]
-        return number + sum(num_records - 1 for document, num_records in long if document < number)
+    def _fingerprint(self) -> str:
+        """Returns 32 hex digits that identify the content of the dataset, independent of its location."""
+        manifest = self.manifest
+        fields = [manifest.kind, manifest.content_hash, manifest.tokenizer_sha256]
+        fields += [snapshot.fingerprint for snapshot in self.snapshots]
+        return hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest()
 
 
-class BuiltTokens(_Built):
-    """The token ids of a dataset of kind tokens: int32[n] of each document, EOS of each piece counted."""
+def _texts(shards: _Shards) -> records.Documents:
+    """Returns the documents of a dataset of kind text."""
 
-    def __init__(self, folder: pathlib.Path, manifest: BuiltManifest):
-        super().__init__(folder, manifest)
-        self._first_documents = [self._index(shard, "first_document") for shard in range(len(self.snapshots))]
-        for first, shard in zip(self._first_documents, manifest.shards, strict=True):
-            steps = np.diff(np.append(first, shard["documents"]))
-            if (len(first) and first[0] != 0) or (steps <= 0).any() or len(first) == 0 < shard["documents"]:
-                raise _damage(folder / shard["name"], "its index disagrees with the manifest")
-        self._check_records(len(first) for first in self._first_documents)
-        self._bytes = functools.cache(lambda shard: self._index(shard, "bytes"))
+    def first_record(shard: int, document: int) -> int:
+        """Returns the first record of a document; for document = documents of the shard, its number of records."""
+        long = shards.manifest.shards[shard]["long"]
+        return document + sum(num_records - 1 for earlier, num_records in long if earlier < document)
 
-    def __getitem__(self, index: int) -> np.ndarray:
-        shard, number = records.find_part(self._starts, index)
-        first = self._first_documents[shard]
-        record, number_in_record = records.find_part(first, number)
-        end = first[record + 1] if record + 1 < len(first) else self.manifest.shards[shard]["documents"]
-        where, block = f"{self.snapshots[shard].file}, record {record + 1}", self._read(shard, record)
+    def read(index: int) -> str:
+        shard, document = shards.find(index)
+        numbers = range(first_record(shard, document), first_record(shard, document + 1))
+        raw = b"".join(shards.read(shard, record) for record in numbers)
+        return records.utf8_text(raw, where=shards.snapshots[shard].file.where, row=document + 1)
+
+    shards.check_records(first_record(index, shard["documents"]) for index, shard in enumerate(shards.manifest.shards))
+    return shards.documents(read)
+
+
+def _token_ids(shards: _Shards) -> records.Documents:
+    """Returns the documents of a dataset of kind tokens, EOS of each piece counted."""
+    manifest, snapshots = shards.manifest, shards.snapshots
+    first_documents = [_index(snapshot, "first_document") for snapshot in snapshots]
+    for first, shard, snapshot in zip(first_documents, manifest.shards, snapshots, strict=True):
+        steps = np.diff(np.append(first, shard["documents"]))
+        if (len(first) and first[0] != 0) or (steps <= 0).any() or len(first) == 0 < shard["documents"]:
+            raise _damage(snapshot.file, "its index disagrees with the manifest")
+    shards.check_records(len(first) for first in first_documents)
+    bytes_of_shard = functools.cache(lambda shard: _index(snapshots[shard], "bytes"))
+
+    def read(index: int) -> np.ndarray:
+        shard, document = shards.find(index)
+        first = first_documents[shard]
+        record, number_in_record = records.find_part(first, document)
+        end = first[record + 1] if record + 1 < len(first) else manifest.shards[shard]["documents"]
+        where, block = f"{snapshots[shard].file}, record {record + 1}", shards.read(shard, record)
         tokens = block_tokens(block, number_in_record, num_documents=int(end - first[record]), where=where)
         most = int(tokens.view(np.uint32).max(initial=0))  # as stored: a negative id is one of the largest
-        if most >= self.manifest.vocab_size:
-            raise _damage(where, f"it holds id {most} of a vocabulary of {self.manifest.vocab_size} tokens")
+        if most >= manifest.vocab_size:
+            raise _damage(where, f"it holds id {most} of a vocabulary of {manifest.vocab_size} tokens")
         return tokens
 
-    def text_bytes(self, index: int) -> int:
-        """Returns the UTF-8 bytes of the text of a document."""
-        shard, number = records.find_part(self._starts, index)
-        return int(self._bytes(shard)[number])
+    def text_bytes(index: int) -> int:
+        shard, document = shards.find(index)
+        return int(bytes_of_shard(shard)[document])
 
-    def _index(self, shard: int, name: str) -> np.ndarray:
-        path = _require_file(index_path(self.snapshots[shard].file))
-        damage = (ValueError, KeyError, NotImplementedError, zipfile.BadZipFile, zlib.error)
-        with decode_errors(path, remedy=_REMEDY, errors=damage), np.load(path, allow_pickle=False) as arrays:
-            return arrays[name]
+    return shards.documents(read, text_bytes=text_bytes)
+
+
+def _index(snapshot: Snapshot, name: str) -> np.ndarray:
+    """Returns an array of the index beside a shard of token ids."""
+    path = _require_file(index_path(snapshot.file))
+    with decode_errors(path, remedy=_REMEDY, errors=NPZ_DAMAGE), np.load(path, allow_pickle=False) as arrays:
+        return arrays[name]
 
 
 def index_path(shard: str | os.PathLike) -> pathlib.Path:
@@ -210,7 +233,7 @@ def index_path(shard: str | os.PathLike) -> pathlib.Path:
     return path.with_name(path.name.removesuffix(SHARD_SUFFIX) + ".index.npz")
 
 
-def block_tokens(block: bytes, number: int, *, num_documents: int, where: str) -> np.ndarray:
+def block_tokens(block: bytes, document: int, *, num_documents: int, where: str) -> np.ndarray:
     """Returns int32[n]: the ids of document `number` of a block that must hold `num_documents`."""
     header = np.frombuffer(block, "<u4", count=min(len(block) // 4, 2 + num_documents))
     if len(header) < 2 + num_documents or header[0] != num_documents or header[1] not in (2, 4):
@@ -219,26 +242,20 @@ def block_tokens(block: bytes, number: int, *, num_documents: int, where: str) -
     width, begin = int(header[1]), 4 * len(header)
     if len(block) != begin + width * int(ends[-1]):
         raise _damage(where, f"its {len(block)} bytes do not match its header")
-    start, length = int(ends[number]) - int(header[2 + number]), int(header[2 + number])
+    start, length = int(ends[document]) - int(header[2 + document]), int(header[2 + document])
     ids = np.frombuffer(block, f"<u{width}", count=length, offset=begin + width * start)
     return ids.astype(np.int32)
 
 
-def open_built(folder: str | os.PathLike, *, key: str, tokenizer_sha256: str | None) -> BuiltTexts | BuiltTokens:
+def open_built(folder: str | os.PathLike, *, key: str, tokenizer_sha256: str | None) -> records.Documents:
     """Returns the documents of a dataset; token ids must be of the tokenizer with `tokenizer_sha256` if it is given."""
     manifest = read_manifest(folder)
     if manifest.kind == "text":
-        return BuiltTexts(pathlib.Path(folder), manifest)
+        return _texts(_Shards(pathlib.Path(folder), manifest))
     if tokenizer_sha256 is not None and manifest.tokenizer_sha256 != tokenizer_sha256:
         raise ValueError(
             f"{key}: {folder} holds token ids from the tokenizer with SHA-256 {str(manifest.tokenizer_sha256)[:12]}…, "
             f"but data.tokenizer has {tokenizer_sha256[:12]}…; set data.tokenizer to the one it was built with, or "
             "build the texts again: python -m hlat_jax.data build IN --out DIR --tokenizer MODEL"
         )
-    return BuiltTokens(pathlib.Path(folder), manifest)
-
-
-def manifest_fingerprint(manifest: BuiltManifest, snapshots: Iterable[Snapshot]) -> str:
-    """Returns 32 hex digits that identify the content of a dataset, independent of its location."""
-    fields = [manifest.kind, manifest.content_hash, manifest.tokenizer_sha256, *(s.fingerprint for s in snapshots)]
-    return hashlib.blake2b(json.dumps(fields).encode(), digest_size=16).hexdigest()
+    return _token_ids(_Shards(pathlib.Path(folder), manifest))

@@ -93,17 +93,17 @@ def check_size(file: DataFile, part: str, *, field: str, num_bytes: int) -> None
 
 def column_documents(
     snapshot: Snapshot, *, rows: Sequence[int], load: Callable[[int], pyarrow.ChunkedArray], field: str
-) -> records.FileDocuments:
+) -> records.Documents:
     """Returns the texts of a file in parts by number; `rows` of each part, whose column `load` returns."""
     starts = records.starts(rows)
 
     def read(index: int) -> str:
-        part, number = records.find_part(starts, index)
+        part, row = records.find_part(starts, index)
         snapshot.check()
         with decode_errors(snapshot.file, part=f"row {index + 1}"):
-            return cell(load(part), number, field=field, where=snapshot.file.where, row=index + 1)
+            return cell(load(part), row, field=field, where=snapshot.file.where, row=index + 1)
 
-    return records.FileDocuments(snapshot, num_documents=int(starts[-1]), read=read)
+    return records.texts_of_rows(snapshot, num_documents=int(starts[-1]), read=read)
 
 
 @contextlib.contextmanager
@@ -117,25 +117,25 @@ def _open_parquet(
         yield opened
 
 
-def parquet_documents(snapshot: Snapshot, *, field: str, cache: ColumnCache) -> records.FileDocuments:
+def parquet_documents(snapshot: Snapshot, *, field: str, cache: ColumnCache) -> records.Documents:
     """Returns the texts of a Parquet file by number."""
     file, rows = snapshot.file, []
     with decode_errors(file), _open_parquet(file) as opened:
         check_text_column(opened.schema_arrow, field, where=file.where)
         metadata = opened.metadata
-        for number in range(metadata.num_row_groups):
-            group = metadata.row_group(number)
+        for group_index in range(metadata.num_row_groups):
+            group = metadata.row_group(group_index)
             chunks = [group.column(index) for index in range(group.num_columns)]
             num_bytes = sum(chunk.total_uncompressed_size for chunk in chunks if chunk.path_in_schema == field)
-            check_size(file, f"row group {number + 1}", field=field, num_bytes=num_bytes)
+            check_size(file, f"row group {group_index + 1}", field=field, num_bytes=num_bytes)
             rows.append(group.num_rows)
 
-    def read(number: int) -> pyarrow.ChunkedArray:
+    def read(group_index: int) -> pyarrow.ChunkedArray:
         with _open_parquet(file, metadata) as opened:
-            return opened.read_row_group(number, columns=[field], use_threads=False).column(0)
+            return opened.read_row_group(group_index, columns=[field], use_threads=False).column(0)
 
-    def load(number: int) -> pyarrow.ChunkedArray:
-        return cache.get((file.where, number), lambda: read(number))
+    def load(group_index: int) -> pyarrow.ChunkedArray:
+        return cache.get((file.where, group_index), lambda: read(group_index))
 
     return column_documents(snapshot, rows=rows, load=load, field=field)
 
@@ -148,7 +148,7 @@ def iter_parquet(file: DataFile, field: str) -> Iterator[pyarrow.Array]:
             yield batch.column(0)
 
 
-def arrow_documents(snapshot: Snapshot, *, field: str) -> records.FileDocuments:
+def arrow_documents(snapshot: Snapshot, *, field: str) -> records.Documents:
     """Returns the texts of an Arrow IPC file or stream by number; uncompressed ones take no memory."""
     file, batches, decoded_bytes = snapshot.file, [], 0
     with decode_errors(file), pyarrow.memory_map(os.fsencode(file)) as mapped:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import zipfile
+import zlib
 from collections.abc import Iterator
 
 import pyarrow
 
 from hlat_jax.data.formats.files import DataFile, unreadable
 
+# What NumPy raises for a damaged .npz.
+NPZ_DAMAGE = (ValueError, LookupError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error)
 _ERRORS = (OSError, EOFError, RuntimeError, IndexError, UnicodeDecodeError, pyarrow.ArrowException)
 
 

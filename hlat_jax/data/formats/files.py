@@ -95,9 +95,9 @@ class Snapshot:
         try:
             if file.is_remote:
                 filesystem, path = remote.filesystem_of(file.where)
-                info = remote.retried(lambda: filesystem.info(path), file.where)
+                info = remote.retry(lambda: filesystem.info(path), file.where)
                 version = next((str(info[name]) for name in _VERSIONS if name in info), None)
-                version = version or remote.retried(lambda: filesystem.ukey(path), file.where)
+                version = version or remote.retry(lambda: filesystem.ukey(path), file.where)
                 self.size, self._written_ns = int(info["size"] or 0), 0
                 self.state = self.fingerprint = f"{self.size} {version}"
                 return
@@ -120,18 +120,18 @@ class Snapshot:
         try:
             stat = os.stat(self.file)
             if stat.st_size != self.size:
-                what = f"its size from {self.size} to {stat.st_size} bytes"
+                change = f"its size from {self.size} to {stat.st_size} bytes"
             elif stat.st_mtime_ns == self._written_ns:
                 return
             elif fingerprint(self.file) == self.fingerprint:
                 self._written_ns = stat.st_mtime_ns
                 return
             else:
-                what = "its content"
+                change = "its content"
         except OSError as error:
             raise unreadable(self.file, error) from None
         raise ValueError(
-            f"{self.file} changed {what} since it was opened; restore it, or start a new run in another --workdir."
+            f"{self.file} changed {change} since it was opened; restore it, or start a new run in another --workdir."
         )
 
     def read(self, start: int, length: int) -> bytes:

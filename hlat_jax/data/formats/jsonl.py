@@ -11,20 +11,18 @@ import hashlib
 import io
 import os
 import pathlib
-import zipfile
-import zlib
 from typing import NamedTuple
 
 import numpy as np
 
 from hlat_jax.data.formats import records
-from hlat_jax.data.formats.decoding import decode_errors
+from hlat_jax.data.formats.decoding import NPZ_DAMAGE, decode_errors
 from hlat_jax.data.formats.files import Snapshot, new_content_hash
+from hlat_jax.host.console import say
 from hlat_jax.store.atomic_files import write_whole
 
 _PIECE_BYTES = 1 << 24  # of a long line
 _READ_ONLY = (errno.EACCES, errno.EPERM, errno.EROFS)
-_DAMAGE = (ValueError, LookupError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error)
 
 
 class LineIndex(NamedTuple):
@@ -93,14 +91,12 @@ def _read_index(path: pathlib.Path, *, snapshot: Snapshot) -> LineIndex | None:
             return LineIndex(arrays["lines"], content_hash=str(arrays["content_hash"]))
     except FileNotFoundError:
         return None
-    except _DAMAGE:
-        print(f"index            {path} is damaged: it is made again")
+    except NPZ_DAMAGE:
+        say("index", f"{path} is damaged: it is made again")
         return None
 
 
-def jsonl_documents(
-    snapshot: Snapshot, *, field: str, index_folder: pathlib.Path | None = None
-) -> records.FileDocuments:
+def jsonl_documents(snapshot: Snapshot, *, field: str, index_folder: pathlib.Path | None = None) -> records.Documents:
     """Returns the texts of a JSONL file by number. Rows are counted over all lines; blank ones are not documents."""
     lines, snapshot.content_hash = line_index(snapshot, folder=index_folder)
     where = snapshot.file.where
@@ -113,6 +109,6 @@ def jsonl_documents(
             raise records.BadRecord(where, row, reason)
         return records.json_text(snapshot.read(start, end - start), field=field, where=where, row=row)
 
-    return records.FileDocuments(
+    return records.texts_of_rows(
         snapshot, num_documents=len(lines), read=read, row_of=lambda index: int(lines[index, 2])
     )

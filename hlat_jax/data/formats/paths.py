@@ -89,7 +89,7 @@ def find_files(spec: str | Sequence[str], *, key: str, in_order: bool = False, t
         is_remote = is_url(part)
         if is_remote and not in_order:
             refuse_url(part, key=key, text_field=text_field)
-        files = _remote_part(part, key=key, search=search) if is_remote else _local_part(part, key=key, search=search)
+        files = _remote_files(part, key=key, search=search) if is_remote else _local_files(part, key=key, search=search)
         if not files:
             ignored = f" ({search.describe_ignored()})" if search.ignored else ""
             raise NotFound(f"{key}: {part} holds or matches no files that end in {', '.join(_FORMATS)}{ignored}.")
@@ -105,13 +105,13 @@ def find_files(spec: str | Sequence[str], *, key: str, in_order: bool = False, t
     return search
 
 
-def _local_part(part: str, *, key: str, search: FoundFiles) -> list[DataFile]:
+def _local_files(part: str, *, key: str, search: FoundFiles) -> list[DataFile]:
     if part.startswith("package:"):
         return [DataFile(asset_path(part.removeprefix("package:")))]
     path = local_path(part, key=key)
     names = [path] if path.exists() else _matches(path)
     if not names:
-        raise nothing_at(part, key=key)
+        raise not_found(part, key=key)
     files, searched = [], set()
     for name in names:
         if name.is_file() and searched.isdisjoint(name.parents):
@@ -119,14 +119,14 @@ def _local_part(part: str, *, key: str, search: FoundFiles) -> list[DataFile]:
             files += [] if file.where in map(str, files) else [file]  # `ids.*` matches both
         elif name.is_dir() and searched.isdisjoint(name.parents):  # `**` matches a folder and its files
             searched.add(name)
-            files += _in_folder(name, key=key, search=search)
+            files += _folder_files(name, key=key, search=search)
     return files
 
 
 def _matches(pattern: pathlib.Path) -> list[pathlib.Path]:
     """Returns the paths that a glob matches, by name; hidden ones are left out, and `**` follows no links."""
     parts = pattern.parts
-    first = next((number for number, part in enumerate(parts) if glob.has_magic(part)), None)
+    first = next((index for index, part in enumerate(parts) if glob.has_magic(part)), None)
     if first is None:
         return []
     root, below = pathlib.Path(*parts[:first]), parts[first:]
@@ -139,14 +139,14 @@ def _matches(pattern: pathlib.Path) -> list[pathlib.Path]:
     return sorted(shown, key=str)
 
 
-def nothing_at(path: str, *, key: str) -> NotFound:
+def not_found(path: str, *, key: str) -> NotFound:
     """Returns the error for a local path of text that does not exist, or a glob without a match."""
-    what = "matches no file" if glob.has_magic(path) else "does not exist"
+    problem = "matches no file" if glob.has_magic(path) else "does not exist"
     advice = fetch_first(path, options=" --repo-type dataset")
-    return NotFound(f"{key}: {path} {what} (looked from {pathlib.Path.cwd()}).{advice}")
+    return NotFound(f"{key}: {path} {problem} (looked from {pathlib.Path.cwd()}).{advice}")
 
 
-def _in_folder(folder: pathlib.Path, *, key: str, search: FoundFiles) -> list[DataFile]:
+def _folder_files(folder: pathlib.Path, *, key: str, search: FoundFiles) -> list[DataFile]:
     def fail(error: OSError) -> None:
         raise NotFound(f"{key}: the folder {error.filename} cannot be listed: {reason(error)}.")
 
@@ -194,16 +194,16 @@ def _data_suffix(name: str) -> str:
     return pathlib.PurePosixPath(path.stem).suffix if path.suffix in _COMPRESSED_SUFFIXES else path.suffix
 
 
-def _remote_part(part: str, *, key: str, search: FoundFiles) -> list[DataFile]:
+def _remote_files(part: str, *, key: str, search: FoundFiles) -> list[DataFile]:
     """Returns the file at a URL, those that its glob matches, or those in its folder."""
     filesystem, path = remote.filesystem_of(part)
     try:
         if any(sign in path for sign in "*["):  # not `?`, which begins the query of a URL
-            names = sorted(remote.retried(lambda: filesystem.glob(path), part))
+            names = sorted(remote.retry(lambda: filesystem.glob(path), part))
         elif _data_suffix(DataFile(part).name):
             names = [path]
         else:
-            names = sorted(_data_paths(remote.retried(lambda: filesystem.find(path), part), search=search))
+            names = sorted(_data_paths(remote.retry(lambda: filesystem.find(path), part), search=search))
     except OSError as error:
         kind = Unreadable if isinstance(error, remote.RemoteError) else NotFound
         raise kind(f"{key}: {part} cannot be listed: {reason(error)}.") from None

@@ -17,33 +17,27 @@ _LONGEST_IN_PARTS = 16
 _BLANK_LINES, _LINE_ENDS = re.compile(rb"\r?\n[ \t\r]*\n\s*"), re.compile(rb"\r?\n\s*")
 
 
-class TextDocuments:
-    """Plain-text files as a sequence of documents: a file each, or whole paragraphs without the blank lines between."""
+def text_documents(files: Sequence[DataFile], *, cut: bool) -> records.Documents:
+    """Returns plain-text files by number: a file each, or whole paragraphs without the blank lines between."""
+    snapshots = tuple(Snapshot(file) for file in files)
+    spans = [np.asarray([[0, snapshot.size]]) for snapshot in snapshots]
+    if cut:
+        parts = (list(paragraph_parts(_read_whole(each), each.file)) for each in snapshots)
+        spans = [np.asarray(of_file, np.int64).reshape(-1, 2) for of_file in parts]
+    starts = records.starts(len(of_file) for of_file in spans)
 
-    def __init__(self, files: Sequence[DataFile], *, cut: bool):
-        self.snapshots, self.is_cut = tuple(Snapshot(file) for file in files), cut
-        self._spans = [np.asarray([[0, snapshot.size]]) for snapshot in self.snapshots]
-        if cut:
-            parts = (list(paragraph_parts(_read_whole(each), each.file)) for each in self.snapshots)
-            self._spans = [np.asarray(spans, np.int64).reshape(-1, 2) for spans in parts]
-        self._starts = records.starts(len(spans) for spans in self._spans)
+    def locate(index: int) -> str:
+        file, part = records.find_part(starts, index)
+        start, stop = spans[file][part]
+        return f"{snapshots[file].file}" + (f", bytes {start} to {stop}" if cut else "")
 
-    def __len__(self) -> int:
-        return int(self._starts[-1])
+    def read(index: int) -> str:
+        file, part = records.find_part(starts, index)
+        start, stop = spans[file][part].tolist()
+        raw = snapshots[file].read(start, stop - start) if cut else _read_whole(snapshots[file])
+        return records.utf8_text(raw, where=locate(index), row=None)
 
-    def __getitem__(self, index: int) -> str:
-        file, part = records.find_part(self._starts, index)
-        snapshot, where = self.snapshots[file], self.locate(index)
-        if not self.is_cut:
-            return records.utf8_text(_read_whole(snapshot), where=where, row=None)
-        start, stop = self._spans[file][part].tolist()
-        return records.utf8_text(snapshot.read(start, stop - start), where=where, row=None)
-
-    def locate(self, index: int) -> str:
-        """Returns the path of document `index`, and its byte range if the file is cut."""
-        file, part = records.find_part(self._starts, index)
-        start, stop = self._spans[file][part]
-        return f"{self.snapshots[file].file}" + (f", bytes {start} to {stop}" if self.is_cut else "")
+    return records.Documents(snapshots=snapshots, num_documents=int(starts[-1]), read=read, locate=locate)
 
 
 def _read_whole(snapshot: Snapshot) -> bytes:
@@ -66,16 +60,16 @@ def paragraph_parts(raw: bytes | bytearray, file: DataFile) -> Iterator[tuple[in
         )
     least = min(_PART_BYTES, len(raw) // _MIN_PARTS)
     begin = len(codecs.BOM_UTF8) if raw.startswith(codecs.BOM_UTF8) else 0
-    for start, stop in _cut(raw, begin, len(raw), at=_BLANK_LINES, least=least):
+    for start, stop in _cut(raw, begin, len(raw), separator=_BLANK_LINES, least=least):
         if stop - start > _LONGEST_IN_PARTS * least:
-            yield from _cut(raw, start, stop, at=_LINE_ENDS, least=least)
+            yield from _cut(raw, start, stop, separator=_LINE_ENDS, least=least)
         else:
             yield start, stop
 
 
-def _cut(raw: bytes, start: int, end: int, *, at: re.Pattern[bytes], least: int) -> Iterator[tuple[int, int]]:
-    """Yields (start, stop) of parts of raw[start:end] that end at matches of `at` and have at least `least` bytes."""
-    for match in at.finditer(raw, start, end):
+def _cut(raw: bytes, start: int, end: int, *, separator: re.Pattern[bytes], least: int) -> Iterator[tuple[int, int]]:
+    """Yields (start, stop) of parts of raw[start:end], of at least `least` bytes, ended by `separator`."""
+    for match in separator.finditer(raw, start, end):
         if match.start() - start >= least and raw[start : match.start()].strip():
             yield start, match.start()
             start = match.end()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -67,29 +68,46 @@ def find_part(starts: np.ndarray, index: int) -> tuple[int, int]:
     return part, int(index) - int(starts[part])
 
 
-class FileDocuments:
-    """The texts of a file by number."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Documents:
+    """The documents of a file or dataset by number: str, or int32[n] where it stores token ids.
 
-    def __init__(
-        self,
-        snapshot: Snapshot,
-        *,
-        num_documents: int,
-        read: Callable[[int], str],
-        row_of: Callable[[int], int] = lambda index: index + 1,
-    ):
-        """`read` returns a text by its number, and `row_of` its row in the file, for errors."""
-        self.snapshots, self._num_documents, self._read, self._row_of = (snapshot,), num_documents, read, row_of
+    Attributes:
+      snapshots: the files that are read.
+      read: number -> document.
+      locate: number -> file and row, for errors; reads nothing.
+      text_bytes: number -> UTF-8 bytes of the text of a document of token ids.
+      facts: what else identifies them, for their entry in a manifest.
+    """
+
+    snapshots: tuple[Snapshot, ...]
+    num_documents: int
+    read: Callable[[int], str | np.ndarray]
+    locate: Callable[[int], str]
+    text_bytes: Callable[[int], int] | None = None
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __len__(self) -> int:
-        return self._num_documents
+        return self.num_documents
 
-    def __getitem__(self, index: int) -> str:
-        return self._read(index)
+    def __getitem__(self, index: int) -> str | np.ndarray:
+        return self.read(index)
 
-    def locate(self, index: int) -> str:
-        """Returns the file and the row of document `index`."""
-        return f"{self.snapshots[0].file}, row {self._row_of(index)}"
+
+def texts_of_rows(
+    snapshot: Snapshot,
+    *,
+    num_documents: int,
+    read: Callable[[int], str],
+    row_of: Callable[[int], int] = lambda index: index + 1,
+) -> Documents:
+    """Returns the texts of a file whose rows are documents; `row_of` returns the row of a document, for errors."""
+    return Documents(
+        snapshots=(snapshot,),
+        num_documents=num_documents,
+        read=read,
+        locate=lambda index: f"{snapshot.file}, row {row_of(index)}",
+    )
 
 
 def check_text(text: Any, *, field: str, where: str, row: int) -> str:

@@ -39,7 +39,7 @@ def filesystem_of(url: str) -> tuple[Any, str]:
     except ValueError as error:
         raise ValueError(f"{url}: {error}; install what fsspec needs for it, or give a local path.") from None
     if protocol in ("s3", "s3a"):
-        filesystem.retries = 1  # else it multiplies the tries of `retried`
+        filesystem.retries = 1  # else it multiplies the tries of `retry`
     return filesystem, path
 
 
@@ -60,7 +60,7 @@ def _timeouts(protocol: str) -> dict[str, Any]:
     return {name: ours | conf.get(protocol, {}).get(name, {})}
 
 
-def retried(ask: Callable[[], T], url: str, *, for_s: float | None = None) -> T:
+def retry(ask: Callable[[], T], url: str, *, for_s: float | None = None) -> T:
     """Returns `ask()`, which is called again after a fault of the network, at the latest `for_s` after it began.
 
     `for_s` is OPENING_S by default. The first fault is a line on stderr.
@@ -76,14 +76,14 @@ def retried(ask: Callable[[], T], url: str, *, for_s: float | None = None) -> T:
         except Exception as error:
             # fsspec's HTTP says "not found" of every fault, and has the fault as the cause
             cause = error.__cause__ if isinstance(error, FileNotFoundError) and error.__cause__ else error
-            what = _describe(cause)
+            fault = _describe(cause)
             if not _may_pass(cause):
-                raise type(error)(what) if isinstance(error, _LASTING) else RemoteError(what) from None
+                raise type(error)(fault) if isinstance(error, _LASTING) else RemoteError(fault) from None
             left_s = began_s + for_s - time.monotonic() - wait_s
             if left_s < 0:
-                raise RemoteError(f"{what}, tried for {time.monotonic() - began_s:.0f} s") from None
+                raise RemoteError(f"{fault}, tried for {time.monotonic() - began_s:.0f} s") from None
         if wait_s == _FIRST_WAIT_S:
-            print(f"warning: {url}: {what}. Trying again for up to {left_s:.0f} s.", file=sys.stderr, flush=True)
+            print(f"warning: {url}: {fault}. Trying again for up to {left_s:.0f} s.", file=sys.stderr, flush=True)
         time.sleep(wait_s)
         wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
@@ -103,9 +103,9 @@ def _describe(error: BaseException) -> str:
 
 
 def open_url(url: str) -> BinaryIO:
-    """Returns a file behind a URL opened for reading in order, whose reads are tried again; raises as `retried`."""
+    """Returns a file behind a URL opened for reading in order, whose reads are tried again; raises as `retry`."""
     filesystem, path = filesystem_of(url)
-    return io.BufferedReader(_RetriedReads(retried(lambda: filesystem.open(path, "rb"), url), url))
+    return io.BufferedReader(_RetriedReads(retry(lambda: filesystem.open(path, "rb"), url), url))
 
 
 class _RetriedReads(io.RawIOBase):
@@ -131,7 +131,7 @@ class _RetriedReads(io.RawIOBase):
         return self._file.tell()
 
     def readinto(self, buffer: Any) -> int:
-        content = retried(lambda: self._file.read(len(buffer)), self._url, for_s=READING_S * self._has_ranges)
+        content = retry(lambda: self._file.read(len(buffer)), self._url, for_s=READING_S * self._has_ranges)
         buffer[: len(content)] = content
         return len(content)
 

@@ -16,7 +16,7 @@ import pyarrow
 
 from hlat_jax.data.formats import records
 from hlat_jax.data.formats.array_record import array_record_documents
-from hlat_jax.data.formats.built import BuiltTexts, open_built
+from hlat_jax.data.formats.built import open_built
 from hlat_jax.data.formats.columns import cell, iter_arrow, iter_parquet
 from hlat_jax.data.formats.decoding import decode_errors
 from hlat_jax.data.formats.files import DataFile, Snapshot
@@ -48,7 +48,7 @@ def iter_documents(file: DataFile, *, text_field: str, cut_text: bool = False) -
         yield from _by_number(array_record_documents(Snapshot(file)))
     else:
         documents = open_built(file.where, key="IN", tokenizer_sha256=None)
-        if not isinstance(documents, BuiltTexts):
+        if documents.text_bytes is not None:
             raise ValueError(f"{file} holds token ids, not text; give the text it was built from.")
         yield from _by_number(documents)
 
@@ -122,6 +122,6 @@ def _cells(parts: Iterator[pyarrow.Array], *, file: DataFile, field: str) -> Ite
                 yield _or_bad(lambda: cell(part, index, **options)), row  # noqa: B023
 
 
-def _by_number(documents: BuiltTexts | records.FileDocuments) -> Iterator[Item]:
+def _by_number(documents: records.Documents) -> Iterator[Item]:
     for index in range(len(documents)):
         yield _or_bad(lambda: documents[index]), index + 1  # noqa: B023

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import pathlib
 import struct
-from typing import Any
+from typing import Protocol
 
 import numpy as np
 
 from hlat_jax.data.formats.files import DataFile, NotFound, Snapshot
+from hlat_jax.data.formats.records import Documents
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _DTYPES = {1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16}
@@ -21,57 +22,63 @@ _REMEDY = "write it again"
 _BLOCK_BYTES, _NUM_BLOCKS = 1 << 24, 16
 
 
-class TokenDocuments:
-    """The documents of a file of token ids by number: int32[n], as they are; nothing is added to them.
+class Vocabulary(Protocol):
+    """What is asked of a tokenizer here; see `data.tokenizer.Tokenizer`."""
 
-    Ids are compared with the tokenizer of `data.tokenizer` when a file is opened, all of them up to 256 MiB and else 16
-    evenly spaced blocks of 16 MiB, and in each document that is read. They are read, not mapped: of a file that is cut
-    or away a map ends the process, and nothing tries it again.
+    vocab_size: int
+    model_vocab_size: int | None
+    eos_id: int
 
-    Args:
-      snapshots: of the file, and of its index if it has one.
-      dtype: of the ids in the file.
-      offset: first byte of the ids.
-      bounds: int64[n + 1]; document i has the ids from bounds[i] to bounds[i + 1].
-      tokenizer: the Tokenizer that must have made them.
+    @property
+    def token_bytes(self) -> np.ndarray: ...
+
+
+class _Ids:
+    """The token ids of a file. They are read, not mapped: a map of a file that is cut or away ends the process.
+
+    Ids are compared with the tokenizer when the file is opened (all up to 256 MiB, else 16 evenly spaced blocks of 16
+    MiB), and in each document that is read.
     """
 
-    def __init__(
-        self, snapshots: tuple[Snapshot, ...], *, dtype: np.dtype, offset: int, bounds: np.ndarray, tokenizer: Any
-    ):
-        self.snapshots, self._dtype, self._offset, self._tokenizer = snapshots, dtype, offset, tokenizer
-        self._bounds = bounds if (np.diff(bounds) > 0).all() else np.unique(bounds)  # no empty documents
-        step, total = _BLOCK_BYTES // dtype.itemsize, int(bounds[-1])
-        blocks = np.arange(0, total, step)
-        if len(blocks) > _NUM_BLOCKS:
-            blocks = blocks[np.linspace(0, len(blocks) - 1, _NUM_BLOCKS, dtype=np.int64)]
-        for start in blocks.tolist():
-            self._check(self._read(start, min(start + step, total)), where=str(snapshots[0].file))
-
-    def __len__(self) -> int:
-        return len(self._bounds) - 1
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        ids = self._read(int(self._bounds[index]), int(self._bounds[index + 1]))
-        self._check(ids, where=self.locate(index))
-        return ids.astype(np.int32)
-
-    def text_bytes(self, index: int) -> int:
-        """Returns the UTF-8 bytes of the pieces of a document."""
-        return int(self._tokenizer.token_bytes[self[index]].sum())
+    def __init__(self, snapshot: Snapshot, *, dtype: np.dtype, offset: int, total: int, tokenizer: Vocabulary):
+        """`offset` is the first byte of the ids, `total` their number."""
+        self._snapshot, self._dtype, self._offset, self._tokenizer = snapshot, dtype, offset, tokenizer
+        step = _BLOCK_BYTES // dtype.itemsize
+        self._blocks = [(start, min(start + step, total)) for start in range(0, total, step)]
+        chosen = np.linspace(0, len(self._blocks) - 1, min(len(self._blocks), _NUM_BLOCKS), dtype=np.int64)
+        for block in chosen.tolist():
+            self._check(self._read(*self._blocks[block]), where=str(snapshot.file))
 
     def find(self, token: int) -> np.ndarray:
         """Returns the places of a token among all ids, in order; memory holds a block of them."""
-        step, total = _BLOCK_BYTES // self._dtype.itemsize, int(self._bounds[-1])
-        places = (
-            start + np.flatnonzero(self._read(start, min(start + step, total)) == token)
-            for start in range(0, total, step)
-        )
+        places = (start + np.flatnonzero(self._read(start, stop) == token) for start, stop in self._blocks)
         return np.concatenate([np.zeros(0, np.int64), *places])
 
-    def locate(self, index: int) -> str:
-        """Returns the file and the number of a document, from 1; those without ids are not counted."""
-        return f"{self.snapshots[0].file}, document {index + 1}"
+    def documents(self, bounds: np.ndarray, *, snapshots: tuple[Snapshot, ...] = ()) -> Documents:
+        """Returns the documents, as they are; document i has the ids from bounds[i] to bounds[i + 1].
+
+        Args:
+          bounds: int64[n + 1]; documents without ids are left out, and not counted.
+          snapshots: of further files.
+        """
+        if not (np.diff(bounds) > 0).all():
+            bounds = np.unique(bounds)
+
+        def locate(index: int) -> str:
+            return f"{self._snapshot.file}, document {index + 1}"
+
+        def read(index: int) -> np.ndarray:
+            ids = self._read(int(bounds[index]), int(bounds[index + 1]))
+            self._check(ids, where=locate(index))
+            return ids.astype(np.int32)
+
+        return Documents(
+            snapshots=(self._snapshot, *snapshots),
+            num_documents=len(bounds) - 1,
+            read=read,
+            locate=locate,
+            text_bytes=lambda index: int(self._tokenizer.token_bytes[read(index)].sum()),
+        )
 
     def _check(self, ids: np.ndarray, *, where: str) -> None:
         tokenizer, least, most = self._tokenizer, int(ids.min()), int(ids.max())
@@ -85,10 +92,10 @@ class TokenDocuments:
 
     def _read(self, start: int, stop: int) -> np.ndarray:
         width = self._dtype.itemsize
-        return np.frombuffer(self.snapshots[0].read(self._offset + start * width, (stop - start) * width), self._dtype)
+        return np.frombuffer(self._snapshot.read(self._offset + start * width, (stop - start) * width), self._dtype)
 
 
-def npy_documents(snapshot: Snapshot, *, tokenizer: Any) -> TokenDocuments:
+def npy_documents(snapshot: Snapshot, *, tokenizer: Vocabulary) -> Documents:
     """Returns the rows of a .npy of two axes; of one axis what ends with EOS, which is read whole, and the rest."""
     file = snapshot.file
     try:
@@ -99,28 +106,27 @@ def npy_documents(snapshot: Snapshot, *, tokenizer: Any) -> TokenDocuments:
         raise ValueError(f"{file} has {ids.ndim} axes of {ids.dtype}; token ids are integers in one axis or in rows.")
     if not ids.flags.c_contiguous:
         raise ValueError(f"{file} is in Fortran order; save numpy.ascontiguousarray of it.")
-    place = {"dtype": ids.dtype, "offset": ids.offset, "tokenizer": tokenizer}
+    stored = _Ids(snapshot, dtype=ids.dtype, offset=ids.offset, total=ids.size, tokenizer=tokenizer)
     if ids.ndim == 2:
-        return TokenDocuments((snapshot,), **place, bounds=np.arange(len(ids) + 1, dtype=np.int64) * ids.shape[1])
-    documents = TokenDocuments((snapshot,), **place, bounds=np.asarray([0, len(ids)]))
-    ends = documents.find(tokenizer.eos_id)
+        return stored.documents(np.arange(len(ids) + 1, dtype=np.int64) * ids.shape[1])
+    ends = stored.find(tokenizer.eos_id)
     if not len(ends):
         raise ValueError(
             f"{file} has one axis and nowhere the id {tokenizer.eos_id}, EOS of data.tokenizer, which ends documents "
             "there; give the tokenizer that made these ids, or save rows, each of which is a document."
         )
-    return TokenDocuments((snapshot,), **place, bounds=np.concatenate([[0], ends + 1, [len(ids)]]))
+    return stored.documents(np.concatenate([[0], ends + 1, [len(ids)]]))
 
 
-def megatron_documents(snapshot: Snapshot, *, tokenizer: Any) -> TokenDocuments:
+def megatron_documents(snapshot: Snapshot, *, tokenizer: Vocabulary) -> Documents:
     """Returns the documents of a .bin, whose .idx lies beside it."""
     path = pathlib.Path(snapshot.file).with_suffix(".idx")
     if not path.is_file():
         raise NotFound(f"{snapshot.file}: its index {path} is missing; a .bin alone does not say what its ids are.")
     index, raw = Snapshot(DataFile(path)), path.read_bytes()
 
-    def damaged(what: str) -> ValueError:
-        return ValueError(f"{path} is not an index of Megatron-LM: {what}; {_REMEDY}, with its .bin.")
+    def damaged(problem: str) -> ValueError:
+        return ValueError(f"{path} is not an index of Megatron-LM: {problem}; {_REMEDY}, with its .bin.")
 
     header = struct.Struct("<QBQQ")
     if raw[: len(_MAGIC)] != _MAGIC or len(raw) < len(_MAGIC) + header.size:
@@ -128,14 +134,14 @@ def megatron_documents(snapshot: Snapshot, *, tokenizer: Any) -> TokenDocuments:
     version, code, num_sequences, num_bounds = header.unpack_from(raw, len(_MAGIC))
     if version != 1 or code not in _DTYPES:
         raise damaged(f"version {version} and dtype {code} are not 1 and one of {sorted(_DTYPES)}")
-    place = len(_MAGIC) + header.size
-    if len(raw) < place + 12 * num_sequences + 8 * num_bounds:
+    offset = len(_MAGIC) + header.size
+    if len(raw) < offset + 12 * num_sequences + 8 * num_bounds:
         raise damaged(f"{len(raw)} bytes are too few for {num_sequences} sequences and {num_bounds} boundaries")
 
     def read(dtype: str, count: int) -> np.ndarray:
-        nonlocal place
-        values = np.frombuffer(raw, dtype, count, place)
-        place += values.nbytes
+        nonlocal offset
+        values = np.frombuffer(raw, dtype, count, offset)
+        offset += values.nbytes
         return values.astype(np.int64)
 
     lengths, offsets, documents = read("<i4", num_sequences), read("<i8", num_sequences), read("<i8", num_bounds)
@@ -145,5 +151,5 @@ def megatron_documents(snapshot: Snapshot, *, tokenizer: Any) -> TokenDocuments:
     if (np.diff(documents) < 0).any() or (len(documents) and not 0 <= documents[0] <= documents[-1] <= num_sequences):
         raise damaged("its boundaries of documents are not in order")
     ends = documents if len(documents) and documents[-1] == num_sequences else np.append(documents, num_sequences)
-    bounds = starts[np.unique(np.append(0, ends))]
-    return TokenDocuments((snapshot, index), dtype=dtype, offset=0, bounds=bounds, tokenizer=tokenizer)
+    stored = _Ids(snapshot, dtype=dtype, offset=0, total=int(starts[-1]), tokenizer=tokenizer)
+    return stored.documents(starts[np.append(0, ends)], snapshots=(index,))

@@ -1,0 +1,15 @@
+"""Lines with a label in front of a text, all texts in one column: how a run and the commands describe themselves."""
+
+from __future__ import annotations
+
+_LABEL_CHARS = 16
+
+
+def labelled(label: str, text: object) -> str:
+    """Returns the label and the text in their columns; further lines of a text are indented."""
+    return f"{label:<{_LABEL_CHARS}} {text}".replace("\n", "\n" + " " * (_LABEL_CHARS + 1))
+
+
+def say(label: str, text: object) -> None:
+    """Prints a labelled line."""
+    print(labelled(label, text))
