@@ -122,8 +122,7 @@ def collectives(layout: Layout, axis: str) -> Outcome:
         level, why = verdict(groups_along(dict(layout.mesh.shape), [axis], devices=numbers), server)
         if level == REFUSED:  # a run has no such groups, and their collectives may hang
             return Outcome(NOT_HERE, why, "give the degrees of a run on this instance: --config.parallel.tensor=N")
-    exchanges = {"pipe": layout.pipe_exchange, "context": layout.context_exchange}
-    permutes = exchanges.get(axis) in ("permute", "ring")
+    permutes = axis == "pipe" and layout.pipe_exchange == "permute"
     run = functools.partial(exercises.run_collective, layout=layout, axis=axis)
     outcome = probes.collectives(run, size=layout.mesh.shape[axis], permutes=permutes)
     if outcome.verdict == NOT_HERE:

@@ -334,7 +334,7 @@ RULES: dict[str, Rule] = {
         "warning",
         "`collective_permute` other than in rings of neighboring cores of one node; between nodes it is an error",
         "only rings of linked cores are documented; other permutes may crash or be slow",
-        "all_gather as parallel.pipe_exchange or parallel.context_exchange; else keep the axis within a node",
+        "all_gather as parallel.pipe_exchange; else keep the axis within a node",
         "neuron-runtime/about/collectives; " + _ISSUES,
     ),
     "CC04": Rule(

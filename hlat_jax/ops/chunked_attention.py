@@ -61,11 +61,10 @@ def attention(
     window: int | jax.Array | None,
     variant: Variant,
     part: Any = None,
-    visit_all: Any = None,
 ) -> jax.Array:
     """Returns [B, T, N, H]: `ops.attention`, also of models other than ours, in which S may differ from T.
 
-    With a `context_attention.Part`, of the queries of a row that a device has, whose pairs `visit_all` visits.
+    With a `context_attention.Part`, of the queries of a row that a device has.
 
     Raises:
       ValueError: dropout in causal attention with a mask that may hide every key from a query.
@@ -74,7 +73,7 @@ def attention(
         raise ValueError("there is no dropout with a mask that may hide every key from a query.")
     t, h = q_BTNH.shape[1], q_BTNH.shape[3]
     s, kv_heads = k_BSKH.shape[1:3]
-    block = BLOCK if part is None else s // part.key_starts.shape[1]
+    block = BLOCK if part is None else s // len(part.key_starts)
     scale = 1 / math.sqrt(h) if variant.scale is None else variant.scale
     static = _Static(
         **vars(variant) | {"masks": (), "keep": None, "scale": scale},
@@ -82,7 +81,6 @@ def attention(
         num_keys=s,
         kv_heads=kv_heads,
         blocks=(min(block, t), min(block, s)),
-        visit_all=visit_all,
     )
     terms = {
         "part": part,
@@ -109,15 +107,11 @@ class _Static(Variant):
     num_keys: int = 0  # S, without padding
     kv_heads: int = 0
     blocks: tuple[int, int] = (0, 0)  # positions in a block of queries, of keys
-    visit_all: Any = None  # instead of `at_once`
 
-    def at_once(self, visit: Any, terms: dict[str, Any], sums: Any) -> Any:
-        """Returns (sums of queries, sums of keys) after `visit` of all pairs of blocks."""
-        here = terms | {"key_ids": terms["ids"], "key_starts": None}
-        return jax.lax.scan(functools.partial(visit, here), sums, self._pairs(jax.tree.leaves(sums)[0].shape[0]))[0]
-
-    def _pairs(self, num_blocks: int) -> np.ndarray:
+    def pairs(self, part: Any, num_blocks: int) -> Any:
         """Returns int32 [pairs, 2]: (query block, key block); of so many query blocks."""
+        if part is not None:
+            return part.pairs
         if self.causal:
             return block_pairs(num_blocks, block=self.blocks[0], window=self.window)
         num_key_blocks = -(-self.num_keys // self.blocks[1])
@@ -144,26 +138,25 @@ def _forward(static, q_BTNH, k_BSKH, v_BSKH, terms):
     q_CXUGH, k_CXSH, v_CXSH = _cut_operands(static, q_BTNH, k_BSKH, v_BSKH)
     c, x, u, g, h = q_CXUGH.shape
 
-    def visit(here, sums, pair):
-        (i, j), (sums, _) = pair, sums
+    def visit(sums, pair):
+        i, j = pair
         top_XUG, total_XUG, out_XUGH = (_at(total, i) for total in sums)
-        scores_XUGS, _, _ = _scores(static, _at(q_CXUGH, i), _at(here["keys"][0], j), here, pair)
+        scores_XUGS, _, _ = _scores(static, _at(q_CXUGH, i), _at(k_CXSH, j), terms, pair)
         new_top_XUG = jnp.maximum(top_XUG, scores_XUGS.max(axis=-1))
         weights_XUGS = jnp.exp(scores_XUGS - new_top_XUG[..., None])
         shrink_XUG = jnp.exp(top_XUG - new_top_XUG)
-        kept_XUGS = _kept(static, weights_XUGS, here, pair).astype(v_CXSH.dtype)
-        out_XUGH = out_XUGH * shrink_XUG[..., None] + _dot("XUGS,XSH->XUGH", kept_XUGS, _at(here["keys"][1], j))
+        kept_XUGS = _kept(static, weights_XUGS, terms, pair).astype(v_CXSH.dtype)
+        out_XUGH = out_XUGH * shrink_XUG[..., None] + _dot("XUGS,XSH->XUGH", kept_XUGS, _at(v_CXSH, j))
         total_XUG = total_XUG * shrink_XUG + weights_XUGS.sum(axis=-1)
         parts = (new_top_XUG, total_XUG, out_XUGH)
-        return (tuple(_updated(total, i, part) for total, part in zip(sums, parts, strict=True)), ()), None
+        return tuple(_updated(total, i, part) for total, part in zip(sums, parts, strict=True)), None
 
     sums = (
         jnp.full((c, x, u, g), _LOWEST, jnp.float32),
         jnp.zeros((c, x, u, g), jnp.float32),
         jnp.zeros((c, x, u, g, h), jnp.float32),
     )
-    visit_all = static.visit_all or static.at_once
-    (top_CXUG, total_CXUG, out_CXUGH), _ = visit_all(visit, terms | {"keys": (k_CXSH, v_CXSH)}, (sums, ()))
+    (top_CXUG, total_CXUG, out_CXUGH), _ = jax.lax.scan(visit, sums, static.pairs(terms["part"], c))
     out_CXUGH = out_CXUGH / total_CXUG[..., None]
     if _skips_masked_keys(static, terms):
         is_empty_CXUG = top_CXUG == MASKED
@@ -184,31 +177,29 @@ def _backward(static, residuals, dout_BTNH):
     inner_BTN1 = (dout_BTNH.astype(jnp.float32) * out_BTNH.astype(jnp.float32)).sum(axis=-1, keepdims=True)
     inner_CXUG = _cut(inner_BTN1, static)[..., 0]
 
-    def visit(here, grads, pair):
+    def visit(grads, pair):
         i, j = pair
-        dq_CXUGH, (dk_CXSH, dv_CXSH) = grads
+        dq_CXUGH, dk_CXSH, dv_CXSH = grads
         q_XUGH, dout_XUGH = _at(q_CXUGH, i), _at(dout_CXUGH, i)
-        k_XSH, v_XSH = (_at(x_CXSH, j) for x_CXSH in here["keys"])
-        scores_XUGS, slope_XUGS, mask_XUGS = _scores(static, q_XUGH, k_XSH, here, pair)
+        k_XSH, v_XSH = _at(k_CXSH, j), _at(v_CXSH, j)
+        scores_XUGS, slope_XUGS, mask_XUGS = _scores(static, q_XUGH, k_XSH, terms, pair)
         probs_XUGS = jnp.exp(scores_XUGS - _at(top_CXUG, i)[..., None]) / _at(total_CXUG, i)[..., None]
-        dprobs_XUGS = _kept(static, _dot("XUGH,XSH->XUGS", dout_XUGH, v_XSH), here, pair)
+        dprobs_XUGS = _kept(static, _dot("XUGH,XSH->XUGS", dout_XUGH, v_XSH), terms, pair)
         dscores_XUGS = probs_XUGS * (dprobs_XUGS - _at(inner_CXUG, i)[..., None])
         if terms["masks"]:  # a query that attends to no key has probabilities of masked ones
             dscores_XUGS = jnp.where(mask_XUGS, dscores_XUGS, 0)
         dscores_XUGS = (dscores_XUGS * static.scale * slope_XUGS).astype(q_BTNH.dtype)
-        kept_XUGS = _kept(static, probs_XUGS, here, pair).astype(v_BSKH.dtype)
+        kept_XUGS = _kept(static, probs_XUGS, terms, pair).astype(v_BSKH.dtype)
         dq_XUGH = _dot("XUGS,XSH->XUGH", dscores_XUGS, k_XSH)
         dk_XSH = _dot("XUGS,XUGH->XSH", dscores_XUGS, q_XUGH)
         dv_XSH = _dot("XUGS,XUGH->XSH", kept_XUGS, dout_XUGH)
         dq_CXUGH = _updated(dq_CXUGH, i, _at(dq_CXUGH, i) + dq_XUGH)
         dk_CXSH = _updated(dk_CXSH, j, _at(dk_CXSH, j) + dk_XSH)
         dv_CXSH = _updated(dv_CXSH, j, _at(dv_CXSH, j) + dv_XSH)
-        return (dq_CXUGH, (dk_CXSH, dv_CXSH)), None
+        return (dq_CXUGH, dk_CXSH, dv_CXSH), None
 
-    keys = (k_CXSH, v_CXSH)
-    start = jax.tree.map(lambda operand: jnp.zeros(operand.shape, jnp.float32), (q_CXUGH, keys))
-    visit_all = static.visit_all or static.at_once
-    dq_CXUGH, (dk_CXSH, dv_CXSH) = visit_all(visit, terms | {"keys": keys}, start)
+    start = tuple(jnp.zeros(operand.shape, jnp.float32) for operand in (q_CXUGH, k_CXSH, v_CXSH))
+    (dq_CXUGH, dk_CXSH, dv_CXSH), _ = jax.lax.scan(visit, start, static.pairs(terms["part"], len(q_CXUGH)))
     if _skips_masked_keys(static, terms):
         dout_XUGH = jnp.where(jnp.isinf(total_CXUG)[..., None], dout_CXUGH.astype(jnp.float32), 0)
         dv_CXSH += (dout_XUGH.sum(axis=(0, 2, 3)) / static.num_keys)[:, None]
@@ -273,9 +264,9 @@ def _scores(static, q_XUGH, k_XSH, terms, pair):
         tanh_XUGS = jnp.tanh(scores_XUGS / static.softcap)
         scores_XUGS, slope_XUGS = static.softcap * tanh_XUGS, 1 - jnp.square(tanh_XUGS)
     scores = scores_XUGS.reshape(-1, static.kv_heads, u, g, s)
-    part, starts = terms["part"], terms["key_starts"]
+    part = terms["part"]
     queries = (i * u if part is None else part.query_starts[i]) + jax.lax.broadcasted_iota(jnp.int32, (u, 1, 1), 0)
-    keys = (j * s if starts is None else starts[j]) + jax.lax.broadcasted_iota(jnp.int32, (1, 1, s), 2)
+    keys = (j * s if part is None else part.key_starts[j]) + jax.lax.broadcasted_iota(jnp.int32, (1, 1, s), 2)
     masks = [_part(mask, static, pair) for mask in terms["masks"]]
     if static.causal:
         masks.append(queries >= keys)
@@ -284,7 +275,8 @@ def _scores(static, q_XUGH, k_XSH, terms, pair):
             masks.append(queries - keys < window)
     if terms["ids"] is not None:
         queries_ids = jax.lax.dynamic_slice_in_dim(terms["ids"], i * u, u, 2)[:, :, :, None]
-        keys_ids = jax.lax.dynamic_slice_in_dim(terms["key_ids"], j * s, s, 2)[:, :, None, None, :, 0]
+        key_ids = terms["ids"] if part is None else part.key_ids_BS[:, None, :, None]
+        keys_ids = jax.lax.dynamic_slice_in_dim(key_ids, j * s, s, 2)[:, :, None, None, :, 0]
         masks.append(queries_ids == keys_ids)
     mask = functools.reduce(jnp.logical_and, masks) if masks else None
     if mask is not None:

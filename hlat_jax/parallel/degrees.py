@@ -99,11 +99,7 @@ def sent_along(layout: Layout, model: ModelConfig, *, trains: bool = True) -> li
     sent += [(*ROWS, *CONTEXT), CONTEXT] if trains else [ROWS]  # losses; keys and values
     if trains:
         state = {axis for axes in layout.state_rules.values() for axis in axes}
-        in_loop = ("data",) if layout.reduce_gradients == "layer" else ()
-        after = tuple(axis for axis in ("data", *CONTEXT) if axis not in in_loop)
-        sent += [in_loop, after, (*after, "tensor_rep")]  # gradients of matrices; those of copies of a KV head
-        # ZeRO-1 gathers them
-        sent += [("data", *CONTEXT), ("data", *CONTEXT, "tensor_rep")] * ("data" in state)
+        sent += [("data", *CONTEXT), ("data", *CONTEXT, "tensor_rep")]  # matrices; those of copies of a KV head
         sent += [(*ROWS, *CONTEXT, *TENSOR)] * (layout.sequence_parallel or model.qk_norm)  # scales of norms
         sent += [(*ROWS, *CONTEXT, "tensor_rep")] * model.qkv_bias
         sent += [tuple(axis for axis in layout.mesh.axis_names if axis in state)]  # norms of gradients and weights

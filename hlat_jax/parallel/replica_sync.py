@@ -212,7 +212,6 @@ class ReplicaSync:
         """Returns reduced gradients, sharded like the state, from each device's partial sums."""
         leaves, structure = jax.tree.flatten(cast_tree(grads, dtype))
         named = structure.flatten_up_to(self.axes)
-        leaves = [self._slice_of_replica(axes, leaf) for axes, leaf in zip(named, leaves, strict=True)]
         reductions = [self._reduction(axes) for axes in named]
         keys, dims = [key for key, _ in reductions], [dim for _, dim in reductions]
         for indices in buckets.assign_buckets(leaves, keys, bucket_bytes=self.layout.bucket_bytes):
@@ -230,25 +229,10 @@ class ReplicaSync:
         """
         rules = self.layout.param_rules
         partial = {mesh_axis for axis in axes for mesh_axis in self.layout.partial_gradients.get(axis, ())}
-        done = {mesh_axis for axis in axes for mesh_axis in rules[axis]} | set(self._reduced_before(axes))
+        done = {mesh_axis for axis in axes for mesh_axis in rules[axis]}
         to_sum = [axis for axis in self.layout.wide((*_SPLIT, *TENSOR)) if axis in {*_SPLIT, *partial} - done]
         dim, replicas = self._replicas(axes)
-        replicas = tuple(axis for axis in replicas if axis not in self._reduced_before(axes))
         return (replicas, tuple(axis for axis in to_sum if axis not in replicas)), dim
-
-    def _slice_of_replica(self, axes: tuple[str, ...], grad: jax.Array) -> jax.Array:
-        """Returns the part that this replica keeps of a gradient that was summed in the loop over layers."""
-        dim, replicas = self._replicas(axes)
-        replicas = tuple(axis for axis in replicas if axis in self._reduced_before(axes))
-        if not replicas:
-            return grad
-        size = grad.shape[dim] // self.layout.size(replicas)
-        return jax.lax.dynamic_slice_in_dim(grad, collectives.axis_index(replicas) * size, size, dim)
-
-    def _reduced_before(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Returns the mesh axes over which the loop over layers sums a gradient, see `ParallelContext.reduced`."""
-        is_matrix = any(axis in self.layout.fsdp_axes for axis in axes)
-        return parallel_context(self.layout).reduced if is_matrix else ()
 
     def _replicas(self, axes: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
         """Returns the dim and the mesh axes along which the state is split and the parameter is not."""
@@ -273,9 +257,8 @@ class ReplicaSync:
         Devices with other rows have gradients of their own, and round them by other bits. Gradients that are equal on
         all devices, along the other axes or because they are reduced by then, have to stay so.
         """
-        reduced = parallel_context(self.layout).reduced
-        own = [] if self._reduces_each else [axis for axis in self.layout.wide(_SPLIT) if axis not in reduced]
-        return rounding.at(collectives.axis_index(tuple(own)))
+        own = () if self._reduces_each else self.layout.wide(_SPLIT)
+        return rounding.at(collectives.axis_index(own))
 
     @property
     def _per_device(self) -> P:

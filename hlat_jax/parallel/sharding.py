@@ -57,9 +57,8 @@ class Layout:
       state_rules: logical axis -> mesh axes, for optimizer state and master weights.
       partial_gradients: logical axis -> mesh axes, beside ROWS and CONTEXT, over which gradients are partial sums.
       sequence_parallel: activations between blocks are split over `tensor` along the sequence.
-      reduce_gradients: when gradients are summed over replicas: "step", "layer" or "microbatch".
+      reduce_gradients: when gradients are summed over replicas: "step" or "microbatch".
       pipe_exchange: how pipeline stages exchange values, "permute" or "all_gather".
-      context_exchange: how attention gets the keys of other devices, "all_gather" or "ring".
       bucket_bytes: capacity, on a device, of the buckets of gradients or of parameters that share a collective; 0: one
         array each.
     """
@@ -72,7 +71,6 @@ class Layout:
     reduce_gradients: str = "step"
     bucket_bytes: int = 0
     pipe_exchange: str = "permute"
-    context_exchange: str = "all_gather"
 
     @property
     def platform(self) -> str:
@@ -174,7 +172,6 @@ def _with_rules(mesh: Any, parallel: ParallelConfig) -> Layout:
         reduce_gradients=parallel.reduce_gradients,
         bucket_bytes=parallel.bucket_bytes,
         pipe_exchange=parallel.pipe_exchange,
-        context_exchange=parallel.context_exchange,
     )
 
 

@@ -116,7 +116,7 @@ def test_the_group_of_the_norms_is_checked():
 def test_the_groups_that_are_checked_are_those_that_a_run_sends():
     for changes, model in (
         ({"pipe": 2, "data": 2, "fsdp": 2, "tensor": 8, "sequence_parallel": True}, {}),
-        ({"data": 2, "tensor": 8, "zero1": True, "reduce_gradients": "layer"}, {}),
+        ({"data": 2, "tensor": 8, "zero1": True}, {}),
         ({"data": 2, "fsdp": 2, "tensor": 8}, {"qkv_bias": True}),
         ({"pipe": 2, "data": 2, "tensor": 8}, {"qk_norm": True}),
     ):

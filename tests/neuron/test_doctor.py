@@ -221,14 +221,14 @@ def test_collectives_run_in_the_groups_of_the_config_and_over_all_devices():
     for parallel, expected in (
         (ParallelConfig(data=2, fsdp=2, tensor=2), [("data", 2), ("fsdp", 2), ("tensor_rep", 2), ("data", 8)]),
         (ParallelConfig(pipe=4, data=2, pipe_exchange="permute"), [("pipe", 4), ("data", 2), ("data", 8)]),
-        (ParallelConfig(context=4, data=2, context_exchange="ring"), [("data", 2), ("context", 4), ("data", 8)]),
+        (ParallelConfig(context=4, data=2), [("data", 2), ("context", 4), ("data", 8)]),
         (ParallelConfig(data=1, tensor=16), [("data", 8)]),  # does not fit these devices
     ):
         layouts = list(exercises.layouts_to_check(parallel, jax.devices(), 1))
         assert [(axis, layout.mesh.shape[axis]) for layout, axis in layouts] == expected
         for layout, axis in layouts:
             outcome = doctor.collectives(layout, axis)
-            names = "sum, gather, scatter" + ", next, previous" * (axis in ("pipe", "context"))
+            names = "sum, gather, scatter" + ", next, previous" * (axis == "pipe")
             assert outcome.verdict == PASSED
             assert outcome.found.startswith(f"{names} on {layout.mesh.shape[axis]} devices are exact; ")
     [(layout, axis)] = exercises.layouts_to_check(ParallelConfig(data=1), jax.devices()[:1], 8)

@@ -20,9 +20,8 @@ VALUES: dict[str, list] = {
     "tensor": [1, 2, 4],
     "zero1": [False, True],
     "sequence_parallel": [False, True],
-    "reduce_gradients": ["step", "microbatch", "layer"],
+    "reduce_gradients": ["step", "microbatch"],
     "pipe_exchange": ["permute", "all_gather"],
-    "context_exchange": ["all_gather", "ring"],
     "bucket_bytes": [0, 4096],
     "num_microbatches": [1, 2, 4],
     "accumulate": ["scan", "programs"],
@@ -53,7 +52,7 @@ QUICK: dict[str, Row] = {
     | {"pipe": 2, "fsdp": 2, "num_microbatches": 2, "cross_entropy": "chunked", "fuse_qkv": True, "qkv_bias": True}
     | {"sliding_window": 5, "sliding_window_layers": "2:2", "attention": "chunked"},
     "tensor": FIRST
-    | {"data": 2, "tensor": 4, "zero1": True, "sequence_parallel": True, "reduce_gradients": "layer"}
+    | {"data": 2, "tensor": 4, "zero1": True, "sequence_parallel": True, "reduce_gradients": "microbatch"}
     | {"bucket_bytes": 4096, "num_microbatches": 2, "accumulate": "programs", "z_loss_weight": 1e-2, "spikes": "skip"}
     | {"packing": "documents", "remat": "selective", "attention": "blocked", "tie_embeddings": True, "num_kv_heads": 2}
     | {
@@ -86,7 +85,7 @@ REFUSED = {
         ("pipe", "reduce_gradients"),
         lambda row: row["pipe"] > 1 and row["reduce_gradients"] == "microbatch",
         {"pipe": 2, "reduce_gradients": "microbatch"},
-        "parallel.pipe=2 with parallel.reduce_gradients='microbatch'.* set it to 'step' or 'layer'",
+        "parallel.pipe=2 with parallel.reduce_gradients='microbatch'.* set it to 'step'",
     ),
     "stages under autocast": (
         ("pipe", "policy"),
