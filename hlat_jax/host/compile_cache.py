@@ -70,15 +70,15 @@ def silence_tuning_hints(environ: MutableMapping[str, str], *, devices: pathlib.
         environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
-def leave_out_faulty(environ: MutableMapping[str, str]) -> str:
+def leave_out_faulty(environ: MutableMapping[str, str], *, driver: str = "") -> str:
     """Removes the variable of JAX's cache if the cache does not work on this machine; returns a line that says so.
 
-    The fault is kept in the folder for the next start with the same packages.
+    The fault is kept in the folder for the next start with the same packages and the same version of the `driver`.
     """
     folder = environ.get(FOLDER)
     if not folder or environ.get(_ENABLED, "1").lower() in _OFF:
         return ""
-    packages, kept, fault = installed(_PACKAGES), pathlib.Path(folder) / "hlat-trial.json", None
+    packages, kept, fault = installed(_PACKAGES) | {"driver": driver}, pathlib.Path(folder) / "hlat-trial.json", None
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # a file that another program wrote too
         last = json.loads(kept.read_text())
         fault = last["fault"] if last["packages"] == packages else None

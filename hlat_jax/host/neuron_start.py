@@ -48,7 +48,7 @@ def clear_way(
     port = COLLECTIVES_PORT if topology.nodes > 1 and topology.rank == 0 else 0
     wait_for_former_run(machine if whole else None, port, say=say)
     remove_leftovers(compiler_cache(environ), say=say)
-    if line := compile_cache.leave_out_faulty(environ):
+    if line := compile_cache.leave_out_faulty(environ, driver=machine.driver_version):
         say(line)
 
 

@@ -55,10 +55,18 @@ class Machine:
     Attributes:
       devices: folder in which the driver creates neuron0, neuron1, ..., one per chip.
       product_name: file in which EC2 writes the instance type.
+      driver: file with the version of the loaded driver: in a container the host's, after an upgrade the old one until
+        the next restart.
     """
 
     devices: pathlib.Path = pathlib.Path("/dev")
     product_name: pathlib.Path = pathlib.Path("/sys/devices/virtual/dmi/id/product_name")
+    driver: pathlib.Path = pathlib.Path("/sys/module/neuron/version")
+
+    @property
+    def driver_version(self) -> str:
+        """The version of the driver that is loaded, "" if there is none."""
+        return self.driver.read_text().strip() if self.driver.is_file() else ""
 
 
 HERE = Machine()

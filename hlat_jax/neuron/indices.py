@@ -20,11 +20,14 @@ from jax.extend.mlir.dialects import stablehlo
 from hlat_jax.neuron.module import (
     Program,
     Tensor,
+    argument_owner,
     attribute,
     callee,
     constant,
     defining_op,
     enclosing_function,
+    integers,
+    returned_values,
     symbol_name,
     tensor,
 )
@@ -59,7 +62,7 @@ def findings(op: Any, program: Program) -> Iterator[tuple[str, str, Any]]:
     operand = tensor(op.operands[0])
     if op.name == "stablehlo.gather":
         numbers = stablehlo.GatherDimensionNumbers(op.attributes["dimension_numbers"])
-        dims, sizes = list(numbers.start_index_map), list(ir.DenseI64ArrayAttr(op.attributes["slice_sizes"]))
+        dims, sizes = list(numbers.start_index_map), integers(op, "slice_sizes")
         indices = op.operands[1]
     else:
         numbers = stablehlo.ScatterDimensionNumbers(op.attributes["scatter_dimension_numbers"])
@@ -67,14 +70,12 @@ def findings(op: Any, program: Program) -> Iterator[tuple[str, str, Any]]:
         indices = op.operands[len(op.results)]  # they follow all operands of a variadic scatter
     if 0 in tensor(indices).dims:
         return
-    callers = program.callers(enclosing_function(op))
-    hits = {}
-    for call in callers or [None]:
+    hits, all_calls = {}, calls_to(op, program)
+    for calls in all_calls:
         for number, dim in enumerate(dims):
             if operand.dims[dim] is None:
                 continue
             last = operand.dims[dim] - sizes[dim]
-            calls = () if call is None else (call,)
             values = _component_range(indices, number, numbers.index_vector_dim, program, calls)
             if values.low >= 0 and values.high <= last:
                 continue
@@ -82,7 +83,7 @@ def findings(op: Any, program: Program) -> Iterator[tuple[str, str, Any]]:
             if values.is_exact:
                 limit = f"up to {values.high}" if values.high > last else f"down to {values.low}"
                 what = f"{'' if values.from_iota else 'constant '}indices {limit} into {what}"
-            hits["GS01" if values.is_exact else "GS02", dim, call if len(callers) > 1 else op] = what
+            hits["GS01" if values.is_exact else "GS02", dim, calls[0] if len(all_calls) > 1 else op] = what
     yield from ((rule, what, place) for (rule, _, place), what in hits.items())
 
 
@@ -118,6 +119,11 @@ def _component_range(value: Any, number: int, dim: int, program: Program, calls:
     return dataclasses.replace(values, is_exact=values.is_exact and not is_shared)
 
 
+def calls_to(op: Any, program: Program) -> list[tuple]:
+    """Returns, for each call of the function that contains an operation, the calls that lead to it; [()] if none do."""
+    return [(call,) for call in program.callers(enclosing_function(op))] or [()]
+
+
 def source(value: Any, program: Program, calls: tuple) -> tuple[Any, tuple]:
     """Returns the value that a function argument or result stands for, and the calls that lead to it."""
     while True:
@@ -127,9 +133,8 @@ def source(value: Any, program: Program, calls: tuple) -> tuple[Any, tuple]:
                 return value, calls
             value, calls = calls[-1].operands[ir.BlockArgument(value).arg_number], calls[:-1]
         elif op.name == "func.call" and program.functions[callee(op)].regions[0].blocks:
-            body = program.functions[callee(op)].regions[0].blocks[0]
-            returned = list(body.operations)[-1].operation
-            value, calls = returned.operands[ir.OpResult(value).result_number], (*calls, op)
+            returned = returned_values(program.functions[callee(op)].regions[0])
+            value, calls = returned[ir.OpResult(value).result_number], (*calls, op)
         elif op.name == "stablehlo.optimization_barrier":
             value = op.operands[ir.OpResult(value).result_number]
         else:
@@ -138,8 +143,7 @@ def source(value: Any, program: Program, calls: tuple) -> tuple[Any, tuple]:
 
 def _function_of(argument: Any) -> Any:
     """Returns the function that a block argument belongs to; None if the block belongs to another operation."""
-    owner = ir.BlockArgument(argument).owner.owner
-    owner = getattr(owner, "operation", owner)
+    owner = argument_owner(argument)
     return owner if owner.name == "func.func" else None
 
 
@@ -215,10 +219,8 @@ def _comparison_result(condition: Any, program: Program, calls: tuple, depth: in
     op, known = defining_op(condition), index_range(condition, program, calls, depth=depth)
     if known.is_number:
         return bool(known.low)
-    direction = (
-        re.search(r"\b(LT|LE|GT|GE|EQ|NE)\b", str(attribute(op, "comparison_direction"))) if op is not None else None
-    )
-    if direction is None:
+    direction = op and re.search(r"\b(LT|LE|GT|GE|EQ|NE)\b", str(attribute(op, "comparison_direction")))
+    if not direction:
         return None
     left, right = (index_range(operand, program, calls, depth=depth + 1) for operand in op.operands)
     if direction[1] in ("EQ", "NE"):

@@ -11,21 +11,19 @@ from collections.abc import Mapping
 from hlat_jax.facts import sdk_releases
 from hlat_jax.facts.sdk_releases import PYTHON_PACKAGES, RECOMMENDED, RELEASES, SYSTEM_PACKAGES, Release, numbers
 from hlat_jax.host import compile_cache, neuron_env, neuron_start
-from hlat_jax.host.neuron_topology import Machine
+from hlat_jax.host.neuron_topology import HERE, Machine
 from hlat_jax.neuron.probes import FAILED, NOT_HERE, PASSED, Outcome
 
 # what no release is without; nki is needed by model.attention=nki only
 _REQUIRED = ("jax", "numpy", "jax-neuronx", "libneuronxla", "neuronx-cc")
 _DRIVER = "aws-neuronx-dkms"
-# the driver that is loaded: in a container the host's, and after an upgrade the old one until the next restart
-DRIVER_VERSION = pathlib.Path("/sys/module/neuron/version")
 _QUERIES = (
     ("dpkg-query", "-W", "-f", "${Package} ${Version} ${db:Status-Status}\n", *SYSTEM_PACKAGES),
     ("rpm", "-q", "--qf", "%{NAME} %{VERSION} installed\n", *SYSTEM_PACKAGES),
 )
 
 
-def system_versions(*, driver: pathlib.Path = DRIVER_VERSION) -> dict[str, str]:
+def system_versions(*, machine: Machine = HERE) -> dict[str, str]:
     """Returns the versions of Neuron's driver, runtime and collectives that are found here: package -> version."""
     versions: dict[str, str] = {}
     for query in _QUERIES:
@@ -36,7 +34,7 @@ def system_versions(*, driver: pathlib.Path = DRIVER_VERSION) -> dict[str, str]:
         # dpkg lists packages that were removed too; rpm has lines of other words for those that are missing
         rows = (line.split() for line in done.stdout.splitlines())
         versions |= {row[0]: row[1] for row in rows if row[2:] == ["installed"] and row[0] in SYSTEM_PACKAGES}
-    if driver.is_file() and (version := driver.read_text().strip()):
+    if version := machine.driver_version:
         versions[_DRIVER] = version
     return versions
 

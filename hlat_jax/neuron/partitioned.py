@@ -8,6 +8,7 @@ operations for which it adds permutes are found by the shardings of their values
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -23,11 +24,13 @@ from hlat_jax.facts.core_groups import DISPUTED, FINE, REFUSED, Server
 from hlat_jax.neuron.module import (
     Program,
     Tensor,
+    argument_owner,
     attribute,
     attribute_numbers,
     body_ops,
     defining_op,
     enclosing_op,
+    integers,
     tensor,
 )
 from hlat_jax.neuron.operators import row_shift
@@ -226,7 +229,7 @@ def _local_value(value: Any, program: Program) -> Tensor:
     op = defining_op(value)
     if op is None:
         argument = ir.BlockArgument(value)
-        function = getattr(argument.owner.owner, "operation", argument.owner.owner)
+        function = argument_owner(value)
         is_function = function.name == "func.func"
         attributes = _attributes(function, "arg_attrs", argument.owner.arguments) if is_function else []
         printed = attributes[argument.arg_number] if is_function else ""
@@ -262,11 +265,7 @@ def shift_findings(sharded: Program) -> Iterator[tuple[str, str, Any]]:
 
 def _moved_dims(op: Any) -> set[int]:
     """Returns the dimensions along which an operation moves elements to other indices."""
-
-    def numbers_of(key: str) -> list[int]:
-        return list(ir.DenseI64ArrayAttr(op.attributes[key])) if key in op.attributes else []
-
-    opcode = op.name.removeprefix("stablehlo.")
+    numbers_of, opcode = functools.partial(integers, op), op.name.removeprefix("stablehlo.")
     if opcode == "convolution":
         numbers = stablehlo.ConvDimensionNumbers(op.attributes["dimension_numbers"])
         windows = [tensor(op.operands[1]).dims[dim] for dim in numbers.kernel_spatial_dimensions]

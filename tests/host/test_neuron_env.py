@@ -212,7 +212,7 @@ def test_compiler_flags_of_the_config_and_the_user_replace_others_flag_by_flag()
 def with_plugin(tmp_path, monkeypatch):
     """Neuron's plugin looks installed, and JAX's cache is not tried."""
     monkeypatch.syspath_prepend(neuron_machine.installed(tmp_path / "site"))
-    monkeypatch.setattr(compile_cache, "leave_out_faulty", lambda environ: "")
+    monkeypatch.setattr(compile_cache, "leave_out_faulty", lambda environ, **_: "")
 
 
 def test_a_run_and_the_env_command_set_the_flags_of_the_config(env_here, with_plugin, tmp_path):
