@@ -203,6 +203,14 @@ def test_search_keeps_the_context_and_splits_the_state_over_it():
     assert {(c.parallel.context, c.parallel.data, c.parallel.zero1) for _, c in scored} == {(2, 1, True)}
 
 
+def test_search_estimates_with_the_attention_of_the_plan(monkeypatch):
+    names, site = [], Site("trn2.3xlarge", 1)
+    config = long_rows("auto", target=site.target, seq_len=16384)
+    monkeypatch.setattr(search, "estimate", lambda *_, attention, **__: names.append(attention))
+    list(search.candidates(config, site))
+    assert set(names) == {make_plan(config, site)["attention"]["implementation"]} == {"nki"}
+
+
 @pytest.mark.slow
 def test_estimates_of_the_search_are_near_the_plan():
     for changes in ESTIMATED:
@@ -273,19 +281,22 @@ def test_plan_of_long_rows_on_trn2_says_that_xla_attention_is_slow():
         ("trn2.3xlarge", 16384, "auto", False),
         ("trn1.2xlarge", 16384, "einsum", False),
     ):
-        config = small_config(rows=4, m=4, data=1, kernel=attention)
-        data, model = dataclasses.replace(config.data, seq_len=seq_len), config.model
-        model = dataclasses.replace(model, max_positions=seq_len)
-        plan = make_plan(dataclasses.replace(config, data=data, model=model, parallel=one_replica(config, target)),
-                         Site(target, 1))  # fmt: skip
+        plan = make_plan(long_rows(attention, target=target, seq_len=seq_len), Site(target, 1))
         printed = report.as_text(plan)
         said = "With rows of 16,384, others reached 10.5% of a trn2 chip's peak in a forward pass"
         assert (said in printed) == is_slow
         assert plan["attention"]["implementation"] == ("nki" if attention == "auto" else "einsum")
 
 
-def one_replica(config, target):
-    return dataclasses.replace(config.parallel, tensor=hardware.node(target).num_devices())
+def long_rows(attention, *, target, seq_len):
+    """Returns a config with one replica on a node."""
+    config = small_config(rows=4, m=4, data=1, kernel=attention)
+    return dataclasses.replace(
+        config,
+        data=dataclasses.replace(config.data, seq_len=seq_len),
+        model=dataclasses.replace(config.model, max_positions=seq_len),
+        parallel=dataclasses.replace(config.parallel, tensor=hardware.node(target).num_devices()),
+    )
 
 
 def test_loaded_programs_take_their_code_and_rings_of_a_neuron_device():
