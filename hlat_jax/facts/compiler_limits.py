@@ -44,7 +44,7 @@ def program_advice(names: Iterable[str]) -> str:
     return f"{PROGRAMS_ADVICE}, {PROGRAM_ADVICE}" if "train" in names else PROGRAM_ADVICE
 
 
-def round_estimate(number: int) -> str:
+def round_estimate(count: int) -> str:
     """Returns a number with its first two digits, all that an estimate has."""
-    step = 10 ** max(0, len(str(number)) - 2)
-    return f"{round(number / step) * step:,}"
+    step = 10 ** max(0, len(str(count)) - 2)
+    return f"{round(count / step) * step:,}"

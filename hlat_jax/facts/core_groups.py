@@ -184,9 +184,9 @@ def _verdict_inside(part: tuple[int, ...], server: Server) -> tuple[str, str]:
     if stride in rules.sizes and stride > 1 and stride * size == rules.server == server.size:
         return FINE, ""  # the replicas beside a listed degree
     if size not in rules.sizes_with_group:
-        why = rules.refused.get(size) or f"no page lists groups of {size}"
+        reason = rules.refused.get(size) or f"no page lists groups of {size}"
         *others, last = rules.sizes_with_group
-        return REFUSED, f"{named}: {why}; sizes with a group: {', '.join(map(str, others))} and {last}"
+        return REFUSED, f"{named}: {reason}; sizes with a group: {', '.join(map(str, others))} and {last}"
     if stride == 1 and part[0] % size == 0:
         if size in (*rules.sizes, *rules.seen):
             return FINE, ""

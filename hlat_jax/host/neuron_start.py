@@ -66,7 +66,7 @@ def leftovers(folder: pathlib.Path | None, *, processes: pathlib.Path = PROCESSE
     """
     entries = list(folder.glob("neuronxcc-*/MODULE_*")) if folder else []
     locks = [lock for entry in entries for lock in entry.glob("*.lock")]
-    failures = [one for one in entries if (one / "model.log").exists() and not (one / "model.neff").exists()]
+    failures = [entry for entry in entries if (entry / "model.log").exists() and not (entry / "model.neff").exists()]
     if not locks and not failures:
         return [], ""
     kind = _file_system(entries[0], processes)
@@ -138,7 +138,7 @@ def in_use(machine: Machine | None, port: int, *, processes: pathlib.Path = PROC
 
     def holds(path: pathlib.Path, command: str) -> bool:
         is_tool = command.partition(" ")[0].rpartition("/")[2].startswith("neuron-")  # neuron-monitor only reads
-        return not is_tool and any(os.readlink(one).startswith(prefix) for one in (path / "fd").iterdir())
+        return not is_tool and any(os.readlink(opened).startswith(prefix) for opened in (path / "fd").iterdir())
 
     holder = _first_other(processes, holds) if machine else ""
     if holder:

@@ -47,8 +47,8 @@ def checks(
     yield "compiler's cache", lambda: installation.compiler_cache(os.environ) if instance else _NO_NEURON
     yield "former run", lambda: installation.former_run(HERE, port=COLLECTIVES_PORT) if instance else _NO_NEURON
     if instance and neuron_start.missing_plugin():
-        what = "JAX finds no device without the packages that `versions for Neuron` names"
-        yield "devices", lambda: Outcome(NOT_HERE, what)
+        missing = "JAX finds no device without the packages that `versions for Neuron` names"
+        yield "devices", lambda: Outcome(NOT_HERE, missing)
         return
     yield "JAX's cache", jax_cache
     # without JAX's cache, which may end the process by itself
@@ -119,9 +119,9 @@ def collectives(layout: Layout, axis: str) -> Outcome:
     server = server_of(list(layout.mesh.devices.flat))
     if server:
         numbers = np.argsort(np.argsort([device.id for device in layout.mesh.devices.flat]))  # on this node
-        level, why = verdict(groups_along(dict(layout.mesh.shape), [axis], devices=numbers), server)
+        level, reason = verdict(groups_along(dict(layout.mesh.shape), [axis], devices=numbers), server)
         if level == REFUSED:  # a run has no such groups, and their collectives may hang
-            return Outcome(NOT_HERE, why, "give the degrees of a run on this instance: --config.parallel.tensor=N")
+            return Outcome(NOT_HERE, reason, "give the degrees of a run on this instance: --config.parallel.tensor=N")
     permutes = axis == "pipe" and layout.pipe_exchange == "permute"
     run = functools.partial(exercises.run_collective, layout=layout, axis=axis)
     outcome = probes.collectives(run, size=layout.mesh.shape[axis], permutes=permutes)

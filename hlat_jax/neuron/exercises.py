@@ -83,7 +83,7 @@ def layouts_to_check(
     try:
         *_, tensor = resolve_degrees(parallel, len(devices))
         order = placement(len(devices), tensor=tensor, server=server_of(devices))
-        layout = make_layout(parallel, [devices[number] for number in order], num_kv_heads=num_kv_heads)
+        layout = make_layout(parallel, [devices[index] for index in order], num_kv_heads=num_kv_heads)
     except ValueError:
         layout = None
     split = [axis for axis, size in layout.mesh.shape.items() if size > 1] if layout is not None else []
@@ -103,8 +103,8 @@ def run_collective(name: str, values: np.ndarray, *, layout: Layout, axis: str) 
         "sum": lambda row: jax.lax.psum(row, axis),
         "gather": lambda row: jax.lax.all_gather(row, axis),
         "scatter": lambda row: jax.lax.psum_scatter(row, axis, scatter_dimension=0, tiled=False),
-        "next": lambda row: jax.lax.ppermute(row, axis, [(at, (at + 1) % size) for at in range(size)]),
-        "previous": lambda row: jax.lax.ppermute(row, axis, [(at, (at - 1) % size) for at in range(size)]),
+        "next": lambda row: jax.lax.ppermute(row, axis, [(index, (index + 1) % size) for index in range(size)]),
+        "previous": lambda row: jax.lax.ppermute(row, axis, [(index, (index - 1) % size) for index in range(size)]),
     }[name]
 
     def on_device(mine):

@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     config, values = parse_config(argv, _define)
     workdir = pathlib.Path(values.workdir or f"runs/{config.name}")
     is_chip = values.instance in _CHIPS  # at its default LNC, as in the lint
-    place = resolve_topology(
+    topology = resolve_topology(
         Topology(_CHIPS.get(values.instance, values.instance), lnc=0 if is_chip else lnc_of(os.environ))
     )
     folder = pathlib.Path(values.out) if values.out else None
@@ -71,7 +71,7 @@ def main(argv: Sequence[str]) -> int:
     from hlat_jax.program import make_program
     from hlat_jax.run.compilation import RECORD_FILE, fingerprint, named_programs, read_record, traced_programs
 
-    target = target_of(place.instance, lnc=place.lnc)
+    target = target_of(topology.instance, lnc=topology.lnc)
     count = values.devices or programs.num_devices(config, target=target)
     program = make_program(config, programs.layout_for_neuron(config, count, target=target))
     traced, last = traced_programs(program), read_record(workdir)
@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
         print(f"{name:<11}{now:<18}{_since(now, last.get(name), has_record=bool(last))}")
     print("\nHost work (initial weights, data, files, plots) compiles nothing.")
     if folder is not None:
-        _write_modules(names, config, place, folder=folder, num_devices=count, max_devices=values.max_devices)
+        _write_modules(names, config, topology, folder=folder, num_devices=count, max_devices=values.max_devices)
     return 0
 
 
@@ -99,19 +99,25 @@ def _since(sha256: str, before: Mapping[str, Any] | None, *, has_record: bool) -
 
 
 def _write_modules(
-    names: Sequence[str], config: Config, place: Topology, *, folder: pathlib.Path, num_devices: int, max_devices: int
+    names: Sequence[str],
+    config: Config,
+    topology: Topology,
+    *,
+    folder: pathlib.Path,
+    num_devices: int,
+    max_devices: int,
 ) -> None:
     """Writes the module that one device runs of each program, and the script that compiles them."""
     from hlat_jax.neuron import hlo, hlo_proto
 
-    target = target_of(place.instance, lnc=place.lnc)
+    target = target_of(topology.instance, lnc=topology.lnc)
     for name in names:
         with show_progress(f"partitioning {name}"):
             module, degrees = hlo.device_module(name, config, num_devices, max_devices=max_devices, target=target)
         (folder / f"{name}.hlo").write_bytes(module)
-        size = sum(len(one.instructions) for one in hlo_proto.parse(module).computations)
+        size = sum(len(computation.instructions) for computation in hlo_proto.parse(module).computations)
         print(f"{folder / name}.hlo  {size:,} instructions, one device of {mesh_text(degrees)}")
-    compiler = with_config(compiler_flags(place), config.train.compiler_flags, place)
+    compiler = with_config(compiler_flags(topology), config.train.compiler_flags, topology)
     pairs = {key: value for key, value in compiler.items() if key not in _PLUGIN_FLAGS}.items()
     words = [key if value is None else f"{key}={shlex.quote(value)}" for key, value in pairs]
     modules, script = " ".join(f"{name}.hlo" for name in names), folder / "compile.sh"

@@ -72,19 +72,19 @@ def findings(op: Any, program: Program) -> Iterator[tuple[str, str, Any]]:
         return
     hits, all_calls = {}, calls_to(op, program)
     for calls in all_calls:
-        for number, dim in enumerate(dims):
+        for component, dim in enumerate(dims):
             if operand.dims[dim] is None:
                 continue
             last = operand.dims[dim] - sizes[dim]
-            values = _component_range(indices, number, numbers.index_vector_dim, program, calls)
+            values = _component_range(indices, component, numbers.index_vector_dim, program, calls)
             if values.low >= 0 and values.high <= last:
                 continue
-            what = f"dimension {dim} of {operand}"
+            detail = f"dimension {dim} of {operand}"
             if values.is_exact:
                 limit = f"up to {values.high}" if values.high > last else f"down to {values.low}"
-                what = f"{'' if values.from_iota else 'constant '}indices {limit} into {what}"
-            hits["GS01" if values.is_exact else "GS02", dim, calls[0] if len(all_calls) > 1 else op] = what
-    yield from ((rule, what, place) for (rule, _, place), what in hits.items())
+                detail = f"{'' if values.from_iota else 'constant '}indices {limit} into {detail}"
+            hits["GS01" if values.is_exact else "GS02", dim, calls[0] if len(all_calls) > 1 else op] = detail
+    yield from ((rule, detail, reported) for (rule, _, reported), detail in hits.items())
 
 
 def assignment_findings(op: Any, program: Program) -> Iterator[tuple[str, str]]:
@@ -104,16 +104,16 @@ def _is_gathered_from(value: Any, array: tuple, program: Program, calls: tuple, 
     return any(_is_gathered_from(operand, array, program, calls, depth=depth + 1) for operand in op.operands)
 
 
-def _component_range(value: Any, number: int, dim: int, program: Program, calls: tuple) -> Range:
+def _component_range(value: Any, component: int, dim: int, program: Program, calls: tuple) -> Range:
     """Returns the range of one component of index vectors, which lie along a dimension of a value."""
     value, calls = source(value, program, calls)
     op, sizes = defining_op(value), tensor(value).dims
     is_joined = op is not None and op.name == "stablehlo.concatenate"
     if is_joined and ir.IntegerAttr(op.attributes["dimension"]).value == dim:
         for operand in op.operands:
-            if number < tensor(operand).dims[dim]:
-                return _component_range(operand, number, dim, program, calls)
-            number -= tensor(operand).dims[dim]
+            if component < tensor(operand).dims[dim]:
+                return _component_range(operand, component, dim, program, calls)
+            component -= tensor(operand).dims[dim]
     values = index_range(value, program, calls)
     is_shared = dim < len(sizes) and sizes[dim] > 1  # the bounds are those of all components
     return dataclasses.replace(values, is_exact=values.is_exact and not is_shared)
@@ -172,9 +172,9 @@ def _bounds(value: Any, program: Program, calls: tuple, depth: int) -> Range | N
     value, calls = source(value, program, calls)
     op, kind = defining_op(value), tensor(value)
     if op is None:  # an argument of a function, over all its calls; of a loop nothing is known
-        function, number = _function_of(value), ir.BlockArgument(value).arg_number
+        function, index = _function_of(value), ir.BlockArgument(value).arg_number
         callers = program.callers(symbol_name(function)) if function is not None else []
-        ranges = [index_range(call.operands[number], program, (), depth=depth + 1) for call in callers]
+        ranges = [index_range(call.operands[index], program, (), depth=depth + 1) for call in callers]
         return _union(ranges) if ranges else None
     elements = constant(value)
     if elements is not None and elements.size and elements.dtype.kind in "biuf" and np.isfinite(elements).all():
@@ -191,7 +191,7 @@ def _bounds(value: Any, program: Program, calls: tuple, depth: int) -> Range | N
 
     if opcode == "select":
         decided = _comparison_result(op.operands[0], program, calls, depth + 1)
-        chosen = [op.operands[number] for number, taken in ((1, True), (2, False)) if decided in (taken, None)]
+        chosen = [op.operands[index] for index, taken in ((1, True), (2, False)) if decided in (taken, None)]
         return _union([range_of(operand) for operand in chosen])
     if opcode in _UNCHANGED and _is_integer(tensor(op.operands[0])):  # a conversion rounds other numbers
         return range_of(op.operands[0])
@@ -252,5 +252,5 @@ def _union(ranges: Sequence[Range]) -> Range:
     """Returns a range that contains each; which of them a program takes is not known."""
     if len(set(ranges)) == 1:
         return ranges[0]
-    from_iota = any(one.from_iota for one in ranges)
-    return Range(min(one.low for one in ranges), max(one.high for one in ranges), from_iota=from_iota)
+    from_iota = any(part.from_iota for part in ranges)
+    return Range(min(part.low for part in ranges), max(part.high for part in ranges), from_iota=from_iota)

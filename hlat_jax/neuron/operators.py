@@ -112,7 +112,7 @@ def _unsigned_sums(loop: Any, program: Program) -> Iterator[Hit]:
         if step is None or step.name != "stablehlo.add" or not tensor(value).dtype.startswith("ui"):
             continue
         operands = [indices.source(operand, program, calls) for operand in step.operands]
-        added = [value for value, place in operands if (value, place) != (carried, ())]
+        added = [value for value, calls_to_value in operands if (value, calls_to_value) != (carried, ())]
         if len(added) == 1 and not is_constant(added[0]):
             yield "KB03", str(tensor(carried)), step
 
@@ -128,7 +128,7 @@ def _static_limit(loop: Any, program: Program) -> int | None:
     operands = [_skip_conversion(operand) for operand in compare.operands]
     limits = [_invariant(operand, loop, program) for operand in operands]
     constants = [limit for limit in limits if limit is not None]
-    counters = [one for one, limit in zip(operands, limits, strict=True) if limit is None]
+    counters = [operand for operand, limit in zip(operands, limits, strict=True) if limit is None]
     if len(constants) != 1 or defining_op(counters[0]) is not None:
         return None
     return constants[0] if _counts_by_constants(loop, counters[0], program) else None
@@ -142,7 +142,7 @@ def _skip_true(condition: Any, program: Program) -> Any:
         return condition
     is_unequal = op.name == "stablehlo.compare" and "NE" in str(op.attributes["comparison_direction"])
     neutral = 1 if op.name == "stablehlo.and" else 0 if is_unequal else None
-    others = [one for one in op.operands if _exact(one, program) != neutral]
+    others = [operand for operand in op.operands if _exact(operand, program) != neutral]
     return _skip_true(others[0], program) if neutral is not None and len(others) == 1 else condition
 
 

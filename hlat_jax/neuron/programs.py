@@ -75,8 +75,8 @@ def findings(name: str, traced: Any, *, program: RunProgram, target: str) -> lis
     if memory.total <= budget:
         return hits
     rule = RULES["MEM1"]
-    what = f"planned {format_bytes(memory.total)} of a device's {format_bytes(budget)}"
-    over = lint.Finding("MEM1", rule.severity, "func.func", what, "", 1, rule.why, rule.instead, rule.source)
+    detail = f"planned {format_bytes(memory.total)} of a device's {format_bytes(budget)}"
+    over = lint.Finding("MEM1", rule.severity, "func.func", detail, "", 1, rule.why, rule.instead, rule.source)
     return [over, *(finding for finding in hits if finding.rule != "MEM1")]
 
 

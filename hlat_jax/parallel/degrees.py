@@ -82,10 +82,10 @@ def group_verdicts(
     reasons: dict[str, list[str]] = {DISPUTED: [], REFUSED: []}
     for axes in sent_along(layout, model, trains=trains):
         groups = core_groups.groups_along(dict(layout.mesh.shape), axes, devices=devices)
-        level, why = core_groups.verdict(groups, server)
+        level, reason = core_groups.verdict(groups, server)
         if level in reasons:
             names = dict.fromkeys("tensor" if axis in TENSOR else axis for axis in axes)
-            reasons[level].append(f"{' x '.join(f'parallel.{name}={wide[name]}' for name in names)}: {why}")
+            reasons[level].append(f"{' x '.join(f'parallel.{name}={wide[name]}' for name in names)}: {reason}")
     return reasons
 
 
@@ -174,7 +174,7 @@ def _without_rest(parallel: ParallelConfig, num_devices: int) -> ParallelConfig:
 
 def _place(model: ModelConfig, parallel: ParallelConfig, devices: Sequence[Any], server: Server | None) -> Layout:
     order = placement(len(devices), tensor=parallel.tensor, server=server)
-    return make_layout(parallel, [devices[number] for number in order], num_kv_heads=model.num_kv_heads)
+    return make_layout(parallel, [devices[index] for index in order], num_kv_heads=model.num_kv_heads)
 
 
 def passes(config: Config, num_devices: int, *, server: Server | None = None) -> bool:

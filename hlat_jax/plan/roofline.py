@@ -109,8 +109,8 @@ def project(jaxpr: Any, collectives: list[Collective], *, target: Instance, mesh
         seconds += trips * max(count / device.peak_flops, num_bytes / device.memory_bytes_per_s)
     spent = {"link": 0.0, "network": 0.0}
     for collective in collectives:
-        place, once = collective_seconds(collective, target=target, mesh=mesh)
-        spent[place] += once * collective.trips
+        medium, once = collective_seconds(collective, target=target, mesh=mesh)
+        spent[medium] += once * collective.trips
     update = 2 * state_bytes / device.memory_bytes_per_s
     return Seconds(products=seconds, update=update, **spent, flops=flops, efficiency=efficiency(target))
 

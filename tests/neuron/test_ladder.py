@@ -71,7 +71,7 @@ def test_rungs_have_the_windows_of_their_layers():
 
 
 def command(rung, *words, folder="runs/x", place=TRN1):
-    return ladder.command(rung, words, place=place, workdir=folder)
+    return ladder.command(rung, words, topology=place, workdir=folder)
 
 
 def test_a_command_sets_what_its_rung_has():
