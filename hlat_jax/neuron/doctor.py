@@ -16,6 +16,7 @@ from hlat_jax.config import Config
 from hlat_jax.facts import sdk_releases
 from hlat_jax.facts.core_groups import REFUSED, groups_along, server_of, verdict
 from hlat_jax.host import neuron_start
+from hlat_jax.host.compile_cache import installed_versions
 from hlat_jax.host.neuron_compiler_flags import compiler_killed
 from hlat_jax.host.neuron_topology import COLLECTIVES_PORT, HERE
 from hlat_jax.neuron import child, exercises, installation, numerics, probes
@@ -39,8 +40,7 @@ def checks(
       num_devices: number of devices that JAX must find; 0 if it is unknown.
     """
     platform = "neuron" if instance else ""
-    installed = functools.partial(exercises.installed_versions, probes.SUPPORTED)
-    yield "versions", lambda: probes.versions(installed(), probes.SUPPORTED)
+    yield "versions", lambda: probes.versions(installed_versions(probes.SUPPORTED), probes.SUPPORTED)
     yield "versions for Neuron", lambda: neuron_versions() if instance else _NO_NEURON
     yield "tools on PATH", lambda: installation.tools_on_path() if instance else _NO_NEURON
     yield "compile cache", lambda: probes.cache(cache)
@@ -95,7 +95,7 @@ def run_check(probe: Callable[[], Outcome]) -> tuple[Outcome, float]:
 
 def neuron_versions() -> Outcome:
     """Checks that the Neuron software of this machine belongs to one release."""
-    python = exercises.installed_versions(("python", "jax", "numpy", *sdk_releases.PYTHON_PACKAGES))
+    python = installed_versions(("python", "jax", "numpy", *sdk_releases.PYTHON_PACKAGES))
     return installation.one_release(python | installation.system_versions())
 
 

@@ -1,4 +1,4 @@
-"""Inputs of `probes`: small JAX programs for the devices of this machine, and its package versions.
+"""Inputs of `probes`: small JAX programs for the devices of this machine.
 
 Each program is jitted, so that none of its operations runs on the host.
 """
@@ -6,9 +6,7 @@ Each program is jitted, so that none of its operations runs on the host.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
-import platform
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -24,17 +22,6 @@ from hlat_jax.parallel.sharding import Layout, make_layout, resolve_degrees
 from hlat_jax.precision import Rounding
 
 _NUM_DRAWN = 1 << 20
-
-
-def installed_versions(names: Iterable[str]) -> dict[str, str]:
-    """Returns the versions of the packages that are installed; `python` stands for the interpreter."""
-    versions = {}
-    for name in names:
-        try:
-            versions[name] = platform.python_version() if name == "python" else importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 def draw(seed: int) -> tuple[np.ndarray, np.ndarray]:

@@ -99,7 +99,7 @@ def compiler_cache(environ: Mapping[str, str], *, processes: pathlib.Path = neur
 
 def former_run(machine: Machine, *, port: int, processes: pathlib.Path = neuron_start.PROCESSES) -> Outcome:
     """Checks that no process of a former run holds the devices, or the port of the collectives."""
-    if obstacle := neuron_start.in_use(machine, port, processes=processes):
+    if obstacle := neuron_start.find_obstacle(machine, port, processes=processes):
         return Outcome(FAILED, obstacle, "end that process; the kernel keeps a port for 60 s after its last connection")
     return Outcome(PASSED, "no process that this user can see holds NeuronCores, and the port is free")
 

@@ -19,7 +19,7 @@ from hlat_jax.host.neuron_compiler_flags import COMPILER_KILLED, compiler_flags,
 from hlat_jax.host.neuron_topology import Topology
 from hlat_jax.neuron import partitioned, programs
 from hlat_jax.neuron.module import Program
-from hlat_jax.parallel.degrees import passes
+from hlat_jax.parallel.degrees import are_degrees_valid
 from hlat_jax.parallel.sharding import MESH_AXES
 from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.plan.instructions import estimate_instructions
@@ -82,7 +82,7 @@ def rungs(config: Config, *, num_devices: int, node_devices: int, target: str = 
     fitting = []
     for size, devices in dict.fromkeys(runs):
         rung = _rung(config, size, devices, whole=(num_devices, degrees))
-        if passes(rung.config, devices, server=programs.server_for(target, devices) if target else None):
+        if are_degrees_valid(rung.config, devices, server=programs.server_for(target, devices) if target else None):
             fitting.append(rung)
     return fitting
 

@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
 def _devices(config: Config, topology: Topology, nodes: int) -> int:
     """Returns the devices of the whole: of the nodes asked for, or of the recipe, as one job may take them."""
     from hlat_jax.neuron import programs
-    from hlat_jax.parallel.degrees import passes
+    from hlat_jax.parallel.degrees import are_degrees_valid
 
     node, target = topology.devices_per_node, target_of(topology.instance, lnc=topology.lnc)
     if nodes:
@@ -79,7 +79,7 @@ def _devices(config: Config, topology: Topology, nodes: int) -> int:
         return math.ceil(count / node) * node
     for cores in range(count, 0, -1):
         level, _ = verdict_of_first(cores, instance=topology.instance, lnc=topology.lnc)
-        if level == FINE and passes(config, cores, server=programs.server_for(target, cores)):
+        if level == FINE and are_degrees_valid(config, cores, server=programs.server_for(target, cores)):
             return cores
     return count
 

@@ -12,7 +12,7 @@ from hlat_jax.facts.core_groups import RULES as RULES_OF_GROUPS
 from hlat_jax.facts.core_groups import Server
 from hlat_jax.neuron import lint
 from hlat_jax.neuron.rules import RULES
-from hlat_jax.parallel.degrees import passes
+from hlat_jax.parallel.degrees import are_degrees_valid
 from hlat_jax.parallel.sharding import MESH_AXES, Layout
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.passes.products import live_jaxpr
@@ -46,7 +46,7 @@ def num_devices(config: Config, *, target: str = "") -> int:
     most = inner * (max(rows, data, fsdp) if -1 in (data, fsdp) else data * fsdp)
     if not target or not is_free:
         return most
-    allowed = (n for n in range(most, 0, -1) if passes(config, n, server=server_for(target, n)))
+    allowed = (n for n in range(most, 0, -1) if are_degrees_valid(config, n, server=server_for(target, n)))
     return next(allowed, most)
 
 

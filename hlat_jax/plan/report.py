@@ -204,7 +204,7 @@ def step_instructions(program: RunProgram) -> dict[str, instructions.Instruction
 def _collectives(collectives: list[Collective], *, target: hardware.Instance, mesh: Any) -> list[dict[str, Any]]:
     rows = []
     for (kind, axes), count in count_collectives(collectives).items():
-        nodes, members = roofline.spread_over_nodes(axes, mesh=mesh, node_size=target.num_devices())
+        nodes, members = roofline.node_spread(axes, mesh=mesh, node_size=target.num_devices())
         over = (
             "inside a node" if nodes == 1 else f"{count_text(nodes, 'node')}, {count_text(members, 'device')} in each"
         )

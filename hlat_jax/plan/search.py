@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from hlat_jax.config import Config
 from hlat_jax.facts import hardware
 from hlat_jax.facts.byte_sizes import format_bytes
-from hlat_jax.parallel.degrees import all_degrees, passes
+from hlat_jax.parallel.degrees import all_degrees, are_degrees_valid
 from hlat_jax.parallel.sharding import CONTEXT, TENSOR, Layout
 from hlat_jax.plan import roofline
 from hlat_jax.plan.collectives import Collective
@@ -108,7 +108,7 @@ def candidates(config: Config, site: Site) -> Iterator[tuple[Estimate, Config]]:
             candidate = resolve(tree)
         except ValueError:  # these values are invalid together
             continue
-        if not passes(candidate, site.num_devices, server=site.server):
+        if not are_degrees_valid(candidate, site.num_devices, server=site.server):
             continue
         layout = site_layout(candidate, site)
         program = make_program(candidate, layout)

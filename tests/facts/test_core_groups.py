@@ -11,7 +11,7 @@ from hlat_jax.facts import hardware
 from hlat_jax.facts.core_groups import DISPUTED, FINE, REFUSED, Server, groups_along, verdict
 from hlat_jax.host.neuron_env import environment
 from hlat_jax.host.neuron_topology import Topology, resolve_topology
-from hlat_jax.parallel.degrees import check_degrees, group_verdicts, layout_over, placement, sent_along, verdicts
+from hlat_jax.parallel.degrees import check_degrees, collective_axes, group_verdicts, layout_over, placement, verdicts
 from hlat_jax.parallel.virtual_devices import PlannedClient, PlannedDevice, planned_layout
 from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.plan import search
@@ -126,7 +126,7 @@ def test_the_groups_that_are_checked_are_those_that_a_run_sends():
         program = make_program(config, layout)
         traced = [program.trace_step(), program.norms.trace(program.abstract_state)]
         sent = {one.axes for trace in traced for one in traced_collectives(live_jaxpr(trace), layout.mesh)}
-        assert sent == set(sent_along(layout, config.model)), changes
+        assert sent == set(collective_axes(layout, config.model)), changes
 
 
 def test_search_leaves_out_refused_layouts():

@@ -140,12 +140,12 @@ def test_trial_that_does_not_end_is_a_fault():
 def test_result_of_a_trial_is_kept_until_a_package_or_the_driver_changes(tmp_path, monkeypatch):
     tried = []
     monkeypatch.setattr(compile_cache, "fault_of_cache", lambda environ: tried.append(1) or "RET_CHECK")
-    monkeypatch.setattr(compile_cache, "installed", lambda names: {"jax": "0.10.0"})
+    monkeypatch.setattr(compile_cache, "installed_versions", lambda names: {"jax": "0.10.0"})
     for _ in range(2):
         environ = {DIR: str(tmp_path / "jax")}
         line = compile_cache.leave_out_faulty(environ)
         assert (environ, "fails here: RET_CHECK" in line, len(tried)) == ({}, True, 1)
-    monkeypatch.setattr(compile_cache, "installed", lambda names: {"jax": "0.10.2"})
+    monkeypatch.setattr(compile_cache, "installed_versions", lambda names: {"jax": "0.10.2"})
     for driver in ("", "2.31.7.0", "2.31.8.0", "2.31.8.0"):
         compile_cache.leave_out_faulty({DIR: str(tmp_path / "jax")}, driver=driver)
     assert len(tried) == 4

@@ -9,7 +9,7 @@ import pytest
 
 from hlat_jax.cli import config_files
 from hlat_jax.neuron.programs import layout_for_neuron
-from hlat_jax.parallel.degrees import check_degrees, layout_over, nearest_degrees, passes
+from hlat_jax.parallel.degrees import are_degrees_valid, check_degrees, layout_over, nearest_degrees
 from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.plan.report import Site, make_plan
 from hlat_jax.program import make_program
@@ -37,7 +37,7 @@ REFUSED = [
 
 def test_7b_resumes_on_powers_of_two_nodes_as_its_page_says():
     config = resolve(config_files.load("7b"))
-    assert [nodes for nodes in (1, 2, 4, 8, 16, 32, 48, 62, 63, 64) if passes(config, 32 * nodes)] == [
+    assert [nodes for nodes in (1, 2, 4, 8, 16, 32, 48, 62, 63, 64) if are_degrees_valid(config, 32 * nodes)] == [
         *(1, 2, 4, 8, 16, 32, 64)
     ]
 
@@ -61,7 +61,7 @@ def test_layout_is_refused_by_train_and_plan_and_the_suggested_degrees_train(sma
     for axis, degree in re.findall(r"parallel\.(\w+)=(\d+)", advice):
         tree["parallel"][axis] = int(degree)
     advised = resolve(tree)
-    assert passes(advised, 8) == bool(advice)
+    assert are_degrees_valid(advised, 8) == bool(advice)
     if advice:
         make_program(advised, layout_over(advised, jax.devices())).trace_step()
 
@@ -77,8 +77,8 @@ def test_check_accepts_exactly_what_can_be_traced(small):
         if 8 % (pipe * fsdp * tensor) == 0:
             degrees = {"pipe": pipe, "data": 8 // (pipe * fsdp * tensor), "fsdp": fsdp, "tensor": tensor}
             asked = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **degrees))
-            found[passes(asked, 8)] += 1
-            assert passes(asked, 8) == _traces(asked), degrees
+            found[are_degrees_valid(asked, 8)] += 1
+            assert are_degrees_valid(asked, 8) == _traces(asked), degrees
     assert min(found.values()) >= 5
 
 
