@@ -3,7 +3,7 @@
     python benchmarks/foreign.py residuals [--models=nanodo,vit] [--xla] [--compile]   # bytes for the backward pass
     python benchmarks/foreign.py steps [--pairs=7]                 # a whole fp32 step with residual selection
     python benchmarks/foreign.py budget [--share=0.6]              # remat.fit at a share of what a step takes
-    python benchmarks/foreign.py rewrite                          # ops found, and those refused
+    python benchmarks/foreign.py chunk [--max_bytes=64KiB]         # intermediates in chunks, and the bytes of a step
 
 Each prints one table in Markdown, a row per model, as it goes. Bytes held for the backward pass and FLOPs of products
 are counted in the trace; with `--xla` the bytes are those that XLA allocates for the results of the forward pass; with
@@ -30,8 +30,8 @@ from foreign.unchanged import UNCHANGED
 from hlat_jax.facts.byte_sizes import format_bytes
 from hlat_jax.passes import remat
 from hlat_jax.passes.autocast import autocast
+from hlat_jax.passes.chunk import chunk
 from hlat_jax.passes.residuals import select_residuals
-from hlat_jax.passes.rewrite import rewrite
 
 ALL = MODELS | UNCHANGED
 MIB = 2**20
@@ -127,27 +127,31 @@ def budget(name, *, small, share):
     print_row(" + ".join((name, *plan.passes)), format_bytes(plain), *found)
 
 
-def rewritten(name, *, small):
-    """Prints which ops are found in a model, and which are refused and why."""
+def in_chunks(name, *, small, max_bytes):
+    """Prints which intermediates are computed in chunks, and the temporaries of a step before and after."""
     loss, params, batch = ALL[name](small=small)
     began = time.monotonic()
-    found = rewrite(loss)
+    found = chunk(loss, max_bytes=max_bytes)
     jax.eval_shape(found, params, batch)
     report, seconds = found.report(), time.monotonic() - began
-    used = "; ".join(f"{one.op} x{one.count}: {one.facts}" for one in report.replacements)
-    refused = "; ".join(sorted({f"{one.op}: {one.reason}" for one in report.refusals}))
-    apart = max((one.difference for one in report.replacements if one.difference is not None), default=None)
-    print_row(name, used or "none", "" if apart is None else f"{apart:.0e}", refused, f"{seconds:.1f}")
+    plain, ours = (remat.temporaries(step_for_memory(form).trace(params, batch)) for form in (loss, found))
+    used = "; ".join(f"{one.facts} x{one.count}" for one in report.replacements)
+    apart = max((one.difference for one in report.replacements), default=None)
+    held = f"{ours / MIB:.1f} ({ours / plain - 1:+.0%})"
+    print_row(
+        name, used or "none", "" if apart is None else f"{apart:.0e}", f"{plain / MIB:.1f}", held, f"{seconds:.1f}"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("table", choices=("residuals", "steps", "budget", "rewrite"))
+    parser.add_argument("table", choices=("residuals", "steps", "budget", "chunk"))
     parser.add_argument("--models", help="names, with commas; default: all")
     parser.add_argument("--small", action="store_true", help="the sizes of the tests")
     parser.add_argument("--xla", action="store_true", help="bytes that XLA allocates")
     parser.add_argument("--compile", action="store_true", help="compare gradients; minutes")
     parser.add_argument("--share", type=float, default=0.6)
+    parser.add_argument("--max_bytes", default="1MiB", help="of `chunk`")
     parser.add_argument("--pairs", type=int, default=7, help="alternating steps of each model")
     args = parser.parse_args()
     names = args.models.split(",") if args.models else list(ALL)
@@ -170,9 +174,9 @@ def main() -> None:
         for name in names:
             budget(name, small=args.small, share=args.share)
     else:
-        print_head("model", "found", "apart", "refused", "s")
+        print_head("model", "in chunks", "apart", "fp32 step, MiB", "in chunks, MiB", "s")
         for name in names:
-            rewritten(name, small=args.small)
+            in_chunks(name, small=args.small, max_bytes=args.max_bytes)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     python benchmarks/raf.py step [--models=bert-base,gpt2] [--rounds=5] [--batch=2] [--seq_len=256]
     python benchmarks/raf.py batch [--models=bert-base,bert-large,gpt2] [--rounds=5] [--shrink=3] [--seq_len=128]
     python benchmarks/raf.py memory [--models=bert-base] [--batch=32] [--seq_len=128]
-    python benchmarks/raf.py profile [--models=bert-base,gpt2] [--only="plain JAX,rewrite"]
+    python benchmarks/raf.py profile [--models=bert-base,gpt2] [--only="plain JAX,chunk"]
     python benchmarks/raf.py step --gpu --batch=32 --seq_len=128 ; python benchmarks/raf.py batch --gpu --limit=16GiB
 
 `step`: a training step in fp32 (forward, backward, AdamW) of the masked language model and of GPT-2, written below in
@@ -53,14 +53,15 @@ RATE, DECAY = 1e-4, 0.01  # AdamW's betas and eps are those of both libraries: 0
 TOLERANCE = 1e-4  # of losses in fp32, relative
 TORCH = {"PyTorch eager": False, "PyTorch torch.compile": True}
 TORCH_BF16 = {f"{name} bf16": is_compiled for name, is_compiled in TORCH.items()}  # with --gpu
+CHUNK = "64MiB"
 PASSES = {
     "plain JAX": (),
-    "rewrite": ("rewrite",),
+    "chunk": ("chunk",),
     "residuals": ("residuals",),
     "budget": ("budget",),
-    "all in fp32": ("rewrite", "residuals", "budget"),
+    "all in fp32": ("chunk", "residuals", "budget"),
     "autocast": ("autocast",),
-    "all": ("rewrite", "autocast", "residuals", "budget"),
+    "all": ("autocast", "kernels", "chunk", "residuals", "budget"),
 }
 
 
@@ -312,8 +313,9 @@ def jax_step(job: dict):
 
     from hlat_jax.passes import naming, remat
     from hlat_jax.passes.autocast import autocast
+    from hlat_jax.passes.chunk import chunk
+    from hlat_jax.passes.kernels import kernels
     from hlat_jax.passes.residuals import select_residuals
-    from hlat_jax.passes.rewrite import rewrite
 
     model = Model(**job["model"])
     plain = loss = functools.partial(loss_fn, heads=model.heads, is_causal=model.is_causal)
@@ -324,12 +326,13 @@ def jax_step(job: dict):
     tokens = jax.ShapeDtypeStruct((job["batch"], job["seq_len"]), jnp.int32)
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), state), (tokens, tokens)
     done = []
-    if "rewrite" in job["passes"]:
-        loss = rewrite(loss)
-        jax.eval_shape(loss, args[0][0], args[1])
-        done += [f"{one.op} x{one.count}" for one in loss.report().replacements]
     if "autocast" in job["passes"]:
         loss = autocast(loss, "bf16")
+    for name, rewriting in (("kernels", kernels), ("chunk", functools.partial(chunk, max_bytes=CHUNK))):
+        if name in job["passes"]:
+            loss = rewriting(loss)
+            jax.eval_shape(loss, args[0][0], args[1])
+            done += [f"{one.op} x{one.count}" for one in loss.report().replacements]
     if "residuals" in job["passes"]:
         loss = select_residuals(loss)
     if "budget" in job["passes"]:

@@ -163,9 +163,7 @@ def _causal_mask(num_queries: int, num_keys: int, *, offset: int = 0, window: in
 
 
 def _chunked(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, window):
-    return chunked_attention.attention(
-        q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=segment_ids_BT, window=window, variant=chunked_attention.Variant()
-    )
+    return chunked_attention.attention(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT=segment_ids_BT, window=window)
 
 
 def _imported(module: str, name: str) -> Callable[..., Any]:
@@ -182,7 +180,7 @@ def _nki(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, _):
 
 
 def _cudnn(q_BTNH, k_BSKH, v_BSKH, _, window):
-    return _imported(_GPU, "cudnn")(q_BTNH, k_BSKH, v_BSKH, window=window)
+    return _imported(_GPU, "dot_product_attention")(q_BTNH, k_BSKH, v_BSKH, window=window)
 
 
 def _triton(q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, _):

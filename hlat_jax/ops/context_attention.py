@@ -59,7 +59,6 @@ def attend_over(layout: Layout, segment_ids_BT: jax.Array | None) -> Callable[..
             all_gather(v_BTKH, axes, 1),
             segment_ids_BT=segment_ids_BT,
             window=window,
-            variant=chunked_attention.Variant(),
             part=Part(pairs, query_starts, jnp.asarray(key_starts), ids_BS),
         )
 

@@ -1,11 +1,10 @@
-"""Bounds the memory of any loss and any attention: large intermediates are computed in chunks.
+"""Bounds the memory of a function: large intermediates, such as logits and scores, are computed in chunks.
 
     loss = chunk(loss, max_bytes="32MiB")
     value, grads = jax.value_and_grad(loss)(params, batch)
     print(loss.report())
 
-The pass knows no op by name, see `passes.rewrite.chunks`. Chunks are compared with the function first, as what
-`passes.rewrite` replaces is, by values and gradients at small sizes.
+The pass knows no op by name, see `passes.rewrite.chunks`.
 """
 
 from __future__ import annotations
@@ -14,10 +13,8 @@ import functools
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-import jax
-
 from hlat_jax.facts.byte_sizes import parse_bytes
-from hlat_jax.passes.rewrite import Rewriter, Rewritten, chunks
+from hlat_jax.passes.rewrite import Rewritten, chunks
 
 _Args = ParamSpec("_Args")
 _Result = TypeVar("_Result")
@@ -29,16 +26,18 @@ def chunk(
     """Returns a function with the same arguments and results that computes large intermediates in chunks.
 
     Apply it before `jax.grad` or `jax.jvp`. Each call traces `fn` again: wrap the result, or its caller, in `jax.jit`.
-    `report()` says what is computed in chunks, and of what is not, why.
+    `report()` lists the intermediates in chunks, and why others are not.
 
     Args:
       fn: a function that JAX can trace; arguments as for `autocast`.
-      max_bytes: "32MiB" or bytes: the size up to which an intermediate is left as it is. Several values of a chunk are
-        held at a time, of about so many bytes together.
-      check: whether chunks are compared with the function before they are used.
+      max_bytes: "32MiB" or bytes: the size up to which an intermediate is left as it is. A chunk and its neighbors
+        take about this many bytes together. Logits of more than 2 MiB are computed in chunks of at least 128 rows in
+        any case, if the loss ends in one number: no chunk is then computed twice.
+      check: whether chunks are compared with the function before they are used, on this machine's CPU.
 
     Raises:
-      ValueError: `max_bytes` is no size.
+      ValueError: `max_bytes` is not a size.
     """
-    matcher = functools.partial(chunks.matches, max_bytes=parse_bytes(max_bytes, name="max_bytes"))
-    return Rewritten(fn, lambda: Rewriter(jax.default_backend(), check=check, matchers=[matcher]))
+    limit = parse_bytes(max_bytes, name="max_bytes")
+    matchers = [functools.partial(matches, max_bytes=limit) for matches in (chunks.losses, chunks.matches)]
+    return Rewritten(fn, name="chunk", matchers=matchers, check=check)

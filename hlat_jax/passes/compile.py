@@ -1,6 +1,6 @@
 """From a loss function to an optimized training program: which passes run, in which order, and what each of them did.
 
-    program = training_program(loss, optax.adamw(1e-3), autocast="bf16", memory_budget="12GiB", params=p, batch=b)
+    program = training_program(loss, optax.adamw(1e-3), autocast="bf16", chunk="64MiB")
     state, metrics = program.step(program.init(params), batch)
     print(program)
 
@@ -12,8 +12,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import optax
@@ -21,6 +21,8 @@ import optax
 from hlat_jax.facts.byte_sizes import format_bytes, parse_bytes
 from hlat_jax.ops.loss_function import check_fields, given_names
 from hlat_jax.passes import autocast as autocast_pass
+from hlat_jax.passes import chunk as chunk_pass
+from hlat_jax.passes import kernels as kernels_pass
 from hlat_jax.passes import remat as remat_pass
 from hlat_jax.passes.autocast import CastPolicy
 from hlat_jax.passes.liveness import estimated_temporaries
@@ -28,7 +30,6 @@ from hlat_jax.passes.noise import warn_of_shared_keys
 from hlat_jax.passes.products import live_jaxpr, products_by_dtype
 from hlat_jax.passes.remat import RematOptions, RematPlan
 from hlat_jax.passes.residuals import select_residuals
-from hlat_jax.passes.rewrite import rewrite as rewrite_pass
 from hlat_jax.passes.rounding import SimulatedCore, simulate_step
 from hlat_jax.train_step import (
     FP32,
@@ -43,41 +44,60 @@ from hlat_jax.train_step import (
 )
 
 
-class BatchFunction:
-    """A jitted function of (state, batch, ...), whose error for a batch with anything but numbers names the field."""
+class Pass(NamedTuple):
+    """A pass of a program.
 
-    def __init__(self, jitted: Any):
-        self._jitted = jitted
+    Attributes:
+      name: for the table.
+      transform: function from a loss to a loss.
+      report: function from the transformed loss to the lines that say what the pass did.
+    """
 
-    def __call__(self, state: State, batch: Any, *rest: Any, **named: Any) -> Any:
-        try:
-            return self._jitted(state, batch, *rest, **named)
-        except TypeError:
-            check_fields(batch)
-            raise
+    name: str
+    transform: Transform
+    report: Callable[[Any], str]
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._jitted, name)
+
+def _own_report(loss: Any) -> str:
+    return str(loss.report())
+
+
+def _no_report(_: Any) -> str:
+    return ""
+
+
+class Stage(NamedTuple):
+    """A training step after one pass.
+
+    Attributes:
+      name: the pass; "loss" before all passes.
+      step: the step.
+      report: function that returns the lines that say what the pass did.
+    """
+
+    name: str
+    step: TrainStep
+    report: Callable[[], str]
 
 
 @dataclasses.dataclass(frozen=True)
 class TrainingProgram:
-    """A training step, and what each pass made of it.
+    """A training step, and the steps before each pass made it.
 
     Attributes:
-      steps: name of a pass -> the step after it, in their order; "loss" before all of them.
+      stages: the step as it stands and after each pass, in order.
       plan: the choice that meets the memory budget; None without one.
-      arguments: shapes, dtypes and shardings of what the step takes; None where they were not given.
+      arguments: shapes, dtypes and shardings of what the step takes; None if they were not given.
     """
 
-    steps: Mapping[str, TrainStep]
+    stages: Sequence[Stage]
     plan: RematPlan | None = None
     arguments: tuple[Any, Any, Any] | None = None
 
     @property
     def train_step(self) -> TrainStep:
         """The step after all passes."""
-        return list(self.steps.values())[-1]
+        return self.stages[-1].step
 
     @property
     def init(self) -> Callable[..., State]:
@@ -87,12 +107,12 @@ class TrainingProgram:
     @property
     def step(self) -> StepFn:
         """See `TrainStep.step`."""
-        return BatchFunction(self.train_step.step)
+        return self.train_step.step
 
     @property
     def eval_step(self) -> Callable[[State, Any], EvalMetrics]:
         """See `TrainStep.eval_step`."""
-        return BatchFunction(self.train_step.eval_step)
+        return self.train_step.eval_step
 
     def report(self) -> str:
         """Returns a table of the step before the passes and after each: what it computes and holds, what a pass did.
@@ -101,19 +121,17 @@ class TrainingProgram:
         the trace, see `passes.liveness`; under a memory budget, the last column has the bytes that XLA allocates.
         """
         if self.arguments is None:
-            return f"{' > '.join(self.steps)}: for figures, give training_program params=... and batch=..."
+            names = " > ".join(stage.name for stage in self.stages)
+            return f"{names}: for figures, give training_program params=... and batch=..."
         rows, before = [("pass", "products", "temporaries", "what it did, and did not")], 0
-        for name, step in self.steps.items():
-            jaxpr = live_jaxpr(step.step.trace(*self.arguments))
+        for stage in self.stages:
+            jaxpr = live_jaxpr(stage.step.step.trace(*self.arguments))
             products = [f"{count:,} {dtypes}" for dtypes, count in sorted(products_by_dtype(jaxpr).items())]
-            done: Any = self.plan if name == "remat" else step.loss
-            lines = str(done.report()).splitlines() if name in ("rewrite", "nest", "chunk", "remat") else []
-            temporaries = ""
-            if name != "remat":
-                held = estimated_temporaries(jaxpr, self.arguments).total
-                temporaries = format_bytes(held) + (f" ({held / before - 1:+.0%})" if before else "")
-                before = held
-            rows += itertools.zip_longest([name], products, [temporaries], lines, fillvalue="")
+            held = estimated_temporaries(jaxpr, self.arguments).total
+            temporaries = format_bytes(held) + (f" ({held / before - 1:+.0%})" if before else "")
+            before = held
+            lines = stage.report().splitlines()
+            rows += itertools.zip_longest([stage.name], products, [temporaries], lines, fillvalue="")
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
@@ -125,8 +143,9 @@ def training_program(
     loss_fn: LossFn,
     optimizer: optax.GradientTransformation,
     *,
-    rewrite: bool = False,
     autocast: CastPolicy | str | None = None,
+    kernels: bool = False,
+    chunk: int | str | None = None,
     residuals: bool = False,
     memory_budget: int | str | None = None,
     remat: RematOptions | None = None,
@@ -139,27 +158,27 @@ def training_program(
 ) -> TrainingProgram:
     """Returns the training program of a loss and an optimizer.
 
-    The passes run in the order of their arguments: rewriting matches what the user wrote, and residual selection needs
-    the narrow dtypes that autocast chooses.
+    The passes run in the order of their arguments. Kernels and residual selection need the narrow dtypes that autocast
+    chooses; chunks are made of what no kernel computes.
 
     Args:
       loss_fn: loss as for `train_step.train_step`.
       optimizer: an Optax transformation, as for `train_step.train_step`.
-      rewrite: run our implementations of ops in place of what the loss function computes otherwise, such as attention
-        and cross-entropy, see `passes.rewrite`.
       autocast: cast policy for a loss function in fp32 and an `options.policy` that computes in fp32, see
-        `passes.autocast`; that of the policy by default. float16 adds a loss scale, see `ops.loss_scale`.
+        `passes.autocast`; by default the policy's own. float16 adds a loss scale, see `ops.loss_scale`.
+      kernels: call the platform's attention kernel where it takes the call, see `passes.kernels`.
+      chunk: "64MiB" or bytes: compute intermediates above this size in chunks, see `passes.chunk`.
       residuals: recompute cheap intermediates in the backward pass where that keeps fewer bytes, see
         `passes.residuals`.
       memory_budget: limit for the temporaries of the step on one device, "12GiB" or bytes; the values that are saved
         for the backward pass are chosen to fit, see `passes.remat`. If no choice fits, long scans are split in two and
-        large intermediates are computed in chunks, before autocast. By default the loss function decides.
+        large intermediates are computed in chunks, before `residuals`. By default the loss function decides.
       remat: options of that choice: regions, least bytes, number of programs.
       simulate: round the whole step as a Neuron core does by its documentation, with this `--auto-cast`, and
         stochastically if `options.policy` rounds in hardware; see `passes.rounding`.
       options: precision, accumulation and devices; fp32 on one device by default.
       params: shapes of the parameters; needed with a memory budget, and as for `train_step.train_step`.
-      batch: shapes of a batch; needed with a memory budget. With those of the parameters, the step is traced here.
+      batch: shapes of a batch; needed with a memory budget. With `params`, the step is traced here.
       model_state: shapes of the model state, as for `train_step.train_step`.
       has_aux: whether the loss function returns auxiliary values, as for `train_step.train_step`.
 
@@ -167,69 +186,123 @@ def training_program(
       ValueError: as `train_step.train_step`; an invalid pass; no program that was tried fits the budget.
     """
     autocast = options.policy.autocast if autocast is None else autocast
+    before = _passes(autocast=autocast, kernels=kernels, chunk=chunk, platform=options.platform)
+    after = [Pass("residuals", select_residuals, _no_report)] if residuals else []
+    _check_passes(options, autocast, [*before, *after], memory_budget, remat)
+    shapes = {"params": params, "model_state": model_state, "has_aux": has_aux}
+    options = _step_options(options, autocast, memory_budget)
+    step = train_step(loss_fn, optimizer, transform_step=_simulation(simulate, options), options=options, **shapes)
+    stages = _apply_passes([Stage("loss", _warned_of_shared_keys(step, loss_fn), str)], before)
+    if params is None or batch is None:
+        if memory_budget is not None:
+            raise ValueError("memory_budget is compared with the compiled step: give params=... and batch=...")
+        return TrainingProgram(_apply_passes(stages, after))
+    check_fields(batch)
+    arguments = step.arguments(params, batch, model_state=model_state)
+    if memory_budget is not None:
+        return _within_budget(stages, after, arguments, memory_budget, remat or RematOptions())
+    program = TrainingProgram(_apply_passes(stages, after), arguments=arguments)
+    program.train_step.step.trace(*arguments)  # raises for a loss function that returns anything else
+    return program
+
+
+def _passes(*, autocast: CastPolicy | str | None, kernels: bool, chunk: int | str | None, platform: str) -> list[Pass]:
+    """Returns the passes before a memory budget, in their order."""
+    passes = []
+    if autocast is not None:
+        passes.append(Pass("autocast", functools.partial(autocast_pass.autocast, policy=autocast), _no_report))
+    if kernels:
+        passes.append(Pass("kernels", functools.partial(kernels_pass.kernels, platform=platform), _own_report))
+    if chunk is not None:
+        max_bytes = parse_bytes(chunk, name="chunk")
+        passes.append(Pass("chunk", functools.partial(chunk_pass.chunk, max_bytes=max_bytes), _own_report))
+    return passes
+
+
+def _check_passes(
+    options: StepOptions,
+    autocast: CastPolicy | str | None,
+    passes: Sequence[Pass],
+    memory_budget: int | str | None,
+    remat: RematOptions | None,
+) -> None:
+    """Raises ValueError for passes that do not go together with each other or with the options of the step."""
     if autocast is not None and options.policy.compute != jnp.float32:
         raise ValueError(
             f"autocast={autocast!r} is for a loss that computes in fp32, and options.policy computes in "
             f"{jnp.dtype(options.policy.compute)}; give policy=precision.POLICIES['fp32'], or leave autocast out."
         )
-    if options.accumulate is not None and (rewrite or residuals or autocast or memory_budget):
+    if options.accumulate is not None and (passes or memory_budget):
         raise ValueError("passes need a single loss function, not stages; leave options.accumulate out.")
     if remat is not None and memory_budget is None:
         raise ValueError("remat needs a memory budget; give memory_budget='12GiB' too.")
     if memory_budget is not None:
         parse_bytes(memory_budget, name="memory_budget")
-        if params is None or batch is None:
-            raise ValueError("memory_budget is compared with the compiled step: give params=... and batch=...")
-        options = dataclasses.replace(options, state_in_place=True)
-    transform_step = None
-    if simulate is not None:
-        core = SimulatedCore(simulate, stochastic_rounding=options.policy.rounding == "hardware")
-        transform_step = functools.partial(simulate_step, core=core)
-    first: dict[str, Transform] = {}  # nested scans and chunks come after it
-    passes: dict[str, Transform] = {}
-    if rewrite:
-        first["rewrite"] = functools.partial(rewrite_pass, platform=options.platform)
-    if autocast is not None:
-        passes["autocast"] = functools.partial(autocast_pass.autocast, policy=autocast)
-        options = dataclasses.replace(options, loss_scale=options.loss_scale or autocast_pass.is_fp16(autocast))
-    if residuals:
-        passes["residuals"] = select_residuals
-    shapes = {"params": params, "model_state": model_state, "has_aux": has_aux}
-    step = train_step(loss_fn, optimizer, transform_step=transform_step, options=options, **shapes)
-    num_parts = options.num_microbatches * step.options.row_degree
-    if (
-        options.replica_sync is None
-        and options.accumulate is None
-        and (num_parts > 1 or "keys" in given_names(loss_fn))
-    ):
-        step = step.transform(functools.partial(warn_of_shared_keys, num_parts=num_parts))
-    steps = _apply_passes(step, first | passes)
-    plan, arguments = None, None
-    if params is not None and batch is not None:
-        check_fields(batch)
-        arguments = steps["loss"].arguments(params, batch, model_state=model_state)
-        if memory_budget is None:
-            list(steps.values())[-1].step.trace(*arguments)  # raises for a loss function that returns anything else
-        else:
-            before = list(_apply_passes(step, first).values())[-1]
-            plan = remat_pass.fit(
-                before.loss,
-                *arguments,
-                budget_bytes=memory_budget,
-                step=lambda loss: before.with_loss(loss).step,
-                options=remat or RematOptions(),
-                name="memory_budget",
-                passes=tuple(passes.values()),
-            )
-            steps = _apply_passes(step, {**first, **plan.passes, **passes})
-            steps["remat"] = list(steps.values())[-1].with_loss(plan.fn)
-            plan = dataclasses.replace(plan, changes=())  # the rows of these passes have them
-    return TrainingProgram(steps, plan, arguments)
 
 
-def _apply_passes(step: TrainStep, passes: Mapping[str, Transform]) -> dict[str, TrainStep]:
-    """Returns the step, as "loss", and that after each of the passes in turn."""
-    steps = {"loss": step}
-    for name, transform in passes.items():
-        steps[name] = step = step.transform(transform)
-    return steps
+def _step_options(
+    options: StepOptions, autocast: CastPolicy | str | None, memory_budget: int | str | None
+) -> StepOptions:
+    """Returns the options that the passes need: a loss scale for fp16, the state in place under a budget."""
+    if autocast is not None and autocast_pass.is_fp16(autocast):
+        options = dataclasses.replace(options, loss_scale=True)
+    return options if memory_budget is None else dataclasses.replace(options, state_in_place=True)
+
+
+def _simulation(simulate: str | None, options: StepOptions) -> Callable | None:
+    """Returns the transformation of a whole step that rounds as a Neuron core does; None without one."""
+    if simulate is None:
+        return None
+    core = SimulatedCore(simulate, stochastic_rounding=options.policy.rounding == "hardware")
+    return functools.partial(simulate_step, core=core)
+
+
+def _warned_of_shared_keys(step: TrainStep, loss_fn: LossFn) -> TrainStep:
+    """Returns the step with a loss that is warned of if rows in several parts draw from one key."""
+    options, num_parts = step.options, step.options.num_microbatches * step.options.row_degree
+    is_whole = options.replica_sync is None and options.accumulate is None
+    if not is_whole or (num_parts == 1 and "keys" not in given_names(loss_fn)):
+        return step
+    return step.transform(functools.partial(warn_of_shared_keys, num_parts=num_parts))
+
+
+def _apply_passes(stages: Sequence[Stage], passes: Sequence[Pass]) -> list[Stage]:
+    """Returns the stages, and one more for each of the passes in turn."""
+    stages = list(stages)
+    for name, transform, report in passes:
+        step = stages[-1].step.transform(transform)
+        stages.append(Stage(name, step, functools.partial(report, step.loss)))
+    return stages
+
+
+def _within_budget(
+    stages: Sequence[Stage],
+    after: Sequence[Pass],
+    arguments: tuple[Any, Any, Any],
+    memory_budget: int | str,
+    options: RematOptions,
+) -> TrainingProgram:
+    """Returns the program whose temporaries fit a budget.
+
+    Args:
+      stages: the stages before the choice.
+      after: the passes after it.
+      arguments: the arguments of the step.
+      memory_budget: the limit.
+      options: options of the choice.
+    """
+    before = stages[-1].step
+    plan = remat_pass.fit(
+        before.loss,
+        *arguments,
+        budget_bytes=memory_budget,
+        step=lambda loss: before.with_loss(loss).step,
+        options=options,
+        name="memory_budget",
+        passes=tuple(one.transform for one in after),
+    )
+    changes = [Pass(name, transform, _own_report) for name, transform in plan.passes.items()]
+    stages = _apply_passes(stages, [*changes, *after])
+    plan = dataclasses.replace(plan, changes=())  # the rows of these passes have them
+    chosen = Stage("remat", stages[-1].step.with_loss(plan.fn), lambda: str(plan.report()))
+    return TrainingProgram([*stages, chosen], plan, arguments)

@@ -190,47 +190,6 @@ def test_invalid_windows_are_refused():
             of_op(name)(q, k, v, None, np.int32(65))
 
 
-VARIANTS = {
-    "a softcap, a scale": {"softcap": 2.0, "scale": 0.7},
-    "other keys, some of them hidden": {"masks": (np.arange(70) < np.array([[50], [70]])[:, None, None],), "keys": 70},
-    "every key hidden from some queries": {"masks": (normal(2, 1, 150, 150) > -1, np.arange(150)[:, None] > 80)},
-    "the same, causal": {"masks": (normal(2, 1, 1, 150) > 0, np.arange(150)[:, None] > 80), "causal": True},
-    "dropout": {"keep": normal(2, 4, 150, 150) > -1, "keep_factor": 1.2},
-    "a window": {"causal": True, "window": 65},
-}
-
-
-def attend_plainly(q, k, v, variant, window):
-    k, v = (jnp.repeat(x, 2, axis=2) for x in (k, v))
-    scale = q.shape[-1] ** -0.5 if variant.scale is None else variant.scale
-    scores = jnp.einsum("btnh,bsnh->bnts", q, k) * scale
-    if variant.softcap:
-        scores = variant.softcap * jnp.tanh(scores / variant.softcap)
-    causal = np.tri(q.shape[1], dtype=bool) & ~np.tri(q.shape[1], k=-(window or q.shape[1]), dtype=bool)
-    masks = [*variant.masks, *([causal] if variant.causal else [])]
-    probs = jax.nn.softmax(jnp.where(functools.reduce(np.logical_and, masks), scores, -1e30) if masks else scores)
-    probs = probs if variant.keep is None else jnp.where(variant.keep, probs * variant.keep_factor, 0)
-    return jnp.einsum("bnts,bsnh->btnh", probs, v)
-
-
-def test_variants_of_chunked_attention_equal_whole_rows():
-    """In several blocks."""
-    for name, options in VARIANTS.items():
-        fields = {"causal": False} | options
-        num_keys, window = fields.pop("keys", 150), fields.pop("window", None)
-        fields["masks"] = tuple(mask.reshape((1,) * (4 - mask.ndim) + mask.shape) for mask in fields.get("masks", ()))
-        variant = chunked_attention.Variant(**fields)
-        q, k, v, dout = inputs(2, 150)
-        operands = q, k[:, :num_keys], v[:, :num_keys], dout
-
-        def run(q, k, v, variant=variant, window=window):
-            return chunked_attention.attention(q, k, v, segment_ids_BT=None, window=window, variant=variant)
-
-        exact = value_and_grads(functools.partial(attend_plainly, variant=variant, window=window))(*operands)
-        for mine, wanted in zip(value_and_grads(run)(*operands), exact, strict=True):
-            np.testing.assert_allclose(mine, wanted, rtol=2e-5, atol=2e-5, err_msg=name)
-
-
 # The loss, likewise.
 
 

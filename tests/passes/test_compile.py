@@ -68,7 +68,7 @@ def plain_steps(names, batch, *, num_steps, num_devices=1, num_microbatches=1):
 @pytest.mark.parametrize(
     ("options", "split", "close"),
     [
-        pytest.param({"rewrite": True, "residuals": True, "memory_budget": "1MiB"}, {}, 1e-5, id="passes"),
+        pytest.param({"chunk": "64KiB", "residuals": True, "memory_budget": "1MiB"}, {}, 1e-5, id="passes"),
         pytest.param({"autocast": "bf16"}, {}, 2e-2, id="autocast"),  # products of 8 bits
         pytest.param(ZERO, {"num_devices": 4, "num_microbatches": 2}, 1e-5, id="zero"),
     ],
@@ -149,7 +149,7 @@ def test_fields_of_a_batch_that_are_no_numbers_are_named():
     ):
         batch = {"x": jnp.ones((2, 8)), "text": field}
         for step in (program.step, program.eval_step):
-            with pytest.raises(ValueError, match=f"the batch's {said}"):
+            with pytest.raises(TypeError, match=r"at path batch\['text'\]"):  # JAX's own error
                 step(state, batch)
         with pytest.raises(ValueError, match=f"the batch's {said}"):
             training_program(linear, optax.sgd(1.0), params=W, batch=batch)
@@ -220,19 +220,19 @@ def test_table_has_a_row_for_each_pass_with_what_it_did_and_did_not():
         return jnp.mean((scores @ hidden) ** 2) + jnp.mean(scores)
 
     params, batch = {"w": jnp.ones((32, 64)), "v": jnp.ones((64, 32))}, {"x": jnp.ones((4, 64, 32))}
-    options = {"rewrite": True, "autocast": "bf16", "residuals": True, "memory_budget": "1GiB"}
+    options = {"autocast": "bf16", "kernels": True, "chunk": 8192, "residuals": True, "memory_budget": "1GiB"}
     program = training_program(loss, optax.sgd(0.1), options=options, params=params, batch=batch)
     table = str(program)
     lines = table.splitlines()
     assert lines[0].split()[:3] == ["pass", "products", "temporaries"]
-    assert [line.split()[0] for line in lines[1:] if line[0] != " "] == list(program.steps)
+    assert [line.split()[0] for line in lines[1:] if line[0] != " "] == [stage.name for stage in program.stages]
     assert re.search(r"loss +11 float32 +[\d.]+ KiB$", table, re.MULTILINE)
-    assert re.search(r"rewrite .*%\) +mlp at test_compile.py:\d+", table)
-    assert re.search(r"^ .*not replaced: attention at test_compile.py:\d+.*is also read at", table, re.MULTILINE)
+    assert re.search(r"^kernels .*%\) +kernels: nothing replaced: platform cpu has none", table, re.MULTILINE)
+    assert re.search(r"^chunk .*%\) +chunk at test_compile.py:\d+.* in \d+ parts", table, re.MULTILINE)
     assert re.search(r"autocast +\d+ bfloat16 .*-\d+%\)$", table, re.MULTILINE)
     assert "of 1.00 GiB; " in table
     assert str(report(program, program.init(params), batch)).startswith(table)
-    assert str(training_program(loss, optax.sgd(0.1), options={"rewrite": True})).startswith("loss > rewrite: for fig")
+    assert str(training_program(loss, optax.sgd(0.1), options={"chunk": "1MiB"})).startswith("loss > chunk: for fig")
 
 
 @pytest.mark.parametrize("split", [{}, {"zero": 3, "devices": jax.devices()[:4]}], ids=["one device", "zero"])
@@ -248,7 +248,7 @@ def test_a_budget_that_no_choice_of_saved_values_meets_is_met_in_chunks(split):
     plain = training_program(loss, OPTIMIZER, options=split, **shapes)
     held = temporaries(plain.step.trace(*plain.arguments))
     program = training_program(loss, OPTIMIZER, options={**split, "memory_budget": held // 2}, **shapes)
-    assert list(program.steps) == ["loss", "chunk", "remat"]
+    assert [stage.name for stage in program.stages] == ["loss", "chunk", "remat"]
     assert program.plan.measured_bytes <= held // 2
     assert re.search(r"^chunk .*chunk at test_compile.py:\d+.* in \d+ parts", str(program), re.MULTILINE)
     (one, first), (other, second) = (each.step(each.init(params), batch) for each in (program, plain))
@@ -258,7 +258,7 @@ def test_a_budget_that_no_choice_of_saved_values_meets_is_met_in_chunks(split):
         training_program(loss, OPTIMIZER, options={**split, "memory_budget": 65536}, **shapes)
 
 
-def test_a_scan_over_time_is_split_before_the_other_passes_to_meet_a_budget():
+def test_a_long_scan_is_split_to_meet_a_budget():
     def loss(params, batch):
         def step(state, x):
             state = jnp.tanh(jnp.sin(state @ params["w"]) * jnp.cos(x) + x)
@@ -269,7 +269,7 @@ def test_a_scan_over_time_is_split_before_the_other_passes_to_meet_a_budget():
     shapes = {"params": {"w": jnp.eye(16)}, "batch": {"x": jax.random.normal(jax.random.key(0), (4, 256, 16))}}
     options = {"autocast": "bf16", "residuals": True, "memory_budget": "165KiB"}
     program = training_program(loss, OPTIMIZER, options=options, **shapes)
-    assert list(program.steps) == ["loss", "nest", "autocast", "residuals", "remat"]
+    assert [stage.name for stage in program.stages] == ["loss", "autocast", "nest", "residuals", "remat"]
     assert program.plan.measured_bytes <= 165 * 1024
     assert temporaries(program.step.trace(*program.arguments)) == program.plan.measured_bytes
     table = str(program)

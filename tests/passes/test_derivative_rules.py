@@ -16,7 +16,6 @@ from hlat_jax.passes.autocast import CastPolicy, autocast
 from hlat_jax.passes.chunk import chunk
 from hlat_jax.passes.naming import RematChoice
 from hlat_jax.passes.residuals import select_residuals
-from hlat_jax.passes.rewrite import rewrite
 
 NEVER = CastPolicy(rules={"dot_general": "never"})
 W = jax.random.normal(jax.random.key(0), (3, 16, 32)) / 4
@@ -81,11 +80,11 @@ def in_scan(w, x, s):
 PASSES = {
     "autocast": lambda fn: autocast(fn, NEVER),
     "select_residuals": select_residuals,
-    "rewrite": rewrite,
+    "chunk": functools.partial(chunk, max_bytes=4096),
     "segments": lambda fn: naming.checkpointed(fn, RematChoice(), region="segments"),
     "loops": lambda fn: naming.checkpointed(fn, RematChoice(), region="loops"),
     "all": lambda fn: naming.checkpointed(
-        select_residuals(autocast(rewrite(jax.jit(fn)), NEVER)), RematChoice(), region="whole"
+        select_residuals(chunk(autocast(jax.jit(fn), NEVER))), RematChoice(), region="whole"
     ),
 }
 
@@ -176,12 +175,11 @@ def _jvp_of_local(w, x):
     "pass_",
     [
         functools.partial(autocast, policy="bf16"),
-        rewrite,
         functools.partial(chunk, max_bytes=4096),
         select_residuals,
-        lambda fn: select_residuals(autocast(rewrite(fn), "bf16")),
+        lambda fn: select_residuals(chunk(autocast(fn, "bf16"))),
     ],
-    ids=["autocast", "rewrite", "chunk", "residuals", "all"],
+    ids=["autocast", "chunk", "residuals", "all"],
 )
 def test_passes_leave_a_rule_that_closes_over_an_intermediate_as_it_is(pass_, fn):
     w, x = W[0], jnp.sin(jnp.arange(128.0)).reshape(8, 16)
@@ -190,8 +188,8 @@ def test_passes_leave_a_rule_that_closes_over_an_intermediate_as_it_is(pass_, fn
     np.testing.assert_array_equal(got, jax.grad(fn)(w, x))
 
 
-def test_rewrite_reports_the_rule_that_closes_over_an_intermediate():
-    left = rewrite(_vjp_of_local)
+def test_chunk_reports_the_rule_that_closes_over_an_intermediate():
+    left = chunk(_vjp_of_local)
     with pytest.warns(UserWarning, match="as it is"):
         jax.eval_shape(left, W[0], X)
     assert "not replaced: own at" in str(left.report())
@@ -209,7 +207,7 @@ def test_a_training_program_with_a_rule_that_closes_over_an_intermediate_trains_
         return _vjp_of_local(params["w"], batch["x"]) / 1e3
 
     params, batch, results = {"w": W[0]}, {"x": jnp.sin(jnp.arange(128.0)).reshape(8, 16)}, []
-    for passes in ({}, {"rewrite": True, "autocast": "bf16", "residuals": True, "memory_budget": "1GiB"}):
+    for passes in ({}, {"autocast": "bf16", "chunk": 4096, "residuals": True, "memory_budget": "1GiB"}):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             program = passes_compile.training_program(loss, optax.sgd(0.1), params=params, batch=batch, **passes)

@@ -1,4 +1,4 @@
-"""Forward mode, and both modes in turn, of functions that run in chunks or by our attention."""
+"""Forward mode, and both modes in turn, of functions that run in chunks."""
 
 import jax
 import jax.numpy as jnp
@@ -6,11 +6,9 @@ import numpy as np
 import optax
 import pytest
 
-from hlat_jax.ops.chunked_attention import Variant, attention
 from hlat_jax.passes.autocast import autocast
 from hlat_jax.passes.chunk import chunk
 from hlat_jax.passes.residuals import select_residuals
-from hlat_jax.passes.rewrite import rewrite
 
 NUM_TOKENS, WIDTH = 256, 4
 W, X, W_DOT, X_DOT = (
@@ -32,16 +30,16 @@ def of_both_sides(w, x):
 
 
 def attended(w, x):
-    """Attention of all positions to all, which runs in blocks."""
+    """Attention of all positions to all."""
     q, k, v = ((x[:24] @ w[:, at : at + 8]).reshape(1, 24, 2, 4) for at in (0, 8, 16))
     probs = jax.nn.softmax(jnp.einsum("btnh,bsnh->bnts", q, k) / 2)
     return jnp.mean(jnp.einsum("bnts,bsnh->btnh", probs, v) ** 2)
 
 
 REPLACED = {
-    "loss": (of_tokens, lambda fn: rewrite(fn, max_bytes="4KiB")),
+    "loss": (of_tokens, lambda fn: chunk(fn, max_bytes="16KiB")),
     "chunks": (of_both_sides, lambda fn: chunk(fn, max_bytes="64KiB")),
-    "attention": (attended, rewrite),
+    "attention": (attended, lambda fn: chunk(fn, max_bytes="1KiB")),
 }
 PROGRAMS = {
     "jvp": lambda fn: jax.jvp(fn, (W, X), (W_DOT, X_DOT)),
@@ -86,18 +84,3 @@ def test_forward_mode_passes_through_the_other_passes(replaced):
     for others, tolerance in ((select_residuals, 1e-5), (lambda fn: autocast(fn, "bf16"), 3e-2)):
         fn = others(pass_(plain))
         assert distance(jax.jit(lambda fn=fn: PROGRAMS["jvp"](fn))(), wanted) < tolerance
-
-
-def test_attention_in_blocks_has_a_forward_mode_with_masks():
-    q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 8, 2, 4))
-    mask = jnp.tril(jnp.ones((1, 1, 8, 8), bool), -1)  # the first query attends to no key
-
-    def ours(*args):
-        return attention(*args, segment_ids_BT=None, window=None, variant=Variant(masks=(mask,)))
-
-    def plain(q, k, v):
-        scores = jnp.where(mask, jnp.einsum("btnh,bsnh->bnts", q, k) / 2, -1e30)
-        return jnp.einsum("bnts,bsnh->btnh", jax.nn.softmax(scores), v)
-
-    found, wanted = (jax.jit(lambda fn=fn: jax.jvp(fn, (q, k, v), (v, q, k)))() for fn in (ours, plain))
-    assert distance(found, wanted) < 1e-5

@@ -14,7 +14,6 @@ from hlat_jax.passes import naming
 from hlat_jax.passes.autocast import autocast
 from hlat_jax.passes.chunk import chunk
 from hlat_jax.passes.residuals import select_residuals
-from hlat_jax.passes.rewrite import rewrite
 
 MOST_STEPS = 6
 # Relative to the largest element of a result, or to 1e-2 of the largest of all: sums in another order.
@@ -207,15 +206,14 @@ def checkpointed(fn):
 
 
 PASSES = {
-    "rewrite": functools.partial(rewrite, max_bytes="256B"),
     "chunk": functools.partial(chunk, max_bytes="1KiB"),
     "select_residuals": select_residuals,
     "checkpointed": checkpointed,
-    "all": lambda fn: checkpointed(select_residuals(chunk(rewrite(fn, max_bytes="256B"), max_bytes="1KiB"))),
+    "all": lambda fn: checkpointed(select_residuals(chunk(fn, max_bytes="1KiB"))),
 }
 NARROW = {
     "autocast": lambda fn: autocast(fn, "bf16"),
-    "all": lambda fn: select_residuals(autocast(rewrite(fn, max_bytes="256B"), "bf16")),
+    "all": lambda fn: select_residuals(chunk(autocast(fn, "bf16"), max_bytes="1KiB")),
 }
 
 

@@ -172,7 +172,7 @@ def test_invalid_options_and_arguments_are_refused_with_the_fix():
         ({"memory_budget": "12"}, r"memory_budget='12' is not a size in bytes"),
         ({"memory_budget": "1GiB"}, r"give params=\.\.\. and batch=\.\.\."),
         ({"remat": remat.RematOptions()}, r"remat needs a memory budget; give memory_budget="),
-        (stages | {"rewrite": True}, r"a single loss function, not stages"),
+        (stages | {"chunk": "1MiB"}, r"a single loss function, not stages"),
     ):
         with pytest.raises(ValueError, match=said):
             training_program(linear, optax.sgd(0.1), options=options)

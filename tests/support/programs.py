@@ -3,7 +3,7 @@
 from hlat_jax.passes import compile as compile_pass
 from hlat_jax.train_step import StepOptions
 
-PASSES = ("rewrite", "autocast", "residuals", "memory_budget", "remat")
+PASSES = ("autocast", "kernels", "chunk", "residuals", "memory_budget", "remat")
 
 
 def training_program(loss_fn, optimizer, *, options=None, **given):

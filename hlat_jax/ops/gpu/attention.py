@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,34 +21,62 @@ _TRITON_MULTIPLE = 128  # of the sequence: a block of queries
 _TRITON_MAX_HEAD_DIM = {"bfloat16": 128, "float16": 128, "float32": 64}  # held on chip: an H100 has no room for more
 
 
-def cudnn(q_BTNH: jax.Array, k_BSKH: jax.Array, v_BSKH: jax.Array, *, window: int | None) -> jax.Array:
-    """Returns [B, T, N, H] as `ops.attention`, for rows of one segment; see `cudnn_unsupported_reasons`."""
+def dot_product_attention(
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    bias_BNTS: jax.Array | None = None,
+    mask_BNTS: jax.Array | None = None,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    scale: float | None = None,
+    implementation: str = "cudnn",
+) -> jax.Array:
+    """Returns [B, T, N, H]: softmax(scale * q k + bias) v, of the keys that the masks leave.
+
+    Args:
+      q_BTNH: queries.
+      k_BSKH: keys.
+      v_BSKH: values.
+      bias_BNTS: array that is added to the scaled scores; B or N may be 1.
+      mask_BNTS: bool, True where a query attends to a key; B or N may be 1.
+      causal: whether a query attends only to its own and earlier positions.
+      window: number of keys that a query attends to, its own included; only if causal.
+      scale: factor of the scores, by default 1/sqrt(H).
+      implementation: "cudnn", or "xla" for any platform.
+    """
+    options = {"local_window_size": None if window is None else (window - 1, 0), "implementation": implementation}
     return jax.nn.dot_product_attention(
-        q_BTNH,
-        k_BSKH,
-        v_BSKH,
-        is_causal=True,
-        local_window_size=None if window is None else (window - 1, 0),
-        implementation="cudnn",
+        q_BTNH, k_BSKH, v_BSKH, bias_BNTS, mask_BNTS, is_causal=causal, scale=scale, **options
     )
 
 
 def cudnn_unsupported_reasons(
     *, q_shape: tuple[int, ...], num_kv_heads: int, dtype: Any, has_segments: bool, window: int | str | None
 ) -> list[str]:
-    """Returns why cuDNN cannot serve a call, forward and backward; see `ops.attention.describe_call`.
-
-    The call is traced and the error returned: supported dtypes and head sizes depend on cuDNN's version and the device.
-    """
+    """Returns why cuDNN cannot serve a call, forward and backward; see `ops.attention.describe_call`."""
     if has_segments:
         return ["cuDNN supports segment ids (data.packing=documents) only as a T x T mask"]
     if isinstance(window, str):
         return [f"cuDNN has no window that is an argument (window={window})"]
     b, t, _, h = q_shape
-    q = jax.ShapeDtypeStruct(q_shape, dtype)
     k = jax.ShapeDtypeStruct((b, t, num_kv_heads, h), dtype)
+    attend = functools.partial(dot_product_attention, window=window)
+    return trace_errors(attend, jax.ShapeDtypeStruct(q_shape, dtype), k, k)
+
+
+def trace_errors(attend: Callable[..., jax.Array], *operands: Any) -> list[str]:
+    """Returns the error of tracing attention and its gradient by the first three operands; [] if there is none.
+
+    The dtypes and head sizes that cuDNN supports depend on its version and the device.
+    """
+
+    def total(*operands: Any) -> jax.Array:
+        return attend(*operands).astype(jnp.float32).sum()
+
     try:
-        jax.eval_shape(jax.grad(lambda *x: cudnn(*x, window=window).astype(jnp.float32).sum(), (0, 1, 2)), q, k, k)
+        jax.eval_shape(jax.grad(total, (0, 1, 2)), *operands)
     except (RuntimeError, NotImplementedError, ValueError) as error:
         return [" ".join(str(error).split())]
     return []

@@ -6,7 +6,6 @@ is computed alike. Which those are follows from the equations, see `_Cut`.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from hlat_jax.ops.dialect import CallSpec, Op
 from hlat_jax.passes.independence import bind_part, links
 from hlat_jax.passes.jaxpr import is_inexact, is_literal, perturbed_at, place_of, values_of, variables
 from hlat_jax.passes.rewrite.graph import CHEAP, EquationGraph, Match
@@ -33,8 +31,8 @@ _checked: dict[str, tuple[float, float]] = {}  # digest of (original, replacemen
 def compare(graph: EquationGraph, match: Match) -> tuple[float, float]:
     """Returns (the largest relative difference of a replacement from the original, the tolerance).
 
-    Both run on the CPU, in values and gradients; the replacement by the implementation chosen for a CPU. The tolerance
-    is at least four times the difference that the original shows if its inputs are rounded once more.
+    Both run on the CPU, in values and gradients. The tolerance is at least four times the difference that the original
+    shows if its inputs are rounded once more.
 
     Raises:
       ValueError: the match lacks an input of the original, or the two cannot be run, or are NaN.
@@ -55,13 +53,9 @@ def _differences(graph: EquationGraph, match: Match, cut: _Cut, change: Callable
 
     The first is of the replacement, the second of the original for inputs that are rounded once more.
     """
-    replacement = match.resized(cut.shape) if cut.sizes and match.resized else match.replacement
-
-    def choose(op: Op, call: CallSpec) -> str:
-        return op.choose("auto", "cpu", call=call).name
-
-    # a number that depends on no input of the function, such as sqrt(width), has its own value and no gradient
-    numbers = [graph.constant(var) if var.aval.size == 1 else None for var in match.inputs]
+    replacement = match.resized(cut.shape) if cut.sizes and match.resized else match.on_cpu or match.replacement
+    # what depends on no input of the function, such as sqrt(width) or a mask, has its own value and no gradient
+    numbers = [cut.constant(var) for var in match.inputs]
     scale = 1.0 if match.resized is None else 0.3  # no product stands out: each chunk depends on all that it reads
     with jax.ensure_compile_time_eval(), jax.default_device(jax.local_devices(backend="cpu")[0]):
         drawn = {
@@ -71,7 +65,7 @@ def _differences(graph: EquationGraph, match: Match, cut: _Cut, change: Callable
         computed = cut.inputs(drawn)
         inputs = [one if number is None else number for one, number in zip(computed, numbers, strict=True)]
         places = [at for at, x in enumerate(inputs) if numbers[at] is None and jnp.issubdtype(x.dtype, jnp.floating)]
-        both = (lambda *args: cut.evaluate(args)), functools.partial(replacement, choose)
+        both = (lambda *args: cut.evaluate(args)), replacement
         digest = _digest([jax.make_jaxpr(one)(*inputs) for one in both]) + change.__name__
         if digest not in _checked:
             original, replaced = (jax.jit(_with_gradients(one, places), compiler_options=_FAST_COMPILE) for one in both)
@@ -209,6 +203,8 @@ class _Cut:
                     raise ValueError("it also depends on an input that the op does not take")
                 else:
                     constants[atom] = graph.values[atom] if value is None else value
+        if self.match.resized is None:
+            constants |= {var: value for var in stop if (value := graph.constant(var)) is not None}
         return [eqn for eqn in graph.eqns if id(eqn) in visited], constants
 
     def _indices(self) -> tuple[list[Any], list[Any]]:
@@ -238,12 +234,23 @@ class _Cut:
         """Returns the values of the outputs for inputs of the shapes that are cut."""
         env = dict(zip(self.match.inputs, args, strict=True))
         for var, value in self.constants.items():
-            env[var] = value[tuple(slice(size) for size in self.shape(var))]
+            env[var] = self._part(var, value)
         for eqn in self.eqns:
             with place_of(eqn):
                 results = bind_part(eqn, values_of(eqn.invars, env), list(map(self.shape, eqn.outvars)))
                 env |= zip(eqn.outvars, results, strict=True)
         return [env[var] for var in self.match.outputs]
+
+    def constant(self, var: Any) -> Any:
+        """Returns the value of an input that depends on no input of the function, cut; None for other inputs.
+
+        If the replacement is `resized`, only single numbers have one.
+        """
+        value = self.constants.get(var, self.graph.constant(var) if var.aval.size == 1 else None)
+        return None if value is None else self._part(var, value)
+
+    def _part(self, var: Any, value: Any) -> Any:
+        return value[tuple(slice(size) for size in self.shape(var))]
 
     def _join(self, eqn: Any) -> None:
         """Joins the dimensions of each link to a class, and fixes those that are in none."""

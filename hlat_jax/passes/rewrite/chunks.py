@@ -39,17 +39,16 @@ class Mixed(ValueError):
 
 def matches(graph: EquationGraph, *, max_bytes: int = MAX_BYTES) -> Iterator[Match | Refusal]:
     """Yields a match or a refusal for each intermediate of more than `max_bytes`, the largest first."""
-    taken: set[int] = set()
+    taken = set(graph.taken)
     failed: dict[Any, str] = {}
     large = [var for eqn in graph.eqns for var in eqn.outvars if aval_bytes(var.aval) > max_bytes]
     for seed in sorted(large, key=lambda var: aval_bytes(var.aval), reverse=True):
         eqn = graph.producer(seed)
         if id(eqn) in taken or graph.is_constant(seed) or _is_given(graph, seed) or not graph.readers(seed):
             continue
-        parts = -(-_PARTS * aval_bytes(seed.aval) // max_bytes)
-        bounds = _Bounds(
-            parts, False, lambda var: _PARTS * aval_bytes(var.aval) > max_bytes, aval_bytes(seed.aval) // 64
-        )
+        num_bytes = aval_bytes(seed.aval)
+        parts = _num_parts(num_bytes, max_bytes)
+        bounds = _Bounds(parts, False, lambda var: _PARTS * aval_bytes(var.aval) > max_bytes, num_bytes // 64)
         regions, reasons = _regions(graph, seed, bounds, taken, failed)
         if regions:
             region = min(regions, key=lambda one: one.cost)
@@ -59,32 +58,31 @@ def matches(graph: EquationGraph, *, max_bytes: int = MAX_BYTES) -> Iterator[Mat
             yield Refusal("chunk", graph.source(eqn), f"{seed.aval.str_short()}: {'; '.join(reasons)}")
 
 
-def losses(graph: EquationGraph, *, max_bytes: int = LOSS_BYTES) -> Iterator[Match | Refusal]:
-    """Yields a match or a refusal for each product of more than `max_bytes` of which a loss is computed, as logits are.
+def losses(graph: EquationGraph, *, max_bytes: int = MAX_BYTES) -> Iterator[Match]:
+    """Yields a match for each product from which a loss is computed, such as logits, if chunks of it cost no time.
 
-    No other product depends on it, and the region ends in one number. The backward pass computes none of its chunks
-    again, so that they cost no time.
+    These are products of more than `LOSS_BYTES`, in chunks of at least `LEAST_ROWS` rows. No other product depends on
+    them, and their region ends in one number: the backward pass computes no chunk again. Products that need smaller
+    chunks to meet `max_bytes` are left to `matches`.
     """
     for eqn in list(graph.eqns):
         if eqn.primitive.name != "dot_general" or id(eqn) in graph.taken:
             continue
         seed = eqn.outvars[0]
-        if aval_bytes(seed.aval) <= max_bytes:
+        num_bytes, limit = aval_bytes(seed.aval), min(max_bytes, LOSS_BYTES)
+        parts = min(_num_parts(num_bytes, limit), _num_rows(eqn) // LEAST_ROWS)
+        needed = _num_parts(num_bytes, max_bytes)
+        if parts <= max(needed, 1) or graph.is_constant(seed) or not _is_of_loss(graph, seed):
             continue
-        parts = min(-(-_PARTS * aval_bytes(seed.aval) // max_bytes), _num_rows(eqn) // LEAST_ROWS)
-        if parts < 2 or graph.is_constant(seed) or not _is_of_loss(graph, seed):
-            continue
-        num_bytes = aval_bytes(seed.aval)
         bounds = _Bounds(parts, True, lambda var, size=seed.aval.size: 2 * var.aval.size > size, num_bytes)
-        regions, reasons = _regions(graph, seed, bounds, graph.taken)
-        ends = [region for region in regions if region.is_loss]
-        if ends:
-            yield min(ends, key=lambda one: one.cost).match(name="loss")
-            continue
-        if regions:
-            reasons.append("it does not end in one number, of fp32 or bf16, that is not of one device")
-            reasons.append("`passes.chunk` computes its chunks, each twice")
-        yield Refusal("loss", graph.source(eqn), f"{seed.aval.str_short()}: {'; '.join(reasons)}")
+        regions, _ = _regions(graph, seed, bounds, graph.taken)
+        if ends := [region for region in regions if region.is_loss]:
+            yield min(ends, key=lambda one: one.cost).match()
+
+
+def _num_parts(num_bytes: int, max_bytes: int) -> int:
+    """Returns the number of chunks that keep a value and its neighbors within a limit; 0 if it needs none."""
+    return -(-_PARTS * num_bytes // max_bytes) if num_bytes > max_bytes else 0
 
 
 def _is_of_loss(graph: EquationGraph, seed: Any) -> bool:
@@ -204,8 +202,8 @@ class _Region:
         if num_bytes < _LEAST_GAIN * kept_bytes:
             raise Mixed("chunks would keep about as many bytes")
 
-    def match(self, *, name: str = "chunk") -> Match:
-        """Returns the region as what `rewrite` replaces."""
+    def match(self) -> Match:
+        """Returns the region as a match whose replacement is the loops."""
         made = {var for eqn in self.eqns for var in eqn.outvars}
         originals = self.graph.copied | {new: var for (var, _), new in self._copies.items()}
         reads = [var for eqn in self.chunks.eqns for var in variables(eqn.invars) if var not in made]
@@ -214,7 +212,7 @@ class _Region:
         def replacement_at(shape_of: ShapeOf) -> Callable[..., list[Any]]:
             num_parts = self.num_parts if shape_of(self.seed)[dim] == self.seed.aval.shape[dim] else 2
 
-            def replacement(choose: Any, *values: Any) -> list[Any]:
+            def replacement(*values: Any) -> list[Any]:
                 env = dict(zip(inputs, values, strict=True))
                 env |= {var: env[originals[var]] for var in reads if var in originals}
                 return self.chunks.compute(env, shape_of=shape_of, num_parts=num_parts)
@@ -222,7 +220,7 @@ class _Region:
             return replacement
 
         return Match(
-            op=name,
+            op="chunk",
             eqns=self.eqns,
             inputs=inputs,
             outputs=self.chunks.outputs,

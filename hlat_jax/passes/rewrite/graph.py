@@ -11,7 +11,6 @@ import jax
 import numpy as np
 from jax.extend import core
 
-from hlat_jax.ops.dialect import CallSpec, Op
 from hlat_jax.passes.independence import is_elementwise_call
 from hlat_jax.passes.jaxpr import (
     ELEMENTWISE,
@@ -35,29 +34,26 @@ CHEAP = ELEMENTWISE | SAME_ELEMENTS | {"transpose", "concatenate"}  # computed a
 # Not folded above: an array of 16,384 x 16,384 int32.
 MAX_FOLDED_BYTES = 2**30
 
-# Returns the name of the implementation of an op for a call, as the op chooses it.
-Choose = Callable[[Op, CallSpec], str]
-
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """Equations that compute what one of our ops computes.
+    """Equations that a pass computes in another way.
 
     Attributes:
-      op: name of the op, for the report.
-      eqns: the equations of `EquationGraph.eqns` that the op replaces. Nobody else may read their results, except
-        `outputs`. What several ops share, such as the construction of a mask, is left out: what nobody reads is not
-        computed.
-      inputs: variables that the op takes.
+      op: name for the report, such as "attention".
+      eqns: the equations of `EquationGraph.eqns` that are replaced. Only they may read their results, except for
+        `outputs`. Equations that others need too, such as those of a mask, are left out.
+      inputs: variables that the replacement takes.
       outputs: variables that it computes.
-      replacement: takes a `Choose` and the values of `inputs`; returns those of `outputs`, a sequence, in the same
-        shapes and dtypes. It reads sizes from its arguments: the check may cut batch dimensions.
+      replacement: function from the values of `inputs` to the values of `outputs`, in the same shapes and dtypes. It
+        reads sizes from its arguments, since the check may cut batch dimensions.
       source: "file:line" for the report; see `EquationGraph.source`.
-      facts: what was recognized, for the report: "causal, scale 0.125".
-      resized: takes shapes of variables and returns the replacement at these, for the check. Without it, dimensions
-        that are summed, or along which a constant differs, are not cut.
+      facts: the properties that were found, for the report: "causal, scale 0.125".
+      on_cpu: the same function without a kernel, which the check runs in place of `replacement`.
+      resized: function from shapes of variables to the replacement at these shapes, for the check. Without it,
+        dimensions that are summed, or along which a constant differs, are not cut.
       uncut: (variable, dimension) that the check must leave at its size, although nothing is mixed along it.
-      cut_to: the size to which it cuts others.
+      cut_to: the size to which the check cuts other dimensions.
     """
 
     op: str
@@ -66,7 +62,8 @@ class Match:
     outputs: Sequence[Any]
     replacement: Callable[..., Sequence[Any]]
     source: str
-    facts: str = ""
+    facts: str
+    on_cpu: Callable[..., Sequence[Any]] | None = None
     resized: Callable[[Callable[[Any], Sequence[int]]], Callable[..., Sequence[Any]]] | None = None
     uncut: Sequence[tuple[Any, int]] = ()
     cut_to: int = 4
@@ -74,12 +71,12 @@ class Match:
 
 @dataclasses.dataclass(frozen=True)
 class Refusal:
-    """Equations that look like one of our ops and are left as they are.
+    """Equations that a pass leaves as they are.
 
     Attributes:
-      op: name of the op.
+      op: as for `Match`.
       source: "file:line".
-      reason: why it does not apply.
+      reason: why the pass does not apply.
     """
 
     op: str
@@ -330,30 +327,25 @@ class EquationGraph:
             env.update(zip(step.defines, step.run(env), strict=True))
         return values_of(self.outvars, env)
 
-    def steps(
-        self,
-        matches: Sequence[tuple[Match, Callable[..., Sequence[Any]]]],
-        *,
-        changed: Mapping[int, Any] | None = None,
-    ) -> list[_Step]:
+    def steps(self, matches: Sequence[Match], *, changed: Mapping[int, Any] | None = None) -> list[_Step]:
         """Returns the program with replacements in it, in an order in which it can run.
 
         Calls remain, but for those that a replacement is in. What is replaced is computed too: it is dead code.
 
         Args:
-          matches: each with the function from the values of its inputs to those of its outputs.
+          matches: the parts that are replaced.
           changed: id of an equation -> the one that is bound in its place.
 
         Raises:
           ValueError: replacements that need each other's results.
         """
         changed = changed or {}
-        claimed = {var for match, _ in matches for var in match.outputs}
-        ends = claimed.union(self._read_early, *(match.inputs for match, _ in matches))
+        claimed = {var for match in matches for var in match.outputs}
+        ends = claimed.union(self._read_early, *(match.inputs for match in matches))
         opened = {call for calls in self._calls.values() for call in calls if call.is_open_by(ends)}
         opened = opened.union(*(self._calls[number] for number in changed))
         order = {id(eqn): number for number, eqn in enumerate(self.eqns)}
-        replacing = {max(order[id(eqn)] for eqn in match.eqns): (match, function) for match, function in matches}
+        replacing = {max(order[id(eqn)] for eqn in match.eqns): match for match in matches}
         steps, whole = [], set()
         for number, eqn in enumerate(self.eqns):
             call = next((call for call in self._calls[id(eqn)] if call not in opened), None)
@@ -363,7 +355,7 @@ class EquationGraph:
                 whole.add(call)
                 steps.append(_binding(call.eqn, call.results, call.own - claimed))
             if number in replacing:
-                steps.append(_replacing(*replacing[number], eqn))
+                steps.append(_replacing(replacing[number], eqn))
         return _ordered(steps, {*self.invars, *self.values})
 
     def _flatten(self, closed: Any, operands: Sequence[Any], calls: tuple[_Call, ...]) -> list[Any]:
@@ -435,10 +427,10 @@ def _binding(eqn: Any, results: Sequence[Any], wanted: Collection[Any]) -> _Step
     return _Step(variables(eqn.invars), list(places), run, bool(eqn.effects))
 
 
-def _replacing(match: Match, function: Callable[..., Sequence[Any]], place: Any) -> _Step:
+def _replacing(match: Match, place: Any) -> _Step:
     def run(env: Mapping[Any, Any]) -> Sequence[Any]:
         with place_of(place):
-            return function(*(env[var] for var in match.inputs))
+            return match.replacement(*(env[var] for var in match.inputs))
 
     return _Step(match.inputs, match.outputs, run)
 

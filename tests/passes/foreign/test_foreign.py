@@ -13,10 +13,11 @@ from foreign.models import MODELS
 from foreign.unchanged import UNCHANGED
 from hlat_jax.passes import remat
 from hlat_jax.passes.autocast import autocast
+from hlat_jax.passes.chunk import chunk
 from hlat_jax.passes.jaxpr import equations
 from hlat_jax.passes.products import PRODUCTS, product_flops
 from hlat_jax.passes.residuals import select_residuals
-from hlat_jax.passes.rewrite import chunks, rewrite
+from hlat_jax.passes.rewrite import chunks
 
 BF16_STEP = 2.0**-8
 ALL = MODELS | UNCHANGED
@@ -42,7 +43,7 @@ KEPT = {
     "flax attention": 0.82,
 }
 BUDGETED = ("nanodo", "unet", "moe", "gnn")  # blocks in loops, a bottleneck, products of groups, a graph
-# Attentions and losses that `rewrite` replaces. Logits of no more classes than features are left whole.
+# Parts that `chunk` computes in chunks at a small limit.
 OPS = {
     "nanodo": (2, 1),
     "lm1b": (2, 1),

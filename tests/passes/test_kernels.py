@@ -1,16 +1,23 @@
-"""Attention in functions that nobody wrote for us is found, replaced by the op, and left alone where it is another."""
+"""Attention of functions that were not written for a kernel: which calls reach one, and which are left as they are.
 
-import dataclasses
+No kernel runs on a CPU. Most tests run cuDNN's calls by the same function of JAX without the kernel.
+"""
+
 import functools
 import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from hlat_jax.ops import attention, chunked_attention
-from hlat_jax.passes.rewrite import check, rewrite
+from hlat_jax.passes import kernels as kernels_pass
+from hlat_jax.passes.autocast import autocast
+from hlat_jax.passes.compile import training_program
+from hlat_jax.passes.kernels import kernels
+from hlat_jax.passes.rewrite import check
+from hlat_jax.train_step import StepOptions
 
 B, T, N, H = 2, 8, 4, 6
 TRIL = np.tril(np.ones((T, T), bool))
@@ -25,7 +32,6 @@ Q, K, V = (normal(B, T, N, H) for _ in range(3))
 SEGMENTS = np.sort(rng.integers(0, 3, (B, T)), axis=1).astype(np.int32)
 IS_TOKEN = np.arange(T) < np.array([[5], [T]])
 KEYS = IS_TOKEN[:, None, None]
-KEY = jax.random.PRNGKey(0)
 scores_of = functools.partial(jnp.einsum, "btnh,bsnh->bnts")
 values_of = functools.partial(jnp.einsum, "bnts,bsnh->btnh")
 softmax = jax.nn.softmax
@@ -82,16 +88,6 @@ def in_half_precision(q, k, v):
     return values_of(softmax(causal(scores_of(q, k).astype(jnp.float32))).astype(jnp.bfloat16), v)
 
 
-def dropped(q, k, v, key):
-    probs = softmax(causal(scores_of(q, k)))
-    return values_of(jax.random.bernoulli(key, 0.9, probs.shape) * probs / 0.9, v)
-
-
-def where_dropped(q, k, v, key):
-    probs = softmax(causal(scores_of(q, k)))
-    return values_of(jnp.where(jax.random.bernoulli(key, 0.9, probs.shape), probs / 0.9, 0), v)
-
-
 def same_segment(ids):
     return (ids[:, :, None] == ids[:, None, :])[:, None]
 
@@ -114,10 +110,11 @@ RECOGNIZED = {
     "grouped heads": (grouped_heads, TWO_HEADS, "causal, scale 1, .*N 4 K 2"),
     "one key head": (one_key_head, (Q, K[:, :, 0], V[:, :, 0]), "N 4 K 1"),
     "bf16": (in_half_precision, QKV, "causal"),
-    "dropout": (dropped, (*QKV, KEY), "causal, .*dropout"),
-    "dropout by where": (where_dropped, (*QKV, KEY), "causal, .*dropout"),
-    "softcap": (attend(lambda s: causal(20 * jnp.tanh(s / 20))), (Q, K), "causal, scale 0.4082, softcap 20"),
-    "segments": (attend(lambda s, i: jnp.where(same_segment(i) & TRIL, s, -1e30)), (Q, K, SEGMENTS), "causal, .*segm"),
+    "segments": (
+        attend(lambda s, i: jnp.where(same_segment(i) & TRIL, s, -1e30)),
+        (Q, K, SEGMENTS),
+        "causal, .*1 masks",
+    ),
     "causal and key mask": (
         attend(lambda s, m: jnp.where(TRIL & m[:, None, None], s, -1e9)),
         (Q, K, ~IS_TOKEN),  # the first queries attend to no key
@@ -138,8 +135,6 @@ CAUSAL = {
     "iota": lambda s: jax.lax.select(is_behind(s.shape), s, jnp.full_like(s, -1e30)),
     "added": lambda s: s + jnp.where(TRIL, 0.0, -1e9),
     "added product": lambda s: s + (1.0 - jnp.tril(jnp.ones((T, T)))) * -1e10,
-    "product and difference": lambda s: s * TRIL - 1e10 * (1 - TRIL.astype(np.float32)),
-    "minimum": lambda s: jnp.minimum(s, jnp.where(TRIL, jnp.inf, -1e9)),
 }
 PADDED = {
     "where": lambda s, m: jnp.where(m[:, None, None], s, -1e9),
@@ -156,12 +151,22 @@ BOTH = {
 }
 
 
-def report_of(fn, *args, **options):
-    ours = rewrite(fn, **options)
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """cuDNN takes every call, and its calls run without it."""
+    cudnn = kernels_pass._CUDNN
+    monkeypatch.setitem(
+        kernels_pass._KERNELS, "cuda", cudnn._replace(run=cudnn.on_cpu, refusals=lambda *args, **call: [])
+    )
+
+
+def report_of(fn, *args, platform="cuda", **options):
+    ours = kernels(fn, platform=platform, **options)
     jax.eval_shape(ours, *args)
     return ours.report()
 
 
+@pytest.mark.usefixtures("on_cpu")
 def test_attention_is_recognized_in_every_form():
     for name, (fn, args, facts) in RECOGNIZED.items():
         report = report_of(fn, *args, check=False)
@@ -170,10 +175,15 @@ def test_attention_is_recognized_in_every_form():
         assert not report.refusals, (name, report)
 
 
+@pytest.mark.usefixtures("on_cpu")
 @pytest.mark.quick_cases("causal", "both")
 @pytest.mark.parametrize(
     ("forms", "facts", "more"),
-    [(CAUSAL, "causal, scale", ()), (PADDED, "bidir.* masks", (IS_TOKEN,)), (BOTH, "causal, .*1 masks", (IS_TOKEN,))],
+    [
+        (CAUSAL, "causal, scale", ()),
+        (PADDED, "bidir.*[12] masks", (IS_TOKEN,)),
+        (BOTH, "causal, .*1 masks", (IS_TOKEN,)),
+    ],
     ids=["causal", "padded", "both"],
 )
 def test_a_mask_is_recognized_in_every_spelling(forms, facts, more):
@@ -184,11 +194,12 @@ def test_a_mask_is_recognized_in_every_spelling(forms, facts, more):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("on_cpu")
 def test_replaced_attention_has_the_values_and_gradients_of_the_original():
     for name, (fn, args, _) in list(RECOGNIZED.items())[::2]:
         (one,) = report_of(fn, *args).replacements
         assert one.difference < (1e-2 if name == "bf16" else 2e-6), name  # of random inputs; a few roundings of fp32
-        expected, ours = fn(*args), rewrite(fn)(*args)
+        expected, ours = fn(*args), kernels(fn, platform="cuda")(*args)
         assert expected.dtype == ours.dtype
         # bf16: one step of its 8 bits in the result, and the probabilities' own rounding in those near 0
         tolerance = {"rtol": 2**-7, "atol": 1e-2} if name == "bf16" else {"atol": 3e-6}
@@ -236,44 +247,34 @@ def precise(q, k):
     return values_of(softmax(scores_of(q, k, precision="highest")), V)
 
 
-def masked(mask):
-    return attend(lambda s: jnp.where(mask, s, -1e9))
-
-
-AHEAD = np.arange(T)[:, None] - np.arange(T)
-# name -> (function, the reason that the report gives, further arguments); "" for none: it is not even alike
+# name -> (function, the reason in the report, further arguments); "" if the report does not name it
 REFUSED = {
     "a precision of its own": (precise, "a product has precision="),
     "scores that are read elsewhere": (several, "dot_general at .* is also read at"),
     "probabilities that are returned": (with_probabilities, "is returned"),
     "a softmax over queries": (values_after(functools.partial(softmax, axis=2)), "not over the dimensions"),
-    "a scale for each head": (attend(lambda s: s * np.arange(1.0, 5)[:, None, None]), "more than a scale"),
-    "scores that are squared": (attend(jnp.square), "more than a scale"),
-    "a mask of small numbers": (attend(lambda s: jnp.where(TRIL, s, -1.0)), "more than a scale"),
-    "a bias": (attend(lambda s, b: s + b), "more than a scale", normal(T, T)),
-    "a softcap after the mask": (attend(lambda s: jnp.tanh(causal(s))), "more than a scale"),
+    "a scale for each head": (attend(lambda s: s * np.arange(1.0, 5)[:, None, None]), "the scores go through mul"),
+    "scores that are squared": (attend(jnp.square), "go through square"),
+    "a mask of small numbers": (attend(lambda s: jnp.where(TRIL, s, -1.0)), "go through select_n"),
+    "a softcap": (attend(lambda s: causal(20 * jnp.tanh(s / 20))), "go through tanh"),
     "one more in the sum": (one_more_in_the_sum, ""),
     "heads that are summed": (heads_summed, "summed with the keys"),
-    "probabilities that are doubled": (values_after(lambda s: 2 * softmax(s)), "more than dropout"),
-    "a gradient of one's own": (values_after(straight_through), "derivative rule of its own"),
-    # a query without keys has a gradient by all of them
-    "a mask of data, added": (attend(lambda s, m: s + jnp.where(m, 0, -1e9)), "added to the scores", KEYS),
-    "a gradient that is stopped": (attend(jax.lax.stop_gradient), ""),
+    "probabilities that are doubled": (values_after(lambda s: 2 * softmax(s)), ""),
+    "a gradient of one's own": (values_after(straight_through), ""),
+    "a bias that differs by row": (attend(lambda s, b: s + b), "may have no gradient", normal(B, N, T, T)),
+    "a gradient that is stopped": (attend(jax.lax.stop_gradient), "go through stop_gradient"),
     "bf16 in between": (
         values_after(lambda s: softmax(s.astype(jnp.bfloat16).astype(jnp.float32))),
         "differs from it by",
     ),
     "values of another size": (attend(causal, v=V[..., :5]), "values have 5 features, keys 6"),
-    "two numbers for masked scores": (attend(lambda s, m: jnp.where(m, causal(s), -1e9)), "different numbers", KEYS),
-    "the next key too": (masked(np.tril(np.ones((T, T), bool), 1)), "neither causal nor a causal band"),
-    "only what is before": (attend(lambda s: jnp.where(is_behind(s.shape, by=1), s, -1e9)), "neither causal"),
-    "a mask in one head": (masked(TRIL | (np.arange(N) > 0)[:, None, None]), "neither"),
-    "only the largest scores": (attend(largest), "more than a scale"),
-    "a band with a hole": (masked(TRIL & (AHEAD < 5) & (np.arange(T) != 2)), "neither causal nor a causal band"),
+    "two numbers for masked scores": (attend(lambda s, m: jnp.where(m, causal(s), -1e9)), "differs from it", KEYS),
+    "only the largest scores": (attend(largest), "is also read at"),
 }
 
 
-def test_what_the_op_does_not_compute_is_not_replaced():
+@pytest.mark.usefixtures("on_cpu")
+def test_attention_that_no_kernel_computes_is_left():
     for name, (fn, reason, *more) in REFUSED.items():
         report = report_of(fn, Q, K, *more)
         assert not report.replacements, (name, report)
@@ -289,7 +290,48 @@ def reversed_gradient(x):
 reversed_gradient.defvjp(lambda x: (x, None), lambda _, cotangent: (-cotangent,))
 
 
+AHEAD = np.arange(T)[:, None] - np.arange(T)
+OTHER_MASKS = {
+    "the next key too": np.tril(np.ones((T, T), bool), 1),
+    "only what is before": AHEAD > 0,
+    "a mask in one head": TRIL | (np.arange(N) > 0)[:, None, None],
+    "a band with a hole": TRIL & (AHEAD < 5) & (np.arange(T) != 2),
+}
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_constant_masks_that_are_not_causal_are_masks():
+    for name, mask in OTHER_MASKS.items():
+        (one,) = report_of(attend(lambda s, mask=mask: jnp.where(mask, s, -1e9)), Q, K).replacements
+        assert "bidirectional" in one.facts, name
+        assert "1 masks" in one.facts, name
+
+
+BIASES = {
+    "of all heads": normal(N, T, T),
+    "of all rows": normal(T, T),
+    "of a distance": normal(N)[:, None, None] * AHEAD,
+    "a mask of data": jnp.where(KEYS, 0, -1e9),
+}
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_bias_has_its_gradient():
+    for name, bias in BIASES.items():
+        fns = [
+            jax.grad(lambda bias, q, fn=fn: jnp.sum(fn(q, K, bias) ** 2))
+            for plain in [attend(lambda s, bias: causal(s) + bias)]
+            for fn in (plain, kernels(plain, platform="cuda"))
+        ]
+        if name != "a mask of data":
+            np.testing.assert_allclose(fns[1](bias, Q), fns[0](bias, Q), atol=1e-5, err_msg=name)
+    added = attend(lambda s, m: s + jnp.where(m, 0, -1e9))
+    (one,) = report_of(added, Q, K, KEYS).replacements  # differs by row, and no float enters into it
+    assert "bias" in one.facts
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("on_cpu")
 def test_a_rule_of_a_function_that_returns_its_operand_is_kept_with_attention():
     def after(q):
         return jnp.sum(jnp.sin(reversed_gradient(values_of(softmax(scores_of(q, K)), V))))
@@ -298,15 +340,16 @@ def test_a_rule_of_a_function_that_returns_its_operand_is_kept_with_attention():
         return jnp.sum(jnp.sin(values_of(reversed_gradient(softmax(scores_of(q, K))), V)))
 
     for loss in (after, inside):
-        np.testing.assert_allclose(jax.grad(rewrite(loss))(Q), jax.grad(loss)(Q), atol=2e-6)
+        np.testing.assert_allclose(jax.grad(kernels(loss, platform="cuda"))(Q), jax.grad(loss)(Q), atol=2e-6)
 
 
-def test_a_print_beside_attention_happens_once_and_hinders_no_replacement(capsys):
+@pytest.mark.usefixtures("on_cpu")
+def test_a_print_next_to_attention_happens_once(capsys):
     def loud(q, k):
         jax.debug.print("{}", q.sum())
         return values_of(softmax(causal(scores_of(jnp.tanh(q), k))), V)
 
-    ours = rewrite(loud)
+    ours = kernels(loud, platform="cuda")
     np.testing.assert_allclose(ours(Q, K), loud(Q, K), atol=2e-6)
     jax.effects_barrier()
     assert len(ours.report().replacements) == 1
@@ -319,6 +362,7 @@ ALIKE = {  # where all dimensions have one size
 }
 
 
+@pytest.mark.usefixtures("on_cpu")
 def test_a_softmax_is_recognized_by_the_axes_of_its_sum():
     q = normal(4, 4, 4, 4)
     for name, probs in ALIKE.items():
@@ -326,46 +370,17 @@ def test_a_softmax_is_recognized_by_the_axes_of_its_sum():
         assert not report.replacements, name
 
 
-def hide(scores, mask):
-    return jnp.where(mask[:, None], -1e9, scores)
-
-
-NO_SEGMENTS = {
-    "of queries and of keys": lambda s, i, j: hide(s, ~(i[:, :, None] == j[:, None, :])),
-    "other segments alone": lambda s, i, _: hide(s, i[:, :, None] == i[:, None, :]),
-    "of queries with themselves": lambda s, i, _: hide(s, ~(i == i)[:, :, None]),
-}
-
-
-def test_other_comparisons_of_segments_are_masks():
-    for name, change in NO_SEGMENTS.items():
-        (one,) = report_of(attend(change), Q, K, SEGMENTS, SEGMENTS).replacements
-        assert "1 masks" in one.facts, name
-        assert "segments" not in one.facts, name
-
-
-def test_a_replacement_that_is_wrong_is_not_used(monkeypatch):
-    fn = functools.partial(jax_attention, is_causal=True)
+def test_a_call_that_is_wrong_is_not_used(monkeypatch, on_cpu):
     monkeypatch.setattr(check, "_checked", {})
-    right = attention.attention
-    monkeypatch.setattr(attention, "attention", lambda q, **rest: right(q * 1.0001, **rest))
-    report = report_of(fn, *QKV)
+    kernel = kernels_pass._KERNELS["cuda"]
+    wrong = kernel._replace(on_cpu=lambda q, *rest, **call: kernel.on_cpu(q * 1.0001, *rest, **call))
+    monkeypatch.setitem(kernels_pass._KERNELS, "cuda", wrong)
+    report = report_of(functools.partial(jax_attention, is_causal=True), *QKV)
     assert not report.replacements
     assert re.search(r"differs from it by \S+, more than 1e-05", report.refusals[0].reason)
 
-    fn = attend(lambda scores, allowed: jnp.where(allowed, scores, -1e9))
-    right_of_variant = chunked_attention.attention
 
-    def maskless(*args, variant, **rest):
-        return right_of_variant(*args, variant=dataclasses.replace(variant, masks=()), **rest)
-
-    assert report_of(fn, Q, K, KEYS).replacements
-    monkeypatch.setattr(check, "_checked", {})
-    monkeypatch.setattr(chunked_attention, "attention", maskless)
-    assert not report_of(fn, Q, K, KEYS).replacements
-
-
-def test_a_replacement_is_compared_on_a_machine_with_one_device(monkeypatch):
+def test_a_call_is_compared_on_a_machine_with_one_device(monkeypatch, on_cpu):
     monkeypatch.setattr(check, "_checked", {})
     devices = jax.local_devices(backend="cpu")[:1]
     monkeypatch.setattr(jax, "local_devices", lambda **_: devices)
@@ -373,6 +388,7 @@ def test_a_replacement_is_compared_on_a_machine_with_one_device(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("on_cpu")
 def test_attention_inside_loops_and_checkpoints_is_replaced():
     mask = jnp.tril(jnp.ones((T, T), bool))
 
@@ -384,7 +400,7 @@ def test_attention_inside_loops_and_checkpoints_is_replaced():
         x, _ = jax.lax.scan(lambda x, k: (layer(x, k), None), q, jnp.stack([k, k]))
         return jnp.sum(jax.jit(layer)(x, k) ** 2), x
 
-    ours = rewrite(fn)
+    ours = kernels(fn, platform="cuda")
     expected, found = (jax.jit(jax.value_and_grad(one, has_aux=True))(Q, K) for one in (fn, ours))
     (one,) = ours.report().replacements
     assert one.count == 2
@@ -394,12 +410,71 @@ def test_attention_inside_loops_and_checkpoints_is_replaced():
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-5)
 
 
-def test_the_implementation_is_the_choice_of_the_dialect():
+def test_a_platform_without_a_kernel_leaves_the_function_as_it_is():
     fn = functools.partial(jax_attention, is_causal=True)
-    (one,) = report_of(fn, *QKV, platform="cuda", check=False).replacements
-    assert one.chosen == ("einsum (level 10 on cuda)",)
+    ours = kernels(fn, platform="cpu")
+    assert str(jax.make_jaxpr(ours)(*QKV)) == str(jax.make_jaxpr(fn)(*QKV))
+    assert str(ours.report()) == "kernels: nothing replaced: platform cpu has none"
 
 
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="cuDNN is there")
+def test_attention_is_left_if_cudnn_is_not_installed():
+    report = report_of(functools.partial(jax_attention, is_causal=True), *(x.astype(jnp.bfloat16) for x in QKV))
+    assert not report.replacements
+    assert "cuDNN" in report.refusals[0].reason
+
+
+def test_cudnn_receives_causal_and_masked_calls_after_autocast(monkeypatch):
+    asked = []
+
+    def fake(q, k, v, bias, mask, **options):
+        asked.append((q.dtype, k.shape, bias if bias is None else bias.shape, mask if mask is None else mask.shape))
+        asked[-1] += (options["is_causal"], options["implementation"])
+        return q
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", fake)
+    masked = attend(lambda s, m: jnp.where(m[:, None, None] & TRIL, s, -1e9), v=V)
+    biased = attend(lambda s, b: s + b, v=V)
+    for fn, more in ((masked, (IS_TOKEN,)), (biased, (normal(1, N, T, T),))):
+        low = kernels(autocast(fn, "bf16"), platform="cuda", check=False)
+        jax.eval_shape(low, Q, K, *more)
+        assert low.report().replacements, low.report()
+    bf16 = jnp.dtype("bfloat16")
+    assert (bf16, (B, T, N, H), None, (B, 1, T, T), True, "cudnn") in asked
+    assert (bf16, (B, T, N, H), (1, N, T, T), None, False, "cudnn") in asked
+
+
+def test_a_causal_program_for_neuron_has_the_nki_kernels():
+    q, k = normal(1, 512, 4, 8), normal(1, 512, 2, 8)
+    fn = functools.partial(jax_attention, is_causal=True, scale=0.5)
+    ours = kernels(fn, platform="neuron", check=False)
+    text = str(jax.make_jaxpr(jax.grad(lambda q: jnp.sum(ours(q, k, k) ** 2)))(q))
+    assert "nki_attention_forward" in text
+    assert "nki_attention_backward" in text
+    for other, words in ((jax_attention, "takes a causal mask and no other"), (fn, "is not a multiple of 512")):
+        report = report_of(other, *(QKV if other is fn else (q, k, k)), platform="neuron")
+        assert not report.replacements
+        assert words in report.refusals[0].reason
+    difference = report_of(fn, q, k, k, platform="neuron").replacements[0].difference
+    assert difference < 1e-5  # by the reference in the kernel's layouts
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_training_program_calls_kernels_before_it_makes_chunks(monkeypatch):
+    monkeypatch.setattr(StepOptions, "platform", "cuda")
+
+    def loss(params, batch):
+        q, k, v = ((batch @ params[key]).reshape(2, 64, 2, 8) for key in "qkv")
+        return jnp.mean(jax_attention(q, k, v, is_causal=True) ** 2)
+
+    params = {key: jnp.asarray(normal(16, 16)) for key in "qkv"}
+    passes = {"autocast": "bf16", "kernels": True, "chunk": "4KiB"}  # scores of 64 KiB
+    program = training_program(loss, optax.sgd(0.1), **passes, params=params, batch=jnp.ones((2, 64, 16)))
+    assert [stage.name for stage in program.stages] == ["loss", "autocast", "kernels", "chunk"]
+    assert re.search(r"^kernels .* attention at .*causal", str(program), re.MULTILINE)
+
+
+@pytest.mark.usefixtures("on_cpu")
 def test_large_originals_are_compared_at_four_rows_and_four_heads(monkeypatch):
     monkeypatch.setattr(check, "CUT_ABOVE", 0)
     shapes = []
