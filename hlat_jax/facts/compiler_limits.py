@@ -24,8 +24,12 @@ OPERATION_ADVICE = (
 # an MoE prefill (39,723,713). They mark the compiler's modular split, above 2e11 multiplications, and measure none.
 ESTIMATE_NOTE = "an order of magnitude: no public count of the compiler can be compared with it"
 
-# An estimate within this factor of a limit may exceed it.
 ROOM = 1.4
+
+
+def may_exceed(estimate: int, limit: int) -> bool:
+    """Returns whether an estimate is above a limit, or within a factor ROOM of it."""
+    return ROOM * estimate > limit
 
 
 def program_limit(compiler_flags: str) -> int:

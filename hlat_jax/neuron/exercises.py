@@ -17,8 +17,8 @@ from jax.sharding import PartitionSpec as P
 
 from hlat_jax.config import ParallelConfig
 from hlat_jax.facts.core_groups import server_of
-from hlat_jax.parallel.degrees import placement
-from hlat_jax.parallel.sharding import Layout, make_layout, resolve_degrees
+from hlat_jax.parallel.degrees import place_over
+from hlat_jax.parallel.sharding import Layout, make_layout
 from hlat_jax.precision import Rounding
 
 _NUM_DRAWN = 1 << 20
@@ -68,12 +68,10 @@ def layouts_to_check(
     they are one of those.
     """
     try:
-        *_, tensor = resolve_degrees(parallel, len(devices))
-        order = placement(len(devices), tensor=tensor, server=server_of(devices))
-        layout = make_layout(parallel, [devices[index] for index in order], num_kv_heads=num_kv_heads)
+        layout = place_over(parallel, devices, server_of(devices), num_kv_heads=num_kv_heads)
+        split = layout.wide(layout.mesh.axis_names)
     except ValueError:
-        layout = None
-    split = [axis for axis, size in layout.mesh.shape.items() if size > 1] if layout is not None else []
+        split = ()
     yield from ((layout, axis) for axis in split)
     if not any(layout.mesh.shape[axis] == len(devices) for axis in split):
         yield make_layout(ParallelConfig(data=len(devices)), devices, num_kv_heads=1), "data"

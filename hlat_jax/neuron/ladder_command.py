@@ -97,9 +97,10 @@ def _text(index: int, row: dict[str, Any], limits: tuple[int, int], nodes: int) 
         rules = ", ".join([f"{rule} (error)" for rule in program["errors"]] + program["warnings"]) or "no warning"
         since = f"; the program of rung {program['same_as_rung']}" if program["same_as_rung"] != index else ""
         lines.append(f"  {name:<12}{numbers[0]:>14}{numbers[1]:>14}{numbers[2]:>12}  {rules}{since}")
-        room = compiler_limits.ROOM
-        advice |= {compiler_limits.program_advice([name])} if room * program["judged"] > limits[0] else set()
-        advice |= {compiler_limits.OPERATION_ADVICE} if room * program["largest"] > limits[1] else set()
+        if compiler_limits.may_exceed(program["judged"], limits[0]):
+            advice.add(compiler_limits.program_advice([name]))
+        if compiler_limits.may_exceed(program["largest"], limits[1]):
+            advice.add(compiler_limits.OPERATION_ADVICE)
     lines += [f"  may exceed a limit: {line}" for line in sorted(advice)]
     return "\n".join([*lines, f"  {row['command']}"])
 

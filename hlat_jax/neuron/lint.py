@@ -178,7 +178,7 @@ def _instruction_hits(
     counts = list(instructions.counts(jaxpr, num_shards=num_shards))
     whole = instructions.total(counts)
     most, limit = compiler_limits.program_limit(compiler_flags), compiler_limits.operation_limit(target)
-    if compiler_limits.ROOM * whole.unrolled > most:
+    if compiler_limits.may_exceed(whole.unrolled, most):
         eqn, tiles, trips = max(counts, key=lambda count: count[1] * count[2])
         unrolled, looped = map(compiler_limits.round_estimate, (whole.unrolled, whole.looped))
         loops = f"about {unrolled} instructions with every loop unrolled, {looped} with none"
@@ -186,7 +186,7 @@ def _instruction_hits(
         may = "may exceed the " * (whole.unrolled <= most)
         yield "CG01", f"{loops}; {share} ({may}limit {most:,}; {compiler_limits.ESTIMATE_NOTE})", eqn
     for eqn, tiles, _ in counts:
-        if compiler_limits.ROOM * tiles > limit:
+        if compiler_limits.may_exceed(tiles, limit):
             about, may = compiler_limits.round_estimate(tiles), "may exceed the " * (tiles <= limit)
             yield "CG02", f"about {about} instructions ({may}limit {limit:,}; {compiler_limits.ESTIMATE_NOTE})", eqn
 

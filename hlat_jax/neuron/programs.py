@@ -66,7 +66,7 @@ def findings(name: str, traced: Any, *, program: RunProgram, target: str) -> lis
     if name == "eval":  # its loops are kept, see `Instructions.count_for_limit`
         count = estimate_instructions(live_jaxpr(traced), num_shards=1).count_for_limit(name)
         most = compiler_limits.program_limit(flags)
-        hits = [finding for finding in hits if finding.rule != "CG01" or compiler_limits.ROOM * count > most]
+        hits = [finding for finding in hits if finding.rule != "CG01" or compiler_limits.may_exceed(count, most)]
     if name not in ("train", "microbatch", "steady"):
         return hits
     memory = device_bytes(program, jaxpr=live_jaxpr(traced))

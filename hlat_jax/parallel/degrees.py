@@ -55,7 +55,7 @@ def layout_over(config: Config, devices: Sequence[Any], *, server: Server | None
         check_degrees(config, len(devices), server=server)
     except ValueError as error:
         raise ValueError(f"{error} {_advice(config, len(devices), server)}") from None
-    return _place(config.model, _resolve_rest(config.parallel, len(devices)), devices, server)
+    return place_over(config.parallel, devices, server, num_kv_heads=config.model.num_kv_heads)
 
 
 def placement(num_devices: int, *, tensor: int, server: Server | None) -> np.ndarray:
@@ -159,7 +159,7 @@ def layout_of_model(model: ModelConfig, parallel: ParallelConfig, devices: Seque
     parallel = _resolve_rest(parallel, count)
     check_parallel(parallel, model)
     server = core_groups.server_of(devices[:count])
-    layout = _place(model, parallel, devices[:count], server)
+    layout = place_over(parallel, devices[:count], server, num_kv_heads=model.num_kv_heads)
     _check_model(model, layout)
     if server:
         _check_groups(parallel, model=model, server=server, trains=False)
@@ -172,9 +172,11 @@ def _resolve_rest(parallel: ParallelConfig, num_devices: int) -> ParallelConfig:
     return dataclasses.replace(parallel, **degrees)
 
 
-def _place(model: ModelConfig, parallel: ParallelConfig, devices: Sequence[Any], server: Server | None) -> Layout:
+def place_over(parallel: ParallelConfig, devices: Sequence[Any], server: Server | None, *, num_kv_heads: int) -> Layout:
+    """Returns the layout over devices in the order that groups of the tensor degree need; checks no group."""
+    parallel = _resolve_rest(parallel, len(devices))
     order = placement(len(devices), tensor=parallel.tensor, server=server)
-    return make_layout(parallel, [devices[index] for index in order], num_kv_heads=model.num_kv_heads)
+    return make_layout(parallel, [devices[index] for index in order], num_kv_heads=num_kv_heads)
 
 
 def are_degrees_valid(config: Config, num_devices: int, *, server: Server | None = None) -> bool:

@@ -227,12 +227,11 @@ class ReplicaSync:
 
         It is reduce-scattered over the first mesh axes in `dim`, then summed over the second.
         """
-        rules = self.layout.param_rules
         partial = {mesh_axis for axis in axes for mesh_axis in self.layout.partial_gradients.get(axis, ())}
-        done = {mesh_axis for axis in axes for mesh_axis in rules[axis]}
-        to_sum = [axis for axis in self.layout.wide((*_SPLIT, *TENSOR)) if axis in {*_SPLIT, *partial} - done]
         dim, replicas = self._replicas(axes)
-        return (replicas, tuple(axis for axis in to_sum if axis not in replicas)), dim
+        done = {*replicas, *(mesh_axis for axis in axes for mesh_axis in self.layout.param_rules[axis])}
+        summed = {*_SPLIT, *partial} - done
+        return (replicas, tuple(axis for axis in self.layout.wide((*_SPLIT, *TENSOR)) if axis in summed)), dim
 
     def _replicas(self, axes: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
         """Returns the dim and the mesh axes along which the state is split and the parameter is not."""

@@ -327,14 +327,14 @@ def instruction_lines(estimates: dict[str, Any]) -> list[str]:
     is_public = limit == compiler_limits.PROGRAM_LIMIT
     whose = "public logs show" if is_public else f"{compiler_limits.LIMIT_FLAG} and public logs give"
     limits = f"{whose} {limit:,} per program and {operation_limit:,} per operation"
-    advice, room = [], compiler_limits.ROOM
-    above = [name for name, counts in programs.items() if room * counts["judged"] > limit]
+    advice, within = [], f"MAY EXCEED a limit, being within {compiler_limits.ROOM} of it"
+    above = [name for name, counts in programs.items() if compiler_limits.may_exceed(counts["judged"], limit)]
     if above:
         exceeds = any(programs[name]["judged"] > limit for name in above)
-        word = "WARNING" if exceeds else f"MAY EXCEED a limit, being within {room} of it,"
-        advice.append(f"  {word} for {', '.join(above)}: {limits}; {compiler_limits.program_advice(above)}")
-    if room * largest > operation_limit:
-        word = "WARNING" if largest > operation_limit else f"MAY EXCEED a limit, being within {room} of it"
+        word = f"{'WARNING' if exceeds else f'{within},'} for {', '.join(above)}"
+        advice.append(f"  {word}: {limits}; {compiler_limits.program_advice(above)}")
+    if compiler_limits.may_exceed(largest, operation_limit):
+        word = "WARNING" if largest > operation_limit else within
         advice.append(f"  {word}: {limits}; {compiler_limits.OPERATION_ADVICE}")
     return [line, *(advice or [f"  below the limits: {limits}"])]
 
