@@ -105,7 +105,7 @@ def test_layout_over_neuron_devices_is_placed_and_one_over_others_is_not():
 def test_the_group_of_the_norms_is_checked():
     """Their all-reduce goes over every axis that splits the state: cores 0 to 3 here. Generation has no norms."""
     degrees = {"data": 8, "fsdp": 2, "tensor": 2}
-    with pytest.raises(ValueError, match=r"parallel.fsdp=2 x parallel.tensor=2: 4 cores \[0, 1, 2, 3\]"):
+    with pytest.raises(ValueError, match=r"^parallel.fsdp=2 x parallel.tensor=2"):
         check_degrees(small_config(rows=16, **degrees), 32, server=TRN1)
     for trains, refused in ((True, 1), (False, 0)):
         found = group_verdicts(ParallelConfig(**degrees), model=ModelConfig(num_kv_heads=4), server=TRN1, trains=trains)
@@ -151,7 +151,7 @@ def test_cores_are_those_of_a_listed_group():
         for count in sorted(listed | {3, 12, whole // 2 + 1} & set(range(whole))):
             topology = Topology(instance, cores=count, lnc=lnc)
             if count not in listed:
-                with pytest.raises(ValueError, match=rf"--cores={count} on {instance}: {count} cores \[0, 1"):
+                with pytest.raises(ValueError, match=f"^--cores={count}"):
                     resolve_topology(topology)
                 continue
             assert resolve_topology(topology).cores == count

@@ -201,7 +201,7 @@ def test_compiler_flags_of_the_config_and_the_user_replace_others_flag_by_flag()
     words, notes = flags_with(f"{limit}=7", config.train.compiler_flags)
     assert (words, notes) == (f"{before} {limit}=7", (f"NEURON_CC_FLAGS: your value replaces {limit}=60000000",))
     assert "--optlevel=2" in flags_with(text="-O2")[0]
-    with pytest.raises(ValueError, match=r"train\.compiler_flags='--target=trn2': --target=trn2 does not match trn1"):
+    with pytest.raises(ValueError, match=r"^train\.compiler_flags='--target=trn2'"):
         flags_with(text="--target=trn2")
 
 
@@ -257,7 +257,7 @@ def test_part_of_a_node_is_made_visible_and_one_device_does_not_run_its_step_on_
     assert environment(MIXED, ParallelConfig(), some, current={}).variables["NEURON_RT_NUM_CORES"] == "8"
     assert not environment(MIXED, ParallelConfig(), some, current={"NEURON_RT_VISIBLE_CORES": "8-15"}).notes
     one = Topology("trn1.2xlarge", cores=1)
-    with pytest.raises(ValueError, match="would run the whole training step on the host's CPU"):
+    with pytest.raises(ValueError, match=r"^NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU"):
         environment(MIXED, ParallelConfig(), one, current={"NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU": "1"})
 
 
@@ -283,13 +283,13 @@ def test_neuron_is_used_if_devices_exist_unless_jax_platforms_differs(tmp_path):
     here = neuron_topology.Machine(tmp_path, product)
     for named, platforms, expected in (("", "", ""), ("", "cpu", ""), ("trn1.32xlarge", "", "trn1.32xlarge")):
         assert neuron_topology.instance_to_serve(named, platforms, machine=here) == expected
-    with pytest.raises(ValueError, match="JAX_PLATFORMS=neuron,cpu names neuron, and this machine has no"):
+    with pytest.raises(ValueError, match=r"^JAX_PLATFORMS=neuron,cpu"):
         neuron_topology.instance_to_serve("", "neuron,cpu", machine=here)
     (tmp_path / "neuron0").touch()
     for platforms, expected in (("", "trn1.2xlarge"), ("neuron,cpu", "trn1.2xlarge"), ("cpu", ""), ("cuda", "")):
         assert neuron_topology.instance_to_serve("", platforms, machine=here) == expected
     product.write_text("inf2.24xlarge\n")
-    with pytest.raises(ValueError, match=r"the instance type 'inf2.24xlarge' is unknown: give --instance=TYPE"):
+    with pytest.raises(ValueError, match=r"inf2\.24xlarge"):
         neuron_topology.detected_instance(here)
 
 
@@ -332,7 +332,7 @@ def test_prepare_sets_the_node_environment_before_importing_jax(trn1_node, with_
     precision, parallel = PrecisionConfig("bf16_sr"), ParallelConfig(data=1, tensor=-1)
     fake_compiler(tmp_path / "scripts", monkeypatch)
     before = dict(os.environ)
-    with pytest.raises(ValueError, match=r"trn1\.32xlarge: JAX was imported before \w+ was set\. Start Python again"):
+    with pytest.raises(ValueError, match=r"^trn1\.32xlarge: "):
         neuron_env.prepare(precision, parallel, machine=trn1_node)
     assert os.environ == before
     jax = sys.modules["jax"]
@@ -482,7 +482,7 @@ def test_profile_of_the_devices_is_recorded_by_jax_profiler_alone():
     added = {"NEURON_RT_INSPECT_DEVICE_PROFILE": "1", "NEURON_RT_INSPECT_OUTPUT_DIR": "/run/p"}
     assert recorded == plain | added
     assert environment(MIXED, HLAT, PLACE, current=recorded, profile="/run/p").variables == recorded
-    with pytest.raises(ValueError, match=r"exclude each other: for jax\.profiler, and so for train\.profile_steps"):
+    with pytest.raises(ValueError, match=r"^NEURON_RT_INSPECT_ENABLE"):
         environment(MIXED, HLAT, PLACE, current={"NEURON_RT_INSPECT_ENABLE": "1"}, profile="/run/p")
 
 

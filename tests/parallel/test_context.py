@@ -94,19 +94,13 @@ def test_devices_visit_every_pair_of_blocks_once(monkeypatch, window):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("key", "changes"),
     [
-        (
-            {"parallel.context": 2, "data.seq_len": 46},
-            r"data.seq_len=46 is not a multiple of 4, which parallel.context=2",
-        ),
-        (
-            {"parallel.context": 2, "data.seq_len": 2056, "model.max_positions": 2056},
-            r"data.seq_len=2056 is not a multiple of 256, .* of blocks of 64 positions",
-        ),
-        ({"parallel.context": -2}, r"parallel.context=-2 must be positive, or -1"),
+        ("data.seq_len=46", {"parallel.context": 2, "data.seq_len": 46}),
+        ("data.seq_len=2056", {"parallel.context": 2, "data.seq_len": 2056, "model.max_positions": 2056}),
+        ("parallel.context=-2", {"parallel.context": -2}),
     ],
 )
-def test_what_cannot_be_split_is_refused(changes, message):
-    with pytest.raises(ValueError, match=message):
+def test_a_sequence_that_cannot_be_split_is_refused(key, changes):
+    with pytest.raises(ValueError, match=f"^{key}"):
         trained(changes)
