@@ -68,7 +68,7 @@ def layouts_to_check(
     they are one of those.
     """
     try:
-        layout = place_over(parallel, devices, server_of(devices), num_kv_heads=num_kv_heads)
+        layout = place_over(parallel, devices, server=server_of(devices), num_kv_heads=num_kv_heads)
         split = layout.wide(layout.mesh.axis_names)
     except ValueError:
         split = ()

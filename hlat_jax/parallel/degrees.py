@@ -22,6 +22,7 @@ from hlat_jax.parallel.sharding import (
     MESH_AXES,
     ROWS,
     TENSOR,
+    TOKENS,
     Layout,
     abstract_layout,
     make_layout,
@@ -55,7 +56,7 @@ def layout_over(config: Config, devices: Sequence[Any], *, server: Server | None
         check_degrees(config, len(devices), server=server)
     except ValueError as error:
         raise ValueError(f"{error} {_advice(config, len(devices), server)}") from None
-    return place_over(config.parallel, devices, server, num_kv_heads=config.model.num_kv_heads)
+    return place_over(config.parallel, devices, server=server, num_kv_heads=config.model.num_kv_heads)
 
 
 def placement(num_devices: int, *, tensor: int, server: Server | None) -> np.ndarray:
@@ -96,12 +97,12 @@ def collective_axes(layout: Layout, model: ModelConfig, *, trains: bool = True) 
     """
     # stages, shards, rows, tensor, the vocabulary over stages
     sent: list[tuple[str, ...]] = [("pipe",), ("fsdp",), TENSOR, ("pipe", *TENSOR)]
-    sent += [(*ROWS, *CONTEXT), CONTEXT] if trains else [ROWS]  # losses; keys and values
+    sent += [TOKENS, CONTEXT] if trains else [ROWS]  # losses; keys and values
     if trains:
         state = {axis for axes in layout.state_rules.values() for axis in axes}
         sent += [("data", *CONTEXT), ("data", *CONTEXT, "tensor_rep")]  # matrices; those of copies of a KV head
-        sent += [(*ROWS, *CONTEXT, *TENSOR)] * (layout.sequence_parallel or model.qk_norm)  # scales of norms
-        sent += [(*ROWS, *CONTEXT, "tensor_rep")] * model.qkv_bias
+        sent += [(*TOKENS, *TENSOR)] * (layout.sequence_parallel or model.qk_norm)  # scales of norms
+        sent += [(*TOKENS, "tensor_rep")] * model.qkv_bias
         sent += [tuple(axis for axis in layout.mesh.axis_names if axis in state)]  # norms of gradients and weights
         sent += [layout.mesh.axis_names]  # norms of the state before it is saved
     return list(filter(None, dict.fromkeys(map(layout.wide, sent))))
@@ -159,7 +160,7 @@ def layout_of_model(model: ModelConfig, parallel: ParallelConfig, devices: Seque
     parallel = _resolve_rest(parallel, count)
     check_parallel(parallel, model)
     server = core_groups.server_of(devices[:count])
-    layout = place_over(parallel, devices[:count], server, num_kv_heads=model.num_kv_heads)
+    layout = place_over(parallel, devices[:count], server=server, num_kv_heads=model.num_kv_heads)
     _check_model(model, layout)
     if server:
         _check_groups(parallel, model=model, server=server, trains=False)
