@@ -44,6 +44,11 @@ class Topology:
         return INSTANCES[self.instance]
 
     @property
+    def device_key(self) -> str:
+        """The kind of its devices, a key of `core_groups.RULES`."""
+        return self.kind.device_key(lnc=self.lnc)
+
+    @property
     def devices_per_node(self) -> int:
         return self.cores or self.kind.num_devices(lnc=self.lnc)
 

@@ -17,7 +17,6 @@ from hlat_jax.facts import compiler_limits
 from hlat_jax.facts.core_groups import FINE, verdict_of_first
 from hlat_jax.facts.hardware import INSTANCES
 from hlat_jax.host.neuron_topology import Topology, lnc_of, resolve_topology
-from hlat_jax.neuron.rules import target_of
 from hlat_jax.store.progress import show_progress
 from hlat_jax.weights.init_model import parse_config
 
@@ -31,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     os.environ["JAX_PLATFORMS"] = "cpu"  # leave any accelerator to other processes
     from hlat_jax.neuron import ladder
 
-    target = target_of(topology.instance, lnc=topology.lnc)
+    target = topology.device_key
     count = _devices(config, topology, values.nodes)
     rungs = ladder.rungs(config, num_devices=count, node_devices=topology.devices_per_node, target=target)
     limit = compiler_limits.program_limit(config.train.compiler_flags)
@@ -71,7 +70,7 @@ def _devices(config: Config, topology: Topology, nodes: int) -> int:
     from hlat_jax.neuron import programs
     from hlat_jax.parallel.degrees import are_degrees_valid
 
-    node, target = topology.devices_per_node, target_of(topology.instance, lnc=topology.lnc)
+    node, target = topology.devices_per_node, topology.device_key
     if nodes:
         return nodes * node
     count = programs.num_devices(config, target=target)
