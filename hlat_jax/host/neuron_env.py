@@ -119,7 +119,7 @@ def environment(
             variables[name] = yours
             notes.append(f"{name}: your value {yours} replaces {value}")
     variables["PATH"] = _search_path(current.get("PATH", ""))
-    level, reason = verdict_of_first(topology.devices_per_node, instance=topology.instance, lnc=topology.lnc)
+    level, reason = verdict_of_first(topology.devices_per_node, kind=topology.device_key)
     notes += [f"--cores={topology.devices_per_node} is disputed: {reason}"] * (level == DISPUTED)
     return Environment(variables, tuple(notes))
 

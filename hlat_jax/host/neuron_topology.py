@@ -98,7 +98,7 @@ def resolve_topology(topology: Topology) -> Topology:
     whole = kind.num_devices(lnc=t.lnc)
     if not 0 <= t.cores <= whole:
         raise ValueError(f"--cores={t.cores}: {t.instance} has {whole} at --lnc={t.lnc}; 0 uses all.")
-    level, why = core_groups.verdict_of_first(t.cores or whole, instance=t.instance, lnc=t.lnc)
+    level, why = core_groups.verdict_of_first(t.cores or whole, kind=t.device_key)
     if level == core_groups.REFUSED:
         raise ValueError(f"--cores={t.cores} on {t.instance}: {why}. 0 uses all.")
     if t.nodes < 1:

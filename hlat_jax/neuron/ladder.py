@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hlat_jax.config import Config, count_text
+from hlat_jax.facts.core_groups import server_for
 from hlat_jax.facts.number_ranges import parse_ranges
 from hlat_jax.host.neuron_compiler_flags import COMPILER_KILLED, compiler_flags, compiler_killed, with_config
 from hlat_jax.host.neuron_topology import Topology
@@ -82,7 +83,7 @@ def rungs(config: Config, *, num_devices: int, node_devices: int, target: str = 
     fitting = []
     for size, devices in dict.fromkeys(runs):
         rung = _rung(config, size, devices, whole=(num_devices, degrees))
-        if are_degrees_valid(rung.config, devices, server=programs.server_for(target, devices) if target else None):
+        if are_degrees_valid(rung.config, devices, server=server_for(target, devices) if target else None):
             fitting.append(rung)
     return fitting
 

@@ -14,7 +14,7 @@ from absl import flags
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.config import Config, count_text
 from hlat_jax.facts import compiler_limits
-from hlat_jax.facts.core_groups import FINE, verdict_of_first
+from hlat_jax.facts.core_groups import FINE, server_for, verdict_of_first
 from hlat_jax.facts.hardware import INSTANCES
 from hlat_jax.host.neuron_topology import Topology, lnc_of, resolve_topology
 from hlat_jax.store.progress import show_progress
@@ -77,8 +77,8 @@ def _devices(config: Config, topology: Topology, nodes: int) -> int:
     if count >= node:
         return math.ceil(count / node) * node
     for cores in range(count, 0, -1):
-        level, _ = verdict_of_first(cores, instance=topology.instance, lnc=topology.lnc)
-        if level == FINE and are_degrees_valid(config, cores, server=programs.server_for(target, cores)):
+        level, _ = verdict_of_first(cores, kind=topology.device_key)
+        if level == FINE and are_degrees_valid(config, cores, server=server_for(target, cores)):
             return cores
     return count
 

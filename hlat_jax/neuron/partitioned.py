@@ -20,7 +20,7 @@ from jax.extend.mlir.dialects import stablehlo
 
 from hlat_jax.facts import core_groups, hardware
 from hlat_jax.facts.byte_sizes import format_bytes
-from hlat_jax.facts.core_groups import DISPUTED, FINE, REFUSED, Server
+from hlat_jax.facts.core_groups import DISPUTED, FINE, REFUSED
 from hlat_jax.neuron.module import (
     Program,
     Tensor,
@@ -86,7 +86,7 @@ def group_findings(
         if groups.shape[1] > 1 and key not in seen:
             seen[key] = op
             groups = groups if placed is None else placed[groups]
-            server = Server(target, min(groups.size, core_groups.RULES[target].server))  # all devices are in a group
+            server = core_groups.server_for(target, groups.size)  # all devices are in a group
             level, reason = core_groups.verdict(groups, server, all_to_all=exchanges)
             if level != FINE:
                 yield {REFUSED: "CC04", DISPUTED: "CC05"}[level], reason, op

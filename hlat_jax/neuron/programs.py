@@ -8,8 +8,7 @@ from typing import Any
 from hlat_jax.config import Config
 from hlat_jax.facts import compiler_limits, hardware
 from hlat_jax.facts.byte_sizes import format_bytes
-from hlat_jax.facts.core_groups import RULES as RULES_OF_GROUPS
-from hlat_jax.facts.core_groups import Server
+from hlat_jax.facts.core_groups import server_for
 from hlat_jax.neuron import lint
 from hlat_jax.neuron.rules import RULES
 from hlat_jax.parallel.degrees import are_degrees_valid
@@ -48,11 +47,6 @@ def num_devices(config: Config, *, target: str = "") -> int:
         return most
     allowed = (n for n in range(most, 0, -1) if are_degrees_valid(config, n, server=server_for(target, n)))
     return next(allowed, most)
-
-
-def server_for(target: str, count: int) -> Server:
-    """Returns the servers of a target of `rules.LINTED` in a run of so many devices."""
-    return Server(target, min(count, RULES_OF_GROUPS[target].server))
 
 
 def findings(name: str, traced: Any, *, program: RunProgram, target: str) -> list[lint.Finding]:
