@@ -204,8 +204,7 @@ def argument_findings(program: Program, *, target: str) -> Iterator[tuple[str, s
             named = re.match(r'loc\("(.*)"\)?$', str(value.location))  # JAX's name: state['params']['embed']
             yield "DN01", f"argument {named[1] if named else ir.BlockArgument(value).arg_number} {whole}", main
     total = kept_bytes + sum(local.num_bytes for _, local in results if local is not None)
-    device = hardware.DEVICES[target]
-    if max(argument_bytes, total) > device.memory_bytes - device.reserved_bytes:
+    if max(argument_bytes, total) > hardware.DEVICES[target].program_bytes:
         yield "MEM1", f"arguments and results alone need {format_bytes(max(argument_bytes, total))} per device", main
 
 

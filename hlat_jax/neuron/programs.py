@@ -64,8 +64,7 @@ def findings(name: str, traced: Any, *, program: RunProgram, target: str) -> lis
     if name not in ("train", "microbatch", "steady"):
         return hits
     memory = device_bytes(program, jaxpr=live_jaxpr(traced))
-    device = hardware.DEVICES[target]
-    budget = device.memory_bytes - device.reserved_bytes
+    budget = hardware.DEVICES[target].program_bytes
     if memory.total <= budget:
         return hits
     rule = RULES["MEM1"]

@@ -85,7 +85,7 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
         judged = {name: count.count_for_limit(name) for name, count in counts.items()}
         memory = dataclasses.replace(memory, programs=program_bytes(judged.values()))
     collectives = traced_collectives(jaxpr, layout.mesh)
-    budget = target.device.memory_bytes - target.device.reserved_bytes
+    budget = target.device.program_bytes
     saved_bytes = checkpoint_bytes(program.abstract_state)
     plan = {
         "config": config.name,

@@ -44,7 +44,7 @@ def rank_layouts(
       of combinations, "planned": number of plans, "budget": bytes of a device}.
     """
     target = hardware.node(site.target)
-    budget = target.device.memory_bytes - target.device.reserved_bytes
+    budget = target.device.program_bytes
     by = "step_s" if target.device.peak_flops else "total"
     scored = sorted(candidates(config, site), key=lambda pair: (getattr(pair[0], by), pair[0].total))
     best: dict[tuple, dict[str, Any]] = {}  # row of every choice of degrees

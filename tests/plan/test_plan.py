@@ -312,7 +312,7 @@ def test_loaded_programs_take_their_code_and_rings_of_a_neuron_device():
 
 def test_logical_core_of_trn2_has_the_measured_ceiling():
     device = hardware.node("trn2.3xlarge").device
-    assert device.memory_bytes - device.reserved_bytes == 24_260_000_000
+    assert device.program_bytes == 24_260_000_000
     assert hardware.node("trn2.3xlarge").host_bytes == 124 * 2**30
 
 
