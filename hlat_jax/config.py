@@ -254,18 +254,13 @@ class ParallelConfig:
     sequence_parallel: bool = _key(False, "Shard activations between blocks over tensor along the sequence.")
     reduce_gradients: str = _key(
         "step",
-        "Sum gradients over data once, after each microbatch (with zero1 that is ZeRO-2), or in the loop over layers.",
-        choices=("step", "microbatch", "layer"),
+        "Sum gradients over data once a step, or after each microbatch (with zero1 that is ZeRO-2).",
+        choices=("step", "microbatch"),
     )
     pipe_exchange: str = _key(
         "permute",
         "Stages send to their neighbors by a permute, or gather the values of all stages and take the one they need.",
         choices=("permute", "all_gather"),
-    )
-    context_exchange: str = _key(
-        "all_gather",
-        "With context, attention gathers the keys and values of all devices, or they pass by in a ring of permutes.",
-        choices=("all_gather", "ring"),
     )
     bucket_bytes: int = _key(0, "Largest collective that gradients share, per device. 0 means one for each.", least=0)
 

@@ -16,6 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from hlat_jax.facts.policies import POLICY_FACTS
+
 _WORD = 1 << 32  # values of one uint32 word of an index
 
 
@@ -49,18 +51,11 @@ class Policy:
         return self.compute if self.autocast is None else jnp.dtype(jnp.bfloat16)
 
 
+_DTYPES = {"float32": jnp.float32, "bfloat16": jnp.bfloat16, None: None}
+_DTYPE_KEYS = ("param", "compute", "accumulate", "moment", "master")
 POLICIES = {
-    # Single precision throughout: the reference for every other policy.
-    "fp32": Policy(jnp.float32, jnp.float32, jnp.float32, jnp.float32, None),
-    # The fp32 forward pass with each matrix product cast to bf16, as RAF transforms a model, arXiv 2303.04759.
-    "autocast": Policy(jnp.float32, jnp.float32, jnp.float32, jnp.float32, None, autocast="bf16"),
-    # HLAT-70B: bf16 weights and activations, all state that accumulates over steps in fp32.
-    "mixed": Policy(jnp.bfloat16, jnp.bfloat16, jnp.float32, jnp.float32, jnp.float32),
-    # HLAT-7B: weights, sums of gradients and moments are stored in bf16 alone, rounded stochastically at every write,
-    # so that updates below half a bf16 step are applied in expectation.
-    "bf16_sr": Policy(jnp.bfloat16, jnp.bfloat16, jnp.bfloat16, jnp.bfloat16, None, "stochastic"),
-    # All storage is bf16, rounded to nearest: small updates are lost, and HLAT saw training diverge.
-    "bf16": Policy(jnp.bfloat16, jnp.bfloat16, jnp.bfloat16, jnp.bfloat16, None),
+    name: Policy(**vars(facts) | {key: _DTYPES[getattr(facts, key)] for key in _DTYPE_KEYS})
+    for name, facts in POLICY_FACTS.items()
 }
 
 

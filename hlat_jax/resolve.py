@@ -100,7 +100,7 @@ def check_parallel(parallel: ParallelConfig, model: ModelConfig) -> None:
     if parallel.pipe > 1 and parallel.reduce_gradients == "microbatch":
         raise ValueError(
             f"parallel.pipe={parallel.pipe} with parallel.reduce_gradients='microbatch': stages hold the "
-            "gradients of several microbatches at a time; set it to 'step' or 'layer'."
+            "gradients of several microbatches at a time; set it to 'step'."
         )
 
 

@@ -66,8 +66,8 @@ def _file_error(path: pathlib.Path, error: Exception) -> str:
     message = " ".join(str(error).split())
     if not isinstance(error, ValueError):
         message = f"{type(error).__name__}: {message}"
-    at = f", line {lines[-1]}, `{linecache.getline(where, lines[-1]).strip()}`" if lines else ""
-    return f"{path}{at}: {message}"
+    location = f", line {lines[-1]}, `{linecache.getline(where, lines[-1]).strip()}`" if lines else ""
+    return f"{path}{location}: {message}"
 
 
 def make_text_paths_absolute(mutable: Any) -> None:
@@ -80,14 +80,14 @@ def make_text_paths_absolute(mutable: Any) -> None:
 
 def _anchor_paths(config: Any, folder: pathlib.Path, *, keys: Sequence[str]) -> None:
     """Makes relative paths absolute: from `folder`, or from the working directory where only that has them."""
-    places = [place for place in (str(folder), os.getcwd()) if not set(",;") & set(place)]  # which separate paths
+    places = [base for base in (str(folder), os.getcwd()) if not set(",;") & set(base)]  # which separate paths
 
     def anchor(path: str) -> str:
         plain = path.strip()
         # package:NAME, URLs, a share of data.train
         if not plain or ":" in plain or plain.endswith("%") or plain.startswith("~") or os.path.isabs(plain):
             return path
-        words = [f"{glob.escape(place) if glob.has_magic(plain) else place}/{plain}" for place in places]
+        words = [f"{glob.escape(base) if glob.has_magic(plain) else base}/{plain}" for base in places]
         return next(filter(exists, words), words[0])
 
     for section, key in (path.split(".") for path in keys):

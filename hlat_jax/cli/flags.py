@@ -18,7 +18,7 @@ from ml_collections import config_flags
 from hlat_jax import config as config_lib
 from hlat_jax.cli import config_files
 from hlat_jax.facts.local_paths import check_local
-from hlat_jax.facts.names import nearest, with_part
+from hlat_jax.facts.names import names_with_part, nearest
 from hlat_jax.host import compile_cache, limits, process
 
 
@@ -198,7 +198,7 @@ def _nearest_flag(name: str, own: Sequence[str], keys: Sequence[str]) -> str:
     """Returns "Did you mean '--config.data.seed'?", with the same or the nearest last part; else lists `own`."""
     last, word = {known: known.rpartition(".")[2] for known in (*own, *keys)}, name.rpartition(".")[2]
     same = [known for known, part in last.items() if part == word]
-    close = difflib.get_close_matches(word, last.values(), n=1, cutoff=0.8) or with_part(word, last.values())[:1]
+    close = difflib.get_close_matches(word, last.values(), n=1, cutoff=0.8) or names_with_part(word, last.values())[:1]
     if meant := same or [known for known, part in last.items() if part in close]:
         words = " or ".join(f"'--{known}'" for known in meant[:2])
         return f"Did you mean {words}?"

@@ -28,13 +28,13 @@ def main() -> None:
     process.exit_on_interrupt()
     name, *words = sys.argv[1:] or [""]
     if name not in AREAS:
-        sys.exit(_without_area(name))
+        sys.exit(_explain_areas(name))
     sys.argv = [f"hlat {name}", *words]
     # by name, so that nothing but the area is imported
     runpy.run_module(f"{hlat_jax.__name__}.{_MODULES.get(name, name)}", run_name="__main__", alter_sys=True)
 
 
-def _without_area(word: str) -> int:
+def _explain_areas(word: str) -> int:
     """Prints the areas or an error; returns the exit code."""
     if word in ("", "--help", "-h", "help"):
         lines = (f"  {name:<10} {does}" for name, does in AREAS.items())

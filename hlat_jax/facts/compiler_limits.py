@@ -24,8 +24,12 @@ OPERATION_ADVICE = (
 # an MoE prefill (39,723,713). They mark the compiler's modular split, above 2e11 multiplications, and measure none.
 ESTIMATE_NOTE = "an order of magnitude: no public count of the compiler can be compared with it"
 
-# An estimate within this factor of a limit may exceed it.
 ROOM = 1.4
+
+
+def may_exceed(estimate: int, limit: int) -> bool:
+    """Returns whether an estimate is above a limit, or within a factor ROOM of it."""
+    return ROOM * estimate > limit
 
 
 def program_limit(compiler_flags: str) -> int:
@@ -44,7 +48,7 @@ def program_advice(names: Iterable[str]) -> str:
     return f"{PROGRAMS_ADVICE}, {PROGRAM_ADVICE}" if "train" in names else PROGRAM_ADVICE
 
 
-def round_estimate(number: int) -> str:
+def round_estimate(count: int) -> str:
     """Returns a number with its first two digits, all that an estimate has."""
-    step = 10 ** max(0, len(str(number)) - 2)
-    return f"{round(number / step) * step:,}"
+    step = 10 ** max(0, len(str(count)) - 2)
+    return f"{round(count / step) * step:,}"

@@ -111,6 +111,11 @@ class Server:
         return RULES[self.kind]
 
 
+def server_for(kind: str, num_devices: int) -> Server:
+    """Returns the servers of a run over so many devices of a kind."""
+    return Server(kind, min(num_devices, RULES[kind].server))
+
+
 def server_of(devices: Sequence[object]) -> Server | None:
     """Returns the servers of JAX's Neuron devices by kind and process, or None for others and for unknown kinds."""
     first = devices[0]
@@ -118,7 +123,7 @@ def server_of(devices: Sequence[object]) -> Server | None:
     if first.platform != "neuron" or kind is None:
         return None
     near = sum(device.process_index == first.process_index for device in devices)
-    return Server(kind, min(near, RULES[kind].server))
+    return server_for(kind, near)
 
 
 def server_of_node(node: hardware.Instance, *, num_devices: int) -> Server | None:
@@ -127,9 +132,9 @@ def server_of_node(node: hardware.Instance, *, num_devices: int) -> Server | Non
     return Server(kind, min(num_devices, node.num_devices())) if kind in RULES else None
 
 
-def verdict_of_first(count: int, *, instance: str, lnc: int) -> tuple[str, str]:
-    """Returns the `verdict` on the first devices of an instance."""
-    return verdict(np.arange(count)[None], Server(hardware.INSTANCES[instance].device_key(lnc=lnc), count))
+def verdict_of_first(count: int, *, kind: str) -> tuple[str, str]:
+    """Returns the `verdict` on the first devices of a server of a kind."""
+    return verdict(np.arange(count)[None], Server(kind, count))
 
 
 def order(server: Server | None, tensor: int) -> list[int] | None:
@@ -184,9 +189,9 @@ def _verdict_inside(part: tuple[int, ...], server: Server) -> tuple[str, str]:
     if stride in rules.sizes and stride > 1 and stride * size == rules.server == server.size:
         return FINE, ""  # the replicas beside a listed degree
     if size not in rules.sizes_with_group:
-        why = rules.refused.get(size) or f"no page lists groups of {size}"
+        reason = rules.refused.get(size) or f"no page lists groups of {size}"
         *others, last = rules.sizes_with_group
-        return REFUSED, f"{named}: {why}; sizes with a group: {', '.join(map(str, others))} and {last}"
+        return REFUSED, f"{named}: {reason}; sizes with a group: {', '.join(map(str, others))} and {last}"
     if stride == 1 and part[0] % size == 0:
         if size in (*rules.sizes, *rules.seen):
             return FINE, ""

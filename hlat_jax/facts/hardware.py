@@ -25,6 +25,11 @@ class Device:
     memory_bytes_per_s: float
     reserved_bytes: int = 0
 
+    @property
+    def program_bytes(self) -> int:
+        """The memory that programs can use."""
+        return self.memory_bytes - self.reserved_bytes
+
 
 # Per physical core: about 96 MB of microcode, and since SDK 2.33 64 MB for profiling copies, on by default. Source: AWS
 # Neuron docs, runtime memory and the runtime notes of 2.33.0.

@@ -11,8 +11,8 @@ import re
 import shlex
 
 _LOCAL = re.compile(r"file://(localhost(?=/)|(?=[/~]))", re.IGNORECASE)  # what follows is a path
-# s3://, simplecache::s3://, and s3:/ as pathlib folds it; not C:/
-_URL = re.compile(r"[^/]*://|\s*([a-z][a-z0-9+.-]*::)*[a-z][a-z0-9+.-]+:/", re.IGNORECASE)
+# s3://, simplecache::s3://, s3:/ as pathlib folds it, and HOST@tcp:/ of Lustre; not C:/
+_URL = re.compile(r"[^/]*://|\s*([a-z][a-z0-9+.-]*::)*[a-z0-9][a-z0-9+.@-]+:/", re.IGNORECASE)
 _WHY = {
     "read": "only local paths are read here. Copy it to one first",
     "write": "only local paths are written here. Copy the result afterwards",
@@ -36,7 +36,11 @@ def check_local(path: str | os.PathLike, *, key: str = "", use: str = "read") ->
     if _URL.match(local) is None:
         return local
     asked = f"{key}={text}" if key else text
-    raise ValueError(f"{asked} is a URL; {_WHY[use]}{_copy_command(text, is_source=use == 'read')}")
+    copy = _copy_command(text, is_source=use == "read")
+    kind = "is a URL"
+    if "://" not in text and copy == ".":  # lustre:/, or the name of a host before :/
+        kind += ", or an export that a node mounts: give the folder of the mount"
+    raise ValueError(f"{asked} {kind}; {_WHY[use]}{copy}")
 
 
 def local_path(path: str | os.PathLike, *, key: str = "", use: str = "read") -> pathlib.Path:

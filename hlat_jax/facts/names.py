@@ -12,11 +12,11 @@ def nearest(word: str, candidates: Any) -> str:
     One that has the word between its underscores, as peak_lr has lr, is close too.
     """
     candidates = list(candidates)
-    close = difflib.get_close_matches(word, sorted(candidates), n=1, cutoff=0.6) or with_part(word, candidates)
+    close = difflib.get_close_matches(word, sorted(candidates), n=1, cutoff=0.6) or names_with_part(word, candidates)
     return f"Did you mean {close[0]!r}?" if close else f"Known: {', '.join(sorted(candidates))}."
 
 
-def with_part(word: str, candidates: Any) -> list[str]:
+def names_with_part(word: str, candidates: Any) -> list[str]:
     """Returns the candidates with `word` between their underscores, first those that end with it and are short."""
     named = [name for name in candidates if word in name.split("_")]
     return sorted(named, key=lambda name: (not name.endswith(word), name.count("_")))

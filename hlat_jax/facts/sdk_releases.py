@@ -109,7 +109,9 @@ def bounds(package: str, release: Release) -> tuple[tuple[int, ...], tuple[int, 
 def releases_of(package: str, version: str) -> tuple[str, ...]:
     """Returns the releases that a version of a package belongs to; () if none."""
     have = numbers(version)
-    return tuple(one.version for one in RELEASES if (low_high := bounds(package, one))[0] <= have < low_high[1])
+    return tuple(
+        release.version for release in RELEASES if (low_high := bounds(package, release))[0] <= have < low_high[1]
+    )
 
 
 def supports_python(release: Release, version: str) -> bool:

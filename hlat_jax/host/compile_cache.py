@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping
 from typing import Any
 
 FOLDER = "JAX_COMPILATION_CACHE_DIR"
@@ -70,15 +70,19 @@ def silence_tuning_hints(environ: MutableMapping[str, str], *, devices: pathlib.
         environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 
-def leave_out_faulty(environ: MutableMapping[str, str]) -> str:
+def leave_out_faulty(environ: MutableMapping[str, str], *, driver: str = "") -> str:
     """Removes the variable of JAX's cache if the cache does not work on this machine; returns a line that says so.
 
-    The fault is kept in the folder for the next start with the same packages.
+    The fault is kept in the folder for the next start with the same packages and the same version of the `driver`.
     """
     folder = environ.get(FOLDER)
     if not folder or environ.get(_ENABLED, "1").lower() in _OFF:
         return ""
-    packages, kept, fault = installed(_PACKAGES), pathlib.Path(folder) / "hlat-trial.json", None
+    packages, kept, fault = (
+        installed_versions(_PACKAGES) | {"driver": driver},
+        pathlib.Path(folder) / "hlat-trial.json",
+        None,
+    )
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):  # a file that another program wrote too
         last = json.loads(kept.read_text())
         fault = last["fault"] if last["packages"] == packages else None
@@ -130,12 +134,12 @@ def _run_trial(use: str, environ: Mapping[str, str], timeout_s: float) -> str:
     return f"{named[-1][:200]} (exit code {done.returncode})" if done.returncode else ""
 
 
-def installed(names: Sequence[str]) -> dict[str, str]:
-    """Returns name -> version of the packages that are installed."""
+def installed_versions(names: Iterable[str]) -> dict[str, str]:
+    """Returns name -> version of the packages that are installed; `python` stands for the interpreter."""
     found = {}
     for name in names:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
+            found[name] = platform.python_version() if name == "python" else importlib.metadata.version(name)
     return found
 
 

@@ -152,13 +152,13 @@ def exchange(message: str) -> list[str]:
     count = jax.process_count()
     if count == 1:
         return [message]
-    client, number = global_state.client, next(_exchange_numbers)
-    client.key_value_set(f"{_EXCHANGE}/{number}/{jax.process_index()}", message)
+    client, index = global_state.client, next(_exchange_numbers)
+    client.key_value_set(f"{_EXCHANGE}/{index}/{jax.process_index()}", message)
     client.wait_at_barrier(_EXCHANGE, _NO_TIMEOUT_MS)
-    messages = {int(key.rpartition("/")[2]): text for key, text in client.key_value_dir_get(f"{_EXCHANGE}/{number}/")}
-    if is_first() and number > 0:
+    messages = {int(key.rpartition("/")[2]): text for key, text in client.key_value_dir_get(f"{_EXCHANGE}/{index}/")}
+    if is_first() and index > 0:
         # all processes have read the previous messages, as all have passed this barrier
-        client.key_value_delete(f"{_EXCHANGE}/{number - 1}/")
+        client.key_value_delete(f"{_EXCHANGE}/{index - 1}/")
     return [messages[index] for index in range(count)]
 
 

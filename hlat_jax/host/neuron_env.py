@@ -119,8 +119,8 @@ def environment(
             variables[name] = yours
             notes.append(f"{name}: your value {yours} replaces {value}")
     variables["PATH"] = _search_path(current.get("PATH", ""))
-    level, why = verdict_of_first(topology.devices_per_node, instance=topology.instance, lnc=topology.lnc)
-    notes += [f"--cores={topology.devices_per_node} is disputed: {why}"] * (level == DISPUTED)
+    level, reason = verdict_of_first(topology.devices_per_node, kind=topology.device_key)
+    notes += [f"--cores={topology.devices_per_node} is disputed: {reason}"] * (level == DISPUTED)
     return Environment(variables, tuple(notes))
 
 
@@ -293,9 +293,9 @@ def _check_visible(topology: Topology, current: Mapping[str, str]) -> None:
     value = current[name]
     visible = _num_visible(value) if name == "NEURON_RT_VISIBLE_CORES" else int(value) if value.isdecimal() else None
     if visible != topology.devices_per_node:
-        what = "not a list of cores" if visible is None else count_text(visible, "core")
+        cores = "not a list of cores" if visible is None else count_text(visible, "core")
         change = f", or give --cores={visible}" if visible else ""
-        raise ValueError(f"{name}={value}: {what}, but the run uses {topology.devices_per_node}; unset it{change}.")
+        raise ValueError(f"{name}={value}: {cores}, but the run uses {topology.devices_per_node}; unset it{change}.")
 
 
 def _num_visible(text: str) -> int | None:

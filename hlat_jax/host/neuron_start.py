@@ -27,7 +27,7 @@ _LOCAL = ("btrfs", "ext2", "ext3", "ext4", "overlay", "tmpfs", "xfs")  # file sy
 def missing_plugin() -> str:
     """Returns which packages JAX lacks to find Neuron devices, in words; "" if it has them."""
     needed = ("jax-neuronx", "libneuronxla")
-    missing = [name for name in needed if name not in compile_cache.installed(needed)]
+    missing = [name for name in needed if name not in compile_cache.installed_versions(needed)]
     return f"not installed in {sys.executable}: {', '.join(missing)}" if missing else ""
 
 
@@ -48,7 +48,7 @@ def clear_way(
     port = COLLECTIVES_PORT if topology.nodes > 1 and topology.rank == 0 else 0
     wait_for_former_run(machine if whole else None, port, say=say)
     remove_leftovers(compiler_cache(environ), say=say)
-    if line := compile_cache.leave_out_faulty(environ):
+    if line := compile_cache.leave_out_faulty(environ, driver=machine.driver_version):
         say(line)
 
 
@@ -66,7 +66,7 @@ def leftovers(folder: pathlib.Path | None, *, processes: pathlib.Path = PROCESSE
     """
     entries = list(folder.glob("neuronxcc-*/MODULE_*")) if folder else []
     locks = [lock for entry in entries for lock in entry.glob("*.lock")]
-    failures = [one for one in entries if (one / "model.log").exists() and not (one / "model.neff").exists()]
+    failures = [entry for entry in entries if (entry / "model.log").exists() and not (entry / "model.neff").exists()]
     if not locks and not failures:
         return [], ""
     kind = _file_system(entries[0], processes)
@@ -74,7 +74,7 @@ def leftovers(folder: pathlib.Path | None, *, processes: pathlib.Path = PROCESSE
         return locks + failures, f"other machines may compile there (file system: {kind or 'unknown'})"
     if any(lock.stat().st_uid != os.getuid() for lock in locks):  # whose processes this user cannot look into
         return locks + failures, "another user owns a lock"
-    compiler = _first_other(
+    compiler = _find_process(
         processes,
         lambda path, command: (
             any(word.rpartition("/")[2] in _COMPILERS for word in command.split()[:2])  # the second, of an interpreter
@@ -101,7 +101,7 @@ def describe(found: list[pathlib.Path]) -> str:
     return f"{len(found)} leftovers of killed or failed compiles, such as {found[0]}"
 
 
-def _first_other(processes: pathlib.Path, is_meant: Callable[[pathlib.Path, str], bool]) -> str:
+def _find_process(processes: pathlib.Path, is_meant: Callable[[pathlib.Path, str], bool]) -> str:
     """Returns the id and the command of a process, but this one, whose (folder, command line) is meant, or ""."""
     for path in processes.glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended, or belongs to another user
@@ -132,15 +132,15 @@ def is_taken(port: int) -> bool:
     return False
 
 
-def in_use(machine: Machine | None, port: int, *, processes: pathlib.Path = PROCESSES) -> str:
+def find_obstacle(machine: Machine | None, port: int, *, processes: pathlib.Path = PROCESSES) -> str:
     """Returns which process holds devices of `machine`, or that `port` is taken; "" if nothing is, or None and 0."""
     prefix = f"{machine.devices}/neuron" if machine else ""
 
     def holds(path: pathlib.Path, command: str) -> bool:
         is_tool = command.partition(" ")[0].rpartition("/")[2].startswith("neuron-")  # neuron-monitor only reads
-        return not is_tool and any(os.readlink(one).startswith(prefix) for one in (path / "fd").iterdir())
+        return not is_tool and any(os.readlink(opened).startswith(prefix) for opened in (path / "fd").iterdir())
 
-    holder = _first_other(processes, holds) if machine else ""
+    holder = _find_process(processes, holds) if machine else ""
     if holder:
         return f"{holder} holds NeuronCores"
     return f"port {port} of Neuron's collectives is taken" if port and is_taken(port) else ""
@@ -155,9 +155,9 @@ def wait_for_former_run(
     period_s: float = 1.0,
     processes: pathlib.Path = PROCESSES,
 ) -> None:
-    """Returns once nothing is `in_use`, or after a time, and says for what it waits; the runtime would fail at once."""
+    """Returns once there is no obstacle, or after a time; says for what it waits. The runtime would fail at once."""
     until, is_waiting = time.monotonic() + timeout_s, False
-    while obstacle := in_use(machine, port, processes=processes):
+    while obstacle := find_obstacle(machine, port, processes=processes):
         if time.monotonic() >= until:
             say(f"start            {obstacle}, still after {timeout_s:g} s: the run may fail")
             return

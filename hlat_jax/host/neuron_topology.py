@@ -44,6 +44,11 @@ class Topology:
         return INSTANCES[self.instance]
 
     @property
+    def device_key(self) -> str:
+        """The kind of its devices, a key of `core_groups.RULES`."""
+        return self.kind.device_key(lnc=self.lnc)
+
+    @property
     def devices_per_node(self) -> int:
         return self.cores or self.kind.num_devices(lnc=self.lnc)
 
@@ -55,10 +60,18 @@ class Machine:
     Attributes:
       devices: folder in which the driver creates neuron0, neuron1, ..., one per chip.
       product_name: file in which EC2 writes the instance type.
+      driver: file with the version of the loaded driver: in a container the host's, after an upgrade the old one until
+        the next restart.
     """
 
     devices: pathlib.Path = pathlib.Path("/dev")
     product_name: pathlib.Path = pathlib.Path("/sys/devices/virtual/dmi/id/product_name")
+    driver: pathlib.Path = pathlib.Path("/sys/module/neuron/version")
+
+    @property
+    def driver_version(self) -> str:
+        """The version of the driver that is loaded, "" if there is none."""
+        return self.driver.read_text().strip() if self.driver.is_file() else ""
 
 
 HERE = Machine()
@@ -85,7 +98,7 @@ def resolve_topology(topology: Topology) -> Topology:
     whole = kind.num_devices(lnc=t.lnc)
     if not 0 <= t.cores <= whole:
         raise ValueError(f"--cores={t.cores}: {t.instance} has {whole} at --lnc={t.lnc}; 0 uses all.")
-    level, why = core_groups.verdict_of_first(t.cores or whole, instance=t.instance, lnc=t.lnc)
+    level, why = core_groups.verdict_of_first(t.cores or whole, kind=t.device_key)
     if level == core_groups.REFUSED:
         raise ValueError(f"--cores={t.cores} on {t.instance}: {why}. 0 uses all.")
     if t.nodes < 1:

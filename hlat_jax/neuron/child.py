@@ -46,7 +46,7 @@ def _one_child(checks: Sequence[str], environ: Mapping[str, str], timeout_s: flo
         child = subprocess.Popen(command, env=dict(environ), pass_fds=[send], start_new_session=True, **streams)
         os.close(send)
         try:
-            for number in range(-1, len(checks)):  # -1: the start of JAX
+            for index in range(-1, len(checks)):  # -1: the start of JAX
                 began = time.monotonic()
                 timer = threading.Timer(timeout_s, _kill, [child])
                 timer.start()
@@ -54,11 +54,11 @@ def _one_child(checks: Sequence[str], environ: Mapping[str, str], timeout_s: flo
                 timer.cancel()
                 if not answer:
                     is_late = time.monotonic() - began >= timeout_s
-                    why = f"no answer within {timeout_s:g} s" if is_late else _end(child, output)
-                    ended = Outcome(FAILED, why, "do not train on this machine")
-                    yield from [ended] * (1 if number >= 0 else len(checks))
+                    reason = f"no answer within {timeout_s:g} s" if is_late else _end(child, output)
+                    ended = Outcome(FAILED, reason, "do not train on this machine")
+                    yield from [ended] * (1 if index >= 0 else len(checks))
                     return
-                if number >= 0:
+                if index >= 0:
                     yield Outcome(*json.loads(answer))
                 elif error := json.loads(answer):
                     missing = Outcome(NOT_HERE, f"JAX does not start: {error}", "see the check `devices`")

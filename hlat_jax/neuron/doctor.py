@@ -16,6 +16,7 @@ from hlat_jax.config import Config
 from hlat_jax.facts import sdk_releases
 from hlat_jax.facts.core_groups import REFUSED, groups_along, server_of, verdict
 from hlat_jax.host import neuron_start
+from hlat_jax.host.compile_cache import installed_versions
 from hlat_jax.host.neuron_compiler_flags import compiler_killed
 from hlat_jax.host.neuron_topology import COLLECTIVES_PORT, HERE
 from hlat_jax.neuron import child, exercises, installation, numerics, probes
@@ -39,16 +40,15 @@ def checks(
       num_devices: number of devices that JAX must find; 0 if it is unknown.
     """
     platform = "neuron" if instance else ""
-    installed = functools.partial(exercises.installed_versions, probes.SUPPORTED)
-    yield "versions", lambda: probes.versions(installed(), probes.SUPPORTED)
+    yield "versions", lambda: probes.versions(installed_versions(probes.SUPPORTED), probes.SUPPORTED)
     yield "versions for Neuron", lambda: neuron_versions() if instance else _NO_NEURON
     yield "tools on PATH", lambda: installation.tools_on_path() if instance else _NO_NEURON
     yield "compile cache", lambda: probes.cache(cache)
     yield "compiler's cache", lambda: installation.compiler_cache(os.environ) if instance else _NO_NEURON
     yield "former run", lambda: installation.former_run(HERE, port=COLLECTIVES_PORT) if instance else _NO_NEURON
     if instance and neuron_start.missing_plugin():
-        what = "JAX finds no device without the packages that `versions for Neuron` names"
-        yield "devices", lambda: Outcome(NOT_HERE, what)
+        missing = "JAX finds no device without the packages that `versions for Neuron` names"
+        yield "devices", lambda: Outcome(NOT_HERE, missing)
         return
     yield "JAX's cache", jax_cache
     # without JAX's cache, which may end the process by itself
@@ -95,7 +95,7 @@ def run_check(probe: Callable[[], Outcome]) -> tuple[Outcome, float]:
 
 def neuron_versions() -> Outcome:
     """Checks that the Neuron software of this machine belongs to one release."""
-    python = exercises.installed_versions(("python", "jax", "numpy", *sdk_releases.PYTHON_PACKAGES))
+    python = installed_versions(("python", "jax", "numpy", *sdk_releases.PYTHON_PACKAGES))
     return installation.one_release(python | installation.system_versions())
 
 
@@ -119,11 +119,10 @@ def collectives(layout: Layout, axis: str) -> Outcome:
     server = server_of(list(layout.mesh.devices.flat))
     if server:
         numbers = np.argsort(np.argsort([device.id for device in layout.mesh.devices.flat]))  # on this node
-        level, why = verdict(groups_along(dict(layout.mesh.shape), [axis], devices=numbers), server)
+        level, reason = verdict(groups_along(dict(layout.mesh.shape), [axis], devices=numbers), server)
         if level == REFUSED:  # a run has no such groups, and their collectives may hang
-            return Outcome(NOT_HERE, why, "give the degrees of a run on this instance: --config.parallel.tensor=N")
-    exchanges = {"pipe": layout.pipe_exchange, "context": layout.context_exchange}
-    permutes = exchanges.get(axis) in ("permute", "ring")
+            return Outcome(NOT_HERE, reason, "give the degrees of a run on this instance: --config.parallel.tensor=N")
+    permutes = axis == "pipe" and layout.pipe_exchange == "permute"
     run = functools.partial(exercises.run_collective, layout=layout, axis=axis)
     outcome = probes.collectives(run, size=layout.mesh.shape[axis], permutes=permutes)
     if outcome.verdict == NOT_HERE:

@@ -32,8 +32,8 @@ def main(argv: Sequence[str]) -> int:
     topology = Topology(values.instance, rank=rank, lnc=values.lnc or lnc_of(os.environ), **of_job)
     options = {"profile": values.profile, "config_flags": config.train.compiler_flags}
     for rank in range(topology.nodes) if values.node == "all" else [topology.rank]:
-        place = dataclasses.replace(topology, rank=rank)
-        computed = environment(config.precision, config.parallel, place, current=os.environ, **options)
+        node = dataclasses.replace(topology, rank=rank)
+        computed = environment(config.precision, config.parallel, node, current=os.environ, **options)
         if values.node == "all" and topology.nodes > 1:
             print(f"# rank {rank} of {topology.nodes}")
         if rank == topology.rank:

@@ -1,4 +1,4 @@
-"""Inputs of `probes`: small JAX programs for the devices of this machine, and its package versions.
+"""Inputs of `probes`: small JAX programs for the devices of this machine.
 
 Each program is jitted, so that none of its operations runs on the host.
 """
@@ -6,9 +6,7 @@ Each program is jitted, so that none of its operations runs on the host.
 from __future__ import annotations
 
 import functools
-import importlib.metadata
-import platform
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -19,22 +17,11 @@ from jax.sharding import PartitionSpec as P
 
 from hlat_jax.config import ParallelConfig
 from hlat_jax.facts.core_groups import server_of
-from hlat_jax.parallel.degrees import placement
-from hlat_jax.parallel.sharding import Layout, make_layout, resolve_degrees
+from hlat_jax.parallel.degrees import place_over
+from hlat_jax.parallel.sharding import Layout, make_layout
 from hlat_jax.precision import Rounding
 
 _NUM_DRAWN = 1 << 20
-
-
-def installed_versions(names: Iterable[str]) -> dict[str, str]:
-    """Returns the versions of the packages that are installed; `python` stands for the interpreter."""
-    versions = {}
-    for name in names:
-        try:
-            versions[name] = platform.python_version() if name == "python" else importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return versions
 
 
 def draw(seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -81,12 +68,10 @@ def layouts_to_check(
     they are one of those.
     """
     try:
-        *_, tensor = resolve_degrees(parallel, len(devices))
-        order = placement(len(devices), tensor=tensor, server=server_of(devices))
-        layout = make_layout(parallel, [devices[number] for number in order], num_kv_heads=num_kv_heads)
+        layout = place_over(parallel, devices, server=server_of(devices), num_kv_heads=num_kv_heads)
+        split = layout.wide(layout.mesh.axis_names)
     except ValueError:
-        layout = None
-    split = [axis for axis, size in layout.mesh.shape.items() if size > 1] if layout is not None else []
+        split = ()
     yield from ((layout, axis) for axis in split)
     if not any(layout.mesh.shape[axis] == len(devices) for axis in split):
         yield make_layout(ParallelConfig(data=len(devices)), devices, num_kv_heads=1), "data"
@@ -103,8 +88,8 @@ def run_collective(name: str, values: np.ndarray, *, layout: Layout, axis: str) 
         "sum": lambda row: jax.lax.psum(row, axis),
         "gather": lambda row: jax.lax.all_gather(row, axis),
         "scatter": lambda row: jax.lax.psum_scatter(row, axis, scatter_dimension=0, tiled=False),
-        "next": lambda row: jax.lax.ppermute(row, axis, [(at, (at + 1) % size) for at in range(size)]),
-        "previous": lambda row: jax.lax.ppermute(row, axis, [(at, (at - 1) % size) for at in range(size)]),
+        "next": lambda row: jax.lax.ppermute(row, axis, [(index, (index + 1) % size) for index in range(size)]),
+        "previous": lambda row: jax.lax.ppermute(row, axis, [(index, (index - 1) % size) for index in range(size)]),
     }[name]
 
     def on_device(mine):

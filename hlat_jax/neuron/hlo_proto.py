@@ -38,14 +38,14 @@ def renumber(module: bytes) -> bytes:
     The module must not be scheduled: a schedule contains ids too.
     """
     parsed = parse(module)
-    computations = {one.id: number for number, one in enumerate(parsed.computations, 1)}
+    computations = {computation.id: new_id for new_id, computation in enumerate(parsed.computations, 1)}
     count = 0
-    for one in parsed.computations:
+    for computation in parsed.computations:
         # by id, because XLA orders the instructions of a parsed computation by id
-        ordered = sorted(instruction.id for instruction in one.instructions)
-        instructions = {old: count + place for place, old in enumerate(ordered, 1)}
+        ordered = sorted(instruction.id for instruction in computation.instructions)
+        instructions = {old: count + position for position, old in enumerate(ordered, 1)}
         count += len(ordered)
-        for instruction in one.instructions:
+        for instruction in computation.instructions:
             instruction.id = instructions[instruction.id]
             for ids, table in (
                 (instruction.operand_ids, instructions),
@@ -53,7 +53,7 @@ def renumber(module: bytes) -> bytes:
                 (instruction.called_computation_ids, computations),
             ):
                 ids[:] = [table[old] for old in ids]
-        one.id, one.root_id = computations[one.id], instructions[one.root_id]
+        computation.id, computation.root_id = computations[computation.id], instructions[computation.root_id]
     parsed.entry_computation_id = computations[parsed.entry_computation_id]
     parsed.id = 1
     return parsed.SerializeToString()

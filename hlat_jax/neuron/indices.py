@@ -20,11 +20,14 @@ from jax.extend.mlir.dialects import stablehlo
 from hlat_jax.neuron.module import (
     Program,
     Tensor,
+    argument_owner,
     attribute,
     callee,
     constant,
     defining_op,
     enclosing_function,
+    integers,
+    returned_values,
     symbol_name,
     tensor,
 )
@@ -59,7 +62,7 @@ def findings(op: Any, program: Program) -> Iterator[tuple[str, str, Any]]:
     operand = tensor(op.operands[0])
     if op.name == "stablehlo.gather":
         numbers = stablehlo.GatherDimensionNumbers(op.attributes["dimension_numbers"])
-        dims, sizes = list(numbers.start_index_map), list(ir.DenseI64ArrayAttr(op.attributes["slice_sizes"]))
+        dims, sizes = list(numbers.start_index_map), integers(op, "slice_sizes")
         indices = op.operands[1]
     else:
         numbers = stablehlo.ScatterDimensionNumbers(op.attributes["scatter_dimension_numbers"])
@@ -67,23 +70,21 @@ def findings(op: Any, program: Program) -> Iterator[tuple[str, str, Any]]:
         indices = op.operands[len(op.results)]  # they follow all operands of a variadic scatter
     if 0 in tensor(indices).dims:
         return
-    callers = program.callers(enclosing_function(op))
-    hits = {}
-    for call in callers or [None]:
-        for number, dim in enumerate(dims):
+    hits, all_calls = {}, calls_to(op, program)
+    for calls in all_calls:
+        for component, dim in enumerate(dims):
             if operand.dims[dim] is None:
                 continue
             last = operand.dims[dim] - sizes[dim]
-            calls = () if call is None else (call,)
-            values = _component_range(indices, number, numbers.index_vector_dim, program, calls)
+            values = _component_range(indices, component, numbers.index_vector_dim, program, calls)
             if values.low >= 0 and values.high <= last:
                 continue
-            what = f"dimension {dim} of {operand}"
+            detail = f"dimension {dim} of {operand}"
             if values.is_exact:
                 limit = f"up to {values.high}" if values.high > last else f"down to {values.low}"
-                what = f"{'' if values.from_iota else 'constant '}indices {limit} into {what}"
-            hits["GS01" if values.is_exact else "GS02", dim, call if len(callers) > 1 else op] = what
-    yield from ((rule, what, place) for (rule, _, place), what in hits.items())
+                detail = f"{'' if values.from_iota else 'constant '}indices {limit} into {detail}"
+            hits["GS01" if values.is_exact else "GS02", dim, calls[0] if len(all_calls) > 1 else op] = detail
+    yield from ((rule, detail, reported) for (rule, _, reported), detail in hits.items())
 
 
 def assignment_findings(op: Any, program: Program) -> Iterator[tuple[str, str]]:
@@ -103,19 +104,24 @@ def _is_gathered_from(value: Any, array: tuple, program: Program, calls: tuple, 
     return any(_is_gathered_from(operand, array, program, calls, depth=depth + 1) for operand in op.operands)
 
 
-def _component_range(value: Any, number: int, dim: int, program: Program, calls: tuple) -> Range:
+def _component_range(value: Any, component: int, dim: int, program: Program, calls: tuple) -> Range:
     """Returns the range of one component of index vectors, which lie along a dimension of a value."""
     value, calls = source(value, program, calls)
     op, sizes = defining_op(value), tensor(value).dims
     is_joined = op is not None and op.name == "stablehlo.concatenate"
     if is_joined and ir.IntegerAttr(op.attributes["dimension"]).value == dim:
         for operand in op.operands:
-            if number < tensor(operand).dims[dim]:
-                return _component_range(operand, number, dim, program, calls)
-            number -= tensor(operand).dims[dim]
+            if component < tensor(operand).dims[dim]:
+                return _component_range(operand, component, dim, program, calls)
+            component -= tensor(operand).dims[dim]
     values = index_range(value, program, calls)
     is_shared = dim < len(sizes) and sizes[dim] > 1  # the bounds are those of all components
     return dataclasses.replace(values, is_exact=values.is_exact and not is_shared)
+
+
+def calls_to(op: Any, program: Program) -> list[tuple]:
+    """Returns, for each call of the function that contains an operation, the calls that lead to it; [()] if none do."""
+    return [(call,) for call in program.callers(enclosing_function(op))] or [()]
 
 
 def source(value: Any, program: Program, calls: tuple) -> tuple[Any, tuple]:
@@ -127,9 +133,8 @@ def source(value: Any, program: Program, calls: tuple) -> tuple[Any, tuple]:
                 return value, calls
             value, calls = calls[-1].operands[ir.BlockArgument(value).arg_number], calls[:-1]
         elif op.name == "func.call" and program.functions[callee(op)].regions[0].blocks:
-            body = program.functions[callee(op)].regions[0].blocks[0]
-            returned = list(body.operations)[-1].operation
-            value, calls = returned.operands[ir.OpResult(value).result_number], (*calls, op)
+            returned = returned_values(program.functions[callee(op)].regions[0])
+            value, calls = returned[ir.OpResult(value).result_number], (*calls, op)
         elif op.name == "stablehlo.optimization_barrier":
             value = op.operands[ir.OpResult(value).result_number]
         else:
@@ -138,8 +143,7 @@ def source(value: Any, program: Program, calls: tuple) -> tuple[Any, tuple]:
 
 def _function_of(argument: Any) -> Any:
     """Returns the function that a block argument belongs to; None if the block belongs to another operation."""
-    owner = ir.BlockArgument(argument).owner.owner
-    owner = getattr(owner, "operation", owner)
+    owner = argument_owner(argument)
     return owner if owner.name == "func.func" else None
 
 
@@ -168,9 +172,9 @@ def _bounds(value: Any, program: Program, calls: tuple, depth: int) -> Range | N
     value, calls = source(value, program, calls)
     op, kind = defining_op(value), tensor(value)
     if op is None:  # an argument of a function, over all its calls; of a loop nothing is known
-        function, number = _function_of(value), ir.BlockArgument(value).arg_number
+        function, index = _function_of(value), ir.BlockArgument(value).arg_number
         callers = program.callers(symbol_name(function)) if function is not None else []
-        ranges = [index_range(call.operands[number], program, (), depth=depth + 1) for call in callers]
+        ranges = [index_range(call.operands[index], program, (), depth=depth + 1) for call in callers]
         return _union(ranges) if ranges else None
     elements = constant(value)
     if elements is not None and elements.size and elements.dtype.kind in "biuf" and np.isfinite(elements).all():
@@ -187,7 +191,7 @@ def _bounds(value: Any, program: Program, calls: tuple, depth: int) -> Range | N
 
     if opcode == "select":
         decided = _comparison_result(op.operands[0], program, calls, depth + 1)
-        chosen = [op.operands[number] for number, taken in ((1, True), (2, False)) if decided in (taken, None)]
+        chosen = [op.operands[index] for index, taken in ((1, True), (2, False)) if decided in (taken, None)]
         return _union([range_of(operand) for operand in chosen])
     if opcode in _UNCHANGED and _is_integer(tensor(op.operands[0])):  # a conversion rounds other numbers
         return range_of(op.operands[0])
@@ -215,10 +219,8 @@ def _comparison_result(condition: Any, program: Program, calls: tuple, depth: in
     op, known = defining_op(condition), index_range(condition, program, calls, depth=depth)
     if known.is_number:
         return bool(known.low)
-    direction = (
-        re.search(r"\b(LT|LE|GT|GE|EQ|NE)\b", str(attribute(op, "comparison_direction"))) if op is not None else None
-    )
-    if direction is None:
+    direction = op and re.search(r"\b(LT|LE|GT|GE|EQ|NE)\b", str(attribute(op, "comparison_direction")))
+    if not direction:
         return None
     left, right = (index_range(operand, program, calls, depth=depth + 1) for operand in op.operands)
     if direction[1] in ("EQ", "NE"):
@@ -250,5 +252,5 @@ def _union(ranges: Sequence[Range]) -> Range:
     """Returns a range that contains each; which of them a program takes is not known."""
     if len(set(ranges)) == 1:
         return ranges[0]
-    from_iota = any(one.from_iota for one in ranges)
-    return Range(min(one.low for one in ranges), max(one.high for one in ranges), from_iota=from_iota)
+    from_iota = any(part.from_iota for part in ranges)
+    return Range(min(part.low for part in ranges), max(part.high for part in ranges), from_iota=from_iota)

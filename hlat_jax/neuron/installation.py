@@ -11,21 +11,19 @@ from collections.abc import Mapping
 from hlat_jax.facts import sdk_releases
 from hlat_jax.facts.sdk_releases import PYTHON_PACKAGES, RECOMMENDED, RELEASES, SYSTEM_PACKAGES, Release, numbers
 from hlat_jax.host import compile_cache, neuron_env, neuron_start
-from hlat_jax.host.neuron_topology import Machine
+from hlat_jax.host.neuron_topology import HERE, Machine
 from hlat_jax.neuron.probes import FAILED, NOT_HERE, PASSED, Outcome
 
 # what no release is without; nki is needed by model.attention=nki only
 _REQUIRED = ("jax", "numpy", "jax-neuronx", "libneuronxla", "neuronx-cc")
 _DRIVER = "aws-neuronx-dkms"
-# the driver that is loaded: in a container the host's, and after an upgrade the old one until the next restart
-DRIVER_VERSION = pathlib.Path("/sys/module/neuron/version")
 _QUERIES = (
     ("dpkg-query", "-W", "-f", "${Package} ${Version} ${db:Status-Status}\n", *SYSTEM_PACKAGES),
     ("rpm", "-q", "--qf", "%{NAME} %{VERSION} installed\n", *SYSTEM_PACKAGES),
 )
 
 
-def system_versions(*, driver: pathlib.Path = DRIVER_VERSION) -> dict[str, str]:
+def system_versions(*, machine: Machine = HERE) -> dict[str, str]:
     """Returns the versions of Neuron's driver, runtime and collectives that are found here: package -> version."""
     versions: dict[str, str] = {}
     for query in _QUERIES:
@@ -36,7 +34,7 @@ def system_versions(*, driver: pathlib.Path = DRIVER_VERSION) -> dict[str, str]:
         # dpkg lists packages that were removed too; rpm has lines of other words for those that are missing
         rows = (line.split() for line in done.stdout.splitlines())
         versions |= {row[0]: row[1] for row in rows if row[2:] == ["installed"] and row[0] in SYSTEM_PACKAGES}
-    if driver.is_file() and (version := driver.read_text().strip()):
+    if version := machine.driver_version:
         versions[_DRIVER] = version
     return versions
 
@@ -53,13 +51,13 @@ def one_release(installed: Mapping[str, str]) -> Outcome:
     newest = RELEASES[-1]
     for name in PYTHON_PACKAGES:  # builds of the next release may fit the bounds of this one
         if name in installed and numbers(installed[name]) > numbers(newest.packages[name]):
-            what = f"{name} {installed[name]} is newer than SDK {newest.version}, the newest in the table"
+            detail = f"{name} {installed[name]} is newer than SDK {newest.version}, the newest in the table"
             advice = "install the extra `neuron`, or add the release to hlat_jax/facts/sdk_releases.py"
-            return Outcome(NOT_HERE, what, advice)
+            return Outcome(NOT_HERE, detail, advice)
     packages = [name for name in (*PYTHON_PACKAGES, *SYSTEM_PACKAGES) if name in installed]
     rows = {name: sdk_releases.releases_of(name, installed[name]) for name in packages}
-    num_members = {one.version: sum(one.version in row for row in rows.values()) for one in RELEASES}
-    release = max(reversed(RELEASES), key=lambda one: num_members[one.version])
+    num_members = {release.version: sum(release.version in row for row in rows.values()) for release in RELEASES}
+    release = max(reversed(RELEASES), key=lambda release: num_members[release.version])
     wrong = [
         f"{name} {installed[name]} belongs to {'SDK ' * bool(row)}{' and '.join(row) or 'no release of the table'}"
         for name, row in rows.items()
@@ -68,12 +66,12 @@ def one_release(installed: Mapping[str, str]) -> Outcome:
     wrong += _unsupported_parts(release, installed)
     warning = f". Do not train with {release.version}: {release.avoid}" if release.avoid else ""
     if wrong:
-        what = f"the closest is SDK {release.version}, but {'; '.join(wrong)}{warning}"
-        return Outcome(FAILED, what, _advice())
+        detail = f"the closest is SDK {release.version}, but {'; '.join(wrong)}{warning}"
+        return Outcome(FAILED, detail, _advice())
     absent = [name for name in (*PYTHON_PACKAGES, *SYSTEM_PACKAGES) if name not in installed]
-    what = f"SDK {release.version}: {', '.join(f'{name} {installed[name]}' for name in ('jax', *packages))}"
-    what += f"; not found, so not checked: {', '.join(absent)}" if absent else ""
-    return Outcome(FAILED, what + warning, _advice()) if warning else Outcome(PASSED, what)
+    detail = f"SDK {release.version}: {', '.join(f'{name} {installed[name]}' for name in ('jax', *packages))}"
+    detail += f"; not found, so not checked: {', '.join(absent)}" if absent else ""
+    return Outcome(FAILED, detail + warning, _advice()) if warning else Outcome(PASSED, detail)
 
 
 def tools_on_path() -> Outcome:
@@ -83,9 +81,9 @@ def tools_on_path() -> Outcome:
         "neuron-ls": "install aws-neuronx-tools",
     }
     found = {name: shutil.which(name) for name in advice}
-    if missing := [name for name, at in found.items() if at is None]:
+    if missing := [name for name, path in found.items() if path is None]:
         return Outcome(FAILED, f"not on PATH: {', '.join(missing)}", "; ".join(advice[name] for name in missing))
-    return Outcome(PASSED, ", ".join(str(at) for at in found.values()))
+    return Outcome(PASSED, ", ".join(str(path) for path in found.values()))
 
 
 def compiler_cache(environ: Mapping[str, str], *, processes: pathlib.Path = neuron_start.PROCESSES) -> Outcome:
@@ -101,7 +99,7 @@ def compiler_cache(environ: Mapping[str, str], *, processes: pathlib.Path = neur
 
 def former_run(machine: Machine, *, port: int, processes: pathlib.Path = neuron_start.PROCESSES) -> Outcome:
     """Checks that no process of a former run holds the devices, or the port of the collectives."""
-    if obstacle := neuron_start.in_use(machine, port, processes=processes):
+    if obstacle := neuron_start.find_obstacle(machine, port, processes=processes):
         return Outcome(FAILED, obstacle, "end that process; the kernel keeps a port for 60 s after its last connection")
     return Outcome(PASSED, "no process that this user can see holds NeuronCores, and the port is free")
 

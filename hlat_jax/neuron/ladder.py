@@ -14,12 +14,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from hlat_jax.config import Config, count_text
+from hlat_jax.facts.core_groups import server_for
 from hlat_jax.facts.number_ranges import parse_ranges
 from hlat_jax.host.neuron_compiler_flags import COMPILER_KILLED, compiler_flags, compiler_killed, with_config
 from hlat_jax.host.neuron_topology import Topology
 from hlat_jax.neuron import partitioned, programs
 from hlat_jax.neuron.module import Program
-from hlat_jax.parallel.degrees import passes
+from hlat_jax.parallel.degrees import are_degrees_valid
 from hlat_jax.parallel.sharding import MESH_AXES
 from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.plan.instructions import estimate_instructions
@@ -82,7 +83,7 @@ def rungs(config: Config, *, num_devices: int, node_devices: int, target: str = 
     fitting = []
     for size, devices in dict.fromkeys(runs):
         rung = _rung(config, size, devices, whole=(num_devices, degrees))
-        if passes(rung.config, devices, server=programs.server_for(target, devices) if target else None):
+        if are_degrees_valid(rung.config, devices, server=server_for(target, devices) if target else None):
             fitting.append(rung)
     return fitting
 
@@ -103,14 +104,14 @@ def _rung(
     changes["data.batch_size"] = replicas * microbatches * rows
     if num_devices != whole[0] and -1 not in [getattr(config.parallel, axis) for axis in MESH_AXES]:
         changes["parallel.data"] = -1
-    what = f"{count_text(layers, 'layer')} x {count_text(microbatches, 'microbatch')} x {count_text(rows, 'row')}"
-    what += f", pipe {stages}" if stages > 1 else ""
+    sizes = f"{count_text(layers, 'layer')} x {count_text(microbatches, 'microbatch')} x {count_text(rows, 'row')}"
+    sizes += f", pipe {stages}" if stages > 1 else ""
     kept = {path: value for path, value in changes.items() if value != operator.attrgetter(path)(config)}
     tree = config.to_dict()
     for path, value in changes.items():
         section, key = path.split(".")
         tree[section][key] = value
-    return Rung(what, kept, num_devices, resolve(tree))
+    return Rung(sizes, kept, num_devices, resolve(tree))
 
 
 def check_programs(rung: Rung, *, target: str) -> dict[str, dict[str, Any]]:
@@ -137,13 +138,13 @@ def check_programs(rung: Rung, *, target: str) -> dict[str, dict[str, Any]]:
     return rows
 
 
-def command(rung: Rung, config_words: Sequence[str], *, place: Topology, workdir: str) -> str:
+def command(rung: Rung, config_words: Sequence[str], *, topology: Topology, workdir: str) -> str:
     """Returns the command that trains two steps of a rung.
 
     Args:
       config_words: `--config=NAME` and the user's overrides. The data is the shipped text, unless they set data.train
         or the batch has more rows than that text has documents.
-      place: the instance type of the nodes, and their LNC.
+      topology: the instance type of the nodes, and their LNC.
       workdir: beginning of the run folder's name. The time follows, because a run in the folder of an earlier one
         would continue that, and pass without compiling anything.
     """
@@ -151,12 +152,12 @@ def command(rung: Rung, config_words: Sequence[str], *, place: Topology, workdir
     changes = rung.changes | _STEPS
     if not has_data and rung.config.data.batch_size <= _MOST_ROWS:
         changes |= _TEXT | (_VALIDATION if rung.config.data.validation else {})
-    nodes = math.ceil(rung.num_devices / place.devices_per_node)
-    words = [f"env NEURON_LOGICAL_NC_CONFIG={place.lnc}"] if place.lnc not in (0, place.kind.lncs[0]) else []
+    nodes = math.ceil(rung.num_devices / topology.devices_per_node)
+    words = [f"env NEURON_LOGICAL_NC_CONFIG={topology.lnc}"] if topology.lnc not in (0, topology.kind.lncs[0]) else []
     # a job of several nodes ends before the command does, and would restart after a failure
     job = f"sbatch --wait --export=ALL,MAX_RESTARTS=0 --time=02:00:00 --nodes={nodes} launch/slurm/train.sbatch"
     words += [job if nodes > 1 else "launch/node.sh"]
-    words += [f"--cores={rung.num_devices}"] if rung.num_devices < place.devices_per_node else []
+    words += [f"--cores={rung.num_devices}"] if rung.num_devices < topology.devices_per_node else []
     words += [*map(shlex.quote, config_words), f'--workdir={shlex.quote(workdir)}"-$(date +%s)"']
     return " ".join(words + [f"--config.{path}={shlex.quote(str(value))}" for path, value in changes.items()])
 
@@ -172,10 +173,10 @@ class Levels(NamedTuple):
     override: str
 
 
-def optimization_levels(config: Config, place: Topology) -> Levels:
+def optimization_levels(config: Config, topology: Topology) -> Levels:
     """Returns the levels of a config on an instance type."""
     given = config.train.compiler_flags
-    own = int(with_config(compiler_flags(place), given, place)["--optlevel"] or 1)
+    own = int(with_config(compiler_flags(topology), given, topology)["--optlevel"] or 1)
     other = 2 if own == 1 else 1
     return Levels(own, other, f"--config.train.compiler_flags={f'{given} -O{other}'.strip()}")
 

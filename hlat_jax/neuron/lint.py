@@ -137,28 +137,28 @@ def check_module(
     program = Program(module.operation)
     sharded = partitioned.run_shardy(module.operation)
     groups: dict[tuple[str, str], list[tuple]] = {}
-    for rule, what, op, owner, *place in _hits(program, sharded, target=target, placement=placement):
-        groups.setdefault((rule, line_of(owner.frames(*place or [op]))), []).append((what, op.name))
+    for rule, detail, op, owner, *reported in _hits(program, sharded, target=target, placement=placement):
+        groups.setdefault((rule, line_of(owner.frames(*reported or [op]))), []).append((detail, op.name))
     if jaxpr is not None:
         shards = partitioned.num_shards(sharded or program)
-        for rule, what, eqn in _instruction_hits(jaxpr, shards, target=target, compiler_flags=compiler_flags):
-            groups.setdefault((rule, line_of(_frames_of(eqn))), []).append((what, eqn.primitive.name))
+        for rule, detail, eqn in _instruction_hits(jaxpr, shards, target=target, compiler_flags=compiler_flags):
+            groups.setdefault((rule, line_of(_frames_of(eqn))), []).append((detail, eqn.primitive.name))
     findings = []
     for (rule_id, line), hits in groups.items():
-        rule, what, op = RULES[rule_id], hits[0][0], ", ".join(dict.fromkeys(hit[1] for hit in hits))
+        rule, detail, op = RULES[rule_id], hits[0][0], ", ".join(dict.fromkeys(hit[1] for hit in hits))
         severity = rule.severity_in(recurring=recurring, many_devices=program.has_many_devices, target=target)
         if rule_id == "CC02" and any(hit[0].endswith(partitioned.OF_A_NODE) for hit in hits):
             severity = "error"  # nothing documents permutes between nodes
         explained = (rule.why, rule.instead, rule.source)
-        findings.append(Finding(rule_id, severity, op, what, line, len(hits), *explained))
+        findings.append(Finding(rule_id, severity, op, detail, line, len(hits), *explained))
     return sorted(findings, key=lambda finding: (SEVERITIES.index(finding.severity), finding.rule))
 
 
 def _hits(program: Program, sharded: Program | None, *, target: str, placement: Sequence[int]) -> Iterator[tuple]:
     """Yields (rule, what, operation, its program), and the operation whose line to report if it is another."""
     for op in program.operations:
-        for rule, what, *place in operators_lib.violations(op, program):
-            yield rule, what, op, program, *place
+        for rule, detail, *reported in operators_lib.violations(op, program):
+            yield rule, detail, op, program, *reported
     per_device = sharded or program
     for owner, hits in (
         (program, partitioned.argument_findings(program, target=target)),
@@ -167,8 +167,8 @@ def _hits(program: Program, sharded: Program | None, *, target: str, placement: 
         (per_device, partitioned.lookup_findings(per_device)),
         (per_device, partitioned.local_findings(per_device, target=target)),
     ):
-        for rule, what, op in hits:
-            yield rule, what, op, owner
+        for rule, detail, op in hits:
+            yield rule, detail, op, owner
 
 
 def _instruction_hits(
@@ -178,7 +178,7 @@ def _instruction_hits(
     counts = list(instructions.counts(jaxpr, num_shards=num_shards))
     whole = instructions.total(counts)
     most, limit = compiler_limits.program_limit(compiler_flags), compiler_limits.operation_limit(target)
-    if compiler_limits.ROOM * whole.unrolled > most:
+    if compiler_limits.may_exceed(whole.unrolled, most):
         eqn, tiles, trips = max(counts, key=lambda count: count[1] * count[2])
         unrolled, looped = map(compiler_limits.round_estimate, (whole.unrolled, whole.looped))
         loops = f"about {unrolled} instructions with every loop unrolled, {looped} with none"
@@ -186,7 +186,7 @@ def _instruction_hits(
         may = "may exceed the " * (whole.unrolled <= most)
         yield "CG01", f"{loops}; {share} ({may}limit {most:,}; {compiler_limits.ESTIMATE_NOTE})", eqn
     for eqn, tiles, _ in counts:
-        if compiler_limits.ROOM * tiles > limit:
+        if compiler_limits.may_exceed(tiles, limit):
             about, may = compiler_limits.round_estimate(tiles), "may exceed the " * (tiles <= limit)
             yield "CG02", f"about {about} instructions ({may}limit {limit:,}; {compiler_limits.ESTIMATE_NOTE})", eqn
 
@@ -194,12 +194,12 @@ def _instruction_hits(
 def _not_lowered(traced: Any, error: Exception) -> Finding:
     """Returns the finding for a program that JAX could not lower, at the line of the equation that failed."""
     trace = traceback.extract_tb(error.__cause__.__traceback__) if error.__cause__ is not None else []
-    failing = [Frame(place.filename, place.lineno or 0, place.name) for place in reversed(trace)]
+    failing = [Frame(frame.filename, frame.lineno or 0, frame.name) for frame in reversed(trace)]
     frames = _frames_at(traced.jaxpr.jaxpr, {(frame.path, frame.line) for frame in failing}) or failing
     named = re.search(r"(?:primitive '?|^`)(\w+)", str(error))
-    rule, what = RULES["LW01"], str(error).split("\n")[0][:160]
+    rule, detail = RULES["LW01"], str(error).split("\n")[0][:160]
     op, line = named.group(1) if named else "unknown", line_of(frames)
-    return Finding("LW01", rule.severity, op, what, line, 1, rule.why, rule.instead, rule.source)
+    return Finding("LW01", rule.severity, op, detail, line, 1, rule.why, rule.instead, rule.source)
 
 
 def _frames_of(equation: Any) -> list[Frame]:

@@ -153,22 +153,41 @@ def enclosing_function(op: Any) -> str | None:
 def enclosing_op(op: Any, kind: str) -> Any:
     """Returns the nearest ancestor of an operation that has a given type, such as `func.func`, or None."""
     while op.name != "builtin.module":  # a cloned module has no `parent`
-        op = getattr(op.parent, "operation", op.parent)
+        op = as_operation(op.parent)
         if op.name == kind:
             return op
     return None
 
 
+def as_operation(op: Any) -> Any:
+    """Returns the generic operation of jaxlib's view of one."""
+    return getattr(op, "operation", op)
+
+
 def body_ops(op: Any) -> list[Any]:
     """Returns the operations at the top level of an operation's first region, except the terminator."""
-    block = op.regions[0].blocks[0]
-    return [o.operation for o in block if o.operation.name not in ("stablehlo.return", "sdy.return", "func.return")]
+    return [as_operation(member) for member in op.regions[0].blocks[0]][:-1]
+
+
+def returned_values(region: Any) -> Any:
+    """Returns the values that the first block of a region returns."""
+    return list(region.blocks[0].operations)[-1].operation.operands
 
 
 def defining_op(value: Any) -> Any:
     """Returns the operation that produces a value; None for a block argument."""
     owner = value.owner
-    return None if isinstance(owner, ir.Block) else getattr(owner, "operation", owner)
+    return None if isinstance(owner, ir.Block) else as_operation(owner)
+
+
+def argument_owner(argument: Any) -> Any:
+    """Returns the operation that a block argument belongs to."""
+    return as_operation(ir.BlockArgument(argument).owner.owner)
+
+
+def integers(op: Any, key: str) -> list[int]:
+    """Returns the integers of an array attribute; none without it."""
+    return list(ir.DenseI64ArrayAttr(op.attributes[key])) if key in op.attributes else []
 
 
 def attribute_numbers(attr: Any) -> np.ndarray | None:
@@ -213,7 +232,7 @@ def _frames(text: str) -> Iterator[Frame]:
 
 
 def _walk(op: Any) -> Iterator[Any]:
-    op = getattr(op, "operation", op)
+    op = as_operation(op)
     yield op
     for region in op.regions:
         for block in region:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 
@@ -14,13 +15,15 @@ from hlat_jax.config import count_text
 from hlat_jax.neuron import indices
 from hlat_jax.neuron.module import (
     Program,
+    Tensor,
     attribute,
     body_ops,
     callee,
     constant,
     defining_op,
-    enclosing_function,
+    integers,
     is_constant,
+    returned_values,
     tensor,
 )
 
@@ -90,8 +93,8 @@ def _is_constant_index(value: Any) -> bool:
     op = defining_op(value)
     if op is None or op.name not in _BRANCHES:
         return is_constant(value)
-    branch_results = [list(region.blocks[0].operations)[-1].operation.operands for region in op.regions]
-    return _is_constant_index(op.operands[0]) and all(is_constant(one) for results in branch_results for one in results)
+    results = [value for region in op.regions for value in returned_values(region)]
+    return _is_constant_index(op.operands[0]) and all(map(is_constant, results))
 
 
 def _loop(op: Any, program: Program) -> Iterator[Hit]:
@@ -102,14 +105,14 @@ def _loop(op: Any, program: Program) -> Iterator[Hit]:
 
 def _unsigned_sums(loop: Any, program: Program) -> Iterator[Hit]:
     """Yields KB03 for each unsigned integer that a loop carries and adds to, other than a counter."""
-    body = loop.regions[1].blocks[0]
-    for carried, returned in zip(body.arguments, list(body.operations)[-1].operation.operands, strict=True):
+    body = loop.regions[1]
+    for carried, returned in zip(body.blocks[0].arguments, returned_values(body), strict=True):
         value, calls = indices.source(returned, program, ())
         step = defining_op(value)
         if step is None or step.name != "stablehlo.add" or not tensor(value).dtype.startswith("ui"):
             continue
         operands = [indices.source(operand, program, calls) for operand in step.operands]
-        added = [value for value, place in operands if (value, place) != (carried, ())]
+        added = [value for value, calls_to_value in operands if (value, calls_to_value) != (carried, ())]
         if len(added) == 1 and not is_constant(added[0]):
             yield "KB03", str(tensor(carried)), step
 
@@ -119,13 +122,13 @@ def _static_limit(loop: Any, program: Program) -> int | None:
 
     None if the condition is anything else, or if the start or step of the counter, or the limit, is not a constant.
     """
-    compare = defining_op(_skip_true(list(loop.regions[0].blocks[0].operations)[-1].operation.operands[0], program))
+    compare = defining_op(_skip_true(returned_values(loop.regions[0])[0], program))
     if compare is None or compare.name != "stablehlo.compare":
         return None
     operands = [_skip_conversion(operand) for operand in compare.operands]
     limits = [_invariant(operand, loop, program) for operand in operands]
     constants = [limit for limit in limits if limit is not None]
-    counters = [one for one, limit in zip(operands, limits, strict=True) if limit is None]
+    counters = [operand for operand, limit in zip(operands, limits, strict=True) if limit is None]
     if len(constants) != 1 or defining_op(counters[0]) is not None:
         return None
     return constants[0] if _counts_by_constants(loop, counters[0], program) else None
@@ -139,7 +142,7 @@ def _skip_true(condition: Any, program: Program) -> Any:
         return condition
     is_unequal = op.name == "stablehlo.compare" and "NE" in str(op.attributes["comparison_direction"])
     neutral = 1 if op.name == "stablehlo.and" else 0 if is_unequal else None
-    others = [one for one in op.operands if _exact(one, program) != neutral]
+    others = [operand for operand in op.operands if _exact(operand, program) != neutral]
     return _skip_true(others[0], program) if neutral is not None and len(others) == 1 else condition
 
 
@@ -160,24 +163,22 @@ def _invariant(value: Any, loop: Any, program: Program) -> int | None:
     """Returns a constant of a loop's condition, or an argument of the loop that stays as it began."""
     if defining_op(value) is not None:
         return _exact(value, program)
-    number = ir.BlockArgument(value).arg_number
-    body = loop.regions[1].blocks[0]
-    stays = list(body.operations)[-1].operation.operands[number] == body.arguments[number]
-    return _exact(loop.operands[number], program) if stays else None
+    index, body = ir.BlockArgument(value).arg_number, loop.regions[1]
+    stays = returned_values(body)[index] == body.blocks[0].arguments[index]
+    return _exact(loop.operands[index], program) if stays else None
 
 
 def _counts_by_constants(loop: Any, counter: Any, program: Program) -> bool:
     """Returns whether an argument of a loop starts at a constant and changes by a constant in each iteration."""
-    number = ir.BlockArgument(counter).arg_number
-    body = loop.regions[1].blocks[0]
-    step = defining_op(list(body.operations)[-1].operation.operands[number])
+    index, body = ir.BlockArgument(counter).arg_number, loop.regions[1]
+    step = defining_op(returned_values(body)[index])
     if step is None or step.name not in ("stablehlo.add", "stablehlo.subtract"):
         return False
-    start = indices.index_range(loop.operands[number], program, ())
-    previous, increment = (step.operands[0], step.operands[1])
+    start = indices.index_range(loop.operands[index], program, ())
+    previous, increment = step.operands
     if step.name == "stablehlo.add" and is_constant(previous):
         previous, increment = increment, previous
-    return start.is_number and previous == body.arguments[number] and is_constant(increment)
+    return start.is_number and previous == body.blocks[0].arguments[index] and is_constant(increment)
 
 
 def _reduce(op: Any, _: Program) -> Iterator[Hit]:
@@ -186,9 +187,12 @@ def _reduce(op: Any, _: Program) -> Iterator[Hit]:
 
 
 def _window(op: Any, _: Program) -> Iterator[Hit]:
-    dilations = [attribute(op, key) for key in ("base_dilations", "window_dilations")]
-    dilated = any(n > 1 for attr in dilations if attr is not None for n in ir.DenseI64ArrayAttr(attr))
-    yield ("RED03" if dilated or len(op.results) > 1 else "RED02"), "reduce_window"
+    is_dilated = _has_above_one(op, "base_dilations", "window_dilations")
+    yield ("RED03" if is_dilated or len(op.results) > 1 else "RED02"), "reduce_window"
+
+
+def _has_above_one(op: Any, *keys: str) -> bool:
+    return any(size > 1 for key in keys for size in integers(op, key))
 
 
 def _call(op: Any, _: Program) -> Iterator[Hit]:
@@ -233,18 +237,8 @@ def _sort(op: Any, _: Program) -> Iterator[Hit]:
         yield "OP04", "a comparison other than LT, LE, GT, GE"
 
 
-def _shift(op: Any, _: Program) -> Iterator[Hit]:
-    kind = tensor(op.operands[0])
-    if kind.dtype not in ("i32", "ui32"):
-        yield "OP05", str(kind)
-
-
 def _convolution(op: Any, _: Program) -> Iterator[Hit]:
-    def above_one(key):
-        attr = attribute(op, key)
-        return attr is not None and any(n > 1 for n in ir.DenseI64ArrayAttr(attr))
-
-    if above_one("lhs_dilation") and (above_one("rhs_dilation") or above_one("window_strides")):
+    if _has_above_one(op, "lhs_dilation") and _has_above_one(op, "rhs_dilation", "window_strides"):
         yield "OP08", "lhs dilation with rhs dilation or stride"
 
 
@@ -275,47 +269,46 @@ def _transposed_product(dot: Any) -> Iterator[Hit]:
         yield "DG01", f"{left} x {right}: transposing the second adds {_IDENTITY / rows:.0%} to the product"
 
 
-def _power(op: Any, _: Program) -> Iterator[Hit]:
-    kind = tensor(op.results[0])
-    if kind.dtype in ("i64", "ui64"):
-        yield "INT04", str(kind)
-
-
-def _reduction(op: Any, _: Program) -> Iterator[Hit]:
-    kind = tensor(op.results[0])
-    if kind.is_integer:
-        yield "INT03", str(kind)
-
-
 def _division(op: Any, program: Program) -> Iterator[Hit]:
     """Yields KB09 for a division of integers by anything but a power of two, at each call of its function."""
     if not tensor(op.results[0]).is_integer:
         return
-    for call in program.callers(enclosing_function(op)) or [None]:
-        divisor = indices.index_range(op.operands[1], program, () if call is None else (call,))
+    for calls in indices.calls_to(op, program):
+        divisor = indices.index_range(op.operands[1], program, calls)
         size = abs(int(divisor.low)) if divisor.is_number else 0
         if size == 0 or size & (size - 1):
-            yield "KB09", f"{tensor(op.results[0])} by {size or 'a number from data'}", call or op
+            yield "KB09", f"{tensor(op.results[0])} by {size or 'a number from data'}", calls[0] if calls else op
 
 
 def _cast(op: Any, program: Program) -> Iterator[Hit]:
     """Yields KB10 for the second of two casts of floats that only round."""
     kind, narrow = tensor(op.results[0]).dtype, tensor(op.operands[0]).dtype
-    value, calls = op.operands[0], ()
-    while (first := defining_op(value)) is not None and first.name in _MOVES:
-        value, calls = indices.source(first.operands[0], program, calls)
-    value, _ = indices.source(value, program, calls)
-    first = defining_op(value)
-    if first is None or first.name != "stablehlo.convert" or not {kind, narrow} <= set(_FLOAT_BITS):
+    if not {kind, narrow} <= set(_FLOAT_BITS) or _FLOAT_BITS[narrow] >= _FLOAT_BITS[kind]:
         return
-    if tensor(first.operands[0]).dtype == kind and _FLOAT_BITS[narrow] < _FLOAT_BITS[kind]:
+    if any(_is_cast_from(kind, op.operands[0], calls, program, set()) for calls in indices.calls_to(op, program)):
         yield "KB10", f"{kind} to {narrow} and back"
+
+
+def _is_cast_from(kind: str, value: Any, calls: tuple, program: Program, seen: set) -> bool:
+    """Returns whether digits of a value come from a cast of this type, through operations that keep digits."""
+    value, calls = indices.source(value, program, calls)
+    op = defining_op(value)
+    if op is None or (value, calls) in seen:
+        return False
+    seen.add((value, calls))
+    if op.name == "stablehlo.convert":
+        return tensor(op.operands[0]).dtype == kind
+    if op.name not in _MOVES:
+        return False
+    operands = list(op.operands)[1:] if op.name == "stablehlo.select" else op.operands
+    return any(_is_cast_from(kind, operand, calls, program, seen) for operand in operands)
 
 
 def row_shift(op: Any, program: Program) -> str:
     """Returns what an operation shifts along a dimension other than the last, the rows; "" for any other operation.
 
-    A shift keeps the number of rows: a convolution, a slice of what was padded, or slices that are joined again.
+    A shift keeps the number of rows: a convolution, a slice of what was padded, padding of a slice, padding by a
+    negative number, or slices that are joined again.
     """
     opcode = op.name.removeprefix("stablehlo.")
     if opcode == "convolution":
@@ -323,11 +316,12 @@ def row_shift(op: Any, program: Program) -> str:
         sizes = [tensor(op.operands[1]).dims[dim] for dim in numbers.kernel_spatial_dimensions]
         return f"a convolution with a window of {sizes}" if any(size > 1 for size in sizes) else ""
     rows: set[int] = set()
-    if opcode == "slice":
-        padding = defining_op(indices.source(op.operands[0], program, ())[0])
-        if padding is not None and padding.name == "stablehlo.pad":
-            low = list(ir.DenseI64ArrayAttr(padding.attributes["edge_padding_low"]))
-            rows = {dim for dim in _cut_dims(op) if low[dim] > 0}
+    if op.name in _SHIFTS:
+        inner = defining_op(indices.source(op.operands[0], program, indices.calls_to(op, program)[0])[0])
+        steps = [op, inner] if inner is not None and {inner.name, op.name} == set(_SHIFTS) else [op]
+        shifts = np.sum([_SHIFTS[step.name](step) for step in steps], axis=0)
+        sizes = zip(tensor(steps[-1].operands[0]).dims, tensor(op.results[0]).dims, shifts, strict=True)
+        rows = {dim for dim, (before, after, shift) in enumerate(sizes) if before == after and shift}
     elif opcode == "concatenate":
         dim = ir.IntegerAttr(op.attributes["dimension"]).value
         parts = [part for part in map(defining_op, op.operands) if part is not None and dim in _cut_dims(part)]
@@ -366,13 +360,25 @@ def _scatter(op: Any, program: Program) -> Iterator[Hit]:
 
 _MOVES = {  # the result has the digits of an operand
     f"stablehlo.{name}"
-    for name in ("broadcast_in_dim", "reshape", "transpose", "slice", "reverse", "abs", "negate", "maximum", "minimum")
+    for name in (
+        *("broadcast_in_dim", "reshape", "transpose", "slice", "reverse", "abs", "negate", "maximum", "minimum"),
+        *("select", "concatenate", "pad"),
+    )
+}
+_SHIFTS: dict[str, Callable[[Any], list[int]]] = {  # to higher indices, in each dimension
+    "stablehlo.slice": lambda op: [-start for start in integers(op, "start_indices")],
+    "stablehlo.pad": lambda op: integers(op, "edge_padding_low"),
 }
 _BRANCHES = ("stablehlo.case", "stablehlo.if")
 
 
 def _always(rule: str) -> Callable[[Any, Program], Iterator[Hit]]:
     return lambda op, _: iter([(rule, op.name.partition(".")[2])])
+
+
+def _of_types(rule: str, is_wrong: Callable[[Tensor], bool]) -> Callable[[Any, Program], Iterator[Hit]]:
+    """Returns a finder of a rule that depends on the type of the first operand alone."""
+    return lambda op, _: iter([(rule, str(kind))] if is_wrong(kind := tensor(op.operands[0])) else [])
 
 
 _FINDERS: dict[str, Callable[[Any, Program], Iterator[Hit]]] = {
@@ -388,12 +394,12 @@ _FINDERS: dict[str, Callable[[Any, Program], Iterator[Hit]]] = {
     "stablehlo.cholesky": _always("OP01"),
     "stablehlo.fft": _always("OP01"),
     "stablehlo.sort": _sort,
-    "stablehlo.shift_right_arithmetic": _shift,
+    "stablehlo.shift_right_arithmetic": _of_types("OP05", lambda kind: kind.dtype not in ("i32", "ui32")),
     "stablehlo.convolution": _convolution,
     "stablehlo.dot_general": _dot,
-    "stablehlo.power": _power,
-    "stablehlo.all_reduce": _reduction,
-    "stablehlo.reduce_scatter": _reduction,
+    "stablehlo.power": _of_types("INT04", lambda kind: kind.dtype in ("i64", "ui64")),
+    "stablehlo.all_reduce": _of_types("INT03", lambda kind: kind.is_integer),
+    "stablehlo.reduce_scatter": _of_types("INT03", lambda kind: kind.is_integer),
     "stablehlo.all_to_all": _exchange,
     "stablehlo.convert": _cast,
     "stablehlo.divide": _division,

@@ -8,6 +8,7 @@ operations for which it adds permutes are found by the shardings of their values
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -19,15 +20,17 @@ from jax.extend.mlir.dialects import stablehlo
 
 from hlat_jax.facts import core_groups, hardware
 from hlat_jax.facts.byte_sizes import format_bytes
-from hlat_jax.facts.core_groups import DISPUTED, FINE, REFUSED, Server
+from hlat_jax.facts.core_groups import DISPUTED, FINE, REFUSED
 from hlat_jax.neuron.module import (
     Program,
     Tensor,
+    argument_owner,
     attribute,
     attribute_numbers,
     body_ops,
     defining_op,
     enclosing_op,
+    integers,
     tensor,
 )
 from hlat_jax.neuron.operators import row_shift
@@ -83,10 +86,10 @@ def group_findings(
         if groups.shape[1] > 1 and key not in seen:
             seen[key] = op
             groups = groups if placed is None else placed[groups]
-            server = Server(target, min(groups.size, core_groups.RULES[target].server))  # all devices are in a group
-            level, why = core_groups.verdict(groups, server, all_to_all=exchanges)
+            server = core_groups.server_for(target, groups.size)  # all devices are in a group
+            level, reason = core_groups.verdict(groups, server, all_to_all=exchanges)
             if level != FINE:
-                yield {REFUSED: "CC04", DISPUTED: "CC05"}[level], why, op
+                yield {REFUSED: "CC04", DISPUTED: "CC05"}[level], reason, op
     num_sets = len({groups for groups, _ in seen})
     if num_sets > MAX_GROUP_SETS:
         yield "CC01", f"{num_sets} sets of replica groups", list(seen.values())[-1]
@@ -124,9 +127,9 @@ def local_findings(owner: Program, *, target: str) -> Iterator[tuple[str, str, A
             hits += [("KB12", kind) for kind in kinds if kind.num_bytes >= _TOO_LARGE_BYTES]
         if target == "trn2" and (shift := row_shift(op, owner)):
             hits += [("KB13", shift)]
-        for rule, what in hits:
-            size = f", {format_bytes(what.num_bytes)}" if rule in ("KB11", "KB12") else ""
-            yield rule, f"{what}{size}", op if op == owner.main else _with_python_line(op, owner)
+        for rule, found in hits:
+            size = f", {format_bytes(found.num_bytes)}" if rule in ("KB11", "KB12") else ""
+            yield rule, f"{found}{size}", op if op == owner.main else _with_python_line(op, owner)
 
 
 def replica_groups(program: Program, sharded: Program | None) -> Iterator[tuple[Any, np.ndarray]]:
@@ -150,7 +153,7 @@ def replica_groups(program: Program, sharded: Program | None) -> Iterator[tuple[
 def _with_python_line(op: Any, sharded: Program) -> Any:
     """Returns the first operation with a Python line among this one, the producer of its operand and its users."""
     near = [op, defining_op(op.operands[0]), *(use.owner for use in op.results[0].uses)]
-    return next((one for one in near if one is not None and sharded.frames(one)), op)
+    return next((candidate for candidate in near if candidate is not None and sharded.frames(candidate)), op)
 
 
 def permute_problem(pairs: np.ndarray, *, target: str) -> str | None:
@@ -201,14 +204,13 @@ def argument_findings(program: Program, *, target: str) -> Iterator[tuple[str, s
             named = re.match(r'loc\("(.*)"\)?$', str(value.location))  # JAX's name: state['params']['embed']
             yield "DN01", f"argument {named[1] if named else ir.BlockArgument(value).arg_number} {whole}", main
     total = kept_bytes + sum(local.num_bytes for _, local in results if local is not None)
-    device = hardware.DEVICES[target]
-    if max(argument_bytes, total) > device.memory_bytes - device.reserved_bytes:
+    if max(argument_bytes, total) > hardware.DEVICES[target].program_bytes:
         yield "MEM1", f"arguments and results alone need {format_bytes(max(argument_bytes, total))} per device", main
 
 
 def num_shards(program: Program) -> float:
     """Returns over how many devices the arguments and results of a program are split, on average over their bytes."""
-    types = [one for key in ("arg_attrs", "res_attrs") for one in _types(program, key) if one[0] is not None]
+    types = [pair for key in ("arg_attrs", "res_attrs") for pair in _types(program, key) if pair[0] is not None]
     local_bytes = sum(local.num_bytes for _, local in types)
     return sum(whole.num_bytes for whole, _ in types) / local_bytes if local_bytes else 1
 
@@ -218,7 +220,9 @@ def _types(program: Program, key: str) -> list[tuple[Tensor | None, Tensor | Non
     main = ir.FunctionType(ir.TypeAttr(program.main.attributes["function_type"]).value)
     wholes = [tensor(kind) for kind in (main.inputs if key == "arg_attrs" else main.results)]
     printed = _attributes(program.main, key, wholes)
-    return [(one, _local_type(one, sharding_of(attrs), program)) for one, attrs in zip(wholes, printed, strict=True)]
+    return [
+        (whole, _local_type(whole, sharding_of(attrs), program)) for whole, attrs in zip(wholes, printed, strict=True)
+    ]
 
 
 def _local_value(value: Any, program: Program) -> Tensor:
@@ -226,7 +230,7 @@ def _local_value(value: Any, program: Program) -> Tensor:
     op = defining_op(value)
     if op is None:
         argument = ir.BlockArgument(value)
-        function = getattr(argument.owner.owner, "operation", argument.owner.owner)
+        function = argument_owner(value)
         is_function = function.name == "func.func"
         attributes = _attributes(function, "arg_attrs", argument.owner.arguments) if is_function else []
         printed = attributes[argument.arg_number] if is_function else ""
@@ -234,8 +238,8 @@ def _local_value(value: Any, program: Program) -> Tensor:
     if enclosing_op(op, "sdy.manual_computation") is not None:
         return tensor(value)
     printed = next((str(op.attributes[key]) for key in _SHARDINGS if key in op.attributes), "")
-    shardings, number = _SHARDING.findall(printed), ir.OpResult(value).result_number
-    return _local_type(tensor(value), shardings[number] if number < len(shardings) else "", program)
+    shardings, index = _SHARDING.findall(printed), ir.OpResult(value).result_number
+    return _local_type(tensor(value), shardings[index] if index < len(shardings) else "", program)
 
 
 def split_dims(value: Any, program: Program) -> set[int]:
@@ -255,18 +259,14 @@ def shift_findings(sharded: Program) -> Iterator[tuple[str, str, Any]]:
         moved = _moved_dims(op)
         dims = moved & split_dims(op.results[0], sharded) if moved else set()
         if dims:
-            what = f"{tensor(op.results[0])} along dimension {min(dims)}, of which a device has "
-            what += f"{_local_value(op.results[0], sharded).dims[min(dims)]}"
-            yield "CC06", what, _with_python_line(op, sharded)
+            detail = f"{tensor(op.results[0])} along dimension {min(dims)}, of which a device has "
+            detail += f"{_local_value(op.results[0], sharded).dims[min(dims)]}"
+            yield "CC06", detail, _with_python_line(op, sharded)
 
 
 def _moved_dims(op: Any) -> set[int]:
     """Returns the dimensions along which an operation moves elements to other indices."""
-
-    def numbers_of(key: str) -> list[int]:
-        return list(ir.DenseI64ArrayAttr(op.attributes[key])) if key in op.attributes else []
-
-    opcode = op.name.removeprefix("stablehlo.")
+    numbers_of, opcode = functools.partial(integers, op), op.name.removeprefix("stablehlo.")
     if opcode == "convolution":
         numbers = stablehlo.ConvDimensionNumbers(op.attributes["dimension_numbers"])
         windows = [tensor(op.operands[1]).dims[dim] for dim in numbers.kernel_spatial_dimensions]

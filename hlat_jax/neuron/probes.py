@@ -64,11 +64,11 @@ def devices(present: Sequence[Any], *, platform: str, count: int) -> Outcome:
       platform: required; "" for any.
       count: number of devices of the instance; 0: unknown.
     """
-    kinds = sorted({(one.platform, one.device_kind) for one in present})
+    kinds = sorted({(device.platform, device.device_kind) for device in present})
     names = ", ".join(f"{kind} ({platform})" for platform, kind in kinds)
     seen = f"{len(present)} x {names or 'nothing'}"
     advice = "run neuron-ls, look for another process that uses the cores, and compare `python -m hlat_jax.neuron env`"
-    if not present or (platform and any(one.platform != platform for one in present)):
+    if not present or (platform and any(device.platform != platform for device in present)):
         return Outcome(FAILED, f"{seen}; expected platform {platform or 'any'}", advice)
     if len(kinds) > 1:
         return Outcome(FAILED, f"{seen}: several kinds", "use devices of one kind")
@@ -192,8 +192,8 @@ def collectives(run: Callable[[str, np.ndarray], np.ndarray], *, size: int, perm
         except Exception as error:  # of the compiler or the runtime; the next collective still runs
             wrong.append(f"{name}: {first_line(error)}")
     if wrong:
-        what = f"on {count_text(size, 'device')} {'; '.join(wrong)}"
-        return Outcome(FAILED, what, "run nccom-test on these cores, or try other degrees in --config.parallel")
+        detail = f"on {count_text(size, 'device')} {'; '.join(wrong)}"
+        return Outcome(FAILED, detail, "run nccom-test on these cores, or try other degrees in --config.parallel")
     return Outcome(PASSED, f"{', '.join(right)} on {count_text(size, 'device')} are exact")
 
 

@@ -8,11 +8,10 @@ from typing import Any
 from hlat_jax.config import Config
 from hlat_jax.facts import compiler_limits, hardware
 from hlat_jax.facts.byte_sizes import format_bytes
-from hlat_jax.facts.core_groups import RULES as RULES_OF_GROUPS
-from hlat_jax.facts.core_groups import Server
+from hlat_jax.facts.core_groups import server_for
 from hlat_jax.neuron import lint
 from hlat_jax.neuron.rules import RULES
-from hlat_jax.parallel.degrees import passes
+from hlat_jax.parallel.degrees import are_degrees_valid
 from hlat_jax.parallel.sharding import MESH_AXES, Layout
 from hlat_jax.parallel.virtual_devices import planned_layout
 from hlat_jax.passes.products import live_jaxpr
@@ -46,13 +45,8 @@ def num_devices(config: Config, *, target: str = "") -> int:
     most = inner * (max(rows, data, fsdp) if -1 in (data, fsdp) else data * fsdp)
     if not target or not is_free:
         return most
-    allowed = (n for n in range(most, 0, -1) if passes(config, n, server=server_for(target, n)))
+    allowed = (n for n in range(most, 0, -1) if are_degrees_valid(config, n, server=server_for(target, n)))
     return next(allowed, most)
-
-
-def server_for(target: str, count: int) -> Server:
-    """Returns the servers of a target of `rules.LINTED` in a run of so many devices."""
-    return Server(target, min(count, RULES_OF_GROUPS[target].server))
 
 
 def findings(name: str, traced: Any, *, program: RunProgram, target: str) -> list[lint.Finding]:
@@ -66,17 +60,16 @@ def findings(name: str, traced: Any, *, program: RunProgram, target: str) -> lis
     if name == "eval":  # its loops are kept, see `Instructions.count_for_limit`
         count = estimate_instructions(live_jaxpr(traced), num_shards=1).count_for_limit(name)
         most = compiler_limits.program_limit(flags)
-        hits = [finding for finding in hits if finding.rule != "CG01" or compiler_limits.ROOM * count > most]
+        hits = [finding for finding in hits if finding.rule != "CG01" or compiler_limits.may_exceed(count, most)]
     if name not in ("train", "microbatch", "steady"):
         return hits
     memory = device_bytes(program, jaxpr=live_jaxpr(traced))
-    device = hardware.DEVICES[target]
-    budget = device.memory_bytes - device.reserved_bytes
+    budget = hardware.DEVICES[target].program_bytes
     if memory.total <= budget:
         return hits
     rule = RULES["MEM1"]
-    what = f"planned {format_bytes(memory.total)} of a device's {format_bytes(budget)}"
-    over = lint.Finding("MEM1", rule.severity, "func.func", what, "", 1, rule.why, rule.instead, rule.source)
+    detail = f"planned {format_bytes(memory.total)} of a device's {format_bytes(budget)}"
+    over = lint.Finding("MEM1", rule.severity, "func.func", detail, "", 1, rule.why, rule.instead, rule.source)
     return [over, *(finding for finding in hits if finding.rule != "MEM1")]
 
 

@@ -9,16 +9,9 @@ import dataclasses
 
 from hlat_jax.facts import core_groups
 from hlat_jax.facts.compiler_limits import LIMIT_FLAG, OPERATION_ADVICE, PROGRAM_ADVICE, PROGRAMS_ADVICE
-from hlat_jax.facts.hardware import INSTANCES
 
 SEVERITIES = ("error", "warning", "info")
 LINTED = tuple(core_groups.RULES)  # what programs are checked for
-
-
-def target_of(name: str, *, lnc: int = 0) -> str:
-    """Returns the target of LINTED for a target, or an instance type at an LNC, where 0 is its default."""
-    return name if name in LINTED else INSTANCES[name].device_key(lnc=lnc)
-
 
 _ISSUES = "frameworks/jax/setup/jax-neuronx-known-issues"
 _COMPILER_NOTES = "release-notes/components/compiler (2.32)"
@@ -334,7 +327,7 @@ RULES: dict[str, Rule] = {
         "warning",
         "`collective_permute` other than in rings of neighboring cores of one node; between nodes it is an error",
         "only rings of linked cores are documented; other permutes may crash or be slow",
-        "all_gather as parallel.pipe_exchange or parallel.context_exchange; else keep the axis within a node",
+        "all_gather as parallel.pipe_exchange; else keep the axis within a node",
         "neuron-runtime/about/collectives; " + _ISSUES,
     ),
     "CC04": Rule(

@@ -34,21 +34,19 @@ def attention(
     segment_ids_BT: jax.Array | None,
     window: int | jax.Array | None,
     part: Any = None,
-    visit_all: Any = None,
 ) -> jax.Array:
     """Returns [B, T, N, H]: `ops.attention`.
 
-    With a `context_attention.Part`, of the queries of a row that a device has, whose pairs `visit_all` visits.
+    With a `context_attention.Part`, of the queries of a row that a device has.
     """
     t, h = q_BTNH.shape[1], q_BTNH.shape[3]
     s, kv_heads = k_BSKH.shape[1:3]
-    block = BLOCK if part is None else s // part.key_starts.shape[1]
+    block = BLOCK if part is None else s // len(part.key_starts)
     static = _Static(
         scale=1 / math.sqrt(h),
         window=window if isinstance(window, int) else None,
         kv_heads=kv_heads,
         block=min(block, t),
-        visit_all=visit_all,
     )
     terms = {
         "part": part,
@@ -74,20 +72,16 @@ class _Static:
       window: number of keys that a query attends to; None for all, or if it is an array.
       kv_heads: K.
       block: positions in a block.
-      visit_all: function that visits the pairs of blocks in place of `at_once`.
     """
 
     scale: float
     window: int | None
     kv_heads: int
     block: int
-    visit_all: Any
 
-    def at_once(self, visit: Any, terms: dict[str, Any], sums: Any) -> Any:
-        """Returns (sums of queries, sums of keys) after `visit` of all pairs of blocks."""
-        here = terms | {"key_ids": terms["ids"], "key_starts": None}
-        pairs = block_pairs(jax.tree.leaves(sums)[0].shape[0], block=self.block, window=self.window)
-        return jax.lax.scan(functools.partial(visit, here), sums, pairs)[0]
+    def pairs(self, part: Any, num_blocks: int) -> Any:
+        """Returns int32 [pairs, 2]: (query block, key block), of so many query blocks or of a part."""
+        return block_pairs(num_blocks, block=self.block, window=self.window) if part is None else part.pairs
 
 
 def _attention(static, q_BTNH, k_BSKH, v_BSKH, terms):
@@ -110,26 +104,25 @@ def _forward(static, q_BTNH, k_BSKH, v_BSKH, terms):
     q_CXUGH, k_CXSH, v_CXSH = _cut_operands(static, q_BTNH, k_BSKH, v_BSKH)
     c, x, u, g, h = q_CXUGH.shape
 
-    def visit(here, sums, pair):
-        (i, j), (sums, _) = pair, sums
+    def visit(sums, pair):
+        i, j = pair
         top_XUG, total_XUG, out_XUGH = (_at(total, i) for total in sums)
-        scores_XUGS = _scores(static, _at(q_CXUGH, i), _at(here["keys"][0], j), here, pair)
+        scores_XUGS = _scores(static, _at(q_CXUGH, i), _at(k_CXSH, j), terms, pair)
         new_top_XUG = jnp.maximum(top_XUG, scores_XUGS.max(axis=-1))
         weights_XUGS = jnp.exp(scores_XUGS - new_top_XUG[..., None])
         shrink_XUG = jnp.exp(top_XUG - new_top_XUG)
         out_XUGH *= shrink_XUG[..., None]
-        out_XUGH += _dot("XUGS,XSH->XUGH", weights_XUGS.astype(v_CXSH.dtype), _at(here["keys"][1], j))
+        out_XUGH += _dot("XUGS,XSH->XUGH", weights_XUGS.astype(v_CXSH.dtype), _at(v_CXSH, j))
         total_XUG = total_XUG * shrink_XUG + weights_XUGS.sum(axis=-1)
         parts = (new_top_XUG, total_XUG, out_XUGH)
-        return (tuple(_updated(total, i, part) for total, part in zip(sums, parts, strict=True)), ()), None
+        return tuple(_updated(total, i, part) for total, part in zip(sums, parts, strict=True)), None
 
     sums = (
         jnp.full((c, x, u, g), _LOWEST, jnp.float32),
         jnp.zeros((c, x, u, g), jnp.float32),
         jnp.zeros((c, x, u, g, h), jnp.float32),
     )
-    visit_all = static.visit_all or static.at_once
-    (top_CXUG, total_CXUG, out_CXUGH), _ = visit_all(visit, terms | {"keys": (k_CXSH, v_CXSH)}, (sums, ()))
+    (top_CXUG, total_CXUG, out_CXUGH), _ = jax.lax.scan(visit, sums, static.pairs(terms["part"], c))
     out_CXUGH = out_CXUGH / total_CXUG[..., None]
     out_BTNH = _join(out_CXUGH, q_BTNH.shape).astype(q_BTNH.dtype)
     # named inside the VJP: a remat policy that saves them avoids a second forward pass
@@ -145,12 +138,12 @@ def _backward(static, residuals, dout_BTNH):
     inner_BTN1 = (dout_BTNH.astype(jnp.float32) * out_BTNH.astype(jnp.float32)).sum(axis=-1, keepdims=True)
     inner_CXUG = _cut(inner_BTN1, static)[..., 0]
 
-    def visit(here, grads, pair):
+    def visit(grads, pair):
         i, j = pair
-        dq_CXUGH, (dk_CXSH, dv_CXSH) = grads
+        dq_CXUGH, dk_CXSH, dv_CXSH = grads
         q_XUGH, dout_XUGH = _at(q_CXUGH, i), _at(dout_CXUGH, i)
-        k_XSH, v_XSH = (_at(x_CXSH, j) for x_CXSH in here["keys"])
-        scores_XUGS = _scores(static, q_XUGH, k_XSH, here, pair)
+        k_XSH, v_XSH = _at(k_CXSH, j), _at(v_CXSH, j)
+        scores_XUGS = _scores(static, q_XUGH, k_XSH, terms, pair)
         probs_XUGS = jnp.exp(scores_XUGS - _at(top_CXUG, i)[..., None]) / _at(total_CXUG, i)[..., None]
         dprobs_XUGS = _dot("XUGH,XSH->XUGS", dout_XUGH, v_XSH)
         dscores_XUGS = probs_XUGS * (dprobs_XUGS - _at(inner_CXUG, i)[..., None])
@@ -161,12 +154,10 @@ def _backward(static, residuals, dout_BTNH):
         dq_CXUGH = _updated(dq_CXUGH, i, _at(dq_CXUGH, i) + dq_XUGH)
         dk_CXSH = _updated(dk_CXSH, j, _at(dk_CXSH, j) + dk_XSH)
         dv_CXSH = _updated(dv_CXSH, j, _at(dv_CXSH, j) + dv_XSH)
-        return (dq_CXUGH, (dk_CXSH, dv_CXSH)), None
+        return (dq_CXUGH, dk_CXSH, dv_CXSH), None
 
-    keys = (k_CXSH, v_CXSH)
-    start = jax.tree.map(lambda operand: jnp.zeros(operand.shape, jnp.float32), (q_CXUGH, keys))
-    visit_all = static.visit_all or static.at_once
-    dq_CXUGH, (dk_CXSH, dv_CXSH) = visit_all(visit, terms | {"keys": keys}, start)
+    start = tuple(jnp.zeros(operand.shape, jnp.float32) for operand in (q_CXUGH, k_CXSH, v_CXSH))
+    (dq_CXUGH, dk_CXSH, dv_CXSH), _ = jax.lax.scan(visit, start, static.pairs(terms["part"], len(q_CXUGH)))
     dq_BTNH = _join(dq_CXUGH, q_BTNH.shape).astype(q_BTNH.dtype)
     dk_BSKH, dv_BSKH = (
         _join(grad[:, :, :, None], like.shape).astype(like.dtype)
@@ -207,16 +198,17 @@ def _scores(static, q_XUGH, k_XSH, terms, pair):
     (_, u, g, _), s = q_XUGH.shape, k_XSH.shape[1]
     scores_XUGS = _dot("XUGH,XSH->XUGS", q_XUGH, k_XSH) * static.scale
     scores = scores_XUGS.reshape(-1, static.kv_heads, u, g, s)
-    part, starts = terms["part"], terms["key_starts"]
+    part = terms["part"]
     queries = (i * u if part is None else part.query_starts[i]) + jax.lax.broadcasted_iota(jnp.int32, (u, 1, 1), 0)
-    keys = (j * s if starts is None else starts[j]) + jax.lax.broadcasted_iota(jnp.int32, (1, 1, s), 2)
+    keys = (j * s if part is None else part.key_starts[j]) + jax.lax.broadcasted_iota(jnp.int32, (1, 1, s), 2)
     mask = queries >= keys  # which hides the padding too
     window = terms["window"] if static.window is None else static.window
     if window is not None:
         mask &= queries - keys < window
     if terms["ids"] is not None:
         queries_ids = jax.lax.dynamic_slice_in_dim(terms["ids"], i * u, u, 2)[:, :, :, None]
-        keys_ids = jax.lax.dynamic_slice_in_dim(terms["key_ids"], j * s, s, 2)[:, :, None, None, :, 0]
+        key_ids = terms["ids"] if part is None else part.key_ids_BS[:, None, :, None]
+        keys_ids = jax.lax.dynamic_slice_in_dim(key_ids, j * s, s, 2)[:, :, None, None, :, 0]
         mask = mask & (queries_ids == keys_ids)
     return jnp.where(mask, scores, MASKED).reshape(scores_XUGS.shape)
 

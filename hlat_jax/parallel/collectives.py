@@ -71,7 +71,6 @@ class ParallelContext:
       pipe: the axis over which layers and vocabulary are split.
       fsdp: the axis over which matrices are split along `fsdp_axes` until they are used.
       fsdp_axes: the logical axes that fsdp splits.
-      reduced: axes over which the gradients of matrices are summed inside the loop over layers.
       sequence_parallel: activations between blocks are split over `tensor` along T.
       context_degree: into how many parts T is split everywhere, see `ops.context_attention`.
     """
@@ -80,7 +79,6 @@ class ParallelContext:
     pipe: tuple[str, ...] = ()
     fsdp: tuple[str, ...] = ()
     fsdp_axes: tuple[str, ...] = ()
-    reduced: tuple[str, ...] = ()
     sequence_parallel: bool = False
     context_degree: int = 1
 
@@ -103,7 +101,7 @@ class ParallelContext:
         """Returns a matrix with these logical axes gathered over fsdp; backward: reduce-scatter of its gradient."""
         for dim, axis in enumerate(axes):
             if axis in self.fsdp_axes:
-                weight = all_gather(copy_to_tensor_region(weight, self.reduced), self.fsdp, dim)
+                weight = all_gather(weight, self.fsdp, dim)
         return weight
 
 
@@ -117,7 +115,6 @@ def parallel_context(layout: Layout) -> ParallelContext:
         pipe=layout.wide(("pipe",)),
         fsdp=layout.wide(("fsdp",)),
         fsdp_axes=layout.fsdp_axes,
-        reduced=layout.wide(("data",)) if layout.reduce_gradients == "layer" else (),
         sequence_parallel=layout.sequence_parallel,
         context_degree=layout.size(CONTEXT),
     )

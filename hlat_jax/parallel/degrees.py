@@ -22,6 +22,7 @@ from hlat_jax.parallel.sharding import (
     MESH_AXES,
     ROWS,
     TENSOR,
+    TOKENS,
     Layout,
     abstract_layout,
     make_layout,
@@ -55,7 +56,7 @@ def layout_over(config: Config, devices: Sequence[Any], *, server: Server | None
         check_degrees(config, len(devices), server=server)
     except ValueError as error:
         raise ValueError(f"{error} {_advice(config, len(devices), server)}") from None
-    return _place(config.model, _without_rest(config.parallel, len(devices)), devices, server)
+    return place_over(config.parallel, devices, server=server, num_kv_heads=config.model.num_kv_heads)
 
 
 def placement(num_devices: int, *, tensor: int, server: Server | None) -> np.ndarray:
@@ -80,32 +81,28 @@ def group_verdicts(
     layout = abstract_layout(parallel, num_devices, num_kv_heads=model.num_kv_heads)
     devices = placement(num_devices, tensor=parallel.tensor, server=server)
     reasons: dict[str, list[str]] = {DISPUTED: [], REFUSED: []}
-    for axes in sent_along(layout, model, trains=trains):
+    for axes in collective_axes(layout, model, trains=trains):
         groups = core_groups.groups_along(dict(layout.mesh.shape), axes, devices=devices)
-        level, why = core_groups.verdict(groups, server)
+        level, reason = core_groups.verdict(groups, server)
         if level in reasons:
             names = dict.fromkeys("tensor" if axis in TENSOR else axis for axis in axes)
-            reasons[level].append(f"{' x '.join(f'parallel.{name}={wide[name]}' for name in names)}: {why}")
+            reasons[level].append(f"{' x '.join(f'parallel.{name}={wide[name]}' for name in names)}: {reason}")
     return reasons
 
 
-def sent_along(layout: Layout, model: ModelConfig, *, trains: bool = True) -> list[tuple[str, ...]]:
+def collective_axes(layout: Layout, model: ModelConfig, *, trains: bool = True) -> list[tuple[str, ...]]:
     """Returns the axes, those above 1, of every kind of group that collectives of a run go over.
 
     `trains`: also those of gradients, the optimizer and the norms.
     """
     # stages, shards, rows, tensor, the vocabulary over stages
     sent: list[tuple[str, ...]] = [("pipe",), ("fsdp",), TENSOR, ("pipe", *TENSOR)]
-    sent += [(*ROWS, *CONTEXT), CONTEXT] if trains else [ROWS]  # losses; keys and values
+    sent += [TOKENS, CONTEXT] if trains else [ROWS]  # losses; keys and values
     if trains:
         state = {axis for axes in layout.state_rules.values() for axis in axes}
-        in_loop = ("data",) if layout.reduce_gradients == "layer" else ()
-        after = tuple(axis for axis in ("data", *CONTEXT) if axis not in in_loop)
-        sent += [in_loop, after, (*after, "tensor_rep")]  # gradients of matrices; those of copies of a KV head
-        # ZeRO-1 gathers them
-        sent += [("data", *CONTEXT), ("data", *CONTEXT, "tensor_rep")] * ("data" in state)
-        sent += [(*ROWS, *CONTEXT, *TENSOR)] * (layout.sequence_parallel or model.qk_norm)  # scales of norms
-        sent += [(*ROWS, *CONTEXT, "tensor_rep")] * model.qkv_bias
+        sent += [("data", *CONTEXT), ("data", *CONTEXT, "tensor_rep")]  # matrices; those of copies of a KV head
+        sent += [(*TOKENS, *TENSOR)] * (layout.sequence_parallel or model.qk_norm)  # scales of norms
+        sent += [(*TOKENS, "tensor_rep")] * model.qkv_bias
         sent += [tuple(axis for axis in layout.mesh.axis_names if axis in state)]  # norms of gradients and weights
         sent += [layout.mesh.axis_names]  # norms of the state before it is saved
     return list(filter(None, dict.fromkeys(map(layout.wide, sent))))
@@ -116,7 +113,7 @@ def check_degrees(config: Config, num_devices: int, *, server: Server | None = N
 
     The message has the key to change. Groups are checked where the Neuron server of the devices is given.
     """
-    parallel = _without_rest(config.parallel, num_devices)
+    parallel = _resolve_rest(config.parallel, num_devices)
     check_parallel(parallel, config.model)
     check_policy(config.precision.policy, pipe=parallel.pipe)
     layout = abstract_layout(parallel, num_devices, num_kv_heads=config.model.num_kv_heads)
@@ -144,7 +141,7 @@ def _check_groups(parallel: ParallelConfig, *, model: ModelConfig, server: Serve
 
 def verdicts(config: Config, num_devices: int, server: Server) -> dict[str, list[str]]:
     """Returns `group_verdicts` of a config."""
-    parallel = _without_rest(config.parallel, num_devices)
+    parallel = _resolve_rest(config.parallel, num_devices)
     return group_verdicts(parallel, model=config.model, server=server)
 
 
@@ -160,28 +157,30 @@ def layout_of_model(model: ModelConfig, parallel: ParallelConfig, devices: Seque
     if count > len(devices):
         named = " x ".join(f"parallel.{axis}={degree}" for axis, degree in zip(MESH_AXES, wanted, strict=True))
         raise ValueError(f"{named} needs {count_text(count, 'device')}, not {len(devices)}; lower a degree.")
-    parallel = _without_rest(parallel, count)
+    parallel = _resolve_rest(parallel, count)
     check_parallel(parallel, model)
     server = core_groups.server_of(devices[:count])
-    layout = _place(model, parallel, devices[:count], server)
+    layout = place_over(parallel, devices[:count], server=server, num_kv_heads=model.num_kv_heads)
     _check_model(model, layout)
     if server:
         _check_groups(parallel, model=model, server=server, trains=False)
     return layout
 
 
-def _without_rest(parallel: ParallelConfig, num_devices: int) -> ParallelConfig:
+def _resolve_rest(parallel: ParallelConfig, num_devices: int) -> ParallelConfig:
     """Returns the config with -1 replaced by the degree that remains."""
     degrees: dict[str, Any] = dict(zip(MESH_AXES, resolve_degrees(parallel, num_devices), strict=True))
     return dataclasses.replace(parallel, **degrees)
 
 
-def _place(model: ModelConfig, parallel: ParallelConfig, devices: Sequence[Any], server: Server | None) -> Layout:
+def place_over(parallel: ParallelConfig, devices: Sequence[Any], server: Server | None, *, num_kv_heads: int) -> Layout:
+    """Returns the layout over devices in the order that groups of the tensor degree need; checks no group."""
+    parallel = _resolve_rest(parallel, len(devices))
     order = placement(len(devices), tensor=parallel.tensor, server=server)
-    return make_layout(parallel, [devices[number] for number in order], num_kv_heads=model.num_kv_heads)
+    return make_layout(parallel, [devices[index] for index in order], num_kv_heads=num_kv_heads)
 
 
-def passes(config: Config, num_devices: int, *, server: Server | None = None) -> bool:
+def are_degrees_valid(config: Config, num_devices: int, *, server: Server | None = None) -> bool:
     """Returns whether `check_degrees` raises nothing."""
     try:
         check_degrees(config, num_devices, server=server)
@@ -203,7 +202,7 @@ def nearest_degrees(config: Config, num_devices: int, *, server: Server | None =
 
     def is_allowed(degrees: dict[str, int]) -> bool:
         parallel = dataclasses.replace(config.parallel, **degrees)
-        return passes(dataclasses.replace(config, parallel=parallel), num_devices, server=server)
+        return are_degrees_valid(dataclasses.replace(config, parallel=parallel), num_devices, server=server)
 
     context = max(1, config.parallel.context)
     every = all_degrees(num_devices // context, context=context) if num_devices % context == 0 else ()

@@ -18,10 +18,9 @@ from jax.sharding import PartitionSpec as P
 
 from hlat_jax.parallel import buckets, collectives
 from hlat_jax.parallel.collectives import parallel_context
-from hlat_jax.parallel.sharding import CONTEXT, ROWS, TENSOR, Layout, spec
+from hlat_jax.parallel.sharding import TOKENS, Layout, spec
 from hlat_jax.precision import Rounding, cast_tree
 
-_SPLIT = (*ROWS, *CONTEXT)  # mesh axes over which devices have other tokens
 # An all-gather and the layout operations after it, which a backward pass recomputes.
 _RECOMPUTED = ("all_gather", "reshape", "transpose", "slice", "squeeze", "convert_element_type", "copy")
 
@@ -70,7 +69,7 @@ class ReplicaSync:
         def start(params: Any, batch: Any) -> Any:
             return _own_row(local(params, batch, reduce=self._reduce_microbatch(dtype)))
 
-        return self._shard_map(start, (self._params, self.layout.batch_spec), self._per_device)
+        return self._shard_map(start, (self._params, self.layout.batch_spec), self.per_device.spec)
 
     def add_to_sums(self, local: Callable, *, dtype: Any) -> Callable:
         """Returns (what `start_sums` returned, (params, microbatch), rounding, **replicated) -> the same after it.
@@ -82,8 +81,8 @@ class ReplicaSync:
             rounding, replicated = self._own_rounding(shared[0]), shared[1]
             return _own_row(local(_own(kept), of_device, rounding, reduce=self._reduce_microbatch(dtype), **replicated))
 
-        in_specs = self._per_device, (self._params, self.layout.batch_spec), P()
-        run = self._shard_map(add, in_specs, self._per_device)
+        in_specs = self.per_device.spec, (self._params, self.layout.batch_spec), P()
+        run = self._shard_map(add, in_specs, self.per_device.spec)
         return lambda kept, of_device, rounding, **replicated: run(kept, of_device, (rounding, replicated))
 
     def reduced_sums(self, totals: Any, grads: Any, *, dtype: Any) -> tuple[Any, Any]:
@@ -93,19 +92,19 @@ class ReplicaSync:
             sums, grads = _own(kept)
             return self._psum_over_rows(sums), grads if self._reduces_each else self._reduce(grads, dtype)
 
-        return self._shard_map(reduce, (self._per_device,), (P(), self._state))((totals, grads))
+        return self._shard_map(reduce, (self.per_device.spec,), (P(), self._state))((totals, grads))
 
     @property
     def per_device(self) -> NamedSharding:
         """The sharding of what each device keeps for itself, [devices, ...]."""
-        return NamedSharding(self.layout.mesh, self._per_device)
+        return NamedSharding(self.layout.mesh, P(self.layout.mesh.axis_names))
 
     def mean_shares(self, tree: Any) -> Any:
         """Returns what this device adds to the mean over the devices with other rows, for `value_and_grad`'s sums.
 
         The mean of floats; of integers, which should not depend on the rows, the values of the first device.
         """
-        axes = self.layout.wide(_SPLIT)
+        axes = self.layout.wide(TOKENS)
 
         def share(value: jax.Array) -> jax.Array:
             if jnp.issubdtype(value.dtype, jnp.floating):
@@ -170,8 +169,11 @@ class ReplicaSync:
 
     def all_gather_params(self, params: Any) -> Any:
         """Returns parameters as the forward pass reads them, from `shard_like_state`: the all-gather of ZeRO-1."""
-        gather = self._shard_map(lambda tree: self._all_gather(tree, self._replicas), (self._state,), self._params)
-        return gather(params)
+
+        def gather(parts: Any) -> Any:
+            return self._all_gather(parts, self.layout.state_split)
+
+        return self._shard_map(gather, (self._state,), self._params)(params)
 
     def global_sum(self, of_leaf: Callable[[jax.Array], jax.Array], tree: Any) -> jax.Array:
         """Returns the fp32 sum of `of_leaf` over the leaves and devices: one all-reduce of a scalar.
@@ -212,8 +214,7 @@ class ReplicaSync:
         """Returns reduced gradients, sharded like the state, from each device's partial sums."""
         leaves, structure = jax.tree.flatten(cast_tree(grads, dtype))
         named = structure.flatten_up_to(self.axes)
-        leaves = [self._slice_of_replica(axes, leaf) for axes, leaf in zip(named, leaves, strict=True)]
-        reductions = [self._reduction(axes) for axes in named]
+        reductions = [self.layout.reduction(axes) for axes in named]
         keys, dims = [key for key, _ in reductions], [dim for _, dim in reductions]
         for indices in buckets.assign_buckets(leaves, keys, bucket_bytes=self.layout.bucket_bytes):
             axes, sums = keys[indices[0]]
@@ -222,41 +223,6 @@ class ReplicaSync:
             for index, reduced in zip(indices, buckets.bucketed_psum(parts, sums), strict=True):
                 leaves[index] = reduced
         return structure.unflatten(leaves)
-
-    def _reduction(self, axes: tuple[str, ...]) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], int]:
-        """Returns the reduction of a gradient with these logical axes: ((mesh axes, mesh axes), dim).
-
-        It is reduce-scattered over the first mesh axes in `dim`, then summed over the second.
-        """
-        rules = self.layout.param_rules
-        partial = {mesh_axis for axis in axes for mesh_axis in self.layout.partial_gradients.get(axis, ())}
-        done = {mesh_axis for axis in axes for mesh_axis in rules[axis]} | set(self._reduced_before(axes))
-        to_sum = [axis for axis in self.layout.wide((*_SPLIT, *TENSOR)) if axis in {*_SPLIT, *partial} - done]
-        dim, replicas = self._replicas(axes)
-        replicas = tuple(axis for axis in replicas if axis not in self._reduced_before(axes))
-        return (replicas, tuple(axis for axis in to_sum if axis not in replicas)), dim
-
-    def _slice_of_replica(self, axes: tuple[str, ...], grad: jax.Array) -> jax.Array:
-        """Returns the part that this replica keeps of a gradient that was summed in the loop over layers."""
-        dim, replicas = self._replicas(axes)
-        replicas = tuple(axis for axis in replicas if axis in self._reduced_before(axes))
-        if not replicas:
-            return grad
-        size = grad.shape[dim] // self.layout.size(replicas)
-        return jax.lax.dynamic_slice_in_dim(grad, collectives.axis_index(replicas) * size, size, dim)
-
-    def _reduced_before(self, axes: tuple[str, ...]) -> tuple[str, ...]:
-        """Returns the mesh axes over which the loop over layers sums a gradient, see `ParallelContext.reduced`."""
-        is_matrix = any(axis in self.layout.fsdp_axes for axis in axes)
-        return parallel_context(self.layout).reduced if is_matrix else ()
-
-    def _replicas(self, axes: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
-        """Returns the dim and the mesh axes along which the state is split and the parameter is not."""
-        for dim, axis in enumerate(axes):
-            more = self.layout.state_rules[axis][len(self.layout.param_rules[axis]) :]
-            if self.layout.wide(more):
-                return dim, self.layout.wide(more)
-        return 0, ()
 
     @property
     def _reduces_each(self) -> bool:
@@ -273,16 +239,11 @@ class ReplicaSync:
         Devices with other rows have gradients of their own, and round them by other bits. Gradients that are equal on
         all devices, along the other axes or because they are reduced by then, have to stay so.
         """
-        reduced = parallel_context(self.layout).reduced
-        own = [] if self._reduces_each else [axis for axis in self.layout.wide(_SPLIT) if axis not in reduced]
-        return rounding.at(collectives.axis_index(tuple(own)))
-
-    @property
-    def _per_device(self) -> P:
-        return P(self.layout.mesh.axis_names)
+        own = () if self._reduces_each else self.layout.wide(TOKENS)
+        return rounding.at(collectives.axis_index(own))
 
     def _psum_over_rows(self, sums: Any) -> Any:
-        return jax.tree.map(lambda value: collectives.psum(value, self.layout.wide(_SPLIT)), sums)
+        return jax.tree.map(lambda value: collectives.psum(value, self.layout.wide(TOKENS)), sums)
 
     def _map(self, fn: Callable, *trees: Any) -> Any:
         return jax.tree.map(fn, self.axes, *trees, is_leaf=_is_axes)

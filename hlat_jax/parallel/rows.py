@@ -62,12 +62,12 @@ def shard_microbatches(batch: Batch, layout: Layout, *, num_microbatches: int) -
     """
     num_parts = _num_parts(layout)
 
-    def rows_of(field: np.ndarray, number: int) -> np.ndarray:
-        rows = field.reshape(num_parts, -1, *field.shape[1:])[:, number::num_microbatches]
+    def rows_of(field: np.ndarray, index: int) -> np.ndarray:
+        rows = field.reshape(num_parts, -1, *field.shape[1:])[:, index::num_microbatches]
         return rows.reshape(-1, *field.shape[1:])
 
-    for number in range(num_microbatches):
-        yield shard_batch(jax.tree.map(functools.partial(rows_of, number=number), batch), layout)
+    for index in range(num_microbatches):
+        yield shard_batch(jax.tree.map(functools.partial(rows_of, index=index), batch), layout)
 
 
 def process_rows(layout: Layout, num_rows: int) -> list[int]:

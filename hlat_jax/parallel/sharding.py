@@ -21,6 +21,7 @@ MESH_AXES = ("pipe", "data", "fsdp", "context", "tensor")
 TENSOR = ("tensor_rep", "tensor_kv")
 ROWS = ("data", "fsdp")
 CONTEXT = ("context",)  # an axis of the mesh only where it is above 1
+TOKENS = (*ROWS, *CONTEXT)  # mesh axes over which devices have other tokens
 
 # Logical axis of a parameter -> mesh axes. Megatron column and row splits, embedding table and head also split over
 # pipeline stages, and FSDP on the residual width. `kv_embed` is the width of a KV matrix of its own.
@@ -57,9 +58,8 @@ class Layout:
       state_rules: logical axis -> mesh axes, for optimizer state and master weights.
       partial_gradients: logical axis -> mesh axes, beside ROWS and CONTEXT, over which gradients are partial sums.
       sequence_parallel: activations between blocks are split over `tensor` along the sequence.
-      reduce_gradients: when gradients are summed over replicas: "step", "layer" or "microbatch".
+      reduce_gradients: when gradients are summed over replicas: "step" or "microbatch".
       pipe_exchange: how pipeline stages exchange values, "permute" or "all_gather".
-      context_exchange: how attention gets the keys of other devices, "all_gather" or "ring".
       bucket_bytes: capacity, on a device, of the buckets of gradients or of parameters that share a collective; 0: one
         array each.
     """
@@ -72,7 +72,6 @@ class Layout:
     reduce_gradients: str = "step"
     bucket_bytes: int = 0
     pipe_exchange: str = "permute"
-    context_exchange: str = "all_gather"
 
     @property
     def platform(self) -> str:
@@ -106,6 +105,24 @@ class Layout:
         """Returns the rows of the embedding table and the head: those of the tokens, padded to whole parts."""
         parts = self.size(self.param_rules["vocab"])
         return -(-vocab_size // parts) * parts
+
+    def state_split(self, axes: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
+        """Returns the dim and the mesh axes along which the state of a parameter is split and the parameter is not."""
+        for dim, axis in enumerate(axes):
+            more = self.wide(self.state_rules[axis][len(self.param_rules[axis]) :])
+            if more:
+                return dim, more
+        return 0, ()
+
+    def reduction(self, axes: tuple[str, ...]) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], int]:
+        """Returns the reduction of a gradient with these logical axes: ((mesh axes, mesh axes), dim).
+
+        It is reduce-scattered over the first mesh axes in `dim`, then summed over the second.
+        """
+        dim, scattered = self.state_split(axes)
+        done = {*scattered, *(mesh_axis for axis in axes for mesh_axis in self.param_rules[axis])}
+        summed = {*TOKENS, *(mesh_axis for axis in axes for mesh_axis in self.partial_gradients.get(axis, ()))} - done
+        return (scattered, tuple(axis for axis in self.wide((*TOKENS, *TENSOR)) if axis in summed)), dim
 
     def param_sharding(self, axes: tuple) -> NamedSharding:
         """Returns the sharding of a parameter with these logical axes."""
@@ -174,7 +191,6 @@ def _with_rules(mesh: Any, parallel: ParallelConfig) -> Layout:
         reduce_gradients=parallel.reduce_gradients,
         bucket_bytes=parallel.bucket_bytes,
         pipe_exchange=parallel.pipe_exchange,
-        context_exchange=parallel.context_exchange,
     )
 
 

@@ -27,7 +27,7 @@ class PlannedClient:
         return self.num_devices
 
     def devices(self) -> list[PlannedDevice]:
-        return [PlannedDevice(number, self, self.chip) for number in range(self.num_devices)]
+        return [PlannedDevice(index, self, self.chip) for index in range(self.num_devices)]
 
 
 @dataclasses.dataclass(frozen=True)

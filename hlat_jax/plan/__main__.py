@@ -25,7 +25,8 @@ def main(argv: Sequence[str]) -> int:
     Returns the exit code, which is 3 for a plan that does not fit.
     """
     if argv and not argv[0].startswith("-"):
-        return ops_command.main(argv)
+        flags_lib.choose_verb(argv, ["choices"], usage="Usage: plan choices --config=NAME [flags]")
+        return ops_command.main(argv[1:])
     if any(word in ("--help", "-h") for word in argv):
         print("Usage: plan --config=NAME [flags], or plan choices --config=NAME: the implementation of each op.\n")
     config, values = parse_config(argv, _define)

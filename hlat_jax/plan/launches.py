@@ -33,8 +33,8 @@ def count_launches(program: RunProgram, target: Instance) -> dict[str, Any]:
     for name, make_trace in traced.items():
         trace, times = make_trace(), per_step.get(name, 0)
         arrays = {"inputs": len(trace.jaxpr.in_avals), "outputs": len(trace.jaxpr.out_avals)}
-        one = ms if traced_collectives(live_jaxpr(trace), mesh) else launch_costs.PLAIN_LAUNCH_MS
-        counts[name] = arrays | {"per_step": times, "seconds": None if ms is None else times * one / 1e3}
+        launch_ms = ms if traced_collectives(live_jaxpr(trace), mesh) else launch_costs.PLAIN_LAUNCH_MS
+        counts[name] = arrays | {"per_step": times, "seconds": None if ms is None else times * launch_ms / 1e3}
     seconds = None if ms is None else sum(row["seconds"] for row in counts.values())
     return {"programs": counts, "per_step": sum(per_step.values()), "seconds": seconds}
 

@@ -138,7 +138,7 @@ def host_bytes(state: Any, num_devices: int) -> int:
         axes = [axis for part in sharding.spec for axis in ((part,) if isinstance(part, str) else part or ())]
         shape = sharding.mesh.shape
         places = np.unravel_index(np.arange(min(num_devices, sharding.mesh.size)), tuple(shape.values()))
-        used = [place for axis, place in zip(shape, places, strict=True) if axis in axes]
+        used = [coordinates for axis, coordinates in zip(shape, places, strict=True) if axis in axes]
         num_shards = len(np.unique(np.stack(used), axis=1).T) if used else 1
         return num_shards * leaf.dtype.itemsize * math.prod(sharding.shard_shape(leaf.shape))
 

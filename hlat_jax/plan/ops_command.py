@@ -5,25 +5,20 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from absl import flags
 
 from hlat_jax import config as config_lib
-from hlat_jax.cli import flags as flags_lib
 from hlat_jax.weights.init_model import parse_config
 
 _PLATFORMS = ("cpu", "cuda", "neuron")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the verb `choices`; returns its exit code."""
-    return VERBS[flags_lib.choose_verb(argv, VERBS, usage="Usage: plan choices --config=NAME [flags]")](argv[1:])
-
-
-def _choices(argv: Sequence[str]) -> int:
-    config, values = parse_config(argv, _define_choices)
+    """Prints the implementation of each op of a config; returns the exit code."""
+    config, values = parse_config(argv, _define)
     if values.platform:
         os.environ["JAX_PLATFORMS"] = "cpu"  # virtual devices
     from hlat_jax.ops import choices
@@ -32,13 +27,9 @@ def _choices(argv: Sequence[str]) -> int:
     calls = choices.calls(config, layout)
     for key, choice in choices.choices(config, layout).items():
         print(f"model.{key}: {choice.name}, {choice.because}")
-        print(f"  for {_call_text(calls[key])}")
+        print(f"  for {', '.join(f'{name} {value}' for name, value in calls[key].items())}")
         print("".join(f"  not {name}: {why}\n" for name, why in choice.passed_over.items()), end="")
     return 0
-
-
-def _call_text(call: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in call.items())
 
 
 def _layout(config: config_lib.Config, num_devices: int, *, platform: str) -> Any:
@@ -56,12 +47,9 @@ def _layout(config: config_lib.Config, num_devices: int, *, platform: str) -> An
     return planned_layout(config, num_devices or fewest, platform=platform or jax.default_backend())
 
 
-def _define_choices(values: flags.FlagValues) -> None:
+def _define(values: flags.FlagValues) -> None:
     options = {"flag_values": values}
     about = "Virtual devices of this platform; default: the devices of this machine."
     flags.DEFINE_enum("platform", None, _PLATFORMS, about, **options)
     about = "Number of virtual devices; 0: as few as the degrees allow, or without --platform those of this machine."
     flags.DEFINE_integer("devices", 0, about, 0, **options)
-
-
-VERBS = {"choices": _choices}

@@ -85,7 +85,7 @@ def make_plan(config: Config, site: Site) -> dict[str, Any]:
         judged = {name: count.count_for_limit(name) for name, count in counts.items()}
         memory = dataclasses.replace(memory, programs=program_bytes(judged.values()))
     collectives = traced_collectives(jaxpr, layout.mesh)
-    budget = target.device.memory_bytes - target.device.reserved_bytes
+    budget = target.device.program_bytes
     saved_bytes = checkpoint_bytes(program.abstract_state)
     plan = {
         "config": config.name,
@@ -204,7 +204,7 @@ def step_instructions(program: RunProgram) -> dict[str, instructions.Instruction
 def _collectives(collectives: list[Collective], *, target: hardware.Instance, mesh: Any) -> list[dict[str, Any]]:
     rows = []
     for (kind, axes), count in count_collectives(collectives).items():
-        nodes, members = roofline.spread_over_nodes(axes, mesh=mesh, node_size=target.num_devices())
+        nodes, members = roofline.node_spread(axes, mesh=mesh, node_size=target.num_devices())
         over = (
             "inside a node" if nodes == 1 else f"{count_text(nodes, 'node')}, {count_text(members, 'device')} in each"
         )
@@ -327,14 +327,14 @@ def instruction_lines(estimates: dict[str, Any]) -> list[str]:
     is_public = limit == compiler_limits.PROGRAM_LIMIT
     whose = "public logs show" if is_public else f"{compiler_limits.LIMIT_FLAG} and public logs give"
     limits = f"{whose} {limit:,} per program and {operation_limit:,} per operation"
-    advice, room = [], compiler_limits.ROOM
-    above = [name for name, counts in programs.items() if room * counts["judged"] > limit]
+    advice, within = [], f"MAY EXCEED a limit, being within {compiler_limits.ROOM} of it"
+    above = [name for name, counts in programs.items() if compiler_limits.may_exceed(counts["judged"], limit)]
     if above:
         exceeds = any(programs[name]["judged"] > limit for name in above)
-        word = "WARNING" if exceeds else f"MAY EXCEED a limit, being within {room} of it,"
-        advice.append(f"  {word} for {', '.join(above)}: {limits}; {compiler_limits.program_advice(above)}")
-    if room * largest > operation_limit:
-        word = "WARNING" if largest > operation_limit else f"MAY EXCEED a limit, being within {room} of it"
+        word = f"{'WARNING' if exceeds else f'{within},'} for {', '.join(above)}"
+        advice.append(f"  {word}: {limits}; {compiler_limits.program_advice(above)}")
+    if compiler_limits.may_exceed(largest, operation_limit):
+        word = "WARNING" if largest > operation_limit else within
         advice.append(f"  {word}: {limits}; {compiler_limits.OPERATION_ADVICE}")
     return [line, *(advice or [f"  below the limits: {limits}"])]
 

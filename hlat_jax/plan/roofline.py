@@ -109,8 +109,8 @@ def project(jaxpr: Any, collectives: list[Collective], *, target: Instance, mesh
         seconds += trips * max(count / device.peak_flops, num_bytes / device.memory_bytes_per_s)
     spent = {"link": 0.0, "network": 0.0}
     for collective in collectives:
-        place, once = collective_seconds(collective, target=target, mesh=mesh)
-        spent[place] += once * collective.trips
+        medium, once = collective_seconds(collective, target=target, mesh=mesh)
+        spent[medium] += once * collective.trips
     update = 2 * state_bytes / device.memory_bytes_per_s
     return Seconds(products=seconds, update=update, **spent, flops=flops, efficiency=efficiency(target))
 
@@ -120,7 +120,7 @@ def collective_seconds(collective: Collective, *, target: Instance, mesh: Any) -
 
     All groups run at the same time and share the network of their node.
     """
-    nodes, members = spread_over_nodes(collective.axes, mesh=mesh, node_size=target.num_devices())
+    nodes, members = node_spread(collective.axes, mesh=mesh, node_size=target.num_devices())
     steps = math.ceil(math.log2(max(2, collective.group_size)))
     inside = collective.wire_bytes / target.link_bytes_per_s if members > 1 else 0.0
     if nodes == 1:
@@ -130,7 +130,7 @@ def collective_seconds(collective: Collective, *, target: Instance, mesh: Any) -
     return "network", max(inside, outside) + steps * NETWORK_HOP_S
 
 
-def spread_over_nodes(axes: tuple[str, ...], *, mesh: Any, node_size: int) -> tuple[int, int]:
+def node_spread(axes: tuple[str, ...], *, mesh: Any, node_size: int) -> tuple[int, int]:
     """Returns (number of nodes that a group over mesh axes spans, number of its devices in each).
 
     Devices are numbered row-major over the mesh and fill one node after another.

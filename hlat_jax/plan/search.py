@@ -17,12 +17,11 @@ import jax.numpy as jnp
 from hlat_jax.config import Config
 from hlat_jax.facts import hardware
 from hlat_jax.facts.byte_sizes import format_bytes
-from hlat_jax.ops.choices import chosen_model
-from hlat_jax.parallel.degrees import all_degrees, passes
-from hlat_jax.parallel.sharding import CONTEXT, TENSOR, Layout, abstract_layout
+from hlat_jax.parallel.degrees import all_degrees, are_degrees_valid
+from hlat_jax.parallel.sharding import CONTEXT, TENSOR, Layout
 from hlat_jax.plan import roofline
 from hlat_jax.plan.collectives import Collective
-from hlat_jax.plan.report import Site, make_plan
+from hlat_jax.plan.report import Site, make_plan, site_layout
 from hlat_jax.precision import POLICIES
 from hlat_jax.program import make_program, state_bytes
 from hlat_jax.resolve import resolve
@@ -45,7 +44,7 @@ def rank_layouts(
       of combinations, "planned": number of plans, "budget": bytes of a device}.
     """
     target = hardware.node(site.target)
-    budget = target.device.memory_bytes - target.device.reserved_bytes
+    budget = target.device.program_bytes
     by = "step_s" if target.device.peak_flops else "total"
     scored = sorted(candidates(config, site), key=lambda pair: (getattr(pair[0], by), pair[0].total))
     best: dict[tuple, dict[str, Any]] = {}  # row of every choice of degrees
@@ -109,11 +108,11 @@ def candidates(config: Config, site: Site) -> Iterator[tuple[Estimate, Config]]:
             candidate = resolve(tree)
         except ValueError:  # these values are invalid together
             continue
-        if not passes(candidate, site.num_devices, server=site.server):
+        if not are_degrees_valid(candidate, site.num_devices, server=site.server):
             continue
-        layout = abstract_layout(candidate.parallel, site.num_devices, num_kv_heads=config.model.num_kv_heads)
-        state = make_program(candidate, layout).abstract_state
-        attention = chosen_model(candidate, layout, platform=target.platform).attention
+        layout = site_layout(candidate, site)
+        program = make_program(candidate, layout)
+        state, attention = program.abstract_state, program.choices["attention"].name
         for num_microbatches, remat in itertools.product((m for m in range(1, rows + 1) if rows % m == 0), REMATS):
             train = dataclasses.replace(candidate.train, num_microbatches=num_microbatches)
             model = dataclasses.replace(candidate.model, remat=remat)

@@ -28,7 +28,7 @@ from hlat_jax.program import RunProgram, make_program, state_bytes
 
 RECORD_FILE = "remat.json"
 # Keys that, with the mesh, determine the bytes of a step on one device.
-_SHARED = ("zero1", "sequence_parallel", "reduce_gradients", "bucket_bytes", "pipe_exchange", "context_exchange")
+_SHARED = ("zero1", "sequence_parallel", "reduce_gradients", "bucket_bytes", "pipe_exchange")
 
 
 def choose_remat(program: RunProgram, *, recorded: dict[str, Any] | None) -> tuple[RunProgram, dict | None]:

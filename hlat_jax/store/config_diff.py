@@ -11,6 +11,10 @@ _GONE: dict[str, dict[str, Any]] = {
     "data": {"position_every_steps": None, "shuffle_by": "document"},
     # all implementations of an op compute the same function; of ops that remain, `implementations` has the choice
     "model": {"ops_table": None, "rms_norm": None, "rope": None, "swiglu": None},
+    "parallel": {
+        "context_exchange": None,
+        "reduce_gradients": "layer",
+    },  # of values that remain another takes its place
     "optimizer": {"plateau_ratio": 0.0, "num_cycles": 0.5, "muon_scale": "rms"},
     "train": {"rewind_to": None},
 }

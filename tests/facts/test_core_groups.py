@@ -11,7 +11,7 @@ from hlat_jax.facts import hardware
 from hlat_jax.facts.core_groups import DISPUTED, FINE, REFUSED, Server, groups_along, verdict
 from hlat_jax.host.neuron_env import environment
 from hlat_jax.host.neuron_topology import Topology, resolve_topology
-from hlat_jax.parallel.degrees import check_degrees, group_verdicts, layout_over, placement, sent_along, verdicts
+from hlat_jax.parallel.degrees import check_degrees, collective_axes, group_verdicts, layout_over, placement, verdicts
 from hlat_jax.parallel.virtual_devices import PlannedClient, PlannedDevice, planned_layout
 from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.plan import search
@@ -105,7 +105,7 @@ def test_layout_over_neuron_devices_is_placed_and_one_over_others_is_not():
 def test_the_group_of_the_norms_is_checked():
     """Their all-reduce goes over every axis that splits the state: cores 0 to 3 here. Generation has no norms."""
     degrees = {"data": 8, "fsdp": 2, "tensor": 2}
-    with pytest.raises(ValueError, match=r"parallel.fsdp=2 x parallel.tensor=2: 4 cores \[0, 1, 2, 3\]"):
+    with pytest.raises(ValueError, match=r"^parallel.fsdp=2 x parallel.tensor=2"):
         check_degrees(small_config(rows=16, **degrees), 32, server=TRN1)
     for trains, refused in ((True, 1), (False, 0)):
         found = group_verdicts(ParallelConfig(**degrees), model=ModelConfig(num_kv_heads=4), server=TRN1, trains=trains)
@@ -116,7 +116,7 @@ def test_the_group_of_the_norms_is_checked():
 def test_the_groups_that_are_checked_are_those_that_a_run_sends():
     for changes, model in (
         ({"pipe": 2, "data": 2, "fsdp": 2, "tensor": 8, "sequence_parallel": True}, {}),
-        ({"data": 2, "tensor": 8, "zero1": True, "reduce_gradients": "layer"}, {}),
+        ({"data": 2, "tensor": 8, "zero1": True}, {}),
         ({"data": 2, "fsdp": 2, "tensor": 8}, {"qkv_bias": True}),
         ({"pipe": 2, "data": 2, "tensor": 8}, {"qk_norm": True}),
     ):
@@ -126,7 +126,7 @@ def test_the_groups_that_are_checked_are_those_that_a_run_sends():
         program = make_program(config, layout)
         traced = [program.trace_step(), program.norms.trace(program.abstract_state)]
         sent = {one.axes for trace in traced for one in traced_collectives(live_jaxpr(trace), layout.mesh)}
-        assert sent == set(sent_along(layout, config.model)), changes
+        assert sent == set(collective_axes(layout, config.model)), changes
 
 
 def test_search_leaves_out_refused_layouts():
@@ -151,7 +151,7 @@ def test_cores_are_those_of_a_listed_group():
         for count in sorted(listed | {3, 12, whole // 2 + 1} & set(range(whole))):
             topology = Topology(instance, cores=count, lnc=lnc)
             if count not in listed:
-                with pytest.raises(ValueError, match=rf"--cores={count} on {instance}: {count} cores \[0, 1"):
+                with pytest.raises(ValueError, match=f"^--cores={count}"):
                     resolve_topology(topology)
                 continue
             assert resolve_topology(topology).cores == count

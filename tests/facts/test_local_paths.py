@@ -17,13 +17,19 @@ RESTS = st.text("ab/. *{}é", max_size=12)
 def test_every_scheme_is_refused_also_as_pathlib_folds_it(scheme, rest, blank):
     url = f"{scheme}://{rest}"
     for path in (blank + url, f"simplecache::{url}", pathlib.Path(url) / "x"):
-        with pytest.raises(ValueError, match="is a URL; "):
+        with pytest.raises(ValueError, match="is a URL"):
             check_local(path, key="--out")
 
 
 @given(RESTS, st.sampled_from(["", "/", "//", "./", "../a//", "runs/a:/", "a:b/", "**/*.{x}//"]))
 def test_paths_without_a_scheme_and_globs_stay_as_they_are(rest, start):
     assert check_local(start + rest) == start + rest
+
+
+@pytest.mark.parametrize("export", ["lustre:/fsx/a", "10.0.0.2@tcp:/fsx", "nfs-1:/a"])
+def test_an_export_of_a_file_server_is_refused_with_its_mount(export):
+    with pytest.raises(ValueError, match="give the folder of the mount"):
+        check_local(export, key="--workdir", use="run")
 
 
 def test_file_urls_are_the_paths_in_them_and_the_home_is_expanded(monkeypatch):

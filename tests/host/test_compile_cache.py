@@ -137,21 +137,22 @@ def test_trial_that_does_not_end_is_a_fault():
     assert compile_cache._run_trial("write", dict(os.environ), 0.01) == "no end after 0.01 s"
 
 
-def test_result_of_a_trial_is_kept_until_a_package_changes(tmp_path, monkeypatch):
+def test_result_of_a_trial_is_kept_until_a_package_or_the_driver_changes(tmp_path, monkeypatch):
     tried = []
     monkeypatch.setattr(compile_cache, "fault_of_cache", lambda environ: tried.append(1) or "RET_CHECK")
-    monkeypatch.setattr(compile_cache, "installed", lambda names: {"jax": "0.10.0"})
+    monkeypatch.setattr(compile_cache, "installed_versions", lambda names: {"jax": "0.10.0"})
     for _ in range(2):
         environ = {DIR: str(tmp_path / "jax")}
         line = compile_cache.leave_out_faulty(environ)
         assert (environ, "fails here: RET_CHECK" in line, len(tried)) == ({}, True, 1)
-    monkeypatch.setattr(compile_cache, "installed", lambda names: {"jax": "0.10.2"})
-    compile_cache.leave_out_faulty({DIR: str(tmp_path / "jax")})
-    assert len(tried) == 2
+    monkeypatch.setattr(compile_cache, "installed_versions", lambda names: {"jax": "0.10.2"})
+    for driver in ("", "2.31.7.0", "2.31.8.0", "2.31.8.0"):
+        compile_cache.leave_out_faulty({DIR: str(tmp_path / "jax")}, driver=driver)
+    assert len(tried) == 4
     for damaged in ("[]", "{"):
         next((tmp_path / "jax").iterdir()).write_text(damaged)
         compile_cache.leave_out_faulty({DIR: str(tmp_path / "jax")})
-    assert len(tried) == 4
+    assert len(tried) == 6
 
 
 def test_cache_is_kept_where_it_works_is_off_or_cannot_be_judged(tmp_path, monkeypatch):

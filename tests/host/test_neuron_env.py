@@ -129,12 +129,9 @@ def test_environment_is_complete_and_consistent(run):
         assert of == first | {"NEURON_PJRT_PROCESS_INDEX": str(place.rank)}
 
 
-def test_facts_of_policies_and_the_rounding_of_the_device_are_those_of_the_program():
+def test_the_rounding_of_the_device_is_that_of_the_program():
     from hlat_jax.precision import POLICIES, policy_on
 
-    assert {name: policy.rounding for name, policy in POLICIES.items()} == {
-        name: facts.rounding for name, facts in POLICY_FACTS.items()
-    }
     for name in POLICIES:
         for who in ("auto", "hardware", "software") if name == "bf16_sr" else ("auto",):
             found = environment(PrecisionConfig(name, who), ParallelConfig(), PLACE, current={}).variables
@@ -204,7 +201,7 @@ def test_compiler_flags_of_the_config_and_the_user_replace_others_flag_by_flag()
     words, notes = flags_with(f"{limit}=7", config.train.compiler_flags)
     assert (words, notes) == (f"{before} {limit}=7", (f"NEURON_CC_FLAGS: your value replaces {limit}=60000000",))
     assert "--optlevel=2" in flags_with(text="-O2")[0]
-    with pytest.raises(ValueError, match=r"train\.compiler_flags='--target=trn2': --target=trn2 does not match trn1"):
+    with pytest.raises(ValueError, match=r"^train\.compiler_flags='--target=trn2'"):
         flags_with(text="--target=trn2")
 
 
@@ -212,7 +209,7 @@ def test_compiler_flags_of_the_config_and_the_user_replace_others_flag_by_flag()
 def with_plugin(tmp_path, monkeypatch):
     """Neuron's plugin looks installed, and JAX's cache is not tried."""
     monkeypatch.syspath_prepend(neuron_machine.installed(tmp_path / "site"))
-    monkeypatch.setattr(compile_cache, "leave_out_faulty", lambda environ: "")
+    monkeypatch.setattr(compile_cache, "leave_out_faulty", lambda environ, **_: "")
 
 
 def test_a_run_and_the_env_command_set_the_flags_of_the_config(env_here, with_plugin, tmp_path):
@@ -224,38 +221,34 @@ def test_a_run_and_the_env_command_set_the_flags_of_the_config(env_here, with_pl
     assert flag in os.environ["NEURON_CC_FLAGS"].split()
 
 
-CONTRADICTIONS = {
-    "contradicts precision.policy and precision.stochastic_rounding, which gives 0": {
-        "NEURON_RT_STOCHASTIC_ROUNDING_EN": "1"
-    },
-    "contradicts --lnc, which gives 1": {"NEURON_LOGICAL_NC_CONFIG": "2"},
-    "contradicts --node or --process_id, which gives 1": {"NEURON_PJRT_PROCESS_INDEX": "3"},
-    "--logical-nc-config=2, but the runtime runs with --lnc=1": {"NEURON_CC_FLAGS": "-lnc=2"},
-    "set --auto-cast=none and choose another --config.precision.policy": {"NEURON_CC_FLAGS": "--auto-cast matmult"},
-    "16 cores, but the run uses 32; unset it, or give --cores=16": {"NEURON_RT_VISIBLE_CORES": "0-15"},
-    "not a list of cores": {"NEURON_RT_VISIBLE_CORES": "all"},
-    "exclude each other": {"NEURON_RT_INSPECT_ENABLE": "1", "NEURON_RT_INSPECT_DEVICE_PROFILE": "1"},
-    "NEURON_RT_DISABLE_EXECUTION_BARRIER=1 gave deadlocks": {"NEURON_RT_DISABLE_EXECUTION_BARRIER": "1"},
-    "NEURON_RT_DBG_CC_NOP=1 removes all collectives": {"NEURON_RT_DBG_CC_NOP": "1"},
-    "refuses --cache_dir (NCC_EARG002); set NEURON_COMPILE_CACHE_URL=/x": {"NEURON_CC_FLAGS": "--cache_dir=/x"},
-    "JAX_PLATFORMS=cpu keeps JAX off the devices of trn1.32xlarge": {"JAX_PLATFORMS": "cpu"},
-    "JAX_PLATFORMS=neuron leaves out the CPU": {"JAX_PLATFORMS": "neuron"},
-    **{f"{name}=1 is set; it is {instead}": {name: "1"} for name, instead in REMOVED.items()},
-}
+CONTRADICTIONS = [
+    ("NEURON_RT_STOCHASTIC_ROUNDING_EN", "1"),
+    ("NEURON_LOGICAL_NC_CONFIG", "2"),
+    ("NEURON_PJRT_PROCESS_INDEX", "3"),
+    *(("NEURON_CC_FLAGS", flag) for flag in ("-lnc=2", "--auto-cast matmult", "--cache_dir=/x", "--target=trn2")),
+    *(("NEURON_RT_VISIBLE_CORES", cores) for cores in ("0-15", "all")),
+    ("NEURON_RT_DISABLE_EXECUTION_BARRIER", "1"),
+    ("NEURON_RT_DBG_CC_NOP", "1"),
+    *(("JAX_PLATFORMS", platforms) for platforms in ("cpu", "neuron")),
+    *((name, "1") for name in REMOVED),
+]
 
 
-def test_contradictions_and_removed_variables_are_refused():
+@pytest.mark.parametrize(("name", "value"), CONTRADICTIONS)
+def test_a_variable_that_contradicts_or_has_no_effect_is_refused(name, value):
+    with pytest.raises(ValueError, match=f"^{name}='?{re.escape(value)}"):
+        with_current(**{name: value})
+
+
+def test_what_a_larger_job_has_left_is_refused_for_one_process():
     assert set(FIXED) <= set(with_current().variables)
-    for message, current in CONTRADICTIONS.items():
-        with pytest.raises(ValueError, match=re.escape(message)):
-            with_current(**current)
-    alone = Topology("trn1.32xlarge")  # with what a larger job has left
+    alone = Topology("trn1.32xlarge")
     for name, value, ours in (
         ("NEURON_PJRT_PROCESSES_NUM_DEVICES", "32,32", "32"),
         ("NEURON_PJRT_PROCESS_INDEX", "1", "0"),
     ):
         assert environment(MIXED, ParallelConfig(), alone, current={name: ours}).notes == ()
-        with pytest.raises(ValueError, match=f"{name}={value} contradicts {FIXED[name]}, which gives {ours}"):
+        with pytest.raises(ValueError, match=f"^{name}={value}"):
             environment(MIXED, ParallelConfig(), alone, current={name: value})
 
 
@@ -264,26 +257,24 @@ def test_part_of_a_node_is_made_visible_and_one_device_does_not_run_its_step_on_
     assert environment(MIXED, ParallelConfig(), some, current={}).variables["NEURON_RT_NUM_CORES"] == "8"
     assert not environment(MIXED, ParallelConfig(), some, current={"NEURON_RT_VISIBLE_CORES": "8-15"}).notes
     one = Topology("trn1.2xlarge", cores=1)
-    with pytest.raises(ValueError, match="would run the whole training step on the host's CPU"):
+    with pytest.raises(ValueError, match=r"^NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU"):
         environment(MIXED, ParallelConfig(), one, current={"NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU": "1"})
 
 
 INVALID = [
-    ({"instance": "trn1.32xlrge"}, "no such instance type. Did you mean 'trn1.32xlarge'?"),
-    ({"cores": 4}, "4 cores [0, 1, 2, 3]: groups of 4 work in an order of their own"),
-    ({"lnc": 2}, "--lnc=2 (or NEURON_LOGICAL_NC_CONFIG): trn1.32xlarge takes 1,"),
-    ({"instance": "trn1.2xlarge"}, "--nodes=4: trn1.2xlarge has no EFA"),
-    ({"coordinator": ""}, "--coordinator=HOST is missing"),
-    ({"coordinator": "a" * 64}, "has 64 characters; Neuron takes 63"),
-    ({"coordinator": "first:41000"}, "without a port"),
-    ({"port": 41000}, "--port=41000 is used by Neuron's collectives"),
+    ("--instance", {"instance": "trn1.32xlrge"}),
+    ("--cores", {"cores": 4}),  # groups of 4 work in an order of their own
+    ("--lnc", {"lnc": 2}),
+    ("--nodes", {"instance": "trn1.2xlarge"}),
+    *(("--coordinator", {"coordinator": name}) for name in ("", "a" * 64, "first:41000")),
+    ("--port", {"port": neuron_topology.COLLECTIVES_PORT}),
 ]
 
 
-def test_invalid_topologies_are_refused():
-    for fields, message in INVALID:
-        with pytest.raises(ValueError, match=re.escape(message)):
-            environment(MIXED, ParallelConfig(), dataclasses.replace(PLACE, **fields), current={})
+@pytest.mark.parametrize(("flag", "fields"), INVALID)
+def test_an_invalid_topology_is_refused_by_its_flag(flag, fields):
+    with pytest.raises(ValueError, match=f"^{flag}="):
+        environment(MIXED, ParallelConfig(), dataclasses.replace(PLACE, **fields), current={})
 
 
 def test_neuron_is_used_if_devices_exist_unless_jax_platforms_differs(tmp_path):
@@ -292,13 +283,13 @@ def test_neuron_is_used_if_devices_exist_unless_jax_platforms_differs(tmp_path):
     here = neuron_topology.Machine(tmp_path, product)
     for named, platforms, expected in (("", "", ""), ("", "cpu", ""), ("trn1.32xlarge", "", "trn1.32xlarge")):
         assert neuron_topology.instance_to_serve(named, platforms, machine=here) == expected
-    with pytest.raises(ValueError, match="JAX_PLATFORMS=neuron,cpu names neuron, and this machine has no"):
+    with pytest.raises(ValueError, match=r"^JAX_PLATFORMS=neuron,cpu"):
         neuron_topology.instance_to_serve("", "neuron,cpu", machine=here)
     (tmp_path / "neuron0").touch()
     for platforms, expected in (("", "trn1.2xlarge"), ("neuron,cpu", "trn1.2xlarge"), ("cpu", ""), ("cuda", "")):
         assert neuron_topology.instance_to_serve("", platforms, machine=here) == expected
     product.write_text("inf2.24xlarge\n")
-    with pytest.raises(ValueError, match=r"the instance type 'inf2.24xlarge' is unknown: give --instance=TYPE"):
+    with pytest.raises(ValueError, match=r"inf2\.24xlarge"):
         neuron_topology.detected_instance(here)
 
 
@@ -341,7 +332,7 @@ def test_prepare_sets_the_node_environment_before_importing_jax(trn1_node, with_
     precision, parallel = PrecisionConfig("bf16_sr"), ParallelConfig(data=1, tensor=-1)
     fake_compiler(tmp_path / "scripts", monkeypatch)
     before = dict(os.environ)
-    with pytest.raises(ValueError, match=r"trn1\.32xlarge: JAX was imported before \w+ was set\. Start Python again"):
+    with pytest.raises(ValueError, match=r"^trn1\.32xlarge: "):
         neuron_env.prepare(precision, parallel, machine=trn1_node)
     assert os.environ == before
     jax = sys.modules["jax"]
@@ -491,7 +482,7 @@ def test_profile_of_the_devices_is_recorded_by_jax_profiler_alone():
     added = {"NEURON_RT_INSPECT_DEVICE_PROFILE": "1", "NEURON_RT_INSPECT_OUTPUT_DIR": "/run/p"}
     assert recorded == plain | added
     assert environment(MIXED, HLAT, PLACE, current=recorded, profile="/run/p").variables == recorded
-    with pytest.raises(ValueError, match=r"exclude each other: for jax\.profiler, and so for train\.profile_steps"):
+    with pytest.raises(ValueError, match=r"^NEURON_RT_INSPECT_ENABLE"):
         environment(MIXED, HLAT, PLACE, current={"NEURON_RT_INSPECT_ENABLE": "1"}, profile="/run/p")
 
 

@@ -118,7 +118,7 @@ def test_port_that_listens_or_is_kept_after_a_connection_is_taken():
     assert client.recv(1) == b""
     client.close()
     assert neuron_start.is_taken(port), "TIME_WAIT"
-    assert neuron_start.in_use(None, port) == f"port {port} of Neuron's collectives is taken"
+    assert neuron_start.find_obstacle(None, port) == f"port {port} of Neuron's collectives is taken"
     with socket.socket() as free:
         free.bind(("", 0))
         other = free.getsockname()[1]

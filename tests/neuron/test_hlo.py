@@ -176,7 +176,7 @@ def test_the_command_lists_the_programs_and_what_changed_since_the_last_run(tmp_
 def test_module_of_a_device_has_the_implementations_of_its_target():
     config = small_config(m=2)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, attention="nki"))
-    with pytest.raises(ValueError, match="attention='nki' cannot serve this call"):
+    with pytest.raises(ValueError, match="attention='nki'"):
         hlo.device_module("train", config, 1, max_devices=1, target="trn1")
-    with pytest.raises(ValueError, match="attention='nki' cannot serve this call"):
+    with pytest.raises(ValueError, match="attention='nki'"):
         hlo.partition("train", config, 2, target="trn1")

@@ -93,13 +93,13 @@ DPKG = (
 
 def test_system_versions_are_those_of_the_package_manager_and_of_the_loaded_driver(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert installation.system_versions(driver=tmp_path / "no") == {}
+    machine = Machine(driver=tmp_path / "version")
+    assert installation.system_versions(machine=machine) == {}
     fake_command(tmp_path, "dpkg-query", DPKG, code=1)
     found = {"aws-neuronx-dkms": "2.31.8.0", "aws-neuronx-runtime-lib": "2.35.44.0-ab1"}
-    assert installation.system_versions(driver=tmp_path / "no") == found
+    assert installation.system_versions(machine=machine) == found
     (tmp_path / "version").write_text("2.31.7.0\n")  # the old one until the next restart
-    loaded = installation.system_versions(driver=tmp_path / "version")
-    assert loaded == found | {"aws-neuronx-dkms": "2.31.7.0"}
+    assert installation.system_versions(machine=machine) == found | {"aws-neuronx-dkms": "2.31.7.0"}
 
 
 def test_tools_are_found_by_name_or_named_with_what_to_install(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from hlat_jax.data.tokenizer import resolve_with_tokenizer
 from hlat_jax.host import neuron_topology
 from hlat_jax.host.neuron_topology import Topology
 from hlat_jax.neuron import ladder, programs
-from hlat_jax.parallel.degrees import passes
+from hlat_jax.parallel.degrees import are_degrees_valid
 from hlat_jax.resolve import resolve
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -41,7 +41,7 @@ def test_rungs_lead_from_one_layer_to_the_recipe():
         config, found = rungs_of(name)
         assert sizes(found[0])[:4] == (1, 1, 1, 1)
         assert (found[-1].config, found[-1].changes) == (config, {})
-        assert all(passes(rung.config, rung.num_devices) for rung in found)
+        assert all(are_degrees_valid(rung.config, rung.num_devices) for rung in found)
         steps = [tuple(map(int, sizes(rung))) for rung in found]
         assert len(set(steps)) == len(steps) <= 12
         # each rung has more of something than the one before; 70b's first with stages has fewer layers than a stage
@@ -71,7 +71,7 @@ def test_rungs_have_the_windows_of_their_layers():
 
 
 def command(rung, *words, folder="runs/x", place=TRN1):
-    return ladder.command(rung, words, place=place, workdir=folder)
+    return ladder.command(rung, words, topology=place, workdir=folder)
 
 
 def test_a_command_sets_what_its_rung_has():

@@ -9,59 +9,54 @@ import pytest
 
 from hlat_jax.cli import config_files
 from hlat_jax.neuron.programs import layout_for_neuron
-from hlat_jax.parallel.degrees import check_degrees, layout_over, nearest_degrees, passes
+from hlat_jax.parallel.degrees import are_degrees_valid, check_degrees, layout_over, nearest_degrees
 from hlat_jax.parallel.sharding import make_layout
 from hlat_jax.plan.report import Site, make_plan
 from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve
 from hlat_jax.run.machine import fitting_program
 
-# changes of `small` -> what is refused over 8 devices, and what to change
-REFUSED = [
-    (
-        {"parallel.tensor": 4},
-        r"set model.fuse_qkv=False, or lower parallel.tensor to at most 2. The nearest .* devices: parallel.tensor=2 ",
-    ),
-    ({"train.num_microbatches": 4}, r"make data.batch_size a multiple of 32, .* divisor of 1. No degrees pass every"),
-    (
-        {"parallel.tensor": -1, "parallel.data": 1, "model.num_heads": 12, "model.num_kv_heads": 3},
-        r"parallel.tensor=8 must divide .* 8 devices: parallel.data=8 \(parallel.tensor=-1 is the rest\)",
-    ),
-    (
-        {"parallel.pipe": -1, "parallel.data": 4, "model.num_layers": 4, "precision.policy": "autocast"},
-        r"precision.policy=autocast with parallel.pipe=2: .* 8 devices: parallel.tensor=2 ",
-    ),
-    ({"parallel.fsdp": 8, "model.embed_dim": 36}, r"model.embed_dim=36 does not divide into the 8 parts of p"),
-]
+# changes of `small` -> the key that the error begins with
+REFUSED = {
+    "parallel.tensor=4": {"parallel.tensor": 4},
+    "data.batch_size=8": {"train.num_microbatches": 4},
+    "parallel.tensor=8": {
+        "parallel.tensor": -1,
+        "parallel.data": 1,
+        "model.num_heads": 12,
+        "model.num_kv_heads": 3,
+    },
+    "precision.policy=autocast": {
+        "parallel.pipe": -1,
+        "parallel.data": 4,
+        "model.num_layers": 4,
+        "precision.policy": "autocast",
+    },
+    "model.embed_dim=36": {"parallel.fsdp": 8, "model.embed_dim": 36},
+}
 
 
 def test_7b_resumes_on_powers_of_two_nodes_as_its_page_says():
     config = resolve(config_files.load("7b"))
-    assert [nodes for nodes in (1, 2, 4, 8, 16, 32, 48, 62, 63, 64) if passes(config, 32 * nodes)] == [
+    assert [nodes for nodes in (1, 2, 4, 8, 16, 32, 48, 62, 63, 64) if are_degrees_valid(config, 32 * nodes)] == [
         *(1, 2, 4, 8, 16, 32, 64)
     ]
 
 
-def test_a_single_device_is_written_without_a_plural(small):
-    small.parallel.data = 4
-    with pytest.raises(ValueError, match=r"need 4 devices, not 1; .* every check on 1 device: parallel.data=1\."):
-        layout_over(resolve(small), jax.devices()[:1])
-
-
-@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=range(len(REFUSED)))
-def test_layout_is_refused_by_train_and_plan_and_the_suggested_degrees_train(small, changes, message):
-    small.update_from_flattened_dict(changes)
+@pytest.mark.parametrize("key", REFUSED)
+def test_layout_is_refused_by_train_and_plan_and_the_suggested_degrees_train(small, key):
+    small.update_from_flattened_dict(REFUSED[key])
     config = resolve(small)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"^{key}"):
         make_plan(config, Site("trn1.2xlarge", 4))
-    with pytest.raises(ValueError, match=message) as refused:
+    with pytest.raises(ValueError, match=f"^{key}") as refused:
         fitting_program(config, jax.devices())
     advice = str(refused.value).partition("The nearest degrees")[2]
     tree = config.to_dict()
     for axis, degree in re.findall(r"parallel\.(\w+)=(\d+)", advice):
         tree["parallel"][axis] = int(degree)
     advised = resolve(tree)
-    assert passes(advised, 8) == bool(advice)
+    assert are_degrees_valid(advised, 8) == bool(advice)
     if advice:
         make_program(advised, layout_over(advised, jax.devices())).trace_step()
 
@@ -77,8 +72,8 @@ def test_check_accepts_exactly_what_can_be_traced(small):
         if 8 % (pipe * fsdp * tensor) == 0:
             degrees = {"pipe": pipe, "data": 8 // (pipe * fsdp * tensor), "fsdp": fsdp, "tensor": tensor}
             asked = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, **degrees))
-            found[passes(asked, 8)] += 1
-            assert passes(asked, 8) == _traces(asked), degrees
+            found[are_degrees_valid(asked, 8)] += 1
+            assert are_degrees_valid(asked, 8) == _traces(asked), degrees
     assert min(found.values()) >= 5
 
 
@@ -109,5 +104,5 @@ def test_step_with_more_tokens_than_float32_can_count_is_refused():
     assert most.data.batch_size * most.data.seq_len == 2**24
     assert layout_for_neuron(most, 8).degrees["data"] == 1
     c.data.batch_size = 4097
-    with pytest.raises(ValueError, match=r"16,781,312 tokens a step, .*; use data.batch_size=4096 or less"):
+    with pytest.raises(ValueError, match=r"^data.batch_size=4097 .*data.batch_size=4096"):
         layout_for_neuron(resolve(c), 8)

@@ -50,10 +50,11 @@ def test_report_locates_zero_3_gathers_and_scatters():
 
 
 @pytest.mark.quick_cases("step-outside")
-@pytest.mark.parametrize(("when", "where"), [("step", "outside"), ("layer", "backward loop")])
+@pytest.mark.parametrize(("when", "where"), [("step", "outside"), ("microbatch", "outside loop")])
 def test_gradients_are_reduced_where_configured(small, when, where):
     small.parallel.update(data=8, reduce_gradients=when)
-    small.data.batch_size = 8
+    small.data.batch_size = 16
+    small.train.num_microbatches = 2
     config = resolve(small)
     program = make_program(config, make_layout(config.parallel, jax.devices()))
     found = report(TrainingProgram({"loss": program.training}), *program.step_arguments[:2])

@@ -100,6 +100,8 @@ def test_key_missing_from_an_old_checkpoint_counts_as_its_default(refused):
     del saved["config"]["model"]["cross_entropy"], saved["implementations"]["cross_entropy"], saved["tokenizer"]
     saved["config"]["data"]["shuffle_by"], saved["config"]["train"]["rewind_to"] = "document", 1000  # gone since
     saved["config"]["model"]["rope"] = saved["implementations"]["rope"] = "paired"  # gone too
+    saved["config"]["parallel"].update(context_exchange="ring", reduce_gradients="layer")  # gone: a key, and a value
+    assert resume.saved_config(saved) == resume.saved_config(current)
     assert refused(saved, current) == ""
     saved["config"]["data"]["shuffle_by"] = "block"
     assert "data.shuffle_by: 'block' in the checkpoint, 'absent' now" in refused(saved, current)

@@ -147,7 +147,7 @@ def test_checkpoint_of_two_processes_resumes_on_another_number_and_mesh(alone, s
 
 @pytest.mark.slow
 def test_two_processes_share_rows_whose_sequence_is_split(alone, train_job, tmp_path):
-    split = ("parallel.data=1", "parallel.context=4", "parallel.context_exchange=ring", "train.num_steps=2")
+    split = ("parallel.data=1", "parallel.context=4", "train.num_steps=2")
     with train_job(tmp_path / "run", 2, *split, "train.eval_every_steps=0") as job:
         assert job.wait() == [0, 0], job.err(0) + job.err(1)
     same = ("step", "loss", "grad_norm", "param_norm", "tokens", "batch_hash")

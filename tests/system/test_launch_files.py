@@ -19,7 +19,6 @@ from hlat_jax.facts import hardware
 from hlat_jax.host import neuron_topology, watchdog
 from hlat_jax.host.neuron_env import environment
 from hlat_jax.host.neuron_topology import INSTANCES, Topology
-from hlat_jax.neuron import rules
 from hlat_jax.neuron.programs import EXPLAINED, findings, layout_for_neuron
 from hlat_jax.plan.report import Site, make_plan
 from hlat_jax.program import make_program
@@ -251,7 +250,7 @@ def test_first_command_of_a_model_is_planned_and_linted(instance, overrides):
     assert all(
         one["judged"] <= plan["instructions"]["limit"] / 3.8 for one in plan["instructions"]["programs"].values()
     )
-    target = rules.target_of(instance)
+    target = INSTANCES[instance].device_key()
     program = make_program(config, layout_for_neuron(config, plan["layout"]["devices"], target=target))
     for name in ("microbatch", "update", "eval"):
         traced = traced_programs(program)[name]()
