@@ -115,7 +115,7 @@ with goodput.Ledger(pathlib.Path(sys.argv[1]), watchdog) as ledger:
     ledger.begin()
     watchdog.begin("compiling")
     print("compiling", flush=True)
-    time.sleep(60)
+    time.sleep(6000)
 """
 
 
@@ -123,14 +123,14 @@ def test_a_killed_process_is_accounted_for_up_to_its_last_entry(tmp_path):
     began_s = time.monotonic()
     with subprocess.Popen([sys.executable, "-c", LIVES, str(tmp_path)], stdout=subprocess.PIPE) as process:
         process.stdout.readline()
-        time.sleep(1.5)
+        while json.loads((tmp_path / ALIVE_FILE).read_text())["spent"].get("compiling", 0.0) < 0.5:
+            time.sleep(0.05)
         process.kill()
     with Ledger(tmp_path, Watchdog()) as opened:
         opened.begin()
     wall_s, found = time.monotonic() - began_s, goodput(tmp_path)
     # from the start of the interpreter to the end of the ledger; the machine may be slow in between
-    assert 1.0 < found.total_s < wall_s + 0.1
-    assert 0.5 < found.seconds["compile"] < wall_s
+    assert 0.5 <= found.seconds["compile"] < found.total_s < wall_s + 0.1
     assert found.seconds["unknown"] == pytest.approx(0.0, abs=0.01)
 
 

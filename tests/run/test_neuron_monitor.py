@@ -100,7 +100,7 @@ def test_group_with_an_error_or_of_another_shape_is_left_out():
         assert found.items() <= whole.items()
 
 
-def fake(folder, *lines, then="sleep 60"):
+def fake(folder, *lines, then="sleep 6000"):
     """Writes a neuron-monitor that prints lines; returns the PATH on which it is found."""
     (folder / "lines").write_text("".join(f"{line}\n" for line in lines))
     script = folder / COMMAND
@@ -118,7 +118,7 @@ def until(condition, timeout_s=600):
 
 def test_monitor_gives_its_newest_report_with_errors_so_far_and_ends_with_the_run(tmp_path, monkeypatch, capsys):
     of_us = json.dumps(TRN1).replace('"pid": 7', f'"pid": {os.getpid()}')
-    monkeypatch.setenv("PATH", fake(tmp_path, of_us, "{torn", of_us.replace("50.0", "10.0"), then="exec sleep 60"))
+    monkeypatch.setenv("PATH", fake(tmp_path, of_us, "{torn", of_us.replace("50.0", "10.0"), then="exec sleep 6000"))
     monitor = NeuronMonitor("auto", platform="neuron")
     until(lambda: monitor.row_fields().get("device_utilization") == 50.0)
     assert monitor.row_fields()["device_errors"] == 14

@@ -42,8 +42,7 @@ SPLIT = ("parallel.data=2", "parallel.tensor=2")  # with four processes, two bri
 def folder(tmp_path_factory):
     """A folder with the config and a compile cache."""
     folder = tmp_path_factory.mktemp("distributed")
-    path = micro.write_config(folder)
-    path.write_text(f"from hlat_jax.data import positions\n\npositions.EVERY_STEPS = 1\n{path.read_text()}")
+    micro.hold_at(micro.write_config(folder), step=6)  # long before the last step
     return folder
 
 
@@ -52,11 +51,11 @@ def train_job(folder):
     """A function that trains in `workdir` on four devices over some processes, started by launch/node.sh as `launcher`
     would; a context of the Job."""
 
-    def start(workdir, num_processes, *overrides, launcher="flags", flags=(), before_last=()):
+    def start(workdir, num_processes, *overrides, launcher="flags", flags=(), before_last=(), hold=""):
         address = jobs.free_address()
         logs = folder / f"log-of-{address.rpartition(':')[2]}"  # not beside the run, whose disk may be full
         [_, _, _, *words] = [*micro.command(folder / "micro.py", workdir, *SETTINGS, *overrides), *flags]
-        env = micro.environment(folder / "cache", num_devices=NUM_DEVICES // num_processes)
+        env = micro.environment(folder / "cache", num_devices=NUM_DEVICES // num_processes) | {"HOLD": str(hold)}
         commands, envs = [], []
         for index in range(num_processes):
             commands.append([*jobs.node_command(launcher, address, num_processes, index), *words])
@@ -79,12 +78,14 @@ def alone(folder, train_job):
 @pytest.fixture(scope="module")
 def stopped(folder, train_job):
     """(run folder, Job) of two processes, of which the second got SIGTERM soon after the first step."""
-    workdir = folder / "stopped"
-    with train_job(workdir, 2, *SPLIT, launcher="slurm", flags=("--stopped_code=75",)) as job:
+    workdir, hold = folder / "stopped", folder / "hold"
+    hold.touch()
+    with train_job(workdir, 2, *SPLIT, launcher="slurm", flags=("--stopped_code=75",), hold=hold) as job:
         while not micro.has_trained(workdir):
             assert all(process.poll() is None for process in job.processes), job.err(0) + job.err(1)
             time.sleep(0.01)
         job.processes[1].send_signal(signal.SIGTERM)
+        hold.unlink()
         assert job.wait() == [75, 75], job.err(0) + job.err(1)
         return workdir, job
 
@@ -186,14 +187,15 @@ import pathlib, sys, time
 from hlat_jax.host import distributed, process
 from hlat_jax.host.watchdog import WAITING, Watchdog
 address, num_processes, process_id, last_words = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-job = distributed.resolve_job(address, num_processes, process_id, join_timeout_s=int(sys.argv[6]), peer_timeout_s=6)
-watchdog = Watchdog(least_s=0.2 if "watchdog" in last_words else 0)
+job = distributed.resolve_job(address, num_processes, process_id, join_timeout_s=600, peer_timeout_s=int(sys.argv[6]))
+watchdog = Watchdog()
 process.exit_on_interrupt()
 with distributed.join(job, watchdog=watchdog, stacks=pathlib.Path(sys.argv[5]) / "stuck"):
     for turn in range(3):
         said = distributed.exchange(f"{turn}/{process_id}")
         assert said == [f"{turn}/{index}" for index in range(num_processes)], said
     print("met", file=sys.stderr, flush=True)
+    watchdog.least_s = 0.2 if "watchdog" in last_words else 0.0  # not before: the start may be slow
     exec(last_words)
 print("the end", file=sys.stderr)
 """
@@ -203,10 +205,10 @@ print("the end", file=sys.stderr)
 def small_job(tmp_path):
     """A function that starts PROGRAM in processes whose last words are given; a context of the Job."""
 
-    def start(*last_words, num_processes=None, join_timeout_s=600):
-        address, count = jobs.free_address(), str(num_processes or len(last_words))
+    def start(*last_words, peer_timeout_s=100):
+        address, count = jobs.free_address(), str(len(last_words))
         commands = [
-            [sys.executable, "-c", PROGRAM, address, count, str(index), words, str(tmp_path), str(join_timeout_s)]
+            [sys.executable, "-c", PROGRAM, address, count, str(index), words, str(tmp_path), str(peer_timeout_s)]
             for index, words in enumerate(last_words)
         ]
         return jobs.run_job(commands, [micro.environment()] * len(last_words), tmp_path / "log")
@@ -338,21 +340,21 @@ def test_sigterm_ends_a_process_that_waits_for_the_others_at_once(folder, train_
     address = jobs.free_address()
     host, _, port = address.rpartition(":")
     words = [*micro.command(folder / "micro.py", tmp_path / "run"), f"--coordinator={address}", "--num_processes=2"]
-    words += ["--process_id=0", "--stopped_code=75", "--join_timeout_s=300"]
+    words += ["--process_id=0", "--stopped_code=75", "--join_timeout_s=3000"]
     with jobs.run_job([words], [micro.environment()], tmp_path / "logs") as job:
         [process] = job.processes
         while socket.socket().connect_ex((host, int(port))):
             assert process.poll() is None, job.err(0)
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(100) == 75
+        assert process.wait(600) == 75
     assert job.err(0).endswith("stopped by SIGTERM before the run was opened: nothing to save\n")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_a_frozen_process_ends_the_others_with_one_line(small_job, frozen):
-    with small_job(*(SLEEP if index == frozen else WAIT for index in range(3))) as job:
+    with small_job(*(SLEEP if index == frozen else WAIT for index in range(3)), peer_timeout_s=15) as job:
         when_met(job)
         job.processes[frozen].send_signal(signal.SIGSTOP)
         others = [index for index in range(3) if index != frozen]
@@ -360,7 +362,7 @@ def test_a_frozen_process_ends_the_others_with_one_line(small_job, frozen):
     for index in others:
         [line] = job.error_lines(index)
         assert f"process {frozen} of 3" in line
-        assert ("sent no heartbeat for 6 s" if frozen else "does not answer") in line
+        assert ("sent no heartbeat for 15 s" if frozen else "does not answer") in line
 
 
 def test_job_flags_are_all_given_or_none_and_valid():

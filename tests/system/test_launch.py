@@ -346,13 +346,16 @@ def test_node_that_fills_a_cache_passes_a_signal_on_and_copies_then(tmp_path, nu
 
 
 def test_signal_before_the_run_ends_node_with_the_stopped_code(tmp_path):
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho $3 >&2\nsleep 0.5\n")  # computes the environment for a while
+    python, hold = tmp_path / "python", tmp_path / "hold"
+    hold.touch()
+    # computes the environment for a while
+    python.write_text(f"#!/bin/sh\necho $3 >&2\nwhile [ -e {hold} ]; do sleep 0.05; done\n")
     python.chmod(0o755)
     words = [str(jobs.NODE), "--instance=trn1.32xlarge", "--stopped_code=75", "--config=tiny"]
     env = {"PATH": PATH, "PYTHON": str(python)}
     with subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr.readline() == "env\n"
         process.send_signal(signal.SIGTERM)
+        hold.unlink()
         assert process.wait(600) == 75
         assert process.stderr.read() == ""  # the run was not started
