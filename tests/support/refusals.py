@@ -23,5 +23,6 @@ def assert_refused(result, *facts):
     """Asserts that a command, as (exit code, stdout, stderr), ended as a mistake of the user that names each fact."""
     code, _, error = result
     assert (code, "Traceback" in error) == (2, False), result
-    assert error.startswith("error: "), error
-    assert_names(error, *facts)
+    _, found, said = f"\n{error}".partition("\nerror: ")
+    assert found, error
+    assert_names(said, *facts)
