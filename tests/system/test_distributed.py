@@ -1,5 +1,7 @@
 """Several processes train as one: same batches, same losses, one run folder, one end."""
 
+import errno
+import os
 import re
 import shutil
 import signal
@@ -11,6 +13,7 @@ import jobs
 import micro
 import numpy as np
 import pytest
+from refusals import assert_names, refused
 
 from hlat_jax.hf.exporting import export_checkpoint
 from hlat_jax.host import distributed
@@ -101,7 +104,7 @@ def assert_same_rows(found, expected):
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one_does_until_sigterm_on_one_saves_all(alone, stopped):
+def test_two_processes_train_as_one_until_a_sigterm_saves_all(alone, stopped):
     workdir, job = stopped
     rows, wanted = micro.rows(workdir), micro.rows(alone)
     assert {"loss", "batch_hash", "padding_share"} <= rows[1].keys()
@@ -112,10 +115,8 @@ def test_two_processes_train_as_one_does_until_sigterm_on_one_saves_all(alone, s
     np.testing.assert_array_equal(kept["position"], as_one["position"])
     [step] = micro.saved_steps(workdir)
     assert step == rows[-1]["step"] < NUM_STEPS
-    assert f"stopped by SIGTERM after step {step}, saved in {workdir}" in job.out(0)
     # only process 0 prints
-    assert "sample before training: It is" in job.out(0)
-    assert "micro: 4 x cpu" in job.out(0)
+    assert_names(job.out(0), "micro: 4 x cpu", "sample ", f"SIGTERM after step {step}", workdir)
     # Gloo's threads print too, in pieces that may stand between one another
     of_gloo = r"\[Gloo\]|Rank|is|connected|to|peer|ranks|Expected|number|of|[\d.:]"
     assert re.sub(of_gloo, "", job.out(1)).split() == []
@@ -123,7 +124,7 @@ def test_two_processes_train_as_one_does_until_sigterm_on_one_saves_all(alone, s
 
 
 @pytest.mark.slow
-def test_checkpoint_of_two_processes_resumes_on_another_number_and_mesh(alone, stopped, train_job, tmp_path):
+def test_a_checkpoint_of_two_processes_resumes_on_one(alone, stopped, train_job, tmp_path):
     workdir = tmp_path / "run"
     shutil.copytree(stopped[0], workdir)
     [step] = micro.saved_steps(workdir)
@@ -133,8 +134,8 @@ def test_checkpoint_of_two_processes_resumes_on_another_number_and_mesh(alone, s
     own = ("train.sample_prompt=", "checkpoint.every_steps=10", f"checkpoint.export_every_steps={NUM_STEPS}")
     with train_job(workdir, 1, "parallel.data=1", "parallel.fsdp=4", *own) as job:
         assert job.wait() == [0], job.err(0)
-    assert f"resuming from step {step} of {NUM_STEPS}" in job.out(0)
-    assert job.err(0).count(f"/{step + 1} is damaged") == 1
+    assert f"step {step} of {NUM_STEPS}" in job.out(0)
+    assert job.err(0).count(f"/{step + 1} ") == 1
     assert (workdir / f"checkpoints/{step + 1}.damaged-1").is_dir()
     assert not leftover.exists()
     assert_same_rows(micro.rows(workdir), micro.rows(alone))
@@ -176,9 +177,8 @@ def test_failed_save_in_one_process_ends_both(train_job, tmp_path):
         # Orbax alone waits for the part that is missing for 20 minutes
         assert job.wait() == [1, 1], job.err(0) + job.err(1)
     [first], [second] = job.error_lines(0), job.error_lines(1)
-    assert f"could not be written to {tmp_path}/run/checkpoints: File too large" in second
-    assert first.startswith("error: process 1 of 2 on ")
-    assert first.endswith(f" stopped: {second.removeprefix('error: ')}")
+    assert_names(second, tmp_path / "run/checkpoints", os.strerror(errno.EFBIG))
+    assert_names(first, "process 1 of 2", second.removeprefix("error: "))
     assert micro.saved_steps(tmp_path / "run") == []
 
 
@@ -228,8 +228,7 @@ SLEEP = "time.sleep(1800)"
 def test_error_in_one_process_ends_all_with_its_code_and_message(small_job, error, code, line):
     with small_job("pass" if code == 2 else SLEEP, f"time.sleep(1); raise {error}") as job:  # at its end, or busy
         assert job.wait() == [code] * 2
-    assert job.error_lines(0)[0].startswith("error: process 1 of 2 on ")
-    assert job.error_lines(0)[0].endswith(f" stopped: {line}")
+    assert_names(job.error_lines(0)[0], "process 1 of 2", line)
     assert line in job.err(1)
     assert ("Traceback" in job.err(1)) == ("bug" in line)
 
@@ -285,25 +284,19 @@ with step_sync.only_job(pathlib.Path(sys.argv[5]) / "run"):
 def test_process_with_other_settings_or_run_folder_is_refused(small_job, tmp_path):
     with small_job(DIFFERENT, DIFFERENT) as job:
         assert job.wait() == [0, 0], job.err(0) + job.err(1)
-    for line in (
-        "process 1 of 2 has other settings than process 0:",
-        "train.num_steps: 7 here, 100 in process 0",
-        "optimizer.peak_lr: 0.5 here, 0.0003 in process 0",
-        "manifest.hash: 1 here, 0 in process 0",
-        f"this process does not see the run folder {tmp_path / 'elsewhere'} of process 0",
-    ):
-        assert line in job.err(1)
+    facts = ("process 1 of 2", "train.num_steps: 7 ", "optimizer.peak_lr: 0.5 ", "manifest.hash: 1 ")
+    assert_names(job.err(1), *facts, tmp_path / "elsewhere")
     assert job.err(1).count(" here, ") == 3
     assert " here, " not in job.err(0)
 
 
-def test_a_process_that_is_alive_but_stuck_ends_all_with_stacks_and_a_code_of_its_own(small_job, tmp_path):
+def test_a_stuck_process_ends_all_with_stacks(small_job, tmp_path):
     late, others = f"watchdog.begin('waiting for data'); {SLEEP}", f"watchdog.begin(WAITING); {WAIT}"
     with small_job(others, late, others) as job:
         assert job.wait() == [124] * 3
     for index in range(3):
         [line] = job.error_lines(index)
-        assert re.search(r"process 1 of 3 on .* made no progress for \d+ s while waiting for data, after step 0", line)
+        assert_names(line, "process 1 of 3", "while waiting for data", "step 0")
         assert "process 0" not in line
         stack = (tmp_path / f"stuck/process-{index}.txt").read_text()
         assert '"<string>", line 1' in stack, stack
@@ -318,7 +311,7 @@ def when_met(job):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_that_a_stuck_process_does_not_answer_ends_it(small_job, number):
+def test_a_signal_that_is_not_answered_ends_the_process(small_job, number):
     """Signal handlers of Python do not run while the main thread is in C++ code."""
     stuck = f"""
 import hlat_jax.host.watchdog
@@ -331,11 +324,11 @@ with process.StopSignals(watchdog, alone=False):
         when_met(job)
         job.processes[0].send_signal(number)
         assert job.processes[0].wait(600) == 143
-    assert job.error_lines(0)[0].startswith("error: no progress for ")
+    assert len(job.error_lines(0)) == 1
 
 
 @pytest.mark.slow
-def test_sigterm_ends_a_process_that_waits_for_the_others_at_once(folder, train_job, tmp_path):
+def test_sigterm_ends_a_process_that_waits_for_the_others(folder, train_job, tmp_path):
     """As process 1 of a container, which ignores a signal that it has no handler for."""
     address = jobs.free_address()
     host, _, port = address.rpartition(":")
@@ -348,7 +341,7 @@ def test_sigterm_ends_a_process_that_waits_for_the_others_at_once(folder, train_
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
         assert process.wait(600) == 75
-    assert job.err(0).endswith("stopped by SIGTERM before the run was opened: nothing to save\n")
+    assert "SIGTERM" in job.err(0).splitlines()[-1]
 
 
 @pytest.mark.slow
@@ -361,8 +354,7 @@ def test_a_frozen_process_ends_the_others_with_one_line(small_job, frozen):
         assert [job.processes[index].wait(600) for index in others] == [1, 1]
     for index in others:
         [line] = job.error_lines(index)
-        assert f"process {frozen} of 3" in line
-        assert ("sent no heartbeat for 15 s" if frozen else "does not answer") in line
+        assert_names(line, f"process {frozen} of 3", *["15 s"] * bool(frozen))
 
 
 def test_job_flags_are_all_given_or_none_and_valid():
@@ -370,12 +362,12 @@ def test_job_flags_are_all_given_or_none_and_valid():
     assert distributed.resolve_job("", None, None, **times) is None
     assert distributed.resolve_job("a:1", 1, 0, **times) is None
     assert distributed.resolve_job("a:1", 2, 1, **times) == distributed.Job("a:1", 2, 1, 300, 60)
-    for given, more, message in (
-        (("", 2, 0), {}, "--coordinator missing: several processes need all of --coordinator, --num_processes, --proc"),
-        (("a:0", 2, 0), {}, "--coordinator=a:0 must be HOST:PORT"),
-        (("a:1", 0, 0), {}, "--num_processes=0 must be at least 1"),
-        (("a:1", 2, 2), {}, r"--process_id=2 must lie in 0 .. 1"),
-        (("a:1", 2, 0), {"peer_timeout_s": 1}, "--peer_timeout_s=1 must be at least 2"),
+    for given, more, *facts in (
+        (("", 2, 0), {}, "--coordinator", "--num_processes", "--process_id"),
+        (("a:0", 2, 0), {}, "--coordinator=a:0", "HOST:PORT"),
+        (("a:1", 0, 0), {}, "--num_processes=0"),
+        (("a:1", 2, 2), {}, "--process_id=2"),
+        (("a:1", 2, 0), {"peer_timeout_s": 1}, "--peer_timeout_s=1", "2"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with refused(*facts):
             distributed.resolve_job(*given, **times | more)
