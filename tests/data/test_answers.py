@@ -10,13 +10,12 @@ import transformers
 from refusals import assert_refused, refused
 from test_chat_template import CHATML, MARKED, TALK, folder_with
 
+import configs
 from hlat_jax.cli import config_files
-from hlat_jax.config import default
 from hlat_jax.data.answers import AnswerTokens
 from hlat_jax.data.formats import records
 from hlat_jax.data.loader import TrainBatches
 from hlat_jax.data.tokenizer import Tokenizer
-from hlat_jax.resolve import resolve
 
 PAIRS = [(f"It is a truth number {n}, ", f"that a man {n * n} must want.") for n in range(12)]
 NATIVE = "package:austen_2k.model"
@@ -28,9 +27,8 @@ def write_records(path, rows):
 
 
 def data_config(path, field, *, tokenizer=NATIVE, **changes):
-    c = default()
-    c.data.update(train=path, text_field=field, tokenizer=tokenizer, batch_size=2, seq_len=48, **changes)
-    return resolve(c).data
+    small = {"batch_size": 2, "seq_len": 48}
+    return configs.resolved(data__train=path, text_field=field, tokenizer=tokenizer, **small | changes).data
 
 
 @pytest.mark.parametrize("packing", ["concat", "documents"])

@@ -7,13 +7,12 @@ import pytest
 from data_files import write_jsonl
 from refusals import assert_names, assert_refused, refused
 
-from hlat_jax.config import default
+import configs
 from hlat_jax.data import sources
 from hlat_jax.data.formats import token_files
 from hlat_jax.data.held_out import open_held_out
 from hlat_jax.data.loader import TrainBatches, batch_hash
 from hlat_jax.data.tokenizer import Tokenizer
-from hlat_jax.resolve import resolve
 
 NATIVE = "package:austen_2k.model"
 TOKENIZER = Tokenizer(NATIVE)
@@ -34,10 +33,13 @@ def write_megatron(path, sequences, *, dtype=np.uint16, boundaries=None):
     path.with_suffix(".idx").write_bytes(content + np.asarray(boundaries, "<i8").tobytes())
 
 
+def data_config(path, **changes):
+    small = {"tokenizer": NATIVE, "batch_size": 2, "seq_len": 32}
+    return configs.resolved(data__train=str(path), **small | changes).data
+
+
 def batches(path, num=8):
-    c = default()
-    c.data.update(train=str(path), tokenizer=NATIVE, batch_size=2, seq_len=32, validation="")
-    opened = TrainBatches(resolve(c).data, tokenizer=TOKENIZER)
+    opened = TrainBatches(data_config(path, validation=""), tokenizer=TOKENIZER)
     made = [next(opened)[0] for _ in range(num)]
     opened.close()
     return [np.asarray([batch.tokens, batch.targets, batch.weights]) for batch in made]
@@ -120,9 +122,7 @@ def test_an_npy_that_holds_no_documents_is_refused(tmp_path):
 def test_ids_beyond_the_vocabulary_are_found_before_training(tmp_path, monkeypatch):
     path, tokenizer = tmp_path / "large.bin", Tokenizer(NATIVE, vocab_size=2304)
     write_megatron(path, [*IDS[:7], [*IDS[7], 2048], *IDS[8:]])
-    c = default()
-    c.data.update(train=str(path), validation=str(path), tokenizer=NATIVE, batch_size=2, seq_len=32)
-    data = resolve(c).data
+    data = data_config(path, validation=str(path))
     for opens in (TrainBatches, lambda *args, **given: open_held_out(*args, **given, num_batches=1)):
         with refused("large.bin", "2048", "model.vocab_size=2304"):
             opens(data, tokenizer=tokenizer)
@@ -155,12 +155,8 @@ def test_resumed_batches_and_validation_are_those_of_text(kind, packing, tmp_pat
     write_jsonl(tmp_path / "texts.jsonl", TEXTS)
     write_megatron(tmp_path / "ids.bin", IDS)
     np.save(tmp_path / "ids.npy", np.concatenate(IDS).astype(np.uint16))
-    pair = []
-    for name in (f"ids.{kind}", "texts.jsonl"):
-        c = default()
-        c.data.update(train=str(tmp_path / name), validation="20%", tokenizer=NATIVE)
-        c.data.update(batch_size=2, seq_len=32, packing=packing)
-        pair.append(resolve(c).data)
+    names = (f"ids.{kind}", "texts.jsonl")
+    pair = [data_config(tmp_path / name, validation="20%", packing=packing) for name in names]
     stored, tokenized = (TrainBatches(data, tokenizer=TOKENIZER) for data in pair)
     for step in range(12):  # more than two epochs
         if step == 5:

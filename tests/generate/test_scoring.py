@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 from refusals import refused
 
-from hlat_jax import config as config_lib
+import configs
 from hlat_jax.generate.scoring import Scorer
 from hlat_jax.model import apply, init_params
-from hlat_jax.resolve import resolve
 
 MAX_TOKENS = 300  # more than a chunk of 256, and no multiple of it
 SIZES = [(1, 1), (5, 3), (70, 200), (290, 20), (7, 300), (100, 1)]  # context, continuation: two are too long together
@@ -24,10 +23,7 @@ SIZES = [(1, 1), (5, 3), (70, 200), (290, 20), (7, 300), (100, 1)]  # context, c
 @pytest.fixture(scope="module")
 def model():
     """(config, parameters with decided logits, pairs of ids), the last of which is continued greedily."""
-    c = config_lib.default()
-    c.model.update({"vocab_size": 64, "num_layers": 2, "embed_dim": 32, "mlp_dim": 48, "num_heads": 4,
-                    "num_kv_heads": 2, "head_dim": 8, "max_positions": MAX_TOKENS})  # fmt: skip
-    cfg = resolve(c).model
+    cfg = configs.resolved("widths", num_layers=2, max_positions=MAX_TOKENS).model
     params = jax.tree.map(lambda leaf: 3 * leaf, init_params(cfg, jax.random.key(0, impl="rbg")))
     draw = np.random.default_rng(0).integers
     pairs = [(draw(0, 64, size).tolist(), draw(0, 64, more).tolist()) for size, more in SIZES]

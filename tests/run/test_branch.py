@@ -6,7 +6,7 @@ import micro
 import pytest
 from refusals import assert_names, refused
 
-from hlat_jax import config as config_lib
+import configs
 from hlat_jax.optimizer import learning_rate
 from hlat_jax.resolve import resolve
 from hlat_jax.weights.hf_files import KEPT
@@ -103,7 +103,5 @@ def test_values_that_name_no_checkpoint_are_refused():
         ({"branch_from": "runs/tiny@100"}, "train.branch_from", "train.num_steps=100"),
         ({"branch_from": "runs/tiny@3", "init_from": "w"}, "train.branch_from", "train.init_from=w"),
     ):
-        c = config_lib.default()
-        c.train.update(keys)
         with refused(*facts):
-            resolve(c)
+            configs.resolved(**keys)

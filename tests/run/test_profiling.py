@@ -6,15 +6,13 @@ import jax
 import jax.numpy as jnp
 from refusals import assert_names, refused
 
-from hlat_jax import config as config_lib
-from hlat_jax.resolve import profiled_steps, resolve
+import configs
+from hlat_jax.resolve import profiled_steps
 from hlat_jax.run.profiling import StepTrace
 
 
-def config(profile_steps, num_steps=20):
-    c = config_lib.default()
-    c.train.update(profile_steps=profile_steps, num_steps=num_steps)
-    return resolve(c)
+def config(profile_steps):
+    return configs.resolved(profile_steps=profile_steps, num_steps=20)
 
 
 def test_only_steps_of_the_run_can_be_profiled():

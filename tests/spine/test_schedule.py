@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 from refusals import refused
 
-from hlat_jax import config as config_lib
+import configs
 from hlat_jax.config import OptimizerConfig
 from hlat_jax.optimizer import learning_rate
-from hlat_jax.resolve import resolve
 
 HLAT_7B = OptimizerConfig(peak_lr=3e-4, min_lr_ratio=0.1, warmup_steps=2000, horizon_steps=500_000)
 HLAT_70B = dataclasses.replace(HLAT_7B, peak_lr=1.5e-4)
@@ -89,13 +88,10 @@ def test_last_steps_of_a_long_decay_keep_all_digits():
     ],
 )
 def test_schedule_that_cannot_be_is_refused(keys, names):
-    c = config_lib.default()
-    c.optimizer.update(keys)
     with refused(*names):
-        resolve(c)
+        configs.resolved(**keys)
 
 
 def test_constant_rate_needs_no_horizon():
-    c = config_lib.default()
-    c.optimizer.update(schedule="constant", warmup_steps=10, horizon_steps=1)
-    assert learning_rate(10**9, resolve(c).optimizer) == c.optimizer.peak_lr
+    c = configs.resolved(schedule="constant", warmup_steps=10, horizon_steps=1).optimizer
+    assert learning_rate(10**9, c) == c.peak_lr
