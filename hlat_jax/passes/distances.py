@@ -7,11 +7,10 @@ that is positive definite.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from jax.extend import core
 
-from hlat_jax.passes.dataflow import Dataflow, Op
+from hlat_jax.passes.dataflow import Atom, Dataflow, Op
 from hlat_jax.passes.interpret import called
 from hlat_jax.passes.jaxpr import is_literal, primitives
 from hlat_jax.passes.products import is_dot_of_vectors
@@ -46,7 +45,7 @@ def cancelled_variables(jaxpr: core.Jaxpr, wanted: Sequence[bool]) -> set[core.V
     return added - others
 
 
-def _tag_of(atom: Any, tags: dict[core.Var, str]) -> str:
+def _tag_of(atom: Atom, tags: dict[core.Var, str]) -> str:
     return "" if is_literal(atom) else tags.get(atom, "")
 
 

@@ -176,7 +176,7 @@ class _Namer:
         self.given: set[str] = set()
         self.num_loops = 0
         self.kinds: dict[tuple, int] = {}  # of segments
-        self.selection: Any = None  # the call that selects residuals around the segments
+        self.selection: core.JaxprEqn | None = None  # the call that selects residuals around the segments
 
     def names(self, prefix: str) -> Callable[[core.JaxprEqn], list[str | None]]:
         """Returns a function that names the results of the equations of a region, which is called for each in turn."""
@@ -233,7 +233,7 @@ def _called_again(eqn: core.JaxprEqn, fn: Callable, ins: list) -> list:
         return compound(eqn).bind(ins, lambda body: fn) if eqn.primitive.name == "jit" else fn(*ins)
 
 
-def _parts(jaxpr: core.Jaxpr, limit: float | None) -> Iterator[Any]:
+def _parts(jaxpr: core.Jaxpr, limit: float | None) -> Iterator[Segment | core.JaxprEqn]:
     """Yields the segments of a jaxpr, if there is a limit for them, and the equations between them, in order."""
     at = 0
     for segment in () if limit is None else cut(jaxpr, limit):
@@ -244,7 +244,7 @@ def _parts(jaxpr: core.Jaxpr, limit: float | None) -> Iterator[Any]:
 
 
 def _emit_regions(
-    jaxpr: core.Jaxpr, args: Sequence[Any], namer: _Namer, *, limit: float | None, weights: Sequence[Any]
+    jaxpr: core.Jaxpr, args: Sequence[Any], namer: _Namer, *, limit: float | None, weights: Sequence[core.Var]
 ) -> list:
     """Returns the results of a jaxpr, its segments or else its loops checkpointed.
 
@@ -263,7 +263,7 @@ def _emit_regions(
             places = {place for place, var in enumerate(part.invars) if var not in weights}
             computed[part.kind] = computed.get(part.kind, set()) | places
 
-    def on_equation(part: Any, ins: list) -> list:
+    def on_equation(part: Segment | core.JaxprEqn, ins: list) -> list:
         if isinstance(part, Segment):
             waiting = [at in computed[part.kind] for at in range(len(ins))]
             return _checkpointed_segment(part, ins, namer, waiting=waiting)

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 from jax.extend import core
@@ -74,7 +73,7 @@ class RecomputeGraph:
     nodes: tuple[Node, ...]
     sizes: dict[str, int]
 
-    def recomputed_nodes(self, saved: Any) -> list[Node]:
+    def recomputed_nodes(self, saved: Iterable[str]) -> list[Node]:
         """Returns the nodes that are recomputed if the values of these names are saved."""
         saved = set(saved)
         needed = [node.is_read and node.name not in saved for node in self.nodes]
@@ -84,15 +83,15 @@ class RecomputeGraph:
                     needed[parent] |= self.nodes[parent].name not in saved
         return [node for node, is_needed in zip(self.nodes, needed, strict=True) if is_needed]
 
-    def cost(self, saved: Any) -> float:
+    def cost(self, saved: Iterable[str]) -> float:
         """Returns the cost of recomputation if the values of these names are saved."""
         return sum(node.cost for node in self.recomputed_nodes(saved))
 
-    def flops(self, saved: Any) -> float:
+    def flops(self, saved: Iterable[str]) -> float:
         """Returns the FLOPs of the recomputed products if the values of these names are saved."""
         return sum(node.flops for node in self.recomputed_nodes(saved))
 
-    def num_bytes(self, saved: Any) -> int:
+    def num_bytes(self, saved: Iterable[str]) -> int:
         """Returns the bytes of the values of these names."""
         return sum(self.sizes[name] for name in saved)
 

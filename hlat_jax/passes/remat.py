@@ -133,7 +133,7 @@ class _Form:
     def __post_init__(self):
         self.changed: list[Any] = [*itertools.accumulate(self.changing.values(), _applied, initial=self.given)][1:]
         self.fn = functools.reduce(_applied, self.later, [self.given, *self.changed][-1])
-        self.jaxprs: list[Any] = []
+        self.jaxprs: list[core.Jaxpr] = []
         self.measured: list[int] = []
         self.trial = Trials(self._traced, self._measured)
 

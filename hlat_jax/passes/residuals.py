@@ -98,13 +98,13 @@ class _Scope:
 _NAME = "select_residuals_of"
 
 
-def selected_jaxpr(eqn: core.JaxprEqn) -> Any:
+def selected_jaxpr(eqn: core.JaxprEqn) -> core.Jaxpr | None:
     """Returns the jaxpr of a function whose residuals are selected; None for other equations."""
     is_ours = eqn.primitive.name == "custom_jvp_call" and (op_name(eqn) or "").startswith(_NAME)
     return called_jaxpr(eqn) if is_ours else None
 
 
-def opened_call(eqn: core.JaxprEqn) -> Any:
+def opened_call(eqn: core.JaxprEqn) -> core.Jaxpr | None:
     """Returns the jaxpr of a call that only runs its function, or selects its residuals; None for other equations."""
     closed = plain_call(eqn)
     return selected_jaxpr(eqn) if closed is None or closed.consts else closed.jaxpr
@@ -126,7 +126,7 @@ def _of_jaxpr(closed: core.ClosedJaxpr, scope: _Scope) -> Callable[..., list[Any
     return functools.partial(selected, *closed.consts)
 
 
-def _evaluate(jaxpr: core.Jaxpr, args: Sequence[Any], free: set, is_body: bool) -> list[Any]:
+def _evaluate(jaxpr: core.Jaxpr, args: Sequence[Any], free: set[core.Var], is_body: bool) -> list[Any]:
     """Returns the results of a jaxpr, its bodies selected; `free` has the inputs that are held in any case."""
 
     def on_equation(eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
@@ -197,7 +197,7 @@ class _Forward(Dataflow):
       kept: the values that are kept.
     """
 
-    def __init__(self, closed: Any, num_held: int, scope: _Scope):
+    def __init__(self, closed: core.ClosedJaxpr, num_held: int, scope: _Scope):
         super().__init__(closed.jaxpr, inlined=_inlined, consts=closed.consts)
         self.trips = scope.trips
         split = len(self.outputs) - num_held

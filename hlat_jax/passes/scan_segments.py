@@ -27,12 +27,11 @@ from hlat_jax.passes.interpret import Body, Compound, compound, evaluate
 from hlat_jax.passes.jaxpr import (
     CHECKPOINT,
     aval_bytes,
-    bind_again,
     called_jaxpr,
     is_inexact,
     linearized_at,
     place_of,
-    plain_call,
+    rebind,
     source_of,
     trace_call,
     variables,
@@ -137,17 +136,12 @@ class _Splitter:
         return evaluate(jaxpr, args, self._bind)
 
     def _bind(self, eqn: core.JaxprEqn, ins: list[Any]) -> Sequence[Any]:
-        if eqn.primitive.name == "scan":
-            return self._scan(eqn, ins)
-        inside = compound(eqn)
-        if (
-            inside is None
-            or not (inside.name == CHECKPOINT or _is_jit(eqn))
-            or not _has_scan(inside.bodies[0].closed.jaxpr)
-        ):
-            return bind_again(eqn, ins)
         with place_of(eqn):
-            return inside.bind(ins, self._of_body)
+            if eqn.primitive.name == "scan":
+                return self._scan(eqn, ins)
+            if eqn.primitive.name in ("jit", CHECKPOINT) and _has_scan(called_jaxpr(eqn)):
+                return compound(eqn).bind(ins, self._of_body)
+            return rebind(eqn, ins)
 
     def _of_body(self, body: Body) -> Callable[..., list[Any]]:
         return lambda *args: self.run(body.closed.jaxpr, (*body.closed.consts, *args))
@@ -159,18 +153,11 @@ class _Splitter:
         if _has_scan(closed.jaxpr):
             closed = jax.make_jaxpr(self._of_body(body))(*closed.in_avals)
         if split is None:
-            with place_of(eqn):
-                return loop.bind(ins, lambda body: closed)
+            return loop.bind(ins, lambda body: closed)
         self.scans.append(split)
         pairs = zip(ins, eqn.invars, strict=True)  # a literal is a number without a dtype
         arrays = [x if isinstance(x, jax.Array) else jnp.asarray(x, var.aval.dtype) for x, var in pairs]
-        with place_of(eqn):
-            return _in_segments(loop, closed, arrays, split)
-
-
-def _is_jit(eqn: core.JaxprEqn) -> bool:
-    closed = plain_call(eqn)
-    return closed is not None and not closed.consts and eqn.primitive.name == "jit"
+        return _in_segments(loop, closed, arrays, split)
 
 
 def _has_scan(jaxpr: core.Jaxpr) -> bool:

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from jax.extend import core
@@ -39,11 +38,11 @@ class Segment:
 
     start: int
     stop: int
-    eqns: Sequence[Any]
-    invars: tuple[Any, ...]
-    outvars: tuple[Any, ...]
+    eqns: Sequence[core.JaxprEqn]
+    invars: tuple[core.Var, ...]
+    outvars: tuple[core.Var, ...]
     kind: tuple
-    constvars: tuple[Any, ...] = ()
+    constvars: tuple[core.Var, ...] = ()
 
 
 def cut(jaxpr: core.Jaxpr, limit: float) -> list[Segment]:
