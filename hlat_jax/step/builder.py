@@ -17,7 +17,7 @@ from hlat_jax.parallel.rows import microbatches
 from hlat_jax.parallel.sharding import ROWS
 from hlat_jax.parallel.zero import check_params
 from hlat_jax.step.batch_rows import check_divides, num_rows, row_keys
-from hlat_jax.step.gradients import value_and_grad
+from hlat_jax.step.gradients import Sums, make_value_and_grad
 from hlat_jax.step.loss_signature import (
     CheckedLossFn,
     LossAux,
@@ -39,8 +39,12 @@ Transform = Callable[[Callable], Callable]  # a pass: loss -> loss of the same a
 def make_step(
     loss_fn: Callable, optimizer: optax.GradientTransformation, options: StepOptions, *, has_keys: bool
 ) -> Callable:
-    """Returns (state, batch, learning_rate=None) -> (state, StepMetrics), the order of a training step."""
-    value_and_grad_of, update_state = value_and_grad(loss_fn, options), make_update(optimizer, options)
+    """Returns (state, batch, learning_rate=None) -> (state, StepMetrics): loss -> gradients -> update.
+
+    `loss_fn` is (params, rows, model_state) -> (loss sum, LossAux), or with stages the staged loss.
+    """
+    value_and_grad = make_value_and_grad(loss_fn, options)  # summed over microbatches and devices
+    update = make_update(optimizer, options)  # means, norms, masking, new weights, rounding
 
     def train_step(state: State, batch: Any, learning_rate: jax.Array | None = None) -> tuple[State, StepMetrics]:
         check_divides(batch, num_devices=options.row_degree, num_microbatches=options.num_microbatches)
@@ -49,10 +53,11 @@ def make_step(
             rows = batch, row_keys(state["opt_state"]["seed"], state["step"], num_rows(batch))
         rounding, scale = rounding_of(state, options.policy), scale_of(state)
 
-        def of_params(params: Any) -> tuple[tuple, Any]:
-            return value_and_grad_of(params, rows, rounding, scale=scale, model_state=model_state)
+        def loss_and_grads(params: Any) -> tuple[Sums, Any]:
+            return value_and_grad(params, rows, rounding, scale=scale, model_state=model_state)
 
-        return update_state(state, of_params(state["params"]), learning_rate=learning_rate, of_params=of_params)
+        computed = loss_and_grads(state["params"])
+        return update(state, computed, learning_rate=learning_rate, loss_and_grads=loss_and_grads)
 
     return train_step
 

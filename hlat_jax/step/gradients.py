@@ -19,9 +19,9 @@ Sums = tuple[jax.Array, LossAux]  # of losses, and of what else they return
 Reduce = Callable[[Any], Any]  # of the gradients of a microbatch, over devices
 
 
-def value_and_grad(loss_fn: Callable, options: StepOptions) -> Callable[..., tuple[Sums, Any]]:
+def make_value_and_grad(loss_fn: Callable, options: StepOptions) -> Callable[..., tuple[Sums, Any]]:
     """Returns (params, rows, rounding, *, scale, model_state) -> (Sums, gradients) over all devices."""
-    replica_sync, local = options.active_replica_sync, local_value_and_grad(loss_fn, options)
+    replica_sync, local = options.active_replica_sync, make_local_value_and_grad(loss_fn, options)
     if replica_sync is None:
         return local
     mean_shares = replica_sync.mean_shares
@@ -33,8 +33,8 @@ def value_and_grad(loss_fn: Callable, options: StepOptions) -> Callable[..., tup
     return replica_sync.value_and_grad(local_shares, dtype=options.policy.accumulate)
 
 
-def local_value_and_grad(loss_fn: Callable, options: StepOptions) -> Callable[..., tuple[Sums, Any]]:
-    """Returns what `value_and_grad` does, for the rows of one device."""
+def make_local_value_and_grad(loss_fn: Callable, options: StepOptions) -> Callable[..., tuple[Sums, Any]]:
+    """Returns what `make_value_and_grad` does, for the rows of one device."""
     dtype, replica_sync = options.policy.accumulate, options.active_replica_sync
     loss_fn = loss_fn if replica_sync is None else replica_sync.with_gathered_params(loss_fn)
 

@@ -17,7 +17,7 @@ from hlat_jax.batch import SumAndCount
 from hlat_jax.parallel.pipeline import PHASES, StagedLoss, run_tick, start_ticks
 from hlat_jax.precision import Rounding
 from hlat_jax.step.batch_rows import check_divides
-from hlat_jax.step.gradients import Reduce, local_value_and_grad
+from hlat_jax.step.gradients import Reduce, make_local_value_and_grad
 from hlat_jax.step.loss_signature import CheckedLossFn, LossAux
 from hlat_jax.step.options import StepOptions
 from hlat_jax.step.state import State, jit_donating, rounding_of, scale_of
@@ -184,7 +184,7 @@ class _DeviceWork:
 
 def _sum_work(loss_fn: CheckedLossFn, options: StepOptions) -> _DeviceWork:
     """Returns the work without stages: adds the loss and the gradients of a microbatch to the sums."""
-    value_and_grad = local_value_and_grad(loss_fn, dataclasses.replace(options, num_microbatches=1))
+    value_and_grad = make_local_value_and_grad(loss_fn, dataclasses.replace(options, num_microbatches=1))
 
     def start(params: Any, rows: Any, *, reduce: Reduce | None = None) -> dict[str, Any]:
         shapes = params if reduce is None else jax.eval_shape(reduce, params)
@@ -275,6 +275,6 @@ def _make_update_step(optimizer: optax.GradientTransformation, options: StepOpti
         computed = (loss_sum, LossAux(count)), grads
         # not by `start`: Neuron may run a program without collectives on the host
         zeros = jax.tree.map(jnp.zeros_like, buffer)
-        return *update_state(state, computed, learning_rate=learning_rate, of_params=no_value), zeros
+        return *update_state(state, computed, learning_rate=learning_rate, loss_and_grads=no_value), zeros
 
     return update_step

@@ -48,14 +48,14 @@ class StepMetrics:
 
 
 def make_update(optimizer: optax.GradientTransformation, options: StepOptions) -> Callable:
-    """Returns (state, (Sums, gradients), *, learning_rate, of_params) -> (state, StepMetrics).
+    """Returns (state, (Sums, gradients), *, learning_rate, loss_and_grads) -> (state, StepMetrics).
 
-    The sums and gradients are those of `gradients.value_and_grad`, which `of_params` computes at other parameters.
+    `loss_and_grads` computes (Sums, gradients) at other parameters, see `gradients.make_value_and_grad`.
     """
     update, masks_itself = with_extra_args(optimizer).update, isinstance(optimizer, MaskedTransformation)
 
     def update_state(
-        state: State, computed: tuple[Sums, Any], *, learning_rate: Any, of_params: Callable
+        state: State, computed: tuple[Sums, Any], *, learning_rate: Any, loss_and_grads: Callable
     ) -> tuple[State, StepMetrics]:
         rounding, means = rounding_of(state, options.policy), _means(state, computed, options)
         applies, spike, window = _decide(state, means, options)
@@ -63,7 +63,7 @@ def make_update(optimizer: optax.GradientTransformation, options: StepOptions) -
         if learning_rate is not None:
             extra["learning_rate"] = learning_rate
         if not masks_itself:
-            value_fn = _value_fn(lambda weights: of_params(_params_of(weights, options)), means.scale)
+            value_fn = _value_fn(lambda weights: loss_and_grads(_params_of(weights, options)), means.scale)
             extra |= {"value": means.loss_sum * means.per_token, "grad": means.grads, "value_fn": value_fn}
         updates, inner = update(means.grads, state["opt_state"]["inner"], means.weights, **extra)
         weights = _apply_updates(means.weights, updates, applies=applies, rounding=rounding)
