@@ -314,7 +314,7 @@ def _write_rows(run: Run, progress: Progress, *, in_flight: int = 0) -> None:
         row = _row(run, progress, pending, metrics)
         run.log.train_row(row)
         run.sync.signals.watchdog.end_first_step()
-        nonfinite.judge(run, progress, metrics, row)
+        nonfinite.judge(run, progress, metrics=metrics, row=row)
 
 
 def _row(run: Run, progress: Progress, pending: Pending, metrics: StepMetrics) -> dict[str, Any]:

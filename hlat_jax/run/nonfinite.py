@@ -30,7 +30,7 @@ def finite_norms(run: Run, progress: Progress) -> dict[str, float]:
     return norms
 
 
-def judge(run: Run, progress: Progress, metrics: StepMetrics, row: dict[str, Any]) -> None:
+def judge(run: Run, progress: Progress, *, metrics: StepMetrics, row: dict[str, Any]) -> None:
     """Counts and prints a step that was not finite, had no target or is a spike.
 
     Raises:

@@ -217,15 +217,6 @@ def test_evaluate_refuses_tasks_it_cannot_run(folder, local_suite, evaluate_here
 
 
 @pytest.mark.slow
-def test_an_unknown_task_is_refused_in_a_short_line(folder, evaluate_here):
-    code, _, error = evaluate_here(f"--checkpoint={folder / 'imported'}", "--tasks=arc_easy,hellaswg")
-    assert code == 2
-    assert "there is no task 'hellaswg'. The nearest names are hellaswag, " in error
-    assert error.count(", ") == 4
-    assert len(error) < 300
-
-
-@pytest.mark.slow
 def test_suites_name_existing_tasks_and_metrics():
     index = TaskManager().task_index
     for suite in suites.SUITES.values():
