@@ -31,8 +31,8 @@ def chunk(
     Args:
       fn: a function that JAX can trace; arguments as for `autocast`.
       max_bytes: "32MiB" or bytes: the size up to which an intermediate is left as it is. A chunk and its neighbors
-        take about this many bytes together. Logits of more than 2 MiB are computed in chunks of at least 128 rows in
-        any case, if the loss ends in one number: no chunk is then computed twice.
+        take about this many bytes together. If a loss ends in one number, no chunk is computed twice. Smaller logits
+        are then computed in chunks too: from 2 MiB on, of at least 128 rows.
       check: whether chunks are compared with the function before they are used, on this machine's CPU.
 
     Raises:

@@ -15,6 +15,7 @@ import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import optax
 
@@ -198,12 +199,18 @@ def training_program(
             raise ValueError("memory_budget is compared with the compiled step: give params=... and batch=...")
         return TrainingProgram(_apply_passes(stages, after))
     check_fields(batch)
-    arguments = step.arguments(params, batch, model_state=model_state)
+    shapes_of_batch = jax.tree.map(_shape_of, batch)
+    arguments = step.arguments(params, shapes_of_batch, model_state=model_state)
     if memory_budget is not None:
         return _within_budget(stages, after, arguments, memory_budget, remat or RematOptions())
     program = TrainingProgram(_apply_passes(stages, after), arguments=arguments)
     program.train_step.step.trace(*arguments)  # raises for a loss function that returns anything else
     return program
+
+
+def _shape_of(leaf: Any) -> Any:
+    """Returns the shape and dtype of a NumPy array or a number; anything with a sharding as it is."""
+    return leaf if hasattr(leaf, "sharding") else jax.eval_shape(lambda x: x, leaf)
 
 
 def _passes(*, autocast: CastPolicy | str | None, kernels: bool, chunk: int | str | None, platform: str) -> list[Pass]:

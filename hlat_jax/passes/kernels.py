@@ -26,7 +26,7 @@ import numpy as np
 from hlat_jax.facts.chips import DOCUMENTED, chip_of
 from hlat_jax.ops.gpu import attention as gpu
 from hlat_jax.ops.nki import attention as nki
-from hlat_jax.passes.jaxpr import is_inexact, is_literal, variables
+from hlat_jax.passes.jaxpr import ELEMENTWISE, is_inexact, is_literal, variables
 from hlat_jax.passes.rewrite import Rewritten
 from hlat_jax.passes.rewrite.axes import (
     CASTS,
@@ -99,7 +99,9 @@ def _nki(q_BTNH: Any, k_BSKH: Any, v_BSKH: Any, bias: None, mask: None, *, scale
     return nki.attention(q_BTNH if is_one else q_BTNH * jnp.asarray(factor, q_BTNH.dtype), k_BSKH, v_BSKH)
 
 
-def _nki_refusals(q: Any, k: Any, v: Any, bias: Any, mask: Any, *, causal: bool, window: int | None, **_: Any):
+def _nki_refusals(
+    q: Any, k: Any, v: Any, bias: Any, mask: Any, *, causal: bool, window: int | None, **_: Any
+) -> list[str]:
     call = {"num_kv_heads": k.shape[2], "dtype": q.dtype, "has_segments": False, "window": window}
     reasons = nki.unsupported_reasons(q_shape=q.shape, **call)
     if not causal or bias is not None or mask is not None:
@@ -152,6 +154,19 @@ class _Scores(NamedTuple):
     biases: list[tuple[Placed, float]]
     masks: list[_Mask]
 
+    def scaled(self, factor: float) -> _Scores:
+        """Returns the steps, and a factor after them."""
+        return self._replace(scale=self.scale * factor, biases=[(one, old * factor) for one, old in self.biases])
+
+    def plus(self, graph: EquationGraph, bias: Placed, factor: float) -> _Scores:
+        """Returns the steps, and an array added: a mask if it is 0 or a large negative number everywhere."""
+        if _number(graph, bias) is not None:  # a softmax does not change
+            return self
+        value = _constant(graph, bias)
+        if value is not None and ((factor * value <= MASKED) | (value == 0)).all():
+            return self._replace(masks=[*self.masks, _Mask(bias, False)])
+        return self._replace(biases=[*self.biases, (bias, factor)])
+
 
 def _matches(graph: EquationGraph, *, kernel: _Kernel) -> Iterator[Match | Refusal]:
     """Yields a match or a refusal for each product of probabilities and values."""
@@ -175,7 +190,7 @@ def _match(graph: EquationGraph, last: Any, side: int, kernel: _Kernel) -> Match
     """
     probs = last.invars[side], new_layout(last.invars[side].aval.shape)
     scores_placed, S = _softmax(graph, probs)
-    scores = _read_scores(graph, scores_placed, 1.0)
+    scores = _read_scores(graph, scores_placed, set())
     if scores is None:
         raise _NotAttention
     axes = _Axes.of(graph, last, side, probs, scores, S)
@@ -190,7 +205,8 @@ def _match(graph: EquationGraph, last: Any, side: int, kernel: _Kernel) -> Match
     def operands(*values: Any) -> tuple[list[Any], Mapping[Axis, int]]:
         """Returns the operands of the kernel from the values of the inputs, and the sizes, which the check may cut."""
         given = dict(zip(inputs, values, strict=True))
-        sizes = {axis: size for var, layout in placed for axis, size in zip(layout, given[var].shape, strict=True)}
+        dims = [pair for var, layout in placed for pair in zip(layout, given[var].shape, strict=True)]
+        sizes = {axis: size for axis, size in dims if axis}
         q = arranged(given[axes.q[0]], axes.q[1], [axes.B, axes.T, [*axes.K, *axes.G], axes.H], sizes=sizes, full=True)
         keys = [
             arranged(given[var], layout, [axes.B, axes.S, axes.K, features], sizes=sizes, full=True)
@@ -203,11 +219,11 @@ def _match(graph: EquationGraph, last: Any, side: int, kernel: _Kernel) -> Match
             return jnp.broadcast_to(x, (*x.shape[:2], *lengths))
 
         terms = [factor * of_pairs(one).astype(jnp.float32) for one, factor in scores.biases]
-        # a kernel has gradients by biases of all heads
-        bias = jnp.broadcast_to(total := sum(terms), (total.shape[0], q.shape[2], *lengths)) if terms else None
+        bias = sum(terms).astype(q.dtype) if terms else None
+        if bias is not None:  # of all heads: older versions of JAX have no gradient by another one
+            bias = jnp.broadcast_to(bias, (bias.shape[0], q.shape[2], *lengths))
         attended = [(of_pairs(mask.array) != 0) == mask.when for mask in masks]
-        mask = functools.reduce(jnp.logical_and, attended) if attended else None
-        return [q, *keys, None if bias is None else bias.astype(q.dtype), mask], sizes
+        return [q, *keys, bias, functools.reduce(jnp.logical_and, attended) if attended else None], sizes
 
     def replacement(run: Callable[..., Any], *values: Any) -> list[Any]:
         arrays, sizes = operands(*values)
@@ -262,54 +278,45 @@ def _softmax(graph: EquationGraph, probs: Placed) -> tuple[Placed, list[Axis]]:
     return scores, S
 
 
-def _read_scores(graph: EquationGraph, one: Placed, factor: float) -> _Scores | None:
-    """Returns the steps from a product to an array times a factor; None if it does not come from a product.
+def _read_scores(graph: EquationGraph, one: Placed, failed: set[Any]) -> _Scores | None:
+    """Returns the steps from a product to an array; None if the array does not come from a product.
+
+    Args:
+      graph: the graph.
+      one: the array.
+      failed: variables that do not come from a product; gets more.
 
     Raises:
-      _Refused: it does, but through another equation.
+      _Refused: it comes from a product through another equation.
     """
     one = source_of(graph, one, names=VIEWS | CASTS)
     eqn = graph.producer(one[0])
-    if eqn is None:
+    if eqn is None or one[0] in failed:
         return None
-    name = eqn.primitive.name
-    if name == "dot_general":
-        has_batch = bool(eqn.params["dimension_numbers"][1][0])
-        return _Scores(one, factor, [], []) if has_batch else None
-    operands = operands_of(graph, one, ("mul", "div", "add", "sub", "select_n"))
-    if operands is None:
-        if any(_read_scores(graph, operand, factor) for operand in operands_of(graph, one, (name,)) or ()):
-            raise _Refused(f"the scores go through {name} at {graph.source(eqn)}")
-        return None
-    if name == "select_n":
-        for at, branch in enumerate(operands[1:]):
-            other = _constant(graph, operands[2 - at])
-            if other is not None and factor * other.max() <= MASKED and len(operands) == 3:
-                scores = _read_scores(graph, branch, factor)
-                return scores and scores._replace(masks=[*scores.masks, *_conjuncts(graph, operands[0], bool(at))])
-    for at, (operand, other) in enumerate((operands[:2], operands[1::-1])):
-        number, is_first = _number(graph, other), at == 0
-        if name == "mul" and number is not None:
-            return _read_scores(graph, operand, factor * number)
-        if name == "div" and number is not None and is_first:
-            return _read_scores(graph, operand, factor / number)
-        if name in ("add", "sub") and (
-            scores := _read_scores(graph, operand, factor if name == "add" or is_first else -factor)
-        ):
-            return _with_bias(graph, scores, other, -factor if name == "sub" and is_first else factor)
-    if any(_read_scores(graph, operand, factor) for operand in operands):
-        raise _Refused(f"the scores go through {name} at {graph.source(eqn)}")
+    if eqn.primitive.name == "dot_general" and eqn.params["dimension_numbers"][1][0]:
+        return _Scores(one, 1.0, [], [])
+    operands = operands_of(graph, one, ELEMENTWISE) or []
+    for at, operand in reversed([*enumerate(operands)]):  # of a selection, what is selected first
+        if (scores := _read_scores(graph, operand, failed)) is not None:
+            return _with_step(graph, scores, eqn, operands, at)
+    failed.add(one[0])
     return None
 
 
-def _with_bias(graph: EquationGraph, scores: _Scores, bias: Placed, factor: float) -> _Scores:
-    """Returns scores with an array added: as a mask if it is 0 or a large negative number everywhere."""
-    if _number(graph, bias) is not None:  # a softmax does not change
-        return scores
-    value = _constant(graph, bias)
-    if value is not None and ((factor * value <= MASKED) | (value == 0)).all():
-        return scores._replace(masks=[*scores.masks, _Mask(bias, False)])
-    return scores._replace(biases=[*scores.biases, (bias, factor)])
+def _with_step(graph: EquationGraph, scores: _Scores, eqn: Any, operands: Sequence[Placed], at: int) -> _Scores:
+    """Returns the steps with one more, an equation whose operand `at` has the scores."""
+    name, others = eqn.primitive.name, [one for number, one in enumerate(operands) if number != at]
+    number = _number(graph, others[-1]) if others else None
+    if number is not None and (name == "mul" or (name == "div" and at == 0)):
+        return scores.scaled(number if name == "mul" else 1 / number)
+    if name in ("add", "sub"):
+        scores = scores.scaled(-1.0) if name == "sub" and at == 1 else scores
+        return scores.plus(graph, others[0], -1.0 if name == "sub" and at == 0 else 1.0)
+    if name == "select_n" and len(others) == 2 and at > 0:
+        fill = _constant(graph, others[1])
+        if fill is not None and fill.max() <= MASKED:
+            return scores._replace(masks=[*scores.masks, *_conjuncts(graph, others[0], at == 2)])
+    raise _Refused(f"the scores go through {name} at {graph.source(eqn)}")
 
 
 def _constant(graph: EquationGraph, one: Placed) -> np.ndarray | None:
@@ -328,17 +335,14 @@ def _conjuncts(graph: EquationGraph, mask: Placed, when: bool) -> list[_Mask]:
     mask = source_of(graph, mask, names=VIEWS)
     if (number := _number(graph, mask)) is not None and bool(number) == when:
         return []
-    operands, eqn = (
-        operands_of(graph, mask, ("and", "or", "not", "ne", "convert_element_type")),
-        graph.producer(mask[0]),
-    )
+    operands = operands_of(graph, mask, ("and", "or", "not", "ne", "mul", "convert_element_type"))
     if operands is not None:
-        name, is_bool = eqn.primitive.name, operands[0][0].aval.dtype == bool
+        name, is_bool = graph.producer(mask[0]).primitive.name, operands[0][0].aval.dtype == bool
         if name == "not" and is_bool:
             return _conjuncts(graph, operands[0], not when)
         if (name == "convert_element_type" and is_bool) or (name == "ne" and _number(graph, operands[1]) == 0):
             return _conjuncts(graph, operands[0], when)
-        if is_bool and (name, when) in (("and", True), ("or", False)):
+        if (is_bool and (name, when) in (("and", True), ("or", False))) or (name, when) == ("mul", True):
             return [each for operand in operands for each in _conjuncts(graph, operand, when)]
     return [_Mask(mask, when)]
 

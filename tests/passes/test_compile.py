@@ -232,6 +232,8 @@ def test_table_has_a_row_for_each_pass_with_what_it_did_and_did_not():
     assert re.search(r"autocast +\d+ bfloat16 .*-\d+%\)$", table, re.MULTILINE)
     assert "of 1.00 GiB; " in table
     assert str(report(program, program.init(params), batch)).startswith(table)
+    of_arrays = training_program(loss, optax.sgd(0.1), params=params, batch=jax.tree.map(np.asarray, batch))
+    assert str(of_arrays).splitlines()[1].startswith("loss")
     assert str(training_program(loss, optax.sgd(0.1), options={"chunk": "1MiB"})).startswith("loss > chunk: for fig")
 
 

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from jax.extend import core
@@ -21,7 +22,7 @@ from hlat_jax.passes.independence import Link, links
 from hlat_jax.passes.jaxpr import aval_bytes, is_literal, primitives, variables
 from hlat_jax.passes.products import PRODUCTS
 from hlat_jax.passes.rewrite.graph import EquationGraph, Match, Refusal, own_rule
-from hlat_jax.passes.rewrite.loops import Chunks, ShapeOf
+from hlat_jax.passes.rewrite.loops import Chunks, Loop, ShapeOf
 
 MAX_BYTES = 32 * 2**20
 LOSS_BYTES = 2 * 2**20
@@ -34,7 +35,15 @@ _OF_WHOLE = Link((None,), (None,))  # of an equation that each chunk computes al
 
 
 class Mixed(ValueError):
-    """Along this dimension indices are mixed, or no rule says how they are computed."""
+    """Along this dimension indices are mixed, or no rule says how they are computed.
+
+    Attributes:
+      dims: the dimensions of the region that was found so far.
+    """
+
+    def __init__(self, reason: str, dims: Mapping[Any, int]):
+        super().__init__(reason)
+        self.dims = dims
 
 
 def matches(graph: EquationGraph, *, max_bytes: int = MAX_BYTES) -> Iterator[Match | Refusal]:
@@ -118,15 +127,14 @@ def _regions(
             reason = failed.get((seed, dim, is_eager), "")
             if reason:
                 continue
-            region = _Region(graph, seed, dim, dataclasses.replace(bounds, is_eager=is_eager), taken)
+            bounds = dataclasses.replace(bounds, is_eager=is_eager)
             try:
-                region.find()
-            except Mixed as why:
-                reason = str(why)
-                large = [pair for pair in region.dims.items() if bounds.is_large(pair[0])]
+                regions.append(_Region.around(graph, seed, dim, bounds, frozenset(taken)))
+            except Mixed as mixed:
+                reason = str(mixed)
+                large = [pair for pair in mixed.dims.items() if bounds.is_large(pair[0])]
                 failed |= dict.fromkeys([(*pair, is_eager) for pair in large], reason)
             else:
-                regions.append(region)
                 break
         else:
             reasons.append(reason)
@@ -152,60 +160,80 @@ class _Bounds:
     is_eager: bool = True
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class _Region:
-    """Equations around a large value that are computed in chunks of one dimension.
+    """Equations around a large value that are computed in chunks of one dimension. It grows: each step returns another.
 
     Attributes:
+      graph: the equations of the function.
+      seed: the large value.
+      bounds: how far the region reaches.
+      taken: ids of equations that are computed in other chunks.
       num_parts: number of chunks.
+      dims, reductions: see `Chunks`.
       links: id of an equation -> its link; None of an equation of reduced values alone.
-      dims, reductions, eqns: see `Chunks`.
-      chunks: them together.
-      cost: of the region, by which those of several dimensions are compared: loops, bytes of a chunk, bytes that are
-        left between the loops.
-      is_loss: whether it ends in one number with a derivative: its gradients are computed with it, and no chunk twice.
+      whole: operands that every chunk takes as a whole.
+      copies: (a variable that is read before the loops, a dimension) -> its copy that is cut along this dimension.
+      reading: id of an equation -> the same equation, reading copies.
     """
 
-    def __init__(self, graph: EquationGraph, seed: Any, dim: int, bounds: _Bounds, taken: Collection[int]):
-        self.graph, self.seed = graph, seed
-        size = seed.aval.shape[dim]
-        first = min(bounds.parts, size)
-        numbers = range(first, first // 2, -1) if bounds.is_most else range(first, min(max(2 * first, _FEW), size) + 1)
-        num_rows = -(-size // next((number for number in numbers if size % number == 0), first))
-        self.num_parts = -(-size // num_rows)
-        self.dims: dict[Any, int] = {seed: dim}
-        self.reductions: dict[Any, str] = {}
-        self._whole: set[Any] = set()  # operands that every chunk takes as a whole
-        self._copies: dict[tuple[Any, int | None], Any] = {}  # of what is read before the loops: read in a second way
-        self._reading: dict[int, Any] = {}  # id of an equation -> it, reading copies
-        self._bounds, self._taken = bounds, taken
-        self.links: dict[int, Link | None] = {}
+    graph: EquationGraph
+    seed: Any
+    bounds: _Bounds
+    taken: frozenset[int]
+    num_parts: int
+    dims: Mapping[Any, int]
+    reductions: Mapping[Any, str] = dataclasses.field(default_factory=dict)
+    links: Mapping[int, Link | None] = dataclasses.field(default_factory=dict)
+    whole: frozenset[Any] = frozenset()
+    copies: Mapping[tuple[Any, int | None], Any] = dataclasses.field(default_factory=dict)
+    reading: Mapping[int, Any] = dataclasses.field(default_factory=dict)
 
-    def find(self) -> None:
-        """Finds the region.
+    @classmethod
+    def around(cls, graph: EquationGraph, seed: Any, dim: int, bounds: _Bounds, taken: frozenset[int]) -> _Region:
+        """Returns the region around a value.
 
         Raises:
           Mixed: there is none along the dimension.
         """
-        graph, bounds, num_bytes = self.graph, self._bounds, aval_bytes(self.seed.aval)
-        self._grow([graph.producer(self.seed)])
-        self._extend()
-        self.eqns = [eqn for eqn in graph.eqns if id(eqn) in self.links]
-        if any(id(graph.producer(var)) in self.links for var, _ in self._copies):
-            raise Mixed("it is read along two dimensions")
-        reading = [self._reading.get(id(eqn), eqn) for eqn in self.eqns]
-        self.chunks = Chunks(reading, self.dims, self.reductions, self._outputs(), bounds.tiny_bytes)
-        loops = self.chunks.loops()
-        self.is_loss = len(loops) == 1 and loops[0].scalar is not None
-        self._again = f", in {len(loops)} loops" if len(loops) > 1 else ""
-        kept_bytes = self._kept_bytes()
-        self.cost = len(loops), num_bytes // min(bounds.parts, self.num_parts), kept_bytes
-        if num_bytes < _LEAST_GAIN * kept_bytes:
-            raise Mixed("chunks would keep about as many bytes")
+        alone = cls(graph, seed, bounds, taken, _num_chunks(seed.aval.shape[dim], bounds), {seed: dim})
+        region = alone._grown([graph.producer(seed)])._extended()
+        if any(id(graph.producer(var)) in region.links for var, _ in region.copies):
+            raise region._mixed("it is read along two dimensions")
+        if aval_bytes(seed.aval) < _LEAST_GAIN * region._kept_bytes:
+            raise region._mixed("chunks would keep about as many bytes")
+        return region
+
+    @functools.cached_property
+    def eqns(self) -> list[Any]:
+        """The equations, in order."""
+        return [eqn for eqn in self.graph.eqns if id(eqn) in self.links]
+
+    @functools.cached_property
+    def chunks(self) -> Chunks:
+        """The equations as they are computed in chunks."""
+        reading = [self.reading.get(id(eqn), eqn) for eqn in self.eqns]
+        return Chunks(reading, self.dims, self.reductions, self._outputs, self.bounds.tiny_bytes)
+
+    @functools.cached_property
+    def _loops(self) -> list[Loop]:
+        return self.chunks.loops()
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether it ends in one number with a derivative: its gradients are computed with it, and no chunk twice."""
+        return len(self._loops) == 1 and self._loops[0].scalar is not None
+
+    @property
+    def cost(self) -> tuple[int, int, int]:
+        """Number of loops, bytes of a chunk, bytes that the loops keep: by these, regions along dimensions compare."""
+        num_chunks = min(self.bounds.parts, self.num_parts)
+        return len(self._loops), aval_bytes(self.seed.aval) // num_chunks, self._kept_bytes
 
     def match(self) -> Match:
         """Returns the region as a match whose replacement is the loops."""
         made = {var for eqn in self.eqns for var in eqn.outvars}
-        originals = self.graph.copied | {new: var for (var, _), new in self._copies.items()}
+        originals = self.graph.copied | {new: var for (var, _), new in self.copies.items()}
         reads = [var for eqn in self.chunks.eqns for var in variables(eqn.invars) if var not in made]
         inputs, dim = list(dict.fromkeys(originals.get(var, var) for var in reads)), self.dims[self.seed]
 
@@ -219,6 +247,7 @@ class _Region:
 
             return replacement
 
+        again = f", in {len(self._loops)} loops" if len(self._loops) > 1 else ""
         return Match(
             op="chunk",
             eqns=self.eqns,
@@ -226,49 +255,60 @@ class _Region:
             outputs=self.chunks.outputs,
             replacement=replacement_at(lambda var: var.aval.shape),
             source=self.graph.source(self.graph.producer(self.seed)),
-            facts=f"{self.seed.aval.str_short()} in {self.num_parts} parts of dimension {dim}{self._again}",
+            facts=f"{self.seed.aval.str_short()} in {self.num_parts} parts of dimension {dim}{again}",
             resized=replacement_at,
             cut_to=5 if self.seed.aval.shape[dim] % self.num_parts else 4,
         )
 
-    def _extend(self) -> None:
-        """Adds what is computed from tiny results, such as losses of tokens, where all of it ends in sums."""
-        names = ("links", "dims", "reductions", "_whole", "_copies", "_reading")
-        before = {name: getattr(self, name).copy() for name in names}
-        try:
-            while True:
-                self.eqns = [eqn for eqn in self.graph.eqns if id(eqn) in self.links]
-                ends = [var for var in self._outputs() if var in self.dims]
-                if not ends:
-                    return
-                for var in ends:
-                    if self.graph.is_output(var) or aval_bytes(var.aval) > self._bounds.tiny_bytes:
-                        raise Mixed("it does not end in sums")
-                    self._grow(self.graph.readers(var))
-        except Mixed:
-            vars(self).update(before)
+    def _mixed(self, reason: str) -> Mixed:
+        return Mixed(reason, self.dims)
 
-    def _grow(self, first: Sequence[Any]) -> None:
-        waiting = list(first)
+    def _extended(self) -> _Region:
+        """Returns the region with what is computed from tiny results, such as losses of tokens, if it ends in sums."""
+        region = self
+        try:
+            while ends := [var for var in region._outputs if var in region.dims]:
+                for var in ends:
+                    if self.graph.is_output(var) or aval_bytes(var.aval) > self.bounds.tiny_bytes:
+                        return self
+                    region = region._grown(self.graph.readers(var))
+        except Mixed:
+            return self
+        return region
+
+    def _grown(self, first: Sequence[Any]) -> _Region:
+        """Returns the region with some equations, and those around them that belong to it."""
+        region, waiting = self, list(first)
         while waiting:
             eqn = waiting.pop()
-            if id(eqn) not in self.links:
-                if id(eqn) in self._taken:
-                    raise Mixed("it is computed in other chunks")
-                self._add(eqn)
-                waiting += self._neighbors(eqn)
+            if id(eqn) not in region.links:
+                if id(eqn) in self.taken:
+                    raise region._mixed("it is computed in other chunks")
+                region, neighbors = region._with(eqn)._with_neighbors(eqn)
+                waiting += neighbors
             if not waiting:
-                waiting += self._between()
+                region, waiting = region._with_between()
+        return region
 
-    def _add(self, eqn: Any) -> None:
-        """Adds an equation by the link that the dimensions known so far name, and sets those of its other variables."""
+    def _with(self, eqn: Any) -> _Region:
+        """Returns the region with an equation, by the link that the dimensions known so far name."""
         link = self._link_of(eqn)
-        self.links[id(eqn)] = link
-        self._reading[id(eqn)] = eqn = self._with_copies(eqn, link)
-        self.dims |= dict(_ends(eqn, link))
-        self._whole |= set(variables(eqn.invars)) - self.dims.keys()
-        if link.reduction:
-            self.reductions |= dict.fromkeys(eqn.outvars, link.reduction)
+        invars = [atom if is_literal(atom) else self.graph.copy_of_constant(atom, eqn) for atom in eqn.invars]
+        own = eqn.replace(invars=invars)  # with constants of its own
+        copies = {pair: core.Var(pair[0].aval) for pair in self._in_two_ways(own, link)} | self.copies
+        pairs = zip(invars, link.operands, strict=True)
+        own = own.replace(invars=[one if is_literal(one) else copies.get((one, dim), one) for one, dim in pairs])
+        dims = {**self.dims, **dict(_ends(own, link))}
+        reduced = dict.fromkeys(eqn.outvars, link.reduction) if link.reduction else {}
+        return dataclasses.replace(
+            self,
+            dims=dims,
+            reductions={**self.reductions, **reduced},
+            links={**self.links, id(eqn): link},
+            whole=self.whole | (set(variables(own.invars)) - dims.keys()),
+            copies=copies,
+            reading={**self.reading, id(eqn): own},
+        )
 
     def _link_of(self, eqn: Any) -> Link:
         """Returns the link of an equation that the dimensions known so far name; if several, that of fewest copies.
@@ -283,88 +323,89 @@ class _Region:
             if known and known.issuperset(var for var in eqn.outvars if var in self.dims):
                 fitting.append(link)
         if not fitting:
-            raise Mixed(own_rule(eqn) or f"{name} mixes it, or has no rule")
+            raise self._mixed(own_rule(eqn) or f"{name} mixes it, or has no rule")
         link = min(fitting, key=lambda one: len(self._in_two_ways(eqn, one)))
         ends = _ends(eqn, link)
         for var, dim in ends:
             own, size = var.aval.shape[dim], self.seed.aval.shape[self.dims[self.seed]]
             if own != size and (own % self.num_parts or size % self.num_parts):
-                raise Mixed(f"{self.num_parts} parts do not divide {var.aval.str_short()}, {name}")
+                raise self._mixed(f"{self.num_parts} parts do not divide {var.aval.str_short()}, {name}")
         made = {var for var, _ in self._in_two_ways(eqn, link) if id(self.graph.producer(var)) in self.links}
-        if made or self._whole.intersection(var for var, _ in ends if var in eqn.outvars):
-            raise Mixed(f"{name} takes all of it at each index")
+        if made or self.whole.intersection(var for var, _ in ends if var in eqn.outvars):
+            raise self._mixed(f"{name} takes all of it at each index")
         return link
 
     def _in_two_ways(self, eqn: Any, link: Link) -> set[tuple[Any, int | None]]:
         """Returns the operands that a link cuts along another dimension than they are cut already, each with it."""
         pairs = [pair for pair in zip(eqn.invars, link.operands, strict=True) if not is_literal(pair[0])]
-        ways = dict(reversed(pairs)) | dict.fromkeys(self._whole) | self.dims
+        ways = {**dict(reversed(pairs)), **dict.fromkeys(self.whole), **self.dims}
         return {(atom, dim) for atom, dim in pairs if ways[atom] != dim}
 
-    def _with_copies(self, eqn: Any, link: Link) -> Any:
-        """Returns an equation with constants of its own, and copies of what is cut along another dimension already."""
-        invars = [atom if is_literal(atom) else self.graph.copy_of_constant(atom, eqn) for atom in eqn.invars]
-        eqn = eqn.replace(invars=invars)
-        self._copies = {pair: core.Var(pair[0].aval) for pair in self._in_two_ways(eqn, link)} | self._copies
-        pairs = zip(invars, link.operands, strict=True)
-        return eqn.replace(invars=[one if is_literal(one) else self._copies.get((one, dim), one) for one, dim in pairs])
+    def _with_neighbors(self, eqn: Any) -> tuple[_Region, list[Any]]:
+        """Returns the region, and the equations that compute large operands, or take none, or read large results.
 
-    def _neighbors(self, eqn: Any) -> list[Any]:
-        """Returns the equations that compute large operands, or take none, and those that read large results."""
-        neighbors = []
-        for atom in self._reading.get(id(eqn), eqn).invars:
+        Transposes that each chunk computes alike are part of the region returned.
+        """
+        region, neighbors = self, []
+        for atom in self.reading[id(eqn)].invars:
             source = self.graph.producer(atom)
-            if source is None or id(source) in self._taken:
+            if source is None or id(source) in self.taken:
                 continue
             if atom not in self.dims:
-                self._take_whole(source)
-            elif self._is_included(atom, source):
+                region = region._with_transpose(source)
+            elif region._is_included(atom, source):
                 with contextlib.suppress(Mixed):  # else it is computed before the loops
-                    self._link_of(source)
+                    region._link_of(source)
                     neighbors.append(source)
         for var in eqn.outvars:
-            if var in self.dims and self._bounds.is_large(var):
+            if var in self.dims and self.bounds.is_large(var):
                 if self.graph.is_output(var):
-                    raise Mixed("it is a result of the function")
-                neighbors += [eqn for eqn in self.graph.readers(var) if id(eqn) not in self._taken]
-        return neighbors
+                    raise self._mixed("it is a result of the function")
+                neighbors += [eqn for eqn in self.graph.readers(var) if id(eqn) not in self.taken]
+        return region, neighbors
 
     def _is_included(self, var: Any, source: Any) -> bool:
         """Returns whether a value that differs from chunk to chunk is computed in the region if it can be."""
-        if not self._bounds.is_large(var) and variables(source.invars):
+        if not self.bounds.is_large(var) and variables(source.invars):
             return False
-        return self._bounds.is_eager or all(id(reader) in self.links for reader in self.graph.readers(var))
+        return self.bounds.is_eager or all(id(reader) in self.links for reader in self.graph.readers(var))
 
-    def _take_whole(self, eqn: Any) -> None:
-        """Adds a transpose that each chunk computes alike, and that outside would be a copy."""
+    def _with_transpose(self, eqn: Any) -> _Region:
+        """Returns the region with a transpose that each chunk computes alike, and that outside would be a copy."""
         (var, *_), operands = eqn.outvars, variables(eqn.invars)
         is_read_here = len(self.graph.readers(var)) == 1 and not self.graph.is_output(var)
-        if eqn.primitive.name == "transpose" and is_read_here and operands and not set(operands) & set(self.dims):
-            self.links[id(eqn)] = _OF_WHOLE
-            self._whole |= set(operands)
+        if eqn.primitive.name != "transpose" or not is_read_here or not operands or set(operands) & set(self.dims):
+            return self
+        links = {**self.links, id(eqn): _OF_WHOLE}
+        return dataclasses.replace(self, links=links, whole=self.whole | set(operands))
 
-    def _between(self) -> list[Any]:
-        """Returns equations that depend on the region and that it depends on; adds those of reduced values alone."""
-        inside = [eqn for eqn in self.graph.eqns if id(eqn) in self.links]
-        made = {var for eqn in inside for var in eqn.outvars}
-        for eqn in self.graph.between(made, {atom for one in inside for atom in variables(one.invars)}):
-            if id(eqn) not in self.links:
+    def _with_between(self) -> tuple[_Region, list[Any]]:
+        """Returns the region, and an equation that depends on it and that it depends on, if there is one.
+
+        Such equations of reduced values alone are part of the region returned.
+        """
+        links, reductions = dict(self.links), dict(self.reductions)
+        made = {var for eqn in self.eqns for var in eqn.outvars}
+        eqns: list[Any] = []
+        for eqn in self.graph.between(made, {atom for one in self.eqns for atom in variables(one.invars)}):
+            if id(eqn) not in links:
                 if any(atom in self.dims for atom in variables(eqn.invars)):
-                    return [eqn]
-                self.links[id(eqn)] = None
-                self.reductions |= dict.fromkeys(eqn.outvars, "")
-        return []
+                    eqns = [eqn]
+                    break
+                links[id(eqn)] = None
+                reductions |= dict.fromkeys(eqn.outvars, "")
+        return dataclasses.replace(self, links=links, reductions=reductions), eqns
 
+    @functools.cached_property
     def _outputs(self) -> list[Any]:
-        inside = {id(eqn) for eqn in self.eqns}
-
         def is_read(var: Any) -> bool:
-            return self.graph.is_output(var) or any(id(eqn) not in inside for eqn in self.graph.readers(var))
+            return self.graph.is_output(var) or any(id(eqn) not in self.links for eqn in self.graph.readers(var))
 
         return [var for eqn in self.eqns for var in eqn.outvars if is_read(var)]
 
+    @functools.cached_property
     def _kept_bytes(self) -> int:
-        """Returns the bytes of what the loops read and return in chunks, and of what is reduced over them.
+        """The bytes of what the loops read and return in chunks, and of what is reduced over them.
 
         What is given is held in any case, and counts for elementwise equations alone, which a compiler fuses.
         """
@@ -373,9 +414,17 @@ class _Region:
         if any(eqn.primitive.name in PRODUCTS for eqn in self.eqns):
             reads = {atom for atom in reads if not _is_given(self.graph, atom)}
         ends = [var for var in reads - made if var in self.dims]
-        ends += [var for var in self.chunks.outputs if var in self.dims]
-        parts = [var for var in self.chunks.outputs if self.reductions.get(var)]
+        ends += [var for var in self._outputs if var in self.dims]
+        parts = [var for var in self._outputs if self.reductions.get(var)]
         return sum(aval_bytes(var.aval) for var in ends) + self.num_parts * sum(aval_bytes(var.aval) for var in parts)
+
+
+def _num_chunks(size: int, bounds: _Bounds) -> int:
+    """Returns the number of chunks of a dimension: one near `bounds.parts` that divides it, if there is one."""
+    first = min(bounds.parts, size)
+    numbers = range(first, first // 2, -1) if bounds.is_most else range(first, min(max(2 * first, _FEW), size) + 1)
+    num_rows = -(-size // next((number for number in numbers if size % number == 0), first))
+    return -(-size // num_rows)
 
 
 def _is_given(graph: EquationGraph, atom: Any) -> bool:
