@@ -297,6 +297,7 @@ def test_out_with_other_content_is_refused(tmp_path, monkeypatch):
             build(out, words[0], **{"shard_bytes": 50} | words[1])
     with build_lib._locked_folder(out), refused(out):
         build(out, path, shard_bytes=50)  # of another process
+    build(out, path, shard_bytes=50)
 
 
 BAD = b'{"text": "one"}\n{"text": null}\n{"text": "three"}\n{"tex\n{"text": "\xff"}\n{"text": "six"}\n{"text": 7}\n'
