@@ -42,6 +42,7 @@ os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "false"  # of what tests start, whi
 
 import micro
 
+import configs
 from hlat_jax import config as config_lib
 from hlat_jax.batch import concat_batch
 from hlat_jax.parallel.sharding import make_layout
@@ -110,21 +111,7 @@ def no_progress_by_the_clock():
 @pytest.fixture
 def small():
     """A mutable config of a GQA model that compiles in a second: 3 layers of 32, vocabulary 64."""
-    c = config_lib.default()
-    c.model.vocab_size = 64
-    c.model.num_layers = 3
-    c.model.embed_dim = 32
-    c.model.mlp_dim = 48
-    c.model.num_heads = 4
-    c.model.num_kv_heads = 2
-    c.model.head_dim = 8
-    c.model.max_positions = 16
-    c.data.batch_size = 8
-    c.data.seq_len = 16
-    c.optimizer.peak_lr = 1e-2
-    c.optimizer.warmup_steps = 1
-    c.optimizer.horizon_steps = 100
-    return c
+    return configs.mutable("small")
 
 
 @pytest.fixture

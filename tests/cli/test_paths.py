@@ -112,7 +112,7 @@ def test_urls_given_for_paths_are_refused_in_one_line(tmp_path):
     for command, name, code, err, has_jax, files in answers:
         assert (code, err.count("\n"), has_jax, files) == (2, 1, False, []), (command, name, err)
         assert err.startswith(f"error: {name}") or f" {name}" in err or f"={name}" in err, (command, name, err)
-        assert "is a URL; " in err or "python -m hlat_jax.data build s3://bucket/x" in err, (command, name, err)
+        assert "URL" in err or "python -m hlat_jax.data build s3://bucket/x" in err, (command, name, err)
     tried = {(command, name) for command, name, *_ in answers}
     assert {
         ("train", "--workdir"),
@@ -125,7 +125,7 @@ def test_urls_given_for_paths_are_refused_in_one_line(tmp_path):
         assert named <= set(NO_PATHS), (command, named)
 
 
-def test_urls_given_to_functions_are_refused_also_as_folded_paths(tmp_path, monkeypatch):
+def test_urls_given_to_functions_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = load("tiny")
     for call in (
@@ -138,7 +138,7 @@ def test_urls_given_to_functions_are_refused_also_as_folded_paths(tmp_path, monk
         lambda url: Tokenizer(url),
         lambda url: resolve({**config.to_dict(), "train": {**config.train.to_dict(), "init_from": url}}),
     ):
-        with pytest.raises(ValueError, match=r"s3:/+bucket/x is a URL; "):
+        with pytest.raises(ValueError, match=r"s3:/+bucket/x is a URL"):
             call("s3://bucket/x")
     assert not any(tmp_path.iterdir())
 

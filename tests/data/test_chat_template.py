@@ -4,6 +4,7 @@ import json
 
 import pytest
 import transformers
+from refusals import refused
 from tokenizer_files import write_tokenizer_json
 
 from hlat_jax.data.chat_template import ChatTemplate
@@ -71,7 +72,7 @@ def folder_with(tmp_path, template, **settings):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_answers_are_those_that_transformers_finds_where_a_family_is_marked(family, tmp_path):
+def test_answers_are_those_that_transformers_finds(family, tmp_path):
     plain, marked = tmp_path / "plain", tmp_path / "marked"
     for folder, marks in ((plain, ("", "")), (marked, ("{% generation %}", "{% endgeneration %}"))):
         folder.mkdir()
@@ -102,21 +103,21 @@ def test_what_a_template_cannot_write_is_refused(tmp_path):
 
     plain = {family: text.replace("«", "").replace("»", "") for family, text in FAMILIES.items()}
     system, thought = {"role": "system", "content": "a"}, [*TALK[:1], {"role": "assistant", "content": "x</think>y"}]
-    for text, messages, said in [
-        (MARKED, [{"role": "tool", "content": "3"}], "refuses these messages: no role tool"),
-        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", TALK, "place for the role 'assist"),
-        (STRIPS_THOUGHTS, [*TALK[:1], {"role": "assistant", "content": "x</think>y"}, *TALK[2:]], "put {% generation"),
-        (plain["r1"], thought, "leaves out a part of message 2, such as a thought"),
-        (CHATML.replace("'<|im_end|>'", "('<b>' if loop.last and m.role[0] == 'a' else '<a>')"), TALK, "put {%"),
-        ("{{ '.' * (messages[0].content | length) }}" + plain["qwen3"], TALK, "the answer cannot be told apart"),
-        (plain["smollm3"], [*TALK[:1], system, *TALK[1:]], "'system' after another"),
-        (FIRST_ONLY, [system, *TALK[:2]], "no place for the role 'system' in front of the user's, before an answer"),
-    ]:
-        with pytest.raises(ValueError, match=said):
-            template(text, str(len(list(tmp_path.iterdir())))).answers(messages)
-    with pytest.raises(ValueError, match="is not valid"):
+    for number, (text, messages, fact) in enumerate([
+        (MARKED, [{"role": "tool", "content": "3"}], "no role tool"),  # in the words of the template
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", TALK, "'assistant'"),
+        (STRIPS_THOUGHTS, [*TALK[:1], {"role": "assistant", "content": "x</think>y"}, *TALK[2:]], "{% generation"),
+        (plain["r1"], thought, "message 2"),
+        (CHATML.replace("'<|im_end|>'", "('<b>' if loop.last and m.role[0] == 'a' else '<a>')"), TALK, "{% generation"),
+        ("{{ '.' * (messages[0].content | length) }}" + plain["qwen3"], TALK, "{% generation"),
+        (plain["smollm3"], [*TALK[:1], system, *TALK[1:]], "'system'"),
+        (FIRST_ONLY, [system, *TALK[:2]], "'system'"),
+    ]):  # fmt: skip
+        with refused(tmp_path / str(number), fact):
+            template(text, str(number)).answers(messages)
+    with refused(tmp_path / "broken"):
         template("{% if %}", "broken")
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-    with pytest.raises(ValueError, match="has no chat template"):
+    with refused(tmp_path / "none", "chat_template.jinja"):
         ChatTemplate(tmp_path / "none")

@@ -10,6 +10,7 @@ import pytest
 from data_files import open_all, read_all
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from hlat_jax.data.formats import jsonl, records
 from hlat_jax.data.formats.files import DataFile, Snapshot
@@ -73,19 +74,19 @@ def test_damaged_cached_index_is_noticed_and_made_again(tmp_path, capsys):
         capsys.readouterr()
         assert read_all(path, index_folder=folder) == ["a", "b"]
         assert kept.read_bytes() == whole
-        assert capsys.readouterr().out == f"index            {kept} is damaged: it is made again\n"
+        assert str(kept) in capsys.readouterr().out
     for at in range(0, len(whole), 5):
         kept.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
         assert read_all(path, index_folder=folder) == ["a", "b"], at
 
 
-def test_an_index_that_cannot_be_written_is_an_error_unless_the_folder_is_read_only(tmp_path):
+def test_an_index_is_kept_unless_its_folder_is_read_only(tmp_path):
     path, folder = tmp_path / "a.jsonl", tmp_path / "index"
     path.write_text('{"text": "a"}\n')
     for number in (errno.ENOSPC, errno.EROFS):
         failing = mock.patch.object(os, "fsync", side_effect=OSError(number, os.strerror(number)))
-        refused = pytest.raises(OSError, match="No space left") if number == errno.ENOSPC else contextlib.nullcontext()
-        with failing, refused:
+        is_full = number == errno.ENOSPC
+        with failing, refused(os.strerror(number), kind=OSError) if is_full else contextlib.nullcontext():
             assert read_all(path, index_folder=folder) == ["a"]
         assert list(folder.iterdir()) == []
 
@@ -103,6 +104,6 @@ def test_line_over_the_limit_is_an_unread_bad_record(tmp_path, monkeypatch):
     path.write_text(json.dumps({"text": "x" * 5000}) + '\n{"text": "b"}\n')
     monkeypatch.setattr(records, "MAX_RECORD_BYTES", 1000)
     documents = open_all(path)
-    with pytest.raises(BadRecord, match=r"row 1: 5012 bytes in one line, more than 1000"):
+    with refused("a.jsonl, row 1", "5012 bytes", "1000", kind=BadRecord):
         documents[0]
     assert documents[1] == "b"

@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import json
 
-import pytest
+from refusals import refused
 
 from hlat_jax.data import path_checks
 from hlat_jax.data.formats.paths import asset_path
@@ -43,7 +43,7 @@ def test_a_tokenizer_json_is_kept_with_the_files_that_name_its_tokens(tmp_path):
     assert [path.name for path in (tmp_path / "tokenizer").iterdir()] == ["tokenizer.model"]
 
 
-def test_of_a_native_tokenizer_the_files_for_its_chat_template_are_kept(tmp_path):
+def test_a_native_tokenizer_is_kept_with_its_chat_template(tmp_path):
     names = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "tokenizer.json", "config.json")
     for name in names:
         (tmp_path / name).write_text(json.dumps({"in": name}))
@@ -56,7 +56,7 @@ def test_of_a_native_tokenizer_the_files_for_its_chat_template_are_kept(tmp_path
     assert (tmp_path / "tokenizer" / names[2]).read_text() == "another"
 
 
-def test_the_kept_tokenizer_stands_in_only_for_the_file_that_the_run_opened(tmp_path):
+def test_the_kept_tokenizer_replaces_only_the_file_of_the_run(tmp_path):
     keep_tokenizer(AUSTEN, tmp_path)
     assert resolve_tokenizer_path("/gone.model", tmp_path) == "/gone.model"  # there is no record
     (tmp_path / "config.json").write_text(json.dumps({"data": {"tokenizer": "/gone.model"}}))
@@ -69,13 +69,12 @@ def test_the_kept_tokenizer_stands_in_only_for_the_file_that_the_run_opened(tmp_
 
 def test_text_paths_with_nothing_there_and_urls_are_refused(tmp_path):
     (tmp_path / "a.txt").write_text("a")
-    for path, message in (
+    for path, fact in (
         *((good, "") for good in ("{0}/a.txt", "{0}/*.txt", "{0}", "file://{0}/a.txt", "")),
         ("s3://bucket/x", "data build s3://bucket/x --out x"),
-        ("{0}/b.txt", r"data.train: .*/b.txt does not exist \(looked from "),
-        ("{0}/*.md", r"data.train: .*/\*.md matches no file"),
-        ("file://{0}/b.txt", "b.txt does not exist"),
-        ("package:b", "package:b does not ship with hlat_jax"),
+        *((bad, bad.format(tmp_path)) for bad in ("{0}/b.txt", "{0}/*.md")),
+        ("file://{0}/b.txt", "b.txt"),
+        ("package:b", "package:b"),
     ):
-        with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+        with refused(fact) if fact else contextlib.nullcontext():
             path_checks.check_text_path(path.format(tmp_path), key="data.train")

@@ -13,6 +13,7 @@ import pytest
 from data_files import write_jsonl
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import assert_names, refused
 
 from hlat_jax.config import DataConfig
 from hlat_jax.data import held_out, loader, sources
@@ -124,7 +125,7 @@ STAGES = "a=1,b=0 until_tokens=100_000;a=1,b=2 until_step=150;a=0,b=1 until_step
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stages", ["a=1,b=9", STAGES])
-def test_token_share_of_each_source_follows_its_weight_despite_padding(tmp_path, stages):
+def test_token_shares_follow_the_weights_despite_padding(tmp_path, stages):
     """Rows of `a` hold one document of 139 tokens and rows of `b` are full: by rows, a's share was 38.5 %."""
     for name, num_characters in {"a": 46, "b": 5}.items():  # of three tokens each
         write_jsonl(tmp_path / f"{name}.jsonl", ["\u6f22" * num_characters] * 400)
@@ -155,7 +156,7 @@ def test_token_share_of_each_source_follows_its_weight_despite_padding(tmp_path,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["concat", "documents"])
-def test_skipped_records_match_the_reference_packer_and_are_counted(three, tmp_path, kind):
+def test_skipped_records_match_the_reference_packer(three, tmp_path, kind):
     _, texts = three
     spec, some = [], {}
     for name, own in texts.items():
@@ -175,7 +176,7 @@ def test_skipped_records_match_the_reference_packer_and_are_counted(three, tmp_p
     assert [skipped_records(position) for _, position in resumed] == counts[20:]
     for name in texts:
         (tmp_path / f"{name}.jsonl").write_text('{"text": null}\n' * 3)
-    with pytest.raises(BadRecord, match="'text' is null"):  # rather than to look for a good one for ever
+    with refused("'text'", kind=BadRecord):  # rather than to look for a good one for ever
         take(data, 1)
 
 
@@ -199,7 +200,7 @@ def test_any_split_of_the_rows_gives_the_same_batches(corpus, three, kind, num_p
 
 @pytest.mark.quick_cases("mixed documents", "concat")
 @pytest.mark.parametrize("kind", KINDS)
-def test_restart_from_every_position_gives_the_same_continuation_on_any_threads(corpus, three, kind):
+def test_restart_from_every_position_continues_alike(corpus, three, kind):
     data = kind_of(kind, corpus, three, batch_size=4)
     batches = take(data, 40)
     assert batches[-1][1][:, 1::NUM_FIELDS].max(axis=1).min() >= 2  # epochs of the source that is furthest
@@ -227,28 +228,29 @@ def test_bad_record_raises_at_its_own_batch_every_time(tmp_path, num_threads):
     for _ in range(tokens_before // 16):  # row 1 reads documents 1 and 3, then the broken one
         _, position = next(batches)
     for _ in range(2):
-        with pytest.raises(ValueError, match=r"a.jsonl, row 6: it is not JSON in UTF-8"):
+        with refused("a.jsonl, row 6", kind=BadRecord):
             next(batches)
     np.testing.assert_array_equal(batches.get_state(), position)
     batches.close()
 
 
 def test_close_stops_threads_and_refuses_further_batches(corpus):
-    before = threading.active_count()
+    before = set(threading.enumerate())
     batches = loader.TrainBatches(data_config(corpus[0], num_threads=4), tokenizer=TOKENIZER)
     next(batches)
-    assert threading.active_count() > before
+    own = set(threading.enumerate()) - before
+    assert own
     batches.close()
     batches.close()
-    assert threading.active_count() == before
+    assert not [thread for thread in own if thread.is_alive()]
     with pytest.raises(ValueError, match="closed"):
         next(batches)
 
 
 def test_fewer_documents_than_rows_is_refused(corpus, three):
-    with pytest.raises(ValueError, match=r"data.train .c. .c.jsonl. holds 7 documents, fewer than data.batch_size=8"):
+    with refused("data.train", "c.jsonl", "7 documents", "data.batch_size=8"):
         loader.TrainBatches(data_config(three[0], batch_size=8, mixture="a=1,b=1,c=0"), tokenizer=TOKENIZER)
-    with pytest.raises(ValueError, match=r"23 documents, fewer than data.batch_size=24.*at most 23"):
+    with refused("23 documents", "data.batch_size=24"):
         loader.TrainBatches(data_config(corpus[0], batch_size=24), tokenizer=TOKENIZER)
 
 
@@ -274,7 +276,7 @@ def test_validation_is_the_whole_text_once_in_order(corpus):
     assert len(counted) == num_rows * 15 + max(rest - 1, 0)
 
 
-def test_document_validation_predicts_all_but_the_first_token_of_each_piece(corpus):
+def test_document_validation_predicts_all_but_first_tokens(corpus):
     path, texts = corpus
     data = data_config(path, batch_size=4, packing="documents", window_documents=5)
     batches = validation(data, num_batches=1000)
@@ -290,7 +292,7 @@ def test_document_validation_predicts_all_but_the_first_token_of_each_piece(corp
 
 
 @pytest.mark.parametrize("kind", ["concat", "documents"])
-def test_validation_is_repeatable_and_independent_of_the_row_split(corpus, kind):
+def test_validation_does_not_depend_on_the_row_split(corpus, kind):
     data = data_config(corpus[0], batch_size=4, packing=kind)
     whole, again = (validation(data, num_batches=3) for _ in range(2))
     parts = [validation(data, num_batches=3, rows=[r]) for r in range(4)]
@@ -319,12 +321,11 @@ def test_limited_validation_samples_all_documents(tmp_path, kind):
         assert shares[letter] / sample == pytest.approx(len(text) / 2 / whole, abs=1.5 * 16 / sample)
     num_tokens = sum(len(TOKENIZER.encode(text)) + 1 for text in texts)
     num_taken = sum(int((batch.segment_ids > 0).sum()) if kind == "documents" else 64 for batch in found.batches)
-    expected = f"20 of 20 documents, {num_taken:,} of {num_tokens:,} tokens, in 48 rows spread evenly"
-    assert str(found.coverage) == expected
+    assert_names(str(found.coverage), "20 of 20 documents", f"{num_taken:,} of {num_tokens:,} tokens", "48 rows")
 
 
 @pytest.mark.parametrize("kind", ["concat", "documents"])
-def test_validation_of_a_large_text_reads_evenly_spaced_documents(tmp_path, monkeypatch, kind):
+def test_validation_of_a_large_text_reads_even_samples(tmp_path, monkeypatch, kind):
     texts = [f"Document {number:04} ends here." for number in range(1000)]
     write_jsonl(tmp_path / "a.jsonl", texts)
     num_each = len(TOKENIZER.encode(texts[0])) + 1
@@ -343,11 +344,11 @@ def test_validation_of_a_large_text_reads_evenly_spaced_documents(tmp_path, monk
 
 
 @pytest.mark.parametrize("kind", ["concat", "documents"])
-def test_validation_skips_bad_records_counts_bytes_and_pads_with_empty_rows(tmp_path, kind):
+def test_validation_skips_bad_records_and_pads_with_empty_rows(tmp_path, kind):
     text = "Bytes é, 漢字.\n"
     path = write_jsonl(tmp_path / "a.jsonl", [text, None])
     data = data_config(str(path), batch_size=3, packing=kind, seq_len=64)
-    with pytest.raises(BadRecord, match=r"a.jsonl, row 2: 'text' is null"):
+    with refused("a.jsonl, row 2", "'text'", kind=BadRecord):
         validation(data, num_batches=3)
     data = dataclasses.replace(data, on_bad_record="skip")
     [found] = held_out.open_held_out(data, tokenizer=TOKENIZER, num_batches=0)[0].values()
@@ -374,16 +375,3 @@ def test_single_source_batches_match_golden_hashes():
     held = validation(dataclasses.replace(data, validation="package:austen_validation.jsonl"), num_batches=0)
     # recorded on data.validation = austen_validation.jsonl
     assert loader.batch_hash(held[0], rows=range(6)) == "e300e5e613948fefc26d6238cc5c9891"
-
-
-def test_batch_hash_depends_on_tokens_weights_and_row_order(corpus):
-    (batch, _), *_ = take(data_config(corpus[0]), 1)
-    reference = loader.batch_hash(batch, rows=range(6))
-    tokens, weights = batch.tokens.copy(), batch.weights.copy()
-    tokens[3, 7] += 1
-    weights[2, 1] = 0
-    swapped = [1, 0, 2, 3, 4, 5]
-    assert loader.batch_hash(batch, rows=range(6)) == reference
-    assert loader.batch_hash(dataclasses.replace(batch, tokens=tokens), rows=range(6)) != reference
-    assert loader.batch_hash(dataclasses.replace(batch, weights=weights), rows=range(6)) != reference
-    assert loader.batch_hash(batch, rows=swapped) != reference

@@ -1,6 +1,7 @@
 """The grammar of sources and stages, and the shares that the choice of rows gives."""
 
 import pytest
+from refusals import refused
 
 from hlat_jax.cli import config_files
 from hlat_jax.data.mixture import Mixture, first_stages, parse_sources, parse_stages
@@ -17,7 +18,7 @@ def test_sources_are_paths_or_names_with_paths():
     ):
         assert parse_sources(spec, key="k") == expected
     for spec in ("web=a;b.jsonl", "web=a;web=b", "web=a;all=b", "web=a;code= "):
-        with pytest.raises(ValueError, match=f"data.train='{spec}': several sources are NAME=PATHS;NAME=PATHS"):
+        with refused(f"data.train='{spec}'", "NAME=PATHS;NAME=PATHS"):
             parse_sources(spec, key="data.train")
 
 
@@ -33,30 +34,28 @@ def test_stages_hold_normalised_weights_until_their_step_or_tokens():
 
 
 def test_invalid_mixture_specs_are_refused():
-    for weights, message in (
-        ("", "data.mixture is empty, but data.train has 2 sources; set it, as to web=1,code=1"),
-        ("web=1,cod=1", "'cod=1' is not NAME=WEIGHT of a source in data.train. Did you mean 'code'?"),
-        ("web 1", "'web 1' is not NAME=WEIGHT"),
-        ("web=1", "no weight for code; write code=0 to leave it out"),
-        *((f"web=1,code={bad}", f"'code={bad}' must be the one weight of its source") for bad in ("-1", "much", "nan")),
-        ("web=1,code=1,web=2", "'web=2' must be the one weight of its source"),
-        ("web=0,code=0", "all weights are 0"),
-        ("web=1,code=1 until_step=5", "each stage but the last must have"),
-        *((f"web=1,code=1 until_step={n};web=1,code=2", f"'{n}' is not a positive integer") for n in ("0", "x", "2.5")),
-        ("web=1,code=1 until_step=5;" * 2 + "web=1,code=1", "ends with step 5, but must end after"),
+    for weights, *facts in (
+        ("", "data.train", "2 sources", "web=1,code=1"),
+        ("web=1,cod=1", "'cod=1'", "data.train", "'code'"),
+        ("web 1", "'web 1'"),
+        ("web=1", "code=0"),
+        *((f"web=1,code={bad}", f"'code={bad}'") for bad in ("-1", "much", "nan")),
+        ("web=1,code=1,web=2", "'web=2'"),
+        ("web=0,code=0", "0"),
+        ("web=1,code=1 until_step=5", "until_step"),
+        *((f"web=1,code=1 until_step={n};web=1,code=2", f"'{n}'") for n in ("0", "x", "2.5")),
+        ("web=1,code=1 until_step=5;" * 2 + "web=1,code=1", "step 5"),
     ):
-        with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is compared below
+        with refused("data.mixture", *facts):
             parse_stages(weights, names=["web", "code"], batch_tokens=100)
-        assert message in str(caught.value)
-        assert "data.mixture" in str(caught.value)
 
 
-def test_until_tokens_counts_emitted_tokens_when_rows_have_padding():
+def test_until_tokens_counts_emitted_tokens_despite_padding():
     spec = "a=1,b=1 until_tokens=1_000;a=0,b=1"
     stages = parse_stages(spec, names=["a", "b"], batch_tokens=100, has_padding=True)
     assert [(stage.until_step, stage.until_tokens) for stage in stages] == [(10, 1000), (None, None)]
     mixture = Mixture(["a", "b"], stages=stages, num_rows=2, row_tokens=50)
-    assert "until 1,000 tokens; then" in mixture.describe()
+    assert "1,000 tokens" in mixture.describe()
     for emitted, expected in (([249, 249], 0), ([250, 250], 1), ([300, 250], 1)):  # of one row of two
         assert mixture.choose(0, batch=15, emitted=emitted, owed=[200, -200]) == expected
     # what may come later does not count, what may have come does, with its tokens
@@ -65,7 +64,7 @@ def test_until_tokens_counts_emitted_tokens_when_rows_have_padding():
     assert first_stages(stages, num_batches=11) == [(10, ["1/2", "1/2", "1000 tokens"]), (11, ["0", "1"])]
 
 
-def test_70b_changes_at_1400_billion_tokens_to_the_shares_of_hlats_table_iii():
+def test_70b_changes_to_the_shares_of_hlats_table_iii():
     data = resolve(config_files.load("70b")).data
     sources = parse_sources(data.train, key="data.train")
     batch_tokens = data.batch_size * data.seq_len

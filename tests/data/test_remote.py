@@ -2,12 +2,14 @@
 
 import contextlib
 import json
+import re
 import socket
 import sys
 
 import faulty_server
 import pytest
 from data_files import read_in_order
+from refusals import refused
 
 from hlat_jax.cli import flags as flags_lib
 from hlat_jax.data import __main__ as data_command
@@ -40,7 +42,7 @@ def url_of(request, monkeypatch):
 
 
 @pytest.mark.parametrize("fault", ["slow", "cut", "hang"])
-def test_text_is_whole_after_faults_of_the_server_that_pass(url_of, fault, capsys, monkeypatch):
+def test_text_is_whole_after_faults_that_pass(url_of, fault, capsys, monkeypatch):
     if fault == "hang":
         monkeypatch.setattr(remote, "READ_TIMEOUT_S", 0.5)
     with faulty_server.serve(CONTENT, fault=fault, failing={0, 2}, methods=["GET"]) as (port, requests):
@@ -49,7 +51,7 @@ def test_text_is_whole_after_faults_of_the_server_that_pass(url_of, fault, capsy
         assert sum("failed" in request for request in requests) in (1, 2)
     warnings = capsys.readouterr().err.splitlines()
     assert warnings
-    assert all(line.startswith(f"warning: {url}: ") and "Trying again for up to" in line for line in warnings)
+    assert all(line.startswith(f"warning: {url}: ") for line in warnings)
 
 
 @pytest.mark.parametrize("fault", ["refused", "unresolved", "slow", "hang", "cut"])
@@ -62,9 +64,9 @@ def test_lasting_fault_ends_the_command_with_one_line(url_of, fault, capsys, mon
 
     with contextlib.ExitStack() as stack:
         if fault in ("refused", "unresolved"):
-            with socket.socket() as unused:
-                unused.bind(("127.0.0.1", 0))
-                port = unused.getsockname()[1]
+            unused = stack.enter_context(socket.socket())  # held, so that no other process listens there
+            unused.bind(("127.0.0.1", 0))
+            port = unused.getsockname()[1]
         else:
             methods = ("GET",) if fault == "cut" else ("GET", "HEAD")
             port, _ = stack.enter_context(faulty_server.serve(CONTENT, fault=fault, methods=methods))
@@ -78,26 +80,26 @@ def test_lasting_fault_ends_the_command_with_one_line(url_of, fault, capsys, mon
             flags_lib.main(data_command.main)
     assert ended.value.code == 1
     *warnings, error = capsys.readouterr().err.splitlines()
-    assert error.startswith(f"error: {url} cannot be read")
-    assert ", tried for " in error
+    assert error.startswith(f"error: {url} ")
+    assert re.search(r"\d+ s\b", error)  # for how long it was tried
     assert all(line.startswith(f"warning: {url}: ") for line in warnings)
 
 
-def test_what_does_not_exist_is_asked_for_once_and_a_mistake(url_of, capsys):
+def test_what_does_not_exist_is_asked_for_once(url_of, capsys):
     with faulty_server.serve(CONTENT) as (port, _):
         url = url_of(port).replace("a.jsonl", "b.jsonl")
-        with pytest.raises(NotFound, match=r"b\.jsonl cannot be read: "):
+        with refused(url, kind=NotFound):
             Snapshot(DataFile(url))
-    assert "Trying again" not in capsys.readouterr().err
+    assert capsys.readouterr().err == ""
 
 
-def test_broken_answer_of_unknown_size_is_no_end_of_the_text():
+def test_a_broken_answer_of_unknown_size_is_no_end_of_text():
     url = f"http://127.0.0.1:{{}}{faulty_server.FILE}"
     with faulty_server.serve(CONTENT, ranges=False) as (port, _):
         assert [text for text, _ in read_in_order(url.format(port))] == TEXTS
     with (
         faulty_server.serve(CONTENT, fault="cut", methods=("GET",), ranges=False) as (port, _),
-        pytest.raises(Unreadable, match=r"a.jsonl cannot be read any more: .*, tried for 0 s"),
+        refused("a.jsonl", kind=Unreadable),
     ):
         read_in_order(url.format(port))
 
@@ -105,5 +107,5 @@ def test_broken_answer_of_unknown_size_is_no_end_of_the_text():
 def test_missing_client_of_s3_is_named_with_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "s3fs", None)
     monkeypatch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
-    with pytest.raises(ValueError, match=r"s3://bucket/a.jsonl: .*pip install 'hlat_jax\[s3\]'"):
+    with refused("s3://bucket/a.jsonl", "pip install 'hlat_jax[s3]'"):
         read_in_order("s3://bucket/a.jsonl")

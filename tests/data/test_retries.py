@@ -12,6 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 from data_files import TEXTS, open_all, write_arrow, write_built, write_jsonl, write_parquet
+from refusals import refused
 
 from hlat_jax.config import DataConfig
 from hlat_jax.data import held_out, retries
@@ -76,7 +77,7 @@ def test_batches_after_faults_are_those_of_an_undisturbed_run(data, faulty, caps
         assert again.take_count() == 0
     warnings = capsys.readouterr().err.splitlines()  # one of each, though all threads failed
     assert len(warnings) == 1 + len(configs)
-    assert "a.jsonl cannot be read any more: a fault. Restore it. Trying again for up to" in warnings[0]
+    assert all("a.jsonl" in warning for warning in warnings)
 
 
 def test_what_was_given_up_is_tried_once_for_a_minute(monkeypatch, capsys):
@@ -98,10 +99,10 @@ def test_what_was_given_up_is_tried_once_for_a_minute(monkeypatch, capsys):
     with pytest.raises(Unreadable):
         again(read)
     assert len(tries) == 6 + 4
-    assert capsys.readouterr().err.count("Trying again for up to") == 2
+    assert len(capsys.readouterr().err.splitlines()) == 2
 
 
-def test_a_fault_that_lasts_is_an_oserror_in_each_call_until_the_file_is_back(data, monkeypatch, tmp_path):
+def test_a_fault_lasts_until_the_file_is_back(data, monkeypatch, tmp_path):
     monkeypatch.setattr(retries, "WAITS_S", (0.01,) * 3)
     path, away = tmp_path / "a.jsonl", tmp_path / "away"
     expected = hashes(TrainBatches(data, tokenizer=TOKENIZER), 1)
@@ -110,7 +111,7 @@ def test_a_fault_that_lasts_is_an_oserror_in_each_call_until_the_file_is_back(da
             path.rename(away)
             with pytest.raises(Unreadable):
                 collections.deque(batches, maxlen=0)
-            with pytest.raises(OSError, match=r"a\.jsonl cannot be read any more: No such file or directory\. Restore"):
+            with refused("a.jsonl", os.strerror(errno.ENOENT), kind=OSError):
                 next(batches)
         away.rename(path)
     assert hashes(TrainBatches(data, tokenizer=TOKENIZER), 1) == expected
@@ -155,7 +156,7 @@ WRITERS = {
 }
 
 
-def test_a_file_that_is_away_is_unreadable_until_it_is_back_and_one_that_was_resized_is_refused(tmp_path):
+def test_a_file_may_come_back_but_not_with_another_size(tmp_path):
     for name, write in WRITERS.items():
         path = tmp_path / name
         write(path, TEXTS)
@@ -163,7 +164,7 @@ def test_a_file_that_is_away_is_unreadable_until_it_is_back_and_one_that_was_res
         expected = [np.asarray(documents[index]).tolist() for index in range(len(documents))]
         path.rename(tmp_path / "away")
         for _ in range(2):
-            with pytest.raises(Unreadable, match=f"{name}.* cannot be read any more: "):
+            with refused(name, kind=Unreadable):
                 documents[0]
         (tmp_path / "away").rename(path)
         assert [np.asarray(documents[index]).tolist() for index in range(len(documents))] == expected
@@ -172,7 +173,7 @@ def test_a_file_that_is_away_is_unreadable_until_it_is_back_and_one_that_was_res
             documents = open_all(path)
             write(path, change)
             for _ in range(2):
-                with pytest.raises(ValueError, match="changed its size") as caught:
+                with refused(name) as caught:
                     documents[0]
                 assert not isinstance(caught.value, BadRecord)  # never skipped
 
@@ -187,7 +188,7 @@ def break_open_files(folder):
     os.close(unreadable)
 
 
-def test_a_failed_read_of_an_array_record_is_no_damage_and_the_file_is_opened_again(tmp_path):
+def test_a_failed_read_of_an_array_record_is_no_damage(tmp_path):
     folder = write_built(tmp_path / "in", [f"{i} " * 50_000 for i in range(20)], num_shards=1)
     [shard] = folder.glob("*.array_record")
     for path in (folder, shard.with_name("a.array_record")):
@@ -195,17 +196,17 @@ def test_a_failed_read_of_an_array_record_is_no_damage_and_the_file_is_opened_ag
             shard.rename(path)
         documents = open_all(path)
         break_open_files(tmp_path / "in")
-        with pytest.raises(Unreadable, match=r"array_record cannot be read any more: pread\(\) failed: Bad file"):
+        with refused("array_record", os.strerror(errno.EBADF), kind=Unreadable):
             documents[15]
         assert documents[15] == "15 " * 50_000
 
 
-def test_a_fault_while_a_file_is_opened_is_no_mistake_and_a_missing_file_is(tmp_path, monkeypatch):
+def test_a_missing_file_is_a_mistake_and_a_fault_is_none(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "a.jsonl", TEXTS)
     with monkeypatch.context() as patch:
         patch.setattr(DataFile, "read_range", mock.Mock(side_effect=OSError(errno.EIO, os.strerror(errno.EIO))))
-        with pytest.raises(Unreadable, match=r"a\.jsonl cannot be read: Input/output error"):
+        with refused(path, os.strerror(errno.EIO), kind=Unreadable):
             open_all(path)
     path.unlink()
-    with pytest.raises(files.NotFound, match="does not exist"):
+    with refused(path, kind=files.NotFound):
         open_all(path)

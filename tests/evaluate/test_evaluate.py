@@ -22,6 +22,7 @@ import pytest
 import torch
 from data_files import write_jsonl
 from hf_cases import hugging_face
+from refusals import assert_names, assert_refused
 
 from hlat_jax.batch import concat_batch
 from hlat_jax.data.formats.paths import asset_path
@@ -62,7 +63,7 @@ def oracle(trained_run):
     return nats, tokenizer
 
 
-def test_pieces_predict_each_token_once_from_all_before_it_in_its_window():
+def test_pieces_predict_each_token_once_from_its_window():
     for window, length in itertools.product((2, 64, 200), (1, 2, 64, 65, 66, 500)):
         ranges, predicted = position_ranges(window), []
         assert [first for first, _ in ranges] == [first for first in (0, 64, 128) if first < window]
@@ -89,7 +90,7 @@ def test_loss_by_position_is_that_of_its_window_in_parts(trained_run, evaluate_h
     assert parts["num_windows"] == whole["num_windows"] < sum(part["num_tokens"] for part in parts["by_position"])
     for key in ("nats", "num_tokens"):
         assert sum(part[key] for part in parts["by_position"]) == pytest.approx(whole[key], rel=1e-6)
-    assert re.search(r"^8-14 +\d\.\d{4} nats per token, \d+ tokens$", printed, re.MULTILINE)
+    assert re.search(r"^8-14 +\d\.\d{4} ", printed, re.MULTILINE)
 
 
 def test_evaluate_equals_hugging_face_token_by_token(trained_run, oracle, evaluate_here, data_here, tmp_path):
@@ -113,7 +114,7 @@ def test_evaluate_equals_hugging_face_token_by_token(trained_run, oracle, evalua
         assert found["eval_loss"] == pytest.approx(wanted / num_tokens, rel=1e-5)
         assert found["perplexity"] == pytest.approx(np.exp(wanted / num_tokens), rel=1e-4)
         assert found["bits_per_byte"] == pytest.approx(wanted / np.log(2) / num_bytes, rel=1e-5)
-        assert f"{num_bytes} bytes, {num_tokens} tokens" in printed
+        assert_names(printed, f"{num_bytes} bytes", f"{num_tokens} tokens")
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +137,7 @@ def validated(tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_evaluate_of_the_validation_rows_equals_the_validation_of_the_run(validated, evaluate_here, tmp_path):
+def test_evaluate_equals_the_validation_of_the_run(validated, evaluate_here, tmp_path):
     """1e-5: fp32 sums over batches of another size, and another mesh."""
     out, mesh = tmp_path / "found.json", ["--config.parallel.tensor=2", "--config.parallel.data=2", "--batch_size=1"]
     for packing, words in (("concat", mesh), ("documents", ["--batch_size=5"])):
@@ -152,7 +153,7 @@ def test_evaluate_of_the_validation_rows_equals_the_validation_of_the_run(valida
 
 
 @pytest.mark.slow
-def test_evaluate_on_validation_rows_uses_the_precision_policy_of_the_run(validated, monkeypatch, evaluate_here):
+def test_evaluate_uses_the_precision_policy_of_the_run(validated, monkeypatch, evaluate_here):
     """Its parameters are float32, which alone would mean fp32."""
     folder, _, _, _ = validated("concat")
     policies = []
@@ -193,27 +194,22 @@ def test_evaluate_refuses_changed_held_out_text(validated, evaluate_here):
     kept = text.read_bytes()
     try:
         text.write_bytes(kept.replace(b"Emma", b"Anna"))
-        code, _, error = evaluate_here(f"--checkpoint={folder}", "--validation")
+        assert_refused(evaluate_here(f"--checkpoint={folder}", "--validation"), "--validation", "held_out.jsonl")
     finally:
         text.write_bytes(kept)
-    assert code == 2
-    assert "--validation: the held-out text differs from the run's" in error
-    assert "held_out.jsonl changed since the checkpoint" in error
 
 
 def test_evaluate_refuses_invalid_flags(trained_run, evaluate_here, tmp_path):
     (tmp_path / "empty").touch()
-    for words, message in [
-        ([], "give one of --text=FILE, --data=SOURCE, --validation and --tasks"),
-        (["--text=a", "--data=b"], "give one of --text=FILE"),
-        ([f"--text={__file__}", "--window=33"], "--window=33 must be from 2 to model.max_positions=32"),
-        ([f"--text={tmp_path / 'empty'}"], "no token to predict"),
-        (["--validation"], "has no data.validation; give --data=SOURCE"),
-        (["--tasks=x", "--json=/no/such/x.json"], "--json=/no/such/x.json: there is no folder"),
+    for words, *facts in [
+        ([], "--text=FILE", "--data=SOURCE", "--validation", "--tasks"),
+        (["--text=a", "--data=b"], "--text=FILE"),
+        ([f"--text={__file__}", "--window=33"], "--window=33", "model.max_positions=32"),
+        ([f"--text={tmp_path / 'empty'}"], "token"),
+        (["--validation"], "data.validation", "--data=SOURCE"),
+        (["--tasks=x", "--json=/no/such/x.json"], "--json=/no/such/x.json"),
     ]:
-        code, _, error = evaluate_here(f"--checkpoint={trained_run}", *words)
-        assert code == 2
-        assert message in error
+        assert_refused(evaluate_here(f"--checkpoint={trained_run}", *words), *facts)
 
 
 def test_non_finite_metrics_are_null_in_the_json(trained_run, evaluate_here, monkeypatch, tmp_path):
@@ -228,7 +224,7 @@ def test_non_finite_metrics_are_null_in_the_json(trained_run, evaluate_here, mon
 
 
 @pytest.mark.slow
-def test_evaluation_does_not_depend_on_training_time_model_options(small, one_device):
+def test_evaluation_ignores_model_options_of_training(small, one_device):
     how, run = {"attention": "nki", "remat": "saved:dot_general.6"}, resolve(small)
     params = init_params(run.model, jax.random.key(0))
 

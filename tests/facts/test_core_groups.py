@@ -5,6 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 from planned import num_devices, small_config
+from refusals import assert_names
 
 from hlat_jax.config import ModelConfig, ParallelConfig, PrecisionConfig
 from hlat_jax.facts import hardware
@@ -41,7 +42,7 @@ def test_consecutive_groups_are_judged_as_the_pages_say():
     for server, size in ((TRN1, 3), (TRN1, 24), (TRN2, 6), (TRN2, 48)):
         found, why = verdict(np.arange(size)[None], server)
         assert found == REFUSED
-        assert f"no page lists groups of {size}; sizes with a group: 1, 2, 4, 8, 16" in why
+        assert_names(why, f"groups of {size};", "1, 2, 4, 8, 16")
 
 
 def test_groups_of_special_order_are_listed():
@@ -69,7 +70,7 @@ def test_all_to_all_over_every_eighth_core_of_trn1_is_refused():
     assert verdict(strided, TRN1) == (FINE, "")
     assert verdict(whole, TRN1, all_to_all=True) == (FINE, "")
     found, why = verdict(strided, TRN1, all_to_all=True)
-    assert (found, "an all-to-all over cores 0, 8, 16, 24 of trn1.32xlarge" in why) == (REFUSED, True)
+    assert (found, "0, 8, 16, 24" in why) == (REFUSED, True)
     assert verdict(np.asarray([[0, 16, 32, 48]]), TRN2, all_to_all=True) == (FINE, "")  # nobody has tried
 
 
@@ -107,9 +108,9 @@ def test_the_group_of_the_norms_is_checked():
     degrees = {"data": 8, "fsdp": 2, "tensor": 2}
     with pytest.raises(ValueError, match=r"^parallel.fsdp=2 x parallel.tensor=2"):
         check_degrees(small_config(rows=16, **degrees), 32, server=TRN1)
-    for trains, refused in ((True, 1), (False, 0)):
+    for trains, num_refused in ((True, 1), (False, 0)):
         found = group_verdicts(ParallelConfig(**degrees), model=ModelConfig(num_kv_heads=4), server=TRN1, trains=trains)
-        assert len(found[REFUSED]) == refused
+        assert len(found[REFUSED]) == num_refused
 
 
 @pytest.mark.slow
@@ -156,5 +157,5 @@ def test_cores_are_those_of_a_listed_group():
                 continue
             assert resolve_topology(topology).cores == count
             notes = environment(PrecisionConfig(), ParallelConfig(), topology, current={}).notes
-            is_disputed = any(f"--cores={count} is disputed: {count} cores" in note for note in notes)
+            is_disputed = any(f"--cores={count} " in note for note in notes)
             assert is_disputed == (count in disputed), (instance, count)

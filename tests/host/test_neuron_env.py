@@ -19,6 +19,7 @@ import neuron_machine
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import assert_names
 
 from hlat_jax import train
 from hlat_jax.cli import config_files
@@ -170,13 +171,12 @@ def test_user_variables_override_with_a_note():
     yours = {"FI_PROVIDER": "tcp", "NEURON_RT_EXEC_TIMEOUT": "600", "FI_LOG_LEVEL": "warn", "MALLOC_ARENA_MAX": ""}
     found = with_current(**yours)
     assert found.variables.items() >= (yours | {"MALLOC_ARENA_MAX": "64"}).items()
-    assert found.notes == (
-        "NEURON_RT_EXEC_TIMEOUT: your value 600 replaces 4000",
-        "FI_PROVIDER: your value tcp replaces efa",
-    )
+    timeout, provider = found.notes
+    assert_names(timeout, "NEURON_RT_EXEC_TIMEOUT: ", "600", "4000")
+    assert_names(provider, "FI_PROVIDER: ", "tcp", "efa")
 
 
-def test_compiler_flags_of_the_config_and_the_user_replace_others_flag_by_flag():
+def test_compiler_flags_replace_others_flag_by_flag():
     config, limit = resolve(config_files.load("llama3_8b")), "--internal-max-instruction-limit"
 
     def flags_with(yours="", text=""):
@@ -193,13 +193,15 @@ def test_compiler_flags_of_the_config_and_the_user_replace_others_flag_by_flag()
     ):
         kept = " ".join(word for word in before.split() if not word.startswith(gone))
         words, [note] = flags_with(yours)
-        assert (words, note.split("=")[0]) == (f"{kept} {yours}", f"NEURON_CC_FLAGS: your value replaces {gone}")
+        assert words == f"{kept} {yours}"
+        assert_names(note, "NEURON_CC_FLAGS: ", gone)
     for yours in ("--dump=/x", "-lnc 1", "--auto-cast none", "--target trn1"):  # added or repeated
         words, notes = flags_with(yours)
         assert (words.endswith(yours), notes) == (True, ())
     assert flags_with(text=config.train.compiler_flags) == (f"{before} {limit}=60000000", ())
-    words, notes = flags_with(f"{limit}=7", config.train.compiler_flags)
-    assert (words, notes) == (f"{before} {limit}=7", (f"NEURON_CC_FLAGS: your value replaces {limit}=60000000",))
+    words, [note] = flags_with(f"{limit}=7", config.train.compiler_flags)
+    assert words == f"{before} {limit}=7"
+    assert_names(note, "NEURON_CC_FLAGS: ", f"{limit}=60000000")
     assert "--optlevel=2" in flags_with(text="-O2")[0]
     with pytest.raises(ValueError, match=r"^train\.compiler_flags='--target=trn2'"):
         flags_with(text="--target=trn2")
@@ -252,7 +254,7 @@ def test_what_a_larger_job_has_left_is_refused_for_one_process():
             environment(MIXED, ParallelConfig(), alone, current={name: value})
 
 
-def test_part_of_a_node_is_made_visible_and_one_device_does_not_run_its_step_on_the_host():
+def test_part_of_a_node_is_made_visible():
     some = Topology("trn1.32xlarge", cores=8)
     assert environment(MIXED, ParallelConfig(), some, current={}).variables["NEURON_RT_NUM_CORES"] == "8"
     assert not environment(MIXED, ParallelConfig(), some, current={"NEURON_RT_VISIBLE_CORES": "8-15"}).notes
@@ -277,7 +279,7 @@ def test_an_invalid_topology_is_refused_by_its_flag(flag, fields):
         environment(MIXED, ParallelConfig(), dataclasses.replace(PLACE, **fields), current={})
 
 
-def test_neuron_is_used_if_devices_exist_unless_jax_platforms_differs(tmp_path):
+def test_neuron_is_used_if_devices_exist_and_are_not_excluded(tmp_path):
     product = tmp_path / "product_name"
     product.write_text("trn1.2xlarge\n")
     here = neuron_topology.Machine(tmp_path, product)
@@ -338,21 +340,22 @@ def test_prepare_sets_the_node_environment_before_importing_jax(trn1_node, with_
     jax = sys.modules["jax"]
     monkeypatch.delitem(sys.modules, "jax")
     expected = environment(precision, parallel, Topology("trn1.32xlarge"), current=os.environ).variables
-    assert neuron_env.prepare(precision, parallel, machine=trn1_node) == "environment: set for trn1.32xlarge"
+    said = neuron_env.prepare(precision, parallel, machine=trn1_node)
+    assert "trn1.32xlarge" in said
     assert expected.items() <= os.environ.items()
     monkeypatch.setitem(sys.modules, "jax", jax)  # the first cell of a notebook runs again
-    assert neuron_env.prepare(precision, parallel, machine=trn1_node) == "environment: set for trn1.32xlarge"
+    assert neuron_env.prepare(precision, parallel, machine=trn1_node) == said
     del os.environ["JAX_COMPILATION_CACHE_DIR"]  # as the first call does where JAX's cache fails
-    assert neuron_env.prepare(precision, parallel, machine=trn1_node) == "environment: set for trn1.32xlarge"
+    assert neuron_env.prepare(precision, parallel, machine=trn1_node) == said
     assert "JAX_COMPILATION_CACHE_DIR" not in os.environ
     monkeypatch.setenv("PATH", f"{tmp_path / 'other'}:{os.environ['PATH']}")  # which JAX reads only when it compiles
-    assert neuron_env.prepare(precision, parallel, machine=trn1_node) == "environment: set for trn1.32xlarge"
+    assert neuron_env.prepare(precision, parallel, machine=trn1_node) == said
     assert os.environ["PATH"].startswith(str(tmp_path / "scripts"))
     (tmp_path / "scripts" / neuron_env.COMPILER).unlink()
-    assert "neuronx-cc is not installed" in neuron_env.prepare(precision, parallel, machine=trn1_node)
+    assert "neuronx-cc" in neuron_env.prepare(precision, parallel, machine=trn1_node)
     (tmp_path / "neuron0").unlink()
     os.environ.pop("JAX_PLATFORMS")
-    assert "nothing to set" in neuron_env.prepare(precision, parallel, machine=trn1_node)
+    assert "trn1" not in neuron_env.prepare(precision, parallel, machine=trn1_node)
 
 
 # Training: a process of its own that stops where JAX would be imported, and writes what it then finds
@@ -399,9 +402,9 @@ def test_training_sets_the_environment_before_jax_is_imported(tmp_path):
     assert printed == ""  # of process 0 alone
     assert found.items() >= expected.variables.items()
     _, printed = environment_at_import("--instance=trn1.32xlarge", NEURON_RT_EXEC_TIMEOUT="600", **plugin)
-    assert printed.splitlines() == [
-        "environment      for 1 x trn1.32xlarge", "NEURON_RT_EXEC_TIMEOUT: your value 600 replaces 4000",
-    ]  # fmt: skip
+    machine, note = printed.splitlines()
+    assert_names(machine, "environment ", "1 x trn1.32xlarge")
+    assert_names(note, "NEURON_RT_EXEC_TIMEOUT: ", "600", "4000")
 
 
 @pytest.mark.slow
@@ -418,10 +421,10 @@ def test_commands_without_neuron_leave_the_environment_unchanged(tmp_path):
         assert {variable for variable in found if variable.startswith(prefixes)} == {"JAX_PLATFORMS", *off}
         assert printed == ""
         found, error = at_import(name, *words, JAX_PLATFORMS="neuron")
-        assert (found, "this machine has no /dev/neuron0" in error) == (None, True)
+        assert (found, "/dev/neuron0" in error) == (None, True)
     found, error = environment_at_import("--instance=trn1.32xlarge", NEURON_RT_STOCHASTIC_ROUNDING_EN="1")
     assert found is None
-    assert error.startswith("error: NEURON_RT_STOCHASTIC_ROUNDING_EN=1 contradicts precision.policy")
+    assert_names(error, "error: NEURON_RT_STOCHASTIC_ROUNDING_EN=1", "precision.policy")
 
 
 def test_recorded_environment_is_limited_to_relevant_variables():
@@ -464,10 +467,10 @@ def test_env_command_prints_shell_exports(env_here):
     assert found.pop("PATH") == f"{first}{neuron_env.TOOLS_FOLDER}:/of/the/shell"  # not of the process that printed it
     assert rest != ":/of/the/shell"
     assert found == {name: value for name, value in expected.variables.items() if name != "PATH"}
-    assert printed.err == "MALLOC_ARENA_MAX: your value a\n'b replaces 64\n"
+    assert_names(printed.err, "MALLOC_ARENA_MAX: ", "a\n'b", "64")
 
 
-def test_env_command_prints_all_nodes_and_reads_the_lnc_and_the_tokenizer(env_here):
+def test_env_command_prints_all_nodes(env_here):
     assert [line for line in env_here(*NODES, "--node=all").out.splitlines() if "INDEX" in line or line[0] == "#"] == [
         line for rank in range(3) for line in (f"# rank {rank} of 3", f"export NEURON_PJRT_PROCESS_INDEX={rank}")
     ]
@@ -489,11 +492,11 @@ def test_profile_of_the_devices_is_recorded_by_jax_profiler_alone():
 def test_training_without_the_plugin_ends_with_one_line():
     found, error = environment_at_import("--instance=trn1.32xlarge")
     assert found is None
-    refused = f"error: not installed in {sys.executable}: jax-neuronx, libneuronxla. Install the extra"
-    assert (error.startswith(refused), error.count("\n")) == (True, 1)
+    assert_names(error, "error: ", sys.executable, "jax-neuronx", "libneuronxla", "`neuron`")
+    assert error.count("\n") == 1
 
 
-def test_train_records_the_devices_of_process_0_where_steps_are_profiled(monkeypatch, with_plugin, tmp_path):
+def test_train_records_the_devices_of_process_0_if_profiled(monkeypatch, with_plugin, tmp_path):
     for steps, process_id, recorded in (("2:3", 0, True), ("2:3", 1, False), ("", 0, False)):
         environ = {}
         monkeypatch.setattr(os, "environ", environ)

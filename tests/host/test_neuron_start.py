@@ -6,6 +6,7 @@ import sys
 
 import neuron_machine
 import pytest
+from refusals import assert_names, refused
 
 from hlat_jax.host import compile_cache, neuron_start
 from hlat_jax.host.neuron_topology import Machine, Topology
@@ -38,7 +39,7 @@ def test_lock_and_failure_of_a_local_cache_are_removed_and_said(cache, processes
     failed = neuron_machine.compiled(cache, "failed", "model.log")
     neuron_machine.process(processes, 7, "python serve.py")
     [line] = lines_of(neuron_start.remove_leftovers, cache, processes=processes)
-    assert "removed 2 leftovers of killed or failed compiles, such as " in line
+    assert "2 leftovers" in line
     assert [path.name for path in locked.iterdir()] == ["model.hlo_module.pb"]
     assert not failed.exists()
     assert len(list(sound.iterdir())) == 3
@@ -51,15 +52,14 @@ def test_lock_that_may_be_in_use_is_kept_with_the_reason(cache, processes, monke
     for pid, command, maps in ((7, "neuronx-cc compile x.hlo", ""), (8, "python x.py", "r-xp /a/libneuronpjrt.so\n")):
         folder = neuron_machine.process(processes, pid, command, maps=maps)
         [line] = lines_of(neuron_start.remove_leftovers, cache, processes=processes)
-        assert f"such as {lock}: process {pid} ({command}) may compile" in line
+        assert_names(line, lock, f"process {pid} ({command})")
         (folder / "cmdline").unlink()
     monkeypatch.setattr(neuron_start.os, "getuid", lambda: lock.stat().st_uid + 1)
-    assert "another user owns a lock" in lines_of(neuron_start.remove_leftovers, cache, processes=processes)[0]
+    assert "user" in lines_of(neuron_start.remove_leftovers, cache, processes=processes)[0]
     monkeypatch.undo()
     neuron_machine.mounted(processes, "lustre")
     [line] = lines_of(neuron_start.remove_leftovers, cache, processes=processes)
-    assert "other machines may compile there (file system: lustre)" in line
-    assert line.endswith("If compiles wait and no neuronx-cc runs, delete the files *.lock")
+    assert_names(line, "lustre", "*.lock")
     assert lock.exists()
 
 
@@ -93,8 +93,8 @@ def test_start_waits_for_processes_that_hold_devices(tmp_path, processes):
     assert lines_of(neuron_start.wait_for_former_run, machine, 0, **wait) == []
     held = neuron_machine.process(processes, 9, "python -m hlat_jax.train", opened=[f"{tmp_path}/dev/neuron3"])
     first, last = lines_of(neuron_start.wait_for_former_run, machine, 0, **wait)
-    assert first.endswith("waits up to 0.02 s: process 9 (python -m hlat_jax.train) holds NeuronCores")
-    assert last.endswith("still after 0.02 s: the run may fail")
+    assert_names(first, "0.02 s: process 9 (python -m hlat_jax.train)")
+    assert "0.02 s" in last
     assert lines_of(neuron_start.wait_for_former_run, None, 0, **wait) == []
     said = []
 
@@ -144,12 +144,12 @@ def start(tmp_path, monkeypatch):
 
 
 def test_start_without_the_plugin_is_refused_in_one_line(start, tmp_path, monkeypatch):
-    refused = f"not installed in {sys.executable}: jax-neuronx, libneuronxla. Install the extra `neuron`, or"
-    with pytest.raises(ValueError, match=refused):
+    with refused(sys.executable, "jax-neuronx", "libneuronxla", "`neuron`"):
         start({})
     monkeypatch.syspath_prepend(neuron_machine.installed(tmp_path / "one", "libneuronxla"))
-    with pytest.raises(ValueError, match=r"not installed in .*: jax-neuronx\. Install"):
+    with refused("jax-neuronx") as caught:
         start({})
+    assert "libneuronxla" not in str(caught.value)
 
 
 def test_start_waits_for_what_its_process_needs(start, tmp_path, monkeypatch):
@@ -165,13 +165,13 @@ def test_start_waits_for_what_its_process_needs(start, tmp_path, monkeypatch):
         assert start(environ, **fields) == ([], whole, port)
 
 
-def test_start_removes_leftovers_and_leaves_out_a_cache_that_fails(start, tmp_path, monkeypatch, processes, cache):
+def test_start_leaves_out_a_cache_that_fails(start, tmp_path, monkeypatch, processes, cache):
     monkeypatch.syspath_prepend(neuron_machine.installed(tmp_path / "site"))
     monkeypatch.setattr(neuron_start, "_LOCAL", (neuron_start._file_system(tmp_path, neuron_start.PROCESSES),))
     neuron_machine.compiled(cache, "failed", "model.log")
     monkeypatch.setattr(compile_cache, "fault_of_cache", lambda environ: "RET_CHECK")
     environ = {DIR: str(tmp_path / "jax"), "NEURON_COMPILE_CACHE_URL": str(cache)}
     [leftovers, faulty], _, _ = start(environ)
-    assert "removed 1 leftovers of killed or failed" in leftovers
-    assert "JAX's is left out, because it fails here: RET_CHECK" in faulty
+    assert "1 leftovers" in leftovers
+    assert "RET_CHECK" in faulty
     assert DIR not in environ

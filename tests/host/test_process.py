@@ -37,8 +37,8 @@ def test_a_run_prints_on_where_nothing_can_be_written(monkeypatch, capfd):
             print("row")
         sys.stdout.flush()
         os.close(descriptor)
-        said = f"standard output cannot be written: {why}; the run continues and records its rows\n"
-        assert capfd.readouterr().err == said
+        said = capfd.readouterr().err
+        assert (why in said, said.count("\n")) == (True, 1)
 
 
 def test_a_run_waits_for_a_reader_of_a_non_blocking_pipe(monkeypatch):

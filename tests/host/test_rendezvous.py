@@ -2,11 +2,14 @@
 
 import concurrent.futures
 import contextlib
+import errno
+import os
 import socket
 import threading
 
 import jobs
 import pytest
+from refusals import assert_names
 
 from hlat_jax.host import rendezvous
 
@@ -57,10 +60,10 @@ def test_processes_meet_in_any_order_and_again_on_the_same_port(met):
             assert met((3, 2), (3, 0), (3, 1), address=address) == [None] * 3
 
 
-def test_processes_that_contradict_each_other_end_with_one_line_in_all(met):
+def test_contradicting_processes_all_end_with_one_line(met):
     contradictions = {
-        "was given --num_processes=2, and process 0 on": ((2, 1), 2),
-        "two processes have --process_id=1: on ": ((3, 1), 1),  # a restart may help: one may be of an earlier job
+        "--num_processes=2": ((2, 1), 2),
+        "--process_id=1": ((3, 1), 1),  # a restart may help: one may be of an earlier job
     }
     for message, (third, expected) in contradictions.items():
         lines = met((3, 0), (3, 1), third)
@@ -79,9 +82,8 @@ def test_a_port_that_another_program_has_ends_each_process_with_a_line(met):
     with other_program(says=b"HTTP/1.1 400 Bad Request\r\n") as address:
         (first, code), (second, other_code) = met((2, 0), (2, 1), address=address)
     assert (code, other_code) == (1, 1)
-    assert f"cannot listen on port {address.rpartition(':')[2]} of " in first
-    assert "Address already in use" in first
-    assert f"found no job to join at --coordinator={address}: another program listens there" in second
+    assert_names(first, address.rpartition(":")[2], os.strerror(errno.EADDRINUSE))
+    assert_names(second, f"--coordinator={address}")
 
 
 def test_a_process_that_died_before_the_others_came_may_be_started_again(met):

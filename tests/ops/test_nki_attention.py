@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from planned import small_config
+from refusals import refused
 
 from hlat_jax.facts import sdk_releases
 from hlat_jax.model import Decoder
@@ -95,16 +96,16 @@ def test_unsupported_calls_are_refused_with_the_reason():
         assert wanted in reason
 
 
-def test_model_with_the_kernel_lowers_for_neuron_and_is_refused_on_cpu(small):
+def test_a_model_with_the_kernel_lowers_for_neuron_only(small):
     small.model.attention, small.model.max_positions, small.data.seq_len = "nki", 512, 512
     config = resolve(small)
     calls = make_program(config, planned_layout(config, 8, platform="neuron")).trace_step().jaxpr
     assert "nki_attention_forward" in str(calls)
     assert "nki_attention_backward" in str(calls)
-    with pytest.raises(ValueError, match=r"^model.attention='nki' runs on neuron, not on (cpu|gpu)"):
+    with refused("model.attention='nki'", "neuron"):
         make_program(config, planned_layout(config, 8, platform="cpu"))
     decoder = Decoder(config.model, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match=r"^model.attention='nki' runs on neuron, not on cpu"):
+    with refused("model.attention='nki'", "neuron", "cpu"):
         decoder(np.zeros((1, 512), np.int32))
 
 
@@ -138,9 +139,9 @@ def test_calls_follow_the_kernels_signatures_in_every_release(monkeypatch):
                 assert grids == [int(lnc)] * 2
 
 
-def test_grid_is_that_of_the_device_or_an_error_that_says_what_to_set(monkeypatch):
+def test_the_grid_is_that_of_the_device(monkeypatch):
     monkeypatch.delenv("NEURON_LOGICAL_NC_CONFIG", raising=False)
-    with pytest.raises(ValueError, match="set NEURON_LOGICAL_NC_CONFIG to the number: 2 on trn2"):
+    with refused("NEURON_LOGICAL_NC_CONFIG", "trn2"):
         nki._num_cores()
     for kind, cores in (("NC_v3d", 2), ("NC_v3", 1), ("NC_v2", 1)):
         device = types.SimpleNamespace(device_kind=kind)
@@ -172,7 +173,7 @@ def test_neuron_lowering_contains_both_kernels_over_both_cores_of_a_device():
 
 @pytest.mark.skipif(importlib.util.find_spec("nkilib") is not None, reason="nkilib is installed")
 def test_missing_kernels_on_neuron_raise_instead_of_using_the_reference():
-    assert "No module named 'nkilib'" in lowered()
+    assert "'nkilib'" in lowered()
 
 
 def with_nki(**model):
@@ -180,12 +181,6 @@ def with_nki(**model):
     tree["model"] |= {"attention": "nki", "max_positions": 512} | model
     tree["data"] |= {"seq_len": 512, "validation": "held_out.jsonl"}
     return resolve(tree)
-
-
-REFUSED = (
-    r"^model.attention='nki' cannot serve this call: since SDK 2.29 AWS documents NKI for trn2 and trn3 only, not "
-)
-REFUSED += r"for trn1 \(nki/nki_faq\); to run it all the same, set model.allow_nki_on_trn1=True. Use one of auto, "
 
 
 def choice_on(config, chip):
@@ -196,12 +191,12 @@ def test_trn1_refuses_the_kernels_with_the_page_unless_the_user_insists():
     one, insisted = with_nki(), with_nki(allow_nki_on_trn1=True)
     either = with_nki(attention="auto", allow_nki_on_trn1=True)
     for chip in ("trn1", "trn1.32xlarge", "trn1n.32xlarge"):
-        with pytest.raises(ValueError, match=REFUSED):
+        with refused("model.attention='nki'", "(nki/nki_faq)", "model.allow_nki_on_trn1=True"):
             make_program(one, planned_layout(one, 1, platform="neuron", chip=chip))
         assert choice_on(insisted, chip).name == "nki"
         choice = choice_on(either, chip)
         assert choice.name == "einsum"
-        assert "AWS documents NKI for trn2 and trn3 only" in choice.passed_over["nki"]
+        assert "nki/nki_faq" in choice.passed_over["nki"]
     for chip in ("trn2", "trn2.48xlarge", "trn2-ultraserver", "trn3-gen1", ""):
         assert choice_on(one, chip).name == "nki"
 
@@ -214,8 +209,8 @@ def test_auto_takes_the_kernel_for_long_rows_on_trn2_with_the_reason():
     for chip in ("trn2", "trn2.48xlarge", "NC_v3d"):
         choice = on(chip, 16384)
         assert choice.name == "nki"
-        assert choice.because.startswith("others measured trn2 at 33% of peak with a kernel and 10% without")
-        assert choice.passed_over["einsum"].startswith("nki is preferred: others measured")
+        assert "33%" in choice.because
+        assert choice.passed_over["einsum"].startswith("nki ")
     assert on("trn2", 4096).name == "einsum"
     assert on("trn1", 16384).name == "einsum"
     assert on("", 16384).name == "einsum"
@@ -233,7 +228,7 @@ def test_device_without_nkilib_refuses_the_kernel_by_name():
     layout = types.SimpleNamespace(**{key: getattr(planned, key) for key in keys})
     layout.mesh = types.SimpleNamespace(devices=np.array([device]))
     choice = choices.choices(config, layout)["attention"]
-    assert (choice.name, choice.passed_over["nki"]) == ("einsum", "nkilib is not installed")
+    assert (choice.name, "nkilib" in choice.passed_over["nki"]) == ("einsum", True)
     asked = dataclasses.replace(config, model=dataclasses.replace(config.model, attention="nki"))
-    with pytest.raises(ValueError, match=r"model.attention='nki' cannot serve this call: nkilib is not installed"):
+    with refused("model.attention='nki'", "nkilib"):
         choices.choices(asked, layout)

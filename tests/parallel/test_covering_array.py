@@ -15,13 +15,12 @@ import numpy as np
 import pytest
 from compiled_collectives import collectives
 
+import configs
 from hlat_jax.batch import concat_batch, segmented_batch
-from hlat_jax.config import default
 from hlat_jax.parallel.degrees import layout_over
 from hlat_jax.passes.products import live_jaxpr
 from hlat_jax.plan.collectives import traced_collectives
 from hlat_jax.program import make_program, state_bytes
-from hlat_jax.resolve import resolve
 
 NUM_STEPS = 5
 # Adam magnifies the rounding of gradients near zero in proportion to the rate: at 3e-3 microbatches on one device alone
@@ -48,16 +47,10 @@ PLAIN = {
 
 
 def configured(options):
-    c = default()
-    c.model.update(vocab_size=VOCAB, embed_dim=32, mlp_dim=48, num_heads=4, head_dim=8, max_positions=16)
-    c.data.update(batch_size=32, seq_len=16)
-    c.train.spike_window = 2 * SPIKE  # it decides from the step on that is one
-    rest = {"num_layers": 4 if options.get("pipe", 1) > 1 else 2, **options}
-    c.optimizer.name = rest.pop("optimizer", "adamw")
-    for key, value in rest.items():
-        section = next(s for s in (c.parallel, c.model, c.data, c.train, c.precision) if key in s)
-        section[key] = value
-    return resolve(c)
+    changes = {"vocab_size": VOCAB, "num_kv_heads": 4, "max_positions": 16, "batch_size": 32, "seq_len": 16, **options}
+    changes |= {"spike_window": 2 * SPIKE}  # it decides from the step on that is one
+    changes |= {"optimizer__name": changes.pop("optimizer", "adamw")}
+    return configs.resolved("widths", **{"num_layers": 4 if options.get("pipe", 1) > 1 else 2} | changes)
 
 
 @functools.cache

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from planned import planned_config, small_config
+from refusals import assert_names
 
 from hlat_jax.facts import compiler_limits
 from hlat_jax.neuron import programs
@@ -97,14 +98,11 @@ def plan_found(unrolled_count, largest, *, name="train"):
 
 def test_plan_prints_the_estimate_the_limits_and_what_to_change():
     advice = {(5_000_001, 9): "train.accumulate=programs", (9, 150_001): "model.cross_entropy=chunked", (9, 9): "below"}
-    advice |= {(3_600_000, 9): "MAY EXCEED a limit, being within 1.4 of it, for train", (3_500_000, 9): "below"}
-    advice |= {(9, 108_000): "MAY EXCEED a limit, being within 1.4 of it: "}
+    advice |= {(3_600_000, 9): "MAY EXCEED", (3_500_000, 9): "below", (9, 108_000): "MAY EXCEED"}
     for (unrolled_count, largest), expected in advice.items():
         first, second = report.instruction_lines(plan_found(unrolled_count, largest))
-        assert "in program train with every loop unrolled" in first
-        assert "an order of magnitude: no public count of the compiler can be compared with it" in first
-        assert "5,000,000 per program and 150,000 per operation" in second
-        assert expected in second
+        assert " train " in first
+        assert_names(second, "5,000,000", "150,000", expected)
         assert ("WARNING" in second) == (unrolled_count > 5_000_000 or largest > 150_000)
 
 
@@ -113,10 +111,7 @@ def test_the_limit_of_a_program_is_that_of_the_compilers_flag():
     assert compiler_limits.program_limit(flags) == 20_000_000
     assert compiler_limits.program_limit("-O1") == 5_000_000
     found = plan_found(14_000_000, 9, name="microbatch") | {"limit": compiler_limits.program_limit(flags)}
-    assert (
-        "below the limits: --internal-max-instruction-limit and public logs give 20,000,000"
-        in (report.instruction_lines(found)[1])
-    )
+    assert_names(report.instruction_lines(found)[1], "below", "--internal-max-instruction-limit", "20,000,000")
 
 
 def test_a_kernel_counts_as_what_it_computes():

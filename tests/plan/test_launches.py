@@ -7,6 +7,7 @@ import jax
 import numpy as np
 import pytest
 from planned import planned_config, small_config
+from refusals import assert_names
 
 from hlat_jax.batch import concat_batch
 from hlat_jax.cli import config_files
@@ -100,15 +101,13 @@ def test_a_plan_adds_the_launches_to_the_step():
         parts + projection["link"] + projection["network"] + projection["launch"]
     )
     text = report.as_text(plan)
-    assert "launches         3 per step (2 x microbatch + 1 x update); at least 5.4 ms, as others" in text
-    assert ", between nodes " in text
-    assert "; launches 0.005 s; " in text
+    assert_names(text, "3 per step (2 x microbatch + 1 x update)", "5.4 ms", "launches 0.005 s")
 
 
 def test_a_launch_of_more_arrays_than_were_fast_is_a_warning():
     row = {"inputs": 7, "outputs": 8, "per_step": 1}
     found = {"per_step": 2, "seconds": None}
     lines = launch_lines(found | {"programs": {"train": row | {"inputs": 129}, "norms": row}})
-    assert lines[0].endswith("(1 x train + 1 x norms); their fixed cost has not been measured on this device")
-    assert "at most 129 into and 8 out of a launch (train); WARNING for train: above 128" in lines[1]
+    assert "(1 x train + 1 x norms)" in lines[0]
+    assert_names(lines[1], "129", "8", "(train)", "WARNING", "128")
     assert "WARNING" not in launch_lines(found | {"programs": {"norms": row}})[1]

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import re
 import shutil
 
 import jax
@@ -11,6 +10,7 @@ import micro
 import numpy as np
 import planned
 import pytest
+from refusals import assert_names, refused
 from steps import trained
 
 from hlat_jax.batch import concat_batch
@@ -89,7 +89,7 @@ def searched(monkeypatch):
     return budgets
 
 
-def test_a_search_traces_each_choice_and_the_largest_measurement_of_all_processes_counts(monkeypatch):
+def test_the_largest_measurement_of_all_processes_counts(monkeypatch):
     seen = []
 
     def search(traced, *, options, **_):
@@ -107,7 +107,7 @@ def test_a_search_traces_each_choice_and_the_largest_measurement_of_all_processe
 
 
 @pytest.mark.parametrize(("pipe", "name"), [(1, "microbatch"), (2, "steady")])
-def test_the_budget_is_for_a_program_of_a_microbatch_and_the_buffer_where_they_are_dispatched(monkeypatch, pipe, name):
+def test_the_budget_is_for_a_dispatched_microbatch(monkeypatch, pipe, name):
     """The step in one program may be what the compiler of Neuron refuses."""
     config = planned.small_config(pipe=pipe, remat="budget:7MiB", m=2)
     config = dataclasses.replace(config, train=dataclasses.replace(config.train, accumulate="programs"))
@@ -130,14 +130,14 @@ def test_the_budget_is_for_a_program_of_a_microbatch_and_the_buffer_where_they_a
     assert len(seen) == 2
 
 
-def test_a_run_that_resumes_hands_over_the_choice_of_its_checkpoint(trained_run, tmp_path, monkeypatch):
+def test_a_resumed_run_hands_over_its_recorded_choice(trained_run, tmp_path, monkeypatch):
     def resolved(program, *, recorded):
         raise ValueError(f"recorded: {recorded}")
 
     workdir = shutil.copytree(trained_run, tmp_path / "run")
     micro.reseal(workdir / "checkpoints/24", lambda run: run["metadata"].update(remat={"choice": "full"}))
     monkeypatch.setattr(budget, "choose_remat", resolved)
-    with pytest.raises(ValueError, match=r"recorded: \{'choice': 'full'\}"):
+    with refused("{'choice': 'full'}"):
         micro.train(micro.config(tmp_path, data__validation="", train__num_steps=25), workdir)
 
 
@@ -157,12 +157,12 @@ def test_recorded_choice_is_reused_only_for_the_same_setup(searched):
     assert searched == [7 * 2**20] * 8
 
 
-def test_recorded_choice_is_searched_again_where_it_cannot_be_traced(searched, capsys):
+def test_a_recorded_choice_that_cannot_be_traced_is_searched_again(searched, capsys):
     _, record = budget_resolved(config_with("budget:7MiB"), recorded=None)
     old = record | {"choice": "saved:dot_general.99,gate"}
     config, found = budget_resolved(config_with("budget:7MiB"), recorded=old)
     assert config.model.remat == found["choice"] == "saved:gate"
-    assert "chosen again: the step no longer has the values of the checkpoint's choice" in capsys.readouterr().out
+    assert "chosen again" in capsys.readouterr().out
     assert len(searched) == 2
 
 
@@ -170,11 +170,11 @@ def test_recorded_choice_is_searched_again_where_it_cannot_be_traced(searched, c
 def test_a_plan_estimates_the_choice_and_names_it():
     config = planned.planned_config(remat="budget:300MiB", m=2)
     plan = make_plan(config, Site("trn1.2xlarge", 1))
-    assert re.match(r"budget:300MiB, estimated as saved:\w", plan["schedule"]["remat"])
+    assert_names(plan["schedule"]["remat"], "budget:300MiB", "saved:")
     assert plan["device_bytes"]["temporaries"] <= 300 * 2**20
     model = dataclasses.replace(config.model, remat="budget:4096B")
     least = make_plan(dataclasses.replace(config, model=model), Site("trn1.2xlarge", 1))
-    assert least["schedule"]["remat"] == "budget:4096B, estimated as full"
+    assert_names(least["schedule"]["remat"], "budget:4096B", "full")
 
 
 @pytest.mark.slow
@@ -190,4 +190,4 @@ def test_run_prints_records_and_reuses_its_choice(tmp_path, train_here):
     assert record["measured_bytes"] <= 2.7 * 2**20
     code, out, err = train_here(*words, "--config.train.num_steps=3")
     assert code == 0, err
-    assert f"{record['choice']}, from the checkpoint, for budget:2.7MiB" in out
+    assert_names(out, record["choice"], "budget:2.7MiB")

@@ -102,7 +102,7 @@ def test_config_key_changes_exactly_the_expected_fingerprints(base):
 
 
 @pytest.mark.slow
-def test_fingerprints_do_not_depend_on_hash_seed_folder_or_source_lines(tmp_path):
+def test_fingerprints_do_not_depend_on_folder_or_source_lines(tmp_path):
     """A copy of the package elsewhere, its lines moved, in processes of other hash seeds, makes the same programs."""
     root = pathlib.Path(__file__).resolve().parents[2]
     (tmp_path / "hlat_jax").mkdir()

@@ -6,6 +6,7 @@ import sys
 import time
 
 import pytest
+from refusals import assert_names
 
 from hlat_jax.host.watchdog import WAITING, Watchdog
 from hlat_jax.run import __main__ as command
@@ -34,7 +35,7 @@ FIRST = {"opening the run": 3.0, "compiling": 4.0, "first step": 1.0, "training"
 SECOND = {"restoring the checkpoint": 2.0, "first step": 1.0, "training again": 5.0, "training": 8.0, "saving": 0.5}
 
 
-def test_two_lives_and_the_time_between_them_partition_the_wall_clock(tmp_path):
+def test_two_lives_and_the_time_between_partition_the_clock(tmp_path):
     first, second = life(100.0, FIRST), life(140.0, SECOND, pid=2, step=10)
     write(tmp_path, start(first), ended(first, "died"), start(second), ended(second))
     found = goodput(tmp_path)
@@ -50,11 +51,10 @@ def test_two_lives_and_the_time_between_them_partition_the_wall_clock(tmp_path):
         "opening and closing": 3.0,
     }
     assert found.total_s == pytest.approx(140 + 16.5 - 100)
-    assert "2 starts" in found.line()
-    assert "49.6% training" in found.line()
+    assert_names(found.line(), "2 starts", "49.6% training")
 
 
-def test_a_life_without_an_account_is_unknown_and_one_without_a_start_is_known(tmp_path):
+def test_a_life_without_an_account_is_unknown(tmp_path):
     first, second = life(100.0, FIRST), life(140.0, SECOND, pid=2)
     for of_first, unknown_s in ((start(first), 40.0), (ended(first, "died"), 0.0)):
         write(tmp_path, of_first, start(second), ended(second))
@@ -70,7 +70,7 @@ def test_a_life_that_was_killed_from_outside_was_stuck_until_then(tmp_path):
     assert (found.seconds["stuck"], found.seconds["stopped"]) == (20.0, 10.0)
 
 
-def test_an_account_that_was_entered_twice_and_a_torn_line_count_once(tmp_path):
+def test_a_repeated_account_and_a_torn_line_count_once(tmp_path):
     first, second = life(100.0, FIRST), life(140.0, SECOND, pid=2)
     write(tmp_path, start(first), ended(first, "died"), ended(first, "died"), start(second))
     with open(tmp_path / EVENTS_FILE, "a") as file:
@@ -115,22 +115,22 @@ with goodput.Ledger(pathlib.Path(sys.argv[1]), watchdog) as ledger:
     ledger.begin()
     watchdog.begin("compiling")
     print("compiling", flush=True)
-    time.sleep(60)
+    time.sleep(6000)
 """
 
 
-def test_a_killed_process_is_accounted_for_up_to_its_last_entry(tmp_path):
+def test_a_killed_process_counts_up_to_its_last_entry(tmp_path):
     began_s = time.monotonic()
     with subprocess.Popen([sys.executable, "-c", LIVES, str(tmp_path)], stdout=subprocess.PIPE) as process:
         process.stdout.readline()
-        time.sleep(1.5)
+        while json.loads((tmp_path / ALIVE_FILE).read_text())["spent"].get("compiling", 0.0) < 0.5:
+            time.sleep(0.05)
         process.kill()
     with Ledger(tmp_path, Watchdog()) as opened:
         opened.begin()
     wall_s, found = time.monotonic() - began_s, goodput(tmp_path)
     # from the start of the interpreter to the end of the ledger; the machine may be slow in between
-    assert 1.0 < found.total_s < wall_s + 0.1
-    assert 0.5 < found.seconds["compile"] < wall_s
+    assert 0.5 <= found.seconds["compile"] < found.total_s < wall_s + 0.1
     assert found.seconds["unknown"] == pytest.approx(0.0, abs=0.01)
 
 

@@ -3,7 +3,7 @@
 import json
 import os
 
-import pytest
+from refusals import assert_names, refused
 
 from hlat_jax.config import default
 from hlat_jax.data.formats.files import Unreadable
@@ -13,11 +13,11 @@ from hlat_jax.run import step_sync
 AWAY, CHANGED = Unreadable("a.jsonl cannot be read."), ValueError("b.jsonl changed.")
 
 
-def test_all_processes_raise_the_same_kind_and_changed_data_comes_before_data_that_is_away(monkeypatch):
-    for errors, kind, text in (
-        ([None, None, AWAY], OSError, "process 2 of 3 stopped: a.jsonl cannot be read."),
-        ([CHANGED, None], ValueError, "b.jsonl changed."),
-        ([AWAY, CHANGED], ValueError, "process 1 of 2 stopped: b.jsonl changed."),
+def test_all_processes_raise_the_same_error(monkeypatch):
+    for errors, kind, *facts in (
+        ([None, None, AWAY], OSError, "process 2 of 3", AWAY),
+        ([CHANGED, None], ValueError, CHANGED),
+        ([AWAY, CHANGED], ValueError, "process 1 of 2", CHANGED),  # before data that may come back
     ):
         sent = []
         monkeypatch.setattr(step_sync.distributed, "exchange", lambda message, to=sent: to.append(message) or [message])
@@ -28,10 +28,10 @@ def test_all_processes_raise_the_same_kind_and_changed_data_comes_before_data_th
         monkeypatch.setattr(step_sync.distributed, "exchange", lambda _, sent=sent: sent[1:])
         found = sync.sync_step(None, None, error=errors[0], save=False).error
         assert isinstance(found, kind)
-        assert str(found) == text
+        assert_names(str(found), *facts)
 
 
-def test_retries_of_all_processes_are_counted_only_where_there_are_any(monkeypatch):
+def test_retries_of_all_processes_are_summed_if_any(monkeypatch):
     sync = step_sync.StepSync(default(), [0], StopSignals())
     for counts, expected in (([0, 0], {}), ([2, 3], {"data_retries": 5})):
         found = [
@@ -63,5 +63,5 @@ def test_a_run_folder_is_gone_where_it_was_looked_for_twice(tmp_path, monkeypatc
         check(now=True)  # gone, and there again
     folder.rename(tmp_path / "away")
     check()  # not yet: it looks once a minute
-    with pytest.raises(ValueError, match="was removed or replaced"):
+    with refused(folder):
         check(now=True)

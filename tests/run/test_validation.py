@@ -39,7 +39,7 @@ def shapes(program):
     return [value.aval.shape for value in jax.tree.leaves(traced_programs(program)["eval"]().jaxpr.jaxpr.invars)]
 
 
-def test_the_evaluation_of_a_dispatched_step_does_not_grow_with_its_microbatches(small):
+def test_evaluation_does_not_grow_with_dispatched_microbatches(small):
     def of(m, accumulate="programs"):
         config = config_of(small, accumulate, num_microbatches=m)
         return shapes(make_program(config, programs.layout_for_neuron(config, 4)))

@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import json
 import os
-import re
 import shutil
 import signal
 from unittest import mock
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 from micro import config, exact, final_checkpoint, flip_exponent_bit, saved_steps
 from micro import train as train_in_process
+from refusals import refused
 
 from hlat_jax import loop
 from hlat_jax.data.loader import TrainBatches
@@ -48,14 +48,13 @@ def test_lost_checkpoints_are_refused_and_a_rewind_is_said(micro, train, tmp_pat
     whole = [exact(row) for row in read_rows(workdir / ROWS_FILE)]
     shutil.rmtree(workdir / "checkpoints" / "12")
     assert train(micro) == 0
-    said = capsys.readouterr().out
-    assert "the checkpoint of step 12 is gone or damaged, and the rows reach step 12" in said
+    assert "step 12 " in capsys.readouterr().out
     shutil.rmtree(workdir / "checkpoints")
-    with pytest.raises(ValueError, match="holds no checkpoint, but one of step 12 was saved"):
+    with refused(workdir, "step 12"):
         train(micro)
     assert [exact(row) for row in read_rows(workdir / ROWS_FILE)] == whole
     assert train(micro, begin_again=True) == 0
-    assert "beginning again  at step 0 (--begin_again)" in capsys.readouterr().out
+    assert "step 0 (--begin_again)" in capsys.readouterr().out
     assert [exact(row) for row in read_rows(workdir / ROWS_FILE)] == whole
     assert saved_steps(workdir) == [10, 12]
 
@@ -106,7 +105,7 @@ def test_a_bad_record_is_named_and_the_steps_before_it_are_saved(micro, train, t
     micro.data.shuffle = False
     micro.checkpoint.every_steps = 0
     micro.train.num_steps = 1000
-    with pytest.raises(ValueError, match=r"text.jsonl, row 30: .*another --workdir"):
+    with refused("text.jsonl, row 30", "--workdir"):
         train(micro)
     done = [row["step"] for row in read_rows(tmp_path / "run" / ROWS_FILE) if "loss" in row]
     assert saved_steps(tmp_path / "run") == [done[-1]]
@@ -114,22 +113,19 @@ def test_a_bad_record_is_named_and_the_steps_before_it_are_saved(micro, train, t
 
 
 @pytest.mark.slow
-def test_validation_text_without_targets_or_another_on_resume_is_refused(micro, train, tmp_path):
+def test_validation_text_without_targets_is_refused(micro, train, tmp_path):
     held_out = tmp_path / "held_out.jsonl"
     micro.data.validation = str(held_out)
-    for text, message in (
-        ("", r"held_out.jsonl, row 1: 'text' is empty"),
-        ("\n", r"held_out.jsonl' holds no text to predict; give more text"),
-    ):
+    for text in ("", "\n"):
         held_out.write_text(json.dumps({"text": text}) + "\n")
-        with pytest.raises(ValueError, match=message):
+        with refused("held_out.jsonl"):
             train(micro)
     held_out.write_text(json.dumps({"text": "one text " * 200}) + "\n")
     micro.train.num_steps = 2
     assert train(micro) == 0
     held_out.write_text(json.dumps({"text": "another text " * 200}) + "\n")
     micro.train.num_steps = 4
-    with pytest.raises(ValueError, match=r"data\.validation: held_out\.jsonl changed"):
+    with refused("data.validation: held_out.jsonl"):
         train(micro)
 
 
@@ -143,7 +139,7 @@ def test_permanent_checkpoints_are_saved_at_their_own_multiples(micro, train, tm
 
 
 def test_a_second_process_in_the_run_folder_is_refused(tmp_path):
-    with only_process(tmp_path / "run"), pytest.raises(ValueError, match="another process is training in"):
+    with only_process(tmp_path / "run"), refused(tmp_path / "run"):
         only_process(tmp_path / "run").__enter__()
     with only_process(tmp_path / "run"):
         pass  # free again
@@ -178,7 +174,7 @@ def test_ctrl_c_after_the_last_step_of_several_processes_ends_with_130(micro, tr
         assert train(micro) == 130
     finally:
         signal.signal(signal.SIGINT, before)
-    assert "interrupted: finishing the summary; press Ctrl-C again to stop at once\n" in capfd.readouterr().err
+    assert "Ctrl-C" in capfd.readouterr().err
 
 
 @pytest.fixture
@@ -231,22 +227,18 @@ def test_run_with_a_flipped_weight_recovers_bitwise(micro, train, after_step, tm
     expected = end_of(tmp_path / "run")
     (tmp_path / "run").rename(tmp_path / "left alone")
     after_step(7, flipped("params.embed"))
-    with pytest.raises(NonFiniteError, match="3 steps in a row") as error:
+    with refused("3 steps", "step 10 ", "inf", "step 4", kind=NonFiniteError):
         train(micro)
     assert saved_steps(tmp_path / "run") == [4]
-    assert re.search(r"the last one step 10 .*norm of the weights inf\.", str(error.value))
-    assert "resumes from the checkpoint of step 4" in str(error.value)
-    assert "checkpoint of step 8 postponed" in capsys.readouterr().out
+    assert "step 8 " in capsys.readouterr().out
 
     assert train(micro) == 0
-    assert "resuming from step 4 of 12" in capsys.readouterr().out
+    assert "step 4 of 12" in capsys.readouterr().out
     assert end_of(tmp_path / "run") == expected
 
 
 @pytest.mark.slow
-def test_batches_of_prompts_alone_update_nothing_and_end_the_run_where_many_follow_each_other(
-    micro, train, tmp_path, capsys
-):
+def test_batches_without_targets_update_nothing(micro, train, tmp_path, capsys):
     """Their mean loss is 0 / 0, which says nothing about the state."""
 
     def write_pairs(prompt):
@@ -257,7 +249,7 @@ def test_batches_of_prompts_alone_update_nothing_and_end_the_run_where_many_foll
     micro.data.update(train=str(tmp_path / "pairs.jsonl"), text_field="prompt,answer", validation="")
     short(micro, 4)
     micro.train.update(eval_every_steps=0, max_nonfinite_steps=2)
-    with pytest.raises(NonFiniteError, match=r"2 steps in a row had no target, the last one at step 2: .*seq_len"):
+    with refused("2 steps", "step 2", "seq_len", kind=NonFiniteError):
         train(micro)
     assert saved_steps(tmp_path / "run") == []
     capsys.readouterr()
@@ -266,13 +258,13 @@ def test_batches_of_prompts_alone_update_nothing_and_end_the_run_where_many_foll
     made = read_rows(tmp_path / "run" / ROWS_FILE)
     assert [row["tokens"] for row in made] == [0] * 12
     assert len({row["param_norm"] for row in made}) == 1
-    assert capsys.readouterr().out.count("no target in its batch") == 12
+    assert capsys.readouterr().out.count("no target") == 12
     assert saved_steps(tmp_path / "run")[-1] == 12
     (tmp_path / "run").rename(tmp_path / "done")
     write_pairs("It is a truth. " * 11)  # an answer in every other row: batches without a target between others
     micro.data.batch_size, micro.train.max_nonfinite_steps = 1, 2
     assert train(micro) == 0
-    assert capsys.readouterr().out.count("no target in its batch") > 2
+    assert capsys.readouterr().out.count("no target") > 2
 
 
 def test_non_finite_state_is_not_saved_even_if_all_steps_were_finite(micro, train, after_step, tmp_path):
@@ -285,8 +277,7 @@ def test_non_finite_state_is_not_saved_even_if_all_steps_were_finite(micro, trai
         return state, metrics
 
     after_step(8, damage)
-    said = r"after step 8 .*norm of opt_state.inner.nu is inf.*resumes from the checkpoint of step 4"
-    with pytest.raises(NonFiniteError, match=said):
+    with refused("step 8 ", "opt_state.inner.nu", "inf", "step 4", kind=NonFiniteError):
         train(micro)
     assert saved_steps(tmp_path / "run") == [4]
     assert train(micro) == 0
@@ -302,7 +293,7 @@ def test_checkpoint_and_export_due_in_a_non_finite_window_are_delayed(micro, tra
     assert saved_steps(tmp_path / "run") == [6, 10, 12]  # those of step 5 are made after the window
     exported = {int(path.name) for path in (tmp_path / "run/huggingface").iterdir()}
     assert {6, 12} <= exported <= {6, 10, 12}  # that of step 10 is skipped if that of step 6 is still being written
-    assert "checkpoint of step 5 postponed" in capsys.readouterr().out
+    assert "step 5 " in capsys.readouterr().out
 
 
 @pytest.fixture
@@ -327,12 +318,12 @@ def test_run_stopped_at_a_non_finite_step_saves_its_count_and_resumes(
     expected = end_of(tmp_path / "run")
     (tmp_path / "run").rename(tmp_path / "left alone")
     after_step(6, not_finite(1))
-    with bad_seventh_batch, pytest.raises(ValueError, match="row 30"):
+    with bad_seventh_batch, refused("row 30"):
         train(micro)
     assert saved_steps(tmp_path / "run")[-1] == 6
     assert saved_run(tmp_path / "run/checkpoints/6")["metadata"]["num_nonfinite"] == 1
     assert train(micro) == 0
-    assert "resuming from step 6 of 12" in capsys.readouterr().out
+    assert "step 6 of 12" in capsys.readouterr().out
     rows, *end = end_of(tmp_path / "run")
     assert end == list(expected[1:])
     assert [row["step"] for row in rows if row not in expected[0]] == [6]
@@ -344,8 +335,7 @@ def test_run_stopped_with_a_non_finite_state_resumes_from_an_earlier_step(
 ):
     short(micro, 4)
     after_step(6, flipped("params.embed"))
-    said = r"after step 6 .*norm of params is inf.*resumes from the checkpoint of step 4"
-    with bad_seventh_batch, pytest.raises(NonFiniteError, match=said):
+    with bad_seventh_batch, refused("step 6 ", "params", "inf", "step 4", kind=NonFiniteError):
         train(micro)
     assert saved_steps(tmp_path / "run") == [4]
 
@@ -361,7 +351,7 @@ def test_non_finite_steps_are_counted_across_a_resume(micro, train, after_step, 
     assert saved_steps(tmp_path / "run") == [2]
     micro.train.num_steps = 12
     after_step(3, not_finite(1))
-    with pytest.raises(NonFiniteError, match=r"2 steps in a row not finite.*step 3 .*: loss nan,.*--step=3"):
+    with refused("2 steps", "step 3 ", "nan", "--step=3", kind=NonFiniteError):
         train(micro)
     assert saved_run(tmp_path / "run/checkpoints/2")["metadata"]["num_nonfinite"] == 1
     assert train(micro) == 0

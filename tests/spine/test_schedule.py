@@ -6,11 +6,11 @@ from decimal import Decimal
 
 import numpy as np
 import pytest
+from refusals import refused
 
-from hlat_jax import config as config_lib
+import configs
 from hlat_jax.config import OptimizerConfig
 from hlat_jax.optimizer import learning_rate
-from hlat_jax.resolve import resolve
 
 HLAT_7B = OptimizerConfig(peak_lr=3e-4, min_lr_ratio=0.1, warmup_steps=2000, horizon_steps=500_000)
 HLAT_70B = dataclasses.replace(HLAT_7B, peak_lr=1.5e-4)
@@ -74,30 +74,24 @@ def test_last_steps_of_a_long_decay_keep_all_digits():
 
 
 @pytest.mark.parametrize(
-    ("keys", "message"),
+    ("keys", "names"),
     [
-        ({"schedule": "wsb"}, r"schedule='wsb' is not one of cosine, linear, constant, wsd\. Did you mean 'wsd'"),
-        ({"schedule": "wsd"}, r"'wsd' needs optimizer\.cooldown_steps, such as a fifth .* the schedule is 'constant'"),
+        ({"schedule": "wsb"}, ("schedule='wsb'", "'wsd'")),
+        ({"schedule": "wsd"}, ("'wsd'", "optimizer.cooldown_steps")),
         (
             {"schedule": "wsd", "warmup_steps": 50, "cooldown_steps": 51, "horizon_steps": 100},
-            r"horizon_steps=100 is too short for optimizer\.warmup_steps=50, .*cooldown_steps=51; raise it",
+            ("horizon_steps=100", "optimizer.warmup_steps=50", "cooldown_steps=51"),
         ),
-        ({"horizon_steps": 2000}, r"horizon_steps=2000 is too short for optimizer\.warmup_steps=2000, "),
-        ({"min_lr_ratio": 1.0}, r"optimizer\.min_lr_ratio=1\.0 must lie in \[0, 1\)"),
-        (
-            {"schedule": "constant", "cooldown_steps": 5},
-            r"cooldown_steps=5 has no effect with optimizer\.schedule='constant': .* set optimizer\.schedule='wsd'\.$",
-        ),
+        ({"horizon_steps": 2000}, ("horizon_steps=2000", "optimizer.warmup_steps=2000")),
+        ({"min_lr_ratio": 1.0}, ("optimizer.min_lr_ratio=1.0",)),
+        ({"schedule": "constant", "cooldown_steps": 5}, ("cooldown_steps=5", "optimizer.schedule='constant'")),
     ],
 )
-def test_schedule_that_cannot_be_is_refused(keys, message):
-    c = config_lib.default()
-    c.optimizer.update(keys)
-    with pytest.raises(ValueError, match=message):
-        resolve(c)
+def test_schedule_that_cannot_be_is_refused(keys, names):
+    with refused(*names):
+        configs.resolved(**keys)
 
 
 def test_constant_rate_needs_no_horizon():
-    c = config_lib.default()
-    c.optimizer.update(schedule="constant", warmup_steps=10, horizon_steps=1)
-    assert learning_rate(10**9, resolve(c).optimizer) == c.optimizer.peak_lr
+    c = configs.resolved(schedule="constant", warmup_steps=10, horizon_steps=1).optimizer
+    assert learning_rate(10**9, c) == c.peak_lr

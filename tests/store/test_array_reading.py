@@ -85,7 +85,7 @@ def resident(key):
     return next(1024 * int(line.split()[1]) for line in status if line.startswith(key))
 
 
-def test_reading_takes_the_memory_of_the_array_and_of_a_few_chunks(tmp_path, monkeypatch):
+def test_reading_takes_the_memory_of_an_array_and_few_chunks(tmp_path, monkeypatch):
     monkeypatch.setattr(array_reading, "_NUM_READS", 2)
     values = np.random.default_rng(0).integers(0, 256, (32, 1 << 20), np.uint8)
     spec = write_array(tmp_path / "a", values, (1, 1 << 20))

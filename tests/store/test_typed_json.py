@@ -5,7 +5,7 @@ import json
 import os
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
-import pytest
+from refusals import refused
 
 from hlat_jax.store import typed_json
 from hlat_jax.store.typed_json import Count, check_kind
@@ -37,22 +37,18 @@ def test_fields_of_another_kind_are_refused_by_name():
     for changed in ({}, {"loss": 2, "inner": {"sums": {"a": [1, 2]}}, "unknown": []}):
         value = VALID | changed
         assert check_kind(value, Whole, where="a.json") is value
-    for changed, message in (
-        ({"step": "abc"}, "step='abc' must be an integer of at least 0."),
-        ({"step": -1}, "step=-1 must be an integer of at least 0."),
-        ({"step": 2**63}, "step=9223372036854775808 must be an integer of at least 0."),
-        ({"step": 1.0}, "step=1.0 must be an integer of at least 0."),
-        ({"loss": None}, "loss=None must be a number."),
-        ({"packing": []}, "packing=[] must be 'concat' or 'documents'."),
-        ({"size": {"unit": "rows"}}, "size.num_rows is missing."),
-        ({"size": {"num_rows": 2, "unit": 3}}, "size.unit=3 must be text."),
-        ({"inner": 3}, "inner=3 must be an object."),
-        ({"inner": {"sums": {"a": [1, "2"]}}}, "inner.sums['a']=[1, '2'] must be [bytes, CRC-32]."),
+    for changed, *facts in (
+        *(({"step": step}, f"step={step!r}", "0") for step in ("abc", -1, 2**63, 1.0)),
+        ({"loss": None}, "loss=None"),
+        ({"packing": []}, "packing=[]", "'concat'", "'documents'"),
+        ({"size": {"unit": "rows"}}, "size.num_rows"),
+        ({"size": {"num_rows": 2, "unit": 3}}, "size.unit=3"),
+        ({"inner": 3}, "inner=3"),
+        ({"inner": {"sums": {"a": [1, "2"]}}}, "inner.sums['a']=[1, '2']", "[bytes, CRC-32]"),
     ):
-        with pytest.raises(ValueError, match=r"^a\.json") as caught:
+        with refused("a.json: ", *facts):
             check_kind(VALID | changed, Whole, where="a.json")
-        assert str(caught.value) == f"a.json: {message}"
-    with pytest.raises(ValueError, match=r"^f, line 3: at\.rows\[1\]\[0\]='x' must be an integer\.$"):
+    with refused("f, line 3: at.rows[1][0]='x'"):
         check_kind([[1], ["x"]], list[list[int]], where="f, line 3", field="at.rows")
     assert check_kind([[1], []], list[int] | list[list[int]], where="f")
 
@@ -68,33 +64,33 @@ def test_lines_of_a_log_are_rows_or_say_why_not(tmp_path):
     assert list(typed_json.read_lines(tmp_path / "none.jsonl", lambda row: Whole)) == []
 
 
-def test_json_that_is_malformed_or_ambiguous_is_refused_naming_the_file(tmp_path):
+def test_malformed_or_ambiguous_json_is_refused(tmp_path):
     path = tmp_path / "a.json"
-    for content, message in (
-        (b"[" * 100_000, "nested too deeply"),
-        (b"[]", r"\[\] must be an object"),
-        (b"", "is not JSON: Expecting value"),
-        (b'{"a": 1, "a": 2}', "is not JSON: key 'a' appears twice"),
-        (b'{"a": NaN}', "is not JSON: NaN is not a finite number"),
-        (b'{"a": 1e999}', "is not JSON: 1e999 is not a finite number"),
-        (b'{"a": ' + b"9" * 10_000 + b"}", "is not JSON: Exceeds the limit"),
-        (b'{"a": "\xff"}', "is not JSON: 'utf-8' codec can't decode byte 0xff"),
+    for content, fact in (
+        (b"[" * 100_000, ""),
+        (b"[]", "[]"),
+        (b"", "JSON"),
+        (b'{"a": 1, "a": 2}', "'a'"),
+        (b'{"a": NaN}', "NaN"),
+        (b'{"a": 1e999}', "1e999"),
+        (b'{"a": ' + b"9" * 10_000 + b"}", "JSON"),
+        (b'{"a": "\xff"}', "0xff"),
     ):
         path.write_bytes(content)
-        with pytest.raises(ValueError, match=message) as caught:
+        with refused(path, fact) as caught:
             typed_json.read_json(path)
         assert str(caught.value).startswith(str(path))
 
 
 def test_json_from_a_fifo_is_refused_without_blocking(tmp_path):
     os.mkfifo(tmp_path / "a.json")
-    with pytest.raises(ValueError, match=r"a\.json is not a regular file"):
+    with refused(tmp_path / "a.json"):
         typed_json.read_json(tmp_path / "a.json")
 
 
 def test_names_that_lead_out_of_a_folder_are_refused():
     for name in ("", ".", "..", "/a", "../a", "a/b", "a\0b", "a\nb", "\ud800", "a" * 256, 7, None, []):
-        with pytest.raises(ValueError, match=r"^f: field=.* must be a plain name without '/'"):
+        with refused("f: field="):
             typed_json.check_name(name, "f: field")
     for name in ("a", "model-00001-of-00002.safetensors", ".hidden", "..a", "a b", "é"):
         assert typed_json.check_name(name, "f") == name

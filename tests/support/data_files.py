@@ -7,8 +7,8 @@ import numpy as np
 import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
-import pytest
 from array_record.python import array_record_module
+from refusals import refused
 
 from hlat_jax.data import sources
 from hlat_jax.data.formats.paths import find_files
@@ -110,7 +110,8 @@ def read_in_order(path, *, text_field="text"):
     return [found for file in files for found in iter_documents(file, text_field=text_field)]
 
 
-def error_of(spec, **options):
-    with pytest.raises(ValueError, match=r".") as caught:
+def assert_unreadable(spec, *facts, **options):
+    """Asserts that what `spec` names is refused when it is opened or read, with an error that names each fact."""
+    with refused(*facts) as caught:
         read_all(spec, **options)
     return str(caught.value)

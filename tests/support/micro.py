@@ -78,6 +78,26 @@ def write_config(folder: pathlib.Path) -> pathlib.Path:
     return path
 
 
+def hold_at(path: pathlib.Path, step: int) -> None:
+    """Changes a config file: process 0 waits after the step as long as the file of the variable `HOLD` exists."""
+    path.write_text(f"{_HOLD.format(step=step)}{path.read_text()}")
+
+
+_HOLD = """
+import os, time
+from hlat_jax.data import positions
+
+positions.EVERY_STEPS, _write = 1, positions.write
+
+def _hold_and_write(workdir, step, **given):
+    while step == {step} and os.path.exists(os.environ.get("HOLD", "")):
+        time.sleep(0.01)
+    return _write(workdir, step, **given)
+
+positions.write = _hold_and_write
+"""
+
+
 def config(folder: pathlib.Path, **settings) -> ml_collections.ConfigDict:
     """Returns the micro config, written to `folder`, with settings given as SECTION__KEY=VALUE."""
     c = config_files.load(str(write_config(folder)))

