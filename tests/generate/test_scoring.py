@@ -92,7 +92,7 @@ with distributed.join(job):
     one, both = found
     np.testing.assert_allclose([score[0] for score in both], [score[0] for score in one], atol=1e-4)
     assert len({score[0] for score in one}) == 3
-    print("the same", file=sys.stderr)
+    print("equal", file=sys.stderr)
 """
 
 
@@ -102,4 +102,4 @@ def test_scores_over_two_processes_equal_one_device(tmp_path):
     commands = [[sys.executable, "-c", TWO_PROCESSES, address, str(index)] for index in range(2)]
     with jobs.run_job(commands, [micro.environment(num_devices=2)] * 2, tmp_path) as job:
         assert job.wait() == [0, 0], job.err(0) + job.err(1)
-    assert "the same" in job.err(0)
+    assert "equal" in job.err(0)

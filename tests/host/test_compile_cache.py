@@ -104,7 +104,7 @@ def test_fault_of_the_cache_is_told_from_one_of_the_machine(tmp_path, crash):
         return dict(os.environ) | {"PYTHONPATH": path}
 
     fault = compile_cache.fault_of_cache(environ("cached"))
-    assert ("RET_CHECK" in fault, fault.endswith("(exit code -6)")) == (True, crash)
+    assert ("RET_CHECK" in fault, "-6" in fault) == (True, crash)
     with refused("RET_CHECK", kind=RuntimeError):
         compile_cache.fault_of_cache(environ("always"))
 

@@ -109,5 +109,5 @@ def test_a_launch_of_more_arrays_than_were_fast_is_a_warning():
     found = {"per_step": 2, "seconds": None}
     lines = launch_lines(found | {"programs": {"train": row | {"inputs": 129}, "norms": row}})
     assert "(1 x train + 1 x norms)" in lines[0]
-    assert_names(lines[1], "129", "8", "(train)", "WARNING for train", "128")
+    assert_names(lines[1], "129", "8", "(train)", "WARNING", "128")
     assert "WARNING" not in launch_lines(found | {"programs": {"norms": row}})[1]

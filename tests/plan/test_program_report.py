@@ -13,7 +13,7 @@ from refusals import assert_names
 from hlat_jax.batch import SumAndCount
 from hlat_jax.parallel import xla_options
 from hlat_jax.parallel.sharding import make_layout
-from hlat_jax.passes.compile import TrainingProgram
+from hlat_jax.passes.compile import Stage, TrainingProgram
 from hlat_jax.plan.program_report import place, report
 from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve
@@ -39,7 +39,6 @@ def test_report_matches_xla_bytes_and_has_no_collectives_on_one_device():
     assert_names(str(found), f"{memory.argument_size_in_bytes:,} ", f"{memory.alias_size_in_bytes:,} ")
     assert found.predicted_bytes > 0
     assert found.collectives == ()
-    assert "collectives      none" in str(found)
 
 
 def test_report_locates_zero_3_gathers_and_scatters():
@@ -58,7 +57,7 @@ def test_gradients_are_reduced_where_configured(small, when, where):
     small.train.num_microbatches = 2
     config = resolve(small)
     program = make_program(config, make_layout(config.parallel, jax.devices()))
-    found = report(TrainingProgram({"loss": program.training}), *program.step_arguments[:2])
+    found = report(TrainingProgram([Stage("loss", program.training, str)]), *program.step_arguments[:2])
     carried = collections.Counter()
     for collective in found.collectives:
         assert collective.axes == ("data",)

@@ -80,7 +80,7 @@ def test_fields_are_those_of_the_guide_and_each_is_read():
     assert fields_of(without(TRN1, *path, device_latency={"p50": 0.2}), pid=7)["device_latency_s"] == 0.2
 
 
-def test_only_the_own_process_counts_unless_the_report_does_not_have_it():
+def test_only_the_own_process_counts_if_the_report_has_it():
     both = report(runtime(7, {"0": core(40.0)}), runtime(8, {"1": core(60.0)}))
     assert fields_of(both, pid=8)["device_utilization"] == 60.0
     assert fields_of(both, pid=1)["device_utilization"] == 50.0  # in a container pids are others

@@ -234,7 +234,7 @@ def test_node_goes_on_without_a_cache_of_jax_that_crashes(tmp_path):
     for _ in range(2):  # the second start reads the result of the first
         done = subprocess.run(words, env=env, capture_output=True, text=True, timeout=600, check=False)
         first, second, *_, last = done.stdout.splitlines()
-        assert_names(first, "compile cache", "XlaRuntimeError: RET_CHECK")
+        assert_names(first, "XlaRuntimeError: RET_CHECK")
         assert second.endswith("1 x trn1.32xlarge")
         assert last == "LAST None"
         assert "'neuron'" in done.stderr  # it went on to the devices
