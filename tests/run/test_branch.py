@@ -37,7 +37,7 @@ def test_a_branch_with_the_same_settings_is_the_run_itself(trained_run, train, t
     assert 0 < micro.rows(branch)[20]["tokens_per_s"] < 1e7  # of one step, not of all tokens so far
     train(train__num_steps=26)
     out = capsys.readouterr().out
-    assert "train.branch_from  ignored: resuming from this run's own checkpoint\nresuming from step 24 of 26" in out
+    assert "train.branch_from ignored: resuming from this run's own checkpoint\nresuming from step 24 of 26" in out
     assert [row["step"] for row in micro.rows(branch)] == list(range(1, 27))
 
 
