@@ -75,5 +75,5 @@ def _read_record(path: pathlib.Path, named: int) -> tuple[int, np.ndarray, str] 
             return None
         hashes = {key: metadata[key] for key in ("manifest", "tokenizer_sha256")}
         return num_batches, position, identity(metadata["config"]["data"], num_batches=num_batches, **hashes)
-    except (OSError, TypeError, AttributeError, *NPZ_DAMAGE):
+    except (OSError, TypeError, AttributeError, OverflowError, *NPZ_DAMAGE):
         return None

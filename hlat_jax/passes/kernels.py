@@ -90,8 +90,12 @@ def kernels(
     return Rewritten(fn, name="kernels", matchers=[functools.partial(_matches, kernel=kernel)], check=check)
 
 
+def _cudnn(q_BTNH: Any, k_BSKH: Any, v_BSKH: Any, bias: Any, mask: Any, **static: Any) -> Any:
+    return gpu.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, bias_BNTS=bias, mask_BNTS=mask, **static)
+
+
 def _cudnn_refusals(*arrays: Any, **static: Any) -> list[str]:
-    return gpu.trace_errors(functools.partial(gpu.dot_product_attention, **static), *arrays)
+    return gpu.trace_errors(functools.partial(_cudnn, **static), *arrays)
 
 
 def _nki(q_BTNH: Any, k_BSKH: Any, v_BSKH: Any, bias: None, mask: None, *, scale: float, **_: Any) -> Any:
@@ -118,8 +122,8 @@ def _nki_refusals(
 
 _CUDNN = _Kernel(
     "cuDNN",
-    gpu.dot_product_attention,
-    functools.partial(gpu.dot_product_attention, implementation="xla"),
+    _cudnn,
+    functools.partial(_cudnn, implementation="xla"),
     _cudnn_refusals,
 )
 _KERNELS = {"gpu": _CUDNN, "cuda": _CUDNN, "neuron": _Kernel("NKI", _nki, _nki, _nki_refusals)}
