@@ -91,8 +91,9 @@ def kernels(
 
 
 def _cudnn_refusals(q: Any, k: Any, v: Any, *, bias_BNTS: Any, mask_BNTS: Any, **static: Any) -> list[str]:
-    def attend(q: Any, k: Any, v: Any, bias: Any, mask: Any) -> Any:
-        return gpu.dot_product_attention(q, k, v, bias_BNTS=bias, mask_BNTS=mask, **static)
+    def attend(*operands: Any) -> Any:
+        *qkv, bias, mask = operands
+        return gpu.dot_product_attention(*qkv, bias_BNTS=bias, mask_BNTS=mask, **static)
 
     return gpu.trace_errors(attend, q, k, v, bias_BNTS, mask_BNTS)
 
@@ -197,7 +198,7 @@ def _match(graph: EquationGraph, last: Any, side: int, kernel: _Kernel) -> Match
     scores = _read_scores(graph, scores_placed, set())
     if scores is None:
         raise _NotAttention
-    axes = _Axes.of(graph, last, side, probs, scores, S)
+    axes = _Axes.of(graph, last, side=side, probs=probs, scores=scores, S=S)
     causal, window, masks = _split_causal(graph, scores, axes)
     for added, _ in scores.biases:
         if axes.has_rows(added) and _has_derivative(graph, added[0]):
@@ -412,7 +413,7 @@ class _Axes:
         return not {*self.B}.isdisjoint(one[1])
 
     @classmethod
-    def of(cls, graph: EquationGraph, last: Any, side: int, probs: Placed, scores: _Scores, S: list[Axis]) -> _Axes:
+    def of(cls, graph: EquationGraph, last: Any, *, side: int, probs: Placed, scores: _Scores, S: list[Axis]) -> _Axes:
         """Returns the axes of a product of probabilities and values.
 
         Args:
