@@ -24,7 +24,7 @@ from jax.extend import core
 
 from hlat_jax.ops.own_backward import has_own_backward
 from hlat_jax.passes.autocast_equations import Cast
-from hlat_jax.passes.interpret import COMPOUND, compound, map_jaxpr, stops_on_floats
+from hlat_jax.passes.interpret import COMPOUND, map_jaxpr, stops_on_floats
 from hlat_jax.passes.jaxpr import (
     COLLECTIVES,
     called_jaxpr,
@@ -133,9 +133,10 @@ def _rule(rules: Mapping[str, str], eqn: core.JaxprEqn) -> str:
     if name in ALWAYS:
         return _product_rule(eqn)
     is_square = name == "mul" and eqn.invars[0] is eqn.invars[1]
-    if is_square or (name == "while" and stops_on_floats(compound(eqn))):
+    if is_square or (name == "while" and stops_on_floats(eqn)):
         return "never"
-    inside = equations(called_jaxpr(eqn)) if has_own_backward(eqn) else ()
+    body = called_jaxpr(eqn) if has_own_backward(eqn) else None
+    inside = () if body is None else equations(body)
     if any(inner.primitive.name == "while" and _rule(rules, inner) == "never" for inner, _ in inside):
         return "never"  # its derivative rule may run the loop again, which must take the same steps
     return "infer" if name in INFER or name in COMPOUND else "never"
@@ -147,10 +148,10 @@ def _product_rule(eqn: core.JaxprEqn) -> str:
     if jax.lax.Precision.HIGHEST in (precision if isinstance(precision, tuple) else (precision,)):
         return "never"
     if eqn.primitive.name == "dot_general":
-        ((dims, _), _), left = eqn.params["dimension_numbers"], eqn.invars[0].aval
+        ((dims, _), _), shape = eqn.params["dimension_numbers"], getattr(eqn.invars[0].aval, "shape", ())
         if not dims:
             return "never"
-        if math.prod(left.shape[dim] for dim in dims) <= 1:
+        if math.prod(shape[dim] for dim in dims) <= 1:
             return "infer"  # an elementwise multiplication
     return "always"
 

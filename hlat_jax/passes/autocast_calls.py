@@ -22,7 +22,7 @@ Retrace = Callable[..., tuple[core.ClosedJaxpr, list[Kind]]]
 
 
 def custom_jvp(
-    retrace: Retrace, eqn: core.JaxprEqn, arrays: Sequence[Any], given_kinds: list[Kind], wide: Sequence[bool]
+    retrace: Retrace, eqn: core.JaxprEqn, *, arrays: Sequence[Any], given_kinds: list[Kind], wide: Sequence[bool]
 ) -> tuple[list[Any], list[Kind]]:
     """Returns the results of a `jax.custom_jvp` function, and their kinds.
 
@@ -66,7 +66,7 @@ def custom_jvp(
 
 
 def own_backward(
-    retrace: Retrace, eqn: core.JaxprEqn, arrays: Sequence[Any], given_kinds: list[Kind]
+    retrace: Retrace, eqn: core.JaxprEqn, *, arrays: Sequence[Any], given_kinds: list[Kind]
 ) -> tuple[list[Any], list[Kind]]:
     """Returns the results of a function with a backward pass of its own, and their kinds; see `custom_jvp`.
 

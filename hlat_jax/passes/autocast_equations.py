@@ -224,9 +224,11 @@ class Cast:
         """Returns the results of an equation with bodies, which are cast, and the kinds of the results."""
         eqn, kinds = inside.eqn, [operand.kind for operand in operands]
         if has_own_backward(eqn):
-            return autocast_calls.own_backward(self.retrace, eqn, self._arrays(operands, kinds), kinds)
+            arrays = self._arrays(operands, kinds)
+            return autocast_calls.own_backward(self.retrace, eqn, arrays=arrays, given_kinds=kinds)
         if inside.name == "custom_jvp_call":
-            return autocast_calls.custom_jvp(self.retrace, eqn, self._arrays(operands, kinds), kinds, wide)
+            arrays = self._arrays(operands, kinds)
+            return autocast_calls.custom_jvp(self.retrace, eqn, arrays=arrays, given_kinds=kinds, wide=wide)
         forced: list[Kind | None] = []
         if inside.has_branches:  # each result is narrow if it is in every branch, and otherwise as declared
             forced, wide = inside.forward(kinds, self._out_kinds, _joined), ()

@@ -356,7 +356,7 @@ def reaching(
     return [var in reaching_vars for var in jaxpr.invars]
 
 
-def stops_on_floats(loop: Compound) -> bool:
+def stops_on_floats(eqn: core.JaxprEqn) -> bool:
     """Returns whether floats that a `while` carries enter into its condition, in any of its trips.
 
     The condition of a `fori_loop` counts, and reads none.
@@ -365,7 +365,8 @@ def stops_on_floats(loop: Compound) -> bool:
     def of_body(closed: core.ClosedJaxpr, wanted: list[bool]) -> list[bool]:
         return reaching(closed.jaxpr, lambda eqn: False, wanted=wanted)
 
-    wanted = of_body(loop.condition.closed, [True])[loop.eqn.params["cond_nconsts"] :]
+    loop = _while(eqn)
+    wanted = of_body(loop.condition.closed, [True])[eqn.params["cond_nconsts"] :]
     read = loop.backward(wanted, of_body)[loop.carried]
-    carried = zip(loop.eqn.invars[loop.carried], wanted, read, strict=True)
+    carried = zip(eqn.invars[loop.carried], wanted, read, strict=True)
     return any(is_inexact(atom.aval) and (is_wanted or is_read) for atom, is_wanted, is_read in carried)

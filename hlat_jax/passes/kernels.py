@@ -57,7 +57,7 @@ class _Kernel(NamedTuple):
 
     Attributes:
       name: for the report.
-      run: function of (q_BTNH, k_BSKH, v_BSKH, bias_BNTS, mask_BNTS, causal=, window=, scale=).
+      run: function of the arguments of `ops.gpu.attention.dot_product_attention`.
       on_cpu: the same function without the kernel.
       refusals: function of the same arguments, arrays as shapes, that returns why the kernel does not take a call.
     """
@@ -90,26 +90,26 @@ def kernels(
     return Rewritten(fn, name="kernels", matchers=[functools.partial(_matches, kernel=kernel)], check=check)
 
 
-def _cudnn(q_BTNH: Any, k_BSKH: Any, v_BSKH: Any, bias: Any, mask: Any, **static: Any) -> Any:
-    return gpu.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, bias_BNTS=bias, mask_BNTS=mask, **static)
+def _cudnn_refusals(q: Any, k: Any, v: Any, *, bias_BNTS: Any, mask_BNTS: Any, **static: Any) -> list[str]:
+    def attend(*operands: Any) -> Any:
+        *qkv, bias, mask = operands
+        return gpu.dot_product_attention(*qkv, bias_BNTS=bias, mask_BNTS=mask, **static)
+
+    return gpu.trace_errors(attend, q, k, v, bias_BNTS, mask_BNTS)
 
 
-def _cudnn_refusals(*arrays: Any, **static: Any) -> list[str]:
-    return gpu.trace_errors(functools.partial(_cudnn, **static), *arrays)
-
-
-def _nki(q_BTNH: Any, k_BSKH: Any, v_BSKH: Any, bias: None, mask: None, *, scale: float, **_: Any) -> Any:
+def _nki(q_BTNH: Any, k_BSKH: Any, v_BSKH: Any, *, scale: float, **_: Any) -> Any:
     factor = scale * math.sqrt(q_BTNH.shape[-1])  # the kernel divides by the root
     is_one = math.isclose(factor, 1, rel_tol=1e-6)
     return nki.attention(q_BTNH if is_one else q_BTNH * jnp.asarray(factor, q_BTNH.dtype), k_BSKH, v_BSKH)
 
 
 def _nki_refusals(
-    q: Any, k: Any, v: Any, bias: Any, mask: Any, *, causal: bool, window: int | None, **_: Any
+    q: Any, k: Any, v: Any, *, bias_BNTS: Any, mask_BNTS: Any, causal: bool, window: int | None, **_: Any
 ) -> list[str]:
     call = {"num_kv_heads": k.shape[2], "dtype": q.dtype, "has_segments": False, "window": window}
     reasons = nki.unsupported_reasons(q_shape=q.shape, **call)
-    if not causal or bias is not None or mask is not None:
+    if not causal or bias_BNTS is not None or mask_BNTS is not None:
         reasons.append("the kernel takes a causal mask and no other mask or bias")
     device = jax.devices()[0]
     if device.platform == "neuron":
@@ -122,8 +122,8 @@ def _nki_refusals(
 
 _CUDNN = _Kernel(
     "cuDNN",
-    _cudnn,
-    functools.partial(_cudnn, implementation="xla"),
+    gpu.dot_product_attention,
+    functools.partial(gpu.dot_product_attention, implementation="xla"),
     _cudnn_refusals,
 )
 _KERNELS = {"gpu": _CUDNN, "cuda": _CUDNN, "neuron": _Kernel("NKI", _nki, _nki, _nki_refusals)}
@@ -198,12 +198,12 @@ def _match(graph: EquationGraph, last: Any, side: int, kernel: _Kernel) -> Match
     scores = _read_scores(graph, scores_placed, set())
     if scores is None:
         raise _NotAttention
-    axes = _Axes.of(graph, last, side, probs, scores, S)
+    axes = _Axes.of(graph, last, side=side, probs=probs, scores=scores, S=S)
     causal, window, masks = _split_causal(graph, scores, axes)
-    for bias, _ in scores.biases:
-        if axes.has_rows(bias) and _has_derivative(graph, bias[0]):
+    for added, _ in scores.biases:
+        if axes.has_rows(added) and _has_derivative(graph, added[0]):
             raise _Refused("a bias that differs by row may have no gradient in the kernel")
-    placed = [axes.q, axes.k, axes.v, *(bias for bias, _ in scores.biases), *(mask.array for mask in masks)]
+    placed = [axes.q, axes.k, axes.v, *(one for one, _ in scores.biases), *(one.array for one in masks)]
     inputs, result = list(dict.fromkeys(var for var, _ in placed)), axes.out[0]
     static = {"causal": causal, "window": window, "scale": scores.scale}
 
@@ -227,18 +227,18 @@ def _match(graph: EquationGraph, last: Any, side: int, kernel: _Kernel) -> Match
         bias = sum(terms).astype(q.dtype) if terms else None
         if bias is not None:  # of all heads: older versions of JAX have no gradient by another one
             bias = jnp.broadcast_to(bias, (bias.shape[0], q.shape[2], *lengths))
-        attended = [(of_pairs(mask.array) != 0) == mask.when for mask in masks]
+        attended = [(of_pairs(one.array) != 0) == one.when for one in masks]
         return [q, *keys, bias, functools.reduce(jnp.logical_and, attended) if attended else None], sizes
 
     def replacement(run: Callable[..., Any], *values: Any) -> list[Any]:
-        arrays, sizes = operands(*values)
+        (q, k, v, bias, mask), sizes = operands(*values)
         order, layout = [*axes.B, *axes.T, *axes.K, *axes.G, *axes.V], [axis for axis in axes.out[1] if axis]
-        out = run(*arrays, **static).reshape([sizes[axis] for axis in order])
+        out = run(q, k, v, bias_BNTS=bias, mask_BNTS=mask, **static).reshape([sizes[axis] for axis in order])
         out = out.transpose([order.index(axis) for axis in layout])
         return [out.reshape([sizes[axis] if axis else 1 for axis in axes.out[1]]).astype(result.aval.dtype)]
 
-    shapes = jax.eval_shape(lambda *values: operands(*values)[0], *(var.aval for var in inputs))
-    if reasons := kernel.refusals(*shapes, **static):
+    q, k, v, bias, mask = jax.eval_shape(lambda *values: operands(*values)[0], *(var.aval for var in inputs))
+    if reasons := kernel.refusals(q, k, v, bias_BNTS=bias, mask_BNTS=mask, **static):
         raise _Refused(f"{kernel.name}: {'; '.join(reasons)}")
     return Match(
         op=_OP,
@@ -413,7 +413,7 @@ class _Axes:
         return not {*self.B}.isdisjoint(one[1])
 
     @classmethod
-    def of(cls, graph: EquationGraph, last: Any, side: int, probs: Placed, scores: _Scores, S: list[Axis]) -> _Axes:
+    def of(cls, graph: EquationGraph, last: Any, *, side: int, probs: Placed, scores: _Scores, S: list[Axis]) -> _Axes:
         """Returns the axes of a product of probabilities and values.
 
         Args:

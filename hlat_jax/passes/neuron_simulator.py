@@ -255,7 +255,7 @@ class _Simulation:
         consts = [_Value(_carrier(const, var.aval), origins.constant_labels(const)) for const, var in consts]
         return evaluate(closed.jaxpr, [*consts, *values], on_equation, on_literal=_literal)
 
-    def body(self, body: Body, arrays: Sequence[Any], labels: Sequence, site: _Site, *, wanted: Sequence = ()) -> list:
+    def body(self, body: Body, arrays: Sequence[Any], labels: Sequence, *, site: _Site, wanted: Sequence = ()) -> list:
         """Returns the arrays of the results of a body for inputs with these labels.
 
         With `wanted`, the labels of what joins them with others: the carry of a loop, the result of a `cond`.
@@ -325,7 +325,8 @@ def _compound(sim: _Simulation, inside: Compound, values: list[_Value], outs: li
         return _shard_map(sim, inside, arrays, labels, site)
     if inside.has_branches:
         return inside.bind_numbered(
-            arrays, lambda body, number, inputs: sim.body(body, inputs, labels[1:], site.inside(number), wanted=outs)
+            arrays,
+            lambda body, number, inputs: sim.body(body, inputs, labels[1:], site=site.inside(number), wanted=outs),
         )
     if inside.carried is not None:
         joined = origins.labels_in_loop(inside, labels)
@@ -333,14 +334,14 @@ def _compound(sim: _Simulation, inside: Compound, values: list[_Value], outs: li
 
         def trip(body: Body, number: Any, inputs: list[Any]) -> list[Any]:
             if body is inside.condition:
-                return sim.body(body, inputs, body.inputs(joined), site.inside("condition").iteration(number))
-            return sim.body(body, inputs, body.inputs(joined), site.iteration(number), wanted=outs)
+                return sim.body(body, inputs, body.inputs(joined), site=site.inside("condition").iteration(number))
+            return sim.body(body, inputs, body.inputs(joined), site=site.iteration(number), wanted=outs)
 
         return inside.bind_numbered(arrays, trip)
     # derivative rules have done their work in the trace of the gradient
     if eqn.params.get("differentiated"):  # `jax.checkpoint`: compilers must not find the values of the first pass again
         arrays = jax.lax.optimization_barrier(arrays)
-    results = sim.body(body, arrays, labels, site)
+    results = sim.body(body, arrays, labels, site=site)
     placed = eqn.params.get("out_shardings") or [None] * len(results)
     return [
         jax.lax.with_sharding_constraint(result, to) if isinstance(to, jax.sharding.Sharding) else result
@@ -355,6 +356,6 @@ def _shard_map(sim: _Simulation, inside: Compound, arrays: list, labels: list, s
 
     def local(*arrays: Any) -> list[Any]:
         at = dataclasses.replace(site, word=None if site.word is None else arrays[num], axes=axes)
-        return sim.body(body, arrays[:num], origins.labels_in_shard_map(inside.eqn, labels), at)
+        return sim.body(body, arrays[:num], origins.labels_in_shard_map(inside.eqn, labels), site=at)
 
     return bind_shard_map(inside.eqn, local, arrays, replicated=[] if site.word is None else [site.word])

@@ -498,14 +498,14 @@ def test_missing_cudnn_is_skipped_by_auto_and_refused_by_name():
 def test_cudnn_receives_the_arguments_of_the_call(monkeypatch):
     asked = []
 
-    def fake(q, k, v, **options):
+    def fake(q, k, v, bias, mask, **options):
         asked.append((q.shape, k.shape, q.dtype, options))
         return q
 
     monkeypatch.setattr(jax.nn, "dot_product_attention", fake)
     call = attention.describe_call((2, 128, 4, 64), 2, dtype=jnp.bfloat16, has_segments=False, window=32)
     assert gpu.cudnn_unsupported_reasons(**call) == []
-    options = {"is_causal": True, "local_window_size": (31, 0), "implementation": "cudnn"}
+    options = {"is_causal": True, "scale": None, "local_window_size": (31, 0), "implementation": "cudnn"}
     assert asked == [((2, 128, 4, 64), (2, 128, 2, 64), jnp.bfloat16, options)]
     [reason] = gpu.cudnn_unsupported_reasons(**call | {"has_segments": True})
     assert "supports segment ids (data.packing=documents) only as a T x T mask" in reason

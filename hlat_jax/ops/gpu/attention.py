@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ def dot_product_attention(
     causal: bool = True,
     window: int | None = None,
     scale: float | None = None,
-    implementation: str = "cudnn",
+    implementation: Literal["cudnn", "xla"] = "cudnn",
 ) -> jax.Array:
     """Returns [B, T, N, H]: softmax(scale * q k + bias) v, of the keys that the masks leave.
 
@@ -46,9 +46,16 @@ def dot_product_attention(
       scale: factor of the scores, by default 1/sqrt(H).
       implementation: "cudnn", or "xla" for any platform.
     """
-    options = {"local_window_size": None if window is None else (window - 1, 0), "implementation": implementation}
     return jax.nn.dot_product_attention(
-        q_BTNH, k_BSKH, v_BSKH, bias_BNTS, mask_BNTS, is_causal=causal, scale=scale, **options
+        q_BTNH,
+        k_BSKH,
+        v_BSKH,
+        bias_BNTS,
+        mask_BNTS,
+        is_causal=causal,
+        scale=scale,
+        local_window_size=None if window is None else (window - 1, 0),
+        implementation=implementation,
     )
 
 

@@ -129,7 +129,7 @@ def _regions(
                 continue
             bounds = dataclasses.replace(bounds, is_eager=is_eager)
             try:
-                regions.append(_Region.around(graph, seed, dim, bounds, frozenset(taken)))
+                regions.append(_Region.around(graph, seed, dim, bounds=bounds, taken=frozenset(taken)))
             except Mixed as mixed:
                 reason = str(mixed)
                 large = [pair for pair in mixed.dims.items() if bounds.is_large(pair[0])]
@@ -190,7 +190,7 @@ class _Region:
     reading: Mapping[int, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def around(cls, graph: EquationGraph, seed: Any, dim: int, bounds: _Bounds, taken: frozenset[int]) -> _Region:
+    def around(cls, graph: EquationGraph, seed: Any, dim: int, *, bounds: _Bounds, taken: frozenset[int]) -> _Region:
         """Returns the region around a value.
 
         Raises:
@@ -295,7 +295,7 @@ class _Region:
         link = self._link_of(eqn)
         invars = [atom if is_literal(atom) else self.graph.copy_of_constant(atom, eqn) for atom in eqn.invars]
         own = eqn.replace(invars=invars)  # with constants of its own
-        copies = {pair: core.Var(pair[0].aval) for pair in self._in_two_ways(own, link)} | self.copies
+        copies = {**{pair: core.Var(pair[0].aval) for pair in self._in_two_ways(own, link)}, **self.copies}
         pairs = zip(invars, link.operands, strict=True)
         own = own.replace(invars=[one if is_literal(one) else copies.get((one, dim), one) for one, dim in pairs])
         dims = {**self.dims, **dict(_ends(own, link))}

@@ -1,14 +1,14 @@
 """Loops over the chunks of a region: which there are, and what they compute.
 
 What is reduced over a loop is accumulated in fp32, in the order of the chunks; what depends on it is computed by
-another loop, which computes its chunks again.
+another loop, which computes its chunks again. Where more than two have a derivative, one loop has all gradients.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,12 +21,15 @@ from hlat_jax.host.jax_compat import ad, batching, mlir
 from hlat_jax.ops.cross_entropy import is_loss_scaled
 from hlat_jax.ops.own_backward import with_backward
 from hlat_jax.passes.dataflow import upstream
-from hlat_jax.passes.independence import SUM, Start, bind_part
+from hlat_jax.passes.independence import SUM, Start, bind_part, is_elementwise_call
 from hlat_jax.passes.jaxpr import (
     aval_bytes,
+    inner_jaxprs,
+    is_inexact,
     is_literal,
     perturbed_at,
     place_of,
+    primitives,
     values_of,
     variables,
     varying_axes,
@@ -34,6 +37,8 @@ from hlat_jax.passes.jaxpr import (
 
 ShapeOf = Callable[[Any], Sequence[int]]
 _Sizes = tuple[ShapeOf, int]  # shapes of variables, and the number of chunks
+_FLAT = primitives("stop_gradient sign floor ceil round nextafter")  # without a derivative
+_EXTREMA = primitives("reduce_max reduce_min max min")
 _REDUCED = {"reduce_max": jnp.max, "reduce_min": jnp.min, "reduce_and": jnp.all, "reduce_or": jnp.any}
 
 
@@ -109,12 +114,106 @@ class Chunks:
           shape_of: shape of a variable.
           num_parts: number of chunks.
         """
-        sizes = shape_of, num_parts
-        for loop in self.loops():
+        loops, sizes = self.loops(), (shape_of, num_parts)
+        numbers = self._num_reductions([var for var in self.outputs if is_inexact(var.aval)])
+        if self._is_joint_cheaper(loops, numbers) and self._has_joint_derivative(numbers):
+            return self._with_one_derivative(loops, env, sizes)
+        return values_of(self.outputs, self._run_all(loops, env, sizes))
+
+    def _is_joint_cheaper(self, loops: Sequence[Loop], numbers: Mapping[Any, int]) -> bool:
+        """Returns whether one derivative of all loops takes fewer products than that of each; see `_num_reductions`."""
+        differentiated = [loop for loop in loops if any(var in numbers for var in loop.goals)]
+        # each: a product again, unless its gradients are summed with it, and two for the gradients
+        by_each = sum(_num_products(loop.eqns) * (2 + (loop.scalar is None)) for loop in differentiated)
+        eqns = {id(eqn): eqn for loop in differentiated for eqn in loop.eqns}
+        return _num_products(eqns.values()) * (2 + max([1, *numbers.values()])) < by_each
+
+    def _has_joint_derivative(self, numbers: Collection[Any]) -> bool:
+        """Returns whether one derivative of all loops is that of each; see `_num_reductions`.
+
+        Not if the largest of some values has a derivative. Which values are equal to it would be found again beside
+        what was reduced before, from which they may then differ in the last bit.
+        """
+        extrema = [eqn for eqn in self.eqns if eqn.primitive.name in _EXTREMA and eqn.outvars[0] in numbers]
+        return not extrema and all(map(_links_all, self.eqns))
+
+    def _run_all(self, loops: Sequence[Loop], env: dict[Any, Any], sizes: _Sizes) -> dict[Any, Any]:
+        """Returns `env` with the goals of the loops, and what is computed before them."""
+        for loop in loops:
             for eqn in loop.before:
                 env = env | self._results(env, eqn, sizes)
             env = env | self._run(env, loop, sizes)
-        return values_of(self.outputs, env)
+        return env
+
+    def _with_one_derivative(self, loops: Sequence[Loop], env: dict[Any, Any], sizes: _Sizes) -> list[Any]:
+        """Returns the outputs of several loops, of which one loop computes the gradients.
+
+        Let x be the values that the loops read, r the reduced values, and y the outputs. A loop reads values that the
+        loops before it have reduced, so r = f(x, r) and y = g(x, r). For cotangents Y of y, the cotangents R of r and
+        X of x follow from the chain rule:
+
+            R = (dg/dr)^T Y + (df/dr)^T R
+            X = (dg/dx)^T Y + (df/dx)^T R
+
+        The loops are in order, so powers of df/dr vanish. Hence R is exact after as many substitutions as reductions
+        follow one another, less one. Each product with a transpose is one pass over the chunks of all loops together.
+        """
+        before, names = [eqn for loop in loops for eqn in loop.before], list(env)
+        reduced = [var for var, reduction in self.reductions.items() if reduction]
+
+        def with_reduced(*x: Any) -> list[Any]:
+            return values_of([*self.outputs, *reduced], self._run_all(loops, dict(zip(names, x, strict=True)), sizes))
+
+        def in_loops(*x: Any) -> list[Any]:
+            return with_reduced(*x)[: len(self.outputs)]
+
+        def forward(x: Sequence[Any], places: Sequence[int]) -> tuple[list[Any], Any]:
+            values = _as_one(with_reduced)(*x)
+            return values[: len(self.outputs)], (list(x), values[len(self.outputs) :])
+
+        def backward(kept: Any, cotangents: Mapping[int, Any]) -> dict[int, Any]:
+            # an output without a cotangent has no derivative here: zeros times an infinite one were NaN
+            given = {self.outputs[at]: cotangent for at, cotangent in cotangents.items()}
+            numbers = self._num_reductions(given)
+            totals = [var for var in reduced if var in numbers]
+            known = {*reduced, *(var for eqn in before for var in eqn.outvars)}
+            goals = dict.fromkeys([*totals, *(var for var in given if var in self.dims)])
+            joint = self._loop(before, list(goals), known)
+            x, values_of_reduced = kept[0], dict(zip(reduced, kept[1], strict=True))
+
+            def again(x: Sequence[Any], r: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+                """Returns the outputs that have a cotangent, and f(x, r)."""
+                values = values_of_reduced | dict(zip((*names, *totals), (*x, *r), strict=True))
+                for eqn in before:
+                    values |= self._results(values, eqn, sizes)
+                made = self._run(values, joint, sizes)
+                return values_of(given, made | values), values_of(totals, made)  # values: r is an output as it is
+
+            r = values_of(totals, values_of_reduced)
+            (direct,) = jax.vjp(lambda r: again(x, r)[0], r)[1](list(given.values()))
+            of_r = direct
+            for _ in range(max(numbers.values(), default=0) - 1):
+                (through,) = jax.vjp(lambda r: again(x, r)[1], r)[1](of_r)
+                of_r = [a + b for a, b in zip(direct, through, strict=True)]
+            (grads,) = jax.vjp(lambda x: again(x, r), x)[1]((list(given.values()), of_r))
+            return dict(enumerate(grads))
+
+        return with_backward(in_loops, forward, backward)(*env.values())
+
+    def _num_reductions(self, outputs: Iterable[Any]) -> dict[Any, int]:
+        """Returns variable -> the most reductions on a path with a derivative from it, its own included, to an output.
+
+        Variables without such a path are left out.
+        """
+        numbers = dict.fromkeys(outputs, 0)
+        for eqn in reversed(self.eqns):
+            own = [var for var in eqn.outvars if var in numbers]
+            for var in own:
+                numbers[var] += bool(self.reductions.get(var))
+            for var in variables(eqn.invars) if own and eqn.primitive.name not in _FLAT else ():
+                if is_inexact(var.aval):
+                    numbers[var] = max(numbers.get(var, 0), *(numbers[one] for one in own))
+        return numbers
 
     def _results(self, env: Mapping[Any, Any], eqn: Any, sizes: _Sizes, number: Any = None) -> dict[Any, Any]:
         """Returns the results of an equation; of chunk `number`, if it is one of several."""
@@ -299,6 +398,18 @@ def _as_one(fn: Callable) -> Callable:
         return jax.jvp(perturbed_at(fn, primals, places), *given)
 
     return run
+
+
+def _num_products(eqns: Iterable[Any]) -> int:
+    return sum(eqn.primitive.name in ("dot_general", "conv_general_dilated") for eqn in eqns)
+
+
+def _links_all(eqn: Any) -> bool:
+    """Returns whether, as far as its name says, each result of an equation has a derivative by each operand."""
+    is_own = any(inner_jaxprs(eqn)) and not is_elementwise_call(eqn)  # a branch, a loop, a rule of a user
+    num_operands = sum(is_inexact(atom.aval) for atom in eqn.invars)
+    is_each = len(eqn.outvars) > 1 and num_operands > 1  # as of arrays that are sorted together
+    return not (is_own or is_each or eqn.primitive.name == "bitcast_convert_type")
 
 
 def _rows(size: int, num_parts: int) -> int:
