@@ -47,8 +47,8 @@ from hlat_jax.run import nonfinite, optional, results
 from hlat_jax.run.profiling import peak_memory
 from hlat_jax.run.state import NextBatch, Pending, Progress, Run
 from hlat_jax.run.validation import Validation
+from hlat_jax.step import StepMetrics
 from hlat_jax.store.progress import ProgressBar, Status
-from hlat_jax.train_step import StepMetrics
 
 _BETWEEN_STEPS = "preparing the next step"
 

@@ -10,8 +10,8 @@ import jax
 from hlat_jax.config import count_text
 from hlat_jax.host import distributed
 from hlat_jax.run.state import Progress, Run
+from hlat_jax.step import StepMetrics
 from hlat_jax.store.checkpoint_checks import not_finite
-from hlat_jax.train_step import StepMetrics
 
 
 class NonFiniteError(RuntimeError):

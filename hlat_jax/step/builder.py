@@ -82,7 +82,7 @@ def train_step(
         and `value_fn`: the loss, those gradients, and weights -> loss of this batch, differentiable.
       transforms: functions from loss to loss, such as `functools.partial(autocast, policy="bf16")`, in their order.
       transform_step: function of the whole step, gradients and update included, before it is jitted, such as the
-        simulator of `passes.rounding`; the step then has no `microbatch_step`.
+        simulator of `passes.neuron_simulator`; the step then has no `microbatch_step`.
       options: precision, accumulation and devices; fp32 on one device by default.
       params: shapes of the parameters; needed with `options.zero` or `options.replica_sync`, whose shardings follow
         from them.
