@@ -167,7 +167,7 @@ def training_program(
       loss_fn: loss as for `step.train_step`.
       optimizer: an Optax transformation, as for `step.train_step`.
       autocast: cast policy for a loss function in fp32 and an `options.policy` that computes in fp32, see
-        `passes.autocast`; by default the policy's own. float16 adds a loss scale, see `step.loss_scale`.
+        `passes.autocast`; by default the policy's own. fp16 adds a loss scale, see `step.loss_scale`.
       kernels: call the platform's attention kernel where it takes the call, see `passes.kernels`.
       chunk: "64MiB" or bytes: compute intermediates above this size in chunks, see `passes.chunk`.
       residuals: recompute cheap intermediates in the backward pass where that keeps fewer bytes, see

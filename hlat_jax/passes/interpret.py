@@ -29,6 +29,7 @@ that changes what such a function computes makes a new rule, as `autocast_calls`
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -253,13 +254,22 @@ class Compound:
             carry, stacked = jax.lax.scan(step, operands[carried], (numbers, operands[carried.stop :]), **order)
             return [*carry, *stacked]
 
-        def goes_on(state: tuple) -> Any:
+        def going(state: tuple) -> Any:
             return run(self.condition, state[0], self.condition.inputs([*read, *state[1]]))[0]
 
         def turn(state: tuple) -> tuple:
-            return state[0] + 1, step(state[1], (state[0], ()))[0]
+            carry = step(state[1], (state[0], ()))[0]
+            if self.condition.closed.out_avals[0].shape:  # under `vmap`: each row keeps its values when it has ended
+                carry = list(map(functools.partial(_where_rows, going(state)), carry, state[1]))
+            return state[0] + 1, carry
 
-        return jax.lax.while_loop(goes_on, turn, (jnp.uint32(0), operands[carried]))[1]
+        first = jnp.uint32(0), operands[carried]
+        return jax.lax.while_loop(lambda state: jnp.any(going(state)), turn, first)[1]
+
+
+def _where_rows(chosen: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    """Returns the rows of `new` that are chosen, and the other rows of `old`."""
+    return jnp.where(chosen.reshape(chosen.shape + (1,) * (new.ndim - chosen.ndim)), new, old)
 
 
 def _branch(run: Callable[[Body, Any, list[Any]], Sequence[Any]], body: Body) -> Callable[..., list[Any]]:

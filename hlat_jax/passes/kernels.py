@@ -82,8 +82,14 @@ def kernels(
       platform: the platform that runs the function, by default the platform of JAX's default device.
       check: whether each call is compared with the original before it is used, on this machine's CPU without the
         kernel.
+
+    Raises:
+      ValueError: an unknown platform.
     """
-    platform = platform or jax.default_backend()
+    if platform is None:
+        platform = jax.default_backend()
+    elif platform not in _PLATFORMS:
+        raise ValueError(f"kernels: platform={platform!r} is not one of {', '.join(_PLATFORMS)}.")
     kernel = _KERNELS.get(platform)
     if kernel is None:
         return Rewritten(fn, name="kernels", matchers=(), check=check, note=f"platform {platform} has none")
@@ -127,6 +133,7 @@ _CUDNN = _Kernel(
     _cudnn_refusals,
 )
 _KERNELS = {"gpu": _CUDNN, "cuda": _CUDNN, "neuron": _Kernel("NKI", _nki, _nki, _nki_refusals)}
+_PLATFORMS = (*_KERNELS, "cpu", "rocm", "tpu")
 
 
 class _NotAttention(Exception):

@@ -59,7 +59,7 @@ EXACT = primitives(
     broadcast_in_dim reshape transpose squeeze expand_dims slice dynamic_slice dynamic_update_slice pad rev concatenate
     stack unstack split gather scatter scatter-min scatter-max reduce_max reduce_min reduce_window_max cummax cummin
     sort top_k argmax argmin is_finite eq ne lt le gt ge sharding_constraint reshard device_put pvary pcast pbroadcast
-    all_gather all_gather_invariant all_to_all ppermute pmax pmin reduce_precision
+    all_gather all_gather_invariant all_to_all ppermute pmax pmin reduce_precision split_tangent with_tangent
     """
 )
 # The result is rounded once.

@@ -422,7 +422,7 @@ DAMAGE = [
     (lambda folder: (folder / "model.safetensors.index.json").unlink(), "model.safetensors.index.json"),
     (lambda folder: edit_index(folder, "../a.safetensors"), "weight_map['", "='../a.safetensors'"),
     (lambda folder: edit_index(folder, sorted(folder.glob("*.safetensors"))[-1].name), "model.safetensors.index.json"),
-    (lambda folder: edit_json(folder / "config.json", num_hidden_layers=100), "num_hidden_layers=100", " 21"),
+    (lambda folder: edit_json(folder / "config.json", num_hidden_layers=100), "config.json", "model.layers.2."),
 ]
 
 

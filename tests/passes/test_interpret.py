@@ -82,6 +82,24 @@ def test_no_equation_with_a_jaxpr_is_unknown(name):
         assert (compound(eqn) is not None) == any(True for _ in inner_jaxprs(eqn)), eqn.primitive.name
 
 
+def test_rows_of_a_while_under_vmap_end_in_their_own_trip():
+    def halved(row):  # as often as the row says
+        return lax.while_loop(lambda c: c[0] < row, lambda c: (c[0] + 1, c[1] / 2), (0.0, jnp.ones(2)))
+
+    rows = jnp.arange(4.0)
+    closed = jax.make_jaxpr(jax.vmap(halved))(rows)
+
+    def run(body, number, inputs):
+        return jax.core.eval_jaxpr(body.closed.jaxpr, body.closed.consts, *inputs)
+
+    def on_equation(eqn, operands):
+        inside = compound(eqn)
+        return bind_again(eqn, operands) if inside is None else inside.bind_numbered(operands, run)
+
+    found = evaluate(closed.jaxpr, [*closed.consts, rows], on_equation)
+    np.testing.assert_array_equal(found[1], np.float32(0.5) ** rows[:, None] * np.ones(2))
+
+
 @pytest.mark.parametrize("name", ["scan", "while", "cond"])
 def test_bodies_know_their_trip_or_branch(name):
     def numbered(x):

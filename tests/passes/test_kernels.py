@@ -417,6 +417,11 @@ def test_a_platform_without_a_kernel_leaves_the_function_as_it_is():
     assert str(ours.report()) == "kernels: nothing replaced: platform cpu has none"
 
 
+def test_an_unknown_platform_is_refused():
+    with pytest.raises(ValueError, match="platform='CUDA'"):
+        kernels(jax_attention, platform="CUDA")
+
+
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="cuDNN is there")
 def test_attention_is_left_if_cudnn_is_not_installed():
     report = report_of(functools.partial(jax_attention, is_causal=True), *(x.astype(jnp.bfloat16) for x in QKV))
