@@ -20,9 +20,9 @@ project = "hlat_jax"
 version = release = hlat_jax.__version__
 copyright = "the authors of hlat_jax, Apache-2.0"
 
-root_doc = "docs/index"
+root_doc = "README"
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-exclude_patterns = [path.name for path in ROOT.iterdir() if path.name not in PAGES] + ["**/.*"]
+exclude_patterns = [path.name for path in ROOT.iterdir() if path.name not in PAGES] + ["**/.*", "docs/index.md"]
 highlight_language = "none"
 smartquotes = False  # flags begin with two hyphens
 
@@ -44,7 +44,7 @@ nitpick_ignore_regex = [("py:class", ".*")]
 html_theme = "furo"
 html_title = "hlat_jax"
 html_static_path = ["_static"]
-html_extra_path = ["_root"]  # index.html, which leads to docs/index.html
+html_extra_path = ["_root"]  # index.html, which leads to README.html
 html_css_files = ["site.css"]
 html_copy_source = False
 html_show_sphinx = False
@@ -58,6 +58,13 @@ class Mermaid(SphinxDirective):
     def run(self):
         diagram = html.escape("\n".join(self.content))
         return [nodes.raw("", f'<pre class="mermaid">{diagram}</pre>', format="html")]
+
+
+def add_navigation(app, page, source):
+    """Adds the lists of pages, which a Git host would show as text, to the first page."""
+    if page == root_doc:
+        _, *lists = (ROOT / "docs" / "index.md").read_text().partition("```{toctree}")
+        source[0] += "\n" + "".join(lists)
 
 
 def separate_plurals(app, what, name, obj, options, lines):
@@ -86,6 +93,7 @@ def finish_page(app, page, template, context, doctree):
 
 def setup(app):
     app.add_directive("mermaid", Mermaid)
+    app.connect("source-read", add_navigation)
     app.connect("autodoc-process-docstring", separate_plurals)
     app.connect("autodoc-process-signature", shorten_factories)
     app.connect("html-page-context", finish_page)
