@@ -112,7 +112,9 @@ def parse_remat(text: str) -> Remat:
     names = tuple(name.strip() for name in rest.split(",") if name.strip())
     if kind == "names" and colon:
         if unknown := set(names) - set(_SELECTIVE):
-            raise ValueError(f"model.remat={text!r} has {', '.join(sorted(unknown))}; use {', '.join(_SELECTIVE)}.")
+            raise ValueError(
+                f"model.remat={text!r} has unknown names: {', '.join(sorted(unknown))}. Use {', '.join(_SELECTIVE)}."
+            )
         return Remat(kind, names)
     if kind == "saved" and colon:
         return Remat(kind, names)
@@ -187,8 +189,8 @@ class ModelConfig:
         if self.num_heads % self.num_kv_heads:
             divisors = [d for d in range(1, self.num_heads + 1) if self.num_heads % d == 0]
             raise ValueError(
-                f"model.num_kv_heads={self.num_kv_heads} must divide model.num_heads={self.num_heads}; "
-                f"use one of {divisors}."
+                f"model.num_kv_heads={self.num_kv_heads} must divide model.num_heads={self.num_heads}. "
+                f"Use one of {divisors}."
             )
         if self.head_dim % 2:
             raise ValueError(f"model.head_dim={self.head_dim} must be even: rotary embeddings rotate pairs.")
@@ -200,12 +202,12 @@ class ModelConfig:
         if self.sliding_window_layers and not self.sliding_window:
             raise ValueError(
                 f"model.sliding_window_layers={self.sliding_window_layers!r} has no effect without "
-                "model.sliding_window: set that, or unset this key."
+                "model.sliding_window. Set model.sliding_window too, or unset this key."
             )
         if self._window_ranges() and self._window_ranges()[-1].stop > self.num_layers + 1:
             raise ValueError(
                 f"model.sliding_window_layers={self.sliding_window_layers!r} goes beyond model.num_layers="
-                f"{self.num_layers}; end it there."
+                f"{self.num_layers}. End it at {self.num_layers} or before."
             )
         parse_remat(self.remat)
 
@@ -486,7 +488,7 @@ def check_section(name: str, values: Any) -> None:
     if name not in SECTIONS:
         raise ValueError(f"config has no section {name!r}. {nearest(name, SECTIONS)}")
     if not isinstance(values, dict):
-        raise ValueError(f"config.{name}={values!r:.100} is a section; set its keys one by one.")
+        raise ValueError(f"config.{name}={values!r:.100} is a section. Set its keys one by one.")
 
 
 def field_of(section: str, key: str) -> dataclasses.Field:
@@ -507,6 +509,8 @@ def convert_value(path: str, field: dataclasses.Field, value: Any) -> Any:
     if kind is float and type(value) is int and abs(value) < 1 << 1023:  # within the range of float
         value = float(value)
     if type(value) is not kind:
-        raise ValueError(f"{path}={repr(value)[:100]} is {type(value).__name__}; it must be {kind.__name__}.")
+        raise ValueError(
+            f"{path}={repr(value)[:100]} has type {type(value).__name__}, but must have type {kind.__name__}."
+        )
     check_choice(path, field, value)
     return check_local(str(value), key=path) if field.metadata["is_path"] else value

@@ -58,7 +58,7 @@ def _run(mutable: Any, values: flags.FlagValues, *, opening: contextlib.ExitStac
     if not values.coordinator:
         _check_paths(config, workdir, given=given)
     if config.data.tokenizer != named_tokenizer and not values.process_id:
-        say("tokenizer", f"{config.data.tokenizer}: {named_tokenizer} is missing")
+        say("tokenizer", f"{config.data.tokenizer}, because {named_tokenizer} is missing")
     _set_environment(config, values, workdir=workdir)
     from hlat_jax.host import distributed  # imports JAX, which must see the environment as it is now
     from hlat_jax.run.nonfinite import NonFiniteError
@@ -189,28 +189,34 @@ def _set_environment(config: config_lib.Config, values: flags.FlagValues, *, wor
 
 def _define(values: flags.FlagValues) -> None:
     options = {"flag_values": values}
-    flags_lib.define_path(values, "workdir", "Run folder; default runs/NAME.", use="run")
+    flags_lib.define_path(values, "workdir", "Run folder. The default is runs/NAME.", use="run")
     flags.DEFINE_bool("print_config", False, "Print the resolved config and its costs, then stop.", **options)
-    flags.DEFINE_bool("begin_again", False, "Train from step 0 where the checkpoints of the run are lost.", **options)
+    flags.DEFINE_bool("begin_again", False, "Train from step 0 if the checkpoints of the run are lost.", **options)
     flags.DEFINE_integer(
         "stopped_code",
         0,
-        "Exit code of a run that a signal, such as SIGTERM, stopped before its last step; it is saved.",
+        "Exit code if a signal such as SIGTERM stops the run before its last step. The run is saved.",
         lower_bound=0,
         upper_bound=255,
         **options,
     )
-    flags.DEFINE_string("coordinator", "", "HOST:PORT of process 0; for several processes.", **options)
+    flags.DEFINE_string("coordinator", "", "HOST:PORT of process 0, for several processes.", **options)
     flags.DEFINE_integer("num_processes", None, "Number of processes of the job, one per node.", **options)
     flags.DEFINE_integer("process_id", None, "Index of this process, from 0.", **options)
-    flags.DEFINE_string("instance", "", "Type of the Trainium instance; default: detected.", **options)
-    flags.DEFINE_integer("cores", 0, "NeuronCores of this instance to train on, as JAX sees them; 0: all.", **options)
-    flags.DEFINE_integer("join_timeout_s", 300, "Longest wait for the others at the start, in seconds.", **options)
-    flags.DEFINE_integer("peer_timeout_s", 60, "All processes end if one sends no heartbeat for this long.", **options)
+    flags.DEFINE_string("instance", "", "Type of the Trainium instance. The default is detected.", **options)
+    flags.DEFINE_integer(
+        "cores", 0, "NeuronCores of this instance to train on, as JAX sees them. 0 means all.", **options
+    )
+    flags.DEFINE_integer(
+        "join_timeout_s", 300, "Longest wait for the other processes at the start, in seconds.", **options
+    )
+    flags.DEFINE_integer(
+        "peer_timeout_s", 60, "All processes end if one sends no heartbeat for this many seconds.", **options
+    )
     flags.DEFINE_integer(
         "stuck_timeout_s",
         300,
-        "The shortest time without progress after which all processes end, with code 124; 0: they never do.",
+        "Shortest time without progress, in seconds, after which all processes end with code 124. 0 means never.",
         lower_bound=0,
         **options,
     )

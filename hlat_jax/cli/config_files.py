@@ -32,16 +32,19 @@ def load(name_or_path: str) -> Any:
     is_path = name_or_path.endswith(".py")
     path = local_path(name_or_path, key="--config") if is_path else names.get(name_or_path)
     if path is None:
-        raise ValueError(f"--config={name_or_path}: no such config. {nearest(name_or_path, names)} Paths end in .py.")
+        raise ValueError(
+            f"--config={name_or_path} is not a shipped config, nor a path that ends in .py. "
+            f"{nearest(name_or_path, names)}"
+        )
     if not path.is_file():
-        raise ValueError(f"--config={name_or_path}: no such file. Shipped configs: {', '.join(names)}.")
+        raise ValueError(f"--config={name_or_path}: no such file. The shipped configs are {', '.join(names)}.")
     try:
         module = runpy.run_path(str(path.absolute()))
         if "get_config" not in module:
-            raise ValueError("defines no get_config(); add one that edits and returns hlat_jax.config.default().")
+            raise ValueError("defines no get_config(). Add one that edits and returns hlat_jax.config.default().")
         config = module["get_config"]()
         if not hasattr(config, "to_dict"):
-            raise ValueError(f"get_config() returns {config!r:.100}; end it with `return c`, the config it edits.")
+            raise ValueError(f"get_config() returns {config!r:.100}. End it with `return c`, where c is the config.")
         for section, values in config.to_dict().items():
             if section != "name":
                 check_section(section, values)

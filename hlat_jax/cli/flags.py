@@ -46,17 +46,20 @@ def parse(argv: Sequence[str], define: Callable[[flags.FlagValues], None] = lamb
     words = _parse_words(named, argv, known_only=True)
     starts = named.init_from + [word for word in words if re.match("--?config.train.init_from(=|$)", word)]
     if named.init_from and len(starts) > 1:
-        raise ValueError(f"initial weights are given {len(starts)} times; a run begins with one --init_from.")
+        raise ValueError(f"initial weights are given {len(starts)} times. Give one --init_from.")
     if any(named.init_from):
         words.append(f"--config.train.init_from={named.init_from[0]}")
         named.config = named.config or ["continue"]
     if not named.config:
         likely = [word for word in words if word.endswith(".py") or word in config_files.shipped_configs()]
-        hint = f" Did you mean --config={likely[0]}?" if likely else ""
-        raise ValueError(f"--config=NAME is missing; NAME is a shipped config such as tiny, or ends in .py.{hint}")
+        advice = (
+            f"Did you mean --config={likely[0]}?" if likely else "Give a shipped config such as tiny, or a .py file."
+        )
+        raise ValueError(f"--config=NAME is missing. {advice}")
     if len(named.config) > 1:
         raise ValueError(
-            f"--config is given {len(named.config)} times; a run has one config. Change keys with --config.a.b=VALUE."
+            f"--config is given {len(named.config)} times, but a run has one config. Change its keys with "
+            "--config.SECTION.KEY=VALUE."
         )
     mutable = config_files.load(named.config[0])
     before = mutable.copy_and_resolve_references()
@@ -65,7 +68,7 @@ def parse(argv: Sequence[str], define: Callable[[flags.FlagValues], None] = lamb
     config_flags.DEFINE_config_dict("config", mutable, flag_values=values, sys_argv=["hlat_jax", *words])
     rest = _parse_words(values, words, keys=list(_config_keys()))
     if rest:
-        raise ValueError(f"unexpected argument {rest[0]!r}; every argument is --flag=value.")
+        raise ValueError(f"unexpected argument {rest[0]!r}. Write every argument as --flag=value.")
     for path in config_lib.PATH_KEYS:
         section, key = path.split(".")
         if (value := values.config[section][key]) is not None:  # left to `resolve`
@@ -139,7 +142,7 @@ def parse_inputs(argv: Sequence[str], values: flags.FlagValues, *, usage: str, m
     if not inputs:
         raise ValueError(missing)
     if "out" in values and not values.out:
-        raise ValueError("--out is missing; give the path to write to.")
+        raise ValueError("--out is missing. Give the path to write to.")
     return inputs
 
 
@@ -154,7 +157,7 @@ def parse_own(argv: Sequence[str], define: Callable[[flags.FlagValues], None], *
     define(values)
     rest = _rest(argv, values, usage=usage)
     if rest:
-        raise ValueError(f"unexpected argument {rest[0]!r}; every argument is --flag=value.")
+        raise ValueError(f"unexpected argument {rest[0]!r}. Write every argument as --flag=value.")
     return values
 
 
@@ -202,7 +205,7 @@ def _nearest_flag(name: str, own: Sequence[str], keys: Sequence[str]) -> str:
     if meant := same or [known for known, part in last.items() if part in close]:
         words = " or ".join(f"'--{known}'" for known in meant[:2])
         return f"Did you mean {words}?"
-    more = "; --config.SECTION.KEY=VALUE sets a key of the config" if keys else ""
+    more = ", and --config.SECTION.KEY=VALUE for a key of the config" if keys else ""
     return f"Known: {', '.join(f'--{known}' for known in own)}{more}."
 
 
@@ -220,7 +223,7 @@ def _check_key(word: str) -> None:
     name, keys = match[1], list(_config_keys())
     in_section = [key for key in keys if key.startswith(f"{name}.")]
     if in_section:
-        raise ValueError(f"--{name} is a section; set one of its keys: {', '.join(in_section)}.")
+        raise ValueError(f"--{name} is a section. Set one of its keys: {', '.join(in_section)}.")
     if name not in keys:
         beside = [key for key in keys if key.rpartition(".")[0] == name.rpartition(".")[0]]
         raise ValueError(f"the config has no key --{name}. {_nearest_flag(name, beside, keys)}")
@@ -300,9 +303,9 @@ def check_output(flag: str, path: str) -> None:
         return
     file = pathlib.Path(path)
     if not file.parent.is_dir():
-        raise ValueError(f"{flag}={path}: there is no folder {file.parent}; make it first, or give another path.")
+        raise ValueError(f"{flag}={path}: there is no folder {file.parent}. Make it first, or give another path.")
     if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise ValueError(f"{flag}={path} cannot be written; give the path of a file.")
+        raise ValueError(f"{flag}={path} cannot be written. Give the path of a file.")
 
 
 def write_report(path: str, report: dict[str, Any]) -> None:
@@ -324,11 +327,11 @@ def usage(values: flags.FlagValues) -> str:
     return "\n".join(
         (
             "Usage: --config=NAME|PATH.py [--config.SECTION.KEY=VALUE ...] [flags]",
-            f"\nNAME is one of {shipped}; --print_config shows the values of one.",
-            "--init_from=FOLDER sets train.init_from, and without another config takes --config=continue.",
+            f"\nNAME is one of {shipped}. --print_config shows its values.",
+            "--init_from=FOLDER sets train.init_from. Without --config it takes --config=continue.",
             "\nFlags:",
             *own,
-            "\nKeys, with the value of a config that does not set them:",
+            "\nKeys and their defaults:",
             *keys,
         )
     )

@@ -11,12 +11,12 @@ from hlat_jax.host import process
 
 AREAS = {
     "train": "trains a model: hlat train --config=tiny",
-    "run": "goodput: what the time of a run went to",
+    "run": "goodput: where the time of a run went",
     "generate": "continues text with a trained model",
-    "evaluate": "perplexity and tasks of a trained model",
+    "evaluate": "measures a trained model: perplexity and tasks",
     "data": "build, tokenizer, stats, peek: text for training",
-    "hf": "import, export, average: weights from Hugging Face and to it",
-    "plan": "memory, traffic and time of a run, before it is started",
+    "hf": "import, export, average: weights from and to Hugging Face",
+    "plan": "estimates memory, traffic and time before a run",
     "neuron": "lint, ladder, hlo, doctor, env: checks for Trainium",
     "launch": "node.sh, restart.sh and the files for Slurm and EKS",
 }
@@ -38,7 +38,9 @@ def _explain_areas(word: str) -> int:
     """Prints the areas or an error; returns the exit code."""
     if word in ("", "--help", "-h", "help"):
         lines = (f"  {name:<10} {does}" for name, does in AREAS.items())
-        print("Usage: hlat AREA ...; hlat AREA --help has more. AREA is one of:\n", *lines, sep="\n")
+        print(
+            "Usage: hlat AREA ...\n\n`hlat AREA --help` prints the help of an area. AREA is one of:\n", *lines, sep="\n"
+        )
         return 0 if word else 2
     if word == "--version":
         print(hlat_jax.__version__)

@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
         values = flags_lib.parse_own(argv, _define, usage=USAGE)
         _copy(files, values.out)
     elif len(argv) > 1:
-        raise ValueError(f"unexpected argument {argv[1]!r}; give one FILE, or --out=FOLDER for all of them.")
+        raise ValueError(f"unexpected argument {argv[1]!r}. Give one FILE, or --out=FOLDER for all files.")
     elif argv[0] not in files:
         raise ValueError(f"{argv[0]}: no such launch file. {nearest(argv[0], files)}")
     else:
@@ -45,7 +45,7 @@ def launch_folder() -> pathlib.Path:
 
 def _copy(files: dict[str, pathlib.Path], out: str) -> None:
     if not out or pathlib.Path(out).exists():
-        raise ValueError(f"--out={out} {'exists' if out else 'is empty'}; give the path of a new folder.")
+        raise ValueError(f"--out={out} {'exists' if out else 'is empty'}. Give the path of a new folder.")
     for name, path in files.items():
         copy = pathlib.Path(out) / name
         copy.parent.mkdir(parents=True, exist_ok=True)

@@ -23,7 +23,7 @@ def check_folder(path: str, *, key: str) -> None:
 def check_new_folder(path: pathlib.Path, *, key: str) -> None:
     """Raises ValueError if there is anything at `path`, the value of the flag `key`, but an empty folder."""
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise ValueError(f"{key}={path} exists already; give another folder, or remove it.")
+        raise ValueError(f"{key}={path} exists already. Give another folder, or remove it.")
 
 
 def fetch_first(path: str, *, options: str = "") -> str:

@@ -380,9 +380,9 @@ def test_config_table_covers_every_field_exactly():
 
 COMMAND_LINE_ERRORS = [
     ([], "--config=NAME is missing"),
-    (["--config=tinny"], "--config=tinny: no such config. Did you mean 'tiny'?"),
-    (["--config=tiny", "--config", "7b"], "--config is given 2 times; a run has one config."),
-    (["--init_from=a", "--init_from=b"], "initial weights are given 2 times; a run begins with one --init_from."),
+    (["--config=tinny"], "--config=tinny is not a shipped config, nor a path that ends in .py. Did you mean 'tiny'?"),
+    (["--config=tiny", "--config", "7b"], "--config is given 2 times, but a run has one config."),
+    (["--init_from=a", "--init_from=b"], "initial weights are given 2 times. Give one --init_from."),
     (["--init_from=a", "--config.train.init_from=b"], "initial weights are given 2 times"),
     (["--config=tiny", "--config.optimizer.peek_lr=1"], "no key --config.optimizer.peek_lr. Did you mean '--config.o"),
     (
@@ -393,10 +393,10 @@ COMMAND_LINE_ERRORS = [
     (["--config=tiny", "--lr=1"], "unknown flag --lr. Did you mean '--config.optimizer.peak_lr'?"),
     (["--config=tiny", "--config.optimizer.peak_lr=nan"], "optimizer.peak_lr=nan must be finite."),
     (["--config=tiny", "--config.train.eval_loss_low=nan"], "train.eval_loss_low=nan must be finite."),
-    (["--config=tiny", "--config.data=1"], "--config.data is a section; set one of its keys: "),
+    (["--config=tiny", "--config.data=1"], "--config.data is a section. Set one of its keys: "),
     (["--config=tiny", "--config.model.layer_loop=scam"], "is not one of auto, scan, unroll. Did you mean 'scan'?"),
     (["--config=tiny", "--config.optimizer.peak_lr=fast"], "peak_lr=fast must be a number, such as 0.1 or 3e-4."),
-    (["tiny"], "or ends in .py. Did you mean --config=tiny?"),
+    (["tiny"], "--config=NAME is missing. Did you mean --config=tiny?"),
     (["--config=tiny", "--seed=1"], "Did you mean '--config.data.seed' or '--config.train.seed'?"),
     (["--config=tiny", "--config.train.z_loss_weight=inf"], "train.z_loss_weight=inf must be finite."),
     (["--config=tiny", "--workdri=x"], "unknown flag --workdri. Did you mean '--workdir'?"),
@@ -422,11 +422,11 @@ FILE_ERRORS = [
     ("c.model.num_layer = 3", "mine.py: config has no key model.num_layer. Did you mean 'num_layers'?"),
     ("c.optimizer.lr = 1e-3", "mine.py: config has no key optimizer.lr. Did you mean 'peak_lr'?"),
     ("c.modle = 3", "mine.py: config has no section 'modle'. Did you mean 'model'?"),
-    ("c.model.num_layers = True", "mine.py: model.num_layers=True is bool; it must be int."),
+    ("c.model.num_layers = True", "mine.py: model.num_layers=True has type bool, but must have type int."),
     ("print(c.data.trian)", "mine.py, line 5, `print(c.data.trian)`: "),
     ("c.model.num_layers = 'three'", "mine.py, line 5, `c.model.num_layers = 'three'`: TypeError: "),
     ("c.model.num_layers = (3", "mine.py, line 5, `c.model.num_layers = (3`: SyntaxError: '(' was never closed"),
-    ("return", "get_config() returns None; end it with `return c`, the config it edits."),
+    ("return", "get_config() returns None. End it with `return c`, where c is the config."),
 ]
 
 

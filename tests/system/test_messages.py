@@ -8,7 +8,9 @@ import pytest
 TINY = ("train", "--config=tiny", "--workdir=FOLDER/run")
 # The words of a command -> what it says. FOLDER has files, RUN is a run of 24 steps, HERE the current folder.
 MESSAGES = {
-    ("train", "--config=tinny"): "--config=tinny: no such config. Did you mean 'tiny'? Paths end in .py.",
+    ("train", "--config=tinny"): (
+        "--config=tinny is not a shipped config, nor a path that ends in .py. Did you mean 'tiny'?"
+    ),
     (*TINY, "--config.optimizer.peek_lr=1"): (
         "the config has no key --config.optimizer.peek_lr. Did you mean '--config.optimizer.peak_lr'?"
     ),
@@ -21,8 +23,8 @@ MESSAGES = {
         "set model.vocab_size=2048 or more, or use a tokenizer of at most 1024 tokens."
     ),
     (*TINY, "--config.parallel.tensor=3"): (
-        "parallel.tensor=3 must divide model.num_kv_heads=2, or be a multiple of it that divides model.num_heads=6; "
-        "use one of [1, 2, 6]."
+        "parallel.tensor=3 must divide model.num_kv_heads=2, or be a multiple of it that divides model.num_heads=6. "
+        "Use one of [1, 2, 6]."
     ),
     (*TINY, "--config.data.train=FOLDER/no.jsonl"): "data.train: FOLDER/no.jsonl does not exist (looked from HERE).",
     (*TINY, "--config.data.train=FOLDER/body.jsonl"): (
