@@ -44,7 +44,7 @@ def load(name_or_path: str) -> Any:
             raise ValueError("defines no get_config(). Add one that edits and returns hlat_jax.config.default().")
         config = module["get_config"]()
         if not hasattr(config, "to_dict"):
-            raise ValueError(f"get_config() returns {config!r:.100}. End it with `return c`, where c is the config.")
+            raise ValueError(f"get_config() returns {config!r:.100}. End it with `return c`, the config that it edits.")
         for section, values in config.to_dict().items():
             if section != "name":
                 check_section(section, values)

@@ -426,7 +426,7 @@ FILE_ERRORS = [
     ("print(c.data.trian)", "mine.py, line 5, `print(c.data.trian)`: "),
     ("c.model.num_layers = 'three'", "mine.py, line 5, `c.model.num_layers = 'three'`: TypeError: "),
     ("c.model.num_layers = (3", "mine.py, line 5, `c.model.num_layers = (3`: SyntaxError: '(' was never closed"),
-    ("return", "get_config() returns None. End it with `return c`, where c is the config."),
+    ("return", "get_config() returns None. End it with `return c`, the config that it edits."),
 ]
 
 
