@@ -39,9 +39,11 @@ def read_json(path: pathlib.Path, *, kind: Any = dict, allow_nan: bool = False) 
     """Returns the JSON in a file, as `parse_json` does.
 
     Raises:
-      ValueError: it is not of that kind; the message names the file.
+      ValueError: it is not a regular file, or not of that kind; the message names the file.
       OSError: it cannot be read.
     """
+    if path.exists() and not path.is_file():  # to open a FIFO would block
+        raise ValueError(f"{path} is not a regular file.")
     return parse_json(path.read_bytes(), where=str(path), kind=kind, allow_nan=allow_nan)
 
 
@@ -66,14 +68,16 @@ def parse_json(raw: bytes, *, where: str, kind: Any = dict, allow_nan: bool = Fa
     """Returns the JSON value in `raw`, of the given kind.
 
     Raises:
-      ValueError: not UTF-8, not JSON, another kind, or, without `allow_nan`, a number that is not finite; the message
-        begins with `where`.
+      ValueError: not UTF-8, not JSON, nested too deeply, a key that appears twice, another kind, or, without
+        `allow_nan`, a number that is not finite; the message begins with `where`.
     """
     parse = float if allow_nan else _finite
     try:
-        value = json.loads(raw.decode("utf-8"), parse_constant=parse, parse_float=parse)
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=parse, parse_float=parse)
     except ValueError as error:
         raise ValueError(f"{where} is not JSON: {error}.") from None
+    except RecursionError:
+        raise ValueError(f"{where} is nested too deeply.") from None
     return check_kind(value, kind, where=where)
 
 
@@ -166,6 +170,15 @@ def _must_be(words: str, value: Any, field: str) -> str:
 
 def _short_repr(value: Any) -> str:
     return repr(value)[:_SHOWN]
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"key {_short_repr(twice)} appears twice")
+    return values
 
 
 def _finite(text: str) -> float:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from refusals import refused
@@ -68,11 +69,13 @@ def test_lines_of_a_log_are_rows_or_say_why_not(tmp_path):
     assert list(typed_json.read_lines(tmp_path / "none.jsonl", lambda row: Whole)) == []
 
 
-def test_malformed_json_is_refused(tmp_path):
+def test_malformed_or_ambiguous_json_is_refused(tmp_path):
     path = tmp_path / "a.json"
     for content, fact in (
+        (b"[" * 100_000, ""),
         (b"[]", "[]"),
         (b"", "JSON"),
+        (b'{"a": 1, "a": 2}', "'a'"),
         (b'{"a": NaN}', "NaN"),
         (b'{"a": 1e999}', "1e999"),
         (b'{"a": ' + b"9" * 10_000 + b"}", "JSON"),
@@ -82,6 +85,12 @@ def test_malformed_json_is_refused(tmp_path):
         with refused(path, fact) as caught:
             typed_json.read_json(path)
         assert str(caught.value).startswith(str(path))
+
+
+def test_json_from_a_fifo_is_refused_without_blocking(tmp_path):
+    os.mkfifo(tmp_path / "a.json")
+    with refused(tmp_path / "a.json"):
+        typed_json.read_json(tmp_path / "a.json")
 
 
 def test_names_that_lead_out_of_a_folder_are_refused():
