@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 GENERATED = {"config.md", "commands.md"}  # their sentences are counted where they are written
-# Not yet rewritten: history, tables of facts that tests read, and a page that quotes what was registered before its runs.
+# Not yet rewritten: history, tables that tests read, and a page that quotes statements registered before its runs.
 EXEMPT = {"CHANGELOG.md", "neuron-lint.md", "neuron-measured.md", "replication.md"}
 MAX_WORDS, MAX_MEAN = 25, 17  # of a sentence
 
