@@ -85,7 +85,7 @@ REFUSED = {
         ("pipe", "reduce_gradients"),
         lambda row: row["pipe"] > 1 and row["reduce_gradients"] == "microbatch",
         {"pipe": 2, "reduce_gradients": "microbatch"},
-        "parallel.pipe=2 with parallel.reduce_gradients",
+        "parallel.pipe=2 excludes parallel.reduce_gradients",
     ),
     "stages under autocast": (
         ("pipe", "policy"),
