@@ -7,6 +7,7 @@ import pathlib
 import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 
@@ -96,6 +97,12 @@ def test_modules_import_lower_floors_or_their_own_room_and_every_room_is_on_a_fl
             is_asked_for = module == OPTIONAL and room(imported) in LEAVES
             is_below = FLOOR_OF[room(imported)] < FLOOR_OF[room(module)]
             assert is_inside or is_asked_for or is_below, f"{module} imports {imported}"
+
+
+def test_every_folder_of_modules_is_a_package_of_the_wheel():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = {".".join(path.parent.relative_to(ROOT).parts) for path in FILES}
+    assert folders <= set(settings["packages"])
 
 
 def test_no_circular_imports():
