@@ -339,3 +339,16 @@ def test_a_budget_that_blocks_meet_alone_is_met_inside_the_program():
     program = training_program(loss, optax.adamw(1e-3), memory_budget=budget, remat=options, params=params, batch=batch)
     assert program.plan.measured_bytes <= budget
     assert program.plan.region == "segments"
+
+
+def test_chunks_run_on_the_simulated_core():
+    def loss(params, batch):
+        return optax.softmax_cross_entropy_with_integer_labels(batch["x"] @ params, batch["y"]).mean()
+
+    params, batch = jnp.ones((8, 256)) / 3, {"x": jnp.ones((64, 8)) / 7, "y": jnp.arange(64)}
+    losses = [
+        training_program(loss, optax.sgd(0.1), simulate="all", params=params, batch=batch, **how)
+        for how in ({}, {"chunk": "16KiB"})
+    ]
+    plain, chunked = (program.step(program.init(params), batch)[1].loss for program in losses)
+    np.testing.assert_allclose(plain, chunked, rtol=2**-7)  # bf16
