@@ -8,26 +8,12 @@ import optax
 import pytest
 from jax.flatten_util import ravel_pytree
 from lowered import assert_no_forbidden_operations, lowered_for_neuron
-from programs import training_program
+from programs import classified, labelled, training_program
 from steps import trained
 
 from hlat_jax.batch import SumAndCount
 from hlat_jax.program import make_program
 from hlat_jax.resolve import resolve
-
-
-def classified(params, batch):
-    """Returns (mean cross-entropy, accuracy), of rows that all count."""
-    logits = batch["x"] @ params["w"]
-    loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
-    return loss, jnp.mean(jnp.argmax(logits, -1) == batch["label"])
-
-
-def labelled():
-    rng = np.random.default_rng(0)
-    params = {"w": jnp.asarray(rng.normal(size=(8, 4)), jnp.float32)}
-    return params, {"x": rng.normal(size=(32, 8)).astype(np.float32), "label": rng.integers(0, 4, 32)}
-
 
 EVERY_PATH = [
     {"num_microbatches": 4},

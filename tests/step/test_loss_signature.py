@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from programs import training_program
+from programs import classified, labelled, training_program
 
 from hlat_jax.batch import SumAndCount
 from hlat_jax.parallel.pipeline import run_pipeline
@@ -15,19 +15,6 @@ def rows(seed=0, num=32):
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(num, 8)).astype(np.float32)
     return {"x": x, "y": x[:, :1] ** 2}
-
-
-def classified(params, batch):
-    """Returns (mean cross-entropy, accuracy), of rows that all count."""
-    logits = batch["x"] @ params["w"]
-    loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
-    return loss, jnp.mean(jnp.argmax(logits, -1) == batch["label"])
-
-
-def labelled():
-    rng = np.random.default_rng(0)
-    params = {"w": jnp.asarray(rng.normal(size=(8, 4)), jnp.float32)}
-    return params, {"x": rng.normal(size=(32, 8)).astype(np.float32), "label": rng.integers(0, 4, 32)}
 
 
 def scalar(params, batch):
